@@ -1,0 +1,60 @@
+# `make demo` and `make test` need Python 3.11 or newer and nothing else: they install the rest into .venv.
+
+PYTHON  ?= $(shell command -v python3.11 || command -v python3)
+WORKERS ?= 2
+FLOOR   := 5.18.0
+BIN     := .venv/bin
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: help demo test slow floor clean
+
+help:
+	@echo "make demo   caption a few pictures with a tiny model, plain and sped up"
+	@echo "make test   ruff, mypy, pytest"
+	@echo "make slow   the tests that take long"
+	@echo "make floor  exactness on the oldest supported transformers ($(FLOOR))"
+	@echo "make clean  remove what these made"
+
+# Reinstalled only when a dependency may have changed. `venv` repairs a half-made folder, so a failed run is no harm.
+# $(1) folder, $(2) constraints, $(3) what to install
+define install
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "mmspec needs Python 3.11 or newer; found '$(PYTHON)'. Say which one: make PYTHON=/path/to/python3"; exit 1; }
+	@test -x $(1)/bin/pip || "$(PYTHON)" -m venv $(1)
+	$(1)/bin/python -m pip install --quiet --quiet --constraint $(2) $(3)
+	@touch $@
+endef
+
+.venv/.installed: pyproject.toml constraints.txt
+	$(call install,.venv,constraints.txt,--editable '.[dev]')
+
+demo: .venv/.installed
+	$(BIN)/python -m mmspec.app.demo
+
+# One thread per worker: the models are tiny, and threads of several workers would wait for each other.
+test slow floor: export OMP_NUM_THREADS = 1
+test slow floor: export HF_HUB_OFFLINE = 1
+
+test: .venv/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/python tests/typecheck.py
+	$(BIN)/python -m pytest -q -n $(WORKERS)
+
+slow: .venv/.installed
+	$(BIN)/python -m pytest -q -n $(WORKERS) -m slow --timeout 7200
+
+# The same versions, but for transformers and the two packages whose versions it dictates.
+.venv-floor/.installed: pyproject.toml constraints.txt
+	@mkdir -p .venv-floor
+	@grep -vE '^(transformers|huggingface-hub|tokenizers)==' constraints.txt > .venv-floor/constraints.txt
+	$(call install,.venv-floor,.venv-floor/constraints.txt,transformers==$(FLOOR) pytest pytest-timeout pytest-xdist --editable .)
+
+floor: .venv-floor/.installed
+	.venv-floor/bin/python -c 'import transformers as t; assert t.__version__ == "$(FLOOR)", t.__version__'
+	.venv-floor/bin/python -m pytest -q -n $(WORKERS) tests/test_exactness.py tests/test_targets.py
+
+clean:
+	rm -rf .venv .venv-floor .types .mypy_cache .pytest_cache .ruff_cache build dist *.egg-info
+	find mmspec drafters vision app tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,206 @@
+"""`mmspec bench`: how fast, against plain `generate`, in a table, as JSON and as a plot."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mmspec.app.caption import check_drafter, positive, quiet, temperature
+from mmspec.app.errors import UsageError, one_line
+from mmspec.app.settings import DTYPES, PROMPT
+from mmspec.app.versions import mmspec_version, version
+
+COLUMNS = {
+    "drafter": "drafter",
+    "batch": "batch",
+    "prompt_tokens": "prompt",
+    "tau": "tau",
+    "R": "R",
+    "tokens_per_s": "tok/s",
+    "speedup_hf": "x hf",
+    "speedup_hf_lo": "min",
+    "speedup_hf_hi": "max",
+    "speedup_own": "x own",
+    "speedup_e2e": "x e2e",
+    "identical": "same",
+    "score_ms": "score",
+    "draft_ms": "draft",
+    "rest_ms": "rest",
+    "ttft_ms": "ttft ms",
+}
+"""Columns of the table: key of the row and heading."""
+
+EPILOG = """\
+rows
+  hf            plain generate of transformers, on a model that was never patched
+  hf-again      the same once more: its min and max of "x hf" are the noise band of this machine
+  none          our own loop without drafts
+  others        our loop with that drafter
+
+columns
+  x hf, x own   decode speed-up (first token to last) over hf and over our own plain loop; x e2e: the whole call, image
+                encoding and prefill included. Medians of paired runs: in each round everybody runs once, in turn.
+  tau           tokens per forward of a row;  R: time of one round in plain steps of our loop;  x own is about tau / R
+  same          all tokens equal to hf, in every run (in half precision near-ties may differ)
+  score, draft, rest: ms per round
+
+Every call has pictures and prompts of its own, so that a drafter that learns from call to call cannot know the answers;
+give as many --images as the largest batch size times (repeats + 1).
+
+Rows never end early: all produce --new-tokens tokens. A real model's text past its natural end tends to repeat itself,
+which flatters drafters: choose --new-tokens below the usual length of its answers.
+
+examples
+  mmspec bench --model tiny
+  mmspec bench --model mid --drafters none,lookup,auto --batch-sizes 1,8 --prompt-tokens 100,700 --json mid.json
+  mmspec bench --model llava-hf/llava-1.5-7b-hf --images photos/ --dtype bfloat16 --plot speed.png
+"""
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], common: argparse.ArgumentParser) -> None:
+    """Register the command."""
+    parser = commands.add_parser(
+        "bench",
+        parents=[common],
+        help="measure speed against plain generate",
+        description="Measure decoding speed: plain generate, our loop without drafts, and each drafter, interleaved.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(run=run)
+    add = parser.add_argument
+    add("--model", required=True, metavar="M", help="hub id, local folder, or a built-in random model: tiny, mid")
+    add("--drafters", type=names, default=["none", "auto"], metavar="A,B", help="default none,auto")
+    add("--batch-sizes", type=numbers, default=[1], metavar="N,N", help="default 1")
+    add("--prompt-tokens", type=numbers, default=None, metavar="N,N", help="lengthen prompts with words to this")
+    add("--new-tokens", type=positive, default=64, metavar="N", help="per row (default 64)")
+    add("--temperature", type=temperature, default=0.0, metavar="T", help="0 (default) is greedy")
+    add("--seed", type=int, default=0, metavar="N", help="for prompts, pictures and sampling (default 0)")
+    add("--repeats", type=positive, default=5, metavar="N", help="rounds after the warm-up (default 5)")
+    add("--images", nargs="+", default=[], metavar="PATH", help="pictures to use (default: made up)")
+    add("--prompt", default=PROMPT, metavar="TEXT", help=f"default {PROMPT!r}")
+    add("--dtype", default="auto", choices=DTYPES, help="default as for caption")
+    add("--device", default="auto", metavar="DEV", help="default auto: the GPU if there is one")
+    add("--json", default=None, metavar="FILE", help="write the rows as a JSON list, with more columns")
+    add("--plot", default=None, metavar="FILE.png", help="write a bar chart (needs matplotlib)")
+    add("--progress", action=argparse.BooleanOptionalAction, default=None, help="default: if on a terminal")
+
+
+def names(text: str) -> list[str]:
+    """Comma-separated drafters."""
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def numbers(text: str) -> list[int]:
+    """Comma-separated whole numbers above 0."""
+    return [positive(part.strip()) for part in text.split(",")]
+
+
+def run(args: argparse.Namespace) -> int:
+    """Carry out the command."""
+    for name in args.drafters:
+        check_drafter(name)
+    if args.new_tokens < 2:
+        raise UsageError(f"--new-tokens must be 2 or more, or there is nothing to decode; got {args.new_tokens}")
+    for file in filter(None, (args.json, args.plot)):
+        writable(file)
+    if args.plot:
+        from mmspec.app.plot import require
+
+        require()
+    quiet(args.progress)
+    rows = measure(args)
+    print(table(rows))
+    if args.json:
+        Path(args.json).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    if args.plot:
+        from mmspec.app.plot import plot
+
+        plot(rows, Path(args.plot))
+    return 0
+
+
+def writable(file: str) -> None:
+    """Refuse a result file that cannot be written, before an hour of measuring."""
+    try:
+        made = not Path(file).exists()
+        with Path(file).open("ab"):
+            pass
+        if made:
+            Path(file).unlink()
+    except OSError as error:
+        raise UsageError(f"cannot write {file}: {error.strerror}") from error
+
+
+def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """All rows, batch by batch and prompt by prompt."""
+    from tqdm import tqdm
+
+    from mmspec.app.captioner import Captioner
+    from mmspec.app.load import load
+    from mmspec.app.measure import results, rounds, systems
+    from mmspec.app.prompts import pictures, requests_of
+
+    images = pictures(args.images, max(args.batch_sizes) * (args.repeats + 1), args.seed)
+    model, processor = load(args.model, args.dtype, args.device)
+    try:
+        field = systems(model, args.drafters, processor)
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"--model {args.model}: {one_line(error, 600)}") from error
+    maker = Captioner(model, processor)
+    shared = {name: getattr(args, name) for name in ("model", "new_tokens", "temperature", "repeats")}
+    shared |= {"dtype": maker.dtype, "run": provenance(args.command, model)}
+    lengths = args.prompt_tokens or [0]
+    calls = len(args.batch_sizes) * len(lengths) * len(field) * (args.repeats + 1)
+    hide = not (sys.stderr.isatty() if args.progress is None else args.progress)
+    rows = []
+    with tqdm(total=calls, desc="bench", unit="call", disable=hide, file=sys.stderr) as bar:
+        for batch in args.batch_sizes:
+            for length in lengths:
+                requests = requests_of(maker, images, args.prompt, batch, length, args.repeats + 1, args.seed)
+                rounds(field, requests, args.new_tokens, args.temperature, args.seed, bar.update)
+                tokens = requests[0]["input_ids"].shape[1]
+                rows += [row | {"prompt_tokens": tokens} | shared for row in results(field)]
+    return rows
+
+
+def provenance(command: str, model: Any) -> dict[str, Any]:
+    """What a figure must carry to be worth anything."""
+    import torch
+
+    card = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else None
+    return {
+        "command": command,
+        "mmspec": mmspec_version(),
+        "torch": version("torch"),
+        "transformers": version("transformers"),
+        "device": card or model.device.type,
+        "threads": torch.get_num_threads(),
+    }
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """The rows for people."""
+    lines = [list(COLUMNS.values()), *([_cell(row[column]) for column in COLUMNS] for row in rows)]
+    first, *widths = (max(map(len, cells)) for cells in zip(*lines, strict=True))
+    return "\n".join(
+        "  ".join([name.ljust(first), *(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))])
+        for name, *cells in lines
+    )
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "NO"
+    if isinstance(value, float):
+        return f"{value:.2f}" if abs(value) < 100 else f"{value:.0f}"
+    return str(value)
+
+
+__all__ = ["add_parser", "run", "table"]

@@ -1,0 +1,79 @@
+"""`mmspec env`: versions, devices and kernels, to be pasted into a bug report."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import sys
+from collections.abc import Iterator
+
+from mmspec.app.versions import mmspec_version, version
+
+_PACKAGES = """torch transformers accelerate tokenizers pillow safetensors numpy torchvision matplotlib gradio decord av
+bitsandbytes peft"""
+PACKAGES = _PACKAGES.split()
+VARIABLES = ("CUDA_VISIBLE_DEVICES", "HF_HUB_OFFLINE", "OMP_NUM_THREADS", "RANK", "WORLD_SIZE", "LOCAL_RANK")
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], common: argparse.ArgumentParser) -> None:
+    """Register the command."""
+    parser = commands.add_parser(
+        "env",
+        parents=[common],
+        help="versions and devices, for bug reports",
+        description="Print versions, devices and kernels, for bug reports. Names no user, host or path.",
+        epilog="example\n  mmspec env",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Carry out the command."""
+    for name, value in facts():
+        print(f"{name + ':':<24}{value}")
+    return 0
+
+
+def facts() -> Iterator[tuple[str, str]]:
+    """Name and value of everything worth knowing."""
+    yield "mmspec", mmspec_version()
+    yield "python", f"{sys.version.split()[0]} ({platform.python_implementation()})"
+    yield "platform", platform.platform()
+    for package in PACKAGES:
+        yield package, version(package) or "-"
+    yield from _devices()
+    yield from _support()
+    for name in VARIABLES:
+        if name in os.environ:
+            yield name, os.environ[name]
+
+
+def _devices() -> Iterator[tuple[str, str]]:
+    import torch
+
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    yield "cpu", f"{cores} cores, {torch.get_num_threads()} torch threads, {torch.backends.cpu.get_cpu_capability()}"
+    yield "cuda", f"{torch.version.cuda}, {torch.cuda.device_count()} devices" if torch.cuda.is_available() else "-"
+    for number in range(torch.cuda.device_count()):
+        card = torch.cuda.get_device_properties(number)
+        memory = card.total_memory / 2**30
+        yield f"cuda:{number}", f"{card.name}, {memory:.1f} GiB, capability {card.major}.{card.minor}"
+    yield "mps", "yes" if torch.backends.mps.is_available() else "-"
+
+
+def _support() -> Iterator[tuple[str, str]]:
+    import torch
+
+    import mmspec
+    from mmspec.drafters.registry import DRAFTERS
+
+    kernels = ("flash", "mem_efficient", "math")
+    on = [name for name in kernels if getattr(torch.backends.cuda, f"{name}_sdp_enabled")()]
+    yield "sdpa kernels (cuda)", ", ".join(on)
+    yield "model types", ", ".join(mmspec.supported())
+    yield "drafters", ", ".join(DRAFTERS)
+
+
+__all__ = ["add_parser", "facts", "run"]

@@ -1,0 +1,190 @@
+"""What the user named (files, folders, globs, manifests) to a list of pictures in a stable order.
+
+A manifest is not trusted: its paths stay inside its folder. Nothing is decoded here, and nothing is written.
+"""
+
+from __future__ import annotations
+
+import csv
+import glob
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mmspec.app.errors import UsageError, one_line
+from mmspec.app.images import SUFFIXES
+
+MANIFESTS = frozenset({".jsonl", ".txt", ".csv"})
+NAMES = ("file_name", "image", "path", "file")
+
+
+@dataclass(frozen=True)
+class Item:
+    """One picture to caption. `id` names its row, `prompt` None is the job's; `index` is its place in the list."""
+
+    path: Path
+    id: str = ""
+    file_name: str = ""
+    prompt: str | None = None
+    index: int = -1
+
+
+def natural(text: str) -> tuple[Any, ...]:
+    """Sort key that puts img2 before img10, and is total: ties are broken by the text itself."""
+    parts = re.split(r"(\d+)", text.casefold())
+    return (*((int(p), "") if p.isdecimal() else (-1, p) for p in parts), (-2, text))
+
+
+def collect(paths: Sequence[str], base: Path, skip: Iterable[Path] = ()) -> list[Item]:
+    """All pictures that `paths` name, each once, numbered; `base` is the folder that file names are relative to.
+
+    Args:
+        skip: files that are never inputs (the job's own output).
+    """
+    avoid = {_real(path) for path in skip}
+    found = [item for path in paths for item in _named(path, avoid)]
+    items = _unique(found, base)
+    if not items:
+        raise UsageError(f"no images in {', '.join(paths)} (looked for {', '.join(sorted(SUFFIXES))})")
+    if not any(item.path.exists() for item in items):
+        raise UsageError(f"no such file: {items[0].path}" + (f" (nor any other of {len(items)})" if items[1:] else ""))
+    return items
+
+
+def _real(path: Path) -> str:
+    return os.path.realpath(path)
+
+
+def _named(name: str, avoid: set[str]) -> Iterator[Item]:
+    path = Path(name)
+    if path.is_dir():
+        yield from _files(sorted(_walk(path), key=lambda file: _order(file, path)), avoid)
+    elif path.exists() and _real(path) in avoid:
+        return
+    elif path.suffix.lower() in MANIFESTS and (path.exists() or not glob.has_magic(name)):
+        yield from _manifest(path)
+    elif path.exists() or (path.suffix.lower() in SUFFIXES and not glob.has_magic(name)):
+        yield Item(path)
+    elif glob.has_magic(name):
+        yield from _globbed(name, avoid)
+    else:
+        raise UsageError(f"no such file or folder: {name}")
+
+
+def _globbed(name: str, avoid: set[str]) -> Iterator[Item]:
+    matches = sorted(glob.glob(name, recursive=True), key=natural)
+    if not matches:
+        raise UsageError(f"nothing matches {name!r}")
+    for match in map(Path, matches):
+        if match.is_dir() and not name.rstrip("/").endswith("**"):
+            yield from _named(str(match), avoid)
+        elif match.is_file() and match.suffix.lower() in SUFFIXES:
+            yield from _files([match], avoid)
+
+
+def _files(files: Iterable[Path], avoid: set[str]) -> Iterator[Item]:
+    return (Item(file) for file in files if _real(file) not in avoid)
+
+
+def _order(file: Path, folder: Path) -> tuple[Any, ...]:
+    """Files of a folder before those of its sub-folders, each level in natural order."""
+    parts = file.relative_to(folder).parts
+    return tuple((i < len(parts) - 1, natural(part)) for i, part in enumerate(parts))
+
+
+def _walk(folder: Path) -> Iterator[Path]:
+    def fail(error: OSError) -> None:
+        raise UsageError(f"cannot read folder {error.filename}: {error.strerror}")
+
+    for here, folders, files in os.walk(folder, onerror=fail):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for name in files:
+            if not name.startswith(".") and Path(name).suffix.lower() in SUFFIXES:
+                yield Path(here, name)
+
+
+def _manifest(path: Path) -> Iterator[Item]:
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise UsageError(f"cannot read manifest {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"manifest {path} is not UTF-8 text: {one_line(error)}") from error
+    read = {".jsonl": _jsonl, ".csv": _csv, ".txt": _lines}[path.suffix.lower()]
+    for number, row in read(path, text):
+        yield _entry(path, number, row)
+
+
+def _jsonl(path: Path, text: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    for number, line in enumerate(text.split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise UsageError(f"{path} line {number} is not JSON: {one_line(error)}") from error
+        if not isinstance(row, dict):
+            raise UsageError(f"{path} line {number} is not a JSON object: {line.strip()[:60]}")
+        yield number, row
+
+
+def _csv(path: Path, text: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    reader = csv.DictReader(text.splitlines(keepends=True))
+    try:
+        for row in reader:
+            yield reader.line_num, {key: value for key, value in row.items() if key and value}
+    except csv.Error as error:
+        raise UsageError(f"{path} line {reader.line_num} is not CSV: {one_line(error)}") from error
+
+
+def _lines(path: Path, text: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.strip() and not line.startswith("#"):
+            yield number, {"file_name": line.strip()}
+
+
+def _entry(manifest: Path, number: int, row: dict[str, Any]) -> Item:
+    where = f"{manifest} line {number}"
+    name = next((row[key] for key in NAMES if row.get(key)), None)
+    if not isinstance(name, str) or "\0" in name:
+        raise UsageError(f"{where} names no file: give {NAMES[0]!r} (got {', '.join(map(str, row)) or 'nothing'})")
+    root, path = _real(manifest.parent), manifest.parent / name
+    if os.path.isabs(name) or not Path(_real(path)).is_relative_to(root):
+        raise UsageError(f"{where}: {name!r} leads out of {manifest.parent}/; paths are relative to the manifest")
+    prompt, ident = row.get("prompt"), row.get("id")
+    if prompt is not None and not isinstance(prompt, str):
+        raise UsageError(f"{where}: 'prompt' is text, got {prompt!r}")
+    if ident is not None and not isinstance(ident, str | int):
+        raise UsageError(f"{where}: 'id' is text or a number, got {ident!r}")
+    return Item(path, id="" if ident is None else str(ident), prompt=prompt or None)
+
+
+def _unique(found: Iterable[Item], base: Path) -> list[Item]:
+    """Drop what was named twice, give the others their names, ids and numbers."""
+    kept: dict[str, Item] = {}
+    seen: set[tuple[str, str, str | None]] = set()
+    for item in found:
+        key = (os.path.abspath(item.path), item.id, item.prompt)
+        if key in seen:
+            continue
+        seen.add(key)
+        name = relative_name(item.path, base)
+        ident = item.id or name
+        if ident in kept:
+            raise UsageError(f"two rows have the id {ident!r} ({kept[ident].path}, {item.path}): give each its own")
+        kept[ident] = Item(item.path, ident, name, item.prompt, len(kept))
+    return list(kept.values())
+
+
+def relative_name(path: Path, base: Path) -> str:
+    """`path` as seen from `base`, or absolute if it does not lie below it; with forward slashes."""
+    full, root = os.path.abspath(path), os.path.abspath(base)
+    inside = Path(full).is_relative_to(root)
+    return Path(os.path.relpath(full, root) if inside else full).as_posix()
+
+
+__all__ = ["Item", "collect", "natural", "relative_name"]

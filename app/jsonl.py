@@ -1,0 +1,172 @@
+"""JSON lines that survive a kill at any moment: append durably, tolerate and cut a torn last line, replace atomically.
+
+Knows rows only as objects with an `id`. Locks are advisory and held by the open file: a killed process leaves none.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from mmspec.app.errors import UsageError
+
+try:
+    import fcntl
+except ImportError:  # no such module on Windows: then nobody is kept from running two jobs on one file
+    fcntl = None  # type: ignore[assignment]
+
+Row = dict[str, Any]
+
+
+def dumps(row: Row) -> bytes:
+    """One line of UTF-8; escaped as ASCII where a reader might take a character for a line break, or choke on it."""
+    text = json.dumps(row, ensure_ascii=False)
+    if len(text.splitlines()) > 1 or not _encodable(text):
+        text = json.dumps(row)
+    return text.encode() + b"\n"
+
+
+def _encodable(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # a file name that is not UTF-8, as the operating system gave it
+        return False
+    return True
+
+
+def read(path: Path) -> tuple[list[Row], int]:
+    """The rows of `path` and the number of bytes they take; a torn last line is not counted. No file: no rows."""
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return [], 0
+    rows: list[Row] = []
+    end = good = 0
+    for number, line in enumerate(data.splitlines(keepends=True), 1):
+        end += len(line)
+        row = _parse(line)
+        if row is not None:
+            rows.append(row)
+            good = end
+        elif line.strip() and end < len(data):
+            raise UsageError(f"{path} line {number} is not a row of a caption job: repair or remove it, or --overwrite")
+    return rows, good
+
+
+def _parse(line: bytes) -> Row | None:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) and isinstance(row.get("id"), str) else None
+
+
+def better(old: Row | None, new: Row) -> Row:
+    """Of two rows of one picture the later one, but a caption rather than an error."""
+    return new if old is None or old.get("error") or not new.get("error") else old
+
+
+def append(file: BinaryIO, rows: Iterable[Row]) -> None:
+    """Write rows at the end and return once they are on the disk."""
+    file.write(b"".join(map(dumps, rows)))
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def cut(file: BinaryIO, good: int) -> None:
+    """Drop a torn last line: keep the first `good` bytes, ended by a line feed."""
+    if file.seek(0, os.SEEK_END) > good:
+        file.truncate(good)
+    if good and not _ends_line(file, good):
+        file.write(b"\n")
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _ends_line(file: BinaryIO, size: int) -> bool:
+    file.seek(size - 1)
+    return file.read(1) == b"\n"
+
+
+def replace(path: Path, data: bytes) -> None:
+    """Put `data` in place of `path`: at any moment there is the old file or the new one."""
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        with part.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make new names in `folder` durable, where the system can."""
+    try:
+        handle = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return
+    try:
+        os.fsync(handle)
+    except OSError:
+        pass
+    finally:
+        os.close(handle)
+
+
+def open_locked(path: Path) -> BinaryIO:
+    """Open for appending and reading, as the only one; BlockingIOError if another process keeps it."""
+    for patience in (0.05, 0.1, 0.2, 0.4, 0.0):  # another process may be looking with `busy` just now
+        file = path.open("a+b")
+        try:
+            lock(file)
+        except BlockingIOError:
+            file.close()
+            if not patience:
+                raise
+        else:
+            if _still(path, file):
+                return file
+            file.close()  # replaced or removed between opening and locking
+        time.sleep(patience)
+    raise BlockingIOError(f"{path} keeps being replaced")
+
+
+def _still(path: Path, file: BinaryIO) -> bool:
+    try:
+        return os.path.samestat(path.stat(), os.fstat(file.fileno()))
+    except FileNotFoundError:
+        return False
+
+
+def lock(file: BinaryIO, *, wait: bool = False, shared: bool = False) -> None:
+    """Take the file's lock; BlockingIOError if it is taken and we may not wait. Does nothing if there are no locks."""
+    if fcntl is None:
+        return
+    try:
+        fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError:
+        raise
+    except OSError:
+        return  # a file system without locks
+
+
+def busy(path: Path) -> bool:
+    """Whether another process holds the lock of `path`."""
+    try:
+        with path.open("rb") as file:
+            lock(file, shared=True)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    return False
+
+
+__all__ = ["Row", "append", "better", "busy", "cut", "dumps", "lock", "open_locked", "read", "replace", "sync_folder"]

@@ -1,0 +1,185 @@
+"""Plain `generate`, our loop without drafts, and each drafter, in turn and in one process; ratios of paired runs.
+
+How time is taken: each system is a clone of the model that shares its weights; the plain one is never patched. Total
+is the wall clock of the whole call on a synchronised device. On the plain side a stopping criterion that stops nothing
+notes when each token was there; our loop counts by itself. Decode is from the first token to the last, so that image
+encoding and prefill are left out; `ttft` is all before. Rows do not end before `new_tokens`: the end token is given an
+id that no token has, on all sides, so that everybody makes the same number of tokens with the same machinery.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList
+
+import mmspec
+from mmspec.stats import Stats
+
+PLAIN, AGAIN, OWN = "hf", "hf-again", "none"
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One call. `stats` is None on the plain side."""
+
+    total_s: float
+    ttft_s: float
+    decode_s: float
+    ids: Tensor
+    stats: Stats | None = None
+
+    @property
+    def step_s(self) -> float:
+        """Mean seconds of one round of our loop."""
+        return self.stats.round_s if self.stats else math.nan
+
+
+@dataclass
+class System:
+    """One contender: a name, a model that may be patched, its runs."""
+
+    name: str
+    model: Any
+    runs: list[Run] = field(default_factory=list)
+
+
+class Stamp(StoppingCriteria):
+    """Notes when each token was there, with the device idle; stops nothing."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.times = device, list[float]()
+        self._no: Tensor | None = None
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
+        synchronise(self.device)
+        self.times.append(time.perf_counter())
+        if self._no is None:
+            self._no = torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+        return self._no
+
+
+def synchronise(device: torch.device) -> None:
+    """Wait until the device has nothing left to do."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
+
+
+def clone(model: Any) -> Any:
+    """A second model with the same weight tensors (no copy of them) and its own modules and settings."""
+    shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    return copy.deepcopy(model, shared)
+
+
+def endless(model: Any) -> Any:
+    """Make rows go on until `max_new_tokens`: the end token gets an id that no token has."""
+    config = model.generation_config
+    if config.pad_token_id is None:
+        eos = config.eos_token_id
+        config.pad_token_id = eos[0] if isinstance(eos, list) else eos or 0
+    config.eos_token_id = [model.get_output_embeddings().weight.shape[0]]
+    return model
+
+
+def systems(model: Any, drafters: Sequence[str], processor: Any) -> list[System]:
+    """Plain twice (the second is the noise band), our loop without drafts, then each drafter."""
+    plain = endless(clone(model))
+    made = [System(PLAIN, plain), System(AGAIN, plain)]
+    for name in dict.fromkeys((OWN, *drafters)):
+        made.append(System(name, mmspec.patch(endless(clone(model)), name, processor=processor)))
+    return made
+
+
+def once(system: System, inputs: Mapping[str, Any], new_tokens: int, temperature: float, seed: int) -> Run:
+    """One call of `generate`, timed."""
+    model, device = system.model, system.model.device
+    patched, stamp = mmspec.is_patched(model), Stamp(device)
+    options: dict[str, Any] = {"max_new_tokens": new_tokens, "do_sample": temperature > 0}
+    options |= {"temperature": temperature} if temperature > 0 else dict.fromkeys(("temperature", "top_p", "top_k"))
+    if not patched:
+        options["stopping_criteria"] = StoppingCriteriaList([stamp])
+    torch.manual_seed(seed)
+    gc.collect()
+    synchronise(device)
+    began = time.perf_counter()
+    ids = model.generate(**inputs, **options)
+    synchronise(device)
+    total = time.perf_counter() - began
+    ids = ids[:, inputs["input_ids"].shape[1] :]
+    if not patched:
+        return Run(total, stamp.times[0] - began, stamp.times[-1] - stamp.times[0], ids)
+    stats = mmspec.stats(model, last=True)
+    if stats.plain_calls:
+        raise RuntimeError(f"drafter {system.name!r} cannot be measured: {stats.fallback} went the plain way")
+    return Run(total, stats.ttft_s, stats.decode_s, ids, stats)
+
+
+def rounds(
+    field_: Sequence[System],
+    requests: Sequence[Mapping[str, Any]],
+    new_tokens: int,
+    temperature: float,
+    seed: int,
+    tick: Callable[[], None],
+) -> None:
+    """A round for each request, in which everybody runs once, the order rotating; the first one warms up.
+
+    Requests should all differ: a drafter that learns from call to call would know the answers otherwise.
+    """
+    for system in field_:
+        system.runs.clear()
+    for number, inputs in enumerate(requests):
+        start = number % len(field_)
+        for system in (*field_[start:], *field_[:start]):
+            run = once(system, inputs, new_tokens, temperature, seed + number)
+            if number:
+                system.runs.append(run)
+            tick()
+
+
+def results(field_: Sequence[System]) -> Iterator[Row]:
+    """A row per system, from its runs and those it is paired with."""
+    by_name = {system.name: system for system in field_}
+    plain, own = by_name[PLAIN].runs, by_name[OWN].runs
+    for system in field_:
+        runs = system.runs
+        batch, columns = runs[0].ids.shape
+        stats = [run.stats for run in runs if run.stats]
+        row: Row = {"drafter": system.name, "batch": batch}
+        row["tau"] = median(s.tau for s in stats) if stats else 1.0
+        row["R"] = _median([run.step_s / base.step_s for run, base in zip(runs, own, strict=True)]) if stats else None
+        row["tokens_per_s"] = median(batch * (columns - 1) / run.decode_s for run in runs)
+        ratios = {
+            "speedup_hf": [base.decode_s / run.decode_s for run, base in zip(runs, plain, strict=True)],
+            "speedup_own": [base.decode_s / run.decode_s for run, base in zip(runs, own, strict=True)],
+            "speedup_e2e": [base.total_s / run.total_s for run, base in zip(runs, plain, strict=True)],
+        }
+        row |= {name: median(values) for name, values in ratios.items()}
+        row["identical"] = all(torch.equal(run.ids, base.ids) for run, base in zip(runs, plain, strict=True))
+        for phase in ("score", "draft", "rest"):
+            values = [1e3 * getattr(s, f"{phase}_s") / s.rounds for s in stats if s.rounds]
+            row[f"{phase}_ms"] = median(values) if values else None
+        row["ttft_ms"] = median(1e3 * run.ttft_s for run in runs)
+        for name, values in ratios.items():
+            row |= {f"{name}_lo": min(values), f"{name}_hi": max(values)}
+        yield {key: round(value, 5) if isinstance(value, float) else value for key, value in row.items()}
+
+
+def _median(values: Sequence[float]) -> float | None:
+    good = [value for value in values if not math.isnan(value)]
+    return median(good) if good else None
+
+
+__all__ = ["AGAIN", "OWN", "PLAIN", "System", "clone", "endless", "once", "results", "rounds", "systems"]

@@ -1,0 +1,53 @@
+"""The bars of `mmspec bench`: decode speed-up over plain `generate`, with its spread and the machine's noise band."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mmspec.app.errors import UsageError
+
+
+def require() -> None:
+    """Say how to get matplotlib if it is missing."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise UsageError("--plot needs matplotlib: pip install matplotlib, or leave --plot out") from error
+
+
+def plot(rows: Sequence[dict[str, Any]], file: Path) -> None:
+    """One panel per batch size and prompt length, one bar per system but the plain one."""
+    require()
+    from matplotlib.figure import Figure
+
+    panels = list(dict.fromkeys((row["batch"], row["prompt_tokens"]) for row in rows))
+    figure = Figure(figsize=(1.5 + 3.2 * len(panels), 3.6), layout="constrained")
+    axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    for axis, (batch, prompt) in zip(axes, panels, strict=True):
+        _panel(axis, [row for row in rows if (row["batch"], row["prompt_tokens"]) == (batch, prompt)])
+        axis.set_title(f"batch {batch}, prompt {prompt}", fontsize=10)
+    axes[0].set_ylabel("decode speed-up over plain generate")
+    title = "{model}, {dtype}, {new_tokens} new tokens, {device}".format(device=rows[0]["run"]["device"], **rows[0])
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", fontsize=8)
+    figure.suptitle(title, fontsize=10)
+    figure.savefig(file, dpi=150)
+
+
+def _panel(axis: Any, rows: Sequence[dict[str, Any]]) -> None:
+    noise = next(row for row in rows if row["drafter"] == "hf-again")
+    bars = [row for row in rows if row["drafter"] not in ("hf", "hf-again")]
+    axis.axhspan(noise["speedup_hf_lo"], noise["speedup_hf_hi"], color="0.85", label="plain against itself")
+    axis.axhline(1.0, color="0.4", linewidth=0.8)
+    heights = [row["speedup_hf"] for row in bars]
+    spread = [
+        [row["speedup_hf"] - row["speedup_hf_lo"] for row in bars],
+        [row["speedup_hf_hi"] - row["speedup_hf"] for row in bars],
+    ]
+    labels = [f"{row['drafter']}\ntau {row['tau']:.2f}" for row in bars]
+    axis.bar(labels, heights, yerr=spread, capsize=3, color="#4477aa", width=0.6)
+    axis.tick_params(labelsize=8)
+
+
+__all__ = ["plot", "require"]

@@ -1,0 +1,33 @@
+"""No drafting at all: plain decoding through the same loop. Learns nothing, looks at nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from mmspec.interfaces import Needs, Prompt, Verdict
+from mmspec.tree import DraftTree, bare
+
+
+class NoDrafter:
+    """Always proposes bare roots."""
+
+    name = "none"
+    needs = Needs()
+    vocab_size: int | None = None
+
+    def begin(self, prompt: Prompt) -> Any:
+        """Nothing to prepare."""
+        return None
+
+    def propose(self, state: Any, budget: int, live: Sequence[bool]) -> DraftTree:
+        """Node 0 of every row."""
+        return bare(len(live))
+
+    def observe(self, state: Any, verdict: Verdict, taps: Mapping[int, Tensor]) -> None:
+        """Nothing to learn."""
+
+
+__all__ = ["NoDrafter"]

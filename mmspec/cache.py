@@ -1,0 +1,115 @@
+"""`TreeCache`: a `KVBuffer` dressed as a transformers `Cache`, and the way from and to a user's `DynamicCache`.
+
+Sliding-window layers keep the full buffer too; their window comes through the mask.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+)
+
+from mmspec.kv import KVBuffer
+
+
+class TreeLayer(CacheLayerMixin):
+    """What transformers asks of one layer of a cache, answered by the buffer."""
+
+    is_sliding = False
+    supports_early_init = False
+
+    def __init__(self, buffer: KVBuffer, index: int) -> None:
+        super().__init__()
+        self.buffer, self.index = buffer, index
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to do: the buffer allocates on the first write."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """[B, H, N, D] new keys and values in, views of all [B, H, end, D] out."""
+        return self.buffer.write(self.index, key_states, value_states)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """(key length, offset) that masks made by transformers must cover; asked only where rows are of one length."""
+        return max(self.buffer.lengths) + query_length, 0
+
+    def get_seq_length(self) -> int:
+        """Committed length of the longest row."""
+        return max(self.buffer.lengths)
+
+    def get_max_length(self) -> int:
+        """-1: no limit that a model needs to know of."""
+        return -1
+
+
+class TreeCache(Cache):
+    """The cache that the target's forward is given inside the decode loop."""
+
+    def __init__(self, buffer: KVBuffer, layers: int) -> None:
+        super().__init__(layers=[TreeLayer(buffer, index) for index in range(layers)])
+        self.buffer = buffer
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Straight to the buffer: this runs once per layer and forward."""
+        return self.buffer.write(layer_idx, key_states, value_states)
+
+
+def refusal(cache: Any, layers: int) -> str | None:
+    """Why a cache cannot be adopted, or None if it can."""
+    if cache is None:
+        return "no key-value cache"
+    if type(cache) is not DynamicCache:
+        return f"a {type(cache).__name__}"
+    if getattr(cache, "offloading", False):
+        return "an offloaded DynamicCache"
+    if len(cache.layers) not in (0, layers):
+        return f"a DynamicCache of {len(cache.layers)} layers for a model of {layers}"
+    for layer in cache.layers:
+        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
+            return f"a DynamicCache with {type(layer).__name__}"
+    return None
+
+
+def adopt(cache: DynamicCache, buffer: KVBuffer) -> None:
+    """Copy what a user's cache holds into an empty buffer.
+
+    A sliding-window layer holds only the last positions; the missing ones are zeros that the window hides.
+    """
+    length = cache.get_seq_length()
+    if length == 0:
+        return
+    buffer.open(length)
+    for index, layer in enumerate(cache.layers):
+        keys, values = layer.keys, layer.values
+        missing = length - keys.shape[-2]
+        if missing:
+            keys = torch.nn.functional.pad(keys, (0, 0, missing, 0))
+            values = torch.nn.functional.pad(values, (0, 0, missing, 0))
+        buffer.write(index, keys, values)
+    buffer.advance(length)
+
+
+def give_back(buffer: KVBuffer, length: int, cache: DynamicCache) -> None:
+    """Write the first `length` positions of the buffer into a user's cache, as if transformers had filled it."""
+    for index in range(len(buffer)):
+        keys, values = buffer.read(index, length)
+        if len(cache.layers) <= index:
+            cache.layers.append(DynamicLayer())
+        layer = cache.layers[index]
+        if not layer.is_initialized:
+            layer.lazy_initialization(keys, values)
+        if isinstance(layer, DynamicSlidingWindowLayer):
+            layer.cumulative_length = length
+            keys, values = (part[:, :, -layer.sliding_window + 1 :] for part in (keys, values))
+        layer.keys = keys.clone(memory_format=torch.contiguous_format)
+        layer.values = values.clone(memory_format=torch.contiguous_format)

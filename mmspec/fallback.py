@@ -1,0 +1,85 @@
+"""Which requests go the plain way, and why: what the loop cannot serve exactly, it does not serve.
+
+Pure look-ups over settings; says the reason in the words of the option, so that the one warning names it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Setting = Callable[[str], Any]
+"""Name of a generation option -> its value for this call (keyword, then passed config, then the model's config)."""
+
+_MODES = {
+    "num_beams": lambda value: value > 1,
+    "num_beam_groups": lambda value: value > 1,
+    "constraints": bool,
+    "force_words_ids": bool,
+    "penalty_alpha": lambda value: value > 0,
+    "dola_layers": bool,
+    "prompt_lookup_num_tokens": bool,
+    "assistant_early_exit": bool,
+    "use_mtp": bool,
+    "token_healing": bool,
+    "guidance_scale": lambda value: value != 1,
+    "watermarking_config": bool,
+}
+"""Options that choose another way of decoding, and when."""
+
+_OUTPUTS = ("output_attentions", "output_hidden_states")
+
+
+def settings(arguments: Mapping[str, Any], model: Any) -> Setting:
+    """How transformers resolves an option: the call's keyword, else the call's config, else the model's."""
+    passed = arguments.get("generation_config")
+
+    def look(name: str) -> Any:
+        if name in arguments:
+            return arguments[name]
+        value = getattr(passed, name, None)
+        return value if value is not None else getattr(model.generation_config, name, None)
+
+    return look
+
+
+def before(arguments: Mapping[str, Any], model: Any, look: Setting) -> str | None:
+    """Reason to leave the whole call to transformers, known before it prepares anything."""
+    for name in ("custom_generate", "assistant_model", "inputs_embeds", "negative_prompt_ids"):
+        if arguments.get(name) is not None:
+            return name
+    if arguments.get("synced_gpus"):
+        return "synced_gpus"
+    if model.training:
+        return "train mode (call model.eval())"
+    for name, active in _MODES.items():
+        value = look(name)
+        if value is not None and active(value):
+            return f"{name}={value!r}" if isinstance(value, (int, float, str)) else name
+    if look("cache_implementation") == "paged":
+        return "cache_implementation='paged'"
+    return None
+
+
+def inside(config: Any, model: Any, model_kwargs: Mapping[str, Any], pads: bool) -> str | None:
+    """Reason to hand what transformers has prepared to its own loop.
+
+    Args:
+        config: the prepared generation config. pads: whether finished rows emit padding (an eos criterion exists).
+    """
+    if model.config.is_encoder_decoder:
+        return "an encoder-decoder model"
+    if not config.use_cache:
+        return "use_cache=False"
+    if config.prefill_chunk_size is not None:
+        return "prefill_chunk_size"
+    for name in _OUTPUTS:
+        if getattr(config, name, None) or model_kwargs.get(name):
+            return name
+    if model_kwargs.get("inputs_embeds") is not None:
+        return "inputs_embeds"
+    if model_kwargs.get("position_ids") is None:
+        return "a model without position ids"
+    if pads and getattr(config, "_pad_token_tensor", None) is None:
+        return "an eos criterion without a pad token"
+    return None

@@ -1,0 +1,208 @@
+"""The sockets: what a target, a drafter and a compressor promise each other.
+
+Nothing here knows transformers, a cache or the decode loop. Letters, everywhere in the project: B rows,
+S committed length, N nodes of a draft tree, A accepted nodes, V vocabulary, D hidden size, M visual tokens, K kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+from torch import Tensor
+
+from mmspec.tree import DraftTree
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a drafter wants to be given besides the emitted tokens. Asking costs time, so ask for little.
+
+    Attributes:
+        taps: states of the target, by transformers' numbering of `hidden_states`: 0 is the merged input embeddings,
+            `i` the input of decoder layer `i`, the last one the states after the final norm.
+        top_k: ids of the `top_k` largest raw logits of every scored node, on the host (`Verdict.top_ids`).
+    """
+
+    taps: tuple[int, ...] = ()
+    top_k: int = 0
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A run of visual tokens of one prompt row that forms a grid.
+
+    Attributes:
+        row, start: where it begins, in the prompt as `generate` was given it (pads counted).
+        height, width: the grid, in tokens. A newline token (LLaVA-NeXT, OneVision) ends each of its lines if `newline`.
+        source: which image or clip of the call, counted over the batch in the order of the inputs.
+        role: `base` (the whole picture), `tiles` (its high resolution crops), `frame` (one time step of a clip),
+            `newline` (a lone separator token, a 1 x 1 grid).
+        time: frame number within its clip; 0 for pictures.
+    """
+
+    row: int
+    start: int
+    height: int
+    width: int
+    source: int
+    role: str = "base"
+    newline: bool = False
+    time: int = 0
+
+    @property
+    def length(self) -> int:
+        """Number of visual tokens it covers."""
+        return self.height * (self.width + int(self.newline))
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One batch of prompts after the target has read them, as a drafter sees it.
+
+    Attributes:
+        ids: [B, L] int64, the prompt with its image placeholders and pads, on the target's device.
+        padding: [B, L] bool, True where a real token stands (left or right padded batches).
+        visual: [B, L] bool, True where a visual token stands.
+        positions: [B, L] or [axes, B, L] int64, the position ids that the target used.
+        segments: the grids that the visual tokens form; empty if the family cannot tell.
+        taps: {index: [B, L, D]} the states the drafter asked for (`Needs.taps`).
+        vocab_size: V of the target's logits.
+        banned: ids that a draft must never contain: placeholders, padding, ids beyond the tokenizer.
+        reference: token ids of texts that the answer may resemble, one list per row; empty lists if none.
+        noise: `noise(depth) -> [B, depth, V]`, the exponential noise with which the next `depth` tokens of each row
+            will be sampled; None when decoding greedily. A drafter with probabilities proposes the largest
+            `draft_probs / noise`.
+    """
+
+    ids: Tensor
+    padding: Tensor
+    visual: Tensor
+    positions: Tensor
+    segments: tuple[Segment, ...] = ()
+    taps: Mapping[int, Tensor] = field(default_factory=dict)
+    vocab_size: int = 0
+    banned: frozenset[int] = frozenset()
+    reference: Sequence[Sequence[int]] = ()
+    noise: Callable[[int], Tensor] | None = None
+
+
+@dataclass
+class Verdict:
+    """What a round decided: which nodes were walked and what was emitted.
+
+    Attributes:
+        tree: the tree that was scored.
+        path: [B, N] int64, the nodes walked in each row, node 0 first; meaningful up to `counts`.
+        counts: [B] int64, how many tokens each row emitted, 0 for rows that did not take part.
+        tokens: [B, N] int64, the tokens emitted; meaningful up to `counts`.
+        rows: host copy of the emitted tokens, a list per row (empty for rows that did not take part).
+        walked: host copy of the walked nodes, a list per row, same lengths as `rows`.
+        top_ids: [B][N][k] nested lists of the largest raw logits' ids (`Needs.top_k`), or None.
+        nodes: [B][N] the scored tokens, -1 where there is none; given with `top_ids`, else None.
+    """
+
+    tree: DraftTree
+    path: Tensor
+    counts: Tensor
+    tokens: Tensor
+    rows: list[list[int]]
+    walked: list[list[int]]
+    top_ids: list[list[list[int]]] | None = None
+    nodes: list[list[int]] | None = None
+
+
+@runtime_checkable
+class Drafter(Protocol):
+    """A way to guess. One object serves any number of calls and threads: what belongs to a call lives in its state.
+
+    A drafter decides only how many tokens one forward can serve. It can never change a token, so nothing it does needs
+    to be right, and whatever it returns is sanitised before use. It must not draw from torch's default generators.
+    """
+
+    name: str
+    needs: Needs
+    vocab_size: int | None
+    """V of the target it was made for, or None if any will do."""
+
+    def begin(self, prompt: Prompt) -> Any:
+        """Start a call: read the prompt, return the state that the other two methods will be given."""
+
+    def propose(self, state: Any, budget: int, live: Sequence[bool]) -> DraftTree:
+        """Guess what follows the last emitted token of each live row, with at most `budget` nodes, the root counted.
+
+        The root (node 0) stands for that last token; its id is filled in by the caller. Nodes should come in falling
+        order of `scores`, so that a prefix of them is the best smaller tree. Rows that are not live want only node 0.
+        """
+
+    def observe(self, state: Any, verdict: Verdict, taps: Mapping[int, Tensor]) -> None:
+        """Learn what was emitted. `taps` are {index: [B, N, D]} of the scored nodes.
+
+        Called after every round, also after rounds without a draft, and once after the prompt, with a verdict whose
+        tree is the bare root and whose tokens are the first column (its states are in `Prompt.taps`, not given again).
+        """
+
+
+class Target(Protocol):
+    """The model whose words are being produced, seen through a cache with a length per row."""
+
+    vocab_size: int
+
+    def score(self, tree: DraftTree, taps: Sequence[int] = ()) -> tuple[Tensor, dict[int, Tensor]]:
+        """One forward over the nodes of all rows: logits [B, N, V] and {index: [B, N, D]} states."""
+
+    def commit(self, verdict: Verdict) -> None:
+        """Keep the keys and values of the walked nodes, forget the rest."""
+
+    def rewind(self, lengths: Sequence[int]) -> None:
+        """Cut each row's cache to at most `lengths[b]` positions after the prompt."""
+
+
+@dataclass(frozen=True)
+class VisualTokens:
+    """Visual tokens of one batch as a drafter may see them.
+
+    Attributes:
+        embeddings: [B, M, D] projected visual embeddings; states: [B, M, D] the target's states there.
+        mask: [B, M] bool, True where a token stands. positions: [B, M] or [axes, B, M] int64.
+        scores: [B, M] float32 relevance, or None. segments: the grids, `start` counted in M.
+    """
+
+    embeddings: Tensor
+    states: Tensor
+    mask: Tensor
+    positions: Tensor
+    segments: tuple[Segment, ...] = ()
+    scores: Tensor | None = None
+
+
+@runtime_checkable
+class Compressor(Protocol):
+    """Shows a drafter fewer visual tokens. The target never sees its output, so the text cannot change."""
+
+    name: str
+
+    def compress(self, visual: VisualTokens, query: Tensor | None, budget: int) -> VisualTokens:
+        """At most `budget` tokens per row; `query` [B, D] is the prompt's last state, or None. The same operator acts
+        on embeddings and states."""
+
+
+class FrameSampler(Protocol):
+    """Video in, frames out. Runs before target and drafter, so that the baseline sees the same frames."""
+
+    def sample(self, total: int, fps: float) -> list[int]:
+        """Indices of the frames to read, rising, out of `total` frames at `fps` frames a second."""
+
+
+__all__ = [
+    "Compressor",
+    "Drafter",
+    "FrameSampler",
+    "Needs",
+    "Prompt",
+    "Segment",
+    "Target",
+    "Verdict",
+    "VisualTokens",
+]

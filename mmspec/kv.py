@@ -1,0 +1,130 @@
+"""`KVBuffer`: keys and values of a stack of layers, preallocated, with a length per row.
+
+Row b's new nodes are written at its own offset; keeping a path gathers the kept nodes in place. There are no holes, no
+re-alignment between rows and no concatenation per step. Knows nothing of transformers; drafters use it too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+class KVBuffer:
+    """Growing key and value buffers, one `[2, B, H, C, D]` tensor per layer (C positions allocated).
+
+    Use: `open(n)` once per forward, then `write` once per layer, then `keep` (or `advance` after a prefill).
+
+    Attributes:
+        lengths: positions committed in each row, on the host.
+        nodes: positions being written per row since `open`.
+        end: extent that attention looks at during this forward, `max(lengths) + nodes`.
+    """
+
+    def __init__(self, batch: int, limit: int) -> None:
+        """
+        Args:
+            batch: B. limit: positions that will ever be needed, trees included; allocation stops there.
+        """
+        self.lengths = [0] * batch
+        self.limit = limit
+        self.nodes = 0
+        self.end = 0
+        self._layers: list[Tensor | None] = []
+        self._places: dict[torch.device, Tensor] = {}
+
+    @property
+    def uniform(self) -> bool:
+        """Whether all rows have the same length, so that a plain slice serves them."""
+        return len(set(self.lengths)) == 1
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated."""
+        return sum(layer.nbytes for layer in self._layers if layer is not None)
+
+    def open(self, nodes: int) -> None:
+        """Announce that the coming forward writes `nodes` positions per row."""
+        self.nodes = nodes
+        self.end = max(self.lengths) + nodes
+        self._places.clear()
+
+    def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Store [B, H, nodes, D] keys and values behind each row's length; return views [B, H, end, D] of all.
+
+        What lies behind a row's own nodes in the views is finite but meaningless: mask it.
+        """
+        buffer = self._room(layer, keys)
+        if self.uniform:
+            start = self.lengths[0]
+            buffer[0, :, :, start : start + self.nodes] = keys
+            buffer[1, :, :, start : start + self.nodes] = values
+        else:
+            place = self._place(keys.device)[:, None, :, None].expand(keys.shape)
+            buffer[0].scatter_(2, place, keys)
+            buffer[1].scatter_(2, place, values)
+        return buffer[0, :, :, : self.end], buffer[1, :, :, : self.end]
+
+    def advance(self, nodes: int) -> None:
+        """Commit all of the first `nodes` positions written: what a prefill does."""
+        self.lengths = [length + nodes for length in self.lengths]
+
+    def keep(self, path: Tensor, counts: Tensor, walked: Sequence[Sequence[int]]) -> None:
+        """Keep the walked nodes of the last forward, in order, and forget the rest.
+
+        Args:
+            path: [B, N] int64 nodes walked, meaningful up to counts [B] int64. walked: the same on the host.
+        """
+        if any(node != step for row in walked for step, node in enumerate(row)):
+            longest = max(len(row) for row in walked)
+            for buffer in self._layers:
+                assert buffer is not None
+                self._gather(buffer, path[:, :longest].to(buffer.device), counts.to(buffer.device))
+        self.lengths = [length + len(row) for length, row in zip(self.lengths, walked, strict=True)]
+
+    def rewind(self, lengths: Sequence[int]) -> None:
+        """Cut every row to at most `lengths[b]` positions."""
+        self.lengths = [min(old, new) for old, new in zip(self.lengths, lengths, strict=True)]
+
+    def read(self, layer: int, length: int) -> tuple[Tensor, Tensor]:
+        """Views [B, H, length, D] of the first `length` positions of one layer."""
+        buffer = self._layers[layer]
+        assert buffer is not None
+        return buffer[0, :, :, :length], buffer[1, :, :, :length]
+
+    def __len__(self) -> int:
+        return len(self._layers)
+
+    def _gather(self, buffer: Tensor, path: Tensor, counts: Tensor) -> None:
+        """Move the nodes of `path` [B, A] to the front of the last written ones. Steps past `counts` stay put."""
+        batch, longest = path.shape
+        step = torch.arange(longest, device=buffer.device)
+        lengths = torch.tensor(self.lengths, device=buffer.device)[:, None]
+        source = lengths + torch.where(step < counts[:, None], path, step)
+        shape = (2, batch, buffer.shape[2], longest, buffer.shape[4])
+        moved = buffer.gather(3, source[None, :, None, :, None].expand(shape))
+        buffer.scatter_(3, (lengths + step)[None, :, None, :, None].expand(shape), moved)
+
+    def _place(self, device: torch.device) -> Tensor:
+        """[B, nodes] positions being written, per device (layers may live on several)."""
+        if device not in self._places:
+            lengths = torch.tensor(self.lengths, device=device)
+            self._places[device] = lengths[:, None] + torch.arange(self.nodes, device=device)
+        return self._places[device]
+
+    def _room(self, layer: int, like: Tensor) -> Tensor:
+        """The buffer of `layer`, grown by a quarter at a time up to the limit. Zeros, because 0 * nan is nan."""
+        while len(self._layers) <= layer:
+            self._layers.append(None)
+        buffer = self._layers[layer]
+        if buffer is not None and buffer.shape[3] >= self.end:
+            return buffer
+        room = max(self.end, min(self.limit, self.end + self.end // 4 + 16))
+        batch, heads, _, size = like.shape
+        grown = like.new_zeros(2, batch, heads, room, size)
+        if buffer is not None:
+            grown[:, :, :, : buffer.shape[3]] = buffer
+        self._layers[layer] = grown
+        return grown

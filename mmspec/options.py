@@ -1,0 +1,112 @@
+"""What can be chosen at `patch` and again per call, and the checks on it. Changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mmspec.budget import FIXED
+from mmspec.interfaces import Compressor, Drafter
+from mmspec.tree import BUCKETS
+
+
+@dataclass(frozen=True)
+class Options:
+    """What can be chosen at `patch` and again per call.
+
+    Attributes:
+        drafter: where guesses come from. compressor: shows the drafter fewer visual tokens.
+        reference: texts that answers may resemble, one for all rows or one per row. reference_ids: the same as ids.
+        nodes: score trees of just this many nodes, the root counted, whatever that costs; None lets the controller
+            choose every round, so that it is never slower.
+        deterministic: fix all shapes, so that a run in half precision repeats itself bit for bit on one machine.
+    """
+
+    drafter: Drafter
+    compressor: Compressor | None = None
+    reference: str | Sequence[str] | None = None
+    reference_ids: Sequence[Sequence[int]] | None = None
+    nodes: int | None = None
+    deterministic: bool = False
+
+    def __post_init__(self) -> None:
+        if self.nodes is not None and not 1 <= self.nodes <= BUCKETS[-1]:
+            raise ValueError(f"nodes must be 1 to {BUCKETS[-1]} (the root counted), or None; got {self.nodes}.")
+
+    @property
+    def fixed(self) -> int | None:
+        """Size of every tree, if timing must not choose it."""
+        return self.nodes or (FIXED if self.deterministic else None)
+
+
+def checked_drafter(drafter: str | Drafter, family: Any) -> Drafter:
+    """The drafter of that name, or the object itself, if it fits the model family."""
+    from mmspec.drafters.registry import make
+
+    made = make(drafter)
+    if made.vocab_size is not None and made.vocab_size != family.vocab_size:
+        raise ValueError(
+            f"drafter {made.name!r} was made for a vocabulary of {made.vocab_size} ids, the model has "
+            f"{family.vocab_size}; use a drafter of this model, or drafter='auto'."
+        )
+    wrong = [tap for tap in made.needs.taps if not 0 <= tap <= family.layers]
+    if wrong:
+        raise ValueError(f"drafter {made.name!r} taps states {wrong}; this model has states 0 to {family.layers}.")
+    return made
+
+
+def checked_compressor(compressor: str | Compressor | None) -> Compressor | None:
+    """The object itself if it is a compressor."""
+    if compressor is None:
+        return None
+    if isinstance(compressor, str):
+        raise ValueError(f"no compressor is called {compressor!r}; known: none yet. Leave compressor=None.")
+    if not isinstance(compressor, Compressor):
+        raise TypeError(f"a compressor needs `name` and `compress(...)`; got {type(compressor).__name__}.")
+    return compressor
+
+
+def reference_rows(options: Options, tokenizer: Any, batch: int | None, repeats: int) -> list[list[int]]:
+    """One list of reference ids per row of the expanded batch. `batch` None only checks."""
+    texts, ids = options.reference, options.reference_ids
+    if texts is None and ids is None:
+        return [[] for _ in range(batch or 0)]
+    if texts is not None:
+        if tokenizer is None:
+            raise ValueError("reference= is text and needs the tokenizer: pass processor=, or give reference_ids=.")
+        many = [texts] if isinstance(texts, str) else list(texts)
+        # Twice, since a text after a space is other tokens than at the start of a line.
+        ids = [
+            [token for form in (text, " " + text) for token in tokenizer(form, add_special_tokens=False).input_ids]
+            for text in many
+        ]
+    assert ids is not None
+    if batch is None:
+        return []
+    if len(ids) == 1:
+        ids = list(ids) * (batch // repeats)
+    if len(ids) * repeats != batch:
+        raise ValueError(
+            f"reference gives {len(ids)} texts for {batch // repeats} prompts; give one, or one per prompt."
+        )
+    return [list(row) for row in ids for _ in range(repeats)]
+
+
+PER_CALL = ("enabled", "drafter", "compressor", "nodes", "deterministic", "reference", "reference_ids")
+
+
+def per_call(options: Options, chosen: Mapping[str, Any] | None, family: Any) -> tuple[Options, bool]:
+    """Options of one call, and whether mmspec is on, from `generate(..., mmspec=dict(...))`."""
+    if chosen is None:
+        return options, True
+    chosen = dict(chosen)
+    unknown = sorted(set(chosen) - set(PER_CALL))
+    if unknown:
+        raise ValueError(f"generate(mmspec=...) takes {', '.join(PER_CALL)}; got {', '.join(unknown)}.")
+    enabled = bool(chosen.pop("enabled", True))
+    if "drafter" in chosen:
+        chosen["drafter"] = checked_drafter(chosen["drafter"], family)
+    if "compressor" in chosen:
+        chosen["compressor"] = checked_compressor(chosen["compressor"])
+    return replace(options, **chosen), enabled

@@ -1,0 +1,46 @@
+"""What all tests share: one thread, a quiet transformers, and a fresh generator state for each test.
+
+`MMSPEC_CASES` (or `--cases`) says how many random cases the slow run takes. `MMSPEC_MUTANT` plants a bug (`mutants`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    number = int(os.environ.get("MMSPEC_CASES", "2000"))
+    parser.addoption("--cases", type=int, default=number, help="random cases of the slow exactness run")
+    parser.addoption("--first-seed", type=int, default=10_000, help="its first seed")
+    parser.addoption("--cases-json", default=os.environ.get("MMSPEC_JSON"), help="where it writes its summary")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _quiet() -> None:
+    import cases
+
+    cases.quiet()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _mutant() -> Iterator[None]:
+    name = os.environ.get("MMSPEC_MUTANT")
+    if name is None:
+        yield
+        return
+    import mutants
+
+    with mutants.planted(name):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _generator() -> Iterator[None]:
+    import torch
+
+    state = torch.get_rng_state()
+    yield
+    torch.set_rng_state(state)

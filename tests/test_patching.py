@@ -1,0 +1,684 @@
+"""`patch` and `unpatch` as seen from outside: what they refuse, what they leave alone, and who may share a model."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import gc
+import inspect
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor, nn
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    StoppingCriteriaList,
+    TextIteratorStreamer,
+    TextStreamer,
+    pipeline,
+)
+
+import liars
+import mmspec
+import tiny
+from mmspec.app.models import random_model
+from mmspec.interfaces import Needs
+from mmspec.stats import Stats
+
+GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 10}
+SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "max_new_tokens": 10}
+FAMILIES = pytest.mark.parametrize("family", tiny.FAMILIES)
+
+
+@lru_cache
+def shared(family: str = "llava") -> PreTrainedModel:
+    """A model that tests share."""
+    return tiny.model(tiny.Spec(family, seed=6))
+
+
+@pytest.fixture
+def model() -> Iterator[PreTrainedModel]:
+    """A plain model; what a test leaves on it is taken off."""
+    made = shared()
+    yield made
+    mmspec.unpatch(made)
+
+
+def picture(model: PreTrainedModel) -> dict[str, Any]:
+    """Everything that `patch` might leave on a model, in a form that can be compared."""
+    own = {name: id(value) for name, value in model.__dict__.items()}
+    config, options = model.config.to_dict(), model.generation_config.to_dict()
+    kernels = {name: getattr(model.config, name)._attn_implementation for name in ("text_config", "vision_config")}
+    hooks = sum(len(part._forward_hooks) + len(part._forward_pre_hooks) for part in model.modules())
+    return {"own": own, "config": config, "options": options, "kernels": kernels, "hooks": hooks}
+
+
+# --- patch, unpatch, is_patched ---------------------------------------------------------------------------------------
+
+
+@FAMILIES
+def test_there_and_back(family: str) -> None:
+    model = shared(family)
+    given = tiny.inputs(model, 1, 2)
+    plain = model.generate(**given, **GREEDY)
+    before = picture(model)  # behind a call, since transformers hangs its own hooks on in the first one
+    assert not mmspec.is_patched(model)
+    assert mmspec.patch(model, nodes=8) is model and mmspec.is_patched(model)
+    for _ in range(2):
+        assert torch.equal(model.generate(**given, **GREEDY), plain)
+    assert mmspec.unpatch(model) is model and not mmspec.is_patched(model)
+    assert picture(model) == before
+    assert mmspec.unpatch(model) is model and picture(model) == before, "a second unpatch does nothing"
+    assert torch.equal(model.generate(**given, **GREEDY), plain)
+
+
+def test_only_the_instance_is_touched(model: PreTrainedModel) -> None:
+    other, own = tiny.model(tiny.Spec("llava")), type(model).generate
+    mmspec.patch(model)
+    assert not mmspec.is_patched(other) and "generate" not in other.__dict__ and type(model).generate is own
+    assert set(model.state_dict()) == set(other.state_dict())
+    assert [name for name, _ in model.named_modules()] == [name for name, _ in other.named_modules()]
+
+
+def test_what_is_not_patched() -> None:
+    for thing in (None, "model", 3, object(), nn.Linear(2, 2), shared()):
+        assert not mmspec.is_patched(thing) and mmspec.unpatch(thing) is thing
+
+
+def test_the_same_settings_again_do_nothing(model: PreTrainedModel) -> None:
+    drafter = liars.Bush(1)
+    many: list[dict[str, Any]] = [{}, {"drafter": "lookup", "nodes": 4}]
+    for options in (*many, {"drafter": drafter, "reference_ids": [[5, 6, 7]]}):
+        mmspec.patch(model, **options)
+        model.generate(**tiny.inputs(model, 1, 1), **GREEDY)
+        before = picture(model)
+        assert mmspec.patch(model, **options) is model
+        assert picture(model) == before and mmspec.stats(model).calls == 1
+        mmspec.unpatch(model)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"drafter": "none"},
+        {"drafter": liars.Bush(1)},
+        {"nodes": 4},
+        {"deterministic": True},
+        {"reference_ids": [[1]]},
+        {"processor": tiny.tokenizer(tiny.Spec())},
+    ],
+    ids=lambda other: next(iter(other)),
+)
+def test_other_settings_are_refused_until_unpatched(model: PreTrainedModel, other: dict[str, Any]) -> None:
+    mmspec.patch(model, drafter="lookup")
+    before = picture(model)
+    with pytest.raises(ValueError, match=r"already patched \(drafter '.*lookup'\); call mmspec\.unpatch\(model\)"):
+        mmspec.patch(model, **{"drafter": "lookup", **other})
+    assert picture(model) == before
+    mmspec.unpatch(model)
+    mmspec.patch(model, **{"drafter": "lookup", **other})
+
+
+def test_signature_name_and_doc_are_kept(model: PreTrainedModel) -> None:
+    signature, name, doc = inspect.signature(model.generate), model.generate.__name__, model.generate.__doc__
+    mmspec.patch(model)
+    assert inspect.signature(model.generate) == signature
+    assert model.generate.__name__ == name and model.generate.__doc__ == doc
+    assert inspect.ismethod(model.generate) and model.generate.__self__ is model
+    assert not hasattr(type(model).generate, "__wrapped__") or type(model).generate.__wrapped__ is not model.generate
+
+
+def test_arguments_by_position(model: PreTrainedModel) -> None:
+    given = tiny.inputs(model, 1, 1, images=[0])
+    plain = model.generate(given["input_ids"], **GREEDY)
+    mmspec.patch(model, nodes=8)
+    assert torch.equal(model.generate(given["input_ids"], **GREEDY), plain)
+    assert mmspec.stats(model).calls == 1 and not mmspec.stats(model).plain_calls
+
+
+def test_a_patched_model_can_be_freed() -> None:
+    model = tiny.model(tiny.Spec("llava"))
+    mmspec.patch(model)
+    model.generate(**tiny.inputs(model, 1, 1), **GREEDY)
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+
+
+@FAMILIES
+def test_what_a_call_returns_can_be_trained_with(family: str) -> None:
+    """The loop may run in inference mode; nothing made in it may reach the caller or stay on the model."""
+    model = tiny.model(tiny.Spec(family, seed=6))
+    given = tiny.inputs(model, 1, 2)
+    mmspec.patch(model, drafter=liars.Bush(1), nodes=8)
+    flags = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+    for options, chosen in ((GREEDY, {}), (SAMPLED, {}), (GREEDY, {"drafter": "none"})):
+        said = model.generate(**given, **flags, **options, mmspec=chosen)
+        layers = [part for layer in said.past_key_values.layers for part in (layer.keys, layer.values)]
+        for tensor in (said.sequences, *said.scores, *said.logits, *layers):
+            assert not tensor.is_inference()
+    left = [name for name, part in [*model.named_parameters(), *model.named_buffers()] if part.is_inference()]
+    assert not left
+    model.train()
+    ids = said.sequences
+    mask = torch.ones_like(ids)
+    rest = {name: part for name, part in given.items() if name not in ("input_ids", "attention_mask")}
+    if "mm_token_type_ids" in rest:
+        more = ids.shape[1] - given["input_ids"].shape[1]
+        rest["mm_token_type_ids"] = nn.functional.pad(rest["mm_token_type_ids"], (0, more))
+    model(input_ids=ids, attention_mask=mask, labels=ids, **rest).loss.backward()
+    assert model.get_output_embeddings().weight.grad is not None
+
+
+def test_stats_need_a_patch(model: PreTrainedModel) -> None:
+    for thing in (model, None, "model"):
+        with pytest.raises(ValueError, match=r"mmspec\.stats needs a patched model; call mmspec\.patch\(model\)"):
+            mmspec.stats(thing)
+    mmspec.patch(model)
+    assert mmspec.stats(model) == mmspec.stats(model, last=True) == Stats()
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+def _llama() -> PreTrainedModel:
+    return LlamaForCausalLM(LlamaConfig(vocab_size=32, hidden_size=16, num_hidden_layers=1, num_attention_heads=2))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: None, lambda: "llava", lambda: object(), lambda: nn.Linear(2, 2), lambda: shared().config, dict],
+    ids=["none", "name", "object", "module", "config", "dict"],
+)
+def test_not_a_model(make: Callable[[], Any]) -> None:
+    thing = make()
+    with pytest.raises(TypeError, match=f"that can generate; got {type(thing).__name__}"):
+        mmspec.patch(thing)
+    assert not mmspec.is_patched(thing)
+
+
+def test_a_model_that_cannot_generate() -> None:
+    inner = shared().model
+    before = set(inner.__dict__)
+    with pytest.raises(TypeError, match="that can generate; got LlavaModel"):
+        mmspec.patch(inner)
+    assert set(inner.__dict__) == before
+
+
+def test_an_unsupported_family_lists_the_supported() -> None:
+    model = _llama()
+    before = set(model.__dict__)
+    with pytest.raises(mmspec.UnsupportedModelError) as failed:
+        mmspec.patch(model)
+    assert isinstance(failed.value, ValueError) and "'llama' (LlamaForCausalLM)" in str(failed.value)
+    assert all(family in str(failed.value) for family in mmspec.supported())
+    assert set(model.__dict__) == before
+    assert set(mmspec.supported()) >= set(tiny.FAMILIES)
+
+
+class Tapping(liars.Liar):
+    """Asks for states."""
+
+    def __init__(self, *taps: int) -> None:
+        super().__init__()
+        self.needs = Needs(taps=taps)
+
+
+class Foreign(liars.Liar):
+    """Made for another vocabulary."""
+
+    vocab_size = 7
+
+
+class Nameless:
+    """Not a drafter."""
+
+    name = "nameless"
+
+
+BAD: dict[str, tuple[dict[str, Any], Any, str]] = {
+    "unknown drafter": ({"drafter": "magic"}, ValueError, r"'magic'; known are 'none', 'lookup', 'recycling'"),
+    "not a drafter": ({"drafter": Nameless()}, TypeError, r"got Nameless, which has no 'needs'"),
+    "a class": ({"drafter": liars.Liar}, TypeError, r"Liar"),
+    "vocabulary": ({"drafter": Foreign()}, ValueError, r"made for a vocabulary of 7 ids, the model has 120"),
+    "taps": ({"drafter": Tapping(0, 2, 3)}, ValueError, r"taps states \[3\]; this model has states 0 to 2"),
+    "negative taps": ({"drafter": Tapping(-1)}, ValueError, r"taps states \[-1\]"),
+    "no nodes": ({"nodes": 0}, ValueError, r"nodes must be 1 to 64.*got 0"),
+    "many nodes": ({"nodes": 65}, ValueError, r"nodes must be 1 to 64.*got 65"),
+    "half a node": ({"nodes": 2.5}, (ValueError, TypeError), r"nodes.*2\.5"),
+    "nodes as text": ({"nodes": "8"}, (ValueError, TypeError), r"nodes.*8"),
+    "compressor name": ({"compressor": "magic"}, ValueError, r"'magic'"),
+    "compressor": ({"compressor": Nameless()}, TypeError, r"got Nameless"),
+    "reference": ({"reference": "abc"}, ValueError, r"needs the tokenizer: pass processor="),
+}
+BADLY = pytest.mark.parametrize("name", BAD)
+
+
+@BADLY
+def test_bad_settings_leave_nothing_behind(model: PreTrainedModel, name: str) -> None:
+    options, error, words = BAD[name]
+    before = picture(model)
+    with pytest.raises(error, match=words) as failed:
+        mmspec.patch(model, **options)
+    assert "\n" not in str(failed.value)
+    assert picture(model) == before and not mmspec.is_patched(model)
+    mmspec.patch(model)
+
+
+@BADLY
+def test_bad_settings_of_a_call_leave_nothing_behind(model: PreTrainedModel, name: str) -> None:
+    options, error, words = BAD[name]
+    given = tiny.inputs(model, 1, 1)
+    plain = model.generate(**given, **GREEDY)
+    mmspec.patch(model, drafter=liars.Bush(1), nodes=8)
+    before, state = picture(model), torch.get_rng_state()
+    with pytest.raises(error, match=words):
+        model.generate(**given, **SAMPLED, mmspec=options)
+    assert picture(model) == before and torch.equal(torch.get_rng_state(), state)
+    assert mmspec.stats(model) == Stats()
+    assert torch.equal(model.generate(**given, **GREEDY), plain)
+
+
+@pytest.mark.parametrize("given", [{"speed": 3}, {"node": 3, "nodes": 4}])
+def test_unknown_options_of_a_call_are_named(model: PreTrainedModel, given: dict[str, Any]) -> None:
+    mmspec.patch(model)
+    unknown = "speed" if "speed" in given else "node"
+    with pytest.raises(ValueError, match=rf"takes enabled, drafter, .*; got {unknown}\."):
+        model.generate(**tiny.inputs(model, 1, 1), **GREEDY, mmspec=given)
+
+
+@pytest.mark.parametrize("given", [True, False, "none", 3])
+def test_options_of_a_call_are_a_dict(model: PreTrainedModel, given: Any) -> None:
+    mmspec.patch(model)
+    with pytest.raises((TypeError, ValueError), match="generate\\(mmspec=\\.\\.\\.\\) takes"):
+        model.generate(**tiny.inputs(model, 1, 1), **GREEDY, mmspec=given)
+
+
+def test_a_plain_model_does_not_know_the_argument(model: PreTrainedModel) -> None:
+    with pytest.raises((ValueError, TypeError), match="mmspec"):
+        model.generate(**tiny.inputs(model, 1, 1), **GREEDY, mmspec={})
+
+
+def test_someone_else_replaced_generate(model: PreTrainedModel) -> None:
+    def theirs(*args: Any, **kwargs: Any) -> str:
+        return "theirs"
+
+    model.generate = theirs
+    try:
+        before = picture(model)
+        with pytest.raises(ValueError, match=r"model\.generate was replaced on this instance by .*theirs"):
+            mmspec.patch(model)
+        assert picture(model) == before and model.generate() == "theirs" and not mmspec.is_patched(model)
+    finally:
+        del model.generate
+    mmspec.patch(model)
+
+
+def test_options_of_a_call_change_only_that_call(model: PreTrainedModel) -> None:
+    given = tiny.inputs(model, 1, 1)
+    mmspec.patch(model, drafter="none")
+    model.generate(**given, **GREEDY, mmspec={"drafter": liars.Bush(1), "nodes": 8})
+    assert mmspec.stats(model, last=True).drafted > 0
+    model.generate(**given, **GREEDY, mmspec={})
+    model.generate(**given, **GREEDY, mmspec=None)
+    assert mmspec.stats(model, last=True).drafted == 0
+    chosen = {"enabled": False}
+    model.generate(**given, **GREEDY, mmspec=chosen)
+    assert chosen == {"enabled": False} and mmspec.stats(model).calls == 3
+
+
+# --- copies -----------------------------------------------------------------------------------------------------------
+
+
+@FAMILIES
+def test_a_deep_copy_is_patched_and_independent(family: str) -> None:
+    model = shared(family)
+    given = tiny.inputs(model, 1, 2)
+    plain = model.generate(**given, **GREEDY)
+    mmspec.patch(model, drafter="recycling", nodes=8)
+    try:
+        model.generate(**given, **GREEDY)
+        twin = copy.deepcopy(model)
+        assert mmspec.is_patched(twin) and twin.generate.__self__ is twin
+        assert mmspec.stats(twin) == Stats()
+        assert torch.equal(twin.generate(**given, **GREEDY), plain)
+        assert mmspec.stats(twin).calls == 1 and mmspec.stats(model).calls == 1
+        with torch.no_grad():
+            twin.get_output_embeddings().weight.neg_()
+        other = twin.generate(**given, **GREEDY)
+        assert not torch.equal(other, plain) and torch.equal(model.generate(**given, **GREEDY), plain)
+        with mmspec.disabled(twin):
+            twin.generate(**given, **GREEDY)
+            model.generate(**given, **GREEDY)
+        assert mmspec.stats(twin).calls == 2 and mmspec.stats(model).calls == 3
+        mmspec.unpatch(model)
+        assert mmspec.is_patched(twin) and torch.equal(twin.generate(**given, **GREEDY), other)
+        mmspec.unpatch(twin)
+        assert not mmspec.is_patched(twin) and "generate" not in twin.__dict__
+        assert torch.equal(twin.generate(**given, **GREEDY), other)
+    finally:
+        mmspec.unpatch(model)
+
+
+def test_a_copy_unpatched_leaves_the_original_patched(model: PreTrainedModel) -> None:
+    mmspec.patch(model)
+    twin = mmspec.unpatch(copy.deepcopy(model))
+    assert mmspec.is_patched(model) and not mmspec.is_patched(twin)
+    mmspec.patch(twin, drafter="none")
+    assert mmspec.is_patched(model)
+
+
+def test_saving_a_patched_model(model: PreTrainedModel, tmp_path: Path) -> None:
+    given = tiny.inputs(model, 1, 2)
+    plain = model.generate(**given, **GREEDY)
+    model.save_pretrained(tmp_path / "plain")
+    mmspec.patch(model, nodes=8)
+    model.generate(**given, **GREEDY)
+    model.save_pretrained(tmp_path / "patched")
+    names = [sorted(path.name for path in (tmp_path / kind).iterdir()) for kind in ("plain", "patched")]
+    assert names[0] == names[1]
+    for name in names[0]:
+        assert (tmp_path / "plain" / name).read_bytes() == (tmp_path / "patched" / name).read_bytes(), name
+    loaded = type(model).from_pretrained(tmp_path / "patched").eval()
+    assert not mmspec.is_patched(loaded) and torch.equal(loaded.generate(**given, **GREEDY), plain)
+
+
+# --- disabled ---------------------------------------------------------------------------------------------------------
+
+
+def served(model: PreTrainedModel) -> bool:
+    """Whether a call now goes through the loop."""
+    before = mmspec.stats(model).calls
+    model.generate(**tiny.inputs(model, 1, 1), do_sample=False, max_new_tokens=2)
+    return mmspec.stats(model).calls > before
+
+
+def test_disabled_for_all_or_for_one(model: PreTrainedModel) -> None:
+    other = shared("qwen2_5_vl")
+    mmspec.patch(model, drafter="none")
+    mmspec.patch(other, drafter="none")
+    try:
+        assert served(model) and served(other)
+        with mmspec.disabled():
+            assert not served(model) and not served(other)
+        with mmspec.disabled(model):
+            assert not served(model) and served(other)
+            with mmspec.disabled(other):
+                assert not served(model) and not served(other)
+            assert not served(model) and served(other)
+            with mmspec.disabled():
+                with mmspec.disabled(model):
+                    assert not served(other)
+                assert not served(other)
+            assert served(other)
+        assert served(model) and served(other)
+    finally:
+        mmspec.unpatch(other)
+
+
+def test_disabled_ends_with_an_error(model: PreTrainedModel) -> None:
+    mmspec.patch(model, drafter="none")
+    with pytest.raises(ZeroDivisionError), mmspec.disabled():
+        _ = 1 / 0
+    assert served(model)
+
+
+def test_disabled_wins_over_the_options_of_a_call(model: PreTrainedModel) -> None:
+    mmspec.patch(model, drafter="none")
+    with mmspec.disabled():
+        model.generate(**tiny.inputs(model, 1, 1), **GREEDY, mmspec={"drafter": "lookup"})
+    assert mmspec.stats(model).calls == 0
+
+
+def test_disabled_holds_in_its_own_thread(model: PreTrainedModel) -> None:
+    mmspec.patch(model, drafter="none")
+    seen: list[bool] = []
+    with mmspec.disabled():
+        thread = threading.Thread(target=lambda: seen.append(served(model)))
+        thread.start()
+        thread.join()
+        assert not served(model)
+    assert seen == [True]
+
+
+def test_disabled_holds_in_its_own_task(model: PreTrainedModel) -> None:
+    mmspec.patch(model, drafter="none")
+
+    async def off(gate: asyncio.Event) -> bool:
+        with mmspec.disabled():
+            gate.set()
+            await asyncio.sleep(0)
+            return served(model)
+
+    async def on(gate: asyncio.Event) -> bool:
+        await gate.wait()
+        return served(model)
+
+    async def both() -> list[bool]:
+        gate = asyncio.Event()
+        return await asyncio.gather(off(gate), on(gate))
+
+    assert asyncio.run(both()) == [False, True]
+
+
+# --- threads ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("drafter", ["auto", "bush"])
+@FAMILIES
+def test_two_threads_on_one_model(family: str, drafter: str) -> None:
+    model = shared(family)
+    given = [tiny.inputs(model, 20 + i, 1 + i) for i in range(2)]
+    plain = [model.generate(**inputs, **GREEDY) for inputs in given]
+    wrong: list[Any] = []
+
+    def work(i: int) -> None:
+        try:
+            for _ in range(3):
+                said = model.generate(**given[i], **GREEDY)
+                if not torch.equal(said, plain[i]):
+                    wrong.append((i, said.tolist()))
+        except Exception as error:
+            wrong.append(error)
+
+    mmspec.patch(model, drafter=liars.Bush(1) if drafter == "bush" else drafter, nodes=8)
+    try:
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not wrong
+        stats = mmspec.stats(model)
+        assert stats.calls == 6 and stats.first_tokens == 3 * 1 + 3 * 2
+    finally:
+        mmspec.unpatch(model)
+
+
+# --- streamers and pipelines ------------------------------------------------------------------------------------------
+
+
+def test_text_streamers(model: PreTrainedModel, capsys: pytest.CaptureFixture[str]) -> None:
+    words, given = tiny.tokenizer(tiny.Spec()), tiny.inputs(model, 1, 1)
+    for options in ({"skip_prompt": True}, {"skip_special_tokens": True}):
+        plain = model.generate(**given, **GREEDY, streamer=TextStreamer(words, **options))
+        text = capsys.readouterr().out
+        assert text.strip()
+        mmspec.patch(model, drafter=liars.Oracle(1, [plain]), nodes=8)
+        model.generate(**given, **GREEDY, streamer=TextStreamer(words, **options))
+        assert capsys.readouterr().out == text
+        assert mmspec.stats(model).accepted > 0
+        mmspec.unpatch(model)
+
+
+def test_streaming_from_a_thread(model: PreTrainedModel) -> None:
+    words, given = tiny.tokenizer(tiny.Spec()), tiny.inputs(model, 1, 1)
+
+    def pieces() -> list[str]:
+        streamer = TextIteratorStreamer(words, skip_prompt=True, timeout=60)
+        thread = threading.Thread(target=lambda: model.generate(**given, **GREEDY, streamer=streamer))
+        thread.start()
+        got = list(streamer)
+        thread.join()
+        return got
+
+    plain = pieces()
+    mmspec.patch(model, drafter=liars.Bush(1), nodes=8)
+    assert pieces() == plain and len(plain) > 1
+
+
+@pytest.fixture(scope="module")
+def pipe() -> Any:
+    """A pipeline around a tiny model with a real processor."""
+    model, processor = random_model("tiny")
+    return pipeline("image-text-to-text", model=model, processor=processor)
+
+
+def asked(words: str) -> list[dict[str, Any]]:
+    """A chat with a picture in it."""
+    image = Image.radial_gradient("L").convert("RGB").resize((40, 50))
+    return [{"role": "user", "content": [{"type": "image", "image": image}, {"type": "text", "text": words}]}]
+
+
+def answers(pipe: Any, **options: Any) -> list[Any]:
+    """Generated texts for a single question and for a batch."""
+    made = []
+    for text in (asked("describe the image"), [asked("describe the image"), asked("what is this")]):
+        torch.manual_seed(1)
+        said = pipe(text=text, **copy.deepcopy(options))
+        rows = said if isinstance(said[0], dict) else [row for group in said for row in group]
+        texts = [row["generated_text"] for row in rows]
+        made.append([text if isinstance(text, str) else text[-1]["content"] for text in texts])
+    return made
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"return_full_text": False, "generate_kwargs": {"do_sample": False}},
+        {"return_full_text": True, "generate_kwargs": {"do_sample": False}},
+        {"return_full_text": False, "generate_kwargs": {"do_sample": True, "temperature": 0.7}},
+        {"return_full_text": False, "stop_sequence": "answer", "generate_kwargs": {"do_sample": False}},
+        {"batch_size": 2, "generate_kwargs": {"do_sample": False}},
+    ],
+    ids=["new text", "full text", "sampled", "stop", "batch"],
+)
+def test_pipelines_just_work(pipe: Any, options: dict[str, Any]) -> None:
+    options["max_new_tokens"] = 14
+    plain = answers(pipe, **options)
+    mmspec.patch(pipe.model, nodes=8)
+    try:
+        assert answers(pipe, **options) == plain
+        stats = mmspec.stats(pipe.model)
+        assert stats.calls >= 2 and not stats.plain_calls and all(all(texts) for texts in plain)
+    finally:
+        mmspec.unpatch(pipe.model)
+
+
+def test_a_pipeline_made_of_a_patched_model(pipe: Any) -> None:
+    options = {"max_new_tokens": 10, "generate_kwargs": {"do_sample": False}}
+    plain = answers(pipe, **options)
+    mmspec.patch(pipe.model, nodes=8, processor=pipe.processor)
+    try:
+        again = pipeline("image-text-to-text", model=pipe.model, processor=pipe.processor)
+        assert answers(again, **options) == plain and mmspec.stats(pipe.model).calls >= 2
+    finally:
+        mmspec.unpatch(pipe.model)
+
+
+# --- errors in mid-call -----------------------------------------------------------------------------------------------
+
+
+class Clumsy(liars.Bush):
+    """Raises once, at a chosen place."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__(1)
+        self.where, self.raised = where, False
+
+    def _maybe(self, where: str, rounds: int) -> None:
+        if where == self.where and not self.raised and rounds in (0, 2):
+            self.raised = True
+            raise liars.Broken(where)
+
+    def begin(self, prompt: Any) -> Any:
+        self._maybe("begin", 0)
+        return super().begin(prompt)
+
+    def propose(self, state: Any, budget: int, live: Any) -> Any:
+        self._maybe("propose", state.rounds)
+        return super().propose(state, budget, live)
+
+    def observe(self, state: Any, verdict: Any, taps: Any) -> None:
+        self._maybe("observe", state.rounds)
+        super().observe(state, verdict, taps)
+
+
+class Tripping(liars.Recorder):
+    """A streamer that raises at its fourth put."""
+
+    def put(self, value: Tensor) -> None:
+        super().put(value)
+        if len(self.log.calls) == 4:
+            raise liars.Broken("streamer")
+
+
+def fault(where: str, model: PreTrainedModel) -> dict[str, Any]:
+    """Arguments that make a call fail in the middle."""
+    if where == "streamer":
+        return {"streamer": Tripping(liars.Log())}
+    if where == "criterion":
+        return {"stopping_criteria": StoppingCriteriaList([liars.Tripping(liars.Log(), 0, 0)])}
+    return {}
+
+
+@pytest.mark.parametrize("where", ["begin", "propose", "observe", "streamer", "criterion", "forward"])
+def test_an_error_in_mid_call_leaves_the_next_call_clean(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    given = tiny.inputs(model, 1, 2)
+    torch.manual_seed(5)
+    plain = model.generate(**given, **SAMPLED)
+    mmspec.patch(model, drafter=Clumsy(where), nodes=8)
+    before = picture(model)
+    with monkeypatch.context() as broken:
+        if where == "forward":
+            calls = iter(range(3))
+            forward = model.model.language_model.forward
+
+            def tired(*args: Any, **kwargs: Any) -> Any:
+                if next(calls, None) is None:
+                    raise liars.Broken("forward")
+                return forward(*args, **kwargs)
+
+            broken.setattr(model.model.language_model, "forward", tired)
+        with pytest.raises(liars.Broken):
+            model.generate(**given, **SAMPLED, **fault(where, model))
+    assert mmspec.stats(model) == Stats()
+    torch.manual_seed(5)
+    assert torch.equal(model.generate(**given, **SAMPLED), plain)
+    assert mmspec.stats(model).calls == 1
+    assert picture(model) == before
+
+
+@pytest.mark.parametrize("where", ["streamer", "criterion"])
+def test_an_error_of_the_user_leaves_the_generator_as_transformers_does(model: PreTrainedModel, where: str) -> None:
+    given, states = tiny.inputs(model, 1, 2), []
+    for patched in (False, True):
+        if patched:
+            mmspec.patch(model, drafter=liars.Bush(1), nodes=8)
+        torch.manual_seed(5)
+        with pytest.raises(liars.Broken):
+            model.generate(**given, **SAMPLED, **fault(where, model))
+        states.append(torch.get_rng_state())
+    assert torch.equal(*states)

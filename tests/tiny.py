@@ -1,0 +1,330 @@
+"""Tiny random vision-language models, inputs for them at tensor level, and a tokenizer that splits words anywhere.
+
+Everything follows from a `Spec` and a seed; nothing is downloaded. Knows transformers only, nothing of mmspec.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import BPE
+from torch import Tensor
+from transformers import (
+    CLIPVisionConfig,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    LlavaNextConfig,
+    LlavaNextForConditionalGeneration,
+    LlavaOnevisionConfig,
+    LlavaOnevisionForConditionalGeneration,
+    MistralConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2Config,
+    SiglipVisionConfig,
+)
+
+FAMILIES = ("llava", "llava_next", "llava_onevision", "qwen2_5_vl")
+TEXTS = {"llava": "llama", "llava_next": "mistral", "llava_onevision": "qwen2", "qwen2_5_vl": "qwen2_5_vl"}
+PINPOINTS = [[8, 16], [16, 8], [16, 16]]
+Inputs = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One tiny model. `text` "" is the family's usual one; `window` 0 is none; `tail` puts the special ids last.
+
+    A `calm` model looks back little, so that its greedy text soon runs in circles.
+    """
+
+    family: str = "llava"
+    text: str = ""
+    vocab: int = 120
+    hidden: int = 32
+    layers: int = 2
+    heads: int = 4
+    kv_heads: int = 2
+    window: int = 0
+    mixed: bool = False
+    tied: bool = False
+    attention: str = "sdpa"
+    dtype: str = "float32"
+    tail: bool = False
+    calm: bool = False
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Ids:
+    """Where the special tokens of a model lie; `text` are all the others."""
+
+    pad: int
+    bos: int
+    eos: int
+    image: int
+    video: int
+    start: int
+    end: int
+    text: tuple[int, ...]
+
+
+def ids(spec: Spec) -> Ids:
+    """The special ids of `spec`: at the front, or (as after adding tokens to a finished vocabulary) at the end."""
+    v = spec.vocab
+    special = (v - 1, 1, 2, v - 5, v - 4, v - 3, v - 2) if spec.tail else (0, 1, 2, 3, 4, 5, 6)
+    return Ids(*special, text=tuple(i for i in range(v) if i not in special))
+
+
+def _text_config(spec: Spec) -> PretrainedConfig:
+    special = ids(spec)
+    common: dict[str, Any] = {
+        "vocab_size": spec.vocab,
+        "hidden_size": spec.hidden,
+        "intermediate_size": 2 * spec.hidden,
+        "num_hidden_layers": spec.layers,
+        "num_attention_heads": spec.heads,
+        "num_key_value_heads": spec.kv_heads,
+        "max_position_embeddings": 1024,
+        "tie_word_embeddings": spec.tied,
+        "pad_token_id": special.pad,
+        "bos_token_id": special.bos,
+        "eos_token_id": special.eos,
+    }
+    kind = spec.text or TEXTS[spec.family]
+    if kind == "llama":
+        return LlamaConfig(**common)
+    if kind == "mistral":
+        return MistralConfig(sliding_window=spec.window or None, **common)
+    slide = ["sliding_attention" if spec.window and (not spec.mixed or i % 2) else "full_attention" for i in range(9)]
+    common |= {"use_sliding_window": bool(spec.window), "sliding_window": spec.window or 4096, "max_window_layers": 0}
+    common["layer_types"] = slide[: spec.layers]
+    if kind == "qwen2":
+        return Qwen2Config(**common)
+    half = spec.hidden // spec.heads // 2
+    section = [half - 2 * (half // 3), half // 3, half // 3]
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": section}
+    return Qwen2_5_VLConfig(text_config=common | {"rope_parameters": rope}).text_config
+
+
+def _build(spec: Spec) -> PreTrainedModel:
+    special, text = ids(spec), _text_config(spec)
+    vision: dict[str, Any] = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
+    vision |= {"image_size": 12 if spec.family == "llava" else 8, "patch_size": 4}
+    tokens = {"image_token_id": special.image, "tie_word_embeddings": spec.tied}
+    if spec.family == "llava":
+        clip = CLIPVisionConfig(projection_dim=16, **vision)
+        llava = LlavaConfig(vision_config=clip, text_config=text, image_seq_length=9, **tokens)
+        return LlavaForConditionalGeneration._from_config(llava, attn_implementation=spec.attention)
+    if spec.family == "llava_next":
+        clip = CLIPVisionConfig(projection_dim=16, **vision)
+        following = LlavaNextConfig(vision_config=clip, text_config=text, image_grid_pinpoints=PINPOINTS, **tokens)
+        return LlavaNextForConditionalGeneration._from_config(following, attn_implementation=spec.attention)
+    tokens["video_token_id"] = special.video
+    if spec.family == "llava_onevision":
+        siglip = SiglipVisionConfig(vision_use_head=False, **vision)
+        one = LlavaOnevisionConfig(vision_config=siglip, text_config=text, image_grid_pinpoints=PINPOINTS, **tokens)
+        return LlavaOnevisionForConditionalGeneration._from_config(one, attn_implementation=spec.attention)
+    tokens |= {"vision_start_token_id": special.start, "vision_end_token_id": special.end}
+    visual = {
+        "depth": 2,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_heads": 2,
+        "patch_size": 4,
+        "window_size": 16,
+    }
+    visual |= {"out_hidden_size": spec.hidden, "fullatt_block_indexes": [1], "tokens_per_second": 2}
+    qwen = Qwen2_5_VLConfig(text_config=text.to_dict(), vision_config=visual, **tokens)
+    return Qwen2_5_VLForConditionalGeneration._from_config(qwen, attn_implementation=spec.attention)
+
+
+def _enliven(model: PreTrainedModel, seed: int, calm: bool) -> None:
+    """Weights large enough that what is attended to, seen and said so far all change the next token."""
+    dice = torch.Generator().manual_seed(seed)
+    tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
+    for name, weight in sorted(model.named_parameters()):
+        noise = torch.randn(weight.shape, generator=dice)
+        if weight.ndim >= 2:
+            gain = 3.0 if "lm_head" in name else 2.0 if "q_proj" in name or "k_proj" in name else 1.0
+            gain *= 0.1 if calm and "language_model" in name and "o_proj" in name else 1.0
+            scale = gain / (weight[0].numel() ** 0.5)
+            if "embed" in name and "patch" not in name:
+                scale = 0.5 if tied else 1.0
+        else:
+            scale = 0.1 if name.endswith("bias") or "norm" in name else 0.7
+        offset = 1.0 if "norm" in name and name.endswith("weight") else 0.0
+        weight.data.copy_(offset + scale * noise)
+
+
+def model(spec: Spec) -> PreTrainedModel:
+    """A new model of `spec`, in eval mode; its generation config knows the special ids and nothing else."""
+    state = torch.get_rng_state()
+    made = _build(spec)
+    torch.set_rng_state(state)
+    _enliven(made, spec.seed, spec.calm)
+    special = ids(spec)
+    config = made.generation_config
+    config.pad_token_id, config.bos_token_id, config.eos_token_id = special.pad, special.bos, special.eos
+    made.tiny_spec = spec
+    return made.to(getattr(torch, spec.dtype)).eval()
+
+
+def _noise(shape: Sequence[int], dice: torch.Generator, target: PreTrainedModel) -> Tensor:
+    return torch.randn(*shape, generator=dice).to(target.dtype)
+
+
+def _squares(count: int, side: int) -> int:
+    """How many crops of `side` cover an image resized to its best pinpoint, and the base one."""
+    return 1 + count // (side * side)
+
+
+def _pictures(target: PreTrainedModel, count: int, dice: random.Random, seed: int) -> tuple[Inputs, list[int]]:
+    """Pixels of `count` images (and their sizes, as the family wants it), and how many tokens each takes."""
+    noise = torch.Generator().manual_seed(seed)
+    family = target.config.model_type
+    if family == "llava":
+        return {"pixel_values": _noise((count, 3, 12, 12), noise, target)}, [9] * count
+    if family == "qwen2_5_vl":
+        grid = torch.tensor([[1, dice.choice((2, 4, 6)), dice.choice((2, 4))] for _ in range(count)])
+        pixels = _noise((int(grid.prod(-1).sum()), 96), noise, target)
+        return {"pixel_values": pixels, "image_grid_thw": grid}, (grid.prod(-1) // 4).tolist()
+    sizes = torch.tensor([dice.choice(((8, 16), (16, 8), (6, 16), (16, 16), (12, 16), (15, 7))) for _ in range(count)])
+    given = {"pixel_values": _noise((count, 5, 3, 8, 8), noise, target), "image_sizes": sizes}
+    with torch.no_grad():
+        features = target.model.get_image_features(**given, return_dict=True).pooler_output
+    return given, [len(feature) for feature in features]
+
+
+def _clips(target: PreTrainedModel, count: int, dice: random.Random, seed: int) -> tuple[Inputs, list[int]]:
+    """Pixels of `count` clips, and how many tokens each takes."""
+    noise = torch.Generator().manual_seed(seed + 1)
+    if target.config.model_type == "llava_onevision":
+        frames = dice.choice((2, 3, 5))
+        return {"pixel_values_videos": _noise((count, frames, 3, 8, 8), noise, target)}, [frames + 1] * count
+    grid = torch.tensor([[dice.choice((2, 3)), dice.choice((2, 4)), dice.choice((2, 4))] for _ in range(count)])
+    given = {"pixel_values_videos": _noise((int(grid.prod(-1).sum()), 96), noise, target), "video_grid_thw": grid}
+    if dice.random() < 0.5:
+        given["second_per_grid_ts"] = torch.tensor([float(dice.choice((1, 2))) for _ in range(count)])
+    return given, (grid.prod(-1) // 4).tolist()
+
+
+def _row(special: Ids, media: list[list[int]], words: int, dice: random.Random, few: int) -> list[int]:
+    """A prompt row: `words` text tokens out of the first `few` text ids, with the runs of placeholders in between."""
+    text = [dice.choice(special.text[:few]) for _ in range(words)]
+    if len(text) >= 6 and dice.random() < 0.6:  # repeat something, so that a lookup has what to find
+        text[-3:] = text[:3]
+    cuts = sorted(dice.randint(0, max(0, words - 1)) for _ in media)
+    row: list[int] = []
+    for begin, end, run in zip([0, *cuts], [*cuts, words], [*media, []], strict=True):
+        row += text[begin:end] + run
+    return row
+
+
+def _pad(rows: list[list[int]], pad: int, side: str, extra: int) -> tuple[Tensor, Tensor]:
+    length = max(len(row) for row in rows) + extra
+    gaps = [length - len(row) for row in rows]
+    before = [gap if side == "left" else 0 for gap in gaps]
+    made = [[pad] * b + row + [pad] * (g - b) for row, b, g in zip(rows, before, gaps, strict=True)]
+    mask = [[0] * b + [1] * len(row) + [0] * (g - b) for row, b, g in zip(rows, before, gaps, strict=True)]
+    return torch.tensor(made), torch.tensor(mask)
+
+
+def inputs(
+    target: PreTrainedModel,
+    seed: int = 0,
+    batch: int = 1,
+    *,
+    images: Sequence[int] | None = None,
+    videos: Sequence[int] | None = None,
+    padding: str = "left",
+    mask: bool = True,
+    words: tuple[int, int] = (4, 14),
+    few: int = 40,
+) -> Inputs:
+    """Keyword arguments for `target.generate`: a random batch of prompts.
+
+    Args:
+        images, videos: how many in each row; None draws 0 to 3 images, one at least in the batch, and no video.
+        padding: "left", "right" (both with at least one pad somewhere if anything is ragged), "none" (equal lengths).
+        mask: False leaves `attention_mask` to HF.
+        words: bounds of the number of text tokens of a row; `few`: how many different ones.
+    """
+    dice, spec = random.Random(seed), target.tiny_spec
+    special, family = ids(spec), spec.family
+    counts = list(images) if images is not None else [dice.randint(0, 3) for _ in range(batch)]
+    if images is None and not any(counts):
+        counts[dice.randrange(batch)] = 1
+    clips = list(videos) if videos is not None else [0] * batch
+    given, sizes = _pictures(target, sum(counts), dice, seed) if any(counts) else ({}, [])
+    more, lengths = _clips(target, sum(clips), dice, seed) if any(clips) else ({}, [])
+    wrap = ([special.start], [special.end]) if family == "qwen2_5_vl" else ([], [])
+    still, moving, media = iter(sizes), iter(lengths), []
+    for count, clip in zip(counts, clips, strict=True):
+        runs = [wrap[0] + [special.image] * next(still) + wrap[1] for _ in range(count)]
+        media.append(runs + [wrap[0] + [special.video] * next(moving) + wrap[1] for _ in range(clip)])
+    lengths = [dice.randint(*words) for _ in range(batch)]
+    if padding == "none":
+        seen = [sum(map(len, runs)) for runs in media]
+        lengths = [max(seen) + lengths[0] - own for own in seen]
+    rows = [_row(special, runs, size, dice, few) for runs, size in zip(media, lengths, strict=True)]
+    extra = 0 if padding == "none" else dice.randint(0, 2)
+    prompt, padded = _pad(rows, special.pad, padding, extra)
+    made = {"input_ids": prompt, **given, **more}
+    if mask:
+        made["attention_mask"] = padded
+    if family == "qwen2_5_vl":
+        made["mm_token_type_ids"] = (prompt == special.image).int() + 2 * (prompt == special.video).int()
+    return made
+
+
+def follow(before: Inputs, sequences: Tensor, seed: int, spec: Spec, *, hide_pads: bool = False) -> Inputs:
+    """The next turn of a conversation: everything so far, and a few words more. Images stay in the cache."""
+    dice, special = random.Random(seed), ids(spec)
+    batch, longer = sequences.shape[0], dice.randint(2, 5)
+    words = torch.tensor([[dice.choice(special.text[:40]) for _ in range(longer)] for _ in range(batch)])
+    prompt = torch.cat([sequences, words], dim=1)
+    mask = torch.ones_like(prompt)
+    old = before.get("attention_mask", (before["input_ids"] != special.pad).long())
+    mask[:, : old.shape[1]] = old.repeat_interleave(batch // old.shape[0], dim=0)
+    if hide_pads:
+        mask &= (prompt != special.pad).long()
+    return {"input_ids": prompt, "attention_mask": mask}
+
+
+def spelling(spec: Spec) -> list[str]:
+    """The text of each id: one to three letters of a to f, lengths mixed, so that words span tokens."""
+    special = ids(spec)
+    words = list("abcdef") + ["".join(w) for n in (2, 3) for w in product("abcdef", repeat=n)]
+    random.Random(7).shuffle(words)
+    text = words[: len(special.text)]
+    for letter in "abcdef":
+        if letter not in text:
+            text[next(i for i, word in enumerate(text) if len(word) == 3)] = letter
+    spelled = [""] * spec.vocab
+    for i, word in zip(special.text, text, strict=True):
+        spelled[i] = word
+    for name in ("pad", "bos", "eos", "image", "video", "start", "end"):
+        spelled[getattr(special, name)] = f"<{name}>"
+    return spelled
+
+
+def tokenizer(spec: Spec) -> PreTrainedTokenizerFast:
+    """A tokenizer for the whole vocabulary of `spec`."""
+    backend = Tokenizer(BPE({word: i for i, word in enumerate(spelling(spec))}, []))
+    backend.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>")
