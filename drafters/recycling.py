@@ -45,7 +45,7 @@ class TableGuesser:
     """Guesses the successors that the table holds. A cursor is a token.
 
     Entries are replaced, never changed, so reading needs no lock; writers take it. The table belongs to one target:
-    the first call decides its vocabulary.
+    a call with another vocabulary starts it anew.
     """
 
     top_k = WIDTH
@@ -77,11 +77,8 @@ class TableGuesser:
     def _claim(self, vocab_size: int) -> None:
         if not vocab_size or self.vocab_size is None:
             self.vocab_size = vocab_size or self.vocab_size
-        elif self.vocab_size != vocab_size:
-            raise ValueError(
-                f"a table serves one vocabulary: this one holds ids of {self.vocab_size} tokens, the target has "
-                f"{vocab_size}; make a new drafter for this target"
-            )
+        elif self.vocab_size != vocab_size:  # the target was given more or fewer tokens
+            self._entries, self.vocab_size = {}, vocab_size
 
     def cursor(self, state: list[int], row: int) -> int | None:
         """The row's last token."""

@@ -1,8 +1,9 @@
 """How many nodes the next round may cost, so that speculation is never slower than plain decoding.
 
 Learns from the real rounds of the running process what a forward over (B, N) nodes costs and what a draft costs;
-weighs that against what the drafter says its nodes are worth, corrected by how much of that came true. No timing pass
-is ever run for it, and nothing here can change a token. Knows nothing of models or drafters.
+weighs that against what the drafter says its nodes are worth, corrected by how much of that came true. When asking the
+drafter has been a loss, it is asked only so often that the loss stays within a hundredth of the time. No timing pass is
+ever run for it, and nothing here can change a token. Knows nothing of models or drafters.
 """
 
 from __future__ import annotations
@@ -20,43 +21,80 @@ SLOPE = {"cpu": 0.11, "other": 0.01}
 WORTH = 1.05
 """A tree must promise this many times the tokens per second of plain decoding."""
 IDLE_SHARE = 0.01
-"""Share of the time that may go into drafts while drafting does not pay."""
-LONGEST_NAP = 64
+"""Share of the time that may be lost by asking a drafter that does not pay."""
+LONGEST_NAP = 512
 """Rounds after which a drafter that does not pay is asked again, at the latest."""
+FADE = 0.0005
+"""Share of the doubt in a drafter that goes away in each round in which it is not asked."""
 FIXED = 8
 """Nodes of every tree when shapes must not depend on timing and nobody says how many."""
 
 
 @dataclass
+class Loss:
+    """What asking the drafter has cost at one batch size: mean seconds lost per time asked; below 0 it paid."""
+
+    mean: float = 0.0
+    asked: int = 0
+    nap: int = 0
+    """Rounds to go until it is asked again."""
+
+    def add(self, seconds: float) -> None:
+        """Count one more time: a plain mean at first, later one that forgets."""
+        self.asked += 1
+        self.mean += max(1 / self.asked, 0.1) * (seconds - self.mean)
+
+
+@dataclass
 class Costs:
-    """Running means of measured seconds, shared by all calls on one model."""
+    """Running means of measured seconds, shared by all calls with one drafter on one model."""
 
     device: str = "cpu"
     score: dict[tuple[int, int], float] = field(default_factory=dict)
+    """(B, N) -> seconds of the target's forward."""
     draft: dict[int, float] = field(default_factory=dict)
     rest: dict[int, float] = field(default_factory=dict)
+    losses: dict[int, Loss] = field(default_factory=dict)
+    """B -> what asking the drafter has cost."""
     trust: float = 1.0
+    """How many of the promised tokens came."""
+    trials: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Costs:
-        return Costs(self.device, dict(self.score), dict(self.draft), dict(self.rest), self.trust)
+        with self.lock:
+            losses = {batch: Loss(loss.mean, loss.asked, loss.nap) for batch, loss in self.losses.items()}
+            tables = dict(self.score), dict(self.draft), dict(self.rest)
+            return Costs(self.device, *tables, losses, self.trust, self.trials)
 
     def of_score(self, batch: int, nodes: int) -> float:
-        """Seconds of one forward: measured, or guessed from the nearest smaller size that was."""
+        """Seconds of one forward: measured, or guessed from the nearest size that was, a smaller one if there is."""
         known = self.score.get((batch, nodes))
         if known is not None:
             return known
-        below = [n for b, n in self.score if b == batch and n < nodes]
-        nearest = max(below, default=1)
+        sizes = sorted(n for b, n in tuple(self.score) if b == batch)  # a copy: other threads may be learning
+        if not sizes:
+            return 0.0
+        nearest = max((n for n in sizes if n < nodes), default=sizes[0])
         slope = SLOPE.get(self.device, SLOPE["other"])
-        scale = (1 + slope * (nodes - 1)) / (1 + slope * (nearest - 1))
-        return self.score.get((batch, nearest), 0.0) * scale
+        return self.score[batch, nearest] * (1 + slope * (nodes - 1)) / (1 + slope * (nearest - 1))
+
+    def of_round(self, batch: int, nodes: int) -> float:
+        """Seconds of one round without its draft."""
+        return self.of_score(batch, nodes) + self.rest.get(nodes, self.rest.get(1, 0.0))
 
     def learn(self, table: dict[Any, float], key: Any, seconds: float) -> None:
         """Mean that follows slow changes and shrugs off single outliers (machines are shared)."""
         with self.lock:
             old = table.get(key)
             table[key] = seconds if old is None else old + 0.2 * (min(seconds, 2 * old) - old)
+
+    def believe(self, kept: float) -> None:
+        """Take in which part of a promise came true."""
+        with self.lock:
+            self.trials += 1
+            self.trust += max(1 / (self.trials + 2), 0.1) * (min(2.0, kept) - self.trust)
+            self.trust = min(1.5, max(0.05, self.trust))
 
 
 class Budget:
@@ -70,41 +108,40 @@ class Budget:
         """
         self.costs, self.batch, self.drafts, self.fixed = costs, batch, drafts, fixed
         self.most = fixed or most
-        self._nap = 0
+        self._loss = costs.losses.setdefault(batch, Loss()) if drafts else Loss()
         self._promised = 0.0
+        self._live = 0  # rows that were drafted for in this round
 
     @property
     def awake(self) -> bool:
         """Whether the drafter should be asked in the coming round."""
-        return self.drafts and self._nap == 0
+        return self.drafts and (self._loss.nap == 0 or self.fixed is not None)
 
     def choose(self, tree: DraftTree, live: int) -> int:
         """Nodes of `tree` that are worth scoring for `live` rows; 1 means plain decoding."""
         self._promised = 0.0
         if self.fixed:
             return self.fixed
+        self._live = live
         if tree.nodes == 1:
-            return self._rest()
-        gains = self._gains(tree)
-        plain = live / (self.costs.of_score(self.batch, 1) + self.costs.rest.get(1, 0.0) or 1e-9)
-        best, best_rate = 1, plain * WORTH
+            return 1
+        costs, gains = self.costs, self._gains(tree)
+        best, best_rate = 1, WORTH * live / (costs.of_round(self.batch, 1) or 1e-9)
         for nodes in (size for size in BUCKETS if 1 < size <= tree.nodes):
-            gain = gains[nodes - 1] * self.costs.trust
-            seconds = self.costs.of_score(self.batch, nodes) + self.costs.rest.get(nodes, self.costs.rest.get(1, 0.0))
-            seconds += self.costs.draft.get(nodes, 0.0)
+            gain = gains[nodes - 1] * costs.trust
+            seconds = costs.of_round(self.batch, nodes) + costs.draft.get(nodes, 0.0)
             if (rate := (live + gain) / (seconds or 1e-9)) > best_rate:
                 best, best_rate = nodes, rate
-        if best == 1:
-            return self._rest()
         self._promised = gains[best - 1]
         return best
 
     def skip(self) -> None:
-        """A round went by without asking the drafter."""
+        """A round goes by without asking the drafter."""
         if not self.drafts:
             return
-        self._nap = max(0, self._nap - 1)
-        self.costs.trust += 0.002 * (1 - self.costs.trust)  # doubts fade, so that it is tried again now and then
+        self._loss.nap = max(0, self._loss.nap - 1)
+        with self.costs.lock:  # doubts fade, so that larger trees are tried again now and then
+            self.costs.trust += FADE * max(0.0, 1 - self.costs.trust)
 
     def record(self, nodes: int, *, draft_s: float, score_s: float, rest_s: float, gained: int) -> None:
         """Tell what a round cost, and how many tokens it emitted beyond one per live row."""
@@ -116,16 +153,23 @@ class Budget:
         if draft_s:
             costs.learn(costs.draft, nodes, draft_s)
         if self._promised > 0:
-            kept = min(2.0, gained / self._promised)
-            costs.trust += 0.05 * (kept - costs.trust)
-            costs.trust = min(1.5, max(0.05, costs.trust))
+            costs.believe(gained / self._promised)
+        if self._live:
+            self._weigh(nodes, draft_s, gained / self._live)
+        self._promised, self._live = 0.0, 0
 
-    def _rest(self) -> int:
-        """Nothing to gain now: let the drafter sleep so long that asking stays within its share of the time."""
-        step = self.costs.of_score(self.batch, 1)
-        spent = self.costs.draft.get(1, 0.0)
-        self._nap = min(LONGEST_NAP, int(spent / (IDLE_SHARE * step))) if step else 0
-        return 1
+    def _weigh(self, nodes: int, draft_s: float, gained: float) -> None:
+        """After the drafter was asked: if that is a loss on the whole, let it sleep so long that little is lost.
+
+        `gained` counts tokens per live row. Means of the costs are taken, not this round's: single rounds are noisy.
+        """
+        plain = self.costs.of_round(self.batch, 1)
+        lost = draft_s - gained * plain
+        if nodes > 1:
+            lost += self.costs.of_round(self.batch, nodes) - plain
+        self._loss.add(lost)
+        if lost > 0 and self._loss.mean > 0 and plain:
+            self._loss.nap = min(LONGEST_NAP, int(self._loss.mean / (IDLE_SHARE * plain)))
 
     def _gains(self, tree: DraftTree) -> list[float]:
         """[N] expected tokens beyond one per row if the first n + 1 nodes were scored, summed over rows."""

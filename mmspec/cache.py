@@ -64,8 +64,8 @@ class TreeCache(Cache):
         return self.buffer.write(layer_idx, key_states, value_states)
 
 
-def refusal(cache: Any, layers: int) -> str | None:
-    """Why a cache cannot be adopted, or None if it can."""
+def refusal(cache: Any, layers: int, batch: int, dtype: torch.dtype) -> str | None:
+    """Why a cache cannot be adopted by a model of `layers` layers for `batch` rows, or None if it can."""
     if cache is None:
         return "no key-value cache"
     if type(cache) is not DynamicCache:
@@ -77,6 +77,12 @@ def refusal(cache: Any, layers: int) -> str | None:
     for layer in cache.layers:
         if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
             return f"a DynamicCache with {type(layer).__name__}"
+        if getattr(layer, "record_past", False):
+            return "a DynamicCache that records its past"
+        if layer.is_initialized and layer.keys.numel() and layer.keys.shape[0] != batch:
+            return f"a DynamicCache of {layer.keys.shape[0]} rows for {batch}"
+        if layer.is_initialized and layer.keys.numel() and layer.keys.dtype != dtype:
+            return f"a DynamicCache of {layer.keys.dtype} for a model of {dtype}"
     return None
 
 

@@ -8,6 +8,7 @@ there is none it goes on emitting until the whole batch stops. All that as `Gene
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -71,7 +72,7 @@ class ColumnClock:
         self.ended = [False] * batch
         self._finished = [False] * batch
         self._end: list[int | None] = [None] * batch  # columns of real tokens, once finished and padded
-        self.sequences = input_ids
+        self.sequences = input_ids.long()
         self._grow(min(self.limit, 256) + 1)
         self._scores: list[Tensor] | None = [] if keep_scores else None
         self._logits: list[Tensor] | None = [] if keep_logits else None
@@ -143,8 +144,11 @@ class ColumnClock:
     def retreat(self) -> None:
         """Give up what is provisional and go on one column at a time, as transformers does, errors included."""
         self.lockstep = self.retreated = True
-        for row in range(len(self.rows)):
+        if self.noise is not None:
+            self.noise.give_up(self.columns - 1)
+        for row, tokens in enumerate(self.rows):
             self._cut(row, self.columns)
+            tokens += [self.pad] * (self.columns - len(tokens))  # finished rows that nobody waited for
 
     def reserve(self, nodes: int) -> None:
         """Make room in `sequences` for what a round of `nodes` nodes may look at and emit."""
@@ -174,7 +178,7 @@ class ColumnClock:
                     self._end[row] = column + 1
                     self._cut(row, column + 1)
         if self.streamer is not None:
-            self.streamer.put(torch.tensor(tokens))
+            self.streamer.put(torch.tensor(tokens, device="cpu"))
         if self._guarded:
             self._check_generator(column)
         if self.noise is not None:
@@ -185,19 +189,19 @@ class ColumnClock:
         """Which rows the criteria stop at this column. Every criterion is called, as transformers does."""
         length = self.base + column + 1
         done = [False] * len(tokens)
+        told: list[Any] = []
         for criterion in self.criteria:
             if type(criterion) is EosTokenCriteria:
                 done = [d or token in self._ends for d, token in zip(done, tokens, strict=True)]
-                continue
-            if type(criterion) is MaxLengthCriteria and not _reminds(criterion, length):
-                stop: Any = length >= criterion.max_length
+            elif type(criterion) is MaxLengthCriteria and not _reminds(criterion, length):
+                if length >= criterion.max_length:
+                    done = [True] * len(tokens)
             elif type(criterion) is MaxTimeCriteria:
-                stop = time.time() - criterion.initial_timestamp > criterion.max_time
+                if time.time() - criterion.initial_timestamp > criterion.max_time:
+                    done = [True] * len(tokens)
             else:
-                stop = criterion(self._seen(length), self._recorded(self._scores))
-            flags = torch.as_tensor(stop).reshape(-1).tolist()
-            done = [bool(d or flag) for d, flag in zip(done, flags * (len(done) // len(flags)), strict=True)]
-        return done
+                told.append(criterion(self._seen(length), self._recorded(self._scores)))
+        return _joined(done, told, self.sequences.device) if told else done
 
     def _seen(self, length: int) -> Tensor:
         """[B, length] a fresh tensor, since user code may keep or change it."""
@@ -209,10 +213,8 @@ class ColumnClock:
     def _check_generator(self, column: int) -> None:
         """If user code drew from the generator, later columns must be drawn after it: give up looking ahead."""
         assert self.noise is not None
-        if self.noise.live or torch.equal(self.noise.generator.get_state(), self.noise.after(column)):
-            return
-        self.noise.rebase(column)
-        self.retreat()
+        if not self.noise.live and not self.noise.shared and self.noise.touched():
+            self.retreat()
 
     def _cut(self, row: int, length: int) -> None:
         del self.rows[row][length:]
@@ -252,13 +254,22 @@ class ColumnClock:
 
     def _limit(self) -> int:
         lengths = [c.max_length for c in self.criteria if type(c) is MaxLengthCriteria]
-        return max(1, min(lengths) - self.base) if lengths else 1 << 40
+        return max(1, math.ceil(min(lengths)) - self.base) if lengths else 1 << 40
 
 
 def _reminds(criterion: MaxLengthCriteria, length: int) -> bool:
     """Whether the criterion has something to say besides its verdict (a reminder beyond the model's positions)."""
     most = criterion.max_position_embeddings
     return most is not None and length > most
+
+
+def _joined(done: list[bool], told: list[Any], device: torch.device) -> list[bool]:
+    """The verdicts of all criteria, put together as transformers does, whatever shape and type they come in."""
+    stop = torch.tensor(done, device=device)
+    for verdict in told:
+        stop = stop | verdict
+    ones = torch.ones(len(done), dtype=torch.long, device=device)
+    return [not going for going in (ones & ~stop).tolist()]
 
 
 def _foreign(criterion: Any) -> bool:

@@ -12,7 +12,8 @@ Knows only the interfaces: not which model, which drafter, or how a token is pic
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -41,6 +42,7 @@ class Loop:
     """[V] bool, ids that may be drafted."""
     began: float
     """`time.perf_counter()` when `generate` was called."""
+    warn: Callable[[str], None] = field(default=lambda message: None)
 
     def run(self, first: Tensor, prompt: Prompt) -> None:
         """Decode until the batch stops.
@@ -54,8 +56,8 @@ class Loop:
         tree = bare(batch, first.device)
         verdict, scores, logits = self.settle(tree, first[:, None])
         state = self.drafter.begin(prompt)
-        self.drafter.observe(state, verdict, {})
         clock.emit(verdict, scores, logits)
+        self.drafter.observe(state, verdict, {})
         started = time.perf_counter()
         stats.ttft_s += started - self.began
         while not clock.advance():
@@ -74,11 +76,13 @@ class Loop:
         logits, taps = self.target.score(tree, self.drafter.needs.taps)
         try:
             verdict, scores, raw = self.settle(tree, logits, awake)
-        except Exception:
+        except Exception as error:
             # A processor or the sampling failed, perhaps at a node that plain decoding would never have come to.
             if clock.lockstep:
                 raise
+            self.warn(f"{type(error).__name__} at a draft ({error}); the rest of this call is decoded without drafts")
             clock.retreat()
+            self.target.rewind([length - 1 for length in clock.lengths], wipe=True)
             return
         t2 = time.perf_counter()
         self.target.commit(verdict)
@@ -88,13 +92,14 @@ class Loop:
         if not clock.retreated:  # or the drafter would be told some tokens twice
             self.drafter.observe(state, verdict, taps)
         t4 = time.perf_counter()
-        self._record(tree.nodes, awake, live, verdict.rows, ((t1 - t0) + (t4 - t3), t2 - t1, t3 - t2))
+        seconds = (t1 - t0) + (t4 - t3), t2 - t1, t3 - t2
+        self._record(verdict, awake, live, seconds)
 
-    def _record(
-        self, nodes: int, awake: bool, live: list[bool], rows: list[list[int]], seconds: tuple[float, float, float]
-    ) -> None:
+    def _record(self, verdict: Verdict, awake: bool, live: list[bool], seconds: tuple[float, float, float]) -> None:
         """Tell the controller and the counters. seconds: draft, score, rest."""
         stats, (draft_s, score_s, rest_s) = self.stats, seconds
+        nodes, rows = verdict.tree.nodes, verdict.rows
+        drafted = sum(count - 1 for count, on in zip(verdict.sizes, live, strict=True) if on)
         gained = sum(len(tokens) - 1 for tokens, on in zip(rows, live, strict=True) if on)
         self.budget.record(nodes, draft_s=draft_s if awake else 0.0, score_s=score_s, rest_s=rest_s, gained=gained)
         stats.rounds += 1
@@ -103,7 +108,7 @@ class Loop:
         stats.score_s += score_s
         stats.rest_s += rest_s
         stats.row_rounds += sum(live)
-        stats.drafted += (nodes - 1) * sum(live)
+        stats.drafted += drafted
         stats.accepted += gained
         for row, tokens in enumerate(rows):
             if live[row]:
@@ -150,6 +155,8 @@ class Loop:
         limits = torch.tensor(clock.limits(n), device=picks.device)
         path, counts, tokens = walk(tree, picks, limits, clock.stops, ended)
         parts = {"counts": counts[:, None], "tokens": tokens, "path": path}
+        if n > 1:
+            parts["sizes"] = tree.valid.sum(1, keepdim=True)
         if broken is not None:
             parts["broken"] = broken.gather(1, path)
         if awake and (k := min(self.drafter.needs.top_k, raw.shape[-1])):
@@ -158,7 +165,7 @@ class Loop:
         host = _to_host(parts)
         emitted = [count for (count,) in host["counts"]]
         if any(any(row[:count]) for row, count in zip(host.get("broken", []), emitted, strict=False)):
-            self.picker.refuse()
+            raise RuntimeError(self.picker.complaint)
         verdict = Verdict(
             tree=tree,
             path=path,
@@ -166,6 +173,7 @@ class Loop:
             tokens=tokens,
             rows=[row[:count] for row, count in zip(host["tokens"], emitted, strict=True)],
             walked=[row[:count] for row, count in zip(host["path"], emitted, strict=True)],
+            sizes=[size for (size,) in host.get("sizes", [[1]] * len(emitted))],
             top_ids=[_chunks(row, n) for row in host["top"]] if "top" in host else None,
             nodes=host.get("nodes"),
         )

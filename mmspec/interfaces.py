@@ -101,6 +101,7 @@ class Verdict:
         walked: host copy of the walked nodes, a list per row, same lengths as `rows`.
         top_ids: [B][N][k] nested lists of the largest raw logits' ids (`Needs.top_k`), or None.
         nodes: [B][N] the scored tokens, -1 where there is none; given with `top_ids`, else None.
+        sizes: how many nodes the tree of each row has, the root counted.
     """
 
     tree: DraftTree
@@ -111,6 +112,7 @@ class Verdict:
     walked: list[list[int]]
     top_ids: list[list[list[int]]] | None = None
     nodes: list[list[int]] | None = None
+    sizes: list[int] = field(default_factory=list)
 
 
 @runtime_checkable
@@ -118,7 +120,8 @@ class Drafter(Protocol):
     """A way to guess. One object serves any number of calls and threads: what belongs to a call lives in its state.
 
     A drafter decides only how many tokens one forward can serve. It can never change a token, so nothing it does needs
-    to be right, and whatever it returns is sanitised before use. It must not draw from torch's default generators.
+    to be right, and whatever it returns is sanitised before use. What it draws from the generator that
+    tokens are sampled with is undone.
     """
 
     name: str
@@ -155,8 +158,11 @@ class Target(Protocol):
     def commit(self, verdict: Verdict) -> None:
         """Keep the keys and values of the walked nodes, forget the rest."""
 
-    def rewind(self, lengths: Sequence[int]) -> None:
-        """Cut each row's cache to at most `lengths[b]` positions after the prompt."""
+    def rewind(self, lengths: Sequence[int], wipe: bool = False) -> None:
+        """Cut each row's cache to at most `lengths[b]` positions after the prompt.
+
+        `wipe`: what lies beyond is zeroed too, since nan there would reach what looks past it (0 * nan is nan).
+        """
 
 
 @dataclass(frozen=True)

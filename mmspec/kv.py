@@ -88,6 +88,14 @@ class KVBuffer:
         """Cut every row to at most `lengths[b]` positions."""
         self.lengths = [min(old, new) for old, new in zip(self.lengths, lengths, strict=True)]
 
+    def wipe(self) -> None:
+        """Zero everything behind the rows' lengths."""
+        for buffer in self._layers:
+            assert buffer is not None
+            place = torch.arange(buffer.shape[3], device=buffer.device)
+            beyond = place >= torch.tensor(self.lengths, device=buffer.device)[:, None]
+            buffer.masked_fill_(beyond[None, :, None, :, None], 0)
+
     def read(self, layer: int, length: int) -> tuple[Tensor, Tensor]:
         """Views [B, H, length, D] of the first `length` positions of one layer."""
         buffer = self._layers[layer]

@@ -31,6 +31,8 @@ class Options:
     deterministic: bool = False
 
     def __post_init__(self) -> None:
+        if self.nodes is not None and (isinstance(self.nodes, bool) or not isinstance(self.nodes, int)):
+            raise TypeError(f"nodes must be a whole number of 1 to {BUCKETS[-1]}, or None; got {self.nodes!r}.")
         if self.nodes is not None and not 1 <= self.nodes <= BUCKETS[-1]:
             raise ValueError(f"nodes must be 1 to {BUCKETS[-1]} (the root counted), or None; got {self.nodes}.")
 
@@ -100,6 +102,8 @@ def per_call(options: Options, chosen: Mapping[str, Any] | None, family: Any) ->
     """Options of one call, and whether mmspec is on, from `generate(..., mmspec=dict(...))`."""
     if chosen is None:
         return options, True
+    if not isinstance(chosen, Mapping):
+        raise TypeError(f"generate(mmspec=...) takes a dict with any of {', '.join(PER_CALL)}; got {chosen!r}.")
     chosen = dict(chosen)
     unknown = sorted(set(chosen) - set(PER_CALL))
     if unknown:

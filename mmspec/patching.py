@@ -64,7 +64,7 @@ def patch(
     """
     if reference_ids is not None:
         reference_ids = [[int(token) for token in row] for row in reference_ids]
-    spec = (drafter, compressor, reference, reference_ids, nodes, deterministic)
+    spec = (drafter, compressor, processor, reference, reference_ids, nodes, deterministic)
     family = family_of(model)
     if is_patched(model):
         if model.__dict__[KEY].spec == spec:

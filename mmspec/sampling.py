@@ -8,6 +8,7 @@ computes. So the picked token depends on the seed, the column and the history, n
 from __future__ import annotations
 
 import copy
+import threading
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
@@ -35,35 +36,44 @@ HISTORY = frozenset(getattr(hf, name) for name in _HISTORY.split() if hasattr(hf
 """Processors that are pure functions of one row's (history, scores): run per node, on the node's own history."""
 
 
+_GENERATORS = threading.Lock()
+"""Held while noise is drawn, so that calls in several threads do not tear each other's draws."""
+
+
 class Noise:
     """The exponential noise of the columns in flight, with a snapshot of the generator behind each.
 
     Attributes:
-        live: True while columns must be drawn exactly when transformers would draw them (no looking ahead), because
-            user code draws from the same generator.
+        live: True while columns must be drawn exactly when transformers would draw them, by its own calls, because user
+            code draws from the same generator.
+        left: the generator's state when it was last used here.
+        lent: a drafter of someone else's is at work; what it draws is no concern of ours (see `Undo`).
+        shared: someone else drew in between, say a call in another thread. Then nothing is ever put back, or that call
+            and this one would be given the same noise; which call gets which is open, as it is with transformers.
     """
 
     def __init__(self, batch: int, vocab: int, device: torch.device, window: int) -> None:
         self.generator = default_generator(device)
         self.window = window
-        self.live = False
-        self.start = self.generator.get_state()
-        self._ring = torch.empty(window, batch, vocab, device=device)
+        self.live = self.shared = self.lent = False
+        self.start = self.left = self.generator.get_state()
+        self._ring = torch.empty(window, batch, vocab, device=device, dtype=torch.float32)
         self._snapshots: dict[int, Tensor] = {}
-        self._before = self.start
         self._drawn = 0  # columns drawn so far
         self._floor = 0  # columns below it may be forgotten
         self._rows = torch.arange(batch, device=device)[:, None]
 
     def draw(self, until: int) -> None:
         """Make sure that columns below `until` are drawn."""
-        if until > self._drawn and not self.live:
-            self.generator.set_state(self.after(self._drawn - 1))
-        self._before = self.generator.get_state() if self.live else self.start
-        while self._drawn < until:
-            self._ring[self._drawn % self.window].exponential_(1, generator=self.generator)
-            self._snapshots[self._drawn] = self.generator.get_state()
-            self._drawn += 1
+        if until <= self._drawn:
+            return
+        with _GENERATORS:
+            self._put(self.after(self._drawn - 1))
+            while self._drawn < until:
+                self._ring[self._drawn % self.window].exponential_(1, generator=self.generator)
+                self._snapshots[self._drawn] = self.generator.get_state()
+                self._drawn += 1
+            self.left = self._snapshots[self._drawn - 1]
 
     def at(self, columns: Tensor) -> Tensor:
         """[B, N] int64 columns -> [B, N, V] noise: row b of the draw of that column.
@@ -92,12 +102,12 @@ class Noise:
 
     def settle(self, column: int) -> None:
         """Put the generator where transformers would leave it after `column`."""
-        self.generator.set_state(self.after(column))
+        with _GENERATORS:
+            self._put(self.after(column))
 
-    def take_back(self) -> None:
-        """Undo the last draw of a live column: transformers refuses bad probabilities before it draws."""
-        if self.live:
-            self.generator.set_state(self._before)
+    def touched(self) -> bool:
+        """Whether someone has drawn since the generator was last used here."""
+        return not torch.equal(self.generator.get_state(), self.left)
 
     def release(self, below: int) -> None:
         """Forget the snapshots of columns that can no longer be the last."""
@@ -105,13 +115,55 @@ class Noise:
             self._snapshots.pop(column, None)
         self._floor = max(self._floor, below)
 
-    def rebase(self, column: int) -> None:
-        """Someone else drew after `column`: forget what was drawn ahead, and stop looking ahead from now on."""
-        self._snapshots[column] = self.generator.get_state()
-        for ahead in range(column + 1, self._drawn):
-            self._snapshots.pop(ahead, None)
-        self._drawn = column + 1
+    def give_up(self, column: int) -> None:
+        """Stop looking ahead: from now on transformers' own calls draw, as if `column` had been drawn last.
+
+        If user code drew after that column, the generator stands where it must; else it is put there.
+        """
+        if not self.live and not self.touched():
+            self.settle(column)
         self.live = True
+
+    def _put(self, state: Tensor) -> None:
+        """Move the generator, unless someone else has used it."""
+        self.shared = self.shared or (not self.lent and self.touched())
+        if not self.shared:
+            self.generator.set_state(state)
+            self.left = state
+
+
+class Undo:
+    """Context in which whatever is drawn from the default generators of `devices` is undone.
+
+    Attributes:
+        drew: whether anything was.
+    """
+
+    def __init__(self, *devices: torch.device, noise: Noise | None = None) -> None:
+        """
+        Args:
+            noise: noise that may be drawn within, and stays drawn.
+        """
+        self._noise = noise
+        self._generators = [default_generator(device) for device in dict.fromkeys(devices)]
+        self.drew = False
+
+    def __enter__(self) -> Undo:
+        self._states = [generator.get_state() for generator in self._generators]
+        if self._noise is not None:
+            self._noise.lent = True
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        noise = self._noise
+        if noise is not None:
+            noise.lent = False
+        for generator, state in zip(self._generators, self._states, strict=True):
+            if noise is not None and not noise.live and generator.device == noise.generator.device:
+                state = noise.left
+            if not torch.equal(generator.get_state(), state):
+                self.drew = True
+                generator.set_state(state)
 
 
 class Picker:
@@ -130,11 +182,12 @@ class Picker:
         """Processors that can only be called as transformers calls them: once per column on the whole batch."""
         return [type(p).__name__ for p in self.processors if type(p) not in ROWWISE and type(p) not in HISTORY]
 
-    def refuse(self) -> None:
-        """Fail as `torch.multinomial` does where nothing can be sampled."""
-        if self.noise is not None:
-            self.noise.take_back()
-        raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
+    @property
+    def complaint(self) -> str:
+        """What to say where the pick means nothing: when sampling, the words of `torch.multinomial`."""
+        if self.noise is None:
+            return "the model's scores are nan"
+        return "probability tensor contains either `inf`, `nan` or element < 0"
 
     def pick(
         self, logits: Tensor, tree: DraftTree, sequences: Tensor, lengths: Sequence[int], base: int, horizon: int
@@ -147,14 +200,23 @@ class Picker:
             horizon: columns whose noise is needed are below it (`ColumnClock.horizon`).
 
         Returns:
-            picks [B, N] int64, processed scores [B, N, V] float32, and [B, N] bool True where no token can be sampled
-            (nan, or nothing left with a probability), or None when greedy.
+            picks [B, N] int64, processed scores [B, N, V] float32, and [B, N] bool True where the pick means nothing
+            (nan, or nothing left with a probability), or None where plain decoding would pick the same or has failed.
         """
-        scores = self._process(logits, tree, sequences, lengths, base)
+        level = tree.nodes == 1 and len(set(lengths)) == 1  # all rows at the same column, as in transformers
+        if level:
+            scores = self._process_level(logits, sequences[:, : base + lengths[0]])
+        else:
+            scores = self._process(logits, tree, sequences, lengths, base)
         if self.noise is None:
-            return scores.argmax(-1), scores, None
+            picks = scores.argmax(-1)
+            # Nan may have come from a guess that nobody would ever have made.
+            return picks, scores, None if level else scores.gather(-1, picks[:, :, None])[:, :, 0].isnan()
+        if self.noise.live:
+            assert level
+            return torch.multinomial(torch.softmax(scores[:, 0], dim=-1), num_samples=1), scores, None
         self.noise.draw(horizon)  # after the processors: that is where transformers draws
-        if tree.nodes == 1 and _level(lengths):
+        if level:
             noise = self.noise.column(lengths[0])
         else:
             assert tree.depths is not None
@@ -162,15 +224,21 @@ class Picker:
         best = torch.softmax(scores, dim=-1).div_(noise).max(-1)
         return best.indices, scores, best.values.isnan()
 
+    def _process_level(self, logits: Tensor, history: Tensor) -> Tensor:
+        """As transformers does it: the whole list on [B, L] and [B, V]."""
+        if not self.processors:
+            return logits
+        if self.unknown:
+            return self.processors(history.contiguous(), logits[:, 0])[:, None]  # type: ignore[operator]
+        scores = logits[:, 0]
+        for processor in self.processors:
+            scores = processor(history, scores)
+        return scores[:, None]
+
     def _process(self, logits: Tensor, tree: DraftTree, sequences: Tensor, lengths: Sequence[int], base: int) -> Tensor:
         if not self.processors:
             return logits
         batch, nodes, vocab = logits.shape
-        if nodes == 1 and _level(lengths):  # all rows at the same column: as transformers does it
-            scores, history = logits[:, 0], sequences[:, : base + lengths[0]]
-            for processor in self.processors:
-                scores = processor(history, scores)
-            return scores[:, None]
         scores = logits.reshape(batch * nodes, vocab)
         groups: list[tuple[Tensor, Tensor, Tensor]] | None = None
         for processor in self.processors:
@@ -183,11 +251,6 @@ class Picker:
             for flat, rows, history in groups:
                 scores[flat] = _for_rows(processor, rows)(history, scores[flat])
         return scores.reshape(batch, nodes, vocab)
-
-
-def _level(lengths: Sequence[int]) -> bool:
-    """Whether all rows are at the same column."""
-    return len(set(lengths)) == 1
 
 
 def _histories(

@@ -12,11 +12,11 @@ class Stats:
     """What happened in one call, or in all calls since `patch`. Times are seconds of wall clock.
 
     Attributes:
-        calls: calls of `generate` that the loop served. plain_calls: calls that went the plain way.
+        calls: calls of `generate`. plain_calls: those of them that transformers served alone.
         fallback: why the last plain call went that way, or None.
         tokens: tokens in the output, padding after a row's end not counted.
         rounds: forwards after the prefill. row_rounds: the same, counted per row that was still being decoded.
-        drafted, accepted: nodes scored besides the roots, and how many of them were kept.
+        drafted, accepted: guessed tokens that were scored, and how many of them were kept.
         lengths: {tokens emitted by one row in one round: how often}. nodes: {tree size: rounds}.
         prefill_s: vision encoding by transformers not included. draft_s: proposing and learning. score_s: the target's
             forward, picking and the one copy to the host. rest_s: everything else in the loop.

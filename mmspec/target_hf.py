@@ -7,21 +7,25 @@ Works through `prepare_inputs_for_generation` and `forward` only. What differs b
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.modules import module as torch_module
 from transformers.utils import output_capturing
 
 from mmspec.cache import TreeCache, adopt, give_back, refusal
 from mmspec.interfaces import Segment, Verdict
 from mmspec.kv import KVBuffer
-from mmspec.tree import DraftTree
+from mmspec.tree import BUCKETS, DraftTree
 
 ATTENTION = ("sdpa", "eager")
 """Attention kernels that take a mask per node."""
 SELECTS = hasattr(output_capturing, "selected_hidden_states")
 """Whether transformers can be asked for some hidden states only; older ones keep them all."""
+STATIC_ROPE = frozenset(("default", "axial", "mrope", "linear", "llama3", "yarn", "proportional"))
+"""Rotary scalings whose frequencies are the same in every forward."""
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
 """Inputs as long as the sequence that transformers lengthens with every new token."""
 
@@ -40,11 +44,9 @@ class Family:
         self.model = model
         self.layers: int = self.text_config.num_hidden_layers
         self.vocab_size: int = self.text_config.vocab_size
-        self.placeholders = tuple(
-            token
-            for name in ("image_token_id", "video_token_id", "image_token_index", "video_token_index")
-            if isinstance(token := getattr(model.config, name, None), int)
-        )
+        names = ("image_token_id", "video_token_id", "image_token_index", "video_token_index")
+        known = (getattr(model.config, name, None) for name in names)
+        self.placeholders = tuple(dict.fromkeys(token for token in known if isinstance(token, int)))
         self.window, self.layer_types = _windows(self.text_config)
 
     @property
@@ -59,9 +61,17 @@ class Family:
         unknown = self.layer_types - {"full_attention", "sliding_attention"}
         if unknown:
             return f"layers of type {', '.join(sorted(unknown))}"
+        scaling = _rope_types(self.text_config) - STATIC_ROPE
+        if scaling:
+            return f"rope_type={min(scaling)!r} (its frequencies depend on the longest position of a forward)"
         if self.attention not in ATTENTION:
             return f"attn_implementation={self.attention!r} of the text model (it cannot take a mask per node)"
         return None
+
+    @property
+    def embedded(self) -> int:
+        """Number of ids that have an embedding."""
+        return int(self.model.get_input_embeddings().weight.shape[0])
 
     @property
     def attention(self) -> str:
@@ -72,20 +82,20 @@ class Family:
         """Whether a forward creates no tensor that outlives it, so that it may run in inference mode.
 
         Inference mode saves about a tenth of the time of launch-bound steps, but tensors made in it can never be
-        trained with. Quantised or offloaded weights, rotary tables that grow and user hooks may keep such tensors.
+        trained with. Quantised or offloaded weights, replaced forwards and user hooks may keep such tensors.
         """
         if getattr(self.model, "hf_quantizer", None) is not None or hasattr(self.model, "hf_device_map"):
             return False
-        rope = getattr(self.text_config, "rope_parameters", None) or {}
-        kinds = [rope, *(part for part in rope.values() if isinstance(part, dict))]
-        if any("dynamic" in str(kind.get("rope_type")) or "longrope" in str(kind.get("rope_type")) for kind in kinds):
+        if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
             return False
         own = "transformers.utils.output_capturing"
-        return not any(
-            getattr(hook, "__module__", None) != own
-            for module in self.model.modules()
-            for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-        )
+        for module in self.model.modules():
+            if "forward" in module.__dict__ or hasattr(module, "_hf_hook"):
+                return False
+            hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+            if any(getattr(hook, "__module__", None) != own for hook in hooks):
+                return False
+        return True
 
     def segments(self, input_ids: Tensor, vision: Mapping[str, Any]) -> tuple[Segment, ...]:
         """The grids that the visual tokens of a prompt form. `vision` holds the recorded `vision_args`."""
@@ -105,6 +115,13 @@ class Family:
         return found
 
 
+def _rope_types(text_config: Any) -> set[str]:
+    """Kinds of rotary scaling of a text model, of all kinds of its layers."""
+    rope = getattr(text_config, "rope_parameters", None) or {}
+    kinds = [part for part in rope.values() if isinstance(part, dict)] or [rope]
+    return {str(kind.get("rope_type", kind.get("type", "default"))) for kind in kinds}
+
+
 def _windows(text_config: Any) -> tuple[int | None, frozenset[str]]:
     """(sliding window or None, kinds of layers) of a text model."""
     window = getattr(text_config, "sliding_window", None)
@@ -119,28 +136,42 @@ def _windows(text_config: Any) -> tuple[int | None, frozenset[str]]:
 class HFTarget:
     """Implements `mmspec.interfaces.Target` for one call of `generate`."""
 
-    def __init__(self, family: Family, input_ids: Tensor, model_kwargs: dict[str, Any], config: Any, room: int) -> None:
+    def __init__(self, family: Family, input_ids: Tensor, model_kwargs: dict[str, Any], config: Any, most: int) -> None:
         """
         Args:
             input_ids: [B, L] int64. model_kwargs: what transformers prepared for its own loop.
-            config: the prepared generation config. room: new positions that may ever be needed, trees included.
+            config: the prepared generation config. most: new tokens that may ever be emitted per row.
         """
         self.family, self.model = family, family.model
         self.vocab_size = family.vocab_size
         self.input_ids, self.kwargs, self.config = input_ids, dict(model_kwargs), config
         self.user_cache = self.kwargs.pop("past_key_values")
         past = self.user_cache.get_seq_length()
-        self.buffer = KVBuffer(input_ids.shape[0], past + input_ids.shape[1] + room)
+        self.most = most
+        self.buffer = KVBuffer(input_ids.shape[0], past + input_ids.shape[1] + most + BUCKETS[-1])
         self.cache = TreeCache(self.buffer, family.layers)
         self.base = 0  # positions after the prefill
         self.device = self.model.device  # `input_ids` may live elsewhere, transformers allows that
+        if self.device.type == "meta":  # offloaded weights, brought in layer by layer
+            self.device = input_ids.device
         self._template: dict[str, Any] = {}
-        self._mode = torch.inference_mode if family.leaves_nothing() else torch.no_grad
+        self.quiet = family.leaves_nothing()
+        self._mode = torch.inference_mode if self.quiet else torch.no_grad
 
     @staticmethod
-    def refusal(family: Family, model_kwargs: Mapping[str, Any]) -> str | None:
-        """Why the cache of this call cannot be adopted, or None."""
-        return refusal(model_kwargs.get("past_key_values"), family.layers)
+    def refusal(family: Family, input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> str | None:
+        """Why the cache or the attention mask of this call cannot be served, or None."""
+        cache = model_kwargs.get("past_key_values")
+        mask, length = model_kwargs.get("attention_mask"), input_ids.shape[1]
+        if (reason := refusal(cache, family.layers, input_ids.shape[0], family.model.dtype)) is not None:
+            return reason
+        assert cache is not None
+        if mask is not None:
+            if not isinstance(mask, Tensor) or mask.dim() != 2:
+                return "an attention_mask that is not [batch, length]"
+            if mask.shape[1] not in (length, cache.get_seq_length() + length):
+                return f"an attention_mask of length {mask.shape[1]} for {length} input ids"
+        return None
 
     def prefill(self, taps: Sequence[int] = ()) -> tuple[Tensor, dict[int, Tensor]]:
         """Read the prompt as `GenerationMixin._prefill` does: last logits [B, V], and {index: [B, L, D]} states."""
@@ -165,6 +196,11 @@ class HFTarget:
         self._prepare_rounds()
         return outputs.logits[:, -1], {index: outputs.hidden_states[index] for index in taps}
 
+    def decoding(self) -> AbstractContextManager[Any]:
+        """What transformers wraps around its decoding steps: it may change kernels of experts for them."""
+        switch = getattr(self.model, "_optimize_model_for_decode", nullcontext)
+        return switch()
+
     def score(self, tree: DraftTree, taps: Sequence[int] = ()) -> tuple[Tensor, dict[int, Tensor]]:
         """See `mmspec.interfaces.Target.score`."""
         tree = tree.to(self.device)
@@ -172,6 +208,7 @@ class HFTarget:
         self.buffer.open(tree.nodes)
         lengths = torch.tensor(self.buffer.lengths, device=self.device)
         steps = (lengths - self.base + 1)[:, None] + tree.depths  # tokens since the prompt's last one
+        steps = steps.clamp(max=self.most)  # guesses beyond the end may be beyond the model's positions
         inputs = dict(self._template)
         inputs["input_ids"] = tree.tokens
         inputs["position_ids"] = self._last_position + steps
@@ -186,9 +223,12 @@ class HFTarget:
         with self._mode():
             self.buffer.keep(verdict.path, verdict.counts, verdict.walked)
 
-    def rewind(self, lengths: Sequence[int]) -> None:
+    def rewind(self, lengths: Sequence[int], wipe: bool = False) -> None:
         """See `mmspec.interfaces.Target.rewind`."""
         self.buffer.rewind([self.base + length for length in lengths])
+        if wipe:
+            with self._mode():
+                self.buffer.wipe()
 
     def close(self, columns: int) -> Any:
         """Fill transformers' own cache as if it had decoded `columns` columns, and return it."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from transformers import PreTrainedModel
+
 from mmspec.target_hf import Family
 from mmspec.target_llava import Llava
 from mmspec.target_llava_next import LlavaNext
@@ -35,6 +37,11 @@ def family_of(model: Any) -> Family:
         raise TypeError(
             f"mmspec patches a transformers vision-language model that can generate; got {type(model).__name__}. "
             "Load one with AutoModelForImageTextToText.from_pretrained(...)."
+        )
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(
+            f"mmspec patches the transformers model itself; got {type(model).__name__}, a wrapper around one. Patch "
+            "what is inside (model.get_base_model() of PEFT, model._orig_mod of torch.compile)."
         )
     if kind not in FAMILIES:
         raise UnsupportedModelError(

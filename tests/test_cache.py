@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel, StaticCache
+from transformers import DynamicCache, EncoderDecoderCache, MistralConfig, PreTrainedModel, StaticCache
 from transformers.cache_utils import BaseQuantizedLayer, Cache, DynamicLayer, DynamicSlidingWindowLayer
 
 import tiny
@@ -184,7 +184,16 @@ def test_caches_that_cannot_be_adopted() -> None:
         layers = 2
         if isinstance(cache, tuple) and cache[-1] == 3:
             cache, layers = cache
-        assert refusal(cache, layers) == reason
+        assert refusal(cache, layers, 1, torch.float32) == reason
+    filled = DynamicCache()
+    filled.update(torch.zeros(2, 1, 3, 4), torch.zeros(2, 1, 3, 4), 0)
+    filled.update(torch.zeros(2, 1, 3, 4), torch.zeros(2, 1, 3, 4), 1)
+    assert refusal(filled, 2, 2, torch.float32) is None
+    assert refusal(filled, 2, 3, torch.float32) == "a DynamicCache of 2 rows for 3"
+    assert refusal(filled, 2, 2, torch.bfloat16) == "a DynamicCache of torch.float32 for a model of torch.bfloat16"
+    recording = DynamicCache(config=MistralConfig(num_hidden_layers=2, sliding_window=4))
+    recording.layers[1].activate_past_recording()
+    assert refusal(recording, 2, 1, torch.float32) == "a DynamicCache that records its past"
 
 
 def test_caches_that_can_be_adopted() -> None:
@@ -195,6 +204,6 @@ def test_caches_that_can_be_adopted() -> None:
         filled = dynamic(model)
         forward(model, words(10), filled, 0)
         for cache in (DynamicCache(), DynamicCache(config=config), filled):
-            assert refusal(cache, layers) is None, name
+            assert refusal(cache, layers, 2, torch.float32) is None, name
         kinds = {type(layer) for layer in filled.layers}
         assert kinds <= {DynamicLayer, DynamicSlidingWindowLayer}

@@ -21,6 +21,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("drafters", "vision"),
     ("targets", "target_*", "fallback", "options"),
     ("engine",),
+    ("serve",),
     ("calls",),
     ("patching",),
     ("compare",),
@@ -29,7 +30,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("__main__",),
 )
 ENGINE = {"verify", "cache", "budget", "columns", "stats", "interfaces", "tree", "sampling", "kv"}
-KNOW_TRANSFORMERS = {"calls", "cache", "sampling", "columns", "compare", "targets", "target_*", "app"}
+KNOW_TRANSFORMERS = {"calls", "serve", "cache", "sampling", "columns", "compare", "targets", "target_*", "app"}
 KNOW_MEDIA = {"app", "vision"}
 MEDIA = {"gradio", "decord", "av", "matplotlib"}
 BARE = {"vision", "drafters", "app"}

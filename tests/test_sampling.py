@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,7 @@ from transformers import LogitsProcessorList
 from transformers.generation import logits_process as hf
 
 import liars
-from mmspec.sampling import HISTORY, ROWWISE, Noise, Picker, default_generator
+from mmspec.sampling import HISTORY, ROWWISE, Noise, Picker, Undo, default_generator
 from mmspec.tree import DraftTree, bare, seal
 
 CPU = torch.device("cpu")
@@ -120,10 +121,12 @@ def test_live_noise_is_drawn_after_what_the_user_drew() -> None:
     torch.manual_seed(9)
     noise = Noise(2, 13, CPU, 4)
     noise.live = True
+    picker, sequences = Picker([], noise), torch.zeros(2, 20, dtype=torch.long)
     for column, (drawn, tokens) in enumerate(plain):
         assert torch.equal(torch.rand(3), drawn)
-        noise.draw(column + 1)
-        assert (chances(column, 2, 13) / noise.column(column)[:, 0]).argmax(-1).tolist() == tokens
+        logits = chances(column, 2, 13).log()[:, None]
+        picks, _, broken = picker.pick(logits, bare(2), sequences, [column] * 2, 1, column + 1)
+        assert picks[:, 0].tolist() == tokens and broken is None
         noise.release(column)
     assert torch.equal(torch.get_rng_state(), state)
 
@@ -149,40 +152,83 @@ def test_looking_ahead_for_drafters() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_taking_back_a_live_draw() -> None:
-    noise = Noise(2, 13, CPU, 4)
-    noise.live = True
-    torch.rand(5)
-    state = torch.get_rng_state()
-    noise.draw(1)
-    assert not torch.equal(torch.get_rng_state(), state)
-    noise.take_back()
-    assert torch.equal(torch.get_rng_state(), state)
-
-
 @pytest.mark.parametrize("when", [0, 2, 5])
-def test_rebased_noise_goes_on_behind_the_intruder(when: int) -> None:
+def test_giving_up_looking_ahead(when: int) -> None:
     """Someone draws after a column: everything looked ahead is drawn anew, as plain sampling would draw it."""
-    torch.manual_seed(11)
-    plain = []
-    for column in range(9):
-        plain.append(torch.multinomial(chances(column, 2, 13), 1).squeeze(1).tolist())
-        if column == when:
-            torch.rand(7)
+    for intruder in (True, False):
+        torch.manual_seed(11)
+        plain = []
+        for column in range(9):
+            plain.append(torch.multinomial(chances(column, 2, 13), 1).squeeze(1).tolist())
+            if column == when and intruder:
+                torch.rand(7)
+        state = torch.get_rng_state()
+        torch.manual_seed(11)
+        noise = Noise(2, 13, CPU, 6)
+        picker, sequences = Picker([], noise), torch.zeros(2, 20, dtype=torch.long)
+        for column in range(9):
+            logits = chances(column, 2, 13).log()[:, None]
+            horizon = column + 1 if noise.live else column + 5
+            picks, _, _ = picker.pick(logits, bare(2), sequences, [column] * 2, 1, horizon)
+            assert picks[:, 0].tolist() == plain[column]
+            if column == when:
+                if intruder:
+                    noise.settle(column)
+                    assert not noise.touched()
+                    torch.rand(7)
+                    assert noise.touched()
+                noise.give_up(column)
+                assert noise.live
+            noise.release(column)
+        assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_calls_that_share_a_generator_never_get_the_same_noise() -> None:
+    """Two threads, say: neither puts the generator back to where the other has drawn from."""
+    torch.manual_seed(3)
+    one, two = Noise(2, 13, CPU, 8), Noise(2, 13, CPU, 8)
+    one.draw(4)
+    two.draw(4)
+    assert two.shared and not one.shared
+    one.settle(1)
+    assert one.shared
+    one.draw(8)
+    two.draw(6)
+    one.settle(7)
+    two.settle(5)
+    seen = [noise.column(column)[:, 0] for noise, columns in ((one, 8), (two, 6)) for column in range(columns)]
+    assert not any(torch.equal(a, b) for a, b in itertools.combinations(seen, 2))
+    assert all(not torch.equal(torch.empty(2, 13).exponential_(1), noise) for noise in seen)
+
+
+def _states(columns: int) -> list[Tensor]:
+    """The generator's states after each of the first columns at seed 3."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        noise = Noise(2, 13, CPU, 8)
+        noise.draw(columns)
+        return [noise.after(column) for column in range(columns)]
+
+
+def test_what_a_stranger_draws_is_undone() -> None:
+    torch.manual_seed(3)
     state = torch.get_rng_state()
-    torch.manual_seed(11)
-    noise = Noise(2, 13, CPU, 6)
-    for column in range(9):
-        noise.draw(column + 1 if noise.live else column + 5)
-        assert (chances(column, 2, 13) / noise.column(column)[:, 0]).argmax(-1).tolist() == plain[column]
-        if not noise.live:
-            noise.settle(column)
-        if column == when:
-            torch.rand(7)
-            noise.rebase(column)
-            assert noise.live and torch.equal(noise.after(column), torch.get_rng_state())
-        noise.release(column)
-    assert torch.equal(torch.get_rng_state(), state)
+    with Undo(CPU, CPU) as undo:
+        pass
+    assert not undo.drew
+    with Undo(CPU) as undo:
+        torch.rand(3)
+    assert undo.drew and torch.equal(torch.get_rng_state(), state)
+    noise = Noise(2, 13, CPU, 8)
+    with Undo(CPU, noise=noise) as undo:
+        noise.draw(3)
+    assert not undo.drew and torch.equal(torch.get_rng_state(), noise.after(2))
+    with Undo(CPU, noise=noise) as undo:
+        torch.rand(3)
+        noise.draw(4)
+        torch.rand(3)
+    assert not noise.shared and torch.equal(noise.after(3), _states(4)[3])
+    assert undo.drew and torch.equal(torch.get_rng_state(), noise.left)
 
 
 def test_the_default_generator_is_the_one_multinomial_uses() -> None:
@@ -294,7 +340,7 @@ def check_scores(scene: Scene, make: Callable[[], list[Any]]) -> bool:
     before = [scene.logits.clone(), scene.sequences.clone()]
     picks, scores, broken = scene.pick(make())
     assert torch.equal(scene.logits, before[0]) and torch.equal(scene.sequences, before[1]), "inputs were written into"
-    assert broken is None and scores.shape == scene.logits.shape
+    assert (broken is None or not broken.any()) and scores.shape == scene.logits.shape
     for row, node in scene.living():
         want = scene.expected(make, row, node)
         assert torch.allclose(scores[row, node], want, rtol=1e-6, atol=1e-6), (row, node)
@@ -430,16 +476,10 @@ def test_nodes_that_cannot_be_sampled_are_marked() -> None:
     assert broken is not None
     assert [(row, node) for row, node in scene.living() if broken[row, node]] == bad
     picks, _, broken = scene.pick([])
-    assert broken is None
     assert torch.equal(picks, scene.logits.argmax(-1)), "greedy decoding takes nan as torch does"
-
-
-def test_refusing_says_what_multinomial_says() -> None:
-    with pytest.raises(RuntimeError) as plain:
-        torch.multinomial(torch.tensor([[torch.nan, 0.5]]), 1)
-    with pytest.raises(RuntimeError) as mine:
-        Picker([], Noise(1, 2, CPU, 2)).refuse()
-    assert str(mine.value) == str(plain.value)
+    assert broken is not None and torch.equal(broken, scene.logits.isnan().any(-1))
+    picks, _, broken = Picker([], None).pick(scene.logits[:, :1], bare(3), scene.sequences, [2] * 3, BASE, 3)
+    assert broken is None, "plain decoding would pick the same"
 
 
 def test_greedy_picks_draw_nothing() -> None:

@@ -153,7 +153,8 @@ def test_figures_add_up(model: PreTrainedModel, drafter: str, batch: int, sample
         assert stats.tau == 1.0 and not stats.drafted and set(stats.nodes) == set(stats.lengths) == {1}
         assert stats.row_rounds == 23 * batch and stats.rounds == 23
     elif drafter == "wrong":
-        assert stats.tau == 1.0 and stats.acceptance == 0.0 and stats.drafted == 7 * 23 * batch
+        assert stats.tau == 1.0 and stats.acceptance == 0.0
+        assert 0.7 < stats.drafted / (7 * 23 * batch) < 1, "placeholders are not drafted"
     elif drafter == "oracle":
         # Chains of 7 make rounds of 8 + 8 + 7 tokens; where a placeholder was sampled, which is never drafted, more.
         assert min(stats.row_forwards) == 3 and stats.tau > 5

@@ -47,7 +47,7 @@ def inside(model: PreTrainedModel, given: tiny.Inputs, use: Callable[[HFTarget],
     def loop(
         self: Any, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any, **kw: Any
     ) -> Tensor:
-        use(HFTarget(family_of(model), input_ids, kw, generation_config, room=100))
+        use(HFTarget(family_of(model), input_ids, kw, generation_config, most=36))
         return input_ids
 
     options.setdefault("do_sample", False)
@@ -482,6 +482,11 @@ def test_reasons_to_refuse(fresh: PreTrainedModel, monkeypatch: pytest.MonkeyPat
     text.attention_chunk_size = 8
     assert family_of(fresh).refusal() == "layers of type chunked_attention"
     text.attention_chunk_size = None
+    for rope in ({"rope_type": "dynamic", "factor": 2.0}, {"full_attention": {"rope_type": "longrope"}}):
+        monkeypatch.setattr(text, "rope_parameters", rope)
+        reason = family_of(fresh).refusal()
+        assert reason is not None and reason.startswith("rope_type=")
+    monkeypatch.undo()
     for kernel in ("flash_attention_2", "flex_attention", "my_kernel"):
         text._attn_implementation_internal = kernel
         reason = family_of(fresh).refusal()
@@ -492,11 +497,24 @@ def test_reasons_to_refuse(fresh: PreTrainedModel, monkeypatch: pytest.MonkeyPat
 
 
 def test_caches_that_are_refused(fresh: PreTrainedModel) -> None:
-    adapter, text = family_of(fresh), fresh.config.get_text_config()
-    assert HFTarget.refusal(adapter, {"past_key_values": DynamicCache(config=text)}) is None
+    adapter, text, ids = family_of(fresh), fresh.config.get_text_config(), torch.ones(2, 5, dtype=torch.long)
+    assert HFTarget.refusal(adapter, ids, {"past_key_values": DynamicCache(config=text)}) is None
     static = StaticCache(config=text, max_cache_len=10)
-    assert HFTarget.refusal(adapter, {"past_key_values": static}) == "a StaticCache"
-    assert HFTarget.refusal(adapter, {}) == "no key-value cache"
+    assert HFTarget.refusal(adapter, ids, {"past_key_values": static}) == "a StaticCache"
+    assert HFTarget.refusal(adapter, ids, {}) == "no key-value cache"
+
+
+def test_masks_that_are_refused(fresh: PreTrainedModel) -> None:
+    adapter, ids, cache = family_of(fresh), torch.ones(2, 5, dtype=torch.long), DynamicCache()
+    for mask, reason in (
+        (None, None),
+        (torch.ones(2, 5), None),
+        (torch.ones(2, 7), "an attention_mask of length 7 for 5 input ids"),
+        (torch.ones(2, 1, 5, 5), "an attention_mask that is not [batch, length]"),
+        ({"full_attention": torch.ones(2, 5)}, "an attention_mask that is not [batch, length]"),
+    ):
+        given = {"past_key_values": cache, "attention_mask": mask}
+        assert HFTarget.refusal(adapter, ids, given) == reason
 
 
 @FAMILY

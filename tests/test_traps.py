@@ -6,12 +6,10 @@ Random cases cover most of them too (`test_exactness.py`); here each is set up s
 from __future__ import annotations
 
 import copy
-import logging
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +18,12 @@ import torch
 from PIL import Image
 from torch import Tensor
 from transformers import (
-    AttentionInterface,
     CLIPImageProcessorPil,
     DynamicCache,
     GenerationConfig,
     LlavaProcessor,
     LogitsProcessorList,
     PreTrainedModel,
-    StaticCache,
     StoppingCriteriaList,
     TextIteratorStreamer,
     TextStreamer,
@@ -40,87 +36,22 @@ import mmspec
 import tiny
 from mmspec.interfaces import Prompt
 from mmspec.tree import DraftTree
-
-Kwargs = dict[str, Any]
-
-
-@lru_cache(maxsize=32)
-def _model(spec: tiny.Spec) -> PreTrainedModel:
-    return tiny.model(spec)
-
-
-def model_of(family: str = "llava", **changes: Any) -> PreTrainedModel:
-    """A model that tests share; whatever a test does to it, it undoes."""
-    return _model(tiny.Spec(family, **changes))
-
-
-def plain_of(model: PreTrainedModel, given: tiny.Inputs, seed: int = 0, **kwargs: Any) -> Any:
-    """What the plain model returns after `torch.manual_seed(seed)`."""
-    torch.manual_seed(seed)
-    return model.generate(**given, **kwargs)
-
-
-def said(model: PreTrainedModel, given: tiny.Inputs, **kwargs: Any) -> list[list[int]]:
-    """Rows of tokens that the plain model generates with no eos."""
-    with cases.configured(model, None):
-        return plain_of(model, given, **kwargs)[:, given["input_ids"].shape[1] :].tolist()
-
-
-@contextmanager
-def speculating(model: PreTrainedModel, drafter: Any = "oracle", answer: Any = None, **options: Any) -> Iterator[Any]:
-    """The model patched with a drafter by name; liars know `answer`, the plain output."""
-    answers = [] if answer is None else [answer if isinstance(answer, Tensor) else answer.sequences]
-    if drafter in liars.DRAFTERS:
-        drafter = liars.DRAFTERS[drafter](1, answers)
-    options.setdefault("nodes", 8)
-    with cases.patched(model, drafter, **options):
-        yield drafter
-
-
-def same(
-    model: PreTrainedModel,
-    given: tiny.Inputs,
-    drafter: Any = "oracle",
-    seed: int = 0,
-    patch: Kwargs | None = None,
-    **kwargs: Any,
-) -> mmspec.Stats:
-    """Assert that plain and patched agree in tokens, scores, cache and generator state; the statistics of the call."""
-    plain = plain_of(model, given, seed, **_fresh(kwargs))
-    state = torch.get_rng_state()
-    with speculating(model, drafter, plain, **(patch or {})):
-        mine = plain_of(model, given, seed, **_fresh(kwargs))
-        assert torch.equal(torch.get_rng_state(), state), "the generator is in another state afterwards"
-        stats = mmspec.stats(model, last=True)
-    outcomes = [_outcome(result, state) for result in (plain, mine)]
-    differences = cases.compare(*outcomes, turn=0)
-    assert not differences, differences
-    return stats
-
-
-FRESH = ("logits_processor", "stopping_criteria", "past_key_values", "prefix_allowed_tokens_fn")
-"""Arguments that may be given as a factory, since they have a memory."""
-
-
-def _fresh(kwargs: Kwargs) -> Kwargs:
-    return {k: v() if callable(v) and k in FRESH else v for k, v in kwargs.items()}
-
-
-def _outcome(result: Any, state: Tensor) -> cases.Outcome:
-    made = cases.Outcome(kind=type(result).__name__, rng=state)
-    made.sequences = result if isinstance(result, Tensor) else result.sequences
-    if not isinstance(result, Tensor):
-        made.tensors = {k: tuple(result[k]) for k in ("scores", "logits") if result.get(k) is not None}
-        if (cache := result.past_key_values) is not None:
-            made.tensors["cache"], made.cached = cases._layers(cache), cache.get_seq_length()
-    return made
-
-
-ALL = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
-GREEDY: Kwargs = {"do_sample": False, "max_new_tokens": 20}
-SAMPLED: Kwargs = {"do_sample": True, "temperature": 0.8, "top_k": 0, "max_new_tokens": 20}
-MODES = pytest.mark.parametrize("mode", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-FAMILIES = pytest.mark.parametrize("family", tiny.FAMILIES)
+from pairs import (
+    ALL,
+    FAMILIES,
+    GREEDY,
+    MODES,
+    SAMPLED,
+    Kwargs,
+    build,
+    counted_vision,
+    model_of,
+    outcome,
+    plain_of,
+    said,
+    same,
+    speculating,
+)
 
 # --- stops inside a path ----------------------------------------------------------------------------------------------
 
@@ -342,7 +273,7 @@ class Placeholders(liars.Liar):
 def test_placeholder_ids_are_never_drafted(family: str) -> None:
     """Not even when the model itself says them, as random models do and trained ones may."""
     spec = tiny.Spec(family, seed=11)
-    model, special = _model(spec), tiny.ids(spec)
+    model, special = build(spec), tiny.ids(spec)
     given = tiny.inputs(model, 8, 2)
     loud = [[[special.image], 7.0], [[special.pad], 5.0]]
     plain = plain_of(model, given, sequence_bias=loud, **GREEDY)
@@ -354,7 +285,7 @@ def test_placeholder_ids_are_never_drafted(family: str) -> None:
 def test_the_tokenizers_end_is_the_drafts_end() -> None:
     """Ids beyond the tokenizer are banned once `processor=` brings it."""
     spec = tiny.Spec(seed=9, vocab=100)
-    model, small = _model(spec), tiny.tokenizer(tiny.Spec(vocab=90))
+    model, small = build(spec), tiny.tokenizer(tiny.Spec(vocab=90))
     given = tiny.inputs(model, 7, 1, few=20)
     plain = plain_of(model, given, **GREEDY)
     with speculating(model, "tapper", plain, processor=small) as drafter:
@@ -430,18 +361,6 @@ def test_the_vision_tower_runs_once_per_call(family: str) -> None:
     assert len(calls) == 1
 
 
-@contextmanager
-def counted_vision(model: PreTrainedModel) -> Iterator[list[int]]:
-    """A list that grows by one whenever the vision tower runs."""
-    tower = model.model.visual if hasattr(model.model, "visual") else model.model.vision_tower
-    calls: list[int] = []
-    hook = tower.register_forward_hook(lambda *_: calls.append(1))
-    try:
-        yield calls
-    finally:
-        hook.remove()
-
-
 # --- exceptions -------------------------------------------------------------------------------------------------------
 
 
@@ -481,7 +400,7 @@ def test_an_exception_leaves_the_next_call_clean(mode: Kwargs, family: str, wher
             model.generate(**given, **mode, **more)
         _forced(faulty, "")
         mine = plain_of(model, given, **mode, **ALL)
-    assert not cases.compare(*[_outcome(result, torch.zeros(1)) for result in (plain, mine)], turn=0)
+    assert not cases.compare(*[outcome(result, torch.zeros(1)) for result in (plain, mine)], turn=0)
 
 
 def _forced(faulty: liars.Raising, where: str) -> None:
@@ -671,7 +590,7 @@ def test_a_conversation_goes_on_from_its_cache(family: str, cache: str) -> None:
         mine = talk()
     for a, b in zip(plain, mine, strict=True):
         assert torch.equal(a.sequences, b.sequences)
-    last = [_outcome(results[-1], torch.zeros(1)) for results in (plain, mine)]
+    last = [outcome(results[-1], torch.zeros(1)) for results in (plain, mine)]
     assert not cases.compare(*last, turn=2)
 
 
@@ -846,7 +765,7 @@ def test_user_arguments_are_left_alone() -> None:
 
 def test_a_pipeline_just_works() -> None:
     spec = tiny.Spec(seed=28)
-    model, tokenizer = _model(spec), tiny.tokenizer(spec)
+    model, tokenizer = build(spec), tiny.tokenizer(spec)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
     crop = {"height": 12, "width": 12}
     shape = {"patch_size": 4, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
@@ -863,191 +782,3 @@ def test_a_pipeline_just_works() -> None:
                 texts.append(said[0]["generated_text"])
             assert not patched or mmspec.stats(model).calls == 2
     assert texts[:2] == texts[2:] and texts[0] != texts[1]
-
-
-# --- requests that go the plain way -----------------------------------------------------------------------------------
-
-
-def _kernel(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any) -> Any:
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-    return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
-
-
-def _own_loop(
-    model: Any, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any, **kw: Any
-) -> Tensor:
-    return torch.cat([input_ids, input_ids[:, :2]], dim=1)
-
-
-def _assistant() -> PreTrainedModel:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    small = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    torch.manual_seed(3)
-    return LlamaForCausalLM(LlamaConfig(vocab_size=120, pad_token_id=0, bos_token_id=1, eos_token_id=2, **small)).eval()
-
-
-class OwnCache(DynamicCache):
-    """May do anything with what it is given."""
-
-
-PLAIN_WAYS: dict[str, tuple[str, Kwargs]] = {
-    "beams": ("num_beams", {"num_beams": 2}),
-    "beam sampling": ("num_beams", {"num_beams": 2, "do_sample": True}),
-    "beam groups": ("num_beam", {"num_beams": 2, "num_beam_groups": 2, "diversity_penalty": 0.5}),
-    "contrastive": ("penalty_alpha", {"penalty_alpha": 0.6, "top_k": 3}),
-    "assistant_model": ("assistant_model", {"assistant_model": _assistant}),
-    "prompt lookup": ("prompt_lookup_num_tokens", {"prompt_lookup_num_tokens": 3}),
-    "custom_generate": ("custom_generate", {"custom_generate": _own_loop}),
-    "token_healing": ("token_healing", {"token_healing": True, "tokenizer": tiny.tokenizer(tiny.Spec())}),
-    "guidance_scale": ("guidance_scale", {"guidance_scale": 1.5}),
-    "watermarking": ("watermarking_config", {"watermarking_config": {"greenlist_ratio": 0.3}}),
-    "output_attentions": ("output_attentions", {"output_attentions": True, "return_dict_in_generate": True}),
-    "output_hidden_states": ("output_hidden_states", {"output_hidden_states": True, "return_dict_in_generate": True}),
-    "no cache": ("use_cache", {"use_cache": False}),
-    "prefill_chunk_size": ("prefill_chunk_size", {"prefill_chunk_size": 4}),
-    "synced_gpus": ("synced_gpus", {"synced_gpus": True}),
-    "quantised cache": ("Quantized|quantized", {"cache_implementation": "quantized"}),
-    "static cache": ("Static|static", {"cache_implementation": "static"}),
-    "offloaded cache": ("offload", {"cache_implementation": "offloaded"}),
-    "a static cache object": ("StaticCache", {"past_key_values": StaticCache}),
-    "a cache of one's own": ("OwnCache", {"past_key_values": OwnCache}),
-}
-
-
-def _arguments(model: PreTrainedModel, more: Kwargs) -> Kwargs:
-    """The arguments of one call, with what must be made afresh."""
-    made = dict(more)
-    if "assistant_model" in made:
-        made["assistant_model"] = made["assistant_model"]()
-    if (kind := made.get("past_key_values")) is not None:
-        room = {"max_cache_len": 80} if kind is StaticCache else {}
-        made["past_key_values"] = kind(config=model.config.get_text_config(), **room)
-    return made
-
-
-def _attempt(model: PreTrainedModel, given: tiny.Inputs, more: Kwargs, greedy: Kwargs) -> tuple[Any, str, Tensor]:
-    made = _arguments(model, more)
-    torch.manual_seed(2)
-    try:
-        result: Any = model.generate(**{**given, **greedy, **made})
-        return result if isinstance(result, Tensor) else result.sequences, "", torch.get_rng_state()
-    except Exception as error:
-        return None, f"{type(error).__name__}: {error}", torch.get_rng_state()
-
-
-def _went_plain(
-    model: PreTrainedModel,
-    given: tiny.Inputs,
-    word: str,
-    more: Kwargs,
-    caplog: pytest.LogCaptureFixture,
-    images: int = 1,
-) -> None:
-    greedy = {} if "do_sample" in more else {"do_sample": False}
-    greedy["max_new_tokens"] = 8
-    with counted_vision(model) as calls:
-        wanted, error, state = _attempt(model, given, more, greedy)
-        encoded = len(calls)
-        with caplog.at_level(logging.WARNING, "mmspec"), cases.patched(model, liars.Bush(1)):
-            for _ in range(2):
-                calls.clear()
-                mine, mine_error, mine_state = _attempt(model, given, more, greedy)
-                assert mine_error == error
-                assert (mine is None) == (wanted is None)
-                assert mine is None or torch.equal(mine, wanted)
-                assert torch.equal(state, mine_state)
-                assert len(calls) == encoded, "images were encoded again"
-            if not error:
-                assert mmspec.stats(model, last=True).fallback, "no reason in the statistics"
-    if error:
-        return  # what HF refuses, it refuses; nothing to be warned of
-    assert encoded == images
-    told = [record.getMessage() for record in caplog.records if record.name.startswith("mmspec")]
-    assert len(told) == 1, told
-    assert any(part in told[0] for part in word.split("|")), told
-
-
-@pytest.mark.parametrize("name", PLAIN_WAYS)
-def test_goes_the_plain_way(name: str, caplog: pytest.LogCaptureFixture) -> None:
-    word, more = PLAIN_WAYS[name]
-    eager = "output_attentions" in more
-    model = model_of(seed=29, attention="eager" if eager else "sdpa")
-    batch = 1 if name in ("assistant_model", "prompt lookup") else 2
-    given = tiny.inputs(model, 27, batch, images=[1] * batch, padding="none")
-    _went_plain(model, given, word, more, caplog)
-
-
-@FAMILIES
-def test_goes_the_plain_way_in_every_family(family: str, caplog: pytest.LogCaptureFixture) -> None:
-    model = model_of(family, seed=29)
-    given = tiny.inputs(model, 27, 2, images=[1, 2])
-    _went_plain(model, given, "use_cache", {"use_cache": False}, caplog)
-
-
-def test_an_option_in_a_passed_or_own_config_goes_the_plain_way(caplog: pytest.LogCaptureFixture) -> None:
-    model = model_of(seed=29)
-    given = tiny.inputs(model, 27, 2, images=[1, 1])
-    config = GenerationConfig(num_beams=2, max_new_tokens=8)
-    _went_plain(model, given, "num_beams", {"generation_config": config}, caplog)
-    caplog.clear()
-    with cases.configured(model, [2], {"guidance_scale": 1.5}):
-        _went_plain(model, given, "guidance_scale", {}, caplog)
-
-
-def test_inputs_embeds_as_the_prompt_goes_the_plain_way(caplog: pytest.LogCaptureFixture) -> None:
-    model = model_of(seed=29)
-    ids = tiny.inputs(model, 27, 2, images=[0, 0], padding="none")["input_ids"]
-    given = {"inputs_embeds": model.get_input_embeddings()(ids).detach()}
-    _went_plain(model, given, "inputs_embeds", {}, caplog, images=0)
-
-
-def test_train_mode_goes_the_plain_way(caplog: pytest.LogCaptureFixture) -> None:
-    model = model_of(seed=29)
-    given = tiny.inputs(model, 27, 2, images=[1, 1])
-    model.train()
-    try:
-        _went_plain(model, given, "train", {}, caplog)
-    finally:
-        model.eval()
-
-
-def test_an_unknown_attention_kernel_goes_the_plain_way(caplog: pytest.LogCaptureFixture) -> None:
-    from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
-
-    AttentionInterface.register("of_my_own", _kernel)
-    AttentionMaskInterface.register("of_my_own", sdpa_mask)
-    model = tiny.model(tiny.Spec(seed=29))
-    model.set_attn_implementation("of_my_own")
-    given = tiny.inputs(model, 27, 2, images=[1, 1])
-    _went_plain(model, given, "of_my_own", {}, caplog)
-
-
-def test_a_kernel_changed_after_patch(caplog: pytest.LogCaptureFixture) -> None:
-    model = tiny.model(tiny.Spec(seed=29))
-    given = tiny.inputs(model, 27, 2, images=[1, 1])
-    plain = plain_of(model, given, **GREEDY)
-    with speculating(model, "bush", plain):
-        model.set_attn_implementation("eager")
-        assert torch.equal(plain_of(model, given, **GREEDY), plain)
-        assert mmspec.stats(model, last=True).accepted > 0
-
-
-def test_what_hf_refuses_it_refuses_with_the_same_words() -> None:
-    model = model_of(seed=29)
-    given = tiny.inputs(model, 27, 2, images=[1, 1])
-    wrong: list[Kwargs] = [
-        {"num_return_sequences": 2, "do_sample": False},
-        {"stop_strings": ["ab"]},
-        {"no_such_argument": 1},
-        {"max_new_tokens": 0},
-        {"do_sample": True, "temperature": -1.0},
-        {"attention_mask": torch.ones(2, 1, 3, 3)},
-    ]
-    for more in wrong:
-        _, error, state = _attempt(model, given, more, {"max_new_tokens": 5})
-        assert error
-        with cases.patched(model, "auto"):
-            _, mine, mine_state = _attempt(model, given, more, {"max_new_tokens": 5})
-        assert mine == error and torch.equal(state, mine_state)

@@ -1,0 +1,221 @@
+"""One call, from what transformers has prepared to what it would have returned: builds the parts and runs the loop."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import ceil
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.generation.stopping_criteria import MaxLengthCriteria
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from mmspec.budget import Budget, Costs
+from mmspec.columns import ColumnClock
+from mmspec.engine import Loop
+from mmspec.interfaces import Drafter, Prompt, Verdict
+from mmspec.options import Options, reference_rows
+from mmspec.sampling import Noise, Picker, Undo
+from mmspec.stats import Stats
+from mmspec.target_hf import Family, HFTarget
+from mmspec.tree import DraftTree
+
+NOISE_BYTES = 256 << 20
+"""Most memory that the noise of columns in flight may take; rows too far ahead wait."""
+NOISE_COLUMNS = 128
+
+
+class CannotServe(Exception):
+    """Found out on the way: this call must be decoded by transformers alone. Nothing of it was touched."""
+
+
+@dataclass
+class Call:
+    """What the wrapper knows of one call.
+
+    Attributes:
+        costs: what rounds with this call's drafter cost. began: `time.perf_counter()` when `generate` was called.
+        streamer, vision: arguments of `generate` that transformers does not pass on. repeats: rows per prompt.
+        warn: tells the user something once.
+    """
+
+    family: Family
+    options: Options
+    tokenizer: Any
+    costs: Costs
+    began: float
+    streamer: Any
+    vision: Mapping[str, Any]
+    repeats: int
+    warn: Callable[[str], None]
+    stats: Stats = field(default_factory=Stats)
+
+
+@dataclass
+class Prepared:
+    """What transformers has made of the call: what its own `_sample` would be given."""
+
+    input_ids: Tensor
+    processors: Any
+    criteria: Any
+    config: Any
+    model_kwargs: dict[str, Any]
+
+
+def serve(call: Call, given: Prepared) -> Any:
+    """Decode; returns what `GenerationMixin._sample` returns.
+
+    Raises:
+        CannotServe: the call has to go the plain way after all.
+    """
+    entered = time.perf_counter()
+    input_ids, config = given.input_ids, given.config
+    drafter = call.options.drafter
+    target = HFTarget(call.family, input_ids, given.model_kwargs, config, _most(given))
+    first, taps = _prefill(target, drafter)
+    call.stats.prefill_s = time.perf_counter() - entered
+    wants_dict = config.return_dict_in_generate
+    keep_cache = bool(wants_dict or getattr(target.user_cache, "_is_user_defined", False))
+    noise = _noise(config, first, input_ids)
+    picker = Picker(given.processors, noise)
+    strangers = picker.unknown
+    if strangers:
+        call.warn(f"{', '.join(strangers)}: called once per column as transformers does; not sped up")
+        if noise is not None:
+            noise.live = True
+    pad = config._pad_token_tensor
+    clock = ColumnClock(
+        input_ids,
+        given.criteria,
+        pad=None if pad is None else int(pad),
+        noise=noise,
+        streamer=call.streamer,
+        keep_scores=bool(wants_dict and config.output_scores),
+        keep_logits=bool(wants_dict and config.output_logits),
+        keep_cache=keep_cache,
+        lockstep=bool(strangers),
+    )
+    prompt = _prompt(call, input_ids, target, taps, first.shape[-1], clock)
+    loop = Loop(
+        target=target,
+        drafter=drafter if type(drafter).__module__.startswith("mmspec.") else _Quiet(drafter, input_ids.device, noise),
+        clock=clock,
+        picker=picker,
+        budget=Budget(call.costs, input_ids.shape[0], drafts=drafter.name != "none", fixed=call.options.fixed),
+        stats=call.stats,
+        allowed=_allowed(prompt, call.family, input_ids.device),
+        began=call.began,
+        warn=call.warn,
+    )
+    try:
+        with target.decoding():
+            loop.run(first, prompt)
+    finally:
+        if noise is not None and not noise.live:
+            noise.settle(clock.columns - 1)
+    if call.streamer is not None:
+        call.streamer.end()
+    _count(call.stats, clock)
+    sequences, scores, logits = clock.output()
+    cache = target.close(clock.columns) if keep_cache else None
+    if not wants_dict:
+        return sequences
+    return GenerateDecoderOnlyOutput(sequences=sequences, scores=scores, logits=logits, past_key_values=cache)
+
+
+def _prefill(target: HFTarget, drafter: Drafter) -> tuple[Tensor, dict[int, Tensor]]:
+    if target.quiet:
+        return target.prefill(drafter.needs.taps)
+    with Undo(target.device, target.input_ids.device) as undo:
+        result = target.prefill(drafter.needs.taps)
+    if undo.drew:
+        raise CannotServe("a forward that draws random numbers")
+    return result
+
+
+def _prompt(call: Call, input_ids: Tensor, target: HFTarget, taps: Any, vocab: int, clock: ColumnClock) -> Prompt:
+    family, repeats = call.family, call.repeats
+    mask = target.kwargs.get("attention_mask")
+    full = torch.ones_like(input_ids, dtype=torch.bool)
+    segments = family.segments(input_ids[::repeats], call.vision) if taps else ()
+    banned = set(family.placeholders)
+    if target.config._pad_token_tensor is not None and clock.pad not in _ids(target.config.eos_token_id):
+        banned.add(clock.pad)
+    if call.tokenizer is not None:
+        banned.update(range(len(call.tokenizer), vocab))
+    return Prompt(
+        ids=input_ids,
+        padding=full if mask is None else mask[:, -input_ids.shape[1] :].bool(),
+        visual=torch.isin(input_ids, torch.tensor(family.placeholders, device=input_ids.device)),
+        positions=target.positions[..., -input_ids.shape[1] :],
+        segments=tuple(
+            replace(segment, row=segment.row * repeats + again) for segment in segments for again in range(repeats)
+        ),
+        taps=taps,
+        vocab_size=vocab,
+        banned=frozenset(banned),
+        reference=reference_rows(call.options, call.tokenizer, input_ids.shape[0], repeats),
+        noise=None if clock.noise is None else clock.noise_ahead,
+    )
+
+
+def _allowed(prompt: Prompt, family: Family, device: torch.device) -> Tensor:
+    """[V] bool, ids that may be drafted: not banned, and with an embedding (the head may have more rows)."""
+    allowed = torch.ones(prompt.vocab_size, dtype=torch.bool, device=device)
+    allowed[[token for token in prompt.banned if 0 <= token < prompt.vocab_size]] = False
+    allowed[family.embedded :] = False
+    return allowed
+
+
+def _noise(config: Any, first: Tensor, input_ids: Tensor) -> Noise | None:
+    if not config.do_sample:
+        return None
+    batch, vocab = first.shape
+    window = max(2, min(NOISE_COLUMNS, NOISE_BYTES // (4 * batch * vocab)))
+    return Noise(batch, vocab, input_ids.device, window)
+
+
+def _most(given: Prepared) -> int:
+    """New tokens that any row may be given."""
+    lengths = [criterion.max_length for criterion in given.criteria if type(criterion) is MaxLengthCriteria]
+    if given.config.max_length is not None:
+        lengths.append(given.config.max_length)
+    return max(1, ceil(min(lengths, default=1 << 40)) - given.input_ids.shape[1])
+
+
+def _count(stats: Stats, clock: ColumnClock) -> None:
+    """Tokens of the output, padding after a row's end not counted."""
+    ends = clock.ends()
+    stats.calls = 1
+    stats.row_tokens = ends
+    stats.tokens = sum(ends)
+    stats.first_tokens = len(ends)
+
+
+def _ids(value: int | Sequence[int] | None) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, int) else tuple(value)
+
+
+class _Quiet:
+    """Someone else's drafter, which must not leave a trace in the generator that tokens are sampled with."""
+
+    def __init__(self, drafter: Drafter, device: torch.device, noise: Noise | None) -> None:
+        self.drafter, self.device, self.noise = drafter, device, noise
+        self.name, self.needs, self.vocab_size = drafter.name, drafter.needs, drafter.vocab_size
+
+    def begin(self, prompt: Prompt) -> Any:
+        with Undo(self.device, noise=self.noise):
+            return self.drafter.begin(prompt)
+
+    def propose(self, state: Any, budget: int, live: Sequence[bool]) -> DraftTree:
+        with Undo(self.device, noise=self.noise):
+            return self.drafter.propose(state, budget, live)
+
+    def observe(self, state: Any, verdict: Verdict, taps: Mapping[int, Tensor]) -> None:
+        with Undo(self.device, noise=self.noise):
+            self.drafter.observe(state, verdict, taps)

@@ -1,0 +1,282 @@
+"""Requests that go the plain way: nothing is different but one warning that says why."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    AttentionInterface,
+    DynamicCache,
+    GenerationConfig,
+    PreTrainedModel,
+    StaticCache,
+)
+
+import cases
+import liars
+import mmspec
+import tiny
+from pairs import (
+    FAMILIES,
+    GREEDY,
+    Kwargs,
+    counted_vision,
+    model_of,
+    plain_of,
+    speculating,
+)
+
+# --- requests that go the plain way -----------------------------------------------------------------------------------
+
+
+def _kernel(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any) -> Any:
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+
+
+def _own_loop(
+    model: Any, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any, **kw: Any
+) -> Tensor:
+    return torch.cat([input_ids, input_ids[:, :2]], dim=1)
+
+
+def _assistant() -> PreTrainedModel:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    small = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    torch.manual_seed(3)
+    return LlamaForCausalLM(LlamaConfig(vocab_size=120, pad_token_id=0, bos_token_id=1, eos_token_id=2, **small)).eval()
+
+
+class OwnCache(DynamicCache):
+    """May do anything with what it is given."""
+
+
+PLAIN_WAYS: dict[str, tuple[str, Kwargs]] = {
+    "beams": ("num_beams", {"num_beams": 2}),
+    "beam sampling": ("num_beams", {"num_beams": 2, "do_sample": True}),
+    "beam groups": ("num_beam", {"num_beams": 2, "num_beam_groups": 2, "diversity_penalty": 0.5}),
+    "contrastive": ("penalty_alpha", {"penalty_alpha": 0.6, "top_k": 3}),
+    "assistant_model": ("assistant_model", {"assistant_model": _assistant}),
+    "prompt lookup": ("prompt_lookup_num_tokens", {"prompt_lookup_num_tokens": 3}),
+    "custom_generate": ("custom_generate", {"custom_generate": _own_loop}),
+    "token_healing": ("token_healing", {"token_healing": True, "tokenizer": tiny.tokenizer(tiny.Spec())}),
+    "guidance_scale": ("guidance_scale", {"guidance_scale": 1.5}),
+    "watermarking": ("watermarking_config", {"watermarking_config": {"greenlist_ratio": 0.3}}),
+    "output_attentions": ("output_attentions", {"output_attentions": True, "return_dict_in_generate": True}),
+    "output_hidden_states": ("output_hidden_states", {"output_hidden_states": True, "return_dict_in_generate": True}),
+    "no cache": ("use_cache", {"use_cache": False}),
+    "prefill_chunk_size": ("prefill_chunk_size", {"prefill_chunk_size": 4}),
+    "synced_gpus": ("synced_gpus", {"synced_gpus": True}),
+    "quantised cache": ("Quantized|quantized", {"cache_implementation": "quantized"}),
+    "static cache": ("Static|static", {"cache_implementation": "static"}),
+    "offloaded cache": ("offload", {"cache_implementation": "offloaded"}),
+    "a static cache object": ("StaticCache", {"past_key_values": StaticCache}),
+    "a cache of one's own": ("OwnCache", {"past_key_values": OwnCache}),
+}
+
+
+def _arguments(model: PreTrainedModel, more: Kwargs) -> Kwargs:
+    """The arguments of one call, with what must be made afresh."""
+    made = dict(more)
+    if "assistant_model" in made:
+        made["assistant_model"] = made["assistant_model"]()
+    if (kind := made.get("past_key_values")) is not None:
+        room = {"max_cache_len": 80} if kind is StaticCache else {}
+        made["past_key_values"] = kind(config=model.config.get_text_config(), **room)
+    return made
+
+
+def _attempt(model: PreTrainedModel, given: tiny.Inputs, more: Kwargs, greedy: Kwargs) -> tuple[Any, str, Tensor]:
+    made = _arguments(model, more)
+    torch.manual_seed(2)
+    try:
+        result: Any = model.generate(**{**given, **greedy, **made})
+        return result if isinstance(result, Tensor) else result.sequences, "", torch.get_rng_state()
+    except Exception as error:
+        return None, f"{type(error).__name__}: {error}", torch.get_rng_state()
+
+
+def _went_plain(
+    model: PreTrainedModel,
+    given: tiny.Inputs,
+    word: str,
+    more: Kwargs,
+    caplog: pytest.LogCaptureFixture,
+    images: int = 1,
+) -> None:
+    greedy = {} if "do_sample" in more else {"do_sample": False}
+    greedy["max_new_tokens"] = 8
+    with counted_vision(model) as calls:
+        wanted, error, state = _attempt(model, given, more, greedy)
+        encoded = len(calls)
+        with caplog.at_level(logging.WARNING, "mmspec"), cases.patched(model, liars.Bush(1)):
+            for _ in range(2):
+                calls.clear()
+                mine, mine_error, mine_state = _attempt(model, given, more, greedy)
+                assert mine_error == error
+                assert (mine is None) == (wanted is None)
+                assert mine is None or torch.equal(mine, wanted)
+                assert torch.equal(state, mine_state)
+                assert len(calls) == encoded, "images were encoded again"
+            if not error:
+                assert mmspec.stats(model, last=True).fallback, "no reason in the statistics"
+    if error:
+        return  # what HF refuses, it refuses; nothing to be warned of
+    assert encoded == images
+    told = [record.getMessage() for record in caplog.records if record.name.startswith("mmspec")]
+    assert len(told) == 1, told
+    assert any(part in told[0] for part in word.split("|")), told
+
+
+@pytest.mark.parametrize("name", PLAIN_WAYS)
+def test_goes_the_plain_way(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    word, more = PLAIN_WAYS[name]
+    eager = "output_attentions" in more
+    model = model_of(seed=29, attention="eager" if eager else "sdpa")
+    batch = 1 if name in ("assistant_model", "prompt lookup") else 2
+    given = tiny.inputs(model, 27, batch, images=[1] * batch, padding="none")
+    _went_plain(model, given, word, more, caplog)
+
+
+@FAMILIES
+def test_goes_the_plain_way_in_every_family(family: str, caplog: pytest.LogCaptureFixture) -> None:
+    model = model_of(family, seed=29)
+    given = tiny.inputs(model, 27, 2, images=[1, 2])
+    _went_plain(model, given, "use_cache", {"use_cache": False}, caplog)
+
+
+def test_an_option_in_a_passed_or_own_config_goes_the_plain_way(caplog: pytest.LogCaptureFixture) -> None:
+    model = model_of(seed=29)
+    given = tiny.inputs(model, 27, 2, images=[1, 1])
+    config = GenerationConfig(num_beams=2, max_new_tokens=8)
+    _went_plain(model, given, "num_beams", {"generation_config": config}, caplog)
+    caplog.clear()
+    with cases.configured(model, [2], {"guidance_scale": 1.5}):
+        _went_plain(model, given, "guidance_scale", {}, caplog)
+
+
+def test_inputs_embeds_as_the_prompt_goes_the_plain_way(caplog: pytest.LogCaptureFixture) -> None:
+    model = model_of(seed=29)
+    ids = tiny.inputs(model, 27, 2, images=[0, 0], padding="none")["input_ids"]
+    given = {"inputs_embeds": model.get_input_embeddings()(ids).detach()}
+    _went_plain(model, given, "inputs_embeds", {}, caplog, images=0)
+
+
+def test_train_mode_goes_the_plain_way(caplog: pytest.LogCaptureFixture) -> None:
+    model = model_of(seed=29)
+    given = tiny.inputs(model, 27, 2, images=[1, 1])
+    model.train()
+    try:
+        _went_plain(model, given, "train", {}, caplog)
+    finally:
+        model.eval()
+
+
+def test_an_unknown_attention_kernel_goes_the_plain_way(caplog: pytest.LogCaptureFixture) -> None:
+    from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+    AttentionInterface.register("of_my_own", _kernel)
+    AttentionMaskInterface.register("of_my_own", sdpa_mask)
+    model = tiny.model(tiny.Spec(seed=29))
+    model.set_attn_implementation("of_my_own")
+    given = tiny.inputs(model, 27, 2, images=[1, 1])
+    _went_plain(model, given, "of_my_own", {}, caplog)
+
+
+def test_a_kernel_changed_after_patch(caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny.model(tiny.Spec(seed=29))
+    given = tiny.inputs(model, 27, 2, images=[1, 1])
+    plain = plain_of(model, given, **GREEDY)
+    with speculating(model, "bush", plain):
+        model.set_attn_implementation("eager")
+        assert torch.equal(plain_of(model, given, **GREEDY), plain)
+        assert mmspec.stats(model, last=True).accepted > 0
+
+
+def test_what_hf_refuses_it_refuses_with_the_same_words() -> None:
+    model = model_of(seed=29)
+    given = tiny.inputs(model, 27, 2, images=[1, 1])
+    wrong: list[Kwargs] = [
+        {"num_return_sequences": 2, "do_sample": False},
+        {"stop_strings": ["ab"]},
+        {"no_such_argument": 1},
+        {"max_new_tokens": 0},
+        {"do_sample": True, "temperature": -1.0},
+        {"attention_mask": torch.ones(2, 1, 3, 3)},
+    ]
+    for more in wrong:
+        _, error, state = _attempt(model, given, more, {"max_new_tokens": 5})
+        assert error
+        with cases.patched(model, "auto"):
+            _, mine, mine_state = _attempt(model, given, more, {"max_new_tokens": 5})
+        assert mine == error and torch.equal(state, mine_state)
+
+
+# --- models that are not quite transformers' own ----------------------------------------------------------------------
+
+
+def _check(model: PreTrainedModel, word: str, caplog: pytest.LogCaptureFixture) -> None:
+    given = tiny.inputs(model, 27, 2, images=[1, 1], padding="none")
+    _went_plain(model, given, word, {}, caplog)
+    caplog.clear()
+    _went_plain(model, given, word, {"do_sample": True, "top_k": 0}, caplog)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_rotary_frequencies_that_follow_the_length(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    """A tree reaches further than the next token, and would change them for all of its nodes."""
+    config = copy.deepcopy(model_of(seed=29).config)
+    text = config.text_config
+    text.max_position_embeddings = 24
+    text.rope_parameters = {"rope_type": kind, "rope_theta": 10000.0, "factor": 2.0}
+    if kind == "longrope":
+        half = text.hidden_size // text.num_attention_heads // 2
+        factors = {"short_factor": [1.0] * half, "long_factor": [2.0] * half}
+        text.rope_parameters |= factors | {"original_max_position_embeddings": 24}
+    torch.manual_seed(4)
+    model = type(model_of())(config).eval()
+    model.tiny_spec = tiny.Spec(seed=29)  # type: ignore[assignment]
+    _check(model, kind, caplog)
+
+
+@pytest.mark.parametrize("name", ["_sample", "prepare_inputs_for_generation", "_update_model_kwargs_for_generation"])
+def test_methods_of_ones_own(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """On the class or on the instance: what they do we do not know."""
+    model = tiny.model(tiny.Spec(seed=29))
+    base = type(model)
+    original = getattr(base, name)
+    model.__class__ = type("Own", (base,), {name: lambda self, *a, **k: original(self, *a, **k), "__module__": "own"})
+    _check(model, name, caplog)
+    model.__class__ = base
+    caplog.clear()
+    if name != "_sample":
+        setattr(model, name, functools.partial(original, model))
+        _check(model, name, caplog)
+
+
+def test_a_part_in_train_mode(caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny.model(tiny.Spec(seed=29))
+    model.model.language_model.layers[1].train()
+    _check(model, "train mode", caplog)
+
+
+def test_a_compiled_part(caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny.model(tiny.Spec(seed=29))
+    part = model.model.language_model
+    part._compiled_call_impl = part._call_impl
+    _check(model, "compiled", caplog)
+
+
+def test_a_forward_that_draws_random_numbers(caplog: pytest.LogCaptureFixture) -> None:
+    """It draws once per step of transformers' loop, so that loop it must be, from the state it began with."""
+    model = tiny.model(tiny.Spec(seed=29))
+    model.lm_head.register_forward_hook(lambda module, args, out: out + 3 * torch.rand(out.shape))
+    _check(model, "random numbers", caplog)
