@@ -1,0 +1,223 @@
+"""Training data made as it is needed: pictures with what each patch shows, and chats with what is to be learned.
+
+Sample n of a stage is always the same, so a training that is cut goes on where it was. Works on arrays and tensors;
+knows neither the model nor the loop.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from mmspec.app.scenes import grammar
+from mmspec.app.scenes.atlas import LETTER, LETTERS
+from mmspec.app.scenes.kinds import KINDS
+from mmspec.app.scenes.model import BOS, EOS, GRID, IMAGE, PAD, PATCH, TOKENS, question
+from mmspec.app.scenes.paint import background, layers
+from mmspec.app.scenes.world import COLOURS, HELD_OUT, SIDE, SIZES, TEXTURES, Scene, clip, scene
+
+GROUND, SIGN = len(KINDS), len(KINDS) + 1
+CLASSES = len(KINDS) + 2
+"""What a patch may show: a kind, the ground, or a sign."""
+IGNORE = -100
+SHARE = 0.3
+"""A patch shows a thing if that much of it is covered."""
+
+
+def pixels(image: Image.Image) -> Tensor:
+    """[3, side, side] float32 in -1 to 1: what the processor makes of a picture of the right size."""
+    array = np.asarray(image, dtype=np.float32) / 127.5 - 1
+    return torch.from_numpy(array).permute(2, 0, 1).contiguous()
+
+
+@dataclass
+class Patches:
+    """What each patch of a picture shows.
+
+    Attributes:
+        kind: [TOKENS] int64, a kind, `GROUND` or `SIGN`; `IGNORE` where it is a close call.
+        offset: [TOKENS, 2] from the patch's centre to that of its thing, in 64 pixels. bulk: [TOKENS] size range.
+        letter: [TOKENS] the letter whose centre is in the patch, 0 for none. colour, texture: of the ground.
+    """
+
+    kind: Tensor
+    offset: Tensor
+    bulk: Tensor
+    letter: Tensor
+    colour: Tensor
+    texture: Tensor
+
+
+def seen(made: Scene) -> tuple[Image.Image, Patches]:
+    """The picture of a scene, and what its patches show."""
+    picture = background(made)
+    owner = np.full((SIDE, SIDE), -1, dtype=np.int64)
+    for number, (part, (left, top)) in enumerate(layers(made)):
+        picture.paste(part, (left, top), part)
+        mask = np.asarray(part.getchannel("A")) > 127
+        x0, y0, x1, y1 = max(0, left), max(0, top), min(SIDE, left + part.width), min(SIDE, top + part.height)
+        cut = mask[y0 - top : y1 - top, x0 - left : x1 - left]
+        owner[y0:y1, x0:x1][cut] = number
+    return picture, _labels(made, owner)
+
+
+def _labels(made: Scene, owner: np.ndarray) -> Patches:
+    cells = owner.reshape(GRID, PATCH, GRID, PATCH).swapaxes(1, 2).reshape(TOKENS, PATCH * PATCH)
+    count = len(made.things) + (made.sign is not None)
+    if not count:  # a clip before its thing appears
+        return _nothing(made)
+    shares = np.stack([(cells == number).mean(1) for number in range(count)], axis=1)
+    best, share = shares.argmax(1), shares.max(1)
+    kinds = np.array([thing.kind for thing in made.things] + [SIGN] * (made.sign is not None))
+    centres = [(thing.x, thing.y) for thing in made.things] + ([(made.sign.x, made.sign.y)] if made.sign else [])
+    middle = np.stack(np.meshgrid(np.arange(GRID), np.arange(GRID)), -1).reshape(TOKENS, 2) * PATCH + PATCH // 2
+    ranks = [list(SIZES).index(thing.bulk) for thing in made.things] + [IGNORE] * (made.sign is not None)
+    kind = np.where(share >= SHARE, kinds[best], np.where(share < 0.05, GROUND, IGNORE))
+    owned = share >= SHARE
+    return Patches(
+        kind=torch.from_numpy(kind),
+        offset=torch.from_numpy((np.array(centres)[best] - middle).astype(np.float32) / 64),
+        bulk=torch.from_numpy(np.where(owned, np.array(ranks)[best], IGNORE)),
+        letter=torch.from_numpy(_letters(made)),
+        colour=torch.tensor(list(COLOURS).index(made.colour)),
+        texture=torch.tensor(TEXTURES.index(made.texture)),
+    )
+
+
+def _nothing(made: Scene) -> Patches:
+    blank = torch.zeros(TOKENS, dtype=torch.long)
+    colour, texture = torch.tensor(list(COLOURS).index(made.colour)), torch.tensor(TEXTURES.index(made.texture))
+    return Patches(blank + GROUND, torch.zeros(TOKENS, 2), blank + IGNORE, blank, colour, texture)
+
+
+def _letters(made: Scene) -> np.ndarray:
+    """[TOKENS] for each patch the letter that is centred in it, counted from 1."""
+    found = np.zeros(TOKENS, dtype=np.int64)
+    if made.sign is None:
+        return found
+    width, text = LETTER[0] * 3 // 4, made.sign.text
+    start = made.sign.x - (width * len(text) + 8) // 2 + 4 + width // 2
+    for number, character in enumerate(text):
+        column, row = min(GRID - 1, max(0, (start + number * width) // PATCH)), min(GRID - 1, made.sign.y // PATCH)
+        found[row * GRID + column] = LETTERS.index(character) + 1
+    return found
+
+
+class Looking(Dataset[dict[str, Tensor]]):
+    """Pictures and what their patches show, from a seed on."""
+
+    def __init__(self, first: int, count: int) -> None:
+        if first + count > HELD_OUT:
+            raise ValueError(f"training seeds end before {HELD_OUT}; asked for {first} to {first + count}")
+        self.first, self.count = first, count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, number: int) -> dict[str, Tensor]:
+        image, patches = seen(scene(self.first + number))
+        return {"pixel_values": pixels(image), **vars(patches)}
+
+
+@dataclass
+class Sample:
+    """One conversation: ids with placeholders, which of them are to be learned, the pictures, the patches' kinds."""
+
+    ids: list[int]
+    labels: list[int]
+    pixel_values: Tensor
+    kinds: Tensor
+
+
+class Talking(Dataset[Sample]):
+    """Chats about scenes, and some about clips, from a seed on."""
+
+    def __init__(self, tokenizer: Any, first: int, count: int, clips: float = 0.06) -> None:
+        """
+        Args:
+            clips: share of the samples that are clips.
+        """
+        if first + count > HELD_OUT:
+            raise ValueError(f"training seeds end before {HELD_OUT}; asked for {first} to {first + count}")
+        self.tokenizer, self.first, self.count, self.clips = tokenizer, first, count, clips
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, number: int) -> Sample:
+        seed = self.first + number
+        dice = random.Random(f"talk {seed}")
+        if dice.random() < self.clips:
+            return self._clip(seed, dice)
+        made = scene(seed)
+        image, patches = seen(made)
+        turns = turns_of(made, dice)
+        ids, labels = encode(self.tokenizer, turns)
+        return Sample(ids, labels, pixels(image)[None], patches.kind[None])
+
+    def _clip(self, seed: int, dice: random.Random) -> Sample:
+        made = clip(seed, frames=4 if dice.random() < 0.7 else None)
+        looks = [seen(frame) for frame in made.frames]
+        ids, labels = encode(self.tokenizer, [grammar.clip_turn(made, dice)], pictures=len(looks))
+        kinds = torch.stack([patches.kind for _, patches in looks])
+        return Sample(ids, labels, torch.stack([pixels(image) for image, _ in looks]), kinds)
+
+
+def turns_of(made: Scene, dice: random.Random) -> list[grammar.Turn]:
+    """A chat of a few turns; half of them have a long description somewhere."""
+    rest = [name for name in grammar.TASKS if name != "describe"]
+    turns = grammar.chat(made, dice, 7, rest)
+    if dice.random() < 0.6 and (long := grammar.describe(made, dice)) is not None:
+        turns = [*turns[:3], long]
+        dice.shuffle(turns)
+    return turns
+
+
+def encode(tokenizer: Any, turns: Sequence[grammar.Turn], pictures: int = 1) -> tuple[list[int], list[int]]:
+    """Ids of a conversation, each picture as its placeholders, and labels: the answers and their ends."""
+    ids, labels = [BOS], [IGNORE]
+    for number, turn in enumerate(turns):
+        asked = tokenizer(question(turn.question, 0 if number else pictures), add_special_tokens=False).input_ids
+        asked = [token for given in asked for token in ([IMAGE] * TOKENS if given == IMAGE else [given])]
+        answer = [*tokenizer(" " + turn.answer, add_special_tokens=False).input_ids, EOS]
+        ids += [*asked, *answer]
+        labels += [IGNORE] * len(asked) + answer
+    return ids, labels
+
+
+def collate(samples: Sequence[Sample]) -> dict[str, Tensor]:
+    """A right-padded batch."""
+    longest = max(len(sample.ids) for sample in samples)
+    ids = torch.full((len(samples), longest), PAD)
+    labels = torch.full((len(samples), longest), IGNORE)
+    for row, sample in enumerate(samples):
+        ids[row, : len(sample.ids)] = torch.tensor(sample.ids)
+        labels[row, : len(sample.labels)] = torch.tensor(sample.labels)
+    lengths = torch.tensor([len(sample.ids) for sample in samples])
+    return {
+        "input_ids": ids,
+        "labels": labels,
+        "attention_mask": (torch.arange(longest) < lengths[:, None]).long(),
+        "pixel_values": torch.cat([sample.pixel_values for sample in samples]),
+        "kinds": torch.cat([sample.kinds for sample in samples]),
+    }
+
+
+def corpus(count: int, first: int = 0) -> Iterator[str]:
+    """Texts of the grammar, for the tokenizer."""
+    for seed in range(first, first + count):
+        dice = random.Random(f"corpus {seed}")
+        made = scene(seed)
+        for turn in grammar.chat(made, dice, len(grammar.TASKS)):
+            yield f"{question(turn.question, 0)} {turn.answer}"
+        if seed % 10 == 0:
+            turn = grammar.clip_turn(clip(seed), dice)
+            yield f"{question(turn.question, 0)} {turn.answer}"

@@ -1,0 +1,358 @@
+"""From the truth to words: questions and answers about a scene or a clip, in many forms.
+
+Which form is used hangs on what the picture shows (the kind of the thing, its place, the ground), so that content
+carries the text: whoever has not seen the picture cannot guess the words. The readers that check answers are in
+`evaluate`; they know the truth, not these sentences.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from mmspec.app.scenes.kinds import KINDS, Kind
+from mmspec.app.scenes.world import PLACES, SIZES, Clip, Scene, Thing, direction
+
+NUMBERS = ("no", "one", "two", "three", "four", "five", "six")
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A question, its answer, and which task it belongs to."""
+
+    task: str
+    question: str
+    answer: str
+
+
+def listed(parts: Sequence[str]) -> str:
+    """a; a and b; a, b and c."""
+    return parts[0] if len(parts) == 1 else ", ".join(parts[:-1]) + " and " + parts[-1]
+
+
+def number_of(kind: Kind, count: int) -> str:
+    """ "three dogs"; one is "a dog"."""
+    return kind.a if count == 1 else f"{NUMBERS[count]} {kind.plural}"
+
+
+def capital(text: str) -> str:
+    """With a capital at the beginning."""
+    return text[0].upper() + text[1:]
+
+
+def groups(scene: Scene) -> list[tuple[int, int]]:
+    """(kind, count) in reading order of their first things."""
+    return list(Counter(thing.kind for thing in scene.reading_order()).items())
+
+
+def ground(scene: Scene) -> str:
+    """ "a plain red"; "a striped blue"."""
+    return f"a {scene.texture} {scene.colour}"
+
+
+_VERBS = {
+    "animal": ("stands", "waits", "sits", "rests", "hides"),
+    "fruit": ("lies", "sits", "rests", "waits"),
+    "food": ("lies", "waits", "sits", "steams"),
+    "vehicle": ("stands", "waits", "stops", "appears"),
+    "sport": ("lies", "rests", "waits", "hangs"),
+    "tool": ("lies", "hangs", "leans", "rests"),
+    "object": ("stands", "lies", "sits", "rests", "leans"),
+    "nature": ("stands", "appears", "rises", "floats"),
+}
+
+
+def verb(thing: Thing) -> str:
+    """What a kind of thing does in a picture: each kind has its own word."""
+    choices = _VERBS[KINDS[thing.kind].group]
+    return choices[thing.kind % len(choices)]
+
+
+def where(thing_place: str) -> str:
+    """ "in the upper left", "at the top", "in the center"."""
+    if thing_place in ("top", "bottom"):
+        return f"at the {thing_place}"
+    if thing_place in ("left", "right"):
+        return f"on the {thing_place}"
+    return f"in the {thing_place}"
+
+
+# --- tasks ------------------------------------------------------------------------------------------------------------
+
+Task = Callable[[Scene, random.Random], Turn | None]
+"""None if the scene has nothing to ask about."""
+
+
+def what(scene: Scene, dice: random.Random) -> Turn:
+    """All things by name and number."""
+    question = dice.choice(
+        ("What is in the picture?", "What do you see?", "List the things in this picture.", "Name everything here.")
+    )
+    names = listed([number_of(KINDS[kind], count) for kind, count in groups(scene)])
+    return Turn("what", question, capital(names) + ".")
+
+
+def short(scene: Scene, dice: random.Random) -> Turn:
+    """A caption: the things, the ground, the sign."""
+    question = dice.choice(("Write a short caption.", "Caption this picture.", "Describe the picture in one sentence."))
+    names = listed([number_of(KINDS[kind], count) for kind, count in groups(scene)])
+    base = f"{scene.texture} {scene.colour}"
+    form = scene.things[0].kind % 4
+    if form == 0:
+        text = f"{names} on a {base} background"
+    elif form == 1:
+        text = f"a {base} background with {names}"
+    elif form == 2:
+        text = f"{names} in front of a {base} wall"
+    else:
+        text = f"against {ground(scene)} backdrop, {names}"
+    if scene.sign is not None:
+        text += f", and a sign that says {scene.sign.text}"
+    return Turn("short", question, capital(text) + ".")
+
+
+def describe(scene: Scene, dice: random.Random) -> Turn | None:
+    """Everything, thing by thing: 80 to 150 tokens. Needs three things or more."""
+    if len(scene.things) < 3:
+        return None
+    question = dice.choice(
+        ("Describe the picture in detail.", "Give a detailed description.", "What does this picture show? Be detailed.")
+    )
+    order = scene.reading_order()
+    parts = [_opening(scene)]
+    for number, thing in enumerate(order):
+        parts.append(_sentence(thing, order[number - 1] if number else None))
+    if scene.sign is not None:
+        parts.append(f"{capital(where(scene.sign.place))} a sign says {scene.sign.text}.")
+    for kind, count in groups(scene):
+        if count > 1:
+            parts.append(f"{capital(NUMBERS[count])} {KINDS[kind].plural} in all.")
+    if len(order) < 5:
+        parts += [_pair(one, other) for one, other in zip(order[2:], order, strict=False)]
+    if len(order) == 3:
+        parts.append(_pair(order[0], order[1]))
+    if len(order) < 6:
+        parts.append(_extremes(order))
+    if len(order) < 6:
+        parts.append(_empty(scene))
+    return Turn("describe", question, " ".join(parts))
+
+
+def _opening(scene: Scene) -> str:
+    total, base = NUMBERS[len(scene.things)], f"{scene.texture} {scene.colour}"
+    form = scene.things[0].kind % 5
+    if form == 0:
+        return f"{capital(total)} things on {base} ground."
+    if form == 1:
+        return f"{capital(base)} background, {total} things."
+    if form == 2:
+        return f"Before a {base} wall stand {total} things."
+    if form == 3:
+        return f"{capital(total)} things, the background {base}."
+    return f"A {base} picture with {total} things."
+
+
+def _sized(thing: Thing) -> str:
+    """Size and name; which of two words for the size hangs on the place."""
+    words = {"small": ("small", "little"), "medium": ("medium", "middling"), "large": ("large", "big")}[thing.bulk]
+    return f"a {words[len(thing.place) % 2]} {thing.name}"
+
+
+def _sentence(thing: Thing, before: Thing | None) -> str:
+    """One thing: what, how large, where, and how it stands to the one before."""
+    spot, does, sized = where(thing.place), verb(thing), _sized(thing)
+    relation = _relation(thing, before) if before is not None else ""
+    form = (thing.kind + 2 * len(thing.place)) % 6
+    if form == 0:
+        return f"{capital(spot)} {does} {sized}{relation and ', ' + relation}."
+    if form == 1:
+        return f"{capital(sized)} {does} {spot}{relation and ', ' + relation}."
+    if form == 2 and relation:
+        return f"{capital(relation)} {does} {sized}, {spot}."
+    if form == 3:
+        return f"{capital(sized)}, {spot}{relation and ', ' + relation}."
+    if form == 4 and relation:
+        return f"{capital(spot)}, {relation}, {does} {sized}."
+    return f"{capital(does)} {spot} {sized}{relation and ', ' + relation}."
+
+
+def _relation(thing: Thing, other: Thing) -> str:
+    side = direction(thing, other)
+    if side is None:
+        near = (thing.x - other.x) ** 2 + (thing.y - other.y) ** 2 < 90**2
+        side = "close to" if near else "far from"
+    rank = list(SIZES)
+    compared = rank.index(thing.bulk) - rank.index(other.bulk)
+    words = ("smaller and ", "", "larger and ")[(compared > 0) - (compared < 0) + 1]
+    return f"{words}{side} the {'other ' if other.kind == thing.kind else ''}{other.name}"
+
+
+def _pair(one: Thing, other: Thing) -> str:
+    """How two things that were named before stand to each other."""
+    relation, name = _relation(one, other), one.name
+    if one.kind % 3 == 0:
+        return f"{capital(relation)}: the {name}."
+    return f"The {name}, {relation}." if one.kind % 3 == 1 else f"{capital(name)} {relation}."
+
+
+def _extremes(order: list[Thing]) -> str:
+    """Where the largest and the smallest are, or how many."""
+    rank = list(SIZES)
+    large = [thing for thing in order if thing.bulk == max((t.bulk for t in order), key=rank.index)]
+    small = [thing for thing in order if thing.bulk == min((t.bulk for t in order), key=rank.index)]
+    if large[0].bulk == small[0].bulk:
+        return f"All {large[0].bulk}."
+    most = f"largest {where(large[0].place)}" if len(large) == 1 else f"{NUMBERS[len(large)]} {large[0].bulk}"
+    least = f"smallest {where(small[0].place)}" if len(small) == 1 else f"{NUMBERS[len(small)]} {small[0].bulk}"
+    return f"{capital(most)}, {least}."
+
+
+def _empty(scene: Scene) -> str:
+    """The first four places where nothing stands, in reading order."""
+    taken = {thing.place for thing in scene.things} | ({scene.sign.place} if scene.sign is not None else set())
+    free = [name for row in PLACES for name in row if name not in taken]
+    spots = ", ".join(free[:4])
+    return f"Empty: {spots}." if scene.things[0].kind % 2 else f"Nothing {where(free[0])}, {', '.join(free[1:4])}."
+
+
+def where_is(scene: Scene, dice: random.Random) -> Turn | None:
+    """The place of a thing that is alone of its kind."""
+    single = [thing for thing in scene.things if scene.count(thing.kind) == 1]
+    if not single:
+        return None
+    thing = dice.choice(single)
+    question = dice.choice(("Where is the {}?", "Where do you see the {}?", "In which part of the picture is the {}?"))
+    form = thing.kind % 3
+    spot = where(thing.place)
+    if form == 0:
+        answer = f"The {thing.name} is {spot}."
+    elif form == 1:
+        answer = f"It is {spot}."
+    else:
+        answer = capital(spot) + "."
+    return Turn("where", question.format(thing.name), answer)
+
+
+def how_many(scene: Scene, dice: random.Random) -> Turn:
+    """The number of a kind, or of all things."""
+    if dice.random() < 0.25:
+        question = dice.choice(("How many things are there?", "How many things do you count in all?"))
+        total = len(scene.things)
+        return Turn("count", question, f"There {'is' if total == 1 else 'are'} {NUMBERS[total]} in all.")
+    repeated = [kind for kind, count in groups(scene) if count > 1]
+    kind = dice.choice(repeated) if repeated and dice.random() < 0.7 else dice.choice(scene.things).kind
+    count, named = scene.count(kind), KINDS[kind]
+    question = dice.choice(("How many {} are there?", "How many {} do you see?", "Count the {}."))
+    verb_word = "is" if count == 1 else "are"
+    answer = f"There {verb_word} {NUMBERS[count]} {named.name if count == 1 else named.plural}."
+    return Turn("count", question.format(named.plural), answer)
+
+
+def is_there(scene: Scene, dice: random.Random) -> Turn:
+    """Yes or no, half and half."""
+    there = {thing.kind for thing in scene.things}
+    question = dice.choice(("Is there {} in the picture?", "Do you see {}?", "Can you find {} here?"))
+    if dice.random() < 0.5:
+        kind = KINDS[dice.choice(sorted(there))]
+        return Turn("yesno", question.format(kind.a), f"Yes, there is {kind.a}.")
+    kind = KINDS[dice.choice([number for number in range(len(KINDS)) if number not in there])]
+    return Turn("yesno", question.format(kind.a), f"No, there is no {kind.name}.")
+
+
+def bigger(scene: Scene, dice: random.Random) -> Turn | None:
+    """Which of two things is bigger, if they are of different sizes."""
+    pairs = [
+        (a, b)
+        for a in scene.things
+        for b in scene.things
+        if a.bulk != b.bulk and a.kind != b.kind and scene.count(a.kind) == scene.count(b.kind) == 1
+    ]
+    if not pairs:
+        return None
+    a, b = dice.choice(pairs)
+    larger = a if a.size > b.size else b
+    question = dice.choice(("Which is bigger, the {} or the {}?", "What is larger, the {} or the {}?"))
+    return Turn("bigger", question.format(a.name, b.name), f"The {larger.name} is bigger.")
+
+
+def background(scene: Scene, dice: random.Random) -> Turn:
+    """Colour and pattern of the ground."""
+    question = dice.choice(
+        ("What is the background like?", "Which color is the background?", "Describe the background.")
+    )
+    form = len(scene.colour) % 2
+    answer = f"The background is {scene.texture} {scene.colour}." if form else f"It is {ground(scene)} background."
+    return Turn("background", question, answer)
+
+
+def reads(scene: Scene, dice: random.Random) -> Turn:
+    """The word on the sign, or that there is none."""
+    question = dice.choice(("What does the sign say?", "Read the sign.", "What is written in the picture?"))
+    if scene.sign is None:
+        return Turn("read", question, "There is no sign.")
+    form = len(scene.sign.text) % 2
+    return Turn("read", question, f"The sign says {scene.sign.text}." if form else f"It says {scene.sign.text}.")
+
+
+def next_to(scene: Scene, dice: random.Random) -> Turn | None:
+    """How one thing lies to another."""
+    single = [thing for thing in scene.things if scene.count(thing.kind) == 1]
+    pairs = [(a, b) for a in single for b in single if a != b and direction(a, b) is not None]
+    if not pairs:
+        return None
+    a, b = dice.choice(pairs)
+    answer = f"The {a.name} is {direction(a, b)} the {b.name}."
+    return Turn("relation", f"How does the {a.name} lie to the {b.name}?", answer)
+
+
+TASKS: dict[str, Task] = {
+    "what": what,
+    "short": short,
+    "describe": describe,
+    "where": where_is,
+    "count": how_many,
+    "yesno": is_there,
+    "bigger": bigger,
+    "background": background,
+    "read": reads,
+    "relation": next_to,
+}
+
+
+def clip_turn(clip: Clip, dice: random.Random) -> Turn:
+    """What happens in a clip."""
+    question = dice.choice(("What happens in the clip?", "Describe the clip.", "What changes from picture to picture?"))
+    first, name = clip.frames[0], KINDS[clip.hero.kind].name
+    article = "an" if name[0] in "aeiou" else "a"
+    what_happens = {
+        "moves": f"{article} {name} moves {'to the ' if clip.event.way in ('left', 'right') else ''}{clip.event.way}",
+        "appears": f"{article} {name} appears {where(clip.hero.place)}",
+        "leaves": f"{article} {name} disappears {where(clip.hero.place).replace('in', 'from', 1)}"
+        if where(clip.hero.place).startswith("in")
+        else f"{article} {name} disappears {where(clip.hero.place)}",
+        "stays": f"{article} {name} stays where it is",
+    }[clip.event.what]
+    others = [KINDS[thing.kind].a for thing in first.reading_order() if thing.kind != clip.hero.kind]
+    rest = f", beside {listed(others)}" if others else ""
+    base = f"{first.texture} {first.colour}"
+    if clip.hero.kind % 2:
+        text = f"on a {base} background {what_happens}{rest}"
+    else:
+        text = f"{what_happens} on a {base} background{rest}"
+    return Turn("clip", question, capital(text) + ".")
+
+
+def chat(scene: Scene, dice: random.Random, turns: int, tasks: Sequence[str] | None = None) -> list[Turn]:
+    """Several questions about one scene, of different tasks, in random order."""
+    names = list(tasks or TASKS)
+    dice.shuffle(names)
+    made: list[Turn] = []
+    asked: set[str] = set()
+    while names and len(made) < turns:
+        turn = TASKS[names.pop()](scene, dice)
+        if turn is not None and turn.question not in asked:
+            made.append(turn)
+            asked.add(turn.question)
+    return made

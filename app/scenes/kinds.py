@@ -1,0 +1,95 @@
+"""The kinds of things that stand in the pictures: their names, and the emoji each is drawn with.
+
+The order is part of the world: a kind's number is its place in the atlas. Knows nothing of pictures.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_TABLE = """
+animal: dog 🐕, cat 🐈, horse 🐎, cow 🐄, pig 🐖, sheep 🐑, camel 🐫, elephant 🐘, rhino 🦏, giraffe 🦒, zebra 🦓
+animal: gorilla 🦍, kangaroo 🦘, rabbit 🐇, squirrel 🐿, hedgehog 🦔, bat 🦇, sloth 🦥, panda 🐼, koala 🐨, fox 🦊
+animal: lion 🦁, tiger 🐅, rooster 🐓, chick 🐥, duck 🦆, swan 🦢, owl 🦉, flamingo 🦩, peacock 🦚, parrot 🦜
+animal: penguin 🐧, dove 🕊, turkey 🦃, frog 🐸, crocodile 🐊, turtle 🐢, lizard 🦎, snake 🐍, dinosaur 🦖, whale 🐋
+animal: dolphin 🐬, fish 🐟, blowfish 🐡, octopus 🐙, crab 🦀, lobster 🦞, squid 🦑, snail 🐌, butterfly 🦋
+animal: caterpillar 🐛, ant 🐜, bee 🐝, ladybug 🐞, spider 🕷, scorpion 🦂, shell 🐚
+fruit: apple 🍎, pear 🍐, lemon 🍋, banana 🍌, watermelon 🍉, strawberry 🍓, melon 🍈, cherry 🍒, peach 🍑
+fruit: pineapple 🍍, coconut 🥥, kiwi 🥝, tomato 🍅, avocado 🥑, eggplant 🍆, carrot 🥕, pepper 🌶
+fruit: mushroom 🍄, peanut 🥜, onion 🧅
+food: croissant 🥐, baguette 🥖, pretzel 🥨, bagel 🥯, waffle 🧇, cheese 🧀, hamburger 🍔, pizza 🍕, hotdog 🌭
+food: sandwich 🥪, taco 🌮, egg 🥚, cookie 🍪, doughnut 🍩, cake 🎂, cupcake 🧁, chocolate 🍫, candy 🍬
+food: lollipop 🍭, teacup 🍵, teapot 🫖
+vehicle: car 🚗, taxi 🚕, bus 🚌, ambulance 🚑, truck 🚚, tractor 🚜, motorcycle 🏍, bicycle 🚲, scooter 🛴
+vehicle: helicopter 🚁, airplane ✈, rocket 🚀, sailboat ⛵, ship 🚢, canoe 🛶, anchor ⚓, skateboard 🛹, parachute 🪂
+sport: football ⚽, basketball 🏀, baseball ⚾, volleyball 🏐, glove 🥊, trophy 🏆, medal 🏅, target 🎯, sled 🛷
+sport: skate ⛸, paddle 🏓, trumpet 🎺
+tool: hammer 🔨, axe 🪓, saw 🪚, wrench 🔧, gear ⚙, magnet 🧲, ladder 🪜, microscope 🔬, telescope 🔭, syringe 💉
+tool: key 🔑, lock 🔒, broom 🧹, basket 🧺, bucket 🪣, sponge 🧽, pencil ✏, candle 🕯, bulb 💡
+tool: battery 🔋, bell 🔔
+object: clock ⏰, hourglass ⌛, watch ⌚, telephone ☎, camera 📷, television 📺, radio 📻, laptop 💻, printer 🖨
+object: microphone 🎤, guitar 🎸, violin 🎻, saxophone 🎷, drum 🥁, accordion 🪗, book 📕, newspaper 📰, envelope ✉
+object: gift 🎁, balloon 🎈, teddy 🧸, puzzle 🧩, dice 🎲, crown 👑, ring 💍, gem 💎, umbrella ☂, chair 🪑, door 🚪
+object: mirror 🪞, bathtub 🛁, bone 🦴, tooth 🦷, robot 🤖, ghost 👻, pumpkin 🎃, suitcase 🧳, backpack 🎒
+object: handbag 👜, hat 🎩, cap 🧢, boot 🥾, sandal 👡, dress 👗, shirt 👕, scarf 🧣, cart 🛒, bomb 💣
+object: shield 🛡, sword 🗡, map 🗺, compass 🧭, globe 🌍
+nature: tree 🌳, palm 🌴, cactus 🌵, sunflower 🌻, tulip 🌷, rose 🌹, leaf 🍁, clover 🍀, sun ☀, moon 🌙, star ⭐
+nature: cloud ☁, rainbow 🌈, snowflake ❄, snowman ⛄, flame 🔥, drop 💧, wave 🌊, volcano 🌋, tent ⛺, house 🏠
+nature: castle 🏰, fountain ⛲, hut 🛖, rock 🪨, log 🪵, feather 🪶
+"""
+
+_PLURALS = {
+    "sheep": "sheep",
+    "fish": "fish",
+    "blowfish": "blowfish",
+    "squid": "squid",
+    "dice": "dice",
+    "leaf": "leaves",
+    "tooth": "teeth",
+    "snowman": "snowmen",
+    "chocolate": "chocolates",
+    "scarf": "scarves",
+}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of thing. `emoji` is the character it is drawn with."""
+
+    name: str
+    group: str
+    emoji: str
+
+    @property
+    def plural(self) -> str:
+        """The name of several of them."""
+        if self.name in _PLURALS:
+            return _PLURALS[self.name]
+        if self.name.endswith(("s", "x", "ch", "sh")) or self.name in ("potato", "tomato", "volcano"):
+            return self.name + "es"
+        if self.name.endswith("y") and self.name[-2] not in "aeiou":
+            return self.name[:-1] + "ies"
+        return self.name + "s"
+
+    @property
+    def a(self) -> str:
+        """The name with its article."""
+        return ("an " if self.name[0] in "aeiou" else "a ") + self.name
+
+
+def _read() -> tuple[Kind, ...]:
+    kinds = []
+    for line in _TABLE.strip().splitlines():
+        group, entries = line.split(": ")
+        for entry in entries.split(", "):
+            name, emoji = entry.split(" ")
+            kinds.append(Kind(name, group, emoji))
+    return tuple(kinds)
+
+
+KINDS = _read()
+"""All kinds; a kind's number is its index."""
+BY_NAME = {kind.name: number for number, kind in enumerate(KINDS)} | {
+    kind.plural: number for number, kind in enumerate(KINDS)
+}
+"""Name or plural -> number."""

@@ -1,0 +1,355 @@
+"""`python -m mmspec.app.scenes.train`: from nothing to the weights of the scenes model.
+
+Three stages. *see*: the vision tower alone learns to say per patch what is there. *talk*: with the tower frozen, the
+projector and the text model learn to answer; a second loss asks that each visual token, read by the model's own head,
+says the name of the thing it belongs to, which saves the text model from having to find that out by itself. *settle*:
+everything together, slowly. Sample n is the same in every run, and a run that is cut goes on from its last checkpoint.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import DataLoader
+
+from mmspec.app.scenes.atlas import LETTERS
+from mmspec.app.scenes.data import CLASSES, GROUND, IGNORE, SIGN, Looking, Talking, collate, corpus
+from mmspec.app.scenes.kinds import KINDS
+from mmspec.app.scenes.model import new_model, processor_of, train_tokenizer
+from mmspec.app.scenes.world import COLOURS, SIZES, TEXTURES
+
+EPILOG = """\
+The folder holds state.pt (the checkpoint), log.jsonl, tokenizer and, at the end, the model in bfloat16. Run the same
+command again to go on after a cut; other settings in the same folder are refused.
+
+examples
+  python -m mmspec.app.scenes.train --out run            # all stages, hours on a few cores
+  python -m mmspec.app.scenes.train --out run --minutes 40   # as far as that, then stop; go on later
+"""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One part of the training.
+
+    Attributes:
+        first: the seed of its first sample. eyes: learning rate of the tower, in shares of `rate`; 0 freezes it.
+        named: weight of the loss on visual tokens.
+    """
+
+    name: str
+    steps: int
+    batch: int
+    rate: float
+    first: int
+    warmup: int = 100
+    eyes: float = 0.0
+    named: float = 0.3
+
+
+STAGES = (
+    Stage("see", 4000, 32, 1e-3, first=0, eyes=1.0),
+    Stage("talk", 6000, 16, 1e-3, first=1_000_000),
+    Stage("settle", 1500, 16, 1e-4, first=5_000_000, eyes=0.2, named=0.1),
+)
+
+
+class Eyes(nn.Module):
+    """The tower with heads that say what each patch shows. The heads are thrown away afterwards."""
+
+    def __init__(self, tower: Any, width: int) -> None:
+        super().__init__()
+        self.tower = tower
+        self.norm = nn.LayerNorm(width)
+        sizes = {"kind": CLASSES, "offset": 2, "bulk": len(SIZES), "letter": len(LETTERS) + 1}
+        self.heads = nn.ModuleDict({name: nn.Linear(width, size) for name, size in sizes.items()})
+        self.ground = nn.ModuleDict(
+            {"colour": nn.Linear(width, len(COLOURS)), "texture": nn.Linear(width, len(TEXTURES))}
+        )
+
+    def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, float]]:
+        """The loss, and figures for the log."""
+        states = self.tower(batch["pixel_values"], output_hidden_states=True).hidden_states[-1]
+        states = self.norm(states.float())
+        said = {name: head(states) for name, head in self.heads.items()}
+        kind = batch["kind"]
+        thing = (kind >= 0) & (kind < GROUND)
+        owned, sign = (kind >= 0) & (kind != GROUND), kind == SIGN
+        losses = {
+            "kind": functional.cross_entropy(said["kind"].flatten(0, 1), kind.flatten(), ignore_index=IGNORE),
+            "offset": functional.smooth_l1_loss(said["offset"][owned], batch["offset"][owned], beta=0.1),
+            "bulk": functional.cross_entropy(said["bulk"].flatten(0, 1), batch["bulk"].flatten(), ignore_index=IGNORE),
+            "letter": functional.cross_entropy(said["letter"][sign], batch["letter"][sign]) if sign.any() else 0.0,
+        }
+        pooled = states.mean(1)
+        for name, head in self.ground.items():
+            losses[name] = functional.cross_entropy(head(pooled), batch[name])
+        weights = {"kind": 1.0, "offset": 2.0, "bulk": 0.3, "letter": 0.5, "colour": 0.2, "texture": 0.2}
+        loss = torch.stack([weights[name] * torch.as_tensor(part) for name, part in losses.items()]).sum()
+        with torch.no_grad():
+            right = (said["kind"].argmax(-1) == kind)[thing].float().mean()
+            read = (said["letter"].argmax(-1) == batch["letter"])[sign].float().mean() if sign.any() else torch.nan
+        figures = {"things": float(right), "letters": float(read)}
+        return loss, figures | {name: float(torch.as_tensor(part).detach()) for name, part in losses.items()}
+
+
+class Mouth(nn.Module):
+    """The whole model, learning to answer. The tower's gradient is cut unless it is to learn."""
+
+    def __init__(self, model: Any, names: Tensor, named: float, frozen: bool) -> None:
+        """
+        Args:
+            names: [kinds] the token that begins each kind's name. named: weight of the loss on visual tokens.
+        """
+        super().__init__()
+        self.names: Tensor
+        self.model, self.named, self.frozen = model, named, frozen
+        self.register_buffer("names", names, persistent=False)
+
+    def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, float]]:
+        """The loss, and figures for the log."""
+        core = self.model.model
+        with torch.set_grad_enabled(not self.frozen):
+            states = core.vision_tower(batch["pixel_values"], output_hidden_states=True).hidden_states[-1]
+        visual = core.multi_modal_projector(states)
+        embedded = core.get_input_embeddings()(batch["input_ids"])
+        place = batch["input_ids"] == self.model.config.image_token_index
+        embedded = embedded.masked_scatter(place[:, :, None], visual.to(embedded.dtype))
+        hidden = core.language_model(inputs_embeds=embedded, attention_mask=batch["attention_mask"]).last_hidden_state
+        labels = batch["labels"][:, 1:]
+        learn = labels != IGNORE
+        logits = self.model.lm_head(hidden[:, :-1][learn]).float()
+        told = functional.cross_entropy(logits, labels[learn])
+        kinds = batch["kinds"]
+        thing = (kinds >= 0) & (kinds < GROUND)
+        read = self.model.lm_head(visual[thing]).float()
+        names = self.names[kinds[thing]]
+        named = functional.cross_entropy(read, names)
+        with torch.no_grad():
+            right = (logits.argmax(-1) == labels[learn]).float()
+            is_name = torch.isin(labels[learn], self.names)
+            figures = {
+                "told": float(told.detach()),
+                "named": float(named.detach()),
+                "tokens": float(right.mean()),
+                "names": float(right[is_name].mean()) if is_name.any() else math.nan,
+                "patches": float((read.argmax(-1) == names).float().mean()),
+            }
+        return told + self.named * named, figures
+
+
+def rate_at(stage: Stage, step: int) -> float:
+    """Warm-up, then a cosine down to a fiftieth."""
+    if step < stage.warmup:
+        return stage.rate * (step + 1) / stage.warmup
+    done = (step - stage.warmup) / max(1, stage.steps - stage.warmup)
+    return stage.rate * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * min(1.0, done))))
+
+
+class Training:
+    """One run in a folder: knows where it is, does a step, writes checkpoints."""
+
+    def __init__(self, out: Path, stages: Sequence[Stage], device: str, seed: int) -> None:
+        self.out, self.stages, self.device, self.seed = out, tuple(stages), torch.device(device), seed
+        out.mkdir(parents=True, exist_ok=True)
+        self.tokenizer = self._tokenizer()
+        self.model = new_model(seed).to(self.device)
+        if self.device.type == "cpu":  # faster there, backward above all
+            self.model.set_attn_implementation("eager")
+        self.at, self.step = 0, 0
+        self.heads: dict[str, Tensor] = {}
+        self._optimiser_state: dict[str, Any] | None = None
+        if (out / "state.pt").exists():
+            self._resume()
+        self.started = time.monotonic()
+
+    def _tokenizer(self) -> Any:
+        from transformers import AutoTokenizer
+
+        if (self.out / "tokenizer.json").exists():
+            return AutoTokenizer.from_pretrained(self.out)
+        made = train_tokenizer(corpus(6000))
+        made.save_pretrained(self.out)
+        return made
+
+    def _resume(self) -> None:
+        state = torch.load(self.out / "state.pt", map_location=self.device, weights_only=True)
+        if state["stages"] != [asdict(stage) for stage in self.stages] or state["seed"] != self.seed:
+            raise SystemExit(f"{self.out} holds a run with other settings; name another folder with --out")
+        self.model.load_state_dict(state["model"])
+        self.at, self.step, self.heads = state["at"], state["step"], state["heads"]
+        self._optimiser_state = state["optimiser"]
+
+    def save(self, part: nn.Module, optimiser: torch.optim.Optimizer) -> None:
+        """Write the checkpoint under another name first, so that a cut never leaves half of one."""
+        heads = {
+            name: value
+            for name, value in part.state_dict().items()
+            if name.split(".")[0] in ("heads", "ground", "norm")
+        }
+        state = {
+            "stages": [asdict(stage) for stage in self.stages],
+            "seed": self.seed,
+            "at": self.at,
+            "step": self.step,
+            "model": self.model.state_dict(),
+            "heads": heads,
+            "optimiser": optimiser.state_dict(),
+        }
+        torch.save(state, self.out / "state.tmp")
+        os.replace(self.out / "state.tmp", self.out / "state.pt")
+
+    def part(self, stage: Stage) -> nn.Module:
+        """What is trained in a stage."""
+        if stage.name == "see":
+            eyes = Eyes(self.model.model.vision_tower, self.model.config.vision_config.hidden_size).to(self.device)
+            if self.heads:
+                eyes.load_state_dict(self.heads, strict=False)
+            return eyes
+        names = [self.tokenizer(" " + kind.name, add_special_tokens=False).input_ids[0] for kind in KINDS]
+        return Mouth(self.model, torch.tensor(names, device=self.device), stage.named, frozen=stage.eyes == 0)
+
+    def optimiser(self, stage: Stage, part: nn.Module) -> torch.optim.AdamW:
+        """Two groups: the tower and the rest; frozen parts are left out."""
+        eyes, rest = list[nn.Parameter](), list[nn.Parameter]()
+        for name, weight in part.named_parameters():
+            (eyes if "vision_tower" in name or name.startswith("tower") else rest).append(weight)
+        for weight in eyes:
+            weight.requires_grad_(stage.eyes > 0)
+        groups = [{"params": rest, "share": 1.0}]
+        if stage.eyes:
+            groups.append({"params": eyes, "share": stage.eyes})
+        made = torch.optim.AdamW(groups, lr=stage.rate, betas=(0.9, 0.98), weight_decay=0.02)
+        if self._optimiser_state is not None:
+            made.load_state_dict(self._optimiser_state)
+            self._optimiser_state = None
+        return made
+
+    def batches(self, stage: Stage) -> Iterator[dict[str, Tensor]]:
+        """From the current step to the stage's last."""
+        first, count = stage.first + self.step * stage.batch, (stage.steps - self.step) * stage.batch
+        workers = 1 if (os.cpu_count() or 1) < 8 else 6
+        data: Any = Looking(first, count) if stage.name == "see" else Talking(self.tokenizer, first, count)
+        loader = DataLoader(
+            data,
+            stage.batch,
+            num_workers=workers,
+            collate_fn=None if stage.name == "see" else collate,
+            prefetch_factor=4,
+            drop_last=True,
+        )
+        yield from loader
+
+    def run(self, seconds: float, progress: bool, every: float = 240.0) -> bool:
+        """Train until all is done (True) or the time is up (False)."""
+        from tqdm import tqdm
+
+        while self.at < len(self.stages):
+            stage = self.stages[self.at]
+            part = self.part(stage)
+            optimiser = self.optimiser(stage, part)
+            saved = time.monotonic()
+            with tqdm(
+                total=stage.steps, initial=self.step, desc=stage.name, disable=not progress, file=sys.stderr
+            ) as bar:
+                for batch in self.batches(stage):
+                    figures = self._step(stage, part, optimiser, batch)
+                    self.step += 1
+                    bar.update()
+                    bar.set_postfix({name: f"{value:.3f}" for name, value in list(figures.items())[:4]})
+                    if self.step % 20 == 0:
+                        self._log({"stage": stage.name, "step": self.step, **figures})
+                    over = time.monotonic() - self.started > seconds
+                    if over or time.monotonic() - saved > every:
+                        self.save(part, optimiser)
+                        saved = time.monotonic()
+                    if over:
+                        return False
+            self.at, self.step, self.heads = self.at + 1, 0, {}
+            self.save(part, torch.optim.AdamW([nn.Parameter(torch.zeros(1))]))
+            self._optimiser_state = None
+        return True
+
+    def _step(
+        self, stage: Stage, part: nn.Module, optimiser: torch.optim.Optimizer, batch: dict[str, Tensor]
+    ) -> dict[str, float]:
+        began = time.monotonic()
+        rate = rate_at(stage, self.step)
+        for group in optimiser.param_groups:
+            group["lr"] = rate * group["share"]
+        part.train()
+        batch = {name: value.to(self.device) for name, value in batch.items()}
+        with torch.autocast(self.device.type, dtype=torch.bfloat16):
+            loss, figures = part(batch)
+        optimiser.zero_grad(set_to_none=True)
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_([w for w in part.parameters() if w.grad is not None], 1.0)
+        if torch.isfinite(norm):
+            optimiser.step()
+        return figures | {
+            "loss": float(loss.detach()),
+            "norm": float(norm),
+            "rate": rate,
+            "s": time.monotonic() - began,
+        }
+
+    def _log(self, row: dict[str, Any]) -> None:
+        row = {name: round(value, 5) if isinstance(value, float) else value for name, value in row.items()}
+        with (self.out / "log.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+
+    def export(self, folder: Path) -> None:
+        """The model in bfloat16 on disk and float32 in use, with its processor."""
+        rounded = {name: value.to(torch.bfloat16) for name, value in self.model.state_dict().items()}
+        self.model.load_state_dict({name: value.float() for name, value in rounded.items()})
+        self.model.eval().to(torch.bfloat16).save_pretrained(folder)
+        self.model.to(torch.float32)
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        for part in (config, config["text_config"], config["vision_config"]):
+            part["dtype"] = "float32"
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        processor_of(self.tokenizer).save_pretrained(folder)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m mmspec.app.scenes.train",
+        description=__doc__,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--out", type=Path, required=True, help="folder of the run")
+    add("--minutes", type=float, default=math.inf, help="stop after this long; run again to go on")
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--seed", type=int, default=0, help="of the first weights")
+    add("--scale", type=float, default=1.0, help="share of the steps of every stage (1)")
+    add("--progress", action=argparse.BooleanOptionalAction, default=sys.stderr.isatty())
+    args = parser.parse_args(argv)
+    stages = [Stage(**(asdict(stage) | {"steps": max(1, round(stage.steps * args.scale))})) for stage in STAGES]
+    training = Training(args.out, stages, args.device, args.seed)
+    done = training.run(60 * args.minutes, args.progress)
+    if done:
+        training.export(args.out / "model")
+        print(f"done: {args.out / 'model'}")
+    else:
+        stage = training.stages[training.at]
+        print(f"stopped in stage {stage.name} after {training.step} of {stage.steps} steps; run again to go on")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
