@@ -121,6 +121,10 @@ def new_model(seed: int = 0) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         model = LlavaForConditionalGeneration(config_of())
+    with torch.no_grad():  # the upper layers do nothing until they learn to
+        for layer in model.model.language_model.layers[5:]:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
     ids = model.generation_config
     ids.pad_token_id, ids.bos_token_id, ids.eos_token_id = PAD, BOS, EOS
     return model

@@ -1,9 +1,11 @@
 """`python -m mmspec.app.scenes.train`: from nothing to the weights of the scenes model.
 
-Three stages. *see*: the vision tower alone learns to say per patch what is there. *talk*: with the tower frozen, the
-projector and the text model learn to answer; a second loss asks that each visual token, read by the model's own head,
-says the name of the thing it belongs to, which saves the text model from having to find that out by itself. *settle*:
-everything together, slowly. Sample n is the same in every run, and a run that is cut goes on from its last checkpoint.
+Four stages. *see*: the vision tower alone learns to say per patch what is there. *talk*: with the tower frozen, the
+projector and the lower half of the text model learn to answer; a second loss asks that each visual token, read by the
+model's own head, says the name of the thing it belongs to, which saves the text model from having to find that out by
+itself. *deepen*: the upper half is added. *settle*: everything together, the tower too, slowly.
+
+Sample n is the same in every run, and a run that is cut goes on from its last checkpoint.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ from mmspec.app.scenes.model import new_model, processor_of, train_tokenizer
 from mmspec.app.scenes.world import COLOURS, SIZES, TEXTURES
 
 EPILOG = """\
-The folder holds state.pt (the checkpoint), log.jsonl, tokenizer and, at the end, the model in bfloat16. Run the same
+The folder holds state.pt (the checkpoint), log.jsonl, the tokenizer, tower.safetensors after the first stage and, at the
+end, the model in bfloat16. Run the same
 command again to go on after a cut; other settings in the same folder are refused.
 
 examples
@@ -46,7 +49,8 @@ class Stage:
 
     Attributes:
         first: the seed of its first sample. eyes: learning rate of the tower, in shares of `rate`; 0 freezes it.
-        named: weight of the loss on visual tokens.
+        named: weight of the loss on visual tokens. layers: how many layers of the text model are there; those that are
+            added later begin as doing nothing, so that much is learned at a fraction of the cost.
     """
 
     name: str
@@ -57,12 +61,14 @@ class Stage:
     warmup: int = 100
     eyes: float = 0.0
     named: float = 0.3
+    layers: int = 10
 
 
 STAGES = (
-    Stage("see", 4000, 32, 1e-3, first=0, eyes=1.0),
-    Stage("talk", 6000, 16, 1e-3, first=1_000_000),
-    Stage("settle", 1500, 16, 1e-4, first=5_000_000, eyes=0.2, named=0.1),
+    Stage("see", 7000, 32, 1e-3, first=0, eyes=1.0),
+    Stage("talk", 2500, 16, 1e-3, first=1_000_000, layers=5),
+    Stage("deepen", 2000, 16, 5e-4, first=3_000_000, named=0.1),
+    Stage("settle", 1000, 16, 1e-4, first=5_000_000, eyes=0.3, named=0.1),
 )
 
 
@@ -108,26 +114,31 @@ class Eyes(nn.Module):
 class Mouth(nn.Module):
     """The whole model, learning to answer. The tower's gradient is cut unless it is to learn."""
 
-    def __init__(self, model: Any, names: Tensor, named: float, frozen: bool) -> None:
+    def __init__(self, model: Any, names: Tensor, stage: Stage) -> None:
         """
         Args:
-            names: [kinds] the token that begins each kind's name. named: weight of the loss on visual tokens.
+            names: [kinds] the token that begins each kind's name.
         """
         super().__init__()
         self.names: Tensor
-        self.model, self.named, self.frozen = model, named, frozen
+        self.model, self.named, self.frozen, self.layers = model, stage.named, stage.eyes == 0, stage.layers
         self.register_buffer("names", names, persistent=False)
 
     def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, float]]:
         """The loss, and figures for the log."""
         core = self.model.model
+        text = core.language_model
         with torch.set_grad_enabled(not self.frozen):
             states = core.vision_tower(batch["pixel_values"], output_hidden_states=True).hidden_states[-1]
         visual = core.multi_modal_projector(states)
         embedded = core.get_input_embeddings()(batch["input_ids"])
         place = batch["input_ids"] == self.model.config.image_token_index
         embedded = embedded.masked_scatter(place[:, :, None], visual.to(embedded.dtype))
-        hidden = core.language_model(inputs_embeds=embedded, attention_mask=batch["attention_mask"]).last_hidden_state
+        every, text.layers = text.layers, text.layers[: self.layers]
+        try:
+            hidden = text(inputs_embeds=embedded, attention_mask=batch["attention_mask"]).last_hidden_state
+        finally:
+            text.layers = every
         labels = batch["labels"][:, 1:]
         learn = labels != IGNORE
         logits = self.model.lm_head(hidden[:, :-1][learn]).float()
@@ -158,6 +169,51 @@ def rate_at(stage: Stage, step: int) -> float:
     return stage.rate * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * min(1.0, done))))
 
 
+class Optimisers:
+    """Muon for the matrices of the layers, AdamW for all else; the tower's share of the learning rate may be smaller.
+
+    Muon (K. Jordan et al. 2024, scaled as in arXiv 2502.16982) makes the update of a matrix orthogonal; it needs fewer
+    steps than AdamW at the same rates.
+    """
+
+    def __init__(self, stage: Stage, part: nn.Module) -> None:
+        groups: dict[tuple[bool, float], list[nn.Parameter]] = {}
+        for name, weight in part.named_parameters():
+            eyes = "vision_tower" in name or name.startswith("tower")
+            share = stage.eyes if eyes else 1.0
+            weight.requires_grad_(share > 0)
+            if share:
+                groups.setdefault((weight.ndim == 2 and ".layers." in name, share), []).append(weight)
+        made: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
+        for (matrix, share), weights in groups.items():
+            made[matrix].append({"params": weights, "share": share})
+        self.all: list[torch.optim.Optimizer] = [
+            torch.optim.Muon(made[True], lr=stage.rate, weight_decay=0.02, adjust_lr_fn="match_rms_adamw"),
+            torch.optim.AdamW(made[False], lr=stage.rate, betas=(0.9, 0.98), weight_decay=0.02),
+        ]
+
+    def step(self, rate: float) -> None:
+        """One step at this learning rate."""
+        for optimiser in self.all:
+            for group in optimiser.param_groups:
+                group["lr"] = rate * group["share"]
+            optimiser.step()
+
+    def zero_grad(self) -> None:
+        """Forget the gradients."""
+        for optimiser in self.all:
+            optimiser.zero_grad(set_to_none=True)
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        """What a checkpoint keeps."""
+        return [optimiser.state_dict() for optimiser in self.all]
+
+    def load_state_dict(self, states: list[dict[str, Any]]) -> None:
+        """Go on from a checkpoint."""
+        for optimiser, state in zip(self.all, states, strict=True):
+            optimiser.load_state_dict(state)
+
+
 class Training:
     """One run in a folder: knows where it is, does a step, writes checkpoints."""
 
@@ -167,10 +223,10 @@ class Training:
         self.tokenizer = self._tokenizer()
         self.model = new_model(seed).to(self.device)
         if self.device.type == "cpu":  # faster there, backward above all
-            self.model.set_attn_implementation("eager")
+            self.model.set_attn_implementation({"vision_config": "eager"})
         self.at, self.step = 0, 0
         self.heads: dict[str, Tensor] = {}
-        self._optimiser_state: dict[str, Any] | None = None
+        self._optimiser_state: list[dict[str, Any]] | None = None
         if (out / "state.pt").exists():
             self._resume()
         self.started = time.monotonic()
@@ -192,7 +248,7 @@ class Training:
         self.at, self.step, self.heads = state["at"], state["step"], state["heads"]
         self._optimiser_state = state["optimiser"]
 
-    def save(self, part: nn.Module, optimiser: torch.optim.Optimizer) -> None:
+    def save(self, part: nn.Module, optimiser: Optimisers | None) -> None:
         """Write the checkpoint under another name first, so that a cut never leaves half of one."""
         heads = {
             name: value
@@ -206,7 +262,7 @@ class Training:
             "step": self.step,
             "model": self.model.state_dict(),
             "heads": heads,
-            "optimiser": optimiser.state_dict(),
+            "optimiser": optimiser.state_dict() if optimiser is not None else None,
         }
         torch.save(state, self.out / "state.tmp")
         os.replace(self.out / "state.tmp", self.out / "state.pt")
@@ -219,19 +275,11 @@ class Training:
                 eyes.load_state_dict(self.heads, strict=False)
             return eyes
         names = [self.tokenizer(" " + kind.name, add_special_tokens=False).input_ids[0] for kind in KINDS]
-        return Mouth(self.model, torch.tensor(names, device=self.device), stage.named, frozen=stage.eyes == 0)
+        return Mouth(self.model, torch.tensor(names, device=self.device), stage)
 
-    def optimiser(self, stage: Stage, part: nn.Module) -> torch.optim.AdamW:
-        """Two groups: the tower and the rest; frozen parts are left out."""
-        eyes, rest = list[nn.Parameter](), list[nn.Parameter]()
-        for name, weight in part.named_parameters():
-            (eyes if "vision_tower" in name or name.startswith("tower") else rest).append(weight)
-        for weight in eyes:
-            weight.requires_grad_(stage.eyes > 0)
-        groups = [{"params": rest, "share": 1.0}]
-        if stage.eyes:
-            groups.append({"params": eyes, "share": stage.eyes})
-        made = torch.optim.AdamW(groups, lr=stage.rate, betas=(0.9, 0.98), weight_decay=0.02)
+    def optimiser(self, stage: Stage, part: nn.Module) -> Optimisers:
+        """A fresh one, or the one that was saved."""
+        made = Optimisers(stage, part)
         if self._optimiser_state is not None:
             made.load_state_dict(self._optimiser_state)
             self._optimiser_state = None
@@ -277,27 +325,25 @@ class Training:
                         saved = time.monotonic()
                     if over:
                         return False
+            if stage.name == "see":
+                self._round_tower()
             self.at, self.step, self.heads = self.at + 1, 0, {}
-            self.save(part, torch.optim.AdamW([nn.Parameter(torch.zeros(1))]))
+            self.save(part, None)
             self._optimiser_state = None
         return True
 
-    def _step(
-        self, stage: Stage, part: nn.Module, optimiser: torch.optim.Optimizer, batch: dict[str, Tensor]
-    ) -> dict[str, float]:
+    def _step(self, stage: Stage, part: nn.Module, optimiser: Optimisers, batch: dict[str, Tensor]) -> dict[str, float]:
         began = time.monotonic()
         rate = rate_at(stage, self.step)
-        for group in optimiser.param_groups:
-            group["lr"] = rate * group["share"]
         part.train()
         batch = {name: value.to(self.device) for name, value in batch.items()}
         with torch.autocast(self.device.type, dtype=torch.bfloat16):
             loss, figures = part(batch)
-        optimiser.zero_grad(set_to_none=True)
+        optimiser.zero_grad()
         loss.backward()
         norm = nn.utils.clip_grad_norm_([w for w in part.parameters() if w.grad is not None], 1.0)
         if torch.isfinite(norm):
-            optimiser.step()
+            optimiser.step(rate)
         return figures | {
             "loss": float(loss.detach()),
             "norm": float(norm),
@@ -336,11 +382,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--minutes", type=float, default=math.inf, help="stop after this long; run again to go on")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--seed", type=int, default=0, help="of the first weights")
+    add("--tower", type=Path, help="tower.safetensors of an earlier run: leave out the stage that makes it")
     add("--scale", type=float, default=1.0, help="share of the steps of every stage (1)")
     add("--progress", action=argparse.BooleanOptionalAction, default=sys.stderr.isatty())
     args = parser.parse_args(argv)
     stages = [Stage(**(asdict(stage) | {"steps": max(1, round(stage.steps * args.scale))})) for stage in STAGES]
     training = Training(args.out, stages, args.device, args.seed)
+    if args.tower is not None:
+        training.begin_with_tower(args.tower)
     done = training.run(60 * args.minutes, args.progress)
     if done:
         training.export(args.out / "model")
