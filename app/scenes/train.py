@@ -33,9 +33,9 @@ from mmspec.app.scenes.model import new_model, processor_of, train_tokenizer
 from mmspec.app.scenes.world import COLOURS, SIZES, TEXTURES
 
 EPILOG = """\
-The folder holds state.pt (the checkpoint), log.jsonl, the tokenizer, tower.safetensors after the first stage and, at the
-end, the model in bfloat16. Run the same
-command again to go on after a cut; other settings in the same folder are refused.
+The folder holds state.pt (the checkpoint), log.jsonl, the tokenizer, tower.safetensors after the first stage and, at
+the end, the model in bfloat16. Run the same command again to go on after a cut; other settings in the same folder are
+refused.
 
 examples
   python -m mmspec.app.scenes.train --out run            # all stages, hours on a few cores
@@ -331,6 +331,20 @@ class Training:
             self.save(part, None)
             self._optimiser_state = None
         return True
+
+    def _round_tower(self) -> None:
+        """From here on the tower is what it will be on disk, in bfloat16; kept in a file of its own as well."""
+        tower = self.model.model.vision_tower
+        rounded = {name: value.to(torch.bfloat16).contiguous() for name, value in tower.state_dict().items()}
+        tower.load_state_dict({name: value.float() for name, value in rounded.items()})
+        save_file(rounded, self.out / "tower.safetensors", metadata={"format": "pt"})
+
+    def begin_with_tower(self, file: Path) -> None:
+        """Leave out the first stage: the tower was trained before."""
+        if (self.at, self.step) == (0, 0):
+            tower = {name: value.float() for name, value in load_file(file).items()}
+            self.model.model.vision_tower.load_state_dict(tower)
+            self.at = 1
 
     def _step(self, stage: Stage, part: nn.Module, optimiser: Optimisers, batch: dict[str, Tensor]) -> dict[str, float]:
         began = time.monotonic()
