@@ -16,12 +16,13 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader
@@ -217,11 +218,17 @@ class Optimisers:
 class Training:
     """One run in a folder: knows where it is, does a step, writes checkpoints."""
 
-    def __init__(self, out: Path, stages: Sequence[Stage], device: str, seed: int) -> None:
+    def __init__(
+        self, out: Path, stages: Sequence[Stage], device: str, seed: int, make: Callable[[int], Any] = new_model
+    ) -> None:
+        """
+        Args:
+            seed: of the first weights. make: makes the model from it.
+        """
         self.out, self.stages, self.device, self.seed = out, tuple(stages), torch.device(device), seed
         out.mkdir(parents=True, exist_ok=True)
         self.tokenizer = self._tokenizer()
-        self.model = new_model(seed).to(self.device)
+        self.model = make(seed).to(self.device)
         if self.device.type == "cpu":  # faster there, backward above all
             self.model.set_attn_implementation({"vision_config": "eager"})
         self.at, self.step = 0, 0
@@ -270,7 +277,10 @@ class Training:
     def part(self, stage: Stage) -> nn.Module:
         """What is trained in a stage."""
         if stage.name == "see":
-            eyes = Eyes(self.model.model.vision_tower, self.model.config.vision_config.hidden_size).to(self.device)
+            with torch.random.fork_rng(devices=[]):
+                torch.default_generator.manual_seed(self.seed)
+                eyes = Eyes(self.model.model.vision_tower, self.model.config.vision_config.hidden_size)
+            eyes.to(self.device)
             if self.heads:
                 eyes.load_state_dict(self.heads, strict=False)
             return eyes
