@@ -335,6 +335,7 @@ class Training:
                         saved = time.monotonic()
                     if over:
                         return False
+            optimiser.zero_grad()  # or the next stage would clip by gradients that are none of its own
             if stage.name == "see":
                 self._round_tower()
             self.at, self.step, self.heads = self.at + 1, 0, {}
