@@ -66,7 +66,7 @@ class Stage:
 
 
 STAGES = (
-    Stage("see", 7000, 32, 1e-3, first=0, eyes=1.0),
+    Stage("see", 6000, 32, 1e-3, first=0, eyes=1.0),
     Stage("talk", 2500, 16, 1e-3, first=1_000_000, layers=5),
     Stage("deepen", 2000, 16, 5e-4, first=3_000_000, named=0.1),
     Stage("settle", 1000, 16, 1e-4, first=5_000_000, eyes=0.3, named=0.1),
