@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText, AutoProcessor, LlavaForConditionalGeneration
 
-from mmspec.app.scenes import evaluate, load
+from mmspec.app.scenes import DamagedModelError, evaluate, load
 from mmspec.app.scenes.data import pixels
 from mmspec.app.scenes.model import TOKENS, config_of, new_model
 from mmspec.app.scenes.paint import paint
@@ -105,6 +106,24 @@ def test_evaluation_gives_a_flat_object_of_shares(run: Training) -> None:
         name.removesuffix("_n") for name in result
     }
     assert "control_things_named" in result and all(isinstance(value, int | float) for value in result.values())
+
+
+def test_damaged_and_missing_files_are_named(run: Training, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(run.out / "model", folder)
+    load(folder)
+    weights = folder / "model.safetensors"
+    content = weights.read_bytes()
+    for damaged in (content[:-1] + bytes([content[-1] ^ 1]), content[:1000], b""):
+        weights.write_bytes(damaged)
+        with pytest.raises(DamagedModelError, match=r"model\.safetensors is damaged: get it back") as failed:
+            load(folder)
+        assert str(weights) in str(failed.value) and "\n" not in str(failed.value)
+    weights.unlink()
+    with pytest.raises(DamagedModelError, match=r"model\.safetensors is missing"):
+        load(folder)
+    with pytest.raises(DamagedModelError, match=r"checksums\.json is missing"):
+        load(tmp_path)
 
 
 def test_upper_layers_begin_as_doing_nothing() -> None:

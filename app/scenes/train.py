@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader
 
+from mmspec.app.scenes import SUMS, sums_of
 from mmspec.app.scenes.atlas import LETTERS
 from mmspec.app.scenes.data import CLASSES, GROUND, IGNORE, SIGN, Looking, Talking, collate, corpus
 from mmspec.app.scenes.kinds import KINDS
@@ -392,6 +393,7 @@ class Training:
             part["dtype"] = "float32"
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         processor_of(self.tokenizer).save_pretrained(folder)
+        (folder / SUMS).write_text(json.dumps(sums_of(folder), indent=1) + "\n", encoding="utf-8")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
