@@ -139,33 +139,36 @@ class Sample:
 
 
 class Talking(Dataset[Sample]):
-    """Chats about scenes, and some about clips, from a seed on."""
+    """Chats about scenes, and some about clips, from a seed on.
 
-    def __init__(self, tokenizer: Any, first: int, count: int, clips: float = 0.06) -> None:
+    Clips are several times as long as chats, so they come in groups: a batch is all clips, of one length, or none.
+    """
+
+    def __init__(self, tokenizer: Any, first: int, count: int, group: int = 16, clips: float = 0.06) -> None:
         """
         Args:
-            clips: share of the samples that are clips.
+            group: samples that are of one sort. clips: share of the groups that are clips.
         """
         if first + count > HELD_OUT:
             raise ValueError(f"training seeds end before {HELD_OUT}; asked for {first} to {first + count}")
-        self.tokenizer, self.first, self.count, self.clips = tokenizer, first, count, clips
+        self.tokenizer, self.first, self.count, self.group, self.clips = tokenizer, first, count, group, clips
 
     def __len__(self) -> int:
         return self.count
 
     def __getitem__(self, number: int) -> Sample:
         seed = self.first + number
-        dice = random.Random(f"talk {seed}")
-        if dice.random() < self.clips:
-            return self._clip(seed, dice)
+        dice, together = random.Random(f"talk {seed}"), random.Random(f"group {seed // self.group}")
+        if together.random() < self.clips:
+            return self._clip(seed, dice, together.choice((4, 4, 4, 5, 6, 8)))
         made = scene(seed)
         image, patches = seen(made)
         turns = turns_of(made, dice)
         ids, labels = encode(self.tokenizer, turns)
         return Sample(ids, labels, pixels(image)[None], patches.kind[None])
 
-    def _clip(self, seed: int, dice: random.Random) -> Sample:
-        made = clip(seed, frames=4 if dice.random() < 0.7 else None)
+    def _clip(self, seed: int, dice: random.Random, frames: int) -> Sample:
+        made = clip(seed, frames)
         looks = [seen(frame) for frame in made.frames]
         ids, labels = encode(self.tokenizer, [grammar.clip_turn(made, dice)], pictures=len(looks))
         kinds = torch.stack([patches.kind for _, patches in looks])

@@ -300,7 +300,7 @@ class Training:
         """From the current step to the stage's last."""
         first, count = stage.first + self.step * stage.batch, (stage.steps - self.step) * stage.batch
         workers = 1 if (os.cpu_count() or 1) < 8 else 6
-        data: Any = Looking(first, count) if stage.name == "see" else Talking(self.tokenizer, first, count)
+        data: Any = Looking(first, count) if stage.name == "see" else Talking(self.tokenizer, first, count, stage.batch)
         loader = DataLoader(
             data,
             stage.batch,
