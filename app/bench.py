@@ -9,11 +9,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mmspec.app.caption import check_drafter, positive, quiet, temperature
+from mmspec.app.caption import MODELS, check_drafter, positive, quiet, temperature
 from mmspec.app.errors import UsageError, one_line
-from mmspec.app.settings import DTYPES, PROMPT
+from mmspec.app.scenes.world import HELD_OUT
+from mmspec.app.settings import DTYPES, MODEL, PROMPT
 from mmspec.app.versions import mmspec_version, version
 
+TASKS = ("describe", "short", "answer", "clip")  # of mmspec.app.scenes.tasks, which is too heavy to import here
 COLUMNS = {
     "drafter": "drafter",
     "batch": "batch",
@@ -48,14 +50,19 @@ columns
   same          all tokens equal to hf, in every run (in half precision near-ties may differ)
   score, draft, rest: ms per round
 
-Every call has pictures and prompts of its own, so that a drafter that learns from call to call cannot know the answers;
-give as many --images as the largest batch size times (repeats + 1).
+With --task (the default for the scenes model) pictures and questions come from the scenes world, from seed
+--first-seed on, and rows end where the model ends them: describe (a long description), short (a caption), answer
+(where, how many, is there, ...), clip (what happens in a clip). Seeds from 50,000,000 on were never trained on. tau is
+over all tokens.
 
-Rows never end early: all produce --new-tokens tokens. A real model's text past its natural end tends to repeat itself,
-which flatters drafters: choose --new-tokens below the usual length of its answers.
+Else every call has pictures and prompts of its own, so that a drafter that learns from call to call cannot know the
+answers; give as many --images as the largest batch size times (repeats + 1). Such rows never end early: all produce
+--new-tokens tokens. A real model's text past its natural end tends to repeat itself, which flatters drafters: choose
+--new-tokens below the usual length of its answers.
 
 examples
-  mmspec bench --model tiny
+  mmspec bench
+  mmspec bench --task answer --drafters auto,fused --count 100 --json answers.json
   mmspec bench --model mid --drafters none,lookup,auto --batch-sizes 1,8 --prompt-tokens 100,700 --json mid.json
   mmspec bench --model llava-hf/llava-1.5-7b-hf --images photos/ --dtype bfloat16 --plot speed.png
 """
@@ -73,16 +80,19 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], co
     )
     parser.set_defaults(run=run)
     add = parser.add_argument
-    add("--model", required=True, metavar="M", help="hub id, local folder, or a built-in random model: tiny, mid")
+    add("--model", default=MODEL, metavar="M", help=MODELS)
     add("--drafters", type=names, default=["none", "auto"], metavar="A,B", help="default none,auto")
     add("--batch-sizes", type=numbers, default=[1], metavar="N,N", help="default 1")
     add("--prompt-tokens", type=numbers, default=None, metavar="N,N", help="lengthen prompts with words to this")
-    add("--new-tokens", type=positive, default=64, metavar="N", help="per row (default 64)")
+    add("--task", choices=TASKS, default=None, help="what to ask about scenes from the world (default describe)")
+    add("--first-seed", type=int, default=None, metavar="S", help=f"of the scenes (default {HELD_OUT})")
+    add("--count", type=positive, default=None, metavar="N", help="scenes (default: --repeats batches)")
+    add("--new-tokens", type=positive, default=None, metavar="N", help="per row (default 64; with --task at most, 160)")
     add("--temperature", type=temperature, default=0.0, metavar="T", help="0 (default) is greedy")
     add("--seed", type=int, default=0, metavar="N", help="for prompts, pictures and sampling (default 0)")
     add("--repeats", type=positive, default=5, metavar="N", help="rounds after the warm-up (default 5)")
     add("--images", nargs="+", default=[], metavar="PATH", help="pictures to use (default: made up)")
-    add("--prompt", default=PROMPT, metavar="TEXT", help=f"default {PROMPT!r}")
+    add("--prompt", default=None, metavar="TEXT", help=f"default {PROMPT!r}")
     add("--dtype", default="auto", choices=DTYPES, help="default as for caption")
     add("--device", default="auto", metavar="DEV", help="default auto: the GPU if there is one")
     add("--json", default=None, metavar="FILE", help="write the rows as a JSON list, with more columns")
@@ -104,8 +114,7 @@ def run(args: argparse.Namespace) -> int:
     """Carry out the command."""
     for name in args.drafters:
         check_drafter(name)
-    if args.new_tokens < 2:
-        raise UsageError(f"--new-tokens must be 2 or more, or there is nothing to decode; got {args.new_tokens}")
+    settle(args)
     for file in filter(None, (args.json, args.plot)):
         writable(file)
     if args.plot:
@@ -122,6 +131,26 @@ def run(args: argparse.Namespace) -> int:
 
         plot(rows, Path(args.plot))
     return 0
+
+
+def settle(args: argparse.Namespace) -> None:
+    """Fill in what depends on other options, and refuse what does not go together."""
+    made_up = {"--images": args.images, "--prompt": args.prompt, "--prompt-tokens": args.prompt_tokens}
+    given = [name for name, value in made_up.items() if value]
+    if args.task is None and args.model == MODEL and not given:
+        args.task = "describe"
+    if args.task is not None:
+        if given:
+            raise UsageError(f"--task brings pictures and questions of its own: leave {given[0]} away")
+        if args.count is not None and args.count < max(args.batch_sizes):
+            raise UsageError(f"--count {args.count} does not fill a batch of {max(args.batch_sizes)}")
+        args.first_seed = HELD_OUT if args.first_seed is None else args.first_seed
+    elif args.first_seed is not None or args.count is not None:
+        raise UsageError("--first-seed and --count go with --task")
+    args.prompt = args.prompt or PROMPT
+    args.new_tokens = args.new_tokens or (160 if args.task else 64)
+    if args.new_tokens < 2:
+        raise UsageError(f"--new-tokens must be 2 or more, or there is nothing to decode; got {args.new_tokens}")
 
 
 def writable(file: str) -> None:
@@ -143,28 +172,36 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     from mmspec.app.captioner import Captioner
     from mmspec.app.load import load
     from mmspec.app.measure import results, rounds, systems
-    from mmspec.app.prompts import pictures, requests_of
+    from mmspec.app.prompts import pictures, requests_of, world_requests
+    from mmspec.app.scenes.looks import advise
 
-    images = pictures(args.images, max(args.batch_sizes) * (args.repeats + 1), args.seed)
+    images = [] if args.task else pictures(args.images, max(args.batch_sizes) * (args.repeats + 1), args.seed)
+    if args.model == MODEL and images:
+        advise(images[0], "what --images names")
     model, processor = load(args.model, args.dtype, args.device)
     try:
-        field = systems(model, args.drafters, processor)
+        field = systems(model, args.drafters, processor, ends=args.task is not None)
     except (TypeError, ValueError) as error:
         raise UsageError(f"--model {args.model}: {one_line(error, 600)}") from error
     maker = Captioner(model, processor)
-    shared = {name: getattr(args, name) for name in ("model", "new_tokens", "temperature", "repeats")}
+    shared = {name: getattr(args, name) for name in ("model", "task", "first_seed", "new_tokens", "temperature")}
     shared |= {"dtype": maker.dtype, "run": provenance(args.command, model)}
     lengths = args.prompt_tokens or [0]
-    calls = len(args.batch_sizes) * len(lengths) * len(field) * (args.repeats + 1)
+    repeats = {batch: args.count // batch if args.count else args.repeats for batch in args.batch_sizes}
+    calls = len(lengths) * len(field) * sum(number + 1 for number in repeats.values())
     hide = not (sys.stderr.isatty() if args.progress is None else args.progress)
     rows = []
     with tqdm(total=calls, desc="bench", unit="call", disable=hide, file=sys.stderr) as bar:
         for batch in args.batch_sizes:
             for length in lengths:
-                requests = requests_of(maker, images, args.prompt, batch, length, args.repeats + 1, args.seed)
+                count = repeats[batch]
+                if args.task:
+                    requests = world_requests(maker, args.task, args.first_seed, batch, count)
+                else:
+                    requests = requests_of(maker, images, args.prompt, batch, length, count + 1, args.seed)
                 rounds(field, requests, args.new_tokens, args.temperature, args.seed, bar.update)
                 tokens = requests[0]["input_ids"].shape[1]
-                rows += [row | {"prompt_tokens": tokens} | shared for row in results(field)]
+                rows += [row | {"prompt_tokens": tokens, "repeats": count} | shared for row in results(field)]
     return rows
 
 

@@ -9,15 +9,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mmspec.app.errors import UsageError, one_line
-from mmspec.app.settings import DTYPES, MAX_PIXELS, PROMPT, JobSettings, Place
+from mmspec.app.settings import DTYPES, FRAMES, MAX_PIXELS, MODEL, PROMPT, VIDEO_PROMPT, JobSettings, Place
 
 if TYPE_CHECKING:
     from mmspec.app.captioner import Captioner
     from mmspec.app.output import Output
 
+MODELS = "hub id, folder, or built in: scenes (default; small, knows its own small world), tiny, mid (random weights)"
 EPILOG = """\
 PATH is any mix of
-  photo.jpg          one file
+  photo.jpg          one file; clip.mp4 likewise (of which --frames pictures are shown to the model)
   photos/            a folder, with its sub-folders, in natural order (img2 before img10)
   'photos/*.png'     a glob, expanded here if your shell has not
   list.jsonl         a manifest: "file_name" and, if wanted, "prompt" and "id" per row; .csv likewise;
@@ -26,7 +27,7 @@ PATH is any mix of
 examples
   mmspec caption photos/ --model llava-hf/llava-1.5-7b-hf --out captions.jsonl
   mmspec caption photos/ --model ./my-llava --out photos/metadata.jsonl     loads with load_dataset("imagefolder")
-  mmspec caption cat.png --model tiny --compare                             try it with a random model, no download
+  mmspec caption cat.png --compare              no download: the small model that ships with mmspec
   mmspec caption list.jsonl --model ... --temperature 0.7 --seed 1 --stop $'\\n'
   accelerate launch --num_processes 4 -m mmspec caption photos/ --model ... --out captions.jsonl
 
@@ -57,8 +58,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], co
     parser = commands.add_parser(
         "caption",
         parents=[common],
-        help="caption pictures into JSON lines; resumes by itself",
-        description="Caption pictures with a vision-language model, sped up by mmspec. One JSON row each.",
+        help="caption pictures and videos into JSON lines; resumes by itself",
+        description="Caption pictures and videos with a vision-language model, sped up by mmspec. One JSON row each.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -71,7 +72,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], co
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("model").add_argument
-    add("--model", required=True, metavar="M", help="hub id, folder, or a built-in random model: tiny, mid")
+    add("--model", default=MODEL, metavar="M", help=MODELS)
     add("--drafter", default="auto", metavar="D", help="source of guesses (default auto; none: no drafts)")
     add("--dtype", default="auto", choices=DTYPES, help="default auto: the checkpoint's, float32 on a CPU")
     add("--device", default="auto", metavar="DEV", help="default auto: the GPU if there is one")
@@ -79,8 +80,9 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
 
 def _add_decoding(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("captions").add_argument
-    add("--prompt", default=PROMPT, metavar="TEXT", help=f"default {PROMPT!r}")
-    add("--batch-size", type=positive, default=8, metavar="N", help="pictures at a time (default 8)")
+    add("--prompt", default=None, metavar="TEXT", help=f"default {PROMPT!r}; of videos {VIDEO_PROMPT!r}")
+    add("--frames", type=positive, default=FRAMES, metavar="N", help=f"of a video, evenly spread (default {FRAMES})")
+    add("--batch-size", type=positive, default=8, metavar="N", help="pictures or videos at a time (default 8)")
     add("--max-new-tokens", type=positive, default=128, metavar="N", help="per caption (default 128)")
     add("--temperature", type=temperature, default=0.0, metavar="T", help="0 (default) is greedy")
     add("--seed", type=int, default=0, metavar="N", help="for sampling (default 0)")
@@ -143,7 +145,7 @@ def run(args: argparse.Namespace) -> int:
     settings = JobSettings(**given | {"paths": tuple(args.paths), "stop": tuple(filter(None, args.stop))})
     place = Place.of(os.environ)
     check_drafter(settings.drafter)
-    if not settings.prompt.strip():
+    if settings.prompt is not None and not settings.prompt.strip():
         raise UsageError("--prompt must not be empty")
     quiet(settings.progress)
     return Job(settings, output_of(settings, place), lambda: captioner(settings, place), place).run()
@@ -179,7 +181,7 @@ def captioner(settings: JobSettings, place: Place) -> Captioner:
 
     model, processor = load(settings.model, settings.dtype, settings.device, place.local)
     token = getattr(processor, "image_token", None)
-    if token and token in settings.prompt:
+    if token and token in (settings.prompt or ""):
         raise UsageError(f"--prompt must not contain {token}: the picture is put before it already")
     try:
         mmspec.patch(model, settings.drafter, processor=processor)

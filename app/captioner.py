@@ -1,4 +1,4 @@
-"""Pictures and prompts to captions with a patched model, a batch at a time; on request also plainly, to compare.
+"""Pictures or clips and prompts to captions with a patched model, a batch at a time; on request plainly as well.
 
 Knows models and processors. Knows nothing of files, resuming or progress.
 """
@@ -14,20 +14,22 @@ import torch
 from PIL import Image
 
 import mmspec
+from mmspec.app.images import Shown, pictures
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-PLAIN_TEMPLATE = "USER: {image}\n{prompt} ASSISTANT:"
+PLAIN_TEMPLATE = "USER: {images}{prompt} ASSISTANT:"
 """For processors without a chat template: what LLaVA-1.5 was trained on."""
 
 
 @dataclass(frozen=True)
 class Caption:
-    """One caption. Named like the columns of the output; `identical` is None where nothing was compared.
+    """One caption. Named like the columns of the output.
 
     Attributes:
+        identical, plain: whether plain `generate` says the same, and what it says; None where nothing was compared.
         ttft_s: from the start of the batch to its first tokens. seconds: the batch's time divided by its rows.
     """
 
@@ -40,6 +42,7 @@ class Caption:
     seconds: float
     finish_reason: str
     identical: bool | None = None
+    plain: str | None = None
 
 
 @dataclass
@@ -75,17 +78,18 @@ class Captioner:
         return mmspec.stats(self.model).acceptance
 
     def caption(
-        self, images: Sequence[Image.Image], prompts: Sequence[str], seed: int, compare: Sequence[bool] = ()
+        self, shown: Sequence[Shown], prompts: Sequence[str], seed: int, compare: Sequence[bool] = ()
     ) -> list[Caption]:
         """Caption a batch; rows marked in `compare` are also decoded plainly (the whole batch is, as one)."""
         began = time.perf_counter()
-        inputs = self.inputs(images, prompts)
+        inputs = self.inputs(shown, prompts)
         output, seconds = self._generate(inputs, seed)
-        made = self._captions(inputs, output, (time.perf_counter() - began) / len(images))
+        made = self._captions(inputs, output, (time.perf_counter() - began) / len(shown))
         if not any(compare):
             return made
-        same = self._compare(inputs, output, seed, compare, seconds)
-        return [replace(c, identical=i) if on else c for c, i, on in zip(made, same, compare, strict=True)]
+        found = self._compare(inputs, output, seed, compare, seconds)
+        rows = zip(made, found, compare, strict=True)
+        return [replace(c, identical=same, plain=text) if on else c for c, (same, text), on in rows]
 
     def _generate(self, inputs: dict[str, Any], seed: int) -> tuple[Tensor, float]:
         """Ids of prompt and answer, and the seconds it took."""
@@ -96,10 +100,10 @@ class Captioner:
             torch.cuda.synchronize(output.device)
         return output, time.perf_counter() - began
 
-    def inputs(self, images: Sequence[Image.Image], prompts: Sequence[str]) -> dict[str, Any]:
+    def inputs(self, shown: Sequence[Shown], prompts: Sequence[str]) -> dict[str, Any]:
         """What `generate` wants, on the model's device and in its precision."""
         if getattr(self.processor, "chat_template", None):
-            chats = [_chat(image, prompt) for image, prompt in zip(images, prompts, strict=True)]
+            chats = [_chat(pictures(one), prompt) for one, prompt in zip(shown, prompts, strict=True)]
             made = self.processor.apply_chat_template(
                 chats,
                 add_generation_prompt=True,
@@ -110,8 +114,10 @@ class Captioner:
             )
         else:
             token = getattr(self.processor, "image_token", "<image>")
-            texts = [PLAIN_TEMPLATE.format(image=token, prompt=prompt) for prompt in prompts]
-            made = self.processor(text=texts, images=list(images), padding=True, return_tensors="pt")
+            rows = zip(shown, prompts, strict=True)
+            texts = [PLAIN_TEMPLATE.format(images=f"{token}\n" * len(pictures(one)), prompt=text) for one, text in rows]
+            flat = [image for one in shown for image in pictures(one)]
+            made = self.processor(text=texts, images=flat, padding=True, return_tensors="pt")
         return {name: self._place(value) for name, value in made.items()}
 
     def _place(self, value: Any) -> Any:
@@ -162,8 +168,12 @@ class Captioner:
 
     def _compare(
         self, inputs: dict[str, Any], output: Tensor, seed: int, wanted: Sequence[bool], seconds: float
-    ) -> list[bool]:
-        """Which rows plain `generate` gives too, token for token. `seconds`: of the same call with mmspec."""
+    ) -> list[tuple[bool, str]]:
+        """Whether plain `generate` gives each row too, token for token, and what it says.
+
+        Args:
+            seconds: of the same call with mmspec.
+        """
         with mmspec.disabled(self.model):
             plain, plain_seconds = self._generate(inputs, seed)
         if self.check.rows:  # the first batch warmed up for both
@@ -171,12 +181,16 @@ class Captioner:
             self.check.patched_s += seconds
         prompt = inputs["input_ids"].shape[1]
         rows = zip(plain[:, prompt:].tolist(), output[:, prompt:].tolist(), strict=True)
-        same = [a[: self._finish(a)[1]] == b[: self._finish(b)[1]] for a, b in rows]
+        same, said = [], []
+        for theirs, ours in rows:
+            text, size, _ = self._finish(theirs)
+            same.append(theirs[:size] == ours[: self._finish(ours)[1]])
+            said.append(text)
         self.check.rows += sum(wanted)
         self.check.identical += sum(s for s, on in zip(same, wanted, strict=True) if on)
         if self.check.first is None and not all(s for s, on in zip(same, wanted, strict=True) if on):
             self.check.first = self._difference(inputs, seed)
-        return same
+        return list(zip(same, said, strict=True))
 
     def _difference(self, inputs: dict[str, Any], seed: int) -> str:
         torch.manual_seed(seed)
@@ -188,8 +202,9 @@ class Captioner:
         return f"at token {found.column}: {words} (plain / mmspec), logit margin {found.margin:.2e}"
 
 
-def _chat(image: Image.Image, prompt: str) -> list[dict[str, Any]]:
-    return [{"role": "user", "content": [{"type": "image", "image": image}, {"type": "text", "text": prompt}]}]
+def _chat(images: Sequence[Image.Image], prompt: str) -> list[dict[str, Any]]:
+    content: list[dict[str, Any]] = [{"type": "image", "image": image} for image in images]
+    return [{"role": "user", "content": [*content, {"type": "text", "text": prompt}]}]
 
 
 def out_of_memory(error: BaseException) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +23,8 @@ MAX_ASPECT = 200
 _SUFFIXES = ".jpg .jpeg .jpe .jfif .png .apng .webp .gif .bmp .dib .tif .tiff .ppm .pgm .pbm .pnm .avif .jp2 .tga .ico"
 SUFFIXES = frozenset(_SUFFIXES.split())
 
+Shown = Image.Image | Sequence[Image.Image]
+"""What goes with one prompt: a picture, or the frames of a clip, which a model is given as so many pictures."""
 Key = TypeVar("Key")
 Value = TypeVar("Value")
 
@@ -50,10 +52,10 @@ def pixel_limit(max_pixels: int) -> Iterator[None]:
 
 def load_image(path: Path, max_pixels: int = MAX_PIXELS) -> Image.Image:
     """The picture in `path` as RGB, upright (EXIF), transparency on white; the first frame of an animation."""
-    _check_file(path)
+    check_file(path)
     try:
         with Image.open(path) as image:
-            _check_size(image.width, image.height, max_pixels)
+            check_size(image.width, image.height, max_pixels)
             image.load()
             return to_rgb(ImageOps.exif_transpose(image))
     except ImageError:
@@ -68,7 +70,8 @@ def load_image(path: Path, max_pixels: int = MAX_PIXELS) -> Image.Image:
         raise ImageError("BrokenImage", f"cannot be decoded: {one_line(error)}") from error
 
 
-def _check_file(path: Path) -> None:
+def check_file(path: Path) -> None:
+    """Refuse what is not a file with something in it."""
     try:
         if path.is_dir():
             raise ImageError("NotAnImage", "is a folder")
@@ -82,13 +85,19 @@ def _check_file(path: Path) -> None:
         raise ImageError("Unreadable", one_line(error)) from error
 
 
-def _check_size(width: int, height: int, max_pixels: int) -> None:
+def check_size(width: int, height: int, max_pixels: int) -> None:
+    """Refuse what is too large, or absurdly long."""
     if width * height > max_pixels:
         raise ImageError(
             "TooLarge", f"{width} x {height} is more than {max_pixels} pixels; raise --max-pixels if you trust it"
         )
     if max(width, height) > MAX_ASPECT * max(1, min(width, height)):
         raise ImageError("TooThin", f"{width} x {height} is longer than {MAX_ASPECT}:1; crop it")
+
+
+def pictures(shown: Shown) -> Sequence[Image.Image]:
+    """The picture alone, or the frames."""
+    return (shown,) if isinstance(shown, Image.Image) else shown
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
@@ -152,4 +161,15 @@ def _result(key: Key, future: Future[Any]) -> tuple[Key, Any]:
         return key, error
 
 
-__all__ = ["SUFFIXES", "ImageError", "decode_ahead", "load_image", "pixel_limit", "to_rgb"]
+__all__ = [
+    "SUFFIXES",
+    "ImageError",
+    "Shown",
+    "check_file",
+    "check_size",
+    "decode_ahead",
+    "load_image",
+    "pictures",
+    "pixel_limit",
+    "to_rgb",
+]

@@ -1,4 +1,4 @@
-"""What the user named (files, folders, globs, manifests) to a list of pictures in a stable order.
+"""What the user named (files, folders, globs, manifests) to a list of pictures and clips in a stable order.
 
 A manifest is not trusted: its paths stay inside its folder. Nothing is decoded here, and nothing is written.
 """
@@ -15,22 +15,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mmspec.app import clips, images
 from mmspec.app.errors import UsageError, one_line
-from mmspec.app.images import SUFFIXES
 
 MANIFESTS = frozenset({".jsonl", ".txt", ".csv"})
+SUFFIXES = images.SUFFIXES | clips.SUFFIXES
 NAMES = ("file_name", "image", "path", "file")
 
 
 @dataclass(frozen=True)
 class Item:
-    """One picture to caption. `id` names its row, `prompt` None is the job's; `index` is its place in the list."""
+    """A picture or clip. `id` names its row, `prompt` None is the job's; `index` is its place in the list."""
 
     path: Path
     id: str = ""
     file_name: str = ""
     prompt: str | None = None
     index: int = -1
+
+    @property
+    def is_clip(self) -> bool:
+        """Whether the file is named like a video."""
+        return self.path.suffix.lower() in clips.SUFFIXES
 
 
 def natural(text: str) -> tuple[Any, ...]:
@@ -49,7 +55,7 @@ def collect(paths: Sequence[str], base: Path, skip: Iterable[Path] = ()) -> list
     found = [item for path in paths for item in _named(path, avoid)]
     items = _unique(found, base)
     if not items:
-        raise UsageError(f"no images in {', '.join(paths)} (looked for {', '.join(sorted(SUFFIXES))})")
+        raise UsageError(f"no images or videos in {', '.join(paths)} (looked for {', '.join(sorted(SUFFIXES))})")
     if not any(item.path.exists() for item in items):
         raise UsageError(f"no such file: {items[0].path}" + (f" (nor any other of {len(items)})" if items[1:] else ""))
     return items

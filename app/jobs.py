@@ -14,18 +14,18 @@ from dataclasses import asdict, dataclass
 from types import FrameType
 from typing import Any, Protocol
 
-from PIL.Image import Image
-
+from mmspec.app.clips import load_clip
 from mmspec.app.errors import UsageError, one_line
-from mmspec.app.images import ImageError, decode_ahead, load_image, pixel_limit
+from mmspec.app.images import ImageError, Shown, decode_ahead, load_image, pixel_limit
 from mmspec.app.inputs import Item, collect
 from mmspec.app.jsonl import Row
 from mmspec.app.output import Output
 from mmspec.app.progress import Progress, check_lines, say
-from mmspec.app.settings import JobSettings, Place, batches, derived_seed, sha1, share
+from mmspec.app.scenes.looks import advise
+from mmspec.app.settings import MODEL, PROMPT, VIDEO_PROMPT, JobSettings, Place, batches, derived_seed, sha1, share
 from mmspec.app.versions import mmspec_version
 
-Work = Sequence[tuple[Item, Image]]
+Work = Sequence[tuple[Item, Shown]]
 
 
 class Captions(Protocol):
@@ -40,7 +40,7 @@ class Captions(Protocol):
     def acceptance(self) -> float: ...
 
     def caption(
-        self, images: Sequence[Image], prompts: Sequence[str], seed: int, compare: Sequence[bool] = ()
+        self, shown: Sequence[Shown], prompts: Sequence[str], seed: int, compare: Sequence[bool] = ()
     ) -> Sequence[Any]: ...
 
 
@@ -85,6 +85,7 @@ class Job:
         self.settings, self.output, self.load, self.place = settings, output, load, place or Place()
         self.captions: Captions | None = None
         self._limit = settings.batch_size  # halved when memory runs out
+        self._advise = settings.model == MODEL  # until it was said once
 
     def run(self) -> int:
         """Do what is left to do. Exit code: 0, 1 if rows failed or differ, 128 + signal if interrupted."""
@@ -111,7 +112,7 @@ class Job:
         return 128 + stop.signal if stop.signal else self._exit_code(final)
 
     def _prompt(self, item: Item) -> str:
-        return item.prompt or self.settings.prompt
+        return item.prompt or self.settings.prompt or (VIDEO_PROMPT if item.is_clip else PROMPT)
 
     def _open(self, item: Item, rows: dict[str, Row]) -> bool:
         row = rows.get(item.id)
@@ -137,12 +138,15 @@ class Job:
                 self.output.write(new)
                 progress.add(new)
 
-    def _decode(self, item: Item) -> Image:
+    def _decode(self, item: Item) -> Shown:
+        if item.is_clip:
+            return load_clip(item.path, self.settings.frames, self.settings.max_pixels)
         return load_image(item.path, self.settings.max_pixels)
 
-    def _batch(self, decoded: list[tuple[Item, Image | ImageError]]) -> list[Row]:
+    def _batch(self, decoded: list[tuple[Item, Shown | ImageError]]) -> list[Row]:
         """Rows of one batch. The whole batch is run even if some of its rows are there: then it is the same batch."""
-        good = [(item, image) for item, image in decoded if not isinstance(image, ImageError)]
+        good = [(item, shown) for item, shown in decoded if not isinstance(shown, ImageError)]
+        self._look_at(good)
         results: dict[str, Any] = {
             item.id: Failure(error.kind, str(error)) for item, error in decoded if isinstance(error, ImageError)
         }
@@ -152,6 +156,11 @@ class Job:
             results |= zip((item.id for item, _ in work), self._attempt(work), strict=True)
             start += len(work)
         return [self._row(item, results[item.id]) for item, _ in decoded]
+
+    def _look_at(self, work: Work) -> None:
+        """Say once what the built-in model is for, if it is shown something else."""
+        for item, shown in work:
+            self._advise = self._advise and not advise(shown, item.file_name)
 
     def _attempt(self, work: Work, may_halve: bool = True) -> list[Any]:
         """Captions or failures of `work`. Out of memory: once more in halves. Any other error: each picture alone."""
@@ -182,7 +191,7 @@ class Job:
         compare = [settings.compare < 0 or item.index < most for item, _ in work] if settings.compare else []
         prompts = [self._prompt(item) for item, _ in work]
         seed = derived_seed(settings.seed, work[0][0].index)
-        return list(self.captions.caption([image for _, image in work], prompts, seed, compare))
+        return list(self.captions.caption([shown for _, shown in work], prompts, seed, compare))
 
     def _row(self, item: Item, result: Any) -> Row:
         assert self.captions is not None
@@ -199,7 +208,7 @@ class Job:
             "dtype": self.captions.dtype,
         }
         row |= dict.fromkeys(("n_prompt_tokens", "n_new_tokens", "n_rounds", "tau", "ttft_s", "seconds"))
-        row |= {"finish_reason": "error", "identical": None}
+        row |= {"finish_reason": "error", "identical": None, "plain": None}
         row |= {} if failed else asdict(result)
         row["error"] = {"type": result.kind, "message": result.message} if failed else None
         return row | {"mmspec_version": mmspec_version(), "index": item.index}

@@ -1,4 +1,4 @@
-"""A model and its processor from a hub id, a local folder or the built-in random sizes; errors in one line.
+"""A model and its processor from a hub id, a local folder or what is built in; errors in one line.
 
 Remote code is never run. Whether anything may be downloaded is up to transformers' own settings (`HF_HUB_OFFLINE=1`).
 """
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from mmspec.app.errors import UsageError, one_line
 from mmspec.app.models import SIZES, random_model
+from mmspec.app.settings import MODEL
 
 if TYPE_CHECKING:
     import torch
@@ -35,12 +36,15 @@ def load(name: str, dtype: str = "auto", device: str = "auto", local_rank: int =
     """Model in eval mode on its device, and its processor, padding on the left.
 
     Args:
-        name: hub id, local folder, or "tiny" / "mid" for a random model. dtype: "auto" is float32 on a CPU and the
-            checkpoint's own elsewhere.
+        name: hub id, local folder, "scenes" for the model that ships with mmspec, or "tiny" / "mid" for a random one.
+        dtype: "auto" is float32 on a CPU and the checkpoint's own elsewhere.
     """
     place = pick_device(device, local_rank)
     precision = "float32" if dtype == "auto" and place.type == "cpu" else dtype
-    model, processor = _random(name, precision) if name in SIZES else _pretrained(name, precision)
+    if name == MODEL:
+        model, processor = _scenes(precision)
+    else:
+        model, processor = _random(name, precision) if name in SIZES else _pretrained(name, precision)
     tokenizer = getattr(processor, "tokenizer", None)
     if tokenizer is None or not hasattr(processor, "image_processor"):
         raise UsageError(f"--model {name} has no processor for images and text (it is a {type(processor).__name__})")
@@ -48,6 +52,18 @@ def load(name: str, dtype: str = "auto", device: str = "auto", local_rank: int =
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return model.to(place).eval(), processor
+
+
+def _scenes(dtype: str) -> tuple[Any, Any]:
+    import torch
+
+    from mmspec.app import scenes
+
+    try:
+        model, processor = scenes.load()
+    except scenes.DamagedModelError as error:
+        raise UsageError(str(error)) from error
+    return model.to(getattr(torch, "float32" if dtype == "auto" else dtype)), processor
 
 
 def _random(name: str, dtype: str) -> tuple[Any, Any]:

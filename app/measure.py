@@ -3,8 +3,9 @@
 How time is taken: each system is a clone of the model that shares its weights; the plain one is never patched. Total
 is the wall clock of the whole call on a synchronised device. On the plain side a stopping criterion that stops nothing
 notes when each token was there; our loop counts by itself. Decode is from the first token to the last, so that image
-encoding and prefill are left out; `ttft` is all before. Rows do not end before `new_tokens`: the end token is given an
-id that no token has, on all sides, so that everybody makes the same number of tokens with the same machinery.
+encoding and prefill are left out; `ttft` is all before. Made-up requests do not end before `new_tokens`: the end token
+is given an id that no token has, on all sides, so that everybody makes the same number of tokens with the same
+machinery. Requests from the scenes world end where the model ends them.
 """
 
 from __future__ import annotations
@@ -31,12 +32,13 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Run:
-    """One call. `stats` is None on the plain side."""
+    """One call. `tokens`: new ones, padding not counted. `stats` is None on the plain side."""
 
     total_s: float
     ttft_s: float
     decode_s: float
     ids: Tensor
+    tokens: int
     stats: Stats | None = None
 
     @property
@@ -93,12 +95,20 @@ def endless(model: Any) -> Any:
     return model
 
 
-def systems(model: Any, drafters: Sequence[str], processor: Any) -> list[System]:
-    """Plain twice (the second is the noise band), our loop without drafts, then each drafter."""
-    plain = endless(clone(model))
+def systems(model: Any, drafters: Sequence[str], processor: Any, ends: bool = False) -> list[System]:
+    """Plain twice (the second is the noise band), our loop without drafts, then each drafter.
+
+    Args:
+        ends: rows end where the model ends them.
+    """
+
+    def copied() -> Any:
+        return clone(model) if ends else endless(clone(model))
+
+    plain = copied()
     made = [System(PLAIN, plain), System(AGAIN, plain)]
     for name in dict.fromkeys((OWN, *drafters)):
-        made.append(System(name, mmspec.patch(endless(clone(model)), name, processor=processor)))
+        made.append(System(name, mmspec.patch(copied(), name, processor=processor)))
     return made
 
 
@@ -118,12 +128,21 @@ def once(system: System, inputs: Mapping[str, Any], new_tokens: int, temperature
     synchronise(device)
     total = time.perf_counter() - began
     ids = ids[:, inputs["input_ids"].shape[1] :]
+    tokens = count_tokens(ids, model.generation_config.eos_token_id)
     if not patched:
-        return Run(total, stamp.times[0] - began, stamp.times[-1] - stamp.times[0], ids)
+        return Run(total, stamp.times[0] - began, stamp.times[-1] - stamp.times[0], ids, tokens)
     stats = mmspec.stats(model, last=True)
     if stats.plain_calls:
         raise RuntimeError(f"drafter {system.name!r} cannot be measured: {stats.fallback} went the plain way")
-    return Run(total, stats.ttft_s, stats.decode_s, ids, stats)
+    return Run(total, stats.ttft_s, stats.decode_s, ids, tokens, stats)
+
+
+def count_tokens(ids: Tensor, ends: int | list[int] | None) -> int:
+    """Tokens of all rows, each up to its end token."""
+    if ends is None:
+        return ids.numel()
+    end = torch.isin(ids, torch.tensor(ends, device=ids.device)).long()
+    return int((end.cumsum(1) == end).sum())  # no end token before
 
 
 def rounds(
@@ -155,26 +174,35 @@ def results(field_: Sequence[System]) -> Iterator[Row]:
     plain, own = by_name[PLAIN].runs, by_name[OWN].runs
     for system in field_:
         runs = system.runs
-        batch, columns = runs[0].ids.shape
+        batch = len(runs[0].ids)
         stats = [run.stats for run in runs if run.stats]
-        row: Row = {"drafter": system.name, "batch": batch}
-        row["tau"] = median(s.tau for s in stats) if stats else 1.0
-        row["R"] = _median([run.step_s / base.step_s for run, base in zip(runs, own, strict=True)]) if stats else None
-        row["tokens_per_s"] = median(batch * (columns - 1) / run.decode_s for run in runs)
+        forwards = sum(s.row_rounds for s in stats)
+        row: Row = {"drafter": system.name, "batch": batch, "tokens": sum(run.tokens for run in runs)}
+        row["tau"] = sum(s.tokens - s.first_tokens for s in stats) / forwards if forwards else 1.0
+        row["R"] = (
+            _median([_ratio(run.step_s, base.step_s) for run, base in zip(runs, own, strict=True)]) if stats else None
+        )
+        row["tokens_per_s"] = _median([_ratio(run.tokens - batch, run.decode_s) for run in runs])
         ratios = {
-            "speedup_hf": [base.decode_s / run.decode_s for run, base in zip(runs, plain, strict=True)],
-            "speedup_own": [base.decode_s / run.decode_s for run, base in zip(runs, own, strict=True)],
-            "speedup_e2e": [base.total_s / run.total_s for run, base in zip(runs, plain, strict=True)],
+            "speedup_hf": [_ratio(base.decode_s, run.decode_s) for run, base in zip(runs, plain, strict=True)],
+            "speedup_own": [_ratio(base.decode_s, run.decode_s) for run, base in zip(runs, own, strict=True)],
+            "speedup_e2e": [_ratio(base.total_s, run.total_s) for run, base in zip(runs, plain, strict=True)],
         }
-        row |= {name: median(values) for name, values in ratios.items()}
+        row |= {name: _median(values) for name, values in ratios.items()}
         row["identical"] = all(torch.equal(run.ids, base.ids) for run, base in zip(runs, plain, strict=True))
         for phase in ("score", "draft", "rest"):
             values = [1e3 * getattr(s, f"{phase}_s") / s.rounds for s in stats if s.rounds]
             row[f"{phase}_ms"] = median(values) if values else None
         row["ttft_ms"] = median(1e3 * run.ttft_s for run in runs)
         for name, values in ratios.items():
-            row |= {f"{name}_lo": min(values), f"{name}_hi": max(values)}
+            good = [value for value in values if not math.isnan(value)]
+            row |= {f"{name}_lo": min(good, default=None), f"{name}_hi": max(good, default=None)}
         yield {key: round(value, 5) if isinstance(value, float) else value for key, value in row.items()}
+
+
+def _ratio(above: float, below: float) -> float:
+    """NaN where an answer of one token left nothing to decode."""
+    return above / below if below else math.nan
 
 
 def _median(values: Sequence[float]) -> float | None:
@@ -182,4 +210,16 @@ def _median(values: Sequence[float]) -> float | None:
     return median(good) if good else None
 
 
-__all__ = ["AGAIN", "OWN", "PLAIN", "System", "clone", "endless", "once", "results", "rounds", "systems"]
+__all__ = [
+    "AGAIN",
+    "OWN",
+    "PLAIN",
+    "System",
+    "clone",
+    "count_tokens",
+    "endless",
+    "once",
+    "results",
+    "rounds",
+    "systems",
+]

@@ -1,9 +1,10 @@
-"""Inputs for benchmarks: pictures, and prompts of a wanted length whose rows all differ."""
+"""Inputs for benchmarks: pictures and prompts of a wanted length whose rows all differ, or scenes and questions."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,16 @@ def requests_of(
     return [maker.inputs(images[i : i + batch], [text(i + row, words) for row in range(batch)]) for i in starts]
 
 
+def world_requests(maker: Captioner, task: str, first: int, batch: int, rounds: int) -> list[dict[str, Any]]:
+    """A batch to warm up with, then `rounds` batches about the scenes from seed `first` on."""
+    from mmspec.app.scenes.tasks import requests
+
+    drawn = list(islice(requests(task, first), batch * (rounds + 1)))
+    drawn = drawn[-batch:] + drawn[:-batch]  # the seeds that were asked for are those that are measured
+    groups = [drawn[start : start + batch] for start in range(0, len(drawn), batch)]
+    return [maker.inputs([one.pictures for one in group], [one.question for one in group]) for group in groups]
+
+
 def _least(length: Callable[[int], int], wanted: int) -> int:
     """Fewest words with which a prompt is at least `wanted` tokens long."""
     low, high = 0, 1
@@ -62,4 +73,4 @@ def _least(length: Callable[[int], int], wanted: int) -> int:
     return high
 
 
-__all__ = ["pictures", "requests_of"]
+__all__ = ["pictures", "requests_of", "world_requests"]

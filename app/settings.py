@@ -11,7 +11,10 @@ from typing import Any, TypeVar
 
 from mmspec.app.errors import UsageError
 
+MODEL = "scenes"
 PROMPT = "Describe the image."
+VIDEO_PROMPT = "Describe the video."
+FRAMES = 8
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 MAX_PIXELS = 64_000_000
 T = TypeVar("T")
@@ -22,15 +25,17 @@ class JobSettings:
     """Options of `mmspec caption`, named like its flags.
 
     Attributes:
+        prompt: None is `PROMPT` for pictures and `VIDEO_PROMPT` for clips. frames: of a clip, at most.
         compare: how many pictures to decode plainly as well; 0 none, -1 all.
         progress: True or False, or None for "if standard error is a terminal".
     """
 
     paths: tuple[str, ...]
-    model: str
+    model: str = MODEL
     out: str = "-"
     drafter: str = "auto"
-    prompt: str = PROMPT
+    prompt: str | None = None
+    frames: int = FRAMES
     batch_size: int = 8
     max_new_tokens: int = 128
     temperature: float = 0.0
@@ -55,6 +60,7 @@ class JobSettings:
         decisive: dict[str, Any] = {
             "model": model,
             "prompt": self.prompt,
+            "frames": self.frames,
             "max_new_tokens": self.max_new_tokens,
             "temperature": self.temperature,
             "stop": list(self.stop),
@@ -109,4 +115,17 @@ def sha1(text: str) -> str:
     return hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
 
 
-__all__ = ["DTYPES", "MAX_PIXELS", "PROMPT", "JobSettings", "Place", "batches", "derived_seed", "sha1", "share"]
+__all__ = [
+    "DTYPES",
+    "FRAMES",
+    "MAX_PIXELS",
+    "MODEL",
+    "PROMPT",
+    "VIDEO_PROMPT",
+    "JobSettings",
+    "Place",
+    "batches",
+    "derived_seed",
+    "sha1",
+    "share",
+]

@@ -120,7 +120,7 @@ def test_ratios_are_those_of_paired_runs() -> None:
     def runs(seconds: list[float], stats: bool) -> list[Run]:
         made = Stats(rounds=4, decode_s=0.0, tokens=5, first_tokens=1, row_rounds=4)
         given = [Stats(**{**vars(made), "decode_s": s}) if stats else None for s in seconds]
-        return [Run(s + 1, 1.0, s, torch.zeros(1, 5), g) for s, g in zip(seconds, given, strict=True)]
+        return [Run(s + 1, 1.0, s, torch.zeros(1, 5), 5, g) for s, g in zip(seconds, given, strict=True)]
 
     field = [
         System("hf", None, runs([1.0, 2.0, 4.0], False)),

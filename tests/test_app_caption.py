@@ -18,7 +18,7 @@ from mmspec.app.models import random_model, tiny_model, vocabulary
 from mmspec.app.pictures import write_pictures
 
 COLUMNS = """id file_name caption model drafter prompt_sha1 gen n_prompt_tokens n_new_tokens n_rounds tau ttft_s seconds
-finish_reason identical error mmspec_version index"""
+finish_reason identical plain error mmspec_version index"""
 
 
 @pytest.fixture(scope="module")

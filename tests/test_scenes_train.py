@@ -150,4 +150,6 @@ def test_rates() -> None:
     rates: list[Any] = [rate_at(stage, step) for step in range(100)]
     assert rates[0] == 0.1 and max(rates) == 1.0 and rates[-1] < 0.03
     assert all(a >= b for a, b in pairwise(rates[10:]))
-    assert [stage.name for stage in STAGES] == ["see", "talk", "deepen", "settle"]
+    half = Stage("x", 100, 1, 1.0, first=0, warmup=10, last=0.5)
+    assert 0.5 <= rate_at(half, 99) < 0.51
+    assert [stage.name for stage in STAGES] == ["see", "talk", "settle"]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).parent / "weights"
+CARD = "README.md"
 SUMS = "checksums.json"
 """File name -> sha256, beside the files of a model."""
 
@@ -17,8 +18,8 @@ class DamagedModelError(RuntimeError):
 
 
 def sums_of(folder: Path) -> dict[str, str]:
-    """sha256 of every file of a model's folder but the list itself."""
-    files = sorted(file for file in folder.iterdir() if file.is_file() and file.name != SUMS)
+    """sha256 of every file of a model's folder but the list itself and the model card."""
+    files = sorted(file for file in folder.iterdir() if file.is_file() and file.name not in (SUMS, CARD))
     return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
 

@@ -179,8 +179,8 @@ def turns_of(made: Scene, dice: random.Random) -> list[grammar.Turn]:
     """A chat of a few turns; half of them have a long description somewhere."""
     rest = [name for name in grammar.TASKS if name != "describe"]
     turns = grammar.chat(made, dice, 7, rest)
-    if dice.random() < 0.6 and (long := grammar.describe(made, dice)) is not None:
-        turns = [*turns[:3], long]
+    if dice.random() < 0.6:
+        turns = [*turns[:3], grammar.describe(made, dice)]
         dice.shuffle(turns)
     return turns
 

@@ -96,8 +96,7 @@ def items_of(made: Scene, dice: random.Random) -> list[Item]:
     """The questions about one scene."""
     pictures = (paint(made),)
     items = [Item(pictures, grammar.what(made, dice).question, _names(made))]
-    if (long := grammar.describe(made, dice)) is not None:
-        items.append(Item(pictures, long.question, _describe(made), tokens=190))
+    items.append(Item(pictures, grammar.describe(made, dice).question, _describe(made), tokens=190))
     single = [thing for thing in made.things if made.count(thing.kind) == 1]
     if single:
         thing = dice.choice(single)

@@ -113,12 +113,15 @@ def short(scene: Scene, dice: random.Random) -> Turn:
     return Turn("short", question, capital(text) + ".")
 
 
-def describe(scene: Scene, dice: random.Random) -> Turn | None:
-    """Everything, thing by thing: 80 to 150 tokens. Needs three things or more."""
-    if len(scene.things) < 3:
-        return None
+def describe(scene: Scene, dice: random.Random) -> Turn:
+    """Everything, thing by thing: 80 to 150 tokens if there are three things or more, else fewer."""
     question = dice.choice(
-        ("Describe the picture in detail.", "Give a detailed description.", "What does this picture show? Be detailed.")
+        (
+            "Describe the image.",
+            "Describe the picture in detail.",
+            "Give a detailed description.",
+            "What does this picture show? Be detailed.",
+        )
     )
     order = scene.reading_order()
     parts = [_opening(scene)]
@@ -133,7 +136,7 @@ def describe(scene: Scene, dice: random.Random) -> Turn | None:
         parts += [_pair(one, other) for one, other in zip(order[2:], order, strict=False)]
     if len(order) == 3:
         parts.append(_pair(order[0], order[1]))
-    if len(order) < 6:
+    if 1 < len(order) < 6:
         parts.append(_extremes(order))
     if len(order) < 6:
         parts.append(_empty(scene))
@@ -141,17 +144,18 @@ def describe(scene: Scene, dice: random.Random) -> Turn | None:
 
 
 def _opening(scene: Scene) -> str:
-    total, base = NUMBERS[len(scene.things)], f"{scene.texture} {scene.colour}"
+    count, base = len(scene.things), f"{scene.texture} {scene.colour}"
+    total = f"{NUMBERS[count]} thing{'' if count == 1 else 's'}"
     form = scene.things[0].kind % 5
     if form == 0:
-        return f"{capital(total)} things on {base} ground."
+        return f"{capital(total)} on {base} ground."
     if form == 1:
-        return f"{capital(base)} background, {total} things."
+        return f"{capital(base)} background, {total}."
     if form == 2:
-        return f"Before a {base} wall stand {total} things."
+        return f"Before a {base} wall {'stands' if count == 1 else 'stand'} {total}."
     if form == 3:
-        return f"{capital(total)} things, the background {base}."
-    return f"A {base} picture with {total} things."
+        return f"{capital(total)}, the background {base}."
+    return f"A {base} picture with {total}."
 
 
 def _sized(thing: Thing) -> str:
@@ -323,16 +327,17 @@ TASKS: dict[str, Task] = {
 
 def clip_turn(clip: Clip, dice: random.Random) -> Turn:
     """What happens in a clip."""
-    question = dice.choice(("What happens in the clip?", "Describe the clip.", "What changes from picture to picture?"))
-    first, name = clip.frames[0], KINDS[clip.hero.kind].name
-    article = "an" if name[0] in "aeiou" else "a"
+    question = dice.choice(
+        ("What happens in the clip?", "Describe the video.", "What changes from picture to picture?")
+    )
+    first, name = clip.frames[0], KINDS[clip.hero.kind].a
     what_happens = {
-        "moves": f"{article} {name} moves {'to the ' if clip.event.way in ('left', 'right') else ''}{clip.event.way}",
-        "appears": f"{article} {name} appears {where(clip.hero.place)}",
-        "leaves": f"{article} {name} disappears {where(clip.hero.place).replace('in', 'from', 1)}"
+        "moves": f"{name} moves {'to the ' if clip.event.way in ('left', 'right') else ''}{clip.event.way}",
+        "appears": f"{name} appears {where(clip.hero.place)}",
+        "leaves": f"{name} disappears {where(clip.hero.place).replace('in', 'from', 1)}"
         if where(clip.hero.place).startswith("in")
-        else f"{article} {name} disappears {where(clip.hero.place)}",
-        "stays": f"{article} {name} stays where it is",
+        else f"{name} disappears {where(clip.hero.place)}",
+        "stays": f"{name} stays where it is",
     }[clip.event.what]
     others = [KINDS[thing.kind].a for thing in first.reading_order() if thing.kind != clip.hero.kind]
     rest = f", beside {listed(others)}" if others else ""

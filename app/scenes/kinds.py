@@ -74,7 +74,7 @@ class Kind:
     @property
     def a(self) -> str:
         """The name with its article."""
-        return ("an " if self.name[0] in "aeiou" else "a ") + self.name
+        return ("an " if self.name[0] in "aeiou" or self.name.startswith("hour") else "a ") + self.name
 
 
 def _read() -> tuple[Kind, ...]:

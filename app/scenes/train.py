@@ -1,9 +1,9 @@
 """`python -m mmspec.app.scenes.train`: from nothing to the weights of the scenes model.
 
-Four stages. *see*: the vision tower alone learns to say per patch what is there. *talk*: with the tower frozen, the
+Three stages. *see*: the vision tower alone learns to say per patch what is there. *talk*: with the tower frozen, the
 projector and the lower half of the text model learn to answer; a second loss asks that each visual token, read by the
 model's own head, says the name of the thing it belongs to, which saves the text model from having to find that out by
-itself. *deepen*: the upper half is added. *settle*: everything together, the tower too, slowly.
+itself. *settle*: the upper half is added, and everything learns together, the tower slowly.
 
 Sample n is the same in every run, and a run that is cut goes on from its last checkpoint.
 """
@@ -51,8 +51,9 @@ class Stage:
 
     Attributes:
         first: the seed of its first sample. eyes: learning rate of the tower, in shares of `rate`; 0 freezes it.
-        named: weight of the loss on visual tokens. layers: how many layers of the text model are there; those that are
-            added later begin as doing nothing, so that much is learned at a fraction of the cost.
+        last: the learning rate falls to this share of `rate`. named: weight of the loss on visual tokens.
+        layers: how many layers of the text model are there; those that are added later begin as doing nothing, so that
+            much is learned at a fraction of the cost.
     """
 
     name: str
@@ -62,15 +63,15 @@ class Stage:
     first: int
     warmup: int = 100
     eyes: float = 0.0
+    last: float = 0.02
     named: float = 0.3
     layers: int = 10
 
 
 STAGES = (
     Stage("see", 6000, 32, 1e-3, first=0, eyes=1.0),
-    Stage("talk", 2500, 16, 1e-3, first=1_000_000, layers=5),
-    Stage("deepen", 2000, 16, 5e-4, first=3_000_000, named=0.1),
-    Stage("settle", 1000, 16, 1e-4, first=5_000_000, eyes=0.3, named=0.1),
+    Stage("talk", 2000, 16, 1e-3, first=1_000_000, last=0.5, layers=5),
+    Stage("settle", 1000, 16, 6e-4, first=3_000_000, eyes=0.1, named=0.1),
 )
 
 
@@ -138,7 +139,8 @@ class Mouth(nn.Module):
         embedded = embedded.masked_scatter(place[:, :, None], visual.to(embedded.dtype))
         every, text.layers = text.layers, text.layers[: self.layers]
         try:
-            hidden = text(inputs_embeds=embedded, attention_mask=batch["attention_mask"]).last_hidden_state
+            # padded on the right: what is causal needs no mask
+            hidden = text(inputs_embeds=embedded).last_hidden_state
         finally:
             text.layers = every
         labels = batch["labels"][:, 1:]
@@ -164,11 +166,11 @@ class Mouth(nn.Module):
 
 
 def rate_at(stage: Stage, step: int) -> float:
-    """Warm-up, then a cosine down to a fiftieth."""
+    """Warm-up, then a cosine down to the last."""
     if step < stage.warmup:
         return stage.rate * (step + 1) / stage.warmup
     done = (step - stage.warmup) / max(1, stage.steps - stage.warmup)
-    return stage.rate * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * min(1.0, done))))
+    return stage.rate * (stage.last + (1 - stage.last) * 0.5 * (1 + math.cos(math.pi * min(1.0, done))))
 
 
 class Optimisers:

@@ -1,0 +1,34 @@
+"""Video files to the frames that a model is shown, within limits; what is wrong becomes an `ImageError` of one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from PIL import Image
+
+from mmspec.app.errors import one_line
+from mmspec.app.images import ImageError, check_file, check_size
+from mmspec.app.settings import FRAMES, MAX_PIXELS
+
+SUFFIXES = frozenset((".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".mpg", ".mpeg", ".ogv"))
+
+
+def load_clip(path: Path, frames: int = FRAMES, max_pixels: int = MAX_PIXELS) -> tuple[Image.Image, ...]:
+    """Up to `frames` RGB frames of the video in `path`, evenly spread; all of a shorter one."""
+    from mmspec.vision.frames import Uniform, read_frames
+
+    check_file(path)
+    try:
+        images = read_frames(path, Uniform(frames)).images
+    except ImportError as error:
+        raise ImageError("NoVideoReader", one_line(error)) from error
+    except MemoryError as error:
+        raise ImageError("OutOfMemory", "not enough memory to decode it") from error
+    except Exception as error:
+        raise ImageError("BrokenVideo", one_line(error).removeprefix(f"{path}: ")) from error
+    for image in images[:1]:
+        check_size(image.width, image.height, max_pixels)
+    return tuple(images)
+
+
+__all__ = ["SUFFIXES", "load_clip"]
