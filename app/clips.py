@@ -25,7 +25,8 @@ def load_clip(path: Path, frames: int = FRAMES, max_pixels: int = MAX_PIXELS) ->
     except MemoryError as error:
         raise ImageError("OutOfMemory", "not enough memory to decode it") from error
     except Exception as error:
-        raise ImageError("BrokenVideo", one_line(error).removeprefix(f"{path}: ")) from error
+        told = one_line(error, 600).removeprefix(f"{path}: ").replace(str(path), path.name)
+        raise ImageError("BrokenVideo", told) from error
     for image in images[:1]:
         check_size(image.width, image.height, max_pixels)
     return tuple(images)

@@ -137,7 +137,7 @@ def test_every_kind_of_bad_file(pictures: Path, tmp_path: Path, capsys: Any) -> 
     ("args", "words"),
     [
         (["nowhere", "--model", "tiny"], "no such file or folder: nowhere"),
-        (["EMPTY", "--model", "tiny"], "no images in"),
+        (["EMPTY", "--model", "tiny"], "no images or videos in"),
         (["PICTURES", "--model", "tiny", "--drafter", "magic"], "unknown drafter 'magic'; known are none, lookup"),
         (["PICTURES", "--model", "tiny", "--out", "no/such/folder/x.jsonl"], "no folder"),
         (["PICTURES", "--model", "tiny", "--out", "EMPTY"], "is a folder"),
@@ -150,7 +150,6 @@ def test_every_kind_of_bad_file(pictures: Path, tmp_path: Path, capsys: Any) -> 
         (["PICTURES", "--model", "tiny", "--batch-size", "0"], "above 0"),
         (["PICTURES", "--model", "tiny", "--temperature", "nan"], "0 (greedy) or more"),
         (["--model", "tiny", "--compare", "PICTURES"], "put paths before it"),
-        (["PICTURES"], "--model"),
         (["PICTURES", "--model", "tiny", "--retry-errors"], "need --out FILE"),
     ],
 )

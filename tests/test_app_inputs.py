@@ -121,7 +121,7 @@ def test_bad_manifests_name_the_line(here: Path, text: str, words: str) -> None:
 @pytest.mark.parametrize(
     ("path", "words"),
     [
-        ("empty", "no images in empty"),
+        ("empty", "no images or videos in empty"),
         ("nowhere", "no such file or folder: nowhere"),
         ("nothing.png", "no such file: nothing.png"),
         ("nothing.jsonl", "cannot read manifest"),

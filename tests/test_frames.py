@@ -87,6 +87,15 @@ def test_files_that_are_no_videos(reader: str, content: bytes, tmp_path: Path) -
     assert "\n" not in str(failed.value) and str(file) in str(failed.value)
 
 
+def test_a_video_without_frames(reader: str, tmp_path: Path) -> None:
+    with av.open(str(tmp_path / "none.mp4"), "w") as container:
+        stream = container.add_stream("h264", rate=2)
+        stream.width = stream.height = 64
+        container.start_encoding()
+    with pytest.raises(ValueError, match="a video without frames"):
+        read_frames(tmp_path / "none.mp4")
+
+
 def test_a_missing_file(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="no such video"):
         read_frames(tmp_path / "clip.mp4")

@@ -24,6 +24,8 @@ MOST_FRAMES = 256
 MOST_PIXELS = 64_000_000
 """Pixels that one frame may have: 8K is 33 million."""
 
+NO_STREAM = "a video without frames: there is no video stream in it"
+
 
 @dataclass(frozen=True)
 class Frames:
@@ -100,7 +102,12 @@ def _check_size(width: int, height: int) -> None:
 def _decord(path: str, sampler: FrameSampler) -> Frames:
     import decord
 
-    video = decord.VideoReader(path, num_threads=1)
+    try:
+        video = decord.VideoReader(path, num_threads=1)
+    except Exception as error:
+        if "cannot find video stream" in str(error):
+            raise _NoFramesError(NO_STREAM) from error
+        raise
     fps = float(video.get_avg_fps()) or 1.0
     chosen = _chosen(sampler, len(video), fps)
     height, width = video[0].shape[:2]
@@ -114,7 +121,7 @@ def _pyav(path: str, sampler: FrameSampler) -> Frames:
 
     with av.open(path) as container:
         if not container.streams.video:
-            raise _NoFramesError("a file without a video stream")
+            raise _NoFramesError(NO_STREAM)
         stream = container.streams.video[0]
         _check_size(stream.codec_context.width, stream.codec_context.height)
         total = stream.frames or sum(1 for _ in container.decode(stream))  # some containers do not say

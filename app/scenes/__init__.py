@@ -7,8 +7,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from mmspec.app.scenes.card import CARD
+
 FOLDER = Path(__file__).parent / "weights"
-CARD = "README.md"
 SUMS = "checksums.json"
 """File name -> sha256, beside the files of a model."""
 

@@ -20,13 +20,16 @@ from typing import Any
 import torch
 from PIL import Image
 
-from mmspec.app.scenes import grammar
+from mmspec.app.scenes import FOLDER, grammar, load
+from mmspec.app.scenes.card import write_card
 from mmspec.app.scenes.kinds import BY_NAME, KINDS
 from mmspec.app.scenes.model import question
-from mmspec.app.scenes.paint import paint
-from mmspec.app.scenes.world import COLOURS, HELD_OUT, PLACES, TEXTURES, Clip, Scene, clip, scene
+from mmspec.app.scenes.paint import paint, visible
+from mmspec.app.scenes.world import COLOURS, HELD_OUT, PLACES, SIZES, TEXTURES, Clip, Scene, Thing, clip, scene
 
 SPOTS = tuple(name for row in PLACES for name in row)
+LEAST = SIZES["small"][0]
+"""Pixels. Smaller things are left out."""
 RELATION = re.compile(r"\b(left of|right of|above|below|close to|far from) the (other )?[a-z]+", re.IGNORECASE)
 Marks = dict[str, list[bool]]
 
@@ -63,10 +66,17 @@ def number_in(text: str) -> int | None:
     return next((grammar.NUMBERS.index(word) for word in words if word in grammar.NUMBERS), None)
 
 
+def clear(made: Scene) -> list[Thing]:
+    """The things that a model must name: at least half visible, and not too small. In this world that is all."""
+    return [t for t, share in zip(made.things, visible(made), strict=True) if share >= 0.5 and t.size >= LEAST]
+
+
 def _names(made: Scene) -> Callable[[str], Marks]:
+    truth, must = {thing.kind for thing in made.things}, {thing.kind for thing in clear(made)}
+
     def mark(answer: str) -> Marks:
-        truth, named = {thing.kind for thing in made.things}, kinds_in(answer)
-        return {"things_named": [kind in named for kind in truth], "named_are_there": [kind in truth for kind in named]}
+        named = kinds_in(answer)
+        return {"things_named": [kind in named for kind in must], "named_are_there": [kind in truth for kind in named]}
 
     return mark
 
@@ -207,7 +217,8 @@ def evaluate(
         items += items_of(scene(seed), random.Random(f"ask {seed}"))
     for seed in range(first, first + count // 4):
         items.append(item_of_clip(clip(seed), random.Random(f"ask {seed}")))
-    result: dict[str, float] = {"first_seed": first, "count": count}
+    left_out = sum(len(made.things) - len(clear(made)) for made in map(scene, range(first, first + count)))
+    result: dict[str, float] = {"first_seed": first, "count": count, "left_out": left_out}
     for prefix, asked in (("", items), ("control_", shuffled(items)))[: 1 + control]:
         with tqdm(total=len(asked), desc=prefix + "questions", disable=not progress, file=sys.stderr) as bar:
             said = answers(model, processor, asked, batch, bar.update)
@@ -224,11 +235,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--count", type=int, default=1000, metavar="N", help="scenes (default 1000)")
     add("--batch-size", type=int, default=16)
     add("--json", metavar="FILE", help="write the shares as one flat object")
+    add("--card", action="store_true", help="write the accuracy into the model card in FOLDER as well")
     add("--control", action=argparse.BooleanOptionalAction, default=True, help="also with shuffled pictures")
     add("--progress", action=argparse.BooleanOptionalAction, default=sys.stderr.isatty())
     args = parser.parse_args(argv)
-    from mmspec.app.scenes import load
-
     model, processor = load(args.model)
     torch.manual_seed(0)
     result = evaluate(
@@ -239,6 +249,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(text)
     if args.json:
         Path(args.json).write_text(text + "\n", encoding="utf-8")
+    if args.card:
+        write_card(Path(args.model or FOLDER), sum(weight.numel() for weight in model.parameters()), result)
     return 0
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from PIL import Image, ImageDraw
+from PIL import Image, ImageChops, ImageDraw
 
 from mmspec.app.scenes.atlas import LETTER, letter, sprite
 from mmspec.app.scenes.world import COLOURS, SIDE, Scene, Sign, Thing
@@ -25,6 +25,21 @@ def layers(scene: Scene) -> list[Layer]:
     """What stands on the background, from back to front: the things, then the sign."""
     stack = [_thing(thing) for thing in scene.things]
     return [*stack, _sign(scene.sign)] if scene.sign is not None else stack
+
+
+def visible(scene: Scene) -> list[float]:
+    """For each thing, the share of its pixels that nothing before it hides."""
+    shown: list[float] = []
+    front = Image.new("L", (SIDE, SIDE), 0)
+    for part, corner in reversed(layers(scene)):
+        mask = Image.new("L", (SIDE, SIDE), 0)
+        mask.paste(part.getchannel("A").point(lambda alpha: 255 if alpha > 127 else 0), corner)
+        whole = mask.histogram()[255]
+        hidden = ImageChops.multiply(mask, front).histogram()[255]
+        shown.append(1 - hidden / max(1, whole))
+        front = ImageChops.lighter(front, mask)
+    shown.reverse()
+    return shown[: len(scene.things)]
 
 
 def background(scene: Scene) -> Image.Image:

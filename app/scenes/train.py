@@ -29,10 +29,12 @@ from torch.utils.data import DataLoader
 
 from mmspec.app.scenes import SUMS, sums_of
 from mmspec.app.scenes.atlas import LETTERS
+from mmspec.app.scenes.card import FACTS, write_card
 from mmspec.app.scenes.data import CLASSES, GROUND, IGNORE, SIGN, Looking, Talking, collate, corpus
 from mmspec.app.scenes.kinds import KINDS
 from mmspec.app.scenes.model import new_model, processor_of, train_tokenizer
 from mmspec.app.scenes.world import COLOURS, SIZES, TEXTURES
+from mmspec.app.versions import version
 
 EPILOG = """\
 The folder holds state.pt (the checkpoint), log.jsonl, the tokenizer, tower.safetensors after the first stage and, at
@@ -70,7 +72,7 @@ class Stage:
 
 STAGES = (
     Stage("see", 6000, 32, 1e-3, first=0, eyes=1.0),
-    Stage("talk", 2000, 16, 1e-3, first=1_000_000, last=0.5, layers=5),
+    Stage("talk", 1600, 16, 1e-3, first=1_000_000, last=0.5, layers=5),
     Stage("settle", 1000, 16, 6e-4, first=3_000_000, eyes=0.1, named=0.1),
 )
 
@@ -385,7 +387,7 @@ class Training:
             file.write(json.dumps(row) + "\n")
 
     def export(self, folder: Path) -> None:
-        """The model in bfloat16 on disk and float32 in use, with its processor."""
+        """The model in bfloat16 on disk and float32 in use, with its processor, a card and checksums."""
         rounded = {name: value.to(torch.bfloat16) for name, value in self.model.state_dict().items()}
         self.model.load_state_dict({name: value.float() for name, value in rounded.items()})
         self.model.eval().to(torch.bfloat16).save_pretrained(folder)
@@ -395,6 +397,16 @@ class Training:
             part["dtype"] = "float32"
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         processor_of(self.tokenizer).save_pretrained(folder)
+        (folder / "model.safetensors").chmod(0o644)  # safetensors leaves it to its owner alone
+        facts = {
+            "command": "python -m mmspec.app.scenes.train --out run",
+            "seed": self.seed,
+            "torch": str(torch.__version__),
+            "transformers": version("transformers"),
+            "stages": [asdict(stage) for stage in self.stages],
+        }
+        (folder / FACTS).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+        write_card(folder, sum(weight.numel() for weight in self.model.parameters()))
         (folder / SUMS).write_text(json.dumps(sums_of(folder), indent=1) + "\n", encoding="utf-8")
 
 
