@@ -167,10 +167,10 @@ def output_of(settings: JobSettings, place: Place) -> Output:
 
 def check_drafter(name: str) -> None:
     """Refuse an unknown drafter before anything is loaded."""
-    from mmspec.drafters.registry import DRAFTERS
+    from mmspec.drafters.registry import DRAFTERS, known
 
-    if name not in DRAFTERS:
-        raise UsageError(f"unknown drafter {name!r}; known are {', '.join(DRAFTERS)}")
+    if not known(name):
+        raise UsageError(f"unknown drafter {name!r}; known are {', '.join(DRAFTERS)}, or a folder")
 
 
 def captioner(settings: JobSettings, place: Place) -> Captioner:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from mmspec.app import bench, caption, env
+from mmspec.app import bench, caption, env, train
 from mmspec.app.errors import UsageError, one_line
 from mmspec.app.versions import mmspec_version
 
@@ -45,7 +45,7 @@ def parser() -> argparse.ArgumentParser:
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help="show tracebacks")
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=Parser)
-    for room in (caption, bench, env):
+    for room in (caption, bench, train, env):
         room.add_parser(commands, common)
     return top
 

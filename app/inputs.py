@@ -11,7 +11,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +25,17 @@ NAMES = ("file_name", "image", "path", "file")
 
 @dataclass(frozen=True)
 class Item:
-    """A picture or clip. `id` names its row, `prompt` None is the job's; `index` is its place in the list."""
+    """A picture or clip. `id` names its row, `prompt` None is the job's; `index` is its place in the list.
+
+    `answer` is what a drafter may be trained on.
+    """
 
     path: Path
     id: str = ""
     file_name: str = ""
     prompt: str | None = None
     index: int = -1
+    answer: str | None = None
 
     @property
     def is_clip(self) -> bool:
@@ -161,12 +165,13 @@ def _entry(manifest: Path, number: int, row: dict[str, Any]) -> Item:
     root, path = _real(manifest.parent), manifest.parent / name
     if os.path.isabs(name) or not Path(_real(path)).is_relative_to(root):
         raise UsageError(f"{where}: {name!r} leads out of {manifest.parent}/; paths are relative to the manifest")
-    prompt, ident = row.get("prompt"), row.get("id")
-    if prompt is not None and not isinstance(prompt, str):
-        raise UsageError(f"{where}: 'prompt' is text, got {prompt!r}")
+    prompt, ident, answer = row.get("prompt"), row.get("id"), row.get("answer")
+    for key, value in (("prompt", prompt), ("answer", answer)):
+        if value is not None and not isinstance(value, str):
+            raise UsageError(f"{where}: {key!r} is text, got {value!r}")
     if ident is not None and not isinstance(ident, str | int):
         raise UsageError(f"{where}: 'id' is text or a number, got {ident!r}")
-    return Item(path, id="" if ident is None else str(ident), prompt=prompt or None)
+    return Item(path, id="" if ident is None else str(ident), prompt=prompt or None, answer=answer or None)
 
 
 def _unique(found: Iterable[Item], base: Path) -> list[Item]:
@@ -182,7 +187,7 @@ def _unique(found: Iterable[Item], base: Path) -> list[Item]:
         ident = item.id or name
         if ident in kept:
             raise UsageError(f"two rows have the id {ident!r} ({kept[ident].path}, {item.path}): give each its own")
-        kept[ident] = Item(item.path, ident, name, item.prompt, len(kept))
+        kept[ident] = replace(item, id=ident, file_name=name, index=len(kept))
     return list(kept.values())
 
 

@@ -35,6 +35,24 @@ def plot(rows: Sequence[dict[str, Any]], file: Path) -> None:
     figure.savefig(file, dpi=150)
 
 
+def plot_log(log: Path, file: Path) -> None:
+    """The curves of a training: agreement with the target per rollout step, and the parts of the loss."""
+    import json
+
+    from matplotlib.figure import Figure
+
+    rows = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
+    names = sorted({name for row in rows for name in row})
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    panels = zip(figure.subplots(1, 2), ("agree", "words"), strict=True)
+    for axis, wanted in panels:
+        for name in (name for name in names if name.rpartition("/")[2].startswith(wanted)):
+            axis.plot([r["step"] for r in rows if name in r], [r[name] for r in rows if name in r], label=name)
+        axis.set_xlabel("step")
+        axis.legend(fontsize=7)
+    figure.savefig(file, dpi=150)
+
+
 def _panel(axis: Any, rows: Sequence[dict[str, Any]]) -> None:
     noise = next(row for row in rows if row["drafter"] == "hf-again")
     bars = [row for row in rows if row["drafter"] not in ("hf", "hf-again")]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import cast
 
-from mmspec.interfaces import Drafter
+from mmspec.interfaces import Drafter, Facts
 
 MEMBERS = ("name", "needs", "vocab_size", "begin", "propose", "observe")
 
@@ -43,12 +44,25 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
 }
 
 
-def make(drafter: str | object) -> Drafter:
-    """A new drafter of that name, or the given object if it has what a drafter must have."""
+def known(name: str) -> bool:
+    """Whether `make` can make something of a name."""
+    return name in DRAFTERS or os.path.isdir(name)
+
+
+def make(drafter: str | object, target: Facts | None = None) -> Drafter:
+    """A new drafter of that name, the one that was trained into that folder, or the given object if it is a drafter.
+
+    Raises:
+        ValueError: an unknown name, or a trained drafter that does not fit the target. TypeError: not a drafter.
+    """
     if isinstance(drafter, str):
-        if drafter not in DRAFTERS:
-            raise ValueError(f"unknown drafter {drafter!r}; known are {', '.join(map(repr, DRAFTERS))}")
-        return DRAFTERS[drafter]()
+        if drafter in DRAFTERS:
+            return DRAFTERS[drafter]()
+        if os.path.isdir(drafter):
+            from mmspec.drafters.trained import trained
+
+            return trained(drafter, target)
+        raise ValueError(f"unknown drafter {drafter!r}; known are {', '.join(map(repr, DRAFTERS))}, or a folder")
     if isinstance(drafter, type):
         raise TypeError(f"a drafter is an object, got the class {drafter.__name__}; pass {drafter.__name__}() instead")
     missing = next((member for member in MEMBERS if not hasattr(drafter, member)), None)
@@ -60,4 +74,4 @@ def make(drafter: str | object) -> Drafter:
     return cast(Drafter, drafter)
 
 
-__all__ = ["DRAFTERS", "make"]
+__all__ = ["DRAFTERS", "known", "make"]

@@ -22,6 +22,7 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList, Stop
 
 from mmspec import fallback
 from mmspec.budget import Costs
+from mmspec.cpu import Packs
 from mmspec.interfaces import Drafter
 from mmspec.options import Options, per_call
 from mmspec.serve import Call, CannotServe, Prepared, serve
@@ -41,6 +42,7 @@ class Patch:
         self.family, self.options, self.spec, self.processor = family, options, spec, processor
         self.attention: str | None = None  # the text model's kernel before `patch` switched it
         self.costs: dict[str, Costs] = {}
+        self.packs = Packs()
         self.total, self.last = Stats(), Stats()
         self.lock = threading.Lock()
         self._warned: set[str] = set()
@@ -62,7 +64,8 @@ class Patch:
         began = time.perf_counter()
         chosen = kwargs.pop("mmspec", None)
         plain = functools.partial(type(self.model).generate, self.model)
-        options, enabled = per_call(self.options, chosen, self.family)
+        tokenizer = getattr(self.processor, "tokenizer", self.processor)
+        options, enabled = per_call(self.options, chosen, self.family, tokenizer)
         if not enabled or _is_off(self.model):
             return plain(*args, **kwargs)
         bound = inspect.signature(plain).bind(*args, **kwargs)
@@ -80,7 +83,8 @@ class Patch:
         call = Call(
             family=self.family,
             options=options,
-            tokenizer=getattr(self.processor, "tokenizer", self.processor),
+            tokenizer=tokenizer,
+            packs=self.packs,
             costs=self.costs_of(options.drafter),
             began=began,
             streamer=arguments.get("streamer"),

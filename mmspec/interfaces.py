@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from mmspec.tree import DraftTree
 
@@ -23,10 +23,48 @@ class Needs:
         taps: states of the target, by transformers' numbering of `hidden_states`: 0 is the merged input embeddings,
             `i` the input of decoder layer `i`, the last one the states after the final norm.
         top_k: ids of the `top_k` largest raw logits of every scored node, on the host (`Verdict.top_ids`).
+        most: largest tree worth considering, the root counted.
     """
 
     taps: tuple[int, ...] = ()
     top_k: int = 0
+    most: int = 16
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a drafter that was made for one target may check.
+
+    Attributes:
+        model_type, hidden_size, vocab_size, layers: of the text model. tokenizer: anything with `get_vocab`, or None.
+        name: hub id or folder that the model was loaded from, or "".
+    """
+
+    model_type: str
+    hidden_size: int
+    vocab_size: int
+    layers: int
+    tokenizer: Any = None
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class Words:
+    """What a target makes of ids and of states. Modules of the target itself, shared, never copied.
+
+    Attributes:
+        embedding: ids [...] -> [..., D]. head: states after the final norm [..., D] -> logits [..., V]; its `weight` is
+            [V, D].
+    """
+
+    embedding: nn.Module
+    head: nn.Module
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """[n, D], the rows of the head for some ids."""
+        weight = self.head.weight
+        assert isinstance(weight, Tensor)
+        return weight[ids]
 
 
 @dataclass(frozen=True)
@@ -74,6 +112,8 @@ class Prompt:
         noise: `noise(depth) -> [B, depth, V]`, the exponential noise with which the next `depth` tokens of each row
             will be sampled; None when decoding greedily. A drafter with probabilities proposes the largest
             `draft_probs / noise`.
+        temperature: with which tokens will be sampled; 1 when decoding greedily.
+        words: the target's embedding and output head.
     """
 
     ids: Tensor
@@ -86,6 +126,8 @@ class Prompt:
     banned: frozenset[int] = frozenset()
     reference: Sequence[Sequence[int]] = ()
     noise: Callable[[int], Tensor] | None = None
+    temperature: float = 1.0
+    words: Words | None = None
 
 
 @dataclass
@@ -204,6 +246,7 @@ class FrameSampler(Protocol):
 __all__ = [
     "Compressor",
     "Drafter",
+    "Facts",
     "FrameSampler",
     "Needs",
     "Prompt",
@@ -211,4 +254,5 @@ __all__ = [
     "Target",
     "Verdict",
     "VisualTokens",
+    "Words",
 ]

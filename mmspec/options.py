@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mmspec.budget import FIXED
-from mmspec.interfaces import Compressor, Drafter
+from mmspec.interfaces import Compressor, Drafter, Facts
 from mmspec.tree import BUCKETS
 
 
@@ -21,6 +21,8 @@ class Options:
         nodes: score trees of just this many nodes, the root counted, whatever that costs; None lets the controller
             choose every round, so that it is never slower.
         deterministic: fix all shapes, so that a run in half precision repeats itself bit for bit on one machine.
+        packed: on a CPU, keep float32 linear layers in the kernel's order as well, which costs their memory once more;
+            None does so if that is at most 2 GiB.
     """
 
     drafter: Drafter
@@ -29,6 +31,7 @@ class Options:
     reference_ids: Sequence[Sequence[int]] | None = None
     nodes: int | None = None
     deterministic: bool = False
+    packed: bool | None = None
 
     def __post_init__(self) -> None:
         if self.nodes is not None and (isinstance(self.nodes, bool) or not isinstance(self.nodes, int)):
@@ -42,11 +45,23 @@ class Options:
         return self.nodes or (FIXED if self.deterministic else None)
 
 
-def checked_drafter(drafter: str | Drafter, family: Any) -> Drafter:
-    """The drafter of that name, or the object itself, if it fits the model family."""
+def facts_of(family: Any, tokenizer: Any) -> Facts:
+    """What a drafter may check of a target."""
+    return Facts(
+        model_type=family.model_type,
+        hidden_size=family.text_config.hidden_size,
+        vocab_size=family.vocab_size,
+        layers=family.layers,
+        tokenizer=tokenizer,
+        name=str(getattr(family.model.config, "_name_or_path", "") or ""),
+    )
+
+
+def checked_drafter(drafter: str | Drafter, family: Any, tokenizer: Any = None) -> Drafter:
+    """The drafter of that name or folder, or the object itself, if it fits the target."""
     from mmspec.drafters.registry import make
 
-    made = make(drafter)
+    made = make(drafter, facts_of(family, tokenizer))
     if made.vocab_size is not None and made.vocab_size != family.vocab_size:
         raise ValueError(
             f"drafter {made.name!r} was made for a vocabulary of {made.vocab_size} ids, the model has "
@@ -95,10 +110,12 @@ def reference_rows(options: Options, tokenizer: Any, batch: int | None, repeats:
     return [list(row) for row in ids for _ in range(repeats)]
 
 
-PER_CALL = ("enabled", "drafter", "compressor", "nodes", "deterministic", "reference", "reference_ids")
+PER_CALL = ("enabled", "drafter", "compressor", "nodes", "deterministic", "packed", "reference", "reference_ids")
 
 
-def per_call(options: Options, chosen: Mapping[str, Any] | None, family: Any) -> tuple[Options, bool]:
+def per_call(
+    options: Options, chosen: Mapping[str, Any] | None, family: Any, tokenizer: Any = None
+) -> tuple[Options, bool]:
     """Options of one call, and whether mmspec is on, from `generate(..., mmspec=dict(...))`."""
     if chosen is None:
         return options, True
@@ -110,7 +127,7 @@ def per_call(options: Options, chosen: Mapping[str, Any] | None, family: Any) ->
         raise ValueError(f"generate(mmspec=...) takes {', '.join(PER_CALL)}; got {', '.join(unknown)}.")
     enabled = bool(chosen.pop("enabled", True))
     if "drafter" in chosen:
-        chosen["drafter"] = checked_drafter(chosen["drafter"], family)
+        chosen["drafter"] = checked_drafter(chosen["drafter"], family, tokenizer)
     if "compressor" in chosen:
         chosen["compressor"] = checked_compressor(chosen["compressor"])
     return replace(options, **chosen), enabled

@@ -40,12 +40,14 @@ def patch(
     reference_ids: Sequence[Sequence[int]] | None = None,
     nodes: int | None = None,
     deterministic: bool = False,
+    packed: bool | None = None,
 ) -> Any:
     """Speed up `model.generate`, leaving its output as it is, token for token. Undone by `unpatch`.
 
     Args:
         model: a vision-language model of transformers, of a supported family, on any device.
-        drafter: `auto`, `none`, `lookup`, `recycling`, `fused`, or an object with the `Drafter` protocol.
+        drafter: `auto`, `none`, `lookup`, `recycling`, `fused`, the folder of a trained drafter (`mmspec train`), or an
+            object with the `Drafter` protocol.
         compressor: what shows the drafter fewer visual tokens, or None.
         processor: the model's processor (or tokenizer); lets drafts avoid ids that the tokenizer does not have, and
             is needed for `reference`.
@@ -54,6 +56,8 @@ def patch(
         nodes: score trees of just this many nodes (1 to 64, the root counted), whatever that costs; by default a
             controller chooses every round, so that nothing becomes slower than plain decoding.
         deterministic: fix all shapes, so that a run in half precision repeats itself bit for bit on one machine.
+        packed: on a CPU, keep a copy of the float32 linear layers in the kernel's own order, which makes forwards over
+            several nodes cheaper and costs the memory of these layers once more. None: if that is at most 2 GiB.
 
     Returns:
         The same model.
@@ -64,7 +68,7 @@ def patch(
     """
     if reference_ids is not None:
         reference_ids = [[int(token) for token in row] for row in reference_ids]
-    spec = (drafter, compressor, processor, reference, reference_ids, nodes, deterministic)
+    spec = (drafter, compressor, processor, reference, reference_ids, nodes, deterministic, packed)
     family = family_of(model)
     if is_patched(model):
         if model.__dict__[KEY].spec == spec:
@@ -80,10 +84,16 @@ def patch(
             f"model.generate was replaced on this instance by {model.__dict__['generate']!r}; mmspec would hide it. "
             "Undo that first (del model.generate)."
         )
-    options = Options(
-        checked_drafter(drafter, family), checked_compressor(compressor), reference, reference_ids, nodes, deterministic
-    )
     tokenizer = getattr(processor, "tokenizer", processor)
+    options = Options(
+        checked_drafter(drafter, family, tokenizer),
+        checked_compressor(compressor),
+        reference,
+        reference_ids,
+        nodes,
+        deterministic,
+        packed,
+    )
     reference_rows(options, tokenizer, batch=None, repeats=1)
     state = Patch(family, options, spec, processor)
     if family.attention not in ATTENTION and "flash" in family.attention:

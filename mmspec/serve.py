@@ -9,14 +9,15 @@ from math import ceil
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from mmspec.budget import Budget, Costs
 from mmspec.columns import ColumnClock
+from mmspec.cpu import MOST_BYTES, Packs, layers_of, packed
 from mmspec.engine import Loop
-from mmspec.interfaces import Drafter, Prompt, Verdict
+from mmspec.interfaces import Drafter, Prompt, Verdict, Words
 from mmspec.options import Options, reference_rows
 from mmspec.sampling import Noise, Picker, Undo
 from mmspec.stats import Stats
@@ -37,7 +38,8 @@ class Call:
     """What the wrapper knows of one call.
 
     Attributes:
-        costs: what rounds with this call's drafter cost. began: `time.perf_counter()` when `generate` was called.
+        packs: packed copies of linear layers. costs: what rounds with this call's drafter cost.
+        began: `time.perf_counter()` when `generate` was called.
         streamer, vision: arguments of `generate` that transformers does not pass on. repeats: rows per prompt.
         warn: tells the user something once.
     """
@@ -45,6 +47,7 @@ class Call:
     family: Family
     options: Options
     tokenizer: Any
+    packs: Packs
     costs: Costs
     began: float
     streamer: Any
@@ -104,14 +107,20 @@ def serve(call: Call, given: Prepared) -> Any:
         drafter=drafter if type(drafter).__module__.startswith("mmspec.") else _Quiet(drafter, input_ids.device, noise),
         clock=clock,
         picker=picker,
-        budget=Budget(call.costs, input_ids.shape[0], drafts=drafter.name != "none", fixed=call.options.fixed),
+        budget=Budget(
+            call.costs,
+            input_ids.shape[0],
+            drafts=drafter.name != "none",
+            most=drafter.needs.most,
+            fixed=call.options.fixed,
+        ),
         stats=call.stats,
         allowed=_allowed(prompt, call.family, input_ids.device),
         began=call.began,
         warn=call.warn,
     )
     try:
-        with target.decoding():
+        with target.decoding(), packed(call.packs, _layers(call), fixed=call.options.deterministic):
             loop.run(first, prompt)
     finally:
         if noise is not None and not noise.live:
@@ -159,7 +168,18 @@ def _prompt(call: Call, input_ids: Tensor, target: HFTarget, taps: Any, vocab: i
         banned=frozenset(banned),
         reference=reference_rows(call.options, call.tokenizer, input_ids.shape[0], repeats),
         noise=None if clock.noise is None else clock.noise_ahead,
+        temperature=float(target.config.temperature or 1.0) if clock.noise is not None else 1.0,
+        words=Words(family.model.get_input_embeddings(), family.model.get_output_embeddings()),
     )
+
+
+def _layers(call: Call) -> list[nn.Linear]:
+    """The linear layers that the loop runs through and that may be served from packed copies."""
+    if call.options.packed is False or call.family.model.device.type != "cpu":
+        return []
+    roots = [call.family.text_model, call.family.model.get_output_embeddings()]
+    roots += [part for part in vars(call.options.drafter).values() if isinstance(part, nn.Module)]
+    return layers_of(roots, None if call.options.packed else MOST_BYTES)
 
 
 def _allowed(prompt: Prompt, family: Family, device: torch.device) -> Tensor:

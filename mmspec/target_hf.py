@@ -16,6 +16,7 @@ from torch.nn.modules import module as torch_module
 from transformers.utils import output_capturing
 
 from mmspec.cache import TreeCache, adopt, give_back, refusal
+from mmspec.cpu import served
 from mmspec.interfaces import Segment, Verdict
 from mmspec.kv import KVBuffer
 from mmspec.tree import BUCKETS, DraftTree
@@ -69,6 +70,11 @@ class Family:
         return None
 
     @property
+    def text_model(self) -> Any:
+        """The module that does the decoding steps, or the whole model where transformers cannot tell."""
+        return self.model.get_decoder() or self.model
+
+    @property
     def embedded(self) -> int:
         """Number of ids that have an embedding."""
         return int(self.model.get_input_embeddings().weight.shape[0])
@@ -90,7 +96,8 @@ class Family:
             return False
         own = "transformers.utils.output_capturing"
         for module in self.model.modules():
-            if "forward" in module.__dict__ or hasattr(module, "_hf_hook"):
+            replaced = "forward" in module.__dict__ and not served(module)
+            if replaced or hasattr(module, "_hf_hook"):
                 return False
             hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
             if any(getattr(hook, "__module__", None) != own for hook in hooks):

@@ -1,0 +1,233 @@
+"""What a drafter is trained on: requests, the target's own answers to them, and its states along the way.
+
+Answers are written to a file once and read again when a run goes on. States are made when they are needed.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from mmspec.app.captioner import Captioner
+from mmspec.app.clips import load_clip
+from mmspec.app.errors import UsageError
+from mmspec.app.images import ImageError, Shown, load_image
+from mmspec.app.inputs import collect
+from mmspec.app.settings import PROMPT, VIDEO_PROMPT
+from mmspec.drafters.checkpoint import fingerprint
+from mmspec.drafters.training_losses import Lesson
+from mmspec.targets import family_of
+
+SCENES_MIX = {"describe": 0.6, "short": 0.15, "answer": 0.2, "clip": 0.05}
+"""Share of each task when the scenes model is the target."""
+ANSWERS = "answers.jsonl"
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is shown and asked; `answer` None is for the target to give."""
+
+    shown: Shown
+    question: str
+    answer: str | None = None
+
+
+class Data(Protocol):
+    """Requests by number, the same in every run."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, number: int) -> Request: ...
+
+
+class ScenesData:
+    """Requests about scenes from a seed on, never from the held-out ones."""
+
+    def __init__(self, count: int, first: int = 10_000_000) -> None:
+        from mmspec.app.scenes.world import HELD_OUT
+
+        if first + 2 * count > HELD_OUT:
+            raise ValueError(f"training seeds end before {HELD_OUT}; asked for {count} from {first}")
+        self.count, self.first = count, first
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, number: int) -> Request:
+        from mmspec.app.scenes.tasks import requests
+
+        dice = random.Random(f"mix {self.first} {number}")
+        task = dice.choices(tuple(SCENES_MIX), tuple(SCENES_MIX.values()))[0]
+        made = next(requests(task, self.first + 2 * number))
+        return Request(made.pictures if len(made.pictures) > 1 else made.pictures[0], made.question)
+
+
+class FileData:
+    """Requests about pictures and clips that the user named; a manifest may bring prompts and answers."""
+
+    def __init__(self, paths: Sequence[str]) -> None:
+        self.items = collect(paths, Path())
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, number: int) -> Request:
+        item = self.items[number]
+        try:
+            shown = load_clip(item.path) if item.is_clip else load_image(item.path)
+        except ImageError as error:
+            raise UsageError(f"{item.path}: {error}") from error
+        return Request(shown, item.prompt or (VIDEO_PROMPT if item.is_clip else PROMPT), item.answer)
+
+
+class Teacher:
+    """A target that answers, and shows its states."""
+
+    def __init__(self, model: Any, processor: Any, data: Data) -> None:
+        self.maker, self.data, self.family = Captioner(model, processor), data, family_of(model)
+        self.model, self.tokenizer = model, processor.tokenizer
+        self.answers: dict[int, list[int]] = {}
+
+    @property
+    def placeholders(self) -> tuple[int, ...]:
+        """Ids that stand for visual tokens."""
+        return self.family.placeholders
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the tokenizer."""
+        return fingerprint(self.tokenizer)
+
+    def commonest(self, count: int) -> Tensor:
+        """[count] int64, the ids that the answers use most, rising; the end is always among them."""
+        counted = Counter(token for ids in self.answers.values() for token in ids)
+        first = [*self.ends, *(token for token, _ in counted.most_common() if token not in self.ends)]
+        return torch.tensor(sorted(first[:count]))
+
+    @property
+    def ends(self) -> list[int]:
+        """Ids that end an answer."""
+        ends = self.model.generation_config.eos_token_id
+        return list(ends) if isinstance(ends, list) else [ends]
+
+    def answer_all(self, folder: Path, batch: int, most: int, tick: Callable[[int], None] = lambda done: None) -> None:
+        """Let the target answer every request that has no answer; what is there already is read, not made again."""
+        folder.mkdir(parents=True, exist_ok=True)
+        file = folder / ANSWERS
+        self._read(file)
+        open_ = [number for number in range(len(self.data)) if number not in self.answers]
+        tick(len(self.data) - len(open_))
+        with file.open("a", encoding="utf-8") as out:
+            for start in range(0, len(open_), batch):
+                numbers = open_[start : start + batch]
+                for number, ids in zip(numbers, self._answer([self.data[n] for n in numbers], most), strict=True):
+                    self.answers[number] = ids
+                    out.write(json.dumps({"number": number, "ids": ids}) + "\n")
+                out.flush()
+                tick(len(numbers))
+
+    def _read(self, file: Path) -> None:
+        """Answers of an earlier run; a last line that was cut is dropped."""
+        if not file.exists():
+            return
+        good = []
+        for line in file.read_text(encoding="utf-8").splitlines():
+            try:
+                row = json.loads(line)
+            except ValueError:
+                continue
+            self.answers[row["number"]] = row["ids"]
+            good.append(line)
+        file.write_text("".join(f"{line}\n" for line in good), encoding="utf-8")
+
+    def _answer(self, requests: Sequence[Request], most: int) -> list[list[int]]:
+        given = [self._ids(one.answer) if one.answer is not None else None for one in requests]
+        asked = [one for one, ids in zip(requests, given, strict=True) if ids is None]
+        said = iter(self._generate(asked, most) if asked else [])
+        return [next(said) if ids is None else ids for ids in given]
+
+    def _ids(self, answer: str) -> list[int]:
+        ids = self.tokenizer(" " + answer.strip(), add_special_tokens=False).input_ids
+        return [*ids, self.ends[0]]
+
+    def _generate(self, requests: Sequence[Request], most: int) -> list[list[int]]:
+        inputs = self.maker.inputs([one.shown for one in requests], [one.question for one in requests])
+        out = self.model.generate(
+            **inputs, max_new_tokens=most, do_sample=False, temperature=None, top_p=None, top_k=None
+        )
+        ends, result = set(self.ends), []
+        for row in out[:, inputs["input_ids"].shape[1] :].tolist():
+            size = next((i + 1 for i, token in enumerate(row) if token in ends), len(row))
+            result.append(row[:size])
+        return result
+
+    def lesson(self, numbers: Sequence[int]) -> Lesson:
+        """The target's states over the prompts of these requests and its answers."""
+        requests = [self.data[number] for number in numbers]
+        inputs = self.maker.inputs([one.shown for one in requests], [one.question for one in requests])
+        whole, answer = self._join(inputs, [self.answers[number] for number in numbers])
+        device = self.model.device
+        with torch.no_grad(), torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cpu"):
+            seen = self.model(**whole, output_hidden_states=True, logits_to_keep=1, use_cache=False)
+        ids = whole["input_ids"]
+        placeholders = torch.tensor(self.placeholders, device=ids.device)
+        return Lesson(
+            ids=ids,
+            real=whole["attention_mask"].bool(),
+            visual=torch.isin(ids, placeholders),
+            answer=answer,
+            embedded=seen.hidden_states[0].float(),
+            states=seen.hidden_states[-1].float(),
+        )
+
+    def _join(self, inputs: dict[str, Any], answers: Sequence[list[int]]) -> tuple[dict[str, Any], Tensor]:
+        """Prompts (padded on the left) and answers to texts padded on the right, and where the answers are."""
+        ids, mask = inputs["input_ids"], inputs["attention_mask"]
+        rows = [row[on.bool()].tolist() for row, on in zip(ids, mask, strict=True)]
+        texts = [prompt + answer for prompt, answer in zip(rows, answers, strict=True)]
+        longest = max(map(len, texts))
+        pad = self.tokenizer.pad_token_id
+        joined = torch.tensor([text + [pad] * (longest - len(text)) for text in texts], device=ids.device)
+        place = torch.arange(longest, device=ids.device)
+        begins = torch.tensor([len(row) for row in rows], device=ids.device)[:, None]
+        ends = torch.tensor([len(text) for text in texts], device=ids.device)[:, None]
+        whole = {name: value for name, value in inputs.items() if name not in ("input_ids", "attention_mask")}
+        for name in ("token_type_ids", "mm_token_type_ids"):
+            if name in whole:
+                kinds = [row[on.bool()].tolist() for row, on in zip(whole[name], mask, strict=True)]
+                whole[name] = torch.tensor([kind + [0] * (longest - len(kind)) for kind in kinds], device=ids.device)
+        whole |= {"input_ids": joined, "attention_mask": (place < ends).long()}
+        return whole, (place >= begins) & (place < ends)
+
+
+def numbers_of(step: int, batch: int, count: int, seed: int) -> list[int]:
+    """Which requests a step is about: every epoch takes each once, in an order of its own."""
+    numbers = []
+    for place in range(step * batch, (step + 1) * batch):
+        epoch, at = divmod(place, count)
+        numbers.append(_order(epoch, count, seed)[at])
+    return numbers
+
+
+_ORDERS: dict[tuple[int, int, int], list[int]] = {}
+
+
+def _order(epoch: int, count: int, seed: int) -> list[int]:
+    key = (epoch, count, seed)
+    if key not in _ORDERS:
+        _ORDERS.clear()
+        order = list(range(count))
+        random.Random(f"order {seed} {epoch}").shuffle(order)
+        _ORDERS[key] = order
+    return _ORDERS[key]
+
+
+__all__ = ["ANSWERS", "Data", "FileData", "Request", "ScenesData", "Teacher", "numbers_of"]

@@ -1,0 +1,253 @@
+"""`mmspec train`: a draft head for a target, from requests alone. Goes on where it was cut."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+from mmspec.app.caption import MODELS, positive, quiet
+from mmspec.app.errors import UsageError, one_line
+from mmspec.app.settings import DTYPES, MODEL
+from mmspec.app.versions import mmspec_version, version
+
+KINDS = {"msd": "decoupled", "eagle": "coupled", "eagle-blind": "blind", "eagle-textual": "textual"}
+"""Drafters that can be trained, and the rule by which each reads visual tokens."""
+
+EPILOG = """\
+drafters
+  msd             visual tokens enter as their projected embeddings alone (MSD)
+  eagle           visual tokens are fused with the target's states like text (EAGLE-2)
+  eagle-textual   no visual tokens at all: only the text, with the target's states
+  eagle-blind     visual tokens are placeholders (EAGLE as it is for text)
+  Several, with commas, learn side by side from the same teacher: the dear part is done once.
+
+data
+  For --target scenes the requests come from the scenes world (--count of them). Else --data names pictures, folders or
+  manifests as `mmspec caption` reads them; a manifest may bring "prompt" and "answer" per row. Where there is no answer
+  the target gives its own, so that the drafter learns the target's words. They are kept in OUT/answers.jsonl.
+
+OUT holds answers.jsonl, state.pt (the checkpoint), log.jsonl, curves.png if matplotlib is there, and at the end a
+folder per drafter with config.json, model.safetensors and provenance.json: `mmspec.patch(model, drafter="OUT/msd")`.
+Run the same command again to go on after a cut.
+
+examples
+  mmspec train --out run                                       msd for the scenes model
+  mmspec train --drafter msd,eagle,eagle-textual --steps 600 --out study
+  mmspec train --target llava-hf/llava-1.5-7b-hf --data photos/ --dtype bfloat16 --out run
+"""
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], common: argparse.ArgumentParser) -> None:
+    """Register the command."""
+    parser = commands.add_parser(
+        "train",
+        parents=[common],
+        help="train a drafter for a model",
+        description="Train draft heads on a target's own answers and states.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(run=run)
+    add = parser.add_argument_group("what").add_argument
+    add("--target", default=MODEL, metavar="M", help=MODELS)
+    add("--drafter", type=kinds, default=["msd"], metavar="D,D", help=f"of {', '.join(KINDS)} (default msd)")
+    add(
+        "--data", nargs="+", default=[], metavar="PATH", help="pictures, folders, manifests (default: the scenes world)"
+    )
+    add("--out", type=Path, required=True, metavar="FOLDER", help="of the run")
+    add("--dtype", default="auto", choices=DTYPES, help="of the target; default as for caption")
+    add("--device", default="auto", metavar="DEV", help="default auto: the GPU if there is one")
+    add = parser.add_argument_group("how").add_argument
+    add("--count", type=positive, default=2000, metavar="N", help="requests of the scenes world (default 2000)")
+    add("--first-seed", type=int, default=10_000_000, metavar="S", help="of the scenes (default 10,000,000)")
+    add("--max-new-tokens", type=positive, default=160, metavar="N", help="of an answer (default 160)")
+    add("--steps", type=positive, default=1000, metavar="N", help="default 1000")
+    add("--batch-size", type=positive, default=16, metavar="N", help="texts in a step (default 16)")
+    add("--lr", type=float, default=1e-3, metavar="R", help="highest learning rate (default 1e-3)")
+    add("--states-weight", type=float, default=1.0, metavar="W", help="of smooth L1 on the states (default 1)")
+    add("--words-weight", type=float, default=0.1, metavar="W", help="of soft cross-entropy (default 0.1)")
+    add("--rollout", type=int, default=2, metavar="N", help="further steps over the head's own outputs (default 2)")
+    add("--noise", type=float, default=0.0, metavar="W", help="width of noise on the states (EAGLE: 0.2; default 0)")
+    add("--ffn", type=positive, default=None, metavar="N", help="width of the feed-forward (default: the target's)")
+    add("--draft-vocab", type=positive, default=None, metavar="N", help="draft the N commonest ids only (VocabTrim)")
+    add("--seed", type=int, default=0, metavar="N")
+    add("--minutes", type=float, default=math.inf, metavar="T", help="stop after this long; run again to go on")
+    add("--progress", action=argparse.BooleanOptionalAction, default=None, help="default: if on a terminal")
+
+
+def kinds(text: str) -> list[str]:
+    """Comma-separated drafters."""
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    for name in names:
+        if name not in KINDS:
+            raise argparse.ArgumentTypeError(f"unknown drafter {name!r}; known are {', '.join(KINDS)}")
+    return list(dict.fromkeys(names))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Carry out the command."""
+    import torch
+
+    from mmspec.app.lessons import Teacher, numbers_of
+    from mmspec.app.load import load
+    from mmspec.drafters.training import Plan, Pupil, SettingsError, Training
+    from mmspec.drafters.training_losses import Weights
+    from mmspec.interfaces import Words
+
+    quiet(args.progress)
+    data = data_of(args)
+    model, processor = load(args.target, args.dtype, args.device)
+    model.requires_grad_(False)
+    teacher = Teacher(model, processor, data)
+    words = Words(model.get_input_embeddings(), model.get_output_embeddings())
+    torch.manual_seed(args.seed)
+    config = config_of(model, args.ffn)
+    pupils = {name: Pupil(new_head(config, args.seed).to(model.device), KINDS[name]) for name in args.drafter}
+    weights = Weights(args.states_weight, args.words_weight, args.rollout)
+    plan = Plan(args.steps, args.batch_size, args.lr, noise=args.noise, seed=args.seed, weights=weights)
+    facts = {"target": args.target, "data": list(args.data), "count": len(data), "first_seed": args.first_seed}
+    facts |= {"max_new_tokens": args.max_new_tokens}
+    with bar(args, len(data), "answers", "text") as shown:
+        teacher.answer_all(args.out, args.batch_size, args.max_new_tokens, shown.update)
+    placeholder = words.embedding(torch.tensor(teacher.placeholders[0], device=model.device)).float()
+    try:
+        training = Training(
+            args.out,
+            pupils,
+            plan,
+            words,
+            lambda step: teacher.lesson(numbers_of(step, plan.batch, len(data), plan.seed)),
+            placeholder,
+            facts,
+        )
+    except SettingsError as error:
+        raise UsageError(str(error)) from error
+    with bar(args, plan.steps, "train", "step") as shown:
+        shown.update(training.step)
+
+        def tick(figures: dict[str, float]) -> None:
+            shown.set_postfix({k: f"{v:.3f}" for k, v in list(figures.items())[1:4]}, refresh=False)
+            shown.update(1)
+
+        done = training.run(60 * args.minutes, tick=tick)
+    curves(args.out)
+    if not done:
+        print(f"stopped after {training.step} of {plan.steps} steps; run again to go on")
+        return 0
+    for name, pupil in pupils.items():
+        place = args.out / name
+        export(args, place, pupil, teacher, facts)
+        print(place)
+    return 0
+
+
+def data_of(args: argparse.Namespace) -> Any:
+    """Where requests come from."""
+    from mmspec.app.lessons import FileData, ScenesData
+
+    if args.data:
+        return FileData(args.data)
+    if args.target != MODEL:
+        raise UsageError(f"--target {args.target} needs --data: pictures, folders or manifests")
+    return ScenesData(args.count, args.first_seed)
+
+
+def config_of(model: Any, ffn: int | None) -> Any:
+    """A head of the target's own shape."""
+    from mmspec.drafters.head import HeadConfig
+
+    text = model.config.get_text_config(decoder=True)
+    rope = getattr(text, "rope_parameters", None) or {}
+    return HeadConfig(
+        hidden_size=text.hidden_size,
+        intermediate_size=ffn or text.intermediate_size,
+        num_attention_heads=text.num_attention_heads,
+        num_key_value_heads=getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
+        vocab_size=text.vocab_size,
+        head_dim=getattr(text, "head_dim", None) or 0,
+        rms_norm_eps=getattr(text, "rms_norm_eps", 1e-5),
+        rope_theta=float(rope.get("rope_theta", 10000.0)),
+    )
+
+
+def new_head(config: Any, seed: int) -> Any:
+    """Fresh weights, the same for every drafter of a run; torch's generators stay as they are."""
+    import torch
+
+    from mmspec.drafters.head import EagleHead
+
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        return EagleHead(config)
+
+
+def export(args: argparse.Namespace, place: Path, pupil: Any, teacher: Any, facts: dict[str, Any]) -> None:
+    """The head with its config, and how it came to be."""
+    import json
+
+    from mmspec.drafters.checkpoint import Made, save
+
+    model = teacher.model
+    family = teacher.family
+    made = Made(
+        pupil.head.config,
+        pupil.rule,
+        family.layers,
+        family.model_type,
+        teacher.fingerprint,
+        teacher.commonest(args.draft_vocab) if args.draft_vocab else None,
+    )
+    save(place, pupil.head, made)
+    provenance = {
+        "command": args.command,
+        "seed": args.seed,
+        "mmspec": mmspec_version(),
+        "torch": version("torch"),
+        "transformers": version("transformers"),
+        "commit": commit(),
+        "device": model.device.type,
+    }
+    (place / "provenance.json").write_text(json.dumps(provenance | facts, indent=1) + "\n", encoding="utf-8")
+
+
+def commit() -> str | None:
+    """The commit of this checkout, if it is one."""
+    import subprocess
+
+    try:
+        done = subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"],
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()
+
+
+def bar(args: argparse.Namespace, total: int, what: str, unit: str) -> Any:
+    """A progress bar on standard error."""
+    from tqdm import tqdm
+
+    hide = not (sys.stderr.isatty() if args.progress is None else args.progress)
+    return tqdm(total=total, desc=what, unit=unit, disable=hide, file=sys.stderr)
+
+
+def curves(out: Path) -> None:
+    """The log as a picture, if matplotlib is there."""
+    try:
+        from mmspec.app.plot import plot_log
+    except ImportError:
+        return
+    try:
+        plot_log(out / "log.jsonl", out / "curves.png")
+    except Exception as error:  # a picture is no reason to lose a training
+        print(f"mmspec: no curves.png: {one_line(error)}", file=sys.stderr)
+
+
+__all__ = ["KINDS", "add_parser", "run"]

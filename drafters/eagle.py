@@ -1,0 +1,309 @@
+"""EAGLE-2 (arXiv 2406.16858) for vision-language models: a trained head drafts a tree, level by level.
+
+Batched, on the device, scored in float32, without a look at a value on the host. With the rule "decoupled" this is MSD
+(arXiv 2505.14260). Rows that were emitted are read again with the target's true states; the rows of a tree are
+forgotten. Knows neither the decode loop nor transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from mmspec.drafters.head import Attend, EagleHead
+from mmspec.drafters.rules import RULES, Sight, pack
+from mmspec.interfaces import Needs, Prompt, Verdict, Words
+from mmspec.kv import KVBuffer
+from mmspec.tree import BUCKETS, DraftTree, bare
+
+STEP = 1e-5
+"""What every level costs in log probability, so that a certain child still comes after its parent."""
+
+
+@dataclass
+class State:
+    """One call.
+
+    Attributes:
+        words: the target's embedding and head. shut: [V'] float32, -inf for ids that must not be drafted.
+        places: position of each row's next input. last: [B, D] the head's output at each row's last input.
+        waiting: what was emitted since the head last read: (following [B, A] ids, states [B, A, D], counts).
+        prompt: until the first token is known. noise, temperature: as in `Prompt`. cos, sin: tables of angles.
+        trimmed: [V', D] rows of the target's head for the ids that may be drafted, if these are not all.
+    """
+
+    words: Words
+    buffer: KVBuffer
+    shut: Tensor
+    prompt: Prompt | None
+    places: list[int]
+    last: Tensor
+    waiting: list[tuple[Tensor, Tensor, list[int]]] = field(default_factory=list)
+    noise: Callable[[int], Tensor] | None = None
+    temperature: float = 1.0
+    cos: Tensor | None = None
+    sin: Tensor | None = None
+    trimmed: Tensor | None = None
+
+
+class EagleDrafter:
+    """Drafts with an `EagleHead`."""
+
+    def __init__(
+        self,
+        head: EagleHead,
+        rule: str = "decoupled",
+        *,
+        layers: int,
+        name: str = "eagle",
+        depth: int = 6,
+        width: int = 8,
+        draft_ids: Tensor | None = None,
+    ) -> None:
+        """
+        Args:
+            rule: how visual tokens are read, of `drafters.rules.RULES`. layers: of the target.
+            depth: levels of a tree at most. width: nodes of a level that are followed further.
+            draft_ids: [V'] int64, the ids that may be drafted (VocabTrim), rising; None for all.
+        """
+        if rule not in RULES:
+            raise ValueError(f"rule must be one of {', '.join(RULES)}; got {rule!r}")
+        self.head, self.rule, self.name, self.depth, self.width = head.eval(), rule, name, depth, width
+        self.draft_ids = draft_ids
+        self.layers = layers
+        self.needs = Needs(taps=(0, layers), most=BUCKETS[-2])
+        self.vocab_size: int | None = head.config.vocab_size
+
+    # --- a call -------------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def begin(self, prompt: Prompt) -> State:
+        """Keep the prompt; it is read when the first token is known."""
+        if prompt.words is None:
+            raise ValueError(f"drafter {self.name!r} needs the target's embedding and head (Prompt.words).")
+        states = prompt.taps[self.layers]
+        weight = self.head.fc.weight
+        if weight.device != states.device or weight.dtype != states.dtype:  # the target was moved, or is not float32
+            self.head.to(states.device, states.dtype)
+        batch, _, hidden = states.shape
+        shut = states.new_zeros(prompt.vocab_size, dtype=torch.float32)
+        shut[[token for token in prompt.banned if 0 <= token < prompt.vocab_size]] = float("-inf")
+        state = State(
+            words=prompt.words,
+            buffer=KVBuffer(batch, limit=1 << 30),
+            shut=shut,
+            prompt=prompt,
+            places=[0] * batch,
+            last=states.new_zeros(batch, hidden),
+            noise=prompt.noise,
+            temperature=prompt.temperature,
+        )
+        if self.draft_ids is not None:
+            ids = self.draft_ids.to(shut.device)
+            state.shut, state.trimmed = shut[ids], prompt.words.rows(ids)
+        return state
+
+    @torch.inference_mode()
+    def observe(self, state: State, verdict: Verdict, taps: Mapping[int, Tensor]) -> None:
+        """Note what was emitted, and the states it came from. It is read before the next draft."""
+        if state.prompt is not None:
+            self._read_prompt(state, state.prompt, verdict.tokens[:, 0].to(state.last.device))
+            state.prompt = None
+            return
+        counts = [len(row) for row in verdict.rows]
+        longest = max(counts)
+        if not longest:
+            return
+        path = verdict.path[:, :longest].to(state.last.device)
+        states = taps[self.layers]
+        walked = states.gather(1, path[..., None].expand(-1, -1, states.shape[-1]))
+        state.waiting.append((verdict.tokens[:, :longest].to(path.device), walked, counts))
+
+    @torch.inference_mode()
+    def propose(self, state: State, budget: int, live: Sequence[bool]) -> DraftTree:
+        """The likeliest nodes of a tree of `depth` levels, `width` nodes of each followed."""
+        self._catch_up(state)
+        budget = min(budget, BUCKETS[-1])
+        if budget < 2 or not any(live):
+            return bare(len(live), state.last.device)
+        tree = self._tree(state, budget)
+        if not all(live):
+            tree.valid &= torch.tensor(live, device=tree.valid.device)[:, None]
+        return tree
+
+    # --- reading ------------------------------------------------------------------------------------------------------
+
+    def _read_prompt(self, state: State, prompt: Prompt, first: Tensor) -> None:
+        """Run the head over the prompt, whose last position is followed by `first` [B]."""
+        embedded, states = prompt.taps[0], prompt.taps[self.layers]
+        n = states.shape[1]  # of a conversation that goes on, only what is new
+        words, real, visual = state.words, prompt.padding[:, -n:], prompt.visual[:, -n:]
+        counts, embedded, states, visual = pack(real, embedded, states, visual)
+        index = torch.arange(n, device=states.device)
+        final = index == (counts - 1)[:, None]
+        after = words.embedding(first)[:, None].to(embedded.dtype)
+        sight = Sight(
+            following=torch.where(final[..., None], after, embedded.roll(-1, 1)),
+            states=states,
+            visual=visual.roll(-1, 1) & ~final,
+            placeholder=self._placeholder(prompt, words, embedded),
+        )
+        rows, keep = RULES[self.rule](self.head, sight)
+        inside = index < counts[:, None]
+        positions = index.expand(inside.shape)
+        kept = counts
+        if keep is not None:
+            kept, rows, positions = pack(inside & keep, rows, positions)
+        counts_, kept_ = torch.stack((counts, kept)).tolist()
+        rows, positions = rows[:, : max(kept_)], positions[:, : max(kept_)]
+        self._read(state, rows, positions, kept_)
+        state.places = counts_
+
+    def _placeholder(self, prompt: Prompt, words: Words, like: Tensor) -> Tensor:
+        ids = prompt.ids[prompt.visual][:1] if self.rule == "blind" else prompt.ids.new_zeros(0)
+        return words.embedding(ids)[0].to(like.dtype) if len(ids) else like.new_zeros(like.shape[-1])
+
+    def _catch_up(self, state: State) -> None:
+        """Read what was emitted since the last draft."""
+        if not state.waiting:
+            return
+        waiting, state.waiting = state.waiting, []
+        tokens, states = (torch.cat([part[i] for part in waiting], dim=1) for i in (0, 1))  # type: ignore[misc]
+        if len(waiting) == 1:
+            counts = waiting[0][2]
+        else:
+            where = [list[int]() for _ in state.places]
+            before = 0
+            for part, _, sizes in waiting:
+                for row, size in zip(where, sizes, strict=True):
+                    row.extend(range(before, before + size))
+                before += part.shape[1]
+            counts = [len(row) for row in where]
+            longest = max(counts)
+            index = torch.tensor([row + [0] * (longest - len(row)) for row in where], device=tokens.device)
+            tokens = tokens.gather(1, index)
+            states = states.gather(1, index[..., None].expand(-1, -1, states.shape[-1]))
+        rows = self.head.fuse(state.words.embedding(tokens).to(states.dtype), states)
+        start = torch.tensor(state.places, device=tokens.device)[:, None]
+        self._read(state, rows, start + torch.arange(tokens.shape[1], device=tokens.device), counts)
+        state.places = [place + count for place, count in zip(state.places, counts, strict=True)]
+
+    def _read(self, state: State, rows: Tensor, positions: Tensor, counts: list[int]) -> None:
+        """Run the head over [B, n, D] rows, of which each row of the batch has `counts`, and keep them."""
+        buffer, n = state.buffer, rows.shape[1]
+        buffer.open(n)
+        fresh, mask = not any(buffer.lengths), None
+        if not fresh and (n > 1 or not buffer.uniform):
+            ends = torch.tensor(buffer.lengths, device=rows.device)[:, None] + torch.arange(n, device=rows.device)
+            mask = (torch.arange(buffer.end, device=rows.device) <= ends[..., None])[:, None]
+        cos, sin = self._angles(state, positions)
+        out = self.head(rows, cos, sin, _attention(buffer, mask, causal=fresh and n > 1))
+        buffer.lengths = [length + count for length, count in zip(buffer.lengths, counts, strict=True)]
+        if min(counts) == max(counts):
+            state.last = out[:, counts[0] - 1]
+            return
+        place = torch.tensor([max(0, count - 1) for count in counts], device=out.device)
+        last = out.gather(1, place[:, None, None].expand(-1, 1, out.shape[-1]))[:, 0]
+        got = torch.tensor([count > 0 for count in counts], device=out.device)
+        state.last = torch.where(got[:, None], last, state.last)
+
+    def _angles(self, state: State, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """(cos, sin) [B, 1, n, d] of positions [B, n], from a table that grows by doubling."""
+        need = max(state.places) + positions.shape[1] + self.depth + 1
+        if state.cos is None or state.cos.shape[0] < need:
+            table = torch.arange(max(512, 2 * need), device=positions.device)
+            state.cos, state.sin = self.head.angles(table, state.last.dtype)
+        assert state.sin is not None
+        return state.cos[positions][:, None], state.sin[positions][:, None]
+
+    # --- drafting -----------------------------------------------------------------------------------------------------
+
+    def _tree(self, state: State, budget: int) -> DraftTree:
+        """Expand level by level, then keep the best nodes of all levels (EAGLE-2, section 4)."""
+        buffer, (batch, hidden) = state.buffer, state.last.shape
+        device, width = state.last.device, min(self.width, state.shut.shape[0])
+        noise = None if state.noise is None else state.noise(self.depth)
+        own = torch.eye(width, dtype=torch.bool, device=device).expand(batch, width, width)
+        base = torch.tensor(state.places, device=device)[:, None]
+        # Every row's tree begins behind the longest row, so that one slice takes it; what lies between is masked.
+        committed, buffer.lengths = buffer.lengths, [max(buffer.lengths)] * batch
+        seen = torch.arange(max(committed), device=device) < torch.tensor(committed, device=device)[:, None]
+        seen = seen[:, None].expand(batch, width, -1)
+
+        reached, tokens = (part[:, 0] for part in self._chances(state, state.last[:, None], noise, 0).topk(width))
+        reached = reached - STEP
+        pool = [(tokens, reached, torch.full_like(tokens, -1))]
+        beam = torch.arange(width, device=device).expand(batch, width)  # where the followed nodes stand in the pool
+        feature = state.last[:, None].expand(batch, width, hidden)
+        above, made = own, width
+        for level in range(1, self.depth):
+            rows = self.head.fuse(self._embed(state, tokens).to(feature.dtype), feature)
+            buffer.open(width)
+            cos, sin = self._angles(state, base + level - 1)
+            mask = torch.cat((seen, above), dim=-1)[:, None]
+            out = self.head(rows, cos, sin, _attention(buffer, mask))
+            buffer.advance(width)
+            chances, offered = self._chances(state, out, noise, level).topk(width)
+            totals, offered = (reached[..., None] + chances).flatten(1) - STEP, offered.flatten(1)
+            pool.append((offered, totals, beam.repeat_interleave(width, dim=1)))
+            if level < self.depth - 1:
+                reached, chosen = totals.topk(width)
+                tokens, source = offered.gather(1, chosen), (chosen // width)[..., None]
+                beam, made = made + chosen, made + width * width
+                feature = out.gather(1, source.expand(-1, -1, hidden))
+                above = torch.cat((above.gather(1, source.expand(-1, -1, above.shape[-1])), own), dim=-1)
+        buffer.lengths = committed
+        return self._best(*(torch.cat(parts, dim=1) for parts in zip(*pool, strict=True)), nodes=budget)
+
+    def _chances(self, state: State, out: Tensor, noise: Tensor | None, level: int) -> Tensor:
+        """[B, n, V'] log probability that a node is followed by each id: by argmax, or by what the noise will pick."""
+        if state.trimmed is None:
+            logits = state.words.head(out)
+        else:
+            logits = functional.linear(out, state.trimmed)
+        scores = logits.float() + state.shut
+        if noise is None:
+            return scores.log_softmax(-1)
+        ahead = noise[:, level] if self.draft_ids is None else noise[:, level, self.draft_ids.to(noise.device)]
+        return ((scores / state.temperature).log_softmax(-1) - ahead.log()[:, None]).log_softmax(-1)
+
+    def _embed(self, state: State, tokens: Tensor) -> Tensor:
+        embedded: Tensor = state.words.embedding(self._ids(tokens))
+        return embedded
+
+    def _ids(self, tokens: Tensor) -> Tensor:
+        """Ids of the target, of places in the draft vocabulary."""
+        return tokens if self.draft_ids is None else self.draft_ids.to(tokens.device)[tokens]
+
+    def _best(self, tokens: Tensor, reached: Tensor, parents: Tensor, *, nodes: int) -> DraftTree:
+        """The likeliest `nodes` - 1 of a pool [B, P], likeliest first; a parent is likelier than its children."""
+        scores, chosen = reached.topk(min(nodes - 1, reached.shape[1]))
+        places = torch.arange(1, chosen.shape[1] + 1, device=tokens.device).expand(chosen.shape)
+        rank = torch.zeros_like(tokens).scatter(1, chosen, places)
+        parents = parents.gather(1, chosen)
+        parents = torch.where(parents < 0, 0, rank.gather(1, parents.clamp(min=0)))
+        tokens = self._ids(tokens.gather(1, chosen))
+        return DraftTree(
+            tokens=functional.pad(tokens, (1, 0)),
+            parents=functional.pad(parents, (1, 0), value=-1),
+            valid=functional.pad(scores > float("-inf"), (1, 0), value=True),
+            scores=functional.pad(scores.exp(), (1, 0), value=1.0),
+        )
+
+
+def _attention(buffer: KVBuffer, mask: Tensor | None, causal: bool = False) -> Attend:
+    """Attention to what the buffer holds and the rows that it is given. mask: [B, 1, n, keys] bool, or None."""
+
+    def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        shared = queries.shape[1] != keys.shape[1]
+        keys, values = buffer.write(0, keys, values)
+        return functional.scaled_dot_product_attention(queries, keys, values, mask, is_causal=causal, enable_gqa=shared)
+
+    return attend
+
+
+__all__ = ["EagleDrafter", "State"]

@@ -1,0 +1,189 @@
+"""The draft head: one decoder layer on [embedding of the next token ; state of the target], as in EAGLE.
+
+EAGLE-1/2 (arXiv 2401.15077, 2406.16858) and MSD (arXiv 2505.14260) are this network with the same weights' names; what
+differs is which rows it reads (`drafters.rules`). Embedding and output head are the target's own, never copied. Knows
+nothing of trees, prompts or targets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""([B, H, n, d] queries, [B, H', n, d] keys and values of the same rows) -> [B, H, n, d] what was seen."""
+
+
+@dataclass(frozen=True)
+class HeadConfig:
+    """Shape of a draft head.
+
+    Attributes:
+        hidden_size: D of the target. vocab_size: V of the target.
+        bias: of `fc`. qkv_bias: of the attention. input_norm: whether the layer norms its input (EAGLE's does not).
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    vocab_size: int
+    head_dim: int = 0
+    rms_norm_eps: float = 1e-5
+    rope_theta: float = 10000.0
+    bias: bool = True
+    qkv_bias: bool = False
+    input_norm: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.head_dim:
+            object.__setattr__(self, "head_dim", self.hidden_size // self.num_attention_heads)
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_attention_heads must be a multiple of num_key_value_heads; got {self.num_attention_heads} and "
+                f"{self.num_key_value_heads}."
+            )
+
+
+class Layer(nn.Module):
+    """A Llama decoder layer with its projections in one piece each, since small products cost by the call."""
+
+    def __init__(self, config: HeadConfig) -> None:
+        super().__init__()
+        self.config = config
+        hidden, size = config.hidden_size, config.head_dim
+        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.qkv_proj = nn.Linear(hidden, (self.heads + 2 * self.kv_heads) * size, bias=config.qkv_bias)
+        self.o_proj = nn.Linear(self.heads * size, hidden, bias=False)
+        self.gate_up_proj = nn.Linear(hidden, 2 * config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, hidden, bias=False)
+        self.input_norm = nn.RMSNorm(hidden, config.rms_norm_eps) if config.input_norm else None
+        self.post_norm = nn.RMSNorm(hidden, config.rms_norm_eps)
+
+    def forward(self, rows: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        """[B, n, D] rows in, [B, n, D] out. cos, sin: [B or 1, 1, n or 1, d] of the rows' positions."""
+        batch, count, _ = rows.shape
+        normed = rows if self.input_norm is None else self.input_norm(rows)
+        mixed = self.qkv_proj(normed).view(batch, count, self.heads + 2 * self.kv_heads, self.config.head_dim)
+        turned, values = mixed.transpose(1, 2).split((self.heads + self.kv_heads, self.kv_heads), dim=1)
+        turned = turned * cos + rotate(turned) * sin
+        seen = attend(turned[:, : self.heads], turned[:, self.heads :], values)
+        rows = rows + self.o_proj(seen.transpose(1, 2).reshape(batch, count, -1))
+        gate, up = self.gate_up_proj(self.post_norm(rows)).chunk(2, dim=-1)
+        fed: Tensor = self.down_proj(functional.silu(gate) * up)
+        return rows + fed
+
+
+def rotate(vectors: Tensor) -> Tensor:
+    """The half turn of rotary positions, [..., d]: (a, b) -> (-b, a)."""
+    first, second = vectors.chunk(2, dim=-1)
+    return torch.cat((-second, first), dim=-1)
+
+
+class EagleHead(nn.Module):
+    """`fc` and one layer. Its output stands for the target's state after the final norm, one position on."""
+
+    def __init__(self, config: HeadConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=config.bias)
+        self.layer = Layer(config)
+
+    def fuse(self, embeddings: Tensor, states: Tensor) -> Tensor:
+        """[..., D] input rows of text: the next token's embedding with the state before it (embedding first)."""
+        fused: Tensor = self.fc(torch.cat((embeddings, states), dim=-1))
+        return fused
+
+    def forward(self, rows: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        """See `Layer.forward`."""
+        out: Tensor = self.layer(rows, cos, sin, attend)
+        return out
+
+    def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """(cos, sin) of positions [...]: [..., d] each, by Llama's rule."""
+        size = self.config.head_dim
+        steps = torch.arange(0, size, 2, dtype=torch.float32, device=positions.device) / size
+        angle = positions[..., None].float() * self.config.rope_theta**-steps
+        angle = torch.cat((angle, angle), dim=-1)
+        return angle.cos().to(dtype), angle.sin().to(dtype)
+
+
+# --- names of the published weights -----------------------------------------------------------------------------------
+
+SPLIT = {
+    "layers.0.self_attn.qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "layers.0.mlp.gate_up_proj": ("gate_proj", "up_proj"),
+}
+PLAIN = {
+    "fc": "fc",
+    "layer.o_proj": "layers.0.self_attn.o_proj",
+    "layer.down_proj": "layers.0.mlp.down_proj",
+    "layer.input_norm": "layers.0.input_layernorm",
+    "layer.post_norm": "layers.0.post_attention_layernorm",
+}
+
+
+def published(head: EagleHead) -> dict[str, Tensor]:
+    """The weights under the names of the EAGLE and MSD code, one tensor per projection."""
+    config, result = head.config, dict[str, Tensor]()
+    heads, kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+    sizes = {"qkv_proj": [heads, kv, kv], "gate_up_proj": [config.intermediate_size] * 2}
+    for name, value in head.state_dict().items():
+        module, _, kind = name.rpartition(".")
+        if module in PLAIN:
+            result[f"{PLAIN[module]}.{kind}"] = value
+            continue
+        joined = module.removeprefix("layer.")
+        whole = next(name for name in SPLIT if name.endswith(joined))
+        for part, piece in zip(SPLIT[whole], value.split(sizes[joined]), strict=True):
+            result[f"{whole.removesuffix(joined)}{part}.{kind}"] = piece.contiguous()
+    return result
+
+
+def from_published(config: HeadConfig, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The other way: a state dict for `EagleHead`.
+
+    Raises:
+        ValueError: names the tensors that are missing, too many, of another shape, or not finite.
+    """
+    expected = {name: value.shape for name, value in published(_empty(config)).items()}
+    missing, extra = sorted(set(expected) - set(weights)), sorted(set(weights) - set(expected))
+    if missing or extra:
+        what = "lacks" if missing else "has what it should not have:"
+        raise ValueError(f"a draft head {what} {', '.join((missing or extra)[:4])}.")
+    for name, shape in expected.items():
+        if weights[name].shape != shape:
+            raise ValueError(f"{name} must be {list(shape)} for this config; got {list(weights[name].shape)}.")
+        if not torch.isfinite(weights[name]).all():
+            raise ValueError(f"{name} holds values that are not finite.")
+    result = {}
+    for name in _empty(config).state_dict():
+        module, _, kind = name.rpartition(".")
+        if module in PLAIN:
+            result[name] = weights[f"{PLAIN[module]}.{kind}"]
+        else:
+            joined = module.removeprefix("layer.")
+            whole = next(name for name in SPLIT if name.endswith(joined))
+            parts = [weights[f"{whole.removesuffix(joined)}{part}.{kind}"] for part in SPLIT[whole]]
+            result[name] = torch.cat(parts)
+    return result
+
+
+def _empty(config: HeadConfig) -> EagleHead:
+    with torch.device("meta"):
+        return EagleHead(config)
+
+
+def config_from(values: Mapping[str, Any]) -> HeadConfig:
+    """A `HeadConfig` from the keys of a published `config.json`; unknown keys are left alone."""
+    known = {name: values[name] for name in HeadConfig.__dataclass_fields__ if values.get(name) is not None}
+    known.setdefault("num_key_value_heads", known.get("num_attention_heads"))
+    return HeadConfig(**known)
+
+
+__all__ = ["Attend", "EagleHead", "HeadConfig", "Layer", "config_from", "from_published", "published", "rotate"]

@@ -1,0 +1,75 @@
+"""Which rows a draft head reads: text as EAGLE does, visual tokens by one of several rules.
+
+A row stands for a position of the sequence: it joins the state at that position with the embedding of what follows.
+What differs is what happens where a visual token follows. Knows no tree, no cache, no target.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mmspec.drafters.head import EagleHead
+
+
+@dataclass(frozen=True)
+class Sight:
+    """A batch of sequences as a head may see them, row by row.
+
+    Attributes:
+        following: [B, n, D] embedding of the token after each position, as the target was fed it (visual tokens
+            projected). states: [B, n, D] the target's states after the final norm, or the head's own.
+        visual: [B, n] bool, True where a visual token follows. placeholder: [D] embedding of the placeholder id.
+    """
+
+    following: Tensor
+    states: Tensor
+    visual: Tensor
+    placeholder: Tensor
+
+
+Rule = Callable[[EagleHead, Sight], tuple[Tensor, Tensor | None]]
+"""(head, what it may see) -> [B, n, D] input rows of the layer, and [B, n] bool which of them are kept (None: all)."""
+
+
+def decoupled(head: EagleHead, sight: Sight) -> tuple[Tensor, Tensor | None]:
+    """MSD: a visual token enters as its projected embedding alone, text as embedding and state (MSD, section 3)."""
+    fused = head.fuse(sight.following, sight.states)
+    return torch.where(sight.visual[..., None], sight.following, fused), None
+
+
+def coupled(head: EagleHead, sight: Sight) -> tuple[Tensor, Tensor | None]:
+    """EAGLE on a multimodal target: visual tokens are fused with states like text."""
+    return head.fuse(sight.following, sight.states), None
+
+
+def blind(head: EagleHead, sight: Sight) -> tuple[Tensor, Tensor | None]:
+    """EAGLE as it is for text: of a visual token it sees the placeholder's embedding, and the state before it."""
+    following = torch.where(sight.visual[..., None], sight.placeholder, sight.following)
+    return head.fuse(following, sight.states), None
+
+
+def textual(head: EagleHead, sight: Sight) -> tuple[Tensor, Tensor | None]:
+    """No visual tokens at all: only rows that text follows; they keep their positions."""
+    return head.fuse(sight.following, sight.states), ~sight.visual
+
+
+RULES: dict[str, Rule] = {"decoupled": decoupled, "coupled": coupled, "blind": blind, "textual": textual}
+
+
+def pack(keep: Tensor, *parts: Tensor) -> tuple[Tensor, ...]:
+    """Move what is kept to the left of each row, in order.
+
+    Args:
+        keep: [B, n] bool. parts: [B, n, ...] each. Returns counts [B] int64, then the parts; past the counts they hold
+        what was not kept.
+    """
+    order = (~keep).long().argsort(dim=1, stable=True)
+    moved = [part.gather(1, order.view(*order.shape, *[1] * (part.dim() - 2)).expand(part.shape)) for part in parts]
+    return keep.sum(1), *moved
+
+
+__all__ = ["RULES", "Rule", "Sight", "blind", "coupled", "decoupled", "pack", "textual"]

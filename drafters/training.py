@@ -1,0 +1,193 @@
+"""The training loop of draft heads: steps, checkpoints that survive any cut, a log. Several heads may share a teacher.
+
+Lesson n is the same in every run, and the target's states come with it (`training_losses.Lesson`), so nothing is dumped
+to disk. Knows neither where lessons come from nor what drafts.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmspec.drafters.head import EagleHead
+from mmspec.drafters.training_losses import Lesson, Weights, losses
+from mmspec.interfaces import Words
+
+STATE, LOG = "state.pt", "log.jsonl"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How to train.
+
+    Attributes:
+        steps, batch: optimiser steps, and texts in each. rate: highest learning rate. warmup: steps.
+        clip: largest norm of the gradient. noise: width of uniform noise on the states, as EAGLE has it (0.2; 0 none).
+    """
+
+    steps: int = 1000
+    batch: int = 16
+    rate: float = 1e-3
+    warmup: int = 50
+    clip: float = 0.5
+    noise: float = 0.0
+    seed: int = 0
+    weights: Weights = field(default_factory=Weights)
+
+    def rate_at(self, step: int) -> float:
+        """Warm-up, then a cosine down to a hundredth."""
+        if step < self.warmup:
+            return self.rate * (step + 1) / self.warmup
+        done = (step - self.warmup) / max(1, self.steps - self.warmup)
+        return self.rate * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * min(1.0, done))))
+
+
+@dataclass
+class Pupil:
+    """A head that is trained, and the rule by which it reads."""
+
+    head: EagleHead
+    rule: str
+
+
+class SettingsError(ValueError):
+    """The folder holds a run with other settings."""
+
+
+class Training:
+    """One run in a folder: knows where it is, does a step, writes checkpoints."""
+
+    def __init__(
+        self,
+        folder: Path,
+        pupils: Mapping[str, Pupil],
+        plan: Plan,
+        words: Words,
+        lesson: Callable[[int], Lesson],
+        placeholder: Tensor,
+        facts: Mapping[str, Any],
+    ) -> None:
+        """
+        Args:
+            lesson: step -> its texts. placeholder: [D] embedding of the picture's placeholder id.
+            facts: whatever else must be the same for a run to go on (JSON values).
+
+        Raises:
+            SettingsError: another run is in the folder.
+        """
+        self.folder, self.pupils, self.plan, self.words = folder, dict(pupils), plan, words
+        self.lesson, self.placeholder = lesson, placeholder
+        self.settings = json.loads(json.dumps({"plan": asdict(plan), **facts, "pupils": self._shapes()}))
+        self.step = 0
+        folder.mkdir(parents=True, exist_ok=True)
+        self.optimisers = {
+            name: torch.optim.AdamW(pupil.head.parameters(), lr=plan.rate, betas=(0.9, 0.95), weight_decay=0.0)
+            for name, pupil in self.pupils.items()
+        }
+        if (folder / STATE).exists():
+            self._resume()
+
+    def _shapes(self) -> dict[str, Any]:
+        return {name: {"rule": pupil.rule, **asdict(pupil.head.config)} for name, pupil in self.pupils.items()}
+
+    def _resume(self) -> None:
+        device = self.placeholder.device
+        state = torch.load(self.folder / STATE, map_location=device, weights_only=True)
+        if state["settings"] != self.settings:
+            differs = sorted(k for k in self.settings if state["settings"].get(k) != self.settings[k])
+            raise SettingsError(
+                f"{self.folder} holds a run with other settings ({', '.join(differs)}); name another folder, or repeat "
+                "the settings."
+            )
+        for name, pupil in self.pupils.items():
+            pupil.head.load_state_dict(state["heads"][name])
+            self.optimisers[name].load_state_dict(state["optimisers"][name])
+        self.step = state["step"]
+
+    def save(self) -> None:
+        """Write the checkpoint under another name first, so that a cut, or a full disk, leaves the last good one."""
+        state = {
+            "settings": self.settings,
+            "step": self.step,
+            "heads": {name: pupil.head.state_dict() for name, pupil in self.pupils.items()},
+            "optimisers": {name: optimiser.state_dict() for name, optimiser in self.optimisers.items()},
+        }
+        part = self.folder / f"{STATE}.part"
+        try:
+            torch.save(state, part)
+            os.replace(part, self.folder / STATE)
+        finally:
+            part.unlink(missing_ok=True)
+
+    def run(
+        self,
+        seconds: float = math.inf,
+        every: float = 240.0,
+        tick: Callable[[dict[str, float]], None] = lambda figures: None,
+    ) -> bool:
+        """Train until all is done (True) or the time is up (False). `tick` is told each step's figures."""
+        began = saved = time.monotonic()
+        for pupil in self.pupils.values():
+            pupil.head.train()
+        while self.step < self.plan.steps:
+            figures = self._step()
+            self.step += 1
+            tick(figures)
+            if self.step % 10 == 0 or self.step == self.plan.steps:
+                self._log(figures)
+            now = time.monotonic()
+            if now - saved > every or now - began > seconds:
+                self.save()
+                saved = now
+            if now - began > seconds:
+                return False
+        self.save()
+        return True
+
+    def _step(self) -> dict[str, float]:
+        began, plan = time.monotonic(), self.plan
+        lesson = self.lesson(self.step).to(self.placeholder.device)
+        if plan.noise:
+            lesson = self._noisy(lesson)
+        figures: dict[str, float] = {"teacher_s": time.monotonic() - began}
+        rate = plan.rate_at(self.step)
+        for name, pupil in self.pupils.items():
+            optimiser = self.optimisers[name]
+            optimiser.param_groups[0]["lr"] = rate
+            with torch.autocast(self.placeholder.device.type, dtype=torch.bfloat16):
+                loss, told = losses(pupil.head, pupil.rule, lesson, self.words, self.placeholder, plan.weights)
+            optimiser.zero_grad(set_to_none=True)
+            loss.backward()
+            norm = nn.utils.clip_grad_norm_(pupil.head.parameters(), plan.clip)
+            if torch.isfinite(norm):
+                optimiser.step()
+            prefix = f"{name}/" if len(self.pupils) > 1 else ""
+            told |= {"loss": float(loss.detach()), "norm": float(norm)}
+            figures |= {prefix + key: value for key, value in told.items()}
+        return figures | {"rate": rate, "s": time.monotonic() - began}
+
+    def _noisy(self, lesson: Lesson) -> Lesson:
+        """Uniform noise on the states (EAGLE: 0.2 wide at 512 tokens, less for longer texts)."""
+        dice = torch.Generator(lesson.states.device).manual_seed(self.plan.seed * 1_000_003 + self.step)
+        width = self.plan.noise * 512 / lesson.ids.shape[1]
+        shape = lesson.states.shape
+        noise = torch.rand(shape, generator=dice, device=lesson.states.device, dtype=torch.float32) - 0.5
+        parts = {name: getattr(lesson, name) for name in lesson.__dataclass_fields__}
+        return Lesson(**parts | {"states": lesson.states + (noise * width).to(lesson.states.dtype)})
+
+    def _log(self, figures: dict[str, float]) -> None:
+        row = {"step": self.step} | {name: round(value, 5) for name, value in figures.items()}
+        with (self.folder / LOG).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+__all__ = ["Plan", "Pupil", "SettingsError", "Training"]

@@ -1,0 +1,166 @@
+"""What a draft head is trained on: rows of teacher data, rolled out over its own outputs, and the losses on them.
+
+Losses: smooth L1 on the states and soft cross-entropy on the logits (EAGLE, arXiv 2401.15077; weights as MSD published
+them), summed over rollout steps in which the head reads what it said itself ("training-time test" of EAGLE-3, arXiv
+2503.01840), since that is what it does below the first level of a tree. Knows tensors only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from mmspec.drafters.head import EagleHead
+from mmspec.drafters.rules import RULES, Sight, pack
+from mmspec.interfaces import Words
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """A batch of whole texts as the target has read them, padded on the right.
+
+    Attributes:
+        ids: [B, L] int64. real: [B, L] bool, False for pads. visual: [B, L] bool. answer: [B, L] bool, the tokens that
+            the target said. embedded, states: [B, L, D] merged input embeddings, states after the final norm.
+    """
+
+    ids: Tensor
+    real: Tensor
+    visual: Tensor
+    answer: Tensor
+    embedded: Tensor
+    states: Tensor
+
+    def to(self, device: torch.device | str) -> Lesson:
+        """The same on a device."""
+        return Lesson(*(getattr(self, name).to(device) for name in self.__dataclass_fields__))
+
+
+@dataclass(frozen=True)
+class Weights:
+    """How much each part of the loss counts.
+
+    Attributes:
+        states, words: smooth L1 on states, soft cross-entropy on logits (1 and 0.1 in EAGLE and MSD).
+        rollout: steps in which the head reads its own outputs, after the first. decay: what each further step counts.
+    """
+
+    states: float = 1.0
+    words: float = 0.1
+    rollout: int = 2
+    decay: float = 0.8
+
+
+@dataclass
+class Rows:
+    """Input rows [B, n, D] of the head, and what follows each of them.
+
+    Attributes:
+        following: [B, n, D] embedding of the next token. goal: [B, n, D] state at the next position.
+        learn: [B, n] bool. positions: [B, n].
+    """
+
+    rows: Tensor
+    following: Tensor
+    goal: Tensor
+    learn: Tensor
+    positions: Tensor
+
+
+def rows_of(head: EagleHead, rule: str, lesson: Lesson, placeholder: Tensor) -> Rows:
+    """What the head reads of a lesson by a rule, and what it should say: nothing but words of the answer is learned."""
+    length = lesson.ids.shape[1]
+    sight = Sight(
+        following=lesson.embedded.roll(-1, 1),
+        states=lesson.states,
+        visual=lesson.visual.roll(-1, 1),
+        placeholder=placeholder,
+    )
+    rows, keep = RULES[rule](head, sight)
+    index = torch.arange(length, device=rows.device).expand(lesson.ids.shape)
+    answered = lesson.answer & lesson.real
+    learn = answered.roll(-1, 1) & answered.roll(-2, 1) & (index < length - 2)
+    parts = (rows, sight.following, lesson.states.roll(-1, 1), learn, index)
+    if keep is None:
+        return Rows(*parts)
+    counts, *packed = pack(keep & lesson.real, *parts)
+    longest = int(counts.max())
+    inside = torch.arange(longest, device=rows.device) < counts[:, None]
+    rows, following, goal, learn, index = (part[:, :longest] for part in packed)
+    return Rows(rows, following, goal, learn & inside, index)
+
+
+def shifted(part: Tensor, steps: int) -> Tensor:
+    """What stands `steps` rows further on; the last rows get what is never learned from."""
+    return part.roll(-steps, 1)
+
+
+def losses(
+    head: EagleHead, rule: str, lesson: Lesson, words: Words, placeholder: Tensor, weights: Weights
+) -> tuple[Tensor, dict[str, float]]:
+    """The loss of a lesson, and figures: `states`, `words`, and `agree0`, `agree1`, ... per step, the share of rows at
+    which the head's likeliest word is the target's."""
+    data = rows_of(head, rule, lesson, placeholder)
+    n = data.rows.shape[1]
+    causal = torch.ones(n, n, dtype=torch.bool, device=data.rows.device).tril()
+    memory = Memory(head, causal)
+    rows, total = data.rows, data.rows.new_zeros((), dtype=torch.float32)
+    figures: dict[str, float] = {}
+    for step in range(weights.rollout + 1):
+        out = memory.read(rows, data.positions + step)
+        learn = data.learn & shifted(data.learn, step) if step else data.learn
+        learn = learn & (torch.arange(n, device=learn.device) < n - step)
+        goal = shifted(data.goal, step)[learn]
+        said, meant = words.head(out[learn]).float(), words.head(goal).float().detach()
+        near = functional.smooth_l1_loss(out[learn].float(), goal.float())
+        soft = -(meant.softmax(-1) * said.log_softmax(-1)).sum(-1).mean()
+        share = weights.decay**step
+        total = total + share * (weights.states * near + weights.words * soft)
+        figures[f"agree{step}"] = float((said.argmax(-1) == meant.argmax(-1)).float().mean())
+        if step == 0:
+            figures |= {"states": float(near.detach()), "words": float(soft.detach())}
+        if step < weights.rollout:
+            rows = head.fuse(shifted(data.following, step + 1), out)
+    return total, figures
+
+
+class Memory:
+    """Keys and values of the rollout: in step i a row looks at all rows of step 0 up to its own, and at what itself was
+    in the steps between, as a node of a tree looks at the text and at its ancestors (EAGLE-3, section 3.2)."""
+
+    def __init__(self, head: EagleHead, causal: Tensor) -> None:
+        self.head, self.causal = head, causal
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+
+    def read(self, rows: Tensor, positions: Tensor) -> Tensor:
+        """[B, n, D] rows of the next step in, the head's outputs out."""
+        cos, sin = (part[:, None] for part in self.head.angles(positions, rows.dtype))
+        out: Tensor = self.head(rows, cos, sin, self._attend)
+        return out
+
+    def _attend(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        copies = queries.shape[1] // keys.shape[1]
+        self.keys.append(keys.repeat_interleave(copies, 1))
+        self.values.append(values.repeat_interleave(copies, 1))
+        if len(self.keys) == 1:
+            return functional.scaled_dot_product_attention(queries, self.keys[0], self.values[0], is_causal=True)
+        return self._look(queries)
+
+    def _look(self, queries: Tensor) -> Tensor:
+        """Attention to the first step causally, to the later ones row by row."""
+        scale = queries.shape[-1] ** -0.5
+        first = (queries @ self.keys[0].transpose(-1, -2) * scale).masked_fill(~self.causal, float("-inf"))
+        later = [(queries * keys).sum(-1, keepdim=True) * scale for keys in self.keys[1:]]
+        shares = torch.cat([first, *later], dim=-1).float().softmax(-1).to(queries.dtype)
+        n = self.causal.shape[0]
+        seen = shares[..., :n] @ self.values[0]
+        for place, values in enumerate(self.values[1:]):
+            seen = seen + shares[..., n + place : n + place + 1] * values
+        return seen
+
+
+__all__ = ["Lesson", "Memory", "Rows", "Weights", "losses", "rows_of"]

@@ -1,0 +1,558 @@
+"""Draft heads: what they read, what they draft (against a slow reference), how they learn, and how they are kept."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import mmspec
+from mmspec.app.captioner import Captioner
+from mmspec.app.models import random_model
+from mmspec.app.scenes.paint import paint
+from mmspec.app.scenes.world import scene
+from mmspec.drafters import checkpoint
+from mmspec.drafters.checkpoint import Made, load, save
+from mmspec.drafters.eagle import EagleDrafter, State
+from mmspec.drafters.head import EagleHead, HeadConfig, from_published, published
+from mmspec.drafters.registry import make
+from mmspec.drafters.rules import RULES, Sight, pack
+from mmspec.drafters.training import Plan, Pupil, SettingsError, Training
+from mmspec.drafters.training_losses import Lesson, Weights, losses, rows_of
+from mmspec.interfaces import Facts, Prompt, Verdict, Words
+from mmspec.tree import DraftTree, bare
+
+CONFIG = HeadConfig(32, 48, 4, 2, 40, qkv_bias=True)
+LAYERS, PICTURE = 3, 39
+
+
+@dataclass
+class World:
+    """A target that was never there: words, and states for every position of some texts."""
+
+    words: Words
+    head: EagleHead
+    ids: Tensor
+    states: Tensor
+
+    def embedded(self, visual: Tensor) -> Tensor:
+        """Merged embeddings: visual tokens have their own, not the placeholder's."""
+        own = torch.randn(*self.ids.shape, 32, generator=torch.Generator().manual_seed(5))
+        return torch.where(visual[..., None], own, self.words.embedding(self.ids))
+
+
+@pytest.fixture
+def world() -> World:
+    dice = torch.Generator().manual_seed(3)
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        words = Words(nn.Embedding(40, 32), nn.Linear(32, 40, bias=False))
+        head = EagleHead(CONFIG)
+    for weight in head.parameters():
+        weight.data.mul_(1.5)
+    words.head.weight.data.mul_(3)  # type: ignore[operator,union-attr]
+    ids = torch.randint(3, 38, (2, 16), generator=dice)
+    return World(words, head.eval(), ids, torch.randn(2, 16, 32, generator=dice))
+
+
+def prompt_of(world: World, length: int, pads: tuple[int, int] = (0, 0), right: bool = False, **more: Any) -> Prompt:
+    """Row b: the first `length - pads[b]` words of its text, of which 2 to 4 are a picture, and padding."""
+    visual = torch.zeros(2, 16, dtype=torch.bool)
+    visual[:, 2:5] = True
+    embedded = world.embedded(visual)
+    parts: dict[str, list[Tensor]] = {"ids": [], "padding": [], "visual": [], "embedded": [], "states": []}
+    for row, count in enumerate(pads):
+        n = length - count
+        real = torch.ones(n, dtype=torch.bool)
+        whole = {"ids": torch.where(visual, PICTURE, world.ids)[row, :n], "padding": real, "visual": visual[row, :n]}
+        whole |= {"embedded": embedded[row, :n], "states": world.states[row, :n]}
+        for name, value in whole.items():
+            fill = value.new_zeros(count, *value.shape[1:])
+            parts[name].append(torch.cat([value, fill] if right else [fill, value]))
+    joined = {name: torch.stack(values) for name, values in parts.items()}
+    return Prompt(
+        ids=joined["ids"], padding=joined["padding"], visual=joined["visual"], positions=joined["ids"],
+        taps={0: joined["embedded"], LAYERS: joined["states"]}, vocab_size=40, banned=frozenset((0, PICTURE)),
+        words=world.words, **more,
+    )  # fmt: skip
+
+
+def first_verdict(tokens: list[int]) -> Verdict:
+    column = torch.tensor(tokens)[:, None]
+    rows = [[token] for token in tokens]
+    ones, zeros = torch.ones(len(tokens), dtype=torch.long), torch.zeros_like(column)
+    return Verdict(bare(len(tokens)), zeros, ones, column, rows, [[0]] * len(tokens))
+
+
+def emitted(tree: DraftTree, walked: list[list[int]], tokens: list[list[int]]) -> Verdict:
+    """A round that walked these nodes and emitted these tokens."""
+    longest = max(map(len, tokens))
+    fill = (
+        [[*row, *[0] * (longest - len(row))] for row in tokens],
+        [[*row, *[0] * (longest - len(row))] for row in walked],
+    )
+    counts = torch.tensor([len(row) for row in tokens])
+    return Verdict(tree, torch.tensor(fill[1]), counts, torch.tensor(fill[0]), tokens, walked)
+
+
+def drafter(world: World, rule: str = "decoupled", **more: Any) -> EagleDrafter:
+    return EagleDrafter(world.head, rule, layers=LAYERS, **{"depth": 3, "width": 3, **more})
+
+
+def started(world: World, made: EagleDrafter, prompt: Prompt) -> State:
+    """After the prompt, with the words that follow in the texts."""
+    state = made.begin(prompt)
+    lengths = prompt.padding.sum(1).tolist()
+    made.observe(state, first_verdict([int(world.ids[row, n]) for row, n in enumerate(lengths)]), {})
+    return state
+
+
+# --- a slow reference -------------------------------------------------------------------------------------------------
+
+
+def slow(world: World, rule: str, row: int, n: int, path: list[int]) -> Tensor:
+    """[V] log probabilities of what follows `path` after the first n words and the n-th, one whole pass per level."""
+    visual = torch.zeros(2, 16, dtype=torch.bool)
+    visual[:, 2:5] = True
+    embed, head = world.words.embedding, world.head
+    embedded = world.embedded(visual)[row]
+    after = embed(world.ids[row, n])
+    rows, places = [], []
+    for p in range(n):
+        following = embedded[p + 1] if p + 1 < n else after
+        seen = p + 1 < n and bool(visual[row, p + 1])
+        if rule == "textual" and seen:
+            continue
+        if rule == "blind" and seen:
+            following = embed(torch.tensor(PICTURE))
+        fused = head.fc(torch.cat([following, world.states[row, p]]))
+        rows.append(following if rule == "decoupled" and seen else fused)
+        places.append(p)
+    feature = None
+    for depth in range(len(path) + 1):
+        if depth:
+            assert feature is not None
+            rows.append(head.fc(torch.cat([embed(torch.tensor(path[depth - 1])), feature])))
+            places.append(n - 1 + depth)
+        feature = _pass(head, torch.stack(rows), torch.tensor(places))[-1]
+    logits = world.words.head(feature)
+    logits[[0, PICTURE]] = float("-inf")
+    result: Tensor = logits.log_softmax(-1)
+    return result
+
+
+def _pass(head: EagleHead, rows: Tensor, places: Tensor) -> Tensor:
+    """The layer, written out."""
+    layer, n, d = head.layer, len(rows), CONFIG.head_dim
+    mixed = layer.qkv_proj(rows).view(n, 8, d)
+    queries, keys, values = mixed[:, :4], mixed[:, 4:6], mixed[:, 6:]
+    steps = 10000.0 ** (-torch.arange(0, d, 2) / d)
+    angle = places[:, None] * steps
+    turn = torch.polar(torch.ones_like(angle), angle)[:, None]
+
+    def turned(v: Tensor) -> Tensor:
+        pairs = torch.complex(v[..., : d // 2], v[..., d // 2 :]) * turn
+        return torch.cat([pairs.real, pairs.imag], -1)
+
+    queries, keys = turned(queries), turned(keys)
+    out = torch.zeros(n, 4, d)
+    for i in range(n):
+        for h in range(4):
+            shares = (keys[: i + 1, h // 2] @ queries[i, h] / math.sqrt(d)).softmax(0)
+            out[i, h] = shares @ values[: i + 1, h // 2]
+    rows = rows + layer.o_proj(out.flatten(1))
+    normed = rows * (rows.pow(2).mean(-1, keepdim=True) + 1e-5).rsqrt() * layer.post_norm.weight
+    gate, up = layer.gate_up_proj(normed).chunk(2, -1)
+    result: Tensor = rows + layer.down_proj(torch.nn.functional.silu(gate) * up)
+    return result
+
+
+def paths_of(tree: DraftTree, row: int) -> dict[tuple[int, ...], float]:
+    """{tokens below the root: score} of a row's nodes."""
+    assert tree.scores is not None
+    found: dict[tuple[int, ...], float] = {}
+    paths: list[tuple[int, ...]] = [()]
+    for node in range(1, tree.nodes):
+        parent = int(tree.parents[row, node])
+        assert 0 <= parent < node, "parents first"
+        paths.append((*paths[parent], int(tree.tokens[row, node])))
+        if tree.valid[row, node]:
+            assert paths[-1] not in found, "twins"
+            found[paths[-1]] = float(tree.scores[row, node])
+    return found
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("pads", [(0, 0), (0, 4)])
+@pytest.mark.parametrize("right", [False, True])
+def test_drafts_are_those_of_the_slow_reference(world: World, rule: str, pads: tuple[int, int], right: bool) -> None:
+    made = drafter(world, rule)
+    state = started(world, made, prompt_of(world, 11, pads, right))
+    tree = made.propose(state, 16, [True, True])
+    with torch.no_grad():
+        for row, count in enumerate(pads):
+            n, found = 11 - count, paths_of(tree, row)
+            assert len(found) == 15
+            for path, score in found.items():
+                chance = sum(float(slow(world, rule, row, n, list(path[:i]))[path[i]]) for i in range(len(path)))
+                assert math.log(score) == pytest.approx(chance, abs=2e-3), (row, path)
+            best = slow(world, rule, row, n, []).topk(3).indices.tolist()
+            assert {path[0] for path in found} <= set(best) and (best[0],) in found
+
+
+def test_nodes_come_in_falling_order_and_none_better_is_left_out(world: World) -> None:
+    made = drafter(world)
+    tree = made.propose(started(world, made, prompt_of(world, 11)), 32, [True, True])
+    assert tree.scores is not None
+    for row in range(2):
+        assert (tree.scores[row].diff() <= 0).all()
+    small = made.propose(started(world, made, prompt_of(world, 11)), 8, [True, True])
+    for row in range(2):
+        assert list(paths_of(small, row)) == list(paths_of(tree, row))[:7]
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_after_rounds_it_reads_what_the_target_saw(world: World, rule: str) -> None:
+    """Rounds with drafts and rounds without come to the same as one long prompt."""
+    made = drafter(world, rule)
+    state = started(world, made, prompt_of(world, 9, (0, 2)))
+    lengths = [9, 7]
+    for sizes in ([1, 2], [2, 1], [1, 1]):
+        tree = made.propose(state, 8, [True, True]) if sizes != [2, 1] else bare(2)
+        states = torch.zeros(2, 8, 32)
+        walked, tokens = [], []
+        for row, size in enumerate(sizes):
+            nodes = [0, 5, 3][:size]
+            for step, node in enumerate(nodes):
+                states[row, node] = world.states[row, lengths[row] + step]
+            walked.append(nodes)
+            tokens.append([int(world.ids[row, lengths[row] + 1 + step]) for step in range(size)])
+            lengths[row] += size
+        made.observe(state, emitted(tree, walked, tokens), {LAYERS: states})
+    mine = made.propose(state, 16, [True, True])
+    fresh = replace(prompt_of(world, max(lengths), tuple(max(lengths) - n for n in lengths)))  # type: ignore[arg-type]
+    other = made.propose(started(world, made, fresh), 16, [True, True])
+    for row in range(2):
+        assert paths_of(mine, row) == pytest.approx(paths_of(other, row), rel=1e-3)
+
+
+def test_finished_rows_are_left_alone(world: World) -> None:
+    made = drafter(world)
+    state = started(world, made, prompt_of(world, 9))
+    taps = {LAYERS: torch.randn(2, 1, 32)}
+    made.observe(state, emitted(bare(2), [[0], []], [[7], []]), taps)
+    tree = made.propose(state, 8, [True, False])
+    assert tree.valid[0].sum() == 8 and tree.valid[1].sum() == 0 and torch.isfinite(state.last).all()
+    assert made.propose(state, 8, [False, False]).nodes == made.propose(state, 1, [True, True]).nodes == 1
+
+
+def test_a_trimmed_vocabulary_drafts_only_its_own(world: World) -> None:
+    ids = torch.arange(1, 40, 3)
+    made = drafter(world, draft_ids=ids)
+    tree = made.propose(started(world, made, prompt_of(world, 11)), 16, [True, True])
+    assert set(tree.tokens[:, 1:].flatten().tolist()) <= set(ids.tolist()) - {PICTURE}
+    whole = drafter(world).propose(started(world, drafter(world), prompt_of(world, 11)), 64, [True, True])
+    assert not set(whole.tokens[:, 1:].flatten().tolist()) <= set(ids.tolist())
+
+
+def test_with_noise_it_proposes_what_the_noise_will_pick(world: World) -> None:
+    noise = torch.empty(2, 3, 40).exponential_(generator=torch.Generator().manual_seed(1))
+    made = drafter(world, width=2)
+    prompt = prompt_of(world, 11, noise=lambda depth: noise[:, :depth], temperature=0.7)
+    tree = made.propose(started(world, made, prompt), 8, [True, True])
+    with torch.no_grad():
+        for row in range(2):
+            chances = (slow(world, "decoupled", row, 11, []) / 0.7).softmax(-1)
+            first = int((chances / noise[row, 0]).argmax())
+            assert int(tree.tokens[row, 1]) == first
+            second = (slow(world, "decoupled", row, 11, [first]) / 0.7).softmax(-1)
+            assert (first, int((second / noise[row, 1]).argmax())) in paths_of(tree, row)
+
+
+# --- rules ------------------------------------------------------------------------------------------------------------
+
+
+def test_what_each_rule_reads(world: World) -> None:
+    """MSD's rows (msd.md, section 3): a patch enters raw, one row early; the first word after it takes the last patch's
+    state."""
+    prompt = prompt_of(world, 8)
+    following, states = prompt.taps[0].roll(-1, 1), prompt.taps[LAYERS]
+    sight = Sight(following, states, prompt.visual.roll(-1, 1), world.words.embedding(torch.tensor(PICTURE)))
+    fuse = world.head.fuse
+    rows, keep = RULES["decoupled"](world.head, sight)
+    assert keep is None
+    for k in range(3):  # the patches stand at 2, 3, 4
+        assert torch.equal(rows[:, 1 + k], prompt.taps[0][:, 2 + k])
+    assert torch.allclose(rows[:, 4], fuse(prompt.taps[0][:, 5], states[:, 4]), atol=1e-6)
+    rows, keep = RULES["coupled"](world.head, sight)
+    assert keep is None and torch.allclose(rows[:, 1], fuse(prompt.taps[0][:, 2], states[:, 1]), atol=1e-6)
+    rows, keep = RULES["blind"](world.head, sight)
+    assert torch.allclose(rows[:, 1], fuse(sight.placeholder.expand(2, -1), states[:, 1]), atol=1e-6)
+    rows, keep = RULES["textual"](world.head, sight)
+    assert keep is not None and keep[0].tolist() == [True, False, False, False, True, True, True, True]
+
+
+def test_packing() -> None:
+    keep = torch.tensor([[False, True, True, False], [True, False, False, True]])
+    counts, moved, index = pack(keep, torch.arange(16).view(2, 4, 2), torch.arange(4).expand(2, 4))
+    assert counts.tolist() == [2, 2] and index[:, :2].tolist() == [[1, 2], [0, 3]]
+    assert moved[:, :2].tolist() == [[[2, 3], [4, 5]], [[8, 9], [14, 15]]]
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+
+def lesson_of(world: World, seed: int = 0, length: int = 14) -> Lesson:
+    visual = torch.zeros(2, 16, dtype=torch.bool)
+    visual[:, 2:5] = True
+    index = torch.arange(16)[:length]
+    answer = (index >= 7) & (index < torch.tensor([[14], [12]]))
+    real = index < torch.tensor([[14], [12]])
+    ids = torch.where(visual, PICTURE, world.ids)[:, :length]
+    return Lesson(ids, real, visual[:, :length], answer, world.embedded(visual)[:, :length], world.states[:, :length])
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_the_rollout_is_what_drafting_does(world: World, rule: str) -> None:
+    """What the head says in training at step i is what it says when a tree follows the true words to depth i."""
+    lesson = lesson_of(world)
+    said: list[Tensor] = []
+    original = nn.Linear.forward
+
+    def spy(layer: nn.Linear, rows: Tensor) -> Tensor:
+        out = original(layer, rows)
+        if layer is world.words.head:
+            said.append(out)
+        return out
+
+    placeholder = world.words.embedding(torch.tensor(PICTURE))
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(nn.Linear, "forward", spy)
+        _, figures = losses(world.head, rule, lesson, world.words, placeholder, Weights(rollout=2))
+        data = rows_of(world.head, rule, lesson, placeholder)
+    assert {"agree0", "agree1", "agree2", "states", "words"} <= set(figures)
+    rows = [(b, int(p)) for b, p in data.learn.nonzero().tolist()]
+    for step in range(3):
+        mine = said[2 * step]
+        kept = [(b, p) for b, p in rows if (b, p + step) in rows]
+        assert len(mine) == len(kept)
+        for out, (b, p) in list(zip(mine, kept, strict=True))[::3]:
+            n = int(data.positions[b, p]) + 1
+            path = world.ids[b, n + 1 : n + 1 + step].tolist()
+            with torch.no_grad():
+                expected = slow(world, rule, b, n, path)
+            got = out.clone()
+            got[[0, PICTURE]] = float("-inf")
+            assert torch.allclose(got.log_softmax(-1), expected, atol=3e-3)
+
+
+def training(world: World, folder: Path, steps: int = 6, **more: Any) -> Training:
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(1)
+        heads = {"a": EagleHead(CONFIG), "b": EagleHead(CONFIG)}
+    pupils = {"a": Pupil(heads["a"], "decoupled"), "b": Pupil(heads["b"], "textual")}
+    plan = Plan(steps=steps, batch=2, rate=3e-3, warmup=2, **more)
+    placeholder = world.words.embedding(torch.tensor(PICTURE)).detach()
+    for part in (world.words.embedding, world.words.head):
+        part.requires_grad_(False)
+    return Training(folder, pupils, plan, world.words, lambda step: lesson_of(world), placeholder, {"target": "t"})
+
+
+def test_heads_learn_and_a_run_that_is_cut_goes_on(world: World, tmp_path: Path) -> None:
+    told: list[dict[str, float]] = []
+    whole = training(world, tmp_path / "whole", steps=40, noise=0.0)
+    assert whole.run(tick=told.append)
+    assert told[-1]["a/loss"] < 0.6 * told[0]["a/loss"] and told[-1]["b/loss"] < 0.6 * told[0]["b/loss"]
+    log = [json.loads(line) for line in (tmp_path / "whole" / "log.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in log] == [10, 20, 30, 40]
+    short = training(world, tmp_path / "short", steps=6)
+    assert short.run()
+    for _ in range(9):
+        cut = training(world, tmp_path / "cut", steps=6)
+        if cut.run(seconds=0.0):
+            break
+    assert cut.step == 6
+    for name, value in short.pupils["a"].head.state_dict().items():
+        assert torch.allclose(value, cut.pupils["a"].head.state_dict()[name], atol=1e-5), name
+
+
+def test_other_settings_are_refused_and_a_full_disk_keeps_the_last_checkpoint(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = training(world, tmp_path, steps=4)
+    run.run()
+    with pytest.raises(SettingsError, match=r"other settings \(plan\)"):
+        training(world, tmp_path, steps=5)
+    before = (tmp_path / "state.pt").read_bytes()
+
+    def full(state: Any, file: Path) -> None:
+        Path(file).write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(OSError, match="No space"):
+        run.save()
+    assert (tmp_path / "state.pt").read_bytes() == before and len(list(tmp_path.glob("*.part"))) == 0
+
+
+def test_noise_is_the_same_in_every_run(world: World, tmp_path: Path) -> None:
+    run = training(world, tmp_path, noise=0.2)
+    a, b = run._noisy(lesson_of(world)), run._noisy(lesson_of(world))
+    assert torch.equal(a.states, b.states) and not torch.equal(a.states, lesson_of(world).states)
+    assert float((a.states - lesson_of(world).states).abs().max()) <= 0.1 * 512 / 14 + 1e-6
+
+
+# --- on disk ----------------------------------------------------------------------------------------------------------
+
+
+def made_of(**more: Any) -> Made:
+    return Made(CONFIG, "decoupled", LAYERS, "llava", "abc", **more)
+
+
+def test_a_head_is_kept_under_the_published_names(world: World, tmp_path: Path) -> None:
+    save(tmp_path, world.head, made_of(draft_ids=torch.tensor([1, 5, 7])), dtype=torch.float32)
+    head, made = load(tmp_path)
+    assert made.rule == "decoupled" and made.layers == LAYERS and made.draft_ids is not None
+    assert made.draft_ids.tolist() == [1, 5, 7] and made.config == CONFIG
+    assert all(
+        torch.equal(a, b) for a, b in zip(head.state_dict().values(), world.head.state_dict().values(), strict=True)
+    )
+    names = set(load_file(tmp_path / "model.safetensors")) - {"draft_ids"}
+    assert names == {
+        "fc.weight", "fc.bias", "layers.0.self_attn.q_proj.weight", "layers.0.self_attn.q_proj.bias",
+        "layers.0.self_attn.k_proj.weight", "layers.0.self_attn.k_proj.bias", "layers.0.self_attn.v_proj.weight",
+        "layers.0.self_attn.v_proj.bias", "layers.0.self_attn.o_proj.weight", "layers.0.mlp.gate_proj.weight",
+        "layers.0.mlp.up_proj.weight", "layers.0.mlp.down_proj.weight", "layers.0.post_attention_layernorm.weight",
+    }  # fmt: skip
+    assert published(world.head)["layers.0.self_attn.k_proj.weight"].shape == (16, 32)
+
+
+Change = Callable[[dict[str, Tensor]], object]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda w: w.pop("fc.bias"), "lacks fc.bias"),
+        (lambda w: w.update(extra=torch.zeros(1)), "should not have: extra"),
+        (lambda w: w.update({"fc.weight": torch.zeros(2, 2)}), r"fc.weight must be \[32, 64\].*got \[2, 2\]"),
+        (lambda w: w["fc.weight"].fill_(float("nan")), "fc.weight holds values that are not finite"),
+        (lambda w: w.update(draft_ids=torch.tensor([5, 1])), "rising ids below 40"),
+        (lambda w: w.update(draft_ids=torch.tensor([5, 99])), "rising ids below 40"),
+    ],
+)
+def test_damaged_weights_are_named(world: World, tmp_path: Path, change: Change, words: str) -> None:
+    save(tmp_path, world.head, made_of())
+    weights = load_file(tmp_path / "model.safetensors")
+    change(weights)
+    save_file(weights, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=words) as failed:
+        load(tmp_path)
+    assert str(tmp_path) in str(failed.value)
+
+
+def test_files_that_are_no_heads(world: World, tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"config\.json is missing"):
+        load(tmp_path)
+    save(tmp_path, world.head, made_of())
+    weights = (tmp_path / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(weights[:1000])
+    with pytest.raises(ValueError, match=r"model\.safetensors is damaged"):
+        load(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match=r"model\.safetensors is missing"):
+        load(tmp_path)
+    for text, words in (
+        ("{", "is not JSON"),
+        ("[]", "no.* JSON object"),
+        ('{"model_type": "llava"}', "of model_type 'llava'"),
+    ):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(ValueError, match=words):
+            load(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": checkpoint.MODEL_TYPE, "rule": "magic"}))
+    with pytest.raises(ValueError, match="rule must be one of decoupled"):
+        load(tmp_path)
+
+
+def test_shapes_of_the_published_checkpoint_of_llava_7b() -> None:
+    """msd.md, section 2: names and shapes."""
+    config = HeadConfig(4096, 11008, 32, 32, 32000)
+    with torch.device("meta"):
+        head = EagleHead(config)
+        shapes = {name: tuple(value.shape) for name, value in published(head).items()}
+        weights = {name: torch.empty(shape) for name, shape in shapes.items()}
+    assert shapes["fc.weight"] == (4096, 8192) and shapes["fc.bias"] == (4096,)
+    assert shapes["layers.0.mlp.down_proj.weight"] == (4096, 11008) and len(shapes) == 10
+    assert shapes["layers.0.self_attn.q_proj.weight"] == (4096, 4096)
+    assert set(weights) == set(shapes)
+
+
+def test_the_names_lead_back(world: World) -> None:
+    state = from_published(CONFIG, published(world.head))
+    assert all(torch.equal(value, world.head.state_dict()[name]) for name, value in state.items())
+    assert set(state) == set(world.head.state_dict())
+
+
+# --- behind the loop --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Captioner:
+    return Captioner(*random_model("tiny"))
+
+
+def tiny_head(seed: int = 0) -> EagleHead:
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        return EagleHead(HeadConfig(64, 128, 4, 2, 384))
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("sample", [False, True])
+def test_a_head_never_changes_a_word(tiny: Captioner, rule: str, sample: bool) -> None:
+    model = tiny.model
+    inputs = tiny.inputs([paint(scene(i)) for i in range(3)], ["a", "what is this thing", "list the colors please"])
+    options = {"max_new_tokens": 24, "do_sample": sample}
+    torch.manual_seed(3)
+    plain = model.generate(**inputs, **options)
+    for more in ({}, {"draft_ids": torch.arange(0, 384, 2)}):
+        mmspec.patch(model, EagleDrafter(tiny_head(), rule, layers=2, depth=4, width=4, **more), nodes=16)
+        try:
+            torch.manual_seed(3)
+            assert torch.equal(model.generate(**inputs, **options), plain)
+            assert mmspec.stats(model).drafted > 100
+        finally:
+            mmspec.unpatch(model)
+
+
+def test_a_folder_is_a_drafter_and_is_checked(tiny: Captioner, tmp_path: Path) -> None:
+    from mmspec.drafters.checkpoint import fingerprint
+
+    made = Made(tiny_head().config, "textual", 2, "llava", fingerprint(tiny.processor.tokenizer))
+    save(tmp_path / "mine", tiny_head(), made)
+    mmspec.patch(tiny.model, str(tmp_path / "mine"), processor=tiny.processor)
+    try:
+        assert "mine" in repr(tiny.model.__dict__["_mmspec"].options.drafter.name)
+    finally:
+        mmspec.unpatch(tiny.model)
+    for change, words in (({"layers": 5}, "layers 5"), ({"tokenizer": "other"}, "tokenizer other")):
+        save(tmp_path / "other", tiny_head(), replace(made, **change))  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=f"another target: {words}"):
+            mmspec.patch(tiny.model, str(tmp_path / "other"), processor=tiny.processor)
+    facts = Facts("llava", 32, 384, 2)
+    with pytest.raises(ValueError, match=r"hidden_size 64 \(the target: 32\)"):
+        make(str(tmp_path / "mine"), facts)
+
+
+def test_an_unknown_rule_is_refused(world: World) -> None:
+    with pytest.raises(ValueError, match="rule must be one of"):
+        EagleDrafter(world.head, "magic", layers=3)
