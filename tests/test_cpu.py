@@ -1,0 +1,202 @@
+"""Packed linear layers: the same products, never a stale weight, nothing left behind, nobody else affected."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import mmspec
+from mmspec import cpu
+from mmspec.app.captioner import Captioner
+from mmspec.app.models import random_model
+from mmspec.app.scenes.paint import paint
+from mmspec.app.scenes.world import scene
+from mmspec.cpu import MOST_ROWS, TRIALS, Packs, Trial, layers_of, packed, served
+
+pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch without oneDNN")
+
+
+def layer(out: int = 24, bias: bool = True, seed: int = 0) -> nn.Linear:
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        return nn.Linear(16, out, bias=bias)
+
+
+def rows(count: int, seed: int = 1) -> Tensor:
+    return torch.randn(1, count, 16, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture
+def spied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Rows of every packed product."""
+    seen: list[int] = []
+    original = Packs._packed
+
+    def spy(self: Packs, layer: nn.Linear, rows: Tensor) -> Tensor:
+        seen.append(rows.shape[-2])
+        return original(self, layer, rows)
+
+    monkeypatch.setattr(Packs, "_packed", spy)
+    return seen
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("count", [2, 8, 33, MOST_ROWS])
+def test_packed_products_are_the_products(bias: bool, count: int, spied: list[int]) -> None:
+    one = layer(bias=bias)
+    with torch.no_grad(), packed(Packs(), [one], fixed=True):
+        assert torch.allclose(one(rows(count)), functional.linear(rows(count), one.weight, one.bias), atol=1e-5)
+    assert spied == [count]
+
+
+def test_which_products_stay_plain(spied: list[int]) -> None:
+    one = layer()
+    with packed(Packs(), [one], fixed=True):
+        with torch.no_grad():
+            one(rows(1))
+            one(rows(MOST_ROWS + 1))
+            one.double()(rows(4).double())
+            one.float()
+        one(rows(4)).sum().backward()
+        assert one.weight.grad is not None
+    assert spied == []
+
+
+def test_an_edit_in_place_is_noticed(spied: list[int]) -> None:
+    one, packs = layer(), Packs()
+    with torch.no_grad(), packed(packs, [one], fixed=True):
+        first = one(rows(4))
+        copy_ = packs.packs[one].weight
+        assert torch.equal(one(rows(4)), first) and packs.packs[one].weight is copy_, "packed once"
+        one.weight.mul_(2)  # as a LoRA merge does
+        assert torch.allclose(one(rows(4)) - one.bias, 2 * (first - one.bias), atol=1e-5)
+        one.weight.data = one.weight.data.clone().zero_()
+        assert torch.allclose(one(rows(4)), one.bias.expand(1, 4, -1))
+        one.weight = nn.Parameter(torch.ones(24, 16))
+        assert torch.allclose(one(rows(4))[0, :, 0] - one.bias[0], rows(4)[0].sum(-1), atol=1e-5)
+    assert spied == [4] * 5 and packs.nbytes == 24 * 16 * 4
+
+
+def test_nothing_is_left_behind_and_nobody_else_is_served(spied: list[int]) -> None:
+    one, told = layer(), list[Any]()
+    with torch.no_grad(), packed(Packs(), [one], fixed=True):
+        assert served(one)
+
+        def other() -> None:
+            with torch.no_grad():
+                told.append(one(rows(4)))
+
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+        assert spied == [] and len(told) == 1
+        with packed(Packs(), [one], fixed=True):
+            pass
+        assert served(one), "a call inside must not take the layer away from the call around it"
+        twin = copy.deepcopy(one)
+        twin.weight.zero_()
+        assert torch.allclose(twin(rows(4)), twin.bias.expand(1, 4, -1)), "a copy computes with its own weight"
+        with pytest.raises(ValueError, match="on purpose"), packed(Packs(), [one]):
+            raise ValueError("on purpose")
+    assert not served(one) and "forward" not in one.__dict__
+
+
+def test_which_layers_are_taken() -> None:
+    class Own(nn.Linear):
+        pass
+
+    hooked, half = layer(), layer().bfloat16()
+    hooked.__dict__["forward"] = lambda rows: rows
+    model = nn.Sequential(layer(), Own(16, 4), half, hooked, nn.Sequential(layer(seed=2)))
+    assert layers_of([model]) == [model[0], model[4][0]]
+    assert layers_of([model, model]) == layers_of([model])
+    assert layers_of([model], most=2 * 24 * 16 * 4 - 1) == []
+    shared = nn.ModuleList([model[0]])
+    shared.append(model[0])
+    assert layers_of([shared]) == [model[0]]
+
+
+@pytest.mark.parametrize(("slow", "better"), [("packed", False), ("plain", True)])
+def test_shapes_are_decided_by_real_calls(
+    slow: str, better: bool, monkeypatch: pytest.MonkeyPatch, spied: list[int]
+) -> None:
+    costs, now = {"packed": 1.0, "plain": 1.0, slow: 9.0}, [0.0]
+    original = Packs._packed  # the spy
+
+    def timed(self: Packs, layer: nn.Linear, given: Tensor) -> Tensor:
+        now[0] += costs["packed"]
+        return original(self, layer, given)
+
+    def plain(given: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        now[0] += costs["plain"]
+        return given @ weight.T + bias
+
+    monkeypatch.setattr(Packs, "_packed", timed)
+    monkeypatch.setattr(cpu.functional, "linear", plain)
+    monkeypatch.setattr(cpu.time, "perf_counter", lambda: now[0])
+    one, packs = layer(), Packs()
+    with torch.no_grad(), packed(packs, [one]):
+        for _ in range(2 * TRIALS):
+            one(rows(4))
+        before = len(spied)
+        for _ in range(5):
+            one(rows(4))
+    assert packs.trials[24, 16, 4].better is better and len(spied) - before == 5 * better
+
+
+def test_trials_go_by_the_median() -> None:
+    trial = Trial()
+    for number in range(TRIALS):
+        trial.add(True, 99.0 if number == 0 else 1.0)  # an outlier
+        trial.add(False, 2.0)
+    assert trial.better is True
+
+
+def test_a_torch_that_cannot_pack_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Nothing:
+        def __getattr__(self, name: str) -> Any:
+            raise AttributeError(name)
+
+    monkeypatch.setattr(torch.ops, "mkldnn", Nothing())
+    one, packs = layer(), Packs()
+    with torch.no_grad(), packed(packs, [one], fixed=True):
+        assert torch.allclose(one(rows(4)), functional.linear(rows(4), one.weight, one.bias))
+    assert packs.broken and not packs.packs
+
+
+@pytest.mark.parametrize("choice", [None, True, False])
+def test_generate_is_the_same_with_packed_layers(choice: bool | None, spied: list[int]) -> None:
+    model, processor = random_model("tiny")
+    maker = Captioner(model, processor)
+    inputs = maker.inputs([paint(scene(i)) for i in range(2)], ["a", "what is it"])
+    for options in ({"do_sample": False}, {"do_sample": True}):
+        torch.manual_seed(0)
+        plain = model.generate(**inputs, max_new_tokens=20, **options)
+        mmspec.patch(model, "fused", nodes=8, packed=choice)
+        torch.manual_seed(0)
+        assert torch.equal(model.generate(**inputs, max_new_tokens=20, **options), plain)
+        mmspec.unpatch(model)
+    assert bool(spied) == (choice is not False)
+    assert not any("forward" in module.__dict__ for module in model.modules())
+    spied.clear()
+    model.generate(**inputs, max_new_tokens=4, do_sample=False)
+    assert spied == []
+
+
+def test_a_copy_that_was_trained_on_is_not_stale() -> None:
+    model, processor = random_model("tiny")
+    inputs = Captioner(model, processor).inputs([paint(scene(1))], ["a"])
+    mmspec.patch(model, "fused", nodes=8, packed=True)
+    model.generate(**inputs, max_new_tokens=6, do_sample=False)
+    with torch.no_grad():
+        for weight in model.model.language_model.parameters():
+            weight.mul_(1.07)
+    changed = model.generate(**inputs, max_new_tokens=12, do_sample=False)
+    with mmspec.disabled():
+        assert torch.equal(model.generate(**inputs, max_new_tokens=12, do_sample=False), changed)
