@@ -34,6 +34,7 @@ class State:
         waiting: what was emitted since the head last read: (following [B, A] ids, states [B, A, D], counts).
         prompt: until the first token is known. noise, temperature: as in `Prompt`. cos, sin: tables of angles.
         trimmed: [V', D] rows of the target's head for the ids that may be drafted, if these are not all.
+        more: [B, D] whatever else a kind of head keeps of a call.
     """
 
     words: Words
@@ -48,6 +49,7 @@ class State:
     cos: Tensor | None = None
     sin: Tensor | None = None
     trimmed: Tensor | None = None
+    more: Tensor | None = None
 
 
 class EagleDrafter:
@@ -63,20 +65,28 @@ class EagleDrafter:
         depth: int = 6,
         width: int = 8,
         draft_ids: Tensor | None = None,
+        known: int | None = None,
     ) -> None:
         """
         Args:
             rule: how visual tokens are read, of `drafters.rules.RULES`. layers: of the target.
             depth: levels of a tree at most. width: nodes of a level that are followed further.
-            draft_ids: [V'] int64, the ids that may be drafted (VocabTrim), rising; None for all.
+            draft_ids: [V'] int64, the ids that may be drafted (VocabTrim, or EAGLE-3's own vocabulary); None for all.
+            known: ids from here on are never drafted; None if all are known.
         """
         if rule not in RULES:
             raise ValueError(f"rule must be one of {', '.join(RULES)}; got {rule!r}")
         self.head, self.rule, self.name, self.depth, self.width = head.eval(), rule, name, depth, width
-        self.draft_ids = draft_ids
-        self.layers = layers
-        self.needs = Needs(taps=(0, layers), most=BUCKETS[-2])
+        self.draft_ids, self.known = draft_ids, known
+        self.tap(head.taps(layers), layers)
         self.vocab_size: int | None = head.config.vocab_size
+
+    def tap(self, taps: tuple[int, ...], layers: int) -> None:
+        """Read these states of the target, in this order."""
+        if not taps or min(taps) < 0 or max(taps) > layers:
+            raise ValueError(f"this head reads states {taps}; a target of {layers} layers has 0 to {layers}.")
+        self.taps = taps
+        self.needs = Needs(taps=tuple(dict.fromkeys((0, *taps))), most=BUCKETS[-2])
 
     # --- a call -------------------------------------------------------------------------------------------------------
 
@@ -85,13 +95,14 @@ class EagleDrafter:
         """Keep the prompt; it is read when the first token is known."""
         if prompt.words is None:
             raise ValueError(f"drafter {self.name!r} needs the target's embedding and head (Prompt.words).")
-        states = prompt.taps[self.layers]
+        states = prompt.taps[self.taps[-1]]
         weight = self.head.fc.weight
         if weight.device != states.device or weight.dtype != states.dtype:  # the target was moved, or is not float32
             self.head.to(states.device, states.dtype)
-        batch, _, hidden = states.shape
+        batch, hidden = states.shape[0], self.head.config.hidden_size
         shut = states.new_zeros(prompt.vocab_size, dtype=torch.float32)
         shut[[token for token in prompt.banned if 0 <= token < prompt.vocab_size]] = float("-inf")
+        shut[self.known or prompt.vocab_size :] = float("-inf")
         state = State(
             words=prompt.words,
             buffer=KVBuffer(batch, limit=1 << 30),
@@ -104,7 +115,7 @@ class EagleDrafter:
         )
         if self.draft_ids is not None:
             ids = self.draft_ids.to(shut.device)
-            state.shut, state.trimmed = shut[ids], prompt.words.rows(ids)
+            state.shut, state.trimmed = shut[ids], self.head.trimmed(prompt.words, ids)
         return state
 
     @torch.inference_mode()
@@ -119,7 +130,7 @@ class EagleDrafter:
         if not longest:
             return
         path = verdict.path[:, :longest].to(state.last.device)
-        states = taps[self.layers]
+        states = self._states(taps)
         walked = states.gather(1, path[..., None].expand(-1, -1, states.shape[-1]))
         state.waiting.append((verdict.tokens[:, :longest].to(path.device), walked, counts))
 
@@ -135,11 +146,23 @@ class EagleDrafter:
             tree.valid &= torch.tensor(live, device=tree.valid.device)[:, None]
         return tree
 
+    def fuse(self, state: State, embeddings: Tensor, states: Tensor) -> Tensor:
+        """Input rows of text in a call."""
+        return self.head.fuse(embeddings, states)
+
+    def rows(self, state: State, sight: Sight) -> tuple[Tensor, Tensor | None]:
+        """Input rows of a prompt, and which of them are kept (None: all)."""
+        return RULES[self.rule](self.head, sight)
+
+    def _states(self, taps: Mapping[int, Tensor]) -> Tensor:
+        """[B, n, S] the states that the head reads, side by side."""
+        return taps[self.taps[0]] if len(self.taps) == 1 else torch.cat([taps[tap] for tap in self.taps], dim=-1)
+
     # --- reading ------------------------------------------------------------------------------------------------------
 
     def _read_prompt(self, state: State, prompt: Prompt, first: Tensor) -> None:
         """Run the head over the prompt, whose last position is followed by `first` [B]."""
-        embedded, states = prompt.taps[0], prompt.taps[self.layers]
+        embedded, states = prompt.taps[0], self._states(prompt.taps)
         n = states.shape[1]  # of a conversation that goes on, only what is new
         words, real, visual = state.words, prompt.padding[:, -n:], prompt.visual[:, -n:]
         counts, embedded, states, visual = pack(real, embedded, states, visual)
@@ -152,7 +175,7 @@ class EagleDrafter:
             visual=visual.roll(-1, 1) & ~final,
             placeholder=self._placeholder(prompt, words, embedded),
         )
-        rows, keep = RULES[self.rule](self.head, sight)
+        rows, keep = self.rows(state, sight)
         inside = index < counts[:, None]
         positions = index.expand(inside.shape)
         kept = counts
@@ -187,7 +210,7 @@ class EagleDrafter:
             index = torch.tensor([row + [0] * (longest - len(row)) for row in where], device=tokens.device)
             tokens = tokens.gather(1, index)
             states = states.gather(1, index[..., None].expand(-1, -1, states.shape[-1]))
-        rows = self.head.fuse(state.words.embedding(tokens).to(states.dtype), states)
+        rows = self.fuse(state, state.words.embedding(tokens).to(states.dtype), states)
         start = torch.tensor(state.places, device=tokens.device)[:, None]
         self._read(state, rows, start + torch.arange(tokens.shape[1], device=tokens.device), counts)
         state.places = [place + count for place, count in zip(state.places, counts, strict=True)]
@@ -241,7 +264,7 @@ class EagleDrafter:
         feature = state.last[:, None].expand(batch, width, hidden)
         above, made = own, width
         for level in range(1, self.depth):
-            rows = self.head.fuse(self._embed(state, tokens).to(feature.dtype), feature)
+            rows = self.fuse(state, self._embed(state, tokens).to(feature.dtype), feature)
             buffer.open(width)
             cos, sin = self._angles(state, base + level - 1)
             mask = torch.cat((seen, above), dim=-1)[:, None]
@@ -261,11 +284,7 @@ class EagleDrafter:
 
     def _chances(self, state: State, out: Tensor, noise: Tensor | None, level: int) -> Tensor:
         """[B, n, V'] log probability that a node is followed by each id: by argmax, or by what the noise will pick."""
-        if state.trimmed is None:
-            logits = state.words.head(out)
-        else:
-            logits = functional.linear(out, state.trimmed)
-        scores = logits.float() + state.shut
+        scores = self.head.logits(out, state.words, state.trimmed).float() + state.shut
         if noise is None:
             return scores.log_softmax(-1)
         ahead = noise[:, level] if self.draft_ids is None else noise[:, level, self.draft_ids.to(noise.device)]

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from mmspec.interfaces import Words
+
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """([B, H, n, d] queries, [B, H', n, d] keys and values of the same rows) -> [B, H, n, d] what was seen."""
 
@@ -26,6 +28,8 @@ class HeadConfig:
     Attributes:
         hidden_size: D of the target. vocab_size: V of the target.
         bias: of `fc`. qkv_bias: of the attention. input_norm: whether the layer norms its input (EAGLE's does not).
+        wide: whether the layer reads embedding and state side by side, each with a norm of its own (EAGLE-3);
+            norm_before_residual: then, whether the state goes on normed.
     """
 
     hidden_size: int
@@ -39,6 +43,8 @@ class HeadConfig:
     bias: bool = True
     qkv_bias: bool = False
     input_norm: bool = False
+    wide: bool = False
+    norm_before_residual: bool = False
 
     def __post_init__(self) -> None:
         if not self.head_dim:
@@ -58,17 +64,30 @@ class Layer(nn.Module):
         self.config = config
         hidden, size = config.hidden_size, config.head_dim
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
-        self.qkv_proj = nn.Linear(hidden, (self.heads + 2 * self.kv_heads) * size, bias=config.qkv_bias)
+        read = 2 * hidden if config.wide else hidden
+        self.qkv_proj = nn.Linear(read, (self.heads + 2 * self.kv_heads) * size, bias=config.qkv_bias)
         self.o_proj = nn.Linear(self.heads * size, hidden, bias=False)
         self.gate_up_proj = nn.Linear(hidden, 2 * config.intermediate_size, bias=False)
         self.down_proj = nn.Linear(config.intermediate_size, hidden, bias=False)
-        self.input_norm = nn.RMSNorm(hidden, config.rms_norm_eps) if config.input_norm else None
+        self.input_norm = nn.RMSNorm(hidden, config.rms_norm_eps) if config.input_norm or config.wide else None
+        self.state_norm = nn.RMSNorm(hidden, config.rms_norm_eps) if config.wide else None
         self.post_norm = nn.RMSNorm(hidden, config.rms_norm_eps)
 
     def forward(self, rows: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        """[B, n, D] rows in, [B, n, D] out. cos, sin: [B or 1, 1, n or 1, d] of the rows' positions."""
+        """[B, n, D] rows in ([B, n, 2 D] if wide), [B, n, D] out.
+
+        Args:
+            cos, sin: [B or 1, 1, n or 1, d] of the rows' positions.
+        """
         batch, count, _ = rows.shape
-        normed = rows if self.input_norm is None else self.input_norm(rows)
+        if self.state_norm is None:
+            normed = rows if self.input_norm is None else self.input_norm(rows)
+        else:
+            assert self.input_norm is not None
+            embedding, rows = rows.chunk(2, dim=-1)
+            state = self.state_norm(rows)
+            normed = torch.cat((self.input_norm(embedding), state), dim=-1)
+            rows = state if self.config.norm_before_residual else rows
         mixed = self.qkv_proj(normed).view(batch, count, self.heads + 2 * self.kv_heads, self.config.head_dim)
         turned, values = mixed.transpose(1, 2).split((self.heads + self.kv_heads, self.kv_heads), dim=1)
         turned = turned * cos + rotate(turned) * sin
@@ -94,6 +113,19 @@ class EagleHead(nn.Module):
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=config.bias)
         self.layer = Layer(config)
 
+    def taps(self, layers: int) -> tuple[int, ...]:
+        """Which states of a target of so many layers it reads (`mmspec.interfaces.Needs`)."""
+        return (layers,)
+
+    def trimmed(self, words: Words, ids: Tensor) -> Tensor | None:
+        """[V', D] what `logits` needs to speak of these ids only."""
+        return words.rows(ids)
+
+    def logits(self, out: Tensor, words: Words, rows: Tensor | None) -> Tensor:
+        """[..., V'] logits of what follows. rows: [V', D] of the target's head, if not all of it."""
+        said: Tensor = words.head(out) if rows is None else functional.linear(out, rows)
+        return said
+
     def fuse(self, embeddings: Tensor, states: Tensor) -> Tensor:
         """[..., D] input rows of text: the next token's embedding with the state before it (embedding first)."""
         fused: Tensor = self.fc(torch.cat((embeddings, states), dim=-1))
@@ -111,6 +143,39 @@ class EagleHead(nn.Module):
         angle = positions[..., None].float() * self.config.rope_theta**-steps
         angle = torch.cat((angle, angle), dim=-1)
         return angle.cos().to(dtype), angle.sin().to(dtype)
+
+
+class Eagle3Head(EagleHead):
+    """EAGLE-3 (arXiv 2503.01840): three states of the target, joined; a norm, a head and a vocabulary of its own.
+
+    What it carries from step to step is the layer's output before that norm.
+    """
+
+    def __init__(self, config: HeadConfig, draft_vocab: int, target_size: int) -> None:
+        nn.Module.__init__(self)
+        self.config = config
+        self.fc = nn.Linear(3 * target_size, config.hidden_size, bias=False)
+        self.layer = Layer(config)
+        self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.lm_head = nn.Linear(config.hidden_size, draft_vocab, bias=False)
+
+    def taps(self, layers: int) -> tuple[int, ...]:
+        """The inputs of layers 2, N // 2 and N - 3."""
+        return (2, layers // 2, layers - 3)
+
+    def fuse(self, embeddings: Tensor, states: Tensor) -> Tensor:
+        """[..., 2 D]: embedding beside state; the target's states are joined first, its own are taken as they are."""
+        own = states if states.shape[-1] == self.config.hidden_size else self.fc(states)
+        return torch.cat((embeddings, own), dim=-1)
+
+    def trimmed(self, words: Words, ids: Tensor) -> Tensor | None:
+        """Nothing: its own head speaks of its own vocabulary."""
+        return None
+
+    def logits(self, out: Tensor, words: Words, rows: Tensor | None) -> Tensor:
+        """[..., V'] by its own head."""
+        said: Tensor = self.lm_head(self.norm(out))
+        return said
 
 
 # --- names of the published weights -----------------------------------------------------------------------------------
@@ -186,4 +251,14 @@ def config_from(values: Mapping[str, Any]) -> HeadConfig:
     return HeadConfig(**known)
 
 
-__all__ = ["Attend", "EagleHead", "HeadConfig", "Layer", "config_from", "from_published", "published", "rotate"]
+__all__ = [
+    "Attend",
+    "Eagle3Head",
+    "EagleHead",
+    "HeadConfig",
+    "Layer",
+    "config_from",
+    "from_published",
+    "published",
+    "rotate",
+]

@@ -1,20 +1,27 @@
-"""A trained draft head from a folder to a drafter, checked against the target."""
+"""A trained draft head from a folder, ours or published by others, to a drafter, checked against the target."""
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
-from mmspec.drafters.checkpoint import fingerprint, load
+from mmspec.drafters.checkpoint import MODEL_TYPE, fingerprint, load, read_config
 from mmspec.drafters.eagle import EagleDrafter
 from mmspec.interfaces import Facts
 
 
 def trained(folder: str | os.PathLike[str], target: Facts | None = None) -> EagleDrafter:
-    """The drafter in a folder of `mmspec train`.
+    """The drafter in a folder of `mmspec train`, or as its authors published it.
 
     Raises:
         FileNotFoundError, ValueError: no draft head, a damaged one, or one for another target.
     """
+    if read_config(Path(folder)).get("model_type") != MODEL_TYPE:
+        from mmspec.drafters.published import published
+
+        if target is None:
+            raise ValueError(f"{os.fspath(folder)} was published for some target: it is needed to check that it fits.")
+        return published(folder, target)
     head, made = load(folder)
     if target is not None:
         made.check(
