@@ -181,7 +181,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     model, processor = load(args.model, args.dtype, args.device)
     try:
         field = systems(model, args.drafters, processor, ends=args.task is not None)
-    except (TypeError, ValueError) as error:
+    except (OSError, TypeError, ValueError) as error:
         raise UsageError(f"--model {args.model}: {one_line(error, 600)}") from error
     maker = Captioner(model, processor)
     shared = {name: getattr(args, name) for name in ("model", "task", "first_seed", "new_tokens", "temperature")}

@@ -170,7 +170,7 @@ def check_drafter(name: str) -> None:
     from mmspec.drafters.registry import DRAFTERS, known
 
     if not known(name):
-        raise UsageError(f"unknown drafter {name!r}; known are {', '.join(DRAFTERS)}, or a folder")
+        raise UsageError(f"unknown drafter {name!r}; known are {', '.join(DRAFTERS)}, a folder, or a hub id")
 
 
 def captioner(settings: JobSettings, place: Place) -> Captioner:
@@ -185,7 +185,7 @@ def captioner(settings: JobSettings, place: Place) -> Captioner:
         raise UsageError(f"--prompt must not contain {token}: the picture is put before it already")
     try:
         mmspec.patch(model, settings.drafter, processor=processor)
-    except (TypeError, ValueError) as error:
+    except (OSError, TypeError, ValueError) as error:
         raise UsageError(f"--model {settings.model}: {one_line(error, 600)}") from error
     return Captioner(model, processor, settings.max_new_tokens, settings.temperature, settings.stop)
 

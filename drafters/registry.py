@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import cast
 
 from mmspec.interfaces import Drafter, Facts
+
+logger = logging.getLogger("mmspec")
 
 MEMBERS = ("name", "needs", "vocab_size", "begin", "propose", "observe")
 
@@ -40,29 +45,79 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "lookup": _lookup,
     "recycling": _recycling,
     "fused": _fused,
-    "auto": _fused,  # the best one known that needs no training
+    "auto": _fused,  # unless one was trained for the target: see `_auto`
 }
+SHIPPED = Path(__file__).parent / "weights"
+"""Folders of drafters that come with the package, each for one target."""
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def _auto(target: Facts | None) -> Drafter:
+    """A drafter that was trained for this target, if one is at hand: shipped, or published and in the local cache."""
+    if target is not None:
+        from mmspec.drafters.trained import trained
+
+        for folder in sorted(SHIPPED.glob("*/config.json")):
+            try:
+                return trained(folder.parent, target)
+            except ValueError:
+                continue
+        if (name := _published_for(target)) is not None:
+            try:
+                return trained(cached(name, local_files_only=True), target)
+            except (OSError, ValueError) as error:
+                first = str(error).splitlines()[0][:200]
+                logger.info("mmspec: %s was published for this model, but is not used: %s", name, first)
+    return _fused()
+
+
+def _published_for(target: Facts) -> str | None:
+    from mmspec.drafters.published import KNOWN
+
+    return KNOWN.get(target.name)
+
+
+def cached(name: str, *, local_files_only: bool = False) -> str:
+    """The local folder of a drafter on the hub, fetched if need be and allowed (`HF_HUB_OFFLINE=1` forbids it).
+
+    Raises:
+        OSError: it is not there and could not be fetched.
+    """
+    from huggingface_hub import snapshot_download
+
+    try:
+        return snapshot_download(
+            name,
+            allow_patterns=["config.json", "model.safetensors", "pytorch_model.bin"],
+            local_files_only=local_files_only,
+        )
+    except Exception as error:  # the hub's own types change between versions
+        raise OSError(f"drafter {name!r} is not in the local cache and cannot be fetched: {error}") from error
 
 
 def known(name: str) -> bool:
     """Whether `make` can make something of a name."""
-    return name in DRAFTERS or os.path.isdir(name)
+    return name in DRAFTERS or os.path.isdir(name) or HUB_ID.fullmatch(name) is not None
 
 
 def make(drafter: str | object, target: Facts | None = None) -> Drafter:
-    """A new drafter of that name, the one that was trained into that folder, or the given object if it is a drafter.
+    """A new drafter of that name, the trained one in that folder or hub repository, or the given object if it is one.
 
     Raises:
         ValueError: an unknown name, or a trained drafter that does not fit the target. TypeError: not a drafter.
+        OSError: a file is missing, or the hub cannot be asked.
     """
     if isinstance(drafter, str):
+        if drafter == "auto":
+            return _auto(target)
         if drafter in DRAFTERS:
             return DRAFTERS[drafter]()
-        if os.path.isdir(drafter):
+        if known(drafter):
             from mmspec.drafters.trained import trained
 
-            return trained(drafter, target)
-        raise ValueError(f"unknown drafter {drafter!r}; known are {', '.join(map(repr, DRAFTERS))}, or a folder")
+            return trained(drafter if os.path.isdir(drafter) else cached(drafter), target)
+        listed = ", ".join(map(repr, DRAFTERS))
+        raise ValueError(f"unknown drafter {drafter!r}; known are {listed}, a folder, or a hub id (owner/name)")
     if isinstance(drafter, type):
         raise TypeError(f"a drafter is an object, got the class {drafter.__name__}; pass {drafter.__name__}() instead")
     missing = next((member for member in MEMBERS if not hasattr(drafter, member)), None)

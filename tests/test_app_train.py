@@ -1,0 +1,180 @@
+"""`mmspec train`: from requests to a drafter that `patch` takes; cut, gone on with, refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import mmspec
+from mmspec.app import train
+from mmspec.app.cli import main
+from mmspec.app.lessons import FileData, Request, Teacher, WithText, numbers_of, share_of_pictures
+from mmspec.app.models import random_model
+from mmspec.app.scenes.paint import paint
+from mmspec.app.scenes.world import scene
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """Five pictures with prompts, one with an answer."""
+    folder = tmp_path / "data"
+    folder.mkdir()
+    rows = []
+    for number in range(5):
+        paint(scene(number)).save(folder / f"{number}.png")
+        rows.append({"file_name": f"{number}.png", "prompt": f"what is this {number}"})
+    rows[2]["answer"] = "a red house"
+    (folder / "list.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return folder / "list.jsonl"
+
+
+ARGS = ("--target", "tiny", "--steps", "4", "--batch-size", "2", "--max-new-tokens", "10", "--evaluate", "2")
+
+
+def test_a_run_from_the_command_line(data: Path, tmp_path: Path, capsys: Any) -> None:
+    out = tmp_path / "run"
+    args = [
+        "train",
+        *ARGS,
+        "--data",
+        str(data),
+        "--drafter",
+        "msd,eagle-textual",
+        "--out",
+        str(out),
+        "--draft-vocab",
+        "30",
+    ]
+    assert main(args) == 0
+    told = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in told] == [str(out / "msd"), str(out / "eagle-textual")] and "tau" in told[0]
+    config = json.loads((out / "msd" / "config.json").read_text())
+    assert (config["rule"], config["target"]["model_type"], config["target"]["layers"]) == ("decoupled", "llava", 2)
+    provenance = json.loads((out / "msd" / "provenance.json").read_text())
+    assert provenance["command"].startswith("mmspec train --target tiny") and provenance["seed"] == 0
+    assert {"commit", "torch", "transformers", "mmspec"} <= set(provenance)
+    evaluation = json.loads((out / "msd" / "evaluation.json").read_text())
+    assert evaluation["tau"] >= 1 and evaluation["held_out"] is False
+    assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")
+    answers = [json.loads(line) for line in (out / "answers.jsonl").read_text().splitlines()]
+    assert sorted(row["number"] for row in answers) == list(range(5))
+    model, processor = random_model("tiny")
+    mmspec.patch(model, str(out / "msd"), processor=processor)
+    drafter = model.__dict__["_mmspec"].options.drafter
+    assert drafter.name == "msd" and len(drafter.draft_ids) <= 30 and 2 in drafter.draft_ids.tolist()
+
+
+def test_a_run_that_is_cut_goes_on(data: Path, tmp_path: Path, capsys: Any) -> None:
+    args = ["train", *ARGS, "--data", str(data), "--drafter", "msd", "--evaluate", "0"]
+    assert main([*args, "--out", str(tmp_path / "whole")]) == 0
+    for _ in range(6):
+        assert main([*args, "--out", str(tmp_path / "cut"), "--minutes", "0"]) == 0
+        if "stopped after" not in capsys.readouterr().out:
+            break
+    from safetensors.torch import load_file
+
+    whole, cut = (load_file(tmp_path / name / "msd" / "model.safetensors") for name in ("whole", "cut"))
+    assert all(torch.allclose(whole[name].float(), cut[name].float(), atol=1e-2) for name in whole)
+    assert main([*args, "--out", str(tmp_path / "cut"), "--lr", "0.5"]) == 2
+    assert "other settings (plan)" in capsys.readouterr().err
+
+
+def test_answers_that_were_cut_are_made_again(data: Path, tmp_path: Path) -> None:
+    model, processor = random_model("tiny")
+    teacher = Teacher(model, processor, FileData([str(data)]))
+    teacher.answer_all(tmp_path, 2, 8)
+    file = tmp_path / "answers.jsonl"
+    whole = file.read_text()
+    assert [json.loads(line)["number"] for line in whole.splitlines()] == list(range(5))
+    file.write_text(whole[: len(whole) // 2])
+    again = Teacher(model, processor, FileData([str(data)]))
+    done: list[int] = []
+    again.answer_all(tmp_path, 2, 8, done.append)
+    assert again.answers == teacher.answers and sum(done) == 5 and done[0] > 0
+    tokens = processor.tokenizer(" a red house", add_special_tokens=False).input_ids
+    assert teacher.answers[2] == [*tokens, 2], "an answer that was given is taken"
+
+
+def test_a_lesson_is_what_the_target_saw(data: Path, tmp_path: Path) -> None:
+    """States by one forward over the whole text are those of decoding, picture and all."""
+    model, processor = random_model("tiny")
+    teacher = Teacher(model, processor, FileData([str(data)]))
+    teacher.answer_all(tmp_path, 4, 8)
+    lesson = teacher.lesson([0, 2, 4])
+    for row, number in enumerate([0, 2, 4]):
+        inputs = teacher.maker.inputs([teacher.data[number].shown], [teacher.data[number].question])
+        answer = torch.tensor(teacher.answers[number])
+        ids = torch.cat([inputs["input_ids"][0], answer])
+        assert torch.equal(lesson.ids[row, : len(ids)], ids) and lesson.real[row].sum() == len(ids)
+        assert lesson.answer[row].nonzero().flatten().tolist() == list(range(len(ids) - len(answer), len(ids)))
+        whole = {**inputs, "input_ids": ids[None], "attention_mask": torch.ones_like(ids)[None]}
+        with torch.no_grad():
+            seen = model(**whole, output_hidden_states=True)
+        assert torch.allclose(lesson.embedded[row, : len(ids)], seen.hidden_states[0][0], atol=3e-2)
+        far = (lesson.states[row, : len(ids)] - seen.hidden_states[-1][0]).abs().max()
+        assert far < 0.15, "bfloat16 on a CPU"
+        said = model.get_output_embeddings()(lesson.states[row]).argmax(-1)
+        agree = (said[len(ids) - len(answer) - 1 : len(ids) - 1] == answer).float().mean()
+        assert number == 2 or agree > 0.6
+    assert lesson.visual.sum() == 3 * 16
+
+
+def test_the_same_questions_without_pictures(data: Path, tmp_path: Path) -> None:
+    model, processor = random_model("tiny")
+    both = WithText(FileData([str(data)]))
+    assert len(both) == 10 and both[7] == Request((), "what is this 2")
+    teacher = Teacher(model, processor, both)
+    teacher.answer_all(tmp_path, 10, 6)
+    lesson = teacher.lesson([0, 7])
+    assert lesson.visual[0].any() and not lesson.visual[1].any()
+
+
+def test_schedules() -> None:
+    assert [share_of_pictures(done) for done in (0, 0.5, 0.75, 1)] == [0, 0, 0.5, 1]
+    one = [numbers_of(step, 3, 7, 0) for step in range(7)]
+    assert sorted(number for row in one for number in row) == sorted(3 * list(range(7)))
+    assert one == [numbers_of(step, 3, 7, 0) for step in range(7)]
+    assert all(number >= 7 for number in numbers_of(2, 5, 7, 0, pictures=0.0))
+    mixed = [number >= 7 for step in range(40) for number in numbers_of(step, 5, 7, 0, pictures=0.5)]
+    assert 0.35 < sum(mixed) / len(mixed) < 0.65
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--target", "tiny"], "--target tiny needs --data"),
+        (["--target", "tiny", "--data", "nowhere"], "no such file or folder: nowhere"),
+        (["--first-seed", "50000000"], "held out"),
+    ],
+)
+def test_bad_requests_are_refused(args: list[str], words: str, tmp_path: Path, capsys: Any) -> None:
+    assert main(["train", *args, "--out", str(tmp_path / "x")]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_unknown_drafters_are_refused(tmp_path: Path, capsys: Any) -> None:
+    with pytest.raises(SystemExit):
+        main(["train", "--drafter", "magic", "--out", str(tmp_path)])
+    assert "unknown drafter 'magic'; known are msd" in capsys.readouterr().err
+
+
+def test_a_picture_without_its_file_is_one_line(tmp_path: Path, capsys: Any) -> None:
+    rows = [{"file_name": "gone.png", "prompt": "what"}, {"file_name": "here.png"}]
+    (tmp_path / "list.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    paint(scene(1)).save(tmp_path / "here.png")
+    args = ["train", *ARGS, "--data", str(tmp_path / "list.jsonl"), "--out", str(tmp_path / "run")]
+    assert main(args) == 2
+    err = capsys.readouterr().err
+    assert "gone.png: no such file" in err and err.count("\n") == 1
+
+
+def test_heads_of_one_run_begin_alike() -> None:
+    model, _ = random_model("tiny")
+    config = train.config_of(model, 48)
+    a, b = train.new_head(config, 3), train.new_head(config, 3)
+    assert all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters(), strict=True))
+    assert (config.hidden_size, config.intermediate_size, config.num_key_value_heads) == (64, 48, 2)
