@@ -7,6 +7,7 @@ forgotten. Knows neither the decode loop nor transformers.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from mmspec.drafters.depth import Depth
 from mmspec.drafters.head import Attend, EagleHead
 from mmspec.drafters.rules import RULES, Sight, pack
 from mmspec.interfaces import Needs, Prompt, Verdict, Words
@@ -32,8 +34,10 @@ class State:
         words: the target's embedding and head. shut: [V'] float32, -inf for ids that must not be drafted.
         places: position of each row's next input. last: [B, D] the head's output at each row's last input.
         waiting: what was emitted since the head last read: (following [B, A] ids, states [B, A, D], counts).
+        fixed: draft all levels, whatever they bring.
+        levels, drafting_s, since: of the last draft, how many levels it had, how long it took, when it began.
         prompt: until the first token is known. noise, temperature: as in `Prompt`. cos, sin: tables of angles.
-        trimmed: [V', D] rows of the target's head for the ids that may be drafted, if these are not all.
+        ids: [V'] the ids that may be drafted, if these are not all. trimmed: [V', D] rows of the target's head for them.
         more: [B, D] whatever else a kind of head keeps of a call.
     """
 
@@ -48,6 +52,11 @@ class State:
     temperature: float = 1.0
     cos: Tensor | None = None
     sin: Tensor | None = None
+    fixed: bool = False
+    levels: int = 0
+    drafting_s: float = 0.0
+    since: float = 0.0
+    ids: Tensor | None = None
     trimmed: Tensor | None = None
     more: Tensor | None = None
 
@@ -70,13 +79,15 @@ class EagleDrafter:
         """
         Args:
             rule: how visual tokens are read, of `drafters.rules.RULES`. layers: of the target.
-            depth: levels of a tree at most. width: nodes of a level that are followed further.
+            depth: levels of a tree at most; fewer are drafted where that pays better.
+            width: nodes of a level that are followed further.
             draft_ids: [V'] int64, the ids that may be drafted (VocabTrim, or EAGLE-3's own vocabulary); None for all.
             known: ids from here on are never drafted; None if all are known.
         """
         if rule not in RULES:
             raise ValueError(f"rule must be one of {', '.join(RULES)}; got {rule!r}")
-        self.head, self.rule, self.name, self.depth, self.width = head.eval(), rule, name, depth, width
+        self.head, self.rule, self.name, self.width = head.eval(), rule, name, width
+        self.depth = Depth(depth)
         self.draft_ids, self.known = draft_ids, known
         self.tap(head.taps(layers), layers)
         self.vocab_size: int | None = head.config.vocab_size
@@ -112,10 +123,11 @@ class EagleDrafter:
             last=states.new_zeros(batch, hidden),
             noise=prompt.noise,
             temperature=prompt.temperature,
+            fixed=prompt.fixed,
         )
         if self.draft_ids is not None:
-            ids = self.draft_ids.to(shut.device)
-            state.shut, state.trimmed = shut[ids], self.head.trimmed(prompt.words, ids)
+            state.ids = self.draft_ids.to(shut.device)
+            state.shut, state.trimmed = shut[state.ids], self.head.trimmed(prompt.words, state.ids)
         return state
 
     @torch.inference_mode()
@@ -129,6 +141,11 @@ class EagleDrafter:
         longest = max(counts)
         if not longest:
             return
+        if state.levels and verdict.tree.nodes > 1:
+            kept = [count - 1 for count in counts if count]
+            rest = time.perf_counter() - state.since - state.drafting_s
+            self.depth.learn(len(counts), state.levels, kept, state.drafting_s / state.levels, rest)
+        state.levels = 0
         path = verdict.path[:, :longest].to(state.last.device)
         states = self._states(taps)
         walked = states.gather(1, path[..., None].expand(-1, -1, states.shape[-1]))
@@ -136,12 +153,15 @@ class EagleDrafter:
 
     @torch.inference_mode()
     def propose(self, state: State, budget: int, live: Sequence[bool]) -> DraftTree:
-        """The likeliest nodes of a tree of `depth` levels, `width` nodes of each followed."""
+        """The likeliest nodes of a tree of up to `depth` levels, `width` nodes of each followed."""
         self._catch_up(state)
         budget = min(budget, BUCKETS[-1])
         if budget < 2 or not any(live):
             return bare(len(live), state.last.device)
-        tree = self._tree(state, budget)
+        state.since = time.perf_counter()
+        state.levels = self.depth.most if state.fixed else self.depth.choose(len(live))
+        tree = self._tree(state, budget, state.levels)
+        state.drafting_s = time.perf_counter() - state.since
         if not all(live):
             tree.valid &= torch.tensor(live, device=tree.valid.device)[:, None]
         return tree
@@ -236,7 +256,7 @@ class EagleDrafter:
 
     def _angles(self, state: State, positions: Tensor) -> tuple[Tensor, Tensor]:
         """(cos, sin) [B, 1, n, d] of positions [B, n], from a table that grows by doubling."""
-        need = max(state.places) + positions.shape[1] + self.depth + 1
+        need = max(state.places) + positions.shape[1] + self.depth.most + 1
         if state.cos is None or state.cos.shape[0] < need:
             table = torch.arange(max(512, 2 * need), device=positions.device)
             state.cos, state.sin = self.head.angles(table, state.last.dtype)
@@ -245,11 +265,11 @@ class EagleDrafter:
 
     # --- drafting -----------------------------------------------------------------------------------------------------
 
-    def _tree(self, state: State, budget: int) -> DraftTree:
+    def _tree(self, state: State, budget: int, depth: int) -> DraftTree:
         """Expand level by level, then keep the best nodes of all levels (EAGLE-2, section 4)."""
         buffer, (batch, hidden) = state.buffer, state.last.shape
         device, width = state.last.device, min(self.width, state.shut.shape[0])
-        noise = None if state.noise is None else state.noise(self.depth)
+        noise = None if state.noise is None else state.noise(depth).to(device)
         own = torch.eye(width, dtype=torch.bool, device=device).expand(batch, width, width)
         base = torch.tensor(state.places, device=device)[:, None]
         # Every row's tree begins behind the longest row, so that one slice takes it; what lies between is masked.
@@ -263,7 +283,7 @@ class EagleDrafter:
         beam = torch.arange(width, device=device).expand(batch, width)  # where the followed nodes stand in the pool
         feature = state.last[:, None].expand(batch, width, hidden)
         above, made = own, width
-        for level in range(1, self.depth):
+        for level in range(1, depth):
             rows = self.fuse(state, self._embed(state, tokens).to(feature.dtype), feature)
             buffer.open(width)
             cos, sin = self._angles(state, base + level - 1)
@@ -273,39 +293,36 @@ class EagleDrafter:
             chances, offered = self._chances(state, out, noise, level).topk(width)
             totals, offered = (reached[..., None] + chances).flatten(1) - STEP, offered.flatten(1)
             pool.append((offered, totals, beam.repeat_interleave(width, dim=1)))
-            if level < self.depth - 1:
+            if level < depth - 1:
                 reached, chosen = totals.topk(width)
                 tokens, source = offered.gather(1, chosen), (chosen // width)[..., None]
                 beam, made = made + chosen, made + width * width
                 feature = out.gather(1, source.expand(-1, -1, hidden))
                 above = torch.cat((above.gather(1, source.expand(-1, -1, above.shape[-1])), own), dim=-1)
         buffer.lengths = committed
-        return self._best(*(torch.cat(parts, dim=1) for parts in zip(*pool, strict=True)), nodes=budget)
+        return self._best(state, *(torch.cat(parts, dim=1) for parts in zip(*pool, strict=True)), nodes=budget)
 
     def _chances(self, state: State, out: Tensor, noise: Tensor | None, level: int) -> Tensor:
         """[B, n, V'] log probability that a node is followed by each id: by argmax, or by what the noise will pick."""
         scores = self.head.logits(out, state.words, state.trimmed).float() + state.shut
         if noise is None:
             return scores.log_softmax(-1)
-        ahead = noise[:, level] if self.draft_ids is None else noise[:, level, self.draft_ids.to(noise.device)]
+        ahead = noise[:, level] if state.ids is None else noise[:, level, state.ids]
         return ((scores / state.temperature).log_softmax(-1) - ahead.log()[:, None]).log_softmax(-1)
 
     def _embed(self, state: State, tokens: Tensor) -> Tensor:
-        embedded: Tensor = state.words.embedding(self._ids(tokens))
+        embedded: Tensor = state.words.embedding(tokens if state.ids is None else state.ids[tokens])
         return embedded
 
-    def _ids(self, tokens: Tensor) -> Tensor:
-        """Ids of the target, of places in the draft vocabulary."""
-        return tokens if self.draft_ids is None else self.draft_ids.to(tokens.device)[tokens]
-
-    def _best(self, tokens: Tensor, reached: Tensor, parents: Tensor, *, nodes: int) -> DraftTree:
+    def _best(self, state: State, tokens: Tensor, reached: Tensor, parents: Tensor, *, nodes: int) -> DraftTree:
         """The likeliest `nodes` - 1 of a pool [B, P], likeliest first; a parent is likelier than its children."""
         scores, chosen = reached.topk(min(nodes - 1, reached.shape[1]))
         places = torch.arange(1, chosen.shape[1] + 1, device=tokens.device).expand(chosen.shape)
         rank = torch.zeros_like(tokens).scatter(1, chosen, places)
         parents = parents.gather(1, chosen)
         parents = torch.where(parents < 0, 0, rank.gather(1, parents.clamp(min=0)))
-        tokens = self._ids(tokens.gather(1, chosen))
+        tokens = tokens.gather(1, chosen)
+        tokens = tokens if state.ids is None else state.ids[tokens]
         return DraftTree(
             tokens=functional.pad(tokens, (1, 0)),
             parents=functional.pad(parents, (1, 0), value=-1),

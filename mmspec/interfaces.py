@@ -114,6 +114,7 @@ class Prompt:
             `draft_probs / noise`.
         temperature: with which tokens will be sampled; 1 when decoding greedily.
         words: the target's embedding and output head.
+        fixed: shapes must not hang on timing (`deterministic=True`).
     """
 
     ids: Tensor
@@ -128,6 +129,7 @@ class Prompt:
     noise: Callable[[int], Tensor] | None = None
     temperature: float = 1.0
     words: Words | None = None
+    fixed: bool = False
 
 
 @dataclass

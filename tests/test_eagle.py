@@ -21,6 +21,7 @@ from mmspec.app.scenes.paint import paint
 from mmspec.app.scenes.world import scene
 from mmspec.drafters import checkpoint
 from mmspec.drafters.checkpoint import Made, load, save
+from mmspec.drafters.depth import Depth
 from mmspec.drafters.eagle import EagleDrafter, State
 from mmspec.drafters.head import EagleHead, HeadConfig, from_published, published
 from mmspec.drafters.registry import make
@@ -556,3 +557,71 @@ def test_a_folder_is_a_drafter_and_is_checked(tiny: Captioner, tmp_path: Path) -
 def test_an_unknown_rule_is_refused(world: World) -> None:
     with pytest.raises(ValueError, match="rule must be one of"):
         EagleDrafter(world.head, "magic", layers=3)
+
+
+# --- how deep ---------------------------------------------------------------------------------------------------------
+
+
+def played(hit: float, level_s: float, rounds: int = 300, most: int = 8) -> float:
+    """Mean depth at the end, if each level goes on with this probability and costs that much of a round."""
+    import random
+
+    dice, depth, chosen = random.Random(0), Depth(most), []
+    for _ in range(rounds):
+        levels = depth.choose(1)
+        chosen.append(levels)
+        kept = 0
+        while kept < levels and dice.random() < hit:
+            kept += 1
+        depth.learn(1, levels, [kept], level_s, 1.0)
+    return sum(chosen[-100:]) / 100
+
+
+def test_depth_follows_what_is_reached_and_what_a_level_costs() -> None:
+    assert played(0.95, 0.02) > 7.5
+    assert played(0.2, 0.1) < 2
+    assert 1 < played(0.7, 0.1) < 6
+    assert played(0.9, 0.5) < played(0.9, 0.05)
+
+
+def test_depth_comes_back_when_text_becomes_easy() -> None:
+    depth = Depth(6)
+    for _ in range(200):
+        depth.learn(1, depth.choose(1), [0], 0.1, 1.0)
+    assert depth.choose(1) <= 2
+    for _ in range(400):
+        levels = depth.choose(1)
+        depth.learn(1, levels, [levels], 0.1, 1.0)
+    assert depth.choose(1) == 6
+
+
+def test_fixed_shapes_never_hang_on_timing(world: World) -> None:
+    made = drafter(world)
+    for _ in range(100):
+        made.depth.learn(2, 3, [0, 0], 9.0, 1.0)
+    assert made.depth.choose(2) == 1
+    fixed = made.propose(started(world, made, prompt_of(world, 11, fixed=True)), 16, [True, True])
+    free = made.propose(started(world, made, prompt_of(world, 11)), 16, [True, True])
+    assert max(map(len, paths_of(fixed, 0))) == 3 and max(map(len, paths_of(free, 0))) == 1
+
+
+# --- on the device ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pads", [(0, 0), (0, 4)])
+@pytest.mark.parametrize("noisy", [False, True])
+def test_drafting_never_looks_at_a_value(world: World, pads: tuple[int, int], noisy: bool) -> None:
+    """Fake tensors have shapes and no values: whatever asks for one (`.item()`, an index by condition) raises."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    made = drafter(world, draft_ids=torch.arange(40) if noisy else None)
+    more = {"noise": lambda depth: torch.ones(2, depth, 40)} if noisy else {}
+    state = started(world, made, prompt_of(world, 11, pads, **more))
+    taps = {LAYERS: torch.randn(2, 4, 32)}
+    made.observe(state, emitted(bare(2).pad(4), [[0, 2], [0]], [[5, 6], [7]]), taps)
+    made.observe(state, emitted(bare(2).pad(4), [[0], [0]], [[5], [7]]), taps)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        tree = made.propose(state, 16, [True, False])
+        assert tree.tokens.shape == (2, 16) and isinstance(tree.tokens, type(mode.from_tensor(torch.ones(1))))
+        with pytest.raises(Exception, match="local_scalar_dense"):
+            tree.tokens.tolist()

@@ -18,6 +18,7 @@ from mmspec.app.captioner import Captioner
 from mmspec.app.models import random_model
 from mmspec.app.scenes.paint import paint
 from mmspec.app.scenes.world import scene
+from mmspec.drafters.depth import Depth
 from mmspec.drafters.eagle import EagleDrafter
 from mmspec.drafters.head import Eagle3Head, EagleHead
 from mmspec.drafters.published import export_speculators, published
@@ -92,7 +93,7 @@ def test_forward_parity_with_the_published_code(kind: str, tmp_path: Path, monke
         places = {int(token): place for place, token in enumerate(drafter.draft_ids.tolist())}  # type: ignore[union-attr]
         free = [place for place in range(20) if place not in places.values()] or list(range(20))
         monkeypatch.setattr(drafter.head, "logits", lambda out, words, rows: Pointing(free[:3])(out)[..., :20])
-    drafter.depth, drafter.width = 2, 3
+    drafter.depth, drafter.width = Depth(2), 3
     ids, n = data["ids"], 10
     embedded = data["embedded"] if pictures else data["embedding"][ids]
     visual = data["visual"] if pictures else torch.zeros(n, dtype=torch.bool)

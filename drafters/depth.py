@@ -1,0 +1,82 @@
+"""How many levels to draft: as many as pay, by what levels were reached and what a level costs here.
+
+Learns from the rounds themselves; one object serves all calls of a drafter. Choosing wrongly costs time, never a token.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+
+MEMORY = 0.97
+"""What is left of the evidence at each new round."""
+LOOK = 24
+"""Every so many rounds one level more is drafted, to see whether it would be reached."""
+
+
+@dataclass
+class Tally:
+    """What is known at one batch size. `reached[d]`, `tried[d]`: faded counts of rows that kept, and that were offered,
+    d + 1 drafted tokens or more. `level_s`: seconds of a level. `rest_s`: seconds of a round without its levels."""
+
+    reached: list[float]
+    tried: list[float]
+    level_s: float = 0.0
+    rest_s: float = 0.0
+    rounds: int = 0
+
+
+@dataclass
+class Depth:
+    """Chooses 1 to `most` levels.
+
+    Attributes:
+        hope: share of rows that are thought to go on from one level to the next before anything is known.
+    """
+
+    most: int
+    hope: float = 0.75
+    tallies: dict[int, Tally] = field(default_factory=dict)
+    lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Depth:
+        return Depth(self.most, self.hope)
+
+    def _tally(self, batch: int) -> Tally:
+        if batch not in self.tallies:
+            hoped = [2 * self.hope ** (level + 1) for level in range(self.most)]
+            self.tallies[batch] = Tally(hoped, [2.0] * self.most)
+        return self.tallies[batch]
+
+    def choose(self, batch: int) -> int:
+        """Levels for the coming round: the most tokens per second."""
+        with self.lock:
+            tally = self._tally(batch)
+            tally.rounds += 1
+            if not tally.level_s or not tally.rest_s:
+                return self.most
+            best, best_rate, tokens = 1, 0.0, 1.0
+            for level in range(self.most):
+                tokens += min(tally.reached[level] / tally.tried[level], tokens)
+                rate = tokens / (tally.rest_s + (level + 1) * tally.level_s)
+                if rate > best_rate:
+                    best, best_rate = level + 1, rate
+            return min(self.most, best + (tally.rounds % LOOK == 0))
+
+    def learn(self, batch: int, levels: int, kept: list[int], level_s: float, rest_s: float) -> None:
+        """After a round: how many drafted tokens each row kept, and what the round cost."""
+        with self.lock:
+            tally = self._tally(batch)
+            for level in range(min(levels, self.most)):
+                tally.tried[level] = MEMORY * tally.tried[level] + len(kept)
+                tally.reached[level] = MEMORY * tally.reached[level] + sum(count > level for count in kept)
+            tally.level_s = _follow(tally.level_s, level_s)
+            tally.rest_s = _follow(tally.rest_s, rest_s)
+
+
+def _follow(old: float, new: float) -> float:
+    """A mean that follows slowly and shrugs off single outliers."""
+    return new if not old else old + 0.1 * (min(new, 2 * old) - old)
+
+
+__all__ = ["Depth", "Tally"]
