@@ -135,13 +135,27 @@ class Teacher:
         ends = self.model.generation_config.eos_token_id
         return list(ends) if isinstance(ends, list) else [ends]
 
-    def answer_all(self, folder: Path, batch: int, most: int, tick: Callable[[int], None] = lambda done: None) -> None:
-        """Let the target answer every request that has no answer; what is there already is read, not made again."""
+    def answer_all(
+        self,
+        folder: Path,
+        batch: int,
+        most: int,
+        tick: Callable[[int], None] = lambda done: None,
+        share: tuple[int, int] = (0, 1),
+    ) -> None:
+        """Let the target answer every request that has no answer; what is there already is read, not made again.
+
+        Args:
+            share: (rank, processes): each does its part, in a file of its own; `read_answers` brings them together.
+        """
         folder.mkdir(parents=True, exist_ok=True)
-        file = folder / ANSWERS
-        self._read(file)
-        open_ = [number for number in range(len(self.data)) if number not in self.answers]
-        tick(len(self.data) - len(open_))
+        rank, world = share
+        file = folder / (ANSWERS if world == 1 else f"answers-{rank}.jsonl")
+        self._read(file, mend=True)
+        self.read_answers(folder)
+        mine = range(rank, len(self.data), world)
+        open_ = [number for number in mine if number not in self.answers]
+        tick(len(mine) - len(open_))
         with file.open("a", encoding="utf-8") as out:
             for start in range(0, len(open_), batch):
                 numbers = open_[start : start + batch]
@@ -151,8 +165,13 @@ class Teacher:
                 out.flush()
                 tick(len(numbers))
 
-    def _read(self, file: Path) -> None:
-        """Answers of an earlier run; a last line that was cut is dropped."""
+    def read_answers(self, folder: Path) -> None:
+        """Take in what all processes have answered so far."""
+        for file in sorted(folder.glob("answers*.jsonl")):
+            self._read(file)
+
+    def _read(self, file: Path, mend: bool = False) -> None:
+        """Answers in a file; with `mend` a last line that was cut is taken out of it."""
         if not file.exists():
             return
         good = []
@@ -163,7 +182,8 @@ class Teacher:
                 continue
             self.answers[row["number"]] = row["ids"]
             good.append(line)
-        file.write_text("".join(f"{line}\n" for line in good), encoding="utf-8")
+        if mend:
+            file.write_text("".join(f"{line}\n" for line in good), encoding="utf-8")
 
     def _answer(self, requests: Sequence[Request], most: int) -> list[list[int]]:
         given = [self._ids(one.answer) if one.answer is not None else None for one in requests]

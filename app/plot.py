@@ -53,6 +53,25 @@ def plot_log(log: Path, file: Path) -> None:
     figure.savefig(file, dpi=150)
 
 
+def plot_study(rows: Sequence[dict[str, Any]], classes: Sequence[str], file: Path) -> None:
+    """Share of the words of each class that were guessed, one group of bars per class, with 95% intervals."""
+    require()
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3.8), layout="constrained")
+    axis = figure.subplots()
+    width = 0.8 / len(rows)
+    for number, row in enumerate(rows):
+        places = [group + number * width for group in range(len(classes))]
+        values = [row[name][0] for name in classes]
+        spread = [[row[name][0] - row[name][1] for name in classes], [row[name][2] - row[name][0] for name in classes]]
+        axis.bar(places, values, width, yerr=spread, capsize=2, label=f"{row['drafter']} (tau {row['tau'][0]:.2f})")
+    axis.set_xticks([group + 0.4 - width / 2 for group in range(len(classes))], classes)
+    axis.set_ylabel("share that was guessed")
+    axis.legend(fontsize=8)
+    figure.savefig(file, dpi=150)
+
+
 def _panel(axis: Any, rows: Sequence[dict[str, Any]]) -> None:
     noise = next(row for row in rows if row["drafter"] == "hf-again")
     bars = [row for row in rows if row["drafter"] not in ("hf", "hf-again")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 from mmspec.app.caption import MODELS, positive, quiet
 from mmspec.app.errors import UsageError, one_line
 from mmspec.app.scenes.world import HELD_OUT
-from mmspec.app.settings import DTYPES, MODEL
+from mmspec.app.settings import DTYPES, MODEL, Place
 from mmspec.app.versions import mmspec_version, version
 
 KINDS = {"msd": "decoupled", "eagle": "coupled", "eagle-blind": "blind", "eagle-textual": "textual"}
@@ -39,6 +40,7 @@ examples
   mmspec train --out run                                       msd for the scenes model
   mmspec train --drafter msd,eagle,eagle-textual --steps 600 --out study
   mmspec train --target llava-hf/llava-1.5-7b-hf --data photos/ --dtype bfloat16 --out run
+  accelerate launch --num_processes 4 -m mmspec train --target ... --data ... --out run     each takes a part of a batch
 """
 
 
@@ -95,48 +97,27 @@ def kinds(text: str) -> list[str]:
 
 def run(args: argparse.Namespace) -> int:
     """Carry out the command."""
-    import torch
-
-    from mmspec.app.lessons import Teacher, WithText, numbers_of, share_of_pictures
+    from mmspec.app.lessons import Teacher, WithText
     from mmspec.app.load import load
-    from mmspec.drafters.training import Plan, Pupil, SettingsError, Training
-    from mmspec.drafters.training_losses import Weights
-    from mmspec.interfaces import Words
 
     quiet(args.progress)
+    place = Place.of(os.environ)
+    if args.batch_size % place.world:
+        raise UsageError(f"--batch-size {args.batch_size} cannot be shared by {place.world} processes")
     data = data_of(args)
-    model, processor = load(args.target, args.dtype, args.device)
+    meet, party = party_of(args, place)
+    model, processor = load(args.target, args.dtype, args.device, place.local)
     model.requires_grad_(False)
     teacher = Teacher(model, processor, WithText(data) if args.text_first else data)
-    words = Words(model.get_input_embeddings(), model.get_output_embeddings())
-    torch.manual_seed(args.seed)
-    config = config_of(model, args.ffn)
-    pupils = {name: Pupil(new_head(config, args.seed).to(model.device), KINDS[name]) for name in args.drafter}
-    weights = Weights(args.states_weight, args.words_weight, args.rollout)
-    plan = Plan(args.steps, args.batch_size, args.lr, noise=args.noise, seed=args.seed, weights=weights)
+    with bar(args, len(teacher.data), "answers", "text") as shown:
+        share = party.rank, party.world
+        teacher.answer_all(args.out, args.batch_size, args.max_new_tokens, shown.update, share)
+    meet()
+    teacher.read_answers(args.out)
     facts = {"target": args.target, "data": list(args.data), "count": len(data), "first_seed": args.first_seed}
     facts |= {"max_new_tokens": args.max_new_tokens, "text_first": args.text_first}
-
-    def lesson(step: int) -> Any:
-        shown = share_of_pictures(step / plan.steps) if args.text_first else 1.0
-        return teacher.lesson(numbers_of(step, plan.batch, len(data), plan.seed, shown))
-
-    with bar(args, len(teacher.data), "answers", "text") as shown:
-        teacher.answer_all(args.out, args.batch_size, args.max_new_tokens, shown.update)
-    placeholder = words.embedding(torch.tensor(teacher.placeholders[0], device=model.device)).float()
-    try:
-        training = Training(
-            args.out,
-            pupils,
-            plan,
-            words,
-            lesson,
-            placeholder,
-            facts,
-        )
-    except SettingsError as error:
-        raise UsageError(str(error)) from error
-    with bar(args, plan.steps, "train", "step") as shown:
+    training = training_of(args, teacher, len(data), facts, party)
+    with bar(args, args.steps, "train", "step") as shown:
         shown.update(training.step)
 
         def tick(figures: dict[str, float]) -> None:
@@ -144,16 +125,59 @@ def run(args: argparse.Namespace) -> int:
             shown.update(1)
 
         done = training.run(60 * args.minutes, tick=tick)
+    if party.rank:
+        return 0
     curves(args.out)
     if not done:
-        print(f"stopped after {training.step} of {plan.steps} steps; run again to go on")
+        print(f"stopped after {training.step} of {args.steps} steps; run again to go on")
         return 0
-    for name, pupil in pupils.items():
-        place = args.out / name
-        export(args, place, pupil, teacher, facts)
-        figures = evaluate(args, place, teacher) if args.evaluate else {}
-        print(place, *(f"{key} {value}" for key, value in figures.items() if key == "tau"))
+    for name, pupil in training.pupils.items():
+        folder = args.out / name
+        export(args, folder, pupil, teacher, facts)
+        figures = evaluate(args, folder, teacher) if args.evaluate else {}
+        print(folder, *(f"{key} {value}" for key, value in figures.items() if key == "tau"))
     return 0
+
+
+def party_of(args: argparse.Namespace, place: Place) -> tuple[Any, Any]:
+    """(wait for everyone, who trains together), as `accelerate launch` has set it up."""
+    from mmspec.drafters.training import Party
+
+    if place.world == 1:
+        return (lambda: None), Party()
+    from accelerate import PartialState
+    from accelerate.utils import reduce
+
+    state = PartialState(cpu=args.device == "cpu")
+    return state.wait_for_everyone, Party(place.rank, place.world, lambda value: reduce(value, "mean"))
+
+
+def training_of(args: argparse.Namespace, teacher: Any, count: int, facts: dict[str, Any], party: Any) -> Any:
+    """The run in the folder, begun or gone on with."""
+    import torch
+
+    from mmspec.app.lessons import numbers_of, share_of_pictures
+    from mmspec.drafters.training import Plan, Pupil, SettingsError, Training
+    from mmspec.drafters.training_losses import Weights
+    from mmspec.interfaces import Words
+
+    model = teacher.model
+    words = Words(model.get_input_embeddings(), model.get_output_embeddings())
+    config = config_of(model, args.ffn)
+    pupils = {name: Pupil(new_head(config, args.seed).to(model.device), KINDS[name]) for name in args.drafter}
+    weights = Weights(args.states_weight, args.words_weight, args.rollout)
+    plan = Plan(args.steps, args.batch_size, args.lr, noise=args.noise, seed=args.seed, weights=weights)
+    placeholder = words.embedding(torch.tensor(teacher.placeholders[0], device=model.device)).float()
+
+    def lesson(step: int) -> Any:
+        shown = share_of_pictures(step / plan.steps) if args.text_first else 1.0
+        numbers = numbers_of(step, plan.batch, count, plan.seed, shown)
+        return teacher.lesson(numbers[party.rank :: party.world])
+
+    try:
+        return Training(args.out, pupils, plan, words, lesson, placeholder, facts, party)
+    except SettingsError as error:
+        raise UsageError(str(error)) from error
 
 
 def data_of(args: argparse.Namespace) -> Any:
@@ -278,6 +302,7 @@ def bar(args: argparse.Namespace, total: int, what: str, unit: str) -> Any:
     from tqdm import tqdm
 
     hide = not (sys.stderr.isatty() if args.progress is None else args.progress)
+    hide = hide or Place.of(os.environ).rank > 0
     return tqdm(total=total, desc=what, unit=unit, disable=hide, file=sys.stderr)
 
 

@@ -37,7 +37,7 @@ class State:
         fixed: draft all levels, whatever they bring.
         levels, drafting_s, since: of the last draft, how many levels it had, how long it took, when it began.
         prompt: until the first token is known. noise, temperature: as in `Prompt`. cos, sin: tables of angles.
-        ids: [V'] the ids that may be drafted, if these are not all. trimmed: [V', D] rows of the target's head for them.
+        ids: [V'] the ids that may be drafted, if these are not all. trimmed: [V', D] the head's rows for them.
         more: [B, D] whatever else a kind of head keeps of a call.
     """
 

@@ -59,6 +59,19 @@ class Pupil:
     rule: str
 
 
+@dataclass(frozen=True)
+class Party:
+    """The processes that train together, each on its part of every batch.
+
+    Attributes:
+        rank, world: which one this is, and of how many. mean: [..] -> the mean over all of them.
+    """
+
+    rank: int = 0
+    world: int = 1
+    mean: Callable[[Tensor], Tensor] = lambda value: value
+
+
 class SettingsError(ValueError):
     """The folder holds a run with other settings."""
 
@@ -75,17 +88,19 @@ class Training:
         lesson: Callable[[int], Lesson],
         placeholder: Tensor,
         facts: Mapping[str, Any],
+        party: Party | None = None,
     ) -> None:
         """
         Args:
-            lesson: step -> its texts. placeholder: [D] embedding of the picture's placeholder id.
+            lesson: step -> its texts (this process's part of them).
+            placeholder: [D] embedding of the picture's placeholder id.
             facts: whatever else must be the same for a run to go on (JSON values).
 
         Raises:
             SettingsError: another run is in the folder.
         """
         self.folder, self.pupils, self.plan, self.words = folder, dict(pupils), plan, words
-        self.lesson, self.placeholder = lesson, placeholder
+        self.lesson, self.placeholder, self.party = lesson, placeholder, party or Party()
         self.settings = json.loads(json.dumps({"plan": asdict(plan), **facts, "pupils": self._shapes()}))
         self.step = 0
         folder.mkdir(parents=True, exist_ok=True)
@@ -115,6 +130,8 @@ class Training:
 
     def save(self) -> None:
         """Write the checkpoint under another name first, so that a cut, or a full disk, leaves the last good one."""
+        if self.party.rank:
+            return
         state = {
             "settings": self.settings,
             "step": self.step,
@@ -167,6 +184,10 @@ class Training:
                 loss, told = losses(pupil.head, pupil.rule, lesson, self.words, self.placeholder, plan.weights)
             optimiser.zero_grad(set_to_none=True)
             loss.backward()
+            if self.party.world > 1:
+                for weight in pupil.head.parameters():
+                    if weight.grad is not None:
+                        weight.grad = self.party.mean(weight.grad)
             norm = nn.utils.clip_grad_norm_(pupil.head.parameters(), plan.clip)
             if torch.isfinite(norm):
                 optimiser.step()
@@ -185,9 +206,11 @@ class Training:
         return Lesson(**parts | {"states": lesson.states + (noise * width).to(lesson.states.dtype)})
 
     def _log(self, figures: dict[str, float]) -> None:
+        if self.party.rank:
+            return
         row = {"step": self.step} | {name: round(value, 5) for name, value in figures.items()}
         with (self.folder / LOG).open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
 
 
-__all__ = ["Plan", "Pupil", "SettingsError", "Training"]
+__all__ = ["Party", "Plan", "Pupil", "SettingsError", "Training"]

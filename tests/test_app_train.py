@@ -178,3 +178,26 @@ def test_heads_of_one_run_begin_alike() -> None:
     a, b = train.new_head(config, 3), train.new_head(config, 3)
     assert all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters(), strict=True))
     assert (config.hidden_size, config.intermediate_size, config.num_key_value_heads) == (64, 48, 2)
+
+
+@pytest.mark.slow
+def test_several_processes_train_as_one(data: Path, tmp_path: Path) -> None:
+    """Two processes with half a batch each come to what one comes to with the whole, but for rounding."""
+    import os
+    import subprocess
+    import sys
+
+    args = ["train", *ARGS, "--data", str(data), "--device", "cpu", "--evaluate", "0", "--ffn", "32"]
+    assert main([*args, "--out", str(tmp_path / "one")]) == 0
+    launch = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone"]
+    command = [sys.executable, *launch, "-m", "mmspec", *args, "--out", str(tmp_path / "two")]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=280, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    assert done.returncode == 0, done.stderr
+    one, two = (json.loads((tmp_path / name / "log.jsonl").read_text().splitlines()[-1]) for name in ("one", "two"))
+    assert one["step"] == two["step"] == 4 and len(list((tmp_path / "two").glob("answers-*.jsonl"))) == 2
+    from safetensors.torch import load_file
+
+    first, second = (load_file(tmp_path / name / "msd" / "model.safetensors") for name in ("one", "two"))
+    assert all(float((first[name].float() - second[name].float()).abs().mean()) < 2e-3 for name in first)
