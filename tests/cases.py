@@ -36,6 +36,7 @@ from transformers import (
     TopKLogitsWarper,
 )
 
+import heads
 import liars
 import tiny
 
@@ -622,6 +623,8 @@ def _covered(prompt: Any) -> Tensor:
 def _drafter(case: Case, answers: list[Tensor]) -> Any:
     if case.drafter in BUILT_IN:
         return case.drafter
+    if case.drafter.startswith("head-"):
+        return heads.drafter(case.drafter.removeprefix("head-"), case.spec, case.seed)
     if case.drafter == "tapper":
         layers = case.spec.layers
         return liars.Tapper(case.seed, answers, ((0, 1, layers), (layers,), (0,), (1, layers))[case.seed % 4])

@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import cases
+import heads
 import liars
 import tiny
 from mmspec.interfaces import Prompt
@@ -48,6 +49,18 @@ def test_the_slice_drafts_and_accepts() -> None:
         sums["accepted"] += result.stats["accepted"]
         sums["fallbacks"] += bool(result.fallback)
     assert sums["drafted"] > 150 and sums["accepted"] > 40 and not sums["fallbacks"], sums
+
+
+@pytest.mark.parametrize("kind", heads.KINDS)
+def test_draft_heads(kind: str) -> None:
+    """Random requests with each kind of trained drafter; its weights are noise, since only the machinery can err."""
+    drafted = 0
+    for seed in range(8):
+        case = replace(cases.draw(900 + 10 * heads.KINDS.index(kind) + seed), drafter=f"head-{kind}", nodes=8)
+        result = cases.run_case(case)
+        assert not result.differences, result.report()
+        drafted += result.stats.get("drafted", 0)
+    assert drafted > 50
 
 
 @pytest.mark.slow
