@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mmspec.app import cli, demo
+from mmspec.app import cli
 from mmspec.app.errors import UsageError, one_line
 
 
@@ -85,10 +85,3 @@ def test_env_names_versions_and_no_paths(capsys: Any) -> None:
     out = capsys.readouterr().out
     assert "transformers:" in out and "llava" in out and "lookup" in out
     assert str(Path.home()) not in out
-
-
-def test_the_demo(capsys: Any) -> None:
-    assert demo.main(["--no-progress"]) == 0
-    told = capsys.readouterr()
-    assert "8 of 8 captions identical to plain generate" in told.out and "tau" in told.out
-    assert "noise" in told.out and "identical: 8/8" in told.err

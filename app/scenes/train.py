@@ -73,7 +73,7 @@ class Stage:
 STAGES = (
     Stage("see", 6000, 32, 1e-3, first=0, eyes=1.0),
     Stage("talk", 1600, 16, 1e-3, first=1_000_000, last=0.5, layers=5),
-    Stage("settle", 850, 16, 6e-4, first=3_000_000, eyes=0.1, named=0.1),
+    Stage("settle", 720, 16, 6e-4, first=3_000_000, eyes=0.03, named=0.1),
 )
 
 

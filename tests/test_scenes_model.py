@@ -1,0 +1,78 @@
+"""The model that ships: it loads without mmspec, sees what is there, and is what the commands use by default."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mmspec.app import demo, scenes
+from mmspec.app.cli import main
+from mmspec.app.scenes import FOLDER, check, evaluate
+from mmspec.app.scenes.card import FACTS
+from mmspec.app.scenes.examples import files
+from mmspec.app.scenes.train import STAGES
+from mmspec.app.scenes.world import HELD_OUT
+
+
+@pytest.fixture(scope="module")
+def shipped() -> tuple[Any, Any]:
+    return scenes.load()
+
+
+def test_it_is_whole_and_small_enough() -> None:
+    check(FOLDER)
+    size = sum(file.stat().st_size for file in FOLDER.iterdir())
+    assert size < 44e6, "38 MB of text, 6 of vision"
+    assert "Accuracy" in (FOLDER / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_card_tells_the_recipe_that_ships() -> None:
+    facts = json.loads((FOLDER / FACTS).read_text(encoding="utf-8"))
+    told = [(stage["name"], stage["steps"], stage["batch"], stage["rate"]) for stage in facts["stages"]]
+    assert told == [(stage.name, stage.steps, stage.batch, stage.rate) for stage in STAGES]
+
+
+def test_it_loads_without_mmspec() -> None:
+    code = f"""
+import sys
+from transformers import AutoModelForImageTextToText, AutoProcessor
+model = AutoModelForImageTextToText.from_pretrained({str(FOLDER)!r})
+processor = AutoProcessor.from_pretrained({str(FOLDER)!r}, backend="pil")
+assert not any(name.split(".")[0] == "mmspec" for name in sys.modules)
+print(type(model).__name__, model.dtype, type(processor).__name__)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parent, check=True
+    )
+    assert done.stdout.split() == ["LlavaForConditionalGeneration", "torch.float32", "LlavaProcessor"]
+
+
+def test_it_sees(shipped: tuple[Any, Any]) -> None:
+    """A handful of scenes, to notice weights that are not what they were; the table is in docs/results."""
+    result = evaluate.evaluate(*shipped, HELD_OUT + 7000, 10, batch=16)
+    for name in ("things_named", "named_are_there", "places", "yes_no", "backgrounds"):
+        assert result[name] > 0.8, (name, result)
+    assert result["control_things_named"] < 0.3 and result["control_backgrounds"] < 0.4
+
+
+def test_the_demo(capsys: Any) -> None:
+    assert demo.main([str(files()[0]), str(files()[-1]), "--max-new-tokens", "40"]) == 0
+    told = capsys.readouterr().out
+    assert "2 of 2 texts identical to plain generate" in told
+    assert told.count("plain ") >= 2 and told.count("identical; ") == 2 and "tokens/s" in told and "tau" in told
+
+
+def test_it_is_the_default_of_the_commands(tmp_path: Path, capsys: Any) -> None:
+    out = tmp_path / "o.jsonl"
+    assert (
+        main(["caption", str(files()[1]), "--out", str(out), "--max-new-tokens", "8", "--compare", "--no-progress"])
+        == 0
+    )
+    assert json.loads(out.read_text())["model"] == "scenes"
+    assert main(["bench", "--count", "1", "--drafters", "none", "--new-tokens", "5"]) == 0
+    assert " NO " not in capsys.readouterr().out
