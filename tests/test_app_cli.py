@@ -19,6 +19,7 @@ def test_help_teaches(capsys: Any) -> None:
         (["--help"], "start here"),
         (["caption", "--help"], "resuming"),
         (["bench", "--help"], "noise band"),
+        (["train", "--help"], "answers.jsonl"),
         (["env", "--help"], "bug reports"),
     ):
         with pytest.raises(SystemExit) as left:

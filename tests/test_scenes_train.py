@@ -153,3 +153,12 @@ def test_rates() -> None:
     half = Stage("x", 100, 1, 1.0, first=0, warmup=10, last=0.5)
     assert 0.5 <= rate_at(half, 99) < 0.51
     assert [stage.name for stage in STAGES] == ["see", "talk", "settle"]
+
+
+def test_a_run_may_begin_with_an_exported_model(run: Training, tmp_path: Path) -> None:
+    again = Training(tmp_path, MINIATURE, "cpu", 7, little)
+    again.begin_with_model(run.out / "model", "settle")
+    assert (again.at, again.step) == (2, 0)
+    for name, value in run.model.state_dict().items():
+        assert torch.equal(again.model.state_dict()[name], value), name
+    assert again.run(math.inf, progress=False)

@@ -73,7 +73,7 @@ class Stage:
 STAGES = (
     Stage("see", 6000, 32, 1e-3, first=0, eyes=1.0),
     Stage("talk", 1600, 16, 1e-3, first=1_000_000, last=0.5, layers=5),
-    Stage("settle", 720, 16, 6e-4, first=3_000_000, eyes=0.03, named=0.1),
+    Stage("settle", 640, 16, 6e-4, first=3_000_000, eyes=0.03, named=0.1),
 )
 
 
@@ -362,6 +362,14 @@ class Training:
             self.model.model.vision_tower.load_state_dict(tower)
             self.at = 1
 
+    def begin_with_model(self, folder: Path, stage: str) -> None:
+        """Take the weights of an exported model, and begin with that stage."""
+        if (self.at, self.step) == (0, 0):
+            weights = {name: value.float() for name, value in load_file(folder / "model.safetensors").items()}
+            self.model.load_state_dict(weights, strict=False)
+            self.model.tie_weights()
+            self.at = [one.name for one in self.stages].index(stage)
+
     def _step(self, stage: Stage, part: nn.Module, optimiser: Optimisers, batch: dict[str, Tensor]) -> dict[str, float]:
         began = time.monotonic()
         rate = rate_at(stage, self.step)
@@ -424,6 +432,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--seed", type=int, default=0, help="of the first weights")
     add("--tower", type=Path, help="tower.safetensors of an earlier run: leave out the stage that makes it")
+    names = [stage.name for stage in STAGES]
+    add("--model", type=Path, help="folder of an exported model: begin with its weights, at --stage")
+    add("--stage", choices=names, default=names[-1], help=f"with --model (default {names[-1]})")
     add("--scale", type=float, default=1.0, help="share of the steps of every stage (1)")
     add("--progress", action=argparse.BooleanOptionalAction, default=sys.stderr.isatty())
     args = parser.parse_args(argv)
@@ -431,6 +442,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     training = Training(args.out, stages, args.device, args.seed)
     if args.tower is not None:
         training.begin_with_tower(args.tower)
+    if args.model is not None:
+        training.begin_with_model(args.model, args.stage)
     done = training.run(60 * args.minutes, args.progress)
     if done:
         training.export(args.out / "model")
