@@ -10,7 +10,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 .PHONY: help demo test slow floor clean
 
 help:
-	@echo "make demo   describe pictures and clips with the small model that ships, plain and sped up"
+	@echo "make demo   describe the example pictures and clips, plain and sped up"
 	@echo "make test   ruff, mypy, pytest"
 	@echo "make slow   the tests that take long"
 	@echo "make floor  exactness on the oldest supported transformers ($(FLOOR))"

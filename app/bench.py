@@ -12,7 +12,7 @@ from typing import Any
 from mmspec.app.caption import MODELS, check_drafter, positive, quiet, temperature
 from mmspec.app.errors import UsageError, one_line
 from mmspec.app.scenes.world import HELD_OUT
-from mmspec.app.settings import DTYPES, MODEL, PROMPT
+from mmspec.app.settings import DEFAULT, DTYPES, MODEL, PROMPT
 from mmspec.app.versions import mmspec_version, version
 
 TASKS = ("describe", "short", "answer", "clip")  # of mmspec.app.scenes.tasks, which is too heavy to import here
@@ -80,7 +80,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], co
     )
     parser.set_defaults(run=run)
     add = parser.add_argument
-    add("--model", default=MODEL, metavar="M", help=MODELS)
+    add("--model", default=DEFAULT, metavar="M", help=MODELS)
     add("--drafters", type=names, default=["none", "auto"], metavar="A,B", help="default none,auto")
     add("--batch-sizes", type=numbers, default=[1], metavar="N,N", help="default 1")
     add("--prompt-tokens", type=numbers, default=None, metavar="N,N", help="lengthen prompts with words to this")

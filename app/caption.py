@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mmspec.app.errors import UsageError, one_line
-from mmspec.app.settings import DTYPES, FRAMES, MAX_PIXELS, MODEL, PROMPT, VIDEO_PROMPT, JobSettings, Place
+from mmspec.app.settings import DEFAULT, DTYPES, FRAMES, MAX_PIXELS, PROMPT, VIDEO_PROMPT, JobSettings, Place
 
 if TYPE_CHECKING:
     from mmspec.app.captioner import Captioner
     from mmspec.app.output import Output
 
-MODELS = "hub id, folder, or built in: scenes (default; small, knows its own small world), tiny, mid (random weights)"
+MODELS = f"hub id, folder, or built in: scenes (knows its own small world), tiny, mid (random); default {DEFAULT}"
 EPILOG = """\
 PATH is any mix of
   photo.jpg          one file; clip.mp4 likewise (of which --frames pictures are shown to the model)
@@ -27,7 +27,7 @@ PATH is any mix of
 examples
   mmspec caption photos/ --model llava-hf/llava-1.5-7b-hf --out captions.jsonl
   mmspec caption photos/ --model ./my-llava --out photos/metadata.jsonl     loads with load_dataset("imagefolder")
-  mmspec caption cat.png --compare              no download: the small model that ships with mmspec
+  mmspec caption cat.png --compare              no download: a tiny random model, its words are noise
   mmspec caption list.jsonl --model ... --temperature 0.7 --seed 1 --stop $'\\n'
   accelerate launch --num_processes 4 -m mmspec caption photos/ --model ... --out captions.jsonl
 
@@ -72,7 +72,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], co
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("model").add_argument
-    add("--model", default=MODEL, metavar="M", help=MODELS)
+    add("--model", default=DEFAULT, metavar="M", help=MODELS)
     add("--drafter", default="auto", metavar="D", help="source of guesses (default auto; none: no drafts)")
     add("--dtype", default="auto", choices=DTYPES, help="default auto: the checkpoint's, float32 on a CPU")
     add("--device", default="auto", metavar="DEV", help="default auto: the GPU if there is one")

@@ -16,9 +16,8 @@ from mmspec.app.versions import mmspec_version
 EPILOG = """\
 start here
   mmspec caption photos/ --model llava-hf/llava-1.5-7b-hf --out captions.jsonl
-  mmspec caption drawn.png --compare                     no download: the small model that ships with mmspec
+  mmspec caption photos/ --compare                       no download: a tiny random model, its words are noise
   mmspec bench                                           how fast that is, against plain generate
-  mmspec bench --model tiny                              the machinery on random weights
   mmspec COMMAND --help                                  all about one command
 
 exit code: 0 all fine, 1 some rows failed, 2 wrong usage, 130 interrupted

@@ -20,8 +20,9 @@ from mmspec.app.clips import load_clip
 from mmspec.app.errors import UsageError, one_line
 from mmspec.app.images import ImageError, Shown, load_image
 from mmspec.app.inputs import Item, collect
+from mmspec.app.models import SIZES
 from mmspec.app.scenes.looks import advise
-from mmspec.app.settings import MODEL, PROMPT, VIDEO_PROMPT, JobSettings, Place
+from mmspec.app.settings import DEFAULT, MODEL, PROMPT, VIDEO_PROMPT, JobSettings, Place
 
 if TYPE_CHECKING:
     from mmspec.app.captioner import Caption, Captioner
@@ -52,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     add = parser.add_argument
     add("paths", nargs="*", metavar="PATH", help="pictures, videos, folders (default: the examples of the package)")
-    add("--model", default=MODEL, metavar="M", help=MODELS)
+    add("--model", default=DEFAULT, metavar="M", help=MODELS)
     add("--drafter", default="auto", metavar="D", help="source of guesses (default auto)")
     add("--max-new-tokens", type=positive, default=160, metavar="N", help="per text (default 160)")
     args = parser.parse_args(argv)
@@ -80,6 +81,8 @@ def run(args: argparse.Namespace) -> int:
     maker = captioner(settings, Place())
     size = sum(weight.numel() for weight in maker.model.parameters()) / 1e6
     print(f"{size:.0f} M parameters. {len(items)} examples, each with plain generate and with mmspec:", flush=True)
+    if args.model in SIZES:
+        print("Its weights are random: its words are noise, and noise cannot be guessed.", flush=True)
     describe(maker, shown[0], prompt_of(items[0]))  # warms up
     shots = []
     for item, one in zip(items, shown, strict=True):

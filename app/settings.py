@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 from mmspec.app.errors import UsageError
 
 MODEL = "scenes"
+DEFAULT = MODEL if (Path(__file__).parent / "scenes" / "weights" / "config.json").exists() else "tiny"
+"""Of every command: the small model that ships, or, until its weights do, random ones."""
 PROMPT = "Describe the image."
 VIDEO_PROMPT = "Describe the video."
 FRAMES = 8
@@ -31,7 +33,7 @@ class JobSettings:
     """
 
     paths: tuple[str, ...]
-    model: str = MODEL
+    model: str = DEFAULT
     out: str = "-"
     drafter: str = "auto"
     prompt: str | None = None
@@ -116,6 +118,7 @@ def sha1(text: str) -> str:
 
 
 __all__ = [
+    "DEFAULT",
     "DTYPES",
     "FRAMES",
     "MAX_PIXELS",

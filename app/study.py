@@ -28,7 +28,7 @@ from mmspec.app.load import load
 from mmspec.app.scenes.kinds import BY_NAME
 from mmspec.app.scenes.tasks import TASKS, requests
 from mmspec.app.scenes.world import COLOURS, HELD_OUT, SIZES, TEXTURES
-from mmspec.app.settings import MODEL
+from mmspec.app.settings import DEFAULT
 from mmspec.interfaces import Drafter, Prompt, Verdict
 from mmspec.tree import DraftTree
 
@@ -152,7 +152,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m mmspec.app.study", description=__doc__)
     add = parser.add_argument
     add("drafters", nargs="+", metavar="D", help="names, or folders of trained drafters")
-    add("--model", default=MODEL)
+    add("--model", default=DEFAULT)
     add("--task", choices=TASKS, default="describe")
     add("--first-seed", type=int, default=HELD_OUT, metavar="S")
     add("--count", type=int, default=100, metavar="N", help="requests (default 100)")

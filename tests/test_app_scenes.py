@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from mmspec.app import bench
+from mmspec.app import bench, demo
 from mmspec.app.captioner import Captioner
 from mmspec.app.cli import main
 from mmspec.app.clips import load_clip
@@ -211,10 +211,21 @@ def test_tokens_up_to_the_end() -> None:
     assert count_tokens(ids, 2) == count_tokens(ids, [2, 3]) == 3 + 5 + 1 and count_tokens(ids, None) == 15
 
 
+def test_the_demo_shows_both_texts(capsys: Any) -> None:
+    names = [str(path) for path in (examples.files()[0], CLIPS[0])]
+    assert demo.main([*names, "--model", "tiny", "--max-new-tokens", "12"]) == 0
+    told = capsys.readouterr().out
+    assert "2 of 2 texts identical to plain generate" in told and "noise" in told
+    assert told.count("  plain ") == told.count("  mmspec ") == told.count("identical; ") == 2
+    assert "Describe the image." in told and "Describe the video." in told and "tokens/s" in told and "tau" in told
+    assert demo.main(["nowhere.png"]) == 2
+    assert "no such file" in capsys.readouterr().err
+
+
 def test_a_damaged_model_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setattr("mmspec.app.scenes.FOLDER", tmp_path)
     paint(scene(1)).save(tmp_path / "a.png")
-    assert main(["caption", str(tmp_path / "a.png")]) == 2
+    assert main(["caption", str(tmp_path / "a.png"), "--model", "scenes"]) == 2
     err = capsys.readouterr().err
     assert "checksums.json is missing: get it back" in err and err.count("\n") == 1
     with pytest.raises(Exception, match=r"checksums\.json is missing"):

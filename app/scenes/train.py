@@ -365,9 +365,11 @@ class Training:
     def begin_with_model(self, folder: Path, stage: str) -> None:
         """Take the weights of an exported model, and begin with that stage."""
         if (self.at, self.step) == (0, 0):
-            weights = {name: value.float() for name, value in load_file(folder / "model.safetensors").items()}
-            self.model.load_state_dict(weights, strict=False)
-            self.model.tie_weights()
+            from transformers import LlavaForConditionalGeneration
+
+            # Read by transformers, since the names in the file are not those in the model.
+            made = LlavaForConditionalGeneration.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+            self.model.load_state_dict(made.state_dict())
             self.at = [one.name for one in self.stages].index(stage)
 
     def _step(self, stage: Stage, part: nn.Module, optimiser: Optimisers, batch: dict[str, Tensor]) -> dict[str, float]:
