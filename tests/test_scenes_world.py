@@ -18,7 +18,7 @@ from mmspec.app.scenes.kinds import BY_NAME, KINDS
 from mmspec.app.scenes.model import GRID, IMAGE, PATCH, TOKENS, train_tokenizer
 from mmspec.app.scenes.paint import layers, paint
 from mmspec.app.scenes.words import WORDS
-from mmspec.app.scenes.world import HELD_OUT, MARGIN, SIDE, SIZES, clip, direction, scene, unseen_together
+from mmspec.app.scenes.world import HELD_OUT, MARGIN, PLACES, SIDE, SIZES, clip, direction, scene, unseen_together
 
 SEEDS = range(300)
 
@@ -205,6 +205,10 @@ def test_what_patches_show() -> None:
                 near = min((t for t in made.things if t.kind == kind), key=lambda t: abs(t.x - x) + abs(t.y - y))
                 assert min(abs(t.x - x - offset[0]) + abs(t.y - y - offset[1]) for t in made.things) < 1
                 assert abs(near.x - x) <= near.size and abs(near.y - y) <= near.size
+                place = [name for line in PLACES for name in line][int(patches.place[number])]
+                assert place in {thing.place for thing in made.things if thing.kind == kind}
+        centres = {(t.x // PATCH, t.y // PATCH) for t in made.things}
+        assert centres == {(number % GRID, number // GRID) for number in patches.centre.nonzero().flatten().tolist()}
         assert {thing.kind for thing in made.things} >= {k for k in patches.kind.tolist() if 0 <= k < GROUND}
         assert (made.sign is not None) == bool((patches.letter > 0).any())
         if made.sign is not None:
@@ -216,7 +220,7 @@ def test_samples_for_training() -> None:
     tokenizer = train_tokenizer(corpus(300))
     samples = [Talking(tokenizer, 0, 60)[number] for number in range(24)]
     batch = collate(samples)
-    assert (batch["input_ids"] == IMAGE).sum() == TOKENS * batch["pixel_values"].shape[0] == batch["kinds"].numel()
+    assert (batch["input_ids"] == IMAGE).sum() == TOKENS * batch["pixel_values"].shape[0] == batch["kind"].numel()
     learnt = batch["labels"] != IGNORE
     assert torch.equal(batch["labels"][learnt], batch["input_ids"][learnt])
     assert not (learnt & (batch["attention_mask"] == 0)).any() and 0.1 < learnt.float().mean() < 0.8

@@ -22,12 +22,15 @@ from mmspec.app.scenes.atlas import LETTER, LETTERS
 from mmspec.app.scenes.kinds import KINDS
 from mmspec.app.scenes.model import BOS, EOS, GRID, IMAGE, PAD, PATCH, TOKENS, question
 from mmspec.app.scenes.paint import background, layers
-from mmspec.app.scenes.world import COLOURS, HELD_OUT, SIDE, SIZES, TEXTURES, Scene, clip, scene
+from mmspec.app.scenes.world import COLOURS, HELD_OUT, PLACES, SIDE, SIZES, TEXTURES, Scene, clip, scene
 
 GROUND, SIGN = len(KINDS), len(KINDS) + 1
 CLASSES = len(KINDS) + 2
 """What a patch may show: a kind, the ground, or a sign."""
 IGNORE = -100
+PER_PATCH = ("kind", "bulk", "place", "centre", "letter")
+"""What is known of every patch and asked of every visual token."""
+PLACES_BY_NAME = {name: number for number, name in enumerate(name for row in PLACES for name in row)}
 SHARE = 0.3
 """A patch shows a thing if that much of it is covered."""
 
@@ -45,12 +48,16 @@ class Patches:
     Attributes:
         kind: [TOKENS] int64, a kind, `GROUND` or `SIGN`; `IGNORE` where it is a close call.
         offset: [TOKENS, 2] from the patch's centre to that of its thing, in 64 pixels. bulk: [TOKENS] size range.
+        place: [TOKENS] which of the nine places the thing's centre is in, row by row.
+        centre: [TOKENS] 1 if a thing's centre is in the patch, else 0.
         letter: [TOKENS] the letter whose centre is in the patch, 0 for none. colour, texture: of the ground.
     """
 
     kind: Tensor
     offset: Tensor
     bulk: Tensor
+    place: Tensor
+    centre: Tensor
     letter: Tensor
     colour: Tensor
     texture: Tensor
@@ -82,10 +89,17 @@ def _labels(made: Scene, owner: np.ndarray) -> Patches:
     ranks = [list(SIZES).index(thing.bulk) for thing in made.things] + [IGNORE] * (made.sign is not None)
     kind = np.where(share >= SHARE, kinds[best], np.where(share < 0.05, GROUND, IGNORE))
     owned = share >= SHARE
+    where = [thing.place for thing in made.things] + ([made.sign.place] if made.sign else [])
+    spots = np.array([PLACES_BY_NAME[place] for place in where])
+    centre = np.zeros(TOKENS, dtype=np.int64)
+    for thing in made.things:
+        centre[min(GRID - 1, thing.y // PATCH) * GRID + min(GRID - 1, thing.x // PATCH)] = 1
     return Patches(
         kind=torch.from_numpy(kind),
         offset=torch.from_numpy((np.array(centres)[best] - middle).astype(np.float32) / 64),
         bulk=torch.from_numpy(np.where(owned, np.array(ranks)[best], IGNORE)),
+        place=torch.from_numpy(np.where(owned, spots[best], IGNORE)),
+        centre=torch.from_numpy(centre),
         letter=torch.from_numpy(_letters(made)),
         colour=torch.tensor(list(COLOURS).index(made.colour)),
         texture=torch.tensor(TEXTURES.index(made.texture)),
@@ -95,7 +109,8 @@ def _labels(made: Scene, owner: np.ndarray) -> Patches:
 def _nothing(made: Scene) -> Patches:
     blank = torch.zeros(TOKENS, dtype=torch.long)
     colour, texture = torch.tensor(list(COLOURS).index(made.colour)), torch.tensor(TEXTURES.index(made.texture))
-    return Patches(blank + GROUND, torch.zeros(TOKENS, 2), blank + IGNORE, blank, colour, texture)
+    offset, unknown = torch.zeros(TOKENS, 2), blank + IGNORE
+    return Patches(blank + GROUND, offset, unknown, unknown, blank, blank, colour, texture)
 
 
 def _letters(made: Scene) -> np.ndarray:
@@ -130,12 +145,12 @@ class Looking(Dataset[dict[str, Tensor]]):
 
 @dataclass
 class Sample:
-    """One conversation: ids with placeholders, which of them are to be learned, the pictures, the patches' kinds."""
+    """One conversation: ids with placeholders, what of them is to be learned, the pictures, what their patches show."""
 
     ids: list[int]
     labels: list[int]
     pixel_values: Tensor
-    kinds: Tensor
+    patches: list[Patches]
 
 
 class Talking(Dataset[Sample]):
@@ -165,14 +180,13 @@ class Talking(Dataset[Sample]):
         image, patches = seen(made)
         turns = turns_of(made, dice)
         ids, labels = encode(self.tokenizer, turns)
-        return Sample(ids, labels, pixels(image)[None], patches.kind[None])
+        return Sample(ids, labels, pixels(image)[None], [patches])
 
     def _clip(self, seed: int, dice: random.Random, frames: int) -> Sample:
         made = clip(seed, frames)
         looks = [seen(frame) for frame in made.frames]
         ids, labels = encode(self.tokenizer, [grammar.clip_turn(made, dice)], pictures=len(looks))
-        kinds = torch.stack([patches.kind for _, patches in looks])
-        return Sample(ids, labels, torch.stack([pixels(image) for image, _ in looks]), kinds)
+        return Sample(ids, labels, torch.stack([pixels(image) for image, _ in looks]), [seen_ for _, seen_ in looks])
 
 
 def turns_of(made: Scene, dice: random.Random) -> list[grammar.Turn]:
@@ -206,12 +220,13 @@ def collate(samples: Sequence[Sample]) -> dict[str, Tensor]:
         ids[row, : len(sample.ids)] = torch.tensor(sample.ids)
         labels[row, : len(sample.labels)] = torch.tensor(sample.labels)
     lengths = torch.tensor([len(sample.ids) for sample in samples])
+    patches = [part for sample in samples for part in sample.patches]
     return {
         "input_ids": ids,
         "labels": labels,
         "attention_mask": (torch.arange(longest) < lengths[:, None]).long(),
         "pixel_values": torch.cat([sample.pixel_values for sample in samples]),
-        "kinds": torch.cat([sample.kinds for sample in samples]),
+        **{name: torch.stack([getattr(part, name) for part in patches]) for name in PER_PATCH},
     }
 
 

@@ -1,9 +1,10 @@
 """`python -m mmspec.app.scenes.train`: from nothing to the weights of the scenes model.
 
 Three stages. *see*: the vision tower alone learns to say per patch what is there. *talk*: with the tower frozen, the
-projector and the lower half of the text model learn to answer; a second loss asks that each visual token, read by the
-model's own head, says the name of the thing it belongs to, which saves the text model from having to find that out by
-itself. *settle*: the upper half is added, and everything learns together, the tower slowly.
+projector and the lower half of the text model learn to answer; further losses ask that each visual token says the name
+of the thing it belongs to, read by the model's own head, and by heads that are thrown away where that thing is, how
+large, whether its centre is here, and which letter. That saves the text model from having to find it out by itself.
+*settle*: the upper half is added, and everything learns together, the tower slowly.
 
 Sample n is the same in every run, and a run that is cut goes on from its last checkpoint.
 """
@@ -53,7 +54,7 @@ class Stage:
 
     Attributes:
         first: the seed of its first sample. eyes: learning rate of the tower, in shares of `rate`; 0 freezes it.
-        last: the learning rate falls to this share of `rate`. named: weight of the loss on visual tokens.
+        last: the learning rate falls to this share of `rate`. named: weight of the losses on visual tokens.
         layers: how many layers of the text model are there; those that are added later begin as doing nothing, so that
             much is learned at a fraction of the cost.
     """
@@ -71,10 +72,20 @@ class Stage:
 
 
 STAGES = (
-    Stage("see", 6000, 32, 1e-3, first=0, eyes=1.0),
-    Stage("talk", 1600, 16, 1e-3, first=1_000_000, last=0.5, layers=5),
-    Stage("settle", 640, 16, 6e-4, first=3_000_000, eyes=0.03, named=0.1),
+    Stage("see", 5000, 32, 1e-3, first=0, eyes=1.0),
+    Stage("talk", 1800, 16, 1e-3, first=1_000_000, last=0.5, layers=5),
+    Stage("settle", 1000, 16, 4e-4, first=3_000_000, eyes=0.03, named=0.1),
 )
+
+
+ASKED = {"bulk": len(SIZES), "place": 9, "centre": 2, "letter": len(LETTERS) + 1}
+"""What a patch of the tower, and later each visual token, is asked besides its kind -> number of answers."""
+
+
+def asked(name: str, said: Tensor, answers: Tensor) -> Tensor:
+    """The loss on one of the questions of `ASKED`: [n, answers], [n]. Centres are rare, so they count more."""
+    weight = said.new_tensor((1.0, 8.0)) if name == "centre" else None
+    return functional.cross_entropy(said, answers, weight, ignore_index=IGNORE)
 
 
 class Eyes(nn.Module):
@@ -84,7 +95,7 @@ class Eyes(nn.Module):
         super().__init__()
         self.tower = tower
         self.norm = nn.LayerNorm(width)
-        sizes = {"kind": CLASSES, "offset": 2, "bulk": len(SIZES), "letter": len(LETTERS) + 1}
+        sizes = {"kind": CLASSES, "offset": 2, **ASKED}
         self.heads = nn.ModuleDict({name: nn.Linear(width, size) for name, size in sizes.items()})
         self.ground = nn.ModuleDict(
             {"colour": nn.Linear(width, len(COLOURS)), "texture": nn.Linear(width, len(TEXTURES))}
@@ -101,13 +112,15 @@ class Eyes(nn.Module):
         losses = {
             "kind": functional.cross_entropy(said["kind"].flatten(0, 1), kind.flatten(), ignore_index=IGNORE),
             "offset": functional.smooth_l1_loss(said["offset"][owned], batch["offset"][owned], beta=0.1),
-            "bulk": functional.cross_entropy(said["bulk"].flatten(0, 1), batch["bulk"].flatten(), ignore_index=IGNORE),
             "letter": functional.cross_entropy(said["letter"][sign], batch["letter"][sign]) if sign.any() else 0.0,
         }
+        for name in ("bulk", "place", "centre"):
+            losses[name] = asked(name, said[name].flatten(0, 1), batch[name].flatten())
         pooled = states.mean(1)
         for name, head in self.ground.items():
             losses[name] = functional.cross_entropy(head(pooled), batch[name])
         weights = {"kind": 1.0, "offset": 2.0, "bulk": 0.3, "letter": 0.5, "colour": 0.2, "texture": 0.2}
+        weights |= {"place": 0.3, "centre": 0.5}
         loss = torch.stack([weights[name] * torch.as_tensor(part) for name, part in losses.items()]).sum()
         with torch.no_grad():
             right = (said["kind"].argmax(-1) == kind)[thing].float().mean()
@@ -128,6 +141,8 @@ class Mouth(nn.Module):
         self.names: Tensor
         self.model, self.named, self.frozen, self.layers = model, stage.named, stage.eyes == 0, stage.layers
         self.register_buffer("names", names, persistent=False)
+        width = model.config.text_config.hidden_size
+        self.heads = nn.ModuleDict({name: nn.Linear(width, size) for name, size in ASKED.items()})
 
     def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, float]]:
         """The loss, and figures for the log."""
@@ -149,7 +164,7 @@ class Mouth(nn.Module):
         learn = labels != IGNORE
         logits = self.model.lm_head(hidden[:, :-1][learn]).float()
         told = functional.cross_entropy(logits, labels[learn])
-        kinds = batch["kinds"]
+        kinds = batch["kind"]
         thing = (kinds >= 0) & (kinds < GROUND)
         read = self.model.lm_head(visual[thing]).float()
         names = self.names[kinds[thing]]
@@ -164,7 +179,18 @@ class Mouth(nn.Module):
                 "names": float(right[is_name].mean()) if is_name.any() else math.nan,
                 "patches": float((read.argmax(-1) == names).float().mean()),
             }
-        return told + self.named * named, figures
+        further = torch.stack([self._asked(name, visual, batch[name], kinds) for name in ASKED]).sum()
+        figures["asked"] = float(further.detach())
+        return told + self.named * (named + further), figures
+
+    def _asked(self, name: str, visual: Tensor, answers: Tensor, kinds: Tensor) -> Tensor:
+        """The loss on what visual tokens say of their patches besides the name, by heads that are thrown away."""
+        if name == "letter":  # there are none but on signs
+            answers = answers.masked_fill(kinds != SIGN, IGNORE)
+        known = answers != IGNORE
+        if not known.any():
+            return visual.new_zeros(())
+        return asked(name, self.heads[name](visual[known]).float(), answers[known])
 
 
 def rate_at(stage: Stage, step: int) -> float:
@@ -220,6 +246,11 @@ class Optimisers:
             optimiser.load_state_dict(state)
 
 
+def _heads_of(part: nn.Module) -> dict[str, Tensor]:
+    """The weights that are trained along and thrown away."""
+    return {n: value for n, value in part.state_dict().items() if n.split(".")[0] in ("heads", "ground", "norm")}
+
+
 class Training:
     """One run in a folder: knows where it is, does a step, writes checkpoints."""
 
@@ -262,18 +293,13 @@ class Training:
 
     def save(self, part: nn.Module, optimiser: Optimisers | None) -> None:
         """Write the checkpoint under another name first, so that a cut never leaves half of one."""
-        heads = {
-            name: value
-            for name, value in part.state_dict().items()
-            if name.split(".")[0] in ("heads", "ground", "norm")
-        }
         state = {
             "stages": [asdict(stage) for stage in self.stages],
             "seed": self.seed,
             "at": self.at,
             "step": self.step,
             "model": self.model.state_dict(),
-            "heads": heads,
+            "heads": _heads_of(part),
             "optimiser": optimiser.state_dict() if optimiser is not None else None,
         }
         torch.save(state, self.out / "state.tmp")
@@ -290,7 +316,13 @@ class Training:
                 eyes.load_state_dict(self.heads, strict=False)
             return eyes
         names = [self.tokenizer(" " + kind.name, add_special_tokens=False).input_ids[0] for kind in KINDS]
-        return Mouth(self.model, torch.tensor(names, device=self.device), stage)
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(self.seed)
+            mouth = Mouth(self.model, torch.tensor(names), stage)
+        mouth.to(self.device)
+        if self.heads:
+            mouth.load_state_dict(self.heads, strict=False)
+        return mouth
 
     def optimiser(self, stage: Stage, part: nn.Module) -> Optimisers:
         """A fresh one, or the one that was saved."""
@@ -343,8 +375,9 @@ class Training:
             optimiser.zero_grad()  # or the next stage would clip by gradients that are none of its own
             if stage.name == "see":
                 self._round_tower()
-            self.at, self.step, self.heads = self.at + 1, 0, {}
+            self.at, self.step = self.at + 1, 0
             self.save(part, None)
+            self.heads = {} if stage.name == "see" else _heads_of(part)
             self._optimiser_state = None
         return True
 
