@@ -73,6 +73,12 @@ class Captioner:
         return str(self.model.dtype).removeprefix("torch.")
 
     @property
+    def ends(self) -> list[int]:
+        """Ids that end an answer; none if the model has none."""
+        ends = self.model.generation_config.eos_token_id
+        return list(ends) if isinstance(ends, list) else [] if ends is None else [ends]
+
+    @property
     def acceptance(self) -> float:
         """Share of the drafted tokens that were kept so far."""
         return mmspec.stats(self.model).acceptance
@@ -151,8 +157,7 @@ class Captioner:
 
     def _finish(self, ids: list[int]) -> tuple[str, int, str]:
         """Text, number of tokens (an end token counts) and why the row ended; padding after its end is not its own."""
-        eos = self.model.generation_config.eos_token_id
-        ends = set(eos) if isinstance(eos, list) else {eos}
+        ends = set(self.ends)
         size = next((i + 1 for i, token in enumerate(ids) if token in ends), len(ids))
         reason = "eos" if size and ids[size - 1] in ends else "length" if size >= self.max_new_tokens else "stop"
         text = self._decode(ids[:size])

@@ -7,7 +7,7 @@ from pathlib import Path
 from PIL import Image
 
 from mmspec.app.errors import one_line
-from mmspec.app.images import ImageError, check_file, check_size
+from mmspec.app.images import ImageError, Shown, check_file, check_size, load_image
 from mmspec.app.settings import FRAMES, MAX_PIXELS
 
 SUFFIXES = frozenset((".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".mpg", ".mpeg", ".ogv"))
@@ -32,4 +32,11 @@ def load_clip(path: Path, frames: int = FRAMES, max_pixels: int = MAX_PIXELS) ->
     return tuple(images)
 
 
-__all__ = ["SUFFIXES", "load_clip"]
+def load_shown(path: Path, frames: int = FRAMES, max_pixels: int = MAX_PIXELS) -> Shown:
+    """The frames of a file that is named like a video, else the picture in it."""
+    if path.suffix.lower() in SUFFIXES:
+        return load_clip(path, frames, max_pixels)
+    return load_image(path, max_pixels)
+
+
+__all__ = ["SUFFIXES", "load_clip", "load_shown"]

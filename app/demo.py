@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING
 
 from mmspec.app.caption import MODELS, captioner, check_drafter, positive, quiet
 from mmspec.app.cli import Parser
-from mmspec.app.clips import load_clip
+from mmspec.app.clips import load_shown
 from mmspec.app.errors import UsageError, one_line
-from mmspec.app.images import ImageError, Shown, load_image
+from mmspec.app.images import ImageError, Shown
 from mmspec.app.inputs import Item, collect
 from mmspec.app.models import SIZES
 from mmspec.app.scenes.looks import advise
-from mmspec.app.settings import DEFAULT, MODEL, PROMPT, VIDEO_PROMPT, JobSettings, Place
+from mmspec.app.settings import DEFAULT, MODEL, JobSettings, Place
 
 if TYPE_CHECKING:
     from mmspec.app.captioner import Caption, Captioner
@@ -83,10 +83,10 @@ def run(args: argparse.Namespace) -> int:
     print(f"{size:.0f} M parameters. {len(items)} examples, each with plain generate and with mmspec:", flush=True)
     if args.model in SIZES:
         print("Its weights are random: its words are noise, and noise cannot be guessed.", flush=True)
-    describe(maker, shown[0], prompt_of(items[0]))  # warms up
+    describe(maker, shown[0], items[0].question())  # warms up
     shots = []
     for item, one in zip(items, shown, strict=True):
-        shots.append(describe(maker, one, prompt_of(item)))
+        shots.append(describe(maker, one, item.question()))
         tell(item, shots[-1])
     return close(shots)
 
@@ -94,14 +94,9 @@ def run(args: argparse.Namespace) -> int:
 def load(item: Item) -> Shown:
     """The picture, or the frames of the clip."""
     try:
-        return load_clip(item.path) if item.is_clip else load_image(item.path)
+        return load_shown(item.path)
     except ImageError as error:
         raise UsageError(f"{item.path}: {one_line(error)}") from error
-
-
-def prompt_of(item: Item) -> str:
-    """What is asked."""
-    return item.prompt or (VIDEO_PROMPT if item.is_clip else PROMPT)
 
 
 def describe(maker: Captioner, shown: Shown, prompt: str) -> Shot:
@@ -115,7 +110,7 @@ def tell(item: Item, shot: Shot) -> None:
     """Both texts and what it took."""
     made = shot.caption
     width = max(60, min(120, shutil.get_terminal_size().columns))
-    print(f"\n{item.path.name}: {prompt_of(item)}")
+    print(f"\n{item.path.name}: {item.question()}")
     for name, seconds, text in (("plain", shot.plain_s, made.plain), ("mmspec", shot.patched_s, made.caption)):
         head = f"  {name:<7}{seconds:5.2f} s  "
         print(textwrap.fill(text or "(nothing)", width, initial_indent=head, subsequent_indent=" " * len(head)))

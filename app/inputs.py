@@ -17,6 +17,7 @@ from typing import Any
 
 from mmspec.app import clips, images
 from mmspec.app.errors import UsageError, one_line
+from mmspec.app.settings import PROMPT, VIDEO_PROMPT
 
 MANIFESTS = frozenset({".jsonl", ".txt", ".csv"})
 SUFFIXES = images.SUFFIXES | clips.SUFFIXES
@@ -41,6 +42,10 @@ class Item:
     def is_clip(self) -> bool:
         """Whether the file is named like a video."""
         return self.path.suffix.lower() in clips.SUFFIXES
+
+    def question(self, usual: str | None = None) -> str:
+        """Its own prompt, else the usual one, else what suits a picture or a clip."""
+        return self.prompt or usual or (VIDEO_PROMPT if self.is_clip else PROMPT)
 
 
 def natural(text: str) -> tuple[Any, ...]:

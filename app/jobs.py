@@ -14,15 +14,15 @@ from dataclasses import asdict, dataclass
 from types import FrameType
 from typing import Any, Protocol
 
-from mmspec.app.clips import load_clip
+from mmspec.app.clips import load_shown
 from mmspec.app.errors import UsageError, one_line
-from mmspec.app.images import ImageError, Shown, decode_ahead, load_image, pixel_limit
+from mmspec.app.images import ImageError, Shown, decode_ahead, pixel_limit
 from mmspec.app.inputs import Item, collect
 from mmspec.app.jsonl import Row
 from mmspec.app.output import Output
 from mmspec.app.progress import Progress, check_lines, say
 from mmspec.app.scenes.looks import advise
-from mmspec.app.settings import MODEL, PROMPT, VIDEO_PROMPT, JobSettings, Place, batches, derived_seed, sha1, share
+from mmspec.app.settings import MODEL, JobSettings, Place, batches, derived_seed, sha1, share
 from mmspec.app.versions import mmspec_version
 
 Work = Sequence[tuple[Item, Shown]]
@@ -112,7 +112,7 @@ class Job:
         return 128 + stop.signal if stop.signal else self._exit_code(final)
 
     def _prompt(self, item: Item) -> str:
-        return item.prompt or self.settings.prompt or (VIDEO_PROMPT if item.is_clip else PROMPT)
+        return item.question(self.settings.prompt)
 
     def _open(self, item: Item, rows: dict[str, Row]) -> bool:
         row = rows.get(item.id)
@@ -139,9 +139,7 @@ class Job:
                 progress.add(new)
 
     def _decode(self, item: Item) -> Shown:
-        if item.is_clip:
-            return load_clip(item.path, self.settings.frames, self.settings.max_pixels)
-        return load_image(item.path, self.settings.max_pixels)
+        return load_shown(item.path, self.settings.frames, self.settings.max_pixels)
 
     def _batch(self, decoded: list[tuple[Item, Shown | ImageError]]) -> list[Row]:
         """Rows of one batch. The whole batch is run even if some of its rows are there: then it is the same batch."""

@@ -17,11 +17,10 @@ import torch
 from torch import Tensor
 
 from mmspec.app.captioner import Captioner
-from mmspec.app.clips import load_clip
+from mmspec.app.clips import load_shown
 from mmspec.app.errors import UsageError
-from mmspec.app.images import ImageError, Shown, load_image
+from mmspec.app.images import ImageError, Shown
 from mmspec.app.inputs import collect
-from mmspec.app.settings import PROMPT, VIDEO_PROMPT
 from mmspec.drafters.checkpoint import fingerprint
 from mmspec.drafters.training_losses import Lesson
 from mmspec.targets import family_of
@@ -99,10 +98,10 @@ class FileData:
     def __getitem__(self, number: int) -> Request:
         item = self.items[number]
         try:
-            shown = load_clip(item.path) if item.is_clip else load_image(item.path)
+            shown = load_shown(item.path)
         except ImageError as error:
             raise UsageError(f"{item.path}: {error}") from error
-        return Request(shown, item.prompt or (VIDEO_PROMPT if item.is_clip else PROMPT), item.answer)
+        return Request(shown, item.question(), item.answer)
 
 
 class Teacher:
@@ -126,14 +125,9 @@ class Teacher:
     def commonest(self, count: int) -> Tensor:
         """[count] int64, the ids that the answers use most, rising; the end is always among them."""
         counted = Counter(token for ids in self.answers.values() for token in ids)
-        first = [*self.ends, *(token for token, _ in counted.most_common() if token not in self.ends)]
+        ends = self.maker.ends
+        first = [*ends, *(token for token, _ in counted.most_common() if token not in ends)]
         return torch.tensor(sorted(first[:count]))
-
-    @property
-    def ends(self) -> list[int]:
-        """Ids that end an answer."""
-        ends = self.model.generation_config.eos_token_id
-        return list(ends) if isinstance(ends, list) else [ends]
 
     def answer_all(
         self,
@@ -193,14 +187,14 @@ class Teacher:
 
     def _ids(self, answer: str) -> list[int]:
         ids = self.tokenizer(" " + answer.strip(), add_special_tokens=False).input_ids
-        return [*ids, self.ends[0]]
+        return [*ids, *self.maker.ends[:1]]
 
     def _generate(self, requests: Sequence[Request], most: int) -> list[list[int]]:
         inputs = self.maker.inputs([one.shown for one in requests], [one.question for one in requests])
         out = self.model.generate(
             **inputs, max_new_tokens=most, do_sample=False, temperature=None, top_p=None, top_k=None
         )
-        ends, result = set(self.ends), []
+        ends, result = set(self.maker.ends), []
         for row in out[:, inputs["input_ids"].shape[1] :].tolist():
             size = next((i + 1 for i, token in enumerate(row) if token in ends), len(row))
             result.append(row[:size])

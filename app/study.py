@@ -132,7 +132,6 @@ def study(
     """Decode `count` requests with one drafter."""
     maker = Captioner(model, processor)
     made = []
-    ends = model.generation_config.eos_token_id
     for one in islice(requests(task, first), count):
         mmspec.patch(model, drafter, processor=processor)
         recorder = Recorder(model.__dict__["_mmspec"].options.drafter)
@@ -141,7 +140,7 @@ def study(
             model.generate(**inputs, max_new_tokens=160, do_sample=False, mmspec={"drafter": recorder, "nodes": nodes})
         finally:
             mmspec.unpatch(model)
-        made.append(answer_of(recorder.rounds, processor.tokenizer, ends if isinstance(ends, list) else [ends]))
+        made.append(answer_of(recorder.rounds, processor.tokenizer, maker.ends))
         if tick is not None:
             tick(1)
     return made

@@ -9,6 +9,7 @@ calls were faster that way. A copy is never older than its weight: an edit in pl
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 import types
@@ -16,10 +17,13 @@ import weakref
 from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from statistics import median
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+
+logger = logging.getLogger("mmspec")
 
 MOST_ROWS = 128
 """Products of more rows are not worth it: there the plain kernel's repacking is a small part."""
@@ -59,14 +63,14 @@ class Trial:
         """Note one call; when there are enough of both, decide by the medians."""
         (self.packed if packed else self.plain).append(seconds)
         if min(len(self.plain), len(self.packed)) >= TRIALS:
-            self.better = sorted(self.packed)[TRIALS // 2] < sorted(self.plain)[TRIALS // 2]
+            self.better = median(self.packed) < median(self.plain)
 
 
 class Packs:
     """The packed copies of a model's linear layers. One object per patched model; calls in several threads share it.
 
     Attributes:
-        fixed: decide by the number of rows alone, so that no shape is chosen by timing.
+        trials: what is known of each shape. broken: this torch, or this machine's memory, cannot pack.
     """
 
     def __init__(self) -> None:
@@ -81,7 +85,11 @@ class Packs:
         return sum(pack.weight.element_size() * pack.weight.numel() for pack in self.packs.values())
 
     def linear(self, layer: nn.Linear, rows: Tensor, fixed: bool) -> Tensor:
-        """`layer(rows)`, from the packed copy where that is known, or being found out, to be faster."""
+        """`layer(rows)`, from the packed copy where that is known, or being found out, to be faster.
+
+        Args:
+            fixed: decide by the number of rows alone, so that no shape is chosen by timing.
+        """
         count = rows.numel() // rows.shape[-1]
         plain = functional.linear
         if self.broken or count > MOST_ROWS or torch.is_grad_enabled() or rows.dtype != torch.float32:
@@ -112,13 +120,17 @@ class Packs:
         if pack is not None and pack.fits(layer.weight):
             return pack
         with self._lock:
+            weight = layer.weight
+            data, version = weight.data_ptr(), weight._version  # before: an edit meanwhile must not go unnoticed
             try:
-                weight = layer.weight.detach()
-                copy = torch.ops.mkldnn._reorder_linear_weight(weight, HINT)
-                pack = Pack(copy, layer.weight.data_ptr(), layer.weight._version)
-            except (AttributeError, NotImplementedError, RuntimeError):
+                copy = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), HINT)
+            except (AttributeError, NotImplementedError, RuntimeError) as error:
+                # An operator of torch's own that may be missing, or refuse a build or a shape, or run out of memory:
+                # plain layers do the same, so this costs speed alone.
                 self.broken = True
+                logger.debug("linear layers stay plain: %s", error)
                 return None
+            pack = Pack(copy, data, version)
             self.packs[layer] = pack
         return pack
 

@@ -114,7 +114,7 @@ class Prompt:
             `draft_probs / noise`.
         temperature: with which tokens will be sampled; 1 when decoding greedily.
         words: the target's embedding and output head.
-        fixed: shapes must not hang on timing (`deterministic=True`).
+        fixed: shapes must not hang on timing (`deterministic=True`, or `nodes=` was given).
     """
 
     ids: Tensor
