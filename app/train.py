@@ -6,6 +6,7 @@ import argparse
 import math
 import os
 import sys
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,35 @@ from mmspec.app.scenes.world import HELD_OUT
 from mmspec.app.settings import DTYPES, MODEL, Place
 from mmspec.app.versions import mmspec_version, version
 
-KINDS = {"msd": "decoupled", "eagle": "coupled", "eagle-blind": "blind", "eagle-textual": "textual"}
-"""Drafters that can be trained, and the rule by which each reads visual tokens."""
+RULES = ("decoupled", "coupled", "blind", "textual")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A drafter that can be trained: its rule for visual tokens, its kind, and the shape that is its own.
+
+    Attributes:
+        block: tokens of a pass. ffn, inner: what of the width `--ffn` the feed-forward and the spreading part have.
+    """
+
+    rule: str
+    kind: str = "eagle"
+    block: int = 1
+    ffn: float = 1.0
+    inner: float = 0.0
+
+
+KINDS = {
+    "msd": Recipe("decoupled"),
+    "eagle": Recipe("coupled"),
+    "eagle-blind": Recipe("blind"),
+    "eagle-textual": Recipe("textual"),
+    "flash": Recipe("decoupled", "flash", 5, 0.0, 1.0),
+    "parallel": Recipe("decoupled", "parallel", 5, 1.0, 0.5),
+    "parallel-free": Recipe("decoupled", "parallel", 5),
+    "falcon": Recipe("decoupled", "falcon", 2),
+}
+"""Drafters that can be trained."""
 
 EPILOG = """\
 drafters
@@ -25,6 +53,10 @@ drafters
   eagle           visual tokens are fused with the target's states like text (EAGLE-2)
   eagle-textual   no visual tokens at all: only the text, with the target's states
   eagle-blind     visual tokens are placeholders (EAGLE as it is for text)
+  flash           5 tokens from one pass, by a wide feed-forward (FLASH)
+  parallel        5 tokens from one pass over learned rows, each corrected by the word before it (ParallelSpec, Hydra)
+  parallel-free   the same without the correction
+  falcon          2 tokens from every pass, several passes (Falcon)
   Several, with commas, learn side by side from the same teacher: the dear part is done once.
 
 data
@@ -77,6 +109,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], co
     add("--text-first", action="store_true", help="MSD's schedule: text alone for half the steps, then more pictures")
     add("--noise", type=float, default=0.0, metavar="W", help="width of noise on the states (EAGLE: 0.2; default 0)")
     add("--ffn", type=positive, default=None, metavar="N", help="width of the feed-forward (default: the target's)")
+    add("--block", type=positive, default=None, metavar="K", help="tokens of a pass (flash, parallel: 5; falcon: 2)")
+    add("--rule", default=None, choices=RULES, help="how visual tokens are read (default: as the drafter says)")
     add("--draft-vocab", type=positive, default=None, metavar="N", help="draft the N commonest ids only (VocabTrim)")
     add(
         "--evaluate", type=int, default=24, metavar="N", help="held-out requests to measure tau on (default 24; 0 none)"
@@ -164,7 +198,14 @@ def training_of(args: argparse.Namespace, teacher: Any, count: int, facts: dict[
     model = teacher.model
     words = Words(model.get_input_embeddings(), model.get_output_embeddings())
     config = config_of(model, args.ffn)
-    pupils = {name: Pupil(new_head(config, args.seed).to(model.device), KINDS[name]) for name in args.drafter}
+    pupils = {}
+    for name in args.drafter:
+        recipe = KINDS[name]
+        try:
+            head = new_head(shaped(config, recipe, args.block), args.seed, recipe.kind)
+        except ValueError as error:
+            raise UsageError(f"--drafter {name}: {error}") from error
+        pupils[name] = Pupil(head.to(model.device), args.rule or recipe.rule, recipe.kind)
     weights = Weights(args.states_weight, args.words_weight, args.rollout)
     plan = Plan(args.steps, args.batch_size, args.lr, noise=args.noise, seed=args.seed, weights=weights)
     placeholder = words.embedding(torch.tensor(teacher.placeholders[0], device=model.device)).float()
@@ -211,15 +252,22 @@ def config_of(model: Any, ffn: int | None) -> Any:
     )
 
 
-def new_head(config: Any, seed: int) -> Any:
+def shaped(config: Any, recipe: Recipe, block: int | None) -> Any:
+    """The shape of a drafter: of a head of the target's shape, what is its own changed."""
+    block = block if block and recipe.kind != "eagle" else recipe.block
+    width = config.intermediate_size
+    return replace(config, intermediate_size=round(recipe.ffn * width), block=block, inner=round(recipe.inner * width))
+
+
+def new_head(config: Any, seed: int, kind: str = "eagle") -> Any:
     """Fresh weights, the same for every drafter of a run; torch's generators stay as they are."""
     import torch
 
-    from mmspec.drafters.head import EagleHead
+    from mmspec.drafters.kinds import KINDS
 
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
-        return EagleHead(config)
+        return KINDS[kind].head(config)
 
 
 def export(args: argparse.Namespace, place: Path, pupil: Any, teacher: Any, facts: dict[str, Any]) -> None:
@@ -237,6 +285,7 @@ def export(args: argparse.Namespace, place: Path, pupil: Any, teacher: Any, fact
         family.model_type,
         teacher.fingerprint,
         teacher.commonest(args.draft_vocab) if args.draft_vocab else None,
+        kind=pupil.kind,
     )
     save(place, pupil.head, made)
     provenance = {

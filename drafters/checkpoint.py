@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mmspec.drafters.head import EagleHead, HeadConfig, config_from, from_published, published
+from mmspec.drafters.kinds import KINDS
 from mmspec.drafters.rules import RULES
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
@@ -32,7 +33,8 @@ class Made:
     """A head, and what it was made for.
 
     Attributes:
-        rule: of `drafters.rules`. layers, model_type, tokenizer: of the target; the tokenizer as a fingerprint or None.
+        rule: of `drafters.rules`. kind: of `drafters.kinds`. layers, model_type, tokenizer: of the target; the
+            tokenizer as a fingerprint or None.
         draft_ids: [V'] int64, the ids that it may draft, rising; None for all.
     """
 
@@ -43,6 +45,7 @@ class Made:
     tokenizer: str | None = None
     draft_ids: Tensor | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
+    kind: str = "eagle"
 
     def check(self, *, hidden_size: int, vocab_size: int, layers: int, tokenizer: str | None) -> None:
         """Compare with the target at hand.
@@ -72,7 +75,7 @@ def save(folder: str | os.PathLike[str], head: EagleHead, made: Made, dtype: tor
     part = place / f"{WEIGHTS}.part"
     save_file(weights, part, metadata={"format": "pt"})
     part.chmod(0o644)
-    values = {"model_type": MODEL_TYPE, **asdict(made.config), "rule": made.rule}
+    values = {"model_type": MODEL_TYPE, "kind": made.kind, **asdict(made.config), "rule": made.rule}
     values["target"] = {"model_type": made.model_type, "layers": made.layers, "tokenizer": made.tokenizer}
     values |= {"facts": dict(made.facts)} if made.facts else {}
     (place / CONFIG).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
@@ -93,14 +96,17 @@ def load(folder: str | os.PathLike[str]) -> tuple[EagleHead, Made]:
     rule = values.get("rule")
     if rule not in RULES:
         raise ValueError(f"{place / CONFIG}: rule must be one of {', '.join(RULES)}; got {rule!r}.")
+    kind = values.get("kind", "eagle")
+    if kind not in KINDS:
+        raise ValueError(f"{place / CONFIG}: kind must be one of {', '.join(KINDS)}; got {kind!r}.")
     weights = read_weights(place / WEIGHTS)
     draft_ids = weights.pop("draft_ids", None)
     config = config_from(values)
     try:
-        state = from_published(config, weights)
+        state = from_published(config, weights, KINDS[kind].head)
     except ValueError as error:
         raise ValueError(f"{place / WEIGHTS}: {error}") from error
-    head = EagleHead(config)
+    head = KINDS[kind].head(config)
     head.load_state_dict({name: value.float() for name, value in state.items()})
     if draft_ids is not None:
         _check_ids(draft_ids, config.vocab_size, place / WEIGHTS)
@@ -112,6 +118,7 @@ def load(folder: str | os.PathLike[str]) -> tuple[EagleHead, Made]:
         target.get("tokenizer"),
         draft_ids,
         values.get("facts", {}),
+        kind,
     )
     return head.eval(), made
 

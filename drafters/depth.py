@@ -31,21 +31,23 @@ class Depth:
     """Chooses 1 to `most` levels.
 
     Attributes:
+        each: tokens that a level drafts one behind the other.
         hope: share of rows that are thought to go on from one level to the next before anything is known.
     """
 
     most: int
+    each: int = 1
     hope: float = 0.75
     tallies: dict[int, Tally] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Depth:
-        return Depth(self.most, self.hope)
+        return Depth(self.most, self.each, self.hope)
 
     def _tally(self, batch: int) -> Tally:
         if batch not in self.tallies:
-            hoped = [2 * self.hope ** (level + 1) for level in range(self.most)]
-            self.tallies[batch] = Tally(hoped, [2.0] * self.most)
+            hoped = [2 * self.hope ** (step + 1) for step in range(self.most * self.each)]
+            self.tallies[batch] = Tally(hoped, [2.0] * len(hoped))
         return self.tallies[batch]
 
     def choose(self, batch: int) -> int:
@@ -57,7 +59,8 @@ class Depth:
                 return self.most
             best, best_rate, tokens = 1, 0.0, 1.0
             for level in range(self.most):
-                tokens += min(tally.reached[level] / tally.tried[level], tokens)
+                for step in range(level * self.each, (level + 1) * self.each):
+                    tokens += min(tally.reached[step] / tally.tried[step], tokens)
                 rate = tokens / (tally.rest_s + (level + 1) * tally.level_s)
                 if rate > best_rate:
                     best, best_rate = level + 1, rate
@@ -67,9 +70,9 @@ class Depth:
         """After a round: how many drafted tokens each row kept, and what the round cost."""
         with self.lock:
             tally = self._tally(batch)
-            for level in range(min(levels, self.most)):
-                tally.tried[level] = MEMORY * tally.tried[level] + len(kept)
-                tally.reached[level] = MEMORY * tally.reached[level] + sum(count > level for count in kept)
+            for step in range(min(levels, self.most) * self.each):
+                tally.tried[step] = MEMORY * tally.tried[step] + len(kept)
+                tally.reached[step] = MEMORY * tally.reached[step] + sum(count > step for count in kept)
             tally.level_s = _follow(tally.level_s, level_s)
             tally.rest_s = _follow(tally.rest_s, rest_s)
 

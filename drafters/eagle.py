@@ -10,20 +10,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from mmspec.drafters.blocks import STEP, best
 from mmspec.drafters.depth import Depth
 from mmspec.drafters.head import Attend, EagleHead
 from mmspec.drafters.rules import RULES, Sight, pack
 from mmspec.interfaces import Needs, Prompt, Verdict, Words
 from mmspec.kv import KVBuffer
 from mmspec.tree import BUCKETS, DraftTree, bare
-
-STEP = 1e-5
-"""What every level costs in log probability, so that a certain child still comes after its parent."""
 
 
 @dataclass
@@ -38,7 +37,7 @@ class State:
         levels, drafting_s, since: of the last draft, how many levels it had, how long it took, when it began.
         prompt: until the first token is known. noise, temperature: as in `Prompt`. cos, sin: tables of angles.
         ids: [V'] the ids that may be drafted, if these are not all. trimmed: [V', D] the head's rows for them.
-        more: [B, D] whatever else a kind of head keeps of a call.
+        more: [B, ...] whatever else a kind of head keeps of a call.
     """
 
     words: Words
@@ -87,7 +86,7 @@ class EagleDrafter:
         if rule not in RULES:
             raise ValueError(f"rule must be one of {', '.join(RULES)}; got {rule!r}")
         self.head, self.rule, self.name, self.width = head.eval(), rule, name, width
-        self.depth = Depth(depth)
+        self.depth, self.reach = Depth(depth), depth
         self.draft_ids, self.known = draft_ids, known
         self.tap(head.taps(layers), layers)
         self.vocab_size: int | None = head.config.vocab_size
@@ -244,19 +243,13 @@ class EagleDrafter:
             ends = torch.tensor(buffer.lengths, device=rows.device)[:, None] + torch.arange(n, device=rows.device)
             mask = (torch.arange(buffer.end, device=rows.device) <= ends[..., None])[:, None]
         cos, sin = self._angles(state, positions)
-        out = self.head(rows, cos, sin, _attention(buffer, mask, causal=fresh and n > 1))
+        out = self.head(rows, cos, sin, attention(buffer, mask, causal=fresh and n > 1))
         buffer.lengths = [length + count for length, count in zip(buffer.lengths, counts, strict=True)]
-        if min(counts) == max(counts):
-            state.last = out[:, counts[0] - 1]
-            return
-        place = torch.tensor([max(0, count - 1) for count in counts], device=out.device)
-        last = out.gather(1, place[:, None, None].expand(-1, 1, out.shape[-1]))[:, 0]
-        got = torch.tensor([count > 0 for count in counts], device=out.device)
-        state.last = torch.where(got[:, None], last, state.last)
+        state.last = last_of(out, counts, state.last)
 
     def _angles(self, state: State, positions: Tensor) -> tuple[Tensor, Tensor]:
         """(cos, sin) [B, 1, n, d] of positions [B, n], from a table that grows by doubling."""
-        need = max(state.places) + positions.shape[1] + self.depth.most + 1
+        need = max(state.places) + positions.shape[1] + self.reach + 1
         if state.cos is None or state.cos.shape[0] < need:
             table = torch.arange(max(512, 2 * need), device=positions.device)
             state.cos, state.sin = self.head.angles(table, state.last.dtype)
@@ -267,30 +260,20 @@ class EagleDrafter:
 
     def _tree(self, state: State, budget: int, depth: int) -> DraftTree:
         """Expand level by level, then keep the best nodes of all levels (EAGLE-2, section 4)."""
-        buffer, (batch, hidden) = state.buffer, state.last.shape
-        device, width = state.last.device, min(self.width, state.shut.shape[0])
-        noise = None if state.noise is None else state.noise(depth).to(device)
-        own = torch.eye(width, dtype=torch.bool, device=device).expand(batch, width, width)
-        base = torch.tensor(state.places, device=device)[:, None]
-        # Every row's tree begins behind the longest row, so that one slice takes it; what lies between is masked.
-        committed, buffer.lengths = buffer.lengths, [max(buffer.lengths)] * batch
-        seen = torch.arange(max(committed), device=device) < torch.tensor(committed, device=device)[:, None]
-        seen = seen[:, None].expand(batch, width, -1)
+        (batch, hidden), device = state.last.shape, state.last.device
+        width, noise = min(self.width, state.shut.shape[0]), self._noise(state, depth)
+        descent = self._descent(state, width)
 
-        reached, tokens = (part[:, 0] for part in self._chances(state, state.last[:, None], noise, 0).topk(width))
+        first = self._chances(state, state.last[:, None], None if noise is None else noise[:, :1])
+        reached, tokens = (part[:, 0] for part in first.topk(width))
         reached = reached - STEP
         pool = [(tokens, reached, torch.full_like(tokens, -1))]
         beam = torch.arange(width, device=device).expand(batch, width)  # where the followed nodes stand in the pool
-        feature = state.last[:, None].expand(batch, width, hidden)
-        above, made = own, width
+        feature, made = state.last[:, None].expand(batch, width, hidden), width
         for level in range(1, depth):
-            rows = self.fuse(state, self._embed(state, tokens).to(feature.dtype), feature)
-            buffer.open(width)
-            cos, sin = self._angles(state, base + level - 1)
-            mask = torch.cat((seen, above), dim=-1)[:, None]
-            out = self.head(rows, cos, sin, _attention(buffer, mask))
-            buffer.advance(width)
-            chances, offered = self._chances(state, out, noise, level).topk(width)
+            out = descent.step(level, self._embed(state, tokens).to(feature.dtype), feature)
+            ahead = None if noise is None else noise[:, level : level + 1]
+            chances, offered = self._chances(state, out, ahead).topk(width)
             totals, offered = (reached[..., None] + chances).flatten(1) - STEP, offered.flatten(1)
             pool.append((offered, totals, beam.repeat_interleave(width, dim=1)))
             if level < depth - 1:
@@ -298,40 +281,97 @@ class EagleDrafter:
                 tokens, source = offered.gather(1, chosen), (chosen // width)[..., None]
                 beam, made = made + chosen, made + width * width
                 feature = out.gather(1, source.expand(-1, -1, hidden))
-                above = torch.cat((above.gather(1, source.expand(-1, -1, above.shape[-1])), own), dim=-1)
-        buffer.lengths = committed
-        return self._best(state, *(torch.cat(parts, dim=1) for parts in zip(*pool, strict=True)), nodes=budget)
+                descent.follow(source)
+        descent.close()
+        return best(state.ids, *(torch.cat(parts, dim=1) for parts in zip(*pool, strict=True)), nodes=budget)
 
-    def _chances(self, state: State, out: Tensor, noise: Tensor | None, level: int) -> Tensor:
-        """[B, n, V'] log probability that a node is followed by each id: by argmax, or by what the noise will pick."""
+    def _descent(self, state: State, width: int) -> Descent:
+        """What leads from a level of the tree to the next."""
+        return Layered(self, state, width)
+
+    def _noise(self, state: State, depth: int) -> Tensor | None:
+        """[B, depth, V'] log of the noise with which the next tokens will be sampled, None when they will not be."""
+        if state.noise is None:
+            return None
+        noise = state.noise(depth).to(state.last.device)
+        return (noise if state.ids is None else noise[..., state.ids]).log()
+
+    def _chances(self, state: State, out: Tensor, noise: Tensor | None) -> Tensor:
+        """[..., V'] log probability that a node is followed by each id: by argmax, or by what the noise will pick."""
         scores = self.head.logits(out, state.words, state.trimmed).float() + state.shut
         if noise is None:
             return scores.log_softmax(-1)
-        ahead = noise[:, level] if state.ids is None else noise[:, level, state.ids]
-        return ((scores / state.temperature).log_softmax(-1) - ahead.log()[:, None]).log_softmax(-1)
+        return ((scores / state.temperature).log_softmax(-1) - noise).log_softmax(-1)
 
     def _embed(self, state: State, tokens: Tensor) -> Tensor:
         embedded: Tensor = state.words.embedding(tokens if state.ids is None else state.ids[tokens])
         return embedded
 
-    def _best(self, state: State, tokens: Tensor, reached: Tensor, parents: Tensor, *, nodes: int) -> DraftTree:
-        """The likeliest `nodes` - 1 of a pool [B, P], likeliest first; a parent is likelier than its children."""
-        scores, chosen = reached.topk(min(nodes - 1, reached.shape[1]))
-        places = torch.arange(1, chosen.shape[1] + 1, device=tokens.device).expand(chosen.shape)
-        rank = torch.zeros_like(tokens).scatter(1, chosen, places)
-        parents = parents.gather(1, chosen)
-        parents = torch.where(parents < 0, 0, rank.gather(1, parents.clamp(min=0)))
-        tokens = tokens.gather(1, chosen)
-        tokens = tokens if state.ids is None else state.ids[tokens]
-        return DraftTree(
-            tokens=functional.pad(tokens, (1, 0)),
-            parents=functional.pad(parents, (1, 0), value=-1),
-            valid=functional.pad(scores > float("-inf"), (1, 0), value=True),
-            scores=functional.pad(scores.exp(), (1, 0), value=1.0),
-        )
+
+class Descent(Protocol):
+    """From a level of a tree to the next, W nodes of each."""
+
+    def step(self, level: int, embedded: Tensor, feature: Tensor) -> Tensor:
+        """[B, W, D] outputs at the nodes of a level: their tokens' embeddings, and their parents' outputs."""
+
+    def follow(self, source: Tensor) -> None:
+        """Go on from the children of these nodes, [B, W, 1]."""
+
+    def close(self) -> None:
+        """Leave everything as it was."""
 
 
-def _attention(buffer: KVBuffer, mask: Tensor | None, causal: bool = False) -> Attend:
+class Layered:
+    """A pass of the head for every level; a node sees the text and its own ancestors."""
+
+    def __init__(self, drafter: EagleDrafter, state: State, width: int, each: int = 1) -> None:
+        """
+        Args:
+            each: rows that every node stands for, all of which see each other.
+        """
+        buffer, batch, device = state.buffer, state.last.shape[0], state.last.device
+        self.drafter, self.state, self.each = drafter, state, each
+        # Every row's tree begins behind the longest row, so that one slice takes it; what lies between is masked.
+        self.committed, buffer.lengths = buffer.lengths, [max(buffer.lengths)] * batch
+        seen = torch.arange(max(self.committed), device=device) < torch.tensor(self.committed, device=device)[:, None]
+        self.seen = seen[:, None].expand(batch, width, -1)
+        self.base = torch.tensor(state.places, device=device)[:, None]
+        own = torch.eye(width, dtype=torch.bool, device=device).repeat_interleave(each, 1)
+        self.own = own.expand(batch, width, width * each)
+        self.above = self.own[..., :0]
+
+    def step(self, level: int, embedded: Tensor, feature: Tensor) -> Tensor:
+        """See `Descent`; [B, W * each, D] if nodes are several rows."""
+        drafter, state, buffer = self.drafter, self.state, self.state.buffer
+        self.above = torch.cat((self.above, self.own), dim=-1)
+        rows = drafter.fuse(state, embedded, feature)
+        place = torch.arange(rows.shape[1], device=rows.device) % self.each
+        cos, sin = drafter._angles(state, self.base + (level - 1) * self.each + place)
+        buffer.open(rows.shape[1])
+        mask = torch.cat((self.seen, self.above), dim=-1).repeat_interleave(self.each, 1)[:, None]
+        out: Tensor = drafter.head(rows, cos, sin, attention(buffer, mask))
+        buffer.advance(rows.shape[1])
+        return out
+
+    def follow(self, source: Tensor) -> None:
+        """See `Descent`."""
+        self.above = self.above.gather(1, source.expand(-1, -1, self.above.shape[-1]))
+
+    def close(self) -> None:
+        """See `Descent`."""
+        self.state.buffer.lengths = self.committed
+
+
+def last_of(out: Tensor, counts: Sequence[int], before: Tensor) -> Tensor:
+    """[B, D], of each row of [B, n, D] the last one counted, or what there was before."""
+    if min(counts) == max(counts):
+        return out[:, counts[0] - 1]
+    place = torch.tensor([max(0, count - 1) for count in counts], device=out.device)
+    last = out.gather(1, place[:, None, None].expand(-1, 1, out.shape[-1]))[:, 0]
+    return torch.where(torch.tensor([count > 0 for count in counts], device=out.device)[:, None], last, before)
+
+
+def attention(buffer: KVBuffer, mask: Tensor | None, causal: bool = False) -> Attend:
     """Attention to what the buffer holds and the rows that it is given. mask: [B, 1, n, keys] bool, or None."""
 
     def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -342,4 +382,4 @@ def _attention(buffer: KVBuffer, mask: Tensor | None, causal: bool = False) -> A
     return attend
 
 
-__all__ = ["EagleDrafter", "State"]
+__all__ = ["Descent", "EagleDrafter", "Layered", "State", "attention", "last_of"]

@@ -28,6 +28,8 @@ class HeadConfig:
     Attributes:
         hidden_size: D of the target. vocab_size: V of the target.
         bias: of `fc`. qkv_bias: of the attention. input_norm: whether the layer norms its input (EAGLE's does not).
+        intermediate_size: of the feed-forward; 0 for a layer of attention alone.
+        block: tokens of one pass; 1 for a head that says one. inner: width of what spreads them, if something does.
         wide: whether the layer reads embedding and state side by side, each with a norm of its own (EAGLE-3);
             norm_before_residual: then, whether the state goes on normed.
     """
@@ -45,6 +47,8 @@ class HeadConfig:
     input_norm: bool = False
     wide: bool = False
     norm_before_residual: bool = False
+    block: int = 1
+    inner: int = 0
 
     def __post_init__(self) -> None:
         if not self.head_dim:
@@ -76,11 +80,13 @@ class Layer(nn.Module):
         read = 2 * hidden if config.wide else hidden
         self.qkv_proj = nn.Linear(read, (self.heads + 2 * self.kv_heads) * size, bias=config.qkv_bias)
         self.o_proj = nn.Linear(self.heads * size, hidden, bias=False)
-        self.gate_up_proj = nn.Linear(hidden, 2 * config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, hidden, bias=False)
+        self.feeds = config.intermediate_size > 0
+        if self.feeds:
+            self.gate_up_proj = nn.Linear(hidden, 2 * config.intermediate_size, bias=False)
+            self.down_proj = nn.Linear(config.intermediate_size, hidden, bias=False)
+            self.post_norm = Norm(hidden, config.rms_norm_eps)
         self.input_norm = Norm(hidden, config.rms_norm_eps) if config.input_norm or config.wide else None
         self.state_norm = Norm(hidden, config.rms_norm_eps) if config.wide else None
-        self.post_norm = Norm(hidden, config.rms_norm_eps)
 
     def forward(self, rows: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         """[B, n, D] rows in ([B, n, 2 D] if wide), [B, n, D] out.
@@ -102,6 +108,8 @@ class Layer(nn.Module):
         turned = turned * cos + rotate(turned) * sin
         seen = attend(turned[:, : self.heads], turned[:, self.heads :], values)
         rows = rows + self.o_proj(seen.transpose(1, 2).reshape(batch, count, -1))
+        if not self.feeds:
+            return rows
         gate, up = self.gate_up_proj(self.post_norm(rows)).chunk(2, dim=-1)
         fed: Tensor = self.down_proj(functional.silu(gate) * up)
         return rows + fed
@@ -209,8 +217,8 @@ def published(head: EagleHead) -> dict[str, Tensor]:
     sizes = {"qkv_proj": [heads, kv, kv], "gate_up_proj": [config.intermediate_size] * 2}
     for name, value in head.state_dict().items():
         module, _, kind = name.rpartition(".")
-        if module in PLAIN:
-            result[f"{PLAIN[module]}.{kind}"] = value
+        if module in PLAIN or not module.startswith("layer."):  # what other kinds of head add keeps its own name
+            result[f"{PLAIN[module]}.{kind}" if module in PLAIN else name] = value
             continue
         joined = module.removeprefix("layer.")
         whole = next(name for name in SPLIT if name.endswith(joined))
@@ -219,13 +227,17 @@ def published(head: EagleHead) -> dict[str, Tensor]:
     return result
 
 
-def from_published(config: HeadConfig, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The other way: a state dict for `EagleHead`.
+def from_published(
+    config: HeadConfig, weights: Mapping[str, Tensor], make: Callable[[HeadConfig], EagleHead] | None = None
+) -> dict[str, Tensor]:
+    """The other way: a state dict for `EagleHead`, or for the kind of head that `make` makes.
 
     Raises:
         ValueError: names the tensors that are missing, too many, of another shape, or not finite.
     """
-    expected = {name: value.shape for name, value in published(_empty(config)).items()}
+    with torch.device("meta"):
+        empty = (make or EagleHead)(config)
+    expected = {name: value.shape for name, value in published(empty).items()}
     missing, extra = sorted(set(expected) - set(weights)), sorted(set(weights) - set(expected))
     if missing or extra:
         what = "lacks" if missing else "has what it should not have:"
@@ -236,21 +248,16 @@ def from_published(config: HeadConfig, weights: Mapping[str, Tensor]) -> dict[st
         if not torch.isfinite(weights[name]).all():
             raise ValueError(f"{name} holds values that are not finite.")
     result = {}
-    for name in _empty(config).state_dict():
+    for name in empty.state_dict():
         module, _, kind = name.rpartition(".")
-        if module in PLAIN:
-            result[name] = weights[f"{PLAIN[module]}.{kind}"]
+        if module in PLAIN or not module.startswith("layer."):
+            result[name] = weights[f"{PLAIN[module]}.{kind}" if module in PLAIN else name]
         else:
             joined = module.removeprefix("layer.")
             whole = next(name for name in SPLIT if name.endswith(joined))
             parts = [weights[f"{whole.removesuffix(joined)}{part}.{kind}"] for part in SPLIT[whole]]
             result[name] = torch.cat(parts)
     return result
-
-
-def _empty(config: HeadConfig) -> EagleHead:
-    with torch.device("meta"):
-        return EagleHead(config)
 
 
 def config_from(values: Mapping[str, Any]) -> HeadConfig:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from mmspec.drafters.checkpoint import MODEL_TYPE, fingerprint, load, read_config
 from mmspec.drafters.eagle import EagleDrafter
+from mmspec.drafters.kinds import KINDS
 from mmspec.interfaces import Facts
 
 
@@ -31,7 +32,7 @@ def trained(folder: str | os.PathLike[str], target: Facts | None = None) -> Eagl
             tokenizer=None if target.tokenizer is None else fingerprint(target.tokenizer),
         )
     name = os.path.basename(os.path.normpath(folder))
-    return EagleDrafter(head, made.rule, layers=made.layers, name=name, draft_ids=made.draft_ids)
+    return KINDS[made.kind].drafter(head, made.rule, layers=made.layers, name=name, draft_ids=made.draft_ids)
 
 
 __all__ = ["trained"]

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from mmspec.drafters.head import EagleHead
-from mmspec.drafters.training_losses import Lesson, Weights, losses
+from mmspec.drafters.kinds import KINDS
+from mmspec.drafters.training_losses import Lesson, Weights, When
 from mmspec.interfaces import Words
 
 STATE, LOG = "state.pt", "log.jsonl"
@@ -53,10 +54,11 @@ class Plan:
 
 @dataclass
 class Pupil:
-    """A head that is trained, and the rule by which it reads."""
+    """A head that is trained, the rule by which it reads, and its kind (of `drafters.kinds`)."""
 
     head: EagleHead
     rule: str
+    kind: str = "eagle"
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,10 @@ class Training:
             self._resume()
 
     def _shapes(self) -> dict[str, Any]:
-        return {name: {"rule": pupil.rule, **asdict(pupil.head.config)} for name, pupil in self.pupils.items()}
+        return {
+            name: {"kind": pupil.kind, "rule": pupil.rule, **asdict(pupil.head.config)}
+            for name, pupil in self.pupils.items()
+        }
 
     def _resume(self) -> None:
         device = self.placeholder.device
@@ -180,10 +185,15 @@ class Training:
         for name, pupil in self.pupils.items():
             optimiser = self.optimisers[name]
             optimiser.param_groups[0]["lr"] = rate
+            dice = torch.Generator().manual_seed(plan.seed * 1_000_003 + self.step)
+            when = When(self.step / plan.steps, dice)
             with torch.autocast(self.placeholder.device.type, dtype=torch.bfloat16):
-                loss, told = losses(pupil.head, pupil.rule, lesson, self.words, self.placeholder, plan.weights)
+                loss, told = KINDS[pupil.kind].losses(
+                    pupil.head, pupil.rule, lesson, self.words, self.placeholder, plan.weights, when
+                )
             optimiser.zero_grad(set_to_none=True)
-            loss.backward()
+            if loss.requires_grad:  # there was something to learn
+                loss.backward()
             if self.party.world > 1:
                 for weight in pupil.head.parameters():
                     if weight.grad is not None:

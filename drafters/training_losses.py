@@ -7,7 +7,7 @@ them), summed over rollout steps in which the head reads what it said itself ("t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -54,6 +54,14 @@ class Weights:
     decay: float = 0.8
 
 
+@dataclass(frozen=True)
+class When:
+    """Where a run is: `done`, the share of its steps that are behind it, and the dice of this step."""
+
+    done: float = 0.0
+    dice: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0))
+
+
 @dataclass
 class Rows:
     """Input rows [B, n, D] of the head, and what follows each of them.
@@ -98,33 +106,56 @@ def shifted(part: Tensor, steps: int) -> Tensor:
     return part.roll(-steps, 1)
 
 
+def learned(data: Rows, steps: int) -> Tensor:
+    """[B, n] bool, rows that learn what stands `steps` beyond what follows."""
+    n = data.learn.shape[1]
+    inside = torch.arange(n, device=data.learn.device) < n - steps
+    return data.learn & shifted(data.learn, steps) & inside
+
+
+class Sum:
+    """The loss so far, and figures: `states`, `words` of the first part, and `agree0`, `agree1`, ... of each, the share
+    of rows at which the head's likeliest word is the target's."""
+
+    def __init__(self, words: Words, weights: Weights) -> None:
+        self.words, self.weights = words, weights
+        self.total: Tensor | float = 0.0
+        self.figures: dict[str, float] = {}
+
+    def add(self, part: int, out: Tensor, goal: Tensor) -> None:
+        """What was said and should have been, [n, D] states each, `part` places beyond the first."""
+        if not len(out):
+            return
+        said, meant = self.words.head(out).float(), self.words.head(goal).float().detach()
+        near = functional.smooth_l1_loss(out.float(), goal.float())
+        soft = -(meant.softmax(-1) * said.log_softmax(-1)).sum(-1).mean()
+        share = self.weights.decay**part
+        self.total = self.total + share * (self.weights.states * near + self.weights.words * soft)
+        self.figures[f"agree{part}"] = float((said.argmax(-1) == meant.argmax(-1)).float().mean())
+        if part == 0:
+            self.figures |= {"states": float(near.detach()), "words": float(soft.detach())}
+
+    def result(self) -> tuple[Tensor, dict[str, float]]:
+        """The loss and the figures."""
+        return torch.as_tensor(self.total), self.figures
+
+
 def losses(
-    head: EagleHead, rule: str, lesson: Lesson, words: Words, placeholder: Tensor, weights: Weights
+    head: EagleHead, rule: str, lesson: Lesson, words: Words, placeholder: Tensor, weights: Weights, when: When
 ) -> tuple[Tensor, dict[str, float]]:
-    """The loss of a lesson, and figures: `states`, `words`, and `agree0`, `agree1`, ... per step, the share of rows at
-    which the head's likeliest word is the target's."""
+    """The loss of a lesson for a head that says one token a pass, and figures (`Sum`)."""
     data = rows_of(head, rule, lesson, placeholder)
     n = data.rows.shape[1]
     causal = torch.ones(n, n, dtype=torch.bool, device=data.rows.device).tril()
     memory = Memory(head, causal)
-    rows, total = data.rows, data.rows.new_zeros((), dtype=torch.float32)
-    figures: dict[str, float] = {}
+    rows, told = data.rows, Sum(words, weights)
     for step in range(weights.rollout + 1):
         out = memory.read(rows, data.positions + step)
-        learn = data.learn & shifted(data.learn, step) if step else data.learn
-        learn = learn & (torch.arange(n, device=learn.device) < n - step)
-        goal = shifted(data.goal, step)[learn]
-        said, meant = words.head(out[learn]).float(), words.head(goal).float().detach()
-        near = functional.smooth_l1_loss(out[learn].float(), goal.float())
-        soft = -(meant.softmax(-1) * said.log_softmax(-1)).sum(-1).mean()
-        share = weights.decay**step
-        total = total + share * (weights.states * near + weights.words * soft)
-        figures[f"agree{step}"] = float((said.argmax(-1) == meant.argmax(-1)).float().mean())
-        if step == 0:
-            figures |= {"states": float(near.detach()), "words": float(soft.detach())}
+        learn = learned(data, step)
+        told.add(step, out[learn], shifted(data.goal, step)[learn])
         if step < weights.rollout:
             rows = head.fuse(shifted(data.following, step + 1), out)
-    return total, figures
+    return told.result()
 
 
 class Memory:
@@ -163,4 +194,4 @@ class Memory:
         return seen
 
 
-__all__ = ["Lesson", "Memory", "Rows", "Weights", "losses", "rows_of"]
+__all__ = ["Lesson", "Memory", "Rows", "Sum", "Weights", "When", "learned", "losses", "rows_of", "shifted"]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -44,3 +45,11 @@ def _generator() -> Iterator[None]:
     state = torch.get_rng_state()
     yield
     torch.set_rng_state(state)
+
+
+@pytest.fixture
+def world() -> Any:
+    """See `pretend.World`."""
+    from pretend import new_world
+
+    return new_world()

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 import tiny
 from mmspec.drafters.eagle import EagleDrafter
+from mmspec.drafters.falcon import FalconDrafter, FalconHead
+from mmspec.drafters.flash import FlashDrafter, FlashHead
 from mmspec.drafters.head import Eagle3Head, EagleHead, HeadConfig
+from mmspec.drafters.parallel import ParallelDrafter, ParallelHead
 from mmspec.drafters.rules import RULES
 from mmspec.drafters.vispec import VispecDrafter, VispecHead
 
-KINDS = (*RULES, "trimmed", "eagle3", "vispec")
+BLOCKS = ("flash", "parallel", "linked", "falcon")
+KINDS = (*RULES, "trimmed", "eagle3", "vispec", *BLOCKS)
 
 
 def drafter(kind: str, spec: tiny.Spec, seed: int = 0, vocab: int = 0) -> EagleDrafter:
@@ -29,6 +35,21 @@ def drafter(kind: str, spec: tiny.Spec, seed: int = 0, vocab: int = 0) -> EagleD
             made = EagleDrafter(head, "coupled", layers=8, depth=4, width=3, draft_ids=torch.arange(1, vocab // 2 + 1))
             made.tap((0, 1, spec.layers), spec.layers)
             return made
+        if kind in BLOCKS:
+            return blocks(kind, config, spec.layers, seed)
         ids = torch.arange(0, vocab, 2) if kind == "trimmed" else None
         rule = "decoupled" if kind == "trimmed" else kind
         return EagleDrafter(EagleHead(config), rule, layers=spec.layers, depth=4, width=4, draft_ids=ids)
+
+
+def blocks(kind: str, config: HeadConfig, layers: int, seed: int) -> EagleDrafter:
+    """Those that draft several tokens a pass."""
+    rule, ids = list(RULES)[seed % len(RULES)], None if seed % 3 else torch.arange(0, config.vocab_size, 2)
+    if kind == "flash":
+        wide = replace(config, intermediate_size=0, block=2 + seed % 4, inner=24)
+        return FlashDrafter(FlashHead(wide), rule, layers=layers, draft_ids=ids)
+    if kind == "falcon":
+        falcon = FalconHead(replace(config, block=2 + seed % 2))
+        return FalconDrafter(falcon, rule, layers=layers, passes=1 + seed % 3, width=3, draft_ids=ids)
+    parallel = ParallelHead(replace(config, block=1 + seed % 5, inner=16 if kind == "linked" else 0))
+    return ParallelDrafter(parallel, rule, layers=layers, width=3, draft_ids=ids)

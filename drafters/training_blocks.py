@@ -1,0 +1,125 @@
+"""The losses of heads that say several tokens a pass: FLASH, parallel, Falcon. Knows tensors only.
+
+All sum what a head of one token is taught (`training_losses.Sum`) over the places of a block.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from mmspec.drafters.falcon import FalconHead
+from mmspec.drafters.flash import FlashHead
+from mmspec.drafters.parallel import ParallelHead
+from mmspec.drafters.training_losses import Lesson, Memory, Rows, Sum, Weights, When, learned, rows_of, shifted
+from mmspec.interfaces import Words
+
+Told = tuple[Tensor, dict[str, float]]
+
+
+def flash_losses(
+    head: FlashHead, rule: str, lesson: Lesson, words: Words, placeholder: Tensor, weights: Weights, when: When
+) -> Told:
+    """Every slot says the state as many places on (FLASH, section 3.3)."""
+    data = rows_of(head, rule, lesson, placeholder)
+    features, told = head.block(_first(head, data).read(data.rows, data.positions)), Sum(words, weights)
+    for slot in range(head.config.block):
+        learn = learned(data, slot)
+        told.add(slot, features[:, :, slot][learn], shifted(data.goal, slot)[learn])
+    return told.result()
+
+
+def parallel_losses(
+    head: ParallelHead, rule: str, lesson: Lesson, words: Words, placeholder: Tensor, weights: Weights, when: When
+) -> Told:
+    """Behind every row its own learned rows, which see the text up to it and each other (ParallelSpec, section 3)."""
+    data = rows_of(head, rule, lesson, placeholder)
+    memory, told = _first(head, data), Sum(words, weights)
+    rows = data.rows
+    for slot in range(head.config.block):
+        out = memory.read(rows, data.positions + slot)
+        if slot and head.link is not None:
+            out = head.link(out, shifted(data.following, slot).to(out.dtype))
+        learn = learned(data, slot)
+        told.add(slot, out[learn], shifted(data.goal, slot)[learn])
+        if slot + 1 < head.config.block:
+            rows = head.slots[slot].to(data.rows.dtype).expand_as(data.rows)
+    return told.result()
+
+
+SHOWN = 0.4
+"""Share of the wrong rows that are shown the answer when the training begins; it falls evenly to none."""
+
+
+def falcon_losses(
+    head: FalconHead, rule: str, lesson: Lesson, words: Words, placeholder: Tensor, weights: Weights, when: When
+) -> Told:
+    """Coupled sequential glancing distillation (Falcon, section 3.2).
+
+    A first look finds how many rows are wrong; as many, times a share that falls over the training, are shown their own
+    answer, so that the others of their block learn with it. Then blocks are drafted behind blocks, as in a tree.
+    """
+    data, k = rows_of(head, rule, lesson, placeholder), head.config.block
+    n = data.rows.shape[1]
+    start = int(torch.randint(k, (), generator=when.dice))
+    block = (torch.arange(n, device=data.rows.device) + start) // k
+    shown = torch.zeros_like(data.learn)
+    if (share := SHOWN * (1 - when.done)) > 0:
+        with torch.no_grad():
+            out = _Blocks(head, block).read(data.rows, data.positions)
+            shown = _glanced(out, data, words, block, k, share, when.dice)
+    answers = head.fuse(shifted(data.following, k), shifted(data.goal, k - 1))
+    rows = torch.where(shown[..., None], answers, data.rows)
+    memory, told = _Blocks(head, block), Sum(words, weights)
+    # A whole block further per step; the step after the first reads what the head said itself.
+    for step in range(1 + min(1, weights.rollout)):
+        out = memory.read(rows, data.positions + step * k)
+        place = (torch.arange(n, device=block.device) + start) % k
+        for slot in range(k):
+            far = k - 1 + step * k
+            learn = learned(data, far) & ~shown & (place == slot)
+            told.add(slot + step * k, out[learn], shifted(data.goal, far)[learn])
+        rows = head.fuse(shifted(data.following, (step + 1) * k), out)
+    return told.result()
+
+
+def _glanced(
+    out: Tensor, data: Rows, words: Words, block: Tensor, k: int, share: float, dice: torch.Generator
+) -> Tensor:
+    """[B, n] bool, which rows are shown their answer: of blocks drawn by chance a first part, never all."""
+    learn, goal = learned(data, k - 1), shifted(data.goal, k - 1)
+    wrong = (words.head(out).argmax(-1) != words.head(goal).argmax(-1)) & learn
+    rate = share * wrong.sum(1, keepdim=True) / learn.sum(1, keepdim=True).clamp(min=1)
+    blocks = int(block[-1]) + 1
+    # A chosen block shows 1 to k - 1 of its rows, k / 2 in the mean.
+    chance = torch.rand(len(out), blocks, generator=dice).to(out.device)
+    many = torch.randint(1, k, (len(out), blocks), generator=dice).to(out.device)
+    many = torch.where(chance < 2 * rate, many, 0)
+    place = torch.arange(len(block), device=out.device) - torch.searchsorted(block, block)
+    return learn & (place < many[:, block])
+
+
+def _first(head: FlashHead | ParallelHead, data: Rows) -> Memory:
+    n = data.rows.shape[1]
+    return Memory(head, torch.ones(n, n, dtype=torch.bool, device=data.rows.device).tril())
+
+
+class _Blocks(Memory):
+    """In step 0 a row sees all blocks up to its own; later also what its block was in the steps between."""
+
+    def __init__(self, head: FalconHead, block: Tensor) -> None:
+        super().__init__(head, block <= block[:, None])
+        self.own = block == block[:, None]
+
+    def _attend(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        copies = queries.shape[1] // keys.shape[1]
+        self.keys.append(keys.repeat_interleave(copies, 1))
+        self.values.append(values.repeat_interleave(copies, 1))
+        mask = torch.cat([self.causal, *[self.own] * (len(self.keys) - 1)], dim=1)
+        return functional.scaled_dot_product_attention(
+            queries, torch.cat(self.keys, dim=2), torch.cat(self.values, dim=2), mask
+        )
+
+
+__all__ = ["falcon_losses", "flash_losses", "parallel_losses"]
