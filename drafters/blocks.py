@@ -73,8 +73,8 @@ class Table:
         full = [number for number, path in enumerate(listed) if len(path) == slots]
         tokens = [[s * ranks + listed[number][s] for s in range(slots)] for number in full]
         parts = ([len(path) for path in listed], steps, last, parent, full, tokens)
-        *made, rows = (torch.tensor(part, device=device, dtype=torch.long) for part in parts)
-        return cls(slots, ranks, *made, rows.view(-1, slots))
+        depths, *made, rows = (torch.tensor(part, device=device, dtype=torch.long) for part in parts)
+        return cls(slots, ranks, depths, made[0], made[1], made[2], made[3], rows.view(-1, slots))
 
     def offers(self, chances: Tensor, reached: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """What a pass offers behind each of W followed nodes.
