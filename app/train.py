@@ -72,6 +72,7 @@ examples
   mmspec train --out run                                       msd for the scenes model
   mmspec train --drafter msd,eagle,eagle-textual --steps 600 --out study
   mmspec train --target llava-hf/llava-1.5-7b-hf --data photos/ --dtype bfloat16 --out run
+  mmspec train --drafter flash --compressor latent:64 --out run
   accelerate launch --num_processes 4 -m mmspec train --target ... --data ... --out run     each takes a part of a batch
 """
 
@@ -111,6 +112,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], co
     add("--ffn", type=positive, default=None, metavar="N", help="width of the feed-forward (default: the target's)")
     add("--block", type=positive, default=None, metavar="K", help="tokens of a pass (flash, parallel: 5; falcon: 2)")
     add("--rule", default=None, choices=RULES, help="how visual tokens are read (default: as the drafter says)")
+    add("--compressor", type=shrinking, default=None, metavar="NAME:N", help="show it N visual tokens (latent:64)")
     add("--draft-vocab", type=positive, default=None, metavar="N", help="draft the N commonest ids only (VocabTrim)")
     add(
         "--evaluate", type=int, default=24, metavar="N", help="held-out requests to measure tau on (default 24; 0 none)"
@@ -127,6 +129,17 @@ def kinds(text: str) -> list[str]:
         if name not in KINDS:
             raise argparse.ArgumentTypeError(f"unknown drafter {name!r}; known are {', '.join(KINDS)}")
     return list(dict.fromkeys(names))
+
+
+def shrinking(text: str) -> str:
+    """A compressor and how many tokens it keeps."""
+    from mmspec.vision.registry import parse
+
+    try:
+        parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return text
 
 
 def run(args: argparse.Namespace) -> int:
@@ -205,7 +218,9 @@ def training_of(args: argparse.Namespace, teacher: Any, count: int, facts: dict[
             head = new_head(shaped(config, recipe, args.block), args.seed, recipe.kind)
         except ValueError as error:
             raise UsageError(f"--drafter {name}: {error}") from error
-        pupils[name] = Pupil(head.to(model.device), args.rule or recipe.rule, recipe.kind)
+        shrinks = None if args.compressor is None else new_compressor(args.compressor, config.hidden_size, args.seed)
+        pupils[name] = Pupil(head, args.rule or recipe.rule, recipe.kind, shrinks)
+        pupils[name].parts().to(model.device)
     weights = Weights(args.states_weight, args.words_weight, args.rollout)
     plan = Plan(args.steps, args.batch_size, args.lr, noise=args.noise, seed=args.seed, weights=weights)
     placeholder = words.embedding(torch.tensor(teacher.placeholders[0], device=model.device)).float()
@@ -270,6 +285,24 @@ def new_head(config: Any, seed: int, kind: str = "eagle") -> Any:
         return KINDS[kind].head(config)
 
 
+def new_compressor(text: str, hidden_size: int, seed: int) -> Any:
+    """Fresh weights; torch's generators stay as they are."""
+    import torch
+
+    from mmspec.vision.registry import new
+
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        return new(text, hidden_size)
+
+
+def kept_of(compressor: Any) -> Any:
+    """What a checkpoint keeps of a compressor."""
+    if compressor is None:
+        return None
+    return {"name": compressor.name, "tokens": compressor.tokens}, compressor.state_dict()
+
+
 def export(args: argparse.Namespace, place: Path, pupil: Any, teacher: Any, facts: dict[str, Any]) -> None:
     """The head with its config, and how it came to be."""
     import json
@@ -286,6 +319,7 @@ def export(args: argparse.Namespace, place: Path, pupil: Any, teacher: Any, fact
         teacher.fingerprint,
         teacher.commonest(args.draft_vocab) if args.draft_vocab else None,
         kind=pupil.kind,
+        compressor=kept_of(pupil.compressor),
     )
     save(place, pupil.head, made)
     provenance = {

@@ -26,6 +26,8 @@ from mmspec.drafters.rules import RULES
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 MODEL_TYPE = "mmspec_eagle"
 LARGEST_CONFIG = 1 << 20
+WITH = "compressor."
+"""Begins the names of a compressor's weights."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,7 @@ class Made:
         rule: of `drafters.rules`. kind: of `drafters.kinds`. layers, model_type, tokenizer: of the target; the
             tokenizer as a fingerprint or None.
         draft_ids: [V'] int64, the ids that it may draft, rising; None for all.
+        compressor: what was trained with it, if anything: its `name` and `tokens`, and its weights.
     """
 
     config: HeadConfig
@@ -46,6 +49,7 @@ class Made:
     draft_ids: Tensor | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
     kind: str = "eagle"
+    compressor: tuple[Mapping[str, Any], Mapping[str, Tensor]] | None = None
 
     def check(self, *, hidden_size: int, vocab_size: int, layers: int, tokenizer: str | None) -> None:
         """Compare with the target at hand.
@@ -72,12 +76,15 @@ def save(folder: str | os.PathLike[str], head: EagleHead, made: Made, dtype: tor
     weights = {name: value.detach().to("cpu", dtype).contiguous() for name, value in published(head).items()}
     if made.draft_ids is not None:
         weights["draft_ids"] = made.draft_ids.cpu()
+    if made.compressor is not None:
+        weights |= {f"{WITH}{name}": value.detach().to("cpu", dtype) for name, value in made.compressor[1].items()}
     part = place / f"{WEIGHTS}.part"
     save_file(weights, part, metadata={"format": "pt"})
     part.chmod(0o644)
     values = {"model_type": MODEL_TYPE, "kind": made.kind, **asdict(made.config), "rule": made.rule}
     values["target"] = {"model_type": made.model_type, "layers": made.layers, "tokenizer": made.tokenizer}
     values |= {"facts": dict(made.facts)} if made.facts else {}
+    values |= {"compressor": dict(made.compressor[0])} if made.compressor is not None else {}
     (place / CONFIG).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
     os.replace(part, place / WEIGHTS)
 
@@ -101,6 +108,7 @@ def load(folder: str | os.PathLike[str]) -> tuple[EagleHead, Made]:
         raise ValueError(f"{place / CONFIG}: kind must be one of {', '.join(KINDS)}; got {kind!r}.")
     weights = read_weights(place / WEIGHTS)
     draft_ids = weights.pop("draft_ids", None)
+    extra = {name.removeprefix(WITH): weights.pop(name) for name in list(weights) if name.startswith(WITH)}
     config = config_from(values)
     try:
         state = from_published(config, weights, KINDS[kind].head)
@@ -119,6 +127,7 @@ def load(folder: str | os.PathLike[str]) -> tuple[EagleHead, Made]:
         draft_ids,
         values.get("facts", {}),
         kind,
+        (values["compressor"], extra) if isinstance(values.get("compressor"), dict) else None,
     )
     return head.eval(), made
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -19,8 +19,8 @@ from torch.nn import functional
 from mmspec.drafters.blocks import STEP, best
 from mmspec.drafters.depth import Depth
 from mmspec.drafters.head import Attend, EagleHead
-from mmspec.drafters.rules import RULES, Sight, pack
-from mmspec.interfaces import Needs, Prompt, Verdict, Words
+from mmspec.drafters.rules import RULES, Sight, pack, segments_of, shrunk
+from mmspec.interfaces import Compressor, Needs, Prompt, Verdict, Words
 from mmspec.kv import KVBuffer
 from mmspec.tree import BUCKETS, DraftTree, bare
 
@@ -88,6 +88,8 @@ class EagleDrafter:
         self.head, self.rule, self.name, self.width = head.eval(), rule, name, width
         self.depth, self.reach = Depth(depth), depth
         self.draft_ids, self.known = draft_ids, known
+        self.comes_with: tuple[Mapping[str, Any], Mapping[str, Tensor]] | None = None
+        self.compressor: Compressor | None = None
         self.tap(head.taps(layers), layers)
         self.vocab_size: int | None = head.config.vocab_size
 
@@ -194,10 +196,17 @@ class EagleDrafter:
             visual=visual.roll(-1, 1) & ~final,
             placeholder=self._placeholder(prompt, words, embedded),
         )
-        rows, keep = self.rows(state, sight)
         inside = index < counts[:, None]
-        positions = index.expand(inside.shape)
-        kept = counts
+        positions, kept = index.expand(inside.shape), counts
+        compressor = prompt.compressor or self.compressor
+        if compressor is None:
+            rows, keep = self.rows(state, sight)
+        else:
+            query = states.gather(1, (counts - 1)[:, None, None].expand(-1, 1, states.shape[-1]))[:, 0]
+            segments = segments_of(prompt, n)
+            shown = shrunk(self.head, self.rule, sight, inside, positions, compressor, query, segments)
+            rows, keep, positions = shown
+            inside = torch.ones_like(keep)
         if keep is not None:
             kept, rows, positions = pack(inside & keep, rows, positions)
         counts_, kept_ = torch.stack((counts, kept)).tolist()

@@ -7,12 +7,13 @@ What differs is what happens where a visual token follows. Knows no tree, no cac
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from mmspec.drafters.head import EagleHead
+from mmspec.interfaces import Compressor, Prompt, Segment, VisualTokens
 
 
 @dataclass(frozen=True)
@@ -72,4 +73,68 @@ def pack(keep: Tensor, *parts: Tensor) -> tuple[Tensor, ...]:
     return keep.sum(1), *moved
 
 
-__all__ = ["RULES", "Rule", "Sight", "blind", "coupled", "decoupled", "pack", "textual"]
+def shrunk(
+    head: EagleHead,
+    rule: str,
+    sight: Sight,
+    inside: Tensor,
+    positions: Tensor,
+    compressor: Compressor,
+    query: Tensor | None,
+    segments: tuple[Segment, ...] = (),
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The rows of a rule when a compressor shows fewer visual tokens.
+
+    What is shown comes first, then the text; each keeps its position. A head of one layer sees no order but that.
+
+    Args:
+        inside: [B, n] bool, rows that are there. positions: [B, n]. query: [B, D] the prompt's last state, or None.
+
+    Returns:
+        [B, K + n, D] rows, [B, K + n] bool which of them are kept, [B, K + n] their positions.
+    """
+    seen = sight.visual & inside
+    counts, embeddings, states, places = pack(seen, sight.following, sight.states, positions)
+    many = int(counts.max())
+    mask = torch.arange(many, device=seen.device) < counts[:, None]
+    if segments and sum(segment.length for segment in segments) != int(counts.sum()):
+        segments = ()  # the first token of the text is a visual one: no row stands before it
+    visual = VisualTokens(embeddings[:, :many], states[:, :many], mask, places[:, :many], segments)
+    few = compressor.compress(visual, query, compressor.tokens)
+    shown = Sight(few.embeddings, few.states, torch.ones_like(few.mask), sight.placeholder)
+    parts = [RULES[rule](head, shown), RULES[rule](head, sight)]
+    keep = [few.mask, inside & ~sight.visual]
+    for place, (_, chosen) in enumerate(parts):
+        keep[place] = keep[place] if chosen is None else keep[place] & chosen
+    return (
+        torch.cat([rows for rows, _ in parts], dim=1),
+        torch.cat(keep, dim=1),
+        torch.cat([few.positions, positions], dim=1),
+    )
+
+
+def segments_of(prompt: Prompt, new: int) -> tuple[Segment, ...]:
+    """The grids of a prompt, with `start` counted in visual tokens of their row; empty if only a part is new."""
+    if new != prompt.ids.shape[1]:
+        return ()
+    before: dict[int, int] = {}
+    found = []
+    for segment in sorted(prompt.segments, key=lambda one: (one.row, one.start)):
+        start = before.get(segment.row, 0)
+        before[segment.row] = start + segment.length
+        found.append(replace(segment, start=start))
+    return tuple(found)
+
+
+__all__ = [
+    "RULES",
+    "Rule",
+    "Sight",
+    "blind",
+    "coupled",
+    "decoupled",
+    "pack",
+    "segments_of",
+    "shrunk",
+    "textual",
+]

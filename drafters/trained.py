@@ -32,7 +32,9 @@ def trained(folder: str | os.PathLike[str], target: Facts | None = None) -> Eagl
             tokenizer=None if target.tokenizer is None else fingerprint(target.tokenizer),
         )
     name = os.path.basename(os.path.normpath(folder))
-    return KINDS[made.kind].drafter(head, made.rule, layers=made.layers, name=name, draft_ids=made.draft_ids)
+    drafter = KINDS[made.kind].drafter(head, made.rule, layers=made.layers, name=name, draft_ids=made.draft_ids)
+    drafter.comes_with = made.compressor
+    return drafter
 
 
 __all__ = ["trained"]

@@ -18,9 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmspec.drafters.head import EagleHead
 from mmspec.drafters.kinds import KINDS
-from mmspec.drafters.training_losses import Lesson, Weights, When
+from mmspec.drafters.training_losses import Lesson, Pupil, Weights, When
 from mmspec.interfaces import Words
 
 STATE, LOG = "state.pt", "log.jsonl"
@@ -50,15 +49,6 @@ class Plan:
             return self.rate * (step + 1) / self.warmup
         done = (step - self.warmup) / max(1, self.steps - self.warmup)
         return self.rate * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * min(1.0, done))))
-
-
-@dataclass
-class Pupil:
-    """A head that is trained, the rule by which it reads, and its kind (of `drafters.kinds`)."""
-
-    head: EagleHead
-    rule: str
-    kind: str = "eagle"
 
 
 @dataclass(frozen=True)
@@ -107,7 +97,7 @@ class Training:
         self.step = 0
         folder.mkdir(parents=True, exist_ok=True)
         self.optimisers = {
-            name: torch.optim.AdamW(pupil.head.parameters(), lr=plan.rate, betas=(0.9, 0.95), weight_decay=0.0)
+            name: torch.optim.AdamW(pupil.parts().parameters(), lr=plan.rate, betas=(0.9, 0.95), weight_decay=0.0)
             for name, pupil in self.pupils.items()
         }
         if (folder / STATE).exists():
@@ -115,7 +105,7 @@ class Training:
 
     def _shapes(self) -> dict[str, Any]:
         return {
-            name: {"kind": pupil.kind, "rule": pupil.rule, **asdict(pupil.head.config)}
+            name: {"kind": pupil.kind, "rule": pupil.rule, **_shrinks(pupil), **asdict(pupil.head.config)}
             for name, pupil in self.pupils.items()
         }
 
@@ -129,7 +119,7 @@ class Training:
                 "the settings."
             )
         for name, pupil in self.pupils.items():
-            pupil.head.load_state_dict(state["heads"][name])
+            pupil.parts().load_state_dict(state["heads"][name])
             self.optimisers[name].load_state_dict(state["optimisers"][name])
         self.step = state["step"]
 
@@ -140,7 +130,7 @@ class Training:
         state = {
             "settings": self.settings,
             "step": self.step,
-            "heads": {name: pupil.head.state_dict() for name, pupil in self.pupils.items()},
+            "heads": {name: pupil.parts().state_dict() for name, pupil in self.pupils.items()},
             "optimisers": {name: optimiser.state_dict() for name, optimiser in self.optimisers.items()},
         }
         part = self.folder / f"{STATE}.part"
@@ -159,7 +149,7 @@ class Training:
         """Train until all is done (True) or the time is up (False). `tick` is told each step's figures."""
         began = saved = time.monotonic()
         for pupil in self.pupils.values():
-            pupil.head.train()
+            pupil.parts().train()
         while self.step < self.plan.steps:
             figures = self._step()
             self.step += 1
@@ -188,17 +178,16 @@ class Training:
             dice = torch.Generator().manual_seed(plan.seed * 1_000_003 + self.step)
             when = When(self.step / plan.steps, dice)
             with torch.autocast(self.placeholder.device.type, dtype=torch.bfloat16):
-                loss, told = KINDS[pupil.kind].losses(
-                    pupil.head, pupil.rule, lesson, self.words, self.placeholder, plan.weights, when
-                )
+                taught = KINDS[pupil.kind].losses
+                loss, told = taught(pupil, lesson, self.words, self.placeholder, plan.weights, when)
             optimiser.zero_grad(set_to_none=True)
             if loss.requires_grad:  # there was something to learn
                 loss.backward()
             if self.party.world > 1:
-                for weight in pupil.head.parameters():
+                for weight in pupil.parts().parameters():
                     if weight.grad is not None:
                         weight.grad = self.party.mean(weight.grad)
-            norm = nn.utils.clip_grad_norm_(pupil.head.parameters(), plan.clip)
+            norm = nn.utils.clip_grad_norm_(pupil.parts().parameters(), plan.clip)
             if torch.isfinite(norm):
                 optimiser.step()
             prefix = f"{name}/" if len(self.pupils) > 1 else ""
@@ -221,6 +210,11 @@ class Training:
         row = {"step": self.step} | {name: round(value, 5) for name, value in figures.items()}
         with (self.folder / LOG).open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
+
+
+def _shrinks(pupil: Pupil) -> dict[str, str]:
+    compressor = pupil.compressor
+    return {} if compressor is None else {"compressor": f"{compressor.name}:{compressor.tokens}"}
 
 
 __all__ = ["Party", "Plan", "Pupil", "SettingsError", "Training"]

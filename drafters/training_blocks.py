@@ -12,17 +12,15 @@ from torch.nn import functional
 from mmspec.drafters.falcon import FalconHead
 from mmspec.drafters.flash import FlashHead
 from mmspec.drafters.parallel import ParallelHead
-from mmspec.drafters.training_losses import Lesson, Memory, Rows, Sum, Weights, When, learned, rows_of, shifted
+from mmspec.drafters.training_losses import Lesson, Memory, Pupil, Rows, Sum, Weights, When, learned, rows_of, shifted
 from mmspec.interfaces import Words
 
 Told = tuple[Tensor, dict[str, float]]
 
 
-def flash_losses(
-    head: FlashHead, rule: str, lesson: Lesson, words: Words, placeholder: Tensor, weights: Weights, when: When
-) -> Told:
+def flash_losses(pupil: Pupil, lesson: Lesson, words: Words, placeholder: Tensor, weights: Weights, when: When) -> Told:
     """Every slot says the state as many places on (FLASH, section 3.3)."""
-    data = rows_of(head, rule, lesson, placeholder)
+    head, data = pupil.head, rows_of(pupil, lesson, placeholder)
     features, told = head.block(_first(head, data).read(data.rows, data.positions)), Sum(words, weights)
     for slot in range(head.config.block):
         learn = learned(data, slot)
@@ -31,10 +29,10 @@ def flash_losses(
 
 
 def parallel_losses(
-    head: ParallelHead, rule: str, lesson: Lesson, words: Words, placeholder: Tensor, weights: Weights, when: When
+    pupil: Pupil, lesson: Lesson, words: Words, placeholder: Tensor, weights: Weights, when: When
 ) -> Told:
     """Behind every row its own learned rows, which see the text up to it and each other (ParallelSpec, section 3)."""
-    data = rows_of(head, rule, lesson, placeholder)
+    head, data = pupil.head, rows_of(pupil, lesson, placeholder)
     memory, told = _first(head, data), Sum(words, weights)
     rows = data.rows
     for slot in range(head.config.block):
@@ -53,14 +51,14 @@ SHOWN = 0.4
 
 
 def falcon_losses(
-    head: FalconHead, rule: str, lesson: Lesson, words: Words, placeholder: Tensor, weights: Weights, when: When
+    pupil: Pupil, lesson: Lesson, words: Words, placeholder: Tensor, weights: Weights, when: When
 ) -> Told:
     """Coupled sequential glancing distillation (Falcon, section 3.2).
 
     A first look finds how many rows are wrong; as many, times a share that falls over the training, are shown their own
     answer, so that the others of their block learn with it. Then blocks are drafted behind blocks, as in a tree.
     """
-    data, k = rows_of(head, rule, lesson, placeholder), head.config.block
+    head, data, k = pupil.head, rows_of(pupil, lesson, placeholder), pupil.head.config.block
     n = data.rows.shape[1]
     start = int(torch.randint(k, (), generator=when.dice))
     block = (torch.arange(n, device=data.rows.device) + start) // k

@@ -8,13 +8,14 @@ them), summed over rollout steps in which the head reads what it said itself ("t
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from mmspec.drafters.head import EagleHead
-from mmspec.drafters.rules import RULES, Sight, pack
+from mmspec.drafters.rules import RULES, Sight, pack, shrunk
 from mmspec.interfaces import Words
 
 
@@ -63,6 +64,22 @@ class When:
 
 
 @dataclass
+class Pupil:
+    """A head that is trained, the rule by which it reads, its kind (of `drafters.kinds`), and what shrinks pictures for
+    it, if anything does; it learns along."""
+
+    head: Any
+    rule: str
+    kind: str = "eagle"
+    compressor: Any = None
+
+    def parts(self) -> nn.ModuleDict:
+        """All that has weights."""
+        learns = isinstance(self.compressor, nn.Module)
+        return nn.ModuleDict({"head": self.head, **({"compressor": self.compressor} if learns else {})})
+
+
+@dataclass
 class Rows:
     """Input rows [B, n, D] of the head, and what follows each of them.
 
@@ -78,8 +95,8 @@ class Rows:
     positions: Tensor
 
 
-def rows_of(head: EagleHead, rule: str, lesson: Lesson, placeholder: Tensor) -> Rows:
-    """What the head reads of a lesson by a rule, and what it should say: nothing but words of the answer is learned."""
+def rows_of(pupil: Pupil, lesson: Lesson, placeholder: Tensor) -> Rows:
+    """What a head reads of a lesson, and what it should say: nothing but words of the answer is learned."""
     length = lesson.ids.shape[1]
     sight = Sight(
         following=lesson.embedded.roll(-1, 1),
@@ -87,14 +104,24 @@ def rows_of(head: EagleHead, rule: str, lesson: Lesson, placeholder: Tensor) -> 
         visual=lesson.visual.roll(-1, 1),
         placeholder=placeholder,
     )
-    rows, keep = RULES[rule](head, sight)
-    index = torch.arange(length, device=rows.device).expand(lesson.ids.shape)
+    index = torch.arange(length, device=lesson.ids.device).expand(lesson.ids.shape)
     answered = lesson.answer & lesson.real
     learn = answered.roll(-1, 1) & answered.roll(-2, 1) & (index < length - 2)
-    parts = (rows, sight.following, lesson.states.roll(-1, 1), learn, index)
-    if keep is None:
-        return Rows(*parts)
-    counts, *packed = pack(keep & lesson.real, *parts)
+    parts = (sight.following, lesson.states.roll(-1, 1), learn)
+    if pupil.compressor is not None:
+        # The question's last state; what comes after it is the answer, which a drafter has not seen yet.
+        asked = answered.long().argmax(1).sub(1).clamp(min=0)
+        query = lesson.states.gather(1, asked[:, None, None].expand(-1, 1, lesson.states.shape[-1]))[:, 0]
+        rows, keep, index = shrunk(pupil.head, pupil.rule, sight, lesson.real, index, pupil.compressor, query)
+        more = rows.shape[1] - length
+        before = [part.new_zeros(len(part), more, *part.shape[2:]) for part in parts]
+        parts = tuple(torch.cat(both, dim=1) for both in zip(before, parts, strict=True))  # type: ignore[assignment]
+    else:
+        rows, chosen = RULES[pupil.rule](pupil.head, sight)
+        if chosen is None:
+            return Rows(rows, *parts, index)
+        keep = chosen & lesson.real
+    counts, *packed = pack(keep, rows, *parts, index)
     longest = int(counts.max())
     inside = torch.arange(longest, device=rows.device) < counts[:, None]
     rows, following, goal, learn, index = (part[:, :longest] for part in packed)
@@ -141,10 +168,10 @@ class Sum:
 
 
 def losses(
-    head: EagleHead, rule: str, lesson: Lesson, words: Words, placeholder: Tensor, weights: Weights, when: When
+    pupil: Pupil, lesson: Lesson, words: Words, placeholder: Tensor, weights: Weights, when: When
 ) -> tuple[Tensor, dict[str, float]]:
     """The loss of a lesson for a head that says one token a pass, and figures (`Sum`)."""
-    data = rows_of(head, rule, lesson, placeholder)
+    head, data = pupil.head, rows_of(pupil, lesson, placeholder)
     n = data.rows.shape[1]
     causal = torch.ones(n, n, dtype=torch.bool, device=data.rows.device).tril()
     memory = Memory(head, causal)
@@ -194,4 +221,4 @@ class Memory:
         return seen
 
 
-__all__ = ["Lesson", "Memory", "Rows", "Sum", "Weights", "When", "learned", "losses", "rows_of", "shifted"]
+__all__ = ["Lesson", "Memory", "Pupil", "Rows", "Sum", "Weights", "When", "learned", "losses", "rows_of", "shifted"]

@@ -15,6 +15,7 @@ from torch.nn import functional
 from mmspec.drafters.eagle import EagleDrafter, State
 from mmspec.drafters.head import EagleHead, HeadConfig
 from mmspec.drafters.rules import Sight
+from mmspec.interfaces import Prompt
 
 
 class Adaptor(nn.Module):
@@ -53,6 +54,16 @@ class VispecDrafter(EagleDrafter):
 
     def __init__(self, head: VispecHead, *, layers: int, name: str = "vispec", **more: Any) -> None:
         super().__init__(head, "coupled", layers=layers, name=name, **{"depth": 4, **more})
+
+    def begin(self, prompt: Prompt) -> State:
+        """See `EagleDrafter`.
+
+        Raises:
+            ValueError: a compressor was chosen besides.
+        """
+        if prompt.compressor is not None:
+            raise ValueError(f"drafter {self.name!r} shrinks pictures itself; leave compressor=None.")
+        return super().begin(prompt)
 
     def fuse(self, state: State, embeddings: Tensor, states: Tensor) -> Tensor:
         """Text rows see the last picture before them."""

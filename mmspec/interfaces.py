@@ -115,6 +115,7 @@ class Prompt:
         temperature: with which tokens will be sampled; 1 when decoding greedily.
         words: the target's embedding and output head.
         fixed: shapes must not hang on timing (`deterministic=True`, or `nodes=` was given).
+        compressor: what shows the drafter fewer visual tokens, if one was chosen.
     """
 
     ids: Tensor
@@ -130,6 +131,7 @@ class Prompt:
     temperature: float = 1.0
     words: Words | None = None
     fixed: bool = False
+    compressor: Compressor | None = None
 
 
 @dataclass
@@ -214,7 +216,8 @@ class VisualTokens:
     """Visual tokens of one batch as a drafter may see them.
 
     Attributes:
-        embeddings: [B, M, D] projected visual embeddings; states: [B, M, D] the target's states there.
+        embeddings: [B, M, D] projected visual embeddings. states: [B, M, D] the target's states that a drafter joins
+            them with: those one position before.
         mask: [B, M] bool, True where a token stands. positions: [B, M] or [axes, B, M] int64.
         scores: [B, M] float32 relevance, or None. segments: the grids, `start` counted in M.
     """
@@ -232,6 +235,8 @@ class Compressor(Protocol):
     """Shows a drafter fewer visual tokens. The target never sees its output, so the text cannot change."""
 
     name: str
+    tokens: int
+    """How many a row is worth to it: the budget that it is given."""
 
     def compress(self, visual: VisualTokens, query: Tensor | None, budget: int) -> VisualTokens:
         """At most `budget` tokens per row; `query` [B, D] is the prompt's last state, or None. The same operator acts

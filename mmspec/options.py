@@ -70,18 +70,22 @@ def checked_drafter(drafter: str | Drafter, family: Any, tokenizer: Any = None) 
     wrong = [tap for tap in made.needs.taps if not 0 <= tap <= family.layers]
     if wrong:
         raise ValueError(f"drafter {made.name!r} taps states {wrong}; this model has states 0 to {family.layers}.")
+    comes_with = getattr(made, "comes_with", None)
+    if comes_with is not None:
+        from mmspec.vision.registry import restored
+
+        facts, weights = comes_with
+        made.compressor = restored(facts, weights, family.text_config.hidden_size)  # type: ignore[attr-defined]
     return made
 
 
 def checked_compressor(compressor: str | Compressor | None) -> Compressor | None:
-    """The object itself if it is a compressor."""
+    """The compressor of that name, or the object itself if it is one."""
     if compressor is None:
         return None
-    if isinstance(compressor, str):
-        raise ValueError(f"no compressor is called {compressor!r}; known: none yet. Leave compressor=None.")
-    if not isinstance(compressor, Compressor):
-        raise TypeError(f"a compressor needs `name` and `compress(...)`; got {type(compressor).__name__}.")
-    return compressor
+    from mmspec.vision.registry import make
+
+    return make(compressor)
 
 
 def reference_rows(options: Options, tokenizer: Any, batch: int | None, repeats: int) -> list[list[int]]:

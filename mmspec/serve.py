@@ -170,6 +170,7 @@ def _prompt(call: Call, input_ids: Tensor, target: HFTarget, taps: Any, vocab: i
         noise=None if clock.noise is None else clock.noise_ahead,
         temperature=float(target.config.temperature or 1.0) if clock.noise is not None else 1.0,
         fixed=call.options.fixed is not None,
+        compressor=call.options.compressor,
         words=Words(family.model.get_input_embeddings(), family.model.get_output_embeddings()),
     )
 

@@ -14,9 +14,10 @@ from mmspec.drafters.head import Eagle3Head, EagleHead, HeadConfig
 from mmspec.drafters.parallel import ParallelDrafter, ParallelHead
 from mmspec.drafters.rules import RULES
 from mmspec.drafters.vispec import VispecDrafter, VispecHead
+from mmspec.vision.latent import LatentCompressor
 
 BLOCKS = ("flash", "parallel", "linked", "falcon")
-KINDS = (*RULES, "trimmed", "eagle3", "vispec", *BLOCKS)
+KINDS = (*RULES, "trimmed", "eagle3", "vispec", *BLOCKS, "latent")
 
 
 def drafter(kind: str, spec: tiny.Spec, seed: int = 0, vocab: int = 0) -> EagleDrafter:
@@ -37,6 +38,10 @@ def drafter(kind: str, spec: tiny.Spec, seed: int = 0, vocab: int = 0) -> EagleD
             return made
         if kind in BLOCKS:
             return blocks(kind, config, spec.layers, seed)
+        if kind == "latent":
+            made = blocks(BLOCKS[seed % 4], config, spec.layers, seed)
+            made.compressor = LatentCompressor(spec.hidden, 1 + seed % 5)
+            return made
         ids = torch.arange(0, vocab, 2) if kind == "trimmed" else None
         rule = "decoupled" if kind == "trimmed" else kind
         return EagleDrafter(EagleHead(config), rule, layers=spec.layers, depth=4, width=4, draft_ids=ids)

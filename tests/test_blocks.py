@@ -287,8 +287,8 @@ def test_what_it_is_taught_is_what_it_drafts(
     with torch.no_grad():
         for seed in range(3):  # where the grid of blocks begins
             when = When(1.0, torch.Generator().manual_seed(seed))  # nothing is shown any more
-            KINDS[kind_of(sort)].losses(head, rule, lesson, world.words, placeholder, Weights(rollout=1), when)
-        data = rows_of(head, rule, lesson, placeholder)
+            KINDS[kind_of(sort)].losses(Pupil(head, rule), lesson, world.words, placeholder, Weights(rollout=1), when)
+        data = rows_of(Pupil(head, rule), lesson, placeholder)
     states = {tuple(lesson.states[b, p].tolist()): (b, p) for b in range(2) for p in range(14)}
     checked = set()
     for part, out, goal in judged:
@@ -325,7 +325,7 @@ def test_glancing_shows_a_first_part_of_blocks_and_less_and_less(world: World) -
     from mmspec.drafters import training_blocks
 
     head, lesson = new_head("falcon3"), lesson_of(world)
-    data = rows_of(head, "decoupled", lesson, world.words.embedding(torch.tensor(PICTURE)))
+    data = rows_of(Pupil(head, "decoupled"), lesson, world.words.embedding(torch.tensor(PICTURE)))
     block = torch.arange(data.rows.shape[1]) // 3
     learn = training_blocks.learned(data, 2)
     counts = []

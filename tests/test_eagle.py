@@ -205,8 +205,8 @@ def test_the_rollout_is_what_drafting_does(world: World, rule: str) -> None:
     placeholder = world.words.embedding(torch.tensor(PICTURE))
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
         patch.setattr(nn.Linear, "forward", spy)
-        _, figures = losses(world.head, rule, lesson, world.words, placeholder, Weights(rollout=2), When())
-        data = rows_of(world.head, rule, lesson, placeholder)
+        _, figures = losses(Pupil(world.head, rule), lesson, world.words, placeholder, Weights(rollout=2), When())
+        data = rows_of(Pupil(world.head, rule), lesson, placeholder)
     assert {"agree0", "agree1", "agree2", "states", "words"} <= set(figures)
     rows = [(b, int(p)) for b, p in data.learn.nonzero().tolist()]
     for step in range(3):

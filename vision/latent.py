@@ -1,0 +1,55 @@
+"""FLASH's compressor (arXiv 2505.12728, section 3.2): learned queries look at the target's states of visual tokens.
+
+Each query mixes the tokens by softmax(query . state); the same mixture is taken of embeddings and states. States are
+normed before they are scored, since raw ones are so long that every query would pick a single token. Trained along
+with a drafter. Knows no drafter.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from mmspec.interfaces import VisualTokens
+
+
+class LatentCompressor(nn.Module):
+    """`tokens` learned queries of width D."""
+
+    name = "latent"
+
+    def __init__(self, hidden_size: int, tokens: int) -> None:
+        """
+        Raises:
+            ValueError: fewer than one token.
+        """
+        super().__init__()
+        if tokens < 1:
+            raise ValueError(f"a latent compressor keeps at least 1 token; got {tokens}.")
+        self.tokens = tokens
+        self.queries = nn.Parameter(torch.randn(tokens, hidden_size))
+
+    def compress(self, visual: VisualTokens, query: Tensor | None, budget: int) -> VisualTokens:
+        """The mixtures of the first `budget` queries; their positions are spread evenly over those of the tokens."""
+        batch, count, hidden = visual.states.shape
+        queries = self.queries[:budget]
+        if not count:
+            return visual
+        keys = functional.layer_norm(visual.states.float(), (hidden,))
+        scores = queries.float() @ keys.transpose(1, 2) * hidden**-0.5
+        shares = scores.masked_fill(~visual.mask[:, None], float("-inf")).softmax(-1).nan_to_num(0.0)
+        any_ = visual.mask.any(1, keepdim=True)
+        last = visual.mask.sum(1, keepdim=True).clamp(min=1) - 1
+        spots = (torch.linspace(0, 1, len(queries), device=last.device) * last).round().long()
+        positions = visual.positions
+        index = spots if positions.dim() == 2 else spots.expand(positions.shape[0], -1, -1)
+        return VisualTokens(
+            embeddings=shares.to(visual.embeddings.dtype) @ visual.embeddings,
+            states=shares.to(visual.states.dtype) @ visual.states,
+            mask=any_.expand(batch, len(queries)),
+            positions=positions.gather(-1, index),
+        )
+
+
+__all__ = ["LatentCompressor"]
