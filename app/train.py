@@ -300,7 +300,8 @@ def kept_of(compressor: Any) -> Any:
     """What a checkpoint keeps of a compressor."""
     if compressor is None:
         return None
-    return {"name": compressor.name, "tokens": compressor.tokens}, compressor.state_dict()
+    weights = compressor.state_dict() if hasattr(compressor, "state_dict") else {}
+    return {"name": compressor.name, "tokens": compressor.tokens}, weights
 
 
 def export(args: argparse.Namespace, place: Path, pupil: Any, teacher: Any, facts: dict[str, Any]) -> None:

@@ -25,7 +25,9 @@ from mmspec.drafters.training_losses import Pupil, Weights, When, losses, rows_o
 from mmspec.drafters.vispec import VispecDrafter, VispecHead
 from mmspec.interfaces import Compressor, Segment, VisualTokens
 from mmspec.vision.latent import LatentCompressor
+from mmspec.vision.pooling import Conv, Pool, Window, blocks_of, window_for
 from mmspec.vision.registry import make, new, parse, restored
+from mmspec.vision.resampler import Resampler
 from pretend import CONFIG, LAYERS, PICTURE, World, lesson_of, paths_of, prompt_of, prompt_rows, slow_pass, started
 
 
@@ -35,25 +37,6 @@ def tokens_of(counts: list[int], width: int = 8, seed: int = 0) -> VisualTokens:
     mask = torch.arange(most) < torch.tensor(counts)[:, None]
     parts = (torch.randn(len(counts), most, width, generator=dice) for _ in range(2))
     return VisualTokens(*parts, mask, torch.arange(most).expand(mask.shape) * 2 + 3)
-
-
-class Identity:
-    """Shows everything."""
-
-    name, tokens = "identity", 10_000
-
-    def compress(self, visual: VisualTokens, query: Tensor | None, budget: int) -> VisualTokens:
-        return visual
-
-
-class Nothing:
-    """Shows nothing."""
-
-    name, tokens = "nothing", 0
-
-    def compress(self, visual: VisualTokens, query: Tensor | None, budget: int) -> VisualTokens:
-        parts = {name: getattr(visual, name)[:, :0] for name in ("embeddings", "states", "mask", "positions")}
-        return VisualTokens(**parts)
 
 
 def latent(tokens: int = 3, width: int = 8) -> LatentCompressor:
@@ -104,6 +87,199 @@ def test_latent_with_a_smaller_budget_and_with_nothing_to_show() -> None:
     assert made.compress(axes, None, 3).positions.shape == (3, 2, 3)
 
 
+GRIDS = {
+    "one": ([Segment(0, 0, 3, 4, 0)], [12]),
+    "odd": ([Segment(0, 0, 5, 3, 0)], [15]),
+    "line": ([Segment(0, 0, 1, 7, 0)], [7]),
+    "two": ([Segment(0, 0, 2, 2, 0), Segment(0, 4, 3, 3, 1)], [13]),
+    "rows": ([Segment(0, 0, 4, 4, 0), Segment(1, 0, 2, 3, 1), Segment(1, 6, 4, 4, 2)], [16, 22]),
+    "clip": ([Segment(0, 9 * t, 3, 3, 0, role="frame", time=t) for t in range(4)], [36]),
+    "newline": ([Segment(0, 0, 2, 3, 0, newline=True)], [8]),
+    "unknown": ([], [9, 4]),
+    "tiny": ([Segment(0, 0, 1, 1, 0)], [1]),
+    "none": ([], [0, 0]),
+}
+
+
+def members_of(segments: list[Segment], counts: list[int], window: Window) -> list[list[list[int]]]:
+    """Per row, per merged token, the tokens in it: written out place by place."""
+    rows: list[list[list[int]]] = [[] for _ in counts]
+    if not segments:
+        for row, count in enumerate(counts):
+            rows[row] = [list(range(i, min(count, i + window.columns))) for i in range(0, count, window.columns)]
+        return rows
+    clips: dict[tuple[int, int, int], list[Segment]] = {}
+    for one in segments:
+        key = (one.row, one.source, 0) if one.role == "frame" else (one.row, one.source, 1 + one.start)
+        clips.setdefault(key, []).append(one)
+    for frames in clips.values():
+        h, w = frames[0].height, frames[0].width + int(frames[0].newline)
+        for t in range(0, len(frames), window.frames):
+            for y in range(0, h, window.lines):
+                for x in range(0, w, window.columns):
+                    rows[frames[0].row].append(
+                        [
+                            frame.start + yy * w + xx
+                            for frame in frames[t : t + window.frames]
+                            for yy in range(y, min(h, y + window.lines))
+                            for xx in range(x, min(w, x + window.columns))
+                        ]
+                    )
+    return rows
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize("budget", [1, 3, 6, 100])
+@pytest.mark.parametrize("sort", ["pool", "conv"])
+def test_merging_is_the_slow_reference(grid: str, budget: int, sort: str) -> None:
+    segments, counts = GRIDS[grid]
+    visual = replace(tokens_of(counts), segments=tuple(segments))
+    made: Any = Pool(budget) if sort == "pool" else Conv(8, budget)
+    if sort == "conv":
+        made.kernel.data.normal_(generator=torch.Generator().manual_seed(1))
+    few = made.compress(visual, None, budget)
+    window = window_for(blocks_of(segments, counts), budget)
+    rows = members_of(segments, counts, window)
+    pictures = [max(1, len({(s.source, s.start if s.role == "base" else 0) for s in segments if s.row == row}))
+                for row in range(len(counts))]  # fmt: skip
+    for row, members in enumerate(rows):
+        assert int(few.mask[row].sum()) == len(members) <= max(budget, pictures[row])
+        for slot, inside in enumerate(members):
+            weights = torch.ones(len(inside), 8)
+            if sort == "conv":
+                weights = torch.stack([_kernel(made, segments, row, token, window) for token in inside])
+            for name in ("embeddings", "states"):
+                expected = (getattr(visual, name)[row, inside] * weights).sum(0) / len(inside)
+                assert torch.allclose(getattr(few, name)[row, slot], expected, atol=1e-5), (row, slot)
+            spot = sum(float(visual.positions[row, token]) for token in inside) / len(inside)
+            assert abs(int(few.positions[row, slot]) - spot) <= 0.5001
+
+
+def _kernel(made: Conv, segments: list[Segment], row: int, token: int, window: Window) -> Tensor:
+    """What a token counts, by where in its window it lies."""
+    y, x = 0, token
+    for one in segments:
+        if one.row == row and one.start <= token < one.start + one.length:
+            y, x = divmod(token - one.start, one.width + int(one.newline))
+    size = made.SIZE
+    kernel: Tensor = made.kernel[
+        :, (y % window.lines) * size // window.lines, (x % window.columns) * size // window.columns
+    ]
+    return kernel.detach()
+
+
+def test_a_convolution_begins_as_the_mean() -> None:
+    segments, counts = GRIDS["rows"]
+    visual = replace(tokens_of(counts), segments=tuple(segments))
+    mine, other = Conv(8, 5).compress(visual, None, 5), Pool(5).compress(visual, None, 5)
+    assert torch.allclose(mine.embeddings, other.embeddings, atol=1e-6) and torch.equal(mine.mask, other.mask)
+
+
+def test_windows_grow_no_further_than_needed() -> None:
+    blocks = blocks_of([Segment(0, 0, 14, 14, 0)], [196])
+    assert [blocks[0].cells(window_for(blocks, budget)) for budget in (196, 100, 49, 25, 12, 4, 1)] == [
+        196, 49, 49, 25, 9, 4, 1,
+    ]  # fmt: skip
+    clip = blocks_of([Segment(0, 196 * t, 14, 14, 0, role="frame", time=t) for t in range(8)], [1568])
+    assert len(clip) == 1 and clip[0].cells(window_for(clip, 200)) <= 200
+    assert window_for(clip, 1568) == Window(1, 1, 1) and window_for(clip, 1) == Window(8, 14, 14)
+
+
+@pytest.mark.parametrize("counts", [[6, 6], [7, 2, 0], [1], [0]])
+@pytest.mark.parametrize("budget", [1, 3, 50])
+@pytest.mark.parametrize("name", ["stride", "random", "relevant", "salient", "diverse"])
+def test_picking_is_the_slow_reference(name: str, budget: int, counts: list[int]) -> None:
+    visual = tokens_of(counts)
+    query = torch.randn(len(counts), 8, generator=torch.Generator().manual_seed(3))
+    few = make(f"{name}:{budget}").compress(visual, query, budget)
+    for row, count in enumerate(counts):
+        tokens, kept = list(range(count)), min(count, budget)
+        embeddings, states = visual.embeddings[row], visual.states[row]
+        if name == "stride":
+            expected = [(2 * i + 1) * count // (2 * kept) for i in range(kept)]
+        elif name == "random":
+            dice = torch.rand(max(counts), generator=torch.Generator().manual_seed(0))
+            expected = sorted(sorted(tokens, key=lambda t: -float(dice[t]))[:kept])
+        elif name == "relevant":
+            expected = sorted(sorted(tokens, key=lambda t: -_cosine(states[t], query[row]))[:kept])
+        elif name == "salient":
+            mean = embeddings[:count].mean(0)
+            expected = sorted(sorted(tokens, key=lambda t: _cosine(embeddings[t], mean))[:kept])
+        else:
+            expected = _diverse(embeddings[:count], kept)
+        assert few.mask[row].tolist() == [True] * kept + [False] * (few.mask.shape[1] - kept)
+        for slot, token in enumerate(expected):
+            assert torch.equal(few.embeddings[row, slot], embeddings[token]), (name, row, slot)
+            assert torch.equal(few.states[row, slot], states[token])
+            assert few.positions[row, slot] == visual.positions[row, token]
+
+
+def _cosine(a: Tensor, b: Tensor) -> float:
+    return float((a @ b) / (a.norm() * b.norm()))
+
+
+def _diverse(rows: Tensor, kept: int) -> list[int]:
+    """Greedy max-min, written out."""
+    chosen: list[int] = []
+    while len(chosen) < kept:
+        rest = [t for t in range(len(rows)) if t not in chosen]
+        others = chosen or None
+        chosen.append(
+            max(rest, key=lambda t: min((1 - _cosine(rows[t], rows[o]) for o in (others or rest) if o != t), default=9))
+        )
+    return sorted(chosen)
+
+
+def test_scores_of_the_tower_are_used_where_there_are_any() -> None:
+    visual = replace(tokens_of([5]), scores=torch.tensor([[0.1, 0.9, 0.2, 0.8, 0.0]]))
+    assert make("salient:2").compress(visual, None, 2).positions.tolist() == [[5, 9]]
+    with pytest.raises(ValueError, match="needs the question's last state"):
+        make("relevant:2").compress(visual, None, 2)
+
+
+def test_all_and_nothing() -> None:
+    visual = tokens_of([5, 3])
+    assert make("identity").compress(visual, None, 1) is visual
+    assert make("drop").compress(visual, None, 1).embeddings.shape == (2, 0, 8)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("counts", [[6, 6], [7, 2, 0], [0]])
+def test_a_resampler_begins_as_a_mean_of_views(counts: list[int], count: int) -> None:
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(5)
+        made = Resampler(8, 3, heads=2, width=4)
+        later = Resampler(8, 3, heads=2, width=4)
+    later.load_state_dict(made.state_dict())
+    later.out.weight.data.normal_(generator=torch.Generator().manual_seed(6))
+    visual = tokens_of(counts)
+    with torch.no_grad():
+        few, more = made.compress(visual, None, count), later.compress(visual, None, count)
+    if not max(counts):
+        assert few.embeddings.shape[1] == 0
+        return
+    assert few.embeddings.shape == (len(counts), count, 8)
+    for row, tokens in enumerate(counts):
+        assert few.mask[row].tolist() == [tokens > 0] * count
+        for slot in range(count if tokens else 0):
+            shares = []
+            for head in range(2):
+                scores = []
+                for token in range(tokens):
+                    parts = [visual.embeddings[row, token], visual.states[row, token]]
+                    normed = [(p - p.mean()) / (p.var(unbiased=False) + 1e-5).sqrt() for p in parts]
+                    key = made.keys.weight[4 * head : 4 * head + 4] @ torch.cat(normed)
+                    scores.append(float(key @ made.queries[slot, head]) / 2)
+                shares.append(torch.tensor(scores).softmax(0))
+            for name in ("embeddings", "states"):
+                rows = getattr(visual, name)[row, :tokens]
+                plain = (shares[0] @ rows + shares[1] @ rows) / 2
+                assert torch.allclose(getattr(few, name)[row, slot], plain, atol=1e-5)
+                views = [shares[h] @ (rows @ made.values.weight[4 * h : 4 * h + 4].t()) for h in range(2)]
+                added = later.out.weight @ torch.cat(views)
+                assert torch.allclose(getattr(more, name)[row, slot], plain + added, atol=1e-4)
+
+
 # --- what a drafter makes of them -------------------------------------------------------------------------------------
 
 
@@ -125,17 +301,17 @@ def drafts(world: World, rule: str, own: Any, pads: tuple[int, int] = (0, 3), **
 
 @pytest.mark.parametrize("rule", RULES)
 def test_showing_everything_changes_nothing(world: World, rule: str) -> None:
-    for mine, other in zip(drafts(world, rule, Identity()), drafts(world, rule, None), strict=True):
+    for mine, other in zip(drafts(world, rule, make("identity")), drafts(world, rule, None), strict=True):
         assert mine == pytest.approx(other, rel=1e-3)
 
 
 def test_showing_nothing_is_the_textual_rule(world: World) -> None:
-    for mine, other in zip(drafts(world, "coupled", Nothing()), drafts(world, "textual", None), strict=True):
+    for mine, other in zip(drafts(world, "coupled", make("drop")), drafts(world, "textual", None), strict=True):
         assert mine == pytest.approx(other, rel=1e-3)
 
 
 def test_the_one_that_was_chosen_for_the_call_comes_first(world: World) -> None:
-    chosen = drafts(world, "coupled", Identity(), compressor=Nothing())
+    chosen = drafts(world, "coupled", make("identity"), compressor=make("drop"))
     for mine, other in zip(chosen, drafts(world, "textual", None), strict=True):
         assert mine == pytest.approx(other, rel=1e-3)
 
@@ -143,7 +319,7 @@ def test_the_one_that_was_chosen_for_the_call_comes_first(world: World) -> None:
 def test_a_drafter_that_shrinks_pictures_itself_takes_none(world: World) -> None:
     made = VispecDrafter(VispecHead(CONFIG, 2), layers=LAYERS)
     with pytest.raises(ValueError, match="shrinks pictures itself; leave compressor=None"):
-        made.begin(prompt_of(world, 11, compressor=Identity()))
+        made.begin(prompt_of(world, 11, compressor=make("identity")))
 
 
 def slow(world: World, made: EagleHead, compressor: LatentCompressor, rule: str, row: int, n: int) -> Tensor:
@@ -241,7 +417,7 @@ def test_it_never_changes_a_word_and_is_used(tiny: Captioner, tmp_path: Path) ->
 
         compressor.compress = spy
         assert torch.equal(model.generate(**inputs, max_new_tokens=24, do_sample=False), plain)
-        chosen = {"compressor": Nothing()}
+        chosen = {"compressor": make("drop")}
         assert torch.equal(model.generate(**inputs, max_new_tokens=24, do_sample=False, mmspec=chosen), plain)
     finally:
         mmspec.unpatch(model)
@@ -267,7 +443,7 @@ def test_names() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("magic:4", "no compressor is called 'magic'; known: latent"),
+        ("magic:4", "no compressor is called 'magic:4'; known: identity, drop, stride:N"),
         ("latent", "say how many tokens are kept, as in latent:64; got 'latent'"),
         ("latent:0", "got 'latent:0'"),
         ("latent:64", "has weights: name the folder of a drafter"),

@@ -39,17 +39,20 @@ class LatentCompressor(nn.Module):
         keys = functional.layer_norm(visual.states.float(), (hidden,))
         scores = queries.float() @ keys.transpose(1, 2) * hidden**-0.5
         shares = scores.masked_fill(~visual.mask[:, None], float("-inf")).softmax(-1).nan_to_num(0.0)
-        any_ = visual.mask.any(1, keepdim=True)
-        last = visual.mask.sum(1, keepdim=True).clamp(min=1) - 1
-        spots = (torch.linspace(0, 1, len(queries), device=last.device) * last).round().long()
-        positions = visual.positions
-        index = spots if positions.dim() == 2 else spots.expand(positions.shape[0], -1, -1)
         return VisualTokens(
             embeddings=shares.to(visual.embeddings.dtype) @ visual.embeddings,
             states=shares.to(visual.states.dtype) @ visual.states,
-            mask=any_.expand(batch, len(queries)),
-            positions=positions.gather(-1, index),
+            mask=visual.mask.any(1, keepdim=True).expand(batch, len(queries)),
+            positions=spread(visual, len(queries)),
         )
 
 
-__all__ = ["LatentCompressor"]
+def spread(visual: VisualTokens, count: int) -> Tensor:
+    """[B, count] or [axes, B, count] positions, evenly over those of each row's tokens, for tokens without a place."""
+    last = visual.mask.sum(1, keepdim=True).clamp(min=1) - 1
+    spots = (torch.linspace(0, 1, count, device=last.device) * last).round().long()
+    positions = visual.positions
+    return positions.gather(-1, spots if positions.dim() == 2 else spots.expand(positions.shape[0], -1, -1))
+
+
+__all__ = ["LatentCompressor", "spread"]

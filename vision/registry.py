@@ -2,37 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 from torch import Tensor, nn
 
 from mmspec.interfaces import Compressor
+from mmspec.vision import picking
+from mmspec.vision.latent import LatentCompressor
+from mmspec.vision.pooling import Conv, Pool
+from mmspec.vision.resampler import Resampler
 
-TRAINED = ("latent",)
-"""Those that have weights, and so come with a drafter that was trained with them."""
+WHOLE: dict[str, Callable[[], object]] = {"identity": picking.Identity, "drop": picking.Drop}
+"""Those that keep all or nothing: no number is asked."""
+FREE: dict[str, Callable[[int], object]] = {
+    "stride": picking.Stride,
+    "random": picking.Chance,
+    "relevant": lambda tokens: picking.Prune(tokens, "relevant", picking.relevance),
+    "salient": lambda tokens: picking.Prune(tokens, "salient", picking.distinctness),
+    "diverse": picking.Diverse,
+    "pool": Pool,
+}
+"""Those without weights."""
+TRAINED: dict[str, Callable[[int, int], nn.Module]] = {
+    "conv": Conv,
+    "latent": LatentCompressor,
+    "resampler": Resampler,
+}
+"""Those that have weights, and so come with a drafter that was trained with them: (hidden size, tokens)."""
 
 
 def parse(text: str) -> tuple[str, int]:
-    """(name, tokens) of `NAME:TOKENS`.
+    """(name, tokens) of `NAME:TOKENS`; tokens is 0 for those that keep all or nothing.
 
     Raises:
         ValueError: an unknown name, or no whole number of at least 1.
     """
     name, _, count = text.partition(":")
-    if name not in TRAINED:
-        raise ValueError(f"no compressor is called {name!r}; known: {', '.join(TRAINED)}.")
+    if name in WHOLE and not count:
+        return name, 0
+    if name not in FREE and name not in TRAINED:
+        listed = ", ".join((*WHOLE, *(f"{known}:N" for known in (*FREE, *TRAINED))))
+        raise ValueError(f"no compressor is called {text!r}; known: {listed}.")
     if not count.isdecimal() or int(count) < 1:
         raise ValueError(f"say how many tokens are kept, as in {name}:64; got {text!r}.")
     return name, int(count)
 
 
 def new(text: str, hidden_size: int) -> Compressor:
-    """A compressor as it is before training: `NAME:TOKENS`, for a target of that width."""
-    from mmspec.vision.latent import LatentCompressor
-
-    _, tokens = parse(text)
-    return cast(Compressor, LatentCompressor(hidden_size, tokens))
+    """A compressor as it is before training, for a target of that width."""
+    name, tokens = parse(text)
+    made = TRAINED[name](hidden_size, tokens) if name in TRAINED else make(text)
+    return cast(Compressor, made)
 
 
 def make(compressor: str | object) -> Compressor:
@@ -42,8 +63,10 @@ def make(compressor: str | object) -> Compressor:
         ValueError: an unknown name, or one that needs weights. TypeError: not a compressor.
     """
     if isinstance(compressor, str):
-        name, _ = parse(compressor)
-        raise ValueError(f"compressor {name!r} has weights: name the folder of a drafter that was trained with it.")
+        name, tokens = parse(compressor)
+        if name in TRAINED:
+            raise ValueError(f"compressor {name!r} has weights: name the folder of a drafter that was trained with it.")
+        return cast(Compressor, WHOLE[name]() if name in WHOLE else FREE[name](tokens))
     if not isinstance(compressor, Compressor):
         raise TypeError(f"a compressor needs `name`, `tokens` and `compress(...)`; got {type(compressor).__name__}.")
     return compressor
@@ -55,14 +78,15 @@ def restored(facts: Mapping[str, Any], weights: Mapping[str, Tensor], hidden_siz
     Raises:
         ValueError: the weights are not those of such a compressor.
     """
-    made = new(f"{facts['name']}:{facts['tokens']}", hidden_size)
-    assert isinstance(made, nn.Module)
-    try:
-        made.load_state_dict({name: value.float() for name, value in weights.items()})
-    except RuntimeError as error:
-        raise ValueError(f"compressor {facts['name']}: {str(error).splitlines()[-1].strip()}") from error
-    made.eval()
+    name = facts["name"]
+    made = new(name if name in WHOLE else f"{name}:{facts['tokens']}", hidden_size)
+    if isinstance(made, nn.Module):
+        try:
+            made.load_state_dict({name: value.float() for name, value in weights.items()})
+        except RuntimeError as error:
+            raise ValueError(f"compressor {name}: {str(error).splitlines()[-1].strip()}") from error
+        made.eval()
     return made
 
 
-__all__ = ["TRAINED", "make", "new", "parse", "restored"]
+__all__ = ["FREE", "TRAINED", "WHOLE", "make", "new", "parse", "restored"]

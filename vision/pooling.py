@@ -1,0 +1,199 @@
+"""Compressors that merge neighbours: means over windows of the grid, and a learned depthwise convolution.
+
+Frames of a clip are merged over time as well. Ragged edges are means of what is there. Where the target's family cannot
+say how its tokens lie (no segments), a row counts as a single line. A merged token stands at the mean position of its
+members, rounded.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+from torch import Tensor, nn
+
+from mmspec.interfaces import Segment, VisualTokens
+
+
+@dataclass(frozen=True)
+class Window:
+    """So many frames, lines and columns become one token."""
+
+    frames: int
+    lines: int
+    columns: int
+
+
+@dataclass(frozen=True)
+class Block:
+    """Visual tokens that lie together: `times` grids of height x width of one row, from `start` on.
+
+    Attributes:
+        width: newline tokens counted.
+    """
+
+    row: int
+    start: int
+    times: int
+    height: int
+    width: int
+
+    def cells(self, window: Window) -> int:
+        """Tokens that are left."""
+        sizes = (self.times, window.frames), (self.height, window.lines), (self.width, window.columns)
+        return math.prod(math.ceil(size / step) for size, step in sizes)
+
+
+def blocks_of(segments: Sequence[Segment], counts: Sequence[int]) -> list[Block]:
+    """Grids of the same size that follow each other in one clip are one block; without segments a row is one line."""
+    if not segments:
+        return [Block(row, 0, 1, 1, count) for row, count in enumerate(counts) if count]
+    found = []
+    ordered = sorted(segments, key=lambda one: (one.row, one.start))
+
+    def same(one: Segment) -> tuple[int, ...]:
+        clip = one.role == "frame"
+        return (one.row, one.source if clip else -1 - one.start, one.height, one.width + int(one.newline))
+
+    for (row, _, height, width), group in groupby(ordered, key=same):
+        frames = list(group)
+        found.append(Block(row, frames[0].start, len(frames), height, width))
+    return found
+
+
+def window_for(blocks: Sequence[Block], budget: int) -> Window:
+    """The smallest window with which every row comes to at most `budget` tokens.
+
+    Squares, and frames as they go: 1 x 1, then two frames, then 2 x 2, and so on; at the end each block is one token.
+    """
+    if not blocks:
+        return Window(1, 1, 1)
+    rows: dict[int, list[Block]] = {}
+    for block in blocks:
+        rows.setdefault(block.row, []).append(block)
+    longest = max(max(block.height, block.width) for block in blocks)
+    times = max(block.times for block in blocks)
+    side, frames = 1, 1
+    while True:
+        window = Window(frames, side, side)
+        if all(sum(block.cells(window) for block in row) <= budget for row in rows.values()):
+            return window
+        if frames >= times and side >= longest:
+            return window  # a token per block is the least there can be
+        if frames < times and frames <= side:
+            frames += 1
+        else:
+            side += 1
+
+
+def cells_of(blocks: Sequence[Block], window: Window, batch: int, count: int) -> tuple[Tensor, list[int]]:
+    """[B, M] int64, which merged token of its row each token belongs to, and how many each row has. -1: none."""
+    cells, made = torch.full((batch, count), -1), [0] * batch
+    for block in blocks:
+        t, y, x = torch.meshgrid(
+            torch.arange(block.times) // window.frames,
+            torch.arange(block.height) // window.lines,
+            torch.arange(block.width) // window.columns,
+            indexing="ij",
+        )
+        down, across = math.ceil(block.height / window.lines), math.ceil(block.width / window.columns)
+        cell = (made[block.row] + (t * down + y) * across + x).flatten()
+        cells[block.row, block.start : block.start + len(cell)] = cell
+        made[block.row] += block.cells(window)
+    return cells, made
+
+
+def merged(visual: VisualTokens, cells: Tensor, made: Sequence[int], weights: Tensor | None = None) -> VisualTokens:
+    """Sums over cells, divided by how much there was to sum.
+
+    Args:
+        cells: [B, M] of `cells_of`. weights: [B, M, D] of each token in its sum; 1 if None.
+    """
+    batch, kept = len(made), max(made, default=0)
+    cells = cells.to(visual.mask.device)
+    place = torch.where((cells >= 0) & visual.mask, cells, kept)
+
+    def summed(part: Tensor) -> Tensor:
+        total = part.new_zeros(batch, kept + 1, part.shape[-1])
+        return total.scatter_add(1, place[..., None].expand(part.shape), part)[:, :kept]
+
+    members = summed(visual.mask[..., None].float()).clamp(min=1)
+    positions = visual.positions.float()
+    axes = positions if positions.dim() == 3 else positions[None]
+    spots = torch.stack([(summed(axis[..., None]) / members)[..., 0] for axis in axes]).round().long()
+
+    def shrunk(part: Tensor) -> Tensor:
+        if weights is None:
+            return summed(part) / members.to(part.dtype)
+        return summed(part * weights.to(part.dtype))
+
+    return VisualTokens(
+        embeddings=shrunk(visual.embeddings),
+        states=shrunk(visual.states),
+        mask=torch.arange(kept, device=place.device) < torch.tensor(made, device=place.device)[:, None],
+        positions=spots if positions.dim() == 3 else spots[0],
+    )
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Means over windows of the grid, as large as the budget asks."""
+
+    tokens: int
+    name: str = "pool"
+
+    def compress(self, visual: VisualTokens, query: Tensor | None, budget: int) -> VisualTokens:
+        """At most `budget` tokens of each row, if that is not less than one per picture."""
+        blocks = blocks_of(visual.segments, visual.mask.sum(1).tolist())
+        window = window_for(blocks, budget)
+        return merged(visual, *cells_of(blocks, window, *visual.mask.shape))
+
+
+class Conv(nn.Module):
+    """A depthwise convolution whose stride is its size, after the mean over time. It begins as the mean.
+
+    The kernel is learned at one size and stretched to the window that the budget asks, so any grid is served.
+    """
+
+    name = "conv"
+    SIZE = 4
+
+    def __init__(self, hidden_size: int, tokens: int) -> None:
+        """
+        Raises:
+            ValueError: fewer than one token.
+        """
+        super().__init__()
+        if tokens < 1:
+            raise ValueError(f"a convolution keeps at least 1 token; got {tokens}.")
+        self.tokens = tokens
+        self.kernel = nn.Parameter(torch.ones(hidden_size, self.SIZE, self.SIZE))
+
+    def compress(self, visual: VisualTokens, query: Tensor | None, budget: int) -> VisualTokens:
+        """As `Pool`, every member weighted by where in its window it lies."""
+        blocks = blocks_of(visual.segments, visual.mask.sum(1).tolist())
+        window = window_for(blocks, budget)
+        cells, made = cells_of(blocks, window, *visual.mask.shape)
+        return merged(visual, cells, made, self._weights(blocks, window, visual, cells))
+
+    def _weights(self, blocks: Sequence[Block], window: Window, visual: VisualTokens, cells: Tensor) -> Tensor:
+        batch, count = visual.mask.shape
+        spot = torch.zeros(batch, count, dtype=torch.long)
+        for block in blocks:
+            _, y, x = torch.meshgrid(
+                *(torch.arange(n) for n in (block.times, block.height, block.width)), indexing="ij"
+            )
+            y = (y % window.lines) * self.SIZE // window.lines
+            x = (x % window.columns) * self.SIZE // window.columns
+            spot[block.row, block.start : block.start + y.numel()] = (y * self.SIZE + x).flatten()
+        weights = self.kernel.flatten(1).t()[spot.to(self.kernel.device)]
+        ones = torch.zeros(batch, max(1, int(cells.max()) + 2) if count else 1)
+        place = torch.where(cells >= 0, cells, ones.shape[1] - 1)
+        members = ones.scatter_add(1, place, torch.ones_like(place, dtype=ones.dtype)).gather(1, place)
+        return weights / members[..., None].to(weights.device)
+
+
+__all__ = ["Block", "Conv", "Pool", "Window", "blocks_of", "cells_of", "merged", "window_for"]
