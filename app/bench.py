@@ -41,7 +41,7 @@ rows
   hf            plain generate of transformers, on a model that was never patched
   hf-again      the same once more: its min and max of "x hf" are the noise band of this machine
   none          our own loop without drafts
-  others        our loop with that drafter
+  others        our loop with that drafter; NAME+COMPRESSOR shows it fewer visual tokens (msd+pool:49)
 
 columns
   x hf, x own   decode speed-up (first token to last) over hf and over our own plain loop; x e2e: the whole call, image
@@ -113,7 +113,8 @@ def numbers(text: str) -> list[int]:
 def run(args: argparse.Namespace) -> int:
     """Carry out the command."""
     for name in args.drafters:
-        check_drafter(name)
+        drafter, _, compressor = name.partition("+")
+        check_drafter(drafter, compressor or None)
     settle(args)
     for file in filter(None, (args.json, args.plot)):
         writable(file)

@@ -70,10 +70,14 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], co
     _add_job(parser)
 
 
+COMPRESSORS = "show the drafter fewer visual tokens: drop, or stride, pool, relevant, salient, diverse with :N"
+
+
 def _add_model(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("model").add_argument
     add("--model", default=DEFAULT, metavar="M", help=MODELS)
     add("--drafter", default="auto", metavar="D", help="source of guesses (default auto; none: no drafts)")
+    add("--compressor", default=None, metavar="C", help=COMPRESSORS)
     add("--dtype", default="auto", choices=DTYPES, help="default auto: the checkpoint's, float32 on a CPU")
     add("--device", default="auto", metavar="DEV", help="default auto: the GPU if there is one")
 
@@ -144,7 +148,7 @@ def run(args: argparse.Namespace) -> int:
     given = {field.name: getattr(args, field.name) for field in fields(JobSettings)}
     settings = JobSettings(**given | {"paths": tuple(args.paths), "stop": tuple(filter(None, args.stop))})
     place = Place.of(os.environ)
-    check_drafter(settings.drafter)
+    check_drafter(settings.drafter, settings.compressor)
     if settings.prompt is not None and not settings.prompt.strip():
         raise UsageError("--prompt must not be empty")
     quiet(settings.progress)
@@ -165,12 +169,19 @@ def output_of(settings: JobSettings, place: Place) -> Output:
     return StreamOutput()
 
 
-def check_drafter(name: str) -> None:
-    """Refuse an unknown drafter before anything is loaded."""
+def check_drafter(name: str, compressor: str | None = None) -> None:
+    """Refuse an unknown drafter or compressor before anything is loaded."""
     from mmspec.drafters.registry import DRAFTERS, known
 
     if not known(name):
         raise UsageError(f"unknown drafter {name!r}; known are {', '.join(DRAFTERS)}, a folder, or a hub id")
+    if compressor is not None:
+        from mmspec.vision.registry import make
+
+        try:
+            make(compressor)
+        except ValueError as error:
+            raise UsageError(str(error)) from error
 
 
 def captioner(settings: JobSettings, place: Place) -> Captioner:
@@ -184,7 +195,7 @@ def captioner(settings: JobSettings, place: Place) -> Captioner:
     if token and token in (settings.prompt or ""):
         raise UsageError(f"--prompt must not contain {token}: the picture is put before it already")
     try:
-        mmspec.patch(model, settings.drafter, processor=processor)
+        mmspec.patch(model, settings.drafter, settings.compressor, processor=processor)
     except (OSError, TypeError, ValueError) as error:
         raise UsageError(f"--model {settings.model}: {one_line(error, 600)}") from error
     return Captioner(model, processor, settings.max_new_tokens, settings.temperature, settings.stop)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mmspec.app.caption import MODELS, captioner, check_drafter, positive, quiet
+from mmspec.app.caption import COMPRESSORS, MODELS, captioner, check_drafter, positive, quiet
 from mmspec.app.cli import Parser
 from mmspec.app.clips import load_shown
 from mmspec.app.errors import UsageError, one_line
@@ -55,6 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("paths", nargs="*", metavar="PATH", help="pictures, videos, folders (default: the examples of the package)")
     add("--model", default=DEFAULT, metavar="M", help=MODELS)
     add("--drafter", default="auto", metavar="D", help="source of guesses (default auto)")
+    add("--compressor", default=None, metavar="C", help=COMPRESSORS)
     add("--max-new-tokens", type=positive, default=160, metavar="N", help="per text (default 160)")
     args = parser.parse_args(argv)
     try:
@@ -68,14 +69,19 @@ def run(args: argparse.Namespace) -> int:
     """Load, warm up, show one example after the other."""
     from mmspec.app.scenes.examples import files
 
-    check_drafter(args.drafter)
+    check_drafter(args.drafter, args.compressor)
     items = collect(args.paths or [str(file) for file in files()], Path())
     shown = [load(item) for item in items]
     if args.model == MODEL and args.paths:
         advise(shown[0], items[0].file_name)
     quiet(None)
     settings = JobSettings(
-        tuple(args.paths), args.model, drafter=args.drafter, max_new_tokens=args.max_new_tokens, batch_size=1
+        tuple(args.paths),
+        args.model,
+        drafter=args.drafter,
+        compressor=args.compressor,
+        max_new_tokens=args.max_new_tokens,
+        batch_size=1,
     )
     print(f"Loading the model {args.model!r} ...", flush=True)
     maker = captioner(settings, Place())

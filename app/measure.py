@@ -99,6 +99,7 @@ def systems(model: Any, drafters: Sequence[str], processor: Any, ends: bool = Fa
     """Plain twice (the second is the noise band), our loop without drafts, then each drafter.
 
     Args:
+        drafters: names or folders; after a `+` a compressor (`msd+pool:49`).
         ends: rows end where the model ends them.
     """
 
@@ -108,7 +109,8 @@ def systems(model: Any, drafters: Sequence[str], processor: Any, ends: bool = Fa
     plain = copied()
     made = [System(PLAIN, plain), System(AGAIN, plain)]
     for name in dict.fromkeys((OWN, *drafters)):
-        made.append(System(name, mmspec.patch(copied(), name, processor=processor)))
+        drafter, _, compressor = name.partition("+")
+        made.append(System(name, mmspec.patch(copied(), drafter, compressor or None, processor=processor)))
     return made
 
 

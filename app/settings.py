@@ -36,6 +36,7 @@ class JobSettings:
     model: str = DEFAULT
     out: str = "-"
     drafter: str = "auto"
+    compressor: str | None = None
     prompt: str | None = None
     frames: int = FRAMES
     batch_size: int = 8
@@ -54,7 +55,9 @@ class JobSettings:
     progress: bool | None = None
 
     def fingerprint(self, world: int) -> dict[str, Any]:
-        """What decides the captions: a job is resumed only with the same. Drafter and device cannot change a caption.
+        """What decides the captions: a job is resumed only with the same.
+
+        Drafter, compressor and device cannot change a caption.
 
         When sampling, the words of a picture also depend on which others share its batch.
         """
