@@ -234,9 +234,13 @@ class VisualTokens:
 class Compressor(Protocol):
     """Shows a drafter fewer visual tokens. The target never sees its output, so the text cannot change."""
 
-    name: str
-    tokens: int
-    """How many a row is worth to it: the budget that it is given."""
+    @property
+    def name(self) -> str:
+        """What it is called."""
+
+    @property
+    def tokens(self) -> int:
+        """How many a row is worth to it: the budget that it is given."""
 
     def compress(self, visual: VisualTokens, query: Tensor | None, budget: int) -> VisualTokens:
         """At most `budget` tokens per row; `query` [B, D] is the prompt's last state, or None. The same operator acts

@@ -24,6 +24,7 @@ from mmspec.drafters.training import Plan, Training
 from mmspec.drafters.training_losses import Pupil, Weights, When, losses, rows_of
 from mmspec.drafters.vispec import VispecDrafter, VispecHead
 from mmspec.interfaces import Compressor, Segment, VisualTokens
+from mmspec.vision.elastic import Elastic
 from mmspec.vision.latent import LatentCompressor
 from mmspec.vision.pooling import Conv, Pool, Window, blocks_of, window_for
 from mmspec.vision.registry import make, new, parse, restored
@@ -278,6 +279,53 @@ def test_a_resampler_begins_as_a_mean_of_views(counts: list[int], count: int) ->
                 views = [shares[h] @ (rows @ made.values.weight[4 * h : 4 * h + 4].t()) for h in range(2)]
                 added = later.out.weight @ torch.cat(views)
                 assert torch.allclose(getattr(more, name)[row, slot], plain + added, atol=1e-4)
+
+
+def elastic(tokens: int = 8) -> Elastic:
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(7)
+        return Elastic(8, tokens)
+
+
+@pytest.mark.parametrize("counts", [[12, 12], [12, 5, 0]])
+def test_elastic_is_the_way_that_the_gate_picks(counts: list[int]) -> None:
+    """Every way for every row: what comes out is what that way makes of that row."""
+    made, visual = elastic().eval(), tokens_of(counts)
+    query = torch.randn(len(counts), 8, generator=torch.Generator().manual_seed(8))
+    for number in range(len(made.ways)):
+        sight = torch.nn.functional.layer_norm(query, (8,))
+        made.gate.weight.data.zero_()
+        made.gate.bias.data.zero_()
+        made.gate.weight.data[number, :8] = 50 * sight[0]  # the first row picks it; the others what they may
+        few = made.compress(visual, query, 8)
+        assert made.chosen is not None and made.chosen[0] == made.labels()[number]
+        for row, label in enumerate(made.chosen):
+            way = made.ways[made.labels().index(label)]
+            alone = way.compress(visual, query, way.tokens)
+            mine, theirs = few.mask[row], alone.mask[row]
+            assert int(mine.sum()) == int(theirs.sum()) <= 8, label
+            assert torch.allclose(few.embeddings[row][mine], alone.embeddings[row][theirs])
+            assert torch.allclose(few.states[row][mine], alone.states[row][theirs])
+            assert torch.equal(few.positions[row][mine], alone.positions[row][theirs])
+
+
+def test_elastic_learns_its_gate() -> None:
+    """A loss that wants much of what is shown moves the gate towards the way that shows the most."""
+    made, visual = elastic().train(), tokens_of([12, 12])
+    visual, query = replace(visual, embeddings=visual.embeddings.abs()), torch.ones(2, 8)
+    optimiser, before = torch.optim.Adam(made.gate.parameters(), 0.1), made.gate.bias.detach().clone()
+    torch.manual_seed(0)
+    for _ in range(30):
+        few = made.compress(visual, query, 8)
+        loss = -few.embeddings.sum()
+        optimiser.zero_grad()
+        if loss.requires_grad:
+            loss.backward()
+        optimiser.step()
+    made.eval().compress(visual, query, 8)
+    assert not torch.equal(made.gate.bias, before) and made.chosen == ["pool:8", "pool:8"]
+    with pytest.raises(ValueError, match="needs the question's last state"):
+        made.compress(visual, None, 8)
 
 
 # --- what a drafter makes of them -------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from mmspec.interfaces import Compressor
 from mmspec.vision import picking
+from mmspec.vision.elastic import Elastic
 from mmspec.vision.latent import LatentCompressor
 from mmspec.vision.pooling import Conv, Pool
 from mmspec.vision.resampler import Resampler
@@ -26,6 +27,7 @@ FREE: dict[str, Callable[[int], object]] = {
 """Those without weights."""
 TRAINED: dict[str, Callable[[int, int], nn.Module]] = {
     "conv": Conv,
+    "elastic": Elastic,
     "latent": LatentCompressor,
     "resampler": Resampler,
 }

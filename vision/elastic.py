@@ -1,0 +1,139 @@
+"""SpecVLM's elastic compressor (arXiv 2509.11815, section 3.2): per prompt, a light gate picks one of several ways.
+
+The gate reads the prompt's last state and how many visual tokens there are. Training draws its choice with Gumbel noise
+and lets gradients through the chosen share; in use the likeliest is taken, and only what some row chose is computed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from mmspec.interfaces import Compressor, VisualTokens
+from mmspec.vision.picking import take
+
+SHARES = (1.0, 0.25, 1 / 16)
+"""What of the budget the ways keep that differ in how much."""
+
+
+class Elastic(nn.Module):
+    """Chooses among ways for each row.
+
+    Attributes:
+        chosen: after a call, the way of each row by name, on the host; None before.
+    """
+
+    name = "elastic"
+
+    def __init__(self, hidden_size: int, tokens: int, ways: Sequence[Compressor] = ()) -> None:
+        """
+        Args:
+            ways: what is chosen among; by default nothing, pooling to several sizes, every n-th token, and a resampler.
+
+        Raises:
+            ValueError: fewer than one token.
+        """
+        super().__init__()
+        if tokens < 1:
+            raise ValueError(f"an elastic compressor keeps at least 1 token; got {tokens}.")
+        self.tokens = tokens
+        self.ways: list[Compressor] = list(ways) or _ways(hidden_size, tokens)
+        # Registered besides, since a list of protocols is no ModuleList.
+        self.learned = nn.ModuleList([way for way in self.ways if isinstance(way, nn.Module)])
+        self.gate = nn.Linear(hidden_size + 1, len(self.ways))
+        nn.init.zeros_(self.gate.weight)
+        nn.init.zeros_(self.gate.bias)
+        self.chosen: list[str] | None = None
+
+    def labels(self) -> list[str]:
+        """The ways by name, with what each keeps."""
+        return [way.name if way.tokens in (0, 1 << 30) else f"{way.name}:{way.tokens}" for way in self.ways]
+
+    def compress(self, visual: VisualTokens, query: Tensor | None, budget: int) -> VisualTokens:
+        """Each row by the way that its gate picks, with at most `budget` tokens.
+
+        Raises:
+            ValueError: there is no question.
+        """
+        if query is None:
+            raise ValueError("an elastic compressor needs the question's last state (query); got None.")
+        logits = self.gate(_sight(visual, query))
+        shares = functional.gumbel_softmax(logits, hard=True) if self.training else _hard(logits)
+        picked = shares.argmax(1)
+        names = picked.tolist()  # once per prompt, not per round
+        self.chosen = [self.labels()[way] for way in names]
+        # In training the ways that were not chosen tell the gate what they would have given.
+        wanted = range(len(self.ways)) if self.training else sorted(set(names))
+        few = {n: self.ways[n].compress(visual, query, min(budget, self.ways[n].tokens)) for n in wanted}
+        return self._joined(visual, few, names, shares)
+
+    def _joined(
+        self, visual: VisualTokens, few: dict[int, VisualTokens], names: Sequence[int], shares: Tensor
+    ) -> VisualTokens:
+        """Rows of several lengths as one batch; gradients reach the gate through the shares, of which one is 1."""
+        longest = max(part.mask.shape[1] for part in few.values())
+        device = visual.mask.device
+        rows = torch.tensor(names, device=device)
+        out: VisualTokens | None = None
+        for number, part in few.items():
+            part = _padded(part, longest)
+            scale = shares[:, number, None, None].to(part.embeddings.dtype) * part.mask[..., None]
+            part = VisualTokens(part.embeddings * scale, part.states * scale, part.mask, part.positions)
+            out = part if out is None else _plus(rows == number, part, out)
+        assert out is not None
+        return out
+
+
+def _ways(hidden_size: int, tokens: int) -> list[Compressor]:
+    from mmspec.vision.picking import Drop, Stride
+    from mmspec.vision.pooling import Pool
+    from mmspec.vision.resampler import Resampler
+
+    sizes = sorted({max(1, round(tokens * share)) for share in SHARES}, reverse=True)
+    resampler: Compressor = Resampler(hidden_size, min(2, tokens))
+    return [Drop(), *(Pool(size) for size in sizes), Stride(max(1, tokens // 4)), resampler]
+
+
+def _sight(visual: VisualTokens, query: Tensor) -> Tensor:
+    """[B, D + 1] what the gate reads: the question's last state, normed, and the log of the number of tokens."""
+    count = visual.mask.sum(1, keepdim=True).float()
+    state = functional.layer_norm(query.float(), query.shape[-1:])
+    return torch.cat([state, (1 + count).log() / math.log(1000)], dim=1)
+
+
+def _hard(logits: Tensor) -> Tensor:
+    return functional.one_hot(logits.argmax(1), logits.shape[1]).float()
+
+
+def _padded(part: VisualTokens, length: int) -> VisualTokens:
+    """The same with more places, at which nothing stands."""
+    missing = length - part.mask.shape[1]
+    if not missing:
+        return part
+    if not part.mask.shape[1]:
+        blank = (len(part.mask), length)
+        embeddings = part.embeddings.new_zeros(*blank, part.embeddings.shape[-1])
+        axes = part.positions.shape[:-1]
+        return VisualTokens(embeddings, embeddings, part.mask.new_zeros(blank), part.positions.new_zeros(*axes, length))
+    index = torch.arange(length, device=part.mask.device).clamp(max=part.mask.shape[1] - 1)
+    more = take(part, index.expand(len(part.mask), -1), part.mask[:, index])
+    return VisualTokens(
+        more.embeddings, more.states, more.mask & (torch.arange(length, device=index.device) == index), more.positions
+    )
+
+
+def _plus(rows: Tensor, one: VisualTokens, other: VisualTokens) -> VisualTokens:
+    """The sum; what stands where, in the rows [B] as in one, in the rest as in another."""
+    return VisualTokens(
+        one.embeddings + other.embeddings,
+        one.states + other.states,
+        torch.where(rows[:, None], one.mask, other.mask),
+        torch.where(rows[:, None], one.positions, other.positions),
+    )
+
+
+__all__ = ["Elastic"]
