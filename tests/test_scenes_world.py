@@ -258,3 +258,43 @@ def test_the_world_is_what_it_was() -> None:
 
 WORLD = "65f282b7618dcf14b34b2ef45f38a1c72589f6cc0ea3ae2100901be5587d71ae"
 """To be frozen with the shipped weights: a new world needs new ones."""
+
+
+def test_drills_ask_much_and_never_what_could_be_copied() -> None:
+    asked: Counter[str] = Counter()
+    for seed in SEEDS:
+        made = scene(seed)
+        turns = grammar.drill(made, random.Random(seed), 10)
+        assert 2 <= len(turns) <= 10 and len({turn.answer for turn in turns}) == len(turns)
+        asked.update(turn.task for turn in turns)
+    assert set(asked) == set(grammar.DRILLS) and asked["where"] > asked["background"]
+
+
+def test_what_clips_are_asked_is_true() -> None:
+    seen_tasks: Counter[str] = Counter()
+    for seed in SEEDS:
+        made = clip(seed)
+        for turn in grammar.clip_drills(made, random.Random(seed)):
+            seen_tasks[turn.task] += 1
+            words, number = turn.question.rstrip("?").split(), turn.question.rstrip("?").split()[-1]
+            if turn.task == "pictures":
+                assert f" {grammar.NUMBERS[len(made.frames)]} " in turn.answer
+            elif turn.task == "way":
+                assert turn.answer == "It does not move." or f" {made.event.way}." in turn.answer
+                assert (made.event.what == "moves") == (turn.answer != "It does not move.")
+            else:
+                here = [t for t in made.frames[int(number) - 1].things if t.kind == made.hero.kind]
+                if words[0] == "Is":
+                    assert turn.answer.startswith("Yes" if here else "No")
+                else:
+                    assert evaluate.spot_in(turn.answer) == here[0].place
+    assert set(seen_tasks) == {"pictures", "way", "when"} and seen_tasks["when"] > 600
+
+
+def test_signs_and_moves_are_practised_more_than_they_come() -> None:
+    tokenizer = train_tokenizer(corpus(200))
+    data = Talking(tokenizer, 0, 400, clips=0.0)
+    signs = sum(bool((data[n].patches[0].kind == SIGN).any()) for n in range(0, 160, 4))
+    assert signs > 40 * 0.25
+    with pytest.raises(ValueError, match="training seeds end before"):
+        Talking(tokenizer, HELD_OUT - 30_000_000, 10)

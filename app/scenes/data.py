@@ -7,7 +7,7 @@ knows neither the model nor the loop.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -164,8 +164,9 @@ class Talking(Dataset[Sample]):
         Args:
             group: samples that are of one sort. clips: share of the groups that are clips.
         """
-        if first + count > HELD_OUT:
-            raise ValueError(f"training seeds end before {HELD_OUT}; asked for {first} to {first + count}")
+        last = first + count + 3 * FURTHER
+        if last > HELD_OUT:
+            raise ValueError(f"training seeds end before {HELD_OUT}; asked for {first} to {last}")
         self.tokenizer, self.first, self.count, self.group, self.clips = tokenizer, first, count, group, clips
 
     def __len__(self) -> int:
@@ -175,27 +176,43 @@ class Talking(Dataset[Sample]):
         seed = self.first + number
         dice, together = random.Random(f"talk {seed}"), random.Random(f"group {seed // self.group}")
         if together.random() < self.clips:
-            return self._clip(seed, dice, together.choice((4, 4, 4, 5, 6, 8)))
+            return self._clip(seed, dice, together.choice((4, 4, 4, 4, 4, 4, 4, 5, 6, 8)))  # long ones are dear
         made = scene(seed)
+        if made.sign is None and dice.random() < 0.3:  # reading is learned slowly
+            made = _first(scene, seed, lambda other: other.sign is not None)
         image, patches = seen(made)
         turns = turns_of(made, dice)
         ids, labels = encode(self.tokenizer, turns)
         return Sample(ids, labels, pixels(image)[None], [patches])
 
     def _clip(self, seed: int, dice: random.Random, frames: int) -> Sample:
-        made = clip(seed, frames)
+        made = _first(lambda n: clip(n, frames), seed, lambda other: other.event.what == "moves" or dice.random() < 0.3)
         looks = [seen(frame) for frame in made.frames]
-        ids, labels = encode(self.tokenizer, [grammar.clip_turn(made, dice)], pictures=len(looks))
+        turns = [grammar.clip_turn(made, dice), *grammar.clip_drills(made, dice)[:6]]
+        dice.shuffle(turns)
+        ids, labels = encode(self.tokenizer, turns, pictures=len(looks))
         return Sample(ids, labels, torch.stack([pixels(image) for image, _ in looks]), [seen_ for _, seen_ in looks])
 
 
+FURTHER = 10_000_000
+"""From a seed to the next one that may stand in for it."""
+
+
+def _first(make: Callable[[int], Any], seed: int, wanted: Callable[[Any], bool]) -> Any:
+    """What a seed gives, or one of three others in its place, whichever is wanted first; else the last."""
+    for number in range(4):
+        made = make(seed + number * FURTHER)
+        if wanted(made):
+            break
+    return made
+
+
 def turns_of(made: Scene, dice: random.Random) -> list[grammar.Turn]:
-    """A chat of a few turns; half of them have a long description somewhere."""
-    rest = [name for name in grammar.TASKS if name != "describe"]
-    turns = grammar.chat(made, dice, 7, rest)
-    if dice.random() < 0.6:
-        turns = [*turns[:3], grammar.describe(made, dice)]
-        dice.shuffle(turns)
+    """Many short questions, or fewer and a long description somewhere among them."""
+    if dice.random() < 0.5:
+        return grammar.drill(made, dice, 10)
+    turns = grammar.drill(made, dice, 4)
+    turns.insert(dice.randint(0, len(turns)), grammar.describe(made, dice))
     return turns
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from mmspec.app.scenes.kinds import KINDS, Kind
-from mmspec.app.scenes.world import PLACES, SIZES, Clip, Scene, Thing, direction
+from mmspec.app.scenes.world import MARGIN, PLACES, SIDE, SIZES, Clip, Scene, Thing, direction
 
 NUMBERS = ("no", "one", "two", "three", "four", "five", "six")
 
@@ -347,6 +347,62 @@ def clip_turn(clip: Clip, dice: random.Random) -> Turn:
     else:
         text = f"{what_happens} on a {base} background{rest}"
     return Turn("clip", question, capital(text) + ".")
+
+
+def clip_drills(clip: Clip, dice: random.Random) -> list[Turn]:
+    """Short questions about one picture of a clip, or about the way of its main thing; for training."""
+    name, a, frames = KINDS[clip.hero.kind].name, KINDS[clip.hero.kind].a, len(clip.frames)
+    turns = []
+    if frames < len(NUMBERS):
+        turns.append(Turn("pictures", "How many pictures are there?", f"There are {NUMBERS[frames]} pictures."))
+    if clip.event.what == "moves":
+        way = f"to the {clip.event.way}" if clip.event.way in ("left", "right") else clip.event.way
+        turns.append(Turn("way", f"Which way does the {name} move?", f"It moves {way}."))
+    else:
+        turns.append(Turn("way", f"Which way does the {name} move?", "It does not move."))
+    for number, frame in enumerate(clip.frames, 1):
+        here = [thing for thing in frame.things if thing.kind == clip.hero.kind]
+        if not here:
+            turns.append(Turn("when", f"Is there {a} in picture {number}?", f"No, there is no {name}."))
+        else:
+            turns.append(Turn("when", f"Is there {a} in picture {number}?", f"Yes, there is {a}."))
+            if all(abs(v - border) >= MARGIN for v in (here[0].x, here[0].y) for border in (SIDE // 3, 2 * SIDE // 3)):
+                asked = f"Where is the {name} in picture {number}?"
+                turns.append(Turn("when", asked, f"It is {where(here[0].place)}."))
+    dice.shuffle(turns)
+    return turns
+
+
+def drill(scene: Scene, dice: random.Random, turns: int) -> list[Turn]:
+    """Many short questions about one scene, those that are hard to learn more often; for training."""
+    names, weights = tuple(DRILLS), tuple(DRILLS.values())
+    made: list[Turn] = []
+    said: set[str] = set()
+    for _ in range(4 * turns):
+        if len(made) == turns:
+            break
+        task = dice.choices(names, weights)[0]
+        if task == "read" and scene.sign is None and dice.random() < 0.8:
+            continue
+        turn = TASKS[task](scene, dice)
+        if turn is not None and turn.answer not in said:  # else it could be copied
+            made.append(turn)
+            said.add(turn.answer)
+    return made
+
+
+DRILLS = {
+    "where": 4,
+    "yesno": 5,
+    "count": 3,
+    "relation": 3,
+    "read": 4,
+    "bigger": 2,
+    "what": 1,
+    "background": 1,
+    "short": 1,
+}
+"""How often each task is drawn."""
 
 
 def chat(scene: Scene, dice: random.Random, turns: int, tasks: Sequence[str] | None = None) -> list[Turn]:

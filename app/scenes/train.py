@@ -73,8 +73,8 @@ class Stage:
 
 STAGES = (
     Stage("see", 5000, 32, 1e-3, first=0, eyes=1.0),
-    Stage("talk", 1800, 16, 1e-3, first=1_000_000, last=0.5, layers=5),
-    Stage("settle", 1000, 16, 4e-4, first=3_000_000, eyes=0.03, named=0.1),
+    Stage("talk", 2400, 16, 1e-3, first=1_000_000, last=0.5, layers=5),
+    Stage("settle", 700, 16, 4e-4, first=3_000_000, eyes=0.03, named=0.1),
 )
 
 
