@@ -19,7 +19,7 @@ def load_clip(path: Path, frames: int = FRAMES, max_pixels: int = MAX_PIXELS) ->
 
     check_file(path)
     try:
-        images = read_frames(path, Uniform(frames)).images
+        read = read_frames(path, Uniform(frames))
     except ImportError as error:
         raise ImageError("NoVideoReader", one_line(error)) from error
     except MemoryError as error:
@@ -27,9 +27,8 @@ def load_clip(path: Path, frames: int = FRAMES, max_pixels: int = MAX_PIXELS) ->
     except Exception as error:
         told = one_line(error, 600).removeprefix(f"{path}: ").replace(str(path), path.name)
         raise ImageError("BrokenVideo", told) from error
-    for image in images[:1]:
-        check_size(image.width, image.height, max_pixels)
-    return tuple(images)
+    check_size(read.metadata.width, read.metadata.height, max_pixels)  # large ones are read at a smaller size
+    return tuple(read.images)
 
 
 def load_shown(path: Path, frames: int = FRAMES, max_pixels: int = MAX_PIXELS) -> Shown:

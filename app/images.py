@@ -1,10 +1,11 @@
-"""Image files to RGB pictures: any mode, first frame, upright, within limits; decoded ahead by threads.
+"""Pictures from files, bytes, Pillow and arrays to RGB: any mode, first frame, upright, within limits; decoded ahead.
 
-Whatever is wrong with a file becomes an `ImageError` with one line of text. Knows nothing of models or captions.
+Whatever is wrong with one becomes an `ImageError` with one line of text. Knows nothing of models or captions.
 """
 
 from __future__ import annotations
 
+import io
 import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -25,6 +26,8 @@ SUFFIXES = frozenset(_SUFFIXES.split())
 
 Shown = Image.Image | Sequence[Image.Image]
 """What goes with one prompt: a picture, or the frames of a clip, which a model is given as so many pictures."""
+Source = Path | str | bytes | Image.Image | np.ndarray
+"""What a picture may come as: a file by its path, what is in one, an image of Pillow's, an array (`from_array`)."""
 Key = TypeVar("Key")
 Value = TypeVar("Value")
 
@@ -50,14 +53,19 @@ def pixel_limit(max_pixels: int) -> Iterator[None]:
             Image.MAX_IMAGE_PIXELS = before
 
 
-def load_image(path: Path, max_pixels: int = MAX_PIXELS) -> Image.Image:
-    """The picture in `path` as RGB, upright (EXIF), transparency on white; the first frame of an animation."""
-    check_file(path)
+def load_image(source: Source, max_pixels: int = MAX_PIXELS) -> Image.Image:
+    """A picture as RGB, upright (EXIF), transparency on white; the first one of an animated file.
+
+    Raises:
+        ImageError: whatever is wrong with it.
+    """
     try:
-        with Image.open(path) as image:
-            check_size(image.width, image.height, max_pixels)
-            image.load()
-            return to_rgb(ImageOps.exif_transpose(image))
+        if isinstance(source, np.ndarray):
+            return from_array(source, max_pixels)
+        if isinstance(source, Image.Image):
+            return _ready(source, max_pixels)
+        with Image.open(_file(source)) as image:
+            return _ready(image, max_pixels)
     except ImageError:
         raise
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
@@ -68,6 +76,49 @@ def load_image(path: Path, max_pixels: int = MAX_PIXELS) -> Image.Image:
         raise ImageError("OutOfMemory", "not enough memory to decode it") from error
     except Exception as error:  # decoders raise anything from OSError to SyntaxError and struct.error on broken files
         raise ImageError("BrokenImage", f"cannot be decoded: {one_line(error)}") from error
+
+
+def _file(source: object) -> Path | io.BytesIO:
+    """What Pillow opens."""
+    if isinstance(source, (bytes, bytearray, memoryview)):
+        if not len(source):
+            raise ImageError("Empty", "empty (0 bytes)")
+        return io.BytesIO(source)
+    if not isinstance(source, (str, Path)):
+        kind = type(source).__name__
+        raise ImageError("NotAnImage", f"a picture is a path, bytes, an image of Pillow's or an array; got {kind}")
+    check_file(Path(source))
+    return Path(source)
+
+
+def _ready(image: Image.Image, max_pixels: int) -> Image.Image:
+    check_size(image.width, image.height, max_pixels)
+    image.load()
+    try:
+        upright = ImageOps.exif_transpose(image)
+    except Exception:  # what cannot be read of the EXIF data says nothing; the picture is there all the same
+        upright = image
+    return to_rgb(upright)
+
+
+def from_array(values: np.ndarray, max_pixels: int = MAX_PIXELS) -> Image.Image:
+    """An array of [height, width], or [height, width, 1, 3 or 4] (grey, RGB, RGBA), as RGB.
+
+    Bytes are taken as they are, truth values are black and white; anything else is scaled as `to_rgb` does.
+    """
+    if values.ndim == 3 and values.shape[2] == 1:
+        values = values[:, :, 0]
+    if values.ndim not in (2, 3) or (values.ndim == 3 and values.shape[2] not in (3, 4)):
+        what = "an array is [height, width], or [height, width, 3 or 4], colours last"
+        raise ImageError("NotAnImage", f"{what}; got {list(values.shape)}")
+    if values.dtype.kind not in "buif":
+        raise ImageError("NotAnImage", f"an array holds numbers; got dtype {values.dtype}")
+    check_size(values.shape[1], values.shape[0], max_pixels)
+    if values.dtype == np.bool_:
+        values = values.astype(np.uint8) * 255
+    elif values.dtype != np.uint8:
+        values = _eight_bits(values)
+    return to_rgb(Image.fromarray(np.ascontiguousarray(values)))
 
 
 def check_file(path: Path) -> None:
@@ -86,7 +137,9 @@ def check_file(path: Path) -> None:
 
 
 def check_size(width: int, height: int, max_pixels: int) -> None:
-    """Refuse what is too large, or absurdly long."""
+    """Refuse what is too large, or absurdly long, or nothing at all."""
+    if width < 1 or height < 1:
+        raise ImageError("Empty", f"{width} x {height} pixels, nothing to see")
     if width * height > max_pixels:
         raise ImageError(
             "TooLarge", f"{width} x {height} is more than {max_pixels} pixels; raise --max-pixels if you trust it"
@@ -103,7 +156,7 @@ def pictures(shown: Shown) -> Sequence[Image.Image]:
 def to_rgb(image: Image.Image) -> Image.Image:
     """RGB in 8 bits. 16-bit and float greys are scaled (Pillow would clip them), transparency goes on white."""
     if image.mode.startswith("I") or image.mode == "F":
-        return _scaled(np.asarray(image))
+        return Image.fromarray(_eight_bits(np.asarray(image))).convert("RGB")
     if image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
         rgba = image.convert("RGBA")
         white = Image.new("RGBA", rgba.size, (255, 255, 255, 255))
@@ -113,16 +166,17 @@ def to_rgb(image: Image.Image) -> Image.Image:
     return image.convert("RGB")
 
 
-def _scaled(values: np.ndarray) -> Image.Image:
-    """Greys of more than 8 bits: full scale is 255, 65535 or, beyond these and for floats outside 0..1, the largest."""
-    grey = np.nan_to_num(values.astype(np.float64))
-    low, high = min(0.0, float(grey.min())), float(grey.max())
+def _eight_bits(values: np.ndarray) -> np.ndarray:
+    """Numbers of other kinds: full scale is 255, 65535 or, beyond these and for floats outside 0..1, the largest."""
+    exact = values.astype(np.float64)
+    finite = exact[np.isfinite(exact)]
+    low, high = min(0.0, float(finite.min(initial=0.0))), float(finite.max(initial=0.0))
+    exact = np.nan_to_num(exact, posinf=high, neginf=low)
     if values.dtype.kind == "f":
         top = 1.0 if high <= 1 else max(255.0, high)
     else:
         top = 65535.0 if values.dtype.itemsize == 2 or 255 < high <= 65535 else max(255.0, high)
-    grey8 = np.clip((grey - low) * (255.0 / (top - low)), 0, 255).round().astype(np.uint8)
-    return Image.fromarray(grey8).convert("RGB")
+    return np.clip((exact - low) * (255.0 / (top - low)), 0, 255).round().astype(np.uint8)
 
 
 def _from_lab(image: Image.Image) -> Image.Image:
@@ -165,9 +219,11 @@ __all__ = [
     "SUFFIXES",
     "ImageError",
     "Shown",
+    "Source",
     "check_file",
     "check_size",
     "decode_ahead",
+    "from_array",
     "load_image",
     "pictures",
     "pixel_limit",

@@ -251,7 +251,15 @@ class FrameSampler(Protocol):
     """Video in, frames out. Runs before target and drafter, so that the baseline sees the same frames."""
 
     def sample(self, total: int, fps: float) -> list[int]:
-        """Indices of the frames to read, rising, out of `total` frames at `fps` frames a second."""
+        """Indices of the frames to read, rising, out of `total` frames at `fps` frames a second (0 if unknown)."""
+
+
+@runtime_checkable
+class LookingSampler(FrameSampler, Protocol):
+    """A sampler that looks before it chooses: `sample` says at which frames. The video is decoded twice for it."""
+
+    def choose(self, chosen: list[int], thumbnails: Tensor) -> list[int]:
+        """Those of `chosen` that are to be read, rising. `thumbnails`: [n, height, width, 3] uint8, what they show."""
 
 
 __all__ = [
@@ -259,6 +267,7 @@ __all__ = [
     "Drafter",
     "Facts",
     "FrameSampler",
+    "LookingSampler",
     "Needs",
     "Prompt",
     "Segment",

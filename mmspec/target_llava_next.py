@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
+from transformers.models.llava_next.modeling_llava_next import get_anyres_image_grid_shape, unpad_image
 
 from mmspec.interfaces import Segment
 from mmspec.target_hf import Family
 
+Grid = tuple[int, int]
 
-def tiles(segments: list[Segment], row: int, start: int, base: int, length: int, source: int, size: Any) -> bool:
+
+def tiles(
+    segments: list[Segment], row: int, start: int, base: int, length: int, source: int, grid: Grid | None
+) -> bool:
     """Add the segments of one any-resolution picture of `length` tokens. False if the numbers do not fit.
 
     Args:
-        base: edge of the base grid. size: (height, width) of the original picture in pixels, or None.
+        base: edge of the base grid. grid: (height, width) of the tiles without their padding, if known.
     """
     segments.append(Segment(row, start, base, base, source))
     rest = length - base * base
@@ -24,14 +30,38 @@ def tiles(segments: list[Segment], row: int, start: int, base: int, length: int,
     if rest == 1:
         segments.append(Segment(row, start + base * base, 1, 1, source, role="newline"))
         return True
-    # Unpadding keeps the picture's proportions: of all grids with a newline per line, the one that fits them best.
-    wanted = float(size[0]) / float(size[1]) if size is not None else 1.0
-    grids = [(height, rest // height - 1) for height in range(1, rest // 2 + 1) if rest % height == 0]
-    if not grids:
-        return False
-    height, width = min(grids, key=lambda grid: abs(grid[0] / grid[1] - wanted))
+    if grid is None or grid[0] * (grid[1] + 1) != rest:
+        # Made smaller (OneVision), or of unknown size: of all grids with a newline per line, the one most like it.
+        wanted = grid[0] / grid[1] if grid is not None else 1.0
+        grids = [(height, rest // height - 1) for height in range(1, rest // 2 + 1) if rest % height == 0]
+        if not grids:
+            return False
+        grid = min(grids, key=lambda one: abs(one[0] / one[1] - wanted))
+    height, width = grid
     segments.append(Segment(row, start + base * base, height, width, source, role="tiles", newline=True))
     return True
+
+
+def clips(
+    runs: Sequence[tuple[int, int, int]], pixels: Any, frame: int, end: int = 0
+) -> list[tuple[int, int, int]] | None:
+    """(row, start, frames) of each clip, or None if the numbers do not fit.
+
+    Clips may stand side by side if their pixels are known; without them each run is one clip.
+
+    Args:
+        runs: (row, start, length) of the runs of placeholders. pixels: [clips, frames, 3, height, width] or None.
+        frame: tokens of a frame. end: tokens that follow the last frame of a clip.
+    """
+    known = isinstance(pixels, Tensor) and pixels.dim() == 5
+    found: list[tuple[int, int, int]] = []
+    for row, start, length in runs:
+        frames = int(pixels.shape[1]) if known else (length - end) // max(1, frame)
+        each = frames * frame + end
+        if frames < 1 or frame < 1 or length % each or not (known or length == each):
+            return None
+        found += [(row, begin, frames) for begin in range(start, start + length, each)]
+    return None if known and len(found) != pixels.shape[0] else found
 
 
 class LlavaNext(Family):
@@ -54,7 +84,16 @@ class LlavaNext(Family):
             return None
         found: list[Segment] = []
         for source, (row, start, length) in enumerate(runs):
-            size = None if sizes is None else sizes[source]
-            if length < base * base or not tiles(found, row, start, base, length, source, size):
+            grid = None if sizes is None else self.unpadded(sizes[source])
+            if length < base * base or not tiles(found, row, start, base, length, source, grid):
                 return None
         return found
+
+    def unpadded(self, size: Any) -> Grid:
+        """(height, width) of the tiles' grid of a picture of `size` pixels, by transformers' own arithmetic."""
+        config = self.model.config
+        edge, patch = config.vision_config.image_size, config.vision_config.patch_size
+        high, wide = get_anyres_image_grid_shape(size, config.image_grid_pinpoints, edge)
+        canvas = torch.empty(1, high * (edge // patch), wide * (edge // patch), device="meta")
+        _, height, width = unpad_image(canvas, size).shape
+        return height, width

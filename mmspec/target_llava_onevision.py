@@ -8,31 +8,27 @@ from typing import Any
 from torch import Tensor
 
 from mmspec.interfaces import Segment
-from mmspec.target_llava_next import LlavaNext
+from mmspec.target_llava_next import LlavaNext, clips
 
 
 class LlavaOnevision(LlavaNext):
     """`LlavaOnevisionForConditionalGeneration`."""
 
     model_type = "llava_onevision"
-    vision_args = ("image_sizes", "image_sizes_videos", "batch_num_images")
+    vision_args = ("image_sizes", "image_sizes_videos", "batch_num_images", "pixel_values_videos")
 
     def segments(self, input_ids: Tensor, vision: Mapping[str, Any]) -> tuple[Segment, ...]:
         """Base and tile grids of pictures, one grid per frame and a newline token for clips."""
-        found = self.pictures(input_ids, vision)
-        if found is None:
-            return ()
-        config = self.model.config
-        first = 1 + max((segment.source for segment in found), default=-1)
+        found, config = self.pictures(input_ids, vision), self.model.config
         base = config.vision_config.image_size // config.vision_config.patch_size
-        pooled = -(-base // 2)
-        for clip, (row, start, length) in enumerate(self.runs(input_ids, config.video_token_id)):
-            frames, rest = divmod(length - 1, pooled * pooled)
-            if rest:
-                return ()
-            source = first + clip
-            for time in range(frames):
-                place = start + time * pooled * pooled
-                found.append(Segment(row, place, pooled, pooled, source, role="frame", time=time))
-            found.append(Segment(row, start + length - 1, 1, 1, source, role="newline", time=frames - 1))
+        side = -(-base // 2)
+        pixels, runs = vision.get("pixel_values_videos"), self.runs(input_ids, config.video_token_id)
+        shown = clips(runs, pixels, side * side, end=1)
+        if found is None or shown is None:
+            return ()
+        first = 1 + max((segment.source for segment in found), default=-1)
+        for source, (row, start, frames) in enumerate(shown, first):
+            places = range(start, start + frames * side * side, side * side)
+            found += [Segment(row, p, side, side, source, role="frame", time=t) for t, p in enumerate(places)]
+            found.append(Segment(row, places.stop, 1, 1, source, role="newline", time=frames - 1))
         return tuple(found)

@@ -9,11 +9,12 @@ from transformers import PreTrainedModel
 from mmspec.target_hf import Family
 from mmspec.target_llava import Llava
 from mmspec.target_llava_next import LlavaNext
+from mmspec.target_llava_next_video import LlavaNextVideo
 from mmspec.target_llava_onevision import LlavaOnevision
 from mmspec.target_qwen2_5_vl import Qwen25VL
 
 FAMILIES: dict[str, type[Family]] = {
-    family.model_type: family for family in (Llava, LlavaNext, LlavaOnevision, Qwen25VL)
+    family.model_type: family for family in (Llava, LlavaNext, LlavaNextVideo, LlavaOnevision, Qwen25VL)
 }
 
 

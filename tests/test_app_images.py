@@ -90,6 +90,135 @@ def test_first_frame_of_an_animation(tmp_path: Path, suffix: str) -> None:
     assert near(load_image(path), RED)
 
 
+TURNS = (
+    lambda a: a,
+    lambda a: a[:, ::-1],
+    lambda a: a[::-1, ::-1],
+    lambda a: a[::-1],
+    lambda a: a.swapaxes(0, 1),
+    lambda a: np.rot90(a, -1),
+    lambda a: a[::-1, ::-1].swapaxes(0, 1),
+    lambda a: np.rot90(a, 1),
+)
+"""What the orientations 1 to 8 of EXIF do to the stored picture."""
+
+
+@pytest.mark.parametrize("suffix", ["png", "webp", "tif"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_every_orientation(tmp_path: Path, orientation: int, suffix: str) -> None:
+    values = np.random.default_rng(3).integers(0, 255, (4, 6, 3), dtype=np.uint8)
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    more = {"lossless": True} if suffix == "webp" else {}
+    path = save(tmp_path / f"a.{suffix}", Image.fromarray(values), exif=exif, **more)
+    assert np.array_equal(np.asarray(load_image(path)), TURNS[orientation - 1](values))
+
+
+@pytest.mark.parametrize("exif", [b"Exif\0\0garbage of some length", b"Exif\0\0II", b"Exif\0\0II*\0\x08\0\0\0\xff\xff"])
+def test_exif_that_cannot_be_read_says_nothing(tmp_path: Path, exif: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = save(tmp_path / "a.jpg", Image.new("RGB", (20, 10), RED), exif=exif)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert load_image(path).size == (20, 10)
+
+        def fail(image: Image.Image) -> None:
+            raise SyntaxError("not a TIFF file")
+
+        monkeypatch.setattr("PIL.ImageOps.exif_transpose", fail)
+        assert near(load_image(path), RED)
+
+
+# --- one door ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_picture_by_any_way_in(tmp_path: Path) -> None:
+    """Path, text, bytes, Pillow, array: the same pixels, and what was given is left alone."""
+    values = np.random.default_rng(5).integers(0, 255, (12, 9, 3), dtype=np.uint8)
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    path = save(tmp_path / "a.png", Image.fromarray(values), exif=exif)
+    upright = np.rot90(values, -1)
+    with Image.open(path) as opened:
+        ways = [path, str(path), path.read_bytes(), bytearray(path.read_bytes()), memoryview(path.read_bytes()), opened]
+        for way in ways:
+            assert np.array_equal(np.asarray(load_image(way)), upright), type(way)  # type: ignore[arg-type]
+        assert opened.size == (9, 12) and opened.getexif()[0x0112] == 6
+    before = values.copy()
+    assert np.array_equal(np.asarray(load_image(values)), values)
+    made = load_image(values)
+    made.putpixel((0, 0), (1, 2, 3))
+    assert np.array_equal(values, before)
+    given = Image.new("RGB", (3, 3), RED)
+    load_image(given).putpixel((0, 0), (1, 2, 3))
+    assert given.getpixel((0, 0)) == RED
+
+
+ARRAYS: dict[str, tuple[np.ndarray, list[list[int]]]] = {
+    "grey": (np.array([[0, 100, 255]], np.uint8), [[0] * 3, [100] * 3, [255] * 3]),
+    "grey of one colour": (np.array([[[7], [200]]], np.uint8), [[7] * 3, [200] * 3]),
+    "truth": (np.array([[True, False]]), [[255] * 3, [0] * 3]),
+    "clear": (np.array([[[10, 20, 30, 255], [10, 20, 30, 0]]], np.uint8), [[10, 20, 30], [255] * 3]),
+    "floats": (np.array([[[0.0, 0.5, 1.0]]]), [[0, 128, 255]]),
+    "halves": (np.array([[[0.0, 0.5, 1.0]]], np.float16), [[0, 128, 255]]),
+    "floats up to 255": (np.array([[[0.0, 127.5, 255.0]]]), [[0, 128, 255]]),
+    "16 bits": (np.array([[[0, 32768, 65535]]], np.uint16), [[0, 128, 255]]),
+    "whole numbers": (np.array([[[0, 128, 255]]], np.int64), [[0, 128, 255]]),
+    "not numbers": (
+        np.array([[np.nan, 1.0, np.inf, -np.inf, 0.5]]),
+        [[0] * 3, [255] * 3, [255] * 3, [0] * 3, [128] * 3],
+    ),
+    "other order": (np.asfortranarray(np.array([[[1, 2, 3], [4, 5, 6]]], np.uint8)), [[1, 2, 3], [4, 5, 6]]),
+}
+
+
+@pytest.mark.parametrize("name", ARRAYS)
+def test_arrays(name: str) -> None:
+    values, pixels = ARRAYS[name]
+    made = load_image(values)
+    assert made.mode == "RGB" and np.asarray(made)[0].tolist() == pixels
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "P", "RGBA", "CMYK", "YCbCr", "LA", "I", "F", "I;16"])
+def test_pillow_of_every_mode(mode: str) -> None:
+    image = Image.new("I", (4, 3)).convert("I;16") if mode == "I;16" else Image.new(mode, (4, 3))
+    assert (load_image(image).mode, load_image(image).size, image.mode) == ("RGB", (4, 3), mode)
+
+
+def closed(path: Path) -> Image.Image:
+    image = Image.open(save(path, Image.new("RGB", (4, 4))))
+    image.close()
+    return image
+
+
+WRONG: dict[str, tuple[Callable[[Path], object], str, str]] = {
+    "no bytes": (lambda _: b"", "Empty", "0 bytes"),
+    "other bytes": (lambda _: b"hello" * 9, "NotAnImage", "not an image"),
+    "half the bytes": (lambda _: jpeg()[:1500], "BrokenImage", "truncated"),
+    "a bomb in bytes": (lambda _: png(30_000, 30_000), "TooLarge", "more than 64000000 pixels"),
+    "a large image": (lambda _: Image.new("1", (9000, 8000)), "TooLarge", "9000 x 8000 is more than"),
+    "a large array": (lambda _: np.broadcast_to(np.uint8(0), (9000, 8000, 3)), "TooLarge", "8000 x 9000 is more than"),
+    "a thin array": (lambda _: np.zeros((1, 900), np.uint8), "TooThin", "900 x 1 is longer"),
+    "nothing": (lambda _: np.zeros((0, 5, 3), np.uint8), "Empty", "5 x 0 pixels, nothing to see"),
+    "no pixels": (lambda _: Image.new("RGB", (0, 5)), "Empty", "0 x 5 pixels, nothing to see"),
+    "colours first": (lambda _: np.zeros((3, 8, 9), np.uint8), "NotAnImage", r"colours last; got \[3, 8, 9\]"),
+    "a batch": (lambda _: np.zeros((1, 8, 9, 3), np.uint8), "NotAnImage", r"got \[1, 8, 9, 3\]"),
+    "words": (lambda _: np.array([["a"]]), "NotAnImage", "an array holds numbers; got dtype <U1"),
+    "complex numbers": (lambda _: np.zeros((2, 2), complex), "NotAnImage", "got dtype complex128"),
+    "a list": (lambda _: [1, 2], "NotAnImage", "a path, bytes, an image of Pillow's or an array; got list"),
+    "nobody": (lambda _: None, "NotAnImage", "got NoneType"),
+    "closed": (lambda path: closed(path / "a.png"), "BrokenImage", "cannot be decoded"),
+    "a name of nothing": (lambda path: str(path / "b.png"), "Missing", "no such file"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_no_picture_says_so_in_one_line(tmp_path: Path, name: str) -> None:
+    make, kind, words = WRONG[name]
+    with pytest.raises(ImageError, match=words) as caught:
+        load_image(make(tmp_path))  # type: ignore[arg-type]
+    assert caught.value.kind == kind and "\n" not in str(caught.value)
+
+
 def png(width: int, height: int) -> bytes:
     """A PNG that says it is this large, and is not."""
 

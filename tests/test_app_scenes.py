@@ -113,7 +113,7 @@ def test_a_clip_without_frames_says_so(tmp_path: Path) -> None:
 
 
 def test_no_video_reader_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("decord", "av"):
+    for name in ("decord", "torchcodec", "av"):
         monkeypatch.setitem(__import__("sys").modules, name, None)
     with pytest.raises(ImageError, match=r"pip install 'mmspec\[video\]'"):
         load_clip(CLIPS[0])

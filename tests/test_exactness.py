@@ -35,6 +35,27 @@ def test_case(seed: int) -> None:
     assert not result.differences, result.report()
 
 
+@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("family", cases.LATER)
+def test_case_of_a_later_family(family: str, seed: int) -> None:
+    result = cases.attempt(seed, family=family)
+    assert not result.differences, result.report()
+
+
+def test_the_cases_show_clips() -> None:
+    """Of every family that takes them: alone, beside pictures, and in batches in which some rows have none."""
+    drawn = [*map(cases.draw, SLICE), *(cases.draw(seed, family) for family in cases.LATER for seed in range(40))]
+    for family in tiny.VIDEO:
+        shown = [case for case in drawn if case.spec.family == family and case.videos]
+        assert len(shown) >= 5 and {case.options["do_sample"] for case in shown} == {True, False}
+        kinds = Counter[tuple[bool, bool]]()
+        for case in shown:
+            ids, special = cases.stage(case).inputs[0]["input_ids"], tiny.ids(case.spec)
+            for row in ids:
+                kinds[bool((row == special.image).any()), bool((row == special.video).any())] += 1
+        assert kinds[False, True] and kinds[True, True] and kinds[True, False], (family, kinds)
+
+
 def test_the_slice_drafts_and_accepts() -> None:
     """A loop that never speculates would pass everything above."""
     drawn = [
@@ -68,8 +89,14 @@ def test_draft_heads(kind: str) -> None:
 def test_many_cases(request: pytest.FixtureRequest, tmp_path: Path) -> None:
     option = request.config.getoption
     out = option("--cases-json") or str(tmp_path / "cases.json")
-    failed = cases.main(["--count", str(option("--cases")), "--first-seed", str(option("--first-seed")), "--json", out])
+    first = str(option("--first-seed"))
+    failed = cases.main(["--count", str(option("--cases")), "--first-seed", first, "--json", out])
     assert not failed, "\n".join(f["report"] for f in json.loads(Path(out).read_text())["failures"])
+    for family in cases.LATER:
+        rest = str(option("--cases") // len(cases.FAMILIES))
+        out = str(tmp_path / f"{family}.json")
+        failed = cases.main(["--count", rest, "--first-seed", first, "--family", family, "--json", out])
+        assert not failed, "\n".join(f["report"] for f in json.loads(Path(out).read_text())["failures"])
 
 
 # --- half precision: near-ties may flip, and only near-ties -----------------------------------------------------------

@@ -15,7 +15,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, PreTrainedModel, StaticCache
+from transformers import (
+    DynamicCache,
+    LlavaNextConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StaticCache,
+)
+from transformers.models.llava_next.modeling_llava_next import image_size_to_num_patches
 
 import liars
 import mmspec
@@ -171,6 +179,15 @@ SCENES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"padding": "left", "videos": [1, 0, 0]},
     ),
     "llava_onevision eager": ({"family": "llava_onevision", "attention": "eager"}, {"padding": "right"}),
+    "llava_next_video video": ({"family": "llava_next_video"}, {"padding": "left", "videos": [1, 0, 2]}),
+    "llava_next_video right": (
+        {"family": "llava_next_video"},
+        {"padding": "right", "images": [0] * 3, "videos": [1] * 3},
+    ),
+    "llava_next_video eager window": (
+        {"family": "llava_next_video", "text": "mistral", "attention": "eager", "window": 30},
+        {"padding": "left", "videos": [1, 1, 0]},
+    ),
     "qwen2_5_vl right": ({"family": "qwen2_5_vl"}, {"padding": "right"}),
     "qwen2_5_vl video": ({"family": "qwen2_5_vl"}, {"padding": "left", "videos": [1, 1, 0]}),
     "qwen2_5_vl level": ({"family": "qwen2_5_vl"}, {"padding": "none", "mask": False}),
@@ -381,12 +398,24 @@ def test_segments_cover_the_placeholders_of_their_pictures(family: str, padding:
         )
         prompt = shown(model, given)
         if not prompt.segments:  # pictures side by side, which these families cannot tell apart
-            assert family in ("llava_next", "llava_onevision")
+            assert family in ("llava_next", "llava_onevision", "llava_next_video")
             continue
         check_segments(model, given, prompt)
 
 
-@pytest.mark.parametrize("family", ["llava_onevision", "qwen2_5_vl"])
+CLIPS = pytest.mark.parametrize("family", tiny.VIDEO)
+
+
+def frames_of(prompt: Prompt) -> dict[int, list[Any]]:
+    """{source: its frames} of a prompt."""
+    found: dict[int, list[Any]] = {}
+    for segment in prompt.segments:
+        if segment.role == "frame":
+            found.setdefault(segment.source, []).append(segment)
+    return found
+
+
+@CLIPS
 def test_segments_of_clips(family: str) -> None:
     model, seen = model_of(family), set[str]()
     for seed in range(12):
@@ -403,6 +432,79 @@ def test_segments_of_clips(family: str) -> None:
     assert seen >= {"base", "frame"}
 
 
+@CLIPS
+def test_clips_alone_and_side_by_side(family: str) -> None:
+    """As many clips as were given, each with its frames, whether or not words stand between them."""
+    model = model_of(family)
+    for seed in range(8):
+        given = tiny.inputs(model, seed, 2, images=[0, 0], videos=[2, 1], words=(1, 3) if seed % 2 else (6, 9))
+        prompt = shown(model, given)
+        check_segments(model, given, prompt)
+        clips, pixels = frames_of(prompt), given["pixel_values_videos"]
+        assert sorted(clips) == [0, 1, 2] and [frames[0].row for frames in clips.values()] == [0, 0, 1]
+        lengths = given["video_grid_thw"][:, 0].tolist() if family == "qwen2_5_vl" else [pixels.shape[1]] * 3
+        for length, frames in zip(lengths, clips.values(), strict=True):
+            assert [frame.time for frame in frames] == list(range(length))
+            assert len({(frame.height, frame.width) for frame in frames}) == 1
+
+
+@CLIPS
+def test_a_frame_stands_where_its_segment_says(family: str) -> None:
+    """Changing one frame of a clip changes the embeddings of its segment, and of no other frame."""
+    model = model_of(family)
+    given = tiny.inputs(model, 6, 1, images=[1], videos=[1])
+    before = shown(model, given)
+    (frames,) = frames_of(before).values()
+    for frame in frames:
+        changed = {**given, "pixel_values_videos": given["pixel_values_videos"].clone()}
+        pixels = changed["pixel_values_videos"]
+        part = pixels.view(len(frames), -1)[frame.time]  # Qwen's patches are in the order of time too
+        part.neg_()
+        after = shown(model, changed)
+        moved = (before.taps[0] - after.taps[0]).abs().amax(-1)[0] > 1e-6
+        places = range(frame.start, frame.start + frame.length)
+        assert moved.nonzero().flatten().tolist() == list(places)
+
+
+def test_frames_of_llava_next_video_are_pooled_with_the_stride_of_the_config() -> None:
+    model = model_of("llava_next_video")
+    config = model.config
+    side = config.vision_config.image_size // config.vision_config.patch_size
+    assert side // config.spatial_pool_stride == 2
+    given = tiny.inputs(model, 1, 1, images=[0], videos=[1])
+    with torch.no_grad():
+        whole = model.model.vision_resampler(torch.arange(side * side, dtype=torch.float)[None, :, None])[0, :, 0]
+    for segment in shown(model, given).segments:
+        rows = whole.view(segment.height, segment.width)  # what transformers pools, in reading order
+        assert (rows.diff(dim=1) == 2).all() and (rows.diff(dim=0) == 2 * side).all()
+
+
+@CLIPS
+def test_clips_that_do_not_fit_give_no_segments(family: str) -> None:
+    model = model_of(family)
+    given = tiny.inputs(model, 3, 2, images=[0, 0], videos=[1, 1])
+    adapter = family_of(model)
+    vision = {name: given[name] for name in adapter.vision_args if name in given}
+    assert adapter.segments(given["input_ids"], vision)
+    assert adapter.segments(given["input_ids"], {name: part[:1] for name, part in vision.items()}) == ()
+    special, ids = tiny.ids(model.tiny_spec), given["input_ids"].clone()
+    ids[0, (ids[0] == special.video).nonzero()[-1]] = special.text[0]
+    assert adapter.segments(ids, vision) == ()
+
+
+@pytest.mark.parametrize("family", ["llava_onevision", "llava_next_video"])
+def test_clips_whose_pixels_nobody_knows(family: str) -> None:
+    """Each run is one clip, whatever its length; none if that cannot be."""
+    model = model_of(family)
+    given, special = tiny.inputs(model, 3, 2, images=[0, 0], videos=[1, 1]), tiny.ids(model.tiny_spec)
+    adapter = family_of(model)
+    vision = {name: given[name] for name in adapter.vision_args if name in given}
+    assert adapter.segments(given["input_ids"], {}) == adapter.segments(given["input_ids"], vision)
+    if family == "llava_next_video":
+        ids = torch.tensor([[9, *[special.video] * 7, 9]])
+        assert adapter.segments(ids, {}) == ()
+
+
 @FAMILY
 def test_segments_of_several_sequences_per_prompt(family: str) -> None:
     model = model_of(family)
@@ -415,7 +517,7 @@ def test_segments_of_several_sequences_per_prompt(family: str) -> None:
         assert own == [(s.start, s.height, s.width, s.role) for s in once.segments if s.row == row // 3]
 
 
-@pytest.mark.parametrize("family", ["llava_next", "llava_onevision"])
+@pytest.mark.parametrize("family", ["llava_next", "llava_onevision", "llava_next_video"])
 def test_grids_of_tiles_end_their_lines_with_a_newline(family: str) -> None:
     """Told apart by the states: every newline token has the same one."""
     model, shapes = model_of(family), set[tuple[int, int]]()
@@ -432,6 +534,26 @@ def test_grids_of_tiles_end_their_lines_with_a_newline(family: str) -> None:
             if segment.role == "tiles":
                 shapes.add((segment.height, segment.width))
     assert len(shapes) > 2 and any(h != w for h, w in shapes)
+
+
+def test_grids_of_tiles_at_the_sizes_of_real_models() -> None:
+    """24 x 24 patches a tile: the grid is what transformers packs, long and thin pictures included."""
+    model = tiny.model(tiny.Spec("llava_next"))
+    model.config.vision_config.image_size, model.config.vision_config.patch_size = 336, 14
+    model.config.image_grid_pinpoints = LlavaNextConfig().image_grid_pinpoints
+    adapter, dice = family_of(model), random.Random(4)
+    sizes = [(1242, 86), (2660, 404), (562, 128)] + [
+        (dice.randint(50, 2000), dice.randint(50, 2000)) for _ in range(20)
+    ]
+    newline, pinpoints = torch.full((1,), -1.0), model.config.image_grid_pinpoints
+    for size in sizes:
+        crops = image_size_to_num_patches(size, pinpoints, 336)
+        features = [torch.ones(crops, 576, 1)]
+        packed, _ = model.model.pack_image_features(features, [size], "default", image_newline=newline)
+        ids = torch.full((1, len(packed[0])), tiny.ids(model.tiny_spec).image)
+        base, grid = adapter.segments(ids, {"image_sizes": torch.tensor([size])})
+        lines = packed[0][base.length :, 0].view(grid.height, grid.width + 1)
+        assert (lines[:, :-1] == 1).all() and (lines[:, -1] == -1).all(), size
 
 
 def test_grids_of_qwen_are_those_of_the_inputs() -> None:
@@ -556,7 +678,7 @@ def test_the_families() -> None:
     for kind in tiny.FAMILIES:
         adapter, spec = family_of(model_of(kind)), model_of(kind).tiny_spec
         special = tiny.ids(spec)
-        videos = (special.video,) if kind in ("llava_onevision", "qwen2_5_vl") else ()
+        videos = (special.video,) if kind in tiny.VIDEO else ()
         assert set(adapter.placeholders) == {special.image, *videos}
         assert (adapter.layers, adapter.vocab_size) == (spec.layers, spec.vocab)
 

@@ -22,6 +22,8 @@ from transformers import (
     LlavaForConditionalGeneration,
     LlavaNextConfig,
     LlavaNextForConditionalGeneration,
+    LlavaNextVideoConfig,
+    LlavaNextVideoForConditionalGeneration,
     LlavaOnevisionConfig,
     LlavaOnevisionForConditionalGeneration,
     MistralConfig,
@@ -34,9 +36,19 @@ from transformers import (
     SiglipVisionConfig,
 )
 
-FAMILIES = ("llava", "llava_next", "llava_onevision", "qwen2_5_vl")
-TEXTS = {"llava": "llama", "llava_next": "mistral", "llava_onevision": "qwen2", "qwen2_5_vl": "qwen2_5_vl"}
+FAMILIES = ("llava", "llava_next", "llava_onevision", "qwen2_5_vl", "llava_next_video")
+"""New ones are added at the end: `cases.draw` chooses among the first four, so that a seed keeps its meaning."""
+VIDEO = ("llava_onevision", "qwen2_5_vl", "llava_next_video")
+TEXTS = {
+    "llava": "llama",
+    "llava_next": "mistral",
+    "llava_onevision": "qwen2",
+    "qwen2_5_vl": "qwen2_5_vl",
+    "llava_next_video": "llama",
+}
 PINPOINTS = [[8, 16], [16, 8], [16, 16]]
+SIDES = {"llava": 12, "llava_next_video": 16}
+"""Edge of what the vision tower sees, 8 elsewhere; pooling by two must leave a grid."""
 Inputs = dict[str, Tensor]
 
 
@@ -124,7 +136,7 @@ def _build(spec: Spec) -> PreTrainedModel:
         "num_hidden_layers": 2,
         "num_attention_heads": 2,
     }
-    vision |= {"image_size": 12 if spec.family == "llava" else 8, "patch_size": 4}
+    vision |= {"image_size": SIDES.get(spec.family, 8), "patch_size": 4}
     tokens = {"image_token_id": special.image, "tie_word_embeddings": spec.tied}
     if spec.family == "llava":
         clip = CLIPVisionConfig(projection_dim=16, **vision)
@@ -135,6 +147,11 @@ def _build(spec: Spec) -> PreTrainedModel:
         following = LlavaNextConfig(vision_config=clip, text_config=text, image_grid_pinpoints=PINPOINTS, **tokens)
         return LlavaNextForConditionalGeneration._from_config(following, attn_implementation=spec.attention)
     tokens["video_token_id"] = special.video
+    if spec.family == "llava_next_video":
+        clip = CLIPVisionConfig(projection_dim=16, **vision)
+        points = [[2 * height, 2 * width] for height, width in PINPOINTS]
+        moving = LlavaNextVideoConfig(vision_config=clip, text_config=text, image_grid_pinpoints=points, **tokens)
+        return LlavaNextVideoForConditionalGeneration._from_config(moving, attn_implementation=spec.attention)
     if spec.family == "llava_onevision":
         siglip = SiglipVisionConfig(vision_use_head=False, **vision)
         one = LlavaOnevisionConfig(vision_config=siglip, text_config=text, image_grid_pinpoints=PINPOINTS, **tokens)
@@ -204,7 +221,8 @@ def _pictures(target: PreTrainedModel, count: int, dice: random.Random, seed: in
         pixels = _noise((int(grid.prod(-1).sum()), 96), noise, target)
         return {"pixel_values": pixels, "image_grid_thw": grid}, (grid.prod(-1) // 4).tolist()
     sizes = torch.tensor([dice.choice(((8, 16), (16, 8), (6, 16), (16, 16), (12, 16), (15, 7))) for _ in range(count)])
-    given = {"pixel_values": _noise((count, 5, 3, 8, 8), noise, target), "image_sizes": sizes}
+    side = SIDES.get(family, 8)
+    given = {"pixel_values": _noise((count, 5, 3, side, side), noise, target), "image_sizes": sizes * (side // 8)}
     with torch.no_grad():
         features = target.model.get_image_features(**given, return_dict=True).pooler_output
     return given, [len(feature) for feature in features]
@@ -213,9 +231,11 @@ def _pictures(target: PreTrainedModel, count: int, dice: random.Random, seed: in
 def _clips(target: PreTrainedModel, count: int, dice: random.Random, seed: int) -> tuple[Inputs, list[int]]:
     """Pixels of `count` clips, and how many tokens each takes."""
     noise = torch.Generator().manual_seed(seed + 1)
-    if target.config.model_type == "llava_onevision":
-        frames = dice.choice((2, 3, 5))
-        return {"pixel_values_videos": _noise((count, frames, 3, 8, 8), noise, target)}, [frames + 1] * count
+    family = target.config.model_type
+    if family != "qwen2_5_vl":
+        frames, side = dice.choice((2, 3, 5)), SIDES.get(family, 8)
+        length = 4 * frames if family == "llava_next_video" else frames + 1
+        return {"pixel_values_videos": _noise((count, frames, 3, side, side), noise, target)}, [length] * count
     grid = torch.tensor([[dice.choice((2, 3)), dice.choice((2, 4)), dice.choice((2, 4))] for _ in range(count)])
     given = {"pixel_values_videos": _noise((int(grid.prod(-1).sum()), 96), noise, target), "video_grid_thw": grid}
     if dice.random() < 0.5:

@@ -1,4 +1,4 @@
-"""Frames out of a video file: decord where it is installed and can read the file, else PyAV.
+"""Frames out of a video: decord where it is installed and can read the file, else torchcodec, else PyAV.
 
 Which frames is a sampler's business (`mmspec.interfaces.FrameSampler`). Runs before target and drafter, so that plain
 and sped-up decoding see the same frames. Knows nothing of models.
@@ -8,140 +8,124 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import re
 from pathlib import Path
-from typing import Any
-
-from PIL import Image
 
 from mmspec.interfaces import FrameSampler
+from mmspec.vision.readers import READERS, NoFramesError
+from mmspec.vision.reading import MOST_FRAMES, Frames, Metadata, SamplerError, read_with
+from mmspec.vision.samplers import ByRate, Differing, Uniform, check_count, check_rate
 
 logger = logging.getLogger("mmspec")
 
-MOST_FRAMES = 256
-"""Frames that one call may decode."""
-MOST_PIXELS = 64_000_000
-"""Pixels that one frame may have: 8K is 33 million."""
-
-NO_STREAM = "a video without frames: there is no video stream in it"
+PIXELS_A_FRAME = 1_000_000
+"""Frames are read no larger than that, unless told otherwise: no supported model looks at more of a clip."""
 
 
-@dataclass(frozen=True)
-class Frames:
-    """RGB pictures, and the second of each."""
+def read_frames(
+    source: str | os.PathLike[str] | bytes,
+    sampler: FrameSampler | None = None,
+    *,
+    num_frames: int | None = None,
+    fps: float | None = None,
+    max_frames: int = MOST_FRAMES,
+    backend: str = "auto",
+    max_pixels: int = PIXELS_A_FRAME,
+) -> Frames:
+    """Some frames of a video, in order.
 
-    images: list[Image.Image]
-    times: list[float]
-
-
-@dataclass(frozen=True)
-class Uniform:
-    """`count` frames, each from the middle of one of `count` equal stretches; all of them if there are no more."""
-
-    count: int = 8
-
-    def sample(self, total: int, fps: float) -> list[int]:
-        """See `mmspec.interfaces.FrameSampler`."""
-        count = min(self.count, total)
-        return [(2 * number + 1) * total // (2 * count) for number in range(count)]
-
-
-Reader = Callable[[str, FrameSampler], Frames]
-
-
-def read_frames(path: str | os.PathLike[str], sampler: FrameSampler | None = None) -> Frames:
-    """The frames of a video that `sampler` (default: eight, evenly) chooses.
+    Args:
+        source: a file, or what is in one.
+        sampler: chooses the frames; without it, and without the next two, eight evenly spread.
+        num_frames, fps: so many frames, or so many a second (`max_frames` at most), the very ones that transformers'
+            `load_video` takes. Of a shorter video all frames, where transformers refuses.
+        max_frames: how many may be read.
+        backend: "decord", "torchcodec", "pyav", or "auto": the first of these that is installed and can read it.
+        max_pixels: larger frames are read at a size that has no more, in the same proportions. 64 million pixels is
+            the limit for all frames together.
 
     Raises:
-        FileNotFoundError: no such file. ValueError: not a video that can be read, or one without frames, or a sampler
-            that chooses none, too many, or frames that do not exist. ImportError: no reader is installed.
+        FileNotFoundError: no such file. ValueError: not a video that can be read, or one without frames, or options or
+            a sampler that make no sense. ImportError: no reader is installed. TypeError: neither a path nor bytes.
     """
-    file, sampler = Path(path), sampler or Uniform()
+    sampler = _sampler(sampler, num_frames, fps, max_frames)
+    check_count("max_pixels", max_pixels)
+    names = _names(backend)
+    content, name = _content(source)
+    missing, failed = [], []
+    for reader in names:
+        try:
+            return read_with(READERS[reader](content), reader, name, sampler, max_frames, max_pixels)
+        except ImportError as error:
+            missing.append(reader)
+            logger.debug("%s is not installed: %s", reader, error)
+        except NoFramesError as error:
+            raise ValueError(f"{name}: {error}") from error
+        except SamplerError as error:
+            raise error.inner from error.inner.__cause__
+        except MemoryError:
+            raise
+        except Exception as error:  # decord raises its own types
+            failed.append(f"{reader}: {_told(error)}")
+            logger.debug("%s cannot read %s: %s", reader, name, error)
+    if failed:
+        more = "; PyAV reads more kinds of files: pip install av" if "pyav" in missing else ""
+        raise ValueError(f"{name} is not a video that can be read ({'; '.join(failed)[:300]}{more})")
+    if backend != "auto":
+        raise ImportError(f"backend={backend!r} is not installed; pip install {_PACKAGES[backend]}, or take 'auto'")
+    raise ImportError(f"reading videos needs one of {', '.join(missing)}: pip install 'mmspec[video]'")
+
+
+def _told(error: Exception) -> str:
+    """The last line of an error, without decord's time and place."""
+    words = str(error).strip().splitlines() or [type(error).__name__]
+    return re.sub(r"^\[[\d:]+\] \S+:\d+: ", "", words[-1])
+
+
+_PACKAGES = {"decord": "decord", "torchcodec": "torchcodec", "pyav": "av"}
+
+
+def _sampler(sampler: FrameSampler | None, count: int | None, rate: float | None, most: int) -> FrameSampler:
+    """The one way to choose that was asked for."""
+    check_count("max_frames", most)
+    asked = {"sampler": sampler, "num_frames": count, "fps": rate}
+    given = [name for name, value in asked.items() if value is not None]
+    if len(given) > 1:
+        raise ValueError(f"{' and '.join(given)} each say which frames to read; give one of them.")
+    if count is not None:
+        check_count("num_frames", count)
+        if count > most:
+            raise ValueError(f"num_frames={count} is more than max_frames={most}; raise max_frames to read as many.")
+        return Uniform(count, hf=True)
+    if rate is not None:
+        check_rate("fps", rate)
+        return ByRate(rate, most, hf=True)
+    return Uniform(min(Uniform().count, most)) if sampler is None else sampler
+
+
+def _names(backend: str) -> tuple[str, ...]:
+    if backend == "auto":
+        return tuple(READERS)
+    if backend not in READERS:
+        raise ValueError(f"no backend is called {backend!r}; known: auto, {', '.join(READERS)}.")
+    return (backend,)
+
+
+def _content(source: str | os.PathLike[str] | bytes) -> tuple[str | bytes, str]:
+    """What readers are given, and what messages call it."""
+    if isinstance(source, (bytes, bytearray, memoryview)):
+        content = bytes(source)
+        if not content:
+            raise ValueError("0 bytes is not a video that can be read; give what is in a file, or its path.")
+        return content, f"a video of {len(content)} bytes"
+    if not isinstance(source, (str, os.PathLike)):
+        raise TypeError(f"a video is given as a path or as bytes; got {type(source).__name__}.")
+    file = Path(source)
     if not file.is_file():
         raise FileNotFoundError(f"no such video: {file}")
-    missing, failed = [], []
-    for name, read in (("decord", _decord), ("av", _pyav)):
-        try:
-            return read(str(file), sampler)
-        except ImportError:
-            missing.append(name)
-        except _NoFramesError as error:
-            raise ValueError(f"{file}: {error}") from error
-        except Exception as error:  # decord raises its own types, and fails on AV1
-            failed.append(
-                f"{name}: {str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__}"
-            )
-            logger.debug("%s cannot read %s: %s", name, file, error)
-    if not failed:
-        raise ImportError(f"reading videos needs one of {', '.join(missing)}: pip install 'mmspec[video]'")
-    raise ValueError(f"{file} is not a video that can be read ({'; '.join(failed)[:300]})")
+    if file.stat().st_size == 0:
+        raise ValueError(f"{file} is not a video that can be read (it is empty)")
+    return str(file), str(file)
 
 
-class _NoFramesError(Exception):
-    """The file is a video, but there is nothing to return."""
-
-
-def _chosen(sampler: FrameSampler, total: int, fps: float) -> list[int]:
-    """The sampler's choice, checked."""
-    if total < 1:
-        raise _NoFramesError("a video without frames")
-    chosen = sampler.sample(total, fps)
-    if not chosen or len(chosen) > MOST_FRAMES:
-        raise _NoFramesError(f"between 1 and {MOST_FRAMES} frames can be read; the sampler chose {len(chosen)}")
-    if any(not 0 <= index < total for index in chosen) or list(chosen) != sorted(set(chosen)):
-        raise _NoFramesError(f"the sampler must choose rising numbers below {total}; it chose {chosen[:8]}")
-    return chosen
-
-
-def _check_size(width: int, height: int) -> None:
-    if width * height > MOST_PIXELS:
-        raise _NoFramesError(f"frames of {width} x {height} pixels; {MOST_PIXELS} pixels is the limit")
-
-
-def _decord(path: str, sampler: FrameSampler) -> Frames:
-    import decord
-
-    try:
-        video = decord.VideoReader(path, num_threads=1)
-    except Exception as error:
-        if "cannot find video stream" in str(error):
-            raise _NoFramesError(NO_STREAM) from error
-        raise
-    fps = float(video.get_avg_fps()) or 1.0
-    chosen = _chosen(sampler, len(video), fps)
-    height, width = video[0].shape[:2]
-    _check_size(width, height)
-    array = video.get_batch(chosen).asnumpy()
-    return Frames([Image.fromarray(frame) for frame in array], [index / fps for index in chosen])
-
-
-def _pyav(path: str, sampler: FrameSampler) -> Frames:
-    import av
-
-    with av.open(path) as container:
-        if not container.streams.video:
-            raise _NoFramesError(NO_STREAM)
-        stream = container.streams.video[0]
-        _check_size(stream.codec_context.width, stream.codec_context.height)
-        total = stream.frames or sum(1 for _ in container.decode(stream))  # some containers do not say
-        fps = float(stream.average_rate or 1)
-        chosen = _chosen(sampler, total, fps)
-        container.seek(0)
-        return _picked(container.decode(stream), chosen, fps)
-
-
-def _picked(decoded: Any, chosen: Sequence[int], fps: float) -> Frames:
-    wanted, images, times = set(chosen), list[Image.Image](), list[float]()
-    for index, frame in enumerate(decoded):
-        if index in wanted:
-            images.append(frame.to_image())
-            times.append(frame.time if frame.time is not None else index / fps)
-        if index >= chosen[-1]:
-            break
-    if not images:
-        raise _NoFramesError("a video without frames")
-    return Frames(images, times)
-
-
-__all__ = ["Frames", "Uniform", "read_frames"]
+__all__ = ["MOST_FRAMES", "ByRate", "Differing", "Frames", "Metadata", "Uniform", "read_frames"]

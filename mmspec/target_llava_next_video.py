@@ -1,0 +1,33 @@
+"""LLaVA-NeXT-Video: pictures as in LLaVA-NeXT, clips as one pooled grid per frame with nothing in between."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from mmspec.interfaces import Segment
+from mmspec.target_llava_next import LlavaNext, clips
+
+
+class LlavaNextVideo(LlavaNext):
+    """`LlavaNextVideoForConditionalGeneration`. All clips of a call have the same number of frames."""
+
+    model_type = "llava_next_video"
+    vision_args = ("image_sizes", "pixel_values_videos")
+
+    def segments(self, input_ids: Tensor, vision: Mapping[str, Any]) -> tuple[Segment, ...]:
+        """Base and tile grids of pictures, then a grid per frame of the clips; none if the numbers do not fit."""
+        found, config = self.pictures(input_ids, vision), self.model.config
+        base = config.vision_config.image_size // config.vision_config.patch_size
+        side = base // config.spatial_pool_stride  # pooling leaves out what does not fill a block
+        pixels, runs = vision.get("pixel_values_videos"), self.runs(input_ids, config.video_token_id)
+        shown = clips(runs, pixels, side * side)
+        if found is None or shown is None:
+            return ()
+        first = 1 + max((segment.source for segment in found), default=-1)
+        for source, (row, start, frames) in enumerate(shown, first):
+            places = range(start, start + frames * side * side, side * side)
+            found += [Segment(row, p, side, side, source, role="frame", time=t) for t, p in enumerate(places)]
+        return tuple(found)
