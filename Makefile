@@ -7,11 +7,12 @@ BIN     := .venv/bin
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo test slow floor clean
+.PHONY: help demo test test-app slow floor clean
 
 help:
 	@echo "make demo   describe the example pictures and clips, plain and sped up"
 	@echo "make test   ruff, mypy, pytest"
+	@echo "make test-app  the pages of mmspec demo, in a browser (Chromium) where there is one"
 	@echo "make slow   the tests that take long"
 	@echo "make floor  exactness on the oldest supported transformers ($(FLOOR))"
 	@echo "make clean  remove what these made"
@@ -33,14 +34,21 @@ demo: .venv/.installed
 	$(BIN)/python -m mmspec.app.demo
 
 # One thread per worker: the models are tiny, and threads of several workers would wait for each other.
-test slow floor: export OMP_NUM_THREADS = 1
-test slow floor: export HF_HUB_OFFLINE = 1
+test test-app slow floor: export OMP_NUM_THREADS = 1
+test test-app slow floor: export HF_HUB_OFFLINE = 1
 
 test: .venv/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python tests/typecheck.py
 	$(BIN)/python -m pytest -q -n $(WORKERS)
+
+.venv/.installed-app: .venv/.installed
+	$(call install,.venv,constraints.txt,--editable '.[app,dev]' playwright)
+
+# One process: the pages are measured and driven in real time. Playwright drives the Chromium that is installed here.
+test-app: .venv/.installed-app
+	$(BIN)/python -m pytest -q -m "not slow" tests/test_app_ui.py tests/test_app_browser.py
 
 slow: .venv/.installed
 	$(BIN)/python -m pytest -q -n $(WORKERS) -m slow --timeout 7200

@@ -101,7 +101,7 @@ class Captioner:
         """Ids of prompt and answer, and the seconds it took."""
         torch.manual_seed(seed)
         began = time.perf_counter()
-        output: Tensor = self.model.generate(**inputs, **self._options())
+        output: Tensor = self.model.generate(**inputs, **self.options())
         if output.device.type == "cuda":
             torch.cuda.synchronize(output.device)
         return output, time.perf_counter() - began
@@ -131,7 +131,8 @@ class Captioner:
             return value
         return value.to(self.model.device, self.model.dtype if value.is_floating_point() else None)
 
-    def _options(self) -> dict[str, Any]:
+    def options(self) -> dict[str, Any]:
+        """What `generate` is told besides its inputs."""
         options: dict[str, Any] = {"max_new_tokens": self.max_new_tokens}
         if self.temperature > 0:
             options |= {"do_sample": True, "temperature": self.temperature}
@@ -199,7 +200,7 @@ class Captioner:
 
     def _difference(self, inputs: dict[str, Any], seed: int) -> str:
         torch.manual_seed(seed)
-        found = mmspec.compare(self.model, inputs, **self._options()).first_divergence
+        found = mmspec.compare(self.model, inputs, **self.options()).first_divergence
         if found is None:
             return "gone when run again, which points to rounding that does not repeat itself"
         token = self.processor.tokenizer.convert_ids_to_tokens

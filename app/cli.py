@@ -11,12 +11,14 @@ from typing import NoReturn
 
 from mmspec.app import bench, caption, env, train
 from mmspec.app.errors import UsageError, one_line
+from mmspec.app.ui import command as demo
 from mmspec.app.versions import mmspec_version
 
 EPILOG = """\
 start here
   mmspec caption photos/ --model llava-hf/llava-1.5-7b-hf --out captions.jsonl
   mmspec caption photos/ --compare                       no download: a tiny random model, its words are noise
+  mmspec demo                                            pages in a browser, plain and sped up side by side
   mmspec bench                                           how fast that is, against plain generate
   mmspec COMMAND --help                                  all about one command
 
@@ -44,7 +46,7 @@ def parser() -> argparse.ArgumentParser:
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help="show tracebacks")
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=Parser)
-    for room in (caption, bench, train, env):
+    for room in (caption, demo, bench, train, env):
         room.add_parser(commands, common)
     return top
 

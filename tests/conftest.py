@@ -16,6 +16,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     number = int(os.environ.get("MMSPEC_CASES", "2000"))
     parser.addoption("--cases", type=int, default=number, help="random cases of the slow exactness run")
     parser.addoption("--first-seed", type=int, default=10_000, help="its first seed")
+    parser.addoption("--shots", help="where test_app_browser.py keeps pictures of the pages")
     parser.addoption("--cases-json", default=os.environ.get("MMSPEC_JSON"), help="where it writes its summary")
 
 

@@ -1,0 +1,94 @@
+"""`mmspec demo`: the pages in a browser. Imports nothing heavy before it must."""
+
+from __future__ import annotations
+
+import argparse
+
+from mmspec.app.caption import MODELS, check_drafter, positive, quiet
+from mmspec.app.errors import UsageError, one_line
+from mmspec.app.settings import DEFAULT, DTYPES
+
+EPILOG = """\
+examples
+  mmspec demo                                            the small built-in model, at http://127.0.0.1:7860
+  mmspec demo --model llava-hf/llava-1.5-7b-hf --port 8000
+  mmspec demo --drafter ./my-drafter
+
+The pages are served to this machine alone, and what is uploaded is removed when the command ends (Ctrl-C).
+Pages may choose among the built-in models and drafters and those named here, and no others.
+python -m mmspec.app.demo shows the same race in the terminal, without gradio.
+"""
+PORT = 7860
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], common: argparse.ArgumentParser) -> None:
+    """Register the command."""
+    parser = commands.add_parser(
+        "demo",
+        parents=[common],
+        help="pages in a browser: plain and sped-up answers side by side",
+        description="Ask about pictures and clips in a browser: plain generate and mmspec side by side.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(run=run)
+    add = parser.add_argument
+    add("--model", default=DEFAULT, metavar="M", help=MODELS)
+    add("--drafter", default="auto", metavar="D", help="source of guesses (default auto)")
+    add("--dtype", default="auto", choices=DTYPES, help="default auto: the checkpoint's, float32 on a CPU")
+    add("--device", default="auto", metavar="DEV", help="default auto: the GPU if there is one")
+    add("--host", default="127.0.0.1", metavar="H", help="address to listen on (default 127.0.0.1: this machine alone)")
+    add("--port", type=port, default=None, metavar="P", help=f"default: {PORT}, or the first free one after it")
+    add("--max-pixels", type=positive, default=None, metavar="N", help="refuse larger pictures")
+
+
+def port(text: str) -> int:
+    """A port number; 0 lets the system choose."""
+    if not text.isdecimal() or not 0 <= int(text) <= 65535:
+        raise argparse.ArgumentTypeError(f"must be a number from 0 to 65535, got {text!r}")
+    return int(text)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until interrupted."""
+    check_drafter(args.drafter)
+    require()
+    from mmspec.app.load import pick_device
+    from mmspec.app.ui.limits import Limits
+    from mmspec.app.ui.shelf import Shelf
+    from mmspec.app.ui.site import served
+
+    quiet(False)
+    pick_device(args.device)
+    limits = Limits() if args.max_pixels is None else Limits(pixels=args.max_pixels)
+    shelf = Shelf(args.model, args.drafter, dtype=args.dtype, device=args.device)
+    try:
+        with served(shelf, limits=limits, host=args.host, port=args.port) as site:
+            print(f"mmspec demo: {site.url} (Ctrl-C ends it)", flush=True)
+            wait()
+    except OSError as error:
+        raise UsageError(f"cannot serve at port {args.port}: {one_line(error)}") from error
+    return 0
+
+
+def require() -> None:
+    """Say how to get gradio if it is missing."""
+    try:
+        import gradio  # noqa: F401
+    except ImportError as error:
+        raise UsageError("mmspec demo needs gradio: pip install 'mmspec[app]'") from error
+
+
+def wait() -> None:
+    """Until Ctrl-C or SIGTERM, both of which end the command in order."""
+    import signal
+    import threading
+
+    over = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: over.set())
+    while not over.wait(1.0):
+        pass
+
+
+__all__ = ["add_parser", "run"]

@@ -1,0 +1,158 @@
+"""What all pages share: the models, the worker, limits and temporary files; and how their errors are told."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from html import escape
+from typing import Any
+
+import gradio as gr
+
+from mmspec.app.errors import UsageError
+from mmspec.app.ui.limits import Limits
+from mmspec.app.ui.race import Choice
+from mmspec.app.ui.report import Space
+from mmspec.app.ui.shelf import COMPRESSORS, Shelf
+from mmspec.app.ui.worker import Sessions, Worker
+
+logger = logging.getLogger("mmspec")
+
+ONE_AT_A_TIME: dict[str, Any] = {"concurrency_limit": 1, "concurrency_id": "device"}
+"""For every event that needs the device: Gradio's queue then shows each user a place in one line."""
+HIDDEN: dict[str, Any] = {"api_visibility": "private"}
+FAILED = "That did not work; the message says why."
+QUICK: dict[str, Any] = {"queue": False, "show_progress": "hidden", **HIDDEN}
+
+
+@dataclass
+class Context:
+    """One running app."""
+
+    shelf: Shelf
+    space: Space
+    limits: Limits = field(default_factory=Limits)
+    worker: Worker = field(default_factory=Worker)
+    sessions: Sessions = field(default_factory=Sessions)
+
+    def choice(
+        self,
+        model: str,
+        drafter: str,
+        compressor: str | None,
+        temperature: float,
+        seed: float,
+        tokens: float,
+        nodes: str | None = None,
+    ) -> Choice:
+        """What a page chose, checked.
+
+        Raises:
+            UsageError: something on it cannot be.
+        """
+        few = None if compressor in (None, "", "none") else str(compressor)
+        self.shelf.check(model, drafter, few)
+        size = None if nodes in (None, "", "automatic") else int(self.limits.number("Tree size", _number(nodes), 1, 64))
+        return Choice(
+            model=model,
+            drafter=drafter,
+            compressor=few,
+            temperature=self.limits.number("Temperature", temperature, 0, 5),
+            seed=int(self.limits.number("Seed", seed, 0, 2**53)),
+            max_new_tokens=int(self.limits.number("Most new tokens", tokens, 1, self.limits.tokens)),
+            nodes=size,
+        )
+
+
+def _number(text: Any) -> Any:
+    return int(text) if isinstance(text, str) and text.isdecimal() else text
+
+
+@dataclass(frozen=True)
+class Controls:
+    """The settings that a tab offers."""
+
+    model: Any
+    drafter: Any
+    compressor: Any
+    temperature: Any
+    seed: Any
+    tokens: Any
+    nodes: Any
+
+    @property
+    def all(self) -> list[Any]:
+        """In the order of `Context.choice`."""
+        return [self.model, self.drafter, self.compressor, self.temperature, self.seed, self.tokens, self.nodes]
+
+
+def controls(context: Context, tokens: int, name: str) -> Controls:
+    """Draw the settings. `name` makes their ids differ from those of other tabs."""
+    shelf = context.shelf
+    with gr.Accordion("Settings", open=False, elem_id=f"{name}-settings"):
+        with gr.Row():
+            model = gr.Dropdown(shelf.models, value=shelf.models[0], label="Model", elem_id=f"{name}-model")
+            drafter = gr.Dropdown(shelf.drafters, value=shelf.drafters[0], label="Drafter", elem_id=f"{name}-drafter")
+            compressor = gr.Dropdown(
+                list(COMPRESSORS),
+                value="none",
+                label="Compressor",
+                info="What the drafter is shown of the picture",
+                allow_custom_value=True,
+            )
+        with gr.Row():
+            most = gr.Slider(1, context.limits.tokens, value=tokens, step=1, label="Most new tokens")
+            temperature = gr.Slider(0, 2, value=0, step=0.1, label="Temperature", info="0 takes the likeliest token")
+            seed = gr.Number(0, precision=0, label="Seed", minimum=0)
+            nodes = gr.Dropdown(
+                ["automatic", "2", "4", "8", "16", "32"],
+                value="automatic",
+                label="Tree size",
+                info="Automatic is never slower; a fixed size shows more",
+            )
+    return Controls(model, drafter, compressor, temperature, seed, most, nodes)
+
+
+def told(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`fn`, whose errors reach the page as one sentence and never as a stack trace. For functions and generators."""
+    if inspect.isgeneratorfunction(fn):
+
+        @functools.wraps(fn)
+        def steps(*args: Any, **kwargs: Any) -> Iterator[Any]:
+            try:
+                yield from fn(*args, **kwargs)
+            except Exception as error:
+                raise spoken(error) from None
+
+        return steps
+
+    @functools.wraps(fn)
+    def plain(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return fn(*args, **kwargs)
+        except Exception as error:
+            raise spoken(error) from None
+
+    return plain
+
+
+def spoken(error: Exception) -> gr.Error:
+    """An error as the page shows it, which reads it as HTML."""
+    from mmspec.app.captioner import out_of_memory
+
+    if isinstance(error, gr.Error):
+        return error
+    if isinstance(error, UsageError):
+        text = str(error)
+    elif out_of_memory(error):
+        text = "There is not enough memory for this; ask for fewer tokens, or take a smaller picture."
+    else:
+        logger.error("mmspec: a page failed", exc_info=error)
+        text = "Something went wrong here; the terminal that runs mmspec demo says what."
+    return gr.Error(escape(text), print_exception=False)
+
+
+__all__ = ["FAILED", "HIDDEN", "ONE_AT_A_TIME", "QUICK", "Context", "Controls", "controls", "spoken", "told"]

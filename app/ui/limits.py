@@ -1,0 +1,104 @@
+"""What the pages accept: how much text, how large a picture or file, how many. Each refusal is one sentence."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mmspec.app import clips, images
+from mmspec.app.errors import UsageError
+from mmspec.app.images import ImageError, Shown
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one request may ask for.
+
+    Attributes:
+        characters: of a question. tokens: new ones, per answer. pixels: of a picture, or of one frame.
+        megabytes: of one file. files: of one batch. turns: of one conversation. frames: shown of a clip.
+    """
+
+    characters: int = 4000
+    tokens: int = 1024
+    pixels: int = 40_000_000
+    megabytes: int = 100
+    files: int = 200
+    turns: int = 16
+    frames: int = 8
+
+    def question(self, text: str | None, processor: Any = None) -> str:
+        """The question without white space around it, if it may be asked.
+
+        Raises:
+            UsageError: empty, too long, or with a word that stands for a picture.
+        """
+        asked = (text or "").strip()
+        if not asked:
+            raise UsageError("Please write a question first.")
+        if len(asked) > self.characters:
+            raise UsageError(f"The question has {len(asked)} characters; {self.characters} is the limit.")
+        for name in ("image_token", "video_token"):
+            token = getattr(processor, name, None)
+            if token and token in asked:
+                raise UsageError(f"The question must not contain {token}, which stands for the picture itself.")
+        return asked
+
+    def number(self, name: str, value: Any, low: float, high: float) -> float:
+        """`value` if it is a number from `low` to `high`.
+
+        Raises:
+            UsageError: it is not.
+        """
+        good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        if not good or not low <= value <= high:
+            raise UsageError(f"{name} must be a number from {low:g} to {high:g}; got {str(value)[:40]!r}.")
+        return float(value)
+
+    def file(self, path: Path) -> None:
+        """Refuse a file that is too large to be looked at.
+
+        Raises:
+            UsageError: more bytes than allowed.
+        """
+        if path.is_file() and path.stat().st_size > self.megabytes * 1_000_000:
+            raise UsageError(f"{path.name} has more than {self.megabytes} MB.")
+
+    def shown(self, path: str | Path | None) -> Shown:
+        """The picture in a file, or the frames of a clip.
+
+        Raises:
+            UsageError: none was given, or it cannot be used.
+        """
+        if not path:
+            raise UsageError("Please choose a picture or a clip first.")
+        file = Path(path)
+        self.file(file)
+        try:
+            if file.suffix.lower() in clips.SUFFIXES:
+                return clips.load_clip(file, self.frames, self.pixels)
+            return images.load_image(file, self.pixels)
+        except ImageError as error:
+            told = str(error).replace("; raise --max-pixels if you trust it", "")
+            raise UsageError(f"{file.name}: {told}.") from error
+
+    def many(self, paths: Sequence[str | Path] | None) -> list[Path]:
+        """The files of a batch.
+
+        Raises:
+            UsageError: none, too many, or one that is too large.
+        """
+        files = [Path(path) for path in paths or ()]
+        if not files:
+            raise UsageError("Please choose some pictures or clips first.")
+        if len(files) > self.files:
+            raise UsageError(f"{len(files)} files are too many; {self.files} is the limit.")
+        for file in files:
+            self.file(file)
+        return files
+
+
+__all__ = ["Limits"]

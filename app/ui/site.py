@@ -1,0 +1,115 @@
+"""All pages as one Gradio app, and how it is served: to this machine alone, and without a trace in the end."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")  # nothing is told to anyone; read when gradio is imported
+
+import gradio as gr
+
+from mmspec.app.scenes.examples import FOLDER as EXAMPLES
+from mmspec.app.ui.context import Context
+from mmspec.app.ui.endpoints import endpoints
+from mmspec.app.ui.limits import Limits
+from mmspec.app.ui.page_batch import batch_tab
+from mmspec.app.ui.page_compare import compare_tab
+from mmspec.app.ui.page_inside import inside_tab
+from mmspec.app.ui.report import Space
+from mmspec.app.ui.shelf import Shelf
+
+HERE = Path(__file__).parent
+TITLE = "mmspec: the same answer, sooner"
+SWEEP_S, KEEP_S = 600, 3600
+"""Seconds between two looks for old uploads, and how long one is kept."""
+MOST_WAITING = 20
+
+
+def build(context: Context) -> Any:
+    """The app, not yet served."""
+    with gr.Blocks(title=TITLE, analytics_enabled=False, delete_cache=(SWEEP_S, KEEP_S)) as app:
+        gr.HTML(f"<h1>{TITLE}</h1>", elem_id="mm-title")
+        run = gr.State(None, time_to_live=KEEP_S)
+        with gr.Tabs():
+            with gr.Tab("Compare"):
+                compare_tab(context, run)
+            with gr.Tab("Inside") as inside:
+                inside_tab(run, inside)
+            with gr.Tab("Batch"):
+                batch_tab(context)
+        endpoints(context)
+
+        def left(request: gr.Request) -> None:
+            """The page was closed: nobody waits for its answer any more."""
+            context.sessions.end(str(request.session_hash))
+
+        app.unload(left)
+    return app.queue(default_concurrency_limit=1, max_size=MOST_WAITING, status_update_rate=1)
+
+
+def theme() -> Any:
+    """Gradio's plain one, with the fonts of the reader's own machine: nothing is fetched from elsewhere."""
+    fonts = ["system-ui", "-apple-system", "Segoe UI", "sans-serif"]
+    return gr.themes.Base(primary_hue="blue", font=fonts, font_mono=["ui-monospace", "Consolas", "monospace"])
+
+
+@dataclass(frozen=True)
+class Served:
+    """A running app."""
+
+    url: str
+    app: Any
+    context: Context
+
+
+@contextmanager
+def served(
+    shelf: Shelf, *, limits: Limits | None = None, host: str = "127.0.0.1", port: int | None = None
+) -> Iterator[Served]:
+    """Serve the pages until the block is left; then end all runs and remove all files.
+
+    Raises:
+        OSError: the port is taken.
+    """
+    space = Space(KEEP_S)
+    before = os.environ.get("GRADIO_TEMP_DIR")
+    os.environ["GRADIO_TEMP_DIR"] = str(space.root / "uploads")  # read when the parts are made
+    context = Context(shelf, space, limits or Limits())
+    try:
+        app = build(context)
+        context.worker.submit(lambda: shelf.take(shelf.models[0]))  # meanwhile the page is there
+        _, url, _ = app.launch(
+            server_name=host,
+            server_port=port,
+            share=False,
+            prevent_thread_lock=True,
+            quiet=True,
+            ssr_mode=False,
+            show_error=False,
+            max_file_size=context.limits.megabytes * 1_000_000,
+            allowed_paths=[str(EXAMPLES)],  # besides uploads, nothing else can be read
+            footer_links=["api"],
+            theme=theme(),
+            css_paths=[HERE / "styles.css"],
+            head=f"<script>{(HERE / 'replay.js').read_text(encoding='utf-8')}</script>",
+        )
+        try:
+            yield Served(url, app, context)
+        finally:
+            context.sessions.stop_all()
+            app.close(verbose=False)
+    finally:
+        context.worker.close()
+        space.close()
+        if before is None:
+            os.environ.pop("GRADIO_TEMP_DIR", None)
+        else:
+            os.environ["GRADIO_TEMP_DIR"] = before
+
+
+__all__ = ["Served", "build", "served"]

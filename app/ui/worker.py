@@ -1,0 +1,152 @@
+"""One thread that does all work with models, one job at a time, and ways to end a job early.
+
+Two runs at once would falsify both measurements and share the random generator, so there is a single thread per device.
+Knows nothing of what a job does.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Generator
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as NotYetError
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from transformers.generation.stopping_criteria import StoppingCriteria
+
+from mmspec.app.errors import UsageError
+
+T = TypeVar("T")
+LEASE_S = 15.0
+"""A run that nobody has looked at for so long is ended."""
+POLL_S = 0.2
+"""Seconds between two looks at a run. Each costs the run a little time, since Python runs one thread at a time."""
+
+
+class Halt:
+    """Whether a run should end: because someone said so, or because nobody looks at it any more."""
+
+    def __init__(self, lease_s: float = LEASE_S) -> None:
+        self._event, self._lease_s, self._seen = threading.Event(), lease_s, time.monotonic()
+
+    def ask(self) -> None:
+        """End the run at its next token."""
+        self._event.set()
+
+    def touch(self) -> None:
+        """Somebody still looks."""
+        self._seen = time.monotonic()
+
+    @property
+    def asked(self) -> bool:
+        """Whether the run should end now."""
+        return self._event.is_set() or time.monotonic() - self._seen > self._lease_s
+
+
+class HaltCriterion(StoppingCriteria):
+    """Ends `generate` itself, not only what is shown of it."""
+
+    def __init__(self, halt: Halt) -> None:
+        self.halt = halt
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
+        """[B] bool, the same for all rows."""
+        return torch.full((input_ids.shape[0],), self.halt.asked, dtype=torch.bool, device=input_ids.device)
+
+
+class Worker:
+    """The thread, and how to wait for what it does."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="mmspec-device")
+
+    def submit(self, work: Callable[[], T]) -> Future[T]:
+        """Do `work` when all that was asked before is done."""
+        return self._pool.submit(work)
+
+    def follow(self, work: Callable[[], T], halt: Halt, every: float = POLL_S) -> Generator[None, None, T]:
+        """Do `work`, yielding now and then until it is done; returns its result.
+
+        Whoever stops iterating ends the run: `halt` is asked as soon as this generator is closed.
+        """
+        halt.touch()
+        future = self.submit(work)
+        try:
+            while True:
+                try:
+                    return future.result(timeout=every)
+                except NotYetError:
+                    if future.done():  # the work itself has timed out
+                        raise
+                halt.touch()
+                yield
+        finally:
+            halt.ask()
+            future.cancel()
+
+    def wait(self, work: Callable[[], T], halt: Halt) -> T:
+        """Do `work` and return its result."""
+        steps = self.follow(work, halt)
+        while True:
+            try:
+                next(steps)
+            except StopIteration as done:
+                result: T = done.value
+                return result
+
+    def close(self) -> None:
+        """Start nothing more."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+class Sessions:
+    """The run of each open page; a page has one at a time."""
+
+    def __init__(self) -> None:
+        self._running: dict[str, Halt] = {}
+        self._lock = threading.Lock()
+
+    def begin(self, session: str) -> Halt:
+        """A run of this page begins.
+
+        Raises:
+            UsageError: it has one already.
+        """
+        with self._lock:
+            old = self._running.get(session)
+            if old is not None and not old.asked:
+                raise UsageError("A run of this page is still going; wait for it, or stop it.")
+            halt = self._running[session] = Halt()
+            return halt
+
+    def of(self, session: str) -> Halt:
+        """The run that was begun, or, should there be none, a new one."""
+        with self._lock:
+            return self._running.setdefault(session, Halt())
+
+    def stop(self, session: str | None) -> None:
+        """End the run of this page, if it has one."""
+        with self._lock:
+            halt = self._running.get(session or "")
+        if halt is not None:
+            halt.ask()
+
+    def stop_all(self) -> None:
+        """End all runs."""
+        with self._lock:
+            halts = list(self._running.values())
+        for halt in halts:
+            halt.ask()
+
+    def end(self, session: str) -> None:
+        """The run is over."""
+        with self._lock:
+            halt = self._running.pop(session, None)
+        if halt is not None:
+            halt.ask()
+
+
+__all__ = ["Halt", "HaltCriterion", "Sessions", "Worker"]

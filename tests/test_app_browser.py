@@ -1,0 +1,446 @@
+"""The pages in a real browser (headless Chromium, driven by Playwright), and their endpoints through `gradio_client`.
+
+Left out of `make test`; `make test-app` runs it. `--shots FOLDER` keeps a picture of every tab at both widths.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+pytest.importorskip("gradio")
+
+from mmspec.app.pictures import write_pictures
+from mmspec.app.scenes.examples import files
+from mmspec.app.settings import DEFAULT
+from mmspec.app.ui.limits import Limits
+from mmspec.app.ui.shelf import Shelf
+from mmspec.app.ui.site import Served, served
+
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(300)]
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+PATIENCE = 60_000
+"""Milliseconds: machines that run tests are slow."""
+NASTY = "<img src=x onerror='window.hacked=1'><script>window.hacked=1</script> **bold** ${1+1} {{value}}"
+
+
+@pytest.fixture(scope="module")
+def site() -> Iterator[Served]:
+    with served(Shelf("tiny"), limits=Limits(megabytes=5)) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    api = pytest.importorskip("playwright.sync_api")
+    if CHROMIUM is None:
+        pytest.skip("no chromium here")
+    with api.sync_playwright() as playwright:
+        running = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield running
+        running.close()
+
+
+@pytest.fixture
+def open_page(site: Served, browser: Any) -> Iterator[Callable[..., Any]]:
+    """Open the app; a page whose script fails fails the test."""
+    opened, wrong = [], []
+
+    def open_one(width: int = 1280, query: str = "") -> Any:
+        page = browser.new_page(viewport={"width": width, "height": 900})
+        page.set_default_timeout(PATIENCE)
+        page.on("pageerror", lambda error: wrong.append(str(error)))
+        page.goto(site.url + query)
+        page.wait_for_selector("#mm-ask")
+        opened.append(page)
+        return page
+
+    yield open_one
+    for page in opened:
+        page.close()
+    assert wrong == []
+
+
+@pytest.fixture
+def page(open_page: Callable[..., Any]) -> Any:
+    return open_page()
+
+
+def upload(page: Any, path: Path) -> None:
+    page.locator("#mm-picture input[type=file]").set_input_files(str(path))
+    page.wait_for_selector("#mm-picture img")
+
+
+def settings(page: Any, name: str = "compare", tokens: int | None = None, **chosen: str) -> None:
+    """Choose in the settings: {label: option}, and the number of tokens."""
+    area = page.locator(f"#{name}-settings")
+    area.get_by_role("button", name="Settings").click()
+    for label, option in chosen.items():
+        area.get_by_label(label.replace("_", " ")).first.click()
+        page.get_by_role("option", name=option, exact=True).click()
+    if tokens is not None:
+        area.get_by_label("number input for Most new tokens").fill(str(tokens))
+        page.keyboard.press("Tab")
+
+
+def ask(page: Any, question: str | None = None) -> None:
+    if question is not None:
+        page.locator("#mm-question textarea").fill(question)
+    page.locator("#mm-ask").click()
+
+
+def finish(page: Any) -> None:
+    page.wait_for_selector("#mm-ask:not([disabled])")
+    page.wait_for_selector("#mm-replay:not([disabled])")
+
+
+def text(page: Any, selector: str) -> str:
+    return page.locator(selector).inner_text()
+
+
+def toast(page: Any) -> str:
+    page.wait_for_selector(".toast-body")
+    return text(page, ".toast-body")
+
+
+# compare
+
+
+def test_an_uploaded_picture_is_asked_about_on_both_sides(page: Any, tmp_path: Path) -> None:
+    upload(page, write_pictures(tmp_path, 1)[0])
+    settings(page, tokens=200, Tree_size="8")
+    ask(page, "what is in the image?")
+    page.wait_for_function("document.querySelector('#mm-plain .mm-now')?.innerText.length > 0")
+    early = text(page, "#mm-mmspec .mm-now")
+    finish(page)
+    assert len(early) < len(text(page, "#mm-mmspec .mm-now"))  # one after the other, both as they grow
+    assert text(page, "#mm-plain .mm-now") == text(page, "#mm-mmspec .mm-now")
+    assert "Outputs identical: all 200 tokens" in text(page, ".mm-badge")
+    assert page.locator(".mm-plot").count() == 2 and page.locator(".mm-bar").count() >= 6
+    assert page.locator("#mm-mmspec .mm-corrected").count() > 0 and page.locator("#mm-plain .mm-corrected").count() == 0
+
+    with page.expect_download() as download:
+        page.locator("#mm-download").click()
+    run = json.loads(Path(download.value.path()).read_text(encoding="utf-8"))
+    assert run["identical"] and run["mmspec"]["n_tokens"] == 200
+    shown = text(page, "#mm-results")
+    assert f"{run['tau']:.2f}" in shown and f"{run['stats']['tokens_per_s']:.1f}" in shown
+    assert f"{run['speedup_decode']:.2f}x" in shown and f"{run['mmspec']['total_s']:.3f} s" in shown
+
+
+def test_the_replay_plays_both_sides_together(page: Any) -> None:
+    page.locator("#mm-examples button").first.click()
+    page.wait_for_selector("#mm-picture img")
+    settings(page, tokens=300)
+    ask(page)
+    finish(page)
+    page.get_by_label("Replay speed").click()
+    page.get_by_role("option", name="16 times slower").click()
+    page.locator("#mm-replay").click()
+    page.wait_for_function(
+        """['#mm-plain', '#mm-mmspec'].every((side) => {
+            const count = (what) => document.querySelectorAll(side + what).length;
+            return count(' .mm-hidden') > 0 && count(' .mm-hidden') < count(' [data-t]');
+        })"""
+    )
+    page.get_by_label("Replay speed").click()
+    page.get_by_role("option", name="real time").click()
+    page.locator("#mm-replay").click()
+    page.wait_for_function("document.querySelectorAll('.mm-done').length == 2")
+    assert page.locator(".mm-hidden").count() == 0
+
+
+def test_a_conversation_goes_on_until_the_picture_changes(page: Any) -> None:
+    page.locator("#mm-examples button").first.click()
+    page.wait_for_selector("#mm-picture img")
+    settings(page, tokens=12)
+    for question in ("what is it?", "how many?"):
+        ask(page, question)
+        page.wait_for_function(f"document.querySelector('#mm-plain').innerText.includes('{question}')")
+        finish(page)
+    assert page.locator("#mm-mmspec .mm-asked").all_inner_texts() == ["what is it?", "how many?"]
+    page.locator("#mm-examples button").nth(1).click()
+    page.wait_for_function("document.querySelectorAll('.mm-asked').length == 0")
+    assert page.locator("#mm-replay").is_disabled()
+
+
+def test_a_clip(page: Any) -> None:
+    page.get_by_role("tab", name="Clip").click()
+    page.locator("#mm-clip-examples button, #mm-clip-examples video, #mm-clip-examples td").first.click()
+    page.wait_for_selector("#mm-clip video")
+    settings(page, tokens=20)
+    ask(page, "what moves?")
+    finish(page)
+    assert "identical" in text(page, ".mm-badge")
+
+
+def test_stop_stops(page: Any, site: Served) -> None:
+    page.locator("#mm-examples button").first.click()
+    page.wait_for_selector("#mm-picture img")
+    settings(page, tokens=1024)
+    ask(page)
+    page.wait_for_function("document.querySelector('#mm-plain .mm-now')?.innerText.length > 20")
+    page.locator("#mm-stop").click()
+    page.wait_for_function("document.querySelector('#mm-status').innerText.startsWith('Stopped')")
+    page.wait_for_selector("#mm-ask:not([disabled])")
+    assert site.context.worker.submit(lambda: True).result(timeout=5)
+    assert page.locator("#mm-plain [data-t]").count() + page.locator("#mm-mmspec [data-t]").count() < 2048
+    assert page.locator("#mm-stop").is_disabled()
+
+
+def test_what_cannot_be_used_is_said_in_one_sentence(page: Any, tmp_path: Path) -> None:
+    ask(page)
+    assert "choose a picture" in toast(page)
+    page.locator(".toast-close").click()
+    (tmp_path / "<b>broken.png").write_bytes(b"\x89PNG\r\n\x1a\nnothing at all")
+    page.locator("#mm-picture input[type=file]").set_input_files(str(tmp_path / "<b>broken.png"))
+    page.wait_for_function("document.querySelector('#mm-picture img')?.src.includes('broken')")
+    ask(page)
+    told = toast(page)
+    assert "broken.png" in told and "image" in told and "Traceback" not in told and str(tmp_path) not in told
+    page.locator(".toast-close").click()
+    page.wait_for_selector("#mm-ask:not([disabled])")
+    page.locator("#mm-examples button").first.click()
+    page.wait_for_function("!document.querySelector('#mm-picture img')?.src.includes('broken')")
+    ask(page, " ")
+    assert "write a question" in toast(page)
+
+
+def test_a_file_that_is_too_large(page: Any, tmp_path: Path) -> None:
+    with (tmp_path / "large.png").open("wb") as file:
+        file.truncate(6_000_000)
+    page.locator("#mm-picture input[type=file]").set_input_files(str(tmp_path / "large.png"))
+    assert "size" in toast(page).lower()
+
+
+def test_nothing_that_is_written_becomes_html(page: Any) -> None:
+    page.locator("#mm-examples button").first.click()
+    page.wait_for_selector("#mm-picture img")
+    settings(page, tokens=8)
+    ask(page, NASTY)
+    finish(page)
+    assert page.locator("#mm-plain .mm-asked").inner_text() == NASTY
+    assert page.evaluate("window.hacked") is None
+
+
+def test_a_second_user_waits_and_nothing_is_mixed(open_page: Callable[..., Any], site: Served) -> None:
+    first, second = open_page(), open_page()
+    for number, one in enumerate((first, second)):
+        one.locator("#mm-examples button").nth(number).click()
+        one.wait_for_selector("#mm-picture img")
+    settings(first, tokens=40)
+    settings(second, tokens=17, Drafter="recycling")
+    gate = threading.Event()
+    site.context.worker.submit(lambda: gate.wait(120))  # the device is busy until both have asked
+    ask(first)
+    first.wait_for_function("document.querySelector('#mm-status').innerText.includes('Waiting')")
+    ask(second, "how many?")
+    second.wait_for_function("/queue|[0-9]\\/[0-9]/.test(document.querySelector('#mm-status').innerText)")
+    gate.set()
+    finish(first)
+    finish(second)
+    assert "all 40 tokens" in text(first, ".mm-badge") and "all 17 tokens" in text(second, ".mm-badge")
+    assert text(first, "#mm-plain .mm-asked") != text(second, "#mm-plain .mm-asked")
+
+
+def test_closing_the_page_ends_the_run(open_page: Callable[..., Any], site: Served) -> None:
+    gone = open_page()
+    gone.locator("#mm-examples button").first.click()
+    gone.wait_for_selector("#mm-picture img")
+    settings(gone, tokens=1024)
+    ask(gone)
+    gone.wait_for_function("document.querySelector('#mm-plain .mm-now')?.innerText.length > 0")
+    gone.goto("about:blank")
+    left = time.monotonic()
+    assert site.context.worker.submit(lambda: True).result(timeout=30)
+    other = open_page()
+    other.locator("#mm-examples button").first.click()
+    other.wait_for_selector("#mm-picture img")
+    settings(other, tokens=8)
+    ask(other)
+    finish(other)
+    assert "identical" in text(other, ".mm-badge") and time.monotonic() - left < 60
+
+
+# inside, batch
+
+
+def test_rounds_are_stepped_through(page: Any) -> None:
+    page.get_by_role("tab", name="Inside").click()
+    assert "Ask something" in text(page, "#mm-inside")
+    page.get_by_role("tab", name="Compare").click()
+    page.locator("#mm-examples button").first.click()
+    page.wait_for_selector("#mm-picture img")
+    settings(page, tokens=60, Tree_size="8", Drafter="recycling")
+    ask(page)
+    finish(page)
+    page.get_by_role("tab", name="Inside").click()
+    page.wait_for_selector("#mm-inside svg .mm-rejected")
+    number = int(page.get_by_label("number input for Round").input_value())
+    for button, wanted in (("#mm-forth", number + 1), ("#mm-back", number), ("#mm-back", number - 1)):
+        page.locator(button).click()
+        page.wait_for_function(f"document.querySelector('#mm-inside').innerText.includes('Round {wanted} of')")
+    page.locator("#mm-next-tree").click()
+    page.wait_for_function(f"!document.querySelector('#mm-inside').innerText.includes('Round {number - 1} of')")
+    assert page.locator("#mm-inside svg rect").count() >= 3
+
+
+def test_a_batch_and_its_file(page: Any, tmp_path: Path) -> None:
+    paths = write_pictures(tmp_path, 3)
+    (tmp_path / "zz.png").write_bytes(b"no picture")
+    page.get_by_role("tab", name="Batch").click()
+    page.locator("#mm-files input[type=file]").set_input_files([*map(str, paths), str(tmp_path / "zz.png")])
+    page.wait_for_function("document.querySelector('#mm-files').innerText.includes('zz')")
+    page.locator("#mm-start").click()
+    page.wait_for_function("document.querySelector('#mm-batch-status').innerText.includes('4 of 4 done, 1 failed.')")
+    assert page.locator("#mm-captions tbody tr").count() == 4
+    with page.expect_download() as download:
+        page.locator("#mm-rows").click()
+    rows = [json.loads(line) for line in Path(download.value.path()).read_text(encoding="utf-8").splitlines()]
+    assert [row["file_name"] for row in rows] == [*(path.name for path in paths), "zz.png"]
+    assert " ".join(rows[0]["caption"].split()) in " ".join(text(page, "#mm-captions").split())
+
+
+def test_a_batch_can_be_cancelled(page: Any, tmp_path: Path) -> None:
+    page.get_by_role("tab", name="Batch").click()
+    page.locator("#mm-files input[type=file]").set_input_files([str(path) for path in write_pictures(tmp_path, 30)])
+    page.wait_for_function("document.querySelector('#mm-files').innerText.includes('29_')")
+    settings(page, "batch", tokens=600)
+    page.locator("#mm-start").click()
+    page.wait_for_function("document.querySelectorAll('#mm-captions tbody tr').length > 1")
+    page.locator("#mm-cancel").click()
+    page.wait_for_function("document.querySelector('#mm-batch-status').innerText.includes('cancelled')")
+    page.wait_for_selector("#mm-start:not([disabled])")
+    assert 1 < page.locator("#mm-captions tbody tr").count() < 30
+
+
+# looks
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_every_tab_fits_and_every_part_has_a_name(
+    open_page: Callable[..., Any], width: int, request: pytest.FixtureRequest
+) -> None:
+    page = open_page(width)
+    page.locator("#mm-examples button").first.click()
+    page.wait_for_selector("#mm-picture img")
+    settings(page, tokens=48, Tree_size="8", Drafter="recycling")
+    page.locator("#compare-settings").get_by_role("button", name="Settings").click()
+    ask(page)
+    finish(page)
+    keep(page, request, "compare", width)
+    page.get_by_role("tab", name="Inside").click()
+    page.wait_for_selector("#mm-inside svg")
+    keep(page, request, "inside", width)
+    page.get_by_role("tab", name="Batch").click()
+    page.locator("#mm-take-examples").click()
+    page.wait_for_function("document.querySelector('#mm-files').innerText.includes('lion')")
+    page.locator("#mm-start").click()
+    page.wait_for_function("/9 of 9 done\\./.test(document.querySelector('#mm-batch-status').innerText)")
+    keep(page, request, "batch", width)
+
+
+def keep(page: Any, request: pytest.FixtureRequest, name: str, width: int) -> None:
+    """Check what can be checked of a tab, and keep a picture of it if that was asked for."""
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    unnamed = """[...document.querySelectorAll('button, input:not([type=file]), textarea')].filter((part) =>
+        part.checkVisibility() &&
+        !(part.innerText || part.ariaLabel || part.title || part.labels?.length || part.placeholder)
+    ).map((part) => part.outerHTML)"""
+    assert page.evaluate(unnamed) == []
+    folder = request.config.getoption("--shots")
+    if folder is None:
+        return
+    page.wait_for_timeout(500)
+    page.screenshot(path=f"{folder}/demo-{name}-{width}.png", full_page=True)
+
+
+# programs
+
+
+@pytest.fixture(scope="module")
+def client(site: Served) -> Any:
+    from gradio_client import Client
+
+    return Client(site.url, verbose=False)
+
+
+def test_compare_through_the_client(client: Any, tmp_path: Path) -> None:
+    from gradio_client import handle_file
+
+    file = handle_file(str(write_pictures(tmp_path, 1)[0]))
+    for more in ({}, {"temperature": 0.9, "seed": 7, "drafter": "recycling"}):
+        run = client.predict(file, "what is it?", max_new_tokens=20, api_name="/compare", **more)
+        assert run["identical"] and len(run["mmspec"]["tokens"]) == 20
+        assert run["plain"]["answer"] == run["mmspec"]["answer"] and run["choice"]["seed"] == more.get("seed", 0)
+    clip = next(str(path) for path in files() if path.suffix == ".mp4")
+    assert client.predict(handle_file(clip), max_new_tokens=6, api_name="/compare")["identical"]
+
+
+def test_caption_through_the_client(client: Any, tmp_path: Path) -> None:
+    from gradio_client import handle_file
+
+    paths = write_pictures(tmp_path, 3)
+    rows = client.predict([handle_file(str(path)) for path in paths], max_new_tokens=8, api_name="/caption")
+    assert [row["file_name"] for row in rows] == [path.name for path in paths]
+    assert all(row["n_new_tokens"] == 8 for row in rows)
+
+
+def test_errors_reach_the_client_as_one_sentence(client: Any, tmp_path: Path) -> None:
+    from gradio_client import handle_file
+    from gradio_client.exceptions import AppError
+
+    file = handle_file(str(write_pictures(tmp_path, 1)[0]))
+    (tmp_path / "text.png").write_text("no picture")
+    wide = tmp_path / "wide.png"
+    Image.new("1", (10_000, 5_000)).save(wide)
+    wrong: list[tuple[Any, dict[str, Any], str]] = [
+        (file, {"question": " "}, "write a question"),
+        (file, {"question": "x" * 10_000}, "4000 is the limit"),
+        (file, {"model": "/etc"}, "There is no model"),
+        (file, {"drafter": str(tmp_path)}, "There is no drafter"),
+        (file, {"compressor": "pool:x"}, "pool"),
+        (file, {"max_new_tokens": 10**6}, "from 1 to 1024"),
+        (handle_file(str(tmp_path / "text.png")), {}, "not an image"),
+        (handle_file(str(wide)), {}, "more than 40000000 pixels"),
+    ]
+    for given, more, told in wrong:
+        with pytest.raises(AppError, match=told) as caught:
+            client.predict(given, api_name="/compare", **more)
+        assert "Traceback" not in str(caught.value) and str(tmp_path) not in str(caught.value).replace(str(given), "")
+
+
+def test_no_file_outside_the_uploads_can_be_read(site: Served) -> None:
+    import httpx
+
+    call = f"{site.url}gradio_api/call/compare"
+    for path in ("/etc/passwd", str(Path(__file__).resolve()), "README.md", "../README.md"):
+        assert httpx.get(f"{site.url}gradio_api/file={path}").status_code in (403, 404)
+        # As a client that does not upload, but names a file of this machine.
+        file = {"path": path, "meta": {"_type": "gradio.FileData"}}
+        event = httpx.post(call, json={"data": [file, "what?", "tiny", "auto", "none", 0, 0, 8]}).json()["event_id"]
+        told = httpx.get(f"{call}/{event}", timeout=60).text
+        assert "event: error" in told and "answer" not in told
+
+
+def test_only_two_endpoints_are_public(client: Any) -> None:
+    assert set(client.view_api(return_format="dict")["named_endpoints"]) == {"/compare", "/caption"}
+
+
+def test_nothing_is_left_behind() -> None:
+    with served(Shelf("tiny")) as running:
+        root = running.context.space.root
+        assert root.exists() and running.url.startswith("http://127.0.0.1:")
+    assert not root.exists()
+
+
+def test_the_default_model_is_the_shipped_one() -> None:
+    assert Shelf().models[0] == DEFAULT
