@@ -291,6 +291,26 @@ def test_what_clips_are_asked_is_true() -> None:
     assert set(seen_tasks) == {"pictures", "way", "when"} and seen_tasks["when"] > 600
 
 
+def test_words_that_name_things_say_where_they_are() -> None:
+    tokenizer = train_tokenizer(corpus(400))
+    data, checked = Talking(tokenizer, 0, 60, clips=0.0), Counter[str]()
+    for number in range(12):
+        seed, sample = number, data[number]
+        made = scene(seed)
+        if made.sign is None and bool((sample.patches[0].kind == SIGN).any()):
+            continue  # another scene stands in
+        for token, where in zip(sample.ids, sample.about, strict=True):
+            word = tokenizer.decode([token]).strip()
+            if where == IGNORE:
+                continue
+            here = [thing for thing in made.things if thing.kind == BY_NAME[word]]
+            names = [name for row in PLACES for name in row]
+            expected = "absent" if not here else here[0].place if len(here) == 1 else "several"
+            assert [*names, "absent", "several"][where] == expected
+            checked[expected if expected in ("absent", "several") else "place"] += 1
+    assert set(checked) == {"place", "absent", "several"}
+
+
 def test_signs_and_moves_are_practised_more_than_they_come() -> None:
     tokenizer = train_tokenizer(corpus(200))
     data = Talking(tokenizer, 0, 400, clips=0.0)

@@ -30,6 +30,8 @@ CLASSES = len(KINDS) + 2
 IGNORE = -100
 PER_PATCH = ("kind", "bulk", "place", "centre", "letter")
 """What is known of every patch and asked of every visual token."""
+ABSENT, SEVERAL = 9, 10
+"""Besides the nine places: where a kind is of which there is none, or more than one."""
 PLACES_BY_NAME = {name: number for number, name in enumerate(name for row in PLACES for name in row)}
 SHARE = 0.3
 """A patch shows a thing if that much of it is covered."""
@@ -145,12 +147,17 @@ class Looking(Dataset[dict[str, Tensor]]):
 
 @dataclass
 class Sample:
-    """One conversation: ids with placeholders, what of them is to be learned, the pictures, what their patches show."""
+    """One conversation: ids with placeholders, what of them is to be learned, the pictures, what their patches show.
+
+    Attributes:
+        about: for each token that names a kind of thing, where that is: one of the nine places, `ABSENT`, `SEVERAL`.
+    """
 
     ids: list[int]
     labels: list[int]
     pixel_values: Tensor
     patches: list[Patches]
+    about: list[int]
 
 
 class Talking(Dataset[Sample]):
@@ -168,6 +175,7 @@ class Talking(Dataset[Sample]):
         if last > HELD_OUT:
             raise ValueError(f"training seeds end before {HELD_OUT}; asked for {first} to {last}")
         self.tokenizer, self.first, self.count, self.group, self.clips = tokenizer, first, count, group, clips
+        self.kinds = kinds_by_token(tokenizer)
 
     def __len__(self) -> int:
         return self.count
@@ -183,7 +191,15 @@ class Talking(Dataset[Sample]):
         image, patches = seen(made)
         turns = turns_of(made, dice)
         ids, labels = encode(self.tokenizer, turns)
-        return Sample(ids, labels, pixels(image)[None], [patches])
+        return Sample(ids, labels, pixels(image)[None], [patches], [self._about(made, token) for token in ids])
+
+    def _about(self, made: Scene, token: int) -> int:
+        """Where the thing is that a token names."""
+        kind = self.kinds.get(token)
+        if kind is None:
+            return IGNORE
+        here = [thing for thing in made.things if thing.kind == kind]
+        return (PLACES_BY_NAME[here[0].place] if len(here) == 1 else SEVERAL) if here else ABSENT
 
     def _clip(self, seed: int, dice: random.Random, frames: int) -> Sample:
         made = _first(lambda n: clip(n, frames), seed, lambda other: other.event.what == "moves" or dice.random() < 0.3)
@@ -191,7 +207,19 @@ class Talking(Dataset[Sample]):
         turns = [grammar.clip_turn(made, dice), *grammar.clip_drills(made, dice)[:6]]
         dice.shuffle(turns)
         ids, labels = encode(self.tokenizer, turns, pictures=len(looks))
-        return Sample(ids, labels, torch.stack([pixels(image) for image, _ in looks]), [seen_ for _, seen_ in looks])
+        images, patches = torch.stack([pixels(image) for image, _ in looks]), [seen_ for _, seen_ in looks]
+        return Sample(ids, labels, images, patches, [IGNORE] * len(ids))  # things move
+
+
+def kinds_by_token(tokenizer: Any) -> dict[int, int]:
+    """{token: kind} of names that are one token, in the singular and the plural."""
+    found = {}
+    for number, kind in enumerate(KINDS):
+        for word in (kind.name, kind.plural):
+            ids = tokenizer(" " + word, add_special_tokens=False).input_ids
+            if len(ids) == 1:
+                found[ids[0]] = number
+    return found
 
 
 FURTHER = 10_000_000
@@ -199,12 +227,9 @@ FURTHER = 10_000_000
 
 
 def _first(make: Callable[[int], Any], seed: int, wanted: Callable[[Any], bool]) -> Any:
-    """What a seed gives, or one of three others in its place, whichever is wanted first; else the last."""
-    for number in range(4):
-        made = make(seed + number * FURTHER)
-        if wanted(made):
-            break
-    return made
+    """What a seed gives, or one of three others in its place, whichever is wanted first."""
+    made = (make(seed + number * FURTHER) for number in range(4))
+    return next((one for one in made if wanted(one)), None) or make(seed)
 
 
 def turns_of(made: Scene, dice: random.Random) -> list[grammar.Turn]:
@@ -232,15 +257,17 @@ def collate(samples: Sequence[Sample]) -> dict[str, Tensor]:
     """A right-padded batch."""
     longest = max(len(sample.ids) for sample in samples)
     ids = torch.full((len(samples), longest), PAD)
-    labels = torch.full((len(samples), longest), IGNORE)
+    labels, about = (torch.full((len(samples), longest), IGNORE) for _ in range(2))
     for row, sample in enumerate(samples):
         ids[row, : len(sample.ids)] = torch.tensor(sample.ids)
         labels[row, : len(sample.labels)] = torch.tensor(sample.labels)
+        about[row, : len(sample.about)] = torch.tensor(sample.about)
     lengths = torch.tensor([len(sample.ids) for sample in samples])
     patches = [part for sample in samples for part in sample.patches]
     return {
         "input_ids": ids,
         "labels": labels,
+        "about": about,
         "attention_mask": (torch.arange(longest) < lengths[:, None]).long(),
         "pixel_values": torch.cat([sample.pixel_values for sample in samples]),
         **{name: torch.stack([getattr(part, name) for part in patches]) for name in PER_PATCH},

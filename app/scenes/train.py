@@ -3,7 +3,8 @@
 Three stages. *see*: the vision tower alone learns to say per patch what is there. *talk*: with the tower frozen, the
 projector and the lower half of the text model learn to answer; further losses ask that each visual token says the name
 of the thing it belongs to, read by the model's own head, and by heads that are thrown away where that thing is, how
-large, whether its centre is here, and which letter. That saves the text model from having to find it out by itself.
+large, whether its centre is here, and which letter; and that each word of a text that names a thing says where that is.
+That saves the text model from having to find it out by itself.
 *settle*: the upper half is added, and everything learns together, the tower slowly.
 
 Sample n is the same in every run, and a run that is cut goes on from its last checkpoint.
@@ -31,7 +32,7 @@ from torch.utils.data import DataLoader
 from mmspec.app.scenes import SUMS, sums_of
 from mmspec.app.scenes.atlas import LETTERS
 from mmspec.app.scenes.card import FACTS, write_card
-from mmspec.app.scenes.data import CLASSES, GROUND, IGNORE, SIGN, Looking, Talking, collate, corpus
+from mmspec.app.scenes.data import CLASSES, GROUND, IGNORE, SEVERAL, SIGN, Looking, Talking, collate, corpus
 from mmspec.app.scenes.kinds import KINDS
 from mmspec.app.scenes.model import new_model, processor_of, train_tokenizer
 from mmspec.app.scenes.world import COLOURS, SIZES, TEXTURES
@@ -143,6 +144,7 @@ class Mouth(nn.Module):
         self.register_buffer("names", names, persistent=False)
         width = model.config.text_config.hidden_size
         self.heads = nn.ModuleDict({name: nn.Linear(width, size) for name, size in ASKED.items()})
+        self.heads["about"] = nn.Linear(width, SEVERAL + 1)
 
     def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, float]]:
         """The loss, and figures for the log."""
@@ -181,7 +183,13 @@ class Mouth(nn.Module):
             }
         further = torch.stack([self._asked(name, visual, batch[name], kinds) for name in ASKED]).sum()
         figures["asked"] = float(further.detach())
-        return told + self.named * (named + further), figures
+        # Every word that names a thing says where that is: questions need to find by name, and text teaches that late.
+        where = batch["about"]
+        meant = self.heads["about"](hidden[where != IGNORE]).float()
+        found = functional.cross_entropy(meant, where[where != IGNORE]) if len(meant) else told.new_zeros(())
+        if len(meant):
+            figures["about"] = float((meant.argmax(-1) == where[where != IGNORE]).float().mean())
+        return told + self.named * (named + further + found), figures
 
     def _asked(self, name: str, visual: Tensor, answers: Tensor, kinds: Tensor) -> Tensor:
         """The loss on what visual tokens say of their patches besides the name, by heads that are thrown away."""
