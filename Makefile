@@ -43,8 +43,10 @@ test: .venv/.installed
 	$(BIN)/python tests/typecheck.py
 	$(BIN)/python -m pytest -q -n $(WORKERS)
 
+# In a variable, since a comma would end the argument.
+APP := --editable '.[app,dev]' playwright
 .venv/.installed-app: .venv/.installed
-	$(call install,.venv,constraints.txt,--editable '.[app,dev]' playwright)
+	$(call install,.venv,constraints.txt,$(APP))
 
 # One process: the pages are measured and driven in real time. Playwright drives the Chromium that is installed here.
 test-app: .venv/.installed-app

@@ -106,6 +106,12 @@ def text(page: Any, selector: str) -> str:
     return page.locator(selector).inner_text()
 
 
+def dismiss(page: Any) -> None:
+    """Close the message; it fades."""
+    page.locator(".toast-close").click()
+    page.wait_for_selector(".toast-body", state="detached")
+
+
 def toast(page: Any) -> str:
     page.wait_for_selector(".toast-body")
     return text(page, ".toast-body")
@@ -199,14 +205,14 @@ def test_stop_stops(page: Any, site: Served) -> None:
 def test_what_cannot_be_used_is_said_in_one_sentence(page: Any, tmp_path: Path) -> None:
     ask(page)
     assert "choose a picture" in toast(page)
-    page.locator(".toast-close").click()
+    dismiss(page)
     (tmp_path / "<b>broken.png").write_bytes(b"\x89PNG\r\n\x1a\nnothing at all")
     page.locator("#mm-picture input[type=file]").set_input_files(str(tmp_path / "<b>broken.png"))
     page.wait_for_function("document.querySelector('#mm-picture img')?.src.includes('broken')")
     ask(page)
     told = toast(page)
     assert "broken.png" in told and "image" in told and "Traceback" not in told and str(tmp_path) not in told
-    page.locator(".toast-close").click()
+    dismiss(page)
     page.wait_for_selector("#mm-ask:not([disabled])")
     page.locator("#mm-examples button").first.click()
     page.wait_for_function("!document.querySelector('#mm-picture img')?.src.includes('broken')")
