@@ -12,25 +12,22 @@ import random
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from torch import Tensor
-
 import mmspec
 from mmspec.app.caption import check_drafter
 from mmspec.app.captioner import Captioner
 from mmspec.app.load import load
+from mmspec.app.rounds import Recorder
 from mmspec.app.scenes.kinds import BY_NAME
 from mmspec.app.scenes.tasks import TASKS, requests
 from mmspec.app.scenes.world import COLOURS, HELD_OUT, SIZES, TEXTURES
 from mmspec.app.settings import DEFAULT
-from mmspec.interfaces import Drafter, Prompt, Verdict
-from mmspec.tree import DraftTree
 
 SPOTS = frozenset(("upper", "lower", "left", "right", "top", "bottom", "center", "above", "below"))
 LOOKS = frozenset(
@@ -48,28 +45,6 @@ def class_of(word: str) -> str:
     if low in SPOTS:
         return "places"
     return "looks" if low in LOOKS else "other"
-
-
-class Recorder:
-    """A drafter that notes what every round emitted, and does what another one does."""
-
-    def __init__(self, inner: Drafter) -> None:
-        self.inner, self.rounds = inner, list[list[int]]()
-        self.name, self.needs, self.vocab_size = inner.name, inner.needs, inner.vocab_size
-        self.head = getattr(inner, "head", None)  # served from packed copies like its own
-
-    def begin(self, prompt: Prompt) -> Any:
-        """See `mmspec.interfaces.Drafter`."""
-        return self.inner.begin(prompt)
-
-    def propose(self, state: Any, budget: int, live: Sequence[bool]) -> DraftTree:
-        """See `mmspec.interfaces.Drafter`."""
-        return self.inner.propose(state, budget, live)
-
-    def observe(self, state: Any, verdict: Verdict, taps: Mapping[int, Tensor]) -> None:
-        """See `mmspec.interfaces.Drafter`."""
-        self.rounds.append(list(verdict.rows[0]))
-        self.inner.observe(state, verdict, taps)
 
 
 @dataclass
@@ -141,7 +116,8 @@ def study(
             model.generate(**inputs, max_new_tokens=160, do_sample=False, mmspec={"drafter": recorder, "nodes": nodes})
         finally:
             mmspec.unpatch(model)
-        made.append(answer_of(recorder.rounds, processor.tokenizer, maker.ends))
+        emitted = [one.emitted for one in recorder.rounds()]
+        made.append(answer_of(emitted, processor.tokenizer, maker.ends))
         if tick is not None:
             tick(1)
     return made

@@ -7,6 +7,7 @@ norm, and attention is the ordinary kind; the paper's is neither. Knows neither 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ class FlashHead(EagleHead):
         return out[..., None, :] + said.unflatten(-1, (self.config.block, -1))
 
 
-class BlockDrafter(EagleDrafter):
+class BlockDrafter(EagleDrafter, ABC):
     """Drafts the coming k tokens from one pass. What differs is where the k features come from."""
 
     def __init__(self, head: EagleHead, rule: str = "decoupled", *, block: int | None = None, **more: Any) -> None:
@@ -56,9 +57,9 @@ class BlockDrafter(EagleDrafter):
         self.size = self.reach = block
         self.tables: dict[tuple[int, int, int, torch.device], Table] = {}
 
+    @abstractmethod
     def features(self, state: State) -> Tensor:
         """[B, k, D] for the coming positions."""
-        raise NotImplementedError
 
     def table(self, state: State, budget: int, slots: int) -> Table:
         """Candidates for a tree of `budget` nodes, made once."""

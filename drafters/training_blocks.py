@@ -111,9 +111,7 @@ class _Blocks(Memory):
         self.own = block == block[:, None]
 
     def _attend(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        copies = queries.shape[1] // keys.shape[1]
-        self.keys.append(keys.repeat_interleave(copies, 1))
-        self.values.append(values.repeat_interleave(copies, 1))
+        self._keep(queries.shape[1] // keys.shape[1], keys, values)
         mask = torch.cat([self.causal, *[self.own] * (len(self.keys) - 1)], dim=1)
         return functional.scaled_dot_product_attention(
             queries, torch.cat(self.keys, dim=2), torch.cat(self.values, dim=2), mask

@@ -201,12 +201,15 @@ class Memory:
         return out
 
     def _attend(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        copies = queries.shape[1] // keys.shape[1]
-        self.keys.append(keys.repeat_interleave(copies, 1))
-        self.values.append(values.repeat_interleave(copies, 1))
+        self._keep(queries.shape[1] // keys.shape[1], keys, values)
         if len(self.keys) == 1:
             return functional.scaled_dot_product_attention(queries, self.keys[0], self.values[0], is_causal=True)
         return self._look(queries)
+
+    def _keep(self, copies: int, keys: Tensor, values: Tensor) -> None:
+        """Remember a step, each head of keys and values as often as queries share it."""
+        self.keys.append(keys.repeat_interleave(copies, 1))
+        self.values.append(values.repeat_interleave(copies, 1))
 
     def _look(self, queries: Tensor) -> Tensor:
         """Attention to the first step causally, to the later ones row by row."""

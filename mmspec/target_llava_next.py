@@ -64,6 +64,11 @@ def clips(
     return None if known and len(found) != pixels.shape[0] else found
 
 
+def grids(row: int, start: int, frames: int, side: int, source: int) -> list[Segment]:
+    """The square grids of a clip's frames, which follow each other without a gap."""
+    return [Segment(row, start + t * side * side, side, side, source, role="frame", time=t) for t in range(frames)]
+
+
 class LlavaNext(Family):
     """`LlavaNextForConditionalGeneration`. Pictures of one row are told apart by text between them."""
 

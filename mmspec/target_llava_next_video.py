@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from mmspec.interfaces import Segment
-from mmspec.target_llava_next import LlavaNext, clips
+from mmspec.target_llava_next import LlavaNext, clips, grids
 
 
 class LlavaNextVideo(LlavaNext):
@@ -28,6 +28,5 @@ class LlavaNextVideo(LlavaNext):
             return ()
         first = 1 + max((segment.source for segment in found), default=-1)
         for source, (row, start, frames) in enumerate(shown, first):
-            places = range(start, start + frames * side * side, side * side)
-            found += [Segment(row, p, side, side, source, role="frame", time=t) for t, p in enumerate(places)]
+            found += grids(row, start, frames, side, source)
         return tuple(found)

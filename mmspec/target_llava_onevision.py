@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from mmspec.interfaces import Segment
-from mmspec.target_llava_next import LlavaNext, clips
+from mmspec.target_llava_next import LlavaNext, clips, grids
 
 
 class LlavaOnevision(LlavaNext):
@@ -28,7 +28,6 @@ class LlavaOnevision(LlavaNext):
             return ()
         first = 1 + max((segment.source for segment in found), default=-1)
         for source, (row, start, frames) in enumerate(shown, first):
-            places = range(start, start + frames * side * side, side * side)
-            found += [Segment(row, p, side, side, source, role="frame", time=t) for t, p in enumerate(places)]
-            found.append(Segment(row, places.stop, 1, 1, source, role="newline", time=frames - 1))
+            found += grids(row, start, frames, side, source)
+            found.append(Segment(row, start + frames * side * side, 1, 1, source, role="newline", time=frames - 1))
         return tuple(found)

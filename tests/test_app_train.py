@@ -201,3 +201,10 @@ def test_several_processes_train_as_one(data: Path, tmp_path: Path) -> None:
 
     first, second = (load_file(tmp_path / name / "msd" / "model.safetensors") for name in ("one", "two"))
     assert all(float((first[name].float() - second[name].float()).abs().mean()) < 2e-3 for name in first)
+
+
+def test_rules_are_named_as_drafters_name_them() -> None:
+    from mmspec.app import train
+    from mmspec.drafters import rules
+
+    assert tuple(rules.RULES) == train.RULES

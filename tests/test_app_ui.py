@@ -22,6 +22,7 @@ import mmspec
 from mmspec.app.cli import main
 from mmspec.app.errors import UsageError
 from mmspec.app.pictures import picture, write_pictures
+from mmspec.app.rounds import ACCEPTED, CORRECTED, PLAIN, Round, kinds_of
 from mmspec.app.scenes.examples import files
 from mmspec.app.ui import chat, drawing
 from mmspec.app.ui.chat import Turn
@@ -29,7 +30,6 @@ from mmspec.app.ui.folder import Batch, lay_out, plain_name
 from mmspec.app.ui.limits import Limits
 from mmspec.app.ui.race import Choice, Difference, Race, margin
 from mmspec.app.ui.report import Report, Space, report_of
-from mmspec.app.ui.rounds import ACCEPTED, CORRECTED, PLAIN, Round, kinds_of
 from mmspec.app.ui.shelf import Shelf
 from mmspec.app.ui.sight import grid
 from mmspec.app.ui.tape import Pieces, Tape, pieces_of

@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mmspec.interfaces import Compressor, VisualTokens
-from mmspec.vision.picking import take
+from mmspec.vision.picking import Drop, Stride, take
+from mmspec.vision.pooling import Pool
+from mmspec.vision.resampler import Resampler
 
 SHARES = (1.0, 0.25, 1 / 16)
 """What of the budget the ways keep that differ in how much."""
@@ -89,10 +91,6 @@ class Elastic(nn.Module):
 
 
 def _ways(hidden_size: int, tokens: int) -> list[Compressor]:
-    from mmspec.vision.picking import Drop, Stride
-    from mmspec.vision.pooling import Pool
-    from mmspec.vision.resampler import Resampler
-
     sizes = sorted({max(1, round(tokens * share)) for share in SHARES}, reverse=True)
     resampler: Compressor = Resampler(hidden_size, min(2, tokens))
     return [Drop(), *(Pool(size) for size in sizes), Stride(max(1, tokens // 4)), resampler]

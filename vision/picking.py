@@ -7,7 +7,7 @@ spread (the kept ones as unlike each other as can be: DivPrune, arXiv 2503.02175
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -162,7 +162,7 @@ class Diverse:
         mask = torch.arange(kept, device=apart.device) < visual.mask.sum(1, keepdim=True)
         # What was chosen after a row's last token is no token of it: it goes to the end, and stays out.
         index = torch.cat(chosen, 1).masked_fill(~mask, count).sort(1).values
-        return take(replace(visual), index.clamp(max=count - 1), mask)
+        return take(visual, index.clamp(max=count - 1), mask)
 
 
 __all__ = [

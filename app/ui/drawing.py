@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
+from mmspec.app.rounds import CORRECTED, Round
 from mmspec.app.ui.chat import Turn
 from mmspec.app.ui.report import Report, Track
-from mmspec.app.ui.rounds import CORRECTED, Round
 
 COLUMN, ROW, BOX, MARGIN = 146, 36, 120, 12
 """Pixels of a drawn tree: from one depth to the next, from one leaf to the next, width of a node, edge."""

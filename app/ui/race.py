@@ -18,8 +18,8 @@ import mmspec
 from mmspec.app.captioner import Captioner
 from mmspec.app.errors import UsageError, one_line
 from mmspec.app.images import Shown
+from mmspec.app.rounds import Recorder, Round
 from mmspec.app.ui.chat import Turn, check_length, encoded, inputs_of, synchronize
-from mmspec.app.ui.rounds import Recorder, Round
 from mmspec.app.ui.shelf import Desk, Shelf
 from mmspec.app.ui.sight import Sight, Watch, sight_of
 from mmspec.app.ui.tape import Tape

@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from mmspec.app.rounds import PLAIN, Round, kinds_of
 from mmspec.app.ui.race import Race, Side
-from mmspec.app.ui.rounds import PLAIN, Round, kinds_of
 from mmspec.app.ui.sight import crops, marked, numbers_of
 from mmspec.app.ui.tape import name_of, pieces_of
 from mmspec.app.versions import mmspec_version

@@ -13,7 +13,7 @@ from PIL import Image
 from torch import Tensor
 
 from mmspec.app.images import Shown, pictures
-from mmspec.app.ui.rounds import Recorder
+from mmspec.app.rounds import Recorder
 from mmspec.drafters.vispec import VispecDrafter
 from mmspec.interfaces import Compressor, Segment, VisualTokens
 
