@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 MODELS = f"hub id, folder, or built in: scenes (knows its own small world), tiny, mid (random); default {DEFAULT}"
 EPILOG = """\
 PATH is any mix of
-  photo.jpg          one file; clip.mp4 likewise (of which --frames pictures are shown to the model)
+  photo.jpg          one file; clip.mp4 likewise (--frames of it are shown to the model, as a video if it takes videos,
+                     else as so many pictures; videos are decoded in a process of their own, 5 minutes each at most)
   photos/            a folder, with its sub-folders, in natural order (img2 before img10)
   'photos/*.png'     a glob, expanded here if your shell has not
   list.jsonl         a manifest: "file_name" and, if wanted, "prompt" and "id" per row; .csv likewise;
@@ -191,9 +192,9 @@ def captioner(settings: JobSettings, place: Place) -> Captioner:
     from mmspec.app.load import load
 
     model, processor = load(settings.model, settings.dtype, settings.device, place.local)
-    token = getattr(processor, "image_token", None)
-    if token and token in (settings.prompt or ""):
-        raise UsageError(f"--prompt must not contain {token}: the picture is put before it already")
+    for token in (getattr(processor, name, None) for name in ("image_token", "video_token")):
+        if token and token in (settings.prompt or ""):
+            raise UsageError(f"--prompt must not contain {token}: the picture is put before it already")
     try:
         mmspec.patch(model, settings.drafter, settings.compressor, processor=processor)
     except (OSError, TypeError, ValueError) as error:

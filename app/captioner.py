@@ -11,10 +11,9 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from PIL import Image
 
 import mmspec
-from mmspec.app.images import Shown, pictures
+from mmspec.app.images import Shown, Video, pictures
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -106,30 +105,47 @@ class Captioner:
             torch.cuda.synchronize(output.device)
         return output, time.perf_counter() - began
 
+    @property
+    def takes_videos(self) -> bool:
+        """Whether a video is one thing to the processor, and to its template, and not so many pictures."""
+        template = getattr(self.processor, "chat_template", None)
+        return getattr(self.processor, "video_processor", None) is not None and "video" in str(template or "video")
+
     def inputs(self, shown: Sequence[Shown], prompts: Sequence[str]) -> dict[str, Any]:
         """What `generate` wants, on the model's device and in its precision."""
+        seen = [_entries(one, self.takes_videos) for one in shown]
+        videos = [one for one in shown if isinstance(one, Video)] if self.takes_videos else []
+        options: dict[str, Any] = {"padding": True}
+        if videos:  # their frames are chosen already, and some models want to know when these were seen
+            metadata = [one.metadata for one in videos]
+            options["videos_kwargs"] = {"do_sample_frames": False, "video_metadata": metadata}
         if getattr(self.processor, "chat_template", None):
-            chats = [_chat(pictures(one), prompt) for one, prompt in zip(shown, prompts, strict=True)]
             made = self.processor.apply_chat_template(
-                chats,
+                [_chat(entries, prompt) for entries, prompt in zip(seen, prompts, strict=True)],
                 add_generation_prompt=True,
                 tokenize=True,
                 return_dict=True,
                 return_tensors="pt",
-                processor_kwargs={"padding": True},
+                processor_kwargs=options,
             )
         else:
-            token = getattr(self.processor, "image_token", "<image>")
-            rows = zip(shown, prompts, strict=True)
-            texts = [PLAIN_TEMPLATE.format(images=f"{token}\n" * len(pictures(one)), prompt=text) for one, text in rows]
-            flat = [image for one in shown for image in pictures(one)]
-            made = self.processor(text=texts, images=flat, padding=True, return_tensors="pt")
-        return {name: self._place(value) for name, value in made.items()}
+            rows = zip(seen, prompts, strict=True)
+            texts = [PLAIN_TEMPLATE.format(images=self._tokens(entries), prompt=text) for entries, text in rows]
+            flat = {kind: [e[kind] for entries in seen for e in entries if kind in e] for kind in ("image", "video")}
+            media = {f"{kind}s": values for kind, values in flat.items() if values}
+            made = self.processor(text=texts, return_tensors="pt", **media, **options)
+        return {name: self._place(name, value) for name, value in made.items()}
 
-    def _place(self, value: Any) -> Any:
+    def _tokens(self, entries: Sequence[dict[str, Any]]) -> str:
+        """What stands for them in a text."""
+        kinds = [entry["type"] for entry in entries]
+        return "".join(getattr(self.processor, f"{kind}_token", f"<{kind}>") + "\n" for kind in kinds)
+
+    def _place(self, name: str, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
-        return value.to(self.model.device, self.model.dtype if value.is_floating_point() else None)
+        pixels = name.startswith("pixel_values")  # seconds stay precise: positions are reckoned from them
+        return value.to(self.model.device, self.model.dtype if pixels else None)
 
     def options(self) -> dict[str, Any]:
         """What `generate` is told besides its inputs."""
@@ -208,9 +224,15 @@ class Captioner:
         return f"at token {found.column}: {words} (plain / mmspec), logit margin {found.margin:.2e}"
 
 
-def _chat(images: Sequence[Image.Image], prompt: str) -> list[dict[str, Any]]:
-    content: list[dict[str, Any]] = [{"type": "image", "image": image} for image in images]
-    return [{"role": "user", "content": [*content, {"type": "text", "text": prompt}]}]
+def _entries(shown: Shown, videos: bool) -> list[dict[str, Any]]:
+    """What a message holds of it: pictures, or one video if videos are taken."""
+    if videos and isinstance(shown, Video):
+        return [{"type": "video", "video": shown.array()}]
+    return [{"type": "image", "image": image} for image in pictures(shown)]
+
+
+def _chat(entries: Sequence[dict[str, Any]], prompt: str) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": [*entries, {"type": "text", "text": prompt}]}]
 
 
 def out_of_memory(error: BaseException) -> bool:

@@ -3,38 +3,53 @@
 from __future__ import annotations
 
 from pathlib import Path
-
-from PIL import Image
+from typing import TYPE_CHECKING
 
 from mmspec.app.errors import one_line
-from mmspec.app.images import ImageError, Shown, check_file, check_size, load_image
+from mmspec.app.images import ImageError, Shown, Video, check_file, check_size, load_image
 from mmspec.app.settings import FRAMES, MAX_PIXELS
+
+if TYPE_CHECKING:
+    from mmspec.vision.isolated import Isolated
 
 SUFFIXES = frozenset((".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".mpg", ".mpeg", ".ogv"))
 
 
-def load_clip(path: Path, frames: int = FRAMES, max_pixels: int = MAX_PIXELS) -> tuple[Image.Image, ...]:
-    """Up to `frames` RGB frames of the video in `path`, evenly spread; all of a shorter one."""
-    from mmspec.vision.frames import Uniform, read_frames
+def load_clip(
+    path: Path, frames: int = FRAMES, max_pixels: int = MAX_PIXELS, isolated: bool | Isolated = False
+) -> Video:
+    """Up to `frames` RGB frames of the video in `path`, evenly spread; all of a shorter one.
+
+    Args:
+        isolated: as `mmspec.vision.frames.read_frames` takes it: a decoder that crashes is then an error of the file.
+
+    Raises:
+        ImageError: whatever is wrong with it.
+    """
+    from mmspec.vision.frames import DecoderCrashedError, DecoderHungError, Uniform, read_frames
 
     check_file(path)
     try:
-        read = read_frames(path, Uniform(frames))
+        read = read_frames(path, Uniform(frames), isolated=isolated)
     except ImportError as error:
         raise ImageError("NoVideoReader", one_line(error)) from error
     except MemoryError as error:
         raise ImageError("OutOfMemory", "not enough memory to decode it") from error
     except Exception as error:
+        kinds: dict[type[Exception], str]
+        kinds = {DecoderCrashedError: "DecoderCrashed", DecoderHungError: "DecoderHung"}
         told = one_line(error, 600).removeprefix(f"{path}: ").replace(str(path), path.name)
-        raise ImageError("BrokenVideo", told) from error
+        raise ImageError(kinds.get(type(error), "BrokenVideo"), told) from error
     check_size(read.metadata.width, read.metadata.height, max_pixels)  # large ones are read at a smaller size
-    return tuple(read.images)
+    return Video(tuple(read.images), read.metadata.for_processor())
 
 
-def load_shown(path: Path, frames: int = FRAMES, max_pixels: int = MAX_PIXELS) -> Shown:
+def load_shown(
+    path: Path, frames: int = FRAMES, max_pixels: int = MAX_PIXELS, isolated: bool | Isolated = False
+) -> Shown:
     """The frames of a file that is named like a video, else the picture in it."""
     if path.suffix.lower() in SUFFIXES:
-        return load_clip(path, frames, max_pixels)
+        return load_clip(path, frames, max_pixels, isolated)
     return load_image(path, max_pixels)
 
 

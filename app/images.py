@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,8 +25,24 @@ MAX_ASPECT = 200
 _SUFFIXES = ".jpg .jpeg .jpe .jfif .png .apng .webp .gif .bmp .dib .tif .tiff .ppm .pgm .pbm .pnm .avif .jp2 .tga .ico"
 SUFFIXES = frozenset(_SUFFIXES.split())
 
-Shown = Image.Image | Sequence[Image.Image]
-"""What goes with one prompt: a picture, or the frames of a clip, which a model is given as so many pictures."""
+
+@dataclass(frozen=True)
+class Video:
+    """The frames of one video, and what it is by the names of transformers' `VideoMetadata`.
+
+    A model that takes videos is given them as one; others get so many pictures.
+    """
+
+    frames: tuple[Image.Image, ...]
+    metadata: dict[str, Any]
+
+    def array(self) -> np.ndarray:
+        """[T, height, width, 3] uint8."""
+        return np.stack([np.asarray(frame) for frame in self.frames])
+
+
+Shown = Image.Image | Sequence[Image.Image] | Video
+"""What goes with one prompt: a picture, several, or a video."""
 Source = Path | str | bytes | Image.Image | np.ndarray
 """What a picture may come as: a file by its path, what is in one, an image of Pillow's, an array (`from_array`)."""
 Key = TypeVar("Key")
@@ -150,6 +167,8 @@ def check_size(width: int, height: int, max_pixels: int) -> None:
 
 def pictures(shown: Shown) -> Sequence[Image.Image]:
     """The picture alone, or the frames."""
+    if isinstance(shown, Video):
+        return shown.frames
     return (shown,) if isinstance(shown, Image.Image) else shown
 
 
@@ -220,6 +239,7 @@ __all__ = [
     "ImageError",
     "Shown",
     "Source",
+    "Video",
     "check_file",
     "check_size",
     "decode_ahead",

@@ -24,6 +24,7 @@ from mmspec.app.progress import Progress, check_lines, say
 from mmspec.app.scenes.looks import advise
 from mmspec.app.settings import MODEL, JobSettings, Place, batches, derived_seed, sha1, share
 from mmspec.app.versions import mmspec_version
+from mmspec.vision.isolated import Isolated
 
 Work = Sequence[tuple[Item, Shown]]
 
@@ -126,9 +127,13 @@ class Job:
 
     def _work(self, plan: list[Sequence[Item]], rows: dict[str, Row], stop: Stop, progress: Progress) -> None:
         settings = self.settings
-        with pixel_limit(settings.max_pixels):
+        with pixel_limit(settings.max_pixels), Isolated() as isolated:
+
+            def decode(item: Item) -> Shown:
+                return load_shown(item.path, settings.frames, settings.max_pixels, isolated)
+
             ahead = settings.batch_size + settings.threads
-            decoded = decode_ahead(itertools.chain(*plan), self._decode, settings.threads, ahead)
+            decoded = decode_ahead(itertools.chain(*plan), decode, settings.threads, ahead)
             for batch in plan:
                 if stop.signal:
                     decoded.close()
@@ -137,9 +142,6 @@ class Job:
                 new = [row for item, row in zip(batch, made, strict=True) if self._open(item, rows)]
                 self.output.write(new)
                 progress.add(new)
-
-    def _decode(self, item: Item) -> Shown:
-        return load_shown(item.path, self.settings.frames, self.settings.max_pixels)
 
     def _batch(self, decoded: list[tuple[Item, Shown | ImageError]]) -> list[Row]:
         """Rows of one batch. The whole batch is run even if some of its rows are there: then it is the same batch."""

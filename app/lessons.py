@@ -105,9 +105,15 @@ class FileData:
 
 
 class Teacher:
-    """A target that answers, and shows its states."""
+    """A target that answers, and shows its states. Both are made once, as far as there is room."""
 
-    def __init__(self, model: Any, processor: Any, data: Data) -> None:
+    def __init__(self, model: Any, processor: Any, data: Data, room: int = 0) -> None:
+        """
+        Args:
+            room: bytes of states that may be kept on the host for when a text comes again. What comes first is kept:
+                texts come in epochs, so whatever was thrown out last would be wanted next.
+        """
+        self.room, self._kept = room, dict[int, Lesson]()
         self.maker, self.data, self.family = Captioner(model, processor), data, family_of(model)
         self.model, self.tokenizer = model, processor.tokenizer
         self.answers: dict[int, list[int]] = {}
@@ -202,6 +208,19 @@ class Teacher:
 
     def lesson(self, numbers: Sequence[int]) -> Lesson:
         """The target's states over the prompts of these requests and its answers."""
+        new = [number for number in dict.fromkeys(numbers) if number not in self._kept]
+        made = dict(zip(new, self._seen(new).rows(), strict=True)) if new else {}
+        rows = [self._kept[number] if number in self._kept else made[number] for number in numbers]
+        for number, row in made.items():
+            size = sum(part.nbytes for part in row.parts())
+            if size <= self.room:
+                self.room -= size
+                self._kept[number] = row.to("cpu")
+        device = self.model.device
+        return Lesson.joined([row.to(device) for row in rows])
+
+    def _seen(self, numbers: Sequence[int]) -> Lesson:
+        """The target reads the texts."""
         requests = [self.data[number] for number in numbers]
         inputs = self.maker.inputs([one.shown for one in requests], [one.question for one in requests])
         whole, answer = self._join(inputs, [self.answers[number] for number in numbers])

@@ -103,6 +103,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], co
     add("--max-new-tokens", type=positive, default=160, metavar="N", help="of an answer (default 160)")
     add("--steps", type=positive, default=1000, metavar="N", help="default 1000")
     add("--batch-size", type=positive, default=16, metavar="N", help="texts in a step (default 16)")
+    add("--answer-batch", type=positive, default=None, metavar="N", help="texts answered at once (default: a step's)")
+    add("--keep-states", type=float, default=4.0, metavar="GIB", help="of the target's states in memory (default 4)")
     add("--lr", type=float, default=1e-3, metavar="R", help="highest learning rate (default 1e-3)")
     add("--states-weight", type=float, default=1.0, metavar="W", help="of smooth L1 on the states (default 1)")
     add("--words-weight", type=float, default=0.1, metavar="W", help="of soft cross-entropy (default 0.1)")
@@ -155,10 +157,11 @@ def run(args: argparse.Namespace) -> int:
     meet, party = party_of(args, place)
     model, processor = load(args.target, args.dtype, args.device, place.local)
     model.requires_grad_(False)
-    teacher = Teacher(model, processor, WithText(data) if args.text_first else data)
+    room = round(args.keep_states * (1 << 30)) // place.world
+    teacher = Teacher(model, processor, WithText(data) if args.text_first else data, room)
     with bar(args, len(teacher.data), "answers", "text") as shown:
         share = party.rank, party.world
-        teacher.answer_all(args.out, args.batch_size, args.max_new_tokens, shown.update, share)
+        teacher.answer_all(args.out, args.answer_batch or args.batch_size, args.max_new_tokens, shown.update, share)
     meet()
     teacher.read_answers(args.out)
     facts = {"target": args.target, "data": list(args.data), "count": len(data), "first_seed": args.first_seed}

@@ -20,8 +20,9 @@ from mmspec.drafters.blocks import STEP, best
 from mmspec.drafters.depth import Depth
 from mmspec.drafters.head import Attend, EagleHead
 from mmspec.drafters.rules import RULES, Sight, pack, segments_of, shrunk
-from mmspec.interfaces import Compressor, Needs, Prompt, Verdict, Words
+from mmspec.interfaces import Compressor, Needs, Outlook, Prompt, Verdict, Words
 from mmspec.kv import KVBuffer
+from mmspec.pace import Meter, Pace
 from mmspec.tree import BUCKETS, DraftTree, bare
 
 
@@ -38,6 +39,7 @@ class State:
         prompt: until the first token is known. noise, temperature: as in `Prompt`. cos, sin: tables of angles.
         ids: [V'] the ids that may be drafted, if these are not all. trimmed: [V', D] the head's rows for them.
         more: [B, ...] whatever else a kind of head keeps of a call.
+        meter: measures what reading and drafting cost, where a compressor may ask.
     """
 
     words: Words
@@ -58,6 +60,7 @@ class State:
     ids: Tensor | None = None
     trimmed: Tensor | None = None
     more: Tensor | None = None
+    meter: Meter = field(default_factory=Meter)
 
 
 class EagleDrafter:
@@ -86,7 +89,7 @@ class EagleDrafter:
         if rule not in RULES:
             raise ValueError(f"rule must be one of {', '.join(RULES)}; got {rule!r}")
         self.head, self.rule, self.name, self.width = head.eval(), rule, name, width
-        self.depth, self.reach = Depth(depth), depth
+        self.depth, self.reach, self.pace = Depth(depth), depth, Pace()
         self.draft_ids, self.known = draft_ids, known
         self.comes_with: tuple[Mapping[str, Any], Mapping[str, Tensor]] | None = None
         self.compressor: Compressor | None = None
@@ -142,10 +145,12 @@ class EagleDrafter:
         longest = max(counts)
         if not longest:
             return
+        state.meter.settle()
         if state.levels and verdict.tree.nodes > 1:
             kept = [count - 1 for count in counts if count]
             rest = time.perf_counter() - state.since - state.drafting_s
             self.depth.learn(len(counts), state.levels, kept, state.drafting_s / state.levels, rest)
+            state.meter.round(rest + state.drafting_s, 1 + sum(kept) / len(kept))
         state.levels = 0
         path = verdict.path[:, :longest].to(state.last.device)
         states = self._states(taps)
@@ -161,7 +166,9 @@ class EagleDrafter:
             return bare(len(live), state.last.device)
         state.since = time.perf_counter()
         state.levels = self.depth.most if state.fixed else self.depth.choose(len(live))
+        began = state.meter.mark()
         tree = self._tree(state, budget, state.levels)
+        state.meter.drafted(began, max(state.buffer.lengths), state.levels)
         state.drafting_s = time.perf_counter() - state.since
         if not all(live):
             tree.valid &= torch.tensor(live, device=tree.valid.device)[:, None]
@@ -204,15 +211,26 @@ class EagleDrafter:
         else:
             query = states.gather(1, (counts - 1)[:, None, None].expand(-1, 1, states.shape[-1]))[:, 0]
             segments = segments_of(prompt, n)
-            shown = shrunk(self.head, self.rule, sight, inside, positions, compressor, query, segments)
+            state.meter = Meter(self.pace, len(counts), states.device)
+            outlook = self._outlook(prompt, (inside & ~sight.visual).sum(1))
+            shown = shrunk(self.head, self.rule, sight, inside, positions, compressor, query, segments, outlook)
             rows, keep, positions = shown
             inside = torch.ones_like(keep)
         if keep is not None:
             kept, rows, positions = pack(inside & keep, rows, positions)
         counts_, kept_ = torch.stack((counts, kept)).tolist()
         rows, positions = rows[:, : max(kept_)], positions[:, : max(kept_)]
+        began = state.meter.mark()
         self._read(state, rows, positions, kept_)
+        state.meter.read(began, max(kept_))
         state.places = counts_
+
+    def _outlook(self, prompt: Prompt, text: Tensor) -> Outlook:
+        """What a compressor may know of a call. text: [B] words of each prompt."""
+        if prompt.fixed:
+            return Outlook(text, prompt.answer)
+        batch = len(text)
+        return Outlook(text, prompt.answer, self.pace.known(batch), self.pace.lean(batch))
 
     def _placeholder(self, prompt: Prompt, words: Words, like: Tensor) -> Tensor:
         ids = prompt.ids[prompt.visual][:1] if self.rule == "blind" else prompt.ids.new_zeros(0)
@@ -247,14 +265,19 @@ class EagleDrafter:
         """Run the head over [B, n, D] rows, of which each row of the batch has `counts`, and keep them."""
         buffer, n = state.buffer, rows.shape[1]
         buffer.open(n)
-        fresh, mask = not any(buffer.lengths), None
-        if not fresh and (n > 1 or not buffer.uniform):
-            ends = torch.tensor(buffer.lengths, device=rows.device)[:, None] + torch.arange(n, device=rows.device)
-            mask = (torch.arange(buffer.end, device=rows.device) <= ends[..., None])[:, None]
         cos, sin = self._angles(state, positions)
-        out = self.head(rows, cos, sin, attention(buffer, mask, causal=fresh and n > 1))
+        if not any(buffer.lengths):  # a prompt: only what its last row says is ever used
+            last = torch.tensor([max(0, count - 1) for count in counts], device=rows.device)[:, None]
+            mask = None if min(counts) == n else (torch.arange(n, device=rows.device) <= last)[:, None, None]
+            out = self.head(rows, cos, sin, attention(buffer, mask), last)
+            state.last = last_of(out, [min(count, 1) for count in counts], state.last)
+        else:
+            mask = None
+            if n > 1 or not buffer.uniform:
+                ends = torch.tensor(buffer.lengths, device=rows.device)[:, None] + torch.arange(n, device=rows.device)
+                mask = (torch.arange(buffer.end, device=rows.device) <= ends[..., None])[:, None]
+            state.last = last_of(self.head(rows, cos, sin, attention(buffer, mask)), counts, state.last)
         buffer.lengths = [length + count for length, count in zip(buffer.lengths, counts, strict=True)]
-        state.last = last_of(out, counts, state.last)
 
     def _angles(self, state: State, positions: Tensor) -> tuple[Tensor, Tensor]:
         """(cos, sin) [B, 1, n, d] of positions [B, n], from a table that grows by doubling."""
@@ -380,13 +403,13 @@ def last_of(out: Tensor, counts: Sequence[int], before: Tensor) -> Tensor:
     return torch.where(torch.tensor([count > 0 for count in counts], device=out.device)[:, None], last, before)
 
 
-def attention(buffer: KVBuffer, mask: Tensor | None, causal: bool = False) -> Attend:
+def attention(buffer: KVBuffer, mask: Tensor | None) -> Attend:
     """Attention to what the buffer holds and the rows that it is given. mask: [B, 1, n, keys] bool, or None."""
 
     def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         shared = queries.shape[1] != keys.shape[1]
         keys, values = buffer.write(0, keys, values)
-        return functional.scaled_dot_product_attention(queries, keys, values, mask, is_causal=causal, enable_gqa=shared)
+        return functional.scaled_dot_product_attention(queries, keys, values, mask, enable_gqa=shared)
 
     return attend
 

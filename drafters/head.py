@@ -88,13 +88,14 @@ class Layer(nn.Module):
         self.input_norm = Norm(hidden, config.rms_norm_eps) if config.input_norm or config.wide else None
         self.state_norm = Norm(hidden, config.rms_norm_eps) if config.wide else None
 
-    def forward(self, rows: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        """[B, n, D] rows in ([B, n, 2 D] if wide), [B, n, D] out.
+    def forward(self, rows: Tensor, cos: Tensor, sin: Tensor, attend: Attend, ask: Tensor | None = None) -> Tensor:
+        """[B, n, D] rows in ([B, n, 2 D] if wide), [B, n or m, D] out.
 
         Args:
             cos, sin: [B or 1, 1, n or 1, d] of the rows' positions.
+            ask: [B, m] the rows whose output is wanted; None for all. Of the others only keys and values are computed,
+                which is about a third of the work: nobody asks what a prompt's earlier rows would draft.
         """
-        batch, count, _ = rows.shape
         if self.state_norm is None:
             normed = rows if self.input_norm is None else self.input_norm(rows)
         else:
@@ -103,16 +104,40 @@ class Layer(nn.Module):
             state = self.state_norm(rows)
             normed = torch.cat((self.input_norm(embedding), state), dim=-1)
             rows = state if self.config.norm_before_residual else rows
-        mixed = self.qkv_proj(normed).view(batch, count, self.heads + 2 * self.kv_heads, self.config.head_dim)
-        turned, values = mixed.transpose(1, 2).split((self.heads + self.kv_heads, self.kv_heads), dim=1)
-        turned = turned * cos + rotate(turned) * sin
-        seen = attend(turned[:, : self.heads], turned[:, self.heads :], values)
-        rows = rows + self.o_proj(seen.transpose(1, 2).reshape(batch, count, -1))
+        if ask is None:
+            mixed = self._by_head(self.qkv_proj(normed))
+            turned, values = mixed.split((self.heads + self.kv_heads, self.kv_heads), dim=1)
+            turned = turned * cos + rotate(turned) * sin
+            queries, keys = turned.split((self.heads, self.kv_heads), dim=1)
+        else:
+            rows = _picked(rows, ask)
+            queries, keys, values = self._asked(normed, cos, sin, ask)
+        seen = attend(queries, keys, values)
+        rows = rows + self.o_proj(seen.transpose(1, 2).flatten(2))
         if not self.feeds:
             return rows
         gate, up = self.gate_up_proj(self.post_norm(rows)).chunk(2, dim=-1)
         fed: Tensor = self.down_proj(functional.silu(gate) * up)
         return rows + fed
+
+    def _by_head(self, projected: Tensor) -> Tensor:
+        """[B, n, H * d] -> [B, H, n, d]."""
+        return projected.unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)
+
+    def _asked(self, normed: Tensor, cos: Tensor, sin: Tensor, ask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries of the rows asked, keys and values of all."""
+        size, weight, bias = self.heads * self.config.head_dim, self.qkv_proj.weight, self.qkv_proj.bias
+        queries = functional.linear(_picked(normed, ask), weight[:size], None if bias is None else bias[:size])
+        rest = functional.linear(normed, weight[size:], None if bias is None else bias[size:])
+        keys, values = self._by_head(rest).chunk(2, dim=1)
+        turn = [_picked(part.expand(len(normed), -1, normed.shape[1], -1)[:, 0], ask)[:, None] for part in (cos, sin)]
+        turned = self._by_head(queries)
+        return turned * turn[0] + rotate(turned) * turn[1], keys * cos + rotate(keys) * sin, values
+
+
+def _picked(rows: Tensor, places: Tensor) -> Tensor:
+    """[B, m, D], of [B, n, D] the rows at [B, m]."""
+    return rows.gather(1, places[..., None].expand(-1, -1, rows.shape[-1]))
 
 
 def rotate(vectors: Tensor) -> Tensor:
@@ -148,9 +173,9 @@ class EagleHead(nn.Module):
         fused: Tensor = self.fc(torch.cat((embeddings, states), dim=-1))
         return fused
 
-    def forward(self, rows: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+    def forward(self, rows: Tensor, cos: Tensor, sin: Tensor, attend: Attend, ask: Tensor | None = None) -> Tensor:
         """See `Layer.forward`."""
-        out: Tensor = self.layer(rows, cos, sin, attend)
+        out: Tensor = self.layer(rows, cos, sin, attend, ask)
         return out
 
     def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mmspec.drafters.head import EagleHead
-from mmspec.interfaces import Compressor, Prompt, Segment, VisualTokens
+from mmspec.interfaces import Compressor, Outlook, Prompt, Segment, VisualTokens
 
 
 @dataclass(frozen=True)
@@ -82,6 +82,7 @@ def shrunk(
     compressor: Compressor,
     query: Tensor | None,
     segments: tuple[Segment, ...] = (),
+    outlook: Outlook | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The rows of a rule when a compressor shows fewer visual tokens.
 
@@ -89,6 +90,7 @@ def shrunk(
 
     Args:
         inside: [B, n] bool, rows that are there. positions: [B, n]. query: [B, D] the prompt's last state, or None.
+        outlook: what is known of the call, for compressors that weigh costs.
 
     Returns:
         [B, K + n, D] rows, [B, K + n] bool which of them are kept, [B, K + n] their positions.
@@ -99,7 +101,7 @@ def shrunk(
     mask = torch.arange(many, device=seen.device) < counts[:, None]
     if segments and sum(segment.length for segment in segments) != int(counts.sum()):
         segments = ()  # the first token of the text is a visual one: no row stands before it
-    visual = VisualTokens(embeddings[:, :many], states[:, :many], mask, places[:, :many], segments)
+    visual = VisualTokens(embeddings[:, :many], states[:, :many], mask, places[:, :many], segments, outlook=outlook)
     few = compressor.compress(visual, query, compressor.tokens)
     shown = Sight(few.embeddings, few.states, torch.ones_like(few.mask), sight.placeholder)
     parts = [RULES[rule](head, shown), RULES[rule](head, sight)]

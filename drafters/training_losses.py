@@ -7,12 +7,14 @@ them), summed over rollout steps in which the head reads what it said itself ("t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
 
 from mmspec.drafters.head import EagleHead
 from mmspec.drafters.rules import RULES, Sight, pack, shrunk
@@ -37,7 +39,22 @@ class Lesson:
 
     def to(self, device: torch.device | str) -> Lesson:
         """The same on a device."""
-        return Lesson(*(getattr(self, name).to(device) for name in self.__dataclass_fields__))
+        return Lesson(*(part.to(device) for part in self.parts()))
+
+    def parts(self) -> tuple[Tensor, ...]:
+        """Its tensors, in their order."""
+        return self.ids, self.real, self.visual, self.answer, self.embedded, self.states
+
+    def rows(self) -> list[Lesson]:
+        """Each text by itself, without pads; copies, so that a row can outlive the batch."""
+        sizes = self.real.sum(1).tolist()
+        return [Lesson(*(part[row : row + 1, :n].clone() for part in self.parts())) for row, n in enumerate(sizes)]
+
+    @classmethod
+    def joined(cls, rows: Sequence[Lesson]) -> Lesson:
+        """Texts as a batch, zeros behind each."""
+        parts = zip(*(row.parts() for row in rows), strict=True)
+        return cls(*(pad_sequence([one[0] for one in part], batch_first=True) for part in parts))
 
 
 @dataclass(frozen=True)

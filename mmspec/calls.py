@@ -24,7 +24,7 @@ from mmspec import fallback
 from mmspec.budget import Costs
 from mmspec.cpu import Packs
 from mmspec.interfaces import Drafter
-from mmspec.options import Options, per_call
+from mmspec.options import Kept, Options, per_call
 from mmspec.serve import Call, CannotServe, Prepared, serve
 from mmspec.stats import Stats
 from mmspec.target_hf import Family, HFTarget
@@ -43,6 +43,7 @@ class Patch:
         self.attention: str | None = None  # the text model's kernel before `patch` switched it
         self.costs: dict[str, Costs] = {}
         self.packs = Packs()
+        self.kept = Kept()
         self.total, self.last = Stats(), Stats()
         self.lock = threading.Lock()
         self._warned: set[str] = set()
@@ -65,7 +66,7 @@ class Patch:
         chosen = kwargs.pop("mmspec", None)
         plain = functools.partial(type(self.model).generate, self.model)
         tokenizer = getattr(self.processor, "tokenizer", self.processor)
-        options, enabled = per_call(self.options, chosen, self.family, tokenizer)
+        options, enabled = per_call(self.options, chosen, self.family, tokenizer, self.kept)
         if not enabled or _is_off(self.model):
             return plain(*args, **kwargs)
         bound = inspect.signature(plain).bind(*args, **kwargs)

@@ -12,6 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
+from mmspec.pace import Rates
 from mmspec.tree import DraftTree
 
 
@@ -116,6 +117,7 @@ class Prompt:
         words: the target's embedding and output head.
         fixed: shapes must not hang on timing (`deterministic=True`, or `nodes=` was given).
         compressor: what shows the drafter fewer visual tokens, if one was chosen.
+        answer: new tokens that a row may be given at most; None if nobody said.
     """
 
     ids: Tensor
@@ -132,6 +134,7 @@ class Prompt:
     words: Words | None = None
     fixed: bool = False
     compressor: Compressor | None = None
+    answer: int | None = None
 
 
 @dataclass
@@ -212,6 +215,22 @@ class Target(Protocol):
 
 
 @dataclass(frozen=True)
+class Outlook:
+    """What is known of a call when its visual tokens are about to be shown to a drafter.
+
+    Attributes:
+        text: [B] int64, tokens of each prompt that are not visual. answer: as in `Prompt`.
+        rates: what reading and drafting cost here; None if that is not known, or shapes must not hang on timing.
+        lean: 1 if less should be shown than seems best, -1 if more, so that the costs of other widths become known.
+    """
+
+    text: Tensor
+    answer: int | None = None
+    rates: Rates | None = None
+    lean: int = 0
+
+
+@dataclass(frozen=True)
 class VisualTokens:
     """Visual tokens of one batch as a drafter may see them.
 
@@ -220,6 +239,10 @@ class VisualTokens:
             them with: those one position before.
         mask: [B, M] bool, True where a token stands. positions: [B, M] or [axes, B, M] int64.
         scores: [B, M] float32 relevance, or None. segments: the grids, `start` counted in M.
+        outlook: what is known of the call, for compressors that weigh costs; None if nothing is.
+        origin: of what a compressor returns, [B, M] int64: the number of the token that each one is, among those that
+            the compressor was given; -1 for mixtures, None if it does not say.
+        ways: in a word how each row was made, if the compressor's name does not say that.
     """
 
     embeddings: Tensor
@@ -228,6 +251,9 @@ class VisualTokens:
     positions: Tensor
     segments: tuple[Segment, ...] = ()
     scores: Tensor | None = None
+    outlook: Outlook | None = None
+    origin: Tensor | None = None
+    ways: tuple[str, ...] | None = None
 
 
 @runtime_checkable
@@ -269,6 +295,7 @@ __all__ = [
     "FrameSampler",
     "LookingSampler",
     "Needs",
+    "Outlook",
     "Prompt",
     "Segment",
     "Target",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -117,8 +119,40 @@ def reference_rows(options: Options, tokenizer: Any, batch: int | None, repeats:
 PER_CALL = ("enabled", "drafter", "compressor", "nodes", "deterministic", "packed", "reference", "reference_ids")
 
 
+KEPT = 4
+"""Drafters that calls named and that are kept for later calls; each may hold the weights of a layer."""
+
+
+class Kept:
+    """Drafters by name, so that a call that names one does not read its weights anew, and what it learned stays."""
+
+    def __init__(self) -> None:
+        self._made: dict[Any, Drafter] = {}
+        self._lock = threading.Lock()
+
+    def get(self, drafter: str | Drafter, family: Any, tokenizer: Any) -> Drafter:
+        """As `checked_drafter`; a folder that has changed since is read again."""
+        if not isinstance(drafter, str):
+            return checked_drafter(drafter, family, tokenizer)
+        key = drafter, _stamp(drafter), id(tokenizer), family.vocab_size
+        with self._lock:
+            made = self._made.pop(key, None) or checked_drafter(drafter, family, tokenizer)
+            self._made[key] = made  # the newest last
+            for old in list(self._made)[:-KEPT]:
+                del self._made[old]
+        return made
+
+
+def _stamp(folder: str) -> tuple[Any, ...]:
+    """Size and time of what is in a folder; nothing of what is none."""
+    if not os.path.isdir(folder):
+        return ()
+    with os.scandir(folder) as found:
+        return tuple(sorted((one.name, one.stat().st_size, one.stat().st_mtime_ns) for one in found))
+
+
 def per_call(
-    options: Options, chosen: Mapping[str, Any] | None, family: Any, tokenizer: Any = None
+    options: Options, chosen: Mapping[str, Any] | None, family: Any, tokenizer: Any, kept: Kept
 ) -> tuple[Options, bool]:
     """Options of one call, and whether mmspec is on, from `generate(..., mmspec=dict(...))`."""
     if chosen is None:
@@ -131,7 +165,7 @@ def per_call(
         raise ValueError(f"generate(mmspec=...) takes {', '.join(PER_CALL)}; got {', '.join(unknown)}.")
     enabled = bool(chosen.pop("enabled", True))
     if "drafter" in chosen:
-        chosen["drafter"] = checked_drafter(chosen["drafter"], family, tokenizer)
+        chosen["drafter"] = kept.get(chosen["drafter"], family, tokenizer)
     if "compressor" in chosen:
         chosen["compressor"] = checked_compressor(chosen["compressor"])
     return replace(options, **chosen), enabled

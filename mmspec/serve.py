@@ -17,9 +17,10 @@ from mmspec.budget import Budget, Costs
 from mmspec.columns import ColumnClock
 from mmspec.cpu import MOST_BYTES, Packs, layers_of, packed
 from mmspec.engine import Loop
-from mmspec.interfaces import Drafter, Prompt, Verdict, Words
+from mmspec.interfaces import Compressor, Drafter, Prompt, Verdict, Words
 from mmspec.options import Options, reference_rows
 from mmspec.sampling import Noise, Picker, Undo
+from mmspec.shown import Watch
 from mmspec.stats import Stats
 from mmspec.target_hf import Family, HFTarget
 from mmspec.tree import DraftTree
@@ -27,6 +28,8 @@ from mmspec.tree import DraftTree
 NOISE_BYTES = 256 << 20
 """Most memory that the noise of columns in flight may take; rows too far ahead wait."""
 NOISE_COLUMNS = 128
+UNSAID = 1 << 39
+"""Nobody said how many new tokens there may be, where there may be so many."""
 
 
 class CannotServe(Exception):
@@ -77,7 +80,8 @@ def serve(call: Call, given: Prepared) -> Any:
     entered = time.perf_counter()
     input_ids, config = given.input_ids, given.config
     drafter = call.options.drafter
-    target = HFTarget(call.family, input_ids, given.model_kwargs, config, _most(given))
+    most, watch = _most(given), _watch(call.options)
+    target = HFTarget(call.family, input_ids, given.model_kwargs, config, most)
     first, taps = _prefill(target, drafter)
     call.stats.prefill_s = time.perf_counter() - entered
     wants_dict = config.return_dict_in_generate
@@ -102,6 +106,7 @@ def serve(call: Call, given: Prepared) -> Any:
         lockstep=bool(strangers),
     )
     prompt = _prompt(call, input_ids, target, taps, first.shape[-1], clock)
+    prompt = replace(prompt, compressor=watch, answer=most if most < UNSAID else None)
     loop = Loop(
         target=target,
         drafter=drafter if type(drafter).__module__.startswith("mmspec.") else _Quiet(drafter, input_ids.device, noise),
@@ -128,6 +133,8 @@ def serve(call: Call, given: Prepared) -> Any:
     if call.streamer is not None:
         call.streamer.end()
     _count(call.stats, clock)
+    if watch is not None:
+        call.stats.saw(watch.rows())
     sequences, scores, logits = clock.output()
     cache = target.close(clock.columns) if keep_cache else None
     if not wants_dict:
@@ -170,9 +177,16 @@ def _prompt(call: Call, input_ids: Tensor, target: HFTarget, taps: Any, vocab: i
         noise=None if clock.noise is None else clock.noise_ahead,
         temperature=float(target.config.temperature or 1.0) if clock.noise is not None else 1.0,
         fixed=call.options.fixed is not None,
-        compressor=call.options.compressor,
         words=Words(family.model.get_input_embeddings(), family.model.get_output_embeddings()),
     )
+
+
+def _watch(options: Options) -> Watch | None:
+    """What shows the drafter fewer visual tokens, chosen or its own, watched; None if nothing does."""
+    chosen = options.compressor
+    if chosen is None and isinstance(own := getattr(options.drafter, "compressor", None), Compressor):
+        chosen = own
+    return None if chosen is None else Watch(chosen)
 
 
 def _layers(call: Call) -> list[nn.Linear]:

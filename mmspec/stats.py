@@ -6,6 +6,8 @@ from collections import Counter
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from mmspec.shown import Shown
+
 
 @dataclass
 class Stats:
@@ -22,7 +24,10 @@ class Stats:
             forward, picking and the one copy to the host. rest_s: everything else in the loop.
         ttft_s: from the start of `generate` to the first token (vision encoding included), summed over calls.
         decode_s: from the first token to the last, summed over calls. total_s: whole calls.
-        row_tokens, row_forwards: per row of the last call.
+        visual, visual_kept: visual tokens of prompts that a compressor was given, and how many it showed the drafter.
+        ways: {what the compressor did: rows}.
+        row_tokens, row_forwards: per row of the last call. shown: the same for what the drafter was shown of the
+            pictures; empty if no compressor was asked.
     """
 
     calls: int = 0
@@ -43,8 +48,12 @@ class Stats:
     decode_s: float = 0.0
     total_s: float = 0.0
     first_tokens: int = 0
+    visual: int = 0
+    visual_kept: int = 0
+    ways: Counter[str] = field(default_factory=Counter)
     row_tokens: list[int] = field(default_factory=list)
     row_forwards: list[int] = field(default_factory=list)
+    shown: list[Shown] = field(default_factory=list)
 
     @property
     def tau(self) -> float:
@@ -66,6 +75,13 @@ class Stats:
         """Tokens after the first per second, from the first token to the last."""
         return (self.tokens - self.first_tokens) / self.decode_s if self.decode_s else 0.0
 
+    def saw(self, shown: list[Shown]) -> None:
+        """Take in what the drafter was shown in this call."""
+        self.shown = shown
+        self.visual += sum(row.visual for row in shown)
+        self.visual_kept += sum(row.kept for row in shown)
+        self.ways.update(row.way for row in shown)
+
     def add(self, call: Stats) -> None:
         """Take in the numbers of one more call."""
         for item in fields(self):
@@ -84,12 +100,15 @@ class Stats:
         plain = {item.name: getattr(self, item.name) for item in fields(self)}
         plain["lengths"] = {str(key): value for key, value in sorted(self.lengths.items())}
         plain["nodes"] = {str(key): value for key, value in sorted(self.nodes.items())}
+        plain["ways"] = dict(sorted(self.ways.items()))
+        plain["shown"] = [row.as_dict() for row in self.shown]
         derived = ("tau", "acceptance", "round_s", "tokens_per_s")
         return plain | {name: getattr(self, name) for name in derived}
 
     def __str__(self) -> str:
         how = f", last plain call because of {self.fallback}" if self.fallback else ""
+        seen = f", {self.visual_kept}/{self.visual} visual tokens shown to it" if self.visual else ""
         return (
             f"{self.calls} calls ({self.plain_calls} plain{how}), {self.tokens} tokens, tau {self.tau:.2f}, "
-            f"{self.tokens_per_s:.1f} tokens/s, {self.accepted}/{self.drafted} drafted tokens kept"
+            f"{self.tokens_per_s:.1f} tokens/s, {self.accepted}/{self.drafted} drafted tokens kept{seen}"
         )

@@ -15,9 +15,10 @@ from mmspec.drafters.parallel import ParallelDrafter, ParallelHead
 from mmspec.drafters.rules import RULES
 from mmspec.drafters.vispec import VispecDrafter, VispecHead
 from mmspec.vision.latent import LatentCompressor
+from mmspec.vision.measured import Measured
 
 BLOCKS = ("flash", "parallel", "linked", "falcon")
-KINDS = (*RULES, "trimmed", "eagle3", "vispec", *BLOCKS, "latent")
+KINDS = (*RULES, "trimmed", "eagle3", "vispec", *BLOCKS, "latent", "measured")
 
 
 def drafter(kind: str, spec: tiny.Spec, seed: int = 0, vocab: int = 0) -> EagleDrafter:
@@ -41,6 +42,10 @@ def drafter(kind: str, spec: tiny.Spec, seed: int = 0, vocab: int = 0) -> EagleD
         if kind == "latent":
             made = blocks(BLOCKS[seed % 4], config, spec.layers, seed)
             made.compressor = LatentCompressor(spec.hidden, 1 + seed % 5)
+            return made
+        if kind == "measured":
+            made = EagleDrafter(EagleHead(config), list(RULES)[seed % 2], layers=spec.layers, depth=3, width=3)
+            made.compressor = Measured()
             return made
         ids = torch.arange(0, vocab, 2) if kind == "trimmed" else None
         rule = "decoupled" if kind == "trimmed" else kind

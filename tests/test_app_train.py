@@ -123,6 +123,25 @@ def test_a_lesson_is_what_the_target_saw(data: Path, tmp_path: Path) -> None:
     assert lesson.visual.sum() == 3 * 16
 
 
+def test_states_are_made_once_as_far_as_there_is_room(data: Path, tmp_path: Path) -> None:
+    model, processor = random_model("tiny")
+    teachers = [Teacher(model, processor, FileData([str(data)]), room) for room in (0, 1 << 30, 60_000)]
+    seen: list[list[int]] = []
+    for teacher in teachers:
+        teacher.answer_all(tmp_path, 5, 8)
+        own = teacher._seen
+        teacher._seen = lambda numbers, own=own: seen.append(list(numbers)) or own(numbers)  # type: ignore[func-returns-value,method-assign]
+    plain, kept, some = ([teacher.lesson(numbers) for numbers in ([0, 2], [2, 3, 2], [3, 0])] for teacher in teachers)
+    assert seen[:3] == [[0, 2], [2, 3], [3, 0]]
+    assert seen[3:5] == [[0, 2], [3]]
+    assert 0 < len(teachers[2]._kept) < 3 and 0 <= teachers[2].room < 60_000
+    for other in (kept, some):
+        for one, two in zip(plain, other, strict=True):
+            for a, b in zip(one.parts(), two.parts(), strict=True):
+                assert a.dtype == b.dtype and torch.allclose(a.float(), b.float(), atol=0.1), "bfloat16 on a CPU"
+            assert torch.equal(one.ids, two.ids) and torch.equal(one.answer, two.answer)
+
+
 def test_the_same_questions_without_pictures(data: Path, tmp_path: Path) -> None:
     model, processor = random_model("tiny")
     both = WithText(FileData([str(data)]))

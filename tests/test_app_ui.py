@@ -31,10 +31,8 @@ from mmspec.app.ui.limits import Limits
 from mmspec.app.ui.race import Choice, Difference, Race, margin
 from mmspec.app.ui.report import Report, Space, report_of
 from mmspec.app.ui.shelf import Shelf
-from mmspec.app.ui.sight import grid
 from mmspec.app.ui.tape import Pieces, Tape, pieces_of
 from mmspec.app.ui.worker import Halt, Sessions, Worker
-from mmspec.interfaces import Segment
 
 NASTY = "<script>window.hacked=1</script><img src=x onerror='window.hacked=1'> **bold** ${1+1} {{value}}"
 
@@ -246,11 +244,6 @@ def test_tokens_that_a_trained_drafter_saw_are_marked(
     assert made.identical and told["shown"] == shown and told["total"] == 16
     assert (told["kept"] if kept is None else len(told["kept"])) == kept
     assert len(made.marked) == (1 if kept else 0) and ("<img" in drawing.seen(made)) == bool(kept)
-
-
-def test_cells_of_a_grid() -> None:
-    lines = Segment(0, 7, 2, 3, 0, newline=True)
-    assert grid(lines, 10, frozenset((10, 12, 13, 15))).tolist() == [[True, False, True], [False, True, False]]
 
 
 # conversations

@@ -240,7 +240,8 @@ def test_scores_of_the_tower_are_used_where_there_are_any() -> None:
 
 def test_all_and_nothing() -> None:
     visual = tokens_of([5, 3])
-    assert make("identity").compress(visual, None, 1) is visual
+    whole = make("identity").compress(visual, None, 1)
+    assert whole.embeddings is visual.embeddings and whole.mask is visual.mask
     assert make("drop").compress(visual, None, 1).embeddings.shape == (2, 0, 8)
 
 
@@ -491,7 +492,7 @@ def test_names() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("magic:4", "no compressor is called 'magic:4'; known: identity, drop, stride:N"),
+        ("magic:4", "no compressor is called 'magic:4'; known: identity, drop, measured, stride:N"),
         ("latent", "say how many tokens are kept, as in latent:64; got 'latent'"),
         ("latent:0", "got 'latent:0'"),
         ("latent:64", "has weights: name the folder of a drafter"),

@@ -23,12 +23,13 @@ from mmspec.drafters import checkpoint
 from mmspec.drafters.checkpoint import Made, load, save
 from mmspec.drafters.depth import Depth
 from mmspec.drafters.eagle import EagleDrafter
-from mmspec.drafters.head import EagleHead, HeadConfig, from_published, published
+from mmspec.drafters.head import EagleHead, HeadConfig, Layer, from_published, published
 from mmspec.drafters.registry import make
 from mmspec.drafters.rules import RULES, Sight, pack
 from mmspec.drafters.training import Plan, Pupil, SettingsError, Training
 from mmspec.drafters.training_losses import Weights, When, losses, rows_of
 from mmspec.interfaces import Facts
+from mmspec.options import KEPT
 from mmspec.tree import bare
 from pretend import (
     CONFIG,
@@ -422,6 +423,37 @@ def test_a_folder_is_a_drafter_and_is_checked(tiny: Captioner, tmp_path: Path) -
         make(str(tmp_path / "mine"), facts)
 
 
+def test_a_call_that_names_a_folder_reads_it_once(
+    tiny: Captioner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mmspec.drafters import trained
+    from mmspec.drafters.checkpoint import fingerprint
+
+    made = Made(tiny_head().config, "textual", 2, "llava", fingerprint(tiny.processor.tokenizer))
+    folder, read, original = tmp_path / "mine", [], trained.trained
+    save(folder, tiny_head(), made)
+    monkeypatch.setattr(trained, "trained", lambda *given: read.append(given[0]) or original(*given))  # type: ignore[func-returns-value]
+    inputs = tiny.inputs([paint(scene(0))], ["a"])
+
+    def call(name: object = str(folder)) -> None:
+        tiny.model.generate(**inputs, max_new_tokens=3, do_sample=False, mmspec={"drafter": name})
+
+    mmspec.patch(tiny.model, "none", processor=tiny.processor)
+    try:
+        call()
+        call()
+        assert len(read) == 1
+        save(folder, tiny_head(1), replace(made, rule="coupled"))  # another, under the same name
+        call()
+        assert len(read) == 2
+        for other in range(6):  # only a few are kept
+            save(tmp_path / str(other), tiny_head(other), made)
+            call(str(tmp_path / str(other)))
+        assert len(tiny.model.__dict__["_mmspec"].kept._made) == KEPT
+    finally:
+        mmspec.unpatch(tiny.model)
+
+
 def test_an_unknown_rule_is_refused(world: World) -> None:
     with pytest.raises(ValueError, match="rule must be one of"):
         EagleDrafter(world.head, "magic", layers=3)
@@ -493,3 +525,33 @@ def test_drafting_never_looks_at_a_value(world: World, pads: tuple[int, int], no
         assert tree.tokens.shape == (2, 16) and isinstance(tree.tokens, type(mode.from_tensor(torch.ones(1))))
         with pytest.raises(Exception, match="local_scalar_dense"):
             tree.tokens.tolist()
+
+
+@pytest.mark.parametrize(
+    "shape", [{}, {"num_key_value_heads": 2, "qkv_bias": True}, {"input_norm": True}, {"wide": True}]
+)
+def test_rows_that_are_asked_alone_say_the_same(shape: dict[str, Any]) -> None:
+    """Of a prompt only the last row is asked: keys and values of all rows, outputs of some, as in a whole pass."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 4}
+    config = HeadConfig(**{**sizes, "vocab_size": 64, **shape})
+    torch.manual_seed(3)
+    layer, head = Layer(config).eval(), EagleHead(config)
+    rows = torch.randn(2, 7, 64 if config.wide else 32)
+    cos, sin = (part[None, None] for part in head.angles(torch.arange(7), torch.float32))
+    kept: list[tuple[Tensor, Tensor]] = []
+
+    def attend(mask: Tensor) -> Any:
+        def seen(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+            kept.append((keys, values))
+            return torch.nn.functional.scaled_dot_product_attention(queries, keys, values, mask, enable_gqa=True)
+
+        return seen
+
+    causal = torch.ones(7, 7, dtype=torch.bool).tril()
+    ask = torch.tensor([[6, 2], [4, 0]])
+    with torch.no_grad():
+        whole = layer(rows, cos, sin, attend(causal))
+        some = layer(rows, cos, sin, attend(causal[ask][:, None]), ask)
+    assert torch.allclose(some, whole[torch.arange(2)[:, None], ask], atol=1e-5)
+    for one, other in zip(*kept, strict=True):
+        assert torch.allclose(one, other, atol=1e-6)

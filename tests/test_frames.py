@@ -12,8 +12,7 @@ import struct
 import subprocess
 import sys
 import types
-from collections.abc import Callable, Sequence
-from fractions import Fraction
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from PIL import Image
 from torch import Tensor
 from transformers.video_utils import VideoMetadata, default_sample_indices_fn, load_video
 
+from footage import grey, nothing, shades, song, write
 from mmspec.vision import readers
 from mmspec.vision.frames import MOST_FRAMES, ByRate, Differing, Uniform, read_frames
 
@@ -33,37 +33,12 @@ READERS = ["decord", "torchcodec", "av"]
 Picture = Callable[[int], np.ndarray]
 
 
-def grey(number: int, side: int = 64) -> np.ndarray:
-    """8 n + 8 all over."""
-    return np.full((side, side, 3), 8 * number + 8, dtype=np.uint8)
-
-
 def scene(number: int) -> np.ndarray:
     """A white square that moves, on a ground of its own colour: no two frames are alike."""
     picture = np.full((48, 80, 3), (5 * number % 200, 40, 200 - 7 * number % 200), dtype=np.uint8)
     place = 2 * number % 60
     picture[10:30, place : place + 16] = 255
     return picture
-
-
-def write(path: Path, frames: int | Sequence[np.ndarray], codec: str = "h264", fps: int = 10, **more: Any) -> Path:
-    """A clip, of greys if only a number is given. `pts`: milliseconds; `options` of the codec, `format` of the file."""
-    pictures = [grey(number) for number in range(frames)] if isinstance(frames, int) else frames
-    with av.open(str(path), "w", options=more.get("format", {})) as container:
-        stream = container.add_stream(codec, rate=fps, options=more.get("options", {}))
-        stream.height, stream.width = pictures[0].shape[:2]
-        stream.pix_fmt = "yuv420p"
-        if "pts" in more:
-            stream.codec_context.time_base = Fraction(1, 1000)
-        for number, picture in enumerate(pictures):
-            frame = av.VideoFrame.from_ndarray(picture, format="rgb24")
-            if "pts" in more:
-                frame.pts, frame.time_base = more["pts"][number], Fraction(1, 1000)
-            for packet in stream.encode(frame):
-                container.mux(packet)
-        for packet in stream.encode():
-            container.mux(packet)
-    return path
 
 
 def all_of(path: Path) -> tuple[np.ndarray, list[float]]:
@@ -76,11 +51,6 @@ def all_of(path: Path) -> tuple[np.ndarray, list[float]]:
 def apart(image: Image.Image, picture: np.ndarray) -> float:
     """Mean difference of their colour values."""
     return float(np.abs(np.asarray(image).astype(int) - picture.astype(int)).mean())
-
-
-def shades(images: list[Image.Image]) -> list[int]:
-    """Which frame of a clip of greys each picture is."""
-    return [round((float(np.asarray(image).mean()) - 8) / 8) for image in images]
 
 
 class Played:
@@ -183,10 +153,7 @@ def test_files_that_are_no_videos(reader: str, content: bytes, tmp_path: Path) -
 
 
 def test_a_video_without_frames(reader: str, tmp_path: Path) -> None:
-    with av.open(str(tmp_path / "none.mp4"), "w") as container:
-        stream = container.add_stream("h264", rate=2)
-        stream.width = stream.height = 64
-        container.start_encoding()
+    nothing(tmp_path / "none.mp4")
     words = "not a video that can be read" if reader == "torchcodec" else "a video without frames"
     with pytest.raises(ValueError, match=words):
         read_frames(tmp_path / "none.mp4")
@@ -583,16 +550,7 @@ def test_bytes_that_are_no_video(reader: str) -> None:
 
 def test_a_song(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """With each reader alone, but torchcodec, whose words are its own."""
-    file = tmp_path / "song.mp4"
-    with av.open(str(file), "w") as container:
-        stream = container.add_stream("aac", rate=16000)
-        for start in range(0, 16000, 1024):
-            sound = av.AudioFrame.from_ndarray(np.zeros((1, 1024), np.float32), format="fltp", layout="mono")
-            sound.sample_rate, sound.pts = 16000, start
-            for packet in stream.encode(sound):
-                container.mux(packet)
-        for packet in stream.encode():
-            container.mux(packet)
+    file = song(tmp_path / "song.mp4")
     for name, module in (("decord", "decord"), ("pyav", "av")):
         if importlib.util.find_spec(module) is None:
             continue

@@ -15,9 +15,9 @@ FOLDERS = ("mmspec", "drafters", "vision", "app")
 
 # A room may import rooms of a lower layer, or of its own where that makes no cycle. New rooms are entered here.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("tree", "kv", "cpu"),
+    ("tree", "kv", "cpu", "pace"),
     ("sampling", "interfaces"),
-    ("verify", "cache", "stats", "budget", "columns"),
+    ("verify", "cache", "shown", "stats", "budget", "columns"),
     ("drafters", "vision"),
     ("targets", "target_*", "fallback", "options"),
     ("engine",),

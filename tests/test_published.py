@@ -108,7 +108,8 @@ def test_forward_parity_with_the_published_code(kind: str, tmp_path: Path, monke
     drafter.observe(state, Verdict(bare(1), one[None] * 0, one, first, [first[0].tolist()], [[0]]), {})
     left = data["prefill"].abs().sum(-1) > 0  # ViSpec puts zeros where it took rows out
     assert left.sum() == (8 if kind == "vispec" else 10)
-    assert torch.allclose(outs[0][0], data["prefill"][left], atol=2e-5)
+    # Of a prompt only the last row's output is made; the others' keys and values show in the step below.
+    assert torch.allclose(outs[0][0], data["prefill"][left][-1:], atol=2e-5)
     later = data["later"]
     path = torch.tensor([[0, 1]])
     drafter.observe(

@@ -15,6 +15,8 @@ from transformers import PreTrainedModel, StoppingCriteriaList
 import liars
 import mmspec
 import tiny
+from mmspec.interfaces import Segment
+from mmspec.shown import Shown
 from mmspec.stats import Stats
 
 
@@ -41,6 +43,10 @@ def filled(scale: int = 1) -> Stats:
         first_tokens=2 * scale,
         row_tokens=[10 * scale, 20 * scale],
         row_forwards=[5 * scale, 9 * scale],
+        visual=18 * scale,
+        visual_kept=5 * scale,
+        ways=Counter({"pool:4": scale, "stride:4": scale}),
+        shown=[Shown("pool:4", 9 * scale, 2), Shown("stride:4", 9 * scale, 2, (1, 4), (Segment(1, 0, 3, 3, 1),))],
     )
 
 
@@ -66,7 +72,7 @@ def test_adding_up_and_lists_of_the_last_call() -> None:
     total.add(second)
     for item in fields(Stats):
         value = getattr(total, item.name)
-        if item.name in ("row_tokens", "row_forwards"):
+        if item.name in ("row_tokens", "row_forwards", "shown"):
             assert value == getattr(second, item.name)
         elif item.name != "fallback":
             assert value == getattr(filled(4), item.name), item.name
@@ -81,6 +87,7 @@ def test_the_reason_of_the_last_plain_call_is_kept() -> None:
     for reason in (None, "num_beams=2", None):
         total.add(Stats(calls=1, plain_calls=int(reason is not None), fallback=reason))
     assert total.fallback == "num_beams=2" and total.plain_calls == 1
+    assert "visual" not in str(total) and "5/18 visual tokens shown to it" in str(filled())
     assert "(1 plain, last plain call because of num_beams=2)" in str(total)
 
 
@@ -89,6 +96,8 @@ def test_as_dict_has_everything_for_json() -> None:
     assert json.loads(json.dumps(made)) == made
     assert set(made) == {item.name for item in fields(Stats)} | {"tau", "acceptance", "round_s", "tokens_per_s"}
     assert made["lengths"] == {"1": 7, "3": 7} and made["nodes"] == {"1": 2, "8": 8}
+    assert made["ways"] == {"pool:4": 1, "stride:4": 1} and made["shown"][1]["numbers"] == [1, 4]
+    assert made["shown"][0]["numbers"] is None and made["shown"][1]["grids"][0]["height"] == 3
     wide = Stats(nodes=Counter({16: 1, 8: 1, 1: 1}))
     assert list(wide.as_dict()["nodes"]) == ["1", "8", "16"], "sorted by size"
 

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from mmspec.interfaces import Compressor, VisualTokens
-from mmspec.vision.picking import Drop, Stride, take
+from mmspec.vision.picking import Drop, Stride
 from mmspec.vision.pooling import Pool
 from mmspec.vision.resampler import Resampler
+from mmspec.vision.rows import origin_of, padded
 
 SHARES = (1.0, 0.25, 1 / 16)
 """What of the budget the ways keep that differ in how much."""
@@ -82,12 +84,12 @@ class Elastic(nn.Module):
         rows = torch.tensor(names, device=device)
         out: VisualTokens | None = None
         for number, part in few.items():
-            part = _padded(part, longest)
+            part = padded(part, longest)
             scale = shares[:, number, None, None].to(part.embeddings.dtype) * part.mask[..., None]
-            part = VisualTokens(part.embeddings * scale, part.states * scale, part.mask, part.positions)
+            part = replace(part, embeddings=part.embeddings * scale, states=part.states * scale)
             out = part if out is None else _plus(rows == number, part, out)
         assert out is not None
-        return out
+        return replace(out, ways=tuple(self.labels()[way] for way in names))
 
 
 def _ways(hidden_size: int, tokens: int) -> list[Compressor]:
@@ -107,23 +109,6 @@ def _hard(logits: Tensor) -> Tensor:
     return functional.one_hot(logits.argmax(1), logits.shape[1]).float()
 
 
-def _padded(part: VisualTokens, length: int) -> VisualTokens:
-    """The same with more places, at which nothing stands."""
-    missing = length - part.mask.shape[1]
-    if not missing:
-        return part
-    if not part.mask.shape[1]:
-        blank = (len(part.mask), length)
-        embeddings = part.embeddings.new_zeros(*blank, part.embeddings.shape[-1])
-        axes = part.positions.shape[:-1]
-        return VisualTokens(embeddings, embeddings, part.mask.new_zeros(blank), part.positions.new_zeros(*axes, length))
-    index = torch.arange(length, device=part.mask.device).clamp(max=part.mask.shape[1] - 1)
-    more = take(part, index.expand(len(part.mask), -1), part.mask[:, index])
-    return VisualTokens(
-        more.embeddings, more.states, more.mask & (torch.arange(length, device=index.device) == index), more.positions
-    )
-
-
 def _plus(rows: Tensor, one: VisualTokens, other: VisualTokens) -> VisualTokens:
     """The sum; what stands where, in the rows [B] as in one, in the rest as in another."""
     return VisualTokens(
@@ -131,6 +116,7 @@ def _plus(rows: Tensor, one: VisualTokens, other: VisualTokens) -> VisualTokens:
         one.states + other.states,
         torch.where(rows[:, None], one.mask, other.mask),
         torch.where(rows[:, None], one.positions, other.positions),
+        origin=torch.where(rows[:, None], origin_of(one), origin_of(other)),
     )
 
 

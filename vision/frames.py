@@ -1,7 +1,8 @@
 """Frames out of a video: decord where it is installed and can read the file, else torchcodec, else PyAV.
 
 Which frames is a sampler's business (`mmspec.interfaces.FrameSampler`). Runs before target and drafter, so that plain
-and sped-up decoding see the same frames. Knows nothing of models.
+and sped-up decoding see the same frames. On request the file is decoded in another process (`mmspec.vision.isolated`).
+Knows nothing of models.
 """
 
 from __future__ import annotations
@@ -9,10 +10,13 @@ from __future__ import annotations
 import logging
 import os
 import re
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 from mmspec.interfaces import FrameSampler
-from mmspec.vision.readers import READERS, NoFramesError
+from mmspec.vision.isolated import DecoderCrashedError, DecoderHungError, Isolated
+from mmspec.vision.readers import READERS, NoFramesError, Reader
 from mmspec.vision.reading import MOST_FRAMES, Frames, Metadata, SamplerError, read_with
 from mmspec.vision.samplers import ByRate, Differing, Uniform, check_count, check_rate
 
@@ -31,6 +35,7 @@ def read_frames(
     max_frames: int = MOST_FRAMES,
     backend: str = "auto",
     max_pixels: int = PIXELS_A_FRAME,
+    isolated: bool | Isolated = False,
 ) -> Frames:
     """Some frames of a video, in order.
 
@@ -43,19 +48,34 @@ def read_frames(
         backend: "decord", "torchcodec", "pyav", or "auto": the first of these that is installed and can read it.
         max_pixels: larger frames are read at a size that has no more, in the same proportions. 64 million pixels is
             the limit for all frames together.
+        isolated: decode in another process, so that a file that crashes a decoder, or hangs it, costs that process
+            and not this one. True starts one for this call; an `Isolated` keeps one for the next file.
 
     Raises:
         FileNotFoundError: no such file. ValueError: not a video that can be read, or one without frames, or options or
             a sampler that make no sense. ImportError: no reader is installed. TypeError: neither a path nor bytes.
+        DecoderCrashedError, DecoderHungError: ValueErrors, and what became of the other process.
     """
     sampler = _sampler(sampler, num_frames, fps, max_frames)
     check_count("max_pixels", max_pixels)
     names = _names(backend)
     content, name = _content(source)
-    missing, failed = [], []
+
+    def read(reader: str, opened: Reader) -> Frames:
+        return read_with(opened, reader, name, sampler, max_frames, max_pixels)
+
+    if not isolated:
+        return _first(names, lambda reader: read(reader, READERS[reader](content)), name, backend)
+    with nullcontext(isolated) if isinstance(isolated, Isolated) else Isolated() as other:
+        return _first(names, lambda reader: read(reader, other.open(reader, content)), name, backend)
+
+
+def _first(names: Sequence[str], read: Callable[[str], Frames], name: str, backend: str) -> Frames:
+    """The frames as the first of the readers reads them that can."""
+    missing, failed, crashed = [], [], False
     for reader in names:
         try:
-            return read_with(READERS[reader](content), reader, name, sampler, max_frames, max_pixels)
+            return read(reader)
         except ImportError as error:
             missing.append(reader)
             logger.debug("%s is not installed: %s", reader, error)
@@ -65,9 +85,17 @@ def read_frames(
             raise error.inner from error.inner.__cause__
         except MemoryError:
             raise
+        except DecoderHungError as error:  # the others are slower, if anything
+            raise DecoderHungError(f"the decoder took too long on {name} ({reader}: {error})") from error
+        except DecoderCrashedError as error:
+            failed.append(f"{reader}: {error}")
+            crashed = True
+            logger.warning("%s crashed on %s (%s)", reader, name, error)
         except Exception as error:  # decord raises its own types
             failed.append(f"{reader}: {_told(error)}")
             logger.debug("%s cannot read %s: %s", reader, name, error)
+    if crashed:
+        raise DecoderCrashedError(f"the decoder crashed on {name} ({'; '.join(failed)[:300]})")
     if failed:
         more = "; PyAV reads more kinds of files: pip install av" if "pyav" in missing else ""
         raise ValueError(f"{name} is not a video that can be read ({'; '.join(failed)[:300]}{more})")
@@ -128,4 +156,15 @@ def _content(source: str | os.PathLike[str] | bytes) -> tuple[str | bytes, str]:
     return str(file), str(file)
 
 
-__all__ = ["MOST_FRAMES", "ByRate", "Differing", "Frames", "Metadata", "Uniform", "read_frames"]
+__all__ = [
+    "MOST_FRAMES",
+    "ByRate",
+    "DecoderCrashedError",
+    "DecoderHungError",
+    "Differing",
+    "Frames",
+    "Isolated",
+    "Metadata",
+    "Uniform",
+    "read_frames",
+]

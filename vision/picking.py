@@ -7,7 +7,7 @@ spread (the kept ones as unlike each other as can be: DivPrune, arXiv 2503.02175
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ def take(visual: VisualTokens, index: Tensor, mask: Tensor) -> VisualTokens:
         mask=mask,
         positions=positions.gather(-1, spots),
         scores=None if visual.scores is None else visual.scores.gather(1, index),
+        origin=index,
     )
 
 
@@ -48,7 +49,8 @@ class Identity:
 
     def compress(self, visual: VisualTokens, query: Tensor | None, budget: int) -> VisualTokens:
         """The tokens themselves."""
-        return visual
+        shape = visual.mask.shape
+        return replace(visual, origin=torch.arange(shape[1], device=visual.mask.device).expand(shape))
 
 
 class Drop:

@@ -120,7 +120,8 @@ def merged(visual: VisualTokens, cells: Tensor, made: Sequence[int], weights: Te
         total = part.new_zeros(batch, kept + 1, part.shape[-1])
         return total.scatter_add(1, place[..., None].expand(part.shape), part)[:, :kept]
 
-    members = summed(visual.mask[..., None].float()).clamp(min=1)
+    sizes = summed(visual.mask[..., None].float())
+    members = sizes.clamp(min=1)
     positions = visual.positions.float()
     axes = positions if positions.dim() == 3 else positions[None]
     spots = torch.stack([(summed(axis[..., None]) / members)[..., 0] for axis in axes]).round().long()
@@ -130,11 +131,15 @@ def merged(visual: VisualTokens, cells: Tensor, made: Sequence[int], weights: Te
             return summed(part) / members.to(part.dtype)
         return summed(part * weights.to(part.dtype))
 
+    # A mean of one is that token; with weights it is not.
+    numbers = torch.arange(place.shape[1], device=place.device).expand(place.shape)
+    alone = place.new_full((batch, kept + 1), -1).scatter(1, place, numbers)[:, :kept]
     return VisualTokens(
         embeddings=shrunk(visual.embeddings),
         states=shrunk(visual.states),
         mask=torch.arange(kept, device=place.device) < torch.tensor(made, device=place.device)[:, None],
         positions=spots if positions.dim() == 3 else spots[0],
+        origin=None if weights is not None else torch.where(sizes[..., 0] == 1, alone, -1),
     )
 
 

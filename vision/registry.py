@@ -11,11 +11,12 @@ from mmspec.interfaces import Compressor
 from mmspec.vision import picking
 from mmspec.vision.elastic import Elastic
 from mmspec.vision.latent import LatentCompressor
+from mmspec.vision.measured import Measured
 from mmspec.vision.pooling import Conv, Pool
 from mmspec.vision.resampler import Resampler
 
-WHOLE: dict[str, Callable[[], object]] = {"identity": picking.Identity, "drop": picking.Drop}
-"""Those that keep all or nothing: no number is asked."""
+WHOLE: dict[str, Callable[[], object]] = {"identity": picking.Identity, "drop": picking.Drop, "measured": Measured}
+"""Those that keep all or nothing, or what pays: no number is asked."""
 FREE: dict[str, Callable[[int], object]] = {
     "stride": picking.Stride,
     "random": picking.Chance,
@@ -35,7 +36,7 @@ TRAINED: dict[str, Callable[[int, int], nn.Module]] = {
 
 
 def parse(text: str) -> tuple[str, int]:
-    """(name, tokens) of `NAME:TOKENS`; tokens is 0 for those that keep all or nothing.
+    """(name, tokens) of `NAME:TOKENS`; tokens is 0 for those that are asked for no number.
 
     Raises:
         ValueError: an unknown name, or no whole number of at least 1.

@@ -79,7 +79,7 @@ class Limits:
         self.file(file)
         try:
             if file.suffix.lower() in clips.SUFFIXES:
-                return clips.load_clip(file, self.frames, self.pixels)
+                return clips.load_clip(file, self.frames, self.pixels, isolated=True)
             return images.load_image(file, self.pixels)
         except ImageError as error:
             told = str(error).replace("; raise --max-pixels if you trust it", "")

@@ -21,7 +21,7 @@ from mmspec.app.images import Shown
 from mmspec.app.rounds import Recorder, Round
 from mmspec.app.ui.chat import Turn, check_length, encoded, inputs_of, synchronize
 from mmspec.app.ui.shelf import Desk, Shelf
-from mmspec.app.ui.sight import Sight, Watch, sight_of
+from mmspec.app.ui.sight import Sight, sight_of
 from mmspec.app.ui.tape import Tape
 from mmspec.app.ui.worker import Halt, HaltCriterion
 from mmspec.stats import Stats
@@ -91,7 +91,6 @@ class Race:
         self.stats = Stats()
         self.difference: Difference | None = None
         self._recorder: Recorder | None = None
-        self._watch: Watch | None = None
 
     def run(self) -> Race:
         """Do it all. A run that is halted ends early and leaves what there is.
@@ -123,12 +122,11 @@ class Race:
         return self
 
     def _speculate(self, desk: Desk, request: dict[str, Any], recorder: Recorder) -> None:
-        """Mmspec's side, with its drafter and its compressor watched."""
+        """Mmspec's side, with its drafter watched."""
         choice = self.choice
         named = make_compressor(choice.compressor) if choice.compressor else None
         compressor = named or getattr(recorder.inner, "compressor", None)
-        self._watch = None if compressor is None else Watch(compressor)
-        options = {"drafter": recorder, "compressor": self._watch, "nodes": choice.nodes}
+        options = {"drafter": recorder, "compressor": compressor, "nodes": choice.nodes}
         try:
             self._generate(desk, request, self.mmspec, mmspec=options)
         except ValueError as error:  # a drafter and a compressor that do not go together
@@ -166,7 +164,9 @@ class Race:
     @property
     def sight(self) -> Sight | None:
         """What the drafter was shown of the picture; None before it was asked."""
-        return sight_of(self._recorder, self._watch) if self._recorder is not None and self.mmspec.total_s else None
+        if self._recorder is None or not self.mmspec.total_s:
+            return None
+        return sight_of(self._recorder, self.stats.shown[0] if self.stats.shown else None)
 
     @property
     def identical(self) -> bool | None:

@@ -30,7 +30,7 @@ from mmspec.vision.registry import make as make_compressor
 
 logger = logging.getLogger("mmspec")
 
-COMPRESSORS = ("none", "drop", "stride:16", "pool:16", "relevant:16", "salient:16", "diverse:16")
+COMPRESSORS = ("none", "measured", "drop", "stride:16", "pool:16", "relevant:16", "salient:16", "diverse:16")
 WARM_TOKENS = 12
 
 

@@ -1,0 +1,179 @@
+"""Pictures of what was kept: marks lie in the right cells, lighter is more, and what does not fit is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from mmspec.interfaces import Segment
+from mmspec.vision.heatmap import CELL, GAP, MARK, SIDE, cells_of, colours, heatmap, heatmaps, square, strip
+
+GREEN = np.array(MARK)
+
+
+def photo(width: int = 40, height: int = 30, colour: tuple[int, int, int] = (200, 40, 40)) -> Image.Image:
+    return Image.new("RGB", (width, height), colour)
+
+
+def middles(made: Image.Image, grid: tuple[int, int]) -> np.ndarray:
+    """[lines, columns, 3] colours in the middle of each cell."""
+    pixels, cell = np.asarray(made).astype(int), made.height // grid[0]
+    assert made.size == (grid[1] * cell, grid[0] * cell)
+    result: np.ndarray = pixels[cell // 2 :: cell, cell // 2 :: cell]
+    return result
+
+
+def corners(made: Image.Image, grid: tuple[int, int]) -> np.ndarray:
+    """The same of their upper left corners, where the lines are."""
+    pixels, cell = np.asarray(made).astype(int), made.height // grid[0]
+    result: np.ndarray = pixels[::cell, ::cell]
+    return result
+
+
+def luminance(rgb: np.ndarray) -> np.ndarray:
+    share = rgb / 255
+    linear = np.where(share <= 0.04045, share / 12.92, ((share + 0.055) / 1.055) ** 2.4)
+    result: np.ndarray = linear @ np.array([0.2126, 0.7152, 0.0722])
+    return result
+
+
+GRIDS: list[tuple[tuple[int, int], list[int]]] = [
+    ((4, 4), [0, 5, 15]),
+    ((3, 7), [2, 7, 20]),
+    ((5, 2), [1, 8]),
+    ((1, 9), [0, 8]),
+    ((1, 1), [0]),
+    ((1, 1), []),
+    ((4, 4), []),
+    ((24, 24), list(range(0, 576, 5))),
+]
+
+
+@pytest.mark.parametrize(("grid", "kept"), GRIDS)
+def test_what_was_kept_is_lined_and_what_was_not_is_faded(grid: tuple[int, int], kept: list[int]) -> None:
+    made = heatmap(photo(), grid, kept=kept)
+    assert made.mode == "RGB" and max(made.size) == max(grid) * max(CELL, SIDE // max(grid))
+    wanted = np.zeros(grid[0] * grid[1], dtype=bool)
+    wanted[kept] = True
+    wanted = wanted.reshape(grid)
+    assert ((corners(made, grid) == GREEN).all(-1) == wanted).all()
+    inside = middles(made, grid)
+    assert (inside[wanted] == (200, 40, 40)).all()
+    assert (np.ptp(inside[~wanted], axis=-1) == 0).all() and (inside[~wanted] > 150).all(), "grey and light"
+    again = heatmap(photo(), grid, kept=wanted)
+    assert again.tobytes() == made.tobytes(), "truth values say the same as numbers"
+
+
+@pytest.mark.parametrize(("grid", "kept"), GRIDS)
+def test_scores_are_colours_and_what_was_kept_is_framed(grid: tuple[int, int], kept: list[int]) -> None:
+    scores = np.random.default_rng(0).permutation(grid[0] * grid[1]).astype(float)
+    made = heatmap(photo(colour=(90, 90, 90)), grid, scores=scores, kept=kept)
+    light = luminance(middles(made, grid)).ravel()
+    assert (np.diff(light[scores.argsort()]) > -0.005).all(), "a higher score is never darker, but for rounding"
+    assert len(light) == 1 or light.max() > 2 * light.min()
+    wanted = np.zeros(len(scores), dtype=bool)
+    wanted[kept] = True
+    framed = (corners(made, grid) == 0).all(-1).ravel()
+    assert (framed == wanted).all()
+    pixels, cell = np.asarray(made), made.height // grid[0]
+    assert ((pixels[1::cell, 1::cell] == 255).all(-1).ravel() == wanted).all(), "white within black: seen on any ground"
+    bare = heatmap(photo(colour=(90, 90, 90)), grid, scores=scores)
+    assert (middles(bare, grid) == middles(made, grid)).all()
+
+
+def test_colours_are_in_order_and_far_from_each_other() -> None:
+    found = colours(np.linspace(0, 1, 257))
+    assert found.min() >= 0 and found.max() <= 255
+    lightness = 116 * np.cbrt(luminance(found)) - 16
+    steps = np.diff(lightness)
+    assert (steps > 0).all() and steps.max() < 2 * steps.min(), "even steps"
+    assert lightness[0] < 20 and lightness[-1] > 90
+
+
+def test_scores_that_are_all_the_same_and_a_span_of_ones_own() -> None:
+    flat = heatmap(photo(), (2, 2), scores=[3, 3, 3, 3])
+    assert (middles(flat, (2, 2)) == middles(flat, (2, 2))[0, 0]).all()
+    half = middles(heatmap(photo(), (1, 2), scores=[0, 1], span=(0, 2)), (1, 2))
+    whole = middles(heatmap(photo(), (1, 2), scores=[0, 1]), (1, 2))
+    assert (half[0, 0] == whole[0, 0]).all() and luminance(half[0, 1]) < luminance(whole[0, 1])
+
+
+FRAMES = [Segment(0, 4 * t, 2, 2, 0, role="frame", time=t) for t in range(3)]
+
+
+def test_one_picture_for_each_frame_with_its_own_tokens_and_one_span() -> None:
+    frames = [photo(20, 20, (60 * n, 0, 0)) for n in range(3)]
+    made = heatmaps(frames, FRAMES, kept=[0, 5, 6, 11])
+    assert [(corners(one, (2, 2)) == GREEN).all(-1).ravel().tolist() for one in made] == [
+        [True, False, False, False], [False, True, True, False], [False, False, False, True],
+    ]  # fmt: skip
+    assert [int(middles(one, (2, 2)).reshape(-1, 3)[at, 0]) for one, at in zip(made, (0, 1, 3), strict=True)] == [
+        0, 60, 120,
+    ]  # fmt: skip
+    scored = heatmaps(frames, FRAMES, scores=np.arange(12))
+    light = [luminance(middles(one, (2, 2))).mean() for one in scored]
+    assert light == sorted(light) and light[2] > 2 * light[0], "frames share a scale"
+
+
+def test_several_pictures_tiles_and_newlines() -> None:
+    """Numbers run on through grids that are not drawn; tokens that end a line are no cells."""
+    grids = [
+        Segment(0, 5, 2, 2, 0),
+        Segment(0, 9, 2, 2, 0, role="tiles", newline=True),
+        Segment(0, 15, 1, 3, 1, newline=True),
+        Segment(1, 3, 1, 1, 2),
+    ]
+    images = [photo(colour=(250, 0, 0)), photo(colour=(0, 250, 0)), photo(colour=(0, 0, 250))]
+    first, second = heatmaps(images, grids, kept=[1, 5, 11])
+    assert (corners(first, (2, 2)) == GREEN).all(-1).ravel().tolist() == [False, True, False, False]
+    assert (corners(second, (1, 3)) == GREEN).all(-1).ravel().tolist() == [False, True, False]
+    assert middles(second, (1, 3))[0, 1].tolist() == [0, 250, 0]
+    (other,) = heatmaps(images, grids, kept=[0], row=1)
+    assert middles(other, (1, 1))[0, 0].tolist() == [0, 0, 250]
+    assert heatmaps(images, [], kept=[]) == []
+    lines = Segment(0, 7, 2, 3, 0, newline=True)
+    assert cells_of(lines, 10, {10, 12, 13, 15}).tolist() == [[True, False, True], [False, True, False]]
+
+
+def test_the_middle_square_is_what_a_model_saw() -> None:
+    wide = Image.new("RGB", (90, 30), "red")
+    wide.paste((0, 0, 255), (30, 0, 60, 30))
+    assert np.asarray(square(wide)).reshape(-1, 3).tolist() == [[0, 0, 255]] * 900
+    (made,) = heatmaps([wide], [Segment(0, 0, 2, 2, 0)], kept=[0, 1, 2, 3], cropped=True)
+    assert (middles(made, (2, 2)) == (0, 0, 255)).all()
+
+
+def test_strips() -> None:
+    made = strip([photo(10, 20), photo(30, 10), photo(5, 5)], columns=2)
+    assert made.size == (40 + GAP, 25 + GAP) and made.getpixel((0, 0)) == (200, 40, 40)
+    assert made.getpixel((10, 0)) == (255, 255, 255) and made.getpixel((10 + GAP, 0)) == (200, 40, 40)
+    assert strip([photo(10, 20)] * 3).size == (30 + 2 * GAP, 20)
+    with pytest.raises(ValueError, match="at least one picture; got none"):
+        strip([])
+    with pytest.raises(ValueError, match="at least one column; got 0"):
+        strip([photo()], columns=0)
+
+
+@pytest.mark.parametrize(
+    ("grid", "given", "words"),
+    [
+        ((2, 2), {}, "give kept=, scores=, or both"),
+        ((0, 2), {"kept": []}, r"at least one line and one column; got \(0, 2\)"),
+        ((2, 2), {"kept": [4]}, "go from 0 to 3; got 4"),
+        ((2, 2), {"kept": [-1]}, "go from 0 to 3; got -1"),
+        ((2, 2), {"kept": np.zeros((3, 2), bool)}, r"kept must be \[2, 2\], as the grid is; got \[3, 2\]"),
+        ((2, 2), {"scores": [1, 2, 3]}, r"one score per token, 4 of them; got \[3\]"),
+        ((1, 2), {"scores": [1, float("nan")]}, "scores must be finite; got nan"),
+    ],
+)
+def test_what_does_not_fit_is_refused(grid: tuple[int, int], given: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        heatmap(photo(), grid, **given)
+
+
+@pytest.mark.parametrize("mode", ["L", "RGBA", "P", "1"])
+def test_images_of_any_mode(mode: str) -> None:
+    assert heatmap(photo().convert(mode), (2, 3), kept=[0]).mode == "RGB"

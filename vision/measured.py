@@ -1,0 +1,140 @@
+"""How much a drafter is shown by what looking costs here: for each prompt one of a few ways, without weights.
+
+Showing a drafter K visual tokens costs it, over one answer,
+
+    cost(K) = K * (read_s + rounds * draft_s)            rounds = answer / gained
+
+seconds: each token is read once, and lengthens the drafting of every round. Whatever is shown, the call costs
+
+    call = text * read_s + rounds * round_s
+
+read_s, draft_s, round_s and gained are measured in this process (`mmspec.pace`); text is how many tokens of the prompt
+are words, answer how many new ones there may be. What a drafter gains by seeing more is little (in SpecVLM's ablation,
+arXiv 2509.11815, keeping half and keeping a twentieth differ by 4% in speed, and the twentieth is ahead), so the way is
+the one with the most tokens for which
+
+    cost(K) <= WORTH * call
+
+of all tokens, a fourth, a sixteenth, a sixty-fourth, none. Before anything is measured, and where shapes must not hang
+on timing (`deterministic=True`), it is the one with the most tokens up to FEW, or the sixty-fourth.
+
+Which tokens: where a short answer is asked of a longer text, those `relevant` to the question, since it points at
+something; else means over windows of the grid (`pool`), since the answer may go anywhere. Both are guesses about speed;
+the text never depends on them. The same numbers always give the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from mmspec.interfaces import Compressor, Outlook, VisualTokens
+from mmspec.pace import Rates
+from mmspec.vision.picking import Drop, Identity, Prune, relevance
+from mmspec.vision.pooling import Pool
+from mmspec.vision.rows import some, together
+
+SHARES = (1, 4, 16, 64)
+"""A drafter is shown all tokens, or one of so many."""
+FEW = 256
+"""Visual tokens that are shown without a thought before costs are known."""
+WORTH = 0.02
+"""Share of a call's time that showing the tokens may take."""
+LONG = 128
+"""Tokens of an answer of which nobody said how long it may be."""
+SHORT = 32
+"""An answer of no more, to a text of more, is about something in the picture."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """A compressor by name, and how many tokens it is to keep."""
+
+    name: str
+    tokens: int
+
+    def __str__(self) -> str:
+        return f"{self.name}:{self.tokens}" if self.name in MAKERS else self.name
+
+    def made(self) -> Compressor:
+        """The compressor itself."""
+        if self.name in MAKERS:
+            return MAKERS[self.name](self.tokens)
+        return Drop() if self.name == "drop" else Identity()
+
+
+MAKERS: dict[str, Callable[[int], Compressor]] = {
+    "pool": Pool,
+    "relevant": lambda tokens: Prune(tokens, "relevant", relevance),
+}
+
+
+def choose(visual: int, text: int, answer: int | None, rates: Rates | None = None, lean: int = 0) -> Way:
+    """What to show of a prompt with so many visual tokens and so many others.
+
+    Args:
+        answer: new tokens at most, or None. rates: what is measured. lean: ways to go on towards fewer tokens.
+    """
+    if not visual:
+        return Way("identity", 0)
+    sizes = [-(-visual // share) for share in SHARES] + [0]
+    if rates is None:
+        best = next((place for place, size in enumerate(sizes[:-1]) if size <= FEW), len(SHARES) - 1)
+    else:
+        budget = WORTH * (text * rates.read_s + _rounds(answer, rates) * rates.round_s)
+        best = next(place for place, size in enumerate(sizes) if cost(size, answer, rates) <= budget)
+    if lean and sizes[best]:  # what shows nothing is not left for the sake of a measurement
+        best = min(max(best + lean, 0), len(SHARES) - 1)
+    if not best:
+        return Way("identity", visual)
+    pointed = answer is not None and answer <= SHORT and text > answer
+    return Way("drop" if not sizes[best] else "relevant" if pointed else "pool", sizes[best])
+
+
+def cost(tokens: int, answer: int | None, rates: Rates) -> float:
+    """Seconds that so many visual tokens cost a drafter over one answer."""
+    return tokens * (rates.read_s + _rounds(answer, rates) * rates.draft_s)
+
+
+def _rounds(answer: int | None, rates: Rates) -> float:
+    return (LONG if answer is None else answer) / rates.gained
+
+
+class Measured:
+    """Chooses for each row by `choose`. Keeps nothing between calls: what was measured comes with the tokens."""
+
+    name, tokens = "measured", 1 << 30
+
+    def compress(self, visual: VisualTokens, query: Tensor | None, budget: int) -> VisualTokens:
+        """Each row its own way."""
+        rows: dict[str, list[int]] = {}
+        ways, sizes = self._ways(visual.outlook, visual.mask.sum(1), query is not None)
+        for row, way in enumerate(ways):
+            rows.setdefault(str(way), []).append(row)
+        if len(rows) == 1:
+            few = ways[0].made().compress(visual, query, min(budget, ways[0].tokens))
+            return replace(few, ways=tuple(map(str, ways)))
+        parts = []
+        for mine in rows.values():
+            way = ways[mine[0]]
+            asked = None if query is None else query[torch.tensor(mine, device=query.device)]
+            part = some(visual, mine, max(sizes[row] for row in mine))
+            parts.append(way.made().compress(part, asked, min(budget, way.tokens)))
+        few = together(parts, list(rows.values()))
+        return replace(few, ways=tuple(map(str, ways)))
+
+    def _ways(self, outlook: Outlook | None, counts: Tensor, asked: bool) -> tuple[list[Way], list[int]]:
+        """Of each row its way and its number of tokens. counts: [B]. asked: there is a question."""
+        if outlook is None:
+            sizes = counts.tolist()
+            return [choose(size, 0, None) for size in sizes], sizes
+        answer = outlook.answer if asked else None  # without a question nothing is relevant to it
+        sizes, texts = torch.stack((counts, outlook.text)).tolist()  # once per prompt, not per round
+        rows = zip(sizes, texts, strict=True)
+        return [choose(size, text, answer, outlook.rates, outlook.lean) for size, text in rows], sizes
+
+
+__all__ = ["FEW", "LONG", "SHARES", "SHORT", "WORTH", "Measured", "Way", "choose", "cost"]
