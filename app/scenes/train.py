@@ -159,9 +159,13 @@ class Mouth(nn.Module):
         every, text.layers = text.layers, text.layers[: self.layers]
         try:
             # padded on the right: what is causal needs no mask
-            hidden = text(inputs_embeds=embedded).last_hidden_state
+            seen = text(inputs_embeds=embedded, output_hidden_states=True)
         finally:
             text.layers = every
+        hidden = seen.last_hidden_state
+        # In the middle, so that the words behind a name can still read from it what is known of the thing.
+        middle = len(every) // 2
+        half = hidden if self.layers <= middle else text.norm(seen.hidden_states[middle])
         labels = batch["labels"][:, 1:]
         learn = labels != IGNORE
         logits = self.model.lm_head(hidden[:, :-1][learn]).float()
@@ -185,7 +189,7 @@ class Mouth(nn.Module):
         figures["asked"] = float(further.detach())
         # Every word that names a thing says where that is: questions need to find by name, and text teaches that late.
         where = batch["about"]
-        meant = self.heads["about"](hidden[where != IGNORE]).float()
+        meant = self.heads["about"](half[where != IGNORE]).float()
         found = functional.cross_entropy(meant, where[where != IGNORE]) if len(meant) else told.new_zeros(())
         if len(meant):
             figures["about"] = float((meant.argmax(-1) == where[where != IGNORE]).float().mean())
