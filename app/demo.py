@@ -100,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
 def load(item: Item) -> Shown:
     """The picture, or the frames of the clip."""
     try:
-        return load_shown(item.path)
+        return load_shown(item.path, isolated=True)
     except ImageError as error:
         raise UsageError(f"{item.path}: {one_line(error)}") from error
 

@@ -24,6 +24,7 @@ from mmspec.app.inputs import collect
 from mmspec.drafters.checkpoint import fingerprint
 from mmspec.drafters.training_losses import Lesson
 from mmspec.targets import family_of
+from mmspec.vision.isolated import Isolated
 
 SCENES_MIX = {"describe": 0.6, "short": 0.15, "answer": 0.2, "clip": 0.05}
 """Share of each task when the scenes model is the target."""
@@ -91,6 +92,7 @@ class FileData:
 
     def __init__(self, paths: Sequence[str]) -> None:
         self.items = collect(paths, Path())
+        self.decoders = Isolated()  # starts nothing before there is a clip
 
     def __len__(self) -> int:
         return len(self.items)
@@ -98,7 +100,7 @@ class FileData:
     def __getitem__(self, number: int) -> Request:
         item = self.items[number]
         try:
-            shown = load_shown(item.path)
+            shown = load_shown(item.path, isolated=self.decoders)
         except ImageError as error:
             raise UsageError(f"{item.path}: {error}") from error
         return Request(shown, item.question(), item.answer)
