@@ -71,7 +71,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], co
     _add_job(parser)
 
 
-COMPRESSORS = "show the drafter fewer visual tokens: measured, drop, or stride, pool, relevant, salient, diverse with :N"
+COMPRESSORS = "show the drafter fewer visual tokens: measured; drop; stride, pool, relevant, salient, diverse with :N"
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
