@@ -72,6 +72,33 @@ def plot_study(rows: Sequence[dict[str, Any]], classes: Sequence[str], file: Pat
     figure.savefig(file, dpi=150)
 
 
+def plot_kept(rows: Sequence[dict[str, Any]], file: Path) -> None:
+    """Tau against the visual tokens that the drafter was shown: a panel per shape, a line per way, 95% intervals."""
+    require()
+    from matplotlib.figure import Figure
+
+    shapes = list(dict.fromkeys(row["shape"] for row in rows))
+    figure = Figure(figsize=(1.5 + 4 * len(shapes), 3.8), layout="constrained")
+    for axis, shape in zip(figure.subplots(1, len(shapes), squeeze=False)[0], shapes, strict=True):
+        lines: dict[str, list[dict[str, Any]]] = {}
+        for row in rows:
+            if row["shape"] == shape and "prefill_ms" in row:
+                lines.setdefault(row["way"].partition(":")[0], []).append(row)
+        for name, points in lines.items():
+            points.sort(key=lambda row: row["kept"] if row["kept"] is not None else row["visual"])
+            kept = [max(0.5, row["visual"] if row["kept"] is None else row["kept"]) for row in points]
+            values = [row["tau"][0] for row in points]
+            low = [row["tau"][0] - row["tau"][1] for row in points]
+            high = [row["tau"][2] - row["tau"][0] for row in points]
+            axis.errorbar(kept, values, yerr=[low, high], marker="o", markersize=4, capsize=2, label=name)
+        axis.set_xscale("log", base=2)
+        axis.set_xlabel("visual tokens that the drafter is shown")
+        axis.set_title(f"{shape}: {points[0]['visual']} visual tokens", fontsize=10)
+        axis.legend(fontsize=7)
+    figure.axes[0].set_ylabel("tau")
+    figure.savefig(file, dpi=150)
+
+
 def _panel(axis: Any, rows: Sequence[dict[str, Any]]) -> None:
     noise = next(row for row in rows if row["drafter"] == "hf-again")
     bars = [row for row in rows if row["drafter"] not in ("hf", "hf-again")]

@@ -38,8 +38,7 @@ Rule = Callable[[EagleHead, Sight], tuple[Tensor, Tensor | None]]
 
 def decoupled(head: EagleHead, sight: Sight) -> tuple[Tensor, Tensor | None]:
     """MSD: a visual token enters as its projected embedding alone, text as embedding and state (MSD, section 3)."""
-    fused = head.fuse(sight.following, sight.states)
-    return torch.where(sight.visual[..., None], sight.following, fused), None
+    return _text_fused(head, sight), None
 
 
 def coupled(head: EagleHead, sight: Sight) -> tuple[Tensor, Tensor | None]:
@@ -55,7 +54,21 @@ def blind(head: EagleHead, sight: Sight) -> tuple[Tensor, Tensor | None]:
 
 def textual(head: EagleHead, sight: Sight) -> tuple[Tensor, Tensor | None]:
     """No visual tokens at all: only rows that text follows; they keep their positions."""
-    return head.fuse(sight.following, sight.states), ~sight.visual
+    return _text_fused(head, sight), ~sight.visual
+
+
+def _text_fused(head: EagleHead, sight: Sight) -> Tensor:
+    """[B, n, D], fused where text follows, the bare embedding elsewhere: long clips cost what their text costs."""
+    most, n = int((~sight.visual).sum(1).max()), sight.visual.shape[1]
+    if most == n:
+        fused = head.fuse(sight.following, sight.states)
+        return torch.where(sight.visual[..., None], sight.following, fused) if sight.visual.any() else fused
+    order = sight.visual.long().argsort(dim=1, stable=True)[:, :most]
+    place = order[..., None].expand(-1, -1, sight.following.shape[-1])
+    following = sight.following.gather(1, place)
+    states = sight.states.gather(1, order[..., None].expand(-1, -1, sight.states.shape[-1]))
+    fused = torch.where(sight.visual.gather(1, order)[..., None], following, head.fuse(following, states))
+    return sight.following.to(fused.dtype).scatter(1, place, fused)
 
 
 RULES: dict[str, Rule] = {"decoupled": decoupled, "coupled": coupled, "blind": blind, "textual": textual}
@@ -93,25 +106,28 @@ def shrunk(
         outlook: what is known of the call, for compressors that weigh costs.
 
     Returns:
-        [B, K + n, D] rows, [B, K + n] bool which of them are kept, [B, K + n] their positions.
+        [B, m, D] rows, [B, m] bool which of them are kept, [B, m] their positions.
     """
-    seen = sight.visual & inside
+    seen, words = sight.visual & inside, ~sight.visual & inside
     counts, embeddings, states, places = pack(seen, sight.following, sight.states, positions)
-    many = int(counts.max())
-    mask = torch.arange(many, device=seen.device) < counts[:, None]
-    if segments and sum(segment.length for segment in segments) != int(counts.sum()):
+    text, following, before, where = pack(words, sight.following, sight.states, positions)
+    many, most, total = torch.stack((counts.max(), text.max(), counts.sum())).tolist()
+    index = torch.arange(max(many, most), device=seen.device)
+    mask, told = index[:many] < counts[:, None], index[:most] < text[:, None]
+    if segments and sum(segment.length for segment in segments) != total:
         segments = ()  # the first token of the text is a visual one: no row stands before it
     visual = VisualTokens(embeddings[:, :many], states[:, :many], mask, places[:, :many], segments, outlook=outlook)
     few = compressor.compress(visual, query, compressor.tokens)
     shown = Sight(few.embeddings, few.states, torch.ones_like(few.mask), sight.placeholder)
-    parts = [RULES[rule](head, shown), RULES[rule](head, sight)]
-    keep = [few.mask, inside & ~sight.visual]
+    said = Sight(following[:, :most], before[:, :most], torch.zeros_like(told), sight.placeholder)
+    parts = [RULES[rule](head, shown), RULES[rule](head, said)]
+    keep = [few.mask, told]
     for place, (_, chosen) in enumerate(parts):
         keep[place] = keep[place] if chosen is None else keep[place] & chosen
     return (
         torch.cat([rows for rows, _ in parts], dim=1),
         torch.cat(keep, dim=1),
-        torch.cat([few.positions, positions], dim=1),
+        torch.cat([few.positions, where[:, :most]], dim=1),
     )
 
 

@@ -130,9 +130,10 @@ def rows_of(pupil: Pupil, lesson: Lesson, placeholder: Tensor) -> Rows:
         asked = answered.long().argmax(1).sub(1).clamp(min=0)
         query = lesson.states.gather(1, asked[:, None, None].expand(-1, 1, lesson.states.shape[-1]))[:, 0]
         rows, keep, index = shrunk(pupil.head, pupil.rule, sight, lesson.real, index, pupil.compressor, query)
-        more = rows.shape[1] - length
-        before = [part.new_zeros(len(part), more, *part.shape[2:]) for part in parts]
-        parts = tuple(torch.cat(both, dim=1) for both in zip(before, parts, strict=True))  # type: ignore[assignment]
+        text, *packed = pack(lesson.real & ~sight.visual, *parts)  # as the text stands behind what is shown
+        most = int(text.max())
+        before = [part.new_zeros(len(part), rows.shape[1] - most, *part.shape[2:]) for part in parts]
+        parts = tuple(torch.cat((none, part[:, :most]), dim=1) for none, part in zip(before, packed, strict=True))  # type: ignore[assignment]
     else:
         rows, chosen = RULES[pupil.rule](pupil.head, sight)
         if chosen is None:
