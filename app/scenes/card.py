@@ -11,7 +11,7 @@ from mmspec.app.scenes.kinds import KINDS
 
 CARD = "README.md"
 FACTS = "training.json"
-"""Stages, seed and versions of the run that made the weights, beside them."""
+"""Stages, seed and versions of the run that made the weights, and a note if there is more to say, beside them."""
 
 ROWS = {
     "things_named": "things in the picture that are named",
@@ -74,7 +74,7 @@ def training_text(facts: Mapping[str, Any]) -> str:
     lines += ["| stage | steps | batch | rate | tower's share | layers |", "|---|---|---|---|---|---|"]
     for stage in facts["stages"]:
         lines.append("| {name} | {steps} | {batch} | {rate:g} | {eyes:g} | {layers} |".format(**stage))
-    return "\n".join([*lines, ""])
+    return "\n".join([*lines, "", *([facts["note"], ""] if facts.get("note") else [])])
 
 
 def accuracy_text(shares: Mapping[str, float]) -> str:

@@ -5,7 +5,8 @@ projector and the lower half of the text model learn to answer; further losses a
 of the thing it belongs to, read by the model's own head, and by heads that are thrown away where that thing is, how
 large, whether its centre is here, and which letter; and that each word of a text that names a thing says where that is.
 That saves the text model from having to find it out by itself.
-*settle*: the upper half is added, and everything learns together, the tower slowly.
+*settle*: the upper half is added, and the text model learns as a whole. What a word has found out by the middle, the
+upper half can read: from there on questions by name are answered.
 
 Sample n is the same in every run, and a run that is cut goes on from its last checkpoint.
 """
@@ -74,8 +75,8 @@ class Stage:
 
 STAGES = (
     Stage("see", 5000, 32, 1e-3, first=0, eyes=1.0),
-    Stage("talk", 2400, 16, 1e-3, first=1_000_000, last=0.5, layers=5),
-    Stage("settle", 700, 16, 4e-4, first=3_000_000, eyes=0.03, named=0.1),
+    Stage("talk", 2000, 16, 1e-3, first=1_000_000, last=0.5, layers=5),
+    Stage("settle", 720, 16, 6e-4, first=3_000_000, warmup=30, named=0.2),
 )
 
 
