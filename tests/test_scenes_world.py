@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+import re
 from collections import Counter, defaultdict
 from itertools import combinations
 
@@ -13,7 +14,22 @@ import torch
 
 from mmspec.app.scenes import evaluate, grammar
 from mmspec.app.scenes.atlas import LETTERS, letter, sprite
-from mmspec.app.scenes.data import GROUND, IGNORE, SIGN, Looking, Talking, collate, corpus, encode, seen, turns_of
+from mmspec.app.scenes.data import (
+    ABSENT,
+    ALL,
+    DOES,
+    DOINGS,
+    GROUND,
+    IGNORE,
+    SIGN,
+    Looking,
+    Talking,
+    collate,
+    corpus,
+    encode,
+    seen,
+    turns_of,
+)
 from mmspec.app.scenes.kinds import BY_NAME, KINDS
 from mmspec.app.scenes.model import GRID, IMAGE, PATCH, TOKENS, train_tokenizer
 from mmspec.app.scenes.paint import layers, paint
@@ -303,18 +319,38 @@ def test_words_that_name_things_say_where_they_are() -> None:
             word = tokenizer.decode([token]).strip()
             if where == IGNORE:
                 continue
+            if word == "things":
+                assert where == ALL + len(made.things) - 1
+                checked["all"] += 1
+                continue
             here = [thing for thing in made.things if thing.kind == BY_NAME[word]]
             names = [name for row in PLACES for name in row]
-            expected = "absent" if not here else here[0].place if len(here) == 1 else "several"
-            assert [*names, "absent", "several"][where] == expected
-            checked[expected if expected in ("absent", "several") else "place"] += 1
-    assert set(checked) == {"place", "absent", "several"}
+            many = ("two", "three", "several", "several", "several")
+            expected = "absent" if not here else here[0].place if len(here) == 1 else many[len(here) - 2]
+            assert [*names, "absent", "two", "three", "several"][where] == expected
+            checked[expected if expected in ("absent", *many) else "place"] += 1
+    assert {"place", "absent", "two", "three", "all"} <= set(checked)
+
+
+def test_words_that_name_things_in_clips_say_what_they_do() -> None:
+    tokenizer = train_tokenizer(corpus(400))
+    data, checked = Talking(tokenizer, 0, 60, clips=1.0), Counter[str]()
+    for number in range(16):
+        sample = data[number]
+        text = tokenizer.decode(sample.ids)
+        told = {DOINGS[where - DOES] for where in sample.about if where not in (IGNORE, ABSENT)}
+        assert len(told - {("stays", "")}) < 2, "one thing does something"
+        for what, way in told - {("stays", "")}:
+            word = {"moves": f"moves (to the )?{way}", "appears": "appears", "leaves": "disappears|leaves"}[what]
+            assert re.search(word, text), (word, text)
+            checked[what] += 1
+    assert set(checked) == {"moves", "appears", "leaves"}
 
 
 def test_signs_and_moves_are_practised_more_than_they_come() -> None:
     tokenizer = train_tokenizer(corpus(200))
     data = Talking(tokenizer, 0, 400, clips=0.0)
     signs = sum(bool((data[n].patches[0].kind == SIGN).any()) for n in range(0, 160, 4))
-    assert signs > 40 * 0.25
+    assert signs > 40 * 0.4
     with pytest.raises(ValueError, match="training seeds end before"):
         Talking(tokenizer, HELD_OUT - 30_000_000, 10)

@@ -22,7 +22,7 @@ from mmspec.app.scenes.atlas import LETTER, LETTERS
 from mmspec.app.scenes.kinds import KINDS
 from mmspec.app.scenes.model import BOS, EOS, GRID, IMAGE, PAD, PATCH, TOKENS, question
 from mmspec.app.scenes.paint import background, layers
-from mmspec.app.scenes.world import COLOURS, HELD_OUT, PLACES, SIDE, SIZES, TEXTURES, Scene, clip, scene
+from mmspec.app.scenes.world import COLOURS, HELD_OUT, MOVES, PLACES, SIDE, SIZES, TEXTURES, Clip, Scene, clip, scene
 
 GROUND, SIGN = len(KINDS), len(KINDS) + 1
 CLASSES = len(KINDS) + 2
@@ -30,8 +30,12 @@ CLASSES = len(KINDS) + 2
 IGNORE = -100
 PER_PATCH = ("kind", "bulk", "place", "centre", "letter")
 """What is known of every patch and asked of every visual token."""
-ABSENT, SEVERAL = 9, 10
-"""Besides the nine places: where a kind is of which there is none, or more than one."""
+ABSENT, SEVERAL, ALL, DOES = 9, 10, 13, 19
+"""What words are asked besides the nine places: that there is none; that there are two, three, four or more; of the
+word "things", that there are one to six in all; in a clip, what the thing does."""
+DOINGS = (*(("moves", way) for way in MOVES), ("appears", ""), ("leaves", ""), ("stays", ""))
+MEANINGS = DOES + len(DOINGS)
+"""How many answers there are to what a word is about."""
 PLACES_BY_NAME = {name: number for number, name in enumerate(name for row in PLACES for name in row)}
 SHARE = 0.3
 """A patch shows a thing if that much of it is covered."""
@@ -150,7 +154,8 @@ class Sample:
     """One conversation: ids with placeholders, what of them is to be learned, the pictures, what their patches show.
 
     Attributes:
-        about: for each token that names a kind of thing, where that is: one of the nine places, `ABSENT`, `SEVERAL`.
+        about: for each token that names a kind of thing, or says "things", what it is about: one of the nine places,
+            or from `ABSENT`, `SEVERAL`, `ALL`, `DOES` on.
     """
 
     ids: list[int]
@@ -166,7 +171,7 @@ class Talking(Dataset[Sample]):
     Clips are several times as long as chats, so they come in groups: a batch is all clips, of one length, or none.
     """
 
-    def __init__(self, tokenizer: Any, first: int, count: int, group: int = 16, clips: float = 0.06) -> None:
+    def __init__(self, tokenizer: Any, first: int, count: int, group: int = 16, clips: float = 0.1) -> None:
         """
         Args:
             group: samples that are of one sort. clips: share of the groups that are clips.
@@ -176,6 +181,8 @@ class Talking(Dataset[Sample]):
             raise ValueError(f"training seeds end before {HELD_OUT}; asked for {first} to {last}")
         self.tokenizer, self.first, self.count, self.group, self.clips = tokenizer, first, count, group, clips
         self.kinds = kinds_by_token(tokenizer)
+        things = tokenizer(" things", add_special_tokens=False).input_ids
+        self.things = things[0] if len(things) == 1 else None
 
     def __len__(self) -> int:
         return self.count
@@ -186,7 +193,7 @@ class Talking(Dataset[Sample]):
         if together.random() < self.clips:
             return self._clip(seed, dice, together.choice((4, 4, 4, 4, 4, 4, 4, 5, 6, 8)))  # long ones are dear
         made = scene(seed)
-        if made.sign is None and dice.random() < 0.3:  # reading is learned slowly
+        if made.sign is None and dice.random() < 0.6:  # reading is learned slowly
             made = _first(scene, seed, lambda other: other.sign is not None)
         image, patches = seen(made)
         turns = turns_of(made, dice)
@@ -194,21 +201,36 @@ class Talking(Dataset[Sample]):
         return Sample(ids, labels, pixels(image)[None], [patches], [self._about(made, token) for token in ids])
 
     def _about(self, made: Scene, token: int) -> int:
-        """Where the thing is that a token names."""
+        """Where the thing is that a token names, or how many there are."""
+        if token == self.things:
+            return ALL + min(6, len(made.things)) - 1
         kind = self.kinds.get(token)
         if kind is None:
             return IGNORE
         here = [thing for thing in made.things if thing.kind == kind]
-        return (PLACES_BY_NAME[here[0].place] if len(here) == 1 else SEVERAL) if here else ABSENT
+        if len(here) < 2:
+            return PLACES_BY_NAME[here[0].place] if here else ABSENT
+        return SEVERAL + min(4, len(here)) - 2
+
+    def _does(self, made: Clip, token: int) -> int:
+        """What the thing does that a token names."""
+        kind = self.kinds.get(token)
+        if kind is None:
+            return IGNORE
+        others = {thing.kind for frame in made.frames for thing in frame.things if thing.kind != made.hero.kind}
+        if kind == made.hero.kind:
+            alone = all(frame.count(kind) < 2 for frame in made.frames)
+            return DOES + DOINGS.index((made.event.what, made.event.way)) if alone else IGNORE
+        return DOES + DOINGS.index(("stays", "")) if kind in others else ABSENT
 
     def _clip(self, seed: int, dice: random.Random, frames: int) -> Sample:
-        made = _first(lambda n: clip(n, frames), seed, lambda other: other.event.what == "moves" or dice.random() < 0.3)
+        made = _first(lambda n: clip(n, frames), seed, lambda other: other.event.what == "moves" or dice.random() < 0.8)
         looks = [seen(frame) for frame in made.frames]
         turns = [grammar.clip_turn(made, dice), *grammar.clip_drills(made, dice)[:6]]
         dice.shuffle(turns)
         ids, labels = encode(self.tokenizer, turns, pictures=len(looks))
         images, patches = torch.stack([pixels(image) for image, _ in looks]), [seen_ for _, seen_ in looks]
-        return Sample(ids, labels, images, patches, [IGNORE] * len(ids))  # things move
+        return Sample(ids, labels, images, patches, [self._does(made, token) for token in ids])
 
 
 def kinds_by_token(tokenizer: Any) -> dict[int, int]:

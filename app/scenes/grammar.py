@@ -392,11 +392,11 @@ def drill(scene: Scene, dice: random.Random, turns: int) -> list[Turn]:
 
 
 DRILLS = {
-    "where": 4,
-    "yesno": 5,
-    "count": 3,
+    "where": 5,
+    "yesno": 3,
+    "count": 5,
     "relation": 3,
-    "read": 4,
+    "read": 5,
     "bigger": 2,
     "what": 1,
     "background": 1,

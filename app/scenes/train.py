@@ -33,7 +33,7 @@ from torch.utils.data import DataLoader
 from mmspec.app.scenes import SUMS, sums_of
 from mmspec.app.scenes.atlas import LETTERS
 from mmspec.app.scenes.card import FACTS, write_card
-from mmspec.app.scenes.data import CLASSES, GROUND, IGNORE, SEVERAL, SIGN, Looking, Talking, collate, corpus
+from mmspec.app.scenes.data import CLASSES, GROUND, IGNORE, MEANINGS, SIGN, Looking, Talking, collate, corpus
 from mmspec.app.scenes.kinds import KINDS
 from mmspec.app.scenes.model import new_model, processor_of, train_tokenizer
 from mmspec.app.scenes.world import COLOURS, SIZES, TEXTURES
@@ -145,7 +145,7 @@ class Mouth(nn.Module):
         self.register_buffer("names", names, persistent=False)
         width = model.config.text_config.hidden_size
         self.heads = nn.ModuleDict({name: nn.Linear(width, size) for name, size in ASKED.items()})
-        self.heads["about"] = nn.Linear(width, SEVERAL + 1)
+        self.heads["about"] = nn.Linear(width, MEANINGS)
 
     def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, float]]:
         """The loss, and figures for the log."""
