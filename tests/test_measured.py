@@ -372,7 +372,7 @@ def test_the_text_is_the_same_and_stats_say_what_was_shown(tiny: Captioner, fold
         mmspec.unpatch(model)
 
 
-def test_the_example_of_the_docs(tiny: Captioner, folder: Path, tmp_path: Path) -> None:
+def test_the_examples_of_the_docs(tiny: Captioner, folder: Path, tmp_path: Path) -> None:
     page = (Path(__file__).parent.parent / "docs" / "compressors.md").read_text("utf-8")
     code = page.split("```python\n")[1].split("```")[0]
     picture = paint(scene(0))
@@ -384,3 +384,10 @@ def test_the_example_of_the_docs(tiny: Captioner, folder: Path, tmp_path: Path) 
     finally:
         mmspec.unpatch(tiny.model)
     assert here.stat().st_size > 500 and isinstance(names["shown"], Shown) and names["shown"].numbers is not None
+    try:
+        exec(page.split("```python\n")[2].split("```")[0], names)
+        tiny.model.generate(**inputs, max_new_tokens=4, do_sample=False)
+        shown = mmspec.stats(tiny.model, last=True).shown[0]
+    finally:
+        mmspec.unpatch(tiny.model)
+    assert (shown.way, shown.visual, shown.kept) == ("loud:16", 16, 16)
