@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import mmspec
-from mmspec.app.images import Shown, Video, pictures
+from mmspec.app.asking import inputs_of
+from mmspec.app.images import Shown
+from mmspec.app.measure import synchronise
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
-
-PLAIN_TEMPLATE = "USER: {images}{prompt} ASSISTANT:"
-"""For processors without a chat template: what LLaVA-1.5 was trained on."""
 
 
 @dataclass(frozen=True)
@@ -101,51 +100,12 @@ class Captioner:
         torch.manual_seed(seed)
         began = time.perf_counter()
         output: Tensor = self.model.generate(**inputs, **self.options())
-        if output.device.type == "cuda":
-            torch.cuda.synchronize(output.device)
+        synchronise(output.device)
         return output, time.perf_counter() - began
-
-    @property
-    def takes_videos(self) -> bool:
-        """Whether a video is one thing to the processor, and to its template, and not so many pictures."""
-        template = getattr(self.processor, "chat_template", None)
-        return getattr(self.processor, "video_processor", None) is not None and "video" in str(template or "video")
 
     def inputs(self, shown: Sequence[Shown], prompts: Sequence[str]) -> dict[str, Any]:
         """What `generate` wants, on the model's device and in its precision."""
-        seen = [_entries(one, self.takes_videos) for one in shown]
-        videos = [one for one in shown if isinstance(one, Video)] if self.takes_videos else []
-        options: dict[str, Any] = {"padding": True}
-        if videos:  # their frames are chosen already, and some models want to know when these were seen
-            metadata = [one.metadata for one in videos]
-            options["videos_kwargs"] = {"do_sample_frames": False, "video_metadata": metadata}
-        if getattr(self.processor, "chat_template", None):
-            made = self.processor.apply_chat_template(
-                [_chat(entries, prompt) for entries, prompt in zip(seen, prompts, strict=True)],
-                add_generation_prompt=True,
-                tokenize=True,
-                return_dict=True,
-                return_tensors="pt",
-                processor_kwargs=options,
-            )
-        else:
-            rows = zip(seen, prompts, strict=True)
-            texts = [PLAIN_TEMPLATE.format(images=self._tokens(entries), prompt=text) for entries, text in rows]
-            flat = {kind: [e[kind] for entries in seen for e in entries if kind in e] for kind in ("image", "video")}
-            media = {f"{kind}s": values for kind, values in flat.items() if values}
-            made = self.processor(text=texts, return_tensors="pt", **media, **options)
-        return {name: self._place(name, value) for name, value in made.items()}
-
-    def _tokens(self, entries: Sequence[dict[str, Any]]) -> str:
-        """What stands for them in a text."""
-        kinds = [entry["type"] for entry in entries]
-        return "".join(getattr(self.processor, f"{kind}_token", f"<{kind}>") + "\n" for kind in kinds)
-
-    def _place(self, name: str, value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
-        pixels = name.startswith("pixel_values")  # seconds stay precise: positions are reckoned from them
-        return value.to(self.model.device, self.model.dtype if pixels else None)
+        return inputs_of(self.model, self.processor, shown, prompts)
 
     def options(self) -> dict[str, Any]:
         """What `generate` is told besides its inputs."""
@@ -222,17 +182,6 @@ class Captioner:
         token = self.processor.tokenizer.convert_ids_to_tokens
         words = " / ".join("the end" if i < 0 else repr(token(i)) for i in (found.plain, found.patched))
         return f"at token {found.column}: {words} (plain / mmspec), logit margin {found.margin:.2e}"
-
-
-def _entries(shown: Shown, videos: bool) -> list[dict[str, Any]]:
-    """What a message holds of it: pictures, or one video if videos are taken."""
-    if videos and isinstance(shown, Video):
-        return [{"type": "video", "video": shown.array()}]
-    return [{"type": "image", "image": image} for image in pictures(shown)]
-
-
-def _chat(entries: Sequence[dict[str, Any]], prompt: str) -> list[dict[str, Any]]:
-    return [{"role": "user", "content": [*entries, {"type": "text", "text": prompt}]}]
 
 
 def out_of_memory(error: BaseException) -> bool:

@@ -24,6 +24,7 @@ from torch import Tensor
 from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList
 
 import mmspec
+from mmspec.interfaces import Drafter
 from mmspec.stats import Stats
 
 PLAIN, AGAIN, OWN = "hf", "hf-again", "none"
@@ -114,14 +115,23 @@ def systems(model: Any, drafters: Sequence[str], processor: Any, ends: bool = Fa
     return made
 
 
-def once(system: System, inputs: Mapping[str, Any], new_tokens: int, temperature: float, seed: int) -> Run:
-    """One call of `generate`, timed."""
+def once(
+    system: System,
+    inputs: Mapping[str, Any],
+    new_tokens: int,
+    temperature: float,
+    seed: int,
+    drafter: Drafter | None = None,
+) -> Run:
+    """One call of `generate`, timed; `drafter` in place of the patched model's."""
     model, device = system.model, system.model.device
     patched, stamp = mmspec.is_patched(model), Stamp(device)
     options: dict[str, Any] = {"max_new_tokens": new_tokens, "do_sample": temperature > 0}
     options |= {"temperature": temperature} if temperature > 0 else dict.fromkeys(("temperature", "top_p", "top_k"))
     if not patched:
         options["stopping_criteria"] = StoppingCriteriaList([stamp])
+    if drafter is not None:
+        options["mmspec"] = {"drafter": drafter}
     torch.manual_seed(seed)
     gc.collect()
     synchronise(device)
@@ -225,5 +235,6 @@ __all__ = [
     "once",
     "results",
     "rounds",
+    "synchronise",
     "systems",
 ]

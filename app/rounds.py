@@ -63,6 +63,7 @@ class Recorder:
     def __init__(self, inner: Drafter) -> None:
         self.inner = inner
         self.name, self.needs, self.vocab_size = inner.name, inner.needs, inner.vocab_size
+        self.compressor = getattr(inner, "compressor", None)  # a drafter may come with its own
         self._seen: list[tuple[Verdict, int | None]] = []
         self._proposed: int | None = None
         self.segments: tuple[Segment, ...] = ()

@@ -33,7 +33,8 @@ from mmspec.app.scenes.tasks import Request, requests
 from mmspec.app.scenes.world import HELD_OUT, clip
 from mmspec.app.settings import DEFAULT
 from mmspec.app.study import Answer, answer_of, interval
-from mmspec.interfaces import Prompt, Verdict
+from mmspec.interfaces import Drafter, Prompt, Verdict
+from mmspec.options import checked_drafter
 from mmspec.targets import family_of
 
 SHAPES = {"short": 1, "one": 1, "four": 4, "clip8": 8, "clip32": 32}
@@ -85,7 +86,6 @@ class Reader(Recorder):
         """
         super().__init__(inner)
         self.device, self.count, self.reading = device, count, Reading()
-        self.compressor = getattr(inner, "compressor", None)
         self._read = False
 
     def begin(self, prompt: Prompt) -> Any:
@@ -125,6 +125,7 @@ class Way:
 
     name: str
     system: System
+    drafter: Drafter | None = None
     answers: list[Answer] = field(default_factory=list)
     readings: list[Reading] = field(default_factory=list)
     flops: list[int] = field(default_factory=list)
@@ -143,11 +144,12 @@ def contest(
     maker = Captioner(model, processor)
     field_ = [Way(PLAIN, System(PLAIN, clone(model)))]
     for name in dict.fromkeys((OWN, *names)):
-        drafter, _, compressor = name.partition("+")
+        what, _, compressor = name.partition("+")
+        drafter = checked_drafter(what, family_of(model), processor.tokenizer)
         patched = mmspec.patch(clone(model), drafter, compressor or None, processor=processor)
-        field_.append(Way(name, System(name, patched)))
+        field_.append(Way(name, System(name, patched), drafter))
     for number, one in enumerate(islice(asked(shape, first), count + 1)):
-        inputs = maker.inputs([one.pictures if len(one.pictures) > 1 else one.pictures[0]], [one.question])
+        inputs = maker.inputs([one.pictures], [one.question])
         start = number % len(field_)
         for way in (*field_[start:], *field_[:start]):
             run, reader = _once(way, inputs, most)
@@ -167,16 +169,10 @@ def contest(
 
 def _once(way: Way, inputs: Mapping[str, Any], most: int, count: bool = False) -> tuple[Run, Reader | None]:
     """One call, with the drafter watched."""
-    if way.name == PLAIN:
+    if way.drafter is None:
         return once(way.system, inputs, most, 0.0, 0), None
-    patch = way.system.model.__dict__["_mmspec"]
-    plain = patch.options
-    reader = Reader(plain.drafter, way.system.model.device, count)
-    patch.options = replace(plain, drafter=reader)
-    try:
-        return once(way.system, inputs, most, 0.0, 0), reader
-    finally:
-        patch.options = plain
+    reader = Reader(way.drafter, way.system.model.device, count)
+    return once(way.system, inputs, most, 0.0, 0, drafter=reader), reader
 
 
 def rows_of(field_: Sequence[Way], shape: str, base: str) -> Iterator[dict[str, Any]]:
@@ -273,7 +269,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for shape in args.shapes:
         maker, one = Captioner(model, processor), next(asked(shape, args.first_seed))
         family = family_of(model)
-        ids = maker.inputs([one.pictures if len(one.pictures) > 1 else one.pictures[0]], [one.question])["input_ids"]
+        ids = maker.inputs([one.pictures], [one.question])["input_ids"]
         visual = int(torch.isin(ids, torch.tensor(family.placeholders)).sum())
         names = ways_of(args.drafters, args.compressors, args.shares, visual)
         for name in names:

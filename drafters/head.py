@@ -110,7 +110,7 @@ class Layer(nn.Module):
             turned = turned * cos + rotate(turned) * sin
             queries, keys = turned.split((self.heads, self.kv_heads), dim=1)
         else:
-            rows = _picked(rows, ask)
+            rows = picked(rows, ask)
             queries, keys, values = self._asked(normed, cos, sin, ask)
         seen = attend(queries, keys, values)
         rows = rows + self.o_proj(seen.transpose(1, 2).flatten(2))
@@ -127,15 +127,15 @@ class Layer(nn.Module):
     def _asked(self, normed: Tensor, cos: Tensor, sin: Tensor, ask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries of the rows asked, keys and values of all."""
         size, weight, bias = self.heads * self.config.head_dim, self.qkv_proj.weight, self.qkv_proj.bias
-        queries = functional.linear(_picked(normed, ask), weight[:size], None if bias is None else bias[:size])
+        queries = functional.linear(picked(normed, ask), weight[:size], None if bias is None else bias[:size])
         rest = functional.linear(normed, weight[size:], None if bias is None else bias[size:])
         keys, values = self._by_head(rest).chunk(2, dim=1)
-        turn = [_picked(part.expand(len(normed), -1, normed.shape[1], -1)[:, 0], ask)[:, None] for part in (cos, sin)]
+        turn = [picked(part.expand(len(normed), -1, normed.shape[1], -1)[:, 0], ask)[:, None] for part in (cos, sin)]
         turned = self._by_head(queries)
         return turned * turn[0] + rotate(turned) * turn[1], keys * cos + rotate(keys) * sin, values
 
 
-def _picked(rows: Tensor, places: Tensor) -> Tensor:
+def picked(rows: Tensor, places: Tensor) -> Tensor:
     """[B, m, D], of [B, n, D] the rows at [B, m]."""
     return rows.gather(1, places[..., None].expand(-1, -1, rows.shape[-1]))
 
@@ -300,6 +300,7 @@ __all__ = [
     "Layer",
     "config_from",
     "from_published",
+    "picked",
     "published",
     "rotate",
 ]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from mmspec.drafters.head import EagleHead
+from mmspec.drafters.head import EagleHead, picked
 from mmspec.interfaces import Compressor, Outlook, Prompt, Segment, VisualTokens
 
 
@@ -59,15 +59,12 @@ def textual(head: EagleHead, sight: Sight) -> tuple[Tensor, Tensor | None]:
 
 def _text_fused(head: EagleHead, sight: Sight) -> Tensor:
     """[B, n, D], fused where text follows, the bare embedding elsewhere: long clips cost what their text costs."""
-    most, n = int((~sight.visual).sum(1).max()), sight.visual.shape[1]
-    if most == n:
-        fused = head.fuse(sight.following, sight.states)
-        return torch.where(sight.visual[..., None], sight.following, fused) if sight.visual.any() else fused
-    order = sight.visual.long().argsort(dim=1, stable=True)[:, :most]
-    place = order[..., None].expand(-1, -1, sight.following.shape[-1])
-    following = sight.following.gather(1, place)
-    states = sight.states.gather(1, order[..., None].expand(-1, -1, sight.states.shape[-1]))
-    fused = torch.where(sight.visual.gather(1, order)[..., None], following, head.fuse(following, states))
+    most = int((~sight.visual).sum(1).max())
+    text = sight.visual.long().argsort(dim=1, stable=True)[:, :most]  # rows with less of it bring others
+    following = picked(sight.following, text)
+    fused = head.fuse(following, picked(sight.states, text))
+    fused = torch.where(sight.visual.gather(1, text)[..., None], following, fused)
+    place = text[..., None].expand(-1, -1, fused.shape[-1])
     return sight.following.to(fused.dtype).scatter(1, place, fused)
 
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from mmspec.drafters.kinds import KINDS
 from mmspec.drafters.training_losses import Lesson, Pupil, Weights, When
 from mmspec.interfaces import Words
+from mmspec.shown import label
 
 STATE, LOG = "state.pt", "log.jsonl"
 
@@ -214,7 +215,7 @@ class Training:
 
 def _shrinks(pupil: Pupil) -> dict[str, str]:
     compressor = pupil.compressor
-    return {} if compressor is None else {"compressor": f"{compressor.name}:{compressor.tokens}"}
+    return {} if compressor is None else {"compressor": label(compressor)}
 
 
 __all__ = ["Party", "Plan", "Pupil", "SettingsError", "Training"]

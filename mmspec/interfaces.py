@@ -273,6 +273,10 @@ class Compressor(Protocol):
         on embeddings and states."""
 
 
+EVERY_TOKEN = 1 << 30
+"""What a compressor is worth (`Compressor.tokens`) that may keep every token."""
+
+
 class FrameSampler(Protocol):
     """Video in, frames out. Runs before target and drafter, so that the baseline sees the same frames."""
 
@@ -289,6 +293,7 @@ class LookingSampler(FrameSampler, Protocol):
 
 
 __all__ = [
+    "EVERY_TOKEN",
     "Compressor",
     "Drafter",
     "Facts",

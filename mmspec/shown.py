@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmspec.interfaces import Compressor, Segment, VisualTokens
+from mmspec.interfaces import EVERY_TOKEN, Compressor, Segment, VisualTokens
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,12 @@ class Shown:
         return {"way": self.way, "visual": self.visual, "kept": self.kept, "numbers": numbers, "grids": grids}
 
 
+def label(compressor: Compressor) -> str:
+    """Its name, with the number of tokens if that can be chosen: "pool:49", "drop"."""
+    fixed = compressor.tokens in (0, EVERY_TOKEN)
+    return compressor.name if fixed else f"{compressor.name}:{compressor.tokens}"
+
+
 class Watch:
     """A compressor that notes what another one keeps, for one call."""
 
@@ -56,8 +62,7 @@ class Watch:
             origin = torch.arange(few.mask.shape[1], device=few.mask.device).expand(few.mask.shape)
         if origin is None:
             origin = torch.full_like(few.mask, -1, dtype=torch.long)
-        named = self.name if self.tokens in (0, 1 << 30) else f"{self.name}:{self.tokens}"
-        self._ways = few.ways or (named,) * len(few.mask)
+        self._ways = few.ways or (label(self.inner),) * len(few.mask)
         self._noted = visual.mask.sum(1), few.mask, origin
         self._grids = visual.segments
         return few
@@ -77,4 +82,4 @@ class Watch:
         return Shown(self._ways[row], visual, len(kept), None if -1 in kept else kept, grids)
 
 
-__all__ = ["Shown", "Watch"]
+__all__ = ["Shown", "Watch", "label"]

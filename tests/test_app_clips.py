@@ -26,6 +26,7 @@ import mmspec
 import tiny
 from footage import WILD, nothing, planted, song, write
 from mmspec.app import jobs, load
+from mmspec.app.asking import Turn, encoded, inputs_of, takes_videos
 from mmspec.app.captioner import Captioner
 from mmspec.app.cli import main
 from mmspec.app.clips import load_clip
@@ -132,8 +133,25 @@ def test_a_video_is_not_so_many_pictures(clips: Path, family: tuple[Any, Any]) -
         made = maker.caption([video, video.frames[:1], video.frames], ["abc", "abcd", "a"], 0, [True] * 3)
         assert all(one.identical for one in made)
     processor.chat_template = TEMPLATE.replace("video", "film")
-    assert not maker.takes_videos, "its template would leave them out"
+    assert not takes_videos(processor), "its template would leave them out"
     assert "pixel_values_videos" not in maker.inputs([video], ["a"])
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, None])
+def test_a_conversation_about_a_video_shows_it_once(clips: Path, family: tuple[Any, Any], template: str | None) -> None:
+    model, processor = family
+    processor.chat_template = template
+    video = load_clip(clips / "a.mp4", 4)
+    inputs = inputs_of(model, processor, [video], ["abcd"], [(Turn("abc", "cab"), Turn("bc", "a"))])
+    assert (inputs["input_ids"] == tiny.ids(model.tiny_spec).video).sum() == 16
+    assert inputs["pixel_values_videos"].shape == (1, 4, 3, 16, 16) and "pixel_values" not in inputs
+    told = processor.tokenizer.decode(inputs["input_ids"][0], skip_special_tokens=True)
+    places = [told.find(part) for part in ("abc", "cab", "bc", "abcd")]
+    assert -1 not in places and places[0] < places[1] < told.rfind("abcd")
+    request, seconds = encoded(model, inputs)
+    assert seconds > 0 and "pixel_values_videos" not in request
+    options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
+    assert torch.equal(model.generate(**request, **options), model.generate(**inputs, **options))
 
 
 def test_videos_of_different_lengths_are_shown_alone(clips: Path, family: tuple[Any, Any]) -> None:
@@ -149,7 +167,7 @@ def test_videos_of_different_lengths_are_shown_alone(clips: Path, family: tuple[
 def test_a_model_for_pictures_is_given_pictures(clips: Path) -> None:
     model, processor = random_model("tiny")
     maker, video = Captioner(model, processor, max_new_tokens=6), load_clip(clips / "a.mp4", 4)
-    assert isinstance(video, Video) and not maker.takes_videos
+    assert isinstance(video, Video) and not takes_videos(processor)
     mine, theirs = maker.inputs([video], ["a"]), maker.inputs([list(video.frames)], ["a"])
     assert mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
     assert len(mine["pixel_values"]) == 4 and (mine["input_ids"] == 4).sum() == 4 * 16

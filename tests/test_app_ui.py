@@ -19,13 +19,13 @@ import torch
 from PIL import Image
 
 import mmspec
+from mmspec.app.asking import Turn, encoded, inputs_of
 from mmspec.app.cli import main
 from mmspec.app.errors import UsageError
 from mmspec.app.pictures import picture, write_pictures
 from mmspec.app.rounds import ACCEPTED, CORRECTED, PLAIN, Round, kinds_of
 from mmspec.app.scenes.examples import files
-from mmspec.app.ui import chat, drawing
-from mmspec.app.ui.chat import Turn
+from mmspec.app.ui import drawing
 from mmspec.app.ui.folder import Batch, lay_out, plain_name
 from mmspec.app.ui.limits import Limits
 from mmspec.app.ui.race import Choice, Difference, Race, margin
@@ -33,6 +33,7 @@ from mmspec.app.ui.report import Report, Space, report_of
 from mmspec.app.ui.shelf import Shelf
 from mmspec.app.ui.tape import Pieces, Tape, pieces_of
 from mmspec.app.ui.worker import Halt, Sessions, Worker
+from mmspec.vision.registry import make
 
 NASTY = "<script>window.hacked=1</script><img src=x onerror='window.hacked=1'> **bold** ${1+1} {{value}}"
 
@@ -152,7 +153,7 @@ def test_the_picture_is_looked_at_once(shelf: Shelf, monkeypatch: pytest.MonkeyP
 def test_a_race_is_what_the_model_says_alone(shelf: Shelf) -> None:
     race = race_of(shelf).run()
     desk = shelf.take("tiny")
-    inputs = chat.inputs_of(desk.model, desk.processor, picture(3)[0], (), "what is in it?")
+    inputs = inputs_of(desk.model, desk.processor, [picture(3)[0]], ["what is in it?"])
     with mmspec.disabled():
         alone = desk.model.generate(**inputs, max_new_tokens=32, do_sample=False)
     assert alone[0, inputs["input_ids"].shape[1] :].tolist() == race.plain.tape.ids
@@ -190,7 +191,7 @@ def test_stopping_stops_generate(shelf: Shelf, most: int, plain: int, ours: int)
 def test_a_difference_is_told_with_its_margin(shelf: Shelf) -> None:
     race = race_of(shelf).run()
     desk, ids = shelf.take("tiny"), race.plain.tape.ids
-    inputs = chat.inputs_of(desk.model, desk.processor, picture(3)[0], (), "what is in it?")
+    inputs = inputs_of(desk.model, desk.processor, [picture(3)[0]], ["what is in it?"])
     with mmspec.disabled():
         again = desk.model.generate(
             **inputs, max_new_tokens=6, do_sample=False, return_dict_in_generate=True, output_logits=True
@@ -198,7 +199,7 @@ def test_a_difference_is_told_with_its_margin(shelf: Shelf) -> None:
     first, second = again.logits[5][0].topk(2)
     wanted = float(first[0] - first[1])
     assert int(second[0]) == ids[5]
-    request, _ = chat.encoded(desk.model, inputs)
+    request, _ = encoded(desk.model, inputs)
     assert margin(desk, request, race.choice, 5, ids[5], int(second[1])) == pytest.approx(wanted, abs=1e-4)
     race.difference = Difference(5, ids[5], int(second[1]), wanted)
     told = report_of(race)
@@ -246,6 +247,18 @@ def test_tokens_that_a_trained_drafter_saw_are_marked(
     assert len(made.marked) == (1 if kept else 0) and ("<img" in drawing.seen(made)) == bool(kept)
 
 
+def test_a_drafter_that_brings_its_own_compressor_is_told(shelf: Shelf, monkeypatch: Any) -> None:
+    import heads
+
+    spec = SimpleNamespace(hidden=64, heads=4, kv_heads=2, vocab=384, layers=2)
+    drafter = heads.drafter("decoupled", spec)  # type: ignore[arg-type]
+    drafter.compressor = make("pool:4")
+    monkeypatch.setitem(shelf.take("tiny")._drafters, "auto", drafter)
+    for chosen, shown in ((None, 4), ("relevant:5", 5)):
+        told = report_of(race_of(shelf, compressor=chosen, nodes=4).run()).figures["drafter_saw"]
+        assert told["shown"] == shown and told["total"] == 16
+
+
 # conversations
 
 
@@ -255,7 +268,7 @@ def test_a_conversation_holds_what_was_said_and_one_picture(shelf: Shelf, templa
     if not template:
         monkeypatch.setattr(desk.processor, "chat_template", None)
     turns = (Turn("what is it?", "a red car"), Turn("how many?", "two"))
-    inputs = chat.inputs_of(desk.model, desk.processor, picture(3)[0], turns, "which colour?")
+    inputs = inputs_of(desk.model, desk.processor, [picture(3)[0]], ["which colour?"], [turns])
     ids = inputs["input_ids"][0]
     text = desk.processor.tokenizer.decode(ids, skip_special_tokens=True)
     assert int((ids == 4).sum()) == 16 and inputs["pixel_values"].shape[0] == 1

@@ -63,6 +63,19 @@ def test_a_run_that_is_cut_goes_on_where_it_was(run: Training, tmp_path: Path) -
         assert float((value - mine[name]).abs().mean()) < 2e-5, name
 
 
+def test_a_run_that_is_cut_between_two_stages_goes_on(tmp_path: Path) -> None:
+    class Cut(Training):
+        def part(self, stage: Stage) -> Any:
+            if stage.name == "talk":
+                raise KeyboardInterrupt
+            return super().part(stage)
+
+    with pytest.raises(KeyboardInterrupt):
+        Cut(tmp_path, MINIATURE, "cpu", 0, little).run(math.inf, progress=False)
+    again = Training(tmp_path, MINIATURE, "cpu", 0, little)
+    assert (again.at, again.step) == (1, 0) and again.run(math.inf, progress=False)
+
+
 def test_other_settings_are_refused(run: Training) -> None:
     with pytest.raises(SystemExit, match="other settings"):
         Training(run.out, MINIATURE[:2], "cpu", 0, little)

@@ -229,6 +229,12 @@ def test_what_patches_show() -> None:
         assert (made.sign is not None) == bool((patches.letter > 0).any())
         if made.sign is not None:
             assert (patches.letter > 0).sum() <= len(made.sign.text) and (patches.kind == SIGN).any()
+            told = {
+                "".join(" ABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"[c] for c in row if c > 0)
+                for row in patches.spelled[patches.kind == SIGN].tolist()
+            }
+            assert told == {made.sign.text}
+        assert (patches.spelled[patches.kind != SIGN] == IGNORE).all()
     assert (seen(clip(5).frames[0])[1].kind != IGNORE).any()
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mmspec.interfaces import Compressor, VisualTokens
+from mmspec.shown import label
 from mmspec.vision.picking import Drop, Stride
 from mmspec.vision.pooling import Pool
 from mmspec.vision.resampler import Resampler
@@ -55,7 +56,7 @@ class Elastic(nn.Module):
 
     def labels(self) -> list[str]:
         """The ways by name, with what each keeps."""
-        return [way.name if way.tokens in (0, 1 << 30) else f"{way.name}:{way.tokens}" for way in self.ways]
+        return [label(way) for way in self.ways]
 
     def compress(self, visual: VisualTokens, query: Tensor | None, budget: int) -> VisualTokens:
         """Each row by the way that its gate picks, with at most `budget` tokens.

@@ -31,7 +31,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from mmspec.interfaces import Compressor, Outlook, VisualTokens
+from mmspec.interfaces import EVERY_TOKEN, Compressor, Outlook, VisualTokens
 from mmspec.pace import Rates
 from mmspec.vision.picking import Drop, Identity, Prune, relevance
 from mmspec.vision.pooling import Pool
@@ -106,7 +106,7 @@ def _rounds(answer: int | None, rates: Rates) -> float:
 class Measured:
     """Chooses for each row by `choose`. Keeps nothing between calls: what was measured comes with the tokens."""
 
-    name, tokens = "measured", 1 << 30
+    name, tokens = "measured", EVERY_TOKEN
 
     def compress(self, visual: VisualTokens, query: Tensor | None, budget: int) -> VisualTokens:
         """Each row its own way."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mmspec.interfaces import VisualTokens
+from mmspec.interfaces import EVERY_TOKEN, VisualTokens
 
 
 def take(visual: VisualTokens, index: Tensor, mask: Tensor) -> VisualTokens:
@@ -45,7 +45,7 @@ def highest(scores: Tensor, mask: Tensor, budget: int) -> tuple[Tensor, Tensor]:
 class Identity:
     """Shows everything."""
 
-    name, tokens = "identity", 1 << 30
+    name, tokens = "identity", EVERY_TOKEN
 
     def compress(self, visual: VisualTokens, query: Tensor | None, budget: int) -> VisualTokens:
         """The tokens themselves."""

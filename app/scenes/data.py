@@ -22,14 +22,17 @@ from mmspec.app.scenes.atlas import LETTER, LETTERS
 from mmspec.app.scenes.kinds import KINDS
 from mmspec.app.scenes.model import BOS, EOS, GRID, IMAGE, PAD, PATCH, TOKENS, question
 from mmspec.app.scenes.paint import background, layers
+from mmspec.app.scenes.words import WORDS
 from mmspec.app.scenes.world import COLOURS, HELD_OUT, MOVES, PLACES, SIDE, SIZES, TEXTURES, Clip, Scene, clip, scene
 
 GROUND, SIGN = len(KINDS), len(KINDS) + 1
 CLASSES = len(KINDS) + 2
 """What a patch may show: a kind, the ground, or a sign."""
 IGNORE = -100
-PER_PATCH = ("kind", "bulk", "place", "centre", "letter")
+PER_PATCH = ("kind", "bulk", "place", "centre", "letter", "spelled")
 """What is known of every patch and asked of every visual token."""
+LONGEST = max(map(len, WORDS))
+"""Letters of the longest sign."""
 ABSENT, SEVERAL, ALL, DOES = 9, 10, 13, 19
 """What words are asked besides the nine places: that there is none; that there are two, three, four or more; of the
 word "things", that there are one to six in all; in a clip, what the thing does."""
@@ -56,7 +59,9 @@ class Patches:
         offset: [TOKENS, 2] from the patch's centre to that of its thing, in 64 pixels. bulk: [TOKENS] size range.
         place: [TOKENS] which of the nine places the thing's centre is in, row by row.
         centre: [TOKENS] 1 if a thing's centre is in the patch, else 0.
-        letter: [TOKENS] the letter whose centre is in the patch, 0 for none. colour, texture: of the ground.
+        letter: [TOKENS] the letter whose centre is in the patch, 0 for none.
+        spelled: [TOKENS, LONGEST] on patches of a sign what it says, letter by letter, 0 behind its end.
+        colour, texture: of the ground.
     """
 
     kind: Tensor
@@ -65,6 +70,7 @@ class Patches:
     place: Tensor
     centre: Tensor
     letter: Tensor
+    spelled: Tensor
     colour: Tensor
     texture: Tensor
 
@@ -107,6 +113,7 @@ def _labels(made: Scene, owner: np.ndarray) -> Patches:
         place=torch.from_numpy(np.where(owned, spots[best], IGNORE)),
         centre=torch.from_numpy(centre),
         letter=torch.from_numpy(_letters(made)),
+        spelled=_spelled(made, torch.from_numpy(kind) == SIGN),
         colour=torch.tensor(list(COLOURS).index(made.colour)),
         texture=torch.tensor(TEXTURES.index(made.texture)),
     )
@@ -116,7 +123,8 @@ def _nothing(made: Scene) -> Patches:
     blank = torch.zeros(TOKENS, dtype=torch.long)
     colour, texture = torch.tensor(list(COLOURS).index(made.colour)), torch.tensor(TEXTURES.index(made.texture))
     offset, unknown = torch.zeros(TOKENS, 2), blank + IGNORE
-    return Patches(blank + GROUND, offset, unknown, unknown, blank, blank, colour, texture)
+    spelled = _spelled(made, blank > 0)
+    return Patches(blank + GROUND, offset, unknown, unknown, blank, blank, spelled, colour, texture)
 
 
 def _letters(made: Scene) -> np.ndarray:
@@ -132,12 +140,20 @@ def _letters(made: Scene) -> np.ndarray:
     return found
 
 
+def _spelled(made: Scene, sign: Tensor) -> Tensor:
+    """[TOKENS, LONGEST] what the sign says on its patches; `IGNORE` elsewhere."""
+    found = torch.full((TOKENS, LONGEST), IGNORE)
+    if made.sign is not None:
+        letters = [LETTERS.index(character) + 1 for character in made.sign.text]
+        found[sign] = torch.tensor(letters + [0] * (LONGEST - len(letters)))
+    return found
+
+
 class Looking(Dataset[dict[str, Tensor]]):
     """Pictures and what their patches show, from a seed on."""
 
     def __init__(self, first: int, count: int) -> None:
-        if first + count > HELD_OUT:
-            raise ValueError(f"training seeds end before {HELD_OUT}; asked for {first} to {first + count}")
+        _check(first, count)
         self.first, self.count = first, count
 
     def __len__(self) -> int:
@@ -145,7 +161,10 @@ class Looking(Dataset[dict[str, Tensor]]):
 
     def __getitem__(self, number: int) -> dict[str, Tensor]:
         seed = self.first + number
-        image, patches = seen(scene(seed, things=4 + seed % 3))  # full pictures teach more
+        made = scene(seed, things=4 + seed % 3)  # full pictures teach more
+        if made.sign is None and seed % 2:  # reading is learned slowly
+            made = _first(lambda n: scene(n, things=4 + n % 3), seed, lambda other: other.sign is not None)
+        image, patches = seen(made)
         return {"pixel_values": pixels(image), **vars(patches)}
 
 
@@ -176,9 +195,7 @@ class Talking(Dataset[Sample]):
         Args:
             group: samples that are of one sort. clips: share of the groups that are clips.
         """
-        last = first + count + 3 * FURTHER
-        if last > HELD_OUT:
-            raise ValueError(f"training seeds end before {HELD_OUT}; asked for {first} to {last}")
+        _check(first, count)
         self.tokenizer, self.first, self.count, self.group, self.clips = tokenizer, first, count, group, clips
         self.kinds = kinds_by_token(tokenizer)
         things = tokenizer(" things", add_special_tokens=False).input_ids
@@ -246,6 +263,12 @@ def kinds_by_token(tokenizer: Any) -> dict[int, int]:
 
 FURTHER = 10_000_000
 """From a seed to the next one that may stand in for it."""
+
+
+def _check(first: int, count: int) -> None:
+    last = first + count + 3 * FURTHER
+    if last > HELD_OUT:
+        raise ValueError(f"training seeds end before {HELD_OUT}; asked for {first} to {last}")
 
 
 def _first(make: Callable[[int], Any], seed: int, wanted: Callable[[Any], bool]) -> Any:

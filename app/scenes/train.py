@@ -33,7 +33,7 @@ from torch.utils.data import DataLoader
 from mmspec.app.scenes import SUMS, sums_of
 from mmspec.app.scenes.atlas import LETTERS
 from mmspec.app.scenes.card import FACTS, write_card
-from mmspec.app.scenes.data import CLASSES, GROUND, IGNORE, MEANINGS, SIGN, Looking, Talking, collate, corpus
+from mmspec.app.scenes.data import CLASSES, GROUND, IGNORE, LONGEST, MEANINGS, SIGN, Looking, Talking, collate, corpus
 from mmspec.app.scenes.kinds import KINDS
 from mmspec.app.scenes.model import new_model, processor_of, train_tokenizer
 from mmspec.app.scenes.world import COLOURS, SIZES, TEXTURES
@@ -59,6 +59,7 @@ class Stage:
         last: the learning rate falls to this share of `rate`. named: weight of the losses on visual tokens.
         layers: how many layers of the text model are there; those that are added later begin as doing nothing, so that
             much is learned at a fraction of the cost.
+        clips: share of the batches that are clips, which are several times as long.
     """
 
     name: str
@@ -71,6 +72,7 @@ class Stage:
     last: float = 0.02
     named: float = 0.3
     layers: int = 10
+    clips: float = 0.1
 
 
 STAGES = (
@@ -80,14 +82,29 @@ STAGES = (
 )
 
 
-ASKED = {"bulk": len(SIZES), "place": 9, "centre": 2, "letter": len(LETTERS) + 1}
-"""What a patch of the tower, and later each visual token, is asked besides its kind -> number of answers."""
+ASKED = {"bulk": (), "place": (), "centre": (), "letter": (), "spelled": (LONGEST,)}
+"""What a patch of the tower, and later each visual token, is asked besides its kind -> how many questions that is."""
+ANSWERS = {"bulk": len(SIZES), "place": 9, "centre": 2, "letter": len(LETTERS) + 1, "spelled": len(LETTERS) + 1}
+READ = 3
+"""After so many layers of the text model words are asked what they know: those above can read it from them, and what a
+word finds out in the last layer, no later word can read."""
+
+
+def head_of(name: str, width: int) -> nn.Linear:
+    """What answers one of the questions of `ASKED`."""
+    return nn.Linear(width, math.prod(ASKED[name]) * ANSWERS[name])
 
 
 def asked(name: str, said: Tensor, answers: Tensor) -> Tensor:
-    """The loss on one of the questions of `ASKED`: [n, answers], [n]. Centres are rare, so they count more."""
+    """The loss of what such a head said: [n, questions x answers], [n, *questions]; 0 if nothing is known.
+
+    Centres are rare, so they count more.
+    """
+    if not (answers != IGNORE).any():
+        return said.new_zeros(())
     weight = said.new_tensor((1.0, 8.0)) if name == "centre" else None
-    return functional.cross_entropy(said, answers, weight, ignore_index=IGNORE)
+    said = said.reshape(-1, ANSWERS[name])
+    return functional.cross_entropy(said, answers.flatten(), weight, ignore_index=IGNORE)
 
 
 class Eyes(nn.Module):
@@ -97,8 +114,8 @@ class Eyes(nn.Module):
         super().__init__()
         self.tower = tower
         self.norm = nn.LayerNorm(width)
-        sizes = {"kind": CLASSES, "offset": 2, **ASKED}
-        self.heads = nn.ModuleDict({name: nn.Linear(width, size) for name, size in sizes.items()})
+        self.heads = nn.ModuleDict({name: head_of(name, width) for name in ASKED})
+        self.heads.update({"kind": nn.Linear(width, CLASSES), "offset": nn.Linear(width, 2)})
         self.ground = nn.ModuleDict(
             {"colour": nn.Linear(width, len(COLOURS)), "texture": nn.Linear(width, len(TEXTURES))}
         )
@@ -116,13 +133,13 @@ class Eyes(nn.Module):
             "offset": functional.smooth_l1_loss(said["offset"][owned], batch["offset"][owned], beta=0.1),
             "letter": functional.cross_entropy(said["letter"][sign], batch["letter"][sign]) if sign.any() else 0.0,
         }
-        for name in ("bulk", "place", "centre"):
-            losses[name] = asked(name, said[name].flatten(0, 1), batch[name].flatten())
+        for name in ("bulk", "place", "centre", "spelled"):
+            losses[name] = asked(name, said[name].flatten(0, 1), batch[name].flatten(0, 1))
         pooled = states.mean(1)
         for name, head in self.ground.items():
             losses[name] = functional.cross_entropy(head(pooled), batch[name])
         weights = {"kind": 1.0, "offset": 2.0, "bulk": 0.3, "letter": 0.5, "colour": 0.2, "texture": 0.2}
-        weights |= {"place": 0.3, "centre": 0.5}
+        weights |= {"place": 0.3, "centre": 0.5, "spelled": 0.5}
         loss = torch.stack([weights[name] * torch.as_tensor(part) for name, part in losses.items()]).sum()
         with torch.no_grad():
             right = (said["kind"].argmax(-1) == kind)[thing].float().mean()
@@ -144,7 +161,7 @@ class Mouth(nn.Module):
         self.model, self.named, self.frozen, self.layers = model, stage.named, stage.eyes == 0, stage.layers
         self.register_buffer("names", names, persistent=False)
         width = model.config.text_config.hidden_size
-        self.heads = nn.ModuleDict({name: nn.Linear(width, size) for name, size in ASKED.items()})
+        self.heads = nn.ModuleDict({name: head_of(name, width) for name in ASKED})
         self.heads["about"] = nn.Linear(width, MEANINGS)
 
     def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, float]]:
@@ -157,16 +174,7 @@ class Mouth(nn.Module):
         embedded = core.get_input_embeddings()(batch["input_ids"])
         place = batch["input_ids"] == self.model.config.image_token_index
         embedded = embedded.masked_scatter(place[:, :, None], visual.to(embedded.dtype))
-        every, text.layers = text.layers, text.layers[: self.layers]
-        try:
-            # padded on the right: what is causal needs no mask
-            seen = text(inputs_embeds=embedded, output_hidden_states=True)
-        finally:
-            text.layers = every
-        hidden = seen.last_hidden_state
-        # In the middle, so that the words behind a name can still read from it what is known of the thing.
-        middle = len(every) // 2
-        half = hidden if self.layers <= middle else text.norm(seen.hidden_states[middle])
+        early, hidden = self._read(text, embedded)
         labels = batch["labels"][:, 1:]
         learn = labels != IGNORE
         logits = self.model.lm_head(hidden[:, :-1][learn]).float()
@@ -190,19 +198,30 @@ class Mouth(nn.Module):
         figures["asked"] = float(further.detach())
         # Every word that names a thing says where that is: questions need to find by name, and text teaches that late.
         where = batch["about"]
-        meant = self.heads["about"](half[where != IGNORE]).float()
+        meant = self.heads["about"](early[where != IGNORE]).float()
         found = functional.cross_entropy(meant, where[where != IGNORE]) if len(meant) else told.new_zeros(())
         if len(meant):
             figures["about"] = float((meant.argmax(-1) == where[where != IGNORE]).float().mean())
         return told + self.named * (named + further + found), figures
 
+    def _read(self, text: Any, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """What the text model has found out after `READ` layers and after all, both normed; [B, n, D]."""
+        every, norm = text.layers, text.norm
+        try:  # padded on the right: what is causal needs no mask
+            if self.layers > READ:
+                text.layers, text.norm = every[:READ], nn.Identity()
+                rows = text(inputs_embeds=rows).last_hidden_state
+            text.layers, text.norm = every[READ if self.layers > READ else 0 : self.layers], norm
+            hidden = text(inputs_embeds=rows).last_hidden_state
+        finally:
+            text.layers, text.norm = every, norm
+        return (norm(rows) if self.layers > READ else hidden), hidden
+
     def _asked(self, name: str, visual: Tensor, answers: Tensor, kinds: Tensor) -> Tensor:
         """The loss on what visual tokens say of their patches besides the name, by heads that are thrown away."""
         if name == "letter":  # there are none but on signs
             answers = answers.masked_fill(kinds != SIGN, IGNORE)
-        known = answers != IGNORE
-        if not known.any():
-            return visual.new_zeros(())
+        known = (answers != IGNORE).flatten(2).any(-1) if answers.ndim > 2 else answers != IGNORE
         return asked(name, self.heads[name](visual[known]).float(), answers[known])
 
 
@@ -268,12 +287,20 @@ class Training:
     """One run in a folder: knows where it is, does a step, writes checkpoints."""
 
     def __init__(
-        self, out: Path, stages: Sequence[Stage], device: str, seed: int, make: Callable[[int], Any] = new_model
+        self,
+        out: Path,
+        stages: Sequence[Stage],
+        device: str,
+        seed: int,
+        make: Callable[[int], Any] = new_model,
+        compiled: bool = False,
     ) -> None:
         """
         Args:
             seed: of the first weights. make: makes the model from it.
+            compiled: give the layers of the text model to torch.compile; a quarter faster after a minute or two.
         """
+        self.compiled = compiled
         self.out, self.stages, self.device, self.seed = out, tuple(stages), torch.device(device), seed
         out.mkdir(parents=True, exist_ok=True)
         self.tokenizer = self._tokenizer()
@@ -304,7 +331,7 @@ class Training:
         self.at, self.step, self.heads = state["at"], state["step"], state["heads"]
         self._optimiser_state = state["optimiser"]
 
-    def save(self, part: nn.Module, optimiser: Optimisers | None) -> None:
+    def save(self, heads: dict[str, Tensor], optimiser: Optimisers | None) -> None:
         """Write the checkpoint under another name first, so that a cut never leaves half of one."""
         state = {
             "stages": [asdict(stage) for stage in self.stages],
@@ -312,7 +339,7 @@ class Training:
             "at": self.at,
             "step": self.step,
             "model": self.model.state_dict(),
-            "heads": _heads_of(part),
+            "heads": heads,
             "optimiser": optimiser.state_dict() if optimiser is not None else None,
         }
         torch.save(state, self.out / "state.tmp")
@@ -333,6 +360,9 @@ class Training:
             torch.default_generator.manual_seed(self.seed)
             mouth = Mouth(self.model, torch.tensor(names), stage)
         mouth.to(self.device)
+        if self.compiled:
+            for layer in self.model.model.language_model.layers[: stage.layers]:
+                layer.compile(dynamic=True)
         if self.heads:
             mouth.load_state_dict(self.heads, strict=False)
         return mouth
@@ -349,7 +379,11 @@ class Training:
         """From the current step to the stage's last."""
         first, count = stage.first + self.step * stage.batch, (stage.steps - self.step) * stage.batch
         workers = 1 if (os.cpu_count() or 1) < 8 else 6
-        data: Any = Looking(first, count) if stage.name == "see" else Talking(self.tokenizer, first, count, stage.batch)
+        data: Any = (
+            Looking(first, count)
+            if stage.name == "see"
+            else Talking(self.tokenizer, first, count, stage.batch, stage.clips)
+        )
         loader = DataLoader(
             data,
             stage.batch,
@@ -381,7 +415,7 @@ class Training:
                         self._log({"stage": stage.name, "step": self.step, **figures})
                     over = time.monotonic() - self.started > seconds
                     if over or time.monotonic() - saved > every:
-                        self.save(part, optimiser)
+                        self.save(_heads_of(part), optimiser)
                         saved = time.monotonic()
                     if over:
                         return False
@@ -389,9 +423,9 @@ class Training:
             if stage.name == "see":
                 self._round_tower()
             self.at, self.step = self.at + 1, 0
-            self.save(part, None)
-            self.heads = {} if stage.name == "see" else _heads_of(part)
+            self.heads = {} if stage.name == "see" else _heads_of(part)  # the tower's are of another width
             self._optimiser_state = None
+            self.save(self.heads, None)
         return True
 
     def _round_tower(self) -> None:
@@ -483,11 +517,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     names = [stage.name for stage in STAGES]
     add("--model", type=Path, help="folder of an exported model: begin with its weights, at --stage")
     add("--stage", choices=names, default=names[-1], help=f"with --model (default {names[-1]})")
+    add("--compile", action="store_true", help="a quarter faster after a minute or two; needs a C++ compiler")
     add("--scale", type=float, default=1.0, help="share of the steps of every stage (1)")
     add("--progress", action=argparse.BooleanOptionalAction, default=sys.stderr.isatty())
     args = parser.parse_args(argv)
     stages = [Stage(**(asdict(stage) | {"steps": max(1, round(stage.steps * args.scale))})) for stage in STAGES]
-    training = Training(args.out, stages, args.device, args.seed)
+    training = Training(args.out, stages, args.device, args.seed, compiled=args.compile)
     if args.tower is not None:
         training.begin_with_tower(args.tower)
     if args.model is not None:

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
+from mmspec.app.asking import Turn
 from mmspec.app.rounds import CORRECTED, Round
-from mmspec.app.ui.chat import Turn
 from mmspec.app.ui.report import Report, Track
 
 COLUMN, ROW, BOX, MARGIN = 146, 36, 120, 12

@@ -8,13 +8,13 @@ from typing import Any
 
 import gradio as gr
 
+from mmspec.app.asking import Turn
 from mmspec.app.errors import UsageError
 from mmspec.app.images import pictures
 from mmspec.app.scenes.examples import files
 from mmspec.app.scenes.looks import ADVICE, like_a_scene
 from mmspec.app.settings import MODEL, PROMPT, VIDEO_PROMPT
 from mmspec.app.ui import drawing
-from mmspec.app.ui.chat import Turn
 from mmspec.app.ui.context import FAILED, HIDDEN, ONE_AT_A_TIME, QUICK, Context, Controls, controls, told
 from mmspec.app.ui.race import Race, Side
 from mmspec.app.ui.report import Report, Track, report_of

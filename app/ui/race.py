@@ -15,11 +15,12 @@ import torch
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 
 import mmspec
+from mmspec.app.asking import Turn, check_length, encoded, inputs_of
 from mmspec.app.captioner import Captioner
 from mmspec.app.errors import UsageError, one_line
 from mmspec.app.images import Shown
+from mmspec.app.measure import synchronise
 from mmspec.app.rounds import Recorder, Round
-from mmspec.app.ui.chat import Turn, check_length, encoded, inputs_of, synchronize
 from mmspec.app.ui.shelf import Desk, Shelf
 from mmspec.app.ui.sight import Sight, sight_of
 from mmspec.app.ui.tape import Tape
@@ -106,7 +107,7 @@ class Race:
         desk = self.desk = self.shelf.take(choice.model)
         recorder = self._recorder = Recorder(desk.drafter(choice.drafter))
         self.phase = "looking"
-        inputs = inputs_of(desk.model, desk.processor, self.shown, self.turns, self.question)
+        inputs = inputs_of(desk.model, desk.processor, [self.shown], [self.question], [self.turns])
         self.prompt_tokens = inputs["input_ids"].shape[1]
         check_length(desk.model, inputs, choice.max_new_tokens)
         request, self.encode_s = encoded(desk.model, inputs)
@@ -124,8 +125,7 @@ class Race:
     def _speculate(self, desk: Desk, request: dict[str, Any], recorder: Recorder) -> None:
         """Mmspec's side, with its drafter watched."""
         choice = self.choice
-        named = make_compressor(choice.compressor) if choice.compressor else None
-        compressor = named or getattr(recorder.inner, "compressor", None)
+        compressor = make_compressor(choice.compressor) if choice.compressor else None
         options = {"drafter": recorder, "compressor": compressor, "nodes": choice.nodes}
         try:
             self._generate(desk, request, self.mmspec, mmspec=options)
@@ -137,11 +137,11 @@ class Race:
         maker = Captioner(desk.model, desk.processor, choice.max_new_tokens, choice.temperature)
         criteria = StoppingCriteriaList([HaltCriterion(self.halt)])
         torch.manual_seed(choice.seed)
-        synchronize(desk.model)
+        synchronise(desk.model.device)
         began = time.perf_counter()
         tape.start()
         desk.model.generate(**_fresh(request), **maker.options(), **more, streamer=tape, stopping_criteria=criteria)
-        synchronize(desk.model)
+        synchronise(desk.model.device)
         side.total_s = time.perf_counter() - began
         self.cut = self.halt.asked
 
