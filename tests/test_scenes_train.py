@@ -158,6 +158,16 @@ def test_a_frozen_tower_is_not_trained() -> None:
         assert (id(weight) in trained) == ("vision_tower" not in name), name
 
 
+def test_shares_of_the_rate() -> None:
+    model = new_model()
+    stage = Stage("x", 1, 1, 1e-3, first=0, eyes=0.1, upper=0.3)
+    part = Mouth(model, torch.arange(3), stage)
+    shares = {id(w): g["share"] for o in Optimisers(stage, part).all for g in o.param_groups for w in g["params"]}
+    for name, weight in part.named_parameters():
+        upper = any(f"language_model.layers.{number}." in name for number in range(5, 10))
+        assert shares[id(weight)] == (0.1 if "vision_tower" in name else 0.3 if upper else 1.0), name
+
+
 def test_rates() -> None:
     stage = Stage("x", 100, 1, 1.0, first=0, warmup=10)
     rates: list[Any] = [rate_at(stage, step) for step in range(100)]

@@ -12,6 +12,8 @@ GRID = SIDE // PATCH
 TOKENS = GRID * GRID
 """Visual tokens of a picture."""
 VOCAB = 1536
+LOWER = 5
+"""Layers of the text model that learn first."""
 SPECIAL = ("<pad>", "<s>", "</s>", "<unk>", "<image>")
 PAD, BOS, EOS, _UNK, IMAGE = range(len(SPECIAL))
 TEMPLATE = (
@@ -122,7 +124,7 @@ def new_model(seed: int = 0) -> Any:
         torch.default_generator.manual_seed(seed)
         model = LlavaForConditionalGeneration(config_of())
     with torch.no_grad():  # the upper layers do nothing until they learn to
-        for layer in model.model.language_model.layers[5:]:
+        for layer in model.model.language_model.layers[LOWER:]:
             layer.self_attn.o_proj.weight.zero_()
             layer.mlp.down_proj.weight.zero_()
     ids = model.generation_config

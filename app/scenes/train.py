@@ -1,12 +1,12 @@
 """`python -m mmspec.app.scenes.train`: from nothing to the weights of the scenes model.
 
-Three stages. *see*: the vision tower alone learns to say per patch what is there. *talk*: with the tower frozen, the
-projector and the lower half of the text model learn to answer; further losses ask that each visual token says the name
-of the thing it belongs to, read by the model's own head, and by heads that are thrown away where that thing is, how
-large, whether its centre is here, and which letter; and that each word of a text that names a thing says where that is.
-That saves the text model from having to find it out by itself.
-*settle*: the upper half is added, and the text model learns as a whole. What a word has found out by the middle, the
-upper half can read: from there on questions by name are answered.
+Three stages. *see*: the vision tower alone learns to say per patch what is there. *talk*: with the tower slowed to a
+tenth, the projector and the lower half of the text model learn to answer; further losses ask that each visual token says
+the name of the thing it belongs to, read by the model's own head, and by heads that are thrown away where that thing is,
+how large, whether its centre is here, and how a sign is spelled; and that after a few layers each word of a text that
+names a thing says where that is. That saves the text model from having to find it out by itself, and what a word has
+found out early, the layers above can read: so questions by name are answered.
+*settle*: the upper half is added, gently, and the rate falls to nothing.
 
 Sample n is the same in every run, and a run that is cut goes on from its last checkpoint.
 """
@@ -17,6 +17,7 @@ import argparse
 import json
 import math
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -35,7 +36,7 @@ from mmspec.app.scenes.atlas import LETTERS
 from mmspec.app.scenes.card import FACTS, write_card
 from mmspec.app.scenes.data import CLASSES, GROUND, IGNORE, LONGEST, MEANINGS, SIGN, Looking, Talking, collate, corpus
 from mmspec.app.scenes.kinds import KINDS
-from mmspec.app.scenes.model import new_model, processor_of, train_tokenizer
+from mmspec.app.scenes.model import LOWER, new_model, processor_of, train_tokenizer
 from mmspec.app.scenes.world import COLOURS, SIZES, TEXTURES
 from mmspec.app.versions import version
 
@@ -59,6 +60,7 @@ class Stage:
         last: the learning rate falls to this share of `rate`. named: weight of the losses on visual tokens.
         layers: how many layers of the text model are there; those that are added later begin as doing nothing, so that
             much is learned at a fraction of the cost.
+        upper: learning rate of the layers from `LOWER` on, in shares of `rate`. Their first steps are large and blind.
         clips: share of the batches that are clips, which are several times as long.
     """
 
@@ -72,13 +74,14 @@ class Stage:
     last: float = 0.02
     named: float = 0.3
     layers: int = 10
+    upper: float = 1.0
     clips: float = 0.1
 
 
 STAGES = (
     Stage("see", 5000, 32, 1e-3, first=0, eyes=1.0),
-    Stage("talk", 2000, 16, 1e-3, first=1_000_000, last=0.5, layers=5),
-    Stage("settle", 720, 16, 6e-4, first=3_000_000, warmup=30, named=0.2),
+    Stage("talk", 1400, 16, 1e-3, first=1_000_000, last=0.3, layers=LOWER, eyes=0.1, clips=0.04),
+    Stage("settle", 700, 16, 4e-4, first=3_000_000, warmup=20, named=0.2, eyes=0.04, upper=0.3, clips=0.06),
 )
 
 
@@ -233,6 +236,14 @@ def rate_at(stage: Stage, step: int) -> float:
     return stage.rate * (stage.last + (1 - stage.last) * 0.5 * (1 + math.cos(math.pi * min(1.0, done))))
 
 
+def share_of(name: str, stage: Stage) -> float:
+    """The learning rate of a weight, in shares of the stage's."""
+    if "vision_tower" in name or name.startswith("tower"):
+        return stage.eyes
+    layer = re.search(r"language_model\.layers\.(\d+)\.", name)
+    return stage.upper if layer is not None and int(layer[1]) >= LOWER else 1.0
+
+
 class Optimisers:
     """Muon for the matrices of the layers, AdamW for all else; the tower's share of the learning rate may be smaller.
 
@@ -243,8 +254,7 @@ class Optimisers:
     def __init__(self, stage: Stage, part: nn.Module) -> None:
         groups: dict[tuple[bool, float], list[nn.Parameter]] = {}
         for name, weight in part.named_parameters():
-            eyes = "vision_tower" in name or name.startswith("tower")
-            share = stage.eyes if eyes else 1.0
+            share = share_of(name, stage)
             weight.requires_grad_(share > 0)
             if share:
                 groups.setdefault((weight.ndim == 2 and ".layers." in name, share), []).append(weight)
