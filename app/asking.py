@@ -76,7 +76,7 @@ def inputs_of(
         flat = {kind: [e[kind] for entries in seen for e in entries if kind in e] for kind in ("image", "video")}
         media = {f"{kind}s": values for kind, values in flat.items() if values}
         made = processor(text=texts, return_tensors="pt", **media, **options)
-    return {name: _placed(model, name, value) for name, value in made.items()}
+    return {name: placed(model, name, value) for name, value in made.items()}
 
 
 def _entries(shown: Shown, videos: bool) -> list[Entry]:
@@ -107,7 +107,8 @@ def _text(processor: Any, entries: Sequence[Entry], turns: Sequence[Turn], quest
     return " ".join([*parts, PLAIN_TEMPLATE.format(images=seen, prompt=question)])
 
 
-def _placed(model: PreTrainedModel, name: str, value: Any) -> Any:
+def placed(model: PreTrainedModel, name: str, value: Any) -> Any:
+    """An entry of what a processor made, on the model's device; pixels in its precision."""
     if not isinstance(value, torch.Tensor):
         return value
     pixels = name.startswith("pixel_values")  # seconds stay precise: positions are reckoned from them
@@ -154,4 +155,4 @@ def encoded(model: PreTrainedModel, inputs: dict[str, Any]) -> tuple[dict[str, A
     return ({**words, "mm_encoder_outputs": seen}, seconds) if seen else (inputs, 0.0)
 
 
-__all__ = ["PLAIN_TEMPLATE", "Turn", "check_length", "encoded", "inputs_of", "takes_videos"]
+__all__ = ["PLAIN_TEMPLATE", "Turn", "check_length", "encoded", "inputs_of", "placed", "takes_videos"]

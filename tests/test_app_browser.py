@@ -421,7 +421,10 @@ def test_errors_reach_the_client_as_one_sentence(client: Any, tmp_path: Path) ->
     for given, more, told in wrong:
         with pytest.raises(AppError, match=told) as caught:
             client.predict(given, api_name="/compare", **more)
-        assert "Traceback" not in str(caught.value) and str(tmp_path) not in str(caught.value).replace(str(given), "")
+        said = str(caught.value)
+        for word in map(str, more.values()):
+            said = said.replace(word[:60], "")  # its own words may be told back, no other path
+        assert "Traceback" not in said and str(tmp_path) not in said
 
 
 def test_no_file_outside_the_uploads_can_be_read(site: Served) -> None:

@@ -26,7 +26,7 @@ import mmspec
 import tiny
 from footage import WILD, nothing, planted, song, write
 from mmspec.app import jobs, load
-from mmspec.app.asking import Turn, encoded, inputs_of, takes_videos
+from mmspec.app.asking import Turn, encoded, inputs_of, placed, takes_videos
 from mmspec.app.captioner import Captioner
 from mmspec.app.cli import main
 from mmspec.app.clips import load_clip
@@ -175,10 +175,9 @@ def test_a_model_for_pictures_is_given_pictures(clips: Path) -> None:
 
 def test_seconds_keep_their_precision(family: tuple[Any, Any]) -> None:
     """Qwen2.5-VL reckons positions from them: 0.8333 in bfloat16 is 0.832."""
-    model, processor = family
-    maker = Captioner(model.to(torch.bfloat16), processor)
-    assert maker._place("pixel_values_videos", torch.ones(1)).dtype == torch.bfloat16
-    assert maker._place("second_per_grid_ts", torch.ones(1)).dtype == torch.float32
+    model = family[0].to(torch.bfloat16)
+    assert placed(model, "pixel_values_videos", torch.ones(1)).dtype == torch.bfloat16
+    assert placed(model, "second_per_grid_ts", torch.ones(1)).dtype == torch.float32
 
 
 def test_a_prompt_must_not_hold_what_stands_for_a_video(clips: Path, family: tuple[Any, Any], capsys: Any) -> None:
