@@ -28,7 +28,7 @@ PATH is any mix of
 examples
   mmspec caption photos/ --model llava-hf/llava-1.5-7b-hf --out captions.jsonl
   mmspec caption photos/ --model ./my-llava --out photos/metadata.jsonl     loads with load_dataset("imagefolder")
-  mmspec caption cat.png --compare              no download: a tiny random model, its words are noise
+  mmspec caption cat.png --compare              no download: the small model that ships, for drawn scenes
   mmspec caption list.jsonl --model ... --temperature 0.7 --seed 1 --stop $'\\n'
   accelerate launch --num_processes 4 -m mmspec caption photos/ --model ... --out captions.jsonl
 

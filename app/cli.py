@@ -17,7 +17,7 @@ from mmspec.app.versions import mmspec_version
 EPILOG = """\
 start here
   mmspec caption photos/ --model llava-hf/llava-1.5-7b-hf --out captions.jsonl
-  mmspec caption photos/ --compare                       no download: a tiny random model, its words are noise
+  mmspec caption photos/ --compare                       no download: the small model that ships, for drawn scenes
   mmspec demo                                            pages in a browser, plain and sped up side by side
   mmspec bench                                           how fast that is, against plain generate
   mmspec COMMAND --help                                  all about one command

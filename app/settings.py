@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 from mmspec.app.errors import UsageError
 
 MODEL = "scenes"
-DEFAULT = MODEL if (Path(__file__).parent / "scenes" / "weights" / "config.json").exists() else "tiny"
-"""Of every command: the small model that ships, or, until its weights do, random ones."""
+DEFAULT = MODEL
+"""Of every command: the small model that ships."""
 PROMPT = "Describe the image."
 VIDEO_PROMPT = "Describe the video."
 FRAMES = 8

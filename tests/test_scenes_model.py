@@ -18,10 +18,6 @@ from mmspec.app.scenes.examples import files
 from mmspec.app.scenes.train import STAGES
 from mmspec.app.scenes.world import HELD_OUT
 
-pytestmark = pytest.mark.skipif(
-    not (FOLDER / "config.json").exists(), reason="the weights do not ship yet: the model is in training (docs/log.md)"
-)
-
 
 @pytest.fixture(scope="module")
 def shipped() -> tuple[Any, Any]:

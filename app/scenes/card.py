@@ -56,8 +56,9 @@ on.
 LIMITS = """\
 ## Limits
 
-It knows its world and no other: of photographs it makes nonsense. It reads words of the generator's list and numbers
-up to 999. It was asked in the few dozen forms of the grammar, in English; other wording may or may not work.
+It knows its world and no other: of photographs it makes nonsense. Signs bear words of the generator's list or numbers
+up to 999; how often they are read right, the table says. It was asked in the few dozen forms of the grammar, in
+English; other wording may or may not work.
 
 Licence of the weights: Apache-2.0, as the rest of mmspec.
 """
@@ -71,9 +72,12 @@ def training_text(facts: Mapping[str, Any]) -> str:
         "`{command}`; seed {seed}, torch {torch}, transformers {transformers}.".format(**facts),
         "",
     ]
-    lines += ["| stage | steps | batch | rate | tower's share | layers |", "|---|---|---|---|---|---|"]
+    lines += [
+        "| stage | steps | batch | rate | tower's share | layers | upper half's share |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for stage in facts["stages"]:
-        lines.append("| {name} | {steps} | {batch} | {rate:g} | {eyes:g} | {layers} |".format(**stage))
+        lines.append("| {name} | {steps} | {batch} | {rate:g} | {eyes:g} | {layers} | {upper:g} |".format(**stage))
     return "\n".join([*lines, "", *([facts["note"], ""] if facts.get("note") else [])])
 
 

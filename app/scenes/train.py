@@ -431,18 +431,17 @@ class Training:
                         return False
             optimiser.zero_grad()  # or the next stage would clip by gradients that are none of its own
             if stage.name == "see":
-                self._round_tower()
+                self._keep_tower()
             self.at, self.step = self.at + 1, 0
             self.heads = {} if stage.name == "see" else _heads_of(part)  # the tower's are of another width
             self._optimiser_state = None
             self.save(self.heads, None)
         return True
 
-    def _round_tower(self) -> None:
-        """From here on the tower is what it will be on disk, in bfloat16; kept in a file of its own as well."""
+    def _keep_tower(self) -> None:
+        """In a file of its own, for `begin_with_tower`."""
         tower = self.model.model.vision_tower
         rounded = {name: value.to(torch.bfloat16).contiguous() for name, value in tower.state_dict().items()}
-        tower.load_state_dict({name: value.float() for name, value in rounded.items()})
         save_file(rounded, self.out / "tower.safetensors", metadata={"format": "pt"})
 
     def begin_with_tower(self, file: Path) -> None:

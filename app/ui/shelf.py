@@ -76,8 +76,7 @@ class Shelf:
         self, model: str = DEFAULT, drafter: str = "auto", *, dtype: str = "auto", device: str = "auto"
     ) -> None:
         """`model` and `drafter`: what the command line names, offered first."""
-        built_in = [MODEL] if DEFAULT == MODEL else []
-        self.models = list(dict.fromkeys([model, *built_in, *SIZES]))
+        self.models = list(dict.fromkeys([model, MODEL, *SIZES]))
         self.drafters = list(dict.fromkeys([drafter, *DRAFTERS]))
         self.dtype, self.device = dtype, device
         self._desk: Desk | None = None
