@@ -205,6 +205,10 @@ def results(field_: Sequence[System]) -> Iterator[Row]:
         for phase in ("score", "draft", "rest"):
             values = [1e3 * getattr(s, f"{phase}_s") / s.rounds for s in stats if s.rounds]
             row[f"{phase}_ms"] = median(values) if values else None
+        merged = Stats()
+        for one in stats:
+            merged.add(one)
+        row["kept_at_depth"] = [round(share, 3) for share in merged.kept_at_depth]
         for name in ("visual", "visual_kept"):  # what a compressor was given, and what it showed the drafter
             row[name] = sum(getattr(s, name) for s in stats)
         row["ttft_ms"] = median(1e3 * run.ttft_s for run in runs)

@@ -7,7 +7,6 @@ import math
 import os
 import sys
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -355,13 +354,12 @@ def evaluate(args: argparse.Namespace, place: Path, teacher: Any) -> dict[str, A
         stats = mmspec.stats(teacher.model)
     finally:
         mmspec.unpatch(teacher.model)
-    reached = [sum(n for size, n in stats.lengths.items() if size > depth) for depth in range(max(stats.lengths))]
     figures = {
         "requests": args.evaluate,
         "held_out": not args.data,
         "nodes": 16,
         "tau": round(stats.tau, 3),
-        "kept_at_depth": [round(b / a, 3) for a, b in pairwise(reached) if a],
+        "kept_at_depth": [round(share, 3) for share in stats.kept_at_depth],
     }
     (place / "evaluation.json").write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
     return figures

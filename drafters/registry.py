@@ -48,8 +48,21 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "auto": _fused,  # unless one was trained for the target: see `_auto`
 }
 SHIPPED = Path(__file__).parent / "weights"
-"""Folders of drafters that come with the package, each for one target."""
+"""Folders of trained drafters that come with the package, by their names."""
+FASTEST = ("parallel", "flash", "msd", "falcon")
+"""Which of those `auto` prefers (docs/results, the study of drafters)."""
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def shipped() -> dict[str, Path]:
+    """Trained drafters that come with the package, the fastest first: name -> folder."""
+    there = {file.parent.name: file.parent for file in sorted(SHIPPED.glob("*/config.json"))}
+    return {name: there[name] for name in sorted(there, key=lambda name: (*FASTEST, name).index(name))}
+
+
+def names() -> list[str]:
+    """What may be chosen by name."""
+    return [*DRAFTERS, *shipped()]
 
 
 def _auto(target: Facts | None) -> Drafter:
@@ -57,9 +70,9 @@ def _auto(target: Facts | None) -> Drafter:
     if target is not None:
         from mmspec.drafters.trained import trained
 
-        for folder in sorted(SHIPPED.glob("*/config.json")):
+        for folder in shipped().values():
             try:
-                return trained(folder.parent, target)
+                return trained(folder, target)
             except ValueError:
                 continue
         if (name := _published_for(target)) is not None:
@@ -95,9 +108,14 @@ def cached(name: str, *, local_files_only: bool = False) -> str:
         raise OSError(f"drafter {name!r} is not in the local cache and cannot be fetched: {error}") from error
 
 
+def folder_of(name: str) -> str | Path:
+    """Where a trained drafter lies: one that ships (./NAME names a folder all the same), the user's, or the hub's."""
+    return shipped().get(name) or (name if os.path.isdir(name) else cached(name))
+
+
 def known(name: str) -> bool:
     """Whether `make` can make something of a name."""
-    return name in DRAFTERS or os.path.isdir(name) or HUB_ID.fullmatch(name) is not None
+    return name in names() or os.path.isdir(name) or HUB_ID.fullmatch(name) is not None
 
 
 def make(drafter: str | object, target: Facts | None = None) -> Drafter:
@@ -115,18 +133,18 @@ def make(drafter: str | object, target: Facts | None = None) -> Drafter:
         if known(drafter):
             from mmspec.drafters.trained import trained
 
-            return trained(drafter if os.path.isdir(drafter) else cached(drafter), target)
-        listed = ", ".join(map(repr, DRAFTERS))
+            return trained(folder_of(drafter), target)
+        listed = ", ".join(map(repr, names()))
         raise ValueError(f"unknown drafter {drafter!r}; known are {listed}, a folder, or a hub id (owner/name)")
     if isinstance(drafter, type):
         raise TypeError(f"a drafter is an object, got the class {drafter.__name__}; pass {drafter.__name__}() instead")
     missing = next((member for member in MEMBERS if not hasattr(drafter, member)), None)
     if missing is not None:
         raise TypeError(
-            f"a drafter is a name ({', '.join(map(repr, DRAFTERS))}) or an object with {', '.join(MEMBERS)}; "
+            f"a drafter is a name ({', '.join(map(repr, names()))}) or an object with {', '.join(MEMBERS)}; "
             f"got {type(drafter).__name__}, which has no {missing!r}"
         )
     return cast(Drafter, drafter)
 
 
-__all__ = ["DRAFTERS", "known", "make"]
+__all__ = ["DRAFTERS", "known", "make", "names", "shipped"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field, fields
+from itertools import pairwise
 from typing import Any
 
 from mmspec.shown import Shown
@@ -66,6 +67,13 @@ class Stats:
         return self.accepted / self.drafted if self.drafted else 0.0
 
     @property
+    def kept_at_depth(self) -> list[float]:
+        """Of the rounds that kept a guess at every depth before, the share that kept one at depth 1, 2, ... too."""
+        longest = max(self.lengths, default=0)
+        reached = [sum(n for size, n in self.lengths.items() if size > depth) for depth in range(longest)]
+        return [after / before for before, after in pairwise(reached) if before]
+
+    @property
     def round_s(self) -> float:
         """Mean seconds of one round."""
         return self.decode_s / self.rounds if self.rounds else 0.0
@@ -102,7 +110,7 @@ class Stats:
         plain["nodes"] = {str(key): value for key, value in sorted(self.nodes.items())}
         plain["ways"] = dict(sorted(self.ways.items()))
         plain["shown"] = [row.as_dict() for row in self.shown]
-        derived = ("tau", "acceptance", "round_s", "tokens_per_s")
+        derived = ("tau", "acceptance", "kept_at_depth", "round_s", "tokens_per_s")
         return plain | {name: getattr(self, name) for name in derived}
 
     def __str__(self) -> str:

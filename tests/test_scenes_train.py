@@ -17,7 +17,9 @@ from mmspec.app.scenes import DamagedModelError, evaluate, load
 from mmspec.app.scenes.data import pixels
 from mmspec.app.scenes.model import TOKENS, config_of, new_model
 from mmspec.app.scenes.paint import paint
-from mmspec.app.scenes.train import STAGES, Mouth, Optimisers, Stage, Training, rate_at
+from mmspec.app.scenes.pupils import Mouth
+from mmspec.app.scenes.stages import STAGES, Optimisers, Stage, rate_at
+from mmspec.app.scenes.train import Training
 from mmspec.app.scenes.world import scene
 
 MINIATURE = (

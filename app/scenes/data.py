@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -212,6 +212,8 @@ class Talking(Dataset[Sample]):
         made = scene(seed)
         if made.sign is None and dice.random() < 0.6:  # reading is learned slowly
             made = _first(scene, seed, lambda other: other.sign is not None)
+        if made.sign is not None and dice.random() < 0.5:  # who knows the words need not read
+            made = replace(made, sign=replace(made.sign, text=_no_word(dice)))
         image, patches = seen(made)
         turns = turns_of(made, dice)
         ids, labels = encode(self.tokenizer, turns)
@@ -275,6 +277,14 @@ def _first(make: Callable[[int], Any], seed: int, wanted: Callable[[Any], bool])
     """What a seed gives, or one of three others in its place, whichever is wanted first."""
     made = (make(seed + number * FURTHER) for number in range(4))
     return next((one for one in made if wanted(one)), None) or make(seed)
+
+
+def _no_word(dice: random.Random) -> str:
+    """Two or three digits, or some letters, at random."""
+    if dice.random() < 0.6:
+        return str(dice.randint(10, 999))
+    letters = [letter for letter in LETTERS if letter.isalpha()]
+    return "".join(dice.choices(letters, k=dice.randint(2, LONGEST)))
 
 
 def turns_of(made: Scene, dice: random.Random) -> list[grammar.Turn]:

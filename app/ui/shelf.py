@@ -23,7 +23,7 @@ from mmspec.app.errors import UsageError, one_line
 from mmspec.app.load import load
 from mmspec.app.models import SIZES
 from mmspec.app.settings import DEFAULT, MODEL
-from mmspec.drafters.registry import DRAFTERS
+from mmspec.drafters.registry import names
 from mmspec.interfaces import Drafter
 from mmspec.options import checked_drafter
 from mmspec.vision.registry import make as make_compressor
@@ -77,7 +77,7 @@ class Shelf:
     ) -> None:
         """`model` and `drafter`: what the command line names, offered first."""
         self.models = list(dict.fromkeys([model, MODEL, *SIZES]))
-        self.drafters = list(dict.fromkeys([drafter, *DRAFTERS]))
+        self.drafters = list(dict.fromkeys([drafter, *names()]))
         self.dtype, self.device = dtype, device
         self._desk: Desk | None = None
 
