@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,7 +19,7 @@ from torch import Tensor
 from mmspec.app.captioner import Captioner
 from mmspec.app.clips import load_shown
 from mmspec.app.errors import UsageError
-from mmspec.app.images import ImageError, Shown
+from mmspec.app.images import ImageError, Shown, pictures
 from mmspec.app.inputs import collect
 from mmspec.drafters.checkpoint import fingerprint
 from mmspec.drafters.training_losses import Lesson
@@ -119,6 +119,7 @@ class Teacher:
         self.maker, self.data, self.family = Captioner(model, processor), data, family_of(model)
         self.model, self.tokenizer = model, processor.tokenizer
         self.answers: dict[int, list[int]] = {}
+        self.sizes: dict[int, int] = {}
 
     @property
     def placeholders(self) -> tuple[int, ...]:
@@ -161,9 +162,11 @@ class Teacher:
         with file.open("a", encoding="utf-8") as out:
             for start in range(0, len(open_), batch):
                 numbers = open_[start : start + batch]
-                for number, ids in zip(numbers, self._answer([self.data[n] for n in numbers], most), strict=True):
-                    self.answers[number] = ids
-                    out.write(json.dumps({"number": number, "ids": ids}) + "\n")
+                said = self._answer([self.data[n] for n in numbers], most)
+                for number, (ids, prompt) in zip(numbers, said, strict=True):
+                    row = {"number": number, "ids": ids, "prompt": prompt}
+                    self._take(row)
+                    out.write(json.dumps(row) + "\n")
                 out.flush()
                 tick(len(numbers))
 
@@ -182,30 +185,45 @@ class Teacher:
                 row = json.loads(line)
             except ValueError:
                 continue
-            self.answers[row["number"]] = row["ids"]
+            self._take(row)
             good.append(line)
         if mend:
             file.write_text("".join(f"{line}\n" for line in good), encoding="utf-8")
 
-    def _answer(self, requests: Sequence[Request], most: int) -> list[list[int]]:
-        given = [self._ids(one.answer) if one.answer is not None else None for one in requests]
-        asked = [one for one, ids in zip(requests, given, strict=True) if ids is None]
-        said = iter(self._generate(asked, most) if asked else [])
-        return [next(said) if ids is None else ids for ids in given]
+    def _take(self, row: dict[str, Any]) -> None:
+        """An answer, and about how long its whole text is."""
+        self.answers[row["number"]] = row["ids"]
+        self.sizes[row["number"]] = len(row["ids"]) + row.get("prompt", 0)
+
+    def _answer(self, requests: Sequence[Request], most: int) -> list[tuple[list[int], int]]:
+        """Per request the ids of its answer, and the length of its prompt, 0 if nobody had to know it.
+
+        Those with as many pictures go together, since whoever stands beside a clip is padded to its length.
+        """
+        said = [(self._ids(one.answer), 0) if one.answer is not None else ([], 0) for one in requests]
+        groups: dict[int, list[int]] = {}
+        for place, one in enumerate(requests):
+            if one.answer is None:
+                groups.setdefault(len(pictures(one.shown)), []).append(place)
+        for places in groups.values():
+            for place, answer in zip(places, self._generate([requests[p] for p in places], most), strict=True):
+                said[place] = answer
+        return said
 
     def _ids(self, answer: str) -> list[int]:
         ids = self.tokenizer(" " + answer.strip(), add_special_tokens=False).input_ids
         return [*ids, *self.maker.ends[:1]]
 
-    def _generate(self, requests: Sequence[Request], most: int) -> list[list[int]]:
+    def _generate(self, requests: Sequence[Request], most: int) -> list[tuple[list[int], int]]:
         inputs = self.maker.inputs([one.shown for one in requests], [one.question for one in requests])
         out = self.model.generate(
             **inputs, max_new_tokens=most, do_sample=False, temperature=None, top_p=None, top_k=None
         )
         ends, result = set(self.maker.ends), []
-        for row in out[:, inputs["input_ids"].shape[1] :].tolist():
+        prompts = inputs["attention_mask"].sum(1).tolist()
+        for row, prompt in zip(out[:, inputs["input_ids"].shape[1] :].tolist(), prompts, strict=True):
             size = next((i + 1 for i, token in enumerate(row) if token in ends), len(row))
-            result.append(row[:size])
+            result.append((row[:size], prompt))
         return result
 
     def lesson(self, numbers: Sequence[int]) -> Lesson:
@@ -260,41 +278,57 @@ class Teacher:
         return whole, (place >= begins) & (place < ends)
 
 
-def numbers_of(step: int, batch: int, count: int, seed: int, pictures: float = 1.0) -> list[int]:
-    """Which of `count` requests a step is about: every epoch takes each once, in an order of its own.
+WINDOW = 16
+"""Batches that are made of the same requests, so that each may have its like together."""
 
-    Args:
-        pictures: share of them that are shown; of the others only the question is asked (`WithText`).
+
+class Order:
+    """Which requests each step is about: every epoch takes each once, in an order of its own.
+
+    Requests of a similar length come together, since a batch is as long as its longest text.
     """
-    numbers = []
-    for place in range(step * batch, (step + 1) * batch):
-        epoch, at = divmod(place, count)
-        shown = random.Random(f"shown {seed} {place}").random() < pictures
-        numbers.append(_order(epoch, count, seed)[at] + (0 if shown else count))
-    return numbers
 
+    def __init__(self, count: int, batch: int, seed: int, sizes: Mapping[int, int] | None = None) -> None:
+        """
+        Args:
+            count: requests there are. sizes: {request: how long}; 0 if not said.
+        """
+        self.count, self.batch, self.seed, self.sizes = count, batch, seed, sizes or {}
+        self._epochs: dict[int, list[int]] = {}
 
-_ORDERS: dict[tuple[int, int, int], list[int]] = {}
+    def numbers(self, step: int, shown: float = 1.0) -> list[int]:
+        """[batch] numbers of a step.
 
+        Args:
+            shown: share of the requests with their pictures; of the others only the question is asked (`WithText`).
+        """
+        numbers = []
+        for place in range(step * self.batch, (step + 1) * self.batch):
+            epoch, at = divmod(place, self.count)
+            seen = random.Random(f"shown {self.seed} {place}").random() < shown
+            numbers.append(self._epoch(epoch)[at] + (0 if seen else self.count))
+        return numbers
 
-def _order(epoch: int, count: int, seed: int) -> list[int]:
-    key = (epoch, count, seed)
-    if key not in _ORDERS:
-        _ORDERS.clear()
-        order = list(range(count))
-        random.Random(f"order {seed} {epoch}").shuffle(order)
-        _ORDERS[key] = order
-    return _ORDERS[key]
+    def _epoch(self, epoch: int) -> list[int]:
+        if epoch not in self._epochs:
+            order = list(range(self.count))
+            random.Random(f"order {self.seed} {epoch}").shuffle(order)
+            width = WINDOW * self.batch
+            windows = [order[start : start + width] for start in range(0, self.count, width)]
+            sorted_ = [sorted(window, key=lambda number: self.sizes.get(number, 0)) for window in windows]
+            latest = dict(list(self._epochs.items())[-1:])  # a step may take from two
+            self._epochs = latest | {epoch: [number for part in sorted_ for number in part]}
+        return self._epochs[epoch]
 
 
 __all__ = [
     "ANSWERS",
     "Data",
     "FileData",
+    "Order",
     "Request",
     "ScenesData",
     "Teacher",
     "WithText",
-    "numbers_of",
     "share_of_pictures",
 ]

@@ -205,7 +205,7 @@ def training_of(args: argparse.Namespace, teacher: Any, count: int, facts: dict[
     """The run in the folder, begun or gone on with."""
     import torch
 
-    from mmspec.app.lessons import numbers_of, share_of_pictures
+    from mmspec.app.lessons import Order, share_of_pictures
     from mmspec.drafters.training import Plan, Pupil, SettingsError, Training
     from mmspec.drafters.training_losses import Weights
     from mmspec.interfaces import Words
@@ -227,10 +227,11 @@ def training_of(args: argparse.Namespace, teacher: Any, count: int, facts: dict[
     plan = Plan(args.steps, args.batch_size, args.lr, noise=args.noise, seed=args.seed, weights=weights)
     placeholder = words.embedding(torch.tensor(teacher.placeholders[0], device=model.device)).float()
 
+    order = Order(count, plan.batch, plan.seed, teacher.sizes)
+
     def lesson(step: int) -> Any:
         shown = share_of_pictures(step / plan.steps) if args.text_first else 1.0
-        numbers = numbers_of(step, plan.batch, count, plan.seed, shown)
-        return teacher.lesson(numbers[party.rank :: party.world])
+        return teacher.lesson(order.numbers(step, shown)[party.rank :: party.world])
 
     try:
         return Training(args.out, pupils, plan, words, lesson, placeholder, facts, party)

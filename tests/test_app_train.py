@@ -12,7 +12,7 @@ import torch
 import mmspec
 from mmspec.app import train
 from mmspec.app.cli import main
-from mmspec.app.lessons import FileData, Request, Teacher, WithText, numbers_of, share_of_pictures
+from mmspec.app.lessons import FileData, Order, Request, Teacher, WithText, share_of_pictures
 from mmspec.app.models import random_model
 from mmspec.app.scenes.paint import paint
 from mmspec.app.scenes.world import scene
@@ -154,12 +154,22 @@ def test_the_same_questions_without_pictures(data: Path, tmp_path: Path) -> None
 
 def test_schedules() -> None:
     assert [share_of_pictures(done) for done in (0, 0.5, 0.75, 1)] == [0, 0, 0.5, 1]
-    one = [numbers_of(step, 3, 7, 0) for step in range(7)]
+    one = [Order(7, 3, 0).numbers(step) for step in range(7)]
     assert sorted(number for row in one for number in row) == sorted(3 * list(range(7)))
-    assert one == [numbers_of(step, 3, 7, 0) for step in range(7)]
-    assert all(number >= 7 for number in numbers_of(2, 5, 7, 0, pictures=0.0))
-    mixed = [number >= 7 for step in range(40) for number in numbers_of(step, 5, 7, 0, pictures=0.5)]
+    again = Order(7, 3, 0)
+    assert one == [again.numbers(step) for step in range(7)] and one[1] == again.numbers(1), "back and forth"
+    assert all(number >= 7 for number in Order(7, 5, 0).numbers(2, shown=0.0))
+    mixed = [number >= 7 for step in range(40) for number in Order(7, 5, 0).numbers(step, shown=0.5)]
     assert 0.35 < sum(mixed) / len(mixed) < 0.65
+
+
+def test_texts_of_a_length_come_together() -> None:
+    sizes = {number: 1000 if number % 20 == 7 else number % 5 for number in range(320)}
+    for order in (Order(320, 16, 0, sizes), Order(333, 16, 1, sizes)):
+        steps = [order.numbers(step) for step in range(40)]
+        assert sum(any(sizes.get(n, 0) == 1000 for n in one) for one in steps) <= 8, "else nearly every batch"
+        first = [number for one in steps for number in one][: order.count]
+        assert sorted(first) == list(range(order.count))
 
 
 @pytest.mark.parametrize(

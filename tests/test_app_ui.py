@@ -597,3 +597,19 @@ def test_steps_of_a_conversation(shelf: Shelf, space: Space) -> None:
     with pytest.raises(UsageError, match="which is the limit"):
         ask("what?", Talk(path, (Turn("q", "a"),) * 16))
     context.worker.close()
+
+
+def test_what_the_pages_cost_is_measured(tmp_path: Path, capsys: Any) -> None:
+    pytest.importorskip("gradio")
+    from mmspec.app.ui import overhead
+
+    file = tmp_path / "o.json"
+    assert (
+        overhead.main(
+            ["--model", "tiny", "--drafter", "fused", "--count", "1", "--new-tokens", "8", "--json", str(file)]
+        )
+        == 0
+    )
+    rows = json.loads(file.read_text())
+    assert {"plain decode", "mmspec whole call"} <= set(rows) and rows["plain decode"]["median"] > 0
+    assert "plain decode" in capsys.readouterr().out

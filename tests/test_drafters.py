@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from mmspec.drafters import registry
 from mmspec.drafters.fused import fused
 from mmspec.drafters.guess import BARRIER, BestFirst, Calibration, Text
 from mmspec.drafters.lookup import LONGEST, CopyGuesser, History, lookup
@@ -539,3 +540,15 @@ def test_wrong_drafters_are_named() -> None:
         make(CopyGuesser())
     with pytest.raises(TypeError, match=r"NoDrafter\(\)"):
         make(NoDrafter)
+
+
+def test_trained_drafters_that_ship_are_names(tmp_path: Path, monkeypatch: Any) -> None:
+    for name in ("msd", "aardvark", "parallel"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+    (tmp_path / "empty").mkdir()
+    monkeypatch.setattr(registry, "SHIPPED", tmp_path)
+    assert list(registry.shipped()) == ["parallel", "msd", "aardvark"], "the fastest first"
+    assert registry.known("msd") and not registry.known("empty")
+    with pytest.raises(ValueError, match="'recycling', 'fused', 'auto', 'parallel', 'msd', 'aardvark', a folder"):
+        make("nonsense")

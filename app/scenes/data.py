@@ -29,7 +29,7 @@ GROUND, SIGN = len(KINDS), len(KINDS) + 1
 CLASSES = len(KINDS) + 2
 """What a patch may show: a kind, the ground, or a sign."""
 IGNORE = -100
-PER_PATCH = ("kind", "bulk", "place", "centre", "letter", "spelled")
+PER_PATCH = ("kind", "bulk", "place", "centre", "letter", "nth", "spelled")
 """What is known of every patch and asked of every visual token."""
 LONGEST = max(map(len, WORDS))
 """Letters of the longest sign."""
@@ -60,6 +60,7 @@ class Patches:
         place: [TOKENS] which of the nine places the thing's centre is in, row by row.
         centre: [TOKENS] 1 if a thing's centre is in the patch, else 0.
         letter: [TOKENS] the letter whose centre is in the patch, 0 for none.
+        nth: [TOKENS] where a letter's centre is, which letter of the sign it is, from 0; `IGNORE` elsewhere.
         spelled: [TOKENS, LONGEST] on patches of a sign what it says, letter by letter, 0 behind its end.
         colour, texture: of the ground.
     """
@@ -70,6 +71,7 @@ class Patches:
     place: Tensor
     centre: Tensor
     letter: Tensor
+    nth: Tensor
     spelled: Tensor
     colour: Tensor
     texture: Tensor
@@ -103,6 +105,7 @@ def _labels(made: Scene, owner: np.ndarray) -> Patches:
     owned = share >= SHARE
     where = [thing.place for thing in made.things] + ([made.sign.place] if made.sign else [])
     spots = np.array([PLACES_BY_NAME[place] for place in where])
+    letter, nth = _letters(made)
     centre = np.zeros(TOKENS, dtype=np.int64)
     for thing in made.things:
         centre[min(GRID - 1, thing.y // PATCH) * GRID + min(GRID - 1, thing.x // PATCH)] = 1
@@ -112,7 +115,8 @@ def _labels(made: Scene, owner: np.ndarray) -> Patches:
         bulk=torch.from_numpy(np.where(owned, np.array(ranks)[best], IGNORE)),
         place=torch.from_numpy(np.where(owned, spots[best], IGNORE)),
         centre=torch.from_numpy(centre),
-        letter=torch.from_numpy(_letters(made)),
+        letter=torch.from_numpy(letter),
+        nth=torch.from_numpy(nth),
         spelled=_spelled(made, torch.from_numpy(kind) == SIGN),
         colour=torch.tensor(list(COLOURS).index(made.colour)),
         texture=torch.tensor(TEXTURES.index(made.texture)),
@@ -124,20 +128,21 @@ def _nothing(made: Scene) -> Patches:
     colour, texture = torch.tensor(list(COLOURS).index(made.colour)), torch.tensor(TEXTURES.index(made.texture))
     offset, unknown = torch.zeros(TOKENS, 2), blank + IGNORE
     spelled = _spelled(made, blank > 0)
-    return Patches(blank + GROUND, offset, unknown, unknown, blank, blank, spelled, colour, texture)
+    return Patches(blank + GROUND, offset, unknown, unknown, blank, blank, unknown, spelled, colour, texture)
 
 
-def _letters(made: Scene) -> np.ndarray:
-    """[TOKENS] for each patch the letter that is centred in it, counted from 1."""
-    found = np.zeros(TOKENS, dtype=np.int64)
+def _letters(made: Scene) -> tuple[np.ndarray, np.ndarray]:
+    """[TOKENS] each: the letter that is centred in a patch, counted from 1, and which of the sign's it is."""
+    found, nth = np.zeros(TOKENS, dtype=np.int64), np.full(TOKENS, IGNORE)
     if made.sign is None:
-        return found
+        return found, nth
     width, text = LETTER[0] * 3 // 4, made.sign.text
     start = made.sign.x - (width * len(text) + 8) // 2 + 4 + width // 2
     for number, character in enumerate(text):
         column, row = min(GRID - 1, max(0, (start + number * width) // PATCH)), min(GRID - 1, made.sign.y // PATCH)
         found[row * GRID + column] = LETTERS.index(character) + 1
-    return found
+        nth[row * GRID + column] = number
+    return found, nth
 
 
 def _spelled(made: Scene, sign: Tensor) -> Tensor:

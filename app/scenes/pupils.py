@@ -14,9 +14,16 @@ from mmspec.app.scenes.data import CLASSES, GROUND, IGNORE, LONGEST, MEANINGS, S
 from mmspec.app.scenes.stages import Stage
 from mmspec.app.scenes.world import COLOURS, SIZES, TEXTURES
 
-ASKED = {"bulk": (), "place": (), "centre": (), "letter": (), "spelled": (LONGEST,)}
+ASKED = {"bulk": (), "place": (), "centre": (), "letter": (), "nth": (), "spelled": (LONGEST,)}
 """What a patch of the tower, and later each visual token, is asked besides its kind -> how many questions that is."""
-ANSWERS = {"bulk": len(SIZES), "place": 9, "centre": 2, "letter": len(LETTERS) + 1, "spelled": len(LETTERS) + 1}
+ANSWERS = {
+    "bulk": len(SIZES),
+    "place": 9,
+    "centre": 2,
+    "letter": len(LETTERS) + 1,
+    "nth": LONGEST,
+    "spelled": len(LETTERS) + 1,
+}
 READ = 3
 """After so many layers of the text model words are asked what they know: those above can read it from them, and what a
 word finds out in the last layer, no later word can read."""
@@ -65,13 +72,13 @@ class Eyes(nn.Module):
             "offset": functional.smooth_l1_loss(said["offset"][owned], batch["offset"][owned], beta=0.1),
             "letter": functional.cross_entropy(said["letter"][sign], batch["letter"][sign]) if sign.any() else 0.0,
         }
-        for name in ("bulk", "place", "centre", "spelled"):
+        for name in ("bulk", "place", "centre", "nth", "spelled"):
             losses[name] = asked(name, said[name].flatten(0, 1), batch[name].flatten(0, 1))
         pooled = states.mean(1)
         for name, head in self.ground.items():
             losses[name] = functional.cross_entropy(head(pooled), batch[name])
         weights = {"kind": 1.0, "offset": 2.0, "bulk": 0.3, "letter": 0.5, "colour": 0.2, "texture": 0.2}
-        weights |= {"place": 0.3, "centre": 0.5, "spelled": 0.5}
+        weights |= {"place": 0.3, "centre": 0.5, "nth": 0.5, "spelled": 0.5}
         loss = torch.stack([weights[name] * torch.as_tensor(part) for name, part in losses.items()]).sum()
         with torch.no_grad():
             right = (said["kind"].argmax(-1) == kind)[thing].float().mean()
