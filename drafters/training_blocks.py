@@ -10,9 +10,19 @@ from torch import Tensor
 from torch.nn import functional
 
 from mmspec.drafters.falcon import FalconHead
-from mmspec.drafters.flash import FlashHead
-from mmspec.drafters.parallel import ParallelHead
-from mmspec.drafters.training_losses import Lesson, Memory, Pupil, Rows, Sum, Weights, When, learned, rows_of, shifted
+from mmspec.drafters.training_losses import (
+    Asked,
+    Lesson,
+    Memory,
+    Pupil,
+    Rows,
+    Sum,
+    Weights,
+    When,
+    learned,
+    rows_of,
+    shifted,
+)
 from mmspec.interfaces import Words
 
 Told = tuple[Tensor, dict[str, float]]
@@ -21,10 +31,11 @@ Told = tuple[Tensor, dict[str, float]]
 def flash_losses(pupil: Pupil, lesson: Lesson, words: Words, placeholder: Tensor, weights: Weights, when: When) -> Told:
     """Every slot says the state as many places on (FLASH, section 3.3)."""
     head, data = pupil.head, rows_of(pupil, lesson, placeholder)
-    features, told = head.block(_first(head, data).read(data.rows, data.positions)), Sum(words, weights)
+    asked, told = Asked(data), Sum(words, weights)
+    features = head.block(Memory(head, asked).read(data.rows, data.positions))
     for slot in range(head.config.block):
-        learn = learned(data, slot)
-        told.add(slot, features[:, :, slot][learn], shifted(data.goal, slot)[learn])
+        learn = asked.learned(slot)
+        told.add(slot, features[:, :, slot][learn], asked.of(shifted(data.goal, slot))[learn])
     return told.result()
 
 
@@ -33,16 +44,16 @@ def parallel_losses(
 ) -> Told:
     """Behind every row its own learned rows, which see the text up to it and each other (ParallelSpec, section 3)."""
     head, data = pupil.head, rows_of(pupil, lesson, placeholder)
-    memory, told = _first(head, data), Sum(words, weights)
-    rows = data.rows
+    asked, told = Asked(data), Sum(words, weights)
+    memory, rows = Memory(head, asked), data.rows
     for slot in range(head.config.block):
         out = memory.read(rows, data.positions + slot)
         if slot and head.link is not None:
-            out = head.link(out, shifted(data.following, slot).to(out.dtype))
-        learn = learned(data, slot)
-        told.add(slot, out[learn], shifted(data.goal, slot)[learn])
+            out = head.link(out, asked.of(shifted(data.following, slot)).to(out.dtype))
+        learn = asked.learned(slot)
+        told.add(slot, out[learn], asked.of(shifted(data.goal, slot))[learn])
         if slot + 1 < head.config.block:
-            rows = head.slots[slot].to(data.rows.dtype).expand_as(data.rows)
+            rows = head.slots[slot].to(data.rows.dtype).expand_as(out)
     return told.result()
 
 
@@ -65,11 +76,11 @@ def falcon_losses(
     shown = torch.zeros_like(data.learn)
     if (share := SHOWN * (1 - when.done)) > 0:
         with torch.no_grad():
-            out = _Blocks(head, block).read(data.rows, data.positions)
+            out = _Blocks(head, data, block).read(data.rows, data.positions)
             shown = _glanced(out, data, words, block, k, share, when.dice)
     answers = head.fuse(shifted(data.following, k), shifted(data.goal, k - 1))
     rows = torch.where(shown[..., None], answers, data.rows)
-    memory, told = _Blocks(head, block), Sum(words, weights)
+    memory, told = _Blocks(head, data, block), Sum(words, weights)
     # A whole block further per step; the step after the first reads what the head said itself.
     for step in range(1 + min(1, weights.rollout)):
         out = memory.read(rows, data.positions + step * k)
@@ -98,21 +109,17 @@ def _glanced(
     return learn & (place < many[:, block])
 
 
-def _first(head: FlashHead | ParallelHead, data: Rows) -> Memory:
-    n = data.rows.shape[1]
-    return Memory(head, torch.ones(n, n, dtype=torch.bool, device=data.rows.device).tril())
-
-
 class _Blocks(Memory):
-    """In step 0 a row sees all blocks up to its own; later also what its block was in the steps between."""
+    """In step 0 a row sees all blocks up to its own; later also what its block was in the steps between. All rows are
+    asked."""
 
-    def __init__(self, head: FalconHead, block: Tensor) -> None:
-        super().__init__(head, block <= block[:, None])
-        self.own = block == block[:, None]
+    def __init__(self, head: FalconHead, data: Rows, block: Tensor) -> None:
+        super().__init__(head, Asked(data, torch.ones_like(data.learn)))
+        self.before, self.own = block <= block[:, None], block == block[:, None]
 
     def _attend(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         self._keep(queries.shape[1] // keys.shape[1], keys, values)
-        mask = torch.cat([self.causal, *[self.own] * (len(self.keys) - 1)], dim=1)
+        mask = torch.cat([self.before, *[self.own] * (len(self.keys) - 1)], dim=1)
         return functional.scaled_dot_product_attention(
             queries, torch.cat(self.keys, dim=2), torch.cat(self.values, dim=2), mask
         )

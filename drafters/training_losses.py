@@ -158,6 +158,35 @@ def learned(data: Rows, steps: int) -> Tensor:
     return data.learn & shifted(data.learn, steps) & inside
 
 
+class Asked:
+    """The rows that learn, packed: of all others, visual tokens above all, only keys and values are wanted.
+
+    Attributes:
+        places: [B, m] int64, where they stand among the rows; past a text's own they repeat some other.
+    """
+
+    def __init__(self, data: Rows, wanted: Tensor | None = None) -> None:
+        """
+        Args:
+            wanted: [B, n] bool, if not just those that learn.
+        """
+        n = data.learn.shape[1]
+        self.data, index = data, torch.arange(n, device=data.learn.device).expand(data.learn.shape)
+        counts, places = pack(data.learn if wanted is None else wanted, index)
+        self.places = places[:, : max(1, int(counts.max()))]
+        self._real = torch.arange(self.places.shape[1], device=places.device) < counts[:, None]
+        self.causal = index[:, None] <= self.places[..., None]
+
+    def of(self, part: Tensor) -> Tensor:
+        """[B, m, ...], of [B, n, ...]."""
+        places = self.places.view(*self.places.shape, *[1] * (part.dim() - 2))
+        return part.gather(1, places.expand(*self.places.shape, *part.shape[2:]))
+
+    def learned(self, steps: int) -> Tensor:
+        """[B, m] bool, see `learned`."""
+        return self.of(learned(self.data, steps)) & self._real
+
+
 class Sum:
     """The loss so far, and figures: `states`, `words` of the first part, and `agree0`, `agree1`, ... of each, the share
     of rows at which the head's likeliest word is the target's."""
@@ -190,16 +219,14 @@ def losses(
 ) -> tuple[Tensor, dict[str, float]]:
     """The loss of a lesson for a head that says one token a pass, and figures (`Sum`)."""
     head, data = pupil.head, rows_of(pupil, lesson, placeholder)
-    n = data.rows.shape[1]
-    causal = torch.ones(n, n, dtype=torch.bool, device=data.rows.device).tril()
-    memory = Memory(head, causal)
-    rows, told = data.rows, Sum(words, weights)
+    asked, told = Asked(data), Sum(words, weights)
+    memory, rows = Memory(head, asked), data.rows
     for step in range(weights.rollout + 1):
         out = memory.read(rows, data.positions + step)
-        learn = learned(data, step)
-        told.add(step, out[learn], shifted(data.goal, step)[learn])
+        learn = asked.learned(step)
+        told.add(step, out[learn], asked.of(shifted(data.goal, step))[learn])
         if step < weights.rollout:
-            rows = head.fuse(shifted(data.following, step + 1), out)
+            rows = head.fuse(asked.of(shifted(data.following, step + 1)), out)
     return told.result()
 
 
@@ -207,21 +234,28 @@ class Memory:
     """Keys and values of the rollout: in step i a row looks at all rows of step 0 up to its own, and at what itself was
     in the steps between, as a node of a tree looks at the text and at its ancestors (EAGLE-3, section 3.2)."""
 
-    def __init__(self, head: EagleHead, causal: Tensor) -> None:
-        self.head, self.causal = head, causal
+    def __init__(self, head: EagleHead, asked: Asked) -> None:
+        self.head, self.asked = head, asked
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
 
     def read(self, rows: Tensor, positions: Tensor) -> Tensor:
-        """[B, n, D] rows of the next step in, the head's outputs out."""
-        cos, sin = (part[:, None] for part in self.head.angles(positions, rows.dtype))
-        out: Tensor = self.head(rows, cos, sin, self._attend)
+        """Rows of the next step in, in step 0 [B, n, D], then [B, m, D]; the head's outputs [B, m, D] out.
+
+        Args:
+            positions: [B, n] of all rows.
+        """
+        first = not self.keys
+        angles = self.head.angles(positions if first else self.asked.of(positions), rows.dtype)
+        cos, sin = (part[:, None] for part in angles)
+        out: Tensor = self.head(rows, cos, sin, self._attend, self.asked.places if first else None)
         return out
 
     def _attend(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         self._keep(queries.shape[1] // keys.shape[1], keys, values)
         if len(self.keys) == 1:
-            return functional.scaled_dot_product_attention(queries, self.keys[0], self.values[0], is_causal=True)
+            mask = self.asked.causal[:, None]
+            return functional.scaled_dot_product_attention(queries, self.keys[0], self.values[0], mask)
         return self._look(queries)
 
     def _keep(self, copies: int, keys: Tensor, values: Tensor) -> None:
@@ -232,14 +266,28 @@ class Memory:
     def _look(self, queries: Tensor) -> Tensor:
         """Attention to the first step causally, to the later ones row by row."""
         scale = queries.shape[-1] ** -0.5
-        first = (queries @ self.keys[0].transpose(-1, -2) * scale).masked_fill(~self.causal, float("-inf"))
+        hidden = ~self.asked.causal[:, None]
+        first = (queries @ self.keys[0].transpose(-1, -2) * scale).masked_fill(hidden, float("-inf"))
         later = [(queries * keys).sum(-1, keepdim=True) * scale for keys in self.keys[1:]]
         shares = torch.cat([first, *later], dim=-1).float().softmax(-1).to(queries.dtype)
-        n = self.causal.shape[0]
+        n = self.keys[0].shape[2]
         seen = shares[..., :n] @ self.values[0]
         for place, values in enumerate(self.values[1:]):
             seen = seen + shares[..., n + place : n + place + 1] * values
         return seen
 
 
-__all__ = ["Lesson", "Memory", "Pupil", "Rows", "Sum", "Weights", "When", "learned", "losses", "rows_of", "shifted"]
+__all__ = [
+    "Asked",
+    "Lesson",
+    "Memory",
+    "Pupil",
+    "Rows",
+    "Sum",
+    "Weights",
+    "When",
+    "learned",
+    "losses",
+    "rows_of",
+    "shifted",
+]
