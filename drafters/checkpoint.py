@@ -114,8 +114,9 @@ def load(folder: str | os.PathLike[str]) -> tuple[EagleHead, Made]:
         state = from_published(config, weights, KINDS[kind].head)
     except ValueError as error:
         raise ValueError(f"{place / WEIGHTS}: {error}") from error
-    head = KINDS[kind].head(config)
-    head.load_state_dict({name: value.float() for name, value in state.items()})
+    with torch.device("meta"):  # fresh weights would be drawn from the user's generator
+        head = KINDS[kind].head(config)
+    head.load_state_dict({name: value.float() for name, value in state.items()}, assign=True)
     if draft_ids is not None:
         _check_ids(draft_ids, config.vocab_size, place / WEIGHTS)
     made = Made(

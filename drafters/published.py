@@ -105,7 +105,8 @@ def _eagle(kind: str, values: Mapping[str, Any], weights: dict[str, Tensor], tar
         head, plain = vispec.from_weights(config, weights)
         _load(head, from_published(config, plain), weights)
         return vispec.VispecDrafter(head, layers=target.layers, name=name, known=known)
-    plain_head = EagleHead(config)
+    with torch.device("meta"):  # fresh weights would be drawn from the user's generator
+        plain_head = EagleHead(config)
     _load(plain_head, from_published(config, weights), {})
     rule = "decoupled" if kind == "msd" else "coupled"
     return EagleDrafter(plain_head, rule, layers=target.layers, name=name, known=known)
@@ -121,7 +122,7 @@ def _load(head: torch.nn.Module, state: Mapping[str, Tensor], more: Mapping[str,
     missing = sorted(set(own) - set(state) - set(extra))
     if missing:
         raise ValueError(f"a draft head lacks {', '.join(missing[:4])}.")
-    head.load_state_dict({name: value.float() for name, value in {**state, **extra}.items()})
+    head.load_state_dict({name: value.float() for name, value in {**state, **extra}.items()}, assign=True)
 
 
 def _config(values: Mapping[str, Any], target: Facts) -> HeadConfig:
@@ -204,7 +205,8 @@ def _eagle3(values: Mapping[str, Any], weights: dict[str, Tensor], target: Facts
         raise ValueError(f"d2t leads to id {int(ids.max())}; the target has {target.vocab_size}.")
     if t2d is not None and (t2d.dim() != 1 or int(t2d.sum()) != len(ids.unique()) or not bool(t2d[ids].all())):
         raise ValueError("t2d and d2t name different ids.")
-    head = Eagle3Head(config, vocab, target.hidden_size)
+    with torch.device("meta"):
+        head = Eagle3Head(config, vocab, target.hidden_size)
     _load(head, _state3(head, weights), {})
     taps = values.get("eagle_aux_hidden_state_layer_ids")
     drafter = EagleDrafter(

@@ -113,7 +113,8 @@ def from_weights(config: HeadConfig, weights: Mapping[str, Tensor]) -> tuple[Vis
             f"imadpt.q must be [queries, {config.num_attention_heads}, {config.head_dim}]; got {list(queries.shape)}."
         )
     plain = {name: value for name, value in weights.items() if not name.startswith(("imadpt.", "img_fc."))}
-    return VispecHead(config, queries.shape[0]), plain
+    with torch.device("meta"):
+        return VispecHead(config, queries.shape[0]), plain
 
 
 __all__ = ["Adaptor", "VispecDrafter", "VispecHead", "from_weights"]

@@ -245,6 +245,18 @@ def test_all_and_nothing() -> None:
     assert make("drop").compress(visual, None, 1).embeddings.shape == (2, 0, 8)
 
 
+@pytest.mark.parametrize("name", ["latent:4", "resampler:4", "conv:4", "elastic:4"])
+def test_what_was_trained_comes_back_and_draws_nothing(name: str) -> None:
+    made = new(name, 32)
+    assert isinstance(made, torch.nn.Module)
+    before = torch.get_rng_state()
+    again = restored({"name": made.name, "tokens": made.tokens}, made.state_dict(), 32)
+    assert torch.equal(torch.get_rng_state(), before), "or a seed set before `patch` is another after it"
+    assert isinstance(again, torch.nn.Module)
+    for name_, value in made.state_dict().items():
+        assert torch.equal(again.state_dict()[name_], value), name_
+
+
 @pytest.mark.parametrize("count", [1, 2, 3])
 @pytest.mark.parametrize("counts", [[6, 6], [7, 2, 0], [0]])
 def test_a_resampler_begins_as_a_mean_of_views(counts: list[int], count: int) -> None:

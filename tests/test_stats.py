@@ -94,7 +94,9 @@ def test_the_reason_of_the_last_plain_call_is_kept() -> None:
 def test_as_dict_has_everything_for_json() -> None:
     made = filled().as_dict()
     assert json.loads(json.dumps(made)) == made
-    assert set(made) == {item.name for item in fields(Stats)} | {"tau", "acceptance", "round_s", "tokens_per_s"}
+    derived = {"tau", "acceptance", "kept_at_depth", "round_s", "tokens_per_s"}
+    assert set(made) == {item.name for item in fields(Stats)} | derived
+    assert made["kept_at_depth"] == [0.5, 1.0], "of 14 rounds 7 emitted one token, 7 three"
     assert made["lengths"] == {"1": 7, "3": 7} and made["nodes"] == {"1": 2, "8": 8}
     assert made["ways"] == {"pool:4": 1, "stride:4": 1} and made["shown"][1]["numbers"] == [1, 4]
     assert made["shown"][0]["numbers"] is None and made["shown"][1]["grids"][0]["height"] == 3

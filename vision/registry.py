@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
 from mmspec.interfaces import Compressor
@@ -82,10 +83,11 @@ def restored(facts: Mapping[str, Any], weights: Mapping[str, Tensor], hidden_siz
         ValueError: the weights are not those of such a compressor.
     """
     name = facts["name"]
-    made = new(name if name in WHOLE else f"{name}:{facts['tokens']}", hidden_size)
+    with torch.device("meta"):  # fresh weights would be drawn from the user's generator
+        made = new(name if name in WHOLE else f"{name}:{facts['tokens']}", hidden_size)
     if isinstance(made, nn.Module):
         try:
-            made.load_state_dict({name: value.float() for name, value in weights.items()})
+            made.load_state_dict({name: value.float() for name, value in weights.items()}, assign=True)
         except RuntimeError as error:
             raise ValueError(f"compressor {name}: {str(error).splitlines()[-1].strip()}") from error
         made.eval()
