@@ -188,9 +188,11 @@ def results(field_: Sequence[System]) -> Iterator[Row]:
         runs = system.runs
         batch = len(runs[0].ids)
         stats = [run.stats for run in runs if run.stats]
-        forwards = sum(s.row_rounds for s in stats)
+        whole = Stats()
+        for one in stats:
+            whole.add(one)
         row: Row = {"drafter": system.name, "batch": batch, "tokens": sum(run.tokens for run in runs)}
-        row["tau"] = sum(s.tokens - s.first_tokens for s in stats) / forwards if forwards else 1.0
+        row["tau"] = whole.tau
         row["R"] = (
             _median([_ratio(run.step_s, base.step_s) for run, base in zip(runs, own, strict=True)]) if stats else None
         )
@@ -205,12 +207,9 @@ def results(field_: Sequence[System]) -> Iterator[Row]:
         for phase in ("score", "draft", "rest"):
             values = [1e3 * getattr(s, f"{phase}_s") / s.rounds for s in stats if s.rounds]
             row[f"{phase}_ms"] = median(values) if values else None
-        merged = Stats()
-        for one in stats:
-            merged.add(one)
-        row["kept_at_depth"] = [round(share, 3) for share in merged.kept_at_depth]
+        row["kept_at_depth"] = [round(share, 3) for share in whole.kept_at_depth]
         for name in ("visual", "visual_kept"):  # what a compressor was given, and what it showed the drafter
-            row[name] = sum(getattr(s, name) for s in stats)
+            row[name] = getattr(whole, name)
         row["ttft_ms"] = median(1e3 * run.ttft_s for run in runs)
         for name, values in ratios.items():
             good = [value for value in values if not math.isnan(value)]

@@ -136,8 +136,9 @@ class Layer(nn.Module):
 
 
 def picked(rows: Tensor, places: Tensor) -> Tensor:
-    """[B, m, D], of [B, n, D] the rows at [B, m]."""
-    return rows.gather(1, places[..., None].expand(-1, -1, rows.shape[-1]))
+    """[B, m, ...], of [B, n, ...] the rows at [B, m]."""
+    index = places.view(*places.shape, *[1] * (rows.dim() - 2))
+    return rows.gather(1, index.expand(*places.shape, *rows.shape[2:]))
 
 
 def rotate(vectors: Tensor) -> Tensor:

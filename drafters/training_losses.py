@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
-from mmspec.drafters.head import EagleHead
+from mmspec.drafters.head import EagleHead, picked
 from mmspec.drafters.rules import RULES, Sight, pack, shrunk
 from mmspec.interfaces import Words
 
@@ -179,8 +179,7 @@ class Asked:
 
     def of(self, part: Tensor) -> Tensor:
         """[B, m, ...], of [B, n, ...]."""
-        places = self.places.view(*self.places.shape, *[1] * (part.dim() - 2))
-        return part.gather(1, places.expand(*self.places.shape, *part.shape[2:]))
+        return picked(part, self.places)
 
     def learned(self, steps: int) -> Tensor:
         """[B, m] bool, see `learned`."""
