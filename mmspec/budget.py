@@ -9,7 +9,7 @@ ever run for it, and nothing here can change a token. Knows nothing of models or
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -38,11 +38,17 @@ class Loss:
     asked: int = 0
     nap: int = 0
     """Rounds to go until it is asked again."""
+    warm: set[int] = field(default_factory=set)
+    """Sizes of trees that were scored before. First uses are dear: kernels are tried, memory is asked for."""
 
     def add(self, seconds: float) -> None:
         """Count one more time: a plain mean at first, later one that forgets."""
         self.asked += 1
         self.mean += max(1 / self.asked, 0.1) * (seconds - self.mean)
+
+    def sleep(self, plain_s: float) -> None:
+        """So long that little is lost on the whole; at first, on little evidence, not for long."""
+        self.nap = min(LONGEST_NAP, 2**self.asked, int(self.mean / (IDLE_SHARE * plain_s)))
 
 
 @dataclass
@@ -63,7 +69,7 @@ class Costs:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Costs:
         with self.lock:
-            losses = {batch: Loss(loss.mean, loss.asked, loss.nap) for batch, loss in self.losses.items()}
+            losses = {batch: replace(loss, warm=set(loss.warm)) for batch, loss in self.losses.items()}
             tables = dict(self.score), dict(self.draft), dict(self.rest)
             return Costs(self.device, *tables, losses, self.trust, self.trials)
 
@@ -84,10 +90,16 @@ class Costs:
         return self.of_score(batch, nodes) + self.rest.get(nodes, self.rest.get(1, 0.0))
 
     def learn(self, table: dict[Any, float], key: Any, seconds: float) -> None:
-        """Mean that follows slow changes and shrugs off single outliers (machines are shared)."""
+        """Mean that follows slow changes and shrugs off single outliers (machines are shared).
+
+        What takes half as long as it was thought to was held up before, as first uses are: that is believed at once.
+        """
         with self.lock:
             old = table.get(key)
-            table[key] = seconds if old is None else old + 0.2 * (min(seconds, 2 * old) - old)
+            if old is None or seconds < old / 2:
+                table[key] = seconds
+            else:
+                table[key] = old + 0.2 * (min(seconds, 2 * old) - old)
 
     def believe(self, kept: float) -> None:
         """Take in which part of a promise came true."""
@@ -163,13 +175,16 @@ class Budget:
 
         `gained` counts tokens per live row. Means of the costs are taken, not this round's: single rounds are noisy.
         """
+        if nodes not in self._loss.warm:
+            self._loss.warm.add(nodes)
+            return
         plain = self.costs.of_round(self.batch, 1)
         lost = draft_s - gained * plain
         if nodes > 1:
             lost += self.costs.of_round(self.batch, nodes) - plain
         self._loss.add(lost)
         if lost > 0 and self._loss.mean > 0 and plain:
-            self._loss.nap = min(LONGEST_NAP, int(self._loss.mean / (IDLE_SHARE * plain)))
+            self._loss.sleep(plain)
 
     def _gains(self, tree: DraftTree) -> list[float]:
         """[N] expected tokens beyond one per row if the first n + 1 nodes were scored, summed over rows."""

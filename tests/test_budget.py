@@ -249,6 +249,35 @@ def test_truth_pays() -> None:
     assert seen.speed(linear(0.11)) > 1.9 and seen.sizes[8] > 450
 
 
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("dear", [1.0, 5.0, 40.0], ids=str)
+def test_a_good_drafter_is_not_put_to_sleep_by_first_uses(dear: float, seed: int) -> None:
+    """In a new process the first draft and the first forward of every size take `dear` times as long; each of five
+    tokens follows the one before in three of four rounds. It must be at work within the first answer."""
+    dice, score, costs, used = random.Random(seed), linear(0.05), Costs(), set[object]()
+    budget, asked, tokens = Budget(costs, 1, drafts=True), 0, 0
+
+    def first(what: object) -> float:
+        new = what not in used
+        used.add(what)
+        return dear if new else 1.0
+
+    rounds = 0
+    while tokens < 100:
+        rounds, awake, nodes, kept = rounds + 1, budget.awake, 1, 0
+        if awake:
+            asked += 1
+            nodes = budget.choose(tree_of([0.75**i for i in range(1, 6)]), 1)
+            while kept < min(5, nodes - 1) and dice.random() < 0.75:
+                kept += 1
+        else:
+            budget.skip()
+        draft = 0.3 * first("draft") if awake else 0.0
+        budget.record(nodes, draft_s=draft, score_s=score(nodes) * first(nodes), rest_s=REST, gained=kept)
+        tokens += 1 + kept
+    assert asked >= 0.8 * rounds, f"asked in {asked} of {rounds} rounds"
+
+
 # --- trust ------------------------------------------------------------------------------------------------------------
 
 
