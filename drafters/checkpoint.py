@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,10 @@ MODEL_TYPE = "mmspec_eagle"
 LARGEST_CONFIG = 1 << 20
 WITH = "compressor."
 """Begins the names of a compressor's weights."""
+
+
+class OtherTarget(ValueError):
+    """A draft head, in good order for all we know, that was made for another target."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +59,7 @@ class Made:
         """Compare with the target at hand.
 
         Raises:
-            ValueError: says what differs.
+            OtherTarget: says what differs.
         """
         pairs: dict[str, tuple[object, object]] = {
             "hidden_size": (self.config.hidden_size, hidden_size),
@@ -66,7 +70,7 @@ class Made:
             pairs["tokenizer"] = (self.tokenizer, tokenizer)
         wrong = [f"{name} {mine} (the target: {its})" for name, (mine, its) in pairs.items() if mine != its]
         if wrong:
-            raise ValueError(f"this draft head was made for another target: {', '.join(wrong)}.")
+            raise OtherTarget(f"this draft head was made for another target: {', '.join(wrong)}.")
 
 
 def save(folder: str | os.PathLike[str], head: EagleHead, made: Made, dtype: torch.dtype = torch.bfloat16) -> None:
@@ -89,11 +93,11 @@ def save(folder: str | os.PathLike[str], head: EagleHead, made: Made, dtype: tor
     os.replace(part, place / WEIGHTS)
 
 
-def load(folder: str | os.PathLike[str]) -> tuple[EagleHead, Made]:
-    """Read a head, in float32.
+def described(folder: str | os.PathLike[str]) -> Made:
+    """What a folder's config says of its head, without a look at the weights: no draft ids, no compressor's weights.
 
     Raises:
-        FileNotFoundError: a file is missing. ValueError: what is there is no draft head, or a damaged one.
+        FileNotFoundError: there is no config. ValueError: it is of no draft head.
     """
     place = Path(folder)
     values = read_config(place)
@@ -106,31 +110,39 @@ def load(folder: str | os.PathLike[str]) -> tuple[EagleHead, Made]:
     kind = values.get("kind", "eagle")
     if kind not in KINDS:
         raise ValueError(f"{place / CONFIG}: kind must be one of {', '.join(KINDS)}; got {kind!r}.")
-    weights = read_weights(place / WEIGHTS)
-    draft_ids = weights.pop("draft_ids", None)
-    extra = {name.removeprefix(WITH): weights.pop(name) for name in list(weights) if name.startswith(WITH)}
-    config = config_from(values)
-    try:
-        state = from_published(config, weights, KINDS[kind].head)
-    except ValueError as error:
-        raise ValueError(f"{place / WEIGHTS}: {error}") from error
-    with torch.device("meta"):  # fresh weights would be drawn from the user's generator
-        head = KINDS[kind].head(config)
-    head.load_state_dict({name: value.float() for name, value in state.items()}, assign=True)
-    if draft_ids is not None:
-        _check_ids(draft_ids, config.vocab_size, place / WEIGHTS)
-    made = Made(
-        config,
+    return Made(
+        config_from(values),
         rule,
         int(target.get("layers", 0)),
         str(target.get("model_type", "")),
         target.get("tokenizer"),
-        draft_ids,
-        values.get("facts", {}),
-        kind,
-        (values["compressor"], extra) if isinstance(values.get("compressor"), dict) else None,
+        facts=values.get("facts", {}),
+        kind=kind,
+        compressor=(values["compressor"], {}) if isinstance(values.get("compressor"), dict) else None,
     )
-    return head.eval(), made
+
+
+def load(folder: str | os.PathLike[str]) -> tuple[EagleHead, Made]:
+    """Read a head, in float32.
+
+    Raises:
+        FileNotFoundError: a file is missing. ValueError: what is there is no draft head, or a damaged one.
+    """
+    made, file = described(folder), Path(folder) / WEIGHTS
+    weights = read_weights(file)
+    draft_ids = weights.pop("draft_ids", None)
+    extra = {name.removeprefix(WITH): weights.pop(name) for name in list(weights) if name.startswith(WITH)}
+    try:
+        state = from_published(made.config, weights, KINDS[made.kind].head)
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error
+    with torch.device("meta"):  # fresh weights would be drawn from the user's generator
+        head = KINDS[made.kind].head(made.config)
+    head.load_state_dict({name: value.float() for name, value in state.items()}, assign=True)
+    if draft_ids is not None:
+        _check_ids(draft_ids, made.config.vocab_size, file)
+    compressor = None if made.compressor is None else (made.compressor[0], extra)
+    return head.eval(), replace(made, draft_ids=draft_ids, compressor=compressor)
 
 
 def fingerprint(tokenizer: Any) -> str:
@@ -179,4 +191,16 @@ def read_weights(file: Path) -> dict[str, Tensor]:
         raise ValueError(f"{file} is damaged: {error}") from error
 
 
-__all__ = ["CONFIG", "MODEL_TYPE", "WEIGHTS", "Made", "fingerprint", "load", "read_config", "read_weights", "save"]
+__all__ = [
+    "CONFIG",
+    "MODEL_TYPE",
+    "WEIGHTS",
+    "Made",
+    "OtherTarget",
+    "described",
+    "fingerprint",
+    "load",
+    "read_config",
+    "read_weights",
+    "save",
+]

@@ -68,19 +68,23 @@ def names() -> list[str]:
 def _auto(target: Facts | None) -> Drafter:
     """A drafter that was trained for this target, if one is at hand: shipped, or published and in the local cache."""
     if target is not None:
+        from mmspec.drafters.checkpoint import OtherTarget
         from mmspec.drafters.trained import trained
 
-        for folder in shipped().values():
+        for name, folder in shipped().items():
             try:
                 return trained(folder, target)
-            except ValueError:
+            except OtherTarget:
                 continue
-        if (name := _published_for(target)) is not None:
+            except (OSError, ValueError) as error:  # a drafter less costs speed alone
+                first = str(error).splitlines()[0][:200]
+                logger.warning("mmspec: %s cannot be read and is not used (install mmspec again): %s", name, first)
+        if (hub := _published_for(target)) is not None:
             try:
-                return trained(cached(name, local_files_only=True), target)
+                return trained(cached(hub, local_files_only=True), target)
             except (OSError, ValueError) as error:
                 first = str(error).splitlines()[0][:200]
-                logger.info("mmspec: %s was published for this model, but is not used: %s", name, first)
+                logger.info("mmspec: %s was published for this model, but is not used: %s", hub, first)
     return _fused()
 
 

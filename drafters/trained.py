@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from mmspec.drafters.checkpoint import MODEL_TYPE, fingerprint, load, read_config
+from mmspec.drafters.checkpoint import MODEL_TYPE, described, fingerprint, load, read_config
 from mmspec.drafters.eagle import EagleDrafter
 from mmspec.drafters.kinds import KINDS
 from mmspec.interfaces import Facts
@@ -15,7 +15,7 @@ def trained(folder: str | os.PathLike[str], target: Facts | None = None) -> Eagl
     """The drafter in a folder of `mmspec train`, or as its authors published it.
 
     Raises:
-        FileNotFoundError, ValueError: no draft head, a damaged one, or one for another target.
+        FileNotFoundError, ValueError: no draft head, or a damaged one. OtherTarget: one for another target.
     """
     if read_config(Path(folder)).get("model_type") != MODEL_TYPE:
         from mmspec.drafters.published import published
@@ -23,14 +23,14 @@ def trained(folder: str | os.PathLike[str], target: Facts | None = None) -> Eagl
         if target is None:
             raise ValueError(f"{os.fspath(folder)} was published for some target: it is needed to check that it fits.")
         return published(folder, target)
-    head, made = load(folder)
     if target is not None:
-        made.check(
+        described(folder).check(
             hidden_size=target.hidden_size,
             vocab_size=target.vocab_size,
             layers=target.layers,
             tokenizer=None if target.tokenizer is None else fingerprint(target.tokenizer),
         )
+    head, made = load(folder)
     name = os.path.basename(os.path.normpath(folder))
     drafter = KINDS[made.kind].drafter(head, made.rule, layers=made.layers, name=name, draft_ids=made.draft_ids)
     drafter.comes_with = made.compressor

@@ -423,6 +423,22 @@ def test_a_folder_is_a_drafter_and_is_checked(tiny: Captioner, tmp_path: Path) -
         make(str(tmp_path / "mine"), facts)
 
 
+def test_auto_passes_over_what_is_for_others_and_says_what_is_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from mmspec.drafters import registry
+
+    monkeypatch.setattr(registry, "SHIPPED", tmp_path)
+    mine, other = Facts("llava", 64, 384, 2), Facts("llava", 32, 384, 2)
+    save(tmp_path / "mine", tiny_head(), Made(tiny_head().config, "textual", 2, "llava"))
+    assert make("auto", mine).name == "mine" and make("auto", other).name == "fused" and not caplog.records
+    file = tmp_path / "mine" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    assert make("auto", other).name == "fused" and not caplog.records, "of what is for others no weights are read"
+    assert make("auto", mine).name == "fused"
+    assert "mine cannot be read" in caplog.text and "damaged" in caplog.text and "\n" not in caplog.messages[0]
+
+
 def test_a_call_that_names_a_folder_reads_it_once(
     tiny: Captioner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
