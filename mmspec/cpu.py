@@ -1,9 +1,11 @@
-"""Packed linear layers on a CPU: the weight is brought into the kernel's own order once, not in every small product.
+"""Linear layers over a few rows on a CPU, computed in whichever way is fastest here.
 
-A plain float32 `nn.Linear` repacks its weight for each product of a few rows, which eats the gain of scoring several
-nodes at once. Here the layers of exact type `nn.Linear` are served from packed copies, only inside the decode loop (a
-context variable, so that training, other threads and `disabled()` see plain layers), and only for shapes at which real
-calls were faster that way. A copy is never older than its weight: an edit in place is noticed. Knows no model.
+A plain float32 `nn.Linear` is at its worst for products of a few rows, which eats the gain of scoring several nodes at
+once. There are two other ways to the same product: *turned* (weight times rows, so that the kernel's wide side is the
+weight's; needs nothing but a transposed result) and *packed* (the weight brought into the kernel's own order once, in a
+copy). Here the layers of exact type `nn.Linear` are served so, only inside the decode loop (a context variable, so that
+training, other threads and `disabled()` see plain layers), and only for shapes at which real calls were faster that
+way. A copy is never older than its weight: an edit in place is noticed. Knows no model.
 """
 
 from __future__ import annotations
@@ -53,24 +55,29 @@ class Pack:
 
 @dataclass
 class Trial:
-    """Times of one shape, and what came of them: True for packed, None while undecided."""
+    """Times of one shape, and what came of them: the best way, None while undecided."""
 
-    plain: list[float] = field(default_factory=list)
-    packed: list[float] = field(default_factory=list)
-    better: bool | None = None
+    ways: tuple[str, ...] = ("plain", "turned", "packed")
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    best: str | None = None
 
-    def add(self, packed: bool, seconds: float) -> None:
-        """Note one call; when there are enough of both, decide by the medians."""
-        (self.packed if packed else self.plain).append(seconds)
-        if min(len(self.plain), len(self.packed)) >= TRIALS:
-            self.better = median(self.packed) < median(self.plain)
+    def next(self) -> str:
+        """The way that was tried least."""
+        return min(self.ways, key=lambda way: len(self.seconds.get(way, ())))
+
+    def add(self, way: str, seconds: float) -> None:
+        """Note one call; when there are enough of all ways, decide by the medians."""
+        self.seconds.setdefault(way, []).append(seconds)
+        if all(len(self.seconds.get(way, ())) >= TRIALS for way in self.ways):
+            self.best = min(self.ways, key=lambda way: median(self.seconds[way]))
 
 
 class Packs:
     """The packed copies of a model's linear layers. One object per patched model; calls in several threads share it.
 
     Attributes:
-        trials: what is known of each shape. broken: this torch, or this machine's memory, cannot pack.
+        packs: the copies. trials: what is known of each shape. broken: this torch, or this machine's memory, cannot
+            pack.
     """
 
     def __init__(self) -> None:
@@ -84,28 +91,37 @@ class Packs:
         """Bytes that the copies take."""
         return sum(pack.weight.element_size() * pack.weight.numel() for pack in self.packs.values())
 
-    def linear(self, layer: nn.Linear, rows: Tensor, fixed: bool) -> Tensor:
-        """`layer(rows)`, from the packed copy where that is known, or being found out, to be faster.
+    def linear(self, layer: nn.Linear, rows: Tensor, fixed: bool = False, copies: bool = True) -> Tensor:
+        """`layer(rows)`, in the way that is known, or being found out, to be the fastest.
 
         Args:
             fixed: decide by the number of rows alone, so that no shape is chosen by timing.
+            copies: packed copies may be made.
         """
         count = rows.numel() // rows.shape[-1]
-        plain = functional.linear
-        if self.broken or count > MOST_ROWS or torch.is_grad_enabled() or rows.dtype != torch.float32:
-            return plain(rows, layer.weight, layer.bias)
+        if count > MOST_ROWS or torch.is_grad_enabled() or rows.dtype != torch.float32 or _casts():
+            return functional.linear(rows, layer.weight, layer.bias)
         if fixed:
-            return self._packed(layer, rows) if count > 1 else plain(rows, layer.weight, layer.bias)
-        trial = self.trials.setdefault((layer.out_features, layer.in_features, count), Trial())
-        if trial.better is not None:
-            return self._packed(layer, rows) if trial.better else plain(rows, layer.weight, layer.bias)
-        use = len(trial.packed) <= len(trial.plain)
-        if use:
+            return self._in_way("turned" if count > 1 else "plain", layer, rows)
+        ways = ("plain", *(("turned",) if count > 1 else ()), *(("packed",) if copies and not self.broken else ()))
+        shape = (layer.out_features, layer.in_features, count)
+        trial = self.trials.get(shape)
+        if trial is not None and trial.best in ways:
+            return self._in_way(trial.best, layer, rows)
+        if trial is None or trial.ways != ways:
+            trial = self.trials[shape] = Trial(ways)
+        way = trial.next()
+        if way == "packed":
             self._pack(layer)  # not a part of what is timed
         began = time.perf_counter()
-        out = self._packed(layer, rows) if use else plain(rows, layer.weight, layer.bias)
-        trial.add(use, time.perf_counter() - began)
+        out = self._in_way(way, layer, rows)
+        trial.add(way, time.perf_counter() - began)
         return out
+
+    def _in_way(self, way: str, layer: nn.Linear, rows: Tensor) -> Tensor:
+        if way == "packed":
+            return self._packed(layer, rows)
+        return turned(layer, rows) if way == "turned" else functional.linear(rows, layer.weight, layer.bias)
 
     def _packed(self, layer: nn.Linear, rows: Tensor) -> Tensor:
         pack = self._pack(layer)
@@ -135,10 +151,24 @@ class Packs:
         return pack
 
 
+def turned(layer: nn.Linear, rows: Tensor) -> Tensor:
+    """[..., out], `layer(rows)` as weight times rows. Laid out like the plain result, since others view it."""
+    flat = rows.reshape(-1, rows.shape[-1]).t()
+    bias = layer.bias
+    out = torch.mm(layer.weight, flat) if bias is None else torch.addmm(bias[:, None], layer.weight, flat)
+    return out.t().contiguous().view(*rows.shape[:-1], layer.out_features)
+
+
+def _casts() -> bool:
+    """Whether autocast is on, under which a plain layer would compute in half precision, and others might not."""
+    return torch.is_autocast_enabled("cpu")
+
+
 @dataclass(frozen=True)
 class _Use:
     packs: Packs
     fixed: bool
+    copies: bool
 
 
 ACTIVE: ContextVar[_Use | None] = ContextVar("mmspec_packs", default=None)
@@ -150,18 +180,17 @@ def _forward(self: nn.Linear, rows: Tensor) -> Tensor:
     use = ACTIVE.get()
     if use is None:
         return functional.linear(rows, self.weight, self.bias)
-    return use.packs.linear(self, rows, use.fixed)
+    return use.packs.linear(self, rows, use.fixed, use.copies)
 
 
-def layers_of(roots: Iterable[nn.Module], most: int | None = MOST_BYTES) -> list[nn.Linear]:
-    """The layers that can be packed: exact type, float32, on the CPU, unhooked; none if copies would take too much."""
+def layers_of(roots: Iterable[nn.Module]) -> list[nn.Linear]:
+    """The layers that can be served: exact type, float32, on the CPU, unhooked."""
     found: dict[int, nn.Linear] = {}
     for root in roots:
         for module in root.modules():
             if type(module) is nn.Linear and _plain(module):
                 found[id(module)] = module
-    size = sum(layer.weight.nbytes for layer in found.values())
-    return [] if most is not None and size > most else list(found.values())
+    return list(found.values())
 
 
 def served(module: nn.Module) -> bool:
@@ -177,9 +206,16 @@ def _plain(layer: nn.Linear) -> bool:
 
 
 @contextlib.contextmanager
-def packed(packs: Packs | None, layers: Iterable[nn.Linear], fixed: bool = False) -> Iterator[None]:
-    """Within it, this thread's calls of these layers may be served from packed copies. Nothing is left behind."""
-    chosen = list(layers) if packs is not None and torch.backends.mkldnn.is_available() else []
+def packed(
+    packs: Packs | None, layers: Iterable[nn.Linear], fixed: bool = False, most: int | None = MOST_BYTES
+) -> Iterator[None]:
+    """Within it, this thread's calls of these layers may be computed in other ways. Nothing is left behind.
+
+    Args:
+        most: bytes that copies may take; if all layers together are larger, none is copied. None: no limit.
+    """
+    chosen = list(layers) if packs is not None else []
+    copies = most is None or sum(layer.weight.nbytes for layer in chosen) <= most
     if packs is None or not chosen:
         yield
         return
@@ -187,7 +223,7 @@ def packed(packs: Packs | None, layers: Iterable[nn.Linear], fixed: bool = False
         for layer in chosen:
             _INSTALLED[id(layer)] = _INSTALLED.get(id(layer), 0) + 1
             layer.__dict__["forward"] = types.MethodType(_forward, layer)
-    token = ACTIVE.set(_Use(packs, fixed))
+    token = ACTIVE.set(_Use(packs, fixed, copies and torch.backends.mkldnn.is_available()))
     try:
         yield
     finally:
@@ -200,4 +236,4 @@ def packed(packs: Packs | None, layers: Iterable[nn.Linear], fixed: bool = False
                     layer.__dict__.pop("forward", None)
 
 
-__all__ = ["MOST_BYTES", "Packs", "layers_of", "packed", "served"]
+__all__ = ["MOST_BYTES", "Packs", "layers_of", "packed", "served", "turned"]

@@ -125,7 +125,8 @@ def serve(call: Call, given: Prepared) -> Any:
         warn=call.warn,
     )
     try:
-        with target.decoding(), packed(call.packs, _layers(call), fixed=call.options.deterministic):
+        most = None if call.options.packed else MOST_BYTES
+        with target.decoding(), packed(call.packs, _layers(call), call.options.deterministic, most):
             loop.run(first, prompt)
     finally:
         if noise is not None and not noise.live:
@@ -190,12 +191,12 @@ def _watch(options: Options) -> Watch | None:
 
 
 def _layers(call: Call) -> list[nn.Linear]:
-    """The linear layers that the loop runs through and that may be served from packed copies."""
+    """The linear layers that the loop runs through and that may be computed in other ways (`mmspec.cpu`)."""
     if call.options.packed is False or call.family.model.device.type != "cpu":
         return []
     roots = [call.family.text_model, call.family.model.get_output_embeddings()]
     roots += [part for part in vars(call.options.drafter).values() if isinstance(part, nn.Module)]
-    return layers_of(roots, None if call.options.packed else MOST_BYTES)
+    return layers_of(roots)
 
 
 def _allowed(prompt: Prompt, family: Family, device: torch.device) -> Tensor:

@@ -1,4 +1,4 @@
-"""Packed linear layers: the same products, never a stale weight, nothing left behind, nobody else affected."""
+"""Linear layers in other ways: the same products, never a stale weight, nothing left behind, nobody else affected."""
 
 from __future__ import annotations
 
@@ -34,25 +34,49 @@ def rows(count: int, seed: int = 1) -> Tensor:
 
 @pytest.fixture
 def spied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Rows of every packed product."""
+    """Rows of every product that was not computed in the plain way."""
     seen: list[int] = []
-    original = Packs._packed
+    original = Packs._in_way
 
-    def spy(self: Packs, layer: nn.Linear, rows: Tensor) -> Tensor:
-        seen.append(rows.shape[-2])
-        return original(self, layer, rows)
+    def spy(self: Packs, way: str, layer: nn.Linear, rows: Tensor) -> Tensor:
+        if way != "plain":
+            seen.append(rows.shape[-2])
+        return original(self, way, layer, rows)
 
-    monkeypatch.setattr(Packs, "_packed", spy)
+    monkeypatch.setattr(Packs, "_in_way", spy)
     return seen
+
+
+@pytest.fixture
+def copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever may be copied is computed from the copy."""
+    monkeypatch.setattr(Trial, "next", lambda self: self.ways[-1])
 
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("count", [2, 8, 33, MOST_ROWS])
-def test_packed_products_are_the_products(bias: bool, count: int, spied: list[int]) -> None:
-    one = layer(bias=bias)
-    with torch.no_grad(), packed(Packs(), [one], fixed=True):
-        assert torch.allclose(one(rows(count)), functional.linear(rows(count), one.weight, one.bias), atol=1e-5)
-    assert spied == [count]
+@pytest.mark.parametrize("way", Trial().ways)
+def test_all_ways_lead_to_the_product(
+    way: str, bias: bool, count: int, monkeypatch: pytest.MonkeyPatch, spied: list[int]
+) -> None:
+    one, given = layer(bias=bias), rows(2 * count).view(2, count, 16).transpose(0, 1)
+    monkeypatch.setattr(Trial, "next", lambda self: way)
+    monkeypatch.setattr(cpu, "MOST_ROWS", 2 * MOST_ROWS)
+    with torch.no_grad(), packed(Packs(), [one]):
+        got = one(given)
+    want = functional.linear(given, one.weight, one.bias)
+    assert torch.allclose(got, want, atol=1e-5) and got.stride() == want.stride()
+    assert len(spied) == (way != "plain")
+
+
+@pytest.mark.parametrize("copies", [True, False])
+def test_copies_are_made_only_if_they_may_be(copies: bool) -> None:
+    one, packs = layer(), Packs()
+    with torch.no_grad(), packed(packs, [one], most=one.weight.nbytes - (not copies)):
+        for _ in range(3 * TRIALS):
+            one(rows(4))
+    assert bool(packs.packs) is copies and packs.trials[24, 16, 4].best is not None
+    assert ("packed" in packs.trials[24, 16, 4].ways) is copies
 
 
 def test_which_products_stay_plain(spied: list[int]) -> None:
@@ -63,14 +87,16 @@ def test_which_products_stay_plain(spied: list[int]) -> None:
             one(rows(MOST_ROWS + 1))
             one.double()(rows(4).double())
             one.float()
+            with torch.autocast("cpu", torch.bfloat16):
+                assert one(rows(4)).dtype == torch.bfloat16
         one(rows(4)).sum().backward()
         assert one.weight.grad is not None
     assert spied == []
 
 
-def test_an_edit_in_place_is_noticed(spied: list[int]) -> None:
+def test_an_edit_in_place_is_noticed(spied: list[int], copied: None) -> None:
     one, packs = layer(), Packs()
-    with torch.no_grad(), packed(packs, [one], fixed=True):
+    with torch.no_grad(), packed(packs, [one]):
         first = one(rows(4))
         copy_ = packs.packs[one].weight
         assert torch.equal(one(rows(4)), first) and packs.packs[one].weight is copy_, "packed once"
@@ -116,46 +142,38 @@ def test_which_layers_are_taken() -> None:
     model = nn.Sequential(layer(), Own(16, 4), half, hooked, nn.Sequential(layer(seed=2)))
     assert layers_of([model]) == [model[0], model[4][0]]
     assert layers_of([model, model]) == layers_of([model])
-    assert layers_of([model], most=2 * 24 * 16 * 4 - 1) == []
     shared = nn.ModuleList([model[0]])
     shared.append(model[0])
     assert layers_of([shared]) == [model[0]]
 
 
-@pytest.mark.parametrize(("slow", "better"), [("packed", False), ("plain", True)])
-def test_shapes_are_decided_by_real_calls(
-    slow: str, better: bool, monkeypatch: pytest.MonkeyPatch, spied: list[int]
-) -> None:
-    costs, now = {"packed": 1.0, "plain": 1.0, slow: 9.0}, [0.0]
-    original = Packs._packed  # the spy
+@pytest.mark.parametrize("fast", Trial().ways)
+def test_shapes_are_decided_by_real_calls(fast: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, gone, original = [0.0], list[str](), Packs._in_way
 
-    def timed(self: Packs, layer: nn.Linear, given: Tensor) -> Tensor:
-        now[0] += costs["packed"]
-        return original(self, layer, given)
+    def timed(self: Packs, way: str, layer: nn.Linear, given: Tensor) -> Tensor:
+        now[0] += 1.0 if way == fast else 9.0
+        gone.append(way)
+        return original(self, way, layer, given)
 
-    def plain(given: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        now[0] += costs["plain"]
-        return given @ weight.T + bias
-
-    monkeypatch.setattr(Packs, "_packed", timed)
-    monkeypatch.setattr(cpu.functional, "linear", plain)
+    monkeypatch.setattr(Packs, "_in_way", timed)
     monkeypatch.setattr(cpu.time, "perf_counter", lambda: now[0])
     one, packs = layer(), Packs()
     with torch.no_grad(), packed(packs, [one]):
-        for _ in range(2 * TRIALS):
+        for _ in range(3 * TRIALS + 5):
             one(rows(4))
-        before = len(spied)
-        for _ in range(5):
-            one(rows(4))
-    assert packs.trials[24, 16, 4].better is better and len(spied) - before == 5 * better
+        assert one(rows(1)).shape == (1, 1, 24)
+    assert sorted(gone[: 3 * TRIALS]) == sorted(TRIALS * Trial().ways) and gone[3 * TRIALS : -1] == 5 * [fast]
+    assert packs.trials[24, 16, 1].ways == ("plain", "packed"), "one row turned is the same product"
 
 
 def test_trials_go_by_the_median() -> None:
     trial = Trial()
     for number in range(TRIALS):
-        trial.add(True, 99.0 if number == 0 else 1.0)  # an outlier
-        trial.add(False, 2.0)
-    assert trial.better is True
+        trial.add("plain", 2.0)
+        trial.add("turned", 99.0 if number == 0 else 1.0)  # an outlier
+        trial.add("packed", 3.0)
+    assert trial.best == "turned"
 
 
 def test_a_torch_that_cannot_pack_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,13 +183,15 @@ def test_a_torch_that_cannot_pack_is_no_error(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(torch.ops, "mkldnn", Nothing())
     one, packs = layer(), Packs()
-    with torch.no_grad(), packed(packs, [one], fixed=True):
-        assert torch.allclose(one(rows(4)), functional.linear(rows(4), one.weight, one.bias))
+    with torch.no_grad(), packed(packs, [one]):
+        for _ in range(3 * TRIALS):
+            assert torch.allclose(one(rows(4)), functional.linear(rows(4), one.weight, one.bias), atol=1e-6)
     assert packs.broken and not packs.packs
+    assert packs.trials[24, 16, 4].ways == ("plain", "turned") and packs.trials[24, 16, 4].best is not None
 
 
 @pytest.mark.parametrize("choice", [None, True, False])
-def test_generate_is_the_same_with_packed_layers(choice: bool | None, spied: list[int]) -> None:
+def test_generate_is_the_same_in_other_ways(choice: bool | None, spied: list[int]) -> None:
     model, processor = random_model("tiny")
     maker = Captioner(model, processor)
     inputs = maker.inputs([paint(scene(i)) for i in range(2)], ["a", "what is it"])
