@@ -72,6 +72,7 @@ examples
   mmspec train --drafter msd,eagle,eagle-textual --steps 600 --out study
   mmspec train --target llava-hf/llava-1.5-7b-hf --data photos/ --dtype bfloat16 --out run
   mmspec train --drafter flash --compressor latent:64 --out run
+  mmspec train --start-from msd --steps 500 --out run          on from the one that ships
   accelerate launch --num_processes 4 -m mmspec train --target ... --data ... --out run     each takes a part of a batch
 """
 
@@ -114,6 +115,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], co
     add("--block", type=positive, default=None, metavar="K", help="tokens of a pass (flash, parallel: 5; falcon: 2)")
     add("--rule", default=None, choices=RULES, help="how visual tokens are read (default: as the drafter says)")
     add("--compressor", type=shrinking, default=None, metavar="NAME:N", help="show it N visual tokens (latent:64)")
+    add(
+        "--start-from", metavar="FOLDER", help="go on from trained weights: a run's folder, a drafter's, or one's name"
+    )
     add("--draft-vocab", type=positive, default=None, metavar="N", help="draft the N commonest ids only (VocabTrim)")
     add(
         "--evaluate", type=int, default=24, metavar="N", help="held-out requests to measure tau on (default 24; 0 none)"
@@ -165,6 +169,7 @@ def run(args: argparse.Namespace) -> int:
     teacher.read_answers(args.out)
     facts = {"target": args.target, "data": list(args.data), "count": len(data), "first_seed": args.first_seed}
     facts |= {"max_new_tokens": args.max_new_tokens, "text_first": args.text_first}
+    facts |= {} if args.start_from is None else {"start_from": args.start_from}
     training = training_of(args, teacher, len(data), facts, party)
     with bar(args, args.steps, "train", "step") as shown:
         shown.update(training.step)
@@ -217,7 +222,10 @@ def training_of(args: argparse.Namespace, teacher: Any, count: int, facts: dict[
     for name in args.drafter:
         recipe = KINDS[name]
         try:
-            head = new_head(shaped(config, recipe, args.block), args.seed, recipe.kind)
+            if args.start_from is None:
+                head = new_head(shaped(config, recipe, args.block), args.seed, recipe.kind)
+            else:
+                head = old_head(args, name, teacher)
         except ValueError as error:
             raise UsageError(f"--drafter {name}: {error}") from error
         shrinks = None if args.compressor is None else new_compressor(args.compressor, config.hidden_size, args.seed)
@@ -286,6 +294,47 @@ def new_head(config: Any, seed: int, kind: str = "eagle") -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         return KINDS[kind].head(config)
+
+
+def old_head(args: argparse.Namespace, name: str, teacher: Any) -> Any:
+    """The weights to go on from: of the drafter of that name in a run's folder, or of the one drafter that is named.
+
+    Raises:
+        UsageError: there are none. ValueError: they are of another kind or shape, for another target, or damaged.
+    """
+    from mmspec.drafters.checkpoint import CONFIG, load
+    from mmspec.drafters.registry import shipped
+
+    recipe = KINDS[name]
+    place = Path(shipped().get(args.start_from, args.start_from))
+    if (place / name / CONFIG).is_file():
+        place /= name
+    elif len(args.drafter) > 1:
+        raise UsageError(f"--start-from {place}: there is no {name}/{CONFIG} in it")
+    try:
+        head, made = load(place)
+    except FileNotFoundError as error:
+        raise UsageError(f"--start-from {args.start_from}: {error}") from error
+    text = teacher.model.config.get_text_config(decoder=True)
+    made.check(
+        hidden_size=text.hidden_size,
+        vocab_size=text.vocab_size,
+        layers=teacher.family.layers,
+        tokenizer=teacher.fingerprint,
+    )
+    wanted = {"kind": (recipe.kind, made.kind), "rule": (args.rule or recipe.rule, made.rule)}
+    wanted |= {} if args.ffn is None else {"ffn": (round((recipe.ffn or recipe.inner) * args.ffn), ffn_of(head))}
+    wanted |= {} if args.block is None else {"block": (args.block, head.config.block)}
+    wrong = [f"{what} {there} (wanted: {here})" for what, (here, there) in wanted.items() if here != there]
+    if wrong:
+        raise ValueError(f"{place} is another drafter: {', '.join(wrong)}")
+    return head.train()
+
+
+def ffn_of(head: Any) -> int:
+    """What `--ffn` has made of a head."""
+    width: int = head.config.intermediate_size or head.config.inner
+    return width
 
 
 def new_compressor(text: str, hidden_size: int, seed: int) -> Any:

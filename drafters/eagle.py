@@ -26,6 +26,10 @@ from mmspec.pace import Meter, Pace
 from mmspec.tree import BUCKETS, DraftTree, bare
 
 
+WIDTHS = {"cpu": 4}
+"""Nodes of a level that are followed further, where nobody says how many; elsewhere 8."""
+
+
 @dataclass
 class State:
     """One call.
@@ -74,7 +78,7 @@ class EagleDrafter:
         layers: int,
         name: str = "eagle",
         depth: int = 6,
-        width: int = 8,
+        width: int | None = None,
         draft_ids: Tensor | None = None,
         known: int | None = None,
     ) -> None:
@@ -82,7 +86,7 @@ class EagleDrafter:
         Args:
             rule: how visual tokens are read, of `drafters.rules.RULES`. layers: of the target.
             depth: levels of a tree at most; fewer are drafted where that pays better.
-            width: nodes of a level that are followed further.
+            width: nodes of a level that are followed further. None: 8, and 4 on a CPU, where each of them costs.
             draft_ids: [V'] int64, the ids that may be drafted (VocabTrim, or EAGLE-3's own vocabulary); None for all.
             known: ids from here on are never drafted; None if all are known.
         """
@@ -293,7 +297,7 @@ class EagleDrafter:
     def _tree(self, state: State, budget: int, depth: int) -> DraftTree:
         """Expand level by level, then keep the best nodes of all levels (EAGLE-2, section 4)."""
         (batch, hidden), device = state.last.shape, state.last.device
-        width, noise = min(self.width, state.shut.shape[0]), self._noise(state, depth)
+        width, noise = min(self._followed(device), state.shut.shape[0]), self._noise(state, depth)
         descent = self._descent(state, width)
 
         first = self._chances(state, state.last[:, None], None if noise is None else noise[:, :1])
@@ -316,6 +320,9 @@ class EagleDrafter:
                 descent.follow(source)
         descent.close()
         return best(state.ids, *(torch.cat(parts, dim=1) for parts in zip(*pool, strict=True)), nodes=budget)
+
+    def _followed(self, device: torch.device) -> int:
+        return self.width or WIDTHS.get(device.type, 8)
 
     def _descent(self, state: State, width: int) -> Descent:
         """What leads from a level of the tree to the next."""

@@ -82,7 +82,7 @@ class FalconDrafter(BlockDrafter):
             return super()._tree(state, budget, 1)
         (batch, hidden), device = state.last.shape, state.last.device
         table, noise = self.table(state, budget, k), self._noise(state, depth * k)
-        width = min(self.width, len(table.full))
+        width = min(self._followed(device), len(table.full))
         descent = Layered(self, state, width, each=k)
         features, reached = self.features(state)[:, None], state.last.new_zeros(batch, 1, dtype=torch.float32)
         beam = torch.full((batch, 1), -1, device=device)

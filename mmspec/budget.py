@@ -19,7 +19,7 @@ from mmspec.tree import BUCKETS, DraftTree
 SLOPE = {"cpu": 0.11, "other": 0.01}
 """Guess, until measured, of what one more node adds to a forward, in forwards of one node."""
 WORTH = 1.05
-"""A tree must promise this many times the tokens per second of plain decoding."""
+"""A larger tree must promise this many times what its seconds could bring otherwise."""
 IDLE_SHARE = 0.01
 """Share of the time that may be lost by asking a drafter that does not pay."""
 LONGEST_NAP = 512
@@ -32,19 +32,27 @@ FIXED = 8
 
 @dataclass
 class Loss:
-    """What asking the drafter has cost at one batch size: mean seconds lost per time asked; below 0 it paid."""
+    """What asking the drafter has cost at one batch size: mean seconds lost per time asked; below 0 it paid.
+
+    `tokens`, `seconds`: means of what a live row emits, and of what a round takes, when the drafter is asked.
+    """
 
     mean: float = 0.0
+    tokens: float = 0.0
+    seconds: float = 0.0
     asked: int = 0
     nap: int = 0
     """Rounds to go until it is asked again."""
     warm: set[int] = field(default_factory=set)
     """Sizes of trees that were scored before. First uses are dear: kernels are tried, memory is asked for."""
 
-    def add(self, seconds: float) -> None:
-        """Count one more time: a plain mean at first, later one that forgets."""
+    def add(self, lost: float, tokens: float, seconds: float) -> None:
+        """Count one more time: plain means at first, later such as forget."""
         self.asked += 1
-        self.mean += max(1 / self.asked, 0.1) * (seconds - self.mean)
+        share = max(1 / self.asked, 0.1)
+        self.mean += share * (lost - self.mean)
+        self.tokens += share * (tokens - self.tokens)
+        self.seconds += share * (seconds - self.seconds)
 
     def sleep(self, plain_s: float) -> None:
         """So long that little is lost on the whole; at first, on little evidence, not for long."""
@@ -58,7 +66,6 @@ class Costs:
     device: str = "cpu"
     score: dict[tuple[int, int], float] = field(default_factory=dict)
     """(B, N) -> seconds of the target's forward."""
-    draft: dict[int, float] = field(default_factory=dict)
     rest: dict[int, float] = field(default_factory=dict)
     losses: dict[int, Loss] = field(default_factory=dict)
     """B -> what asking the drafter has cost."""
@@ -70,7 +77,7 @@ class Costs:
     def __deepcopy__(self, memo: dict[int, Any]) -> Costs:
         with self.lock:
             losses = {batch: replace(loss, warm=set(loss.warm)) for batch, loss in self.losses.items()}
-            tables = dict(self.score), dict(self.draft), dict(self.rest)
+            tables = dict(self.score), dict(self.rest)
             return Costs(self.device, *tables, losses, self.trust, self.trials)
 
     def of_score(self, batch: int, nodes: int) -> float:
@@ -130,7 +137,12 @@ class Budget:
         return self.drafts and (self._loss.nap == 0 or self.fixed is not None)
 
     def choose(self, tree: DraftTree, live: int) -> int:
-        """Nodes of `tree` that are worth scoring for `live` rows; 1 means plain decoding."""
+        """Nodes of `tree` that are worth scoring for `live` rows; 1 means plain decoding.
+
+        What the draft has cost is spent either way. More nodes take more seconds, and a second is worth what it brings
+        in all rounds: so the best size is that with the most tokens beyond those that its seconds would bring anyway.
+        (That maximises tokens per second in the long run; the best rate of each single round would not.)
+        """
         self._promised = 0.0
         if self.fixed:
             return self.fixed
@@ -138,12 +150,13 @@ class Budget:
         if tree.nodes == 1:
             return 1
         costs, gains = self.costs, self._gains(tree)
-        best, best_rate = 1, WORTH * live / (costs.of_round(self.batch, 1) or 1e-9)
+        plain = costs.of_round(self.batch, 1)
+        rate = WORTH * live * self._rate(plain)
+        best, best_value = 1, 0.0
         for nodes in (size for size in BUCKETS if 1 < size <= tree.nodes):
-            gain = gains[nodes - 1] * costs.trust
-            seconds = costs.of_round(self.batch, nodes) + costs.draft.get(nodes, 0.0)
-            if (rate := (live + gain) / (seconds or 1e-9)) > best_rate:
-                best, best_rate = nodes, rate
+            value = gains[nodes - 1] * costs.trust - rate * (costs.of_round(self.batch, nodes) - plain)
+            if value > best_value:
+                best, best_value = nodes, value
         self._promised = gains[best - 1]
         return best
 
@@ -162,15 +175,18 @@ class Budget:
         costs = self.costs
         costs.learn(costs.score, (self.batch, nodes), score_s)
         costs.learn(costs.rest, nodes, rest_s)
-        if draft_s:
-            costs.learn(costs.draft, nodes, draft_s)
         if self._promised > 0:
             costs.believe(gained / self._promised)
         if self._live:
-            self._weigh(nodes, draft_s, gained / self._live)
+            self._weigh(nodes, draft_s, draft_s + score_s + rest_s, gained / self._live)
         self._promised, self._live = 0.0, 0
 
-    def _weigh(self, nodes: int, draft_s: float, gained: float) -> None:
+    def _rate(self, plain: float) -> float:
+        """Tokens per second and live row: of plain decoding, or of rounds with drafts where these are faster."""
+        decoding = 1 / plain if plain else 0.0
+        return max(decoding, self._loss.tokens / self._loss.seconds) if self._loss.seconds else decoding
+
+    def _weigh(self, nodes: int, draft_s: float, round_s: float, gained: float) -> None:
         """After the drafter was asked: if that is a loss on the whole, let it sleep so long that little is lost.
 
         `gained` counts tokens per live row. Means of the costs are taken, not this round's: single rounds are noisy.
@@ -182,7 +198,7 @@ class Budget:
         lost = draft_s - gained * plain
         if nodes > 1:
             lost += self.costs.of_round(self.batch, nodes) - plain
-        self._loss.add(lost)
+        self._loss.add(lost, 1 + gained, round_s)
         if lost > 0 and self._loss.mean > 0 and plain:
             self._loss.sleep(plain)
 

@@ -83,6 +83,31 @@ def test_a_run_that_is_cut_goes_on(data: Path, tmp_path: Path, capsys: Any) -> N
     assert "other settings (plan)" in capsys.readouterr().err
 
 
+def test_a_run_begins_with_trained_weights(data: Path, tmp_path: Path, capsys: Any) -> None:
+    from safetensors.torch import load_file
+
+    args = ["train", *ARGS, "--data", str(data), "--evaluate", "0"]
+    first, still = tmp_path / "first", ["--lr", "1e-9"]
+    assert main([*args, "--drafter", "msd,flash", "--ffn", "48", "--out", str(first)]) == 0
+    for start, name in ((first, "msd"), (first / "flash", "flash")):
+        out = tmp_path / f"on-{name}"
+        assert main([*args, *still, "--drafter", name, "--start-from", str(start), "--out", str(out)]) == 0
+        old, new = (load_file(folder / name / "model.safetensors") for folder in (first, out))
+        assert all(torch.equal(old[key], new[key]) for key in old)
+        assert json.loads((out / name / "provenance.json").read_text())["start_from"] == str(start)
+    capsys.readouterr()
+    for more, words in (
+        (["--drafter", "eagle", "--start-from", str(first / "msd")], "rule decoupled (wanted: coupled)"),
+        (["--drafter", "parallel", "--start-from", str(first / "flash")], "kind flash (wanted: parallel)"),
+        (["--drafter", "msd", "--start-from", str(first), "--ffn", "49"], "ffn 48 (wanted: 49)"),
+        (["--drafter", "msd,eagle", "--start-from", str(first)], "there is no eagle/config.json"),
+        (["--drafter", "msd", "--start-from", str(tmp_path / "nowhere")], "config.json is missing"),
+        (["--drafter", "msd", "--start-from", "msd"], "another target: hidden_size 384 (the target: 64)"),
+    ):
+        assert main([*args, *more, "--out", str(tmp_path / "other")]) == 2
+        assert words in capsys.readouterr().err
+
+
 def test_answers_that_were_cut_are_made_again(data: Path, tmp_path: Path) -> None:
     model, processor = random_model("tiny")
     teacher = Teacher(model, processor, FileData([str(data)]))
