@@ -6,45 +6,18 @@ import argparse
 import math
 import os
 import sys
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from mmspec.app.caption import MODELS, positive, quiet
 from mmspec.app.errors import UsageError, one_line
+from mmspec.app.pupils import RECIPES, config_of, head_of, kept_of, new_compressor
 from mmspec.app.scenes.world import HELD_OUT
 from mmspec.app.settings import DTYPES, MODEL, Place
 from mmspec.app.versions import mmspec_version, version
 
 RULES = ("decoupled", "coupled", "blind", "textual")
 
-
-@dataclass(frozen=True)
-class Recipe:
-    """A drafter that can be trained: its rule for visual tokens, its kind, and the shape that is its own.
-
-    Attributes:
-        block: tokens of a pass. ffn, inner: what of the width `--ffn` the feed-forward and the spreading part have.
-    """
-
-    rule: str
-    kind: str = "eagle"
-    block: int = 1
-    ffn: float = 1.0
-    inner: float = 0.0
-
-
-KINDS = {
-    "msd": Recipe("decoupled"),
-    "eagle": Recipe("coupled"),
-    "eagle-blind": Recipe("blind"),
-    "eagle-textual": Recipe("textual"),
-    "flash": Recipe("decoupled", "flash", 5, 0.0, 1.0),
-    "parallel": Recipe("decoupled", "parallel", 5, 1.0, 0.5),
-    "parallel-free": Recipe("decoupled", "parallel", 5),
-    "falcon": Recipe("decoupled", "falcon", 2),
-}
-"""Drafters that can be trained."""
 
 EPILOG = """\
 drafters
@@ -90,7 +63,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], co
     parser.set_defaults(run=run)
     add = parser.add_argument_group("what").add_argument
     add("--target", default=MODEL, metavar="M", help=MODELS)
-    add("--drafter", type=kinds, default=["msd"], metavar="D,D", help=f"of {', '.join(KINDS)} (default msd)")
+    add("--drafter", type=kinds, default=["msd"], metavar="D,D", help=f"of {', '.join(RECIPES)} (default msd)")
     add(
         "--data", nargs="+", default=[], metavar="PATH", help="pictures, folders, manifests (default: the scenes world)"
     )
@@ -115,9 +88,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], co
     add("--block", type=positive, default=None, metavar="K", help="tokens of a pass (flash, parallel: 5; falcon: 2)")
     add("--rule", default=None, choices=RULES, help="how visual tokens are read (default: as the drafter says)")
     add("--compressor", type=shrinking, default=None, metavar="NAME:N", help="show it N visual tokens (latent:64)")
-    add(
-        "--start-from", metavar="FOLDER", help="go on from trained weights: a run's folder, a drafter's, or one's name"
-    )
+    add("--start-from", metavar="FOLDER", help="go on from trained weights: a run's folder, a drafter's, or one's name")
     add("--draft-vocab", type=positive, default=None, metavar="N", help="draft the N commonest ids only (VocabTrim)")
     add(
         "--evaluate", type=int, default=24, metavar="N", help="held-out requests to measure tau on (default 24; 0 none)"
@@ -131,8 +102,8 @@ def kinds(text: str) -> list[str]:
     """Comma-separated drafters."""
     names = [name.strip() for name in text.split(",") if name.strip()]
     for name in names:
-        if name not in KINDS:
-            raise argparse.ArgumentTypeError(f"unknown drafter {name!r}; known are {', '.join(KINDS)}")
+        if name not in RECIPES:
+            raise argparse.ArgumentTypeError(f"unknown drafter {name!r}; known are {', '.join(RECIPES)}")
     return list(dict.fromkeys(names))
 
 
@@ -220,14 +191,7 @@ def training_of(args: argparse.Namespace, teacher: Any, count: int, facts: dict[
     config = config_of(model, args.ffn)
     pupils = {}
     for name in args.drafter:
-        recipe = KINDS[name]
-        try:
-            if args.start_from is None:
-                head = new_head(shaped(config, recipe, args.block), args.seed, recipe.kind)
-            else:
-                head = old_head(args, name, teacher)
-        except ValueError as error:
-            raise UsageError(f"--drafter {name}: {error}") from error
+        recipe, head = RECIPES[name], head_of(args, name, config, teacher)
         shrinks = None if args.compressor is None else new_compressor(args.compressor, config.hidden_size, args.seed)
         pupils[name] = Pupil(head, args.rule or recipe.rule, recipe.kind, shrinks)
         pupils[name].parts().to(model.device)
@@ -258,102 +222,6 @@ def data_of(args: argparse.Namespace) -> Any:
     if args.first_seed + 2 * args.count > HELD_OUT:
         raise UsageError(f"seeds from {HELD_OUT} on are held out: --first-seed {args.first_seed} is too high")
     return ScenesData(args.count, args.first_seed)
-
-
-def config_of(model: Any, ffn: int | None) -> Any:
-    """A head of the target's own shape."""
-    from mmspec.drafters.head import HeadConfig
-
-    text = model.config.get_text_config(decoder=True)
-    rope = getattr(text, "rope_parameters", None) or {}
-    return HeadConfig(
-        hidden_size=text.hidden_size,
-        intermediate_size=ffn or text.intermediate_size,
-        num_attention_heads=text.num_attention_heads,
-        num_key_value_heads=getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
-        vocab_size=text.vocab_size,
-        head_dim=getattr(text, "head_dim", None) or 0,
-        rms_norm_eps=getattr(text, "rms_norm_eps", 1e-5),
-        rope_theta=float(rope.get("rope_theta", 10000.0)),
-    )
-
-
-def shaped(config: Any, recipe: Recipe, block: int | None) -> Any:
-    """The shape of a drafter: of a head of the target's shape, what is its own changed."""
-    block = block if block and recipe.kind != "eagle" else recipe.block
-    width = config.intermediate_size
-    return replace(config, intermediate_size=round(recipe.ffn * width), block=block, inner=round(recipe.inner * width))
-
-
-def new_head(config: Any, seed: int, kind: str = "eagle") -> Any:
-    """Fresh weights, the same for every drafter of a run; torch's generators stay as they are."""
-    import torch
-
-    from mmspec.drafters.kinds import KINDS
-
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
-        return KINDS[kind].head(config)
-
-
-def old_head(args: argparse.Namespace, name: str, teacher: Any) -> Any:
-    """The weights to go on from: of the drafter of that name in a run's folder, or of the one drafter that is named.
-
-    Raises:
-        UsageError: there are none. ValueError: they are of another kind or shape, for another target, or damaged.
-    """
-    from mmspec.drafters.checkpoint import CONFIG, load
-    from mmspec.drafters.registry import shipped
-
-    recipe = KINDS[name]
-    place = Path(shipped().get(args.start_from, args.start_from))
-    if (place / name / CONFIG).is_file():
-        place /= name
-    elif len(args.drafter) > 1:
-        raise UsageError(f"--start-from {place}: there is no {name}/{CONFIG} in it")
-    try:
-        head, made = load(place)
-    except FileNotFoundError as error:
-        raise UsageError(f"--start-from {args.start_from}: {error}") from error
-    text = teacher.model.config.get_text_config(decoder=True)
-    made.check(
-        hidden_size=text.hidden_size,
-        vocab_size=text.vocab_size,
-        layers=teacher.family.layers,
-        tokenizer=teacher.fingerprint,
-    )
-    wanted = {"kind": (recipe.kind, made.kind), "rule": (args.rule or recipe.rule, made.rule)}
-    wanted |= {} if args.ffn is None else {"ffn": (round((recipe.ffn or recipe.inner) * args.ffn), ffn_of(head))}
-    wanted |= {} if args.block is None else {"block": (args.block, head.config.block)}
-    wrong = [f"{what} {there} (wanted: {here})" for what, (here, there) in wanted.items() if here != there]
-    if wrong:
-        raise ValueError(f"{place} is another drafter: {', '.join(wrong)}")
-    return head.train()
-
-
-def ffn_of(head: Any) -> int:
-    """What `--ffn` has made of a head."""
-    width: int = head.config.intermediate_size or head.config.inner
-    return width
-
-
-def new_compressor(text: str, hidden_size: int, seed: int) -> Any:
-    """Fresh weights; torch's generators stay as they are."""
-    import torch
-
-    from mmspec.vision.registry import new
-
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
-        return new(text, hidden_size)
-
-
-def kept_of(compressor: Any) -> Any:
-    """What a checkpoint keeps of a compressor."""
-    if compressor is None:
-        return None
-    weights = compressor.state_dict() if hasattr(compressor, "state_dict") else {}
-    return {"name": compressor.name, "tokens": compressor.tokens}, weights
 
 
 def export(args: argparse.Namespace, place: Path, pupil: Any, teacher: Any, facts: dict[str, Any]) -> None:
@@ -453,4 +321,4 @@ def curves(out: Path) -> None:
         print(f"mmspec: no curves.png: {one_line(error)}", file=sys.stderr)
 
 
-__all__ = ["KINDS", "add_parser", "run"]
+__all__ = ["add_parser", "run"]

@@ -25,7 +25,6 @@ from mmspec.kv import KVBuffer
 from mmspec.pace import Meter, Pace
 from mmspec.tree import BUCKETS, DraftTree, bare
 
-
 WIDTHS = {"cpu": 4}
 """Nodes of a level that are followed further, where nobody says how many; elsewhere 8."""
 

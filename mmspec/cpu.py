@@ -106,7 +106,7 @@ class Packs:
         ways = ("plain", *(("turned",) if count > 1 else ()), *(("packed",) if copies and not self.broken else ()))
         shape = (layer.out_features, layer.in_features, count)
         trial = self.trials.get(shape)
-        if trial is not None and trial.best in ways:
+        if trial is not None and trial.best is not None and trial.best in ways:
             return self._in_way(trial.best, layer, rows)
         if trial is None or trial.ways != ways:
             trial = self.trials[shape] = Trial(ways)

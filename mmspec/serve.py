@@ -125,8 +125,8 @@ def serve(call: Call, given: Prepared) -> Any:
         warn=call.warn,
     )
     try:
-        most = None if call.options.packed else MOST_BYTES
-        with target.decoding(), packed(call.packs, _layers(call), call.options.deterministic, most):
+        room = None if call.options.packed else MOST_BYTES
+        with target.decoding(), packed(call.packs, _layers(call), call.options.deterministic, room):
             loop.run(first, prompt)
     finally:
         if noise is not None and not noise.live:

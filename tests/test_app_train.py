@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import mmspec
-from mmspec.app import train
+from mmspec.app import pupils
 from mmspec.app.cli import main
 from mmspec.app.lessons import FileData, Order, Request, Teacher, WithText, share_of_pictures
 from mmspec.app.models import random_model
@@ -228,8 +228,8 @@ def test_a_picture_without_its_file_is_one_line(tmp_path: Path, capsys: Any) -> 
 
 def test_heads_of_one_run_begin_alike() -> None:
     model, _ = random_model("tiny")
-    config = train.config_of(model, 48)
-    a, b = train.new_head(config, 3), train.new_head(config, 3)
+    config = pupils.config_of(model, 48)
+    a, b = pupils.new_head(config, 3), pupils.new_head(config, 3)
     assert all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters(), strict=True))
     assert (config.hidden_size, config.intermediate_size, config.num_key_value_heads) == (64, 48, 2)
 
