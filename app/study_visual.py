@@ -93,12 +93,13 @@ class Reader(Recorder):
         return self._measured(lambda: super(Reader, self).begin(prompt))
 
     def observe(self, state: Any, verdict: Verdict, taps: Mapping[int, Tensor]) -> None:
-        """See `Drafter`; the first time is when the prompt is read."""
-        if self._read:
-            super().observe(state, verdict, taps)
+        """See `Drafter`; the first time the prompt is read, whether a draft is asked for or not."""
+        super().observe(state, verdict, taps)
+        read = getattr(self.inner, "read", None)
+        if self._read or read is None:
             return
         self._read = True
-        self._measured(lambda: super(Reader, self).observe(state, verdict, taps))
+        self._measured(lambda: read(state))
         buffer = getattr(state, "buffer", None)
         if buffer is not None:
             config = self.inner.head.config  # type: ignore[attr-defined]

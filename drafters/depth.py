@@ -16,8 +16,13 @@ LOOK = 24
 
 @dataclass
 class Tally:
-    """What is known at one batch size. `reached[d]`, `tried[d]`: faded counts of rows that kept, and that were offered,
-    d + 1 drafted tokens or more. `level_s`: seconds of a level. `rest_s`: seconds of a round without its levels."""
+    """What is known at one batch size.
+
+    Attributes:
+        tried: [d] faded count of rows that kept d drafted tokens and were offered another. reached: of those, how many
+            kept that too.
+        level_s: seconds of a level. rest_s: seconds of a round without its levels.
+    """
 
     reached: list[float]
     tried: list[float]
@@ -46,8 +51,8 @@ class Depth:
 
     def _tally(self, batch: int) -> Tally:
         if batch not in self.tallies:
-            hoped = [2 * self.hope ** (step + 1) for step in range(self.most * self.each)]
-            self.tallies[batch] = Tally(hoped, [2.0] * len(hoped))
+            steps = self.most * self.each
+            self.tallies[batch] = Tally([2 * self.hope] * steps, [2.0] * steps)
         return self.tallies[batch]
 
     def choose(self, batch: int) -> int:
@@ -57,10 +62,11 @@ class Depth:
             tally.rounds += 1
             if not tally.level_s or not tally.rest_s:
                 return self.most
-            best, best_rate, tokens = 1, 0.0, 1.0
+            best, best_rate, tokens, so_far = 1, 0.0, 1.0, 1.0
             for level in range(self.most):
                 for step in range(level * self.each, (level + 1) * self.each):
-                    tokens += min(tally.reached[step] / tally.tried[step], tokens)
+                    so_far *= tally.reached[step] / tally.tried[step]
+                    tokens += so_far
                 rate = tokens / (tally.rest_s + (level + 1) * tally.level_s)
                 if rate > best_rate:
                     best, best_rate = level + 1, rate
@@ -71,15 +77,16 @@ class Depth:
         with self.lock:
             tally = self._tally(batch)
             for step in range(min(levels, self.most) * self.each):
-                tally.tried[step] = MEMORY * tally.tried[step] + len(kept)
-                tally.reached[step] = MEMORY * tally.reached[step] + sum(count > step for count in kept)
+                if there := sum(count >= step for count in kept):
+                    tally.tried[step] = MEMORY * tally.tried[step] + there
+                    tally.reached[step] = MEMORY * tally.reached[step] + sum(count > step for count in kept)
             tally.level_s = _follow(tally.level_s, level_s)
             tally.rest_s = _follow(tally.rest_s, rest_s)
 
 
 def _follow(old: float, new: float) -> float:
-    """A mean that follows slowly and shrugs off single outliers."""
-    return new if not old else old + 0.1 * (min(new, 2 * old) - old)
+    """A mean that follows slowly and shrugs off single outliers; but what takes half as long is believed at once."""
+    return new if not old or new < old / 2 else old + 0.1 * (min(new, 2 * old) - old)
 
 
 __all__ = ["Depth", "Tally"]

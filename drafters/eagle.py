@@ -39,7 +39,8 @@ class State:
         waiting: what was emitted since the head last read: (following [B, A] ids, states [B, A, D], counts).
         fixed: draft all levels, whatever they bring.
         levels, drafting_s, since: of the last draft, how many levels it had, how long it took, when it began.
-        prompt: until the first token is known. noise, temperature: as in `Prompt`. cos, sin: tables of angles.
+        prompt: until it was read. first: [B] the first tokens, once known. noise, temperature: as in `Prompt`.
+        cos, sin: tables of angles.
         ids: [V'] the ids that may be drafted, if these are not all. trimmed: [V', D] the head's rows for them.
         more: [B, ...] whatever else a kind of head keeps of a call.
         meter: measures what reading and drafting cost, where a compressor may ask.
@@ -57,6 +58,7 @@ class State:
     cos: Tensor | None = None
     sin: Tensor | None = None
     fixed: bool = False
+    first: Tensor | None = None
     levels: int = 0
     drafting_s: float = 0.0
     since: float = 0.0
@@ -110,7 +112,7 @@ class EagleDrafter:
 
     @torch.inference_mode()
     def begin(self, prompt: Prompt) -> State:
-        """Keep the prompt; it is read when the first token is known."""
+        """Keep the prompt; it is read before the first draft, which may never be asked for."""
         if prompt.words is None:
             raise ValueError(f"drafter {self.name!r} needs the target's embedding and head (Prompt.words).")
         states = prompt.taps[self.taps[-1]]
@@ -121,7 +123,7 @@ class EagleDrafter:
         shut = states.new_zeros(prompt.vocab_size, dtype=torch.float32)
         shut[[token for token in prompt.banned if 0 <= token < prompt.vocab_size]] = float("-inf")
         shut[self.known or prompt.vocab_size :] = float("-inf")
-        state = State(
+        return State(
             words=prompt.words,
             buffer=KVBuffer(batch, limit=1 << 30),
             shut=shut,
@@ -132,17 +134,12 @@ class EagleDrafter:
             temperature=prompt.temperature,
             fixed=prompt.fixed,
         )
-        if self.draft_ids is not None:
-            state.ids = self.draft_ids.to(shut.device)
-            state.shut, state.trimmed = shut[state.ids], self.head.trimmed(prompt.words, state.ids)
-        return state
 
     @torch.inference_mode()
     def observe(self, state: State, verdict: Verdict, taps: Mapping[int, Tensor]) -> None:
         """Note what was emitted, and the states it came from. It is read before the next draft."""
-        if state.prompt is not None:
-            self._read_prompt(state, state.prompt, verdict.tokens[:, 0].to(state.last.device))
-            state.prompt = None
+        if state.first is None:
+            state.first = verdict.tokens[:, 0].to(state.last.device)
             return
         counts = [len(row) for row in verdict.rows]
         longest = max(counts)
@@ -152,7 +149,8 @@ class EagleDrafter:
         if state.levels and verdict.tree.nodes > 1:
             kept = [count - 1 for count in counts if count]
             rest = time.perf_counter() - state.since - state.drafting_s
-            self.depth.learn(len(counts), state.levels, kept, state.drafting_s / state.levels, rest)
+            reached = -(-(verdict.tree.nodes - 1) // self.depth.each)  # levels behind which a small tree has none
+            self.depth.learn(len(counts), min(state.levels, reached), kept, state.drafting_s / state.levels, rest)
             state.meter.round(rest + state.drafting_s, 1 + sum(kept) / len(kept))
         state.levels = 0
         path = verdict.path[:, :longest].to(state.last.device)
@@ -163,16 +161,17 @@ class EagleDrafter:
     @torch.inference_mode()
     def propose(self, state: State, budget: int, live: Sequence[bool]) -> DraftTree:
         """The likeliest nodes of a tree of up to `depth` levels, `width` nodes of each followed."""
-        self._catch_up(state)
         budget = min(budget, BUCKETS[-1])
         if budget < 2 or not any(live):
             return bare(len(live), state.last.device)
         state.since = time.perf_counter()
+        self.read(state)
+        drafts = time.perf_counter()
         state.levels = self.depth.most if state.fixed else self.depth.choose(len(live))
         began = state.meter.mark()
         tree = self._tree(state, budget, state.levels)
         state.meter.drafted(began, max(state.buffer.lengths), state.levels)
-        state.drafting_s = time.perf_counter() - state.since
+        state.drafting_s = time.perf_counter() - drafts
         if not all(live):
             tree.valid &= torch.tensor(live, device=tree.valid.device)[:, None]
         return tree
@@ -190,6 +189,18 @@ class EagleDrafter:
         return taps[self.taps[0]] if len(self.taps) == 1 else torch.cat([taps[tap] for tap in self.taps], dim=-1)
 
     # --- reading ------------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def read(self, state: State) -> None:
+        """Read the prompt, and what was emitted since the last draft, as far as that was not done."""
+        if state.prompt is not None:
+            assert state.first is not None
+            if self.draft_ids is not None:
+                state.ids = self.draft_ids.to(state.shut.device)
+                state.shut, state.trimmed = state.shut[state.ids], self.head.trimmed(state.words, state.ids)
+            self._read_prompt(state, state.prompt, state.first)
+            state.prompt = None
+        self._catch_up(state)
 
     def _read_prompt(self, state: State, prompt: Prompt, first: Tensor) -> None:
         """Run the head over the prompt, whose last position is followed by `first` [B]."""
@@ -373,7 +384,9 @@ class Layered:
         self.committed, buffer.lengths = buffer.lengths, [max(buffer.lengths)] * batch
         seen = torch.arange(max(self.committed), device=device) < torch.tensor(self.committed, device=device)[:, None]
         self.seen = seen[:, None].expand(batch, width, -1)
-        self.base = torch.tensor(state.places, device=device)[:, None]
+        # A level's rows stand at the same places: `each` of them, one behind the other.
+        places = torch.tensor(state.places, device=device)[:, None] + torch.arange(drafter.reach, device=device)
+        self.cos, self.sin = drafter._angles(state, places)
         own = torch.eye(width, dtype=torch.bool, device=device).repeat_interleave(each, 1)
         self.own = own.expand(batch, width, width * each)
         self.above = self.own[..., :0]
@@ -383,11 +396,14 @@ class Layered:
         drafter, state, buffer = self.drafter, self.state, self.state.buffer
         self.above = torch.cat((self.above, self.own), dim=-1)
         rows = drafter.fuse(state, embedded, feature)
-        place = torch.arange(rows.shape[1], device=rows.device) % self.each
-        cos, sin = drafter._angles(state, self.base + (level - 1) * self.each + place)
+        here = slice((level - 1) * self.each, level * self.each)
+        cos, sin = self.cos[:, :, here], self.sin[:, :, here]
+        mask = torch.cat((self.seen, self.above), dim=-1)
+        if self.each > 1:
+            cos, sin = (part.repeat(1, 1, rows.shape[1] // self.each, 1) for part in (cos, sin))
+            mask = mask.repeat_interleave(self.each, 1)
         buffer.open(rows.shape[1])
-        mask = torch.cat((self.seen, self.above), dim=-1).repeat_interleave(self.each, 1)[:, None]
-        out: Tensor = drafter.head(rows, cos, sin, attention(buffer, mask))
+        out: Tensor = drafter.head(rows, cos, sin, attention(buffer, mask[:, None]))
         buffer.advance(rows.shape[1])
         return out
 

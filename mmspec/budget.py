@@ -8,6 +8,7 @@ ever run for it, and nothing here can change a token. Knows nothing of models or
 
 from __future__ import annotations
 
+import math
 import threading
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -26,6 +27,8 @@ LONGEST_NAP = 512
 """Rounds after which a drafter that does not pay is asked again, at the latest."""
 FADE = 0.0005
 """Share of the doubt in a drafter that goes away in each round in which it is not asked."""
+FRESH = 128
+"""Rounds after which plain decoding is measured again, that nobody thinks it dearer than it is."""
 FIXED = 8
 """Nodes of every tree when shapes must not depend on timing and nobody says how many."""
 
@@ -66,7 +69,7 @@ class Costs:
     device: str = "cpu"
     score: dict[tuple[int, int], float] = field(default_factory=dict)
     """(B, N) -> seconds of the target's forward."""
-    rest: dict[int, float] = field(default_factory=dict)
+    rest: dict[tuple[int, int], float] = field(default_factory=dict)
     losses: dict[int, Loss] = field(default_factory=dict)
     """B -> what asking the drafter has cost."""
     trust: float = 1.0
@@ -82,19 +85,19 @@ class Costs:
 
     def of_score(self, batch: int, nodes: int) -> float:
         """Seconds of one forward: measured, or guessed from the nearest size that was, a smaller one if there is."""
-        known = self.score.get((batch, nodes))
-        if known is not None:
-            return known
-        sizes = sorted(n for b, n in tuple(self.score) if b == batch)  # a copy: other threads may be learning
-        if not sizes:
+        known = {n: seconds for (b, n), seconds in tuple(self.score.items()) if b == batch}  # other threads may learn
+        if not known:
             return 0.0
+        sizes = sorted(known)
+        if nodes in known:  # and no larger one is cheaper: then that was a dear first use, and its mean is not yet
+            return min(known[n] for n in sizes if n >= nodes)
         nearest = max((n for n in sizes if n < nodes), default=sizes[0])
         slope = SLOPE.get(self.device, SLOPE["other"])
-        return self.score[batch, nearest] * (1 + slope * (nodes - 1)) / (1 + slope * (nearest - 1))
+        return known[nearest] * (1 + slope * (nodes - 1)) / (1 + slope * (nearest - 1))
 
     def of_round(self, batch: int, nodes: int) -> float:
         """Seconds of one round without its draft."""
-        return self.of_score(batch, nodes) + self.rest.get(nodes, self.rest.get(1, 0.0))
+        return self.of_score(batch, nodes) + self.rest.get((batch, nodes), self.rest.get((batch, 1), 0.0))
 
     def learn(self, table: dict[Any, float], key: Any, seconds: float) -> None:
         """Mean that follows slow changes and shrugs off single outliers (machines are shared).
@@ -130,18 +133,22 @@ class Budget:
         self._loss = costs.losses.setdefault(batch, Loss()) if drafts else Loss()
         self._promised = 0.0
         self._live = 0  # rows that were drafted for in this round
+        self._since = 0  # rounds since plain decoding was measured
 
     @property
     def awake(self) -> bool:
         """Whether the drafter should be asked in the coming round."""
         return self.drafts and (self._loss.nap == 0 or self.fixed is not None)
 
-    def choose(self, tree: DraftTree, live: int) -> int:
+    def choose(self, tree: DraftTree, live: int, room: float = math.inf) -> int:
         """Nodes of `tree` that are worth scoring for `live` rows; 1 means plain decoding.
 
         What the draft has cost is spent either way. More nodes take more seconds, and a second is worth what it brings
         in all rounds: so the best size is that with the most tokens beyond those that its seconds would bring anyway.
         (That maximises tokens per second in the long run; the best rate of each single round would not.)
+
+        Args:
+            room: tokens beyond one each that these rows may emit at all.
         """
         self._promised = 0.0
         if self.fixed:
@@ -149,15 +156,15 @@ class Budget:
         self._live = live
         if tree.nodes == 1:
             return 1
-        costs, gains = self.costs, self._gains(tree)
+        costs, gains = self.costs, self._gains(tree, live)
         plain = costs.of_round(self.batch, 1)
         rate = WORTH * live * self._rate(plain)
         best, best_value = 1, 0.0
         for nodes in (size for size in BUCKETS if 1 < size <= tree.nodes):
-            value = gains[nodes - 1] * costs.trust - rate * (costs.of_round(self.batch, nodes) - plain)
+            value = min(gains[nodes - 1] * costs.trust, room) - rate * (costs.of_round(self.batch, nodes) - plain)
             if value > best_value:
                 best, best_value = nodes, value
-        self._promised = gains[best - 1]
+        self._promised = min(gains[best - 1], room)
         return best
 
     def skip(self) -> None:
@@ -174,7 +181,10 @@ class Budget:
             return
         costs = self.costs
         costs.learn(costs.score, (self.batch, nodes), score_s)
-        costs.learn(costs.rest, nodes, rest_s)
+        costs.learn(costs.rest, (self.batch, nodes), rest_s)
+        self._since = 0 if nodes == 1 else self._since + 1
+        if self._since > FRESH:
+            self._loss.nap = max(self._loss.nap, 1)
         if self._promised > 0:
             costs.believe(gained / self._promised)
         if self._live:
@@ -202,10 +212,10 @@ class Budget:
         if lost > 0 and self._loss.mean > 0 and plain:
             self._loss.sleep(plain)
 
-    def _gains(self, tree: DraftTree) -> list[float]:
+    def _gains(self, tree: DraftTree, live: int) -> list[float]:
         """[N] expected tokens beyond one per row if the first n + 1 nodes were scored, summed over rows."""
         if tree.scores is None or tree.scores.device.type != "cpu":
-            return [0.3 * self.batch * node for node in range(tree.nodes)]  # `trust` corrects it
+            return [0.3 * live * node for node in range(tree.nodes)]  # `trust` corrects it
         scores = torch.where(tree.valid, tree.scores, 0.0)
         scores[:, 0] = 0.0
         return scores.sum(0).cumsum(0).tolist()

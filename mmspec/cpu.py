@@ -2,10 +2,10 @@
 
 A plain float32 `nn.Linear` is at its worst for products of a few rows, which eats the gain of scoring several nodes at
 once. There are two other ways to the same product: *turned* (weight times rows, so that the kernel's wide side is the
-weight's; needs nothing but a transposed result) and *packed* (the weight brought into the kernel's own order once, in a
-copy). Here the layers of exact type `nn.Linear` are served so, only inside the decode loop (a context variable, so that
-training, other threads and `disabled()` see plain layers), and only for shapes at which real calls were faster that
-way. A copy is never older than its weight: an edit in place is noticed. Knows no model.
+weight's; needs nothing but a transposed result) and, if the user asks for it, *packed* (the weight brought into the
+kernel's own order once, in a copy). Here the layers of exact type `nn.Linear` are served so, only inside the decode
+loop (a context variable, so that training, other threads and `disabled()` see plain layers), and only for shapes at
+which real calls were faster that way. Knows no model.
 """
 
 from __future__ import annotations
@@ -29,8 +29,6 @@ logger = logging.getLogger("mmspec")
 
 MOST_ROWS = 128
 """Products of more rows are not worth it: there the plain kernel's repacking is a small part."""
-MOST_BYTES = 2 << 30
-"""Copies for all layers together may take that much, unless the user asked for them."""
 TRIALS = 5
 """Real calls of each kind that are timed before a shape is decided."""
 HINT = 8
@@ -42,15 +40,22 @@ Shape = tuple[int, int, int]
 
 @dataclass
 class Pack:
-    """The packed copy of one weight, and whose it is."""
+    """The packed copy of one weight, and which weight, with which bits, it is of."""
 
     weight: Tensor
     data: int
     version: int
+    content: tuple[Tensor, Tensor]
 
     def fits(self, weight: Tensor) -> bool:
-        """Whether the weight is still the one that was packed."""
+        """Whether the weight is still the one that was packed, as far as can be seen without reading it."""
         return weight.data_ptr() == self.data and weight._version == self.version
+
+
+def content(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Sums of a weight's bits over rows and over columns, exact."""
+    bits = weight.detach().view(torch.int32)
+    return bits.sum(0), bits.sum(1)
 
 
 @dataclass
@@ -91,7 +96,7 @@ class Packs:
         """Bytes that the copies take."""
         return sum(pack.weight.element_size() * pack.weight.numel() for pack in self.packs.values())
 
-    def linear(self, layer: nn.Linear, rows: Tensor, fixed: bool = False, copies: bool = True) -> Tensor:
+    def linear(self, layer: nn.Linear, rows: Tensor, fixed: bool = False, copies: bool = False) -> Tensor:
         """`layer(rows)`, in the way that is known, or being found out, to be the fastest.
 
         Args:
@@ -117,6 +122,17 @@ class Packs:
         out = self._in_way(way, layer, rows)
         trial.add(way, time.perf_counter() - began)
         return out
+
+    def forget(self, layers: Iterable[nn.Linear]) -> None:
+        """Drop the copies of weights that were changed behind torch's back.
+
+        `weight.data += delta`, as peft merges, changes neither address nor version, so the bits are compared: 10 ms for
+        20 million weights.
+        """
+        for layer in layers:
+            pack = self.packs.get(layer)
+            if pack is not None and not all(map(torch.equal, pack.content, content(layer.weight))):
+                del self.packs[layer]
 
     def _in_way(self, way: str, layer: nn.Linear, rows: Tensor) -> Tensor:
         if way == "packed":
@@ -146,7 +162,7 @@ class Packs:
                 self.broken = True
                 logger.debug("linear layers stay plain: %s", error)
                 return None
-            pack = Pack(copy, data, version)
+            pack = Pack(copy, data, version, content(weight))
             self.packs[layer] = pack
         return pack
 
@@ -207,23 +223,25 @@ def _plain(layer: nn.Linear) -> bool:
 
 @contextlib.contextmanager
 def packed(
-    packs: Packs | None, layers: Iterable[nn.Linear], fixed: bool = False, most: int | None = MOST_BYTES
+    packs: Packs | None, layers: Iterable[nn.Linear], fixed: bool = False, copies: bool = False
 ) -> Iterator[None]:
     """Within it, this thread's calls of these layers may be computed in other ways. Nothing is left behind.
 
     Args:
-        most: bytes that copies may take; if all layers together are larger, none is copied. None: no limit.
+        fixed, copies: see `Packs.linear`.
     """
     chosen = list(layers) if packs is not None else []
-    copies = most is None or sum(layer.weight.nbytes for layer in chosen) <= most
     if packs is None or not chosen:
         yield
         return
+    copies = copies and torch.backends.mkldnn.is_available()
+    if copies:
+        packs.forget(chosen)
     with _INSTALL:
         for layer in chosen:
             _INSTALLED[id(layer)] = _INSTALLED.get(id(layer), 0) + 1
             layer.__dict__["forward"] = types.MethodType(_forward, layer)
-    token = ACTIVE.set(_Use(packs, fixed, copies and torch.backends.mkldnn.is_available()))
+    token = ACTIVE.set(_Use(packs, fixed, copies))
     try:
         yield
     finally:
@@ -236,4 +254,4 @@ def packed(
                     layer.__dict__.pop("forward", None)
 
 
-__all__ = ["MOST_BYTES", "Packs", "layers_of", "packed", "served", "turned"]
+__all__ = ["Packs", "layers_of", "packed", "served", "turned"]

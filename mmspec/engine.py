@@ -124,7 +124,8 @@ class Loop:
             limits = clock.limits(budget.most)
             live = [limit > 1 and not ended for limit, ended in zip(limits, clock.ended, strict=True)]
             tree = self.drafter.propose(state, budget.most, live).trim(budget.most)
-            size = budget.choose(tree, sum(live))
+            room = sum(limit - 1 for limit, on in zip(limits, live, strict=True) if on)
+            size = budget.choose(tree, sum(live), room)
             tree = tree.trim(size).pad(size)
         else:
             budget.skip()

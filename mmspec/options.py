@@ -23,8 +23,8 @@ class Options:
         nodes: score trees of just this many nodes, the root counted, whatever that costs; None lets the controller
             choose every round, so that it is never slower.
         deterministic: fix all shapes, so that a run in half precision repeats itself bit for bit on one machine.
-        packed: on a CPU, also try float32 linear layers in the kernel's own order, which costs their memory once more;
-            None does so if that is at most 2 GiB. False leaves all linear layers as they are.
+        packed: on a CPU, True also tries float32 linear layers in the kernel's own order, which costs their memory once
+            more; False leaves all linear layers as they are.
     """
 
     drafter: Drafter

@@ -56,9 +56,9 @@ def patch(
         nodes: score trees of just this many nodes (1 to 64, the root counted), whatever that costs; by default a
             controller chooses every round, so that nothing becomes slower than plain decoding.
         deterministic: fix all shapes, so that a run in half precision repeats itself bit for bit on one machine.
-        packed: on a CPU, float32 linear layers are computed in whichever way real calls show to be fastest. Of these,
-            a copy in the kernel's own order costs the memory of the layers once more. None: if that is at most 2 GiB;
-            True: in any case; False: leave all linear layers as they are.
+        packed: on a CPU, float32 linear layers are computed in whichever way real calls show to be fastest. True: also
+            from copies in the kernel's own order, which cost the memory of the layers once more. False: leave all
+            linear layers as they are.
 
     Returns:
         The same model.

@@ -38,6 +38,8 @@ HISTORY = frozenset(getattr(hf, name) for name in _HISTORY.split() if hasattr(hf
 
 _GENERATORS = threading.Lock()
 """Held while noise is drawn, so that calls in several threads do not tear each other's draws."""
+_MOVES = [0]
+"""How often a `Noise` has moved a generator, of all calls in all threads."""
 
 
 class Noise:
@@ -48,6 +50,7 @@ class Noise:
             code draws from the same generator.
         left: the generator's state when it was last used here.
         lent: a drafter of someone else's is at work; what it draws is no concern of ours (see `Undo`).
+        moves: how often it has moved the generator itself.
         shared: someone else drew in between, say a call in another thread. Then nothing is ever put back, or that call
             and this one would be given the same noise; which call gets which is open, as it is with transformers.
     """
@@ -59,6 +62,7 @@ class Noise:
         self.start = self.left = self.generator.get_state()
         self._ring = torch.empty(window, batch, vocab, device=device, dtype=torch.float32)
         self._snapshots: dict[int, Tensor] = {}
+        self.moves = 0
         self._drawn = 0  # columns drawn so far
         self._floor = 0  # columns below it may be forgotten
         self._rows = torch.arange(batch, device=device)[:, None]
@@ -69,6 +73,7 @@ class Noise:
             return
         with _GENERATORS:
             self._put(self.after(self._drawn - 1))
+            self._moved()
             while self._drawn < until:
                 self._ring[self._drawn % self.window].exponential_(1, generator=self.generator)
                 self._snapshots[self._drawn] = self.generator.get_state()
@@ -124,10 +129,15 @@ class Noise:
             self.settle(column)
         self.live = True
 
+    def _moved(self) -> None:
+        _MOVES[0] += 1
+        self.moves += 1
+
     def _put(self, state: Tensor) -> None:
         """Move the generator, unless someone else has used it."""
         self.shared = self.shared or (not self.lent and self.touched())
         if not self.shared:
+            self._moved()
             self.generator.set_state(state)
             self.left = state
 
@@ -135,8 +145,11 @@ class Noise:
 class Undo:
     """Context in which whatever is drawn from the default generators of `devices` is undone.
 
+    Unless another call of mmspec has drawn meanwhile, in another thread: then it is not known who moved the generator,
+    and putting it back would give that call the same noise twice.
+
     Attributes:
-        drew: whether anything was.
+        drew: whether anything was drawn here.
     """
 
     def __init__(self, *devices: torch.device, noise: Noise | None = None) -> None:
@@ -149,6 +162,7 @@ class Undo:
         self.drew = False
 
     def __enter__(self) -> Undo:
+        self._others = self._moves_of_others()
         self._states = [generator.get_state() for generator in self._generators]
         if self._noise is not None:
             self._noise.lent = True
@@ -158,12 +172,17 @@ class Undo:
         noise = self._noise
         if noise is not None:
             noise.lent = False
+        if self._moves_of_others() != self._others:
+            return
         for generator, state in zip(self._generators, self._states, strict=True):
             if noise is not None and not noise.live and generator.device == noise.generator.device:
                 state = noise.left
             if not torch.equal(generator.get_state(), state):
                 self.drew = True
                 generator.set_state(state)
+
+    def _moves_of_others(self) -> int:
+        return _MOVES[0] - (0 if self._noise is None else self._noise.moves)
 
 
 class Picker:

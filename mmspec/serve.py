@@ -15,7 +15,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from mmspec.budget import Budget, Costs
 from mmspec.columns import ColumnClock
-from mmspec.cpu import MOST_BYTES, Packs, layers_of, packed
+from mmspec.cpu import Packs, layers_of, packed
 from mmspec.engine import Loop
 from mmspec.interfaces import Compressor, Drafter, Prompt, Verdict, Words
 from mmspec.options import Options, reference_rows
@@ -105,11 +105,17 @@ def serve(call: Call, given: Prepared) -> Any:
         keep_cache=keep_cache,
         lockstep=bool(strangers),
     )
+
+    def undo() -> Undo:
+        return Undo(input_ids.device, target.device, noise=noise)
+
+    if watch is not None and not _ours(watch.inner):
+        watch.guard = undo
     prompt = _prompt(call, input_ids, target, taps, first.shape[-1], clock)
     prompt = replace(prompt, compressor=watch, answer=most if most < UNSAID else None)
     loop = Loop(
         target=target,
-        drafter=drafter if type(drafter).__module__.startswith("mmspec.") else _Quiet(drafter, input_ids.device, noise),
+        drafter=drafter if _ours(drafter) else _Quiet(drafter, undo),
         clock=clock,
         picker=picker,
         budget=Budget(
@@ -125,8 +131,8 @@ def serve(call: Call, given: Prepared) -> Any:
         warn=call.warn,
     )
     try:
-        room = None if call.options.packed else MOST_BYTES
-        with target.decoding(), packed(call.packs, _layers(call), call.options.deterministic, room):
+        fixed, copies = call.options.deterministic, bool(call.options.packed)
+        with target.decoding(), packed(call.packs, _layers(call), fixed, copies):
             loop.run(first, prompt)
     finally:
         if noise is not None and not noise.live:
@@ -238,21 +244,25 @@ def _ids(value: int | Sequence[int] | None) -> tuple[int, ...]:
     return (value,) if isinstance(value, int) else tuple(value)
 
 
+def _ours(part: object) -> bool:
+    return type(part).__module__.startswith("mmspec.")
+
+
 class _Quiet:
     """Someone else's drafter, which must not leave a trace in the generator that tokens are sampled with."""
 
-    def __init__(self, drafter: Drafter, device: torch.device, noise: Noise | None) -> None:
-        self.drafter, self.device, self.noise = drafter, device, noise
+    def __init__(self, drafter: Drafter, undo: Callable[[], Undo]) -> None:
+        self.drafter, self.undo = drafter, undo
         self.name, self.needs, self.vocab_size = drafter.name, drafter.needs, drafter.vocab_size
 
     def begin(self, prompt: Prompt) -> Any:
-        with Undo(self.device, noise=self.noise):
+        with self.undo():
             return self.drafter.begin(prompt)
 
     def propose(self, state: Any, budget: int, live: Sequence[bool]) -> DraftTree:
-        with Undo(self.device, noise=self.noise):
+        with self.undo():
             return self.drafter.propose(state, budget, live)
 
     def observe(self, state: Any, verdict: Verdict, taps: Mapping[int, Tensor]) -> None:
-        with Undo(self.device, noise=self.noise):
+        with self.undo():
             self.drafter.observe(state, verdict, taps)

@@ -6,6 +6,8 @@ the call, tells the rest. Knows no drafter and no compressor by name.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -46,17 +48,23 @@ def label(compressor: Compressor) -> str:
 
 
 class Watch:
-    """A compressor that notes what another one keeps, for one call."""
+    """A compressor that notes what another one keeps, for one call.
+
+    Attributes:
+        guard: makes the context in which the other one works.
+    """
 
     def __init__(self, inner: Compressor) -> None:
         self.inner, self.name, self.tokens = inner, inner.name, inner.tokens
+        self.guard: Callable[[], AbstractContextManager[Any]] = nullcontext
         self._ways: tuple[str, ...] = ()
         self._noted: tuple[Tensor, Tensor, Tensor] | None = None
         self._grids: tuple[Segment, ...] = ()
 
     def compress(self, visual: VisualTokens, query: Tensor | None, budget: int) -> VisualTokens:
         """See `mmspec.interfaces.Compressor`."""
-        few = self.inner.compress(visual, query, budget)
+        with self.guard():
+            few = self.inner.compress(visual, query, budget)
         origin = few.origin
         if few is visual:
             origin = torch.arange(few.mask.shape[1], device=few.mask.device).expand(few.mask.shape)

@@ -89,10 +89,11 @@ def emitted(tree: DraftTree, walked: list[list[int]], tokens: list[list[int]]) -
 
 
 def started(world: World, made: EagleDrafter, prompt: Prompt) -> State:
-    """After the prompt, with the words that follow in the texts."""
+    """After the prompt was read, with the words that follow in the texts."""
     state = made.begin(prompt)
     lengths = prompt.padding.sum(1).tolist()
     made.observe(state, first_verdict([int(world.ids[row, n]) for row, n in enumerate(lengths)]), {})
+    made.read(state)
     return state
 
 

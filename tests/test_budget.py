@@ -40,7 +40,7 @@ def learned(score: Callable[[int], float], batch: int = 1) -> Costs:
     costs = Costs()
     for nodes in BUCKETS:
         costs.learn(costs.score, (batch, nodes), score(nodes))
-        costs.learn(costs.rest, nodes, REST)
+        costs.learn(costs.rest, (batch, nodes), REST)
     return costs
 
 
@@ -180,11 +180,37 @@ def test_costs_that_were_never_measured_are_guessed_from_smaller_ones() -> None:
     assert costs.of_score(2, 2) == pytest.approx(1.11)
     assert costs.of_score(2, 8) == pytest.approx(1.5 * 1.77 / 1.33)
     assert costs.of_score(3, 4) == 0.0
+    costs.score[2, 2] = 9.0
+    assert costs.of_score(2, 2) == 1.5, "one that was dear when it was first used is not dearer than a larger one"
     assert Costs("other", score={(1, 1): 1.0}).of_score(1, 64) == pytest.approx(1.63)
 
 
 def test_without_any_measurement_it_tries() -> None:
     assert Budget(Costs(), 1, drafts=True).choose(tree_of(GOOD), 1) > 1
+
+
+def test_nothing_is_promised_beyond_the_end() -> None:
+    """Rows that may emit one more token gain one at most, whatever the tree; and that is no lie of its drafter."""
+    costs = learned(linear(0.3))
+    budget = Budget(costs, 1, drafts=True)
+    assert budget.choose(tree_of(GOOD), 1) == 4 and budget.choose(tree_of(GOOD), 1, room=1) == 2
+    budget.record(2, draft_s=0.0, score_s=linear(0.3)(2), rest_s=REST, gained=1)
+    assert costs.trust >= 1.0
+
+
+def test_dead_rows_promise_nothing_where_scores_are_not_known() -> None:
+    tree = tree_of(GOOD, batch=8)
+    tree.scores = None
+    costs = learned(linear(0.5), batch=8)
+    assert Budget(costs, 8, drafts=True).choose(tree, 1) == Budget(learned(linear(0.5)), 1, drafts=True).choose(tree, 1)
+
+
+def test_plain_decoding_is_measured_again_while_drafts_pay() -> None:
+    """Plain was measured while the machine was busy; without another look a drafter that is a loss seems to pay."""
+    costs, score = learned(linear(0.11)), linear(0.11)
+    costs.score[1, 1] = 9.0
+    seen = play(costs, 4000, draft=3.0, score=score, promises=GOOD[:3], truth=GOOD[:3])
+    assert costs.score[1, 1] < 1.5 and seen.speed(score) >= 0.85
 
 
 @pytest.mark.parametrize("fixed", [1, 3, FIXED, 64])

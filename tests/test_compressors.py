@@ -26,6 +26,7 @@ from mmspec.drafters.vispec import VispecDrafter, VispecHead
 from mmspec.interfaces import Compressor, Segment, VisualTokens
 from mmspec.vision.elastic import Elastic
 from mmspec.vision.latent import LatentCompressor
+from mmspec.vision.picking import highest, take
 from mmspec.vision.pooling import Conv, Pool, Window, blocks_of, window_for
 from mmspec.vision.registry import make, new, parse, restored
 from mmspec.vision.resampler import Resampler
@@ -483,6 +484,34 @@ def test_it_never_changes_a_word_and_is_used(tiny: Captioner, tmp_path: Path) ->
     finally:
         mmspec.unpatch(model)
     assert seen == [5]
+
+
+class Dicing:
+    """Keeps tokens by the throw of a die that samples are drawn with as well."""
+
+    name, tokens, thrown = "dicing", 3, 0
+
+    def compress(self, visual: VisualTokens, query: Tensor | None, budget: int) -> VisualTokens:
+        """See `Compressor`."""
+        self.thrown += 1
+        index, mask = highest(torch.rand(visual.mask.shape), visual.mask, budget)
+        return take(visual, index, mask)
+
+
+@pytest.mark.parametrize("sample", [True, False])
+def test_what_a_compressor_draws_leaves_no_trace(tiny: Captioner, sample: bool) -> None:
+    model, dicing = tiny.model, Dicing()
+    config = HeadConfig(64, 128, 4, 2, 384)
+    inputs = tiny.inputs([paint(scene(i)) for i in range(2)], ["a", "what is this thing"])
+    torch.manual_seed(5)
+    plain, left = model.generate(**inputs, max_new_tokens=16, do_sample=sample), torch.get_rng_state()
+    mmspec.patch(model, EagleDrafter(EagleHead(config), "decoupled", layers=2), compressor=dicing, nodes=8)
+    try:
+        torch.manual_seed(5)
+        assert torch.equal(model.generate(**inputs, max_new_tokens=16, do_sample=sample), plain)
+    finally:
+        mmspec.unpatch(model)
+    assert torch.equal(torch.get_rng_state(), left) and dicing.thrown == 1
 
 
 def test_grids_are_counted_in_visual_tokens(world: World) -> None:

@@ -62,7 +62,7 @@ def test_all_ways_lead_to_the_product(
     one, given = layer(bias=bias), rows(2 * count).view(2, count, 16).transpose(0, 1)
     monkeypatch.setattr(Trial, "next", lambda self: way)
     monkeypatch.setattr(cpu, "MOST_ROWS", 2 * MOST_ROWS)
-    with torch.no_grad(), packed(Packs(), [one]):
+    with torch.no_grad(), packed(Packs(), [one], copies=True):
         got = one(given)
     want = functional.linear(given, one.weight, one.bias)
     assert torch.allclose(got, want, atol=1e-5) and got.stride() == want.stride()
@@ -72,7 +72,7 @@ def test_all_ways_lead_to_the_product(
 @pytest.mark.parametrize("copies", [True, False])
 def test_copies_are_made_only_if_they_may_be(copies: bool) -> None:
     one, packs = layer(), Packs()
-    with torch.no_grad(), packed(packs, [one], most=one.weight.nbytes - (not copies)):
+    with torch.no_grad(), packed(packs, [one], copies=copies):
         for _ in range(3 * TRIALS):
             one(rows(4))
     assert bool(packs.packs) is copies and packs.trials[24, 16, 4].best is not None
@@ -96,7 +96,7 @@ def test_which_products_stay_plain(spied: list[int]) -> None:
 
 def test_an_edit_in_place_is_noticed(spied: list[int], copied: None) -> None:
     one, packs = layer(), Packs()
-    with torch.no_grad(), packed(packs, [one]):
+    with torch.no_grad(), packed(packs, [one], copies=True):
         first = one(rows(4))
         copy_ = packs.packs[one].weight
         assert torch.equal(one(rows(4)), first) and packs.packs[one].weight is copy_, "packed once"
@@ -107,6 +107,25 @@ def test_an_edit_in_place_is_noticed(spied: list[int], copied: None) -> None:
         one.weight = nn.Parameter(torch.ones(24, 16))
         assert torch.allclose(one(rows(4))[0, :, 0] - one.bias[0], rows(4)[0].sum(-1), atol=1e-5)
     assert spied == [4] * 5 and packs.nbytes == 24 * 16 * 4
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda weight: weight.data.mul_(2),  # as peft merges: neither address nor version changes
+        lambda weight: weight.data.copy_(weight.data.flip(0)),
+        lambda weight: weight.data.copy_(weight.data.flip(1)),
+    ],
+)
+def test_an_edit_that_torch_does_not_count_is_noticed_by_the_next_call(edit: Any, copied: None) -> None:
+    one, packs = layer(), Packs()
+    for _ in range(2):
+        with torch.no_grad(), packed(packs, [one], copies=True):
+            got = one(rows(4))
+        assert packs.packs and torch.allclose(got, functional.linear(rows(4), one.weight, one.bias), atol=1e-5)
+        version = one.weight._version
+        edit(one.weight)
+        assert one.weight._version == version
 
 
 def test_nothing_is_left_behind_and_nobody_else_is_served(spied: list[int]) -> None:
@@ -159,7 +178,7 @@ def test_shapes_are_decided_by_real_calls(fast: str, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(Packs, "_in_way", timed)
     monkeypatch.setattr(cpu.time, "perf_counter", lambda: now[0])
     one, packs = layer(), Packs()
-    with torch.no_grad(), packed(packs, [one]):
+    with torch.no_grad(), packed(packs, [one], copies=True):
         for _ in range(3 * TRIALS + 5):
             one(rows(4))
         assert one(rows(1)).shape == (1, 1, 24)
@@ -183,7 +202,7 @@ def test_a_torch_that_cannot_pack_is_no_error(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(torch.ops, "mkldnn", Nothing())
     one, packs = layer(), Packs()
-    with torch.no_grad(), packed(packs, [one]):
+    with torch.no_grad(), packed(packs, [one], copies=True):
         for _ in range(3 * TRIALS):
             assert torch.allclose(one(rows(4)), functional.linear(rows(4), one.weight, one.bias), atol=1e-6)
     assert packs.broken and not packs.packs

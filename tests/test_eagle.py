@@ -37,6 +37,7 @@ from pretend import (
     PICTURE,
     World,
     emitted,
+    first_verdict,
     lesson_of,
     paths_of,
     prompt_of,
@@ -509,6 +510,32 @@ def test_depth_comes_back_when_text_becomes_easy() -> None:
         levels = depth.choose(1)
         depth.learn(1, levels, [levels], 0.1, 1.0)
     assert depth.choose(1) == 6
+
+
+def test_depth_comes_back_from_a_hard_passage() -> None:
+    """Deep levels were hardly ever reached; when the text goes on better they are tried again soon."""
+    import random
+
+    dice, depth, chosen = random.Random(1), Depth(6), list[int]()
+    for hit, rounds in ((0.4, 200), (0.85, 120)):
+        for _ in range(rounds):
+            chosen.append(depth.choose(1))
+            kept = 0
+            while kept < chosen[-1] and dice.random() < hit:
+                kept += 1
+            depth.learn(1, chosen[-1], [kept], 2.5, 30.0)
+    assert sum(chosen[150:200]) / 50 < 4.5 and sum(chosen[-30:]) / 30 > 5.5
+
+
+def test_a_prompt_is_read_when_a_draft_is_wanted(world: World) -> None:
+    made = drafter(world)
+    prompt = prompt_of(world, 11)
+    state = made.begin(prompt)
+    made.observe(state, first_verdict([1, 2]), {})
+    assert not any(state.buffer.lengths), "nobody asked for a draft yet"
+    assert made.propose(state, 1, [True, True]).nodes == 1 and not any(state.buffer.lengths)
+    made.propose(state, 8, [True, True])
+    assert all(state.buffer.lengths) and state.prompt is None
 
 
 def test_fixed_shapes_never_hang_on_timing(world: World) -> None:

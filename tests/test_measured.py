@@ -17,6 +17,7 @@ from mmspec.app.captioner import Captioner
 from mmspec.app.models import random_model
 from mmspec.app.scenes.paint import paint
 from mmspec.app.scenes.world import scene
+from mmspec.budget import Budget
 from mmspec.drafters.checkpoint import Made, save
 from mmspec.drafters.eagle import EagleDrafter
 from mmspec.drafters.head import EagleHead, HeadConfig
@@ -343,8 +344,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("sample", [False, True])
-def test_the_text_is_the_same_and_stats_say_what_was_shown(tiny: Captioner, folder: Path, sample: bool) -> None:
+def test_the_text_is_the_same_and_stats_say_what_was_shown(
+    tiny: Captioner, folder: Path, sample: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = tiny.model
+    monkeypatch.setattr(Budget, "awake", True)  # a drafter that sleeps through a call is shown nothing
     inputs = tiny.inputs([paint(scene(i)) for i in range(2)], ["a", "what is this thing, and what colour has it"])
     options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": sample}
     torch.manual_seed(1)

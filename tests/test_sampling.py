@@ -231,6 +231,17 @@ def test_what_a_stranger_draws_is_undone() -> None:
     assert undo.drew and torch.equal(torch.get_rng_state(), noise.left)
 
 
+def test_what_another_call_draws_meanwhile_is_not_undone() -> None:
+    """Put back, the generator would give that call the same noise again."""
+    torch.manual_seed(3)
+    other, mine = Noise(2, 13, CPU, 8), Noise(2, 13, CPU, 8)
+    for noise in (None, mine):
+        with Undo(CPU, noise=noise) as undo:
+            other.draw(other._drawn + 2)
+            left = torch.get_rng_state()
+        assert not undo.drew and torch.equal(torch.get_rng_state(), left) and not other.shared
+
+
 def test_the_default_generator_is_the_one_multinomial_uses() -> None:
     assert default_generator(CPU) is torch.default_generator
 
