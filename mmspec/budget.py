@@ -30,7 +30,7 @@ FADE = 0.0005
 FRESH = 128
 """Rounds after which plain decoding is measured again, that nobody thinks it dearer than it is."""
 FIXED = 8
-"""Nodes of every tree when shapes must not depend on timing and nobody says how many."""
+"""Nodes of every tree when shapes must not depend on timing and nobody says how many, and of a process's first."""
 
 
 @dataclass
@@ -160,7 +160,8 @@ class Budget:
         plain = costs.of_round(self.batch, 1)
         rate = WORTH * live * self._rate(plain)
         best, best_value = 1, 0.0
-        for nodes in (size for size in BUCKETS if 1 < size <= tree.nodes):
+        most = tree.nodes if plain else min(tree.nodes, FIXED)  # nothing was measured yet: begin with a middling one
+        for nodes in (size for size in BUCKETS if 1 < size <= most):
             value = min(gains[nodes - 1] * costs.trust, room) - rate * (costs.of_round(self.batch, nodes) - plain)
             if value > best_value:
                 best, best_value = nodes, value
