@@ -68,7 +68,7 @@ class Recorder:
         self._proposed: int | None = None
         self.segments: tuple[Segment, ...] = ()
         self._visual: Tensor | None = None
-        # Networks are served from packed copies if they are found among a drafter's own attributes.
+        # Linear layers are computed the fastest way if they are found among a drafter's own attributes.
         self.__dict__.update({name: part for name, part in vars(inner).items() if isinstance(part, nn.Module)})
 
     def begin(self, prompt: Prompt) -> Any:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass, field
 
+from mmspec.pace import follow
+
 MEMORY = 0.97
 """What is left of the evidence at each new round."""
 LOOK = 24
@@ -80,13 +82,8 @@ class Depth:
                 if there := sum(count >= step for count in kept):
                     tally.tried[step] = MEMORY * tally.tried[step] + there
                     tally.reached[step] = MEMORY * tally.reached[step] + sum(count > step for count in kept)
-            tally.level_s = _follow(tally.level_s, level_s)
-            tally.rest_s = _follow(tally.rest_s, rest_s)
-
-
-def _follow(old: float, new: float) -> float:
-    """A mean that follows slowly and shrugs off single outliers; but what takes half as long is believed at once."""
-    return new if not old or new < old / 2 else old + 0.1 * (min(new, 2 * old) - old)
+            tally.level_s = follow(tally.level_s, level_s, 0.1)
+            tally.rest_s = follow(tally.rest_s, rest_s, 0.1)
 
 
 __all__ = ["Depth", "Tally"]

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from mmspec.pace import follow
 from mmspec.tree import BUCKETS, DraftTree
 
 SLOPE = {"cpu": 0.11, "other": 0.01}
@@ -46,6 +47,8 @@ class Loss:
     asked: int = 0
     nap: int = 0
     """Rounds to go until it is asked again."""
+    since: int = 0
+    """Rounds since plain decoding was measured, of all calls."""
     warm: set[int] = field(default_factory=set)
     """Sizes of trees that were scored before. First uses are dear: kernels are tried, memory is asked for."""
 
@@ -100,16 +103,9 @@ class Costs:
         return self.of_score(batch, nodes) + self.rest.get((batch, nodes), self.rest.get((batch, 1), 0.0))
 
     def learn(self, table: dict[Any, float], key: Any, seconds: float) -> None:
-        """Mean that follows slow changes and shrugs off single outliers (machines are shared).
-
-        What takes half as long as it was thought to was held up before, as first uses are: that is believed at once.
-        """
+        """Take in one more measurement."""
         with self.lock:
-            old = table.get(key)
-            if old is None or seconds < old / 2:
-                table[key] = seconds
-            else:
-                table[key] = old + 0.2 * (min(seconds, 2 * old) - old)
+            table[key] = follow(table.get(key), seconds, 0.2)
 
     def believe(self, kept: float) -> None:
         """Take in which part of a promise came true."""
@@ -133,7 +129,6 @@ class Budget:
         self._loss = costs.losses.setdefault(batch, Loss()) if drafts else Loss()
         self._promised = 0.0
         self._live = 0  # rows that were drafted for in this round
-        self._since = 0  # rounds since plain decoding was measured
 
     @property
     def awake(self) -> bool:
@@ -183,8 +178,8 @@ class Budget:
         costs = self.costs
         costs.learn(costs.score, (self.batch, nodes), score_s)
         costs.learn(costs.rest, (self.batch, nodes), rest_s)
-        self._since = 0 if nodes == 1 else self._since + 1
-        if self._since > FRESH:
+        self._loss.since = 0 if nodes == 1 else self._loss.since + 1
+        if self._loss.since > FRESH:
             self._loss.nap = max(self._loss.nap, 1)
         if self._promised > 0:
             costs.believe(gained / self._promised)

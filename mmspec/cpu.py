@@ -78,7 +78,7 @@ class Trial:
 
 
 class Packs:
-    """The packed copies of a model's linear layers. One object per patched model; calls in several threads share it.
+    """How a model's linear layers are computed fastest. One per patched model; calls in several threads share it.
 
     Attributes:
         packs: the copies. trials: what is known of each shape. broken: this torch, or this machine's memory, cannot

@@ -41,7 +41,7 @@ class Call:
     """What the wrapper knows of one call.
 
     Attributes:
-        packs: packed copies of linear layers. costs: what rounds with this call's drafter cost.
+        packs: how linear layers are computed fastest. costs: what rounds with this call's drafter cost.
         began: `time.perf_counter()` when `generate` was called.
         streamer, vision: arguments of `generate` that transformers does not pass on. repeats: rows per prompt.
         warn: tells the user something once.

@@ -205,11 +205,12 @@ def test_dead_rows_promise_nothing_where_scores_are_not_known() -> None:
     assert Budget(costs, 8, drafts=True).choose(tree, 1) == Budget(learned(linear(0.5)), 1, drafts=True).choose(tree, 1)
 
 
-def test_plain_decoding_is_measured_again_while_drafts_pay() -> None:
+@pytest.mark.parametrize("calls", [1, 200])
+def test_plain_decoding_is_measured_again_while_drafts_pay(calls: int) -> None:
     """Plain was measured while the machine was busy; without another look a drafter that is a loss seems to pay."""
     costs, score = learned(linear(0.11)), linear(0.11)
     costs.score[1, 1] = 9.0
-    seen = play(costs, 4000, draft=3.0, score=score, promises=GOOD[:3], truth=GOOD[:3])
+    seen = play(costs, 4000, draft=3.0, score=score, promises=GOOD[:3], truth=GOOD[:3], calls=calls)
     assert costs.score[1, 1] < 1.5 and seen.speed(score) >= 0.85
 
 
