@@ -36,6 +36,17 @@ class Turn:
     answer: str
 
 
+def check_words(processor: Any, text: str | None, what: str = "The question") -> None:
+    """Refuse a text with a word that stands for a picture: the picture is put before it already.
+
+    Raises:
+        UsageError: it has one.
+    """
+    for token in (getattr(processor, name, None) for name in ("image_token", "video_token")):
+        if token and token in (text or ""):
+            raise UsageError(f"{what} must not contain {token}: the picture is put before it already")
+
+
 def takes_videos(processor: Any) -> bool:
     """Whether a video is one thing to the processor, and to its template, and not so many pictures."""
     template = getattr(processor, "chat_template", None)
@@ -53,7 +64,12 @@ def inputs_of(
 
     Args:
         shown: what stands at the beginning of each row. turns: what was said in each row before; by default nothing.
+
+    Raises:
+        UsageError: a question contains a word that stands for a picture.
     """
+    for question in questions:
+        check_words(processor, question)
     videos = takes_videos(processor)
     seen = [_entries(one, videos) for one in shown]
     rows = list(zip(seen, turns or [()] * len(questions), questions, strict=True))
@@ -155,4 +171,4 @@ def encoded(model: PreTrainedModel, inputs: dict[str, Any]) -> tuple[dict[str, A
     return ({**words, "mm_encoder_outputs": seen}, seconds) if seen else (inputs, 0.0)
 
 
-__all__ = ["PLAIN_TEMPLATE", "Turn", "check_length", "encoded", "inputs_of", "placed", "takes_videos"]
+__all__ = ["PLAIN_TEMPLATE", "Turn", "check_length", "check_words", "encoded", "inputs_of", "placed", "takes_videos"]

@@ -9,18 +9,22 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mmspec.app.caption import MODELS, check_drafter, positive, quiet, temperature
+from mmspec.app.caption import MODELS, positive, quiet, temperature
 from mmspec.app.errors import UsageError, one_line
 from mmspec.app.scenes.world import HELD_OUT
 from mmspec.app.settings import DEFAULT, DTYPES, MODEL, PROMPT
-from mmspec.app.versions import mmspec_version, version
+from mmspec.app.versions import commit, mmspec_version, version
 
 TASKS = ("describe", "short", "answer", "clip")  # of mmspec.app.scenes.tasks, which is too heavy to import here
+MOST_NODES = 64  # of mmspec.tree
+SHOWN = 5
+"""Positions of a draft that the table has room for."""
 COLUMNS = {
     "drafter": "drafter",
     "batch": "batch",
     "prompt_tokens": "prompt",
     "tau": "tau",
+    "accepted_at_position": "kept %",
     "R": "R",
     "tokens_per_s": "tok/s",
     "speedup_hf": "x hf",
@@ -41,14 +45,19 @@ rows
   hf            plain generate of transformers, on a model that was never patched
   hf-again      the same once more: its min and max of "x hf" are the noise band of this machine
   none          our own loop without drafts
-  others        our loop with that drafter; NAME+COMPRESSOR shows it fewer visual tokens (msd+pool:49)
+  others        our loop with that drafter; NAME+COMPRESSOR shows it fewer visual tokens (msd+pool:49); NAME@DEPTH
+                drafts so many levels in every round (msd@3, msd@3+pool:49), for drafters that draft level by level
 
 columns
   x hf, x own   decode speed-up (first token to last) over hf and over our own plain loop; x e2e: the whole call, image
                 encoding and prefill included. Medians of paired runs: in each round everybody runs once, in turn.
   tau           tokens per forward of a row;  R: time of one round in plain steps of our loop;  x own is about tau / R
+  kept %        of 100 rounds, those that kept 1, 2, 3, ... drafted tokens
   same          all tokens equal to hf, in every run (in half precision near-ties may differ)
   score, draft, rest: ms per round
+  In the JSON besides: accepted_at_position (kept % in full), speedup_*_ci (95% limits of the medians, bootstrap over
+  runs), speedup_e2e_pooled (all seconds of hf over all seconds), draft_mib and of_target (weights of drafter and
+  compressor, and their share of the target's), tokens_min (of the shortest answer), run (versions, commit, command).
 
 With --task (the default for the scenes model) pictures and questions come from the scenes world, from seed
 --first-seed on, and rows end where the model ends them: describe (a long description), short (a caption), answer
@@ -63,6 +72,7 @@ answers; give as many --images as the largest batch size times (repeats + 1). Su
 examples
   mmspec bench
   mmspec bench --task answer --drafters auto,fused --count 100 --json answers.json
+  mmspec bench --drafters msd@3,msd@5,flash --nodes 16       trees of one size, whatever that costs
   mmspec bench --model mid --drafters none,lookup,auto --batch-sizes 1,8 --prompt-tokens 100,700 --json mid.json
   mmspec bench --model llava-hf/llava-1.5-7b-hf --images photos/ --dtype bfloat16 --plot speed.png
 """
@@ -82,6 +92,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], co
     add = parser.add_argument
     add("--model", default=DEFAULT, metavar="M", help=MODELS)
     add("--drafters", type=names, default=["none", "auto"], metavar="A,B", help="default none,auto")
+    add("--nodes", type=positive, default=None, metavar="N", help="score trees of N nodes (default: what pays)")
     add("--batch-sizes", type=numbers, default=[1], metavar="N,N", help="default 1")
     add("--prompt-tokens", type=numbers, default=None, metavar="N,N", help="lengthen prompts with words to this")
     add("--task", choices=TASKS, default=None, help="what to ask about scenes from the world (default describe)")
@@ -112,9 +123,10 @@ def numbers(text: str) -> list[int]:
 
 def run(args: argparse.Namespace) -> int:
     """Carry out the command."""
+    from mmspec.app.contenders import check
+
     for name in args.drafters:
-        drafter, _, compressor = name.partition("+")
-        check_drafter(drafter, compressor or None)
+        check(name)
     settle(args)
     for file in filter(None, (args.json, args.plot)):
         writable(file)
@@ -148,6 +160,8 @@ def settle(args: argparse.Namespace) -> None:
         args.first_seed = HELD_OUT if args.first_seed is None else args.first_seed
     elif args.first_seed is not None or args.count is not None:
         raise UsageError("--first-seed and --count go with --task")
+    if args.nodes is not None and args.nodes > MOST_NODES:
+        raise UsageError(f"--nodes is 1 to {MOST_NODES}, the root counted; got {args.nodes}")
     args.prompt = args.prompt or PROMPT
     args.new_tokens = args.new_tokens or (160 if args.task else 64)
     if args.new_tokens < 2:
@@ -181,11 +195,12 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
         advise(images[0], "what --images names")
     model, processor = load(args.model, args.dtype, args.device)
     try:
-        field = systems(model, args.drafters, processor, ends=args.task is not None)
+        field = systems(model, args.drafters, processor, ends=args.task is not None, nodes=args.nodes)
     except (OSError, TypeError, ValueError) as error:
         raise UsageError(f"--model {args.model}: {one_line(error, 600)}") from error
     maker = Captioner(model, processor)
-    shared = {name: getattr(args, name) for name in ("model", "task", "first_seed", "new_tokens", "temperature")}
+    told = ("model", "task", "first_seed", "new_tokens", "temperature", "nodes")
+    shared = {name: getattr(args, name) for name in told}
     shared |= {"dtype": maker.dtype, "run": provenance(args.command, model)}
     lengths = args.prompt_tokens or [0]
     repeats = {batch: args.count // batch if args.count else args.repeats for batch in args.batch_sizes}
@@ -214,6 +229,7 @@ def provenance(command: str, model: Any) -> dict[str, Any]:
     return {
         "command": command,
         "mmspec": mmspec_version(),
+        "commit": commit(),
         "torch": version("torch"),
         "transformers": version("transformers"),
         "device": card or model.device.type,
@@ -236,6 +252,8 @@ def _cell(value: Any) -> str:
         return "-"
     if isinstance(value, bool):
         return "yes" if value else "NO"
+    if isinstance(value, list):
+        return " ".join(f"{100 * share:.0f}" for share in value[:SHOWN]) or "-"
     if isinstance(value, float):
         return f"{value:.2f}" if abs(value) < 100 else f"{value:.0f}"
     return str(value)

@@ -188,13 +188,12 @@ def check_drafter(name: str, compressor: str | None = None) -> None:
 def captioner(settings: JobSettings, place: Place) -> Captioner:
     """Load and patch the model."""
     import mmspec
+    from mmspec.app.asking import check_words
     from mmspec.app.captioner import Captioner
     from mmspec.app.load import load
 
     model, processor = load(settings.model, settings.dtype, settings.device, place.local)
-    for token in (getattr(processor, name, None) for name in ("image_token", "video_token")):
-        if token and token in (settings.prompt or ""):
-            raise UsageError(f"--prompt must not contain {token}: the picture is put before it already")
+    check_words(processor, settings.prompt, "--prompt")
     try:
         mmspec.patch(model, settings.drafter, settings.compressor, processor=processor)
     except (OSError, TypeError, ValueError) as error:

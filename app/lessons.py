@@ -5,6 +5,7 @@ Answers are written to a file once and read again when a run goes on. States are
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 from collections import Counter
@@ -21,8 +22,11 @@ from mmspec.app.clips import load_shown
 from mmspec.app.errors import UsageError
 from mmspec.app.images import ImageError, Shown, pictures
 from mmspec.app.inputs import collect
+from mmspec.app.jsonl import replace
 from mmspec.drafters.checkpoint import fingerprint
+from mmspec.drafters.rules import segments_of
 from mmspec.drafters.training_losses import Lesson
+from mmspec.interfaces import Prompt
 from mmspec.targets import family_of
 from mmspec.vision.isolated import Isolated
 
@@ -66,6 +70,19 @@ class ScenesData:
         return Request(made.pictures if len(made.pictures) > 1 else made.pictures[0], made.question)
 
 
+class Part:
+    """The requests of a range, numbered anew."""
+
+    def __init__(self, data: Data, numbers: range) -> None:
+        self.data, self.numbers = data, numbers
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitem__(self, number: int) -> Request:
+        return self.data[self.numbers[number]]
+
+
 class WithText:
     """Requests, and the same questions without their pictures: number n + len is the n-th without."""
 
@@ -96,6 +113,12 @@ class FileData:
 
     def __len__(self) -> int:
         return len(self.items)
+
+    @property
+    def digest(self) -> str:
+        """A short name of the whole list: files, questions, answers."""
+        listed = json.dumps([(str(item.path), item.question(), item.answer) for item in self.items])
+        return hashlib.sha256(listed.encode()).hexdigest()[:16]
 
     def __getitem__(self, number: int) -> Request:
         item = self.items[number]
@@ -145,18 +168,20 @@ class Teacher:
         most: int,
         tick: Callable[[int], None] = lambda done: None,
         share: tuple[int, int] = (0, 1),
+        since: int = 0,
     ) -> None:
         """Let the target answer every request that has no answer; what is there already is read, not made again.
 
         Args:
             share: (rank, processes): each does its part, in a file of its own; `read_answers` brings them together.
+            since: the first request that is asked; those before it are not needed.
         """
         folder.mkdir(parents=True, exist_ok=True)
         rank, world = share
         file = folder / (ANSWERS if world == 1 else f"answers-{rank}.jsonl")
         self._read(file, mend=True)
         self.read_answers(folder)
-        mine = range(rank, len(self.data), world)
+        mine = range(since + rank, len(self.data), world)
         open_ = [number for number in mine if number not in self.answers]
         tick(len(mine) - len(open_))
         with file.open("a", encoding="utf-8") as out:
@@ -179,16 +204,17 @@ class Teacher:
         """Answers in a file; with `mend` a last line that was cut is taken out of it."""
         if not file.exists():
             return
-        good = []
-        for line in file.read_text(encoding="utf-8").splitlines():
+        good, text = [], file.read_text(encoding="utf-8")
+        for line in text.splitlines():
             try:
                 row = json.loads(line)
             except ValueError:
                 continue
             self._take(row)
             good.append(line)
-        if mend:
-            file.write_text("".join(f"{line}\n" for line in good), encoding="utf-8")
+        whole = "".join(f"{line}\n" for line in good)
+        if mend and whole != text:
+            replace(file, whole.encode())  # under another name first: a full disk must not cost the answers
 
     def _take(self, row: dict[str, Any]) -> None:
         """An answer, and about how long its whole text is."""
@@ -247,15 +273,18 @@ class Teacher:
         device = self.model.device
         with torch.no_grad(), torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cpu"):
             seen = self.model(**whole, output_hidden_states=True, logits_to_keep=1, use_cache=False)
-        ids = whole["input_ids"]
-        placeholders = torch.tensor(self.placeholders, device=ids.device)
+        ids, real = whole["input_ids"], whole["attention_mask"].bool()
+        visual = torch.isin(ids, torch.tensor(self.placeholders, device=ids.device))
+        vision = {name: whole[name] for name in self.family.vision_args if whole.get(name) is not None}
+        grids = self.family.segments(ids, vision)
         return Lesson(
             ids=ids,
-            real=whole["attention_mask"].bool(),
-            visual=torch.isin(ids, placeholders),
+            real=real,
+            visual=visual,
             answer=answer,
             embedded=seen.hidden_states[0].float(),
             states=seen.hidden_states[-1].float(),
+            segments=segments_of(Prompt(ids, real, visual, positions=ids, segments=grids), ids.shape[1]),
         )
 
     def _join(self, inputs: dict[str, Any], answers: Sequence[list[int]]) -> tuple[dict[str, Any], Tensor]:
@@ -293,7 +322,8 @@ class Order:
         Args:
             count: requests there are. sizes: {request: how long}; 0 if not said.
         """
-        self.count, self.batch, self.seed, self.sizes = count, batch, seed, sizes or {}
+        # The mapping itself, not a copy: sizes come with the answers, which may be made after this.
+        self.count, self.batch, self.seed, self.sizes = count, batch, seed, {} if sizes is None else sizes
         self._epochs: dict[int, list[int]] = {}
 
     def numbers(self, step: int, shown: float = 1.0) -> list[int]:
@@ -315,10 +345,14 @@ class Order:
             random.Random(f"order {self.seed} {epoch}").shuffle(order)
             width = WINDOW * self.batch
             windows = [order[start : start + width] for start in range(0, self.count, width)]
-            sorted_ = [sorted(window, key=lambda number: self.sizes.get(number, 0)) for window in windows]
+            sorted_ = [sorted(window, key=self._size) for window in windows]
             latest = dict(list(self._epochs.items())[-1:])  # a step may take from two
             self._epochs = latest | {epoch: [number for part in sorted_ for number in part]}
         return self._epochs[epoch]
+
+    def _size(self, number: int) -> int:
+        """Of a request, or of the same without its pictures if it is only ever asked so."""
+        return self.sizes.get(number, self.sizes.get(number + self.count, 0))
 
 
 __all__ = [
@@ -326,6 +360,7 @@ __all__ = [
     "Data",
     "FileData",
     "Order",
+    "Part",
     "Request",
     "ScenesData",
     "Teacher",

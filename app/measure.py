@@ -13,9 +13,12 @@ from __future__ import annotations
 import copy
 import gc
 import math
+import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
+from operator import mul
 from statistics import median
 from typing import Any
 
@@ -24,16 +27,19 @@ from torch import Tensor
 from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList
 
 import mmspec
+from mmspec.app.contenders import patched, weight_of
 from mmspec.interfaces import Drafter
 from mmspec.stats import Stats
 
 PLAIN, AGAIN, OWN = "hf", "hf-again", "none"
+RESAMPLED = 1000
+"""Times that a bootstrap draws its runs or requests anew."""
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Run:
-    """One call. `tokens`: new ones, padding not counted. `stats` is None on the plain side."""
+    """One call. `tokens`: new ones, padding not counted; `fewest`: of a row. `stats` is None on the plain side."""
 
     total_s: float
     ttft_s: float
@@ -41,6 +47,7 @@ class Run:
     ids: Tensor
     tokens: int
     stats: Stats | None = None
+    fewest: int = 0
 
     @property
     def step_s(self) -> float:
@@ -96,12 +103,14 @@ def endless(model: Any) -> Any:
     return model
 
 
-def systems(model: Any, drafters: Sequence[str], processor: Any, ends: bool = False) -> list[System]:
+def systems(
+    model: Any, drafters: Sequence[str], processor: Any, ends: bool = False, nodes: int | None = None
+) -> list[System]:
     """Plain twice (the second is the noise band), our loop without drafts, then each drafter.
 
     Args:
-        drafters: names or folders; after a `+` a compressor (`msd+pool:49`).
-        ends: rows end where the model ends them.
+        drafters: as `contenders` reads them (`msd@3+pool:49`).
+        ends: rows end where the model ends them. nodes: of every tree; None lets the controller choose.
     """
 
     def copied() -> Any:
@@ -109,10 +118,7 @@ def systems(model: Any, drafters: Sequence[str], processor: Any, ends: bool = Fa
 
     plain = copied()
     made = [System(PLAIN, plain), System(AGAIN, plain)]
-    for name in dict.fromkeys((OWN, *drafters)):
-        drafter, _, compressor = name.partition("+")
-        made.append(System(name, mmspec.patch(copied(), drafter, compressor or None, processor=processor)))
-    return made
+    return made + [System(name, patched(copied(), name, processor, nodes)) for name in dict.fromkeys((OWN, *drafters))]
 
 
 def once(
@@ -125,10 +131,10 @@ def once(
 ) -> Run:
     """One call of `generate`, timed; `drafter` in place of the patched model's."""
     model, device = system.model, system.model.device
-    patched, stamp = mmspec.is_patched(model), Stamp(device)
+    ours, stamp = mmspec.is_patched(model), Stamp(device)
     options: dict[str, Any] = {"max_new_tokens": new_tokens, "do_sample": temperature > 0}
     options |= {"temperature": temperature} if temperature > 0 else dict.fromkeys(("temperature", "top_p", "top_k"))
-    if not patched:
+    if not ours:
         options["stopping_criteria"] = StoppingCriteriaList([stamp])
     if drafter is not None:
         options["mmspec"] = {"drafter": drafter}
@@ -140,21 +146,27 @@ def once(
     synchronise(device)
     total = time.perf_counter() - began
     ids = ids[:, inputs["input_ids"].shape[1] :]
-    tokens = count_tokens(ids, model.generation_config.eos_token_id)
-    if not patched:
-        return Run(total, stamp.times[0] - began, stamp.times[-1] - stamp.times[0], ids, tokens)
+    sizes = row_tokens(ids, model.generation_config.eos_token_id)
+    tokens, fewest = sum(sizes), min(sizes)
+    if not ours:
+        return Run(total, stamp.times[0] - began, stamp.times[-1] - stamp.times[0], ids, tokens, fewest=fewest)
     stats = mmspec.stats(model, last=True)
     if stats.plain_calls:
         raise RuntimeError(f"drafter {system.name!r} cannot be measured: {stats.fallback} went the plain way")
-    return Run(total, stats.ttft_s, stats.decode_s, ids, tokens, stats)
+    return Run(total, stats.ttft_s, stats.decode_s, ids, tokens, stats, fewest)
 
 
 def count_tokens(ids: Tensor, ends: int | list[int] | None) -> int:
     """Tokens of all rows, each up to its end token."""
+    return sum(row_tokens(ids, ends))
+
+
+def row_tokens(ids: Tensor, ends: int | list[int] | None) -> list[int]:
+    """Tokens of each row, up to its end token."""
     if ends is None:
-        return ids.numel()
+        return [ids.shape[1]] * len(ids)
     end = torch.isin(ids, torch.tensor(ends, device=ids.device)).long()
-    return int((end.cumsum(1) == end).sum())  # no end token before
+    return (end.cumsum(1) == end).sum(1).tolist()  # no end token before
 
 
 def rounds(
@@ -203,18 +215,42 @@ def results(field_: Sequence[System]) -> Iterator[Row]:
             "speedup_e2e": [_ratio(base.total_s, run.total_s) for run, base in zip(runs, plain, strict=True)],
         }
         row |= {name: _median(values) for name, values in ratios.items()}
+        row["speedup_e2e_pooled"] = sum(base.total_s for base in plain) / sum(run.total_s for run in runs)
         row["identical"] = all(torch.equal(run.ids, base.ids) for run, base in zip(runs, plain, strict=True))
-        for phase in ("score", "draft", "rest"):
-            values = [1e3 * getattr(s, f"{phase}_s") / s.rounds for s in stats if s.rounds]
-            row[f"{phase}_ms"] = median(values) if values else None
+        row |= phases(stats)
         row["kept_at_depth"] = [round(share, 3) for share in whole.kept_at_depth]
+        row["accepted_at_position"] = [round(share, 3) for share in accumulate(whole.kept_at_depth, mul)]
+        row["tokens_min"] = min(run.fewest for run in runs)
+        row |= weight_of(system.model)
         for name in ("visual", "visual_kept"):  # what a compressor was given, and what it showed the drafter
             row[name] = getattr(whole, name)
         row["ttft_ms"] = median(1e3 * run.ttft_s for run in runs)
         for name, values in ratios.items():
             good = [value for value in values if not math.isnan(value)]
             row |= {f"{name}_lo": min(good, default=None), f"{name}_hi": max(good, default=None)}
+            row[f"{name}_ci"] = [round(limit, 5) for limit in limits(good)]
         yield {key: round(value, 5) if isinstance(value, float) else value for key, value in row.items()}
+
+
+def phases(stats: Sequence[Stats]) -> dict[str, float | None]:
+    """Milliseconds of a round, of scoring, drafting and the rest: medians of calls."""
+
+    def typical(phase: str) -> float | None:
+        return _median([1e3 * getattr(one, f"{phase}_s") / one.rounds for one in stats if one.rounds])
+
+    return {f"{phase}_ms": typical(phase) for phase in ("score", "draft", "rest")}
+
+
+def bootstrap(told: Callable[[Sequence[int]], float], count: int) -> tuple[float, float, float]:
+    """(value, low, high) of what is told of `count` runs by their numbers; 95% of resampled sets lie within."""
+    dice, every = random.Random(0), range(count)
+    spread = sorted(told(dice.choices(every, k=count)) for _ in range(RESAMPLED))
+    return told(every), spread[RESAMPLED // 40], spread[-RESAMPLED // 40]
+
+
+def limits(values: Sequence[float]) -> list[float]:
+    """[low, high] of the median, 95% by bootstrap; empty if there are no values."""
+    return list(bootstrap(lambda places: median(values[i] for i in places), len(values))[1:]) if values else []
 
 
 def _ratio(above: float, below: float) -> float:
@@ -232,12 +268,16 @@ __all__ = [
     "OWN",
     "PLAIN",
     "System",
+    "bootstrap",
     "clone",
     "count_tokens",
     "endless",
+    "limits",
     "once",
+    "phases",
     "results",
     "rounds",
+    "row_tokens",
     "synchronise",
     "systems",
 ]

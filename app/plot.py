@@ -54,49 +54,74 @@ def plot_log(log: Path, file: Path) -> None:
 
 
 def plot_study(rows: Sequence[dict[str, Any]], classes: Sequence[str], file: Path) -> None:
-    """Share of the words of each class that were guessed, one group of bars per class, with 95% intervals."""
+    """Tau, and the share of the words of each class that were guessed, with 95% intervals: a line for each drafter."""
     require()
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 3.8), layout="constrained")
-    axis = figure.subplots()
-    width = 0.8 / len(rows)
-    for number, row in enumerate(rows):
-        places = [group + number * width for group in range(len(classes))]
-        values = [row[name][0] for name in classes]
-        spread = [[row[name][0] - row[name][1] for name in classes], [row[name][2] - row[name][0] for name in classes]]
-        axis.bar(places, values, width, yerr=spread, capsize=2, label=f"{row['drafter']} (tau {row['tau'][0]:.2f})")
-    axis.set_xticks([group + 0.4 - width / 2 for group in range(len(classes))], classes)
-    axis.set_ylabel("share that was guessed")
-    axis.legend(fontsize=8)
+    panels = ("tau", *classes)
+    figure = Figure(figsize=(2.0 + 1.9 * len(panels), 1.2 + 0.24 * len(rows)), layout="constrained")
+    places = list(range(len(rows)))
+    for axis, name in zip(figure.subplots(1, len(panels), sharey=True), panels, strict=True):
+        values, low, high = zip(*(row[name] for row in rows), strict=True)
+        axis.errorbar(values, places, xerr=_spread(values, low, high), fmt="o", markersize=4, capsize=2)
+        axis.set_title(name, fontsize=10)
+        axis.set_xlabel("tokens a forward" if name == "tau" else "share guessed", fontsize=8)
+        axis.tick_params(labelsize=8)
+        axis.grid(axis="x", color="0.9")
+    first = figure.axes[0]
+    first.set_yticks(places, [row["drafter"] for row in rows])
+    first.set_ylim(len(rows) - 0.5, -0.5)
     figure.savefig(file, dpi=150)
+
+
+MARKERS = "osD^vP*X"
+"""Of the drafters in `plot_kept`, in turn; colours are those of the compressors."""
 
 
 def plot_kept(rows: Sequence[dict[str, Any]], file: Path) -> None:
-    """Tau against the visual tokens that the drafter was shown: a panel per shape, a line per way, 95% intervals."""
+    """Tau against the visual tokens that the drafter was shown, a panel per shape, with 95% intervals.
+
+    A colour for each family of compressors, a marker for each drafter; what has both in common is one line.
+    """
     require()
     from matplotlib.figure import Figure
 
-    shapes = list(dict.fromkeys(row["shape"] for row in rows))
-    figure = Figure(figsize=(1.5 + 4 * len(shapes), 3.8), layout="constrained")
-    for axis, shape in zip(figure.subplots(1, len(shapes), squeeze=False)[0], shapes, strict=True):
-        lines: dict[str, list[dict[str, Any]]] = {}
-        for row in rows:
-            if row["shape"] == shape and "prefill_ms" in row:
-                lines.setdefault(row["way"].partition(":")[0], []).append(row)
-        for name, points in lines.items():
-            points.sort(key=lambda row: row["kept"] if row["kept"] is not None else row["visual"])
-            kept = [max(0.5, row["visual"] if row["kept"] is None else row["kept"]) for row in points]
-            values = [row["tau"][0] for row in points]
-            low = [row["tau"][0] - row["tau"][1] for row in points]
-            high = [row["tau"][2] - row["tau"][0] for row in points]
-            axis.errorbar(kept, values, yerr=[low, high], marker="o", markersize=4, capsize=2, label=name)
+    shown = [row for row in rows if "prefill_ms" in row]
+    shapes, families, drafters = (list(dict.fromkeys(r[key] for r in shown)) for key in ("shape", "family", "drafter"))
+    figure = Figure(figsize=(2.5 + 4 * max(1, len(shapes)), 4), layout="constrained")
+    axes = figure.subplots(1, max(1, len(shapes)), squeeze=False)[0]
+    lines: dict[str, Any] = {}
+    for axis, shape in zip(axes, shapes, strict=False):
+        groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+        for row in (row for row in shown if row["shape"] == shape):
+            groups.setdefault((row["drafter"], row["family"]), []).append(row)
+        for (drafter, family), points in groups.items():
+            points.sort(key=_seen)
+            values, low, high = zip(*(row["tau"] for row in points), strict=True)
+            marker, colour = MARKERS[drafters.index(drafter) % len(MARKERS)], f"C{families.index(family) % 10}"
+            style = {"marker": marker, "color": colour, "markersize": 4, "capsize": 2, "linewidth": 1}
+            label = family if len(drafters) == 1 else f"{drafter}, {family}"
+            kept = [max(0.5, _seen(row)) for row in points]
+            lines[label] = axis.errorbar(kept, values, yerr=_spread(values, low, high), **style)
         axis.set_xscale("log", base=2)
-        axis.set_xlabel("visual tokens that the drafter is shown")
+        axis.set_xlabel("visual tokens that the drafter is shown (0 at the left edge)", fontsize=8)
         axis.set_title(f"{shape}: {points[0]['visual']} visual tokens", fontsize=10)
-        axis.legend(fontsize=7)
-    figure.axes[0].set_ylabel("tau")
+    axes[0].set_ylabel("tau")
+    figure.legend(lines.values(), lines.keys(), loc="outside right upper", fontsize=7)
     figure.savefig(file, dpi=150)
+
+
+def _seen(row: dict[str, Any]) -> float:
+    """Visual tokens that the drafter was shown."""
+    return float(row["visual"] if row["kept"] is None else row["kept"])
+
+
+def _spread(values: Sequence[float], low: Sequence[float], high: Sequence[float]) -> list[list[float]]:
+    """What error bars want; never below 0, as a rounded limit may be."""
+    return [
+        [max(0.0, value - limit) for value, limit in zip(values, low, strict=True)],
+        [max(0.0, limit - value) for value, limit in zip(values, high, strict=True)],
+    ]
 
 
 def _panel(axis: Any, rows: Sequence[dict[str, Any]]) -> None:
@@ -114,4 +139,4 @@ def _panel(axis: Any, rows: Sequence[dict[str, Any]]) -> None:
     axis.tick_params(labelsize=8)
 
 
-__all__ = ["plot", "require"]
+__all__ = ["plot", "plot_kept", "plot_log", "plot_study", "require"]

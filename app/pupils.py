@@ -38,17 +38,19 @@ RECIPES = {
 """Drafters that can be trained."""
 
 
-def head_of(args: argparse.Namespace, name: str, config: Any, teacher: Any) -> Any:
-    """The head of a drafter to be trained: fresh, or with the weights that `--start-from` names.
+def parts_of(args: argparse.Namespace, name: str, config: Any, teacher: Any) -> tuple[Any, Any]:
+    """(head, compressor or None) of a drafter to be trained: fresh, or with the weights that `--start-from` names.
 
     Raises:
         UsageError: what is asked for cannot be.
     """
     try:
         if args.start_from is None:
-            recipe = RECIPES[name]
-            return new_head(shaped(config, recipe, args.block), args.seed, recipe.kind)
-        return old_head(args, name, teacher)
+            recipe, kept = RECIPES[name], None
+            head = new_head(shaped(config, recipe, args.block), args.seed, recipe.kind)
+        else:
+            head, kept = old_head(args, name, teacher)
+        return head, compressor_of(args, config.hidden_size, kept)
     except ValueError as error:
         raise UsageError(f"--drafter {name}: {error}") from error
 
@@ -89,8 +91,10 @@ def new_head(config: Any, seed: int, kind: str = "eagle") -> Any:
         return KINDS[kind].head(config)
 
 
-def old_head(args: argparse.Namespace, name: str, teacher: Any) -> Any:
+def old_head(args: argparse.Namespace, name: str, teacher: Any) -> tuple[Any, Any]:
     """The weights to go on from: of the drafter of that name in a run's folder, or of the one drafter that is named.
+
+    With it, as in `checkpoint.Made`, the compressor that was trained with it, or None.
 
     Raises:
         UsageError: there are none. ValueError: they are of another kind or shape, for another target, or damaged.
@@ -122,13 +126,35 @@ def old_head(args: argparse.Namespace, name: str, teacher: Any) -> Any:
     wrong = [f"{what} {there} (wanted: {here})" for what, (here, there) in wanted.items() if here != there]
     if wrong:
         raise ValueError(f"{place} is another drafter: {', '.join(wrong)}")
-    return head.train()
+    return head.train(), made.compressor
 
 
 def ffn_of(head: Any) -> int:
     """What `--ffn` has made of a head."""
     width: int = head.config.intermediate_size or head.config.inner
     return width
+
+
+def compressor_of(args: argparse.Namespace, hidden_size: int, kept: Any) -> Any:
+    """What `--compressor` asks for, if anything: with the weights that came with the head, else fresh.
+
+    Args:
+        kept: as in `checkpoint.Made`.
+
+    Raises:
+        ValueError: weights of another compressor came with the head, and would be lost.
+    """
+    from mmspec.vision.registry import parse, restored
+
+    if kept is None or not kept[1]:
+        return None if args.compressor is None else new_compressor(args.compressor, hidden_size, args.seed)
+    facts, weights = kept
+    if args.compressor is None or parse(args.compressor) != (facts["name"], facts["tokens"]):
+        raise ValueError(
+            f"{args.start_from} was trained with --compressor {facts['name']}:{facts['tokens']} (wanted: "
+            f"{args.compressor or 'none'}): ask for the same, or start from another drafter"
+        )
+    return restored(facts, weights, hidden_size).train()  # type: ignore[attr-defined]
 
 
 def new_compressor(text: str, hidden_size: int, seed: int) -> Any:
@@ -150,4 +176,4 @@ def kept_of(compressor: Any) -> Any:
     return {"name": compressor.name, "tokens": compressor.tokens}, weights
 
 
-__all__ = ["RECIPES", "config_of", "head_of", "kept_of", "new_compressor", "new_head"]
+__all__ = ["RECIPES", "config_of", "kept_of", "new_compressor", "new_head", "parts_of"]

@@ -1,168 +1,225 @@
-"""`python -m mmspec.app.study`: which words drafters guess, on held-out scenes: names, places, the rest.
+"""`python -m mmspec.app.study`: which words drafters guess, on held-out scenes: names, places, looks, function words.
 
-Every drafter decodes the same requests with trees of the same size, one request at a time. A token counts as guessed if
-it was drafted and kept, so that it cost no forward of its own. Intervals are over requests (bootstrap).
+Every drafter decodes the same requests with trees of the same size, one request at a time, in turn and in rotating
+order. A drafter is made once, so one that learns goes on learning. Intervals are over requests (bootstrap).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import random
-import re
+import shlex
 import sys
-from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from statistics import mean
 from typing import Any
 
-import mmspec
-from mmspec.app.caption import check_drafter
+from mmspec.app.answers import CLASSES, Answer, answer_of, interval
+from mmspec.app.bench import provenance, writable
+from mmspec.app.caption import positive, temperature
 from mmspec.app.captioner import Captioner
+from mmspec.app.contenders import check, drafter_of, labels, patched, weight_of
+from mmspec.app.errors import UsageError, one_line
 from mmspec.app.load import load
+from mmspec.app.measure import System, clone, once, phases
 from mmspec.app.rounds import Recorder
-from mmspec.app.scenes.kinds import BY_NAME
 from mmspec.app.scenes.tasks import TASKS, requests
-from mmspec.app.scenes.world import COLOURS, HELD_OUT, SIZES, TEXTURES
+from mmspec.app.scenes.world import HELD_OUT
 from mmspec.app.settings import DEFAULT
 
-SPOTS = frozenset(("upper", "lower", "left", "right", "top", "bottom", "center", "above", "below"))
-LOOKS = frozenset(
-    (*COLOURS, *TEXTURES, *SIZES, "little", "middling", "big", "largest", "smallest", "larger", "smaller")
-)
-CLASSES = ("names", "places", "looks", "other")
-SAMPLES = 1000
+MOST = 160
+"""New tokens of an answer."""
+EPILOG = """\
+drafters
+  names, or folders of trained drafters; NAME@DEPTH drafts so many levels, NAME+COMPRESSOR shows fewer visual tokens
 
+what is told, of each class of words
+  guessed     share of its tokens that were drafted and kept, and so cost no forward of their own
+  accepted    the same, where something was guessed at all
+  tau         its tokens for each forward that one of them cost
+  over D      the difference to drafter D (--against), request paired with request
 
-def class_of(word: str) -> str:
-    """Which class a word belongs to."""
-    low = word.lower()
-    if low in BY_NAME:
-        return "names"
-    if low in SPOTS:
-        return "places"
-    return "looks" if low in LOOKS else "other"
+examples
+  python -m mmspec.app.study none fused msd flash --json words.json --plot words.png
+  python -m mmspec.app.study out/msd out/eagle out/eagle-blind out/eagle-textual --against out/eagle-blind \\
+      --markdown words.md
+"""
 
 
 @dataclass
-class Answer:
-    """One answer: tokens after the first, forwards after the prompt's; per class tokens, and how many were guessed."""
+class Entry:
+    """A contender, and its answers request by request."""
 
-    tokens: int
-    forwards: int
-    total: dict[str, int] = field(default_factory=lambda: defaultdict(int))
-    guessed: dict[str, int] = field(default_factory=lambda: defaultdict(int))
-
-
-def classes_of(tokenizer: Any, ids: Sequence[int]) -> list[str]:
-    """The class of the word that each token belongs to; a word may be several tokens."""
-    classes, text = [], ""
-    ends = []
-    for number in range(len(ids)):
-        text = tokenizer.decode(ids[: number + 1])
-        ends.append(len(text))
-    words = [(m.start(), m.end(), class_of(m.group())) for m in re.finditer(r"[A-Za-z]+", text)]
-    start = 0
-    for end in ends:
-        inside = [kind for first, last, kind in words if first < end and last > start]
-        classes.append(inside[0] if inside else "other")
-        start = end
-    return classes
-
-
-def answer_of(rounds: Sequence[Sequence[int]], tokenizer: Any, ends: Sequence[int]) -> Answer:
-    """Count one answer from what its rounds emitted, the first of which is the prompt's."""
-    later = [list(tokens) for tokens in rounds[1:] if tokens]
-    ids = [token for tokens in rounds for token in tokens]
-    classes = classes_of(tokenizer, ids)
-    made, place = Answer(sum(map(len, later)), len(later)), len(rounds[0])
-    for tokens in later:
-        for step, token in enumerate(tokens):
-            if token not in ends:
-                made.total[classes[place]] += 1
-                made.guessed[classes[place]] += step < len(tokens) - 1
-            place += 1
-    return made
-
-
-def interval(answers: Sequence[Answer], name: str | None) -> tuple[float, float, float]:
-    """(value, low, high): tau for None, else the share of a class that was guessed; 95% over requests."""
-
-    def value(chosen: Sequence[Answer]) -> float:
-        if name is None:
-            return sum(a.tokens for a in chosen) / max(1, sum(a.forwards for a in chosen))
-        return sum(a.guessed[name] for a in chosen) / max(1, sum(a.total[name] for a in chosen))
-
-    dice = random.Random(0)
-    spread = sorted(value(dice.choices(answers, k=len(answers))) for _ in range(SAMPLES))
-    return value(answers), spread[SAMPLES // 40], spread[-SAMPLES // 40]
+    system: System
+    answers: list[Answer] = field(default_factory=list)
 
 
 def study(
-    model: Any, processor: Any, drafter: str, task: str, first: int, count: int, nodes: int, tick: Any = None
-) -> list[Answer]:
-    """Decode `count` requests with one drafter (`NAME+COMPRESSOR` shows it fewer visual tokens)."""
-    maker = Captioner(model, processor)
-    made = []
-    for one in islice(requests(task, first), count):
-        plain, _, compressor = drafter.partition("+")
-        mmspec.patch(model, plain, compressor or None, processor=processor)
-        recorder = Recorder(model.__dict__["_mmspec"].options.drafter)
+    field_: Sequence[Entry],
+    processor: Any,
+    task: str,
+    first: int,
+    count: int,
+    warmth: float = 0.0,
+    seed: int = 0,
+    tick: Callable[[], Any] = lambda: None,
+) -> None:
+    """Decode `count` requests with everybody, at temperature `warmth`; request i is sampled with seed + i."""
+    maker = Captioner(field_[0].system.model, processor)
+    for number, one in enumerate(islice(requests(task, first), count)):
         inputs = maker.inputs([one.pictures], [one.question])
-        try:
-            model.generate(**inputs, max_new_tokens=160, do_sample=False, mmspec={"drafter": recorder, "nodes": nodes})
-        finally:
-            mmspec.unpatch(model)
-        emitted = [one.emitted for one in recorder.rounds()]
-        made.append(answer_of(emitted, processor.tokenizer, maker.ends))
-        if tick is not None:
-            tick(1)
+        start = number % len(field_)
+        for entry in (*field_[start:], *field_[:start]):
+            recorder = Recorder(drafter_of(entry.system.model))
+            entry.system.runs.append(once(entry.system, inputs, MOST, warmth, seed + number, drafter=recorder))
+            entry.answers.append(answer_of(recorder.rounds(), processor.tokenizer, maker.ends))
+            tick()
+
+
+def row_of(entry: Entry, against: Entry | None = None) -> dict[str, Any]:
+    """What is told of a drafter; values with an interval are [value, low, high]."""
+    answers, runs = entry.answers, entry.system.runs
+    row: dict[str, Any] = {"drafter": entry.system.name}
+    for name in ("tau", *CLASSES):
+        row[name] = interval(answers, name)
+        if against is not None:
+            row[f"{name}_over"] = interval(answers, name, against.answers)
+    for kind in CLASSES:
+        row[f"{kind}_accepted"] = interval(answers, f"{kind}_accepted")
+        if against is not None:
+            row[f"{kind}_accepted_over"] = interval(answers, f"{kind}_accepted", against.answers)
+        row[f"{kind}_tau"] = interval(answers, f"{kind}_tau")
+    row |= {"count": len(runs), "tokens": sum(answer.tokens for answer in answers)}
+    row["mean_tokens"] = round(row["tokens"] / len(runs), 1)
+    row["tokens_min"] = min(run.fewest for run in runs)
+    return row | phases([run.stats for run in runs if run.stats]) | weight_of(entry.system.model)
+
+
+def told(value: Sequence[float], sign: bool = False) -> str:
+    """A value and its interval."""
+    form = "{:+.3f} [{:+.3f}, {:+.3f}]" if sign else "{:.3f} [{:.3f}, {:.3f}]"
+    return form.format(*value)
+
+
+def line_of(row: dict[str, Any]) -> str:
+    """A row as it is printed."""
+    cells = [f"tau {told(row['tau'])}"]
+    cells += [f"{kind} {told(row[kind])} (accepted {row[f'{kind}_accepted'][0]:.3f})" for kind in CLASSES]
+    if row["draft_ms"] is not None:
+        cells.append("draft {draft_ms:.1f} ms, score {score_ms:.1f}, rest {rest_ms:.1f}".format(**row))
+    cells.append(f"{row['draft_mib']:.1f} MiB ({row['of_target']:.1%} of the target)")
+    lines = [f"{row['drafter']:<16} " + "  ".join(cells)]
+    if "against" in row:
+        over = "  ".join(f"{name} {told(row[f'{name}_over'], sign=True)}" for name in ("tau", *CLASSES))
+        lines.append(f"{'':<16} over {row['against']}: {over}")
+    return "\n".join(lines)
+
+
+def markdown(rows: Sequence[dict[str, Any]]) -> str:
+    """The rows as tables: what was guessed and what it cost, what was accepted, tau by class, differences."""
+
+    def table(title: str, headings: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
+        lines = [[title, *headings], ["---"] * (1 + len(headings)), *cells]
+        return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+    def classes(title: str, suffix: str, names: Sequence[str] = CLASSES, sign: bool = False) -> str:
+        return table(title, names, [[r["drafter"], *(told(r[f"{n}{suffix}"], sign) for n in names)] for r in rows])
+
+    def costs(row: dict[str, Any]) -> list[str]:
+        times = [
+            "-" if row[f"{name}_ms"] is None else f"{row[f'{name}_ms']:.1f}" for name in ("draft", "score", "rest")
+        ]
+        return [row["drafter"], *times, f"{row['draft_mib']:.2f}", f"{row['of_target']:.1%}"]
+
+    parts = [
+        classes("share guessed", "", ("tau", *CLASSES)),
+        classes("accepted of what was guessed at", "_accepted"),
+        classes("tau", "_tau"),
+        table("a round", ("draft ms", "score ms", "rest ms", "MiB", "of the target"), [costs(row) for row in rows]),
+    ]
+    if rows and "against" in rows[0]:
+        parts.append(classes(f"over {rows[0]['against']}", "_over", ("tau", *CLASSES), sign=True))
+        parts.append(classes(f"accepted, over {rows[0]['against']}", "_accepted_over", sign=True))
+    return "\n\n".join(parts) + "\n"
+
+
+def parser() -> argparse.ArgumentParser:
+    """The flags."""
+    made = argparse.ArgumentParser(
+        prog="python -m mmspec.app.study",
+        description=__doc__,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = made.add_argument
+    add("drafters", nargs="+", metavar="D", help="names, or folders of trained drafters")
+    add("--against", metavar="D", help="one of these: also tell how far the others are above it")
+    add("--model", default=DEFAULT)
+    add("--task", choices=TASKS, default="describe")
+    add("--first-seed", type=int, default=HELD_OUT, metavar="S")
+    add("--count", type=positive, default=100, metavar="N", help="requests (default 100)")
+    add("--nodes", type=positive, default=16, metavar="N", help="of every tree (default 16)")
+    add("--temperature", type=temperature, default=0.0, metavar="T", help="0 (default) is greedy")
+    add("--seed", type=int, default=0, metavar="N", help="for sampling (default 0)")
+    add("--json", metavar="FILE")
+    add("--markdown", metavar="FILE.md", help="the tables")
+    add("--plot", metavar="FILE.png")
+    add("--progress", action=argparse.BooleanOptionalAction, default=sys.stderr.isatty())
     return made
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m mmspec.app.study", description=__doc__)
-    add = parser.add_argument
-    add("drafters", nargs="+", metavar="D", help="names, or folders of trained drafters")
-    add("--model", default=DEFAULT)
-    add("--task", choices=TASKS, default="describe")
-    add("--first-seed", type=int, default=HELD_OUT, metavar="S")
-    add("--count", type=int, default=100, metavar="N", help="requests (default 100)")
-    add("--nodes", type=int, default=16, metavar="N", help="of every tree (default 16)")
-    add("--json", metavar="FILE")
-    add("--plot", metavar="FILE.png")
-    add("--progress", action=argparse.BooleanOptionalAction, default=sys.stderr.isatty())
-    args = parser.parse_args(argv)
-    from tqdm import tqdm
-
-    for name in args.drafters:
-        drafter, _, compressor = name.partition("+")
-        check_drafter(drafter, compressor or None)
-    model, processor = load(args.model)
-    rows = []
-    with tqdm(total=args.count * len(args.drafters), unit="answer", disable=not args.progress) as bar:
-        for name in args.drafters:
-            answers = study(model, processor, name, args.task, args.first_seed, args.count, args.nodes, bar.update)
-            row: dict[str, Any] = {"drafter": Path(name).name, "tau": interval(answers, None)}
-            row |= {kind: interval(answers, kind) for kind in CLASSES}
-            row |= {"count": args.count, "nodes": args.nodes, "tokens": sum(answer.tokens for answer in answers)}
-            row["mean_tokens"] = round(mean(answer.tokens for answer in answers), 1)
-            rows.append(row)
-            cells = [
-                f"{kind} {row[kind][0]:.3f} [{row[kind][1]:.3f}, {row[kind][2]:.3f}]" for kind in ("tau", *CLASSES)
-            ]
-            print(f"{row['drafter']:<16}", "  ".join(cells), flush=True)
+    given = list(sys.argv[1:] if argv is None else argv)
+    args = parser().parse_args(given)
+    try:
+        rows = measured(args, shlex.join(["python", "-m", "mmspec.app.study", *given]))
+    except UsageError as error:
+        parser().error(str(error))
+    for row in rows:
+        print(line_of(row))
     if args.json:
         Path(args.json).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    if args.markdown:
+        Path(args.markdown).write_text(markdown(rows), encoding="utf-8")
     if args.plot:
         from mmspec.app.plot import plot_study
 
         plot_study(rows, CLASSES, Path(args.plot))
     return 0
+
+
+def measured(args: argparse.Namespace, command: str) -> list[dict[str, Any]]:
+    """All rows.
+
+    Raises:
+        UsageError: what was asked cannot be done.
+    """
+    from tqdm import tqdm
+
+    names = list(dict.fromkeys(args.drafters))
+    for name in names:
+        check(name)
+    if args.against is not None and args.against not in names:
+        raise UsageError(f"--against is one of the drafters, {', '.join(names)}; got {args.against!r}")
+    for file in filter(None, (args.json, args.markdown, args.plot)):
+        writable(file)
+    model, processor = load(args.model)
+    try:
+        field_ = [Entry(System(name, patched(clone(model), name, processor, args.nodes))) for name in names]
+    except (OSError, TypeError, ValueError) as error:
+        raise UsageError(one_line(error, 600)) from error
+    given = args.task, args.first_seed, args.count, args.temperature, args.seed
+    with tqdm(total=args.count * len(names), unit="answer", disable=not args.progress) as bar:
+        study(field_, processor, *given, bar.update)
+    short = dict(zip(names, labels(names), strict=True))
+    against = next((entry for entry in field_ if entry.system.name == args.against), None)
+    settings = ("model", "task", "first_seed", "nodes", "temperature", "seed")
+    shared: dict[str, Any] = {name: getattr(args, name) for name in settings}
+    shared |= {"run": provenance(command, model)} | ({"against": short[args.against]} if against else {})
+    return [row_of(entry, against) | {"drafter": short[entry.system.name]} | shared for entry in field_]
 
 
 if __name__ == "__main__":

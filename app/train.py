@@ -11,13 +11,14 @@ from typing import Any
 
 from mmspec.app.caption import MODELS, positive, quiet
 from mmspec.app.errors import UsageError, one_line
-from mmspec.app.pupils import RECIPES, config_of, head_of, kept_of, new_compressor
+from mmspec.app.pupils import RECIPES, config_of, kept_of, parts_of
 from mmspec.app.scenes.world import HELD_OUT
 from mmspec.app.settings import DTYPES, MODEL, Place
 from mmspec.app.versions import mmspec_version, version
 
 RULES = ("decoupled", "coupled", "blind", "textual")
-
+RUN = "run.json"
+"""Tells what the answers in a folder are of."""
 
 EPILOG = """\
 drafters
@@ -34,10 +35,12 @@ drafters
 data
   For --target scenes the requests come from the scenes world (--count of them). Else --data names pictures, folders or
   manifests as `mmspec caption` reads them; a manifest may bring "prompt" and "answer" per row. Where there is no answer
-  the target gives its own, so that the drafter learns the target's words. They are kept in OUT/answers.jsonl.
+  the target gives its own, so that the drafter learns the target's words. They are kept in OUT/answers.jsonl. The last
+  of the requests (--evaluate of them, a tenth of all at most) are never learned from: tau is measured on them.
 
-OUT holds answers.jsonl, state.pt (the checkpoint), log.jsonl, curves.png if matplotlib is there, and at the end a
-folder per drafter with config.json, model.safetensors and provenance.json: `mmspec.patch(model, drafter="OUT/msd")`.
+OUT holds answers.jsonl, run.json (what they are answers to), state.pt (the checkpoint), log.jsonl, curves.png if
+matplotlib is there, and at the end a folder per drafter with config.json, model.safetensors and provenance.json:
+`mmspec.patch(model, drafter="OUT/msd")`.
 Run the same command again to go on after a cut.
 
 examples
@@ -70,7 +73,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], co
     add("--out", type=Path, required=True, metavar="FOLDER", help="of the run")
     add("--dtype", default="auto", choices=DTYPES, help="of the target; default as for caption")
     add("--device", default="auto", metavar="DEV", help="default auto: the GPU if there is one")
-    add = parser.add_argument_group("how").add_argument
+    how = parser.add_argument_group("how")
+    add = how.add_argument
     add("--count", type=positive, default=2000, metavar="N", help="requests of the scenes world (default 2000)")
     add("--first-seed", type=int, default=10_000_000, metavar="S", help="of the scenes (default 10,000,000)")
     add("--max-new-tokens", type=positive, default=160, metavar="N", help="of an answer (default 160)")
@@ -82,7 +86,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], co
     add("--states-weight", type=float, default=1.0, metavar="W", help="of smooth L1 on the states (default 1)")
     add("--words-weight", type=float, default=0.1, metavar="W", help="of soft cross-entropy (default 0.1)")
     add("--rollout", type=int, default=2, metavar="N", help="further steps over the head's own outputs (default 2)")
-    add("--text-first", action="store_true", help="MSD's schedule: text alone for half the steps, then more pictures")
+    text = how.add_mutually_exclusive_group().add_argument
+    text("--text-first", action="store_true", help="MSD's schedule: text alone for half the steps, then more pictures")
+    text("--text-only", action="store_true", help="questions without their pictures in all steps")
     add("--noise", type=float, default=0.0, metavar="W", help="width of noise on the states (EAGLE: 0.2; default 0)")
     add("--ffn", type=positive, default=None, metavar="N", help="width of the feed-forward (default: the target's)")
     add("--block", type=positive, default=None, metavar="K", help="tokens of a pass (flash, parallel: 5; falcon: 2)")
@@ -90,12 +96,17 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], co
     add("--compressor", type=shrinking, default=None, metavar="NAME:N", help="show it N visual tokens (latent:64)")
     add("--start-from", metavar="FOLDER", help="go on from trained weights: a run's folder, a drafter's, or one's name")
     add("--draft-vocab", type=positive, default=None, metavar="N", help="draft the N commonest ids only (VocabTrim)")
-    add(
-        "--evaluate", type=int, default=24, metavar="N", help="held-out requests to measure tau on (default 24; 0 none)"
-    )
+    add("--evaluate", type=natural, default=24, metavar="N", help="requests to measure tau on (default 24; 0 none)")
     add("--seed", type=int, default=0, metavar="N")
     add("--minutes", type=float, default=math.inf, metavar="T", help="stop after this long; run again to go on")
     add("--progress", action=argparse.BooleanOptionalAction, default=None, help="default: if on a terminal")
+
+
+def natural(text: str) -> int:
+    """A whole number, 0 or more."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"must be a whole number of 0 or more, got {text!r}")
+    return int(text)
 
 
 def kinds(text: str) -> list[str]:
@@ -127,21 +138,23 @@ def run(args: argparse.Namespace) -> int:
     place = Place.of(os.environ)
     if args.batch_size % place.world:
         raise UsageError(f"--batch-size {args.batch_size} cannot be shared by {place.world} processes")
-    data = data_of(args)
+    data, held = data_of(args)
     meet, party = party_of(args, place)
     model, processor = load(args.target, args.dtype, args.device, place.local)
     model.requires_grad_(False)
     room = round(args.keep_states * (1 << 30)) // place.world
-    teacher = Teacher(model, processor, WithText(data) if args.text_first else data, room)
-    with bar(args, len(teacher.data), "answers", "text") as shown:
-        share = party.rank, party.world
-        teacher.answer_all(args.out, args.answer_batch or args.batch_size, args.max_new_tokens, shown.update, share)
+    teacher = Teacher(model, processor, WithText(data) if args.text_first or args.text_only else data, room)
+    asked = asked_of(args, data, held)
+    facts = asked | facts_of(args)
+    training = training_of(args, teacher, len(data), facts, party)  # first: it may refuse, and answers take long
+    items = {"items": data.data.digest} if args.data else {}  # a folder may have got other pictures since
+    begin(args.out, asked | items, party)
+    since = len(data) if args.text_only else 0
+    with bar(args, len(teacher.data) - since, "answers", "text") as shown:
+        batch, share = args.answer_batch or args.batch_size, (party.rank, party.world)
+        teacher.answer_all(args.out, batch, args.max_new_tokens, shown.update, share, since)
     meet()
     teacher.read_answers(args.out)
-    facts = {"target": args.target, "data": list(args.data), "count": len(data), "first_seed": args.first_seed}
-    facts |= {"max_new_tokens": args.max_new_tokens, "text_first": args.text_first}
-    facts |= {} if args.start_from is None else {"start_from": args.start_from}
-    training = training_of(args, teacher, len(data), facts, party)
     with bar(args, args.steps, "train", "step") as shown:
         shown.update(training.step)
 
@@ -156,12 +169,46 @@ def run(args: argparse.Namespace) -> int:
     if not done:
         print(f"stopped after {training.step} of {args.steps} steps; run again to go on")
         return 0
+    if args.evaluate and not len(held):
+        print(f"mmspec: tau is not measured: of {len(data)} requests none can be kept back for it", file=sys.stderr)
     for name, pupil in training.pupils.items():
         folder = args.out / name
         export(args, folder, pupil, teacher, facts)
-        figures = evaluate(args, folder, teacher) if args.evaluate else {}
+        figures = evaluate(args, folder, teacher, held) if len(held) else {}
         print(folder, *(f"{key} {value}" for key, value in figures.items() if key == "tau"))
     return 0
+
+
+def asked_of(args: argparse.Namespace, data: Any, held: Any) -> dict[str, Any]:
+    """The settings that decide what is answered, by which answers can be used again."""
+    asked = {"target": args.target, "data": list(args.data), "count": len(data), "first_seed": args.first_seed}
+    asked |= {"max_new_tokens": args.max_new_tokens}
+    return asked | ({"held_back": len(held)} if args.data and len(held) else {})
+
+
+def facts_of(args: argparse.Namespace) -> dict[str, Any]:
+    """Further settings that must be the same for a run to go on; what is new is told only where it is used."""
+    facts: dict[str, Any] = {"text_first": args.text_first}
+    facts |= {"text_only": True} if args.text_only else {}
+    return facts | ({} if args.start_from is None else {"start_from": args.start_from})
+
+
+def begin(folder: Path, asked: dict[str, Any], party: Any) -> None:
+    """Note in the folder what its answers are of, or refuse to mix them with those of another run."""
+    import json
+
+    from mmspec.app.jsonl import replace
+    from mmspec.drafters.training import SettingsError, refuse_other
+
+    file = folder / RUN
+    if not file.exists():
+        if not party.rank:
+            replace(file, json.dumps(asked, indent=1).encode() + b"\n")
+        return
+    try:
+        refuse_other(folder, json.loads(file.read_text(encoding="utf-8")), asked)
+    except SettingsError as error:
+        raise UsageError(str(error)) from error
 
 
 def party_of(args: argparse.Namespace, place: Place) -> tuple[Any, Any]:
@@ -191,8 +238,7 @@ def training_of(args: argparse.Namespace, teacher: Any, count: int, facts: dict[
     config = config_of(model, args.ffn)
     pupils = {}
     for name in args.drafter:
-        recipe, head = RECIPES[name], head_of(args, name, config, teacher)
-        shrinks = None if args.compressor is None else new_compressor(args.compressor, config.hidden_size, args.seed)
+        recipe, (head, shrinks) = RECIPES[name], parts_of(args, name, config, teacher)
         pupils[name] = Pupil(head, args.rule or recipe.rule, recipe.kind, shrinks)
         pupils[name].parts().to(model.device)
     weights = Weights(args.states_weight, args.words_weight, args.rollout)
@@ -202,7 +248,7 @@ def training_of(args: argparse.Namespace, teacher: Any, count: int, facts: dict[
     order = Order(count, plan.batch, plan.seed, teacher.sizes)
 
     def lesson(step: int) -> Any:
-        shown = share_of_pictures(step / plan.steps) if args.text_first else 1.0
+        shown = share_of_pictures(step / plan.steps) if args.text_first else float(not args.text_only)
         return teacher.lesson(order.numbers(step, shown)[party.rank :: party.world])
 
     try:
@@ -211,17 +257,19 @@ def training_of(args: argparse.Namespace, teacher: Any, count: int, facts: dict[
         raise UsageError(str(error)) from error
 
 
-def data_of(args: argparse.Namespace) -> Any:
-    """Where requests come from."""
-    from mmspec.app.lessons import FileData, ScenesData
+def data_of(args: argparse.Namespace) -> tuple[Any, Any]:
+    """(requests to learn from, others to measure on)."""
+    from mmspec.app.lessons import FileData, Part, ScenesData
 
     if args.data:
-        return FileData(args.data)
+        whole = FileData(args.data)
+        last = len(whole) - min(args.evaluate, len(whole) // 10)
+        return Part(whole, range(last)), Part(whole, range(last, len(whole)))
     if args.target != MODEL:
         raise UsageError(f"--target {args.target} needs --data: pictures, folders or manifests")
     if args.first_seed + 2 * args.count > HELD_OUT:
         raise UsageError(f"seeds from {HELD_OUT} on are held out: --first-seed {args.first_seed} is too high")
-    return ScenesData(args.count, args.first_seed)
+    return ScenesData(args.count, args.first_seed), ScenesData(args.evaluate, HELD_OUT)
 
 
 def export(args: argparse.Namespace, place: Path, pupil: Any, teacher: Any, facts: dict[str, Any]) -> None:
@@ -239,6 +287,7 @@ def export(args: argparse.Namespace, place: Path, pupil: Any, teacher: Any, fact
         family.model_type,
         teacher.fingerprint,
         teacher.commonest(args.draft_vocab) if args.draft_vocab else None,
+        facts={"target": named(args.target)},
         kind=pupil.kind,
         compressor=kept_of(pupil.compressor),
     )
@@ -255,26 +304,29 @@ def export(args: argparse.Namespace, place: Path, pupil: Any, teacher: Any, fact
     (place / "provenance.json").write_text(json.dumps(provenance | facts, indent=1) + "\n", encoding="utf-8")
 
 
-def evaluate(args: argparse.Namespace, place: Path, teacher: Any) -> dict[str, Any]:
+def named(target: str) -> str:
+    """A target's name, of a folder the last part: where it lies on this machine is nobody's business."""
+    return os.path.basename(os.path.abspath(target)) if os.path.isdir(target) else target
+
+
+def evaluate(args: argparse.Namespace, place: Path, teacher: Any, held: Any) -> dict[str, Any]:
     """Decode held-out requests with the drafter: tau, and the share of rounds that go on at each depth."""
     import json
 
     import mmspec
-    from mmspec.app.lessons import ScenesData
 
-    data = ScenesData(args.evaluate, HELD_OUT) if not args.data else teacher.data
     mmspec.patch(teacher.model, str(place), processor=teacher.maker.processor, nodes=16)
     try:
-        for number in range(min(args.evaluate, len(data))):
-            one = data[number]
+        for number in range(len(held)):
+            one = held[number]
             inputs = teacher.maker.inputs([one.shown], [one.question])
             teacher.model.generate(**inputs, max_new_tokens=args.max_new_tokens, do_sample=False)
         stats = mmspec.stats(teacher.model)
     finally:
         mmspec.unpatch(teacher.model)
     figures = {
-        "requests": args.evaluate,
-        "held_out": not args.data,
+        "requests": len(held),
+        "held_out": True,
         "nodes": 16,
         "tau": round(stats.tau, 3),
         "kept_at_depth": [round(share, 3) for share in stats.kept_at_depth],

@@ -74,23 +74,32 @@ class Made:
 
 
 def save(folder: str | os.PathLike[str], head: EagleHead, made: Made, dtype: torch.dtype = torch.bfloat16) -> None:
-    """Write a head, rounded to `dtype`; the weights are complete before they get their name."""
-    place = Path(folder)
-    place.mkdir(parents=True, exist_ok=True)
+    """Write a head, rounded to `dtype`; a folder never holds half of it."""
     weights = {name: value.detach().to("cpu", dtype).contiguous() for name, value in published(head).items()}
     if made.draft_ids is not None:
         weights["draft_ids"] = made.draft_ids.cpu()
     if made.compressor is not None:
         weights |= {f"{WITH}{name}": value.detach().to("cpu", dtype) for name, value in made.compressor[1].items()}
-    part = place / f"{WEIGHTS}.part"
-    save_file(weights, part, metadata={"format": "pt"})
-    part.chmod(0o644)
     values = {"model_type": MODEL_TYPE, "kind": made.kind, **asdict(made.config), "rule": made.rule}
     values["target"] = {"model_type": made.model_type, "layers": made.layers, "tokenizer": made.tokenizer}
     values |= {"facts": dict(made.facts)} if made.facts else {}
     values |= {"compressor": dict(made.compressor[0])} if made.compressor is not None else {}
-    (place / CONFIG).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-    os.replace(part, place / WEIGHTS)
+    write(Path(folder), weights, values)
+
+
+def write(place: Path, weights: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
+    """Both files of a head: whole before they get their names, and the config last, since a head is found by it."""
+    place.mkdir(parents=True, exist_ok=True)
+    parts = {name: place / f"{name}.part" for name in (WEIGHTS, CONFIG)}
+    try:
+        save_file(dict(weights), parts[WEIGHTS], metadata={"format": "pt"})
+        parts[WEIGHTS].chmod(0o644)
+        parts[CONFIG].write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+        for name, part in parts.items():
+            os.replace(part, place / name)
+    finally:
+        for part in parts.values():
+            part.unlink(missing_ok=True)
 
 
 def described(folder: str | os.PathLike[str]) -> Made:
@@ -203,4 +212,5 @@ __all__ = [
     "read_config",
     "read_weights",
     "save",
+    "write",
 ]

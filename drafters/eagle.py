@@ -93,6 +93,10 @@ class EagleDrafter:
         """
         if rule not in RULES:
             raise ValueError(f"rule must be one of {', '.join(RULES)}; got {rule!r}")
+        if depth < 1:
+            raise ValueError(f"depth must be at least 1; got {depth}")
+        if width is not None and width < 1:
+            raise ValueError(f"width must be at least 1, or None for what suits the device; got {width}")
         self.head, self.rule, self.name, self.width = head.eval(), rule, name, width
         self.depth, self.reach, self.pace = Depth(depth), depth, Pace()
         self.draft_ids, self.known = draft_ids, known

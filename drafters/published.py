@@ -6,7 +6,6 @@ is checked against the target, and what does not fit is named. EAGLE-3 heads can
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 from collections.abc import Mapping
@@ -15,11 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from mmspec.drafters import vispec
-from mmspec.drafters.checkpoint import CONFIG, WEIGHTS, read_config, read_weights
+from mmspec.drafters.checkpoint import CONFIG, WEIGHTS, read_config, read_weights, write
 from mmspec.drafters.eagle import EagleDrafter
 from mmspec.drafters.head import Eagle3Head, EagleHead, HeadConfig, from_published
 from mmspec.interfaces import Facts
@@ -83,12 +81,24 @@ def published(folder: str | os.PathLike[str], target: Facts) -> EagleDrafter:
     values, weights = read_config(place), weights_of(place)
     name = place.name
     try:
+        _check_image_token(values, target)
         kind = kind_of(values, weights)
         if kind == "eagle3":
             return _eagle3(values, weights, target, name)
         return _eagle(kind, values, weights, target, name)
     except ValueError as error:
         raise ValueError(f"{place}: {error}") from error
+
+
+def _check_image_token(values: Mapping[str, Any], target: Facts) -> None:
+    """Refuse a drafter that takes another id for a visual token, where both are told."""
+    for name in ("image_token_id", "image_token_index"):
+        token = values.get(name)
+        if not isinstance(token, int) or token < 0:  # LLaVA's own code writes -200, which is no id
+            continue
+        if target.placeholders and token not in target.placeholders:
+            its = ", ".join(map(str, target.placeholders))
+            raise ValueError(f"this drafter was trained with {name} {token}; the target's visual tokens are {its}.")
 
 
 def _eagle(kind: str, values: Mapping[str, Any], weights: dict[str, Tensor], target: Facts, name: str) -> EagleDrafter:
@@ -265,8 +275,7 @@ def export_speculators(folder: str | os.PathLike[str], drafter: EagleDrafter, ta
     head = drafter.head
     if not isinstance(head, Eagle3Head):
         raise TypeError(f"only EAGLE-3 heads go into the speculators layout; this is a {type(head).__name__}.")
-    place, config, sizes = Path(folder), head.config, _sizes3(head)
-    place.mkdir(parents=True, exist_ok=True)
+    config, sizes = head.config, _sizes3(head)
     weights: dict[str, Tensor] = {}
     for name, parts in _names3(head).items():
         value = head.state_dict()[name].detach().cpu()
@@ -304,8 +313,7 @@ def export_speculators(folder: str | os.PathLike[str], drafter: EagleDrafter, ta
             "verifier": {"name_or_path": target.name or None, "architectures": []},
         },
     }
-    save_file(weights, place / WEIGHTS, metadata={"format": "pt"})
-    (place / CONFIG).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    write(Path(folder), weights, values)
 
 
 __all__ = ["KNOWN", "export_speculators", "published"]

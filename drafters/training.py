@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import pickle
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -66,7 +67,21 @@ class Party:
 
 
 class SettingsError(ValueError):
-    """The folder holds a run with other settings."""
+    """The folder holds a run that cannot be gone on with: of other settings, or damaged."""
+
+
+def refuse_other(folder: Path, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
+    """Compare the settings of the run in a folder with those of this one.
+
+    Raises:
+        SettingsError: names those that differ.
+    """
+    differs = sorted(name for name in {*ours, *theirs} if theirs.get(name) != ours.get(name))
+    if differs:
+        raise SettingsError(
+            f"{folder} holds a run with other settings ({', '.join(differs)}); name another folder, or repeat the "
+            "settings."
+        )
 
 
 class Training:
@@ -90,7 +105,7 @@ class Training:
             facts: whatever else must be the same for a run to go on (JSON values).
 
         Raises:
-            SettingsError: another run is in the folder.
+            SettingsError: another run is in the folder, or a damaged one.
         """
         self.folder, self.pupils, self.plan, self.words = folder, dict(pupils), plan, words
         self.lesson, self.placeholder, self.party = lesson, placeholder, party or Party()
@@ -112,20 +127,25 @@ class Training:
 
     def _resume(self) -> None:
         device = self.placeholder.device
-        state = torch.load(self.folder / STATE, map_location=device, weights_only=True)
-        if state["settings"] != self.settings:
-            differs = sorted(k for k in self.settings if state["settings"].get(k) != self.settings[k])
+        file = self.folder / STATE
+        try:
+            state = torch.load(file, map_location=device, weights_only=True)
+        except (RuntimeError, EOFError, OSError, KeyError, pickle.UnpicklingError) as error:
             raise SettingsError(
-                f"{self.folder} holds a run with other settings ({', '.join(differs)}); name another folder, or repeat "
-                "the settings."
-            )
+                f"{file} is damaged ({str(error).splitlines()[0][:120]}); delete it to train again from the start."
+            ) from error
+        refuse_other(self.folder, state["settings"], self.settings)
         for name, pupil in self.pupils.items():
             pupil.parts().load_state_dict(state["heads"][name])
             self.optimisers[name].load_state_dict(state["optimisers"][name])
         self.step = state["step"]
 
     def save(self) -> None:
-        """Write the checkpoint under another name first, so that a cut, or a full disk, leaves the last good one."""
+        """Write the checkpoint under another name first, so that a cut, or a full disk, leaves the last good one.
+
+        Raises:
+            OSError: it could not be written.
+        """
         if self.party.rank:
             return
         state = {
@@ -138,6 +158,11 @@ class Training:
         try:
             torch.save(state, part)
             os.replace(part, self.folder / STATE)
+        except (OSError, RuntimeError) as error:  # torch's own writer says RuntimeError when a disk is full
+            raise OSError(
+                f"{self.folder / STATE} could not be written at step {self.step}, the checkpoint before it stays: "
+                f"make room and run again ({' '.join(str(error).split())[:120]})."
+            ) from error
         finally:
             part.unlink(missing_ok=True)
 
@@ -176,9 +201,14 @@ class Training:
         for name, pupil in self.pupils.items():
             optimiser = self.optimisers[name]
             optimiser.param_groups[0]["lr"] = rate
-            dice = torch.Generator().manual_seed(plan.seed * 1_000_003 + self.step)
-            when = When(self.step / plan.steps, dice)
-            with torch.autocast(self.placeholder.device.type, dtype=torch.bfloat16):
+            seed = plan.seed * 1_000_003 + self.step
+            when = When(self.step / plan.steps, torch.Generator().manual_seed(seed))
+            # A compressor is handed no dice: what it draws comes from torch's own, seeded for this step and put back.
+            with (
+                torch.random.fork_rng(devices=[]),
+                torch.autocast(self.placeholder.device.type, dtype=torch.bfloat16),
+            ):
+                torch.default_generator.manual_seed(seed)
                 taught = KINDS[pupil.kind].losses
                 loss, told = taught(pupil, lesson, self.words, self.placeholder, plan.weights, when)
             optimiser.zero_grad(set_to_none=True)
@@ -186,8 +216,8 @@ class Training:
                 loss.backward()
             if self.party.world > 1:
                 for weight in pupil.parts().parameters():
-                    if weight.grad is not None:
-                        weight.grad = self.party.mean(weight.grad)
+                    # Every process joins every mean, even one whose texts teach nothing: else the others wait for it.
+                    weight.grad = self.party.mean(torch.zeros_like(weight) if weight.grad is None else weight.grad)
             norm = nn.utils.clip_grad_norm_(pupil.parts().parameters(), plan.clip)
             if torch.isfinite(norm):
                 optimiser.step()
@@ -218,4 +248,4 @@ def _shrinks(pupil: Pupil) -> dict[str, str]:
     return {} if compressor is None else {"compressor": label(compressor)}
 
 
-__all__ = ["Party", "Plan", "Pupil", "SettingsError", "Training"]
+__all__ = ["Party", "Plan", "Pupil", "SettingsError", "Training", "refuse_other"]

@@ -31,7 +31,7 @@ Told = tuple[Tensor, dict[str, float]]
 def flash_losses(pupil: Pupil, lesson: Lesson, words: Words, placeholder: Tensor, weights: Weights, when: When) -> Told:
     """Every slot says the state as many places on (FLASH, section 3.3)."""
     head, data = pupil.head, rows_of(pupil, lesson, placeholder)
-    asked, told = Asked(data), Sum(words, weights)
+    asked, told = Asked(data), Sum(words, weights, data.cost)
     features = head.block(Memory(head, asked).read(data.rows, data.positions))
     for slot in range(head.config.block):
         learn = asked.learned(slot)
@@ -44,7 +44,7 @@ def parallel_losses(
 ) -> Told:
     """Behind every row its own learned rows, which see the text up to it and each other (ParallelSpec, section 3)."""
     head, data = pupil.head, rows_of(pupil, lesson, placeholder)
-    asked, told = Asked(data), Sum(words, weights)
+    asked, told = Asked(data), Sum(words, weights, data.cost)
     memory, rows = Memory(head, asked), data.rows
     for slot in range(head.config.block):
         out = memory.read(rows, data.positions + slot)
@@ -80,7 +80,7 @@ def falcon_losses(
             shown = _glanced(out, data, words, block, k, share, when.dice)
     answers = head.fuse(shifted(data.following, k), shifted(data.goal, k - 1))
     rows = torch.where(shown[..., None], answers, data.rows)
-    memory, told = _Blocks(head, data, block), Sum(words, weights)
+    memory, told = _Blocks(head, data, block), Sum(words, weights, data.cost)
     # A whole block further per step; the step after the first reads what the head said itself.
     for step in range(1 + min(1, weights.rollout)):
         out = memory.read(rows, data.positions + step * k)

@@ -8,7 +8,7 @@ them), summed over rollout steps in which the head reads what it said itself ("t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from mmspec.drafters.head import EagleHead, picked
 from mmspec.drafters.rules import RULES, Sight, pack, shrunk
-from mmspec.interfaces import Words
+from mmspec.interfaces import Segment, Words
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,8 @@ class Lesson:
     Attributes:
         ids: [B, L] int64. real: [B, L] bool, False for pads. visual: [B, L] bool. answer: [B, L] bool, the tokens that
             the target said. embedded, states: [B, L, D] merged input embeddings, states after the final norm.
+        segments: the grids of its pictures, `start` counted in visual tokens of their row (`rules.segments_of`); empty
+            if the family cannot tell.
     """
 
     ids: Tensor
@@ -36,10 +38,11 @@ class Lesson:
     answer: Tensor
     embedded: Tensor
     states: Tensor
+    segments: tuple[Segment, ...] = ()
 
     def to(self, device: torch.device | str) -> Lesson:
         """The same on a device."""
-        return Lesson(*(part.to(device) for part in self.parts()))
+        return Lesson(*(part.to(device) for part in self.parts()), self.segments)
 
     def parts(self) -> tuple[Tensor, ...]:
         """Its tensors, in their order."""
@@ -48,13 +51,18 @@ class Lesson:
     def rows(self) -> list[Lesson]:
         """Each text by itself, without pads; copies, so that a row can outlive the batch."""
         sizes = self.real.sum(1).tolist()
-        return [Lesson(*(part[row : row + 1, :n].clone() for part in self.parts())) for row, n in enumerate(sizes)]
+        grids = [tuple(replace(one, row=0) for one in self.segments if one.row == row) for row in range(len(sizes))]
+        return [
+            Lesson(*(part[row : row + 1, :n].clone() for part in self.parts()), grids[row])
+            for row, n in enumerate(sizes)
+        ]
 
     @classmethod
     def joined(cls, rows: Sequence[Lesson]) -> Lesson:
         """Texts as a batch, zeros behind each."""
         parts = zip(*(row.parts() for row in rows), strict=True)
-        return cls(*(pad_sequence([one[0] for one in part], batch_first=True) for part in parts))
+        grids = tuple(replace(one, row=number) for number, row in enumerate(rows) for one in row.segments)
+        return cls(*(pad_sequence([one[0] for one in part], batch_first=True) for part in parts), grids)
 
 
 @dataclass(frozen=True)
@@ -102,7 +110,7 @@ class Rows:
 
     Attributes:
         following: [B, n, D] embedding of the next token. goal: [B, n, D] state at the next position.
-        learn: [B, n] bool. positions: [B, n].
+        learn: [B, n] bool. positions: [B, n]. cost: what the compressor adds to the loss, if anything.
     """
 
     rows: Tensor
@@ -110,6 +118,7 @@ class Rows:
     goal: Tensor
     learn: Tensor
     positions: Tensor
+    cost: Tensor | None = None
 
 
 def rows_of(pupil: Pupil, lesson: Lesson, placeholder: Tensor) -> Rows:
@@ -129,7 +138,9 @@ def rows_of(pupil: Pupil, lesson: Lesson, placeholder: Tensor) -> Rows:
         # The question's last state; what comes after it is the answer, which a drafter has not seen yet.
         asked = answered.long().argmax(1).sub(1).clamp(min=0)
         query = lesson.states.gather(1, asked[:, None, None].expand(-1, 1, lesson.states.shape[-1]))[:, 0]
-        rows, keep, index = shrunk(pupil.head, pupil.rule, sight, lesson.real, index, pupil.compressor, query)
+        rows, keep, index = shrunk(
+            pupil.head, pupil.rule, sight, lesson.real, index, pupil.compressor, query, lesson.segments
+        )
         text, *packed = pack(lesson.real & ~sight.visual, *parts)  # as the text stands behind what is shown
         most = int(text.max())
         before = [part.new_zeros(len(part), rows.shape[1] - most, *part.shape[2:]) for part in parts]
@@ -143,7 +154,7 @@ def rows_of(pupil: Pupil, lesson: Lesson, placeholder: Tensor) -> Rows:
     longest = int(counts.max())
     inside = torch.arange(longest, device=rows.device) < counts[:, None]
     rows, following, goal, learn, index = (part[:, :longest] for part in packed)
-    return Rows(rows, following, goal, learn & inside, index)
+    return Rows(rows, following, goal, learn & inside, index, getattr(pupil.compressor, "cost", None))
 
 
 def shifted(part: Tensor, steps: int) -> Tensor:
@@ -188,10 +199,10 @@ class Asked:
 
 class Sum:
     """The loss so far, and figures: `states`, `words` of the first part, and `agree0`, `agree1`, ... of each, the share
-    of rows at which the head's likeliest word is the target's."""
+    of rows at which the head's likeliest word is the target's; `cost`, if the compressor has one."""
 
-    def __init__(self, words: Words, weights: Weights) -> None:
-        self.words, self.weights = words, weights
+    def __init__(self, words: Words, weights: Weights, cost: Tensor | None = None) -> None:
+        self.words, self.weights, self.cost = words, weights, cost
         self.total: Tensor | float = 0.0
         self.figures: dict[str, float] = {}
 
@@ -210,6 +221,9 @@ class Sum:
 
     def result(self) -> tuple[Tensor, dict[str, float]]:
         """The loss and the figures."""
+        if self.cost is not None:
+            self.total = self.total + self.cost
+            self.figures["cost"] = float(self.cost.detach())
         return torch.as_tensor(self.total), self.figures
 
 
@@ -218,7 +232,7 @@ def losses(
 ) -> tuple[Tensor, dict[str, float]]:
     """The loss of a lesson for a head that says one token a pass, and figures (`Sum`)."""
     head, data = pupil.head, rows_of(pupil, lesson, placeholder)
-    asked, told = Asked(data), Sum(words, weights)
+    asked, told = Asked(data), Sum(words, weights, data.cost)
     memory, rows = Memory(head, asked), data.rows
     for step in range(weights.rollout + 1):
         out = memory.read(rows, data.positions + step)

@@ -38,7 +38,7 @@ class Facts:
 
     Attributes:
         model_type, hidden_size, vocab_size, layers: of the text model. tokenizer: anything with `get_vocab`, or None.
-        name: hub id or folder that the model was loaded from, or "".
+        name: hub id or folder that the model was loaded from, or "". placeholders: ids that stand for visual tokens.
     """
 
     model_type: str
@@ -47,6 +47,7 @@ class Facts:
     layers: int
     tokenizer: Any = None
     name: str = ""
+    placeholders: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

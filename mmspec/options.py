@@ -40,6 +40,7 @@ class Options:
             raise TypeError(f"nodes must be a whole number of 1 to {BUCKETS[-1]}, or None; got {self.nodes!r}.")
         if self.nodes is not None and not 1 <= self.nodes <= BUCKETS[-1]:
             raise ValueError(f"nodes must be 1 to {BUCKETS[-1]} (the root counted), or None; got {self.nodes}.")
+        _check_width(self.compressor, self.drafter)
 
     @property
     def fixed(self) -> int | None:
@@ -56,6 +57,7 @@ def facts_of(family: Any, tokenizer: Any) -> Facts:
         layers=family.layers,
         tokenizer=tokenizer,
         name=str(getattr(family.model.config, "_name_or_path", "") or ""),
+        placeholders=family.placeholders,
     )
 
 
@@ -88,6 +90,17 @@ def checked_compressor(compressor: str | Compressor | None) -> Compressor | None
     from mmspec.vision.registry import make
 
     return make(compressor)
+
+
+def _check_width(compressor: Compressor | None, drafter: Drafter) -> None:
+    """Refuse a compressor with weights of another width than those of the drafter that it shows tokens to."""
+    made = getattr(compressor, "hidden_size", None)
+    wanted = getattr(getattr(getattr(drafter, "head", None), "config", None), "hidden_size", made)
+    if compressor is not None and made != wanted and made is not None:
+        raise ValueError(
+            f"compressor {compressor.name!r} was made for states of width {made}, drafter {drafter.name!r} reads "
+            f"states of width {wanted}; make it with hidden_size={wanted}, or choose one without weights."
+        )
 
 
 def reference_rows(options: Options, tokenizer: Any, batch: int | None, repeats: int) -> list[list[int]]:
@@ -156,7 +169,7 @@ def per_call(
 ) -> tuple[Options, bool]:
     """Options of one call, and whether mmspec is on, from `generate(..., mmspec=dict(...))`."""
     if chosen is None:
-        return options, True
+        return _own(options), True
     if not isinstance(chosen, Mapping):
         raise TypeError(f"generate(mmspec=...) takes a dict with any of {', '.join(PER_CALL)}; got {chosen!r}.")
     chosen = dict(chosen)
@@ -168,4 +181,15 @@ def per_call(
         chosen["drafter"] = kept.get(chosen["drafter"], family, tokenizer)
     if "compressor" in chosen:
         chosen["compressor"] = checked_compressor(chosen["compressor"])
-    return replace(options, **chosen), enabled
+    return _own(replace(options, **chosen)), enabled
+
+
+def _own(options: Options) -> Options:
+    """With the drafter's own compressor where the one chosen by name only stands in for it."""
+    if options.compressor is None:
+        return options
+    from mmspec.vision.measured import Measured
+
+    own = getattr(options.drafter, "compressor", None)
+    stands_in = isinstance(options.compressor, Measured) and options.compressor.name == getattr(own, "name", None)
+    return replace(options, compressor=own) if stands_in else options

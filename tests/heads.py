@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+from torch.nn import Module
 
 import tiny
 from mmspec.drafters.eagle import EagleDrafter
@@ -16,13 +17,27 @@ from mmspec.drafters.rules import RULES
 from mmspec.drafters.vispec import VispecDrafter, VispecHead
 from mmspec.vision.latent import LatentCompressor
 from mmspec.vision.measured import Measured
+from mmspec.vision.registry import new
 
 BLOCKS = ("flash", "parallel", "linked", "falcon")
-KINDS = (*RULES, "trimmed", "eagle3", "vispec", *BLOCKS, "latent", "measured")
+SHRINKS = ("conv:3", "resampler:2", "elastic:4", "pool:3", "stride:3", "random:3", "relevant:3", "salient:3", "diverse:3",
+           "identity", "drop")  # fmt: skip
+KINDS = (*RULES, "trimmed", "eagle3", "vispec", *BLOCKS, "latent", "measured", "compressed")
+LEANING = "leaning-"
+"""Before a kind: its head says much of the time what a target that looks back little says after the last word."""
 
 
 def drafter(kind: str, spec: tiny.Spec, seed: int = 0, vocab: int = 0) -> EagleDrafter:
     """A drafter of that kind for the target of `spec`; another size of vocabulary may be said."""
+    if kind.startswith(LEANING):
+        made = drafter(kind.removeprefix(LEANING), spec, seed, vocab)
+        weight, lean = made.head.fc.weight.data, 3 * torch.eye(spec.hidden)
+        if isinstance(made.head, Eagle3Head):
+            weight[:, -spec.hidden :] += lean
+            made.head.lm_head.weight.data = tiny.model(spec).get_output_embeddings().weight.data[made.draft_ids]
+        else:
+            weight[:, : spec.hidden] += lean
+        return made
     vocab = vocab or spec.vocab
     wide = kind == "eagle3"
     config = HeadConfig(
@@ -46,6 +61,14 @@ def drafter(kind: str, spec: tiny.Spec, seed: int = 0, vocab: int = 0) -> EagleD
         if kind == "measured":
             made = EagleDrafter(EagleHead(config), list(RULES)[seed % 2], layers=spec.layers, depth=3, width=3)
             made.compressor = Measured()
+            return made
+        if kind == "compressed":
+            made = EagleDrafter(EagleHead(config), list(RULES)[seed % 2], layers=spec.layers, depth=3, width=3)
+            made.compressor = new(SHRINKS[seed % len(SHRINKS)], spec.hidden)
+            for name, weight in made.compressor.named_parameters() if isinstance(made.compressor, Module) else ():
+                weight.data.normal_(0, 2 if name.startswith("gate") else 0.3)  # each row its own way
+            if isinstance(made.compressor, Module):
+                made.compressor.eval()
             return made
         ids = torch.arange(0, vocab, 2) if kind == "trimmed" else None
         rule = "decoupled" if kind == "trimmed" else kind

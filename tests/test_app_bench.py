@@ -15,13 +15,13 @@ from mmspec.app import bench
 from mmspec.app.captioner import Captioner
 from mmspec.app.cli import main
 from mmspec.app.errors import UsageError
-from mmspec.app.measure import Run, System, clone, endless, once, results
+from mmspec.app.measure import Run, System, clone, endless, once, results, systems
 from mmspec.app.models import random_model
 from mmspec.app.prompts import pictures, requests_of
 from mmspec.stats import Stats
 
 KEYS = """drafter batch tau R tokens_per_s speedup_hf speedup_own speedup_e2e identical score_ms draft_ms rest_ms
-ttft_ms"""
+ttft_ms speedup_hf_ci speedup_e2e_pooled accepted_at_position tokens_min draft_mib of_target"""
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,9 @@ def test_bench_from_the_command_line(tmp_path: Path, capsys: Any) -> None:
     for row in rows:
         assert set(KEYS.split()) <= set(row)
         assert row["identical"] and row["tokens_per_s"] > 0 and row["ttft_ms"] > 0
-        assert row["speedup_hf_lo"] <= row["speedup_hf"] <= row["speedup_hf_hi"]
+        low, high = row["speedup_hf_ci"]
+        assert row["speedup_hf_lo"] <= low <= row["speedup_hf"] <= high <= row["speedup_hf_hi"]
+        assert row["tokens_min"] == 6 and row["nodes"] is None and "commit" in row["run"]
         assert row["prompt_tokens"] >= 50 and row["run"]["command"].startswith("mmspec bench --model tiny")
     assert rows[0]["speedup_hf"] == 1.0 and rows[0]["score_ms"] is None and rows[2]["score_ms"] > 0
     assert rows[2]["R"] == 1.0 and rows[2]["tau"] == 1.0
@@ -70,6 +72,9 @@ def test_sampled_bench_is_identical(capsys: Any) -> None:
     ("args", "words"),
     [
         (["--drafters", "magic"], "unknown drafter 'magic'"),
+        (["--drafters", "msd@0"], "a depth is 1 to 63"),
+        (["--drafters", "fused@3"], "which 'fused' does not"),
+        (["--nodes", "65"], "--nodes is 1 to 64"),
         (["--new-tokens", "1"], "2 or more"),
         (["--json", "/no/such/folder/x.json"], "cannot write"),
         (["--images", "nowhere"], "no such file or folder"),
@@ -132,6 +137,23 @@ def test_ratios_are_those_of_paired_runs() -> None:
     assert rows["x"]["speedup_hf"] == 2.0 and (rows["x"]["speedup_hf_lo"], rows["x"]["speedup_hf_hi"]) == (0.5, 4.0)
     assert rows["x"]["R"] == 0.5 and rows["none"]["R"] == 1.0 and rows["x"]["tau"] == 1.0
     assert rows["hf-again"]["speedup_hf"] == 2.0 and rows["hf-again"]["R"] is None
+    assert rows["x"]["speedup_e2e_pooled"] == pytest.approx((2 + 3 + 5) / (1.5 + 5 + 2), abs=1e-5)
+
+
+def test_acceptance_per_position_is_of_all_rounds() -> None:
+    made = Stats(rounds=10, decode_s=1.0, tokens=19, first_tokens=1, row_rounds=10)
+    made.lengths.update({1: 5, 2: 2, 3: 3})
+    runs = [Run(1.0, 0.1, 0.9, torch.zeros(1, 5), 5, made if ours else None, 5) for ours in (False, True)]
+    rows = list(results([System("hf", None, runs[:1]), System("none", None, runs[1:])]))
+    assert rows[1]["kept_at_depth"] == [0.5, 0.6] and rows[1]["accepted_at_position"] == [0.5, 0.3]
+    assert "  50 30  " in bench.table([dict.fromkeys(bench.COLUMNS) | {"drafter": "x"} | rows[1]])
+
+
+def test_trees_of_one_size_and_none_stays_plain(tiny: Captioner) -> None:
+    inputs = requests_of(tiny, pictures([], 1, 0), "a", 1, 0, 1, 0)[0]
+    field = {one.name: one for one in systems(tiny.model, ["recycling"], tiny.processor, nodes=4)}
+    nodes = {name: once(field[name], inputs, 8, 0.0, 0).stats.nodes for name in ("none", "recycling")}
+    assert set(nodes["none"]) == {1} and set(nodes["recycling"]) == {4}
 
 
 def test_pictures_from_files(tmp_path: Path) -> None:

@@ -9,13 +9,17 @@ from typing import Any
 import pytest
 
 from mmspec.app import study
+from mmspec.app.answers import CLASSES, Answer, answer_of, class_of, classes_of, interval
+from mmspec.app.contenders import patched
+from mmspec.app.rounds import Round
 from mmspec.app.scenes.data import corpus
 from mmspec.app.scenes.model import train_tokenizer
-from mmspec.app.study import CLASSES, Answer, answer_of, class_of, classes_of, interval
 
 
 def test_classes() -> None:
-    kinds = {"dog": "names", "Dogs": "names", "upper": "places", "striped": "looks", "Large": "looks", "the": "other"}
+    kinds = {"dog": "names", "Dogs": "names", "upper": "places", "striped": "looks", "Large": "looks", "waits": "other"}
+    kinds |= {"the": "function", "A": "function", "In": "function"}
+    kinds |= dict.fromkeys(("STAR", "DOG", "RED", "LEFT", "NO"), "other")  # words of signs
     assert {word: class_of(word) for word in kinds} == kinds
 
 
@@ -24,9 +28,15 @@ def test_a_word_of_several_tokens_is_one_word() -> None:
     ids = tokenizer(" In the upper left waits a small flamingo, smaller.", add_special_tokens=False).input_ids
     found = dict(zip(map(tokenizer.decode, ids), classes_of(tokenizer, ids), strict=True))
     assert found[" upper"] == found[" left"] == "places" and found[" small"] == found[" smaller"] == "looks"
-    assert found[" the"] == found[","] == found["."] == "other"
+    assert found[" the"] == "function" and found[","] == found["."] == "other"
     name = [kind for token, kind in found.items() if len(token.strip()) > 1 and token.strip() in "flamingo"]
     assert name and set(name) == {"names"}
+
+
+def one(emitted: list[int], guesses: bool = True) -> Round:
+    """A round whose drafts were a chain one longer than what was kept, or no draft at all."""
+    nodes = range(len(emitted) + guesses)
+    return Round(0, tuple(nodes), tuple(range(-1, len(nodes) - 1)), None, tuple(range(len(emitted))), tuple(emitted))
 
 
 def test_what_counts_as_guessed() -> None:
@@ -34,28 +44,73 @@ def test_what_counts_as_guessed() -> None:
     ids = tokenizer(" In the left a dog waits", add_special_tokens=False).input_ids
     kinds = classes_of(tokenizer, ids)
     assert [tokenizer.decode(i) for i in ids][:4] == [" In", " the", " left", " a"] and len(ids) >= 6
-    made = answer_of([ids[:1], ids[1:4], [], ids[4:], [2]], tokenizer, [2])
+    made = answer_of([one(ids[:1], False), one(ids[1:4]), one([]), one(ids[4:], False), one([2])], tokenizer, [2])
     assert (made.tokens, made.forwards) == (len(ids), 3)
     assert made.total["places"] == made.guessed["places"] == 1, "in the middle of a round"
     assert made.total["other"] == kinds[1:].count("other") and made.guessed["other"] <= made.total["other"]
     assert sum(made.total.values()) == len(ids) - 1, "neither the prompt's token nor the end"
+    assert sum(made.guessed.values()) == 2 + len(ids) - 5
+    assert dict(made.corrected)["function"] == sum(made.corrected.values()) == 1, "of the last nothing was guessed"
 
 
 def test_intervals_hold_the_value() -> None:
     answers = [Answer(10 + n % 3, 5, {"names": 4}, {"names": n % 5}) for n in range(40)]
-    for name in (None, "names"):
+    for name in ("tau", "names", "names_tau"):
         value, low, high = interval(answers, name)
         assert low < value < high
-    assert interval(answers, None)[0] == pytest.approx(sum(10 + n % 3 for n in range(40)) / 200)
+    assert interval(answers, "tau")[0] == pytest.approx(sum(10 + n % 3 for n in range(40)) / 200)
+    assert interval(answers, "names")[0] == 80 / 160 and interval(answers, "names_tau")[0] == 160 / 80
+
+
+def test_the_accepted_share_leaves_out_what_nobody_guessed() -> None:
+    answers = [Answer(9, 5, {"names": 8}, {"names": 3}, {"names": 1})] * 4
+    assert interval(answers, "names") == (3 / 8,) * 3 and interval(answers, "names_accepted") == (3 / 4,) * 3
+
+
+def test_differences_are_of_the_same_requests() -> None:
+    first = [Answer(10, 5, {"names": 10}, {"names": n % 10}) for n in range(40)]
+    other = [Answer(10, 5, {"names": 10}, {"names": n % 10 + 1}) for n in range(40)]
+    value, low, high = interval(other, "names", first)
+    assert value == pytest.approx(0.1) and low == pytest.approx(0.1) and high == pytest.approx(0.1)
+    assert interval(first, "names", first) == (0, 0, 0)
 
 
 def test_the_study_from_the_command_line(tmp_path: Path, capsys: Any) -> None:
-    files = ["--json", str(tmp_path / "s.json"), "--plot", str(tmp_path / "s.png")]
-    assert (
-        study.main(["none", "fused", "--model", "tiny", "--count", "2", "--task", "answer", "--no-progress", *files])
-        == 0
-    )
-    rows = json.loads((tmp_path / "s.json").read_text())
+    files = [word for kind in ("json", "plot", "markdown") for word in (f"--{kind}", str(tmp_path / f"s.{kind[:3]}"))]
+    files[3] = str(tmp_path / "s.png")
+    sampled = ["--temperature", "0.9", "--seed", "3"]
+    given = ["none", "fused", "--model", "tiny", "--count", "2", "--task", "answer", "--against", "none", *sampled]
+    assert study.main([*given, "--no-progress", *files]) == 0
+    rows = json.loads((tmp_path / "s.jso").read_text())
     assert [row["drafter"] for row in rows] == ["none", "fused"] and rows[0]["tau"] == [1.0, 1.0, 1.0]
     assert set(CLASSES) <= set(rows[0]) and rows[0]["tokens"] == rows[1]["tokens"], "the same text"
+    none, fused = rows
+    assert none["tau_over"] == [0, 0, 0] and fused["tau_over"][0] == pytest.approx(fused["tau"][0] - 1)
+    assert (none["temperature"], none["seed"], none["draft_mib"]) == (0.9, 3, 0) and none["tokens_min"] > 0
+    assert fused["draft_ms"] > 0 and fused["run"]["command"].startswith("python -m mmspec.app.study none fused")
     assert (tmp_path / "s.png").read_bytes().startswith(b"\x89PNG") and "tau 1.000" in capsys.readouterr().out
+    tables = (tmp_path / "s.mar").read_text()
+    assert tables.count("| fused |") == 6 and "| over none | tau | names |" in tables
+
+
+def test_a_drafter_learns_from_request_to_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    monkeypatch.setattr(study, "patched", lambda *given: made.append(given) or patched(*given))
+    assert (
+        study.main(["recycling", "none", "--model", "tiny", "--count", "3", "--task", "answer", "--no-progress"]) == 0
+    )
+    assert [given[1] for given in made] == ["recycling", "none"]
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (["none", "--against", "fused"], "--against is one of the drafters"),
+        (["magic@3"], "unknown drafter 'magic'"),
+        (["fused@3", "--model", "tiny"], "which 'fused' does not"),
+    ],
+)
+def test_bad_requests_end_in_a_line(given: list[str], words: str, capsys: Any) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        study.main([*given, "--count", "1"])
+    assert stopped.value.code == 2 and words in capsys.readouterr().err

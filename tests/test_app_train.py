@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import mmspec
-from mmspec.app import pupils
-from mmspec.app.cli import main
+from mmspec.app import pupils, train
+from mmspec.app.cli import main, parser
 from mmspec.app.lessons import FileData, Order, Request, Teacher, WithText, share_of_pictures
 from mmspec.app.models import random_model
 from mmspec.app.scenes.paint import paint
@@ -21,10 +21,14 @@ from mmspec.app.scenes.world import scene
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
     """Five pictures with prompts, one with an answer."""
-    folder = tmp_path / "data"
+    return listed(tmp_path / "data", 5)
+
+
+def listed(folder: Path, count: int) -> Path:
+    """A manifest of so many."""
     folder.mkdir()
     rows = []
-    for number in range(5):
+    for number in range(count):
         paint(scene(number)).save(folder / f"{number}.png")
         rows.append({"file_name": f"{number}.png", "prompt": f"what is this {number}"})
     rows[2]["answer"] = "a red house"
@@ -35,8 +39,8 @@ def data(tmp_path: Path) -> Path:
 ARGS = ("--target", "tiny", "--steps", "4", "--batch-size", "2", "--max-new-tokens", "10", "--evaluate", "2")
 
 
-def test_a_run_from_the_command_line(data: Path, tmp_path: Path, capsys: Any) -> None:
-    out = tmp_path / "run"
+def test_a_run_from_the_command_line(tmp_path: Path, capsys: Any) -> None:
+    out, data = tmp_path / "run", listed(tmp_path / "data", 20)
     args = [
         "train",
         *ARGS,
@@ -54,14 +58,15 @@ def test_a_run_from_the_command_line(data: Path, tmp_path: Path, capsys: Any) ->
     assert [line.split()[0] for line in told] == [str(out / "msd"), str(out / "eagle-textual")] and "tau" in told[0]
     config = json.loads((out / "msd" / "config.json").read_text())
     assert (config["rule"], config["target"]["model_type"], config["target"]["layers"]) == ("decoupled", "llava", 2)
+    assert config["facts"] == {"target": "tiny"} and train.named(str(tmp_path / "data")) == "data"
     provenance = json.loads((out / "msd" / "provenance.json").read_text())
     assert provenance["command"].startswith("mmspec train --target tiny") and provenance["seed"] == 0
     assert {"commit", "torch", "transformers", "mmspec"} <= set(provenance)
     evaluation = json.loads((out / "msd" / "evaluation.json").read_text())
-    assert evaluation["tau"] >= 1 and evaluation["held_out"] is False
+    assert evaluation["tau"] >= 1 and evaluation["held_out"] is True and evaluation["requests"] == 2
     assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")
     answers = [json.loads(line) for line in (out / "answers.jsonl").read_text().splitlines()]
-    assert sorted(row["number"] for row in answers) == list(range(5))
+    assert sorted(row["number"] for row in answers) == list(range(18)), "the last two are kept back"
     model, processor = random_model("tiny")
     mmspec.patch(model, str(out / "msd"), processor=processor)
     drafter = model.__dict__["_mmspec"].options.drafter
@@ -81,6 +86,84 @@ def test_a_run_that_is_cut_goes_on(data: Path, tmp_path: Path, capsys: Any) -> N
     assert all(torch.allclose(whole[name].float(), cut[name].float(), atol=1e-2) for name in whole)
     assert main([*args, "--out", str(tmp_path / "cut"), "--lr", "0.5"]) == 2
     assert "other settings (plan)" in capsys.readouterr().err
+
+
+def test_answers_of_another_run_are_not_taken(
+    data: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that was killed while it answered has no checkpoint to compare settings with."""
+    out, answer, left = tmp_path / "run", Teacher._answer, [True]
+
+    def killed(*args: Any) -> Any:
+        if not left:
+            raise KeyboardInterrupt
+        left.pop()
+        return answer(*args)
+
+    args = ["train", *ARGS, "--data", str(data), "--drafter", "msd", "--evaluate", "0", "--out", str(out)]
+    with monkeypatch.context() as patch:
+        patch.setattr(Teacher, "_answer", killed)
+        assert main(args) == 130
+    kept = (out / "answers.jsonl").read_bytes()
+    assert kept.count(b"\n") == 2 and not (out / "state.pt").exists()
+    assert main([*args, "--first-seed", "7"]) == 2
+    assert "other settings (first_seed)" in capsys.readouterr().err
+    first = data.read_text()
+    data.write_text(first.replace("what is this 4", "who is this 4"))
+    assert main(args) == 2
+    assert "other settings (items)" in capsys.readouterr().err
+    assert (out / "answers.jsonl").read_bytes() == kept
+    (out / "run.json").unlink()
+    assert main(args) == 0, "answers that were brought by hand are used as they are"
+    assert (out / "answers.jsonl").read_bytes().startswith(kept)
+
+
+def test_text_only_shows_no_picture(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out, lesson, visual = tmp_path / "run", Teacher.lesson, list[bool]()
+
+    def seen(self: Teacher, numbers: list[int]) -> Any:
+        made = lesson(self, numbers)
+        visual.append(bool(made.visual.any()))
+        return made
+
+    monkeypatch.setattr(Teacher, "lesson", seen)
+    args = ["train", *ARGS, "--data", str(data), "--drafter", "msd", "--evaluate", "0", "--out", str(out)]
+    assert main([*args, "--text-only"]) == 0
+    assert visual == [False] * 4
+    answers = [json.loads(line)["number"] for line in (out / "answers.jsonl").read_text().splitlines()]
+    assert sorted(answers) == list(range(5, 10)), "with pictures nothing is asked"
+    settings = torch.load(out / "state.pt", weights_only=True)["settings"]
+    assert settings["text_only"] is True
+    plain = train.facts_of(parser().parse_args(args))
+    assert plain == {"text_first": False}, "nothing new is told of runs as they were, so they go on"
+    with pytest.raises(SystemExit):
+        main([*args, "--text-only", "--text-first"])
+
+
+def test_a_trained_compressor_is_not_lost(data: Path, tmp_path: Path, capsys: Any) -> None:
+    from safetensors.torch import load_file
+
+    args = ["train", *ARGS, "--data", str(data), "--drafter", "msd", "--evaluate", "0"]
+    first, out = tmp_path / "first", tmp_path / "on"
+    assert main([*args, "--compressor", "latent:3", "--seed", "1", "--out", str(first)]) == 0
+    more = ["--start-from", str(first), "--out", str(out)]
+    assert main([*args, *more, "--compressor", "latent:3", "--lr", "1e-9"]) == 0
+    old, new = (load_file(folder / "msd" / "model.safetensors") for folder in (first, out))
+    assert any(name.startswith("compressor.") for name in old) and all(torch.equal(old[key], new[key]) for key in old)
+    capsys.readouterr()
+    for asked, name in (([], "none"), (["--compressor", "latent:4"], "latent:4")):
+        assert main([*args, "--start-from", str(first), *asked, "--out", str(tmp_path / "no")]) == 2
+        assert f"was trained with --compressor latent:3 (wanted: {name})" in capsys.readouterr().err
+
+
+def test_a_damaged_checkpoint_is_one_line(data: Path, tmp_path: Path, capsys: Any) -> None:
+    args = ["train", *ARGS, "--data", str(data), "--drafter", "msd", "--evaluate", "0", "--out", str(tmp_path)]
+    assert main([*args, "--minutes", "0"]) == 0
+    file = tmp_path / "state.pt"
+    file.write_bytes(file.read_bytes()[:-1000])
+    capsys.readouterr()
+    assert main(args) == 2
+    assert f"{file} is damaged" in (told := capsys.readouterr().err) and "delete it" in told and told.count("\n") == 1
 
 
 def test_a_run_begins_with_trained_weights(data: Path, tmp_path: Path, capsys: Any) -> None:
@@ -108,15 +191,25 @@ def test_a_run_begins_with_trained_weights(data: Path, tmp_path: Path, capsys: A
         assert words in capsys.readouterr().err
 
 
-def test_answers_that_were_cut_are_made_again(data: Path, tmp_path: Path) -> None:
+def test_answers_that_were_cut_are_made_again(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, processor = random_model("tiny")
     teacher = Teacher(model, processor, FileData([str(data)]))
     teacher.answer_all(tmp_path, 2, 8)
     file = tmp_path / "answers.jsonl"
     whole = file.read_text()
     assert [json.loads(line)["number"] for line in whole.splitlines()] == list(range(5))
-    file.write_text(whole[: len(whole) // 2])
+    half = whole[: len(whole) // 2]
+    file.write_text(half)
     again = Teacher(model, processor, FileData([str(data)]))
+
+    def full(handle: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.fsync", full)
+        with pytest.raises(OSError, match="No space"):
+            again.answer_all(tmp_path, 2, 8)
+    assert file.read_text() == half and len(list(tmp_path.iterdir())) == 2, "data and answers"
     done: list[int] = []
     again.answer_all(tmp_path, 2, 8, done.append)
     assert again.answers == teacher.answers and sum(done) == 5 and done[0] > 0
@@ -258,7 +351,6 @@ def test_several_processes_train_as_one(data: Path, tmp_path: Path) -> None:
 
 
 def test_rules_are_named_as_drafters_name_them() -> None:
-    from mmspec.app import train
     from mmspec.drafters import rules
 
     assert tuple(rules.RULES) == train.RULES

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import threading
 import time
@@ -113,7 +114,14 @@ def test_both_sides_say_the_same_and_the_figures_are_those_of_stats(shelf: Shelf
     ours = made.figures["sides"]["mmspec"]
     assert (ours["n_tokens"], ours["tokens_per_s"], ours["ttft_s"]) == (stats.tokens, stats.tokens_per_s, stats.ttft_s)
     assert made.figures["tau"] == stats.tau and made.figures["stats"] == stats.as_dict()
+    plain = race.plain.tape
+    assert made.figures["speedup_decode"] == pytest.approx(stats.tokens_per_s * (plain.times[-1] - plain.times[0]) / 31)
     assert made.figures["speedup_decode"] == pytest.approx(stats.tau / made.figures["R"])
+    drawn = drawing.results(made)
+    for name in ("prefill", "draft", "score", "rest"):
+        assert f"{1000 * getattr(stats, f'{name}_s'):.1f} ms" in drawn
+    assert sum(stats.lengths.values()) == stats.rounds
+    assert all(f"<b>{count:.0f} rounds</b>" in drawn for count in stats.lengths.values())
     assert made.plain.text == made.mmspec.text and len(made.mmspec.times) == 32
 
 
@@ -200,11 +208,15 @@ def test_a_difference_is_told_with_its_margin(shelf: Shelf) -> None:
     wanted = float(first[0] - first[1])
     assert int(second[0]) == ids[5]
     request, _ = encoded(desk.model, inputs)
-    assert margin(desk, request, race.choice, 5, ids[5], int(second[1])) == pytest.approx(wanted, abs=1e-4)
+    asked = (desk, request, race.choice, 5, ids[5], int(second[1]))
+    assert margin(*asked, Halt(60)) == pytest.approx(wanted, abs=1e-4)
+    assert math.isnan(margin(*asked, Counted(2))), "a run that is stopped meanwhile"
     race.difference = Difference(5, ids[5], int(second[1]), wanted)
     told = report_of(race)
     assert told.identical is False and "differ from token 6 on" in told.badge and f"{wanted:.2e}" in told.badge
     assert "mm-differs" in drawing.results(told)
+    race.difference = replace(race.difference, margin=math.nan)
+    assert "not measured" in report_of(race).badge and report_of(race).figures["difference"]["margin"] is None
 
 
 def test_a_prompt_beyond_the_positions_is_refused(shelf: Shelf) -> None:
@@ -287,15 +299,28 @@ def test_a_clip_is_several_pictures(shelf: Shelf) -> None:
 # what is refused
 
 
-def test_questions(shelf: Shelf) -> None:
-    limits, processor = Limits(), shelf.take("tiny").processor
+def test_questions() -> None:
+    limits = Limits()
     assert limits.question("  hello \n") == "hello"
     for bad, told in ((" \n", "write a question"), (None, "write a question"), ("x" * 10_000, "10000 characters")):
         with pytest.raises(UsageError, match=told):
             limits.question(bad)
-    with pytest.raises(UsageError, match="must not contain <image>"):
-        limits.question("what <image> is", processor)
     assert limits.question(NASTY) == NASTY
+
+
+def test_a_word_that_stands_for_a_picture_is_refused_wherever_it_comes_from(
+    shelf: Shelf, space: Space, tmp_path: Path
+) -> None:
+    told = "must not contain <image>"
+    with pytest.raises(UsageError, match=told):
+        race_of(shelf, question="what <image> is").run()
+    paths = write_pictures(tmp_path / "p", 2)
+    with pytest.raises(UsageError, match=told):
+        Batch(shelf, paths, "see <image>", Choice("tiny", max_new_tokens=4), Limits(), space.new()).run(Halt(60))
+    rows = [{"file_name": paths[0].name, "prompt": "see <image>"}, {"file_name": paths[1].name}]
+    (tmp_path / "list.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    batch = batch_of(shelf, space, [*paths, tmp_path / "list.jsonl"]).run(Halt(60))
+    assert told in batch.rows[0]["error"]["message"] and batch.rows[1]["error"] is None
 
 
 def test_numbers() -> None:
@@ -306,7 +331,9 @@ def test_numbers() -> None:
 
 
 def test_files_that_cannot_be_used(tmp_path: Path) -> None:
-    av = pytest.importorskip("av")
+    pytest.importorskip("av")
+    import footage
+
     limits = Limits()
     (tmp_path / "broken.png").write_bytes(b"\x89PNG\r\n\x1a\nnothing")
     (tmp_path / "text.jpg").write_text("hello")
@@ -314,8 +341,8 @@ def test_files_that_cannot_be_used(tmp_path: Path) -> None:
     with (tmp_path / "huge.png").open("wb") as file:
         file.truncate(200_000_000)
     Image.new("1", (10_000, 5_000)).save(tmp_path / "fifty.png")
-    with av.open(str(tmp_path / "silent.mp4"), "w") as container:
-        container.add_stream("aac", rate=8000)
+    footage.song(tmp_path / "song.mp4")
+    footage.nothing(tmp_path / "nothing.mp4")
     (tmp_path / "no.mp4").write_bytes(b"nothing of a video")
     told = {
         "broken.png": "not an image|cannot be decoded",
@@ -323,7 +350,8 @@ def test_files_that_cannot_be_used(tmp_path: Path) -> None:
         "empty.png": "empty file",
         "huge.png": "more than 100 MB",
         "fifty.png": "10000 x 5000 is more than 40000000 pixels.$",
-        "silent.mp4": "silent.mp4: ",
+        "song.mp4": "song.mp4: .*no (picture|video|frame)",
+        "nothing.mp4": "nothing.mp4: .*no (picture|video|frame)",
         "no.mp4": "no.mp4: ",
     }
     for name, text in told.items():
@@ -408,6 +436,9 @@ def test_a_page_has_one_run_at_a_time() -> None:
         sessions.begin("a")
     other = sessions.begin("b")
     assert sessions.of("a") is first
+    first._seen -= 1000  # in the queue nobody looks at it
+    with pytest.raises(UsageError, match="still going"):
+        sessions.begin("a")
     sessions.stop("a")
     sessions.stop("nobody")
     assert first.asked and not other.asked
@@ -564,6 +595,7 @@ def test_errors_are_one_sentence_without_html() -> None:
     from mmspec.app.ui.context import spoken
 
     assert spoken(UsageError("<b>bad</b>")).message == "&lt;b&gt;bad&lt;/b&gt;"
+    assert spoken(UsageError("it's bad"), str).message == "it's bad", "programs read no HTML"
     told = spoken(RuntimeError("secret /path\nmore"))
     assert "secret" not in told.message and not told.print_exception
     assert "memory" in spoken(RuntimeError("CUDA out of memory")).message

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +13,22 @@ import torch
 from torch import Tensor
 
 import mmspec
+from mmspec.app.caption import check_drafter
 from mmspec.app.captioner import Captioner
+from mmspec.app.lessons import Request, Teacher
 from mmspec.app.models import random_model
 from mmspec.app.scenes.paint import paint
 from mmspec.app.scenes.world import scene
 from mmspec.drafters.checkpoint import Made, load, save
 from mmspec.drafters.eagle import EagleDrafter
 from mmspec.drafters.head import EagleHead, HeadConfig
+from mmspec.drafters.kinds import KINDS
 from mmspec.drafters.rules import RULES, segments_of
 from mmspec.drafters.training import Plan, Training
 from mmspec.drafters.training_losses import Pupil, Weights, When, losses, rows_of
 from mmspec.drafters.vispec import VispecDrafter, VispecHead
 from mmspec.interfaces import Compressor, Segment, VisualTokens
-from mmspec.vision.elastic import Elastic
+from mmspec.vision.elastic import CHARGE, Elastic
 from mmspec.vision.latent import LatentCompressor
 from mmspec.vision.picking import highest, take
 from mmspec.vision.pooling import Conv, Pool, Window, blocks_of, window_for
@@ -97,19 +101,21 @@ GRIDS = {
     "rows": ([Segment(0, 0, 4, 4, 0), Segment(1, 0, 2, 3, 1), Segment(1, 6, 4, 4, 2)], [16, 22]),
     "clip": ([Segment(0, 9 * t, 3, 3, 0, role="frame", time=t) for t in range(4)], [36]),
     "newline": ([Segment(0, 0, 2, 3, 0, newline=True)], [8]),
+    "pictures": ([Segment(0, 4 * n, 2, 2, n) for n in range(8)], [32]),
     "unknown": ([], [9, 4]),
+    "half known": ([Segment(0, 0, 2, 3, 0)], [6, 5]),
+    "not theirs": ([Segment(0, 0, 2, 3, 0), Segment(1, 0, 2, 2, 1)], [5, 5]),
     "tiny": ([Segment(0, 0, 1, 1, 0)], [1]),
     "none": ([], [0, 0]),
 }
 
 
-def members_of(segments: list[Segment], counts: list[int], window: Window) -> list[list[list[int]]]:
+def members_of(segments: list[Segment], counts: list[int], window: Window, budget: int) -> list[list[list[int]]]:
     """Per row, per merged token, the tokens in it: written out place by place."""
     rows: list[list[list[int]]] = [[] for _ in counts]
-    if not segments:
-        for row, count in enumerate(counts):
+    for row, count in enumerate(counts):
+        if all(one.row != row for one in segments):
             rows[row] = [list(range(i, min(count, i + window.columns))) for i in range(0, count, window.columns)]
-        return rows
     clips: dict[tuple[int, int, int], list[Segment]] = {}
     for one in segments:
         key = (one.row, one.source, 0) if one.role == "frame" else (one.row, one.source, 1 + one.start)
@@ -127,6 +133,10 @@ def members_of(segments: list[Segment], counts: list[int], window: Window) -> li
                             for xx in range(x, min(w, x + window.columns))
                         ]
                     )
+    for row, made in enumerate(rows):
+        if len(made) > budget:
+            groups = [[part for i, part in enumerate(made) if i * budget // len(made) == n] for n in range(budget)]
+            rows[row] = [list(chain(*group)) for group in groups]
     return rows
 
 
@@ -141,11 +151,12 @@ def test_merging_is_the_slow_reference(grid: str, budget: int, sort: str) -> Non
         made.kernel.data.normal_(generator=torch.Generator().manual_seed(1))
     few = made.compress(visual, None, budget)
     window = window_for(blocks_of(segments, counts), budget)
-    rows = members_of(segments, counts, window)
-    pictures = [max(1, len({(s.source, s.start if s.role == "base" else 0) for s in segments if s.row == row}))
-                for row in range(len(counts))]  # fmt: skip
+    held = [sum(one.length for one in segments if one.row == row) for row in range(len(counts))]
+    segments = [one for one in segments if held[one.row] == counts[one.row]]
+    rows = members_of(segments, counts, window, budget)
     for row, members in enumerate(rows):
-        assert int(few.mask[row].sum()) == len(members) <= max(budget, pictures[row])
+        assert int(few.mask[row].sum()) == len(members) <= budget
+        assert sorted(chain(*members)) == list(range(counts[row]))
         for slot, inside in enumerate(members):
             weights = torch.ones(len(inside), 8)
             if sort == "conv":
@@ -345,10 +356,11 @@ def test_elastic_learns_its_gate() -> None:
 # --- what a drafter makes of them -------------------------------------------------------------------------------------
 
 
-def head() -> EagleHead:
+def head(kind: str = "eagle") -> EagleHead:
+    shape = {"eagle": {}, "flash": {"intermediate_size": 0, "block": 2, "inner": 40}}.get(kind, {"block": 2})
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(4)
-        made = EagleHead(CONFIG)
+        made = KINDS[kind].head(replace(CONFIG, **shape))
     for weight in made.parameters():
         weight.data.mul_(1.5)
     return made.eval()
@@ -430,6 +442,49 @@ def test_it_is_taught_with_what_it_is_shown(world: World, rule: str, monkeypatch
     assert len(said) > 6
 
 
+def grids(sort: str) -> Any:
+    """One of those that go by the grid, to two tokens; the weights are loud."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(2)
+        conv = Conv(32, 2)
+        conv.kernel.data.normal_()
+        return {"pool": Pool(2), "conv": conv, "elastic": Elastic(32, 2, [conv]).eval()}[sort]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("sort", ["pool", "conv", "elastic"])
+def test_it_is_taught_on_the_grids_that_it_is_shown(
+    world: World, kind: str, sort: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After nine words, of which three are a small and a wider picture, the losses judge what drafting says there."""
+    from mmspec.drafters.training_losses import Sum
+
+    made = head(kind)
+    pictures = [Segment(row, start, 1, 1 + start, 2 * row + start) for row in range(2) for start in range(2)]
+    asked = prompt_of(world, 9, segments=tuple(replace(one, start=one.start + 2) for one in pictures))
+    drafter = KINDS[kind].drafter(made, "coupled", layers=LAYERS)
+    drafter.compressor = grids(sort)
+    tree = drafter.propose(started(world, drafter, asked), 8, [True, True])
+    judged: list[tuple[int, Tensor, Tensor]] = []
+    monkeypatch.setattr(Sum, "add", lambda self, part, out, goal: judged.append((part, out, goal)))
+    pupil, placeholder = Pupil(made, "coupled", kind, grids(sort)), world.words.embedding(torch.tensor(PICTURE))
+    lesson, found = replace(lesson_of(world), segments=tuple(pictures)), set()
+    with torch.no_grad():
+        for seed in range(3):  # where Falcon's blocks begin
+            when = When(1.0, torch.Generator().manual_seed(seed))
+            KINDS[kind].losses(pupil, lesson, world.words, placeholder, Weights(rollout=0), when)
+        for part, out, goal in judged:
+            for said, meant in zip(out, goal, strict=True):
+                row = next((b for b in range(2) if torch.equal(meant, lesson.states[b, 9])), None)
+                if part == 0 and row is not None:
+                    logits = world.words.head(said)
+                    logits[[0, PICTURE]] = float("-inf")
+                    chances, found = logits.softmax(-1), found | {row}
+                    first = {path[0]: score for path, score in paths_of(tree, row).items() if len(path) == 1}
+                    assert first == pytest.approx({word: float(chances[word]) for word in first}, rel=2e-3)
+    assert found == {0, 1}
+
+
 def test_a_compressor_learns_along_and_comes_back(world: World, tmp_path: Path) -> None:
     pupil = Pupil(head(), "decoupled", compressor=latent(2, 32))
     before = pupil.compressor.queries.detach().clone()
@@ -450,9 +505,66 @@ def test_a_compressor_learns_along_and_comes_back(world: World, tmp_path: Path) 
         restored({"name": "latent", "tokens": 3}, again.compressor[1], 32)
 
 
+def gated() -> Elastic:
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(7)
+        return Elastic(32, 2)
+
+
+def test_a_gate_learns_the_same_in_a_run_that_was_cut(world: World, tmp_path: Path) -> None:
+    placeholder = world.words.embedding(torch.tensor(PICTURE)).detach()
+    for part in (world.words.embedding, world.words.head):
+        part.requires_grad_(False)
+
+    def run(name: str, seconds: float) -> Elastic:
+        pupil, plan = Pupil(head(), "decoupled", compressor=gated()), Plan(steps=8, batch=2, warmup=1)
+        torch.seed()  # whatever else went on in the process
+        before = torch.get_rng_state()
+        training = Training(
+            tmp_path / name, {"one": pupil}, plan, world.words, lambda step: lesson_of(world), placeholder, {}
+        )
+        if not training.run(seconds):
+            return run(name, seconds)
+        assert torch.equal(torch.get_rng_state(), before)
+        made: Elastic = pupil.compressor
+        return made
+
+    whole, cut = run("whole", math.inf), run("cut", 0.0)
+    assert whole.gate.bias.abs().max() > 0
+    for name, value in whole.state_dict().items():
+        assert torch.allclose(value, cut.state_dict()[name], atol=1e-6), name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_gate_is_charged_for_what_it_shows(world: World, kind: str) -> None:
+    """All else is worth nothing here: what is left is the share of three tokens that each way keeps, in the mean."""
+    made, placeholder = gated().train(), world.words.embedding(torch.tensor(PICTURE))
+    pupil, free = Pupil(head(kind), "decoupled", kind, made), Weights(0.0, 0.0)
+    loss, figures = KINDS[kind].losses(pupil, lesson_of(world), world.words, placeholder, free, When())
+    kept = [0 if label == "drop" else int(label.partition(":")[2]) for label in made.labels()]
+    assert float(loss.detach()) == pytest.approx(CHARGE * sum(kept) / len(kept) / 3) == figures["cost"]
+    loss.backward()
+    assert made.gate.bias.grad is not None and int(made.gate.bias.grad.argmin()) == made.labels().index("drop")
+
+
 @pytest.fixture(scope="module")
 def tiny() -> Captioner:
     return Captioner(*random_model("tiny"))
+
+
+def test_a_lesson_knows_its_grids(tiny: Captioner) -> None:
+    """By visual tokens of their row, whether the texts come together, alone, or from what was kept."""
+    pictures = [paint(scene(number)) for number in range(3)]
+    data = [Request(pictures[0], "what is it"), Request((), "a"), Request(tuple(pictures[1:]), "list the colors")]
+    teacher = Teacher(tiny.model, tiny.processor, data, room=1 << 30)
+    teacher.answers = {number: [7, 8, 9] for number in range(3)}
+    for numbers in ([0, 1, 2], [2, 1], [2, 0, 2]):
+        lesson = teacher.lesson(numbers)
+        expected = {0: [0], 1: [], 2: [0, 16]}
+        for row, number in enumerate(numbers):
+            mine = [one for one in lesson.segments if one.row == row]
+            assert [(one.start, one.height, one.width) for one in mine] == [(at, 4, 4) for at in expected[number]]
+            assert sum(one.length for one in mine) == int(lesson.visual[row].sum())
 
 
 def test_it_never_changes_a_word_and_is_used(tiny: Captioner, tmp_path: Path) -> None:
@@ -484,6 +596,55 @@ def test_it_never_changes_a_word_and_is_used(tiny: Captioner, tmp_path: Path) ->
     finally:
         mmspec.unpatch(model)
     assert seen == [5]
+
+
+def test_elastic_by_its_name_is_the_drafters_own_or_goes_by_cost(tiny: Captioner, tmp_path: Path) -> None:
+    """The call that a user would try first, with a drafter that knows no gate and with one that came with it."""
+    model, config = tiny.model, HeadConfig(64, 128, 4, 2, 384)
+    gate = Elastic(64, 4)
+    gate.gate.bias.data[gate.labels().index("stride:1")] = 1.0
+    ours = {"name": "elastic", "tokens": 4}, gate.state_dict()
+    save(tmp_path / "msd", EagleHead(config), Made(config, "decoupled", 2, "llava"))
+    save(tmp_path / "own", EagleHead(config), Made(config, "decoupled", 2, "llava", compressor=ours))
+    inputs = tiny.inputs([paint(scene(1))], ["what is this thing"])
+    plain = model.generate(**inputs, max_new_tokens=12, do_sample=False)
+    for drafter, other, ways in (("msd", "own", ["identity", "stride:1"]), ("own", "msd", ["stride:1", "identity"])):
+        check_drafter(str(tmp_path / drafter), "elastic")
+        mmspec.patch(model, drafter=str(tmp_path / drafter), compressor="elastic", nodes=8)
+        try:
+            for more, way in zip(({}, {"mmspec": {"drafter": str(tmp_path / other)}}), ways, strict=True):
+                assert torch.equal(model.generate(**inputs, max_new_tokens=12, do_sample=False, **more), plain)
+                assert [row.way for row in mmspec.stats(model, last=True).shown] == [way]
+        finally:
+            mmspec.unpatch(model)
+
+
+def test_grids_that_are_not_a_rows_own_are_told_and_left_out(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    """Three visual tokens each; one grid has one too few and the other one too many, so that the sum is right."""
+    wrong = (Segment(0, 2, 2, 1, 0), Segment(1, 2, 4, 1, 1))
+    for mine, other in zip(
+        drafts(world, "coupled", Pool(1), segments=wrong), drafts(world, "coupled", Pool(1)), strict=True
+    ):
+        assert mine == pytest.approx(other, rel=1e-3)
+    told = [record.getMessage() for record in caplog.records if "grids of row" in record.getMessage()]
+    assert ["hold 2 tokens, it has 3" in told[0], "hold 4 tokens, it has 3" in told[1]] == [True, True]
+
+
+@pytest.mark.parametrize("name", ["conv:4", "elastic:4", "latent:4", "resampler:4"])
+def test_a_compressor_of_another_width_is_refused_before_anything_is_changed(tiny: Captioner, name: str) -> None:
+    model, drafter = tiny.model, EagleDrafter(EagleHead(HeadConfig(64, 128, 4, 2, 384)), layers=2)
+    words = f"compressor {name[:-2]!r} was made for states of width 32, drafter 'eagle' reads states of width 64"
+    with pytest.raises(ValueError, match=words):
+        mmspec.patch(model, drafter, compressor=new(name, 32))
+    assert not mmspec.is_patched(model)
+    mmspec.patch(model, drafter, compressor=new(name, 64), nodes=8)
+    try:
+        inputs = tiny.inputs([paint(scene(1))], ["what is this thing"])
+        with pytest.raises(ValueError, match=words):
+            model.generate(**inputs, max_new_tokens=4, mmspec={"compressor": new(name, 32)})
+        model.generate(**inputs, max_new_tokens=4, mmspec={"drafter": "lookup", "compressor": new(name, 32)})
+    finally:
+        mmspec.unpatch(model)
 
 
 class Dicing:
@@ -537,6 +698,8 @@ def test_names() -> None:
         ("latent", "say how many tokens are kept, as in latent:64; got 'latent'"),
         ("latent:0", "got 'latent:0'"),
         ("latent:64", "has weights: name the folder of a drafter"),
+        ("elastic:64", "has weights.* Or say 'elastic', which needs no weights"),
+        ("pool:0", "say how many tokens are kept, as in pool:64; got 'pool:0'"),
     ],
 )
 def test_names_that_are_none(text: str, words: str) -> None:

@@ -60,6 +60,15 @@ def test_data_files_are_listed() -> None:
     assert Path("mmspec/py.typed") in data
 
 
+def test_weights_stay_small() -> None:
+    """Nobody should wait for a clone."""
+    heads = list((ROOT / "drafters" / "weights").glob("*/model.safetensors"))
+    assert heads and max(file.stat().st_size for file in heads) <= 5e6
+    tests = (ROOT / "tests").rglob("*.safetensors")
+    kept = [*tests, *(ROOT / file for file in packaged_files() if file.suffix == ".safetensors")]
+    assert sum(file.stat().st_size for file in kept) <= 64e6
+
+
 def test_pins_satisfy_the_requirements() -> None:
     """Every direct requirement, extras included, has one exact version in constraints.txt, which it admits."""
     from packaging.requirements import Requirement

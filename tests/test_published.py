@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -22,13 +23,16 @@ from mmspec.drafters.depth import Depth
 from mmspec.drafters.eagle import EagleDrafter
 from mmspec.drafters.head import Eagle3Head, EagleHead
 from mmspec.drafters.published import export_speculators, published
+from mmspec.drafters.registry import make
 from mmspec.drafters.vispec import VispecDrafter
 from mmspec.interfaces import Facts, Prompt, Verdict, Words
+from mmspec.options import facts_of
+from mmspec.targets import family_of
 from mmspec.tree import bare
 
 FIXTURES = Path(__file__).parent / "fixtures"
 H, V = 16, 48
-TARGET = Facts("llava", H, V, 8)
+TARGET = Facts("llava", H, V, 8, placeholders=(4,))
 FLAT = {
     "hidden_size": H, "intermediate_size": 24, "num_attention_heads": 4, "num_key_value_heads": 4,
     "num_hidden_layers": 1, "vocab_size": V, "max_position_embeddings": 256, "rms_norm_eps": 1e-5,
@@ -36,8 +40,8 @@ FLAT = {
 }  # fmt: skip
 CONFIGS: dict[str, dict[str, Any]] = {
     "eagle": {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **FLAT},
-    "msd": {"architectures": ["LlavaLlamaForCausalLM"], "model_type": "llava", **FLAT},
-    "vispec": {"model_type": "llava_next", **FLAT},
+    "msd": {"architectures": ["LlavaLlamaForCausalLM"], "model_type": "llava", "image_token_index": -200, **FLAT},
+    "vispec": {"model_type": "llava_next", "image_token_id": 4, **FLAT},
     "eagle3": {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 20, "model_type": "llama", **FLAT},
 }
 
@@ -91,8 +95,8 @@ def test_forward_parity_with_the_published_code(kind: str, tmp_path: Path, monke
     monkeypatch.setattr(EagleHead, "forward", spy)
     if kind == "eagle3":  # its own head decides
         places = {int(token): place for place, token in enumerate(drafter.draft_ids.tolist())}  # type: ignore[union-attr]
-        free = [place for place in range(20) if place not in places.values()] or list(range(20))
-        monkeypatch.setattr(drafter.head, "logits", lambda out, words, rows: Pointing(free[:3])(out)[..., :20])
+        own = Pointing([places[token] for token in order])
+        monkeypatch.setattr(drafter.head, "logits", lambda out, words, rows: own(out)[..., :20])
     drafter.depth, drafter.width = Depth(2), 3
     ids, n = data["ids"], 10
     embedded = data["embedded"] if pictures else data["embedding"][ids]
@@ -120,11 +124,10 @@ def test_forward_parity_with_the_published_code(kind: str, tmp_path: Path, monke
     )
     tree = drafter.propose(state, 4, [True])
     assert torch.allclose(outs[1][0], data["step"], atol=2e-5)
-    if kind != "eagle3":
-        best = words.head.fixed.topk(3).indices.tolist()  # type: ignore[union-attr,operator]
-        back = [best.index(token) for token in order]
-        assert sorted(tree.tokens[0, 1:].tolist()) == sorted(order)
-        assert torch.allclose(outs[2][0][back], data["branch"], atol=2e-5)
+    best = words.head.fixed.topk(3).indices.tolist()  # type: ignore[union-attr,operator]
+    back = [best.index(token) for token in order]
+    assert sorted(tree.tokens[0, 1:].tolist()) == sorted(order)
+    assert torch.allclose(outs[2][0][back], data["branch"], atol=2e-5)
 
 
 def _split(drafter: EagleDrafter, states: Tensor) -> dict[int, Tensor]:
@@ -224,6 +227,11 @@ Change = Callable[[dict[str, Tensor]], object]
         ("eagle3", lambda w: w.update(d2t=torch.zeros(5, dtype=torch.long)), {}, r"d2t must be \[20\]"),
         ("eagle3", lambda w: w["d2t"].fill_(99), {}, "d2t leads to id 118"),
         ("eagle3", lambda w: w["t2d"].fill_(True), {}, "t2d and d2t name different ids"),
+        ("vispec", lambda w: w["imadpt.q"].fill_(float("nan")), {}, "imadpt.q must be finite"),
+        ("vispec", lambda w: w["fc.weight"].fill_(float("nan")), {}, "fc.weight holds values that are not finite"),
+        ("eagle3", lambda w: w["norm.weight"].fill_(float("nan")), {}, "norm.weight holds values that are not finite"),
+        ("msd", len, {"image_token_index": 7}, "image_token_index 7; the target's visual tokens are 4"),
+        ("eagle3", len, {"image_token_id": 7}, "image_token_id 7; the target's visual tokens are 4"),
         ("eagle3", len, {"fc_norm": True}, "fc_norm is not supported"),
         ("eagle3", len, {"target_hidden_size": 64}, "hidden_size 64"),
         ("eagle3", len, {"speculators_model_type": "dflash"}, "'dflash' is not supported"),
@@ -249,6 +257,60 @@ def test_missing_and_cut_files(tmp_path: Path) -> None:
     (folder / "model.safetensors").unlink()
     with pytest.raises(FileNotFoundError, match="holds neither model"):
         published(folder, TARGET)
+
+
+def test_an_export_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drafter = published(folder_of("eagle3", tmp_path / "flat"), TARGET)
+    export_speculators(tmp_path / "out", drafter, TARGET)
+    before = {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()}
+
+    def full(weights: Any, file: Path, **more: Any) -> None:
+        Path(file).write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("mmspec.drafters.checkpoint.save_file", full)
+    with pytest.raises(OSError, match="No space"):
+        export_speculators(tmp_path / "out", drafter, TARGET)
+    assert {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()} == before
+
+
+def test_a_target_tells_its_visual_tokens() -> None:
+    model, _ = random_model("tiny")
+    assert facts_of(family_of(model), None).placeholders == (4,)
+
+
+KNOWN_TARGET = Facts("llava", H, V, 8, name="llava-hf/llava-1.5-7b-hf")
+
+
+def test_auto_takes_what_was_published_if_it_is_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, bool]] = []
+    folder = folder_of("msd", tmp_path)
+
+    def cache(name: str, *, local_files_only: bool, allow_patterns: list[str]) -> str:
+        assert allow_patterns == ["config.json", "model.safetensors", "pytorch_model.bin"]
+        asked.append((name, local_files_only))
+        return str(folder)
+
+    def empty(name: str, **more: Any) -> str:
+        asked.append((name, more["local_files_only"]))
+        raise RuntimeError("not in the cache")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", cache)
+    assert isinstance(make("auto", KNOWN_TARGET), EagleDrafter)
+    assert make("auto", TARGET).name == "fused", "nothing was published for it"
+    assert isinstance(make("lucylyn/MSD-LLaVA1.5-7B", KNOWN_TARGET), EagleDrafter)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", empty)
+    assert make("auto", KNOWN_TARGET).name == "fused"
+    with pytest.raises(OSError, match=r"'a/b' is not in the local cache and cannot be fetched: not in the cache"):
+        make("a/b", KNOWN_TARGET)
+    hub = "lucylyn/MSD-LLaVA1.5-7B"
+    assert asked == [(hub, True), (hub, False), (hub, True), ("a/b", False)], "auto never fetches anything"
+
+
+def test_offline_is_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(OSError, match="'nobody/nothing-of-mmspec' is not in the local cache"):
+        make("nobody/nothing-of-mmspec", TARGET)
 
 
 @pytest.mark.parametrize("normed", [False, True])

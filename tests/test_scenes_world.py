@@ -6,7 +6,7 @@ import hashlib
 import random
 import re
 from collections import Counter, defaultdict
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import numpy as np
 import pytest
@@ -28,6 +28,7 @@ from mmspec.app.scenes.data import (
     corpus,
     encode,
     seen,
+    since,
     turns_of,
 )
 from mmspec.app.scenes.kinds import BY_NAME, KINDS
@@ -223,6 +224,11 @@ def test_what_patches_show() -> None:
                 assert abs(near.x - x) <= near.size and abs(near.y - y) <= near.size
                 place = [name for line in PLACES for name in line][int(patches.place[number])]
                 assert place in {thing.place for thing in made.things if thing.kind == kind}
+                assert patches.alike[number] == made.count(kind) - 1
+                assert made.reading_order()[int(patches.rank[number])].kind == kind
+            else:
+                assert patches.alike[number] == patches.rank[number] == IGNORE or kind == IGNORE
+        assert set(patches.total.tolist()) == {len(made.things)} and (patches.since == IGNORE).all()
         centres = {(t.x // PATCH, t.y // PATCH) for t in made.things}
         assert centres == {(number % GRID, number // GRID) for number in patches.centre.nonzero().flatten().tolist()}
         assert {thing.kind for thing in made.things} >= {k for k in patches.kind.tolist() if 0 <= k < GROUND}
@@ -351,6 +357,29 @@ def test_words_that_name_things_in_clips_say_what_they_do() -> None:
             assert re.search(word, text), (word, text)
             checked[what] += 1
     assert set(checked) == {"moves", "appears", "leaves"}
+
+
+def test_patches_of_clips_say_what_has_happened_since_the_picture_before() -> None:
+    tokenizer = train_tokenizer(corpus(200))
+    told: dict[str, set[str]] = {}
+    for number in range(60):
+        made = clip(number, 4)
+        looks = [seen(frame)[1] for frame in made.frames]
+        marks = [since(made, before, now) for before, now in pairwise(looks)]
+        hero, rest = set[str](), set[str]()
+        for now, before, mark in zip(looks[1:], looks[:-1], marks, strict=True):
+            mine = (now.kind == made.hero.kind) | (before.kind == made.hero.kind) & (now.kind == GROUND)
+            hero |= {" ".join(DOINGS[one]) for one in mark[mine].tolist() if one != IGNORE}
+            rest |= {" ".join(DOINGS[one]) for one in mark[~mine].tolist() if one != IGNORE}
+        assert rest <= {"stays "}
+        name = f"{made.event.what} {made.event.way}"
+        told.setdefault(name, set()).update(hero)
+        assert name in hero, f"clip {number}: {name}, told {hero}"
+    assert all(hero <= {name, "stays "} for name, hero in told.items()), told
+    assert {"appears ", "leaves ", "stays "} <= set(told) and len(told) >= 6
+    sample = next(s for s in map(Talking(tokenizer, 0, 60, clips=1.0).__getitem__, range(9)) if len(s.patches) > 1)
+    assert (sample.patches[0].since == IGNORE).all(), "there is none before the first"
+    assert any((part.since != IGNORE).any() for part in sample.patches[1:])
 
 
 def test_signs_and_moves_are_practised_more_than_they_come() -> None:

@@ -1,7 +1,8 @@
 """SpecVLM's elastic compressor (arXiv 2509.11815, section 3.2): per prompt, a light gate picks one of several ways.
 
 The gate reads the prompt's last state and how many visual tokens there are. Training draws its choice with Gumbel noise
-and lets gradients through the chosen share; in use the likeliest is taken, and only what some row chose is computed.
+and lets gradients through the chosen share; it also charges the gate for what it shows, which the paper does not: its
+loss has nothing that asks for fewer tokens. In use the likeliest is taken, and only what some row chose is computed.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from mmspec.vision.rows import origin_of, padded
 
 SHARES = (1.0, 0.25, 1 / 16)
 """What of the budget the ways keep that differ in how much."""
+CHARGE = 0.1
+"""What the loss grows by if a gate shows every visual token. A guess; it was not measured."""
 
 
 class Elastic(nn.Module):
@@ -30,6 +33,7 @@ class Elastic(nn.Module):
 
     Attributes:
         chosen: after a call, the way of each row by name, on the host; None before.
+        cost: after a call in training, what the loss is to grow by for what the gate likes to show; else None.
     """
 
     name = "elastic"
@@ -45,7 +49,7 @@ class Elastic(nn.Module):
         super().__init__()
         if tokens < 1:
             raise ValueError(f"an elastic compressor keeps at least 1 token; got {tokens}.")
-        self.tokens = tokens
+        self.hidden_size, self.tokens = hidden_size, tokens
         self.ways: list[Compressor] = list(ways) or _ways(hidden_size, tokens)
         # Registered besides, since a list of protocols is no ModuleList.
         self.learned = nn.ModuleList([way for way in self.ways if isinstance(way, nn.Module)])
@@ -53,6 +57,7 @@ class Elastic(nn.Module):
         nn.init.zeros_(self.gate.weight)
         nn.init.zeros_(self.gate.bias)
         self.chosen: list[str] | None = None
+        self.cost: Tensor | None = None
 
     def labels(self) -> list[str]:
         """The ways by name, with what each keeps."""
@@ -66,14 +71,16 @@ class Elastic(nn.Module):
         """
         if query is None:
             raise ValueError("an elastic compressor needs the question's last state (query); got None.")
-        logits = self.gate(_sight(visual, query))
-        shares = functional.gumbel_softmax(logits, hard=True) if self.training else _hard(logits)
+        logits = self.gate(_sight(visual, query)).float()
+        # Drawn on the host, so that a seed means the same on every device.
+        shares = functional.gumbel_softmax(logits.cpu(), hard=True).to(logits) if self.training else _hard(logits)
         picked = shares.argmax(1)
         names = picked.tolist()  # once per prompt, not per round
         self.chosen = [self.labels()[way] for way in names]
         # In training the ways that were not chosen tell the gate what they would have given.
         wanted = range(len(self.ways)) if self.training else sorted(set(names))
         few = {n: self.ways[n].compress(visual, query, min(budget, self.ways[n].tokens)) for n in wanted}
+        self.cost = _charge(logits, [few[n].mask for n in wanted], visual.mask) if self.training else None
         return self._joined(visual, few, names, shares)
 
     def _joined(
@@ -108,6 +115,12 @@ def _sight(visual: VisualTokens, query: Tensor) -> Tensor:
 
 def _hard(logits: Tensor) -> Tensor:
     return functional.one_hot(logits.argmax(1), logits.shape[1]).float()
+
+
+def _charge(logits: Tensor, kept: Sequence[Tensor], mask: Tensor) -> Tensor:
+    """[] of the tokens [B, M] the share that ways [B, K] keep, in the mean over what the gate may pick."""
+    shares = torch.stack([part.sum(1) for part in kept], dim=1) / mask.sum(1, keepdim=True).clamp(min=1)
+    return CHARGE * (logits.softmax(1) * shares).sum(1).mean()
 
 
 def _plus(rows: Tensor, one: VisualTokens, other: VisualTokens) -> VisualTokens:

@@ -27,7 +27,7 @@ class LatentCompressor(nn.Module):
         super().__init__()
         if tokens < 1:
             raise ValueError(f"a latent compressor keeps at least 1 token; got {tokens}.")
-        self.tokens = tokens
+        self.hidden_size, self.tokens = hidden_size, tokens
         self.queries = nn.Parameter(torch.randn(tokens, hidden_size))
 
     def compress(self, visual: VisualTokens, query: Tensor | None, budget: int) -> VisualTokens:

@@ -106,7 +106,10 @@ def _rounds(answer: int | None, rates: Rates) -> float:
 class Measured:
     """Chooses for each row by `choose`. Keeps nothing between calls: what was measured comes with the tokens."""
 
-    name, tokens = "measured", EVERY_TOKEN
+    tokens = EVERY_TOKEN
+
+    def __init__(self, name: str = "measured") -> None:
+        self.name = name  # "elastic" where it stands in for a gate that was not trained
 
     def compress(self, visual: VisualTokens, query: Tensor | None, budget: int) -> VisualTokens:
         """Each row its own way."""

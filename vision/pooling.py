@@ -1,12 +1,13 @@
 """Compressors that merge neighbours: means over windows of the grid, and a learned depthwise convolution.
 
-Frames of a clip are merged over time as well. Ragged edges are means of what is there. Where the target's family cannot
-say how its tokens lie (no segments), a row counts as a single line. A merged token stands at the mean position of its
-members, rounded.
+Frames of a clip are merged over time as well, and pictures that follow each other where there are more of them than
+tokens to keep. Ragged edges are means of what is there. Where the target's family cannot say how its tokens lie (no
+segments), a row counts as a single line. A merged token stands at the mean position of its members, rounded.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from mmspec.interfaces import Segment, VisualTokens
+
+logger = logging.getLogger("mmspec")
 
 
 @dataclass(frozen=True)
@@ -48,26 +51,37 @@ class Block:
 
 
 def blocks_of(segments: Sequence[Segment], counts: Sequence[int]) -> list[Block]:
-    """Grids of the same size that follow each other in one clip are one block; without segments a row is one line."""
-    if not segments:
-        return [Block(row, 0, 1, 1, count) for row, count in enumerate(counts) if count]
+    """Grids of the same size that follow each other in one clip are one block.
+
+    A row without segments, or whose segments do not come to its number of tokens (`counts`), is one line.
+    """
     found = []
-    ordered = sorted(segments, key=lambda one: (one.row, one.start))
 
     def same(one: Segment) -> tuple[int, ...]:
         clip = one.role == "frame"
-        return (one.row, one.source if clip else -1 - one.start, one.height, one.width + int(one.newline))
+        return (one.source if clip else -1 - one.start, one.height, one.width + int(one.newline))
 
-    for (row, _, height, width), group in groupby(ordered, key=same):
-        frames = list(group)
-        found.append(Block(row, frames[0].start, len(frames), height, width))
+    for row, count in enumerate(counts):
+        mine = sorted((one for one in segments if one.row == row), key=lambda one: one.start)
+        held = sum(one.length for one in mine)
+        if mine and held != count:
+            logger.warning(
+                "mmspec: the grids of row %d hold %d tokens, it has %d: they count as a line", row, held, count
+            )
+        if held != count:
+            found.append(Block(row, 0, 1, 1, count))
+            continue
+        for (_, height, width), group in groupby(mine, key=same):
+            frames = list(group)
+            found.append(Block(row, frames[0].start, len(frames), height, width))
     return found
 
 
 def window_for(blocks: Sequence[Block], budget: int) -> Window:
     """The smallest window with which every row comes to at most `budget` tokens.
 
-    Squares, and frames as they go: 1 x 1, then two frames, then 2 x 2, and so on; at the end each block is one token.
+    Squares, and frames as they go: 1 x 1, then two frames, then 2 x 2, and so on; at the end each block is one token,
+    and `cells_of` has to do the rest.
     """
     if not blocks:
         return Window(1, 1, 1)
@@ -82,15 +96,18 @@ def window_for(blocks: Sequence[Block], budget: int) -> Window:
         if all(sum(block.cells(window) for block in row) <= budget for row in rows.values()):
             return window
         if frames >= times and side >= longest:
-            return window  # a token per block is the least there can be
+            return window  # a token per block is the least that a window comes to
         if frames < times and frames <= side:
             frames += 1
         else:
             side += 1
 
 
-def cells_of(blocks: Sequence[Block], window: Window, batch: int, count: int) -> tuple[Tensor, list[int]]:
-    """[B, M] int64, which merged token of its row each token belongs to, and how many each row has. -1: none."""
+def cells_of(blocks: Sequence[Block], window: Window, batch: int, count: int, budget: int) -> tuple[Tensor, list[int]]:
+    """[B, M] int64, which merged token of its row each token belongs to, and how many each row has. -1: none.
+
+    A row of which windows leave more than `budget` tokens has neighbours merged, as evenly as can be.
+    """
     cells, made = torch.full((batch, count), -1), [0] * batch
     for block in blocks:
         t, y, x = torch.meshgrid(
@@ -103,6 +120,10 @@ def cells_of(blocks: Sequence[Block], window: Window, batch: int, count: int) ->
         cell = (made[block.row] + (t * down + y) * across + x).flatten()
         cells[block.row, block.start : block.start + len(cell)] = cell
         made[block.row] += block.cells(window)
+    for row, many in enumerate(made):
+        if many > budget:
+            cells[row] = torch.where(cells[row] < 0, -1, cells[row] * budget // many)
+            made[row] = budget
     return cells, made
 
 
@@ -151,10 +172,10 @@ class Pool:
     name: str = "pool"
 
     def compress(self, visual: VisualTokens, query: Tensor | None, budget: int) -> VisualTokens:
-        """At most `budget` tokens of each row, if that is not less than one per picture."""
+        """At most `budget` tokens of each row."""
         blocks = blocks_of(visual.segments, visual.mask.sum(1).tolist())
         window = window_for(blocks, budget)
-        return merged(visual, *cells_of(blocks, window, *visual.mask.shape))
+        return merged(visual, *cells_of(blocks, window, *visual.mask.shape, budget))
 
 
 class Conv(nn.Module):
@@ -174,14 +195,14 @@ class Conv(nn.Module):
         super().__init__()
         if tokens < 1:
             raise ValueError(f"a convolution keeps at least 1 token; got {tokens}.")
-        self.tokens = tokens
+        self.hidden_size, self.tokens = hidden_size, tokens
         self.kernel = nn.Parameter(torch.ones(hidden_size, self.SIZE, self.SIZE))
 
     def compress(self, visual: VisualTokens, query: Tensor | None, budget: int) -> VisualTokens:
         """As `Pool`, every member weighted by where in its window it lies."""
         blocks = blocks_of(visual.segments, visual.mask.sum(1).tolist())
         window = window_for(blocks, budget)
-        cells, made = cells_of(blocks, window, *visual.mask.shape)
+        cells, made = cells_of(blocks, window, *visual.mask.shape, budget)
         return merged(visual, cells, made, self._weights(blocks, window, visual, cells))
 
     def _weights(self, blocks: Sequence[Block], window: Window, visual: VisualTokens, cells: Tensor) -> Tensor:

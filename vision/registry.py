@@ -63,13 +63,21 @@ def new(text: str, hidden_size: int) -> Compressor:
 def make(compressor: str | object) -> Compressor:
     """The compressor of that name, or the given object if it is one.
 
+    "elastic" alone goes by what looking costs, as `measured` does; `mmspec.options` takes the drafter's own if it came
+    with one.
+
     Raises:
         ValueError: an unknown name, or one that needs weights. TypeError: not a compressor.
     """
+    if compressor == Elastic.name:
+        return Measured(Elastic.name)
     if isinstance(compressor, str):
         name, tokens = parse(compressor)
         if name in TRAINED:
-            raise ValueError(f"compressor {name!r} has weights: name the folder of a drafter that was trained with it.")
+            free = " Or say 'elastic', which needs no weights." if name == Elastic.name else ""
+            raise ValueError(
+                f"compressor {name!r} has weights: name the folder of a drafter that was trained with it.{free}"
+            )
         return cast(Compressor, WHOLE[name]() if name in WHOLE else FREE[name](tokens))
     if not isinstance(compressor, Compressor):
         raise TypeError(f"a compressor needs `name`, `tokens` and `compress(...)`; got {type(compressor).__name__}.")

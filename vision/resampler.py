@@ -27,7 +27,7 @@ class Resampler(nn.Module):
         super().__init__()
         if tokens < 1:
             raise ValueError(f"a resampler keeps at least 1 token; got {tokens}.")
-        self.tokens, self.heads, self.width = tokens, heads, width
+        self.hidden_size, self.tokens, self.heads, self.width = hidden_size, tokens, heads, width
         self.queries = nn.Parameter(torch.randn(tokens, heads, width))
         self.keys = nn.Linear(2 * hidden_size, heads * width, bias=False)
         self.values = nn.Linear(hidden_size, heads * width, bias=False)

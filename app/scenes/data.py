@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,7 @@ GROUND, SIGN = len(KINDS), len(KINDS) + 1
 CLASSES = len(KINDS) + 2
 """What a patch may show: a kind, the ground, or a sign."""
 IGNORE = -100
-PER_PATCH = ("kind", "bulk", "place", "centre", "letter", "nth", "spelled")
+PER_PATCH = ("kind", "bulk", "place", "centre", "alike", "rank", "total", "letter", "nth", "spelled", "since")
 """What is known of every patch and asked of every visual token."""
 LONGEST = max(map(len, WORDS))
 """Letters of the longest sign."""
@@ -40,6 +41,8 @@ DOINGS = (*(("moves", way) for way in MOVES), ("appears", ""), ("leaves", ""), (
 MEANINGS = DOES + len(DOINGS)
 """How many answers there are to what a word is about."""
 PLACES_BY_NAME = {name: number for number, name in enumerate(name for row in PLACES for name in row)}
+MOST = 6
+"""Things in a picture."""
 SHARE = 0.3
 """A patch shows a thing if that much of it is covered."""
 
@@ -59,9 +62,12 @@ class Patches:
         offset: [TOKENS, 2] from the patch's centre to that of its thing, in 64 pixels. bulk: [TOKENS] size range.
         place: [TOKENS] which of the nine places the thing's centre is in, row by row.
         centre: [TOKENS] 1 if a thing's centre is in the patch, else 0.
+        alike: [TOKENS] on patches of things, how many more of the kind there are. rank: which thing this is in reading
+            order, from 0. total: [TOKENS] how many things there are in all, asked of every patch.
         letter: [TOKENS] the letter whose centre is in the patch, 0 for none.
         nth: [TOKENS] where a letter's centre is, which letter of the sign it is, from 0; `IGNORE` elsewhere.
         spelled: [TOKENS, LONGEST] on patches of a sign what it says, letter by letter, 0 behind its end.
+        since: [TOKENS] in a clip, what the thing here has done since the picture before, of `DOINGS`; `IGNORE` elsewhere.
         colour, texture: of the ground.
     """
 
@@ -70,9 +76,13 @@ class Patches:
     bulk: Tensor
     place: Tensor
     centre: Tensor
+    alike: Tensor
+    rank: Tensor
+    total: Tensor
     letter: Tensor
     nth: Tensor
     spelled: Tensor
+    since: Tensor
     colour: Tensor
     texture: Tensor
 
@@ -100,24 +110,35 @@ def _labels(made: Scene, owner: np.ndarray) -> Patches:
     kinds = np.array([thing.kind for thing in made.things] + [SIGN] * (made.sign is not None))
     centres = [(thing.x, thing.y) for thing in made.things] + ([(made.sign.x, made.sign.y)] if made.sign else [])
     middle = np.stack(np.meshgrid(np.arange(GRID), np.arange(GRID)), -1).reshape(TOKENS, 2) * PATCH + PATCH // 2
-    ranks = [list(SIZES).index(thing.bulk) for thing in made.things] + [IGNORE] * (made.sign is not None)
+    no_thing = [IGNORE] * (made.sign is not None)
+    bulks = [list(SIZES).index(thing.bulk) for thing in made.things] + no_thing
+    alike = [made.count(thing.kind) - 1 for thing in made.things] + no_thing
+    rank = [made.reading_order().index(thing) for thing in made.things] + no_thing
     kind = np.where(share >= SHARE, kinds[best], np.where(share < 0.05, GROUND, IGNORE))
     owned = share >= SHARE
     where = [thing.place for thing in made.things] + ([made.sign.place] if made.sign else [])
-    spots = np.array([PLACES_BY_NAME[place] for place in where])
+    spots = [PLACES_BY_NAME[place] for place in where]
     letter, nth = _letters(made)
+
+    def of_owner(values: list[int]) -> Tensor:
+        return torch.from_numpy(np.where(owned, np.array(values)[best], IGNORE))
+
     centre = np.zeros(TOKENS, dtype=np.int64)
     for thing in made.things:
         centre[min(GRID - 1, thing.y // PATCH) * GRID + min(GRID - 1, thing.x // PATCH)] = 1
     return Patches(
         kind=torch.from_numpy(kind),
         offset=torch.from_numpy((np.array(centres)[best] - middle).astype(np.float32) / 64),
-        bulk=torch.from_numpy(np.where(owned, np.array(ranks)[best], IGNORE)),
-        place=torch.from_numpy(np.where(owned, spots[best], IGNORE)),
+        bulk=of_owner(bulks),
+        place=of_owner(spots),
         centre=torch.from_numpy(centre),
+        alike=of_owner(alike),
+        rank=of_owner(rank),
+        total=torch.full((TOKENS,), len(made.things)),
         letter=torch.from_numpy(letter),
         nth=torch.from_numpy(nth),
         spelled=_spelled(made, torch.from_numpy(kind) == SIGN),
+        since=torch.full((TOKENS,), IGNORE),
         colour=torch.tensor(list(COLOURS).index(made.colour)),
         texture=torch.tensor(TEXTURES.index(made.texture)),
     )
@@ -128,7 +149,35 @@ def _nothing(made: Scene) -> Patches:
     colour, texture = torch.tensor(list(COLOURS).index(made.colour)), torch.tensor(TEXTURES.index(made.texture))
     offset, unknown = torch.zeros(TOKENS, 2), blank + IGNORE
     spelled = _spelled(made, blank > 0)
-    return Patches(blank + GROUND, offset, unknown, unknown, blank, blank, unknown, spelled, colour, texture)
+    return Patches(
+        kind=blank + GROUND,
+        offset=offset,
+        bulk=unknown,
+        place=unknown,
+        centre=blank,
+        alike=unknown,
+        rank=unknown,
+        total=blank,
+        letter=blank,
+        nth=unknown,
+        spelled=spelled,
+        since=unknown,
+        colour=colour,
+        texture=texture,
+    )
+
+
+def since(made: Clip, before: Patches, now: Patches) -> Tensor:
+    """[TOKENS] what each thing has done since the picture before: of `DOINGS`, on the patches where it is or was."""
+    here, there = now.kind == made.hero.kind, before.kind == made.hero.kind
+    things = (now.kind < GROUND) & (now.kind >= 0)
+    stays, leaves = DOINGS.index(("stays", "")), DOINGS.index(("leaves", ""))
+    found = torch.full((TOKENS,), IGNORE).masked_fill(things, stays)
+    if not here.any():
+        return found.masked_fill(there & (now.kind == GROUND), leaves)
+    if not there.any():
+        return found.masked_fill(here, DOINGS.index(("appears", "")))
+    return found.masked_fill(here, DOINGS.index(("moves", made.event.way)) if made.event.what == "moves" else stays)
 
 
 def _letters(made: Scene) -> tuple[np.ndarray, np.ndarray]:
@@ -166,9 +215,10 @@ class Looking(Dataset[dict[str, Tensor]]):
 
     def __getitem__(self, number: int) -> dict[str, Tensor]:
         seed = self.first + number
-        made = scene(seed, things=4 + seed % 3)  # full pictures teach more
+        most = None if seed % 4 > 1 else 4 + seed % 3  # full pictures teach more names, and counting wants them all
+        made = scene(seed, most)
         if made.sign is None and seed % 2:  # reading is learned slowly
-            made = _first(lambda n: scene(n, things=4 + n % 3), seed, lambda other: other.sign is not None)
+            made = _first(lambda n: scene(n, most), seed, lambda other: other.sign is not None)
         image, patches = seen(made)
         return {"pixel_values": pixels(image), **vars(patches)}
 
@@ -213,7 +263,7 @@ class Talking(Dataset[Sample]):
         seed = self.first + number
         dice, together = random.Random(f"talk {seed}"), random.Random(f"group {seed // self.group}")
         if together.random() < self.clips:
-            return self._clip(seed, dice, together.choice((4, 4, 4, 4, 4, 4, 4, 5, 6, 8)))  # long ones are dear
+            return self._clip(seed, dice, together.choice((4, 4, 4, 4, 4, 5, 6, 8)))  # long ones are dear
         made = scene(seed)
         if made.sign is None and dice.random() < 0.6:  # reading is learned slowly
             made = _first(scene, seed, lambda other: other.sign is not None)
@@ -250,6 +300,8 @@ class Talking(Dataset[Sample]):
     def _clip(self, seed: int, dice: random.Random, frames: int) -> Sample:
         made = _first(lambda n: clip(n, frames), seed, lambda other: other.event.what == "moves" or dice.random() < 0.8)
         looks = [seen(frame) for frame in made.frames]
+        for (_, before), (_, now) in pairwise(looks):
+            now.since = since(made, before, now)
         turns = [grammar.clip_turn(made, dice), *grammar.clip_drills(made, dice)[:6]]
         dice.shuffle(turns)
         ids, labels = encode(self.tokenizer, turns, pictures=len(looks))

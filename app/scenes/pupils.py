@@ -10,16 +10,29 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mmspec.app.scenes.atlas import LETTERS
-from mmspec.app.scenes.data import CLASSES, GROUND, IGNORE, LONGEST, MEANINGS, SIGN
+from mmspec.app.scenes.data import CLASSES, DOINGS, GROUND, IGNORE, LONGEST, MEANINGS, MOST, SIGN
 from mmspec.app.scenes.stages import Stage
 from mmspec.app.scenes.world import COLOURS, SIZES, TEXTURES
 
-ASKED = {"bulk": (), "place": (), "centre": (), "letter": (), "nth": (), "spelled": (LONGEST,)}
+ASKED: dict[str, tuple[int, ...]] = {
+    "bulk": (),
+    "place": (),
+    "centre": (),
+    "alike": (),
+    "rank": (),
+    "total": (),
+    "letter": (),
+    "nth": (),
+    "spelled": (LONGEST,),
+}
 """What a patch of the tower, and later each visual token, is asked besides its kind -> how many questions that is."""
 ANSWERS = {
     "bulk": len(SIZES),
     "place": 9,
     "centre": 2,
+    "alike": MOST,
+    "rank": MOST,
+    "total": MOST + 1,
     "letter": len(LETTERS) + 1,
     "nth": LONGEST,
     "spelled": len(LETTERS) + 1,
@@ -72,13 +85,13 @@ class Eyes(nn.Module):
             "offset": functional.smooth_l1_loss(said["offset"][owned], batch["offset"][owned], beta=0.1),
             "letter": functional.cross_entropy(said["letter"][sign], batch["letter"][sign]) if sign.any() else 0.0,
         }
-        for name in ("bulk", "place", "centre", "nth", "spelled"):
+        for name in [name for name in ASKED if name != "letter"]:
             losses[name] = asked(name, said[name].flatten(0, 1), batch[name].flatten(0, 1))
         pooled = states.mean(1)
         for name, head in self.ground.items():
             losses[name] = functional.cross_entropy(head(pooled), batch[name])
         weights = {"kind": 1.0, "offset": 2.0, "bulk": 0.3, "letter": 0.5, "colour": 0.2, "texture": 0.2}
-        weights |= {"place": 0.3, "centre": 0.5, "nth": 0.5, "spelled": 0.5}
+        weights |= {"place": 0.3, "centre": 0.5, "nth": 0.5, "spelled": 0.5, "alike": 0.3, "rank": 0.3, "total": 0.3}
         loss = torch.stack([weights[name] * torch.as_tensor(part) for name, part in losses.items()]).sum()
         with torch.no_grad():
             right = (said["kind"].argmax(-1) == kind)[thing].float().mean()
@@ -102,6 +115,7 @@ class Mouth(nn.Module):
         width = model.config.text_config.hidden_size
         self.heads = nn.ModuleDict({name: head_of(name, width) for name in ASKED})
         self.heads["about"] = nn.Linear(width, MEANINGS)
+        self.heads["since"] = nn.Linear(width, len(DOINGS))
 
     def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, float]]:
         """The loss, and figures for the log."""
@@ -133,15 +147,23 @@ class Mouth(nn.Module):
                 "names": float(right[is_name].mean()) if is_name.any() else math.nan,
                 "patches": float((read.argmax(-1) == names).float().mean()),
             }
-        further = torch.stack([self._asked(name, visual, batch[name], kinds) for name in ASKED]).sum()
-        figures["asked"] = float(further.detach())
+        answers = {name: self._asked(name, visual, batch[name], kinds) for name in ASKED}
+        further = torch.stack(list(answers.values())).sum()
+        figures |= {name: float(loss.detach()) for name, loss in answers.items()}
         # Every word that names a thing says where that is: questions need to find by name, and text teaches that late.
         where = batch["about"]
         meant = self.heads["about"](early[where != IGNORE]).float()
         found = functional.cross_entropy(meant, where[where != IGNORE]) if len(meant) else told.new_zeros(())
         if len(meant):
             figures["about"] = float((meant.argmax(-1) == where[where != IGNORE]).float().mean())
-        return told + self.named * (named + further + found), figures
+        # In a clip each visual token says what its thing has done since the picture before, which only the text model
+        # can know: it is the first to see two pictures.
+        since = batch["since"].flatten()
+        done = self.heads["since"](early[place][since != IGNORE]).float()
+        changed = functional.cross_entropy(done, since[since != IGNORE]) if len(done) else told.new_zeros(())
+        if len(done):
+            figures["since"] = float((done.argmax(-1) == since[since != IGNORE]).float().mean())
+        return told + self.named * (named + further + found + changed), figures
 
     def _read(self, text: Any, rows: Tensor) -> tuple[Tensor, Tensor]:
         """What the text model has found out after `READ` layers and after all, both normed; [B, n, D]."""

@@ -116,8 +116,12 @@ def controls(context: Context, tokens: int, name: str) -> Controls:
     return Controls(model, drafter, compressor, temperature, seed, most, nodes)
 
 
-def told(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`fn`, whose errors reach the page as one sentence and never as a stack trace. For functions and generators."""
+def told(fn: Callable[..., Any], shown: Callable[[str], str] = escape) -> Callable[..., Any]:
+    """`fn`, whose errors reach the page as one sentence and never as a stack trace. For functions and generators.
+
+    Args:
+        shown: what is done to the sentence. Pages read it as HTML, programs do not.
+    """
     if inspect.isgeneratorfunction(fn):
 
         @functools.wraps(fn)
@@ -125,7 +129,7 @@ def told(fn: Callable[..., Any]) -> Callable[..., Any]:
             try:
                 yield from fn(*args, **kwargs)
             except Exception as error:
-                raise spoken(error) from None
+                raise spoken(error, shown) from None
 
         return steps
 
@@ -134,13 +138,13 @@ def told(fn: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return fn(*args, **kwargs)
         except Exception as error:
-            raise spoken(error) from None
+            raise spoken(error, shown) from None
 
     return plain
 
 
-def spoken(error: Exception) -> gr.Error:
-    """An error as the page shows it, which reads it as HTML."""
+def spoken(error: Exception, shown: Callable[[str], str] = escape) -> gr.Error:
+    """An error as one sentence."""
     from mmspec.app.captioner import out_of_memory
 
     if isinstance(error, gr.Error):
@@ -152,7 +156,7 @@ def spoken(error: Exception) -> gr.Error:
     else:
         logger.error("mmspec: a page failed", exc_info=error)
         text = "Something went wrong here; the terminal that runs mmspec demo says what."
-    return gr.Error(escape(text), print_exception=False)
+    return gr.Error(shown(text), print_exception=False)
 
 
 __all__ = ["FAILED", "HIDDEN", "ONE_AT_A_TIME", "QUICK", "Context", "Controls", "controls", "spoken", "told"]

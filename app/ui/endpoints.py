@@ -1,42 +1,60 @@
-"""What programs call, through `gradio_client`: `/compare` and `/caption`. The same work as the pages, in one answer."""
+"""What programs call, through `gradio_client`: `/compare` and `/caption`. The same work as the pages, in one answer.
+
+Both are generators that give nothing until the end: as soon as a client has gone, Gradio stops iterating, which ends
+the run.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import secrets
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import gradio as gr
 
-from mmspec.app.settings import PROMPT
+from mmspec.app import clips
+from mmspec.app.errors import UsageError
 from mmspec.app.ui.context import ONE_AT_A_TIME, Context, told
 from mmspec.app.ui.folder import Batch
+from mmspec.app.ui.page_compare import usual
 from mmspec.app.ui.race import Race
 from mmspec.app.ui.report import report_of
 from mmspec.app.ui.worker import Halt
+
+plainly = functools.partial(told, shown=str)
+"""Programs get the sentence itself, not as HTML."""
 
 
 def endpoints(context: Context) -> None:
     """Register both. Their parts are there for Gradio alone, and never shown."""
     shelf = context.shelf
 
-    @told
+    @plainly
     def compare(
         file: str,
-        question: str = PROMPT,
+        question: str | None = None,
         model: str = shelf.models[0],
         drafter: str = shelf.drafters[0],
         compressor: str = "none",
         temperature: float = 0,
         seed: float = 0,
         max_new_tokens: float = 128,
-    ) -> dict[str, Any]:
+    ) -> Iterator[dict[str, Any] | None]:
         choice = context.choice(model, drafter, compressor, temperature, seed, max_new_tokens)
-        asked, shown, halt = context.limits.question(question), context.limits.shown(file), Halt()
-        race = Race(context.shelf, shown, (), asked, choice, halt)
-        context.worker.wait(race.run, halt)
-        return report_of(race).as_dict()
+        kind = "clip" if str(file).lower().endswith(tuple(clips.SUFFIXES)) else "picture"
+        asked = context.limits.question(usual(kind) if question is None else question)
+        shown = context.limits.shown(file)
+        with begun(context) as halt:
+            race = Race(context.shelf, shown, (), asked, choice, halt)
+            for _ in context.worker.follow(race.run, halt):
+                yield None
+            if race.desk is None:
+                raise UsageError("The app was ended before this could be answered.")
+            yield report_of(race).as_dict()
 
-    @told
+    @plainly
     def caption(
         files: list[str],
         prompt: str = "",
@@ -46,20 +64,32 @@ def endpoints(context: Context) -> None:
         temperature: float = 0,
         seed: float = 0,
         max_new_tokens: float = 64,
-    ) -> list[dict[str, Any]]:
+    ) -> Iterator[list[dict[str, Any]] | None]:
         choice = context.choice(model, drafter, compressor, temperature, seed, max_new_tokens)
-        given, halt = context.limits.many(files), Halt()
+        given = context.limits.many(files)
         asked = context.limits.question(prompt) if (prompt or "").strip() else None
         batch = Batch(context.shelf, given, asked, choice, context.limits, context.space.new())
-        context.worker.wait(lambda: batch.run(halt), halt)
-        return batch.rows
+        with begun(context) as halt:
+            for _ in context.worker.follow(lambda: batch.run(halt), halt):
+                yield None
+            yield batch.rows
 
     with gr.Row(visible=False):
-        _register(context, "compare", compare, gr.File(), PROMPT, 128)
+        _register(context, "compare", compare, gr.File(), None, 128)
         _register(context, "caption", caption, gr.File(file_count="multiple"), "", 64)
 
 
-def _register(context: Context, name: str, fn: Callable[..., Any], file: Any, prompt: str, tokens: int) -> None:
+@contextmanager
+def begun(context: Context) -> Iterator[Halt]:
+    """A run among those of the pages, so that it ends with the app."""
+    name = f"api {secrets.token_hex(8)}"  # one client may have several in the queue
+    try:
+        yield context.sessions.begin(name)
+    finally:
+        context.sessions.end(name)
+
+
+def _register(context: Context, name: str, fn: Callable[..., Any], file: Any, prompt: str | None, tokens: int) -> None:
     shelf = context.shelf
     inputs = [
         file,

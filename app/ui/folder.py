@@ -16,6 +16,7 @@ from typing import Any
 
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 
+from mmspec.app.asking import check_words
 from mmspec.app.captioner import Caption, Captioner
 from mmspec.app.errors import UsageError
 from mmspec.app.images import Shown
@@ -150,6 +151,7 @@ class Batch:
     def _captioner(self, halt: Halt) -> HaltingCaptioner:
         choice = self.choice
         desk = self.shelf.take(choice.model)
+        check_words(desk.processor, self.prompt)
         return HaltingCaptioner(
             desk.model,
             desk.processor,

@@ -30,21 +30,17 @@ class Limits:
     turns: int = 16
     frames: int = 8
 
-    def question(self, text: str | None, processor: Any = None) -> str:
+    def question(self, text: str | None) -> str:
         """The question without white space around it, if it may be asked.
 
         Raises:
-            UsageError: empty, too long, or with a word that stands for a picture.
+            UsageError: empty, or too long.
         """
         asked = (text or "").strip()
         if not asked:
             raise UsageError("Please write a question first.")
         if len(asked) > self.characters:
             raise UsageError(f"The question has {len(asked)} characters; {self.characters} is the limit.")
-        for name in ("image_token", "video_token"):
-            token = getattr(processor, name, None)
-            if token and token in asked:
-                raise UsageError(f"The question must not contain {token}, which stands for the picture itself.")
         return asked
 
     def number(self, name: str, value: Any, low: float, high: float) -> float:

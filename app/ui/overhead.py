@@ -1,62 +1,66 @@
-"""`python -m mmspec.app.ui.overhead`: what the pages add to the times that they show.
+"""`python -m mmspec.app.ui.overhead`: what the pages add to the times that they show, and how soon they can be used.
 
-Each held-out picture is asked about as the Compare tab does it (in the worker's thread, streamed, drawn several times a
-second, with every round recorded) and as `mmspec bench` does it, in turn, with the same drafter and seed. Told are
-ratios of paired runs, page over bench. A browser, which on a machine of few cores takes its part, is not in it.
+Each held-out picture is asked about through the served Compare tab (in the worker's thread, every round recorded, drawn
+several times a second and streamed to a process that reads it, as a browser would) and as `mmspec bench` does it, in
+turn, with the same drafter and seed. Told are ratios of paired runs, page over bench, medians with 95% intervals. What
+a browser takes of a machine of few cores for itself is not in it.
+
+`--start N` measures something else: seconds from starting `mmspec demo` to its first answer, N times.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
+import random
+import subprocess
 import sys
+import time
 from collections.abc import Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor
 from itertools import islice
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import gradio as gr
+import torch
+from gradio_client import Client, handle_file
+
 from mmspec.app.caption import positive
 from mmspec.app.captioner import Captioner
 from mmspec.app.load import load
 from mmspec.app.measure import PLAIN, Run, once, systems
+from mmspec.app.scenes.examples import files
 from mmspec.app.scenes.tasks import TASKS, Request, requests
 from mmspec.app.scenes.world import HELD_OUT
 from mmspec.app.settings import DEFAULT
-from mmspec.app.ui.context import Context
-from mmspec.app.ui.page_compare import Parts, Talk, steps
-from mmspec.app.ui.report import Report, Space
 from mmspec.app.ui.shelf import Shelf
+from mmspec.app.ui.site import Served, served
+from mmspec.app.ui.visitor import download, visit
 
 Ratios = dict[str, list[float]]
+SAMPLES = 2000
 
 
 class Page:
-    """The Compare tab without a browser."""
+    """The served Compare tab, asked by another process. Gradio's states stand in its inputs as None."""
 
-    def __init__(self, model: str, drafter: str, tokens: int) -> None:
-        self.space = Space()
-        self.context = Context(Shelf(model, drafter), self.space)
-        self.parts = Parts(*Parts.__dataclass_fields__)
-        self.chosen = (model, drafter, "none", 0.0, 0, tokens, "automatic")
+    def __init__(self, site: Served, readers: Executor, *chosen: Any) -> None:
+        self.site, self.readers, self.chosen = site, readers, chosen
+        found = [(n, fn) for n, fn in site.app.fns.items() if getattr(fn.fn, "__name__", "") == "answer"]
+        self.event, fn = found[0]
+        self.download = next(n for n, part in enumerate(fn.outputs) if isinstance(part, gr.DownloadButton))
 
-    def ask(self, request: Request) -> Report:
-        """What it tells in the end."""
-        file = self.space.new() / "picture.png"
+    def ask(self, request: Request) -> dict[str, Any]:
+        """The run as it can be downloaded."""
+        file = self.site.context.space.new() / "picture.png"
         request.pictures[0].save(file)
-        told = {}
-        for told in steps(  # noqa: B007 - the last one counts
-            self.context, self.parts, "run", str(file), request.question, Talk(), self.chosen, "overhead"
-        ):
-            pass
-        self.context.sessions.end("overhead")
-        report: Report = told["run"]
-        return report
-
-    def close(self) -> None:
-        """Remove what was written."""
-        self.context.worker.close()
-        self.space.close()
+        data = [str(file), None, None, request.question, None, *self.chosen]
+        told = self.readers.submit(visit, self.site.url, self.event, data, 0).result()
+        run: dict[str, Any] = download(self.site.url, told[self.download]["value"]["path"])
+        return run
 
 
 def ratios(args: argparse.Namespace, tick: Any) -> Ratios:
@@ -64,9 +68,10 @@ def ratios(args: argparse.Namespace, tick: Any) -> Ratios:
     model, processor = load(args.model)
     by_name = {one.name: one for one in systems(model, [args.drafter], processor, ends=True)}
     maker = Captioner(model, processor)
-    page = Page(args.model, args.drafter, args.new_tokens)
     found: Ratios = {}
-    try:
+    shelf, fresh = Shelf(args.model, args.drafter), multiprocessing.get_context("spawn")
+    with served(shelf, port=0) as site, ProcessPoolExecutor(1, fresh) as readers:
+        page = Page(site, readers, args.model, args.drafter, "none", 0, 0, args.new_tokens, "automatic")
         for number, request in enumerate(islice(requests(args.task, args.first_seed), args.count + 1)):
             inputs = maker.inputs([request.pictures], [request.question])
             runs: dict[str, Run] = {}
@@ -75,17 +80,39 @@ def ratios(args: argparse.Namespace, tick: Any) -> Ratios:
                 runs[side] = once(by_name[name], inputs, args.new_tokens, 0.0, 0)
             report = report or page.ask(request)
             for side, run in runs.items():
-                seen = report.figures["sides"][side]
+                seen = report[side]
                 if seen["n_tokens"] != run.tokens:
                     raise RuntimeError(f"{side}: {seen['n_tokens']} tokens on the page, {run.tokens} in the bench")
                 if number and run.decode_s:
                     found.setdefault(f"{side} decode", []).append(seen["decode_s"] / run.decode_s)
-                    whole = report.figures["vision_s"] + seen["total_s"]
+                    whole = report["vision_s"] + seen["total_s"]
                     found.setdefault(f"{side} whole call", []).append(whole / run.total_s)
             tick()
-    finally:
-        page.close()
     return found
+
+
+def interval(values: Sequence[float]) -> dict[str, float]:
+    """The median, and between which it lies with 95% (bootstrap)."""
+    dice = random.Random(0)
+    spread = sorted(median(dice.choices(values, k=len(values))) for _ in range(SAMPLES))
+    ends = {"median": median(values), "low": spread[SAMPLES // 40], "high": spread[-SAMPLES // 40]}
+    return {name: round(value, 3) for name, value in ends.items()}
+
+
+def started(model: str, drafter: str) -> dict[str, float]:
+    """Seconds from starting `mmspec demo` until its pages are served, and until a question has its whole answer."""
+    command = [sys.executable, "-m", "mmspec", "demo", "--port", "0", "--model", model, "--drafter", drafter]
+    began = time.perf_counter()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as running:
+        try:
+            assert running.stdout is not None
+            url = running.stdout.readline().split()[2]
+            page_s = time.perf_counter() - began
+            client = Client(url, verbose=False)
+            client.predict(handle_file(str(files()[0])), "What do you see?", api_name="/compare")
+            return {"page_s": round(page_s, 2), "answer_s": round(time.perf_counter() - began, 2)}
+        finally:
+            running.terminate()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -98,21 +125,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--first-seed", type=int, default=HELD_OUT, metavar="S")
     add("--count", type=positive, default=20, metavar="N", help="requests after the warm-up (default 20)")
     add("--new-tokens", type=positive, default=160, metavar="N")
+    add("--start", type=positive, metavar="N", help="measure N starts of mmspec demo instead")
     add("--json", metavar="FILE")
     add("--progress", action=argparse.BooleanOptionalAction, default=sys.stderr.isatty())
     args = parser.parse_args(argv)
     from tqdm import tqdm
 
-    with tqdm(total=args.count + 1, unit="request", disable=not args.progress) as bar:
-        found = ratios(args, bar.update)
-    rows = {
-        name: {"median": round(median(values), 3), "min": round(min(values), 3), "max": round(max(values), 3)}
-        for name, values in found.items()
-    }
-    for name, row in rows.items():
-        print(f"{name:<20} {row['median']:.3f} [{row['min']:.3f}, {row['max']:.3f}]")
+    told: dict[str, Any] = {"model": args.model, "drafter": args.drafter, "threads": torch.get_num_threads()}
+    if args.start is not None:
+        told["starts"] = [started(args.model, args.drafter) for _ in tqdm(range(args.start), disable=not args.progress)]
+        for one in told["starts"]:
+            print(f"pages after {one['page_s']:.2f} s, first answer after {one['answer_s']:.2f} s")
+    else:
+        with tqdm(total=args.count + 1, unit="request", disable=not args.progress) as bar:
+            rows = {name: interval(values) for name, values in ratios(args, bar.update).items()}
+        for name, row in rows.items():
+            print(f"{name:<20} {row['median']:.3f} [{row['low']:.3f}, {row['high']:.3f}]")
+        told |= {"count": args.count, "task": args.task} | rows
     if args.json:
-        Path(args.json).write_text(json.dumps({"count": args.count} | rows, indent=1) + "\n", encoding="utf-8")
+        Path(args.json).write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
     return 0
 
 

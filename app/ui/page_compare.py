@@ -49,11 +49,12 @@ class Parts:
     talk: Any
 
 
-def clock(count: int, rate: float, total_s: float = 0.0) -> str:
-    """What a side has done so far."""
+def clock(count: int, rate: float, ttft_s: float, seconds: float) -> str:
+    """What a side has done so far: tokens, tokens per second, seconds to the first token, seconds in all."""
     parts = [f"{count} tokens"] if count else []
     parts += [f"{rate:.1f} tokens/s"] if rate else []
-    parts += [f"{total_s:.2f} s"] if total_s else []
+    parts += [f"first after {ttft_s:.2f} s"] if ttft_s else []
+    parts += [f"{seconds:.2f} s"] if seconds else []
     return ", ".join(parts)
 
 
@@ -76,14 +77,15 @@ class View:
     def now(self) -> dict[Any, Any]:
         """The components that have changed, with their values."""
         race, parts = self.race, self.parts
-        values = {parts.status: drawing.status(SAYS[race.phase])}
+        phase = "loading" if race.phase == "waiting" and race.shelf.loading else race.phase
+        values = {parts.status: drawing.status(SAYS[phase])}
         for name, side, part in (("plain", race.plain, parts.plain), ("mmspec", race.mmspec, parts.mmspec)):
             values[part] = drawing.growing(
                 name,
                 race.turns,
                 race.question,
                 self._text(name, side),
-                clock(len(side.tape.ids), side.tape.rate, side.total_s),
+                clock(len(side.tape.ids), side.tape.rate, side.ttft_s, side.seconds),
                 race.phase == name,
             )
         changed = {part: value for part, value in values.items() if self._drawn.get(part) != value}
@@ -101,16 +103,15 @@ def compare_tab(context: Context, run: Any) -> Parts:
     """Draw the tab. run: the state that holds the last finished `Report`."""
     with gr.Row():
         with gr.Column(scale=2, min_width=300):
-            picture, clip, kind = _media()
+            picture, clip, tabs = _media()
             settings = controls(context, 128, "compare")
         with gr.Column(scale=5, min_width=320):
             parts = _panels(context, picture, clip)
-    _wire(context, parts, kind, settings, run)
+    _wire(context, parts, tabs, settings, run)
     return parts
 
 
 def _media() -> tuple[Any, Any, Any]:
-    kind = gr.State("picture")
     with gr.Tabs() as tabs:
         with gr.Tab("Picture", id="picture"):
             picture = gr.Image(
@@ -128,12 +129,12 @@ def _media() -> tuple[Any, Any, Any]:
             clip = gr.Video(sources=["upload"], label="Clip", height=280, elem_id="mm-clip")
             shown = [[str(path)] for path in files() if path.suffix == ".mp4"]
             gr.Examples(shown, clip, label="Example clips", elem_id="mm-clip-examples", api_visibility="private")
+    return picture, clip, tabs
 
-    def chosen(event: gr.SelectData) -> str:
-        return "clip" if event.value == "Clip" else "picture"
 
-    tabs.select(chosen, None, kind, **QUICK)
-    return picture, clip, kind
+def usual(kind: str) -> str:
+    """What is asked of a picture or a clip if nobody says otherwise."""
+    return VIDEO_PROMPT if kind == "clip" else PROMPT
 
 
 def _panels(context: Context, picture: Any, clip: Any) -> Parts:
@@ -144,7 +145,6 @@ def _panels(context: Context, picture: Any, clip: Any) -> Parts:
         placeholder="Ask about the picture",
         lines=1,
         max_lines=4,
-        max_length=context.limits.characters + 1,
         elem_id="mm-question",
     )
     with gr.Row():
@@ -177,7 +177,15 @@ def _cleared() -> tuple[Any, ...]:
     return (Talk(), *sides, "", drawing.status("Choose a picture or a clip, and ask."), off, off)
 
 
-def _wire(context: Context, parts: Parts, kind: Any, settings: Controls, run: Any) -> None:
+def _wire(context: Context, parts: Parts, tabs: Any, settings: Controls, run: Any) -> None:
+    kind = gr.State("picture")
+
+    def chosen(event: gr.SelectData, question: str) -> tuple[str, str]:
+        """A question that nobody has touched goes with what is shown."""
+        name = "clip" if event.value == "Clip" else "picture"
+        return name, usual(name) if question in (PROMPT, VIDEO_PROMPT) else question
+
+    tabs.select(chosen, parts.question, [kind, parts.question], **QUICK)
     asked = [parts.picture, parts.clip, kind, parts.question, parts.talk, *settings.all]
 
     @told
@@ -271,7 +279,6 @@ def closing(
     """What is shown when a race is over."""
     on = gr.update(interactive=True)
     told_ = ("Stopped." if race.cut else "Done.") + note
-    usual = VIDEO_PROMPT if report.question == VIDEO_PROMPT else PROMPT
     keep = bool(report.plain.text) and not race.cut
     turns = talk.turns
     return {
@@ -282,14 +289,16 @@ def closing(
         parts.replay: on,
         parts.download: gr.update(value=str(context.space.write(report)), interactive=True),
         parts.talk: Talk(talk.path, (*turns, Turn(report.question, report.plain.text))) if keep else talk,
-        parts.question: gr.update(value="" if keep and report.question != usual else report.question),
+        parts.question: gr.update(
+            value=report.question if not keep or report.question in (PROMPT, VIDEO_PROMPT) else ""
+        ),
         run: report,
     }
 
 
 def _finished(report: Report, track: Track, turns: tuple[Turn, ...]) -> str:
     side = report.figures["sides"][track.name]
-    told = clock(side["n_tokens"], side["tokens_per_s"], side["total_s"])
+    told = clock(side["n_tokens"], side["tokens_per_s"], side["ttft_s"], side["total_s"])
     return drawing.finished(track, turns, report.question, told)
 
 

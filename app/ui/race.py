@@ -6,6 +6,7 @@ any other may look at its fields meanwhile. Knows no pages.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -48,7 +49,7 @@ class Difference:
 
     Attributes:
         column: number of the token, from 0. plain, mmspec: the two ids.
-        margin: how far the plain model's raw logit of its token was above the other's.
+        margin: how far the plain model's raw logit of its token was above the other's; nan if a stop came before it.
     """
 
     column: int
@@ -63,6 +64,11 @@ class Side:
 
     tape: Tape = field(default_factory=Tape)
     total_s: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Seconds so far, or in all once it is over; 0 before it begins."""
+        return self.total_s or self.tape.seconds
 
     @property
     def ttft_s(self) -> float:
@@ -152,7 +158,7 @@ class Race:
         if column is None:
             return None
         ours, theirs = self.mmspec.tape.ids[column], self.plain.tape.ids[column]
-        return Difference(column, theirs, ours, margin(desk, request, self.choice, column, theirs, ours))
+        return Difference(column, theirs, ours, margin(desk, request, self.choice, column, theirs, ours, self.halt))
 
     # what the pages ask
 
@@ -206,14 +212,22 @@ def _fresh(request: dict[str, Any]) -> dict[str, Any]:
     return request if seen is None else request | {"mm_encoder_outputs": dict(seen)}
 
 
-def margin(desk: Desk, request: dict[str, Any], choice: Choice, column: int, mine: int, other: int) -> float:
-    """How far the plain model's raw logit of `mine` is above that of `other` where the answers part."""
+def margin(
+    desk: Desk, request: dict[str, Any], choice: Choice, column: int, mine: int, other: int, halt: Halt
+) -> float:
+    """How far the plain model's raw logit of `mine` is above that of `other` where the answers part; nan if halted."""
     maker = Captioner(desk.model, desk.processor, column + 1, choice.temperature)
     torch.manual_seed(choice.seed)
     with mmspec.disabled(desk.model):
         again = desk.model.generate(
-            **_fresh(request), **maker.options(), return_dict_in_generate=True, output_logits=True
+            **_fresh(request),
+            **maker.options(),
+            return_dict_in_generate=True,
+            output_logits=True,
+            stopping_criteria=StoppingCriteriaList([HaltCriterion(halt)]),
         )
+    if len(again.logits) <= column:
+        return math.nan
     logits = again.logits[column][0].float()
     return float(logits[mine] - logits[other])
 

@@ -2,7 +2,9 @@
 new MutationObserver(() => {
   for (const button of document.querySelectorAll(".gallery-item:not([aria-label])")) {
     const source = button.querySelector("img, video")?.src;
-    if (source) button.ariaLabel = decodeURIComponent(source.split("/").pop()).replace(/\.\w+$/, "").replaceAll("_", " ");
+    if (!source) continue;
+    button.ariaLabel = decodeURIComponent(source.split("/").pop()).replace(/\.\w+$/, "").replaceAll("_", " ");
+    for (const image of button.querySelectorAll("img")) image.alt = button.ariaLabel;
   }
 }).observe(document.documentElement, { childList: true, subtree: true });
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import secrets
 import shutil
 import tempfile
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mmspec.app.rounds import PLAIN, Round, kinds_of
-from mmspec.app.ui.race import Race, Side
+from mmspec.app.ui.race import Difference, Race, Side
 from mmspec.app.ui.sight import crops, marked, numbers_of
 from mmspec.app.ui.tape import name_of, pieces_of
 from mmspec.app.versions import mmspec_version
@@ -108,7 +109,7 @@ def badge(race: Race) -> str:
         mine, other = (name_of(race.desk.processor.tokenizer, token) for token in (found.plain, found.mmspec))
         return (
             f"Outputs differ from token {found.column + 1} on: {mine} (plain), {other} (mmspec); "
-            f"logit margin {found.margin:.2e}"
+            f"logit margin {'not measured' if math.isnan(found.margin) else f'{found.margin:.2e}'}"
         )
     if race.cut:
         return f"Outputs identical as far as both came: {same} tokens, then stopped"
@@ -122,7 +123,7 @@ def figures(race: Race) -> dict[str, Any]:
     return {
         "identical": race.identical,
         "stopped": race.cut,
-        "difference": asdict(race.difference) if race.difference else None,
+        "difference": _difference(race.difference) if race.difference else None,
         "speedup_decode": race.speedup_decode,
         "speedup_e2e": race.speedup_e2e,
         "tau": stats.tau,
@@ -140,6 +141,10 @@ def figures(race: Race) -> dict[str, Any]:
         },
         "sides": {"plain": _side(race.plain), "mmspec": _ours(race)},
     }
+
+
+def _difference(found: Difference) -> dict[str, Any]:
+    return asdict(found) | ({"margin": None} if math.isnan(found.margin) else {})  # JSON knows no nan
 
 
 def _side(side: Side) -> dict[str, Any]:

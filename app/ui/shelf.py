@@ -79,6 +79,7 @@ class Shelf:
         self.models = list(dict.fromkeys([model, MODEL, *SIZES]))
         self.drafters = list(dict.fromkeys([drafter, *names()]))
         self.dtype, self.device = dtype, device
+        self.loading = False  # true while a model is read and warmed up
         self._desk: Desk | None = None
 
     def check(self, model: str, drafter: str, compressor: str | None) -> None:
@@ -105,15 +106,22 @@ class Shelf:
         if self._desk is None or self._desk.name != name:
             self._desk = None  # the old one goes first: two may not fit
             _free()
-            desk = Desk(name, *load(name, self.dtype, self.device))
+            self.loading = True
             try:
-                mmspec.patch(desk.model, "none", processor=desk.processor)
-            except (TypeError, ValueError) as error:
-                raise UsageError(f"Model {name}: {one_line(error, 300)}") from error
-            desk.warm()
-            self._desk = desk
+                self._desk = self._load(name)
+            finally:
+                self.loading = False
             logger.info("mmspec: model %s is ready", name)
         return self._desk
+
+    def _load(self, name: str) -> Desk:
+        desk = Desk(name, *load(name, self.dtype, self.device))
+        try:
+            mmspec.patch(desk.model, "none", processor=desk.processor)
+        except (TypeError, ValueError) as error:
+            raise UsageError(f"Model {name}: {one_line(error, 300)}") from error
+        desk.warm()
+        return desk
 
 
 def _listed(names: Sequence[str]) -> str:

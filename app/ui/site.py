@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import socket
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +16,7 @@ os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")  # nothing is told to
 
 import gradio as gr
 
+from mmspec.app.errors import one_line
 from mmspec.app.scenes.examples import FOLDER as EXAMPLES
 from mmspec.app.ui.context import Context
 from mmspec.app.ui.endpoints import endpoints
@@ -22,6 +26,8 @@ from mmspec.app.ui.page_compare import compare_tab
 from mmspec.app.ui.page_inside import inside_tab
 from mmspec.app.ui.report import Space
 from mmspec.app.ui.shelf import Shelf
+
+logger = logging.getLogger("mmspec")
 
 HERE = Path(__file__).parent
 TITLE = "mmspec: the same answer, sooner"
@@ -73,6 +79,9 @@ def served(
 ) -> Iterator[Served]:
     """Serve the pages until the block is left; then end all runs and remove all files.
 
+    Args:
+        port: None takes the first free one from Gradio's usual one on; 0 any that is free.
+
     Raises:
         OSError: the port is taken.
     """
@@ -82,10 +91,10 @@ def served(
     context = Context(shelf, space, limits or Limits())
     try:
         app = build(context)
-        context.worker.submit(lambda: shelf.take(shelf.models[0]))  # meanwhile the page is there
+        context.worker.submit(lambda: shelf.take(shelf.models[0])).add_done_callback(_loaded)  # the page is there
         _, url, _ = app.launch(
             server_name=host,
-            server_port=port,
+            server_port=_free_port(host) if port == 0 else port,
             share=False,
             prevent_thread_lock=True,
             quiet=True,
@@ -110,6 +119,20 @@ def served(
             os.environ.pop("GRADIO_TEMP_DIR", None)
         else:
             os.environ["GRADIO_TEMP_DIR"] = before
+
+
+def _free_port(host: str) -> int:
+    """Gradio itself would tell 0 as its address."""
+    with socket.create_server((host, 0)) as one:
+        number: int = one.getsockname()[1]
+        return number
+
+
+def _loaded(first: Future[Any]) -> None:
+    """Tell at once if the model cannot be loaded; a page is told when it asks."""
+    error = None if first.cancelled() else first.exception()
+    if error is not None:
+        logger.error("mmspec: the model cannot be used: %s", one_line(error, 600))
 
 
 __all__ = ["Served", "build", "served"]

@@ -18,7 +18,7 @@ class Tape:
     def __init__(self) -> None:
         self.ids: list[int] = []
         self.times: list[float] = []
-        self._began = time.perf_counter()
+        self._began: float | None = None
         self._prompt = True  # transformers puts the prompt first
 
     def start(self) -> None:
@@ -27,13 +27,20 @@ class Tape:
 
     def put(self, value: Tensor) -> None:
         """See transformers' `BaseStreamer`: the prompt [1, L], then [1] per token."""
+        if self._began is None:
+            self.start()
         if self._prompt:
             self._prompt = False
             return
-        now = time.perf_counter() - self._began
+        now = self.seconds
         for token in value.flatten().tolist():
             self.times.append(now)
             self.ids.append(token)  # last, so that whoever sees an id finds its time
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since `start`; 0 before it."""
+        return 0.0 if self._began is None else time.perf_counter() - self._began
 
     def end(self) -> None:
         """See transformers' `BaseStreamer`."""

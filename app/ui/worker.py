@@ -41,9 +41,14 @@ class Halt:
         self._seen = time.monotonic()
 
     @property
+    def said(self) -> bool:
+        """Whether somebody said so."""
+        return self._event.is_set()
+
+    @property
     def asked(self) -> bool:
         """Whether the run should end now."""
-        return self._event.is_set() or time.monotonic() - self._seen > self._lease_s
+        return self.said or time.monotonic() - self._seen > self._lease_s
 
 
 class HaltCriterion(StoppingCriteria):
@@ -117,7 +122,7 @@ class Sessions:
         """
         with self._lock:
             old = self._running.get(session)
-            if old is not None and not old.asked:
+            if old is not None and not old.said:  # one that waits in the queue is looked at by nobody
                 raise UsageError("A run of this page is still going; wait for it, or stop it.")
             halt = self._running[session] = Halt()
             return halt

@@ -1,0 +1,55 @@
+"""A page without a browser: uploads, asks, and reads what the server streams, as the script of a page does.
+
+Imports nothing heavy, since it is run in a process of its own: a browser shares no Python with the server either.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+API = "gradio_api"
+PATIENCE_S = 600.0
+
+
+def visit(url: str, event: int, data: list[Any], place: int) -> list[Any]:
+    """Start an event of the app and follow it to its end.
+
+    Args:
+        url: of the app, with a slash. event: its number. data: its inputs; at `place` the path of a file, which is
+            uploaded first. States of the app are None.
+
+    Returns:
+        What it gave out last, per output.
+
+    Raises:
+        RuntimeError: it failed.
+    """
+    session = secrets.token_hex(8)
+    with httpx.Client(timeout=PATIENCE_S) as client:
+        file = Path(data[place])
+        with file.open("rb") as stream:
+            sent = client.post(f"{url}{API}/upload", files={"files": (file.name, stream)}).json()
+        data = [*data[:place], {"path": sent[0], "meta": {"_type": "gradio.FileData"}}, *data[place + 1 :]]
+        asked = {"data": data, "fn_index": event, "session_hash": session, "event_data": None, "trigger_id": None}
+        client.post(f"{url}{API}/queue/join", json=asked).raise_for_status()
+        with client.stream("GET", f"{url}{API}/queue/data", params={"session_hash": session}) as answer:
+            for line in answer.iter_lines():
+                told = json.loads(line.removeprefix("data:")) if line.startswith("data:") else {}
+                if told.get("msg") == "process_completed":
+                    if not told["success"]:
+                        raise RuntimeError(f"the page failed: {told['output']}")
+                    return list(told["output"]["data"])
+    raise RuntimeError("the page said nothing")
+
+
+def download(url: str, path: str) -> Any:
+    """A JSON file that the app offers."""
+    return httpx.get(f"{url}{API}/file={path}", timeout=PATIENCE_S).raise_for_status().json()
+
+
+__all__ = ["download", "visit"]
