@@ -108,11 +108,14 @@ def shrunk(
     seen, words = sight.visual & inside, ~sight.visual & inside
     counts, embeddings, states, places = pack(seen, sight.following, sight.states, positions)
     text, following, before, where = pack(words, sight.following, sight.states, positions)
-    many, most, total = torch.stack((counts.max(), text.max(), counts.sum())).tolist()
+    most, *sizes = torch.cat((text.max()[None], counts)).tolist()
+    many, held = max(sizes), [0] * len(sizes)
     index = torch.arange(max(many, most), device=seen.device)
     mask, told = index[:many] < counts[:, None], index[:most] < text[:, None]
-    if segments and sum(segment.length for segment in segments) != total:
-        segments = ()  # the first token of the text is a visual one: no row stands before it
+    for segment in segments:
+        held[segment.row] += segment.length
+    # A row whose first token is a visual one has one fewer than its grids, since no row stands before it.
+    segments = tuple(one for one in segments if held[one.row] == sizes[one.row])
     visual = VisualTokens(embeddings[:, :many], states[:, :many], mask, places[:, :many], segments, outlook=outlook)
     few = compressor.compress(visual, query, compressor.tokens)
     shown = Sight(few.embeddings, few.states, torch.ones_like(few.mask), sight.placeholder)

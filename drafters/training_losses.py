@@ -38,11 +38,11 @@ class Lesson:
     answer: Tensor
     embedded: Tensor
     states: Tensor
-    segments: tuple[Segment, ...] = ()
+    segments: tuple[Segment, ...] = field(default=(), kw_only=True)
 
     def to(self, device: torch.device | str) -> Lesson:
         """The same on a device."""
-        return Lesson(*(part.to(device) for part in self.parts()), self.segments)
+        return Lesson(*(part.to(device) for part in self.parts()), segments=self.segments)
 
     def parts(self) -> tuple[Tensor, ...]:
         """Its tensors, in their order."""
@@ -53,7 +53,7 @@ class Lesson:
         sizes = self.real.sum(1).tolist()
         grids = [tuple(replace(one, row=0) for one in self.segments if one.row == row) for row in range(len(sizes))]
         return [
-            Lesson(*(part[row : row + 1, :n].clone() for part in self.parts()), grids[row])
+            Lesson(*(part[row : row + 1, :n].clone() for part in self.parts()), segments=grids[row])
             for row, n in enumerate(sizes)
         ]
 
@@ -62,7 +62,7 @@ class Lesson:
         """Texts as a batch, zeros behind each."""
         parts = zip(*(row.parts() for row in rows), strict=True)
         grids = tuple(replace(one, row=number) for number, row in enumerate(rows) for one in row.segments)
-        return cls(*(pad_sequence([one[0] for one in part], batch_first=True) for part in parts), grids)
+        return cls(*(pad_sequence([one[0] for one in part], batch_first=True) for part in parts), segments=grids)
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ from mmspec.vision.measured import Measured
 from mmspec.vision.registry import new
 
 BLOCKS = ("flash", "parallel", "linked", "falcon")
-SHRINKS = ("conv:3", "resampler:2", "elastic:4", "pool:3", "stride:3", "random:3", "relevant:3", "salient:3", "diverse:3",
-           "identity", "drop")  # fmt: skip
+PICKS = ("stride:3", "random:3", "relevant:3", "salient:3", "diverse:3", "identity", "drop")
+SHRINKS = ("conv:3", "resampler:2", "elastic:4", "pool:3", *PICKS)
 KINDS = (*RULES, "trimmed", "eagle3", "vispec", *BLOCKS, "latent", "measured", "compressed")
 LEANING = "leaning-"
 """Before a kind: its head says much of the time what a target that looks back little says after the last word."""

@@ -86,18 +86,18 @@ def test_draft_heads(kind: str) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "seed"),
-    [*((kind, 7) for kind in heads.KINDS[:-1]), *((heads.KINDS[-1], seed) for seed in range(len(heads.SHRINKS)))],
+    [*((kind, 0) for kind in heads.KINDS[:-1]), *((heads.KINDS[-1], seed) for seed in range(len(heads.SHRINKS)))],
 )
 def test_what_draft_heads_guess_right_is_kept(kind: str, seed: int) -> None:
-    """Heads that lean to what is said next, and plain requests: above hardly a guess is right, in some nothing drafts."""
+    """Heads that lean to what is said next, and plain requests: above hardly a guess is right, if there is one."""
     case = cases.draw(900 + 10 * heads.KINDS.index(kind) + seed)
     case = replace(case, spec=replace(case.spec, calm=True, vocab=40), batch=4, drafter=f"head-{heads.LEANING}{kind}")
     case = replace(case, nodes=8, eos="none", options={"do_sample": False, "max_new_tokens": 32}, stop_strings=False)
     odd = ("override", "turns", "processor", "prefix", "criterion", "streamer", "cache")
     result = cases.run_case(replace(case, biased=(), **dict.fromkeys(odd, "")))
     assert not result.differences, result.report()
-    print(result.stats["drafted"], result.stats["accepted"], result.seconds, result.stats["ways"])
-    assert result.stats["accepted"] > 0 and bool(result.stats["ways"]) == (kind in ("latent", "measured", "compressed"))
+    assert result.stats["accepted"] > 0
+    assert bool(result.stats["ways"]) == (kind in ("latent", "measured", "compressed")), "asked, if there is one"
 
 
 @pytest.mark.slow

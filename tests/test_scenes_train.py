@@ -13,8 +13,8 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText, AutoProcessor, LlavaForConditionalGeneration
 
-from mmspec.app.scenes import DamagedModelError, evaluate, load
-from mmspec.app.scenes.data import pixels
+from mmspec.app.scenes import DamagedModelError, evaluate, load, train
+from mmspec.app.scenes.data import corpus, pixels
 from mmspec.app.scenes.model import TOKENS, config_of, new_model
 from mmspec.app.scenes.paint import paint
 from mmspec.app.scenes.pupils import Mouth
@@ -45,17 +45,27 @@ def little(seed: int) -> LlavaForConditionalGeneration:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Training:
-    """A whole run of five steps, in one go."""
-    training = Training(tmp_path_factory.mktemp("run"), MINIATURE, "cpu", 0, little)
+    """A whole run of five steps, in one go. Its tokenizer has read less than a real one's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "corpus", lambda count: corpus(count // 20))
+        training = Training(tmp_path_factory.mktemp("run"), MINIATURE, "cpu", 0, little)
     assert training.run(math.inf, progress=False)
     torch.save(training.model.state_dict(), training.out / "whole.pt")
     training.export(training.out / "model")
     return training
 
 
-def test_a_run_that_is_cut_goes_on_where_it_was(run: Training, tmp_path: Path) -> None:
+@pytest.fixture
+def place(run: Training, tmp_path: Path) -> Path:
+    """A folder for another run, with the tokenizer of the first."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(run.out / name, tmp_path)
+    return tmp_path
+
+
+def test_a_run_that_is_cut_goes_on_where_it_was(run: Training, place: Path) -> None:
     for _ in range(12):  # no time at all: one step, then a checkpoint
-        training = Training(tmp_path, MINIATURE, "cpu", 0, little)
+        training = Training(place, MINIATURE, "cpu", 0, little)
         if training.run(0.0, progress=False):
             break
     assert training.at == len(MINIATURE)
@@ -65,7 +75,7 @@ def test_a_run_that_is_cut_goes_on_where_it_was(run: Training, tmp_path: Path) -
         assert float((value - mine[name]).abs().mean()) < 2e-5, name
 
 
-def test_a_run_that_is_cut_between_two_stages_goes_on(tmp_path: Path) -> None:
+def test_a_run_that_is_cut_between_two_stages_goes_on(place: Path) -> None:
     class Cut(Training):
         def part(self, stage: Stage) -> Any:
             if stage.name == "talk":
@@ -73,8 +83,8 @@ def test_a_run_that_is_cut_between_two_stages_goes_on(tmp_path: Path) -> None:
             return super().part(stage)
 
     with pytest.raises(KeyboardInterrupt):
-        Cut(tmp_path, MINIATURE, "cpu", 0, little).run(math.inf, progress=False)
-    again = Training(tmp_path, MINIATURE, "cpu", 0, little)
+        Cut(place, MINIATURE, "cpu", 0, little).run(math.inf, progress=False)
+    again = Training(place, MINIATURE, "cpu", 0, little)
     assert (again.at, again.step) == (1, 0) and again.run(math.inf, progress=False)
 
 
@@ -180,8 +190,8 @@ def test_rates() -> None:
     assert [stage.name for stage in STAGES] == ["see", "talk", "settle"]
 
 
-def test_a_run_may_begin_with_an_exported_model(run: Training, tmp_path: Path) -> None:
-    again = Training(tmp_path, MINIATURE, "cpu", 7, little)
+def test_a_run_may_begin_with_an_exported_model(run: Training, place: Path) -> None:
+    again = Training(place, MINIATURE, "cpu", 7, little)
     again.begin_with_model(run.out / "model", "settle")
     assert (again.at, again.step) == (2, 0)
     for name, value in run.model.state_dict().items():

@@ -112,7 +112,7 @@ def relevance(visual: VisualTokens, query: Tensor | None) -> Tensor:
 
 
 def distinctness(visual: VisualTokens, query: Tensor | None) -> Tensor:
-    """The tower's own scores where there are any; else how far a token's embedding is from the mean of its row."""
+    """Scores where there are any (no family gives them); else how far an embedding is from the mean of its row."""
     if visual.scores is not None:
         return visual.scores
     embeddings, on = visual.embeddings.float(), visual.mask[..., None]

@@ -103,7 +103,7 @@ def window_for(blocks: Sequence[Block], budget: int) -> Window:
             side += 1
 
 
-def cells_of(blocks: Sequence[Block], window: Window, batch: int, count: int, budget: int) -> tuple[Tensor, list[int]]:
+def cells_of(blocks: Sequence[Block], window: Window, budget: int, batch: int, count: int) -> tuple[Tensor, list[int]]:
     """[B, M] int64, which merged token of its row each token belongs to, and how many each row has. -1: none.
 
     A row of which windows leave more than `budget` tokens has neighbours merged, as evenly as can be.
@@ -175,7 +175,7 @@ class Pool:
         """At most `budget` tokens of each row."""
         blocks = blocks_of(visual.segments, visual.mask.sum(1).tolist())
         window = window_for(blocks, budget)
-        return merged(visual, *cells_of(blocks, window, *visual.mask.shape, budget))
+        return merged(visual, *cells_of(blocks, window, budget, *visual.mask.shape))
 
 
 class Conv(nn.Module):
@@ -202,7 +202,7 @@ class Conv(nn.Module):
         """As `Pool`, every member weighted by where in its window it lies."""
         blocks = blocks_of(visual.segments, visual.mask.sum(1).tolist())
         window = window_for(blocks, budget)
-        cells, made = cells_of(blocks, window, *visual.mask.shape, budget)
+        cells, made = cells_of(blocks, window, budget, *visual.mask.shape)
         return merged(visual, cells, made, self._weights(blocks, window, visual, cells))
 
     def _weights(self, blocks: Sequence[Block], window: Window, visual: VisualTokens, cells: Tensor) -> Tensor:
