@@ -67,7 +67,7 @@ class Patches:
         letter: [TOKENS] the letter whose centre is in the patch, 0 for none.
         nth: [TOKENS] where a letter's centre is, which letter of the sign it is, from 0; `IGNORE` elsewhere.
         spelled: [TOKENS, LONGEST] on patches of a sign what it says, letter by letter, 0 behind its end.
-        since: [TOKENS] in a clip, what the thing here has done since the picture before, of `DOINGS`; `IGNORE` elsewhere.
+        since: [TOKENS] in a clip, what the thing here has done since the picture before, of `DOINGS`; else `IGNORE`.
         colour, texture: of the ground.
     """
 
