@@ -16,6 +16,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import mul
@@ -121,6 +122,17 @@ def systems(
     return made + [System(name, patched(copied(), name, processor, nodes)) for name in dict.fromkeys((OWN, *drafters))]
 
 
+@contextmanager
+def swept() -> Iterator[None]:
+    """What is there already is left out of the collections before each run, which would take longer than small runs."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
 def once(
     system: System,
     inputs: Mapping[str, Any],
@@ -169,6 +181,7 @@ def row_tokens(ids: Tensor, ends: int | list[int] | None) -> list[int]:
     return (end.cumsum(1) == end).sum(1).tolist()  # no end token before
 
 
+@swept()
 def rounds(
     field_: Sequence[System],
     requests: Sequence[Mapping[str, Any]],
@@ -278,6 +291,7 @@ __all__ = [
     "results",
     "rounds",
     "row_tokens",
+    "swept",
     "synchronise",
     "systems",
 ]

@@ -23,7 +23,7 @@ from mmspec.app.captioner import Captioner
 from mmspec.app.contenders import check, drafter_of, labels, patched, weight_of
 from mmspec.app.errors import UsageError, one_line
 from mmspec.app.load import load
-from mmspec.app.measure import System, clone, once, phases
+from mmspec.app.measure import System, clone, once, phases, swept
 from mmspec.app.rounds import Recorder
 from mmspec.app.scenes.tasks import TASKS, requests
 from mmspec.app.scenes.world import HELD_OUT
@@ -56,6 +56,7 @@ class Entry:
     answers: list[Answer] = field(default_factory=list)
 
 
+@swept()
 def study(
     field_: Sequence[Entry],
     processor: Any,

@@ -28,7 +28,7 @@ from mmspec.app.captioner import Captioner
 from mmspec.app.contenders import check, drafter_of, labels, parse, patched, shown_by
 from mmspec.app.errors import UsageError, one_line
 from mmspec.app.load import load
-from mmspec.app.measure import OWN, PLAIN, Run, System, clone, once
+from mmspec.app.measure import OWN, PLAIN, Run, System, clone, once, swept
 from mmspec.app.prefill import Reader, Reading
 from mmspec.app.scenes.world import HELD_OUT
 from mmspec.app.settings import DEFAULT
@@ -96,6 +96,7 @@ def field_of(model: Any, processor: Any, ways: Mapping[str, Sequence[int]], node
     return made
 
 
+@swept()
 def contest(
     field_: Sequence[Way], processor: Any, shape: str, first: int, count: int, most: int, tick: Callable[[int], Any]
 ) -> None:

@@ -505,8 +505,8 @@ CONTRASTS = """(() => {
         }
         return [255, 255, 255];
     };
-    return [...document.querySelectorAll('[class*=mm-]')]
-        .filter((part) => part.checkVisibility() && !part.closest('svg') &&
+    return [...document.querySelectorAll('[class*=mm-], [class*=mm-] *')]
+        .filter((part) => part.checkVisibility() && !part.closest('svg') && !/svelte/.test(part.className) &&
             [...part.childNodes].some((node) => node.nodeType == 3 && node.textContent.trim()))
         .map((part) => {
             const pair = [light(parts(getComputedStyle(part).color)), light(behind(part))].sort();

@@ -31,7 +31,7 @@ from gradio_client import Client, handle_file
 from mmspec.app.caption import positive
 from mmspec.app.captioner import Captioner
 from mmspec.app.load import load
-from mmspec.app.measure import PLAIN, Run, once, systems
+from mmspec.app.measure import PLAIN, Run, once, swept, systems
 from mmspec.app.scenes.examples import files
 from mmspec.app.scenes.tasks import TASKS, Request, requests
 from mmspec.app.scenes.world import HELD_OUT
@@ -63,6 +63,7 @@ class Page:
         return run
 
 
+@swept()
 def ratios(args: argparse.Namespace, tick: Any) -> Ratios:
     """Page over bench, for each request after the first, which warms up."""
     model, processor = load(args.model)
