@@ -17,7 +17,7 @@ from typing import Any
 
 from mmspec.app import clips, images
 from mmspec.app.errors import UsageError, one_line
-from mmspec.app.settings import PROMPT, VIDEO_PROMPT
+from mmspec.app.settings import usual_prompt
 
 MANIFESTS = frozenset({".jsonl", ".txt", ".csv"})
 SUFFIXES = images.SUFFIXES | clips.SUFFIXES
@@ -45,7 +45,7 @@ class Item:
 
     def question(self, usual: str | None = None) -> str:
         """Its own prompt, else the usual one, else what suits a picture or a clip."""
-        return self.prompt or usual or (VIDEO_PROMPT if self.is_clip else PROMPT)
+        return self.prompt or usual or usual_prompt(self.is_clip)
 
 
 def natural(text: str) -> tuple[Any, ...]:

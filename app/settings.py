@@ -115,6 +115,11 @@ def derived_seed(seed: int, index: int) -> int:
     return int.from_bytes(digest[:7])
 
 
+def usual_prompt(is_clip: bool) -> str:
+    """What is asked of a picture or a clip if nobody says otherwise."""
+    return VIDEO_PROMPT if is_clip else PROMPT
+
+
 def sha1(text: str) -> str:
     """Short name of a prompt."""
     return hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
@@ -134,4 +139,5 @@ __all__ = [
     "derived_seed",
     "sha1",
     "share",
+    "usual_prompt",
 ]

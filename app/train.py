@@ -14,7 +14,7 @@ from mmspec.app.errors import UsageError, one_line
 from mmspec.app.pupils import RECIPES, config_of, kept_of, parts_of
 from mmspec.app.scenes.world import HELD_OUT
 from mmspec.app.settings import DTYPES, MODEL, Place
-from mmspec.app.versions import mmspec_version, version
+from mmspec.app.versions import commit, mmspec_version, version
 
 RULES = ("decoupled", "coupled", "blind", "textual")
 RUN = "run.json"
@@ -333,23 +333,6 @@ def evaluate(args: argparse.Namespace, place: Path, teacher: Any, held: Any) -> 
     }
     (place / "evaluation.json").write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
     return figures
-
-
-def commit() -> str | None:
-    """The commit of this checkout, if it is one."""
-    import subprocess
-
-    try:
-        done = subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"],
-            cwd=Path(__file__).parent,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return done.stdout.strip()
 
 
 def bar(args: argparse.Namespace, total: int, what: str, unit: str) -> Any:

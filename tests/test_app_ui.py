@@ -374,6 +374,12 @@ def test_only_what_is_on_the_lists_can_be_chosen(shelf: Shelf, tmp_path: Path) -
 # one worker, many pages
 
 
+def follow(worker: Worker, work: Any) -> None:
+    """Follow a job to its end."""
+    for _ in worker.follow(work, Halt()):
+        pass
+
+
 def test_jobs_run_one_after_the_other() -> None:
     worker, running, most = Worker(), [0], [0]
 
@@ -384,7 +390,7 @@ def test_jobs_run_one_after_the_other() -> None:
         running[0] -= 1
         return most[0]
 
-    threads = [threading.Thread(target=lambda: worker.wait(work, Halt())) for _ in range(5)]
+    threads = [threading.Thread(target=lambda: follow(worker, work)) for _ in range(5)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -425,7 +431,7 @@ def test_errors_of_a_job_reach_who_waits() -> None:
         raise TimeoutError("of the work itself")
 
     with pytest.raises(TimeoutError, match="work itself"):
-        worker.wait(work, Halt())
+        follow(worker, work)
     worker.close()
 
 

@@ -3,8 +3,9 @@
 Three stages. *see*: the vision tower alone learns to say per patch what is there. *talk*: with the tower slowed to a
 tenth, the projector and the lower half of the text model learn to answer; further losses ask that each visual token
 says the name of the thing it belongs to, read by the model's own head, and by heads that are thrown away where that
-thing is, how large, whether its centre is here, which of its sign's a letter is, and how a sign is spelled; and that
-after a few layers each word of a text that names a thing says where that is. That saves the text model from having to
+thing is, how large, whether its centre is here, how many there are of its kind and in all, which of its sign's a letter
+is, and how a sign is spelled; that after a few layers each word of a text that names a thing says where that is, and
+each visual token of a clip what its thing has done since the picture before. That saves the text model from having to
 find it out by itself, and what a word has found out early, the layers above can read: so questions by name are
 answered.
 *settle*: the upper half is added, gently, and the rate falls to nothing.

@@ -10,15 +10,16 @@ import functools
 import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import gradio as gr
 
 from mmspec.app import clips
 from mmspec.app.errors import UsageError
+from mmspec.app.settings import usual_prompt
 from mmspec.app.ui.context import ONE_AT_A_TIME, Context, told
 from mmspec.app.ui.folder import Batch
-from mmspec.app.ui.page_compare import usual
 from mmspec.app.ui.race import Race
 from mmspec.app.ui.report import report_of
 from mmspec.app.ui.worker import Halt
@@ -43,8 +44,8 @@ def endpoints(context: Context) -> None:
         max_new_tokens: float = 128,
     ) -> Iterator[dict[str, Any] | None]:
         choice = context.choice(model, drafter, compressor, temperature, seed, max_new_tokens)
-        kind = "clip" if str(file).lower().endswith(tuple(clips.SUFFIXES)) else "picture"
-        asked = context.limits.question(usual(kind) if question is None else question)
+        is_clip = Path(file or "").suffix.lower() in clips.SUFFIXES
+        asked = context.limits.question(usual_prompt(is_clip) if question is None else question)
         shown = context.limits.shown(file)
         with begun(context) as halt:
             race = Race(context.shelf, shown, (), asked, choice, halt)

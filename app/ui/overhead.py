@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
-import random
 import subprocess
 import sys
 import time
@@ -31,7 +30,7 @@ from gradio_client import Client, handle_file
 from mmspec.app.caption import positive
 from mmspec.app.captioner import Captioner
 from mmspec.app.load import load
-from mmspec.app.measure import PLAIN, Run, once, swept, systems
+from mmspec.app.measure import PLAIN, Run, bootstrap, once, swept, systems
 from mmspec.app.scenes.examples import files
 from mmspec.app.scenes.tasks import TASKS, Request, requests
 from mmspec.app.scenes.world import HELD_OUT
@@ -41,7 +40,6 @@ from mmspec.app.ui.site import Served, served
 from mmspec.app.ui.visitor import download, visit
 
 Ratios = dict[str, list[float]]
-SAMPLES = 2000
 
 
 class Page:
@@ -94,10 +92,8 @@ def ratios(args: argparse.Namespace, tick: Any) -> Ratios:
 
 def interval(values: Sequence[float]) -> dict[str, float]:
     """The median, and between which it lies with 95% (bootstrap)."""
-    dice = random.Random(0)
-    spread = sorted(median(dice.choices(values, k=len(values))) for _ in range(SAMPLES))
-    ends = {"median": median(values), "low": spread[SAMPLES // 40], "high": spread[-SAMPLES // 40]}
-    return {name: round(value, 3) for name, value in ends.items()}
+    ends = bootstrap(lambda places: median(values[i] for i in places), len(values))
+    return {name: round(value, 3) for name, value in zip(("median", "low", "high"), ends, strict=True)}
 
 
 def started(model: str, drafter: str) -> dict[str, float]:

@@ -13,7 +13,7 @@ from mmspec.app.errors import UsageError
 from mmspec.app.images import pictures
 from mmspec.app.scenes.examples import files
 from mmspec.app.scenes.looks import ADVICE, like_a_scene
-from mmspec.app.settings import MODEL, PROMPT, VIDEO_PROMPT
+from mmspec.app.settings import MODEL, PROMPT, VIDEO_PROMPT, usual_prompt
 from mmspec.app.ui import drawing
 from mmspec.app.ui.context import FAILED, HIDDEN, ONE_AT_A_TIME, QUICK, Context, Controls, controls, told
 from mmspec.app.ui.race import Race, Side
@@ -132,11 +132,6 @@ def _media() -> tuple[Any, Any, Any]:
     return picture, clip, tabs
 
 
-def usual(kind: str) -> str:
-    """What is asked of a picture or a clip if nobody says otherwise."""
-    return VIDEO_PROMPT if kind == "clip" else PROMPT
-
-
 def _panels(context: Context, picture: Any, clip: Any) -> Parts:
     talk = gr.State(Talk())
     question = gr.Textbox(
@@ -183,7 +178,7 @@ def _wire(context: Context, parts: Parts, tabs: Any, settings: Controls, run: An
     def chosen(event: gr.SelectData, question: str) -> tuple[str, str]:
         """A question that nobody has touched goes with what is shown."""
         name = "clip" if event.value == "Clip" else "picture"
-        return name, usual(name) if question in (PROMPT, VIDEO_PROMPT) else question
+        return name, usual_prompt(name == "clip") if question in (PROMPT, VIDEO_PROMPT) else question
 
     tabs.select(chosen, parts.question, [kind, parts.question], **QUICK)
     asked = [parts.picture, parts.clip, kind, parts.question, parts.talk, *settings.all]

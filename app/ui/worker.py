@@ -63,7 +63,7 @@ class HaltCriterion(StoppingCriteria):
 
 
 class Worker:
-    """The thread, and how to wait for what it does."""
+    """The thread, and how to follow what it does."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="mmspec-device")
@@ -91,16 +91,6 @@ class Worker:
         finally:
             halt.ask()
             future.cancel()
-
-    def wait(self, work: Callable[[], T], halt: Halt) -> T:
-        """Do `work` and return its result."""
-        steps = self.follow(work, halt)
-        while True:
-            try:
-                next(steps)
-            except StopIteration as done:
-                result: T = done.value
-                return result
 
     def close(self) -> None:
         """Start nothing more."""
