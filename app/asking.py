@@ -12,11 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from mmspec.app.errors import UsageError
 from mmspec.app.images import Shown, Video, pictures
-from mmspec.app.measure import synchronise
+from mmspec.app.load import synchronise
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -125,6 +123,8 @@ def _text(processor: Any, entries: Sequence[Entry], turns: Sequence[Turn], quest
 
 def placed(model: PreTrainedModel, name: str, value: Any) -> Any:
     """An entry of what a processor made, on the model's device; pixels in its precision."""
+    import torch
+
     if not isinstance(value, torch.Tensor):
         return value
     pixels = name.startswith("pixel_values")  # seconds stay precise: positions are reckoned from them
@@ -155,6 +155,8 @@ def encoded(model: PreTrainedModel, inputs: dict[str, Any]) -> tuple[dict[str, A
     Given to several runs, it spares each of them the tower, and changes none. A model that cannot take such outputs
     gets its inputs as they are, and 0 seconds.
     """
+    import torch
+
     if "mm_encoder_outputs" not in inspect.signature(model.forward).parameters:
         return inputs, 0.0
     began, seen = time.perf_counter(), dict[str, Any]()

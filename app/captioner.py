@@ -15,7 +15,7 @@ import torch
 import mmspec
 from mmspec.app.asking import inputs_of
 from mmspec.app.images import Shown
-from mmspec.app.measure import synchronise
+from mmspec.app.load import synchronise
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -32,6 +32,16 @@ def pick_device(name: str, local_rank: int = 0) -> torch.device:
     return device
 
 
+def synchronise(device: torch.device) -> None:
+    """Wait until the device has nothing left to do."""
+    import torch
+
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
+
+
 def load(name: str, dtype: str = "auto", device: str = "auto", local_rank: int = 0) -> tuple[PreTrainedModel, Any]:
     """Model in eval mode on its device, and its processor, padding on the left.
 
@@ -94,4 +104,4 @@ def _hint(error: Exception) -> str:
     return text
 
 
-__all__ = ["load", "pick_device"]
+__all__ = ["load", "pick_device", "synchronise"]

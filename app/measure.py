@@ -29,6 +29,7 @@ from transformers.generation.stopping_criteria import StoppingCriteria, Stopping
 
 import mmspec
 from mmspec.app.contenders import patched, weight_of
+from mmspec.app.load import synchronise
 from mmspec.interfaces import Drafter
 from mmspec.stats import Stats
 
@@ -78,14 +79,6 @@ class Stamp(StoppingCriteria):
         if self._no is None:
             self._no = torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
         return self._no
-
-
-def synchronise(device: torch.device) -> None:
-    """Wait until the device has nothing left to do."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    elif device.type == "mps":
-        torch.mps.synchronize()
 
 
 def clone(model: Any) -> Any:
@@ -292,6 +285,5 @@ __all__ = [
     "rounds",
     "row_tokens",
     "swept",
-    "synchronise",
     "systems",
 ]

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from mmspec.app.measure import synchronise
-from mmspec.app.rounds import Recorder
+from mmspec.app.load import synchronise
+from mmspec.app.recorder import Recorder
 from mmspec.interfaces import Prompt, Verdict
 
 

@@ -24,7 +24,7 @@ from mmspec.app.contenders import check, drafter_of, labels, patched, weight_of
 from mmspec.app.errors import UsageError, one_line
 from mmspec.app.load import load
 from mmspec.app.measure import System, clone, once, phases, swept
-from mmspec.app.rounds import Recorder
+from mmspec.app.recorder import Recorder
 from mmspec.app.scenes.tasks import TASKS, requests
 from mmspec.app.scenes.world import HELD_OUT
 from mmspec.app.settings import DEFAULT

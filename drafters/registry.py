@@ -7,9 +7,10 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
-from mmspec.interfaces import Drafter, Facts
+if TYPE_CHECKING:
+    from mmspec.interfaces import Drafter, Facts
 
 logger = logging.getLogger("mmspec")
 
@@ -148,7 +149,7 @@ def make(drafter: str | object, target: Facts | None = None) -> Drafter:
             f"a drafter is a name ({', '.join(map(repr, names()))}) or an object with {', '.join(MEMBERS)}; "
             f"got {type(drafter).__name__}, which has no {missing!r}"
         )
-    return cast(Drafter, drafter)
+    return cast("Drafter", drafter)
 
 
 __all__ = ["DRAFTERS", "known", "make", "names", "shipped"]

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field, fields
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from mmspec.shown import Shown
+if TYPE_CHECKING:
+    from mmspec.shown import Shown
 
 
 @dataclass

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.models.llava_next.modeling_llava_next import get_anyres_image_grid_shape, unpad_image
 
 from mmspec.interfaces import Segment
 from mmspec.target_hf import Family
@@ -96,6 +95,8 @@ class LlavaNext(Family):
 
     def unpadded(self, size: Any) -> Grid:
         """(height, width) of the tiles' grid of a picture of `size` pixels, by transformers' own arithmetic."""
+        from transformers.models.llava_next.modeling_llava_next import get_anyres_image_grid_shape, unpad_image
+
         config = self.model.config
         edge, patch = config.vision_config.image_size, config.vision_config.patch_size
         high, wide = get_anyres_image_grid_shape(size, config.image_grid_pinpoints, edge)

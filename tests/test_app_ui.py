@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import json
 import math
 import os
+import subprocess
+import sys
 import threading
 import time
 import xml.etree.ElementTree as xml
@@ -29,9 +32,11 @@ from mmspec.app.scenes.examples import files
 from mmspec.app.ui import drawing
 from mmspec.app.ui.folder import Batch, lay_out, plain_name
 from mmspec.app.ui.limits import Limits
-from mmspec.app.ui.race import Choice, Difference, Race, margin
+from mmspec.app.ui.race import Difference, Race
 from mmspec.app.ui.report import Report, Space, report_of
-from mmspec.app.ui.shelf import Shelf
+from mmspec.app.ui.running import margin
+from mmspec.app.ui.shelf import Choice, Shelf
+from mmspec.app.ui.stubs import unwritten
 from mmspec.app.ui.tape import Pieces, Tape, pieces_of
 from mmspec.app.ui.worker import Halt, Sessions, Worker
 from mmspec.vision.registry import make
@@ -363,12 +368,12 @@ def test_files_that_cannot_be_used(tmp_path: Path) -> None:
 
 
 def test_only_what_is_on_the_lists_can_be_chosen(shelf: Shelf, tmp_path: Path) -> None:
-    shelf.check("tiny", "auto", "pool:16")
-    for wrong in ((str(tmp_path), "auto", None), ("tiny", str(tmp_path), None), ("tiny", "someone/drafter", None)):
+    shelf.check("tiny", "auto")
+    for wrong in ((str(tmp_path), "auto"), ("tiny", str(tmp_path)), ("tiny", "someone/drafter")):
         with pytest.raises(UsageError, match="choose one of"):
             shelf.check(*wrong)
     with pytest.raises(UsageError, match="compressor"):
-        shelf.check("tiny", "auto", "../x")
+        race_of(shelf, compressor="../x").run()
 
 
 # one worker, many pages
@@ -594,6 +599,36 @@ def test_without_gradio_it_says_what_to_install(monkeypatch: Any, capsys: pytest
 
 
 # with gradio, without a browser
+
+
+def test_pages_are_served_before_torch_is_imported() -> None:
+    """It takes longer than all else; whoever opens the page meanwhile can choose a picture."""
+    pytest.importorskip("gradio")
+    code = """
+import inspect, sys
+find = inspect.getfile
+from mmspec.app.ui.site import build
+from mmspec.app.ui.context import Context
+from mmspec.app.ui.report import Space
+from mmspec.app.ui.shelf import Shelf
+space = Space()
+build(Context(Shelf(), space))
+space.close()
+assert inspect.getfile is find, "what gradio's import was told is taken back"
+print(*sys.modules)
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parent)
+    assert run.returncode == 0, run.stderr
+    assert "gradio" in run.stdout.split() and not {"torch", "transformers"} & set(run.stdout.split())
+
+
+def test_only_the_files_of_gradio_are_not_found() -> None:
+    gr = pytest.importorskip("gradio")
+    with unwritten():
+        assert inspect.getfile(Path) and inspect.getfile(Shelf)
+        with pytest.raises(OSError, match="no stub"):
+            inspect.getfile(gr.Textbox)
+    assert inspect.getfile(gr.Textbox).endswith("textbox.py")
 
 
 def test_errors_are_one_sentence_without_html() -> None:

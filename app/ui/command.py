@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from importlib.util import find_spec
 
 from mmspec.app.caption import MODELS, check_drafter, positive, quiet
 from mmspec.app.errors import UsageError, one_line
@@ -59,7 +60,8 @@ def run(args: argparse.Namespace) -> int:
     from mmspec.app.ui.site import served
 
     quiet(False)
-    pick_device(args.device)
+    if args.device not in ("auto", "cpu"):  # those are always there, and torch can wait
+        pick_device(args.device)
     limits = Limits() if args.max_pixels is None else Limits(pixels=args.max_pixels)
     shelf = Shelf(args.model, args.drafter, dtype=args.dtype, device=args.device)
     try:
@@ -73,10 +75,8 @@ def run(args: argparse.Namespace) -> int:
 
 def require() -> None:
     """Say how to get gradio if it is missing."""
-    try:
-        import gradio  # noqa: F401
-    except ImportError as error:
-        raise UsageError("mmspec demo needs gradio: pip install 'mmspec[app]'") from error
+    if find_spec("gradio") is None:
+        raise UsageError("mmspec demo needs gradio: pip install 'mmspec[app]'")
 
 
 def wait() -> None:

@@ -14,9 +14,8 @@ import gradio as gr
 
 from mmspec.app.errors import UsageError
 from mmspec.app.ui.limits import Limits
-from mmspec.app.ui.race import Choice
 from mmspec.app.ui.report import Space
-from mmspec.app.ui.shelf import COMPRESSORS, Shelf
+from mmspec.app.ui.shelf import COMPRESSORS, Choice, Shelf
 from mmspec.app.ui.worker import Sessions, Worker
 
 logger = logging.getLogger("mmspec")
@@ -53,8 +52,8 @@ class Context:
         Raises:
             UsageError: something on it cannot be.
         """
-        few = None if compressor in (None, "", "none") else str(compressor)
-        self.shelf.check(model, drafter, few)
+        few = None if compressor in (None, "", "none") else str(compressor)[:40]
+        self.shelf.check(model, drafter)
         size = None if nodes in (None, "", "automatic") else int(self.limits.number("Tree size", _number(nodes), 1, 64))
         return Choice(
             model=model,

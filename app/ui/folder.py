@@ -10,61 +10,24 @@ import os
 import re
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-from transformers.generation.stopping_criteria import StoppingCriteriaList
+from typing import TYPE_CHECKING
 
 from mmspec.app.asking import check_words
-from mmspec.app.captioner import Caption, Captioner
 from mmspec.app.errors import UsageError
-from mmspec.app.images import Shown
 from mmspec.app.inputs import MANIFESTS, collect
 from mmspec.app.jobs import Job
 from mmspec.app.jsonl import Row
 from mmspec.app.output import StreamOutput
 from mmspec.app.settings import JobSettings
 from mmspec.app.ui.limits import Limits
-from mmspec.app.ui.race import Choice
-from mmspec.app.ui.shelf import Shelf
-from mmspec.app.ui.worker import Halt, HaltCriterion
+from mmspec.app.ui.shelf import Choice, Shelf
+from mmspec.app.ui.worker import Halt
+
+if TYPE_CHECKING:
+    from mmspec.app.ui.halting import HaltingCaptioner
 
 BATCH = 4
-
-
-class StoppedError(BaseException):
-    """The run was halted. No `Exception`, since a job answers those by trying each picture alone."""
-
-
-@dataclass
-class HaltingCaptioner(Captioner):
-    """A captioner whose `generate` ends when the run is halted, with a drafter and a compressor of its own."""
-
-    halt: Halt = field(default_factory=Halt)
-    drafter: Any = "none"
-    compressor: str | None = None
-
-    def options(self) -> dict[str, Any]:
-        """See `Captioner`."""
-        criteria = StoppingCriteriaList([HaltCriterion(self.halt)])
-        speed = {"drafter": self.drafter, "compressor": self.compressor}
-        return super().options() | {"stopping_criteria": criteria, "mmspec": speed}
-
-    def caption(
-        self, shown: Sequence[Shown], prompts: Sequence[str], seed: int, compare: Sequence[bool] = ()
-    ) -> list[Caption]:
-        """See `Captioner`.
-
-        Raises:
-            StoppedError: the run was halted, and the captions at hand are cut.
-        """
-        if self.halt.asked:
-            raise StoppedError
-        made = super().caption(shown, prompts, seed, compare)
-        if self.halt.asked:
-            raise StoppedError
-        return made
 
 
 class FileRows(StreamOutput):
@@ -123,6 +86,8 @@ class Batch:
         Raises:
             UsageError: the model or the drafter does not do.
         """
+        from mmspec.app.ui.halting import StoppedError
+
         choice = self.choice
         settings = JobSettings(
             self._paths,
@@ -149,6 +114,8 @@ class Batch:
         return self
 
     def _captioner(self, halt: Halt) -> HaltingCaptioner:
+        from mmspec.app.ui.halting import HaltingCaptioner
+
         choice = self.choice
         desk = self.shelf.take(choice.model)
         check_words(desk.processor, self.prompt)
@@ -159,7 +126,7 @@ class Batch:
             choice.temperature,
             halt=halt,
             drafter=desk.drafter(choice.drafter),
-            compressor=choice.compressor,
+            compressor=desk.compressor(choice.compressor),
         )
 
 
@@ -187,4 +154,4 @@ def plain_name(name: str) -> str:
     return (clean or "file") + re.sub(r"[^\w.]", "", suffix)[:12]
 
 
-__all__ = ["Batch", "HaltingCaptioner", "StoppedError", "lay_out", "plain_name"]
+__all__ = ["Batch", "lay_out", "plain_name"]

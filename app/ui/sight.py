@@ -6,16 +6,16 @@ import base64
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from PIL import Image
 
 from mmspec.app.images import Shown, pictures
-from mmspec.app.rounds import Recorder
-from mmspec.drafters.vispec import VispecDrafter
-from mmspec.interfaces import Segment
-from mmspec.shown import Shown as Kept
-from mmspec.vision.heatmap import heatmaps
+
+if TYPE_CHECKING:
+    from mmspec.app.recorder import Recorder
+    from mmspec.interfaces import Segment
+    from mmspec.shown import Shown as Kept
 
 ALL, NONE = frozenset(("decoupled", "coupled")), frozenset(("blind", "textual"))
 """Rules of trained drafters (`mmspec.drafters.rules`) that read every visual token, and that read none."""
@@ -39,6 +39,8 @@ class Sight:
 
 def sight_of(recorder: Recorder, seen: Kept | None) -> Sight:
     """What the drafter of a finished run was shown. seen: by a compressor, as `mmspec.stats` has it."""
+    from mmspec.drafters.vispec import VispecDrafter
+
     inner, total = recorder.inner, recorder.visual
     if not inner.needs.taps:
         return Sight("This drafter looks at no picture: it guesses from words alone.", 0, total, frozenset())
@@ -65,6 +67,8 @@ def marked(shown: Shown, sight: Sight, cropped: bool) -> list[str]:
     Args:
         cropped: the processor shows the model the middle square only.
     """
+    from mmspec.vision.heatmap import heatmaps
+
     if not sight.kept or not sight.segments:
         return []
     return [_uri(made) for made in heatmaps(pictures(shown), sight.segments, kept=sight.kept, row=0, cropped=cropped)]

@@ -14,7 +14,10 @@ from typing import Any
 
 os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")  # nothing is told to anyone; read when gradio is imported
 
-import gradio as gr
+from mmspec.app.ui.stubs import unwritten
+
+with unwritten():
+    import gradio as gr
 
 from mmspec.app.errors import one_line
 from mmspec.app.scenes.examples import FOLDER as EXAMPLES

@@ -11,11 +11,7 @@ import time
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYetError
-from typing import Any, TypeVar
-
-import torch
-from torch import Tensor
-from transformers.generation.stopping_criteria import StoppingCriteria
+from typing import TypeVar
 
 from mmspec.app.errors import UsageError
 
@@ -49,17 +45,6 @@ class Halt:
     def asked(self) -> bool:
         """Whether the run should end now."""
         return self.said or time.monotonic() - self._seen > self._lease_s
-
-
-class HaltCriterion(StoppingCriteria):
-    """Ends `generate` itself, not only what is shown of it."""
-
-    def __init__(self, halt: Halt) -> None:
-        self.halt = halt
-
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
-        """[B] bool, the same for all rows."""
-        return torch.full((input_ids.shape[0],), self.halt.asked, dtype=torch.bool, device=input_ids.device)
 
 
 class Worker:
@@ -144,4 +129,4 @@ class Sessions:
             halt.ask()
 
 
-__all__ = ["Halt", "HaltCriterion", "Sessions", "Worker"]
+__all__ = ["Halt", "Sessions", "Worker"]
