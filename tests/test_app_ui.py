@@ -645,7 +645,7 @@ def test_errors_are_one_sentence_without_html() -> None:
 def test_steps_of_a_conversation(shelf: Shelf, space: Space) -> None:
     pytest.importorskip("gradio")
     from mmspec.app.ui.context import Context
-    from mmspec.app.ui.page_compare import Parts, Talk, steps
+    from mmspec.app.ui.page_compare import Parts, Talk, closing, steps
 
     context = Context(shelf, space)
     parts = Parts(*Parts.__dataclass_fields__)
@@ -653,7 +653,12 @@ def test_steps_of_a_conversation(shelf: Shelf, space: Space) -> None:
     path = str(files()[0])
 
     def ask(question: str, talk: Talk, path: str | None = path, chosen: tuple[Any, ...] = chosen) -> dict[Any, Any]:
-        return list(steps(context, parts, "run", path, question, talk, chosen, "me"))[-1]
+        last = list(steps(context, path, question, talk, chosen, "me"))[-1]
+        shown = closing(context, parts, "run", context.sessions.take("me"))
+        assert context.sessions.take("me") is None, "once"
+        for now, then in zip(last[1:], (shown["plain"], shown["mmspec"]), strict=True):
+            assert now.count("mm-asked") == then.count("mm-asked"), "what was growing is what is shown in the end"
+        return shown
 
     first = ask("what is it?", Talk())
     assert first["talk"].path == path and [turn.question for turn in first["talk"].turns] == ["what is it?"]

@@ -67,30 +67,21 @@ class Talk:
 
 
 class View:
-    """A race as it looks now. Redraws only what has changed, so that looking costs the race little."""
+    """A race as it looks now."""
 
-    def __init__(self, parts: Parts, race: Race) -> None:
-        self.parts, self.race = parts, race
+    def __init__(self, race: Race) -> None:
+        self.race = race
         self._pieces: dict[str, Pieces] = {}
-        self._drawn: dict[str, Any] = {}
 
-    def now(self) -> dict[Any, Any]:
-        """The components that have changed, with their values."""
-        race, parts = self.race, self.parts
+    def now(self) -> tuple[str, str, str]:
+        """The status, and both sides. What has not changed Gradio does not send."""
+        race = self.race
         phase = "loading" if race.phase == "waiting" and race.shelf.loading else race.phase
-        values = {parts.status: drawing.status(SAYS[phase])}
-        for name, side, part in (("plain", race.plain, parts.plain), ("mmspec", race.mmspec, parts.mmspec)):
-            values[part] = drawing.growing(
-                name,
-                race.turns,
-                race.question,
-                self._text(name, side),
-                clock(len(side.tape.ids), side.tape.rate, side.ttft_s, side.seconds),
-                race.phase == name,
-            )
-        changed = {part: value for part, value in values.items() if self._drawn.get(part) != value}
-        self._drawn |= changed
-        return changed or {parts.status: gr.skip()}
+        return drawing.status(SAYS[phase]), self._side("plain", race.plain), self._side("mmspec", race.mmspec)
+
+    def _side(self, name: str, side: Side) -> str:
+        race, told = self.race, clock(len(side.tape.ids), side.tape.rate, side.ttft_s, side.seconds)
+        return drawing.growing(name, race.turns, race.question, self._text(name, side), told, race.phase == name)
 
     def _text(self, name: str, side: Side) -> str:
         if self.race.desk is None:
@@ -184,15 +175,21 @@ def _wire(context: Context, parts: Parts, tabs: Any, settings: Controls, run: An
     asked = [parts.picture, parts.clip, kind, parts.question, parts.talk, *settings.all]
 
     @told
-    def begin(request: gr.Request) -> tuple[Any, Any]:
+    def begin(request: gr.Request) -> tuple[Any, ...]:
         context.sessions.begin(_session(request))
-        return gr.update(interactive=False), gr.update(interactive=True)
+        off = gr.update(interactive=False)
+        return off, gr.update(interactive=True), "", off, off
 
     @told
-    def answer(request: gr.Request, picture: Any, clip: Any, kind: Any, *rest: Any) -> Iterator[dict[Any, Any]]:
+    def answer(request: gr.Request, picture: Any, clip: Any, kind: Any, *rest: Any) -> Iterator[tuple[str, str, str]]:
         question, talk, *chosen = rest
         path = _path(clip if kind == "clip" else picture)
-        yield from steps(context, parts, run, path, question, talk, tuple(chosen), _session(request))
+        yield from steps(context, path, question, talk, tuple(chosen), _session(request))
+
+    @told
+    def finish(request: gr.Request) -> dict[Any, Any]:
+        made = context.sessions.take(_session(request))
+        return {parts.status: drawing.status("Stopped.")} if made is None else closing(context, parts, run, made)
 
     def end(request: gr.Request) -> tuple[Any, Any]:
         context.sessions.end(_session(request))
@@ -205,19 +202,21 @@ def _wire(context: Context, parts: Parts, tabs: Any, settings: Controls, run: An
         context.sessions.stop(request.session_hash)
 
     buttons = [parts.ask, parts.stop]
-    changing = [parts.status, parts.plain, parts.mmspec, parts.results, parts.replay, parts.download, parts.talk]
-    started = gr.on([parts.ask.click, parts.question.submit], begin, None, buttons, **QUICK)
+    growing, late = [parts.status, parts.plain, parts.mmspec], [parts.results, parts.replay, parts.download]
+    started = gr.on([parts.ask.click, parts.question.submit], begin, None, [*buttons, *late], **QUICK)
     running = started.success(
         answer,
         asked,
-        [*changing, parts.question, run],
+        growing,  # no others: Gradio makes every output that is skipped anew, at each step, in the server's thread
         show_progress="minimal",
         preprocess=False,  # or Gradio would decode the picture without our limits; it still checks that it is an upload
         show_progress_on=[parts.status],
         **ONE_AT_A_TIME,
         **HIDDEN,
     )
-    running.then(end, None, buttons, **QUICK)
+    finished = running.success(finish, None, [*growing, *late, parts.talk, parts.question, run], **QUICK)
+    finished.then(end, None, buttons, **QUICK)
+    finished.failure(failed, None, [*buttons, parts.status], **QUICK)
     running.failure(failed, None, [*buttons, parts.status], **QUICK)  # gradio 6.31 leaves `then` out after an error
     parts.stop.click(halt, None, None, **QUICK)
 
@@ -232,17 +231,20 @@ def _session(request: gr.Request | None) -> str:
     return str(getattr(request, "session_hash", None) or "api")
 
 
+@dataclass(frozen=True)
+class Made:
+    """What came of a question: its report, the conversation before it, and what else is to be said."""
+
+    report: Report
+    talk: Talk
+    cut: bool
+    note: str
+
+
 def steps(
-    context: Context,
-    parts: Parts,
-    run: Any,
-    path: str | None,
-    question: str,
-    talk: Talk,
-    chosen: tuple[Any, ...],
-    session: str,
-) -> Iterator[dict[Any, Any]]:
-    """Answer one question; yields the components that change.
+    context: Context, path: str | None, question: str, talk: Talk, chosen: tuple[Any, ...], session: str
+) -> Iterator[tuple[str, str, str]]:
+    """Answer one question; yields the status and both sides. What comes of it is left with the session.
 
     Raises:
         UsageError: the file, the question or the settings do not do.
@@ -255,29 +257,23 @@ def steps(
         raise UsageError(f"This conversation has {limits.turns} questions, which is the limit; begin a new one.")
     shown = limits.shown(path)
     race = Race(context.shelf, shown, turns, asked, choice, halt)
-    view = View(parts, race)
-    off = gr.update(interactive=False)
-    yield {parts.results: "", parts.replay: off, parts.download: off, **view.now()}
+    view = View(race)
+    yield view.now()
     for _ in context.worker.follow(race.run, halt):
         yield view.now()
-    if race.desk is None:
-        yield {parts.status: drawing.status("Stopped.")}
-        return
-    report = report_of(race)
-    note = "" if choice.model != MODEL or like_a_scene(pictures(shown)[0]) else f" The picture {ADVICE}."
-    yield closing(context, parts, run, report, Talk(path, turns), race, note)
+    if race.desk is not None:
+        note = "" if choice.model != MODEL or like_a_scene(pictures(shown)[0]) else f" The picture {ADVICE}."
+        context.sessions.leave(session, Made(report_of(race), Talk(path, turns), race.cut, note))
 
 
-def closing(
-    context: Context, parts: Parts, run: Any, report: Report, talk: Talk, race: Race, note: str
-) -> dict[Any, Any]:
+def closing(context: Context, parts: Parts, run: Any, made: Made) -> dict[Any, Any]:
     """What is shown when a race is over."""
     on = gr.update(interactive=True)
-    told_ = ("Stopped." if race.cut else "Done.") + note
-    keep = bool(report.plain.text) and not race.cut
+    report, talk = made.report, made.talk
+    keep = bool(report.plain.text) and not made.cut
     turns = talk.turns
     return {
-        parts.status: drawing.status(told_),
+        parts.status: drawing.status(("Stopped." if made.cut else "Done.") + made.note),
         parts.plain: _finished(report, report.plain, turns),
         parts.mmspec: _finished(report, report.mmspec, turns),
         parts.results: drawing.results(report) if report.identical is not None else drawing.badge(report),
@@ -297,4 +293,4 @@ def _finished(report: Report, track: Track, turns: tuple[Turn, ...]) -> str:
     return drawing.finished(track, turns, report.question, told)
 
 
-__all__ = ["Parts", "Talk", "View", "compare_tab", "steps"]
+__all__ = ["Made", "Parts", "Talk", "View", "compare_tab", "steps"]

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")  # nothing is told to anyone; read when gradio is imported
+os.environ.setdefault("MPLBACKEND", "agg")  # or Gradio, which asks for it, waits a second at the first question
 
 from mmspec.app.ui.stubs import unwritten
 
@@ -37,6 +38,9 @@ TITLE = "mmspec: the same answer, sooner"
 SWEEP_S, KEEP_S = 600, 3600
 """Seconds between two looks for old uploads, and how long one is kept."""
 MOST_WAITING = 20
+LOOK_S = 0.02
+"""Seconds between two looks of Gradio at its queue. By itself it looks every millisecond, and each look takes Python from
+the thread that decodes."""
 
 
 def build(context: Context) -> Any:
@@ -58,7 +62,10 @@ def build(context: Context) -> Any:
             context.sessions.end(str(request.session_hash))
 
         app.unload(left)
-    return app.queue(default_concurrency_limit=1, max_size=MOST_WAITING, status_update_rate=1)
+    app.queue(default_concurrency_limit=1, max_size=MOST_WAITING, status_update_rate=1)
+    if hasattr(app._queue, "sleep_when_free"):
+        app._queue.sleep_when_free = LOOK_S
+    return app
 
 
 def theme() -> Any:

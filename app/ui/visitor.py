@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import secrets
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,15 @@ API = "gradio_api"
 PATIENCE_S = 600.0
 
 
-def visit(url: str, event: int, data: list[Any], place: int) -> list[Any]:
-    """Start an event of the app and follow it to its end.
+def visit(url: str, events: Sequence[int], data: list[Any], place: int) -> list[Any]:
+    """Start events of the app, one after the other, and follow each to its end.
 
     Args:
-        url: of the app, with a slash. event: its number. data: its inputs; at `place` the path of a file, which is
-            uploaded first. States of the app are None.
+        url: of the app, with a slash. events: their numbers. data: inputs of the first; at `place` the path of a file,
+            which is uploaded before. States of the app are None. The others have no inputs.
 
     Returns:
-        What it gave out last, per output.
+        What the last one gave out last, per output.
 
     Raises:
         RuntimeError: it failed.
@@ -35,15 +36,22 @@ def visit(url: str, event: int, data: list[Any], place: int) -> list[Any]:
         with file.open("rb") as stream:
             sent = client.post(f"{url}{API}/upload", files={"files": (file.name, stream)}).json()
         data = [*data[:place], {"path": sent[0], "meta": {"_type": "gradio.FileData"}}, *data[place + 1 :]]
-        asked = {"data": data, "fn_index": event, "session_hash": session, "event_data": None, "trigger_id": None}
-        client.post(f"{url}{API}/queue/join", json=asked).raise_for_status()
-        with client.stream("GET", f"{url}{API}/queue/data", params={"session_hash": session}) as answer:
-            for line in answer.iter_lines():
-                told = json.loads(line.removeprefix("data:")) if line.startswith("data:") else {}
-                if told.get("msg") == "process_completed":
-                    if not told["success"]:
-                        raise RuntimeError(f"the page failed: {told['output']}")
-                    return list(told["output"]["data"])
+        told = _followed(client, url, {"data": data, "fn_index": events[0], "session_hash": session})
+        for event in events[1:]:
+            told = _followed(client, url, {"data": [], "fn_index": event, "session_hash": session})
+        return told
+
+
+def _followed(client: httpx.Client, url: str, asked: dict[str, Any]) -> list[Any]:
+    asked = asked | {"event_data": None, "trigger_id": None}
+    client.post(f"{url}{API}/queue/join", json=asked).raise_for_status()
+    with client.stream("GET", f"{url}{API}/queue/data", params={"session_hash": asked["session_hash"]}) as answer:
+        for line in answer.iter_lines():
+            told = json.loads(line.removeprefix("data:")) if line.startswith("data:") else {}
+            if told.get("msg") == "process_completed":
+                if not told["success"]:
+                    raise RuntimeError(f"the page failed: {told['output']}")
+                return list(told["output"]["data"])
     raise RuntimeError("the page said nothing")
 
 

@@ -11,14 +11,14 @@ import time
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYetError
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from mmspec.app.errors import UsageError
 
 T = TypeVar("T")
 LEASE_S = 15.0
 """A run that nobody has looked at for so long is ended."""
-POLL_S = 0.2
+POLL_S = 0.25
 """Seconds between two looks at a run. Each costs the run a little time, since Python runs one thread at a time."""
 
 
@@ -87,6 +87,7 @@ class Sessions:
 
     def __init__(self) -> None:
         self._running: dict[str, Halt] = {}
+        self._left: dict[str, Any] = {}
         self._lock = threading.Lock()
 
     def begin(self, session: str) -> Halt:
@@ -121,10 +122,22 @@ class Sessions:
         for halt in halts:
             halt.ask()
 
+    def leave(self, session: str, made: Any) -> None:
+        """Keep what came of the run of this page until it is taken, or the run is ended."""
+        with self._lock:
+            if session in self._running:  # the page may be gone
+                self._left[session] = made
+
+    def take(self, session: str) -> Any:
+        """What was left, once; None if nothing was."""
+        with self._lock:
+            return self._left.pop(session, None)
+
     def end(self, session: str) -> None:
         """The run is over."""
         with self._lock:
             halt = self._running.pop(session, None)
+            self._left.pop(session, None)
         if halt is not None:
             halt.ask()
 
