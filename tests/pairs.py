@@ -62,9 +62,14 @@ def same(
     patch: Kwargs | None = None,
     **kwargs: Any,
 ) -> mmspec.Stats:
-    """Assert that plain and patched agree in tokens, scores, cache and generator state; the statistics of the call."""
+    """Assert that plain and patched agree in tokens, scores, cache and generator state; the statistics of the call.
+
+    `drafter` may be a function that makes one from the plain ids.
+    """
     plain = plain_of(model, given, seed, **fresh(kwargs))
     state = torch.get_rng_state()
+    if callable(drafter):
+        drafter = drafter(plain if isinstance(plain, Tensor) else plain.sequences)
     with speculating(model, drafter, plain, **(patch or {})):
         mine = plain_of(model, given, seed, **fresh(kwargs))
         assert torch.equal(torch.get_rng_state(), state), "the generator is in another state afterwards"

@@ -50,7 +50,7 @@ def test_the_cases_show_clips() -> None:
         assert len(shown) >= 5 and {case.options["do_sample"] for case in shown} == {True, False}
         kinds = Counter[tuple[bool, bool]]()
         for case in shown:
-            ids, special = cases.stage(case).inputs[0]["input_ids"], tiny.ids(case.spec)
+            ids, special = cases._inputs(case, tiny.model(case.spec))[0]["input_ids"], tiny.ids(case.spec)
             for row in ids:
                 kinds[bool((row == special.image).any()), bool((row == special.video).any())] += 1
         assert kinds[False, True] and kinds[True, True] and kinds[True, False], (family, kinds)

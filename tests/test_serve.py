@@ -89,7 +89,7 @@ class Drawer(liars.Bush):
 def test_drafters_that_draw_leave_no_trace(mode: Kwargs) -> None:
     model = model_of(seed=29)
     given = tiny.inputs(model, 27, 2, images=[1, 1])
-    assert same(model, given, Drawer(1, [plain_of(model, given, **mode)]), **mode).drafted
+    assert same(model, given, lambda plain: Drawer(1, [plain]), **mode).drafted
 
 
 # --- inputs -----------------------------------------------------------------------------------------------------------
