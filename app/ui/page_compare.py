@@ -175,7 +175,8 @@ def _wire(context: Context, parts: Parts, tabs: Any, settings: Controls, run: An
     asked = [parts.picture, parts.clip, kind, parts.question, parts.talk, *settings.all]
 
     @told
-    def begin(request: gr.Request) -> tuple[Any, ...]:
+    def begin(request: gr.Request, question: str) -> tuple[Any, ...]:
+        context.limits.question(question)  # before what is shown of the last one goes
         context.sessions.begin(_session(request))
         off = gr.update(interactive=False)
         return off, gr.update(interactive=True), "", off, off
@@ -203,7 +204,7 @@ def _wire(context: Context, parts: Parts, tabs: Any, settings: Controls, run: An
 
     buttons = [parts.ask, parts.stop]
     growing, late = [parts.status, parts.plain, parts.mmspec], [parts.results, parts.replay, parts.download]
-    started = gr.on([parts.ask.click, parts.question.submit], begin, None, [*buttons, *late], **QUICK)
+    started = gr.on([parts.ask.click, parts.question.submit], begin, parts.question, [*buttons, *late], **QUICK)
     running = started.success(
         answer,
         asked,
