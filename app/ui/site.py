@@ -39,8 +39,8 @@ SWEEP_S, KEEP_S = 600, 3600
 """Seconds between two looks for old uploads, and how long one is kept."""
 MOST_WAITING = 20
 LOOK_S = 0.02
-"""Seconds between two looks of Gradio at its queue. By itself it looks every millisecond, and each look takes Python from
-the thread that decodes."""
+"""Seconds between two looks of Gradio at its queue. By itself it looks every millisecond, and each look takes Python
+from the thread that decodes."""
 
 
 def build(context: Context) -> Any:
