@@ -233,10 +233,10 @@ def test_a_clip(page: Any, races: list[Race], request: pytest.FixtureRequest) ->
     page.locator("#mm-clip").get_by_label("Clear").click()
     page.locator("#mm-clip input[type=file]").set_input_files(str(clip))
     page.wait_for_selector("#mm-clip video")
-    ask(page, "what moves?")
+    ask(page, "What happens in the clip?")
     started(page)
     finish(page)
-    assert [race.question for race in races] == [VIDEO_PROMPT, "what moves?"]
+    assert [race.question for race in races] == [VIDEO_PROMPT, "What happens in the clip?"]
     assert all(race.prompt_tokens > 16 * 4 for race in races), "its frames"
     assert "identical" in text(page, ".mm-badge")
     page.locator("#mm-replay").click()
