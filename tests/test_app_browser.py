@@ -184,6 +184,9 @@ def test_an_uploaded_picture_is_asked_about_on_both_sides(page: Any, tmp_path: P
     assert f"{run['tau']:.2f}" in shown and f"{run['stats']['tokens_per_s']:.1f}" in shown
     assert f"{run['speedup_decode']:.2f}x" in shown and f"{run['mmspec']['total_s']:.3f} s" in shown
 
+    ask(page, " ")
+    assert "write a question" in toast(page) and text(page, "#mm-results") == shown, "and stays"
+
 
 def test_the_replay_plays_both_sides_together(page: Any) -> None:
     page.locator("#mm-examples button").first.click()

@@ -25,6 +25,9 @@ ONE_AT_A_TIME: dict[str, Any] = {"concurrency_limit": 1, "concurrency_id": "devi
 HIDDEN: dict[str, Any] = {"api_visibility": "private"}
 FAILED = "That did not work; the message says why."
 QUICK: dict[str, Any] = {"queue": False, "show_progress": "hidden", **HIDDEN}
+REFUSING: dict[str, Any] = {**QUICK, "queue": True, "concurrency_limit": None}
+"""For quick events that may refuse: of those outside the queue Gradio 6.31 shows no error. Where an output is not to
+be covered by the word "Error", `show_progress_on` names another."""
 
 
 @dataclass
@@ -158,4 +161,15 @@ def spoken(error: Exception, shown: Callable[[str], str] = escape) -> gr.Error:
     return gr.Error(shown(text), print_exception=False)
 
 
-__all__ = ["FAILED", "HIDDEN", "ONE_AT_A_TIME", "QUICK", "Context", "Controls", "controls", "spoken", "told"]
+__all__ = [
+    "FAILED",
+    "HIDDEN",
+    "ONE_AT_A_TIME",
+    "QUICK",
+    "REFUSING",
+    "Context",
+    "Controls",
+    "controls",
+    "spoken",
+    "told",
+]

@@ -13,7 +13,7 @@ from mmspec.app.inputs import MANIFESTS
 from mmspec.app.scenes.examples import files
 from mmspec.app.settings import PROMPT
 from mmspec.app.ui import drawing
-from mmspec.app.ui.context import FAILED, HIDDEN, ONE_AT_A_TIME, QUICK, Context, controls, told
+from mmspec.app.ui.context import FAILED, HIDDEN, ONE_AT_A_TIME, QUICK, REFUSING, Context, controls, told
 from mmspec.app.ui.folder import Batch
 
 
@@ -70,7 +70,7 @@ def batch_tab(context: Context) -> None:
     def halt(request: gr.Request) -> None:
         context.sessions.stop(request.session_hash)
 
-    started = start.click(begin, None, [start, cancel], **QUICK)
+    started = start.click(begin, None, [start, cancel], **REFUSING)
     running = started.success(
         work,
         [uploads, prompt, *settings.all],

@@ -15,7 +15,7 @@ from mmspec.app.scenes.examples import files
 from mmspec.app.scenes.looks import ADVICE, like_a_scene
 from mmspec.app.settings import MODEL, PROMPT, VIDEO_PROMPT, usual_prompt
 from mmspec.app.ui import drawing
-from mmspec.app.ui.context import FAILED, HIDDEN, ONE_AT_A_TIME, QUICK, Context, Controls, controls, told
+from mmspec.app.ui.context import FAILED, HIDDEN, ONE_AT_A_TIME, QUICK, REFUSING, Context, Controls, controls, told
 from mmspec.app.ui.race import Race, Side
 from mmspec.app.ui.report import Report, Track, report_of
 from mmspec.app.ui.tape import Pieces
@@ -204,7 +204,14 @@ def _wire(context: Context, parts: Parts, tabs: Any, settings: Controls, run: An
 
     buttons = [parts.ask, parts.stop]
     growing, late = [parts.status, parts.plain, parts.mmspec], [parts.results, parts.replay, parts.download]
-    started = gr.on([parts.ask.click, parts.question.submit], begin, parts.question, [*buttons, *late], **QUICK)
+    started = gr.on(
+        [parts.ask.click, parts.question.submit],
+        begin,
+        parts.question,
+        [*buttons, *late],
+        show_progress_on=[parts.status],
+        **REFUSING,
+    )
     running = started.success(
         answer,
         asked,
@@ -215,7 +222,9 @@ def _wire(context: Context, parts: Parts, tabs: Any, settings: Controls, run: An
         **ONE_AT_A_TIME,
         **HIDDEN,
     )
-    finished = running.success(finish, None, [*growing, *late, parts.talk, parts.question, run], **QUICK)
+    finished = running.success(
+        finish, None, [*growing, *late, parts.talk, parts.question, run], show_progress_on=[parts.status], **REFUSING
+    )
     finished.then(end, None, buttons, **QUICK)
     finished.failure(failed, None, [*buttons, parts.status], **QUICK)
     running.failure(failed, None, [*buttons, parts.status], **QUICK)  # gradio 6.31 leaves `then` out after an error
