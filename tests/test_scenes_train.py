@@ -187,7 +187,7 @@ def test_rates() -> None:
     assert all(a >= b for a, b in pairwise(rates[10:]))
     half = Stage("x", 100, 1, 1.0, first=0, warmup=10, last=0.5)
     assert 0.5 <= rate_at(half, 99) < 0.51
-    assert [stage.name for stage in STAGES] == ["see", "talk", "settle"]
+    assert [stage.name for stage in STAGES] == ["see", "talk", "settle", "polish"]
 
 
 def test_a_run_may_begin_with_an_exported_model(run: Training, place: Path) -> None:

@@ -41,9 +41,10 @@ class Stage:
 
 
 STAGES = (
-    Stage("see", 5000, 32, 1e-3, first=0, eyes=1.0),
+    Stage("see", 7500, 32, 1e-3, first=0, eyes=1.0),
     Stage("talk", 1400, 16, 1e-3, first=1_000_000, last=0.3, layers=LOWER, eyes=0.1, clips=0.04),
-    Stage("settle", 700, 16, 4e-4, first=3_000_000, warmup=20, named=0.2, eyes=0.04, upper=0.3, clips=0.06),
+    Stage("settle", 300, 16, 4e-4, first=3_000_000, warmup=20, named=0.2, eyes=0.04, upper=0.3, clips=0.06),
+    Stage("polish", 2600, 16, 6e-4, first=5_000_000, warmup=20, eyes=0.2, clips=0.15),
 )
 
 

@@ -46,7 +46,7 @@ the end, the model in bfloat16. Run the same command again to go on after a cut;
 refused.
 
 examples
-  python -m mmspec.app.scenes.train --out run            # all stages, hours on a few cores
+  python -m mmspec.app.scenes.train --out run            # all stages, some nine hours on two cores
   python -m mmspec.app.scenes.train --out run --minutes 40   # as far as that, then stop; go on later
 """
 
