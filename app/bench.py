@@ -192,7 +192,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
 
     images = [] if args.task else pictures(args.images, max(args.batch_sizes) * (args.repeats + 1), args.seed)
     if args.model == MODEL and images:
-        advise(images[0], "what --images names")
+        advise(images[0], "what --images names" if args.images else "what is shown")
     model, processor = load(args.model, args.dtype, args.device)
     try:
         field = systems(model, args.drafters, processor, ends=args.task is not None, nodes=args.nodes)
