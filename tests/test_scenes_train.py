@@ -133,6 +133,30 @@ def test_evaluation_gives_a_flat_object_of_shares(run: Training) -> None:
     assert "control_things_named" in result and all(isinstance(value, int | float) for value in result.values())
 
 
+def test_an_evaluation_that_was_cut_goes_on(
+    run: Training, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked, original = list[str](), evaluate.Kept.add
+
+    def spy(self: evaluate.Kept, of: str, answers: dict[int, str]) -> None:
+        asked.extend(answers.values())
+        original(self, of, answers)
+
+    monkeypatch.setattr(evaluate.Kept, "add", spy)
+    file = tmp_path / "answers.jsonl"
+    args = ["--model", str(run.out / "model"), "--count", "2", "--answers", str(file)]
+    evaluate.main(args)
+    whole, first, rows = capsys.readouterr().out, len(asked), file.read_bytes()
+    assert first == len(rows.splitlines()) - 1 > 20
+    file.write_bytes(rows[: len(rows) // 2])
+    evaluate.main(args)
+    assert capsys.readouterr().out == whole and 0 < len(asked) - first < first
+    assert sorted(file.read_bytes().splitlines()) == sorted(rows.splitlines())
+    with pytest.raises(SystemExit):
+        evaluate.main([*args, "--first-seed", "50000001"])
+    assert "holds answers to" in capsys.readouterr().err and file.read_bytes().startswith(rows[:40])
+
+
 def test_damaged_and_missing_files_are_named(run: Training, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     shutil.copytree(run.out / "model", folder)

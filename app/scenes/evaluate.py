@@ -1,7 +1,8 @@
 """`python -m mmspec.app.scenes.evaluate`: how often the model's answers are true, on scenes it has never seen.
 
 Answers are read by small readers that know the truth of the scene, not the sentences of the training: a word that
-cannot be read is wrong. The same questions with another scene's picture are the control: near chance.
+cannot be read is wrong. The same questions with another scene's picture are the control: near chance. A thousand
+scenes take an hour on two CPU cores; with --answers a run that was cut goes on where it was.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import random
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 from PIL import Image
 
-from mmspec.app.scenes import FOLDER, grammar, load
+from mmspec.app.scenes import FOLDER, grammar, load, sums_of
 from mmspec.app.scenes.card import write_card
 from mmspec.app.scenes.kinds import BY_NAME, KINDS
 from mmspec.app.scenes.model import question
@@ -159,10 +160,54 @@ def item_of_clip(made: Clip, dice: random.Random) -> Item:
     return Item(tuple(paint(frame) for frame in made.frames), grammar.clip_turn(made, dice).question, mark, tokens=48)
 
 
-def answers(model: Any, processor: Any, items: Sequence[Item], batch: int, tick: Callable[[int], None]) -> list[str]:
+class Kept:
+    """Answers that are there already, in a JSONL file or only in memory.
+
+    The first line says what they are answers to. A line that was cut is answered again.
+    """
+
+    def __init__(self, path: Path | None = None, to: dict[str, Any] | None = None) -> None:
+        """
+        Raises:
+            ValueError: the file holds answers to something else.
+        """
+        self.path, self.known = path, dict[tuple[str, int], str]()
+        if path is None:
+            return
+        whole = path.read_bytes() if path.exists() else b""
+        lines = [json.loads(line) for line in whole[: whole.rfind(b"\n") + 1].splitlines()]
+        if not lines:
+            path.write_text(json.dumps(to) + "\n", encoding="utf-8")
+        elif lines[0] != to:
+            raise ValueError(f"{path} holds answers to {lines[0]}; these are to {to}. Name another file.")
+        elif len(whole) > whole.rfind(b"\n") + 1:
+            path.write_bytes(whole[: whole.rfind(b"\n") + 1])
+        for line in lines[1:]:
+            self.known[line["of"], line["item"]] = line["answer"]
+
+    def add(self, of: str, answers: Mapping[int, str]) -> None:
+        """Keep these, by number of the item."""
+        self.known |= {(of, item): answer for item, answer in answers.items()}
+        if self.path is not None:
+            rows = [json.dumps({"of": of, "item": item, "answer": answer}) for item, answer in answers.items()]
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write("".join(row + "\n" for row in rows))
+
+
+def answers(
+    model: Any,
+    processor: Any,
+    items: Sequence[Item],
+    batch: int,
+    tick: Callable[[int], None],
+    kept: Kept | None = None,
+    of: str = "",
+) -> list[str]:
     """What the model says to each item, greedy. Items of one batch have equally many pictures and similar lengths."""
+    kept = kept or Kept()
     order = sorted(range(len(items)), key=lambda i: (len(items[i].pictures), items[i].tokens))
-    said = [""] * len(items)
+    order = [i for i in order if (of, i) not in kept.known]
+    tick(len(items) - len(order))
     start = 0
     while start < len(order):
         group = [i for i in order[start : start + batch] if len(items[i].pictures) == len(items[order[start]].pictures)]
@@ -172,11 +217,12 @@ def answers(model: Any, processor: Any, items: Sequence[Item], batch: int, tick:
         ).to(model.device)
         longest = max(items[i].tokens for i in group)
         out = model.generate(**given, max_new_tokens=longest, do_sample=False)
-        for i, row in zip(group, out[:, given["input_ids"].shape[1] :], strict=True):
-            said[i] = processor.tokenizer.decode(row, skip_special_tokens=True).strip()
+        rows = out[:, given["input_ids"].shape[1] :]
+        texts = [processor.tokenizer.decode(row, skip_special_tokens=True).strip() for row in rows]
+        kept.add(of, dict(zip(group, texts, strict=True)))
         start += len(group)
         tick(len(group))
-    return said
+    return [kept.known[of, i] for i in range(len(items))]
 
 
 def shares(items: Sequence[Item], said: Sequence[str]) -> dict[str, float]:
@@ -207,7 +253,15 @@ def shuffled(items: Sequence[Item]) -> list[Item]:
 
 
 def evaluate(
-    model: Any, processor: Any, first: int, count: int, *, batch: int = 16, control: bool = True, progress: bool = False
+    model: Any,
+    processor: Any,
+    first: int,
+    count: int,
+    *,
+    batch: int = 16,
+    control: bool = True,
+    progress: bool = False,
+    kept: Kept | None = None,
 ) -> dict[str, float]:
     """Shares of right answers on `count` scenes and a quarter as many clips; `control_...` with shuffled pictures."""
     from tqdm import tqdm
@@ -221,7 +275,7 @@ def evaluate(
     result: dict[str, float] = {"first_seed": first, "count": count, "left_out": left_out}
     for prefix, asked in (("", items), ("control_", shuffled(items)))[: 1 + control]:
         with tqdm(total=len(asked), desc=prefix + "questions", disable=not progress, file=sys.stderr) as bar:
-            said = answers(model, processor, asked, batch, bar.update)
+            said = answers(model, processor, asked, batch, bar.update, kept, prefix + "questions")
         result |= {prefix + name: value for name, value in shares(asked, said).items()}
     return result
 
@@ -235,15 +289,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--count", type=int, default=1000, metavar="N", help="scenes (default 1000)")
     add("--batch-size", type=int, default=16)
     add("--json", metavar="FILE", help="write the shares as one flat object")
+    add("--answers", type=Path, metavar="FILE.jsonl", help="keep the answers here; the same command again goes on")
     add("--card", action="store_true", help="write the accuracy into the model card in FOLDER as well")
     add("--control", action=argparse.BooleanOptionalAction, default=True, help="also with shuffled pictures")
     add("--progress", action=argparse.BooleanOptionalAction, default=sys.stderr.isatty())
     args = parser.parse_args(argv)
+    to = {"weights": sums_of(Path(args.model or FOLDER)).get("model.safetensors"), "first_seed": args.first_seed}
+    try:
+        kept = Kept(args.answers, to | {"count": args.count})
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
     model, processor = load(args.model)
     torch.manual_seed(0)
     result = evaluate(
         model, processor, args.first_seed, args.count,
-        batch=args.batch_size, control=args.control, progress=args.progress,
+        batch=args.batch_size, control=args.control, progress=args.progress, kept=kept,
     )  # fmt: skip
     text = json.dumps(result, indent=1)
     print(text)
