@@ -57,7 +57,8 @@ columns
   score, draft, rest: ms per round
   In the JSON besides: accepted_at_position (kept % in full), speedup_*_ci (95% limits of the medians, bootstrap over
   runs), speedup_e2e_pooled (all seconds of hf over all seconds), draft_mib and of_target (weights of drafter and
-  compressor, and their share of the target's), tokens_min (of the shortest answer), run (versions, commit, command).
+  compressor, and their share of the target's), block (tokens of one pass of the drafter), tokens_min (of the shortest
+  answer), run (versions, commit, command).
 
 With --task (the default for the scenes model) pictures and questions come from the scenes world, from seed
 --first-seed on, and rows end where the model ends them: describe (a long description), short (a caption), answer

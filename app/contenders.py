@@ -122,6 +122,12 @@ def weight_of(model: Any) -> dict[str, float | None]:
     return {"draft_mib": sum(own.values()) / 2**20, "of_target": sum(own.values()) / sum(target.values())}
 
 
+def block_of(model: Any) -> int | None:
+    """Tokens that one pass of a patched model's drafter says; None if it has no head, or there is no drafter."""
+    head = getattr(drafter_of(model), "head", None) if mmspec.is_patched(model) else None
+    return None if head is None else getattr(head.config, "block", None) or 1
+
+
 def _fix_depth(drafter: Any, depth: int, name: str) -> None:
     chosen = getattr(drafter, "depth", None)
     if not isinstance(chosen, Depth) or chosen.most < 2:
@@ -141,4 +147,4 @@ def _keep(drafter: Any, tokens: int, name: str) -> None:
         drafter.compressor = replace(own, tokens=tokens)
 
 
-__all__ = ["Contender", "Fixed", "check", "drafter_of", "labels", "parse", "patched", "shown_by", "weight_of"]
+__all__ = ["Contender", "Fixed", "block_of", "check", "drafter_of", "labels", "parse", "patched", "shown_by", "weight_of"]

@@ -28,7 +28,7 @@ from torch import Tensor
 from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList
 
 import mmspec
-from mmspec.app.contenders import patched, weight_of
+from mmspec.app.contenders import block_of, patched, weight_of
 from mmspec.app.load import synchronise
 from mmspec.interfaces import Drafter
 from mmspec.stats import Stats
@@ -227,7 +227,7 @@ def results(field_: Sequence[System]) -> Iterator[Row]:
         row["kept_at_depth"] = [round(share, 3) for share in whole.kept_at_depth]
         row["accepted_at_position"] = [round(share, 3) for share in accumulate(whole.kept_at_depth, mul)]
         row["tokens_min"] = min(run.fewest for run in runs)
-        row |= weight_of(system.model)
+        row |= weight_of(system.model) | {"block": block_of(system.model)}
         for name in ("visual", "visual_kept"):  # what a compressor was given, and what it showed the drafter
             row[name] = getattr(whole, name)
         row["ttft_ms"] = median(1e3 * run.ttft_s for run in runs)

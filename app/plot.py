@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +111,38 @@ def plot_kept(rows: Sequence[dict[str, Any]], file: Path) -> None:
     figure.savefig(file, dpi=150)
 
 
+def plot_blocks(settings: Mapping[str, Sequence[dict[str, Any]]], file: Path) -> None:
+    """Tau, drafting and speed-up against the tokens of a pass (or levels): panels in a row for each setting.
+
+    A line for each `kind` of drafter; rows whose `size` is None are left out. Speed-ups have 95% intervals.
+    """
+    require()
+    from matplotlib.figure import Figure
+
+    panels = {"tau": "tau", "draft_ms": "ms of drafting in a round", "speedup_hf": "decode speed-up over plain"}
+    figure = Figure(figsize=(3.6 * len(panels), 0.6 + 2.9 * len(settings)), layout="constrained")
+    grid = figure.subplots(len(settings), len(panels), squeeze=False)
+    lines: dict[str, Any] = {}
+    for (title, rows), axes in zip(settings.items(), grid, strict=True):
+        kinds = list(dict.fromkeys(row["kind"] for row in rows if row["size"] is not None))
+        for axis, (name, label) in zip(axes, panels.items(), strict=True):
+            for place, kind in enumerate(kinds):
+                points = sorted((r for r in rows if r["kind"] == kind and r["size"]), key=lambda row: row["size"])
+                values = [row[name] for row in points]
+                limits = list(zip(*(row["speedup_hf_ci"] for row in points), strict=True))
+                spread = _spread(values, *limits) if name == "speedup_hf" else None
+                style = {"marker": MARKERS[place % len(MARKERS)], "color": f"C{place}", "markersize": 4, "capsize": 2}
+                lines[kind] = axis.errorbar([r["size"] for r in points], values, yerr=spread, linewidth=1, **style)
+            axis.set_ylabel(label, fontsize=8)
+            axis.tick_params(labelsize=8)
+            axis.grid(axis="y", color="0.9")
+        axes[0].set_title(title, fontsize=9, loc="left")
+    for axis in grid[-1]:
+        axis.set_xlabel("tokens of a pass (drafters of one token: levels)", fontsize=8)
+    figure.legend(lines.values(), lines.keys(), loc="outside upper right", ncols=max(1, len(lines)), fontsize=8)
+    figure.savefig(file, dpi=150)
+
+
 def _seen(row: dict[str, Any]) -> float:
     """Visual tokens that the drafter was shown."""
     return float(row["visual"] if row["kept"] is None else row["kept"])
@@ -139,4 +171,4 @@ def _panel(axis: Any, rows: Sequence[dict[str, Any]]) -> None:
     axis.tick_params(labelsize=8)
 
 
-__all__ = ["plot", "plot_kept", "plot_log", "plot_study", "require"]
+__all__ = ["plot", "plot_blocks", "plot_kept", "plot_log", "plot_study", "require"]

@@ -21,7 +21,7 @@ from mmspec.app.prompts import pictures, requests_of
 from mmspec.stats import Stats
 
 KEYS = """drafter batch tau R tokens_per_s speedup_hf speedup_own speedup_e2e identical score_ms draft_ms rest_ms
-ttft_ms speedup_hf_ci speedup_e2e_pooled accepted_at_position tokens_min draft_mib of_target"""
+ttft_ms speedup_hf_ci speedup_e2e_pooled accepted_at_position tokens_min draft_mib of_target block"""
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import heads
 import mmspec
 import tiny
 from mmspec.app import contenders, versions
-from mmspec.app.contenders import Contender, Fixed, check, drafter_of, labels, parse, patched, weight_of
+from mmspec.app.contenders import Contender, Fixed, block_of, check, drafter_of, labels, parse, patched, weight_of
 from mmspec.app.errors import UsageError
 from mmspec.app.measure import bootstrap, clone, limits
 from mmspec.app.models import random_model
@@ -61,6 +61,15 @@ def test_one_pass_has_no_depth(monkeypatch: pytest.MonkeyPatch, kind: str) -> No
     with pytest.raises(UsageError, match="does not: head@3"):
         patched(model, "head@3", processor)
     assert not mmspec.is_patched(model)
+
+
+def test_how_many_tokens_a_pass_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, processor = random_model("tiny")
+    assert block_of(model) is None and block_of(patched(clone(model), "fused", processor)) is None
+    for kind, more in {"decoupled": False, "falcon": True, "flash": True}.items():
+        model, processor = with_head(monkeypatch, kind)
+        twin = patched(model, "head", processor)
+        assert block_of(twin) == drafter_of(twin).head.config.block and (block_of(twin) > 1) is more
 
 
 def test_weights_of_the_target_are_not_the_drafters(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mmspec.app import study
+from mmspec.app import study, study_blocks
 from mmspec.app.answers import CLASSES, Answer, answer_of, class_of, classes_of, interval
 from mmspec.app.contenders import patched
 from mmspec.app.rounds import Round
@@ -113,4 +113,58 @@ def test_a_drafter_learns_from_request_to_request(monkeypatch: pytest.MonkeyPatc
 def test_bad_requests_end_in_a_line(given: list[str], words: str, capsys: Any) -> None:
     with pytest.raises(SystemExit) as stopped:
         study.main([*given, "--count", "1"])
+    assert stopped.value.code == 2 and words in capsys.readouterr().err
+
+
+def row_of_bench(drafter: str, block: int | None, **other: Any) -> dict[str, Any]:
+    """What `mmspec bench --json` says of a drafter, as far as the study of blocks reads it."""
+    row = {"drafter": drafter, "batch": 1, "temperature": 0.0, "nodes": 16, "block": block, "tau": 4.0}
+    row |= {"draft_ms": 10.0, "score_ms": 20.0, "R": 2.5, "speedup_own": 1.6, "speedup_hf": 2.0, "identical": True}
+    return row | {"speedup_hf_ci": [1.9, 2.2], "accepted_at_position": [0.8, 0.61]} | other
+
+
+def test_the_study_of_blocks(tmp_path: Path, capsys: Any) -> None:
+    one = [row_of_bench("hf", None, draft_ms=None), row_of_bench("none", None, draft_ms=0.0)]
+    one += [row_of_bench("msd@3", 1), row_of_bench("msd@5", 1), row_of_bench("msd", 1)]
+    one += [row_of_bench("out/k2/flash", 2, draft_ms=4.0, tau=3.0), row_of_bench("out/k5/flash", 5, identical=False)]
+    eight = [row | {"batch": 8, "nodes": None, "temperature": 1.0} for row in one]
+    files = [tmp_path / "one.json", tmp_path / "eight.json"]
+    for file, rows in zip(files, (one, eight), strict=True):
+        file.write_text(json.dumps(rows))
+    made = tmp_path / "b.md", tmp_path / "b.png"
+    assert study_blocks.main([*map(str, files), "--markdown", str(made[0]), "--plot", str(made[1])]) == 0
+    told = made[0].read_text()
+    assert told == capsys.readouterr().out and made[1].read_bytes().startswith(b"\x89PNG")
+    assert "**batch 1, greedy, trees of 16 nodes**" in told
+    assert "**batch 8, temperature 1, trees as the controller has them**" in told and "| hf |" not in told
+    line = "| k2/flash | 3.00 | 0.75 | 80 61 | 4.0 | 0.40 | 20.0 | 2.50 | 1.60 | 2.00 [1.90, 2.20] | 1.00 | yes |"
+    assert told.count(line) == 2 and told.count("| NO |") == 2
+    apart = study_blocks.settings(study_blocks.read(files[0]))
+    sizes = {row["name"]: (row["kind"], row["size"]) for row in apart[1, 0.0, 16]}
+    assert sizes == {
+        "none": ("none", None),
+        "msd@3": ("msd", 3),
+        "msd@5": ("msd", 5),
+        "msd": ("msd", None),
+        "k2/flash": ("flash", 2),
+        "k5/flash": ("flash", 5),
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[]", "no 'rows'"),
+        ('[{"drafter": "msd"}]', "no 'batch'"),
+        ("{}", "not of `mmspec bench"),
+        ("oh", "Expecting"),
+        (None, "No such"),
+    ],
+)
+def test_files_that_are_not_of_bench(tmp_path: Path, capsys: Any, text: str | None, words: str) -> None:
+    file = tmp_path / "rows.json"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(SystemExit) as stopped:
+        study_blocks.main([str(file)])
     assert stopped.value.code == 2 and words in capsys.readouterr().err
