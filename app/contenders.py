@@ -147,4 +147,15 @@ def _keep(drafter: Any, tokens: int, name: str) -> None:
         drafter.compressor = replace(own, tokens=tokens)
 
 
-__all__ = ["Contender", "Fixed", "block_of", "check", "drafter_of", "labels", "parse", "patched", "shown_by", "weight_of"]
+__all__ = [
+    "Contender",
+    "Fixed",
+    "block_of",
+    "check",
+    "drafter_of",
+    "labels",
+    "parse",
+    "patched",
+    "shown_by",
+    "weight_of",
+]
