@@ -54,9 +54,10 @@ def settings(rows: Sequence[Row]) -> dict[tuple[Any, ...], list[Row]]:
         apart.setdefault(tuple(row[name] for name in SETTING), []).append(row)
     for part in apart.values():
         for row, name in zip(part, labels([row["drafter"] for row in part]), strict=True):
-            wanted = parse(row["drafter"])
-            size = wanted.depth if row["block"] == 1 else row["block"]
-            row |= {"name": name, "kind": Path(wanted.drafter).name, "size": size}
+            wanted, one = parse(row["drafter"]), row["block"] == 1
+            passes = "" if one or wanted.depth is None else f"@{wanted.depth}"
+            row |= {"name": name, "kind": f"{Path(wanted.drafter).name}{passes}"}
+            row["size"] = wanted.depth if one else row["block"]
     return apart
 
 

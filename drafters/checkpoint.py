@@ -106,7 +106,7 @@ def described(folder: str | os.PathLike[str]) -> Made:
     """What a folder's config says of its head, without a look at the weights: no draft ids, no compressor's weights.
 
     Raises:
-        FileNotFoundError: there is no config. ValueError: it is of no draft head.
+        FileNotFoundError: there is no config. ValueError: it is of no draft head, or of one that cannot be.
     """
     place = Path(folder)
     values = read_config(place)
@@ -119,8 +119,12 @@ def described(folder: str | os.PathLike[str]) -> Made:
     kind = values.get("kind", "eagle")
     if kind not in KINDS:
         raise ValueError(f"{place / CONFIG}: kind must be one of {', '.join(KINDS)}; got {kind!r}.")
+    try:
+        config = config_from(values)
+    except ValueError as error:
+        raise ValueError(f"{place / CONFIG}: {error}") from error
     return Made(
-        config_from(values),
+        config,
         rule,
         int(target.get("layers", 0)),
         str(target.get("model_type", "")),

@@ -23,12 +23,12 @@ class Tally:
     Attributes:
         tried: [d] faded count of rows that kept d drafted tokens and were offered another. reached: of those, how many
             kept that too.
-        level_s: seconds of a level. rest_s: seconds of a round without its levels.
+        pass_s: seconds of a level behind the first, which reading gives. rest_s: seconds of a round without those.
     """
 
     reached: list[float]
     tried: list[float]
-    level_s: float = 0.0
+    pass_s: float = 0.0
     rest_s: float = 0.0
     rounds: int = 0
 
@@ -62,27 +62,32 @@ class Depth:
         with self.lock:
             tally = self._tally(batch)
             tally.rounds += 1
-            if not tally.level_s or not tally.rest_s:
+            if not tally.pass_s or not tally.rest_s:
                 return self.most
             best, best_rate, tokens, so_far = 1, 0.0, 1.0, 1.0
             for level in range(self.most):
                 for step in range(level * self.each, (level + 1) * self.each):
                     so_far *= tally.reached[step] / tally.tried[step]
                     tokens += so_far
-                rate = tokens / (tally.rest_s + (level + 1) * tally.level_s)
+                rate = tokens / (tally.rest_s + level * tally.pass_s)
                 if rate > best_rate:
                     best, best_rate = level + 1, rate
             return min(self.most, best + (tally.rounds % LOOK == 0))
 
-    def learn(self, batch: int, levels: int, kept: list[int], level_s: float, rest_s: float) -> None:
-        """After a round: how many drafted tokens each row kept, and what the round cost."""
+    def learn(self, batch: int, levels: int, kept: list[int], pass_s: float, rest_s: float) -> None:
+        """After a round: how many drafted tokens each row kept, and what the round cost.
+
+        Args:
+            pass_s: of a level behind the first; 0 if there was none. rest_s: without those.
+        """
         with self.lock:
             tally = self._tally(batch)
             for step in range(min(levels, self.most) * self.each):
                 if there := sum(count >= step for count in kept):
                     tally.tried[step] = MEMORY * tally.tried[step] + there
                     tally.reached[step] = MEMORY * tally.reached[step] + sum(count > step for count in kept)
-            tally.level_s = follow(tally.level_s, level_s, 0.1)
+            if pass_s:
+                tally.pass_s = follow(tally.pass_s, pass_s, 0.1)
             tally.rest_s = follow(tally.rest_s, rest_s, 0.1)
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from mmspec.drafters.blocks import STEP, best
@@ -152,10 +152,11 @@ class EagleDrafter:
         state.meter.settle()
         if state.levels and verdict.tree.nodes > 1:
             kept = [count - 1 for count in counts if count]
-            rest = time.perf_counter() - state.since - state.drafting_s
+            spent, passes = time.perf_counter() - state.since, state.levels - 1
+            pass_s = state.drafting_s / passes if passes else 0.0
             reached = -(-(verdict.tree.nodes - 1) // self.depth.each)  # levels behind which a small tree has none
-            self.depth.learn(len(counts), min(state.levels, reached), kept, state.drafting_s / state.levels, rest)
-            state.meter.round(rest + state.drafting_s, 1 + sum(kept) / len(kept))
+            self.depth.learn(len(counts), min(state.levels, reached), kept, pass_s, spent - passes * pass_s)
+            state.meter.round(spent, 1 + sum(kept) / len(kept))
         state.levels = 0
         path = verdict.path[:, :longest].to(state.last.device)
         states = self._states(taps)
@@ -224,6 +225,8 @@ class EagleDrafter:
         inside = index < counts[:, None]
         positions, kept = index.expand(inside.shape), counts
         compressor = prompt.compressor or self.compressor
+        if isinstance(compressor, nn.Module):  # made where its file was read
+            compressor.to(states.device)
         if compressor is None:
             rows, keep = self.rows(state, sight)
         else:

@@ -17,7 +17,7 @@ from mmspec.drafters.blocks import best
 from mmspec.drafters.depth import Depth
 from mmspec.drafters.eagle import Layered, State
 from mmspec.drafters.flash import BlockDrafter
-from mmspec.drafters.head import Attend, EagleHead, HeadConfig
+from mmspec.drafters.head import Attend, EagleHead, HeadConfig, picked
 from mmspec.kv import KVBuffer
 from mmspec.tree import DraftTree
 
@@ -62,11 +62,12 @@ class FalconDrafter(BlockDrafter):
         back = torch.arange(1 - k, 0, device=rows.device) + (torch.tensor(state.places, device=rows.device)[:, None])
         cos, sin = self._angles(state, torch.cat((back.clamp(min=0), positions), dim=1))
         mask = torch.arange(buffer.end, device=rows.device) < places
-        out = self.head(both, cos, sin, _asking(buffer, mask, k - 1))
-        buffer.lengths = [length + count for length, count in zip(buffer.lengths, counts, strict=True)]
         newest = (given - 1).clamp(min=0) + torch.arange(k, device=rows.device)
-        pick = newest[..., None].expand(-1, -1, hidden)
-        fresh = torch.cat((out.gather(1, pick), both.gather(1, pick)[:, 1:]), dim=1)
+        prompt = not any(buffer.lengths)  # of which the newest block alone is asked
+        out = self.head(both, cos, sin, _asking(buffer, mask, k - 1), newest if prompt else None)
+        buffer.lengths = [length + count for length, count in zip(buffer.lengths, counts, strict=True)]
+        out = out if prompt else picked(out, newest)
+        fresh = torch.cat((out, picked(both, newest)[:, 1:]), dim=1)
         state.more = fresh if state.more is None else torch.where(given[..., None] == 0, state.more, fresh)
         state.last = state.more[:, k - 1]
 

@@ -25,10 +25,8 @@ class FlashHead(EagleHead):
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__(config)
-        if config.block < 1 or config.inner < 1:
-            raise ValueError(
-                f"a FLASH head has at least 1 token a pass and a width; got {config.block}, {config.inner}."
-            )
+        if config.inner < 1:
+            raise ValueError(f"a FLASH head has a width (inner) of at least 1; got {config.inner}.")
         self.norm = Norm(config.hidden_size, config.rms_norm_eps)
         self.widen = nn.Linear(config.hidden_size, config.inner, bias=False)
         self.spread = nn.Linear(config.inner, config.block * config.hidden_size, bias=False)

@@ -17,6 +17,8 @@ from torch.nn import functional
 
 from mmspec.interfaces import Words
 
+MOST_BLOCK = 16
+"""Tokens of a pass at most: longer drafts are never kept, and tables of paths grow with it."""
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """([B, H, n, d] queries, [B, H', n, d] keys and values of the same rows) -> [B, H, n, d] what was seen."""
 
@@ -51,6 +53,8 @@ class HeadConfig:
     inner: int = 0
 
     def __post_init__(self) -> None:
+        if not 1 <= self.block <= MOST_BLOCK:
+            raise ValueError(f"block must be 1 to {MOST_BLOCK} tokens a pass; got {self.block}.")
         if not self.head_dim:
             object.__setattr__(self, "head_dim", self.hidden_size // self.num_attention_heads)
         if self.num_attention_heads % self.num_key_value_heads:
@@ -287,10 +291,22 @@ def from_published(
 
 
 def config_from(values: Mapping[str, Any]) -> HeadConfig:
-    """A `HeadConfig` from the keys of a published `config.json`; unknown keys are left alone."""
-    known = {name: values[name] for name in HeadConfig.__dataclass_fields__ if values.get(name) is not None}
+    """A `HeadConfig` from the keys of a published `config.json`; unknown keys are left alone.
+
+    Raises:
+        ValueError: a value of another kind than its key, or one that is needed and not there.
+    """
+    fields = HeadConfig.__dataclass_fields__
+    known = {name: values[name] for name in fields if values.get(name) is not None}
     known.setdefault("num_key_value_heads", known.get("num_attention_heads"))
-    return HeadConfig(**known)
+    for name, value in known.items():
+        wanted = fields[name].type  # its name, as annotations are not evaluated
+        if type(value).__name__ not in {"float": ("float", "int")}.get(str(wanted), (wanted,)):
+            raise ValueError(f"a draft head's {name} is of type {wanted}; got {value!r}.")
+    try:
+        return HeadConfig(**known)
+    except TypeError as error:
+        raise ValueError(f"a draft head's config lacks something: {error}") from error
 
 
 __all__ = [

@@ -41,8 +41,6 @@ class ParallelHead(EagleHead):
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__(config)
-        if config.block < 1:
-            raise ValueError(f"a parallel head has at least 1 token a pass; got {config.block}.")
         self.slots = nn.Parameter(0.02 * torch.randn(config.block - 1, config.hidden_size))
         self.link = Link(config) if config.inner else None
 

@@ -50,15 +50,16 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
 }
 SHIPPED = Path(__file__).parent / "weights"
 """Folders of trained drafters that come with the package, by their names."""
-FASTEST = ("flash", "msd", "parallel", "falcon")
-"""Which of those `auto` prefers (docs/results, trained drafters; falcon was not measured yet)."""
+FASTEST = {"cpu": ("flash", "msd", "parallel", "falcon")}
+"""Which of those `auto` prefers on which kind of device, as measured (docs/results); others count as a CPU."""
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
-def shipped() -> dict[str, Path]:
-    """Trained drafters that come with the package, the fastest first: name -> folder."""
+def shipped(device: str = "cpu") -> dict[str, Path]:
+    """Trained drafters that come with the package, the fastest on that kind of device first: name -> folder."""
     there = {file.parent.name: file.parent for file in sorted(SHIPPED.glob("*/config.json"))}
-    return {name: there[name] for name in sorted(there, key=lambda name: (*FASTEST, name).index(name))}
+    order = FASTEST.get(device, FASTEST["cpu"])
+    return {name: there[name] for name in sorted(there, key=lambda name: (*order, name).index(name))}
 
 
 def names() -> list[str]:
@@ -72,7 +73,7 @@ def _auto(target: Facts | None) -> Drafter:
         from mmspec.drafters.checkpoint import OtherTarget
         from mmspec.drafters.trained import trained
 
-        for name, folder in shipped().items():
+        for name, folder in shipped(target.device).items():
             try:
                 return trained(folder, target)
             except OtherTarget:

@@ -39,6 +39,7 @@ class Facts:
     Attributes:
         model_type, hidden_size, vocab_size, layers: of the text model. tokenizer: anything with `get_vocab`, or None.
         name: hub id or folder that the model was loaded from, or "". placeholders: ids that stand for visual tokens.
+        device: kind of device that it is on, as torch names it.
     """
 
     model_type: str
@@ -48,6 +49,7 @@ class Facts:
     tokenizer: Any = None
     name: str = ""
     placeholders: tuple[int, ...] = ()
+    device: str = "cpu"
 
 
 @dataclass(frozen=True)

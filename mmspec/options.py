@@ -58,6 +58,7 @@ def facts_of(family: Any, tokenizer: Any) -> Facts:
         tokenizer=tokenizer,
         name=str(getattr(family.model.config, "_name_or_path", "") or ""),
         placeholders=family.placeholders,
+        device=family.model.device.type,
     )
 
 

@@ -78,11 +78,12 @@ def drafter(kind: str, spec: tiny.Spec, seed: int = 0, vocab: int = 0) -> EagleD
 def blocks(kind: str, config: HeadConfig, layers: int, seed: int) -> EagleDrafter:
     """Those that draft several tokens a pass."""
     rule, ids = list(RULES)[seed % len(RULES)], None if seed % 3 else torch.arange(0, config.vocab_size, 2)
+    size = (2, 3, 4, 5, 8)[seed % 5]
     if kind == "flash":
-        wide = replace(config, intermediate_size=0, block=2 + seed % 4, inner=24)
+        wide = replace(config, intermediate_size=0, block=size, inner=24)
         return FlashDrafter(FlashHead(wide), rule, layers=layers, draft_ids=ids)
     if kind == "falcon":
-        falcon = FalconHead(replace(config, block=2 + seed % 2))
+        falcon = FalconHead(replace(config, block=size))
         return FalconDrafter(falcon, rule, layers=layers, passes=1 + seed % 3, width=3, draft_ids=ids)
-    parallel = ParallelHead(replace(config, block=1 + seed % 5, inner=16 if kind == "linked" else 0))
+    parallel = ParallelHead(replace(config, block=size if seed % 7 else 1, inner=16 if kind == "linked" else 0))
     return ParallelDrafter(parallel, rule, layers=layers, width=3, draft_ids=ids)

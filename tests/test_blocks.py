@@ -385,9 +385,10 @@ Call = Callable[[], object]
         (lambda: drafter("parallel", block=0), "block must be 1 to 4.*got 0"),
         (lambda: drafter("falcon3", block=2), "looks 3 places ahead.*got 2"),
         (lambda: drafter("falcon2", passes=0), "passes must be at least 1; got 0"),
-        (lambda: FlashHead(replace(FLASH, inner=0)), "at least 1 token a pass and a width; got 4, 0"),
+        (lambda: FlashHead(replace(FLASH, inner=0)), r"a width \(inner\) of at least 1; got 0"),
         (lambda: FalconHead(CONFIG), "at least 2 tokens a pass; got 1"),
-        (lambda: ParallelHead(replace(CONFIG, block=0)), "at least 1 token a pass; got 0"),
+        (lambda: replace(CONFIG, block=0), "block must be 1 to 16 tokens a pass; got 0"),
+        (lambda: replace(CONFIG, block=17), "block must be 1 to 16 tokens a pass; got 17"),
     ],
 )
 def test_block_sizes_that_do_not_fit_are_refused(call: Call, words: str) -> None:

@@ -549,6 +549,9 @@ def test_trained_drafters_that_ship_are_names(tmp_path: Path, monkeypatch: Any) 
     (tmp_path / "empty").mkdir()
     monkeypatch.setattr(registry, "SHIPPED", tmp_path)
     assert list(registry.shipped()) == ["msd", "parallel", "aardvark"], "the fastest first"
+    monkeypatch.setitem(registry.FASTEST, "cuda", ("parallel", "msd"))
+    assert list(registry.shipped("cuda")) == ["parallel", "msd", "aardvark"], "there"
+    assert list(registry.shipped("mps")) == ["msd", "parallel", "aardvark"], "nobody measured it"
     assert registry.known("msd") and not registry.known("empty")
     with pytest.raises(ValueError, match="'recycling', 'fused', 'auto', 'msd', 'parallel', 'aardvark', a folder"):
         make("nonsense")

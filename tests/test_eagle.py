@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from mmspec.app.captioner import Captioner
 from mmspec.app.models import random_model
 from mmspec.app.scenes.paint import paint
 from mmspec.app.scenes.world import scene
-from mmspec.drafters import checkpoint
+from mmspec.drafters import checkpoint, registry
 from mmspec.drafters.checkpoint import Made, load, save
 from mmspec.drafters.depth import Depth
 from mmspec.drafters.eagle import EagleDrafter
@@ -354,6 +355,29 @@ def test_files_that_are_no_heads(world: World, tmp_path: Path) -> None:
         load(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"block": "many"}, "config.json: a draft head's block is of type int; got 'many'"),
+        ({"hidden_size": True}, "hidden_size is of type int; got True"),
+        ({"bias": 1}, "bias is of type bool; got 1"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps is of type float; got 'small'"),
+        ({"vocab_size": None}, "lacks something: .*vocab_size"),
+        ({"block": 99}, "block must be 1 to 16 tokens a pass; got 99"),
+    ],
+)
+def test_configs_that_cannot_be_are_named(
+    world: World, tmp_path: Path, caplog: Any, monkeypatch: Any, change: dict[str, Any], words: str
+) -> None:
+    save(tmp_path / "mine", world.head, made_of())
+    file = tmp_path / "mine" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with pytest.raises(ValueError, match=words):
+        load(tmp_path / "mine")
+    monkeypatch.setattr(registry, "SHIPPED", tmp_path)
+    assert make("auto", Facts("llava", 32, 40, LAYERS)).name == "fused" and "mine cannot be read" in caplog.text
+
+
 def test_shapes_of_the_published_checkpoint_of_llava_7b() -> None:
     """msd.md, section 2: names and shapes."""
     config = HeadConfig(4096, 11008, 32, 32, 32000)
@@ -499,6 +523,28 @@ def test_depth_follows_what_is_reached_and_what_a_level_costs() -> None:
     assert played(0.2, 0.1) < 2
     assert 1 < played(0.7, 0.1) < 6
     assert played(0.9, 0.5) < played(0.9, 0.05)
+
+
+def test_rounds_of_one_level_say_nothing_about_what_a_further_one_costs() -> None:
+    depth = Depth(3, each=2)
+    depth.learn(1, 3, [0], 5.0, 10.0)
+    for _ in range(50):
+        depth.learn(1, 1, [2], 0.0, 10.0)
+    assert depth.tallies[1].pass_s == 5.0
+
+
+@pytest.mark.parametrize(("levels", "per_pass"), [(1, 0.0), (3, 0.5)])
+def test_what_drafting_took_is_told_by_pass(
+    world: World, monkeypatch: pytest.MonkeyPatch, levels: int, per_pass: float
+) -> None:
+    made = drafter(world, depth=levels)
+    state = started(world, made, prompt_of(world, 11, fixed=True))
+    tree = made.propose(state, 16, [True, True])
+    told: list[Any] = []
+    monkeypatch.setattr(made.depth, "learn", lambda *given: told.extend(given))
+    state.since, state.drafting_s = time.perf_counter() - 100.0, 1.0
+    made.observe(state, emitted(tree, [[0], [0]], [[5], [7]]), {LAYERS: torch.randn(2, tree.nodes, 32)})
+    assert told[1] == levels and told[3] == per_pass and told[4] == pytest.approx(100.0 - (levels > 1), abs=1.0)
 
 
 def test_depth_comes_back_when_text_becomes_easy() -> None:

@@ -48,10 +48,11 @@ class Resampler(nn.Module):
         shares = scores.masked_fill(~visual.mask[:, None, None], float("-inf")).softmax(-1).nan_to_num(0.0)
 
         def seen(part: Tensor) -> Tensor:
-            values = self.values(part).view(batch, count, self.heads, self.width)
+            values = self.values(part.to(self.values.weight.dtype)).view(batch, count, self.heads, self.width)
             views = torch.einsum("bhqm,bmhw->bqhw", shares.to(values.dtype), values)
             plain = shares.mean(1).to(part.dtype) @ part
-            return plain + self.out(views.flatten(2))
+            added: Tensor = self.out(views.flatten(2))
+            return plain + added.to(part.dtype)
 
         return VisualTokens(
             embeddings=seen(visual.embeddings),
