@@ -12,7 +12,8 @@ from mmspec.app.settings import FRAMES, MAX_PIXELS
 if TYPE_CHECKING:
     from mmspec.vision.isolated import Isolated
 
-SUFFIXES = frozenset((".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".mpg", ".mpeg", ".ogv"))
+_SUFFIXES = ".mp4 .m4v .mov .mkv .webm .avi .mpg .mpeg .ogv .wmv .flv .3gp"
+SUFFIXES = frozenset(_SUFFIXES.split())
 
 
 def load_clip(

@@ -15,7 +15,8 @@ class Recipe:
     """A drafter that can be trained: its rule for visual tokens, its kind, and the shape that is its own.
 
     Attributes:
-        block: tokens of a pass. ffn, inner: what of the width `--ffn` the feed-forward and the spreading part have.
+        block: tokens of a pass. ffn, inner, chain: what of the width `--ffn` the feed-forward, the spreading part and
+            the chain have.
     """
 
     rule: str
@@ -23,6 +24,7 @@ class Recipe:
     block: int = 1
     ffn: float = 1.0
     inner: float = 0.0
+    chain: float = 0.0
 
 
 RECIPES = {
@@ -30,7 +32,8 @@ RECIPES = {
     "eagle": Recipe("coupled"),
     "eagle-blind": Recipe("blind"),
     "eagle-textual": Recipe("textual"),
-    "flash": Recipe("decoupled", "flash", 5, 0.0, 1.0),
+    "flash": Recipe("decoupled", "flash", 5, 0.0, 1.0, 0.25),
+    "flash-free": Recipe("decoupled", "flash", 5, 0.0, 1.0),
     "parallel": Recipe("decoupled", "parallel", 5, 1.0, 0.5),
     "parallel-free": Recipe("decoupled", "parallel", 5),
     "falcon": Recipe("decoupled", "falcon", 2),
@@ -77,7 +80,8 @@ def shaped(config: Any, recipe: Recipe, block: int | None) -> Any:
     """The shape of a drafter: of a head of the target's shape, what is its own changed."""
     block = block if block and recipe.kind != "eagle" else recipe.block
     width = config.intermediate_size
-    return replace(config, intermediate_size=round(recipe.ffn * width), block=block, inner=round(recipe.inner * width))
+    inner, chain = round(recipe.inner * width), round(recipe.chain * width)
+    return replace(config, intermediate_size=round(recipe.ffn * width), block=block, inner=inner, chain=chain)
 
 
 def new_head(config: Any, seed: int, kind: str = "eagle") -> Any:

@@ -26,7 +26,8 @@ drafters
   eagle           visual tokens are fused with the target's states like text (EAGLE-2)
   eagle-textual   no visual tokens at all: only the text, with the target's states
   eagle-blind     visual tokens are placeholders (EAGLE as it is for text)
-  flash           5 tokens from one pass, by a wide feed-forward (FLASH)
+  flash           5 tokens from one pass, by a wide feed-forward (FLASH), each corrected by the word before it
+  flash-free      the same without the correction, as in the paper
   parallel        5 tokens from one pass over learned rows, each corrected by the word before it (ParallelSpec, Hydra)
   parallel-free   the same without the correction
   falcon          2 tokens from every pass, several passes (Falcon)

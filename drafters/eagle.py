@@ -313,27 +313,27 @@ class EagleDrafter:
 
     def _tree(self, state: State, budget: int, depth: int) -> DraftTree:
         """Expand level by level, then keep the best nodes of all levels (EAGLE-2, section 4)."""
-        (batch, hidden), device = state.last.shape, state.last.device
+        batch, device = len(state.last), state.last.device
         width, noise = min(self._followed(device), state.shut.shape[0]), self._noise(state, depth)
         descent = self._descent(state, width)
 
-        first = self._chances(state, state.last[:, None], None if noise is None else noise[:, :1])
+        first = self._likely(state, descent.scores(0, descent.start), None if noise is None else noise[:, :1])
         reached, tokens = (part[:, 0] for part in first.topk(width))
         reached = reached - STEP
         pool = [(tokens, reached, torch.full_like(tokens, -1))]
         beam = torch.arange(width, device=device).expand(batch, width)  # where the followed nodes stand in the pool
-        feature, made = state.last[:, None].expand(batch, width, hidden), width
+        feature, made = descent.start.expand(batch, width, -1), width
         for level in range(1, depth):
             out = descent.step(level, self._embed(state, tokens).to(feature.dtype), feature)
             ahead = None if noise is None else noise[:, level : level + 1]
-            chances, offered = self._chances(state, out, ahead).topk(width)
+            chances, offered = self._likely(state, descent.scores(level, out), ahead).topk(width)
             totals, offered = (reached[..., None] + chances).flatten(1) - STEP, offered.flatten(1)
             pool.append((offered, totals, beam.repeat_interleave(width, dim=1)))
             if level < depth - 1:
                 reached, chosen = totals.topk(width)
                 tokens, source = offered.gather(1, chosen), (chosen // width)[..., None]
                 beam, made = made + chosen, made + width * width
-                feature = out.gather(1, source.expand(-1, -1, hidden))
+                feature = out.gather(1, source.expand(-1, -1, out.shape[-1]))
                 descent.follow(source)
         descent.close()
         return best(state.ids, *(torch.cat(parts, dim=1) for parts in zip(*pool, strict=True)), nodes=budget)
@@ -352,9 +352,12 @@ class EagleDrafter:
         noise = state.noise(depth).to(state.last.device)
         return (noise if state.ids is None else noise[..., state.ids]).log()
 
-    def _chances(self, state: State, out: Tensor, noise: Tensor | None) -> Tensor:
+    def scores(self, state: State, out: Tensor) -> Tensor:
+        """[..., V'] logits of what follows, -inf for what is never drafted."""
+        return self.head.logits(out, state.words, state.trimmed).float() + state.shut
+
+    def _likely(self, state: State, scores: Tensor, noise: Tensor | None) -> Tensor:
         """[..., V'] log probability that a node is followed by each id: by argmax, or by what the noise will pick."""
-        scores = self.head.logits(out, state.words, state.trimmed).float() + state.shut
         if noise is None:
             return scores.log_softmax(-1)
         return ((scores / state.temperature).log_softmax(-1) - noise).log_softmax(-1)
@@ -365,10 +368,19 @@ class EagleDrafter:
 
 
 class Descent(Protocol):
-    """From a level of a tree to the next, W nodes of each."""
+    """From a level of a tree to the next, W nodes of each.
+
+    Attributes:
+        start: [B, 1, D] what is said behind the text.
+    """
+
+    start: Tensor
 
     def step(self, level: int, embedded: Tensor, feature: Tensor) -> Tensor:
-        """[B, W, D] outputs at the nodes of a level: their tokens' embeddings, and their parents' outputs."""
+        """[B, W, D'] outputs at the nodes of a level, of their tokens' embeddings and their parents' outputs."""
+
+    def scores(self, level: int, out: Tensor) -> Tensor:
+        """[B, W, V'] logits of what follows them."""
 
     def follow(self, source: Tensor) -> None:
         """Go on from the children of these nodes, [B, W, 1]."""
@@ -386,7 +398,7 @@ class Layered:
             each: rows that every node stands for, all of which see each other.
         """
         buffer, batch, device = state.buffer, state.last.shape[0], state.last.device
-        self.drafter, self.state, self.each = drafter, state, each
+        self.drafter, self.state, self.each, self.start = drafter, state, each, state.last[:, None]
         # Every row's tree begins behind the longest row, so that one slice takes it; what lies between is masked.
         self.committed, buffer.lengths = buffer.lengths, [max(buffer.lengths)] * batch
         seen = torch.arange(max(self.committed), device=device) < torch.tensor(self.committed, device=device)[:, None]
@@ -413,6 +425,10 @@ class Layered:
         out: Tensor = drafter.head(rows, cos, sin, attention(buffer, mask[:, None]))
         buffer.advance(rows.shape[1])
         return out
+
+    def scores(self, level: int, out: Tensor) -> Tensor:
+        """See `Descent`."""
+        return self.drafter.scores(self.state, out)
 
     def follow(self, source: Tensor) -> None:
         """See `Descent`."""

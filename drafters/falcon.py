@@ -90,7 +90,7 @@ class FalconDrafter(BlockDrafter):
         pool, made, count = [], 0, len(table.parent)
         for level in range(depth):
             ahead = None if noise is None else noise[:, None, level * k : (level + 1) * k]
-            tokens, totals, looked = table.offers(self._chances(state, features, ahead), reached)
+            tokens, totals, looked = table.offers(self._likely(state, self.scores(state, features), ahead), reached)
             follows = beam.shape[1]
             start = made + count * torch.arange(follows, device=device)[:, None]
             parents = torch.where(table.parent < 0, beam[..., None], start + table.parent)

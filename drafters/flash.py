@@ -2,7 +2,8 @@
 
 One attention over what the drafter reads, then a feed-forward whose output is k features. They are drawn up without
 knowing of each other: the price of a single pass. Here the features are added to what the attention gave, behind a
-norm, and attention is the ordinary kind; the paper's is neither. Knows neither the decode loop nor transformers.
+norm, and attention is the ordinary kind; the paper's is neither. A `Chain`, which the paper has not, may let a word
+weigh on what is said of the place behind it. Knows neither the decode loop nor transformers.
 """
 
 from __future__ import annotations
@@ -15,13 +16,44 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mmspec.drafters.blocks import Table, best
-from mmspec.drafters.eagle import EagleDrafter, State
+from mmspec.drafters.eagle import Descent, EagleDrafter, State
 from mmspec.drafters.head import EagleHead, HeadConfig, Norm
 from mmspec.tree import DraftTree
 
 
+class Chain(nn.Module):
+    """What a word does to the scores of the next place, by a few numbers made of the place's feature and the word.
+
+    As a bigram model of low rank would, but knowing what the pass says of the place. The output head is not asked
+    again: its product is by far the dearest of a place. It begins as nothing.
+    """
+
+    def __init__(self, config: HeadConfig) -> None:
+        super().__init__()
+        self.norm = Norm(config.hidden_size, config.rms_norm_eps)
+        self.word_norm = Norm(config.hidden_size, config.rms_norm_eps)
+        self.see = nn.Linear(config.hidden_size, config.chain, bias=False)
+        self.hear = nn.Linear(config.hidden_size, config.chain, bias=False)
+        self.say = nn.Linear(config.chain, config.vocab_size, bias=False)
+        nn.init.zeros_(self.say.weight)
+
+    def seen(self, feature: Tensor) -> Tensor:
+        """[..., D] features -> [..., C]."""
+        seen: Tensor = self.see(self.norm(feature))
+        return seen
+
+    def heard(self, seen: Tensor, embedded: Tensor) -> Tensor:
+        """[..., C] of a place and the [..., D] embedding of the word before it -> [..., C]."""
+        return functional.silu(seen + self.hear(self.word_norm(embedded)))
+
+    def forward(self, feature: Tensor, embedded: Tensor) -> Tensor:
+        """[..., V] to be added to the scores of a place."""
+        added: Tensor = self.say(self.heard(self.seen(feature), embedded))
+        return added
+
+
 class FlashHead(EagleHead):
-    """`fc`, attention, and a feed-forward from one row to k features."""
+    """`fc`, attention, a feed-forward from one row to k features, and the chain if it has a width."""
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__(config)
@@ -30,6 +62,7 @@ class FlashHead(EagleHead):
         self.norm = Norm(config.hidden_size, config.rms_norm_eps)
         self.widen = nn.Linear(config.hidden_size, config.inner, bias=False)
         self.spread = nn.Linear(config.inner, config.block * config.hidden_size, bias=False)
+        self.chain = Chain(config) if config.chain else None
 
     def block(self, out: Tensor) -> Tensor:
         """[..., D] what the pass gave at a row -> [..., k, D] features of the k coming positions."""
@@ -69,7 +102,8 @@ class BlockDrafter(EagleDrafter, ABC):
     def _tree(self, state: State, budget: int, depth: int) -> DraftTree:
         """The likeliest nodes of the product of the k distributions."""
         slots = min(self.size, budget - 1)
-        chances = self._chances(state, self.features(state)[:, :slots], self._noise(state, slots))
+        scores = self.scores(state, self.features(state)[:, :slots])
+        chances = self._likely(state, scores, self._noise(state, slots))
         table = self.table(state, budget, slots)
         tokens, totals, _ = table.offers(chances[:, None], chances.new_zeros(chances.shape[0], 1))
         return best(state.ids, tokens[:, 0], totals[:, 0], table.parent.expand(totals[:, 0].shape), nodes=budget)
@@ -84,5 +118,42 @@ class FlashDrafter(BlockDrafter):
         """From the last row that was read."""
         return self.head.block(state.last)
 
+    def _tree(self, state: State, budget: int, depth: int) -> DraftTree:
+        """Independent places by their product; chained ones level by level."""
+        if self.head.chain is None:
+            return super()._tree(state, budget, depth)
+        return EagleDrafter._tree(self, state, budget, min(self.size, budget - 1))
 
-__all__ = ["BlockDrafter", "FlashDrafter", "FlashHead"]
+    def _descent(self, state: State, width: int) -> Descent:
+        assert self.head.chain is not None
+        return Chained(self, self.head.chain, state)
+
+
+class Chained:
+    """Goes down a tree without passes, and asks the output head once for all levels."""
+
+    def __init__(self, drafter: FlashDrafter, chain: Chain, state: State) -> None:
+        features = drafter.features(state)
+        self.chain, self.ids, self.start = chain, state.ids, features[:, :1]
+        self.plain, self.seen = drafter.scores(state, features), chain.seen(features)
+        self.say = None if self.ids is None else chain.say.weight[self.ids]
+
+    def step(self, level: int, embedded: Tensor, feature: Tensor) -> Tensor:
+        """See `Descent`; [B, W, C]."""
+        return self.chain.heard(self.seen[:, level, None], embedded)
+
+    def scores(self, level: int, out: Tensor) -> Tensor:
+        """See `Descent`."""
+        plain = self.plain[:, level, None]
+        if not level:
+            return plain
+        return plain + (self.chain.say(out) if self.say is None else functional.linear(out, self.say)).float()
+
+    def follow(self, source: Tensor) -> None:
+        """See `Descent`: nothing is remembered."""
+
+    def close(self) -> None:
+        """See `Descent`."""
+
+
+__all__ = ["BlockDrafter", "Chain", "FlashDrafter", "FlashHead"]

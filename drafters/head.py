@@ -32,6 +32,7 @@ class HeadConfig:
         bias: of `fc`. qkv_bias: of the attention. input_norm: whether the layer norms its input (EAGLE's does not).
         intermediate_size: of the feed-forward; 0 for a layer of attention alone.
         block: tokens of one pass; 1 for a head that says one. inner: width of what spreads them, if something does.
+        chain: width of what a word does to the scores of the next one of its block; 0 for nothing.
         wide: whether the layer reads embedding and state side by side, each with a norm of its own (EAGLE-3);
             norm_before_residual: then, whether the state goes on normed.
     """
@@ -51,6 +52,7 @@ class HeadConfig:
     norm_before_residual: bool = False
     block: int = 1
     inner: int = 0
+    chain: int = 0
 
     def __post_init__(self) -> None:
         if not 1 <= self.block <= MOST_BLOCK:

@@ -48,13 +48,19 @@ class ParallelHead(EagleHead):
 class Linked:
     """Goes down a tree without passes: each level is a learned row, corrected by the word before."""
 
-    def __init__(self, link: Link, features: Tensor) -> None:
-        self.link, self.features = link, features
+    def __init__(self, drafter: ParallelDrafter, link: Link, state: State) -> None:
+        self.drafter, self.link, self.state = drafter, link, state
+        self.features = drafter.features(state)
+        self.start = self.features[:, :1]
 
     def step(self, level: int, embedded: Tensor, feature: Tensor) -> Tensor:
         """See `Descent`."""
         out: Tensor = self.link(self.features[:, level, None].expand(embedded.shape), embedded)
         return out
+
+    def scores(self, level: int, out: Tensor) -> Tensor:
+        """See `Descent`."""
+        return self.drafter.scores(self.state, out)
 
     def follow(self, source: Tensor) -> None:
         """See `Descent`: nothing is remembered."""
@@ -111,7 +117,7 @@ class ParallelDrafter(BlockDrafter):
 
     def _descent(self, state: State, width: int) -> Descent:
         assert self.head.link is not None
-        return Linked(self.head.link, self.features(state))
+        return Linked(self, self.head.link, state)
 
 
 __all__ = ["Link", "ParallelDrafter", "ParallelHead"]

@@ -29,13 +29,17 @@ Told = tuple[Tensor, dict[str, float]]
 
 
 def flash_losses(pupil: Pupil, lesson: Lesson, words: Words, placeholder: Tensor, weights: Weights, when: When) -> Told:
-    """Every slot says the state as many places on (FLASH, section 3.3)."""
+    """Every slot says the state as many places on (FLASH, section 3.3); a chain adds to its scores what the word does
+    that the target said before it."""
     head, data = pupil.head, rows_of(pupil, lesson, placeholder)
     asked, told = Asked(data), Sum(words, weights, data.cost)
     features = head.block(Memory(head, asked).read(data.rows, data.positions))
     for slot in range(head.config.block):
-        learn = asked.learned(slot)
-        told.add(slot, features[:, :, slot][learn], asked.of(shifted(data.goal, slot))[learn])
+        learn, added = asked.learned(slot), None
+        said = features[:, :, slot][learn]
+        if slot and head.chain is not None:
+            added = head.chain(said, asked.of(shifted(data.following, slot))[learn].to(said.dtype))
+        told.add(slot, said, asked.of(shifted(data.goal, slot))[learn], added)
     return told.result()
 
 

@@ -206,11 +206,16 @@ class Sum:
         self.total: Tensor | float = 0.0
         self.figures: dict[str, float] = {}
 
-    def add(self, part: int, out: Tensor, goal: Tensor) -> None:
-        """What was said and should have been, [n, D] states each, `part` places beyond the first."""
+    def add(self, part: int, out: Tensor, goal: Tensor, added: Tensor | None = None) -> None:
+        """What was said and should have been, [n, D] states each, `part` places beyond the first.
+
+        Args:
+            added: [n, V] to the scores of what was said.
+        """
         if not len(out):
             return
         said, meant = self.words.head(out).float(), self.words.head(goal).float().detach()
+        said = said if added is None else said + added.float()
         near = functional.smooth_l1_loss(out.float(), goal.float())
         soft = -(meant.softmax(-1) * said.log_softmax(-1)).sum(-1).mean()
         share = self.weights.decay**part

@@ -15,7 +15,6 @@ from torch.nn import functional
 from mmspec.drafters.eagle import EagleDrafter, State
 from mmspec.drafters.head import EagleHead, HeadConfig
 from mmspec.drafters.rules import Sight
-from mmspec.interfaces import Prompt
 
 
 class Adaptor(nn.Module):
@@ -41,6 +40,9 @@ class Adaptor(nn.Module):
 class VispecHead(EagleHead):
     """EAGLE's head with the adaptor, and a layer that mixes the picture's vector into the state."""
 
+    shrinks = True
+    """No compressor goes with it (`mmspec.options`)."""
+
     def __init__(self, config: HeadConfig, queries: int) -> None:
         super().__init__(config)
         self.imadpt = Adaptor(config, queries)
@@ -54,16 +56,6 @@ class VispecDrafter(EagleDrafter):
 
     def __init__(self, head: VispecHead, *, layers: int, name: str = "vispec", **more: Any) -> None:
         super().__init__(head, "coupled", layers=layers, name=name, **{"depth": 4, **more})
-
-    def begin(self, prompt: Prompt) -> State:
-        """See `EagleDrafter`.
-
-        Raises:
-            ValueError: a compressor was chosen besides.
-        """
-        if prompt.compressor is not None:
-            raise ValueError(f"drafter {self.name!r} shrinks pictures itself; leave compressor=None.")
-        return super().begin(prompt)
 
     def fuse(self, state: State, embeddings: Tensor, states: Tensor) -> Tensor:
         """Text rows see the last picture before them."""

@@ -40,7 +40,8 @@ class Options:
             raise TypeError(f"nodes must be a whole number of 1 to {BUCKETS[-1]}, or None; got {self.nodes!r}.")
         if self.nodes is not None and not 1 <= self.nodes <= BUCKETS[-1]:
             raise ValueError(f"nodes must be 1 to {BUCKETS[-1]} (the root counted), or None; got {self.nodes}.")
-        _check_width(self.compressor, self.drafter)
+        if self.compressor is not None:
+            _check_compressor(self.compressor, self.drafter)
 
     @property
     def fixed(self) -> int | None:
@@ -93,11 +94,21 @@ def checked_compressor(compressor: str | Compressor | None) -> Compressor | None
     return make(compressor)
 
 
-def _check_width(compressor: Compressor | None, drafter: Drafter) -> None:
-    """Refuse a compressor with weights of another width than those of the drafter that it shows tokens to."""
-    made = getattr(compressor, "hidden_size", None)
-    wanted = getattr(getattr(getattr(drafter, "head", None), "config", None), "hidden_size", made)
-    if compressor is not None and made != wanted and made is not None:
+def _check_compressor(compressor: Compressor, drafter: Drafter) -> None:
+    """Refuse any beside a drafter that shrinks pictures, and weights of another width than the states it reads."""
+    head = getattr(drafter, "head", None)
+    if getattr(head, "shrinks", False):
+        raise ValueError(f"drafter {drafter.name!r} shrinks pictures itself; leave compressor=None.")
+    made, config = getattr(compressor, "hidden_size", None), getattr(head, "config", None)
+    if made is None:
+        return
+    if getattr(config, "wide", False):  # states are wider than embeddings: no one width fits both
+        raise ValueError(
+            f"compressor {compressor.name!r} was made for states of width {made}, drafter {drafter.name!r} reads "
+            "several states side by side; choose one without weights."
+        )
+    wanted = getattr(config, "hidden_size", made)
+    if made != wanted:
         raise ValueError(
             f"compressor {compressor.name!r} was made for states of width {made}, drafter {drafter.name!r} reads "
             f"states of width {wanted}; make it with hidden_size={wanted}, or choose one without weights."

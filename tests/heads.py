@@ -19,7 +19,7 @@ from mmspec.vision.latent import LatentCompressor
 from mmspec.vision.measured import Measured
 from mmspec.vision.registry import new
 
-BLOCKS = ("flash", "parallel", "linked", "falcon")
+BLOCKS = ("flash", "chained", "parallel", "linked", "falcon")
 PICKS = ("stride:3", "random:3", "relevant:3", "salient:3", "diverse:3", "identity", "drop")
 SHRINKS = ("conv:3", "resampler:2", "elastic:4", "pool:3", *PICKS)
 KINDS = (*RULES, "trimmed", "eagle3", "vispec", *BLOCKS, "latent", "measured", "compressed")
@@ -55,7 +55,7 @@ def drafter(kind: str, spec: tiny.Spec, seed: int = 0, vocab: int = 0) -> EagleD
         if kind in BLOCKS:
             return blocks(kind, config, spec.layers, seed)
         if kind == "latent":
-            made = blocks(BLOCKS[seed % 4], config, spec.layers, seed)
+            made = blocks(BLOCKS[seed % 5], config, spec.layers, seed)
             made.compressor = LatentCompressor(spec.hidden, 1 + seed % 5)
             return made
         if kind == "measured":
@@ -79,9 +79,12 @@ def blocks(kind: str, config: HeadConfig, layers: int, seed: int) -> EagleDrafte
     """Those that draft several tokens a pass."""
     rule, ids = list(RULES)[seed % len(RULES)], None if seed % 3 else torch.arange(0, config.vocab_size, 2)
     size = (2, 3, 4, 5, 8)[seed % 5]
-    if kind == "flash":
-        wide = replace(config, intermediate_size=0, block=size, inner=24)
-        return FlashDrafter(FlashHead(wide), rule, layers=layers, draft_ids=ids)
+    if kind in ("flash", "chained"):
+        wide = replace(config, intermediate_size=0, block=size, inner=24, chain=12 if kind == "chained" else 0)
+        head = FlashHead(wide)
+        if head.chain is not None:
+            head.chain.say.weight.data.normal_()
+        return FlashDrafter(head, rule, layers=layers, draft_ids=ids)
     if kind == "falcon":
         falcon = FalconHead(replace(config, block=size))
         return FalconDrafter(falcon, rule, layers=layers, passes=1 + seed % 3, width=3, draft_ids=ids)

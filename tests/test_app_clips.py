@@ -24,13 +24,14 @@ from transformers.video_utils import make_batched_videos
 
 import mmspec
 import tiny
-from footage import WILD, nothing, planted, song, write
+from footage import WILD, nothing, planted, shades, song, write
 from mmspec.app import jobs, load
 from mmspec.app.asking import Turn, encoded, inputs_of, placed, takes_videos
 from mmspec.app.captioner import Captioner
 from mmspec.app.cli import main
-from mmspec.app.clips import load_clip
+from mmspec.app.clips import load_clip, load_shown
 from mmspec.app.images import Video
+from mmspec.app.inputs import collect
 from mmspec.app.models import random_model
 from mmspec.vision import isolated
 from mmspec.vision.isolated import Isolated
@@ -104,6 +105,16 @@ def clips(tmp_path: Path) -> Path:
 
 
 # --- as a video, or as pictures ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("suffix", "codec"), [("wmv", "wmv2"), ("flv", "flv1"), ("3gp", "h264"), ("mpeg", "mpeg2video")]
+)
+def test_what_is_named_like_a_video_is_one(suffix: str, codec: str, tmp_path: Path) -> None:
+    file = write(tmp_path / f"clip.{suffix}", 8, codec, fps=25)
+    assert [item.path for item in collect([str(tmp_path)], tmp_path)] == [file]
+    shown = load_shown(file, 4)
+    assert isinstance(shown, Video) and shades(list(shown.frames)) == [1, 3, 5, 7]
 
 
 def test_a_model_that_takes_videos_is_given_videos(clips: Path, family: tuple[Any, Any], capsys: Any) -> None:

@@ -43,7 +43,7 @@ from pretend import (
 
 FLASH = replace(CONFIG, intermediate_size=0, block=4, inner=40)
 PARALLEL = replace(CONFIG, block=4)
-SORTS = ("flash", "parallel", "linked", "falcon2", "falcon3")
+SORTS = ("flash", "chained", "parallel", "linked", "falcon2", "falcon3")
 
 
 def new_head(sort: str) -> EagleHead:
@@ -51,8 +51,10 @@ def new_head(sort: str) -> EagleHead:
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(4)
         head: EagleHead
-        if sort == "flash":
-            head = FlashHead(FLASH)
+        if sort in ("flash", "chained"):
+            head = FlashHead(replace(FLASH, chain=12 if sort == "chained" else 0))
+            if head.chain is not None:
+                head.chain.say.weight.data.normal_(0, 0.5)
         elif sort.startswith("falcon"):
             head = FalconHead(replace(CONFIG, block=int(sort[-1])))
         else:
@@ -67,7 +69,7 @@ def new_head(sort: str) -> EagleHead:
 
 def kind_of(sort: str) -> str:
     """Of `drafters.kinds`."""
-    return "parallel" if sort == "linked" else sort.rstrip("23")
+    return {"linked": "parallel", "chained": "flash"}.get(sort, sort.rstrip("23"))
 
 
 def drafter(sort: str, rule: str = "decoupled", **more: Any) -> Any:
@@ -135,6 +137,11 @@ def slow(world: World, head: EagleHead, rule: str, row: int, n: int, path: list[
             gate, up = link.gate_up(torch.cat([_normed(feature) * link.norm.weight, word])).chunk(2)
             feature = feature + link.down(torch.nn.functional.silu(gate) * up)
     logits = world.words.head(feature)
+    if isinstance(head, FlashHead) and head.chain is not None and path:
+        chain, word = head.chain, world.words.embedding(torch.tensor(path[-1]))
+        both = chain.see.weight @ (_normed(feature) * chain.norm.weight)
+        both = both + chain.hear.weight @ (_normed(word) * chain.word_norm.weight)
+        logits = logits + chain.say.weight @ torch.nn.functional.silu(both)
     logits[[0, PICTURE]] = float("-inf")
     result: Tensor = logits.log_softmax(-1)
     return result
@@ -284,10 +291,13 @@ def test_what_it_is_taught_is_what_it_drafts(
 ) -> None:
     """Every feature that a loss judges is one that drafting makes there, after the true words so far."""
     head, lesson = new_head(sort), lesson_of(world)
-    judged: list[tuple[int, Tensor, Tensor]] = []
+    judged: list[tuple[int, Tensor, Tensor, Tensor]] = []
     from mmspec.drafters.training_losses import Sum
 
-    monkeypatch.setattr(Sum, "add", lambda self, part, out, goal: judged.append((part, out, goal)))
+    def keep(self: Sum, part: int, out: Tensor, goal: Tensor, added: Tensor | None = None) -> None:
+        judged.append((part, out, goal, torch.zeros(len(out), 1) if added is None else added))
+
+    monkeypatch.setattr(Sum, "add", keep)
     monkeypatch.setattr(Sum, "result", lambda self: (torch.zeros(()), {}))
     placeholder = world.words.embedding(torch.tensor(PICTURE))
     with torch.no_grad():
@@ -297,8 +307,8 @@ def test_what_it_is_taught_is_what_it_drafts(
         data = rows_of(Pupil(head, rule), lesson, placeholder)
     states = {tuple(lesson.states[b, p].tolist()): (b, p) for b in range(2) for p in range(14)}
     checked = set()
-    for part, out, goal in judged:
-        for said, meant in zip(out, goal, strict=True):
+    for part, out, goal, added in judged:
+        for said, meant, more in zip(out, goal, added.expand(len(out), -1), strict=True):
             # What should have been said stands `part` places after what follows the last word that was read.
             b, p = states[tuple(meant.tolist())]
             n = p - part
@@ -306,7 +316,7 @@ def test_what_it_is_taught_is_what_it_drafts(
             path = world.ids[b, n + 1 : n + 1 + part].tolist()
             with torch.no_grad():
                 expected = slow(world, head, rule, b, n, path)
-                got = world.words.head(said)
+                got = world.words.head(said) + more
             got[[0, PICTURE]] = float("-inf")
             assert torch.allclose(got.log_softmax(-1), expected, atol=4e-3), (part, b, n)
             checked.add(part)
@@ -397,7 +407,7 @@ def test_block_sizes_that_do_not_fit_are_refused(call: Call, words: str) -> None
 
 
 def test_a_shorter_block_is_a_part_of_the_longer(world: World) -> None:
-    for sort in ("flash", "parallel", "linked"):
+    for sort in ("flash", "chained", "parallel", "linked"):
         long = drafter(sort).propose(started(world, made := drafter(sort), prompt_of(world, 11)), 64, [True, True])
         del made
         short_drafter = drafter(sort, block=2)

@@ -11,23 +11,26 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import mmspec
 from mmspec.app.caption import check_drafter
 from mmspec.app.captioner import Captioner
 from mmspec.app.lessons import Request, Teacher
 from mmspec.app.models import random_model
+from mmspec.app.recorder import Recorder
 from mmspec.app.scenes.paint import paint
 from mmspec.app.scenes.world import scene
 from mmspec.drafters.checkpoint import Made, load, save
 from mmspec.drafters.eagle import EagleDrafter
-from mmspec.drafters.head import EagleHead, HeadConfig
+from mmspec.drafters.head import Eagle3Head, EagleHead, HeadConfig
 from mmspec.drafters.kinds import KINDS
 from mmspec.drafters.rules import RULES, segments_of
 from mmspec.drafters.training import Plan, Training
 from mmspec.drafters.training_losses import Pupil, Weights, When, losses, rows_of
 from mmspec.drafters.vispec import VispecDrafter, VispecHead
 from mmspec.interfaces import Compressor, Segment, VisualTokens
+from mmspec.vision import picking
 from mmspec.vision.elastic import CHARGE, Elastic
 from mmspec.vision.latent import LatentCompressor
 from mmspec.vision.picking import highest, take
@@ -98,6 +101,7 @@ GRIDS = {
     "odd": ([Segment(0, 0, 5, 3, 0)], [15]),
     "wide": ([Segment(0, 0, 3, 5, 0)], [15]),
     "line": ([Segment(0, 0, 1, 7, 0)], [7]),
+    "tied": ([Segment(0, 0, 4, 5, 0)], [20]),
     "two": ([Segment(0, 0, 2, 2, 0), Segment(0, 4, 3, 3, 1)], [13]),
     "rows": ([Segment(0, 0, 4, 4, 0), Segment(1, 0, 2, 3, 1), Segment(1, 6, 4, 4, 2)], [16, 22]),
     "clip": ([Segment(0, 9 * t, 3, 3, 0, role="frame", time=t) for t in range(4)], [36]),
@@ -111,22 +115,20 @@ GRIDS = {
 }
 
 
-def members_of(segments: list[Segment], counts: list[int], window: Window, budget: int) -> list[list[list[int]]]:
-    """Per row, per merged token, the tokens in it: written out place by place."""
-    rows: list[list[list[int]]] = [[] for _ in counts]
-    for row, count in enumerate(counts):
-        if all(one.row != row for one in segments):
-            rows[row] = [list(range(i, min(count, i + window.columns))) for i in range(0, count, window.columns)]
-    clips: dict[tuple[int, int, int], list[Segment]] = {}
+def members_of(segments: list[Segment], count: int, window: Window) -> list[list[int]]:
+    """Per merged token of a row, the tokens in it: written out place by place."""
+    if not segments:
+        return [list(range(i, min(count, i + window.columns))) for i in range(0, count, window.columns)]
+    made: list[list[int]] = []
+    clips: dict[tuple[int, int], list[Segment]] = {}
     for one in segments:
-        key = (one.row, one.source, 0) if one.role == "frame" else (one.row, one.source, 1 + one.start)
-        clips.setdefault(key, []).append(one)
+        clips.setdefault((one.source, 0) if one.role == "frame" else (one.source, 1 + one.start), []).append(one)
     for frames in clips.values():
         h, w = frames[0].height, frames[0].width + int(frames[0].newline)
         for t in range(0, len(frames), window.frames):
             for y in range(0, h, window.lines):
                 for x in range(0, w, window.columns):
-                    rows[frames[0].row].append(
+                    made.append(
                         [
                             frame.start + yy * w + xx
                             for frame in frames[t : t + window.frames]
@@ -134,34 +136,59 @@ def members_of(segments: list[Segment], counts: list[int], window: Window, budge
                             for xx in range(x, min(w, x + window.columns))
                         ]
                     )
-    for row, made in enumerate(rows):
-        if len(made) > budget:
-            groups = [[part for i, part in enumerate(made) if i * budget // len(made) == n] for n in range(budget)]
-            rows[row] = [list(chain(*group)) for group in groups]
-    return rows
+    return made
+
+
+def slow_window(segments: list[Segment], count: int, budget: int) -> Window:
+    """Of the windows that fit a row, tried one by one, what keeps the most, then the more square, then the smaller."""
+    best, most = None, -1
+    sides = [side for one in segments for side in (one.height, one.width + int(one.newline), one.time + 1)]
+    longest = max([1, *(sides or [count])])
+    for n in range(1, longest + 1):
+        for window in (Window(n, n, n), Window(n + 1, n, n), Window(n + 1, n, n + 1)):
+            kept = len(members_of(segments, count, window))
+            squarer = best is not None and best.lines < best.columns and window.lines == window.columns
+            if kept <= budget and (kept > most or (kept == most and squarer)):
+                best, most = window, kept
+    return best or Window(longest, longest, longest)
+
+
+def grouped(members: list[list[int]], budget: int) -> list[list[int]]:
+    """Merged tokens of which neighbours are merged, where they are more than the budget."""
+    if len(members) <= budget:
+        return members
+    groups = [[part for i, part in enumerate(members) if i * budget // len(members) == n] for n in range(budget)]
+    return [list(chain(*group)) for group in groups]
+
+
+def merging(sort: str, budget: int) -> Any:
+    """`Pool`, or `Conv` with weights that are no mean."""
+    if sort == "pool":
+        return Pool(budget)
+    made = Conv(8, budget)
+    made.kernel.data.normal_(generator=torch.Generator().manual_seed(1))
+    return made
 
 
 @pytest.mark.parametrize("grid", GRIDS)
-@pytest.mark.parametrize("budget", [1, 3, 6, 100])
+@pytest.mark.parametrize("budget", [1, 2, 3, 4, 6, 8, 100])
 @pytest.mark.parametrize("sort", ["pool", "conv"])
 def test_merging_is_the_slow_reference(grid: str, budget: int, sort: str) -> None:
     segments, counts = GRIDS[grid]
     visual = replace(tokens_of(counts), segments=tuple(segments))
-    made: Any = Pool(budget) if sort == "pool" else Conv(8, budget)
-    if sort == "conv":
-        made.kernel.data.normal_(generator=torch.Generator().manual_seed(1))
+    made = merging(sort, budget)
     few = made.compress(visual, None, budget)
-    window = window_for(blocks_of(segments, counts), budget)
-    held = [sum(one.length for one in segments if one.row == row) for row in range(len(counts))]
-    segments = [one for one in segments if held[one.row] == counts[one.row]]
-    rows = members_of(segments, counts, window, budget)
-    for row, members in enumerate(rows):
+    for row, count in enumerate(counts):
+        mine = [one for one in segments if one.row == row]
+        mine = mine if sum(one.length for one in mine) == count else []
+        window = slow_window(mine, count, budget)
+        members = grouped(members_of(mine, count, window), budget)
         assert int(few.mask[row].sum()) == len(members) <= budget
-        assert sorted(chain(*members)) == list(range(counts[row]))
+        assert sorted(chain(*members)) == list(range(count))
         for slot, inside in enumerate(members):
             weights = torch.ones(len(inside), 8)
             if sort == "conv":
-                weights = torch.stack([_kernel(made, segments, row, token, window) for token in inside])
+                weights = torch.stack([_kernel(made, mine, token, window) for token in inside])
             for name in ("embeddings", "states"):
                 expected = (getattr(visual, name)[row, inside] * weights).sum(0) / len(inside)
                 assert torch.allclose(getattr(few, name)[row, slot], expected, atol=1e-5), (row, slot)
@@ -169,11 +196,11 @@ def test_merging_is_the_slow_reference(grid: str, budget: int, sort: str) -> Non
             assert abs(int(few.positions[row, slot]) - spot) <= 0.5001
 
 
-def _kernel(made: Conv, segments: list[Segment], row: int, token: int, window: Window) -> Tensor:
-    """What a token counts, by where in its window it lies."""
+def _kernel(made: Conv, segments: list[Segment], token: int, window: Window) -> Tensor:
+    """What a token of a row counts, by where in its window it lies."""
     y, x = 0, token
     for one in segments:
-        if one.row == row and one.start <= token < one.start + one.length:
+        if one.start <= token < one.start + one.length:
             y, x = divmod(token - one.start, one.width + int(one.newline))
     size = made.SIZE
     kernel: Tensor = made.kernel[
@@ -192,11 +219,44 @@ def test_a_convolution_begins_as_the_mean() -> None:
 def test_windows_grow_no_further_than_needed() -> None:
     blocks = blocks_of([Segment(0, 0, 14, 14, 0)], [196])
     assert [blocks[0].cells(window_for(blocks, budget)) for budget in (196, 100, 49, 25, 12, 4, 1)] == [
-        196, 49, 49, 25, 9, 4, 1,
+        196, 98, 49, 25, 12, 4, 1,
     ]  # fmt: skip
+    twelve = blocks_of([Segment(0, 0, 12, 12, 0)], [144])
+    assert [window_for(twelve, budget) for budget in (72, 36)] == [Window(2, 1, 2), Window(2, 2, 2)]
+    wide = blocks_of([Segment(0, 0, 4, 5, 0)], [20])
+    assert window_for(wide, 4) == Window(3, 3, 3), "2 x 3 leaves four as well"
     clip = blocks_of([Segment(0, 196 * t, 14, 14, 0, role="frame", time=t) for t in range(8)], [1568])
     assert len(clip) == 1 and clip[0].cells(window_for(clip, 200)) <= 200
-    assert window_for(clip, 1568) == Window(1, 1, 1) and window_for(clip, 1) == Window(8, 14, 14)
+    assert window_for(clip, 1568) == Window(1, 1, 1) and window_for(clip, 1) == Window(14, 14, 14)
+    assert window_for(clip, 784) == Window(2, 1, 1) and window_for(clip, 783) == Window(2, 1, 2)
+
+
+RAGGED = (
+    [Segment(0, 0, 14, 14, 0)],
+    [Segment(0, 196 * t, 14, 14, 4, role="frame", time=t) for t in range(8)],
+    [Segment(0, 0, 12, 12, 1), Segment(0, 144, 9, 16, 2)],
+    [],
+)
+
+
+@pytest.mark.parametrize("budget", [1, 4, 16, 49, 72, 500])
+@pytest.mark.parametrize("sort", ["pool", "conv"])
+def test_a_row_does_not_hang_on_its_neighbours(sort: str, budget: int) -> None:
+    counts = [sum(one.length for one in row) for row in RAGGED]
+    segments = tuple(replace(one, row=row) for row, mine in enumerate(RAGGED) for one in mine)
+    visual, made = replace(tokens_of(counts), segments=segments), merging(sort, budget)
+    few = made.compress(visual, None, budget)
+    for row, (count, mine) in enumerate(zip(counts, RAGGED, strict=True)):
+        own = (part[row : row + 1, :count] for part in (visual.embeddings, visual.states, visual.mask))
+        alone = made.compress(VisualTokens(*own, visual.positions[row : row + 1, :count], tuple(mine)), None, budget)
+        kept = int(few.mask[row].sum())
+        assert alone.mask.tolist() == [[True] * kept] and not few.mask[row, kept:].any()
+        for name in ("embeddings", "states"):
+            assert torch.allclose(getattr(few, name)[row, :kept], getattr(alone, name)[0], atol=1e-6)
+        assert torch.equal(few.positions[row, :kept], alone.positions[0])
+        if sort == "pool":
+            assert few.origin is not None and alone.origin is not None
+            assert torch.equal(few.origin[row, :kept], alone.origin[0])
 
 
 @pytest.mark.parametrize("counts", [[6, 6], [7, 2, 0], [1], [0]])
@@ -242,6 +302,36 @@ def _diverse(rows: Tensor, kept: int) -> list[int]:
             max(rest, key=lambda t: min((1 - _cosine(rows[t], rows[o]) for o in (others or rest) if o != t), default=9))
         )
     return sorted(chosen)
+
+
+@pytest.mark.parametrize("counts", [[7, 6], [7, 2, 0], [1, 7]])
+@pytest.mark.parametrize("kept", [1, 4, 7])
+def test_diverse_in_several_stretches(counts: list[int], kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(picking, "STRETCH", 3)
+    visual = tokens_of(counts)
+    few = make(f"diverse:{kept}").compress(visual, None, kept)
+    for row, count in enumerate(counts):
+        assert few.origin is not None
+        found = few.origin[row][few.mask[row]].tolist()
+        assert found == _diverse(visual.embeddings[row, :count], min(count, kept))
+
+
+class Largest(TorchDispatchMode):
+    """How many numbers the largest tensor holds that anything returns."""
+
+    found = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.found = max(self.found, out.numel() if isinstance(out, Tensor) else 0)
+        return out
+
+
+def test_diverse_of_a_long_clip_makes_no_square() -> None:
+    visual = tokens_of([2000])
+    with Largest() as largest:
+        make("diverse:5").compress(visual, None, 5)
+    assert largest.found <= picking.STRETCH * 2000
 
 
 def test_scores_of_the_tower_are_used_where_there_are_any() -> None:
@@ -391,10 +481,30 @@ def test_the_one_that_was_chosen_for_the_call_comes_first(world: World) -> None:
         assert mine == pytest.approx(other, rel=1e-3)
 
 
-def test_a_drafter_that_shrinks_pictures_itself_takes_none(world: World) -> None:
-    made = VispecDrafter(VispecHead(CONFIG, 2), layers=LAYERS)
-    with pytest.raises(ValueError, match="shrinks pictures itself; leave compressor=None"):
-        made.begin(prompt_of(world, 11, compressor=make("identity")))
+def test_a_trained_one_goes_where_the_states_are(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    moved: list[Any] = []
+    made = latent(width=CONFIG.hidden_size)
+    monkeypatch.setattr(made, "to", moved.append)
+    drafts(world, "decoupled", made)
+    assert moved == [world.states.device], "its file was read on the host"
+
+
+@pytest.mark.parametrize("name", ["conv:3", "elastic:3", "latent:3", "resampler:3"])
+def test_a_trained_one_shows_rows_of_the_targets_precision(name: str) -> None:
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(3)
+        made = new(name, 8)
+    assert isinstance(made, torch.nn.Module)
+    for weight in made.parameters():
+        weight.data += 0.1
+    if isinstance(made, Elastic):
+        made.gate.bias.data[-1] = 9.0  # the way with weights
+    whole, query = tokens_of([5, 3]), torch.zeros(2, 8)
+    half = replace(whole, embeddings=whole.embeddings.bfloat16(), states=whole.states.bfloat16())
+    with torch.no_grad():
+        few, other = made.eval().compress(half, query.bfloat16(), 3), made.compress(whole, query, 3)
+    assert few.embeddings.dtype == few.states.dtype == torch.bfloat16
+    assert torch.allclose(few.states.float(), other.states, atol=0.1) and torch.equal(few.mask, other.mask)
 
 
 def slow(world: World, made: EagleHead, compressor: LatentCompressor, rule: str, row: int, n: int) -> Tensor:
@@ -429,7 +539,7 @@ def test_it_is_taught_with_what_it_is_shown(world: World, rule: str, monkeypatch
     from mmspec.drafters.training_losses import Sum
 
     judged: list[tuple[int, Tensor]] = []
-    monkeypatch.setattr(Sum, "add", lambda self, part, out, goal: judged.append((part, out)))
+    monkeypatch.setattr(Sum, "add", lambda self, part, out, goal, *added: judged.append((part, out)))
     pupil = Pupil(head(), rule, compressor=latent(3, 32))
     placeholder = world.words.embedding(torch.tensor(PICTURE))
     lesson = lesson_of(world)
@@ -467,7 +577,7 @@ def test_it_is_taught_on_the_grids_that_it_is_shown(
     drafter.compressor = grids(sort)
     tree = drafter.propose(started(world, drafter, asked), 8, [True, True])
     judged: list[tuple[int, Tensor, Tensor]] = []
-    monkeypatch.setattr(Sum, "add", lambda self, part, out, goal: judged.append((part, out, goal)))
+    monkeypatch.setattr(Sum, "add", lambda self, part, out, goal, *added: judged.append((part, out, goal)))
     pupil, placeholder = Pupil(made, "coupled", kind, grids(sort)), world.words.embedding(torch.tensor(PICTURE))
     lesson, found = replace(lesson_of(world), segments=tuple(pictures)), set()
     with torch.no_grad():
@@ -648,6 +758,46 @@ def test_a_compressor_of_another_width_is_refused_before_anything_is_changed(tin
         model.generate(**inputs, max_new_tokens=4, mmspec={"drafter": "lookup", "compressor": new(name, 32)})
     finally:
         mmspec.unpatch(model)
+
+
+@pytest.mark.parametrize("name", ["conv:4", "elastic:4", "latent:4", "resampler:4"])
+def test_one_with_weights_is_refused_where_states_stand_side_by_side(tiny: Captioner, name: str) -> None:
+    """EAGLE-3 reads three states as one: those without weights do, of the others no width fits."""
+    config = HeadConfig(64, 128, 4, 2, 384, wide=True)
+    drafter = EagleDrafter(Eagle3Head(config, 384, 64), "coupled", layers=8, name="eagle3")
+    drafter.tap((0, 1, 2), 2)
+    words = (
+        f"compressor {name[:-2]!r} .* drafter 'eagle3' reads several states side by side; choose one without weights"
+    )
+    for width in (64, 192):
+        with pytest.raises(ValueError, match=words):
+            mmspec.patch(tiny.model, drafter, compressor=new(name, width))
+    assert not mmspec.is_patched(tiny.model)
+    inputs = tiny.inputs([paint(scene(1))], ["what is this thing"])
+    plain = tiny.model.generate(**inputs, max_new_tokens=6, do_sample=False)
+    mmspec.patch(tiny.model, drafter, compressor="pool:4", nodes=8)
+    try:
+        assert torch.equal(tiny.model.generate(**inputs, max_new_tokens=6, do_sample=False), plain)
+        assert mmspec.stats(tiny.model, last=True).shown[0].kept == 4
+    finally:
+        mmspec.unpatch(tiny.model)
+
+
+def test_a_drafter_that_shrinks_pictures_itself_takes_none(tiny: Captioner) -> None:
+    words = "drafter 'vispec' shrinks pictures itself; leave compressor=None"
+    drafter = VispecDrafter(VispecHead(HeadConfig(64, 128, 4, 2, 384), 2), layers=2)
+    with pytest.raises(ValueError, match=words):
+        mmspec.patch(tiny.model, drafter, compressor="pool:4")
+    assert not mmspec.is_patched(tiny.model)
+    inputs = tiny.inputs([paint(scene(1))], ["what is this thing"])
+    mmspec.patch(tiny.model, "lookup", compressor="pool:4")
+    try:
+        for chosen in (drafter, Recorder(drafter)):
+            with pytest.raises(ValueError, match=words):
+                tiny.model.generate(**inputs, max_new_tokens=4, mmspec={"drafter": chosen})
+        tiny.model.generate(**inputs, max_new_tokens=4, mmspec={"drafter": drafter, "compressor": None})
+    finally:
+        mmspec.unpatch(tiny.model)
 
 
 class Dicing:

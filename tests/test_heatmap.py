@@ -118,6 +118,47 @@ def test_one_picture_for_each_frame_with_its_own_tokens_and_one_span() -> None:
     assert light == sorted(light) and light[2] > 2 * light[0], "frames share a scale"
 
 
+@pytest.mark.parametrize(
+    ("count", "times", "first"),
+    [
+        (8, 4, [0, 2, 4, 6]),  # Qwen2.5-VL reads two frames at a time
+        (7, 4, [0, 2, 4, 6]),
+        (2, 1, [0]),
+        (5, 5, [0, 1, 2, 3, 4]),
+        (1, 3, [0, 0, 0]),
+        (0, 3, []),
+    ],
+)
+def test_a_step_of_a_clip_is_shown_by_its_first_frame(count: int, times: int, first: list[int]) -> None:
+    frames = [photo(20, 20, (30 * n, 0, 0)) for n in range(count)]
+    grids = [Segment(0, 4 * t, 2, 2, 0, role="frame", time=t) for t in range(times)]
+    made = heatmaps(frames, grids, kept=range(4 * times))
+    assert [int(middles(one, (2, 2))[0, 0, 0]) for one in made] == [30 * n for n in first]
+
+
+@pytest.mark.parametrize("row", [0, 1, 12])
+def test_the_clip_of_any_row_of_a_batch(row: int) -> None:
+    """Row 0 has a picture besides, which takes the first number; a clip ends with a token that is no frame."""
+    grids = [Segment(0, 0, 1, 3, 0)]
+    for number in range(13):
+        start = 3 if number == 0 else 0
+        grids += [Segment(number, start + 4 * t, 2, 2, 1 + number, role="frame", time=t) for t in range(8)]
+        grids.append(Segment(number, start + 32, 1, 1, 1 + number, role="newline", time=7))
+    frames = [photo(20, 20, (30 * n, 0, 0)) for n in range(8)]
+    first = 3 if row == 0 else 0
+    made = heatmaps(frames, grids, kept=[first + 4 * t + t % 4 for t in range(8)], row=row)
+    for n, one in enumerate(made):
+        assert (corners(one, (2, 2)) == GREEN).all(-1).ravel().tolist() == [n % 4 == cell for cell in range(4)]
+        assert int(middles(one, (2, 2)).reshape(-1, 3)[n % 4, 0]) == 30 * n
+    assert len(made) == 8
+
+
+def test_the_clips_of_one_row_follow_each_other() -> None:
+    grids = [Segment(0, 8 * clip + 4 * t, 2, 2, clip, role="frame", time=t) for clip in range(2) for t in range(2)]
+    made = heatmaps([photo(20, 20, (60 * n, 0, 0)) for n in range(4)], grids, kept=range(16))
+    assert [int(middles(one, (2, 2))[0, 0, 0]) for one in made] == [0, 60, 120, 180]
+
+
 def test_several_pictures_tiles_and_newlines() -> None:
     """Numbers run on through grids that are not drawn; tokens that end a line are no cells."""
     grids = [

@@ -296,7 +296,7 @@ def test_nothing_is_measured_without_a_compressor_and_nothing_chosen_by_timing_w
         ("identity", "identity", [[*range(16)], [*range(4)], []]),
         ("drop", "drop", [[], [], []]),
         ("stride:4", "stride:4", [[2, 6, 10, 14], [0, 1, 2, 3], []]),
-        ("pool:4", "pool:4", [4, 1, []]),
+        ("pool:4", "pool:4", [4, [0, 1, 2, 3], []]),
         ("pool:16", "pool:16", [[*range(16)], [*range(4)], []]),
         ("measured", "identity", [[*range(16)], [*range(4)], []]),
     ],

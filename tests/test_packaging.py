@@ -82,6 +82,13 @@ def test_pins_satisfy_the_requirements() -> None:
         assert requirement.specifier.contains(pins[canonicalize_name(requirement.name)]), requirement
 
 
+def test_videos_have_a_reader_that_knows_av1_everywhere() -> None:
+    from packaging.requirements import Requirement
+
+    wanted = {one.name: one for one in map(Requirement, PROJECT["project"]["optional-dependencies"]["video"])}
+    assert wanted["av"].marker is None
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A wheel built, without a network, from a copy of the tree."""

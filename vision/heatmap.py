@@ -75,8 +75,9 @@ def heatmaps(
     """The same for all pictures and frames of a prompt, one each, in their order.
 
     Args:
-        images: of the call, or the frames of its clip. grids: how the visual tokens lie (`Shown.grids`,
-            `Prompt.segments`). Only whole pictures and frames are drawn, not their tiles.
+        images: of the call; of a row with clips, their frames, one clip after the other. grids: how the visual tokens
+            lie (`Shown.grids`, `Prompt.segments`). Only whole pictures are drawn, not their tiles, and frames alone in
+            a row with clips.
         kept, scores: as in `heatmap`, counted over all visual tokens of the prompt, which follow each other as their
             grids do (tokens that end a line count). row: of the batch; that of the first grid if None.
         cropped: the processor shows the model the middle square only.
@@ -89,18 +90,19 @@ def heatmaps(
     total = sum(one.length for one in mine)
     values = None if scores is None else _values(scores, (1, total))[0]
     seen = None if kept is None else frozenset(_checked(kept, total))
+    clip = any(segment.role == "frame" for segment in mine)
     drawn: list[tuple[Segment, int]] = []
     start = 0
     for segment in mine:
-        if segment.role in ("base", "frame") and segment.source < len(images):
+        # The number of a picture is one of the images; that of a clip, which counts on over the batch, is none.
+        if segment.role == ("frame" if clip else "base") and (0 if clip else segment.source) < len(images):
             drawn.append((segment, start))
         start += segment.length
     parts = [None if values is None else values[_places(*one)] for one in drawn]
     span = _span(np.concatenate([part.ravel() for part in parts if part is not None])) if values is not None else None
     made = []
-    for (segment, start), part in zip(drawn, parts, strict=True):
-        step = segment.time if segment.role == "frame" else segment.source
-        image = images[min(step, len(images) - 1)]
+    for step, ((segment, start), part) in enumerate(zip(drawn, parts, strict=True)):
+        image = images[_frame(step, len(drawn), len(images)) if clip else segment.source]
         cells = None if seen is None else cells_of(segment, start, seen)
         shape = (segment.height, segment.width)
         made.append(heatmap(square(image) if cropped else image, shape, kept=cells, scores=part, span=span))
@@ -172,6 +174,11 @@ def colours(shares: np.ndarray) -> np.ndarray:
 
 
 # --- parts ------------------------------------------------------------------------------------------------------------
+
+
+def _frame(step: int, steps: int, frames: int) -> int:
+    """The first frame that a step of a clip covers: a model may read them in pairs, an odd last one with itself."""
+    return min(step * (frames + frames % 2) // steps, frames - 1)
 
 
 def _places(segment: Segment, start: int) -> np.ndarray:

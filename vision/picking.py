@@ -15,18 +15,22 @@ from torch.nn import functional
 
 from mmspec.interfaces import EVERY_TOKEN, VisualTokens
 
+STRETCH = 256
+"""Tokens that are compared with all others at a time, so that memory does not grow with the square of their number."""
+
+
+def picked(part: Tensor, index: Tensor) -> Tensor:
+    """[B, K, D], of [B, M, D] those at [B, K]."""
+    return part.gather(1, index[..., None].expand(-1, -1, part.shape[-1]))
+
 
 def take(visual: VisualTokens, index: Tensor, mask: Tensor) -> VisualTokens:
     """Some of the tokens: index, mask [B, K]. Their grids are grids no more."""
-
-    def picked(part: Tensor) -> Tensor:
-        return part.gather(1, index[..., None].expand(-1, -1, part.shape[-1]))
-
     positions = visual.positions
     spots = index if positions.dim() == 2 else index.expand(positions.shape[0], -1, -1)
     return VisualTokens(
-        embeddings=picked(visual.embeddings),
-        states=picked(visual.states),
+        embeddings=picked(visual.embeddings, index),
+        states=picked(visual.states, index),
         mask=mask,
         positions=positions.gather(-1, spots),
         scores=None if visual.scores is None else visual.scores.gather(1, index),
@@ -145,26 +149,32 @@ class Diverse:
         """Greedily `budget` of each row, by cosine distance of embeddings."""
         batch, count = visual.mask.shape
         kept = min(budget, count)
+        if not kept:
+            return take(visual, visual.mask.new_zeros(batch, 0, dtype=torch.long), visual.mask[:, :0])
         unit = functional.normalize(visual.embeddings.float(), dim=-1)
-        apart = 1 - unit @ unit.transpose(1, 2)
-        both = visual.mask[:, :, None] & visual.mask[:, None]
-        self_ = torch.eye(count, dtype=torch.bool, device=apart.device)
-        nearest = apart.masked_fill(~both | self_, float("inf")).amin(2) if count else apart.new_zeros(batch, 0)
-        nearest = nearest.masked_fill(~visual.mask, float("-inf"))
+        # Before the first choice the distances are to the nearest of all, after it to what is kept.
+        nearest = _nearest(unit, visual.mask).masked_fill(~visual.mask, float("-inf"))
         chosen: list[Tensor] = []
         for _ in range(kept):
             one = nearest.argmax(1, keepdim=True)
+            apart = 1 - (unit @ picked(unit, one).mT)[..., 0]
+            nearest = nearest.minimum(apart) if chosen else apart.masked_fill(~visual.mask, float("-inf"))
+            nearest.scatter_(1, one, float("-inf"))
             chosen.append(one)
-            row = apart.gather(1, one[..., None].expand(-1, 1, count))[:, 0]
-            # Before the first choice the distances are to the nearest of all, after it to what is kept.
-            nearest = row.masked_fill(~visual.mask, float("-inf")) if len(chosen) == 1 else nearest.minimum(row)
-            nearest = nearest.scatter(1, torch.cat(chosen, 1), float("-inf"))
-        if not chosen:
-            return take(visual, torch.zeros(batch, 0, dtype=torch.long, device=apart.device), visual.mask[:, :0])
-        mask = torch.arange(kept, device=apart.device) < visual.mask.sum(1, keepdim=True)
+        mask = torch.arange(kept, device=unit.device) < visual.mask.sum(1, keepdim=True)
         # What was chosen after a row's last token is no token of it: it goes to the end, and stays out.
         index = torch.cat(chosen, 1).masked_fill(~mask, count).sort(1).values
         return take(visual, index.clamp(max=count - 1), mask)
+
+
+def _nearest(unit: Tensor, mask: Tensor) -> Tensor:
+    """[B, M] cosine distance of rows [B, M, D] of length 1 to the nearest other one of their batch row; inf if none."""
+    found = []
+    for start in range(0, unit.shape[1], STRETCH):
+        apart = 1 - unit[:, start : start + STRETCH] @ unit.mT
+        apart.masked_fill_(~mask[:, None], float("inf")).diagonal(start, 1, 2).fill_(float("inf"))
+        found.append(apart.amin(2))
+    return torch.cat(found, 1)
 
 
 __all__ = [

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -78,38 +79,46 @@ def blocks_of(segments: Sequence[Segment], counts: Sequence[int]) -> list[Block]
 
 
 def window_for(blocks: Sequence[Block], budget: int) -> Window:
-    """The smallest window with which every row comes to at most `budget` tokens.
+    """The window that leaves the most tokens of one row's blocks, of those that leave at most `budget`.
 
-    Squares, and frames as they go: 1 x 1, then two frames, then 2 x 2, and so on; at the end each block is one token,
-    and `cells_of` has to do the rest.
+    Of n x n or n lines x (n + 1) columns, and frames as they go: 1 x 1, then two frames, then 1 x 2, 2 x 2, three
+    frames, and so on. Where two leave as many tokens, the more square one; at the end each block is one token, and
+    `cells_of` has to do the rest.
     """
-    if not blocks:
-        return Window(1, 1, 1)
-    rows: dict[int, list[Block]] = {}
+
+    def left(step: int) -> int:
+        window = _step(step)
+        return sum(block.cells(window) for block in blocks)
+
+    last = 3 * max((max(block.times, block.height, block.width) - 1 for block in blocks), default=0)
+    # No step leaves more tokens than the one before.
+    step = bisect_left(range(last), True, key=lambda one: left(one) <= budget)
+    oblong = step % 3 == 2
+    return _step(step + 1 if oblong and left(step + 1) == left(step) else step)
+
+
+def _step(step: int) -> Window:
+    """The windows by rising size, from 0."""
+    side, more = divmod(step, 3)
+    return Window(side + 1 + (more > 0), side + 1, side + 1 + (more == 2))
+
+
+def windows_for(blocks: Sequence[Block], budget: int, batch: int) -> list[Window]:
+    """Of each row its own, so that it does not hang on its neighbours."""
+    rows: list[list[Block]] = [[] for _ in range(batch)]
     for block in blocks:
-        rows.setdefault(block.row, []).append(block)
-    longest = max(max(block.height, block.width) for block in blocks)
-    times = max(block.times for block in blocks)
-    side, frames = 1, 1
-    while True:
-        window = Window(frames, side, side)
-        if all(sum(block.cells(window) for block in row) <= budget for row in rows.values()):
-            return window
-        if frames >= times and side >= longest:
-            return window  # a token per block is the least that a window comes to
-        if frames < times and frames <= side:
-            frames += 1
-        else:
-            side += 1
+        rows[block.row].append(block)
+    return [window_for(row, budget) for row in rows]
 
 
-def cells_of(blocks: Sequence[Block], window: Window, budget: int, batch: int, count: int) -> tuple[Tensor, list[int]]:
+def cells_of(blocks: Sequence[Block], windows: Sequence[Window], budget: int, count: int) -> tuple[Tensor, list[int]]:
     """[B, M] int64, which merged token of its row each token belongs to, and how many each row has. -1: none.
 
-    A row of which windows leave more than `budget` tokens has neighbours merged, as evenly as can be.
+    A row of which its window leaves more than `budget` tokens has neighbours merged, as evenly as can be.
     """
-    cells, made = torch.full((batch, count), -1), [0] * batch
+    cells, made = torch.full((len(windows), count), -1), [0] * len(windows)
     for block in blocks:
+        window = windows[block.row]
         t, y, x = torch.meshgrid(
             torch.arange(block.times) // window.frames,
             torch.arange(block.height) // window.lines,
@@ -166,7 +175,7 @@ def merged(visual: VisualTokens, cells: Tensor, made: Sequence[int], weights: Te
 
 @dataclass(frozen=True)
 class Pool:
-    """Means over windows of the grid, as large as the budget asks."""
+    """Means over windows of the grid, of each row as large as the budget asks."""
 
     tokens: int
     name: str = "pool"
@@ -174,8 +183,8 @@ class Pool:
     def compress(self, visual: VisualTokens, query: Tensor | None, budget: int) -> VisualTokens:
         """At most `budget` tokens of each row."""
         blocks = blocks_of(visual.segments, visual.mask.sum(1).tolist())
-        window = window_for(blocks, budget)
-        return merged(visual, *cells_of(blocks, window, budget, *visual.mask.shape))
+        batch, count = visual.mask.shape
+        return merged(visual, *cells_of(blocks, windows_for(blocks, budget, batch), budget, count))
 
 
 class Conv(nn.Module):
@@ -201,14 +210,16 @@ class Conv(nn.Module):
     def compress(self, visual: VisualTokens, query: Tensor | None, budget: int) -> VisualTokens:
         """As `Pool`, every member weighted by where in its window it lies."""
         blocks = blocks_of(visual.segments, visual.mask.sum(1).tolist())
-        window = window_for(blocks, budget)
-        cells, made = cells_of(blocks, window, budget, *visual.mask.shape)
-        return merged(visual, cells, made, self._weights(blocks, window, visual, cells))
-
-    def _weights(self, blocks: Sequence[Block], window: Window, visual: VisualTokens, cells: Tensor) -> Tensor:
         batch, count = visual.mask.shape
+        windows = windows_for(blocks, budget, batch)
+        cells, made = cells_of(blocks, windows, budget, count)
+        return merged(visual, cells, made, self._weights(blocks, windows, cells))
+
+    def _weights(self, blocks: Sequence[Block], windows: Sequence[Window], cells: Tensor) -> Tensor:
+        batch, count = cells.shape
         spot = torch.zeros(batch, count, dtype=torch.long)
         for block in blocks:
+            window = windows[block.row]
             _, y, x = torch.meshgrid(
                 *(torch.arange(n) for n in (block.times, block.height, block.width)), indexing="ij"
             )
@@ -222,4 +233,4 @@ class Conv(nn.Module):
         return weights / members[..., None].to(weights.device)
 
 
-__all__ = ["Block", "Conv", "Pool", "Window", "blocks_of", "cells_of", "merged", "window_for"]
+__all__ = ["Block", "Conv", "Pool", "Window", "blocks_of", "cells_of", "merged", "window_for", "windows_for"]
