@@ -149,4 +149,18 @@ def interval(answers: Sequence[Answer], name: str, over: Sequence[Answer] | None
     return bootstrap(told, len(answers))
 
 
-__all__ = ["CLASSES", "VALUES", "Answer", "answer_of", "class_of", "classes_of", "interval"]
+def multiple(answers: Sequence[Answer], name: str, of: Sequence[Answer]) -> tuple[float, float, float]:
+    """(value, low, high): how many times the value of other answers to the same requests, request paired with request.
+
+    1 where theirs is 0, which of tau it is only if there was nothing to guess.
+    """
+    value = VALUES[name]
+
+    def told(places: Sequence[int]) -> float:
+        theirs = value([of[place] for place in places])
+        return value([answers[place] for place in places]) / theirs if theirs else 1.0
+
+    return bootstrap(told, len(answers))
+
+
+__all__ = ["CLASSES", "VALUES", "Answer", "answer_of", "class_of", "classes_of", "interval", "multiple"]

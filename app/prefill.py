@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from mmspec.app.load import synchronise
 from mmspec.app.recorder import Recorder
 from mmspec.interfaces import Prompt, Verdict
+from mmspec.pace import Pace
 
 
 @dataclass
@@ -28,42 +30,47 @@ class Reading:
 class Reader(Recorder):
     """A `Recorder` that measures how the drafter reads its prompt, on a device that it waits for."""
 
-    def __init__(self, inner: Any, device: torch.device, count: bool) -> None:
-        """
-        Args:
-            count: count operations instead of taking the time, which counting would spoil.
-        """
+    def __init__(self, inner: Any, device: torch.device) -> None:
         super().__init__(inner)
-        self.device, self.count, self.reading = device, count, Reading()
-        self._read = False
+        self.device, self.reading = device, Reading()
+        self._prompt: Prompt | None = None
+        self._reads = hasattr(inner, "read")
+        # What a compressor goes by in this call, for `count`; the drafter's own goes on learning.
+        self._known = Pace(copy.deepcopy(inner.pace.tallies)) if self._reads else None
 
     def begin(self, prompt: Prompt) -> Any:
         """See `Drafter`."""
-        return self._measured(lambda: super(Reader, self).begin(prompt))
+        self._prompt = prompt
+        return self._timed(lambda: super(Reader, self).begin(prompt))
 
     def observe(self, state: Any, verdict: Verdict, taps: Mapping[int, Tensor]) -> None:
         """See `Drafter`; the first time the prompt is read, whether a draft is asked for or not."""
         super().observe(state, verdict, taps)
-        read = getattr(self.inner, "read", None)
-        if self._read or read is None:
+        if not self._reads or len(self._seen) > 1:
             return
-        self._read = True
-        self._measured(lambda: read(state))
+        self._timed(lambda: self.inner.read(state))  # type: ignore[attr-defined]
         buffer = getattr(state, "buffer", None)
         if buffer is not None:
             config = self.inner.head.config  # type: ignore[attr-defined]
             each = 2 * config.num_key_value_heads * config.head_dim * state.last.element_size()
             self.reading.kv_bytes = sum(buffer.lengths) * each
 
-    def _measured(self, do: Callable[[], Any]) -> Any:
+    def count(self) -> None:
+        """After the call, count the operations of reading: of the same once more, from which nothing is learned."""
+        if not self._reads or self._prompt is None:
+            return
+        twin: Any = copy.copy(self.inner)
+        twin.pace = self._known
+        with FlopCounterMode(display=False) as counter:
+            state = twin.begin(self._prompt)
+            twin.observe(state, self._seen[0][0], {})
+            twin.read(state)
+        self.reading.flops = counter.get_total_flops()
+
+    def _timed(self, do: Callable[[], Any]) -> Any:
         synchronise(self.device)
         began = time.perf_counter()
-        if self.count:
-            with FlopCounterMode(display=False) as counter:
-                result = do()
-            self.reading.flops += counter.get_total_flops()
-        else:
-            result = do()
+        result = do()
         synchronise(self.device)
         self.reading.seconds += time.perf_counter() - began
         return result

@@ -1,8 +1,9 @@
 """`python -m mmspec.app.study_visual`: what it costs and what it brings to show a drafter fewer visual tokens.
 
 Each way decodes the same held-out requests, in turn and in rotating order: one picture, four pictures, clips. Told are
-tau, overall and on names of things, with intervals over requests (bootstrap); the time, the work and the memory of the
-drafter's own prefill; and the time of decoding and of whole calls, as ratios of paired runs.
+tau, overall and on names of things; the time, the work and the memory of the drafter's own prefill; and the time of
+decoding and of whole calls, as ratios of paired runs. Intervals are over requests (bootstrap). The drafters that are
+named live through all shapes, so one that learns goes on learning.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from typing import Any
 import torch
 
 from mmspec.app import choices
-from mmspec.app.answers import Answer, answer_of, interval
+from mmspec.app.answers import Answer, answer_of, interval, multiple
 from mmspec.app.bench import provenance, writable
 from mmspec.app.caption import positive
 from mmspec.app.captioner import Captioner
 from mmspec.app.contenders import check, drafter_of, labels, parse, patched, shown_by
 from mmspec.app.errors import UsageError, one_line
 from mmspec.app.load import load
-from mmspec.app.measure import OWN, PLAIN, Run, System, clone, once, swept
+from mmspec.app.measure import OWN, PLAIN, Run, System, clone, limits, once, swept
 from mmspec.app.prefill import Reader, Reading
 from mmspec.app.scenes.world import HELD_OUT
 from mmspec.app.settings import DEFAULT
@@ -47,15 +48,22 @@ compressors
   measured goes by what looking costs here, and so not with --nodes
 
 rows
-  *_over are multiples of what the first drafter takes, speedup_* of its speed, speedup_hf* of plain generate. Ways that
-  choose for each prompt (elastic, measured) are told against the best fixed way on all shapes (by seconds), and against
-  the best way for each request (that with the fewest forwards).
+  *_over are multiples of what the first drafter takes (tau_over: of its tau), speedup_* of its speed, speedup_hf* of
+  that of plain generate, *_ci their 95% intervals; names is the share of their tokens that was guessed, names_tau their
+  tokens for each forward that one of them cost. Without --nodes tau follows a controller that goes by measured times.
+  Ways that choose for each prompt (elastic, measured) are told against the best fixed way, by the sum of all seconds
+  and by the mean over shapes, and against the best way for each request: by forwards, and by seconds (a bound that is
+  too good, picked after the fact from noisy times).
 
 examples
-  python -m mmspec.app.study_visual out/msd --compressors pool,stride,relevant --json study.json --plot study.png
+  python -m mmspec.app.study_visual out/msd --compressors pool,stride,relevant --json study.json --markdown study.md
   python -m mmspec.app.study_visual out/msd out/msd+measured out/msd-latent --shapes short,one,clip8
   python -m mmspec.app.study_visual out/msd-latent --compressors own --nodes 16
 """
+HEADINGS = ["way", "shown", "tau", "over", "names guessed", "names' tau", "prefill ms", "over", "operations over"]
+HEADINGS += ["KV KiB", "over", "decode speed over", "call speed over", "decode speed over hf", "identical"]
+"""Of the tables."""
+TITLE = "**{shape}: {visual} visual tokens, {requests} requests; over: in multiples of what {base} has**"
 
 
 @dataclass
@@ -72,7 +80,6 @@ class Way:
     shares: Sequence[int] = ()
     answers: list[Answer] = field(default_factory=list)
     readings: list[Reading] = field(default_factory=list)
-    flops: list[int] = field(default_factory=list)
 
 
 def ways_of(
@@ -87,11 +94,23 @@ def ways_of(
     return ways
 
 
-def field_of(model: Any, processor: Any, ways: Mapping[str, Sequence[int]], nodes: int | None = None) -> list[Way]:
-    """Plain `generate`, our loop without drafts, and each way, on clones that share their weights."""
-    made = [Way(PLAIN, System(PLAIN, clone(model)))]
+def field_of(
+    model: Any,
+    processor: Any,
+    ways: Mapping[str, Sequence[int]],
+    nodes: int | None = None,
+    before: Sequence[Way] = (),
+) -> list[Way]:
+    """Plain `generate`, our loop without drafts, and each way, on clones that share their weights.
+
+    Args:
+        before: the field of the shape before; who was in it under the same name stays, with what it has learned.
+    """
+    models = {way.name: way.system.model for way in before}
+    plain = models[PLAIN] if before else clone(model)
+    made = [Way(PLAIN, System(PLAIN, plain))]
     for name in dict.fromkeys((OWN, *ways)):
-        ours = patched(clone(model), name, processor, nodes)
+        ours = models[name] if name in models else patched(clone(model), name, processor, nodes)
         made.append(Way(name, System(name, ours), drafter_of(ours), ways.get(name, ())))
     return made
 
@@ -109,21 +128,19 @@ def contest(
             run, reader = _once(way, inputs, most)
             tick(1)
             if not number:
-                if reader is not None:
-                    _, counted = _once(way, inputs, 2, count=True)
-                    way.flops.append(counted.reading.flops if counted else 0)
                 continue
             way.system.runs.append(run)
             if reader is not None:
+                reader.count()
                 way.answers.append(answer_of(reader.rounds(), processor.tokenizer, maker.ends))
                 way.readings.append(reader.reading)
 
 
-def _once(way: Way, inputs: Mapping[str, Any], most: int, count: bool = False) -> tuple[Run, Reader | None]:
+def _once(way: Way, inputs: Mapping[str, Any], most: int) -> tuple[Run, Reader | None]:
     """One call, with the drafter watched."""
     if way.drafter is None:
         return once(way.system, inputs, most, 0.0, 0), None
-    reader = Reader(way.drafter, way.system.model.device, count)
+    reader = Reader(way.drafter, way.system.model.device)
     return once(way.system, inputs, most, 0.0, 0, drafter=reader), reader
 
 
@@ -140,28 +157,41 @@ def rows_of(field_: Sequence[Way], shape: str, base: str) -> Iterator[dict[str, 
         if way.name == PLAIN:
             continue
         runs, stats = way.system.runs, [run.stats for run in way.system.runs if run.stats]
-        row: dict[str, Any] = {"shape": shape, "way": short[way.name], "requests": len(runs)}
+        row: dict[str, Any] = {"shape": shape, "way": short[way.name], "base": short[base], "requests": len(runs)}
         row |= {"drafter": short[way.name].partition("+")[0], "family": _family(way), "shares": list(way.shares)}
         row |= dict(zip(("kept", "share"), _kept(way, stats), strict=True))
-        row |= {name: interval(way.answers, name) for name in ("tau", "names")}
-        if any(reading.kv_bytes for reading in way.readings):
-            reading = list(zip(way.readings, whole.readings, strict=True))
-            row["prefill_ms"] = 1e3 * median(one.seconds for one, _ in reading)
-            row["prefill_over"] = median(one.seconds / other.seconds for one, other in reading)
-            row["kv_kib"] = mean(one.kv_bytes for one, _ in reading) / 1024
-            row["kv_over"] = median(one.kv_bytes / other.kv_bytes for one, other in reading)
-            row["mflops"] = median(way.flops) / 1e6
-            row["mflops_over"] = median(way.flops) / max(1, median(whole.flops))
+        row |= {name: interval(way.answers, name) for name in ("tau", "names", "names_tau")}
+        row["tau_over"] = multiple(way.answers, "tau", whole.answers)
+        row |= _reading(way.readings, whole.readings)
         pairs = list(zip(runs, whole.system.runs, plain, strict=True))
-        row["speedup_decode"] = median(w.decode_s / max(r.decode_s, 1e-9) for r, w, _ in pairs)
-        row["speedup_e2e"] = median(w.total_s / r.total_s for r, w, _ in pairs)
-        row["speedup_hf"] = median(p.decode_s / max(r.decode_s, 1e-9) for r, _, p in pairs)
-        row["speedup_hf_e2e"] = median(p.total_s / r.total_s for r, _, p in pairs)
+        ratios = {
+            "speedup_decode": [w.decode_s / max(r.decode_s, 1e-9) for r, w, _ in pairs],
+            "speedup_e2e": [w.total_s / r.total_s for r, w, _ in pairs],
+            "speedup_hf": [p.decode_s / max(r.decode_s, 1e-9) for r, _, p in pairs],
+            "speedup_hf_e2e": [p.total_s / r.total_s for r, _, p in pairs],
+        }
+        for name, values in ratios.items():
+            row |= {name: median(values), f"{name}_ci": limits(values)}
         row["total_s"] = mean(run.total_s for run in runs)
         row["seconds"] = [round(run.total_s, 5) for run in runs]
         row["forwards"] = [answer.forwards for answer in way.answers]
         row["identical"] = all(torch.equal(r.ids, p.ids) for r, _, p in pairs)
         yield row
+
+
+def _reading(mine: Sequence[Reading], whole: Sequence[Reading]) -> dict[str, float]:
+    """What reading prompts costs; nothing of a drafter that reads none."""
+    if not any(one.kv_bytes for one in mine):
+        return {}
+    pairs = list(zip(mine, whole, strict=True))
+    return {
+        "prefill_ms": 1e3 * median(one.seconds for one in mine),
+        "prefill_over": median(one.seconds / other.seconds for one, other in pairs),
+        "kv_kib": mean(one.kv_bytes for one in mine) / 1024,
+        "kv_over": median(one.kv_bytes / other.kv_bytes for one, other in pairs),
+        "mflops": mean(one.flops for one in mine) / 1e6,
+        "mflops_over": median(one.flops / other.flops for one, other in pairs),
+    }
 
 
 def _kept(way: Way, stats: Sequence[Stats]) -> tuple[float | None, float | None]:
@@ -180,16 +210,45 @@ def _family(way: Way) -> str:
     return "identity" if shows is None else str(shows.name)
 
 
+def told(value: Sequence[float]) -> str:
+    """A value and its interval."""
+    return "{:.2f} [{:.2f}, {:.2f}]".format(*value)
+
+
 def line_of(row: Mapping[str, Any]) -> str:
     """A row as it is printed."""
     kept = "" if row["kept"] is None else f"{row['kept']:.0f} ({row['share']:.1%})"
-    cells = [f"{row['shape']:<7} {row['way']:<28} {kept:>12}", "tau {:.2f} [{:.2f}, {:.2f}]".format(*row["tau"])]
-    cells.append("names {:.2f}".format(row["names"][0]))
+    cells = [f"{row['shape']:<7} {row['way']:<28} {kept:>12}", f"tau {told(row['tau'])}, x{told(row['tau_over'])}"]
+    cells.append(f"names {row['names'][0]:.2f}, tau {row['names_tau'][0]:.2f}")
     if "prefill_ms" in row:
         form = "prefill {prefill_ms:.1f} ms (x{prefill_over:.2f}), operations x{mflops_over:.3f}, KV x{kv_over:.3f}"
         cells.append(form.format(**row))
     cells.append("decode x{speedup_decode:.2f}, call x{speedup_e2e:.2f}, hf x{speedup_hf:.2f}".format(**row))
     return "  ".join(cells) + ("" if row["identical"] else "  DIFFERS")
+
+
+def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
+    """A table for each shape."""
+    parts = []
+    for shape in dict.fromkeys(row["shape"] for row in rows):
+        mine = [row for row in rows if row["shape"] == shape]
+        lines = [HEADINGS, ["---"] * len(HEADINGS), *map(_cells, mine)]
+        parts.append("\n".join([TITLE.format(**mine[0]), "", *(f"| {' | '.join(line)} |" for line in lines)]))
+    return "\n\n".join(parts) + "\n"
+
+
+def _cells(row: Mapping[str, Any]) -> list[str]:
+    """A row of its shape's table, as `HEADINGS` has it."""
+    shown = row["visual"] if row["kept"] is None else row["kept"]
+    cells = [row["way"], "-" if row["share"] is None else f"{shown:.0f} ({row['share']:.1%})"]
+    cells += [told(row["tau"]), told(row["tau_over"]), f"{row['names'][0]:.0%}", told(row["names_tau"])]
+    if "prefill_ms" in row:
+        form = "{prefill_ms:.1f}|{prefill_over:.2f}|{mflops_over:.3f}|{kv_kib:.1f}|{kv_over:.3f}"
+        cells += form.format(**row).split("|")
+    else:
+        cells += ["-"] * 5
+    cells += [told((row[name], *row[f"{name}_ci"])) for name in ("speedup_decode", "speedup_e2e")]
+    return [*cells, f"{row['speedup_hf']:.2f}", "yes" if row["identical"] else "NO"]
 
 
 def words(text: str) -> list[str]:
@@ -237,6 +296,7 @@ def parser() -> argparse.ArgumentParser:
     add("--nodes", type=positive, default=None, metavar="N", help="score trees of N nodes (default: what pays)")
     add("--max-new-tokens", type=positive, default=128, metavar="N")
     add("--json", metavar="FILE")
+    add("--markdown", metavar="FILE.md", help="the tables")
     add("--plot", metavar="FILE.png", help="tau against tokens kept")
     add("--progress", action=argparse.BooleanOptionalAction, default=sys.stderr.isatty())
     return made
@@ -256,6 +316,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             row.setdefault("against", {})[way] = figures
     if args.json:
         Path(args.json).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    if args.markdown:
+        Path(args.markdown).write_text(markdown(rows), encoding="utf-8")
     if args.plot:
         from mmspec.app.plot import plot_kept
 
@@ -276,18 +338,19 @@ def measured(args: argparse.Namespace, command: str) -> list[dict[str, Any]]:
         raise UsageError(f"--compressors go with the first drafter, which has one: {first!r}; put it later")
     for name in (*args.drafters, *(f"{first}+{what}:1" for what in args.compressors)):
         check(name)
-    for file in filter(None, (args.json, args.plot)):
+    for file in filter(None, (args.json, args.markdown, args.plot)):
         writable(file)
     model, processor = load(args.model)
     shared = {name: getattr(args, name) for name in ("model", "first_seed", "max_new_tokens", "nodes")}
     shared["run"] = provenance(command, model)
     rows: list[dict[str, Any]] = []
+    field_: list[Way] = []
     for wanted in args.shapes:
         try:
             shape = fitting(wanted, model, processor, args.max_new_tokens)
             visual, _ = visual_of(model, processor, next(asked(shape, args.first_seed)))
             ways = ways_of(args.drafters, args.compressors, args.shares, visual)
-            field_ = field_of(model, processor, ways, args.nodes)
+            field_ = field_of(model, processor, ways, args.nodes, field_)
         except (OSError, TypeError, ValueError) as error:
             raise UsageError(one_line(error, 600)) from error
         if not hasattr(next(way.drafter for way in field_ if way.name == args.drafters[0]), "read"):

@@ -11,9 +11,11 @@ import pytest
 import torch
 
 from mmspec.app import choices, study_visual
+from mmspec.app.answers import Answer, multiple
+from mmspec.app.contenders import drafter_of, patched
 from mmspec.app.models import random_model
 from mmspec.app.shapes import SHAPES, asked, fitting
-from mmspec.app.study_visual import ways_of
+from mmspec.app.study_visual import contest, field_of, rows_of, ways_of
 from mmspec.drafters.checkpoint import Made, fingerprint, save
 from mmspec.drafters.head import EagleHead, HeadConfig
 from mmspec.vision.elastic import Elastic
@@ -61,7 +63,8 @@ def test_the_ways() -> None:
 
 
 def test_from_the_command_line(folder: Path, tmp_path: Path, capsys: Any) -> None:
-    files = ["--json", str(tmp_path / "v.json"), "--plot", str(tmp_path / "v.png"), "--no-progress"]
+    files = [f"--{kind}={tmp_path / name}" for kind, name in (("json", "v.json"), ("plot", "v.png"))]
+    files += [f"--markdown={tmp_path / 'v.md'}", "--no-progress"]
     given = [str(folder), f"{folder}+drop", "--model", "tiny", "--compressors", "pool", "--shares", "4", "--count", "2"]
     assert study_visual.main([*given, "--shapes", "one,clip8", "--max-new-tokens", "8", *files]) == 0
     rows = json.loads((tmp_path / "v.json").read_text())
@@ -83,7 +86,97 @@ def test_from_the_command_line(folder: Path, tmp_path: Path, capsys: Any) -> Non
     # Of rows that are not asked only keys and values are made: 2 * D * (2 * kv heads * size) operations each, and
     # visual tokens are not fused with states.
     assert 1e6 * (whole["mflops"] - pool["mflops"]) == pytest.approx(96 * 2 * 64 * 2 * 2 * config.head_dim)
+    assert all(row["base"] == "mine" for row in rows)
+    assert whole["speedup_decode_ci"] == whole["speedup_e2e_ci"] == [1, 1]
+    assert all(row[f"{name}_ci"][0] <= row[name] <= row[f"{name}_ci"][1] for row in rows for name in SPEEDS)
     assert (tmp_path / "v.png").read_bytes().startswith(b"\x89PNG") and "mine+pool:32" in capsys.readouterr().out
+    one, clip = (tmp_path / "v.md").read_text().split("\n\n**")
+    assert one.startswith("**one: 16 visual tokens, 2 requests; over: in multiples of what mine has**")
+    lines = [line[2:-2].split(" | ") for line in clip.splitlines() if line.startswith("|")]
+    assert [line[0] for line in lines] == ["way", "---", "none", "mine", "mine+drop", "mine+pool:32"]
+    assert {len(line) for line in lines} == {len(study_visual.HEADINGS)} and {line[-1] for line in lines[2:]} == {"yes"}
+    assert [line[1] for line in lines[2:]] == ["-", "128 (100.0%)", "0 (0.0%)", "32 (25.0%)"]
+    told = dict(zip(lines[0], lines[5], strict=True))  # of columns of one name the last, the caches
+    assert told["operations over"] == f"{pool['mflops_over']:.3f}" and told["over"] == f"{pool['kv_over']:.3f}"
+    speed = "{:.2f} [{:.2f}, {:.2f}]".format(pool["speedup_decode"], *pool["speedup_decode_ci"])
+    assert told["decode speed over"] == speed and lines[2][6:11] == ["-"] * 5
+
+
+SPEEDS = ("speedup_decode", "speedup_e2e")
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Any]]:
+    """{way: the models that were patched for it}."""
+    found: dict[str, list[Any]] = {}
+
+    def noted(model: Any, name: str, *given: Any) -> Any:
+        found.setdefault(Path(name).name, []).append(patched(model, name, *given))
+        return found[Path(name).name][-1]
+
+    monkeypatch.setattr(study_visual, "patched", noted)
+    return found
+
+
+def test_operations_are_of_the_way_that_was_used_and_are_not_learned_from(
+    folder: Path, made: dict[str, list[Any]]
+) -> None:
+    model, processor = random_model("tiny")
+    field_ = field_of(model, processor, {str(folder): [], f"{folder}+measured": []})
+    contest(field_, processor, "one", 0, 2, 40, lambda done: None)
+    whole, chose = field_[2:]
+    kept = [run.stats.visual_kept for run in chose.system.runs if run.stats]
+    assert kept == [16, 4], "all, then fewer, to see what that costs"
+    each = 2 * 64 * 2 * 2 * whole.drafter.head.config.head_dim  # type: ignore[union-attr]
+    saved = [a.flops - b.flops for a, b in zip(whole.readings, chose.readings, strict=True)]
+    assert saved == [0, 12 * each] and whole.readings[0].flops > 0
+    assert drafter_of(made["mine+measured"][0]).pace.tallies[1].prompts == 3, "the calls, and nothing else"
+    told = {row["way"]: row for row in rows_of(field_, "one", str(folder))}
+    mine, others = told["mine+measured"], told["mine"]
+    assert 1e6 * (others["mflops"] - mine["mflops"]) == pytest.approx(6 * each), "in the mean over requests"
+
+
+def test_who_is_named_lives_through_all_shapes(folder: Path, made: dict[str, list[Any]]) -> None:
+    given = [str(folder), f"{folder}+measured", "--model", "tiny", "--compressors", "pool", "--shares", "4"]
+    given += ["--count", "1", "--max-new-tokens", "6", "--no-progress"]
+    assert study_visual.main([*given, "--shapes", "one,clip3,short"]) == 0
+    assert {name: len(models) for name, models in made.items()} == {
+        "none": 1, "mine": 1, "mine+measured": 1, "mine+pool:4": 2, "mine+pool:12": 1
+    }  # fmt: skip
+    assert drafter_of(made["mine+measured"][0]).pace.tallies[1].prompts == 6
+
+
+def test_figures_of_one_shape_are_not_those_of_another(folder: Path) -> None:
+    model, processor = random_model("tiny")
+    first = field_of(model, processor, {str(folder): []})
+    contest(first, processor, "one", 0, 1, 4, lambda done: None)
+    again = field_of(model, processor, {str(folder): []}, before=first)
+    assert [way.system.model for way in again] == [way.system.model for way in first]
+    assert [way.drafter for way in again] == [way.drafter for way in first]
+    assert not any(way.system.runs or way.answers or way.readings for way in again)
+
+
+def test_tau_is_told_over_that_of_the_first_drafter(folder: Path) -> None:
+    model, processor = random_model("tiny")
+    field_ = field_of(model, processor, {str(folder): [], f"{folder}+drop": []})
+    contest(field_, processor, "one", 0, 2, 4, lambda done: None)
+    field_[2].answers, field_[3].answers = [Answer(20, 10)] * 2, [Answer(20, 4, {"names": 6}, {"names": 3})] * 2
+    drop = list(rows_of(field_, "one", str(folder)))[-1] | {"visual": 16}
+    assert (drop["tau"], drop["tau_over"], drop["names_tau"]) == ((5,) * 3, (2.5,) * 3, (2,) * 3)
+    table = study_visual.markdown([drop])
+    assert "| 5.00 [5.00, 5.00] | 2.50 [2.50, 2.50] | 50% | 2.00 [2.00, 2.00] |" in table
+    assert "tau 5.00 [5.00, 5.00], x2.50 [2.50, 2.50]  names 0.50, tau 2.00" in study_visual.line_of(drop)
+
+
+def test_tau_over_is_of_all_tokens_by_all_forwards_of_the_same_requests() -> None:
+    base = [Answer(10 * n, 5) for n in range(1, 9)]
+    mine = [Answer(10 * n, 2) for n in range(1, 9)]
+    assert multiple(mine, "tau", base) == pytest.approx((2.5, 2.5, 2.5)), "request paired with request"
+    mine[0] = Answer(10, 26)  # eight requests, 40 forwards each: a mean of ratios would differ
+    value, low, high = multiple(mine, "tau", base)
+    assert value == pytest.approx(1.0) and low < 1 < high
+    nothing = [Answer(0, 0)] * 3
+    assert multiple(nothing, "tau", nothing) == (1, 1, 1), "answers of one token"
 
 
 def test_ways_that_choose_are_told_against_fixed_ones(folders: Path, tmp_path: Path, capsys: Any) -> None:
@@ -116,11 +209,36 @@ def test_the_best_fixed_way_and_the_best_way_for_each_request() -> None:
     assert told["best_fixed"] == "d+pool at 1/4" and told["over_best_fixed"][0] == 4 / 3
     assert told["over_best_fixed_forwards"][0] == 28 / 30
     assert told["over_best_each_forwards"][0] == 25 / 30, "9 and, of two with 16, the one that is shown less"
-    assert told["over_best_each"][0] == 2.0
+    assert told["over_best_each"][0] == 2.0 and told["over_optimistic_bound"][0] == 4 / 3
     assert choices.names_of(rows[2]) == ["d+pool at 1/16", "d+pool:1"]
     other = [one | {"shape": "two"} for one in rows if one["way"] != "d+pool:4"]
     assert choices.against([*rows, *other])["e"]["best_fixed"] == "d+pool at 1/16", "only what was run on every shape"
     assert choices.against(rows[:3]) == {}
+
+
+def test_long_answers_do_not_outweigh_short_ones() -> None:
+    rows = [
+        row("d", "identity", [0.4, 0.4], [5, 5]),
+        row("d+pool:1", "pool", [0.2, 0.6], [5, 5], shares=[0]),
+        row("e", "elastic", [0.2, 0.2], [5, 5]),
+        row("d", "identity", [30.0, 50.0], [5, 5], shape="clip"),
+        row("d+pool:1", "pool", [50.0, 50.0], [5, 5], shares=[0], shape="clip"),
+        row("e", "elastic", [50.0, 50.0], [5, 5], shape="clip"),
+        row("d+drop", "drop", [0.2, 0.2], [5, 5]),
+        row("d+drop", "drop", [100.0, 100.0], [5, 5], shape="clip"),
+    ]
+    told = choices.against(rows)["e"]
+    assert told["best_fixed"] == "d" and told["over_best_fixed"][0] == pytest.approx(80.8 / 100.4)
+    assert told["best_fixed_by_shape"] == "d", "0.4 * 40 is less than 0.4 * 50"
+    value, low, high = told["over_best_fixed_by_shape"]
+    assert value == pytest.approx((2 * 0.8) ** 0.5) and low == pytest.approx(1.2**0.5)
+    assert high == pytest.approx(2**0.5), "each shape keeps its requests when they are drawn anew"
+    assert told["over_optimistic_bound"][0] == pytest.approx(80.4 / 100.4), "of each request the least"
+    rows[0]["seconds"] = [0.6, 0.6]
+    told = choices.against(rows)["e"]
+    assert told["best_fixed"] == "d" and told["best_fixed_by_shape"] != "d", "seconds of clips alone made it the best"
+    said = choices.line_of("e", told)
+    assert "the best fixed way in the mean over shapes: seconds x" in said and "an optimistic bound: seconds x" in said
 
 
 def test_clips_are_as_long_as_the_model_has_positions() -> None:
