@@ -123,11 +123,13 @@ def plot_blocks(settings: Mapping[str, Sequence[dict[str, Any]]], file: Path) ->
     figure = Figure(figsize=(3.6 * len(panels), 0.6 + 2.9 * len(settings)), layout="constrained")
     grid = figure.subplots(len(settings), len(panels), squeeze=False)
     lines: dict[str, Any] = {}
+    kinds = list(dict.fromkeys(row["kind"] for rows in settings.values() for row in rows if row["size"] is not None))
     for (title, rows), axes in zip(settings.items(), grid, strict=True):
-        kinds = list(dict.fromkeys(row["kind"] for row in rows if row["size"] is not None))
         for axis, (name, label) in zip(axes, panels.items(), strict=True):
             for place, kind in enumerate(kinds):
                 points = sorted((r for r in rows if r["kind"] == kind and r["size"]), key=lambda row: row["size"])
+                if not points:
+                    continue
                 values = [row[name] for row in points]
                 limits = list(zip(*(row["speedup_hf_ci"] for row in points), strict=True))
                 spread = _spread(values, *limits) if name == "speedup_hf" else None
