@@ -95,6 +95,9 @@ class Costs:
         if nodes in known:  # and no larger one is cheaper: then that was a dear first use, and its mean is not yet
             return min(known[n] for n in sizes if n >= nodes)
         nearest = max((n for n in sizes if n < nodes), default=sizes[0])
+        if sizes[0] < nearest:  # what was measured says better than a guess what a node adds
+            each = (known[nearest] - known[sizes[0]]) / (nearest - sizes[0])
+            return known[nearest] + (nodes - nearest) * max(0.0, each)
         slope = SLOPE.get(self.device, SLOPE["other"])
         return known[nearest] * (1 + slope * (nodes - 1)) / (1 + slope * (nearest - 1))
 

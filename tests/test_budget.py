@@ -178,7 +178,9 @@ def test_costs_that_were_never_measured_are_guessed_from_smaller_ones() -> None:
     costs = Costs("cpu", score={(2, 1): 1.0, (2, 4): 1.5, (1, 8): 99.0})
     assert costs.of_score(2, 1) == 1.0 and costs.of_score(2, 4) == 1.5
     assert costs.of_score(2, 2) == pytest.approx(1.11)
-    assert costs.of_score(2, 8) == pytest.approx(1.5 * 1.77 / 1.33)
+    assert costs.of_score(2, 8) == pytest.approx(1.5 + 4 * 0.5 / 3), "as those that were measured go on"
+    assert costs.of_score(1, 16) == pytest.approx(99.0 * 2.65 / 1.77), "there is but one"
+    assert Costs("cpu", score={(1, 1): 2.0, (1, 8): 1.0}).of_score(1, 16) == 1.0, "more never cost less"
     assert costs.of_score(3, 4) == 0.0
     costs.score[2, 2] = 9.0
     assert costs.of_score(2, 2) == 1.5, "one that was dear when it was first used is not dearer than a larger one"
