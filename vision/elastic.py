@@ -17,8 +17,8 @@ from torch.nn import functional
 
 from mmspec.interfaces import Compressor, VisualTokens
 from mmspec.shown import label
-from mmspec.vision.picking import Drop, Stride
-from mmspec.vision.pooling import Pool
+from mmspec.vision.picking import Drop, Prune, Stride, relevance
+from mmspec.vision.pooling import Conv, Pool
 from mmspec.vision.resampler import Resampler
 from mmspec.vision.rows import origin_of, padded
 
@@ -41,7 +41,8 @@ class Elastic(nn.Module):
     def __init__(self, hidden_size: int, tokens: int, ways: Sequence[Compressor] = ()) -> None:
         """
         Args:
-            ways: what is chosen among; by default nothing, pooling to several sizes, every n-th token, and a resampler.
+            ways: what is chosen among; by default nothing, pooling to several sizes, a convolution, every n-th token,
+                the most relevant ones, and a resampler.
 
         Raises:
             ValueError: fewer than one token.
@@ -56,6 +57,7 @@ class Elastic(nn.Module):
         self.gate = nn.Linear(hidden_size + 1, len(self.ways))
         nn.init.zeros_(self.gate.weight)
         nn.init.zeros_(self.gate.bias)
+        self.attends = any(getattr(way, "attends", False) for way in self.ways)
         self.chosen: list[str] | None = None
         self.cost: Tensor | None = None
 
@@ -102,8 +104,10 @@ class Elastic(nn.Module):
 
 def _ways(hidden_size: int, tokens: int) -> list[Compressor]:
     sizes = sorted({max(1, round(tokens * share)) for share in SHARES}, reverse=True)
-    resampler: Compressor = Resampler(hidden_size, min(2, tokens))
-    return [Drop(), *(Pool(size) for size in sizes), Stride(max(1, tokens // 4)), resampler]
+    some = max(1, tokens // 4)
+    pruned: list[Compressor] = [Stride(some), Prune(some, "relevant", relevance)]
+    learned: list[Compressor] = [Conv(hidden_size, tokens), Resampler(hidden_size, min(2, tokens))]
+    return [Drop(), *(Pool(size) for size in sizes), *pruned, *learned]
 
 
 def _sight(visual: VisualTokens, query: Tensor) -> Tensor:
