@@ -9,7 +9,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mmspec.app.errors import UsageError, one_line
-from mmspec.app.settings import DEFAULT, DTYPES, FRAMES, MAX_PIXELS, PROMPT, VIDEO_PROMPT, JobSettings, Place
+from mmspec.app.settings import (
+    DEFAULT,
+    DTYPES,
+    FRAMES,
+    MAX_PIXELS,
+    PROMPT,
+    SAMPLERS,
+    VIDEO_PROMPT,
+    JobSettings,
+    Place,
+)
 
 if TYPE_CHECKING:
     from mmspec.app.captioner import Captioner
@@ -19,7 +29,8 @@ MODELS = f"hub id, folder, or built in: scenes (knows its own small world), tiny
 EPILOG = """\
 PATH is any mix of
   photo.jpg          one file; clip.mp4 likewise (--frames of it are shown to the model, as a video if it takes videos,
-                     else as so many pictures; videos are decoded in a process of their own, 5 minutes each at most)
+                     else as so many pictures; --fps and --sampler say which; videos are decoded in a process of their
+                     own, 5 minutes each at most)
   photos/            a folder, with its sub-folders, in natural order (img2 before img10)
   'photos/*.png'     a glob, expanded here if your shell has not
   list.jsonl         a manifest: "file_name" and, if wanted, "prompt" and "id" per row; .csv likewise;
@@ -29,6 +40,7 @@ examples
   mmspec caption photos/ --model llava-hf/llava-1.5-7b-hf --out captions.jsonl
   mmspec caption photos/ --model ./my-llava --out photos/metadata.jsonl     loads with load_dataset("imagefolder")
   mmspec caption cat.png --compare              no download: the small model that ships, for drawn scenes
+  mmspec caption clips/ --fps 1 --frames 32 --model ...                     a frame a second, 32 at most
   mmspec caption list.jsonl --model ... --temperature 0.7 --seed 1 --stop $'\\n'
   accelerate launch --num_processes 4 -m mmspec caption photos/ --model ... --out captions.jsonl
 
@@ -86,7 +98,10 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
 def _add_decoding(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("captions").add_argument
     add("--prompt", default=None, metavar="TEXT", help=f"default {PROMPT!r}; of videos {VIDEO_PROMPT!r}")
-    add("--frames", type=positive, default=FRAMES, metavar="N", help=f"of a video, evenly spread (default {FRAMES})")
+    add("--frames", type=positive, default=FRAMES, metavar="N", help=f"of a video, at most (default {FRAMES})")
+    add("--fps", type=rate, default=None, metavar="R", help="R frames of each second of a video, up to --frames")
+    told = "of a video, evenly spread frames (default) or those that differ most from each other"
+    add("--sampler", choices=SAMPLERS, default=SAMPLERS[0], help=told)
     add("--batch-size", type=positive, default=8, metavar="N", help="pictures or videos at a time (default 8)")
     add("--max-new-tokens", type=positive, default=128, metavar="N", help="per caption (default 128)")
     add("--temperature", type=temperature, default=0.0, metavar="T", help="0 (default) is greedy")
@@ -125,6 +140,17 @@ def temperature(text: str) -> float:
     return value
 
 
+def rate(text: str) -> float:
+    """A finite number above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be frames a second, a number above 0, got {text!r}")
+    return value
+
+
 def shard(text: str) -> tuple[int, int]:
     """ "1/4": the second of four."""
     first, _, count = text.partition("/")
@@ -150,6 +176,7 @@ def run(args: argparse.Namespace) -> int:
     settings = JobSettings(**given | {"paths": tuple(args.paths), "stop": tuple(filter(None, args.stop))})
     place = Place.of(os.environ)
     check_drafter(settings.drafter, settings.compressor)
+    settings.frame_sampler()
     if settings.prompt is not None and not settings.prompt.strip():
         raise UsageError("--prompt must not be empty")
     quiet(settings.progress)

@@ -10,6 +10,7 @@ from mmspec.app.images import ImageError, Shown, Video, check_file, check_size, 
 from mmspec.app.settings import FRAMES, MAX_PIXELS
 
 if TYPE_CHECKING:
+    from mmspec.interfaces import FrameSampler
     from mmspec.vision.isolated import Isolated
 
 _SUFFIXES = ".mp4 .m4v .mov .mkv .webm .avi .mpg .mpeg .ogv .wmv .flv .3gp"
@@ -17,11 +18,12 @@ SUFFIXES = frozenset(_SUFFIXES.split())
 
 
 def load_clip(
-    path: Path, frames: int = FRAMES, max_pixels: int = MAX_PIXELS, isolated: bool | Isolated = False
+    path: Path, frames: int | FrameSampler = FRAMES, max_pixels: int = MAX_PIXELS, isolated: bool | Isolated = False
 ) -> Video:
-    """Up to `frames` RGB frames of the video in `path`, evenly spread; all of a shorter one.
+    """RGB frames of the video in `path`.
 
     Args:
+        frames: so many, evenly spread, and all of a shorter one; or what chooses them.
         isolated: as `mmspec.vision.frames.read_frames` takes it: a decoder that crashes is then an error of the file.
 
     Raises:
@@ -31,7 +33,7 @@ def load_clip(
 
     check_file(path)
     try:
-        read = read_frames(path, Uniform(frames), isolated=isolated)
+        read = read_frames(path, Uniform(frames) if isinstance(frames, int) else frames, isolated=isolated)
     except ImportError as error:
         raise ImageError("NoVideoReader", one_line(error)) from error
     except MemoryError as error:
@@ -46,7 +48,7 @@ def load_clip(
 
 
 def load_shown(
-    path: Path, frames: int = FRAMES, max_pixels: int = MAX_PIXELS, isolated: bool | Isolated = False
+    path: Path, frames: int | FrameSampler = FRAMES, max_pixels: int = MAX_PIXELS, isolated: bool | Isolated = False
 ) -> Shown:
     """The frames of a file that is named like a video, else the picture in it."""
     if path.suffix.lower() in SUFFIXES:

@@ -127,10 +127,11 @@ class Job:
 
     def _work(self, plan: list[Sequence[Item]], rows: dict[str, Row], stop: Stop, progress: Progress) -> None:
         settings = self.settings
+        sampler = settings.frame_sampler()
         with pixel_limit(settings.max_pixels), Isolated() as isolated:
 
             def decode(item: Item) -> Shown:
-                return load_shown(item.path, settings.frames, settings.max_pixels, isolated)
+                return load_shown(item.path, sampler, settings.max_pixels, isolated)
 
             ahead = settings.batch_size + settings.threads
             decoded = decode_ahead(itertools.chain(*plan), decode, settings.threads, ahead)

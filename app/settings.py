@@ -7,9 +7,12 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from mmspec.app.errors import UsageError
+
+if TYPE_CHECKING:
+    from mmspec.interfaces import FrameSampler
 
 MODEL = "scenes"
 DEFAULT = MODEL
@@ -17,6 +20,8 @@ DEFAULT = MODEL
 PROMPT = "Describe the image."
 VIDEO_PROMPT = "Describe the video."
 FRAMES = 8
+SAMPLERS = ("uniform", "differing")
+"""How the frames of a clip are chosen."""
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 MAX_PIXELS = 64_000_000
 T = TypeVar("T")
@@ -28,6 +33,7 @@ class JobSettings:
 
     Attributes:
         prompt: None is `PROMPT` for pictures and `VIDEO_PROMPT` for clips. frames: of a clip, at most.
+        fps: so many frames of each second of a clip, or None. sampler: one of `SAMPLERS`.
         compare: how many pictures to decode plainly as well; 0 none, -1 all.
         progress: True or False, or None for "if standard error is a terminal".
     """
@@ -39,6 +45,8 @@ class JobSettings:
     compressor: str | None = None
     prompt: str | None = None
     frames: int = FRAMES
+    fps: float | None = None
+    sampler: str = SAMPLERS[0]
     batch_size: int = 8
     max_new_tokens: int = 128
     temperature: float = 0.0
@@ -71,10 +79,30 @@ class JobSettings:
             "stop": list(self.stop),
             "dtype": self.dtype,
         }
+        # Said only where it is not usual, so that jobs from before these choices can be gone on with.
+        decisive |= {"fps": self.fps} if self.fps is not None else {}
+        decisive |= {"sampler": self.sampler} if self.sampler != SAMPLERS[0] else {}
         if self.temperature > 0:
             decisive |= {"seed": self.seed, "batch_size": self.batch_size}
             decisive |= {"shard": "{}/{}".format(*self.shard), "processes": world}
         return decisive
+
+    def frame_sampler(self) -> FrameSampler:
+        """What chooses the frames of a clip.
+
+        Raises:
+            UsageError: frames by the second and frames that differ, of which there can be one; more frames than a
+                sampler looks at.
+        """
+        from mmspec.vision.samplers import MOST_LOOKS, ByRate, Differing, Uniform
+
+        if self.sampler == "differing":
+            if self.fps is not None:
+                raise UsageError("--fps spreads frames evenly, --sampler differing does not: give one of them")
+            if self.frames > MOST_LOOKS:
+                raise UsageError(f"--sampler differing chooses among {MOST_LOOKS} frames; got --frames {self.frames}")
+            return Differing(self.frames, max(64, self.frames))
+        return Uniform(self.frames) if self.fps is None else ByRate(self.fps, self.frames)
 
 
 @dataclass(frozen=True)
@@ -132,6 +160,7 @@ __all__ = [
     "MAX_PIXELS",
     "MODEL",
     "PROMPT",
+    "SAMPLERS",
     "VIDEO_PROMPT",
     "JobSettings",
     "Place",

@@ -234,17 +234,21 @@ class EagleDrafter:
             segments = segments_of(prompt, n)
             state.meter = Meter(self.pace, len(counts), states.device)
             outlook = self._outlook(prompt, (inside & ~sight.visual).sum(1))
-            shown = shrunk(self.head, self.rule, sight, inside, positions, compressor, query, segments, outlook)
-            rows, keep, positions = shown
+            attended = prompt.attended
+            if attended is not None:
+                (attended,) = pack(real, attended[:, -n:])[1:]
+                attended = attended.roll(-1, 1)
+            given = self.head, self.rule, sight, inside, positions, compressor, query, segments, outlook, attended
+            rows, keep, positions = shrunk(*given)
             inside = torch.ones_like(keep)
         if keep is not None:
             kept, rows, positions = pack(inside & keep, rows, positions)
         counts_, kept_ = torch.stack((counts, kept)).tolist()
         rows, positions = rows[:, : max(kept_)], positions[:, : max(kept_)]
         began = state.meter.mark()
+        state.places = counts_  # before they are read: few rows may stand far apart
         self._read(state, rows, positions, kept_)
         state.meter.read(began, max(kept_))
-        state.places = counts_
 
     def _outlook(self, prompt: Prompt, text: Tensor) -> Outlook:
         """What a compressor may know of a call. text: [B] words of each prompt."""

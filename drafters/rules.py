@@ -93,6 +93,7 @@ def shrunk(
     query: Tensor | None,
     segments: tuple[Segment, ...] = (),
     outlook: Outlook | None = None,
+    attended: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The rows of a rule when a compressor shows fewer visual tokens.
 
@@ -101,12 +102,14 @@ def shrunk(
     Args:
         inside: [B, n] bool, rows that are there. positions: [B, n]. query: [B, D] the prompt's last state, or None.
         outlook: what is known of the call, for compressors that weigh costs.
+        attended: [B, n] how much the vision tower attends to what each row shows, or None.
 
     Returns:
         [B, m, D] rows, [B, m] bool which of them are kept, [B, m] their positions.
     """
     seen, words = sight.visual & inside, ~sight.visual & inside
-    counts, embeddings, states, places = pack(seen, sight.following, sight.states, positions)
+    scores = positions if attended is None else attended
+    counts, embeddings, states, places, scores = pack(seen, sight.following, sight.states, positions, scores)
     text, following, before, where = pack(words, sight.following, sight.states, positions)
     most, *sizes = torch.cat((text.max()[None], counts)).tolist()
     many, held = max(sizes), [0] * len(sizes)
@@ -116,7 +119,11 @@ def shrunk(
         held[segment.row] += segment.length
     # A row whose first token is a visual one has one fewer than its grids, since no row stands before it.
     segments = tuple(one for one in segments if held[one.row] == sizes[one.row])
-    visual = VisualTokens(embeddings[:, :many], states[:, :many], mask, places[:, :many], segments, outlook=outlook)
+    visual = VisualTokens(
+        *(embeddings[:, :many], states[:, :many], mask, places[:, :many], segments),
+        scores=None if attended is None else scores[:, :many],
+        outlook=outlook,
+    )
     few = compressor.compress(visual, query, compressor.tokens)
     shown = Sight(few.embeddings, few.states, torch.ones_like(few.mask), sight.placeholder)
     said = Sight(following[:, :most], before[:, :most], torch.zeros_like(told), sight.placeholder)

@@ -13,6 +13,7 @@ import inspect
 import logging
 import threading
 import time
+from contextlib import nullcontext
 from contextvars import ContextVar
 from typing import Any
 
@@ -81,6 +82,8 @@ class Patch:
             result = plain(**arguments)
             self._account(stats, began)
             return result
+        # Pictures are encoded before the loop starts, so what they are fed as is to be heard from here on.
+        heard = self.family.listening() if getattr(options.shows, "attends", False) else None
         call = Call(
             family=self.family,
             options=options,
@@ -92,8 +95,10 @@ class Patch:
             vision={name: arguments[name] for name in self.family.vision_args if arguments.get(name) is not None},
             repeats=look("num_return_sequences") or 1,
             warn=self._warn_once,
+            heard=heard,
         )
-        result = plain(**_with_stop_strings(arguments, look), custom_generate=self._loop_of(call))
+        with nullcontext() if heard is None else heard.on():
+            result = plain(**_with_stop_strings(arguments, look), custom_generate=self._loop_of(call))
         self._account(call.stats, began)
         return result
 

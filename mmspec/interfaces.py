@@ -121,6 +121,8 @@ class Prompt:
         fixed: shapes must not hang on timing (`deterministic=True`, or `nodes=` was given).
         compressor: what shows the drafter fewer visual tokens, if one was chosen.
         answer: new tokens that a row may be given at most; None if nobody said.
+        attended: [B, L] float32, how much the vision tower attends to what each visual token shows; None if nobody
+            asked, or the family cannot tell.
     """
 
     ids: Tensor
@@ -138,6 +140,7 @@ class Prompt:
     fixed: bool = False
     compressor: Compressor | None = None
     answer: int | None = None
+    attended: Tensor | None = None
 
 
 @dataclass
@@ -241,7 +244,8 @@ class VisualTokens:
         embeddings: [B, M, D] projected visual embeddings. states: [B, M, D] the target's states that a drafter joins
             them with: those one position before.
         mask: [B, M] bool, True where a token stands. positions: [B, M] or [axes, B, M] int64.
-        scores: [B, M] float32 relevance, or None. segments: the grids, `start` counted in M.
+        scores: [B, M] float32, how much the vision tower attends to each, or None: see `Prompt.attended`.
+        segments: the grids, `start` counted in M.
         outlook: what is known of the call, for compressors that weigh costs; None if nothing is.
         origin: of what a compressor returns, [B, M] int64: the number of the token that each one is, among those that
             the compressor was given; -1 for mixtures, None if it does not say.

@@ -48,6 +48,12 @@ class Options:
         """Size of every tree, if timing must not choose it."""
         return self.nodes or (FIXED if self.deterministic else None)
 
+    @property
+    def shows(self) -> Compressor | None:
+        """What shows the drafter fewer visual tokens: chosen, or its own; None if nothing does."""
+        own = getattr(self.drafter, "compressor", None)
+        return own if self.compressor is None and isinstance(own, Compressor) else self.compressor
+
 
 def facts_of(family: Any, tokenizer: Any) -> Facts:
     """What a drafter may check of a target."""

@@ -17,12 +17,13 @@ from mmspec.budget import Budget, Costs
 from mmspec.columns import ColumnClock
 from mmspec.cpu import Packs, layers_of, packed
 from mmspec.engine import Loop
-from mmspec.interfaces import Compressor, Drafter, Prompt, Verdict, Words
+from mmspec.interfaces import Drafter, Prompt, Verdict, Words
 from mmspec.options import Options, reference_rows
 from mmspec.sampling import Noise, Picker, Undo
 from mmspec.shown import Watch
 from mmspec.stats import Stats
 from mmspec.target_hf import Family, HFTarget
+from mmspec.tower import Listening
 from mmspec.tree import DraftTree
 
 NOISE_BYTES = 256 << 20
@@ -44,7 +45,7 @@ class Call:
         packs: how linear layers are computed fastest. costs: what rounds with this call's drafter cost.
         began: `time.perf_counter()` when `generate` was called.
         streamer, vision: arguments of `generate` that transformers does not pass on. repeats: rows per prompt.
-        warn: tells the user something once.
+        warn: tells the user something once. heard: what the vision tower was fed, if a compressor asks for it.
     """
 
     family: Family
@@ -57,6 +58,7 @@ class Call:
     vision: Mapping[str, Any]
     repeats: int
     warn: Callable[[str], None]
+    heard: Listening | None = None
     stats: Stats = field(default_factory=Stats)
 
 
@@ -79,8 +81,8 @@ def serve(call: Call, given: Prepared) -> Any:
     """
     entered = time.perf_counter()
     input_ids, config = given.input_ids, given.config
-    drafter = call.options.drafter
-    most, watch = _most(given), _watch(call.options)
+    drafter, shows = call.options.drafter, call.options.shows
+    most, watch = _most(given), None if shows is None else Watch(shows)
     target = HFTarget(call.family, input_ids, given.model_kwargs, config, most)
     first, taps = _prefill(target, drafter)
     call.stats.prefill_s = time.perf_counter() - entered
@@ -112,7 +114,12 @@ def serve(call: Call, given: Prepared) -> Any:
     if watch is not None and not _ours(watch.inner):
         watch.guard = undo
     prompt = _prompt(call, input_ids, target, taps, first.shape[-1], clock)
-    prompt = replace(prompt, compressor=watch, answer=most if most < UNSAID else None)
+    prompt = replace(
+        prompt,
+        compressor=watch,
+        answer=most if most < UNSAID else None,
+        attended=_attended(call, prompt.visual),
+    )
     loop = Loop(
         target=target,
         drafter=drafter if _ours(drafter) else _Quiet(drafter, undo),
@@ -188,12 +195,15 @@ def _prompt(call: Call, input_ids: Tensor, target: HFTarget, taps: Any, vocab: i
     )
 
 
-def _watch(options: Options) -> Watch | None:
-    """What shows the drafter fewer visual tokens, chosen or its own, watched; None if nothing does."""
-    chosen = options.compressor
-    if chosen is None and isinstance(own := getattr(options.drafter, "compressor", None), Compressor):
-        chosen = own
-    return None if chosen is None else Watch(chosen)
+def _attended(call: Call, visual: Tensor) -> Tensor | None:
+    """[B, L] how much the vision tower attends to what each visual token shows; None if nobody asked or can tell."""
+    shares = None if call.heard is None else call.heard.scores()
+    flat = None if shares is None else call.family.attended(shares, call.vision)
+    places = visual[:: call.repeats]
+    if flat is None or len(flat) != int(places.sum()):  # once per prompt
+        return None
+    flat = flat.to(visual.device)
+    return flat.new_zeros(places.shape).masked_scatter_(places, flat).repeat_interleave(call.repeats, 0)
 
 
 def _layers(call: Call) -> list[nn.Linear]:

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mmspec.interfaces import EVERY_TOKEN, Compressor, Segment, VisualTokens
 
@@ -63,6 +63,8 @@ class Watch:
 
     def compress(self, visual: VisualTokens, query: Tensor | None, budget: int) -> VisualTokens:
         """See `mmspec.interfaces.Compressor`."""
+        if isinstance(self.inner, nn.Module):  # made where its file was read, or fresh from its class
+            self.inner.to(visual.states.device).eval()
         with self.guard():
             few = self.inner.compress(visual, query, budget)
         origin = few.origin

@@ -19,6 +19,7 @@ from mmspec.cache import TreeCache, adopt, give_back, refusal
 from mmspec.cpu import served
 from mmspec.interfaces import Segment, Verdict
 from mmspec.kv import KVBuffer
+from mmspec.tower import Listening
 from mmspec.tree import BUCKETS, DraftTree
 
 ATTENTION = ("sdpa", "eager")
@@ -94,19 +95,31 @@ class Family:
             return False
         if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
             return False
-        own = "transformers.utils.output_capturing"
+        own = "transformers.utils.output_capturing", Listening.__module__
         for module in self.model.modules():
             replaced = "forward" in module.__dict__ and not served(module)
             if replaced or hasattr(module, "_hf_hook"):
                 return False
             hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-            if any(getattr(hook, "__module__", None) != own for hook in hooks):
+            if any(getattr(hook, "__module__", None) not in own for hook in hooks):
                 return False
         return True
 
     def segments(self, input_ids: Tensor, vision: Mapping[str, Any]) -> tuple[Segment, ...]:
         """The grids that the visual tokens of a prompt form. `vision` holds the recorded `vision_args`."""
         return ()
+
+    def listening(self) -> Listening | None:
+        """Hears what the vision tower attends to; None where what it says cannot be told apart by visual tokens."""
+        return None
+
+    def attended(self, shares: Tensor, vision: Mapping[str, Any]) -> Tensor | None:
+        """[M] of the visual tokens of all rows, in reading order; None if the numbers do not fit.
+
+        Args:
+            shares: [P, N] of the pictures (or tiles) as the tower read them, and their patches.
+        """
+        return shares.flatten()
 
     def runs(self, input_ids: Tensor, token: int) -> list[tuple[int, int, int]]:
         """(row, start, length) of each unbroken run of a placeholder, in reading order."""

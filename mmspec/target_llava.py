@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mmspec.interfaces import Segment
 from mmspec.target_hf import Family
+from mmspec.tower import Listening, listening
 
 
 class Llava(Family):
@@ -17,6 +18,12 @@ class Llava(Family):
 
     model_type = "llava"
     vision_args = ("image_sizes",)
+
+    def listening(self) -> Listening | None:
+        """Hears the layer that the projector is given."""
+        config = self.model.config
+        first = config.vision_feature_select_strategy == "default"
+        return listening(self.model.model.vision_tower, config.vision_feature_layer, first)
 
     def segments(self, input_ids: Tensor, vision: Mapping[str, Any]) -> tuple[Segment, ...]:
         """Square grids of the vision tower's patches; none if its size does not divide the placeholders."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mmspec.interfaces import Segment
 from mmspec.target_hf import Family
+from mmspec.tower import Listening, listening
 
 Grid = tuple[int, int]
 
@@ -92,6 +93,31 @@ class LlavaNext(Family):
             if length < base * base or not tiles(found, row, start, base, length, source, grid):
                 return None
         return found
+
+    def listening(self) -> Listening | None:
+        """As of LLaVA 1.5, tile by tile."""
+        config = self.model.config
+        first = config.vision_feature_select_strategy == "default"
+        return listening(self.model.model.vision_tower, config.vision_feature_layer, first)
+
+    def attended(self, shares: Tensor, vision: Mapping[str, Any]) -> Tensor | None:
+        """Laid out by transformers' own packing of features; a newline token shows nothing: 0."""
+        from transformers.models.llava_next.modeling_llava_next import image_size_to_num_patches
+
+        config, sizes = self.model.config, vision.get("image_sizes")
+        if sizes is None:
+            return None
+        edge = config.vision_config.image_size
+        tiles = [image_size_to_num_patches(size, config.image_grid_pinpoints, edge) for size in sizes]
+        if sum(tiles) != len(shares):
+            return None
+        packed, _ = self.model.model.pack_image_features(
+            list(shares[..., None].split(tiles)),
+            image_sizes=sizes,
+            vision_feature_select_strategy=config.vision_feature_select_strategy,
+            image_newline=shares.new_zeros(1),
+        )
+        return torch.cat(list(packed)).flatten()
 
     def unpadded(self, size: Any) -> Grid:
         """(height, width) of the tiles' grid of a picture of `size` pixels, by transformers' own arithmetic."""

@@ -17,6 +17,9 @@ class LlavaNextVideo(LlavaNext):
     model_type = "llava_next_video"
     vision_args = ("image_sizes", "pixel_values_videos")
 
+    def listening(self) -> None:
+        """Not yet: what a visual token shows was made smaller after the tower."""
+
     def segments(self, input_ids: Tensor, vision: Mapping[str, Any]) -> tuple[Segment, ...]:
         """Base and tile grids of pictures, then a grid per frame of the clips; none if the numbers do not fit."""
         found, config = self.pictures(input_ids, vision), self.model.config

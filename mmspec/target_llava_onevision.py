@@ -17,6 +17,9 @@ class LlavaOnevision(LlavaNext):
     model_type = "llava_onevision"
     vision_args = ("image_sizes", "image_sizes_videos", "batch_num_images", "pixel_values_videos")
 
+    def listening(self) -> None:
+        """Not yet: what a visual token shows was made smaller after the tower."""
+
     def segments(self, input_ids: Tensor, vision: Mapping[str, Any]) -> tuple[Segment, ...]:
         """Base and tile grids of pictures, one grid per frame and a newline token for clips."""
         found, config = self.pictures(input_ids, vision), self.model.config

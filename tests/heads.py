@@ -56,7 +56,7 @@ def drafter(kind: str, spec: tiny.Spec, seed: int = 0, vocab: int = 0) -> EagleD
             return blocks(kind, config, spec.layers, seed)
         if kind == "latent":
             made = blocks(BLOCKS[seed % 5], config, spec.layers, seed)
-            made.compressor = LatentCompressor(spec.hidden, 1 + seed % 5)
+            made.compressor = LatentCompressor(spec.hidden, 1 + seed % 5).eval()
             return made
         if kind == "measured":
             made = EagleDrafter(EagleHead(config), list(RULES)[seed % 2], layers=spec.layers, depth=3, width=3)

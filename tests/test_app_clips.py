@@ -33,6 +33,7 @@ from mmspec.app.clips import load_clip, load_shown
 from mmspec.app.images import Video
 from mmspec.app.inputs import collect
 from mmspec.app.models import random_model
+from mmspec.app.settings import JobSettings
 from mmspec.vision import isolated
 from mmspec.vision.isolated import Isolated
 
@@ -130,6 +131,48 @@ def test_a_model_that_takes_videos_is_given_videos(clips: Path, family: tuple[An
     found = rows(out)
     words = found["a.mp4"]["n_prompt_tokens"] - 4 * 4
     assert 0 < words < 20 and found["c.mkv"]["n_prompt_tokens"] == words + 16, "four tokens a frame"
+
+
+@pytest.mark.parametrize(
+    ("flags", "first", "second"),
+    [
+        (("--fps", 5), [1, 3, 5, 7, 9, 11], list(range(12))),  # 1.2 seconds of ten a second, 3 of four
+        (("--fps", 5, "--frames", 4), [1, 4, 7, 10], [1, 4, 7, 10]),
+        (("--sampler", "differing", "--frames", 3), None, [0, 5, 11]),
+    ],
+)
+def test_frames_by_the_second_and_those_that_differ(
+    flags: tuple[Any, ...], first: list[int] | None, second: list[int], clips: Path, family: tuple[Any, Any]
+) -> None:
+    _, processor = family
+    assert caption(clips, "--model", "tiny", "--out", clips.parent / "o.jsonl", "--frames", 12, *flags) == 0
+    found = [about["frames_indices"] for _, about in processor.video_processor.given[:2]]
+    assert (first is None or found[0] == first) and found[1] == second
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (("--fps", 0), "must be frames a second, a number above 0, got '0'"),
+        (("--fps", "nan"), "number above 0"),
+        (("--fps", 2, "--sampler", "differing"), "give one of them"),
+        (("--frames", 300, "--sampler", "differing"), "chooses among 256 frames; got --frames 300"),
+        (("--sampler", "best"), "invalid choice"),
+    ],
+)
+def test_frames_that_cannot_be_chosen(flags: tuple[Any, ...], told: str, clips: Path, capsys: Any) -> None:
+    try:
+        code: object = caption(clips, "--model", "tiny", "--out", clips.parent / "o.jsonl", *flags)
+    except SystemExit as left:
+        code = left.code
+    assert code == 2 and told in capsys.readouterr().err and not (clips.parent / "o.jsonl").exists()
+
+
+def test_a_job_from_before_there_were_such_choices_goes_on() -> None:
+    usual = JobSettings(("a",)).fingerprint(1)
+    assert "fps" not in usual and "sampler" not in usual
+    assert JobSettings(("a",), fps=1.0).fingerprint(1) == usual | {"fps": 1.0}
+    assert JobSettings(("a",), sampler="differing").fingerprint(1) == usual | {"sampler": "differing"}
 
 
 def test_a_video_is_not_so_many_pictures(clips: Path, family: tuple[Any, Any]) -> None:

@@ -29,7 +29,8 @@ from mmspec.drafters.rules import RULES, segments_of
 from mmspec.drafters.training import Plan, Training
 from mmspec.drafters.training_losses import Pupil, Weights, When, losses, rows_of
 from mmspec.drafters.vispec import VispecDrafter, VispecHead
-from mmspec.interfaces import Compressor, Segment, VisualTokens
+from mmspec.interfaces import Compressor, Prompt, Segment, VisualTokens
+from mmspec.shown import Watch
 from mmspec.vision import picking
 from mmspec.vision.elastic import CHARGE, Elastic
 from mmspec.vision.latent import LatentCompressor
@@ -37,7 +38,19 @@ from mmspec.vision.picking import highest, take
 from mmspec.vision.pooling import Conv, Pool, Window, blocks_of, window_for
 from mmspec.vision.registry import make, new, parse, restored
 from mmspec.vision.resampler import Resampler
-from pretend import CONFIG, LAYERS, PICTURE, World, lesson_of, paths_of, prompt_of, prompt_rows, slow_pass, started
+from pretend import (
+    CONFIG,
+    LAYERS,
+    PICTURE,
+    World,
+    first_verdict,
+    lesson_of,
+    paths_of,
+    prompt_of,
+    prompt_rows,
+    slow_pass,
+    started,
+)
 
 
 def tokens_of(counts: list[int], width: int = 8, seed: int = 0) -> VisualTokens:
@@ -51,7 +64,7 @@ def tokens_of(counts: list[int], width: int = 8, seed: int = 0) -> VisualTokens:
 def latent(tokens: int = 3, width: int = 8) -> LatentCompressor:
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(2)
-        return LatentCompressor(width, tokens)
+        return LatentCompressor(width, tokens).eval()
 
 
 # --- each against a slow reference ------------------------------------------------------------------------------------
@@ -94,6 +107,30 @@ def test_latent_with_a_smaller_budget_and_with_nothing_to_show() -> None:
     assert made.compress(empty, None, 3).embeddings.shape[1] == 0
     axes = replace(visual, positions=visual.positions.expand(3, -1, -1))
     assert made.compress(axes, None, 3).positions.shape == (3, 2, 3)
+
+
+@pytest.mark.parametrize("name", ["latent", "resampler"])
+def test_in_training_the_first_queries_learn_to_do_alone(name: str) -> None:
+    """Half of the time all of them look, else a half, a fourth, ... of what is asked for; in use always all."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(3)
+        made: Any = new(f"{name}:12", 8)
+        looked = [made.train().compress(tokens_of([5]), None, 12).mask.shape[1] for _ in range(200)]
+        assert set(looked) == {12, 6, 3, 1} and 70 < looked.count(12) < 130
+        assert {made.compress(tokens_of([5]), None, 5).mask.shape[1] for _ in range(50)} == {5, 2, 1}
+        assert {made.compress(tokens_of([5]), None, 1).mask.shape[1] for _ in range(9)} == {1}
+    before = torch.get_rng_state()
+    assert [made.eval().compress(tokens_of([5]), None, count).mask.shape[1] for count in (12, 7, 1)] == [12, 7, 1]
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_one_that_is_in_training_is_taken_out_of_it_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = latent().train()
+    assert make(made) is made and not made.training
+    moved: list[Any] = []
+    monkeypatch.setattr(made, "to", lambda device: moved.append(device) or made)
+    few = Watch(made.train()).compress(tokens_of([5]), None, 3)
+    assert few.mask.shape[1] == 3 and not made.training and moved == [few.states.device]
 
 
 GRIDS = {
@@ -365,8 +402,8 @@ def test_what_was_trained_comes_back_and_draws_nothing(name: str) -> None:
 def test_a_resampler_begins_as_a_mean_of_views(counts: list[int], count: int) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(5)
-        made = Resampler(8, 3, heads=2, width=4)
-        later = Resampler(8, 3, heads=2, width=4)
+        made = Resampler(8, 3, heads=2, width=4).eval()
+        later = Resampler(8, 3, heads=2, width=4).eval()
     later.load_state_dict(made.state_dict())
     later.out.weight.data.normal_(generator=torch.Generator().manual_seed(6))
     visual = tokens_of(counts)
@@ -474,6 +511,34 @@ def test_showing_everything_changes_nothing(world: World, rule: str) -> None:
 def test_showing_nothing_is_the_textual_rule(world: World) -> None:
     for mine, other in zip(drafts(world, "coupled", make("drop")), drafts(world, "textual", None), strict=True):
         assert mine == pytest.approx(other, rel=1e-3)
+
+
+@pytest.mark.parametrize("rule", ["textual", "coupled"])
+def test_few_rows_may_stand_far_apart(world: World, rule: str) -> None:
+    """A picture of 690 tokens of which none is shown: rows are few, and their positions beyond any small table."""
+    dice = torch.Generator().manual_seed(6)
+    visual = torch.zeros(1, 700, dtype=torch.bool)
+    visual[:, 3:693] = True
+    ids = torch.randint(3, 38, (1, 700), generator=dice).masked_fill(visual, PICTURE)
+    embedded = world.words.embedding(ids)
+    states = torch.randn(1, 700, 32, generator=dice)
+    prompt = Prompt(
+        *(ids, torch.ones_like(visual), visual, ids),
+        taps={0: embedded, LAYERS: states},
+        vocab_size=40,
+        words=world.words,
+    )
+    made = EagleDrafter(head(), rule, layers=LAYERS, depth=1, width=3)
+    made.compressor = None if rule == "textual" else make("drop")
+    state = made.begin(prompt)
+    made.observe(state, first_verdict([7]), {})
+    made.read(state)
+    places = [place for place in range(700) if place == 699 or not visual[0, place + 1]]
+    following = torch.cat([embedded[0, 1:], world.words.embedding(torch.tensor([[7]]))[0]])
+    with torch.no_grad():
+        rows = [made.head.fc(torch.cat([following[place], states[0, place]])) for place in places]
+        out = slow_pass(made.head, torch.stack(rows), torch.tensor(places))[-1]
+    assert torch.allclose(state.last[0], out, atol=1e-4)
 
 
 def test_the_one_that_was_chosen_for_the_call_comes_first(world: World) -> None:

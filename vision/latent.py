@@ -33,7 +33,7 @@ class LatentCompressor(nn.Module):
     def compress(self, visual: VisualTokens, query: Tensor | None, budget: int) -> VisualTokens:
         """The mixtures of the first `budget` queries; their positions are spread evenly over those of the tokens."""
         batch, count, hidden = visual.states.shape
-        queries = self.queries[:budget]
+        queries = self.queries[: looking(self, budget)]
         if not count:
             return visual
         keys = functional.layer_norm(visual.states.float(), (hidden,))
@@ -47,6 +47,18 @@ class LatentCompressor(nn.Module):
         )
 
 
+def looking(made: nn.Module, budget: int) -> int:
+    """How many of its queries look, from the first on.
+
+    In training it is all of them half of the time, else a half, a fourth, ... as it is drawn: so the first ones learn
+    to do without the rest, and a smaller budget may be asked for in use (nested representations, arXiv 2205.13147).
+    """
+    most = min(budget, int(made.tokens))  # type: ignore[arg-type]
+    if not made.training or most < 2 or float(torch.rand(())) < 0.5:
+        return most
+    return most >> int(torch.randint(1, most.bit_length(), ()))
+
+
 def spread(visual: VisualTokens, count: int) -> Tensor:
     """[B, count] or [axes, B, count] positions, evenly over those of each row's tokens, for tokens without a place."""
     last = visual.mask.sum(1, keepdim=True).clamp(min=1) - 1
@@ -55,4 +67,4 @@ def spread(visual: VisualTokens, count: int) -> Tensor:
     return positions.gather(-1, spots if positions.dim() == 2 else spots.expand(positions.shape[0], -1, -1))
 
 
-__all__ = ["LatentCompressor", "spread"]
+__all__ = ["LatentCompressor", "looking", "spread"]

@@ -116,7 +116,8 @@ def relevance(visual: VisualTokens, query: Tensor | None) -> Tensor:
 
 
 def distinctness(visual: VisualTokens, query: Tensor | None) -> Tensor:
-    """Scores where there are any (no family gives them); else how far an embedding is from the mean of its row."""
+    """How much the vision tower attends to each, where the family can tell (CLIP and SigLIP towers of LLaVA 1.5 and
+    LLaVA-NeXT); else how far an embedding is from the mean of its row."""
     if visual.scores is not None:
         return visual.scores
     embeddings, on = visual.embeddings.float(), visual.mask[..., None]
@@ -126,11 +127,16 @@ def distinctness(visual: VisualTokens, query: Tensor | None) -> Tensor:
 
 @dataclass(frozen=True)
 class Prune:
-    """The tokens with the highest scores."""
+    """The tokens with the highest scores.
+
+    Attributes:
+        attends: goes by `VisualTokens.scores`, which are computed for those alone that say so.
+    """
 
     tokens: int
     name: str
     score: Score
+    attends: bool = False
 
     def compress(self, visual: VisualTokens, query: Tensor | None, budget: int) -> VisualTokens:
         """The best `budget` of each row."""

@@ -22,7 +22,7 @@ FREE: dict[str, Callable[[int], object]] = {
     "stride": picking.Stride,
     "random": picking.Chance,
     "relevant": lambda tokens: picking.Prune(tokens, "relevant", picking.relevance),
-    "salient": lambda tokens: picking.Prune(tokens, "salient", picking.distinctness),
+    "salient": lambda tokens: picking.Prune(tokens, "salient", picking.distinctness, attends=True),
     "diverse": picking.Diverse,
     "pool": Pool,
 }
@@ -81,6 +81,8 @@ def make(compressor: str | object) -> Compressor:
         return cast(Compressor, WHOLE[name]() if name in WHOLE else FREE[name](tokens))
     if not isinstance(compressor, Compressor):
         raise TypeError(f"a compressor needs `name`, `tokens` and `compress(...)`; got {type(compressor).__name__}.")
+    if isinstance(compressor, nn.Module):
+        compressor.eval()  # in training some draw what they keep
     return compressor
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mmspec.interfaces import VisualTokens
-from mmspec.vision.latent import spread
+from mmspec.vision.latent import looking, spread
 
 
 class Resampler(nn.Module):
@@ -39,7 +39,7 @@ class Resampler(nn.Module):
         batch, count, hidden = visual.states.shape
         if not count:
             return visual
-        queries = self.queries[:budget]
+        queries = self.queries[: looking(self, budget)]
         joined = torch.cat(
             [functional.layer_norm(part.float(), (hidden,)) for part in (visual.embeddings, visual.states)], dim=-1
         )
