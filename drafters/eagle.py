@@ -23,6 +23,7 @@ from mmspec.drafters.rules import RULES, Sight, pack, segments_of, shrunk
 from mmspec.interfaces import Compressor, Needs, Outlook, Prompt, Verdict, Words
 from mmspec.kv import KVBuffer
 from mmspec.pace import Meter, Pace
+from mmspec.rows import replaced
 from mmspec.tree import BUCKETS, DraftTree, bare
 
 WIDTHS = {"cpu": 4}
@@ -212,12 +213,18 @@ class EagleDrafter:
         embedded, states = prompt.taps[0], self._states(prompt.taps)
         n = states.shape[1]  # of a conversation that goes on, only what is new
         words, real, visual = state.words, prompt.padding[:, -n:], prompt.visual[:, -n:]
-        counts, embedded, states, visual = pack(real, embedded, states, visual)
+        attended = None if prompt.attended is None else prompt.attended[:, -n:]
+        counts, after = real.sum(1), words.embedding(first)[:, None].to(embedded.dtype)
+        if bool(real.all()):  # once per prompt, so that all of it need not be moved
+            following = torch.cat((embedded[:, 1:], after), dim=1)
+        else:
+            _, embedded, states, visual = pack(real, embedded, states, visual)
+            following = replaced(embedded.roll(-1, 1), (counts - 1)[:, None], after)
+            attended = None if attended is None else pack(real, attended)[1]
         index = torch.arange(n, device=states.device)
         final = index == (counts - 1)[:, None]
-        after = words.embedding(first)[:, None].to(embedded.dtype)
         sight = Sight(
-            following=torch.where(final[..., None], after, embedded.roll(-1, 1)),
+            following=following,
             states=states,
             visual=visual.roll(-1, 1) & ~final,
             placeholder=self._placeholder(prompt, words, embedded),
@@ -234,10 +241,7 @@ class EagleDrafter:
             segments = segments_of(prompt, n)
             state.meter = Meter(self.pace, len(counts), states.device)
             outlook = self._outlook(prompt, (inside & ~sight.visual).sum(1))
-            attended = prompt.attended
-            if attended is not None:
-                (attended,) = pack(real, attended[:, -n:])[1:]
-                attended = attended.roll(-1, 1)
+            attended = None if attended is None else attended.roll(-1, 1)
             given = self.head, self.rule, sight, inside, positions, compressor, query, segments, outlook, attended
             rows, keep, positions = shrunk(*given)
             inside = torch.ones_like(keep)
@@ -305,10 +309,10 @@ class EagleDrafter:
         buffer.lengths = [length + count for length, count in zip(buffer.lengths, counts, strict=True)]
 
     def _angles(self, state: State, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """(cos, sin) [B, 1, n, d] of positions [B, n], from a table that grows by doubling."""
+        """(cos, sin) [B, 1, n, d] of positions [B, n], from a table that grows by a half."""
         need = max(state.places) + positions.shape[1] + self.reach + 1
         if state.cos is None or state.cos.shape[0] < need:
-            table = torch.arange(max(512, 2 * need), device=positions.device)
+            table = torch.arange(max(512, need + need // 2), device=positions.device)
             state.cos, state.sin = self.head.angles(table, state.last.dtype)
         assert state.sin is not None
         return state.cos[positions][:, None], state.sin[positions][:, None]

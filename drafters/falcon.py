@@ -17,8 +17,9 @@ from mmspec.drafters.blocks import best
 from mmspec.drafters.depth import Depth
 from mmspec.drafters.eagle import Layered, State
 from mmspec.drafters.flash import BlockDrafter
-from mmspec.drafters.head import Attend, EagleHead, HeadConfig, picked
+from mmspec.drafters.head import Attend, EagleHead, HeadConfig
 from mmspec.kv import KVBuffer
+from mmspec.rows import picked
 from mmspec.tree import DraftTree
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mmspec.interfaces import Words
+from mmspec.rows import picked
 
 MOST_BLOCK = 16
 """Tokens of a pass at most: longer drafts are never kept, and tables of paths grow with it."""
@@ -139,12 +140,6 @@ class Layer(nn.Module):
         turn = [picked(part.expand(len(normed), -1, normed.shape[1], -1)[:, 0], ask)[:, None] for part in (cos, sin)]
         turned = self._by_head(queries)
         return turned * turn[0] + rotate(turned) * turn[1], keys * cos + rotate(keys) * sin, values
-
-
-def picked(rows: Tensor, places: Tensor) -> Tensor:
-    """[B, m, ...], of [B, n, ...] the rows at [B, m]."""
-    index = places.view(*places.shape, *[1] * (rows.dim() - 2))
-    return rows.gather(1, index.expand(*places.shape, *rows.shape[2:]))
 
 
 def rotate(vectors: Tensor) -> Tensor:

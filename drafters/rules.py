@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from mmspec.drafters.head import EagleHead, picked
+from mmspec.drafters.head import EagleHead
 from mmspec.interfaces import Compressor, Outlook, Prompt, Segment, VisualTokens
+from mmspec.rows import picked, replaced
 
 
 @dataclass(frozen=True)
@@ -60,12 +61,11 @@ def textual(head: EagleHead, sight: Sight) -> tuple[Tensor, Tensor | None]:
 def _text_fused(head: EagleHead, sight: Sight) -> Tensor:
     """[B, n, D], fused where text follows, the bare embedding elsewhere: long clips cost what their text costs."""
     most = int((~sight.visual).sum(1).max())
-    text = sight.visual.long().argsort(dim=1, stable=True)[:, :most]  # rows with less of it bring others
+    text = first(~sight.visual)[:, :most]  # rows with less of it bring others
     following = picked(sight.following, text)
     fused = head.fuse(following, picked(sight.states, text))
     fused = torch.where(sight.visual.gather(1, text)[..., None], following, fused)
-    place = text[..., None].expand(-1, -1, fused.shape[-1])
-    return sight.following.to(fused.dtype).scatter(1, place, fused)
+    return replaced(sight.following.to(fused.dtype), text, fused)
 
 
 RULES: dict[str, Rule] = {"decoupled": decoupled, "coupled": coupled, "blind": blind, "textual": textual}
@@ -78,9 +78,13 @@ def pack(keep: Tensor, *parts: Tensor) -> tuple[Tensor, ...]:
         keep: [B, n] bool. parts: [B, n, ...] each. Returns counts [B] int64, then the parts; past the counts they hold
         what was not kept.
     """
-    order = (~keep).long().argsort(dim=1, stable=True)
-    moved = [part.gather(1, order.view(*order.shape, *[1] * (part.dim() - 2)).expand(part.shape)) for part in parts]
-    return keep.sum(1), *moved
+    order = first(keep)
+    return keep.sum(1), *(picked(part, order) for part in parts)
+
+
+def first(keep: Tensor) -> Tensor:
+    """[B, n] the places of what is kept [B, n], in order, then those of what is not."""
+    return (~keep).long().argsort(dim=1, stable=True)
 
 
 def shrunk(
@@ -108,25 +112,29 @@ def shrunk(
         [B, m, D] rows, [B, m] bool which of them are kept, [B, m] their positions.
     """
     seen, words = sight.visual & inside, ~sight.visual & inside
-    scores = positions if attended is None else attended
-    counts, embeddings, states, places, scores = pack(seen, sight.following, sight.states, positions, scores)
-    text, following, before, where = pack(words, sight.following, sight.states, positions)
+    counts, text = seen.sum(1), words.sum(1)
     most, *sizes = torch.cat((text.max()[None], counts)).tolist()
     many, held = max(sizes), [0] * len(sizes)
     index = torch.arange(max(many, most), device=seen.device)
     mask, told = index[:many] < counts[:, None], index[:most] < text[:, None]
+    look, say = first(seen)[:, :many], first(words)[:, :most]
+    following, before, where = (picked(part, say) for part in (sight.following, sight.states, positions))
     for segment in segments:
         held[segment.row] += segment.length
     # A row whose first token is a visual one has one fewer than its grids, since no row stands before it.
     segments = tuple(one for one in segments if held[one.row] == sizes[one.row])
     visual = VisualTokens(
-        *(embeddings[:, :many], states[:, :many], mask, places[:, :many], segments),
-        scores=None if attended is None else scores[:, :many],
+        embeddings=picked(sight.following, look),
+        states=picked(sight.states, look),
+        mask=mask,
+        positions=picked(positions, look),
+        segments=segments,
+        scores=None if attended is None else picked(attended, look),
         outlook=outlook,
     )
     few = compressor.compress(visual, query, compressor.tokens)
     shown = Sight(few.embeddings, few.states, torch.ones_like(few.mask), sight.placeholder)
-    said = Sight(following[:, :most], before[:, :most], torch.zeros_like(told), sight.placeholder)
+    said = Sight(following, before, torch.zeros_like(told), sight.placeholder)
     parts = [RULES[rule](head, shown), RULES[rule](head, said)]
     keep = [few.mask, told]
     for place, (_, chosen) in enumerate(parts):
@@ -134,7 +142,7 @@ def shrunk(
     return (
         torch.cat([rows for rows, _ in parts], dim=1),
         torch.cat(keep, dim=1),
-        torch.cat([few.positions, where[:, :most]], dim=1),
+        torch.cat([few.positions, where], dim=1),
     )
 
 

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
-from mmspec.drafters.head import EagleHead, picked
+from mmspec.drafters.head import EagleHead
 from mmspec.drafters.rules import RULES, Sight, pack, shrunk
 from mmspec.interfaces import Segment, Words
+from mmspec.rows import picked
 
 
 @dataclass(frozen=True)

@@ -14,14 +14,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from mmspec.interfaces import EVERY_TOKEN, VisualTokens
+from mmspec.rows import picked
 
 STRETCH = 256
 """Tokens that are compared with all others at a time, so that memory does not grow with the square of their number."""
-
-
-def picked(part: Tensor, index: Tensor) -> Tensor:
-    """[B, K, D], of [B, M, D] those at [B, K]."""
-    return part.gather(1, index[..., None].expand(-1, -1, part.shape[-1]))
 
 
 def take(visual: VisualTokens, index: Tensor, mask: Tensor) -> VisualTokens:

@@ -12,12 +12,14 @@ import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import groupby
 
 import torch
 from torch import Tensor, nn
 
 from mmspec.interfaces import Segment, VisualTokens
+from mmspec.rows import summed
 
 logger = logging.getLogger("mmspec")
 
@@ -119,21 +121,34 @@ def cells_of(blocks: Sequence[Block], windows: Sequence[Window], budget: int, co
     cells, made = torch.full((len(windows), count), -1), [0] * len(windows)
     for block in blocks:
         window = windows[block.row]
-        t, y, x = torch.meshgrid(
-            torch.arange(block.times) // window.frames,
-            torch.arange(block.height) // window.lines,
-            torch.arange(block.width) // window.columns,
-            indexing="ij",
-        )
-        down, across = math.ceil(block.height / window.lines), math.ceil(block.width / window.columns)
-        cell = (made[block.row] + (t * down + y) * across + x).flatten()
-        cells[block.row, block.start : block.start + len(cell)] = cell
+        cell = _cells(block.times, block.height, block.width, window)
+        cells[block.row, block.start : block.start + len(cell)] = made[block.row] + cell
         made[block.row] += block.cells(window)
     for row, many in enumerate(made):
         if many > budget:
             cells[row] = torch.where(cells[row] < 0, -1, cells[row] * budget // many)
             made[row] = budget
     return cells, made
+
+
+@lru_cache(maxsize=64)
+def layout(blocks: tuple[Block, ...], budget: int, batch: int, count: int) -> tuple[list[Window], Tensor, list[int]]:
+    """What `windows_for` and `cells_of` say. Kept, since clips of one length lie alike: not to be written to."""
+    windows = windows_for(blocks, budget, batch)
+    return windows, *cells_of(blocks, windows, budget, count)
+
+
+@lru_cache(maxsize=64)
+def _cells(times: int, height: int, width: int, window: Window) -> Tensor:
+    """[times * height * width] int64, the cell of each token of a block. Shared: not to be written to."""
+    t, y, x = torch.meshgrid(
+        torch.arange(times) // window.frames,
+        torch.arange(height) // window.lines,
+        torch.arange(width) // window.columns,
+        indexing="ij",
+    )
+    down, across = math.ceil(height / window.lines), math.ceil(width / window.columns)
+    return ((t * down + y) * across + x).flatten()
 
 
 def merged(visual: VisualTokens, cells: Tensor, made: Sequence[int], weights: Tensor | None = None) -> VisualTokens:
@@ -146,20 +161,19 @@ def merged(visual: VisualTokens, cells: Tensor, made: Sequence[int], weights: Te
     cells = cells.to(visual.mask.device)
     place = torch.where((cells >= 0) & visual.mask, cells, kept)
 
-    def summed(part: Tensor) -> Tensor:
-        total = part.new_zeros(batch, kept + 1, part.shape[-1])
-        return total.scatter_add(1, place[..., None].expand(part.shape), part)[:, :kept]
+    def total(part: Tensor) -> Tensor:
+        return summed(part, place, kept + 1)[:, :kept]
 
-    sizes = summed(visual.mask[..., None].float())
+    sizes = total(visual.mask[..., None].float())
     members = sizes.clamp(min=1)
     positions = visual.positions.float()
     axes = positions if positions.dim() == 3 else positions[None]
-    spots = torch.stack([(summed(axis[..., None]) / members)[..., 0] for axis in axes]).round().long()
+    spots = torch.stack([(total(axis[..., None]) / members)[..., 0] for axis in axes]).round().long()
 
     def shrunk(part: Tensor) -> Tensor:
         if weights is None:
-            return summed(part) / members.to(part.dtype)
-        return summed(part * weights.to(part.dtype))
+            return total(part) / members.to(part.dtype)
+        return total(part * weights.to(part.dtype))
 
     # A mean of one is that token; with weights it is not.
     numbers = torch.arange(place.shape[1], device=place.device).expand(place.shape)
@@ -183,8 +197,8 @@ class Pool:
     def compress(self, visual: VisualTokens, query: Tensor | None, budget: int) -> VisualTokens:
         """At most `budget` tokens of each row."""
         blocks = blocks_of(visual.segments, visual.mask.sum(1).tolist())
-        batch, count = visual.mask.shape
-        return merged(visual, *cells_of(blocks, windows_for(blocks, budget, batch), budget, count))
+        _, cells, made = layout(tuple(blocks), budget, *visual.mask.shape)
+        return merged(visual, cells, made)
 
 
 class Conv(nn.Module):
@@ -210,9 +224,7 @@ class Conv(nn.Module):
     def compress(self, visual: VisualTokens, query: Tensor | None, budget: int) -> VisualTokens:
         """As `Pool`, every member weighted by where in its window it lies."""
         blocks = blocks_of(visual.segments, visual.mask.sum(1).tolist())
-        batch, count = visual.mask.shape
-        windows = windows_for(blocks, budget, batch)
-        cells, made = cells_of(blocks, windows, budget, count)
+        windows, cells, made = layout(tuple(blocks), budget, *visual.mask.shape)
         return merged(visual, cells, made, self._weights(blocks, windows, cells))
 
     def _weights(self, blocks: Sequence[Block], windows: Sequence[Window], cells: Tensor) -> Tensor:
