@@ -92,6 +92,11 @@ class BlockDrafter(EagleDrafter, ABC):
     def features(self, state: State) -> Tensor:
         """[B, k, D] for the coming positions."""
 
+    @property
+    def chained(self) -> bool:
+        """Whether a place hangs on the word before it, so that a tree is gone down level by level."""
+        return False
+
     def table(self, state: State, budget: int, slots: int) -> Table:
         """Candidates for a tree of `budget` nodes, made once."""
         key = (slots, budget, state.shut.shape[0], state.shut.device)
@@ -100,8 +105,10 @@ class BlockDrafter(EagleDrafter, ABC):
         return self.tables[key]
 
     def _tree(self, state: State, budget: int, depth: int) -> DraftTree:
-        """The likeliest nodes of the product of the k distributions."""
+        """Chained places level by level; of independent ones the likeliest nodes of their product."""
         slots = min(self.size, budget - 1)
+        if self.chained:
+            return super()._tree(state, budget, slots)
         scores = self.scores(state, self.features(state)[:, :slots])
         chances = self._likely(state, scores, self._noise(state, slots))
         table = self.table(state, budget, slots)
@@ -118,19 +125,28 @@ class FlashDrafter(BlockDrafter):
         """From the last row that was read."""
         return self.head.block(state.last)
 
-    def _tree(self, state: State, budget: int, depth: int) -> DraftTree:
-        """Independent places by their product; chained ones level by level."""
-        if self.head.chain is None:
-            return super()._tree(state, budget, depth)
-        return EagleDrafter._tree(self, state, budget, min(self.size, budget - 1))
+    @property
+    def chained(self) -> bool:
+        """See `BlockDrafter`."""
+        return self.head.chain is not None
 
     def _descent(self, state: State, width: int) -> Descent:
         assert self.head.chain is not None
         return Chained(self, self.head.chain, state)
 
 
-class Chained:
-    """Goes down a tree without passes, and asks the output head once for all levels."""
+class Passless:
+    """A `Descent` without passes has nothing to remember of the way it went."""
+
+    def follow(self, source: Tensor) -> None:
+        """See `Descent`."""
+
+    def close(self) -> None:
+        """See `Descent`."""
+
+
+class Chained(Passless):
+    """Goes down a tree, and asks the output head once for all levels."""
 
     def __init__(self, drafter: FlashDrafter, chain: Chain, state: State) -> None:
         features = drafter.features(state)
@@ -149,11 +165,5 @@ class Chained:
             return plain
         return plain + (self.chain.say(out) if self.say is None else functional.linear(out, self.say)).float()
 
-    def follow(self, source: Tensor) -> None:
-        """See `Descent`: nothing is remembered."""
 
-    def close(self) -> None:
-        """See `Descent`."""
-
-
-__all__ = ["BlockDrafter", "Chain", "FlashDrafter", "FlashHead"]
+__all__ = ["BlockDrafter", "Chain", "FlashDrafter", "FlashHead", "Passless"]

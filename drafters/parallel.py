@@ -7,16 +7,13 @@ may correct each of them by the word chosen before it (as Hydra's heads do, arXi
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mmspec.drafters.eagle import Descent, EagleDrafter, State, attention, last_of
-from mmspec.drafters.flash import BlockDrafter
+from mmspec.drafters.eagle import Descent, State, attention, last_of
+from mmspec.drafters.flash import BlockDrafter, Passless
 from mmspec.drafters.head import EagleHead, HeadConfig, Norm
-from mmspec.tree import DraftTree
 
 
 class Link(nn.Module):
@@ -45,8 +42,8 @@ class ParallelHead(EagleHead):
         self.link = Link(config) if config.inner else None
 
 
-class Linked:
-    """Goes down a tree without passes: each level is a learned row, corrected by the word before."""
+class Linked(Passless):
+    """Goes down a tree: each level is a learned row, corrected by the word before."""
 
     def __init__(self, drafter: ParallelDrafter, link: Link, state: State) -> None:
         self.drafter, self.link, self.state = drafter, link, state
@@ -62,20 +59,11 @@ class Linked:
         """See `Descent`."""
         return self.drafter.scores(self.state, out)
 
-    def follow(self, source: Tensor) -> None:
-        """See `Descent`: nothing is remembered."""
-
-    def close(self) -> None:
-        """See `Descent`."""
-
 
 class ParallelDrafter(BlockDrafter):
     """Drafts with a `ParallelHead`. `State.more` is [B, k, D], what its last pass gave, None before the first draft."""
 
     head: ParallelHead
-
-    def __init__(self, head: ParallelHead, rule: str = "decoupled", **more: Any) -> None:
-        super().__init__(head, rule, **more)
 
     def _read(self, state: State, rows: Tensor, positions: Tensor, counts: list[int]) -> None:
         """Read, and look ahead from the last row in the same pass. A prompt is read alone."""
@@ -109,11 +97,10 @@ class ParallelDrafter(BlockDrafter):
         assert state.more is not None
         return state.more
 
-    def _tree(self, state: State, budget: int, depth: int) -> DraftTree:
-        """Independent slots by their product; linked ones level by level."""
-        if self.head.link is None:
-            return super()._tree(state, budget, depth)
-        return EagleDrafter._tree(self, state, budget, min(self.size, budget - 1))
+    @property
+    def chained(self) -> bool:
+        """See `BlockDrafter`."""
+        return self.head.link is not None
 
     def _descent(self, state: State, width: int) -> Descent:
         assert self.head.link is not None

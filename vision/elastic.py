@@ -24,8 +24,12 @@ from mmspec.vision.rows import origin_of, padded
 
 SHARES = (1.0, 0.25, 1 / 16)
 """What of the budget the ways keep that differ in how much."""
-CHARGE = 0.1
-"""What the loss grows by if a gate shows every visual token. A guess; it was not measured."""
+CHARGE = 0.02
+"""What the loss grows by if a gate shows every visual token: that is 1% to 2% of a call on two CPU cores, and a head
+whose loss is higher by 0.01 accepts about 1% less."""
+GAIN = 16.0
+"""What the gate's output is multiplied by: it moves by no more than its learning rate a step, and has some hundred
+steps in which to become sure."""
 
 
 class Elastic(nn.Module):
@@ -73,7 +77,7 @@ class Elastic(nn.Module):
         """
         if query is None:
             raise ValueError("an elastic compressor needs the question's last state (query); got None.")
-        logits = self.gate(_sight(visual, query)).float()
+        logits = GAIN * self.gate(_sight(visual, query)).float()
         # Drawn on the host, so that a seed means the same on every device.
         shares = functional.gumbel_softmax(logits.cpu(), hard=True).to(logits) if self.training else _hard(logits)
         picked = shares.argmax(1)
