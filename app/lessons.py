@@ -10,6 +10,7 @@ import json
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -270,8 +271,12 @@ class Teacher:
         requests = [self.data[number] for number in numbers]
         inputs = self.maker.inputs([one.shown for one in requests], [one.question for one in requests])
         whole, answer = self._join(inputs, [self.answers[number] for number in numbers])
-        device = self.model.device
-        with torch.no_grad(), torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cpu"):
+        device, heard = self.model.device, self.family.listening()
+        with (
+            torch.no_grad(),
+            torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cpu"),
+            nullcontext() if heard is None else heard.on(),
+        ):
             seen = self.model(**whole, output_hidden_states=True, logits_to_keep=1, use_cache=False)
         ids, real = whole["input_ids"], whole["attention_mask"].bool()
         visual = torch.isin(ids, torch.tensor(self.placeholders, device=ids.device))
@@ -285,6 +290,7 @@ class Teacher:
             embedded=seen.hidden_states[0].float(),
             states=seen.hidden_states[-1].float(),
             segments=segments_of(Prompt(ids, real, visual, positions=ids, segments=grids), ids.shape[1]),
+            attended=self.family.attention_of(heard, visual, vision),
         )
 
     def _join(self, inputs: dict[str, Any], answers: Sequence[list[int]]) -> tuple[dict[str, Any], Tensor]:

@@ -30,7 +30,7 @@ class Lesson:
         ids: [B, L] int64. real: [B, L] bool, False for pads. visual: [B, L] bool. answer: [B, L] bool, the tokens that
             the target said. embedded, states: [B, L, D] merged input embeddings, states after the final norm.
         segments: the grids of its pictures, `start` counted in visual tokens of their row (`rules.segments_of`); empty
-            if the family cannot tell.
+            if the family cannot tell. attended: as in `Prompt`.
     """
 
     ids: Tensor
@@ -40,10 +40,12 @@ class Lesson:
     embedded: Tensor
     states: Tensor
     segments: tuple[Segment, ...] = field(default=(), kw_only=True)
+    attended: Tensor | None = field(default=None, kw_only=True)
 
     def to(self, device: torch.device | str) -> Lesson:
         """The same on a device."""
-        return Lesson(*(part.to(device) for part in self.parts()), segments=self.segments)
+        attended = None if self.attended is None else self.attended.to(device)
+        return Lesson(*(part.to(device) for part in self.parts()), segments=self.segments, attended=attended)
 
     def parts(self) -> tuple[Tensor, ...]:
         """Its tensors, in their order."""
@@ -52,18 +54,27 @@ class Lesson:
     def rows(self) -> list[Lesson]:
         """Each text by itself, without pads; copies, so that a row can outlive the batch."""
         sizes = self.real.sum(1).tolist()
-        grids = [tuple(replace(one, row=0) for one in self.segments if one.row == row) for row in range(len(sizes))]
-        return [
-            Lesson(*(part[row : row + 1, :n].clone() for part in self.parts()), segments=grids[row])
-            for row, n in enumerate(sizes)
-        ]
+
+        def alone(row: int, n: int) -> Lesson:
+            grids = tuple(replace(one, row=0) for one in self.segments if one.row == row)
+            parts = [
+                None if part is None else part[row : row + 1, :n].clone() for part in (*self.parts(), self.attended)
+            ]
+            return Lesson(*parts[:-1], segments=grids, attended=parts[-1])  # type: ignore[arg-type]
+
+        return [alone(row, n) for row, n in enumerate(sizes)]
 
     @classmethod
     def joined(cls, rows: Sequence[Lesson]) -> Lesson:
         """Texts as a batch, zeros behind each."""
-        parts = zip(*(row.parts() for row in rows), strict=True)
         grids = tuple(replace(one, row=number) for number, row in enumerate(rows) for one in row.segments)
-        return cls(*(pad_sequence([one[0] for one in part], batch_first=True) for part in parts), segments=grids)
+        heard = [row.attended for row in rows if row.attended is not None]
+
+        def padded(parts: Sequence[Tensor]) -> Tensor:
+            return pad_sequence([one[0] for one in parts], batch_first=True)
+
+        parts = map(padded, zip(*(row.parts() for row in rows), strict=True))
+        return cls(*parts, segments=grids, attended=padded(heard) if len(heard) == len(rows) else None)
 
 
 @dataclass(frozen=True)
@@ -140,7 +151,8 @@ def rows_of(pupil: Pupil, lesson: Lesson, placeholder: Tensor) -> Rows:
         asked = answered.long().argmax(1).sub(1).clamp(min=0)
         query = lesson.states.gather(1, asked[:, None, None].expand(-1, 1, lesson.states.shape[-1]))[:, 0]
         rows, keep, index = shrunk(
-            pupil.head, pupil.rule, sight, lesson.real, index, pupil.compressor, query, lesson.segments
+            *(pupil.head, pupil.rule, sight, lesson.real, index, pupil.compressor, query, lesson.segments),
+            attended=None if lesson.attended is None else lesson.attended.roll(-1, 1),
         )
         text, *packed = pack(lesson.real & ~sight.visual, *parts)  # as the text stands behind what is shown
         most = int(text.max())

@@ -196,14 +196,9 @@ def _prompt(call: Call, input_ids: Tensor, target: HFTarget, taps: Any, vocab: i
 
 
 def _attended(call: Call, visual: Tensor) -> Tensor | None:
-    """[B, L] how much the vision tower attends to what each visual token shows; None if nobody asked or can tell."""
-    shares = None if call.heard is None else call.heard.scores()
-    flat = None if shares is None else call.family.attended(shares, call.vision)
-    places = visual[:: call.repeats]
-    if flat is None or len(flat) != int(places.sum()):  # once per prompt
-        return None
-    flat = flat.to(visual.device)
-    return flat.new_zeros(places.shape).masked_scatter_(places, flat).repeat_interleave(call.repeats, 0)
+    """Of the rows of visual [B, L], of which each prompt has several; pictures were read once for each prompt."""
+    found = call.family.attention_of(call.heard, visual[:: call.repeats], call.vision)
+    return None if found is None else found.repeat_interleave(call.repeats, 0)
 
 
 def _layers(call: Call) -> list[nn.Linear]:

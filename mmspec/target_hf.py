@@ -121,6 +121,15 @@ class Family:
         """
         return shares.flatten()
 
+    def attention_of(self, heard: Listening | None, visual: Tensor, vision: Mapping[str, Any]) -> Tensor | None:
+        """[B, L] float32, how much the tower attends to what stands where visual [B, L] is; None if nobody can tell."""
+        shares = None if heard is None else heard.scores()
+        flat = None if shares is None else self.attended(shares, vision)
+        if flat is None or len(flat) != int(visual.sum()):  # once per prompt
+            return None
+        flat = flat.to(visual.device)
+        return flat.new_zeros(visual.shape).masked_scatter_(visual, flat)
+
     def runs(self, input_ids: Tensor, token: int) -> list[tuple[int, int, int]]:
         """(row, start, length) of each unbroken run of a placeholder, in reading order."""
         found: list[tuple[int, int, int]] = []

@@ -56,6 +56,7 @@ class Listening:
     def _of(self, fed: Tensor) -> Tensor:
         layer: Any = self.layer
         heads, count = int(layer.num_heads), len(fed)
+        fed = fed.to(layer.q_proj.weight.dtype)  # another one under autocast
         asking = fed[:1] if self.first else fed
         queries = layer.q_proj(asking).view(len(asking), heads, -1).transpose(0, 1).float()
         keys = layer.k_proj(fed).view(count, heads, -1).transpose(0, 1).float()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from mmspec.app import choices, study_visual
+from mmspec.app import choices, study_prefill, study_visual
 from mmspec.app.answers import Answer, multiple
 from mmspec.app.contenders import drafter_of, patched
 from mmspec.app.models import random_model
@@ -272,3 +272,40 @@ def test_wrong_words_are_named(words: list[str], capsys: Any) -> None:
     with pytest.raises(SystemExit) as stopped:
         study_visual.main(["d", *words])
     assert stopped.value.code == 2 and words[1] in capsys.readouterr().err
+
+
+# --- reading alone ----------------------------------------------------------------------------------------------------
+
+SMALL = ["--hidden=32", "--heads=4", "--kv-heads=2", "--ffn=48", "--grid=4", "--text=8", "--repeats=2"]
+
+
+def test_what_reading_a_prompt_costs_a_head_of_any_shape(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = torch.get_rng_state()
+    out = tmp_path / "prefill.json"
+    assert study_prefill.main([*SMALL, "--frames", "1,4", "--compressors", "pool:4,drop", "--json", str(out)]) == 0
+    assert torch.equal(torch.get_rng_state(), before) and len(capsys.readouterr().out.splitlines()) == 6
+    rows = {(row["frames"], row["way"]): row for row in json.loads(out.read_text())}
+    assert {row["visual"] for row in rows.values()} == {16, 64}
+    for frames, shown in ((1, 16), (4, 64)):
+        whole, few, none = (rows[frames, way] for way in ("-", "pool:4", "drop"))
+        assert whole["prefill_over"][0] == whole["kv_over"] == whole["flops_over"] == 1
+        assert few["kv_over"] == (8 + 4) / (8 + shown) and none["kv_over"] == 8 / (8 + shown)
+        assert 0 < none["flops_over"] < few["flops_over"] < 1 and few["run"]["command"].endswith(str(out))
+        # Keys and values of two heads of eight numbers, four bytes each.
+        assert whole["kv_mib"] * 2**20 == (8 + shown) * 2 * 2 * 8 * 4
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--compressors", "squeeze:3"], "no compressor is called 'squeeze:3'"),
+        (["--frames", "1,0"], "must be a whole number above 0, got '0'"),
+        (["--heads", "3"], "--hidden must be a multiple of --heads"),
+        (["--device", "abacus"], "abacus"),
+        (["--json", "/nowhere/a.json"], "/nowhere"),
+    ],
+)
+def test_reading_that_cannot_be_measured(flags: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        study_prefill.main([*SMALL, *flags])
+    assert left.value.code == 2 and told in capsys.readouterr().err

@@ -219,5 +219,5 @@ def test_a_drafter_is_shown_what_the_tower_attends_to(padding: str) -> None:
 def test_who_asks() -> None:
     assert make("salient:3").attends and not make("relevant:3").attends  # type: ignore[attr-defined]
     with torch.random.fork_rng(devices=[]):
-        ways = [Prune(2, "salient", distinctness, attends=True)]
-        assert Elastic(8, 2, ways).attends and not Elastic(8, 2).attends
+        ways = [Identity(), Prune(2, "salient", distinctness, attends=True)]
+        assert Elastic(8, 2).attends and Elastic(8, 2, ways).attends and not Elastic(8, 2, ways[:1]).attends

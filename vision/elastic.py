@@ -17,13 +17,11 @@ from torch.nn import functional
 
 from mmspec.interfaces import Compressor, VisualTokens
 from mmspec.shown import label
-from mmspec.vision.picking import Drop, Prune, Stride, relevance
+from mmspec.vision.picking import Drop, Prune, Stride, distinctness, relevance
 from mmspec.vision.pooling import Conv, Pool
 from mmspec.vision.resampler import Resampler
 from mmspec.vision.rows import origin_of, padded
 
-SHARES = (1.0, 0.25, 1 / 16)
-"""What of the budget the ways keep that differ in how much."""
 CHARGE = 0.02
 """What the loss grows by if a gate shows every visual token: that is 1% to 2% of a call on two CPU cores, and a head
 whose loss is higher by 0.01 accepts about 1% less."""
@@ -45,8 +43,8 @@ class Elastic(nn.Module):
     def __init__(self, hidden_size: int, tokens: int, ways: Sequence[Compressor] = ()) -> None:
         """
         Args:
-            ways: what is chosen among; by default nothing, pooling to several sizes, a convolution, every n-th token,
-                the most relevant ones, and a resampler.
+            ways: what is chosen among; by default nothing, pooling and pruning by what the vision tower attends to (to
+                the budget and to a fourth of it), every n-th token, the most relevant ones, a convolution, a resampler.
 
         Raises:
             ValueError: fewer than one token.
@@ -64,6 +62,12 @@ class Elastic(nn.Module):
         self.attends = any(getattr(way, "attends", False) for way in self.ways)
         self.chosen: list[str] | None = None
         self.cost: Tensor | None = None
+
+    def train(self, mode: bool = True) -> Elastic:
+        """Puts the gate into training. The ways stay as they are in use, so that each keeps what its name says."""
+        super().train(mode)
+        self.learned.eval()
+        return self
 
     def labels(self) -> list[str]:
         """The ways by name, with what each keeps."""
@@ -107,11 +111,11 @@ class Elastic(nn.Module):
 
 
 def _ways(hidden_size: int, tokens: int) -> list[Compressor]:
-    sizes = sorted({max(1, round(tokens * share)) for share in SHARES}, reverse=True)
     some = max(1, tokens // 4)
-    pruned: list[Compressor] = [Stride(some), Prune(some, "relevant", relevance)]
-    learned: list[Compressor] = [Conv(hidden_size, tokens), Resampler(hidden_size, min(2, tokens))]
-    return [Drop(), *(Pool(size) for size in sizes), *pruned, *learned]
+    ways: list[Compressor] = [Drop(), Stride(some), Prune(some, "relevant", relevance)]
+    for size in sorted({some, tokens}):
+        ways += [Pool(size), Prune(size, "salient", distinctness, attends=True)]
+    return [*ways, Conv(hidden_size, tokens), Resampler(hidden_size, min(2, tokens))]
 
 
 def _sight(visual: VisualTokens, query: Tensor) -> Tensor:
