@@ -113,23 +113,30 @@ def shrunk(
     """
     seen, words = sight.visual & inside, ~sight.visual & inside
     counts, text = seen.sum(1), words.sum(1)
-    most, *sizes = torch.cat((text.max()[None], counts)).tolist()
+    index = torch.arange(seen.shape[1], device=seen.device)
+    ends = (seen[0].int().argmax(), (seen[0] * (index + 1)).amax())
+    start, end, most, *sizes = torch.cat((torch.stack((*ends, text.max())), counts)).tolist()
     many, held = max(sizes), [0] * len(sizes)
-    index = torch.arange(max(many, most), device=seen.device)
+    together = sizes == [end - start]
     mask, told = index[:many] < counts[:, None], index[:most] < text[:, None]
     look, say = first(seen)[:, :many], first(words)[:, :most]
+
+    def visual_of(part: Tensor) -> Tensor:
+        """One row's that stand together, as those of a clip do, are not copied."""
+        return part[:, start:end] if together else picked(part, look)
+
     following, before, where = (picked(part, say) for part in (sight.following, sight.states, positions))
     for segment in segments:
         held[segment.row] += segment.length
     # A row whose first token is a visual one has one fewer than its grids, since no row stands before it.
     segments = tuple(one for one in segments if held[one.row] == sizes[one.row])
     visual = VisualTokens(
-        embeddings=picked(sight.following, look),
-        states=picked(sight.states, look),
+        embeddings=visual_of(sight.following),
+        states=visual_of(sight.states),
         mask=mask,
-        positions=picked(positions, look),
+        positions=visual_of(positions),
         segments=segments,
-        scores=None if attended is None else picked(attended, look),
+        scores=None if attended is None else visual_of(attended),
         outlook=outlook,
     )
     few = compressor.compress(visual, query, compressor.tokens)

@@ -25,7 +25,7 @@ from mmspec.drafters.checkpoint import Made, load, save
 from mmspec.drafters.eagle import EagleDrafter
 from mmspec.drafters.head import Eagle3Head, EagleHead, HeadConfig
 from mmspec.drafters.kinds import KINDS
-from mmspec.drafters.rules import RULES, segments_of
+from mmspec.drafters.rules import RULES, Sight, segments_of, shrunk
 from mmspec.drafters.training import Plan, Training
 from mmspec.drafters.training_losses import Pupil, Weights, When, losses, rows_of
 from mmspec.drafters.vispec import VispecDrafter, VispecHead
@@ -510,6 +510,32 @@ def test_showing_everything_changes_nothing(world: World, rule: str) -> None:
 def test_showing_nothing_is_the_textual_rule(world: World) -> None:
     for mine, other in zip(drafts(world, "coupled", make("drop")), drafts(world, "textual", None), strict=True):
         assert mine == pytest.approx(other, rel=1e-3)
+
+
+@pytest.mark.parametrize("runs", [[(2, 6)], [(1, 3), (7, 9)], [(0, 12)], [(11, 12)], []])
+@pytest.mark.parametrize("name", ["identity", "pool:2", "stride:3", "salient:2", "drop"])
+def test_a_text_by_itself_is_read_as_in_a_batch(world: World, runs: list[tuple[int, int]], name: str) -> None:
+    """Visual tokens of one text that stand together are not copied; those of a batch, or apart, are."""
+    dice = torch.Generator().manual_seed(9)
+    visual = torch.zeros(2, 12, dtype=torch.bool)
+    for start, end in runs:
+        visual[0, start:end] = True
+    visual[1, 4:9:2] = True
+    following, states = (torch.randn(2, 12, 32, generator=dice) for _ in range(2))
+    attended, index = torch.rand(2, 12, generator=dice), torch.arange(12).expand(2, 12)
+
+    def read(rows: slice) -> tuple[Tensor, Tensor, Tensor]:
+        sight = Sight(following[rows], states[rows], visual[rows], following[0, 0])
+        inside = torch.ones_like(visual[rows])
+        return shrunk(
+            head(), "decoupled", sight, inside, index[rows], make(name), states[rows, -1], attended=attended[rows]
+        )
+
+    with torch.no_grad():
+        alone, batch = read(slice(0, 1)), read(slice(0, 2))
+    on, there = alone[1][0], batch[1][0]
+    assert torch.equal(alone[2][0][on], batch[2][0][there])
+    assert torch.allclose(alone[0][0][on], batch[0][0][there], atol=1e-5)
 
 
 @pytest.mark.parametrize("rule", ["textual", "coupled"])
