@@ -20,11 +20,14 @@ import torch
 from torch import Tensor, nn
 
 from mmspec.drafters.kinds import KINDS
+from mmspec.drafters.training_gate import weigh
 from mmspec.drafters.training_losses import Lesson, Pupil, Weights, When
-from mmspec.interfaces import Words
+from mmspec.interfaces import Chooser, Words
 from mmspec.shown import label
 
 STATE, LOG = "state.pt", "log.jsonl"
+WEIGHED = 32
+"""Batches of which a compressor that chooses is told at the end what each of its ways cost."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +113,7 @@ class Training:
         self.folder, self.pupils, self.plan, self.words = folder, dict(pupils), plan, words
         self.lesson, self.placeholder, self.party = lesson, placeholder, party or Party()
         self.settings = json.loads(json.dumps({"plan": asdict(plan), **facts, "pupils": self._shapes()}))
-        self.step = 0
+        self.step, self.weighed = 0, False
         folder.mkdir(parents=True, exist_ok=True)
         self.optimisers = {
             name: torch.optim.AdamW(pupil.parts().parameters(), lr=plan.rate, betas=(0.9, 0.95), weight_decay=0.0)
@@ -138,7 +141,7 @@ class Training:
         for name, pupil in self.pupils.items():
             pupil.parts().load_state_dict(state["heads"][name])
             self.optimisers[name].load_state_dict(state["optimisers"][name])
-        self.step = state["step"]
+        self.step, self.weighed = state["step"], state.get("weighed", False)
 
     def save(self) -> None:
         """Write the checkpoint under another name first, so that a cut, or a full disk, leaves the last good one.
@@ -151,6 +154,7 @@ class Training:
         state = {
             "settings": self.settings,
             "step": self.step,
+            "weighed": self.weighed,
             "heads": {name: pupil.parts().state_dict() for name, pupil in self.pupils.items()},
             "optimisers": {name: optimiser.state_dict() for name, optimiser in self.optimisers.items()},
         }
@@ -188,8 +192,22 @@ class Training:
                 saved = now
             if now - began > seconds:
                 return False
+        if not self.weighed:
+            self._weigh()
         self.save()
         return True
+
+    def _weigh(self) -> None:
+        """Compressors that choose are told what their ways cost; every process by its own texts, and the mean of it."""
+        choosers = [pupil for pupil in self.pupils.values() if isinstance(pupil.compressor, Chooser)]
+        for pupil in choosers:
+            pupil.parts().eval()
+            lessons = (self.lesson(step).to(self.placeholder.device) for step in range(min(self.plan.steps, WEIGHED)))
+            with torch.autocast(self.placeholder.device.type, dtype=torch.bfloat16):
+                weigh(pupil, lessons, self.words, self.placeholder, self.plan.weights)
+            for weight in pupil.compressor.parameters():
+                weight.data = self.party.mean(weight.data)
+        self.weighed = True
 
     def _step(self) -> dict[str, float]:
         began, plan = time.monotonic(), self.plan

@@ -7,6 +7,7 @@ S committed length, N nodes of a draft tree, A accepted nodes, V vocabulary, D h
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -263,6 +264,14 @@ class VisualTokens:
     ways: tuple[str, ...] | None = None
 
 
+@dataclass(frozen=True)
+class Seen:
+    """What a `Chooser` went by, and what its way is charged: sight [B, F] float32, charge [B] float32 (as loss)."""
+
+    sight: Tensor
+    charge: Tensor
+
+
 @runtime_checkable
 class Compressor(Protocol):
     """Shows a drafter fewer visual tokens. The target never sees its output, so the text cannot change."""
@@ -278,6 +287,21 @@ class Compressor(Protocol):
     def compress(self, visual: VisualTokens, query: Tensor | None, budget: int) -> VisualTokens:
         """At most `budget` tokens per row; `query` [B, D] is the prompt's last state, or None. The same operator acts
         on embeddings and states."""
+
+
+@runtime_checkable
+class Chooser(Compressor, Protocol):
+    """A compressor that chooses one of several ways for each row, and can be told what they cost."""
+
+    @property
+    def ways(self) -> Sequence[Compressor]:
+        """What it chooses among."""
+
+    def only(self, way: int) -> AbstractContextManager[list[Seen]]:
+        """Within it every row goes this way; the list gets an entry per call of `compress`."""
+
+    def learn(self, sights: Tensor, costs: Tensor) -> None:
+        """Choose from now on by what each way [n, ways] cost where it saw [n, F]."""
 
 
 EVERY_TOKEN = 1 << 30

@@ -41,18 +41,17 @@ SLOW = Rates(read_s=1e-3, draft_s=1e-5, round_s=0.03, gained=3.0)
     [
         (0, 50, 128, None, "identity"),
         (FEW, 50, 128, None, "identity"),  # by the number of tokens alone
-        (FEW + 1, 50, 128, None, "pool:65"),
-        (576, 50, 128, None, "pool:144"),
-        (2880, 50, 128, None, "pool:180"),
-        (40000, 50, 128, None, "pool:625"),
-        (576, 50, 8, None, "relevant:144"),  # a question that points at something
-        (576, 5, 8, None, "pool:144"),
-        (576, 50, None, None, "pool:144"),
+        (FEW + 1, 50, 128, None, "salient:65"),
+        (576, 50, 128, None, "salient:144"),
+        (2880, 50, 128, None, "salient:180"),
+        (40000, 50, 128, None, "salient:625"),
+        (576, 5, 8, None, "salient:144"),
+        (576, 50, None, None, "salient:144"),
         (576, 50, 128, GPU, "identity"),
         (2880, 50, 128, GPU, "identity"),
-        (2880, 50, 8, GPU, "relevant:180"),  # few rounds do not pay for reading it all
-        (196, 50, 128, SLOW, "pool:13"),
-        (196, 50, 32, SLOW, "relevant:4"),
+        (2880, 50, 8, GPU, "salient:180"),  # few rounds do not pay for reading it all
+        (196, 50, 128, SLOW, "salient:13"),
+        (196, 50, 32, SLOW, "salient:4"),
         (196, 50, 8, SLOW, "drop"),
         (40000, 1, 1, SLOW, "drop"),
         (1, 50, 1000, SLOW, "identity"),
@@ -78,7 +77,7 @@ def test_it_is_the_most_that_keeps_within_its_share() -> None:
         assert way == choose(visual, text, answer, rates), "the same numbers, the same way"
 
 
-@pytest.mark.parametrize(("lean", "way"), [(1, "pool:36"), (0, "pool:144"), (-1, "identity")])
+@pytest.mark.parametrize(("lean", "way"), [(1, "salient:36"), (0, "salient:144"), (-1, "identity")])
 def test_leaning(lean: int, way: str) -> None:
     assert str(choose(576, 50, 128, None, lean)) == way
     assert str(choose(10, 50, 128, None, -1)) == "identity"
@@ -122,8 +121,8 @@ def test_each_row_is_what_its_way_makes_of_it_alone(counts: list[int], answer: i
 
 def test_without_a_question_or_a_word_about_the_call() -> None:
     visual = tokens_of([576], Outlook(torch.tensor([40]), 8))
-    assert Measured().compress(visual, None, 1 << 30).ways == ("pool:144",)
-    assert Measured().compress(tokens_of([576, 9]), None, 1 << 30).ways == ("pool:144", "identity")
+    assert Measured().compress(visual, None, 1 << 30).ways == ("salient:144",)
+    assert Measured().compress(tokens_of([576, 9]), None, 1 << 30).ways == ("salient:144", "identity")
     axes = replace(visual, positions=visual.positions.expand(3, -1, -1))
     assert Measured().compress(axes, None, 1 << 30).positions.shape == (3, 1, 144)
     several = tokens_of([576, 9])
@@ -133,7 +132,7 @@ def test_without_a_question_or_a_word_about_the_call() -> None:
 
 def test_its_name() -> None:
     assert parse("measured") == ("measured", 0) and isinstance(make("measured"), Measured)
-    assert isinstance(new("measured", 8), Measured) and str(Way("pool", 3)) == "pool:3"
+    assert isinstance(new("measured", 8), Measured) and str(Way("salient", 3)) == "salient:3"
     with pytest.raises(ValueError, match="no compressor is called 'measured:64'; known: identity, drop, measured"):
         make("measured:64")
 
@@ -360,7 +359,7 @@ def test_the_text_is_the_same_and_stats_say_what_was_shown(
             assert torch.equal(model.generate(**inputs, **options), plain)
         found, total = mmspec.stats(model, last=True), mmspec.stats(model)
         assert [row.visual for row in found.shown] == [16, 16]
-        assert set(total.ways) <= {"identity", "drop", *(f"{way}:{n}" for way in ("relevant", "pool") for n in (1, 4))}
+        assert set(total.ways) <= {"identity", "drop", "salient:1", "salient:4"}
         assert sum(total.ways.values()) == 8 and total.visual == 4 * 32 and total.visual_kept < 4 * 32
         assert f"{total.visual_kept}/128 visual tokens shown" in str(total) and total.shown == found.shown
         told = json.loads(json.dumps(found.as_dict()))

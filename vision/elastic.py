@@ -2,20 +2,22 @@
 
 The gate reads the prompt's last state and how many visual tokens there are. Training draws its choice with Gumbel noise
 and lets gradients through the chosen share; it also charges the gate for what it shows, which the paper does not: its
-loss has nothing that asks for fewer tokens. In use the likeliest is taken, and only what some row chose is computed.
+loss has nothing that asks for fewer tokens. At the end the gate is told what each way cost (`learn`), which the paper
+does not do either. In use the likeliest is taken, and only what some row chose is computed.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mmspec.interfaces import Compressor, VisualTokens
+from mmspec.interfaces import Compressor, Seen, VisualTokens
 from mmspec.shown import label
 from mmspec.vision.picking import Drop, Prune, Stride, distinctness, relevance
 from mmspec.vision.pooling import Conv, Pool
@@ -25,9 +27,9 @@ from mmspec.vision.rows import origin_of, padded
 CHARGE = 0.02
 """What the loss grows by if a gate shows every visual token: that is 1% to 2% of a call on two CPU cores, and a head
 whose loss is higher by 0.01 accepts about 1% less."""
-GAIN = 16.0
-"""What the gate's output is multiplied by: it moves by no more than its learning rate a step, and has some hundred
-steps in which to become sure."""
+SURE = 100.0
+"""What costs are multiplied by in a gate that was told them: a difference of 0.01 of loss counts."""
+SHRINKS = [10.0**power for power in range(-2, 9)]
 
 
 class Elastic(nn.Module):
@@ -62,6 +64,7 @@ class Elastic(nn.Module):
         self.attends = any(getattr(way, "attends", False) for way in self.ways)
         self.chosen: list[str] | None = None
         self.cost: Tensor | None = None
+        self._only: tuple[int, list[Seen]] | None = None
 
     def train(self, mode: bool = True) -> Elastic:
         """Puts the gate into training. The ways stay as they are in use, so that each keeps what its name says."""
@@ -81,7 +84,13 @@ class Elastic(nn.Module):
         """
         if query is None:
             raise ValueError("an elastic compressor needs the question's last state (query); got None.")
-        logits = GAIN * self.gate(_sight(visual, query)).float()
+        sight = _sight(visual, query)
+        if self._only is not None:
+            way, seen = self._only
+            part = self.ways[way].compress(visual, query, min(budget, self.ways[way].tokens))
+            seen.append(Seen(sight, CHARGE * part.mask.sum(1) / visual.mask.sum(1).clamp(min=1)))
+            return part
+        logits = self.gate(sight).float()
         # Drawn on the host, so that a seed means the same on every device.
         shares = functional.gumbel_softmax(logits.cpu(), hard=True).to(logits) if self.training else _hard(logits)
         picked = shares.argmax(1)
@@ -92,6 +101,40 @@ class Elastic(nn.Module):
         few = {n: self.ways[n].compress(visual, query, min(budget, self.ways[n].tokens)) for n in wanted}
         self.cost = _charge(logits, [few[n].mask for n in wanted], visual.mask) if self.training else None
         return self._joined(visual, few, names, shares)
+
+    @contextmanager
+    def only(self, way: int) -> Iterator[list[Seen]]:
+        """See `mmspec.interfaces.Chooser`; for training, not for calls of several threads."""
+        seen: list[Seen] = []
+        self._only = way, seen
+        try:
+            yield seen
+        finally:
+            self._only = None
+
+    @torch.no_grad()
+    def learn(self, sights: Tensor, costs: Tensor) -> None:
+        """See `mmspec.interfaces.Chooser`. The gate becomes the ridge regression of the costs, of which the least wins.
+
+        How much it shrinks what it was told is chosen by generalised cross-validation: of sights that say nothing about
+        costs, the way stays that is best on the whole.
+        """
+        x, y = sights.double(), (costs - costs.mean(1, keepdim=True)).double().to(sights.device)
+        middle, level = x.mean(0), y.mean(0)
+        left, sizes, right = torch.linalg.svd(x - middle, full_matrices=False)
+        told = left.T @ (y - level)
+
+        def kept(shrink: float) -> Tensor:
+            return sizes**2 / (sizes**2 + shrink)
+
+        def error(shrink: float) -> float:
+            rest = (y - level - left @ (kept(shrink)[:, None] * told)).square().sum()
+            return float(rest / (1 - (1 + kept(shrink).sum()) / (len(x) + 1)) ** 2)
+
+        best = min(SHRINKS, key=error)
+        slope = right.T @ ((kept(best) / sizes.clamp(min=1e-9))[:, None] * told)
+        self.gate.weight.copy_(-SURE * slope.T)
+        self.gate.bias.copy_(-SURE * (level - middle @ slope))
 
     def _joined(
         self, visual: VisualTokens, few: dict[int, VisualTokens], names: Sequence[int], shares: Tensor
