@@ -240,7 +240,7 @@ class EagleDrafter:
             query = states.gather(1, (counts - 1)[:, None, None].expand(-1, 1, states.shape[-1]))[:, 0]
             segments = segments_of(prompt, n)
             state.meter = Meter(self.pace, len(counts), states.device)
-            outlook = self._outlook(prompt, (inside & ~sight.visual).sum(1))
+            outlook = self._outlook(prompt)
             attended = None if attended is None else attended.roll(-1, 1)
             given = self.head, self.rule, sight, inside, positions, compressor, query, segments, outlook, attended
             rows, keep, positions = shrunk(*given)
@@ -254,12 +254,12 @@ class EagleDrafter:
         self._read(state, rows, positions, kept_)
         state.meter.read(began, max(kept_))
 
-    def _outlook(self, prompt: Prompt, text: Tensor) -> Outlook:
-        """What a compressor may know of a call. text: [B] words of each prompt."""
+    def _outlook(self, prompt: Prompt) -> Outlook:
+        """What a compressor may know of a call."""
         if prompt.fixed:
-            return Outlook(text, prompt.answer)
-        batch = len(text)
-        return Outlook(text, prompt.answer, self.pace.known(batch), self.pace.lean(batch))
+            return Outlook(prompt.answer)
+        batch = len(prompt.ids)
+        return Outlook(prompt.answer, self.pace.known(batch), self.pace.lean(batch))
 
     def _placeholder(self, prompt: Prompt, words: Words, like: Tensor) -> Tensor:
         ids = prompt.ids[prompt.visual][:1] if self.rule == "blind" else prompt.ids.new_zeros(0)

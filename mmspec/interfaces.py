@@ -226,12 +226,11 @@ class Outlook:
     """What is known of a call when its visual tokens are about to be shown to a drafter.
 
     Attributes:
-        text: [B] int64, tokens of each prompt that are not visual. answer: as in `Prompt`.
+        answer: as in `Prompt`.
         rates: what reading and drafting cost here; None if that is not known, or shapes must not hang on timing.
         lean: 1 if less should be shown than seems best, -1 if more, so that the costs of other widths become known.
     """
 
-    text: Tensor
     answer: int | None = None
     rates: Rates | None = None
     lean: int = 0

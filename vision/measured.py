@@ -2,25 +2,23 @@
 
 Showing a drafter K visual tokens costs it, over one answer,
 
-    cost(K) = K * (read_s + rounds * draft_s)            rounds = answer / gained
+    look(K) = K * (read_s + rounds * draft_s)            rounds = answer / gained
 
-seconds: each token is read once, and lengthens the drafting of every round. Whatever is shown, the call costs
+seconds: each token is read once, and lengthens the drafting of every round. Showing it fewer costs rounds:
 
-    call = text * read_s + rounds * round_s
+    miss(K) = MISSED[K] * rounds * round_s
 
-read_s, draft_s, round_s and gained are measured in this process (`mmspec.pace`); text is how many tokens of the prompt
-are words, answer how many new ones there may be. What a drafter gains by seeing more is little (in SpecVLM's ablation,
-arXiv 2509.11815, keeping half and keeping a twentieth differ by 4% in speed, and the twentieth is ahead), so the way is
-the one with the most tokens for which
+and the way is the one with the least look(K) + miss(K), of all tokens, a fourth, a sixteenth, a sixty-fourth, none.
+read_s, draft_s, round_s and gained are measured in this process (`mmspec.pace`); answer is how many new tokens there
+may be. What is missed is known from the scenes model (docs/results): a fourth of its visual tokens cost 2% of tau, a
+sixteenth 6%. Larger models say more of a picture in the states of their words (in SpecVLM's ablation, arXiv
+2509.11815, keeping half and keeping a twentieth differ by 4% in speed, and the twentieth is ahead), so it is rather too
+careful. Before anything is measured, and where shapes must not hang on timing (`deterministic=True`), it is the one
+with the most tokens up to FEW, or the sixty-fourth.
 
-    cost(K) <= WORTH * call
-
-of all tokens, a fourth, a sixteenth, a sixty-fourth, none. Before anything is measured, and where shapes must not hang
-on timing (`deterministic=True`), it is the one with the most tokens up to FEW, or the sixty-fourth.
-
-Which tokens: those that the vision tower attends to (`salient`). On the scenes model an eighth of a picture chosen so
-costs 3% of tau, both of descriptions and of short answers, where `pool` costs 14% and 22%, `relevant` 12% and 15%
-(docs/results). Only speed hangs on it, never the text. The same numbers always give the same way.
+Which tokens: those that the vision tower attends to (`salient`). An eighth of a picture chosen so costs 3% of tau, both
+of descriptions and of short answers, where `pool` costs 14% and 22%, `relevant` 12% and 15%. Only speed hangs on it,
+never the text. The same numbers always give the same way.
 """
 
 from __future__ import annotations
@@ -39,8 +37,8 @@ SHARES = (1, 4, 16, 64)
 """A drafter is shown all tokens, or one of so many."""
 FEW = 256
 """Visual tokens that are shown without a thought before costs are known."""
-WORTH = 0.02
-"""Share of a call's time that showing the tokens may take."""
+MISSED = (0.0, 0.02, 0.06, 0.2, 0.23)
+"""What a drafter that is shown so much, or at last nothing, loses of its tau."""
 SALIENT = "salient"
 LONG = 128
 """Tokens of an answer of which nobody said how long it may be."""
@@ -63,8 +61,8 @@ class Way:
         return Drop() if self.name == "drop" else Identity()
 
 
-def choose(visual: int, text: int, answer: int | None, rates: Rates | None = None, lean: int = 0) -> Way:
-    """What to show of a prompt with so many visual tokens and so many others.
+def choose(visual: int, answer: int | None, rates: Rates | None = None, lean: int = 0) -> Way:
+    """What to show of a prompt with so many visual tokens.
 
     Args:
         answer: new tokens at most, or None. rates: what is measured. lean: ways to go on towards fewer tokens.
@@ -75,8 +73,7 @@ def choose(visual: int, text: int, answer: int | None, rates: Rates | None = Non
     if rates is None:
         best = next((place for place, size in enumerate(sizes[:-1]) if size <= FEW), len(SHARES) - 1)
     else:
-        budget = WORTH * (text * rates.read_s + _rounds(answer, rates) * rates.round_s)
-        best = next(place for place, size in enumerate(sizes) if cost(size, answer, rates) <= budget)
+        best = min(range(len(sizes)), key=lambda place: cost(sizes[place], MISSED[place], answer, rates))
     if lean and sizes[best]:  # what shows nothing is not left for the sake of a measurement
         best = min(max(best + lean, 0), len(SHARES) - 1)
     if not best:
@@ -84,13 +81,10 @@ def choose(visual: int, text: int, answer: int | None, rates: Rates | None = Non
     return Way(SALIENT if sizes[best] else "drop", sizes[best])
 
 
-def cost(tokens: int, answer: int | None, rates: Rates) -> float:
-    """Seconds that so many visual tokens cost a drafter over one answer."""
-    return tokens * (rates.read_s + _rounds(answer, rates) * rates.draft_s)
-
-
-def _rounds(answer: int | None, rates: Rates) -> float:
-    return (LONG if answer is None else answer) / rates.gained
+def cost(tokens: int, missed: float, answer: int | None, rates: Rates) -> float:
+    """Seconds over one answer that so many visual tokens cost a drafter, and that it misses for want of the others."""
+    rounds = (LONG if answer is None else answer) / rates.gained
+    return tokens * (rates.read_s + rounds * rates.draft_s) + missed * rounds * rates.round_s
 
 
 class Measured:
@@ -121,12 +115,8 @@ class Measured:
 
     def _ways(self, outlook: Outlook | None, counts: Tensor) -> tuple[list[Way], list[int]]:
         """Of each row its way and its number of tokens. counts: [B]."""
-        if outlook is None:
-            sizes = counts.tolist()
-            return [choose(size, 0, None) for size in sizes], sizes
-        sizes, texts = torch.stack((counts, outlook.text)).tolist()  # once per prompt, not per round
-        rows = zip(sizes, texts, strict=True)
-        return [choose(size, text, outlook.answer, outlook.rates, outlook.lean) for size, text in rows], sizes
+        sizes, known = counts.tolist(), outlook or Outlook()  # once per prompt, not per round
+        return [choose(size, known.answer, known.rates, known.lean) for size in sizes], sizes
 
 
-__all__ = ["FEW", "LONG", "SHARES", "WORTH", "Measured", "Way", "choose", "cost"]
+__all__ = ["FEW", "LONG", "MISSED", "SHARES", "Measured", "Way", "choose", "cost"]

@@ -16,7 +16,6 @@ def some(visual: VisualTokens, rows: Sequence[int], most: int) -> VisualTokens:
     """The batch that these rows are, none of which has more than `most` tokens."""
     index = torch.tensor(rows, device=visual.mask.device)
     number = {row: place for place, row in enumerate(rows)}
-    outlook = visual.outlook
     return replace(
         visual,
         embeddings=visual.embeddings[index, :most],
@@ -25,7 +24,6 @@ def some(visual: VisualTokens, rows: Sequence[int], most: int) -> VisualTokens:
         positions=visual.positions[..., index, :most],
         segments=tuple(replace(one, row=number[one.row]) for one in visual.segments if one.row in number),
         scores=None if visual.scores is None else visual.scores[index, :most],
-        outlook=None if outlook is None else replace(outlook, text=outlook.text[index]),
         origin=None if visual.origin is None else visual.origin[index, :most],
         ways=None if visual.ways is None else tuple(visual.ways[row] for row in rows),
     )
