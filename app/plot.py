@@ -95,15 +95,20 @@ def plot_kept(rows: Sequence[dict[str, Any]], file: Path) -> None:
         groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
         for row in (row for row in shown if row["shape"] == shape):
             groups.setdefault((row["drafter"], row["family"]), []).append(row)
-        for (drafter, family), points in groups.items():
+        for place, ((drafter, family), points) in enumerate(groups.items()):
             points.sort(key=_seen)
             values, low, high = zip(*(row["tau"] for row in points), strict=True)
             marker, colour = MARKERS[drafters.index(drafter) % len(MARKERS)], f"C{families.index(family) % 10}"
-            style = {"marker": marker, "color": colour, "markersize": 4, "capsize": 2, "linewidth": 1}
+            style = {"marker": marker, "color": colour, "markersize": 4, "elinewidth": 0.5, "linewidth": 1.2}
             label = family if len(drafters) == 1 else f"{drafter}, {family}"
-            kept = [max(0.5, _seen(row)) for row in points]
-            lines[label] = axis.errorbar(kept, values, yerr=_spread(values, low, high), **style)
+            apart = 1.03 ** (place - len(groups) / 2)  # so that intervals do not cover each other
+            kept = [max(0.5, _seen(row)) * apart for row in points]
+            drawn = axis.errorbar(kept, values, yerr=_spread(values, low, high), **style)
+            lines.setdefault(label, drawn)
+            if any(row["way"] == row["base"] for row in points):
+                axis.axhline(values[-1], color="0.8", linewidth=1, zorder=0)
         axis.set_xscale("log", base=2)
+        axis.xaxis.set_major_formatter("{x:g}")
         axis.set_xlabel("visual tokens that the drafter is shown (0 at the left edge)", fontsize=8)
         axis.set_title(f"{shape}: {points[0]['visual']} visual tokens", fontsize=10)
     axes[0].set_ylabel("tau")
