@@ -74,6 +74,8 @@ class LlavaNext(Family):
 
     model_type = "llava_next"
     vision_args: tuple[str, ...] = ("image_sizes",)
+    packing: tuple[str, ...] = ("vision_feature_select_strategy",)
+    """What transformers' packing of features wants from the config."""
 
     def segments(self, input_ids: Tensor, vision: Mapping[str, Any]) -> tuple[Segment, ...]:
         """Base and tile grids; none if the placeholders cannot be told apart."""
@@ -102,22 +104,27 @@ class LlavaNext(Family):
 
     def attended(self, shares: Tensor, vision: Mapping[str, Any]) -> Tensor | None:
         """Laid out by transformers' own packing of features; a newline token shows nothing: 0."""
-        from transformers.models.llava_next.modeling_llava_next import image_size_to_num_patches
-
-        config, sizes = self.model.config, vision.get("image_sizes")
+        sizes = vision.get("image_sizes")
         if sizes is None:
             return None
-        edge = config.vision_config.image_size
-        tiles = [image_size_to_num_patches(size, config.image_grid_pinpoints, edge) for size in sizes]
+        tiles = self.tiles_of(sizes, vision)
         if sum(tiles) != len(shares):
             return None
         packed, _ = self.model.model.pack_image_features(
             list(shares[..., None].split(tiles)),
             image_sizes=sizes,
-            vision_feature_select_strategy=config.vision_feature_select_strategy,
             image_newline=shares.new_zeros(1),
+            **{name: getattr(self.model.config, name) for name in self.packing},
         )
         return torch.cat(list(packed)).flatten()
+
+    def tiles_of(self, sizes: Any, vision: Mapping[str, Any]) -> list[int]:
+        """How many tiles each picture is read as, the whole of it counted."""
+        from transformers.models.llava_next.modeling_llava_next import image_size_to_num_patches
+
+        config = self.model.config
+        edge = config.vision_config.image_size
+        return [image_size_to_num_patches(size, config.image_grid_pinpoints, edge) for size in sizes]
 
     def unpadded(self, size: Any) -> Grid:
         """(height, width) of the tiles' grid of a picture of `size` pixels, by transformers' own arithmetic."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import isqrt
 from typing import Any
 
 from torch import Tensor
+from torch.nn import functional
 
 from mmspec.interfaces import Segment
 from mmspec.target_llava_next import LlavaNext, clips, grids
@@ -17,8 +19,15 @@ class LlavaNextVideo(LlavaNext):
     model_type = "llava_next_video"
     vision_args = ("image_sizes", "pixel_values_videos")
 
-    def listening(self) -> None:
-        """Not yet: what a visual token shows was made smaller after the tower."""
+    def attended(self, shares: Tensor, vision: Mapping[str, Any]) -> Tensor | None:
+        """Of pictures as in LLaVA-NeXT; of clips the mean of the patches a token was pooled from; not of both."""
+        if vision.get("pixel_values_videos") is None:
+            return super().attended(shares, vision)
+        if vision.get("image_sizes") is not None:
+            return None
+        edge = isqrt(shares.shape[1])
+        stride = self.model.config.spatial_pool_stride
+        return functional.avg_pool2d(shares.view(-1, 1, edge, edge), stride, stride).flatten()
 
     def segments(self, input_ids: Tensor, vision: Mapping[str, Any]) -> tuple[Segment, ...]:
         """Base and tile grids of pictures, then a grid per frame of the clips; none if the numbers do not fit."""

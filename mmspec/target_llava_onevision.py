@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
+from torch.nn import functional
 
 from mmspec.interfaces import Segment
 from mmspec.target_llava_next import LlavaNext, clips, grids
@@ -17,8 +18,25 @@ class LlavaOnevision(LlavaNext):
     model_type = "llava_onevision"
     vision_args = ("image_sizes", "image_sizes_videos", "batch_num_images", "pixel_values_videos")
 
-    def listening(self) -> None:
-        """Not yet: what a visual token shows was made smaller after the tower."""
+    packing = ("vision_aspect_ratio",)
+
+    def tiles_of(self, sizes: Any, vision: Mapping[str, Any]) -> list[int]:
+        """One for each of several pictures in a row."""
+        tiles, numbers = super().tiles_of(sizes, vision), vision.get("batch_num_images")
+        if numbers is None:
+            return tiles
+        alone = [int(number) == 1 for number in numbers for _ in range(int(number))]
+        return [count if one else 1 for count, one in zip(tiles, alone, strict=False)]
+
+    def attended(self, shares: Tensor, vision: Mapping[str, Any]) -> Tensor | None:
+        """By transformers' own packing and pooling; not of pictures and clips in one call."""
+        pixels = vision.get("pixel_values_videos")
+        if pixels is None:
+            return super().attended(shares, vision)
+        if vision.get("image_sizes") is not None:
+            return None
+        pooled = self.model.model.apply_pooling(shares[..., None]).reshape(len(pixels), -1)
+        return functional.pad(pooled, (0, 1)).flatten()  # the newline token behind a clip shows nothing
 
     def segments(self, input_ids: Tensor, vision: Mapping[str, Any]) -> tuple[Segment, ...]:
         """Base and tile grids of pictures, one grid per frame and a newline token for clips."""

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import threading
+from collections.abc import Callable
+from functools import partial
+from math import ceil
 from typing import Any
 
 import pytest
@@ -73,7 +76,8 @@ def siglip() -> PreTrainedModel:
     return made
 
 
-MODELS = {"llava": lambda: model_of("llava"), "llava_next": lambda: model_of("llava_next"), "siglip": siglip}
+FAMILIES = ("llava", "llava_next", "llava_next_video", "llava_onevision")
+MODELS = {family: partial(model_of, family) for family in FAMILIES} | {"siglip": siglip}
 
 
 def shown(model: PreTrainedModel, given: tiny.Inputs, compressor: Any, **options: Any) -> Prompt:
@@ -138,10 +142,84 @@ def test_several_sequences_per_prompt(sort: str) -> None:
     assert torch.equal(thrice.attended, once.attended.repeat_interleave(3, 0))
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "llava_onevision", "llava_next_video"])
-def test_families_that_cannot_tell(family: str) -> None:
-    model = model_of(family)
+def windows(patches: Tensor, stride: int) -> Tensor:
+    """[e // s, e // s] the mean of each window of [e, e], what does not fill one left out."""
+    edge = len(patches) // stride
+    return torch.stack(
+        [
+            patches[y * stride : (y + 1) * stride, x * stride : (x + 1) * stride].mean()
+            for y in range(edge)
+            for x in range(edge)
+        ]
+    ).view(edge, edge)
+
+
+def halved(patches: Tensor) -> Tensor:
+    """[ceil(e / 2), ceil(e / 2)] of [e, e], bilinear, point by point."""
+    edge, size = len(patches), ceil(len(patches) / 2)
+
+    def at(place: int) -> list[tuple[int, float]]:
+        where = max(0.0, (place + 0.5) * edge / size - 0.5)
+        low = min(int(where), edge - 1)
+        return [(low, 1 - (where - low)), (min(low + 1, edge - 1), where - low)]
+
+    rows = [[sum(patches[i, j] * a * b for i, a in at(y) for j, b in at(x)) for x in range(size)] for y in range(size)]
+    return torch.stack([torch.stack(row) for row in rows])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("family", ["llava_next_video", "llava_onevision"])
+def test_frames_of_clips(family: str) -> None:
+    """A token made of several patches has what they have in the mean, a newline token nothing."""
+    model, seen = model_of(family), set()
+    for seed in range(6):
+        given = tiny.inputs(model, seed, 2, images=[0, 0], videos=[1, 1 + seed % 2])
+        pixels = given["pixel_values_videos"]
+        weights = slow(model, given | {"pixel_values": pixels})[1]
+        edge = model.config.vision_config.image_size // model.config.vision_config.patch_size
+        smaller: Callable[[Tensor], Tensor] = halved
+        if family == "llava_next_video":
+            smaller = partial(windows, stride=model.config.spatial_pool_stride)
+        wanted: list[Tensor] = []
+        for clip in weights.view(*pixels.shape[:2], edge, edge):
+            wanted += [smaller(frame).flatten() for frame in clip]
+            wanted += [torch.zeros(1)] if family == "llava_onevision" else []
+        prompt = shown(model, given, Asking())
+        assert prompt.attended is not None
+        torch.testing.assert_close(prompt.attended[prompt.visual], torch.cat(wanted), rtol=1e-4, atol=1e-6)
+        seen |= set(prompt.attended[prompt.visual].tolist())
+    assert len(seen) > 20 or family == "llava_onevision"  # of which a frame is one token here
+
+
+@pytest.mark.parametrize("edge", [3, 4, 5, 8])
+def test_onevision_of_larger_frames(edge: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where half of an edge is no whole number."""
+    model = model_of("llava_onevision")
+    monkeypatch.setattr(model.config.vision_config, "image_size", edge * model.config.vision_config.patch_size)
+    shares = torch.rand(6, edge * edge, generator=torch.Generator().manual_seed(edge))
+    found = family_of(model).attended(shares, {"pixel_values_videos": torch.zeros(2, 3, 1, 1, 1)})
+    frames = [halved(frame.view(edge, edge)).flatten() for frame in shares]
+    wanted = torch.cat([*frames[:3], torch.zeros(1), *frames[3:], torch.zeros(1)])
+    assert found is not None
+    torch.testing.assert_close(found, wanted)
+
+
+def test_several_pictures_of_onevision_are_read_whole() -> None:
+    """As its processor says it: more than one picture in a row has no tiles."""
+    model = model_of("llava_onevision")
+    sizes, numbers = torch.tensor([[16, 16]] * 3), torch.tensor([2, 1])
+    family = family_of(model)
+    assert family.tiles_of(sizes, {"batch_num_images": numbers}) == [1, 1, 5]  # type: ignore[attr-defined]
+    assert family.tiles_of(sizes, {}) == [5, 5, 5]  # type: ignore[attr-defined]
+
+
+def test_what_cannot_be_told() -> None:
+    """A tower of another build, and pictures and clips in one call."""
+    model = model_of("qwen2_5_vl")
     assert shown(model, tiny.inputs(model, 1, 2, images=[1, 1]), Asking()).attended is None
+    for family in ("llava_next_video", "llava_onevision"):
+        model = model_of(family)
+        given = tiny.inputs(model, 1, 2, images=[1, 1], videos=[1, 0])
+        assert shown(model, given, Asking()).attended is None
 
 
 def test_nobody_asked_or_there_is_no_picture() -> None:

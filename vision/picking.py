@@ -112,8 +112,8 @@ def relevance(visual: VisualTokens, query: Tensor | None) -> Tensor:
 
 
 def distinctness(visual: VisualTokens, query: Tensor | None) -> Tensor:
-    """How much the vision tower attends to each, where the family can tell (CLIP and SigLIP towers of LLaVA 1.5 and
-    LLaVA-NeXT); else how far an embedding is from the mean of its row."""
+    """How much the vision tower attends to each, where the family can tell (all of LLaVA); else how far an embedding is
+    from the mean of its row."""
     if visual.scores is not None:
         return visual.scores
     embeddings, on = visual.embeddings.float(), visual.mask[..., None]
