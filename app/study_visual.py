@@ -298,6 +298,7 @@ def parser() -> argparse.ArgumentParser:
     add("--json", metavar="FILE")
     add("--markdown", metavar="FILE.md", help="the tables")
     add("--plot", metavar="FILE.png", help="tau against tokens kept")
+    add("--also", nargs="+", default=[], metavar="FILE", help="JSON of earlier runs, whose rows go before these")
     add("--progress", action=argparse.BooleanOptionalAction, default=sys.stderr.isatty())
     return made
 
@@ -307,6 +308,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if argv is None else argv)
     args = parser().parse_args(given)
     try:
+        earlier = [row for file in args.also for row in rows_in(file)]
         rows = measured(args, shlex.join(["python", "-m", "mmspec.app.study_visual", *given]))
     except UsageError as error:
         parser().error(str(error))
@@ -314,6 +316,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(choices.line_of(way, figures))
         for row in (row for row in rows if way in choices.names_of(row)):
             row.setdefault("against", {})[way] = figures
+    rows = [*earlier, *rows]
     if args.json:
         Path(args.json).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     if args.markdown:
@@ -323,6 +326,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         plot_kept(rows, Path(args.plot))
     return 0
+
+
+def rows_in(file: str) -> list[dict[str, Any]]:
+    """What an earlier run wrote to --json.
+
+    Raises:
+        UsageError: it did not write that.
+    """
+    try:
+        rows = json.loads(Path(file).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--also takes files of --json; {file} cannot be read: {one_line(error)}") from error
+    if not isinstance(rows, list) or not all(isinstance(row, dict) and "shape" in row for row in rows):
+        raise UsageError(f"--also takes files of --json of this command; {file} is none")
+    return rows
 
 
 def measured(args: argparse.Namespace, command: str) -> list[dict[str, Any]]:

@@ -102,6 +102,28 @@ def test_from_the_command_line(folder: Path, tmp_path: Path, capsys: Any) -> Non
     assert told["decode speed over"] == speed and lines[2][6:11] == ["-"] * 5
 
 
+def test_rows_of_earlier_runs_go_first(folder: Path, tmp_path: Path) -> None:
+    given = [str(folder), "--model", "tiny", "--count", "1", "--max-new-tokens", "4", "--no-progress"]
+    first, both = tmp_path / "first.json", tmp_path / "both.json"
+    assert study_visual.main([*given, "--shapes", "one", "--json", str(first)]) == 0
+    more = ["--shapes", "clip2", "--also", str(first), "--json", str(both), "--markdown", str(tmp_path / "v.md")]
+    assert study_visual.main([*given, *more]) == 0
+    rows = json.loads(both.read_text())
+    assert rows[:2] == json.loads(first.read_text()) and [row["shape"] for row in rows] == ["one"] * 2 + ["clip2"] * 2
+    assert rows[0]["run"]["command"] != rows[2]["run"]["command"]
+    assert [part[:6] for part in (tmp_path / "v.md").read_text().split("**")[1::2]] == ["one: 1", "clip2:"]
+
+
+@pytest.mark.parametrize(("text", "words"), [(None, "cannot be read"), ("{", "cannot be read"), ("[1]", "is none")])
+def test_files_that_are_not_of_the_study(text: str | None, words: str, tmp_path: Path, capsys: Any) -> None:
+    file = tmp_path / "v.json"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(SystemExit) as stopped:
+        study_visual.main(["d", "--also", str(file)])
+    assert stopped.value.code == 2 and words in capsys.readouterr().err
+
+
 SPEEDS = ("speedup_decode", "speedup_e2e")
 
 
