@@ -1,6 +1,6 @@
 """`python -m mmspec.app.study_visual`: what it costs and what it brings to show a drafter fewer visual tokens.
 
-Each way decodes the same held-out requests, in turn and in rotating order: one picture, four pictures, clips. Told are
+Each way decodes the same held-out requests, in turn, in an order drawn anew: one picture, four pictures, clips. Told are
 tau, overall and on names of things; the time, the work and the memory of the drafter's own prefill; and the time of
 decoding and of whole calls, as ratios of paired runs. Intervals are over requests (bootstrap). The drafters that are
 named live through all shapes, so one that learns goes on learning.
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,7 +30,7 @@ from mmspec.app.captioner import Captioner
 from mmspec.app.contenders import check, drafter_of, labels, parse, patched, shown_by
 from mmspec.app.errors import UsageError, one_line
 from mmspec.app.load import load
-from mmspec.app.measure import OWN, PLAIN, Run, System, clone, limits, once, swept
+from mmspec.app.measure import OWN, PLAIN, Run, System, alike, clone, limits, once, swept
 from mmspec.app.prefill import Reader, Reading
 from mmspec.app.scenes.world import HELD_OUT
 from mmspec.app.settings import DEFAULT
@@ -112,6 +113,7 @@ def field_of(
     for name in dict.fromkeys((OWN, *ways)):
         ours = models[name] if name in models else patched(clone(model), name, processor, nodes)
         made.append(Way(name, System(name, ours), drafter_of(ours), ways.get(name, ())))
+    alike([way.system.model for way in made])
     return made
 
 
@@ -123,8 +125,7 @@ def contest(
     maker = Captioner(field_[0].system.model, processor)
     for number, one in enumerate(islice(asked(shape, first), count + 1)):
         inputs = maker.inputs([one.pictures], [one.question])
-        start = number % len(field_)
-        for way in (*field_[start:], *field_[:start]):
+        for way in random.Random(number).sample(field_, len(field_)):  # so that nobody always follows the same one
             run, reader = _once(way, inputs, most)
             tick(1)
             if not number:
