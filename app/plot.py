@@ -76,6 +76,10 @@ def plot_study(rows: Sequence[dict[str, Any]], classes: Sequence[str], file: Pat
 
 MARKERS = "osD^vP*X"
 """Of the drafters in `plot_kept`, in turn; colours are those of the compressors."""
+TAB20 = """1f77b4 ff7f0e 2ca02c d62728 9467bd 8c564b e377c2 7f7f7f bcbd22 17becf
+aec7e8 ffbb78 98df8a ff9896 c5b0d5 c49c94 f7b6d2 c7c7c7 dbdb8d 9edae5"""
+COLOURS = [f"#{colour}" for colour in TAB20.split()]
+"""Twenty that can be told apart, the strong ones first."""
 
 
 def plot_kept(rows: Sequence[dict[str, Any]], file: Path) -> None:
@@ -88,8 +92,14 @@ def plot_kept(rows: Sequence[dict[str, Any]], file: Path) -> None:
 
     shown = [row for row in rows if "prefill_ms" in row]
     shapes, families, drafters = (list(dict.fromkeys(r[key] for r in shown)) for key in ("shape", "family", "drafter"))
-    figure = Figure(figsize=(2.5 + 4 * max(1, len(shapes)), 4), layout="constrained")
-    axes = figure.subplots(1, max(1, len(shapes)), squeeze=False)[0]
+    wide = min(3, max(1, len(shapes)))
+    high = -(-max(1, len(shapes)) // wide)
+    figure = Figure(figsize=(2.5 + 4 * wide, 4 * high), layout="constrained")
+    axes = list(figure.subplots(high, wide, squeeze=False).flat)
+    for axis in axes[len(shapes) :]:
+        axis.set_visible(False)
+    for axis in axes[::wide]:
+        axis.set_ylabel("tau")
     lines: dict[str, Any] = {}
     for axis, shape in zip(axes, shapes, strict=False):
         groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
@@ -98,12 +108,13 @@ def plot_kept(rows: Sequence[dict[str, Any]], file: Path) -> None:
         for place, ((drafter, family), points) in enumerate(groups.items()):
             points.sort(key=_seen)
             values, low, high = zip(*(row["tau"] for row in points), strict=True)
-            marker, colour = MARKERS[drafters.index(drafter) % len(MARKERS)], f"C{families.index(family) % 10}"
-            style = {"marker": marker, "color": colour, "markersize": 4, "elinewidth": 0.5, "linewidth": 1.2}
+            marker, colour = MARKERS[drafters.index(drafter) % len(MARKERS)], COLOURS[families.index(family) % 20]
+            style = {"marker": marker, "color": colour, "markersize": 4, "linewidth": 1.2}
             label = family if len(drafters) == 1 else f"{drafter}, {family}"
             apart = 1.03 ** (place - len(groups) / 2)  # so that intervals do not cover each other
             kept = [max(0.5, _seen(row)) * apart for row in points]
-            drawn = axis.errorbar(kept, values, yerr=_spread(values, low, high), **style)
+            axis.vlines(kept, low, high, color=colour, linewidth=0.5, alpha=0.4)
+            [drawn] = axis.plot(kept, values, **style)
             lines.setdefault(label, drawn)
             if any(row["way"] == row["base"] for row in points):
                 axis.axhline(values[-1], color="0.8", linewidth=1, zorder=0)
@@ -111,9 +122,8 @@ def plot_kept(rows: Sequence[dict[str, Any]], file: Path) -> None:
         axis.xaxis.set_major_formatter("{x:g}")
         axis.set_xlabel("visual tokens that the drafter is shown (0 at the left edge)", fontsize=8)
         axis.set_title(f"{shape}: {points[0]['visual']} visual tokens", fontsize=10)
-    axes[0].set_ylabel("tau")
     figure.legend(lines.values(), lines.keys(), loc="outside right upper", fontsize=7)
-    figure.savefig(file, dpi=150)
+    figure.savefig(file, dpi=110)
 
 
 def plot_blocks(settings: Mapping[str, Sequence[dict[str, Any]]], file: Path) -> None:

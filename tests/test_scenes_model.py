@@ -25,6 +25,7 @@ from mmspec.app.scenes.stages import STAGES
 from mmspec.app.scenes.tasks import requests
 from mmspec.app.scenes.world import HELD_OUT
 from mmspec.drafters import registry
+from mmspec.vision.elastic import Elastic
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +106,29 @@ def test_drafters_that_ship_guess_well_and_change_no_word(shipped: tuple[Any, An
             finally:
                 mmspec.unpatch(model)
             assert tau > (1.0 if sample else 2.5), (name, len(batch), sample, tau)
+
+
+def test_a_gate_that_ships_chooses(shipped: tuple[Any, Any]) -> None:
+    """With its drafter, whether it is asked for or not; beside another drafter `elastic` goes by costs."""
+    model, processor = shipped
+    maker = Captioner(model, processor)
+    [one] = islice(requests("clip", HELD_OUT), 1)
+    inputs = maker.inputs([one.pictures], [one.question])
+    ways: dict[str, tuple[str, int]] = {}
+    for drafter, compressor in (("msd-elastic", None), ("msd-elastic", "elastic"), ("msd", "elastic")):
+        mmspec.patch(model, drafter, compressor=compressor, processor=processor, nodes=16)
+        try:
+            model.generate(**inputs, max_new_tokens=4, do_sample=False)
+            [row] = mmspec.stats(model, last=True).shown
+            ways[f"{drafter}, {compressor}"] = row.way, row.kept
+            gate = model.__dict__["_mmspec"].options.shows
+            assert isinstance(gate, Elastic) == (drafter == "msd-elastic")
+            if isinstance(gate, Elastic):
+                assert row.way in gate.labels() and row.kept <= gate.tokens < row.visual
+        finally:
+            mmspec.unpatch(model)
+    assert ways["msd-elastic, None"] == ways["msd-elastic, elastic"]
+    assert ways["msd, elastic"][0].startswith("salient:")
 
 
 def test_the_demo(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
