@@ -25,8 +25,8 @@ from mmspec.vision.resampler import Resampler
 from mmspec.vision.rows import origin_of, padded
 
 CHARGE = 0.02
-"""What the loss grows by if a gate shows every visual token: of a clip that is 1% to 5% of a call on two CPU cores, and a
-head whose loss is higher by 0.01 accepts about 1% less."""
+"""What the loss grows by if a gate shows every visual token: of a clip that is 1% to 5% of a call on two CPU cores, and
+a head whose loss is higher by 0.01 accepts about 1% less."""
 SURE = 100.0
 """What costs are multiplied by in a gate that was told them: a difference of 0.01 of loss counts."""
 SHRINKS = [10.0**power for power in range(-2, 9)]
