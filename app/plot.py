@@ -93,9 +93,9 @@ def plot_kept(rows: Sequence[dict[str, Any]], file: Path) -> None:
     shown = [row for row in rows if "prefill_ms" in row]
     shapes, families, drafters = (list(dict.fromkeys(r[key] for r in shown)) for key in ("shape", "family", "drafter"))
     wide = min(3, max(1, len(shapes)))
-    high = -(-max(1, len(shapes)) // wide)
-    figure = Figure(figsize=(2.5 + 4 * wide, 4 * high), layout="constrained")
-    axes = list(figure.subplots(high, wide, squeeze=False).flat)
+    deep = -(-max(1, len(shapes)) // wide)
+    figure = Figure(figsize=(2.5 + 4 * wide, 4 * deep), layout="constrained")
+    axes = list(figure.subplots(deep, wide, squeeze=False).flat)
     for axis in axes[len(shapes) :]:
         axis.set_visible(False)
     for axis in axes[::wide]:

@@ -2,10 +2,10 @@
 
 A plain float32 `nn.Linear` is at its worst for products of a few rows, which eats the gain of scoring several nodes at
 once. There are two other ways to the same product: *turned* (weight times rows, so that the kernel's wide side is the
-weight's; needs nothing but a transposed result; a single row goes twice) and, if the user asks for it, *packed* (the weight brought into the
-kernel's own order once, in a copy). Here the layers of exact type `nn.Linear` are served so, only inside the decode
-loop (a context variable, so that training, other threads and `disabled()` see plain layers), and only for shapes at
-which real calls were faster that way. Knows no model.
+weight's; needs nothing but a transposed result; a single row goes twice) and, if the user asks for it, *packed* (the
+weight brought into the kernel's own order once, in a copy). Here the layers of exact type `nn.Linear` are served so,
+only inside the decode loop (a context variable, so that training, other threads and `disabled()` see plain layers), and
+only for shapes at which real calls were faster that way. Knows no model.
 """
 
 from __future__ import annotations
