@@ -102,6 +102,8 @@ def settings(page: Any, name: str = "compare", tokens: int | None = None, **chos
     if tokens is not None:
         area.get_by_label("number input for Most new tokens").fill(str(tokens))
         page.keyboard.press("Tab")
+        # Gradio takes note of it a moment later, and perhaps not while another page is in front.
+        page.wait_for_timeout(300)
 
 
 def ask(page: Any, question: str | None = None) -> None:
