@@ -100,10 +100,15 @@ def settings(page: Any, name: str = "compare", tokens: int | None = None, **chos
         area.get_by_label(label.replace("_", " ")).first.click()
         page.get_by_role("option", name=option, exact=True).click()
     if tokens is not None:
-        area.get_by_label("number input for Most new tokens").fill(str(tokens))
-        page.keyboard.press("Tab")
-        # Gradio takes note of it a moment later, and perhaps not while another page is in front.
-        page.wait_for_timeout(300)
+        # What is typed in the first milliseconds of a slider is shown and not taken note of: the handle stays.
+        handle = area.get_by_label("range slider for Most new tokens")
+        for _ in range(20):
+            area.get_by_label("number input for Most new tokens").fill(str(tokens))
+            page.keyboard.press("Tab")
+            page.wait_for_timeout(50)
+            if handle.input_value() == str(tokens):
+                break
+        assert handle.input_value() == str(tokens)
 
 
 def ask(page: Any, question: str | None = None) -> None:
