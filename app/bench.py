@@ -7,13 +7,16 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mmspec.app.caption import MODELS, positive, quiet, temperature
 from mmspec.app.errors import UsageError, one_line
 from mmspec.app.scenes.world import HELD_OUT
 from mmspec.app.settings import DEFAULT, DTYPES, MODEL, PROMPT
 from mmspec.app.versions import commit, mmspec_version, version
+
+if TYPE_CHECKING:
+    import torch
 
 TASKS = ("describe", "short", "answer", "clip")  # of mmspec.app.scenes.tasks, which is too heavy to import here
 MOST_NODES = 64  # of mmspec.tree
@@ -202,7 +205,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     maker = Captioner(model, processor)
     told = ("model", "task", "first_seed", "new_tokens", "temperature", "nodes")
     shared = {name: getattr(args, name) for name in told}
-    shared |= {"dtype": maker.dtype, "run": provenance(args.command, model)}
+    shared |= {"dtype": maker.dtype, "run": provenance(args.command, model.device)}
     lengths = args.prompt_tokens or [0]
     repeats = {batch: args.count // batch if args.count else args.repeats for batch in args.batch_sizes}
     calls = len(lengths) * len(field) * sum(number + 1 for number in repeats.values())
@@ -222,18 +225,18 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-def provenance(command: str, model: Any) -> dict[str, Any]:
-    """What a figure must carry to be worth anything."""
+def provenance(command: str, device: torch.device) -> dict[str, Any]:
+    """What a figure must carry to be worth anything. device: where it was measured."""
     import torch
 
-    card = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else None
+    card = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     return {
         "command": command,
         "mmspec": mmspec_version(),
         "commit": commit(),
         "torch": version("torch"),
         "transformers": version("transformers"),
-        "device": card or model.device.type,
+        "device": card or device.type,
         "threads": torch.get_num_threads(),
     }
 

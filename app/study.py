@@ -219,7 +219,7 @@ def measured(args: argparse.Namespace, command: str) -> list[dict[str, Any]]:
     against = next((entry for entry in field_ if entry.system.name == args.against), None)
     settings = ("model", "task", "first_seed", "nodes", "temperature", "seed")
     shared: dict[str, Any] = {name: getattr(args, name) for name in settings}
-    shared |= {"run": provenance(command, model)} | ({"against": short[args.against]} if against else {})
+    shared |= {"run": provenance(command, model.device)} | ({"against": short[args.against]} if against else {})
     return [row_of(entry, against) | {"drafter": short[entry.system.name]} | shared for entry in field_]
 
 

@@ -17,12 +17,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from mmspec.app.bench import writable
+from mmspec.app.bench import provenance, writable
 from mmspec.app.caption import positive
 from mmspec.app.errors import UsageError
 from mmspec.app.measure import limits
 from mmspec.app.prefill import Reader, Reading
-from mmspec.app.versions import commit, mmspec_version, version
 from mmspec.drafters.eagle import EagleDrafter
 from mmspec.drafters.head import EagleHead, HeadConfig
 from mmspec.interfaces import Prompt, Segment, Verdict, Words
@@ -170,10 +169,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
     except (RuntimeError, UsageError, ValueError) as error:
         parser().error(str(error).splitlines()[0])
-    about: dict[str, Any]
-    about = {"command": shlex.join(["python", "-m", "mmspec.app.study_prefill", *given]), "mmspec": mmspec_version()}
-    about |= {"commit": commit(), "torch": version("torch"), "threads": torch.get_num_threads()}
-    about |= {"device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type}
+    about = provenance(shlex.join(["python", "-m", "mmspec.app.study_prefill", *given]), device)
     rows = []
     total = len(args.frames) * (1 + len(args.compressors))
     for row in tqdm(rows_of(args, device), total=total, disable=not sys.stderr.isatty()):

@@ -361,7 +361,7 @@ def measured(args: argparse.Namespace, command: str) -> list[dict[str, Any]]:
         writable(file)
     model, processor = load(args.model)
     shared = {name: getattr(args, name) for name in ("model", "first_seed", "max_new_tokens", "nodes")}
-    shared["run"] = provenance(command, model)
+    shared["run"] = provenance(command, model.device)
     rows: list[dict[str, Any]] = []
     field_: list[Way] = []
     for wanted in args.shapes:

@@ -10,14 +10,14 @@ seconds: each token is read once, and lengthens the drafting of every round. Sho
 
 and the way is the one with the least look(K) + miss(K), of all tokens, a fourth, a sixteenth, a sixty-fourth, none.
 read_s, draft_s, round_s and gained are measured in this process (`mmspec.pace`); answer is how many new tokens there
-may be. What is missed is known from the scenes model (docs/results): a fourth of its visual tokens cost 2% of tau, a
-sixteenth 6%. Larger models say more of a picture in the states of their words (in SpecVLM's ablation, arXiv
-2509.11815, keeping half and keeping a twentieth differ by 4% in speed, and the twentieth is ahead), so it is rather too
-careful. Before anything is measured, and where shapes must not hang on timing (`deterministic=True`), it is the one
-with the most tokens up to FEW, or the sixty-fourth.
+may be. What is missed is about what the scenes model misses (docs/results): with a fourth of its visual tokens 0% to
+4% of tau, with a sixteenth 0% to 5%, with none 23% to 36%. Larger models say more of a picture in the states of their
+words (in SpecVLM's ablation, arXiv 2509.11815, keeping half and keeping a twentieth differ by 4% in speed, and the
+twentieth is ahead), so it is rather too careful. Before anything is measured, and where shapes must not hang on timing
+(`deterministic=True`), it is the one with the most tokens up to FEW, or the sixty-fourth.
 
-Which tokens: those that the vision tower attends to (`salient`). An eighth of a picture chosen so costs 3% of tau, both
-of descriptions and of short answers, where `pool` costs 14% and 22%, `relevant` 12% and 15%. Only speed hangs on it,
+Which tokens: those that the vision tower attends to (`salient`). An eighth of a picture chosen so costs 2% of tau in
+descriptions and 4% in short answers, where `pool` costs 12% and 11%, `relevant` 10% and 11%. Only speed hangs on it,
 never the text. The same numbers always give the same way.
 """
 
