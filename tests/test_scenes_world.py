@@ -27,6 +27,7 @@ from mmspec.app.scenes.data import (
     collate,
     corpus,
     encode,
+    fullness,
     seen,
     since,
     turns_of,
@@ -333,12 +334,19 @@ def test_what_clips_are_asked_is_true() -> None:
     assert set(seen_tasks) == {"pictures", "way", "when"} and seen_tasks["when"] > 600
 
 
+def test_half_of_the_training_pictures_are_full() -> None:
+    full = [len(scene(seed, most).things) for seed in range(60) if (most := fullness(seed)) is not None]
+    assert len(full) == 30 and set(full) == {4, 5, 6}
+    left_alone = [len(scene(seed, fullness(seed)).things) for seed in range(60) if fullness(seed) is None]
+    assert min(left_alone) == 1
+
+
 def test_words_that_name_things_say_where_they_are() -> None:
     tokenizer = train_tokenizer(corpus(400))
     data, checked = Talking(tokenizer, 0, 60, clips=0.0), Counter[str]()
     for number in range(12):
         seed, sample = number, data[number]
-        made = scene(seed)
+        made = scene(seed, fullness(seed))
         if made.sign is None and bool((sample.patches[0].kind == SIGN).any()):
             continue  # another scene stands in
         for token, where in zip(sample.ids, sample.about, strict=True):
