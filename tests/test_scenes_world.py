@@ -344,7 +344,7 @@ def test_half_of_the_training_pictures_are_full() -> None:
 def test_words_that_name_things_say_where_they_are() -> None:
     tokenizer = train_tokenizer(corpus(400))
     data, checked = Talking(tokenizer, 0, 60, clips=0.0), Counter[str]()
-    for number in range(12):
+    for number in range(24):
         seed, sample = number, data[number]
         made = scene(seed, fullness(seed))
         if made.sign is None and bool((sample.patches[0].kind == SIGN).any()):
