@@ -88,7 +88,8 @@ class Costs:
 
     def of_score(self, batch: int, nodes: int) -> float:
         """Seconds of one forward: measured, or guessed from the nearest size that was, a smaller one if there is."""
-        known = {n: seconds for (b, n), seconds in tuple(self.score.items()) if b == batch}  # other threads may learn
+        with self.lock:  # other threads may learn
+            known = {n: seconds for (b, n), seconds in self.score.items() if b == batch}
         if not known:
             return 0.0
         sizes = sorted(known)
