@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 import subprocess
 import sys
@@ -21,9 +22,10 @@ from mmspec.app.cli import main
 from mmspec.app.scenes import FOLDER, check, evaluate
 from mmspec.app.scenes.card import FACTS
 from mmspec.app.scenes.examples import files
+from mmspec.app.scenes.model import question
 from mmspec.app.scenes.stages import STAGES
 from mmspec.app.scenes.tasks import requests
-from mmspec.app.scenes.world import HELD_OUT
+from mmspec.app.scenes.world import HELD_OUT, clip, scene
 from mmspec.drafters import registry
 from mmspec.vision.elastic import Elastic
 
@@ -69,6 +71,31 @@ def test_it_sees(shipped: tuple[Any, Any]) -> None:
     for name in ("things_named", "named_are_there", "places", "yes_no", "backgrounds"):
         assert result[name] > 0.8, (name, result)
     assert result["control_things_named"] < 0.3 and result["control_backgrounds"] < 0.4
+
+
+def test_pictures_that_questions_share_are_read_once_and_change_no_answer(
+    shipped: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against `generate` of each question alone, with nothing in its cache."""
+    model, processor = shipped
+    items = [item for seed in (0, 1) for item in evaluate.items_of(scene(HELD_OUT + seed), random.Random(seed))]
+    items.append(evaluate.item_of_clip(clip(HELD_OUT), random.Random(0)))
+    read, original = list[int](), type(model.model).get_image_features
+
+    def spy(self: Any, pixel_values: torch.Tensor, **kwargs: Any) -> Any:
+        read.append(len(pixel_values))
+        return original(self, pixel_values, **kwargs)
+
+    monkeypatch.setattr(type(model.model), "get_image_features", spy)
+    said = evaluate.answers(model, processor, items, 8, lambda count: None)
+    frames = len(items[-1].pictures)
+    assert sum(read) < len(items) / 2 + frames, "pictures of one scene that stand in one batch"
+    for item, answer in zip(items, said, strict=True):
+        text = "<s>" + question(item.question, len(item.pictures))
+        given = processor(images=[list(item.pictures)], text=[text], return_tensors="pt")
+        out = model.generate(**given, max_new_tokens=item.tokens, do_sample=False)
+        alone = processor.tokenizer.decode(out[0, given["input_ids"].shape[1] :], skip_special_tokens=True).strip()
+        assert answer == alone, item.question
 
 
 def test_auto_is_a_drafter_that_ships(shipped: tuple[Any, Any]) -> None:

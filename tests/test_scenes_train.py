@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from transformers import AutoModelForImageTextToText, AutoProcessor, LlavaForConditionalGeneration
 
-from mmspec.app.scenes import DamagedModelError, evaluate, load, train
+from mmspec.app.scenes import DamagedModelError, evaluate, load, stages, train
 from mmspec.app.scenes.data import corpus, pixels
 from mmspec.app.scenes.model import TOKENS, config_of, new_model
 from mmspec.app.scenes.paint import paint
@@ -204,6 +205,25 @@ def test_shares_of_the_rate() -> None:
         assert shares[id(weight)] == (0.1 if "vision_tower" in name else 0.3 if upper else 1.0), name
 
 
+@pytest.mark.parametrize("shape", [(6, 6), (4, 12), (12, 4)])
+def test_muon_where_bfloat16_is_slow_does_what_that_of_torch_does(
+    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int]
+) -> None:
+    draw = torch.Generator().manual_seed(3)
+    begin, grads = torch.randn(shape, generator=draw), [torch.randn(shape, generator=draw) for _ in range(3)]
+    ends = []
+    for native in (True, False):
+        monkeypatch.setattr(stages, "halves", lambda device, native=native: native)
+        weight = nn.Parameter(begin.clone())
+        optimiser = stages.Muon([weight], lr=0.1, weight_decay=0.02, adjust_lr_fn="match_rms_adamw")
+        for grad in grads:
+            weight.grad = grad.clone()
+            optimiser.step()
+        ends.append((weight.detach(), optimiser.state[weight]["momentum_buffer"]))
+    assert (ends[0][0] - begin).abs().max() > 0.05
+    assert torch.allclose(ends[0][0], ends[1][0], atol=0.01) and torch.equal(ends[0][1], ends[1][1])
+
+
 def test_rates() -> None:
     stage = Stage("x", 100, 1, 1.0, first=0, warmup=10)
     rates: list[Any] = [rate_at(stage, step) for step in range(100)]
@@ -211,7 +231,7 @@ def test_rates() -> None:
     assert all(a >= b for a, b in pairwise(rates[10:]))
     half = Stage("x", 100, 1, 1.0, first=0, warmup=10, last=0.5)
     assert 0.5 <= rate_at(half, 99) < 0.51
-    assert [stage.name for stage in STAGES] == ["see", "talk", "settle", "polish"]
+    assert [stage.name for stage in STAGES] == ["see", "talk", "settle", "polish", "even"]
 
 
 def test_a_run_may_begin_with_an_exported_model(run: Training, place: Path) -> None:

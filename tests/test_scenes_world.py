@@ -341,6 +341,44 @@ def test_half_of_the_training_pictures_are_full() -> None:
     assert min(left_alone) == 1
 
 
+def test_even_drills_ask_for_numbers_of_all_kinds_alike() -> None:
+    asked: dict[bool, list[bool]] = {False: [], True: []}
+    for seed in range(200):
+        made = scene(seed)
+        if len({count for _, count in grammar.groups(made)}) < 2:
+            continue  # only where there are several of one kind and one of another
+        for even, found in asked.items():
+            for turn in grammar.drill(made, random.Random(seed), 10, even):
+                if turn.task == "count" and " all." not in turn.answer:
+                    found.append(" one " in turn.answer)
+                    kinds = evaluate.kinds_in(turn.question)
+                    assert [evaluate.number_in(turn.answer)] == [made.count(kind) for kind in kinds]
+    shares = {even: sum(found) / len(found) for even, found in asked.items()}
+    assert len(asked[True]) > 1.3 * len(asked[False]) > 50
+    assert shares[False] < 0.45 < shares[True], shares
+
+
+def test_pictures_of_an_even_stage_are_as_the_world_has_them() -> None:
+    tokenizer = train_tokenizer(corpus(200))
+    for number in range(12):
+        made = scene(number)
+        sample = Talking(tokenizer, 0, 12, clips=0.0, full=False)[number]
+        totals = {int(total) for total in sample.patches[0].total}
+        if made.sign is not None:  # else another scene may stand in
+            assert totals == {len(made.things)}
+    few = [int(Talking(tokenizer, 0, 60, clips=0.0, full=False)[n].patches[0].total[0]) for n in range(30)]
+    assert sum(count < 4 for count in few) >= 12
+
+
+def test_in_half_of_the_training_clips_and_more_something_stands_beside() -> None:
+    tokenizer = train_tokenizer(corpus(200))
+    data = Talking(tokenizer, 0, 60, clips=1.0)
+    beside = [max(int(part.total[0]) for part in data[number].patches) > 1 for number in range(40)]
+    assert sum(beside) >= 24
+    assert all(len(clip(seed, 4, 3).frames[0].things) >= 2 for seed in range(5))
+    assert clip(7, 4) == clip(7, 4, None)
+
+
 def test_words_that_name_things_say_where_they_are() -> None:
     tokenizer = train_tokenizer(corpus(400))
     data, checked = Talking(tokenizer, 0, 60, clips=0.0), Counter[str]()
@@ -359,9 +397,9 @@ def test_words_that_name_things_say_where_they_are() -> None:
                 continue
             here = [thing for thing in made.things if thing.kind == BY_NAME[word]]
             names = [name for row in PLACES for name in row]
-            many = ("two", "three", "several", "several", "several")
+            many = ("two", "three", "four", "five", "six")
             expected = "absent" if not here else here[0].place if len(here) == 1 else many[len(here) - 2]
-            assert [*names, "absent", "two", "three", "several"][where] == expected
+            assert [*names, "absent", *many][where] == expected
             checked[expected if expected in ("absent", *many) else "place"] += 1
     assert {"place", "absent", "two", "three", "all"} <= set(checked)
 

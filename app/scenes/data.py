@@ -34,9 +34,9 @@ PER_PATCH = ("kind", "bulk", "place", "centre", "alike", "rank", "total", "lette
 """What is known of every patch and asked of every visual token."""
 LONGEST = max(map(len, WORDS))
 """Letters of the longest sign."""
-ABSENT, SEVERAL, ALL, DOES = 9, 10, 13, 19
-"""What words are asked besides the nine places: that there is none; that there are two, three, four or more; of the
-word "things", that there are one to six in all; in a clip, what the thing does."""
+ABSENT, SEVERAL, ALL, DOES = 9, 10, 15, 21
+"""What words are asked besides the nine places: that there is none; that there are two to six; of the word "things",
+that there are one to six in all; in a clip, what the thing does."""
 DOINGS = (*(("moves", way) for way in MOVES), ("appears", ""), ("leaves", ""), ("stays", ""))
 MEANINGS = DOES + len(DOINGS)
 """How many answers there are to what a word is about."""
@@ -245,13 +245,18 @@ class Talking(Dataset[Sample]):
     Clips are several times as long as chats, so they come in groups: a batch is all clips, of one length, or none.
     """
 
-    def __init__(self, tokenizer: Any, first: int, count: int, group: int = 16, clips: float = 0.1) -> None:
+    def __init__(
+        self, tokenizer: Any, first: int, count: int, group: int = 16, clips: float = 0.1, full: bool = True
+    ) -> None:
         """
         Args:
             group: samples that are of one sort. clips: share of the groups that are clips.
+            full: half of the pictures have four to six things, and numbers are asked mostly where there are several;
+                else pictures are as the world has them, and numbers are asked of all kinds alike.
         """
         _check(first, count)
-        self.tokenizer, self.first, self.count, self.group, self.clips = tokenizer, first, count, group, clips
+        self.tokenizer, self.first, self.count = tokenizer, first, count
+        self.group, self.clips, self.full = group, clips, full
         self.kinds = kinds_by_token(tokenizer)
         things = tokenizer(" things", add_special_tokens=False).input_ids
         self.things = things[0] if len(things) == 1 else None
@@ -264,28 +269,28 @@ class Talking(Dataset[Sample]):
         dice, together = random.Random(f"talk {seed}"), random.Random(f"group {seed // self.group}")
         if together.random() < self.clips:
             return self._clip(seed, dice, together.choice((4, 4, 4, 4, 4, 5, 6, 8)))  # long ones are dear
-        most = fullness(seed)
+        most = fullness(seed) if self.full else None
         made = scene(seed, most)
         if made.sign is None and dice.random() < 0.6:  # reading is learned slowly
             made = _first(lambda n: scene(n, most), seed, lambda other: other.sign is not None)
         if made.sign is not None and dice.random() < 0.5:  # who knows the words need not read
             made = replace(made, sign=replace(made.sign, text=_no_word(dice)))
         image, patches = seen(made)
-        turns = turns_of(made, dice)
+        turns = turns_of(made, dice, even=not self.full)
         ids, labels = encode(self.tokenizer, turns)
         return Sample(ids, labels, pixels(image)[None], [patches], [self._about(made, token) for token in ids])
 
     def _about(self, made: Scene, token: int) -> int:
         """Where the thing is that a token names, or how many there are."""
         if token == self.things:
-            return ALL + min(6, len(made.things)) - 1
+            return ALL + len(made.things) - 1
         kind = self.kinds.get(token)
         if kind is None:
             return IGNORE
         here = [thing for thing in made.things if thing.kind == kind]
         if len(here) < 2:
             return PLACES_BY_NAME[here[0].place] if here else ABSENT
-        return SEVERAL + min(4, len(here)) - 2
+        return SEVERAL + len(here) - 2
 
     def _does(self, made: Clip, token: int) -> int:
         """What the thing does that a token names."""
@@ -299,7 +304,11 @@ class Talking(Dataset[Sample]):
         return DOES + DOINGS.index(("stays", "")) if kind in others else ABSENT
 
     def _clip(self, seed: int, dice: random.Random, frames: int) -> Sample:
-        made = _first(lambda n: clip(n, frames), seed, lambda other: other.event.what == "moves" or dice.random() < 0.8)
+        # In the world three moving things of four are alone, and whoever has learned that takes the others for still.
+        things = dice.choice((None, 2, 3))
+        made = _first(
+            lambda n: clip(n, frames, things), seed, lambda other: other.event.what == "moves" or dice.random() < 0.4
+        )
         looks = [seen(frame) for frame in made.frames]
         for (_, before), (_, now) in pairwise(looks):
             now.since = since(made, before, now)
@@ -353,11 +362,11 @@ def _no_word(dice: random.Random) -> str:
     return "".join(dice.choices(letters, k=dice.randint(2, LONGEST)))
 
 
-def turns_of(made: Scene, dice: random.Random) -> list[grammar.Turn]:
-    """Many short questions, or fewer and a long description somewhere among them."""
+def turns_of(made: Scene, dice: random.Random, even: bool = False) -> list[grammar.Turn]:
+    """Many short questions, or fewer and a long description somewhere among them. `even` is that of `drill`."""
     if dice.random() < 0.5:
-        return grammar.drill(made, dice, 10)
-    turns = grammar.drill(made, dice, 4)
+        return grammar.drill(made, dice, 10, even)
+    turns = grammar.drill(made, dice, 4, even)
     turns.insert(dice.randint(0, len(turns)), grammar.describe(made, dice))
     return turns
 

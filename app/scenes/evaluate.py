@@ -1,8 +1,8 @@
 """`python -m mmspec.app.scenes.evaluate`: how often the model's answers are true, on scenes it has never seen.
 
 Answers are read by small readers that know the truth of the scene, not the sentences of the training: a word that
-cannot be read is wrong. The same questions with another scene's picture are the control: near chance. A thousand
-scenes take an hour on two CPU cores; with --answers a run that was cut goes on where it was.
+cannot be read is wrong. The same questions with another scene's picture are the control: near chance. With
+--answers a run that was cut goes on where it was.
 """
 
 from __future__ import annotations
@@ -203,7 +203,10 @@ def answers(
     kept: Kept | None = None,
     of: str = "",
 ) -> list[str]:
-    """What the model says to each item, greedy. Items of one batch have equally many pictures and similar lengths."""
+    """What the model says to each item, greedy. Items of one batch have equally many pictures and similar lengths.
+
+    Pictures that several items share are read once.
+    """
     kept = kept or Kept()
     order = sorted(range(len(items)), key=lambda i: (len(items[i].pictures), items[i].tokens))
     order = [i for i in order if (of, i) not in kept.known]
@@ -211,10 +214,7 @@ def answers(
     start = 0
     while start < len(order):
         group = [i for i in order[start : start + batch] if len(items[i].pictures) == len(items[order[start]].pictures)]
-        texts = ["<s>" + question(items[i].question, len(items[i].pictures)) for i in group]
-        given = processor(
-            images=[list(items[i].pictures) for i in group], text=texts, padding=True, return_tensors="pt"
-        ).to(model.device)
+        given = _read_once(model, processor, [items[i] for i in group])
         longest = max(items[i].tokens for i in group)
         out = model.generate(**given, max_new_tokens=longest, do_sample=False)
         rows = out[:, given["input_ids"].shape[1] :]
@@ -223,6 +223,29 @@ def answers(
         start += len(group)
         tick(len(group))
     return [kept.known[of, i] for i in range(len(items))]
+
+
+@torch.no_grad()
+def _read_once(model: Any, processor: Any, items: Sequence[Item]) -> dict[str, Any]:
+    """What `generate` is given for questions of which the pictures are in its cache already, a row for each.
+
+    Shorter questions are padded behind the pictures, so that all rows begin with what was read.
+    """
+    seen = list({id(item.pictures): item.pictures for item in items}.values())
+    row_of = {id(pictures): row for row, pictures in enumerate(seen)}
+    rows = torch.tensor([row_of[id(item.pictures)] for item in items], device=model.device)
+    begin, end = question("\n", len(seen[0])).split("\n")
+    given = processor(
+        images=[list(pictures) for pictures in seen], text=["<s>" + begin] * len(seen), return_tensors="pt"
+    ).to(model.device)
+    cache = model.model(**given, use_cache=True).past_key_values
+    cache.batch_select_indices(rows)
+    asked = processor.tokenizer(
+        [item.question + end for item in items],
+        add_special_tokens=False, padding=True, padding_side="left", return_tensors="pt",
+    ).to(model.device)  # fmt: skip
+    parts = {name: torch.cat((given[name][rows], asked[name]), 1) for name in ("input_ids", "attention_mask")}
+    return parts | {"past_key_values": cache}
 
 
 def shares(items: Sequence[Item], said: Sequence[str]) -> dict[str, float]:

@@ -247,6 +247,15 @@ def how_many(scene: Scene, dice: random.Random) -> Turn:
         return Turn("count", question, f"There {'is' if total == 1 else 'are'} {NUMBERS[total]} in all.")
     repeated = [kind for kind, count in groups(scene) if count > 1]
     kind = dice.choice(repeated) if repeated and dice.random() < 0.7 else dice.choice(scene.things).kind
+    return _number(scene, kind, dice)
+
+
+def how_many_of_any(scene: Scene, dice: random.Random) -> Turn:
+    """The number of a kind, each as likely as the other: so one asks who does not know the answer; for training."""
+    return _number(scene, dice.choice(groups(scene))[0], dice)
+
+
+def _number(scene: Scene, kind: int, dice: random.Random) -> Turn:
     count, named = scene.count(kind), KINDS[kind]
     question = dice.choice(("How many {} are there?", "How many {} do you see?", "Count the {}."))
     verb_word = "is" if count == 1 else "are"
@@ -373,9 +382,14 @@ def clip_drills(clip: Clip, dice: random.Random) -> list[Turn]:
     return turns
 
 
-def drill(scene: Scene, dice: random.Random, turns: int) -> list[Turn]:
-    """Many short questions about one scene, those that are hard to learn more often; for training."""
-    names, weights = tuple(DRILLS), tuple(DRILLS.values())
+def drill(scene: Scene, dice: random.Random, turns: int, even: bool = False) -> list[Turn]:
+    """Many short questions about one scene, those that are hard to learn more often; for training.
+
+    Args:
+        even: ask for numbers more often, and for those of all kinds alike instead of mostly where there are several.
+    """
+    asked = DRILLS | EVEN if even else DRILLS
+    names, weights = tuple(asked), tuple(asked.values())
     made: list[Turn] = []
     said: set[str] = set()
     for _ in range(4 * turns):
@@ -384,7 +398,7 @@ def drill(scene: Scene, dice: random.Random, turns: int) -> list[Turn]:
         task = dice.choices(names, weights)[0]
         if task == "read" and scene.sign is None and dice.random() < 0.8:
             continue
-        turn = TASKS[task](scene, dice)
+        turn = (how_many_of_any if task == "count of any" else TASKS[task])(scene, dice)
         if turn is not None and turn.answer not in said:  # else it could be copied
             made.append(turn)
             said.add(turn.answer)
@@ -402,7 +416,8 @@ DRILLS = {
     "background": 1,
     "short": 1,
 }
-"""How often each task is drawn."""
+EVEN = {"count": 2, "count of any": 7}
+"""How often each task is drawn, and what is other if the drill is even."""
 
 
 def chat(scene: Scene, dice: random.Random, turns: int, tasks: Sequence[str] | None = None) -> list[Turn]:

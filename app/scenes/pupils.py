@@ -171,9 +171,9 @@ class Mouth(nn.Module):
         try:  # padded on the right: what is causal needs no mask
             if self.layers > READ:
                 text.layers, text.norm = every[:READ], nn.Identity()
-                rows = text(inputs_embeds=rows).last_hidden_state
+                rows = text(inputs_embeds=rows, use_cache=False).last_hidden_state
             text.layers, text.norm = every[READ if self.layers > READ else 0 : self.layers], norm
-            hidden = text(inputs_embeds=rows).last_hidden_state
+            hidden = text(inputs_embeds=rows, use_cache=False).last_hidden_state
         finally:
             text.layers, text.norm = every, norm
         return (norm(rows) if self.layers > READ else hidden), hidden

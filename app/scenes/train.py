@@ -1,6 +1,6 @@
 """`python -m mmspec.app.scenes.train`: from nothing to the weights of the scenes model.
 
-Three stages. *see*: the vision tower alone learns to say per patch what is there. *talk*: with the tower slowed to a
+Five stages. *see*: the vision tower alone learns to say per patch what is there. *talk*: with the tower slowed to a
 tenth, the projector and the lower half of the text model learn to answer; further losses ask that each visual token
 says the name of the thing it belongs to, read by the model's own head, and by heads that are thrown away where that
 thing is, how large, whether its centre is here, how many there are of its kind and in all, which of its sign's a letter
@@ -8,7 +8,8 @@ is, and how a sign is spelled; that after a few layers each word of a text that 
 each visual token of a clip what its thing has done since the picture before. That saves the text model from having to
 find it out by itself, and what a word has found out early, the layers above can read: so questions by name are
 answered.
-*settle*: the upper half is added, gently, and the rate falls to nothing.
+*settle*: the upper half is added, gently, and the rate falls to nothing. *polish*: all learn on. *even*: pictures and
+questions as the world has them, where before those with much in them came more often, and more clips.
 
 Sample n is the same in every run, and a run that is cut goes on from its last checkpoint.
 """
@@ -37,7 +38,7 @@ from mmspec.app.scenes.data import Looking, Talking, collate, corpus
 from mmspec.app.scenes.kinds import KINDS
 from mmspec.app.scenes.model import new_model, processor_of, train_tokenizer
 from mmspec.app.scenes.pupils import Eyes, Mouth
-from mmspec.app.scenes.stages import STAGES, Optimisers, Stage, rate_at
+from mmspec.app.scenes.stages import STAGES, Optimisers, Stage, halves, rate_at
 from mmspec.app.versions import version
 
 EPILOG = """\
@@ -155,7 +156,7 @@ class Training:
         data: Any = (
             Looking(first, count)
             if stage.name == "see"
-            else Talking(self.tokenizer, first, count, stage.batch, stage.clips)
+            else Talking(self.tokenizer, first, count, stage.batch, stage.clips, stage.full)
         )
         loader = DataLoader(
             data,
@@ -229,7 +230,7 @@ class Training:
         rate = rate_at(stage, self.step)
         part.train()
         batch = {name: value.to(self.device) for name, value in batch.items()}
-        with torch.autocast(self.device.type, dtype=torch.bfloat16):
+        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=halves(self.device)):
             loss, figures = part(batch)
         optimiser.zero_grad()
         loss.backward()

@@ -206,12 +206,15 @@ def _overlap(a: Box, b: Box) -> int:
     return max(0, width) * max(0, height)
 
 
-def clip(seed: int, frames: int | None = None) -> Clip:
-    """The clip of a seed: four to eight frames, in which one thing does something and others stay."""
+def clip(seed: int, frames: int | None = None, things: int | None = None) -> Clip:
+    """The clip of a seed: four to eight frames, in which one thing does something and others stay.
+
+    `frames` and `things` fix how many there are; else there are one to three things, mostly one.
+    """
     dice = random.Random(f"clip {seed} {frames}")
     count = frames or dice.choice((4, 4, 4, 5, 6, 8))
     while True:
-        base = _try(dice, seed, dice.choice((1, 1, 2, 3)))
+        base = _try(dice, seed, things or dice.choice((1, 1, 2, 3)))
         if base is None or base.sign is not None or (seed < HELD_OUT and _has_unseen_pair(base)):
             continue
         others = base.things[:-1]
