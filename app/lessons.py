@@ -24,6 +24,7 @@ from mmspec.app.errors import UsageError
 from mmspec.app.images import ImageError, Shown, pictures
 from mmspec.app.inputs import collect
 from mmspec.app.jsonl import replace
+from mmspec.cpu import halves
 from mmspec.drafters.checkpoint import fingerprint
 from mmspec.drafters.rules import segments_of
 from mmspec.drafters.training_losses import Lesson
@@ -274,7 +275,7 @@ class Teacher:
         device, heard = self.model.device, self.family.listening()
         with (
             torch.no_grad(),
-            torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cpu"),
+            torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cpu" and halves(device)),
             nullcontext() if heard is None else heard.on(),
         ):
             seen = self.model(**whole, output_hidden_states=True, logits_to_keep=1, use_cache=False)

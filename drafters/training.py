@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mmspec.cpu import halves
 from mmspec.drafters.kinds import KINDS
 from mmspec.drafters.training_gate import weigh
 from mmspec.drafters.training_losses import Lesson, Pupil, Weights, When
@@ -203,11 +204,15 @@ class Training:
         for pupil in choosers:
             pupil.parts().eval()
             lessons = (self.lesson(step).to(self.placeholder.device) for step in range(min(self.plan.steps, WEIGHED)))
-            with torch.autocast(self.placeholder.device.type, dtype=torch.bfloat16):
+            with self._autocast():
                 weigh(pupil, lessons, self.words, self.placeholder, self.plan.weights)
             for weight in pupil.compressor.parameters():
                 weight.data = self.party.mean(weight.data)
         self.weighed = True
+
+    def _autocast(self) -> torch.autocast:
+        device = self.placeholder.device
+        return torch.autocast(device.type, dtype=torch.bfloat16, enabled=halves(device))
 
     def _step(self) -> dict[str, float]:
         began, plan = time.monotonic(), self.plan
@@ -224,7 +229,7 @@ class Training:
             # A compressor is handed no dice: what it draws comes from torch's own, seeded for this step and put back.
             with (
                 torch.random.fork_rng(devices=[]),
-                torch.autocast(self.placeholder.device.type, dtype=torch.bfloat16),
+                self._autocast(),
             ):
                 torch.default_generator.manual_seed(seed)
                 taught = KINDS[pupil.kind].losses

@@ -34,6 +34,14 @@ TRIALS = 5
 HINT = 8
 """Rows for which weights are packed."""
 
+
+def halves(device: torch.device) -> bool:
+    """Whether bfloat16 is worth it in training: CPUs without products of it emulate them, fifty times as slowly."""
+    if device.type != "cpu":
+        return True
+    return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
 Shape = tuple[int, int, int]
 """(outputs, inputs, rows)"""
 

@@ -239,3 +239,11 @@ def test_a_copy_that_was_trained_on_is_not_stale() -> None:
     changed = model.generate(**inputs, max_new_tokens=12, do_sample=False)
     with mmspec.disabled():
         assert torch.equal(model.generate(**inputs, max_new_tokens=12, do_sample=False), changed)
+
+
+def test_bfloat16_is_left_alone_where_a_cpu_would_emulate_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cpu.halves(torch.device("cuda")) and cpu.halves(torch.device("mps"))
+    there = torch.device("cpu")
+    assert cpu.halves(there) == bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    assert not cpu.halves(there), "a torch without oneDNN has no products of bfloat16"

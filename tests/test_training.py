@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -89,3 +90,17 @@ def test_a_tree_has_a_level_and_a_node_to_follow() -> None:
         EagleDrafter(EagleHead(CONFIG), layers=2, depth=0)
     with pytest.raises(ValueError, match=r"width must be at least 1.*; got 0"):
         EagleDrafter(EagleHead(CONFIG), layers=2, width=0)
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_bfloat16_is_for_devices_that_have_it(native: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mmspec.drafters.training.halves", lambda device: native)
+    found, original = set[bool](), torch.nn.functional.linear
+
+    def spy(*args: Any, **kwargs: Any) -> Tensor:
+        found.add(original(*args, **kwargs).dtype == torch.bfloat16)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(torch.nn.functional, "linear", spy)
+    assert training(tmp_path).run(60)
+    assert found == {native}

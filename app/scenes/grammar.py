@@ -388,17 +388,17 @@ def drill(scene: Scene, dice: random.Random, turns: int, even: bool = False) -> 
     Args:
         even: ask for numbers more often, and for those of all kinds alike instead of mostly where there are several.
     """
-    asked = DRILLS | EVEN if even else DRILLS
-    names, weights = tuple(asked), tuple(asked.values())
+    shares = DRILLS | EVEN if even else DRILLS
+    tasks = TASKS | {"count of any": how_many_of_any}
     made: list[Turn] = []
     said: set[str] = set()
     for _ in range(4 * turns):
         if len(made) == turns:
             break
-        task = dice.choices(names, weights)[0]
+        task = dice.choices(tuple(shares), tuple(shares.values()))[0]
         if task == "read" and scene.sign is None and dice.random() < 0.8:
             continue
-        turn = (how_many_of_any if task == "count of any" else TASKS[task])(scene, dice)
+        turn = tasks[task](scene, dice)
         if turn is not None and turn.answer not in said:  # else it could be copied
             made.append(turn)
             said.add(turn.answer)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from mmspec.app.scenes.model import LOWER
+from mmspec.cpu import halves
 
 
 @dataclass(frozen=True)
@@ -68,21 +69,17 @@ def share_of(name: str, stage: Stage) -> float:
     return stage.upper if layer is not None and int(layer[1]) >= LOWER else 1.0
 
 
-def halves(device: torch.device) -> bool:
-    """Whether bfloat16 is worth it: CPUs without products of it emulate them, fifty times as slowly."""
-    return device.type != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
-
-
 class Muon(torch.optim.Muon):
     """`torch.optim.Muon`, in float32 where bfloat16 is emulated; there a step would take minutes.
 
     Muon (K. Jordan et al. 2024, scaled as in arXiv 2502.16982) makes the update of a matrix orthogonal; it needs fewer
-    steps than AdamW at the same rates. State and settings are those of the parent.
+    steps than AdamW at the same rates. State is that of the parent; settings are to be those of
+    `Optimisers`: Nesterov's momentum, "match_rms_adamw".
     """
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """One step, with Nesterov's momentum and decay that is independent of the update."""
+        """One step; decay is independent of the update."""
         if all(halves(weight.device) for group in self.param_groups for weight in group["params"]):
             super().step()
             return

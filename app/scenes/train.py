@@ -38,8 +38,9 @@ from mmspec.app.scenes.data import Looking, Talking, collate, corpus
 from mmspec.app.scenes.kinds import KINDS
 from mmspec.app.scenes.model import new_model, processor_of, train_tokenizer
 from mmspec.app.scenes.pupils import Eyes, Mouth
-from mmspec.app.scenes.stages import STAGES, Optimisers, Stage, halves, rate_at
+from mmspec.app.scenes.stages import STAGES, Optimisers, Stage, rate_at
 from mmspec.app.versions import version
+from mmspec.cpu import halves
 
 EPILOG = """\
 The folder holds state.pt (the checkpoint), log.jsonl, the tokenizer, tower.safetensors after the first stage and, at
@@ -47,7 +48,7 @@ the end, the model in bfloat16. Run the same command again to go on after a cut;
 refused.
 
 examples
-  python -m mmspec.app.scenes.train --out run            # all stages, some nine hours on two cores
+  python -m mmspec.app.scenes.train --out run            # all stages, some nine hours on two cores with AVX-512
   python -m mmspec.app.scenes.train --out run --minutes 40   # as far as that, then stop; go on later
 """
 
