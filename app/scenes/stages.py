@@ -70,7 +70,7 @@ def share_of(name: str, stage: Stage) -> float:
 
 
 class Muon(torch.optim.Muon):
-    """`torch.optim.Muon`, in float32 where bfloat16 is emulated; there a step would take minutes.
+    """`torch.optim.Muon`, in float32 where that is faster (`halves`); where bfloat16 is emulated a step takes minutes.
 
     Muon (K. Jordan et al. 2024, scaled as in arXiv 2502.16982) makes the update of a matrix orthogonal; it needs fewer
     steps than AdamW at the same rates. State is that of the parent; settings are to be those of
