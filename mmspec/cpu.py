@@ -19,6 +19,7 @@ import weakref
 from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import cache
 from statistics import median
 
 import torch
@@ -36,14 +37,29 @@ HINT = 8
 
 
 def halves(device: torch.device) -> bool:
-    """Whether bfloat16 is worth it in training: on CPUs only with tiles for it (AMX).
+    """Whether bfloat16 is worth it in training. CPUs without instructions for it emulate it, fifty times as slowly.
 
-    Without any instruction for it products are emulated, fifty times as slowly as in float32; with AVX-512's alone they
-    took twice as long (80 for 160 GFLOP/s a core, 2026-11-24).
+    With them it depends: on a Xeon with AVX-512's but without AMX products took twice as long as in float32
+    (2026-11-24). So it is measured there, once a process.
     """
     if device.type != "cpu":
         return True
-    return torch.backends.mkldnn.is_available() and torch.cpu._is_amx_tile_supported()
+    if not (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()):
+        return False
+    return _seconds(torch.bfloat16) < _seconds(torch.float32)
+
+
+@cache
+def _seconds(dtype: torch.dtype) -> float:
+    """What a product of the size of a small layer takes on this CPU: the least of five after one to warm up."""
+    rows, weight = torch.ones(1024, 384, dtype=dtype), torch.ones(1024, 384, dtype=dtype)
+    taken = []
+    with torch.no_grad():
+        for _ in range(6):
+            began = time.perf_counter()
+            functional.linear(rows, weight)
+            taken.append(time.perf_counter() - began)
+    return min(taken[1:])
 
 
 Shape = tuple[int, int, int]

@@ -241,12 +241,13 @@ def test_a_copy_that_was_trained_on_is_not_stale() -> None:
         assert torch.equal(model.generate(**inputs, max_new_tokens=12, do_sample=False), changed)
 
 
-def test_bfloat16_is_left_alone_where_a_cpu_has_no_tiles_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("faster", [True, False])
+def test_bfloat16_is_left_alone_where_a_cpu_is_slower_in_it(faster: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     assert cpu.halves(torch.device("cuda")) and cpu.halves(torch.device("mps"))
     there = torch.device("cpu")
-    for tiles in (True, False):
-        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda tiles=tiles: tiles)
-        assert cpu.halves(there) == (tiles and torch.backends.mkldnn.is_available())
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    assert cpu._seconds(torch.float32) > 0
+    monkeypatch.setattr(cpu, "_seconds", lambda dtype: 1.0 if (dtype == torch.bfloat16) == faster else 2.0)
+    native = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    assert cpu.halves(there) == (native and faster)
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     assert not cpu.halves(there), "a torch without oneDNN has no products of bfloat16"

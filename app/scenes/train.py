@@ -48,7 +48,7 @@ the end, the model in bfloat16. Run the same command again to go on after a cut;
 refused.
 
 examples
-  python -m mmspec.app.scenes.train --out run            # all stages, some nine hours on two cores with AVX-512
+  python -m mmspec.app.scenes.train --out run            # all stages, some nine hours on two cores fast in bfloat16
   python -m mmspec.app.scenes.train --out run --minutes 40   # as far as that, then stop; go on later
 """
 
