@@ -228,12 +228,15 @@ class Sample:
     """One conversation: ids with placeholders, what of them is to be learned, the pictures, what their patches show.
 
     Attributes:
+        turns: for each token the turn it belongs to, from 1, where turns are asked apart: each sees the pictures and
+            itself alone. 0 before them, and all through a conversation of which each turn sees what was said before.
         about: for each token that names a kind of thing, or says "things", what it is about: one of the nine places,
             or from `ABSENT`, `SEVERAL`, `ALL`, `DOES` on.
     """
 
     ids: list[int]
     labels: list[int]
+    turns: list[int]
     pixel_values: Tensor
     patches: list[Patches]
     about: list[int]
@@ -276,9 +279,9 @@ class Talking(Dataset[Sample]):
         if made.sign is not None and dice.random() < 0.5:  # who knows the words need not read
             made = replace(made, sign=replace(made.sign, text=_no_word(dice)))
         image, patches = seen(made)
-        turns = turns_of(made, dice, even=not self.full)
-        ids, labels = encode(self.tokenizer, turns)
-        return Sample(ids, labels, pixels(image)[None], [patches], [self._about(made, token) for token in ids])
+        apart = dice.random() < APART
+        coded = encode(self.tokenizer, turns_of(made, dice, not self.full, apart), apart=apart)
+        return Sample(*coded, pixels(image)[None], [patches], [self._about(made, token) for token in coded[0]])
 
     def _about(self, made: Scene, token: int) -> int:
         """Where the thing is that a token names, or how many there are."""
@@ -314,9 +317,9 @@ class Talking(Dataset[Sample]):
             now.since = since(made, before, now)
         turns = [grammar.clip_turn(made, dice), *grammar.clip_drills(made, dice)[:6]]
         dice.shuffle(turns)
-        ids, labels = encode(self.tokenizer, turns, pictures=len(looks))
+        coded = encode(self.tokenizer, turns, len(looks), apart=dice.random() < APART)
         images, patches = torch.stack([pixels(image) for image, _ in looks]), [seen_ for _, seen_ in looks]
-        return Sample(ids, labels, images, patches, [self._does(made, token) for token in ids])
+        return Sample(*coded, images, patches, [self._does(made, token) for token in coded[0]])
 
 
 def kinds_by_token(tokenizer: Any) -> dict[int, int]:
@@ -362,25 +365,40 @@ def _no_word(dice: random.Random) -> str:
     return "".join(dice.choices(letters, k=dice.randint(2, LONGEST)))
 
 
-def turns_of(made: Scene, dice: random.Random, even: bool = False) -> list[grammar.Turn]:
-    """Many short questions, or fewer and a long description somewhere among them. `even` is that of `drill`."""
+def turns_of(made: Scene, dice: random.Random, even: bool = False, apart: bool = False) -> list[grammar.Turn]:
+    """Many short questions, or fewer and a long description somewhere among them. `even`, `apart`: as for `drill`."""
     if dice.random() < 0.5:
-        return grammar.drill(made, dice, 10, even)
-    turns = grammar.drill(made, dice, 4, even)
+        return grammar.drill(made, dice, 10, even, apart)
+    turns = grammar.drill(made, dice, 4, even, apart)
     turns.insert(dice.randint(0, len(turns)), grammar.describe(made, dice))
     return turns
 
 
-def encode(tokenizer: Any, turns: Sequence[grammar.Turn], pictures: int = 1) -> tuple[list[int], list[int]]:
-    """Ids of a conversation, each picture as its placeholders, and labels: the answers and their ends."""
-    ids, labels = [BOS], [IGNORE]
+APART = 0.75
+"""Share of the samples of which every question is asked apart from the others."""
+
+
+def encode(
+    tokenizer: Any, turns: Sequence[grammar.Turn], pictures: int = 1, apart: bool = False
+) -> tuple[list[int], list[int], list[int]]:
+    """Ids of a conversation, each picture as its placeholders; labels: the answers and their ends; `Sample.turns`.
+
+    Args:
+        apart: each question follows the pictures at once, as if it were the first. So many are asked for the price of
+            reading the pictures once, and none can be answered from what was said before.
+    """
+    ids, labels, of = [BOS], [IGNORE], [0]
     for number, turn in enumerate(turns):
-        asked = tokenizer(question(turn.question, 0 if number else pictures), add_special_tokens=False).input_ids
-        asked = [token for given in asked for token in ([IMAGE] * TOKENS if given == IMAGE else [given])]
+        asked = tokenizer(question(turn.question, 0 if number and not apart else pictures), add_special_tokens=False)
+        asked = [token for given in asked.input_ids for token in ([IMAGE] * TOKENS if given == IMAGE else [given])]
         answer = [*tokenizer(" " + turn.answer, add_special_tokens=False).input_ids, EOS]
+        shared = len(asked) - asked[::-1].index(IMAGE) if apart else 0  # the same tokens for every question
+        if apart and number:
+            asked, shared = asked[shared:], 0
         ids += [*asked, *answer]
         labels += [IGNORE] * len(asked) + answer
-    return ids, labels
+        of += [0] * shared + [number + 1 if apart else 0] * (len(asked) - shared + len(answer))
+    return ids, labels, of
 
 
 def collate(samples: Sequence[Sample]) -> dict[str, Tensor]:
@@ -388,16 +406,19 @@ def collate(samples: Sequence[Sample]) -> dict[str, Tensor]:
     longest = max(len(sample.ids) for sample in samples)
     ids = torch.full((len(samples), longest), PAD)
     labels, about = (torch.full((len(samples), longest), IGNORE) for _ in range(2))
+    turns = torch.zeros((len(samples), longest), dtype=torch.long)
     for row, sample in enumerate(samples):
         ids[row, : len(sample.ids)] = torch.tensor(sample.ids)
         labels[row, : len(sample.labels)] = torch.tensor(sample.labels)
         about[row, : len(sample.about)] = torch.tensor(sample.about)
+        turns[row, : len(sample.turns)] = torch.tensor(sample.turns)
     lengths = torch.tensor([len(sample.ids) for sample in samples])
     patches = [part for sample in samples for part in sample.patches]
     return {
         "input_ids": ids,
         "labels": labels,
         "about": about,
+        "turns": turns,
         "attention_mask": (torch.arange(longest) < lengths[:, None]).long(),
         "pixel_values": torch.cat([sample.pixel_values for sample in samples]),
         **{name: torch.stack([getattr(part, name) for part in patches]) for name in PER_PATCH},

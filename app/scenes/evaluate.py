@@ -149,12 +149,16 @@ def item_of_clip(made: Clip, dice: random.Random) -> Item:
     """The question about one clip."""
 
     def mark(answer: str) -> Marks:
-        low = answer.lower()
         done = {"moves": "moves", "appears": "appears", "leaves": "disappears", "stays": "stays"}[made.event.what]
-        marks: Marks = {"events": [done in low], "clip_things": [made.hero.kind in kinds_in(answer)]}
+        words = set(re.findall(r"\b(?:moves|appears|disappears|stays)\b", answer.lower()))
+        # Others stay, so "stays" is true beside whatever happens; that anything else happens as well is not.
+        right = done in words and words <= {done, "stays"}
+        marks: Marks = {"events": [right], "clip_things": [made.hero.kind in kinds_in(answer)]}
         if made.event.what == "moves":
-            way = re.search(r"moves (?:to the )?(left|right|up|down)", low)
-            marks["motion"] = [way is not None and way.group(1) == made.event.way]
+            ways = re.findall(r"([A-Za-z]+) moves (?:to the )?(left|right|up|down)\b", answer)
+            marks["motion"] = [
+                len(ways) == 1 and kinds_in(ways[0][0]) == {made.hero.kind} and ways[0][1] == made.event.way
+            ]
         return marks
 
     return Item(tuple(paint(frame) for frame in made.frames), grammar.clip_turn(made, dice).question, mark, tokens=48)

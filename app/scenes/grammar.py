@@ -79,6 +79,14 @@ def where(thing_place: str) -> str:
     return f"in the {thing_place}"
 
 
+def one_by_one(scene: Scene) -> str:
+    """ "upper left a dog, center a cat, bottom a dog": who counts or lists looks at one place after the other.
+
+    A model that says the number first has to have counted before its first word (`docs/log.md`, 2026-11-24).
+    """
+    return ", ".join(f"{thing.place} {KINDS[thing.kind].a}" for thing in scene.reading_order())
+
+
 # --- tasks ------------------------------------------------------------------------------------------------------------
 
 Task = Callable[[Scene, random.Random], Turn | None]
@@ -86,12 +94,11 @@ Task = Callable[[Scene, random.Random], Turn | None]
 
 
 def what(scene: Scene, dice: random.Random) -> Turn:
-    """All things by name and number."""
+    """All things, each with its place."""
     question = dice.choice(
         ("What is in the picture?", "What do you see?", "List the things in this picture.", "Name everything here.")
     )
-    names = listed([number_of(KINDS[kind], count) for kind, count in groups(scene)])
-    return Turn("what", question, capital(names) + ".")
+    return Turn("what", question, capital(one_by_one(scene)) + ".")
 
 
 def short(scene: Scene, dice: random.Random) -> Turn:
@@ -132,6 +139,7 @@ def describe(scene: Scene, dice: random.Random) -> Turn:
     for kind, count in groups(scene):
         if count > 1:
             parts.append(f"{capital(NUMBERS[count])} {KINDS[kind].plural} in all.")
+    parts.append(f"{capital(NUMBERS[len(order)])} thing{'' if len(order) == 1 else 's'}.")
     if len(order) < 5:
         parts += [_pair(one, other) for one, other in zip(order[2:], order, strict=False)]
     if len(order) == 3:
@@ -144,18 +152,17 @@ def describe(scene: Scene, dice: random.Random) -> Turn:
 
 
 def _opening(scene: Scene) -> str:
-    count, base = len(scene.things), f"{scene.texture} {scene.colour}"
-    total = f"{NUMBERS[count]} thing{'' if count == 1 else 's'}"
+    base = f"{scene.texture} {scene.colour}"
     form = scene.things[0].kind % 5
     if form == 0:
-        return f"{capital(total)} on {base} ground."
+        return f"On {base} ground."
     if form == 1:
-        return f"{capital(base)} background, {total}."
+        return f"{capital(base)} background."
     if form == 2:
-        return f"Before a {base} wall {'stands' if count == 1 else 'stand'} {total}."
+        return f"Before a {base} wall."
     if form == 3:
-        return f"{capital(total)}, the background {base}."
-    return f"A {base} picture with {total}."
+        return f"The background {base}."
+    return f"A {base} picture."
 
 
 def _sized(thing: Thing) -> str:
@@ -240,14 +247,18 @@ def where_is(scene: Scene, dice: random.Random) -> Turn | None:
 
 
 def how_many(scene: Scene, dice: random.Random) -> Turn:
-    """The number of a kind, or of all things."""
+    """The number of a kind, or of all things, behind what there is."""
     if dice.random() < 0.25:
-        question = dice.choice(("How many things are there?", "How many things do you count in all?"))
-        total = len(scene.things)
-        return Turn("count", question, f"There {'is' if total == 1 else 'are'} {NUMBERS[total]} in all.")
+        return how_many_things(scene, dice)
     repeated = [kind for kind, count in groups(scene) if count > 1]
     kind = dice.choice(repeated) if repeated and dice.random() < 0.7 else dice.choice(scene.things).kind
     return _number(scene, kind, dice)
+
+
+def how_many_things(scene: Scene, dice: random.Random) -> Turn:
+    """The number of all things."""
+    question = dice.choice(("How many things are there?", "How many things do you count in all?"))
+    return Turn("count", question, how_many_in_all(scene))
 
 
 def how_many_of_any(scene: Scene, dice: random.Random) -> Turn:
@@ -256,11 +267,20 @@ def how_many_of_any(scene: Scene, dice: random.Random) -> Turn:
 
 
 def _number(scene: Scene, kind: int, dice: random.Random) -> Turn:
-    count, named = scene.count(kind), KINDS[kind]
+    named = KINDS[kind]
     question = dice.choice(("How many {} are there?", "How many {} do you see?", "Count the {}."))
-    verb_word = "is" if count == 1 else "are"
-    answer = f"There {verb_word} {NUMBERS[count]} {named.name if count == 1 else named.plural}."
-    return Turn("count", question.format(named.plural), answer)
+    return Turn("count", question.format(named.plural), how_many_of(scene, kind))
+
+
+def how_many_of(scene: Scene, kind: int) -> str:
+    """The answer: what there is, and how many of these it was."""
+    count, named = scene.count(kind), KINDS[kind]
+    return f"{capital(one_by_one(scene))}: {NUMBERS[count]} {named.name if count == 1 else named.plural}."
+
+
+def how_many_in_all(scene: Scene) -> str:
+    """The answer: what there is, and how many things it was."""
+    return f"{capital(one_by_one(scene))}: {NUMBERS[len(scene.things)]} in all."
 
 
 def is_there(scene: Scene, dice: random.Random) -> Turn:
@@ -335,31 +355,33 @@ TASKS: dict[str, Task] = {
 
 
 def clip_turn(clip: Clip, dice: random.Random) -> Turn:
-    """What happens in a clip."""
+    """What happens in a clip: of each thing what it does, in reading order of the first picture.
+
+    Whoever begins with the one that does something has to have found it before the first word.
+    """
     question = dice.choice(
         ("What happens in the clip?", "Describe the video.", "What changes from picture to picture?")
     )
-    first, name = clip.frames[0], KINDS[clip.hero.kind].a
-    what_happens = {
-        "moves": f"{name} moves {'to the ' if clip.event.way in ('left', 'right') else ''}{clip.event.way}",
-        "appears": f"{name} appears {where(clip.hero.place)}",
-        "leaves": f"{name} disappears {where(clip.hero.place).replace('in', 'from', 1)}"
-        if where(clip.hero.place).startswith("in")
-        else f"{name} disappears {where(clip.hero.place)}",
-        "stays": f"{name} stays where it is",
+    seen = [*clip.frames[0].reading_order(), *([clip.hero] if clip.event.what == "appears" else [])]
+    done = listed([f"{KINDS[thing.kind].a} {_does(clip, thing)}" for thing in seen])
+    base = f"on a {clip.frames[0].texture} {clip.frames[0].colour} background"
+    return Turn("clip", question, capital(f"{base} {done}" if seen[0].kind % 2 else f"{done}, {base}") + ".")
+
+
+def _does(clip: Clip, thing: Thing) -> str:
+    """What a thing of a clip does."""
+    if thing.kind != clip.hero.kind or clip.event.what == "stays":
+        return "stays"
+    spot = where(clip.hero.place)
+    return {
+        "moves": f"moves {'to the ' if clip.event.way in ('left', 'right') else ''}{clip.event.way}",
+        "appears": f"appears {spot}",
+        "leaves": f"disappears {spot.replace('in', 'from', 1) if spot.startswith('in') else spot}",
     }[clip.event.what]
-    others = [KINDS[thing.kind].a for thing in first.reading_order() if thing.kind != clip.hero.kind]
-    rest = f", beside {listed(others)}" if others else ""
-    base = f"{first.texture} {first.colour}"
-    if clip.hero.kind % 2:
-        text = f"on a {base} background {what_happens}{rest}"
-    else:
-        text = f"{what_happens} on a {base} background{rest}"
-    return Turn("clip", question, capital(text) + ".")
 
 
 def clip_drills(clip: Clip, dice: random.Random) -> list[Turn]:
-    """Short questions about one picture of a clip, or about the way of its main thing; for training."""
+    """Short questions about one picture of a clip, or about the way of a thing; for training."""
     name, a, frames = KINDS[clip.hero.kind].name, KINDS[clip.hero.kind].a, len(clip.frames)
     turns = []
     if frames < len(NUMBERS):
@@ -369,6 +391,8 @@ def clip_drills(clip: Clip, dice: random.Random) -> list[Turn]:
         turns.append(Turn("way", f"Which way does the {name} move?", f"It moves {way}."))
     else:
         turns.append(Turn("way", f"Which way does the {name} move?", "It does not move."))
+    others = [thing.name for thing in clip.frames[0].things if thing.kind != clip.hero.kind]
+    turns += [Turn("way", f"Which way does the {other} move?", "It does not move.") for other in others[:1]]
     for number, frame in enumerate(clip.frames, 1):
         here = [thing for thing in frame.things if thing.kind == clip.hero.kind]
         if not here:
@@ -382,14 +406,15 @@ def clip_drills(clip: Clip, dice: random.Random) -> list[Turn]:
     return turns
 
 
-def drill(scene: Scene, dice: random.Random, turns: int, even: bool = False) -> list[Turn]:
+def drill(scene: Scene, dice: random.Random, turns: int, even: bool = False, apart: bool = False) -> list[Turn]:
     """Many short questions about one scene, those that are hard to learn more often; for training.
 
     Args:
         even: ask for numbers more often, and for those of all kinds alike instead of mostly where there are several.
+        apart: no turn will see another. Else no answer is given that could be copied.
     """
     shares = DRILLS | EVEN if even else DRILLS
-    tasks = TASKS | {"count of any": how_many_of_any}
+    tasks = TASKS | {"count of any": how_many_of_any, "total": how_many_things}
     made: list[Turn] = []
     said: set[str] = set()
     for _ in range(4 * turns):
@@ -399,24 +424,31 @@ def drill(scene: Scene, dice: random.Random, turns: int, even: bool = False) -> 
         if task == "read" and scene.sign is None and dice.random() < 0.8:
             continue
         turn = tasks[task](scene, dice)
-        if turn is not None and turn.answer not in said:  # else it could be copied
+        if turn is None:
+            continue
+        new = turn.question if apart else "the list" if turn.task in LISTS else turn.answer
+        if new not in said:
             made.append(turn)
-            said.add(turn.answer)
+            said.add(new)
     return made
 
 
 DRILLS = {
     "where": 5,
     "yesno": 3,
-    "count": 5,
+    "count": 3,
+    "count of any": 4,
+    "total": 3,
     "relation": 3,
     "read": 5,
     "bigger": 2,
-    "what": 1,
+    "what": 2,
     "background": 1,
     "short": 1,
 }
-EVEN = {"count": 2, "count of any": 7}
+LISTS = ("what", "count")
+"""Tasks whose answers name everything there is."""
+EVEN = {"count": 2, "count of any": 10, "total": 4}
 """How often each task is drawn, and what is other if the drill is even."""
 
 

@@ -127,7 +127,7 @@ class Mouth(nn.Module):
         embedded = core.get_input_embeddings()(batch["input_ids"])
         place = batch["input_ids"] == self.model.config.image_token_index
         embedded = embedded.masked_scatter(place[:, :, None], visual.to(embedded.dtype))
-        early, hidden = self._read(text, embedded)
+        early, hidden = self._read(text, embedded, batch["turns"])
         labels = batch["labels"][:, 1:]
         learn = labels != IGNORE
         logits = self.model.lm_head(hidden[:, :-1][learn]).float()
@@ -165,15 +165,18 @@ class Mouth(nn.Module):
             figures["since"] = float((done.argmax(-1) == since[since != IGNORE]).float().mean())
         return told + self.named * (named + further + found + changed), figures
 
-    def _read(self, text: Any, rows: Tensor) -> tuple[Tensor, Tensor]:
+    def _read(self, text: Any, rows: Tensor, turns: Tensor) -> tuple[Tensor, Tensor]:
         """What the text model has found out after `READ` layers and after all, both normed; [B, n, D]."""
         every, norm = text.layers, text.norm
-        try:  # padded on the right: what is causal needs no mask
+        given = {"use_cache": False}
+        if turns.any():  # else, padded on the right, what is causal needs no mask
+            given |= {"attention_mask": mask_of(turns), "position_ids": places_of(turns)}
+        try:
             if self.layers > READ:
                 text.layers, text.norm = every[:READ], nn.Identity()
-                rows = text(inputs_embeds=rows, use_cache=False).last_hidden_state
+                rows = text(inputs_embeds=rows, **given).last_hidden_state
             text.layers, text.norm = every[READ if self.layers > READ else 0 : self.layers], norm
-            hidden = text(inputs_embeds=rows, use_cache=False).last_hidden_state
+            hidden = text(inputs_embeds=rows, **given).last_hidden_state
         finally:
             text.layers, text.norm = every, norm
         return (norm(rows) if self.layers > READ else hidden), hidden
@@ -184,3 +187,22 @@ class Mouth(nn.Module):
             answers = answers.masked_fill(kinds != SIGN, IGNORE)
         known = (answers != IGNORE).flatten(2).any(-1) if answers.ndim > 2 else answers != IGNORE
         return asked(name, self.heads[name](visual[known]).float(), answers[known])
+
+
+def mask_of(turns: Tensor) -> Tensor:
+    """[B, 1, n, n] bool: what each token may see, for `Sample.turns` [B, n]: of what stands before it (or is itself)
+    what belongs to no turn, and its own."""
+    length = turns.size(1)
+    causal = torch.ones(length, length, dtype=torch.bool, device=turns.device).tril()
+    here, there = turns[:, :, None], turns[:, None, :]
+    return ((here == there) | (there == 0)).logical_and(causal)[:, None]
+
+
+def places_of(turns: Tensor) -> Tensor:
+    """[B, n] positions: each turn goes on where what all of them share ends."""
+    at = torch.arange(turns.size(1), device=turns.device).expand_as(turns)
+    begins = torch.ones_like(turns, dtype=torch.bool)
+    begins[:, 1:] = turns[:, 1:] != turns[:, :-1]
+    start = torch.where(begins, at, 0).cummax(1).values
+    shared = torch.where(turns > 0, at, turns.size(1)).amin(1, keepdim=True)
+    return torch.where(turns > 0, at - start + shared, at)

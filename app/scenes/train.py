@@ -7,7 +7,8 @@ thing is, how large, whether its centre is here, how many there are of its kind 
 is, and how a sign is spelled; that after a few layers each word of a text that names a thing says where that is, and
 each visual token of a clip what its thing has done since the picture before. That saves the text model from having to
 find it out by itself, and what a word has found out early, the layers above can read: so questions by name are
-answered.
+answered. Of three samples in four every question is asked apart: it follows the pictures at once and sees no other
+turn, so none can be answered from what was said before.
 *settle*: the upper half is added, gently, and the rate falls to nothing. *polish*: all learn on. *even*: pictures and
 questions as the world has them, where before those with much in them came more often, and more clips.
 
