@@ -168,7 +168,7 @@ class Mouth(nn.Module):
     def _read(self, text: Any, rows: Tensor, turns: Tensor) -> tuple[Tensor, Tensor]:
         """What the text model has found out after `READ` layers and after all, both normed; [B, n, D]."""
         every, norm = text.layers, text.norm
-        given = {"use_cache": False}
+        given: dict[str, Any] = {"use_cache": False}
         if turns.any():  # else, padded on the right, what is causal needs no mask
             given |= {"attention_mask": mask_of(turns), "position_ids": places_of(turns)}
         try:
