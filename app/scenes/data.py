@@ -254,8 +254,8 @@ class Talking(Dataset[Sample]):
         """
         Args:
             group: samples that are of one sort. clips: share of the groups that are clips.
-            full: half of the pictures have four to six things, and numbers are asked mostly where there are several;
-                else pictures are as the world has them, and numbers are asked of all kinds alike.
+            full: half of the pictures have four to six things; else pictures are as the world has them, and drills are
+                even (`grammar.drill`).
         """
         _check(first, count)
         self.tokenizer, self.first, self.count = tokenizer, first, count
@@ -388,16 +388,15 @@ def encode(
             reading the pictures once, and none can be answered from what was said before.
     """
     ids, labels, of = [BOS], [IGNORE], [0]
-    for number, turn in enumerate(turns):
-        asked = tokenizer(question(turn.question, 0 if number and not apart else pictures), add_special_tokens=False)
+    for number, turn in enumerate(turns, 1):
+        asked = tokenizer(question(turn.question, pictures if apart or number == 1 else 0), add_special_tokens=False)
         asked = [token for given in asked.input_ids for token in ([IMAGE] * TOKENS if given == IMAGE else [given])]
         answer = [*tokenizer(" " + turn.answer, add_special_tokens=False).input_ids, EOS]
-        shared = len(asked) - asked[::-1].index(IMAGE) if apart else 0  # the same tokens for every question
-        if apart and number:
-            asked, shared = asked[shared:], 0
-        ids += [*asked, *answer]
-        labels += [IGNORE] * len(asked) + answer
-        of += [0] * shared + [number + 1 if apart else 0] * (len(asked) - shared + len(answer))
+        end = len(asked) - asked[::-1].index(IMAGE) if apart else 0
+        shown, own = asked[:end] if number == 1 else [], asked[end:]  # the pictures stand once, before all turns
+        ids += [*shown, *own, *answer]
+        labels += [IGNORE] * (len(shown) + len(own)) + answer
+        of += [0] * len(shown) + [number if apart else 0] * (len(own) + len(answer))
     return ids, labels, of
 
 

@@ -410,7 +410,7 @@ def drill(scene: Scene, dice: random.Random, turns: int, even: bool = False, apa
     """Many short questions about one scene, those that are hard to learn more often; for training.
 
     Args:
-        even: ask for numbers more often, and for those of all kinds alike instead of mostly where there are several.
+        even: ask for numbers more often, and less often mostly where there are several of a kind.
         apart: no turn will see another. Else no answer is given that could be copied.
     """
     shares = DRILLS | EVEN if even else DRILLS
@@ -446,10 +446,10 @@ DRILLS = {
     "background": 1,
     "short": 1,
 }
-LISTS = ("what", "count")
-"""Tasks whose answers name everything there is."""
 EVEN = {"count": 2, "count of any": 10, "total": 4}
 """How often each task is drawn, and what is other if the drill is even."""
+LISTS = ("what", "count")
+"""Tasks whose answers name everything there is."""
 
 
 def chat(scene: Scene, dice: random.Random, turns: int, tasks: Sequence[str] | None = None) -> list[Turn]:

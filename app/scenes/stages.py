@@ -26,7 +26,8 @@ class Stage:
         upper: learning rate of the layers from `LOWER` on, in shares of `rate`. Their first steps are large and blind.
         clips: share of the batches that are clips, which are several times as long.
         full: half of the pictures of chats have four to six things, which teaches more names; else they are as the
-            world has them and numbers are asked of all kinds alike, which teaches how often there is but one.
+            world has them and numbers are asked more often and of all kinds alike, which teaches how often there is but
+            one.
     """
 
     name: str
