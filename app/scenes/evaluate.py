@@ -62,9 +62,9 @@ def spot_in(text: str) -> str | None:
 
 
 def number_in(text: str) -> int | None:
-    """The first number word of a text."""
+    """The last number word of a text: who counts aloud ends with what it came to."""
     words = re.findall(r"[a-z]+", text.lower())
-    return next((grammar.NUMBERS.index(word) for word in words if word in grammar.NUMBERS), None)
+    return next((grammar.NUMBERS.index(word) for word in reversed(words) if word in grammar.NUMBERS), None)
 
 
 def clear(made: Scene) -> list[Thing]:

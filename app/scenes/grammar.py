@@ -80,11 +80,21 @@ def where(thing_place: str) -> str:
 
 
 def one_by_one(scene: Scene) -> str:
-    """ "upper left a dog, center a cat, bottom a dog": who counts or lists looks at one place after the other.
-
-    A model that says the number first has to have counted before its first word (`docs/log.md`, 2026-11-24).
-    """
+    """ "upper left a dog, center a cat, bottom a dog": who lists looks at one place after the other."""
     return ", ".join(f"{thing.place} {KINDS[thing.kind].a}" for thing in scene.reading_order())
+
+
+def tally(scene: Scene, counts: Callable[[Thing], bool]) -> str:
+    """ "upper left dog one, center cat, bottom dog two": who counts says the number on the way.
+
+    A model that says it first has to have counted before its first word, one that says it behind the list has to see the
+    whole list at a glance, where here each number follows from the one before (`docs/log.md`, 2026-11-24).
+    """
+    parts, so_far = list[str](), 0
+    for thing in scene.reading_order():
+        so_far += counts(thing)
+        parts.append(f"{thing.place} {thing.name}{f' {NUMBERS[so_far]}' if counts(thing) else ''}")
+    return ", ".join(parts)
 
 
 # --- tasks ------------------------------------------------------------------------------------------------------------
@@ -273,14 +283,15 @@ def _number(scene: Scene, kind: int, dice: random.Random) -> Turn:
 
 
 def how_many_of(scene: Scene, kind: int) -> str:
-    """The answer: what there is, and how many of these it was."""
+    """The answer: what there is, those asked for counted, and how many it was."""
     count, named = scene.count(kind), KINDS[kind]
-    return f"{capital(one_by_one(scene))}: {NUMBERS[count]} {named.name if count == 1 else named.plural}."
+    counted = tally(scene, lambda thing: thing.kind == kind)
+    return f"{capital(counted)}: {NUMBERS[count]} {named.name if count == 1 else named.plural}."
 
 
 def how_many_in_all(scene: Scene) -> str:
-    """The answer: what there is, and how many things it was."""
-    return f"{capital(one_by_one(scene))}: {NUMBERS[len(scene.things)]} in all."
+    """The answer: what there is, all counted, and how many it was."""
+    return f"{capital(tally(scene, lambda thing: True))}: {NUMBERS[len(scene.things)]} in all."
 
 
 def is_there(scene: Scene, dice: random.Random) -> Turn:
