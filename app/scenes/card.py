@@ -58,7 +58,7 @@ LIMITS = """\
 
 It knows its world and no other: of photographs it makes nonsense. Signs bear words of the generator's list or numbers
 up to 999; how often they are read right, the table says. It was asked in the few dozen forms of the grammar, in
-English; other wording may or may not work.
+English; other wording may or may not work. It was never asked how many there are of what is not there.
 
 Licence of the weights: Apache-2.0, as the rest of mmspec.
 """

@@ -87,8 +87,8 @@ def one_by_one(scene: Scene) -> str:
 def tally(scene: Scene, counts: Callable[[Thing], bool]) -> str:
     """ "upper left dog one, center cat, bottom dog two": who counts says the number on the way.
 
-    A model that says it first has to have counted before its first word, one that says it last has to add up a whole list
-    at once; here each number follows from the one before (`docs/log.md`, 2026-11-24).
+    A model that says it first has to have counted before its first word, one that says it last has to add up a whole
+    list at once; here each number follows from the one before (`docs/log.md`, 2026-11-24).
     """
     parts, so_far = list[str](), 0
     for thing in scene.reading_order():
