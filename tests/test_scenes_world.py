@@ -425,17 +425,15 @@ def test_who_counts_says_the_number_on_the_way() -> None:
     """Each thing with its place, in reading order; those that are counted with how many it has been so far."""
     for seed in range(300):
         made = scene(seed)
-        asked = [(lambda thing: True, grammar.how_many_in_all(made), len(made.things))]
-        asked += [
-            (lambda thing, kind=kind: thing.kind == kind, grammar.how_many_of(made, kind), count)  # type: ignore[misc]
-            for kind, count in grammar.groups(made)
-        ]
+        groups = grammar.groups(made)
+        asked = [({kind}, grammar.how_many_of(made, kind), count) for kind, count in groups]
+        asked.append(({kind for kind, _ in groups}, grammar.how_many_in_all(made), len(made.things)))
         for counted, answer, count in asked:
             said, sum_ = answer.rstrip(".").split(": ")
             numbers = iter(grammar.NUMBERS[1:])
             for part, thing in zip(said.split(", "), made.reading_order(), strict=True):
                 rest = part.lower().removeprefix(thing.place).split()
-                assert rest == [thing.name, *([next(numbers)] if counted(thing) else [])], answer
+                assert rest == [thing.name, *([next(numbers)] if thing.kind in counted else [])], answer
             assert sum_.split()[0] == grammar.NUMBERS[count] and evaluate.number_in(answer) == count
 
 

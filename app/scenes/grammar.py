@@ -84,16 +84,19 @@ def one_by_one(scene: Scene) -> str:
     return ", ".join(f"{thing.place} {KINDS[thing.kind].a}" for thing in scene.reading_order())
 
 
-def tally(scene: Scene, counts: Callable[[Thing], bool]) -> str:
-    """ "upper left dog one, center cat, bottom dog two": who counts says the number on the way.
+def tally(scene: Scene, kind: int | None = None) -> str:
+    """ "upper left dog one, center cat, bottom dog two": who counts a kind, or all things, says the number on the way.
 
     A model that says it first has to have counted before its first word, one that says it last has to add up a whole
     list at once; here each number follows from the one before (`docs/log.md`, 2026-11-24).
     """
     parts, so_far = list[str](), 0
     for thing in scene.reading_order():
-        so_far += counts(thing)
-        parts.append(f"{thing.place} {thing.name}{f' {NUMBERS[so_far]}' if counts(thing) else ''}")
+        part = f"{thing.place} {thing.name}"
+        if kind in (None, thing.kind):
+            so_far += 1
+            part += f" {NUMBERS[so_far]}"
+        parts.append(part)
     return ", ".join(parts)
 
 
@@ -285,13 +288,12 @@ def _number(scene: Scene, kind: int, dice: random.Random) -> Turn:
 def how_many_of(scene: Scene, kind: int) -> str:
     """The answer: what there is, those asked for counted, and how many it was."""
     count, named = scene.count(kind), KINDS[kind]
-    counted = tally(scene, lambda thing: thing.kind == kind)
-    return f"{capital(counted)}: {NUMBERS[count]} {named.name if count == 1 else named.plural}."
+    return f"{capital(tally(scene, kind))}: {NUMBERS[count]} {named.name if count == 1 else named.plural}."
 
 
 def how_many_in_all(scene: Scene) -> str:
     """The answer: what there is, all counted, and how many it was."""
-    return f"{capital(tally(scene, lambda thing: True))}: {NUMBERS[len(scene.things)]} in all."
+    return f"{capital(tally(scene))}: {NUMBERS[len(scene.things)]} in all."
 
 
 def is_there(scene: Scene, dice: random.Random) -> Turn:
