@@ -13,6 +13,7 @@ import inspect
 import logging
 import threading
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from contextvars import ContextVar
 from typing import Any
@@ -21,10 +22,11 @@ import torch
 from torch import Tensor
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 
-from mmspec import fallback
+from mmspec import fallback, selftest
 from mmspec.budget import Costs
 from mmspec.cpu import Packs
 from mmspec.interfaces import Drafter
+from mmspec.module_scan import ModuleScan, scan
 from mmspec.options import Kept, Options, per_call
 from mmspec.serve import Call, CannotServe, Prepared, serve
 from mmspec.stats import Stats
@@ -47,6 +49,8 @@ class Patch:
         self.kept = Kept()
         self.total, self.last = Stats(), Stats()
         self.lock = threading.Lock()
+        self._testing = threading.Lock()
+        self._tested: tuple[Any, str | None] | None = None
         self._warned: set[str] = set()
 
     @property
@@ -70,18 +74,18 @@ class Patch:
         options, enabled = per_call(self.options, chosen, self.family, tokenizer, self.kept)
         if not enabled or _is_off(self.model):
             return plain(*args, **kwargs)
+        if (reason := fallback.overridden(self.model)) is not None:
+            return self._plainly(reason, began, functools.partial(plain, *args, **kwargs))
         bound = inspect.signature(plain).bind(*args, **kwargs)
         more = bound.arguments.pop("kwargs", {})
         arguments = {**bound.arguments, **more}
         if arguments.get("custom_generate") is None:
             arguments.pop("custom_generate", None)
         look = fallback.settings(arguments, self.model)
-        reason = fallback.before(arguments, self.model, look) or _distributed(self.model)
+        modules = scan(self.model)
+        reason = fallback.before(arguments, self.model, look, modules) or _distributed(self.model)
         if reason:
-            stats = self._went_plain(reason, Stats())
-            result = plain(**arguments)
-            self._account(stats, began)
-            return result
+            return self._plainly(reason, began, functools.partial(plain, **arguments))
         # Pictures are encoded before the loop starts, so what they are fed as is to be heard from here on.
         heard = self.family.listening() if getattr(options.shows, "attends", False) else None
         call = Call(
@@ -96,6 +100,7 @@ class Patch:
             repeats=look("num_return_sequences") or 1,
             warn=self._warn_once,
             heard=heard,
+            modules=modules,
         )
         with nullcontext() if heard is None else heard.on():
             result = plain(**_with_stop_strings(arguments, look), custom_generate=self._loop_of(call))
@@ -119,6 +124,7 @@ class Patch:
                 fallback.inside(generation_config, model, model_kwargs, pads)
                 or self.family.refusal()
                 or HFTarget.refusal(self.family, input_ids, model_kwargs)
+                or self._test(call.modules, model_kwargs, generation_config)
             )
             if reason is None:
                 try:
@@ -146,6 +152,22 @@ class Patch:
             if costs is None or costs.device != kind:  # the model was moved
                 costs = self.costs[drafter.name] = Costs(kind)
             return costs
+
+    def _test(self, modules: ModuleScan | None, model_kwargs: dict[str, Any], config: Any) -> str | None:
+        """The self-test of modules of unknown kind, once for each state of the model; why it failed, or None."""
+        if modules is None or not modules.foreign:
+            return None
+        key = str(self.model.device), self.model.dtype, selftest.fingerprint(modules.foreign)
+        with self._testing:
+            if self._tested is None or self._tested[0] != key:
+                self._tested = key, selftest.refusal(self.family, modules.foreign, model_kwargs, config)
+            return self._tested[1]
+
+    def _plainly(self, reason: str, began: float, plain: Callable[[], Any]) -> Any:
+        stats = self._went_plain(reason, Stats())
+        result = plain()
+        self._account(stats, began)
+        return result
 
     def _went_plain(self, reason: str, stats: Stats) -> Stats:
         self._warn_once(f"{reason}: this call is decoded by transformers alone")

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch import nn
+from mmspec.module_scan import ModuleScan, is_library_code, scan
 
 Setting = Callable[[str], Any]
 """Name of a generation option -> its value for this call (keyword, then passed config, then the model's config)."""
@@ -29,9 +29,6 @@ _MODES = {
 }
 """Options that choose another way of decoding, and when."""
 
-_SAME_IN_TRAINING = (nn.Linear, nn.Embedding)
-"""Modules that do the same in train mode; `resize_token_embeddings` leaves new ones in it."""
-
 _METHODS = ("_sample", "_prefill", "_update_model_kwargs_for_generation", "prepare_inputs_for_generation")
 """What transformers' own loop calls and ours stands for, or calls in another order."""
 
@@ -51,20 +48,32 @@ def settings(arguments: Mapping[str, Any], model: Any) -> Setting:
     return look
 
 
-def before(arguments: Mapping[str, Any], model: Any, look: Setting) -> str | None:
-    """Reason to leave the whole call to transformers, known before it prepares anything."""
+def overridden(model: Any) -> str | None:
+    """Reason to call the class's `generate` with the arguments just as they are, whatever its signature; or None."""
+    return None if is_library_code(type(model).generate) else f"a generate of its own ({type(model).__name__})"
+
+
+def before(arguments: Mapping[str, Any], model: Any, look: Setting, modules: ModuleScan | None = None) -> str | None:
+    """Reason to leave the whole call to transformers, known before it prepares anything.
+
+    Args:
+        modules: what a pass over the model's modules found; made here if not given.
+    """
     for name in ("custom_generate", "assistant_model", "inputs_embeds", "negative_prompt_ids"):
         if arguments.get(name) is not None:
             return name
     if arguments.get("synced_gpus"):
         return "synced_gpus"
-    if any(module.training and type(module) not in _SAME_IN_TRAINING for module in model.modules()):
-        return "train mode (call model.eval())"
+    modules = scan(model) if modules is None else modules
+    if modules.training is not None:
+        return f"train mode of {modules.training}; call model.eval()"
     replaced = [name for name in _METHODS if not _is_transformers_own(model, name)]
     if replaced:
         return f"a {replaced[0]} of its own"
-    if any(_is_compiled(module) for module in model.modules()):
+    if modules.compiled:  # trees of many sizes would be compiled each time
         return "a compiled forward"
+    if modules.hook is not None:
+        return f"{modules.hook}, which may act on a position or count its calls"
     for name, active in _MODES.items():
         value = look(name)
         if value is not None and active(value):
@@ -104,11 +113,5 @@ def _is_transformers_own(model: Any, name: str) -> bool:
     """Whether a method is as transformers wrote it, for any family."""
     if name in model.__dict__:
         return False
-    module = getattr(getattr(type(model), name, None), "__module__", None) or ""
-    return module.startswith("transformers.")
-
-
-def _is_compiled(module: Any) -> bool:
-    """Whether `module.compile()` or `torch.compile` was called: trees of many sizes would be compiled each time."""
-    forward = module.__dict__.get("forward")
-    return module._compiled_call_impl is not None or hasattr(forward, "_torchdynamo_orig_callable")
+    method = getattr(type(model), name, None)
+    return method is not None and is_library_code(method)

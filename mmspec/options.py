@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import threading
 from collections.abc import Mapping, Sequence
@@ -36,6 +37,13 @@ class Options:
     packed: bool | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.deterministic, bool):
+            raise TypeError(
+                f"deterministic must be True (fixed shapes) or False; got {self.deterministic!r}. Pass a bool."
+            )
+        if self.packed is not None and not isinstance(self.packed, bool):
+            raise TypeError(f"packed must be True, False, or None (measure what is fastest); got {self.packed!r}.")
+        _check_reference(self.reference)
         if self.nodes is not None and (isinstance(self.nodes, bool) or not isinstance(self.nodes, int)):
             raise TypeError(f"nodes must be a whole number of 1 to {BUCKETS[-1]}, or None; got {self.nodes!r}.")
         if self.nodes is not None and not 1 <= self.nodes <= BUCKETS[-1]:
@@ -53,6 +61,50 @@ class Options:
         """What shows the drafter fewer visual tokens: chosen, or its own; None if nothing does."""
         own = getattr(self.drafter, "compressor", None)
         return own if self.compressor is None and isinstance(own, Compressor) else self.compressor
+
+
+def checked_tokenizer(processor: Any) -> Any:
+    """The tokenizer of a processor, or the tokenizer itself; None of None."""
+    tokenizer = getattr(processor, "tokenizer", processor)
+    if tokenizer is None:
+        return None
+    if isinstance(tokenizer, type) or not callable(tokenizer) or not hasattr(tokenizer, "__len__"):
+        raise TypeError(
+            "processor must be the model's processor or its tokenizer, an object that turns text into ids; got "
+            f"{processor!r}. Pass AutoProcessor.from_pretrained(...), or leave it out."
+        )
+    return tokenizer
+
+
+def checked_reference_ids(rows: Any) -> list[list[int]] | None:
+    """Reference ids as lists of int."""
+    if rows is None:
+        return None
+    rule = "reference_ids must be a list with one list of token ids per prompt, or with one for all, as [[5, 6, 7]]"
+    try:
+        made = [[_token(token) for token in row] for row in rows]
+    except TypeError:
+        raise TypeError(f"{rule}; got {rows!r}.") from None
+    if not made:
+        raise ValueError(f"{rule}; got {rows!r}. Leave it out if there is no reference.")
+    return made
+
+
+def _check_reference(reference: Any) -> None:
+    if reference is None or isinstance(reference, str):
+        return
+    rule = "reference must be a text, or a list with one text per prompt"
+    if not isinstance(reference, Sequence) or not all(isinstance(text, str) for text in reference):
+        raise TypeError(f"{rule}; got {reference!r}. Pass token ids as reference_ids.")
+    if not reference:
+        raise ValueError(f"{rule}; got {reference!r}. Leave it out if there is no reference.")
+
+
+def _token(value: Any) -> int:
+    """A token id of any integer type; text, truth values and fractions are none."""
+    if isinstance(value, bool):
+        raise TypeError
+    return operator.index(value)
 
 
 def facts_of(family: Any, tokenizer: Any) -> Facts:
@@ -194,7 +246,14 @@ def per_call(
     unknown = sorted(set(chosen) - set(PER_CALL))
     if unknown:
         raise ValueError(f"generate(mmspec=...) takes {', '.join(PER_CALL)}; got {', '.join(unknown)}.")
-    enabled = bool(chosen.pop("enabled", True))
+    enabled = chosen.pop("enabled", True)
+    if not isinstance(enabled, bool):
+        raise TypeError(
+            f"enabled must be True or False; got {enabled!r}. generate(mmspec=dict(enabled=False)) decodes this call "
+            "by transformers alone."
+        )
+    if "reference_ids" in chosen:
+        chosen["reference_ids"] = checked_reference_ids(chosen["reference_ids"])
     if "drafter" in chosen:
         chosen["drafter"] = kept.get(chosen["drafter"], family, tokenizer)
     if "compressor" in chosen:

@@ -16,7 +16,14 @@ from typing import Any
 
 from mmspec.calls import OFF, Patch
 from mmspec.interfaces import Compressor, Drafter
-from mmspec.options import Options, checked_compressor, checked_drafter, reference_rows
+from mmspec.options import (
+    Options,
+    checked_compressor,
+    checked_drafter,
+    checked_reference_ids,
+    checked_tokenizer,
+    reference_rows,
+)
 from mmspec.stats import Stats
 from mmspec.target_hf import ATTENTION
 from mmspec.targets import family_of
@@ -64,11 +71,11 @@ def patch(
         The same model.
 
     Raises:
-        TypeError: not a model that can generate, or not a drafter. UnsupportedModelError: no adapter for its family.
+        TypeError: not a model that can generate, or an argument of another type. UnsupportedModelError: no adapter for
+            its family.
         ValueError: unknown drafter or compressor, another vocabulary, or patched already with other settings.
     """
-    if reference_ids is not None:
-        reference_ids = [[int(token) for token in row] for row in reference_ids]
+    reference_ids = checked_reference_ids(reference_ids)
     spec = (drafter, compressor, processor, reference, reference_ids, nodes, deterministic, packed)
     family = family_of(model)
     if is_patched(model):
@@ -85,7 +92,7 @@ def patch(
             f"model.generate was replaced on this instance by {model.__dict__['generate']!r}; mmspec would hide it. "
             "Undo that first (del model.generate)."
         )
-    tokenizer = getattr(processor, "tokenizer", processor)
+    tokenizer = checked_tokenizer(processor)
     options = Options(
         checked_drafter(drafter, family, tokenizer),
         checked_compressor(compressor),

@@ -18,6 +18,7 @@ from mmspec.columns import ColumnClock
 from mmspec.cpu import Packs, layers_of, packed
 from mmspec.engine import Loop
 from mmspec.interfaces import Drafter, Prompt, Verdict, Words
+from mmspec.module_scan import ModuleScan, scan
 from mmspec.options import Options, reference_rows
 from mmspec.sampling import Noise, Picker, Undo
 from mmspec.shown import Watch
@@ -46,6 +47,7 @@ class Call:
         began: `time.perf_counter()` when `generate` was called.
         streamer, vision: arguments of `generate` that transformers does not pass on. repeats: rows per prompt.
         warn: tells the user something once. heard: what the vision tower was fed, if a compressor asks for it.
+        modules: what the call's one pass over the modules found.
     """
 
     family: Family
@@ -59,6 +61,7 @@ class Call:
     repeats: int
     warn: Callable[[str], None]
     heard: Listening | None = None
+    modules: ModuleScan | None = None
     stats: Stats = field(default_factory=Stats)
 
 
@@ -83,7 +86,8 @@ def serve(call: Call, given: Prepared) -> Any:
     input_ids, config = given.input_ids, given.config
     drafter, shows = call.options.drafter, call.options.shows
     most, watch = _most(given), None if shows is None else Watch(shows)
-    target = HFTarget(call.family, input_ids, given.model_kwargs, config, most)
+    modules = call.modules = call.modules or scan(call.family.model)
+    target = HFTarget(call.family, input_ids, given.model_kwargs, config, most, modules.quiet)
     first, taps = _prefill(target, drafter)
     call.stats.prefill_s = time.perf_counter() - entered
     wants_dict = config.return_dict_in_generate
@@ -157,8 +161,6 @@ def serve(call: Call, given: Prepared) -> Any:
 
 
 def _prefill(target: HFTarget, drafter: Drafter) -> tuple[Tensor, dict[int, Tensor]]:
-    if target.quiet:
-        return target.prefill(drafter.needs.taps)
     with Undo(target.device, target.input_ids.device) as undo:
         result = target.prefill(drafter.needs.taps)
     if undo.drew:
@@ -205,7 +207,7 @@ def _layers(call: Call) -> list[nn.Linear]:
     """The linear layers that the loop runs through and that may be computed in other ways (`mmspec.cpu`)."""
     if call.options.packed is False or call.family.model.device.type != "cpu":
         return []
-    roots = [call.family.text_model, call.family.model.get_output_embeddings()]
+    roots: list[nn.Module] = [] if call.modules is None else list(call.modules.linears)
     roots += [part for part in vars(call.options.drafter).values() if isinstance(part, nn.Module)]
     return layers_of(roots)
 

@@ -12,13 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.modules import module as torch_module
 from transformers.utils import output_capturing
 
 from mmspec.cache import TreeCache, adopt, give_back, refusal
-from mmspec.cpu import served
 from mmspec.interfaces import Segment, Verdict
 from mmspec.kv import KVBuffer
+from mmspec.module_scan import scan
 from mmspec.tower import Listening
 from mmspec.tree import BUCKETS, DraftTree
 
@@ -91,19 +90,7 @@ class Family:
         Inference mode saves about a tenth of the time of launch-bound steps, but tensors made in it can never be
         trained with. Quantised or offloaded weights, replaced forwards and user hooks may keep such tensors.
         """
-        if getattr(self.model, "hf_quantizer", None) is not None or hasattr(self.model, "hf_device_map"):
-            return False
-        if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
-            return False
-        own = "transformers.utils.output_capturing", Listening.__module__
-        for module in self.model.modules():
-            replaced = "forward" in module.__dict__ and not served(module)
-            if replaced or hasattr(module, "_hf_hook"):
-                return False
-            hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-            if any(getattr(hook, "__module__", None) not in own for hook in hooks):
-                return False
-        return True
+        return scan(self.model).quiet
 
     def segments(self, input_ids: Tensor, vision: Mapping[str, Any]) -> tuple[Segment, ...]:
         """The grids that the visual tokens of a prompt form. `vision` holds the recorded `vision_args`."""
@@ -165,11 +152,20 @@ def _windows(text_config: Any) -> tuple[int | None, frozenset[str]]:
 class HFTarget:
     """Implements `mmspec.interfaces.Target` for one call of `generate`."""
 
-    def __init__(self, family: Family, input_ids: Tensor, model_kwargs: dict[str, Any], config: Any, most: int) -> None:
+    def __init__(
+        self,
+        family: Family,
+        input_ids: Tensor,
+        model_kwargs: dict[str, Any],
+        config: Any,
+        most: int,
+        quiet: bool | None = None,
+    ) -> None:
         """
         Args:
             input_ids: [B, L] int64. model_kwargs: what transformers prepared for its own loop.
             config: the prepared generation config. most: new tokens that may ever be emitted per row.
+            quiet: whether forwards may run in inference mode; looked up in the model's modules if None.
         """
         self.family, self.model = family, family.model
         self.vocab_size = family.vocab_size
@@ -184,7 +180,7 @@ class HFTarget:
         if self.device.type == "meta":  # offloaded weights, brought in layer by layer
             self.device = input_ids.device
         self._template: dict[str, Any] = {}
-        self.quiet = family.leaves_nothing()
+        self.quiet = family.leaves_nothing() if quiet is None else quiet
         self._mode = torch.inference_mode if self.quiet else torch.no_grad
 
     @staticmethod

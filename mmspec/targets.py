@@ -33,6 +33,11 @@ def family_of(model: Any) -> Family:
     Raises:
         TypeError: not a transformers model that can generate. UnsupportedModelError: no adapter for its family.
     """
+    if "_orig_mod" in getattr(model, "__dict__", {}).get("_modules", {}):
+        raise TypeError(
+            f"mmspec patches the transformers model itself; got {type(model).__name__}, a wrapper that torch.compile "
+            "makes. Pass what is inside: mmspec.patch(model._orig_mod)."
+        )
     kind = getattr(getattr(model, "config", None), "model_type", None)
     if kind is None or not hasattr(model, "forward") or not callable(getattr(type(model), "generate", None)):
         raise TypeError(

@@ -16,11 +16,12 @@ FOLDERS = ("mmspec", "drafters", "vision", "app")
 # A room may import rooms of a lower layer, or of its own where that makes no cycle. New rooms are entered here.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("tree", "kv", "rows", "cpu", "pace", "tower"),
+    ("module_scan",),
     ("sampling", "interfaces"),
     ("verify", "cache", "shown", "stats", "budget", "columns"),
     ("drafters", "vision"),
     ("targets", "target_*", "fallback", "options"),
-    ("engine",),
+    ("engine", "selftest"),
     ("serve",),
     ("calls",),
     ("patching",),
@@ -30,7 +31,18 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("__main__",),
 )
 ENGINE = {"verify", "cache", "budget", "columns", "stats", "interfaces", "tree", "sampling", "kv"}
-KNOW_TRANSFORMERS = {"calls", "serve", "cache", "sampling", "columns", "compare", "targets", "target_*", "app"}
+KNOW_TRANSFORMERS = {
+    "calls",
+    "serve",
+    "selftest",
+    "cache",
+    "sampling",
+    "columns",
+    "compare",
+    "targets",
+    "target_*",
+    "app",
+}
 KNOW_MEDIA = {"app", "vision"}
 MEDIA = {"gradio", "decord", "av", "matplotlib"}
 BARE = {"vision", "drafters", "app"}

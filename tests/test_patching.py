@@ -13,6 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -21,6 +22,7 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
+    PreTrainedTokenizerFast,
     StoppingCriteriaList,
     TextIteratorStreamer,
     TextStreamer,
@@ -33,6 +35,7 @@ import tiny
 from mmspec.app.models import random_model
 from mmspec.interfaces import Needs
 from mmspec.stats import Stats
+from mmspec.target_hf import HFTarget
 
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 10}
 SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "max_new_tokens": 10}
@@ -259,6 +262,14 @@ BAD: dict[str, tuple[dict[str, Any], Any, str]] = {
     "nodes as text": ({"nodes": "8"}, (ValueError, TypeError), r"nodes.*8"),
     "compressor name": ({"compressor": "magic"}, ValueError, r"'magic'"),
     "compressor": ({"compressor": Nameless()}, TypeError, r"got Nameless"),
+    "ids in one list": ({"reference_ids": [1, 2]}, TypeError, r"one list of token ids per prompt.*got \[1, 2\]"),
+    "ids of fractions": ({"reference_ids": [[1.5]]}, TypeError, r"one list of token ids per prompt.*got \[\[1\.5\]\]"),
+    "ids as text": ({"reference_ids": ["ab"]}, TypeError, r"one list of token ids per prompt.*got \['ab'\]"),
+    "no ids": ({"reference_ids": []}, ValueError, r"one list of token ids per prompt.*got \[\]\. Leave it out"),
+    "reference of ids": ({"reference": [[1, 2]]}, TypeError, r"must be a text.*got \[\[1, 2\]\]\. Pass token ids as"),
+    "no references": ({"reference": []}, ValueError, r"must be a text.*got \[\]\. Leave it out"),
+    "deterministic": ({"deterministic": "yes"}, TypeError, r"must be True .* or False; got 'yes'\. Pass a bool"),
+    "packed": ({"packed": "yes"}, TypeError, r"packed must be True, False, or None.*got 'yes'"),
     "reference": ({"reference": "abc"}, ValueError, r"needs the tokenizer: pass processor="),
 }
 BADLY = pytest.mark.parametrize("name", BAD)
@@ -302,6 +313,33 @@ def test_options_of_a_call_are_a_dict(model: PreTrainedModel, given: Any) -> Non
     mmspec.patch(model)
     with pytest.raises((TypeError, ValueError), match="generate\\(mmspec=\\.\\.\\.\\) takes"):
         model.generate(**tiny.inputs(model, 1, 1), **GREEDY, mmspec=given)
+
+
+@pytest.mark.parametrize("value", ["no", 0, None])
+def test_whether_mmspec_is_on_is_a_bool(model: PreTrainedModel, value: Any) -> None:
+    mmspec.patch(model)
+    with pytest.raises(TypeError, match=rf"enabled must be True or False; got {value!r}\. .*enabled=False"):
+        model.generate(**tiny.inputs(model, 1, 1), **GREEDY, mmspec={"enabled": value})
+
+
+@pytest.mark.parametrize("value", ["a string", [], 5, PreTrainedTokenizerFast, nn.Linear(2, 2)], ids=repr)
+def test_not_a_processor(model: PreTrainedModel, value: Any) -> None:
+    before = picture(model)
+    with pytest.raises(TypeError, match=r"processor must be the model's processor or its tokenizer.* got .*AutoProc"):
+        mmspec.patch(model, processor=value)
+    assert picture(model) == before and not mmspec.is_patched(model)
+
+
+@pytest.mark.parametrize("row", [torch.tensor([5, 6]), np.array([5, 6]), (5, 6)], ids=["torch", "numpy", "tuple"])
+def test_reference_ids_of_any_integer_type(model: PreTrainedModel, row: Any) -> None:
+    mmspec.patch(model, reference_ids=[row])
+    assert mmspec.patch(model, reference_ids=[[5, 6]]) is model, "the same settings"
+
+
+def test_a_compiled_wrapper_names_what_is_inside(model: PreTrainedModel) -> None:
+    with pytest.raises(TypeError, match=r"got OptimizedModule.*torch\.compile.*mmspec\.patch\(model\._orig_mod\)"):
+        mmspec.patch(torch.compile(model))
+    assert not mmspec.is_patched(model)
 
 
 def test_a_plain_model_does_not_know_the_argument(model: PreTrainedModel) -> None:
@@ -654,14 +692,14 @@ def test_an_error_in_mid_call_leaves_the_next_call_clean(
     with monkeypatch.context() as broken:
         if where == "forward":
             calls = iter(range(3))
-            forward = model.model.language_model.forward
+            forward = HFTarget._forward
 
             def tired(*args: Any, **kwargs: Any) -> Any:
                 if next(calls, None) is None:
                     raise liars.Broken("forward")
                 return forward(*args, **kwargs)
 
-            broken.setattr(model.model.language_model, "forward", tired)
+            broken.setattr(HFTarget, "_forward", tired)  # a forward replaced on a module is not decoded by our loop
         with pytest.raises(liars.Broken):
             model.generate(**given, **SAMPLED, **fault(where, model))
     assert mmspec.stats(model) == Stats()

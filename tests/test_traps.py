@@ -35,6 +35,7 @@ import liars
 import mmspec
 import tiny
 from mmspec.interfaces import Prompt
+from mmspec.target_hf import HFTarget
 from mmspec.tree import DraftTree
 from pairs import (
     ALL,
@@ -363,19 +364,21 @@ def test_the_vision_tower_runs_once_per_call(family: str) -> None:
 
 @contextmanager
 def failing_forward(model: PreTrainedModel, at: int) -> Iterator[None]:
-    """The text model raises in its `at`-th forward, after its layers have written their keys and values."""
+    """The model raises in its `at`-th forward in our loop, after its layers have written their keys and values."""
     calls: list[int] = []
+    forward = HFTarget._forward
 
-    def fail(*_: Any) -> None:
-        calls.append(1)
-        if len(calls) == at:
-            raise liars.Broken("the forward broke")
+    def fail(target: HFTarget, *args: Any) -> Any:
+        result = forward(target, *args)
+        if target.model is model:
+            calls.append(1)
+            if len(calls) == at:
+                raise liars.Broken("the forward broke")
+        return result
 
-    hook = model.model.language_model.register_forward_hook(fail)
-    try:
+    with pytest.MonkeyPatch.context() as broken:  # not a hook: with one the call would not be ours
+        broken.setattr(HFTarget, "_forward", fail)
         yield
-    finally:
-        hook.remove()
 
 
 @MODES
