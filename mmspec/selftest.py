@@ -30,8 +30,9 @@ PROMPT = 12
 """Tokens of the prompt before the tree."""
 TOLERANCE = 1e-4
 """Largest difference of logits, as a share of their spread, in float32."""
-HALF_EPSILONS = 8
-"""The same for the mean difference in half precision, in units of its resolution."""
+HALF_MEAN, HALF_MARGIN = 1, 4
+"""In half precision, in units of its resolution: the largest mean difference of a token's logits, and the largest
+margin of a best token that another one replaces."""
 NAMED = 3
 """Modules that a message names."""
 
@@ -120,11 +121,11 @@ def _same(wanted: Tensor, found: Tensor, dtype: torch.dtype) -> bool:
         return bool((wanted.isnan() == found.isnan()).all())
     if dtype not in (torch.float16, torch.bfloat16):
         return bool((difference <= TOLERANCE).all())
-    bound = HALF_EPSILONS * torch.finfo(dtype).eps
+    resolution = torch.finfo(dtype).eps
     best = wanted.topk(2, dim=-1).values
     margin = (best[..., 0] - best[..., 1]) / spread[..., 0]
-    flipped = (wanted.argmax(-1) != found.argmax(-1)) & (margin > bound)
-    return not bool(flipped.any()) and bool((difference.mean(-1) <= bound).all())
+    flipped = (wanted.argmax(-1) != found.argmax(-1)) & (margin > HALF_MARGIN * resolution)
+    return not bool(flipped.any()) and bool((difference.mean(-1) <= HALF_MEAN * resolution).all())
 
 
 def _ids(family: Family, device: torch.device) -> tuple[Tensor, Tensor]:
