@@ -76,10 +76,7 @@ class _Pass:
         judged = self.types[kind]
         if judged == "replaced":
             self.hooked.append((module, f"a forward that refers to variables around it ({name_of(kind.forward)})"))
-        elif judged == "foreign" or any(
-            type(weight) is not nn.Parameter and weight is not None and not _within(type(weight).__module__, PARAMETERS)
-            for weight in module._parameters.values()
-        ):
+        elif judged == "foreign" or any(map(_is_foreign, module._parameters.values())):
             self.foreign.append(module)
 
     def _forward(self, module: nn.Module) -> None:
@@ -105,9 +102,9 @@ class _Pass:
                 if not is_library_code(hook):
                     self.hooked.append((module, f"a forward {kind} ({name_of(hook)})"))
         device_hook = module.__dict__.get("_hf_hook")
-        for hook in getattr(device_hook, "hooks", (device_hook,)):
-            if hook is not None and not is_library_code(hook):
-                self.hooked.append((module, f"a forward hook ({name_of(hook)})"))
+        for part in getattr(device_hook, "hooks", (device_hook,)):
+            if part is not None and not is_library_code(part):
+                self.hooked.append((module, f"a forward hook ({name_of(part)})"))
 
 
 def scan(model: Any) -> ModuleScan:
@@ -138,9 +135,11 @@ def scan(model: Any) -> ModuleScan:
 
 
 def described(model: nn.Module, module: nn.Module) -> str:
-    """Name and class of a module, for messages."""
+    """Name and class of a module, and the classes of unknown parameters, for messages."""
     name = next((name for name, part in model.named_modules() if part is module), "")
-    return f"{name or 'the model'} ({type(module).__name__})"
+    weights = sorted({type(weight).__name__ for weight in module._parameters.values() if _is_foreign(weight)})
+    kind = ", ".join([type(module).__name__, *weights])
+    return f"{name or 'the model'} ({kind})"
 
 
 def is_library_code(code: Any) -> bool:
@@ -187,6 +186,12 @@ def _running(model: nn.Module, roots: Sequence[nn.Module]) -> Iterator[nn.Module
     for module in model.modules():
         if any(part is root for part in module.modules() for root in roots):
             yield module
+
+
+def _is_foreign(weight: nn.Parameter | None) -> bool:
+    """Whether a parameter is of a class that no known library made."""
+    kind = type(weight)
+    return kind is not nn.Parameter and weight is not None and not _within(kind.__module__, PARAMETERS)
 
 
 def _judged(kind: type) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import os
+import reprlib
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -84,9 +85,9 @@ def checked_reference_ids(rows: Any) -> list[list[int]] | None:
     try:
         made = [[_token(token) for token in row] for row in rows]
     except TypeError:
-        raise TypeError(f"{rule}; got {rows!r}.") from None
+        raise TypeError(f"{rule}; got {reprlib.repr(rows)}.") from None
     if not made:
-        raise ValueError(f"{rule}; got {rows!r}. Leave it out if there is no reference.")
+        raise ValueError(f"{rule}; got {reprlib.repr(rows)}. Leave it out if there is no reference.")
     return made
 
 
@@ -95,9 +96,9 @@ def _check_reference(reference: Any) -> None:
         return
     rule = "reference must be a text, or a list with one text per prompt"
     if not isinstance(reference, Sequence) or not all(isinstance(text, str) for text in reference):
-        raise TypeError(f"{rule}; got {reference!r}. Pass token ids as reference_ids.")
+        raise TypeError(f"{rule}; got {reprlib.repr(reference)}. Pass token ids as reference_ids.")
     if not reference:
-        raise ValueError(f"{rule}; got {reference!r}. Leave it out if there is no reference.")
+        raise ValueError(f"{rule}; got {reprlib.repr(reference)}. Leave it out if there is no reference.")
 
 
 def _token(value: Any) -> int:

@@ -359,7 +359,7 @@ def test_quantised_parameters(act: bool) -> None:
         part.weight.act = act
     assert len(scan(model).foreign) == 2
     if act:
-        went_plain(check(model), "layers.0.mlp.up_proj (Linear)", "layers.1.mlp.up_proj", "what else is in it")
+        went_plain(check(model), "layers.0.mlp.up_proj (Linear, Weight)", "layers.1.mlp.up_proj", "what else is in it")
     else:
         drafted(check(model))
 
