@@ -6,8 +6,10 @@ kind; what counts is the decoder, the output embeddings and the modules around t
 
 from __future__ import annotations
 
+import dis
 import functools
 import types
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -203,9 +205,17 @@ def _judged(kind: type) -> str:
 
 
 def _has_memory(function: Any) -> bool:
-    """Whether a function may keep state where nobody finds it: in variables of the function around it."""
+    """Whether a function may keep state where nobody finds it: in variables around it or in its defaults."""
     code = getattr(function, "__code__", None)
-    return code is None or not set(code.co_freevars) <= {"__class__"}
+    if code is None or not set(code.co_freevars) <= {"__class__"} or _writes_globals(code):
+        return True
+    defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+    return any(isinstance(default, (list, dict, set, deque)) for default in defaults)
+
+
+@functools.lru_cache(maxsize=256)
+def _writes_globals(code: types.CodeType) -> bool:
+    return any(step.opname in ("STORE_GLOBAL", "DELETE_GLOBAL") for step in dis.get_instructions(code))
 
 
 def _origin(code: Any) -> str:

@@ -403,6 +403,53 @@ def test_a_class_patched_by_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
     went_plain(check(model, calls.clear), "own", "(LlamaMLP)")
 
 
+CALLS = 0
+
+
+def _global_counter(self: Any, hidden: Tensor) -> Tensor:
+    global CALLS
+    CALLS += 1
+    out: Tensor = self.down_proj(self.act_fn(self.gate_proj(hidden)) * self.up_proj(hidden)) * (1.0 + (CALLS > 5))
+    return out
+
+
+def _listed(self: Any, hidden: Tensor, seen: list[int] = []) -> Tensor:  # noqa: B006
+    seen.append(1)
+    out: Tensor = self.down_proj(self.act_fn(self.gate_proj(hidden)) * self.up_proj(hidden)) * (1.0 + (len(seen) > 5))
+    return out
+
+
+def _forget() -> None:
+    global CALLS
+    CALLS = 0
+    _listed.__defaults__[0].clear()  # type: ignore[index]
+
+
+@pytest.mark.parametrize("forward", [_global_counter, _listed])
+@pytest.mark.parametrize("where", ["class", "instance"])
+def test_a_forward_with_a_memory_outside_the_module(forward: Any, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = fresh_model()
+    part = decoder(model).layers[0].mlp
+    if where == "class":
+        monkeypatch.setattr(type(part), "forward", forward)
+    else:
+        part.forward = types.MethodType(forward, part)
+    went_plain(check(model, _forget), forward.__name__, "(LlamaMLP)")
+
+
+def _same_forward(self: Any, hidden: Tensor) -> Tensor:
+    out: Tensor = self.down_proj(self.act_fn(self.gate_proj(hidden)) * self.up_proj(hidden))
+    return out
+
+
+def test_kernels_bound_to_an_instance_are_tested() -> None:
+    model = fresh_model()
+    for layer in decoder(model).layers:
+        layer.mlp.forward = types.MethodType(_same_forward, layer.mlp)
+    assert len(scan(model).foreign) == 2
+    drafted(check(model))
+
+
 # --- a generate of one's own ------------------------------------------------------------------------------------------
 
 
