@@ -49,12 +49,27 @@ class Family:
         names = ("image_token_id", "video_token_id", "image_token_index", "video_token_index")
         known = (getattr(model.config, name, None) for name in names)
         self.placeholders = tuple(dict.fromkeys(token for token in known if isinstance(token, int)))
-        self.window, self.layer_types = _windows(self.text_config)
 
     @property
     def text_config(self) -> Any:
         """The text model's config, read afresh since the model may be a copy by now."""
         return self.model.config.get_text_config(decoder=True)
+
+    @property
+    def window(self) -> int | None:
+        """Positions that a layer with a sliding window looks back, read afresh since users change it."""
+        return _windows(self._masked_by)[0]
+
+    @property
+    def layer_types(self) -> frozenset[str]:
+        """Kinds of attention layers, read afresh."""
+        return _windows(self._masked_by)[1]
+
+    @property
+    def _masked_by(self) -> Any:
+        """The config that the text model reads its masks from: its own, wherever it differs from the whole model's."""
+        own = getattr(self.text_model, "config", None)
+        return self.text_config if own is None or self.text_model is self.model else own
 
     def refusal(self) -> str | None:
         """Why this model, as it is now, cannot be served exactly; None if it can."""
@@ -165,11 +180,20 @@ def _windows(text_config: Any) -> tuple[int | None, frozenset[str]]:
 class HFTarget:
     """Implements `mmspec.interfaces.Target` for one call of `generate`."""
 
-    def __init__(self, family: Family, input_ids: Tensor, model_kwargs: dict[str, Any], config: Any, most: int) -> None:
+    def __init__(
+        self,
+        family: Family,
+        input_ids: Tensor,
+        model_kwargs: dict[str, Any],
+        config: Any,
+        most: int,
+        watched: bool = False,
+    ) -> None:
         """
         Args:
             input_ids: [B, L] int64. model_kwargs: what transformers prepared for its own loop.
             config: the prepared generation config. most: new tokens that may ever be emitted per row.
+            watched: user code runs during the call and may look at the user's cache.
         """
         self.family, self.model = family, family.model
         self.vocab_size = family.vocab_size
@@ -185,14 +209,19 @@ class HFTarget:
             self.device = input_ids.device
         self._template: dict[str, Any] = {}
         self.quiet = family.leaves_nothing()
-        self._mode = torch.inference_mode if self.quiet else torch.no_grad
+        # Code that looks at the user's cache in mid-call may write into it, too: not into tensors of inference mode.
+        self._watched, self._length = watched and self.keeps_cache, 0
+        self._mode = torch.inference_mode if self.quiet and not self._watched else torch.no_grad
+        self._window, self._layer_types = family.window, family.layer_types
+        self._views: list[Tensor] = []
 
     @staticmethod
     def refusal(family: Family, input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> str | None:
         """Why the cache or the attention mask of this call cannot be served, or None."""
         cache = model_kwargs.get("past_key_values")
         mask, length = model_kwargs.get("attention_mask"), input_ids.shape[1]
-        if (reason := refusal(cache, family.layers, input_ids.shape[0], family.model.dtype)) is not None:
+        window = family.window if "sliding_attention" in family.layer_types else None
+        if (reason := refusal(cache, family.layers, input_ids.shape[0], family.model.dtype, window)) is not None:
             return reason
         assert cache is not None
         if mask is not None:
@@ -221,7 +250,7 @@ class HFTarget:
         self.buffer.open(nodes)
         outputs = self._forward(inputs, taps)
         self.buffer.advance(nodes)
-        self.base = self.buffer.lengths[0]
+        self.base = self._length = self.buffer.lengths[0]
         self._prepare_rounds()
         return outputs.logits[:, -1], {index: outputs.hidden_states[index] for index in taps}
 
@@ -261,8 +290,39 @@ class HFTarget:
 
     def close(self, columns: int) -> Any:
         """Fill transformers' own cache as if it had decoded `columns` columns, and return it."""
+        self._check_views()
         give_back(self.buffer, self.base + columns - 1, self.user_cache)
         return self.user_cache
+
+    @property
+    def keeps_cache(self) -> bool:
+        """Whether the cache is the user's own, who looks at it after the call."""
+        return bool(getattr(self.user_cache, "_is_user_defined", False))
+
+    def show(self, columns: int) -> None:
+        """Let user code that runs next find in its cache what transformers would have fed: `columns` emitted columns.
+
+        Raises:
+            RuntimeError: such code replaced keys or values of the cache, which this loop cannot follow.
+        """
+        self._length = self.base + columns
+        if self._watched:
+            self._check_views()
+            give_back(self.buffer, self._length, self.user_cache, copy=False)
+            self._views = [layer.keys for layer in self.user_cache.layers]
+
+    def leave(self) -> None:
+        """Fill the user's cache as transformers leaves it where a call is interrupted."""
+        if self.keeps_cache and self.base:
+            give_back(self.buffer, self._length, self.user_cache)
+
+    def _check_views(self) -> None:
+        layers = self.user_cache.layers
+        if self._views and [id(layer.keys) for layer in layers] != [id(view) for view in self._views]:
+            raise RuntimeError(
+                "past_key_values was cropped, extended or replaced by a criterion, a processor or a streamer while "
+                "generate ran; call generate(..., mmspec=dict(enabled=False)) for that."
+            )
 
     @property
     def positions(self) -> Tensor:
@@ -325,14 +385,14 @@ class HFTarget:
         seen = seen[:, None].expand(batch, nodes, -1).contiguous()
         own = (lengths[:, None] + torch.arange(nodes, device=self.device))[:, None].expand(batch, nodes, nodes)
         seen.scatter_(2, own, tree.ancestors)
-        kinds = self.family.layer_types
+        kinds = self._layer_types
         if "sliding_attention" not in kinds:
             return self._dress(seen)
         # Windows count places in the sequence, pads included, as transformers' own masks do.
         depth = torch.where(tree.valid, tree.depths, 0)
         at = place.expand(batch, -1).scatter(1, own[:, 0], lengths[:, None] + depth)
-        assert self.family.window is not None
-        near = (lengths[:, None] + tree.depths)[:, :, None] - at[:, None] < self.family.window
+        assert self._window is not None
+        near = (lengths[:, None] + tree.depths)[:, :, None] - at[:, None] < self._window
         sliding = self._dress(seen & near)
         if kinds == {"sliding_attention"}:
             return sliding
