@@ -131,3 +131,49 @@ def give_back(buffer: KVBuffer, length: int, cache: DynamicCache, copy: bool = T
         if copy:
             keys, values = (part.clone(memory_format=torch.contiguous_format) for part in (keys, values))
         layer.keys, layer.values = keys, values
+
+
+class Lent:
+    """A user's cache while a call goes on, for user code that looks at it in between: views of the buffer.
+
+    Attributes:
+        cache: None where nobody looks; then nothing is done.
+    """
+
+    def __init__(self, cache: DynamicCache | None, buffer: KVBuffer) -> None:
+        self.cache, self.buffer = cache, buffer
+        self._views: list[Tensor] = []
+        self._versions: list[int] = []
+
+    def show(self, length: int) -> None:
+        """Let the cache hold the first `length` positions.
+
+        Raises:
+            RuntimeError: see `check`.
+        """
+        if self.cache is not None:
+            self.check()
+            give_back(self.buffer, length, self.cache, copy=False)
+            self._views = [layer.keys for layer in self.cache.layers]
+            self._versions = self._count_writes()
+
+    def written(self) -> bool:
+        """Whether user code has written into the cache since `show`: what follows must depend on it."""
+        return self._versions != self._count_writes()
+
+    def check(self) -> None:
+        """Refuse what cannot be followed.
+
+        Raises:
+            RuntimeError: user code replaced keys and values.
+        """
+        if self.cache is None or not self._views:
+            return
+        if [id(layer.keys) for layer in self.cache.layers] != [id(view) for view in self._views]:
+            raise RuntimeError(
+                "past_key_values was cropped, extended or replaced by a criterion, a processor or a streamer while "
+                "generate ran; call generate(..., mmspec=dict(enabled=False)) for that."
+            )
+
+    def _count_writes(self) -> list[int]:
+        return [0 if view.is_inference() else view._version for view in self._views]

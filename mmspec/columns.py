@@ -51,6 +51,7 @@ class ColumnClock:
         keep_cache: bool = False,
         lockstep: bool = False,
         show: Callable[[int], None] = lambda columns: None,
+        written: Callable[[], bool] = lambda: False,
     ) -> None:
         """
         Args:
@@ -58,6 +59,7 @@ class ColumnClock:
             noise: the call's noise when sampling. streamer: as given to `generate`, prompt already put.
             keep_scores, keep_logits, keep_cache: what the caller will return, which finished rows must be part of.
             show: called before user code runs, with the number of columns that transformers would have fed by then.
+            written: whether user code has written into the cache since.
         """
         batch, self.base = input_ids.shape
         self.criteria, self.streamer, self.noise, self.lockstep = list(criteria), streamer, noise, lockstep
@@ -80,7 +82,7 @@ class ColumnClock:
         self._logits: list[Tensor] | None = [] if keep_logits else None
         self._foreign = any(map(foreign, self.criteria))
         self._guarded = noise is not None and (streamer is not None or self._foreign)
-        self.show = show
+        self.show, self.written = show, written
         self._held = input_ids  # what user code is given of the last closed column; it may write into it
 
     @property
@@ -201,7 +203,7 @@ class ColumnClock:
                     self._cut(row, column + 1)
         if self.streamer is not None:
             self.streamer.put(torch.tensor(tokens, device="cpu"))
-        if self._foreign and self.absorb():
+        if (self._foreign and self.absorb()) or self.written():
             self.retreat()  # what was decoded ahead followed another text
             if self.pads:
                 self.ended = list(self._finished)

@@ -117,6 +117,7 @@ def _decode(call: Call, given: Prepared, target: HFTarget, first: Tensor, taps: 
         keep_cache=keep_cache,
         lockstep=bool(strangers),
         show=target.show,
+        written=target.lent.written,
     )
 
     def undo() -> Undo:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.modules import module as torch_module
 from transformers.utils import output_capturing
 
-from mmspec.cache import TreeCache, adopt, give_back, refusal
+from mmspec.cache import Lent, TreeCache, adopt, give_back, refusal
 from mmspec.cpu import served
 from mmspec.interfaces import Segment, Verdict
 from mmspec.kv import KVBuffer
@@ -210,10 +210,10 @@ class HFTarget:
         self._template: dict[str, Any] = {}
         self.quiet = family.leaves_nothing()
         # Code that looks at the user's cache in mid-call may write into it, too: not into tensors of inference mode.
-        self._watched, self._length = watched and self.keeps_cache, 0
-        self._mode = torch.inference_mode if self.quiet and not self._watched else torch.no_grad
+        self.lent = Lent(self.user_cache if watched and self.keeps_cache else None, self.buffer)
+        self._mode = torch.inference_mode if self.quiet and self.lent.cache is None else torch.no_grad
+        self._fed = 0  # columns that transformers would have fed by now
         self._window, self._layer_types = family.window, family.layer_types
-        self._views: list[Tensor] = []
 
     @staticmethod
     def refusal(family: Family, input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> str | None:
@@ -250,7 +250,7 @@ class HFTarget:
         self.buffer.open(nodes)
         outputs = self._forward(inputs, taps)
         self.buffer.advance(nodes)
-        self.base = self._length = self.buffer.lengths[0]
+        self.base = self.buffer.lengths[0]
         self._prepare_rounds()
         return outputs.logits[:, -1], {index: outputs.hidden_states[index] for index in taps}
 
@@ -290,7 +290,7 @@ class HFTarget:
 
     def close(self, columns: int) -> Any:
         """Fill transformers' own cache as if it had decoded `columns` columns, and return it."""
-        self._check_views()
+        self.lent.check()
         give_back(self.buffer, self.base + columns - 1, self.user_cache)
         return self.user_cache
 
@@ -300,29 +300,14 @@ class HFTarget:
         return bool(getattr(self.user_cache, "_is_user_defined", False))
 
     def show(self, columns: int) -> None:
-        """Let user code that runs next find in its cache what transformers would have fed: `columns` emitted columns.
-
-        Raises:
-            RuntimeError: such code replaced keys or values of the cache, which this loop cannot follow.
-        """
-        self._length = self.base + columns
-        if self._watched:
-            self._check_views()
-            give_back(self.buffer, self._length, self.user_cache, copy=False)
-            self._views = [layer.keys for layer in self.user_cache.layers]
+        """Let user code that runs next find `columns` emitted columns in its cache, as transformers feeds them."""
+        self._fed = columns
+        self.lent.show(self.base + columns)
 
     def leave(self) -> None:
         """Fill the user's cache as transformers leaves it where a call is interrupted."""
         if self.keeps_cache and self.base:
-            give_back(self.buffer, self._length, self.user_cache)
-
-    def _check_views(self) -> None:
-        layers = self.user_cache.layers
-        if self._views and [id(layer.keys) for layer in layers] != [id(view) for view in self._views]:
-            raise RuntimeError(
-                "past_key_values was cropped, extended or replaced by a criterion, a processor or a streamer while "
-                "generate ran; call generate(..., mmspec=dict(enabled=False)) for that."
-            )
+            give_back(self.buffer, self.base + self._fed, self.user_cache)
 
     @property
     def positions(self) -> Tensor:

@@ -504,14 +504,14 @@ class Cropping(Erasing):
 
 @TWO
 def test_code_that_writes_into_its_cache(family: str) -> None:
-    """Seen by whatever is decoded afterwards; nothing is decoded ahead here."""
+    """What was decoded ahead is decoded anew."""
     model = model_of(family, seed=23)
     given, mode = tiny.inputs(model, 6, 2), {**GREEDY, "eos_token_id": None}
     unwritten, results = plain_of(model, given, **mode), []
     for patched in (False, True):
         cache = DynamicCache()
         more = {"past_key_values": cache, "stopping_criteria": StoppingCriteriaList([Erasing(cache)])}
-        with speculating(model, "wrong", unwritten):
+        with speculating(model, "oracle", unwritten):
             results.append((plain_of(model, given, **mode, **more, mmspec={"enabled": patched}), held(cache)))
     (wanted, wanted_cache), (mine, cached) = results
     assert torch.equal(mine, wanted) and not torch.equal(wanted, unwritten)
