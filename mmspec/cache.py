@@ -64,8 +64,12 @@ class TreeCache(Cache):
         return self.buffer.write(layer_idx, key_states, value_states)
 
 
-def refusal(cache: Any, layers: int, batch: int, dtype: torch.dtype) -> str | None:
-    """Why a cache cannot be adopted by a model of `layers` layers for `batch` rows, or None if it can."""
+def refusal(cache: Any, layers: int, batch: int, dtype: torch.dtype, window: int | None = None) -> str | None:
+    """Why a cache cannot be adopted by a model of `layers` layers for `batch` rows, or None if it can.
+
+    Args:
+        window: the model's sliding window, None if it has none.
+    """
     if cache is None:
         return "no key-value cache"
     if type(cache) is not DynamicCache:
@@ -79,6 +83,9 @@ def refusal(cache: Any, layers: int, batch: int, dtype: torch.dtype) -> str | No
             return f"a DynamicCache with {type(layer).__name__}"
         if getattr(layer, "record_past", False):
             return "a DynamicCache that records its past"
+        own = getattr(layer, "sliding_window", window)
+        if own != window:  # it may have dropped positions that the model looks at
+            return f"a DynamicCache of sliding_window={own} for a model of sliding_window={window}"
         if layer.is_initialized and layer.keys.numel() and layer.keys.shape[0] != batch:
             return f"a DynamicCache of {layer.keys.shape[0]} rows for {batch}"
         if layer.is_initialized and layer.keys.numel() and layer.keys.dtype != dtype:
@@ -105,8 +112,12 @@ def adopt(cache: DynamicCache, buffer: KVBuffer) -> None:
     buffer.advance(length)
 
 
-def give_back(buffer: KVBuffer, length: int, cache: DynamicCache) -> None:
-    """Write the first `length` positions of the buffer into a user's cache, as if transformers had filled it."""
+def give_back(buffer: KVBuffer, length: int, cache: DynamicCache, copy: bool = True) -> None:
+    """Write the first `length` positions of the buffer into a user's cache, as if transformers had filled it.
+
+    Args:
+        copy: False gives views of the buffer, for code that looks at the cache while the call goes on.
+    """
     for index in range(len(buffer)):
         keys, values = buffer.read(index, length)
         if len(cache.layers) <= index:
@@ -117,5 +128,52 @@ def give_back(buffer: KVBuffer, length: int, cache: DynamicCache) -> None:
         if isinstance(layer, DynamicSlidingWindowLayer):
             layer.cumulative_length = length
             keys, values = (part[:, :, -layer.sliding_window + 1 :] for part in (keys, values))
-        layer.keys = keys.clone(memory_format=torch.contiguous_format)
-        layer.values = values.clone(memory_format=torch.contiguous_format)
+        if copy:
+            keys, values = (part.clone(memory_format=torch.contiguous_format) for part in (keys, values))
+        layer.keys, layer.values = keys, values
+
+
+class Lent:
+    """A user's cache while a call goes on, for user code that looks at it in between: views of the buffer.
+
+    Attributes:
+        cache: None where nobody looks; then nothing is done.
+    """
+
+    def __init__(self, cache: DynamicCache | None, buffer: KVBuffer) -> None:
+        self.cache, self.buffer = cache, buffer
+        self._views: list[Tensor] = []
+        self._versions: list[int] = []
+
+    def show(self, length: int) -> None:
+        """Let the cache hold the first `length` positions.
+
+        Raises:
+            RuntimeError: see `check`.
+        """
+        if self.cache is not None:
+            self.check()
+            give_back(self.buffer, length, self.cache, copy=False)
+            self._views = [layer.keys for layer in self.cache.layers]
+            self._versions = self._count_writes()
+
+    def written(self) -> bool:
+        """Whether user code has written into the cache since `show`: what follows must depend on it."""
+        return self._versions != self._count_writes()
+
+    def check(self) -> None:
+        """Refuse what cannot be followed.
+
+        Raises:
+            RuntimeError: user code replaced keys and values.
+        """
+        if self.cache is None or not self._views:
+            return
+        if [id(layer.keys) for layer in self.cache.layers] != [id(view) for view in self._views]:
+            raise RuntimeError(
+                "past_key_values was cropped, extended or replaced by a criterion, a processor or a streamer while "
+                "generate ran; call generate(..., mmspec=dict(enabled=False)) for that."
+            )
+
+    def _count_writes(self) -> list[int]:
+        return [0 if view.is_inference() else view._version for view in self._views]

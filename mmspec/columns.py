@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -50,12 +50,16 @@ class ColumnClock:
         keep_logits: bool = False,
         keep_cache: bool = False,
         lockstep: bool = False,
+        show: Callable[[int], None] = lambda columns: None,
+        written: Callable[[], bool] = lambda: False,
     ) -> None:
         """
         Args:
             input_ids: [B, L] int64 prompt. criteria: as transformers built them. pad: id that finished rows emit.
             noise: the call's noise when sampling. streamer: as given to `generate`, prompt already put.
             keep_scores, keep_logits, keep_cache: what the caller will return, which finished rows must be part of.
+            show: called before user code runs, with the number of columns that transformers would have fed by then.
+            written: whether user code has written into the cache since.
         """
         batch, self.base = input_ids.shape
         self.criteria, self.streamer, self.noise, self.lockstep = list(criteria), streamer, noise, lockstep
@@ -76,7 +80,10 @@ class ColumnClock:
         self._grow(min(self.limit, 256) + 1)
         self._scores: list[Tensor] | None = [] if keep_scores else None
         self._logits: list[Tensor] | None = [] if keep_logits else None
-        self._guarded = noise is not None and (streamer is not None or any(map(_foreign, self.criteria)))
+        self._foreign = any(map(foreign, self.criteria))
+        self._guarded = noise is not None and (streamer is not None or self._foreign)
+        self.show, self.written = show, written
+        self._held = input_ids  # what user code is given of the last closed column; it may write into it
 
     @property
     def lengths(self) -> list[int]:
@@ -150,6 +157,22 @@ class ColumnClock:
             self._cut(row, self.columns)
             tokens += [self.pad] * (self.columns - len(tokens))  # finished rows that nobody waited for
 
+    def history(self) -> Tensor:
+        """[B, L + columns] as transformers hands it to processors: the very tensor that criteria were given before."""
+        if self._held.shape[1] != self.base + self.columns:
+            self._held = self._seen(self.base + self.columns)
+        return self._held
+
+    def absorb(self) -> bool:
+        """Take over what user code has written into the ids it was given; whether it has."""
+        length = self._held.shape[1]
+        if torch.equal(self._held.long(), self.sequences[:, :length]):
+            return False
+        self.sequences[:, :length] = self._held
+        for row, tokens in zip(self.rows, self._held[:, self.base :].tolist(), strict=True):
+            row[: len(tokens)] = tokens[: len(row)]
+        return True
+
     def reserve(self, nodes: int) -> None:
         """Make room in `sequences` for what a round of `nodes` nodes may look at and emit."""
         self._grow(max(self.lengths) + nodes)
@@ -169,6 +192,7 @@ class ColumnClock:
             assert self.noise is not None
             if not self.noise.live:
                 self.noise.settle(column)
+        self.show(column)
         done = self._judge(column, tokens)
         for row, stopped in enumerate(done):
             if stopped and not self._finished[row]:
@@ -179,6 +203,10 @@ class ColumnClock:
                     self._cut(row, column + 1)
         if self.streamer is not None:
             self.streamer.put(torch.tensor(tokens, device="cpu"))
+        if (self._foreign and self.absorb()) or self.written():
+            self.retreat()  # what was decoded ahead followed another text
+            if self.pads:
+                self.ended = list(self._finished)
         if self._guarded:
             self._check_generator(column)
         if self.noise is not None:
@@ -190,8 +218,11 @@ class ColumnClock:
         length = self.base + column + 1
         done = [False] * len(tokens)
         told: list[Any] = []
+        seen: Tensor | None = None
         for criterion in self.criteria:
             if type(criterion) is EosTokenCriteria:
+                if seen is not None and self._foreign:
+                    tokens = seen[:, -1].tolist()
                 done = [d or token in self._ends for d, token in zip(done, tokens, strict=True)]
             elif type(criterion) is MaxLengthCriteria and not _reminds(criterion, length):
                 if length >= criterion.max_length:
@@ -200,11 +231,13 @@ class ColumnClock:
                 if time.time() - criterion.initial_timestamp > criterion.max_time:
                     done = [True] * len(tokens)
             else:
-                told.append(criterion(self._seen(length), self._recorded(self._scores)))
+                if seen is None:  # one for all, since what one of them writes the next ones read
+                    seen = self._held = self._seen(length)
+                told.append(criterion(seen, self._recorded(self._scores)))
         return _joined(done, told, self.sequences.device) if told else done
 
     def _seen(self, length: int) -> Tensor:
-        """[B, length] a fresh tensor, since user code may keep or change it."""
+        """[B, length] a fresh tensor, since user code may hold or change it."""
         return self.sequences[:, :length].clone(memory_format=torch.contiguous_format)
 
     def _recorded(self, kept: list[Tensor] | None) -> tuple[Tensor, ...] | None:
@@ -272,6 +305,6 @@ def _joined(done: list[bool], told: list[Any], device: torch.device) -> list[boo
     return [not going for going in (ones & ~stop).tolist()]
 
 
-def _foreign(criterion: Any) -> bool:
+def foreign(criterion: Any) -> bool:
     """Whether a criterion is user code, which may do anything, drawing random numbers included."""
     return type(criterion) not in (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria)

@@ -147,9 +147,13 @@ class Loop:
         raw = logits.to(device=clock.sequences.device, dtype=torch.float32)
         if raw.is_inference() and clock.lockstep:
             raw = raw.clone()  # user code may write into it
-        picks, scores, broken = self.picker.pick(
-            raw, tree, clock.sequences, clock.lengths, clock.base, clock.horizon(n)
-        )
+        history = clock.sequences
+        if clock.lockstep:  # processors may be user code
+            clock.show(clock.columns)
+            history = clock.history()
+        picks, scores, broken = self.picker.pick(raw, tree, history, clock.lengths, clock.base, clock.horizon(n))
+        if clock.lockstep:
+            clock.absorb()
         ended = torch.tensor(clock.ended, device=picks.device) if any(clock.ended) else None
         if ended is not None:
             picks = torch.where(ended[:, None], clock.pad, picks)

@@ -33,6 +33,7 @@ class KVBuffer:
         self.nodes = 0
         self.end = 0
         self._layers: list[Tensor | None] = []
+        self._types: list[tuple[torch.dtype, torch.dtype]] = []  # of keys and of values, per layer
         self._places: dict[torch.device, Tensor] = {}
 
     @property
@@ -54,18 +55,19 @@ class KVBuffer:
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Store [B, H, nodes, D] keys and values behind each row's length; return views [B, H, end, D] of all.
 
-        What lies behind a row's own nodes in the views is finite but meaningless: mask it.
+        What lies behind a row's own nodes in the views is finite but meaningless: mask it. Keys and values of different
+        types (autocast) come back in the types that `DynamicLayer` would hold them in.
         """
-        buffer = self._room(layer, keys)
+        buffer = self._room(layer, keys, values)
         if self.uniform:
             start = self.lengths[0]
             buffer[0, :, :, start : start + self.nodes] = keys
             buffer[1, :, :, start : start + self.nodes] = values
         else:
             place = self._place(keys.device)[:, None, :, None].expand(keys.shape)
-            buffer[0].scatter_(2, place, keys)
-            buffer[1].scatter_(2, place, values)
-        return buffer[0, :, :, : self.end], buffer[1, :, :, : self.end]
+            buffer[0].scatter_(2, place, keys.to(buffer.dtype))
+            buffer[1].scatter_(2, place, values.to(buffer.dtype))
+        return self.read(layer, self.end)
 
     def advance(self, nodes: int) -> None:
         """Commit all of the first `nodes` positions written: what a prefill does."""
@@ -100,7 +102,8 @@ class KVBuffer:
         """Views [B, H, length, D] of the first `length` positions of one layer."""
         buffer = self._layers[layer]
         assert buffer is not None
-        return buffer[0, :, :, :length], buffer[1, :, :, :length]
+        of_keys, of_values = self._types[layer]
+        return buffer[0, :, :, :length].to(of_keys), buffer[1, :, :, :length].to(of_values)
 
     def __len__(self) -> int:
         return len(self._layers)
@@ -122,17 +125,28 @@ class KVBuffer:
             self._places[device] = lengths[:, None] + torch.arange(self.nodes, device=device)
         return self._places[device]
 
-    def _room(self, layer: int, like: Tensor) -> Tensor:
+    def _room(self, layer: int, keys: Tensor, values: Tensor) -> Tensor:
         """The buffer of `layer`, grown by a quarter at a time up to the limit. Zeros, because 0 * nan is nan."""
         while len(self._layers) <= layer:
             self._layers.append(None)
-        buffer = self._layers[layer]
-        if buffer is not None and buffer.shape[3] >= self.end:
+            self._types.append((keys.dtype, keys.dtype))  # values start as an empty tensor of the type of keys
+        buffer, dtype = self._layers[layer], self._widened(layer, keys.dtype, values.dtype)
+        enough = buffer is not None and buffer.shape[3] >= self.end
+        if buffer is not None and enough and buffer.dtype == dtype:
             return buffer
         room = max(self.end, min(self.limit, self.end + self.end // 4 + 16))
-        batch, heads, _, size = like.shape
-        grown = like.new_zeros(2, batch, heads, room, size)
+        if buffer is not None and enough:
+            room = buffer.shape[3]
+        batch, heads, _, size = keys.shape
+        grown = keys.new_zeros(2, batch, heads, room, size, dtype=dtype)
         if buffer is not None:
             grown[:, :, :, : buffer.shape[3]] = buffer
         self._layers[layer] = grown
         return grown
+
+    def _widened(self, layer: int, keys: torch.dtype, values: torch.dtype) -> torch.dtype:
+        """Type of the buffer of `layer`, wide enough for what is there and what comes, as `torch.cat` promotes it."""
+        old = self._types[layer]
+        if old != (keys, values):
+            self._types[layer] = torch.promote_types(old[0], keys), torch.promote_types(old[1], values)
+        return torch.promote_types(*self._types[layer])

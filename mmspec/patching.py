@@ -34,7 +34,11 @@ KEY = "_mmspec"
 
 
 def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-    return self.__dict__[KEY].generate(*args, **kwargs)
+    state = self.__dict__.get(KEY)
+    if state is None:  # `model.generate` was taken before `unpatch`
+        kwargs.pop("mmspec", None)
+        return type(self).generate(self, *args, **kwargs)
+    return state.generate(*args, **kwargs)
 
 
 def patch(

@@ -199,7 +199,7 @@ class Picker:
     @property
     def unknown(self) -> list[str]:
         """Processors that can only be called as transformers calls them: once per column on the whole batch."""
-        return [type(p).__name__ for p in self.processors if type(p) not in ROWWISE and type(p) not in HISTORY]
+        return unknown(self.processors)
 
     @property
     def complaint(self) -> str:
@@ -224,7 +224,8 @@ class Picker:
         """
         level = tree.nodes == 1 and len(set(lengths)) == 1  # all rows at the same column, as in transformers
         if level:
-            scores = self._process_level(logits, sequences[:, : base + lengths[0]])
+            whole = sequences.shape[1] == base + lengths[0]  # then processors may write into it
+            scores = self._process_level(logits, sequences if whole else sequences[:, : base + lengths[0]].contiguous())
         else:
             scores = self._process(logits, tree, sequences, lengths, base)
         if self.noise is None:
@@ -248,7 +249,7 @@ class Picker:
         if not self.processors:
             return logits
         if self.unknown:
-            return self.processors(history.contiguous(), logits[:, 0])[:, None]  # type: ignore[operator]
+            return self.processors(history, logits[:, 0])[:, None]  # type: ignore[operator]
         scores = logits[:, 0]
         for processor in self.processors:
             scores = processor(history, scores)
@@ -270,6 +271,11 @@ class Picker:
             for flat, rows, history in groups:
                 scores[flat] = _for_rows(processor, rows)(history, scores[flat])
         return scores.reshape(batch, nodes, vocab)
+
+
+def unknown(processors: Sequence[Any]) -> list[str]:
+    """Names of processors that are none of transformers' own pure ones: user code, which may do anything."""
+    return [type(p).__name__ for p in processors if type(p) not in ROWWISE and type(p) not in HISTORY]
 
 
 def _histories(

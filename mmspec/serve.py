@@ -14,13 +14,13 @@ from transformers.generation.stopping_criteria import MaxLengthCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from mmspec.budget import Budget, Costs
-from mmspec.columns import ColumnClock
+from mmspec.columns import ColumnClock, foreign
 from mmspec.cpu import Packs, layers_of, packed
 from mmspec.engine import Loop
 from mmspec.interfaces import Drafter, Prompt, Verdict, Words
 from mmspec.module_scan import ModuleScan, scan
 from mmspec.options import Options, reference_rows
-from mmspec.sampling import Noise, Picker, Undo
+from mmspec.sampling import Noise, Picker, Undo, unknown
 from mmspec.shown import Watch
 from mmspec.stats import Stats
 from mmspec.target_hf import Family, HFTarget
@@ -83,15 +83,33 @@ def serve(call: Call, given: Prepared) -> Any:
         CannotServe: the call has to go the plain way after all.
     """
     entered = time.perf_counter()
+    watched = bool(call.streamer is not None or unknown(given.processors) or any(map(foreign, given.criteria)))
+    modules = call.modules = call.modules or scan(call.family.model)
+    target = HFTarget(
+        call.family,
+        given.input_ids,
+        given.model_kwargs,
+        given.config,
+        _most(given),
+        quiet=modules.quiet,
+        watched=watched,
+    )
+    first, taps = _prefill(target, call.options.drafter)
+    call.stats.prefill_s = time.perf_counter() - entered
+    try:
+        return _decode(call, given, target, first, taps)
+    except BaseException:
+        target.leave()
+        raise
+
+
+def _decode(call: Call, given: Prepared, target: HFTarget, first: Tensor, taps: dict[int, Tensor]) -> Any:
+    """What follows the prefill, whose last logits [B, V] and states {index: [B, L, D]} are given."""
     input_ids, config = given.input_ids, given.config
     drafter, shows = call.options.drafter, call.options.shows
-    most, watch = _most(given), None if shows is None else Watch(shows)
-    modules = call.modules = call.modules or scan(call.family.model)
-    target = HFTarget(call.family, input_ids, given.model_kwargs, config, most, modules.quiet)
-    first, taps = _prefill(target, drafter)
-    call.stats.prefill_s = time.perf_counter() - entered
+    most, watch = target.most, None if shows is None else Watch(shows)
     wants_dict = config.return_dict_in_generate
-    keep_cache = bool(wants_dict or getattr(target.user_cache, "_is_user_defined", False))
+    keep_cache = bool(wants_dict or target.keeps_cache)
     noise = _noise(config, first, input_ids)
     picker = Picker(given.processors, noise)
     strangers = picker.unknown
@@ -110,6 +128,8 @@ def serve(call: Call, given: Prepared) -> Any:
         keep_logits=bool(wants_dict and config.output_logits),
         keep_cache=keep_cache,
         lockstep=bool(strangers),
+        show=target.show,
+        written=target.lent.written,
     )
 
     def undo() -> Undo:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers.utils import output_capturing
 
-from mmspec.cache import TreeCache, adopt, give_back, refusal
+from mmspec.cache import Lent, TreeCache, adopt, give_back, refusal
 from mmspec.interfaces import Segment, Verdict
 from mmspec.kv import KVBuffer
 from mmspec.module_scan import scan
@@ -48,12 +48,27 @@ class Family:
         names = ("image_token_id", "video_token_id", "image_token_index", "video_token_index")
         known = (getattr(model.config, name, None) for name in names)
         self.placeholders = tuple(dict.fromkeys(token for token in known if isinstance(token, int)))
-        self.window, self.layer_types = _windows(self.text_config)
 
     @property
     def text_config(self) -> Any:
         """The text model's config, read afresh since the model may be a copy by now."""
         return self.model.config.get_text_config(decoder=True)
+
+    @property
+    def window(self) -> int | None:
+        """Positions that a layer with a sliding window looks back, read afresh since users change it."""
+        return _windows(self._masked_by)[0]
+
+    @property
+    def layer_types(self) -> frozenset[str]:
+        """Kinds of attention layers, read afresh."""
+        return _windows(self._masked_by)[1]
+
+    @property
+    def _masked_by(self) -> Any:
+        """The config that the text model reads its masks from: its own, wherever it differs from the whole model's."""
+        own = getattr(self.text_model, "config", None)
+        return self.text_config if own is None or self.text_model is self.model else own
 
     def refusal(self) -> str | None:
         """Why this model, as it is now, cannot be served exactly; None if it can."""
@@ -160,12 +175,14 @@ class HFTarget:
         config: Any,
         most: int,
         quiet: bool | None = None,
+        watched: bool = False,
     ) -> None:
         """
         Args:
             input_ids: [B, L] int64. model_kwargs: what transformers prepared for its own loop.
             config: the prepared generation config. most: new tokens that may ever be emitted per row.
             quiet: whether forwards may run in inference mode; looked up in the model's modules if None.
+            watched: user code runs during the call and may look at the user's cache.
         """
         self.family, self.model = family, family.model
         self.vocab_size = family.vocab_size
@@ -181,14 +198,19 @@ class HFTarget:
             self.device = input_ids.device
         self._template: dict[str, Any] = {}
         self.quiet = family.leaves_nothing() if quiet is None else quiet
-        self._mode = torch.inference_mode if self.quiet else torch.no_grad
+        # Code that looks at the user's cache in mid-call may write into it, too: not into tensors of inference mode.
+        self.lent = Lent(self.user_cache if watched and self.keeps_cache else None, self.buffer)
+        self._mode = torch.inference_mode if self.quiet and self.lent.cache is None else torch.no_grad
+        self._fed = 0  # columns that transformers would have fed by now
+        self._window, self._layer_types = family.window, family.layer_types
 
     @staticmethod
     def refusal(family: Family, input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> str | None:
         """Why the cache or the attention mask of this call cannot be served, or None."""
         cache = model_kwargs.get("past_key_values")
         mask, length = model_kwargs.get("attention_mask"), input_ids.shape[1]
-        if (reason := refusal(cache, family.layers, input_ids.shape[0], family.model.dtype)) is not None:
+        window = family.window if "sliding_attention" in family.layer_types else None
+        if (reason := refusal(cache, family.layers, input_ids.shape[0], family.model.dtype, window)) is not None:
             return reason
         assert cache is not None
         if mask is not None:
@@ -257,8 +279,24 @@ class HFTarget:
 
     def close(self, columns: int) -> Any:
         """Fill transformers' own cache as if it had decoded `columns` columns, and return it."""
+        self.lent.check()
         give_back(self.buffer, self.base + columns - 1, self.user_cache)
         return self.user_cache
+
+    @property
+    def keeps_cache(self) -> bool:
+        """Whether the cache is the user's own, who looks at it after the call."""
+        return bool(getattr(self.user_cache, "_is_user_defined", False))
+
+    def show(self, columns: int) -> None:
+        """Let user code that runs next find `columns` emitted columns in its cache, as transformers feeds them."""
+        self._fed = columns
+        self.lent.show(self.base + columns)
+
+    def leave(self) -> None:
+        """Fill the user's cache as transformers leaves it where a call is interrupted."""
+        if self.keeps_cache and self.base:
+            give_back(self.buffer, self.base + self._fed, self.user_cache)
 
     @property
     def positions(self) -> Tensor:
@@ -321,14 +359,14 @@ class HFTarget:
         seen = seen[:, None].expand(batch, nodes, -1).contiguous()
         own = (lengths[:, None] + torch.arange(nodes, device=self.device))[:, None].expand(batch, nodes, nodes)
         seen.scatter_(2, own, tree.ancestors)
-        kinds = self.family.layer_types
+        kinds = self._layer_types
         if "sliding_attention" not in kinds:
             return self._dress(seen)
         # Windows count places in the sequence, pads included, as transformers' own masks do.
         depth = torch.where(tree.valid, tree.depths, 0)
         at = place.expand(batch, -1).scatter(1, own[:, 0], lengths[:, None] + depth)
-        assert self.family.window is not None
-        near = (lengths[:, None] + tree.depths)[:, :, None] - at[:, None] < self.family.window
+        assert self._window is not None
+        near = (lengths[:, None] + tree.depths)[:, :, None] - at[:, None] < self._window
         sliding = self._dress(seen & near)
         if kinds == {"sliding_attention"}:
             return sliding

@@ -193,17 +193,22 @@ def test_caches_that_cannot_be_adopted() -> None:
     assert refusal(filled, 2, 2, torch.bfloat16) == "a DynamicCache of torch.float32 for a model of torch.bfloat16"
     recording = DynamicCache(config=MistralConfig(num_hidden_layers=2, sliding_window=4))
     recording.layers[1].activate_past_recording()
-    assert refusal(recording, 2, 1, torch.float32) == "a DynamicCache that records its past"
+    assert refusal(recording, 2, 1, torch.float32, 4) == "a DynamicCache that records its past"
+    windowed = DynamicCache(config=MistralConfig(num_hidden_layers=2, sliding_window=4))
+    for window in (None, 5):
+        wanted = f"a DynamicCache of sliding_window=4 for a model of sliding_window={window}"
+        assert refusal(windowed, 2, 1, torch.float32, window) == wanted
+    assert refusal(windowed, 2, 1, torch.float32, 4) is None
 
 
 def test_caches_that_can_be_adopted() -> None:
     for name, spec in SPECS.items():
         model = tiny.model(spec)
         config = model.config.get_text_config()
-        layers = config.num_hidden_layers
+        layers, window = config.num_hidden_layers, spec.window or None
         filled = dynamic(model)
         forward(model, words(10), filled, 0)
         for cache in (DynamicCache(), DynamicCache(config=config), filled):
-            assert refusal(cache, layers, 2, torch.float32) is None, name
+            assert refusal(cache, layers, 2, torch.float32, window) is None, name
         kinds = {type(layer) for layer in filled.layers}
         assert kinds <= {DynamicLayer, DynamicSlidingWindowLayer}

@@ -255,7 +255,7 @@ class Shaped(liars.Watching):
 
 
 class Meddling(liars.Watching):
-    """Writes into what it is shown, and keeps it: both are its own."""
+    """Writes into the ids that it is given."""
 
     def stop(self, input_ids: Tensor) -> Any:
         input_ids[:, -1] = 3
@@ -461,10 +461,12 @@ def test_the_reminder_about_the_models_positions(monkeypatch: pytest.MonkeyPatch
     assert len(said) == 2 * 3 and len(set(said)) == 1  # columns 6, 7 and 8, on either side
 
 
-def test_criteria_may_keep_and_change_what_they_are_shown() -> None:
-    case = Case(4, criteria=limited(20, lambda log: liars.Watching(log, BASE, 0)), sizes=(8,))
-    changed = Case(4, criteria=limited(20, lambda log: Meddling(log, BASE, 0)), sizes=(8,))
-    assert torch.equal(Runner(case).run().sequences, Runner(changed).run().sequences)
+@pytest.mark.parametrize("sample", [False, True])
+def test_what_criteria_write_is_what_goes_on(sample: bool) -> None:
+    """As in transformers, whose own growing tensor they are given."""
+    criteria = limited(20, lambda log: Meddling(log, BASE, 0))
+    runner = same(Case(4, criteria=criteria, sizes=(8,), sample=sample))
+    assert runner.clock.sequences[:, BASE : BASE + 20].unique().tolist() == [3]
 
 
 @pytest.mark.parametrize("length", [6, 25])
