@@ -53,9 +53,10 @@ def read_frames(
             and not this one. True starts one for this call; an `Isolated` keeps one for the next file.
 
     Raises:
-        FileNotFoundError: no such file. ValueError: not a video that can be read (by its content, of one of the
-            containers in `mmspec.vision.containers`; playlists and other files that name files are none), or one without frames, or options or
-            a sampler that make no sense. ImportError: no reader is installed. TypeError: neither a path nor bytes.
+        FileNotFoundError: no such file. ValueError: not a video that can be read, or one without frames, or options or
+            a sampler that make no sense. A video is one of the containers of `mmspec.vision.containers`, by its
+            content; a playlist, or any other file that names files, is none. ImportError: no reader is installed.
+            TypeError: neither a path nor bytes.
         DecoderCrashedError, DecoderHungError: ValueErrors, and what became of the other process.
     """
     sampler = _sampler(sampler, num_frames, fps, max_frames)
