@@ -97,7 +97,9 @@ def _apart(content: str | bytes, max_pixels: int, isolated: bool | Isolated) -> 
             raise ImageError("DecoderHung", f"the decoder took too long ({error})") from error
         except DecoderCrashedError as error:
             raise ImageError("DecoderCrashed", f"the decoder crashed ({error})") from error
-        except (RuntimeError, MemoryError, OSError) as error:
+        except MemoryError as error:
+            raise ImageError("OutOfMemory", "not enough memory to decode it") from error
+        except (RuntimeError, OSError) as error:
             raise ImageError("BrokenImage", f"cannot be decoded: {one_line(error)}") from error
 
 

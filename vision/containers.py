@@ -118,6 +118,15 @@ def container_of(head: bytes) -> Container:
     raise ContainerError(f"allowed containers: {ALLOWED}; received {named(head)}")
 
 
+def certain(head: bytes) -> bool:
+    """Whether no probe for text can match: these read up to the first zero byte, and there is no text before it.
+
+    decord also takes the content up to there for a file name.
+    """
+    start, zero, _ = head.partition(b"\0")
+    return bool(zero) and len(start) < 256 and not set(start) & set(b"\n\r<%*?/[{")
+
+
 def opened(path: str) -> int:
     """A file descriptor of a regular file; pipes and devices are not waited for.
 
@@ -148,12 +157,13 @@ class Input:
     def __init__(self, source: str | bytes) -> None:
         self._bytes, self._path, self._handle = b"", "", -1
         if isinstance(source, bytes):
-            self._bytes = source
-            self.container = container_of(source[:HEAD])
+            self._bytes, head = source, source[:HEAD]
+            self.container, self._certain = container_of(head), certain(head)
             return
         self._path, self._handle = os.path.abspath(source), opened(source)
         try:
-            self.container = container_of(self.stream().read(HEAD) or b"")
+            head = self.stream().read(HEAD) or b""
+            self.container, self._certain = container_of(head), certain(head)
         except BaseException:
             self.close()
             raise
@@ -171,8 +181,8 @@ class Input:
         Raises:
             ContainerError: such a library might take it for something else.
         """
-        if not self.container.probed:
-            raise ContainerError(f"{self.container.name} is read by PyAV only")
+        if not self.container.probed or not self._certain:
+            raise ContainerError(f"{self.container.name} with such a header is read by PyAV only")
         if self._handle < 0:
             return self._bytes
         os.lseek(self._handle, 0, os.SEEK_SET)
