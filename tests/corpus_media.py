@@ -11,7 +11,7 @@ import socket
 import struct
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
@@ -216,9 +216,10 @@ def manifest(seed: int) -> tuple[str, bytes]:
     suffix = rng.choice(("jsonl", "csv", "txt"))
     rows = []
     for number in range(rng.randint(0, 4)):
-        row: dict[str, Any] = {rng.choice(("file_name", "image", "path", "file", "x")): rng.choice(NAMES)}
+        name = rng.choice(NAMES) if rng.random() < 0.3 else f"{number}.png"
+        row: dict[str, Any] = {rng.choice(("file_name", "image", "path", "file", "file_name")): name}
         for key in ("prompt", "id", "answer"):
-            if rng.random() < 0.3:
+            if rng.random() < 0.1:
                 row[key] = rng.choice((*NAMES, "x" * 100_000, number, 10**400))
         rows.append(row)
     if suffix == "jsonl":
@@ -227,7 +228,7 @@ def manifest(seed: int) -> tuple[str, bytes]:
             text += "\n" + rng.choice(("[" * 100_000, '{"a":' * 100_000, "9" * 5000, '{"a": NaN}', "null", '"x"'))
     elif suffix == "csv":
         text = "file_name,prompt,id\n" + "\n".join(",".join(f'"{value}"' for value in row.values()) for row in rows)
-        text += rng.choice(("", '\n"never closed', "\n" + "x" * 200_000, "\n,,,,,,,", "\r\r\n"))
+        text += rng.choice(("", "", "", '\n"never closed', "\n" + "x" * 200_000, "\n,,,,,,,", "\r\r\n"))
     else:
         text = "\n".join(str(value) for row in rows for value in row.values())
     data = text.encode("utf-8", "surrogatepass")
@@ -293,7 +294,3 @@ def watched(folder: Path) -> Iterator[Watch]:
         yield watch
     finally:
         watch.close()
-
-
-Make = Callable[[int], tuple[str, bytes]]
-"""From a seed to a name and what is in the file."""

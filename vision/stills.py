@@ -115,8 +115,10 @@ def explained(max_pixels: int, head: bytes = b"") -> Iterator[None]:
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise ImageError("TooLarge", f"more than {max_pixels} pixels; raise --max-pixels if you trust it") from error
     except UnidentifiedImageError as error:
-        allowed = ", ".join(formats())
-        raise ImageError("NotAnImage", f"not an image of an allowed format ({allowed}): {named(head)}") from error
+        allowed, found = ", ".join(formats()), named(head)
+        if found.endswith(" picture") and found.split(" ")[1].upper() in formats():
+            raise ImageError("BrokenImage", f"cannot be decoded: {found} with a damaged header") from error
+        raise ImageError("NotAnImage", f"not an image of an allowed format ({allowed}): {found}") from error
     except MemoryError as error:
         raise ImageError("OutOfMemory", "not enough memory to decode it") from error
     except Exception as error:  # decoders raise anything from OSError to SyntaxError and struct.error on broken files
