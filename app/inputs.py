@@ -181,12 +181,13 @@ def _entry(manifest: Path, number: int, row: dict[str, Any]) -> Item:
 
 
 def _is_name(name: str) -> bool:
-    """Whether a file may be called that: no zero bytes or halves of characters, no longer than systems allow."""
+    """Whether a file may be called that: no control or half characters, no longer than systems allow."""
     try:
         data = os.fsencode(name)
     except UnicodeEncodeError:
         return False
-    return b"\0" not in data and len(data) <= 3072 and all(len(part) <= 255 for part in data.split(b"/"))
+    printable = all(code >= 32 and code != 127 for code in data)
+    return printable and len(data) <= 3072 and all(len(part) <= 255 for part in data.split(b"/"))
 
 
 def _short(value: object) -> str:

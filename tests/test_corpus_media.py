@@ -67,12 +67,12 @@ class Run:
         assert self.slowest < HANGS_S, f"seed {seed} took {self.slowest:.0f} s"
         assert self.watch.opened() <= {name}, f"seed {seed}"
         file.unlink()
+        for child in list(self.isolated._all):
+            self.memory = max(self.memory, high_water(child._process.pid))
 
     def figures(self) -> str:
         """Check what is of all inputs together, and say how they went."""
         assert not self.watch.connections()
-        for child in list(self.isolated._all):
-            self.memory = max(self.memory, high_water(child._process.pid))
         self.isolated.close()
         assert self.memory < MEMORY
         return f"slowest {self.slowest:.1f} s, {self.memory / 1e6:.0f} MB, {dict(self.outcomes.most_common())}"
@@ -82,7 +82,10 @@ def high_water(pid: int) -> int:
     """The most memory that a process had, in bytes; 0 where it is not known."""
     if sys.platform != "linux":
         return 0
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:  # it is gone
+        return 0
     return max((int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM")), default=0)
 
 
