@@ -10,7 +10,8 @@ import glob
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -115,11 +116,30 @@ def _walk(folder: Path) -> Iterator[Path]:
     def fail(error: OSError) -> None:
         raise UsageError(f"cannot read folder {error.filename}: {error.strerror}")
 
+    yield from (file for file in _all_files(folder, fail) if file.suffix.lower() in SUFFIXES)
+
+
+def _all_files(folder: Path, fail: Callable[[OSError], None] | None = None) -> Iterator[Path]:
+    """Files of a folder and its sub-folders, without hidden ones."""
     for here, folders, files in os.walk(folder, onerror=fail):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        for name in files:
-            if not name.startswith(".") and Path(name).suffix.lower() in SUFFIXES:
-                yield Path(here, name)
+        yield from (Path(here, name) for name in files if not name.startswith("."))
+
+
+def left_out(paths: Sequence[str], skip: Iterable[Path] = ()) -> str:
+    """A line about the files in the folders of `paths` that are not read, by the ends of their names, or nothing."""
+    avoid, many = {_real(path) for path in skip}, Counter[str]()
+    for folder in filter(os.path.isdir, paths):
+        for file in _all_files(Path(folder)):
+            if (suffix := file.suffix.lower()) not in SUFFIXES | MANIFESTS and _real(file) not in avoid:
+                many[suffix or "without an ending"] += 1
+    if not many:
+        return ""
+    first = ", ".join(f"{count} {suffix}" for suffix, count in many.most_common(8))
+    more = f", and {len(many) - 8} other kinds" if len(many) > 8 else ""
+    hint = "; pip install pillow-heif to read .heic" if many[".heic"] + many[".heif"] else ""
+    files = "1 file that is" if many.total() == 1 else f"{many.total()} files that are"
+    return f"skipped {files} no supported picture or clip: {first}{more}{hint}"
 
 
 def _manifest(path: Path) -> Iterator[Item]:
@@ -222,4 +242,4 @@ def relative_name(path: Path, base: Path) -> str:
     return Path(os.path.relpath(full, root) if inside else full).as_posix()
 
 
-__all__ = ["Item", "collect", "natural", "relative_name"]
+__all__ = ["Item", "collect", "left_out", "natural", "relative_name"]
