@@ -50,10 +50,10 @@ def load_clip(
 def load_shown(
     path: Path, frames: int | FrameSampler = FRAMES, max_pixels: int = MAX_PIXELS, isolated: bool | Isolated = False
 ) -> Shown:
-    """The frames of a file that is named like a video, else the picture in it."""
+    """The frames of a file that is named like a video, else the picture in it; `isolated` is of both."""
     if path.suffix.lower() in SUFFIXES:
         return load_clip(path, frames, max_pixels, isolated)
-    return load_image(path, max_pixels)
+    return load_image(path, max_pixels, isolated)
 
 
 __all__ = ["SUFFIXES", "load_clip", "load_shown"]

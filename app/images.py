@@ -5,25 +5,39 @@ Whatever is wrong with one becomes an `ImageError` with one line of text. Knows 
 
 from __future__ import annotations
 
-import io
-import warnings
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image
 
 from mmspec.app.errors import one_line
 from mmspec.app.settings import MAX_PIXELS
+from mmspec.vision.stills import (
+    ImageError,
+    check_size,
+    content_of,
+    eight_bits,
+    explained,
+    pixel_limit,
+    read_still,
+    ready,
+    to_rgb,
+)
 
-MAX_ASPECT = 200
-_SUFFIXES = ".jpg .jpeg .jpe .jfif .png .apng .webp .gif .bmp .dib .tif .tiff .ppm .pgm .pbm .pnm .avif .jp2 .tga .ico"
-SUFFIXES = frozenset(_SUFFIXES.split())
+if TYPE_CHECKING:
+    from mmspec.vision.isolated import Isolated
+
+_SUFFIXES = ".jpg .jpeg .jpe .jfif .png .apng .webp .gif .bmp .dib .tif .tiff .ppm .pgm .pbm .pnm .avif"
+_HEIF = ".heic .heif" if find_spec("pillow_heif") else ""
+SUFFIXES = frozenset(f"{_SUFFIXES} {_HEIF}".split())
+"""What files of the allowed formats are named like: see `mmspec.vision.stills.FORMATS`."""
 
 
 @dataclass(frozen=True)
@@ -49,73 +63,57 @@ Key = TypeVar("Key")
 Value = TypeVar("Value")
 
 
-class ImageError(Exception):
-    """A file that is no usable picture. `kind` is a short name for the error column."""
-
-    def __init__(self, kind: str, message: str) -> None:
-        super().__init__(message)
-        self.kind = kind
-
-
-@contextmanager
-def pixel_limit(max_pixels: int) -> Iterator[None]:
-    """Make Pillow itself refuse what is larger, also where it only warns. Process-wide, so wrap a whole job in it."""
-    before = Image.MAX_IMAGE_PIXELS
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", Image.DecompressionBombWarning)
-        Image.MAX_IMAGE_PIXELS = max_pixels
-        try:
-            yield
-        finally:
-            Image.MAX_IMAGE_PIXELS = before
-
-
-def load_image(source: Source, max_pixels: int = MAX_PIXELS) -> Image.Image:
+def load_image(source: Source, max_pixels: int = MAX_PIXELS, isolated: bool | Isolated = False) -> Image.Image:
     """A picture as RGB, upright (EXIF), transparency on white; the first one of an animated file.
+
+    Args:
+        isolated: decode files and bytes in another process, within bounds of time and memory; True starts one for this
+            call. Images of Pillow's and arrays are decoded already.
 
     Raises:
         ImageError: whatever is wrong with it.
     """
-    try:
-        if isinstance(source, np.ndarray):
+    if isinstance(source, np.ndarray):
+        with explained(max_pixels):
             return from_array(source, max_pixels)
-        if isinstance(source, Image.Image):
-            return _ready(source, max_pixels)
-        with Image.open(_file(source)) as image:
-            return _ready(image, max_pixels)
-    except ImageError:
-        raise
-    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise ImageError("TooLarge", f"more than {max_pixels} pixels; raise --max-pixels if you trust it") from error
-    except UnidentifiedImageError as error:
-        raise ImageError("NotAnImage", "not an image, or of a kind that Pillow cannot read") from error
-    except MemoryError as error:
-        raise ImageError("OutOfMemory", "not enough memory to decode it") from error
-    except Exception as error:  # decoders raise anything from OSError to SyntaxError and struct.error on broken files
-        raise ImageError("BrokenImage", f"cannot be decoded: {one_line(error)}") from error
+    if isinstance(source, Image.Image):
+        with explained(max_pixels):
+            return ready(source, max_pixels)
+    content = _checked(source)
+    if isolated:
+        return _apart(content, max_pixels, isolated)
+    held = content if isinstance(content, bytes) else content_of(content)
+    return read_still(held, max_pixels)
 
 
-def _file(source: object) -> Path | io.BytesIO:
-    """What Pillow opens."""
+def _apart(content: str | bytes, max_pixels: int, isolated: bool | Isolated) -> Image.Image:
+    """A picture that another process decodes."""
+    from mmspec.vision.isolated import DecoderCrashedError, DecoderHungError, Isolated
+
+    with nullcontext(isolated) if isinstance(isolated, Isolated) else Isolated() as other:
+        try:
+            return other.picture(content, max_pixels)
+        except DecoderHungError as error:
+            raise ImageError("DecoderHung", f"the decoder took too long ({error})") from error
+        except DecoderCrashedError as error:
+            raise ImageError("DecoderCrashed", f"the decoder crashed ({error})") from error
+        except MemoryError as error:
+            raise ImageError("OutOfMemory", "not enough memory to decode it") from error
+        except (RuntimeError, OSError) as error:
+            raise ImageError("BrokenImage", f"cannot be decoded: {one_line(error)}") from error
+
+
+def _checked(source: object) -> str | bytes:
+    """A path of a file with something in it, or bytes."""
     if isinstance(source, (bytes, bytearray, memoryview)):
         if not len(source):
             raise ImageError("Empty", "empty (0 bytes)")
-        return io.BytesIO(source)
+        return bytes(source)
     if not isinstance(source, (str, Path)):
         kind = type(source).__name__
         raise ImageError("NotAnImage", f"a picture is a path, bytes, an image of Pillow's or an array; got {kind}")
     check_file(Path(source))
-    return Path(source)
-
-
-def _ready(image: Image.Image, max_pixels: int) -> Image.Image:
-    check_size(image.width, image.height, max_pixels)
-    image.load()
-    try:
-        upright = ImageOps.exif_transpose(image)
-    except Exception:  # what cannot be read of the EXIF data says nothing; the picture is there all the same
-        upright = image
-    return to_rgb(upright)
+    return str(source)
 
 
 def from_array(values: np.ndarray, max_pixels: int = MAX_PIXELS) -> Image.Image:
@@ -134,7 +132,7 @@ def from_array(values: np.ndarray, max_pixels: int = MAX_PIXELS) -> Image.Image:
     if values.dtype == np.bool_:
         values = values.astype(np.uint8) * 255
     elif values.dtype != np.uint8:
-        values = _eight_bits(values)
+        values = eight_bits(values)
     return to_rgb(Image.fromarray(np.ascontiguousarray(values)))
 
 
@@ -153,58 +151,11 @@ def check_file(path: Path) -> None:
         raise ImageError("Unreadable", one_line(error)) from error
 
 
-def check_size(width: int, height: int, max_pixels: int) -> None:
-    """Refuse what is too large, or absurdly long, or nothing at all."""
-    if width < 1 or height < 1:
-        raise ImageError("Empty", f"{width} x {height} pixels, nothing to see")
-    if width * height > max_pixels:
-        raise ImageError(
-            "TooLarge", f"{width} x {height} is more than {max_pixels} pixels; raise --max-pixels if you trust it"
-        )
-    if max(width, height) > MAX_ASPECT * max(1, min(width, height)):
-        raise ImageError("TooThin", f"{width} x {height} is longer than {MAX_ASPECT}:1; crop it")
-
-
 def pictures(shown: Shown) -> Sequence[Image.Image]:
     """The picture alone, or the frames."""
     if isinstance(shown, Video):
         return shown.frames
     return (shown,) if isinstance(shown, Image.Image) else shown
-
-
-def to_rgb(image: Image.Image) -> Image.Image:
-    """RGB in 8 bits. 16-bit and float greys are scaled (Pillow would clip them), transparency goes on white."""
-    if image.mode.startswith("I") or image.mode == "F":
-        return Image.fromarray(_eight_bits(np.asarray(image))).convert("RGB")
-    if image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
-        rgba = image.convert("RGBA")
-        white = Image.new("RGBA", rgba.size, (255, 255, 255, 255))
-        return Image.alpha_composite(white, rgba).convert("RGB")
-    if image.mode == "LAB":
-        return _from_lab(image)
-    return image.convert("RGB")
-
-
-def _eight_bits(values: np.ndarray) -> np.ndarray:
-    """Numbers of other kinds: full scale is 255, 65535 or, beyond these and for floats outside 0..1, the largest."""
-    exact = values.astype(np.float64)
-    finite = exact[np.isfinite(exact)]
-    low, high = min(0.0, float(finite.min(initial=0.0))), float(finite.max(initial=0.0))
-    exact = np.nan_to_num(exact, posinf=high, neginf=low)
-    if values.dtype.kind == "f":
-        top = 1.0 if high <= 1 else max(255.0, high)
-    else:
-        top = 65535.0 if values.dtype.itemsize == 2 or 255 < high <= 65535 else max(255.0, high)
-    return np.clip((exact - low) * (255.0 / (top - low)), 0, 255).round().astype(np.uint8)
-
-
-def _from_lab(image: Image.Image) -> Image.Image:
-    from PIL import ImageCms
-
-    srgb, lab = ImageCms.createProfile("sRGB"), ImageCms.createProfile("LAB")
-    made = ImageCms.profileToProfile(image, lab, srgb, outputMode="RGB")
-    assert made is not None
-    return made
 
 
 def decode_ahead(

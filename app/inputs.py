@@ -10,7 +10,8 @@ import glob
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,7 @@ def collect(paths: Sequence[str], base: Path, skip: Iterable[Path] = ()) -> list
     items = _unique(found, base)
     if not items:
         raise UsageError(f"no images or videos in {', '.join(paths)} (looked for {', '.join(sorted(SUFFIXES))})")
-    if not any(item.path.exists() for item in items):
+    if not any(os.path.exists(item.path) for item in items):
         raise UsageError(f"no such file: {items[0].path}" + (f" (nor any other of {len(items)})" if items[1:] else ""))
     return items
 
@@ -115,11 +116,30 @@ def _walk(folder: Path) -> Iterator[Path]:
     def fail(error: OSError) -> None:
         raise UsageError(f"cannot read folder {error.filename}: {error.strerror}")
 
+    yield from (file for file in _all_files(folder, fail) if file.suffix.lower() in SUFFIXES)
+
+
+def _all_files(folder: Path, fail: Callable[[OSError], None] | None = None) -> Iterator[Path]:
+    """Files of a folder and its sub-folders, without hidden ones."""
     for here, folders, files in os.walk(folder, onerror=fail):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        for name in files:
-            if not name.startswith(".") and Path(name).suffix.lower() in SUFFIXES:
-                yield Path(here, name)
+        yield from (Path(here, name) for name in files if not name.startswith("."))
+
+
+def left_out(paths: Sequence[str], skip: Iterable[Path] = ()) -> str:
+    """A line about the files in the folders of `paths` that are not read, by the ends of their names, or nothing."""
+    avoid, many = {_real(path) for path in skip}, Counter[str]()
+    for folder in filter(os.path.isdir, paths):
+        for file in _all_files(Path(folder)):
+            if (suffix := file.suffix.lower()) not in SUFFIXES | MANIFESTS and _real(file) not in avoid:
+                many[suffix or "without an ending"] += 1
+    if not many:
+        return ""
+    first = ", ".join(f"{count} {suffix}" for suffix, count in many.most_common(8))
+    more = f", and {len(many) - 8} other kinds" if len(many) > 8 else ""
+    hint = "; pip install pillow-heif to read .heic" if many[".heic"] + many[".heif"] else ""
+    files = "1 file that is" if many.total() == 1 else f"{many.total()} files that are"
+    return f"skipped {files} no supported picture or clip: {first}{more}{hint}"
 
 
 def _manifest(path: Path) -> Iterator[Item]:
@@ -140,7 +160,7 @@ def _jsonl(path: Path, text: str) -> Iterator[tuple[int, dict[str, Any]]]:
             continue
         try:
             row = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise UsageError(f"{path} line {number} is not JSON: {one_line(error)}") from error
         if not isinstance(row, dict):
             raise UsageError(f"{path} line {number} is not a JSON object: {line.strip()[:60]}")
@@ -165,18 +185,35 @@ def _lines(path: Path, text: str) -> Iterator[tuple[int, dict[str, Any]]]:
 def _entry(manifest: Path, number: int, row: dict[str, Any]) -> Item:
     where = f"{manifest} line {number}"
     name = next((row[key] for key in NAMES if row.get(key)), None)
-    if not isinstance(name, str) or "\0" in name:
-        raise UsageError(f"{where} names no file: give {NAMES[0]!r} (got {', '.join(map(str, row)) or 'nothing'})")
+    if not isinstance(name, str) or not _is_name(name):
+        got = _short(name) if name else ", ".join(map(_short, row)) or "nothing"
+        raise UsageError(f"{where} names no file: give {NAMES[0]!r} (got {got})")
     root, path = _real(manifest.parent), manifest.parent / name
     if os.path.isabs(name) or not Path(_real(path)).is_relative_to(root):
-        raise UsageError(f"{where}: {name!r} leads out of {manifest.parent}/; paths are relative to the manifest")
+        raise UsageError(f"{where}: {_short(name)} leads out of {manifest.parent}/; paths are relative to the manifest")
     prompt, ident, answer = row.get("prompt"), row.get("id"), row.get("answer")
     for key, value in (("prompt", prompt), ("answer", answer)):
         if value is not None and not isinstance(value, str):
-            raise UsageError(f"{where}: {key!r} is text, got {value!r}")
+            raise UsageError(f"{where}: {key!r} is text, got {_short(value)}")
     if ident is not None and not isinstance(ident, str | int):
-        raise UsageError(f"{where}: 'id' is text or a number, got {ident!r}")
+        raise UsageError(f"{where}: 'id' is text or a number, got {_short(ident)}")
     return Item(path, id="" if ident is None else str(ident), prompt=prompt or None, answer=answer or None)
+
+
+def _is_name(name: str) -> bool:
+    """Whether a file may be called that: no control or half characters, no longer than systems allow."""
+    try:
+        data = os.fsencode(name)
+    except UnicodeEncodeError:
+        return False
+    printable = all(code >= 32 and code != 127 for code in data)
+    return printable and len(data) <= 3072 and all(len(part) <= 255 for part in data.split(b"/"))
+
+
+def _short(value: object) -> str:
+    """A value for a message."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:80]}..."
 
 
 def _unique(found: Iterable[Item], base: Path) -> list[Item]:
@@ -191,7 +228,9 @@ def _unique(found: Iterable[Item], base: Path) -> list[Item]:
         name = relative_name(item.path, base)
         ident = item.id or name
         if ident in kept:
-            raise UsageError(f"two rows have the id {ident!r} ({kept[ident].path}, {item.path}): give each its own")
+            raise UsageError(
+                f"two rows have the id {_short(ident)} ({kept[ident].path}, {item.path}): give each its own"
+            )
         kept[ident] = replace(item, id=ident, file_name=name, index=len(kept))
     return list(kept.values())
 
@@ -203,4 +242,4 @@ def relative_name(path: Path, base: Path) -> str:
     return Path(os.path.relpath(full, root) if inside else full).as_posix()
 
 
-__all__ = ["Item", "collect", "natural", "relative_name"]
+__all__ = ["Item", "collect", "left_out", "natural", "relative_name"]

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from mmspec.app.clips import load_shown
 from mmspec.app.errors import UsageError, one_line
 from mmspec.app.images import ImageError, Shown, decode_ahead, pixel_limit
-from mmspec.app.inputs import Item, collect
+from mmspec.app.inputs import Item, collect, left_out
 from mmspec.app.jsonl import Row
 from mmspec.app.output import Output
 from mmspec.app.progress import Progress, check_lines, say
@@ -92,6 +92,8 @@ class Job:
         """Do what is left to do. Exit code: 0, 1 if rows failed or differ, 128 + signal if interrupted."""
         base, settings = self.output.base, self.settings
         items = collect(settings.paths, base, self.output.files())
+        if self.place.rank == 0 and (line := left_out(settings.paths, self.output.files())):
+            say(f"mmspec: {line}")
         everyone, mine = share(items, settings.shard, self.place)
         rows = self.output.open()
         complete = False

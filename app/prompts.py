@@ -17,6 +17,7 @@ from mmspec.app.inputs import collect
 from mmspec.app.models import WORDS
 from mmspec.app.pictures import picture
 from mmspec.app.progress import say
+from mmspec.vision.isolated import Isolated
 
 
 def pictures(paths: Sequence[str], count: int, seed: int) -> list[Image.Image]:
@@ -27,7 +28,8 @@ def pictures(paths: Sequence[str], count: int, seed: int) -> list[Image.Image]:
     if len(items) < count:
         say(f"mmspec: {len(items)} pictures for {count} places: drafters that remember will see some answers again")
     try:
-        loaded = [load_image(item.path) for item in items]
+        with Isolated() as isolated:
+            loaded = [load_image(item.path, isolated=isolated) for item in items]
     except ImageError as error:
         raise UsageError(f"--images: {error}") from error
     return [loaded[number % len(loaded)] for number in range(count)]

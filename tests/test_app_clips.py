@@ -275,11 +275,15 @@ def test_a_crash_is_a_row_and_the_job_goes_on(clips: Path, monkeypatch: pytest.M
     assert "4 captioned, 3 failed" in capsys.readouterr().err
 
 
-def test_pictures_need_no_process(clips: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pictures_are_decoded_in_the_same_processes(clips: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another one for each thread at most, whatever there is to decode."""
     started = spied(monkeypatch)
+    out = clips.parent / "both.jsonl"
+    assert caption(clips, "--model", "tiny", "--out", out, "--threads", 1) == 0 and len(started) == 1
+    started.clear()
     for clip in ("a.mp4", "c.mkv"):
         (clips / clip).unlink()
-    assert caption(clips, "--model", "tiny", "--out", clips.parent / "o.jsonl") == 0 and not started
+    assert caption(clips, "--model", "tiny", "--out", clips.parent / "o.jsonl") == 0 and len(started) == 1
 
 
 # --- bad files --------------------------------------------------------------------------------------------------------
@@ -327,7 +331,7 @@ BAD: dict[str, tuple[Callable[[Path], Any], str | None, str]] = {
     "text.mp4": (text, "BrokenVideo", "text.mp4 is not a video that can be read ("),
     "kind.mp4": (other_kind, None, ""),
     "uneven.mp4": (uneven, None, ""),
-    "still.mp4": (picture, None, ""),
+    "still.mp4": (picture, "BrokenVideo", "still.mp4 is not a video that can be read (allowed containers: MP4/MOV"),
     "clip.png": (lambda path: write(path.with_suffix(".mp4"), 5).rename(path), "NotAnImage", "not an image"),
 }
 
@@ -354,4 +358,4 @@ def test_every_kind_of_bad_video(
             assert row["error"]["message"].startswith(words) and "\n" not in row["error"]["message"]
             assert str(tmp_path) not in row["error"]["message"], "the row names the file already"
     err = capsys.readouterr().err
-    assert "4 captioned, 7 failed" in err and "Traceback" not in err
+    assert "3 captioned, 8 failed" in err and "Traceback" not in err

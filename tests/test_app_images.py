@@ -32,7 +32,7 @@ def near(image: Image.Image, colour: tuple[int, int, int], at: tuple[int, int] =
     return image.mode == "RGB" and max(abs(a - b) for a, b in zip(got, colour, strict=True)) <= slack
 
 
-@pytest.mark.parametrize("suffix", ["png", "jpg", "webp", "gif", "bmp", "tif", "ppm", "tga"])
+@pytest.mark.parametrize("suffix", ["png", "jpg", "webp", "gif", "bmp", "tif", "ppm", "avif"])
 def test_formats(tmp_path: Path, suffix: str) -> None:
     assert near(load_image(save(tmp_path / f"a.{suffix}", Image.new("RGB", (9, 7), RED))), RED)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mmspec.app.errors import UsageError
-from mmspec.app.inputs import Item, collect, natural
+from mmspec.app.inputs import Item, collect, left_out, natural
 
 
 @pytest.fixture
@@ -136,3 +136,33 @@ def test_nothing_to_do_is_an_error(here: Path, path: str, words: str) -> None:
 
 def test_one_missing_file_among_others_is_left_to_the_job(here: Path) -> None:
     assert len(collect(["p", "gone.png"], Path())) == 5
+
+
+def test_files_that_are_left_out_are_counted_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mmspec.app.inputs.SUFFIXES", frozenset({".png", ".mp4"}))
+    for name in ("a.png", "b.heic", "sub/c.HEIC", "d.svg", "rows.jsonl", "out.json", ".hidden.pdf", "LICENSE"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    line = left_out([str(tmp_path), str(tmp_path / "a.png")], [tmp_path / "out.json"])
+    counts = "2 .heic, 1 .svg, 1 without an ending"
+    hint = "pip install pillow-heif to read .heic"
+    assert line == f"skipped 4 files that are no supported picture or clip: {counts}; {hint}"
+    assert left_out([str(tmp_path / "a.png")]) == ""
+    (tmp_path / "sub" / "c.HEIC").rename(tmp_path / "sub" / "c.pdf")
+    assert left_out([str(tmp_path / "sub")]) == "skipped 1 file that is no supported picture or clip: 1 .pdf"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "[" * 100_000,
+        '{"file_name": "' + "a" * 300 + '.png"}',
+        '{"file_name": "\\ud800.png"}',
+        '{"file_name": "a\\nb.png"}',
+    ],
+)
+def test_manifests_that_no_file_can_answer(line: str, tmp_path: Path) -> None:
+    (tmp_path / "m.jsonl").write_text(line)
+    with pytest.raises(UsageError, match=r"m.jsonl line 1 (names no file|is not JSON)") as failed:
+        collect([str(tmp_path / "m.jsonl")], tmp_path)
+    assert "\n" not in str(failed.value) and len(str(failed.value)) < 1000

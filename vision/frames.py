@@ -15,6 +15,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from mmspec.interfaces import FrameSampler
+from mmspec.vision.containers import HEAD, ContainerError, container_of, head_of
 from mmspec.vision.isolated import DecoderCrashedError, DecoderHungError, Isolated
 from mmspec.vision.readers import READERS, NoFramesError, Reader
 from mmspec.vision.reading import MOST_FRAMES, Frames, Metadata, SamplerError, read_with
@@ -53,7 +54,9 @@ def read_frames(
 
     Raises:
         FileNotFoundError: no such file. ValueError: not a video that can be read, or one without frames, or options or
-            a sampler that make no sense. ImportError: no reader is installed. TypeError: neither a path nor bytes.
+            a sampler that make no sense. A video is one of the containers of `mmspec.vision.containers`, by its
+            content; a playlist, or any other file that names files, is none. ImportError: no reader is installed.
+            TypeError: neither a path nor bytes.
         DecoderCrashedError, DecoderHungError: ValueErrors, and what became of the other process.
     """
     sampler = _sampler(sampler, num_frames, fps, max_frames)
@@ -145,7 +148,9 @@ def _content(source: str | os.PathLike[str] | bytes) -> tuple[str | bytes, str]:
         content = bytes(source)
         if not content:
             raise ValueError("0 bytes is not a video that can be read; give what is in a file, or its path.")
-        return content, f"a video of {len(content)} bytes"
+        name = f"a video of {len(content)} bytes"
+        _check_container(content[:HEAD], name)
+        return content, name
     if not isinstance(source, (str, os.PathLike)):
         raise TypeError(f"a video is given as a path or as bytes; got {type(source).__name__}.")
     file = Path(source)
@@ -153,7 +158,16 @@ def _content(source: str | os.PathLike[str] | bytes) -> tuple[str | bytes, str]:
         raise FileNotFoundError(f"no such video: {file}")
     if file.stat().st_size == 0:
         raise ValueError(f"{file} is not a video that can be read (it is empty)")
+    _check_container(head_of(str(file)), str(file))
     return str(file), str(file)
+
+
+def _check_container(head: bytes, name: str) -> None:
+    """Refuse what is no allowed container before any reader is started; readers check what they open once more."""
+    try:
+        container_of(head)
+    except ContainerError as error:
+        raise ValueError(f"{name} is not a video that can be read ({error})") from error
 
 
 __all__ = [

@@ -1,7 +1,8 @@
-"""Videos decoded in processes of their own: decoders are native code, and a hostile file may crash or hang them.
+"""Videos and pictures decoded in processes of their own: a hostile file may crash a decoder, or hang it.
 
 `Isolated` opens videos as `mmspec.vision.readers` does, with the same errors and two more: the process died, or it took
-too long. Samplers run here, so any will do. Knows nothing of which reader is tried, or why.
+too long. Samplers run here, so any will do. What these processes may do is in `mmspec.vision.bounds`. Knows nothing of
+which reader is tried, or why.
 """
 
 from __future__ import annotations
@@ -23,9 +24,12 @@ from PIL import Image
 
 from mmspec.vision.child import exactly, receive, send
 from mmspec.vision.readers import About, EndedEarlyError, NoFramesError, Reader, Size, Source
+from mmspec.vision.stills import ImageError
 
 LIMIT_S = 300.0
 """Seconds that one reader may spend on one file."""
+STILL_S = 30.0
+"""Seconds that one picture may take."""
 MEMORY = 8 << 30
 """Bytes that one process may have: several frames of the largest size that is read, and what the decoder keeps."""
 ENDS_S = 5.0
@@ -36,11 +40,11 @@ _CODE += "from mmspec.vision.child import main; main(**given)"
 
 
 class DecoderCrashedError(ValueError):
-    """The process that decoded a video died."""
+    """The process that decoded a file died."""
 
 
 class DecoderHungError(ValueError):
-    """The process that decoded a video was ended because it took too long."""
+    """The process that decoded a file was ended because it took too long."""
 
 
 def command(limit_s: float, memory: int) -> list[str]:
@@ -81,6 +85,32 @@ class Isolated:
                 installed. NoFramesError, MemoryError: as the reader says. RuntimeError: any other of its errors.
         """
         return _Remote(self, self._take(), reader, source)
+
+    def picture(self, source: Source, max_pixels: int) -> Image.Image:
+        """A picture, decoded in another process: see `mmspec.vision.stills.read_still`.
+
+        Raises:
+            ImageError: whatever is wrong with it. DecoderCrashedError, DecoderHungError: see there.
+        """
+        child = self._take()
+        try:
+            head: dict[str, Any] = {"do": "picture", "max_pixels": max_pixels}
+            body = source if isinstance(source, bytes) else b""
+            head |= {"bytes": len(body)} if isinstance(source, bytes) else {"path": os.path.abspath(source)}
+            size = (0, 0)
+
+            def parts(answer: dict[str, Any]) -> tuple[int, int]:
+                nonlocal size
+                size = int(answer["width"]), int(answer["height"])
+                if min(size) < 1 or size[0] * size[1] > max_pixels:
+                    raise ValueError(f"an answer has at most {max_pixels} pixels; got {size[0]} x {size[1]}.")
+                return 1, 3 * size[0] * size[1]
+
+            limit = min(self.limit_s, STILL_S)
+            _, data = child.ask(head, time.monotonic() + limit, ("width", "height"), body, parts=parts, limit_s=limit)
+            return Image.frombytes("RGB", size, data[0])
+        finally:
+            self.give_back(child)
 
     def _take(self) -> _Child:
         """A process that has nothing to do."""
@@ -149,10 +179,10 @@ class _Child:
         wanted: Sequence[str],
         body: bytes = b"",
         *,
-        parts: int = 0,
-        size: int = 0,
+        parts: Callable[[dict[str, Any]], tuple[int, int]] = lambda answer: (0, 0),
+        limit_s: float | None = None,
     ) -> tuple[dict[str, Any], list[bytes]]:
-        """The answer to a request: what is `wanted` of it, and `parts` times `size` bytes.
+        """The answer to a request: what is `wanted` of it, and so many times so many bytes, as `parts` says of it.
 
         Raises:
             DecoderCrashedError, DecoderHungError, and what `_raise` makes of a failure that is told.
@@ -168,10 +198,10 @@ class _Child:
                 raise EOFError
             if "failed" not in answer and set(wanted) - set(answer):
                 raise ValueError(f"an answer holds {', '.join(wanted)}; got {', '.join(answer)}.")
-            many = 0 if "failed" in answer else parts
+            many, size = (0, 0) if "failed" in answer else parts(answer)
             data = [exactly(self._process.stdout, size) for _ in range(many)]
         except (OSError, EOFError, ValueError) as error:
-            raise self._death() from error
+            raise self._death(limit_s or self._limit_s) from error
         finally:
             watch.cancel()
             watch.join()  # it may be at work: whoever takes this process next must see that it is dead
@@ -183,7 +213,7 @@ class _Child:
         self._hung = True
         self._process.kill()
 
-    def _death(self) -> Exception:
+    def _death(self, limit_s: float) -> Exception:
         """What became of it; it is gone afterwards."""
         try:
             code: int | None = self._process.wait(ENDS_S)
@@ -191,7 +221,7 @@ class _Child:
             code = None
         self.end()
         if self._hung:
-            return DecoderHungError(f"more than {self._limit_s:g} seconds")
+            return DecoderHungError(f"more than {limit_s:g} seconds")
         return DecoderCrashedError(_cause(code))
 
     def end(self) -> None:
@@ -212,7 +242,7 @@ class _Remote:
         self._deadline = time.monotonic() + home.limit_s
         head: dict[str, Any] = {"do": "open", "reader": reader}
         body = source if isinstance(source, bytes) else b""
-        head |= {"bytes": len(body)} if body else {"path": source}
+        head |= {"bytes": len(body)} if body else {"path": os.path.abspath(source)}
         try:
             self.about = About(**child.ask(head, self._deadline, ABOUT, body)[0])
         except BaseException:
@@ -223,7 +253,8 @@ class _Remote:
         """See `Reader`."""
         width, height = size
         head = {"do": "read", "chosen": [int(index) for index in chosen], "width": width, "height": height}
-        answer, data = self._child.ask(head, self._deadline, ("times",), parts=len(chosen), size=3 * width * height)
+        expected = len(chosen), 3 * width * height
+        answer, data = self._child.ask(head, self._deadline, ("times",), parts=lambda _: expected)
         return [Image.frombytes("RGB", size, part) for part in data], [float(time) for time in answer["times"]]
 
     def close(self) -> None:
@@ -242,6 +273,7 @@ def _raise(answer: dict[str, Any]) -> None:
         "early": lambda: EndedEarlyError(int(answer.get("total", 0))),
         "missing": lambda: ImportError(told),
         "memory": MemoryError,
+        "picture": lambda: ImageError(str(answer.get("kind", "BrokenImage")), told),
     }
     raise known.get(str(answer["failed"]), lambda: RuntimeError(told))()
 

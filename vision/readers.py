@@ -15,6 +15,9 @@ from typing import Any, Protocol
 
 from PIL import Image
 
+from mmspec.vision.bounds import files
+from mmspec.vision.containers import Input
+
 Source = str | bytes
 """A path, or what is in a file."""
 Size = tuple[int, int]
@@ -22,6 +25,8 @@ Size = tuple[int, int]
 
 NEAR = 1000
 """Frames that decord reads in a row rather than jump: seconds at worst."""
+MOST_PIXELS = 64_000_000
+"""Pixels that one frame of a file may have: 8K is 33 million."""
 THUMBNAIL = 32
 """Edge of a picture that tells frames apart."""
 NO_STREAM = "a video without frames: there is no video stream in it"
@@ -76,7 +81,7 @@ class Decord:
     """
 
     def __init__(self, source: Source) -> None:
-        self._source = source
+        self._input = Input(source)
         self._video: Any = self._open()
         total, fps = len(self._video), float(self._video.get_avg_fps())
         height, width = self._video.next().shape[:2]
@@ -86,9 +91,11 @@ class Decord:
     def _open(self, width: int = -1, height: int = -1) -> Any:
         import decord
 
-        source = io.BytesIO(self._source) if isinstance(self._source, bytes) else self._source
+        native = self._input.native()
+        source = io.BytesIO(native) if isinstance(native, bytes) else native
         try:
-            return decord.VideoReader(source, width=width, height=height, num_threads=1)
+            with files(0 if isinstance(native, bytes) else 1):
+                return decord.VideoReader(source, width=width, height=height, num_threads=1)
         except Exception as error:
             if _STREAM_NOT_FOUND in str(error):
                 raise NoFramesError(NO_STREAM) from error
@@ -136,6 +143,7 @@ class Decord:
     def close(self) -> None:
         """See `Reader`. decord lets go with the last reference."""
         self._video = None
+        self._input.close()
 
 
 def _picture(frame: Any, size: Size) -> Image.Image:
@@ -151,7 +159,11 @@ class Torchcodec:
     def __init__(self, source: Source) -> None:
         from torchcodec.decoders import VideoDecoder
 
-        self._video: Any = VideoDecoder(source)  # looks through the whole file once, so numbers and times are right
+        self._input = Input(source)
+        with files(1):
+            self._video: Any = VideoDecoder(
+                self._input.native()
+            )  # looks through the whole file once, so numbers and times are right
         held = self._video.metadata
         total, fps = len(self._video), float(held.average_fps or 0)
         self.about = About(total, fps, float(held.duration_seconds or _seconds(total, fps)), held.width, held.height)
@@ -170,15 +182,20 @@ class Torchcodec:
     def close(self) -> None:
         """See `Reader`."""
         self._video = None
+        self._input.close()
 
 
 class Pyav:
-    """PyAV: reads most kinds of files, on any machine. Decodes from the start, so that numbers are exact; not quick."""
+    """PyAV: reads most kinds of files, on any machine. Decodes from the start, so that numbers are exact; not quick.
+
+    It is given the open file and the one demuxer of its container, and refuses whatever else a demuxer asks for.
+    """
 
     def __init__(self, source: Source) -> None:
-        self._source = source
+        self._input = Input(source)
         with closing(self._open()) as container:
             stream = _video_stream(container)
+            check_frame(stream.codec_context.width, stream.codec_context.height)
             total, fps = int(stream.frames), float(stream.average_rate or 0)
             time = stream.duration * stream.time_base if stream.duration else (container.duration or 0) / 1_000_000
             total = total or sum(packet.size > 0 for packet in container.demux(stream))  # some containers do not say
@@ -193,7 +210,10 @@ class Pyav:
     def _open(self) -> Any:
         import av
 
-        return av.open(io.BytesIO(self._source) if isinstance(self._source, bytes) else self._source)
+        demuxer = self._input.container.demuxer
+        options = {"format_whitelist": demuxer, "protocol_whitelist": "", "max_pixels": str(MOST_PIXELS)}
+        stream = self._input.stream()
+        return av.open(stream, format=demuxer, container_options=options, io_open=_refuse, buffer_size=1 << 17)
 
     def _frames(self) -> Iterator[Any]:
         """All frames that can be decoded, from a file opened anew: seeking to the start is not exact in all of them."""
@@ -227,7 +247,23 @@ class Pyav:
         raise EndedEarlyError(index + 1)
 
     def close(self) -> None:
-        """See `Reader`. Nothing stays open between two readings."""
+        """See `Reader`."""
+        self._input.close()
+
+
+def check_frame(width: int, height: int, most: int = MOST_PIXELS) -> None:
+    """Refuse frames that are too large.
+
+    Raises:
+        NoFramesError: more pixels than `most`.
+    """
+    if width * height > most:
+        raise NoFramesError(f"frames of {width} x {height} pixels; {most} pixels is the limit")
+
+
+def _refuse(url: str, flags: int, options: dict[str, str]) -> Any:
+    """A demuxer that asks for another file is not given it."""
+    raise OSError(f"a video is read from its own file only; it refers to {url[:80]!r}")
 
 
 def _video_stream(container: Any) -> Any:
@@ -247,4 +283,16 @@ def _seconds(frames: int, fps: float) -> float:
 READERS: dict[str, Callable[[Source], Reader]] = {"decord": Decord, "torchcodec": Torchcodec, "pyav": Pyav}
 """By name, in the order in which they are tried."""
 
-__all__ = ["NO_STREAM", "READERS", "THUMBNAIL", "About", "EndedEarlyError", "NoFramesError", "Reader", "Size", "Source"]
+__all__ = [
+    "MOST_PIXELS",
+    "NO_STREAM",
+    "READERS",
+    "THUMBNAIL",
+    "About",
+    "EndedEarlyError",
+    "NoFramesError",
+    "Reader",
+    "Size",
+    "Source",
+    "check_frame",
+]

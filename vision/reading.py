@@ -16,14 +16,12 @@ import torch
 from PIL import Image
 
 from mmspec.interfaces import FrameSampler, LookingSampler
-from mmspec.vision.readers import THUMBNAIL, EndedEarlyError, NoFramesError, Reader, Size
+from mmspec.vision.readers import MOST_PIXELS, THUMBNAIL, EndedEarlyError, NoFramesError, Reader, Size, check_frame
 
 logger = logging.getLogger("mmspec")
 
 MOST_FRAMES = 256
 """Frames that one call may read, unless it is told otherwise, and thumbnails that a sampler may look at."""
-MOST_PIXELS = 64_000_000
-"""Pixels that one frame of a file may have: 8K is 33 million."""
 PIXELS_A_CALL = 64_000_000
 """All frames of a call together have no more than these: a quarter of a gigabyte."""
 
@@ -91,8 +89,7 @@ def read_with(reader: Reader, backend: str, name: str, sampler: FrameSampler, mo
     """
     with closing(reader):
         about = reader.about
-        if about.width * about.height > MOST_PIXELS:
-            raise NoFramesError(f"frames of {about.width} x {about.height} pixels; {MOST_PIXELS} pixels is the limit")
+        check_frame(about.width, about.height, MOST_PIXELS)
         total = about.total
         try:
             chosen, images, times = _chosen(reader, sampler, total, most, max_pixels)

@@ -14,6 +14,7 @@ from pathlib import Path
 from PIL import Image, ImageDraw, ImageFont
 
 from mmspec.app.scenes.kinds import KINDS
+from mmspec.vision.stills import open_image
 
 FOLDER = Path(__file__).parent / "data"
 FILE = FOLDER / "atlas.png"
@@ -31,7 +32,7 @@ def _rows(count: int) -> int:
 
 @lru_cache(maxsize=1)
 def _atlas() -> Image.Image:
-    with Image.open(FILE) as image:
+    with open_image(FILE) as image:
         return image.convert("RGBA")
 
 

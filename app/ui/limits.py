@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +12,11 @@ from typing import Any
 from mmspec.app import clips, images
 from mmspec.app.errors import UsageError
 from mmspec.app.images import ImageError, Shown
+from mmspec.vision.isolated import Isolated
+
+DECODERS = Isolated(limit_s=40.0)
+"""Processes that decode what visitors choose. A visitor waits no longer for one file."""
+atexit.register(DECODERS.close)
 
 
 @dataclass(frozen=True)
@@ -75,8 +81,8 @@ class Limits:
         self.file(file)
         try:
             if file.suffix.lower() in clips.SUFFIXES:
-                return clips.load_clip(file, self.frames, self.pixels, isolated=True)
-            return images.load_image(file, self.pixels)
+                return clips.load_clip(file, self.frames, self.pixels, isolated=DECODERS)
+            return images.load_image(file, self.pixels, DECODERS)
         except ImageError as error:
             told = str(error).replace("; raise --max-pixels if you trust it", "")
             raise UsageError(f"{file.name}: {told}.") from error
