@@ -23,6 +23,7 @@ from mmspec.app.inputs import Item, collect
 from mmspec.app.models import SIZES
 from mmspec.app.scenes.looks import advise
 from mmspec.app.settings import DEFAULT, MODEL, JobSettings, Place
+from mmspec.vision.isolated import Isolated
 
 if TYPE_CHECKING:
     from mmspec.app.captioner import Caption, Captioner
@@ -71,7 +72,8 @@ def run(args: argparse.Namespace) -> int:
 
     check_drafter(args.drafter, args.compressor)
     items = collect(args.paths or [str(file) for file in files()], Path())
-    shown = [load(item) for item in items]
+    with Isolated() as decoders:
+        shown = [load(item, decoders) for item in items]
     if args.model == MODEL and args.paths:
         advise(shown[0], items[0].file_name)
     quiet(None)
@@ -97,10 +99,10 @@ def run(args: argparse.Namespace) -> int:
     return close(shots)
 
 
-def load(item: Item) -> Shown:
+def load(item: Item, decoders: Isolated) -> Shown:
     """The picture, or the frames of the clip."""
     try:
-        return load_shown(item.path, isolated=True)
+        return load_shown(item.path, isolated=decoders)
     except ImageError as error:
         raise UsageError(f"{item.path}: {one_line(error)}") from error
 

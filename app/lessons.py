@@ -111,7 +111,7 @@ class FileData:
 
     def __init__(self, paths: Sequence[str]) -> None:
         self.items = collect(paths, Path())
-        self.decoders = Isolated()  # starts nothing before there is a clip
+        self.decoders = Isolated()  # starts nothing before there is a file to decode
 
     def __len__(self) -> int:
         return len(self.items)

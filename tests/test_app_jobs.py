@@ -189,7 +189,8 @@ def test_bad_files_become_rows_and_the_job_goes_on(folder: Path, capsys: pytest.
     assert job(folder, fake).run() == 1
     found = rows(folder)
     assert fake.calls[0] == [10, 11, 12]
-    assert found[3]["error"] == {"type": "NotAnImage", "message": "not an image, or of a kind that Pillow cannot read"}
+    assert found[3]["error"]["type"] == "NotAnImage"
+    assert found[3]["error"]["message"].startswith("not an image of an allowed format (PNG, JPEG, ")
     assert found[3]["caption"] is None and found[3]["finish_reason"] == "error"
     assert "9 captioned, 1 failed" in capsys.readouterr().err
     assert job(folder).run() == 1, "the file still holds an error"

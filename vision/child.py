@@ -138,7 +138,7 @@ class _Desk:
 
         stills.formats()
         try:
-            with bounds.sealed(), stills.pixel_limit(max_pixels):
+            with bounds.sealed(), stills.pixel_limit(max_pixels, strict=False):
                 held = content if isinstance(content, bytes) else stills.content_of(content)
                 room = STILL_BYTES + len(held)
                 bounds.memory(min(self._memory, room))

@@ -61,11 +61,15 @@ def open_image(file: str | os.PathLike[str] | IO[bytes]) -> Image.Image:
 
 
 @contextmanager
-def pixel_limit(max_pixels: int) -> Iterator[None]:
-    """Make Pillow itself refuse what is larger, also where it only warns. Process-wide, so wrap a whole job in it."""
+def pixel_limit(max_pixels: int, strict: bool = True) -> Iterator[None]:
+    """Make Pillow itself refuse what is larger. Process-wide, so wrap a whole job in it.
+
+    Args:
+        strict: also where Pillow only warns, up to twice as many pixels; `check_size` refuses these with their size.
+    """
     before = Image.MAX_IMAGE_PIXELS
     with warnings.catch_warnings():
-        warnings.simplefilter("error", Image.DecompressionBombWarning)
+        warnings.simplefilter("error" if strict else "ignore", Image.DecompressionBombWarning)
         Image.MAX_IMAGE_PIXELS = max_pixels
         try:
             yield
