@@ -31,7 +31,7 @@ DOORS = (
     _door(rf"{API}/(info|info/|theme\.css|startup-events|app_id|queue/status|queue/data|upload_progress)"),
     _door(rf"{API}/heartbeat/{HASH}"),
     _door(rf"{API}/file=.{{1,2000}}"),
-    _door(rf"{API}/call/(v2/)?{NAME}/{HASH}"),
+    _door(rf"{API}/call/(v2/)?(?!v2/){NAME}/{HASH}"),
     _door(rf"{API}/(run|api|call|call/v2)/{NAME}/?", POST, "json"),
     _door(rf"{API}/(queue/join|cancel|reset|reset/)", POST, "json"),
     _door(rf"{API}/upload", POST, "files"),
