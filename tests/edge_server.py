@@ -27,6 +27,7 @@ class Server:
     root: Path
     log: Path
     events: dict[str, int]
+    inputs: dict[int, int]
 
     @property
     def host(self) -> str:
@@ -57,7 +58,7 @@ def running(log: Path) -> Iterator[Server]:
             line = process.stdout.readline()
             assert line, log.read_text()
             told = json.loads(line)
-            yield Server(told["port"], process.pid, Path(told["root"]), log, told["events"])
+            yield Server(told["port"], process.pid, Path(told["root"]), log, told["events"], dict(told["inputs"]))
         finally:
             process.stdin.close()  # ends it
             try:
@@ -79,7 +80,8 @@ def main() -> None:
     with served(Shelf("tiny"), limits=limits, bounds=bounds, port=0, allowed=["demo.example.org"]) as site:
         site.context.worker.submit(lambda: None).result()
         events = {getattr(fn.fn, "__name__", ""): number for number, fn in site.app.fns.items()}
-        told = {"port": site.app.server_port, "root": str(site.context.space.root), "events": events}
+        inputs = [(number, len(fn.inputs)) for number, fn in site.app.fns.items()]
+        told = {"port": site.app.server_port, "root": str(site.context.space.root), "events": events, "inputs": inputs}
         print(json.dumps(told), flush=True)
         sys.stdin.read()
 

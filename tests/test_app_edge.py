@@ -338,6 +338,20 @@ def settled(server: Server) -> set[Path]:
     return set(server.files())
 
 
+def test_the_server_fetches_nothing(server: Server) -> None:
+    meta = {"_type": "gradio.FileData"}
+    for path in (
+        "http://192.0.2.1/a.png",
+        "HTTPS://x.example/a.png",
+        " ftp://x.example/a",
+        "//x.example/a",
+        "\\\\x\\a",
+    ):
+        for file in ({"path": path, "meta": meta}, [{"a": [{"path": path, "url": path, "meta": meta}]}]):
+            body = json.dumps({"data": [file, "what?", "tiny", "auto", "none", 0, 0, 8]}).encode()
+            assert one_line(post(server, f"{API}/call/compare", body, JSON), 422)
+
+
 def test_headers_have_a_limit(server: Server) -> None:
     for headers in ([("X", "y" * 40_000)], [("X-Y", "z" * 100)] * 400, [("X", "y" * 400_000)]):
         assert get(server, "/", *headers).status in (400, 431)
@@ -462,6 +476,10 @@ def corpus(server: Server, seed: int, count: int) -> None:
     no_trace(server)
     assert server.peak_mb() < 1000
     assert sum(path.stat().st_size for path in server.files()) <= edge_server.HELD + 2 * edge_server.REQUEST
+
+
+def test_the_corpus_knows_the_events_of_the_pages(server: Server) -> None:
+    assert server.inputs == corpus_http.EVENTS
 
 
 def test_hostile_requests_are_refused(server: Server) -> None:

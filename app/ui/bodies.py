@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import shutil
 import time
 from collections.abc import Awaitable, Callable, MutableMapping
@@ -19,6 +20,10 @@ Receive = Callable[[], Awaitable[Message]]
 MB = 1_000_000
 LOOK_BYTES = 16 * MB
 """Bytes of one upload between two looks at how much the folder holds."""
+
+
+ELSEWHERE = re.compile(r"\s*([a-z][a-z0-9+.-]*:|[/\\]{2})", re.IGNORECASE)
+"""A path with a scheme, or of another machine."""
 
 
 @dataclass(frozen=True)
@@ -162,8 +167,34 @@ def parsed(body: bytes) -> dict[str, Any]:
     return value
 
 
+def names_elsewhere(value: Any) -> bool:
+    """Whether a file in it has the address of another server for its path, which Gradio would fetch.
+
+    value: of `parsed`, which bounds its depth.
+    """
+    stack = [value]
+    while stack:
+        one = stack.pop()
+        path = one.get("path") if isinstance(one, dict) else None
+        if isinstance(path, str) and ELSEWHERE.match(path):
+            return True
+        stack += one.values() if isinstance(one, dict) else one if isinstance(one, list) else ()
+    return False
+
+
 def _no_constant(name: str) -> float:
     raise ValueError(f"{name} is not JSON")
 
 
-__all__ = ["Body", "Bounds", "Message", "Parts", "Receive", "RefusedError", "Uploads", "parsed", "too_large"]
+__all__ = [
+    "Body",
+    "Bounds",
+    "Message",
+    "Parts",
+    "Receive",
+    "RefusedError",
+    "Uploads",
+    "names_elsewhere",
+    "parsed",
+    "too_large",
+]

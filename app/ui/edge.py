@@ -15,7 +15,7 @@ from urllib.parse import parse_qs
 
 from mmspec.app.errors import one_line
 from mmspec.app.ui.bodies import LOOK_BYTES as LOOK
-from mmspec.app.ui.bodies import Body, Bounds, Message, Parts, Receive, RefusedError, Uploads, parsed
+from mmspec.app.ui.bodies import Body, Bounds, Message, Parts, Receive, RefusedError, Uploads, names_elsewhere, parsed
 from mmspec.app.ui.doors import API, READ, Door, door_of
 from mmspec.app.ui.hosts import Hosts, Refusal, Request
 
@@ -173,6 +173,8 @@ class Edge:
     def _inputs(self, fn: Any, data: Any) -> None:
         if not isinstance(data, list) or len(data) != len(fn.inputs):
             raise RefusedError(Refusal(422, f"data must be a list of {len(fn.inputs)} inputs."))
+        if names_elsewhere(data):
+            raise RefusedError(Refusal(422, "Files must be uploaded; the app fetches nothing from other addresses."))
 
     async def _upload(self, scope: Scope, headers: Headers, receive: Receive, answer: Answer) -> None:
         """Files; Gradio writes them as they arrive, and removes them if `MultiPartException` ends the body."""
