@@ -90,7 +90,7 @@ class Edge:
         refusal = self.hosts.refusal(headers, server, Request(method, path, scope.get("scheme", "http")))
         if refusal is not None:
             raise RefusedError(refusal)
-        answer.origin = headers.get("origin", [None])[0]
+        answer.origin = next(iter(headers.get("origin", [])), None)
         door = door_of(path)
         if door is None:
             raise RefusedError(Refusal(404, "There is nothing here."))
@@ -218,7 +218,8 @@ class Answer:
     """What goes back: Gradio's answer, or a line that refuses."""
 
     def __init__(self, scope: Scope, send: Send) -> None:
-        self.scope, self._send, self.origin = scope, send, None
+        self.scope, self._send = scope, send
+        self.origin: str | None = None
         self.refusal: Refusal | None = None
         self._begun, self._held = False, list[Message]()
 
