@@ -229,12 +229,19 @@ def test_every_route_of_gradio_is_listed_or_closed(server: Server, context: Cont
 
 
 def test_what_waits_in_line_is_not_run_past_it(server: Server) -> None:
-    assert files()[0].is_file()
-    for name in ("compare", "answer", "work"):
-        for more in ({}, {"fn_index": server.events["answer"]}, {"fn_index": server.events["compare"]}):
-            data = [None] * (8 if more.get("fn_index") != server.events["answer"] else 12)
-            got = post(server, f"{API}/run/{name}", json.dumps({"data": data, **more}).encode(), JSON)
-            assert got.status in (404, 422), (name, more, got)
+    sent = post(server, f"{API}/upload", form([file_part(files()[0].read_bytes())]), FORM)
+    file = {"path": json.loads(sent.body)[0], "meta": {"_type": "gradio.FileData"}}
+    compare, answer = server.events["compare"], server.events["answer"]
+    chosen = ["tiny", "auto", "none", 0, 0, 8]
+    for data, index in (
+        ([file, "what?", *chosen], None),
+        ([file, "what?", *chosen], compare),
+        ([file, None, "picture", "what?", None, *chosen, "automatic"], answer),
+    ):
+        for route in ("/run/compare", "/api/compare", "/run/predict"):
+            body = {"data": data, "session_hash": "past"} | ({} if index is None else {"fn_index": index})
+            got = post(server, API + route, json.dumps(body).encode(), JSON)
+            assert got.status == 404 or (route == "/api/compare" and got.status == 422), (route, index, got)
 
 
 def test_a_stream_is_for_who_has_asked(server: Server) -> None:
