@@ -35,6 +35,7 @@ DROPPED = re.compile(rb"origin|x-gradio-.*|x-ip-token", re.IGNORECASE)
 BOUNDARY = re.compile(
     r'multipart/form-data\s*;(?:.*;)?\s*boundary=("[^"\r\n]{1,200}"|[^\s;",]{1,200})\s*(?:;.*)?', re.I
 )
+RUN = re.compile(rf"{API}/(run|api)/")
 LONGEST_SESSION = 128
 
 
@@ -157,7 +158,7 @@ class Edge:
             raise RefusedError(Refusal(422, f"session_hash must be a text of at most {LONGEST_SESSION} characters."))
         if body.get("batched") or body.get("simple_format"):
             raise RefusedError(Refusal(422, "batched and simple_format are not served."))
-        if path.startswith(f"{API}/queue/join") or (index is not None and "/run/" in path + "/"):
+        if path.startswith(f"{API}/queue/join") or (index is not None and RUN.match(path)):
             known = isinstance(index, int) and not isinstance(index, bool) and index in self.blocks.fns
             if not known:
                 raise RefusedError(Refusal(422, "fn_index must be the number of an event of this app."))
