@@ -391,6 +391,32 @@ def test_who_leaves_the_queue_is_not_waited_for(open_page: Callable[..., Any], s
     assert said(races[0]) == 0
 
 
+@pytest.mark.parametrize("tab", ["Compare", "Batch"])
+def test_a_queued_visitor_sees_his_place_and_leaves_at_once(
+    open_page: Callable[..., Any], site: Served, races: list[Race], tab: str
+) -> None:
+    gate, page = threading.Event(), open_page()
+    site.context.worker.submit(lambda: gate.wait(120))
+    if tab == "Compare":
+        page.locator("#mm-examples button").first.click()
+        page.wait_for_selector("#mm-picture img")
+        ask(page)
+        area, stop, start = "#mm-status", "#mm-stop", "#mm-ask"
+    else:
+        page.get_by_role("tab", name="Batch").click()
+        page.locator("#mm-take-examples").click()
+        page.wait_for_function("document.querySelector('#mm-files').innerText.includes('lion')")
+        page.locator("#mm-start").click()
+        area, stop, start = "#mm-batch-status", "#mm-cancel", "#mm-start"
+    page.wait_for_function(f"document.querySelector('{area}').innerText.includes('1 run ahead of yours')")
+    page.locator(stop).click()
+    page.wait_for_function(f"/[Ss]topped|cancelled/.test(document.querySelector('{area}').innerText)", timeout=5000)
+    page.wait_for_selector(f"{start}:not([disabled])", timeout=5000)
+    gate.set()
+    free(site)
+    assert all(said(race) == 0 for race in races)
+
+
 def until(there: Callable[[], bool], seconds: float = 60.0) -> None:
     """Wait for something that comes by itself."""
     end = time.monotonic() + seconds

@@ -14,6 +14,7 @@ examples
   mmspec demo                                            the small built-in model, at http://127.0.0.1:7860
   mmspec demo --model llava-hf/llava-1.5-7b-hf --port 8000
   mmspec demo --drafter ./my-drafter
+  mmspec demo --host 0.0.0.0 --allowed-host demo.example.org
 
 The pages are served to this machine alone, and what is uploaded is removed when the command ends (Ctrl-C).
 Pages may choose among the built-in models and drafters and those named here, and no others.
@@ -39,6 +40,15 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], co
     add("--dtype", default="auto", choices=DTYPES, help="default auto: the checkpoint's, float32 on a CPU")
     add("--device", default="auto", metavar="DEV", help="default auto: the GPU if there is one")
     add("--host", default="127.0.0.1", metavar="H", help="address to listen on (default 127.0.0.1: this machine alone)")
+    add(
+        "--allowed-host",
+        action="append",
+        default=[],
+        type=host_name,
+        metavar="NAME",
+        help="also answer to this host name, NAME or NAME:PORT (may be repeated; needed with --host 0.0.0.0 and behind "
+        "a proxy; addresses of this machine need none)",
+    )
     add("--port", type=port, default=None, metavar="P", help=f"default: {PORT}, or the first free one after it")
     add("--max-pixels", type=positive, default=None, metavar="N", help="refuse larger pictures")
 
@@ -48,6 +58,17 @@ def port(text: str) -> int:
     if not text.isdecimal() or not 0 <= int(text) <= 65535:
         raise argparse.ArgumentTypeError(f"must be a number from 0 to 65535, got {text!r}")
     return int(text)
+
+
+def host_name(text: str) -> str:
+    """A host name, perhaps with a port."""
+    from mmspec.app.ui.hosts import listed
+
+    try:
+        listed(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
 
 
 def run(args: argparse.Namespace) -> int:
@@ -65,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
     limits = Limits() if args.max_pixels is None else Limits(pixels=args.max_pixels)
     shelf = Shelf(args.model, args.drafter, dtype=args.dtype, device=args.device)
     try:
-        with served(shelf, limits=limits, host=args.host, port=args.port) as site:
+        with served(shelf, limits=limits, host=args.host, port=args.port, allowed=args.allowed_host) as site:
             print(f"mmspec demo: {site.url} (Ctrl-C ends it)", flush=True)
             wait()
     except OSError as error:

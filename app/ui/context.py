@@ -16,12 +16,12 @@ from mmspec.app.errors import UsageError
 from mmspec.app.ui.limits import Limits
 from mmspec.app.ui.report import Space
 from mmspec.app.ui.shelf import COMPRESSORS, Choice, Shelf
-from mmspec.app.ui.worker import Sessions, Worker
+from mmspec.app.ui.worker import MOST_WAITING, Sessions, Worker
 
 logger = logging.getLogger("mmspec")
 
-ONE_AT_A_TIME: dict[str, Any] = {"concurrency_limit": 1, "concurrency_id": "device"}
-"""For every event that needs the device: Gradio's queue then shows each user a place in one line."""
+IN_LINE: dict[str, Any] = {"concurrency_limit": MOST_WAITING + 4, "concurrency_id": "device"}
+"""For every event that needs the device. The line is the worker's: who waits there sees his place, and can leave it."""
 HIDDEN: dict[str, Any] = {"api_visibility": "private"}
 FAILED = "That did not work; the message says why."
 QUICK: dict[str, Any] = {"queue": False, "show_progress": "hidden", **HIDDEN}
@@ -67,6 +67,11 @@ class Context:
             max_new_tokens=int(self.limits.number("Most new tokens", tokens, 1, self.limits.tokens)),
             nodes=size,
         )
+
+
+def queued(ahead: int) -> str:
+    """What a visitor reads whose run is not the next."""
+    return f"Waiting in the queue: {ahead} {'run' if ahead == 1 else 'runs'} ahead of yours. Stop leaves the queue."
 
 
 def _number(text: Any) -> Any:
@@ -164,12 +169,13 @@ def spoken(error: Exception, shown: Callable[[str], str] = escape) -> gr.Error:
 __all__ = [
     "FAILED",
     "HIDDEN",
-    "ONE_AT_A_TIME",
+    "IN_LINE",
     "QUICK",
     "REFUSING",
     "Context",
     "Controls",
     "controls",
+    "queued",
     "spoken",
     "told",
 ]

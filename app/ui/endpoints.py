@@ -18,11 +18,11 @@ import gradio as gr
 from mmspec.app import clips
 from mmspec.app.errors import UsageError
 from mmspec.app.settings import usual_prompt
-from mmspec.app.ui.context import ONE_AT_A_TIME, Context, told
+from mmspec.app.ui.context import IN_LINE, Context, told
 from mmspec.app.ui.folder import Batch
 from mmspec.app.ui.race import Race
 from mmspec.app.ui.report import report_of
-from mmspec.app.ui.worker import Halt
+from mmspec.app.ui.worker import Halt, LeftError
 
 plainly = functools.partial(told, shown=str)
 """Programs get the sentence itself, not as HTML."""
@@ -46,11 +46,12 @@ def endpoints(context: Context) -> None:
         choice = context.choice(model, drafter, compressor, temperature, seed, max_new_tokens)
         is_clip = Path(file or "").suffix.lower() in clips.SUFFIXES
         asked = context.limits.question(usual_prompt(is_clip) if question is None else question)
-        shown = context.limits.shown(file)
+        given = context.limits.given(file)
         with begun(context) as halt:
-            race = Race(context.shelf, shown, (), asked, choice, halt)
-            for _ in context.worker.follow(race.run, halt):
-                yield None
+            race = Race(context.shelf, lambda: context.limits.shown(given), (), asked, choice, halt)
+            with unless_left():
+                for _ in context.worker.follow(race.run, halt):
+                    yield None
             if race.desk is None:
                 raise UsageError("The app was ended before this could be answered.")
             yield report_of(race).as_dict()
@@ -71,13 +72,23 @@ def endpoints(context: Context) -> None:
         asked = context.limits.question(prompt) if (prompt or "").strip() else None
         batch = Batch(context.shelf, given, asked, choice, context.limits, context.space.new())
         with begun(context) as halt:
-            for _ in context.worker.follow(lambda: batch.run(halt), halt):
-                yield None
+            with unless_left():
+                for _ in context.worker.follow(lambda: batch.run(halt), halt):
+                    yield None
             yield batch.rows
 
     with gr.Row(visible=False):
         _register(context, "compare", compare, gr.File(), None, 128)
         _register(context, "caption", caption, gr.File(file_count="multiple"), "", 64)
+
+
+@contextmanager
+def unless_left() -> Iterator[None]:
+    """A run that left the line is an error to a program."""
+    try:
+        yield
+    except LeftError:
+        raise UsageError("The run was ended before it began.") from None
 
 
 @contextmanager
@@ -102,7 +113,7 @@ def _register(context: Context, name: str, fn: Callable[..., Any], file: Any, pr
         gr.Number(0),
         gr.Number(tokens),
     ]
-    gr.Button(name).click(fn, inputs, gr.JSON(), api_name=name, **ONE_AT_A_TIME)
+    gr.Button(name).click(fn, inputs, gr.JSON(), api_name=name, **IN_LINE)
 
 
 __all__ = ["endpoints"]

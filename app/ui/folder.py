@@ -47,7 +47,7 @@ class Batch:
     """One batch. `run` is for the worker's thread; `rows` and `total` may be looked at by any.
 
     Attributes:
-        file: where the rows go. stopped: it was halted before its end.
+        file: where the rows go. stopped: it was halted before its end. ahead: runs before it in the line.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Batch:
         self._paths = tuple(str(path) for path in lists or [self.inside])
         self.total = self._count()
         self._output = FileRows(self.file, self.inside)
-        self.stopped = False
+        self.stopped, self.ahead = False, 0
 
     @property
     def rows(self) -> list[Row]:
@@ -112,6 +112,12 @@ class Batch:
             self._output.stream.close()
             shutil.rmtree(self.inside, ignore_errors=True)
         return self
+
+    def leave(self) -> None:
+        """It will not be run; the uploaded files are removed."""
+        self.stopped, self.ahead = True, 0
+        self._output.stream.close()
+        shutil.rmtree(self.inside, ignore_errors=True)
 
     def _captioner(self, halt: Halt) -> HaltingCaptioner:
         from mmspec.app.ui.halting import HaltingCaptioner

@@ -69,16 +69,25 @@ class Limits:
         if path.is_file() and path.stat().st_size > self.megabytes * 1_000_000:
             raise UsageError(f"{path.name} has more than {self.megabytes} MB.")
 
+    def given(self, path: str | Path | None) -> Path:
+        """The file of a picture or clip, not yet opened.
+
+        Raises:
+            UsageError: none was given, or it is too large.
+        """
+        if not path:
+            raise UsageError("Please choose a picture or a clip first.")
+        file = Path(path)
+        self.file(file)
+        return file
+
     def shown(self, path: str | Path | None) -> Shown:
         """The picture in a file, or the frames of a clip.
 
         Raises:
             UsageError: none was given, or it cannot be used.
         """
-        if not path:
-            raise UsageError("Please choose a picture or a clip first.")
-        file = Path(path)
-        self.file(file)
+        file = self.given(path)
         try:
             if file.suffix.lower() in clips.SUFFIXES:
                 return clips.load_clip(file, self.frames, self.pixels, isolated=DECODERS)

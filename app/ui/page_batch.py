@@ -9,12 +9,14 @@ from typing import Any
 import gradio as gr
 
 from mmspec.app import clips, images
+from mmspec.app.errors import UsageError
 from mmspec.app.inputs import MANIFESTS
 from mmspec.app.scenes.examples import files
 from mmspec.app.settings import PROMPT
 from mmspec.app.ui import drawing
-from mmspec.app.ui.context import FAILED, HIDDEN, ONE_AT_A_TIME, QUICK, REFUSING, Context, controls, told
+from mmspec.app.ui.context import FAILED, HIDDEN, IN_LINE, QUICK, REFUSING, Context, controls, queued, told
 from mmspec.app.ui.folder import Batch
+from mmspec.app.ui.worker import LeftError
 
 
 def batch_tab(context: Context) -> None:
@@ -52,7 +54,7 @@ def batch_tab(context: Context) -> None:
     def work(request: gr.Request, paths: Any, asked: Any, *chosen: Any) -> Iterator[dict[Any, Any]]:
         drawn = -1
         for batch, busy in steps(context, paths, asked, chosen, str(request.session_hash)):
-            values = {status: drawing.status(progress(batch, busy))}
+            values = {status: drawing.status(queued(batch.ahead) if batch.ahead else progress(batch, busy))}
             if len(batch.rows) != drawn:
                 drawn = len(batch.rows)
                 values[table] = drawing.captions(batch.rows)
@@ -77,7 +79,7 @@ def batch_tab(context: Context) -> None:
         [status, table, download],
         show_progress="minimal",
         show_progress_on=[status],
-        **ONE_AT_A_TIME,
+        **IN_LINE,
         **HIDDEN,
     )
     running.then(end, None, [start, cancel], **QUICK)
@@ -97,9 +99,15 @@ def steps(
     given = limits.many([Path(path) for path in paths or ()])
     asked = limits.question(prompt) if (prompt or "").strip() else None
     batch = Batch(context.shelf, given, asked, context.choice(*chosen), limits, context.space.new())
-    yield batch, True
-    for _ in context.worker.follow(lambda: batch.run(halt), halt):
-        yield batch, True
+    try:
+        for ahead in context.worker.follow(lambda: batch.run(halt), halt, first=True):
+            batch.ahead = ahead
+            yield batch, True
+    except LeftError:
+        batch.leave()
+    except UsageError:
+        batch.leave()
+        raise
     yield batch, False
 
 

@@ -15,14 +15,15 @@ from mmspec.app.scenes.examples import files
 from mmspec.app.scenes.looks import ADVICE, like_a_scene
 from mmspec.app.settings import MODEL, PROMPT, VIDEO_PROMPT, usual_prompt
 from mmspec.app.ui import drawing
-from mmspec.app.ui.context import FAILED, HIDDEN, ONE_AT_A_TIME, QUICK, REFUSING, Context, Controls, controls, told
+from mmspec.app.ui.context import FAILED, HIDDEN, IN_LINE, QUICK, REFUSING, Context, Controls, controls, queued, told
 from mmspec.app.ui.race import Race, Side
 from mmspec.app.ui.report import Report, Track, report_of
 from mmspec.app.ui.tape import Pieces
+from mmspec.app.ui.worker import LeftError
 
 SPEEDS = {"real time": 1, "4 times slower": 4, "16 times slower": 16}
 SAYS = {
-    "waiting": "Waiting for the run before this one.",
+    "waiting": "Waiting for the device.",
     "loading": "Loading the model.",
     "looking": "Looking at the picture.",
     "plain": "Plain generate is answering; mmspec is next.",
@@ -77,7 +78,8 @@ class View:
         """The status, and both sides. What has not changed Gradio does not send."""
         race = self.race
         phase = "loading" if race.phase == "waiting" and race.shelf.loading else race.phase
-        return drawing.status(SAYS[phase]), self._side("plain", race.plain), self._side("mmspec", race.mmspec)
+        text = queued(race.ahead) if phase == "waiting" and race.ahead else SAYS[phase]
+        return drawing.status(text), self._side("plain", race.plain), self._side("mmspec", race.mmspec)
 
     def _side(self, name: str, side: Side) -> str:
         race, told = self.race, clock(len(side.tape.ids), side.tape.rate, side.ttft_s, side.seconds)
@@ -219,7 +221,7 @@ def _wire(context: Context, parts: Parts, tabs: Any, settings: Controls, run: An
         show_progress="minimal",
         preprocess=False,  # or Gradio would decode the picture without our limits; it still checks that it is an upload
         show_progress_on=[parts.status],
-        **ONE_AT_A_TIME,
+        **IN_LINE,
         **HIDDEN,
     )
     finished = running.success(
@@ -265,14 +267,17 @@ def steps(
     asked = limits.question(question)
     if len(turns) >= limits.turns:
         raise UsageError(f"This conversation has {limits.turns} questions, which is the limit; begin a new one.")
-    shown = limits.shown(path)
-    race = Race(context.shelf, shown, turns, asked, choice, halt)
+    file = limits.given(path)
+    race = Race(context.shelf, lambda: limits.shown(file), turns, asked, choice, halt)
     view = View(race)
-    yield view.now()
-    for _ in context.worker.follow(race.run, halt):
-        yield view.now()
+    try:
+        for ahead in context.worker.follow(race.run, halt, first=True):
+            race.ahead = ahead
+            yield view.now()
+    except LeftError:
+        return
     if race.desk is not None:
-        note = "" if choice.model != MODEL or like_a_scene(pictures(shown)[0]) else f" The picture {ADVICE}."
+        note = "" if choice.model != MODEL or like_a_scene(pictures(race.shown)[0]) else f" The picture {ADVICE}."
         context.sessions.leave(session, Made(report_of(race), Talk(path, turns), race.cut, note))
 
 

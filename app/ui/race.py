@@ -6,7 +6,7 @@ The two never run at the same time, since on one machine that would falsify both
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -66,9 +66,18 @@ class Race:
     """One question, asked twice."""
 
     def __init__(
-        self, shelf: Shelf, shown: Shown, turns: Sequence[Turn], question: str, choice: Choice, halt: Halt
+        self,
+        shelf: Shelf,
+        shown: Shown | Callable[[], Shown],
+        turns: Sequence[Turn],
+        question: str,
+        choice: Choice,
+        halt: Halt,
     ) -> None:
-        self.shelf, self.shown, self.turns, self.question = shelf, shown, tuple(turns), question
+        """`shown`: the picture or clip, or what reads it when the race begins: nobody who waits holds its pixels."""
+        self._shown = shown
+        self.ahead = 0  # runs before this one in the line
+        self.shelf, self.turns, self.question = shelf, tuple(turns), question
         self.choice, self.halt = choice, halt
         self.phase = "waiting"
         self.cut = False  # the run was stopped before its end
@@ -79,6 +88,21 @@ class Race:
         self.stats = Stats()
         self.difference: Difference | None = None
         self.recorder: Recorder | None = None
+
+    @property
+    def shown(self) -> Shown:
+        """The picture or clip; `look` reads it."""
+        assert not callable(self._shown)
+        return self._shown
+
+    def look(self) -> None:
+        """Read the picture or clip, if that is still to be done.
+
+        Raises:
+            UsageError: it cannot be used.
+        """
+        if callable(self._shown):
+            self._shown = self._shown()
 
     def run(self) -> Race:
         """Do it all, in the worker's thread. A run that is halted ends early and leaves what there is.

@@ -33,6 +33,7 @@ def run(race: Race) -> None:
     recorder = race.recorder = Recorder(desk.drafter(choice.drafter))
     compressor = desk.compressor(choice.compressor)
     race.phase = "looking"
+    race.look()
     inputs = inputs_of(desk.model, desk.processor, [race.shown], [race.question], [race.turns])
     race.prompt_tokens = inputs["input_ids"].shape[1]
     check_length(desk.model, inputs, choice.max_new_tokens)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,14 +22,19 @@ with unwritten():
 
 from mmspec.app.errors import one_line
 from mmspec.app.scenes.examples import FOLDER as EXAMPLES
+from mmspec.app.ui.bodies import Bounds, Uploads
 from mmspec.app.ui.context import Context
+from mmspec.app.ui.edge import Edge
 from mmspec.app.ui.endpoints import endpoints
+from mmspec.app.ui.guarded import GuardedApp, hushed
+from mmspec.app.ui.hosts import Hosts
 from mmspec.app.ui.limits import Limits
 from mmspec.app.ui.page_batch import batch_tab
 from mmspec.app.ui.page_compare import compare_tab
 from mmspec.app.ui.page_inside import inside_tab
 from mmspec.app.ui.report import Space
 from mmspec.app.ui.shelf import Shelf
+from mmspec.app.ui.worker import MOST_WAITING
 
 logger = logging.getLogger("mmspec")
 
@@ -37,7 +42,6 @@ HERE = Path(__file__).parent
 TITLE = "mmspec: the same answer, sooner"
 SWEEP_S, KEEP_S = 600, 3600
 """Seconds between two looks for old uploads, and how long one is kept."""
-MOST_WAITING = 20
 LOOK_S = 0.02
 """Seconds between two looks of Gradio at its queue. By itself it looks every millisecond, and each look takes Python
 from the thread that decodes."""
@@ -62,7 +66,7 @@ def build(context: Context) -> Any:
             context.sessions.end(str(request.session_hash))
 
         app.unload(left)
-    app.queue(default_concurrency_limit=1, max_size=MOST_WAITING, status_update_rate=1)
+    app.queue(default_concurrency_limit=1, max_size=MOST_WAITING, status_update_rate=1, api_open=False)
     if hasattr(app._queue, "sleep_when_free"):
         app._queue.sleep_when_free = LOOK_S
     return app
@@ -85,24 +89,38 @@ class Served:
 
 @contextmanager
 def served(
-    shelf: Shelf, *, limits: Limits | None = None, host: str = "127.0.0.1", port: int | None = None
+    shelf: Shelf,
+    *,
+    limits: Limits | None = None,
+    bounds: Bounds | None = None,
+    host: str = "127.0.0.1",
+    port: int | None = None,
+    allowed: Sequence[str] = (),
 ) -> Iterator[Served]:
     """Serve the pages until the block is left; then end all runs and remove all files.
 
     Args:
+        bounds: what the server takes of requests. allowed: host names it answers to, besides its own.
         port: None takes the first free one from Gradio's usual one on; 0 any that is free.
 
     Raises:
         OSError: the port is taken.
+        ValueError: an allowed host is no host name.
     """
+    hosts = Hosts(host, allowed)
     space = Space(KEEP_S)
     before = os.environ.get("GRADIO_TEMP_DIR")
     os.environ["GRADIO_TEMP_DIR"] = str(space.root / "uploads")  # read when the parts are made
-    context = Context(shelf, space, limits or Limits())
+    context, stack = Context(shelf, space, limits or Limits()), ExitStack()
     try:
         app = build(context)
+        guarded = _guarded(app, context, hosts, bounds or Bounds())
         context.worker.submit(lambda: shelf.take(shelf.models[0])).add_done_callback(_loaded)  # the page is there
+        stack.enter_context(hushed())
         _, url, _ = app.launch(
+            _app=guarded,
+            enable_monitoring=False,
+            mcp_server=False,
             server_name=host,
             server_port=_free_port(host) if port == 0 else port,
             share=False,
@@ -117,18 +135,27 @@ def served(
             css_paths=[HERE / "styles.css"],
             head=f"<script>{(HERE / 'replay.js').read_text(encoding='utf-8')}</script>",
         )
+        if app.app is not guarded:
+            raise RuntimeError("this version of gradio serves an app of its own; it would be open to other sites")
         try:
             yield Served(url, app, context)
         finally:
             context.sessions.stop_all()
             app.close(verbose=False)
     finally:
+        stack.close()
         context.worker.close()
         space.close()
         if before is None:
             os.environ.pop("GRADIO_TEMP_DIR", None)
         else:
             os.environ["GRADIO_TEMP_DIR"] = before
+
+
+def _guarded(app: Any, context: Context, hosts: Hosts, bounds: Bounds) -> GuardedApp:
+    """The server app for `app`, behind our edge."""
+    uploads = Uploads(context.space.root / "uploads", bounds, context.limits.files)
+    return GuardedApp(lambda inner: Edge(inner, hosts, bounds, uploads, app))
 
 
 def _free_port(host: str) -> int:

@@ -18,8 +18,14 @@ from mmspec.app.errors import UsageError
 T = TypeVar("T")
 LEASE_S = 15.0
 """A run that nobody has looked at for so long is ended."""
+MOST_WAITING = 20
+"""Runs that may wait for the device."""
 POLL_S = 0.25
 """Seconds between two looks at a run. Each costs the run a little time, since Python runs one thread at a time."""
+
+
+class LeftError(Exception):
+    """A run was halted before it began."""
 
 
 class Halt:
@@ -52,27 +58,54 @@ class Worker:
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="mmspec-device")
+        self._line: list[Future[Any]] = []
+        self._lock = threading.Lock()
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
         """Do `work` when all that was asked before is done."""
-        return self._pool.submit(work)
+        with self._lock:
+            future = self._pool.submit(work)
+            self._line = [one for one in self._line if not one.done()] + [future]
+            return future
 
-    def follow(self, work: Callable[[], T], halt: Halt, every: float = POLL_S) -> Generator[None, None, T]:
-        """Do `work`, yielding now and then until it is done; returns its result.
+    def ahead(self, future: Future[Any]) -> int:
+        """How many must end before this one begins."""
+        if future.running() or future.done():
+            return 0
+        with self._lock:
+            before = self._line[: self._line.index(future)]
+        return sum(not one.done() for one in before)
 
-        Whoever stops iterating ends the run: `halt` is asked as soon as this generator is closed.
+    def follow(
+        self, work: Callable[[], T], halt: Halt, every: float = POLL_S, first: bool = False
+    ) -> Generator[int, None, T]:
+        """Do `work`, yielding now and then until it is done how many are ahead of it; returns its result.
+
+        Whoever stops iterating ends the run: `halt` is asked as soon as this generator is closed. first: yield at once.
+
+        Raises:
+            LeftError: the run was halted while it waited; it leaves the line at once.
+            UsageError: too many wait already.
         """
+        with self._lock:
+            waiting = sum(not one.done() for one in self._line)
+        if waiting > MOST_WAITING:
+            raise UsageError(f"{MOST_WAITING} questions are waiting already, which is the limit; try again later.")
         halt.touch()
         future = self.submit(work)
         try:
+            if first:
+                yield self.ahead(future)
             while True:
                 try:
                     return future.result(timeout=every)
                 except NotYetError:
                     if future.done():  # the work itself has timed out
                         raise
+                if halt.said and future.cancel():
+                    raise LeftError
                 halt.touch()
-                yield
+                yield self.ahead(future)
         finally:
             halt.ask()
             future.cancel()
@@ -142,4 +175,4 @@ class Sessions:
             halt.ask()
 
 
-__all__ = ["Halt", "Sessions", "Worker"]
+__all__ = ["MOST_WAITING", "Halt", "LeftError", "Sessions", "Worker"]
