@@ -31,7 +31,7 @@ endef
 	$(call install,.venv,constraints.txt,--editable '.[dev]')
 
 demo: .venv/.installed
-	$(BIN)/python -m mmspec.app.demo
+	$(BIN)/python -m mmspec.app.examples
 
 # One thread per worker: the models are tiny, and threads of several workers would wait for each other.
 test test-app slow floor: export OMP_NUM_THREADS = 1
@@ -50,7 +50,7 @@ APP := --editable '.[app,dev]' playwright
 
 # One process: the pages are measured and driven in real time. Playwright drives the Chromium that is installed here.
 test-app: .venv/.installed-app
-	$(BIN)/python -m pytest -q -m "not slow" tests/test_app_ui.py tests/test_app_browser.py tests/test_app_edge.py
+	$(BIN)/python -m pytest -q -m "not slow" tests/app/test_app_ui.py tests/app/test_app_browser.py tests/app/test_app_edge.py
 
 slow: .venv/.installed
 	$(BIN)/python -m pytest -q -n $(WORKERS) -m slow --timeout 7200
@@ -63,7 +63,7 @@ slow: .venv/.installed
 
 floor: .venv-floor/.installed
 	.venv-floor/bin/python -c 'import transformers as t; assert t.__version__ == "$(FLOOR)", t.__version__'
-	.venv-floor/bin/python -m pytest -q -n $(WORKERS) tests/test_exactness.py tests/test_targets.py
+	.venv-floor/bin/python -m pytest -q -n $(WORKERS) tests/engine/test_exactness.py tests/targets/test_targets.py
 
 clean:
 	rm -rf .venv .venv-floor .types .mypy_cache .pytest_cache .ruff_cache build dist *.egg-info

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
+from mmspec.engine.tree import DraftTree, bare
 from mmspec.interfaces import Needs, Prompt, Verdict
-from mmspec.tree import DraftTree, bare
 
 
 class NoDrafter:

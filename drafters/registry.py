@@ -24,19 +24,19 @@ def _none() -> Drafter:
 
 
 def _lookup() -> Drafter:
-    from mmspec.drafters.lookup import lookup
+    from mmspec.drafters.ngram.lookup import lookup
 
     return lookup()
 
 
 def _recycling() -> Drafter:
-    from mmspec.drafters.recycling import recycling
+    from mmspec.drafters.ngram.recycling import recycling
 
     return recycling()
 
 
 def _fused() -> Drafter:
-    from mmspec.drafters.fused import fused
+    from mmspec.drafters.ngram.hybrid import fused
 
     return fused()
 
@@ -70,8 +70,8 @@ def names() -> list[str]:
 def _auto(target: Facts | None) -> Drafter:
     """A drafter that was trained for this target, if one is at hand: shipped, or published and in the local cache."""
     if target is not None:
-        from mmspec.drafters.checkpoint import OtherTarget
-        from mmspec.drafters.trained import trained
+        from mmspec.drafters.checkpoints.format import OtherTarget
+        from mmspec.drafters.checkpoints.load import trained
 
         for name, folder in shipped(target.device).items():
             try:
@@ -91,7 +91,7 @@ def _auto(target: Facts | None) -> Drafter:
 
 
 def _published_for(target: Facts) -> str | None:
-    from mmspec.drafters.published import KNOWN
+    from mmspec.drafters.checkpoints.published import KNOWN
 
     return KNOWN.get(target.name)
 
@@ -137,7 +137,7 @@ def make(drafter: str | object, target: Facts | None = None) -> Drafter:
         if drafter in DRAFTERS:
             return DRAFTERS[drafter]()
         if known(drafter):
-            from mmspec.drafters.trained import trained
+            from mmspec.drafters.checkpoints.load import trained
 
             return trained(folder_of(drafter), target)
         listed = ", ".join(map(repr, names()))

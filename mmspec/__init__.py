@@ -14,18 +14,18 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mmspec.compare import Comparison as Comparison
-    from mmspec.compare import compare as compare
+    from mmspec.comparison import Comparison as Comparison
+    from mmspec.comparison import compare as compare
     from mmspec.interfaces import Compressor as Compressor
     from mmspec.interfaces import Drafter as Drafter
+    from mmspec.metrics.stats import Stats as Stats
     from mmspec.patching import disabled as disabled
     from mmspec.patching import is_patched as is_patched
     from mmspec.patching import patch as patch
     from mmspec.patching import stats as stats
     from mmspec.patching import unpatch as unpatch
-    from mmspec.stats import Stats as Stats
-    from mmspec.targets import UnsupportedModelError as UnsupportedModelError
-    from mmspec.targets import supported as supported
+    from mmspec.targets.registry import UnsupportedModelError as UnsupportedModelError
+    from mmspec.targets.registry import supported as supported
 
 __version__ = "0.1.0.dev0"
 

@@ -1,5 +1,5 @@
 """`python -m mmspec`, and what `accelerate launch -m mmspec` starts."""
 
-from mmspec.app.cli import main
+from mmspec.app.cli.main import main
 
 raise SystemExit(main())

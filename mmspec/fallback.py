@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from mmspec.module_scan import ModuleScan, is_library_code, scan
+from mmspec.targets.module_scan import ModuleScan, is_library_code, scan
 
 Setting = Callable[[str], Any]
 """Name of a generation option -> its value for this call (keyword, then passed config, then the model's config)."""

@@ -13,8 +13,8 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
-from mmspec.pace import Rates
-from mmspec.tree import DraftTree
+from mmspec.control.draft_cost import Rates
+from mmspec.engine.tree import DraftTree
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from mmspec.calls import OFF, Patch
-from mmspec.interfaces import Compressor, Drafter
-from mmspec.options import (
+from mmspec.config import (
     Options,
     checked_compressor,
     checked_drafter,
@@ -24,9 +22,11 @@ from mmspec.options import (
     checked_tokenizer,
     reference_rows,
 )
-from mmspec.stats import Stats
-from mmspec.target_hf import ATTENTION
-from mmspec.targets import family_of
+from mmspec.generate import OFF, Patch
+from mmspec.interfaces import Compressor, Drafter
+from mmspec.metrics.stats import Stats
+from mmspec.targets.hf import ATTENTION
+from mmspec.targets.registry import family_of
 
 logger = logging.getLogger("mmspec")
 

@@ -29,7 +29,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def _quiet() -> None:
-    import cases
+    import fuzz as cases
 
     cases.quiet()
 
@@ -40,7 +40,7 @@ def _mutant() -> Iterator[None]:
     if name is None:
         yield
         return
-    import mutants
+    import mutation as mutants
 
     with mutants.planted(name):
         yield
@@ -58,6 +58,6 @@ def _generator() -> Iterator[None]:
 @pytest.fixture
 def world() -> Any:
     """See `pretend.World`."""
-    from pretend import new_world
+    from fake_target import new_world
 
     return new_world()

@@ -7,8 +7,20 @@ import functools
 import logging
 from typing import Any
 
+import adversarial as liars
+import fuzz as cases
 import pytest
+import tiny_models as tiny
 import torch
+from parity import (
+    FAMILIES,
+    GREEDY,
+    Kwargs,
+    counted_vision,
+    model_of,
+    plain_of,
+    speculating,
+)
 from torch import Tensor
 from transformers import (
     AttentionInterface,
@@ -18,19 +30,7 @@ from transformers import (
     StaticCache,
 )
 
-import cases
-import liars
 import mmspec
-import tiny
-from pairs import (
-    FAMILIES,
-    GREEDY,
-    Kwargs,
-    counted_vision,
-    model_of,
-    plain_of,
-    speculating,
-)
 
 # --- requests that go the plain way -----------------------------------------------------------------------------------
 

@@ -29,7 +29,7 @@ def packaged_files() -> list[Path]:
 
 
 def package_of(folder: Path) -> str:
-    """The name under which a folder is imported: `vision/readers` -> `mmspec.vision.readers`."""
+    """The name under which a folder is imported: `vision/readers` -> `mmspec.vision.video.backends`."""
     return ".".join([FOLDERS[folder.parts[0]], *folder.parts[1:]])
 
 
@@ -132,7 +132,7 @@ for name in ("app", "drafters", "vision"):
 from importlib.metadata import distribution
 assert pathlib.Path(distribution("mmspec").locate_file("")) == site
 entry, = (e for e in distribution("mmspec").entry_points if e.group == "console_scripts")
-assert (entry.name, entry.value) == ("mmspec", "mmspec.app.cli:main")
+assert (entry.name, entry.value) == ("mmspec", "mmspec.app.cli.main:main")
 assert callable(entry.load())
 """
     environment = {**os.environ, "PYTHONPATH": str(site)}

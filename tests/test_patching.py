@@ -13,8 +13,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import adversarial as liars
 import numpy as np
 import pytest
+import tiny_models as tiny
 import torch
 from PIL import Image
 from torch import Tensor, nn
@@ -29,13 +31,11 @@ from transformers import (
     pipeline,
 )
 
-import liars
 import mmspec
-import tiny
-from mmspec.app.models import random_model
+from mmspec.app.modeling.random_models import random_model
 from mmspec.interfaces import Needs
-from mmspec.stats import Stats
-from mmspec.target_hf import HFTarget
+from mmspec.metrics.stats import Stats
+from mmspec.targets.hf import HFTarget
 
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 10}
 SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "max_new_tokens": 10}

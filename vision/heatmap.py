@@ -1,7 +1,7 @@
 """Pictures of what a drafter was shown: tokens that were kept, marked on the image, and scores laid over it.
 
 Takes images, grids and numbers; knows no model, no compressor and no call. What `mmspec.stats` says of a call
-(`mmspec.shown.Shown`) fits: `heatmaps(images, shown.grids, kept=shown.numbers)`.
+(`mmspec.metrics.compression_stats.Shown`) fits: `heatmaps(images, shown.grids, kept=shown.numbers)`.
 """
 
 from __future__ import annotations

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from mmspec.interfaces import Compressor
-from mmspec.vision import picking
-from mmspec.vision.elastic import Elastic
-from mmspec.vision.latent import LatentCompressor
-from mmspec.vision.measured import Measured
-from mmspec.vision.pooling import Conv, Pool
-from mmspec.vision.resampler import Resampler
+from mmspec.vision.compressors import select as picking
+from mmspec.vision.compressors.cost_based import Measured
+from mmspec.vision.compressors.elastic import Elastic
+from mmspec.vision.compressors.latent import LatentCompressor
+from mmspec.vision.compressors.pooling import Conv, Pool
+from mmspec.vision.compressors.resampler import Resampler
 
 WHOLE: dict[str, Callable[[], object]] = {"identity": picking.Identity, "drop": picking.Drop, "measured": Measured}
 """Those that keep all or nothing, or what pays: no number is asked."""
@@ -63,7 +63,7 @@ def new(text: str, hidden_size: int) -> Compressor:
 def make(compressor: str | object) -> Compressor:
     """The compressor of that name, or the given object if it is one.
 
-    "elastic" alone goes by what looking costs, as `measured` does; `mmspec.options` takes the drafter's own if it came
+    "elastic" alone goes by what looking costs, as `measured` does; `mmspec.config` takes the drafter's own if it came
     with one.
 
     Raises:

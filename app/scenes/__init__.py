@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from mmspec.app.scenes.card import CARD
+from mmspec.app.scenes.model_card import CARD
 
 FOLDER = Path(__file__).parent / "weights"
 SUMS = "checksums.json"

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from mmspec.app.scenes.kinds import KINDS
-from mmspec.app.scenes.paint import paint
+from mmspec.app.scenes.objects import KINDS
+from mmspec.app.scenes.render import paint
 from mmspec.app.scenes.world import HELD_OUT, Clip, clip, scene
 
 FOLDER = Path(__file__).parent / "data" / "examples"

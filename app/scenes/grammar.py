@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from mmspec.app.scenes.kinds import KINDS, Kind
+from mmspec.app.scenes.objects import KINDS, Kind
 from mmspec.app.scenes.world import MARGIN, PLACES, SIDE, SIZES, Clip, Scene, Thing, direction
 
 NUMBERS = ("no", "one", "two", "three", "four", "five", "six")

@@ -13,7 +13,7 @@ from itertools import count
 from PIL import Image
 
 from mmspec.app.scenes import grammar
-from mmspec.app.scenes.paint import paint
+from mmspec.app.scenes.render import paint
 from mmspec.app.scenes.world import Clip, Scene, clip, scene
 
 TASKS = ("describe", "short", "answer", "clip")

@@ -11,8 +11,8 @@ import random
 from dataclasses import dataclass, replace
 from itertools import combinations
 
-from mmspec.app.scenes.kinds import KINDS
-from mmspec.app.scenes.words import WORDS
+from mmspec.app.scenes.objects import KINDS
+from mmspec.app.scenes.sign_words import WORDS
 
 SIDE = 192
 """Pixels of a picture's edge."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from importlib.util import find_spec
 
-from mmspec.app.caption import MODELS, check_drafter, positive, quiet
+from mmspec.app.caption.command import MODELS, check_drafter, positive, quiet
+from mmspec.app.caption.config import DEFAULT, DTYPES
 from mmspec.app.errors import UsageError, one_line
-from mmspec.app.settings import DEFAULT, DTYPES
 
 EPILOG = """\
 examples
@@ -18,7 +18,7 @@ examples
 
 The pages are served to this machine alone, and what is uploaded is removed when the command ends (Ctrl-C).
 Pages may choose among the built-in models and drafters and those named here, and no others.
-python -m mmspec.app.demo shows the same race in the terminal, without gradio.
+python -m mmspec.app.examples shows the same race in the terminal, without gradio.
 """
 PORT = 7860
 
@@ -62,7 +62,7 @@ def port(text: str) -> int:
 
 def host_name(text: str) -> str:
     """A host name, perhaps with a port."""
-    from mmspec.app.ui.hosts import listed
+    from mmspec.app.ui.edge.hosts import listed
 
     try:
         listed(text)
@@ -75,10 +75,10 @@ def run(args: argparse.Namespace) -> int:
     """Serve until interrupted."""
     check_drafter(args.drafter)
     require()
-    from mmspec.app.load import pick_device
+    from mmspec.app.modeling.load import pick_device
     from mmspec.app.ui.limits import Limits
-    from mmspec.app.ui.shelf import Shelf
-    from mmspec.app.ui.site import served
+    from mmspec.app.ui.model_store import Shelf
+    from mmspec.app.ui.server import served
 
     quiet(False)
     if args.device not in ("auto", "cpu"):  # those are always there, and torch can wait

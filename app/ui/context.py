@@ -14,8 +14,8 @@ import gradio as gr
 
 from mmspec.app.errors import UsageError
 from mmspec.app.ui.limits import Limits
+from mmspec.app.ui.model_store import COMPRESSORS, Choice, Shelf
 from mmspec.app.ui.report import Space
-from mmspec.app.ui.shelf import COMPRESSORS, Choice, Shelf
 from mmspec.app.ui.worker import MOST_WAITING, Sessions, Worker
 
 logger = logging.getLogger("mmspec")
@@ -152,7 +152,7 @@ def told(fn: Callable[..., Any], shown: Callable[[str], str] = escape) -> Callab
 
 def spoken(error: Exception, shown: Callable[[str], str] = escape) -> gr.Error:
     """An error as one sentence."""
-    from mmspec.app.captioner import out_of_memory
+    from mmspec.app.modeling.captioner import out_of_memory
 
     if isinstance(error, gr.Error):
         return error

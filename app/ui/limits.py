@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mmspec.app import clips, images
 from mmspec.app.errors import UsageError
-from mmspec.app.images import ImageError, Shown
-from mmspec.vision.isolated import Isolated
+from mmspec.app.io import images
+from mmspec.app.io import videos as clips
+from mmspec.app.io.images import ImageError, Shown
+from mmspec.vision.video.decoder_pool import Isolated
 
 DECODERS = Isolated(limit_s=40.0)
 """Processes that decode what visitors choose. A visitor waits no longer for one file."""

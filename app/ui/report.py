@@ -12,10 +12,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mmspec.app.rounds import PLAIN, Round, kinds_of
-from mmspec.app.ui.race import Difference, Race, Side
-from mmspec.app.ui.sight import crops, marked, numbers_of
-from mmspec.app.ui.tape import name_of, pieces_of
+from mmspec.app.bench.rounds import PLAIN, Round, kinds_of
+from mmspec.app.ui.comparison import Difference, Race, Side
+from mmspec.app.ui.streamer import name_of, pieces_of
+from mmspec.app.ui.visible_tokens import crops, marked, numbers_of
 from mmspec.app.versions import mmspec_version
 
 

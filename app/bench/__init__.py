@@ -1,0 +1,1 @@
+"""`mmspec bench`: interleaved speed measurements."""

@@ -1,0 +1,304 @@
+"""Plain `generate`, our loop without drafts, and each drafter, in turn and in one process; ratios of paired runs.
+
+How time is taken: each system is a clone of the model that shares its weights; the plain one is never patched. Total
+is the wall clock of the whole call on a synchronised device. On the plain side a stopping criterion that stops nothing
+notes when each token was there; our loop counts by itself. Decode is from the first token to the last, so that image
+encoding and prefill are left out; `ttft` is all before. Made-up requests do not end before `new_tokens`: the end token
+is given an id that no token has, on all sides, so that everybody makes the same number of tokens with the same
+machinery. Requests from the scenes world end where the model ends them.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import math
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import accumulate
+from operator import mul
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList
+
+import mmspec
+from mmspec.app.bench.specs import block_of, patched, weight_of
+from mmspec.app.modeling.load import synchronise
+from mmspec.interfaces import Drafter
+from mmspec.metrics.stats import Stats
+from mmspec.patching import KEY
+
+PLAIN, AGAIN, OWN = "hf", "hf-again", "none"
+RESAMPLED = 1000
+"""Times that a bootstrap draws its runs or requests anew."""
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One call. `tokens`: new ones, padding not counted; `fewest`: of a row. `stats` is None on the plain side."""
+
+    total_s: float
+    ttft_s: float
+    decode_s: float
+    ids: Tensor
+    tokens: int
+    stats: Stats | None = None
+    fewest: int = 0
+
+    @property
+    def step_s(self) -> float:
+        """Mean seconds of one round of our loop."""
+        return self.stats.round_s if self.stats else math.nan
+
+
+@dataclass
+class System:
+    """One contender: a name, a model that may be patched, its runs."""
+
+    name: str
+    model: Any
+    runs: list[Run] = field(default_factory=list)
+
+
+class Stamp(StoppingCriteria):
+    """Notes when each token was there, with the device idle; stops nothing."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.times = device, list[float]()
+        self._no: Tensor | None = None
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
+        synchronise(self.device)
+        self.times.append(time.perf_counter())
+        if self._no is None:
+            self._no = torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+        return self._no
+
+
+def clone(model: Any) -> Any:
+    """A second model with the same weight tensors (no copy of them) and its own modules and settings."""
+    shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    return copy.deepcopy(model, shared)
+
+
+def endless(model: Any) -> Any:
+    """Make rows go on until `max_new_tokens`: the end token gets an id that no token has."""
+    config = model.generation_config
+    if config.pad_token_id is None:
+        eos = config.eos_token_id
+        config.pad_token_id = eos[0] if isinstance(eos, list) else eos or 0
+    config.eos_token_id = [model.get_output_embeddings().weight.shape[0]]
+    return model
+
+
+def systems(
+    model: Any, drafters: Sequence[str], processor: Any, ends: bool = False, nodes: int | None = None
+) -> list[System]:
+    """Plain twice (the second is the noise band), our loop without drafts, then each drafter.
+
+    Args:
+        drafters: as `contenders` reads them (`msd@3+pool:49`).
+        ends: rows end where the model ends them. nodes: of every tree; None lets the controller choose.
+    """
+
+    def copied() -> Any:
+        return clone(model) if ends else endless(clone(model))
+
+    plain = copied()
+    made = [System(PLAIN, plain), System(AGAIN, plain)]
+    made += [System(name, patched(copied(), name, processor, nodes)) for name in dict.fromkeys((OWN, *drafters))]
+    alike([system.model for system in made])
+    return made
+
+
+def alike(models: Sequence[Any]) -> None:
+    """Lets models that are patched find out together how linear layers of a shape are fastest here.
+
+    That does not hang on the drafter; left to itself, each would go by a few noisy calls of its own for good, and the
+    same drafter twice differed by up to 7%.
+    """
+    packs = [model.__dict__[KEY].packs for model in models if mmspec.is_patched(model)]
+    for other in packs[1:]:
+        other.trials = packs[0].trials
+
+
+@contextmanager
+def swept() -> Iterator[None]:
+    """What is there already is left out of the collections before each run, which would take longer than small runs."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def once(
+    system: System,
+    inputs: Mapping[str, Any],
+    new_tokens: int,
+    temperature: float,
+    seed: int,
+    drafter: Drafter | None = None,
+) -> Run:
+    """One call of `generate`, timed; `drafter` in place of the patched model's."""
+    model, device = system.model, system.model.device
+    ours, stamp = mmspec.is_patched(model), Stamp(device)
+    options: dict[str, Any] = {"max_new_tokens": new_tokens, "do_sample": temperature > 0}
+    options |= {"temperature": temperature} if temperature > 0 else dict.fromkeys(("temperature", "top_p", "top_k"))
+    if not ours:
+        options["stopping_criteria"] = StoppingCriteriaList([stamp])
+    if drafter is not None:
+        options["mmspec"] = {"drafter": drafter}
+    torch.manual_seed(seed)
+    gc.collect()
+    synchronise(device)
+    began = time.perf_counter()
+    ids = model.generate(**inputs, **options)
+    synchronise(device)
+    total = time.perf_counter() - began
+    ids = ids[:, inputs["input_ids"].shape[1] :]
+    sizes = row_tokens(ids, model.generation_config.eos_token_id)
+    tokens, fewest = sum(sizes), min(sizes)
+    if not ours:
+        return Run(total, stamp.times[0] - began, stamp.times[-1] - stamp.times[0], ids, tokens, fewest=fewest)
+    stats = mmspec.stats(model, last=True)
+    if stats.plain_calls:
+        raise RuntimeError(f"drafter {system.name!r} cannot be measured: {stats.fallback} went the plain way")
+    return Run(total, stats.ttft_s, stats.decode_s, ids, tokens, stats, fewest)
+
+
+def count_tokens(ids: Tensor, ends: int | list[int] | None) -> int:
+    """Tokens of all rows, each up to its end token."""
+    return sum(row_tokens(ids, ends))
+
+
+def row_tokens(ids: Tensor, ends: int | list[int] | None) -> list[int]:
+    """Tokens of each row, up to its end token."""
+    if ends is None:
+        return [ids.shape[1]] * len(ids)
+    end = torch.isin(ids, torch.tensor(ends, device=ids.device)).long()
+    return (end.cumsum(1) == end).sum(1).tolist()  # no end token before
+
+
+@swept()
+def rounds(
+    field_: Sequence[System],
+    requests: Sequence[Mapping[str, Any]],
+    new_tokens: int,
+    temperature: float,
+    seed: int,
+    tick: Callable[[], None],
+) -> None:
+    """A round for each request, in which everybody runs once, the order rotating; the first one warms up.
+
+    Requests should all differ: a drafter that learns from call to call would know the answers otherwise.
+    """
+    for system in field_:
+        system.runs.clear()
+    for number, inputs in enumerate(requests):
+        start = number % len(field_)
+        for system in (*field_[start:], *field_[:start]):
+            run = once(system, inputs, new_tokens, temperature, seed + number)
+            if number:
+                system.runs.append(run)
+            tick()
+
+
+def results(field_: Sequence[System]) -> Iterator[Row]:
+    """A row per system, from its runs and those it is paired with."""
+    by_name = {system.name: system for system in field_}
+    plain, own = by_name[PLAIN].runs, by_name[OWN].runs
+    for system in field_:
+        runs = system.runs
+        batch = len(runs[0].ids)
+        stats = [run.stats for run in runs if run.stats]
+        whole = Stats()
+        for one in stats:
+            whole.add(one)
+        row: Row = {"drafter": system.name, "batch": batch, "tokens": sum(run.tokens for run in runs)}
+        row["tau"] = whole.tau
+        row["R"] = (
+            _median([_ratio(run.step_s, base.step_s) for run, base in zip(runs, own, strict=True)]) if stats else None
+        )
+        row["tokens_per_s"] = _median([_ratio(run.tokens - batch, run.decode_s) for run in runs])
+        ratios = {
+            "speedup_hf": [_ratio(base.decode_s, run.decode_s) for run, base in zip(runs, plain, strict=True)],
+            "speedup_own": [_ratio(base.decode_s, run.decode_s) for run, base in zip(runs, own, strict=True)],
+            "speedup_e2e": [_ratio(base.total_s, run.total_s) for run, base in zip(runs, plain, strict=True)],
+        }
+        row |= {name: _median(values) for name, values in ratios.items()}
+        row["speedup_e2e_pooled"] = sum(base.total_s for base in plain) / sum(run.total_s for run in runs)
+        row["identical"] = all(torch.equal(run.ids, base.ids) for run, base in zip(runs, plain, strict=True))
+        row |= phases(stats)
+        row["kept_at_depth"] = [round(share, 3) for share in whole.kept_at_depth]
+        row["accepted_at_position"] = [round(share, 3) for share in accumulate(whole.kept_at_depth, mul)]
+        row["tokens_min"] = min(run.fewest for run in runs)
+        row |= weight_of(system.model) | {"block": block_of(system.model)}
+        for name in ("visual", "visual_kept"):  # what a compressor was given, and what it showed the drafter
+            row[name] = getattr(whole, name)
+        row["ttft_ms"] = median(1e3 * run.ttft_s for run in runs)
+        for name, values in ratios.items():
+            good = [value for value in values if not math.isnan(value)]
+            row |= {f"{name}_lo": min(good, default=None), f"{name}_hi": max(good, default=None)}
+            row[f"{name}_ci"] = [round(limit, 5) for limit in limits(good)]
+        yield {key: round(value, 5) if isinstance(value, float) else value for key, value in row.items()}
+
+
+def phases(stats: Sequence[Stats]) -> dict[str, float | None]:
+    """Milliseconds of a round, of scoring, drafting and the rest: medians of calls."""
+
+    def typical(phase: str) -> float | None:
+        return _median([1e3 * getattr(one, f"{phase}_s") / one.rounds for one in stats if one.rounds])
+
+    return {f"{phase}_ms": typical(phase) for phase in ("score", "draft", "rest")}
+
+
+def bootstrap(told: Callable[[Sequence[int]], float], count: int) -> tuple[float, float, float]:
+    """(value, low, high) of what is told of `count` runs by their numbers; 95% of resampled sets lie within."""
+    dice, every = random.Random(0), range(count)
+    spread = sorted(told(dice.choices(every, k=count)) for _ in range(RESAMPLED))
+    return told(every), spread[RESAMPLED // 40], spread[-RESAMPLED // 40]
+
+
+def limits(values: Sequence[float]) -> list[float]:
+    """[low, high] of the median, 95% by bootstrap; empty if there are no values."""
+    return list(bootstrap(lambda places: median(values[i] for i in places), len(values))[1:]) if values else []
+
+
+def _ratio(above: float, below: float) -> float:
+    """NaN where an answer of one token left nothing to decode."""
+    return above / below if below else math.nan
+
+
+def _median(values: Sequence[float]) -> float | None:
+    good = [value for value in values if not math.isnan(value)]
+    return median(good) if good else None
+
+
+__all__ = [
+    "AGAIN",
+    "OWN",
+    "PLAIN",
+    "System",
+    "alike",
+    "bootstrap",
+    "clone",
+    "count_tokens",
+    "endless",
+    "limits",
+    "once",
+    "phases",
+    "results",
+    "rounds",
+    "row_tokens",
+    "swept",
+    "systems",
+]

@@ -1,0 +1,83 @@
+"""`Recorder`: a drafter that does what another one does and keeps the verdicts of its rounds.
+
+Nothing is copied to the host while it runs; `rounds` does that afterwards. For a single row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from mmspec.app.bench.rounds import Round
+from mmspec.engine.tree import DraftTree
+from mmspec.interfaces import Drafter, Prompt, Segment, Verdict
+
+
+class Recorder:
+    """A drafter that keeps what every round decided, and otherwise is another one."""
+
+    def __init__(self, inner: Drafter) -> None:
+        self.inner = inner
+        self.name, self.needs, self.vocab_size = inner.name, inner.needs, inner.vocab_size
+        self.compressor = getattr(inner, "compressor", None)  # a drafter may come with its own
+        self._seen: list[tuple[Verdict, int | None]] = []
+        self._proposed: int | None = None
+        self.segments: tuple[Segment, ...] = ()
+        self._visual: Tensor | None = None
+        # Linear layers are computed the fastest way if they are found among a drafter's own attributes.
+        self.__dict__.update({name: part for name, part in vars(inner).items() if isinstance(part, nn.Module)})
+
+    def begin(self, prompt: Prompt) -> Any:
+        """See `mmspec.interfaces.Drafter`."""
+        self.segments, self._visual = prompt.segments, prompt.visual[:1]
+        return self.inner.begin(prompt)
+
+    def propose(self, state: Any, budget: int, live: Sequence[bool]) -> DraftTree:
+        """See `mmspec.interfaces.Drafter`."""
+        tree = self.inner.propose(state, budget, live)
+        self._proposed = tree.nodes
+        return tree
+
+    def observe(self, state: Any, verdict: Verdict, taps: Mapping[int, Tensor]) -> None:
+        """See `mmspec.interfaces.Drafter`."""
+        self._seen.append((verdict, self._proposed))
+        self._proposed = None
+        self.inner.observe(state, verdict, taps)
+
+    @property
+    def visual(self) -> int:
+        """Visual tokens of the prompt."""
+        return 0 if self._visual is None else int(self._visual.sum())
+
+    def rounds(self) -> list[Round]:
+        """All rounds so far that emitted something, the prompt's first."""
+        made: list[Round] = []
+        for verdict, proposed in list(self._seen):
+            if verdict.rows[0]:
+                start = made[-1].start + len(made[-1].emitted) if made else 0
+                made.append(_round(verdict, start, proposed))
+        return made
+
+
+def _round(verdict: Verdict, start: int, proposed: int | None) -> Round:
+    """The scored nodes that are there, renumbered without gaps."""
+    tree = verdict.tree
+    valid = tree.valid[0].tolist()
+    there = [node for node, on in enumerate(valid) if on]
+    number = {node: place for place, node in enumerate(there)} | {-1: -1}
+    tokens, parents = tree.tokens[0].tolist(), tree.parents[0].tolist()
+    scores = None if tree.scores is None else tree.scores[0].tolist()
+    return Round(
+        start=start,
+        tokens=tuple(tokens[node] for node in there),
+        parents=tuple(number[parents[node]] for node in there),
+        reached=None if scores is None or len(there) == 1 else tuple(scores[node] for node in there),
+        walked=tuple(number[node] for node in verdict.walked[0]),
+        emitted=tuple(verdict.rows[0]),
+        proposed=proposed,
+    )
+
+
+__all__ = ["Recorder"]

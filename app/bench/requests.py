@@ -1,0 +1,78 @@
+"""Inputs for benchmarks: pictures and prompts of a wanted length whose rows all differ, or scenes and questions."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from mmspec.app.caption.progress import say
+from mmspec.app.errors import UsageError
+from mmspec.app.io.images import ImageError, load_image
+from mmspec.app.io.sources import collect
+from mmspec.app.modeling.captioner import Captioner
+from mmspec.app.modeling.random_models import WORDS
+from mmspec.app.modeling.synthetic_images import picture
+from mmspec.vision.video.decoder_pool import Isolated
+
+
+def pictures(paths: Sequence[str], count: int, seed: int) -> list[Image.Image]:
+    """`count` different pictures, made up or from `paths`; with a warning if there are fewer."""
+    if not paths:
+        return [picture(seed + number)[0] for number in range(count)]
+    items = collect(paths, Path())[:count]
+    if len(items) < count:
+        say(f"mmspec: {len(items)} pictures for {count} places: drafters that remember will see some answers again")
+    try:
+        with Isolated() as isolated:
+            loaded = [load_image(item.path, isolated=isolated) for item in items]
+    except ImageError as error:
+        raise UsageError(f"--images: {error}") from error
+    return [loaded[number % len(loaded)] for number in range(count)]
+
+
+def requests_of(
+    maker: Captioner, images: Sequence[Image.Image], prompt: str, batch: int, tokens: int, count: int, seed: int
+) -> list[dict[str, Any]]:
+    """`count` different batches of prompts, brought to about `tokens` prompt tokens (0: as they are)."""
+
+    def text(number: int, words: int) -> str:
+        dice = random.Random(f"{seed}:{number}")
+        return " ".join([prompt, *(dice.choice(WORDS) for _ in range(words))])
+
+    def length(words: int) -> int:
+        return int(maker.inputs(images[:1], [text(0, words)])["input_ids"].shape[1])
+
+    words = _least(length, tokens)
+    starts = range(0, count * batch, batch)
+    return [maker.inputs(images[i : i + batch], [text(i + row, words) for row in range(batch)]) for i in starts]
+
+
+def world_requests(maker: Captioner, task: str, first: int, batch: int, rounds: int) -> list[dict[str, Any]]:
+    """A batch to warm up with, then `rounds` batches about the scenes from seed `first` on."""
+    from mmspec.app.scenes.tasks import requests
+
+    drawn = list(islice(requests(task, first), batch * (rounds + 1)))
+    drawn = drawn[-batch:] + drawn[:-batch]  # the seeds that were asked for are those that are measured
+    groups = [drawn[start : start + batch] for start in range(0, len(drawn), batch)]
+    return [maker.inputs([one.pictures for one in group], [one.question for one in group]) for group in groups]
+
+
+def _least(length: Callable[[int], int], wanted: int) -> int:
+    """Fewest words with which a prompt is at least `wanted` tokens long."""
+    low, high = 0, 1
+    if length(0) >= wanted:
+        return 0
+    while length(high) < wanted:
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if length(middle) >= wanted else (middle, high)
+    return high
+
+
+__all__ = ["pictures", "requests_of", "world_requests"]

@@ -1,0 +1,161 @@
+"""What `mmspec bench` and the studies measure, by name: `DRAFTER@DEPTH+COMPRESSOR`.
+
+DEPTH fixes how many levels of its tree a drafter drafts (passes, of falcon), where it would choose else. COMPRESSOR
+shows it fewer visual tokens; `own:N` lets the one that a drafter was trained with keep N. Measures nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+import mmspec
+from mmspec.app.caption.command import check_drafter
+from mmspec.app.errors import UsageError
+from mmspec.config import checked_drafter
+from mmspec.control.depth import Depth
+from mmspec.interfaces import EVERY_TOKEN
+from mmspec.targets.registry import family_of
+
+NAME = re.compile(r"(?P<drafter>.+?)(?:@(?P<depth>\d+))?(?:\+(?P<compressor>[^/]+))?")
+OWN_COMPRESSOR = "own"
+DEEPEST = 63
+"""Levels of the largest tree."""
+
+
+@dataclass(frozen=True)
+class Contender:
+    """What a name asks for. `keep`: visual tokens that the drafter's own compressor shows it, None for as trained."""
+
+    drafter: str
+    depth: int | None = None
+    compressor: str | None = None
+    keep: int | None = None
+
+
+class Fixed(Depth):
+    """Always all levels."""
+
+    def choose(self, batch: int) -> int:
+        """The same number for every round."""
+        return self.most
+
+
+def parse(name: str) -> Contender:
+    """What a name asks for.
+
+    Raises:
+        UsageError: a depth or a number of tokens that cannot be.
+    """
+    found = NAME.fullmatch(name)
+    if found is None:
+        raise UsageError(f"a contender is DRAFTER, DRAFTER@DEPTH, DRAFTER+COMPRESSOR or all three; got {name!r}")
+    depth, compressor = found["depth"], found["compressor"]
+    if depth is not None and not 1 <= int(depth) <= DEEPEST:
+        raise UsageError(f"a depth is 1 to {DEEPEST}; got {name!r}")
+    wanted = Contender(found["drafter"], None if depth is None else int(depth), compressor)
+    what, _, tokens = (compressor or "").partition(":")
+    if what != OWN_COMPRESSOR:
+        return wanted
+    if not tokens.isdecimal() or int(tokens) < 1:
+        raise UsageError(f"say how many tokens a drafter's own compressor keeps, as in own:16; got {name!r}")
+    return replace(wanted, compressor=None, keep=int(tokens))
+
+
+def check(name: str) -> None:
+    """Refuse an unknown drafter or compressor before anything is loaded."""
+    wanted = parse(name)
+    check_drafter(wanted.drafter, wanted.compressor)
+
+
+def labels(names: Sequence[str]) -> list[str]:
+    """Names with the last part of their path alone, or two parts where one would not tell two folders apart."""
+    folders = [name[: NAME.fullmatch(name).end("drafter")] for name in names]  # type: ignore[union-attr]
+    last = [Path(folder).name for folder in dict.fromkeys(folders)]
+
+    def short(folder: str) -> str:
+        return Path(folder).name if last.count(Path(folder).name) == 1 else "/".join(Path(folder).parts[-2:])
+
+    return [short(folder) + name[len(folder) :] for name, folder in zip(names, folders, strict=True)]
+
+
+def patched(model: Any, name: str, processor: Any, nodes: int | None = None) -> Any:
+    """Patch a model with what a name asks for, trees of `nodes` if given. Drafter `none` decodes plainly all the same.
+
+    Raises:
+        UsageError: the drafter has no depth to fix, or no compressor of its own. Else as `mmspec.patch`.
+    """
+    wanted = parse(name)
+    drafter = checked_drafter(wanted.drafter, family_of(model), getattr(processor, "tokenizer", processor))
+    if wanted.depth is not None:
+        _fix_depth(drafter, wanted.depth, name)
+    mmspec.patch(model, drafter, wanted.compressor, processor=processor, nodes=nodes)
+    if wanted.keep is not None:  # after `patch`, which makes a trained compressor anew
+        _keep(drafter, wanted.keep, name)
+    return model
+
+
+def drafter_of(model: Any) -> Any:
+    """The drafter of a patched model."""
+    return model.__dict__["_mmspec"].options.drafter
+
+
+def shown_by(model: Any) -> Any:
+    """What shows the drafter of a patched model fewer visual tokens: chosen, or its own; None if nothing does."""
+    options = model.__dict__["_mmspec"].options
+    return options.compressor or getattr(options.drafter, "compressor", None)
+
+
+def weight_of(model: Any) -> dict[str, float | None]:
+    """MiB of weights that the drafter of a model and its compressor add, and their share of the target's; else None."""
+    if not mmspec.is_patched(model):
+        return {"draft_mib": None, "of_target": None}
+    parts = [part for name, part in vars(drafter_of(model)).items() if name != "compressor"] + [shown_by(model)]
+    modules = [part for part in parts if isinstance(part, nn.Module)]
+    target = {id(weight): weight.nbytes for weight in (*model.parameters(), *model.buffers())}
+    own = {id(w): w.nbytes for part in modules for w in (*part.parameters(), *part.buffers()) if id(w) not in target}
+    return {"draft_mib": sum(own.values()) / 2**20, "of_target": sum(own.values()) / sum(target.values())}
+
+
+def block_of(model: Any) -> int | None:
+    """Tokens that one pass of a patched model's drafter says; None if it has no head, or there is no drafter."""
+    head = getattr(drafter_of(model), "head", None) if mmspec.is_patched(model) else None
+    return None if head is None else getattr(head.config, "block", None) or 1
+
+
+def _fix_depth(drafter: Any, depth: int, name: str) -> None:
+    chosen = getattr(drafter, "depth", None)
+    if not isinstance(chosen, Depth) or chosen.most < 2:
+        raise UsageError(f"@DEPTH is for drafters that draft level by level, which {drafter.name!r} does not: {name}")
+    drafter.depth, drafter.reach = Fixed(depth, chosen.each), depth * chosen.each
+
+
+def _keep(drafter: Any, tokens: int, name: str) -> None:
+    own = getattr(drafter, "compressor", None)
+    if own is None or own.tokens in (0, EVERY_TOKEN):
+        what = "comes with no compressor" if own is None else f"comes with {own.name!r}, which takes no number"
+        raise UsageError(f"own:N is for drafters that were trained with a compressor; {drafter.name!r} {what}: {name}")
+    has_weights = isinstance(own, nn.Module)
+    if has_weights:
+        own.tokens = tokens
+    else:
+        drafter.compressor = replace(own, tokens=tokens)
+
+
+__all__ = [
+    "Contender",
+    "Fixed",
+    "block_of",
+    "check",
+    "drafter_of",
+    "labels",
+    "parse",
+    "patched",
+    "shown_by",
+    "weight_of",
+]

@@ -1,0 +1,1 @@
+"""`mmspec caption`: resumable caption jobs."""

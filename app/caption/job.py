@@ -1,0 +1,254 @@
+"""`Job`: a list of pictures to rows of captions. May be killed at any moment and started again.
+
+Knows batches, errors and order. How a caption is made (`Captions`) and where rows go (`Output`) is handed in.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from types import FrameType
+from typing import Any, Protocol
+
+from mmspec.app.caption.config import MODEL, JobSettings, Place, batches, derived_seed, sha1, share
+from mmspec.app.caption.progress import Progress, check_lines, say
+from mmspec.app.errors import UsageError, one_line
+from mmspec.app.io.images import ImageError, Shown, decode_ahead, pixel_limit
+from mmspec.app.io.jsonl import Row
+from mmspec.app.io.output import Output
+from mmspec.app.io.sources import Item, collect, left_out
+from mmspec.app.io.videos import load_shown
+from mmspec.app.scenes.domain_check import advise
+from mmspec.app.versions import mmspec_version
+from mmspec.vision.video.decoder_pool import Isolated
+
+Work = Sequence[tuple[Item, Shown]]
+
+
+class Captions(Protocol):
+    """What makes captions: `Captioner`, or a stand-in for tests."""
+
+    check: Any
+
+    @property
+    def dtype(self) -> str: ...
+
+    @property
+    def acceptance(self) -> float: ...
+
+    def caption(
+        self, shown: Sequence[Shown], prompts: Sequence[str], seed: int, compare: Sequence[bool] = ()
+    ) -> Sequence[Any]: ...
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a picture has no caption."""
+
+    kind: str
+    message: str
+
+
+class Stop:
+    """First SIGINT or SIGTERM: finish the batch. Second: KeyboardInterrupt at once."""
+
+    def __init__(self) -> None:
+        self.signal = 0
+        self._old: dict[int, Any] = {}
+
+    def __enter__(self) -> Stop:
+        if threading.current_thread() is threading.main_thread():
+            self._old = {number: signal.signal(number, self._hear) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, old in self._old.items():
+            signal.signal(number, old)
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        if self.signal:
+            raise KeyboardInterrupt
+        self.signal = number
+        os.write(2, b"\nmmspec: finishing this batch; once more to stop at once\n")
+
+
+class Job:
+    """One run of a caption job."""
+
+    def __init__(
+        self, settings: JobSettings, output: Output, load: Callable[[], Captions], place: Place | None = None
+    ) -> None:
+        """`load` is called once everything else is known to be in order, and only if there is something to do."""
+        self.settings, self.output, self.load, self.place = settings, output, load, place or Place()
+        self.captions: Captions | None = None
+        self._limit = settings.batch_size  # halved when memory runs out
+        self._advise = settings.model == MODEL  # until it was said once
+
+    def run(self) -> int:
+        """Do what is left to do. Exit code: 0, 1 if rows failed or differ, 128 + signal if interrupted."""
+        base, settings = self.output.base, self.settings
+        items = collect(settings.paths, base, self.output.files())
+        if self.place.rank == 0 and (line := left_out(settings.paths, self.output.files())):
+            say(f"mmspec: {line}")
+        everyone, mine = share(items, settings.shard, self.place)
+        rows = self.output.open()
+        complete = False
+        try:
+            self._check_prompts(items, rows)
+            plan = [batch for batch in batches(mine, settings.batch_size) if any(self._open(i, rows) for i in batch)]
+            left = sum(self._open(item, rows) for item in mine)
+            if left:
+                self.captions = self.load()
+            self.output.begin(lambda row: settings.retry_errors and bool(row["error"]))
+            label = f"rank {self.place.rank}" if self.place.world > 1 else "caption"
+            show = settings.progress if self.place.rank == 0 else False
+            with Stop() as stop, Progress(len(mine), len(mine) - left, show, label) as progress:
+                self._work(plan, rows, stop, progress)
+            complete = not stop.signal
+        finally:
+            final = self.output.close((item.id for item in everyone), complete=complete)
+        self._report(progress, len(mine) - left, stop)
+        return 128 + stop.signal if stop.signal else self._exit_code(final)
+
+    def _prompt(self, item: Item) -> str:
+        return item.question(self.settings.prompt)
+
+    def _open(self, item: Item, rows: dict[str, Row]) -> bool:
+        row = rows.get(item.id)
+        return row is None or (self.settings.retry_errors and bool(row["error"]))
+
+    def _check_prompts(self, items: Sequence[Item], rows: dict[str, Row]) -> None:
+        for item in items:
+            row = rows.get(item.id)
+            if row is not None and row["prompt_sha1"] != sha1(self._prompt(item)):
+                raise UsageError(f"{item.id!r} was captioned with another prompt: use another --out, or --overwrite")
+
+    def _work(self, plan: list[Sequence[Item]], rows: dict[str, Row], stop: Stop, progress: Progress) -> None:
+        settings = self.settings
+        sampler = settings.frame_sampler()
+        with pixel_limit(settings.max_pixels), Isolated() as isolated:
+
+            def decode(item: Item) -> Shown:
+                return load_shown(item.path, sampler, settings.max_pixels, isolated)
+
+            ahead = settings.batch_size + settings.threads
+            decoded = decode_ahead(itertools.chain(*plan), decode, settings.threads, ahead)
+            for batch in plan:
+                if stop.signal:
+                    decoded.close()
+                    return
+                made = self._batch(list(itertools.islice(decoded, len(batch))))
+                new = [row for item, row in zip(batch, made, strict=True) if self._open(item, rows)]
+                self.output.write(new)
+                progress.add(new)
+
+    def _batch(self, decoded: list[tuple[Item, Shown | ImageError]]) -> list[Row]:
+        """Rows of one batch. The whole batch is run even if some of its rows are there: then it is the same batch."""
+        good = [(item, shown) for item, shown in decoded if not isinstance(shown, ImageError)]
+        self._look_at(good)
+        results: dict[str, Any] = {
+            item.id: Failure(error.kind, str(error)) for item, error in decoded if isinstance(error, ImageError)
+        }
+        start = 0
+        while start < len(good):
+            work = good[start : start + self._limit]
+            results |= zip((item.id for item, _ in work), self._attempt(work), strict=True)
+            start += len(work)
+        return [self._row(item, results[item.id]) for item, _ in decoded]
+
+    def _look_at(self, work: Work) -> None:
+        """Say once what the built-in model is for, if it is shown something else."""
+        for item, shown in work:
+            self._advise = self._advise and not advise(shown, item.file_name)
+
+    def _attempt(self, work: Work, may_halve: bool = True) -> list[Any]:
+        """Captions or failures of `work`. Out of memory: once more in halves. Any other error: each picture alone."""
+        from mmspec.app.modeling.captioner import out_of_memory
+
+        try:
+            return self._caption(work)
+        except Exception as error:
+            if type(error).__name__ == "AcceleratorError":  # the device is gone: nothing more can be done with it
+                raise
+            full = out_of_memory(error)
+            if len(work) == 1 or (full and not may_halve):
+                kind = "OutOfMemory" if full else type(error).__name__
+                return [Failure(kind, one_line(error))] * len(work)
+        # outside of `except`, so that the error's traceback no longer holds the tensors of the failed attempt
+        step = (len(work) + 1) // 2 if full else 1
+        if full:
+            _free()
+            self._limit = min(self._limit, step)
+            say(f"mmspec: out of memory with {len(work)} images at a time, going on with {step}")
+        parts = [work[start : start + step] for start in range(0, len(work), step)]
+        return [result for part in parts for result in self._attempt(part, may_halve=False)]
+
+    def _caption(self, work: Work) -> list[Any]:
+        assert self.captions is not None
+        settings = self.settings
+        most = len(work) if settings.compare < 0 else settings.compare
+        compare = [settings.compare < 0 or item.index < most for item, _ in work] if settings.compare else []
+        prompts = [self._prompt(item) for item, _ in work]
+        seed = derived_seed(settings.seed, work[0][0].index)
+        return list(self.captions.caption([shown for _, shown in work], prompts, seed, compare))
+
+    def _row(self, item: Item, result: Any) -> Row:
+        assert self.captions is not None
+        settings = self.settings
+        failed = isinstance(result, Failure)
+        row: Row = {"id": item.id, "file_name": item.file_name, "caption": None}
+        row |= {"model": settings.model, "drafter": settings.drafter, "prompt_sha1": sha1(self._prompt(item))}
+        row["gen"] = {
+            "max_new_tokens": settings.max_new_tokens,
+            "temperature": settings.temperature,
+            "seed": settings.seed,
+            "stop": list(settings.stop),
+            "batch_size": settings.batch_size,
+            "dtype": self.captions.dtype,
+        }
+        row |= dict.fromkeys(("n_prompt_tokens", "n_new_tokens", "n_rounds", "tau", "ttft_s", "seconds"))
+        row |= {"finish_reason": "error", "identical": None, "plain": None}
+        row |= {} if failed else asdict(result)
+        row["error"] = {"type": result.kind, "message": result.message} if failed else None
+        return row | {"mmspec_version": mmspec_version(), "index": item.index}
+
+    def _report(self, progress: Progress, skipped: int, stop: Stop) -> None:
+        made = self.captions
+        lines = progress.summary(skipped, made.acceptance if made else None)
+        lines += check_lines(made.check, made.dtype != "float32") if made else []
+        if self.settings.out != "-":
+            lines.append(f"rows in {self.settings.out}")
+        if stop.signal:
+            lines.append("interrupted: run the same command again to go on")
+        who = f"mmspec rank {self.place.rank}: " if self.place.world > 1 else "mmspec: "
+        for line in lines:
+            say(who + line)
+
+    def _exit_code(self, final: list[Row] | None) -> int:
+        """Of several ranks only the last one judges: a launcher kills the others as soon as one fails."""
+        if final is None:
+            return 0
+        bad = sum(1 for row in final if row["error"])
+        if bad and not self.settings.retry_errors:
+            say(f"mmspec: {bad} of {len(final)} rows hold an error; --retry-errors does them again")
+        half = ("bfloat16", "float16")
+        odd = any(row.get("identical") is False and row["gen"]["dtype"] not in half for row in final)
+        return int(bool(bad) or odd)
+
+
+def _free() -> None:
+    """Give cached device memory back before trying again with less."""
+    import gc
+
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+__all__ = ["Captions", "Failure", "Job", "Stop"]

@@ -1,0 +1,1 @@
+"""The `mmspec` command: sub-commands and their parsers."""

@@ -1,0 +1,144 @@
+"""What `make demo` runs: the example pictures and clips, described plainly and sped up, both texts side by side.
+
+Needs no network: the model and the examples ship with the package.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mmspec.app.caption.command import COMPRESSORS, MODELS, captioner, check_drafter, positive, quiet
+from mmspec.app.caption.config import DEFAULT, MODEL, JobSettings, Place
+from mmspec.app.cli.main import Parser
+from mmspec.app.errors import UsageError, one_line
+from mmspec.app.io.images import ImageError, Shown
+from mmspec.app.io.sources import Item, collect
+from mmspec.app.io.videos import load_shown
+from mmspec.app.modeling.random_models import SIZES
+from mmspec.app.scenes.domain_check import advise
+from mmspec.vision.video.decoder_pool import Isolated
+
+if TYPE_CHECKING:
+    from mmspec.app.modeling.captioner import Caption, Captioner
+
+EPILOG = """\
+examples
+  python -m mmspec.app.examples                                   the examples that ship with mmspec
+  python -m mmspec.app.examples photo.jpg --model llava-hf/llava-1.5-7b-hf
+"""
+
+
+@dataclass(frozen=True)
+class Shot:
+    """One example, done both ways."""
+
+    caption: Caption
+    plain_s: float
+    patched_s: float
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the demo. Exit code 0 if all texts are identical, 1 if not, 2 for wrong usage."""
+    parser = Parser(
+        prog="python -m mmspec.app.examples",
+        description="Describe pictures and clips with plain generate and with mmspec, in turn; print both texts.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("paths", nargs="*", metavar="PATH", help="pictures, videos, folders (default: the examples of the package)")
+    add("--model", default=DEFAULT, metavar="M", help=MODELS)
+    add("--drafter", default="auto", metavar="D", help="source of guesses (default auto)")
+    add("--compressor", default=None, metavar="C", help=COMPRESSORS)
+    add("--max-new-tokens", type=positive, default=160, metavar="N", help="per text (default 160)")
+    args = parser.parse_args(argv)
+    try:
+        return run(args)
+    except UsageError as error:
+        print(f"mmspec: error: {error}", file=sys.stderr)
+        return 2
+
+
+def run(args: argparse.Namespace) -> int:
+    """Load, warm up, show one example after the other."""
+    from mmspec.app.scenes.examples import files
+
+    check_drafter(args.drafter, args.compressor)
+    items = collect(args.paths or [str(file) for file in files()], Path())
+    with Isolated() as decoders:
+        shown = [load(item, decoders) for item in items]
+    if args.model == MODEL and args.paths:
+        advise(shown[0], items[0].file_name)
+    quiet(None)
+    settings = JobSettings(
+        tuple(args.paths),
+        args.model,
+        drafter=args.drafter,
+        compressor=args.compressor,
+        max_new_tokens=args.max_new_tokens,
+        batch_size=1,
+    )
+    print(f"Loading the model {args.model!r} ...", flush=True)
+    maker = captioner(settings, Place())
+    size = sum(weight.numel() for weight in maker.model.parameters()) / 1e6
+    print(f"{size:.0f} M parameters. {len(items)} examples, each with plain generate and with mmspec:", flush=True)
+    if args.model in SIZES:
+        print("Its weights are random: its words are noise, and noise cannot be guessed.", flush=True)
+    describe(maker, shown[0], items[0].question())  # warms up
+    shots = []
+    for item, one in zip(items, shown, strict=True):
+        shots.append(describe(maker, one, item.question()))
+        tell(item, shots[-1])
+    return close(shots)
+
+
+def load(item: Item, decoders: Isolated) -> Shown:
+    """The picture, or the frames of the clip."""
+    try:
+        return load_shown(item.path, isolated=decoders)
+    except ImageError as error:
+        raise UsageError(f"{item.path}: {one_line(error)}") from error
+
+
+def describe(maker: Captioner, shown: Shown, prompt: str) -> Shot:
+    """Both ways, and the seconds each took."""
+    plain, patched = maker.check.plain_s, maker.check.patched_s
+    made = maker.caption([shown], [prompt], 0, [True])[0]
+    return Shot(made, maker.check.plain_s - plain, maker.check.patched_s - patched)
+
+
+def tell(item: Item, shot: Shot) -> None:
+    """Both texts and what it took."""
+    made = shot.caption
+    width = max(60, min(120, shutil.get_terminal_size().columns))
+    print(f"\n{item.path.name}: {item.question()}")
+    for name, seconds, text in (("plain", shot.plain_s, made.plain), ("mmspec", shot.patched_s, made.caption)):
+        head = f"  {name:<7}{seconds:5.2f} s  "
+        print(textwrap.fill(text or "(nothing)", width, initial_indent=head, subsequent_indent=" " * len(head)))
+    verdict = "identical" if made.identical else "DIFFERENT"
+    speed = f"{made.n_new_tokens / shot.patched_s:.0f} tokens/s, {shot.plain_s / shot.patched_s:.2f}x"
+    print(f"{'':>18}{verdict}; {made.n_new_tokens} tokens, tau {made.tau:.2f}, {speed}", flush=True)
+
+
+def close(shots: Sequence[Shot]) -> int:
+    """The sum of it."""
+    same = sum(shot.caption.identical is True for shot in shots)
+    tokens, rounds = (sum(getattr(shot.caption, name) for shot in shots) for name in ("n_new_tokens", "n_rounds"))
+    plain, patched = sum(shot.plain_s for shot in shots), sum(shot.patched_s for shot in shots)
+    tau = (tokens - len(shots)) / max(1, rounds)
+    print(f"\n{same} of {len(shots)} texts identical to plain generate.")
+    speed = f"{tokens / plain:.0f} tokens/s plain, {tokens / patched:.0f} with mmspec"
+    print(f"{speed}: {plain / patched:.2f}x, tau {tau:.2f}")
+    print("(image encoding and the prompt included; `mmspec bench` measures with repeats)")
+    return 0 if same == len(shots) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,1 @@
+"""Input sources, image and video decoding limits, JSON lines, output files."""

@@ -1,0 +1,202 @@
+"""Pictures from files, bytes, Pillow and arrays to RGB: any mode, first frame, upright, within limits; decoded ahead.
+
+Whatever is wrong with one becomes an `ImageError` with one line of text. Knows nothing of models or captions.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+from PIL import Image
+
+from mmspec.app.caption.config import MAX_PIXELS
+from mmspec.app.errors import one_line
+from mmspec.vision.images import (
+    ImageError,
+    check_size,
+    content_of,
+    eight_bits,
+    explained,
+    pixel_limit,
+    read_still,
+    ready,
+    to_rgb,
+)
+
+if TYPE_CHECKING:
+    from mmspec.vision.video.decoder_pool import Isolated
+
+_SUFFIXES = ".jpg .jpeg .jpe .jfif .png .apng .webp .gif .bmp .dib .tif .tiff .ppm .pgm .pbm .pnm .avif"
+_HEIF = ".heic .heif" if find_spec("pillow_heif") else ""
+SUFFIXES = frozenset(f"{_SUFFIXES} {_HEIF}".split())
+"""What files of the allowed formats are named like: see `mmspec.vision.images.FORMATS`."""
+
+
+@dataclass(frozen=True)
+class Video:
+    """The frames of one video, and what it is by the names of transformers' `VideoMetadata`.
+
+    A model that takes videos is given them as one; others get so many pictures.
+    """
+
+    frames: tuple[Image.Image, ...]
+    metadata: dict[str, Any]
+
+    def array(self) -> np.ndarray:
+        """[T, height, width, 3] uint8."""
+        return np.stack([np.asarray(frame) for frame in self.frames])
+
+
+Shown = Image.Image | Sequence[Image.Image] | Video
+"""What goes with one prompt: a picture, several, or a video."""
+Source = Path | str | bytes | Image.Image | np.ndarray
+"""What a picture may come as: a file by its path, what is in one, an image of Pillow's, an array (`from_array`)."""
+Key = TypeVar("Key")
+Value = TypeVar("Value")
+
+
+def load_image(source: Source, max_pixels: int = MAX_PIXELS, isolated: bool | Isolated = False) -> Image.Image:
+    """A picture as RGB, upright (EXIF), transparency on white; the first one of an animated file.
+
+    Args:
+        isolated: decode files and bytes in another process, within bounds of time and memory; True starts one for this
+            call. Images of Pillow's and arrays are decoded already.
+
+    Raises:
+        ImageError: whatever is wrong with it.
+    """
+    if isinstance(source, np.ndarray):
+        with explained(max_pixels):
+            return from_array(source, max_pixels)
+    if isinstance(source, Image.Image):
+        with explained(max_pixels):
+            return ready(source, max_pixels)
+    content = _checked(source)
+    if isolated:
+        return _apart(content, max_pixels, isolated)
+    held = content if isinstance(content, bytes) else content_of(content)
+    return read_still(held, max_pixels)
+
+
+def _apart(content: str | bytes, max_pixels: int, isolated: bool | Isolated) -> Image.Image:
+    """A picture that another process decodes."""
+    from mmspec.vision.video.decoder_pool import DecoderCrashedError, DecoderHungError, Isolated
+
+    with nullcontext(isolated) if isinstance(isolated, Isolated) else Isolated() as other:
+        try:
+            return other.picture(content, max_pixels)
+        except DecoderHungError as error:
+            raise ImageError("DecoderHung", f"the decoder took too long ({error})") from error
+        except DecoderCrashedError as error:
+            raise ImageError("DecoderCrashed", f"the decoder crashed ({error})") from error
+        except MemoryError as error:
+            raise ImageError("OutOfMemory", "not enough memory to decode it") from error
+        except (RuntimeError, OSError) as error:
+            raise ImageError("BrokenImage", f"cannot be decoded: {one_line(error)}") from error
+
+
+def _checked(source: object) -> str | bytes:
+    """A path of a file with something in it, or bytes."""
+    if isinstance(source, (bytes, bytearray, memoryview)):
+        if not len(source):
+            raise ImageError("Empty", "empty (0 bytes)")
+        return bytes(source)
+    if not isinstance(source, (str, Path)):
+        kind = type(source).__name__
+        raise ImageError("NotAnImage", f"a picture is a path, bytes, an image of Pillow's or an array; got {kind}")
+    check_file(Path(source))
+    return str(source)
+
+
+def from_array(values: np.ndarray, max_pixels: int = MAX_PIXELS) -> Image.Image:
+    """An array of [height, width], or [height, width, 1, 3 or 4] (grey, RGB, RGBA), as RGB.
+
+    Bytes are taken as they are, truth values are black and white; anything else is scaled as `to_rgb` does.
+    """
+    if values.ndim == 3 and values.shape[2] == 1:
+        values = values[:, :, 0]
+    if values.ndim not in (2, 3) or (values.ndim == 3 and values.shape[2] not in (3, 4)):
+        what = "an array is [height, width], or [height, width, 3 or 4], colours last"
+        raise ImageError("NotAnImage", f"{what}; got {list(values.shape)}")
+    if values.dtype.kind not in "buif":
+        raise ImageError("NotAnImage", f"an array holds numbers; got dtype {values.dtype}")
+    check_size(values.shape[1], values.shape[0], max_pixels)
+    if values.dtype == np.bool_:
+        values = values.astype(np.uint8) * 255
+    elif values.dtype != np.uint8:
+        values = eight_bits(values)
+    return to_rgb(Image.fromarray(np.ascontiguousarray(values)))
+
+
+def check_file(path: Path) -> None:
+    """Refuse what is not a file with something in it."""
+    try:
+        if path.is_dir():
+            raise ImageError("NotAnImage", "is a folder")
+        if not path.exists():
+            raise ImageError("Missing", "no such file")
+        if not path.is_file():
+            raise ImageError("NotAnImage", "not a regular file")
+        if path.stat().st_size == 0:
+            raise ImageError("Empty", "empty file (0 bytes)")
+    except OSError as error:
+        raise ImageError("Unreadable", one_line(error)) from error
+
+
+def pictures(shown: Shown) -> Sequence[Image.Image]:
+    """The picture alone, or the frames."""
+    if isinstance(shown, Video):
+        return shown.frames
+    return (shown,) if isinstance(shown, Image.Image) else shown
+
+
+def decode_ahead(
+    keys: Iterable[Key], load: Callable[[Key], Value], threads: int = 4, ahead: int = 16
+) -> Generator[tuple[Key, Value | ImageError], None, None]:
+    """Yield `(key, load(key))` in order, with up to `ahead` of them loading in `threads` meanwhile.
+
+    An `ImageError` is yielded in place of the value, so that one bad file stops nobody.
+    """
+    source, window = iter(keys), deque[tuple[Key, Future[Value]]]()
+    with ThreadPoolExecutor(max_workers=threads, thread_name_prefix="mmspec-decode") as pool:
+        try:
+            for key in source:
+                window.append((key, pool.submit(load, key)))
+                if len(window) > ahead:
+                    yield _result(*window.popleft())
+            while window:
+                yield _result(*window.popleft())
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _result(key: Key, future: Future[Any]) -> tuple[Key, Any]:
+    try:
+        return key, future.result()
+    except ImageError as error:
+        return key, error
+
+
+__all__ = [
+    "SUFFIXES",
+    "ImageError",
+    "Shown",
+    "Source",
+    "Video",
+    "check_file",
+    "check_size",
+    "decode_ahead",
+    "from_array",
+    "load_image",
+    "pictures",
+    "pixel_limit",
+    "to_rgb",
+]

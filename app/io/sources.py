@@ -1,0 +1,246 @@
+"""What the user named (files, folders, globs, manifests) to a list of pictures and clips in a stable order.
+
+A manifest is not trusted: its paths stay inside its folder. Nothing is decoded here, and nothing is written.
+"""
+
+from __future__ import annotations
+
+import csv
+import glob
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from mmspec.app.caption.config import usual_prompt
+from mmspec.app.errors import UsageError, one_line
+from mmspec.app.io import images
+from mmspec.app.io import videos as clips
+
+MANIFESTS = frozenset({".jsonl", ".txt", ".csv"})
+SUFFIXES = images.SUFFIXES | clips.SUFFIXES
+NAMES = ("file_name", "image", "path", "file")
+
+
+@dataclass(frozen=True)
+class Item:
+    """A picture or clip. `id` names its row, `prompt` None is the job's; `index` is its place in the list.
+
+    `answer` is what a drafter may be trained on.
+    """
+
+    path: Path
+    id: str = ""
+    file_name: str = ""
+    prompt: str | None = None
+    index: int = -1
+    answer: str | None = None
+
+    @property
+    def is_clip(self) -> bool:
+        """Whether the file is named like a video."""
+        return self.path.suffix.lower() in clips.SUFFIXES
+
+    def question(self, usual: str | None = None) -> str:
+        """Its own prompt, else the usual one, else what suits a picture or a clip."""
+        return self.prompt or usual or usual_prompt(self.is_clip)
+
+
+def natural(text: str) -> tuple[Any, ...]:
+    """Sort key that puts img2 before img10, and is total: ties are broken by the text itself."""
+    parts = re.split(r"(\d+)", text.casefold())
+    return (*((int(p), "") if p.isdecimal() else (-1, p) for p in parts), (-2, text))
+
+
+def collect(paths: Sequence[str], base: Path, skip: Iterable[Path] = ()) -> list[Item]:
+    """All pictures that `paths` name, each once, numbered; `base` is the folder that file names are relative to.
+
+    Args:
+        skip: files that are never inputs (the job's own output).
+    """
+    avoid = {_real(path) for path in skip}
+    found = [item for path in paths for item in _named(path, avoid)]
+    items = _unique(found, base)
+    if not items:
+        raise UsageError(f"no images or videos in {', '.join(paths)} (looked for {', '.join(sorted(SUFFIXES))})")
+    if not any(os.path.exists(item.path) for item in items):
+        raise UsageError(f"no such file: {items[0].path}" + (f" (nor any other of {len(items)})" if items[1:] else ""))
+    return items
+
+
+def _real(path: Path) -> str:
+    return os.path.realpath(path)
+
+
+def _named(name: str, avoid: set[str]) -> Iterator[Item]:
+    path = Path(name)
+    if path.is_dir():
+        yield from _files(sorted(_walk(path), key=lambda file: _order(file, path)), avoid)
+    elif path.exists() and _real(path) in avoid:
+        return
+    elif path.suffix.lower() in MANIFESTS and (path.exists() or not glob.has_magic(name)):
+        yield from _manifest(path)
+    elif path.exists() or (path.suffix.lower() in SUFFIXES and not glob.has_magic(name)):
+        yield Item(path)
+    elif glob.has_magic(name):
+        yield from _globbed(name, avoid)
+    else:
+        raise UsageError(f"no such file or folder: {name}")
+
+
+def _globbed(name: str, avoid: set[str]) -> Iterator[Item]:
+    matches = sorted(glob.glob(name, recursive=True), key=natural)
+    if not matches:
+        raise UsageError(f"nothing matches {name!r}")
+    for match in map(Path, matches):
+        if match.is_dir() and not name.rstrip("/").endswith("**"):
+            yield from _named(str(match), avoid)
+        elif match.is_file() and match.suffix.lower() in SUFFIXES:
+            yield from _files([match], avoid)
+
+
+def _files(files: Iterable[Path], avoid: set[str]) -> Iterator[Item]:
+    return (Item(file) for file in files if _real(file) not in avoid)
+
+
+def _order(file: Path, folder: Path) -> tuple[Any, ...]:
+    """Files of a folder before those of its sub-folders, each level in natural order."""
+    parts = file.relative_to(folder).parts
+    return tuple((i < len(parts) - 1, natural(part)) for i, part in enumerate(parts))
+
+
+def _walk(folder: Path) -> Iterator[Path]:
+    def fail(error: OSError) -> None:
+        raise UsageError(f"cannot read folder {error.filename}: {error.strerror}")
+
+    yield from (file for file in _all_files(folder, fail) if file.suffix.lower() in SUFFIXES)
+
+
+def _all_files(folder: Path, fail: Callable[[OSError], None] | None = None) -> Iterator[Path]:
+    """Files of a folder and its sub-folders, without hidden ones."""
+    for here, folders, files in os.walk(folder, onerror=fail):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        yield from (Path(here, name) for name in files if not name.startswith("."))
+
+
+def left_out(paths: Sequence[str], skip: Iterable[Path] = ()) -> str:
+    """A line about the files in the folders of `paths` that are not read, by the ends of their names, or nothing."""
+    avoid, many = {_real(path) for path in skip}, Counter[str]()
+    for folder in filter(os.path.isdir, paths):
+        for file in _all_files(Path(folder)):
+            if (suffix := file.suffix.lower()) not in SUFFIXES | MANIFESTS and _real(file) not in avoid:
+                many[suffix or "without an ending"] += 1
+    if not many:
+        return ""
+    first = ", ".join(f"{count} {suffix}" for suffix, count in many.most_common(8))
+    more = f", and {len(many) - 8} other kinds" if len(many) > 8 else ""
+    hint = "; pip install pillow-heif to read .heic" if many[".heic"] + many[".heif"] else ""
+    files = "1 file that is" if many.total() == 1 else f"{many.total()} files that are"
+    return f"skipped {files} no supported picture or clip: {first}{more}{hint}"
+
+
+def _manifest(path: Path) -> Iterator[Item]:
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise UsageError(f"cannot read manifest {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"manifest {path} is not UTF-8 text: {one_line(error)}") from error
+    read = {".jsonl": _jsonl, ".csv": _csv, ".txt": _lines}[path.suffix.lower()]
+    for number, row in read(path, text):
+        yield _entry(path, number, row)
+
+
+def _jsonl(path: Path, text: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    for number, line in enumerate(text.split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise UsageError(f"{path} line {number} is not JSON: {one_line(error)}") from error
+        if not isinstance(row, dict):
+            raise UsageError(f"{path} line {number} is not a JSON object: {line.strip()[:60]}")
+        yield number, row
+
+
+def _csv(path: Path, text: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    reader = csv.DictReader(text.splitlines(keepends=True))
+    try:
+        for row in reader:
+            yield reader.line_num, {key: value for key, value in row.items() if key and value}
+    except csv.Error as error:
+        raise UsageError(f"{path} line {reader.line_num} is not CSV: {one_line(error)}") from error
+
+
+def _lines(path: Path, text: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.strip() and not line.startswith("#"):
+            yield number, {"file_name": line.strip()}
+
+
+def _entry(manifest: Path, number: int, row: dict[str, Any]) -> Item:
+    where = f"{manifest} line {number}"
+    name = next((row[key] for key in NAMES if row.get(key)), None)
+    if not isinstance(name, str) or not _is_name(name):
+        got = _short(name) if name else ", ".join(map(_short, row)) or "nothing"
+        raise UsageError(f"{where} names no file: give {NAMES[0]!r} (got {got})")
+    root, path = _real(manifest.parent), manifest.parent / name
+    if os.path.isabs(name) or not Path(_real(path)).is_relative_to(root):
+        raise UsageError(f"{where}: {_short(name)} leads out of {manifest.parent}/; paths are relative to the manifest")
+    prompt, ident, answer = row.get("prompt"), row.get("id"), row.get("answer")
+    for key, value in (("prompt", prompt), ("answer", answer)):
+        if value is not None and not isinstance(value, str):
+            raise UsageError(f"{where}: {key!r} is text, got {_short(value)}")
+    if ident is not None and not isinstance(ident, str | int):
+        raise UsageError(f"{where}: 'id' is text or a number, got {_short(ident)}")
+    return Item(path, id="" if ident is None else str(ident), prompt=prompt or None, answer=answer or None)
+
+
+def _is_name(name: str) -> bool:
+    """Whether a file may be called that: no control or half characters, no longer than systems allow."""
+    try:
+        data = os.fsencode(name)
+    except UnicodeEncodeError:
+        return False
+    printable = all(code >= 32 and code != 127 for code in data)
+    return printable and len(data) <= 3072 and all(len(part) <= 255 for part in data.split(b"/"))
+
+
+def _short(value: object) -> str:
+    """A value for a message."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:80]}..."
+
+
+def _unique(found: Iterable[Item], base: Path) -> list[Item]:
+    """Drop what was named twice, give the others their names, ids and numbers."""
+    kept: dict[str, Item] = {}
+    seen: set[tuple[str, str, str | None]] = set()
+    for item in found:
+        key = (os.path.abspath(item.path), item.id, item.prompt)
+        if key in seen:
+            continue
+        seen.add(key)
+        name = relative_name(item.path, base)
+        ident = item.id or name
+        if ident in kept:
+            raise UsageError(
+                f"two rows have the id {_short(ident)} ({kept[ident].path}, {item.path}): give each its own"
+            )
+        kept[ident] = replace(item, id=ident, file_name=name, index=len(kept))
+    return list(kept.values())
+
+
+def relative_name(path: Path, base: Path) -> str:
+    """`path` as seen from `base`, or absolute if it does not lie below it; with forward slashes."""
+    full, root = os.path.abspath(path), os.path.abspath(base)
+    inside = Path(full).is_relative_to(root)
+    return Path(os.path.relpath(full, root) if inside else full).as_posix()
+
+
+__all__ = ["Item", "collect", "left_out", "natural", "relative_name"]

@@ -1,0 +1,59 @@
+"""Video files to the frames that a model is shown, within limits; what is wrong becomes an `ImageError` of one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mmspec.app.caption.config import FRAMES, MAX_PIXELS
+from mmspec.app.errors import one_line
+from mmspec.app.io.images import ImageError, Shown, Video, check_file, check_size, load_image
+
+if TYPE_CHECKING:
+    from mmspec.interfaces import FrameSampler
+    from mmspec.vision.video.decoder_pool import Isolated
+
+_SUFFIXES = ".mp4 .m4v .mov .mkv .webm .avi .mpg .mpeg .ogv .wmv .flv .3gp"
+SUFFIXES = frozenset(_SUFFIXES.split())
+
+
+def load_clip(
+    path: Path, frames: int | FrameSampler = FRAMES, max_pixels: int = MAX_PIXELS, isolated: bool | Isolated = False
+) -> Video:
+    """RGB frames of the video in `path`.
+
+    Args:
+        frames: so many, evenly spread, and all of a shorter one; or what chooses them.
+        isolated: as `mmspec.vision.video.frames.read_frames` takes it: a decoder that crashes is then an error of the file.
+
+    Raises:
+        ImageError: whatever is wrong with it.
+    """
+    from mmspec.vision.video.frames import DecoderCrashedError, DecoderHungError, Uniform, read_frames
+
+    check_file(path)
+    try:
+        read = read_frames(path, Uniform(frames) if isinstance(frames, int) else frames, isolated=isolated)
+    except ImportError as error:
+        raise ImageError("NoVideoReader", one_line(error)) from error
+    except MemoryError as error:
+        raise ImageError("OutOfMemory", "not enough memory to decode it") from error
+    except Exception as error:
+        kinds: dict[type[Exception], str]
+        kinds = {DecoderCrashedError: "DecoderCrashed", DecoderHungError: "DecoderHung"}
+        told = one_line(error, 600).removeprefix(f"{path}: ").replace(str(path), path.name)
+        raise ImageError(kinds.get(type(error), "BrokenVideo"), told) from error
+    check_size(read.metadata.width, read.metadata.height, max_pixels)  # large ones are read at a smaller size
+    return Video(tuple(read.images), read.metadata.for_processor())
+
+
+def load_shown(
+    path: Path, frames: int | FrameSampler = FRAMES, max_pixels: int = MAX_PIXELS, isolated: bool | Isolated = False
+) -> Shown:
+    """The frames of a file that is named like a video, else the picture in it; `isolated` is of both."""
+    if path.suffix.lower() in SUFFIXES:
+        return load_clip(path, frames, max_pixels, isolated)
+    return load_image(path, max_pixels, isolated)
+
+
+__all__ = ["SUFFIXES", "load_clip", "load_shown"]

@@ -1,0 +1,1 @@
+"""Model loading, chat prompts, captioning, random models."""

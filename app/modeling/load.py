@@ -1,0 +1,107 @@
+"""A model and its processor from a hub id, a local folder or what is built in; errors in one line.
+
+Remote code is never run. Whether anything may be downloaded is up to transformers' own settings (`HF_HUB_OFFLINE=1`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from mmspec.app.caption.config import MODEL
+from mmspec.app.errors import UsageError, one_line
+from mmspec.app.modeling.random_models import SIZES, random_model
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+
+def pick_device(name: str, local_rank: int = 0) -> torch.device:
+    """The device called `name`; "auto" is this process's GPU if there is one."""
+    import torch
+
+    if name == "auto":
+        if torch.cuda.is_available():
+            return torch.device("cuda", local_rank % torch.cuda.device_count())
+        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except Exception as error:  # torch says "no such device" in a different type for each kind
+        raise UsageError(f"--device {name}: {one_line(error, 120)}") from error
+    return device
+
+
+def synchronise(device: torch.device) -> None:
+    """Wait until the device has nothing left to do."""
+    import torch
+
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
+
+
+def load(name: str, dtype: str = "auto", device: str = "auto", local_rank: int = 0) -> tuple[PreTrainedModel, Any]:
+    """Model in eval mode on its device, and its processor, padding on the left.
+
+    Args:
+        name: hub id, local folder, "scenes" for the model that ships with mmspec, or "tiny" / "mid" for a random one.
+        dtype: "auto" is float32 on a CPU and the checkpoint's own elsewhere.
+    """
+    place = pick_device(device, local_rank)
+    precision = "float32" if dtype == "auto" and place.type == "cpu" else dtype
+    if name == MODEL:
+        model, processor = _scenes(precision)
+    else:
+        model, processor = _random(name, precision) if name in SIZES else _pretrained(name, precision)
+    tokenizer = getattr(processor, "tokenizer", None)
+    if tokenizer is None or not hasattr(processor, "image_processor"):
+        raise UsageError(f"--model {name} has no processor for images and text (it is a {type(processor).__name__})")
+    tokenizer.padding_side = "left"
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return model.to(place).eval(), processor
+
+
+def _scenes(dtype: str) -> tuple[Any, Any]:
+    import torch
+
+    from mmspec.app import scenes
+
+    try:
+        model, processor = scenes.load()
+    except scenes.DamagedModelError as error:
+        raise UsageError(str(error)) from error
+    return model.to(getattr(torch, "float32" if dtype == "auto" else dtype)), processor
+
+
+def _random(name: str, dtype: str) -> tuple[Any, Any]:
+    import torch
+
+    model, processor = random_model(name)
+    return model.to(getattr(torch, "float32" if dtype == "auto" else dtype)), processor
+
+
+def _pretrained(name: str, dtype: str) -> tuple[Any, Any]:
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    try:
+        processor = AutoProcessor.from_pretrained(name, trust_remote_code=False)
+    except Exception as error:  # transformers raises nearly any type here, AttributeError where torchvision is missing
+        raise UsageError(f"cannot load the processor of --model {name}: {_hint(error)}") from error
+    try:
+        model = AutoModelForImageTextToText.from_pretrained(name, dtype=dtype, trust_remote_code=False)
+    except Exception as error:
+        raise UsageError(f"cannot load --model {name}: {_hint(error)}") from error
+    return model, processor
+
+
+def _hint(error: Exception) -> str:
+    text = one_line(error)
+    if "torchvision" in str(error).lower() or isinstance(error, AttributeError):
+        text += " (this family's processor needs torchvision: pip install torchvision)"
+    return text
+
+
+__all__ = ["load", "pick_device", "synchronise"]

@@ -1,0 +1,1 @@
+"""The training recipe and evaluation of the scenes model."""

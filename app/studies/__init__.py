@@ -1,0 +1,1 @@
+"""Research studies; not part of the product."""

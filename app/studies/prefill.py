@@ -1,0 +1,184 @@
+"""What reading a prompt costs a draft head of any shape, with and without a compressor: time, operations, memory.
+
+Weights and prompts are random: none of the three hangs on them. By default the head is that of a 7B LLaVA.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+
+from mmspec.app.bench.command import provenance, writable
+from mmspec.app.bench.measure import limits
+from mmspec.app.caption.command import positive
+from mmspec.app.errors import UsageError
+from mmspec.app.studies.prefill_recorder import Reader, Reading
+from mmspec.drafters.eagle.drafter import EagleDrafter
+from mmspec.drafters.eagle.head import EagleHead, HeadConfig
+from mmspec.engine.tree import bare
+from mmspec.interfaces import Prompt, Segment, Verdict, Words
+from mmspec.metrics.compression_stats import Watch
+from mmspec.vision.registry import new
+
+EPILOG = """
+how
+  A prompt of --text words and --frames grids of --grid x --grid visual tokens; the head reads it --repeats times in
+  each way in turn, after a warm-up. "over" are ratios to the head without a compressor, run by run, the median and its
+  95% interval. The compressor's own work is counted.
+
+examples
+  python -m mmspec.app.studies.prefill --frames 1,2,8 --compressors pool:64,stride:64,latent:64
+  python -m mmspec.app.studies.prefill --hidden 384 --heads 6 --kv-heads 2 --ffn 688 --grid 12 --frames 1,8,27
+"""
+LAYERS, VOCABULARY = 2, 256
+WHOLE = "-"
+"""The way without a compressor."""
+
+
+def prompt_of(frames: int, grid: int, text: int, hidden: int, like: dict[str, Any]) -> Prompt:
+    """A picture's or clip's prompt: half of the words, the visual tokens, the other half."""
+    visual = frames * grid * grid
+    dice = torch.Generator().manual_seed(0)
+    with torch.random.fork_rng(devices=[]):
+        words = Words(nn.Embedding(VOCABULARY, hidden).to(**like), nn.Linear(hidden, VOCABULARY, bias=False).to(**like))
+    mask = torch.zeros(1, text + visual, dtype=torch.bool)
+    start = max(1, text // 2)
+    mask[:, start : start + visual] = True
+    parts = [torch.randn(1, text + visual, hidden, generator=dice).to(**like) for _ in range(2)]
+    ids = torch.randint(0, VOCABULARY, mask.shape, generator=dice).to(like["device"])
+    grids = [Segment(0, start + t * grid * grid, grid, grid, 0, role="frame", time=t) for t in range(frames)]
+    return Prompt(
+        ids=ids,
+        padding=torch.ones_like(ids, dtype=torch.bool),
+        visual=mask.to(like["device"]),
+        positions=ids,
+        segments=tuple(grids),
+        taps={0: parts[0], LAYERS: parts[1]},
+        vocab_size=VOCABULARY,
+        words=words,
+    )
+
+
+def first_word(device: torch.device) -> Verdict:
+    """The prompt was read, and some word came out."""
+    word = torch.zeros(1, 1, dtype=torch.long, device=device)
+    return Verdict(bare(1, device), word, word[0] + 1, word, [[0]], [[0]])
+
+
+def read(drafter: EagleDrafter, prompt: Prompt, device: torch.device, count: bool) -> Reading:
+    """One prompt, read anew."""
+    reader = Reader(drafter, device)
+    reader.observe(reader.begin(prompt), first_word(device), {})
+    if count:
+        reader.count()
+    return reader.reading
+
+
+def rows_of(args: argparse.Namespace, device: torch.device) -> Iterator[dict[str, Any]]:
+    """A row for each number of frames and each way."""
+    like: dict[str, Any] = {"device": device, "dtype": getattr(torch, args.dtype)}
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        config = HeadConfig(args.hidden, args.ffn, args.heads, args.kv_heads, VOCABULARY)
+        drafter = EagleDrafter(EagleHead(config).to(**like), "decoupled", layers=LAYERS)
+        ways = {WHOLE: None} | {name: Watch(new(name, args.hidden)) for name in args.compressors}
+    for frames in args.frames:
+        prompt = prompt_of(frames, args.grid, args.text, args.hidden, like)
+        readings: dict[str, list[Reading]] = {name: [] for name in ways}
+        for turn in range(args.repeats + 1):
+            for name, way in ways.items():
+                given = Prompt(**{**vars(prompt), "compressor": way})
+                readings[name].append(read(drafter, given, device, count=not turn))
+        whole = readings[WHOLE]
+        for name, mine in readings.items():
+            over = [one.seconds / other.seconds for one, other in zip(mine[1:], whole[1:], strict=True)]
+            yield {
+                "frames": frames,
+                "visual": frames * args.grid**2,
+                "way": name,
+                "prefill_ms": 1e3 * median(one.seconds for one in mine[1:]),
+                "prefill_over": [median(over), *limits(over)],
+                "gflops": mine[0].flops / 1e9,
+                "flops_over": mine[0].flops / whole[0].flops,
+                "kv_mib": mine[0].kv_bytes / 2**20,
+                "kv_over": mine[0].kv_bytes / whole[0].kv_bytes,
+            }
+
+
+def line_of(row: dict[str, Any]) -> str:
+    """A row as it is printed."""
+    form = "{visual:>6} visual tokens  {way:<14} {prefill_ms:9.1f} ms (x{over[0]:.3f} [{over[1]:.3f}, {over[2]:.3f}])  "
+    form += "{gflops:8.2f} GFLOP (x{flops_over:.3f})  KV {kv_mib:7.2f} MiB (x{kv_over:.3f})"
+    return form.format(**row, over=row["prefill_over"])
+
+
+def numbers(text: str) -> list[int]:
+    """Comma-separated whole numbers above 0."""
+    return [positive(word.strip()) for word in text.split(",")]
+
+
+def parser() -> argparse.ArgumentParser:
+    """The flags."""
+    made = argparse.ArgumentParser(
+        prog="python -m mmspec.app.studies.prefill",
+        description=__doc__,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = made.add_argument
+    add("--hidden", type=positive, default=4096, metavar="D")
+    add("--heads", type=positive, default=32, metavar="H")
+    add("--kv-heads", type=positive, default=32, metavar="H")
+    add("--ffn", type=positive, default=11008, metavar="F")
+    add("--grid", type=positive, default=24, metavar="G", help="visual tokens along an edge (default 24: 576 a frame)")
+    add("--frames", type=numbers, default=[1, 2, 8], metavar="N,N")
+    add("--text", type=positive, default=64, metavar="N", help="words of the prompt")
+    add("--compressors", type=lambda text: text.split(","), default=["pool:64", "stride:64"], metavar="C,C")
+    add("--repeats", type=positive, default=5, metavar="N")
+    add("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
+    add("--device", default="cpu", metavar="DEV")
+    add("--json", metavar="FILE")
+    return made
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line."""
+    from tqdm import tqdm
+
+    given = list(sys.argv[1:] if argv is None else argv)
+    args = parser().parse_args(given)
+    try:
+        if args.json:
+            writable(args.json)
+        device = torch.device(args.device)
+        for name in args.compressors:
+            new(name, 8)
+        if args.hidden % args.heads or args.heads % args.kv_heads:
+            raise UsageError(
+                f"--hidden must be a multiple of --heads, and that of --kv-heads; got {args.hidden}, {args.heads} and "
+                f"{args.kv_heads}"
+            )
+    except (RuntimeError, UsageError, ValueError) as error:
+        parser().error(str(error).splitlines()[0])
+    about = provenance(shlex.join(["python", "-m", "mmspec.app.studies.prefill", *given]), device)
+    rows = []
+    total = len(args.frames) * (1 + len(args.compressors))
+    for row in tqdm(rows_of(args, device), total=total, disable=not sys.stderr.isatty()):
+        rows.append(row | {"run": about})
+        print(line_of(row), flush=True)
+    if args.json:
+        Path(args.json).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

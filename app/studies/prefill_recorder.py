@@ -1,0 +1,79 @@
+"""What it costs a drafter to read a prompt: time, work and memory. For a single row."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from mmspec.app.bench.recorder import Recorder
+from mmspec.app.modeling.load import synchronise
+from mmspec.control.draft_cost import Pace
+from mmspec.interfaces import Prompt, Verdict
+
+
+@dataclass
+class Reading:
+    """What a drafter's prefill cost: seconds, floating-point operations (if counted), bytes of keys and values."""
+
+    seconds: float = 0.0
+    flops: int = 0
+    kv_bytes: int = 0
+
+
+class Reader(Recorder):
+    """A `Recorder` that measures how the drafter reads its prompt, on a device that it waits for."""
+
+    def __init__(self, inner: Any, device: torch.device) -> None:
+        super().__init__(inner)
+        self.device, self.reading = device, Reading()
+        self._prompt: Prompt | None = None
+        self._reads = hasattr(inner, "read")
+        # What a compressor goes by in this call, for `count`; the drafter's own goes on learning.
+        self._known = Pace(copy.deepcopy(inner.pace.tallies)) if self._reads else None
+
+    def begin(self, prompt: Prompt) -> Any:
+        """See `Drafter`."""
+        self._prompt = prompt
+        return self._timed(lambda: super(Reader, self).begin(prompt))
+
+    def observe(self, state: Any, verdict: Verdict, taps: Mapping[int, Tensor]) -> None:
+        """See `Drafter`; the first time the prompt is read, whether a draft is asked for or not."""
+        super().observe(state, verdict, taps)
+        if not self._reads or len(self._seen) > 1:
+            return
+        self._timed(lambda: self.inner.read(state))  # type: ignore[attr-defined]
+        buffer = getattr(state, "buffer", None)
+        if buffer is not None:
+            config = self.inner.head.config  # type: ignore[attr-defined]
+            each = 2 * config.num_key_value_heads * config.head_dim * state.last.element_size()
+            self.reading.kv_bytes = sum(buffer.lengths) * each
+
+    def count(self) -> None:
+        """After the call, count the operations of reading: of the same once more, from which nothing is learned."""
+        if not self._reads or self._prompt is None:
+            return
+        twin: Any = copy.copy(self.inner)
+        twin.pace = self._known
+        with FlopCounterMode(display=False) as counter:
+            state = twin.begin(self._prompt)
+            twin.observe(state, self._seen[0][0], {})
+            twin.read(state)
+        self.reading.flops = counter.get_total_flops()
+
+    def _timed(self, do: Callable[[], Any]) -> Any:
+        synchronise(self.device)
+        began = time.perf_counter()
+        result = do()
+        synchronise(self.device)
+        self.reading.seconds += time.perf_counter() - began
+        return result
+
+
+__all__ = ["Reader", "Reading"]

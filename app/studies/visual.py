@@ -1,0 +1,390 @@
+"""`python -m mmspec.app.studies.visual`: what it costs and what it brings to show a drafter fewer visual tokens.
+
+Each way decodes the same held-out requests, in an order drawn anew: one picture, four pictures, clips. Told are
+tau, overall and on names of things; the time, the work and the memory of the drafter's own prefill; and the time of
+decoding and of whole calls, as ratios of paired runs. Intervals are over requests (bootstrap). The drafters that are
+named live through all shapes, so one that learns goes on learning.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+import torch
+
+from mmspec.app.bench.command import provenance, writable
+from mmspec.app.bench.measure import OWN, PLAIN, Run, System, alike, clone, limits, once, swept
+from mmspec.app.bench.specs import check, drafter_of, labels, parse, patched, shown_by
+from mmspec.app.caption.command import positive
+from mmspec.app.caption.config import DEFAULT
+from mmspec.app.errors import UsageError, one_line
+from mmspec.app.modeling.captioner import Captioner
+from mmspec.app.modeling.load import load
+from mmspec.app.scenes.world import HELD_OUT
+from mmspec.app.studies import chooser_report as choices
+from mmspec.app.studies.prefill_recorder import Reader, Reading
+from mmspec.app.studies.scenarios import SHAPES, asked, fitting, pictures_of, visual_of
+from mmspec.app.studies.word_classes import Answer, answer_of, interval, multiple
+from mmspec.interfaces import Drafter
+from mmspec.metrics.stats import Stats
+
+EPILOG = """\
+shapes
+  short    a picture and a short question     one      a picture to describe
+  four     four pictures to describe          clip8, clip32, clipN   a clip of so many frames, or of as many as the
+                                              model has positions for
+
+compressors
+  as for mmspec.patch; own is the one that a drafter was trained with, which then keeps fewer tokens: --compressors own
+  measured goes by what looking costs here, and so not with --nodes
+
+rows
+  *_over are multiples of what the first drafter takes (tau_over: of its tau), speedup_* of its speed, speedup_hf* of
+  that of plain generate, *_ci their 95% intervals; names is the share of their tokens that was guessed, names_tau their
+  tokens for each forward that one of them cost. Without --nodes tau follows a controller that goes by measured times.
+  Ways that choose for each prompt (elastic, measured) are told against the best fixed way, by the sum of all seconds
+  and by the mean over shapes, and against the best way for each request: by forwards, and by seconds (a bound that is
+  too good, picked after the fact from noisy times).
+
+examples
+  python -m mmspec.app.studies.visual out/msd --compressors pool,stride,relevant --json study.json --markdown study.md
+  python -m mmspec.app.studies.visual out/msd out/msd+measured out/msd-latent --shapes short,one,clip8
+  python -m mmspec.app.studies.visual out/msd-latent --compressors own --nodes 16
+"""
+HEADINGS = ["way", "shown", "tau", "over", "names guessed", "names' tau", "prefill ms", "over", "operations over"]
+HEADINGS += ["KV KiB", "over", "decode speed over", "call speed over", "decode speed over hf", "identical"]
+"""Of the tables."""
+TITLE = "**{shape}: {visual} visual tokens, {requests} requests; over: in multiples of what {base} has**"
+
+
+@dataclass
+class Way:
+    """A drafter, perhaps with a compressor, and what was measured of it, request by request.
+
+    Attributes:
+        shares: 1/share of the visual tokens were asked for (0: one token); empty for a way that was named.
+    """
+
+    name: str
+    system: System
+    drafter: Drafter | None = None
+    shares: Sequence[int] = ()
+    answers: list[Answer] = field(default_factory=list)
+    readings: list[Reading] = field(default_factory=list)
+
+
+def ways_of(
+    names: Sequence[str], compressors: Sequence[str], shares: Sequence[int], visual: int
+) -> dict[str, list[int]]:
+    """Every drafter alone, then the first with each compressor; {name: 1/shares of the tokens it keeps (0: one)}."""
+    ways: dict[str, list[int]] = {name: [] for name in names}
+    for what in compressors:
+        for share in shares:
+            size = 1 if not share else max(1, visual // share)
+            ways.setdefault(f"{names[0]}+{what}:{size}", []).append(share)
+    return ways
+
+
+def field_of(
+    model: Any,
+    processor: Any,
+    ways: Mapping[str, Sequence[int]],
+    nodes: int | None = None,
+    before: Sequence[Way] = (),
+) -> list[Way]:
+    """Plain `generate`, our loop without drafts, and each way, on clones that share their weights.
+
+    Args:
+        before: the field of the shape before; who was in it under the same name stays, with what it has learned.
+    """
+    models = {way.name: way.system.model for way in before}
+    plain = models[PLAIN] if before else clone(model)
+    made = [Way(PLAIN, System(PLAIN, plain))]
+    for name in dict.fromkeys((OWN, *ways)):
+        ours = models[name] if name in models else patched(clone(model), name, processor, nodes)
+        made.append(Way(name, System(name, ours), drafter_of(ours), ways.get(name, ())))
+    alike([way.system.model for way in made])
+    return made
+
+
+@swept()
+def contest(
+    field_: Sequence[Way], processor: Any, shape: str, first: int, count: int, most: int, tick: Callable[[int], Any]
+) -> None:
+    """Everybody on the same requests; the first request warms up."""
+    maker = Captioner(field_[0].system.model, processor)
+    for number, one in enumerate(islice(asked(shape, first), count + 1)):
+        inputs = maker.inputs([one.pictures], [one.question])
+        for way in random.Random(number).sample(field_, len(field_)):  # so that nobody always follows the same one
+            run, reader = _once(way, inputs, most)
+            tick(1)
+            if not number:
+                continue
+            way.system.runs.append(run)
+            if reader is not None:
+                reader.count()
+                way.answers.append(answer_of(reader.rounds(), processor.tokenizer, maker.ends))
+                way.readings.append(reader.reading)
+
+
+def _once(way: Way, inputs: Mapping[str, Any], most: int) -> tuple[Run, Reader | None]:
+    """One call, with the drafter watched."""
+    if way.drafter is None:
+        return once(way.system, inputs, most, 0.0, 0), None
+    reader = Reader(way.drafter, way.system.model.device)
+    return once(way.system, inputs, most, 0.0, 0, drafter=reader), reader
+
+
+def rows_of(field_: Sequence[Way], shape: str, base: str) -> Iterator[dict[str, Any]]:
+    """A row per way; times of prefill, decoding and calls as ratios to those of `base`, run by run.
+
+    `*_over` are multiples of what the base takes (below 1 is less), `speedup_*` of its speed (above 1 is faster).
+    """
+    by_name = {way.name: way for way in field_}
+    ours = [way.name for way in field_ if way.name != PLAIN]
+    short = dict(zip(ours, labels(ours), strict=True))
+    plain, whole = by_name[PLAIN].system.runs, by_name[base]
+    for way in field_:
+        if way.name == PLAIN:
+            continue
+        runs, stats = way.system.runs, [run.stats for run in way.system.runs if run.stats]
+        row: dict[str, Any] = {"shape": shape, "way": short[way.name], "base": short[base], "requests": len(runs)}
+        row |= {"drafter": short[way.name].partition("+")[0], "family": _family(way), "shares": list(way.shares)}
+        row |= dict(zip(("kept", "share"), _kept(way, stats), strict=True))
+        row |= {name: interval(way.answers, name) for name in ("tau", "names", "names_tau")}
+        row["tau_over"] = multiple(way.answers, "tau", whole.answers)
+        row |= _reading(way.readings, whole.readings)
+        pairs = list(zip(runs, whole.system.runs, plain, strict=True))
+        ratios = {
+            "speedup_decode": [w.decode_s / max(r.decode_s, 1e-9) for r, w, _ in pairs],
+            "speedup_e2e": [w.total_s / r.total_s for r, w, _ in pairs],
+            "speedup_hf": [p.decode_s / max(r.decode_s, 1e-9) for r, _, p in pairs],
+            "speedup_hf_e2e": [p.total_s / r.total_s for r, _, p in pairs],
+        }
+        for name, values in ratios.items():
+            row |= {name: median(values), f"{name}_ci": limits(values)}
+        row["total_s"] = mean(run.total_s for run in runs)
+        row["seconds"] = [round(run.total_s, 5) for run in runs]
+        row["forwards"] = [answer.forwards for answer in way.answers]
+        row["identical"] = all(torch.equal(r.ids, p.ids) for r, _, p in pairs)
+        yield row
+
+
+def _reading(mine: Sequence[Reading], whole: Sequence[Reading]) -> dict[str, float]:
+    """What reading prompts costs; nothing of a drafter that reads none."""
+    if not any(one.kv_bytes for one in mine):
+        return {}
+    pairs = list(zip(mine, whole, strict=True))
+    return {
+        "prefill_ms": 1e3 * median(one.seconds for one in mine),
+        "prefill_over": median(one.seconds / other.seconds for one, other in pairs),
+        "kv_kib": mean(one.kv_bytes for one in mine) / 1024,
+        "kv_over": median(one.kv_bytes / other.kv_bytes for one, other in pairs),
+        "mflops": mean(one.flops for one in mine) / 1e6,
+        "mflops_over": median(one.flops / other.flops for one, other in pairs),
+    }
+
+
+def _kept(way: Way, stats: Sequence[Stats]) -> tuple[float | None, float | None]:
+    """Visual tokens that the drafter was shown, in the mean, and their share; (None, ...) if it was shown all."""
+    if visual := sum(one.visual for one in stats):
+        kept = sum(one.visual_kept for one in stats)
+        return kept / len(stats), kept / visual
+    if getattr(way.drafter, "rule", None) == "textual":
+        return 0.0, 0.0
+    return None, 1.0 if any(reading.kv_bytes for reading in way.readings) else None
+
+
+def _family(way: Way) -> str:
+    """What shows the drafter fewer visual tokens, without their number."""
+    shows = shown_by(way.system.model)
+    return "identity" if shows is None else str(shows.name)
+
+
+def told(value: Sequence[float]) -> str:
+    """A value and its interval."""
+    return "{:.2f} [{:.2f}, {:.2f}]".format(*value)
+
+
+def line_of(row: Mapping[str, Any]) -> str:
+    """A row as it is printed."""
+    kept = "" if row["kept"] is None else f"{row['kept']:.0f} ({row['share']:.1%})"
+    cells = [f"{row['shape']:<7} {row['way']:<28} {kept:>12}", f"tau {told(row['tau'])}, x{told(row['tau_over'])}"]
+    cells.append(f"names {row['names'][0]:.2f}, tau {row['names_tau'][0]:.2f}")
+    if "prefill_ms" in row:
+        form = "prefill {prefill_ms:.1f} ms (x{prefill_over:.2f}), operations x{mflops_over:.3f}, KV x{kv_over:.3f}"
+        cells.append(form.format(**row))
+    cells.append("decode x{speedup_decode:.2f}, call x{speedup_e2e:.2f}, hf x{speedup_hf:.2f}".format(**row))
+    return "  ".join(cells) + ("" if row["identical"] else "  DIFFERS")
+
+
+def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
+    """A table for each shape."""
+    parts = []
+    for shape in dict.fromkeys(row["shape"] for row in rows):
+        mine = [row for row in rows if row["shape"] == shape]
+        lines = [HEADINGS, ["---"] * len(HEADINGS), *map(_cells, mine)]
+        parts.append("\n".join([TITLE.format(**mine[0]), "", *(f"| {' | '.join(line)} |" for line in lines)]))
+    return "\n\n".join(parts) + "\n"
+
+
+def _cells(row: Mapping[str, Any]) -> list[str]:
+    """A row of its shape's table, as `HEADINGS` has it."""
+    shown = row["visual"] if row["kept"] is None else row["kept"]
+    cells = [row["way"], "-" if row["share"] is None else f"{shown:.0f} ({row['share']:.1%})"]
+    cells += [told(row["tau"]), told(row["tau_over"]), f"{row['names'][0]:.0%}", told(row["names_tau"])]
+    if "prefill_ms" in row:
+        form = "{prefill_ms:.1f}|{prefill_over:.2f}|{mflops_over:.3f}|{kv_kib:.1f}|{kv_over:.3f}"
+        cells += form.format(**row).split("|")
+    else:
+        cells += ["-"] * 5
+    cells += [told((row[name], *row[f"{name}_ci"])) for name in ("speedup_decode", "speedup_e2e")]
+    return [*cells, f"{row['speedup_hf']:.2f}", "yes" if row["identical"] else "NO"]
+
+
+def words(text: str) -> list[str]:
+    """Comma-separated names."""
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
+def shapes(text: str) -> list[str]:
+    """Comma-separated shapes."""
+    for name in words(text):
+        try:
+            pictures_of(name)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+    return words(text)
+
+
+def whole_numbers(text: str) -> list[int]:
+    """Comma-separated numbers from 0 on."""
+    try:
+        values = [int(word) for word in words(text)]
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"shares are whole numbers; got {text!r}") from error
+    if min(values, default=0) < 0:
+        raise argparse.ArgumentTypeError(f"shares are 0 (one token) or more; got {text!r}")
+    return values
+
+
+def parser() -> argparse.ArgumentParser:
+    """The flags."""
+    made = argparse.ArgumentParser(
+        prog="python -m mmspec.app.studies.visual",
+        description=__doc__,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = made.add_argument
+    add("drafters", nargs="+", metavar="D", help="trained drafters; the first is what others are compared with")
+    add("--compressors", type=words, default=[], metavar="C,C", help="with the first drafter, at every share")
+    add("--shares", type=whole_numbers, default=[2, 4, 8, 16, 0], metavar="N,N", help="1/N of the tokens; 0: one token")
+    add("--shapes", type=shapes, default=["one", "clip8"], metavar="S,S", help=f"of {', '.join(SHAPES)}")
+    add("--model", default=DEFAULT)
+    add("--first-seed", type=int, default=HELD_OUT, metavar="S")
+    add("--count", type=positive, default=12, metavar="N", help="requests of each shape (default 12)")
+    add("--nodes", type=positive, default=None, metavar="N", help="score trees of N nodes (default: what pays)")
+    add("--max-new-tokens", type=positive, default=128, metavar="N")
+    add("--json", metavar="FILE")
+    add("--markdown", metavar="FILE.md", help="the tables")
+    add("--plot", metavar="FILE.png", help="tau against tokens kept")
+    add("--also", nargs="+", default=[], metavar="FILE", help="JSON of earlier runs, whose rows go before these")
+    add("--progress", action=argparse.BooleanOptionalAction, default=sys.stderr.isatty())
+    return made
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    args = parser().parse_args(given)
+    try:
+        earlier = [row for file in args.also for row in rows_in(file)]
+        rows = measured(args, shlex.join(["python", "-m", "mmspec.app.studies.visual", *given]))
+    except UsageError as error:
+        parser().error(str(error))
+    for way, figures in choices.against(rows).items():
+        print(choices.line_of(way, figures))
+        for row in (row for row in rows if way in choices.names_of(row)):
+            row.setdefault("against", {})[way] = figures
+    rows = [*earlier, *rows]
+    if args.json:
+        Path(args.json).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    if args.markdown:
+        Path(args.markdown).write_text(markdown(rows), encoding="utf-8")
+    if args.plot:
+        from mmspec.app.bench.plot import plot_kept
+
+        plot_kept(rows, Path(args.plot))
+    return 0
+
+
+def rows_in(file: str) -> list[dict[str, Any]]:
+    """What an earlier run wrote to --json.
+
+    Raises:
+        UsageError: it did not write that.
+    """
+    try:
+        rows = json.loads(Path(file).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--also takes files of --json; {file} cannot be read: {one_line(error)}") from error
+    if not isinstance(rows, list) or not all(isinstance(row, dict) and "shape" in row for row in rows):
+        raise UsageError(f"--also takes files of --json of this command; {file} is none")
+    return rows
+
+
+def measured(args: argparse.Namespace, command: str) -> list[dict[str, Any]]:
+    """All rows, printed as they come.
+
+    Raises:
+        UsageError: what was asked cannot be done.
+    """
+    from tqdm import tqdm
+
+    first = args.drafters[0]
+    if args.compressors and (parse(first).compressor or parse(first).keep):
+        raise UsageError(f"--compressors go with the first drafter, which has one: {first!r}; put it later")
+    for name in (*args.drafters, *(f"{first}+{what}:1" for what in args.compressors)):
+        check(name)
+    for file in filter(None, (args.json, args.markdown, args.plot)):
+        writable(file)
+    model, processor = load(args.model)
+    shared = {name: getattr(args, name) for name in ("model", "first_seed", "max_new_tokens", "nodes")}
+    shared["run"] = provenance(command, model.device)
+    rows: list[dict[str, Any]] = []
+    field_: list[Way] = []
+    for wanted in args.shapes:
+        try:
+            shape = fitting(wanted, model, processor, args.max_new_tokens)
+            visual, _ = visual_of(model, processor, next(asked(shape, args.first_seed)))
+            ways = ways_of(args.drafters, args.compressors, args.shares, visual)
+            field_ = field_of(model, processor, ways, args.nodes, field_)
+        except (OSError, TypeError, ValueError) as error:
+            raise UsageError(one_line(error, 600)) from error
+        if not hasattr(next(way.drafter for way in field_ if way.name == args.drafters[0]), "read"):
+            raise UsageError(
+                f"the first drafter is to be a trained one, which reads its prompt; got {args.drafters[0]!r}"
+            )
+        given = shape, args.first_seed, args.count, args.max_new_tokens
+        with tqdm(total=(args.count + 1) * len(field_), desc=shape, disable=not args.progress) as bar:
+            contest(field_, processor, *given, bar.update)
+        for row in rows_of(field_, shape, first):
+            row |= {"visual": visual} | shared
+            rows.append(row)
+            print(line_of(row), flush=True)
+    return rows
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,166 @@
+"""Which words of an answer were guessed, class by class, and how sure that is: intervals over requests (bootstrap).
+
+A token counts as guessed if it was drafted and kept, so that it cost no forward of its own. Words in capitals are those
+of signs. Knows no drafter and no command.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mmspec.app.bench.measure import bootstrap
+from mmspec.app.bench.rounds import ACCEPTED, CORRECTED, Round
+from mmspec.app.scenes.objects import BY_NAME
+from mmspec.app.scenes.world import COLOURS, SIZES, TEXTURES
+
+SPOTS = frozenset(("upper", "lower", "left", "right", "top", "bottom", "center", "above", "below"))
+LOOKS = frozenset(
+    (*COLOURS, *TEXTURES, *SIZES, "little", "middling", "big", "largest", "smallest", "larger", "smaller")
+)
+_JOINING = """
+a an the and of to from in on at with before against beside front it is are there that where all other no does not
+"""
+FUNCTION = frozenset(_JOINING.split())
+"""Of the grammar's words, those that only join others."""
+CLASSES = ("names", "places", "looks", "function", "other")
+
+
+def class_of(word: str) -> str:
+    """Which class a word belongs to."""
+    low = word.lower()
+    if len(word) > 1 and word.isupper():
+        return "other"
+    if low in BY_NAME:
+        return "names"
+    if low in SPOTS:
+        return "places"
+    if low in LOOKS:
+        return "looks"
+    return "function" if low in FUNCTION else "other"
+
+
+def classes_of(tokenizer: Any, ids: Sequence[int]) -> list[str]:
+    """The class of the word that each token belongs to; a word may be several tokens."""
+    classes, text = [], ""
+    ends = []
+    for number in range(len(ids)):
+        text = tokenizer.decode(ids[: number + 1])
+        ends.append(len(text))
+    words = [(m.start(), m.end(), class_of(m.group())) for m in re.finditer(r"[A-Za-z]+", text)]
+    start = 0
+    for end in ends:
+        inside = [kind for first, last, kind in words if first < end and last > start]
+        classes.append(inside[0] if inside else "other")
+        start = end
+    return classes
+
+
+@dataclass
+class Answer:
+    """One answer: tokens after the first, forwards after the prompt's.
+
+    Attributes:
+        total, guessed, corrected: per class tokens, those that were guessed, those said instead of a guess.
+    """
+
+    tokens: int
+    forwards: int
+    total: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    guessed: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    corrected: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+
+
+def answer_of(rounds: Sequence[Round], tokenizer: Any, ends: Sequence[int]) -> Answer:
+    """Count one answer from its rounds, the first of which is the prompt's; end tokens belong to no class."""
+    classes = classes_of(tokenizer, [token for one in rounds for token in one.emitted])
+    later = [one for one in rounds[1:] if one.emitted]
+    made, place = Answer(sum(len(one.emitted) for one in later), len(later)), len(rounds[0].emitted)
+    for one in later:
+        for token, how in zip(one.emitted, one.kinds, strict=True):
+            if token not in ends:
+                made.total[classes[place]] += 1
+                made.guessed[classes[place]] += how == ACCEPTED
+                made.corrected[classes[place]] += how == CORRECTED
+            place += 1
+    return made
+
+
+Value = Callable[[Sequence[Answer]], float]
+
+
+def _sum(answers: Sequence[Answer], what: str, kind: str) -> int:
+    return sum(getattr(answer, what).get(kind, 0) for answer in answers)
+
+
+def _tau(answers: Sequence[Answer]) -> float:
+    return sum(answer.tokens for answer in answers) / max(1, sum(answer.forwards for answer in answers))
+
+
+def _share(kind: str) -> Value:
+    """Guessed tokens among all of a class."""
+    return lambda answers: _sum(answers, "guessed", kind) / max(1, _sum(answers, "total", kind))
+
+
+def _accepted(kind: str) -> Value:
+    """Guessed tokens among those of a class where something was guessed."""
+
+    def value(answers: Sequence[Answer]) -> float:
+        kept = _sum(answers, "guessed", kind)
+        return kept / max(1, kept + _sum(answers, "corrected", kind))
+
+    return value
+
+
+def _tau_of(kind: str) -> Value:
+    """Tokens of a class for each forward that one of them cost."""
+
+    def value(answers: Sequence[Answer]) -> float:
+        total = _sum(answers, "total", kind)
+        return total / max(1, total - _sum(answers, "guessed", kind))
+
+    return value
+
+
+VALUES: dict[str, Value] = {
+    "tau": _tau,
+    **{kind: _share(kind) for kind in CLASSES},
+    **{f"{kind}_accepted": _accepted(kind) for kind in CLASSES},
+    **{f"{kind}_tau": _tau_of(kind) for kind in CLASSES},
+}
+"""What is told of answers: tau, and of each class the share that was guessed, the accepted share, and tau."""
+
+
+def interval(answers: Sequence[Answer], name: str, over: Sequence[Answer] | None = None) -> tuple[float, float, float]:
+    """(value, low, high) of one of `VALUES`, 95% over requests.
+
+    Args:
+        over: answers to the same requests; told is by how much the value is above theirs, request paired with request.
+    """
+    value = VALUES[name]
+
+    def told(places: Sequence[int]) -> float:
+        mine = value([answers[place] for place in places])
+        return mine if over is None else mine - value([over[place] for place in places])
+
+    return bootstrap(told, len(answers))
+
+
+def multiple(answers: Sequence[Answer], name: str, of: Sequence[Answer]) -> tuple[float, float, float]:
+    """(value, low, high): how many times the value of other answers to the same requests, request paired with request.
+
+    1 where theirs is 0, which of tau it is only if there was nothing to guess.
+    """
+    value = VALUES[name]
+
+    def told(places: Sequence[int]) -> float:
+        theirs = value([of[place] for place in places])
+        return value([answers[place] for place in places]) / theirs if theirs else 1.0
+
+    return bootstrap(told, len(answers))
+
+
+__all__ = ["CLASSES", "VALUES", "Answer", "answer_of", "class_of", "classes_of", "interval", "multiple"]

@@ -1,0 +1,1 @@
+"""`mmspec train`: training draft heads for a target."""

@@ -1,0 +1,119 @@
+"""What programs call, through `gradio_client`: `/compare` and `/caption`. The same work as the pages, in one answer.
+
+Both are generators that give nothing until the end: as soon as a client has gone, Gradio stops iterating, which ends
+the run.
+"""
+
+from __future__ import annotations
+
+import functools
+import secrets
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import gradio as gr
+
+from mmspec.app.caption.config import usual_prompt
+from mmspec.app.errors import UsageError
+from mmspec.app.io import videos as clips
+from mmspec.app.ui.batch import Batch
+from mmspec.app.ui.comparison import Race
+from mmspec.app.ui.context import IN_LINE, Context, told
+from mmspec.app.ui.report import report_of
+from mmspec.app.ui.worker import Halt, LeftError
+
+plainly = functools.partial(told, shown=str)
+"""Programs get the sentence itself, not as HTML."""
+
+
+def endpoints(context: Context) -> None:
+    """Register both. Their parts are there for Gradio alone, and never shown."""
+    shelf = context.shelf
+
+    @plainly
+    def compare(
+        file: str,
+        question: str | None = None,
+        model: str = shelf.models[0],
+        drafter: str = shelf.drafters[0],
+        compressor: str = "none",
+        temperature: float = 0,
+        seed: float = 0,
+        max_new_tokens: float = 128,
+    ) -> Iterator[dict[str, Any] | None]:
+        choice = context.choice(model, drafter, compressor, temperature, seed, max_new_tokens)
+        is_clip = Path(file or "").suffix.lower() in clips.SUFFIXES
+        asked = context.limits.question(usual_prompt(is_clip) if question is None else question)
+        given = context.limits.given(file)
+        with begun(context) as halt:
+            race = Race(context.shelf, lambda: context.limits.shown(given), (), asked, choice, halt)
+            with unless_left():
+                for _ in context.worker.follow(race.run, halt):
+                    yield None
+            if race.desk is None:
+                raise UsageError("The app was ended before this could be answered.")
+            yield report_of(race).as_dict()
+
+    @plainly
+    def caption(
+        files: list[str],
+        prompt: str = "",
+        model: str = shelf.models[0],
+        drafter: str = shelf.drafters[0],
+        compressor: str = "none",
+        temperature: float = 0,
+        seed: float = 0,
+        max_new_tokens: float = 64,
+    ) -> Iterator[list[dict[str, Any]] | None]:
+        choice = context.choice(model, drafter, compressor, temperature, seed, max_new_tokens)
+        given = context.limits.many(files)
+        asked = context.limits.question(prompt) if (prompt or "").strip() else None
+        batch = Batch(context.shelf, given, asked, choice, context.limits, context.space.new())
+        with begun(context) as halt:
+            with unless_left():
+                for _ in context.worker.follow(lambda: batch.run(halt), halt):
+                    yield None
+            yield batch.rows
+
+    with gr.Row(visible=False):
+        _register(context, "compare", compare, gr.File(), None, 128)
+        _register(context, "caption", caption, gr.File(file_count="multiple"), "", 64)
+
+
+@contextmanager
+def unless_left() -> Iterator[None]:
+    """A run that left the line is an error to a program."""
+    try:
+        yield
+    except LeftError:
+        raise UsageError("The run was ended before it began.") from None
+
+
+@contextmanager
+def begun(context: Context) -> Iterator[Halt]:
+    """A run among those of the pages, so that it ends with the app."""
+    name = f"api {secrets.token_hex(8)}"  # one client may have several in the queue
+    try:
+        yield context.sessions.begin(name)
+    finally:
+        context.sessions.end(name)
+
+
+def _register(context: Context, name: str, fn: Callable[..., Any], file: Any, prompt: str | None, tokens: int) -> None:
+    shelf = context.shelf
+    inputs = [
+        file,
+        gr.Textbox(prompt),
+        gr.Textbox(shelf.models[0]),
+        gr.Textbox(shelf.drafters[0]),
+        gr.Textbox("none"),
+        gr.Number(0),
+        gr.Number(0),
+        gr.Number(tokens),
+    ]
+    gr.Button(name).click(fn, inputs, gr.JSON(), api_name=name, **IN_LINE)
+
+
+__all__ = ["endpoints"]

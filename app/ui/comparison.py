@@ -1,0 +1,162 @@
+"""The same question twice: plain `generate`, then mmspec, on one picture that is looked at once.
+
+The two never run at the same time, since on one machine that would falsify both. `Race.run` is for the worker's thread
+(`running` does it); any other may look at its fields meanwhile. Knows no pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from mmspec.app.bench.rounds import Round
+from mmspec.app.io.images import Shown
+from mmspec.app.modeling.chat import Turn
+from mmspec.app.ui.model_store import Choice, Shelf
+from mmspec.app.ui.streamer import Tape
+from mmspec.app.ui.visible_tokens import Sight, sight_of
+from mmspec.app.ui.worker import Halt
+from mmspec.metrics.stats import Stats
+
+if TYPE_CHECKING:
+    from mmspec.app.bench.recorder import Recorder
+    from mmspec.app.ui.loaded_model import Desk
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where two answers part.
+
+    Attributes:
+        column: number of the token, from 0. plain, mmspec: the two ids.
+        margin: how far the plain model's raw logit of its token was above the other's; nan if a stop came before it.
+    """
+
+    column: int
+    plain: int
+    mmspec: int
+    margin: float
+
+
+@dataclass
+class Side:
+    """One of the two runs. `total_s` is 0 until it is over."""
+
+    tape: Tape = field(default_factory=Tape)
+    total_s: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Seconds so far, or in all once it is over; 0 before it begins."""
+        return self.total_s or self.tape.seconds
+
+    @property
+    def ttft_s(self) -> float:
+        """Seconds to the first token."""
+        return self.tape.times[0] if self.tape.times else 0.0
+
+    @property
+    def decode_s(self) -> float:
+        """Seconds from the first token to the last."""
+        return self.tape.times[-1] - self.tape.times[0] if self.tape.times else 0.0
+
+
+class Race:
+    """One question, asked twice."""
+
+    def __init__(
+        self,
+        shelf: Shelf,
+        shown: Shown | Callable[[], Shown],
+        turns: Sequence[Turn],
+        question: str,
+        choice: Choice,
+        halt: Halt,
+    ) -> None:
+        """`shown`: the picture or clip, or what reads it when the race begins: nobody who waits holds its pixels."""
+        self._shown = shown
+        self.ahead = 0  # runs before this one in the line
+        self.shelf, self.turns, self.question = shelf, tuple(turns), question
+        self.choice, self.halt = choice, halt
+        self.phase = "waiting"
+        self.cut = False  # the run was stopped before its end
+        self.plain, self.mmspec = Side(), Side()
+        self.desk: Desk | None = None
+        self.encode_s = 0.0
+        self.prompt_tokens = 0
+        self.stats = Stats()
+        self.difference: Difference | None = None
+        self.recorder: Recorder | None = None
+
+    @property
+    def shown(self) -> Shown:
+        """The picture or clip; `look` reads it."""
+        assert not callable(self._shown)
+        return self._shown
+
+    def look(self) -> None:
+        """Read the picture or clip, if that is still to be done.
+
+        Raises:
+            UsageError: it cannot be used.
+        """
+        if callable(self._shown):
+            self._shown = self._shown()
+
+    def run(self) -> Race:
+        """Do it all, in the worker's thread. A run that is halted ends early and leaves what there is.
+
+        Raises:
+            UsageError: the model, the drafter, the compressor or the length of the prompt does not do.
+        """
+        from mmspec.app.ui.run_comparison import run
+
+        run(self)
+        return self
+
+    @property
+    def rounds(self) -> list[Round]:
+        """What every round of mmspec's run decided so far."""
+        return self.recorder.rounds() if self.recorder is not None else []
+
+    @property
+    def sight(self) -> Sight | None:
+        """What the drafter was shown of the picture; None before it was asked."""
+        if self.recorder is None or not self.mmspec.total_s:
+            return None
+        return sight_of(self.recorder, self.stats.shown[0] if self.stats.shown else None)
+
+    @property
+    def identical(self) -> bool | None:
+        """Whether both said the same; of a halted run, as far as both have come; None if one said nothing."""
+        if not self.plain.tape.ids or not self.mmspec.tape.ids:
+            return None
+        return self.difference is None
+
+    @property
+    def speedup_decode(self) -> float | None:
+        """How many times as many tokens per second, from the first token to the last; None if that cannot be said."""
+        plain, ours = self.plain.tape.rate, self.rate
+        return ours / plain if plain and ours else None
+
+    @property
+    def speedup_e2e(self) -> float | None:
+        """The same for the whole answer, looking at the picture counted on both sides; None if one was cut short."""
+        if not self.mmspec.total_s or len(self.plain.tape.ids) != len(self.mmspec.tape.ids):
+            return None
+        return (self.encode_s + self.plain.total_s) / (self.encode_s + self.mmspec.total_s)
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second of mmspec's run, as `mmspec.stats` has it."""
+        return self.mmspec.tape.rate if self.stats.plain_calls else self.stats.tokens_per_s
+
+    @property
+    def cost(self) -> float | None:
+        """R: seconds of a round in plain steps. Decode speed-up = tau / R."""
+        speedup = self.speedup_decode
+        return self.stats.tau / speedup if speedup else None
+
+
+__all__ = ["Difference", "Race", "Side"]

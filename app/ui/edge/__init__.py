@@ -1,0 +1,1 @@
+"""Request filtering in front of Gradio: hosts, origins, routes, body limits."""

@@ -1,0 +1,88 @@
+"""What may be chosen, and the model that is loaded (in the worker's thread; torch and transformers come with it).
+
+Names come from a fixed list, since whatever a page sends is not trusted: a path or hub id that was not named on the
+command line is never opened.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mmspec.app.caption.config import DEFAULT, MODEL
+from mmspec.app.errors import UsageError
+from mmspec.app.modeling.random_models import SIZES
+from mmspec.drafters.registry import names
+
+if TYPE_CHECKING:
+    from mmspec.app.ui.loaded_model import Desk
+
+logger = logging.getLogger("mmspec")
+
+COMPRESSORS = ("none", "measured", "drop", "stride:16", "pool:16", "relevant:16", "salient:16", "diverse:16")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What may be chosen for one answer. `nodes` of every tree, the root counted; None lets the controller choose."""
+
+    model: str
+    drafter: str = "auto"
+    compressor: str | None = None
+    temperature: float = 0.0
+    seed: int = 0
+    max_new_tokens: int = 128
+    nodes: int | None = None
+
+
+class Shelf:
+    """What may be chosen, and the model in use. One is kept loaded."""
+
+    def __init__(
+        self, model: str = DEFAULT, drafter: str = "auto", *, dtype: str = "auto", device: str = "auto"
+    ) -> None:
+        """`model` and `drafter`: what the command line names, offered first."""
+        self.models = list(dict.fromkeys([model, MODEL, *SIZES]))
+        self.drafters = list(dict.fromkeys([drafter, *names()]))
+        self.dtype, self.device = dtype, device
+        self.loading = False  # true while a model is read and warmed up
+        self._desk: Desk | None = None
+
+    def check(self, model: str, drafter: str) -> None:
+        """Refuse what is not on the lists.
+
+        Raises:
+            UsageError: it is not.
+        """
+        for what, name, known in (("model", model, self.models), ("drafter", drafter, self.drafters)):
+            if name not in known:
+                raise UsageError(f"There is no {what} {str(name)[:60]!r} here; choose one of {_listed(known)}.")
+
+    def take(self, name: str) -> Desk:
+        """The model of that name, loaded if it is not the one in use.
+
+        Raises:
+            UsageError: it cannot be loaded.
+        """
+        if self._desk is None or self._desk.name != name:
+            self.loading = True
+            try:
+                from mmspec.app.ui.loaded_model import free, opened
+
+                self._desk = None  # the old one goes first: two may not fit
+                free()
+                self._desk = opened(name, self.dtype, self.device)
+            finally:
+                self.loading = False
+            logger.info("mmspec: model %s is ready", name)
+        return self._desk
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(Path(name).name for name in names)
+
+
+__all__ = ["COMPRESSORS", "Choice", "Shelf"]

@@ -1,0 +1,1 @@
+"""Semi-autoregressive draft heads that predict several tokens per pass: FLASH, parallel, Falcon."""

@@ -1,0 +1,1 @@
+"""Draft-head checkpoints: the native format, loading, published layouts."""

@@ -1,0 +1,220 @@
+"""Draft heads on disk, as transformers lays models out: `config.json` and `model.safetensors`.
+
+The config says for which target a head was made; `Made.check` compares that with the target at hand. The weights have
+the names of the EAGLE and MSD code, so others can read them. Knows nothing of transformers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from mmspec.drafters.architectures import KINDS
+from mmspec.drafters.eagle.head import EagleHead, HeadConfig, config_from, from_published, published
+from mmspec.drafters.eagle.visual_inputs import RULES
+
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+MODEL_TYPE = "mmspec_eagle"
+LARGEST_CONFIG = 1 << 20
+WITH = "compressor."
+"""Begins the names of a compressor's weights."""
+
+
+class OtherTarget(ValueError):
+    """A draft head, in good order for all we know, that was made for another target."""
+
+
+@dataclass(frozen=True)
+class Made:
+    """A head, and what it was made for.
+
+    Attributes:
+        rule: of `drafters.rules`. kind: of `drafters.kinds`. layers, model_type, tokenizer: of the target; the
+            tokenizer as a fingerprint or None.
+        draft_ids: [V'] int64, the ids that it may draft, rising; None for all.
+        compressor: what was trained with it, if anything: its `name` and `tokens`, and its weights.
+    """
+
+    config: HeadConfig
+    rule: str
+    layers: int
+    model_type: str = ""
+    tokenizer: str | None = None
+    draft_ids: Tensor | None = None
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    kind: str = "eagle"
+    compressor: tuple[Mapping[str, Any], Mapping[str, Tensor]] | None = None
+
+    def check(self, *, hidden_size: int, vocab_size: int, layers: int, tokenizer: str | None) -> None:
+        """Compare with the target at hand.
+
+        Raises:
+            OtherTarget: says what differs.
+        """
+        pairs: dict[str, tuple[object, object]] = {
+            "hidden_size": (self.config.hidden_size, hidden_size),
+            "vocab_size": (self.config.vocab_size, vocab_size),
+            "layers": (self.layers, layers),
+        }
+        if self.tokenizer is not None and tokenizer is not None:
+            pairs["tokenizer"] = (self.tokenizer, tokenizer)
+        wrong = [f"{name} {mine} (the target: {its})" for name, (mine, its) in pairs.items() if mine != its]
+        if wrong:
+            raise OtherTarget(f"this draft head was made for another target: {', '.join(wrong)}.")
+
+
+def save(folder: str | os.PathLike[str], head: EagleHead, made: Made, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Write a head, rounded to `dtype`; a folder never holds half of it."""
+    weights = {name: value.detach().to("cpu", dtype).contiguous() for name, value in published(head).items()}
+    if made.draft_ids is not None:
+        weights["draft_ids"] = made.draft_ids.cpu()
+    if made.compressor is not None:
+        weights |= {f"{WITH}{name}": value.detach().to("cpu", dtype) for name, value in made.compressor[1].items()}
+    values = {"model_type": MODEL_TYPE, "kind": made.kind, **asdict(made.config), "rule": made.rule}
+    values["target"] = {"model_type": made.model_type, "layers": made.layers, "tokenizer": made.tokenizer}
+    values |= {"facts": dict(made.facts)} if made.facts else {}
+    values |= {"compressor": dict(made.compressor[0])} if made.compressor is not None else {}
+    write(Path(folder), weights, values)
+
+
+def write(place: Path, weights: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
+    """Both files of a head: whole before they get their names, and the config last, since a head is found by it."""
+    place.mkdir(parents=True, exist_ok=True)
+    parts = {name: place / f"{name}.part" for name in (WEIGHTS, CONFIG)}
+    try:
+        save_file(dict(weights), parts[WEIGHTS], metadata={"format": "pt"})
+        parts[WEIGHTS].chmod(0o644)
+        parts[CONFIG].write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+        for name, part in parts.items():
+            os.replace(part, place / name)
+    finally:
+        for part in parts.values():
+            part.unlink(missing_ok=True)
+
+
+def described(folder: str | os.PathLike[str]) -> Made:
+    """What a folder's config says of its head, without a look at the weights: no draft ids, no compressor's weights.
+
+    Raises:
+        FileNotFoundError: there is no config. ValueError: it is of no draft head, or of one that cannot be.
+    """
+    place = Path(folder)
+    values = read_config(place)
+    if values.get("model_type") != MODEL_TYPE:
+        raise ValueError(f"{place / CONFIG} is of model_type {values.get('model_type')!r}, not {MODEL_TYPE!r}.")
+    target = values.get("target", {})
+    rule = values.get("rule")
+    if rule not in RULES:
+        raise ValueError(f"{place / CONFIG}: rule must be one of {', '.join(RULES)}; got {rule!r}.")
+    kind = values.get("kind", "eagle")
+    if kind not in KINDS:
+        raise ValueError(f"{place / CONFIG}: kind must be one of {', '.join(KINDS)}; got {kind!r}.")
+    try:
+        config = config_from(values)
+    except ValueError as error:
+        raise ValueError(f"{place / CONFIG}: {error}") from error
+    return Made(
+        config,
+        rule,
+        int(target.get("layers", 0)),
+        str(target.get("model_type", "")),
+        target.get("tokenizer"),
+        facts=values.get("facts", {}),
+        kind=kind,
+        compressor=(values["compressor"], {}) if isinstance(values.get("compressor"), dict) else None,
+    )
+
+
+def load(folder: str | os.PathLike[str]) -> tuple[EagleHead, Made]:
+    """Read a head, in float32.
+
+    Raises:
+        FileNotFoundError: a file is missing. ValueError: what is there is no draft head, or a damaged one.
+    """
+    made, file = described(folder), Path(folder) / WEIGHTS
+    weights = read_weights(file)
+    draft_ids = weights.pop("draft_ids", None)
+    extra = {name.removeprefix(WITH): weights.pop(name) for name in list(weights) if name.startswith(WITH)}
+    try:
+        state = from_published(made.config, weights, KINDS[made.kind].head)
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error
+    with torch.device("meta"):  # fresh weights would be drawn from the user's generator
+        head = KINDS[made.kind].head(made.config)
+    head.load_state_dict({name: value.float() for name, value in state.items()}, assign=True)
+    if draft_ids is not None:
+        _check_ids(draft_ids, made.config.vocab_size, file)
+    compressor = None if made.compressor is None else (made.compressor[0], extra)
+    return head.eval(), replace(made, draft_ids=draft_ids, compressor=compressor)
+
+
+def fingerprint(tokenizer: Any) -> str:
+    """A short name of a tokenizer's vocabulary, for anything with `get_vocab`."""
+    listed = json.dumps(sorted(tokenizer.get_vocab().items()), ensure_ascii=True)
+    return hashlib.sha256(listed.encode()).hexdigest()[:16]
+
+
+def _check_ids(ids: Tensor, vocab: int, where: Path) -> None:
+    good = ids.dim() == 1 and ids.dtype == torch.int64 and len(ids) > 0
+    if not good or int(ids.min()) < 0 or int(ids.max()) >= vocab or not bool((ids.diff() > 0).all()):
+        raise ValueError(f"{where}: draft_ids must be rising ids below {vocab}.")
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """`config.json` of a folder.
+
+    Raises:
+        FileNotFoundError, ValueError: it is not there, or no JSON object.
+    """
+    file = folder / CONFIG
+    if not file.is_file():
+        raise FileNotFoundError(f"{file} is missing: a draft head is a folder with {CONFIG} and {WEIGHTS}.")
+    if file.stat().st_size > LARGEST_CONFIG:
+        raise ValueError(f"{file} is no config: it has {file.stat().st_size} bytes.")
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} is not JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{file} is not a JSON object.")
+    return values
+
+
+def read_weights(file: Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file, on the CPU.
+
+    Raises:
+        FileNotFoundError, ValueError: it is not there, or cut short or damaged.
+    """
+    if not file.is_file():
+        raise FileNotFoundError(f"{file} is missing.")
+    try:
+        return load_file(file)
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{file} is damaged: {error}") from error
+
+
+__all__ = [
+    "CONFIG",
+    "MODEL_TYPE",
+    "WEIGHTS",
+    "Made",
+    "OtherTarget",
+    "described",
+    "fingerprint",
+    "load",
+    "read_config",
+    "read_weights",
+    "save",
+    "write",
+]

@@ -1,0 +1,40 @@
+"""A trained draft head from a folder, ours or published by others, to a drafter, checked against the target."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from mmspec.drafters.architectures import KINDS
+from mmspec.drafters.checkpoints.format import MODEL_TYPE, described, fingerprint, load, read_config
+from mmspec.drafters.eagle.drafter import EagleDrafter
+from mmspec.interfaces import Facts
+
+
+def trained(folder: str | os.PathLike[str], target: Facts | None = None) -> EagleDrafter:
+    """The drafter in a folder of `mmspec train`, or as its authors published it.
+
+    Raises:
+        FileNotFoundError, ValueError: no draft head, or a damaged one. OtherTarget: one for another target.
+    """
+    if read_config(Path(folder)).get("model_type") != MODEL_TYPE:
+        from mmspec.drafters.checkpoints.published import published
+
+        if target is None:
+            raise ValueError(f"{os.fspath(folder)} was published for some target: it is needed to check that it fits.")
+        return published(folder, target)
+    if target is not None:
+        described(folder).check(
+            hidden_size=target.hidden_size,
+            vocab_size=target.vocab_size,
+            layers=target.layers,
+            tokenizer=None if target.tokenizer is None else fingerprint(target.tokenizer),
+        )
+    head, made = load(folder)
+    name = os.path.basename(os.path.normpath(folder))
+    drafter = KINDS[made.kind].drafter(head, made.rule, layers=made.layers, name=name, draft_ids=made.draft_ids)
+    drafter.comes_with = made.compressor
+    return drafter
+
+
+__all__ = ["trained"]

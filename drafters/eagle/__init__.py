@@ -1,0 +1,1 @@
+"""Autoregressive draft heads on target hidden states: EAGLE, MSD, ViSpec."""

@@ -1,0 +1,1 @@
+"""Training-free drafters: prompt lookup, token recycling and their union."""

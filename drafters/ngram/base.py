@@ -1,0 +1,261 @@
+"""Best-first drafting from host-side sources of guesses: the `Guesser` socket, its calibration, the drafter over both.
+
+A guesser names possible successors and tells how it came by each (a key); what a key is worth is learned from what the
+target went on to say. Knows nothing of where guesses come from, of models, caches, or how many nodes are worth scoring.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from mmspec.engine.tree import BUCKETS, DraftTree, Node, bare, build, grow
+from mmspec.interfaces import Needs, Prompt, Verdict
+
+BARRIER = -1
+"""Stands in host texts for what is no text: visual tokens, pads, ids beyond V. Never matched, never copied."""
+
+FLOOR = 0.02
+"""Nodes that are reached with less are not proposed."""
+
+_PAD = -2
+_SIBLINGS = 0.98
+"""Siblings exclude each other, so together they cannot be likelier than this."""
+
+Key = Hashable
+Offer = tuple[int, Key, Any]
+"""(token, how the guess was come by, cursor of the child)"""
+
+
+@dataclass(frozen=True)
+class Text:
+    """What guessers read of a prompt, on the host, copied once.
+
+    Attributes:
+        rows: the text of each row, without the pads around it, every run of visual tokens shrunk to one `BARRIER`.
+        references: texts that the answer may resemble, one per row, possibly empty.
+        vocab_size: V, or 0 if unknown.
+    """
+
+    rows: list[list[int]]
+    references: list[list[int]]
+    vocab_size: int = 0
+
+    @classmethod
+    def of(cls, prompt: Prompt) -> Text:
+        """The text of `prompt`."""
+        ids = prompt.ids.masked_fill(prompt.visual, BARRIER)
+        if prompt.vocab_size:
+            ids = ids.masked_fill(ids >= prompt.vocab_size, BARRIER)
+        rows = ids.masked_fill(~prompt.padding, _PAD).tolist()
+        limit = prompt.vocab_size or torch.iinfo(torch.long).max
+        references = [[BARRIER if not 0 <= token < limit else token for token in ids] for ids in prompt.reference]
+        references += [[] for _ in range(len(rows) - len(references))]
+        return cls([_shrink(row) for row in rows], references, prompt.vocab_size)
+
+
+def _shrink(row: list[int]) -> list[int]:
+    """`row` without the pads at its end, every run of things that are no text shrunk to one barrier."""
+    end = len(row)
+    while end and row[end - 1] == _PAD:
+        end -= 1
+    text: list[int] = []
+    for token in row[:end]:
+        if token >= 0:
+            text.append(token)
+        elif text and text[-1] != BARRIER:
+            text.append(BARRIER)
+    return text
+
+
+class Guesser(Protocol):
+    """A source of guesses that is cheap enough to be asked node by node. One object serves any number of calls.
+
+    Attributes:
+        top_k: how many ids of the largest logits of each node it wants to learn from (`Verdict.top_ids`), 0 for none.
+        vocab_size: V of the target that its knowledge belongs to, None if it has none yet or never will.
+        priors: every key it uses -> what a guess with that key is worth before anything is known.
+    """
+
+    top_k: int
+    vocab_size: int | None
+    priors: Mapping[Key, float]
+
+    def start(self, text: Text) -> Any:
+        """The state of one call."""
+
+    def cursor(self, state: Any, row: int) -> Any | None:
+        """Where the row's last token stands, or None if nothing can be said about what follows."""
+
+    def expand(self, cursor: Any) -> Iterable[Offer]:
+        """Its guesses at what follows `cursor`, each token once."""
+
+    def enter(self, token: int) -> Any | None:
+        """The cursor of a node that another guesser brought, or None."""
+
+    def learn(self, state: Any, verdict: Verdict) -> None:
+        """Take in what was emitted."""
+
+
+class Calibration:
+    """How often guesses with a key came true. Shared by all calls of a drafter; old evidence fades.
+
+    Args:
+        priors: key -> its worth before anything is known. Unknown keys are worth `DEFAULT`.
+        weight: how many observations the prior counts for.
+        memory: what is left of the evidence for a key at each new observation of it.
+    """
+
+    DEFAULT = 0.1
+
+    def __init__(self, priors: Mapping[Key, float], weight: float = 2.0, memory: float = 0.99) -> None:
+        self.weight, self.memory = weight, memory
+        self.rates: dict[Key, float] = dict(priors)
+        self._priors = dict(priors)
+        self._counts: dict[Key, tuple[float, float]] = {}
+        self._lock = threading.Lock()
+
+    def rate(self, key: Key) -> float:
+        """Probability that a guess with this key is right, given that its parent is reached."""
+        return self.rates.get(key, self.DEFAULT)
+
+    def update(self, outcomes: Iterable[tuple[Key, bool]]) -> None:
+        """Count guesses that turned out right or wrong."""
+        memory, weight, counts = self.memory, self.weight, self._counts
+        with self._lock:
+            for key, right in outcomes:
+                hits, total = counts.get(key, (0.0, 0.0))
+                hits, total = hits * memory + right, total * memory + 1.0
+                counts[key] = (hits, total)
+                self.rates[key] = (hits + weight * self._priors.get(key, self.DEFAULT)) / (total + weight)
+
+    def reset(self) -> None:
+        """Forget all evidence."""
+        with self._lock:
+            self._counts.clear()
+            self.rates.clear()
+            self.rates.update(self._priors)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Calibration:
+        copy = Calibration(self._priors, self.weight, self.memory)
+        with self._lock:
+            copy._counts, copy.rates = dict(self._counts), dict(self.rates)
+        memo[id(self)] = copy
+        return copy
+
+
+@dataclass
+class State:
+    """One call: each guesser's own state, the ids never to propose, and what was offered at each node in this round.
+
+    `offers[b][i]` are the guesses considered at node i of row b, taken into the tree or not. Nodes are numbered as they
+    were proposed, so they keep their numbers when the caller trims the tree.
+    """
+
+    batch: int
+    banned: frozenset[int]
+    sources: list[Any]
+    offers: list[list[list[Offer]]] = field(default_factory=list)
+
+
+Place = tuple[int | None, list[Any]]
+"""A node: its token (None for the root), and the cursor of each guesser that brought it, else None."""
+
+
+class BestFirst:
+    """Drafts the likeliest tree below each row's last token, from the union of what its guessers say.
+
+    A token that several guessers name counts as much as the most trusted of them. Every guess at a node that was walked
+    turns out right or wrong, also when it was not scored, so learning what guesses are worth needs no drafting at all.
+    """
+
+    def __init__(self, name: str, guessers: Sequence[Guesser], calibration: Calibration | None = None) -> None:
+        self.name = name
+        self.guessers = list(guessers)
+        self.needs = Needs(top_k=max((guesser.top_k for guesser in self.guessers), default=0))
+        priors = {key: prior for guesser in self.guessers for key, prior in guesser.priors.items()}
+        self.calibration = calibration or Calibration(priors)
+        self.vocab_size: int | None = self._vocabulary()
+
+    def _vocabulary(self) -> int | None:
+        return next((guesser.vocab_size for guesser in self.guessers if guesser.vocab_size is not None), None)
+
+    def begin(self, prompt: Prompt) -> State:
+        """Read the prompt's text."""
+        text = Text.of(prompt)
+        sources = [guesser.start(text) for guesser in self.guessers]
+        self.vocab_size = self._vocabulary()
+        return State(len(text.rows), prompt.banned, sources)
+
+    def propose(self, state: State, budget: int, live: Sequence[bool]) -> DraftTree:
+        """The likeliest trees of at most `budget` nodes, padded to a bucket; bare roots if no guess is worth a node."""
+        budget = min(budget, BUCKETS[-1])
+        state.offers = [[] for _ in range(state.batch)]
+        rows = [self._row(state, row, budget) if alive else [] for row, alive in enumerate(live)]
+        return build(rows) if any(rows) else bare(state.batch)
+
+    def _row(self, state: State, row: int, budget: int) -> list[Node]:
+        """The nodes of one row. With a budget of 1 there are none, but the root's guesses are still taken note of."""
+        cursors = [guesser.cursor(source, row) for guesser, source in zip(self.guessers, state.sources, strict=True)]
+        if all(cursor is None for cursor in cursors):
+            return []
+        offers = state.offers[row]
+
+        def expand(place: Place) -> Iterable[tuple[int, float, Place]]:
+            # `grow` expands the root, then each node as it is taken: so offers[i] belongs to node i.
+            offered, children = self._expand(place, state.banned)
+            offers.append(offered)
+            return children
+
+        return grow((None, cursors), expand, budget, FLOOR)
+
+    def _expand(self, place: Place, banned: frozenset[int]) -> tuple[list[Offer], list[tuple[int, float, Place]]]:
+        """All guesses at one node, and the distinct tokens among them that are worth a node."""
+        rates, default = self.calibration.rates, Calibration.DEFAULT
+        offered: list[Offer] = []
+        hits: dict[int, float] = {}
+        cursors: dict[int, list[Any]] = {}
+        for which, guesser in enumerate(self.guessers):
+            for offer in self._offers(guesser, place[1][which], place[0]):
+                token, key, child = offer
+                if token in banned:
+                    continue
+                offered.append(offer)
+                rate = rates.get(key, default)
+                if rate < FLOOR:
+                    continue
+                if rate > hits.get(token, 0.0):
+                    hits[token] = rate
+                if token not in cursors:
+                    cursors[token] = [None] * len(self.guessers)
+                cursors[token][which] = child
+        total = sum(hits.values())
+        scale = _SIBLINGS / total if total > _SIBLINGS else 1.0
+        return offered, [(token, hit * scale, (token, cursors[token])) for token, hit in hits.items()]
+
+    @staticmethod
+    def _offers(guesser: Guesser, cursor: Any | None, token: int | None) -> Iterable[Offer]:
+        """One guesser's guesses at a node, also at one that only others brought."""
+        if cursor is None and token is not None:
+            cursor = guesser.enter(token)
+        return () if cursor is None else guesser.expand(cursor)
+
+    def observe(self, state: State, verdict: Verdict, taps: Mapping[int, Tensor]) -> None:
+        """Score the guesses at the walked nodes, and let the guessers learn."""
+        outcomes = [
+            (key, token == picked)
+            for offers, walked, emitted in zip(state.offers, verdict.walked, verdict.rows, strict=False)
+            for node, picked in zip(walked, emitted, strict=False)
+            if node < len(offers)
+            for token, key, _ in offers[node]
+        ]
+        state.offers = []
+        if outcomes:
+            self.calibration.update(outcomes)
+        for guesser, source in zip(self.guessers, state.sources, strict=True):
+            guesser.learn(source, verdict)

@@ -1,0 +1,1 @@
+"""Controllers that choose, from measured costs and acceptance, how much to draft."""

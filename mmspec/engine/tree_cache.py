@@ -1,0 +1,179 @@
+"""`TreeCache`: a `KVBuffer` dressed as a transformers `Cache`, and the way from and to a user's `DynamicCache`.
+
+Sliding-window layers keep the full buffer too; their window comes through the mask.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+)
+
+from mmspec.engine.kv_cache import KVBuffer
+
+
+class TreeLayer(CacheLayerMixin):
+    """What transformers asks of one layer of a cache, answered by the buffer."""
+
+    is_sliding = False
+    supports_early_init = False
+
+    def __init__(self, buffer: KVBuffer, index: int) -> None:
+        super().__init__()
+        self.buffer, self.index = buffer, index
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to do: the buffer allocates on the first write."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """[B, H, N, D] new keys and values in, views of all [B, H, end, D] out."""
+        return self.buffer.write(self.index, key_states, value_states)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """(key length, offset) that masks made by transformers must cover; asked only where rows are of one length."""
+        return max(self.buffer.lengths) + query_length, 0
+
+    def get_seq_length(self) -> int:
+        """Committed length of the longest row."""
+        return max(self.buffer.lengths)
+
+    def get_max_length(self) -> int:
+        """-1: no limit that a model needs to know of."""
+        return -1
+
+
+class TreeCache(Cache):
+    """The cache that the target's forward is given inside the decode loop."""
+
+    def __init__(self, buffer: KVBuffer, layers: int) -> None:
+        super().__init__(layers=[TreeLayer(buffer, index) for index in range(layers)])
+        self.buffer = buffer
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Straight to the buffer: this runs once per layer and forward."""
+        return self.buffer.write(layer_idx, key_states, value_states)
+
+
+def refusal(cache: Any, layers: int, batch: int, dtype: torch.dtype, window: int | None = None) -> str | None:
+    """Why a cache cannot be adopted by a model of `layers` layers for `batch` rows, or None if it can.
+
+    Args:
+        window: the model's sliding window, None if it has none.
+    """
+    if cache is None:
+        return "no key-value cache"
+    if type(cache) is not DynamicCache:
+        return f"a {type(cache).__name__}"
+    if getattr(cache, "offloading", False):
+        return "an offloaded DynamicCache"
+    if len(cache.layers) not in (0, layers):
+        return f"a DynamicCache of {len(cache.layers)} layers for a model of {layers}"
+    for layer in cache.layers:
+        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
+            return f"a DynamicCache with {type(layer).__name__}"
+        if getattr(layer, "record_past", False):
+            return "a DynamicCache that records its past"
+        own = getattr(layer, "sliding_window", window)
+        if own != window:  # it may have dropped positions that the model looks at
+            return f"a DynamicCache of sliding_window={own} for a model of sliding_window={window}"
+        if layer.is_initialized and layer.keys.numel() and layer.keys.shape[0] != batch:
+            return f"a DynamicCache of {layer.keys.shape[0]} rows for {batch}"
+        if layer.is_initialized and layer.keys.numel() and layer.keys.dtype != dtype:
+            return f"a DynamicCache of {layer.keys.dtype} for a model of {dtype}"
+    return None
+
+
+def adopt(cache: DynamicCache, buffer: KVBuffer) -> None:
+    """Copy what a user's cache holds into an empty buffer.
+
+    A sliding-window layer holds only the last positions; the missing ones are zeros that the window hides.
+    """
+    length = cache.get_seq_length()
+    if length == 0:
+        return
+    buffer.open(length)
+    for index, layer in enumerate(cache.layers):
+        keys, values = layer.keys, layer.values
+        missing = length - keys.shape[-2]
+        if missing:
+            keys = torch.nn.functional.pad(keys, (0, 0, missing, 0))
+            values = torch.nn.functional.pad(values, (0, 0, missing, 0))
+        buffer.write(index, keys, values)
+    buffer.advance(length)
+
+
+def give_back(buffer: KVBuffer, length: int, cache: DynamicCache, copy: bool = True) -> None:
+    """Write the first `length` positions of the buffer into a user's cache, as if transformers had filled it.
+
+    Args:
+        copy: False gives views of the buffer, for code that looks at the cache while the call goes on.
+    """
+    for index in range(len(buffer)):
+        keys, values = buffer.read(index, length)
+        if len(cache.layers) <= index:
+            cache.layers.append(DynamicLayer())
+        layer = cache.layers[index]
+        if not layer.is_initialized:
+            layer.lazy_initialization(keys, values)
+        if isinstance(layer, DynamicSlidingWindowLayer):
+            layer.cumulative_length = length
+            keys, values = (part[:, :, -layer.sliding_window + 1 :] for part in (keys, values))
+        if copy:
+            keys, values = (part.clone(memory_format=torch.contiguous_format) for part in (keys, values))
+        layer.keys, layer.values = keys, values
+
+
+class Lent:
+    """A user's cache while a call goes on, for user code that looks at it in between: views of the buffer.
+
+    Attributes:
+        cache: None where nobody looks; then nothing is done.
+    """
+
+    def __init__(self, cache: DynamicCache | None, buffer: KVBuffer) -> None:
+        self.cache, self.buffer = cache, buffer
+        self._views: list[Tensor] = []
+        self._versions: list[int] = []
+
+    def show(self, length: int) -> None:
+        """Let the cache hold the first `length` positions.
+
+        Raises:
+            RuntimeError: see `check`.
+        """
+        if self.cache is not None:
+            self.check()
+            give_back(self.buffer, length, self.cache, copy=False)
+            self._views = [layer.keys for layer in self.cache.layers]
+            self._versions = self._count_writes()
+
+    def written(self) -> bool:
+        """Whether user code has written into the cache since `show`: what follows must depend on it."""
+        return self._versions != self._count_writes()
+
+    def check(self) -> None:
+        """Refuse what cannot be followed.
+
+        Raises:
+            RuntimeError: user code replaced keys and values.
+        """
+        if self.cache is None or not self._views:
+            return
+        if [id(layer.keys) for layer in self.cache.layers] != [id(view) for view in self._views]:
+            raise RuntimeError(
+                "past_key_values was cropped, extended or replaced by a criterion, a processor or a streamer while "
+                "generate ran; call generate(..., mmspec=dict(enabled=False)) for that."
+            )
+
+    def _count_writes(self) -> list[int]:
+        return [0 if view.is_inference() else view._version for view in self._views]

@@ -1,0 +1,1 @@
+"""Counters, phase times and derived metrics."""

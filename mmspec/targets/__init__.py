@@ -1,0 +1,1 @@
+"""Adapters between transformers models and the decode loop."""

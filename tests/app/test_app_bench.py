@@ -1,0 +1,178 @@
+"""`mmspec bench`: the right rows, measured on both sides in the same way."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import mmspec
+from mmspec.app.bench import command as bench
+from mmspec.app.bench.measure import Run, System, clone, endless, once, results, systems
+from mmspec.app.bench.requests import pictures, requests_of
+from mmspec.app.cli.main import main
+from mmspec.app.errors import UsageError
+from mmspec.app.modeling.captioner import Captioner
+from mmspec.app.modeling.random_models import random_model
+from mmspec.metrics.stats import Stats
+
+KEYS = """drafter batch tau R tokens_per_s speedup_hf speedup_own speedup_e2e identical score_ms draft_ms rest_ms
+ttft_ms speedup_hf_ci speedup_e2e_pooled accepted_at_position tokens_min draft_mib of_target block"""
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Captioner:
+    return Captioner(*random_model("tiny"))
+
+
+def test_bench_from_the_command_line(tmp_path: Path, capsys: Any) -> None:
+    args = [
+        "--model",
+        "tiny",
+        "--drafters",
+        "none,lookup",
+        "--batch-sizes",
+        "1,2",
+        "--new-tokens",
+        "6",
+        "--repeats",
+        "2",
+    ]
+    files = ["--json", str(tmp_path / "b.json"), "--plot", str(tmp_path / "b.png")]
+    assert main(["bench", *args, *files, "--prompt-tokens", "50"]) == 0
+    rows = json.loads((tmp_path / "b.json").read_text())
+    assert [(row["drafter"], row["batch"]) for row in rows] == [
+        (name, batch) for batch in (1, 2) for name in ("hf", "hf-again", "none", "lookup")
+    ]
+    for row in rows:
+        assert set(KEYS.split()) <= set(row)
+        assert row["identical"] and row["tokens_per_s"] > 0 and row["ttft_ms"] > 0
+        low, high = row["speedup_hf_ci"]
+        assert row["speedup_hf_lo"] <= low <= row["speedup_hf"] <= high <= row["speedup_hf_hi"]
+        assert row["tokens_min"] == 6 and row["nodes"] is None and "commit" in row["run"]
+        assert row["prompt_tokens"] >= 50 and row["run"]["command"].startswith("mmspec bench --model tiny")
+    assert rows[0]["speedup_hf"] == 1.0 and rows[0]["score_ms"] is None and rows[2]["score_ms"] > 0
+    assert rows[2]["R"] == 1.0 and rows[2]["tau"] == 1.0
+    table = capsys.readouterr().out.splitlines()
+    assert len(table) == 9 and len(set(map(len, table))) == 1
+    assert (tmp_path / "b.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_sampled_bench_is_identical(capsys: Any) -> None:
+    args = ["--drafters", "lookup", "--new-tokens", "6", "--repeats", "1", "--temperature", "0.9"]
+    assert main(["bench", "--model", "tiny", *args]) == 0
+    assert " NO " not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--drafters", "magic"], "unknown drafter 'magic'"),
+        (["--drafters", "msd@0"], "a depth is 1 to 63"),
+        (["--drafters", "fused@3"], "which 'fused' does not"),
+        (["--nodes", "65"], "--nodes is 1 to 64"),
+        (["--new-tokens", "1"], "2 or more"),
+        (["--json", "/no/such/folder/x.json"], "cannot write"),
+        (["--images", "nowhere"], "no such file or folder"),
+    ],
+)
+def test_bad_requests_are_refused_early(args: list[str], words: str, capsys: Any) -> None:
+    assert main(["bench", "--model", "tiny", *args]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_missing_matplotlib_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
+    assert main(["bench", "--model", "tiny", "--plot", str(tmp_path / "x.png")]) == 2
+    assert "pip install matplotlib" in capsys.readouterr().err
+
+
+def test_clones_share_weights_and_nothing_else(tiny: Captioner) -> None:
+    twin = endless(clone(tiny.model))
+    assert all(a is b for a, b in zip(tiny.model.parameters(), twin.parameters(), strict=True))
+    mmspec.patch(twin, "none")
+    assert mmspec.is_patched(twin) and not mmspec.is_patched(tiny.model)
+    assert tiny.model.generation_config.eos_token_id == 2
+
+
+def test_rows_never_end_early(tiny: Captioner) -> None:
+    inputs = requests_of(tiny, pictures([], 3, 0), "a", 3, 0, 1, 0)[0]
+    model = clone(tiny.model)
+    ended = model.generate(**inputs, max_new_tokens=1, do_sample=False)[:, -1]
+    model.generation_config.eos_token_id = ended.tolist()
+    plain = once(System("hf", endless(model)), inputs, 9, 0.0, 0)
+    ours = once(System("none", mmspec.patch(endless(clone(model)), "none")), inputs, 9, 0.0, 0)
+    assert plain.ids.shape == (3, 9) and torch.equal(plain.ids, ours.ids)
+    assert ours.stats is not None and ours.stats.rounds == 8
+    assert 0 < plain.ttft_s < plain.total_s and plain.ttft_s + plain.decode_s <= plain.total_s
+
+
+@pytest.mark.parametrize("wanted", [0, 40, 100, 333])
+def test_prompts_have_the_wanted_length_and_differ(tiny: Captioner, wanted: int) -> None:
+    requests = requests_of(tiny, pictures([], 6, 0), "describe the image", 2, wanted, 3, 0)
+    length = requests[0]["attention_mask"].sum(1)[0].item()
+    assert wanted <= length < max(wanted, 36) + 8
+    prompts = {tuple(row.tolist()) for request in requests for row in request["input_ids"]}
+    images = {row.sum().item() for request in requests for row in request["pixel_values"]}
+    assert len(images) == 6 and (len(prompts) == 6 or wanted <= 40)
+
+
+def test_ratios_are_those_of_paired_runs() -> None:
+    def runs(seconds: list[float], stats: bool) -> list[Run]:
+        made = Stats(rounds=4, decode_s=0.0, tokens=5, first_tokens=1, row_rounds=4)
+        given = [Stats(**{**vars(made), "decode_s": s}) if stats else None for s in seconds]
+        return [Run(s + 1, 1.0, s, torch.zeros(1, 5), 5, g) for s, g in zip(seconds, given, strict=True)]
+
+    field = [
+        System("hf", None, runs([1.0, 2.0, 4.0], False)),
+        System("hf-again", None, runs([1.0, 1.0, 1.0], False)),
+        System("none", None, runs([1.0, 2.0, 4.0], True)),
+        System("x", None, runs([0.5, 4.0, 1.0], True)),
+    ]
+    rows = {row["drafter"]: row for row in results(field)}
+    assert rows["x"]["speedup_hf"] == 2.0 and (rows["x"]["speedup_hf_lo"], rows["x"]["speedup_hf_hi"]) == (0.5, 4.0)
+    assert rows["x"]["R"] == 0.5 and rows["none"]["R"] == 1.0 and rows["x"]["tau"] == 1.0
+    assert rows["hf-again"]["speedup_hf"] == 2.0 and rows["hf-again"]["R"] is None
+    assert rows["x"]["speedup_e2e_pooled"] == pytest.approx((2 + 3 + 5) / (1.5 + 5 + 2), abs=1e-5)
+
+
+def test_acceptance_per_position_is_of_all_rounds() -> None:
+    made = Stats(rounds=10, decode_s=1.0, tokens=19, first_tokens=1, row_rounds=10)
+    made.lengths.update({1: 5, 2: 2, 3: 3})
+    runs = [Run(1.0, 0.1, 0.9, torch.zeros(1, 5), 5, made if ours else None, 5) for ours in (False, True)]
+    rows = list(results([System("hf", None, runs[:1]), System("none", None, runs[1:])]))
+    assert rows[1]["kept_at_depth"] == [0.5, 0.6] and rows[1]["accepted_at_position"] == [0.5, 0.3]
+    assert "  50 30  " in bench.table([dict.fromkeys(bench.COLUMNS) | {"drafter": "x"} | rows[1]])
+
+
+def test_trees_of_one_size_and_none_stays_plain(tiny: Captioner) -> None:
+    inputs = requests_of(tiny, pictures([], 1, 0), "a", 1, 0, 1, 0)[0]
+    field = {one.name: one for one in systems(tiny.model, ["recycling"], tiny.processor, nodes=4)}
+    nodes = {name: once(field[name], inputs, 8, 0.0, 0).stats.nodes for name in ("none", "recycling")}
+    assert set(nodes["none"]) == {1} and set(nodes["recycling"]) == {4}
+
+
+def test_how_linear_layers_are_computed_is_found_out_together(tiny: Captioner) -> None:
+    inputs = requests_of(tiny, pictures([], 1, 0), "a", 1, 0, 1, 0)[0]
+    field = systems(tiny.model, ["recycling", "lookup"], tiny.processor, nodes=4)
+    packs = [one.model.__dict__["_mmspec"].packs for one in field if mmspec.is_patched(one.model)]
+    assert len(packs) == 3 and len({id(one) for one in packs}) == 3 and not packs[0].trials
+    once(field[3], inputs, 8, 0.0, 0)
+    assert packs[0].trials and all(one.trials is packs[0].trials for one in packs)
+
+
+def test_pictures_from_files(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_text("no picture")
+    with pytest.raises(UsageError, match="not an image"):
+        pictures([str(tmp_path)], 2, 0)
+
+
+def test_number_lists() -> None:
+    assert bench.numbers("1, 8") == [1, 8]
+    for text in ("", "1,,2", "x", "0"):
+        with pytest.raises(argparse.ArgumentTypeError):
+            bench.numbers(text)

@@ -1,0 +1,260 @@
+"""`mmspec caption` from end to end: real files, the tiny random model, the real decode loop."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+import mmspec
+from mmspec.app.cli.main import main
+from mmspec.app.modeling.captioner import Captioner
+from mmspec.app.modeling.load import load
+from mmspec.app.modeling.random_models import random_model, tiny_model, vocabulary
+from mmspec.app.modeling.synthetic_images import write_pictures
+
+COLUMNS = """id file_name caption model drafter prompt_sha1 gen n_prompt_tokens n_new_tokens n_rounds tau ttft_s seconds
+finish_reason identical plain error mmspec_version index"""
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pictures")
+    write_pictures(folder, 10)
+    return folder
+
+
+def caption(*args: object) -> int:
+    return main(["caption", *map(str, args), "--no-progress"])
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_rows_are_right_and_identical_to_plain_generate(pictures: Path, tmp_path: Path, capsys: Any) -> None:
+    out = tmp_path / "out.jsonl"
+    assert caption(pictures, "--model", "tiny", "--out", out, "--max-new-tokens", 24, "--compare") == 0
+    told = capsys.readouterr()
+    assert told.out == "" and "identical: 10/10" in told.err
+    found = rows(out)
+    assert len(found) == 10 and all(set(row) == set(COLUMNS.split()) for row in found)
+    assert all(row["identical"] and row["error"] is None for row in found)
+    assert [row["index"] for row in found] == list(range(10))
+
+    model, processor = random_model("tiny")
+    first = found[0]
+    inputs = Captioner(model, processor).inputs([Image.open(sorted(pictures.iterdir())[0])], ["Describe the image."])
+    ids = model.generate(**inputs, max_new_tokens=24, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+    assert first["caption"] == processor.tokenizer.decode(ids, skip_special_tokens=True).strip()
+    assert (first["n_prompt_tokens"], first["n_new_tokens"]) == (inputs["input_ids"].shape[1], len(ids))
+    assert first["tau"] == pytest.approx((len(ids) - 1) / first["n_rounds"], abs=1e-3)
+    assert first["finish_reason"] == ("eos" if 2 in ids.tolist() else "length")
+
+
+@pytest.mark.parametrize("drafter", ["none", "lookup", "recycling", "fused"])
+def test_every_drafter_gives_the_same_captions(pictures: Path, tmp_path: Path, drafter: str) -> None:
+    for name in ("none", drafter):
+        args = ("--model", "tiny", "--drafter", name, "--max-new-tokens", 16, "--batch-size", 3)
+        assert caption(pictures, "--out", tmp_path / f"{name}.jsonl", *args) == 0
+    plain, drafted = rows(tmp_path / "none.jsonl"), rows(tmp_path / f"{drafter}.jsonl")
+    assert [row["caption"] for row in plain] == [row["caption"] for row in drafted]
+
+
+def test_sampled_captions_do_not_depend_on_interruptions(pictures: Path, tmp_path: Path) -> None:
+    args = (
+        "--model",
+        "tiny",
+        "--temperature",
+        0.8,
+        "--seed",
+        5,
+        "--max-new-tokens",
+        12,
+        "--batch-size",
+        4,
+        "--compare",
+    )
+    assert caption(pictures, "--out", tmp_path / "a.jsonl", *args) == 0
+    lines = (tmp_path / "a.jsonl").read_bytes().splitlines(keepends=True)
+    (tmp_path / "b.jsonl").write_bytes(b"".join(lines[:5]) + lines[5][:40])
+    (tmp_path / "b.meta.json").write_bytes((tmp_path / "a.meta.json").read_bytes())
+    assert caption(pictures, "--out", tmp_path / "b.jsonl", *args) == 0
+    whole, resumed = rows(tmp_path / "a.jsonl"), rows(tmp_path / "b.jsonl")
+    assert [row["caption"] for row in whole] == [row["caption"] for row in resumed]
+    assert len({row["caption"] for row in whole}) == 10 and all(row["identical"] for row in resumed)
+
+
+def test_stdout_holds_nothing_but_rows(pictures: Path, capfdbinary: Any) -> None:
+    assert caption(*sorted(pictures.iterdir())[:2], "--model", "tiny", "--max-new-tokens", 4) == 0
+    out, err = capfdbinary.readouterr()
+    assert [json.loads(line)["n_new_tokens"] for line in out.splitlines()] == [4, 4]
+    assert b"2 captioned" in err and b"\r" not in err
+
+
+def test_manifest_prompts_and_ids(pictures: Path, tmp_path: Path) -> None:
+    names = sorted(path.name for path in pictures.iterdir())
+    manifest = pictures / "m.jsonl"
+    asked = [{"file_name": names[0], "prompt": "what is it ?", "id": "a"}, {"file_name": names[0], "id": "b"}]
+    manifest.write_text("".join(json.dumps(row) + "\n" for row in asked))
+    try:
+        assert caption(manifest, "--model", "tiny", "--out", tmp_path / "o.jsonl", "--max-new-tokens", 8) == 0
+    finally:
+        manifest.unlink()
+    a, b = rows(tmp_path / "o.jsonl")
+    assert (a["id"], b["id"]) == ("a", "b") and a["file_name"] == b["file_name"]
+    assert a["prompt_sha1"] != b["prompt_sha1"] and a["caption"] != b["caption"]
+
+
+def test_every_kind_of_bad_file(pictures: Path, tmp_path: Path, capsys: Any) -> None:
+    good = sorted(pictures.iterdir())[0]
+    (tmp_path / "empty.png").touch()
+    (tmp_path / "text.jpg").write_text("not a picture")
+    (tmp_path / "torn.png").write_bytes(good.read_bytes()[:900])
+    Image.new("CMYK", (30, 30)).save(tmp_path / "cmyk.jpg")
+    Image.new("RGB", (300, 300)).save(tmp_path / "large.png")
+    paths = (*sorted(tmp_path.iterdir()), tmp_path / "gone.png", good)
+    args = ("--model", "tiny", "--out", tmp_path / "o.jsonl", "--max-new-tokens", 4, "--max-pixels", 80_000)
+    assert caption(*paths, *args) == 1
+    kinds = {Path(row["file_name"]).name: (row["error"] or {}).get("type") for row in rows(tmp_path / "o.jsonl")}
+    assert kinds == {
+        "cmyk.jpg": None,
+        "empty.png": "Empty",
+        "gone.png": "Missing",
+        "large.png": "TooLarge",
+        "text.jpg": "NotAnImage",
+        "torn.png": "BrokenImage",
+        good.name: None,
+    }
+    assert "2 captioned, 5 failed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["nowhere", "--model", "tiny"], "no such file or folder: nowhere"),
+        (["EMPTY", "--model", "tiny"], "no images or videos in"),
+        (["PICTURES", "--model", "tiny", "--drafter", "magic"], "unknown drafter 'magic'; known are none, lookup"),
+        (["PICTURES", "--model", "tiny", "--out", "no/such/folder/x.jsonl"], "no folder"),
+        (["PICTURES", "--model", "tiny", "--out", "EMPTY"], "is a folder"),
+        (["PICTURES", "--model", "no/such/model"], "cannot load the processor of --model no/such/model"),
+        (["PICTURES", "--model", "EMPTY"], "cannot load"),
+        (["PICTURES", "--model", "tiny", "--device", "cuda:99"], "--device cuda:99"),
+        (["PICTURES", "--model", "tiny", "--prompt", "the <image>"], "must not contain <image>"),
+        (["PICTURES", "--model", "tiny", "--prompt", " "], "--prompt must not be empty"),
+        (["PICTURES", "--model", "tiny", "--shard", "2/2"], "I from 0 to N-1"),
+        (["PICTURES", "--model", "tiny", "--batch-size", "0"], "above 0"),
+        (["PICTURES", "--model", "tiny", "--temperature", "nan"], "0 (greedy) or more"),
+        (["--model", "tiny", "--compare", "PICTURES"], "put paths before it"),
+        (["PICTURES", "--model", "tiny", "--retry-errors"], "need --out FILE"),
+    ],
+)
+def test_wrong_usage_is_one_line_and_code_2(
+    args: list[str], words: str, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (tmp_path / "empty").mkdir()
+    names = {"PICTURES": str(pictures), "EMPTY": str(tmp_path / "empty")}
+    try:
+        code = caption(*(names.get(arg, arg) for arg in args))
+    except SystemExit as error:  # argparse's way
+        code = int(error.code or 0)
+    err = capsys.readouterr().err
+    assert code == 2 and err.startswith("mmspec: error: ") and words in err and err.count("\n") == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty"]
+
+
+def test_an_unsupported_model_is_named_with_what_is_supported(
+    pictures: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise mmspec.UnsupportedModelError("no adapter for 'blip'; supported: llava")
+
+    monkeypatch.setattr(mmspec, "patch", refuse)
+    assert caption(pictures, "--model", "tiny") == 2
+    assert "supported: llava" in capsys.readouterr().err
+
+
+def test_a_model_folder_loads_by_the_auto_classes(pictures: Path, tmp_path: Path) -> None:
+    folder = tiny_model(tmp_path / "model", seed=0)
+    model, processor = load(str(folder))
+    again, _ = random_model("tiny", 0)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+    assert processor.tokenizer.padding_side == "left" and processor.chat_template
+    args = (sorted(pictures.iterdir())[0], "--max-new-tokens", 8, "--out")
+    assert caption(*args, tmp_path / "a.jsonl", "--model", folder) == 0
+    assert caption(*args, tmp_path / "b.jsonl", "--model", "tiny") == 0
+    assert rows(tmp_path / "a.jsonl")[0]["caption"] == rows(tmp_path / "b.jsonl")[0]["caption"]
+
+
+def test_random_models_spare_the_generators_and_differ_by_seed() -> None:
+    state = torch.get_rng_state()
+    one, two = (random_model("tiny", seed)[0].lm_head.weight for seed in (0, 1))
+    assert torch.equal(torch.get_rng_state(), state) and not torch.equal(one, two)
+    assert len(vocabulary(384)) == len(set(vocabulary(8192)[:384])) == 384
+    with pytest.raises(ValueError, match="tiny, mid"):
+        random_model("large")
+
+
+@pytest.fixture
+def captioner() -> Captioner:
+    model, processor = load("tiny")
+    return Captioner(mmspec.patch(model, "lookup", processor=processor), processor, max_new_tokens=12)
+
+
+IMAGES = [Image.new("RGB", (40, 30), colour) for colour in ("red", "blue", "white")]
+
+
+def test_finish_reasons(captioner: Captioner) -> None:
+    prompts = ["describe the image", "what is it ?", "a"]
+    free = captioner.caption(IMAGES, prompts, 0)
+    assert {made.finish_reason for made in free} == {"length"} and {made.n_new_tokens for made in free} == {12}
+    words = free[0].caption.split()
+    captioner.stop = (f" {words[3]}",)
+    stopped = captioner.caption(IMAGES, prompts, 0, [True] * 3)
+    assert stopped[0].finish_reason == "stop" and stopped[0].caption == " ".join(words[:3])
+    assert stopped[0].n_new_tokens < 12 and all(made.identical for made in stopped)
+    captioner.stop = ()
+    inputs = captioner.inputs(IMAGES, prompts)
+    token = captioner.model.generate(**inputs, max_new_tokens=12)[0, inputs["input_ids"].shape[1] + 4].item()
+    captioner.model.generation_config.eos_token_id = [2, token]
+    ended = captioner.caption(IMAGES, prompts, 0, [True] * 3)
+    assert ended[0].finish_reason == "eos" and ended[0].n_new_tokens <= 5 and all(made.identical for made in ended)
+
+
+def test_rows_of_a_ragged_batch_are_those_of_single_calls(captioner: Captioner) -> None:
+    prompts = ["a", "describe the image in one long sentence please", "what is it ?"]
+    together = captioner.caption(IMAGES, prompts, 0)
+    alone = [captioner.caption([image], [prompt], 0)[0] for image, prompt in zip(IMAGES, prompts, strict=True)]
+    assert [made.caption for made in together] == [made.caption for made in alone]
+    assert [made.n_prompt_tokens for made in together] == [made.n_prompt_tokens for made in alone]
+
+
+def test_a_planted_difference_is_found_and_located(captioner: Captioner, monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = Captioner._generate
+
+    def lying(self: Captioner, inputs: dict[str, Any], seed: int) -> tuple[torch.Tensor, float]:
+        ids, seconds = honest(self, inputs, seed)
+        if mmspec.stats(self.model).calls == 1 and not lied:
+            lied.append(True)
+            ids[1, -3] += 1
+        return ids, seconds
+
+    lied: list[bool] = []
+    monkeypatch.setattr(Captioner, "_generate", lying)
+    made = captioner.caption(IMAGES, ["a"] * 3, 0, [True] * 3)
+    assert [one.identical for one in made] == [True, False, True]
+    assert (captioner.check.rows, captioner.check.identical) == (3, 2) and captioner.check.first
+
+
+def test_without_a_chat_template(captioner: Captioner) -> None:
+    captioner.processor.chat_template = None
+    inputs = captioner.inputs(IMAGES[:1], ["what is {it} ?"])
+    text = captioner.processor.tokenizer.decode(inputs["input_ids"][0]).replace("<image>", "")
+    assert text.split() == "user: what is {it} ? assistant:".replace("{it}", "<unk>it<unk>").split()
+    assert captioner.caption(IMAGES, ["a"] * 3, 0)[0].n_new_tokens == 12

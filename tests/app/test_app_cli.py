@@ -1,0 +1,90 @@
+"""The command as such: help, errors, `env`, and the demo."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mmspec.app.cli import main as cli
+from mmspec.app.errors import UsageError, one_line
+
+
+def test_help_teaches(capsys: Any) -> None:
+    for args, words in (
+        (["--help"], "start here"),
+        (["caption", "--help"], "resuming"),
+        (["bench", "--help"], "noise band"),
+        (["train", "--help"], "answers.jsonl"),
+        (["env", "--help"], "bug reports"),
+    ):
+        with pytest.raises(SystemExit) as left:
+            cli.main(args)
+        assert left.value.code == 0
+        assert words in capsys.readouterr().out
+
+
+def test_the_command_line_itself_imports_nothing_heavy() -> None:
+    """What `mmspec/__init__.py` imports is its own affair: only what the command line adds is looked at."""
+    code = (
+        "import mmspec, sys; before = set(sys.modules); import mmspec.app.cli.main; print(*set(sys.modules) - before)"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parent, check=True
+    )
+    tops = {name.split(".")[0] for name in run.stdout.split()}
+    assert not tops & {"torch", "transformers", "PIL", "numpy", "matplotlib", "tqdm"}
+
+
+def test_wrong_usage_is_one_line(capsys: Any) -> None:
+    for args in (
+        [],
+        ["dance"],
+        ["caption"],
+        ["caption", "x", "--model"],
+        ["bench", "--model", "tiny", "--repeats", "0"],
+    ):
+        with pytest.raises(SystemExit) as left:
+            cli.main(args)
+        err = capsys.readouterr().err
+        assert left.value.code == 2 and err.startswith("mmspec: error: ") and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "words"),
+    [
+        (UsageError("no such\nthing"), 2, "mmspec: error: no such thing\n"),
+        (ZeroDivisionError("by zero"), 1, "ZeroDivisionError: by zero (--debug shows where)"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+    ],
+)
+def test_how_errors_end(
+    error: BaseException, code: int, words: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    def fail(args: argparse.Namespace) -> int:
+        raise error
+
+    monkeypatch.setattr("mmspec.app.cli.env.run", fail)
+    assert cli.main(["env"]) == code
+    err = capsys.readouterr().err
+    assert words in err and "Traceback" not in err
+    for args in (["env", "--debug"], ["--debug", "env"]):
+        assert cli.main(args) == code
+        assert "Traceback" in capsys.readouterr().err
+
+
+def test_one_line() -> None:
+    assert one_line(ValueError("a\n  b")) == "a b"
+    assert one_line(MemoryError()) == "MemoryError"
+    assert len(one_line(ValueError("x" * 999))) == 300
+
+
+def test_env_names_versions_and_no_paths(capsys: Any) -> None:
+    assert cli.main(["env"]) == 0
+    out = capsys.readouterr().out
+    assert "transformers:" in out and "llava" in out and "lookup" in out
+    assert str(Path.home()) not in out

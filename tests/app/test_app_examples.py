@@ -1,0 +1,244 @@
+"""The way in to the scenes world: clips, examples, tasks of the bench, and what is said of a photograph."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from mmspec.app import examples as demo
+from mmspec.app.bench import command as bench
+from mmspec.app.bench.measure import count_tokens
+from mmspec.app.bench.requests import world_requests
+from mmspec.app.cli.main import main
+from mmspec.app.io.images import ImageError
+from mmspec.app.io.videos import load_clip
+from mmspec.app.modeling.captioner import Captioner
+from mmspec.app.modeling.load import load
+from mmspec.app.modeling.random_models import random_model
+from mmspec.app.scenes import examples, tasks
+from mmspec.app.scenes.domain_check import ADVICE, like_a_scene
+from mmspec.app.scenes.render import paint
+from mmspec.app.scenes.world import HELD_OUT, Clip, clip, scene
+
+CLIPS = [path for path in examples.files() if path.suffix == ".mp4"]
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def photograph(seed: int = 0) -> Image.Image:
+    """No two neighbours alike, as in the grass of a photograph."""
+    dice = np.random.default_rng(seed)
+    coarse = Image.fromarray(dice.integers(0, 255, (12, 16, 3), dtype=np.uint8)).resize((320, 240))
+    return Image.fromarray((np.asarray(coarse) * 0.8 + dice.integers(0, 50, (240, 320, 3))).astype(np.uint8))
+
+
+# --- examples ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_examples_are_what_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("av")
+    made = examples.write(tmp_path)
+    assert sorted(path.name for path in made) == sorted(path.name for path in examples.files())
+    assert sum(path.stat().st_size for path in examples.files()) < 300_000
+    for path in examples.files():
+        if path.suffix == ".png":
+            assert Image.open(path).tobytes() == Image.open(tmp_path / path.name).tobytes()
+        else:
+            mine, again = load_clip(path).frames, load_clip(tmp_path / path.name).frames
+            assert len(mine) == len(again) and all(near(a, b) for a, b in zip(mine, again, strict=True))
+
+
+def near(a: Image.Image, b: Image.Image, most: float = 4.0) -> bool:
+    return float(np.abs(np.asarray(a).astype(int) - np.asarray(b).astype(int)).mean()) < most
+
+
+def test_the_clips_hold_all_frames() -> None:
+    for seed, path in zip(examples.CLIPS, ("frog_moves", "cake_appears", "lion_moves"), strict=True):
+        frames = load_clip(examples.FOLDER / f"{path}.mp4").frames
+        truth = clip(HELD_OUT + seed).frames
+        assert len(frames) == len(truth)
+        assert all(near(a, paint(b)) for a, b in zip(frames, truth, strict=True))
+
+
+# --- clips in jobs ----------------------------------------------------------------------------------------------------
+
+
+def test_pictures_and_clips_in_one_job(tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "in").mkdir()
+    shutil.copy(CLIPS[0], tmp_path / "in" / "b.mp4")
+    shutil.copy(CLIPS[2], tmp_path / "in" / "C.MP4")
+    paint(scene(3)).save(tmp_path / "in" / "a.png")
+    out = tmp_path / "o.jsonl"
+    args = ["--out", str(out), "--max-new-tokens", "12", "--compare", "--no-progress", "--frames", "5"]
+    assert main(["caption", str(tmp_path / "in"), "--model", "tiny", *args]) == 0
+    assert "identical: 3/3" in capsys.readouterr().err
+    found = {row["file_name"]: row for row in rows(out)}
+    assert all(row["identical"] and row["plain"] == row["caption"] for row in found.values())
+    assert len({row["prompt_sha1"] for row in found.values()}) == 2, "clips are asked about as clips"
+    alone = found["in/a.png"]["n_prompt_tokens"]
+    assert found["in/b.mp4"]["n_prompt_tokens"] > alone + 4 * 15 and found["in/C.MP4"]["n_prompt_tokens"] > alone + 45
+
+
+def test_files_that_are_no_clips(tmp_path: Path) -> None:
+    for name, content in (("text.mp4", b"no video"), ("empty.mp4", b""), ("half.mp4", CLIPS[0].read_bytes()[:900])):
+        (tmp_path / name).write_bytes(content)
+    for name, kind in (("text.mp4", "BrokenVideo"), ("empty.mp4", "Empty"), ("half.mp4", "BrokenVideo")):
+        with pytest.raises(ImageError) as failed:
+            load_clip(tmp_path / name)
+        assert failed.value.kind == kind and "\n" not in str(failed.value) and str(tmp_path) not in str(failed.value)
+    with pytest.raises(ImageError, match="more than 100 pixels"):
+        load_clip(CLIPS[0], max_pixels=100)
+
+
+def test_a_clip_without_frames_says_so(tmp_path: Path) -> None:
+    av = pytest.importorskip("av")
+    with av.open(str(tmp_path / "none.mp4"), "w") as container:
+        stream = container.add_stream("libx264", rate=2)
+        stream.width = stream.height = 64
+        stream.pix_fmt = "yuv420p"
+        container.start_encoding()
+    with pytest.raises(ImageError, match="a video without frames"):
+        load_clip(tmp_path / "none.mp4")
+    assert main(["caption", str(tmp_path / "none.mp4"), "--model", "tiny", "--out", str(tmp_path / "o.jsonl")]) == 1
+    assert rows(tmp_path / "o.jsonl")[0]["error"]["type"] == "BrokenVideo"
+
+
+def test_no_video_reader_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("decord", "torchcodec", "av"):
+        monkeypatch.setitem(__import__("sys").modules, name, None)
+    with pytest.raises(ImageError, match=r"pip install 'mmspec\[video\]'"):
+        load_clip(CLIPS[0])
+
+
+# --- photographs ------------------------------------------------------------------------------------------------------
+
+
+def test_scenes_look_like_scenes_and_photographs_do_not(tmp_path: Path) -> None:
+    for seed in range(60):
+        drawn = paint(scene(seed, 6 if seed % 2 else None))
+        assert like_a_scene(drawn), seed
+        drawn.resize((300, 260)).save(tmp_path / "a.jpg", quality=75)
+        assert like_a_scene(Image.open(tmp_path / "a.jpg")), seed
+        assert not like_a_scene(photograph(seed)), seed
+
+
+def test_a_photograph_is_answered_with_advice_once(tmp_path: Path, capsys: Any) -> None:
+    from mmspec.app.caption.config import JobSettings
+    from mmspec.app.caption.job import Job
+    from mmspec.app.io.output import FileOutput
+
+    (tmp_path / "in").mkdir()
+    paint(scene(1)).save(tmp_path / "in" / "a.png")
+    for number in range(3):
+        photograph(number).save(tmp_path / "in" / f"b{number}.png")
+    import mmspec
+
+    model, processor = random_model("tiny")
+    maker = Captioner(mmspec.patch(model, "none"), processor, max_new_tokens=4)
+    for name, told in (("scenes", 1), ("tiny", 0)):
+        settings = JobSettings((str(tmp_path / "in"),), name, str(tmp_path / f"{name}.jsonl"), progress=False)
+        assert Job(settings, FileOutput(Path(settings.out), settings.fingerprint(1)), lambda: maker).run() == 0
+        err = capsys.readouterr().err
+        assert err.count(ADVICE) == told
+        assert not told or "in/b0.png does not look like" in err
+
+
+# --- the bench on the world -------------------------------------------------------------------------------------------
+
+
+def test_tasks_draw_from_the_held_out_world() -> None:
+    assert bench.TASKS == tasks.TASKS
+    for task in tasks.TASKS:
+        drawn = list(islice(tasks.requests(task, HELD_OUT), 6))
+        again = list(islice(tasks.requests(task, HELD_OUT), 6))
+        assert [(one.seed, one.question, one.answer) for one in drawn] == [
+            (one.seed, one.question, one.answer) for one in again
+        ]
+        assert all(one.seed >= HELD_OUT and one.question and one.answer for one in drawn)
+        assert all((len(one.pictures) > 3) == (task == "clip") == isinstance(one.truth, Clip) for one in drawn)
+    assert all(len(one.truth.things) > 2 for one in islice(tasks.requests("describe", 0), 20))  # type: ignore[union-attr]
+    assert len({one.question.split()[0] for one in islice(tasks.requests("answer", 0), 60)}) > 5
+    with pytest.raises(ValueError, match="task must be one of describe"):
+        next(tasks.requests("dance", 0))
+
+
+def test_requests_of_the_world_measure_the_seeds_that_were_asked_for() -> None:
+    model, processor = random_model("tiny")
+    maker = Captioner(model, processor)
+    made = world_requests(maker, "describe", HELD_OUT, 2, 2)
+    drawn = list(islice(tasks.requests("describe", HELD_OUT), 6))
+    assert [given["input_ids"].shape[0] for given in made] == [2, 2, 2]
+    expected = maker.inputs([one.pictures for one in drawn[:2]], [one.question for one in drawn[:2]])
+    assert all((made[1][name] == value).all() for name, value in expected.items())
+
+
+def test_bench_with_a_task(tmp_path: Path, capsys: Any) -> None:
+    args = ["--task", "answer", "--count", "5", "--batch-sizes", "2", "--drafters", "lookup", "--new-tokens", "9"]
+    assert main(["bench", "--model", "tiny", *args, "--json", str(tmp_path / "b.json")]) == 0
+    for row in json.loads((tmp_path / "b.json").read_text()):
+        assert (row["task"], row["first_seed"], row["repeats"]) == ("answer", HELD_OUT, 2)
+        assert row["identical"] and row["tokens"] <= 2 * 2 * 9
+    assert " NO " not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--task", "short", "--prompt", "Hello"], "leave --prompt away"),
+        (["--task", "short", "--images", "x.png"], "leave --images away"),
+        (["--task", "short", "--count", "3", "--batch-sizes", "1,4"], "does not fill a batch of 4"),
+        (["--first-seed", "7"], "go with --task"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(args: list[str], words: str, capsys: Any) -> None:
+    assert main(["bench", "--model", "tiny", *args]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_tokens_up_to_the_end() -> None:
+    import torch
+
+    ids = torch.tensor([[5, 6, 2, 2, 2], [5, 6, 7, 8, 9], [2, 2, 2, 2, 2]])
+    assert count_tokens(ids, 2) == count_tokens(ids, [2, 3]) == 3 + 5 + 1 and count_tokens(ids, None) == 15
+
+
+def test_the_demo_shows_both_texts(capsys: Any) -> None:
+    names = [str(path) for path in (examples.files()[0], CLIPS[0])]
+    assert demo.main([*names, "--model", "tiny", "--max-new-tokens", "12"]) == 0
+    told = capsys.readouterr().out
+    assert "2 of 2 texts identical to plain generate" in told and "noise" in told
+    assert told.count("  plain ") == told.count("  mmspec ") == told.count("identical; ") == 2
+    assert "Describe the image." in told and "Describe the video." in told and "tokens/s" in told and "tau" in told
+    assert demo.main(["nowhere.png"]) == 2
+    assert "no such file" in capsys.readouterr().err
+
+
+def test_a_damaged_model_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr("mmspec.app.scenes.FOLDER", tmp_path)
+    paint(scene(1)).save(tmp_path / "a.png")
+    assert main(["caption", str(tmp_path / "a.png"), "--model", "scenes"]) == 2
+    err = capsys.readouterr().err
+    assert "checksums.json is missing: get it back" in err and err.count("\n") == 1
+    with pytest.raises(Exception, match=r"checksums\.json is missing"):
+        load("scenes")
+
+
+def test_the_world_is_drawn_as_it_was() -> None:
+    """The atlas is what pictures are made of; sizes and places are in `test_scenes_world`."""
+    from mmspec.app import scenes
+
+    atlas = Path(scenes.__file__).parent / "data" / "atlas.png"
+    assert hashlib.sha256(atlas.read_bytes()).hexdigest() == ATLAS
+
+
+ATLAS = "8a67a70047a8b73520a434fb850c5b0ce062ab6838fb803b3c94ed0b06c8daff"

@@ -1,0 +1,134 @@
+"""Caption jobs as processes of their own: several ranks, the launcher, interrupts, and SIGKILL at random moments."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mmspec.app.cli.main import main
+from mmspec.app.modeling.synthetic_images import write_pictures
+
+TIMES = ("seconds", "ttft_s")
+"""Columns that differ from run to run. What the drafter did (rounds, tau) does too: the budget goes by the clock."""
+VARYING = (*TIMES, "n_rounds", "tau")
+
+
+def start(
+    *args: object, environ: dict[str, str] | None = None, launcher: tuple[str, ...] = ()
+) -> subprocess.Popen[str]:
+    command = [
+        sys.executable,
+        *launcher,
+        "-m",
+        "mmspec",
+        "caption",
+        *map(str, args),
+        "--model",
+        "tiny",
+        "--no-progress",
+    ]
+    extra = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **(environ or {})}
+    folder = Path(__file__).parent  # not the repository root, whose mmspec/ would hide the installed one
+    return subprocess.Popen(
+        command, env=os.environ | extra, cwd=folder, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def essence(path: Path) -> list[dict[str, Any]]:
+    return [{key: value for key, value in row.items() if key not in VARYING} for row in rows(path)]
+
+
+def test_two_ranks_make_one_file(tmp_path: Path) -> None:
+    write_pictures(tmp_path / "p", 9)
+    args = (tmp_path / "p", "--max-new-tokens", 8, "--batch-size", 2)
+    ranks = [
+        start(*args, "--out", tmp_path / "out.jsonl", environ={"RANK": str(rank), "WORLD_SIZE": "2"}) for rank in (0, 1)
+    ]
+    assert main(["caption", *map(str, args), "--model", "tiny", "--out", str(tmp_path / "one.jsonl")]) == 0
+    told = [rank.communicate(timeout=120)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], told
+    assert "mmspec rank 0: 5 captioned" in told[0] and "mmspec rank 1: 4 captioned" in told[1]
+    assert [row["index"] for row in rows(tmp_path / "out.jsonl")] == list(range(9))
+    assert essence(tmp_path / "out.jsonl") == essence(tmp_path / "one.jsonl")
+    assert not list(tmp_path.glob("*.rank*"))
+
+
+@pytest.mark.slow
+def test_accelerate_launch(tmp_path: Path) -> None:
+    write_pictures(tmp_path / "p", 9)
+    (tmp_path / "p" / "broken.png").write_text("no picture")
+    launcher = ("-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1",
+                "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0")  # fmt: skip
+    run = start(tmp_path / "p", "--max-new-tokens", 8, "--out", tmp_path / "out.jsonl", launcher=launcher)
+    told = run.communicate(timeout=240)[1]
+    assert [row["index"] for row in rows(tmp_path / "out.jsonl")] == list(range(10)), told
+    assert [bool(row["error"]) for row in rows(tmp_path / "out.jsonl")] == [False] * 9 + [True]
+    assert run.returncode == 1 and not list(tmp_path.glob("*.rank*"))
+
+
+def test_ctrl_c_finishes_the_batch_and_says_how_to_go_on(tmp_path: Path) -> None:
+    write_pictures(tmp_path / "p", 40)
+    out = tmp_path / "out.jsonl"
+    run = start(tmp_path / "p", "--max-new-tokens", 100, "--batch-size", 2, "--out", out)
+    wait_for(out, 1, run)
+    run.send_signal(signal.SIGINT)
+    told = run.communicate(timeout=60)[1]
+    assert run.returncode == 130 and "run the same command again" in told and "Traceback" not in told
+    assert 0 < len(rows(out)) < 40 and len(rows(out)) % 2 == 0
+
+
+def wait_for(out: Path, lines: int, run: subprocess.Popen[str]) -> None:
+    """Until `out` has that many lines."""
+    while run.poll() is None and (not out.exists() or out.read_bytes().count(b"\n") < lines):
+        time.sleep(0.002)
+
+
+@pytest.mark.slow
+def test_killed_ten_times_a_job_of_300_loses_and_repeats_nothing(tmp_path: Path) -> None:
+    images, kills, dice = 300, 10, random.Random(20)
+    write_pictures(tmp_path / "p", images)
+    args = (tmp_path / "p", "--max-new-tokens", 48, "--batch-size", 4, "--temperature", 0.7)
+    began = time.perf_counter()
+    whole = start(*args, "--out", tmp_path / "whole.jsonl")
+    assert whole.wait(timeout=600) == 0, whole.communicate()[1]
+    alone = time.perf_counter() - began
+
+    out, at = tmp_path / "out.jsonl", []
+    began = time.perf_counter()
+    for number in range(kills):
+        before = out.read_bytes() if out.exists() else b""
+        run = start(*args, "--out", out)
+        more = dice.randint(0, 27)
+        if more:
+            wait_for(out, before.count(b"\n") + more, run)
+            time.sleep(dice.uniform(0, 0.2))
+        else:
+            time.sleep(dice.uniform(0, 4))
+        run.kill()
+        assert run.wait(timeout=60) == -signal.SIGKILL, f"kill {number}: the job had ended"
+        run.communicate()
+        after = out.read_bytes() if out.exists() else b""
+        assert after.startswith(before[: before.rfind(b"\n") + 1]), "a finished row was lost"
+        at.append(after.count(b"\n"))
+    last = start(*args, "--out", out)
+    assert last.wait(timeout=600) == 0, last.communicate()[1]
+    spent = time.perf_counter() - began
+
+    found = rows(out)
+    assert len(found) == len({row["id"] for row in found}) == images
+    assert essence(out) == essence(tmp_path / "whole.jsonl")
+    print(f"\nkilled after {at} rows; {images} rows, no repeats, equal to the run that was left alone; "
+          f"{alone:.0f} s alone, {spent:.0f} s with {kills} kills")  # fmt: skip

@@ -1,0 +1,173 @@
+"""The study of guessed words: what belongs to which class, and how answers are counted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mmspec.app.bench.rounds import Round
+from mmspec.app.bench.specs import patched
+from mmspec.app.scenes.training.build_model import train_tokenizer
+from mmspec.app.scenes.training.data import corpus
+from mmspec.app.studies import blocks as study_blocks
+from mmspec.app.studies import token_classes as study
+from mmspec.app.studies.word_classes import CLASSES, Answer, answer_of, class_of, classes_of, interval
+
+
+def test_classes() -> None:
+    kinds = {"dog": "names", "Dogs": "names", "upper": "places", "striped": "looks", "Large": "looks", "waits": "other"}
+    kinds |= {"the": "function", "A": "function", "In": "function"}
+    kinds |= dict.fromkeys(("STAR", "DOG", "RED", "LEFT", "NO"), "other")  # words of signs
+    assert {word: class_of(word) for word in kinds} == kinds
+
+
+def test_a_word_of_several_tokens_is_one_word() -> None:
+    tokenizer = train_tokenizer(corpus(200))
+    ids = tokenizer(" In the upper left waits a small flamingo, smaller.", add_special_tokens=False).input_ids
+    found = dict(zip(map(tokenizer.decode, ids), classes_of(tokenizer, ids), strict=True))
+    assert found[" upper"] == found[" left"] == "places" and found[" small"] == found[" smaller"] == "looks"
+    assert found[" the"] == "function" and found[","] == found["."] == "other"
+    name = [kind for token, kind in found.items() if len(token.strip()) > 1 and token.strip() in "flamingo"]
+    assert name and set(name) == {"names"}
+
+
+def one(emitted: list[int], guesses: bool = True) -> Round:
+    """A round whose drafts were a chain one longer than what was kept, or no draft at all."""
+    nodes = range(len(emitted) + guesses)
+    return Round(0, tuple(nodes), tuple(range(-1, len(nodes) - 1)), None, tuple(range(len(emitted))), tuple(emitted))
+
+
+def test_what_counts_as_guessed() -> None:
+    tokenizer = train_tokenizer(corpus(200))
+    ids = tokenizer(" In the left a dog waits", add_special_tokens=False).input_ids
+    kinds = classes_of(tokenizer, ids)
+    assert [tokenizer.decode(i) for i in ids][:4] == [" In", " the", " left", " a"] and len(ids) >= 6
+    made = answer_of([one(ids[:1], False), one(ids[1:4]), one([]), one(ids[4:], False), one([2])], tokenizer, [2])
+    assert (made.tokens, made.forwards) == (len(ids), 3)
+    assert made.total["places"] == made.guessed["places"] == 1, "in the middle of a round"
+    assert made.total["other"] == kinds[1:].count("other") and made.guessed["other"] <= made.total["other"]
+    assert sum(made.total.values()) == len(ids) - 1, "neither the prompt's token nor the end"
+    assert sum(made.guessed.values()) == 2 + len(ids) - 5
+    assert dict(made.corrected)["function"] == sum(made.corrected.values()) == 1, "of the last nothing was guessed"
+
+
+def test_intervals_hold_the_value() -> None:
+    answers = [Answer(10 + n % 3, 5, {"names": 4}, {"names": n % 5}) for n in range(40)]
+    for name in ("tau", "names", "names_tau"):
+        value, low, high = interval(answers, name)
+        assert low < value < high
+    assert interval(answers, "tau")[0] == pytest.approx(sum(10 + n % 3 for n in range(40)) / 200)
+    assert interval(answers, "names")[0] == 80 / 160 and interval(answers, "names_tau")[0] == 160 / 80
+
+
+def test_the_accepted_share_leaves_out_what_nobody_guessed() -> None:
+    answers = [Answer(9, 5, {"names": 8}, {"names": 3}, {"names": 1})] * 4
+    assert interval(answers, "names") == (3 / 8,) * 3 and interval(answers, "names_accepted") == (3 / 4,) * 3
+
+
+def test_differences_are_of_the_same_requests() -> None:
+    first = [Answer(10, 5, {"names": 10}, {"names": n % 10}) for n in range(40)]
+    other = [Answer(10, 5, {"names": 10}, {"names": n % 10 + 1}) for n in range(40)]
+    value, low, high = interval(other, "names", first)
+    assert value == pytest.approx(0.1) and low == pytest.approx(0.1) and high == pytest.approx(0.1)
+    assert interval(first, "names", first) == (0, 0, 0)
+
+
+def test_the_study_from_the_command_line(tmp_path: Path, capsys: Any) -> None:
+    files = [word for kind in ("json", "plot", "markdown") for word in (f"--{kind}", str(tmp_path / f"s.{kind[:3]}"))]
+    files[3] = str(tmp_path / "s.png")
+    sampled = ["--temperature", "0.9", "--seed", "3"]
+    given = ["none", "fused", "--model", "tiny", "--count", "2", "--task", "answer", "--against", "none", *sampled]
+    assert study.main([*given, "--no-progress", *files]) == 0
+    rows = json.loads((tmp_path / "s.jso").read_text())
+    assert [row["drafter"] for row in rows] == ["none", "fused"] and rows[0]["tau"] == [1.0, 1.0, 1.0]
+    assert set(CLASSES) <= set(rows[0]) and rows[0]["tokens"] == rows[1]["tokens"], "the same text"
+    none, fused = rows
+    assert none["tau_over"] == [0, 0, 0] and fused["tau_over"][0] == pytest.approx(fused["tau"][0] - 1)
+    assert (none["temperature"], none["seed"], none["draft_mib"]) == (0.9, 3, 0) and none["tokens_min"] > 0
+    assert fused["draft_ms"] > 0 and fused["run"]["command"].startswith(
+        "python -m mmspec.app.studies.token_classes none fused"
+    )
+    assert (tmp_path / "s.png").read_bytes().startswith(b"\x89PNG") and "tau 1.000" in capsys.readouterr().out
+    tables = (tmp_path / "s.mar").read_text()
+    assert tables.count("| fused |") == 6 and "| over none | tau | names |" in tables
+
+
+def test_a_drafter_learns_from_request_to_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    monkeypatch.setattr(study, "patched", lambda *given: made.append(given) or patched(*given))
+    assert (
+        study.main(["recycling", "none", "--model", "tiny", "--count", "3", "--task", "answer", "--no-progress"]) == 0
+    )
+    assert [given[1] for given in made] == ["recycling", "none"]
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (["none", "--against", "fused"], "--against is one of the drafters"),
+        (["magic@3"], "unknown drafter 'magic'"),
+        (["fused@3", "--model", "tiny"], "which 'fused' does not"),
+    ],
+)
+def test_bad_requests_end_in_a_line(given: list[str], words: str, capsys: Any) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        study.main([*given, "--count", "1"])
+    assert stopped.value.code == 2 and words in capsys.readouterr().err
+
+
+def row_of_bench(drafter: str, block: int | None, **other: Any) -> dict[str, Any]:
+    """What `mmspec bench --json` says of a drafter, as far as the study of blocks reads it."""
+    row = {"drafter": drafter, "batch": 1, "temperature": 0.0, "nodes": 16, "block": block, "tau": 4.0}
+    row |= {"draft_ms": 10.0, "score_ms": 20.0, "R": 2.5, "speedup_own": 1.6, "speedup_hf": 2.0, "identical": True}
+    return row | {"speedup_hf_ci": [1.9, 2.2], "accepted_at_position": [0.8, 0.61]} | other
+
+
+def test_the_study_of_blocks(tmp_path: Path, capsys: Any) -> None:
+    one = [row_of_bench("hf", None, draft_ms=None), row_of_bench("none", None, draft_ms=0.0)]
+    one += [row_of_bench("msd@3", 1), row_of_bench("msd@5", 1), row_of_bench("msd", 1)]
+    one += [row_of_bench("out/k2/flash", 2, draft_ms=4.0, tau=3.0), row_of_bench("out/k5/flash", 5, identical=False)]
+    eight = [row | {"batch": 8, "nodes": None, "temperature": 1.0} for row in one]
+    files = [tmp_path / "one.json", tmp_path / "eight.json"]
+    for file, rows in zip(files, (one, eight), strict=True):
+        file.write_text(json.dumps(rows))
+    made = tmp_path / "b.md", tmp_path / "b.png"
+    assert study_blocks.main([*map(str, files), "--markdown", str(made[0]), "--plot", str(made[1])]) == 0
+    told = made[0].read_text()
+    assert told == capsys.readouterr().out and made[1].read_bytes().startswith(b"\x89PNG")
+    assert "**batch 1, greedy, trees of 16 nodes**" in told
+    assert "**batch 8, temperature 1, trees as the controller has them**" in told and "| hf |" not in told
+    line = "| k2/flash | 3.00 | 0.75 | 80 61 | 4.0 | 0.40 | 20.0 | 2.50 | 1.60 | 2.00 [1.90, 2.20] | 1.00 | yes |"
+    assert told.count(line) == 2 and told.count("| NO |") == 2
+    apart = study_blocks.settings(study_blocks.read(files[0]))
+    sizes = {row["name"]: (row["kind"], row["size"]) for row in apart[1, 0.0, 16]}
+    assert sizes == {
+        "none": ("none", None),
+        "msd@3": ("msd", 3),
+        "msd@5": ("msd", 5),
+        "msd": ("msd", None),
+        "k2/flash": ("flash", 2),
+        "k5/flash": ("flash", 5),
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[]", "no 'rows'"),
+        ('[{"drafter": "msd"}]', "no 'batch'"),
+        ("{}", "not of `mmspec bench"),
+        ("oh", "Expecting"),
+        (None, "No such"),
+    ],
+)
+def test_files_that_are_not_of_bench(tmp_path: Path, capsys: Any, text: str | None, words: str) -> None:
+    file = tmp_path / "rows.json"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(SystemExit) as stopped:
+        study_blocks.main([str(file)])
+    assert stopped.value.code == 2 and words in capsys.readouterr().err

@@ -1,0 +1,362 @@
+"""Videos in `mmspec caption`: shown as videos to models that take them; bad ones are rows with an error.
+
+The processors of such models want torchvision, which is no dependency: their picture part is played here, so that what
+is tested is the part that is ours and transformers' own handling of chats and placeholders.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny_models as tiny
+import torch
+from PIL import Image
+from transformers import LlavaNextVideoProcessor
+from transformers.feature_extraction_utils import BatchFeature
+from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
+from transformers.video_processing_utils import BaseVideoProcessor
+from transformers.video_utils import make_batched_videos
+from video_files import WILD, nothing, planted, shades, song, write
+
+import mmspec
+from mmspec.app.caption import job as jobs
+from mmspec.app.caption.config import JobSettings
+from mmspec.app.cli.main import main
+from mmspec.app.io.images import Video
+from mmspec.app.io.sources import collect
+from mmspec.app.io.videos import load_clip, load_shown
+from mmspec.app.modeling import load
+from mmspec.app.modeling.captioner import Captioner
+from mmspec.app.modeling.chat import Turn, encoded, inputs_of, placed, takes_videos
+from mmspec.app.modeling.random_models import random_model
+from mmspec.vision.video import decoder_pool as isolated
+from mmspec.vision.video.decoder_pool import Isolated
+
+TEMPLATE = (
+    "{% for message in messages %}{% for part in message['content'] %}{% if part['type'] == 'text' %}{{ part['text'] }}"
+    "{% elif part['type'] == 'video' %}<video>{% else %}<image>{% endif %}{% endfor %}{% endfor %}"
+)
+
+
+def caption(*args: object) -> int:
+    return main(["caption", *map(str, args), "--no-progress", "--max-new-tokens", "6"])
+
+
+def rows(path: Path) -> dict[str, dict[str, Any]]:
+    found = [json.loads(line) for line in path.read_text().splitlines()]
+    return {Path(row["file_name"]).name: row for row in found}
+
+
+class Played(BaseVideoProcessor):
+    """Videos to pixels as `LlavaNextVideoVideoProcessor` does, in small; keeps what it was given."""
+
+    def __init__(self) -> None:
+        self.given: list[tuple[np.ndarray, Any]] = []
+
+    def __call__(self, videos: Any, **options: Any) -> BatchFeature:
+        assert options["do_sample_frames"] is False
+        flat = make_batched_videos(videos)
+        self.given += zip(flat, options["video_metadata"], strict=True)
+        sizes = [np.stack([np.asarray(Image.fromarray(one).resize((16, 16))) for one in video]) for video in flat]
+        pixels = [torch.from_numpy(video).permute(0, 3, 1, 2).float() / 128 - 1 for video in sizes]
+        return BatchFeature({"pixel_values_videos": torch.stack(pixels)})
+
+
+class Unchecked(LlavaNextVideoProcessor):
+    """Without torchvision there is no class to check the parts against."""
+
+    def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> None:
+        """Anything will do."""
+
+
+def moving() -> tuple[Any, Any]:
+    """The tiny LLaVA-NeXT-Video and its processor."""
+    spec = tiny.Spec("llava_next_video")
+    tokenizer = tiny.tokenizer(spec)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>", "<video>"]})
+    tokenizer.padding_side = "left"
+    points, edge = [[2 * height, 2 * width] for height, width in tiny.PINPOINTS], {"height": 16, "width": 16}
+    images = LlavaNextImageProcessorPil(size={"shortest_edge": 16}, crop_size=edge, image_grid_pinpoints=points)
+    common: dict[str, Any] = {"patch_size": 4, "vision_feature_select_strategy": "default"}
+    common |= {"chat_template": TEMPLATE, "num_additional_image_tokens": 1}
+    return tiny.model(spec), Unchecked(Played(), images, tokenizer, **common)
+
+
+@pytest.fixture
+def family(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
+    """What `--model tiny` loads: the tiny LLaVA-NeXT-Video."""
+    model, processor = moving()
+    monkeypatch.setattr(load, "_random", lambda *_: (model, processor))
+    return model, processor
+
+
+@pytest.fixture
+def clips(tmp_path: Path) -> Path:
+    """Two clips of 12 frames and a picture."""
+    (tmp_path / "in").mkdir()
+    write(tmp_path / "in" / "a.mp4", 12)
+    Image.new("RGB", (40, 30), "red").save(tmp_path / "in" / "b.png")
+    write(tmp_path / "in" / "c.mkv", [np.full((48, 80, 3), 9 * number, np.uint8) for number in range(12)], fps=4)
+    return tmp_path / "in"
+
+
+# --- as a video, or as pictures ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("suffix", "codec"), [("wmv", "wmv2"), ("flv", "flv1"), ("3gp", "h264"), ("mpeg", "mpeg2video")]
+)
+def test_what_is_named_like_a_video_is_one(suffix: str, codec: str, tmp_path: Path) -> None:
+    file = write(tmp_path / f"clip.{suffix}", 8, codec, fps=25)
+    assert [item.path for item in collect([str(tmp_path)], tmp_path)] == [file]
+    shown = load_shown(file, 4)
+    assert isinstance(shown, Video) and shades(list(shown.frames)) == [1, 3, 5, 7]
+
+
+def test_a_model_that_takes_videos_is_given_videos(clips: Path, family: tuple[Any, Any], capsys: Any) -> None:
+    _, processor = family
+    out = clips.parent / "o.jsonl"
+    assert caption(clips, "--model", "tiny", "--out", out, "--frames", 4, "--compare") == 0
+    assert "identical: 3/3" in capsys.readouterr().err
+    (first, about), (second, later) = processor.video_processor.given[:2]
+    assert first.shape == (4, 64, 64, 3) and second.shape == (4, 48, 80, 3) and first.dtype == np.uint8
+    assert (first == load_clip(clips / "a.mp4", 4).array()).all()
+    assert about["frames_indices"] == [1, 4, 7, 10] and (about["fps"], later["fps"]) == (10, 4)
+    assert later["total_num_frames"] == 12 and (later["width"], later["height"]) == (80, 48)
+    found = rows(out)
+    words = found["a.mp4"]["n_prompt_tokens"] - 4 * 4
+    assert 0 < words < 20 and found["c.mkv"]["n_prompt_tokens"] == words + 16, "four tokens a frame"
+
+
+@pytest.mark.parametrize(
+    ("flags", "first", "second"),
+    [
+        (("--fps", 5), [1, 3, 5, 7, 9, 11], list(range(12))),  # 1.2 seconds of ten a second, 3 of four
+        (("--fps", 5, "--frames", 4), [1, 4, 7, 10], [1, 4, 7, 10]),
+        (("--sampler", "differing", "--frames", 3), None, [0, 5, 11]),
+    ],
+)
+def test_frames_by_the_second_and_those_that_differ(
+    flags: tuple[Any, ...], first: list[int] | None, second: list[int], clips: Path, family: tuple[Any, Any]
+) -> None:
+    _, processor = family
+    assert caption(clips, "--model", "tiny", "--out", clips.parent / "o.jsonl", "--frames", 12, *flags) == 0
+    found = [about["frames_indices"] for _, about in processor.video_processor.given[:2]]
+    assert (first is None or found[0] == first) and found[1] == second
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (("--fps", 0), "must be frames a second, a number above 0, got '0'"),
+        (("--fps", "nan"), "number above 0"),
+        (("--fps", 2, "--sampler", "differing"), "give one of them"),
+        (("--frames", 300, "--sampler", "differing"), "chooses among 256 frames; got --frames 300"),
+        (("--sampler", "best"), "invalid choice"),
+    ],
+)
+def test_frames_that_cannot_be_chosen(flags: tuple[Any, ...], told: str, clips: Path, capsys: Any) -> None:
+    try:
+        code: object = caption(clips, "--model", "tiny", "--out", clips.parent / "o.jsonl", *flags)
+    except SystemExit as left:
+        code = left.code
+    assert code == 2 and told in capsys.readouterr().err and not (clips.parent / "o.jsonl").exists()
+
+
+def test_a_job_from_before_there_were_such_choices_goes_on() -> None:
+    usual = JobSettings(("a",)).fingerprint(1)
+    assert "fps" not in usual and "sampler" not in usual
+    assert JobSettings(("a",), fps=1.0).fingerprint(1) == usual | {"fps": 1.0}
+    assert JobSettings(("a",), sampler="differing").fingerprint(1) == usual | {"sampler": "differing"}
+
+
+def test_a_video_is_not_so_many_pictures(clips: Path, family: tuple[Any, Any]) -> None:
+    model, processor = family
+    maker = Captioner(mmspec.patch(model, "lookup", processor=processor), processor, max_new_tokens=6)
+    video = load_clip(clips / "a.mp4", 4)
+    for template in (TEMPLATE, None):
+        processor.chat_template = template
+        inputs = maker.inputs([video, video.frames[:1], video.frames], ["abc", "abcd", "a"])
+        assert (inputs["input_ids"] == tiny.ids(model.tiny_spec).video).sum(1).tolist() == [16, 0, 0]
+        assert inputs["pixel_values_videos"].shape == (1, 4, 3, 16, 16) and len(inputs["pixel_values"]) == 5
+        made = maker.caption([video, video.frames[:1], video.frames], ["abc", "abcd", "a"], 0, [True] * 3)
+        assert all(one.identical for one in made)
+    processor.chat_template = TEMPLATE.replace("video", "film")
+    assert not takes_videos(processor), "its template would leave them out"
+    assert "pixel_values_videos" not in maker.inputs([video], ["a"])
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, None])
+def test_a_conversation_about_a_video_shows_it_once(clips: Path, family: tuple[Any, Any], template: str | None) -> None:
+    model, processor = family
+    processor.chat_template = template
+    video = load_clip(clips / "a.mp4", 4)
+    inputs = inputs_of(model, processor, [video], ["abcd"], [(Turn("abc", "cab"), Turn("bc", "a"))])
+    assert (inputs["input_ids"] == tiny.ids(model.tiny_spec).video).sum() == 16
+    assert inputs["pixel_values_videos"].shape == (1, 4, 3, 16, 16) and "pixel_values" not in inputs
+    told = processor.tokenizer.decode(inputs["input_ids"][0], skip_special_tokens=True)
+    places = [told.find(part) for part in ("abc", "cab", "bc", "abcd")]
+    assert -1 not in places and places[0] < places[1] < told.rfind("abcd")
+    request, seconds = encoded(model, inputs)
+    assert seconds > 0 and "pixel_values_videos" not in request
+    options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
+    assert torch.equal(model.generate(**request, **options), model.generate(**inputs, **options))
+
+
+def test_videos_of_different_lengths_are_shown_alone(clips: Path, family: tuple[Any, Any]) -> None:
+    """LLaVA-NeXT-Video cannot take them together."""
+    write(clips / "d.mp4", 3)
+    out = clips.parent / "o.jsonl"
+    assert caption(clips, "--model", "tiny", "--out", out, "--compare") == 0
+    found = rows(out)
+    assert all(row["identical"] and row["error"] is None for row in found.values())
+    assert found["a.mp4"]["n_prompt_tokens"] - found["d.mp4"]["n_prompt_tokens"] == 4 * (8 - 3)
+
+
+def test_a_model_for_pictures_is_given_pictures(clips: Path) -> None:
+    model, processor = random_model("tiny")
+    maker, video = Captioner(model, processor, max_new_tokens=6), load_clip(clips / "a.mp4", 4)
+    assert isinstance(video, Video) and not takes_videos(processor)
+    mine, theirs = maker.inputs([video], ["a"]), maker.inputs([list(video.frames)], ["a"])
+    assert mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
+    assert len(mine["pixel_values"]) == 4 and (mine["input_ids"] == 4).sum() == 4 * 16
+
+
+def test_seconds_keep_their_precision(family: tuple[Any, Any]) -> None:
+    """Qwen2.5-VL reckons positions from them: 0.8333 in bfloat16 is 0.832."""
+    model = family[0].to(torch.bfloat16)
+    assert placed(model, "pixel_values_videos", torch.ones(1)).dtype == torch.bfloat16
+    assert placed(model, "second_per_grid_ts", torch.ones(1)).dtype == torch.float32
+
+
+def test_a_prompt_must_not_hold_what_stands_for_a_video(clips: Path, family: tuple[Any, Any], capsys: Any) -> None:
+    assert caption(clips, "--model", "tiny", "--prompt", "a <video>") == 2
+    assert "--prompt must not contain <video>" in capsys.readouterr().err
+
+
+# --- decoders that crash ----------------------------------------------------------------------------------------------
+
+
+def spied(monkeypatch: pytest.MonkeyPatch, code: str = "") -> list[None]:
+    """Plant something in the processes that decode; one entry for each that is started."""
+    started, command = list[None](), planted(code)
+
+    def spy(limit_s: float, memory: int) -> list[str]:
+        started.append(None)
+        return command(limit_s, memory)
+
+    monkeypatch.setattr(isolated, "command", spy)
+    return started
+
+
+def test_a_crash_is_a_row_and_the_job_goes_on(clips: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    started = spied(monkeypatch, WILD)
+    monkeypatch.setattr(jobs, "Isolated", partial(Isolated, limit_s=8))
+    for name in ("abort", "hang", "segv"):
+        (clips / f"{name}.mp4").write_bytes((clips / "a.mp4").read_bytes())
+    write(clips / "z.mp4", 5)
+    out = clips.parent / "o.jsonl"
+    assert caption(clips, "--model", "tiny", "--out", out, "--batch-size", 2, "--threads", 1) == 1
+    found = rows(out)
+    errors = {name: row["error"] for name, row in found.items()}
+    assert [name for name, error in errors.items() if error is None] == ["a.mp4", "b.png", "c.mkv", "z.mp4"]
+    assert all(found[name]["caption"] for name in ("a.mp4", "b.png", "c.mkv", "z.mp4"))
+    kinds = {"abort.mp4": "DecoderCrashed", "hang.mp4": "DecoderHung", "segv.mp4": "DecoderCrashed"}
+    assert {name: error["type"] for name, error in errors.items() if error} == kinds
+    told = {name: error["message"] for name, error in errors.items() if error}
+    assert told["segv.mp4"].startswith("the decoder crashed on segv.mp4 (") and "signal 11" in told["segv.mp4"]
+    assert "signal 6" in told["abort.mp4"] and "more than 8 seconds" in told["hang.mp4"]
+    assert all("\n" not in text for text in told.values()) and len(started) <= 9
+    assert "4 captioned, 3 failed" in capsys.readouterr().err
+
+
+def test_pictures_are_decoded_in_the_same_processes(clips: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another one for each thread at most, whatever there is to decode."""
+    started = spied(monkeypatch)
+    out = clips.parent / "both.jsonl"
+    assert caption(clips, "--model", "tiny", "--out", out, "--threads", 1) == 0 and len(started) == 1
+    started.clear()
+    for clip in ("a.mp4", "c.mkv"):
+        (clips / clip).unlink()
+    assert caption(clips, "--model", "tiny", "--out", clips.parent / "o.jsonl") == 0 and len(started) == 1
+
+
+# --- bad files --------------------------------------------------------------------------------------------------------
+
+
+def empty(path: Path) -> None:
+    path.touch()
+
+
+def cut(path: Path) -> None:
+    """The index of the file, which stands at its end, is gone."""
+    write(path, 12)
+    path.write_bytes(path.read_bytes()[:-300])
+
+
+def cut_late(path: Path) -> None:
+    """The index stands first; some frames are gone."""
+    write(path, 30, format={"movflags": "faststart"}, options={"g": "1"})
+    path.write_bytes(path.read_bytes()[: int(path.stat().st_size * 0.7)])
+
+
+def text(path: Path) -> None:
+    path.write_text("no video\n" * 99)
+
+
+def picture(path: Path) -> None:
+    Image.new("RGB", (64, 48), "blue").save(path, "PNG")
+
+
+def other_kind(path: Path) -> None:
+    write(path.with_suffix(".mkv"), 12).rename(path)
+
+
+def uneven(path: Path) -> None:
+    """A variable frame rate."""
+    write(path, 10, pts=[0, 100, 150, 700, 710, 1500, 1600, 1700, 3000, 3010])
+
+
+BAD: dict[str, tuple[Callable[[Path], Any], str | None, str]] = {
+    "empty.mp4": (empty, "Empty", "empty file (0 bytes)"),
+    "cut.mp4": (cut, "BrokenVideo", "cut.mp4 is not a video that can be read ("),
+    "late.mp4": (cut_late, None, ""),
+    "song.mp4": (song, "BrokenVideo", "a video without frames: there is no video stream in it"),
+    "none.mp4": (nothing, "BrokenVideo", "a video without frames"),
+    "text.mp4": (text, "BrokenVideo", "text.mp4 is not a video that can be read ("),
+    "kind.mp4": (other_kind, None, ""),
+    "uneven.mp4": (uneven, None, ""),
+    "still.mp4": (picture, "BrokenVideo", "still.mp4 is not a video that can be read (allowed containers: MP4/MOV"),
+    "clip.png": (lambda path: write(path.with_suffix(".mp4"), 5).rename(path), "NotAnImage", "not an image"),
+}
+
+
+@pytest.mark.parametrize("takes_videos", [False, True])
+def test_every_kind_of_bad_video(
+    takes_videos: bool, tmp_path: Path, request: pytest.FixtureRequest, capsys: Any
+) -> None:
+    if takes_videos:
+        request.getfixturevalue("family")
+    (tmp_path / "in").mkdir()
+    for name, (make, _, _) in BAD.items():
+        make(tmp_path / "in" / name)
+    out = tmp_path / "o.jsonl"
+    files = [*sorted((tmp_path / "in").iterdir()), tmp_path / "in" / "gone.mp4"]
+    assert caption(*files, "--model", "tiny", "--out", out) == 1
+    found = rows(out)
+    assert found.pop("gone.mp4")["error"] == {"type": "Missing", "message": "no such file"}
+    for name, row in found.items():
+        _, kind, words = BAD[name]
+        assert (row["error"] or {}).get("type") == kind, (name, row["error"])
+        assert bool(row["caption"]) == (kind is None) and row["file_name"].endswith(name)
+        if kind:
+            assert row["error"]["message"].startswith(words) and "\n" not in row["error"]["message"]
+            assert str(tmp_path) not in row["error"]["message"], "the row names the file already"
+    err = capsys.readouterr().err
+    assert "3 captioned, 8 failed" in err and "Traceback" not in err

@@ -1,0 +1,557 @@
+"""The training-free drafters against slow references, on prompts and verdicts made by hand. No model."""
+
+from __future__ import annotations
+
+import copy
+import random
+import threading
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mmspec.drafters import registry
+from mmspec.drafters.ngram.base import BARRIER, BestFirst, Calibration, Text
+from mmspec.drafters.ngram.hybrid import fused
+from mmspec.drafters.ngram.lookup import LONGEST, CopyGuesser, History, lookup
+from mmspec.drafters.ngram.recycling import WIDTH, TableGuesser, recycling
+from mmspec.drafters.none import NoDrafter
+from mmspec.drafters.registry import DRAFTERS, make
+from mmspec.engine.tree import DraftTree, bare, bucket
+from mmspec.interfaces import Drafter, Prompt, Verdict
+
+VOCAB = 50
+PAD, IMAGE = 48, 49
+Ids = list[list[list[int]]] | None
+
+
+def make_prompt(
+    *rows: list[int],
+    left: bool = True,
+    reference: Sequence[list[int]] = (),
+    vocab: int = VOCAB,
+    banned: Iterable[int] = (),
+) -> Prompt:
+    """A batch of prompts; `PAD` and `IMAGE` ids become pads and visual tokens, rows are filled up with pads."""
+    width = max(map(len, rows))
+    ids = torch.tensor([[PAD] * (width - len(r)) + r if left else r + [PAD] * (width - len(r)) for r in rows])
+    return Prompt(
+        ids=ids,
+        padding=ids != PAD,
+        visual=ids == IMAGE,
+        positions=torch.arange(width).expand_as(ids),
+        vocab_size=vocab,
+        banned=frozenset(banned),
+        reference=reference,
+    )
+
+
+def make_verdict(tree: DraftTree, rows: list[list[int]], walked: list[list[int]], top_ids: Ids = None) -> Verdict:
+    width = max(1, *(len(row) for row in rows))
+    tokens = torch.tensor([row + [0] * (width - len(row)) for row in rows])
+    path = torch.tensor([nodes + [0] * (width - len(nodes)) for nodes in walked])
+    nodes = None if top_ids is None else torch.where(tree.valid, tree.tokens, -1).tolist()
+    return Verdict(tree, path, torch.tensor([len(row) for row in rows]), tokens, rows, walked, top_ids, nodes)
+
+
+def emit(drafter: Drafter, state: Any, *rows: list[int], top_ids: Ids = None) -> None:
+    """Rounds without a draft that emit `rows`, one token at a time."""
+    for column in range(max(map(len, rows))):
+        step = [row[column : column + 1] for row in rows]
+        verdict = make_verdict(bare(len(rows)), step, [[0] if row else [] for row in step], top_ids)
+        drafter.observe(state, verdict, {})
+
+
+def walk(tree: DraftTree, row: int, future: list[int]) -> tuple[list[int], list[int]]:
+    """(tokens emitted, nodes walked) if the target goes on to say `future`."""
+    tokens, parents, valid = tree.tokens[row].tolist(), tree.parents[row].tolist(), tree.valid[row].tolist()
+    nodes = [0]
+    for token in future:
+        child = [i for i in range(tree.nodes) if valid[i] and parents[i] == nodes[-1] and tokens[i] == token]
+        if not child:
+            break
+        nodes.append(child[0])
+    return future[: len(nodes)], nodes[: len(future)]
+
+
+def paths(tree: DraftTree, row: int = 0) -> set[tuple[int, ...]]:
+    """The path from the root to each valid node of a row."""
+    found: dict[int, tuple[int, ...]] = {0: ()}
+    for node in range(1, tree.nodes):
+        if tree.valid[row, node]:
+            found[node] = (*found[int(tree.parents[row, node])], int(tree.tokens[row, node]))
+    return set(found.values()) - {()}
+
+
+def sure(drafter: BestFirst, rate: float = 0.9) -> BestFirst:
+    """The drafter with every guess trusted, so that the floor hides nothing."""
+    for key in drafter.calibration.rates:
+        drafter.calibration.rates[key] = rate
+    return drafter
+
+
+def guesses(row: list[int], reference: list[int] | None = None, budget: int = 32) -> set[tuple[int, ...]]:
+    drafter = sure(lookup())
+    state = drafter.begin(make_prompt(row, reference=(reference,) if reference else ()))
+    return paths(drafter.propose(state, budget, [True]))
+
+
+# --- lookup ---------------------------------------------------------------------------------------------------------
+
+
+def test_lookup_copies_what_followed() -> None:
+    assert guesses([1, 2, 3, 4, 5, 9, 1, 2]) >= {(3,), (3, 4), (3, 4, 5), (3, 4, 5, 9)}
+
+
+def test_one_token_is_no_match() -> None:
+    assert guesses([1, 2, 3, 4, 2]) == set()
+
+
+@pytest.mark.parametrize("barrier", [PAD, IMAGE])
+def test_matches_do_not_touch_barriers(barrier: int) -> None:
+    assert guesses([1, barrier, 2, 3, 1, barrier, 2]) == set()  # crosses one
+    assert guesses([2, 1, barrier, 3, 2, 1]) == set()  # copies one
+    assert guesses([barrier, barrier, 3, barrier, barrier]) == set()  # starts in one
+    assert guesses([5, 2, 1, 4, barrier, 2, 1]) == {(4,)}  # stops at one
+    assert not any(token == barrier for path in guesses([2, 1, 7, barrier, 8, 2, 1]) for token in path)
+
+
+def test_pads_around_a_row_are_no_text() -> None:
+    for left in (True, False):
+        drafter = sure(lookup())
+        state = drafter.begin(make_prompt([1, 2, 3, 1, 2], [7] * 9, left=left))
+        assert (3, 1, 2) in paths(drafter.propose(state, 8, [True, False]), 0)
+        emit(drafter, state, [3], [])
+        assert (1, 2, 3) in paths(drafter.propose(state, 8, [True, False]), 0)
+
+
+def test_a_match_may_overlap_its_own_continuation() -> None:
+    assert (5,) * 7 in guesses([1, 5, 5, 5], budget=8)
+    assert (3, 4, 3, 4, 3, 4, 3) in guesses([3, 4, 3, 4], budget=8)
+
+
+def test_continuations_form_a_trie() -> None:
+    row = [1, 2, 3, 4, 1, 2, 3, 5, 1, 2, 6, 1, 2]
+    found = guesses(row, budget=64)
+    assert found >= {(6,), (3,), (3, 4), (3, 5)}
+    assert {path[0] for path in guesses([1, 2, 3, 1, 2, 4, 1, 2, 5, 1, 2, 6, 1, 2], budget=64)} == {4, 5, 6}
+
+
+def slow_pointers(text: list[int]) -> list[tuple[int, int]]:
+    """[(end, matched)] by brute force: all places that end like the text, longest first, then latest."""
+    found = []
+    for end in range(1, len(text)):
+        matched = 0
+        while matched < min(LONGEST, end) and text[end - 1 - matched] == text[-1 - matched] != BARRIER:
+            matched += 1
+        if matched >= 2:
+            found.append((end, matched))
+    chosen: list[tuple[int, int]] = []
+    counts: dict[int, int] = {}
+    for end, matched in sorted(found, key=lambda item: (-item[1], -item[0])):
+        token = text[end]
+        if token == BARRIER or counts.get(token, 0) == 2 or (token not in counts and len(counts) == 3):
+            continue
+        counts[token] = counts.get(token, 0) + 1
+        chosen.append((end, matched))
+    return chosen
+
+
+def test_the_index_grown_by_and_by_equals_one_made_by_brute_force() -> None:
+    rng = random.Random(1)
+    for _ in range(60):
+        size = rng.choice((3, 5, 8))
+        text = [BARRIER if rng.random() < 0.05 else rng.randrange(size) for _ in range(rng.randrange(30))]
+        history = History([], list(text))
+        for _ in range(30):
+            tokens = [rng.randrange(size) for _ in range(rng.randrange(1, 4))]
+            history.extend(tokens)
+            text += tokens
+            assert history.text == text
+            if len(text) < 40:  # so that no place is beyond the number looked at
+                assert [(p.at, p.matched) for p in history.pointers()] == slow_pointers(text)
+
+
+def test_long_matches_are_found_behind_many_short_ones() -> None:
+    text = [1, 2, 3, 4, 9] + [8, 3, 4, 7] * 40 + [1, 2, 3, 4]
+    assert History([], text).pointers()[0] == (4, 4, 4)
+
+
+def test_a_reference_is_followed_from_its_first_token_and_found_again() -> None:
+    drafter = sure(lookup())
+    reference = [10, 11, 12, 13, 14, 15, 16]
+    state = drafter.begin(make_prompt([1, 2], reference=(reference,)))
+
+    def first() -> set[tuple[int, ...]]:
+        return {path for path in paths(drafter.propose(state, 4, [True])) if len(path) == 1}
+
+    assert tuple(reference[:3]) in paths(drafter.propose(state, 4, [True]))
+    emit(drafter, state, [10])
+    assert first() == {(11,)}
+    emit(drafter, state, [30])  # as if one word was replaced
+    assert first() == {(12,)}
+    emit(drafter, state, [31])  # lost
+    assert first() == set()
+    emit(drafter, state, [14])  # found again by one token
+    assert first() == {(15,)}
+    emit(drafter, state, [15, 16])  # its end
+    assert first() == set()
+    emit(drafter, state, [12])  # behind us
+    assert first() == {(13,)}
+
+
+def test_references_belong_to_rows_and_may_hold_anything() -> None:
+    drafter = sure(lookup())
+    state = drafter.begin(make_prompt([1, 2], [1, 2], [1, 2], reference=([10, VOCAB + 3, 11], [20, -7, 21])))
+    tree = drafter.propose(state, 8, [True] * 3)
+    assert [paths(tree, row) for row in range(3)] == [{(10,)}, {(20,)}, set()]
+
+
+def test_a_reference_does_not_run_into_the_prompt() -> None:
+    assert guesses([3, 4], reference=[1, 2]) == {(1,), (1, 2)}
+    assert guesses([2, 9, 1], reference=[1]) == {(1,)}
+
+
+# --- recycling ------------------------------------------------------------------------------------------------------
+
+
+def random_verdict(rng: random.Random, last: list[int]) -> Verdict:
+    """A random tree with a random walk; tokens of walked nodes agree with what was emitted. A row may sit out."""
+    batch, nodes = len(last), rng.choice((1, 4, 8))
+    tree = bare(batch) if nodes == 1 else None
+    tokens = [[rng.randrange(VOCAB) for _ in range(nodes)] for _ in range(batch)]
+    parents = [[-1, *(rng.randrange(i) for i in range(1, nodes))] for _ in range(batch)]
+    valid = [[i == 0 or rng.random() < 0.8 for i in range(nodes)] for _ in range(batch)]
+    top_ids = [[rng.sample(range(-1, VOCAB + 2), WIDTH) for _ in range(nodes)] for _ in range(batch)]
+    rows: list[list[int]] = []
+    walked: list[list[int]] = []
+    for b in range(batch):
+        path = [0]
+        while rng.random() < 0.7:
+            children = [i for i in range(1, nodes) if parents[b][i] == path[-1] and valid[b][i]]
+            if not children:
+                break
+            path.append(rng.choice(children))
+        out = rng.random() < 0.2
+        rows.append([] if out else [*(tokens[b][i] for i in path[1:]), rng.randrange(VOCAB)])
+        walked.append([] if out else path)
+    tree = tree or DraftTree(torch.tensor(tokens), torch.tensor(parents), torch.tensor(valid))
+    return make_verdict(tree, rows, walked, top_ids)
+
+
+def test_the_table_equals_a_slow_reference_after_scripted_rounds() -> None:
+    rng = random.Random(2)
+    table = TableGuesser()
+    texts = [[1, 2, 3, 1, 4], [5, BARRIER, 6]]
+    state = table.start(Text(texts, [[], []], VOCAB))
+    slow: dict[int, list[int]] = {1: [4, 2], 2: [3], 3: [1]}
+    last = [4, 6]
+    for _ in range(200):
+        verdict = random_verdict(rng, last)
+        table.learn(state, verdict)
+        entries = []
+        for b, emitted in enumerate(verdict.rows):
+            for i in range(verdict.tree.nodes):
+                if emitted and verdict.tree.valid[b, i]:
+                    token = last[b] if i == 0 else int(verdict.tree.tokens[b, i])
+                    order = (i in verdict.walked[b], b, verdict.walked[b].index(i) if i in verdict.walked[b] else i)
+                    entries.append((order, token, verdict.top_ids[b][i]))  # type: ignore[index]
+            last[b] = emitted[-1] if emitted else last[b]
+        for _, token, ids in sorted(entries):
+            slow[token] = [i for i in ids if 0 <= i < VOCAB]
+        assert {token: list(table.successors(token)) for token in range(VOCAB)} == {
+            token: slow.get(token, []) for token in range(VOCAB)
+        }
+
+
+def test_without_top_ids_the_emitted_tokens_teach() -> None:
+    drafter = recycling()
+    state = drafter.begin(make_prompt([1]))
+    emit(drafter, state, [2, 1, 3])
+    table = drafter.guessers[0]
+    assert isinstance(table, TableGuesser)
+    assert (table.successors(1), table.successors(2)) == ((3, 2), (1,))
+
+
+def test_the_table_is_shared_across_calls_and_belongs_to_one_vocabulary() -> None:
+    drafter = sure(recycling())
+    assert drafter.vocab_size is None
+    drafter.begin(make_prompt([1, 2, 3]))
+    assert drafter.vocab_size == VOCAB
+    state = drafter.begin(make_prompt([7, 1]))
+    assert (2, 3) in paths(drafter.propose(state, 8, [True]))
+    state = drafter.begin(make_prompt([7, 1], vocab=VOCAB + 1))  # the target was given a token more
+    assert drafter.vocab_size == VOCAB + 1 and (2, 3) not in paths(drafter.propose(state, 8, [True]))
+
+
+def test_save_and_load(tmp_path: Path) -> None:
+    table = TableGuesser()
+    state = table.start(Text([[1, 2, 3, 1, 4]], [[]], VOCAB))
+    for _ in range(20):
+        table.learn(state, random_verdict(random.Random(3), [4]))
+    table.save(tmp_path / "table.safetensors")
+    again = TableGuesser().load(tmp_path / "table.safetensors")
+    assert again.vocab_size == VOCAB and len(again) == len(table) > 3
+    assert all(list(again.expand(token)) == list(table.expand(token)) for token in range(VOCAB))
+    assert recycling(again).vocab_size == fused(again).vocab_size == VOCAB
+    with pytest.raises(ValueError, match=rf"{VOCAB} tokens.*{VOCAB + 5}"):
+        TableGuesser(VOCAB + 5).load(tmp_path / "table.safetensors")
+    table.reset()
+    table.save(tmp_path / "table.safetensors")
+    assert len(table) == len(again.load(tmp_path / "table.safetensors")) == 0
+
+
+# --- the drafter over both ------------------------------------------------------------------------------------------
+
+
+def loaded(drafter: BestFirst) -> tuple[BestFirst, Any]:
+    """A drafter that has much to say after a prompt that repeats itself, and its state."""
+    rng = random.Random(4)
+    row = [rng.randrange(6) for _ in range(60)]
+    state = drafter.begin(make_prompt(row, row[7:], [9, 10, 11]))
+    for _ in range(20):
+        drafter.observe(state, random_verdict(rng, [row[-1], row[-1], 11]), {})
+    emit(drafter, state, row[20:30], row[30:40], [9])
+    return drafter, state
+
+
+@pytest.mark.parametrize("name", sorted(DRAFTERS))
+@pytest.mark.parametrize("budget", [1, 2, 4, 6, 8, 32, 64, 100])
+def test_every_tree_is_in_order_and_within_budget(name: str, budget: int) -> None:
+    drafter = make(name)
+    if not isinstance(drafter, BestFirst):
+        assert drafter.propose(drafter.begin(make_prompt([1])), budget, [True]).nodes == 1
+        return
+    drafter, state = loaded(drafter)
+    tree = drafter.propose(state, budget, [True, True, False])
+    assert int(tree.valid.sum(1).max()) <= min(budget, 64) and tree.nodes <= bucket(min(budget, 64))
+    assert budget == 1 or tree.nodes > 1
+    assert tree.scores is not None
+    for row in range(3):
+        nodes = int(tree.valid[row].sum())
+        assert tree.valid[row, :nodes].all()
+        assert (tree.scores[row, : nodes - 1] >= tree.scores[row, 1:nodes]).all()
+        assert tree.parents[row, 0] == -1
+        assert (tree.parents[row, 1:nodes] < torch.arange(1, nodes)).all() and (tree.parents[row, 1:nodes] >= 0).all()
+        assert len(paths(tree, row)) == nodes - 1, "siblings with the same token"
+        for parent in range(nodes):
+            children = tree.valid[row] & (tree.parents[row] == parent)
+            assert float(tree.scores[row][children].sum()) <= float(tree.scores[row, parent]) * 0.981
+    assert not tree.valid[2, 1:].any()
+
+
+def test_fused_is_the_union_when_the_budget_is_large() -> None:
+    table = TableGuesser(VOCAB)
+    row = [1, 2, 3, 20, 1, 2, 4, 21, 1, 2]
+
+    def tree_of(drafter: BestFirst) -> set[tuple[int, ...]]:
+        state = sure(drafter, 0.5).begin(make_prompt(row))
+        found = paths(drafter.propose(state, 64, [True]))
+        assert len(found) < 63, "the budget was not large"
+        return found
+
+    found = tree_of(fused(table))
+    assert found >= tree_of(lookup()) | tree_of(recycling(table))
+    # Nothing else than the table going on from any node, and copying on from paths that were copied.
+    copied = tree_of(lookup())
+    for path in found - copied:
+        before = path[-2] if len(path) > 1 else row[-1]
+        assert path[-1] in table.successors(before)
+
+
+def test_the_most_trusted_source_decides_about_a_token() -> None:
+    drafter = fused()
+    rates = drafter.calibration.rates
+    for key in rates:
+        rates[key] = 0.3 if key[0] == "table" else 0.6  # type: ignore[index]
+    state = drafter.begin(make_prompt([1, 2, 3, 1, 2]))
+    tree = drafter.propose(state, 2, [True])
+    assert tree.scores is not None
+    assert (int(tree.tokens[0, 1]), round(float(tree.scores[0, 1]), 4)) == (3, 0.6)
+
+
+@pytest.mark.parametrize("name", ["lookup", "recycling", "fused"])
+def test_banned_ids_are_never_proposed(name: str) -> None:
+    drafter = make(name)
+    assert isinstance(drafter, BestFirst)
+    sure(drafter, 0.5)
+    banned = {3, 5}
+    state = drafter.begin(make_prompt([1, 2, 3, 4, 1, 2, 6, 5, 1, 2, 7, 8, 1], reference=([5, 6],), banned=banned))
+    emit(drafter, state, [2], top_ids=[[[2, 5, 3, 9, 6, 7, 8, 1]]])
+    tree = drafter.propose(state, 64, [True])
+    proposed = {token for path in paths(tree) for token in path}
+    assert {6, 7} <= proposed
+    assert not banned & proposed
+
+
+def test_nothing_to_say_is_a_bare_tree() -> None:
+    for name in DRAFTERS:
+        drafter = make(name)
+        state = drafter.begin(make_prompt([IMAGE, IMAGE], [IMAGE, 1]))
+        assert drafter.propose(state, 8, [True, True]).nodes == 1
+    drafter = sure(lookup(), 0.01)  # below the floor
+    assert drafter.propose(drafter.begin(make_prompt([1, 2, 1, 2])), 8, [True]).nodes == 1
+
+
+# --- calibration ----------------------------------------------------------------------------------------------------
+
+
+def test_calibration_converges_and_adapts() -> None:
+    rng = random.Random(5)
+    calibration = Calibration({"good": 0.1, "bad": 0.5})
+    for _ in range(600):
+        calibration.update([("good", rng.random() < 0.8), ("bad", rng.random() < 0.05), ("new", rng.random() < 0.4)])
+    assert abs(calibration.rate("good") - 0.8) < 0.12
+    assert abs(calibration.rate("bad") - 0.05) < 0.07
+    assert abs(calibration.rate("new") - 0.4) < 0.15
+    for _ in range(400):
+        calibration.update([("good", False)])
+    assert calibration.rate("good") < 0.03
+    calibration.reset()
+    assert calibration.rate("good") == 0.1
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 8])
+def test_feedback_is_complete_also_when_the_tree_was_trimmed(nodes: int) -> None:
+    drafter = lookup()
+    row = [1, 2, 3, 4, 5, 1, 2]
+    state = drafter.begin(make_prompt(row))
+    tree = drafter.propose(state, 8, [True]).trim(nodes)
+    emitted, walked = walk(tree, 0, [3, 4, 9])
+    assert len(walked) == {1: 1, 2: 2, 8: 3}[nodes]
+    before = dict(drafter.calibration.rates)
+    drafter.observe(state, make_verdict(tree, [emitted], [walked]), {})
+    changed = {key: rate > before[key] for key, rate in drafter.calibration.rates.items() if rate != before[key]}
+    first, second, third = (("lookup", 0, bucket, False) for bucket in (2, 3, 4))  # 2, 3, 4 tokens matched, undisputed
+    expected = {
+        1: {first: True},
+        2: {first: True, second: True},
+        8: {first: True, second: True, third: False},
+    }
+    assert changed == expected[nodes]
+
+
+def test_guesses_below_the_floor_are_still_scored() -> None:
+    drafter = sure(lookup(), 0.001)
+    state = drafter.begin(make_prompt([1, 2] * 3))
+    for token in [1, 2] * 40:
+        assert drafter.propose(state, 1, [True]).nodes == 1  # the controller wants no draft
+        emit(drafter, state, [token])
+    assert drafter.propose(state, 8, [True]).nodes == 8
+
+
+def test_rounds_without_a_proposal_score_nothing() -> None:
+    drafter = lookup()
+    state = drafter.begin(make_prompt([1, 2] * 3))
+    before = dict(drafter.calibration.rates)
+    emit(drafter, state, [1, 2, 1])
+    assert drafter.calibration.rates == before
+
+
+# --- calls, threads, copies -----------------------------------------------------------------------------------------
+
+
+def test_two_states_do_not_mix() -> None:
+    drafter = sure(lookup())
+    one, two = drafter.begin(make_prompt([1, 2, 3, 1])), drafter.begin(make_prompt([1, 2, 4, 1]))
+    drafter.propose(one, 8, [True])
+    emit(drafter, one, [2])
+    assert drafter.propose(two, 8, [True]).nodes == 1
+    emit(drafter, two, [2])
+    assert int(drafter.propose(one, 8, [True]).tokens[0, 1]) == 3
+    assert int(drafter.propose(two, 8, [True]).tokens[0, 1]) == 4
+
+
+@pytest.mark.parametrize("name", ["lookup", "recycling", "fused"])
+def test_a_deep_copy_goes_its_own_way(name: str) -> None:
+    drafter = make(name)
+    assert isinstance(drafter, BestFirst)
+    drafter, _ = loaded(drafter)
+    other = copy.deepcopy(drafter)
+    assert other.calibration.rates == drafter.calibration.rates and other.vocab_size == drafter.vocab_size
+
+    def knowledge(drafter: BestFirst) -> list[object]:
+        tables = [guesser for guesser in drafter.guessers if isinstance(guesser, TableGuesser)]
+        return [dict(drafter.calibration.rates), [[table.successors(t) for t in range(VOCAB)] for table in tables]]
+
+    before = knowledge(drafter)
+    assert knowledge(other) == before
+    state = other.begin(make_prompt([40, 41, 42, 40, 41, 42]))
+    for token in [40, 41, 42] * 5:
+        other.propose(state, 8, [True])
+        emit(other, state, [token])
+    assert knowledge(drafter) == before != knowledge(other)
+
+
+def test_threads_on_one_drafter_and_no_global_randomness() -> None:
+    drafter = fused()
+    before = torch.get_rng_state(), random.getstate()
+    failures: list[BaseException] = []
+
+    def call(seed: int) -> None:
+        rng = random.Random(seed)
+        text = [rng.randrange(seed * 10, seed * 10 + 4) for _ in range(80)]
+        try:
+            state = drafter.begin(make_prompt(text[:20]))
+            at = 20
+            while at < len(text):
+                tree = drafter.propose(state, 8, [True])
+                emitted, walked = walk(tree, 0, text[at:])
+                emitted = emitted or text[at : at + 1]
+                drafter.observe(state, make_verdict(tree, [emitted], [walked], [[[text[at]]] * tree.nodes]), {})
+                at += len(emitted)
+            assert state.sources[0][0].text == text
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=call, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert torch.equal(before[0], torch.get_rng_state()) and before[1] == random.getstate()
+
+
+# --- names ----------------------------------------------------------------------------------------------------------
+
+
+def test_drafters_by_name() -> None:
+    assert {name: make(name).name for name in DRAFTERS} == {
+        "none": "none",
+        "lookup": "lookup",
+        "recycling": "recycling",
+        "fused": "fused",
+        "auto": "fused",
+    }
+    assert all(isinstance(make(name), Drafter) for name in DRAFTERS)
+    assert make("fused") is not make("fused")
+    assert make("recycling").needs.top_k == make("auto").needs.top_k == WIDTH and make("lookup").needs.top_k == 0
+    mine = NoDrafter()
+    assert make(mine) is mine
+
+
+def test_wrong_drafters_are_named() -> None:
+    with pytest.raises(ValueError, match=r"'medusa'.*'none', 'lookup', 'recycling', 'fused', 'auto'"):
+        make("medusa")
+    with pytest.raises(TypeError, match=r"CopyGuesser.*'name'"):
+        make(CopyGuesser())
+    with pytest.raises(TypeError, match=r"NoDrafter\(\)"):
+        make(NoDrafter)
+
+
+def test_trained_drafters_that_ship_are_names(tmp_path: Path, monkeypatch: Any) -> None:
+    for name in ("msd", "aardvark", "parallel"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+    (tmp_path / "empty").mkdir()
+    monkeypatch.setattr(registry, "SHIPPED", tmp_path)
+    assert list(registry.shipped()) == ["msd", "parallel", "aardvark"], "the fastest first"
+    monkeypatch.setitem(registry.FASTEST, "cuda", ("parallel", "msd"))
+    assert list(registry.shipped("cuda")) == ["parallel", "msd", "aardvark"], "there"
+    assert list(registry.shipped("mps")) == ["msd", "parallel", "aardvark"], "nobody measured it"
+    assert registry.known("msd") and not registry.known("empty")
+    with pytest.raises(ValueError, match="'recycling', 'fused', 'auto', 'msd', 'parallel', 'aardvark', a folder"):
+        make("nonsense")

@@ -1,0 +1,647 @@
+"""Draft heads: what they read, what they draft (against a slow reference), how they learn, and how they are kept."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fake_target import (
+    CONFIG,
+    LAYERS,
+    PICTURE,
+    World,
+    emitted,
+    first_verdict,
+    lesson_of,
+    paths_of,
+    prompt_of,
+    prompt_rows,
+    slow_pass,
+    started,
+)
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import mmspec
+from mmspec.app.modeling.captioner import Captioner
+from mmspec.app.modeling.random_models import random_model
+from mmspec.app.scenes.render import paint
+from mmspec.app.scenes.world import scene
+from mmspec.config import KEPT
+from mmspec.control.depth import Depth
+from mmspec.drafters import registry
+from mmspec.drafters.checkpoints import format as checkpoint
+from mmspec.drafters.checkpoints.format import Made, load, save
+from mmspec.drafters.eagle.drafter import EagleDrafter
+from mmspec.drafters.eagle.head import EagleHead, HeadConfig, Layer, from_published, published
+from mmspec.drafters.eagle.visual_inputs import RULES, Sight, pack
+from mmspec.drafters.registry import make
+from mmspec.drafters.training.losses import Weights, When, losses, rows_of
+from mmspec.drafters.training.trainer import Plan, Pupil, SettingsError, Training
+from mmspec.engine.tree import bare
+from mmspec.interfaces import Facts
+
+
+def drafter(world: World, rule: str = "decoupled", **more: Any) -> EagleDrafter:
+    return EagleDrafter(world.head, rule, layers=LAYERS, **{"depth": 3, "width": 3, **more})
+
+
+# --- a slow reference -------------------------------------------------------------------------------------------------
+
+
+def slow(world: World, rule: str, row: int, n: int, path: list[int]) -> Tensor:
+    """[V] log probabilities of what follows `path` after the first n words and the n-th, one whole pass per level."""
+    embed, head = world.words.embedding, world.head
+    rows, places = prompt_rows(world, head, rule, row, n)
+    feature = None
+    for depth in range(len(path) + 1):
+        if depth:
+            assert feature is not None
+            rows.append(head.fc(torch.cat([embed(torch.tensor(path[depth - 1])), feature])))
+            places.append(n - 1 + depth)
+        feature = slow_pass(head, torch.stack(rows), torch.tensor(places))[-1]
+    logits = world.words.head(feature)
+    logits[[0, PICTURE]] = float("-inf")
+    result: Tensor = logits.log_softmax(-1)
+    return result
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("pads", [(0, 0), (0, 4)])
+@pytest.mark.parametrize("right", [False, True])
+def test_drafts_are_those_of_the_slow_reference(world: World, rule: str, pads: tuple[int, int], right: bool) -> None:
+    made = drafter(world, rule)
+    state = started(world, made, prompt_of(world, 11, pads, right))
+    tree = made.propose(state, 16, [True, True])
+    with torch.no_grad():
+        for row, count in enumerate(pads):
+            n, found = 11 - count, paths_of(tree, row)
+            assert len(found) == 15
+            for path, score in found.items():
+                chance = sum(float(slow(world, rule, row, n, list(path[:i]))[path[i]]) for i in range(len(path)))
+                assert math.log(score) == pytest.approx(chance, abs=2e-3), (row, path)
+            best = slow(world, rule, row, n, []).topk(3).indices.tolist()
+            assert {path[0] for path in found} <= set(best) and (best[0],) in found
+
+
+def test_nodes_come_in_falling_order_and_none_better_is_left_out(world: World) -> None:
+    made = drafter(world)
+    tree = made.propose(started(world, made, prompt_of(world, 11)), 32, [True, True])
+    assert tree.scores is not None
+    for row in range(2):
+        assert (tree.scores[row].diff() <= 0).all()
+    small = made.propose(started(world, made, prompt_of(world, 11)), 8, [True, True])
+    for row in range(2):
+        assert list(paths_of(small, row)) == list(paths_of(tree, row))[:7]
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_after_rounds_it_reads_what_the_target_saw(world: World, rule: str) -> None:
+    """Rounds with drafts and rounds without come to the same as one long prompt."""
+    made = drafter(world, rule)
+    state = started(world, made, prompt_of(world, 9, (0, 2)))
+    lengths = [9, 7]
+    for sizes in ([1, 2], [2, 1], [1, 1]):
+        tree = made.propose(state, 8, [True, True]) if sizes != [2, 1] else bare(2)
+        states = torch.zeros(2, 8, 32)
+        walked, tokens = [], []
+        for row, size in enumerate(sizes):
+            nodes = [0, 5, 3][:size]
+            for step, node in enumerate(nodes):
+                states[row, node] = world.states[row, lengths[row] + step]
+            walked.append(nodes)
+            tokens.append([int(world.ids[row, lengths[row] + 1 + step]) for step in range(size)])
+            lengths[row] += size
+        made.observe(state, emitted(tree, walked, tokens), {LAYERS: states})
+    mine = made.propose(state, 16, [True, True])
+    fresh = replace(prompt_of(world, max(lengths), tuple(max(lengths) - n for n in lengths)))  # type: ignore[arg-type]
+    other = made.propose(started(world, made, fresh), 16, [True, True])
+    for row in range(2):
+        assert paths_of(mine, row) == pytest.approx(paths_of(other, row), rel=1e-3)
+
+
+def test_finished_rows_are_left_alone(world: World) -> None:
+    made = drafter(world)
+    state = started(world, made, prompt_of(world, 9))
+    taps = {LAYERS: torch.randn(2, 1, 32)}
+    made.observe(state, emitted(bare(2), [[0], []], [[7], []]), taps)
+    tree = made.propose(state, 8, [True, False])
+    assert tree.valid[0].sum() == 8 and tree.valid[1].sum() == 0 and torch.isfinite(state.last).all()
+    assert made.propose(state, 8, [False, False]).nodes == made.propose(state, 1, [True, True]).nodes == 1
+
+
+def test_a_trimmed_vocabulary_drafts_only_its_own(world: World) -> None:
+    ids = torch.arange(1, 40, 3)
+    made = drafter(world, draft_ids=ids)
+    tree = made.propose(started(world, made, prompt_of(world, 11)), 16, [True, True])
+    assert set(tree.tokens[:, 1:].flatten().tolist()) <= set(ids.tolist()) - {PICTURE}
+    whole = drafter(world).propose(started(world, drafter(world), prompt_of(world, 11)), 64, [True, True])
+    assert not set(whole.tokens[:, 1:].flatten().tolist()) <= set(ids.tolist())
+
+
+def test_with_noise_it_proposes_what_the_noise_will_pick(world: World) -> None:
+    noise = torch.empty(2, 3, 40).exponential_(generator=torch.Generator().manual_seed(1))
+    made = drafter(world, width=2)
+    prompt = prompt_of(world, 11, noise=lambda depth: noise[:, :depth], temperature=0.7)
+    tree = made.propose(started(world, made, prompt), 8, [True, True])
+    with torch.no_grad():
+        for row in range(2):
+            chances = (slow(world, "decoupled", row, 11, []) / 0.7).softmax(-1)
+            first = int((chances / noise[row, 0]).argmax())
+            assert int(tree.tokens[row, 1]) == first
+            second = (slow(world, "decoupled", row, 11, [first]) / 0.7).softmax(-1)
+            assert (first, int((second / noise[row, 1]).argmax())) in paths_of(tree, row)
+
+
+# --- rules ------------------------------------------------------------------------------------------------------------
+
+
+def test_what_each_rule_reads(world: World) -> None:
+    """MSD's rows (msd.md, section 3): a patch enters raw, one row early; the first word after it takes the last patch's
+    state."""
+    prompt = prompt_of(world, 8)
+    following, states = prompt.taps[0].roll(-1, 1), prompt.taps[LAYERS]
+    sight = Sight(following, states, prompt.visual.roll(-1, 1), world.words.embedding(torch.tensor(PICTURE)))
+    fuse = world.head.fuse
+    rows, keep = RULES["decoupled"](world.head, sight)
+    assert keep is None
+    for k in range(3):  # the patches stand at 2, 3, 4
+        assert torch.equal(rows[:, 1 + k], prompt.taps[0][:, 2 + k])
+    assert torch.allclose(rows[:, 4], fuse(prompt.taps[0][:, 5], states[:, 4]), atol=1e-6)
+    rows, keep = RULES["coupled"](world.head, sight)
+    assert keep is None and torch.allclose(rows[:, 1], fuse(prompt.taps[0][:, 2], states[:, 1]), atol=1e-6)
+    rows, keep = RULES["blind"](world.head, sight)
+    assert torch.allclose(rows[:, 1], fuse(sight.placeholder.expand(2, -1), states[:, 1]), atol=1e-6)
+    rows, keep = RULES["textual"](world.head, sight)
+    assert keep is not None and keep[0].tolist() == [True, False, False, False, True, True, True, True]
+
+
+def test_packing() -> None:
+    keep = torch.tensor([[False, True, True, False], [True, False, False, True]])
+    counts, moved, index = pack(keep, torch.arange(16).view(2, 4, 2), torch.arange(4).expand(2, 4))
+    assert counts.tolist() == [2, 2] and index[:, :2].tolist() == [[1, 2], [0, 3]]
+    assert moved[:, :2].tolist() == [[[2, 3], [4, 5]], [[8, 9], [14, 15]]]
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_the_rollout_is_what_drafting_does(world: World, rule: str) -> None:
+    """What the head says in training at step i is what it says when a tree follows the true words to depth i."""
+    lesson = lesson_of(world)
+    said: list[Tensor] = []
+    original = nn.Linear.forward
+
+    def spy(layer: nn.Linear, rows: Tensor) -> Tensor:
+        out = original(layer, rows)
+        if layer is world.words.head:
+            said.append(out)
+        return out
+
+    placeholder = world.words.embedding(torch.tensor(PICTURE))
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(nn.Linear, "forward", spy)
+        _, figures = losses(Pupil(world.head, rule), lesson, world.words, placeholder, Weights(rollout=2), When())
+        data = rows_of(Pupil(world.head, rule), lesson, placeholder)
+    assert {"agree0", "agree1", "agree2", "states", "words"} <= set(figures)
+    rows = [(b, int(p)) for b, p in data.learn.nonzero().tolist()]
+    for step in range(3):
+        mine = said[2 * step]
+        kept = [(b, p) for b, p in rows if (b, p + step) in rows]
+        assert len(mine) == len(kept)
+        for out, (b, p) in list(zip(mine, kept, strict=True))[::3]:
+            n = int(data.positions[b, p]) + 1
+            path = world.ids[b, n + 1 : n + 1 + step].tolist()
+            with torch.no_grad():
+                expected = slow(world, rule, b, n, path)
+            got = out.clone()
+            got[[0, PICTURE]] = float("-inf")
+            assert torch.allclose(got.log_softmax(-1), expected, atol=3e-3)
+
+
+def training(world: World, folder: Path, steps: int = 6, **more: Any) -> Training:
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(1)
+        heads = {"a": EagleHead(CONFIG), "b": EagleHead(CONFIG)}
+    pupils = {"a": Pupil(heads["a"], "decoupled"), "b": Pupil(heads["b"], "textual")}
+    plan = Plan(steps=steps, batch=2, rate=3e-3, warmup=2, **more)
+    placeholder = world.words.embedding(torch.tensor(PICTURE)).detach()
+    for part in (world.words.embedding, world.words.head):
+        part.requires_grad_(False)
+    return Training(folder, pupils, plan, world.words, lambda step: lesson_of(world), placeholder, {"target": "t"})
+
+
+def test_heads_learn_and_a_run_that_is_cut_goes_on(world: World, tmp_path: Path) -> None:
+    told: list[dict[str, float]] = []
+    whole = training(world, tmp_path / "whole", steps=40, noise=0.0)
+    assert whole.run(tick=told.append)
+    assert told[-1]["a/loss"] < 0.6 * told[0]["a/loss"] and told[-1]["b/loss"] < 0.6 * told[0]["b/loss"]
+    log = [json.loads(line) for line in (tmp_path / "whole" / "log.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in log] == [10, 20, 30, 40]
+    short = training(world, tmp_path / "short", steps=6)
+    assert short.run()
+    for _ in range(9):
+        cut = training(world, tmp_path / "cut", steps=6)
+        if cut.run(seconds=0.0):
+            break
+    assert cut.step == 6
+    for name, value in short.pupils["a"].head.state_dict().items():
+        assert torch.allclose(value, cut.pupils["a"].head.state_dict()[name], atol=1e-5), name
+
+
+def test_other_settings_are_refused_and_a_full_disk_keeps_the_last_checkpoint(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = training(world, tmp_path, steps=4)
+    run.run()
+    with pytest.raises(SettingsError, match=r"other settings \(plan\)"):
+        training(world, tmp_path, steps=5)
+    before = (tmp_path / "state.pt").read_bytes()
+
+    def full(state: Any, file: Path) -> None:
+        Path(file).write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(OSError, match="No space"):
+        run.save()
+    assert (tmp_path / "state.pt").read_bytes() == before and len(list(tmp_path.glob("*.part"))) == 0
+
+
+def test_noise_is_the_same_in_every_run(world: World, tmp_path: Path) -> None:
+    run = training(world, tmp_path, noise=0.2)
+    a, b = run._noisy(lesson_of(world)), run._noisy(lesson_of(world))
+    assert torch.equal(a.states, b.states) and not torch.equal(a.states, lesson_of(world).states)
+    assert float((a.states - lesson_of(world).states).abs().max()) <= 0.1 * 512 / 14 + 1e-6
+
+
+# --- on disk ----------------------------------------------------------------------------------------------------------
+
+
+def made_of(**more: Any) -> Made:
+    return Made(CONFIG, "decoupled", LAYERS, "llava", "abc", **more)
+
+
+def test_a_head_is_kept_under_the_published_names(world: World, tmp_path: Path) -> None:
+    save(tmp_path, world.head, made_of(draft_ids=torch.tensor([1, 5, 7])), dtype=torch.float32)
+    head, made = load(tmp_path)
+    assert made.rule == "decoupled" and made.layers == LAYERS and made.draft_ids is not None
+    assert made.draft_ids.tolist() == [1, 5, 7] and made.config == CONFIG
+    assert all(
+        torch.equal(a, b) for a, b in zip(head.state_dict().values(), world.head.state_dict().values(), strict=True)
+    )
+    names = set(load_file(tmp_path / "model.safetensors")) - {"draft_ids"}
+    assert names == {
+        "fc.weight", "fc.bias", "layers.0.self_attn.q_proj.weight", "layers.0.self_attn.q_proj.bias",
+        "layers.0.self_attn.k_proj.weight", "layers.0.self_attn.k_proj.bias", "layers.0.self_attn.v_proj.weight",
+        "layers.0.self_attn.v_proj.bias", "layers.0.self_attn.o_proj.weight", "layers.0.mlp.gate_proj.weight",
+        "layers.0.mlp.up_proj.weight", "layers.0.mlp.down_proj.weight", "layers.0.post_attention_layernorm.weight",
+    }  # fmt: skip
+    assert published(world.head)["layers.0.self_attn.k_proj.weight"].shape == (16, 32)
+
+
+Change = Callable[[dict[str, Tensor]], object]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda w: w.pop("fc.bias"), "lacks fc.bias"),
+        (lambda w: w.update(extra=torch.zeros(1)), "should not have: extra"),
+        (lambda w: w.update({"fc.weight": torch.zeros(2, 2)}), r"fc.weight must be \[32, 64\].*got \[2, 2\]"),
+        (lambda w: w["fc.weight"].fill_(float("nan")), "fc.weight holds values that are not finite"),
+        (lambda w: w.update(draft_ids=torch.tensor([5, 1])), "rising ids below 40"),
+        (lambda w: w.update(draft_ids=torch.tensor([5, 99])), "rising ids below 40"),
+    ],
+)
+def test_damaged_weights_are_named(world: World, tmp_path: Path, change: Change, words: str) -> None:
+    save(tmp_path, world.head, made_of())
+    weights = load_file(tmp_path / "model.safetensors")
+    change(weights)
+    save_file(weights, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=words) as failed:
+        load(tmp_path)
+    assert str(tmp_path) in str(failed.value)
+
+
+def test_files_that_are_no_heads(world: World, tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"config\.json is missing"):
+        load(tmp_path)
+    save(tmp_path, world.head, made_of())
+    weights = (tmp_path / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(weights[:1000])
+    with pytest.raises(ValueError, match=r"model\.safetensors is damaged"):
+        load(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match=r"model\.safetensors is missing"):
+        load(tmp_path)
+    for text, words in (
+        ("{", "is not JSON"),
+        ("[]", "no.* JSON object"),
+        ('{"model_type": "llava"}', "of model_type 'llava'"),
+    ):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(ValueError, match=words):
+            load(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": checkpoint.MODEL_TYPE, "rule": "magic"}))
+    with pytest.raises(ValueError, match="rule must be one of decoupled"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"block": "many"}, "config.json: a draft head's block is of type int; got 'many'"),
+        ({"hidden_size": True}, "hidden_size is of type int; got True"),
+        ({"bias": 1}, "bias is of type bool; got 1"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps is of type float; got 'small'"),
+        ({"vocab_size": None}, "lacks something: .*vocab_size"),
+        ({"block": 99}, "block must be 1 to 16 tokens a pass; got 99"),
+    ],
+)
+def test_configs_that_cannot_be_are_named(
+    world: World, tmp_path: Path, caplog: Any, monkeypatch: Any, change: dict[str, Any], words: str
+) -> None:
+    save(tmp_path / "mine", world.head, made_of())
+    file = tmp_path / "mine" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with pytest.raises(ValueError, match=words):
+        load(tmp_path / "mine")
+    monkeypatch.setattr(registry, "SHIPPED", tmp_path)
+    assert make("auto", Facts("llava", 32, 40, LAYERS)).name == "fused" and "mine cannot be read" in caplog.text
+
+
+def test_shapes_of_the_published_checkpoint_of_llava_7b() -> None:
+    """msd.md, section 2: names and shapes."""
+    config = HeadConfig(4096, 11008, 32, 32, 32000)
+    with torch.device("meta"):
+        head = EagleHead(config)
+        shapes = {name: tuple(value.shape) for name, value in published(head).items()}
+        weights = {name: torch.empty(shape) for name, shape in shapes.items()}
+    assert shapes["fc.weight"] == (4096, 8192) and shapes["fc.bias"] == (4096,)
+    assert shapes["layers.0.mlp.down_proj.weight"] == (4096, 11008) and len(shapes) == 10
+    assert shapes["layers.0.self_attn.q_proj.weight"] == (4096, 4096)
+    assert set(weights) == set(shapes)
+
+
+def test_the_names_lead_back(world: World) -> None:
+    state = from_published(CONFIG, published(world.head))
+    assert all(torch.equal(value, world.head.state_dict()[name]) for name, value in state.items())
+    assert set(state) == set(world.head.state_dict())
+
+
+# --- behind the loop --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Captioner:
+    return Captioner(*random_model("tiny"))
+
+
+def tiny_head(seed: int = 0) -> EagleHead:
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        return EagleHead(HeadConfig(64, 128, 4, 2, 384))
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("sample", [False, True])
+def test_a_head_never_changes_a_word(tiny: Captioner, rule: str, sample: bool) -> None:
+    model = tiny.model
+    inputs = tiny.inputs([paint(scene(i)) for i in range(3)], ["a", "what is this thing", "list the colors please"])
+    options = {"max_new_tokens": 24, "do_sample": sample}
+    torch.manual_seed(3)
+    plain = model.generate(**inputs, **options)
+    for more in ({}, {"draft_ids": torch.arange(0, 384, 2)}):
+        mmspec.patch(model, EagleDrafter(tiny_head(), rule, layers=2, depth=4, width=4, **more), nodes=16)
+        try:
+            torch.manual_seed(3)
+            assert torch.equal(model.generate(**inputs, **options), plain)
+            assert mmspec.stats(model).drafted > 100
+        finally:
+            mmspec.unpatch(model)
+
+
+def test_a_folder_is_a_drafter_and_is_checked(tiny: Captioner, tmp_path: Path) -> None:
+    from mmspec.drafters.checkpoints.format import fingerprint
+
+    made = Made(tiny_head().config, "textual", 2, "llava", fingerprint(tiny.processor.tokenizer))
+    save(tmp_path / "mine", tiny_head(), made)
+    mmspec.patch(tiny.model, str(tmp_path / "mine"), processor=tiny.processor)
+    try:
+        assert "mine" in repr(tiny.model.__dict__["_mmspec"].options.drafter.name)
+    finally:
+        mmspec.unpatch(tiny.model)
+    for change, words in (({"layers": 5}, "layers 5"), ({"tokenizer": "other"}, "tokenizer other")):
+        save(tmp_path / "other", tiny_head(), replace(made, **change))  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=f"another target: {words}"):
+            mmspec.patch(tiny.model, str(tmp_path / "other"), processor=tiny.processor)
+    facts = Facts("llava", 32, 384, 2)
+    with pytest.raises(ValueError, match=r"hidden_size 64 \(the target: 32\)"):
+        make(str(tmp_path / "mine"), facts)
+
+
+def test_auto_passes_over_what_is_for_others_and_says_what_is_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from mmspec.drafters import registry
+
+    monkeypatch.setattr(registry, "SHIPPED", tmp_path)
+    mine, other = Facts("llava", 64, 384, 2), Facts("llava", 32, 384, 2)
+    save(tmp_path / "mine", tiny_head(), Made(tiny_head().config, "textual", 2, "llava"))
+    assert make("auto", mine).name == "mine" and make("auto", other).name == "fused" and not caplog.records
+    file = tmp_path / "mine" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    assert make("auto", other).name == "fused" and not caplog.records, "of what is for others no weights are read"
+    assert make("auto", mine).name == "fused"
+    assert "mine cannot be read" in caplog.text and "damaged" in caplog.text and "\n" not in caplog.messages[0]
+
+
+def test_a_call_that_names_a_folder_reads_it_once(
+    tiny: Captioner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mmspec.drafters.checkpoints import load as trained
+    from mmspec.drafters.checkpoints.format import fingerprint
+
+    made = Made(tiny_head().config, "textual", 2, "llava", fingerprint(tiny.processor.tokenizer))
+    folder, read, original = tmp_path / "mine", [], trained.trained
+    save(folder, tiny_head(), made)
+    monkeypatch.setattr(trained, "trained", lambda *given: read.append(given[0]) or original(*given))  # type: ignore[func-returns-value]
+    inputs = tiny.inputs([paint(scene(0))], ["a"])
+
+    def call(name: object = str(folder)) -> None:
+        tiny.model.generate(**inputs, max_new_tokens=3, do_sample=False, mmspec={"drafter": name})
+
+    mmspec.patch(tiny.model, "none", processor=tiny.processor)
+    try:
+        call()
+        call()
+        assert len(read) == 1
+        save(folder, tiny_head(1), replace(made, rule="coupled"))  # another, under the same name
+        call()
+        assert len(read) == 2
+        for other in range(6):  # only a few are kept
+            save(tmp_path / str(other), tiny_head(other), made)
+            call(str(tmp_path / str(other)))
+        assert len(tiny.model.__dict__["_mmspec"].kept._made) == KEPT
+    finally:
+        mmspec.unpatch(tiny.model)
+
+
+def test_an_unknown_rule_is_refused(world: World) -> None:
+    with pytest.raises(ValueError, match="rule must be one of"):
+        EagleDrafter(world.head, "magic", layers=3)
+
+
+# --- how deep ---------------------------------------------------------------------------------------------------------
+
+
+def played(hit: float, level_s: float, rounds: int = 300, most: int = 8) -> float:
+    """Mean depth at the end, if each level goes on with this probability and costs that much of a round."""
+    import random
+
+    dice, depth, chosen = random.Random(0), Depth(most), []
+    for _ in range(rounds):
+        levels = depth.choose(1)
+        chosen.append(levels)
+        kept = 0
+        while kept < levels and dice.random() < hit:
+            kept += 1
+        depth.learn(1, levels, [kept], level_s, 1.0)
+    return sum(chosen[-100:]) / 100
+
+
+def test_depth_follows_what_is_reached_and_what_a_level_costs() -> None:
+    assert played(0.95, 0.02) > 7.5
+    assert played(0.2, 0.1) < 2
+    assert 1 < played(0.7, 0.1) < 6
+    assert played(0.9, 0.5) < played(0.9, 0.05)
+
+
+def test_rounds_of_one_level_say_nothing_about_what_a_further_one_costs() -> None:
+    depth = Depth(3, each=2)
+    depth.learn(1, 3, [0], 5.0, 10.0)
+    for _ in range(50):
+        depth.learn(1, 1, [2], 0.0, 10.0)
+    assert depth.tallies[1].pass_s == 5.0
+
+
+@pytest.mark.parametrize(("levels", "per_pass"), [(1, 0.0), (3, 0.5)])
+def test_what_drafting_took_is_told_by_pass(
+    world: World, monkeypatch: pytest.MonkeyPatch, levels: int, per_pass: float
+) -> None:
+    made = drafter(world, depth=levels)
+    state = started(world, made, prompt_of(world, 11, fixed=True))
+    tree = made.propose(state, 16, [True, True])
+    told: list[Any] = []
+    monkeypatch.setattr(made.depth, "learn", lambda *given: told.extend(given))
+    state.since, state.drafting_s = time.perf_counter() - 100.0, 1.0
+    made.observe(state, emitted(tree, [[0], [0]], [[5], [7]]), {LAYERS: torch.randn(2, tree.nodes, 32)})
+    assert told[1] == levels and told[3] == per_pass and told[4] == pytest.approx(100.0 - (levels > 1), abs=1.0)
+
+
+def test_depth_comes_back_when_text_becomes_easy() -> None:
+    depth = Depth(6)
+    for _ in range(200):
+        depth.learn(1, depth.choose(1), [0], 0.1, 1.0)
+    assert depth.choose(1) <= 2
+    for _ in range(400):
+        levels = depth.choose(1)
+        depth.learn(1, levels, [levels], 0.1, 1.0)
+    assert depth.choose(1) == 6
+
+
+def test_depth_comes_back_from_a_hard_passage() -> None:
+    """Deep levels were hardly ever reached; when the text goes on better they are tried again soon."""
+    import random
+
+    dice, depth, chosen = random.Random(1), Depth(6), list[int]()
+    for hit, rounds in ((0.4, 200), (0.85, 120)):
+        for _ in range(rounds):
+            chosen.append(depth.choose(1))
+            kept = 0
+            while kept < chosen[-1] and dice.random() < hit:
+                kept += 1
+            depth.learn(1, chosen[-1], [kept], 2.5, 30.0)
+    assert sum(chosen[150:200]) / 50 < 4.5 and sum(chosen[-30:]) / 30 > 5.5
+
+
+def test_a_prompt_is_read_when_a_draft_is_wanted(world: World) -> None:
+    made = drafter(world)
+    prompt = prompt_of(world, 11)
+    state = made.begin(prompt)
+    made.observe(state, first_verdict([1, 2]), {})
+    assert not any(state.buffer.lengths), "nobody asked for a draft yet"
+    assert made.propose(state, 1, [True, True]).nodes == 1 and not any(state.buffer.lengths)
+    made.propose(state, 8, [True, True])
+    assert all(state.buffer.lengths) and state.prompt is None
+
+
+def test_fixed_shapes_never_hang_on_timing(world: World) -> None:
+    made = drafter(world)
+    for _ in range(100):
+        made.depth.learn(2, 3, [0, 0], 9.0, 1.0)
+    assert made.depth.choose(2) == 1
+    fixed = made.propose(started(world, made, prompt_of(world, 11, fixed=True)), 16, [True, True])
+    free = made.propose(started(world, made, prompt_of(world, 11)), 16, [True, True])
+    assert max(map(len, paths_of(fixed, 0))) == 3 and max(map(len, paths_of(free, 0))) == 1
+
+
+# --- on the device ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pads", [(0, 0), (0, 4)])
+@pytest.mark.parametrize("noisy", [False, True])
+def test_drafting_never_looks_at_a_value(world: World, pads: tuple[int, int], noisy: bool) -> None:
+    """Fake tensors have shapes and no values: whatever asks for one (`.item()`, an index by condition) raises."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    made = drafter(world, draft_ids=torch.arange(40) if noisy else None)
+    more = {"noise": lambda depth: torch.ones(2, depth, 40)} if noisy else {}
+    state = started(world, made, prompt_of(world, 11, pads, **more))
+    taps = {LAYERS: torch.randn(2, 4, 32)}
+    made.observe(state, emitted(bare(2).pad(4), [[0, 2], [0]], [[5, 6], [7]]), taps)
+    made.observe(state, emitted(bare(2).pad(4), [[0], [0]], [[5], [7]]), taps)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        tree = made.propose(state, 16, [True, False])
+        assert tree.tokens.shape == (2, 16) and isinstance(tree.tokens, type(mode.from_tensor(torch.ones(1))))
+        with pytest.raises(Exception, match="local_scalar_dense"):
+            tree.tokens.tolist()
+
+
+@pytest.mark.parametrize(
+    "shape", [{}, {"num_key_value_heads": 2, "qkv_bias": True}, {"input_norm": True}, {"wide": True}]
+)
+def test_rows_that_are_asked_alone_say_the_same(shape: dict[str, Any]) -> None:
+    """Of a prompt only the last row is asked: keys and values of all rows, outputs of some, as in a whole pass."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 4}
+    config = HeadConfig(**{**sizes, "vocab_size": 64, **shape})
+    torch.manual_seed(3)
+    layer, head = Layer(config).eval(), EagleHead(config)
+    rows = torch.randn(2, 7, 64 if config.wide else 32)
+    cos, sin = (part[None, None] for part in head.angles(torch.arange(7), torch.float32))
+    kept: list[tuple[Tensor, Tensor]] = []
+
+    def attend(mask: Tensor) -> Any:
+        def seen(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+            kept.append((keys, values))
+            return torch.nn.functional.scaled_dot_product_attention(queries, keys, values, mask, enable_gqa=True)
+
+        return seen
+
+    causal = torch.ones(7, 7, dtype=torch.bool).tril()
+    ask = torch.tensor([[6, 2], [4, 0]])
+    with torch.no_grad():
+        whole = layer(rows, cos, sin, attend(causal))
+        some = layer(rows, cos, sin, attend(causal[ask][:, None]), ask)
+    assert torch.allclose(some, whole[torch.arange(2)[:, None], ask], atol=1e-5)
+    for one, other in zip(*kept, strict=True):
+        assert torch.allclose(one, other, atol=1e-6)

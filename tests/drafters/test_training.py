@@ -1,0 +1,106 @@
+"""What a training leaves on the disk whatever happens, and what its processes do together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mmspec.drafters.checkpoints import format as checkpoint
+from mmspec.drafters.eagle.drafter import EagleDrafter
+from mmspec.drafters.eagle.head import EagleHead, HeadConfig
+from mmspec.drafters.training.losses import Lesson
+from mmspec.drafters.training.trainer import Party, Plan, Pupil, Training
+from mmspec.interfaces import Words
+
+CONFIG = HeadConfig(16, 24, 2, 2, 40)
+FULL = (OSError(28, "No space left on device"), RuntimeError("PytorchStreamWriter failed writing file"))
+
+
+def training(folder: Path, taught: bool = True, party: Party | None = None) -> Training:
+    """A run over three words; `taught` False: none of them is an answer."""
+    words = Words(nn.Embedding(40, 16).requires_grad_(False), nn.Linear(16, 40).requires_grad_(False))
+    ids = torch.tensor([[3, 5, 7, 9, 11]])
+    lesson = Lesson(ids, ids > 0, ids < 0, (ids > 3) & taught, words.embedding(ids), torch.randn(1, 5, 16))
+    pupils = {"a": Pupil(EagleHead(CONFIG), "decoupled")}
+    return Training(folder, pupils, Plan(2, 1), words, lambda step: lesson, torch.zeros(16), {}, party)
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    """What lies in a folder."""
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+def half(error: Exception) -> Callable[..., None]:
+    """A writer that fails on the way, or a renaming that fails."""
+
+    def write(what: object, file: Path, **more: object) -> None:
+        if not isinstance(what, Path):
+            file.write_bytes(b"half")
+        raise error
+
+    return write
+
+
+@pytest.mark.parametrize("error", FULL)
+def test_a_full_disk_keeps_the_last_checkpoint_and_says_so(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = training(tmp_path)
+    assert run.run()
+    before = files(tmp_path)
+    monkeypatch.setattr(torch, "save", half(error))
+    with pytest.raises(OSError, match="the checkpoint before it stays") as failed:
+        run.save()
+    assert str(error) in str(failed.value) and files(tmp_path) == before
+
+
+@pytest.mark.parametrize("fails", ["save_file", "os.replace"])
+def test_a_head_is_written_whole_or_not_at_all(fails: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint.save(tmp_path, EagleHead(CONFIG), checkpoint.Made(CONFIG, "decoupled", 2))
+    before = files(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(f"mmspec.drafters.checkpoints.format.{fails}", half(FULL[0]))
+        with pytest.raises(OSError, match="No space"):
+            checkpoint.save(tmp_path, EagleHead(CONFIG), checkpoint.Made(CONFIG, "coupled", 2))
+    assert files(tmp_path) == before
+
+
+@pytest.mark.parametrize("taught", [False, True])
+def test_every_process_joins_every_mean(taught: bool, tmp_path: Path) -> None:
+    """A process whose texts teach nothing must not leave the others waiting."""
+    joined: list[torch.Size] = []
+
+    def mean(value: Tensor) -> Tensor:
+        joined.append(value.shape)
+        return value
+
+    run = training(tmp_path, taught, Party(0, 2, mean))
+    figures = run._step()
+    assert (figures["norm"] > 0) is taught
+    assert joined == [weight.shape for weight in run.pupils["a"].parts().parameters()]
+
+
+def test_a_tree_has_a_level_and_a_node_to_follow() -> None:
+    with pytest.raises(ValueError, match="depth must be at least 1; got 0"):
+        EagleDrafter(EagleHead(CONFIG), layers=2, depth=0)
+    with pytest.raises(ValueError, match=r"width must be at least 1.*; got 0"):
+        EagleDrafter(EagleHead(CONFIG), layers=2, width=0)
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_bfloat16_is_for_devices_that_have_it(native: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mmspec.drafters.training.trainer.halves", lambda device: native)
+    found, original = set[bool](), torch.nn.functional.linear
+
+    def spy(*args: Any, **kwargs: Any) -> Tensor:
+        found.add(original(*args, **kwargs).dtype == torch.bfloat16)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(torch.nn.functional, "linear", spy)
+    assert training(tmp_path).run(60)
+    assert found == {native}

@@ -1,0 +1,270 @@
+"""Patched and plain `generate` return the same: a fixed slice of the random cases, and sampling as a distribution.
+
+The slow run takes thousands of cases: `MMSPEC_CASES=2000 pytest -m slow tests/engine/test_exactness.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import adversarial as liars
+import fuzz as cases
+import pytest
+import tiny_heads as heads
+import tiny_models as tiny
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from mmspec.engine.tree import DraftTree
+from mmspec.interfaces import Prompt
+
+SLICE = range(150)
+BF16 = range(500, 530)
+
+
+@pytest.mark.parametrize("seed", SLICE)
+def test_case(seed: int) -> None:
+    result = cases.attempt(seed)
+    assert not result.differences, result.report()
+
+
+@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("family", cases.LATER)
+def test_case_of_a_later_family(family: str, seed: int) -> None:
+    result = cases.attempt(seed, family=family)
+    assert not result.differences, result.report()
+
+
+def test_the_cases_show_clips() -> None:
+    """Of every family that takes them: alone, beside pictures, and in batches in which some rows have none."""
+    drawn = [*map(cases.draw, SLICE), *(cases.draw(seed, family) for family in cases.LATER for seed in range(40))]
+    for family in tiny.VIDEO:
+        shown = [case for case in drawn if case.spec.family == family and case.videos]
+        assert len(shown) >= 5 and {case.options["do_sample"] for case in shown} == {True, False}
+        kinds = Counter[tuple[bool, bool]]()
+        for case in shown:
+            ids, special = cases._inputs(case, tiny.model(case.spec))[0]["input_ids"], tiny.ids(case.spec)
+            for row in ids:
+                kinds[bool((row == special.image).any()), bool((row == special.video).any())] += 1
+        assert kinds[False, True] and kinds[True, True] and kinds[True, False], (family, kinds)
+
+
+def test_the_slice_drafts_and_accepts() -> None:
+    """A loop that never speculates would pass everything above."""
+    drawn = [
+        case for case in map(cases.draw, SLICE) if case.drafter in ("oracle", "bush", "chaos") and not case.override
+    ]
+    drawn = [replace(case, nodes=8, criterion="", streamer="", processor="", prefix="") for case in drawn]
+    sums: Counter[str] = Counter()
+    for case in drawn[:15]:
+        result = cases.run_case(case)
+        assert not result.differences, result.report()
+        sums["drafted"] += result.stats["drafted"]
+        sums["accepted"] += result.stats["accepted"]
+        sums["fallbacks"] += bool(result.fallback)
+    assert sums["drafted"] > 150 and sums["accepted"] > 40 and not sums["fallbacks"], sums
+
+
+@pytest.mark.parametrize("kind", heads.KINDS)
+def test_draft_heads(kind: str) -> None:
+    """Random requests with each kind of trained drafter; its weights are noise, since only the machinery can err."""
+    drafted = 0
+    for seed in range(len(heads.SHRINKS) if kind == "compressed" else 8):  # each compressor once
+        case = replace(cases.draw(900 + 10 * heads.KINDS.index(kind) + seed), drafter=f"head-{kind}", nodes=8)
+        result = cases.run_case(case)
+        assert not result.differences, result.report()
+        drafted += result.stats.get("drafted", 0)
+    assert drafted > 50
+
+
+@pytest.mark.parametrize(
+    ("kind", "seed"),
+    [*((kind, 0) for kind in heads.KINDS[:-1]), *((heads.KINDS[-1], seed) for seed in range(len(heads.SHRINKS)))],
+)
+def test_what_draft_heads_guess_right_is_kept(kind: str, seed: int) -> None:
+    """Heads that lean to what is said next, and plain requests: above hardly a guess is right, if there is one."""
+    case = cases.draw(900 + 10 * heads.KINDS.index(kind) + seed)
+    case = replace(case, spec=replace(case.spec, calm=True, vocab=40), batch=4, drafter=f"head-{heads.LEANING}{kind}")
+    case = replace(case, nodes=8, eos="none", options={"do_sample": False, "max_new_tokens": 32}, stop_strings=False)
+    odd = ("override", "turns", "processor", "prefix", "criterion", "streamer", "cache")
+    result = cases.run_case(replace(case, biased=(), **dict.fromkeys(odd, "")))
+    assert not result.differences, result.report()
+    assert result.stats["accepted"] > 0
+    assert bool(result.stats["ways"]) == (kind in ("latent", "measured", "compressed")), "asked, if there is one"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(0)
+def test_many_cases(request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    option = request.config.getoption
+    out = option("--cases-json") or str(tmp_path / "cases.json")
+    first = str(option("--first-seed"))
+    failed = cases.main(["--count", str(option("--cases")), "--first-seed", first, "--json", out])
+    assert not failed, "\n".join(f["report"] for f in json.loads(Path(out).read_text())["failures"])
+    for family in cases.LATER:
+        rest = str(option("--cases") // len(cases.FAMILIES))
+        out = str(tmp_path / f"{family}.json")
+        failed = cases.main(["--count", rest, "--first-seed", first, "--family", family, "--json", out])
+        assert not failed, "\n".join(f["report"] for f in json.loads(Path(out).read_text())["failures"])
+
+
+# --- half precision: near-ties may flip, and only near-ties -----------------------------------------------------------
+
+
+def _half(seed: int) -> cases.Case:
+    case = cases.draw(seed)
+    sampled = {"do_sample": True, "temperature": 0.7, "top_k": 0} if seed % 2 else {"do_sample": False}
+    clean = {"processor": "", "prefix": "", "criterion": "", "cache": "", "streamer": "", "turns": "", "override": ""}
+    drafter = "bush" if case.drafter in ("tapper", "raising") else case.drafter
+    options = {**sampled, "max_new_tokens": 24}
+    spec = replace(case.spec, dtype="bfloat16")
+    return replace(case, spec=spec, options=options, drafter=drafter, stop_strings=False, biased=(), nodes=8, **clean)
+
+
+def test_bf16_parts_only_at_near_ties(record_property: Any) -> None:
+    margins, total = [], 0
+    for seed in BF16:
+        result = cases.run_case(_half(seed))
+        total += 1
+        for difference in result.differences:
+            assert difference.kind in ("sequences", "generator state"), result.report()
+            if difference.margin is not None:
+                margins.append(difference.margin)
+    record_property("identical", f"{total - len(margins)}/{total}")
+    record_property("margins", [round(margin, 4) for margin in margins])
+    print(f"bf16: {total - len(margins)} of {total} identical, margins where not: {[f'{m:.3f}' for m in margins]}")
+    # bf16 keeps 8 bits: logits around 8 are 1/32 apart, and a pick is right to a few such steps.
+    assert all(margin < 0.3 for margin in margins), margins
+    assert len(margins) < total
+
+
+# --- the distribution -------------------------------------------------------------------------------------------------
+
+STEPS, KEPT = 3, 3
+
+
+class Everything(liars.Liar):
+    """Proposes every continuation that can be sampled, two deep: something is always accepted."""
+
+    name = "everything"
+
+    def __init__(self, table: dict[tuple[int, ...], Tensor]) -> None:
+        super().__init__()
+        self.table = table
+
+    def begin(self, prompt: Prompt) -> liars.Call:
+        return liars.Call(prompt, cases.random.Random(0), [[] for _ in range(prompt.ids.shape[0])])
+
+    def lie(self, state: liars.Call, budget: int, live: Sequence[bool]) -> DraftTree:
+        return liars.as_tree([self._row(tuple(said), budget - 1) for said in state.said])
+
+    def _row(self, said: tuple[int, ...], nodes: int) -> list[tuple[int, int]]:
+        first = [(token, 0) for token in self._next(said)]
+        second = [(token, i) for i, (above, _) in enumerate(first, 1) for token in self._next((*said, above))]
+        return (first + second)[:nodes]
+
+    def _next(self, said: tuple[int, ...]) -> list[int]:
+        return self.table[said].nonzero().flatten().tolist() if said in self.table else []
+
+
+def _world() -> tuple[PreTrainedModel, tiny.Inputs, dict[str, Any]]:
+    model = tiny.model(tiny.Spec("llava", vocab=8, seed=5))
+    model.generation_config.eos_token_id = None
+    given = tiny.inputs(model, 3, 1, images=[1], padding="none")
+    return model, given, {"do_sample": True, "temperature": 1.5, "top_k": KEPT, "max_new_tokens": STEPS}
+
+
+def _table(model: PreTrainedModel, given: tiny.Inputs, options: dict[str, Any]) -> dict[tuple[int, ...], Tensor]:
+    """The exact distribution of the next token after each prefix that can be sampled."""
+    table: dict[tuple[int, ...], Tensor] = {}
+    for depth in range(STEPS):
+        for said in product(range(8), repeat=depth):
+            if depth and table.get(said[:-1], torch.zeros(8))[said[-1]] == 0:
+                continue
+            ids = torch.cat([given["input_ids"], torch.tensor([said], dtype=torch.long)], 1)
+            with torch.no_grad():
+                logits = model(input_ids=ids, pixel_values=given["pixel_values"]).logits[0, -1].float()
+            top = (logits / options["temperature"]).topk(KEPT)
+            table[said] = torch.zeros(8).scatter(0, top.indices, top.values.softmax(-1))
+    return table
+
+
+def _joint(table: dict[tuple[int, ...], Tensor]) -> dict[tuple[int, ...], float]:
+    joint: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(STEPS):
+        joint = {
+            (*said, token): chance * float(table[said][token])
+            for said, chance in joint.items()
+            for token in table[said].nonzero().flatten().tolist()
+        }
+    return joint
+
+
+def surprise(samples: Sequence[tuple[int, ...]], joint: dict[tuple[int, ...], float]) -> float:
+    """p-value of a G-test of samples against a distribution; rare outcomes are pooled, impossible ones give 0."""
+    seen, total = Counter(samples), len(samples)
+    if set(seen) - set(joint):
+        return 0.0
+    cells: list[tuple[float, float]] = []
+    pool = [0.0, 0.0]
+    for outcome, chance in joint.items():
+        if chance * total >= 5:
+            cells.append((seen[outcome], chance * total))
+        else:
+            pool = [pool[0] + seen[outcome], pool[1] + chance * total]
+    cells += [(pool[0], pool[1])] if pool[1] > 0 else []
+    g = 2 * sum(o * float(torch.tensor(o / e).log()) for o, e in cells if o)
+    freedom = torch.tensor((len(cells) - 1) / 2)
+    return float(torch.special.gammaincc(freedom, torch.tensor(max(g, 0.0) / 2)))
+
+
+def _rows(model: PreTrainedModel, given: tiny.Inputs, options: dict[str, Any], calls: int) -> Iterator[tuple[int, ...]]:
+    for _ in range(calls):
+        said = model.generate(**given, **options, num_return_sequences=40)
+        yield from map(tuple, said[:, given["input_ids"].shape[1] :].tolist())
+
+
+@pytest.mark.parametrize("drafter", ["everything", "chaos", "lookup"])
+def test_sampling_has_the_targets_distribution(drafter: str) -> None:
+    model, given, options = _world()
+    table = _table(model, given, options)
+    made: Any = {"everything": Everything(table), "chaos": liars.Chaos(1)}.get(drafter, drafter)
+    torch.manual_seed(2024)
+    with cases.patched(model, made, nodes=16):
+        samples = list(_rows(model, given, options, 75))
+    assert surprise(samples, _joint(table)) > 1e-3
+
+
+def test_that_test_has_teeth() -> None:
+    """Bugs that schemes with acceptance rules have, played with the exact table: each must be noticed."""
+    model, given, options = _world()
+    table, dice = _table(model, given, options), torch.Generator().manual_seed(1)
+    joint = _joint(table)
+
+    def play(bug: str) -> Iterator[tuple[int, ...]]:
+        for _ in range(3000):
+            said: tuple[int, ...] = ()
+            noise = torch.empty(8).exponential_(generator=dice)
+            for _ in range(STEPS):
+                if bug != "one noise for all columns":
+                    noise = torch.empty(8).exponential_(generator=dice)
+                pick = int((table[said] / noise).argmax())
+                if bug == "typical acceptance" and table[said].max() > 0.6 and torch.rand((), generator=dice) < 0.2:
+                    pick = int(table[said].argmax())
+                if bug == "no residual":
+                    draft = int(table[said].argsort()[-2])
+                    if torch.rand((), generator=dice) < table[said][draft]:
+                        pick = draft
+                said = (*said, pick)
+            yield said
+
+    assert surprise(list(play("")), joint) > 1e-3
+    for bug in ("one noise for all columns", "typical acceptance", "no residual"):
+        assert surprise(list(play(bug)), joint) < 1e-6, bug

@@ -1,0 +1,187 @@
+"""The key-value buffer against lists of rows, over random sequences of what the loop does with it."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, StaticCache
+
+from mmspec.engine.kv_cache import KVBuffer
+
+HEADS, SIZE = 2, 3
+BUCKETS = (1, 2, 4, 8, 16)
+
+
+class Rows:
+    """The slow way: for every layer and row a list of what each position holds."""
+
+    def __init__(self, layers: int, batch: int) -> None:
+        self.kept: list[list[list[Tensor]]] = [[[] for _ in range(batch)] for _ in range(layers)]
+        self.fresh: list[Tensor] = []
+
+    def lengths(self) -> list[int]:
+        """Positions of each row."""
+        return [len(row) for row in self.kept[0]]
+
+    def check(self, layer: int, keys: Tensor, values: Tensor, new: Tensor | None = None) -> None:
+        """Compare views [B, H, end, D] with every kept position, and the `new` ones [2, B, H, n, D] behind them."""
+        held = torch.stack([keys, values])
+        for b, row in enumerate(self.kept[layer]):
+            if row:
+                assert torch.equal(held[:, b, :, : len(row)], torch.stack(row, dim=-2))
+            if new is not None:
+                assert torch.equal(held[:, b, :, len(row) : len(row) + new.shape[3]], new[:, b])
+        assert held.isfinite().all(), "what is masked must still be finite: 0 * nan is nan"
+
+    def keep(self, news: list[Tensor], walked: list[list[int]]) -> None:
+        """Append the walked nodes of the last forward, of [2, B, H, n, D] for each layer."""
+        for layer, new in zip(self.kept, news, strict=True):
+            for b, nodes in enumerate(walked):
+                layer[b] += [new[:, b, :, node] for node in nodes]
+
+
+def written(buffer: KVBuffer, rows: Rows, nodes: int, dice: torch.Generator) -> list[Tensor]:
+    """One forward: open, write random values to every layer, check the views."""
+    batch = len(buffer.lengths)
+    buffer.open(nodes)
+    assert buffer.end == max(rows.lengths()) + nodes
+    news = [torch.randn(2, batch, HEADS, nodes, SIZE, generator=dice) for _ in rows.kept]
+    for layer, new in enumerate(news):
+        keys, values = buffer.write(layer, new[0], new[1])
+        assert keys.shape == values.shape == (batch, HEADS, buffer.end, SIZE)
+        rows.check(layer, keys, values, new)
+    return news
+
+
+def ragged_walk(dice: random.Random, batch: int, nodes: int) -> tuple[Tensor, Tensor, list[list[int]]]:
+    """Nodes as a walk gives them: rising, node 0 first; none for rows that wait. What lies behind is noise."""
+    kind, walked = dice.choice(("chain", "ragged", "level", "root")), []
+    for _ in range(batch):
+        count = dice.choice((0, 1, dice.randint(0, nodes))) if kind == "ragged" else dice.randint(1, nodes)
+        count = 1 if kind == "root" else nodes if kind == "level" else count
+        row = [0, *sorted(dice.sample(range(1, nodes), count - 1))] if count else []
+        walked.append(list(range(count)) if kind == "chain" else row)
+    path = torch.tensor([row + [dice.randrange(nodes) for _ in range(nodes - len(row))] for row in walked])
+    return path, torch.tensor([len(row) for row in walked]), walked
+
+
+@pytest.mark.parametrize("batch", [1, 2, 5])
+@pytest.mark.parametrize("seed", range(6))
+def test_any_sequence_of_steps_equals_the_slow_way(batch: int, seed: int) -> None:
+    dice, noise = random.Random(f"kv {seed} {batch}"), torch.Generator().manual_seed(seed)
+    layers, limit = dice.choice((1, 3)), 300
+    buffer, rows = KVBuffer(batch, limit), Rows(layers, batch)
+    prompt = dice.randint(1, 40)
+    news = written(buffer, rows, prompt, noise)
+    buffer.advance(prompt)
+    rows.keep(news, [list(range(prompt))] * batch)
+    while max(rows.lengths()) + max(BUCKETS) <= limit:
+        nodes = dice.choice(BUCKETS)
+        news = written(buffer, rows, nodes, noise)
+        path, counts, walked = ragged_walk(dice, batch, nodes)
+        buffer.keep(path, counts, walked)
+        rows.keep(news, walked)
+        assert buffer.lengths == rows.lengths() and buffer.uniform == (len(set(rows.lengths())) == 1)
+        if dice.random() < 0.2:
+            cut = [max(0, n - dice.choice((-3, 0, 1, 5))) for n in rows.lengths()]
+            buffer.rewind(cut)
+            for kept in rows.kept:
+                for row, most in zip(kept, cut, strict=True):
+                    del row[most:]
+            assert buffer.lengths == rows.lengths()
+    assert len(buffer) == layers
+    for layer in range(layers):
+        rows.check(layer, *buffer.read(layer, max(rows.lengths())))
+
+
+def test_keeping_a_path_moves_it_to_the_front() -> None:
+    buffer = KVBuffer(2, 20)
+    buffer.open(4)
+    new = torch.arange(2.0 * 4).reshape(2, 1, 4, 1)
+    buffer.write(0, new, -new)
+    walked = [[0, 2, 3], [0]]
+    buffer.keep(torch.tensor([[0, 2, 3, 0], [0, 3, 3, 3]]), torch.tensor([3, 1]), walked)
+    keys, values = buffer.read(0, 4)
+    assert keys[0, 0, :3, 0].tolist() == [0, 2, 3] and values[0, 0, :3, 0].tolist() == [0, -2, -3]
+    assert keys[1, 0, :1, 0].tolist() == [4] and buffer.lengths == [3, 1]
+    assert keys[1, 0, 1:3, 0].tolist() == [5, 6], "a row's own nodes stay put behind what it keeps"
+
+
+def test_a_row_that_waits_keeps_nothing() -> None:
+    buffer = KVBuffer(2, 20)
+    for _ in range(3):
+        buffer.open(2)
+        buffer.write(0, torch.ones(2, 1, 2, 1), torch.ones(2, 1, 2, 1))
+        buffer.keep(torch.tensor([[0, 1], [0, 0]]), torch.tensor([2, 0]), [[0, 1], []])
+    assert buffer.lengths == [6, 0] and not buffer.uniform
+
+
+def test_growth_loses_nothing_and_stops_at_the_limit() -> None:
+    limit, buffer = 1000, KVBuffer(3, 1000)
+    noise, kept, sizes = torch.Generator().manual_seed(0), list[Tensor](), list[int]()
+    one = 3 * HEADS * SIZE * 4 * 2  # bytes of a position
+    for step in range(limit):
+        buffer.open(1)
+        kept.append(torch.randn(3, HEADS, 1, SIZE, generator=noise))
+        buffer.write(0, kept[-1], 2 * kept[-1])
+        buffer.advance(1)
+        sizes.append(buffer.nbytes)
+        assert (step + 1) * one <= buffer.nbytes <= min(limit, 1.25 * (step + 1) + 16) * one
+    keys, values = buffer.read(0, limit)
+    assert torch.equal(keys, torch.cat(kept, dim=2)) and torch.equal(values, 2 * keys)
+    assert len(set(sizes)) < 25, "grown in too many steps"
+    assert sizes[-1] == limit * one
+
+
+def test_an_explicit_need_beyond_the_limit_is_met() -> None:
+    """The limit bounds what is allocated ahead; it never makes a write fail."""
+    buffer = KVBuffer(1, 4)
+    buffer.open(9)
+    keys, _ = buffer.write(0, torch.ones(1, 1, 9, 1), torch.ones(1, 1, 9, 1))
+    assert keys.shape[2] == 9 and buffer.nbytes == 2 * 9 * 4
+
+
+def test_rewinding_never_lengthens() -> None:
+    buffer = KVBuffer(3, 50)
+    buffer.open(10)
+    buffer.write(0, torch.ones(3, 1, 10, 1), torch.ones(3, 1, 10, 1))
+    buffer.advance(10)
+    buffer.rewind([4, 10, 99])
+    assert buffer.lengths == [4, 10, 10] and not buffer.uniform
+
+
+@pytest.mark.parametrize("length", [1000, 1024, 2048])
+def test_memory_is_that_of_the_static_cache_and_a_tree(length: int) -> None:
+    """From 1,000 positions on: at most 1.1 times the static cache of the same length, plus one tree of 64 nodes."""
+    config = LlamaConfig(hidden_size=32, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=2)
+    batch, head = 2, 8
+
+    def states(nodes: int) -> Tensor:
+        return torch.ones(batch, config.num_key_value_heads, nodes, head)
+
+    static = StaticCache(config=config, max_cache_len=length)
+    for layer in range(2):
+        static.update(states(1), states(1), layer)
+    own = sum(part.nbytes for layer in static.layers for part in (layer.keys, layer.values))
+    tree = own // length * 64
+    dice, buffer, peak = random.Random(length), KVBuffer(batch, length + 64), 0
+    nodes = prompt = length // 2
+    while True:
+        buffer.open(nodes)
+        for layer in range(2):
+            buffer.write(layer, states(nodes), states(nodes))
+        peak = max(peak, buffer.nbytes)
+        if nodes == prompt:
+            buffer.advance(nodes)
+        else:
+            counts = [min(dice.randint(0, 4), nodes, length - have) for have in buffer.lengths]
+            walked = [list(range(count)) for count in counts]
+            buffer.keep(torch.arange(nodes).expand(batch, nodes), torch.tensor(counts), walked)
+        if min(buffer.lengths) == length:
+            break
+        nodes = dice.choice((1, 8, 64))
+    assert peak <= 1.1 * own + tree
+    assert peak >= own

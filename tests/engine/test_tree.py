@@ -1,0 +1,350 @@
+"""Draft trees: sealing against a slow reference, shapes, and best-first growth against brute force. No model here."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mmspec.engine.tree import BUCKETS, DraftTree, Node, bare, bucket, build, force, grow, seal
+
+FAR = (-1, -2, -7, 2**40, -(2**40), 2**62)
+"""Values that are no index of anything."""
+
+
+def fields_of(tree: DraftTree) -> dict[str, Tensor]:
+    """Copies of all tensors of a tree."""
+    return {name: part.clone() for name, part in vars(tree).items() if part is not None}
+
+
+def above(parents: list[int], node: int) -> list[int]:
+    """The node itself and everything above it, node 0 last."""
+    found = [node]
+    while node > 0:
+        node = parents[node]
+        found.append(node)
+    return found
+
+
+# --- seal -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Row:
+    """What a sealed row should be: which nodes live on."""
+
+    tokens: list[int]
+    parents: list[int]
+    alive: list[bool]
+
+
+def slow_seal(tokens: list[int], parents: list[int], valid: list[bool], root: int, allowed: list[bool]) -> Row:
+    """One row, node by node, as the docstring of `seal` has it."""
+    fit = [False] * len(tokens)
+    alive = [False] * len(tokens)
+    alive[0] = True
+    for i in range(1, len(tokens)):
+        known = 0 <= tokens[i] < len(allowed) and allowed[tokens[i]]
+        fit[i] = valid[i] and known and 0 <= parents[i] < i
+        twin = any(fit[j] and (parents[j], tokens[j]) == (parents[i], tokens[i]) for j in range(1, i))
+        alive[i] = fit[i] and not twin and alive[parents[i]]
+    return Row([root, *tokens[1:]], [-1, *parents[1:]], alive)
+
+
+def random_tree(dice: random.Random, batch: int, nodes: int, vocab: int, malice: float) -> DraftTree:
+    """Trees with many twins; a share of `malice` of all values is nonsense."""
+
+    def token() -> int:
+        return dice.choice((*FAR, vocab, vocab + 1)) if dice.random() < malice else dice.randrange(vocab)
+
+    def parent(i: int) -> int:
+        if dice.random() < malice:
+            return dice.choice((*FAR, i, i + 1, nodes - 1, nodes, nodes + 3))
+        return dice.randrange(max(1, i))
+
+    return DraftTree(
+        tokens=torch.tensor([[token() for _ in range(nodes)] for _ in range(batch)]),
+        parents=torch.tensor([[parent(i) for i in range(nodes)] for _ in range(batch)]),
+        valid=torch.tensor([[dice.random() > malice for _ in range(nodes)] for _ in range(batch)]),
+        scores=dice.choice((None, torch.full((batch, nodes), math.nan), torch.full((batch, nodes), 0.5))),
+    )
+
+
+def check_sealed(tree: DraftTree, sealed: DraftTree, roots: list[int], allowed: list[bool]) -> int:
+    """Compare with the slow way; how many nodes live on."""
+    assert sealed.ancestors is not None and sealed.depths is not None
+    kept = 0
+    for b, root in enumerate(roots):
+        want = slow_seal(tree.tokens[b].tolist(), tree.parents[b].tolist(), tree.valid[b].tolist(), root, allowed)
+        tokens, parents = sealed.tokens[b].tolist(), sealed.parents[b].tolist()
+        assert sealed.valid[b].tolist() == want.alive
+        assert tokens[0] == root and parents[0] == -1
+        assert all(0 <= token < len(allowed) for token in tokens[1:]), "an id that the embedding does not have"
+        assert all(0 <= parent < i for i, parent in enumerate(parents) if i)
+        for i, alive in enumerate(want.alive):
+            if alive:
+                assert (tokens[i], parents[i]) == (want.tokens[i], want.parents[i])
+                assert i == 0 or allowed[tokens[i]]
+            # Dropped nodes are scored too, so their masks must make sense as well.
+            line = above(parents, i)
+            assert sealed.ancestors[b, i].nonzero().flatten().tolist() == sorted(line)
+            assert int(sealed.depths[b, i]) == len(line) - 1
+        living = [(parents[i], tokens[i]) for i, alive in enumerate(want.alive) if alive]
+        assert len(set(living)) == len(living), "twins"
+        kept += sum(want.alive)
+    return kept
+
+
+@pytest.mark.parametrize("malice", [0.0, 0.05, 0.3, 0.9])
+def test_seal_equals_the_slow_way(malice: float) -> None:
+    dice, kept, total = random.Random(f"seal {malice}"), 0, 0
+    for _ in range(150):
+        batch, nodes, vocab = dice.choice((1, 2, 4)), dice.choice((1, 2, 3, 4, 7, 8, 16, 20)), dice.choice((2, 3, 9))
+        allowed = [dice.random() > 0.5 * malice for _ in range(vocab)]
+        tree = random_tree(dice, batch, nodes, vocab, malice)
+        before, roots = fields_of(tree), [dice.randrange(vocab) for _ in range(batch)]
+        sealed = seal(tree, torch.tensor(roots), torch.tensor(allowed))
+        kept += check_sealed(tree, sealed, roots, allowed)
+        total += batch * nodes
+        after = fields_of(tree)
+        assert before.keys() == after.keys(), "seal fills in the tree it was given"
+        assert all(torch.equal(before[k].nan_to_num(), after[k].nan_to_num()) for k in before), "seal wrote into it"
+    assert total / 20 < kept < total  # neither all nor nothing was dropped
+
+
+def test_seal_at_full_size_and_depth() -> None:
+    """A chain of 64 nodes needs every squaring of the reach."""
+    for nodes in (2, 3, 33, 63, 64):
+        parents = torch.arange(-1, nodes - 1)[None]
+        tree = DraftTree(torch.full((1, nodes), 3), parents, torch.ones(1, nodes, dtype=torch.bool))
+        sealed = seal(tree, torch.tensor([5]), torch.ones(9, dtype=torch.bool))
+        assert sealed.valid.all() and sealed.depths is not None and sealed.ancestors is not None
+        assert sealed.depths[0].tolist() == list(range(nodes))
+        assert torch.equal(sealed.ancestors[0], torch.ones(nodes, nodes, dtype=torch.bool).tril())
+
+
+def test_only_the_first_twin_lives_and_the_other_takes_its_children_along() -> None:
+    #             0
+    #      1(7)  2(8)  3(7, twin of 1)
+    #      4(9)        5(9, below the twin)  6(8, no twin: another parent)
+    rows: list[Node] = [(7, 0, 0.9), (8, 0, 0.8), (7, 0, 0.7), (9, 1, 0.6), (9, 3, 0.5), (8, 1, 0.4)]
+    sealed = seal(build([rows]), torch.tensor([1]), torch.ones(10, dtype=torch.bool))
+    assert sealed.valid[0].tolist() == [True, True, True, False, True, False, True, False]
+
+
+def test_a_twin_of_a_dropped_node_lives() -> None:
+    tree = DraftTree(
+        tokens=torch.tensor([[0, 7, 7, 7]]),
+        parents=torch.tensor([[-1, 0, 0, 0]]),
+        valid=torch.tensor([[True, False, True, True]]),
+    )
+    sealed = seal(tree, torch.tensor([1]), torch.ones(10, dtype=torch.bool))
+    assert sealed.valid[0].tolist() == [True, False, True, False]
+
+
+def test_ids_that_must_not_be_drafted_are_dropped_with_all_below() -> None:
+    allowed = torch.ones(10, dtype=torch.bool)
+    allowed[3] = False
+    chain: list[Node] = [(2, 0, 0.9), (3, 1, 0.8), (2, 2, 0.7)]
+    beyond: list[Node] = [(10, 0, 0.9), (2, 1, 0.8), (-1, 0, 0.7)]
+    sealed = seal(build([chain, beyond]), torch.tensor([3, 9]), allowed)
+    assert sealed.valid.tolist() == [[True, True, False, False], [True, False, False, False]]
+    assert sealed.tokens[:, 0].tolist() == [3, 9], "the root is what was emitted, allowed or not"
+
+
+def test_sealing_twice_changes_nothing() -> None:
+    dice = random.Random(3)
+    allowed, roots = torch.ones(5, dtype=torch.bool), torch.tensor([1, 2, 3])
+    for _ in range(20):
+        once = seal(random_tree(dice, 3, 12, 5, 0.2), roots, allowed)
+        twice = seal(once, roots, allowed)
+        assert torch.equal(once.valid, twice.valid)
+        living = once.valid
+        assert torch.equal(once.tokens[living], twice.tokens[living])
+        assert once.ancestors is not None and twice.ancestors is not None
+        assert torch.equal(once.ancestors[living], twice.ancestors[living])
+
+
+# --- shapes -----------------------------------------------------------------------------------------------------------
+
+
+def test_buckets() -> None:
+    assert [bucket(n) for n in (0, 1, 2, 3, 4, 5, 8, 9, 33, 64)] == [1, 1, 2, 4, 4, 8, 8, 16, 64, 64]
+    with pytest.raises(ValueError, match=r"at most 64 nodes.*got 65"):
+        bucket(65)
+
+
+def test_build_pads_ragged_rows_to_a_bucket() -> None:
+    tree = build([[(5, 0, 0.5), (6, 1, 0.25), (7, 0, 0.125), (8, 3, 0.0)], [], [(9, 0, 1.0)]])
+    assert tree.nodes == 8 and tree.tokens.dtype == torch.long and tree.ancestors is None
+    assert tree.valid.sum(1).tolist() == [5, 1, 2]
+    assert tree.tokens[0, 1:5].tolist() == [5, 6, 7, 8] and tree.parents[0, :5].tolist() == [-1, 0, 1, 0, 3]
+    assert tree.parents[:, 0].tolist() == [-1, -1, -1]
+    assert tree.scores is not None and tree.scores[0].tolist() == [1.0, 0.5, 0.25, 0.125, 0.0, 0, 0, 0]
+    sealed = seal(tree, torch.tensor([1, 2, 3]), torch.ones(10, dtype=torch.bool))
+    assert torch.equal(sealed.valid, tree.valid)
+
+
+def test_build_of_nothing_is_bare() -> None:
+    assert build([[], []]).tokens.shape == (2, 1) and build([[], []]).ancestors is not None
+    assert build([]).tokens.shape == (0, 1)
+    with pytest.raises(ValueError, match="at most 64 nodes"):
+        build([[(1, 0, 1.0)] * 64])
+    assert build([[(1, 0, 1.0)] * 63]).nodes == 64
+
+
+def test_bare_is_shared_and_survives_use() -> None:
+    tree = bare(3)
+    before = fields_of(tree)
+    assert bare(3) is tree and bare(2) is not tree and tree.nodes == 1
+    roots = torch.tensor([4, 5, 6])
+    sealed = seal(tree, roots, torch.ones(10, dtype=torch.bool))
+    assert sealed.tokens[:, 0].tolist() == [4, 5, 6] and sealed.valid.all()
+    longer = seal(tree.pad(4), roots, torch.ones(10, dtype=torch.bool))
+    force(longer, torch.tensor([True, False, True]), torch.tensor(0))
+    assert longer.valid.sum(1).tolist() == [1, 1, 1]
+    assert all(torch.equal(before[name], part) for name, part in fields_of(bare(3)).items())
+
+
+@pytest.mark.parametrize("sealed", [False, True])
+def test_trim_keeps_a_connected_tree(sealed: bool) -> None:
+    dice = random.Random(5)
+    tree = random_tree(dice, 2, 16, 4, 0.1)
+    tree.scores = torch.linspace(1, 0, 32).reshape(2, 16)
+    allowed, roots = torch.ones(4, dtype=torch.bool), torch.tensor([1, 2])
+    if sealed:
+        tree = seal(tree, roots, allowed)
+    for nodes in (1, 2, 5, 15):
+        small = tree.trim(nodes)
+        assert small.nodes == nodes and small.scores is not None and small.scores.shape == (2, nodes)
+        assert (small.ancestors is not None) == sealed
+        assert torch.equal(small.tokens, tree.tokens[:, :nodes]) and torch.equal(small.valid, tree.valid[:, :nodes])
+        if sealed:
+            assert small.ancestors is not None and tree.ancestors is not None
+            assert torch.equal(small.ancestors.sum(-1), tree.ancestors[:, :nodes].sum(-1)), "an ancestor was cut off"
+    assert tree.trim(16) is tree and tree.trim(99) is tree
+
+
+def test_pad_adds_empty_places_and_forgets_what_seal_made() -> None:
+    tree = build([[(5, 0, 0.5)], []])
+    assert tree.pad(2) is tree and tree.pad(1) is tree
+    wide = tree.pad(8)
+    assert wide.nodes == 8 and wide.valid.sum(1).tolist() == [2, 1] and wide.scores is not None
+    assert wide.scores[:, 2:].sum() == 0 and wide.ancestors is None and wide.depths is None
+    no_scores = DraftTree(tree.tokens, tree.parents, tree.valid).pad(4)
+    assert no_scores.scores is None
+    sealed = seal(tree, torch.tensor([1, 2]), torch.ones(9, dtype=torch.bool)).pad(4)
+    assert sealed.ancestors is None and sealed.depths is None
+
+
+def test_to_the_same_device_is_the_tree_itself() -> None:
+    tree = build([[(5, 0, 0.5)]])
+    assert tree.to(torch.device("cpu")) is tree
+    moved = tree.to(torch.device("meta"))
+    assert moved.tokens.device.type == moved.valid.device.type == "meta" and moved.ancestors is None
+
+
+def test_force_makes_chains_of_some_rows_only() -> None:
+    dice = random.Random(6)
+    tree = seal(random_tree(dice, 3, 8, 4, 0.2), torch.tensor([1, 2, 3]), torch.ones(4, dtype=torch.bool))
+    made = force(tree, torch.tensor([True, False, True]), torch.tensor(9))
+    assert made.ancestors is not None and made.depths is not None
+    for row in (0, 2):
+        assert made.tokens[row].tolist() == [row + 1] + [9] * 7 and made.valid[row].all()
+        assert made.parents[row].tolist() == list(range(-1, 7)) and made.depths[row].tolist() == list(range(8))
+        assert torch.equal(made.ancestors[row], torch.ones(8, 8, dtype=torch.bool).tril())
+    for name, part in fields_of(tree).items():
+        assert torch.equal(part[1].nan_to_num(), getattr(made, name)[1].nan_to_num()), f"{name} of another row changed"
+
+
+# --- growth -----------------------------------------------------------------------------------------------------------
+
+World = dict[tuple[int, ...], list[tuple[int, float]]]
+
+
+def random_world(dice: random.Random, depth: int, most: int) -> World:
+    """Children of every node, with probabilities that add up to at most one; a cursor is the path of tokens."""
+    world: World = {}
+    level: list[tuple[int, ...]] = [()]
+    for _ in range(depth):
+        following: list[tuple[int, ...]] = []
+        for path in level:
+            shares = [dice.random() for _ in range(dice.randint(0, most))]
+            total = sum(shares) * dice.uniform(1.0, 1.5) or 1.0
+            world[path] = [(dice.randrange(10**9), share / total) for share in shares]
+            following += [(*path, token) for token, _ in world[path]]
+        level = following
+    return world
+
+
+def expand_in(world: World, asked: list[Any] | None = None) -> Any:
+    """The `expand` that reads a world, noting the cursors it was asked for."""
+
+    def expand(path: tuple[int, ...]) -> list[tuple[int, float, tuple[int, ...]]]:
+        if asked is not None:
+            asked.append(path)
+        return [(token, chance, (*path, token)) for token, chance in world.get(path, [])]
+
+    return expand
+
+
+def all_nodes(world: World) -> dict[tuple[int, ...], float]:
+    """Every node of a world and the probability that it is reached."""
+    reached: dict[tuple[int, ...], float] = {}
+    for path, children in world.items():
+        for token, chance in children:
+            reached[(*path, token)] = (reached[path] if path else 1.0) * chance
+    return reached
+
+
+@pytest.mark.parametrize("floor", [0.0, 0.02, 0.2])
+def test_grow_takes_the_likeliest_nodes_in_order(floor: float) -> None:
+    dice = random.Random(f"grow {floor}")
+    for _ in range(80):
+        world, nodes = random_world(dice, depth=4, most=3), dice.choice((1, 2, 3, 8, 16, 64))
+        asked: list[Any] = []
+        grown = grow((), expand_in(world, asked), nodes, floor)
+        paths: list[tuple[int, ...]] = [()]
+        for i, (token, parent, _) in enumerate(grown, 1):
+            assert 0 <= parent < i, "a child before its parent"
+            paths.append((*paths[parent], token))
+        reached = {path: chance for path, chance in all_nodes(world).items() if chance >= floor}
+        best = sorted(reached, key=lambda path: -reached[path])[: nodes - 1]
+        assert paths[1:] == best  # ties have no chance among random numbers
+        assert all(score == pytest.approx(reached[path]) for path, (_, _, score) in zip(best, grown, strict=True))
+        assert len(asked) <= max(1, nodes - 1), "nodes were expanded for nothing"
+
+
+def test_every_prefix_of_a_growth_is_what_a_smaller_budget_grows() -> None:
+    world = random_world(random.Random(3), depth=6, most=4)
+    large = grow((), expand_in(world), 64, 0.0)
+    assert len(large) > 20
+    for nodes in BUCKETS:
+        assert grow((), expand_in(world), nodes, 0.0) == large[: nodes - 1]
+
+
+def test_ties_go_to_the_better_ranked_and_the_shallower() -> None:
+    even: World = {(): [(1, 0.5), (2, 0.5)], (1,): [(3, 1.0)], (2,): [(4, 1.0)], (1, 3): [(5, 1.0)]}
+    assert [token for token, _, _ in grow((), expand_in(even), 8)] == [1, 2, 3, 4, 5]
+
+
+def test_the_floor_and_odd_probabilities() -> None:
+    world: World = {(): [(1, 0.5), (2, 0.0199), (3, 0.02), (4, math.nan), (5, -1.0)], (1,): [(6, 0.03)]}
+    assert [token for token, _, _ in grow((), expand_in(world), 64)] == [1, 3]
+    assert grow((), expand_in(world), 1) == [] and grow((), expand_in({}), 64) == []
+
+
+def test_what_was_grown_can_be_built_and_sealed() -> None:
+    dice = random.Random(8)
+    worlds = [random_world(dice, depth=4, most=3) for _ in range(3)]
+    rows = [[(t % 50, p, s) for t, p, s in grow((), expand_in(world), 16)] for world in worlds]
+    tree = build(rows)
+    sealed = seal(tree, torch.zeros(3, dtype=torch.long), torch.ones(50, dtype=torch.bool))
+    assert sealed.scores is not None and sealed.nodes == 16
+    assert (sealed.valid <= tree.valid).all()
+    assert (sealed.scores[:, 1:] <= sealed.scores[:, :-1]).all(), "not in falling order"

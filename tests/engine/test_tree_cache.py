@@ -1,0 +1,214 @@
+"""The buffer as a transformers cache: same logits as a `DynamicCache`, and the way from and to a user's own."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import tiny_models as tiny
+import torch
+from torch import Tensor
+from transformers import DynamicCache, EncoderDecoderCache, MistralConfig, PreTrainedModel, StaticCache
+from transformers.cache_utils import BaseQuantizedLayer, Cache, DynamicLayer, DynamicSlidingWindowLayer
+
+from mmspec.engine.kv_cache import KVBuffer
+from mmspec.engine.tree_cache import TreeCache, adopt, give_back, refusal
+
+WINDOW = 7
+SPECS = {
+    "llama": tiny.Spec("llava"),
+    "eager": tiny.Spec("llava", attention="eager"),
+    "windows": tiny.Spec("llava_next", window=WINDOW),
+    "some windows": tiny.Spec("llava_onevision", window=WINDOW, mixed=True),
+    "axes": tiny.Spec("qwen2_5_vl", window=WINDOW, mixed=True, layers=3),
+}
+ALL = pytest.mark.parametrize("name", SPECS)
+
+
+def words(count: int, batch: int = 2, seed: int = 0) -> Tensor:
+    """[batch, count] random text ids."""
+    return torch.randint(7, 100, (batch, count), generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def forward(model: PreTrainedModel, ids: Tensor, cache: Any, past: int) -> Tensor:
+    """Logits of `ids` behind `past` positions, by the model's own forward; transformers makes the masks."""
+    positions = torch.arange(past, past + ids.shape[1]).expand(ids.shape)
+    if model.config.model_type == "qwen2_5_vl":
+        positions = positions.expand(3, *ids.shape)
+    return model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True).logits
+
+
+def dynamic(model: PreTrainedModel, bare: bool = False) -> DynamicCache:
+    """An empty cache as `generate` would make it, or as users do."""
+    return DynamicCache() if bare else DynamicCache(config=model.config.get_text_config())
+
+
+def contents(cache: Any) -> list[Tensor]:
+    """Keys and values of all layers."""
+    return [part for layer in cache.layers for part in (layer.keys, layer.values)]
+
+
+def same_contents(a: Any, b: Any) -> None:
+    """Types, lengths and all numbers agree."""
+    assert [type(layer) for layer in a.layers] == [type(layer) for layer in b.layers]
+    assert a.get_seq_length() == b.get_seq_length()
+    assert [layer.get_mask_sizes(3) for layer in a.layers] == [layer.get_mask_sizes(3) for layer in b.layers]
+    for x, y in zip(contents(a), contents(b), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
+
+
+@ALL
+def test_logits_are_those_of_a_dynamic_cache(name: str) -> None:
+    model = tiny.model(SPECS[name])
+    ids, layers = words(26), model.config.get_text_config().num_hidden_layers
+    buffer = KVBuffer(2, 40)
+    cache, plain = TreeCache(buffer, layers), dynamic(model)
+    assert cache.get_seq_length() == 0
+    past = 0
+    for count in (9, 1, 1, 5, 1, 4, 1, 1, 3):
+        new = ids[:, past : past + count]
+        buffer.open(count)
+        mine = forward(model, new, cache, past)
+        buffer.advance(count)
+        torch.testing.assert_close(mine, forward(model, new, plain, past), rtol=1e-4, atol=1e-4)
+        past += count
+        assert cache.get_seq_length() == plain.get_seq_length() == past
+    assert len(buffer) == layers
+
+
+@ALL
+@pytest.mark.parametrize("bare", [False, True])
+@pytest.mark.parametrize("prompt", [3, WINDOW - 1, WINDOW, 15])
+def test_adopted_and_given_back(name: str, bare: bool, prompt: int) -> None:
+    """A conversation goes on from a user's cache, and the cache afterwards is as if transformers had filled it."""
+    model = tiny.model(SPECS[name])
+    ids, layers = words(prompt + 9, seed=1), model.config.get_text_config().num_hidden_layers
+    plain = dynamic(model, bare)
+    forward(model, ids[:, :prompt], plain, 0)
+    users = copy.deepcopy(plain)
+    before = [part.clone() for part in contents(users)]
+    buffer = KVBuffer(2, prompt + 12)
+    adopt(users, buffer)
+    assert buffer.lengths == [prompt, prompt]
+    assert all(torch.equal(a, b) for a, b in zip(before, contents(users), strict=True)), "adopting changed the cache"
+    cache = TreeCache(buffer, layers)
+    for past in range(prompt, prompt + 8):
+        new = ids[:, past : past + 1]
+        buffer.open(1)
+        mine = forward(model, new, cache, past)
+        buffer.advance(1)
+        torch.testing.assert_close(mine, forward(model, new, plain, past), rtol=1e-4, atol=1e-4)
+    give_back(buffer, prompt + 8, users)
+    same_contents(users, plain)
+    last = [forward(model, ids[:, -1:], given, prompt + 8) for given in (users, plain)]
+    torch.testing.assert_close(*last, rtol=1e-4, atol=1e-4)
+    same_contents(users, plain)
+
+
+@ALL
+def test_an_empty_cache_is_filled(name: str) -> None:
+    model = tiny.model(SPECS[name])
+    ids, layers = words(12), model.config.get_text_config().num_hidden_layers
+    for bare in (False, True):
+        users, plain, buffer = dynamic(model, bare), dynamic(model, bare), KVBuffer(2, 20)
+        adopt(users, buffer)
+        assert buffer.lengths == [0, 0] and len(buffer) == 0
+        buffer.open(12)
+        forward(model, ids, TreeCache(buffer, layers), 0)
+        buffer.advance(12)
+        give_back(buffer, 11, users)
+        forward(model, ids[:, :11], plain, 0)
+        same_contents(users, plain)
+
+
+def test_what_is_given_back_is_the_users_alone() -> None:
+    model = tiny.model(SPECS["some windows"])
+    buffer, users = KVBuffer(2, 40), dynamic(model)
+    buffer.open(20)
+    forward(model, words(20), TreeCache(buffer, 2), 0)
+    buffer.advance(20)
+    give_back(buffer, 20, users)
+    kept = [part.clone() for part in contents(users)]
+    for layer in range(2):
+        for part in buffer.read(layer, 20):
+            part.fill_(7.0)
+    assert all(torch.equal(a, b) for a, b in zip(kept, contents(users), strict=True))
+    assert all(part.is_contiguous() for part in contents(users))
+    held = {layer.is_sliding: sum(part.nbytes for part in (layer.keys, layer.values)) for layer in users.layers}
+    assert held[True] < held[False], "a layer with a window keeps no more than its window"
+    assert all(part.untyped_storage().nbytes() == part.nbytes for part in contents(users)), "memory kept alive unseen"
+
+
+class OwnCache(DynamicCache):
+    """A user's own: may do anything."""
+
+
+class OwnLayer(DynamicLayer):
+    """A user's own layer."""
+
+
+class Quantised(BaseQuantizedLayer):
+    """A quantised layer, as far as a check of its type can see."""
+
+    def __init__(self) -> None:
+        self.is_initialized = False
+
+    def _quantize(self, tensor: Tensor, axis: int) -> Tensor:
+        return tensor
+
+    def _dequantize(self, q_tensor: Any) -> Tensor:
+        return q_tensor
+
+
+def test_caches_that_cannot_be_adopted() -> None:
+    model = tiny.model(SPECS["some windows"])
+    config = model.config.get_text_config()
+    odd, mixed = DynamicCache(), DynamicCache(config=config)
+    odd.layers = [OwnLayer(), OwnLayer()]
+    mixed.layers[1] = Quantised()
+    given: dict[str, Any] = {
+        "no key-value cache": None,
+        "a StaticCache": StaticCache(config=config, max_cache_len=50),
+        "a OwnCache": OwnCache(config=config),
+        "a Cache": Cache(layers=[DynamicLayer(), DynamicLayer()]),
+        "a EncoderDecoderCache": EncoderDecoderCache(DynamicCache(), DynamicCache()),
+        "a DynamicCache with OwnLayer": odd,
+        "a DynamicCache with Quantised": mixed,
+        "an offloaded DynamicCache": DynamicCache(config=config, offloading=True),
+        "a DynamicCache of 2 layers for a model of 3": (DynamicCache(config=config), 3),
+        "a tuple": ((torch.zeros(1), torch.zeros(1)),),
+    }
+    for reason, cache in given.items():
+        layers = 2
+        if isinstance(cache, tuple) and cache[-1] == 3:
+            cache, layers = cache
+        assert refusal(cache, layers, 1, torch.float32) == reason
+    filled = DynamicCache()
+    filled.update(torch.zeros(2, 1, 3, 4), torch.zeros(2, 1, 3, 4), 0)
+    filled.update(torch.zeros(2, 1, 3, 4), torch.zeros(2, 1, 3, 4), 1)
+    assert refusal(filled, 2, 2, torch.float32) is None
+    assert refusal(filled, 2, 3, torch.float32) == "a DynamicCache of 2 rows for 3"
+    assert refusal(filled, 2, 2, torch.bfloat16) == "a DynamicCache of torch.float32 for a model of torch.bfloat16"
+    recording = DynamicCache(config=MistralConfig(num_hidden_layers=2, sliding_window=4))
+    recording.layers[1].activate_past_recording()
+    assert refusal(recording, 2, 1, torch.float32, 4) == "a DynamicCache that records its past"
+    windowed = DynamicCache(config=MistralConfig(num_hidden_layers=2, sliding_window=4))
+    for window in (None, 5):
+        wanted = f"a DynamicCache of sliding_window=4 for a model of sliding_window={window}"
+        assert refusal(windowed, 2, 1, torch.float32, window) == wanted
+    assert refusal(windowed, 2, 1, torch.float32, 4) is None
+
+
+def test_caches_that_can_be_adopted() -> None:
+    for name, spec in SPECS.items():
+        model = tiny.model(spec)
+        config = model.config.get_text_config()
+        layers, window = config.num_hidden_layers, spec.window or None
+        filled = dynamic(model)
+        forward(model, words(10), filled, 0)
+        for cache in (DynamicCache(), DynamicCache(config=config), filled):
+            assert refusal(cache, layers, 2, torch.float32, window) is None, name
+        kinds = {type(layer) for layer in filled.layers}
+        assert kinds <= {DynamicLayer, DynamicSlidingWindowLayer}

@@ -1,0 +1,542 @@
+"""Calls that an attack on the API found to differ: autocast, interruptions, user code that writes or looks around.
+
+Every test compares with the plain model.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import adversarial as liars
+import fuzz as cases
+import pytest
+import tiny_models as tiny
+import torch
+from parity import ALL, FAMILIES, GREEDY, MODES, SAMPLED, Kwargs, model_of, plain_of, said, same, speculating
+from torch import Tensor
+from transformers import (
+    DynamicCache,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+from transformers.cache_utils import DynamicSlidingWindowLayer
+from transformers.generation.stopping_criteria import EosTokenCriteria
+from transformers.generation.streamers import BaseStreamer
+
+import mmspec
+from mmspec.engine.kv_cache import KVBuffer
+
+TWO = pytest.mark.parametrize("family", ["llava", "qwen2_5_vl"])
+SIZES = {
+    "llava": {},
+    "qwen2_5_vl": {"window": 7, "mixed": True},
+}
+
+
+def two(family: str, **more: Any) -> PreTrainedModel:
+    """A model of a family, with sliding windows where it has them."""
+    return model_of(family, **SIZES[family], **more)
+
+
+def held(cache: Any) -> tuple[int, list[tuple[torch.dtype, Tensor, Tensor]]]:
+    """Length and contents of a cache, copied."""
+    layers = [layer for layer in cache.layers if layer.is_initialized]
+    return cache.get_seq_length(), [(layer.keys.dtype, layer.keys.clone(), layer.values.clone()) for layer in layers]
+
+
+def same_cache(mine: Any, plain: Any) -> None:
+    """Two results of `held` agree."""
+    assert mine[0] == plain[0] and len(mine[1]) == len(plain[1])
+    for (a_type, a_keys, a_values), (b_type, b_keys, b_values) in zip(mine[1], plain[1], strict=True):
+        assert a_type == b_type and a_values.dtype == b_values.dtype
+        torch.testing.assert_close(a_keys, b_keys, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(a_values, b_values, rtol=1e-4, atol=1e-5)
+
+
+# --- autocast ---------------------------------------------------------------------------------------------------------
+
+
+def tied(model: PreTrainedModel, given: tiny.Inputs, kwargs: Kwargs) -> bool:
+    """Assert that plain and patched agree up to a near-tie of the plain model; whether they agree altogether.
+
+    Autocast computes in bfloat16, where the products of a tree and of one token round differently.
+    """
+    margins: list[list[float]] = []
+    with cases.watched_sampling(margins):
+        plain = plain_of(model, given, **kwargs)
+    with speculating(model, "bush", plain):
+        mine = plain_of(model, given, **kwargs)
+        assert mmspec.stats(model, last=True).accepted > 0
+    assert mine.shape == plain.shape
+    for row, column in (mine != plain).nonzero().tolist():
+        if torch.equal(mine[row, :column], plain[row, :column]):
+            assert margins[column - given["input_ids"].shape[1]][row] < 0.3, "no near-tie"  # the bound of bfloat16
+    return torch.equal(mine, plain)
+
+
+@MODES
+@FAMILIES
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_autocast_with_rows_of_different_length(mode: Kwargs, family: str, attention: str) -> None:
+    model = model_of(family, seed=3, attention=attention)
+    mode = {**mode, "max_new_tokens": 10, "eos_token_id": None}
+    several: Kwargs = {**SAMPLED, **mode, "do_sample": True, "num_return_sequences": 2}
+    with torch.autocast("cpu", torch.bfloat16):
+        same_ones = [tied(model, tiny.inputs(model, seed, 2), kw) for seed in (1, 2, 3) for kw in (mode, several)]
+    assert sum(same_ones) >= 3, same_ones
+
+
+TYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("of_keys", TYPES)
+@pytest.mark.parametrize("of_values", TYPES)
+@pytest.mark.parametrize("later", TYPES)
+def test_keys_and_values_have_the_types_of_a_dynamic_cache(
+    of_keys: torch.dtype, of_values: torch.dtype, later: torch.dtype
+) -> None:
+    """Bit for bit, with rows of one length and of several, and also where the types change on the way."""
+    noise = torch.Generator().manual_seed(0)
+    caches, buffer = [DynamicCache(), DynamicCache()], KVBuffer(2, 40)
+    for step, (count, ahead) in enumerate([(5, 0), (1, 1), (3, 0), (2, 2), (12, 0), (1, 0)]):
+        nodes = count + ahead
+        new = [torch.randn(2, 2, nodes, 3, generator=noise).to(kind) for kind in (of_keys, of_values)]
+        if step == 3:
+            new = [part.to(later) for part in new]
+        buffer.open(nodes)
+        keys, values = buffer.write(0, *new)
+        # The second row keeps `ahead` more nodes than the first.
+        for row, cache in enumerate(caches):
+            kept = count + ahead * row
+            wanted = cache.update(*(part[row : row + 1, :, :kept] for part in new), 0)
+            length = cache.get_seq_length()
+            for mine, plain in zip((keys, values), wanted, strict=True):
+                assert mine.dtype == plain.dtype
+                assert torch.equal(mine[row : row + 1, :, :length], plain)
+        walked = [list(range(count)), list(range(nodes))]
+        buffer.keep(torch.arange(nodes).expand(2, -1), torch.tensor([count, nodes]), walked)
+
+
+@TWO
+def test_a_cache_filled_under_autocast_has_the_types_of_a_dynamic_cache(family: str) -> None:
+    model = model_of(family, seed=3)
+    given = tiny.inputs(model, 1, 2)
+    with torch.autocast("cpu", torch.bfloat16):
+        plain = plain_of(model, given, **GREEDY, return_dict_in_generate=True)
+        with speculating(model, "bush", plain):
+            mine = plain_of(model, given, **GREEDY, return_dict_in_generate=True)
+            assert mmspec.stats(model, last=True).accepted > 0
+    types = [[(layer.keys.dtype, layer.values.dtype) for layer in r.past_key_values.layers] for r in (mine, plain)]
+    assert types[0] == types[1]
+
+
+# --- interruptions ----------------------------------------------------------------------------------------------------
+
+
+class Interrupting(BaseStreamer):
+    """Raises at its `at`-th put of a column, or at the end."""
+
+    def __init__(self, at: int, error: type[BaseException]) -> None:
+        self.at, self.error, self.count = at, error, -1  # the prompt is put first
+
+    def put(self, value: Tensor) -> None:
+        self.count += 1
+        if self.count == self.at:
+            raise self.error("stop")
+
+    def end(self) -> None:
+        if self.at < 0:
+            raise self.error("stop")
+
+
+class Halting(StoppingCriteria):
+    """Raises at its `at`-th call."""
+
+    def __init__(self, at: int, error: type[BaseException]) -> None:
+        self.at, self.error, self.count = at, error, 0
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
+        self.count += 1
+        if self.count == self.at:
+            raise self.error("stop")
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+class Balking(LogitsProcessor):
+    """Raises at its `at`-th call."""
+
+    def __init__(self, at: int, error: type[BaseException]) -> None:
+        self.at, self.error, self.count = at, error, 0
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.count += 1
+        if self.count == self.at:
+            raise self.error("stop")
+        return scores
+
+
+def interrupted(where: str, at: int, error: type[BaseException]) -> Kwargs:
+    """Arguments of a call that is interrupted."""
+    return {
+        "streamer": lambda: {"streamer": Interrupting(at, error)},
+        "criterion": lambda: {"stopping_criteria": StoppingCriteriaList([Halting(at, error)])},
+        "processor": lambda: {"logits_processor": LogitsProcessorList([Balking(at, error)])},
+    }[where]()
+
+
+@TWO
+@pytest.mark.parametrize("bare", [False, True])
+@pytest.mark.parametrize(
+    ("where", "at"),
+    [(where, at) for where in ("streamer", "criterion", "processor") for at in (1, 2, 6)] + [("streamer", -1)],
+)
+@pytest.mark.parametrize("error", [KeyboardInterrupt, liars.Broken])
+def test_an_interrupted_call_leaves_the_cache_filled(
+    family: str, bare: bool, where: str, at: int, error: type[BaseException]
+) -> None:
+    model = two(family, seed=17)
+    batch = 1 if where == "streamer" else 2
+    given = tiny.inputs(model, 14, batch, images=[1] * batch)
+    mode = {**GREEDY, "eos_token_id": None}
+    plain = plain_of(model, given, **mode)
+
+    def attempt(cache: DynamicCache) -> Any:
+        with pytest.raises(error):
+            model.generate(**given, **mode, past_key_values=cache, **interrupted(where, at, error))
+        found = held(cache)
+        more = tiny.follow(given, plain[:, : found[0] + 1], 3, model.tiny_spec)
+        return found, model.generate(**more, past_key_values=cache, **mode)
+
+    def cache() -> DynamicCache:
+        return DynamicCache() if bare else DynamicCache(config=model.config.get_text_config())
+
+    wanted, answer = attempt(cache())
+    assert wanted[0] >= given["input_ids"].shape[1]
+    with speculating(model, "oracle", plain):
+        mine, again = attempt(cache())
+    same_cache(mine, wanted)
+    assert torch.equal(again, answer), "the next turn differs"
+
+
+def test_a_second_turn_that_is_interrupted() -> None:
+    model = two("llava", seed=17)
+    given = tiny.inputs(model, 14, 1, images=[1])
+    first = model.generate(**given, **GREEDY, eos_token_id=None, return_dict_in_generate=True)
+    more = tiny.follow(given, first.sequences, 3, model.tiny_spec)
+    plain = model.generate(**more, **GREEDY, eos_token_id=None, past_key_values=copy.deepcopy(first.past_key_values))
+    found = []
+    for patched in (False, True):
+        cache, streamer = copy.deepcopy(first.past_key_values), Interrupting(5, KeyboardInterrupt)
+        options = {"past_key_values": cache, "streamer": streamer, "mmspec": {"enabled": patched}}
+        with speculating(model, "oracle", plain), pytest.raises(KeyboardInterrupt):
+            model.generate(**more, **GREEDY, eos_token_id=None, **options)
+        found.append(held(cache))
+    same_cache(found[1], found[0])
+
+
+# --- a sliding window that changes ------------------------------------------------------------------------------------
+
+
+@contextmanager
+def windowed(model: PreTrainedModel, window: int | None) -> Iterator[None]:
+    """The model with another sliding window."""
+    text = model.config.get_text_config()
+    old, text.sliding_window = text.sliding_window, window
+    try:
+        yield
+    finally:
+        text.sliding_window = old
+
+
+WINDOWS = pytest.mark.parametrize(
+    ("family", "mixed"), [("llava_next", False), ("llava_onevision", True), ("qwen2_5_vl", True), ("qwen2_5_vl", False)]
+)
+
+
+@MODES
+@WINDOWS
+@pytest.mark.parametrize("window", [3, 9])
+def test_a_sliding_window_changed_after_patch(mode: Kwargs, family: str, mixed: bool, window: int) -> None:
+    model = model_of(family, window=5, mixed=mixed, seed=4)
+    given = tiny.inputs(model, 2, 2)
+    before = plain_of(model, given, **mode, eos_token_id=None)
+    with windowed(model, window):
+        wanted = plain_of(model, given, **mode, eos_token_id=None)
+    assert not torch.equal(before, wanted), "the window must matter"
+    with speculating(model, "oracle", wanted), windowed(model, window):
+        mine = plain_of(model, given, **mode, eos_token_id=None)
+        assert mmspec.stats(model, last=True).accepted > 0
+    assert torch.equal(mine, wanted)
+
+
+def test_a_sliding_window_taken_off_or_put_on_after_patch() -> None:
+    for window, other in ((5, None), (0, 5)):
+        model = model_of("llava_next", window=window, seed=4)
+        given = tiny.inputs(model, 2, 2)
+        with windowed(model, other):
+            wanted = plain_of(model, given, **GREEDY)
+        with speculating(model, "oracle", wanted):
+            model.generate(**given, **GREEDY)
+            with windowed(model, other):
+                assert torch.equal(plain_of(model, given, **GREEDY), wanted)
+
+
+def test_the_attribute_of_an_attention_layer_changes_nothing_in_either_kernel() -> None:
+    for attention in ("sdpa", "eager"):
+        model = tiny.model(tiny.Spec("qwen2_5_vl", window=5, seed=4, attention=attention))
+        given = tiny.inputs(model, 2, 2)
+        for layer in model.model.language_model.layers:
+            layer.self_attn.sliding_window = 2
+        same(model, given, **GREEDY)
+
+
+@pytest.mark.parametrize("window", [3, 9, None])
+def test_a_cache_of_another_window_goes_the_plain_way(window: int | None) -> None:
+    model = model_of("llava_next", window=5, seed=4)
+    given = tiny.inputs(model, 2, 2)
+    first = plain_of(model, given, **GREEDY, return_dict_in_generate=True)
+    assert all(isinstance(layer, DynamicSlidingWindowLayer) for layer in first.past_key_values.layers)
+    more = tiny.follow(given, first.sequences, 3, model.tiny_spec)
+    with windowed(model, window):
+        wanted = plain_of(model, more, past_key_values=copy.deepcopy(first.past_key_values), **GREEDY)
+        with speculating(model, "oracle", wanted):
+            mine = plain_of(model, more, past_key_values=copy.deepcopy(first.past_key_values), **GREEDY)
+            assert "sliding_window=5" in str(mmspec.stats(model, last=True).fallback)
+    assert torch.equal(mine, wanted)
+
+
+# --- user code that writes into what it is given ----------------------------------------------------------------------
+
+
+class Scribbling(StoppingCriteria):
+    """Writes into the ids at its `at`-th call: the newest token, an older one or the prompt."""
+
+    def __init__(self, what: str, at: int, token: int) -> None:
+        self.what, self.at, self.token, self.count = what, at, token, 0
+        self.read: list[Any] = []
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
+        self.count += 1
+        if self.count in (self.at, self.at + 3):
+            place = {"newest": -1, "older": -2, "prompt": 1}[self.what]
+            input_ids[-1 if self.count == self.at else 0, place] = self.token
+        self.read.append(input_ids.tolist())
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+class Scrawling(LogitsProcessor):
+    """Writes into the ids at its `at`-th call, and into nothing else."""
+
+    def __init__(self, what: str, at: int, token: int) -> None:
+        self.what, self.at, self.token, self.count = what, at, token, 0
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.count += 1
+        if self.count == self.at:
+            input_ids[-1, {"newest": -1, "older": -2, "prompt": 1}[self.what]] = self.token
+        return scores
+
+
+WRITES = pytest.mark.parametrize("what", ["newest", "older", "prompt"])
+
+
+def copied(given: tiny.Inputs) -> tiny.Inputs:
+    """Fresh tensors, since the prompt may be written into."""
+    return {name: value.clone() for name, value in given.items()}
+
+
+def both(model: PreTrainedModel, given: tiny.Inputs, make: Callable[[], Kwargs], mode: Kwargs) -> mmspec.Stats:
+    """Assert that plain and patched agree, also in what becomes of the prompt."""
+    unwritten = plain_of(model, copied(given), 5, **mode)
+    outcomes = []
+    for patched in (False, True):
+        mine, more = copied(given), make()
+        with speculating(model, "oracle", unwritten):
+            result = plain_of(model, mine, 5, **mode, **more, mmspec={"enabled": patched})
+            stats = mmspec.stats(model, last=True)
+        read = [c.read for c in more.get("stopping_criteria", []) if isinstance(c, Scribbling)]
+        outcomes.append((result, mine["input_ids"], torch.get_rng_state(), read))
+    (wanted, wanted_prompt, wanted_state, wanted_read), (got, prompt, state, read) = outcomes
+    assert wanted_read == read
+    assert torch.equal(wanted, got) and torch.equal(wanted_prompt, prompt) and torch.equal(wanted_state, state)
+    assert not torch.equal(got, unwritten), "the writing must matter"
+    return stats
+
+
+@MODES
+@TWO
+@WRITES
+@pytest.mark.parametrize("at", [1, 2, 5])
+@pytest.mark.parametrize("penalty", [1.0, 1.6])
+def test_a_criterion_that_writes_into_the_ids(mode: Kwargs, family: str, what: str, at: int, penalty: float) -> None:
+    model = two(family, seed=21)
+    given = tiny.inputs(model, 5, 2)
+    mode = {**mode, "repetition_penalty": penalty, "eos_token_id": None}
+    make = lambda: {"stopping_criteria": StoppingCriteriaList([Scribbling(what, at, 40)])}  # noqa: E731
+    both(model, given, make, mode)
+
+
+@MODES
+@TWO
+@WRITES
+@pytest.mark.parametrize("at", [1, 2, 5])
+def test_a_processor_that_writes_into_the_ids(mode: Kwargs, family: str, what: str, at: int) -> None:
+    model = two(family, seed=21)
+    given = tiny.inputs(model, 5, 2)
+    mode = {**mode, "repetition_penalty": 1.6, "eos_token_id": None}
+    both(model, given, lambda: {"logits_processor": LogitsProcessorList([Scrawling(what, at, 40)])}, mode)
+
+
+@MODES
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("to_eos", [False, True])
+def test_a_criterion_that_writes_the_stop_token(mode: Kwargs, first: bool, to_eos: bool) -> None:
+    """Before or behind the eos criterion; a row that would end goes on, or one that would go on ends."""
+    model = two("llava", seed=21)
+    given = tiny.inputs(model, 5, 2)
+    tokens = said(model, given, **{**mode, "max_new_tokens": 20})
+    at = next(
+        i for i in range(2, 12) if tokens[-1][i] not in tokens[-1][:i] and tokens[-1][i] not in tokens[0][: i + 1]
+    )
+    eos = 41 if to_eos else tokens[-1][at]
+
+    def make() -> Kwargs:
+        own = [Scribbling("newest", at + 1, 41 if to_eos else 40)]
+        ends = EosTokenCriteria(torch.tensor([eos]))
+        return {"stopping_criteria": StoppingCriteriaList([*own, ends] if first else [ends, *own])}
+
+    both(model, given, make, {**mode, "eos_token_id": eos})
+
+
+@MODES
+def test_without_writing_a_criterion_stays_fast(mode: Kwargs) -> None:
+    model = two("llava", seed=21)
+    make = lambda: StoppingCriteriaList([Scribbling("newest", 1000, 40)])  # noqa: E731
+    assert same(model, tiny.inputs(model, 5, 2), stopping_criteria=make, **mode, eos_token_id=None).accepted > 5
+
+
+# --- user code that looks into its own cache --------------------------------------------------------------------------
+
+
+class Looking(BaseStreamer):
+    """Notes what its cache holds whenever it is called: as a criterion, a processor or a streamer."""
+
+    def __init__(self, cache: DynamicCache) -> None:
+        self.cache, self.found = cache, list[Any]()
+
+    def __call__(self, input_ids: Tensor, scores: Any) -> Any:
+        self.found.append(held(self.cache))
+        return scores if isinstance(scores, Tensor) else torch.zeros(len(input_ids), dtype=torch.bool)
+
+    def put(self, value: Tensor) -> None:
+        self.found.append(held(self.cache))
+
+    def end(self) -> None:
+        self.found.append(held(self.cache))
+
+
+def looks(where: str, looking: Looking) -> Kwargs:
+    """Arguments that make it look."""
+    return {
+        "criterion": {"stopping_criteria": StoppingCriteriaList([looking])},
+        "processor": {"logits_processor": LogitsProcessorList([looking])},
+        "streamer": {"streamer": looking},
+    }[where]
+
+
+@MODES
+@TWO
+@pytest.mark.parametrize("where", ["criterion", "processor", "streamer"])
+@pytest.mark.parametrize("turns", [1, 2])
+def test_what_user_code_finds_in_its_cache(mode: Kwargs, family: str, where: str, turns: int) -> None:
+    model = two(family, seed=23)
+    batch = 1 if where == "streamer" else 2
+    given = tiny.inputs(model, 6, batch, images=[1] * batch)
+    mode = {**mode, "eos_token_id": None}
+    cache = DynamicCache(config=model.config.get_text_config())
+    if turns == 2:
+        first = plain_of(model, given, past_key_values=cache, **mode)
+        given = tiny.follow(given, first, 3, model.tiny_spec)
+    plain = plain_of(model, given, 1, past_key_values=copy.deepcopy(cache), **mode)
+    found = []
+    for patched in (False, True):
+        looking = Looking(copy.deepcopy(cache))
+        with speculating(model, "oracle", plain):
+            options = {"past_key_values": looking.cache, "mmspec": {"enabled": patched}}
+            result = plain_of(model, given, 1, **mode, **looks(where, looking), **options)
+            assert not patched or where == "processor" or mmspec.stats(model, last=True).accepted > 0
+        assert torch.equal(result, plain)
+        found.append([*looking.found, held(looking.cache)])
+    assert len(found[0]) == len(found[1]) >= mode["max_new_tokens"]
+    for wanted, mine in zip(*found, strict=True):
+        same_cache(mine, wanted)
+
+
+class Erasing(StoppingCriteria):
+    """Writes into its cache at its third call."""
+
+    def __init__(self, cache: DynamicCache) -> None:
+        self.cache, self.count = cache, 0
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
+        self.count += 1
+        if self.count == 3:
+            for layer in self.cache.layers:
+                layer.values[:, :, 2:6].zero_()
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+class Cropping(Erasing):
+    """Cuts its cache at its third call."""
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
+        self.count += 1
+        if self.count == 3:
+            self.cache.crop(-1)
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+@TWO
+def test_code_that_writes_into_its_cache(family: str) -> None:
+    """What was decoded ahead is decoded anew."""
+    model = model_of(family, seed=23)
+    given, mode = tiny.inputs(model, 6, 2), {**GREEDY, "eos_token_id": None}
+    unwritten, results = plain_of(model, given, **mode), []
+    for patched in (False, True):
+        cache = DynamicCache()
+        more = {"past_key_values": cache, "stopping_criteria": StoppingCriteriaList([Erasing(cache)])}
+        with speculating(model, "oracle", unwritten):
+            results.append((plain_of(model, given, **mode, **more, mmspec={"enabled": patched}), held(cache)))
+    (wanted, wanted_cache), (mine, cached) = results
+    assert torch.equal(mine, wanted) and not torch.equal(wanted, unwritten)
+    same_cache(cached, wanted_cache)
+
+
+def test_code_that_crops_its_cache_is_an_error_that_names_it() -> None:
+    model = two("llava", seed=23)
+    given, cache = tiny.inputs(model, 6, 1), DynamicCache()
+    mode = {**GREEDY, "eos_token_id": None, "past_key_values": cache}
+    criteria, words = StoppingCriteriaList([Cropping(cache)]), r"past_key_values was .* mmspec=dict\(enabled=False\)"
+    with cases.patched(model, "none"), pytest.raises(RuntimeError, match=words):
+        model.generate(**given, **mode, stopping_criteria=criteria)
+
+
+# --- `generate` taken before `unpatch` --------------------------------------------------------------------------------
+
+
+@TWO
+def test_a_generate_that_outlives_the_patch(family: str) -> None:
+    model = two(family, seed=23)
+    given = tiny.inputs(model, 6, 2)
+    plain = plain_of(model, given, **ALL, **GREEDY).sequences
+    with speculating(model, "oracle", plain):
+        taken = model.generate
+    assert not mmspec.is_patched(model)
+    assert torch.equal(taken(**given, **GREEDY), plain)
+    assert torch.equal(taken(**given, **GREEDY, mmspec={"deterministic": True}), plain)

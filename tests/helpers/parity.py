@@ -1,0 +1,117 @@
+"""The same request on the plain model and on the patched one, and everything there is to compare."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any
+
+import adversarial as liars
+import fuzz as cases
+import pytest
+import tiny_models as tiny
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import mmspec
+
+Kwargs = dict[str, Any]
+
+
+@lru_cache(maxsize=32)
+def build(spec: tiny.Spec) -> PreTrainedModel:
+    """A model that is made once."""
+    return tiny.model(spec)
+
+
+def model_of(family: str = "llava", **changes: Any) -> PreTrainedModel:
+    """A model that tests share; whatever a test does to it, it undoes."""
+    return build(tiny.Spec(family, **changes))
+
+
+def plain_of(model: PreTrainedModel, given: tiny.Inputs, seed: int = 0, **kwargs: Any) -> Any:
+    """What the plain model returns after `torch.manual_seed(seed)`."""
+    torch.manual_seed(seed)
+    return model.generate(**given, **kwargs)
+
+
+def said(model: PreTrainedModel, given: tiny.Inputs, **kwargs: Any) -> list[list[int]]:
+    """Rows of tokens that the plain model generates with no eos."""
+    with cases.configured(model, None):
+        return plain_of(model, given, **kwargs)[:, given["input_ids"].shape[1] :].tolist()
+
+
+@contextmanager
+def speculating(model: PreTrainedModel, drafter: Any = "oracle", answer: Any = None, **options: Any) -> Iterator[Any]:
+    """The model patched with a drafter by name; liars know `answer`, the plain output."""
+    answers = [] if answer is None else [answer if isinstance(answer, Tensor) else answer.sequences]
+    if drafter in liars.DRAFTERS:
+        drafter = liars.DRAFTERS[drafter](1, answers)
+    options.setdefault("nodes", 8)
+    with cases.patched(model, drafter, **options):
+        yield drafter
+
+
+def same(
+    model: PreTrainedModel,
+    given: tiny.Inputs,
+    drafter: Any = "oracle",
+    seed: int = 0,
+    patch: Kwargs | None = None,
+    **kwargs: Any,
+) -> mmspec.Stats:
+    """Assert that plain and patched agree in tokens, scores, cache and generator state; the statistics of the call.
+
+    `drafter` may be a function that makes one from the plain ids.
+    """
+    plain = plain_of(model, given, seed, **fresh(kwargs))
+    state = torch.get_rng_state()
+    if callable(drafter):
+        drafter = drafter(plain if isinstance(plain, Tensor) else plain.sequences)
+    with speculating(model, drafter, plain, **(patch or {})):
+        mine = plain_of(model, given, seed, **fresh(kwargs))
+        assert torch.equal(torch.get_rng_state(), state), "the generator is in another state afterwards"
+        stats = mmspec.stats(model, last=True)
+    outcomes = [outcome(result, state) for result in (plain, mine)]
+    differences = cases.compare(*outcomes, turn=0)
+    assert not differences, differences
+    return stats
+
+
+FRESH = ("logits_processor", "stopping_criteria", "past_key_values", "prefix_allowed_tokens_fn")
+"""Arguments that may be given as a factory, since they have a memory."""
+
+
+def fresh(kwargs: Kwargs) -> Kwargs:
+    return {k: v() if callable(v) and k in FRESH else v for k, v in kwargs.items()}
+
+
+def outcome(result: Any, state: Tensor) -> cases.Outcome:
+    made = cases.Outcome(kind=type(result).__name__, rng=state)
+    made.sequences = result if isinstance(result, Tensor) else result.sequences
+    if not isinstance(result, Tensor):
+        made.tensors = {k: tuple(result[k]) for k in ("scores", "logits") if result.get(k) is not None}
+        if (cache := result.past_key_values) is not None:
+            made.tensors["cache"], made.cached = cases._layers(cache), cache.get_seq_length()
+    return made
+
+
+@contextmanager
+def counted_vision(model: PreTrainedModel) -> Iterator[list[int]]:
+    """A list that grows by one whenever the vision tower runs."""
+    tower = model.model.visual if hasattr(model.model, "visual") else model.model.vision_tower
+    calls: list[int] = []
+    hook = tower.register_forward_hook(lambda *_: calls.append(1))
+    try:
+        yield calls
+    finally:
+        hook.remove()
+
+
+ALL = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+GREEDY: Kwargs = {"do_sample": False, "max_new_tokens": 20}
+SAMPLED: Kwargs = {"do_sample": True, "temperature": 0.8, "top_k": 0, "max_new_tokens": 20}
+MODES = pytest.mark.parametrize("mode", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+FAMILIES = pytest.mark.parametrize("family", tiny.FAMILIES)

@@ -1,0 +1,92 @@
+"""Draft heads with random weights, in the shape of a tiny target: their guesses are noise, their machinery is not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import tiny_models as tiny
+import torch
+from torch.nn import Module
+
+from mmspec.drafters.block.falcon import FalconDrafter, FalconHead
+from mmspec.drafters.block.flash import FlashDrafter, FlashHead
+from mmspec.drafters.block.parallel import ParallelDrafter, ParallelHead
+from mmspec.drafters.eagle.drafter import EagleDrafter
+from mmspec.drafters.eagle.head import Eagle3Head, EagleHead, HeadConfig
+from mmspec.drafters.eagle.vispec import VispecDrafter, VispecHead
+from mmspec.drafters.eagle.visual_inputs import RULES
+from mmspec.vision.compressors.cost_based import Measured
+from mmspec.vision.compressors.latent import LatentCompressor
+from mmspec.vision.registry import new
+
+BLOCKS = ("flash", "chained", "parallel", "linked", "falcon")
+PICKS = ("stride:3", "random:3", "relevant:3", "salient:3", "diverse:3", "identity", "drop")
+SHRINKS = ("conv:3", "resampler:2", "elastic:4", "pool:3", *PICKS)
+KINDS = (*RULES, "trimmed", "eagle3", "vispec", *BLOCKS, "latent", "measured", "compressed")
+LEANING = "leaning-"
+"""Before a kind: its head says much of the time what a target that looks back little says after the last word."""
+
+
+def drafter(kind: str, spec: tiny.Spec, seed: int = 0, vocab: int = 0) -> EagleDrafter:
+    """A drafter of that kind for the target of `spec`; another size of vocabulary may be said."""
+    if kind.startswith(LEANING):
+        made = drafter(kind.removeprefix(LEANING), spec, seed, vocab)
+        weight, lean = made.head.fc.weight.data, 3 * torch.eye(spec.hidden)
+        if isinstance(made.head, Eagle3Head):
+            weight[:, -spec.hidden :] += lean
+            made.head.lm_head.weight.data = tiny.model(spec).get_output_embeddings().weight.data[made.draft_ids]
+        else:
+            weight[:, : spec.hidden] += lean
+        return made
+    vocab = vocab or spec.vocab
+    wide = kind == "eagle3"
+    config = HeadConfig(
+        spec.hidden, 2 * spec.hidden, spec.heads, spec.kv_heads, vocab, wide=wide, qkv_bias=bool(seed % 2)
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        if kind == "vispec":
+            return VispecDrafter(VispecHead(config, 2 + seed % 3), layers=spec.layers, depth=3, width=3)
+        if kind == "eagle3":
+            head = Eagle3Head(config, vocab // 2, spec.hidden)
+            made = EagleDrafter(head, "coupled", layers=8, depth=4, width=3, draft_ids=torch.arange(1, vocab // 2 + 1))
+            made.tap((0, 1, spec.layers), spec.layers)
+            return made
+        if kind in BLOCKS:
+            return blocks(kind, config, spec.layers, seed)
+        if kind == "latent":
+            made = blocks(BLOCKS[seed % 5], config, spec.layers, seed)
+            made.compressor = LatentCompressor(spec.hidden, 1 + seed % 5).eval()
+            return made
+        if kind == "measured":
+            made = EagleDrafter(EagleHead(config), list(RULES)[seed % 2], layers=spec.layers, depth=3, width=3)
+            made.compressor = Measured()
+            return made
+        if kind == "compressed":
+            made = EagleDrafter(EagleHead(config), list(RULES)[seed % 2], layers=spec.layers, depth=3, width=3)
+            made.compressor = new(SHRINKS[seed % len(SHRINKS)], spec.hidden)
+            for name, weight in made.compressor.named_parameters() if isinstance(made.compressor, Module) else ():
+                weight.data.normal_(0, 2 if name.startswith("gate") else 0.3)  # each row its own way
+            if isinstance(made.compressor, Module):
+                made.compressor.eval()
+            return made
+        ids = torch.arange(0, vocab, 2) if kind == "trimmed" else None
+        rule = "decoupled" if kind == "trimmed" else kind
+        return EagleDrafter(EagleHead(config), rule, layers=spec.layers, depth=4, width=4, draft_ids=ids)
+
+
+def blocks(kind: str, config: HeadConfig, layers: int, seed: int) -> EagleDrafter:
+    """Those that draft several tokens a pass."""
+    rule, ids = list(RULES)[seed % len(RULES)], None if seed % 3 else torch.arange(0, config.vocab_size, 2)
+    size = (2, 3, 4, 5, 8)[seed % 5]
+    if kind in ("flash", "chained"):
+        wide = replace(config, intermediate_size=0, block=size, inner=24, chain=12 if kind == "chained" else 0)
+        head = FlashHead(wide)
+        if head.chain is not None:
+            head.chain.say.weight.data.normal_()
+        return FlashDrafter(head, rule, layers=layers, draft_ids=ids)
+    if kind == "falcon":
+        falcon = FalconHead(replace(config, block=size))
+        return FalconDrafter(falcon, rule, layers=layers, passes=1 + seed % 3, width=3, draft_ids=ids)
+    parallel = ParallelHead(replace(config, block=size if seed % 7 else 1, inner=16 if kind == "linked" else 0))
+    return ParallelDrafter(parallel, rule, layers=layers, width=3, draft_ids=ids)

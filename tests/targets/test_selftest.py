@@ -1,0 +1,526 @@
+"""Models whose forward may depend on what else is in it: hooks, foreign modules, quantised layers, an own `generate`.
+
+Every call is compared with plain `generate` on the same model: tokens and generator.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+import random
+import types
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import adversarial as liars
+import fuzz as cases
+import pytest
+import tiny_models as tiny
+import torch
+from parity import FAMILIES
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
+from transformers import GenerationMixin, PreTrainedModel
+
+import mmspec
+from mmspec.targets.module_scan import is_library_code, scan
+
+MODES: list[dict[str, Any]] = [
+    {"do_sample": False, "max_new_tokens": 16},
+    {"do_sample": True, "top_k": 0, "max_new_tokens": 16},
+]
+
+
+def fresh_model(family: str = "llava", **changes: Any) -> PreTrainedModel:
+    """A model that a test may change."""
+    return tiny.model(tiny.Spec(family, **{"seed": 29, **changes}))
+
+
+def decoder(model: PreTrainedModel) -> Any:
+    """The text model."""
+    return model.get_decoder()
+
+
+def check(model: PreTrainedModel, reset: Callable[[], Any] = lambda: None) -> list[mmspec.Stats]:
+    """Assert that patched calls equal plain ones in tokens and generator; their statistics.
+
+    `reset` puts the state of user code back before each call.
+    """
+    given, found = tiny.inputs(model, 27, 2, images=[1, 1]), []
+    for mode in MODES:
+        results = []
+        for patched in (False, True):
+            reset()
+            torch.manual_seed(2)
+            random.seed(2)
+            if patched:
+                with cases.patched(model, liars.Bush(1), nodes=8):
+                    text = model.generate(**given, **mode)
+                    found.append(mmspec.stats(model, last=True))
+            else:
+                text = model.generate(**given, **mode)
+            results.append((text, torch.get_rng_state(), random.getstate()))
+        assert torch.equal(results[0][0], results[1][0])
+        assert torch.equal(results[0][1], results[1][1]) and results[0][2] == results[1][2]
+    return found
+
+
+def went_plain(found: list[mmspec.Stats], *names: str) -> None:
+    """Assert that all calls went the plain way, for a reason with these names."""
+    for stats in found:
+        assert stats.fallback and stats.plain_calls == 1
+        assert all(name in stats.fallback for name in names), stats.fallback
+
+
+def drafted(found: list[mmspec.Stats]) -> None:
+    """Assert that no call went the plain way, and that trees were scored."""
+    for stats in found:
+        assert not stats.fallback and stats.drafted > 0
+
+
+# --- hooks ------------------------------------------------------------------------------------------------------------
+
+
+def steer(module: nn.Module, args: Any, out: Any) -> Any:
+    """The activation-steering idiom: acts on the last position."""
+    hidden = (out[0] if isinstance(out, tuple) else out).clone()
+    hidden[:, -1] += 2.0
+    return (hidden, *out[1:]) if isinstance(out, tuple) else hidden
+
+
+class Counting:
+    """Acts from its fourth call on."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, module: nn.Module, args: Any, out: Any) -> Any:
+        self.calls += 1
+        return out + 5 * torch.eye(out.shape[-1])[7] * (self.calls > 4)
+
+
+def scaled(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """A pre-hook: divides by the largest value of the whole forward."""
+    return (args[0] / args[0].abs().max(), *args[1:]), kwargs
+
+
+def test_a_hook_on_the_last_position(caplog: pytest.LogCaptureFixture) -> None:
+    model = fresh_model()
+    decoder(model).layers[0].register_forward_hook(steer)
+    with caplog.at_level(logging.WARNING, "mmspec"):
+        went_plain(check(model), "forward hook", "steer", "model.language_model.layers.0 (LlamaDecoderLayer)")
+    assert "steer" in caplog.text
+
+
+def test_a_hook_that_counts_its_calls() -> None:
+    model, hook = fresh_model(), Counting()
+    model.lm_head.register_forward_hook(hook)
+    went_plain(check(model, lambda: setattr(hook, "calls", 0)), "Counting", "lm_head (Linear)")
+
+
+def test_a_pre_hook() -> None:
+    model = fresh_model()
+    decoder(model).layers[1].mlp.register_forward_pre_hook(scaled, with_kwargs=True)
+    went_plain(check(model), "pre-hook", "scaled", "layers.1.mlp (LlamaMLP)")
+
+
+def test_a_hook_on_the_model_itself() -> None:
+    model = fresh_model()
+    model.model.register_forward_pre_hook(lambda module, args: None)
+    went_plain(check(model), "pre-hook", "lambda", "model (LlavaModel)")
+
+
+def test_a_global_hook() -> None:
+    model = fresh_model()
+    handle = register_module_forward_hook(lambda module, args, out: None)
+    try:
+        went_plain(check(model), "global forward hook", "lambda")
+    finally:
+        handle.remove()
+    drafted(check(model))
+
+
+def test_a_removed_hook_is_forgotten() -> None:
+    model = fresh_model()
+    handle = decoder(model).layers[0].register_forward_hook(steer)
+    went_plain(check(model), "steer")
+    handle.remove()
+    drafted(check(model))
+
+
+@FAMILIES
+def test_a_hook_on_the_vision_tower_runs_once_per_call(family: str) -> None:
+    model = fresh_model(family)
+    tower = model.model.visual if hasattr(model.model, "visual") else model.model.vision_tower
+    tower.register_forward_hook(lambda module, args, out: None)
+    drafted(check(model))
+
+
+def test_hooks_of_accelerate() -> None:
+    from accelerate.hooks import AlignDevicesHook, ModelHook, SequentialHook, add_hook_to_module
+
+    class Steering(ModelHook):
+        """A user's hook, added in accelerate's way."""
+
+        def post_forward(self, module: nn.Module, output: Any) -> Any:
+            return steer(module, (), output)
+
+    model = fresh_model()
+    add_hook_to_module(decoder(model).layers[0], AlignDevicesHook("cpu"))
+    drafted(check(model))
+    add_hook_to_module(decoder(model).layers[1], SequentialHook(AlignDevicesHook("cpu"), Steering()))
+    went_plain(check(model), "Steering", "layers.1")
+
+
+def test_a_replaced_forward() -> None:
+    model = fresh_model()
+    part, seen = decoder(model).layers[0].mlp, []
+    forward = part.forward
+
+    def own(hidden: Tensor) -> Tensor:
+        seen.append(1)
+        return forward(hidden) * (1.0 + (len(seen) > 3))
+
+    part.forward = own
+    went_plain(check(model, seen.clear), "replaced forward", "own", "layers.0.mlp (LlamaMLP)")
+
+
+# --- modules of unknown kind ------------------------------------------------------------------------------------------
+
+
+class Same(nn.Linear):
+    """Does nothing of its own."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) * 1.0
+
+
+class Scaled(nn.Linear):
+    """One scale for the whole forward, as per-tensor dynamic quantisation has."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        scale = input.abs().max() / 7
+        return super().forward((input / scale).round() * scale)
+
+
+class LastPosition(nn.Linear):
+    """Acts on the last position only."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        out = super().forward(input)
+        return torch.cat([out[:, :-1], out[:, -1:] + 1], dim=1)
+
+
+class Single(nn.Linear):
+    """Acts on forwards of one position only."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) + (1.0 if input.shape[1] == 1 else 0.0)
+
+
+class Drawing(nn.Linear):
+    """Draws in eval mode too, even where it changes nothing."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) + 0 * torch.rand(1)
+
+
+class PythonDrawing(nn.Linear):
+    """The same, from Python's generator."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) + 0.5 * random.random()
+
+
+class Remembering(nn.Linear):
+    """Counts its calls and lists their sizes."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.__dict__["calls"] = self.__dict__.get("calls", 0) + 1
+        self.__dict__.setdefault("sizes", []).append(input.shape[1])
+        return super().forward(input) + 0.5 * (self.__dict__["calls"] > 5)
+
+
+class Alternating(nn.Linear):
+    """Holds an iterator."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) + 0.5 * (next(self.__dict__["steps"]) % 2)
+
+
+def swapped(kind: type, **changes: Any) -> PreTrainedModel:
+    """A model with a layer of that class in its first decoder layer."""
+    model = fresh_model(**changes)
+    decoder(model).layers[0].mlp.down_proj.__class__ = kind
+    return model
+
+
+@FAMILIES
+def test_a_foreign_module_that_passes_is_drafted(family: str) -> None:
+    model = swapped(Same, family=family)
+    assert len(scan(model).foreign) == 1
+    drafted(check(model))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
+def test_a_foreign_module_in_another_precision(dtype: str) -> None:
+    model = swapped(Same, dtype=dtype)
+    with cases.patched(model, liars.Bush(1), nodes=8):
+        model.generate(**tiny.inputs(model, 27, 2, images=[1, 1]), **MODES[0])
+        drafted([mmspec.stats(model, last=True)])
+
+
+@pytest.mark.parametrize("kind", [Scaled, LastPosition, Single])
+@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl"])
+def test_a_module_that_depends_on_the_rest_of_the_forward(kind: type, family: str) -> None:
+    found = check(swapped(kind, family=family))
+    went_plain(found, f"layers.0.mlp.down_proj ({kind.__name__})", "depends on what else is in it")
+
+
+@pytest.mark.parametrize("kind", [Scaled, LastPosition])
+def test_the_same_in_half_precision(kind: type) -> None:
+    model = swapped(kind, dtype="bfloat16")
+    went_plain(check(model), kind.__name__)
+
+
+@pytest.mark.parametrize("kind", [Drawing, PythonDrawing])
+def test_a_module_that_draws_in_eval_mode(kind: type) -> None:
+    went_plain(check(swapped(kind)), f"down_proj ({kind.__name__})", "random numbers")
+
+
+def test_a_module_that_keeps_state() -> None:
+    model = swapped(Remembering)
+    part = decoder(model).layers[0].mlp.down_proj
+    sizes: list[int] = []
+
+    def reset() -> None:
+        sizes.clear()
+        part.__dict__.update(calls=0, sizes=sizes)
+
+    logs = []
+    went_plain(check(model, lambda: (logs.append(list(sizes)), reset())), "(Remembering)", "keeps state")
+    assert part.__dict__["sizes"] is sizes and logs[1:] and logs[2] == logs[1], "the self-test left its calls behind"
+
+
+def test_a_module_with_an_iterator() -> None:
+    model = swapped(Alternating)
+    part = decoder(model).layers[0].mlp.down_proj
+    went_plain(check(model, lambda: part.__dict__.update(steps=itertools.count())), "(Alternating)", "steps")
+
+
+def test_the_self_test_runs_once_and_again_when_something_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mmspec.targets import selftest
+
+    runs: list[int] = []
+    fault = selftest._fault
+    monkeypatch.setattr(selftest, "_fault", lambda *args: (runs.append(1), fault(*args))[1])
+    model = swapped(Same)
+    given = tiny.inputs(model, 27, 1, images=[1])
+    with cases.patched(model, liars.Bush(1), nodes=8):
+        for _ in range(3):
+            model.generate(**given, **MODES[0])
+        assert len(runs) == 1
+        decoder(model).layers[0].mlp.down_proj.__class__ = Scaled
+        model.generate(**given, **MODES[0])
+        assert len(runs) == 2 and mmspec.stats(model, last=True).fallback
+
+
+def test_dynamic_quantisation() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = torch.ao.quantization.quantize_dynamic(fresh_model(), {nn.Linear}, dtype=torch.qint8).eval()
+        model.tiny_spec = tiny.Spec(seed=29)
+        assert any("quantized.dynamic" in type(part).__module__ for part in model.modules())
+        went_plain(check(model), "model.language_model.layers.0.", "(Linear)", "depends on what else is in it")
+
+
+class Weight(nn.Parameter):
+    """A parameter of a class of its own, as torchao's; `act` quantises what it is multiplied with, by one scale."""
+
+    act = False
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types_: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            if func is nn.functional.linear and args[1].act:
+                scale = args[0].abs().max() / 7
+                args = ((args[0] / scale).round() * scale, *args[1:])
+            return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("act", [False, True], ids=["weight only", "dynamic activations"])
+def test_quantised_parameters(act: bool) -> None:
+    model = fresh_model()
+    for layer in decoder(model).layers:
+        part = layer.mlp.up_proj
+        part.weight = Weight(part.weight.detach(), requires_grad=False)
+        part.weight.act = act
+    assert len(scan(model).foreign) == 2
+    if act:
+        went_plain(check(model), "layers.0.mlp.up_proj (Linear, Weight)", "layers.1.mlp.up_proj", "what else is in it")
+    else:
+        drafted(check(model))
+
+
+def test_adapters_of_peft_are_known() -> None:
+    class Adapted(nn.Module):
+        """An unmerged low-rank adapter around a layer, as PEFT's."""
+
+        def __init__(self, base_layer: nn.Linear) -> None:
+            super().__init__()
+            self.base_layer = base_layer
+            self.down = nn.Linear(base_layer.in_features, 2, bias=False)
+            self.up = nn.Linear(2, base_layer.out_features, bias=False)
+
+        def forward(self, hidden: Tensor) -> Tensor:
+            out: Tensor = self.base_layer(hidden) + self.up(self.down(hidden))
+            return out
+
+    Adapted.__module__ = "peft.tuners.lora.layer"
+    forward = Adapted.forward
+    Adapted.forward = types.FunctionType(forward.__code__, {"__name__": Adapted.__module__})  # type: ignore
+    model = fresh_model()
+    for layer in decoder(model).layers:
+        layer.self_attn.q_proj = Adapted(layer.self_attn.q_proj).eval()
+    found = scan(model)
+    assert not found.foreign and not found.hook and found.quiet
+    drafted(check(model))
+
+
+def test_a_class_patched_by_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = fresh_model()
+    kind, calls = type(decoder(model).layers[0].mlp), []
+    forward = kind.forward
+
+    def own(self: nn.Module, hidden: Tensor) -> Tensor:
+        calls.append(1)
+        out: Tensor = forward(self, hidden) * (1.0 + (len(calls) > 5))
+        return out
+
+    monkeypatch.setattr(kind, "forward", own)
+    went_plain(check(model, calls.clear), "own", "(LlamaMLP)")
+
+
+CALLS = 0
+
+
+def _global_counter(self: Any, hidden: Tensor) -> Tensor:
+    global CALLS
+    CALLS += 1
+    out: Tensor = self.down_proj(self.act_fn(self.gate_proj(hidden)) * self.up_proj(hidden)) * (1.0 + (CALLS > 5))
+    return out
+
+
+def _listed(self: Any, hidden: Tensor, seen: list[int] = []) -> Tensor:  # noqa: B006
+    seen.append(1)
+    out: Tensor = self.down_proj(self.act_fn(self.gate_proj(hidden)) * self.up_proj(hidden)) * (1.0 + (len(seen) > 5))
+    return out
+
+
+def _forget() -> None:
+    global CALLS
+    CALLS = 0
+    _listed.__defaults__[0].clear()  # type: ignore[index]
+
+
+@pytest.mark.parametrize("forward", [_global_counter, _listed])
+@pytest.mark.parametrize("where", ["class", "instance"])
+def test_a_forward_with_a_memory_outside_the_module(forward: Any, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = fresh_model()
+    part = decoder(model).layers[0].mlp
+    if where == "class":
+        monkeypatch.setattr(type(part), "forward", forward)
+    else:
+        part.forward = types.MethodType(forward, part)
+    went_plain(check(model, _forget), forward.__name__, "(LlamaMLP)")
+
+
+def _same_forward(self: Any, hidden: Tensor) -> Tensor:
+    out: Tensor = self.down_proj(self.act_fn(self.gate_proj(hidden)) * self.up_proj(hidden))
+    return out
+
+
+def test_kernels_bound_to_an_instance_are_tested() -> None:
+    model = fresh_model()
+    for layer in decoder(model).layers:
+        layer.mlp.forward = types.MethodType(_same_forward, layer.mlp)
+    assert len(scan(model).foreign) == 2
+    drafted(check(model))
+
+
+# --- a generate of one's own ------------------------------------------------------------------------------------------
+
+
+def _any_keywords(self: Any, **kw: Any) -> Any:
+    return GenerationMixin.generate(self, **kw)[:, :-1]
+
+
+def _fixed(self: Any, input_ids: Tensor, pixel_values: Tensor, attention_mask: Tensor, max_new_tokens: int = 3) -> Any:
+    given = {"pixel_values": pixel_values, "attention_mask": attention_mask}
+    return GenerationMixin.generate(self, input_ids, **given, max_new_tokens=max_new_tokens, do_sample=False)
+
+
+def _positional(self: Any, ids: Tensor, *rest: Any, **kw: Any) -> Any:
+    assert isinstance(ids, Tensor)
+    return GenerationMixin.generate(self, ids, *rest, **kw)
+
+
+@functools.wraps(GenerationMixin.generate)
+def _wrapped(self: Any, *args: Any, **kw: Any) -> Any:
+    return GenerationMixin.generate(self, *args, **kw) + 1
+
+
+@torch.no_grad()
+def _decorated(self: Any, *args: Any, **kw: Any) -> Any:
+    return GenerationMixin.generate(self, *args, **kw) * 2
+
+
+OVERRIDES = [_any_keywords, _fixed, _positional, _wrapped, _decorated]
+
+
+@pytest.mark.parametrize("override", OVERRIDES, ids=lambda one: one.__code__.co_name + one.__name__)
+@pytest.mark.parametrize("late", [False, True], ids=["before patch", "after patch"])
+def test_a_generate_of_ones_own(override: Any, late: bool, caplog: pytest.LogCaptureFixture) -> None:
+    model = fresh_model()
+    base = type(model)
+    own = type("Own", (base,), {"generate": override})
+    given = tiny.inputs(model, 27, 2, images=[1, 1])
+    options = {"max_new_tokens": 6} | ({} if override is _fixed else {"do_sample": False})
+    first = () if override is _any_keywords else (given.pop("input_ids"),)
+    model.__class__ = own
+    plain = model.generate(*first, **given, **options)
+    model.__class__ = base if late else own
+    with caplog.at_level(logging.WARNING, "mmspec"), cases.patched(model, liars.Bush(1), nodes=8):
+        model.__class__ = own
+        assert torch.equal(model.generate(*first, **given, **options), plain)
+        stats = mmspec.stats(model, last=True)
+        assert stats.fallback == "a generate of its own (Own)" and stats.plain_calls == 1
+    assert "a generate of its own (Own)" in caplog.text
+
+
+# --- the pass over the modules ----------------------------------------------------------------------------------------
+
+
+def test_one_pass_over_the_modules_per_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mmspec import generate as calls
+    from mmspec.targets import module_scan
+
+    passes: list[Any] = []
+    for room in (calls, module_scan):
+        monkeypatch.setattr(room, "scan", lambda model: (passes.append(model), scan(model))[1])
+    model = fresh_model()
+    with cases.patched(model, liars.Bush(1), nodes=8):
+        walks: list[Any] = []
+        modules = nn.Module.modules
+        monkeypatch.setattr(nn.Module, "modules", lambda self, *args: (walks.append(self), modules(self, *args))[1])
+        model.generate(**tiny.inputs(model, 27, 1, images=[1]), **MODES[0])
+    assert passes == [model]
+    assert not any(part is model for part in walks), "a walk over all modules besides the one pass"
+
+
+def test_library_code() -> None:
+    assert is_library_code(GenerationMixin.generate) and is_library_code(functools.partial(nn.functional.relu))
+    assert not is_library_code(_wrapped) and not is_library_code(_decorated)
+    assert not is_library_code(functools.partial(steer)) and not is_library_code(Counting())

@@ -1,0 +1,301 @@
+"""What the vision tower attends to: heard in a call, against transformers' own attention weights, patch by patch."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable
+from functools import partial
+from math import ceil
+from typing import Any
+
+import adversarial as liars
+import pytest
+import tiny_models as tiny
+import torch
+from parity import model_of
+from torch import Tensor
+from transformers import LlavaConfig, LlavaForConditionalGeneration, PreTrainedModel, SiglipVisionConfig
+
+import mmspec
+from mmspec.drafters.eagle.drafter import EagleDrafter
+from mmspec.drafters.eagle.head import EagleHead, HeadConfig
+from mmspec.interfaces import Needs, Prompt, VisualTokens
+from mmspec.targets.registry import family_of
+from mmspec.vision.compressors.elastic import Elastic
+from mmspec.vision.compressors.select import Identity, Prune, distinctness
+from mmspec.vision.registry import make
+
+
+class Asking(Identity):
+    """Shows everything, and asks what the tower attends to."""
+
+    attends = True
+
+
+class Looking(liars.Liar):
+    """Keeps the prompts it is shown."""
+
+    name = "looking"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.needs = Needs(taps=(0,))
+        self.prompts: list[Prompt] = []
+
+    def begin(self, prompt: Prompt) -> Any:
+        self.prompts.append(prompt)
+        return super().begin(prompt)
+
+
+def siglip() -> PreTrainedModel:
+    """A LLaVA whose tower has no class token, and whose projector is given the last but one layer of three."""
+    vision = SiglipVisionConfig(
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        image_size=12,
+        patch_size=4,
+        vision_use_head=False,
+    )
+    usual = model_of("llava")
+    config = LlavaConfig(
+        vision_config=vision,
+        text_config=usual.config.text_config,
+        image_seq_length=9,
+        image_token_id=tiny.ids(usual.tiny_spec).image,
+        vision_feature_select_strategy="full",
+        vision_feature_layer=-2,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(3)
+        made = LlavaForConditionalGeneration(config).eval()
+    made.generation_config = usual.generation_config
+    made.tiny_spec = usual.tiny_spec
+    return made
+
+
+FAMILIES = ("llava", "llava_next", "llava_next_video", "llava_onevision")
+MODELS = {family: partial(model_of, family) for family in FAMILIES} | {"siglip": siglip}
+
+
+def shown(model: PreTrainedModel, given: tiny.Inputs, compressor: Any, **options: Any) -> Prompt:
+    """What a drafter is shown of a call."""
+    looking = Looking()
+    mmspec.patch(model, drafter=looking, compressor=compressor)
+    try:
+        model.generate(**given, max_new_tokens=2, do_sample=bool(options), **options)
+        assert not mmspec.stats(model).plain_calls
+    finally:
+        mmspec.unpatch(model)
+    return looking.prompts[0]
+
+
+def slow(model: PreTrainedModel, given: tiny.Inputs) -> tuple[Tensor, Tensor]:
+    """([P, D], [P]) projected patches of all pictures and tiles, and the weights that eager attention gives them."""
+    model = copy.deepcopy(model)
+    model.model.vision_tower.set_attn_implementation("eager")
+    pixels = given["pixel_values"].flatten(0, -4)
+    layer, first = model.config.vision_feature_layer, model.config.vision_feature_select_strategy == "default"
+    with torch.no_grad():
+        out = model.model.vision_tower(pixels, output_attentions=True, output_hidden_states=True)
+        states = out.hidden_states[layer][:, int(first) :]
+        weights = out.attentions[layer].mean(1)
+        weights = weights[:, 0, 1:] if first else weights.mean(1)
+        return model.model.multi_modal_projector(states).flatten(0, 1), weights.flatten()
+
+
+def expected(model: PreTrainedModel, given: tiny.Inputs, prompt: Prompt) -> Tensor:
+    """[M] of each visual token by what it is: the patch that it equals, or a newline."""
+    patches, weights = slow(model, given)
+    tokens = prompt.taps[0][prompt.visual]
+    apart = torch.cdist(tokens, patches, compute_mode="donot_use_mm_for_euclid_dist")
+    line = getattr(model.model, "image_newline", None)
+    newline = torch.zeros(len(tokens)).bool() if line is None else (tokens - line).abs().amax(-1) < 1e-5
+    assert (apart.amin(1)[~newline] < 1e-4).all() and (line is None or newline.any())
+    return torch.where(newline, 0.0, weights[apart.argmin(1)])
+
+
+@pytest.mark.parametrize("sort", list(MODELS))
+@pytest.mark.parametrize("padding", ["left", "right"])
+def test_it_is_the_attention_of_the_layer_that_is_projected(sort: str, padding: str) -> None:
+    model = MODELS[sort]()
+    for seed in range(8):
+        rows = 1 + seed % 3
+        given = tiny.inputs(model, seed, rows, padding=padding, images=[1 + (row + seed) % 2 for row in range(rows)])
+        prompt = shown(model, given, Asking())
+        assert prompt.attended is not None and prompt.attended.shape == prompt.ids.shape
+        wanted = expected(model, given, prompt)
+        torch.testing.assert_close(prompt.attended[prompt.visual], wanted, rtol=1e-4, atol=1e-6)
+        assert not prompt.attended[~prompt.visual].any() and wanted.unique().numel() > 4
+        hooks = [hook for module in model.modules() for hook in module._forward_pre_hooks.values()]
+        assert not any(hook.__module__ == "mmspec.targets.vision_attention" for hook in hooks)
+
+
+@pytest.mark.parametrize("sort", list(MODELS))
+def test_several_sequences_per_prompt(sort: str) -> None:
+    model = MODELS[sort]()
+    given = tiny.inputs(model, 3, 2, images=[2, 1])
+    once, thrice = shown(model, given, Asking()), shown(model, given, Asking(), num_return_sequences=3)
+    assert once.attended is not None and thrice.attended is not None
+    assert torch.equal(thrice.attended, once.attended.repeat_interleave(3, 0))
+
+
+def windows(patches: Tensor, stride: int) -> Tensor:
+    """[e // s, e // s] the mean of each window of [e, e], what does not fill one left out."""
+    edge = len(patches) // stride
+    return torch.stack(
+        [
+            patches[y * stride : (y + 1) * stride, x * stride : (x + 1) * stride].mean()
+            for y in range(edge)
+            for x in range(edge)
+        ]
+    ).view(edge, edge)
+
+
+def halved(patches: Tensor) -> Tensor:
+    """[ceil(e / 2), ceil(e / 2)] of [e, e], bilinear, point by point."""
+    edge, size = len(patches), ceil(len(patches) / 2)
+
+    def at(place: int) -> list[tuple[int, float]]:
+        where = max(0.0, (place + 0.5) * edge / size - 0.5)
+        low = min(int(where), edge - 1)
+        return [(low, 1 - (where - low)), (min(low + 1, edge - 1), where - low)]
+
+    rows = [[sum(patches[i, j] * a * b for i, a in at(y) for j, b in at(x)) for x in range(size)] for y in range(size)]
+    return torch.stack([torch.stack(row) for row in rows])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("family", ["llava_next_video", "llava_onevision"])
+def test_frames_of_clips(family: str) -> None:
+    """A token made of several patches has what they have in the mean, a newline token nothing."""
+    model, seen = model_of(family), set()
+    for seed in range(6):
+        given = tiny.inputs(model, seed, 2, images=[0, 0], videos=[1, 1 + seed % 2])
+        pixels = given["pixel_values_videos"]
+        weights = slow(model, given | {"pixel_values": pixels})[1]
+        edge = model.config.vision_config.image_size // model.config.vision_config.patch_size
+        smaller: Callable[[Tensor], Tensor] = halved
+        if family == "llava_next_video":
+            smaller = partial(windows, stride=model.config.spatial_pool_stride)
+        wanted: list[Tensor] = []
+        for clip in weights.view(*pixels.shape[:2], edge, edge):
+            wanted += [smaller(frame).flatten() for frame in clip]
+            wanted += [torch.zeros(1)] if family == "llava_onevision" else []
+        prompt = shown(model, given, Asking())
+        assert prompt.attended is not None
+        torch.testing.assert_close(prompt.attended[prompt.visual], torch.cat(wanted), rtol=1e-4, atol=1e-6)
+        seen |= set(prompt.attended[prompt.visual].tolist())
+    assert len(seen) > 20 or family == "llava_onevision"  # of which a frame is one token here
+
+
+@pytest.mark.parametrize("edge", [3, 4, 5, 8])
+def test_onevision_of_larger_frames(edge: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where half of an edge is no whole number."""
+    model = model_of("llava_onevision")
+    monkeypatch.setattr(model.config.vision_config, "image_size", edge * model.config.vision_config.patch_size)
+    shares = torch.rand(6, edge * edge, generator=torch.Generator().manual_seed(edge))
+    found = family_of(model).attended(shares, {"pixel_values_videos": torch.zeros(2, 3, 1, 1, 1)})
+    frames = [halved(frame.view(edge, edge)).flatten() for frame in shares]
+    wanted = torch.cat([*frames[:3], torch.zeros(1), *frames[3:], torch.zeros(1)])
+    assert found is not None
+    torch.testing.assert_close(found, wanted)
+
+
+def test_several_pictures_of_onevision_are_read_whole() -> None:
+    """As its processor says it: more than one picture in a row has no tiles."""
+    model = model_of("llava_onevision")
+    sizes, numbers = torch.tensor([[16, 16]] * 3), torch.tensor([2, 1])
+    family = family_of(model)
+    assert family.tiles_of(sizes, {"batch_num_images": numbers}) == [1, 1, 5]  # type: ignore[attr-defined]
+    assert family.tiles_of(sizes, {}) == [5, 5, 5]  # type: ignore[attr-defined]
+
+
+def test_what_cannot_be_told() -> None:
+    """A tower of another build, and pictures and clips in one call."""
+    model = model_of("qwen2_5_vl")
+    assert shown(model, tiny.inputs(model, 1, 2, images=[1, 1]), Asking()).attended is None
+    for family in ("llava_next_video", "llava_onevision"):
+        model = model_of(family)
+        given = tiny.inputs(model, 1, 2, images=[1, 1], videos=[1, 0])
+        assert shown(model, given, Asking()).attended is None
+
+
+def test_nobody_asked_or_there_is_no_picture() -> None:
+    model = model_of("llava")
+    assert shown(model, tiny.inputs(model, 1, 2, images=[1, 1]), "relevant:2").attended is None
+    assert shown(model, tiny.inputs(model, 1, 2, images=[0, 0]), Asking()).attended is None
+
+
+def test_layers_that_there_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = siglip()
+    for layer, heard in ((-2, True), ([-3, -2], True), (2, True), (0, False), (-9, False), (9, False)):
+        monkeypatch.setattr(model.config, "vision_feature_layer", layer)
+        found = family_of(model).listening()
+        assert (found is not None) == heard, layer
+        layers = model.model.vision_tower.encoder.layers if found else []
+        assert found is None or found.layer is layers[1].self_attn, layer
+
+
+def test_the_calls_of_other_threads_are_not_heard() -> None:
+    """Two calls on one model at the same time, the encoding of one within that of the other."""
+    model = MODELS["llava"]()
+    first, second = (tiny.inputs(model, seed, 1, images=[1]) for seed in (1, 2))
+    listening = family_of(model).listening()
+    assert listening is not None
+    with listening.on():
+        other = threading.Thread(target=lambda: model.generate(**second, max_new_tokens=2, do_sample=False))
+        other.start()
+        other.join()
+        assert listening.scores() is None
+        model.generate(**first, max_new_tokens=2, do_sample=False)
+    shares = listening.scores()
+    assert shares is not None and shares.shape == (1, 9)
+    torch.testing.assert_close(shares[0], slow(model, first)[1], rtol=1e-4, atol=1e-6)
+
+
+class Spy:
+    """A compressor that keeps what another one was given, and what came of it."""
+
+    attends = True
+
+    def __init__(self, inner: Any) -> None:
+        self.inner, self.name, self.tokens = inner, inner.name, inner.tokens
+        self.seen: list[tuple[VisualTokens, VisualTokens]] = []
+
+    def compress(self, visual: VisualTokens, query: Tensor | None, budget: int) -> VisualTokens:
+        """See `Compressor`."""
+        few: VisualTokens = self.inner.compress(visual, query, budget)
+        self.seen.append((visual, few))
+        return few
+
+
+@pytest.mark.parametrize("padding", ["left", "right"])
+def test_a_drafter_is_shown_what_the_tower_attends_to(padding: str) -> None:
+    """Scores stand at their own tokens, and `salient` keeps the highest; the text stays what it is."""
+    drafter = EagleDrafter(EagleHead(HeadConfig(32, 64, 4, 2, 120)), "decoupled", layers=2)
+    model, spy = MODELS["llava"](), Spy(make("salient:3"))
+    given = tiny.inputs(model, 5, 3, images=[2, 1, 1], padding=padding)
+    plain = model.generate(**given, max_new_tokens=12, do_sample=False)
+    wanted = slow(model, given)[1].split([18, 9, 9])
+    mmspec.patch(model, drafter=drafter, compressor=spy, nodes=8)
+    try:
+        assert torch.equal(model.generate(**given, max_new_tokens=12, do_sample=False), plain)
+        kept = mmspec.stats(model, last=True).shown
+    finally:
+        mmspec.unpatch(model)
+    [(visual, few)] = spy.seen
+    assert visual.scores is not None
+    for row, scores in enumerate(wanted):
+        mine = visual.scores[row][visual.mask[row]]
+        torch.testing.assert_close(mine, scores[len(scores) - len(mine) :], rtol=1e-4, atol=1e-6)
+        best = mine.topk(3).indices.sort().values.tolist()
+        assert list(kept[row].numbers or ()) == best and few.mask[row].all()
+
+
+def test_who_asks() -> None:
+    assert make("salient:3").attends and not make("relevant:3").attends  # type: ignore[attr-defined]
+    with torch.random.fork_rng(devices=[]):
+        ways = [Identity(), Prune(2, "salient", distinctness, attends=True)]
+        assert Elastic(8, 2).attends and Elastic(8, 2, ways).attends and not Elastic(8, 2, ways[:1]).attends

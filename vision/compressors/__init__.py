@@ -1,0 +1,1 @@
+"""Compressors of the visual tokens that a drafter reads."""

@@ -1,0 +1,65 @@
+"""Learned queries that look at visual tokens once (SpecVLM's resampler, arXiv 2509.11815, section 3.2).
+
+Keys are made of embedding and state; what a query saw is taken of both with the same shares. It begins as the mean of
+the heads' views, and learns what to add to it. Trained along with a drafter.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from mmspec.interfaces import VisualTokens
+from mmspec.vision.compressors.latent import looking, spread
+
+
+class Resampler(nn.Module):
+    """`tokens` queries, `heads` views of `width` each."""
+
+    name = "resampler"
+
+    def __init__(self, hidden_size: int, tokens: int, heads: int = 4, width: int = 32) -> None:
+        """
+        Raises:
+            ValueError: fewer than one token.
+        """
+        super().__init__()
+        if tokens < 1:
+            raise ValueError(f"a resampler keeps at least 1 token; got {tokens}.")
+        self.hidden_size, self.tokens, self.heads, self.width = hidden_size, tokens, heads, width
+        self.queries = nn.Parameter(torch.randn(tokens, heads, width))
+        self.keys = nn.Linear(2 * hidden_size, heads * width, bias=False)
+        self.values = nn.Linear(hidden_size, heads * width, bias=False)
+        self.out = nn.Linear(heads * width, hidden_size, bias=False)
+        nn.init.zeros_(self.out.weight)
+
+    def compress(self, visual: VisualTokens, query: Tensor | None, budget: int) -> VisualTokens:
+        """What the first `budget` queries see; their positions are spread evenly over those of the tokens."""
+        batch, count, hidden = visual.states.shape
+        if not count:
+            return visual
+        queries = self.queries[: looking(self, budget)]
+        joined = torch.cat(
+            [functional.layer_norm(part.float(), (hidden,)) for part in (visual.embeddings, visual.states)], dim=-1
+        )
+        keys = self.keys(joined).view(batch, count, self.heads, self.width)
+        scores = torch.einsum("qhw,bmhw->bhqm", queries, keys) * self.width**-0.5
+        shares = scores.masked_fill(~visual.mask[:, None, None], float("-inf")).softmax(-1).nan_to_num(0.0)
+
+        def seen(part: Tensor) -> Tensor:
+            values = self.values(part.to(self.values.weight.dtype)).view(batch, count, self.heads, self.width)
+            views = torch.einsum("bhqm,bmhw->bqhw", shares.to(values.dtype), values)
+            plain = shares.mean(1).to(part.dtype) @ part
+            added: Tensor = self.out(views.flatten(2))
+            return plain + added.to(part.dtype)
+
+        return VisualTokens(
+            embeddings=seen(visual.embeddings),
+            states=seen(visual.states),
+            mask=visual.mask.any(1, keepdim=True).expand(batch, len(queries)),
+            positions=spread(visual, len(queries)),
+        )
+
+
+__all__ = ["Resampler"]

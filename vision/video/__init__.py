@@ -1,0 +1,1 @@
+"""Video decoding and frame sampling."""
