@@ -22,7 +22,7 @@ from mmspec.app.io.images import ImageError, Shown
 from mmspec.app.io.sources import Item, collect
 from mmspec.app.io.videos import load_shown
 from mmspec.app.modeling.random_models import SIZES
-from mmspec.app.scenes.domain_check import advise
+from mmspec.app.scenes.domain_check import warn_if_out_of_domain
 from mmspec.vision.video.decoder_pool import Isolated
 
 if TYPE_CHECKING:
@@ -68,14 +68,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(args: argparse.Namespace) -> int:
     """Load, warm up, show one example after the other."""
-    from mmspec.app.scenes.examples import files
+    from mmspec.app.scenes.examples import list_example_files
 
     check_drafter(args.drafter, args.compressor)
-    items = collect(args.paths or [str(file) for file in files()], Path())
+    items = collect(args.paths or [str(file) for file in list_example_files()], Path())
     with Isolated() as decoders:
         shown = [load(item, decoders) for item in items]
     if args.model == MODEL and args.paths:
-        advise(shown[0], items[0].file_name)
+        warn_if_out_of_domain(shown[0], items[0].file_name)
     quiet(None)
     settings = JobSettings(
         tuple(args.paths),

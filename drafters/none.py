@@ -7,15 +7,15 @@ from typing import Any
 
 from torch import Tensor
 
-from mmspec.engine.tree import DraftTree, bare
-from mmspec.interfaces import Needs, Prompt, Verdict
+from mmspec.engine.tree import DraftTree, root_only
+from mmspec.interfaces import DrafterRequirements, Prompt, VerifyResult
 
 
 class NoDrafter:
     """Always proposes bare roots."""
 
     name = "none"
-    needs = Needs()
+    requirements = DrafterRequirements()
     vocab_size: int | None = None
 
     def begin(self, prompt: Prompt) -> Any:
@@ -24,9 +24,9 @@ class NoDrafter:
 
     def propose(self, state: Any, budget: int, live: Sequence[bool]) -> DraftTree:
         """Node 0 of every row."""
-        return bare(len(live))
+        return root_only(len(live))
 
-    def observe(self, state: Any, verdict: Verdict, taps: Mapping[int, Tensor]) -> None:
+    def observe(self, state: Any, verdict: VerifyResult, taps: Mapping[int, Tensor]) -> None:
         """Nothing to learn."""
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 if TYPE_CHECKING:
-    from mmspec.interfaces import Drafter, Facts
+    from mmspec.interfaces import Drafter, TargetInfo
 
 logger = logging.getLogger("mmspec")
 
@@ -67,7 +67,7 @@ def names() -> list[str]:
     return [*DRAFTERS, *shipped()]
 
 
-def _auto(target: Facts | None) -> Drafter:
+def _auto(target: TargetInfo | None) -> Drafter:
     """A drafter that was trained for this target, if one is at hand: shipped, or published and in the local cache."""
     if target is not None:
         from mmspec.drafters.checkpoints.format import OtherTarget
@@ -90,7 +90,7 @@ def _auto(target: Facts | None) -> Drafter:
     return _fused()
 
 
-def _published_for(target: Facts) -> str | None:
+def _published_for(target: TargetInfo) -> str | None:
     from mmspec.drafters.checkpoints.published import KNOWN
 
     return KNOWN.get(target.name)
@@ -124,7 +124,7 @@ def known(name: str) -> bool:
     return name in names() or os.path.isdir(name) or HUB_ID.fullmatch(name) is not None
 
 
-def make(drafter: str | object, target: Facts | None = None) -> Drafter:
+def make(drafter: str | object, target: TargetInfo | None = None) -> Drafter:
     """A new drafter of that name, the trained one in that folder or hub repository, or the given object if it is one.
 
     Raises:

@@ -64,7 +64,7 @@ class Comparison:
         return self.stats.tau
 
     @property
-    def R(self) -> float:
+    def round_cost(self) -> float:
         """Cost of one round in plain decoding steps: decode speed-up = tau / R."""
         return self.tau / self.speedup_decode if self.speedup_decode else float("nan")
 
@@ -88,7 +88,7 @@ class Comparison:
             "plain": [asdict(run) for run in self.plain],
             "patched": [asdict(run) for run in self.patched],
             "tau": self.tau,
-            "R": self.R,
+            "R": self.round_cost,
             "speedup_decode": self.speedup_decode,
             "speedup_e2e": self.speedup_e2e,
             "stats": self.stats.as_dict(),
@@ -106,7 +106,7 @@ class Comparison:
             rate = median(t.tokens / t.decode_s if t.decode_s else 0.0 for t in timings)
             lines.append(f"{name:8} {total:9.3f} {first:14.3f} {rate:9.1f}")
         lines.append(
-            f"outputs {same}; tau {self.tau:.2f}, R {self.R:.2f}, "
+            f"outputs {same}; tau {self.tau:.2f}, R {self.round_cost:.2f}, "
             f"speed-up {self.speedup_decode:.2f}x decoding, {self.speedup_e2e:.2f}x end to end"
         )
         return "\n".join(lines)
@@ -187,7 +187,7 @@ def _timed(model: Any, request: dict[str, Any], speculate: bool) -> tuple[Tensor
     if not speculate:
         return ids, Timing(total, stamp.times[0] - began, stamp.times[-1] - stamp.times[0], tokens)
     last = stats(model, last=True)
-    if last.plain_calls:
+    if last.fallback_calls:
         return ids, Timing(total, float("nan"), total, tokens)
     return ids, Timing(total, last.ttft_s, last.decode_s, tokens)
 

@@ -10,13 +10,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mmspec.control.tree_size import FIXED
+from mmspec.control.tree_size import DEFAULT_TREE_SIZE
 from mmspec.engine.tree import BUCKETS
-from mmspec.interfaces import Compressor, Drafter, Facts
+from mmspec.interfaces import Compressor, Drafter, TargetInfo
 
 
 @dataclass(frozen=True)
-class Options:
+class SpecConfig:
     """What can be chosen at `patch` and again per call.
 
     Attributes:
@@ -53,12 +53,12 @@ class Options:
             _check_compressor(self.compressor, self.drafter)
 
     @property
-    def fixed(self) -> int | None:
+    def fixed_tree_size(self) -> int | None:
         """Size of every tree, if timing must not choose it."""
-        return self.nodes or (FIXED if self.deterministic else None)
+        return self.nodes or (DEFAULT_TREE_SIZE if self.deterministic else None)
 
     @property
-    def shows(self) -> Compressor | None:
+    def active_compressor(self) -> Compressor | None:
         """What shows the drafter fewer visual tokens: chosen, or its own; None if nothing does."""
         own = getattr(self.drafter, "compressor", None)
         return own if self.compressor is None and isinstance(own, Compressor) else self.compressor
@@ -108,31 +108,31 @@ def _token(value: Any) -> int:
     return operator.index(value)
 
 
-def facts_of(family: Any, tokenizer: Any) -> Facts:
+def target_info(family: Any, tokenizer: Any) -> TargetInfo:
     """What a drafter may check of a target."""
-    return Facts(
+    return TargetInfo(
         model_type=family.model_type,
         hidden_size=family.text_config.hidden_size,
         vocab_size=family.vocab_size,
-        layers=family.layers,
+        num_layers=family.layers,
         tokenizer=tokenizer,
         name=str(getattr(family.model.config, "_name_or_path", "") or ""),
-        placeholders=family.placeholders,
+        media_token_ids=family.placeholders,
         device=family.model.device.type,
     )
 
 
-def checked_drafter(drafter: str | Drafter, family: Any, tokenizer: Any = None) -> Drafter:
+def resolve_drafter(drafter: str | Drafter, family: Any, tokenizer: Any = None) -> Drafter:
     """The drafter of that name or folder, or the object itself, if it fits the target."""
     from mmspec.drafters.registry import make
 
-    made = make(drafter, facts_of(family, tokenizer))
+    made = make(drafter, target_info(family, tokenizer))
     if made.vocab_size is not None and made.vocab_size != family.vocab_size:
         raise ValueError(
             f"drafter {made.name!r} was made for a vocabulary of {made.vocab_size} ids, the model has "
             f"{family.vocab_size}; use a drafter of this model, or drafter='auto'."
         )
-    wrong = [tap for tap in made.needs.taps if not 0 <= tap <= family.layers]
+    wrong = [tap for tap in made.requirements.hidden_state_indices if not 0 <= tap <= family.layers]
     if wrong:
         raise ValueError(f"drafter {made.name!r} taps states {wrong}; this model has states 0 to {family.layers}.")
     comes_with = getattr(made, "comes_with", None)
@@ -144,7 +144,7 @@ def checked_drafter(drafter: str | Drafter, family: Any, tokenizer: Any = None) 
     return made
 
 
-def checked_compressor(compressor: str | Compressor | None) -> Compressor | None:
+def resolve_compressor(compressor: str | Compressor | None) -> Compressor | None:
     """The compressor of that name, or the object itself if it is one."""
     if compressor is None:
         return None
@@ -174,7 +174,9 @@ def _check_compressor(compressor: Compressor, drafter: Drafter) -> None:
         )
 
 
-def reference_rows(options: Options, tokenizer: Any, batch: int | None, repeats: int) -> list[list[int]]:
+def reference_rows(
+    options: SpecConfig, tokenizer: Any, batch: int | None, num_return_sequences: int
+) -> list[list[int]]:
     """One list of reference ids per row of the expanded batch. `batch` None only checks."""
     texts, ids = options.reference, options.reference_ids
     if texts is None and ids is None:
@@ -192,22 +194,31 @@ def reference_rows(options: Options, tokenizer: Any, batch: int | None, repeats:
     if batch is None:
         return []
     if len(ids) == 1:
-        ids = list(ids) * (batch // repeats)
-    if len(ids) * repeats != batch:
+        ids = list(ids) * (batch // num_return_sequences)
+    if len(ids) * num_return_sequences != batch:
         raise ValueError(
-            f"reference gives {len(ids)} texts for {batch // repeats} prompts; give one, or one per prompt."
+            f"reference gives {len(ids)} texts for {batch // num_return_sequences} prompts; give one, or one per prompt."
         )
-    return [list(row) for row in ids for _ in range(repeats)]
+    return [list(row) for row in ids for _ in range(num_return_sequences)]
 
 
-PER_CALL = ("enabled", "drafter", "compressor", "nodes", "deterministic", "packed", "reference", "reference_ids")
+PER_CALL_OPTIONS = (
+    "enabled",
+    "drafter",
+    "compressor",
+    "nodes",
+    "deterministic",
+    "packed",
+    "reference",
+    "reference_ids",
+)
 
 
-KEPT = 4
+MAX_CACHED_DRAFTERS = 4
 """Drafters that calls named and that are kept for later calls; each may hold the weights of a layer."""
 
 
-class Kept:
+class DrafterCache:
     """Drafters by name, so that a call that names one does not read its weights anew, and what it learned stays."""
 
     def __init__(self) -> None:
@@ -217,12 +228,12 @@ class Kept:
     def get(self, drafter: str | Drafter, family: Any, tokenizer: Any) -> Drafter:
         """As `checked_drafter`; a folder that has changed since is read again."""
         if not isinstance(drafter, str):
-            return checked_drafter(drafter, family, tokenizer)
+            return resolve_drafter(drafter, family, tokenizer)
         key = drafter, _stamp(drafter), id(tokenizer), family.vocab_size
         with self._lock:
-            made = self._made.pop(key, None) or checked_drafter(drafter, family, tokenizer)
+            made = self._made.pop(key, None) or resolve_drafter(drafter, family, tokenizer)
             self._made[key] = made  # the newest last
-            for old in list(self._made)[:-KEPT]:
+            for old in list(self._made)[:-MAX_CACHED_DRAFTERS]:
                 del self._made[old]
         return made
 
@@ -235,18 +246,18 @@ def _stamp(folder: str) -> tuple[Any, ...]:
         return tuple(sorted((one.name, one.stat().st_size, one.stat().st_mtime_ns) for one in found))
 
 
-def per_call(
-    options: Options, chosen: Mapping[str, Any] | None, family: Any, tokenizer: Any, kept: Kept
-) -> tuple[Options, bool]:
+def resolve_call_config(
+    options: SpecConfig, chosen: Mapping[str, Any] | None, family: Any, tokenizer: Any, kept: DrafterCache
+) -> tuple[SpecConfig, bool]:
     """Options of one call, and whether mmspec is on, from `generate(..., mmspec=dict(...))`."""
     if chosen is None:
         return _own(options), True
     if not isinstance(chosen, Mapping):
-        raise TypeError(f"generate(mmspec=...) takes a dict with any of {', '.join(PER_CALL)}; got {chosen!r}.")
+        raise TypeError(f"generate(mmspec=...) takes a dict with any of {', '.join(PER_CALL_OPTIONS)}; got {chosen!r}.")
     chosen = dict(chosen)
-    unknown = sorted(set(chosen) - set(PER_CALL))
+    unknown = sorted(set(chosen) - set(PER_CALL_OPTIONS))
     if unknown:
-        raise ValueError(f"generate(mmspec=...) takes {', '.join(PER_CALL)}; got {', '.join(unknown)}.")
+        raise ValueError(f"generate(mmspec=...) takes {', '.join(PER_CALL_OPTIONS)}; got {', '.join(unknown)}.")
     enabled = chosen.pop("enabled", True)
     if not isinstance(enabled, bool):
         raise TypeError(
@@ -258,11 +269,11 @@ def per_call(
     if "drafter" in chosen:
         chosen["drafter"] = kept.get(chosen["drafter"], family, tokenizer)
     if "compressor" in chosen:
-        chosen["compressor"] = checked_compressor(chosen["compressor"])
+        chosen["compressor"] = resolve_compressor(chosen["compressor"])
     return _own(replace(options, **chosen)), enabled
 
 
-def _own(options: Options) -> Options:
+def _own(options: SpecConfig) -> SpecConfig:
     """With the drafter's own compressor where the one chosen by name only stands in for it."""
     if options.compressor is None:
         return options

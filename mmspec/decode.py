@@ -13,33 +13,33 @@ from torch import Tensor, nn
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from mmspec.config import Options, reference_rows
-from mmspec.control.tree_size import Budget, Costs
-from mmspec.cpu.linear import Packs, layers_of, packed
-from mmspec.engine.loop import Loop
-from mmspec.engine.output import ColumnClock, foreign
-from mmspec.engine.sampler import Noise, Picker, Undo, unknown
+from mmspec.config import SpecConfig, reference_rows
+from mmspec.control.tree_size import CostModel, TreeSizeController
+from mmspec.cpu.linear import LinearAutotuner, find_linear_layers, use_fast_linears
+from mmspec.engine.loop import DecodeLoop
+from mmspec.engine.output import OutputBuffer, foreign
+from mmspec.engine.sampler import RngGuard, SamplingNoise, TreeSampler, unknown
 from mmspec.engine.tree import DraftTree
-from mmspec.interfaces import Drafter, Prompt, Verdict, Words
-from mmspec.metrics.compression_stats import Watch
+from mmspec.interfaces import Drafter, Prompt, SharedEmbeddings, VerifyResult
+from mmspec.metrics.compression_stats import RecordingCompressor
 from mmspec.metrics.stats import Stats
-from mmspec.targets.hf import Family, HFTarget
+from mmspec.targets.hf import HFTarget, ModelAdapter
 from mmspec.targets.module_scan import ModuleScan, scan
-from mmspec.targets.vision_attention import Listening
+from mmspec.targets.vision_attention import AttentionCapture
 
 NOISE_BYTES = 256 << 20
 """Most memory that the noise of columns in flight may take; rows too far ahead wait."""
 NOISE_COLUMNS = 128
-UNSAID = 1 << 39
+UNLIMITED = 1 << 39
 """Nobody said how many new tokens there may be, where there may be so many."""
 
 
-class CannotServe(Exception):
+class FallbackRequired(Exception):
     """Found out on the way: this call must be decoded by transformers alone. Nothing of it was touched."""
 
 
 @dataclass
-class Call:
+class CallContext:
     """What the wrapper knows of one call.
 
     Attributes:
@@ -50,23 +50,23 @@ class Call:
         modules: what the call's one pass over the modules found.
     """
 
-    family: Family
-    options: Options
+    adapter: ModelAdapter
+    config: SpecConfig
     tokenizer: Any
-    packs: Packs
-    costs: Costs
-    began: float
+    autotuner: LinearAutotuner
+    costs: CostModel
+    start_time: float
     streamer: Any
-    vision: Mapping[str, Any]
-    repeats: int
+    vision_inputs: Mapping[str, Any]
+    num_return_sequences: int
     warn: Callable[[str], None]
-    heard: Listening | None = None
+    attention_capture: AttentionCapture | None = None
     modules: ModuleScan | None = None
     stats: Stats = field(default_factory=Stats)
 
 
 @dataclass
-class Prepared:
+class PreparedInputs:
     """What transformers has made of the call: what its own `_sample` would be given."""
 
     input_ids: Tensor
@@ -76,7 +76,7 @@ class Prepared:
     model_kwargs: dict[str, Any]
 
 
-def serve(call: Call, given: Prepared) -> Any:
+def decode(call: CallContext, given: PreparedInputs) -> Any:
     """Decode; returns what `GenerationMixin._sample` returns.
 
     Raises:
@@ -84,9 +84,9 @@ def serve(call: Call, given: Prepared) -> Any:
     """
     entered = time.perf_counter()
     watched = bool(call.streamer is not None or unknown(given.processors) or any(map(foreign, given.criteria)))
-    modules = call.modules = call.modules or scan(call.family.model)
+    modules = call.modules = call.modules or scan(call.adapter.model)
     target = HFTarget(
-        call.family,
+        call.adapter,
         given.input_ids,
         given.model_kwargs,
         given.config,
@@ -94,7 +94,7 @@ def serve(call: Call, given: Prepared) -> Any:
         quiet=modules.quiet,
         watched=watched,
     )
-    first, taps = _prefill(target, call.options.drafter)
+    first, taps = _prefill(target, call.config.drafter)
     call.stats.prefill_s = time.perf_counter() - entered
     try:
         return _decode(call, given, target, first, taps)
@@ -103,152 +103,156 @@ def serve(call: Call, given: Prepared) -> Any:
         raise
 
 
-def _decode(call: Call, given: Prepared, target: HFTarget, first: Tensor, taps: dict[int, Tensor]) -> Any:
+def _decode(call: CallContext, given: PreparedInputs, target: HFTarget, first: Tensor, taps: dict[int, Tensor]) -> Any:
     """What follows the prefill, whose last logits [B, V] and states {index: [B, L, D]} are given."""
     input_ids, config = given.input_ids, given.config
-    drafter, shows = call.options.drafter, call.options.shows
-    most, watch = target.most, None if shows is None else Watch(shows)
+    drafter, shows = call.config.drafter, call.config.active_compressor
+    most, watch = target.max_new_tokens, None if shows is None else RecordingCompressor(shows)
     wants_dict = config.return_dict_in_generate
     keep_cache = bool(wants_dict or target.keeps_cache)
     noise = _noise(config, first, input_ids)
-    picker = Picker(given.processors, noise)
-    strangers = picker.unknown
+    picker = TreeSampler(given.processors, noise)
+    strangers = picker.unknown_processors
     if strangers:
         call.warn(f"{', '.join(strangers)}: called once per column as transformers does; not sped up")
         if noise is not None:
-            noise.live = True
+            noise.immediate = True
     pad = config._pad_token_tensor
-    clock = ColumnClock(
+    clock = OutputBuffer(
         input_ids,
         given.criteria,
-        pad=None if pad is None else int(pad),
+        pad_token_id=None if pad is None else int(pad),
         noise=noise,
         streamer=call.streamer,
-        keep_scores=bool(wants_dict and config.output_scores),
-        keep_logits=bool(wants_dict and config.output_logits),
-        keep_cache=keep_cache,
-        lockstep=bool(strangers),
+        return_scores=bool(wants_dict and config.output_scores),
+        return_logits=bool(wants_dict and config.output_logits),
+        return_cache=keep_cache,
+        stepwise=bool(strangers),
         show=target.show,
         written=target.lent.written,
     )
 
-    def undo() -> Undo:
-        return Undo(input_ids.device, target.device, noise=noise)
+    def undo() -> RngGuard:
+        return RngGuard(input_ids.device, target.device, noise=noise)
 
-    if watch is not None and not _ours(watch.inner):
-        watch.guard = undo
+    if watch is not None and not is_builtin(watch.inner):
+        watch.context_factory = undo
     prompt = _prompt(call, input_ids, target, taps, first.shape[-1], clock)
     prompt = replace(
         prompt,
         compressor=watch,
-        answer=most if most < UNSAID else None,
-        attended=_attended(call, prompt.visual),
+        answer=most if most < UNLIMITED else None,
+        attended=_attended(call, prompt.visual_mask),
     )
-    loop = Loop(
+    loop = DecodeLoop(
         target=target,
-        drafter=drafter if _ours(drafter) else _Quiet(drafter, undo),
-        clock=clock,
-        picker=picker,
-        budget=Budget(
+        drafter=drafter if is_builtin(drafter) else RngIsolatedDrafter(drafter, undo),
+        output=clock,
+        sampler=picker,
+        controller=TreeSizeController(
             call.costs,
             input_ids.shape[0],
             drafts=drafter.name != "none",
-            most=drafter.needs.most,
-            fixed=call.options.fixed,
+            max_tree_size=drafter.requirements.max_tree_size,
+            fixed_tree_size=call.config.fixed_tree_size,
         ),
         stats=call.stats,
-        allowed=_allowed(prompt, call.family, input_ids.device),
-        began=call.began,
+        draftable=_allowed(prompt, call.adapter, input_ids.device),
+        start_time=call.start_time,
         warn=call.warn,
     )
     try:
-        fixed, copies = call.options.deterministic, bool(call.options.packed)
-        with target.decoding(), packed(call.packs, _layers(call), fixed, copies):
+        fixed, copies = call.config.deterministic, bool(call.config.packed)
+        with target.decoding(), use_fast_linears(call.autotuner, _layers(call), fixed, copies):
             loop.run(first, prompt)
     finally:
-        if noise is not None and not noise.live:
-            noise.settle(clock.columns - 1)
+        if noise is not None and not noise.immediate:
+            noise.restore_rng(clock.steps - 1)
     if call.streamer is not None:
         call.streamer.end()
     _count(call.stats, clock)
     if watch is not None:
-        call.stats.saw(watch.rows())
-    sequences, scores, logits = clock.output()
-    cache = target.close(clock.columns) if keep_cache else None
+        call.stats.add_compression(watch.records())
+    sequences, scores, logits = clock.result()
+    cache = target.export_cache(clock.steps) if keep_cache else None
     if not wants_dict:
         return sequences
     return GenerateDecoderOnlyOutput(sequences=sequences, scores=scores, logits=logits, past_key_values=cache)
 
 
 def _prefill(target: HFTarget, drafter: Drafter) -> tuple[Tensor, dict[int, Tensor]]:
-    with Undo(target.device, target.input_ids.device) as undo:
-        result = target.prefill(drafter.needs.taps)
-    if undo.drew:
-        raise CannotServe("a forward that draws random numbers")
+    with RngGuard(target.device, target.input_ids.device) as undo:
+        result = target.prefill(drafter.requirements.hidden_state_indices)
+    if undo.rng_was_used:
+        raise FallbackRequired("a forward that draws random numbers")
     return result
 
 
-def _prompt(call: Call, input_ids: Tensor, target: HFTarget, taps: Any, vocab: int, clock: ColumnClock) -> Prompt:
-    family, repeats = call.family, call.repeats
+def _prompt(
+    call: CallContext, input_ids: Tensor, target: HFTarget, taps: Any, vocab: int, clock: OutputBuffer
+) -> Prompt:
+    family, repeats = call.adapter, call.num_return_sequences
     mask = target.kwargs.get("attention_mask")
     full = torch.ones_like(input_ids, dtype=torch.bool)
-    segments = family.segments(input_ids[::repeats], call.vision) if taps else ()
-    banned = set(family.placeholders)
-    if target.config._pad_token_tensor is not None and clock.pad not in _ids(target.config.eos_token_id):
-        banned.add(clock.pad)
+    segments = family.grids(input_ids[::repeats], call.vision_inputs) if taps else ()
+    banned = set(family.media_token_ids)
+    if target.config._pad_token_tensor is not None and clock.pad_token_id not in _ids(target.config.eos_token_id):
+        banned.add(clock.pad_token_id)
     if call.tokenizer is not None:
         banned.update(range(len(call.tokenizer), vocab))
     return Prompt(
-        ids=input_ids,
-        padding=full if mask is None else mask[:, -input_ids.shape[1] :].bool(),
-        visual=torch.isin(input_ids, torch.tensor(family.placeholders, device=input_ids.device)),
-        positions=target.positions[..., -input_ids.shape[1] :],
-        segments=tuple(
+        input_ids=input_ids,
+        attention_mask=full if mask is None else mask[:, -input_ids.shape[1] :].bool(),
+        visual_mask=torch.isin(input_ids, torch.tensor(family.media_token_ids, device=input_ids.device)),
+        position_ids=target.positions[..., -input_ids.shape[1] :],
+        grids=tuple(
             replace(segment, row=segment.row * repeats + again) for segment in segments for again in range(repeats)
         ),
-        taps=taps,
+        hidden_states=taps,
         vocab_size=vocab,
-        banned=frozenset(banned),
-        reference=reference_rows(call.options, call.tokenizer, input_ids.shape[0], repeats),
+        banned_ids=frozenset(banned),
+        reference_ids=reference_rows(call.config, call.tokenizer, input_ids.shape[0], repeats),
         noise=None if clock.noise is None else clock.noise_ahead,
         temperature=float(target.config.temperature or 1.0) if clock.noise is not None else 1.0,
-        fixed=call.options.fixed is not None,
-        words=Words(family.model.get_input_embeddings(), family.model.get_output_embeddings()),
+        static_shapes=call.config.fixed_tree_size is not None,
+        shared_embeddings=SharedEmbeddings(family.model.get_input_embeddings(), family.model.get_output_embeddings()),
     )
 
 
-def _attended(call: Call, visual: Tensor) -> Tensor | None:
+def _attended(call: CallContext, visual: Tensor) -> Tensor | None:
     """Of the rows of visual [B, L], of which each prompt has several; pictures were read once for each prompt."""
-    found = call.family.attention_of(call.heard, visual[:: call.repeats], call.vision)
-    return None if found is None else found.repeat_interleave(call.repeats, 0)
+    found = call.adapter.visual_saliency(
+        call.attention_capture, visual[:: call.num_return_sequences], call.vision_inputs
+    )
+    return None if found is None else found.repeat_interleave(call.num_return_sequences, 0)
 
 
-def _layers(call: Call) -> list[nn.Linear]:
+def _layers(call: CallContext) -> list[nn.Linear]:
     """The linear layers that the loop runs through and that may be computed in other ways (`mmspec.cpu.linear`)."""
-    if call.options.packed is False or call.family.model.device.type != "cpu":
+    if call.config.packed is False or call.adapter.model.device.type != "cpu":
         return []
     roots: list[nn.Module] = [] if call.modules is None else list(call.modules.linears)
-    roots += [part for part in vars(call.options.drafter).values() if isinstance(part, nn.Module)]
-    return layers_of(roots)
+    roots += [part for part in vars(call.config.drafter).values() if isinstance(part, nn.Module)]
+    return find_linear_layers(roots)
 
 
-def _allowed(prompt: Prompt, family: Family, device: torch.device) -> Tensor:
+def _allowed(prompt: Prompt, family: ModelAdapter, device: torch.device) -> Tensor:
     """[V] bool, ids that may be drafted: not banned, and with an embedding (the head may have more rows)."""
     allowed = torch.ones(prompt.vocab_size, dtype=torch.bool, device=device)
-    allowed[[token for token in prompt.banned if 0 <= token < prompt.vocab_size]] = False
-    allowed[family.embedded :] = False
+    allowed[[token for token in prompt.banned_ids if 0 <= token < prompt.vocab_size]] = False
+    allowed[family.num_embeddings :] = False
     return allowed
 
 
-def _noise(config: Any, first: Tensor, input_ids: Tensor) -> Noise | None:
+def _noise(config: Any, first: Tensor, input_ids: Tensor) -> SamplingNoise | None:
     if not config.do_sample:
         return None
     batch, vocab = first.shape
     window = max(2, min(NOISE_COLUMNS, NOISE_BYTES // (4 * batch * vocab)))
-    return Noise(batch, vocab, input_ids.device, window)
+    return SamplingNoise(batch, vocab, input_ids.device, window)
 
 
-def _most(given: Prepared) -> int:
+def _most(given: PreparedInputs) -> int:
     """New tokens that any row may be given."""
     lengths = [criterion.max_length for criterion in given.criteria if type(criterion) is MaxLengthCriteria]
     if given.config.max_length is not None:
@@ -256,9 +260,9 @@ def _most(given: Prepared) -> int:
     return max(1, ceil(min(lengths, default=1 << 40)) - given.input_ids.shape[1])
 
 
-def _count(stats: Stats, clock: ColumnClock) -> None:
+def _count(stats: Stats, clock: OutputBuffer) -> None:
     """Tokens of the output, padding after a row's end not counted."""
-    ends = clock.ends()
+    ends = clock.output_lengths()
     stats.calls = 1
     stats.row_tokens = ends
     stats.tokens = sum(ends)
@@ -271,16 +275,16 @@ def _ids(value: int | Sequence[int] | None) -> tuple[int, ...]:
     return (value,) if isinstance(value, int) else tuple(value)
 
 
-def _ours(part: object) -> bool:
+def is_builtin(part: object) -> bool:
     return type(part).__module__.startswith("mmspec.")
 
 
-class _Quiet:
+class RngIsolatedDrafter:
     """Someone else's drafter, which must not leave a trace in the generator that tokens are sampled with."""
 
-    def __init__(self, drafter: Drafter, undo: Callable[[], Undo]) -> None:
+    def __init__(self, drafter: Drafter, undo: Callable[[], RngGuard]) -> None:
         self.drafter, self.undo = drafter, undo
-        self.name, self.needs, self.vocab_size = drafter.name, drafter.needs, drafter.vocab_size
+        self.name, self.requirements, self.vocab_size = drafter.name, drafter.requirements, drafter.vocab_size
 
     def begin(self, prompt: Prompt) -> Any:
         with self.undo():
@@ -290,6 +294,6 @@ class _Quiet:
         with self.undo():
             return self.drafter.propose(state, budget, live)
 
-    def observe(self, state: Any, verdict: Verdict, taps: Mapping[int, Tensor]) -> None:
+    def observe(self, state: Any, verdict: VerifyResult, taps: Mapping[int, Tensor]) -> None:
         with self.undo():
             self.drafter.observe(state, verdict, taps)

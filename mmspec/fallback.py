@@ -10,10 +10,10 @@ from typing import Any
 
 from mmspec.targets.module_scan import ModuleScan, is_library_code, scan
 
-Setting = Callable[[str], Any]
+OptionGetter = Callable[[str], Any]
 """Name of a generation option -> its value for this call (keyword, then passed config, then the model's config)."""
 
-_MODES = {
+_DECODING_MODES = {
     "num_beams": lambda value: value > 1,
     "num_beam_groups": lambda value: value > 1,
     "constraints": bool,
@@ -35,7 +35,7 @@ _METHODS = ("_sample", "_prefill", "_update_model_kwargs_for_generation", "prepa
 _OUTPUTS = ("output_attentions", "output_hidden_states")
 
 
-def settings(arguments: Mapping[str, Any], model: Any) -> Setting:
+def option_getter(arguments: Mapping[str, Any], model: Any) -> OptionGetter:
     """How transformers resolves an option: the call's keyword, else the call's config, else the model's."""
     passed = arguments.get("generation_config")
 
@@ -53,7 +53,9 @@ def overridden(model: Any) -> str | None:
     return None if is_library_code(type(model).generate) else f"a generate of its own ({type(model).__name__})"
 
 
-def before(arguments: Mapping[str, Any], model: Any, look: Setting, modules: ModuleScan | None = None) -> str | None:
+def reason_before_prepare(
+    arguments: Mapping[str, Any], model: Any, look: OptionGetter, modules: ModuleScan | None = None
+) -> str | None:
     """Reason to leave the whole call to transformers, known before it prepares anything.
 
     Args:
@@ -74,7 +76,7 @@ def before(arguments: Mapping[str, Any], model: Any, look: Setting, modules: Mod
         return "a compiled forward"
     if modules.hook is not None:
         return f"{modules.hook}, which may act on a position or count its calls"
-    for name, active in _MODES.items():
+    for name, active in _DECODING_MODES.items():
         value = look(name)
         if value is not None and active(value):
             return f"{name}={value!r}" if isinstance(value, (int, float, str)) else name
@@ -83,7 +85,7 @@ def before(arguments: Mapping[str, Any], model: Any, look: Setting, modules: Mod
     return None
 
 
-def inside(config: Any, model: Any, model_kwargs: Mapping[str, Any], pads: bool) -> str | None:
+def reason_after_prepare(config: Any, model: Any, model_kwargs: Mapping[str, Any], pads: bool) -> str | None:
     """Reason to hand what transformers has prepared to its own loop.
 
     Args:

@@ -23,31 +23,31 @@ from torch import Tensor
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 
 from mmspec import fallback
-from mmspec.config import Kept, Options, per_call
-from mmspec.control.tree_size import Costs
-from mmspec.cpu.linear import Packs
-from mmspec.decode import Call, CannotServe, Prepared, serve
+from mmspec.config import DrafterCache, SpecConfig, resolve_call_config
+from mmspec.control.tree_size import CostModel
+from mmspec.cpu.linear import LinearAutotuner
+from mmspec.decode import CallContext, FallbackRequired, PreparedInputs, decode
 from mmspec.interfaces import Drafter
 from mmspec.metrics.stats import Stats
 from mmspec.targets import selftest
-from mmspec.targets.hf import Family, HFTarget
+from mmspec.targets.hf import HFTarget, ModelAdapter
 from mmspec.targets.module_scan import ModuleScan, scan
 
 logger = logging.getLogger("mmspec")
 
-OFF: ContextVar[frozenset[int] | None] = ContextVar("mmspec_off", default=frozenset())
+DISABLED: ContextVar[frozenset[int] | None] = ContextVar("mmspec_off", default=frozenset())
 """Ids of the models whose patch is out of force in this context; None: all."""
 
 
-class Patch:
+class PatchState:
     """The state of one patched model. Nothing here belongs to a call, so that threads may share the model."""
 
-    def __init__(self, family: Family, options: Options, spec: Any, processor: Any) -> None:
-        self.family, self.options, self.spec, self.processor = family, options, spec, processor
-        self.attention: str | None = None  # the text model's kernel before `patch` switched it
-        self.costs: dict[str, Costs] = {}
-        self.packs = Packs()
-        self.kept = Kept()
+    def __init__(self, family: ModelAdapter, options: SpecConfig, spec: Any, processor: Any) -> None:
+        self.adapter, self.config, self.spec, self.processor = family, options, spec, processor
+        self.original_attention: str | None = None  # the text model's kernel before `patch` switched it
+        self.costs: dict[str, CostModel] = {}
+        self.autotuner = LinearAutotuner()
+        self.drafter_cache = DrafterCache()
         self.total, self.last = Stats(), Stats()
         self.lock = threading.Lock()
         self._testing = threading.Lock()
@@ -57,13 +57,13 @@ class Patch:
     @property
     def model(self) -> Any:
         """The patched model."""
-        return self.family.model
+        return self.adapter.model
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Patch:
-        family = copy.copy(self.family)
+    def __deepcopy__(self, memo: dict[int, Any]) -> PatchState:
+        family = copy.copy(self.adapter)
         family.model = copy.deepcopy(self.model, memo)  # perhaps only half made yet, so nothing is asked of it
-        twin = Patch(family, copy.deepcopy(self.options, memo), self.spec, self.processor)
-        twin.attention, twin.costs = self.attention, copy.deepcopy(self.costs, memo)
+        twin = PatchState(family, copy.deepcopy(self.config, memo), self.spec, self.processor)
+        twin.original_attention, twin.costs = self.original_attention, copy.deepcopy(self.costs, memo)
         return twin
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
@@ -72,7 +72,7 @@ class Patch:
         chosen = kwargs.pop("mmspec", None)
         plain = functools.partial(type(self.model).generate, self.model)
         tokenizer = getattr(self.processor, "tokenizer", self.processor)
-        options, enabled = per_call(self.options, chosen, self.family, tokenizer, self.kept)
+        options, enabled = resolve_call_config(self.config, chosen, self.adapter, tokenizer, self.drafter_cache)
         if not enabled or _is_off(self.model):
             return plain(*args, **kwargs)
         if (reason := fallback.overridden(self.model)) is not None:
@@ -82,33 +82,35 @@ class Patch:
         arguments = {**bound.arguments, **more}
         if arguments.get("custom_generate") is None:
             arguments.pop("custom_generate", None)
-        look = fallback.settings(arguments, self.model)
+        look = fallback.option_getter(arguments, self.model)
         modules = scan(self.model)
-        reason = fallback.before(arguments, self.model, look, modules) or _distributed(self.model)
+        reason = fallback.reason_before_prepare(arguments, self.model, look, modules) or _distributed(self.model)
         if reason:
             return self._plainly(reason, began, functools.partial(plain, **arguments))
         # Pictures are encoded before the loop starts, so what they are fed as is to be heard from here on.
-        heard = self.family.listening() if getattr(options.shows, "attends", False) else None
-        call = Call(
-            family=self.family,
-            options=options,
+        heard = self.adapter.attention_capture() if getattr(options.active_compressor, "attends", False) else None
+        call = CallContext(
+            adapter=self.adapter,
+            config=options,
             tokenizer=tokenizer,
-            packs=self.packs,
-            costs=self.costs_of(options.drafter),
-            began=began,
+            autotuner=self.autotuner,
+            costs=self.cost_model(options.drafter),
+            start_time=began,
             streamer=arguments.get("streamer"),
-            vision={name: arguments[name] for name in self.family.vision_args if arguments.get(name) is not None},
-            repeats=look("num_return_sequences") or 1,
+            vision_inputs={
+                name: arguments[name] for name in self.adapter.vision_args if arguments.get(name) is not None
+            },
+            num_return_sequences=look("num_return_sequences") or 1,
             warn=self._warn_once,
-            heard=heard,
+            attention_capture=heard,
             modules=modules,
         )
-        with nullcontext() if heard is None else heard.on():
+        with nullcontext() if heard is None else heard.active():
             result = plain(**_with_stop_strings(arguments, look), custom_generate=self._loop_of(call))
         self._account(call.stats, began)
         return result
 
-    def _loop_of(self, call: Call) -> Any:
+    def _loop_of(self, call: CallContext) -> Any:
         """The function that transformers calls instead of its own loop."""
 
         def mmspec_loop(
@@ -120,19 +122,19 @@ class Patch:
             **model_kwargs: Any,
         ) -> Any:
             pads = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
-            given = Prepared(input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
+            given = PreparedInputs(input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
             reason: str | None = (
-                fallback.inside(generation_config, model, model_kwargs, pads)
-                or self.family.refusal()
-                or HFTarget.refusal(self.family, input_ids, model_kwargs)
+                fallback.reason_after_prepare(generation_config, model, model_kwargs, pads)
+                or self.adapter.unsupported_reason()
+                or HFTarget.unsupported_reason(self.adapter, input_ids, model_kwargs)
                 or self._test(call.modules, model_kwargs, generation_config)
             )
             if reason is None:
                 try:
-                    return serve(call, given)
-                except CannotServe as refusal:
+                    return decode(call, given)
+                except FallbackRequired as refusal:
                     reason = str(refusal)
-            self._went_plain(reason, call.stats)
+            self._record_fallback(reason, call.stats)
             return type(model)._sample(
                 model,
                 input_ids,
@@ -145,13 +147,13 @@ class Patch:
 
         return mmspec_loop
 
-    def costs_of(self, drafter: Drafter) -> Costs:
+    def cost_model(self, drafter: Drafter) -> CostModel:
         """What this drafter and the rounds with its trees cost here."""
         kind = "cpu" if self.model.device.type == "cpu" else "other"
         with self.lock:
             costs = self.costs.get(drafter.name)
             if costs is None or costs.device != kind:  # the model was moved
-                costs = self.costs[drafter.name] = Costs(kind)
+                costs = self.costs[drafter.name] = CostModel(kind)
             return costs
 
     def _test(self, modules: ModuleScan | None, model_kwargs: dict[str, Any], config: Any) -> str | None:
@@ -161,19 +163,19 @@ class Patch:
         key = str(self.model.device), self.model.dtype, selftest.fingerprint(modules.foreign)
         with self._testing:
             if self._tested is None or self._tested[0] != key:
-                self._tested = key, selftest.refusal(self.family, modules.foreign, model_kwargs, config)
+                self._tested = key, selftest.refusal(self.adapter, modules.foreign, model_kwargs, config)
             return self._tested[1]
 
     def _plainly(self, reason: str, began: float, plain: Callable[[], Any]) -> Any:
-        stats = self._went_plain(reason, Stats())
+        stats = self._record_fallback(reason, Stats())
         result = plain()
         self._account(stats, began)
         return result
 
-    def _went_plain(self, reason: str, stats: Stats) -> Stats:
+    def _record_fallback(self, reason: str, stats: Stats) -> Stats:
         self._warn_once(f"{reason}: this call is decoded by transformers alone")
-        stats.calls = stats.plain_calls = 1
-        stats.fallback = reason
+        stats.calls = stats.fallback_calls = 1
+        stats.fallback_reason = reason
         return stats
 
     def _account(self, stats: Stats, began: float) -> None:
@@ -191,11 +193,11 @@ class Patch:
 
 
 def _is_off(model: Any) -> bool:
-    off = OFF.get()
+    off = DISABLED.get()
     return off is None or id(model) in off
 
 
-def _with_stop_strings(arguments: dict[str, Any], look: fallback.Setting) -> dict[str, Any]:
+def _with_stop_strings(arguments: dict[str, Any], look: fallback.OptionGetter) -> dict[str, Any]:
     """Turn stop strings, wherever they stand, into the criterion that transformers would have built."""
     strings, tokenizer = look("stop_strings"), arguments.get("tokenizer")
     if strings is None or tokenizer is None:

@@ -13,28 +13,28 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
-from mmspec.control.draft_cost import Rates
+from mmspec.control.draft_cost import DraftCosts
 from mmspec.engine.tree import DraftTree
 
 
 @dataclass(frozen=True)
-class Needs:
+class DrafterRequirements:
     """What a drafter wants to be given besides the emitted tokens. Asking costs time, so ask for little.
 
     Attributes:
         taps: states of the target, by transformers' numbering of `hidden_states`: 0 is the merged input embeddings,
             `i` the input of decoder layer `i`, the last one the states after the final norm.
-        top_k: ids of the `top_k` largest raw logits of every scored node, on the host (`Verdict.top_ids`).
+        top_k: ids of the `top_k` largest raw logits of every scored node, on the host (`VerifyResult.top_ids`).
         most: largest tree worth considering, the root counted.
     """
 
-    taps: tuple[int, ...] = ()
+    hidden_state_indices: tuple[int, ...] = ()
     top_k: int = 0
-    most: int = 16
+    max_tree_size: int = 16
 
 
 @dataclass(frozen=True)
-class Facts:
+class TargetInfo:
     """What a drafter that was made for one target may check.
 
     Attributes:
@@ -46,15 +46,15 @@ class Facts:
     model_type: str
     hidden_size: int
     vocab_size: int
-    layers: int
+    num_layers: int
     tokenizer: Any = None
     name: str = ""
-    placeholders: tuple[int, ...] = ()
+    media_token_ids: tuple[int, ...] = ()
     device: str = "cpu"
 
 
 @dataclass(frozen=True)
-class Words:
+class SharedEmbeddings:
     """What a target makes of ids and of states. Modules of the target itself, shared, never copied.
 
     Attributes:
@@ -62,18 +62,18 @@ class Words:
             [V, D].
     """
 
-    embedding: nn.Module
-    head: nn.Module
+    embed_tokens: nn.Module
+    lm_head: nn.Module
 
-    def rows(self, ids: Tensor) -> Tensor:
+    def lm_head_rows(self, ids: Tensor) -> Tensor:
         """[n, D], the rows of the head for some ids."""
-        weight = self.head.weight
+        weight = self.lm_head.weight
         assert isinstance(weight, Tensor)
         return weight[ids]
 
 
 @dataclass(frozen=True)
-class Segment:
+class VisualGrid:
     """A run of visual tokens of one prompt row that forms a grid.
 
     Attributes:
@@ -89,15 +89,15 @@ class Segment:
     start: int
     height: int
     width: int
-    source: int
+    media_index: int
     role: str = "base"
-    newline: bool = False
-    time: int = 0
+    has_newlines: bool = False
+    frame: int = 0
 
     @property
-    def length(self) -> int:
+    def num_tokens(self) -> int:
         """Number of visual tokens it covers."""
-        return self.height * (self.width + int(self.newline))
+        return self.height * (self.width + int(self.has_newlines))
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class Prompt:
         visual: [B, L] bool, True where a visual token stands.
         positions: [B, L] or [axes, B, L] int64, the position ids that the target used.
         segments: the grids that the visual tokens form; empty if the family cannot tell.
-        taps: {index: [B, L, D]} the states the drafter asked for (`Needs.taps`).
+        taps: {index: [B, L, D]} the states the drafter asked for (`DrafterRequirements.taps`).
         vocab_size: V of the target's logits.
         banned: ids that a draft must never contain: placeholders, padding, ids beyond the tokenizer.
         reference: token ids of texts that the answer may resemble, one list per row; empty lists if none.
@@ -126,26 +126,26 @@ class Prompt:
             asked, or the family cannot tell.
     """
 
-    ids: Tensor
-    padding: Tensor
-    visual: Tensor
-    positions: Tensor
-    segments: tuple[Segment, ...] = ()
-    taps: Mapping[int, Tensor] = field(default_factory=dict)
+    input_ids: Tensor
+    attention_mask: Tensor
+    visual_mask: Tensor
+    position_ids: Tensor
+    grids: tuple[VisualGrid, ...] = ()
+    hidden_states: Mapping[int, Tensor] = field(default_factory=dict)
     vocab_size: int = 0
-    banned: frozenset[int] = frozenset()
-    reference: Sequence[Sequence[int]] = ()
+    banned_ids: frozenset[int] = frozenset()
+    reference_ids: Sequence[Sequence[int]] = ()
     noise: Callable[[int], Tensor] | None = None
     temperature: float = 1.0
-    words: Words | None = None
-    fixed: bool = False
+    shared_embeddings: SharedEmbeddings | None = None
+    static_shapes: bool = False
     compressor: Compressor | None = None
-    answer: int | None = None
-    attended: Tensor | None = None
+    max_new_tokens: int | None = None
+    visual_saliency: Tensor | None = None
 
 
 @dataclass
-class Verdict:
+class VerifyResult:
     """What a round decided: which nodes were walked and what was emitted.
 
     Attributes:
@@ -155,7 +155,7 @@ class Verdict:
         tokens: [B, N] int64, the tokens emitted; meaningful up to `counts`.
         rows: host copy of the emitted tokens, a list per row (empty for rows that did not take part).
         walked: host copy of the walked nodes, a list per row, same lengths as `rows`.
-        top_ids: [B][N][k] nested lists of the largest raw logits' ids (`Needs.top_k`), or None.
+        top_ids: [B][N][k] nested lists of the largest raw logits' ids (`DrafterRequirements.top_k`), or None.
         nodes: [B][N] the scored tokens, -1 where there is none; given with `top_ids`, else None.
         sizes: how many nodes the tree of each row has, the root counted.
     """
@@ -164,11 +164,11 @@ class Verdict:
     path: Tensor
     counts: Tensor
     tokens: Tensor
-    rows: list[list[int]]
-    walked: list[list[int]]
+    emitted_ids: list[list[int]]
+    accepted_nodes: list[list[int]]
     top_ids: list[list[list[int]]] | None = None
-    nodes: list[list[int]] | None = None
-    sizes: list[int] = field(default_factory=list)
+    scored_ids: list[list[int]] | None = None
+    tree_sizes: list[int] = field(default_factory=list)
 
 
 @runtime_checkable
@@ -181,21 +181,21 @@ class Drafter(Protocol):
     """
 
     name: str
-    needs: Needs
+    requirements: DrafterRequirements
     vocab_size: int | None
     """V of the target it was made for, or None if any will do."""
 
     def begin(self, prompt: Prompt) -> Any:
         """Start a call: read the prompt, return the state that the other two methods will be given."""
 
-    def propose(self, state: Any, budget: int, live: Sequence[bool]) -> DraftTree:
+    def propose(self, state: Any, max_nodes: int, active: Sequence[bool]) -> DraftTree:
         """Guess what follows the last emitted token of each live row, with at most `budget` nodes, the root counted.
 
         The root (node 0) stands for that last token; its id is filled in by the caller. Nodes should come in falling
         order of `scores`, so that a prefix of them is the best smaller tree. Rows that are not live want only node 0.
         """
 
-    def observe(self, state: Any, verdict: Verdict, taps: Mapping[int, Tensor]) -> None:
+    def observe(self, state: Any, result: VerifyResult, hidden_states: Mapping[int, Tensor]) -> None:
         """Learn what was emitted. `taps` are {index: [B, N, D]} of the scored nodes.
 
         Called after every round, also after rounds without a draft, and once after the prompt, with a verdict whose
@@ -208,13 +208,13 @@ class Target(Protocol):
 
     vocab_size: int
 
-    def score(self, tree: DraftTree, taps: Sequence[int] = ()) -> tuple[Tensor, dict[int, Tensor]]:
+    def score(self, tree: DraftTree, hidden_state_indices: Sequence[int] = ()) -> tuple[Tensor, dict[int, Tensor]]:
         """One forward over the nodes of all rows: logits [B, N, V] and {index: [B, N, D]} states."""
 
-    def commit(self, verdict: Verdict) -> None:
+    def commit(self, result: VerifyResult) -> None:
         """Keep the keys and values of the walked nodes, forget the rest."""
 
-    def rewind(self, lengths: Sequence[int], wipe: bool = False) -> None:
+    def crop(self, lengths: Sequence[int], zero_tail: bool = False) -> None:
         """Cut each row's cache to at most `lengths[b]` positions after the prompt.
 
         `wipe`: what lies beyond is zeroed too, since nan there would reach what looks past it (0 * nan is nan).
@@ -222,7 +222,7 @@ class Target(Protocol):
 
 
 @dataclass(frozen=True)
-class Outlook:
+class CompressionContext:
     """What is known of a call when its visual tokens are about to be shown to a drafter.
 
     Attributes:
@@ -231,9 +231,9 @@ class Outlook:
         lean: 1 if less should be shown than seems best, -1 if more, so that the costs of other widths become known.
     """
 
-    answer: int | None = None
-    rates: Rates | None = None
-    lean: int = 0
+    max_new_tokens: int | None = None
+    costs: DraftCosts | None = None
+    exploration: int = 0
 
 
 @dataclass(frozen=True)
@@ -252,23 +252,23 @@ class VisualTokens:
         ways: in a word how each row was made, if the compressor's name does not say that.
     """
 
-    embeddings: Tensor
-    states: Tensor
+    inputs_embeds: Tensor
+    hidden_states: Tensor
     mask: Tensor
-    positions: Tensor
-    segments: tuple[Segment, ...] = ()
-    scores: Tensor | None = None
-    outlook: Outlook | None = None
-    origin: Tensor | None = None
-    ways: tuple[str, ...] | None = None
+    position_ids: Tensor
+    grids: tuple[VisualGrid, ...] = ()
+    saliency: Tensor | None = None
+    context: CompressionContext | None = None
+    source_indices: Tensor | None = None
+    choices: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True)
-class Seen:
-    """What a `Chooser` went by, and what its way is charged: sight [B, F] float32, charge [B] float32 (as loss)."""
+class GateObservation:
+    """What a `GatedCompressor` went by, and what its way is charged: sight [B, F] float32, charge [B] float32 (as loss)."""
 
-    sight: Tensor
-    charge: Tensor
+    features: Tensor
+    penalty: Tensor
 
 
 @runtime_checkable
@@ -280,30 +280,30 @@ class Compressor(Protocol):
         """What it is called."""
 
     @property
-    def tokens(self) -> int:
+    def max_tokens(self) -> int:
         """How many a row is worth to it: the budget that it is given."""
 
-    def compress(self, visual: VisualTokens, query: Tensor | None, budget: int) -> VisualTokens:
+    def compress(self, visual_tokens: VisualTokens, query: Tensor | None, max_tokens: int) -> VisualTokens:
         """At most `budget` tokens per row; `query` [B, D] is the prompt's last state, or None. The same operator acts
         on embeddings and states."""
 
 
 @runtime_checkable
-class Chooser(Compressor, Protocol):
+class GatedCompressor(Compressor, Protocol):
     """A compressor that chooses one of several ways for each row, and can be told what they cost."""
 
     @property
-    def ways(self) -> Sequence[Compressor]:
+    def branches(self) -> Sequence[Compressor]:
         """What it chooses among."""
 
-    def only(self, way: int) -> AbstractContextManager[list[Seen]]:
+    def force_branch(self, way: int) -> AbstractContextManager[list[GateObservation]]:
         """Within it every row goes this way; the list gets an entry per call of `compress`."""
 
-    def learn(self, sights: Tensor, costs: Tensor) -> None:
+    def fit_gate(self, sights: Tensor, costs: Tensor) -> None:
         """Choose from now on by what each way [n, ways] cost where it saw [n, F]."""
 
 
-EVERY_TOKEN = 1 << 30
+NO_LIMIT = 1 << 30
 """What a compressor is worth (`Compressor.tokens`) that may keep every token."""
 
 
@@ -315,10 +315,10 @@ class FrameSampler(Protocol):
 
 
 @runtime_checkable
-class LookingSampler(FrameSampler, Protocol):
+class ContentAwareSampler(FrameSampler, Protocol):
     """A sampler that looks before it chooses: `sample` says at which frames. The video is decoded twice for it."""
 
-    def choose(self, chosen: list[int], thumbnails: Tensor) -> list[int]:
+    def select(self, indices: list[int], thumbnails: Tensor) -> list[int]:
         """Those of `chosen` that are to be read, rising. `thumbnails`: [n, height, width, 3] uint8, what they show."""
 
 
@@ -332,9 +332,9 @@ __all__ = [
     "Needs",
     "Outlook",
     "Prompt",
-    "Segment",
     "Target",
     "Verdict",
+    "VisualGrid",
     "VisualTokens",
     "Words",
 ]

@@ -15,18 +15,18 @@ from contextlib import contextmanager
 from typing import Any
 
 from mmspec.config import (
-    Options,
-    checked_compressor,
-    checked_drafter,
+    SpecConfig,
     checked_reference_ids,
     checked_tokenizer,
     reference_rows,
+    resolve_compressor,
+    resolve_drafter,
 )
-from mmspec.generate import OFF, Patch
+from mmspec.generate import DISABLED, PatchState
 from mmspec.interfaces import Compressor, Drafter
 from mmspec.metrics.stats import Stats
-from mmspec.targets.hf import ATTENTION
-from mmspec.targets.registry import family_of
+from mmspec.targets.hf import TREE_ATTENTION_KERNELS
+from mmspec.targets.registry import find_adapter
 
 logger = logging.getLogger("mmspec")
 
@@ -81,7 +81,7 @@ def patch(
     """
     reference_ids = checked_reference_ids(reference_ids)
     spec = (drafter, compressor, processor, reference, reference_ids, nodes, deterministic, packed)
-    family = family_of(model)
+    family = find_adapter(model)
     if is_patched(model):
         if model.__dict__[KEY].spec == spec:
             logger.info("mmspec: the model is patched with these settings already")
@@ -97,21 +97,23 @@ def patch(
             "Undo that first (del model.generate)."
         )
     tokenizer = checked_tokenizer(processor)
-    options = Options(
-        checked_drafter(drafter, family, tokenizer),
-        checked_compressor(compressor),
+    options = SpecConfig(
+        resolve_drafter(drafter, family, tokenizer),
+        resolve_compressor(compressor),
         reference,
         reference_ids,
         nodes,
         deterministic,
         packed,
     )
-    reference_rows(options, tokenizer, batch=None, repeats=1)
-    state = Patch(family, options, spec, processor)
-    if family.attention not in ATTENTION and "flash" in family.attention:
-        state.attention = family.attention
+    reference_rows(options, tokenizer, batch=None, num_return_sequences=1)
+    state = PatchState(family, options, spec, processor)
+    if family.attention not in TREE_ATTENTION_KERNELS and "flash" in family.attention:
+        state.original_attention = family.attention
         _set_attention(model, "sdpa")
-        logger.info("mmspec: text attention switched from %s to sdpa, which takes a mask per node", state.attention)
+        logger.info(
+            "mmspec: text attention switched from %s to sdpa, which takes a mask per node", state.original_attention
+        )
     model.__dict__[KEY] = state
     wrapper = functools.wraps(type(model).generate)(_generate_of_class())
     model.__dict__["generate"] = types.MethodType(wrapper, model)
@@ -149,12 +151,12 @@ def stats(model: Any, last: bool = False) -> Stats:
 @contextmanager
 def disabled(model: Any = None) -> Iterator[None]:
     """Within it, `generate` of all patched models (or of one) is transformers' own, in this thread or task only."""
-    old = OFF.get()
-    token = OFF.set(None if model is None or old is None else old | {id(model)})
+    old = DISABLED.get()
+    token = DISABLED.set(None if model is None or old is None else old | {id(model)})
     try:
         yield
     finally:
-        OFF.reset(token)
+        DISABLED.reset(token)
 
 
 def _generate_of_class() -> Any:

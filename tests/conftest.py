@@ -1,6 +1,6 @@
 """What all tests share: one thread, a quiet transformers, and a fresh generator state for each test.
 
-`MMSPEC_CASES` (or `--cases`) says how many random cases the slow run takes. `MMSPEC_MUTANT` plants a bug (`mutants`).
+`MMSPEC_CASES` (or `--cases`) says how many random cases the slow run takes. `MMSPEC_MUTANT` plants a bug (`mutation`).
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def _quiet() -> None:
-    import fuzz as cases
+    import fuzz as fuzz
 
-    cases.quiet()
+    fuzz.init_worker()
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -40,9 +40,9 @@ def _mutant() -> Iterator[None]:
     if name is None:
         yield
         return
-    import mutation as mutants
+    import mutation as mutation
 
-    with mutants.planted(name):
+    with mutation.plant_bug(name):
         yield
 
 
@@ -58,6 +58,6 @@ def _generator() -> Iterator[None]:
 @pytest.fixture
 def world() -> Any:
     """See `pretend.World`."""
-    from fake_target import new_world
+    from fake_target import build_fake_target
 
-    return new_world()
+    return build_fake_target()

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
-import adversarial as liars
+import adversarial as adversarial
 import pytest
 import tiny_models as tiny
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, StoppingCriteriaList
 
 import mmspec
-from mmspec.engine.sampler import Picker
+from mmspec.engine.sampler import TreeSampler
 from mmspec.engine.tree import DraftTree
 
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 12}
@@ -24,7 +24,7 @@ SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "max_new_token
 
 @lru_cache
 def _model(family: str) -> PreTrainedModel:
-    return tiny.model(tiny.Spec(family, seed=4))
+    return tiny.build_model(tiny.ModelSpec(family, seed=4))
 
 
 @pytest.fixture
@@ -32,18 +32,24 @@ def model() -> Iterator[PreTrainedModel]:
     """A patched model that says all its tokens."""
     made = _model("llava")
     made.generation_config.eos_token_id = None
-    mmspec.patch(made, drafter=liars.Chaos(1), nodes=8)
+    mmspec.patch(made, drafter=adversarial.MalformedDrafter(1), nodes=8)
     yield made
     mmspec.unpatch(made)
-    made.generation_config.eos_token_id = tiny.ids(made.tiny_spec).eos
+    made.generation_config.eos_token_id = tiny.special_ids(made.tiny_spec).eos
 
 
 def plant(monkeypatch: pytest.MonkeyPatch, row: int, column: int, shift: int = 1) -> None:
     """A bug: the loop picks another token in one place."""
-    pick = Picker.pick
+    pick = TreeSampler.sample
 
     def wrong(
-        self: Picker, logits: Tensor, tree: DraftTree, sequences: Tensor, lengths: list[int], base: int, horizon: int
+        self: TreeSampler,
+        logits: Tensor,
+        tree: DraftTree,
+        sequences: Tensor,
+        lengths: list[int],
+        base: int,
+        horizon: int,
     ) -> Any:
         picks, scores, broken = pick(self, logits, tree, sequences, lengths, base, horizon)
         assert tree.depths is not None
@@ -51,7 +57,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, row: int, column: int, shift: int = 1
         picks[row] = torch.where(here, (picks[row] + shift) % logits.shape[-1], picks[row])
         return picks, scores, broken
 
-    monkeypatch.setattr(Picker, "pick", wrong)
+    monkeypatch.setattr(TreeSampler, "pick", wrong)
 
 
 # --- nothing to find --------------------------------------------------------------------------------------------------
@@ -61,8 +67,8 @@ def plant(monkeypatch: pytest.MonkeyPatch, row: int, column: int, shift: int = 1
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_identical(family: str, options: dict[str, Any]) -> None:
     model = _model(family)
-    mmspec.patch(model, drafter=liars.Bush(1), nodes=8)
-    given = tiny.inputs(model, 3, 2)
+    mmspec.patch(model, drafter=adversarial.BranchingDrafter(1), nodes=8)
+    given = tiny.build_inputs(model, 3, 2)
     torch.manual_seed(11)
     state = torch.get_rng_state()
     found = mmspec.compare(model, given, **options)
@@ -77,7 +83,7 @@ def test_identical(family: str, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("options", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_both_sides_are_really_run(model: PreTrainedModel, options: dict[str, Any]) -> None:
     before = mmspec.stats(model).calls
-    given = tiny.inputs(model, 3, 1)
+    given = tiny.build_inputs(model, 3, 1)
     found = mmspec.compare(model, given, repeats=3, **options)
     assert mmspec.stats(model).calls - before == 4, "a pair to warm up, and three that count"
     assert len(found.plain) == len(found.patched) == 3 and found.stats.calls == 3
@@ -86,30 +92,30 @@ def test_both_sides_are_really_run(model: PreTrainedModel, options: dict[str, An
     for run in (*found.plain, *found.patched):
         assert 0 < run.ttft_s < run.total_s and 0 < run.decode_s < run.total_s
     assert found.speedup_decode > 0 and found.speedup_e2e > 0
-    assert abs(found.R * found.speedup_decode - found.tau) < 1e-6
+    assert abs(found.round_cost * found.speedup_decode - found.tau) < 1e-6
 
 
 def test_dictionaries_stop_strings_and_criteria_of_the_caller(model: PreTrainedModel) -> None:
-    log, given = liars.Log(), tiny.inputs(model, 3, 2)
+    log, given = adversarial.CallLog(), tiny.build_inputs(model, 3, 2)
     length = given["input_ids"].shape[1]
-    own = StoppingCriteriaList([liars.Plain(log, length, 0)])
+    own = StoppingCriteriaList([adversarial.Plain(log, length, 0)])
     found = mmspec.compare(model, given, **GREEDY, stopping_criteria=own, return_dict_in_generate=True)
     assert found.identical and found.plain_ids.shape[1] == length + 5
     assert len(log.calls) == 10 and len(own) == 1
-    words = tiny.spelling(model.tiny_spec)
+    words = tiny.token_texts(model.tiny_spec)
     stop = words[int(found.plain_ids[0, length + 1])]
-    found = mmspec.compare(model, given, **GREEDY, stop_strings=stop, tokenizer=tiny.tokenizer(model.tiny_spec))
+    found = mmspec.compare(model, given, **GREEDY, stop_strings=stop, tokenizer=tiny.build_tokenizer(model.tiny_spec))
     assert found.identical and found.plain_ids.shape[1] <= length + 12
 
 
 def test_several_sequences_per_prompt(model: PreTrainedModel) -> None:
-    found = mmspec.compare(model, tiny.inputs(model, 3, 2), **SAMPLED, num_return_sequences=2)
+    found = mmspec.compare(model, tiny.build_inputs(model, 3, 2), **SAMPLED, num_return_sequences=2)
     assert found.identical and found.rows == 4 and found.plain[0].tokens == 4 * 11
 
 
 def test_a_request_that_goes_the_plain_way(model: PreTrainedModel) -> None:
-    found = mmspec.compare(model, tiny.inputs(model, 3, 1), **GREEDY, num_beams=2)
-    assert found.identical and found.stats.plain_calls == 1 and found.tau == 1.0
+    found = mmspec.compare(model, tiny.build_inputs(model, 3, 1), **GREEDY, num_beams=2)
+    assert found.identical and found.stats.fallback_calls == 1 and found.tau == 1.0
     json.dumps(found.as_dict())
     assert "outputs identical" in str(found)
 
@@ -122,7 +128,7 @@ def test_a_request_that_goes_the_plain_way(model: PreTrainedModel) -> None:
 def test_a_planted_token_is_found(
     model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, row: int, column: int, options: dict[str, Any]
 ) -> None:
-    given = tiny.inputs(model, 5, 3)
+    given = tiny.build_inputs(model, 5, 3)
     plant(monkeypatch, row, column)
     torch.manual_seed(3)
     state = torch.get_rng_state()
@@ -143,7 +149,7 @@ def test_a_planted_token_is_found(
 
 
 def test_an_end_that_came_too_early_is_found(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    given = tiny.inputs(model, 5, 1)
+    given = tiny.build_inputs(model, 5, 1)
     length = given["input_ids"].shape[1]
     with mmspec.disabled(model):
         said = model.generate(**given, **GREEDY)[0, length:].tolist()
@@ -158,7 +164,7 @@ def test_an_end_that_came_too_early_is_found(model: PreTrainedModel, monkeypatch
 
 def test_rows_that_differ_only_in_padding_are_the_same(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """One row ends too early, so the batch is shorter; the other row, which had ended before, says the same."""
-    given = tiny.inputs(model, 5, 2)
+    given = tiny.build_inputs(model, 5, 2)
     length = given["input_ids"].shape[1]
     with mmspec.disabled(model):
         first, second = model.generate(**given, **GREEDY)[:, length:].tolist()
@@ -176,7 +182,7 @@ def test_rows_that_differ_only_in_padding_are_the_same(model: PreTrainedModel, m
 
 def test_every_pair_of_runs_is_looked_at(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """A bug that shows in one run of several must not be talked over by the last one."""
-    drafter, begun = liars.Liar(), list[int]()
+    drafter, begun = adversarial.AdversarialDrafter(), list[int]()
     mmspec.unpatch(model)
     mmspec.patch(model, drafter=drafter)
 
@@ -185,10 +191,10 @@ def test_every_pair_of_runs_is_looked_at(model: PreTrainedModel, monkeypatch: py
         monkeypatch.undo()
         if len(begun) == 3:
             plant(monkeypatch, 0, 5)
-        return liars.Liar.begin(drafter, prompt)
+        return adversarial.AdversarialDrafter.begin(drafter, prompt)
 
     drafter.begin = begin  # type: ignore[method-assign]
-    assert not mmspec.compare(model, tiny.inputs(model, 5, 2), repeats=3, **GREEDY).identical
+    assert not mmspec.compare(model, tiny.build_inputs(model, 5, 2), repeats=3, **GREEDY).identical
 
 
 # --- the rest ---------------------------------------------------------------------------------------------------------
@@ -197,26 +203,26 @@ def test_every_pair_of_runs_is_looked_at(model: PreTrainedModel, monkeypatch: py
 @pytest.mark.parametrize("repeats", [0, -1])
 def test_wrong_repeats(model: PreTrainedModel, repeats: int) -> None:
     with pytest.raises(ValueError, match=f"repeats must be 1 or more; got {repeats}"):
-        mmspec.compare(model, tiny.inputs(model, 3, 1), repeats=repeats)
+        mmspec.compare(model, tiny.build_inputs(model, 3, 1), repeats=repeats)
 
 
 def test_a_plain_model_cannot_be_compared() -> None:
     model = _model("llava")
     with pytest.raises(ValueError, match=r"patched model; call mmspec\.patch"):
-        mmspec.compare(model, tiny.inputs(model, 3, 1))
+        mmspec.compare(model, tiny.build_inputs(model, 3, 1))
 
 
 def test_an_error_leaves_the_generator_alone(model: PreTrainedModel) -> None:
     state = torch.get_rng_state()
-    criteria = StoppingCriteriaList([liars.Tripping(liars.Log(), 0, 0)])
-    with pytest.raises(liars.Broken):
-        mmspec.compare(model, tiny.inputs(model, 3, 1), **SAMPLED, stopping_criteria=criteria)
+    criteria = StoppingCriteriaList([adversarial.Tripping(adversarial.CallLog(), 0, 0)])
+    with pytest.raises(adversarial.InjectedError):
+        mmspec.compare(model, tiny.build_inputs(model, 3, 1), **SAMPLED, stopping_criteria=criteria)
     assert torch.equal(torch.get_rng_state(), state)
-    assert mmspec.compare(model, tiny.inputs(model, 3, 1), **SAMPLED).identical
+    assert mmspec.compare(model, tiny.build_inputs(model, 3, 1), **SAMPLED).identical
 
 
 def test_as_dict_and_table(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    given = tiny.inputs(model, 5, 2)
+    given = tiny.build_inputs(model, 5, 2)
     found = mmspec.compare(model, given, repeats=2, **GREEDY)
     made = json.loads(json.dumps(found.as_dict()))
     assert made["identical"] is True and made["first_divergence"] is None
@@ -233,5 +239,5 @@ def test_as_dict_and_table(model: PreTrainedModel, monkeypatch: pytest.MonkeyPat
 
 
 def test_one_token_has_no_decode_time(model: PreTrainedModel) -> None:
-    found = mmspec.compare(model, tiny.inputs(model, 3, 1), do_sample=False, max_new_tokens=1)
+    found = mmspec.compare(model, tiny.build_inputs(model, 3, 1), do_sample=False, max_new_tokens=1)
     assert found.identical and found.plain[0].decode_s == 0.0 and str(found)

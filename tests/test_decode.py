@@ -7,12 +7,23 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-import adversarial as liars
+import adversarial as adversarial
 import numpy as np
 import pytest
 import tiny_models as tiny
 import torch
-from parity import ALL, FAMILIES, GREEDY, MODES, SAMPLED, Kwargs, model_of, plain_of, same, speculating
+from parity import (
+    ALL_OUTPUTS,
+    FAMILIES,
+    GREEDY,
+    MODES,
+    SAMPLED,
+    Kwargs,
+    assert_parity,
+    generate_plain,
+    get_model,
+    speculate,
+)
 from torch import Tensor, nn
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.stopping_criteria import MaxLengthCriteria
@@ -29,14 +40,14 @@ LONG: Kwargs = {**GREEDY, "max_new_tokens": 30, "eos_token_id": None}
 # --- nan --------------------------------------------------------------------------------------------------------------
 
 
-class Poisoner(liars.Bush):
+class Poisoner(adversarial.BranchingDrafter):
     """Proposes a token whose states are nan, beside good guesses."""
 
     poison = 0
 
-    def lie(self, state: liars.Call, budget: int, live: Sequence[bool]) -> DraftTree:
-        tree = super().lie(state, budget, live)
-        if tree.nodes > 2:
+    def propose_tree(self, state: adversarial.DrafterState, budget: int, live: Sequence[bool]) -> DraftTree:
+        tree = super().propose_tree(state, budget, live)
+        if tree.num_nodes > 2:
             tree.tokens[:, 2] = self.poison
         return tree
 
@@ -45,19 +56,19 @@ class Poisoner(liars.Bush):
 @pytest.mark.parametrize("batch", [1, 3])
 def test_a_guess_that_is_nan_spoils_nothing(attention: str, batch: int, caplog: pytest.LogCaptureFixture) -> None:
     """A plain run never meets the token; here it is scored beside the others, and its keys and values are nan."""
-    model = tiny.model(tiny.Spec(seed=31, attention=attention))
-    given = tiny.inputs(model, 27, batch, images=[1] * batch)
-    plain = plain_of(model, given, **LONG)
+    model = tiny.build_model(tiny.ModelSpec(seed=31, attention=attention))
+    given = tiny.build_inputs(model, 27, batch, images=[1] * batch)
+    plain = generate_plain(model, given, **LONG)
     unsaid = sorted(set(range(20, 110)) - set(plain.flatten().tolist()))[0]
     with torch.no_grad():
         model.get_input_embeddings().weight[unsaid] = torch.nan
         model.get_output_embeddings().weight[unsaid] = -torch.ones_like(model.get_output_embeddings().weight[unsaid])
-    plain = plain_of(model, given, **LONG, return_dict_in_generate=True, output_logits=True)
+    plain = generate_plain(model, given, **LONG, return_dict_in_generate=True, output_logits=True)
     liar = Poisoner(1, [plain.sequences])
     liar.poison = unsaid
-    with speculating(model, liar):
-        mine = plain_of(model, given, **LONG, return_dict_in_generate=True, output_logits=True)
-        assert not mmspec.stats(model).plain_calls
+    with speculate(model, liar):
+        mine = generate_plain(model, given, **LONG, return_dict_in_generate=True, output_logits=True)
+        assert not mmspec.stats(model).fallback_calls
     assert torch.equal(mine.sequences, plain.sequences)
     assert torch.allclose(torch.stack(mine.logits), torch.stack(plain.logits), atol=1e-4, equal_nan=True)
     assert any("decoded without drafts" in record.getMessage() for record in caplog.records)
@@ -66,20 +77,20 @@ def test_a_guess_that_is_nan_spoils_nothing(attention: str, batch: int, caplog: 
 # --- drafters that draw -----------------------------------------------------------------------------------------------
 
 
-class Drawer(liars.Bush):
+class Drawer(adversarial.BranchingDrafter):
     """Draws from the generator that tokens are sampled with, wherever it can, and looks at the noise in between."""
 
-    def begin(self, prompt: Prompt) -> liars.Call:
+    def begin(self, prompt: Prompt) -> adversarial.DrafterState:
         torch.rand(3)
         self.noise = prompt.noise
         return super().begin(prompt)
 
-    def lie(self, state: liars.Call, budget: int, live: Sequence[bool]) -> DraftTree:
+    def propose_tree(self, state: adversarial.DrafterState, budget: int, live: Sequence[bool]) -> DraftTree:
         torch.randn(5)
         if self.noise is not None:
             self.noise(3)
         torch.rand(2)
-        return super().lie(state, budget, live)
+        return super().propose_tree(state, budget, live)
 
     def observe(self, *args: Any) -> None:
         torch.rand(4)
@@ -88,9 +99,9 @@ class Drawer(liars.Bush):
 
 @MODES
 def test_drafters_that_draw_leave_no_trace(mode: Kwargs) -> None:
-    model = model_of(seed=29)
-    given = tiny.inputs(model, 27, 2, images=[1, 1])
-    assert same(model, given, lambda plain: Drawer(1, [plain]), **mode).drafted
+    model = get_model(seed=29)
+    given = tiny.build_inputs(model, 27, 2, images=[1, 1])
+    assert assert_parity(model, given, lambda plain: Drawer(1, [plain]), **mode).num_draft_tokens
 
 
 # --- inputs -----------------------------------------------------------------------------------------------------------
@@ -99,40 +110,40 @@ def test_drafters_that_draw_leave_no_trace(mode: Kwargs) -> None:
 @MODES
 @pytest.mark.parametrize("family", tiny.FAMILIES[:3])  # the fourth asks for int64
 def test_ids_in_int32(family: str, mode: Kwargs) -> None:
-    model = model_of(family, seed=29)
-    given = dict(tiny.inputs(model, 27, 2, images=[1, 1]))
+    model = get_model(family, seed=29)
+    given = dict(tiny.build_inputs(model, 27, 2, images=[1, 1]))
     given["input_ids"] = given["input_ids"].int()
-    assert same(model, given, "bush", **mode).accepted
+    assert assert_parity(model, given, "bush", **mode).num_accepted_tokens
 
 
 @MODES
 def test_more_tokens_than_the_model_was_made_with(mode: Kwargs) -> None:
     """`resize_token_embeddings` after `patch`: the same drafter goes on with another vocabulary."""
-    model = tiny.model(tiny.Spec(seed=29))
-    given = tiny.inputs(model, 27, 2, images=[1, 1])
+    model = tiny.build_model(tiny.ModelSpec(seed=29))
+    given = tiny.build_inputs(model, 27, 2, images=[1, 1])
     mmspec.patch(model, nodes=8)
     model.generate(**given, **GREEDY)
     model.resize_token_embeddings(130)
     with mmspec.disabled(model):
-        plain = plain_of(model, given, **mode)
-    assert torch.equal(plain_of(model, given, **mode), plain)
-    assert not mmspec.stats(model).plain_calls
+        plain = generate_plain(model, given, **mode)
+    assert torch.equal(generate_plain(model, given, **mode), plain)
+    assert not mmspec.stats(model).fallback_calls
 
 
 def test_ids_without_an_embedding_are_not_drafted() -> None:
-    model = tiny.model(tiny.Spec(seed=29))
+    model = tiny.build_model(tiny.ModelSpec(seed=29))
     family = mmspec.patching.family_of(model)
     model.set_input_embeddings(nn.Embedding(100, 32))
     ids = torch.zeros(1, 3, dtype=torch.long)
-    prompt = Prompt(ids, ids.bool(), ids.bool(), ids, vocab_size=120, banned=frozenset({4, 7, 500}))
+    prompt = Prompt(ids, ids.bool(), ids.bool(), ids, vocab_size=120, banned_ids=frozenset({4, 7, 500}))
     allowed = _allowed(prompt, family, torch.device("cpu"))
     assert (~allowed).nonzero().flatten().tolist() == [4, 7, *range(100, 120)]
 
 
 @FAMILIES
 def test_forward_is_given_what_transformers_gives_it(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = model_of(family, seed=29)
-    given = tiny.inputs(model, 27, 2, images=[1, 1])
+    model = get_model(family, seed=29)
+    given = tiny.build_inputs(model, 27, 2, images=[1, 1])
     names: list[list[set[str]]] = [[], []]
     for patched in (0, 1):
         forward = type(model).forward
@@ -158,9 +169,9 @@ def test_forward_is_given_what_transformers_gives_it(family: str, monkeypatch: p
             if not patched:
                 patcher.setattr(type(model), "forward", spy)
             if patched:
-                with speculating(model, "bush", None):
+                with speculate(model, "bush", None):
                     model.generate(**given, **GREEDY, custom_generate=None)
-                    assert not mmspec.stats(model).plain_calls
+                    assert not mmspec.stats(model).fallback_calls
             else:
                 model.generate(**given, **GREEDY)
     plain, mine = names
@@ -183,9 +194,11 @@ class Picky(LogitsProcessor):
 
 @MODES
 def test_processors_of_ones_own_are_called_as_transformers_does(mode: Kwargs) -> None:
-    model = model_of(seed=29)
-    given = tiny.inputs(model, 27, 2, images=[1, 1])
-    same(model, given, "bush", **{**mode, **ALL}, logits_processor=lambda: LogitsProcessorList([Picky()]))
+    model = get_model(seed=29)
+    given = tiny.build_inputs(model, 27, 2, images=[1, 1])
+    assert_parity(
+        model, given, "bush", **{**mode, **ALL_OUTPUTS}, logits_processor=lambda: LogitsProcessorList([Picky()])
+    )
 
 
 class Saying(StoppingCriteria):
@@ -212,18 +225,20 @@ FORMS: dict[str, Any] = {
 @MODES
 @pytest.mark.parametrize("form", FORMS)
 def test_criteria_may_answer_in_many_ways(form: str, mode: Kwargs) -> None:
-    model = model_of(seed=29)
-    given = tiny.inputs(model, 27, 2, images=[1, 1])
+    model = get_model(seed=29)
+    given = tiny.build_inputs(model, 27, 2, images=[1, 1])
     stop = given["input_ids"].shape[1] + 7
-    same(model, given, "oracle", **mode, stopping_criteria=lambda: StoppingCriteriaList([Saying(stop, FORMS[form])]))
+    assert_parity(
+        model, given, "oracle", **mode, stopping_criteria=lambda: StoppingCriteriaList([Saying(stop, FORMS[form])])
+    )
 
 
 def test_a_length_that_is_not_whole() -> None:
-    model = model_of(seed=29)
-    given = tiny.inputs(model, 27, 2, images=[1, 1])
+    model = get_model(seed=29)
+    given = tiny.build_inputs(model, 27, 2, images=[1, 1])
     length = given["input_ids"].shape[1] + 6.5
     made = lambda: StoppingCriteriaList([MaxLengthCriteria(length)])  # noqa: E731
-    same(model, given, "oracle", **GREEDY, stopping_criteria=made)
+    assert_parity(model, given, "oracle", **GREEDY, stopping_criteria=made)
 
 
 # --- threads ----------------------------------------------------------------------------------------------------------
@@ -231,10 +246,10 @@ def test_a_length_that_is_not_whole() -> None:
 
 def test_calls_in_threads_are_sampled_independently() -> None:
     """The same prompt at the same time: a shared generator must not give both the same words."""
-    model = tiny.model(tiny.Spec(seed=29, calm=True))
-    given = tiny.inputs(model, 27, 4, images=[1] * 4)
+    model = tiny.build_model(tiny.ModelSpec(seed=29, calm=True))
+    given = tiny.build_inputs(model, 27, 4, images=[1] * 4)
     said: dict[int, Tensor] = {}
-    mmspec.patch(model, drafter=liars.Bush(1), nodes=8)
+    mmspec.patch(model, drafter=adversarial.BranchingDrafter(1), nodes=8)
     gate = threading.Barrier(2)
 
     def speak(which: int) -> None:

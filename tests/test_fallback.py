@@ -7,8 +7,8 @@ import functools
 import logging
 from typing import Any
 
-import adversarial as liars
-import fuzz as cases
+import adversarial as adversarial
+import fuzz as fuzz
 import pytest
 import tiny_models as tiny
 import torch
@@ -16,10 +16,10 @@ from parity import (
     FAMILIES,
     GREEDY,
     Kwargs,
-    counted_vision,
-    model_of,
-    plain_of,
-    speculating,
+    count_vision_calls,
+    generate_plain,
+    get_model,
+    speculate,
 )
 from torch import Tensor
 from transformers import (
@@ -67,7 +67,7 @@ PLAIN_WAYS: dict[str, tuple[str, Kwargs]] = {
     "assistant_model": ("assistant_model", {"assistant_model": _assistant}),
     "prompt lookup": ("prompt_lookup_num_tokens", {"prompt_lookup_num_tokens": 3}),
     "custom_generate": ("custom_generate", {"custom_generate": _own_loop}),
-    "token_healing": ("token_healing", {"token_healing": True, "tokenizer": tiny.tokenizer(tiny.Spec())}),
+    "token_healing": ("token_healing", {"token_healing": True, "tokenizer": tiny.build_tokenizer(tiny.ModelSpec())}),
     "guidance_scale": ("guidance_scale", {"guidance_scale": 1.5}),
     "watermarking": ("watermarking_config", {"watermarking_config": {"greenlist_ratio": 0.3}}),
     "output_attentions": ("output_attentions", {"output_attentions": True, "return_dict_in_generate": True}),
@@ -114,10 +114,10 @@ def _went_plain(
 ) -> None:
     greedy = {} if "do_sample" in more else {"do_sample": False}
     greedy["max_new_tokens"] = 8
-    with counted_vision(model) as calls:
+    with count_vision_calls(model) as calls:
         wanted, error, state = _attempt(model, given, more, greedy)
         encoded = len(calls)
-        with caplog.at_level(logging.WARNING, "mmspec"), cases.patched(model, liars.Bush(1)):
+        with caplog.at_level(logging.WARNING, "mmspec"), fuzz.patch_model(model, adversarial.BranchingDrafter(1)):
             for _ in range(2):
                 calls.clear()
                 mine, mine_error, mine_state = _attempt(model, given, more, greedy)
@@ -127,7 +127,7 @@ def _went_plain(
                 assert torch.equal(state, mine_state)
                 assert len(calls) == encoded, "images were encoded again"
             if not error:
-                assert mmspec.stats(model, last=True).fallback, "no reason in the statistics"
+                assert mmspec.stats(model, last=True).fallback_reason, "no reason in the statistics"
     if error:
         return  # what HF refuses, it refuses; nothing to be warned of
     assert encoded == images
@@ -140,39 +140,39 @@ def _went_plain(
 def test_goes_the_plain_way(name: str, caplog: pytest.LogCaptureFixture) -> None:
     word, more = PLAIN_WAYS[name]
     eager = "output_attentions" in more
-    model = model_of(seed=29, attention="eager" if eager else "sdpa")
+    model = get_model(seed=29, attention="eager" if eager else "sdpa")
     batch = 1 if name in ("assistant_model", "prompt lookup") else 2
-    given = tiny.inputs(model, 27, batch, images=[1] * batch, padding="none")
+    given = tiny.build_inputs(model, 27, batch, images=[1] * batch, padding="none")
     _went_plain(model, given, word, more, caplog)
 
 
 @FAMILIES
 def test_goes_the_plain_way_in_every_family(family: str, caplog: pytest.LogCaptureFixture) -> None:
-    model = model_of(family, seed=29)
-    given = tiny.inputs(model, 27, 2, images=[1, 2])
+    model = get_model(family, seed=29)
+    given = tiny.build_inputs(model, 27, 2, images=[1, 2])
     _went_plain(model, given, "use_cache", {"use_cache": False}, caplog)
 
 
 def test_an_option_in_a_passed_or_own_config_goes_the_plain_way(caplog: pytest.LogCaptureFixture) -> None:
-    model = model_of(seed=29)
-    given = tiny.inputs(model, 27, 2, images=[1, 1])
+    model = get_model(seed=29)
+    given = tiny.build_inputs(model, 27, 2, images=[1, 1])
     config = GenerationConfig(num_beams=2, max_new_tokens=8)
     _went_plain(model, given, "num_beams", {"generation_config": config}, caplog)
     caplog.clear()
-    with cases.configured(model, [2], {"guidance_scale": 1.5}):
+    with fuzz.override_generation_config(model, [2], {"guidance_scale": 1.5}):
         _went_plain(model, given, "guidance_scale", {}, caplog)
 
 
 def test_inputs_embeds_as_the_prompt_goes_the_plain_way(caplog: pytest.LogCaptureFixture) -> None:
-    model = model_of(seed=29)
-    ids = tiny.inputs(model, 27, 2, images=[0, 0], padding="none")["input_ids"]
+    model = get_model(seed=29)
+    ids = tiny.build_inputs(model, 27, 2, images=[0, 0], padding="none")["input_ids"]
     given = {"inputs_embeds": model.get_input_embeddings()(ids).detach()}
     _went_plain(model, given, "inputs_embeds", {}, caplog, images=0)
 
 
 def test_train_mode_goes_the_plain_way(caplog: pytest.LogCaptureFixture) -> None:
-    model = model_of(seed=29)
-    given = tiny.inputs(model, 27, 2, images=[1, 1])
+    model = get_model(seed=29)
+    given = tiny.build_inputs(model, 27, 2, images=[1, 1])
     model.train()
     try:
         _went_plain(model, given, "train", {}, caplog)
@@ -185,25 +185,25 @@ def test_an_unknown_attention_kernel_goes_the_plain_way(caplog: pytest.LogCaptur
 
     AttentionInterface.register("of_my_own", _kernel)
     AttentionMaskInterface.register("of_my_own", sdpa_mask)
-    model = tiny.model(tiny.Spec(seed=29))
+    model = tiny.build_model(tiny.ModelSpec(seed=29))
     model.set_attn_implementation("of_my_own")
-    given = tiny.inputs(model, 27, 2, images=[1, 1])
+    given = tiny.build_inputs(model, 27, 2, images=[1, 1])
     _went_plain(model, given, "of_my_own", {}, caplog)
 
 
 def test_a_kernel_changed_after_patch(caplog: pytest.LogCaptureFixture) -> None:
-    model = tiny.model(tiny.Spec(seed=29))
-    given = tiny.inputs(model, 27, 2, images=[1, 1])
-    plain = plain_of(model, given, **GREEDY)
-    with speculating(model, "bush", plain):
+    model = tiny.build_model(tiny.ModelSpec(seed=29))
+    given = tiny.build_inputs(model, 27, 2, images=[1, 1])
+    plain = generate_plain(model, given, **GREEDY)
+    with speculate(model, "bush", plain):
         model.set_attn_implementation("eager")
-        assert torch.equal(plain_of(model, given, **GREEDY), plain)
-        assert mmspec.stats(model, last=True).accepted > 0
+        assert torch.equal(generate_plain(model, given, **GREEDY), plain)
+        assert mmspec.stats(model, last=True).num_accepted_tokens > 0
 
 
 def test_what_hf_refuses_it_refuses_with_the_same_words() -> None:
-    model = model_of(seed=29)
-    given = tiny.inputs(model, 27, 2, images=[1, 1])
+    model = get_model(seed=29)
+    given = tiny.build_inputs(model, 27, 2, images=[1, 1])
     wrong: list[Kwargs] = [
         {"num_return_sequences": 2, "do_sample": False},
         {"stop_strings": ["ab"]},
@@ -215,7 +215,7 @@ def test_what_hf_refuses_it_refuses_with_the_same_words() -> None:
     for more in wrong:
         _, error, state = _attempt(model, given, more, {"max_new_tokens": 5})
         assert error
-        with cases.patched(model, "auto"):
+        with fuzz.patch_model(model, "auto"):
             _, mine, mine_state = _attempt(model, given, more, {"max_new_tokens": 5})
         assert mine == error and torch.equal(state, mine_state)
 
@@ -224,7 +224,7 @@ def test_what_hf_refuses_it_refuses_with_the_same_words() -> None:
 
 
 def _check(model: PreTrainedModel, word: str, caplog: pytest.LogCaptureFixture) -> None:
-    given = tiny.inputs(model, 27, 2, images=[1, 1], padding="none")
+    given = tiny.build_inputs(model, 27, 2, images=[1, 1], padding="none")
     _went_plain(model, given, word, {}, caplog)
     caplog.clear()
     _went_plain(model, given, word, {"do_sample": True, "top_k": 0}, caplog)
@@ -233,7 +233,7 @@ def _check(model: PreTrainedModel, word: str, caplog: pytest.LogCaptureFixture) 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
 def test_rotary_frequencies_that_follow_the_length(kind: str, caplog: pytest.LogCaptureFixture) -> None:
     """A tree reaches further than the next token, and would change them for all of its nodes."""
-    config = copy.deepcopy(model_of(seed=29).config)
+    config = copy.deepcopy(get_model(seed=29).config)
     text = config.text_config
     text.max_position_embeddings = 24
     text.rope_parameters = {"rope_type": kind, "rope_theta": 10000.0, "factor": 2.0}
@@ -242,15 +242,15 @@ def test_rotary_frequencies_that_follow_the_length(kind: str, caplog: pytest.Log
         factors = {"short_factor": [1.0] * half, "long_factor": [2.0] * half}
         text.rope_parameters |= factors | {"original_max_position_embeddings": 24}
     torch.manual_seed(4)
-    model = type(model_of())(config).eval()
-    model.tiny_spec = tiny.Spec(seed=29)  # type: ignore[assignment]
+    model = type(get_model())(config).eval()
+    model.tiny_spec = tiny.ModelSpec(seed=29)  # type: ignore[assignment]
     _check(model, kind, caplog)
 
 
 @pytest.mark.parametrize("name", ["_sample", "prepare_inputs_for_generation", "_update_model_kwargs_for_generation"])
 def test_methods_of_ones_own(name: str, caplog: pytest.LogCaptureFixture) -> None:
     """On the class or on the instance: what they do we do not know."""
-    model = tiny.model(tiny.Spec(seed=29))
+    model = tiny.build_model(tiny.ModelSpec(seed=29))
     base = type(model)
     original = getattr(base, name)
     model.__class__ = type("Own", (base,), {name: lambda self, *a, **k: original(self, *a, **k), "__module__": "own"})
@@ -263,13 +263,13 @@ def test_methods_of_ones_own(name: str, caplog: pytest.LogCaptureFixture) -> Non
 
 
 def test_a_part_in_train_mode(caplog: pytest.LogCaptureFixture) -> None:
-    model = tiny.model(tiny.Spec(seed=29))
+    model = tiny.build_model(tiny.ModelSpec(seed=29))
     model.model.language_model.layers[1].mlp.act_fn.train()
     _check(model, "train mode of model.language_model.layers.1.mlp.act_fn (SiLU", caplog)
 
 
 def test_a_compiled_part(caplog: pytest.LogCaptureFixture) -> None:
-    model = tiny.model(tiny.Spec(seed=29))
+    model = tiny.build_model(tiny.ModelSpec(seed=29))
     part = model.model.language_model
     part._compiled_call_impl = part._call_impl
     _check(model, "compiled", caplog)
@@ -285,6 +285,6 @@ class Noisy(torch.nn.Linear):
 
 def test_a_forward_that_draws_random_numbers(caplog: pytest.LogCaptureFixture) -> None:
     """It draws once per step of transformers' loop, so that loop it must be, from the state it began with."""
-    model = tiny.model(tiny.Spec(seed=29))
+    model = tiny.build_model(tiny.ModelSpec(seed=29))
     model.lm_head.__class__ = Noisy
     _check(model, "random numbers", caplog)

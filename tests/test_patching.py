@@ -13,7 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import adversarial as liars
+import adversarial as adversarial
 import numpy as np
 import pytest
 import tiny_models as tiny
@@ -33,7 +33,7 @@ from transformers import (
 
 import mmspec
 from mmspec.app.modeling.random_models import random_model
-from mmspec.interfaces import Needs
+from mmspec.interfaces import DrafterRequirements
 from mmspec.metrics.stats import Stats
 from mmspec.targets.hf import HFTarget
 
@@ -45,7 +45,7 @@ FAMILIES = pytest.mark.parametrize("family", tiny.FAMILIES)
 @lru_cache
 def shared(family: str = "llava") -> PreTrainedModel:
     """A model that tests share."""
-    return tiny.model(tiny.Spec(family, seed=6))
+    return tiny.build_model(tiny.ModelSpec(family, seed=6))
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def picture(model: PreTrainedModel) -> dict[str, Any]:
 @FAMILIES
 def test_there_and_back(family: str) -> None:
     model = shared(family)
-    given = tiny.inputs(model, 1, 2)
+    given = tiny.build_inputs(model, 1, 2)
     plain = model.generate(**given, **GREEDY)
     before = picture(model)  # behind a call, since transformers hangs its own hooks on in the first one
     assert not mmspec.is_patched(model)
@@ -85,7 +85,7 @@ def test_there_and_back(family: str) -> None:
 
 
 def test_only_the_instance_is_touched(model: PreTrainedModel) -> None:
-    other, own = tiny.model(tiny.Spec("llava")), type(model).generate
+    other, own = tiny.build_model(tiny.ModelSpec("llava")), type(model).generate
     mmspec.patch(model)
     assert not mmspec.is_patched(other) and "generate" not in other.__dict__ and type(model).generate is own
     assert set(model.state_dict()) == set(other.state_dict())
@@ -98,11 +98,11 @@ def test_what_is_not_patched() -> None:
 
 
 def test_the_same_settings_again_do_nothing(model: PreTrainedModel) -> None:
-    drafter = liars.Bush(1)
+    drafter = adversarial.BranchingDrafter(1)
     many: list[dict[str, Any]] = [{}, {"drafter": "lookup", "nodes": 4}]
     for options in (*many, {"drafter": drafter, "reference_ids": [[5, 6, 7]]}):
         mmspec.patch(model, **options)
-        model.generate(**tiny.inputs(model, 1, 1), **GREEDY)
+        model.generate(**tiny.build_inputs(model, 1, 1), **GREEDY)
         before = picture(model)
         assert mmspec.patch(model, **options) is model
         assert picture(model) == before and mmspec.stats(model).calls == 1
@@ -113,11 +113,11 @@ def test_the_same_settings_again_do_nothing(model: PreTrainedModel) -> None:
     "other",
     [
         {"drafter": "none"},
-        {"drafter": liars.Bush(1)},
+        {"drafter": adversarial.BranchingDrafter(1)},
         {"nodes": 4},
         {"deterministic": True},
         {"reference_ids": [[1]]},
-        {"processor": tiny.tokenizer(tiny.Spec())},
+        {"processor": tiny.build_tokenizer(tiny.ModelSpec())},
     ],
     ids=lambda other: next(iter(other)),
 )
@@ -141,17 +141,17 @@ def test_signature_name_and_doc_are_kept(model: PreTrainedModel) -> None:
 
 
 def test_arguments_by_position(model: PreTrainedModel) -> None:
-    given = tiny.inputs(model, 1, 1, images=[0])
+    given = tiny.build_inputs(model, 1, 1, images=[0])
     plain = model.generate(given["input_ids"], **GREEDY)
     mmspec.patch(model, nodes=8)
     assert torch.equal(model.generate(given["input_ids"], **GREEDY), plain)
-    assert mmspec.stats(model).calls == 1 and not mmspec.stats(model).plain_calls
+    assert mmspec.stats(model).calls == 1 and not mmspec.stats(model).fallback_calls
 
 
 def test_a_patched_model_can_be_freed() -> None:
-    model = tiny.model(tiny.Spec("llava"))
+    model = tiny.build_model(tiny.ModelSpec("llava"))
     mmspec.patch(model)
-    model.generate(**tiny.inputs(model, 1, 1), **GREEDY)
+    model.generate(**tiny.build_inputs(model, 1, 1), **GREEDY)
     gone = weakref.ref(model)
     del model
     gc.collect()
@@ -161,9 +161,9 @@ def test_a_patched_model_can_be_freed() -> None:
 @FAMILIES
 def test_what_a_call_returns_can_be_trained_with(family: str) -> None:
     """The loop may run in inference mode; nothing made in it may reach the caller or stay on the model."""
-    model = tiny.model(tiny.Spec(family, seed=6))
-    given = tiny.inputs(model, 1, 2)
-    mmspec.patch(model, drafter=liars.Bush(1), nodes=8)
+    model = tiny.build_model(tiny.ModelSpec(family, seed=6))
+    given = tiny.build_inputs(model, 1, 2)
+    mmspec.patch(model, drafter=adversarial.BranchingDrafter(1), nodes=8)
     flags = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
     for options, chosen in ((GREEDY, {}), (SAMPLED, {}), (GREEDY, {"drafter": "none"})):
         said = model.generate(**given, **flags, **options, mmspec=chosen)
@@ -229,15 +229,15 @@ def test_an_unsupported_family_lists_the_supported() -> None:
     assert set(mmspec.supported()) >= set(tiny.FAMILIES)
 
 
-class Tapping(liars.Liar):
+class Tapping(adversarial.AdversarialDrafter):
     """Asks for states."""
 
     def __init__(self, *taps: int) -> None:
         super().__init__()
-        self.needs = Needs(taps=taps)
+        self.requirements = DrafterRequirements(hidden_state_indices=taps)
 
 
-class Foreign(liars.Liar):
+class Foreign(adversarial.AdversarialDrafter):
     """Made for another vocabulary."""
 
     vocab_size = 7
@@ -252,7 +252,7 @@ class Nameless:
 BAD: dict[str, tuple[dict[str, Any], Any, str]] = {
     "unknown drafter": ({"drafter": "magic"}, ValueError, r"'magic'; known are 'none', 'lookup', 'recycling'"),
     "not a drafter": ({"drafter": Nameless()}, TypeError, r"got Nameless, which has no 'needs'"),
-    "a class": ({"drafter": liars.Liar}, TypeError, r"Liar"),
+    "a class": ({"drafter": adversarial.AdversarialDrafter}, TypeError, r"Liar"),
     "vocabulary": ({"drafter": Foreign()}, ValueError, r"made for a vocabulary of 7 ids, the model has 120"),
     "taps": ({"drafter": Tapping(0, 2, 3)}, ValueError, r"taps states \[3\]; this model has states 0 to 2"),
     "negative taps": ({"drafter": Tapping(-1)}, ValueError, r"taps states \[-1\]"),
@@ -289,9 +289,9 @@ def test_bad_settings_leave_nothing_behind(model: PreTrainedModel, name: str) ->
 @BADLY
 def test_bad_settings_of_a_call_leave_nothing_behind(model: PreTrainedModel, name: str) -> None:
     options, error, words = BAD[name]
-    given = tiny.inputs(model, 1, 1)
+    given = tiny.build_inputs(model, 1, 1)
     plain = model.generate(**given, **GREEDY)
-    mmspec.patch(model, drafter=liars.Bush(1), nodes=8)
+    mmspec.patch(model, drafter=adversarial.BranchingDrafter(1), nodes=8)
     before, state = picture(model), torch.get_rng_state()
     with pytest.raises(error, match=words):
         model.generate(**given, **SAMPLED, mmspec=options)
@@ -305,21 +305,21 @@ def test_unknown_options_of_a_call_are_named(model: PreTrainedModel, given: dict
     mmspec.patch(model)
     unknown = "speed" if "speed" in given else "node"
     with pytest.raises(ValueError, match=rf"takes enabled, drafter, .*; got {unknown}\."):
-        model.generate(**tiny.inputs(model, 1, 1), **GREEDY, mmspec=given)
+        model.generate(**tiny.build_inputs(model, 1, 1), **GREEDY, mmspec=given)
 
 
 @pytest.mark.parametrize("given", [True, False, "none", 3])
 def test_options_of_a_call_are_a_dict(model: PreTrainedModel, given: Any) -> None:
     mmspec.patch(model)
     with pytest.raises((TypeError, ValueError), match="generate\\(mmspec=\\.\\.\\.\\) takes"):
-        model.generate(**tiny.inputs(model, 1, 1), **GREEDY, mmspec=given)
+        model.generate(**tiny.build_inputs(model, 1, 1), **GREEDY, mmspec=given)
 
 
 @pytest.mark.parametrize("value", ["no", 0, None])
 def test_whether_mmspec_is_on_is_a_bool(model: PreTrainedModel, value: Any) -> None:
     mmspec.patch(model)
     with pytest.raises(TypeError, match=rf"enabled must be True or False; got {value!r}\. .*enabled=False"):
-        model.generate(**tiny.inputs(model, 1, 1), **GREEDY, mmspec={"enabled": value})
+        model.generate(**tiny.build_inputs(model, 1, 1), **GREEDY, mmspec={"enabled": value})
 
 
 @pytest.mark.parametrize("value", ["a string", [], 5, PreTrainedTokenizerFast, nn.Linear(2, 2)], ids=repr)
@@ -344,7 +344,7 @@ def test_a_compiled_wrapper_names_what_is_inside(model: PreTrainedModel) -> None
 
 def test_a_plain_model_does_not_know_the_argument(model: PreTrainedModel) -> None:
     with pytest.raises((ValueError, TypeError), match="mmspec"):
-        model.generate(**tiny.inputs(model, 1, 1), **GREEDY, mmspec={})
+        model.generate(**tiny.build_inputs(model, 1, 1), **GREEDY, mmspec={})
 
 
 def test_someone_else_replaced_generate(model: PreTrainedModel) -> None:
@@ -363,13 +363,13 @@ def test_someone_else_replaced_generate(model: PreTrainedModel) -> None:
 
 
 def test_options_of_a_call_change_only_that_call(model: PreTrainedModel) -> None:
-    given = tiny.inputs(model, 1, 1)
+    given = tiny.build_inputs(model, 1, 1)
     mmspec.patch(model, drafter="none")
-    model.generate(**given, **GREEDY, mmspec={"drafter": liars.Bush(1), "nodes": 8})
-    assert mmspec.stats(model, last=True).drafted > 0
+    model.generate(**given, **GREEDY, mmspec={"drafter": adversarial.BranchingDrafter(1), "nodes": 8})
+    assert mmspec.stats(model, last=True).num_draft_tokens > 0
     model.generate(**given, **GREEDY, mmspec={})
     model.generate(**given, **GREEDY, mmspec=None)
-    assert mmspec.stats(model, last=True).drafted == 0
+    assert mmspec.stats(model, last=True).num_draft_tokens == 0
     chosen = {"enabled": False}
     model.generate(**given, **GREEDY, mmspec=chosen)
     assert chosen == {"enabled": False} and mmspec.stats(model).calls == 3
@@ -381,7 +381,7 @@ def test_options_of_a_call_change_only_that_call(model: PreTrainedModel) -> None
 @FAMILIES
 def test_a_deep_copy_is_patched_and_independent(family: str) -> None:
     model = shared(family)
-    given = tiny.inputs(model, 1, 2)
+    given = tiny.build_inputs(model, 1, 2)
     plain = model.generate(**given, **GREEDY)
     mmspec.patch(model, drafter="recycling", nodes=8)
     try:
@@ -417,7 +417,7 @@ def test_a_copy_unpatched_leaves_the_original_patched(model: PreTrainedModel) ->
 
 
 def test_saving_a_patched_model(model: PreTrainedModel, tmp_path: Path) -> None:
-    given = tiny.inputs(model, 1, 2)
+    given = tiny.build_inputs(model, 1, 2)
     plain = model.generate(**given, **GREEDY)
     model.save_pretrained(tmp_path / "plain")
     mmspec.patch(model, nodes=8)
@@ -437,7 +437,7 @@ def test_saving_a_patched_model(model: PreTrainedModel, tmp_path: Path) -> None:
 def served(model: PreTrainedModel) -> bool:
     """Whether a call now goes through the loop."""
     before = mmspec.stats(model).calls
-    model.generate(**tiny.inputs(model, 1, 1), do_sample=False, max_new_tokens=2)
+    model.generate(**tiny.build_inputs(model, 1, 1), do_sample=False, max_new_tokens=2)
     return mmspec.stats(model).calls > before
 
 
@@ -474,7 +474,7 @@ def test_disabled_ends_with_an_error(model: PreTrainedModel) -> None:
 def test_disabled_wins_over_the_options_of_a_call(model: PreTrainedModel) -> None:
     mmspec.patch(model, drafter="none")
     with mmspec.disabled():
-        model.generate(**tiny.inputs(model, 1, 1), **GREEDY, mmspec={"drafter": "lookup"})
+        model.generate(**tiny.build_inputs(model, 1, 1), **GREEDY, mmspec={"drafter": "lookup"})
     assert mmspec.stats(model).calls == 0
 
 
@@ -516,7 +516,7 @@ def test_disabled_holds_in_its_own_task(model: PreTrainedModel) -> None:
 @FAMILIES
 def test_two_threads_on_one_model(family: str, drafter: str) -> None:
     model = shared(family)
-    given = [tiny.inputs(model, 20 + i, 1 + i) for i in range(2)]
+    given = [tiny.build_inputs(model, 20 + i, 1 + i) for i in range(2)]
     plain = [model.generate(**inputs, **GREEDY) for inputs in given]
     wrong: list[Any] = []
 
@@ -529,7 +529,7 @@ def test_two_threads_on_one_model(family: str, drafter: str) -> None:
         except Exception as error:
             wrong.append(error)
 
-    mmspec.patch(model, drafter=liars.Bush(1) if drafter == "bush" else drafter, nodes=8)
+    mmspec.patch(model, drafter=adversarial.BranchingDrafter(1) if drafter == "bush" else drafter, nodes=8)
     try:
         threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
         for thread in threads:
@@ -547,20 +547,20 @@ def test_two_threads_on_one_model(family: str, drafter: str) -> None:
 
 
 def test_text_streamers(model: PreTrainedModel, capsys: pytest.CaptureFixture[str]) -> None:
-    words, given = tiny.tokenizer(tiny.Spec()), tiny.inputs(model, 1, 1)
+    words, given = tiny.build_tokenizer(tiny.ModelSpec()), tiny.build_inputs(model, 1, 1)
     for options in ({"skip_prompt": True}, {"skip_special_tokens": True}):
         plain = model.generate(**given, **GREEDY, streamer=TextStreamer(words, **options))
         text = capsys.readouterr().out
         assert text.strip()
-        mmspec.patch(model, drafter=liars.Oracle(1, [plain]), nodes=8)
+        mmspec.patch(model, drafter=adversarial.OracleDrafter(1, [plain]), nodes=8)
         model.generate(**given, **GREEDY, streamer=TextStreamer(words, **options))
         assert capsys.readouterr().out == text
-        assert mmspec.stats(model).accepted > 0
+        assert mmspec.stats(model).num_accepted_tokens > 0
         mmspec.unpatch(model)
 
 
 def test_streaming_from_a_thread(model: PreTrainedModel) -> None:
-    words, given = tiny.tokenizer(tiny.Spec()), tiny.inputs(model, 1, 1)
+    words, given = tiny.build_tokenizer(tiny.ModelSpec()), tiny.build_inputs(model, 1, 1)
 
     def pieces() -> list[str]:
         streamer = TextIteratorStreamer(words, skip_prompt=True, timeout=60)
@@ -571,7 +571,7 @@ def test_streaming_from_a_thread(model: PreTrainedModel) -> None:
         return got
 
     plain = pieces()
-    mmspec.patch(model, drafter=liars.Bush(1), nodes=8)
+    mmspec.patch(model, drafter=adversarial.BranchingDrafter(1), nodes=8)
     assert pieces() == plain and len(plain) > 1
 
 
@@ -618,7 +618,7 @@ def test_pipelines_just_work(pipe: Any, options: dict[str, Any]) -> None:
     try:
         assert answers(pipe, **options) == plain
         stats = mmspec.stats(pipe.model)
-        assert stats.calls >= 2 and not stats.plain_calls and all(all(texts) for texts in plain)
+        assert stats.calls >= 2 and not stats.fallback_calls and all(all(texts) for texts in plain)
     finally:
         mmspec.unpatch(pipe.model)
 
@@ -637,7 +637,7 @@ def test_a_pipeline_made_of_a_patched_model(pipe: Any) -> None:
 # --- errors in mid-call -----------------------------------------------------------------------------------------------
 
 
-class Clumsy(liars.Bush):
+class Clumsy(adversarial.BranchingDrafter):
     """Raises once, at a chosen place."""
 
     def __init__(self, where: str) -> None:
@@ -647,7 +647,7 @@ class Clumsy(liars.Bush):
     def _maybe(self, where: str, rounds: int) -> None:
         if where == self.where and not self.raised and rounds in (0, 2):
             self.raised = True
-            raise liars.Broken(where)
+            raise adversarial.InjectedError(where)
 
     def begin(self, prompt: Any) -> Any:
         self._maybe("begin", 0)
@@ -662,21 +662,21 @@ class Clumsy(liars.Bush):
         super().observe(state, verdict, taps)
 
 
-class Tripping(liars.Recorder):
+class Tripping(adversarial.RecordingStreamer):
     """A streamer that raises at its fourth put."""
 
     def put(self, value: Tensor) -> None:
         super().put(value)
         if len(self.log.calls) == 4:
-            raise liars.Broken("streamer")
+            raise adversarial.InjectedError("streamer")
 
 
 def fault(where: str, model: PreTrainedModel) -> dict[str, Any]:
     """Arguments that make a call fail in the middle."""
     if where == "streamer":
-        return {"streamer": Tripping(liars.Log())}
+        return {"streamer": Tripping(adversarial.CallLog())}
     if where == "criterion":
-        return {"stopping_criteria": StoppingCriteriaList([liars.Tripping(liars.Log(), 0, 0)])}
+        return {"stopping_criteria": StoppingCriteriaList([adversarial.Tripping(adversarial.CallLog(), 0, 0)])}
     return {}
 
 
@@ -684,7 +684,7 @@ def fault(where: str, model: PreTrainedModel) -> dict[str, Any]:
 def test_an_error_in_mid_call_leaves_the_next_call_clean(
     model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    given = tiny.inputs(model, 1, 2)
+    given = tiny.build_inputs(model, 1, 2)
     torch.manual_seed(5)
     plain = model.generate(**given, **SAMPLED)
     mmspec.patch(model, drafter=Clumsy(where), nodes=8)
@@ -696,11 +696,11 @@ def test_an_error_in_mid_call_leaves_the_next_call_clean(
 
             def tired(*args: Any, **kwargs: Any) -> Any:
                 if next(calls, None) is None:
-                    raise liars.Broken("forward")
+                    raise adversarial.InjectedError("forward")
                 return forward(*args, **kwargs)
 
             broken.setattr(HFTarget, "_forward", tired)  # a forward replaced on a module is not decoded by our loop
-        with pytest.raises(liars.Broken):
+        with pytest.raises(adversarial.InjectedError):
             model.generate(**given, **SAMPLED, **fault(where, model))
     assert mmspec.stats(model) == Stats()
     torch.manual_seed(5)
@@ -711,12 +711,12 @@ def test_an_error_in_mid_call_leaves_the_next_call_clean(
 
 @pytest.mark.parametrize("where", ["streamer", "criterion"])
 def test_an_error_of_the_user_leaves_the_generator_as_transformers_does(model: PreTrainedModel, where: str) -> None:
-    given, states = tiny.inputs(model, 1, 2), []
+    given, states = tiny.build_inputs(model, 1, 2), []
     for patched in (False, True):
         if patched:
-            mmspec.patch(model, drafter=liars.Bush(1), nodes=8)
+            mmspec.patch(model, drafter=adversarial.BranchingDrafter(1), nodes=8)
         torch.manual_seed(5)
-        with pytest.raises(liars.Broken):
+        with pytest.raises(adversarial.InjectedError):
             model.generate(**given, **SAMPLED, **fault(where, model))
         states.append(torch.get_rng_state())
     assert torch.equal(*states)

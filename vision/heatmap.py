@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 import numpy as np
 from PIL import Image
 
-from mmspec.interfaces import Segment
+from mmspec.interfaces import VisualGrid
 
 CELL = 14
 """Pixels of one token's square, at least."""
@@ -65,7 +65,7 @@ def heatmap(
 
 def heatmaps(
     images: Sequence[Image.Image],
-    grids: Sequence[Segment],
+    grids: Sequence[VisualGrid],
     *,
     kept: Collection[int] | None = None,
     scores: Scores | None = None,
@@ -87,22 +87,22 @@ def heatmaps(
     """
     mine = sorted(grids, key=lambda one: (one.row, one.start))
     mine = [one for one in mine if one.row == (mine[0].row if row is None else row)]
-    total = sum(one.length for one in mine)
+    total = sum(one.num_tokens for one in mine)
     values = None if scores is None else _values(scores, (1, total))[0]
     seen = None if kept is None else frozenset(_checked(kept, total))
     clip = any(segment.role == "frame" for segment in mine)
-    drawn: list[tuple[Segment, int]] = []
+    drawn: list[tuple[VisualGrid, int]] = []
     start = 0
     for segment in mine:
         # The number of a picture is one of the images; that of a clip, which counts on over the batch, is none.
-        if segment.role == ("frame" if clip else "base") and (0 if clip else segment.source) < len(images):
+        if segment.role == ("frame" if clip else "base") and (0 if clip else segment.media_index) < len(images):
             drawn.append((segment, start))
-        start += segment.length
+        start += segment.num_tokens
     parts = [None if values is None else values[_places(*one)] for one in drawn]
     span = _span(np.concatenate([part.ravel() for part in parts if part is not None])) if values is not None else None
     made = []
     for step, ((segment, start), part) in enumerate(zip(drawn, parts, strict=True)):
-        image = images[_frame(step, len(drawn), len(images)) if clip else segment.source]
+        image = images[_frame(step, len(drawn), len(images)) if clip else segment.media_index]
         cells = None if seen is None else cells_of(segment, start, seen)
         shape = (segment.height, segment.width)
         made.append(heatmap(square(image) if cropped else image, shape, kept=cells, scores=part, span=span))
@@ -134,7 +134,7 @@ def strip(pictures: Sequence[Image.Image], columns: int | None = None) -> Image.
     return made
 
 
-def cells_of(segment: Segment, start: int, kept: Collection[int]) -> np.ndarray:
+def cells_of(segment: VisualGrid, start: int, kept: Collection[int]) -> np.ndarray:
     """[height, width] bool, which cells of a grid were kept. start: number of its first token."""
     return np.isin(_places(segment, start), np.fromiter(kept, dtype=np.int64, count=len(kept)))
 
@@ -181,9 +181,9 @@ def _frame(step: int, steps: int, frames: int) -> int:
     return min(step * (frames + frames % 2) // steps, frames - 1)
 
 
-def _places(segment: Segment, start: int) -> np.ndarray:
+def _places(segment: VisualGrid, start: int) -> np.ndarray:
     """[height, width] numbers of a grid's tokens; those that end a line are left out."""
-    line = segment.width + int(segment.newline)
+    line = segment.width + int(segment.has_newlines)
     return start + line * np.arange(segment.height)[:, None] + np.arange(segment.width)
 
 

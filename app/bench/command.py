@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from mmspec.app.caption.command import MODELS, positive, quiet, temperature
 from mmspec.app.caption.config import DEFAULT, DTYPES, MODEL, PROMPT
 from mmspec.app.errors import UsageError, one_line
-from mmspec.app.scenes.world import HELD_OUT
+from mmspec.app.scenes.world import FIRST_HELD_OUT_SEED
 from mmspec.app.versions import commit, mmspec_version, version
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], co
     add("--batch-sizes", type=numbers, default=[1], metavar="N,N", help="default 1")
     add("--prompt-tokens", type=numbers, default=None, metavar="N,N", help="lengthen prompts with words to this")
     add("--task", choices=TASKS, default=None, help="what to ask about scenes from the world (default describe)")
-    add("--first-seed", type=int, default=None, metavar="S", help=f"of the scenes (default {HELD_OUT})")
+    add("--first-seed", type=int, default=None, metavar="S", help=f"of the scenes (default {FIRST_HELD_OUT_SEED})")
     add("--count", type=positive, default=None, metavar="N", help="scenes (default: --repeats batches)")
     add("--new-tokens", type=positive, default=None, metavar="N", help="per row (default 64; with --task at most, 160)")
     add("--temperature", type=temperature, default=0.0, metavar="T", help="0 (default) is greedy")
@@ -161,7 +161,7 @@ def settle(args: argparse.Namespace) -> None:
             raise UsageError(f"--task brings pictures and questions of its own: leave {given[0]} away")
         if args.count is not None and args.count < max(args.batch_sizes):
             raise UsageError(f"--count {args.count} does not fill a batch of {max(args.batch_sizes)}")
-        args.first_seed = HELD_OUT if args.first_seed is None else args.first_seed
+        args.first_seed = FIRST_HELD_OUT_SEED if args.first_seed is None else args.first_seed
     elif args.first_seed is not None or args.count is not None:
         raise UsageError("--first-seed and --count go with --task")
     if args.nodes is not None and args.nodes > MOST_NODES:
@@ -192,11 +192,11 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     from mmspec.app.bench.requests import pictures, requests_of, world_requests
     from mmspec.app.modeling.captioner import Captioner
     from mmspec.app.modeling.load import load
-    from mmspec.app.scenes.domain_check import advise
+    from mmspec.app.scenes.domain_check import warn_if_out_of_domain
 
     images = [] if args.task else pictures(args.images, max(args.batch_sizes) * (args.repeats + 1), args.seed)
     if args.model == MODEL and images:
-        advise(images[0], "what --images names" if args.images else "what is shown")
+        warn_if_out_of_domain(images[0], "what --images names" if args.images else "what is shown")
     model, processor = load(args.model, args.dtype, args.device)
     try:
         field = systems(model, args.drafters, processor, ends=args.task is not None, nodes=args.nodes)

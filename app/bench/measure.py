@@ -170,8 +170,8 @@ def once(
     if not ours:
         return Run(total, stamp.times[0] - began, stamp.times[-1] - stamp.times[0], ids, tokens, fewest=fewest)
     stats = mmspec.stats(model, last=True)
-    if stats.plain_calls:
-        raise RuntimeError(f"drafter {system.name!r} cannot be measured: {stats.fallback} went the plain way")
+    if stats.fallback_calls:
+        raise RuntimeError(f"drafter {system.name!r} cannot be measured: {stats.fallback_reason} went the plain way")
     return Run(total, stats.ttft_s, stats.decode_s, ids, tokens, stats, fewest)
 
 
@@ -238,8 +238,8 @@ def results(field_: Sequence[System]) -> Iterator[Row]:
         row["speedup_e2e_pooled"] = sum(base.total_s for base in plain) / sum(run.total_s for run in runs)
         row["identical"] = all(torch.equal(run.ids, base.ids) for run, base in zip(runs, plain, strict=True))
         row |= phases(stats)
-        row["kept_at_depth"] = [round(share, 3) for share in whole.kept_at_depth]
-        row["accepted_at_position"] = [round(share, 3) for share in accumulate(whole.kept_at_depth, mul)]
+        row["kept_at_depth"] = [round(share, 3) for share in whole.acceptance_by_depth]
+        row["accepted_at_position"] = [round(share, 3) for share in accumulate(whole.acceptance_by_depth, mul)]
         row["tokens_min"] = min(run.fewest for run in runs)
         row |= weight_of(system.model) | {"block": block_of(system.model)}
         for name in ("visual", "visual_kept"):  # what a compressor was given, and what it showed the drafter
@@ -263,8 +263,8 @@ def phases(stats: Sequence[Stats]) -> dict[str, float | None]:
 
 def bootstrap(told: Callable[[Sequence[int]], float], count: int) -> tuple[float, float, float]:
     """(value, low, high) of what is told of `count` runs by their numbers; 95% of resampled sets lie within."""
-    dice, every = random.Random(0), range(count)
-    spread = sorted(told(dice.choices(every, k=count)) for _ in range(RESAMPLED))
+    rng, every = random.Random(0), range(count)
+    spread = sorted(told(rng.choices(every, k=count)) for _ in range(RESAMPLED))
     return told(every), spread[RESAMPLED // 40], spread[-RESAMPLED // 40]
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from mmspec.app.bench.rounds import Round
 from mmspec.engine.tree import DraftTree
-from mmspec.interfaces import Drafter, Prompt, Segment, Verdict
+from mmspec.interfaces import Drafter, Prompt, VerifyResult, VisualGrid
 
 
 class Recorder:
@@ -20,27 +20,27 @@ class Recorder:
 
     def __init__(self, inner: Drafter) -> None:
         self.inner = inner
-        self.name, self.needs, self.vocab_size = inner.name, inner.needs, inner.vocab_size
+        self.name, self.requirements, self.vocab_size = inner.name, inner.requirements, inner.vocab_size
         self.compressor = getattr(inner, "compressor", None)  # a drafter may come with its own
-        self._seen: list[tuple[Verdict, int | None]] = []
+        self._seen: list[tuple[VerifyResult, int | None]] = []
         self._proposed: int | None = None
-        self.segments: tuple[Segment, ...] = ()
+        self.segments: tuple[VisualGrid, ...] = ()
         self._visual: Tensor | None = None
         # Linear layers are computed the fastest way if they are found among a drafter's own attributes.
         self.__dict__.update({name: part for name, part in vars(inner).items() if isinstance(part, nn.Module)})
 
     def begin(self, prompt: Prompt) -> Any:
         """See `mmspec.interfaces.Drafter`."""
-        self.segments, self._visual = prompt.segments, prompt.visual[:1]
+        self.segments, self._visual = prompt.grids, prompt.visual_mask[:1]
         return self.inner.begin(prompt)
 
     def propose(self, state: Any, budget: int, live: Sequence[bool]) -> DraftTree:
         """See `mmspec.interfaces.Drafter`."""
         tree = self.inner.propose(state, budget, live)
-        self._proposed = tree.nodes
+        self._proposed = tree.num_nodes
         return tree
 
-    def observe(self, state: Any, verdict: Verdict, taps: Mapping[int, Tensor]) -> None:
+    def observe(self, state: Any, verdict: VerifyResult, taps: Mapping[int, Tensor]) -> None:
         """See `mmspec.interfaces.Drafter`."""
         self._seen.append((verdict, self._proposed))
         self._proposed = None
@@ -55,13 +55,13 @@ class Recorder:
         """All rounds so far that emitted something, the prompt's first."""
         made: list[Round] = []
         for verdict, proposed in list(self._seen):
-            if verdict.rows[0]:
+            if verdict.emitted_ids[0]:
                 start = made[-1].start + len(made[-1].emitted) if made else 0
                 made.append(_round(verdict, start, proposed))
         return made
 
 
-def _round(verdict: Verdict, start: int, proposed: int | None) -> Round:
+def _round(verdict: VerifyResult, start: int, proposed: int | None) -> Round:
     """The scored nodes that are there, renumbered without gaps."""
     tree = verdict.tree
     valid = tree.valid[0].tolist()
@@ -74,8 +74,8 @@ def _round(verdict: Verdict, start: int, proposed: int | None) -> Round:
         tokens=tuple(tokens[node] for node in there),
         parents=tuple(number[parents[node]] for node in there),
         reached=None if scores is None or len(there) == 1 else tuple(scores[node] for node in there),
-        walked=tuple(number[node] for node in verdict.walked[0]),
-        emitted=tuple(verdict.rows[0]),
+        walked=tuple(number[node] for node in verdict.accepted_nodes[0]),
+        emitted=tuple(verdict.emitted_ids[0]),
         proposed=proposed,
     )
 

@@ -41,8 +41,8 @@ def requests_of(
     """`count` different batches of prompts, brought to about `tokens` prompt tokens (0: as they are)."""
 
     def text(number: int, words: int) -> str:
-        dice = random.Random(f"{seed}:{number}")
-        return " ".join([prompt, *(dice.choice(WORDS) for _ in range(words))])
+        rng = random.Random(f"{seed}:{number}")
+        return " ".join([prompt, *(rng.choice(WORDS) for _ in range(words))])
 
     def length(words: int) -> int:
         return int(maker.inputs(images[:1], [text(0, words)])["input_ids"].shape[1])
@@ -54,12 +54,12 @@ def requests_of(
 
 def world_requests(maker: Captioner, task: str, first: int, batch: int, rounds: int) -> list[dict[str, Any]]:
     """A batch to warm up with, then `rounds` batches about the scenes from seed `first` on."""
-    from mmspec.app.scenes.tasks import requests
+    from mmspec.app.scenes.tasks import generate_requests
 
-    drawn = list(islice(requests(task, first), batch * (rounds + 1)))
+    drawn = list(islice(generate_requests(task, first), batch * (rounds + 1)))
     drawn = drawn[-batch:] + drawn[:-batch]  # the seeds that were asked for are those that are measured
     groups = [drawn[start : start + batch] for start in range(0, len(drawn), batch)]
-    return [maker.inputs([one.pictures for one in group], [one.question for one in group]) for group in groups]
+    return [maker.inputs([one.images for one in group], [one.question for one in group]) for group in groups]
 
 
 def _least(length: Callable[[int], int], wanted: int) -> int:

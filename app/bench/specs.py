@@ -17,10 +17,10 @@ from torch import nn
 import mmspec
 from mmspec.app.caption.command import check_drafter
 from mmspec.app.errors import UsageError
-from mmspec.config import checked_drafter
+from mmspec.config import resolve_drafter
 from mmspec.control.depth import Depth
-from mmspec.interfaces import EVERY_TOKEN
-from mmspec.targets.registry import family_of
+from mmspec.interfaces import NO_LIMIT
+from mmspec.targets.registry import find_adapter
 
 NAME = re.compile(r"(?P<drafter>.+?)(?:@(?P<depth>\d+))?(?:\+(?P<compressor>[^/]+))?")
 OWN_COMPRESSOR = "own"
@@ -91,7 +91,7 @@ def patched(model: Any, name: str, processor: Any, nodes: int | None = None) -> 
         UsageError: the drafter has no depth to fix, or no compressor of its own. Else as `mmspec.patch`.
     """
     wanted = parse(name)
-    drafter = checked_drafter(wanted.drafter, family_of(model), getattr(processor, "tokenizer", processor))
+    drafter = resolve_drafter(wanted.drafter, find_adapter(model), getattr(processor, "tokenizer", processor))
     if wanted.depth is not None:
         _fix_depth(drafter, wanted.depth, name)
     mmspec.patch(model, drafter, wanted.compressor, processor=processor, nodes=nodes)
@@ -137,7 +137,7 @@ def _fix_depth(drafter: Any, depth: int, name: str) -> None:
 
 def _keep(drafter: Any, tokens: int, name: str) -> None:
     own = getattr(drafter, "compressor", None)
-    if own is None or own.tokens in (0, EVERY_TOKEN):
+    if own is None or own.tokens in (0, NO_LIMIT):
         what = "comes with no compressor" if own is None else f"comes with {own.name!r}, which takes no number"
         raise UsageError(f"own:N is for drafters that were trained with a compressor; {drafter.name!r} {what}: {name}")
     has_weights = isinstance(own, nn.Module)

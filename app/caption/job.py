@@ -22,7 +22,7 @@ from mmspec.app.io.jsonl import Row
 from mmspec.app.io.output import Output
 from mmspec.app.io.sources import Item, collect, left_out
 from mmspec.app.io.videos import load_shown
-from mmspec.app.scenes.domain_check import advise
+from mmspec.app.scenes.domain_check import warn_if_out_of_domain
 from mmspec.app.versions import mmspec_version
 from mmspec.vision.video.decoder_pool import Isolated
 
@@ -163,7 +163,7 @@ class Job:
     def _look_at(self, work: Work) -> None:
         """Say once what the built-in model is for, if it is shown something else."""
         for item, shown in work:
-            self._advise = self._advise and not advise(shown, item.file_name)
+            self._advise = self._advise and not warn_if_out_of_domain(shown, item.file_name)
 
     def _attempt(self, work: Work, may_halve: bool = True) -> list[Any]:
         """Captions or failures of `work`. Out of memory: once more in halves. Any other error: each picture alone."""

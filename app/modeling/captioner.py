@@ -79,7 +79,7 @@ class Captioner:
     @property
     def acceptance(self) -> float:
         """Share of the drafted tokens that were kept so far."""
-        return mmspec.stats(self.model).acceptance
+        return mmspec.stats(self.model).acceptance_rate
 
     def caption(
         self, shown: Sequence[Shown], prompts: Sequence[str], seed: int, compare: Sequence[bool] = ()
@@ -125,7 +125,7 @@ class Captioner:
         made = []
         for row, ids in enumerate(output[:, prompt:].tolist()):
             text, kept, reason = self._finish(ids)
-            plain = stats.plain_calls > 0 or not stats.row_forwards
+            plain = stats.fallback_calls > 0 or not stats.row_forwards
             rounds = max(0, kept - 1) if plain else stats.row_forwards[row]
             tau = round((kept - 1) / rounds, 4) if rounds else 1.0
             first = None if plain else round(stats.ttft_s, 6)

@@ -70,7 +70,7 @@ def _scenes(dtype: str) -> tuple[Any, Any]:
     from mmspec.app import scenes
 
     try:
-        model, processor = scenes.load()
+        model, processor = scenes.load_scenes_model()
     except scenes.DamagedModelError as error:
         raise UsageError(str(error)) from error
     return model.to(getattr(torch, "float32" if dtype == "auto" else dtype)), processor

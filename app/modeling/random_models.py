@@ -141,14 +141,14 @@ def _enliven(model: PreTrainedModel, seed: int) -> None:
     """Weights large enough that the picture and every earlier word change the next one."""
     import torch
 
-    dice = torch.Generator().manual_seed(seed)
+    rng = torch.Generator().manual_seed(seed)
     for name, weight in sorted(model.named_parameters()):
         if weight.ndim < 2:
             continue
         gain = 2.0 if any(part in name for part in ("lm_head", "q_proj", "k_proj")) else 1.0
         scale = 1.0 if "embed_tokens" in name else gain / weight[0].numel() ** 0.5
         with torch.no_grad():
-            weight.copy_(scale * torch.randn(weight.shape, generator=dice))
+            weight.copy_(scale * torch.randn(weight.shape, generator=rng))
 
 
 def random_model(size: str = "tiny", seed: int = 0) -> tuple[PreTrainedModel, ProcessorMixin]:

@@ -14,15 +14,15 @@ SHAPES = ("circle", "square", "triangle")
 
 def picture(seed: int, size: tuple[int, int] = (320, 240)) -> tuple[Image.Image, str]:
     """A picture of three shapes, and a name that says what is on it."""
-    dice = random.Random(seed)
+    rng = random.Random(seed)
     width, height = size
-    fade = np.linspace(dice.randint(90, 160), 250, width)[None, :, None] * np.ones((height, 1, 3))
+    fade = np.linspace(rng.randint(90, 160), 250, width)[None, :, None] * np.ones((height, 1, 3))
     image = Image.fromarray(fade.astype(np.uint8))
     draw, names = ImageDraw.Draw(image), []
     for _ in range(3):
-        colour, shape = dice.choice(sorted(PALETTE)), dice.choice(SHAPES)
-        radius = dice.randint(height // 10, height // 4)
-        x, y = dice.randint(radius, width - radius), dice.randint(radius, height - radius)
+        colour, shape = rng.choice(sorted(PALETTE)), rng.choice(SHAPES)
+        radius = rng.randint(height // 10, height // 4)
+        x, y = rng.randint(radius, width - radius), rng.randint(radius, height - radius)
         _shape(draw, shape, x, y, radius, PALETTE[colour])
         names.append(f"{colour}-{shape}")
     return image, "_".join(names)

@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mmspec.app.scenes.objects import KINDS
+from mmspec.app.scenes.objects import OBJECT_KINDS
 
-CARD = "README.md"
-FACTS = "training.json"
+CARD_FILE = "README.md"
+TRAINING_FILE = "training.json"
 """Stages, seed and versions of the run that made the weights, and a note if there is more to say, beside them."""
 
-ROWS = {
+METRIC_LABELS = {
     "things_named": "things in the picture that are named",
     "named_are_there": "things named that are in the picture",
     "places": "where a thing is",
@@ -30,7 +30,7 @@ ROWS = {
 }
 """Share and what it is of."""
 
-HEAD = """\
+CARD_HEADER = """\
 ---
 license: apache-2.0
 library_name: transformers
@@ -53,7 +53,7 @@ Color Emoji (SIL Open Font License 1.1). Seeds from 50,000,000 on, and one pair 
 on.
 """
 
-LIMITS = """\
+LIMITATIONS = """\
 ## Limits
 
 It knows its world and no other: of photographs it makes nonsense. Signs bear words of the generator's list or numbers
@@ -64,51 +64,51 @@ Licence of the weights: Apache-2.0, as the rest of mmspec.
 """
 
 
-def training_text(facts: Mapping[str, Any]) -> str:
+def format_training(training: Mapping[str, Any]) -> str:
     """How it was trained."""
     lines = [
         "## Training",
         "",
-        "`{command}`; seed {seed}, torch {torch}, transformers {transformers}.".format(**facts),
+        "`{command}`; seed {seed}, torch {torch}, transformers {transformers}.".format(**training),
         "",
     ]
     lines += [
         "| stage | steps | batch | rate | tower's share | layers | upper half's share |",
         "|---|---|---|---|---|---|---|",
     ]
-    for stage in facts["stages"]:
+    for stage in training["stages"]:
         lines.append("| {name} | {steps} | {batch} | {rate:g} | {eyes:g} | {layers} | {upper:g} |".format(**stage))
-    return "\n".join([*lines, "", *([facts["note"], ""] if facts.get("note") else [])])
+    return "\n".join([*lines, "", *([training["note"], ""] if training.get("note") else [])])
 
 
-def accuracy_text(shares: Mapping[str, float]) -> str:
+def format_accuracy(metrics: Mapping[str, float]) -> str:
     """The table of what is right, with shuffled pictures beside it."""
-    first, count = int(shares["first_seed"]), int(shares["count"])
+    first, count = int(metrics["first_seed"]), int(metrics["count"])
     lines = [
         "## Accuracy",
         "",
         f"Greedy, on {count:,} held-out scenes (seeds {first:,} to {first + count - 1:,}) and {count // 4} clips;",
         f"`python -m mmspec.app.scenes.training.evaluate --first-seed {first} --count {count}`.",
         "The control is the same questions with another scene's picture. Things less than half visible or under 38",
-        f"pixels would be left out; there were {int(shares['left_out'])}.",
+        f"pixels would be left out; there were {int(metrics['left_out'])}.",
         "",
         "| | right | control | asked |",
         "|---|---|---|---|",
     ]
-    for name, told in ROWS.items():
-        if name in shares:
-            control = shares.get(f"control_{name}")
+    for name, told in METRIC_LABELS.items():
+        if name in metrics:
+            control = metrics.get(f"control_{name}")
             beside = "" if control is None else f"{control:.1%}"
-            lines.append(f"| {told} | {shares[name]:.1%} | {beside} | {int(shares[f'{name}_n']):,} |")
+            lines.append(f"| {told} | {metrics[name]:.1%} | {beside} | {int(metrics[f'{name}_n']):,} |")
     return "\n".join([*lines, ""])
 
 
-def write_card(folder: Path, parameters: int, shares: Mapping[str, float] | None = None) -> None:
+def write_card(folder: Path, num_parameters: int, metrics: Mapping[str, float] | None = None) -> None:
     """Write the card of the model in `folder`, which holds the facts of its training."""
-    facts = json.loads((folder / FACTS).read_text(encoding="utf-8"))
-    parts = [HEAD.format(parameters=parameters / 1e6, kinds=len(KINDS)), training_text(facts)]
-    parts += [accuracy_text(shares)] if shares is not None else []
-    (folder / CARD).write_text("\n".join([*parts, LIMITS]), encoding="utf-8")
+    facts = json.loads((folder / TRAINING_FILE).read_text(encoding="utf-8"))
+    parts = [CARD_HEADER.format(parameters=num_parameters / 1e6, kinds=len(OBJECT_KINDS)), format_training(facts)]
+    parts += [format_accuracy(metrics)] if metrics is not None else []
+    (folder / CARD_FILE).write_text("\n".join([*parts, LIMITATIONS]), encoding="utf-8")
 
 
-__all__ = ["CARD", "FACTS", "ROWS", "write_card"]
+__all__ = ["CARD_FILE", "METRIC_LABELS", "TRAINING_FILE", "write_card"]

@@ -53,11 +53,11 @@ _PLURALS = {
 
 
 @dataclass(frozen=True)
-class Kind:
+class ObjectKind:
     """One kind of thing. `emoji` is the character it is drawn with."""
 
     name: str
-    group: str
+    category: str
     emoji: str
 
     @property
@@ -72,24 +72,24 @@ class Kind:
         return self.name + "s"
 
     @property
-    def a(self) -> str:
+    def with_article(self) -> str:
         """The name with its article."""
         return ("an " if self.name[0] in "aeiou" or self.name.startswith("hour") else "a ") + self.name
 
 
-def _read() -> tuple[Kind, ...]:
+def _parse_table() -> tuple[ObjectKind, ...]:
     kinds = []
     for line in _TABLE.strip().splitlines():
         group, entries = line.split(": ")
         for entry in entries.split(", "):
             name, emoji = entry.split(" ")
-            kinds.append(Kind(name, group, emoji))
+            kinds.append(ObjectKind(name, group, emoji))
     return tuple(kinds)
 
 
-KINDS = _read()
+OBJECT_KINDS = _parse_table()
 """All kinds; a kind's number is its index."""
-BY_NAME = {kind.name: number for number, kind in enumerate(KINDS)} | {
-    kind.plural: number for number, kind in enumerate(KINDS)
+KIND_BY_NAME = {kind.name: number for number, kind in enumerate(OBJECT_KINDS)} | {
+    kind.plural: number for number, kind in enumerate(OBJECT_KINDS)
 }
 """Name or plural -> number."""

@@ -13,44 +13,44 @@ from pathlib import Path
 
 from PIL import Image, ImageDraw, ImageFont
 
-from mmspec.app.scenes.objects import KINDS
+from mmspec.app.scenes.objects import OBJECT_KINDS
 from mmspec.vision.images import open_image
 
-FOLDER = Path(__file__).parent / "data"
-FILE = FOLDER / "atlas.png"
-EDGE = 80
+DATA_FOLDER = Path(__file__).parent / "data"
+ATLAS_FILE = DATA_FOLDER / "atlas.png"
+SPRITE_SIZE = 80
 """Pixels of a sprite's cell; a thing fills it in one direction."""
-COLUMNS = 20
-LETTERS = string.ascii_uppercase + string.digits
-LETTER = (20, 28)
+ATLAS_COLUMNS = 20
+SIGN_CHARACTERS = string.ascii_uppercase + string.digits
+GLYPH_SIZE = (20, 28)
 """Cell of a letter."""
 
 
 def _rows(count: int) -> int:
-    return -(-count // COLUMNS)
+    return -(-count // ATLAS_COLUMNS)
 
 
 @lru_cache(maxsize=1)
 def _atlas() -> Image.Image:
-    with open_image(FILE) as image:
+    with open_image(ATLAS_FILE) as image:
         return image.convert("RGBA")
 
 
-@lru_cache(maxsize=len(KINDS))
-def sprite(kind: int) -> Image.Image:
+@lru_cache(maxsize=len(OBJECT_KINDS))
+def get_sprite(kind: int) -> Image.Image:
     """RGBA, `EDGE` x `EDGE`, the thing in the middle."""
-    row, column = divmod(kind, COLUMNS)
-    return _atlas().crop((column * EDGE, row * EDGE, (column + 1) * EDGE, (row + 1) * EDGE))
+    row, column = divmod(kind, ATLAS_COLUMNS)
+    return _atlas().crop((column * SPRITE_SIZE, row * SPRITE_SIZE, (column + 1) * SPRITE_SIZE, (row + 1) * SPRITE_SIZE))
 
 
-@lru_cache(maxsize=len(LETTERS))
-def letter(character: str) -> Image.Image:
+@lru_cache(maxsize=len(SIGN_CHARACTERS))
+def get_glyph(character: str) -> Image.Image:
     """Black on transparent, `LETTER` in size."""
-    top, left = _rows(len(KINDS)) * EDGE, LETTERS.index(character) * LETTER[0]
-    return _atlas().crop((left, top, left + LETTER[0], top + LETTER[1]))
+    top, left = _rows(len(OBJECT_KINDS)) * SPRITE_SIZE, SIGN_CHARACTERS.index(character) * GLYPH_SIZE[0]
+    return _atlas().crop((left, top, left + GLYPH_SIZE[0], top + GLYPH_SIZE[1]))
 
 
-def _drawn(emoji: str, font: ImageFont.FreeTypeFont) -> Image.Image:
+def _draw_sprite(emoji: str, font: ImageFont.FreeTypeFont) -> Image.Image:
     """The emoji, cropped to what is drawn, its longer edge `EDGE`, in the middle of a cell."""
     canvas = Image.new("RGBA", (180, 180))
     ImageDraw.Draw(canvas).text((10, 10), emoji, font=font, embedded_color=True)
@@ -58,27 +58,29 @@ def _drawn(emoji: str, font: ImageFont.FreeTypeFont) -> Image.Image:
     if box is None:
         raise ValueError(f"the font has no picture for {emoji!r}")
     drawn = canvas.crop(box)
-    scale = EDGE / max(drawn.size)
+    scale = SPRITE_SIZE / max(drawn.size)
     drawn = drawn.resize(
         (max(1, round(drawn.width * scale)), max(1, round(drawn.height * scale))), Image.Resampling.LANCZOS
     )
-    cell = Image.new("RGBA", (EDGE, EDGE))
-    cell.paste(drawn, ((EDGE - drawn.width) // 2, (EDGE - drawn.height) // 2))
+    cell = Image.new("RGBA", (SPRITE_SIZE, SPRITE_SIZE))
+    cell.paste(drawn, ((SPRITE_SIZE - drawn.width) // 2, (SPRITE_SIZE - drawn.height) // 2))
     return cell
 
 
-def build(emoji_font: str, letter_font: str) -> Image.Image:
+def build_atlas(emoji_font: str, letter_font: str) -> Image.Image:
     """Draw the whole atlas."""
     pictures, letters = ImageFont.truetype(emoji_font, 109), ImageFont.truetype(letter_font, 24)
-    top = _rows(len(KINDS)) * EDGE
-    atlas = Image.new("RGBA", (COLUMNS * EDGE, top + LETTER[1]))
-    for number, kind in enumerate(KINDS):
-        row, column = divmod(number, COLUMNS)
-        atlas.paste(_drawn(kind.emoji, pictures), (column * EDGE, row * EDGE))
-    for number, character in enumerate(LETTERS):
-        cell = Image.new("RGBA", LETTER)
-        ImageDraw.Draw(cell).text((LETTER[0] / 2, LETTER[1] / 2), character, font=letters, fill="black", anchor="mm")
-        atlas.paste(cell, (number * LETTER[0], top))
+    top = _rows(len(OBJECT_KINDS)) * SPRITE_SIZE
+    atlas = Image.new("RGBA", (ATLAS_COLUMNS * SPRITE_SIZE, top + GLYPH_SIZE[1]))
+    for number, kind in enumerate(OBJECT_KINDS):
+        row, column = divmod(number, ATLAS_COLUMNS)
+        atlas.paste(_draw_sprite(kind.emoji, pictures), (column * SPRITE_SIZE, row * SPRITE_SIZE))
+    for number, character in enumerate(SIGN_CHARACTERS):
+        cell = Image.new("RGBA", GLYPH_SIZE)
+        ImageDraw.Draw(cell).text(
+            (GLYPH_SIZE[0] / 2, GLYPH_SIZE[1] / 2), character, font=letters, fill="black", anchor="mm"
+        )
+        atlas.paste(cell, (number * GLYPH_SIZE[0], top))
     return atlas
 
 
@@ -88,9 +90,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if len(fonts) != 2:
         print("usage: python -m mmspec.app.scenes.sprites NotoColorEmoji.ttf DejaVuSans-Bold.ttf", file=sys.stderr)
         return 2
-    FOLDER.mkdir(exist_ok=True)
-    build(*fonts).quantize(255, method=Image.Quantize.FASTOCTREE).save(FILE, optimize=True)
-    print(f"{len(KINDS)} things and {len(LETTERS)} letters in {FILE}, {FILE.stat().st_size / 1024:.0f} KiB")
+    DATA_FOLDER.mkdir(exist_ok=True)
+    build_atlas(*fonts).quantize(255, method=Image.Quantize.FASTOCTREE).save(ATLAS_FILE, optimize=True)
+    print(
+        f"{len(OBJECT_KINDS)} things and {len(SIGN_CHARACTERS)} letters in {ATLAS_FILE}, {ATLAS_FILE.stat().st_size / 1024:.0f} KiB"
+    )
     return 0
 
 

@@ -13,49 +13,51 @@ from itertools import count
 from PIL import Image
 
 from mmspec.app.scenes import grammar
-from mmspec.app.scenes.render import paint
-from mmspec.app.scenes.world import Clip, Scene, clip, scene
+from mmspec.app.scenes.render import render_scene
+from mmspec.app.scenes.world import Clip, Scene, generate_clip, generate_scene
 
-TASKS = ("describe", "short", "answer", "clip")
+REQUEST_TASKS = ("describe", "short", "answer", "clip")
 
 
 @dataclass(frozen=True)
-class Request:
+class SceneRequest:
     """Pictures and what is asked about them; `answer` is what the grammar says."""
 
     seed: int
-    pictures: tuple[Image.Image, ...]
+    images: tuple[Image.Image, ...]
     question: str
     answer: str
-    truth: Scene | Clip
+    ground_truth: Scene | Clip
 
 
-def requests(task: str, first: int) -> Iterator[Request]:
+def generate_requests(task: str, first_seed: int) -> Iterator[SceneRequest]:
     """Requests without end, from a seed on. Long descriptions are asked of scenes with three things or more.
 
     Raises:
         ValueError: an unknown task.
     """
-    if task not in TASKS:
-        raise ValueError(f"task must be one of {', '.join(TASKS)}; got {task!r}")
-    for seed in count(first):
-        dice = random.Random(f"{task} {seed}")
+    if task not in REQUEST_TASKS:
+        raise ValueError(f"task must be one of {', '.join(REQUEST_TASKS)}; got {task!r}")
+    for seed in count(first_seed):
+        rng = random.Random(f"{task} {seed}")
         if task == "clip":
-            moving = clip(seed)
-            turn = grammar.clip_turn(moving, dice)
-            yield Request(seed, tuple(map(paint, moving.frames)), turn.question, turn.answer, moving)
+            moving = generate_clip(seed)
+            turn = grammar.ask_clip(moving, rng)
+            yield SceneRequest(seed, tuple(map(render_scene, moving.frames)), turn.question, turn.answer, moving)
             continue
-        made = scene(seed)
+        made = generate_scene(seed)
         if task == "describe" and len(made.things) < 3:
             continue
-        turn = grammar.describe(made, dice) if task == "describe" else _short(task, made, dice)
-        yield Request(seed, (paint(made),), turn.question, turn.answer, made)
+        turn = grammar.ask_description(made, rng) if task == "describe" else _short(task, made, rng)
+        yield SceneRequest(seed, (render_scene(made),), turn.question, turn.answer, made)
 
 
-def _short(task: str, made: Scene, dice: random.Random) -> grammar.Turn:
+def _short(task: str, made: Scene, rng: random.Random) -> grammar.Turn:
     if task == "short":
-        return grammar.short(made, dice)
-    return grammar.chat(made, dice, 1, [name for name in grammar.TASKS if name not in ("describe", "short")])[0]
+        return grammar.ask_caption(made, rng)
+    return grammar.generate_chat(
+        made, rng, 1, [name for name in grammar.QA_TASKS if name not in ("describe", "short")]
+    )[0]
 
 
-__all__ = ["TASKS", "Request", "requests"]
+__all__ = ["REQUEST_TASKS", "SceneRequest", "generate_requests"]

@@ -11,19 +11,19 @@ import random
 from dataclasses import dataclass, replace
 from itertools import combinations
 
-from mmspec.app.scenes.objects import KINDS
-from mmspec.app.scenes.sign_words import WORDS
+from mmspec.app.scenes.objects import OBJECT_KINDS
+from mmspec.app.scenes.sign_words import SIGN_WORDS
 
-SIDE = 192
+IMAGE_SIZE = 192
 """Pixels of a picture's edge."""
-HELD_OUT = 50_000_000
+FIRST_HELD_OUT_SEED = 50_000_000
 """Seeds from here on are never trained on."""
-PLACES = (
+REGIONS = (
     ("upper left", "top", "upper right"),
     ("left", "center", "right"),
     ("lower left", "bottom", "lower right"),
 )
-COLOURS = {
+BACKGROUND_COLOURS = {
     "white": (245, 245, 245),
     "gray": (150, 150, 150),
     "black": (40, 40, 40),
@@ -37,12 +37,12 @@ COLOURS = {
     "brown": (130, 90, 60),
     "turquoise": (90, 205, 200),
 }
-TEXTURES = ("plain", "striped", "dotted", "checkered")
-SIZES = {"small": (38, 44), "medium": (52, 59), "large": (69, 78)}
+BACKGROUND_TEXTURES = ("plain", "striped", "dotted", "checkered")
+SIZE_CLASSES = {"small": (38, 44), "medium": (52, 59), "large": (69, 78)}
 """Name -> pixels of the longer edge, from and to."""
-MARGIN = 7
+REGION_MARGIN = 7
 """Centres keep this many pixels off the borders between places."""
-MOVES = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}
+MOTION_VECTORS = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}
 
 
 @dataclass(frozen=True)
@@ -59,17 +59,17 @@ class Thing:
     @property
     def name(self) -> str:
         """What it is."""
-        return KINDS[self.kind].name
+        return OBJECT_KINDS[self.kind].name
 
     @property
-    def bulk(self) -> str:
+    def size_class(self) -> str:
         """Small, medium or large."""
-        return next(name for name, (least, most) in SIZES.items() if least <= self.size <= most)
+        return next(name for name, (least, most) in SIZE_CLASSES.items() if least <= self.size <= most)
 
     @property
-    def place(self) -> str:
+    def region(self) -> str:
         """Which of the nine places its centre is in."""
-        return place(self.x, self.y)
+        return find_region(self.x, self.y)
 
 
 @dataclass(frozen=True)
@@ -81,9 +81,9 @@ class Sign:
     y: int
 
     @property
-    def place(self) -> str:
+    def region(self) -> str:
         """Which of the nine places its centre is in."""
-        return place(self.x, self.y)
+        return find_region(self.x, self.y)
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class Scene:
 
     def reading_order(self) -> list[Thing]:
         """The things row by row from the upper left."""
-        return sorted(self.things, key=lambda thing: (3 * thing.y // SIDE, thing.x, thing.y))
+        return sorted(self.things, key=lambda thing: (3 * thing.y // IMAGE_SIZE, thing.x, thing.y))
 
     def count(self, kind: int) -> int:
         """How many things of a kind there are."""
@@ -123,70 +123,70 @@ class Clip:
     event: Event
 
 
-def place(x: int, y: int) -> str:
+def find_region(x: int, y: int) -> str:
     """Name of the place of a point."""
-    return PLACES[min(2, 3 * y // SIDE)][min(2, 3 * x // SIDE)]
+    return REGIONS[min(2, 3 * y // IMAGE_SIZE)][min(2, 3 * x // IMAGE_SIZE)]
 
 
-def unseen_together(a: int, b: int) -> bool:
+def is_held_out_pair(a: int, b: int) -> bool:
     """Whether two kinds never stand in one picture of the training seeds: one pair in twenty."""
     a, b = sorted((a, b))
     return a != b and (a * 7919 + b * 104_729) % 20 == 7
 
 
-def scene(seed: int, things: int | None = None) -> Scene:
+def generate_scene(seed: int, num_things: int | None = None) -> Scene:
     """The scene of a seed. `things` fixes how many there are, else one to six."""
-    dice = random.Random(f"scene {seed} {things}")
+    rng = random.Random(f"scene {seed} {num_things}")
     while True:
-        made = _try(dice, seed, things)
-        if made is not None and (seed >= HELD_OUT or not _has_unseen_pair(made)):
+        made = _sample_scene(rng, seed, num_things)
+        if made is not None and (seed >= FIRST_HELD_OUT_SEED or not _has_held_out_pair(made)):
             return made
 
 
-def _has_unseen_pair(made: Scene) -> bool:
-    return any(unseen_together(a.kind, b.kind) for a, b in combinations(made.things, 2))
+def _has_held_out_pair(made: Scene) -> bool:
+    return any(is_held_out_pair(a.kind, b.kind) for a, b in combinations(made.things, 2))
 
 
-def _try(dice: random.Random, seed: int, things: int | None) -> Scene | None:
-    count = things or dice.choice((1, 2, 2, 3, 3, 3, 4, 4, 4, 5, 5, 6))
-    cells = dice.sample([(row, column) for row in range(3) for column in range(3)], count + 1)
-    kinds = _kinds(dice, count)
+def _sample_scene(rng: random.Random, seed: int, things: int | None) -> Scene | None:
+    count = things or rng.choice((1, 2, 2, 3, 3, 3, 4, 4, 4, 5, 5, 6))
+    cells = rng.sample([(row, column) for row in range(3) for column in range(3)], count + 1)
+    kinds = _sample_kinds(rng, count)
     placed: list[Thing] = []
     for kind, (row, column) in zip(kinds, cells, strict=False):
-        least, most = SIZES[dice.choice(tuple(SIZES))]
-        size = dice.randint(least, most)
-        x, y = (_coordinate(dice, cell, size) for cell in (column, row))
-        placed.append(Thing(kind, x, y, size, dice.randint(-18, 18), dice.random() < 0.5))
+        least, most = SIZE_CLASSES[rng.choice(tuple(SIZE_CLASSES))]
+        size = rng.randint(least, most)
+        x, y = (_sample_coordinate(rng, cell, size) for cell in (column, row))
+        placed.append(Thing(kind, x, y, size, rng.randint(-18, 18), rng.random() < 0.5))
     sign = None
-    if dice.random() < 0.3:
+    if rng.random() < 0.3:
         row, column = cells[-1]
-        text = dice.choice(WORDS) if dice.random() < 0.7 else str(dice.randint(2, 999))
-        sign = Sign(text, _coordinate(dice, column, 80), _coordinate(dice, row, 34))
-    if not _visible(placed, sign):
+        text = rng.choice(SIGN_WORDS) if rng.random() < 0.7 else str(rng.randint(2, 999))
+        sign = Sign(text, _sample_coordinate(rng, column, 80), _sample_coordinate(rng, row, 34))
+    if not _all_visible(placed, sign):
         return None
-    colour, texture = dice.choice(tuple(COLOURS)), dice.choice(TEXTURES)
+    colour, texture = rng.choice(tuple(BACKGROUND_COLOURS)), rng.choice(BACKGROUND_TEXTURES)
     return Scene(seed, colour, texture, tuple(placed), sign)
 
 
-def _kinds(dice: random.Random, count: int) -> list[int]:
+def _sample_kinds(rng: random.Random, count: int) -> list[int]:
     """Mostly different kinds; now and then several of one, so that there is something to count."""
-    kinds = dice.sample(range(len(KINDS)), count)
-    if count > 1 and dice.random() < 0.45:
-        same = dice.randint(2, count)
+    kinds = rng.sample(range(len(OBJECT_KINDS)), count)
+    if count > 1 and rng.random() < 0.45:
+        same = rng.randint(2, count)
         kinds[:same] = [kinds[0]] * same
-        dice.shuffle(kinds)
+        rng.shuffle(kinds)
     return kinds
 
 
-def _coordinate(dice: random.Random, cell: int, size: int) -> int:
+def _sample_coordinate(rng: random.Random, cell: int, size: int) -> int:
     """A coordinate within one third of the edge, off its borders, with the thing inside the picture."""
-    third = SIDE // 3
-    least = max(third * cell + (MARGIN if cell else 0), size // 2 + 1)
-    most = min(third * (cell + 1) - 1 - (MARGIN if cell < 2 else 0), SIDE - size // 2 - 1)
-    return dice.randint(least, most)
+    third = IMAGE_SIZE // 3
+    least = max(third * cell + (REGION_MARGIN if cell else 0), size // 2 + 1)
+    most = min(third * (cell + 1) - 1 - (REGION_MARGIN if cell < 2 else 0), IMAGE_SIZE - size // 2 - 1)
+    return rng.randint(least, most)
 
 
-def _visible(things: list[Thing], sign: Sign | None) -> bool:
+def _all_visible(things: list[Thing], sign: Sign | None) -> bool:
     """Whether no box is covered by more than about a third by what stands before it."""
     boxes = [(t.x - t.size // 2, t.y - t.size // 2, t.x + t.size // 2, t.y + t.size // 2) for t in things]
     if sign is not None:
@@ -206,55 +206,55 @@ def _overlap(a: Box, b: Box) -> int:
     return max(0, width) * max(0, height)
 
 
-def clip(seed: int, frames: int | None = None, things: int | None = None) -> Clip:
+def generate_clip(seed: int, num_frames: int | None = None, num_things: int | None = None) -> Clip:
     """The clip of a seed: four to eight frames, in which one thing does something and others stay.
 
     `frames` and `things` fix how many there are; else there are one to three things, mostly one.
     """
-    dice = random.Random(f"clip {seed} {frames}")
-    count = frames or dice.choice((4, 4, 4, 5, 6, 8))
+    rng = random.Random(f"clip {seed} {num_frames}")
+    count = num_frames or rng.choice((4, 4, 4, 5, 6, 8))
     while True:
-        base = _try(dice, seed, things or dice.choice((1, 1, 2, 3)))
-        if base is None or base.sign is not None or (seed < HELD_OUT and _has_unseen_pair(base)):
+        base = _sample_scene(rng, seed, num_things or rng.choice((1, 1, 2, 3)))
+        if base is None or base.sign is not None or (seed < FIRST_HELD_OUT_SEED and _has_held_out_pair(base)):
             continue
         others = base.things[:-1]
         hero = base.things[-1]
         if any(thing.kind == hero.kind for thing in others):
             continue
-        event = _event(dice)
-        path = _path(dice, hero, event, count)
-        if path is None or not all(_visible([*others, at], None) for at in path if at is not None):
+        event = _sample_event(rng)
+        path = _sample_path(rng, hero, event, count)
+        if path is None or not all(_all_visible([*others, at], None) for at in path if at is not None):
             continue
         scenes = tuple(replace(base, things=(*others, at) if at is not None else others) for at in path)
         return Clip(seed, scenes, hero, event)
 
 
-def _event(dice: random.Random) -> Event:
-    what = dice.choice(("moves", "moves", "moves", "moves", "appears", "leaves", "stays"))
-    return Event(what, dice.choice(tuple(MOVES)) if what == "moves" else "")
+def _sample_event(rng: random.Random) -> Event:
+    what = rng.choice(("moves", "moves", "moves", "moves", "appears", "leaves", "stays"))
+    return Event(what, rng.choice(tuple(MOTION_VECTORS)) if what == "moves" else "")
 
 
-def _path(dice: random.Random, hero: Thing, event: Event, count: int) -> list[Thing | None] | None:
+def _sample_path(rng: random.Random, hero: Thing, event: Event, count: int) -> list[Thing | None] | None:
     """The main thing in each frame; None where it is not there. None at all if it would leave the picture."""
     if event.what == "moves":
-        dx, dy = MOVES[event.way]
-        step = dice.randint(60, 110) / (count - 1)
+        dx, dy = MOTION_VECTORS[event.way]
+        step = rng.randint(60, 110) / (count - 1)
         start = [hero.x - dx * step * (count - 1) / 2, hero.y - dy * step * (count - 1) / 2]
         path = [
             replace(hero, x=round(start[0] + dx * step * t), y=round(start[1] + dy * step * t)) for t in range(count)
         ]
         reach = hero.size // 2 + 1
-        inside = all(reach <= c <= SIDE - reach for at in path for c in (at.x, at.y))
+        inside = all(reach <= c <= IMAGE_SIZE - reach for at in path for c in (at.x, at.y))
         return list(path) if inside else None
     if event.what == "stays":
         return [hero] * count
-    when = dice.randint(1, count - 1)
+    when = rng.randint(1, count - 1)
     if event.what == "appears":
         return [None] * when + [hero] * (count - when)
     return [hero] * when + [None] * (count - when)
 
 
-def direction(a: Thing, b: Thing) -> str | None:
+def spatial_relation(a: Thing, b: Thing) -> str | None:
     """Where `a` is seen from `b`, if that is clear: left of, right of, above or below it."""
     dx, dy = a.x - b.x, a.y - b.y
     if abs(dx) >= 1.5 * abs(dy) and abs(dx) > 24:

@@ -24,9 +24,9 @@ from mmspec.app.errors import UsageError
 from mmspec.app.studies.prefill_recorder import Reader, Reading
 from mmspec.drafters.eagle.drafter import EagleDrafter
 from mmspec.drafters.eagle.head import EagleHead, HeadConfig
-from mmspec.engine.tree import bare
-from mmspec.interfaces import Prompt, Segment, Verdict, Words
-from mmspec.metrics.compression_stats import Watch
+from mmspec.engine.tree import root_only
+from mmspec.interfaces import Prompt, SharedEmbeddings, VerifyResult, VisualGrid
+from mmspec.metrics.compression_stats import RecordingCompressor
 from mmspec.vision.registry import new
 
 EPILOG = """
@@ -47,31 +47,33 @@ WHOLE = "-"
 def prompt_of(frames: int, grid: int, text: int, hidden: int, like: dict[str, Any]) -> Prompt:
     """A picture's or clip's prompt: half of the words, the visual tokens, the other half."""
     visual = frames * grid * grid
-    dice = torch.Generator().manual_seed(0)
+    rng = torch.Generator().manual_seed(0)
     with torch.random.fork_rng(devices=[]):
-        words = Words(nn.Embedding(VOCABULARY, hidden).to(**like), nn.Linear(hidden, VOCABULARY, bias=False).to(**like))
+        words = SharedEmbeddings(
+            nn.Embedding(VOCABULARY, hidden).to(**like), nn.Linear(hidden, VOCABULARY, bias=False).to(**like)
+        )
     mask = torch.zeros(1, text + visual, dtype=torch.bool)
     start = max(1, text // 2)
     mask[:, start : start + visual] = True
-    parts = [torch.randn(1, text + visual, hidden, generator=dice).to(**like) for _ in range(2)]
-    ids = torch.randint(0, VOCABULARY, mask.shape, generator=dice).to(like["device"])
-    grids = [Segment(0, start + t * grid * grid, grid, grid, 0, role="frame", time=t) for t in range(frames)]
+    parts = [torch.randn(1, text + visual, hidden, generator=rng).to(**like) for _ in range(2)]
+    ids = torch.randint(0, VOCABULARY, mask.shape, generator=rng).to(like["device"])
+    grids = [VisualGrid(0, start + t * grid * grid, grid, grid, 0, role="frame", frame=t) for t in range(frames)]
     return Prompt(
-        ids=ids,
-        padding=torch.ones_like(ids, dtype=torch.bool),
-        visual=mask.to(like["device"]),
-        positions=ids,
-        segments=tuple(grids),
-        taps={0: parts[0], LAYERS: parts[1]},
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids, dtype=torch.bool),
+        visual_mask=mask.to(like["device"]),
+        position_ids=ids,
+        grids=tuple(grids),
+        hidden_states={0: parts[0], LAYERS: parts[1]},
         vocab_size=VOCABULARY,
-        words=words,
+        shared_embeddings=words,
     )
 
 
-def first_word(device: torch.device) -> Verdict:
+def first_word(device: torch.device) -> VerifyResult:
     """The prompt was read, and some word came out."""
     word = torch.zeros(1, 1, dtype=torch.long, device=device)
-    return Verdict(bare(1, device), word, word[0] + 1, word, [[0]], [[0]])
+    return VerifyResult(root_only(1, device), word, word[0] + 1, word, [[0]], [[0]])
 
 
 def read(drafter: EagleDrafter, prompt: Prompt, device: torch.device, count: bool) -> Reading:
@@ -90,7 +92,7 @@ def rows_of(args: argparse.Namespace, device: torch.device) -> Iterator[dict[str
         torch.default_generator.manual_seed(0)
         config = HeadConfig(args.hidden, args.ffn, args.heads, args.kv_heads, VOCABULARY)
         drafter = EagleDrafter(EagleHead(config).to(**like), "decoupled", layers=LAYERS)
-        ways = {WHOLE: None} | {name: Watch(new(name, args.hidden)) for name in args.compressors}
+        ways = {WHOLE: None} | {name: RecordingCompressor(new(name, args.hidden)) for name in args.compressors}
     for frames in args.frames:
         prompt = prompt_of(frames, args.grid, args.text, args.hidden, like)
         readings: dict[str, list[Reading]] = {name: [] for name in ways}

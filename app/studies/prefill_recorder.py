@@ -14,8 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mmspec.app.bench.recorder import Recorder
 from mmspec.app.modeling.load import synchronise
-from mmspec.control.draft_cost import Pace
-from mmspec.interfaces import Prompt, Verdict
+from mmspec.control.draft_cost import DraftCostModel
+from mmspec.interfaces import Prompt, VerifyResult
 
 
 @dataclass
@@ -36,14 +36,14 @@ class Reader(Recorder):
         self._prompt: Prompt | None = None
         self._reads = hasattr(inner, "read")
         # What a compressor goes by in this call, for `count`; the drafter's own goes on learning.
-        self._known = Pace(copy.deepcopy(inner.pace.tallies)) if self._reads else None
+        self._known = DraftCostModel(copy.deepcopy(inner.pace.tallies)) if self._reads else None
 
     def begin(self, prompt: Prompt) -> Any:
         """See `Drafter`."""
         self._prompt = prompt
         return self._timed(lambda: super(Reader, self).begin(prompt))
 
-    def observe(self, state: Any, verdict: Verdict, taps: Mapping[int, Tensor]) -> None:
+    def observe(self, state: Any, verdict: VerifyResult, taps: Mapping[int, Tensor]) -> None:
         """See `Drafter`; the first time the prompt is read, whether a draft is asked for or not."""
         super().observe(state, verdict, taps)
         if not self._reads or len(self._seen) > 1:

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from mmspec.app.modeling.captioner import Captioner
-from mmspec.app.scenes.render import paint
-from mmspec.app.scenes.tasks import Request, requests
-from mmspec.app.scenes.world import clip
-from mmspec.targets.registry import family_of
+from mmspec.app.scenes.render import render_scene
+from mmspec.app.scenes.tasks import SceneRequest, generate_requests
+from mmspec.app.scenes.world import generate_clip
+from mmspec.targets.registry import find_adapter
 
 SHAPES = {"short": 1, "one": 1, "four": 4, "clip8": 8, "clip32": 32}
 """How many pictures that is; clips of other lengths may be asked for. `short` and `one` differ in the question."""
@@ -35,27 +35,27 @@ def pictures_of(shape: str) -> int:
     return int(found[1]) if found else SHAPES[shape]
 
 
-def asked(shape: str, first: int) -> Iterator[Request]:
+def asked(shape: str, first: int) -> Iterator[SceneRequest]:
     """Requests of a shape without end, from a seed on."""
     pictures = pictures_of(shape)
     if shape == "short":
-        yield from requests("answer", first)
+        yield from generate_requests("answer", first)
     if shape == "one":
-        yield from requests("describe", first)
+        yield from generate_requests("describe", first)
     if shape == "four":
-        singles = requests("describe", first)
+        singles = generate_requests("describe", first)
         while True:
             four = list(islice(singles, pictures))
-            yield replace(four[0], pictures=tuple(one.pictures[0] for one in four))
-    for one in requests("clip", first):
-        moving = clip(one.seed, pictures)
-        yield replace(one, pictures=tuple(map(paint, moving.frames)), truth=moving)
+            yield replace(four[0], pictures=tuple(one.images[0] for one in four))
+    for one in generate_requests("clip", first):
+        moving = generate_clip(one.seed, pictures)
+        yield replace(one, pictures=tuple(map(render_scene, moving.frames)), truth=moving)
 
 
-def visual_of(model: Any, processor: Any, request: Request) -> tuple[int, int]:
+def visual_of(model: Any, processor: Any, request: SceneRequest) -> tuple[int, int]:
     """Visual tokens of a request's prompt, and all its tokens."""
-    ids = Captioner(model, processor).inputs([request.pictures], [request.question])["input_ids"]
-    placeholders = torch.tensor(family_of(model).placeholders, device=ids.device)
+    ids = Captioner(model, processor).inputs([request.images], [request.question])["input_ids"]
+    placeholders = torch.tensor(find_adapter(model).media_token_ids, device=ids.device)
     return int(torch.isin(ids, placeholders).sum()), ids.shape[1]
 
 

@@ -25,8 +25,8 @@ from mmspec.app.caption.config import DEFAULT
 from mmspec.app.errors import UsageError, one_line
 from mmspec.app.modeling.captioner import Captioner
 from mmspec.app.modeling.load import load
-from mmspec.app.scenes.tasks import TASKS, requests
-from mmspec.app.scenes.world import HELD_OUT
+from mmspec.app.scenes.tasks import REQUEST_TASKS, generate_requests
+from mmspec.app.scenes.world import FIRST_HELD_OUT_SEED
 from mmspec.app.studies.word_classes import CLASSES, Answer, answer_of, interval
 
 MOST = 160
@@ -69,8 +69,8 @@ def study(
 ) -> None:
     """Decode `count` requests with everybody, at temperature `warmth`; request i is sampled with seed + i."""
     maker = Captioner(field_[0].system.model, processor)
-    for number, one in enumerate(islice(requests(task, first), count)):
-        inputs = maker.inputs([one.pictures], [one.question])
+    for number, one in enumerate(islice(generate_requests(task, first), count)):
+        inputs = maker.inputs([one.images], [one.question])
         start = number % len(field_)
         for entry in (*field_[start:], *field_[:start]):
             recorder = Recorder(drafter_of(entry.system.model))
@@ -158,8 +158,8 @@ def parser() -> argparse.ArgumentParser:
     add("drafters", nargs="+", metavar="D", help="names, or folders of trained drafters")
     add("--against", metavar="D", help="one of these: also tell how far the others are above it")
     add("--model", default=DEFAULT)
-    add("--task", choices=TASKS, default="describe")
-    add("--first-seed", type=int, default=HELD_OUT, metavar="S")
+    add("--task", choices=REQUEST_TASKS, default="describe")
+    add("--first-seed", type=int, default=FIRST_HELD_OUT_SEED, metavar="S")
     add("--count", type=positive, default=100, metavar="N", help="requests (default 100)")
     add("--nodes", type=positive, default=16, metavar="N", help="of every tree (default 16)")
     add("--temperature", type=temperature, default=0.0, metavar="T", help="0 (default) is greedy")

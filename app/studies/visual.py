@@ -30,7 +30,7 @@ from mmspec.app.caption.config import DEFAULT
 from mmspec.app.errors import UsageError, one_line
 from mmspec.app.modeling.captioner import Captioner
 from mmspec.app.modeling.load import load
-from mmspec.app.scenes.world import HELD_OUT
+from mmspec.app.scenes.world import FIRST_HELD_OUT_SEED
 from mmspec.app.studies import chooser_report as choices
 from mmspec.app.studies.prefill_recorder import Reader, Reading
 from mmspec.app.studies.scenarios import SHAPES, asked, fitting, pictures_of, visual_of
@@ -124,7 +124,7 @@ def contest(
     """Everybody on the same requests; the first request warms up."""
     maker = Captioner(field_[0].system.model, processor)
     for number, one in enumerate(islice(asked(shape, first), count + 1)):
-        inputs = maker.inputs([one.pictures], [one.question])
+        inputs = maker.inputs([one.images], [one.question])
         for way in random.Random(number).sample(field_, len(field_)):  # so that nobody always follows the same one
             run, reader = _once(way, inputs, most)
             tick(1)
@@ -197,8 +197,8 @@ def _reading(mine: Sequence[Reading], whole: Sequence[Reading]) -> dict[str, flo
 
 def _kept(way: Way, stats: Sequence[Stats]) -> tuple[float | None, float | None]:
     """Visual tokens that the drafter was shown, in the mean, and their share; (None, ...) if it was shown all."""
-    if visual := sum(one.visual for one in stats):
-        kept = sum(one.visual_kept for one in stats)
+    if visual := sum(one.num_visual_tokens for one in stats):
+        kept = sum(one.num_compressed_tokens for one in stats)
         return kept / len(stats), kept / visual
     if getattr(way.drafter, "rule", None) == "textual":
         return 0.0, 0.0
@@ -292,7 +292,7 @@ def parser() -> argparse.ArgumentParser:
     add("--shares", type=whole_numbers, default=[2, 4, 8, 16, 0], metavar="N,N", help="1/N of the tokens; 0: one token")
     add("--shapes", type=shapes, default=["one", "clip8"], metavar="S,S", help=f"of {', '.join(SHAPES)}")
     add("--model", default=DEFAULT)
-    add("--first-seed", type=int, default=HELD_OUT, metavar="S")
+    add("--first-seed", type=int, default=FIRST_HELD_OUT_SEED, metavar="S")
     add("--count", type=positive, default=12, metavar="N", help="requests of each shape (default 12)")
     add("--nodes", type=positive, default=None, metavar="N", help="score trees of N nodes (default: what pays)")
     add("--max-new-tokens", type=positive, default=128, metavar="N")

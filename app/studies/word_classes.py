@@ -14,12 +14,23 @@ from typing import Any
 
 from mmspec.app.bench.measure import bootstrap
 from mmspec.app.bench.rounds import ACCEPTED, CORRECTED, Round
-from mmspec.app.scenes.objects import BY_NAME
-from mmspec.app.scenes.world import COLOURS, SIZES, TEXTURES
+from mmspec.app.scenes.objects import KIND_BY_NAME
+from mmspec.app.scenes.world import BACKGROUND_COLOURS, BACKGROUND_TEXTURES, SIZE_CLASSES
 
 SPOTS = frozenset(("upper", "lower", "left", "right", "top", "bottom", "center", "above", "below"))
 LOOKS = frozenset(
-    (*COLOURS, *TEXTURES, *SIZES, "little", "middling", "big", "largest", "smallest", "larger", "smaller")
+    (
+        *BACKGROUND_COLOURS,
+        *BACKGROUND_TEXTURES,
+        *SIZE_CLASSES,
+        "little",
+        "middling",
+        "big",
+        "largest",
+        "smallest",
+        "larger",
+        "smaller",
+    )
 )
 _JOINING = """
 a an the and of to from in on at with before against beside front it is are there that where all other no does not
@@ -34,7 +45,7 @@ def class_of(word: str) -> str:
     low = word.lower()
     if len(word) > 1 and word.isupper():
         return "other"
-    if low in BY_NAME:
+    if low in KIND_BY_NAME:
         return "names"
     if low in SPOTS:
         return "places"

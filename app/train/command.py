@@ -12,7 +12,7 @@ from typing import Any
 from mmspec.app.caption.command import MODELS, positive, quiet
 from mmspec.app.caption.config import DTYPES, MODEL, Place
 from mmspec.app.errors import UsageError, one_line
-from mmspec.app.scenes.world import HELD_OUT
+from mmspec.app.scenes.world import FIRST_HELD_OUT_SEED
 from mmspec.app.train.heads import RECIPES, config_of, kept_of, parts_of
 from mmspec.app.versions import commit, mmspec_version, version
 
@@ -232,10 +232,10 @@ def training_of(args: argparse.Namespace, teacher: Any, count: int, facts: dict[
     from mmspec.app.train.data import Order, share_of_pictures
     from mmspec.drafters.training.losses import Weights
     from mmspec.drafters.training.trainer import Plan, Pupil, SettingsError, Training
-    from mmspec.interfaces import Words
+    from mmspec.interfaces import SharedEmbeddings
 
     model = teacher.model
-    words = Words(model.get_input_embeddings(), model.get_output_embeddings())
+    words = SharedEmbeddings(model.get_input_embeddings(), model.get_output_embeddings())
     config = config_of(model, args.ffn)
     pupils = {}
     for name in args.drafter:
@@ -244,7 +244,7 @@ def training_of(args: argparse.Namespace, teacher: Any, count: int, facts: dict[
         pupils[name].parts().to(model.device)
     weights = Weights(args.states_weight, args.words_weight, args.rollout)
     plan = Plan(args.steps, args.batch_size, args.lr, noise=args.noise, seed=args.seed, weights=weights)
-    placeholder = words.embedding(torch.tensor(teacher.placeholders[0], device=model.device)).float()
+    placeholder = words.embed_tokens(torch.tensor(teacher.placeholders[0], device=model.device)).float()
 
     order = Order(count, plan.batch, plan.seed, teacher.sizes)
 
@@ -268,9 +268,11 @@ def data_of(args: argparse.Namespace) -> tuple[Any, Any]:
         return Part(whole, range(last)), Part(whole, range(last, len(whole)))
     if args.target != MODEL:
         raise UsageError(f"--target {args.target} needs --data: pictures, folders or manifests")
-    if args.first_seed + 2 * args.count > HELD_OUT:
-        raise UsageError(f"seeds from {HELD_OUT} on are held out: --first-seed {args.first_seed} is too high")
-    return ScenesData(args.count, args.first_seed), ScenesData(args.evaluate, HELD_OUT)
+    if args.first_seed + 2 * args.count > FIRST_HELD_OUT_SEED:
+        raise UsageError(
+            f"seeds from {FIRST_HELD_OUT_SEED} on are held out: --first-seed {args.first_seed} is too high"
+        )
+    return ScenesData(args.count, args.first_seed), ScenesData(args.evaluate, FIRST_HELD_OUT_SEED)
 
 
 def export(args: argparse.Namespace, place: Path, pupil: Any, teacher: Any, facts: dict[str, Any]) -> None:
@@ -330,7 +332,7 @@ def evaluate(args: argparse.Namespace, place: Path, teacher: Any, held: Any) -> 
         "held_out": True,
         "nodes": 16,
         "tau": round(stats.tau, 3),
-        "kept_at_depth": [round(share, 3) for share in stats.kept_at_depth],
+        "kept_at_depth": [round(share, 3) for share in stats.acceptance_by_depth],
     }
     (place / "evaluation.json").write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
     return figures

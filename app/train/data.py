@@ -24,12 +24,12 @@ from mmspec.app.io.jsonl import replace
 from mmspec.app.io.sources import collect
 from mmspec.app.io.videos import load_shown
 from mmspec.app.modeling.captioner import Captioner
-from mmspec.cpu.linear import halves
+from mmspec.cpu.linear import bf16_is_faster
 from mmspec.drafters.checkpoints.format import fingerprint
 from mmspec.drafters.eagle.visual_inputs import segments_of
 from mmspec.drafters.training.losses import Lesson
 from mmspec.interfaces import Prompt
-from mmspec.targets.registry import family_of
+from mmspec.targets.registry import find_adapter
 from mmspec.vision.video.decoder_pool import Isolated
 
 SCENES_MIX = {"describe": 0.6, "short": 0.15, "answer": 0.2, "clip": 0.05}
@@ -64,12 +64,12 @@ class ScenesData:
         return self.count
 
     def __getitem__(self, number: int) -> Request:
-        from mmspec.app.scenes.tasks import requests
+        from mmspec.app.scenes.tasks import generate_requests
 
-        dice = random.Random(f"mix {self.first} {number}")
-        task = dice.choices(tuple(SCENES_MIX), tuple(SCENES_MIX.values()))[0]
-        made = next(requests(task, self.first + 2 * number))
-        return Request(made.pictures if len(made.pictures) > 1 else made.pictures[0], made.question)
+        rng = random.Random(f"mix {self.first} {number}")
+        task = rng.choices(tuple(SCENES_MIX), tuple(SCENES_MIX.values()))[0]
+        made = next(generate_requests(task, self.first + 2 * number))
+        return Request(made.images if len(made.images) > 1 else made.images[0], made.question)
 
 
 class Part:
@@ -141,7 +141,7 @@ class Teacher:
                 texts come in epochs, so whatever was thrown out last would be wanted next.
         """
         self.room, self._kept = room, dict[int, Lesson]()
-        self.maker, self.data, self.family = Captioner(model, processor), data, family_of(model)
+        self.maker, self.data, self.family = Captioner(model, processor), data, find_adapter(model)
         self.model, self.tokenizer = model, processor.tokenizer
         self.answers: dict[int, list[int]] = {}
         self.sizes: dict[int, int] = {}
@@ -149,7 +149,7 @@ class Teacher:
     @property
     def placeholders(self) -> tuple[int, ...]:
         """Ids that stand for visual tokens."""
-        return self.family.placeholders
+        return self.family.media_token_ids
 
     @property
     def fingerprint(self) -> str:
@@ -272,17 +272,17 @@ class Teacher:
         requests = [self.data[number] for number in numbers]
         inputs = self.maker.inputs([one.shown for one in requests], [one.question for one in requests])
         whole, answer = self._join(inputs, [self.answers[number] for number in numbers])
-        device, heard = self.model.device, self.family.listening()
+        device, heard = self.model.device, self.family.attention_capture()
         with (
             torch.no_grad(),
-            torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cpu" and halves(device)),
-            nullcontext() if heard is None else heard.on(),
+            torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cpu" and bf16_is_faster(device)),
+            nullcontext() if heard is None else heard.active(),
         ):
             seen = self.model(**whole, output_hidden_states=True, logits_to_keep=1, use_cache=False)
         ids, real = whole["input_ids"], whole["attention_mask"].bool()
         visual = torch.isin(ids, torch.tensor(self.placeholders, device=ids.device))
         vision = {name: whole[name] for name in self.family.vision_args if whole.get(name) is not None}
-        grids = self.family.segments(ids, vision)
+        grids = self.family.grids(ids, vision)
         return Lesson(
             ids=ids,
             real=real,
@@ -290,8 +290,8 @@ class Teacher:
             answer=answer,
             embedded=seen.hidden_states[0].float(),
             states=seen.hidden_states[-1].float(),
-            segments=segments_of(Prompt(ids, real, visual, positions=ids, segments=grids), ids.shape[1]),
-            attended=self.family.attention_of(heard, visual, vision),
+            segments=segments_of(Prompt(ids, real, visual, position_ids=ids, grids=grids), ids.shape[1]),
+            attended=self.family.visual_saliency(heard, visual, vision),
         )
 
     def _join(self, inputs: dict[str, Any], answers: Sequence[list[int]]) -> tuple[dict[str, Any], Tensor]:

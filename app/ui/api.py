@@ -18,62 +18,64 @@ import gradio as gr
 from mmspec.app.caption.config import usual_prompt
 from mmspec.app.errors import UsageError
 from mmspec.app.io import videos as clips
-from mmspec.app.ui.batch import Batch
-from mmspec.app.ui.comparison import Race
-from mmspec.app.ui.context import IN_LINE, Context, told
-from mmspec.app.ui.report import report_of
-from mmspec.app.ui.worker import Halt, LeftError
+from mmspec.app.ui.batch import CaptionBatch
+from mmspec.app.ui.comparison import ComparisonRun
+from mmspec.app.ui.context import IN_LINE, Context, report_errors
+from mmspec.app.ui.report import build_report
+from mmspec.app.ui.worker import CancelSignal, LeftError
 
-plainly = functools.partial(told, shown=str)
+report_errors_as_text = functools.partial(report_errors, format_message=str)
 """Programs get the sentence itself, not as HTML."""
 
 
-def endpoints(context: Context) -> None:
+def register_endpoints(context: Context) -> None:
     """Register both. Their parts are there for Gradio alone, and never shown."""
-    shelf = context.shelf
+    shelf = context.model_store
 
-    @plainly
+    @report_errors_as_text
     def compare(
         file: str,
         question: str | None = None,
-        model: str = shelf.models[0],
-        drafter: str = shelf.drafters[0],
+        model: str = shelf.model_names[0],
+        drafter: str = shelf.drafter_names[0],
         compressor: str = "none",
         temperature: float = 0,
         seed: float = 0,
         max_new_tokens: float = 128,
     ) -> Iterator[dict[str, Any] | None]:
-        choice = context.choice(model, drafter, compressor, temperature, seed, max_new_tokens)
+        choice = context.parse_settings(model, drafter, compressor, temperature, seed, max_new_tokens)
         is_clip = Path(file or "").suffix.lower() in clips.SUFFIXES
-        asked = context.limits.question(usual_prompt(is_clip) if question is None else question)
+        asked = context.limits.check_question(usual_prompt(is_clip) if question is None else question)
         given = context.limits.given(file)
-        with begun(context) as halt:
-            race = Race(context.shelf, lambda: context.limits.shown(given), (), asked, choice, halt)
+        with open_session(context) as halt:
+            race = ComparisonRun(context.model_store, lambda: context.limits.load_media(given), (), asked, choice, halt)
             with unless_left():
-                for _ in context.worker.follow(race.run, halt):
+                for _ in context.worker.submit_and_poll(race.run, halt):
                     yield None
-            if race.desk is None:
+            if race.loaded_model is None:
                 raise UsageError("The app was ended before this could be answered.")
-            yield report_of(race).as_dict()
+            yield build_report(race).as_dict()
 
-    @plainly
+    @report_errors_as_text
     def caption(
         files: list[str],
         prompt: str = "",
-        model: str = shelf.models[0],
-        drafter: str = shelf.drafters[0],
+        model: str = shelf.model_names[0],
+        drafter: str = shelf.drafter_names[0],
         compressor: str = "none",
         temperature: float = 0,
         seed: float = 0,
         max_new_tokens: float = 64,
     ) -> Iterator[list[dict[str, Any]] | None]:
-        choice = context.choice(model, drafter, compressor, temperature, seed, max_new_tokens)
-        given = context.limits.many(files)
-        asked = context.limits.question(prompt) if (prompt or "").strip() else None
-        batch = Batch(context.shelf, given, asked, choice, context.limits, context.space.new())
-        with begun(context) as halt:
+        choice = context.parse_settings(model, drafter, compressor, temperature, seed, max_new_tokens)
+        given = context.limits.check_files(files)
+        asked = context.limits.check_question(prompt) if (prompt or "").strip() else None
+        batch = CaptionBatch(
+            context.model_store, given, asked, choice, context.limits, context.temp_storage.new_folder()
+        )
+        with open_session(context) as halt:
             with unless_left():
-                for _ in context.worker.follow(lambda: batch.run(halt), halt):
+                for _ in context.worker.submit_and_poll(lambda: batch.run(halt), halt):
                     yield None
             yield batch.rows
 
@@ -92,7 +94,7 @@ def unless_left() -> Iterator[None]:
 
 
 @contextmanager
-def begun(context: Context) -> Iterator[Halt]:
+def open_session(context: Context) -> Iterator[CancelSignal]:
     """A run among those of the pages, so that it ends with the app."""
     name = f"api {secrets.token_hex(8)}"  # one client may have several in the queue
     try:
@@ -102,12 +104,12 @@ def begun(context: Context) -> Iterator[Halt]:
 
 
 def _register(context: Context, name: str, fn: Callable[..., Any], file: Any, prompt: str | None, tokens: int) -> None:
-    shelf = context.shelf
+    shelf = context.model_store
     inputs = [
         file,
         gr.Textbox(prompt),
-        gr.Textbox(shelf.models[0]),
-        gr.Textbox(shelf.drafters[0]),
+        gr.Textbox(shelf.model_names[0]),
+        gr.Textbox(shelf.drafter_names[0]),
         gr.Textbox("none"),
         gr.Number(0),
         gr.Number(0),
@@ -116,4 +118,4 @@ def _register(context: Context, name: str, fn: Callable[..., Any], file: Any, pr
     gr.Button(name).click(fn, inputs, gr.JSON(), api_name=name, **IN_LINE)
 
 
-__all__ = ["endpoints"]
+__all__ = ["register_endpoints"]

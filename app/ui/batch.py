@@ -21,16 +21,16 @@ from mmspec.app.io.output import StreamOutput
 from mmspec.app.io.sources import MANIFESTS, collect
 from mmspec.app.modeling.chat import check_words
 from mmspec.app.ui.limits import Limits
-from mmspec.app.ui.model_store import Choice, Shelf
-from mmspec.app.ui.worker import Halt
+from mmspec.app.ui.model_store import ModelStore, RunSettings
+from mmspec.app.ui.worker import CancelSignal
 
 if TYPE_CHECKING:
-    from mmspec.app.ui.cancel import HaltingCaptioner
+    from mmspec.app.ui.cancel import CancellableCaptioner
 
-BATCH = 4
+BATCH_SIZE = 4
 
 
-class FileRows(StreamOutput):
+class RecordingFileOutput(StreamOutput):
     """Rows to a file, and at hand for whoever shows them meanwhile. File names are relative to `base`."""
 
     def __init__(self, file: Path, base: Path) -> None:
@@ -43,7 +43,7 @@ class FileRows(StreamOutput):
         self.rows += rows
 
 
-class Batch:
+class CaptionBatch:
     """One batch. `run` is for the worker's thread; `rows` and `total` may be looked at by any.
 
     Attributes:
@@ -51,18 +51,24 @@ class Batch:
     """
 
     def __init__(
-        self, shelf: Shelf, files: Sequence[Path], prompt: str | None, choice: Choice, limits: Limits, place: Path
+        self,
+        model_store: ModelStore,
+        files: Sequence[Path],
+        prompt: str | None,
+        settings: RunSettings,
+        limits: Limits,
+        folder: Path,
     ) -> None:
         """`place`: an empty folder for this batch alone."""
-        self.shelf, self.prompt, self.choice, self.limits = shelf, prompt, choice, limits
-        self.inside, self.file = place / "files", place / "captions.jsonl"
-        self.inside.mkdir()
-        paths = lay_out(files, self.inside)
+        self.model_store, self.prompt, self.settings, self.limits = model_store, prompt, settings, limits
+        self.input_folder, self.output_file = folder / "files", folder / "captions.jsonl"
+        self.input_folder.mkdir()
+        paths = link_files(files, self.input_folder)
         lists = [path for path in paths if path.suffix.lower() in MANIFESTS]
-        self._paths = tuple(str(path) for path in lists or [self.inside])
+        self._paths = tuple(str(path) for path in lists or [self.input_folder])
         self.total = self._count()
-        self._output = FileRows(self.file, self.inside)
-        self.stopped, self.ahead = False, 0
+        self._output = RecordingFileOutput(self.output_file, self.input_folder)
+        self.cancelled, self.ahead = False, 0
 
     @property
     def rows(self) -> list[Row]:
@@ -71,76 +77,76 @@ class Batch:
 
     def _count(self) -> int:
         try:
-            items = collect(self._paths, self.inside)
+            items = collect(self._paths, self.input_folder)
         except UsageError as error:
             raise UsageError(
-                str(error).replace(f"{self.inside}{os.sep}", "").replace(str(self.inside), "them")
+                str(error).replace(f"{self.input_folder}{os.sep}", "").replace(str(self.input_folder), "them")
             ) from None
-        if len(items) > self.limits.files:
-            raise UsageError(f"The list names {len(items)} files; {self.limits.files} is the limit.")
+        if len(items) > self.limits.max_files:
+            raise UsageError(f"The list names {len(items)} files; {self.limits.max_files} is the limit.")
         return len(items)
 
-    def run(self, halt: Halt) -> Batch:
+    def run(self, cancel_signal: CancelSignal) -> CaptionBatch:
         """Make the captions; the uploaded files are removed afterwards.
 
         Raises:
             UsageError: the model or the drafter does not do.
         """
-        from mmspec.app.ui.cancel import StoppedError
+        from mmspec.app.ui.cancel import RunCancelledError
 
-        choice = self.choice
+        choice = self.settings
         settings = JobSettings(
             self._paths,
             model=choice.model,
             drafter=choice.drafter,
             compressor=choice.compressor,
             prompt=self.prompt,
-            frames=self.limits.frames,
-            batch_size=BATCH,
+            frames=self.limits.num_frames,
+            batch_size=BATCH_SIZE,
             max_new_tokens=choice.max_new_tokens,
             temperature=choice.temperature,
             seed=choice.seed,
-            max_pixels=self.limits.pixels,
+            max_pixels=self.limits.max_pixels,
             threads=1,
             progress=False,
         )
         try:
-            Job(settings, self._output, lambda: self._captioner(halt)).run()
-        except StoppedError:
-            self.stopped = True
+            Job(settings, self._output, lambda: self._captioner(cancel_signal)).run()
+        except RunCancelledError:
+            self.cancelled = True
         finally:
             self._output.stream.close()
-            shutil.rmtree(self.inside, ignore_errors=True)
+            shutil.rmtree(self.input_folder, ignore_errors=True)
         return self
 
     def leave(self) -> None:
         """It will not be run; the uploaded files are removed."""
-        self.stopped, self.ahead = True, 0
+        self.cancelled, self.ahead = True, 0
         self._output.stream.close()
-        shutil.rmtree(self.inside, ignore_errors=True)
+        shutil.rmtree(self.input_folder, ignore_errors=True)
 
-    def _captioner(self, halt: Halt) -> HaltingCaptioner:
-        from mmspec.app.ui.cancel import HaltingCaptioner
+    def _captioner(self, halt: CancelSignal) -> CancellableCaptioner:
+        from mmspec.app.ui.cancel import CancellableCaptioner
 
-        choice = self.choice
-        desk = self.shelf.take(choice.model)
+        choice = self.settings
+        desk = self.model_store.get(choice.model)
         check_words(desk.processor, self.prompt)
-        return HaltingCaptioner(
+        return CancellableCaptioner(
             desk.model,
             desk.processor,
             choice.max_new_tokens,
             choice.temperature,
-            halt=halt,
-            drafter=desk.drafter(choice.drafter),
-            compressor=desk.compressor(choice.compressor),
+            cancel_signal=halt,
+            drafter=desk.get_drafter(choice.drafter),
+            compressor=desk.get_compressor(choice.compressor),
         )
 
 
-def lay_out(files: Sequence[Path], folder: Path) -> list[Path]:
+def link_files(files: Sequence[Path], folder: Path) -> list[Path]:
     """Put files into a folder under plain names; a second one of the same name gets a number."""
     made: list[Path] = []
     for file in files:
-        name = plain_name(file.name)
+        name = sanitize_file_name(file.name)
         target, number = folder / name, 1
         while target.exists():
             number += 1
@@ -153,11 +159,11 @@ def lay_out(files: Sequence[Path], folder: Path) -> list[Path]:
     return made
 
 
-def plain_name(name: str) -> str:
+def sanitize_file_name(name: str) -> str:
     """A file name without what file systems, globs and terminals trip over."""
     stem, suffix = Path(name).stem, Path(name).suffix
     clean = re.sub(r"[^\w.,+ -]", "_", stem).strip(" .")[:80]
     return (clean or "file") + re.sub(r"[^\w.]", "", suffix)[:12]
 
 
-__all__ = ["Batch", "lay_out", "plain_name"]
+__all__ = ["CaptionBatch", "link_files", "sanitize_file_name"]

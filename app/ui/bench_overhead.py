@@ -33,53 +33,53 @@ from mmspec.app.caption.command import positive
 from mmspec.app.caption.config import DEFAULT
 from mmspec.app.modeling.captioner import Captioner
 from mmspec.app.modeling.load import load
-from mmspec.app.scenes.examples import files
-from mmspec.app.scenes.tasks import TASKS, Request, requests
-from mmspec.app.scenes.world import HELD_OUT
-from mmspec.app.ui.model_store import Shelf
-from mmspec.app.ui.page_client import download, visit
-from mmspec.app.ui.server import Served, served
+from mmspec.app.scenes.examples import list_example_files
+from mmspec.app.scenes.tasks import REQUEST_TASKS, SceneRequest, generate_requests
+from mmspec.app.scenes.world import FIRST_HELD_OUT_SEED
+from mmspec.app.ui.model_store import ModelStore
+from mmspec.app.ui.page_client import download_json, run_events
+from mmspec.app.ui.server import DemoServer, serve
 
 Ratios = dict[str, list[float]]
 
 
-class Page:
+class ServedPage:
     """The served Compare tab, asked by another process. Gradio's states stand in its inputs as None."""
 
-    def __init__(self, site: Served, readers: Executor, *chosen: Any) -> None:
-        self.site, self.readers, self.chosen = site, readers, chosen
+    def __init__(self, site: DemoServer, readers: Executor, *chosen: Any) -> None:
+        self.server, self.executor, self.settings = site, readers, chosen
         found = {getattr(fn.fn, "__name__", ""): number for number, fn in site.app.fns.items()}
         self.events = found["answer"], found["finish"]
         outputs = site.app.fns[found["finish"]].outputs
-        self.download = next(n for n, part in enumerate(outputs) if isinstance(part, gr.DownloadButton))
+        self.download_index = next(n for n, part in enumerate(outputs) if isinstance(part, gr.DownloadButton))
 
-    def ask(self, request: Request) -> dict[str, Any]:
+    def run(self, request: SceneRequest) -> dict[str, Any]:
         """The run as it can be downloaded."""
-        file = self.site.context.space.new() / "picture.png"
-        request.pictures[0].save(file)
-        data = [str(file), None, None, request.question, None, *self.chosen]
-        told = self.readers.submit(visit, self.site.url, self.events, data, 0).result()
-        run: dict[str, Any] = download(self.site.url, told[self.download]["value"]["path"])
+        file = self.server.context.temp_storage.new_folder() / "picture.png"
+        request.images[0].save(file)
+        data = [str(file), None, None, request.question, None, *self.settings]
+        told = self.executor.submit(run_events, self.server.url, self.events, data, 0).result()
+        run: dict[str, Any] = download_json(self.server.url, told[self.download_index]["value"]["path"])
         return run
 
 
 @swept()
-def ratios(args: argparse.Namespace, tick: Any) -> Ratios:
+def measure_ratios(args: argparse.Namespace, tick: Any) -> Ratios:
     """Page over bench, for each request after the first, which warms up."""
     model, processor = load(args.model)
     by_name = {one.name: one for one in systems(model, [args.drafter], processor, ends=True)}
     maker = Captioner(model, processor)
     found: Ratios = {}
-    shelf, fresh = Shelf(args.model, args.drafter), multiprocessing.get_context("spawn")
-    with served(shelf, port=0) as site, ProcessPoolExecutor(1, fresh) as readers:
-        page = Page(site, readers, args.model, args.drafter, "none", 0, 0, args.new_tokens, "automatic")
-        for number, request in enumerate(islice(requests(args.task, args.first_seed), args.count + 1)):
-            inputs = maker.inputs([request.pictures], [request.question])
+    shelf, fresh = ModelStore(args.model, args.drafter), multiprocessing.get_context("spawn")
+    with serve(shelf, port=0) as site, ProcessPoolExecutor(1, fresh) as readers:
+        page = ServedPage(site, readers, args.model, args.drafter, "none", 0, 0, args.new_tokens, "automatic")
+        for number, request in enumerate(islice(generate_requests(args.task, args.first_seed), args.count + 1)):
+            inputs = maker.inputs([request.images], [request.question])
             runs: dict[str, Run] = {}
-            report = page.ask(request) if number % 2 else None  # whoever is first may find a colder machine
+            report = page.run(request) if number % 2 else None  # whoever is first may find a colder machine
             for side, name in (("plain", PLAIN), ("mmspec", args.drafter)):
                 runs[side] = once(by_name[name], inputs, args.new_tokens, 0.0, 0)
-            report = report or page.ask(request)
+            report = report or page.run(request)
             for side, run in runs.items():
                 seen = report[side]
                 if seen["n_tokens"] != run.tokens:
@@ -92,13 +92,13 @@ def ratios(args: argparse.Namespace, tick: Any) -> Ratios:
     return found
 
 
-def interval(values: Sequence[float]) -> dict[str, float]:
+def median_interval(values: Sequence[float]) -> dict[str, float]:
     """The median, and between which it lies with 95% (bootstrap)."""
     ends = bootstrap(lambda places: median(values[i] for i in places), len(values))
     return {name: round(value, 3) for name, value in zip(("median", "low", "high"), ends, strict=True)}
 
 
-def started(model: str, drafter: str) -> dict[str, float]:
+def measure_startup(model: str, drafter: str) -> dict[str, float]:
     """Seconds from starting `mmspec demo` until its pages are served, until the first word of an answer to a question
     that is asked at once (at most: what comes after the answer counts as before it), and until both answers are there.
     """
@@ -110,7 +110,7 @@ def started(model: str, drafter: str) -> dict[str, float]:
             url = running.stdout.readline().split()[2]
             page_s = time.perf_counter() - began
             client = Client(url, verbose=False)
-            told = client.predict(handle_file(str(files()[0])), "What do you see?", api_name="/compare")
+            told = client.predict(handle_file(str(list_example_files()[0])), "What do you see?", api_name="/compare")
             answer_s = time.perf_counter() - began
             word_s = answer_s - told["plain"]["total_s"] - told["mmspec"]["total_s"] + told["plain"]["ttft_s"]
             return {"page_s": round(page_s, 2), "word_s": round(word_s, 2), "answer_s": round(answer_s, 2)}
@@ -124,8 +124,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     add("--model", default=DEFAULT)
     add("--drafter", default="auto", metavar="D")
-    add("--task", choices=[task for task in TASKS if task != "clip"], default="describe")
-    add("--first-seed", type=int, default=HELD_OUT, metavar="S")
+    add("--task", choices=[task for task in REQUEST_TASKS if task != "clip"], default="describe")
+    add("--first-seed", type=int, default=FIRST_HELD_OUT_SEED, metavar="S")
     add("--count", type=positive, default=20, metavar="N", help="requests after the warm-up (default 20)")
     add("--new-tokens", type=positive, default=160, metavar="N")
     add("--start", type=positive, metavar="N", help="measure N starts of mmspec demo instead")
@@ -136,7 +136,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     told: dict[str, Any] = {"model": args.model, "drafter": args.drafter, "threads": torch.get_num_threads()}
     if args.start is not None:
-        told["starts"] = [started(args.model, args.drafter) for _ in tqdm(range(args.start), disable=not args.progress)]
+        told["starts"] = [
+            measure_startup(args.model, args.drafter) for _ in tqdm(range(args.start), disable=not args.progress)
+        ]
         for one in told["starts"]:
             print(
                 "pages after {page_s:.2f} s, first word after {word_s:.2f} s, answers after {answer_s:.2f} s".format(
@@ -145,7 +147,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
     else:
         with tqdm(total=args.count + 1, unit="request", disable=not args.progress) as bar:
-            rows = {name: interval(values) for name, values in ratios(args, bar.update).items()}
+            rows = {name: median_interval(values) for name, values in measure_ratios(args, bar.update).items()}
         for name, row in rows.items():
             print(f"{name:<20} {row['median']:.3f} [{row['low']:.3f}, {row['high']:.3f}]")
         told |= {"count": args.count, "task": args.task} | rows

@@ -12,57 +12,59 @@ from transformers.generation.stopping_criteria import StoppingCriteria, Stopping
 
 from mmspec.app.io.images import Shown
 from mmspec.app.modeling.captioner import Caption, Captioner
-from mmspec.app.ui.worker import Halt
+from mmspec.app.ui.worker import CancelSignal
 from mmspec.interfaces import Compressor
 
 
-class HaltCriterion(StoppingCriteria):
+class CancelCriterion(StoppingCriteria):
     """Ends every row when the run is halted."""
 
-    def __init__(self, halt: Halt) -> None:
-        self.halt = halt
+    def __init__(self, cancel_signal: CancelSignal) -> None:
+        self.cancel_signal = cancel_signal
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
         """[B] bool, the same for all rows."""
-        return torch.full((input_ids.shape[0],), self.halt.asked, dtype=torch.bool, device=input_ids.device)
+        return torch.full(
+            (input_ids.shape[0],), self.cancel_signal.should_stop, dtype=torch.bool, device=input_ids.device
+        )
 
 
-def criteria(halt: Halt) -> StoppingCriteriaList:
+def build_stopping_criteria(cancel_signal: CancelSignal) -> StoppingCriteriaList:
     """What `generate` takes as `stopping_criteria`."""
-    return StoppingCriteriaList([HaltCriterion(halt)])
+    return StoppingCriteriaList([CancelCriterion(cancel_signal)])
 
 
-class StoppedError(BaseException):
+class RunCancelledError(BaseException):
     """The run was halted. No `Exception`, since a job answers those by trying each picture alone."""
 
 
 @dataclass
-class HaltingCaptioner(Captioner):
+class CancellableCaptioner(Captioner):
     """A captioner whose `generate` ends when the run is halted, with a drafter and a compressor of its own."""
 
-    halt: Halt = field(default_factory=Halt)
+    cancel_signal: CancelSignal = field(default_factory=CancelSignal)
     drafter: Any = "none"
     compressor: Compressor | None = None
 
     def options(self) -> dict[str, Any]:
         """See `Captioner`."""
         speed = {"drafter": self.drafter, "compressor": self.compressor}
-        return super().options() | {"stopping_criteria": criteria(self.halt), "mmspec": speed}
+        return super().options() | {"stopping_criteria": build_stopping_criteria(self.cancel_signal), "mmspec": speed}
 
     def caption(
-        self, shown: Sequence[Shown], prompts: Sequence[str], seed: int, compare: Sequence[bool] = ()
+        self, media: Sequence[Shown], prompts: Sequence[str], seed: int, compare: Sequence[bool] = ()
     ) -> list[Caption]:
         """See `Captioner`.
 
         Raises:
             StoppedError: the run was halted, and the captions at hand are cut.
         """
-        if self.halt.asked:
-            raise StoppedError
-        made = super().caption(shown, prompts, seed, compare)
-        if self.halt.asked:
-            raise StoppedError
+        if self.cancel_signal.should_stop:
+            raise RunCancelledError
+        made = super().caption(media, prompts, seed, compare)
+        if self.cancel_signal.should_stop:
+            raise RunCancelledError
         return made
 
 
-__all__ = ["HaltingCaptioner", "StoppedError", "criteria"]
+__all__ = ["CancellableCaptioner", "RunCancelledError", "build_stopping_criteria"]

@@ -20,7 +20,7 @@ The pages are served to this machine alone, and what is uploaded is removed when
 Pages may choose among the built-in models and drafters and those named here, and no others.
 python -m mmspec.app.examples shows the same race in the terminal, without gradio.
 """
-PORT = 7860
+DEFAULT_PORT = 7860
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], common: argparse.ArgumentParser) -> None:
@@ -49,11 +49,17 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], co
         help="also answer to this host name, NAME or NAME:PORT (may be repeated; needed with --host 0.0.0.0 and behind "
         "a proxy; addresses of this machine need none)",
     )
-    add("--port", type=port, default=None, metavar="P", help=f"default: {PORT}, or the first free one after it")
+    add(
+        "--port",
+        type=parse_port,
+        default=None,
+        metavar="P",
+        help=f"default: {DEFAULT_PORT}, or the first free one after it",
+    )
     add("--max-pixels", type=positive, default=None, metavar="N", help="refuse larger pictures")
 
 
-def port(text: str) -> int:
+def parse_port(text: str) -> int:
     """A port number; 0 lets the system choose."""
     if not text.isdecimal() or not 0 <= int(text) <= 65535:
         raise argparse.ArgumentTypeError(f"must be a number from 0 to 65535, got {text!r}")
@@ -74,33 +80,33 @@ def host_name(text: str) -> str:
 def run(args: argparse.Namespace) -> int:
     """Serve until interrupted."""
     check_drafter(args.drafter)
-    require()
+    require_gradio()
     from mmspec.app.modeling.load import pick_device
     from mmspec.app.ui.limits import Limits
-    from mmspec.app.ui.model_store import Shelf
-    from mmspec.app.ui.server import served
+    from mmspec.app.ui.model_store import ModelStore
+    from mmspec.app.ui.server import serve
 
     quiet(False)
     if args.device not in ("auto", "cpu"):  # those are always there, and torch can wait
         pick_device(args.device)
-    limits = Limits() if args.max_pixels is None else Limits(pixels=args.max_pixels)
-    shelf = Shelf(args.model, args.drafter, dtype=args.dtype, device=args.device)
+    limits = Limits() if args.max_pixels is None else Limits(max_pixels=args.max_pixels)
+    shelf = ModelStore(args.model, args.drafter, dtype=args.dtype, device=args.device)
     try:
-        with served(shelf, limits=limits, host=args.host, port=args.port, allowed=args.allowed_host) as site:
+        with serve(shelf, limits=limits, host=args.host, port=args.port, allowed=args.allowed_host) as site:
             print(f"mmspec demo: {site.url} (Ctrl-C ends it)", flush=True)
-            wait()
+            wait_for_interrupt()
     except OSError as error:
         raise UsageError(f"cannot serve at port {args.port}: {one_line(error)}") from error
     return 0
 
 
-def require() -> None:
+def require_gradio() -> None:
     """Say how to get gradio if it is missing."""
     if find_spec("gradio") is None:
         raise UsageError("mmspec demo needs gradio: pip install 'mmspec[app]'")
 
 
-def wait() -> None:
+def wait_for_interrupt() -> None:
     """Until Ctrl-C or SIGTERM, both of which end the command in order."""
     import signal
     import threading

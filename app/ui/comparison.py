@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING
 from mmspec.app.bench.rounds import Round
 from mmspec.app.io.images import Shown
 from mmspec.app.modeling.chat import Turn
-from mmspec.app.ui.model_store import Choice, Shelf
-from mmspec.app.ui.streamer import Tape
-from mmspec.app.ui.visible_tokens import Sight, sight_of
-from mmspec.app.ui.worker import Halt
+from mmspec.app.ui.model_store import ModelStore, RunSettings
+from mmspec.app.ui.streamer import TimingStreamer
+from mmspec.app.ui.visible_tokens import VisibleTokens, find_visible_tokens
+from mmspec.app.ui.worker import CancelSignal
 from mmspec.metrics.stats import Stats
 
 if TYPE_CHECKING:
     from mmspec.app.bench.recorder import Recorder
-    from mmspec.app.ui.loaded_model import Desk
+    from mmspec.app.ui.loaded_model import LoadedModel
 
 
 @dataclass(frozen=True)
@@ -40,49 +40,49 @@ class Difference:
 
 
 @dataclass
-class Side:
+class ComparisonSide:
     """One of the two runs. `total_s` is 0 until it is over."""
 
-    tape: Tape = field(default_factory=Tape)
+    streamer: TimingStreamer = field(default_factory=TimingStreamer)
     total_s: float = 0.0
 
     @property
-    def seconds(self) -> float:
+    def elapsed_s(self) -> float:
         """Seconds so far, or in all once it is over; 0 before it begins."""
-        return self.total_s or self.tape.seconds
+        return self.total_s or self.streamer.elapsed_s
 
     @property
     def ttft_s(self) -> float:
         """Seconds to the first token."""
-        return self.tape.times[0] if self.tape.times else 0.0
+        return self.streamer.token_times[0] if self.streamer.token_times else 0.0
 
     @property
     def decode_s(self) -> float:
         """Seconds from the first token to the last."""
-        return self.tape.times[-1] - self.tape.times[0] if self.tape.times else 0.0
+        return self.streamer.token_times[-1] - self.streamer.token_times[0] if self.streamer.token_times else 0.0
 
 
-class Race:
+class ComparisonRun:
     """One question, asked twice."""
 
     def __init__(
         self,
-        shelf: Shelf,
-        shown: Shown | Callable[[], Shown],
+        model_store: ModelStore,
+        media: Shown | Callable[[], Shown],
         turns: Sequence[Turn],
         question: str,
-        choice: Choice,
-        halt: Halt,
+        settings: RunSettings,
+        cancel_signal: CancelSignal,
     ) -> None:
         """`shown`: the picture or clip, or what reads it when the race begins: nobody who waits holds its pixels."""
-        self._shown = shown
+        self._shown = media
         self.ahead = 0  # runs before this one in the line
-        self.shelf, self.turns, self.question = shelf, tuple(turns), question
-        self.choice, self.halt = choice, halt
+        self.model_store, self.turns, self.question = model_store, tuple(turns), question
+        self.settings, self.cancel_signal = settings, cancel_signal
         self.phase = "waiting"
-        self.cut = False  # the run was stopped before its end
-        self.plain, self.mmspec = Side(), Side()
-        self.desk: Desk | None = None
+        self.cancelled = False  # the run was stopped before its end
+        self.plain, self.mmspec = ComparisonSide(), ComparisonSide()
+        self.loaded_model: LoadedModel | None = None
         self.encode_s = 0.0
         self.prompt_tokens = 0
         self.stats = Stats()
@@ -90,7 +90,7 @@ class Race:
         self.recorder: Recorder | None = None
 
     @property
-    def shown(self) -> Shown:
+    def media(self) -> Shown:
         """The picture or clip; `look` reads it."""
         assert not callable(self._shown)
         return self._shown
@@ -104,15 +104,15 @@ class Race:
         if callable(self._shown):
             self._shown = self._shown()
 
-    def run(self) -> Race:
+    def run(self) -> ComparisonRun:
         """Do it all, in the worker's thread. A run that is halted ends early and leaves what there is.
 
         Raises:
             UsageError: the model, the drafter, the compressor or the length of the prompt does not do.
         """
-        from mmspec.app.ui.run_comparison import run
+        from mmspec.app.ui.run_comparison import run_comparison
 
-        run(self)
+        run_comparison(self)
         return self
 
     @property
@@ -121,42 +121,42 @@ class Race:
         return self.recorder.rounds() if self.recorder is not None else []
 
     @property
-    def sight(self) -> Sight | None:
+    def visible_tokens(self) -> VisibleTokens | None:
         """What the drafter was shown of the picture; None before it was asked."""
         if self.recorder is None or not self.mmspec.total_s:
             return None
-        return sight_of(self.recorder, self.stats.shown[0] if self.stats.shown else None)
+        return find_visible_tokens(self.recorder, self.stats.compression[0] if self.stats.compression else None)
 
     @property
     def identical(self) -> bool | None:
         """Whether both said the same; of a halted run, as far as both have come; None if one said nothing."""
-        if not self.plain.tape.ids or not self.mmspec.tape.ids:
+        if not self.plain.streamer.token_ids or not self.mmspec.streamer.token_ids:
             return None
         return self.difference is None
 
     @property
     def speedup_decode(self) -> float | None:
         """How many times as many tokens per second, from the first token to the last; None if that cannot be said."""
-        plain, ours = self.plain.tape.rate, self.rate
+        plain, ours = self.plain.streamer.tokens_per_s, self.tokens_per_s
         return ours / plain if plain and ours else None
 
     @property
     def speedup_e2e(self) -> float | None:
         """The same for the whole answer, looking at the picture counted on both sides; None if one was cut short."""
-        if not self.mmspec.total_s or len(self.plain.tape.ids) != len(self.mmspec.tape.ids):
+        if not self.mmspec.total_s or len(self.plain.streamer.token_ids) != len(self.mmspec.streamer.token_ids):
             return None
         return (self.encode_s + self.plain.total_s) / (self.encode_s + self.mmspec.total_s)
 
     @property
-    def rate(self) -> float:
+    def tokens_per_s(self) -> float:
         """Tokens per second of mmspec's run, as `mmspec.stats` has it."""
-        return self.mmspec.tape.rate if self.stats.plain_calls else self.stats.tokens_per_s
+        return self.mmspec.streamer.tokens_per_s if self.stats.fallback_calls else self.stats.tokens_per_s
 
     @property
-    def cost(self) -> float | None:
+    def round_cost(self) -> float | None:
         """R: seconds of a round in plain steps. Decode speed-up = tau / R."""
         speedup = self.speedup_decode
         return self.stats.tau / speedup if speedup else None
 
 
-__all__ = ["Difference", "Race", "Side"]
+__all__ = ["ComparisonRun", "ComparisonSide", "Difference"]

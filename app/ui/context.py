@@ -14,18 +14,18 @@ import gradio as gr
 
 from mmspec.app.errors import UsageError
 from mmspec.app.ui.limits import Limits
-from mmspec.app.ui.model_store import COMPRESSORS, Choice, Shelf
-from mmspec.app.ui.report import Space
-from mmspec.app.ui.worker import MOST_WAITING, Sessions, Worker
+from mmspec.app.ui.model_store import COMPRESSOR_CHOICES, ModelStore, RunSettings
+from mmspec.app.ui.report import TempStorage
+from mmspec.app.ui.worker import MOST_WAITING, SessionRegistry, Worker
 
 logger = logging.getLogger("mmspec")
 
 IN_LINE: dict[str, Any] = {"concurrency_limit": MOST_WAITING + 4, "concurrency_id": "device"}
 """For every event that needs the device. The line is the worker's: who waits there sees his place, and can leave it."""
-HIDDEN: dict[str, Any] = {"api_visibility": "private"}
-FAILED = "That did not work; the message says why."
-QUICK: dict[str, Any] = {"queue": False, "show_progress": "hidden", **HIDDEN}
-REFUSING: dict[str, Any] = {**QUICK, "queue": True, "concurrency_limit": None}
+PRIVATE_API: dict[str, Any] = {"api_visibility": "private"}
+FAILURE_MESSAGE = "That did not work; the message says why."
+UNQUEUED: dict[str, Any] = {"queue": False, "show_progress": "hidden", **PRIVATE_API}
+VALIDATING: dict[str, Any] = {**UNQUEUED, "queue": True, "concurrency_limit": None}
 """For quick events that may refuse: of those outside the queue Gradio 6.31 shows no error. Where an output is not to
 be covered by the word "Error", `show_progress_on` names another."""
 
@@ -34,37 +34,43 @@ be covered by the word "Error", `show_progress_on` names another."""
 class Context:
     """One running app."""
 
-    shelf: Shelf
-    space: Space
+    model_store: ModelStore
+    temp_storage: TempStorage
     limits: Limits = field(default_factory=Limits)
     worker: Worker = field(default_factory=Worker)
-    sessions: Sessions = field(default_factory=Sessions)
+    sessions: SessionRegistry = field(default_factory=SessionRegistry)
 
-    def choice(
+    def parse_settings(
         self,
         model: str,
         drafter: str,
         compressor: str | None,
         temperature: float,
         seed: float,
-        tokens: float,
-        nodes: str | None = None,
-    ) -> Choice:
+        max_new_tokens: float,
+        tree_size: str | None = None,
+    ) -> RunSettings:
         """What a page chose, checked.
 
         Raises:
             UsageError: something on it cannot be.
         """
         few = None if compressor in (None, "", "none") else str(compressor)[:40]
-        self.shelf.check(model, drafter)
-        size = None if nodes in (None, "", "automatic") else int(self.limits.number("Tree size", _number(nodes), 1, 64))
-        return Choice(
+        self.model_store.check_names(model, drafter)
+        size = (
+            None
+            if tree_size in (None, "", "automatic")
+            else int(self.limits.check_number("Tree size", _number(tree_size), 1, 64))
+        )
+        return RunSettings(
             model=model,
             drafter=drafter,
             compressor=few,
-            temperature=self.limits.number("Temperature", temperature, 0, 5),
-            seed=int(self.limits.number("Seed", seed, 0, 2**53)),
-            max_new_tokens=int(self.limits.number("Most new tokens", tokens, 1, self.limits.tokens)),
+            temperature=self.limits.check_number("Temperature", temperature, 0, 5),
+            seed=int(self.limits.check_number("Seed", seed, 0, 2**53)),
+            max_new_tokens=int(
+                self.limits.check_number("Most new tokens", max_new_tokens, 1, self.limits.max_new_tokens)
+            ),
             nodes=size,
         )
 
@@ -87,31 +93,41 @@ class Controls:
     compressor: Any
     temperature: Any
     seed: Any
-    tokens: Any
-    nodes: Any
+    max_new_tokens: Any
+    tree_size: Any
 
     @property
-    def all(self) -> list[Any]:
+    def inputs(self) -> list[Any]:
         """In the order of `Context.choice`."""
-        return [self.model, self.drafter, self.compressor, self.temperature, self.seed, self.tokens, self.nodes]
+        return [
+            self.model,
+            self.drafter,
+            self.compressor,
+            self.temperature,
+            self.seed,
+            self.max_new_tokens,
+            self.tree_size,
+        ]
 
 
-def controls(context: Context, tokens: int, name: str) -> Controls:
+def build_controls(context: Context, max_new_tokens: int, name: str) -> Controls:
     """Draw the settings. `name` makes their ids differ from those of other tabs."""
-    shelf = context.shelf
+    shelf = context.model_store
     with gr.Accordion("Settings", open=False, elem_id=f"{name}-settings"):
         with gr.Row():
-            model = gr.Dropdown(shelf.models, value=shelf.models[0], label="Model", elem_id=f"{name}-model")
-            drafter = gr.Dropdown(shelf.drafters, value=shelf.drafters[0], label="Drafter", elem_id=f"{name}-drafter")
+            model = gr.Dropdown(shelf.model_names, value=shelf.model_names[0], label="Model", elem_id=f"{name}-model")
+            drafter = gr.Dropdown(
+                shelf.drafter_names, value=shelf.drafter_names[0], label="Drafter", elem_id=f"{name}-drafter"
+            )
             compressor = gr.Dropdown(
-                list(COMPRESSORS),
+                list(COMPRESSOR_CHOICES),
                 value="none",
                 label="Compressor",
                 info="What the drafter is shown of the picture",
                 allow_custom_value=True,
             )
         with gr.Row():
-            most = gr.Slider(1, context.limits.tokens, value=tokens, step=1, label="Most new tokens")
+            most = gr.Slider(1, context.limits.max_new_tokens, value=max_new_tokens, step=1, label="Most new tokens")
             temperature = gr.Slider(0, 2, value=0, step=0.1, label="Temperature", info="0 takes the likeliest token")
             seed = gr.Number(0, precision=0, label="Seed", minimum=0)
             nodes = gr.Dropdown(
@@ -123,7 +139,7 @@ def controls(context: Context, tokens: int, name: str) -> Controls:
     return Controls(model, drafter, compressor, temperature, seed, most, nodes)
 
 
-def told(fn: Callable[..., Any], shown: Callable[[str], str] = escape) -> Callable[..., Any]:
+def report_errors(fn: Callable[..., Any], format_message: Callable[[str], str] = escape) -> Callable[..., Any]:
     """`fn`, whose errors reach the page as one sentence and never as a stack trace. For functions and generators.
 
     Args:
@@ -136,7 +152,7 @@ def told(fn: Callable[..., Any], shown: Callable[[str], str] = escape) -> Callab
             try:
                 yield from fn(*args, **kwargs)
             except Exception as error:
-                raise spoken(error, shown) from None
+                raise to_gradio_error(error, format_message) from None
 
         return steps
 
@@ -145,12 +161,12 @@ def told(fn: Callable[..., Any], shown: Callable[[str], str] = escape) -> Callab
         try:
             return fn(*args, **kwargs)
         except Exception as error:
-            raise spoken(error, shown) from None
+            raise to_gradio_error(error, format_message) from None
 
     return plain
 
 
-def spoken(error: Exception, shown: Callable[[str], str] = escape) -> gr.Error:
+def to_gradio_error(error: Exception, format_message: Callable[[str], str] = escape) -> gr.Error:
     """An error as one sentence."""
     from mmspec.app.modeling.captioner import out_of_memory
 
@@ -163,19 +179,19 @@ def spoken(error: Exception, shown: Callable[[str], str] = escape) -> gr.Error:
     else:
         logger.error("mmspec: a page failed", exc_info=error)
         text = "Something went wrong here; the terminal that runs mmspec demo says what."
-    return gr.Error(shown(text), print_exception=False)
+    return gr.Error(format_message(text), print_exception=False)
 
 
 __all__ = [
-    "FAILED",
-    "HIDDEN",
+    "FAILURE_MESSAGE",
     "IN_LINE",
-    "QUICK",
-    "REFUSING",
+    "PRIVATE_API",
+    "UNQUEUED",
+    "VALIDATING",
     "Context",
     "Controls",
-    "controls",
+    "build_controls",
     "queued",
-    "spoken",
-    "told",
+    "report_errors",
+    "to_gradio_error",
 ]

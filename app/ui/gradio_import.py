@@ -14,7 +14,7 @@ from typing import Any
 
 
 @contextmanager
-def unwritten() -> Iterator[None]:
+def skip_stub_generation() -> Iterator[None]:
     """Within this block the source of Gradio's classes is not found by whoever looks for their files."""
     find = inspect.getfile
 
@@ -30,4 +30,4 @@ def unwritten() -> Iterator[None]:
         inspect.getfile = find
 
 
-__all__ = ["unwritten"]
+__all__ = ["skip_stub_generation"]

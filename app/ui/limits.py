@@ -29,15 +29,15 @@ class Limits:
         megabytes: of one file. files: of one batch. turns: of one conversation. frames: shown of a clip.
     """
 
-    characters: int = 4000
-    tokens: int = 1024
-    pixels: int = 40_000_000
-    megabytes: int = 100
-    files: int = 200
-    turns: int = 16
-    frames: int = 8
+    max_question_chars: int = 4000
+    max_new_tokens: int = 1024
+    max_pixels: int = 40_000_000
+    max_file_mb: int = 100
+    max_files: int = 200
+    max_turns: int = 16
+    num_frames: int = 8
 
-    def question(self, text: str | None) -> str:
+    def check_question(self, text: str | None) -> str:
         """The question without white space around it, if it may be asked.
 
         Raises:
@@ -46,11 +46,11 @@ class Limits:
         asked = (text or "").strip()
         if not asked:
             raise UsageError("Please write a question first.")
-        if len(asked) > self.characters:
-            raise UsageError(f"The question has {len(asked)} characters; {self.characters} is the limit.")
+        if len(asked) > self.max_question_chars:
+            raise UsageError(f"The question has {len(asked)} characters; {self.max_question_chars} is the limit.")
         return asked
 
-    def number(self, name: str, value: Any, low: float, high: float) -> float:
+    def check_number(self, name: str, value: Any, low: float, high: float) -> float:
         """`value` if it is a number from `low` to `high`.
 
         Raises:
@@ -61,14 +61,14 @@ class Limits:
             raise UsageError(f"{name} must be a number from {low:g} to {high:g}; got {str(value)[:40]!r}.")
         return float(value)
 
-    def file(self, path: Path) -> None:
+    def check_file_size(self, path: Path) -> None:
         """Refuse a file that is too large to be looked at.
 
         Raises:
             UsageError: more bytes than allowed.
         """
-        if path.is_file() and path.stat().st_size > self.megabytes * 1_000_000:
-            raise UsageError(f"{path.name} has more than {self.megabytes} MB.")
+        if path.is_file() and path.stat().st_size > self.max_file_mb * 1_000_000:
+            raise UsageError(f"{path.name} has more than {self.max_file_mb} MB.")
 
     def given(self, path: str | Path | None) -> Path:
         """The file of a picture or clip, not yet opened.
@@ -79,10 +79,10 @@ class Limits:
         if not path:
             raise UsageError("Please choose a picture or a clip first.")
         file = Path(path)
-        self.file(file)
+        self.check_file_size(file)
         return file
 
-    def shown(self, path: str | Path | None) -> Shown:
+    def load_media(self, path: str | Path | None) -> Shown:
         """The picture in a file, or the frames of a clip.
 
         Raises:
@@ -91,13 +91,13 @@ class Limits:
         file = self.given(path)
         try:
             if file.suffix.lower() in clips.SUFFIXES:
-                return clips.load_clip(file, self.frames, self.pixels, isolated=DECODERS)
-            return images.load_image(file, self.pixels, DECODERS)
+                return clips.load_clip(file, self.num_frames, self.max_pixels, isolated=DECODERS)
+            return images.load_image(file, self.max_pixels, DECODERS)
         except ImageError as error:
             told = str(error).replace("; raise --max-pixels if you trust it", "")
             raise UsageError(f"{file.name}: {told}.") from error
 
-    def many(self, paths: Sequence[str | Path] | None) -> list[Path]:
+    def check_files(self, paths: Sequence[str | Path] | None) -> list[Path]:
         """The files of a batch.
 
         Raises:
@@ -106,10 +106,10 @@ class Limits:
         files = [Path(path) for path in paths or ()]
         if not files:
             raise UsageError("Please choose some pictures or clips first.")
-        if len(files) > self.files:
-            raise UsageError(f"{len(files)} files are too many; {self.files} is the limit.")
+        if len(files) > self.max_files:
+            raise UsageError(f"{len(files)} files are too many; {self.max_files} is the limit.")
         for file in files:
-            self.file(file)
+            self.check_file_size(file)
         return files
 
 

@@ -15,15 +15,15 @@ import mmspec
 from mmspec.app.errors import UsageError, one_line
 from mmspec.app.modeling.captioner import Captioner
 from mmspec.app.modeling.load import load
-from mmspec.config import checked_drafter
+from mmspec.config import resolve_drafter
 from mmspec.interfaces import Compressor, Drafter
 from mmspec.vision.registry import make as make_compressor
 
-WARM_TOKENS = 12
+WARMUP_TOKENS = 12
 
 
 @dataclass
-class Desk:
+class LoadedModel:
     """One model."""
 
     name: str
@@ -31,7 +31,7 @@ class Desk:
     processor: Any
     _drafters: dict[str, Drafter] = field(default_factory=dict)
 
-    def drafter(self, name: str) -> Drafter:
+    def get_drafter(self, name: str) -> Drafter:
         """A drafter that has seen nothing yet: no run may learn from another's words.
 
         Raises:
@@ -41,14 +41,14 @@ class Desk:
             tokenizer = getattr(self.processor, "tokenizer", None)
             family = self.model.__dict__["_mmspec"].family
             try:
-                self._drafters[name] = checked_drafter(name, family, tokenizer)
+                self._drafters[name] = resolve_drafter(name, family, tokenizer)
             except (OSError, TypeError, ValueError) as error:
                 raise UsageError(f"Drafter {Path(name).name}: {one_line(error, 200)}") from error
         made = self._drafters[name]
         trained = any(isinstance(part, nn.Module) for part in vars(made).values())
         return made if trained else copy.deepcopy(made)  # weights are not copied; they do not learn here
 
-    def compressor(self, name: str | None) -> Compressor | None:
+    def get_compressor(self, name: str | None) -> Compressor | None:
         """A compressor of that name; None stands for none.
 
         Raises:
@@ -59,34 +59,34 @@ class Desk:
         except ValueError as error:
             raise UsageError(one_line(error)) from error
 
-    def warm(self) -> None:
+    def warm_up(self) -> None:
         """Run both ways once, so that nobody's first answer pays for what is done once."""
-        maker = Captioner(self.model, self.processor, WARM_TOKENS)
+        maker = Captioner(self.model, self.processor, WARMUP_TOKENS)
         inputs = maker.inputs([Image.new("RGB", (64, 64), "gray")], ["Describe the image."])
-        self.model.generate(**inputs, **maker.options(), mmspec={"drafter": self.drafter("fused"), "nodes": 4})
+        self.model.generate(**inputs, **maker.options(), mmspec={"drafter": self.get_drafter("fused"), "nodes": 4})
         with mmspec.disabled(self.model):
             self.model.generate(**inputs, **maker.options())
 
 
-def opened(name: str, dtype: str, device: str) -> Desk:
+def load_patched_model(name: str, dtype: str, device: str) -> LoadedModel:
     """The model of that name, patched and warm.
 
     Raises:
         UsageError: it cannot be loaded, or mmspec does not know its family.
     """
-    desk = Desk(name, *load(name, dtype, device))
+    desk = LoadedModel(name, *load(name, dtype, device))
     try:
         mmspec.patch(desk.model, "none", processor=desk.processor)
     except (TypeError, ValueError) as error:
         raise UsageError(f"Model {name}: {one_line(error, 300)}") from error
-    desk.warm()
+    desk.warm_up()
     return desk
 
 
-def free() -> None:
+def free_device_memory() -> None:
     """Give back what a model that is gone has left on the device."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
-__all__ = ["Desk", "free", "opened"]
+__all__ = ["LoadedModel", "free_device_memory", "load_patched_model"]

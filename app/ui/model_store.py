@@ -18,15 +18,15 @@ from mmspec.app.modeling.random_models import SIZES
 from mmspec.drafters.registry import names
 
 if TYPE_CHECKING:
-    from mmspec.app.ui.loaded_model import Desk
+    from mmspec.app.ui.loaded_model import LoadedModel
 
 logger = logging.getLogger("mmspec")
 
-COMPRESSORS = ("none", "measured", "drop", "stride:16", "pool:16", "relevant:16", "salient:16", "diverse:16")
+COMPRESSOR_CHOICES = ("none", "measured", "drop", "stride:16", "pool:16", "relevant:16", "salient:16", "diverse:16")
 
 
 @dataclass(frozen=True)
-class Choice:
+class RunSettings:
     """What may be chosen for one answer. `nodes` of every tree, the root counted; None lets the controller choose."""
 
     model: str
@@ -38,51 +38,51 @@ class Choice:
     nodes: int | None = None
 
 
-class Shelf:
+class ModelStore:
     """What may be chosen, and the model in use. One is kept loaded."""
 
     def __init__(
         self, model: str = DEFAULT, drafter: str = "auto", *, dtype: str = "auto", device: str = "auto"
     ) -> None:
         """`model` and `drafter`: what the command line names, offered first."""
-        self.models = list(dict.fromkeys([model, MODEL, *SIZES]))
-        self.drafters = list(dict.fromkeys([drafter, *names()]))
+        self.model_names = list(dict.fromkeys([model, MODEL, *SIZES]))
+        self.drafter_names = list(dict.fromkeys([drafter, *names()]))
         self.dtype, self.device = dtype, device
-        self.loading = False  # true while a model is read and warmed up
-        self._desk: Desk | None = None
+        self.is_loading = False  # true while a model is read and warmed up
+        self._loaded: LoadedModel | None = None
 
-    def check(self, model: str, drafter: str) -> None:
+    def check_names(self, model: str, drafter: str) -> None:
         """Refuse what is not on the lists.
 
         Raises:
             UsageError: it is not.
         """
-        for what, name, known in (("model", model, self.models), ("drafter", drafter, self.drafters)):
+        for what, name, known in (("model", model, self.model_names), ("drafter", drafter, self.drafter_names)):
             if name not in known:
                 raise UsageError(f"There is no {what} {str(name)[:60]!r} here; choose one of {_listed(known)}.")
 
-    def take(self, name: str) -> Desk:
+    def get(self, name: str) -> LoadedModel:
         """The model of that name, loaded if it is not the one in use.
 
         Raises:
             UsageError: it cannot be loaded.
         """
-        if self._desk is None or self._desk.name != name:
-            self.loading = True
+        if self._loaded is None or self._loaded.name != name:
+            self.is_loading = True
             try:
-                from mmspec.app.ui.loaded_model import free, opened
+                from mmspec.app.ui.loaded_model import free_device_memory, load_patched_model
 
-                self._desk = None  # the old one goes first: two may not fit
-                free()
-                self._desk = opened(name, self.dtype, self.device)
+                self._loaded = None  # the old one goes first: two may not fit
+                free_device_memory()
+                self._loaded = load_patched_model(name, self.dtype, self.device)
             finally:
-                self.loading = False
+                self.is_loading = False
             logger.info("mmspec: model %s is ready", name)
-        return self._desk
+        return self._loaded
 
 
 def _listed(names: Sequence[str]) -> str:
     return ", ".join(Path(name).name for name in names)
 
 
-__all__ = ["COMPRESSORS", "Choice", "Shelf"]
+__all__ = ["COMPRESSOR_CHOICES", "ModelStore", "RunSettings"]

@@ -14,10 +14,10 @@ from typing import Any
 import httpx
 
 API = "gradio_api"
-PATIENCE_S = 600.0
+TIMEOUT_S = 600.0
 
 
-def visit(url: str, events: Sequence[int], data: list[Any], place: int) -> list[Any]:
+def run_events(url: str, events: Sequence[int], data: list[Any], file_index: int) -> list[Any]:
     """Start events of the app, one after the other, and follow each to its end.
 
     Args:
@@ -31,18 +31,18 @@ def visit(url: str, events: Sequence[int], data: list[Any], place: int) -> list[
         RuntimeError: it failed.
     """
     session = secrets.token_hex(8)
-    with httpx.Client(timeout=PATIENCE_S) as client:
-        file = Path(data[place])
+    with httpx.Client(timeout=TIMEOUT_S) as client:
+        file = Path(data[file_index])
         with file.open("rb") as stream:
             sent = client.post(f"{url}{API}/upload", files={"files": (file.name, stream)}).json()
-        data = [*data[:place], {"path": sent[0], "meta": {"_type": "gradio.FileData"}}, *data[place + 1 :]]
-        told = _followed(client, url, {"data": data, "fn_index": events[0], "session_hash": session})
+        data = [*data[:file_index], {"path": sent[0], "meta": {"_type": "gradio.FileData"}}, *data[file_index + 1 :]]
+        told = _run_event(client, url, {"data": data, "fn_index": events[0], "session_hash": session})
         for event in events[1:]:
-            told = _followed(client, url, {"data": [], "fn_index": event, "session_hash": session})
+            told = _run_event(client, url, {"data": [], "fn_index": event, "session_hash": session})
         return told
 
 
-def _followed(client: httpx.Client, url: str, asked: dict[str, Any]) -> list[Any]:
+def _run_event(client: httpx.Client, url: str, asked: dict[str, Any]) -> list[Any]:
     asked = asked | {"event_data": None, "trigger_id": None}
     client.post(f"{url}{API}/queue/join", json=asked).raise_for_status()
     with client.stream("GET", f"{url}{API}/queue/data", params={"session_hash": asked["session_hash"]}) as answer:
@@ -55,9 +55,9 @@ def _followed(client: httpx.Client, url: str, asked: dict[str, Any]) -> list[Any
     raise RuntimeError("the page said nothing")
 
 
-def download(url: str, path: str) -> Any:
+def download_json(url: str, path: str) -> Any:
     """A JSON file that the app offers."""
-    return httpx.get(f"{url}{API}/file={path}", timeout=PATIENCE_S).raise_for_status().json()
+    return httpx.get(f"{url}{API}/file={path}", timeout=TIMEOUT_S).raise_for_status().json()
 
 
-__all__ = ["download", "visit"]
+__all__ = ["download_json", "run_events"]

@@ -11,21 +11,21 @@ from typing import Any
 
 from mmspec.app.bench.rounds import CORRECTED, Round
 from mmspec.app.modeling.chat import Turn
-from mmspec.app.ui.report import Report, Track
+from mmspec.app.ui.report import AnswerTrace, Report
 
-COLUMN, ROW, BOX, MARGIN = 146, 36, 120, 12
+COLUMN_WIDTH, ROW_HEIGHT, NODE_WIDTH, TREE_MARGIN = 146, 36, 120, 12
 """Pixels of a drawn tree: from one depth to the next, from one leaf to the next, width of a node, edge."""
-LETTERS = 11
+MAX_LABEL_CHARS = 11
 """Of a token, in its node."""
 LEGEND = (
     '<p class="mm-legend"><span class="mm-accepted">guessed and kept</span> '
     '<span class="mm-corrected">said instead of the guess</span> '
     '<span class="mm-plain">said where nothing was guessed</span></p>'
 )
-TITLES = {"plain": "plain generate", "mmspec": "mmspec"}
+SIDE_TITLES = {"plain": "plain generate", "mmspec": "mmspec"}
 
 
-def conversation(turns: Sequence[Turn]) -> str:
+def render_conversation(turns: Sequence[Turn]) -> str:
     """What was said before."""
     return "".join(
         f'<div class="mm-asked">{escape(turn.question)}</div><div class="mm-said">{escape(turn.answer.strip())}</div>'
@@ -33,56 +33,54 @@ def conversation(turns: Sequence[Turn]) -> str:
     )
 
 
-def panel(name: str, body: str, clock: str = "") -> str:
+def render_panel(name: str, body: str, timing: str = "") -> str:
     """One of the two sides."""
     return (
-        f'<section class="mm-side" data-side="{name}" aria-label="{TITLES[name]}">'
-        f'<header><b>{TITLES[name]}</b> <span class="mm-clock">{escape(clock)}</span></header>{body}</section>'
+        f'<section class="mm-side" data-side="{name}" aria-label="{SIDE_TITLES[name]}">'
+        f'<header><b>{SIDE_TITLES[name]}</b> <span class="mm-clock">{escape(timing)}</span></header>{body}</section>'
     )
 
 
-def growing(name: str, turns: Sequence[Turn], question: str, text: str, clock: str, busy: bool) -> str:
+def render_partial_answer(name: str, turns: Sequence[Turn], question: str, text: str, timing: str, busy: bool) -> str:
     """A side whose answer is still growing."""
     caret = '<span class="mm-caret" aria-hidden="true"></span>' if busy else ""
     asked = f'<div class="mm-asked">{escape(question)}</div>' if question else ""
     said = f'<div class="mm-said mm-now">{escape(text.lstrip())}{caret}</div>' if question else ""
     empty = "" if question or turns else '<p class="mm-empty">Nothing asked yet.</p>'
-    return panel(name, conversation(turns) + asked + said + empty, clock)
+    return render_panel(name, render_conversation(turns) + asked + said + empty, timing)
 
 
-def finished(track: Track, turns: Sequence[Turn], question: str, clock: str) -> str:
+def render_answer(trace: AnswerTrace, turns: Sequence[Turn], question: str, timing: str) -> str:
     """A side whose answer is there: every token with its kind, and its time for the replay."""
-    pieces = [piece if place else piece.lstrip() for place, piece in enumerate(track.pieces)]
-    rows = zip(pieces, track.times, track.kinds, strict=True)
+    pieces = [piece if place else piece.lstrip() for place, piece in enumerate(trace.token_texts)]
+    rows = zip(pieces, trace.token_times, trace.token_kinds, strict=True)
     spans = "".join(f'<span class="mm-{kind}" data-t="{at:.4f}">{escape(text)}</span>' for text, at, kind in rows)
-    said = f'<div class="mm-said mm-now" data-total="{track.total_s:.4f}">{spans}</div>'
-    return panel(track.name, conversation(turns) + f'<div class="mm-asked">{escape(question)}</div>' + said, clock)
-
-
-def badge(report: Report) -> str:
-    """Whether both sides said the same."""
-    kind = {True: "same", False: "differs", None: "open"}[report.identical]
-    sign = {True: "✓", False: "≠", None: "…"}[report.identical]
-    return (
-        f'<p class="mm-badge mm-{kind}" role="status"><span aria-hidden="true">{sign}</span> {escape(report.badge)}</p>'
+    said = f'<div class="mm-said mm-now" data-total="{trace.total_s:.4f}">{spans}</div>'
+    return render_panel(
+        trace.name, render_conversation(turns) + f'<div class="mm-asked">{escape(question)}</div>' + said, timing
     )
 
 
-def status(text: str, kind: str = "") -> str:
+def render_verdict(report: Report) -> str:
+    """Whether both sides said the same."""
+    kind = {True: "same", False: "differs", None: "open"}[report.identical]
+    sign = {True: "✓", False: "≠", None: "…"}[report.identical]
+    return f'<p class="mm-badge mm-{kind}" role="status"><span aria-hidden="true">{sign}</span> {escape(report.verdict)}</p>'
+
+
+def render_status(text: str, kind: str = "") -> str:
     """A line on what goes on."""
     return f'<p class="mm-status {kind}" role="status">{escape(text)}</p>'
 
 
-def results(report: Report) -> str:
+def render_results(report: Report) -> str:
     """All that is told about a finished race."""
-    return (
-        f'<div class="mm-results">{badge(report)}{headline(report)}{table(report)}{plots(report)}{seen(report)}</div>'
-    )
+    return f'<div class="mm-results">{render_verdict(report)}{render_headline(report)}{render_metrics_table(report)}{render_plots(report)}{render_visible_tokens(report)}</div>'
 
 
-def headline(report: Report) -> str:
+def render_headline(report: Report) -> str:
     """The four numbers that matter."""
-    figures = report.figures
+    figures = report.metrics
     cells = [
         ("decode speed-up", _times(figures["speedup_decode"]), "tokens per second, first token to last"),
         ("end to end", _times(figures["speedup_e2e"]), "the whole answer, looking at the picture included"),
@@ -103,9 +101,9 @@ def _times(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}x"
 
 
-def table(report: Report) -> str:
+def render_metrics_table(report: Report) -> str:
     """Both sides, number by number."""
-    sides = report.figures["sides"]
+    sides = report.metrics["sides"]
     rows = (
         ("tokens", "n_tokens", "{:d}"),
         ("tokens/s", "tokens_per_s", "{:.1f}"),
@@ -118,20 +116,20 @@ def table(report: Report) -> str:
         + "</tr>"
         for name, key, form in rows
     )
-    seen = f"{report.figures['vision_s']:.3f} s, once for both"
+    seen = f"{report.metrics['vision_s']:.3f} s, once for both"
     body += f"<tr><th scope='row'>looking at the picture</th><td colspan='2'>{seen}</td></tr>"
     head = "<tr><td></td><th scope='col'>plain</th><th scope='col'>mmspec</th></tr>"
     return f'<table class="mm-table"><thead>{head}</thead><tbody>{body}</tbody></table>'
 
 
-def plots(report: Report) -> str:
+def render_plots(report: Report) -> str:
     """How many tokens rounds emitted, and where their time went."""
-    stats = report.figures["stats"]
+    stats = report.metrics["stats"]
     lengths = {int(size): count for size, count in stats["lengths"].items()}
     most = max(lengths, default=1)
     histogram = [(f"{size}", float(lengths.get(size, 0))) for size in range(1, most + 1)] if lengths else []
     phases = [
-        ("picture", report.figures["vision_s"]),
+        ("picture", report.metrics["vision_s"]),
         ("prompt", stats["prefill_s"]),
         ("draft", stats["draft_s"]),
         ("score", stats["score_s"]),
@@ -140,23 +138,23 @@ def plots(report: Report) -> str:
     times = [(name, 1000 * seconds) for name, seconds in phases]
     return (
         '<div class="mm-plots">'
-        + bars("Tokens per round", histogram, "{:.0f} rounds")
-        + bars("Where mmspec's time went", times, "{:.1f} ms")
+        + render_bars("Tokens per round", histogram, "{:.0f} rounds")
+        + render_bars("Where mmspec's time went", times, "{:.1f} ms")
         + "</div>"
     )
 
 
-def seen(report: Report) -> str:
+def render_visible_tokens(report: Report) -> str:
     """The picture with the tokens that the drafter saw."""
-    told = report.figures["drafter_saw"]
+    told = report.metrics["drafter_saw"]
     if told is None:
         return ""
     alt = "The picture; what the drafter did not see of it is grey"
-    images = "".join(f'<img src="{escape(uri)}" alt="{alt}">' for uri in report.marked)
+    images = "".join(f'<img src="{escape(uri)}" alt="{alt}">' for uri in report.image_uris)
     return f'<figure class="mm-seen"><figcaption>{escape(told["text"])}</figcaption>{images}</figure>'
 
 
-def bars(title: str, rows: Sequence[tuple[str, float]], form: str) -> str:
+def render_bars(title: str, rows: Sequence[tuple[str, float]], form: str) -> str:
     """A plot of horizontal bars."""
     top = max((value for _, value in rows), default=0.0) or 1.0
     drawn = "".join(
@@ -170,7 +168,7 @@ def bars(title: str, rows: Sequence[tuple[str, float]], form: str) -> str:
 # the tree of one round
 
 
-def layout(parents: Sequence[int]) -> tuple[list[int], list[float]]:
+def layout_tree(parents: Sequence[int]) -> tuple[list[int], list[float]]:
     """(depth, line) of each node: leaves one below the other, a parent in the middle of its children."""
     children: dict[int, list[int]] = {}
     for node, parent in enumerate(parents):
@@ -191,20 +189,22 @@ def layout(parents: Sequence[int]) -> tuple[list[int], list[float]]:
     return depths, lines
 
 
-def tree(one: Round, names: Mapping[int, str]) -> str:
+def render_tree(one: Round, token_labels: Mapping[int, str]) -> str:
     """The tree as SVG: kept path, rejected branches, how likely the drafter thought each, and the model's own word."""
     count, kept = len(one.tokens), set(one.walked[1:])
     parents = [*one.parents, *([one.walked[len(one.emitted) - 1]] if one.emitted else [])]
-    spots = [_place(depth, line) for depth, line in zip(*layout(parents), strict=True)]
+    spots = [_node_position(depth, line) for depth, line in zip(*layout_tree(parents), strict=True)]
     own = "mm-own" if one.kinds[-1:] == (CORRECTED,) else "mm-free"
     kinds = ["mm-root" if not node else "mm-kept" if node in kept else "mm-rejected" for node in range(count)]
-    labels = [(names.get(token, str(token)), _chance(one, node)) for node, token in enumerate(one.tokens)]
+    labels = [
+        (token_labels.get(token, str(token)), _format_probability(one, node)) for node, token in enumerate(one.tokens)
+    ]
     if one.emitted:
         kinds.append(own)
-        labels.append((names.get(one.emitted[-1], ""), "model"))
+        labels.append((token_labels.get(one.emitted[-1], ""), "model"))
     edges = [_edge(spots[parent], spots[node], kinds[node]) for node, parent in enumerate(parents) if parent >= 0]
     nodes = [_node(spot, *label, kind) for spot, label, kind in zip(spots, labels, kinds, strict=True)]
-    width, height = max(x for x, _ in spots) + BOX + MARGIN, max(y for _, y in spots) + ROW
+    width, height = max(x for x, _ in spots) + NODE_WIDTH + TREE_MARGIN, max(y for _, y in spots) + ROW_HEIGHT
     told = f"Draft tree of {one.guesses} guesses, {one.kept} of them kept"
     return (
         f'<div class="mm-tree"><svg role="img" aria-label="{told}" width="{width:.0f}" height="{height:.0f}" '
@@ -213,13 +213,13 @@ def tree(one: Round, names: Mapping[int, str]) -> str:
     )
 
 
-def _place(depth: int, line: float) -> tuple[float, float]:
+def _node_position(depth: int, line: float) -> tuple[float, float]:
     """Upper left corner of a node."""
-    return MARGIN + depth * COLUMN, MARGIN + line * ROW
+    return TREE_MARGIN + depth * COLUMN_WIDTH, TREE_MARGIN + line * ROW_HEIGHT
 
 
 def _edge(start: tuple[float, float], end: tuple[float, float], kind: str) -> str:
-    x1, y1, x2, y2 = start[0] + BOX, start[1] + 14, end[0], end[1] + 14
+    x1, y1, x2, y2 = start[0] + NODE_WIDTH, start[1] + 14, end[0], end[1] + 14
     half = (x1 + x2) / 2
     curve = f"M{x1:.0f} {y1:.0f} C{half:.0f} {y1:.0f} {half:.0f} {y2:.0f} {x2:.0f} {y2:.0f}"
     return f'<path class="mm-edge {kind}" d="{curve}"/>'
@@ -227,26 +227,26 @@ def _edge(start: tuple[float, float], end: tuple[float, float], kind: str) -> st
 
 def _node(at: tuple[float, float], name: str, note: str, kind: str) -> str:
     x, y = at
-    short = name if len(name) <= LETTERS else name[: LETTERS - 1] + "…"
+    short = name if len(name) <= MAX_LABEL_CHARS else name[: MAX_LABEL_CHARS - 1] + "…"
     small = f'<tspan class="mm-chance" dx="5">{escape(note)}</tspan>' if note else ""
     return (
         f'<g class="mm-node {kind}"><title>{escape(name)} {escape(note)}</title>'
-        f'<rect x="{x:.0f}" y="{y:.0f}" width="{BOX}" height="28" rx="6"/>'
+        f'<rect x="{x:.0f}" y="{y:.0f}" width="{NODE_WIDTH}" height="28" rx="6"/>'
         f'<text x="{x + 8:.0f}" y="{y + 18:.0f}">{escape(short)}{small}</text></g>'
     )
 
 
-def _chance(one: Round, node: int) -> str:
+def _format_probability(one: Round, node: int) -> str:
     if not node or one.reached is None:
         return ""
     above = one.reached[one.parents[node]]
     return f"{100 * min(1.0, one.reached[node] / above):.0f}%" if above > 0 else ""
 
 
-def round_text(report: Report, number: int) -> str:
+def render_round(report: Report, round_index: int) -> str:
     """What a round did, its tree, and the answer with its tokens marked."""
-    one = report.rounds[number]
-    if not number:
+    one = report.rounds[round_index]
+    if not round_index:
         said = "The prompt's own forward gives the first token; nothing is guessed there."
     elif one.proposed is None:
         said = "The drafter was not asked: of late its guesses did not pay. One forward, one token."
@@ -259,17 +259,19 @@ def round_text(report: Report, number: int) -> str:
             f"{_many(one.guesses, 'guess', 'guesses')} scored in one forward, {one.kept} kept; "
             f"with the model's own word {_many(len(one.emitted), 'token', 'tokens')}."
         )
-    head = f'<p class="mm-status" role="status"><b>Round {number} of {len(report.rounds) - 1}.</b> {escape(said)}</p>'
-    return head + tree(one, report.names) + LEGEND + _so_far(report, one)
+    head = (
+        f'<p class="mm-status" role="status"><b>Round {round_index} of {len(report.rounds) - 1}.</b> {escape(said)}</p>'
+    )
+    return head + render_tree(one, report.token_labels) + LEGEND + _render_answer_so_far(report, one)
 
 
 def _many(count: int, one: str, more: str) -> str:
     return f"{count} {one if count == 1 else more}"
 
 
-def _so_far(report: Report, one: Round) -> str:
+def _render_answer_so_far(report: Report, one: Round) -> str:
     """The answer: what was there before faint, what this round said marked, the rest left out."""
-    pieces, kinds = report.mmspec.pieces, report.mmspec.kinds
+    pieces, kinds = report.mmspec.token_texts, report.mmspec.token_kinds
     before = escape("".join(pieces[: one.start]).lstrip())
     end = min(one.start + len(one.emitted), len(pieces))
     now = "".join(f'<span class="mm-{kinds[place]}">{escape(pieces[place])}</span>' for place in range(one.start, end))
@@ -277,7 +279,7 @@ def _so_far(report: Report, one: Round) -> str:
     return f'<div class="mm-side mm-so-far">{said}</div>'
 
 
-def captions(rows: Sequence[Mapping[str, Any]]) -> str:
+def render_captions(rows: Sequence[Mapping[str, Any]]) -> str:
     """The table of a batch."""
     head = "".join(f"<th scope='col'>{name}</th>" for name in ("file", "caption", "tokens", "tau", "seconds"))
     body = "".join(_caption(row) for row in rows)
@@ -297,16 +299,16 @@ def _caption(row: Mapping[str, Any]) -> str:
 
 __all__ = [
     "LEGEND",
-    "badge",
-    "bars",
-    "captions",
-    "conversation",
-    "finished",
-    "growing",
-    "layout",
-    "results",
-    "round_text",
-    "seen",
-    "status",
-    "tree",
+    "layout_tree",
+    "render_answer",
+    "render_bars",
+    "render_captions",
+    "render_conversation",
+    "render_partial_answer",
+    "render_results",
+    "render_round",
+    "render_status",
+    "render_tree",
+    "render_verdict",
+    "render_visible_tokens",
 ]

@@ -13,26 +13,26 @@ from pathlib import Path
 from typing import Any
 
 from mmspec.app.bench.rounds import PLAIN, Round, kinds_of
-from mmspec.app.ui.comparison import Difference, Race, Side
-from mmspec.app.ui.streamer import name_of, pieces_of
-from mmspec.app.ui.visible_tokens import crops, marked, numbers_of
+from mmspec.app.ui.comparison import ComparisonRun, ComparisonSide, Difference
+from mmspec.app.ui.streamer import detokenize, token_label
+from mmspec.app.ui.visible_tokens import draw_visible_tokens, uses_center_crop, visible_tokens_to_dict
 from mmspec.app.versions import mmspec_version
 
 
 @dataclass(frozen=True)
-class Track:
+class AnswerTrace:
     """One side, ready to be shown and played again: per token its piece of text, its second, its kind."""
 
     name: str
-    pieces: tuple[str, ...]
-    times: tuple[float, ...]
-    kinds: tuple[str, ...]
+    token_texts: tuple[str, ...]
+    token_times: tuple[float, ...]
+    token_kinds: tuple[str, ...]
     total_s: float
 
     @property
     def text(self) -> str:
         """The answer."""
-        return "".join(self.pieces)
+        return "".join(self.token_texts)
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,92 +46,105 @@ class Report:
     """
 
     question: str
-    plain: Track
-    mmspec: Track
+    plain: AnswerTrace
+    mmspec: AnswerTrace
     rounds: tuple[Round, ...]
-    names: dict[int, str]
+    token_labels: dict[int, str]
     identical: bool | None
-    badge: str
-    figures: dict[str, Any]
-    marked: tuple[str, ...] = ()
+    verdict: str
+    metrics: dict[str, Any]
+    image_uris: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """Everything, ready for JSON."""
         return {
             "question": self.question,
-            "badge": self.badge,
-            **self.figures,
-            "plain": _track_dict(self.plain, self.figures["sides"]["plain"]),
-            "mmspec": _track_dict(self.mmspec, self.figures["sides"]["mmspec"]),
+            "badge": self.verdict,
+            **self.metrics,
+            "plain": _track_dict(self.plain, self.metrics["sides"]["plain"]),
+            "mmspec": _track_dict(self.mmspec, self.metrics["sides"]["mmspec"]),
             "rounds": [asdict(one) for one in self.rounds],
-            "names": {str(token): name for token, name in self.names.items()},
+            "names": {str(token): name for token, name in self.token_labels.items()},
         }
 
 
-def _track_dict(track: Track, figures: dict[str, Any]) -> dict[str, Any]:
-    rows = zip(track.pieces, track.times, track.kinds, strict=True)
+def _track_dict(track: AnswerTrace, figures: dict[str, Any]) -> dict[str, Any]:
+    rows = zip(track.token_texts, track.token_times, track.token_kinds, strict=True)
     tokens = [{"text": text, "t": round(at, 6), "kind": kind} for text, at, kind in rows]
     return {"answer": track.text, **figures, "tokens": tokens}
 
 
-def report_of(race: Race) -> Report:
+def build_report(comparison: ComparisonRun) -> Report:
     """The report of a race that is over and has been loaded."""
-    assert race.desk is not None
-    tokenizer = race.desk.processor.tokenizer
-    rounds = race.rounds
-    ours = len(race.mmspec.tape.ids)
+    assert comparison.loaded_model is not None
+    tokenizer = comparison.loaded_model.processor.tokenizer
+    rounds = comparison.rounds
+    ours = len(comparison.mmspec.streamer.token_ids)
     known = {token for one in rounds for token in (*one.tokens, *one.emitted)}
     return Report(
-        question=race.question,
-        plain=_track("plain", race.plain, tokenizer, [PLAIN] * len(race.plain.tape.ids)),
-        mmspec=_track("mmspec", race.mmspec, tokenizer, kinds_of(rounds, ours)),
+        question=comparison.question,
+        plain=_track("plain", comparison.plain, tokenizer, [PLAIN] * len(comparison.plain.streamer.token_ids)),
+        mmspec=_track("mmspec", comparison.mmspec, tokenizer, kinds_of(rounds, ours)),
         rounds=tuple(rounds),
-        names={token: name_of(tokenizer, token) for token in known},
-        identical=race.identical,
-        badge=badge(race),
-        figures=figures(race),
-        marked=tuple(marked(race.shown, race.sight, crops(race.desk.processor))) if race.sight else (),
+        token_labels={token: token_label(tokenizer, token) for token in known},
+        identical=comparison.identical,
+        verdict=format_verdict(comparison),
+        metrics=collect_metrics(comparison),
+        image_uris=tuple(
+            draw_visible_tokens(
+                comparison.media, comparison.visible_tokens, uses_center_crop(comparison.loaded_model.processor)
+            )
+        )
+        if comparison.visible_tokens
+        else (),
     )
 
 
-def _track(name: str, side: Side, tokenizer: Any, kinds: list[str]) -> Track:
-    tape = side.tape
-    return Track(name, tuple(pieces_of(tokenizer, tape.ids)), tuple(tape.times), tuple(kinds), side.total_s)
+def _track(name: str, side: ComparisonSide, tokenizer: Any, kinds: list[str]) -> AnswerTrace:
+    tape = side.streamer
+    return AnswerTrace(
+        name, tuple(detokenize(tokenizer, tape.token_ids)), tuple(tape.token_times), tuple(kinds), side.total_s
+    )
 
 
-def badge(race: Race) -> str:
+def format_verdict(comparison: ComparisonRun) -> str:
     """Whether both sides said the same, in one line."""
-    found, same = race.difference, min(len(race.plain.tape.ids), len(race.mmspec.tape.ids))
-    if race.identical is None:
+    found, same = (
+        comparison.difference,
+        min(len(comparison.plain.streamer.token_ids), len(comparison.mmspec.streamer.token_ids)),
+    )
+    if comparison.identical is None:
         return "Stopped before both sides had answered"
     if found is not None:
-        assert race.desk is not None
-        mine, other = (name_of(race.desk.processor.tokenizer, token) for token in (found.plain, found.mmspec))
+        assert comparison.loaded_model is not None
+        mine, other = (
+            token_label(comparison.loaded_model.processor.tokenizer, token) for token in (found.plain, found.mmspec)
+        )
         return (
             f"Outputs differ from token {found.column + 1} on: {mine} (plain), {other} (mmspec); "
             f"logit margin {'not measured' if math.isnan(found.margin) else f'{found.margin:.2e}'}"
         )
-    if race.cut:
+    if comparison.cancelled:
         return f"Outputs identical as far as both came: {same} tokens, then stopped"
     return f"Outputs identical: all {same} tokens"
 
 
-def figures(race: Race) -> dict[str, Any]:
+def collect_metrics(comparison: ComparisonRun) -> dict[str, Any]:
     """The numbers of a race. Those of mmspec's side are `mmspec.stats` of its call."""
-    assert race.desk is not None
-    stats, model = race.stats, race.desk.model
+    assert comparison.loaded_model is not None
+    stats, model = comparison.stats, comparison.loaded_model.model
     return {
-        "identical": race.identical,
-        "stopped": race.cut,
-        "difference": _difference(race.difference) if race.difference else None,
-        "speedup_decode": race.speedup_decode,
-        "speedup_e2e": race.speedup_e2e,
+        "identical": comparison.identical,
+        "stopped": comparison.cancelled,
+        "difference": _difference(comparison.difference) if comparison.difference else None,
+        "speedup_decode": comparison.speedup_decode,
+        "speedup_e2e": comparison.speedup_e2e,
         "tau": stats.tau,
-        "R": race.cost,
-        "vision_s": race.encode_s,
-        "drafter_saw": numbers_of(race.sight) if race.sight else None,
-        "prompt_tokens": race.prompt_tokens,
-        "choice": asdict(race.choice) | {"model": Path(race.choice.model).name},
+        "R": comparison.round_cost,
+        "vision_s": comparison.encode_s,
+        "drafter_saw": visible_tokens_to_dict(comparison.visible_tokens) if comparison.visible_tokens else None,
+        "prompt_tokens": comparison.prompt_tokens,
+        "choice": asdict(comparison.settings) | {"model": Path(comparison.settings.model).name},
         "stats": stats.as_dict(),
         "run": {
             "mmspec": mmspec_version(),
@@ -139,7 +152,7 @@ def figures(race: Race) -> dict[str, Any]:
             "dtype": str(model.dtype).removeprefix("torch."),
             "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         },
-        "sides": {"plain": _side(race.plain), "mmspec": _ours(race)},
+        "sides": {"plain": _side(comparison.plain), "mmspec": _ours(comparison)},
     }
 
 
@@ -147,19 +160,19 @@ def _difference(found: Difference) -> dict[str, Any]:
     return asdict(found) | ({"margin": None} if math.isnan(found.margin) else {})  # JSON knows no nan
 
 
-def _side(side: Side) -> dict[str, Any]:
+def _side(side: ComparisonSide) -> dict[str, Any]:
     return {
-        "n_tokens": len(side.tape.ids),
-        "tokens_per_s": side.tape.rate,
+        "n_tokens": len(side.streamer.token_ids),
+        "tokens_per_s": side.streamer.tokens_per_s,
         "ttft_s": side.ttft_s,
         "decode_s": side.decode_s,
         "total_s": side.total_s,
     }
 
 
-def _ours(race: Race) -> dict[str, Any]:
+def _ours(race: ComparisonRun) -> dict[str, Any]:
     stats = race.stats
-    if not stats.calls or stats.plain_calls:
+    if not stats.calls or stats.fallback_calls:
         return _side(race.mmspec)
     return {
         "n_tokens": stats.tokens,
@@ -170,31 +183,31 @@ def _ours(race: Race) -> dict[str, Any]:
     }
 
 
-class Space:
+class TempStorage:
     """A folder for what the pages write. Old things in it are swept away, and all of it in the end."""
 
-    def __init__(self, keep_s: float = 3600.0) -> None:
+    def __init__(self, max_age_s: float = 3600.0) -> None:
         self.root = Path(tempfile.mkdtemp(prefix="mmspec-demo-"))
-        self.keep_s = keep_s
+        self.max_age_s = max_age_s
 
-    def new(self) -> Path:
+    def new_folder(self) -> Path:
         """An empty folder of its own, with a name that nobody can guess."""
-        self.sweep()
+        self.remove_expired()
         made = self.root / "runs" / secrets.token_hex(8)
         made.mkdir(parents=True)
         return made
 
-    def write(self, report: Report) -> Path:
+    def write_report(self, report: Report) -> Path:
         """The report as a file."""
-        file = self.new() / "mmspec-run.json"
+        file = self.new_folder() / "mmspec-run.json"
         file.write_text(json.dumps(report.as_dict(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
         return file
 
-    def sweep(self) -> None:
+    def remove_expired(self) -> None:
         """Remove what is older than `keep_s` seconds."""
         now = time.time()
         for folder in (self.root / "runs").glob("*"):
-            if now - folder.stat().st_mtime > self.keep_s:
+            if now - folder.stat().st_mtime > self.max_age_s:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def close(self) -> None:
@@ -202,4 +215,4 @@ class Space:
         shutil.rmtree(self.root, ignore_errors=True)
 
 
-__all__ = ["Report", "Space", "Track", "badge", "figures", "report_of"]
+__all__ = ["AnswerTrace", "Report", "TempStorage", "build_report", "collect_metrics", "format_verdict"]

@@ -14,74 +14,83 @@ from mmspec.app.errors import UsageError, one_line
 from mmspec.app.modeling.captioner import Captioner
 from mmspec.app.modeling.chat import check_length, encoded, inputs_of
 from mmspec.app.modeling.load import synchronise
-from mmspec.app.ui.cancel import criteria
-from mmspec.app.ui.comparison import Difference, Race, Side
-from mmspec.app.ui.loaded_model import Desk
-from mmspec.app.ui.model_store import Choice
-from mmspec.app.ui.worker import Halt
+from mmspec.app.ui.cancel import build_stopping_criteria
+from mmspec.app.ui.comparison import ComparisonRun, ComparisonSide, Difference
+from mmspec.app.ui.loaded_model import LoadedModel
+from mmspec.app.ui.model_store import RunSettings
+from mmspec.app.ui.worker import CancelSignal
 from mmspec.interfaces import Compressor
 
 
-def run(race: Race) -> None:
+def run_comparison(comparison: ComparisonRun) -> None:
     """See `Race.run`."""
-    choice = race.choice
-    if race.halt.asked:
-        race.phase, race.cut = "done", True
+    choice = comparison.settings
+    if comparison.cancel_signal.should_stop:
+        comparison.phase, comparison.cancelled = "done", True
         return
-    race.phase = "loading"
-    desk = race.desk = race.shelf.take(choice.model)
-    recorder = race.recorder = Recorder(desk.drafter(choice.drafter))
-    compressor = desk.compressor(choice.compressor)
-    race.phase = "looking"
-    race.look()
-    inputs = inputs_of(desk.model, desk.processor, [race.shown], [race.question], [race.turns])
-    race.prompt_tokens = inputs["input_ids"].shape[1]
+    comparison.phase = "loading"
+    desk = comparison.loaded_model = comparison.model_store.get(choice.model)
+    recorder = comparison.recorder = Recorder(desk.get_drafter(choice.drafter))
+    compressor = desk.get_compressor(choice.compressor)
+    comparison.phase = "looking"
+    comparison.look()
+    inputs = inputs_of(desk.model, desk.processor, [comparison.media], [comparison.question], [comparison.turns])
+    comparison.prompt_tokens = inputs["input_ids"].shape[1]
     check_length(desk.model, inputs, choice.max_new_tokens)
-    request, race.encode_s = encoded(desk.model, inputs)
-    race.phase = "plain"
+    request, comparison.encode_s = encoded(desk.model, inputs)
+    comparison.phase = "plain"
     with mmspec.disabled(desk.model):
-        _generate(race, desk, request, race.plain)
-    if not race.cut:
-        race.phase = "mmspec"
-        _speculate(race, desk, request, recorder, compressor)
-        race.stats = mmspec.stats(desk.model, last=True)
-        race.difference = _compare(race, desk, request)
-    race.phase = "done"
+        _generate(comparison, desk, request, comparison.plain)
+    if not comparison.cancelled:
+        comparison.phase = "mmspec"
+        _speculate(comparison, desk, request, recorder, compressor)
+        comparison.stats = mmspec.stats(desk.model, last=True)
+        comparison.difference = _compare(comparison, desk, request)
+    comparison.phase = "done"
 
 
 def _speculate(
-    race: Race, desk: Desk, request: dict[str, Any], recorder: Recorder, compressor: Compressor | None
+    race: ComparisonRun, desk: LoadedModel, request: dict[str, Any], recorder: Recorder, compressor: Compressor | None
 ) -> None:
     """Mmspec's side, with its drafter watched."""
-    options = {"drafter": recorder, "compressor": compressor, "nodes": race.choice.nodes}
+    options = {"drafter": recorder, "compressor": compressor, "nodes": race.settings.nodes}
     try:
         _generate(race, desk, request, race.mmspec, mmspec=options)
     except ValueError as error:  # a drafter and a compressor that do not go together
         raise UsageError(one_line(error)) from error
 
 
-def _generate(race: Race, desk: Desk, request: dict[str, Any], side: Side, **more: Any) -> None:
-    choice, tape = race.choice, side.tape
+def _generate(
+    race: ComparisonRun, desk: LoadedModel, request: dict[str, Any], side: ComparisonSide, **more: Any
+) -> None:
+    choice, tape = race.settings, side.streamer
     maker = Captioner(desk.model, desk.processor, choice.max_new_tokens, choice.temperature)
     torch.manual_seed(choice.seed)
     synchronise(desk.model.device)
     began = time.perf_counter()
     tape.start()
     options = maker.options() | more
-    desk.model.generate(**_fresh(request), **options, streamer=tape, stopping_criteria=criteria(race.halt))
+    desk.model.generate(
+        **_fresh(request), **options, streamer=tape, stopping_criteria=build_stopping_criteria(race.cancel_signal)
+    )
     synchronise(desk.model.device)
     side.total_s = time.perf_counter() - began
-    race.cut = race.halt.asked
+    race.cancelled = race.cancel_signal.should_stop
 
 
-def _compare(race: Race, desk: Desk, request: dict[str, Any]) -> Difference | None:
+def _compare(race: ComparisonRun, desk: LoadedModel, request: dict[str, Any]) -> Difference | None:
     """Where the answers part, if they do within what both have said."""
-    pairs = zip(race.plain.tape.ids, race.mmspec.tape.ids, strict=False)
+    pairs = zip(race.plain.streamer.token_ids, race.mmspec.streamer.token_ids, strict=False)
     column = next((place for place, (a, b) in enumerate(pairs) if a != b), None)
     if column is None:
         return None
-    ours, theirs = race.mmspec.tape.ids[column], race.plain.tape.ids[column]
-    return Difference(column, theirs, ours, margin(desk, request, race.choice, column, theirs, ours, race.halt))
+    ours, theirs = race.mmspec.streamer.token_ids[column], race.plain.streamer.token_ids[column]
+    return Difference(
+        column,
+        theirs,
+        ours,
+        measure_logit_margin(desk, request, race.settings, column, theirs, ours, race.cancel_signal),
+    )
 
 
 def _fresh(request: dict[str, Any]) -> dict[str, Any]:
@@ -90,24 +99,30 @@ def _fresh(request: dict[str, Any]) -> dict[str, Any]:
     return request if seen is None else request | {"mm_encoder_outputs": dict(seen)}
 
 
-def margin(
-    desk: Desk, request: dict[str, Any], choice: Choice, column: int, mine: int, other: int, halt: Halt
+def measure_logit_margin(
+    loaded_model: LoadedModel,
+    request: dict[str, Any],
+    settings: RunSettings,
+    index: int,
+    token_id: int,
+    other_id: int,
+    cancel_signal: CancelSignal,
 ) -> float:
     """How far the plain model's raw logit of `mine` is above that of `other` where the answers part; nan if halted."""
-    maker = Captioner(desk.model, desk.processor, column + 1, choice.temperature)
-    torch.manual_seed(choice.seed)
-    with mmspec.disabled(desk.model):
-        again = desk.model.generate(
+    maker = Captioner(loaded_model.model, loaded_model.processor, index + 1, settings.temperature)
+    torch.manual_seed(settings.seed)
+    with mmspec.disabled(loaded_model.model):
+        again = loaded_model.model.generate(
             **_fresh(request),
             **maker.options(),
             return_dict_in_generate=True,
             output_logits=True,
-            stopping_criteria=criteria(halt),
+            stopping_criteria=build_stopping_criteria(cancel_signal),
         )
-    if len(again.logits) <= column:
+    if len(again.logits) <= index:
         return math.nan
-    logits = again.logits[column][0].float()
-    return float(logits[mine] - logits[other])
+    logits = again.logits[index][0].float()
+    return float(logits[token_id] - logits[other_id])
 
 
-__all__ = ["margin", "run"]
+__all__ = ["measure_logit_margin", "run_comparison"]

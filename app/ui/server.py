@@ -15,51 +15,53 @@ from typing import Any
 os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")  # nothing is told to anyone; read when gradio is imported
 os.environ.setdefault("MPLBACKEND", "agg")  # or Gradio, which asks for it, waits a second at the first question
 
-from mmspec.app.ui.gradio_import import unwritten
+from mmspec.app.ui.gradio_import import skip_stub_generation
 
-with unwritten():
+with skip_stub_generation():
     import gradio as gr
 
 from mmspec.app.errors import one_line
-from mmspec.app.scenes.examples import FOLDER as EXAMPLES
-from mmspec.app.ui.api import endpoints
+from mmspec.app.scenes.examples import EXAMPLES_FOLDER as EXAMPLES
+from mmspec.app.ui.api import register_endpoints
 from mmspec.app.ui.context import Context
 from mmspec.app.ui.edge.app import GuardedApp, hushed
 from mmspec.app.ui.edge.bodies import Bounds, Uploads
 from mmspec.app.ui.edge.hosts import Hosts
 from mmspec.app.ui.edge.middleware import Edge
 from mmspec.app.ui.limits import Limits
-from mmspec.app.ui.model_store import Shelf
-from mmspec.app.ui.report import Space
-from mmspec.app.ui.tabs.batch import batch_tab
-from mmspec.app.ui.tabs.compare import compare_tab
-from mmspec.app.ui.tabs.inside import inside_tab
+from mmspec.app.ui.model_store import ModelStore
+from mmspec.app.ui.report import TempStorage
+from mmspec.app.ui.tabs.batch import build_batch_tab
+from mmspec.app.ui.tabs.compare import build_compare_tab
+from mmspec.app.ui.tabs.inside import build_inside_tab
 from mmspec.app.ui.worker import MOST_WAITING
 
 logger = logging.getLogger("mmspec")
 
 HERE = Path(__file__).parent
-TITLE = "mmspec: the same answer, sooner"
-SWEEP_S, KEEP_S = 600, 3600
+PAGE_TITLE = "mmspec: the same answer, sooner"
+CLEANUP_INTERVAL_S, UPLOAD_MAX_AGE_S = 600, 3600
 """Seconds between two looks for old uploads, and how long one is kept."""
-LOOK_S = 0.02
+QUEUE_POLL_INTERVAL_S = 0.02
 """Seconds between two looks of Gradio at its queue. By itself it looks every millisecond, and each look takes Python
 from the thread that decodes."""
 
 
-def build(context: Context) -> Any:
+def build_app(context: Context) -> Any:
     """The app, not yet served."""
-    with gr.Blocks(title=TITLE, analytics_enabled=False, delete_cache=(SWEEP_S, KEEP_S)) as app:
-        gr.HTML(f"<h1>{TITLE}</h1>", elem_id="mm-title")
-        run = gr.State(None, time_to_live=KEEP_S)
+    with gr.Blocks(
+        title=PAGE_TITLE, analytics_enabled=False, delete_cache=(CLEANUP_INTERVAL_S, UPLOAD_MAX_AGE_S)
+    ) as app:
+        gr.HTML(f"<h1>{PAGE_TITLE}</h1>", elem_id="mm-title")
+        run = gr.State(None, time_to_live=UPLOAD_MAX_AGE_S)
         with gr.Tabs():
             with gr.Tab("Compare"):
-                compare_tab(context, run)
+                build_compare_tab(context, run)
             with gr.Tab("Inside") as inside:
-                inside_tab(run, inside)
+                build_inside_tab(run, inside)
             with gr.Tab("Batch"):
-                batch_tab(context)
-        endpoints(context)
+                build_batch_tab(context)
+        register_endpoints(context)
 
         def left(request: gr.Request) -> None:
             """The page was closed: nobody waits for its answer any more."""
@@ -68,18 +70,18 @@ def build(context: Context) -> Any:
         app.unload(left)
     app.queue(default_concurrency_limit=1, max_size=MOST_WAITING, status_update_rate=1, api_open=False)
     if hasattr(app._queue, "sleep_when_free"):
-        app._queue.sleep_when_free = LOOK_S
+        app._queue.sleep_when_free = QUEUE_POLL_INTERVAL_S
     return app
 
 
-def theme() -> Any:
+def build_theme() -> Any:
     """Gradio's plain one, with the fonts of the reader's own machine: nothing is fetched from elsewhere."""
     fonts = ["system-ui", "-apple-system", "Segoe UI", "sans-serif"]
     return gr.themes.Base(primary_hue="blue", font=fonts, font_mono=["ui-monospace", "Consolas", "monospace"])
 
 
 @dataclass(frozen=True)
-class Served:
+class DemoServer:
     """A running app."""
 
     url: str
@@ -88,15 +90,15 @@ class Served:
 
 
 @contextmanager
-def served(
-    shelf: Shelf,
+def serve(
+    model_store: ModelStore,
     *,
     limits: Limits | None = None,
     bounds: Bounds | None = None,
     host: str = "127.0.0.1",
     port: int | None = None,
     allowed: Sequence[str] = (),
-) -> Iterator[Served]:
+) -> Iterator[DemoServer]:
     """Serve the pages until the block is left; then end all runs and remove all files.
 
     Args:
@@ -108,14 +110,16 @@ def served(
         ValueError: an allowed host is no host name.
     """
     hosts = Hosts(host, allowed)
-    space = Space(KEEP_S)
+    space = TempStorage(UPLOAD_MAX_AGE_S)
     before = os.environ.get("GRADIO_TEMP_DIR")
     os.environ["GRADIO_TEMP_DIR"] = str(space.root / "uploads")  # read when the parts are made
-    context, stack = Context(shelf, space, limits or Limits()), ExitStack()
+    context, stack = Context(model_store, space, limits or Limits()), ExitStack()
     try:
-        app = build(context)
+        app = build_app(context)
         guarded = _guarded(app, context, hosts, bounds or Bounds())
-        context.worker.submit(lambda: shelf.take(shelf.models[0])).add_done_callback(_loaded)  # the page is there
+        context.worker.submit(lambda: model_store.get(model_store.model_names[0])).add_done_callback(
+            _loaded
+        )  # the page is there
         stack.enter_context(hushed())
         _, url, _ = app.launch(
             _app=guarded,
@@ -128,19 +132,19 @@ def served(
             quiet=True,
             ssr_mode=False,
             show_error=False,
-            max_file_size=context.limits.megabytes * 1_000_000,
+            max_file_size=context.limits.max_file_mb * 1_000_000,
             allowed_paths=[str(EXAMPLES)],  # besides uploads, nothing else can be read
             footer_links=["api"],
-            theme=theme(),
+            theme=build_theme(),
             css_paths=[HERE / "static" / "styles.css"],
             head=f"<script>{(HERE / 'static' / 'replay.js').read_text(encoding='utf-8')}</script>",
         )
         if app.app is not guarded:
             raise RuntimeError("this version of gradio serves an app of its own; it would be open to other sites")
         try:
-            yield Served(url, app, context)
+            yield DemoServer(url, app, context)
         finally:
-            context.sessions.stop_all()
+            context.sessions.cancel_all()
             app.close(verbose=False)
     finally:
         stack.close()
@@ -154,7 +158,7 @@ def served(
 
 def _guarded(app: Any, context: Context, hosts: Hosts, bounds: Bounds) -> GuardedApp:
     """The server app for `app`, behind our edge."""
-    uploads = Uploads(context.space.root / "uploads", bounds, context.limits.files)
+    uploads = Uploads(context.temp_storage.root / "uploads", bounds, context.limits.max_files)
     return GuardedApp(lambda inner: Edge(inner, hosts, bounds, uploads, app))
 
 
@@ -172,4 +176,4 @@ def _loaded(first: Future[Any]) -> None:
         logger.error("mmspec: the model cannot be used: %s", one_line(error, 600))
 
 
-__all__ = ["Served", "build", "served"]
+__all__ = ["DemoServer", "build_app", "serve"]

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Tape:
+class TimingStreamer:
     """Notes every token of a single row as `generate` gives it out. Read by another thread while it grows.
 
     Attributes:
@@ -17,44 +17,44 @@ class Tape:
     """
 
     def __init__(self) -> None:
-        self.ids: list[int] = []
-        self.times: list[float] = []
-        self._began: float | None = None
-        self._prompt = True  # transformers puts the prompt first
+        self.token_ids: list[int] = []
+        self.token_times: list[float] = []
+        self._start_time: float | None = None
+        self._expects_prompt = True  # transformers puts the prompt first
 
     def start(self) -> None:
         """The clock runs from now."""
-        self._began = time.perf_counter()
+        self._start_time = time.perf_counter()
 
     def put(self, value: Tensor) -> None:
         """See transformers' `BaseStreamer`: the prompt [1, L], then [1] per token."""
-        if self._began is None:
+        if self._start_time is None:
             self.start()
-        if self._prompt:
-            self._prompt = False
+        if self._expects_prompt:
+            self._expects_prompt = False
             return
-        now = self.seconds
+        now = self.elapsed_s
         for token in value.flatten().tolist():
-            self.times.append(now)
-            self.ids.append(token)  # last, so that whoever sees an id finds its time
+            self.token_times.append(now)
+            self.token_ids.append(token)  # last, so that whoever sees an id finds its time
 
     @property
-    def seconds(self) -> float:
+    def elapsed_s(self) -> float:
         """Seconds since `start`; 0 before it."""
-        return 0.0 if self._began is None else time.perf_counter() - self._began
+        return 0.0 if self._start_time is None else time.perf_counter() - self._start_time
 
     def end(self) -> None:
         """See transformers' `BaseStreamer`."""
 
     @property
-    def rate(self) -> float:
+    def tokens_per_s(self) -> float:
         """Tokens after the first per second, so far; 0 if there is but one."""
-        count = len(self.ids)
-        seconds = self.times[count - 1] - self.times[0] if count > 1 else 0.0
+        count = len(self.token_ids)
+        seconds = self.token_times[count - 1] - self.token_times[0] if count > 1 else 0.0
         return (count - 1) / seconds if seconds > 0 else 0.0
 
 
-class Pieces:
+class IncrementalDetokenizer:
     """Tokens to pieces of text that, joined, are the whole text. Grows with the tokens.
 
     A token's piece depends on its neighbours (spaces, bytes of one character), so each is decoded behind the last few;
@@ -62,39 +62,39 @@ class Pieces:
     """
 
     def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer, self.ids, self.texts = tokenizer, list[int](), list[str]()
-        self._from = self._read = 0
+        self.tokenizer, self.token_ids, self.texts = tokenizer, list[int](), list[str]()
+        self._prefix_offset = self._read_offset = 0
 
-    def add(self, ids: list[int]) -> None:
+    def append(self, token_ids: list[int]) -> None:
         """Take in more tokens."""
-        for token in ids:
-            self.ids.append(token)
-            before, now = self._decode(self._read), self._decode(len(self.ids))
+        for token in token_ids:
+            self.token_ids.append(token)
+            before, now = self._decode(self._read_offset), self._decode(len(self.token_ids))
             if now.endswith("\ufffd") or len(now) < len(before):
                 self.texts.append("")
                 continue
             self.texts.append(now[len(before) :])
-            self._from, self._read = self._read, len(self.ids)
+            self._prefix_offset, self._read_offset = self._read_offset, len(self.token_ids)
 
-    def upto(self, ids: list[int]) -> list[str]:
+    def decode(self, token_ids: list[int]) -> list[str]:
         """The pieces of `ids`, which begin with what was taken in before."""
-        self.add(ids[len(self.ids) :])
-        return self.texts[: len(ids)]
+        self.append(token_ids[len(self.token_ids) :])
+        return self.texts[: len(token_ids)]
 
     def _decode(self, end: int) -> str:
-        text: str = self.tokenizer.decode(self.ids[self._from : end], skip_special_tokens=True)
+        text: str = self.tokenizer.decode(self.token_ids[self._prefix_offset : end], skip_special_tokens=True)
         return text
 
 
-def pieces_of(tokenizer: Any, ids: list[int]) -> list[str]:
+def detokenize(tokenizer: Any, token_ids: list[int]) -> list[str]:
     """One piece of text per token."""
-    return Pieces(tokenizer).upto(ids)
+    return IncrementalDetokenizer(tokenizer).decode(token_ids)
 
 
-def name_of(tokenizer: Any, token: int) -> str:
+def token_label(tokenizer: Any, token: int) -> str:
     """A single token as it is shown by itself: special ones by their name, spaces and line ends visible."""
     text = tokenizer.decode([token]) or str(tokenizer.convert_ids_to_tokens(token))
     return text.replace("\n", "⏎").replace("\t", "⇥").replace(" ", "·")
 
 
-__all__ = ["Pieces", "Tape", "name_of", "pieces_of"]
+__all__ = ["IncrementalDetokenizer", "TimingStreamer", "detokenize", "token_label"]

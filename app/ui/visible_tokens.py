@@ -14,15 +14,15 @@ from mmspec.app.io.images import Shown, pictures
 
 if TYPE_CHECKING:
     from mmspec.app.bench.recorder import Recorder
-    from mmspec.interfaces import Segment
-    from mmspec.metrics.compression_stats import Shown as Kept
+    from mmspec.interfaces import VisualGrid
+    from mmspec.metrics.compression_stats import CompressionRecord as Kept
 
-ALL, NONE = frozenset(("decoupled", "coupled")), frozenset(("blind", "textual"))
+FULL_VISUAL_MODES, NO_VISUAL_MODES = frozenset(("decoupled", "coupled")), frozenset(("blind", "textual"))
 """Rules of trained drafters (`mmspec.drafters.eagle.visual_inputs`) that read every visual token, and that read none."""
 
 
 @dataclass(frozen=True)
-class Sight:
+class VisibleTokens:
     """What a drafter was shown.
 
     Attributes:
@@ -30,38 +30,40 @@ class Sight:
             where they were mixed or cannot be told.
     """
 
-    text: str
-    shown: int | None = None
-    total: int | None = None
-    kept: frozenset[int] | None = None
-    segments: tuple[Segment, ...] = field(default=(), repr=False)
+    summary: str
+    num_visible: int | None = None
+    num_total: int | None = None
+    kept_indices: frozenset[int] | None = None
+    grids: tuple[VisualGrid, ...] = field(default=(), repr=False)
 
 
-def sight_of(recorder: Recorder, seen: Kept | None) -> Sight:
+def find_visible_tokens(recorder: Recorder, compression: Kept | None) -> VisibleTokens:
     """What the drafter of a finished run was shown. seen: by a compressor, as `mmspec.stats` has it."""
     from mmspec.drafters.eagle.vispec import VispecDrafter
 
     inner, total = recorder.inner, recorder.visual
-    if not inner.needs.taps:
-        return Sight("This drafter looks at no picture: it guesses from words alone.", 0, total, frozenset())
-    if seen is not None:
-        given, shown = seen.visual, seen.kept
-        kept = None if seen.numbers is None else frozenset(seen.numbers)
+    if not inner.requirements.hidden_state_indices:
+        return VisibleTokens("This drafter looks at no picture: it guesses from words alone.", 0, total, frozenset())
+    if compression is not None:
+        given, shown = compression.num_visual_tokens, compression.num_compressed_tokens
+        kept = None if compression.kept_indices is None else frozenset(compression.kept_indices)
         how = "mixed into" if kept is None else "of which it saw"
         text = f"The picture is {given} tokens to the model, {how} {shown} for the drafter."
-        return Sight(text, shown, given, kept, recorder.segments)
+        return VisibleTokens(text, shown, given, kept, recorder.segments)
     if isinstance(inner, VispecDrafter):
-        return Sight("This drafter shrinks the picture by itself.")
+        return VisibleTokens("This drafter shrinks the picture by itself.")
     rule = getattr(inner, "rule", None)
-    if rule in ALL:
+    if rule in FULL_VISUAL_MODES:
         text = f"The drafter saw all {total} tokens of the picture."
-        return Sight(text, total, total, frozenset(range(total)), recorder.segments)
-    if rule in NONE:
-        return Sight("This drafter was trained to guess without the picture.", 0, total, frozenset(), recorder.segments)
-    return Sight("How much of the picture this drafter saw cannot be told.")
+        return VisibleTokens(text, total, total, frozenset(range(total)), recorder.segments)
+    if rule in NO_VISUAL_MODES:
+        return VisibleTokens(
+            "This drafter was trained to guess without the picture.", 0, total, frozenset(), recorder.segments
+        )
+    return VisibleTokens("How much of the picture this drafter saw cannot be told.")
 
 
-def marked(shown: Shown, sight: Sight, cropped: bool) -> list[str]:
+def draw_visible_tokens(media: Shown, visible_tokens: VisibleTokens, cropped: bool) -> list[str]:
     """The pictures as data URIs, the tokens that the drafter did not see greyed; none where that cannot be told.
 
     Args:
@@ -69,9 +71,14 @@ def marked(shown: Shown, sight: Sight, cropped: bool) -> list[str]:
     """
     from mmspec.vision.heatmap import heatmaps
 
-    if not sight.kept or not sight.segments:
+    if not visible_tokens.kept_indices or not visible_tokens.grids:
         return []
-    return [_uri(made) for made in heatmaps(pictures(shown), sight.segments, kept=sight.kept, row=0, cropped=cropped)]
+    return [
+        _uri(made)
+        for made in heatmaps(
+            pictures(media), visible_tokens.grids, kept=visible_tokens.kept_indices, row=0, cropped=cropped
+        )
+    ]
 
 
 def _uri(image: Image.Image) -> str:
@@ -80,15 +87,20 @@ def _uri(image: Image.Image) -> str:
     return "data:image/jpeg;base64," + base64.b64encode(buffer.getvalue()).decode()
 
 
-def crops(processor: Any) -> bool:
+def uses_center_crop(processor: Any) -> bool:
     """Whether a processor cuts the middle square out of a picture."""
     return bool(getattr(getattr(processor, "image_processor", None), "do_center_crop", False))
 
 
-def numbers_of(sight: Sight) -> dict[str, Any]:
+def visible_tokens_to_dict(visible_tokens: VisibleTokens) -> dict[str, Any]:
     """For JSON."""
-    kept: Sequence[int] | None = None if sight.kept is None else sorted(sight.kept)
-    return {"text": sight.text, "shown": sight.shown, "total": sight.total, "kept": kept}
+    kept: Sequence[int] | None = None if visible_tokens.kept_indices is None else sorted(visible_tokens.kept_indices)
+    return {
+        "text": visible_tokens.summary,
+        "shown": visible_tokens.num_visible,
+        "total": visible_tokens.num_total,
+        "kept": kept,
+    }
 
 
-__all__ = ["Sight", "crops", "marked", "numbers_of", "sight_of"]
+__all__ = ["VisibleTokens", "draw_visible_tokens", "find_visible_tokens", "uses_center_crop", "visible_tokens_to_dict"]

@@ -20,7 +20,7 @@ LEASE_S = 15.0
 """A run that nobody has looked at for so long is ended."""
 MOST_WAITING = 20
 """Runs that may wait for the device."""
-POLL_S = 0.25
+POLL_INTERVAL_S = 0.25
 """Seconds between two looks at a run. Each costs the run a little time, since Python runs one thread at a time."""
 
 
@@ -28,29 +28,29 @@ class LeftError(Exception):
     """A run was halted before it began."""
 
 
-class Halt:
+class CancelSignal:
     """Whether a run should end: because someone said so, or because nobody looks at it any more."""
 
     def __init__(self, lease_s: float = LEASE_S) -> None:
-        self._event, self._lease_s, self._seen = threading.Event(), lease_s, time.monotonic()
+        self._event, self._lease_s, self._renewed_at = threading.Event(), lease_s, time.monotonic()
 
-    def ask(self) -> None:
+    def cancel(self) -> None:
         """End the run at its next token."""
         self._event.set()
 
-    def touch(self) -> None:
+    def renew(self) -> None:
         """Somebody still looks."""
-        self._seen = time.monotonic()
+        self._renewed_at = time.monotonic()
 
     @property
-    def said(self) -> bool:
+    def cancel_requested(self) -> bool:
         """Whether somebody said so."""
         return self._event.is_set()
 
     @property
-    def asked(self) -> bool:
+    def should_stop(self) -> bool:
         """Whether the run should end now."""
-        return self.said or time.monotonic() - self._seen > self._lease_s
+        return self.cancel_requested or time.monotonic() - self._renewed_at > self._lease_s
 
 
 class Worker:
@@ -76,8 +76,12 @@ class Worker:
             before = self._line[: self._line.index(future)]
         return sum(not one.done() for one in before)
 
-    def follow(
-        self, work: Callable[[], T], halt: Halt, every: float = POLL_S, first: bool = False
+    def submit_and_poll(
+        self,
+        work: Callable[[], T],
+        cancel_signal: CancelSignal,
+        interval_s: float = POLL_INTERVAL_S,
+        first: bool = False,
     ) -> Generator[int, None, T]:
         """Do `work`, yielding now and then until it is done how many are ahead of it; returns its result.
 
@@ -91,23 +95,23 @@ class Worker:
             waiting = sum(not one.done() for one in self._line)
         if waiting > MOST_WAITING:
             raise UsageError(f"{MOST_WAITING} questions are waiting already, which is the limit; try again later.")
-        halt.touch()
+        cancel_signal.renew()
         future = self.submit(work)
         try:
             if first:
                 yield self.ahead(future)
             while True:
                 try:
-                    return future.result(timeout=every)
+                    return future.result(timeout=interval_s)
                 except NotYetError:
                     if future.done():  # the work itself has timed out
                         raise
-                if halt.said and future.cancel():
+                if cancel_signal.cancel_requested and future.cancel():
                     raise LeftError
-                halt.touch()
+                cancel_signal.renew()
                 yield self.ahead(future)
         finally:
-            halt.ask()
+            cancel_signal.cancel()
             future.cancel()
 
     def close(self) -> None:
@@ -115,64 +119,64 @@ class Worker:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
-class Sessions:
+class SessionRegistry:
     """The run of each open page; a page has one at a time."""
 
     def __init__(self) -> None:
-        self._running: dict[str, Halt] = {}
-        self._left: dict[str, Any] = {}
+        self._signals: dict[str, CancelSignal] = {}
+        self._results: dict[str, Any] = {}
         self._lock = threading.Lock()
 
-    def begin(self, session: str) -> Halt:
+    def begin(self, session: str) -> CancelSignal:
         """A run of this page begins.
 
         Raises:
             UsageError: it has one already.
         """
         with self._lock:
-            old = self._running.get(session)
-            if old is not None and not old.said:  # one that waits in the queue is looked at by nobody
+            old = self._signals.get(session)
+            if old is not None and not old.cancel_requested:  # one that waits in the queue is looked at by nobody
                 raise UsageError("A run of this page is still going; wait for it, or stop it.")
-            halt = self._running[session] = Halt()
+            halt = self._signals[session] = CancelSignal()
             return halt
 
-    def of(self, session: str) -> Halt:
+    def get_signal(self, session: str) -> CancelSignal:
         """The run that was begun, or, should there be none, a new one."""
         with self._lock:
-            return self._running.setdefault(session, Halt())
+            return self._signals.setdefault(session, CancelSignal())
 
-    def stop(self, session: str | None) -> None:
+    def cancel(self, session: str | None) -> None:
         """End the run of this page, if it has one."""
         with self._lock:
-            halt = self._running.get(session or "")
+            halt = self._signals.get(session or "")
         if halt is not None:
-            halt.ask()
+            halt.cancel()
 
-    def stop_all(self) -> None:
+    def cancel_all(self) -> None:
         """End all runs."""
         with self._lock:
-            halts = list(self._running.values())
+            halts = list(self._signals.values())
         for halt in halts:
-            halt.ask()
+            halt.cancel()
 
-    def leave(self, session: str, made: Any) -> None:
+    def store_result(self, session: str, result: Any) -> None:
         """Keep what came of the run of this page until it is taken, or the run is ended."""
         with self._lock:
-            if session in self._running:  # the page may be gone
-                self._left[session] = made
+            if session in self._signals:  # the page may be gone
+                self._results[session] = result
 
-    def take(self, session: str) -> Any:
+    def take_result(self, session: str) -> Any:
         """What was left, once; None if nothing was."""
         with self._lock:
-            return self._left.pop(session, None)
+            return self._results.pop(session, None)
 
     def end(self, session: str) -> None:
         """The run is over."""
         with self._lock:
-            halt = self._running.pop(session, None)
-            self._left.pop(session, None)
+            halt = self._signals.pop(session, None)
+            self._results.pop(session, None)
         if halt is not None:
-            halt.ask()
+            halt.cancel()
 
 
-__all__ = ["MOST_WAITING", "Halt", "LeftError", "Sessions", "Worker"]
+__all__ = ["MOST_WAITING", "CancelSignal", "LeftError", "SessionRegistry", "Worker"]

@@ -18,8 +18,8 @@ from mmspec.drafters.block.block_tree import best
 from mmspec.drafters.block.flash import BlockDrafter
 from mmspec.drafters.eagle.drafter import Layered, State
 from mmspec.drafters.eagle.head import Attend, EagleHead, HeadConfig
-from mmspec.engine.gather import picked
-from mmspec.engine.kv_cache import KVBuffer
+from mmspec.engine.gather import gather_rows
+from mmspec.engine.kv_cache import RaggedKVCache
 from mmspec.engine.tree import DraftTree
 
 
@@ -55,20 +55,20 @@ class FalconDrafter(BlockDrafter):
         """Read, and ask the rows of the newest block."""
         buffer, k, (batch, n, hidden) = state.buffer, self.size, rows.shape
         kept = rows.new_zeros(batch, k - 1, hidden) if state.more is None else state.more[:, k:]
-        lengths, given = torch.tensor([buffer.lengths, counts], device=rows.device)[..., None]
+        lengths, given = torch.tensor([buffer.seq_lens, counts], device=rows.device)[..., None]
         places = (lengths + given)[..., None]
         both = torch.cat((kept, rows), dim=1)
-        buffer.open(n)
+        buffer.begin_forward(n)
         # Positions of the rows before: where the text goes on evenly, as it does at the end of every prompt.
         back = torch.arange(1 - k, 0, device=rows.device) + (torch.tensor(state.places, device=rows.device)[:, None])
         cos, sin = self._angles(state, torch.cat((back.clamp(min=0), positions), dim=1))
-        mask = torch.arange(buffer.end, device=rows.device) < places
+        mask = torch.arange(buffer.kv_len, device=rows.device) < places
         newest = (given - 1).clamp(min=0) + torch.arange(k, device=rows.device)
-        prompt = not any(buffer.lengths)  # of which the newest block alone is asked
+        prompt = not any(buffer.seq_lens)  # of which the newest block alone is asked
         out = self.head(both, cos, sin, _asking(buffer, mask, k - 1), newest if prompt else None)
-        buffer.lengths = [length + count for length, count in zip(buffer.lengths, counts, strict=True)]
-        out = out if prompt else picked(out, newest)
-        fresh = torch.cat((out, picked(both, newest)[:, 1:]), dim=1)
+        buffer.seq_lens = [length + count for length, count in zip(buffer.seq_lens, counts, strict=True)]
+        out = out if prompt else gather_rows(out, newest)
+        fresh = torch.cat((out, gather_rows(both, newest)[:, 1:]), dim=1)
         state.more = fresh if state.more is None else torch.where(given[..., None] == 0, state.more, fresh)
         state.last = state.more[:, k - 1]
 
@@ -112,7 +112,7 @@ class FalconDrafter(BlockDrafter):
         return best(state.ids, *(torch.cat(parts, dim=1) for parts in zip(*pool, strict=True)), nodes=budget)
 
 
-def _asking(buffer: KVBuffer, mask: Tensor, old: int) -> Attend:
+def _asking(buffer: RaggedKVCache, mask: Tensor, old: int) -> Attend:
     """Attention of all rows to what the buffer holds and the rows that are new; the first `old` only ask."""
 
     def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:

@@ -68,23 +68,23 @@ class ParallelDrafter(BlockDrafter):
     def _read(self, state: State, rows: Tensor, positions: Tensor, counts: list[int]) -> None:
         """Read, and look ahead from the last row in the same pass. A prompt is read alone."""
         buffer, n, slots = state.buffer, rows.shape[1], self.size - 1
-        if not any(buffer.lengths) or not slots:
+        if not any(buffer.seq_lens) or not slots:
             super()._read(state, rows, positions, counts)
             state.more = state.last[:, None] if not slots else None
             return
         device, steps = rows.device, torch.arange(slots, device=rows.device)
-        lengths, given = torch.tensor([buffer.lengths, counts], device=device)[..., None]
+        lengths, given = torch.tensor([buffer.seq_lens, counts], device=device)[..., None]
         places = torch.tensor(state.places, device=device)[:, None]
         learned = self.head.slots[:slots].to(rows.dtype).expand(len(counts), -1, -1)
-        buffer.open(n + slots)
-        place = torch.arange(buffer.end, device=device)
+        buffer.begin_forward(n + slots)
+        place = torch.arange(buffer.kv_len, device=device)
         real = place <= (lengths + torch.arange(n, device=device))[..., None]
         first = (lengths + n)[..., None]
         ahead = (place < (lengths + given)[..., None]) | ((place >= first) & (place <= first + steps[:, None]))
         cos, sin = self._angles(state, torch.cat((positions, places + given + steps), dim=1))
         mask = torch.cat((real, ahead), dim=1)[:, None]
         out = self.head(torch.cat((rows, learned), dim=1), cos, sin, attention(buffer, mask))
-        buffer.lengths = [length + count for length, count in zip(buffer.lengths, counts, strict=True)]
+        buffer.seq_lens = [length + count for length, count in zip(buffer.seq_lens, counts, strict=True)]
         state.last = last_of(out[:, :n], counts, state.last) if n else state.last
         state.more = torch.cat((state.last[:, None], out[:, n:]), dim=1)
 

@@ -8,10 +8,10 @@ from pathlib import Path
 from mmspec.drafters.architectures import KINDS
 from mmspec.drafters.checkpoints.format import MODEL_TYPE, described, fingerprint, load, read_config
 from mmspec.drafters.eagle.drafter import EagleDrafter
-from mmspec.interfaces import Facts
+from mmspec.interfaces import TargetInfo
 
 
-def trained(folder: str | os.PathLike[str], target: Facts | None = None) -> EagleDrafter:
+def trained(folder: str | os.PathLike[str], target: TargetInfo | None = None) -> EagleDrafter:
     """The drafter in a folder of `mmspec train`, or as its authors published it.
 
     Raises:
@@ -27,7 +27,7 @@ def trained(folder: str | os.PathLike[str], target: Facts | None = None) -> Eagl
         described(folder).check(
             hidden_size=target.hidden_size,
             vocab_size=target.vocab_size,
-            layers=target.layers,
+            layers=target.num_layers,
             tokenizer=None if target.tokenizer is None else fingerprint(target.tokenizer),
         )
     head, made = load(folder)

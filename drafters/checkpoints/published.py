@@ -20,7 +20,7 @@ from mmspec.drafters.checkpoints.format import CONFIG, WEIGHTS, read_config, rea
 from mmspec.drafters.eagle import vispec
 from mmspec.drafters.eagle.drafter import EagleDrafter
 from mmspec.drafters.eagle.head import Eagle3Head, EagleHead, HeadConfig, from_published
-from mmspec.interfaces import Facts
+from mmspec.interfaces import TargetInfo
 
 PICKLED = "pytorch_model.bin"
 KNOWN = {
@@ -71,7 +71,7 @@ def kind_of(values: Mapping[str, Any], weights: Mapping[str, Tensor]) -> str:
     return "msd" if values.get("model_type") in ("llava", "qwen2_vl") else "eagle"
 
 
-def published(folder: str | os.PathLike[str], target: Facts) -> EagleDrafter:
+def published(folder: str | os.PathLike[str], target: TargetInfo) -> EagleDrafter:
     """The drafter in a folder, in the layout in which it was published.
 
     Raises:
@@ -90,18 +90,20 @@ def published(folder: str | os.PathLike[str], target: Facts) -> EagleDrafter:
         raise ValueError(f"{place}: {error}") from error
 
 
-def _check_image_token(values: Mapping[str, Any], target: Facts) -> None:
+def _check_image_token(values: Mapping[str, Any], target: TargetInfo) -> None:
     """Refuse a drafter that takes another id for a visual token, where both are told."""
     for name in ("image_token_id", "image_token_index"):
         token = values.get(name)
         if not isinstance(token, int) or token < 0:  # LLaVA's own code writes -200, which is no id
             continue
-        if target.placeholders and token not in target.placeholders:
-            its = ", ".join(map(str, target.placeholders))
+        if target.media_token_ids and token not in target.media_token_ids:
+            its = ", ".join(map(str, target.media_token_ids))
             raise ValueError(f"this drafter was trained with {name} {token}; the target's visual tokens are {its}.")
 
 
-def _eagle(kind: str, values: Mapping[str, Any], weights: dict[str, Tensor], target: Facts, name: str) -> EagleDrafter:
+def _eagle(
+    kind: str, values: Mapping[str, Any], weights: dict[str, Tensor], target: TargetInfo, name: str
+) -> EagleDrafter:
     config = _config(values, target)
     known = _vocabulary(values, weights, target)
     config = replace(
@@ -114,12 +116,12 @@ def _eagle(kind: str, values: Mapping[str, Any], weights: dict[str, Tensor], tar
     if kind == "vispec":
         head, plain = vispec.from_weights(config, weights)
         _load(head, from_published(config, plain), weights)
-        return vispec.VispecDrafter(head, layers=target.layers, name=name, known=known)
+        return vispec.VispecDrafter(head, layers=target.num_layers, name=name, known=known)
     with torch.device("meta"):  # fresh weights would be drawn from the user's generator
         plain_head = EagleHead(config)
     _load(plain_head, from_published(config, weights), {})
     rule = "decoupled" if kind == "msd" else "coupled"
-    return EagleDrafter(plain_head, rule, layers=target.layers, name=name, known=known)
+    return EagleDrafter(plain_head, rule, layers=target.num_layers, name=name, known=known)
 
 
 def _load(head: torch.nn.Module, state: Mapping[str, Tensor], more: Mapping[str, Tensor]) -> None:
@@ -135,7 +137,7 @@ def _load(head: torch.nn.Module, state: Mapping[str, Tensor], more: Mapping[str,
     head.load_state_dict({name: value.float() for name, value in {**state, **extra}.items()}, assign=True)
 
 
-def _config(values: Mapping[str, Any], target: Facts) -> HeadConfig:
+def _config(values: Mapping[str, Any], target: TargetInfo) -> HeadConfig:
     """The head's shape; its vocabulary is the target's."""
     names = ("hidden_size", "intermediate_size", "num_attention_heads")
     missing = [name for name in names if not isinstance(values.get(name), int)]
@@ -163,7 +165,7 @@ def _config(values: Mapping[str, Any], target: Facts) -> HeadConfig:
     )
 
 
-def _vocabulary(values: Mapping[str, Any], weights: Mapping[str, Tensor], target: Facts) -> int | None:
+def _vocabulary(values: Mapping[str, Any], weights: Mapping[str, Tensor], target: TargetInfo) -> int | None:
     """How many ids the drafter knows, if the target has more (LLaVA: 32,000 of 32,064)."""
     size = values.get("vocab_size", target.vocab_size)
     embedding = weights.get("embed_tokens.weight")
@@ -191,7 +193,7 @@ JOINED3 = {
 }
 
 
-def _eagle3(values: Mapping[str, Any], weights: dict[str, Tensor], target: Facts, name: str) -> EagleDrafter:
+def _eagle3(values: Mapping[str, Any], weights: dict[str, Tensor], target: TargetInfo, name: str) -> EagleDrafter:
     flat = dict(values.get("transformer_layer_config") or values)
     for option in ("norm_before_fc", "fc_norm", "norm_output"):
         if values.get(option):
@@ -220,10 +222,10 @@ def _eagle3(values: Mapping[str, Any], weights: dict[str, Tensor], target: Facts
     _load(head, _state3(head, weights), {})
     taps = values.get("eagle_aux_hidden_state_layer_ids")
     drafter = EagleDrafter(
-        head, "coupled", layers=target.layers, name=name, draft_ids=None if d2t is None else ids, depth=5
+        head, "coupled", layers=target.num_layers, name=name, draft_ids=None if d2t is None else ids, depth=5
     )
     if taps is not None and tuple(taps) != drafter.taps:
-        drafter.tap(tuple(taps), target.layers)
+        drafter.tap(tuple(taps), target.num_layers)
     return drafter
 
 
@@ -266,7 +268,7 @@ def _state3(head: Eagle3Head, weights: Mapping[str, Tensor]) -> dict[str, Tensor
     return result
 
 
-def export_speculators(folder: str | os.PathLike[str], drafter: EagleDrafter, target: Facts) -> None:
+def export_speculators(folder: str | os.PathLike[str], drafter: EagleDrafter, target: TargetInfo) -> None:
     """Write an EAGLE-3 head in the `speculators` layout, which serving engines read.
 
     Raises:

@@ -17,14 +17,21 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mmspec.control.depth import Depth
-from mmspec.control.draft_cost import Meter, Pace
+from mmspec.control.draft_cost import CallTimer, DraftCostModel
 from mmspec.drafters.block.block_tree import STEP, best
 from mmspec.drafters.eagle.head import Attend, EagleHead
 from mmspec.drafters.eagle.visual_inputs import RULES, Sight, pack, segments_of, shrunk
-from mmspec.engine.gather import replaced
-from mmspec.engine.kv_cache import KVBuffer
-from mmspec.engine.tree import BUCKETS, DraftTree, bare
-from mmspec.interfaces import Compressor, Needs, Outlook, Prompt, Verdict, Words
+from mmspec.engine.gather import scatter_rows
+from mmspec.engine.kv_cache import RaggedKVCache
+from mmspec.engine.tree import BUCKETS, DraftTree, root_only
+from mmspec.interfaces import (
+    CompressionContext,
+    Compressor,
+    DrafterRequirements,
+    Prompt,
+    SharedEmbeddings,
+    VerifyResult,
+)
 
 WIDTHS = {"cpu": 4}
 """Nodes of a level that are followed further, where nobody says how many; elsewhere 8."""
@@ -47,8 +54,8 @@ class State:
         meter: measures what reading and drafting cost, where a compressor may ask.
     """
 
-    words: Words
-    buffer: KVBuffer
+    words: SharedEmbeddings
+    buffer: RaggedKVCache
     shut: Tensor
     prompt: Prompt | None
     places: list[int]
@@ -66,7 +73,7 @@ class State:
     ids: Tensor | None = None
     trimmed: Tensor | None = None
     more: Tensor | None = None
-    meter: Meter = field(default_factory=Meter)
+    meter: CallTimer = field(default_factory=CallTimer)
 
 
 class EagleDrafter:
@@ -99,7 +106,7 @@ class EagleDrafter:
         if width is not None and width < 1:
             raise ValueError(f"width must be at least 1, or None for what suits the device; got {width}")
         self.head, self.rule, self.name, self.width = head.eval(), rule, name, width
-        self.depth, self.reach, self.pace = Depth(depth), depth, Pace()
+        self.depth, self.reach, self.pace = Depth(depth), depth, DraftCostModel()
         self.draft_ids, self.known = draft_ids, known
         self.comes_with: tuple[Mapping[str, Any], Mapping[str, Tensor]] | None = None
         self.compressor: Compressor | None = None
@@ -111,53 +118,55 @@ class EagleDrafter:
         if not taps or min(taps) < 0 or max(taps) > layers:
             raise ValueError(f"this head reads states {taps}; a target of {layers} layers has 0 to {layers}.")
         self.taps = taps
-        self.needs = Needs(taps=tuple(dict.fromkeys((0, *taps))), most=BUCKETS[-2])
+        self.requirements = DrafterRequirements(
+            hidden_state_indices=tuple(dict.fromkeys((0, *taps))), max_tree_size=BUCKETS[-2]
+        )
 
     # --- a call -------------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def begin(self, prompt: Prompt) -> State:
         """Keep the prompt; it is read before the first draft, which may never be asked for."""
-        if prompt.words is None:
+        if prompt.shared_embeddings is None:
             raise ValueError(f"drafter {self.name!r} needs the target's embedding and head (Prompt.words).")
-        states = prompt.taps[self.taps[-1]]
+        states = prompt.hidden_states[self.taps[-1]]
         weight = self.head.fc.weight
         if weight.device != states.device or weight.dtype != states.dtype:  # the target was moved, or is not float32
             self.head.to(states.device, states.dtype)
         batch, hidden = states.shape[0], self.head.config.hidden_size
         shut = states.new_zeros(prompt.vocab_size, dtype=torch.float32)
-        shut[[token for token in prompt.banned if 0 <= token < prompt.vocab_size]] = float("-inf")
+        shut[[token for token in prompt.banned_ids if 0 <= token < prompt.vocab_size]] = float("-inf")
         shut[self.known or prompt.vocab_size :] = float("-inf")
         return State(
-            words=prompt.words,
-            buffer=KVBuffer(batch, limit=1 << 30),
+            words=prompt.shared_embeddings,
+            buffer=RaggedKVCache(batch, max_length=1 << 30),
             shut=shut,
             prompt=prompt,
             places=[0] * batch,
             last=states.new_zeros(batch, hidden),
             noise=prompt.noise,
             temperature=prompt.temperature,
-            fixed=prompt.fixed,
+            fixed=prompt.static_shapes,
         )
 
     @torch.inference_mode()
-    def observe(self, state: State, verdict: Verdict, taps: Mapping[int, Tensor]) -> None:
+    def observe(self, state: State, verdict: VerifyResult, taps: Mapping[int, Tensor]) -> None:
         """Note what was emitted, and the states it came from. It is read before the next draft."""
         if state.first is None:
             state.first = verdict.tokens[:, 0].to(state.last.device)
             return
-        counts = [len(row) for row in verdict.rows]
+        counts = [len(row) for row in verdict.emitted_ids]
         longest = max(counts)
         if not longest:
             return
-        state.meter.settle()
-        if state.levels and verdict.tree.nodes > 1:
+        state.meter.drain()
+        if state.levels and verdict.tree.num_nodes > 1:
             kept = [count - 1 for count in counts if count]
             spent, passes = time.perf_counter() - state.since, state.levels - 1
             pass_s = state.drafting_s / passes if passes else 0.0
-            reached = -(-(verdict.tree.nodes - 1) // self.depth.each)  # levels behind which a small tree has none
+            reached = -(-(verdict.tree.num_nodes - 1) // self.depth.each)  # levels behind which a small tree has none
             self.depth.learn(len(counts), min(state.levels, reached), kept, pass_s, spent - passes * pass_s)
-            state.meter.round(spent, 1 + sum(kept) / len(kept))
+            state.meter.record_round(spent, 1 + sum(kept) / len(kept))
         state.levels = 0
         path = verdict.path[:, :longest].to(state.last.device)
         states = self._states(taps)
@@ -169,14 +178,14 @@ class EagleDrafter:
         """The likeliest nodes of a tree of up to `depth` levels, `width` nodes of each followed."""
         budget = min(budget, BUCKETS[-1])
         if budget < 2 or not any(live):
-            return bare(len(live), state.last.device)
+            return root_only(len(live), state.last.device)
         state.since = time.perf_counter()
         self.read(state)
         drafts = time.perf_counter()
         state.levels = self.depth.most if state.fixed else self.depth.choose(len(live))
-        began = state.meter.mark()
+        began = state.meter.now()
         tree = self._tree(state, budget, state.levels)
-        state.meter.drafted(began, max(state.buffer.lengths), state.levels)
+        state.meter.record_draft(began, max(state.buffer.seq_lens), state.levels)
         state.drafting_s = time.perf_counter() - drafts
         if not all(live):
             tree.valid &= torch.tensor(live, device=tree.valid.device)[:, None]
@@ -210,16 +219,16 @@ class EagleDrafter:
 
     def _read_prompt(self, state: State, prompt: Prompt, first: Tensor) -> None:
         """Run the head over the prompt, whose last position is followed by `first` [B]."""
-        embedded, states = prompt.taps[0], self._states(prompt.taps)
+        embedded, states = prompt.hidden_states[0], self._states(prompt.hidden_states)
         n = states.shape[1]  # of a conversation that goes on, only what is new
-        words, real, visual = state.words, prompt.padding[:, -n:], prompt.visual[:, -n:]
-        attended = None if prompt.attended is None else prompt.attended[:, -n:]
-        counts, after = real.sum(1), words.embedding(first)[:, None].to(embedded.dtype)
+        words, real, visual = state.words, prompt.attention_mask[:, -n:], prompt.visual_mask[:, -n:]
+        attended = None if prompt.visual_saliency is None else prompt.visual_saliency[:, -n:]
+        counts, after = real.sum(1), words.embed_tokens(first)[:, None].to(embedded.dtype)
         if bool(real.all()):  # once per prompt, so that all of it need not be moved
             following = torch.cat((embedded[:, 1:], after), dim=1)
         else:
             _, embedded, states, visual = pack(real, embedded, states, visual)
-            following = replaced(embedded.roll(-1, 1), (counts - 1)[:, None], after)
+            following = scatter_rows(embedded.roll(-1, 1), (counts - 1)[:, None], after)
             attended = None if attended is None else pack(real, attended)[1]
         index = torch.arange(n, device=states.device)
         final = index == (counts - 1)[:, None]
@@ -239,7 +248,7 @@ class EagleDrafter:
         else:
             query = states.gather(1, (counts - 1)[:, None, None].expand(-1, 1, states.shape[-1]))[:, 0]
             segments = segments_of(prompt, n)
-            state.meter = Meter(self.pace, len(counts), states.device)
+            state.meter = CallTimer(self.pace, len(counts), states.device)
             outlook = self._outlook(prompt)
             attended = None if attended is None else attended.roll(-1, 1)
             given = self.head, self.rule, sight, inside, positions, compressor, query, segments, outlook, attended
@@ -249,21 +258,21 @@ class EagleDrafter:
             kept, rows, positions = pack(inside & keep, rows, positions)
         counts_, kept_ = torch.stack((counts, kept)).tolist()
         rows, positions = rows[:, : max(kept_)], positions[:, : max(kept_)]
-        began = state.meter.mark()
+        began = state.meter.now()
         state.places = counts_  # before they are read: few rows may stand far apart
         self._read(state, rows, positions, kept_)
-        state.meter.read(began, max(kept_))
+        state.meter.record_prefill(began, max(kept_))
 
-    def _outlook(self, prompt: Prompt) -> Outlook:
+    def _outlook(self, prompt: Prompt) -> CompressionContext:
         """What a compressor may know of a call."""
-        if prompt.fixed:
-            return Outlook(prompt.answer)
-        batch = len(prompt.ids)
-        return Outlook(prompt.answer, self.pace.known(batch), self.pace.lean(batch))
+        if prompt.static_shapes:
+            return CompressionContext(prompt.max_new_tokens)
+        batch = len(prompt.input_ids)
+        return CompressionContext(prompt.max_new_tokens, self.pace.costs(batch), self.pace.exploration(batch))
 
-    def _placeholder(self, prompt: Prompt, words: Words, like: Tensor) -> Tensor:
-        ids = prompt.ids[prompt.visual][:1] if self.rule == "blind" else prompt.ids.new_zeros(0)
-        return words.embedding(ids)[0].to(like.dtype) if len(ids) else like.new_zeros(like.shape[-1])
+    def _placeholder(self, prompt: Prompt, words: SharedEmbeddings, like: Tensor) -> Tensor:
+        ids = prompt.input_ids[prompt.visual_mask][:1] if self.rule == "blind" else prompt.input_ids.new_zeros(0)
+        return words.embed_tokens(ids)[0].to(like.dtype) if len(ids) else like.new_zeros(like.shape[-1])
 
     def _catch_up(self, state: State) -> None:
         """Read what was emitted since the last draft."""
@@ -285,7 +294,7 @@ class EagleDrafter:
             index = torch.tensor([row + [0] * (longest - len(row)) for row in where], device=tokens.device)
             tokens = tokens.gather(1, index)
             states = states.gather(1, index[..., None].expand(-1, -1, states.shape[-1]))
-        rows = self.fuse(state, state.words.embedding(tokens).to(states.dtype), states)
+        rows = self.fuse(state, state.words.embed_tokens(tokens).to(states.dtype), states)
         start = torch.tensor(state.places, device=tokens.device)[:, None]
         self._read(state, rows, start + torch.arange(tokens.shape[1], device=tokens.device), counts)
         state.places = [place + count for place, count in zip(state.places, counts, strict=True)]
@@ -293,20 +302,20 @@ class EagleDrafter:
     def _read(self, state: State, rows: Tensor, positions: Tensor, counts: list[int]) -> None:
         """Run the head over [B, n, D] rows, of which each row of the batch has `counts`, and keep them."""
         buffer, n = state.buffer, rows.shape[1]
-        buffer.open(n)
+        buffer.begin_forward(n)
         cos, sin = self._angles(state, positions)
-        if not any(buffer.lengths):  # a prompt: only what its last row says is ever used
+        if not any(buffer.seq_lens):  # a prompt: only what its last row says is ever used
             last = torch.tensor([max(0, count - 1) for count in counts], device=rows.device)[:, None]
             mask = None if min(counts) == n else (torch.arange(n, device=rows.device) <= last)[:, None, None]
             out = self.head(rows, cos, sin, attention(buffer, mask), last)
             state.last = last_of(out, [min(count, 1) for count in counts], state.last)
         else:
             mask = None
-            if n > 1 or not buffer.uniform:
-                ends = torch.tensor(buffer.lengths, device=rows.device)[:, None] + torch.arange(n, device=rows.device)
-                mask = (torch.arange(buffer.end, device=rows.device) <= ends[..., None])[:, None]
+            if n > 1 or not buffer.is_uniform:
+                ends = torch.tensor(buffer.seq_lens, device=rows.device)[:, None] + torch.arange(n, device=rows.device)
+                mask = (torch.arange(buffer.kv_len, device=rows.device) <= ends[..., None])[:, None]
             state.last = last_of(self.head(rows, cos, sin, attention(buffer, mask)), counts, state.last)
-        buffer.lengths = [length + count for length, count in zip(buffer.lengths, counts, strict=True)]
+        buffer.seq_lens = [length + count for length, count in zip(buffer.seq_lens, counts, strict=True)]
 
     def _angles(self, state: State, positions: Tensor) -> tuple[Tensor, Tensor]:
         """(cos, sin) [B, 1, n, d] of positions [B, n], from a table that grows by a half."""
@@ -371,7 +380,7 @@ class EagleDrafter:
         return ((scores / state.temperature).log_softmax(-1) - noise).log_softmax(-1)
 
     def _embed(self, state: State, tokens: Tensor) -> Tensor:
-        embedded: Tensor = state.words.embedding(tokens if state.ids is None else state.ids[tokens])
+        embedded: Tensor = state.words.embed_tokens(tokens if state.ids is None else state.ids[tokens])
         return embedded
 
 
@@ -408,7 +417,7 @@ class Layered:
         buffer, batch, device = state.buffer, state.last.shape[0], state.last.device
         self.drafter, self.state, self.each, self.start = drafter, state, each, state.last[:, None]
         # Every row's tree begins behind the longest row, so that one slice takes it; what lies between is masked.
-        self.committed, buffer.lengths = buffer.lengths, [max(buffer.lengths)] * batch
+        self.committed, buffer.seq_lens = buffer.seq_lens, [max(buffer.seq_lens)] * batch
         seen = torch.arange(max(self.committed), device=device) < torch.tensor(self.committed, device=device)[:, None]
         self.seen = seen[:, None].expand(batch, width, -1)
         # A level's rows stand at the same places: `each` of them, one behind the other.
@@ -429,7 +438,7 @@ class Layered:
         if self.each > 1:
             cos, sin = (part.repeat(1, 1, rows.shape[1] // self.each, 1) for part in (cos, sin))
             mask = mask.repeat_interleave(self.each, 1)
-        buffer.open(rows.shape[1])
+        buffer.begin_forward(rows.shape[1])
         out: Tensor = drafter.head(rows, cos, sin, attention(buffer, mask[:, None]))
         buffer.advance(rows.shape[1])
         return out
@@ -444,7 +453,7 @@ class Layered:
 
     def close(self) -> None:
         """See `Descent`."""
-        self.state.buffer.lengths = self.committed
+        self.state.buffer.seq_lens = self.committed
 
 
 def last_of(out: Tensor, counts: Sequence[int], before: Tensor) -> Tensor:
@@ -456,7 +465,7 @@ def last_of(out: Tensor, counts: Sequence[int], before: Tensor) -> Tensor:
     return torch.where(torch.tensor([count > 0 for count in counts], device=out.device)[:, None], last, before)
 
 
-def attention(buffer: KVBuffer, mask: Tensor | None) -> Attend:
+def attention(buffer: RaggedKVCache, mask: Tensor | None) -> Attend:
     """Attention to what the buffer holds and the rows that it is given. mask: [B, 1, n, keys] bool, or None."""
 
     def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mmspec.engine.gather import picked
-from mmspec.interfaces import Words
+from mmspec.engine.gather import gather_rows
+from mmspec.interfaces import SharedEmbeddings
 
 MOST_BLOCK = 16
 """Tokens of a pass at most: longer drafts are never kept, and tables of paths grow with it."""
@@ -117,7 +117,7 @@ class Layer(nn.Module):
             turned = turned * cos + rotate(turned) * sin
             queries, keys = turned.split((self.heads, self.kv_heads), dim=1)
         else:
-            rows = picked(rows, ask)
+            rows = gather_rows(rows, ask)
             queries, keys, values = self._asked(normed, cos, sin, ask)
         seen = attend(queries, keys, values)
         rows = rows + self.o_proj(seen.transpose(1, 2).flatten(2))
@@ -134,10 +134,12 @@ class Layer(nn.Module):
     def _asked(self, normed: Tensor, cos: Tensor, sin: Tensor, ask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries of the rows asked, keys and values of all."""
         size, weight, bias = self.heads * self.config.head_dim, self.qkv_proj.weight, self.qkv_proj.bias
-        queries = functional.linear(picked(normed, ask), weight[:size], None if bias is None else bias[:size])
+        queries = functional.linear(gather_rows(normed, ask), weight[:size], None if bias is None else bias[:size])
         rest = functional.linear(normed, weight[size:], None if bias is None else bias[size:])
         keys, values = self._by_head(rest).chunk(2, dim=1)
-        turn = [picked(part.expand(len(normed), -1, normed.shape[1], -1)[:, 0], ask)[:, None] for part in (cos, sin)]
+        turn = [
+            gather_rows(part.expand(len(normed), -1, normed.shape[1], -1)[:, 0], ask)[:, None] for part in (cos, sin)
+        ]
         turned = self._by_head(queries)
         return turned * turn[0] + rotate(turned) * turn[1], keys * cos + rotate(keys) * sin, values
 
@@ -158,16 +160,16 @@ class EagleHead(nn.Module):
         self.layer = Layer(config)
 
     def taps(self, layers: int) -> tuple[int, ...]:
-        """Which states of a target of so many layers it reads (`mmspec.interfaces.Needs`)."""
+        """Which states of a target of so many layers it reads (`mmspec.interfaces.DrafterRequirements`)."""
         return (layers,)
 
-    def trimmed(self, words: Words, ids: Tensor) -> Tensor | None:
+    def trimmed(self, words: SharedEmbeddings, ids: Tensor) -> Tensor | None:
         """[V', D] what `logits` needs to speak of these ids only."""
-        return words.rows(ids)
+        return words.lm_head_rows(ids)
 
-    def logits(self, out: Tensor, words: Words, rows: Tensor | None) -> Tensor:
+    def logits(self, out: Tensor, words: SharedEmbeddings, rows: Tensor | None) -> Tensor:
         """[..., V'] logits of what follows. rows: [V', D] of the target's head, if not all of it."""
-        said: Tensor = words.head(out) if rows is None else functional.linear(out, rows)
+        said: Tensor = words.lm_head(out) if rows is None else functional.linear(out, rows)
         return said
 
     def fuse(self, embeddings: Tensor, states: Tensor) -> Tensor:
@@ -212,11 +214,11 @@ class Eagle3Head(EagleHead):
         own = states if states.shape[-1] == self.config.hidden_size else self.fc(states)
         return torch.cat((embeddings, own), dim=-1)
 
-    def trimmed(self, words: Words, ids: Tensor) -> Tensor | None:
+    def trimmed(self, words: SharedEmbeddings, ids: Tensor) -> Tensor | None:
         """Nothing: its own head speaks of its own vocabulary."""
         return None
 
-    def logits(self, out: Tensor, words: Words, rows: Tensor | None) -> Tensor:
+    def logits(self, out: Tensor, words: SharedEmbeddings, rows: Tensor | None) -> Tensor:
         """[..., V'] by its own head."""
         said: Tensor = self.lm_head(self.norm(out))
         return said
@@ -314,7 +316,7 @@ __all__ = [
     "Layer",
     "config_from",
     "from_published",
-    "picked",
+    "gather_rows",
     "published",
     "rotate",
 ]

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from mmspec.drafters.eagle.head import EagleHead
-from mmspec.engine.gather import picked, replaced
-from mmspec.interfaces import Compressor, Outlook, Prompt, Segment, VisualTokens
+from mmspec.engine.gather import gather_rows, scatter_rows
+from mmspec.interfaces import CompressionContext, Compressor, Prompt, VisualGrid, VisualTokens
 
 
 @dataclass(frozen=True)
@@ -62,10 +62,10 @@ def _text_fused(head: EagleHead, sight: Sight) -> Tensor:
     """[B, n, D], fused where text follows, the bare embedding elsewhere: long clips cost what their text costs."""
     most = int((~sight.visual).sum(1).max())
     text = first(~sight.visual)[:, :most]  # rows with less of it bring others
-    following = picked(sight.following, text)
-    fused = head.fuse(following, picked(sight.states, text))
+    following = gather_rows(sight.following, text)
+    fused = head.fuse(following, gather_rows(sight.states, text))
     fused = torch.where(sight.visual.gather(1, text)[..., None], following, fused)
-    return replaced(sight.following.to(fused.dtype), text, fused)
+    return scatter_rows(sight.following.to(fused.dtype), text, fused)
 
 
 RULES: dict[str, Rule] = {"decoupled": decoupled, "coupled": coupled, "blind": blind, "textual": textual}
@@ -79,7 +79,7 @@ def pack(keep: Tensor, *parts: Tensor) -> tuple[Tensor, ...]:
         what was not kept.
     """
     order = first(keep)
-    return keep.sum(1), *(picked(part, order) for part in parts)
+    return keep.sum(1), *(gather_rows(part, order) for part in parts)
 
 
 def first(keep: Tensor) -> Tensor:
@@ -95,8 +95,8 @@ def shrunk(
     positions: Tensor,
     compressor: Compressor,
     query: Tensor | None,
-    segments: tuple[Segment, ...] = (),
-    outlook: Outlook | None = None,
+    segments: tuple[VisualGrid, ...] = (),
+    outlook: CompressionContext | None = None,
     attended: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The rows of a rule when a compressor shows fewer visual tokens.
@@ -123,24 +123,24 @@ def shrunk(
 
     def visual_of(part: Tensor) -> Tensor:
         """One row's that stand together, as those of a clip do, are not copied."""
-        return part[:, start:end] if together else picked(part, look)
+        return part[:, start:end] if together else gather_rows(part, look)
 
-    following, before, where = (picked(part, say) for part in (sight.following, sight.states, positions))
+    following, before, where = (gather_rows(part, say) for part in (sight.following, sight.states, positions))
     for segment in segments:
-        held[segment.row] += segment.length
+        held[segment.row] += segment.num_tokens
     # A row whose first token is a visual one has one fewer than its grids, since no row stands before it.
     segments = tuple(one for one in segments if held[one.row] == sizes[one.row])
     visual = VisualTokens(
-        embeddings=visual_of(sight.following),
-        states=visual_of(sight.states),
+        inputs_embeds=visual_of(sight.following),
+        hidden_states=visual_of(sight.states),
         mask=mask,
-        positions=visual_of(positions),
-        segments=segments,
-        scores=None if attended is None else visual_of(attended),
-        outlook=outlook,
+        position_ids=visual_of(positions),
+        grids=segments,
+        saliency=None if attended is None else visual_of(attended),
+        context=outlook,
     )
-    few = compressor.compress(visual, query, compressor.tokens)
-    shown = Sight(few.embeddings, few.states, torch.ones_like(few.mask), sight.placeholder)
+    few = compressor.compress(visual, query, compressor.max_tokens)
+    shown = Sight(few.inputs_embeds, few.hidden_states, torch.ones_like(few.mask), sight.placeholder)
     said = Sight(following, before, torch.zeros_like(told), sight.placeholder)
     parts = [RULES[rule](head, shown), RULES[rule](head, said)]
     keep = [few.mask, told]
@@ -149,19 +149,19 @@ def shrunk(
     return (
         torch.cat([rows for rows, _ in parts], dim=1),
         torch.cat(keep, dim=1),
-        torch.cat([few.positions, where], dim=1),
+        torch.cat([few.position_ids, where], dim=1),
     )
 
 
-def segments_of(prompt: Prompt, new: int) -> tuple[Segment, ...]:
+def segments_of(prompt: Prompt, new: int) -> tuple[VisualGrid, ...]:
     """The grids of a prompt, with `start` counted in visual tokens of their row; empty if only a part is new."""
-    if new != prompt.ids.shape[1]:
+    if new != prompt.input_ids.shape[1]:
         return ()
     before: dict[int, int] = {}
     found = []
-    for segment in sorted(prompt.segments, key=lambda one: (one.row, one.start)):
+    for segment in sorted(prompt.grids, key=lambda one: (one.row, one.start)):
         start = before.get(segment.row, 0)
-        before[segment.row] = start + segment.length
+        before[segment.row] = start + segment.num_tokens
         found.append(replace(segment, start=start))
     return tuple(found)
 

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from mmspec.engine.tree import BUCKETS, DraftTree, Node, bare, build, grow
-from mmspec.interfaces import Needs, Prompt, Verdict
+from mmspec.engine.tree import BUCKETS, DraftTree, Node, best_first, build_tree, root_only
+from mmspec.interfaces import DrafterRequirements, Prompt, VerifyResult
 
 BARRIER = -1
 """Stands in host texts for what is no text: visual tokens, pads, ids beyond V. Never matched, never copied."""
@@ -49,12 +49,12 @@ class Text:
     @classmethod
     def of(cls, prompt: Prompt) -> Text:
         """The text of `prompt`."""
-        ids = prompt.ids.masked_fill(prompt.visual, BARRIER)
+        ids = prompt.input_ids.masked_fill(prompt.visual_mask, BARRIER)
         if prompt.vocab_size:
             ids = ids.masked_fill(ids >= prompt.vocab_size, BARRIER)
-        rows = ids.masked_fill(~prompt.padding, _PAD).tolist()
+        rows = ids.masked_fill(~prompt.attention_mask, _PAD).tolist()
         limit = prompt.vocab_size or torch.iinfo(torch.long).max
-        references = [[BARRIER if not 0 <= token < limit else token for token in ids] for ids in prompt.reference]
+        references = [[BARRIER if not 0 <= token < limit else token for token in ids] for ids in prompt.reference_ids]
         references += [[] for _ in range(len(rows) - len(references))]
         return cls([_shrink(row) for row in rows], references, prompt.vocab_size)
 
@@ -77,7 +77,7 @@ class Guesser(Protocol):
     """A source of guesses that is cheap enough to be asked node by node. One object serves any number of calls.
 
     Attributes:
-        top_k: how many ids of the largest logits of each node it wants to learn from (`Verdict.top_ids`), 0 for none.
+        top_k: how many ids of the largest logits of each node it wants to learn from (`VerifyResult.top_ids`), 0 for none.
         vocab_size: V of the target that its knowledge belongs to, None if it has none yet or never will.
         priors: every key it uses -> what a guess with that key is worth before anything is known.
     """
@@ -98,7 +98,7 @@ class Guesser(Protocol):
     def enter(self, token: int) -> Any | None:
         """The cursor of a node that another guesser brought, or None."""
 
-    def learn(self, state: Any, verdict: Verdict) -> None:
+    def learn(self, state: Any, verdict: VerifyResult) -> None:
         """Take in what was emitted."""
 
 
@@ -177,7 +177,7 @@ class BestFirst:
     def __init__(self, name: str, guessers: Sequence[Guesser], calibration: Calibration | None = None) -> None:
         self.name = name
         self.guessers = list(guessers)
-        self.needs = Needs(top_k=max((guesser.top_k for guesser in self.guessers), default=0))
+        self.requirements = DrafterRequirements(top_k=max((guesser.top_k for guesser in self.guessers), default=0))
         priors = {key: prior for guesser in self.guessers for key, prior in guesser.priors.items()}
         self.calibration = calibration or Calibration(priors)
         self.vocab_size: int | None = self._vocabulary()
@@ -190,14 +190,14 @@ class BestFirst:
         text = Text.of(prompt)
         sources = [guesser.start(text) for guesser in self.guessers]
         self.vocab_size = self._vocabulary()
-        return State(len(text.rows), prompt.banned, sources)
+        return State(len(text.rows), prompt.banned_ids, sources)
 
     def propose(self, state: State, budget: int, live: Sequence[bool]) -> DraftTree:
         """The likeliest trees of at most `budget` nodes, padded to a bucket; bare roots if no guess is worth a node."""
         budget = min(budget, BUCKETS[-1])
         state.offers = [[] for _ in range(state.batch)]
         rows = [self._row(state, row, budget) if alive else [] for row, alive in enumerate(live)]
-        return build(rows) if any(rows) else bare(state.batch)
+        return build_tree(rows) if any(rows) else root_only(state.batch)
 
     def _row(self, state: State, row: int, budget: int) -> list[Node]:
         """The nodes of one row. With a budget of 1 there are none, but the root's guesses are still taken note of."""
@@ -212,7 +212,7 @@ class BestFirst:
             offers.append(offered)
             return children
 
-        return grow((None, cursors), expand, budget, FLOOR)
+        return best_first((None, cursors), expand, budget, FLOOR)
 
     def _expand(self, place: Place, banned: frozenset[int]) -> tuple[list[Offer], list[tuple[int, float, Place]]]:
         """All guesses at one node, and the distinct tokens among them that are worth a node."""
@@ -245,11 +245,11 @@ class BestFirst:
             cursor = guesser.enter(token)
         return () if cursor is None else guesser.expand(cursor)
 
-    def observe(self, state: State, verdict: Verdict, taps: Mapping[int, Tensor]) -> None:
+    def observe(self, state: State, verdict: VerifyResult, taps: Mapping[int, Tensor]) -> None:
         """Score the guesses at the walked nodes, and let the guessers learn."""
         outcomes = [
             (key, token == picked)
-            for offers, walked, emitted in zip(state.offers, verdict.walked, verdict.rows, strict=False)
+            for offers, walked, emitted in zip(state.offers, verdict.accepted_nodes, verdict.emitted_ids, strict=False)
             for node, picked in zip(walked, emitted, strict=False)
             if node < len(offers)
             for token, key, _ in offers[node]

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from mmspec.drafters.ngram.base import BARRIER, BestFirst, Key, Offer, Text
-from mmspec.interfaces import Verdict
+from mmspec.interfaces import VerifyResult
 
 LONGEST = 8
 """Matches are counted up to this length."""
@@ -220,9 +220,9 @@ class CopyGuesser:
     def enter(self, token: int) -> None:
         """Nothing: a place that disagreed with the path is left."""
 
-    def learn(self, state: list[History], verdict: Verdict) -> None:
+    def learn(self, state: list[History], verdict: VerifyResult) -> None:
         """Add what was emitted to the index."""
-        for history, emitted in zip(state, verdict.rows, strict=True):
+        for history, emitted in zip(state, verdict.emitted_ids, strict=True):
             if emitted:
                 history.extend(emitted)
 

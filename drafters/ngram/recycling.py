@@ -17,7 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from mmspec.drafters.ngram.base import BARRIER, BestFirst, Key, Offer, Text
-from mmspec.interfaces import Verdict
+from mmspec.interfaces import VerifyResult
 
 WIDTH = 8
 """Successors kept for each token."""
@@ -95,32 +95,32 @@ class TableGuesser:
         """The token, if it has successors."""
         return token if token in self._entries else None
 
-    def learn(self, state: list[int], verdict: Verdict) -> None:
+    def learn(self, state: list[int], verdict: VerifyResult) -> None:
         """Store the successors of every scored node; the walked nodes come last, so their word stands."""
         with self._lock:
             if verdict.top_ids is None:
                 self._learn_emitted(state, verdict)
             else:
                 self._learn_nodes(state, verdict, verdict.top_ids)
-        for row, emitted in enumerate(verdict.rows):
+        for row, emitted in enumerate(verdict.emitted_ids):
             if emitted:
                 state[row] = emitted[-1]
 
-    def _learn_nodes(self, state: list[int], verdict: Verdict, top_ids: Sequence[Sequence[Sequence[int]]]) -> None:
-        live = [row for row, emitted in enumerate(verdict.rows) if emitted]
-        if verdict.nodes is not None and verdict.tree.nodes > 1:
+    def _learn_nodes(self, state: list[int], verdict: VerifyResult, top_ids: Sequence[Sequence[Sequence[int]]]) -> None:
+        live = [row for row, emitted in enumerate(verdict.emitted_ids) if emitted]
+        if verdict.scored_ids is not None and verdict.tree.num_nodes > 1:
             for row in live:
-                walked = set(verdict.walked[row])
-                for node, (token, ids) in enumerate(zip(verdict.nodes[row], top_ids[row], strict=True)):
+                walked = set(verdict.accepted_nodes[row])
+                for node, (token, ids) in enumerate(zip(verdict.scored_ids[row], top_ids[row], strict=True)):
                     if node not in walked:
                         self._store(token, ids)  # places without a node are -1, which it refuses
         for row in live:
             # The token of a walked node is the one picked at the node before it.
-            for token, node in zip((state[row], *verdict.rows[row]), verdict.walked[row], strict=False):
+            for token, node in zip((state[row], *verdict.emitted_ids[row]), verdict.accepted_nodes[row], strict=False):
                 self._store(token, top_ids[row][node])
 
-    def _learn_emitted(self, state: list[int], verdict: Verdict) -> None:
-        for last, emitted in zip(state, verdict.rows, strict=True):
+    def _learn_emitted(self, state: list[int], verdict: VerifyResult) -> None:
+        for last, emitted in zip(state, verdict.emitted_ids, strict=True):
             for token, successor in zip((last, *emitted), emitted, strict=False):
                 self._promote(token, successor)
 

@@ -23,12 +23,14 @@ from mmspec.drafters.training.losses import (
     rows_of,
     shifted,
 )
-from mmspec.interfaces import Words
+from mmspec.interfaces import SharedEmbeddings
 
 Told = tuple[Tensor, dict[str, float]]
 
 
-def flash_losses(pupil: Pupil, lesson: Lesson, words: Words, placeholder: Tensor, weights: Weights, when: When) -> Told:
+def flash_losses(
+    pupil: Pupil, lesson: Lesson, words: SharedEmbeddings, placeholder: Tensor, weights: Weights, when: When
+) -> Told:
     """Every slot says the state as many places on (FLASH, section 3.3); a chain adds to its scores what the word does
     that the target said before it."""
     head, data = pupil.head, rows_of(pupil, lesson, placeholder)
@@ -44,7 +46,7 @@ def flash_losses(pupil: Pupil, lesson: Lesson, words: Words, placeholder: Tensor
 
 
 def parallel_losses(
-    pupil: Pupil, lesson: Lesson, words: Words, placeholder: Tensor, weights: Weights, when: When
+    pupil: Pupil, lesson: Lesson, words: SharedEmbeddings, placeholder: Tensor, weights: Weights, when: When
 ) -> Told:
     """Behind every row its own learned rows, which see the text up to it and each other (ParallelSpec, section 3)."""
     head, data = pupil.head, rows_of(pupil, lesson, placeholder)
@@ -66,7 +68,7 @@ SHOWN = 0.4
 
 
 def falcon_losses(
-    pupil: Pupil, lesson: Lesson, words: Words, placeholder: Tensor, weights: Weights, when: When
+    pupil: Pupil, lesson: Lesson, words: SharedEmbeddings, placeholder: Tensor, weights: Weights, when: When
 ) -> Told:
     """Coupled sequential glancing distillation (Falcon, section 3.2).
 
@@ -75,13 +77,13 @@ def falcon_losses(
     """
     head, data, k = pupil.head, rows_of(pupil, lesson, placeholder), pupil.head.config.block
     n = data.rows.shape[1]
-    start = int(torch.randint(k, (), generator=when.dice))
+    start = int(torch.randint(k, (), generator=when.rng))
     block = (torch.arange(n, device=data.rows.device) + start) // k
     shown = torch.zeros_like(data.learn)
     if (share := SHOWN * (1 - when.done)) > 0:
         with torch.no_grad():
             out = _Blocks(head, data, block).read(data.rows, data.positions)
-            shown = _glanced(out, data, words, block, k, share, when.dice)
+            shown = _glanced(out, data, words, block, k, share, when.rng)
     answers = head.fuse(shifted(data.following, k), shifted(data.goal, k - 1))
     rows = torch.where(shown[..., None], answers, data.rows)
     memory, told = _Blocks(head, data, block), Sum(words, weights, data.cost)
@@ -98,16 +100,16 @@ def falcon_losses(
 
 
 def _glanced(
-    out: Tensor, data: Rows, words: Words, block: Tensor, k: int, share: float, dice: torch.Generator
+    out: Tensor, data: Rows, words: SharedEmbeddings, block: Tensor, k: int, share: float, rng: torch.Generator
 ) -> Tensor:
     """[B, n] bool, which rows are shown their answer: of blocks drawn by chance a first part, never all."""
     learn, goal = learned(data, k - 1), shifted(data.goal, k - 1)
-    wrong = (words.head(out).argmax(-1) != words.head(goal).argmax(-1)) & learn
+    wrong = (words.lm_head(out).argmax(-1) != words.lm_head(goal).argmax(-1)) & learn
     rate = share * wrong.sum(1, keepdim=True) / learn.sum(1, keepdim=True).clamp(min=1)
     blocks = int(block[-1]) + 1
     # A chosen block shows 1 to k - 1 of its rows, k / 2 in the mean.
-    chance = torch.rand(len(out), blocks, generator=dice).to(out.device)
-    many = torch.randint(1, k, (len(out), blocks), generator=dice).to(out.device)
+    chance = torch.rand(len(out), blocks, generator=rng).to(out.device)
+    many = torch.randint(1, k, (len(out), blocks), generator=rng).to(out.device)
     many = torch.where(chance < 2 * rate, many, 0)
     place = torch.arange(len(block), device=out.device) - torch.searchsorted(block, block)
     return learn & (place < many[:, block])

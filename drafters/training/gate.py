@@ -13,14 +13,16 @@ from torch import Tensor
 
 from mmspec.drafters.architectures import KINDS
 from mmspec.drafters.training.losses import Lesson, Pupil, Weights, When
-from mmspec.interfaces import Chooser, Words
+from mmspec.interfaces import GatedCompressor, SharedEmbeddings
 
 
 @torch.no_grad()
-def weigh(pupil: Pupil, lessons: Iterable[Lesson], words: Words, placeholder: Tensor, weights: Weights) -> None:
-    """Lets a `Chooser` learn from the loss on words in each of its ways; other compressors are left alone."""
+def weigh(
+    pupil: Pupil, lessons: Iterable[Lesson], words: SharedEmbeddings, placeholder: Tensor, weights: Weights
+) -> None:
+    """Lets a `GatedCompressor` learn from the loss on words in each of its ways; other compressors are left alone."""
     chooser = pupil.compressor
-    if not isinstance(chooser, Chooser):
+    if not isinstance(chooser, GatedCompressor):
         return
     judged = Weights(states=0.0, words=1.0, rollout=weights.rollout, decay=weights.decay)
     each = sum(weights.decay**step for step in range(weights.rollout + 1))
@@ -30,14 +32,14 @@ def weigh(pupil: Pupil, lessons: Iterable[Lesson], words: Words, placeholder: Te
             if not (text.answer.any() and text.visual.any()):
                 continue
             told = []
-            for way in range(len(chooser.ways)):
-                with chooser.only(way) as seen:
+            for way in range(len(chooser.branches)):
+                with chooser.force_branch(way) as seen:
                     loss, _ = KINDS[pupil.kind].losses(pupil, text, words, placeholder, judged, When(done=1.0))
-                told.append(float(loss) / each + float(seen[0].charge))
+                told.append(float(loss) / each + float(seen[0].penalty))
             costs.append(told)
-            sights.append(seen[0].sight[0])
+            sights.append(seen[0].features[0])
     if costs:
-        chooser.learn(torch.stack(sights), torch.tensor(costs))
+        chooser.fit_gate(torch.stack(sights), torch.tensor(costs))
 
 
 __all__ = ["weigh"]

@@ -18,8 +18,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from mmspec.drafters.eagle.head import EagleHead
 from mmspec.drafters.eagle.visual_inputs import RULES, Sight, pack, shrunk
-from mmspec.engine.gather import picked
-from mmspec.interfaces import Segment, Words
+from mmspec.engine.gather import gather_rows
+from mmspec.interfaces import SharedEmbeddings, VisualGrid
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Lesson:
     answer: Tensor
     embedded: Tensor
     states: Tensor
-    segments: tuple[Segment, ...] = field(default=(), kw_only=True)
+    segments: tuple[VisualGrid, ...] = field(default=(), kw_only=True)
     attended: Tensor | None = field(default=None, kw_only=True)
 
     def to(self, device: torch.device | str) -> Lesson:
@@ -97,7 +97,7 @@ class When:
     """Where a run is: `done`, the share of its steps that are behind it, and the dice of this step."""
 
     done: float = 0.0
-    dice: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0))
+    rng: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0))
 
 
 @dataclass
@@ -203,7 +203,7 @@ class Asked:
 
     def of(self, part: Tensor) -> Tensor:
         """[B, m, ...], of [B, n, ...]."""
-        return picked(part, self.places)
+        return gather_rows(part, self.places)
 
     def learned(self, steps: int) -> Tensor:
         """[B, m] bool, see `learned`."""
@@ -214,7 +214,7 @@ class Sum:
     """The loss so far, and figures: `states`, `words` of the first part, and `agree0`, `agree1`, ... of each, the share
     of rows at which the head's likeliest word is the target's; `cost`, if the compressor has one."""
 
-    def __init__(self, words: Words, weights: Weights, cost: Tensor | None = None) -> None:
+    def __init__(self, words: SharedEmbeddings, weights: Weights, cost: Tensor | None = None) -> None:
         self.words, self.weights, self.cost = words, weights, cost
         self.total: Tensor | float = 0.0
         self.figures: dict[str, float] = {}
@@ -227,7 +227,7 @@ class Sum:
         """
         if not len(out):
             return
-        said, meant = self.words.head(out).float(), self.words.head(goal).float().detach()
+        said, meant = self.words.lm_head(out).float(), self.words.lm_head(goal).float().detach()
         said = said if added is None else said + added.float()
         near = functional.smooth_l1_loss(out.float(), goal.float())
         soft = -(meant.softmax(-1) * said.log_softmax(-1)).sum(-1).mean()
@@ -246,7 +246,7 @@ class Sum:
 
 
 def losses(
-    pupil: Pupil, lesson: Lesson, words: Words, placeholder: Tensor, weights: Weights, when: When
+    pupil: Pupil, lesson: Lesson, words: SharedEmbeddings, placeholder: Tensor, weights: Weights, when: When
 ) -> tuple[Tensor, dict[str, float]]:
     """The loss of a lesson for a head that says one token a pass, and figures (`Sum`)."""
     head, data = pupil.head, rows_of(pupil, lesson, placeholder)

@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmspec.cpu.linear import halves
+from mmspec.cpu.linear import bf16_is_faster
 from mmspec.drafters.architectures import KINDS
 from mmspec.drafters.training.gate import weigh
 from mmspec.drafters.training.losses import Lesson, Pupil, Weights, When
-from mmspec.interfaces import Chooser, Words
-from mmspec.metrics.compression_stats import label
+from mmspec.interfaces import GatedCompressor, SharedEmbeddings
+from mmspec.metrics.compression_stats import compressor_label
 
 STATE, LOG = "state.pt", "log.jsonl"
 WEIGHED = 32
@@ -96,7 +96,7 @@ class Training:
         folder: Path,
         pupils: Mapping[str, Pupil],
         plan: Plan,
-        words: Words,
+        words: SharedEmbeddings,
         lesson: Callable[[int], Lesson],
         placeholder: Tensor,
         facts: Mapping[str, Any],
@@ -200,7 +200,7 @@ class Training:
 
     def _weigh(self) -> None:
         """Compressors that choose are told what their ways cost; every process by its own texts, and the mean of it."""
-        choosers = [pupil for pupil in self.pupils.values() if isinstance(pupil.compressor, Chooser)]
+        choosers = [pupil for pupil in self.pupils.values() if isinstance(pupil.compressor, GatedCompressor)]
         for pupil in choosers:
             pupil.parts().eval()
             lessons = (self.lesson(step).to(self.placeholder.device) for step in range(min(self.plan.steps, WEIGHED)))
@@ -212,7 +212,7 @@ class Training:
 
     def _autocast(self) -> torch.autocast:
         device = self.placeholder.device
-        return torch.autocast(device.type, dtype=torch.bfloat16, enabled=halves(device))
+        return torch.autocast(device.type, dtype=torch.bfloat16, enabled=bf16_is_faster(device))
 
     def _step(self) -> dict[str, float]:
         began, plan = time.monotonic(), self.plan
@@ -251,10 +251,10 @@ class Training:
 
     def _noisy(self, lesson: Lesson) -> Lesson:
         """Uniform noise on the states (EAGLE: 0.2 wide at 512 tokens, less for longer texts)."""
-        dice = torch.Generator(lesson.states.device).manual_seed(self.plan.seed * 1_000_003 + self.step)
+        rng = torch.Generator(lesson.states.device).manual_seed(self.plan.seed * 1_000_003 + self.step)
         width = self.plan.noise * 512 / lesson.ids.shape[1]
         shape = lesson.states.shape
-        noise = torch.rand(shape, generator=dice, device=lesson.states.device, dtype=torch.float32) - 0.5
+        noise = torch.rand(shape, generator=rng, device=lesson.states.device, dtype=torch.float32) - 0.5
         parts = {name: getattr(lesson, name) for name in lesson.__dataclass_fields__}
         return Lesson(**parts | {"states": lesson.states + (noise * width).to(lesson.states.dtype)})
 
@@ -268,7 +268,7 @@ class Training:
 
 def _shrinks(pupil: Pupil) -> dict[str, str]:
     compressor = pupil.compressor
-    return {} if compressor is None else {"compressor": label(compressor)}
+    return {} if compressor is None else {"compressor": compressor_label(compressor)}
 
 
 __all__ = ["Party", "Plan", "Pupil", "SettingsError", "Training", "refuse_other"]

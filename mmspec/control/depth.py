@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass, field
 
-from mmspec.control.draft_cost import follow
+from mmspec.control.draft_cost import ema
 
 MEMORY = 0.97
 """What is left of the evidence at each new round."""
@@ -87,8 +87,8 @@ class Depth:
                     tally.tried[step] = MEMORY * tally.tried[step] + there
                     tally.reached[step] = MEMORY * tally.reached[step] + sum(count > step for count in kept)
             if pass_s:
-                tally.pass_s = follow(tally.pass_s, pass_s, 0.1)
-            tally.rest_s = follow(tally.rest_s, rest_s, 0.1)
+                tally.pass_s = ema(tally.pass_s, pass_s, 0.1)
+            tally.rest_s = ema(tally.rest_s, rest_s, 0.1)
 
 
 __all__ = ["Depth", "Tally"]

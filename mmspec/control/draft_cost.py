@@ -14,19 +14,19 @@ from dataclasses import dataclass, field
 
 import torch
 
-STEPS = 4
+BUCKETS_PER_OCTAVE = 4
 """Widths are kept apart by a fourth of an octave."""
-SPREAD = 1.25
+MIN_LENGTH_RATIO = 1.25
 """What one more token costs is known once two widths were measured of which one is this many times the other."""
-LOOK = 32
+EXPLORE_EVERY = 32
 """Every so many prompts more is shown than seems best, so that what was once measured dear may turn out cheap."""
 
-Mark = float | torch.cuda.Event
+Timestamp = float | torch.cuda.Event
 """A moment: seconds, or an event in the device's stream."""
 
 
 @dataclass(frozen=True)
-class Rates:
+class DraftCosts:
     """What is known at one batch size, in seconds.
 
     Attributes:
@@ -38,152 +38,152 @@ class Rates:
     read_s: float
     draft_s: float
     round_s: float
-    gained: float
+    tokens_per_round: float
 
 
 @dataclass
-class Widths:
+class CostByLength:
     """Mean seconds by width, nearby widths as one."""
 
-    known: dict[int, tuple[float, float]] = field(default_factory=dict)
+    means: dict[int, tuple[float, float]] = field(default_factory=dict)
     """{steps of width: (mean width, mean seconds)}"""
 
-    def learn(self, width: int, seconds: float) -> None:
+    def update(self, width: int, seconds: float) -> None:
         """A mean that follows what was quicker at once and what was slower slowly: machines are shared."""
-        place = round(STEPS * math.log2(max(1, width)))
-        old = self.known.get(place)
+        place = round(BUCKETS_PER_OCTAVE * math.log2(max(1, width)))
+        old = self.means.get(place)
         if old is None:
-            self.known[place] = float(width), seconds
+            self.means[place] = float(width), seconds
             return
         share = 0.5 if seconds < old[1] else 0.2
-        self.known[place] = (
+        self.means[place] = (
             old[0] + share * (width - old[0]),
             old[1] + share * (min(seconds, 2 * old[1]) - old[1]),
         )
 
     def slope(self) -> float | None:
         """Seconds of one more token, from the narrowest and the widest; None if these are about the same."""
-        if not self.known:
+        if not self.means:
             return None
-        (low, low_s), (high, high_s) = self.known[min(self.known)], self.known[max(self.known)]
-        return max(0.0, (high_s - low_s) / (high - low)) if high >= SPREAD * low else None
+        (low, low_s), (high, high_s) = self.means[min(self.means)], self.means[max(self.means)]
+        return max(0.0, (high_s - low_s) / (high - low)) if high >= MIN_LENGTH_RATIO * low else None
 
 
 @dataclass
-class Tally:
+class BatchCosts:
     """What was measured at one batch size. `levels`: passes of the head in a round; `drafting` is of one pass."""
 
-    prompts: int = 0
-    reading: Widths = field(default_factory=Widths)
-    drafting: Widths = field(default_factory=Widths)
+    num_prompts: int = 0
+    prefill: CostByLength = field(default_factory=CostByLength)
+    draft: CostByLength = field(default_factory=CostByLength)
     levels: float = 0.0
     round_s: float = 0.0
-    gained: float = 0.0
+    tokens_per_round: float = 0.0
 
 
 @dataclass
-class Pace:
+class DraftCostModel:
     """What one drafter costs here; one object serves all its calls and threads."""
 
-    tallies: dict[int, Tally] = field(default_factory=dict)
+    by_batch: dict[int, BatchCosts] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
-    def __deepcopy__(self, memo: dict[int, object]) -> Pace:
-        return Pace()
+    def __deepcopy__(self, memo: dict[int, object]) -> DraftCostModel:
+        return DraftCostModel()
 
-    def known(self, batch: int) -> Rates | None:
+    def costs(self, batch: int) -> DraftCosts | None:
         """What things cost at that batch size; None before two widths of prompts and a round were measured."""
         with self.lock:
-            tally = self.tallies.get(batch, Tally())
-            read_s = tally.reading.slope()
+            tally = self.by_batch.get(batch, BatchCosts())
+            read_s = tally.prefill.slope()
             if read_s is None or not tally.round_s:
                 return None
-            draft_s = tally.levels * (tally.drafting.slope() or 0.0)
-            return Rates(read_s, draft_s, tally.round_s, max(1.0, tally.gained))
+            draft_s = tally.levels * (tally.draft.slope() or 0.0)
+            return DraftCosts(read_s, draft_s, tally.round_s, max(1.0, tally.tokens_per_round))
 
-    def lean(self, batch: int) -> int:
+    def exploration(self, batch: int) -> int:
         """1 if the coming prompt should be shown less than seems best, -1 if more, so that other widths are measured.
 
         The first prompt warms up, the second is measured, and the third is narrower: then there are two widths.
         """
         with self.lock:
-            prompts = self.tallies.get(batch, Tally()).prompts
-        return 1 if prompts == 2 else -1 if prompts and prompts % LOOK == 0 else 0
+            prompts = self.by_batch.get(batch, BatchCosts()).num_prompts
+        return 1 if prompts == 2 else -1 if prompts and prompts % EXPLORE_EVERY == 0 else 0
 
-    def read(self, batch: int, width: int, seconds: float) -> None:
+    def record_prefill(self, batch: int, width: int, seconds: float) -> None:
         """Take in what it took to read a prompt; the first one warms up."""
         with self.lock:
-            tally = self.tallies.setdefault(batch, Tally())
-            tally.prompts += 1
-            if tally.prompts > 1:
-                tally.reading.learn(width, seconds)
+            tally = self.by_batch.setdefault(batch, BatchCosts())
+            tally.num_prompts += 1
+            if tally.num_prompts > 1:
+                tally.prefill.update(width, seconds)
 
-    def drafted(self, batch: int, width: int, levels: int, seconds: float) -> None:
+    def record_draft(self, batch: int, width: int, levels: int, seconds: float) -> None:
         """Take in what it took to draft so many levels."""
         with self.lock:
-            tally = self.tallies.setdefault(batch, Tally())
+            tally = self.by_batch.setdefault(batch, BatchCosts())
             tally.levels = _follow(tally.levels, levels)
-            tally.drafting.learn(width, seconds / levels)
+            tally.draft.update(width, seconds / levels)
 
-    def round(self, batch: int, seconds: float, gained: float) -> None:
+    def record_round(self, batch: int, seconds: float, gained: float) -> None:
         """Take in a whole round: its seconds, and the tokens that it emitted per row."""
         with self.lock:
-            tally = self.tallies.setdefault(batch, Tally())
+            tally = self.by_batch.setdefault(batch, BatchCosts())
             tally.round_s = _follow(tally.round_s, min(seconds, 2 * tally.round_s) if tally.round_s else seconds)
-            tally.gained = _follow(tally.gained, gained)
+            tally.tokens_per_round = _follow(tally.tokens_per_round, gained)
 
 
 @dataclass
-class Meter:
+class CallTimer:
     """Measures one call for a `Pace`; measures nothing without one."""
 
-    pace: Pace | None = None
+    cost_model: DraftCostModel | None = None
     batch: int = 0
     device: torch.device | None = None
-    _pending: list[tuple[Mark, Mark, int, int]] = field(default_factory=list)
+    _pending: list[tuple[Timestamp, Timestamp, int, int]] = field(default_factory=list)
 
-    def mark(self) -> Mark:
+    def now(self) -> Timestamp:
         """Now, as the device counts it."""
-        if self.pace is None or self.device is None or self.device.type != "cuda":
+        if self.cost_model is None or self.device is None or self.device.type != "cuda":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self.device))
         return event
 
-    def read(self, began: Mark, width: int) -> None:
+    def record_prefill(self, began: Timestamp, width: int) -> None:
         """The head has been given a prompt of that width, since `began`."""
         self._note(began, width, 0)
 
-    def drafted(self, began: Mark, width: int, levels: int) -> None:
+    def record_draft(self, began: Timestamp, width: int, levels: int) -> None:
         """The head has been asked for so many levels with that many tokens before it, since `began`."""
         self._note(began, width, levels)
 
-    def round(self, seconds: float, gained: float) -> None:
+    def record_round(self, seconds: float, gained: float) -> None:
         """A round is over."""
-        if self.pace is not None:
-            self.pace.round(self.batch, seconds, gained)
+        if self.cost_model is not None:
+            self.cost_model.record_round(self.batch, seconds, gained)
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Take in what the device is done with, and leave the rest for later."""
         while self._pending:
             began, ended, width, levels = self._pending[0]
-            seconds = between(began, ended)
+            seconds = elapsed(began, ended)
             if seconds is None:
                 return
             self._pending.pop(0)
-            assert self.pace is not None
+            assert self.cost_model is not None
             if levels:
-                self.pace.drafted(self.batch, width, levels, seconds)
+                self.cost_model.record_draft(self.batch, width, levels, seconds)
             else:
-                self.pace.read(self.batch, width, seconds)
+                self.cost_model.record_prefill(self.batch, width, seconds)
 
-    def _note(self, began: Mark, width: int, levels: int) -> None:
-        if self.pace is not None:
-            self._pending.append((began, self.mark(), width, levels))
-            self.settle()
+    def _note(self, began: Timestamp, width: int, levels: int) -> None:
+        if self.cost_model is not None:
+            self._pending.append((began, self.now(), width, levels))
+            self.drain()
 
 
-def between(began: Mark, ended: Mark) -> float | None:
+def elapsed(began: Timestamp, ended: Timestamp) -> float | None:
     """Seconds from one moment to another; None while the device has not come that far."""
     if isinstance(began, float) or isinstance(ended, float):
         assert isinstance(began, float) and isinstance(ended, float)
@@ -191,7 +191,7 @@ def between(began: Mark, ended: Mark) -> float | None:
     return began.elapsed_time(ended) / 1e3 if ended.query() else None
 
 
-def follow(old: float | None, seconds: float, share: float) -> float:
+def ema(old: float | None, seconds: float, share: float) -> float:
     """A mean that follows slow changes and shrugs off single outliers (machines are shared).
 
     What takes half as long as it was thought to was held up before, as first uses are: that is believed at once.
@@ -203,4 +203,4 @@ def _follow(old: float, new: float) -> float:
     return old + 0.1 * (new - old) if old else float(new)
 
 
-__all__ = ["Mark", "Meter", "Pace", "Rates", "Widths", "between", "follow"]
+__all__ = ["CallTimer", "CostByLength", "DraftCostModel", "DraftCosts", "Timestamp", "elapsed", "ema"]

@@ -28,15 +28,15 @@ from torch.nn import functional
 
 logger = logging.getLogger("mmspec")
 
-MOST_ROWS = 128
+MAX_ROWS = 128
 """Products of more rows are not worth it: there the plain kernel's repacking is a small part."""
-TRIALS = 5
+TIMED_CALLS = 5
 """Real calls of each kind that are timed before a shape is decided."""
-HINT = 8
+PACK_BATCH_HINT = 8
 """Rows for which weights are packed."""
 
 
-def halves(device: torch.device) -> bool:
+def bf16_is_faster(device: torch.device) -> bool:
     """Whether bfloat16 is worth it in training. CPUs without instructions for it emulate it, fifty times as slowly.
 
     With them it depends: on a Xeon with AVX-512's but without AMX products took twice as long as in float32
@@ -67,45 +67,45 @@ Shape = tuple[int, int, int]
 
 
 @dataclass
-class Pack:
+class PackedWeight:
     """The packed copy of one weight, and which weight, with which bits, it is of."""
 
     weight: Tensor
-    data: int
+    data_ptr: int
     version: int
-    content: tuple[Tensor, Tensor]
+    checksums: tuple[Tensor, Tensor]
 
-    def fits(self, weight: Tensor) -> bool:
+    def matches(self, weight: Tensor) -> bool:
         """Whether the weight is still the one that was packed, as far as can be seen without reading it."""
-        return weight.data_ptr() == self.data and weight._version == self.version
+        return weight.data_ptr() == self.data_ptr and weight._version == self.version
 
 
-def content(weight: Tensor) -> tuple[Tensor, Tensor]:
+def weight_checksums(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Sums of a weight's bits over rows and over columns, exact."""
     bits = weight.detach().view(torch.int32)
     return bits.sum(0), bits.sum(1)
 
 
 @dataclass
-class Trial:
+class KernelTiming:
     """Times of one shape, and what came of them: the best way, None while undecided."""
 
-    ways: tuple[str, ...] = ("plain", "turned", "packed")
+    kernels: tuple[str, ...] = ("plain", "turned", "packed")
     seconds: dict[str, list[float]] = field(default_factory=dict)
     best: str | None = None
 
     def next(self) -> str:
         """The way that was tried least."""
-        return min(self.ways, key=lambda way: len(self.seconds.get(way, ())))
+        return min(self.kernels, key=lambda way: len(self.seconds.get(way, ())))
 
     def add(self, way: str, seconds: float) -> None:
         """Note one call; when there are enough of all ways, decide by the medians."""
         self.seconds.setdefault(way, []).append(seconds)
-        if all(len(self.seconds.get(way, ())) >= TRIALS for way in self.ways):
-            self.best = min(self.ways, key=lambda way: median(self.seconds[way]))
+        if all(len(self.seconds.get(way, ())) >= TIMED_CALLS for way in self.kernels):
+            self.best = min(self.kernels, key=lambda way: median(self.seconds[way]))
 
 
-class Packs:
+class LinearAutotuner:
     """How a model's linear layers are computed fastest. One per patched model; calls in several threads share it.
 
     Attributes:
@@ -114,17 +114,19 @@ class Packs:
     """
 
     def __init__(self) -> None:
-        self.packs: weakref.WeakKeyDictionary[nn.Module, Pack] = weakref.WeakKeyDictionary()
-        self.trials: dict[Shape, Trial] = {}
-        self.broken = False
+        self.packed_weights: weakref.WeakKeyDictionary[nn.Module, PackedWeight] = weakref.WeakKeyDictionary()
+        self.timings: dict[Shape, KernelTiming] = {}
+        self.cannot_pack = False
         self._lock = threading.Lock()
 
     @property
     def nbytes(self) -> int:
         """Bytes that the copies take."""
-        return sum(pack.weight.element_size() * pack.weight.numel() for pack in self.packs.values())
+        return sum(pack.weight.element_size() * pack.weight.numel() for pack in self.packed_weights.values())
 
-    def linear(self, layer: nn.Linear, rows: Tensor, fixed: bool = False, copies: bool = False) -> Tensor:
+    def linear(
+        self, layer: nn.Linear, rows: Tensor, deterministic: bool = False, allow_packing: bool = False
+    ) -> Tensor:
         """`layer(rows)`, in the way that is known, or being found out, to be the fastest.
 
         Args:
@@ -132,17 +134,17 @@ class Packs:
             copies: packed copies may be made.
         """
         count = rows.numel() // rows.shape[-1]
-        if count > MOST_ROWS or torch.is_grad_enabled() or rows.dtype != torch.float32 or _casts():
+        if count > MAX_ROWS or torch.is_grad_enabled() or rows.dtype != torch.float32 or _casts():
             return functional.linear(rows, layer.weight, layer.bias)
-        if fixed:
+        if deterministic:
             return self._in_way("turned" if count > 1 else "plain", layer, rows)
-        ways = ("plain", "turned", *(("packed",) if copies and not self.broken else ()))
+        ways = ("plain", "turned", *(("packed",) if allow_packing and not self.cannot_pack else ()))
         shape = (layer.out_features, layer.in_features, count)
-        trial = self.trials.get(shape)
+        trial = self.timings.get(shape)
         if trial is not None and trial.best is not None and trial.best in ways:
             return self._in_way(trial.best, layer, rows)
-        if trial is None or trial.ways != ways:
-            trial = self.trials[shape] = Trial(ways)
+        if trial is None or trial.kernels != ways:
+            trial = self.timings[shape] = KernelTiming(ways)
         way = trial.next()
         if way == "packed":
             self._pack(layer)  # not a part of what is timed
@@ -151,21 +153,21 @@ class Packs:
         trial.add(way, time.perf_counter() - began)
         return out
 
-    def forget(self, layers: Iterable[nn.Linear]) -> None:
+    def drop_stale(self, layers: Iterable[nn.Linear]) -> None:
         """Drop the copies of weights that were changed behind torch's back.
 
         `weight.data += delta`, as peft merges, changes neither address nor version, so the bits are compared: 10 ms for
         20 million weights.
         """
         for layer in layers:
-            pack = self.packs.get(layer)
-            if pack is not None and not all(map(torch.equal, pack.content, content(layer.weight))):
-                del self.packs[layer]
+            pack = self.packed_weights.get(layer)
+            if pack is not None and not all(map(torch.equal, pack.checksums, weight_checksums(layer.weight))):
+                del self.packed_weights[layer]
 
     def _in_way(self, way: str, layer: nn.Linear, rows: Tensor) -> Tensor:
         if way == "packed":
             return self._packed(layer, rows)
-        return turned(layer, rows) if way == "turned" else functional.linear(rows, layer.weight, layer.bias)
+        return transposed_linear(layer, rows) if way == "turned" else functional.linear(rows, layer.weight, layer.bias)
 
     def _packed(self, layer: nn.Linear, rows: Tensor) -> Tensor:
         pack = self._pack(layer)
@@ -174,28 +176,28 @@ class Packs:
         out: Tensor = torch.ops.mkldnn._linear_pointwise(rows, pack.weight, layer.bias, "none", [], "")
         return out
 
-    def _pack(self, layer: nn.Linear) -> Pack | None:
+    def _pack(self, layer: nn.Linear) -> PackedWeight | None:
         """The layer's copy, made or renewed if need be; None if this torch cannot."""
-        pack = self.packs.get(layer)
-        if pack is not None and pack.fits(layer.weight):
+        pack = self.packed_weights.get(layer)
+        if pack is not None and pack.matches(layer.weight):
             return pack
         with self._lock:
             weight = layer.weight
             data, version = weight.data_ptr(), weight._version  # before: an edit meanwhile must not go unnoticed
             try:
-                copy = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), HINT)
+                copy = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), PACK_BATCH_HINT)
             except (AttributeError, NotImplementedError, RuntimeError) as error:
                 # An operator of torch's own that may be missing, or refuse a build or a shape, or run out of memory:
                 # plain layers do the same, so this costs speed alone.
-                self.broken = True
+                self.cannot_pack = True
                 logger.debug("linear layers stay plain: %s", error)
                 return None
-            pack = Pack(copy, data, version, content(weight))
-            self.packs[layer] = pack
+            pack = PackedWeight(copy, data, version, weight_checksums(weight))
+            self.packed_weights[layer] = pack
         return pack
 
 
-def turned(layer: nn.Linear, rows: Tensor) -> Tensor:
+def transposed_linear(layer: nn.Linear, rows: Tensor) -> Tensor:
     """[..., out], `layer(rows)` as weight times rows. Laid out like the plain result, since others view it.
 
     A single row is multiplied twice, of two rows in memory: some kernels (MKL's on an AMD EPYC) take three times as
@@ -214,24 +216,24 @@ def _casts() -> bool:
 
 @dataclass(frozen=True)
 class _Use:
-    packs: Packs
+    packs: LinearAutotuner
     fixed: bool
     copies: bool
 
 
-ACTIVE: ContextVar[_Use | None] = ContextVar("mmspec_packs", default=None)
+ACTIVE_AUTOTUNER: ContextVar[_Use | None] = ContextVar("mmspec_packs", default=None)
 _INSTALLED: dict[int, int] = {}
 _INSTALL = threading.Lock()
 
 
 def _forward(self: nn.Linear, rows: Tensor) -> Tensor:
-    use = ACTIVE.get()
+    use = ACTIVE_AUTOTUNER.get()
     if use is None:
         return functional.linear(rows, self.weight, self.bias)
     return use.packs.linear(self, rows, use.fixed, use.copies)
 
 
-def layers_of(roots: Iterable[nn.Module]) -> list[nn.Linear]:
+def find_linear_layers(roots: Iterable[nn.Module]) -> list[nn.Linear]:
     """The layers that can be served: exact type, float32, on the CPU, unhooked."""
     found: dict[int, nn.Linear] = {}
     for root in roots:
@@ -241,43 +243,46 @@ def layers_of(roots: Iterable[nn.Module]) -> list[nn.Linear]:
     return list(found.values())
 
 
-def served(module: nn.Module) -> bool:
+def is_replaced(module: nn.Module) -> bool:
     """Whether a module's forward is replaced by ours, for a call in some thread."""
     return getattr(module.__dict__.get("forward"), "__func__", None) is _forward
 
 
 def _plain(layer: nn.Linear) -> bool:
     weight = layer.weight
-    own = "forward" in layer.__dict__ and not served(layer)
+    own = "forward" in layer.__dict__ and not is_replaced(layer)
     whole = type(weight) is nn.Parameter and weight.is_contiguous() and not weight.is_inference()
     return whole and weight.dtype == torch.float32 and weight.device.type == "cpu" and not own
 
 
 @contextlib.contextmanager
-def packed(
-    packs: Packs | None, layers: Iterable[nn.Linear], fixed: bool = False, copies: bool = False
+def use_fast_linears(
+    autotuner: LinearAutotuner | None,
+    layers: Iterable[nn.Linear],
+    deterministic: bool = False,
+    allow_packing: bool = False,
 ) -> Iterator[None]:
     """Within it, this thread's calls of these layers may be computed in other ways. Nothing is left behind.
 
     Args:
         fixed, copies: see `Packs.linear`.
     """
-    chosen = list(layers) if packs is not None else []
-    if packs is None or not chosen:
+    chosen = list(layers) if autotuner is not None else []
+    if autotuner is None or not chosen:
         yield
         return
-    copies = copies and torch.backends.mkldnn.is_available()
-    if copies:
-        packs.forget(chosen)
+    allow_packing = allow_packing and torch.backends.mkldnn.is_available()
+    if allow_packing:
+        autotuner.drop_stale(chosen)
     with _INSTALL:
         for layer in chosen:
             _INSTALLED[id(layer)] = _INSTALLED.get(id(layer), 0) + 1
             layer.__dict__["forward"] = types.MethodType(_forward, layer)
-    token = ACTIVE.set(_Use(packs, fixed, copies))
+    token = ACTIVE_AUTOTUNER.set(_Use(autotuner, deterministic, allow_packing))
     try:
         yield
     finally:
-        ACTIVE.reset(token)
+        ACTIVE_AUTOTUNER.reset(token)
         with _INSTALL:
             for layer in chosen:
                 _INSTALLED[id(layer)] -= 1
@@ -286,4 +291,4 @@ def packed(
                     layer.__dict__.pop("forward", None)
 
 
-__all__ = ["Packs", "layers_of", "packed", "served", "turned"]
+__all__ = ["LinearAutotuner", "find_linear_layers", "is_replaced", "transposed_linear", "use_fast_linears"]

@@ -1,4 +1,4 @@
-"""`KVBuffer`: keys and values of a stack of layers, preallocated, with a length per row.
+"""`RaggedKVCache`: keys and values of a stack of layers, preallocated, with a length per row.
 
 Row b's new nodes are written at its own offset; keeping a path gathers the kept nodes in place. There are no holes, no
 re-alignment between rows and no concatenation per step. Knows nothing of transformers; drafters use it too.
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 
-class KVBuffer:
+class RaggedKVCache:
     """Growing key and value buffers, one `[2, B, H, C, D]` tensor per layer (C positions allocated).
 
     Use: `open(n)` once per forward, then `write` once per layer, then `keep` (or `advance` after a prefill).
@@ -23,34 +23,34 @@ class KVBuffer:
         end: extent that attention looks at during this forward, `max(lengths) + nodes`.
     """
 
-    def __init__(self, batch: int, limit: int) -> None:
+    def __init__(self, batch: int, max_length: int) -> None:
         """
         Args:
             batch: B. limit: positions that will ever be needed, trees included; allocation stops there.
         """
-        self.lengths = [0] * batch
-        self.limit = limit
-        self.nodes = 0
-        self.end = 0
+        self.seq_lens = [0] * batch
+        self.max_length = max_length
+        self.num_new = 0
+        self.kv_len = 0
         self._layers: list[Tensor | None] = []
         self._types: list[tuple[torch.dtype, torch.dtype]] = []  # of keys and of values, per layer
-        self._places: dict[torch.device, Tensor] = {}
+        self._write_indices: dict[torch.device, Tensor] = {}
 
     @property
-    def uniform(self) -> bool:
+    def is_uniform(self) -> bool:
         """Whether all rows have the same length, so that a plain slice serves them."""
-        return len(set(self.lengths)) == 1
+        return len(set(self.seq_lens)) == 1
 
     @property
     def nbytes(self) -> int:
         """Bytes allocated."""
         return sum(layer.nbytes for layer in self._layers if layer is not None)
 
-    def open(self, nodes: int) -> None:
+    def begin_forward(self, nodes: int) -> None:
         """Announce that the coming forward writes `nodes` positions per row."""
-        self.nodes = nodes
-        self.end = max(self.lengths) + nodes
-        self._places.clear()
+        self.num_new = nodes
+        self.kv_len = max(self.seq_lens) + nodes
+        self._write_indices.clear()
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Store [B, H, nodes, D] keys and values behind each row's length; return views [B, H, end, D] of all.
@@ -58,44 +58,44 @@ class KVBuffer:
         What lies behind a row's own nodes in the views is finite but meaningless: mask it. Keys and values of different
         types (autocast) come back in the types that `DynamicLayer` would hold them in.
         """
-        buffer = self._room(layer, keys, values)
-        if self.uniform:
-            start = self.lengths[0]
-            buffer[0, :, :, start : start + self.nodes] = keys
-            buffer[1, :, :, start : start + self.nodes] = values
+        buffer = self._allocate(layer, keys, values)
+        if self.is_uniform:
+            start = self.seq_lens[0]
+            buffer[0, :, :, start : start + self.num_new] = keys
+            buffer[1, :, :, start : start + self.num_new] = values
         else:
-            place = self._place(keys.device)[:, None, :, None].expand(keys.shape)
+            place = self._write_index(keys.device)[:, None, :, None].expand(keys.shape)
             buffer[0].scatter_(2, place, keys.to(buffer.dtype))
             buffer[1].scatter_(2, place, values.to(buffer.dtype))
-        return self.read(layer, self.end)
+        return self.read(layer, self.kv_len)
 
     def advance(self, nodes: int) -> None:
         """Commit all of the first `nodes` positions written: what a prefill does."""
-        self.lengths = [length + nodes for length in self.lengths]
+        self.seq_lens = [length + nodes for length in self.seq_lens]
 
-    def keep(self, path: Tensor, counts: Tensor, walked: Sequence[Sequence[int]]) -> None:
+    def keep_path(self, path: Tensor, counts: Tensor, accepted_nodes: Sequence[Sequence[int]]) -> None:
         """Keep the walked nodes of the last forward, in order, and forget the rest.
 
         Args:
             path: [B, N] int64 nodes walked, meaningful up to counts [B] int64. walked: the same on the host.
         """
-        if any(node != step for row in walked for step, node in enumerate(row)):
-            longest = max(len(row) for row in walked)
+        if any(node != step for row in accepted_nodes for step, node in enumerate(row)):
+            longest = max(len(row) for row in accepted_nodes)
             for buffer in self._layers:
                 assert buffer is not None
                 self._gather(buffer, path[:, :longest].to(buffer.device), counts.to(buffer.device))
-        self.lengths = [length + len(row) for length, row in zip(self.lengths, walked, strict=True)]
+        self.seq_lens = [length + len(row) for length, row in zip(self.seq_lens, accepted_nodes, strict=True)]
 
-    def rewind(self, lengths: Sequence[int]) -> None:
+    def crop(self, lengths: Sequence[int]) -> None:
         """Cut every row to at most `lengths[b]` positions."""
-        self.lengths = [min(old, new) for old, new in zip(self.lengths, lengths, strict=True)]
+        self.seq_lens = [min(old, new) for old, new in zip(self.seq_lens, lengths, strict=True)]
 
-    def wipe(self) -> None:
+    def zero_tail(self) -> None:
         """Zero everything behind the rows' lengths."""
         for buffer in self._layers:
             assert buffer is not None
             place = torch.arange(buffer.shape[3], device=buffer.device)
-            beyond = place >= torch.tensor(self.lengths, device=buffer.device)[:, None]
+            beyond = place >= torch.tensor(self.seq_lens, device=buffer.device)[:, None]
             buffer.masked_fill_(beyond[None, :, None, :, None], 0)
 
     def read(self, layer: int, length: int) -> tuple[Tensor, Tensor]:
@@ -112,29 +112,29 @@ class KVBuffer:
         """Move the nodes of `path` [B, A] to the front of the last written ones. Steps past `counts` stay put."""
         batch, longest = path.shape
         step = torch.arange(longest, device=buffer.device)
-        lengths = torch.tensor(self.lengths, device=buffer.device)[:, None]
+        lengths = torch.tensor(self.seq_lens, device=buffer.device)[:, None]
         source = lengths + torch.where(step < counts[:, None], path, step)
         shape = (2, batch, buffer.shape[2], longest, buffer.shape[4])
         moved = buffer.gather(3, source[None, :, None, :, None].expand(shape))
         buffer.scatter_(3, (lengths + step)[None, :, None, :, None].expand(shape), moved)
 
-    def _place(self, device: torch.device) -> Tensor:
+    def _write_index(self, device: torch.device) -> Tensor:
         """[B, nodes] positions being written, per device (layers may live on several)."""
-        if device not in self._places:
-            lengths = torch.tensor(self.lengths, device=device)
-            self._places[device] = lengths[:, None] + torch.arange(self.nodes, device=device)
-        return self._places[device]
+        if device not in self._write_indices:
+            lengths = torch.tensor(self.seq_lens, device=device)
+            self._write_indices[device] = lengths[:, None] + torch.arange(self.num_new, device=device)
+        return self._write_indices[device]
 
-    def _room(self, layer: int, keys: Tensor, values: Tensor) -> Tensor:
+    def _allocate(self, layer: int, keys: Tensor, values: Tensor) -> Tensor:
         """The buffer of `layer`, grown by a quarter at a time up to the limit. Zeros, because 0 * nan is nan."""
         while len(self._layers) <= layer:
             self._layers.append(None)
             self._types.append((keys.dtype, keys.dtype))  # values start as an empty tensor of the type of keys
         buffer, dtype = self._layers[layer], self._widened(layer, keys.dtype, values.dtype)
-        enough = buffer is not None and buffer.shape[3] >= self.end
+        enough = buffer is not None and buffer.shape[3] >= self.kv_len
         if buffer is not None and enough and buffer.dtype == dtype:
             return buffer
-        room = max(self.end, min(self.limit, self.end + self.end // 4 + 16))
+        room = max(self.kv_len, min(self.max_length, self.kv_len + self.kv_len // 4 + 16))
         if buffer is not None and enough:
             room = buffer.shape[3]
         batch, heads, _, size = keys.shape

@@ -19,7 +19,7 @@ BUCKETS = (1, 2, 4, 8, 16, 32, 64)
 """Sizes that trees are padded to, so that few shapes ever occur (and each can become a captured graph)."""
 
 
-def bucket(nodes: int) -> int:
+def bucket_size(nodes: int) -> int:
     """Smallest bucket that holds `nodes` nodes."""
     for size in BUCKETS:
         if nodes <= size:
@@ -44,17 +44,17 @@ class DraftTree:
     parents: Tensor
     valid: Tensor
     scores: Tensor | None = None
-    ancestors: Tensor | None = None
+    ancestor_mask: Tensor | None = None
     depths: Tensor | None = None
 
     @property
-    def nodes(self) -> int:
+    def num_nodes(self) -> int:
         """N, the root counted."""
         return self.tokens.shape[1]
 
     def trim(self, nodes: int) -> DraftTree:
         """The tree of the first `nodes` nodes (parents come first, so it is connected)."""
-        if nodes >= self.nodes:
+        if nodes >= self.num_nodes:
             return self
         return replace(
             self,
@@ -62,7 +62,7 @@ class DraftTree:
             parents=self.parents[:, :nodes],
             valid=self.valid[:, :nodes],
             scores=None if self.scores is None else self.scores[:, :nodes],
-            ancestors=None if self.ancestors is None else self.ancestors[:, :nodes, :nodes],
+            ancestors=None if self.ancestor_mask is None else self.ancestor_mask[:, :nodes, :nodes],
             depths=None if self.depths is None else self.depths[:, :nodes],
         )
 
@@ -75,7 +75,7 @@ class DraftTree:
 
     def pad(self, nodes: int) -> DraftTree:
         """The tree with places for `nodes` nodes, the new ones empty."""
-        more = nodes - self.nodes
+        more = nodes - self.num_nodes
         if more <= 0:
             return self
         return DraftTree(
@@ -87,32 +87,32 @@ class DraftTree:
 
 
 @lru_cache(maxsize=64)
-def _bare(batch: int, device: torch.device) -> DraftTree:
+def _root_only(batch: int, device: torch.device) -> DraftTree:
     """Made once per shape, since plain decoding asks for it in every round; nobody writes into it."""
     return DraftTree(
         tokens=torch.zeros(batch, 1, dtype=torch.long, device=device),
         parents=torch.full((batch, 1), -1, dtype=torch.long, device=device),
         valid=torch.ones(batch, 1, dtype=torch.bool, device=device),
         scores=torch.ones(batch, 1, device=device),
-        ancestors=torch.ones(batch, 1, 1, dtype=torch.bool, device=device),
+        ancestor_mask=torch.ones(batch, 1, 1, dtype=torch.bool, device=device),
         depths=torch.zeros(batch, 1, dtype=torch.long, device=device),
     )
 
 
-def bare(batch: int, device: torch.device | str = "cpu") -> DraftTree:
+def root_only(batch: int, device: torch.device | str = "cpu") -> DraftTree:
     """`batch` trees of node 0 alone: plain decoding. Shared, so not to be written into."""
-    return _bare(batch, torch.device(device))
+    return _root_only(batch, torch.device(device))
 
 
 Node = tuple[int, int, float]
 """(token, parent, score) of one guessed node; parents count the root as 0, the first guessed node as 1, ..."""
 
 
-def build(rows: Sequence[Sequence[Node]], device: torch.device | str = "cpu") -> DraftTree:
+def build_tree(rows: Sequence[Sequence[Node]], device: torch.device | str = "cpu") -> DraftTree:
     """Trees from host lists, one list of nodes per row (the root left out), padded to a common bucket."""
-    size = bucket(1 + max((len(nodes) for nodes in rows), default=0))
+    size = bucket_size(1 + max((len(nodes) for nodes in rows), default=0))
     if size == 1:
-        return bare(len(rows), device)
+        return root_only(len(rows), device)
     filled = [[(0, -1, 1.0), *nodes, *[(0, -2, 0.0)] * (size - 1 - len(nodes))] for nodes in rows]
     whole = torch.tensor([[[node[0], node[1]] for node in nodes] for nodes in filled], device=device)
     scores = torch.tensor([[node[2] for node in nodes] for nodes in filled], device=device)
@@ -124,7 +124,7 @@ Expand = Callable[[Any], Iterable[tuple[int, float, Any]]]
 """cursor -> (token, probability given its parent, cursor of the child), in any order."""
 
 
-def grow(root: Any, expand: Expand, nodes: int, floor: float = 0.02) -> list[Node]:
+def best_first(root: Any, expand: Expand, nodes: int, min_score: float = 0.02) -> list[Node]:
     """Best-first growth (DySpec's order): the `nodes` - 1 likeliest nodes below `root`, likeliest first.
 
     A child is never likelier than its parent, so every prefix of the result is a connected tree, and the best one of
@@ -138,7 +138,7 @@ def grow(root: Any, expand: Expand, nodes: int, floor: float = 0.02) -> list[Nod
         nonlocal ticket
         for token, probability, child in expand(cursor):
             score = reached * probability
-            if score >= floor:
+            if score >= min_score:
                 ticket += 1  # ties go to the older offer, so the shallower and the better ranked
                 heapq.heappush(heap, (-score, ticket, token, parent, child))
 
@@ -151,7 +151,7 @@ def grow(root: Any, expand: Expand, nodes: int, floor: float = 0.02) -> list[Nod
     return grown
 
 
-def seal(tree: DraftTree, roots: Tensor, allowed: Tensor) -> DraftTree:
+def sanitize(tree: DraftTree, roots: Tensor, draftable: Tensor) -> DraftTree:
     """Make a tree from anyone safe to score, on `roots`' device and without looking at a value on the host.
 
     A node is dropped, with all below it, if its id is outside the vocabulary or not allowed, if its parent does not
@@ -164,11 +164,11 @@ def seal(tree: DraftTree, roots: Tensor, allowed: Tensor) -> DraftTree:
     batch, nodes = tree.tokens.shape
     device = roots.device
     if nodes == 1:
-        return replace(_bare(batch, device), tokens=roots[:, None])
+        return replace(_root_only(batch, device), tokens=roots[:, None])
     index = torch.arange(nodes, device=device)
     tokens, parents = tree.tokens.to(device), tree.parents.to(device)
-    known = tokens.clamp(0, allowed.shape[0] - 1)
-    good = tree.valid.to(device) & (known == tokens) & allowed[known] & (parents >= 0) & (parents < index)
+    known = tokens.clamp(0, draftable.shape[0] - 1)
+    good = tree.valid.to(device) & (known == tokens) & draftable[known] & (parents >= 0) & (parents < index)
     twins = (parents[:, :, None] == parents[:, None, :]) & (known[:, :, None] == known[:, None, :]) & good[:, None, :]
     good &= ~twins.tril(-1).any(-1)
     good[:, 0] = True
@@ -192,22 +192,22 @@ def seal(tree: DraftTree, roots: Tensor, allowed: Tensor) -> DraftTree:
     )
 
 
-def force(tree: DraftTree, rows: Tensor, token: Tensor) -> DraftTree:
+def replace_with_chain(tree: DraftTree, rows: Tensor, token: Tensor) -> DraftTree:
     """Replace the trees of some rows by a chain of one token: what a finished row is fed while others go on.
 
     Args:
         rows: [B] bool, the rows to replace. token: scalar int64, the pad id.
     """
-    nodes = tree.nodes
+    nodes = tree.num_nodes
     index = torch.arange(nodes, device=rows.device)
     pick = rows[:, None]
     root = index == 0
-    assert tree.ancestors is not None and tree.depths is not None
+    assert tree.ancestor_mask is not None and tree.depths is not None
     return replace(
         tree,
         tokens=torch.where(pick & ~root, token, tree.tokens),
         parents=torch.where(pick, index - 1, tree.parents),
         valid=tree.valid | pick,
-        ancestors=torch.where(pick[:, :, None], index[:, None] >= index, tree.ancestors),
+        ancestors=torch.where(pick[:, :, None], index[:, None] >= index, tree.ancestor_mask),
         depths=torch.where(pick, index, tree.depths),
     )

@@ -1,4 +1,4 @@
-"""`TreeCache`: a `KVBuffer` dressed as a transformers `Cache`, and the way from and to a user's `DynamicCache`.
+"""`TreeCache`: a `RaggedKVCache` dressed as a transformers `Cache`, and the way from and to a user's `DynamicCache`.
 
 Sliding-window layers keep the full buffer too; their window comes through the mask.
 """
@@ -17,7 +17,7 @@ from transformers.cache_utils import (
     DynamicSlidingWindowLayer,
 )
 
-from mmspec.engine.kv_cache import KVBuffer
+from mmspec.engine.kv_cache import RaggedKVCache
 
 
 class TreeLayer(CacheLayerMixin):
@@ -26,7 +26,7 @@ class TreeLayer(CacheLayerMixin):
     is_sliding = False
     supports_early_init = False
 
-    def __init__(self, buffer: KVBuffer, index: int) -> None:
+    def __init__(self, buffer: RaggedKVCache, index: int) -> None:
         super().__init__()
         self.buffer, self.index = buffer, index
 
@@ -39,11 +39,11 @@ class TreeLayer(CacheLayerMixin):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """(key length, offset) that masks made by transformers must cover; asked only where rows are of one length."""
-        return max(self.buffer.lengths) + query_length, 0
+        return max(self.buffer.seq_lens) + query_length, 0
 
     def get_seq_length(self) -> int:
         """Committed length of the longest row."""
-        return max(self.buffer.lengths)
+        return max(self.buffer.seq_lens)
 
     def get_max_length(self) -> int:
         """-1: no limit that a model needs to know of."""
@@ -53,7 +53,7 @@ class TreeLayer(CacheLayerMixin):
 class TreeCache(Cache):
     """The cache that the target's forward is given inside the decode loop."""
 
-    def __init__(self, buffer: KVBuffer, layers: int) -> None:
+    def __init__(self, buffer: RaggedKVCache, layers: int) -> None:
         super().__init__(layers=[TreeLayer(buffer, index) for index in range(layers)])
         self.buffer = buffer
 
@@ -64,7 +64,9 @@ class TreeCache(Cache):
         return self.buffer.write(layer_idx, key_states, value_states)
 
 
-def refusal(cache: Any, layers: int, batch: int, dtype: torch.dtype, window: int | None = None) -> str | None:
+def unsupported_reason(
+    cache: Any, layers: int, batch: int, dtype: torch.dtype, window: int | None = None
+) -> str | None:
     """Why a cache cannot be adopted by a model of `layers` layers for `batch` rows, or None if it can.
 
     Args:
@@ -93,7 +95,7 @@ def refusal(cache: Any, layers: int, batch: int, dtype: torch.dtype, window: int
     return None
 
 
-def adopt(cache: DynamicCache, buffer: KVBuffer) -> None:
+def load_dynamic_cache(cache: DynamicCache, buffer: RaggedKVCache) -> None:
     """Copy what a user's cache holds into an empty buffer.
 
     A sliding-window layer holds only the last positions; the missing ones are zeros that the window hides.
@@ -101,7 +103,7 @@ def adopt(cache: DynamicCache, buffer: KVBuffer) -> None:
     length = cache.get_seq_length()
     if length == 0:
         return
-    buffer.open(length)
+    buffer.begin_forward(length)
     for index, layer in enumerate(cache.layers):
         keys, values = layer.keys, layer.values
         missing = length - keys.shape[-2]
@@ -112,7 +114,7 @@ def adopt(cache: DynamicCache, buffer: KVBuffer) -> None:
     buffer.advance(length)
 
 
-def give_back(buffer: KVBuffer, length: int, cache: DynamicCache, copy: bool = True) -> None:
+def export_dynamic_cache(buffer: RaggedKVCache, length: int, cache: DynamicCache, copy: bool = True) -> None:
     """Write the first `length` positions of the buffer into a user's cache, as if transformers had filled it.
 
     Args:
@@ -140,7 +142,7 @@ class Lent:
         cache: None where nobody looks; then nothing is done.
     """
 
-    def __init__(self, cache: DynamicCache | None, buffer: KVBuffer) -> None:
+    def __init__(self, cache: DynamicCache | None, buffer: RaggedKVCache) -> None:
         self.cache, self.buffer = cache, buffer
         self._views: list[Tensor] = []
         self._versions: list[int] = []
@@ -153,7 +155,7 @@ class Lent:
         """
         if self.cache is not None:
             self.check()
-            give_back(self.buffer, length, self.cache, copy=False)
+            export_dynamic_cache(self.buffer, length, self.cache, copy=False)
             self._views = [layer.keys for layer in self.cache.layers]
             self._versions = self._count_writes()
 

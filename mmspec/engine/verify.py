@@ -13,8 +13,12 @@ from torch import Tensor
 from mmspec.engine.tree import DraftTree
 
 
-def walk(
-    tree: DraftTree, picks: Tensor, limits: Tensor, stops: Tensor | None = None, ended: Tensor | None = None
+def accept_path(
+    tree: DraftTree,
+    sampled_ids: Tensor,
+    max_emit: Tensor,
+    stop_ids: Tensor | None = None,
+    finished: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Walk every row from node 0: emit the pick, step into the child that carries it, stop where there is none.
 
@@ -29,24 +33,24 @@ def walk(
         path [B, N] int64 (walked nodes, node 0 first), counts [B] int64 (tokens emitted), tokens [B, N] int64
         (tokens emitted); path and tokens are meaningful up to counts.
     """
-    batch, nodes = picks.shape
+    batch, nodes = sampled_ids.shape
     if nodes == 1:
-        return torch.zeros_like(picks), limits.clamp(max=1), picks
-    assert tree.ancestors is not None and tree.depths is not None
-    index = torch.arange(nodes, device=picks.device)
-    agrees = (tree.tokens == picks.gather(1, tree.parents.clamp(min=0))) & tree.valid
+        return torch.zeros_like(sampled_ids), max_emit.clamp(max=1), sampled_ids
+    assert tree.ancestor_mask is not None and tree.depths is not None
+    index = torch.arange(nodes, device=sampled_ids.device)
+    agrees = (tree.tokens == sampled_ids.gather(1, tree.parents.clamp(min=0))) & tree.valid
     agrees[:, 0] = True
-    reached = ~(tree.ancestors & ~agrees[:, None, :]).any(-1)
+    reached = ~(tree.ancestor_mask & ~agrees[:, None, :]).any(-1)
     # One reached node per depth: scatter each to its depth, all others to a slot that is thrown away.
     slot = torch.where(reached, tree.depths, nodes)
-    path = torch.zeros(batch, nodes + 1, dtype=torch.long, device=picks.device)
+    path = torch.zeros(batch, nodes + 1, dtype=torch.long, device=sampled_ids.device)
     path = path.scatter_(1, slot, index.expand(batch, nodes))[:, :nodes]
-    tokens = picks.gather(1, path)
-    counts = torch.minimum(reached.sum(1), limits)
-    if stops is not None:
-        last = torch.isin(tokens, stops)
-        if ended is not None:
-            last &= ~ended[:, None]
+    tokens = sampled_ids.gather(1, path)
+    counts = torch.minimum(reached.sum(1), max_emit)
+    if stop_ids is not None:
+        last = torch.isin(tokens, stop_ids)
+        if finished is not None:
+            last &= ~finished[:, None]
         first = torch.where(last, index, nodes).amin(1)
         counts = torch.minimum(counts, first + 1)
     return path, counts, tokens

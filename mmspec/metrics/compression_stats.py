@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmspec.interfaces import EVERY_TOKEN, Compressor, Segment, VisualTokens
+from mmspec.interfaces import NO_LIMIT, Compressor, VisualGrid, VisualTokens
 
 
 @dataclass(frozen=True)
-class Shown:
+class CompressionRecord:
     """What a compressor made of the visual tokens of one row.
 
     Attributes:
@@ -28,26 +28,32 @@ class Shown:
         grids: how the visual tokens lie, `start` counted over the row's; empty if the family cannot tell.
     """
 
-    way: str
-    visual: int
-    kept: int
-    numbers: tuple[int, ...] | None = None
-    grids: tuple[Segment, ...] = ()
+    choice: str
+    num_visual_tokens: int
+    num_compressed_tokens: int
+    kept_indices: tuple[int, ...] | None = None
+    grids: tuple[VisualGrid, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """Everything, ready for JSON."""
-        numbers = None if self.numbers is None else list(self.numbers)
+        numbers = None if self.kept_indices is None else list(self.kept_indices)
         grids = [asdict(one) for one in self.grids]
-        return {"way": self.way, "visual": self.visual, "kept": self.kept, "numbers": numbers, "grids": grids}
+        return {
+            "way": self.choice,
+            "visual": self.num_visual_tokens,
+            "kept": self.num_compressed_tokens,
+            "numbers": numbers,
+            "grids": grids,
+        }
 
 
-def label(compressor: Compressor) -> str:
+def compressor_label(compressor: Compressor) -> str:
     """Its name, with the number of tokens if that can be chosen: "pool:49", "drop"."""
-    fixed = compressor.tokens in (0, EVERY_TOKEN)
-    return compressor.name if fixed else f"{compressor.name}:{compressor.tokens}"
+    fixed = compressor.max_tokens in (0, NO_LIMIT)
+    return compressor.name if fixed else f"{compressor.name}:{compressor.max_tokens}"
 
 
-class Watch:
+class RecordingCompressor:
     """A compressor that notes what another one keeps, for one call.
 
     Attributes:
@@ -55,29 +61,29 @@ class Watch:
     """
 
     def __init__(self, inner: Compressor) -> None:
-        self.inner, self.name, self.tokens = inner, inner.name, inner.tokens
-        self.guard: Callable[[], AbstractContextManager[Any]] = nullcontext
+        self.inner, self.name, self.max_tokens = inner, inner.name, inner.max_tokens
+        self.context_factory: Callable[[], AbstractContextManager[Any]] = nullcontext
         self._ways: tuple[str, ...] = ()
         self._noted: tuple[Tensor, Tensor, Tensor] | None = None
-        self._grids: tuple[Segment, ...] = ()
+        self._grids: tuple[VisualGrid, ...] = ()
 
-    def compress(self, visual: VisualTokens, query: Tensor | None, budget: int) -> VisualTokens:
+    def compress(self, visual_tokens: VisualTokens, query: Tensor | None, max_tokens: int) -> VisualTokens:
         """See `mmspec.interfaces.Compressor`."""
         if isinstance(self.inner, nn.Module):  # made where its file was read, or fresh from its class
-            self.inner.to(visual.states.device).eval()
-        with self.guard():
-            few = self.inner.compress(visual, query, budget)
-        origin = few.origin
-        if few is visual:
+            self.inner.to(visual_tokens.hidden_states.device).eval()
+        with self.context_factory():
+            few = self.inner.compress(visual_tokens, query, max_tokens)
+        origin = few.source_indices
+        if few is visual_tokens:
             origin = torch.arange(few.mask.shape[1], device=few.mask.device).expand(few.mask.shape)
         if origin is None:
             origin = torch.full_like(few.mask, -1, dtype=torch.long)
-        self._ways = few.ways or (label(self.inner),) * len(few.mask)
-        self._noted = visual.mask.sum(1), few.mask, origin
-        self._grids = visual.segments
+        self._ways = few.choices or (compressor_label(self.inner),) * len(few.mask)
+        self._noted = visual_tokens.mask.sum(1), few.mask, origin
+        self._grids = visual_tokens.grids
         return few
 
-    def rows(self) -> list[Shown]:
+    def records(self) -> list[CompressionRecord]:
         """What was noted; empty if nothing was asked. Waits for the device."""
         if self._noted is None:
             return []
@@ -86,10 +92,10 @@ class Watch:
         host = torch.cat((counts[:, None], torch.where(mask, origin, -2)), dim=1).tolist()
         return [self._shown(row, *numbers) for row, numbers in enumerate(host)]
 
-    def _shown(self, row: int, visual: int, *numbers: int) -> Shown:
+    def _shown(self, row: int, visual: int, *numbers: int) -> CompressionRecord:
         kept = tuple(number for number in numbers if number > -2)
         grids = tuple(one for one in self._grids if one.row == row)
-        return Shown(self._ways[row], visual, len(kept), None if -1 in kept else kept, grids)
+        return CompressionRecord(self._ways[row], visual, len(kept), None if -1 in kept else kept, grids)
 
 
-__all__ = ["Shown", "Watch", "label"]
+__all__ = ["CompressionRecord", "RecordingCompressor", "compressor_label"]

@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mmspec.metrics.compression_stats import Shown
+    from mmspec.metrics.compression_stats import CompressionRecord
 
 
 @dataclass
@@ -33,29 +33,29 @@ class Stats:
     """
 
     calls: int = 0
-    plain_calls: int = 0
-    fallback: str | None = None
+    fallback_calls: int = 0
+    fallback_reason: str | None = None
     tokens: int = 0
     rounds: int = 0
     row_rounds: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    lengths: Counter[int] = field(default_factory=Counter)
-    nodes: Counter[int] = field(default_factory=Counter)
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    accept_length_hist: Counter[int] = field(default_factory=Counter)
+    tree_size_hist: Counter[int] = field(default_factory=Counter)
     prefill_s: float = 0.0
     draft_s: float = 0.0
     score_s: float = 0.0
-    rest_s: float = 0.0
+    overhead_s: float = 0.0
     ttft_s: float = 0.0
     decode_s: float = 0.0
     total_s: float = 0.0
     first_tokens: int = 0
-    visual: int = 0
-    visual_kept: int = 0
-    ways: Counter[str] = field(default_factory=Counter)
+    num_visual_tokens: int = 0
+    num_compressed_tokens: int = 0
+    compressor_choices: Counter[str] = field(default_factory=Counter)
     row_tokens: list[int] = field(default_factory=list)
     row_forwards: list[int] = field(default_factory=list)
-    shown: list[Shown] = field(default_factory=list)
+    compression: list[CompressionRecord] = field(default_factory=list)
 
     @property
     def tau(self) -> float:
@@ -63,15 +63,15 @@ class Stats:
         return (self.tokens - self.first_tokens) / self.row_rounds if self.row_rounds else 1.0
 
     @property
-    def acceptance(self) -> float:
+    def acceptance_rate(self) -> float:
         """Share of the drafted nodes that were kept."""
-        return self.accepted / self.drafted if self.drafted else 0.0
+        return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
 
     @property
-    def kept_at_depth(self) -> list[float]:
+    def acceptance_by_depth(self) -> list[float]:
         """Of the rounds that kept a guess at every depth before, the share that kept one at depth 1, 2, ... too."""
-        longest = max(self.lengths, default=0)
-        reached = [sum(n for size, n in self.lengths.items() if size > depth) for depth in range(longest)]
+        longest = max(self.accept_length_hist, default=0)
+        reached = [sum(n for size, n in self.accept_length_hist.items() if size > depth) for depth in range(longest)]
         return [after / before for before, after in pairwise(reached) if before]
 
     @property
@@ -84,12 +84,12 @@ class Stats:
         """Tokens after the first per second, from the first token to the last."""
         return (self.tokens - self.first_tokens) / self.decode_s if self.decode_s else 0.0
 
-    def saw(self, shown: list[Shown]) -> None:
+    def add_compression(self, shown: list[CompressionRecord]) -> None:
         """Take in what the drafter was shown in this call."""
-        self.shown = shown
-        self.visual += sum(row.visual for row in shown)
-        self.visual_kept += sum(row.kept for row in shown)
-        self.ways.update(row.way for row in shown)
+        self.compression = shown
+        self.num_visual_tokens += sum(row.num_visual_tokens for row in shown)
+        self.num_compressed_tokens += sum(row.num_compressed_tokens for row in shown)
+        self.compressor_choices.update(row.choice for row in shown)
 
     def add(self, call: Stats) -> None:
         """Take in the numbers of one more call."""
@@ -98,7 +98,7 @@ class Stats:
             if isinstance(old, Counter):
                 old.update(new)
             elif item.name == "fallback":
-                self.fallback = new if new is not None else old
+                self.fallback_reason = new if new is not None else old
             elif isinstance(old, list):
                 setattr(self, item.name, list(new))
             else:
@@ -107,17 +107,21 @@ class Stats:
     def as_dict(self) -> dict[str, Any]:
         """Everything, derived numbers included, ready for JSON."""
         plain = {item.name: getattr(self, item.name) for item in fields(self)}
-        plain["lengths"] = {str(key): value for key, value in sorted(self.lengths.items())}
-        plain["nodes"] = {str(key): value for key, value in sorted(self.nodes.items())}
-        plain["ways"] = dict(sorted(self.ways.items()))
-        plain["shown"] = [row.as_dict() for row in self.shown]
+        plain["lengths"] = {str(key): value for key, value in sorted(self.accept_length_hist.items())}
+        plain["nodes"] = {str(key): value for key, value in sorted(self.tree_size_hist.items())}
+        plain["ways"] = dict(sorted(self.compressor_choices.items()))
+        plain["shown"] = [row.as_dict() for row in self.compression]
         derived = ("tau", "acceptance", "kept_at_depth", "round_s", "tokens_per_s")
         return plain | {name: getattr(self, name) for name in derived}
 
     def __str__(self) -> str:
-        how = f", last plain call because of {self.fallback}" if self.fallback else ""
-        seen = f", {self.visual_kept}/{self.visual} visual tokens shown to it" if self.visual else ""
+        how = f", last plain call because of {self.fallback_reason}" if self.fallback_reason else ""
+        seen = (
+            f", {self.num_compressed_tokens}/{self.num_visual_tokens} visual tokens shown to it"
+            if self.num_visual_tokens
+            else ""
+        )
         return (
-            f"{self.calls} calls ({self.plain_calls} plain{how}), {self.tokens} tokens, tau {self.tau:.2f}, "
-            f"{self.tokens_per_s:.1f} tokens/s, {self.accepted}/{self.drafted} drafted tokens kept{seen}"
+            f"{self.calls} calls ({self.fallback_calls} plain{how}), {self.tokens} tokens, tau {self.tau:.2f}, "
+            f"{self.tokens_per_s:.1f} tokens/s, {self.num_accepted_tokens}/{self.num_draft_tokens} drafted tokens kept{seen}"
         )

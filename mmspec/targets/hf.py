@@ -14,24 +14,24 @@ import torch
 from torch import Tensor
 from transformers.utils import output_capturing
 
-from mmspec.engine.kv_cache import KVBuffer
+from mmspec.engine.kv_cache import RaggedKVCache
 from mmspec.engine.tree import BUCKETS, DraftTree
-from mmspec.engine.tree_cache import Lent, TreeCache, adopt, give_back, refusal
-from mmspec.interfaces import Segment, Verdict
+from mmspec.engine.tree_cache import Lent, TreeCache, export_dynamic_cache, load_dynamic_cache, unsupported_reason
+from mmspec.interfaces import VerifyResult, VisualGrid
 from mmspec.targets.module_scan import scan
-from mmspec.targets.vision_attention import Listening
+from mmspec.targets.vision_attention import AttentionCapture
 
-ATTENTION = ("sdpa", "eager")
+TREE_ATTENTION_KERNELS = ("sdpa", "eager")
 """Attention kernels that take a mask per node."""
-SELECTS = hasattr(output_capturing, "selected_hidden_states")
+CAN_SELECT_HIDDEN_STATES = hasattr(output_capturing, "selected_hidden_states")
 """Whether transformers can be asked for some hidden states only; older ones keep them all."""
-STATIC_ROPE = frozenset(("default", "axial", "mrope", "linear", "llama3", "yarn", "proportional"))
+STATIC_ROPE_TYPES = frozenset(("default", "axial", "mrope", "linear", "llama3", "yarn", "proportional"))
 """Rotary scalings whose frequencies are the same in every forward."""
-TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
+TOKEN_TYPE_INPUTS = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
 """Inputs as long as the sequence that transformers lengthens with every new token."""
 
 
-class Family:
+class ModelAdapter:
     """What mmspec knows of one model family. One object per patched model; it holds no state of a call.
 
     Subclasses say where the visual tokens are (`segments`) and which inputs tell (`vision_args`).
@@ -43,11 +43,11 @@ class Family:
 
     def __init__(self, model: Any) -> None:
         self.model = model
-        self.layers: int = self.text_config.num_hidden_layers
+        self.num_layers: int = self.text_config.num_hidden_layers
         self.vocab_size: int = self.text_config.vocab_size
         names = ("image_token_id", "video_token_id", "image_token_index", "video_token_index")
         known = (getattr(model.config, name, None) for name in names)
-        self.placeholders = tuple(dict.fromkeys(token for token in known if isinstance(token, int)))
+        self.media_token_ids = tuple(dict.fromkeys(token for token in known if isinstance(token, int)))
 
     @property
     def text_config(self) -> Any:
@@ -55,7 +55,7 @@ class Family:
         return self.model.config.get_text_config(decoder=True)
 
     @property
-    def window(self) -> int | None:
+    def sliding_window(self) -> int | None:
         """Positions that a layer with a sliding window looks back, read afresh since users change it."""
         return _windows(self._masked_by)[0]
 
@@ -70,17 +70,17 @@ class Family:
         own = getattr(self.text_model, "config", None)
         return self.text_config if own is None or self.text_model is self.model else own
 
-    def refusal(self) -> str | None:
+    def unsupported_reason(self) -> str | None:
         """Why this model, as it is now, cannot be served exactly; None if it can."""
         if getattr(self.model, "_is_stateful", False):
             return "a stateful model"
         unknown = self.layer_types - {"full_attention", "sliding_attention"}
         if unknown:
             return f"layers of type {', '.join(sorted(unknown))}"
-        scaling = _rope_types(self.text_config) - STATIC_ROPE
+        scaling = _rope_types(self.text_config) - STATIC_ROPE_TYPES
         if scaling:
             return f"rope_type={min(scaling)!r} (its frequencies depend on the longest position of a forward)"
-        if self.attention not in ATTENTION:
+        if self.attention not in TREE_ATTENTION_KERNELS:
             return f"attn_implementation={self.attention!r} of the text model (it cannot take a mask per node)"
         return None
 
@@ -90,7 +90,7 @@ class Family:
         return self.model.get_decoder() or self.model
 
     @property
-    def embedded(self) -> int:
+    def num_embeddings(self) -> int:
         """Number of ids that have an embedding."""
         return int(self.model.get_input_embeddings().weight.shape[0])
 
@@ -99,7 +99,7 @@ class Family:
         """The text model's attention kernel, read afresh since users switch it."""
         return str(self.text_config._attn_implementation)
 
-    def leaves_nothing(self) -> bool:
+    def can_use_inference_mode(self) -> bool:
         """Whether a forward creates no tensor that outlives it, so that it may run in inference mode.
 
         Inference mode saves about a tenth of the time of launch-bound steps, but tensors made in it can never be
@@ -107,15 +107,15 @@ class Family:
         """
         return scan(self.model).quiet
 
-    def segments(self, input_ids: Tensor, vision: Mapping[str, Any]) -> tuple[Segment, ...]:
+    def grids(self, input_ids: Tensor, vision: Mapping[str, Any]) -> tuple[VisualGrid, ...]:
         """The grids that the visual tokens of a prompt form. `vision` holds the recorded `vision_args`."""
         return ()
 
-    def listening(self) -> Listening | None:
+    def attention_capture(self) -> AttentionCapture | None:
         """Hears what the vision tower attends to; None where what it says cannot be told apart by visual tokens."""
         return None
 
-    def attended(self, shares: Tensor, vision: Mapping[str, Any]) -> Tensor | None:
+    def token_saliency(self, shares: Tensor, vision: Mapping[str, Any]) -> Tensor | None:
         """[M] of the visual tokens of all rows, in reading order; None if the numbers do not fit.
 
         Args:
@@ -123,16 +123,18 @@ class Family:
         """
         return shares.flatten()
 
-    def attention_of(self, heard: Listening | None, visual: Tensor, vision: Mapping[str, Any]) -> Tensor | None:
+    def visual_saliency(
+        self, heard: AttentionCapture | None, visual: Tensor, vision: Mapping[str, Any]
+    ) -> Tensor | None:
         """[B, L] float32, how much the tower attends to what stands where visual [B, L] is; None if nobody can tell."""
         shares = None if heard is None else heard.scores()
-        flat = None if shares is None else self.attended(shares, vision)
+        flat = None if shares is None else self.token_saliency(shares, vision)
         if flat is None or len(flat) != int(visual.sum()):  # once per prompt
             return None
         flat = flat.to(visual.device)
         return flat.new_zeros(visual.shape).masked_scatter_(visual, flat)
 
-    def runs(self, input_ids: Tensor, token: int) -> list[tuple[int, int, int]]:
+    def placeholder_runs(self, input_ids: Tensor, token: int) -> list[tuple[int, int, int]]:
         """(row, start, length) of each unbroken run of a placeholder, in reading order."""
         found: list[tuple[int, int, int]] = []
         for row, ids in enumerate(input_ids.tolist()):
@@ -169,7 +171,7 @@ class HFTarget:
 
     def __init__(
         self,
-        family: Family,
+        family: ModelAdapter,
         input_ids: Tensor,
         model_kwargs: dict[str, Any],
         config: Any,
@@ -184,33 +186,35 @@ class HFTarget:
             quiet: whether forwards may run in inference mode; looked up in the model's modules if None.
             watched: user code runs during the call and may look at the user's cache.
         """
-        self.family, self.model = family, family.model
+        self.adapter, self.model = family, family.model
         self.vocab_size = family.vocab_size
         self.input_ids, self.kwargs, self.config = input_ids, dict(model_kwargs), config
         self.user_cache = self.kwargs.pop("past_key_values")
         past = self.user_cache.get_seq_length()
-        self.most = most
-        self.buffer = KVBuffer(input_ids.shape[0], past + input_ids.shape[1] + most + BUCKETS[-1])
-        self.cache = TreeCache(self.buffer, family.layers)
-        self.base = 0  # positions after the prefill
+        self.max_new_tokens = most
+        self.buffer = RaggedKVCache(input_ids.shape[0], past + input_ids.shape[1] + most + BUCKETS[-1])
+        self.cache = TreeCache(self.buffer, family.num_layers)
+        self.prompt_length = 0  # positions after the prefill
         self.device = self.model.device  # `input_ids` may live elsewhere, transformers allows that
         if self.device.type == "meta":  # offloaded weights, brought in layer by layer
             self.device = input_ids.device
         self._template: dict[str, Any] = {}
-        self.quiet = family.leaves_nothing() if quiet is None else quiet
+        self.inference_mode = family.can_use_inference_mode() if quiet is None else quiet
         # Code that looks at the user's cache in mid-call may write into it, too: not into tensors of inference mode.
         self.lent = Lent(self.user_cache if watched and self.keeps_cache else None, self.buffer)
-        self._mode = torch.inference_mode if self.quiet and self.lent.cache is None else torch.no_grad
+        self._mode = torch.inference_mode if self.inference_mode and self.lent.cache is None else torch.no_grad
         self._fed = 0  # columns that transformers would have fed by now
-        self._window, self._layer_types = family.window, family.layer_types
+        self._window, self._layer_types = family.sliding_window, family.layer_types
 
     @staticmethod
-    def refusal(family: Family, input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> str | None:
+    def unsupported_reason(family: ModelAdapter, input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> str | None:
         """Why the cache or the attention mask of this call cannot be served, or None."""
         cache = model_kwargs.get("past_key_values")
         mask, length = model_kwargs.get("attention_mask"), input_ids.shape[1]
-        window = family.window if "sliding_attention" in family.layer_types else None
-        if (reason := refusal(cache, family.layers, input_ids.shape[0], family.model.dtype, window)) is not None:
+        window = family.sliding_window if "sliding_attention" in family.layer_types else None
+        if (
+            reason := unsupported_reason(cache, family.num_layers, input_ids.shape[0], family.model.dtype, window)
+        ) is not None:
             return reason
         assert cache is not None
         if mask is not None:
@@ -220,10 +224,10 @@ class HFTarget:
                 return f"an attention_mask of length {mask.shape[1]} for {length} input ids"
         return None
 
-    def prefill(self, taps: Sequence[int] = ()) -> tuple[Tensor, dict[int, Tensor]]:
+    def prefill(self, hidden_state_indices: Sequence[int] = ()) -> tuple[Tensor, dict[int, Tensor]]:
         """Read the prompt as `GenerationMixin._prefill` does: last logits [B, V], and {index: [B, L, D]} states."""
         past = self.user_cache.get_seq_length()
-        adopt(self.user_cache, self.buffer)
+        load_dynamic_cache(self.user_cache, self.buffer)
         mask = self.kwargs.get("attention_mask")
         seen = mask.shape[1] if mask is not None else getattr(self.config, "_mask_length", -1)
         # `input_ids` are the whole conversation or only what is new, told apart by the mask's length.
@@ -236,51 +240,51 @@ class HFTarget:
             **self.kwargs,
         )
         nodes = (inputs["input_ids"] if inputs.get("input_ids") is not None else inputs["inputs_embeds"]).shape[1]
-        self.buffer.open(nodes)
-        outputs = self._forward(inputs, taps)
+        self.buffer.begin_forward(nodes)
+        outputs = self._forward(inputs, hidden_state_indices)
         self.buffer.advance(nodes)
-        self.base = self.buffer.lengths[0]
+        self.prompt_length = self.buffer.seq_lens[0]
         self._prepare_rounds()
-        return outputs.logits[:, -1], {index: outputs.hidden_states[index] for index in taps}
+        return outputs.logits[:, -1], {index: outputs.hidden_states[index] for index in hidden_state_indices}
 
     def decoding(self) -> AbstractContextManager[Any]:
         """What transformers wraps around its decoding steps: it may change kernels of experts for them."""
         switch = getattr(self.model, "_optimize_model_for_decode", nullcontext)
         return switch()
 
-    def score(self, tree: DraftTree, taps: Sequence[int] = ()) -> tuple[Tensor, dict[int, Tensor]]:
+    def score(self, tree: DraftTree, hidden_state_indices: Sequence[int] = ()) -> tuple[Tensor, dict[int, Tensor]]:
         """See `mmspec.interfaces.Target.score`."""
         tree = tree.to(self.device)
         assert tree.depths is not None
-        self.buffer.open(tree.nodes)
-        lengths = torch.tensor(self.buffer.lengths, device=self.device)
-        steps = (lengths - self.base + 1)[:, None] + tree.depths  # tokens since the prompt's last one
-        steps = steps.clamp(max=self.most)  # guesses beyond the end may be beyond the model's positions
+        self.buffer.begin_forward(tree.num_nodes)
+        lengths = torch.tensor(self.buffer.seq_lens, device=self.device)
+        steps = (lengths - self.prompt_length + 1)[:, None] + tree.depths  # tokens since the prompt's last one
+        steps = steps.clamp(max=self.max_new_tokens)  # guesses beyond the end may be beyond the model's positions
         inputs = dict(self._template)
         inputs["input_ids"] = tree.tokens
         inputs["position_ids"] = self._last_position + steps
         inputs["attention_mask"] = self._mask(tree, lengths)
         for name, last in self._token_types.items():
-            inputs[name] = last.expand(*last.shape[:-1], tree.nodes)
-        outputs = self._forward(inputs, taps)
-        return outputs.logits, {index: outputs.hidden_states[index] for index in taps}
+            inputs[name] = last.expand(*last.shape[:-1], tree.num_nodes)
+        outputs = self._forward(inputs, hidden_state_indices)
+        return outputs.logits, {index: outputs.hidden_states[index] for index in hidden_state_indices}
 
-    def commit(self, verdict: Verdict) -> None:
+    def commit(self, result: VerifyResult) -> None:
         """See `mmspec.interfaces.Target.commit`."""
         with self._mode():
-            self.buffer.keep(verdict.path, verdict.counts, verdict.walked)
+            self.buffer.keep_path(result.path, result.counts, result.accepted_nodes)
 
-    def rewind(self, lengths: Sequence[int], wipe: bool = False) -> None:
+    def crop(self, lengths: Sequence[int], zero_tail: bool = False) -> None:
         """See `mmspec.interfaces.Target.rewind`."""
-        self.buffer.rewind([self.base + length for length in lengths])
-        if wipe:
+        self.buffer.crop([self.prompt_length + length for length in lengths])
+        if zero_tail:
             with self._mode():
-                self.buffer.wipe()
+                self.buffer.zero_tail()
 
-    def close(self, columns: int) -> Any:
+    def export_cache(self, columns: int) -> Any:
         """Fill transformers' own cache as if it had decoded `columns` columns, and return it."""
         self.lent.check()
-        give_back(self.buffer, self.base + columns - 1, self.user_cache)
+        export_dynamic_cache(self.buffer, self.prompt_length + columns - 1, self.user_cache)
         return self.user_cache
 
     @property
@@ -291,12 +295,12 @@ class HFTarget:
     def show(self, columns: int) -> None:
         """Let user code that runs next find `columns` emitted columns in its cache, as transformers feeds them."""
         self._fed = columns
-        self.lent.show(self.base + columns)
+        self.lent.show(self.prompt_length + columns)
 
     def leave(self) -> None:
         """Fill the user's cache as transformers leaves it where a call is interrupted."""
-        if self.keeps_cache and self.base:
-            give_back(self.buffer, self.base + self._fed, self.user_cache)
+        if self.keeps_cache and self.prompt_length:
+            export_dynamic_cache(self.buffer, self.prompt_length + self._fed, self.user_cache)
 
     @property
     def positions(self) -> Tensor:
@@ -306,7 +310,7 @@ class HFTarget:
 
     def _forward(self, inputs: dict[str, Any], taps: Sequence[int]) -> Any:
         if taps:
-            inputs = inputs | {"output_hidden_states": sorted(taps) if SELECTS else True}
+            inputs = inputs | {"output_hidden_states": sorted(taps) if CAN_SELECT_HIDDEN_STATES else True}
         with self._mode():
             return self.model(**inputs, return_dict=True)
 
@@ -318,7 +322,7 @@ class HFTarget:
         positions = positions.expand(*positions.shape[:-2], batch, positions.shape[-1])
         self._last_position = positions[..., -1:].to(self.device)
         step["position_ids"] = torch.cat([positions, positions[..., -1:] + 1], dim=-1)
-        types = [name for name in TOKEN_TYPES if name in step]
+        types = [name for name in TOKEN_TYPE_INPUTS if name in step]
         for name in types:
             # New tokens are text: zeros for the multimodal types; the others go on with their last value.
             last = step[name][..., -1:] if name == "token_type_ids" else torch.zeros_like(step[name][..., -1:])
@@ -347,34 +351,34 @@ class HFTarget:
         Additive, since eager attention adds it as it is and sdpa takes either kind. [B, 1, N, end], one per kind of
         layer if there are several; None where transformers' own causal mask says the same.
         """
-        plain = tree.nodes == 1 and self.buffer.uniform and self._padding is None
+        plain = tree.num_nodes == 1 and self.buffer.is_uniform and self._padding is None
         if plain:
             return None
-        assert tree.ancestors is not None and tree.depths is not None
+        assert tree.ancestor_mask is not None and tree.depths is not None
         batch, nodes = tree.tokens.shape
-        place = torch.arange(self.buffer.end, device=self.device)
+        place = torch.arange(self.buffer.kv_len, device=self.device)
         seen = place < lengths[:, None]
         if self._padding is not None:
             seen[:, : self._padding.shape[1]] &= self._padding
         seen = seen[:, None].expand(batch, nodes, -1).contiguous()
         own = (lengths[:, None] + torch.arange(nodes, device=self.device))[:, None].expand(batch, nodes, nodes)
-        seen.scatter_(2, own, tree.ancestors)
+        seen.scatter_(2, own, tree.ancestor_mask)
         kinds = self._layer_types
         if "sliding_attention" not in kinds:
-            return self._dress(seen)
+            return self._to_mask(seen)
         # Windows count places in the sequence, pads included, as transformers' own masks do.
         depth = torch.where(tree.valid, tree.depths, 0)
         at = place.expand(batch, -1).scatter(1, own[:, 0], lengths[:, None] + depth)
         assert self._window is not None
         near = (lengths[:, None] + tree.depths)[:, :, None] - at[:, None] < self._window
-        sliding = self._dress(seen & near)
+        sliding = self._to_mask(seen & near)
         if kinds == {"sliding_attention"}:
             return sliding
-        return {"full_attention": self._dress(seen), "sliding_attention": sliding}
+        return {"full_attention": self._to_mask(seen), "sliding_attention": sliding}
 
-    def _dress(self, seen: Tensor) -> Tensor:
+    def _to_mask(self, seen: Tensor) -> Tensor:
         """Bool for sdpa (which then does not care about autocast); eager attention adds its mask, so numbers there."""
-        if self.family.attention == "sdpa":
+        if self.adapter.attention == "sdpa":
             return seen[:, None]
         dtype = self.model.dtype
         mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device)

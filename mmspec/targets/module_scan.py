@@ -17,7 +17,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules import module as torch_module
 
-from mmspec.cpu.linear import served
+from mmspec.cpu.linear import is_replaced
 
 LIBRARIES = ("transformers", "torch", "peft", "accelerate", "bitsandbytes", "mmspec")
 """Packages whose hooks and functions do the same to a token whatever else is in the forward."""
@@ -86,7 +86,7 @@ class _Pass:
         forward = module.__dict__.get("forward")
         if module._compiled_call_impl is not None or hasattr(forward, "_torchdynamo_orig_callable"):
             self.compiled = True
-        if forward is None or served(module):
+        if forward is None or is_replaced(module):
             return
         self.quiet = False
         if is_library_code(forward):

@@ -7,21 +7,21 @@ from typing import Any
 
 from torch import Tensor
 
-from mmspec.interfaces import Segment
-from mmspec.targets.hf import Family
+from mmspec.interfaces import VisualGrid
+from mmspec.targets.hf import ModelAdapter
 
 
-class Qwen25VL(Family):
+class Qwen25VLAdapter(ModelAdapter):
     """`Qwen2_5_VLForConditionalGeneration`. The grids come with the inputs (`*_grid_thw`, before spatial merging)."""
 
     model_type = "qwen2_5_vl"
     vision_args = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")
 
-    def segments(self, input_ids: Tensor, vision: Mapping[str, Any]) -> tuple[Segment, ...]:
+    def grids(self, input_ids: Tensor, vision: Mapping[str, Any]) -> tuple[VisualGrid, ...]:
         """One grid per picture and per time step of a clip."""
         config = self.model.config
         merge = config.vision_config.spatial_merge_size
-        found: list[Segment] = []
+        found: list[VisualGrid] = []
         source = 0
         for token, name, role in (
             (config.image_token_id, "image_grid_thw", "base"),
@@ -29,7 +29,7 @@ class Qwen25VL(Family):
         ):
             grids = vision.get(name)
             grids = [] if grids is None else [tuple(int(n) for n in grid) for grid in grids]
-            for row, start, length in self.runs(input_ids, token):
+            for row, start, length in self.placeholder_runs(input_ids, token):
                 end = start + length
                 while start < end:  # several grids may stand side by side
                     if not grids:
@@ -37,7 +37,7 @@ class Qwen25VL(Family):
                     times, height, width = grids.pop(0)
                     height, width = height // merge, width // merge
                     for time in range(times):
-                        found.append(Segment(row, start, height, width, source, role=role, time=time))
+                        found.append(VisualGrid(row, start, height, width, source, role=role, frame=time))
                         start += height * width
                     source += 1
                 if start != end:

@@ -6,15 +6,16 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from mmspec.targets.hf import Family
-from mmspec.targets.llava import Llava
-from mmspec.targets.llava_next import LlavaNext
-from mmspec.targets.llava_next_video import LlavaNextVideo
-from mmspec.targets.llava_onevision import LlavaOnevision
-from mmspec.targets.qwen2_5_vl import Qwen25VL
+from mmspec.targets.hf import ModelAdapter
+from mmspec.targets.llava import LlavaAdapter
+from mmspec.targets.llava_next import LlavaNextAdapter
+from mmspec.targets.llava_next_video import LlavaNextVideoAdapter
+from mmspec.targets.llava_onevision import LlavaOnevisionAdapter
+from mmspec.targets.qwen2_5_vl import Qwen25VLAdapter
 
-FAMILIES: dict[str, type[Family]] = {
-    family.model_type: family for family in (Llava, LlavaNext, LlavaNextVideo, LlavaOnevision, Qwen25VL)
+ADAPTERS: dict[str, type[ModelAdapter]] = {
+    family.model_type: family
+    for family in (LlavaAdapter, LlavaNextAdapter, LlavaNextVideoAdapter, LlavaOnevisionAdapter, Qwen25VLAdapter)
 }
 
 
@@ -24,10 +25,10 @@ class UnsupportedModelError(ValueError):
 
 def supported() -> tuple[str, ...]:
     """The `model_type`s that `patch` accepts."""
-    return tuple(sorted(FAMILIES))
+    return tuple(sorted(ADAPTERS))
 
 
-def family_of(model: Any) -> Family:
+def find_adapter(model: Any) -> ModelAdapter:
     """The adapter for a model.
 
     Raises:
@@ -49,9 +50,9 @@ def family_of(model: Any) -> Family:
             f"mmspec patches the transformers model itself; got {type(model).__name__}, a wrapper around one. Patch "
             "what is inside (model.get_base_model() of PEFT, model._orig_mod of torch.compile)."
         )
-    if kind not in FAMILIES:
+    if kind not in ADAPTERS:
         raise UnsupportedModelError(
             f"mmspec has no adapter for model_type {kind!r} ({type(model).__name__}); "
             f"supported: {', '.join(supported())}."
         )
-    return FAMILIES[kind](model)
+    return ADAPTERS[kind](model)

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from mmspec.engine.sampler import Undo
-from mmspec.engine.tree import DraftTree, bare, seal
-from mmspec.interfaces import Verdict
-from mmspec.targets.hf import TOKEN_TYPES, Family, HFTarget
+from mmspec.engine.sampler import RngGuard
+from mmspec.engine.tree import DraftTree, root_only, sanitize
+from mmspec.interfaces import VerifyResult
+from mmspec.targets.hf import TOKEN_TYPE_INPUTS, HFTarget, ModelAdapter
 from mmspec.targets.module_scan import described
 
 PARENTS = (-1, 0, 1, 2, 0, 4, 1, 6)
@@ -37,7 +37,9 @@ NAMED = 3
 """Modules that a message names."""
 
 
-def refusal(family: Family, foreign: Sequence[nn.Module], model_kwargs: Mapping[str, Any], config: Any) -> str | None:
+def refusal(
+    family: ModelAdapter, foreign: Sequence[nn.Module], model_kwargs: Mapping[str, Any], config: Any
+) -> str | None:
     """Why a model with these modules must be decoded by transformers alone; None if the self-test passes.
 
     Args:
@@ -51,14 +53,14 @@ def refusal(family: Family, foreign: Sequence[nn.Module], model_kwargs: Mapping[
     if opaque:
         return f"{where}: holds an iterator or a generator ({opaque[0]}), which no test can put back"
     positions: Tensor = model_kwargs["position_ids"]
-    undo = Undo(positions.device, family.model.device)
+    undo = RngGuard(positions.device, family.model.device)
     try:
         with undo, _restored(foreign) as changed:
             fault = _fault(family, model_kwargs, config)
             fault = changed() or fault
     except Exception as error:  # user code may raise anything on inputs that it does not expect
         return f"{where}: fails the self-test ({type(error).__name__}: {error})"
-    if undo.drew:
+    if undo.rng_was_used:
         return f"{where}: a forward that draws random numbers"
     return None if fault is None else f"{where}: {fault}"
 
@@ -78,7 +80,7 @@ def fingerprint(modules: Sequence[nn.Module]) -> tuple[Any, ...]:
     )
 
 
-def _fault(family: Family, model_kwargs: Mapping[str, Any], config: Any) -> str | None:
+def _fault(family: ModelAdapter, model_kwargs: Mapping[str, Any], config: Any) -> str | None:
     device = model_kwargs["position_ids"].device
     ids, tokens = _ids(family, device)
 
@@ -86,13 +88,13 @@ def _fault(family: Family, model_kwargs: Mapping[str, Any], config: Any) -> str 
         kwargs = _inputs(family, ids, model_kwargs)
         return HFTarget(family, ids, kwargs, config, most=len(PARENTS), quiet=False)
 
-    allowed = torch.ones(family.embedded, dtype=torch.bool, device=device)
+    allowed = torch.ones(family.num_embeddings, dtype=torch.bool, device=device)
     apart = torch.empty(0)
     for path in PATHS:  # before the tree, so that nothing that it leaves behind is taken for the truth
         one = target()
         one.prefill()
         for node in path:
-            root = seal(bare(1, device), tokens[:, node], allowed)
+            root = sanitize(root_only(1, device), tokens[:, node], allowed)
             logits = one.score(root)[0][0, 0].float()
             if not len(apart):
                 apart = logits.new_full((len(PARENTS), len(logits)), torch.nan)
@@ -103,7 +105,7 @@ def _fault(family: Family, model_kwargs: Mapping[str, Any], config: Any) -> str 
     whole = target()
     whole.prefill()
     parents = torch.tensor([PARENTS], device=device)
-    tree = seal(DraftTree(tokens, parents, torch.ones_like(parents, dtype=torch.bool)), tokens[:, 0], allowed)
+    tree = sanitize(DraftTree(tokens, parents, torch.ones_like(parents, dtype=torch.bool)), tokens[:, 0], allowed)
     scored = whole.score(tree)[0][0]
     together, again = scored.float(), whole.score(tree)[0][0].float()
     if not _same(together, again, scored.dtype):
@@ -128,16 +130,18 @@ def _same(wanted: Tensor, found: Tensor, dtype: torch.dtype) -> bool:
     return not bool(flipped.any()) and bool((difference.mean(-1) <= HALF_MEAN * resolution).all())
 
 
-def _ids(family: Family, device: torch.device) -> tuple[Tensor, Tensor]:
+def _ids(family: ModelAdapter, device: torch.device) -> tuple[Tensor, Tensor]:
     """A prompt [1, PROMPT] and the tokens [1, N] of the tree: ordinary ids, all different, the same in every run."""
-    dice = torch.Generator().manual_seed(0)
-    usable = [token for token in range(min(family.embedded, family.vocab_size)) if token not in family.placeholders]
-    chosen = torch.randperm(len(usable), generator=dice)[None, : PROMPT + len(PARENTS)]
+    rng = torch.Generator().manual_seed(0)
+    usable = [
+        token for token in range(min(family.num_embeddings, family.vocab_size)) if token not in family.media_token_ids
+    ]
+    chosen = torch.randperm(len(usable), generator=rng)[None, : PROMPT + len(PARENTS)]
     ids = torch.tensor(usable)[chosen].to(device)
     return ids[:, :PROMPT], ids[:, PROMPT:]
 
 
-def _inputs(family: Family, ids: Tensor, model_kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def _inputs(family: ModelAdapter, ids: Tensor, model_kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """What transformers would have prepared for a prompt of text alone."""
     axes = model_kwargs["position_ids"].shape[:-2]
     positions = torch.arange(ids.shape[1], device=ids.device).expand(*axes, *ids.shape)
@@ -146,13 +150,15 @@ def _inputs(family: Family, ids: Tensor, model_kwargs: Mapping[str, Any]) -> dic
         "attention_mask": torch.ones_like(ids),
         "past_key_values": DynamicCache(config=family.text_config),
     }
-    made |= {name: torch.zeros_like(ids) for name in TOKEN_TYPES if name in model_kwargs}
+    made |= {name: torch.zeros_like(ids) for name in TOKEN_TYPE_INPUTS if name in model_kwargs}
     return made | {name: model_kwargs[name] for name in ("use_cache", "logits_to_keep") if name in model_kwargs}
 
 
-def _step(root: DraftTree) -> Verdict:
+def _step(root: DraftTree) -> VerifyResult:
     """A verdict that walks the root and nothing else."""
-    return Verdict(root, torch.zeros_like(root.tokens), torch.ones_like(root.tokens[:, 0]), root.tokens, [[0]], [[0]])
+    return VerifyResult(
+        root, torch.zeros_like(root.tokens), torch.ones_like(root.tokens[:, 0]), root.tokens, [[0]], [[0]]
+    )
 
 
 @contextmanager

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_hearer: ContextVar[Listening | None] = ContextVar("mmspec_tower", default=None)
+_hearer: ContextVar[AttentionCapture | None] = ContextVar("mmspec_tower", default=None)
 
 
-class Listening:
+class AttentionCapture:
     """What one call's pictures were fed to an attention layer as.
 
     Attributes:
@@ -27,11 +27,11 @@ class Listening:
     """
 
     def __init__(self, layer: nn.Module, first: bool) -> None:
-        self.layer, self.first = layer, first
+        self.layer, self.has_class_token = layer, first
         self._fed: list[Tensor] = []
 
     @contextmanager
-    def on(self) -> Iterator[Listening]:
+    def active(self) -> Iterator[AttentionCapture]:
         """Hears what this thread feeds the layer. Other threads may use the model meanwhile; theirs is not heard."""
 
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -57,14 +57,14 @@ class Listening:
         layer: Any = self.layer
         heads, count = int(layer.num_heads), len(fed)
         fed = fed.to(layer.q_proj.weight.dtype)  # another one under autocast
-        asking = fed[:1] if self.first else fed
+        asking = fed[:1] if self.has_class_token else fed
         queries = layer.q_proj(asking).view(len(asking), heads, -1).transpose(0, 1).float()
         keys = layer.k_proj(fed).view(count, heads, -1).transpose(0, 1).float()
         given = (queries @ keys.mT * layer.scale).softmax(-1).mean((0, 1))
-        return given[1:] if self.first else given
+        return given[1:] if self.has_class_token else given
 
 
-def listening(tower: nn.Module, feature_layer: int | Sequence[int], first: bool) -> Listening | None:
+def capture_attention(tower: nn.Module, feature_layer: int | Sequence[int], first: bool) -> AttentionCapture | None:
     """For the layer whose output the projector is given; None where the tower is built otherwise.
 
     Args:
@@ -79,8 +79,8 @@ def listening(tower: nn.Module, feature_layer: int | Sequence[int], first: bool)
             return None
         attention: Any = getattr(layers[place], "self_attn", None)
         if all(hasattr(attention, part) for part in ("q_proj", "k_proj", "num_heads", "scale")):
-            return Listening(attention, first)
+            return AttentionCapture(attention, first)
     return None
 
 
-__all__ = ["Listening", "listening"]
+__all__ = ["AttentionCapture", "capture_attention"]

@@ -142,7 +142,7 @@ def test_ratios_are_those_of_paired_runs() -> None:
 
 def test_acceptance_per_position_is_of_all_rounds() -> None:
     made = Stats(rounds=10, decode_s=1.0, tokens=19, first_tokens=1, row_rounds=10)
-    made.lengths.update({1: 5, 2: 2, 3: 3})
+    made.accept_length_hist.update({1: 5, 2: 2, 3: 3})
     runs = [Run(1.0, 0.1, 0.9, torch.zeros(1, 5), 5, made if ours else None, 5) for ours in (False, True)]
     rows = list(results([System("hf", None, runs[:1]), System("none", None, runs[1:])]))
     assert rows[1]["kept_at_depth"] == [0.5, 0.6] and rows[1]["accepted_at_position"] == [0.5, 0.3]
@@ -152,7 +152,7 @@ def test_acceptance_per_position_is_of_all_rounds() -> None:
 def test_trees_of_one_size_and_none_stays_plain(tiny: Captioner) -> None:
     inputs = requests_of(tiny, pictures([], 1, 0), "a", 1, 0, 1, 0)[0]
     field = {one.name: one for one in systems(tiny.model, ["recycling"], tiny.processor, nodes=4)}
-    nodes = {name: once(field[name], inputs, 8, 0.0, 0).stats.nodes for name in ("none", "recycling")}
+    nodes = {name: once(field[name], inputs, 8, 0.0, 0).stats.tree_size_hist for name in ("none", "recycling")}
     assert set(nodes["none"]) == {1} and set(nodes["recycling"]) == {4}
 
 

@@ -25,12 +25,12 @@ pytest.importorskip("gradio")
 
 from mmspec.app.caption.config import DEFAULT, VIDEO_PROMPT
 from mmspec.app.modeling.synthetic_images import write_pictures
-from mmspec.app.scenes.examples import files
+from mmspec.app.scenes.examples import list_example_files
 from mmspec.app.ui import api as endpoints
-from mmspec.app.ui.comparison import Race
+from mmspec.app.ui.comparison import ComparisonRun
 from mmspec.app.ui.limits import Limits
-from mmspec.app.ui.model_store import Shelf
-from mmspec.app.ui.server import Served, served
+from mmspec.app.ui.model_store import ModelStore
+from mmspec.app.ui.server import DemoServer, serve
 from mmspec.app.ui.tabs import compare as page_compare
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(300)]
@@ -42,9 +42,11 @@ NASTY = "<img src=x onerror='window.hacked=1'><script>window.hacked=1</script> *
 
 
 @pytest.fixture(scope="module")
-def site(request: pytest.FixtureRequest) -> Iterator[Served]:
-    shelf = Shelf("tiny") if request.config.getoption("--shots") is None else Shelf()  # pictures of what users see
-    with served(shelf, limits=Limits(megabytes=5)) as running:
+def site(request: pytest.FixtureRequest) -> Iterator[DemoServer]:
+    shelf = (
+        ModelStore("tiny") if request.config.getoption("--shots") is None else ModelStore()
+    )  # pictures of what users see
+    with serve(shelf, limits=Limits(max_file_mb=5)) as running:
         yield running
 
 
@@ -64,7 +66,7 @@ def browser() -> Iterator[Any]:
 
 
 @pytest.fixture
-def open_page(site: Served, browser: Any) -> Iterator[Callable[..., Any]]:
+def open_page(site: DemoServer, browser: Any) -> Iterator[Callable[..., Any]]:
     """Open the app; a page whose script fails fails the test."""
     opened, wrong = [], []
 
@@ -133,11 +135,11 @@ def started(page: Any) -> None:
 
 
 @pytest.fixture
-def races(monkeypatch: pytest.MonkeyPatch) -> list[Race]:
+def races(monkeypatch: pytest.MonkeyPatch) -> list[ComparisonRun]:
     """All races from now on."""
-    made: list[Race] = []
+    made: list[ComparisonRun] = []
 
-    class Kept(Race):
+    class Kept(ComparisonRun):
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
             made.append(self)
@@ -147,14 +149,14 @@ def races(monkeypatch: pytest.MonkeyPatch) -> list[Race]:
     return made
 
 
-def free(site: Served) -> None:
+def free(site: DemoServer) -> None:
     """Wait until the device has nothing to do."""
     site.context.worker.submit(lambda: True).result(timeout=60)
 
 
-def said(race: Race) -> int:
+def said(race: ComparisonRun) -> int:
     """Tokens of both sides."""
-    return len(race.plain.tape.ids) + len(race.mmspec.tape.ids)
+    return len(race.plain.streamer.token_ids) + len(race.mmspec.streamer.token_ids)
 
 
 def dismiss(page: Any) -> None:
@@ -232,14 +234,14 @@ def test_a_conversation_goes_on_until_the_picture_changes(page: Any) -> None:
     assert page.locator("#mm-replay").is_disabled()
 
 
-def test_a_clip(page: Any, races: list[Race], request: pytest.FixtureRequest) -> None:
+def test_a_clip(page: Any, races: list[ComparisonRun], request: pytest.FixtureRequest) -> None:
     page.get_by_role("tab", name="Clip").click()
     page.wait_for_function(f"document.querySelector('#mm-question textarea').value == '{VIDEO_PROMPT}'")
     page.locator("#mm-clip-examples button, #mm-clip-examples video, #mm-clip-examples td").first.click()
     page.wait_for_selector("#mm-clip video")
     ask(page)
     finish(page)
-    clip = next(path for path in files() if path.suffix == ".mp4" and path != files()[-1])
+    clip = next(path for path in list_example_files() if path.suffix == ".mp4" and path != list_example_files()[-1])
     page.locator("#mm-fresh").click()
     page.locator("#mm-clip").get_by_label("Clear").click()
     page.locator("#mm-clip input[type=file]").set_input_files(str(clip))
@@ -255,7 +257,7 @@ def test_a_clip(page: Any, races: list[Race], request: pytest.FixtureRequest) ->
     keep(page, request, "clip", 1280)
 
 
-def test_a_photo_from_the_camera_and_a_picture_from_the_clipboard(page: Any, browser: Any, site: Served) -> None:
+def test_a_photo_from_the_camera_and_a_picture_from_the_clipboard(page: Any, browser: Any, site: DemoServer) -> None:
     page.context.grant_permissions(["camera", "clipboard-read", "clipboard-write"], origin=site.url.rstrip("/"))
     area = page.locator("#mm-picture")
     area.get_by_label("Capture from camera").click()
@@ -283,7 +285,7 @@ def test_a_photo_from_the_camera_and_a_picture_from_the_clipboard(page: Any, bro
     assert "identical" in text(page, ".mm-badge")
 
 
-def test_stop_stops(page: Any, site: Served) -> None:
+def test_stop_stops(page: Any, site: DemoServer) -> None:
     page.locator("#mm-examples button").first.click()
     page.wait_for_selector("#mm-picture img")
     settings(page, tokens=1024)
@@ -338,7 +340,7 @@ def test_nothing_that_is_written_becomes_html(page: Any) -> None:
     assert page.evaluate("window.hacked") is None
 
 
-def test_a_second_user_waits_and_nothing_is_mixed(open_page: Callable[..., Any], site: Served) -> None:
+def test_a_second_user_waits_and_nothing_is_mixed(open_page: Callable[..., Any], site: DemoServer) -> None:
     first, second = open_page(), open_page()
     for number, one in enumerate((first, second)):
         one.locator("#mm-examples button").nth(number).click()
@@ -358,7 +360,9 @@ def test_a_second_user_waits_and_nothing_is_mixed(open_page: Callable[..., Any],
     assert text(first, "#mm-plain .mm-asked") != text(second, "#mm-plain .mm-asked")
 
 
-def test_closing_the_page_ends_the_run(open_page: Callable[..., Any], site: Served, races: list[Race]) -> None:
+def test_closing_the_page_ends_the_run(
+    open_page: Callable[..., Any], site: DemoServer, races: list[ComparisonRun]
+) -> None:
     gone = open_page()
     gone.locator("#mm-examples button").first.click()
     gone.wait_for_selector("#mm-picture img")
@@ -367,7 +371,7 @@ def test_closing_the_page_ends_the_run(open_page: Callable[..., Any], site: Serv
     started(gone)
     gone.goto("about:blank")
     free(site)
-    assert races[0].cut and said(races[0]) < 1024 + 1024
+    assert races[0].cancelled and said(races[0]) < 1024 + 1024
     other = open_page()
     other.locator("#mm-examples button").first.click()
     other.wait_for_selector("#mm-picture img")
@@ -377,7 +381,9 @@ def test_closing_the_page_ends_the_run(open_page: Callable[..., Any], site: Serv
     assert "identical" in text(other, ".mm-badge")
 
 
-def test_who_leaves_the_queue_is_not_waited_for(open_page: Callable[..., Any], site: Served, races: list[Race]) -> None:
+def test_who_leaves_the_queue_is_not_waited_for(
+    open_page: Callable[..., Any], site: DemoServer, races: list[ComparisonRun]
+) -> None:
     gate, gone = threading.Event(), open_page()
     site.context.worker.submit(lambda: gate.wait(120))
     gone.locator("#mm-examples button").first.click()
@@ -386,7 +392,7 @@ def test_who_leaves_the_queue_is_not_waited_for(open_page: Callable[..., Any], s
     ask(gone)
     gone.wait_for_function("document.querySelector('#mm-status').innerText.includes('Waiting')")
     gone.goto("about:blank")
-    until(lambda: races[0].halt.asked)
+    until(lambda: races[0].cancel_signal.should_stop)
     gate.set()
     free(site)
     assert said(races[0]) == 0
@@ -394,7 +400,7 @@ def test_who_leaves_the_queue_is_not_waited_for(open_page: Callable[..., Any], s
 
 @pytest.mark.parametrize("tab", ["Compare", "Batch"])
 def test_a_queued_visitor_sees_his_place_and_leaves_at_once(
-    open_page: Callable[..., Any], site: Served, races: list[Race], tab: str
+    open_page: Callable[..., Any], site: DemoServer, races: list[ComparisonRun], tab: str
 ) -> None:
     gate, page = threading.Event(), open_page()
     site.context.worker.submit(lambda: gate.wait(120))
@@ -554,7 +560,7 @@ CONTRASTS = """(() => {
 
 
 def test_what_only_a_trained_drafter_shows(browser: Any, request: pytest.FixtureRequest) -> None:
-    with served(Shelf(), port=0) as site:
+    with serve(ModelStore(), port=0) as site:
         page = browser.new_page(viewport={"width": 1280, "height": 900})
         page.set_default_timeout(PATIENCE)
         page.goto(site.url)
@@ -592,7 +598,7 @@ def race(page: Any, request: pytest.FixtureRequest) -> None:
 
 
 @pytest.fixture(scope="module")
-def client(site: Served) -> Any:
+def client(site: DemoServer) -> Any:
     from gradio_client import Client
 
     return Client(site.url, verbose=False)
@@ -606,16 +612,16 @@ def test_compare_through_the_client(client: Any, tmp_path: Path) -> None:
         run = client.predict(file, "what is it?", max_new_tokens=20, api_name="/compare", **more)
         assert run["identical"] and len(run["mmspec"]["tokens"]) == 20
         assert run["plain"]["answer"] == run["mmspec"]["answer"] and run["choice"]["seed"] == more.get("seed", 0)
-    clip = next(str(path) for path in files() if path.suffix == ".mp4")
+    clip = next(str(path) for path in list_example_files() if path.suffix == ".mp4")
     run = client.predict(handle_file(clip), max_new_tokens=6, api_name="/compare")
     assert run["identical"] and run["question"] == VIDEO_PROMPT
 
 
-def test_a_client_that_has_gone_is_not_worked_for(site: Served, races: list[Race]) -> None:
+def test_a_client_that_has_gone_is_not_worked_for(site: DemoServer, races: list[ComparisonRun]) -> None:
     import httpx
 
     call = f"{site.url}gradio_api/call/compare"
-    sent = httpx.post(f"{site.url}gradio_api/upload", files={"files": files()[0].open("rb")}).json()
+    sent = httpx.post(f"{site.url}gradio_api/upload", files={"files": list_example_files()[0].open("rb")}).json()
     file = {"path": sent[0], "meta": {"_type": "gradio.FileData"}}
     data = [file, "what?", "tiny", "auto", "none", 0, 0, 1024]
     event = httpx.post(call, json={"data": data}).json()["event_id"]
@@ -623,7 +629,7 @@ def test_a_client_that_has_gone_is_not_worked_for(site: Served, races: list[Race
         next(answer.iter_lines())
         until(lambda: bool(races) and said(races[0]) > 0)
     free(site)
-    assert races[0].cut and said(races[0]) < 1024 + 1024
+    assert races[0].cancelled and said(races[0]) < 1024 + 1024
 
 
 def test_caption_through_the_client(client: Any, tmp_path: Path) -> None:
@@ -663,7 +669,7 @@ def test_errors_reach_the_client_as_one_sentence(client: Any, tmp_path: Path) ->
         assert "Traceback" not in said and str(tmp_path) not in said
 
 
-def test_no_file_outside_the_uploads_can_be_read(site: Served) -> None:
+def test_no_file_outside_the_uploads_can_be_read(site: DemoServer) -> None:
     import httpx
 
     call = f"{site.url}gradio_api/call/compare"
@@ -690,8 +696,8 @@ def test_only_two_endpoints_are_public(client: Any) -> None:
 def test_nothing_is_left_behind(tmp_path: Path) -> None:
     from gradio_client import Client, handle_file
 
-    with served(Shelf("tiny"), port=0) as running:
-        root = running.context.space.root
+    with serve(ModelStore("tiny"), port=0) as running:
+        root = running.context.temp_storage.root
         assert root.exists() and running.url.startswith("http://127.0.0.1:")
         one = Client(running.url, verbose=False, download_files=str(tmp_path / "got"))
         paths = [handle_file(str(path)) for path in write_pictures(tmp_path / "p", 2)]
@@ -713,7 +719,7 @@ def test_the_command_from_start_to_end(tmp_path: Path) -> None:
             url = running.stdout.readline().split()[2]
             assert not url.endswith(":0")
             one = Client(url, verbose=False, download_files=str(tmp_path / "got"))
-            run = one.predict(handle_file(str(files()[0])), "What do you see?", api_name="/compare")
+            run = one.predict(handle_file(str(list_example_files()[0])), "What do you see?", api_name="/compare")
             assert run["identical"] and run["choice"]["model"] == DEFAULT and run["tau"] > 1
             assert list(tmp_path.glob("mmspec-demo-*"))
         finally:
@@ -723,9 +729,9 @@ def test_the_command_from_start_to_end(tmp_path: Path) -> None:
 
 
 def test_a_model_that_is_not_there_is_told_at_once(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
-    with served(Shelf(str(tmp_path / "none")), port=0):
+    with serve(ModelStore(str(tmp_path / "none")), port=0):
         until(lambda: any("cannot be used" in record.getMessage() for record in caplog.records))
 
 
 def test_the_default_model_is_the_shipped_one() -> None:
-    assert Shelf().models[0] == DEFAULT
+    assert ModelStore().model_names[0] == DEFAULT

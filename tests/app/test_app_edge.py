@@ -25,17 +25,17 @@ from edge_server import Server
 
 from mmspec.app.cli.main import main
 from mmspec.app.errors import UsageError
-from mmspec.app.scenes.examples import files
+from mmspec.app.scenes.examples import list_example_files
 from mmspec.app.ui.context import Context
 from mmspec.app.ui.edge.bodies import Bounds, Parts, RefusedError, Uploads, parsed
 from mmspec.app.ui.edge.hosts import Hosts, Request
 from mmspec.app.ui.edge.routes import door_of
-from mmspec.app.ui.model_store import Shelf
-from mmspec.app.ui.report import Space
-from mmspec.app.ui.server import build
-from mmspec.app.ui.tabs.batch import steps as batch_steps
-from mmspec.app.ui.tabs.compare import Talk, steps
-from mmspec.app.ui.worker import MOST_WAITING, Halt, LeftError, Worker
+from mmspec.app.ui.model_store import ModelStore
+from mmspec.app.ui.report import TempStorage
+from mmspec.app.ui.server import build_app
+from mmspec.app.ui.tabs.batch import stream_batch as batch_steps
+from mmspec.app.ui.tabs.compare import Conversation, stream_comparison
+from mmspec.app.ui.worker import MOST_WAITING, CancelSignal, LeftError, Worker
 
 HAMMER_S = float(os.environ.get("MMSPEC_HAMMER_S", "300"))
 """Seconds of the slow test with two clients."""
@@ -50,10 +50,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture
 def context() -> Iterator[Context]:
-    made = Context(Shelf("tiny"), Space())
+    made = Context(ModelStore("tiny"), TempStorage())
     yield made
     made.worker.close()
-    made.space.close()
+    made.temp_storage.close()
 
 
 def get(server: Server, path: str, *headers: tuple[str, str], method: str = "GET", host: str | None = None) -> Got:
@@ -215,7 +215,7 @@ def registered(routes: Any) -> Iterator[tuple[str, str]]:
 def test_every_route_of_gradio_is_listed_or_closed(server: Server, context: Context) -> None:
     from gradio.routes import App
 
-    found = list(registered(App.create_app(build(context)).routes))
+    found = list(registered(App.create_app(build_app(context)).routes))
     assert len(found) > 60 and {path for _, path in found} >= OPEN
     for method, template in found:
         path = re.sub(r"\{[^}]*\}", "x", template)
@@ -230,7 +230,7 @@ def test_every_route_of_gradio_is_listed_or_closed(server: Server, context: Cont
 
 
 def test_what_waits_in_line_is_not_run_past_it(server: Server) -> None:
-    sent = post(server, f"{API}/upload", form([file_part(files()[0].read_bytes())]), FORM)
+    sent = post(server, f"{API}/upload", form([file_part(list_example_files()[0].read_bytes())]), FORM)
     file = {"path": json.loads(sent.body)[0], "meta": {"_type": "gradio.FileData"}}
     compare, answer = server.events["compare"], server.events["answer"]
     chosen = ["tiny", "auto", "none", 0, 0, 8]
@@ -422,19 +422,19 @@ def test_who_waits_sees_his_place_and_leaves_at_once(context: Context) -> None:
         context.worker.submit(lambda: gate.wait(60))
     chosen = ("tiny", "auto", "none", 0, 0, 8, "automatic")
     context.sessions.begin("me")
-    run = steps(context, str(files()[0]), "what is it?", Talk(), chosen, "me")
+    run = stream_comparison(context, str(list_example_files()[0]), "what is it?", Conversation(), chosen, "me")
     assert "2 runs ahead" in next(run)[0] and "2 runs ahead" in next(run)[0]
     context.sessions.begin("other")
-    batch = batch_steps(context, [str(files()[0])], "", chosen, "other")
+    batch = batch_steps(context, [str(list_example_files()[0])], "", chosen, "other")
     assert next(batch)[0].ahead == 3
     began = time.monotonic()
-    context.sessions.stop("me")
-    assert list(run) == [] and time.monotonic() - began < 2 and context.sessions.take("me") is None
+    context.sessions.cancel("me")
+    assert list(run) == [] and time.monotonic() - began < 2 and context.sessions.take_result("me") is None
     next(batch)
     assert next(batch)[0].ahead == 2, "one has left"
-    context.sessions.stop("other")
+    context.sessions.cancel("other")
     last, busy = list(batch)[-1]
-    assert last.stopped and not busy and not last.inside.exists() and time.monotonic() - began < 4
+    assert last.cancelled and not busy and not last.input_folder.exists() and time.monotonic() - began < 4
     gate.set()
 
 
@@ -443,17 +443,17 @@ def test_the_line_has_an_end() -> None:
     for _ in range(MOST_WAITING + 1):
         worker.submit(lambda: gate.wait(60))
     with pytest.raises(UsageError, match="20 questions are waiting"):
-        next(worker.follow(lambda: 1, Halt()))
+        next(worker.submit_and_poll(lambda: 1, CancelSignal()))
     gate.set()
     worker.close()
 
 
 def test_leaving_is_told_from_ending() -> None:
-    worker, gate, halt = Worker(), threading.Event(), Halt()
+    worker, gate, halt = Worker(), threading.Event(), CancelSignal()
     worker.submit(lambda: gate.wait(60))
-    run = worker.follow(lambda: 1, halt, every=0.01)
+    run = worker.submit_and_poll(lambda: 1, halt, interval_s=0.01)
     assert next(run) == 1
-    halt.ask()
+    halt.cancel()
     with pytest.raises(LeftError):
         next(run)
     gate.set()
@@ -502,7 +502,7 @@ def test_thousands_of_hostile_requests_are_refused(server: Server) -> None:
 
 def visit(server: Server, number: int) -> None:
     """A valid visitor's question, from the upload to the answer."""
-    body = form([file_part(files()[number % 3].read_bytes(), "a.png")])
+    body = form([file_part(list_example_files()[number % 3].read_bytes(), "a.png")])
     sent = post(server, f"{API}/upload", body, FORM)
     assert sent.status in (200, 413), sent
     if sent.status == 413:  # the app is full of the other's uploads

@@ -24,11 +24,11 @@ from mmspec.app.modeling.captioner import Captioner
 from mmspec.app.modeling.load import load
 from mmspec.app.modeling.random_models import random_model
 from mmspec.app.scenes import examples, tasks
-from mmspec.app.scenes.domain_check import ADVICE, like_a_scene
-from mmspec.app.scenes.render import paint
-from mmspec.app.scenes.world import HELD_OUT, Clip, clip, scene
+from mmspec.app.scenes.domain_check import OUT_OF_DOMAIN_HINT, looks_like_scene
+from mmspec.app.scenes.render import render_scene
+from mmspec.app.scenes.world import FIRST_HELD_OUT_SEED, Clip, generate_clip, generate_scene
 
-CLIPS = [path for path in examples.files() if path.suffix == ".mp4"]
+CLIPS = [path for path in examples.list_example_files() if path.suffix == ".mp4"]
 
 
 def rows(path: Path) -> list[dict[str, Any]]:
@@ -37,9 +37,9 @@ def rows(path: Path) -> list[dict[str, Any]]:
 
 def photograph(seed: int = 0) -> Image.Image:
     """No two neighbours alike, as in the grass of a photograph."""
-    dice = np.random.default_rng(seed)
-    coarse = Image.fromarray(dice.integers(0, 255, (12, 16, 3), dtype=np.uint8)).resize((320, 240))
-    return Image.fromarray((np.asarray(coarse) * 0.8 + dice.integers(0, 50, (240, 320, 3))).astype(np.uint8))
+    rng = np.random.default_rng(seed)
+    coarse = Image.fromarray(rng.integers(0, 255, (12, 16, 3), dtype=np.uint8)).resize((320, 240))
+    return Image.fromarray((np.asarray(coarse) * 0.8 + rng.integers(0, 50, (240, 320, 3))).astype(np.uint8))
 
 
 # --- examples ---------------------------------------------------------------------------------------------------------
@@ -47,10 +47,10 @@ def photograph(seed: int = 0) -> Image.Image:
 
 def test_the_examples_are_what_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("av")
-    made = examples.write(tmp_path)
-    assert sorted(path.name for path in made) == sorted(path.name for path in examples.files())
-    assert sum(path.stat().st_size for path in examples.files()) < 300_000
-    for path in examples.files():
+    made = examples.write_examples(tmp_path)
+    assert sorted(path.name for path in made) == sorted(path.name for path in examples.list_example_files())
+    assert sum(path.stat().st_size for path in examples.list_example_files()) < 300_000
+    for path in examples.list_example_files():
         if path.suffix == ".png":
             assert Image.open(path).tobytes() == Image.open(tmp_path / path.name).tobytes()
         else:
@@ -63,11 +63,11 @@ def near(a: Image.Image, b: Image.Image, most: float = 4.0) -> bool:
 
 
 def test_the_clips_hold_all_frames() -> None:
-    for seed, path in zip(examples.CLIPS, ("frog_moves", "cake_appears", "lion_moves"), strict=True):
-        frames = load_clip(examples.FOLDER / f"{path}.mp4").frames
-        truth = clip(HELD_OUT + seed).frames
+    for seed, path in zip(examples.CLIP_SEEDS, ("frog_moves", "cake_appears", "lion_moves"), strict=True):
+        frames = load_clip(examples.EXAMPLES_FOLDER / f"{path}.mp4").frames
+        truth = generate_clip(FIRST_HELD_OUT_SEED + seed).frames
         assert len(frames) == len(truth)
-        assert all(near(a, paint(b)) for a, b in zip(frames, truth, strict=True))
+        assert all(near(a, render_scene(b)) for a, b in zip(frames, truth, strict=True))
 
 
 # --- clips in jobs ----------------------------------------------------------------------------------------------------
@@ -77,7 +77,7 @@ def test_pictures_and_clips_in_one_job(tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "in").mkdir()
     shutil.copy(CLIPS[0], tmp_path / "in" / "b.mp4")
     shutil.copy(CLIPS[2], tmp_path / "in" / "C.MP4")
-    paint(scene(3)).save(tmp_path / "in" / "a.png")
+    render_scene(generate_scene(3)).save(tmp_path / "in" / "a.png")
     out = tmp_path / "o.jsonl"
     args = ["--out", str(out), "--max-new-tokens", "12", "--compare", "--no-progress", "--frames", "5"]
     assert main(["caption", str(tmp_path / "in"), "--model", "tiny", *args]) == 0
@@ -125,11 +125,11 @@ def test_no_video_reader_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_scenes_look_like_scenes_and_photographs_do_not(tmp_path: Path) -> None:
     for seed in range(60):
-        drawn = paint(scene(seed, 6 if seed % 2 else None))
-        assert like_a_scene(drawn), seed
+        drawn = render_scene(generate_scene(seed, 6 if seed % 2 else None))
+        assert looks_like_scene(drawn), seed
         drawn.resize((300, 260)).save(tmp_path / "a.jpg", quality=75)
-        assert like_a_scene(Image.open(tmp_path / "a.jpg")), seed
-        assert not like_a_scene(photograph(seed)), seed
+        assert looks_like_scene(Image.open(tmp_path / "a.jpg")), seed
+        assert not looks_like_scene(photograph(seed)), seed
 
 
 def test_a_photograph_is_answered_with_advice_once(tmp_path: Path, capsys: Any) -> None:
@@ -138,7 +138,7 @@ def test_a_photograph_is_answered_with_advice_once(tmp_path: Path, capsys: Any) 
     from mmspec.app.io.output import FileOutput
 
     (tmp_path / "in").mkdir()
-    paint(scene(1)).save(tmp_path / "in" / "a.png")
+    render_scene(generate_scene(1)).save(tmp_path / "in" / "a.png")
     for number in range(3):
         photograph(number).save(tmp_path / "in" / f"b{number}.png")
     import mmspec
@@ -149,7 +149,7 @@ def test_a_photograph_is_answered_with_advice_once(tmp_path: Path, capsys: Any) 
         settings = JobSettings((str(tmp_path / "in"),), name, str(tmp_path / f"{name}.jsonl"), progress=False)
         assert Job(settings, FileOutput(Path(settings.out), settings.fingerprint(1)), lambda: maker).run() == 0
         err = capsys.readouterr().err
-        assert err.count(ADVICE) == told
+        assert err.count(OUT_OF_DOMAIN_HINT) == told
         assert not told or "in/b0.png does not look like" in err
 
 
@@ -157,28 +157,28 @@ def test_a_photograph_is_answered_with_advice_once(tmp_path: Path, capsys: Any) 
 
 
 def test_tasks_draw_from_the_held_out_world() -> None:
-    assert bench.TASKS == tasks.TASKS
-    for task in tasks.TASKS:
-        drawn = list(islice(tasks.requests(task, HELD_OUT), 6))
-        again = list(islice(tasks.requests(task, HELD_OUT), 6))
+    assert bench.TASKS == tasks.REQUEST_TASKS
+    for task in tasks.REQUEST_TASKS:
+        drawn = list(islice(tasks.generate_requests(task, FIRST_HELD_OUT_SEED), 6))
+        again = list(islice(tasks.generate_requests(task, FIRST_HELD_OUT_SEED), 6))
         assert [(one.seed, one.question, one.answer) for one in drawn] == [
             (one.seed, one.question, one.answer) for one in again
         ]
-        assert all(one.seed >= HELD_OUT and one.question and one.answer for one in drawn)
-        assert all((len(one.pictures) > 3) == (task == "clip") == isinstance(one.truth, Clip) for one in drawn)
-    assert all(len(one.truth.things) > 2 for one in islice(tasks.requests("describe", 0), 20))  # type: ignore[union-attr]
-    assert len({one.question.split()[0] for one in islice(tasks.requests("answer", 0), 60)}) > 5
+        assert all(one.seed >= FIRST_HELD_OUT_SEED and one.question and one.answer for one in drawn)
+        assert all((len(one.images) > 3) == (task == "clip") == isinstance(one.ground_truth, Clip) for one in drawn)
+    assert all(len(one.ground_truth.things) > 2 for one in islice(tasks.generate_requests("describe", 0), 20))  # type: ignore[union-attr]
+    assert len({one.question.split()[0] for one in islice(tasks.generate_requests("answer", 0), 60)}) > 5
     with pytest.raises(ValueError, match="task must be one of describe"):
-        next(tasks.requests("dance", 0))
+        next(tasks.generate_requests("dance", 0))
 
 
 def test_requests_of_the_world_measure_the_seeds_that_were_asked_for() -> None:
     model, processor = random_model("tiny")
     maker = Captioner(model, processor)
-    made = world_requests(maker, "describe", HELD_OUT, 2, 2)
-    drawn = list(islice(tasks.requests("describe", HELD_OUT), 6))
+    made = world_requests(maker, "describe", FIRST_HELD_OUT_SEED, 2, 2)
+    drawn = list(islice(tasks.generate_requests("describe", FIRST_HELD_OUT_SEED), 6))
     assert [given["input_ids"].shape[0] for given in made] == [2, 2, 2]
-    expected = maker.inputs([one.pictures for one in drawn[:2]], [one.question for one in drawn[:2]])
+    expected = maker.inputs([one.images for one in drawn[:2]], [one.question for one in drawn[:2]])
     assert all((made[1][name] == value).all() for name, value in expected.items())
 
 
@@ -186,7 +186,7 @@ def test_bench_with_a_task(tmp_path: Path, capsys: Any) -> None:
     args = ["--task", "answer", "--count", "5", "--batch-sizes", "2", "--drafters", "lookup", "--new-tokens", "9"]
     assert main(["bench", "--model", "tiny", *args, "--json", str(tmp_path / "b.json")]) == 0
     for row in json.loads((tmp_path / "b.json").read_text()):
-        assert (row["task"], row["first_seed"], row["repeats"]) == ("answer", HELD_OUT, 2)
+        assert (row["task"], row["first_seed"], row["repeats"]) == ("answer", FIRST_HELD_OUT_SEED, 2)
         assert row["identical"] and row["tokens"] <= 2 * 2 * 9
     assert " NO " not in capsys.readouterr().out
 
@@ -213,7 +213,7 @@ def test_tokens_up_to_the_end() -> None:
 
 
 def test_the_demo_shows_both_texts(capsys: Any) -> None:
-    names = [str(path) for path in (examples.files()[0], CLIPS[0])]
+    names = [str(path) for path in (examples.list_example_files()[0], CLIPS[0])]
     assert demo.main([*names, "--model", "tiny", "--max-new-tokens", "12"]) == 0
     told = capsys.readouterr().out
     assert "2 of 2 texts identical to plain generate" in told and "noise" in told
@@ -225,7 +225,7 @@ def test_the_demo_shows_both_texts(capsys: Any) -> None:
 
 def test_a_damaged_model_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setattr("mmspec.app.scenes.FOLDER", tmp_path)
-    paint(scene(1)).save(tmp_path / "a.png")
+    render_scene(generate_scene(1)).save(tmp_path / "a.png")
     assert main(["caption", str(tmp_path / "a.png"), "--model", "scenes"]) == 2
     err = capsys.readouterr().err
     assert "checksums.json is missing: get it back" in err and err.count("\n") == 1

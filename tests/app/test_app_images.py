@@ -264,9 +264,9 @@ def test_a_folder_is_not_an_image(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_damage_never_escapes_as_another_error(tmp_path: Path, seed: int) -> None:
-    dice, data = np.random.default_rng(seed), bytearray(jpeg() if seed % 2 else png(40, 30))
-    for place in dice.integers(0, len(data), 12):
-        data[place] = dice.integers(0, 256)
+    rng, data = np.random.default_rng(seed), bytearray(jpeg() if seed % 2 else png(40, 30))
+    for place in rng.integers(0, len(data), 12):
+        data[place] = rng.integers(0, 256)
     (tmp_path / "a").write_bytes(data)
     with contextlib.suppress(ImageError):
         assert load_image(tmp_path / "a").mode == "RGB"

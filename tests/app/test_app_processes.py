@@ -98,7 +98,7 @@ def wait_for(out: Path, lines: int, run: subprocess.Popen[str]) -> None:
 
 @pytest.mark.slow
 def test_killed_ten_times_a_job_of_300_loses_and_repeats_nothing(tmp_path: Path) -> None:
-    images, kills, dice = 300, 10, random.Random(20)
+    images, kills, rng = 300, 10, random.Random(20)
     write_pictures(tmp_path / "p", images)
     args = (tmp_path / "p", "--max-new-tokens", 48, "--batch-size", 4, "--temperature", 0.7)
     began = time.perf_counter()
@@ -111,12 +111,12 @@ def test_killed_ten_times_a_job_of_300_loses_and_repeats_nothing(tmp_path: Path)
     for number in range(kills):
         before = out.read_bytes() if out.exists() else b""
         run = start(*args, "--out", out)
-        more = dice.randint(0, 27)
+        more = rng.randint(0, 27)
         if more:
             wait_for(out, before.count(b"\n") + more, run)
-            time.sleep(dice.uniform(0, 0.2))
+            time.sleep(rng.uniform(0, 0.2))
         else:
-            time.sleep(dice.uniform(0, 4))
+            time.sleep(rng.uniform(0, 4))
         run.kill()
         assert run.wait(timeout=60) == -signal.SIGKILL, f"kill {number}: the job had ended"
         run.communicate()

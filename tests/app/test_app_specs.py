@@ -40,9 +40,9 @@ def with_head(monkeypatch: pytest.MonkeyPatch, kind: str) -> tuple[Any, Any]:
     """The tiny model, whose drafter by any name is a random head of some kind."""
     model, processor = random_model("tiny")
     text = model.config.get_text_config(decoder=True)
-    spec = tiny.Spec("llava", hidden=text.hidden_size, layers=text.num_hidden_layers)
+    spec = tiny.ModelSpec("llava", hidden=text.hidden_size, layers=text.num_hidden_layers)
     vocab = model.get_output_embeddings().weight.shape[0]
-    made = heads.drafter(kind, spec, vocab=vocab)
+    made = heads.build_drafter(kind, spec, vocab_size=vocab)
     monkeypatch.setattr(contenders, "checked_drafter", lambda name, family, tokenizer: made)
     return model, processor
 

@@ -11,7 +11,7 @@ import pytest
 from mmspec.app.bench.rounds import Round
 from mmspec.app.bench.specs import patched
 from mmspec.app.scenes.training.build_model import train_tokenizer
-from mmspec.app.scenes.training.data import corpus
+from mmspec.app.scenes.training.data import generate_corpus
 from mmspec.app.studies import blocks as study_blocks
 from mmspec.app.studies import token_classes as study
 from mmspec.app.studies.word_classes import CLASSES, Answer, answer_of, class_of, classes_of, interval
@@ -25,7 +25,7 @@ def test_classes() -> None:
 
 
 def test_a_word_of_several_tokens_is_one_word() -> None:
-    tokenizer = train_tokenizer(corpus(200))
+    tokenizer = train_tokenizer(generate_corpus(200))
     ids = tokenizer(" In the upper left waits a small flamingo, smaller.", add_special_tokens=False).input_ids
     found = dict(zip(map(tokenizer.decode, ids), classes_of(tokenizer, ids), strict=True))
     assert found[" upper"] == found[" left"] == "places" and found[" small"] == found[" smaller"] == "looks"
@@ -41,7 +41,7 @@ def one(emitted: list[int], guesses: bool = True) -> Round:
 
 
 def test_what_counts_as_guessed() -> None:
-    tokenizer = train_tokenizer(corpus(200))
+    tokenizer = train_tokenizer(generate_corpus(200))
     ids = tokenizer(" In the left a dog waits", add_special_tokens=False).input_ids
     kinds = classes_of(tokenizer, ids)
     assert [tokenizer.decode(i) for i in ids][:4] == [" In", " the", " left", " a"] and len(ids) >= 6

@@ -49,11 +49,11 @@ def test_what_is_shown() -> None:
         if shape == "clip32":  # takes seconds to draw
             continue
         one, two = islice(asked(shape, 0), 2)
-        assert len(one.pictures) == len(two.pictures) == pictures
+        assert len(one.images) == len(two.images) == pictures
         again = next(asked(shape, 0))
-        assert again.question == one.question and again.pictures[0].tobytes() == one.pictures[0].tobytes()
+        assert again.question == one.question and again.images[0].tobytes() == one.images[0].tobytes()
     four = list(islice(asked("four", 0), 2))
-    assert len({picture.tobytes() for one in four for picture in one.pictures}) == 8, "eight different pictures"
+    assert len({picture.tobytes() for one in four for picture in one.images}) == 8, "eight different pictures"
 
 
 def test_the_ways() -> None:
@@ -149,7 +149,7 @@ def test_operations_are_of_the_way_that_was_used_and_are_not_learned_from(
     field_ = field_of(model, processor, {str(folder): [], f"{folder}+measured": []})
     contest(field_, processor, "one", 0, 2, 40, lambda done: None)
     whole, chose = field_[2:]
-    kept = [run.stats.visual_kept for run in chose.system.runs if run.stats]
+    kept = [run.stats.num_compressed_tokens for run in chose.system.runs if run.stats]
     assert kept == [16, 4], "all, then fewer, to see what that costs"
     each = 2 * 64 * 2 * 2 * whole.drafter.head.config.head_dim  # type: ignore[union-attr]
     saved = [a.flops - b.flops for a, b in zip(whole.readings, chose.readings, strict=True)]

@@ -12,8 +12,8 @@ import torch
 import mmspec
 from mmspec.app.cli.main import main, parser
 from mmspec.app.modeling.random_models import random_model
-from mmspec.app.scenes.render import paint
-from mmspec.app.scenes.world import scene
+from mmspec.app.scenes.render import render_scene
+from mmspec.app.scenes.world import generate_scene
 from mmspec.app.train import command as train
 from mmspec.app.train import heads as pupils
 from mmspec.app.train.data import FileData, Order, Request, Teacher, WithText, share_of_pictures
@@ -30,7 +30,7 @@ def listed(folder: Path, count: int) -> Path:
     folder.mkdir()
     rows = []
     for number in range(count):
-        paint(scene(number)).save(folder / f"{number}.png")
+        render_scene(generate_scene(number)).save(folder / f"{number}.png")
         rows.append({"file_name": f"{number}.png", "prompt": f"what is this {number}"})
     rows[2]["answer"] = "a red house"
     (folder / "list.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -313,7 +313,7 @@ def test_unknown_drafters_are_refused(tmp_path: Path, capsys: Any) -> None:
 def test_a_picture_without_its_file_is_one_line(tmp_path: Path, capsys: Any) -> None:
     rows = [{"file_name": "gone.png", "prompt": "what"}, {"file_name": "here.png"}]
     (tmp_path / "list.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    paint(scene(1)).save(tmp_path / "here.png")
+    render_scene(generate_scene(1)).save(tmp_path / "here.png")
     args = ["train", *ARGS, "--data", str(tmp_path / "list.jsonl"), "--out", str(tmp_path / "run")]
     assert main(args) == 2
     err = capsys.readouterr().err

@@ -28,57 +28,61 @@ from mmspec.app.cli.main import main
 from mmspec.app.errors import UsageError
 from mmspec.app.modeling.chat import Turn, encoded, inputs_of
 from mmspec.app.modeling.synthetic_images import picture, write_pictures
-from mmspec.app.scenes.examples import files
-from mmspec.app.ui import render as drawing
-from mmspec.app.ui.batch import Batch, lay_out, plain_name
-from mmspec.app.ui.comparison import Difference, Race
-from mmspec.app.ui.gradio_import import unwritten
+from mmspec.app.scenes.examples import list_example_files
+from mmspec.app.ui import render as render
+from mmspec.app.ui.batch import CaptionBatch, link_files, sanitize_file_name
+from mmspec.app.ui.comparison import ComparisonRun, Difference
+from mmspec.app.ui.gradio_import import skip_stub_generation
 from mmspec.app.ui.limits import Limits
-from mmspec.app.ui.model_store import Choice, Shelf
-from mmspec.app.ui.report import Report, Space, report_of
-from mmspec.app.ui.run_comparison import margin
-from mmspec.app.ui.streamer import Pieces, Tape, pieces_of
-from mmspec.app.ui.worker import Halt, Sessions, Worker
+from mmspec.app.ui.model_store import ModelStore, RunSettings
+from mmspec.app.ui.report import Report, TempStorage, build_report
+from mmspec.app.ui.run_comparison import measure_logit_margin
+from mmspec.app.ui.streamer import IncrementalDetokenizer, TimingStreamer, detokenize
+from mmspec.app.ui.worker import CancelSignal, SessionRegistry, Worker
 from mmspec.vision.registry import make
 
 NASTY = "<script>window.hacked=1</script><img src=x onerror='window.hacked=1'> **bold** ${1+1} {{value}}"
 
 
 @pytest.fixture(scope="module")
-def shelf() -> Shelf:
-    made = Shelf("tiny")
-    made.take("tiny")
+def shelf() -> ModelStore:
+    made = ModelStore("tiny")
+    made.get("tiny")
     return made
 
 
 @pytest.fixture
-def space() -> Iterator[Space]:
-    made = Space()
+def space() -> Iterator[TempStorage]:
+    made = TempStorage()
     yield made
     made.close()
 
 
 def race_of(
-    shelf: Shelf, halt: Halt | None = None, turns: Any = (), question: str = "what is in it?", **chosen: Any
-) -> Race:
-    choice = Choice("tiny", **{"max_new_tokens": 32} | chosen)
-    return Race(shelf, picture(3)[0], turns, question, choice, halt or Halt(60))
+    shelf: ModelStore,
+    halt: CancelSignal | None = None,
+    turns: Any = (),
+    question: str = "what is in it?",
+    **chosen: Any,
+) -> ComparisonRun:
+    choice = RunSettings("tiny", **{"max_new_tokens": 32} | chosen)
+    return ComparisonRun(shelf, picture(3)[0], turns, question, choice, halt or CancelSignal(60))
 
 
-def report(shelf: Shelf, **chosen: Any) -> Report:
-    return report_of(race_of(shelf, **chosen).run())
+def report(shelf: ModelStore, **chosen: Any) -> Report:
+    return build_report(race_of(shelf, **chosen).run())
 
 
 # tapes and pieces
 
 
 def test_a_tape_leaves_the_prompt_out() -> None:
-    tape = Tape()
+    tape = TimingStreamer()
     tape.put(torch.tensor([[5, 6, 7]]))
     for token in (8, 9, 10):
         tape.put(torch.tensor([token]))
-    assert tape.ids == [8, 9, 10] and sorted(tape.times) == tape.times
-    assert tape.rate == pytest.approx(2 / (tape.times[2] - tape.times[0]))
+    assert tape.token_ids == [8, 9, 10] and sorted(tape.token_times) == tape.token_times
+    assert tape.tokens_per_s == pytest.approx(2 / (tape.token_times[2] - tape.token_times[0]))
 
 
 class Bytes:
@@ -90,16 +94,16 @@ class Bytes:
 
 def test_pieces_make_up_the_text_and_never_show_half_a_character() -> None:
     text = "a Hügel, 日本 ☃ end"
-    pieces = pieces_of(Bytes(), list(text.encode()))
+    pieces = detokenize(Bytes(), list(text.encode()))
     assert "".join(pieces) == text and len(pieces) == len(text.encode())
     assert not any("\ufffd" in piece for piece in pieces)
 
 
-def test_pieces_of_a_growing_text_stay_as_they_were(shelf: Shelf) -> None:
-    tokenizer = shelf.take("tiny").processor.tokenizer
+def test_pieces_of_a_growing_text_stay_as_they_were(shelf: ModelStore) -> None:
+    tokenizer = shelf.get("tiny").processor.tokenizer
     ids = tokenizer("describe the dog, please.", add_special_tokens=False).input_ids
-    pieces = Pieces(tokenizer)
-    grown = [list(pieces.upto(ids[:end])) for end in range(len(ids) + 1)]
+    pieces = IncrementalDetokenizer(tokenizer)
+    grown = [list(pieces.decode(ids[:end])) for end in range(len(ids) + 1)]
     assert all(more[: len(less)] == less for less, more in itertools.pairwise(grown))
     assert "".join(grown[-1]) == tokenizer.decode(ids, skip_special_tokens=True)
 
@@ -110,36 +114,38 @@ def test_pieces_of_a_growing_text_stay_as_they_were(shelf: Shelf) -> None:
 @pytest.mark.parametrize(
     "chosen", [{}, {"nodes": 8, "temperature": 0.8, "seed": 4}, {"drafter": "recycling", "nodes": 8}]
 )
-def test_both_sides_say_the_same_and_the_figures_are_those_of_stats(shelf: Shelf, chosen: dict[str, Any]) -> None:
+def test_both_sides_say_the_same_and_the_figures_are_those_of_stats(shelf: ModelStore, chosen: dict[str, Any]) -> None:
     race = race_of(shelf, **chosen).run()
-    made = report_of(race)
-    assert race.plain.tape.ids == race.mmspec.tape.ids and made.identical
-    assert made.badge == "Outputs identical: all 32 tokens"
-    stats = mmspec.stats(shelf.take("tiny").model, last=True)
-    ours = made.figures["sides"]["mmspec"]
+    made = build_report(race)
+    assert race.plain.streamer.token_ids == race.mmspec.streamer.token_ids and made.identical
+    assert made.verdict == "Outputs identical: all 32 tokens"
+    stats = mmspec.stats(shelf.get("tiny").model, last=True)
+    ours = made.metrics["sides"]["mmspec"]
     assert (ours["n_tokens"], ours["tokens_per_s"], ours["ttft_s"]) == (stats.tokens, stats.tokens_per_s, stats.ttft_s)
-    assert made.figures["tau"] == stats.tau and made.figures["stats"] == stats.as_dict()
-    plain = race.plain.tape
-    assert made.figures["speedup_decode"] == pytest.approx(stats.tokens_per_s * (plain.times[-1] - plain.times[0]) / 31)
-    assert made.figures["speedup_decode"] == pytest.approx(stats.tau / made.figures["R"])
-    drawn = drawing.results(made)
+    assert made.metrics["tau"] == stats.tau and made.metrics["stats"] == stats.as_dict()
+    plain = race.plain.streamer
+    assert made.metrics["speedup_decode"] == pytest.approx(
+        stats.tokens_per_s * (plain.token_times[-1] - plain.token_times[0]) / 31
+    )
+    assert made.metrics["speedup_decode"] == pytest.approx(stats.tau / made.metrics["R"])
+    drawn = render.render_results(made)
     for name in ("prefill", "draft", "score", "rest"):
         assert f"{1000 * getattr(stats, f'{name}_s'):.1f} ms" in drawn
-    assert sum(stats.lengths.values()) == stats.rounds
-    assert all(f"<b>{count:.0f} rounds</b>" in drawn for count in stats.lengths.values())
-    assert made.plain.text == made.mmspec.text and len(made.mmspec.times) == 32
+    assert sum(stats.accept_length_hist.values()) == stats.rounds
+    assert all(f"<b>{count:.0f} rounds</b>" in drawn for count in stats.accept_length_hist.values())
+    assert made.plain.text == made.mmspec.text and len(made.mmspec.token_times) == 32
 
 
-def test_rounds_tell_what_was_emitted(shelf: Shelf) -> None:
+def test_rounds_tell_what_was_emitted(shelf: ModelStore) -> None:
     race = race_of(shelf, drafter="recycling", nodes=8, max_new_tokens=60).run()
-    assert [token for one in race.rounds for token in one.emitted] == race.mmspec.tape.ids
+    assert [token for one in race.rounds for token in one.emitted] == race.mmspec.streamer.token_ids
     for one in race.rounds:
         assert one.parents[0] == -1 and all(0 <= parent < node for node, parent in enumerate(one.parents) if node)
         assert [one.tokens[node] for node in one.walked[1:]] == list(one.emitted[:-1])
         assert all(one.parents[b] == a for a, b in itertools.pairwise(one.walked))
     kinds = kinds_of(race.rounds, 60)
-    assert kinds.count(ACCEPTED) == race.stats.accepted > 0 and CORRECTED in kinds
-    assert sum(one.guesses for one in race.rounds) == race.stats.drafted
+    assert kinds.count(ACCEPTED) == race.stats.num_accepted_tokens > 0 and CORRECTED in kinds
+    assert sum(one.guesses for one in race.rounds) == race.stats.num_draft_tokens
 
 
 def test_kinds_of_tokens() -> None:
@@ -150,8 +156,8 @@ def test_kinds_of_tokens() -> None:
     assert kinds_of([tree], 3) == [ACCEPTED, CORRECTED, PLAIN] and kinds_of([tree], 1) == [ACCEPTED]
 
 
-def test_the_picture_is_looked_at_once(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
-    base, calls = shelf.take("tiny").model.base_model, []
+def test_the_picture_is_looked_at_once(shelf: ModelStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    base, calls = shelf.get("tiny").model.base_model, []
     see = base.get_image_features
 
     def counted(pixel_values: Any, **kwargs: Any) -> Any:
@@ -163,21 +169,21 @@ def test_the_picture_is_looked_at_once(shelf: Shelf, monkeypatch: pytest.MonkeyP
     assert len(calls) == 1 and race.encode_s > 0 and race.identical
 
 
-def test_a_race_is_what_the_model_says_alone(shelf: Shelf) -> None:
+def test_a_race_is_what_the_model_says_alone(shelf: ModelStore) -> None:
     race = race_of(shelf).run()
-    desk = shelf.take("tiny")
+    desk = shelf.get("tiny")
     inputs = inputs_of(desk.model, desk.processor, [picture(3)[0]], ["what is in it?"])
     with mmspec.disabled():
         alone = desk.model.generate(**inputs, max_new_tokens=32, do_sample=False)
-    assert alone[0, inputs["input_ids"].shape[1] :].tolist() == race.plain.tape.ids
+    assert alone[0, inputs["input_ids"].shape[1] :].tolist() == race.plain.streamer.token_ids
 
 
-def test_no_run_learns_from_another(shelf: Shelf) -> None:
+def test_no_run_learns_from_another(shelf: ModelStore) -> None:
     first, second = (race_of(shelf, drafter="recycling", nodes=8).run() for _ in range(2))
-    assert first.stats.accepted == second.stats.accepted
+    assert first.stats.num_accepted_tokens == second.stats.num_accepted_tokens
 
 
-class Counted(Halt):
+class Counted(CancelSignal):
     """Ends a run after it was looked at so many times."""
 
     def __init__(self, most: int) -> None:
@@ -191,19 +197,19 @@ class Counted(Halt):
 
 
 @pytest.mark.parametrize(("most", "plain", "ours"), [(0, 0, 0), (9, 9, 0), (45, 32, 11)])
-def test_stopping_stops_generate(shelf: Shelf, most: int, plain: int, ours: int) -> None:
+def test_stopping_stops_generate(shelf: ModelStore, most: int, plain: int, ours: int) -> None:
     race = race_of(shelf, Counted(most)).run()
-    assert race.cut and race.phase == "done"
-    assert abs(len(race.plain.tape.ids) - plain) <= 1 and abs(len(race.mmspec.tape.ids) - ours) <= 2
+    assert race.cancelled and race.phase == "done"
+    assert abs(len(race.plain.streamer.token_ids) - plain) <= 1 and abs(len(race.mmspec.streamer.token_ids) - ours) <= 2
     if most:
-        told = report_of(race)
-        assert ("identical as far" in told.badge) == (ours > 0) and told.figures["speedup_e2e"] is None
+        told = build_report(race)
+        assert ("identical as far" in told.verdict) == (ours > 0) and told.metrics["speedup_e2e"] is None
         assert told.identical is (True if ours else None)
 
 
-def test_a_difference_is_told_with_its_margin(shelf: Shelf) -> None:
+def test_a_difference_is_told_with_its_margin(shelf: ModelStore) -> None:
     race = race_of(shelf).run()
-    desk, ids = shelf.take("tiny"), race.plain.tape.ids
+    desk, ids = shelf.get("tiny"), race.plain.streamer.token_ids
     inputs = inputs_of(desk.model, desk.processor, [picture(3)[0]], ["what is in it?"])
     with mmspec.disabled():
         again = desk.model.generate(
@@ -213,18 +219,18 @@ def test_a_difference_is_told_with_its_margin(shelf: Shelf) -> None:
     wanted = float(first[0] - first[1])
     assert int(second[0]) == ids[5]
     request, _ = encoded(desk.model, inputs)
-    asked = (desk, request, race.choice, 5, ids[5], int(second[1]))
-    assert margin(*asked, Halt(60)) == pytest.approx(wanted, abs=1e-4)
-    assert math.isnan(margin(*asked, Counted(2))), "a run that is stopped meanwhile"
+    asked = (desk, request, race.settings, 5, ids[5], int(second[1]))
+    assert measure_logit_margin(*asked, CancelSignal(60)) == pytest.approx(wanted, abs=1e-4)
+    assert math.isnan(measure_logit_margin(*asked, Counted(2))), "a run that is stopped meanwhile"
     race.difference = Difference(5, ids[5], int(second[1]), wanted)
-    told = report_of(race)
-    assert told.identical is False and "differ from token 6 on" in told.badge and f"{wanted:.2e}" in told.badge
-    assert "mm-differs" in drawing.results(told)
+    told = build_report(race)
+    assert told.identical is False and "differ from token 6 on" in told.verdict and f"{wanted:.2e}" in told.verdict
+    assert "mm-differs" in render.render_results(told)
     race.difference = replace(race.difference, margin=math.nan)
-    assert "not measured" in report_of(race).badge and report_of(race).figures["difference"]["margin"] is None
+    assert "not measured" in build_report(race).verdict and build_report(race).metrics["difference"]["margin"] is None
 
 
-def test_a_prompt_beyond_the_positions_is_refused(shelf: Shelf) -> None:
+def test_a_prompt_beyond_the_positions_is_refused(shelf: ModelStore) -> None:
     with pytest.raises(UsageError, match="4096 positions"):
         race_of(shelf, question="x " * 2500).run()
 
@@ -232,9 +238,9 @@ def test_a_prompt_beyond_the_positions_is_refused(shelf: Shelf) -> None:
 # what the drafter saw
 
 
-def test_a_drafter_without_eyes_says_so(shelf: Shelf) -> None:
+def test_a_drafter_without_eyes_says_so(shelf: ModelStore) -> None:
     made = report(shelf)
-    assert "words alone" in made.figures["drafter_saw"]["text"] and made.marked == ()
+    assert "words alone" in made.metrics["drafter_saw"]["text"] and made.image_uris == ()
 
 
 @pytest.mark.parametrize(
@@ -249,30 +255,30 @@ def test_a_drafter_without_eyes_says_so(shelf: Shelf) -> None:
     ],
 )
 def test_tokens_that_a_trained_drafter_saw_are_marked(
-    shelf: Shelf, monkeypatch: Any, kind: str, compressor: str | None, shown: int, kept: int | None
+    shelf: ModelStore, monkeypatch: Any, kind: str, compressor: str | None, shown: int, kept: int | None
 ) -> None:
     import tiny_heads as heads
 
     spec = SimpleNamespace(hidden=64, heads=4, kv_heads=2, vocab=384, layers=2)
-    drafter = heads.drafter(kind, spec)  # type: ignore[arg-type]
-    monkeypatch.setitem(shelf.take("tiny")._drafters, "auto", drafter)
+    drafter = heads.build_drafter(kind, spec)  # type: ignore[arg-type]
+    monkeypatch.setitem(shelf.get("tiny")._drafters, "auto", drafter)
     race = race_of(shelf, compressor=compressor, nodes=4).run()
-    made = report_of(race)
-    told = made.figures["drafter_saw"]
+    made = build_report(race)
+    told = made.metrics["drafter_saw"]
     assert made.identical and told["shown"] == shown and told["total"] == 16
     assert (told["kept"] if kept is None else len(told["kept"])) == kept
-    assert len(made.marked) == (1 if kept else 0) and ("<img" in drawing.seen(made)) == bool(kept)
+    assert len(made.image_uris) == (1 if kept else 0) and ("<img" in render.render_visible_tokens(made)) == bool(kept)
 
 
-def test_a_drafter_that_brings_its_own_compressor_is_told(shelf: Shelf, monkeypatch: Any) -> None:
+def test_a_drafter_that_brings_its_own_compressor_is_told(shelf: ModelStore, monkeypatch: Any) -> None:
     import tiny_heads as heads
 
     spec = SimpleNamespace(hidden=64, heads=4, kv_heads=2, vocab=384, layers=2)
-    drafter = heads.drafter("decoupled", spec)  # type: ignore[arg-type]
+    drafter = heads.build_drafter("decoupled", spec)  # type: ignore[arg-type]
     drafter.compressor = make("pool:4")
-    monkeypatch.setitem(shelf.take("tiny")._drafters, "auto", drafter)
+    monkeypatch.setitem(shelf.get("tiny")._drafters, "auto", drafter)
     for chosen, shown in ((None, 4), ("relevant:5", 5)):
-        told = report_of(race_of(shelf, compressor=chosen, nodes=4).run()).figures["drafter_saw"]
+        told = build_report(race_of(shelf, compressor=chosen, nodes=4).run()).metrics["drafter_saw"]
         assert told["shown"] == shown and told["total"] == 16
 
 
@@ -280,8 +286,10 @@ def test_a_drafter_that_brings_its_own_compressor_is_told(shelf: Shelf, monkeypa
 
 
 @pytest.mark.parametrize("template", [True, False])
-def test_a_conversation_holds_what_was_said_and_one_picture(shelf: Shelf, template: bool, monkeypatch: Any) -> None:
-    desk = shelf.take("tiny")
+def test_a_conversation_holds_what_was_said_and_one_picture(
+    shelf: ModelStore, template: bool, monkeypatch: Any
+) -> None:
+    desk = shelf.get("tiny")
     if not template:
         monkeypatch.setattr(desk.processor, "chat_template", None)
     turns = (Turn("what is it?", "a red car"), Turn("how many?", "two"))
@@ -295,9 +303,9 @@ def test_a_conversation_holds_what_was_said_and_one_picture(shelf: Shelf, templa
     assert race.identical and race.prompt_tokens == len(ids)
 
 
-def test_a_clip_is_several_pictures(shelf: Shelf) -> None:
-    shown = Limits().shown(next(path for path in files() if path.suffix == ".mp4"))
-    race = Race(shelf, shown, (), "what moves?", Choice("tiny", max_new_tokens=8), Halt(60)).run()
+def test_a_clip_is_several_pictures(shelf: ModelStore) -> None:
+    shown = Limits().load_media(next(path for path in list_example_files() if path.suffix == ".mp4"))
+    race = ComparisonRun(shelf, shown, (), "what moves?", RunSettings("tiny", max_new_tokens=8), CancelSignal(60)).run()
     assert race.identical and race.prompt_tokens > 16 * 4
 
 
@@ -306,33 +314,35 @@ def test_a_clip_is_several_pictures(shelf: Shelf) -> None:
 
 def test_questions() -> None:
     limits = Limits()
-    assert limits.question("  hello \n") == "hello"
+    assert limits.check_question("  hello \n") == "hello"
     for bad, told in ((" \n", "write a question"), (None, "write a question"), ("x" * 10_000, "10000 characters")):
         with pytest.raises(UsageError, match=told):
-            limits.question(bad)
-    assert limits.question(NASTY) == NASTY
+            limits.check_question(bad)
+    assert limits.check_question(NASTY) == NASTY
 
 
 def test_a_word_that_stands_for_a_picture_is_refused_wherever_it_comes_from(
-    shelf: Shelf, space: Space, tmp_path: Path
+    shelf: ModelStore, space: TempStorage, tmp_path: Path
 ) -> None:
     told = "must not contain <image>"
     with pytest.raises(UsageError, match=told):
         race_of(shelf, question="what <image> is").run()
     paths = write_pictures(tmp_path / "p", 2)
     with pytest.raises(UsageError, match=told):
-        Batch(shelf, paths, "see <image>", Choice("tiny", max_new_tokens=4), Limits(), space.new()).run(Halt(60))
+        CaptionBatch(
+            shelf, paths, "see <image>", RunSettings("tiny", max_new_tokens=4), Limits(), space.new_folder()
+        ).run(CancelSignal(60))
     rows = [{"file_name": paths[0].name, "prompt": "see <image>"}, {"file_name": paths[1].name}]
     (tmp_path / "list.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    batch = batch_of(shelf, space, [*paths, tmp_path / "list.jsonl"]).run(Halt(60))
+    batch = batch_of(shelf, space, [*paths, tmp_path / "list.jsonl"]).run(CancelSignal(60))
     assert told in batch.rows[0]["error"]["message"] and batch.rows[1]["error"] is None
 
 
 def test_numbers() -> None:
-    assert Limits().number("Seed", 3, 0, 9) == 3
+    assert Limits().check_number("Seed", 3, 0, 9) == 3
     for bad in (10, -1, float("nan"), float("inf"), "3", None, True):
         with pytest.raises(UsageError, match="Seed must be a number from 0 to 9"):
-            Limits().number("Seed", bad, 0, 9)
+            Limits().check_number("Seed", bad, 0, 9)
 
 
 def test_files_that_cannot_be_used(tmp_path: Path) -> None:
@@ -346,8 +356,8 @@ def test_files_that_cannot_be_used(tmp_path: Path) -> None:
     with (tmp_path / "huge.png").open("wb") as file:
         file.truncate(200_000_000)
     Image.new("1", (10_000, 5_000)).save(tmp_path / "fifty.png")
-    footage.song(tmp_path / "song.mp4")
-    footage.nothing(tmp_path / "nothing.mp4")
+    footage.write_audio_only(tmp_path / "song.mp4")
+    footage.write_empty_video(tmp_path / "nothing.mp4")
     (tmp_path / "no.mp4").write_bytes(b"nothing of a video")
     told = {
         "broken.png": "not an image|cannot be decoded",
@@ -361,17 +371,17 @@ def test_files_that_cannot_be_used(tmp_path: Path) -> None:
     }
     for name, text in told.items():
         with pytest.raises(UsageError, match=text) as caught:
-            limits.shown(tmp_path / name)
+            limits.load_media(tmp_path / name)
         assert str(tmp_path) not in str(caught.value) and "\n" not in str(caught.value)
     with pytest.raises(UsageError, match="choose a picture"):
-        limits.shown(None)
+        limits.load_media(None)
 
 
-def test_only_what_is_on_the_lists_can_be_chosen(shelf: Shelf, tmp_path: Path) -> None:
-    shelf.check("tiny", "auto")
+def test_only_what_is_on_the_lists_can_be_chosen(shelf: ModelStore, tmp_path: Path) -> None:
+    shelf.check_names("tiny", "auto")
     for wrong in ((str(tmp_path), "auto"), ("tiny", str(tmp_path)), ("tiny", "someone/drafter")):
         with pytest.raises(UsageError, match="choose one of"):
-            shelf.check(*wrong)
+            shelf.check_names(*wrong)
     with pytest.raises(UsageError, match="compressor"):
         race_of(shelf, compressor="../x").run()
 
@@ -381,7 +391,7 @@ def test_only_what_is_on_the_lists_can_be_chosen(shelf: Shelf, tmp_path: Path) -
 
 def follow(worker: Worker, work: Any) -> None:
     """Follow a job to its end."""
-    for _ in worker.follow(work, Halt()):
+    for _ in worker.submit_and_poll(work, CancelSignal()):
         pass
 
 
@@ -405,28 +415,28 @@ def test_jobs_run_one_after_the_other() -> None:
 
 
 def test_who_stops_looking_ends_the_run() -> None:
-    worker, halt = Worker(), Halt(60)
+    worker, halt = Worker(), CancelSignal(60)
 
     def work() -> str:
-        while not halt.asked:
+        while not halt.should_stop:
             time.sleep(0.005)
         return "ended"
 
-    steps = worker.follow(work, halt, every=0.01)
+    steps = worker.submit_and_poll(work, halt, interval_s=0.01)
     next(steps)
-    assert not halt.asked
+    assert not halt.should_stop
     steps.close()
-    assert halt.asked and worker.submit(lambda: "next").result(timeout=5) == "next"
+    assert halt.should_stop and worker.submit(lambda: "next").result(timeout=5) == "next"
     worker.close()
 
 
 def test_a_run_that_nobody_looks_at_ends_by_itself() -> None:
-    halt = Halt(lease_s=0.05)
-    assert not halt.asked
+    halt = CancelSignal(lease_s=0.05)
+    assert not halt.should_stop
     time.sleep(0.06)
-    assert halt.asked
-    halt.touch()
-    assert not halt.asked
+    assert halt.should_stop
+    halt.renew()
+    assert not halt.should_stop
 
 
 def test_errors_of_a_job_reach_who_waits() -> None:
@@ -441,59 +451,61 @@ def test_errors_of_a_job_reach_who_waits() -> None:
 
 
 def test_a_page_has_one_run_at_a_time() -> None:
-    sessions = Sessions()
+    sessions = SessionRegistry()
     first = sessions.begin("a")
     with pytest.raises(UsageError, match="still going"):
         sessions.begin("a")
     other = sessions.begin("b")
-    assert sessions.of("a") is first
-    first._seen -= 1000  # in the queue nobody looks at it
+    assert sessions.get_signal("a") is first
+    first._renewed_at -= 1000  # in the queue nobody looks at it
     with pytest.raises(UsageError, match="still going"):
         sessions.begin("a")
-    sessions.stop("a")
-    sessions.stop("nobody")
-    assert first.asked and not other.asked
+    sessions.cancel("a")
+    sessions.cancel("nobody")
+    assert first.should_stop and not other.should_stop
     sessions.end("a")
-    assert not sessions.begin("a").asked
+    assert not sessions.begin("a").should_stop
 
 
 # drawing
 
 
-def test_nothing_that_was_written_becomes_html(shelf: Shelf) -> None:
+def test_nothing_that_was_written_becomes_html(shelf: ModelStore) -> None:
     made = replace(report(shelf, nodes=8), question=NASTY)
-    made = replace(made, mmspec=replace(made.mmspec, pieces=(NASTY,) * 32), names=dict.fromkeys(made.names, NASTY))
+    made = replace(
+        made, mmspec=replace(made.mmspec, pieces=(NASTY,) * 32), names=dict.fromkeys(made.token_labels, NASTY)
+    )
     turns = (Turn(NASTY, NASTY),)
     row = {"file_name": NASTY, "caption": NASTY, "error": None, "n_new_tokens": 1, "tau": 1.0, "seconds": 0.1}
     failed = row | {"error": {"type": "X", "message": NASTY}}
     drawn = [
-        drawing.finished(made.mmspec, turns, NASTY, NASTY),
-        drawing.growing("plain", turns, NASTY, NASTY, NASTY, True),
-        drawing.badge(replace(made, badge=NASTY)),
-        drawing.captions([row, failed]),
-        drawing.status(NASTY),
-        *(drawing.round_text(made, number) for number in range(len(made.rounds))),
+        render.render_answer(made.mmspec, turns, NASTY, NASTY),
+        render.render_partial_answer("plain", turns, NASTY, NASTY, NASTY, True),
+        render.render_verdict(replace(made, badge=NASTY)),
+        render.render_captions([row, failed]),
+        render.render_status(NASTY),
+        *(render.render_round(made, number) for number in range(len(made.rounds))),
     ]
     for html in drawn:
         assert "<script" not in html and "<img" not in html
     assert all("window.hacked=1&lt;/script&gt;" in html for html in drawn)
 
 
-def test_trees_are_drawn_without_overlaps(shelf: Shelf) -> None:
-    depths, lines = drawing.layout([-1, 0, 0, 1, 1, 2, 3])
+def test_trees_are_drawn_without_overlaps(shelf: ModelStore) -> None:
+    depths, lines = render.layout_tree([-1, 0, 0, 1, 1, 2, 3])
     assert depths == [0, 1, 1, 2, 2, 2, 3]
     assert len(set(zip(depths, lines, strict=True))) == 7 and lines[0] == (lines[1] + lines[2]) / 2
     made = report(shelf, drafter="recycling", nodes=16, max_new_tokens=40)
     for one in made.rounds:
-        drawn = drawing.tree(one, made.names)
+        drawn = render.render_tree(one, made.token_labels)
         nodes = xml.fromstring(drawn).findall(".//{http://www.w3.org/2000/svg}rect")
         spots = {(node.get("x"), node.get("y")) for node in nodes}
         assert len(spots) == len(nodes) == len(one.tokens) + 1
 
 
-def test_a_report_is_json_and_complete(shelf: Shelf, space: Space) -> None:
+def test_a_report_is_json_and_complete(shelf: ModelStore, space: TempStorage) -> None:
     made = report(shelf, nodes=8)
-    read = json.loads(space.write(made).read_text(encoding="utf-8"))
+    read = json.loads(space.write_report(made).read_text(encoding="utf-8"))
     assert read["mmspec"]["answer"] == made.mmspec.text and len(read["plain"]["tokens"]) == 32
     assert read["identical"] is True and read["choice"]["drafter"] == "auto" and read["run"]["dtype"] == "float32"
     assert [token for one in read["rounds"] for token in one["emitted"]] and set(read["stats"]) >= {"tau", "rounds"}
@@ -502,10 +514,10 @@ def test_a_report_is_json_and_complete(shelf: Shelf, space: Space) -> None:
 
 
 def test_old_files_are_swept_and_all_in_the_end() -> None:
-    space = Space(keep_s=100)
-    old, new = space.new(), space.new()
+    space = TempStorage(max_age_s=100)
+    old, new = space.new_folder(), space.new_folder()
     os.utime(old, (0, 0))
-    space.sweep()
+    space.remove_expired()
     assert not old.exists() and new.exists()
     space.close()
     assert not space.root.exists()
@@ -514,15 +526,15 @@ def test_old_files_are_swept_and_all_in_the_end() -> None:
 # batches
 
 
-def batch_of(shelf: Shelf, space: Space, paths: list[Path], **chosen: Any) -> Batch:
-    choice = Choice("tiny", **{"max_new_tokens": 12} | chosen)
-    return Batch(shelf, paths, None, choice, Limits(), space.new())
+def batch_of(shelf: ModelStore, space: TempStorage, paths: list[Path], **chosen: Any) -> CaptionBatch:
+    choice = RunSettings("tiny", **{"max_new_tokens": 12} | chosen)
+    return CaptionBatch(shelf, paths, None, choice, Limits(), space.new_folder())
 
 
-def test_a_batch_is_the_job_of_mmspec_caption(shelf: Shelf, space: Space, tmp_path: Path) -> None:
+def test_a_batch_is_the_job_of_mmspec_caption(shelf: ModelStore, space: TempStorage, tmp_path: Path) -> None:
     paths = write_pictures(tmp_path / "p", 5)
     (tmp_path / "p" / "zz_broken.png").write_bytes(b"no")
-    batch = batch_of(shelf, space, [*paths, tmp_path / "p" / "zz_broken.png"]).run(Halt(60))
+    batch = batch_of(shelf, space, [*paths, tmp_path / "p" / "zz_broken.png"]).run(CancelSignal(60))
     out = tmp_path / "cli.jsonl"
     main(
         [
@@ -540,24 +552,24 @@ def test_a_batch_is_the_job_of_mmspec_caption(shelf: Shelf, space: Space, tmp_pa
     theirs = [json.loads(line) for line in out.read_text().splitlines()]
     assert [row["caption"] for row in batch.rows] == [row["caption"] for row in theirs]
     assert [row["file_name"] for row in batch.rows] == [Path(row["file_name"]).name for row in theirs]
-    assert batch.rows[-1]["error"]["type"] == "NotAnImage" and batch.total == 6 and not batch.stopped
-    assert [json.loads(line) for line in batch.file.read_text().splitlines()] == batch.rows
-    assert not batch.inside.exists()
-    assert str(tmp_path) not in batch.file.read_text() and str(space.root) not in batch.file.read_text()
+    assert batch.rows[-1]["error"]["type"] == "NotAnImage" and batch.total == 6 and not batch.cancelled
+    assert [json.loads(line) for line in batch.output_file.read_text().splitlines()] == batch.rows
+    assert not batch.input_folder.exists()
+    assert str(tmp_path) not in batch.output_file.read_text() and str(space.root) not in batch.output_file.read_text()
 
 
-def test_a_stopped_batch_keeps_whole_rows(shelf: Shelf, space: Space, tmp_path: Path) -> None:
+def test_a_stopped_batch_keeps_whole_rows(shelf: ModelStore, space: TempStorage, tmp_path: Path) -> None:
     batch = batch_of(shelf, space, write_pictures(tmp_path / "p", 9))
     batch.run(Counted(12 + 5))  # in the second of three
-    assert batch.stopped and len(batch.rows) == 4 and all(row["n_new_tokens"] == 12 for row in batch.rows)
-    assert len(batch.file.read_text().splitlines()) == 4 and not batch.inside.exists()
+    assert batch.cancelled and len(batch.rows) == 4 and all(row["n_new_tokens"] == 12 for row in batch.rows)
+    assert len(batch.output_file.read_text().splitlines()) == 4 and not batch.input_folder.exists()
 
 
-def test_a_list_names_uploaded_files_and_no_others(shelf: Shelf, space: Space, tmp_path: Path) -> None:
+def test_a_list_names_uploaded_files_and_no_others(shelf: ModelStore, space: TempStorage, tmp_path: Path) -> None:
     paths = write_pictures(tmp_path / "p", 2)
     rows = [{"file_name": path.name, "prompt": f"which {number}?"} for number, path in enumerate(reversed(paths))]
     (tmp_path / "list.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    batch = batch_of(shelf, space, [*paths, tmp_path / "list.jsonl"]).run(Halt(60))
+    batch = batch_of(shelf, space, [*paths, tmp_path / "list.jsonl"]).run(CancelSignal(60))
     assert [row["file_name"] for row in batch.rows] == [path.name for path in reversed(paths)]
     for name in ("/etc/passwd", "../../../etc/passwd"):
         (tmp_path / "list.txt").write_text(name)
@@ -567,13 +579,13 @@ def test_a_list_names_uploaded_files_and_no_others(shelf: Shelf, space: Space, t
 
 
 def test_names_of_uploads(tmp_path: Path) -> None:
-    assert plain_name("<b>x*?[1].png") == "_b_x___1_.png" and plain_name("..") == "file"
-    assert plain_name("-rf.png") == "-rf.png" and plain_name("日本.jpg") == "日本.jpg"
+    assert sanitize_file_name("<b>x*?[1].png") == "_b_x___1_.png" and sanitize_file_name("..") == "file"
+    assert sanitize_file_name("-rf.png") == "-rf.png" and sanitize_file_name("日本.jpg") == "日本.jpg"
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "x.png").write_text(folder)
     (tmp_path / "out").mkdir()
-    made = lay_out([tmp_path / "a" / "x.png", tmp_path / "b" / "x.png"], tmp_path / "out")
+    made = link_files([tmp_path / "a" / "x.png", tmp_path / "b" / "x.png"], tmp_path / "out")
     assert [(path.name, path.read_text()) for path in made] == [("x.png", "a"), ("x_2.png", "b")]
 
 
@@ -624,8 +636,8 @@ print(*sys.modules)
 
 def test_only_the_files_of_gradio_are_not_found() -> None:
     gr = pytest.importorskip("gradio")
-    with unwritten():
-        assert inspect.getfile(Path) and inspect.getfile(Shelf)
+    with skip_stub_generation():
+        assert inspect.getfile(Path) and inspect.getfile(ModelStore)
         with pytest.raises(OSError, match="no stub"):
             inspect.getfile(gr.Textbox)
     assert inspect.getfile(gr.Textbox).endswith("textbox.py")
@@ -633,47 +645,49 @@ def test_only_the_files_of_gradio_are_not_found() -> None:
 
 def test_errors_are_one_sentence_without_html() -> None:
     pytest.importorskip("gradio")
-    from mmspec.app.ui.context import spoken
+    from mmspec.app.ui.context import to_gradio_error
 
-    assert spoken(UsageError("<b>bad</b>")).message == "&lt;b&gt;bad&lt;/b&gt;"
-    assert spoken(UsageError("it's bad"), str).message == "it's bad", "programs read no HTML"
-    told = spoken(RuntimeError("secret /path\nmore"))
+    assert to_gradio_error(UsageError("<b>bad</b>")).message == "&lt;b&gt;bad&lt;/b&gt;"
+    assert to_gradio_error(UsageError("it's bad"), str).message == "it's bad", "programs read no HTML"
+    told = to_gradio_error(RuntimeError("secret /path\nmore"))
     assert "secret" not in told.message and not told.print_exception
-    assert "memory" in spoken(RuntimeError("CUDA out of memory")).message
+    assert "memory" in to_gradio_error(RuntimeError("CUDA out of memory")).message
 
 
-def test_steps_of_a_conversation(shelf: Shelf, space: Space) -> None:
+def test_steps_of_a_conversation(shelf: ModelStore, space: TempStorage) -> None:
     pytest.importorskip("gradio")
     from mmspec.app.ui.context import Context
-    from mmspec.app.ui.tabs.compare import Parts, Talk, closing, steps
+    from mmspec.app.ui.tabs.compare import CompareComponents, Conversation, build_final_updates, stream_comparison
 
     context = Context(shelf, space)
-    parts = Parts(*Parts.__dataclass_fields__)
+    parts = CompareComponents(*CompareComponents.__dataclass_fields__)
     chosen = ("tiny", "auto", "none", 0, 0, 16, "automatic")
-    path = str(files()[0])
+    path = str(list_example_files()[0])
 
-    def ask(question: str, talk: Talk, path: str | None = path, chosen: tuple[Any, ...] = chosen) -> dict[Any, Any]:
-        last = list(steps(context, path, question, talk, chosen, "me"))[-1]
-        shown = closing(context, parts, "run", context.sessions.take("me"))
-        assert context.sessions.take("me") is None, "once"
+    def ask(
+        question: str, talk: Conversation, path: str | None = path, chosen: tuple[Any, ...] = chosen
+    ) -> dict[Any, Any]:
+        last = list(stream_comparison(context, path, question, talk, chosen, "me"))[-1]
+        shown = build_final_updates(context, parts, "run", context.sessions.take_result("me"))
+        assert context.sessions.take_result("me") is None, "once"
         for now, then in zip(last[1:], (shown["plain"], shown["mmspec"]), strict=True):
             assert now.count("mm-asked") == then.count("mm-asked"), "what was growing is what is shown in the end"
         return shown
 
-    first = ask("what is it?", Talk())
+    first = ask("what is it?", Conversation())
     assert first["talk"].path == path and [turn.question for turn in first["talk"].turns] == ["what is it?"]
     context.sessions.end("me")
     second = ask("how many?", first["talk"])
     assert len(second["talk"].turns) == 2 and "what is it?" in second["plain"]
     context.sessions.end("me")
-    other = ask("and here?", second["talk"], str(files()[1]))
+    other = ask("and here?", second["talk"], str(list_example_files()[1]))
     assert len(other["talk"].turns) == 1 and "how many?" not in other["plain"]
     context.sessions.end("me")
     for wrong in (("nobody", *chosen[1:]), (*chosen[:3], -1, *chosen[4:]), (*chosen[:5], 10**9, "automatic")):
         with pytest.raises(UsageError):
-            ask("what?", Talk(), path, wrong)
+            ask("what?", Conversation(), path, wrong)
     with pytest.raises(UsageError, match="which is the limit"):
-        ask("what?", Talk(path, (Turn("q", "a"),) * 16))
+        ask("what?", Conversation(path, (Turn("q", "a"),) * 16))
     context.worker.close()
 
 

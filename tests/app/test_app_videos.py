@@ -22,7 +22,14 @@ from transformers.feature_extraction_utils import BatchFeature
 from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
 from transformers.video_processing_utils import BaseVideoProcessor
 from transformers.video_utils import make_batched_videos
-from video_files import WILD, nothing, planted, shades, song, write
+from video_files import (
+    FAULTY_BACKENDS,
+    decoder_command_running,
+    grey_frame_numbers,
+    write_audio_only,
+    write_empty_video,
+    write_video,
+)
 
 import mmspec
 from mmspec.app.caption import job as jobs
@@ -77,15 +84,15 @@ class Unchecked(LlavaNextVideoProcessor):
 
 def moving() -> tuple[Any, Any]:
     """The tiny LLaVA-NeXT-Video and its processor."""
-    spec = tiny.Spec("llava_next_video")
-    tokenizer = tiny.tokenizer(spec)
+    spec = tiny.ModelSpec("llava_next_video")
+    tokenizer = tiny.build_tokenizer(spec)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<image>", "<video>"]})
     tokenizer.padding_side = "left"
     points, edge = [[2 * height, 2 * width] for height, width in tiny.PINPOINTS], {"height": 16, "width": 16}
     images = LlavaNextImageProcessorPil(size={"shortest_edge": 16}, crop_size=edge, image_grid_pinpoints=points)
     common: dict[str, Any] = {"patch_size": 4, "vision_feature_select_strategy": "default"}
     common |= {"chat_template": TEMPLATE, "num_additional_image_tokens": 1}
-    return tiny.model(spec), Unchecked(Played(), images, tokenizer, **common)
+    return tiny.build_model(spec), Unchecked(Played(), images, tokenizer, **common)
 
 
 @pytest.fixture
@@ -100,9 +107,9 @@ def family(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
 def clips(tmp_path: Path) -> Path:
     """Two clips of 12 frames and a picture."""
     (tmp_path / "in").mkdir()
-    write(tmp_path / "in" / "a.mp4", 12)
+    write_video(tmp_path / "in" / "a.mp4", 12)
     Image.new("RGB", (40, 30), "red").save(tmp_path / "in" / "b.png")
-    write(tmp_path / "in" / "c.mkv", [np.full((48, 80, 3), 9 * number, np.uint8) for number in range(12)], fps=4)
+    write_video(tmp_path / "in" / "c.mkv", [np.full((48, 80, 3), 9 * number, np.uint8) for number in range(12)], fps=4)
     return tmp_path / "in"
 
 
@@ -113,10 +120,10 @@ def clips(tmp_path: Path) -> Path:
     ("suffix", "codec"), [("wmv", "wmv2"), ("flv", "flv1"), ("3gp", "h264"), ("mpeg", "mpeg2video")]
 )
 def test_what_is_named_like_a_video_is_one(suffix: str, codec: str, tmp_path: Path) -> None:
-    file = write(tmp_path / f"clip.{suffix}", 8, codec, fps=25)
+    file = write_video(tmp_path / f"clip.{suffix}", 8, codec, fps=25)
     assert [item.path for item in collect([str(tmp_path)], tmp_path)] == [file]
     shown = load_shown(file, 4)
-    assert isinstance(shown, Video) and shades(list(shown.frames)) == [1, 3, 5, 7]
+    assert isinstance(shown, Video) and grey_frame_numbers(list(shown.frames)) == [1, 3, 5, 7]
 
 
 def test_a_model_that_takes_videos_is_given_videos(clips: Path, family: tuple[Any, Any], capsys: Any) -> None:
@@ -183,7 +190,7 @@ def test_a_video_is_not_so_many_pictures(clips: Path, family: tuple[Any, Any]) -
     for template in (TEMPLATE, None):
         processor.chat_template = template
         inputs = maker.inputs([video, video.frames[:1], video.frames], ["abc", "abcd", "a"])
-        assert (inputs["input_ids"] == tiny.ids(model.tiny_spec).video).sum(1).tolist() == [16, 0, 0]
+        assert (inputs["input_ids"] == tiny.special_ids(model.tiny_spec).video).sum(1).tolist() == [16, 0, 0]
         assert inputs["pixel_values_videos"].shape == (1, 4, 3, 16, 16) and len(inputs["pixel_values"]) == 5
         made = maker.caption([video, video.frames[:1], video.frames], ["abc", "abcd", "a"], 0, [True] * 3)
         assert all(one.identical for one in made)
@@ -198,7 +205,7 @@ def test_a_conversation_about_a_video_shows_it_once(clips: Path, family: tuple[A
     processor.chat_template = template
     video = load_clip(clips / "a.mp4", 4)
     inputs = inputs_of(model, processor, [video], ["abcd"], [(Turn("abc", "cab"), Turn("bc", "a"))])
-    assert (inputs["input_ids"] == tiny.ids(model.tiny_spec).video).sum() == 16
+    assert (inputs["input_ids"] == tiny.special_ids(model.tiny_spec).video).sum() == 16
     assert inputs["pixel_values_videos"].shape == (1, 4, 3, 16, 16) and "pixel_values" not in inputs
     told = processor.tokenizer.decode(inputs["input_ids"][0], skip_special_tokens=True)
     places = [told.find(part) for part in ("abc", "cab", "bc", "abcd")]
@@ -211,7 +218,7 @@ def test_a_conversation_about_a_video_shows_it_once(clips: Path, family: tuple[A
 
 def test_videos_of_different_lengths_are_shown_alone(clips: Path, family: tuple[Any, Any]) -> None:
     """LLaVA-NeXT-Video cannot take them together."""
-    write(clips / "d.mp4", 3)
+    write_video(clips / "d.mp4", 3)
     out = clips.parent / "o.jsonl"
     assert caption(clips, "--model", "tiny", "--out", out, "--compare") == 0
     found = rows(out)
@@ -245,7 +252,7 @@ def test_a_prompt_must_not_hold_what_stands_for_a_video(clips: Path, family: tup
 
 def spied(monkeypatch: pytest.MonkeyPatch, code: str = "") -> list[None]:
     """Plant something in the processes that decode; one entry for each that is started."""
-    started, command = list[None](), planted(code)
+    started, command = list[None](), decoder_command_running(code)
 
     def spy(limit_s: float, memory: int) -> list[str]:
         started.append(None)
@@ -256,11 +263,11 @@ def spied(monkeypatch: pytest.MonkeyPatch, code: str = "") -> list[None]:
 
 
 def test_a_crash_is_a_row_and_the_job_goes_on(clips: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    started = spied(monkeypatch, WILD)
+    started = spied(monkeypatch, FAULTY_BACKENDS)
     monkeypatch.setattr(jobs, "Isolated", partial(Isolated, limit_s=8))
     for name in ("abort", "hang", "segv"):
         (clips / f"{name}.mp4").write_bytes((clips / "a.mp4").read_bytes())
-    write(clips / "z.mp4", 5)
+    write_video(clips / "z.mp4", 5)
     out = clips.parent / "o.jsonl"
     assert caption(clips, "--model", "tiny", "--out", out, "--batch-size", 2, "--threads", 1) == 1
     found = rows(out)
@@ -296,13 +303,13 @@ def empty(path: Path) -> None:
 
 def cut(path: Path) -> None:
     """The index of the file, which stands at its end, is gone."""
-    write(path, 12)
+    write_video(path, 12)
     path.write_bytes(path.read_bytes()[:-300])
 
 
 def cut_late(path: Path) -> None:
     """The index stands first; some frames are gone."""
-    write(path, 30, format={"movflags": "faststart"}, options={"g": "1"})
+    write_video(path, 30, format={"movflags": "faststart"}, options={"g": "1"})
     path.write_bytes(path.read_bytes()[: int(path.stat().st_size * 0.7)])
 
 
@@ -315,25 +322,25 @@ def picture(path: Path) -> None:
 
 
 def other_kind(path: Path) -> None:
-    write(path.with_suffix(".mkv"), 12).rename(path)
+    write_video(path.with_suffix(".mkv"), 12).rename(path)
 
 
 def uneven(path: Path) -> None:
     """A variable frame rate."""
-    write(path, 10, pts=[0, 100, 150, 700, 710, 1500, 1600, 1700, 3000, 3010])
+    write_video(path, 10, pts=[0, 100, 150, 700, 710, 1500, 1600, 1700, 3000, 3010])
 
 
 BAD: dict[str, tuple[Callable[[Path], Any], str | None, str]] = {
     "empty.mp4": (empty, "Empty", "empty file (0 bytes)"),
     "cut.mp4": (cut, "BrokenVideo", "cut.mp4 is not a video that can be read ("),
     "late.mp4": (cut_late, None, ""),
-    "song.mp4": (song, "BrokenVideo", "a video without frames: there is no video stream in it"),
-    "none.mp4": (nothing, "BrokenVideo", "a video without frames"),
+    "song.mp4": (write_audio_only, "BrokenVideo", "a video without frames: there is no video stream in it"),
+    "none.mp4": (write_empty_video, "BrokenVideo", "a video without frames"),
     "text.mp4": (text, "BrokenVideo", "text.mp4 is not a video that can be read ("),
     "kind.mp4": (other_kind, None, ""),
     "uneven.mp4": (uneven, None, ""),
     "still.mp4": (picture, "BrokenVideo", "still.mp4 is not a video that can be read (allowed containers: MP4/MOV"),
-    "clip.png": (lambda path: write(path.with_suffix(".mp4"), 5).rename(path), "NotAnImage", "not an image"),
+    "clip.png": (lambda path: write_video(path.with_suffix(".mp4"), 5).rename(path), "NotAnImage", "not an image"),
 }
 
 

@@ -14,10 +14,18 @@ from torch.nn import functional
 import mmspec
 from mmspec.app.modeling.captioner import Captioner
 from mmspec.app.modeling.random_models import random_model
-from mmspec.app.scenes.render import paint
-from mmspec.app.scenes.world import scene
+from mmspec.app.scenes.render import render_scene
+from mmspec.app.scenes.world import generate_scene
 from mmspec.cpu import linear as cpu
-from mmspec.cpu.linear import MOST_ROWS, TRIALS, Packs, Trial, layers_of, packed, served
+from mmspec.cpu.linear import (
+    MAX_ROWS,
+    TIMED_CALLS,
+    KernelTiming,
+    LinearAutotuner,
+    find_linear_layers,
+    is_replaced,
+    use_fast_linears,
+)
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch without oneDNN")
 
@@ -36,34 +44,34 @@ def rows(count: int, seed: int = 1) -> Tensor:
 def spied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Rows of every product that was not computed in the plain way."""
     seen: list[int] = []
-    original = Packs._in_way
+    original = LinearAutotuner._in_way
 
-    def spy(self: Packs, way: str, layer: nn.Linear, rows: Tensor) -> Tensor:
+    def spy(self: LinearAutotuner, way: str, layer: nn.Linear, rows: Tensor) -> Tensor:
         if way != "plain":
             seen.append(rows.shape[-2])
         return original(self, way, layer, rows)
 
-    monkeypatch.setattr(Packs, "_in_way", spy)
+    monkeypatch.setattr(LinearAutotuner, "_in_way", spy)
     return seen
 
 
 @pytest.fixture
 def copied(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever may be copied is computed from the copy."""
-    monkeypatch.setattr(Trial, "next", lambda self: self.ways[-1])
+    monkeypatch.setattr(KernelTiming, "next", lambda self: self.ways[-1])
 
 
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("count", [1, 2, 8, 33, MOST_ROWS])
-@pytest.mark.parametrize("way", Trial().ways)
+@pytest.mark.parametrize("count", [1, 2, 8, 33, MAX_ROWS])
+@pytest.mark.parametrize("way", KernelTiming().kernels)
 def test_all_ways_lead_to_the_product(
     way: str, bias: bool, count: int, monkeypatch: pytest.MonkeyPatch, spied: list[int]
 ) -> None:
     many = 1 if count == 1 else 2  # one row, or several that are no plain block of memory
     one, given = layer(bias=bias), rows(many * count).view(many, count, 16).transpose(0, 1)
-    monkeypatch.setattr(Trial, "next", lambda self: way)
-    monkeypatch.setattr(cpu, "MOST_ROWS", 2 * MOST_ROWS)
-    with torch.no_grad(), packed(Packs(), [one], copies=True):
+    monkeypatch.setattr(KernelTiming, "next", lambda self: way)
+    monkeypatch.setattr(cpu, "MOST_ROWS", 2 * MAX_ROWS)
+    with torch.no_grad(), use_fast_linears(LinearAutotuner(), [one], copies=True):
         got = one(given)
     want = functional.linear(given, one.weight, one.bias)
     assert torch.allclose(got, want, atol=1e-5) and got.stride() == want.stride()
@@ -72,20 +80,20 @@ def test_all_ways_lead_to_the_product(
 
 @pytest.mark.parametrize("copies", [True, False])
 def test_copies_are_made_only_if_they_may_be(copies: bool) -> None:
-    one, packs = layer(), Packs()
-    with torch.no_grad(), packed(packs, [one], copies=copies):
-        for _ in range(3 * TRIALS):
+    one, packs = layer(), LinearAutotuner()
+    with torch.no_grad(), use_fast_linears(packs, [one], copies=copies):
+        for _ in range(3 * TIMED_CALLS):
             one(rows(4))
-    assert bool(packs.packs) is copies and packs.trials[24, 16, 4].best is not None
-    assert ("packed" in packs.trials[24, 16, 4].ways) is copies
+    assert bool(packs.packed_weights) is copies and packs.timings[24, 16, 4].best is not None
+    assert ("packed" in packs.timings[24, 16, 4].kernels) is copies
 
 
 def test_which_products_stay_plain(spied: list[int]) -> None:
     one = layer()
-    with packed(Packs(), [one], fixed=True):
+    with use_fast_linears(LinearAutotuner(), [one], fixed=True):
         with torch.no_grad():
             one(rows(1))
-            one(rows(MOST_ROWS + 1))
+            one(rows(MAX_ROWS + 1))
             one.double()(rows(4).double())
             one.float()
             with torch.autocast("cpu", torch.bfloat16):
@@ -96,11 +104,11 @@ def test_which_products_stay_plain(spied: list[int]) -> None:
 
 
 def test_an_edit_in_place_is_noticed(spied: list[int], copied: None) -> None:
-    one, packs = layer(), Packs()
-    with torch.no_grad(), packed(packs, [one], copies=True):
+    one, packs = layer(), LinearAutotuner()
+    with torch.no_grad(), use_fast_linears(packs, [one], copies=True):
         first = one(rows(4))
-        copy_ = packs.packs[one].weight
-        assert torch.equal(one(rows(4)), first) and packs.packs[one].weight is copy_, "packed once"
+        copy_ = packs.packed_weights[one].weight
+        assert torch.equal(one(rows(4)), first) and packs.packed_weights[one].weight is copy_, "packed once"
         one.weight.mul_(2)  # as a LoRA merge does
         assert torch.allclose(one(rows(4)) - one.bias, 2 * (first - one.bias), atol=1e-5)
         one.weight.data = one.weight.data.clone().zero_()
@@ -119,11 +127,11 @@ def test_an_edit_in_place_is_noticed(spied: list[int], copied: None) -> None:
     ],
 )
 def test_an_edit_that_torch_does_not_count_is_noticed_by_the_next_call(edit: Any, copied: None) -> None:
-    one, packs = layer(), Packs()
+    one, packs = layer(), LinearAutotuner()
     for _ in range(2):
-        with torch.no_grad(), packed(packs, [one], copies=True):
+        with torch.no_grad(), use_fast_linears(packs, [one], copies=True):
             got = one(rows(4))
-        assert packs.packs and torch.allclose(got, functional.linear(rows(4), one.weight, one.bias), atol=1e-5)
+        assert packs.packed_weights and torch.allclose(got, functional.linear(rows(4), one.weight, one.bias), atol=1e-5)
         version = one.weight._version
         edit(one.weight)
         assert one.weight._version == version
@@ -131,8 +139,8 @@ def test_an_edit_that_torch_does_not_count_is_noticed_by_the_next_call(edit: Any
 
 def test_nothing_is_left_behind_and_nobody_else_is_served(spied: list[int]) -> None:
     one, told = layer(), list[Any]()
-    with torch.no_grad(), packed(Packs(), [one], fixed=True):
-        assert served(one)
+    with torch.no_grad(), use_fast_linears(LinearAutotuner(), [one], fixed=True):
+        assert is_replaced(one)
 
         def other() -> None:
             with torch.no_grad():
@@ -142,15 +150,15 @@ def test_nothing_is_left_behind_and_nobody_else_is_served(spied: list[int]) -> N
         thread.start()
         thread.join()
         assert spied == [] and len(told) == 1
-        with packed(Packs(), [one], fixed=True):
+        with use_fast_linears(LinearAutotuner(), [one], fixed=True):
             pass
-        assert served(one), "a call inside must not take the layer away from the call around it"
+        assert is_replaced(one), "a call inside must not take the layer away from the call around it"
         twin = copy.deepcopy(one)
         twin.weight.zero_()
         assert torch.allclose(twin(rows(4)), twin.bias.expand(1, 4, -1)), "a copy computes with its own weight"
-        with pytest.raises(ValueError, match="on purpose"), packed(Packs(), [one]):
+        with pytest.raises(ValueError, match="on purpose"), use_fast_linears(LinearAutotuner(), [one]):
             raise ValueError("on purpose")
-    assert not served(one) and "forward" not in one.__dict__
+    assert not is_replaced(one) and "forward" not in one.__dict__
 
 
 def test_which_layers_are_taken() -> None:
@@ -160,35 +168,37 @@ def test_which_layers_are_taken() -> None:
     hooked, half = layer(), layer().bfloat16()
     hooked.__dict__["forward"] = lambda rows: rows
     model = nn.Sequential(layer(), Own(16, 4), half, hooked, nn.Sequential(layer(seed=2)))
-    assert layers_of([model]) == [model[0], model[4][0]]
-    assert layers_of([model, model]) == layers_of([model])
+    assert find_linear_layers([model]) == [model[0], model[4][0]]
+    assert find_linear_layers([model, model]) == find_linear_layers([model])
     shared = nn.ModuleList([model[0]])
     shared.append(model[0])
-    assert layers_of([shared]) == [model[0]]
+    assert find_linear_layers([shared]) == [model[0]]
 
 
-@pytest.mark.parametrize("fast", Trial().ways)
+@pytest.mark.parametrize("fast", KernelTiming().kernels)
 def test_shapes_are_decided_by_real_calls(fast: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    now, gone, original = [0.0], list[str](), Packs._in_way
+    now, gone, original = [0.0], list[str](), LinearAutotuner._in_way
 
-    def timed(self: Packs, way: str, layer: nn.Linear, given: Tensor) -> Tensor:
+    def timed(self: LinearAutotuner, way: str, layer: nn.Linear, given: Tensor) -> Tensor:
         now[0] += 1.0 if way == fast else 9.0
         gone.append(way)
         return original(self, way, layer, given)
 
-    monkeypatch.setattr(Packs, "_in_way", timed)
+    monkeypatch.setattr(LinearAutotuner, "_in_way", timed)
     monkeypatch.setattr(cpu.time, "perf_counter", lambda: now[0])
-    one, packs = layer(), Packs()
-    with torch.no_grad(), packed(packs, [one], copies=True):
-        for _ in range(3 * TRIALS + 5):
+    one, packs = layer(), LinearAutotuner()
+    with torch.no_grad(), use_fast_linears(packs, [one], copies=True):
+        for _ in range(3 * TIMED_CALLS + 5):
             one(rows(4))
-        assert one(rows(1)).shape == (1, 1, 24) and (24, 16, 1) in packs.trials
-    assert sorted(gone[: 3 * TRIALS]) == sorted(TRIALS * Trial().ways) and gone[3 * TRIALS : -1] == 5 * [fast]
+        assert one(rows(1)).shape == (1, 1, 24) and (24, 16, 1) in packs.timings
+    assert sorted(gone[: 3 * TIMED_CALLS]) == sorted(TIMED_CALLS * KernelTiming().kernels) and gone[
+        3 * TIMED_CALLS : -1
+    ] == 5 * [fast]
 
 
 def test_trials_go_by_the_median() -> None:
-    trial = Trial()
-    for number in range(TRIALS):
+    trial = KernelTiming()
+    for number in range(TIMED_CALLS):
         trial.add("plain", 2.0)
         trial.add("turned", 99.0 if number == 0 else 1.0)  # an outlier
         trial.add("packed", 3.0)
@@ -201,19 +211,19 @@ def test_a_torch_that_cannot_pack_is_no_error(monkeypatch: pytest.MonkeyPatch) -
             raise AttributeError(name)
 
     monkeypatch.setattr(torch.ops, "mkldnn", Nothing())
-    one, packs = layer(), Packs()
-    with torch.no_grad(), packed(packs, [one], copies=True):
-        for _ in range(3 * TRIALS):
+    one, packs = layer(), LinearAutotuner()
+    with torch.no_grad(), use_fast_linears(packs, [one], copies=True):
+        for _ in range(3 * TIMED_CALLS):
             assert torch.allclose(one(rows(4)), functional.linear(rows(4), one.weight, one.bias), atol=1e-6)
-    assert packs.broken and not packs.packs
-    assert packs.trials[24, 16, 4].ways == ("plain", "turned") and packs.trials[24, 16, 4].best is not None
+    assert packs.cannot_pack and not packs.packed_weights
+    assert packs.timings[24, 16, 4].kernels == ("plain", "turned") and packs.timings[24, 16, 4].best is not None
 
 
 @pytest.mark.parametrize("choice", [None, True, False])
 def test_generate_is_the_same_in_other_ways(choice: bool | None, spied: list[int]) -> None:
     model, processor = random_model("tiny")
     maker = Captioner(model, processor)
-    inputs = maker.inputs([paint(scene(i)) for i in range(2)], ["a", "what is it"])
+    inputs = maker.inputs([render_scene(generate_scene(i)) for i in range(2)], ["a", "what is it"])
     for options in ({"do_sample": False}, {"do_sample": True}):
         torch.manual_seed(0)
         plain = model.generate(**inputs, max_new_tokens=20, **options)
@@ -230,7 +240,7 @@ def test_generate_is_the_same_in_other_ways(choice: bool | None, spied: list[int
 
 def test_a_copy_that_was_trained_on_is_not_stale() -> None:
     model, processor = random_model("tiny")
-    inputs = Captioner(model, processor).inputs([paint(scene(1))], ["a"])
+    inputs = Captioner(model, processor).inputs([render_scene(generate_scene(1))], ["a"])
     mmspec.patch(model, "fused", nodes=8, packed=True)
     model.generate(**inputs, max_new_tokens=6, do_sample=False)
     with torch.no_grad():
@@ -243,11 +253,11 @@ def test_a_copy_that_was_trained_on_is_not_stale() -> None:
 
 @pytest.mark.parametrize("faster", [True, False])
 def test_bfloat16_is_left_alone_where_a_cpu_is_slower_in_it(faster: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert cpu.halves(torch.device("cuda")) and cpu.halves(torch.device("mps"))
+    assert cpu.bf16_is_faster(torch.device("cuda")) and cpu.bf16_is_faster(torch.device("mps"))
     there = torch.device("cpu")
     assert cpu._seconds(torch.float32) > 0
     monkeypatch.setattr(cpu, "_seconds", lambda dtype: 1.0 if (dtype == torch.bfloat16) == faster else 2.0)
     native = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    assert cpu.halves(there) == (native and faster)
+    assert cpu.bf16_is_faster(there) == (native and faster)
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
-    assert not cpu.halves(there), "a torch without oneDNN has no products of bfloat16"
+    assert not cpu.bf16_is_faster(there), "a torch without oneDNN has no products of bfloat16"

@@ -13,17 +13,17 @@ from typing import Any
 import pytest
 import torch
 from fake_target import (
-    CONFIG,
-    LAYERS,
-    PICTURE,
-    World,
-    emitted,
-    lesson_of,
-    paths_of,
-    prompt_of,
-    prompt_rows,
-    slow_pass,
-    started,
+    HEAD_CONFIG,
+    IMAGE_TOKEN_ID,
+    NUM_LAYERS,
+    FakeTarget,
+    begin_decoding,
+    build_prompt,
+    build_result,
+    build_train_batch,
+    reference_draft_inputs,
+    reference_forward,
+    scores_by_path,
 )
 from torch import Tensor, nn
 
@@ -39,10 +39,10 @@ from mmspec.drafters.eagle.head import EagleHead
 from mmspec.drafters.eagle.visual_inputs import RULES
 from mmspec.drafters.training.losses import Weights, When, rows_of
 from mmspec.drafters.training.trainer import Plan, Pupil, Training
-from mmspec.engine.tree import bare
+from mmspec.engine.tree import root_only
 
-FLASH = replace(CONFIG, intermediate_size=0, block=4, inner=40)
-PARALLEL = replace(CONFIG, block=4)
+FLASH = replace(HEAD_CONFIG, intermediate_size=0, block=4, inner=40)
+PARALLEL = replace(HEAD_CONFIG, block=4)
 SORTS = ("flash", "chained", "parallel", "linked", "falcon2", "falcon3")
 
 
@@ -56,7 +56,7 @@ def new_head(sort: str) -> EagleHead:
             if head.chain is not None:
                 head.chain.say.weight.data.normal_(0, 0.5)
         elif sort.startswith("falcon"):
-            head = FalconHead(replace(CONFIG, block=int(sort[-1])))
+            head = FalconHead(replace(HEAD_CONFIG, block=int(sort[-1])))
         else:
             head = ParallelHead(replace(PARALLEL, inner=20 if sort == "linked" else 0))
             head.slots.data.normal_()
@@ -73,7 +73,7 @@ def kind_of(sort: str) -> str:
 
 
 def drafter(sort: str, rule: str = "decoupled", **more: Any) -> Any:
-    return KINDS[kind_of(sort)].drafter(new_head(sort), rule, layers=LAYERS, width=3, **more)
+    return KINDS[kind_of(sort)].drafter(new_head(sort), rule, layers=NUM_LAYERS, width=3, **more)
 
 
 # --- trees ------------------------------------------------------------------------------------------------------------
@@ -95,14 +95,14 @@ def test_the_table_holds_every_candidate_and_no_more(slots: int, nodes: int) -> 
 @pytest.mark.parametrize("seed", range(6))
 def test_the_tree_is_the_best_there_is(seed: int) -> None:
     """Best-first by hand over the whole product, at random sharp and flat distributions."""
-    dice = torch.Generator().manual_seed(seed)
+    rng = torch.Generator().manual_seed(seed)
     slots, nodes, vocab = 2 + seed % 4, (4, 8, 16, 32)[seed % 4], (6, 40)[seed % 2]
-    chances = (torch.randn(2, slots, vocab, generator=dice) * (1 + seed)).log_softmax(-1)
+    chances = (torch.randn(2, slots, vocab, generator=rng) * (1 + seed)).log_softmax(-1)
     table = Table.of(slots, nodes - 1, vocab, torch.device("cpu"))
     tokens, totals, _ = table.offers(chances[:, None], torch.zeros(2, 1))
     tree = best(None, tokens[:, 0], totals[:, 0], table.parent.expand(2, -1), nodes=nodes)
     for row in range(2):
-        found = {path: math.log(score) for path, score in paths_of(tree, row).items()}
+        found = {path: math.log(score) for path, score in scores_by_path(tree, row).items()}
         heap: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
         expected: dict[tuple[int, ...], float] = {}
         while heap and len(expected) < nodes:
@@ -120,29 +120,29 @@ def test_the_tree_is_the_best_there_is(seed: int) -> None:
 # --- slow references --------------------------------------------------------------------------------------------------
 
 
-def slow(world: World, head: EagleHead, rule: str, row: int, n: int, path: list[int]) -> Tensor:
+def slow(world: FakeTarget, head: EagleHead, rule: str, row: int, n: int, path: list[int]) -> Tensor:
     """[V] log probabilities of what follows `path` after the first n words and the n-th."""
-    rows, places = prompt_rows(world, head, rule, row, n)
+    rows, places = reference_draft_inputs(world, head, rule, row, n)
     if isinstance(head, FlashHead):
-        feature = _spread(head, slow_pass(head, torch.stack(rows), torch.tensor(places))[-1])[len(path)]
+        feature = _spread(head, reference_forward(head, torch.stack(rows), torch.tensor(places))[-1])[len(path)]
     elif isinstance(head, FalconHead):
         feature = _falcon(world, head, rows, places, path)
     else:
         assert isinstance(head, ParallelHead)
         rows += list(head.slots[: len(path)])
         places += range(n, n + len(path))
-        feature = slow_pass(head, torch.stack(rows), torch.tensor(places))[-1]
+        feature = reference_forward(head, torch.stack(rows), torch.tensor(places))[-1]
         if head.link is not None and path:
-            link, word = head.link, world.words.embedding(torch.tensor(path[-1]))
+            link, word = head.link, world.shared_embeddings.embed_tokens(torch.tensor(path[-1]))
             gate, up = link.gate_up(torch.cat([_normed(feature) * link.norm.weight, word])).chunk(2)
             feature = feature + link.down(torch.nn.functional.silu(gate) * up)
-    logits = world.words.head(feature)
+    logits = world.shared_embeddings.lm_head(feature)
     if isinstance(head, FlashHead) and head.chain is not None and path:
-        chain, word = head.chain, world.words.embedding(torch.tensor(path[-1]))
+        chain, word = head.chain, world.shared_embeddings.embed_tokens(torch.tensor(path[-1]))
         both = chain.see.weight @ (_normed(feature) * chain.norm.weight)
         both = both + chain.hear.weight @ (_normed(word) * chain.word_norm.weight)
         logits = logits + chain.say.weight @ torch.nn.functional.silu(both)
-    logits[[0, PICTURE]] = float("-inf")
+    logits[[0, IMAGE_TOKEN_ID]] = float("-inf")
     result: Tensor = logits.log_softmax(-1)
     return result
 
@@ -156,17 +156,19 @@ def _spread(head: FlashHead, out: Tensor) -> list[Tensor]:
     return [out + head.spread.weight[32 * i : 32 * (i + 1)] @ inside for i in range(head.config.block)]
 
 
-def _falcon(world: World, head: FalconHead, rows: list[Tensor], places: list[int], path: list[int]) -> Tensor:
+def _falcon(world: FakeTarget, head: FalconHead, rows: list[Tensor], places: list[int], path: list[int]) -> Tensor:
     """Blocks of k, the newest of which ends where the text does."""
     k, count = head.config.block, len(rows)
     blocks = [(i - count) // k for i in range(count)]
     for block in range(len(path) // k + 1):
         sees = torch.tensor([[theirs <= mine for theirs in blocks] for mine in blocks])
-        out = slow_pass(head, torch.stack(rows), torch.tensor(places), sees)[-k:]
+        out = reference_forward(head, torch.stack(rows), torch.tensor(places), sees)[-k:]
         if block == len(path) // k:
             return out[len(path) % k]
         for slot in range(k):
-            rows.append(head.fuse(world.words.embedding(torch.tensor(path[block * k + slot])), out[slot]))
+            rows.append(
+                head.fuse(world.shared_embeddings.embed_tokens(torch.tensor(path[block * k + slot])), out[slot])
+            )
             places.append(places[-1] + 1)
             blocks.append(block)
     raise AssertionError
@@ -175,13 +177,13 @@ def _falcon(world: World, head: FalconHead, rows: list[Tensor], places: list[int
 @pytest.mark.parametrize("sort", SORTS)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("pads", [(0, 0), (0, 4)])
-def test_drafts_are_those_of_the_slow_reference(world: World, sort: str, rule: str, pads: tuple[int, int]) -> None:
-    world.words.head.weight.data.mul_(2)  # type: ignore[operator,union-attr]
+def test_drafts_are_those_of_the_slow_reference(world: FakeTarget, sort: str, rule: str, pads: tuple[int, int]) -> None:
+    world.shared_embeddings.lm_head.weight.data.mul_(2)  # type: ignore[operator,union-attr]
     made = drafter(sort, rule)
-    tree = made.propose(started(world, made, prompt_of(world, 11, pads)), 64, [True, True])
+    tree = made.propose(begin_decoding(world, made, build_prompt(world, 11, pads)), 64, [True, True])
     with torch.no_grad():
         for row, count in enumerate(pads):
-            n, found, said = 11 - count, paths_of(tree, row), dict[tuple[int, ...], Tensor]()
+            n, found, said = 11 - count, scores_by_path(tree, row), dict[tuple[int, ...], Tensor]()
 
             def after(path: tuple[int, ...], row: int = row, n: int = n, said: Any = said) -> Tensor:
                 if path not in said:  # paths share beginnings
@@ -200,36 +202,36 @@ def test_drafts_are_those_of_the_slow_reference(world: World, sort: str, rule: s
 
 @pytest.mark.parametrize("sort", SORTS)
 @pytest.mark.parametrize("rule", ["decoupled", "textual"])
-def test_after_rounds_it_reads_what_the_target_saw(world: World, sort: str, rule: str) -> None:
+def test_after_rounds_it_reads_what_the_target_saw(world: FakeTarget, sort: str, rule: str) -> None:
     """Rounds with drafts, rounds without and rows that stand still come to the same as one long prompt."""
     made = drafter(sort, rule)
-    state = started(world, made, prompt_of(world, 9, (0, 2)))
+    state = begin_decoding(world, made, build_prompt(world, 9, (0, 2)))
     lengths = [9, 7]
     for sizes, drafts in (([1, 2], True), ([2, 1], False), ([1, 0], True), ([1, 1], True)):
-        tree = made.propose(state, 8, [True, True]) if drafts else bare(2)
+        tree = made.propose(state, 8, [True, True]) if drafts else root_only(2)
         states = torch.zeros(2, 8, 32)
         walked, tokens = [], []
         for row, size in enumerate(sizes):
             nodes = [0, 5][:size]
             for step, node in enumerate(nodes):
-                states[row, node] = world.states[row, lengths[row] + step]
+                states[row, node] = world.hidden_states[row, lengths[row] + step]
             walked.append(nodes)
-            tokens.append([int(world.ids[row, lengths[row] + 1 + step]) for step in range(size)])
+            tokens.append([int(world.input_ids[row, lengths[row] + 1 + step]) for step in range(size)])
             lengths[row] += size
-        made.observe(state, emitted(tree, walked, tokens), {LAYERS: states})
+        made.observe(state, build_result(tree, walked, tokens), {NUM_LAYERS: states})
     mine = made.propose(state, 16, [True, True])
-    fresh = prompt_of(world, max(lengths), tuple(max(lengths) - n for n in lengths))  # type: ignore[arg-type]
-    other = made.propose(started(world, made, fresh), 16, [True, True])
+    fresh = build_prompt(world, max(lengths), tuple(max(lengths) - n for n in lengths))  # type: ignore[arg-type]
+    other = made.propose(begin_decoding(world, made, fresh), 16, [True, True])
     for row in range(2):
-        assert paths_of(mine, row) == pytest.approx(paths_of(other, row), rel=1e-3)
+        assert scores_by_path(mine, row) == pytest.approx(scores_by_path(other, row), rel=1e-3)
 
 
 @pytest.mark.parametrize("sort", SORTS)
-def test_with_noise_it_proposes_what_the_noise_will_pick(world: World, sort: str) -> None:
+def test_with_noise_it_proposes_what_the_noise_will_pick(world: FakeTarget, sort: str) -> None:
     noise = torch.empty(2, 9, 40).exponential_(generator=torch.Generator().manual_seed(1))
     made = drafter(sort)
-    prompt = prompt_of(world, 11, noise=lambda depth: noise[:, :depth], temperature=0.7)
-    tree = made.propose(started(world, made, prompt), 8, [True, True])
+    prompt = build_prompt(world, 11, noise=lambda depth: noise[:, :depth], temperature=0.7)
+    tree = made.propose(begin_decoding(world, made, prompt), 8, [True, True])
     with torch.no_grad():
         for row in range(2):
             path: list[int] = []
@@ -237,40 +239,40 @@ def test_with_noise_it_proposes_what_the_noise_will_pick(world: World, sort: str
                 chances = (slow(world, made.head, "decoupled", row, 11, path) / 0.7).softmax(-1)
                 path.append(int((chances / noise[row, column]).argmax()))
                 assert column or int(tree.tokens[row, 1]) == path[0]
-            assert tuple(path) in paths_of(tree, row)
+            assert tuple(path) in scores_by_path(tree, row)
 
 
 @pytest.mark.parametrize("sort", SORTS)
-def test_a_trimmed_vocabulary_drafts_only_its_own(world: World, sort: str) -> None:
+def test_a_trimmed_vocabulary_drafts_only_its_own(world: FakeTarget, sort: str) -> None:
     ids = torch.arange(1, 40, 3)
     made = drafter(sort, draft_ids=ids)
-    tree = made.propose(started(world, made, prompt_of(world, 11)), 16, [True, True])
-    assert set(tree.tokens[:, 1:].flatten().tolist()) <= set(ids.tolist()) - {PICTURE}
+    tree = made.propose(begin_decoding(world, made, build_prompt(world, 11)), 16, [True, True])
+    assert set(tree.tokens[:, 1:].flatten().tolist()) <= set(ids.tolist()) - {IMAGE_TOKEN_ID}
 
 
 @pytest.mark.parametrize("sort", SORTS)
 @pytest.mark.parametrize("budget", [2, 3, 4, 5, 64])
-def test_any_budget_is_served(world: World, sort: str, budget: int) -> None:
+def test_any_budget_is_served(world: FakeTarget, sort: str, budget: int) -> None:
     """Also one that is smaller than a block."""
     made = drafter(sort)
-    tree = made.propose(started(world, made, prompt_of(world, 11)), budget, [True, True])
+    tree = made.propose(begin_decoding(world, made, build_prompt(world, 11)), budget, [True, True])
     assert tree.nodes <= budget and tree.valid[:, 1].all()
-    assert len(paths_of(tree, 0)) == tree.nodes - 1
-    assert made.propose(started(world, made, prompt_of(world, 11)), 1, [True, True]).nodes == 1
+    assert len(scores_by_path(tree, 0)) == tree.nodes - 1
+    assert made.propose(begin_decoding(world, made, build_prompt(world, 11)), 1, [True, True]).nodes == 1
 
 
 @pytest.mark.parametrize("sort", SORTS)
 @pytest.mark.parametrize("noisy", [False, True])
-def test_drafting_never_looks_at_a_value(world: World, sort: str, noisy: bool) -> None:
+def test_drafting_never_looks_at_a_value(world: FakeTarget, sort: str, noisy: bool) -> None:
     """Fake tensors have shapes and no values: whatever asks for one (`.item()`, an index by condition) raises."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     made = drafter(sort, draft_ids=torch.arange(40) if noisy else None)
     more = {"noise": lambda depth: torch.ones(2, depth, 40)} if noisy else {}
-    state = started(world, made, prompt_of(world, 11, (0, 4), **more))
-    taps = {LAYERS: torch.randn(2, 4, 32)}
-    made.observe(state, emitted(bare(2).pad(4), [[0, 2], [0]], [[5, 6], [7]]), taps)
-    made.observe(state, emitted(bare(2).pad(4), [[0], [0]], [[5], [7]]), taps)
+    state = begin_decoding(world, made, build_prompt(world, 11, (0, 4), **more))
+    taps = {NUM_LAYERS: torch.randn(2, 4, 32)}
+    made.observe(state, build_result(root_only(2).pad(4), [[0, 2], [0]], [[5, 6], [7]]), taps)
+    made.observe(state, build_result(root_only(2).pad(4), [[0], [0]], [[5], [7]]), taps)
     shapes = set()
     for budget in (16, 16, 8):
         with FakeTensorMode(allow_non_fake_inputs=True):
@@ -287,10 +289,10 @@ def test_drafting_never_looks_at_a_value(world: World, sort: str, noisy: bool) -
 @pytest.mark.parametrize("sort", SORTS)
 @pytest.mark.parametrize("rule", ["decoupled", "textual"])
 def test_what_it_is_taught_is_what_it_drafts(
-    world: World, sort: str, rule: str, monkeypatch: pytest.MonkeyPatch
+    world: FakeTarget, sort: str, rule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every feature that a loss judges is one that drafting makes there, after the true words so far."""
-    head, lesson = new_head(sort), lesson_of(world)
+    head, lesson = new_head(sort), build_train_batch(world)
     judged: list[tuple[int, Tensor, Tensor, Tensor]] = []
     from mmspec.drafters.training.losses import Sum
 
@@ -299,11 +301,13 @@ def test_what_it_is_taught_is_what_it_drafts(
 
     monkeypatch.setattr(Sum, "add", keep)
     monkeypatch.setattr(Sum, "result", lambda self: (torch.zeros(()), {}))
-    placeholder = world.words.embedding(torch.tensor(PICTURE))
+    placeholder = world.shared_embeddings.embed_tokens(torch.tensor(IMAGE_TOKEN_ID))
     with torch.no_grad():
         for seed in range(3):  # where the grid of blocks begins
             when = When(1.0, torch.Generator().manual_seed(seed))  # nothing is shown any more
-            KINDS[kind_of(sort)].losses(Pupil(head, rule), lesson, world.words, placeholder, Weights(rollout=1), when)
+            KINDS[kind_of(sort)].losses(
+                Pupil(head, rule), lesson, world.shared_embeddings, placeholder, Weights(rollout=1), when
+            )
         data = rows_of(Pupil(head, rule), lesson, placeholder)
     states = {tuple(lesson.states[b, p].tolist()): (b, p) for b in range(2) for p in range(14)}
     checked = set()
@@ -313,11 +317,11 @@ def test_what_it_is_taught_is_what_it_drafts(
             b, p = states[tuple(meant.tolist())]
             n = p - part
             assert data.learn[b].any() and n >= 7
-            path = world.ids[b, n + 1 : n + 1 + part].tolist()
+            path = world.input_ids[b, n + 1 : n + 1 + part].tolist()
             with torch.no_grad():
                 expected = slow(world, head, rule, b, n, path)
-                got = world.words.head(said) + more
-            got[[0, PICTURE]] = float("-inf")
+                got = world.shared_embeddings.lm_head(said) + more
+            got[[0, IMAGE_TOKEN_ID]] = float("-inf")
             assert torch.allclose(got.log_softmax(-1), expected, atol=4e-3), (part, b, n)
             checked.add(part)
     deepest = 2 * head.config.block if sort.startswith("falcon") else head.config.block
@@ -325,23 +329,25 @@ def test_what_it_is_taught_is_what_it_drafts(
 
 
 @pytest.mark.parametrize("sort", SORTS)
-def test_heads_learn(world: World, sort: str, tmp_path: Path) -> None:
+def test_heads_learn(world: FakeTarget, sort: str, tmp_path: Path) -> None:
     told: list[dict[str, float]] = []
     pupils = {"one": Pupil(new_head(sort), "decoupled", kind_of(sort))}
-    for part in (world.words.embedding, world.words.head):
+    for part in (world.shared_embeddings.embed_tokens, world.shared_embeddings.lm_head):
         part.requires_grad_(False)
-    placeholder = world.words.embedding(torch.tensor(PICTURE)).detach()
+    placeholder = world.shared_embeddings.embed_tokens(torch.tensor(IMAGE_TOKEN_ID)).detach()
     plan = Plan(steps=60, batch=2, rate=3e-3, warmup=2)
-    training = Training(tmp_path, pupils, plan, world.words, lambda step: lesson_of(world), placeholder, {})
+    training = Training(
+        tmp_path, pupils, plan, world.shared_embeddings, lambda step: build_train_batch(world), placeholder, {}
+    )
     assert training.run(tick=told.append)
     assert told[-1]["loss"] < 0.6 * told[0]["loss"] and told[-1]["agree1"] > told[0]["agree1"]
 
 
-def test_glancing_shows_a_first_part_of_blocks_and_less_and_less(world: World) -> None:
+def test_glancing_shows_a_first_part_of_blocks_and_less_and_less(world: FakeTarget) -> None:
     from mmspec.drafters.training import block_losses as training_blocks
 
-    head, lesson = new_head("falcon3"), lesson_of(world)
-    data = rows_of(Pupil(head, "decoupled"), lesson, world.words.embedding(torch.tensor(PICTURE)))
+    head, lesson = new_head("falcon3"), build_train_batch(world)
+    data = rows_of(Pupil(head, "decoupled"), lesson, world.shared_embeddings.embed_tokens(torch.tensor(IMAGE_TOKEN_ID)))
     block = torch.arange(data.rows.shape[1]) // 3
     learn = training_blocks.learned(data, 2)
     counts = []
@@ -349,7 +355,7 @@ def test_glancing_shows_a_first_part_of_blocks_and_less_and_less(world: World) -
         shown = torch.zeros_like(learn, dtype=torch.long)
         for seed in range(60):
             one = training_blocks._glanced(
-                data.rows, data, world.words, block, 3, share, torch.Generator().manual_seed(seed)
+                data.rows, data, world.shared_embeddings, block, 3, share, torch.Generator().manual_seed(seed)
             )
             assert not (one & ~learn).any()
             for start in range(0, data.rows.shape[1] - 2, 3):
@@ -361,12 +367,14 @@ def test_glancing_shows_a_first_part_of_blocks_and_less_and_less(world: World) -
     assert counts[0] > counts[1] > counts[2]
 
 
-def test_nothing_to_learn_is_no_error(world: World, tmp_path: Path) -> None:
-    lesson = replace(lesson_of(world), answer=torch.zeros(2, 14, dtype=torch.bool))
-    placeholder = world.words.embedding(torch.tensor(PICTURE)).detach()
+def test_nothing_to_learn_is_no_error(world: FakeTarget, tmp_path: Path) -> None:
+    lesson = replace(build_train_batch(world), answer=torch.zeros(2, 14, dtype=torch.bool))
+    placeholder = world.shared_embeddings.embed_tokens(torch.tensor(IMAGE_TOKEN_ID)).detach()
     pupils = {sort: Pupil(new_head(sort), "decoupled", kind_of(sort)) for sort in SORTS}
     before = new_head("flash").state_dict()
-    training = Training(tmp_path, pupils, Plan(steps=1, batch=2), world.words, lambda step: lesson, placeholder, {})
+    training = Training(
+        tmp_path, pupils, Plan(steps=1, batch=2), world.shared_embeddings, lambda step: lesson, placeholder, {}
+    )
     assert training.run()
     assert all(torch.equal(value, before[name]) for name, value in pupils["flash"].head.state_dict().items())
 
@@ -377,7 +385,7 @@ def test_nothing_to_learn_is_no_error(world: World, tmp_path: Path) -> None:
 @pytest.mark.parametrize("sort", SORTS)
 def test_a_head_comes_back_from_its_folder(sort: str, tmp_path: Path) -> None:
     head = new_head(sort)
-    save(tmp_path, head, Made(head.config, "textual", LAYERS, "llava", "abc", kind=kind_of(sort)), torch.float32)
+    save(tmp_path, head, Made(head.config, "textual", NUM_LAYERS, "llava", "abc", kind=kind_of(sort)), torch.float32)
     again, made = load(tmp_path)
     assert type(again) is type(head) and made.kind == kind_of(sort) and made.config == head.config
     for name, value in head.state_dict().items():
@@ -396,9 +404,9 @@ Call = Callable[[], object]
         (lambda: drafter("falcon3", block=2), "looks 3 places ahead.*got 2"),
         (lambda: drafter("falcon2", passes=0), "passes must be at least 1; got 0"),
         (lambda: FlashHead(replace(FLASH, inner=0)), r"a width \(inner\) of at least 1; got 0"),
-        (lambda: FalconHead(CONFIG), "at least 2 tokens a pass; got 1"),
-        (lambda: replace(CONFIG, block=0), "block must be 1 to 16 tokens a pass; got 0"),
-        (lambda: replace(CONFIG, block=17), "block must be 1 to 16 tokens a pass; got 17"),
+        (lambda: FalconHead(HEAD_CONFIG), "at least 2 tokens a pass; got 1"),
+        (lambda: replace(HEAD_CONFIG, block=0), "block must be 1 to 16 tokens a pass; got 0"),
+        (lambda: replace(HEAD_CONFIG, block=17), "block must be 1 to 16 tokens a pass; got 17"),
     ],
 )
 def test_block_sizes_that_do_not_fit_are_refused(call: Call, words: str) -> None:
@@ -406,16 +414,18 @@ def test_block_sizes_that_do_not_fit_are_refused(call: Call, words: str) -> None
         call()
 
 
-def test_a_shorter_block_is_a_part_of_the_longer(world: World) -> None:
+def test_a_shorter_block_is_a_part_of_the_longer(world: FakeTarget) -> None:
     for sort in ("flash", "chained", "parallel", "linked"):
-        long = drafter(sort).propose(started(world, made := drafter(sort), prompt_of(world, 11)), 64, [True, True])
+        long = drafter(sort).propose(
+            begin_decoding(world, made := drafter(sort), build_prompt(world, 11)), 64, [True, True]
+        )
         del made
         short_drafter = drafter(sort, block=2)
-        short = short_drafter.propose(started(world, short_drafter, prompt_of(world, 11)), 64, [True, True])
-        both = paths_of(long, 0).keys() & paths_of(short, 0).keys()
-        assert max(map(len, paths_of(short, 0))) == 2 and len(both) > 5
+        short = short_drafter.propose(begin_decoding(world, short_drafter, build_prompt(world, 11)), 64, [True, True])
+        both = scores_by_path(long, 0).keys() & scores_by_path(short, 0).keys()
+        assert max(map(len, scores_by_path(short, 0))) == 2 and len(both) > 5
         for path in both:
-            assert paths_of(long, 0)[path] == pytest.approx(paths_of(short, 0)[path], rel=1e-3)
+            assert scores_by_path(long, 0)[path] == pytest.approx(scores_by_path(short, 0)[path], rel=1e-3)
 
 
 def test_kinds_are_what_they_say() -> None:

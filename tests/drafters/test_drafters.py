@@ -19,8 +19,8 @@ from mmspec.drafters.ngram.lookup import LONGEST, CopyGuesser, History, lookup
 from mmspec.drafters.ngram.recycling import WIDTH, TableGuesser, recycling
 from mmspec.drafters.none import NoDrafter
 from mmspec.drafters.registry import DRAFTERS, make
-from mmspec.engine.tree import DraftTree, bare, bucket
-from mmspec.interfaces import Drafter, Prompt, Verdict
+from mmspec.engine.tree import DraftTree, bucket_size, root_only
+from mmspec.interfaces import Drafter, Prompt, VerifyResult
 
 VOCAB = 50
 PAD, IMAGE = 48, 49
@@ -38,29 +38,29 @@ def make_prompt(
     width = max(map(len, rows))
     ids = torch.tensor([[PAD] * (width - len(r)) + r if left else r + [PAD] * (width - len(r)) for r in rows])
     return Prompt(
-        ids=ids,
-        padding=ids != PAD,
-        visual=ids == IMAGE,
-        positions=torch.arange(width).expand_as(ids),
+        input_ids=ids,
+        attention_mask=ids != PAD,
+        visual_mask=ids == IMAGE,
+        position_ids=torch.arange(width).expand_as(ids),
         vocab_size=vocab,
-        banned=frozenset(banned),
-        reference=reference,
+        banned_ids=frozenset(banned),
+        reference_ids=reference,
     )
 
 
-def make_verdict(tree: DraftTree, rows: list[list[int]], walked: list[list[int]], top_ids: Ids = None) -> Verdict:
+def make_verdict(tree: DraftTree, rows: list[list[int]], walked: list[list[int]], top_ids: Ids = None) -> VerifyResult:
     width = max(1, *(len(row) for row in rows))
     tokens = torch.tensor([row + [0] * (width - len(row)) for row in rows])
     path = torch.tensor([nodes + [0] * (width - len(nodes)) for nodes in walked])
     nodes = None if top_ids is None else torch.where(tree.valid, tree.tokens, -1).tolist()
-    return Verdict(tree, path, torch.tensor([len(row) for row in rows]), tokens, rows, walked, top_ids, nodes)
+    return VerifyResult(tree, path, torch.tensor([len(row) for row in rows]), tokens, rows, walked, top_ids, nodes)
 
 
 def emit(drafter: Drafter, state: Any, *rows: list[int], top_ids: Ids = None) -> None:
     """Rounds without a draft that emit `rows`, one token at a time."""
     for column in range(max(map(len, rows))):
         step = [row[column : column + 1] for row in rows]
-        verdict = make_verdict(bare(len(rows)), step, [[0] if row else [] for row in step], top_ids)
+        verdict = make_verdict(root_only(len(rows)), step, [[0] if row else [] for row in step], top_ids)
         drafter.observe(state, verdict, {})
 
 
@@ -69,7 +69,7 @@ def walk(tree: DraftTree, row: int, future: list[int]) -> tuple[list[int], list[
     tokens, parents, valid = tree.tokens[row].tolist(), tree.parents[row].tolist(), tree.valid[row].tolist()
     nodes = [0]
     for token in future:
-        child = [i for i in range(tree.nodes) if valid[i] and parents[i] == nodes[-1] and tokens[i] == token]
+        child = [i for i in range(tree.num_nodes) if valid[i] and parents[i] == nodes[-1] and tokens[i] == token]
         if not child:
             break
         nodes.append(child[0])
@@ -79,7 +79,7 @@ def walk(tree: DraftTree, row: int, future: list[int]) -> tuple[list[int], list[
 def paths(tree: DraftTree, row: int = 0) -> set[tuple[int, ...]]:
     """The path from the root to each valid node of a row."""
     found: dict[int, tuple[int, ...]] = {0: ()}
-    for node in range(1, tree.nodes):
+    for node in range(1, tree.num_nodes):
         if tree.valid[row, node]:
             found[node] = (*found[int(tree.parents[row, node])], int(tree.tokens[row, node]))
     return set(found.values()) - {()}
@@ -217,10 +217,10 @@ def test_a_reference_does_not_run_into_the_prompt() -> None:
 # --- recycling ------------------------------------------------------------------------------------------------------
 
 
-def random_verdict(rng: random.Random, last: list[int]) -> Verdict:
+def random_verdict(rng: random.Random, last: list[int]) -> VerifyResult:
     """A random tree with a random walk; tokens of walked nodes agree with what was emitted. A row may sit out."""
     batch, nodes = len(last), rng.choice((1, 4, 8))
-    tree = bare(batch) if nodes == 1 else None
+    tree = root_only(batch) if nodes == 1 else None
     tokens = [[rng.randrange(VOCAB) for _ in range(nodes)] for _ in range(batch)]
     parents = [[-1, *(rng.randrange(i) for i in range(1, nodes))] for _ in range(batch)]
     valid = [[i == 0 or rng.random() < 0.8 for i in range(nodes)] for _ in range(batch)]
@@ -252,11 +252,15 @@ def test_the_table_equals_a_slow_reference_after_scripted_rounds() -> None:
         verdict = random_verdict(rng, last)
         table.learn(state, verdict)
         entries = []
-        for b, emitted in enumerate(verdict.rows):
-            for i in range(verdict.tree.nodes):
+        for b, emitted in enumerate(verdict.emitted_ids):
+            for i in range(verdict.tree.num_nodes):
                 if emitted and verdict.tree.valid[b, i]:
                     token = last[b] if i == 0 else int(verdict.tree.tokens[b, i])
-                    order = (i in verdict.walked[b], b, verdict.walked[b].index(i) if i in verdict.walked[b] else i)
+                    order = (
+                        i in verdict.accepted_nodes[b],
+                        b,
+                        verdict.accepted_nodes[b].index(i) if i in verdict.accepted_nodes[b] else i,
+                    )
                     entries.append((order, token, verdict.top_ids[b][i]))  # type: ignore[index]
             last[b] = emitted[-1] if emitted else last[b]
         for _, token, ids in sorted(entries):
@@ -322,12 +326,12 @@ def loaded(drafter: BestFirst) -> tuple[BestFirst, Any]:
 def test_every_tree_is_in_order_and_within_budget(name: str, budget: int) -> None:
     drafter = make(name)
     if not isinstance(drafter, BestFirst):
-        assert drafter.propose(drafter.begin(make_prompt([1])), budget, [True]).nodes == 1
+        assert drafter.propose(drafter.begin(make_prompt([1])), budget, [True]).num_nodes == 1
         return
     drafter, state = loaded(drafter)
     tree = drafter.propose(state, budget, [True, True, False])
-    assert int(tree.valid.sum(1).max()) <= min(budget, 64) and tree.nodes <= bucket(min(budget, 64))
-    assert budget == 1 or tree.nodes > 1
+    assert int(tree.valid.sum(1).max()) <= min(budget, 64) and tree.num_nodes <= bucket_size(min(budget, 64))
+    assert budget == 1 or tree.num_nodes > 1
     assert tree.scores is not None
     for row in range(3):
         nodes = int(tree.valid[row].sum())
@@ -390,9 +394,9 @@ def test_nothing_to_say_is_a_bare_tree() -> None:
     for name in DRAFTERS:
         drafter = make(name)
         state = drafter.begin(make_prompt([IMAGE, IMAGE], [IMAGE, 1]))
-        assert drafter.propose(state, 8, [True, True]).nodes == 1
+        assert drafter.propose(state, 8, [True, True]).num_nodes == 1
     drafter = sure(lookup(), 0.01)  # below the floor
-    assert drafter.propose(drafter.begin(make_prompt([1, 2, 1, 2])), 8, [True]).nodes == 1
+    assert drafter.propose(drafter.begin(make_prompt([1, 2, 1, 2])), 8, [True]).num_nodes == 1
 
 
 # --- calibration ----------------------------------------------------------------------------------------------------
@@ -437,9 +441,9 @@ def test_guesses_below_the_floor_are_still_scored() -> None:
     drafter = sure(lookup(), 0.001)
     state = drafter.begin(make_prompt([1, 2] * 3))
     for token in [1, 2] * 40:
-        assert drafter.propose(state, 1, [True]).nodes == 1  # the controller wants no draft
+        assert drafter.propose(state, 1, [True]).num_nodes == 1  # the controller wants no draft
         emit(drafter, state, [token])
-    assert drafter.propose(state, 8, [True]).nodes == 8
+    assert drafter.propose(state, 8, [True]).num_nodes == 8
 
 
 def test_rounds_without_a_proposal_score_nothing() -> None:
@@ -458,7 +462,7 @@ def test_two_states_do_not_mix() -> None:
     one, two = drafter.begin(make_prompt([1, 2, 3, 1])), drafter.begin(make_prompt([1, 2, 4, 1]))
     drafter.propose(one, 8, [True])
     emit(drafter, one, [2])
-    assert drafter.propose(two, 8, [True]).nodes == 1
+    assert drafter.propose(two, 8, [True]).num_nodes == 1
     emit(drafter, two, [2])
     assert int(drafter.propose(one, 8, [True]).tokens[0, 1]) == 3
     assert int(drafter.propose(two, 8, [True]).tokens[0, 1]) == 4
@@ -500,7 +504,7 @@ def test_threads_on_one_drafter_and_no_global_randomness() -> None:
                 tree = drafter.propose(state, 8, [True])
                 emitted, walked = walk(tree, 0, text[at:])
                 emitted = emitted or text[at : at + 1]
-                drafter.observe(state, make_verdict(tree, [emitted], [walked], [[[text[at]]] * tree.nodes]), {})
+                drafter.observe(state, make_verdict(tree, [emitted], [walked], [[[text[at]]] * tree.num_nodes]), {})
                 at += len(emitted)
             assert state.sources[0][0].text == text
         except BaseException as error:
@@ -528,7 +532,10 @@ def test_drafters_by_name() -> None:
     }
     assert all(isinstance(make(name), Drafter) for name in DRAFTERS)
     assert make("fused") is not make("fused")
-    assert make("recycling").needs.top_k == make("auto").needs.top_k == WIDTH and make("lookup").needs.top_k == 0
+    assert (
+        make("recycling").requirements.top_k == make("auto").requirements.top_k == WIDTH
+        and make("lookup").requirements.top_k == 0
+    )
     mine = NoDrafter()
     assert make(mine) is mine
 

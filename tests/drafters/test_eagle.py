@@ -13,18 +13,18 @@ from typing import Any
 import pytest
 import torch
 from fake_target import (
-    CONFIG,
-    LAYERS,
-    PICTURE,
-    World,
-    emitted,
-    first_verdict,
-    lesson_of,
-    paths_of,
-    prompt_of,
-    prompt_rows,
-    slow_pass,
-    started,
+    HEAD_CONFIG,
+    IMAGE_TOKEN_ID,
+    NUM_LAYERS,
+    FakeTarget,
+    begin_decoding,
+    build_first_result,
+    build_prompt,
+    build_result,
+    build_train_batch,
+    reference_draft_inputs,
+    reference_forward,
+    scores_by_path,
 )
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -32,9 +32,9 @@ from torch import Tensor, nn
 import mmspec
 from mmspec.app.modeling.captioner import Captioner
 from mmspec.app.modeling.random_models import random_model
-from mmspec.app.scenes.render import paint
-from mmspec.app.scenes.world import scene
-from mmspec.config import KEPT
+from mmspec.app.scenes.render import render_scene
+from mmspec.app.scenes.world import generate_scene
+from mmspec.config import MAX_CACHED_DRAFTERS
 from mmspec.control.depth import Depth
 from mmspec.drafters import registry
 from mmspec.drafters.checkpoints import format as checkpoint
@@ -45,30 +45,30 @@ from mmspec.drafters.eagle.visual_inputs import RULES, Sight, pack
 from mmspec.drafters.registry import make
 from mmspec.drafters.training.losses import Weights, When, losses, rows_of
 from mmspec.drafters.training.trainer import Plan, Pupil, SettingsError, Training
-from mmspec.engine.tree import bare
-from mmspec.interfaces import Facts
+from mmspec.engine.tree import root_only
+from mmspec.interfaces import TargetInfo
 
 
-def drafter(world: World, rule: str = "decoupled", **more: Any) -> EagleDrafter:
-    return EagleDrafter(world.head, rule, layers=LAYERS, **{"depth": 3, "width": 3, **more})
+def drafter(world: FakeTarget, rule: str = "decoupled", **more: Any) -> EagleDrafter:
+    return EagleDrafter(world.head, rule, layers=NUM_LAYERS, **{"depth": 3, "width": 3, **more})
 
 
 # --- a slow reference -------------------------------------------------------------------------------------------------
 
 
-def slow(world: World, rule: str, row: int, n: int, path: list[int]) -> Tensor:
+def slow(world: FakeTarget, rule: str, row: int, n: int, path: list[int]) -> Tensor:
     """[V] log probabilities of what follows `path` after the first n words and the n-th, one whole pass per level."""
-    embed, head = world.words.embedding, world.head
-    rows, places = prompt_rows(world, head, rule, row, n)
+    embed, head = world.shared_embeddings.embed_tokens, world.head
+    rows, places = reference_draft_inputs(world, head, rule, row, n)
     feature = None
     for depth in range(len(path) + 1):
         if depth:
             assert feature is not None
             rows.append(head.fc(torch.cat([embed(torch.tensor(path[depth - 1])), feature])))
             places.append(n - 1 + depth)
-        feature = slow_pass(head, torch.stack(rows), torch.tensor(places))[-1]
-    logits = world.words.head(feature)
-    logits[[0, PICTURE]] = float("-inf")
+        feature = reference_forward(head, torch.stack(rows), torch.tensor(places))[-1]
+    logits = world.shared_embeddings.lm_head(feature)
+    logits[[0, IMAGE_TOKEN_ID]] = float("-inf")
     result: Tensor = logits.log_softmax(-1)
     return result
 
@@ -76,13 +76,15 @@ def slow(world: World, rule: str, row: int, n: int, path: list[int]) -> Tensor:
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("pads", [(0, 0), (0, 4)])
 @pytest.mark.parametrize("right", [False, True])
-def test_drafts_are_those_of_the_slow_reference(world: World, rule: str, pads: tuple[int, int], right: bool) -> None:
+def test_drafts_are_those_of_the_slow_reference(
+    world: FakeTarget, rule: str, pads: tuple[int, int], right: bool
+) -> None:
     made = drafter(world, rule)
-    state = started(world, made, prompt_of(world, 11, pads, right))
+    state = begin_decoding(world, made, build_prompt(world, 11, pads, right))
     tree = made.propose(state, 16, [True, True])
     with torch.no_grad():
         for row, count in enumerate(pads):
-            n, found = 11 - count, paths_of(tree, row)
+            n, found = 11 - count, scores_by_path(tree, row)
             assert len(found) == 15
             for path, score in found.items():
                 chance = sum(float(slow(world, rule, row, n, list(path[:i]))[path[i]]) for i in range(len(path)))
@@ -91,92 +93,97 @@ def test_drafts_are_those_of_the_slow_reference(world: World, rule: str, pads: t
             assert {path[0] for path in found} <= set(best) and (best[0],) in found
 
 
-def test_nodes_come_in_falling_order_and_none_better_is_left_out(world: World) -> None:
+def test_nodes_come_in_falling_order_and_none_better_is_left_out(world: FakeTarget) -> None:
     made = drafter(world)
-    tree = made.propose(started(world, made, prompt_of(world, 11)), 32, [True, True])
+    tree = made.propose(begin_decoding(world, made, build_prompt(world, 11)), 32, [True, True])
     assert tree.scores is not None
     for row in range(2):
         assert (tree.scores[row].diff() <= 0).all()
-    small = made.propose(started(world, made, prompt_of(world, 11)), 8, [True, True])
+    small = made.propose(begin_decoding(world, made, build_prompt(world, 11)), 8, [True, True])
     for row in range(2):
-        assert list(paths_of(small, row)) == list(paths_of(tree, row))[:7]
+        assert list(scores_by_path(small, row)) == list(scores_by_path(tree, row))[:7]
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_after_rounds_it_reads_what_the_target_saw(world: World, rule: str) -> None:
+def test_after_rounds_it_reads_what_the_target_saw(world: FakeTarget, rule: str) -> None:
     """Rounds with drafts and rounds without come to the same as one long prompt."""
     made = drafter(world, rule)
-    state = started(world, made, prompt_of(world, 9, (0, 2)))
+    state = begin_decoding(world, made, build_prompt(world, 9, (0, 2)))
     lengths = [9, 7]
     for sizes in ([1, 2], [2, 1], [1, 1]):
-        tree = made.propose(state, 8, [True, True]) if sizes != [2, 1] else bare(2)
+        tree = made.propose(state, 8, [True, True]) if sizes != [2, 1] else root_only(2)
         states = torch.zeros(2, 8, 32)
         walked, tokens = [], []
         for row, size in enumerate(sizes):
             nodes = [0, 5, 3][:size]
             for step, node in enumerate(nodes):
-                states[row, node] = world.states[row, lengths[row] + step]
+                states[row, node] = world.hidden_states[row, lengths[row] + step]
             walked.append(nodes)
-            tokens.append([int(world.ids[row, lengths[row] + 1 + step]) for step in range(size)])
+            tokens.append([int(world.input_ids[row, lengths[row] + 1 + step]) for step in range(size)])
             lengths[row] += size
-        made.observe(state, emitted(tree, walked, tokens), {LAYERS: states})
+        made.observe(state, build_result(tree, walked, tokens), {NUM_LAYERS: states})
     mine = made.propose(state, 16, [True, True])
-    fresh = replace(prompt_of(world, max(lengths), tuple(max(lengths) - n for n in lengths)))  # type: ignore[arg-type]
-    other = made.propose(started(world, made, fresh), 16, [True, True])
+    fresh = replace(build_prompt(world, max(lengths), tuple(max(lengths) - n for n in lengths)))  # type: ignore[arg-type]
+    other = made.propose(begin_decoding(world, made, fresh), 16, [True, True])
     for row in range(2):
-        assert paths_of(mine, row) == pytest.approx(paths_of(other, row), rel=1e-3)
+        assert scores_by_path(mine, row) == pytest.approx(scores_by_path(other, row), rel=1e-3)
 
 
-def test_finished_rows_are_left_alone(world: World) -> None:
+def test_finished_rows_are_left_alone(world: FakeTarget) -> None:
     made = drafter(world)
-    state = started(world, made, prompt_of(world, 9))
-    taps = {LAYERS: torch.randn(2, 1, 32)}
-    made.observe(state, emitted(bare(2), [[0], []], [[7], []]), taps)
+    state = begin_decoding(world, made, build_prompt(world, 9))
+    taps = {NUM_LAYERS: torch.randn(2, 1, 32)}
+    made.observe(state, build_result(root_only(2), [[0], []], [[7], []]), taps)
     tree = made.propose(state, 8, [True, False])
     assert tree.valid[0].sum() == 8 and tree.valid[1].sum() == 0 and torch.isfinite(state.last).all()
-    assert made.propose(state, 8, [False, False]).nodes == made.propose(state, 1, [True, True]).nodes == 1
+    assert made.propose(state, 8, [False, False]).num_nodes == made.propose(state, 1, [True, True]).num_nodes == 1
 
 
-def test_a_trimmed_vocabulary_drafts_only_its_own(world: World) -> None:
+def test_a_trimmed_vocabulary_drafts_only_its_own(world: FakeTarget) -> None:
     ids = torch.arange(1, 40, 3)
     made = drafter(world, draft_ids=ids)
-    tree = made.propose(started(world, made, prompt_of(world, 11)), 16, [True, True])
-    assert set(tree.tokens[:, 1:].flatten().tolist()) <= set(ids.tolist()) - {PICTURE}
-    whole = drafter(world).propose(started(world, drafter(world), prompt_of(world, 11)), 64, [True, True])
+    tree = made.propose(begin_decoding(world, made, build_prompt(world, 11)), 16, [True, True])
+    assert set(tree.tokens[:, 1:].flatten().tolist()) <= set(ids.tolist()) - {IMAGE_TOKEN_ID}
+    whole = drafter(world).propose(begin_decoding(world, drafter(world), build_prompt(world, 11)), 64, [True, True])
     assert not set(whole.tokens[:, 1:].flatten().tolist()) <= set(ids.tolist())
 
 
-def test_with_noise_it_proposes_what_the_noise_will_pick(world: World) -> None:
+def test_with_noise_it_proposes_what_the_noise_will_pick(world: FakeTarget) -> None:
     noise = torch.empty(2, 3, 40).exponential_(generator=torch.Generator().manual_seed(1))
     made = drafter(world, width=2)
-    prompt = prompt_of(world, 11, noise=lambda depth: noise[:, :depth], temperature=0.7)
-    tree = made.propose(started(world, made, prompt), 8, [True, True])
+    prompt = build_prompt(world, 11, noise=lambda depth: noise[:, :depth], temperature=0.7)
+    tree = made.propose(begin_decoding(world, made, prompt), 8, [True, True])
     with torch.no_grad():
         for row in range(2):
             chances = (slow(world, "decoupled", row, 11, []) / 0.7).softmax(-1)
             first = int((chances / noise[row, 0]).argmax())
             assert int(tree.tokens[row, 1]) == first
             second = (slow(world, "decoupled", row, 11, [first]) / 0.7).softmax(-1)
-            assert (first, int((second / noise[row, 1]).argmax())) in paths_of(tree, row)
+            assert (first, int((second / noise[row, 1]).argmax())) in scores_by_path(tree, row)
 
 
 # --- rules ------------------------------------------------------------------------------------------------------------
 
 
-def test_what_each_rule_reads(world: World) -> None:
+def test_what_each_rule_reads(world: FakeTarget) -> None:
     """MSD's rows (msd.md, section 3): a patch enters raw, one row early; the first word after it takes the last patch's
     state."""
-    prompt = prompt_of(world, 8)
-    following, states = prompt.taps[0].roll(-1, 1), prompt.taps[LAYERS]
-    sight = Sight(following, states, prompt.visual.roll(-1, 1), world.words.embedding(torch.tensor(PICTURE)))
+    prompt = build_prompt(world, 8)
+    following, states = prompt.hidden_states[0].roll(-1, 1), prompt.hidden_states[NUM_LAYERS]
+    sight = Sight(
+        following,
+        states,
+        prompt.visual_mask.roll(-1, 1),
+        world.shared_embeddings.embed_tokens(torch.tensor(IMAGE_TOKEN_ID)),
+    )
     fuse = world.head.fuse
     rows, keep = RULES["decoupled"](world.head, sight)
     assert keep is None
     for k in range(3):  # the patches stand at 2, 3, 4
-        assert torch.equal(rows[:, 1 + k], prompt.taps[0][:, 2 + k])
-    assert torch.allclose(rows[:, 4], fuse(prompt.taps[0][:, 5], states[:, 4]), atol=1e-6)
+        assert torch.equal(rows[:, 1 + k], prompt.hidden_states[0][:, 2 + k])
+    assert torch.allclose(rows[:, 4], fuse(prompt.hidden_states[0][:, 5], states[:, 4]), atol=1e-6)
     rows, keep = RULES["coupled"](world.head, sight)
-    assert keep is None and torch.allclose(rows[:, 1], fuse(prompt.taps[0][:, 2], states[:, 1]), atol=1e-6)
+    assert keep is None and torch.allclose(rows[:, 1], fuse(prompt.hidden_states[0][:, 2], states[:, 1]), atol=1e-6)
     rows, keep = RULES["blind"](world.head, sight)
     assert torch.allclose(rows[:, 1], fuse(sight.placeholder.expand(2, -1), states[:, 1]), atol=1e-6)
     rows, keep = RULES["textual"](world.head, sight)
@@ -194,22 +201,24 @@ def test_packing() -> None:
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_the_rollout_is_what_drafting_does(world: World, rule: str) -> None:
+def test_the_rollout_is_what_drafting_does(world: FakeTarget, rule: str) -> None:
     """What the head says in training at step i is what it says when a tree follows the true words to depth i."""
-    lesson = lesson_of(world)
+    lesson = build_train_batch(world)
     said: list[Tensor] = []
     original = nn.Linear.forward
 
     def spy(layer: nn.Linear, rows: Tensor) -> Tensor:
         out = original(layer, rows)
-        if layer is world.words.head:
+        if layer is world.shared_embeddings.lm_head:
             said.append(out)
         return out
 
-    placeholder = world.words.embedding(torch.tensor(PICTURE))
+    placeholder = world.shared_embeddings.embed_tokens(torch.tensor(IMAGE_TOKEN_ID))
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
         patch.setattr(nn.Linear, "forward", spy)
-        _, figures = losses(Pupil(world.head, rule), lesson, world.words, placeholder, Weights(rollout=2), When())
+        _, figures = losses(
+            Pupil(world.head, rule), lesson, world.shared_embeddings, placeholder, Weights(rollout=2), When()
+        )
         data = rows_of(Pupil(world.head, rule), lesson, placeholder)
     assert {"agree0", "agree1", "agree2", "states", "words"} <= set(figures)
     rows = [(b, int(p)) for b, p in data.learn.nonzero().tolist()]
@@ -219,27 +228,35 @@ def test_the_rollout_is_what_drafting_does(world: World, rule: str) -> None:
         assert len(mine) == len(kept)
         for out, (b, p) in list(zip(mine, kept, strict=True))[::3]:
             n = int(data.positions[b, p]) + 1
-            path = world.ids[b, n + 1 : n + 1 + step].tolist()
+            path = world.input_ids[b, n + 1 : n + 1 + step].tolist()
             with torch.no_grad():
                 expected = slow(world, rule, b, n, path)
             got = out.clone()
-            got[[0, PICTURE]] = float("-inf")
+            got[[0, IMAGE_TOKEN_ID]] = float("-inf")
             assert torch.allclose(got.log_softmax(-1), expected, atol=3e-3)
 
 
-def training(world: World, folder: Path, steps: int = 6, **more: Any) -> Training:
+def training(world: FakeTarget, folder: Path, steps: int = 6, **more: Any) -> Training:
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(1)
-        heads = {"a": EagleHead(CONFIG), "b": EagleHead(CONFIG)}
+        heads = {"a": EagleHead(HEAD_CONFIG), "b": EagleHead(HEAD_CONFIG)}
     pupils = {"a": Pupil(heads["a"], "decoupled"), "b": Pupil(heads["b"], "textual")}
     plan = Plan(steps=steps, batch=2, rate=3e-3, warmup=2, **more)
-    placeholder = world.words.embedding(torch.tensor(PICTURE)).detach()
-    for part in (world.words.embedding, world.words.head):
+    placeholder = world.shared_embeddings.embed_tokens(torch.tensor(IMAGE_TOKEN_ID)).detach()
+    for part in (world.shared_embeddings.embed_tokens, world.shared_embeddings.lm_head):
         part.requires_grad_(False)
-    return Training(folder, pupils, plan, world.words, lambda step: lesson_of(world), placeholder, {"target": "t"})
+    return Training(
+        folder,
+        pupils,
+        plan,
+        world.shared_embeddings,
+        lambda step: build_train_batch(world),
+        placeholder,
+        {"target": "t"},
+    )
 
 
-def test_heads_learn_and_a_run_that_is_cut_goes_on(world: World, tmp_path: Path) -> None:
+def test_heads_learn_and_a_run_that_is_cut_goes_on(world: FakeTarget, tmp_path: Path) -> None:
     told: list[dict[str, float]] = []
     whole = training(world, tmp_path / "whole", steps=40, noise=0.0)
     assert whole.run(tick=told.append)
@@ -258,7 +275,7 @@ def test_heads_learn_and_a_run_that_is_cut_goes_on(world: World, tmp_path: Path)
 
 
 def test_other_settings_are_refused_and_a_full_disk_keeps_the_last_checkpoint(
-    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    world: FakeTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = training(world, tmp_path, steps=4)
     run.run()
@@ -276,25 +293,25 @@ def test_other_settings_are_refused_and_a_full_disk_keeps_the_last_checkpoint(
     assert (tmp_path / "state.pt").read_bytes() == before and len(list(tmp_path.glob("*.part"))) == 0
 
 
-def test_noise_is_the_same_in_every_run(world: World, tmp_path: Path) -> None:
+def test_noise_is_the_same_in_every_run(world: FakeTarget, tmp_path: Path) -> None:
     run = training(world, tmp_path, noise=0.2)
-    a, b = run._noisy(lesson_of(world)), run._noisy(lesson_of(world))
-    assert torch.equal(a.states, b.states) and not torch.equal(a.states, lesson_of(world).states)
-    assert float((a.states - lesson_of(world).states).abs().max()) <= 0.1 * 512 / 14 + 1e-6
+    a, b = run._noisy(build_train_batch(world)), run._noisy(build_train_batch(world))
+    assert torch.equal(a.states, b.states) and not torch.equal(a.states, build_train_batch(world).states)
+    assert float((a.states - build_train_batch(world).states).abs().max()) <= 0.1 * 512 / 14 + 1e-6
 
 
 # --- on disk ----------------------------------------------------------------------------------------------------------
 
 
 def made_of(**more: Any) -> Made:
-    return Made(CONFIG, "decoupled", LAYERS, "llava", "abc", **more)
+    return Made(HEAD_CONFIG, "decoupled", NUM_LAYERS, "llava", "abc", **more)
 
 
-def test_a_head_is_kept_under_the_published_names(world: World, tmp_path: Path) -> None:
+def test_a_head_is_kept_under_the_published_names(world: FakeTarget, tmp_path: Path) -> None:
     save(tmp_path, world.head, made_of(draft_ids=torch.tensor([1, 5, 7])), dtype=torch.float32)
     head, made = load(tmp_path)
-    assert made.rule == "decoupled" and made.layers == LAYERS and made.draft_ids is not None
-    assert made.draft_ids.tolist() == [1, 5, 7] and made.config == CONFIG
+    assert made.rule == "decoupled" and made.layers == NUM_LAYERS and made.draft_ids is not None
+    assert made.draft_ids.tolist() == [1, 5, 7] and made.config == HEAD_CONFIG
     assert all(
         torch.equal(a, b) for a, b in zip(head.state_dict().values(), world.head.state_dict().values(), strict=True)
     )
@@ -322,7 +339,7 @@ Change = Callable[[dict[str, Tensor]], object]
         (lambda w: w.update(draft_ids=torch.tensor([5, 99])), "rising ids below 40"),
     ],
 )
-def test_damaged_weights_are_named(world: World, tmp_path: Path, change: Change, words: str) -> None:
+def test_damaged_weights_are_named(world: FakeTarget, tmp_path: Path, change: Change, words: str) -> None:
     save(tmp_path, world.head, made_of())
     weights = load_file(tmp_path / "model.safetensors")
     change(weights)
@@ -332,7 +349,7 @@ def test_damaged_weights_are_named(world: World, tmp_path: Path, change: Change,
     assert str(tmp_path) in str(failed.value)
 
 
-def test_files_that_are_no_heads(world: World, tmp_path: Path) -> None:
+def test_files_that_are_no_heads(world: FakeTarget, tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"config\.json is missing"):
         load(tmp_path)
     save(tmp_path, world.head, made_of())
@@ -368,7 +385,7 @@ def test_files_that_are_no_heads(world: World, tmp_path: Path) -> None:
     ],
 )
 def test_configs_that_cannot_be_are_named(
-    world: World, tmp_path: Path, caplog: Any, monkeypatch: Any, change: dict[str, Any], words: str
+    world: FakeTarget, tmp_path: Path, caplog: Any, monkeypatch: Any, change: dict[str, Any], words: str
 ) -> None:
     save(tmp_path / "mine", world.head, made_of())
     file = tmp_path / "mine" / "config.json"
@@ -376,7 +393,9 @@ def test_configs_that_cannot_be_are_named(
     with pytest.raises(ValueError, match=words):
         load(tmp_path / "mine")
     monkeypatch.setattr(registry, "SHIPPED", tmp_path)
-    assert make("auto", Facts("llava", 32, 40, LAYERS)).name == "fused" and "mine cannot be read" in caplog.text
+    assert (
+        make("auto", TargetInfo("llava", 32, 40, NUM_LAYERS)).name == "fused" and "mine cannot be read" in caplog.text
+    )
 
 
 def test_shapes_of_the_published_checkpoint_of_llava_7b() -> None:
@@ -392,8 +411,8 @@ def test_shapes_of_the_published_checkpoint_of_llava_7b() -> None:
     assert set(weights) == set(shapes)
 
 
-def test_the_names_lead_back(world: World) -> None:
-    state = from_published(CONFIG, published(world.head))
+def test_the_names_lead_back(world: FakeTarget) -> None:
+    state = from_published(HEAD_CONFIG, published(world.head))
     assert all(torch.equal(value, world.head.state_dict()[name]) for name, value in state.items())
     assert set(state) == set(world.head.state_dict())
 
@@ -416,7 +435,9 @@ def tiny_head(seed: int = 0) -> EagleHead:
 @pytest.mark.parametrize("sample", [False, True])
 def test_a_head_never_changes_a_word(tiny: Captioner, rule: str, sample: bool) -> None:
     model = tiny.model
-    inputs = tiny.inputs([paint(scene(i)) for i in range(3)], ["a", "what is this thing", "list the colors please"])
+    inputs = tiny.inputs(
+        [render_scene(generate_scene(i)) for i in range(3)], ["a", "what is this thing", "list the colors please"]
+    )
     options = {"max_new_tokens": 24, "do_sample": sample}
     torch.manual_seed(3)
     plain = model.generate(**inputs, **options)
@@ -425,7 +446,7 @@ def test_a_head_never_changes_a_word(tiny: Captioner, rule: str, sample: bool) -
         try:
             torch.manual_seed(3)
             assert torch.equal(model.generate(**inputs, **options), plain)
-            assert mmspec.stats(model).drafted > 100
+            assert mmspec.stats(model).num_draft_tokens > 100
         finally:
             mmspec.unpatch(model)
 
@@ -444,7 +465,7 @@ def test_a_folder_is_a_drafter_and_is_checked(tiny: Captioner, tmp_path: Path) -
         save(tmp_path / "other", tiny_head(), replace(made, **change))  # type: ignore[arg-type]
         with pytest.raises(ValueError, match=f"another target: {words}"):
             mmspec.patch(tiny.model, str(tmp_path / "other"), processor=tiny.processor)
-    facts = Facts("llava", 32, 384, 2)
+    facts = TargetInfo("llava", 32, 384, 2)
     with pytest.raises(ValueError, match=r"hidden_size 64 \(the target: 32\)"):
         make(str(tmp_path / "mine"), facts)
 
@@ -455,7 +476,7 @@ def test_auto_passes_over_what_is_for_others_and_says_what_is_damaged(
     from mmspec.drafters import registry
 
     monkeypatch.setattr(registry, "SHIPPED", tmp_path)
-    mine, other = Facts("llava", 64, 384, 2), Facts("llava", 32, 384, 2)
+    mine, other = TargetInfo("llava", 64, 384, 2), TargetInfo("llava", 32, 384, 2)
     save(tmp_path / "mine", tiny_head(), Made(tiny_head().config, "textual", 2, "llava"))
     assert make("auto", mine).name == "mine" and make("auto", other).name == "fused" and not caplog.records
     file = tmp_path / "mine" / "model.safetensors"
@@ -475,7 +496,7 @@ def test_a_call_that_names_a_folder_reads_it_once(
     folder, read, original = tmp_path / "mine", [], trained.trained
     save(folder, tiny_head(), made)
     monkeypatch.setattr(trained, "trained", lambda *given: read.append(given[0]) or original(*given))  # type: ignore[func-returns-value]
-    inputs = tiny.inputs([paint(scene(0))], ["a"])
+    inputs = tiny.inputs([render_scene(generate_scene(0))], ["a"])
 
     def call(name: object = str(folder)) -> None:
         tiny.model.generate(**inputs, max_new_tokens=3, do_sample=False, mmspec={"drafter": name})
@@ -491,12 +512,12 @@ def test_a_call_that_names_a_folder_reads_it_once(
         for other in range(6):  # only a few are kept
             save(tmp_path / str(other), tiny_head(other), made)
             call(str(tmp_path / str(other)))
-        assert len(tiny.model.__dict__["_mmspec"].kept._made) == KEPT
+        assert len(tiny.model.__dict__["_mmspec"].kept._made) == MAX_CACHED_DRAFTERS
     finally:
         mmspec.unpatch(tiny.model)
 
 
-def test_an_unknown_rule_is_refused(world: World) -> None:
+def test_an_unknown_rule_is_refused(world: FakeTarget) -> None:
     with pytest.raises(ValueError, match="rule must be one of"):
         EagleDrafter(world.head, "magic", layers=3)
 
@@ -508,12 +529,12 @@ def played(hit: float, level_s: float, rounds: int = 300, most: int = 8) -> floa
     """Mean depth at the end, if each level goes on with this probability and costs that much of a round."""
     import random
 
-    dice, depth, chosen = random.Random(0), Depth(most), []
+    rng, depth, chosen = random.Random(0), Depth(most), []
     for _ in range(rounds):
         levels = depth.choose(1)
         chosen.append(levels)
         kept = 0
-        while kept < levels and dice.random() < hit:
+        while kept < levels and rng.random() < hit:
             kept += 1
         depth.learn(1, levels, [kept], level_s, 1.0)
     return sum(chosen[-100:]) / 100
@@ -536,15 +557,15 @@ def test_rounds_of_one_level_say_nothing_about_what_a_further_one_costs() -> Non
 
 @pytest.mark.parametrize(("levels", "per_pass"), [(1, 0.0), (3, 0.5)])
 def test_what_drafting_took_is_told_by_pass(
-    world: World, monkeypatch: pytest.MonkeyPatch, levels: int, per_pass: float
+    world: FakeTarget, monkeypatch: pytest.MonkeyPatch, levels: int, per_pass: float
 ) -> None:
     made = drafter(world, depth=levels)
-    state = started(world, made, prompt_of(world, 11, fixed=True))
+    state = begin_decoding(world, made, build_prompt(world, 11, fixed=True))
     tree = made.propose(state, 16, [True, True])
     told: list[Any] = []
     monkeypatch.setattr(made.depth, "learn", lambda *given: told.extend(given))
     state.since, state.drafting_s = time.perf_counter() - 100.0, 1.0
-    made.observe(state, emitted(tree, [[0], [0]], [[5], [7]]), {LAYERS: torch.randn(2, tree.nodes, 32)})
+    made.observe(state, build_result(tree, [[0], [0]], [[5], [7]]), {NUM_LAYERS: torch.randn(2, tree.num_nodes, 32)})
     assert told[1] == levels and told[3] == per_pass and told[4] == pytest.approx(100.0 - (levels > 1), abs=1.0)
 
 
@@ -563,36 +584,36 @@ def test_depth_comes_back_from_a_hard_passage() -> None:
     """Deep levels were hardly ever reached; when the text goes on better they are tried again soon."""
     import random
 
-    dice, depth, chosen = random.Random(1), Depth(6), list[int]()
+    rng, depth, chosen = random.Random(1), Depth(6), list[int]()
     for hit, rounds in ((0.4, 200), (0.85, 120)):
         for _ in range(rounds):
             chosen.append(depth.choose(1))
             kept = 0
-            while kept < chosen[-1] and dice.random() < hit:
+            while kept < chosen[-1] and rng.random() < hit:
                 kept += 1
             depth.learn(1, chosen[-1], [kept], 2.5, 30.0)
     assert sum(chosen[150:200]) / 50 < 4.5 and sum(chosen[-30:]) / 30 > 5.5
 
 
-def test_a_prompt_is_read_when_a_draft_is_wanted(world: World) -> None:
+def test_a_prompt_is_read_when_a_draft_is_wanted(world: FakeTarget) -> None:
     made = drafter(world)
-    prompt = prompt_of(world, 11)
+    prompt = build_prompt(world, 11)
     state = made.begin(prompt)
-    made.observe(state, first_verdict([1, 2]), {})
-    assert not any(state.buffer.lengths), "nobody asked for a draft yet"
-    assert made.propose(state, 1, [True, True]).nodes == 1 and not any(state.buffer.lengths)
+    made.observe(state, build_first_result([1, 2]), {})
+    assert not any(state.buffer.seq_lens), "nobody asked for a draft yet"
+    assert made.propose(state, 1, [True, True]).num_nodes == 1 and not any(state.buffer.seq_lens)
     made.propose(state, 8, [True, True])
-    assert all(state.buffer.lengths) and state.prompt is None
+    assert all(state.buffer.seq_lens) and state.prompt is None
 
 
-def test_fixed_shapes_never_hang_on_timing(world: World) -> None:
+def test_fixed_shapes_never_hang_on_timing(world: FakeTarget) -> None:
     made = drafter(world)
     for _ in range(100):
         made.depth.learn(2, 3, [0, 0], 9.0, 1.0)
     assert made.depth.choose(2) == 1
-    fixed = made.propose(started(world, made, prompt_of(world, 11, fixed=True)), 16, [True, True])
-    free = made.propose(started(world, made, prompt_of(world, 11)), 16, [True, True])
-    assert max(map(len, paths_of(fixed, 0))) == 3 and max(map(len, paths_of(free, 0))) == 1
+    fixed = made.propose(begin_decoding(world, made, build_prompt(world, 11, fixed=True)), 16, [True, True])
+    free = made.propose(begin_decoding(world, made, build_prompt(world, 11)), 16, [True, True])
+    assert max(map(len, scores_by_path(fixed, 0))) == 3 and max(map(len, scores_by_path(free, 0))) == 1
 
 
 # --- on the device ----------------------------------------------------------------------------------------------------
@@ -600,16 +621,16 @@ def test_fixed_shapes_never_hang_on_timing(world: World) -> None:
 
 @pytest.mark.parametrize("pads", [(0, 0), (0, 4)])
 @pytest.mark.parametrize("noisy", [False, True])
-def test_drafting_never_looks_at_a_value(world: World, pads: tuple[int, int], noisy: bool) -> None:
+def test_drafting_never_looks_at_a_value(world: FakeTarget, pads: tuple[int, int], noisy: bool) -> None:
     """Fake tensors have shapes and no values: whatever asks for one (`.item()`, an index by condition) raises."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     made = drafter(world, draft_ids=torch.arange(40) if noisy else None)
     more = {"noise": lambda depth: torch.ones(2, depth, 40)} if noisy else {}
-    state = started(world, made, prompt_of(world, 11, pads, **more))
-    taps = {LAYERS: torch.randn(2, 4, 32)}
-    made.observe(state, emitted(bare(2).pad(4), [[0, 2], [0]], [[5, 6], [7]]), taps)
-    made.observe(state, emitted(bare(2).pad(4), [[0], [0]], [[5], [7]]), taps)
+    state = begin_decoding(world, made, build_prompt(world, 11, pads, **more))
+    taps = {NUM_LAYERS: torch.randn(2, 4, 32)}
+    made.observe(state, build_result(root_only(2).pad(4), [[0, 2], [0]], [[5, 6], [7]]), taps)
+    made.observe(state, build_result(root_only(2).pad(4), [[0], [0]], [[5], [7]]), taps)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         tree = made.propose(state, 16, [True, False])
         assert tree.tokens.shape == (2, 16) and isinstance(tree.tokens, type(mode.from_tensor(torch.ones(1))))

@@ -17,22 +17,22 @@ from torch import Tensor, nn
 import mmspec
 from mmspec.app.modeling.captioner import Captioner
 from mmspec.app.modeling.random_models import random_model
-from mmspec.app.scenes.render import paint
-from mmspec.app.scenes.world import scene
-from mmspec.config import facts_of
+from mmspec.app.scenes.render import render_scene
+from mmspec.app.scenes.world import generate_scene
+from mmspec.config import target_info
 from mmspec.control.depth import Depth
 from mmspec.drafters.checkpoints.published import export_speculators, published
 from mmspec.drafters.eagle.drafter import EagleDrafter
 from mmspec.drafters.eagle.head import Eagle3Head, EagleHead
 from mmspec.drafters.eagle.vispec import VispecDrafter
 from mmspec.drafters.registry import make
-from mmspec.engine.tree import bare
-from mmspec.interfaces import Facts, Prompt, Verdict, Words
-from mmspec.targets.registry import family_of
+from mmspec.engine.tree import root_only
+from mmspec.interfaces import Prompt, SharedEmbeddings, TargetInfo, VerifyResult
+from mmspec.targets.registry import find_adapter
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 H, V = 16, 48
-TARGET = Facts("llava", H, V, 8, placeholders=(4,))
+TARGET = TargetInfo("llava", H, V, 8, media_token_ids=(4,))
 FLAT = {
     "hidden_size": H, "intermediate_size": 24, "num_attention_heads": 4, "num_key_value_heads": 4,
     "num_hidden_layers": 1, "vocab_size": V, "max_position_embeddings": 256, "rms_norm_eps": 1e-5,
@@ -84,7 +84,7 @@ def test_forward_parity_with_the_published_code(kind: str, tmp_path: Path, monke
     _, data = kept(kind)
     pictures = kind in ("msd", "vispec")
     order = data["tree"].tolist()
-    words = Words(nn.Embedding.from_pretrained(data["embedding"]), Pointing(order))
+    words = SharedEmbeddings(nn.Embedding.from_pretrained(data["embedding"]), Pointing(order))
     outs: list[Tensor] = []
     original = EagleHead.forward
 
@@ -103,13 +103,13 @@ def test_forward_parity_with_the_published_code(kind: str, tmp_path: Path, monke
     visual = data["visual"] if pictures else torch.zeros(n, dtype=torch.bool)
     taps = _split(drafter, data["states"])
     prompt = Prompt(
-        ids=ids[None], padding=torch.ones(1, n, dtype=torch.bool), visual=visual[None], positions=torch.arange(n)[None],
-        taps={0: embedded[None], **taps}, vocab_size=V, words=words,
+        input_ids=ids[None], attention_mask=torch.ones(1, n, dtype=torch.bool), visual_mask=visual[None], position_ids=torch.arange(n)[None],
+        hidden_states={0: embedded[None], **taps}, vocab_size=V, shared_embeddings=words,
     )  # fmt: skip
     state = drafter.begin(prompt)
     one = torch.ones(1, dtype=torch.long)
     first = data["first"].view(1, 1)
-    drafter.observe(state, Verdict(bare(1), one[None] * 0, one, first, [first[0].tolist()], [[0]]), {})
+    drafter.observe(state, VerifyResult(root_only(1), one[None] * 0, one, first, [first[0].tolist()], [[0]]), {})
     drafter.read(state)
     left = data["prefill"].abs().sum(-1) > 0  # ViSpec puts zeros where it took rows out
     assert left.sum() == (8 if kind == "vispec" else 10)
@@ -119,12 +119,12 @@ def test_forward_parity_with_the_published_code(kind: str, tmp_path: Path, monke
     path = torch.tensor([[0, 1]])
     drafter.observe(
         state,
-        Verdict(bare(1), path, one * 2, later[None], [later.tolist()], [[0, 1]]),
+        VerifyResult(root_only(1), path, one * 2, later[None], [later.tolist()], [[0, 1]]),
         _split(drafter, data["later_states"]),
     )
     tree = drafter.propose(state, 4, [True])
     assert torch.allclose(outs[1][0], data["step"], atol=2e-5)
-    best = words.head.fixed.topk(3).indices.tolist()  # type: ignore[union-attr,operator]
+    best = words.lm_head.fixed.topk(3).indices.tolist()  # type: ignore[union-attr,operator]
     back = [best.index(token) for token in order]
     assert sorted(tree.tokens[0, 1:].tolist()) == sorted(order)
     assert torch.allclose(outs[2][0][back], data["branch"], atol=2e-5)
@@ -140,12 +140,12 @@ def test_eagle3_speaks_by_its_own_norm_and_head(tmp_path: Path) -> None:
     drafter = published(folder_of("eagle3", tmp_path), TARGET)
     _, data = kept("eagle3")
     assert isinstance(drafter.head, Eagle3Head) and drafter.draft_ids is not None
-    words = Words(nn.Embedding(V, H), nn.Linear(H, V))
+    words = SharedEmbeddings(nn.Embedding(V, H), nn.Linear(H, V))
     assert torch.allclose(drafter.head.logits(data["prefill"], words, None), data["logits"], atol=1e-5)
     weights, _ = kept("eagle3")
     assert drafter.draft_ids.tolist() == (torch.arange(20) + weights["d2t"]).tolist()
     assert weights["t2d"].nonzero().flatten().tolist() == drafter.draft_ids.tolist()
-    assert drafter.taps == (2, 4, 5) and drafter.needs.taps == (0, 2, 4, 5)
+    assert drafter.taps == (2, 4, 5) and drafter.requirements.hidden_state_indices == (0, 2, 4, 5)
 
 
 def test_what_each_layout_becomes(tmp_path: Path) -> None:
@@ -195,9 +195,9 @@ def test_a_pickle_is_read_without_running_it(tmp_path: Path) -> None:
 def test_a_smaller_vocabulary_is_the_targets_beginning(tmp_path: Path) -> None:
     """LLaVA: the drafter knows 32,000 ids, transformers' target has 32,064."""
     folder = folder_of("msd", tmp_path)
-    assert published(folder, Facts("llava", H, V + 64, 8)).known == V
+    assert published(folder, TargetInfo("llava", H, V + 64, 8)).known == V
     with pytest.raises(ValueError, match="not the same vocabulary"):
-        published(folder, Facts("llava", H, V + 5000, 8))
+        published(folder, TargetInfo("llava", H, V + 5000, 8))
 
 
 Change = Callable[[dict[str, Tensor]], object]
@@ -276,10 +276,10 @@ def test_an_export_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_a_target_tells_its_visual_tokens() -> None:
     model, _ = random_model("tiny")
-    assert facts_of(family_of(model), None).placeholders == (4,)
+    assert target_info(find_adapter(model), None).media_token_ids == (4,)
 
 
-KNOWN_TARGET = Facts("llava", H, V, 8, name="llava-hf/llava-1.5-7b-hf")
+KNOWN_TARGET = TargetInfo("llava", H, V, 8, name="llava-hf/llava-1.5-7b-hf")
 
 
 def test_auto_takes_what_was_published_if_it_is_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -343,7 +343,7 @@ def test_a_published_drafter_never_changes_a_word(kind: str, tmp_path: Path) -> 
     if kind != "eagle3":
         config["num_key_value_heads"] = 4
     weights = {}
-    dice = torch.Generator().manual_seed(0)
+    rng = torch.Generator().manual_seed(0)
     for name, value in kept(kind)[0].items():
         if name in ("d2t", "t2d"):
             continue
@@ -351,24 +351,27 @@ def test_a_published_drafter_never_changes_a_word(kind: str, tmp_path: Path) -> 
         shape = [3, 4, 16] if name == "imadpt.q" else [scale[size] for size in value.shape]
         if kind == "eagle3" and ("k_proj" in name or "v_proj" in name):
             shape[0] = 32
-        weights[name] = torch.randn(shape, generator=dice) * 0.1
+        weights[name] = torch.randn(shape, generator=rng) * 0.1
     save_file(weights, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps(config))
     if kind == "eagle3":
         with pytest.raises(ValueError, match="has 0 to 2"):
             mmspec.patch(model, str(tmp_path), processor=processor)
-        facts = Facts("llava", 64, 384, 8)
+        facts = TargetInfo("llava", 64, 384, 8)
         drafter = published(tmp_path, facts)
         drafter.tap((0, 1, 2), 2)
     else:
-        drafter = published(tmp_path, Facts("llava", 64, 384, 2))
+        drafter = published(tmp_path, TargetInfo("llava", 64, 384, 2))
     maker = Captioner(model, processor)
-    inputs = maker.inputs([[paint(scene(1)), paint(scene(2))], paint(scene(3))], ["a", "what is this thing"])
+    inputs = maker.inputs(
+        [[render_scene(generate_scene(1)), render_scene(generate_scene(2))], render_scene(generate_scene(3))],
+        ["a", "what is this thing"],
+    )
     for sample in (False, True):
         torch.manual_seed(1)
         plain = model.generate(**inputs, max_new_tokens=16, do_sample=sample)
         mmspec.patch(model, drafter, nodes=16)
         torch.manual_seed(1)
         assert torch.equal(model.generate(**inputs, max_new_tokens=16, do_sample=sample), plain)
-        assert mmspec.stats(model).drafted > 100
+        assert mmspec.stats(model).num_draft_tokens > 100
         mmspec.unpatch(model)

@@ -15,7 +15,7 @@ from mmspec.drafters.eagle.drafter import EagleDrafter
 from mmspec.drafters.eagle.head import EagleHead, HeadConfig
 from mmspec.drafters.training.losses import Lesson
 from mmspec.drafters.training.trainer import Party, Plan, Pupil, Training
-from mmspec.interfaces import Words
+from mmspec.interfaces import SharedEmbeddings
 
 CONFIG = HeadConfig(16, 24, 2, 2, 40)
 FULL = (OSError(28, "No space left on device"), RuntimeError("PytorchStreamWriter failed writing file"))
@@ -23,9 +23,9 @@ FULL = (OSError(28, "No space left on device"), RuntimeError("PytorchStreamWrite
 
 def training(folder: Path, taught: bool = True, party: Party | None = None) -> Training:
     """A run over three words; `taught` False: none of them is an answer."""
-    words = Words(nn.Embedding(40, 16).requires_grad_(False), nn.Linear(16, 40).requires_grad_(False))
+    words = SharedEmbeddings(nn.Embedding(40, 16).requires_grad_(False), nn.Linear(16, 40).requires_grad_(False))
     ids = torch.tensor([[3, 5, 7, 9, 11]])
-    lesson = Lesson(ids, ids > 0, ids < 0, (ids > 3) & taught, words.embedding(ids), torch.randn(1, 5, 16))
+    lesson = Lesson(ids, ids > 0, ids < 0, (ids > 3) & taught, words.embed_tokens(ids), torch.randn(1, 5, 16))
     pupils = {"a": Pupil(EagleHead(CONFIG), "decoupled")}
     return Training(folder, pupils, Plan(2, 1), words, lambda step: lesson, torch.zeros(16), {}, party)
 

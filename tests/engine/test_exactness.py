@@ -13,8 +13,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import adversarial as liars
-import fuzz as cases
+import adversarial as adversarial
+import fuzz as fuzz
 import pytest
 import tiny_heads as heads
 import tiny_models as tiny
@@ -31,26 +31,29 @@ BF16 = range(500, 530)
 
 @pytest.mark.parametrize("seed", SLICE)
 def test_case(seed: int) -> None:
-    result = cases.attempt(seed)
+    result = fuzz.run_seed(seed)
     assert not result.differences, result.report()
 
 
 @pytest.mark.parametrize("seed", range(40))
-@pytest.mark.parametrize("family", cases.LATER)
+@pytest.mark.parametrize("family", fuzz.LATER_FAMILIES)
 def test_case_of_a_later_family(family: str, seed: int) -> None:
-    result = cases.attempt(seed, family=family)
+    result = fuzz.run_seed(seed, family=family)
     assert not result.differences, result.report()
 
 
 def test_the_cases_show_clips() -> None:
     """Of every family that takes them: alone, beside pictures, and in batches in which some rows have none."""
-    drawn = [*map(cases.draw, SLICE), *(cases.draw(seed, family) for family in cases.LATER for seed in range(40))]
-    for family in tiny.VIDEO:
+    drawn = [
+        *map(fuzz.draw_case, SLICE),
+        *(fuzz.draw_case(seed, family) for family in fuzz.LATER_FAMILIES for seed in range(40)),
+    ]
+    for family in tiny.VIDEO_FAMILIES:
         shown = [case for case in drawn if case.spec.family == family and case.videos]
         assert len(shown) >= 5 and {case.options["do_sample"] for case in shown} == {True, False}
         kinds = Counter[tuple[bool, bool]]()
         for case in shown:
-            ids, special = cases._inputs(case, tiny.model(case.spec))[0]["input_ids"], tiny.ids(case.spec)
+            ids, special = fuzz._inputs(case, tiny.build_model(case.spec))[0]["input_ids"], tiny.special_ids(case.spec)
             for row in ids:
                 kinds[bool((row == special.image).any()), bool((row == special.video).any())] += 1
         assert kinds[False, True] and kinds[True, True] and kinds[True, False], (family, kinds)
@@ -59,12 +62,12 @@ def test_the_cases_show_clips() -> None:
 def test_the_slice_drafts_and_accepts() -> None:
     """A loop that never speculates would pass everything above."""
     drawn = [
-        case for case in map(cases.draw, SLICE) if case.drafter in ("oracle", "bush", "chaos") and not case.override
+        case for case in map(fuzz.draw_case, SLICE) if case.drafter in ("oracle", "bush", "chaos") and not case.override
     ]
     drawn = [replace(case, nodes=8, criterion="", streamer="", processor="", prefix="") for case in drawn]
     sums: Counter[str] = Counter()
     for case in drawn[:15]:
-        result = cases.run_case(case)
+        result = fuzz.run_case(case)
         assert not result.differences, result.report()
         sums["drafted"] += result.stats["drafted"]
         sums["accepted"] += result.stats["accepted"]
@@ -72,13 +75,15 @@ def test_the_slice_drafts_and_accepts() -> None:
     assert sums["drafted"] > 150 and sums["accepted"] > 40 and not sums["fallbacks"], sums
 
 
-@pytest.mark.parametrize("kind", heads.KINDS)
+@pytest.mark.parametrize("kind", heads.DRAFTER_KINDS)
 def test_draft_heads(kind: str) -> None:
     """Random requests with each kind of trained drafter; its weights are noise, since only the machinery can err."""
     drafted = 0
-    for seed in range(len(heads.SHRINKS) if kind == "compressed" else 8):  # each compressor once
-        case = replace(cases.draw(900 + 10 * heads.KINDS.index(kind) + seed), drafter=f"head-{kind}", nodes=8)
-        result = cases.run_case(case)
+    for seed in range(len(heads.COMPRESSOR_SPECS) if kind == "compressed" else 8):  # each compressor once
+        case = replace(
+            fuzz.draw_case(900 + 10 * heads.DRAFTER_KINDS.index(kind) + seed), drafter=f"head-{kind}", nodes=8
+        )
+        result = fuzz.run_case(case)
         assert not result.differences, result.report()
         drafted += result.stats.get("drafted", 0)
     assert drafted > 50
@@ -86,15 +91,20 @@ def test_draft_heads(kind: str) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "seed"),
-    [*((kind, 0) for kind in heads.KINDS[:-1]), *((heads.KINDS[-1], seed) for seed in range(len(heads.SHRINKS)))],
+    [
+        *((kind, 0) for kind in heads.DRAFTER_KINDS[:-1]),
+        *((heads.DRAFTER_KINDS[-1], seed) for seed in range(len(heads.COMPRESSOR_SPECS))),
+    ],
 )
 def test_what_draft_heads_guess_right_is_kept(kind: str, seed: int) -> None:
     """Heads that lean to what is said next, and plain requests: above hardly a guess is right, if there is one."""
-    case = cases.draw(900 + 10 * heads.KINDS.index(kind) + seed)
-    case = replace(case, spec=replace(case.spec, calm=True, vocab=40), batch=4, drafter=f"head-{heads.LEANING}{kind}")
+    case = fuzz.draw_case(900 + 10 * heads.DRAFTER_KINDS.index(kind) + seed)
+    case = replace(
+        case, spec=replace(case.spec, calm=True, vocab=40), batch=4, drafter=f"head-{heads.ECHOING_PREFIX}{kind}"
+    )
     case = replace(case, nodes=8, eos="none", options={"do_sample": False, "max_new_tokens": 32}, stop_strings=False)
     odd = ("override", "turns", "processor", "prefix", "criterion", "streamer", "cache")
-    result = cases.run_case(replace(case, biased=(), **dict.fromkeys(odd, "")))
+    result = fuzz.run_case(replace(case, biased=(), **dict.fromkeys(odd, "")))
     assert not result.differences, result.report()
     assert result.stats["accepted"] > 0
     assert bool(result.stats["ways"]) == (kind in ("latent", "measured", "compressed")), "asked, if there is one"
@@ -106,20 +116,20 @@ def test_many_cases(request: pytest.FixtureRequest, tmp_path: Path) -> None:
     option = request.config.getoption
     out = option("--cases-json") or str(tmp_path / "cases.json")
     first = str(option("--first-seed"))
-    failed = cases.main(["--count", str(option("--cases")), "--first-seed", first, "--json", out])
+    failed = fuzz.main(["--count", str(option("--cases")), "--first-seed", first, "--json", out])
     assert not failed, "\n".join(f["report"] for f in json.loads(Path(out).read_text())["failures"])
-    for family in cases.LATER:
-        rest = str(option("--cases") // len(cases.FAMILIES))
+    for family in fuzz.LATER_FAMILIES:
+        rest = str(option("--cases") // len(fuzz.FAMILIES))
         out = str(tmp_path / f"{family}.json")
-        failed = cases.main(["--count", rest, "--first-seed", first, "--family", family, "--json", out])
+        failed = fuzz.main(["--count", rest, "--first-seed", first, "--family", family, "--json", out])
         assert not failed, "\n".join(f["report"] for f in json.loads(Path(out).read_text())["failures"])
 
 
 # --- half precision: near-ties may flip, and only near-ties -----------------------------------------------------------
 
 
-def _half(seed: int) -> cases.Case:
-    case = cases.draw(seed)
+def _half(seed: int) -> fuzz.Case:
+    case = fuzz.draw_case(seed)
     sampled = {"do_sample": True, "temperature": 0.7, "top_k": 0} if seed % 2 else {"do_sample": False}
     clean = {"processor": "", "prefix": "", "criterion": "", "cache": "", "streamer": "", "turns": "", "override": ""}
     drafter = "bush" if case.drafter in ("tapper", "raising") else case.drafter
@@ -131,7 +141,7 @@ def _half(seed: int) -> cases.Case:
 def test_bf16_parts_only_at_near_ties(record_property: Any) -> None:
     margins, total = [], 0
     for seed in BF16:
-        result = cases.run_case(_half(seed))
+        result = fuzz.run_case(_half(seed))
         total += 1
         for difference in result.differences:
             assert difference.kind in ("sequences", "generator state"), result.report()
@@ -150,7 +160,7 @@ def test_bf16_parts_only_at_near_ties(record_property: Any) -> None:
 STEPS, KEPT = 3, 3
 
 
-class Everything(liars.Liar):
+class Everything(adversarial.AdversarialDrafter):
     """Proposes every continuation that can be sampled, two deep: something is always accepted."""
 
     name = "everything"
@@ -159,11 +169,11 @@ class Everything(liars.Liar):
         super().__init__()
         self.table = table
 
-    def begin(self, prompt: Prompt) -> liars.Call:
-        return liars.Call(prompt, cases.random.Random(0), [[] for _ in range(prompt.ids.shape[0])])
+    def begin(self, prompt: Prompt) -> adversarial.DrafterState:
+        return adversarial.DrafterState(prompt, fuzz.random.Random(0), [[] for _ in range(prompt.input_ids.shape[0])])
 
-    def lie(self, state: liars.Call, budget: int, live: Sequence[bool]) -> DraftTree:
-        return liars.as_tree([self._row(tuple(said), budget - 1) for said in state.said])
+    def propose_tree(self, state: adversarial.DrafterState, budget: int, live: Sequence[bool]) -> DraftTree:
+        return adversarial.build_raw_tree([self._row(tuple(said), budget - 1) for said in state.generated])
 
     def _row(self, said: tuple[int, ...], nodes: int) -> list[tuple[int, int]]:
         first = [(token, 0) for token in self._next(said)]
@@ -175,9 +185,9 @@ class Everything(liars.Liar):
 
 
 def _world() -> tuple[PreTrainedModel, tiny.Inputs, dict[str, Any]]:
-    model = tiny.model(tiny.Spec("llava", vocab=8, seed=5))
+    model = tiny.build_model(tiny.ModelSpec("llava", vocab=8, seed=5))
     model.generation_config.eos_token_id = None
-    given = tiny.inputs(model, 3, 1, images=[1], padding="none")
+    given = tiny.build_inputs(model, 3, 1, images=[1], padding="none")
     return model, given, {"do_sample": True, "temperature": 1.5, "top_k": KEPT, "max_new_tokens": STEPS}
 
 
@@ -235,9 +245,9 @@ def _rows(model: PreTrainedModel, given: tiny.Inputs, options: dict[str, Any], c
 def test_sampling_has_the_targets_distribution(drafter: str) -> None:
     model, given, options = _world()
     table = _table(model, given, options)
-    made: Any = {"everything": Everything(table), "chaos": liars.Chaos(1)}.get(drafter, drafter)
+    made: Any = {"everything": Everything(table), "chaos": adversarial.MalformedDrafter(1)}.get(drafter, drafter)
     torch.manual_seed(2024)
-    with cases.patched(model, made, nodes=16):
+    with fuzz.patch_model(model, made, nodes=16):
         samples = list(_rows(model, given, options, 75))
     assert surprise(samples, _joint(table)) > 1e-3
 
@@ -245,22 +255,22 @@ def test_sampling_has_the_targets_distribution(drafter: str) -> None:
 def test_that_test_has_teeth() -> None:
     """Bugs that schemes with acceptance rules have, played with the exact table: each must be noticed."""
     model, given, options = _world()
-    table, dice = _table(model, given, options), torch.Generator().manual_seed(1)
+    table, rng = _table(model, given, options), torch.Generator().manual_seed(1)
     joint = _joint(table)
 
     def play(bug: str) -> Iterator[tuple[int, ...]]:
         for _ in range(3000):
             said: tuple[int, ...] = ()
-            noise = torch.empty(8).exponential_(generator=dice)
+            noise = torch.empty(8).exponential_(generator=rng)
             for _ in range(STEPS):
                 if bug != "one noise for all columns":
-                    noise = torch.empty(8).exponential_(generator=dice)
+                    noise = torch.empty(8).exponential_(generator=rng)
                 pick = int((table[said] / noise).argmax())
-                if bug == "typical acceptance" and table[said].max() > 0.6 and torch.rand((), generator=dice) < 0.2:
+                if bug == "typical acceptance" and table[said].max() > 0.6 and torch.rand((), generator=rng) < 0.2:
                     pick = int(table[said].argmax())
                 if bug == "no residual":
                     draft = int(table[said].argsort()[-2])
-                    if torch.rand((), generator=dice) < table[said][draft]:
+                    if torch.rand((), generator=rng) < table[said][draft]:
                         pick = draft
                 said = (*said, pick)
             yield said

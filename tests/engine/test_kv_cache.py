@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, StaticCache
 
-from mmspec.engine.kv_cache import KVBuffer
+from mmspec.engine.kv_cache import RaggedKVCache
 
 HEADS, SIZE = 2, 3
 BUCKETS = (1, 2, 4, 8, 16)
@@ -43,88 +43,88 @@ class Rows:
                 layer[b] += [new[:, b, :, node] for node in nodes]
 
 
-def written(buffer: KVBuffer, rows: Rows, nodes: int, dice: torch.Generator) -> list[Tensor]:
+def written(buffer: RaggedKVCache, rows: Rows, nodes: int, rng: torch.Generator) -> list[Tensor]:
     """One forward: open, write random values to every layer, check the views."""
-    batch = len(buffer.lengths)
-    buffer.open(nodes)
-    assert buffer.end == max(rows.lengths()) + nodes
-    news = [torch.randn(2, batch, HEADS, nodes, SIZE, generator=dice) for _ in rows.kept]
+    batch = len(buffer.seq_lens)
+    buffer.begin_forward(nodes)
+    assert buffer.kv_len == max(rows.lengths()) + nodes
+    news = [torch.randn(2, batch, HEADS, nodes, SIZE, generator=rng) for _ in rows.kept]
     for layer, new in enumerate(news):
         keys, values = buffer.write(layer, new[0], new[1])
-        assert keys.shape == values.shape == (batch, HEADS, buffer.end, SIZE)
+        assert keys.shape == values.shape == (batch, HEADS, buffer.kv_len, SIZE)
         rows.check(layer, keys, values, new)
     return news
 
 
-def ragged_walk(dice: random.Random, batch: int, nodes: int) -> tuple[Tensor, Tensor, list[list[int]]]:
+def ragged_walk(rng: random.Random, batch: int, nodes: int) -> tuple[Tensor, Tensor, list[list[int]]]:
     """Nodes as a walk gives them: rising, node 0 first; none for rows that wait. What lies behind is noise."""
-    kind, walked = dice.choice(("chain", "ragged", "level", "root")), []
+    kind, walked = rng.choice(("chain", "ragged", "level", "root")), []
     for _ in range(batch):
-        count = dice.choice((0, 1, dice.randint(0, nodes))) if kind == "ragged" else dice.randint(1, nodes)
+        count = rng.choice((0, 1, rng.randint(0, nodes))) if kind == "ragged" else rng.randint(1, nodes)
         count = 1 if kind == "root" else nodes if kind == "level" else count
-        row = [0, *sorted(dice.sample(range(1, nodes), count - 1))] if count else []
+        row = [0, *sorted(rng.sample(range(1, nodes), count - 1))] if count else []
         walked.append(list(range(count)) if kind == "chain" else row)
-    path = torch.tensor([row + [dice.randrange(nodes) for _ in range(nodes - len(row))] for row in walked])
+    path = torch.tensor([row + [rng.randrange(nodes) for _ in range(nodes - len(row))] for row in walked])
     return path, torch.tensor([len(row) for row in walked]), walked
 
 
 @pytest.mark.parametrize("batch", [1, 2, 5])
 @pytest.mark.parametrize("seed", range(6))
 def test_any_sequence_of_steps_equals_the_slow_way(batch: int, seed: int) -> None:
-    dice, noise = random.Random(f"kv {seed} {batch}"), torch.Generator().manual_seed(seed)
-    layers, limit = dice.choice((1, 3)), 300
-    buffer, rows = KVBuffer(batch, limit), Rows(layers, batch)
-    prompt = dice.randint(1, 40)
+    rng, noise = random.Random(f"kv {seed} {batch}"), torch.Generator().manual_seed(seed)
+    layers, limit = rng.choice((1, 3)), 300
+    buffer, rows = RaggedKVCache(batch, limit), Rows(layers, batch)
+    prompt = rng.randint(1, 40)
     news = written(buffer, rows, prompt, noise)
     buffer.advance(prompt)
     rows.keep(news, [list(range(prompt))] * batch)
     while max(rows.lengths()) + max(BUCKETS) <= limit:
-        nodes = dice.choice(BUCKETS)
+        nodes = rng.choice(BUCKETS)
         news = written(buffer, rows, nodes, noise)
-        path, counts, walked = ragged_walk(dice, batch, nodes)
-        buffer.keep(path, counts, walked)
+        path, counts, walked = ragged_walk(rng, batch, nodes)
+        buffer.keep_path(path, counts, walked)
         rows.keep(news, walked)
-        assert buffer.lengths == rows.lengths() and buffer.uniform == (len(set(rows.lengths())) == 1)
-        if dice.random() < 0.2:
-            cut = [max(0, n - dice.choice((-3, 0, 1, 5))) for n in rows.lengths()]
-            buffer.rewind(cut)
+        assert buffer.seq_lens == rows.lengths() and buffer.is_uniform == (len(set(rows.lengths())) == 1)
+        if rng.random() < 0.2:
+            cut = [max(0, n - rng.choice((-3, 0, 1, 5))) for n in rows.lengths()]
+            buffer.crop(cut)
             for kept in rows.kept:
                 for row, most in zip(kept, cut, strict=True):
                     del row[most:]
-            assert buffer.lengths == rows.lengths()
+            assert buffer.seq_lens == rows.lengths()
     assert len(buffer) == layers
     for layer in range(layers):
         rows.check(layer, *buffer.read(layer, max(rows.lengths())))
 
 
 def test_keeping_a_path_moves_it_to_the_front() -> None:
-    buffer = KVBuffer(2, 20)
-    buffer.open(4)
+    buffer = RaggedKVCache(2, 20)
+    buffer.begin_forward(4)
     new = torch.arange(2.0 * 4).reshape(2, 1, 4, 1)
     buffer.write(0, new, -new)
     walked = [[0, 2, 3], [0]]
-    buffer.keep(torch.tensor([[0, 2, 3, 0], [0, 3, 3, 3]]), torch.tensor([3, 1]), walked)
+    buffer.keep_path(torch.tensor([[0, 2, 3, 0], [0, 3, 3, 3]]), torch.tensor([3, 1]), walked)
     keys, values = buffer.read(0, 4)
     assert keys[0, 0, :3, 0].tolist() == [0, 2, 3] and values[0, 0, :3, 0].tolist() == [0, -2, -3]
-    assert keys[1, 0, :1, 0].tolist() == [4] and buffer.lengths == [3, 1]
+    assert keys[1, 0, :1, 0].tolist() == [4] and buffer.seq_lens == [3, 1]
     assert keys[1, 0, 1:3, 0].tolist() == [5, 6], "a row's own nodes stay put behind what it keeps"
 
 
 def test_a_row_that_waits_keeps_nothing() -> None:
-    buffer = KVBuffer(2, 20)
+    buffer = RaggedKVCache(2, 20)
     for _ in range(3):
-        buffer.open(2)
+        buffer.begin_forward(2)
         buffer.write(0, torch.ones(2, 1, 2, 1), torch.ones(2, 1, 2, 1))
-        buffer.keep(torch.tensor([[0, 1], [0, 0]]), torch.tensor([2, 0]), [[0, 1], []])
-    assert buffer.lengths == [6, 0] and not buffer.uniform
+        buffer.keep_path(torch.tensor([[0, 1], [0, 0]]), torch.tensor([2, 0]), [[0, 1], []])
+    assert buffer.seq_lens == [6, 0] and not buffer.is_uniform
 
 
 def test_growth_loses_nothing_and_stops_at_the_limit() -> None:
-    limit, buffer = 1000, KVBuffer(3, 1000)
+    limit, buffer = 1000, RaggedKVCache(3, 1000)
     noise, kept, sizes = torch.Generator().manual_seed(0), list[Tensor](), list[int]()
     one = 3 * HEADS * SIZE * 4 * 2  # bytes of a position
     for step in range(limit):
-        buffer.open(1)
+        buffer.begin_forward(1)
         kept.append(torch.randn(3, HEADS, 1, SIZE, generator=noise))
         buffer.write(0, kept[-1], 2 * kept[-1])
         buffer.advance(1)
@@ -138,19 +138,19 @@ def test_growth_loses_nothing_and_stops_at_the_limit() -> None:
 
 def test_an_explicit_need_beyond_the_limit_is_met() -> None:
     """The limit bounds what is allocated ahead; it never makes a write fail."""
-    buffer = KVBuffer(1, 4)
-    buffer.open(9)
+    buffer = RaggedKVCache(1, 4)
+    buffer.begin_forward(9)
     keys, _ = buffer.write(0, torch.ones(1, 1, 9, 1), torch.ones(1, 1, 9, 1))
     assert keys.shape[2] == 9 and buffer.nbytes == 2 * 9 * 4
 
 
 def test_rewinding_never_lengthens() -> None:
-    buffer = KVBuffer(3, 50)
-    buffer.open(10)
+    buffer = RaggedKVCache(3, 50)
+    buffer.begin_forward(10)
     buffer.write(0, torch.ones(3, 1, 10, 1), torch.ones(3, 1, 10, 1))
     buffer.advance(10)
-    buffer.rewind([4, 10, 99])
-    assert buffer.lengths == [4, 10, 10] and not buffer.uniform
+    buffer.crop([4, 10, 99])
+    assert buffer.seq_lens == [4, 10, 10] and not buffer.is_uniform
 
 
 @pytest.mark.parametrize("length", [1000, 1024, 2048])
@@ -167,21 +167,21 @@ def test_memory_is_that_of_the_static_cache_and_a_tree(length: int) -> None:
         static.update(states(1), states(1), layer)
     own = sum(part.nbytes for layer in static.layers for part in (layer.keys, layer.values))
     tree = own // length * 64
-    dice, buffer, peak = random.Random(length), KVBuffer(batch, length + 64), 0
+    rng, buffer, peak = random.Random(length), RaggedKVCache(batch, length + 64), 0
     nodes = prompt = length // 2
     while True:
-        buffer.open(nodes)
+        buffer.begin_forward(nodes)
         for layer in range(2):
             buffer.write(layer, states(nodes), states(nodes))
         peak = max(peak, buffer.nbytes)
         if nodes == prompt:
             buffer.advance(nodes)
         else:
-            counts = [min(dice.randint(0, 4), nodes, length - have) for have in buffer.lengths]
+            counts = [min(rng.randint(0, 4), nodes, length - have) for have in buffer.seq_lens]
             walked = [list(range(count)) for count in counts]
-            buffer.keep(torch.arange(nodes).expand(batch, nodes), torch.tensor(counts), walked)
-        if min(buffer.lengths) == length:
+            buffer.keep_path(torch.arange(nodes).expand(batch, nodes), torch.tensor(counts), walked)
+        if min(buffer.seq_lens) == length:
             break
-        nodes = dice.choice((1, 8, 64))
+        nodes = rng.choice((1, 8, 64))
     assert peak <= 1.1 * own + tree
     assert peak >= own

@@ -13,26 +13,26 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import adversarial as liars
-import fuzz as cases
+import adversarial as adversarial
+import fuzz as fuzz
 import pytest
 import tiny_models as tiny
 import torch
 from parity import (
-    ALL,
+    ALL_OUTPUTS,
     FAMILIES,
     GREEDY,
     MODES,
     SAMPLED,
     Kwargs,
-    build,
-    counted_vision,
-    model_of,
-    outcome,
-    plain_of,
-    said,
-    same,
-    speculating,
+    assert_parity,
+    build_cached_model,
+    build_outcome,
+    count_vision_calls,
+    generate_plain,
+    generate_tokens,
+    get_model,
+    speculate,
 )
 from PIL import Image
 from torch import Tensor
@@ -60,52 +60,56 @@ from mmspec.targets.hf import HFTarget
 @MODES
 @pytest.mark.parametrize("column", [1, 2, 3, 4, 5, 6])
 def test_stop_token_in_mid_path(mode: Kwargs, column: int) -> None:
-    model = model_of(seed=3)
-    given = tiny.inputs(model, 1, 2)
-    eos = said(model, given, **mode)[0][column]
-    stats = same(model, given, eos_token_id=[eos], **mode, **ALL)
-    assert stats.accepted > 0
+    model = get_model(seed=3)
+    given = tiny.build_inputs(model, 1, 2)
+    eos = generate_tokens(model, given, **mode)[0][column]
+    stats = assert_parity(model, given, eos_token_id=[eos], **mode, **ALL_OUTPUTS)
+    assert stats.num_accepted_tokens > 0
 
 
 @MODES
 def test_stop_string_across_a_path(mode: Kwargs) -> None:
-    spec = tiny.Spec(seed=3)
-    model, spelled = model_of(seed=3), tiny.spelling(spec)
-    given = tiny.inputs(model, 1, 2)
-    text = [spelled[token] for token in said(model, given, **mode)[0]]
+    spec = tiny.ModelSpec(seed=3)
+    model, spelled = get_model(seed=3), tiny.token_texts(spec)
+    given = tiny.build_inputs(model, 1, 2)
+    text = [spelled[token] for token in generate_tokens(model, given, **mode)[0]]
     for i in range(2, 8):
         stop = text[i][-1] + text[i + 1][:1] + (text[i + 1] + text[i + 2])[1:3]  # begins in one token, ends in another
         for where in ({"stop_strings": [stop]}, {"generation_config": GenerationConfig(stop_strings=stop, **mode)}):
             rest = {} if "generation_config" in where else mode
-            stats = same(model, given, tokenizer=tiny.tokenizer(spec), **where, **rest, **({} if not rest else ALL))
-            assert stats.accepted > 0
+            stats = assert_parity(
+                model, given, tokenizer=tiny.build_tokenizer(spec), **where, **rest, **({} if not rest else ALL_OUTPUTS)
+            )
+            assert stats.num_accepted_tokens > 0
 
 
 def test_stop_string_of_the_models_own_config() -> None:
-    model = model_of(seed=3)
-    given = tiny.inputs(model, 1, 1)
-    tokens = said(model, given, **GREEDY)[0]
-    spelled = tiny.spelling(tiny.Spec())
-    with cases.configured(model, None, {"stop_strings": [spelled[tokens[4]] + spelled[tokens[5]]]}):
-        same(model, given, tokenizer=tiny.tokenizer(tiny.Spec()), **GREEDY)
+    model = get_model(seed=3)
+    given = tiny.build_inputs(model, 1, 1)
+    tokens = generate_tokens(model, given, **GREEDY)[0]
+    spelled = tiny.token_texts(tiny.ModelSpec())
+    with fuzz.override_generation_config(model, None, {"stop_strings": [spelled[tokens[4]] + spelled[tokens[5]]]}):
+        assert_parity(model, given, tokenizer=tiny.build_tokenizer(tiny.ModelSpec()), **GREEDY)
 
 
 @MODES
 @pytest.mark.parametrize("length", range(1, 10))
 def test_max_new_tokens_in_mid_path(mode: Kwargs, length: int) -> None:
-    model = model_of("llava_next", seed=4)
-    given = tiny.inputs(model, 2, 2)
-    same(model, given, eos_token_id=None, **{**mode, "max_new_tokens": length}, **ALL)
+    model = get_model("llava_next", seed=4)
+    given = tiny.build_inputs(model, 2, 2)
+    assert_parity(model, given, eos_token_id=None, **{**mode, "max_new_tokens": length}, **ALL_OUTPUTS)
 
 
 @MODES
 def test_min_new_tokens(mode: Kwargs) -> None:
-    model = model_of(seed=3)
-    given = tiny.inputs(model, 1, 2)
-    tokens = said(model, given, **mode)[0]
+    model = get_model(seed=3)
+    given = tiny.build_inputs(model, 1, 2)
+    tokens = generate_tokens(model, given, **mode)[0]
     for least in (3, 5, 9):
-        same(model, given, eos_token_id=[tokens[2], tokens[4]], min_new_tokens=least, **mode, **ALL)
-        same(model, given, "bush", eos_token_id=[tokens[2], tokens[4]], min_new_tokens=least, **mode, **ALL)
+        assert_parity(model, given, eos_token_id=[tokens[2], tokens[4]], min_new_tokens=least, **mode, **ALL_OUTPUTS)
+        assert_parity(
+            model, given, "bush", eos_token_id=[tokens[2], tokens[4]], min_new_tokens=least, **mode, **ALL_OUTPUTS
+        )
 
 
 # --- how much is accepted ---------------------------------------------------------------------------------------------
@@ -114,15 +118,15 @@ def test_min_new_tokens(mode: Kwargs) -> None:
 @MODES
 @FAMILIES
 def test_nothing_accepted(mode: Kwargs, family: str) -> None:
-    model = model_of(family, seed=5)
-    stats = same(model, tiny.inputs(model, 3, 3), "wrong", eos_token_id=None, **mode)
-    assert stats.accepted == 0 and stats.drafted > 0 and stats.tau == 1
+    model = get_model(family, seed=5)
+    stats = assert_parity(model, tiny.build_inputs(model, 3, 3), "wrong", eos_token_id=None, **mode)
+    assert stats.num_accepted_tokens == 0 and stats.num_draft_tokens > 0 and stats.tau == 1
 
 
 @MODES
 def test_an_empty_tree_is_plain_decoding(mode: Kwargs) -> None:
-    model = model_of("llava_onevision", seed=5)
-    stats = same(model, tiny.inputs(model, 3, 2), "empty", eos_token_id=None, **mode, **ALL)
+    model = get_model("llava_onevision", seed=5)
+    stats = assert_parity(model, tiny.build_inputs(model, 3, 2), "empty", eos_token_id=None, **mode, **ALL_OUTPUTS)
     assert stats.rounds == mode["max_new_tokens"] - 1 and stats.tau == 1
 
 
@@ -130,21 +134,21 @@ def test_an_empty_tree_is_plain_decoding(mode: Kwargs) -> None:
 @FAMILIES
 def test_everything_accepted(mode: Kwargs, family: str) -> None:
     """The last emitted token was never fed: a drafter that keeps states of its own is one behind."""
-    model = model_of(family, seed=6)
-    given = tiny.inputs(model, 4, 2)
+    model = get_model(family, seed=6)
+    given = tiny.build_inputs(model, 4, 2)
     mode = {**mode, "eos_token_id": None, "suppress_tokens": [0, 3, 4]}  # pads and placeholders are not drafted
-    plain = plain_of(model, given, **mode)
-    with speculating(model, Full(1, [plain])) as drafter:
-        mine = plain_of(model, given, **mode)
+    plain = generate_plain(model, given, **mode)
+    with speculate(model, Full(1, [plain])) as drafter:
+        mine = generate_plain(model, given, **mode)
         stats = mmspec.stats(model, last=True)
     assert torch.equal(plain, mine)
     assert stats.rounds == 3 and stats.tau > 6 and not drafter.faults, (stats, drafter.faults)
 
 
-class Full(liars.Tapper):
-    """The books of `Tapper`, and the longest right chain."""
+class Full(adversarial.HiddenStateDrafter):
+    """The books of `HiddenStateDrafter`, and the longest right chain."""
 
-    lie = liars.Oracle.lie
+    propose_tree = adversarial.OracleDrafter.propose_tree
 
 
 # --- who is in the batch ----------------------------------------------------------------------------------------------
@@ -154,140 +158,152 @@ class Full(liars.Tapper):
 @FAMILIES
 @pytest.mark.parametrize("padding", ["left", "right", "none"])
 def test_padded_batches(mode: Kwargs, family: str, padding: str) -> None:
-    model = model_of(family, seed=7)
+    model = get_model(family, seed=7)
     for mask in (True, False):
-        given = tiny.inputs(model, 5, 3, padding=padding, mask=mask)
-        stats = same(model, given, "bush", **mode, **ALL)
-        assert stats.accepted > 0
+        given = tiny.build_inputs(model, 5, 3, padding=padding, mask=mask)
+        stats = assert_parity(model, given, "bush", **mode, **ALL_OUTPUTS)
+        assert stats.num_accepted_tokens > 0
 
 
 @MODES
-@pytest.mark.parametrize("returned", [{}, ALL], ids=["ids", "dict"])
+@pytest.mark.parametrize("returned", [{}, ALL_OUTPUTS], ids=["ids", "dict"])
 def test_rows_that_finish_early_with_eos(mode: Kwargs, returned: Kwargs) -> None:
-    model = model_of("qwen2_5_vl", seed=8)
-    given = tiny.inputs(model, 6, 4)
-    rows = said(model, given, **mode)
-    same(model, given, "bush", eos_token_id=[rows[0][2], rows[1][7], rows[2][11]], **mode, **returned)
-    same(model, given, "oracle", eos_token_id=[rows[0][2], rows[1][7], rows[2][11]], **mode, **returned)
+    model = get_model("qwen2_5_vl", seed=8)
+    given = tiny.build_inputs(model, 6, 4)
+    rows = generate_tokens(model, given, **mode)
+    assert_parity(model, given, "bush", eos_token_id=[rows[0][2], rows[1][7], rows[2][11]], **mode, **returned)
+    assert_parity(model, given, "oracle", eos_token_id=[rows[0][2], rows[1][7], rows[2][11]], **mode, **returned)
 
 
 @MODES
-@pytest.mark.parametrize("returned", [{}, ALL], ids=["ids", "dict"])
+@pytest.mark.parametrize("returned", [{}, ALL_OUTPUTS], ids=["ids", "dict"])
 def test_rows_that_finish_early_without_eos(mode: Kwargs, returned: Kwargs) -> None:
     """Without an eos criterion a stopped row goes on emitting until the whole batch stops."""
-    model = model_of("llava_next", seed=8)
-    given = tiny.inputs(model, 6, 3)
+    model = get_model("llava_next", seed=8)
+    given = tiny.build_inputs(model, 6, 3)
     length = given["input_ids"].shape[1]
-    make = lambda: StoppingCriteriaList([liars.Lengths(liars.Log(), length, 5)])  # noqa: E731
-    with cases.configured(model, None):
-        same(model, given, "bush", stopping_criteria=make, **mode, **returned)
-        same(model, given, "oracle", stopping_criteria=make, **mode, **returned)
+    make = lambda: StoppingCriteriaList([adversarial.Lengths(adversarial.CallLog(), length, 5)])  # noqa: E731
+    with fuzz.override_generation_config(model, None):
+        assert_parity(model, given, "bush", stopping_criteria=make, **mode, **returned)
+        assert_parity(model, given, "oracle", stopping_criteria=make, **mode, **returned)
 
 
-class Favouring(liars.Oracle):
+class Favouring(adversarial.OracleDrafter):
     """Right for row 0, silent for the others."""
 
-    def ahead(self, state: liars.Call, row: int, count: int) -> list[int]:
-        return super().ahead(state, row, count) if row == 0 else []
+    def upcoming_tokens(self, state: adversarial.DrafterState, row: int, count: int) -> list[int]:
+        return super().upcoming_tokens(state, row, count) if row == 0 else []
 
 
 @MODES
-@pytest.mark.parametrize("returned", [{}, ALL], ids=["ids", "dict"])
+@pytest.mark.parametrize("returned", [{}, ALL_OUTPUTS], ids=["ids", "dict"])
 def test_a_row_far_ahead_waits(mode: Kwargs, returned: Kwargs) -> None:
     """One row is always right, the other never: hundreds of columns in flight, more than the window of the noise."""
-    model = model_of("llava_next", seed=30)
-    given = tiny.inputs(model, 28, 2, words=(3, 5))
+    model = get_model("llava_next", seed=30)
+    given = tiny.build_inputs(model, 28, 2, num_text_tokens=(3, 5))
     mode = {**mode, "max_new_tokens": 300, "suppress_tokens": [0, 3], "eos_token_id": None}
-    stats = same(model, given, lambda plain: Favouring(1, [plain]), patch={"nodes": 64}, **mode, **returned)
-    assert stats.accepted > (100 if mode["do_sample"] else 250) and stats.rounds < 320
+    stats = assert_parity(
+        model, given, lambda plain: Favouring(1, [plain]), patch_options={"nodes": 64}, **mode, **returned
+    )
+    assert stats.num_accepted_tokens > (100 if mode["do_sample"] else 250) and stats.rounds < 320
 
 
 @MODES
 @pytest.mark.parametrize("pad", ["eos", "none", "said"])
 def test_pad_tokens_of_all_kinds(mode: Kwargs, pad: str) -> None:
     """Padding may be the eos token, unset, or a token that the model also says."""
-    model = model_of("llava_onevision", seed=8)
-    given = tiny.inputs(model, 6, 4, padding="none")
-    rows = said(model, given, **mode)
+    model = get_model("llava_onevision", seed=8)
+    given = tiny.build_inputs(model, 6, 4, padding="none")
+    rows = generate_tokens(model, given, **mode)
     eos = [rows[0][2], rows[1][7]]
     own = {"eos": eos[0], "none": None, "said": rows[2][4]}[pad]
-    with cases.configured(model, eos, {"pad_token_id": own}):
+    with fuzz.override_generation_config(model, eos, {"pad_token_id": own}):
         for drafter in ("bush", "oracle"):
-            same(model, given, drafter, **mode)
-            same(model, given, drafter, **mode, **ALL)
+            assert_parity(model, given, drafter, **mode)
+            assert_parity(model, given, drafter, **mode, **ALL_OUTPUTS)
 
 
 def test_all_rows_finish_in_the_first_column() -> None:
-    model = model_of(seed=3)
-    given = tiny.inputs(model, 1, 2)
-    eos = [row[0] for row in said(model, given, **GREEDY)]
-    same(model, given, eos_token_id=eos, **GREEDY, **ALL)
+    model = get_model(seed=3)
+    given = tiny.build_inputs(model, 1, 2)
+    eos = [row[0] for row in generate_tokens(model, given, **GREEDY)]
+    assert_parity(model, given, eos_token_id=eos, **GREEDY, **ALL_OUTPUTS)
 
 
 # --- drafters that lie ------------------------------------------------------------------------------------------------
 
 
-class Twins(liars.Liar):
+class Twins(adversarial.AdversarialDrafter):
     """Every node many times over, with the right continuation below a different twin each time."""
 
-    def lie(self, state: liars.Call, budget: int, live: Sequence[bool]) -> DraftTree:
+    def propose_tree(self, state: adversarial.DrafterState, budget: int, live: Sequence[bool]) -> DraftTree:
         rows = []
         for row in range(len(live)):
-            path = self.ahead(state, row, 3)
+            path = self.upcoming_tokens(state, row, 3)
             twins = [(path[0], 0), (path[0], 0), (path[0], 0)] if path else []
             below = [(path[1], 1 + i % 3) for i in range(3)] if len(path) > 1 else []
             rows.append(twins + below + ([(path[2], 5), (path[2], 6)] if len(path) > 2 else []))
-        return liars.as_tree(rows)
+        return adversarial.build_raw_tree(rows)
 
 
 @MODES
 def test_duplicate_children(mode: Kwargs) -> None:
-    model = model_of(seed=9)
-    given = tiny.inputs(model, 7, 2)
-    stats = same(model, given, lambda plain: Twins(0, [plain]), eos_token_id=2, **mode, **ALL)
-    assert stats.accepted > 0
+    model = get_model(seed=9)
+    given = tiny.build_inputs(model, 7, 2)
+    stats = assert_parity(model, given, lambda plain: Twins(0, [plain]), eos_token_id=2, **mode, **ALL_OUTPUTS)
+    assert stats.num_accepted_tokens > 0
 
 
 @MODES
 @FAMILIES
 @pytest.mark.parametrize("nodes", [None, 3, 64])
 def test_a_drafter_that_lies(mode: Kwargs, family: str, nodes: int | None) -> None:
-    model = model_of(family, seed=10)
+    model = get_model(family, seed=10)
     for seed in range(3):
-        given = tiny.inputs(model, seed, 1 + seed)
-        same(model, given, lambda plain, seed=seed: liars.Chaos(seed, [plain]), patch={"nodes": nodes}, **mode, **ALL)
+        given = tiny.build_inputs(model, seed, 1 + seed)
+        assert_parity(
+            model,
+            given,
+            lambda plain, seed=seed: adversarial.MalformedDrafter(seed, [plain]),
+            patch_options={"nodes": nodes},
+            **mode,
+            **ALL_OUTPUTS,
+        )
 
 
-class Placeholders(liars.Liar):
+class Placeholders(adversarial.AdversarialDrafter):
     """Nothing but ids that must never be drafted."""
 
-    def lie(self, state: liars.Call, budget: int, live: Sequence[bool]) -> DraftTree:
-        banned = sorted(state.prompt.banned)
+    def propose_tree(self, state: adversarial.DrafterState, budget: int, live: Sequence[bool]) -> DraftTree:
+        banned = sorted(state.prompt.banned_ids)
         row = [(token, i) for token in banned for i in (0, 1)][: budget - 1]
-        return liars.as_tree([row] * len(live))
+        return adversarial.build_raw_tree([row] * len(live))
 
 
 @FAMILIES
 def test_placeholder_ids_are_never_drafted(family: str) -> None:
     """Not even when the model itself says them, as random models do and trained ones may."""
-    spec = tiny.Spec(family, seed=11)
-    model, special = build(spec), tiny.ids(spec)
-    given = tiny.inputs(model, 8, 2)
+    spec = tiny.ModelSpec(family, seed=11)
+    model, special = build_cached_model(spec), tiny.special_ids(spec)
+    given = tiny.build_inputs(model, 8, 2)
     loud = [[[special.image], 7.0], [[special.pad], 5.0]]
-    plain = plain_of(model, given, sequence_bias=loud, **GREEDY)
+    plain = generate_plain(model, given, sequence_bias=loud, **GREEDY)
     assert (plain[:, given["input_ids"].shape[1] :] == special.image).any()
-    assert same(model, given, Placeholders(), sequence_bias=loud, **GREEDY, **ALL).accepted == 0
-    same(model, given, "oracle", sequence_bias=loud, **GREEDY, **ALL)
+    assert (
+        assert_parity(model, given, Placeholders(), sequence_bias=loud, **GREEDY, **ALL_OUTPUTS).num_accepted_tokens
+        == 0
+    )
+    assert_parity(model, given, "oracle", sequence_bias=loud, **GREEDY, **ALL_OUTPUTS)
 
 
 def test_the_tokenizers_end_is_the_drafts_end() -> None:
     """Ids beyond the tokenizer are banned once `processor=` brings it."""
-    spec = tiny.Spec(seed=9, vocab=100)
-    model, small = build(spec), tiny.tokenizer(tiny.Spec(vocab=90))
-    given = tiny.inputs(model, 7, 1, few=20)
-    plain = plain_of(model, given, **GREEDY)
-    with speculating(model, "tapper", plain, processor=small) as drafter:
-        mine = plain_of(model, given, **GREEDY)
+    spec = tiny.ModelSpec(seed=9, vocab=100)
+    model, small = build_cached_model(spec), tiny.build_tokenizer(tiny.ModelSpec(vocab=90))
+    given = tiny.build_inputs(model, 7, 1, num_distinct_ids=20)
+    plain = generate_plain(model, given, **GREEDY)
+    with speculate(model, "tapper", plain, processor=small) as drafter:
+        mine = generate_plain(model, given, **GREEDY)
     assert torch.equal(plain, mine)
     assert set(range(90, 100)) <= drafter.prompts[0].banned
 
@@ -299,30 +315,30 @@ def test_the_tokenizers_end_is_the_drafts_end() -> None:
 @pytest.mark.parametrize("padding", ["left", "right", "none"])
 def test_position_ids_of_four_axes(mode: Kwargs, padding: str) -> None:
     """M-RoPE: text positions and three visual axes, which differ after an image. Positions are not lengths."""
-    model = model_of("qwen2_5_vl", seed=12)
-    given = tiny.inputs(model, 9, 3, images=[2, 1, 0], videos=[0, 1, 1], padding=padding)
-    stats = same(model, given, "bush", **mode, **ALL)
-    assert stats.accepted > 0
+    model = get_model("qwen2_5_vl", seed=12)
+    given = tiny.build_inputs(model, 9, 3, images=[2, 1, 0], videos=[0, 1, 1], padding=padding)
+    stats = assert_parity(model, given, "bush", **mode, **ALL_OUTPUTS)
+    assert stats.num_accepted_tokens > 0
     assert model.model.rope_deltas.unique().numel() > 1
 
 
 @MODES
 def test_an_attention_mask_that_hf_replaced_by_none(mode: Kwargs) -> None:
-    model = model_of("llava_next", seed=13)
-    given = tiny.inputs(model, 10, 2, padding="none")
+    model = get_model("llava_next", seed=13)
+    given = tiny.build_inputs(model, 10, 2, padding="none")
     assert bool(given["attention_mask"].all())
-    assert same(model, given, "bush", **mode, **ALL).accepted > 0
+    assert assert_parity(model, given, "bush", **mode, **ALL_OUTPUTS).num_accepted_tokens > 0
     del given["attention_mask"]
-    assert same(model, given, "bush", **mode, **ALL).accepted > 0
+    assert assert_parity(model, given, "bush", **mode, **ALL_OUTPUTS).num_accepted_tokens > 0
 
 
 @MODES
 @FAMILIES
 def test_eager_attention_adds_its_mask(mode: Kwargs, family: str) -> None:
     """A bool mask would be added as 0 and 1, silently."""
-    model = model_of(family, seed=14, attention="eager")
-    stats = same(model, tiny.inputs(model, 11, 3), "bush", **mode, **ALL)
-    assert stats.accepted > 0
+    model = get_model(family, seed=14, attention="eager")
+    stats = assert_parity(model, tiny.build_inputs(model, 11, 3), "bush", **mode, **ALL_OUTPUTS)
+    assert stats.num_accepted_tokens > 0
 
 
 WINDOWS = {
@@ -337,25 +353,25 @@ WINDOWS = {
 @pytest.mark.parametrize("name", WINDOWS)
 @pytest.mark.parametrize("padding", ["left", "right"])
 def test_sliding_windows(mode: Kwargs, name: str, padding: str) -> None:
-    model = model_of(**{"seed": 15, **WINDOWS[name]})
-    given = tiny.inputs(model, 12, 2, padding=padding)
-    stats = same(model, given, "bush", **{**mode, "max_new_tokens": 40}, **ALL)
-    assert stats.accepted > 0
+    model = get_model(**{"seed": 15, **WINDOWS[name]})
+    given = tiny.build_inputs(model, 12, 2, padding=padding)
+    stats = assert_parity(model, given, "bush", **{**mode, "max_new_tokens": 40}, **ALL_OUTPUTS)
+    assert stats.num_accepted_tokens > 0
 
 
 def test_windows_of_a_short_prompt_fill_up_while_decoding() -> None:
-    model = model_of("llava_next", seed=15, window=30)
-    given = tiny.inputs(model, 12, 2, images=[0, 0])
+    model = get_model("llava_next", seed=15, window=30)
+    given = tiny.build_inputs(model, 12, 2, images=[0, 0])
     assert given["input_ids"].shape[1] < 20
-    same(model, given, "bush", **{**GREEDY, "max_new_tokens": 60}, eos_token_id=None, **ALL)
+    assert_parity(model, given, "bush", **{**GREEDY, "max_new_tokens": 60}, eos_token_id=None, **ALL_OUTPUTS)
 
 
 @FAMILIES
 def test_the_vision_tower_runs_once_per_call(family: str) -> None:
-    model = model_of(family, seed=16)
-    given = tiny.inputs(model, 13, 2, images=[1, 1])
-    with counted_vision(model) as calls, speculating(model):
-        plain_of(model, given, **GREEDY)
+    model = get_model(family, seed=16)
+    given = tiny.build_inputs(model, 13, 2, images=[1, 1])
+    with count_vision_calls(model) as calls, speculate(model):
+        generate_plain(model, given, **GREEDY)
     assert len(calls) == 1
 
 
@@ -373,7 +389,7 @@ def failing_forward(model: PreTrainedModel, at: int) -> Iterator[None]:
         if target.model is model:
             calls.append(1)
             if len(calls) == at:
-                raise liars.Broken("the forward broke")
+                raise adversarial.InjectedError("the forward broke")
         return result
 
     with pytest.MonkeyPatch.context() as broken:  # not a hook: with one the call would not be ours
@@ -385,30 +401,33 @@ def failing_forward(model: PreTrainedModel, at: int) -> Iterator[None]:
 @FAMILIES
 @pytest.mark.parametrize("where", ["forward", "prefill", "propose", "observe", "processor", "criterion", "streamer"])
 def test_an_exception_leaves_the_next_call_clean(mode: Kwargs, family: str, where: str) -> None:
-    model = model_of(family, seed=17)
-    given = tiny.inputs(model, 14, 2)
-    plain = plain_of(model, given, **mode, **ALL)
-    faulty = liars.Raising(1, [plain.sequences] * 2)
+    model = get_model(family, seed=17)
+    given = tiny.build_inputs(model, 14, 2)
+    plain = generate_plain(model, given, **mode, **ALL_OUTPUTS)
+    faulty = adversarial.RaisingDrafter(1, [plain.sequences] * 2)
     more: Kwargs = {
-        "processor": {"logits_processor": LogitsProcessorList([liars.Failing(liars.Log())])},
-        "criterion": {"stopping_criteria": StoppingCriteriaList([liars.Tripping(liars.Log(), 0, 0)])},
-        "streamer": {"streamer": liars.Fuse(liars.Log())},
+        "processor": {"logits_processor": LogitsProcessorList([adversarial.Failing(adversarial.CallLog())])},
+        "criterion": {"stopping_criteria": StoppingCriteriaList([adversarial.Tripping(adversarial.CallLog(), 0, 0)])},
+        "streamer": {"streamer": adversarial.FailingStreamer(adversarial.CallLog())},
     }.get(where, {})
-    with speculating(model, faulty if where in ("propose", "observe") else "bush", plain):
+    with speculate(model, faulty if where in ("propose", "observe") else "bush", plain):
         _forced(faulty, where)
-        with pytest.raises(liars.Broken), failing_forward(model, {"forward": 3, "prefill": 1}.get(where, 0)):
+        with (
+            pytest.raises(adversarial.InjectedError),
+            failing_forward(model, {"forward": 3, "prefill": 1}.get(where, 0)),
+        ):
             model.generate(**given, **mode, **more)
         _forced(faulty, "")
-        mine = plain_of(model, given, **mode, **ALL)
-    assert not cases.compare(*[outcome(result, torch.zeros(1)) for result in (plain, mine)], turn=0)
+        mine = generate_plain(model, given, **mode, **ALL_OUTPUTS)
+    assert not fuzz.compare_outcomes(*[build_outcome(result, torch.zeros(1)) for result in (plain, mine)], turn=0)
 
 
-def _forced(faulty: liars.Raising, where: str) -> None:
+def _forced(faulty: adversarial.RaisingDrafter, where: str) -> None:
     """Make a raising drafter raise in its second round, or (where "") never."""
 
-    def begin(prompt: Prompt) -> liars.Call:
-        faulty.where, faulty.when = where, 2
-        return liars.Liar.begin(faulty, prompt)
+    def begin(prompt: Prompt) -> adversarial.DrafterState:
+        faulty.failing_method, faulty.failing_round = where, 2
+        return adversarial.AdversarialDrafter.begin(faulty, prompt)
 
     faulty.begin = begin  # type: ignore[method-assign]
 
@@ -418,57 +437,57 @@ def _forced(faulty: liars.Raising, where: str) -> None:
 
 @MODES
 def test_repetition_penalty_and_no_repeat_ngram_inside_a_tree(mode: Kwargs) -> None:
-    model = model_of("llava_onevision", seed=18, calm=True)
-    given = tiny.inputs(model, 15, 3, few=4)
+    model = get_model("llava_onevision", seed=18, calm=True)
+    given = tiny.build_inputs(model, 15, 3, num_distinct_ids=4)
     for rules in (
         {"repetition_penalty": 1.4},
         {"no_repeat_ngram_size": 2},
         {"repetition_penalty": 1.2, "no_repeat_ngram_size": 3},
     ):
-        stats = same(model, given, "bush", patch={"nodes": 16}, **rules, **mode, **ALL)
-        assert stats.accepted > 0
+        stats = assert_parity(model, given, "bush", patch_options={"nodes": 16}, **rules, **mode, **ALL_OUTPUTS)
+        assert stats.num_accepted_tokens > 0
 
 
 @MODES
-@pytest.mark.parametrize("name", [name for name in liars.PROCESSORS if name != "failing"])
+@pytest.mark.parametrize("name", [name for name in adversarial.PROCESSORS if name != "failing"])
 def test_a_processor_that_counts_its_calls(mode: Kwargs, name: str) -> None:
-    model = model_of(seed=19)
-    given = tiny.inputs(model, 16, 2)
-    logs: list[liars.Log] = []
+    model = get_model(seed=19)
+    given = tiny.build_inputs(model, 16, 2)
+    logs: list[adversarial.CallLog] = []
 
     def make() -> LogitsProcessorList:
-        logs.append(liars.Log())
-        return LogitsProcessorList([liars.PROCESSORS[name](logs[-1])])
+        logs.append(adversarial.CallLog())
+        return LogitsProcessorList([adversarial.PROCESSORS[name](logs[-1])])
 
-    same(model, given, "bush", logits_processor=make, **mode, **ALL)
+    assert_parity(model, given, "bush", logits_processor=make, **mode, **ALL_OUTPUTS)
     assert logs[0].calls and logs[0].calls == logs[1].calls
 
 
 @MODES
-@pytest.mark.parametrize("name", [name for name in liars.CRITERIA if name != "tripping"])
+@pytest.mark.parametrize("name", [name for name in adversarial.CRITERIA if name != "tripping"])
 @pytest.mark.parametrize("eos", [True, False])
 def test_a_criterion_that_looks_at_other_rows(mode: Kwargs, name: str, eos: bool) -> None:
-    model = model_of("llava_next", seed=20)
-    given = tiny.inputs(model, 17, 3)
-    tokens = said(model, given, **mode)[1][6]
-    logs: list[liars.Log] = []
+    model = get_model("llava_next", seed=20)
+    given = tiny.build_inputs(model, 17, 3)
+    tokens = generate_tokens(model, given, **mode)[1][6]
+    logs: list[adversarial.CallLog] = []
 
     def make() -> StoppingCriteriaList:
-        logs.append(liars.Log())
-        return StoppingCriteriaList([liars.CRITERIA[name](logs[-1], given["input_ids"].shape[1], 3)])
+        logs.append(adversarial.CallLog())
+        return StoppingCriteriaList([adversarial.CRITERIA[name](logs[-1], given["input_ids"].shape[1], 3)])
 
-    with cases.configured(model, [tokens] if eos else None):
-        same(model, given, "oracle", stopping_criteria=make, **mode, **ALL)
-        same(model, given, "bush", stopping_criteria=make, **mode)
+    with fuzz.override_generation_config(model, [tokens] if eos else None):
+        assert_parity(model, given, "oracle", stopping_criteria=make, **mode, **ALL_OUTPUTS)
+        assert_parity(model, given, "bush", stopping_criteria=make, **mode)
     assert logs[0].calls and logs[0].calls == logs[1].calls and logs[2].calls == logs[3].calls
 
 
 @MODES
 def test_a_prefix_function_gets_its_own_row(mode: Kwargs) -> None:
-    model = model_of(seed=21)
-    given = tiny.inputs(model, 18, 3)
-    make = lambda: liars.Prefix(liars.Log(), 120, True)  # noqa: E731
-    same(model, given, "bush", prefix_allowed_tokens_fn=lambda: make(), **mode, **ALL)
+    model = get_model(seed=21)
+    given = tiny.build_inputs(model, 18, 3)
+    make = lambda: adversarial.PrefixConstraint(adversarial.CallLog(), 120, True)  # noqa: E731
+    assert_parity(model, given, "bush", prefix_allowed_tokens_fn=lambda: make(), **mode, **ALL_OUTPUTS)
 
 
 # --- sampling ---------------------------------------------------------------------------------------------------------
@@ -476,43 +495,43 @@ def test_a_prefix_function_gets_its_own_row(mode: Kwargs) -> None:
 
 @FAMILIES
 def test_num_return_sequences(family: str) -> None:
-    model = model_of(family, seed=22)
-    given = tiny.inputs(model, 19, 2)
-    stats = same(model, given, "bush", num_return_sequences=3, **SAMPLED, **ALL)
-    assert stats.accepted > 0
-    with speculating(model, "tapper") as drafter:
-        plain_of(model, given, num_return_sequences=3, **SAMPLED)
+    model = get_model(family, seed=22)
+    given = tiny.build_inputs(model, 19, 2)
+    stats = assert_parity(model, given, "bush", num_return_sequences=3, **SAMPLED, **ALL_OUTPUTS)
+    assert stats.num_accepted_tokens > 0
+    with speculate(model, "tapper") as drafter:
+        generate_plain(model, given, num_return_sequences=3, **SAMPLED)
     assert drafter.prompts[0].ids.shape[0] == 6
-    for fault in cases._prompt_faults(_Staged(model), drafter.prompts[0], cases.Outcome()):
+    for fault in fuzz._prompt_faults(_Staged(model), drafter.prompts[0], fuzz.CallOutcome()):
         raise AssertionError(fault)
 
 
 class _Staged:
-    """As much of a `cases.Stage` as checking a prompt takes."""
+    """As much of a `fuzz.Stage` as checking a prompt takes."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
-        self.case = replace(cases.draw(0), spec=model.tiny_spec, pad="")
+        self.case = replace(fuzz.draw_case(0), spec=model.tiny_spec, pad="")
         self.eos: list[int] = []
 
 
 @FAMILIES
 def test_prompt_is_told_truly(family: str) -> None:
     """Segments, visual mask, padding and banned ids, for several images a row and for clips."""
-    model = model_of(family, seed=22)
+    model = get_model(family, seed=22)
     for seed in range(4):
         clips = [1, 0, 1] if family in ("llava_onevision", "qwen2_5_vl") and seed % 2 else None
-        given = tiny.inputs(model, seed, 3, images=[2, 1, 0], videos=clips, padding=("left", "right")[seed // 2])
-        with speculating(model, "tapper") as drafter:
-            plain_of(model, given, **GREEDY)
+        given = tiny.build_inputs(model, seed, 3, images=[2, 1, 0], videos=clips, padding=("left", "right")[seed // 2])
+        with speculate(model, "tapper") as drafter:
+            generate_plain(model, given, **GREEDY)
         prompt = drafter.prompts[0]
-        assert list(cases._prompt_faults(_Staged(model), prompt, cases.Outcome())) == []
+        assert list(fuzz._prompt_faults(_Staged(model), prompt, fuzz.CallOutcome())) == []
         assert torch.equal(prompt.padding, given["attention_mask"].bool())
-        if _pictures_apart(given, tiny.ids(model.tiny_spec), 3 + sum(clips or ())):
+        if _pictures_apart(given, tiny.special_ids(model.tiny_spec), 3 + sum(clips or ())):
             assert prompt.segments and {s.source for s in prompt.segments} == set(range(3 + sum(clips or ())))
 
 
-def _pictures_apart(given: tiny.Inputs, special: tiny.Ids, pictures: int) -> bool:
+def _pictures_apart(given: tiny.Inputs, special: tiny.SpecialIds, pictures: int) -> bool:
     """Whether text stands between all pictures; a family may give up on those that touch."""
     visual = torch.isin(given["input_ids"], torch.tensor([special.image, special.video]))
     begins = visual & ~torch.nn.functional.pad(visual, (1, 0))[:, :-1]
@@ -521,33 +540,35 @@ def _pictures_apart(given: tiny.Inputs, special: tiny.Ids, pictures: int) -> boo
 
 def test_seeding_before_patch() -> None:
     """Neither `patch` nor a drafter may draw from torch's generator."""
-    model = model_of(seed=23)
-    given = tiny.inputs(model, 20, 2)
-    plain = plain_of(model, given, 5, **SAMPLED)
+    model = get_model(seed=23)
+    given = tiny.build_inputs(model, 20, 2)
+    plain = generate_plain(model, given, 5, **SAMPLED)
     for drafter in ("none", "lookup", "recycling", "fused", "auto"):
         torch.manual_seed(5)
         state = torch.get_rng_state()
-        with cases.patched(model, drafter, nodes=8):
+        with fuzz.patch_model(model, drafter, nodes=8):
             assert torch.equal(torch.get_rng_state(), state)
             assert torch.equal(model.generate(**given, **SAMPLED), plain), drafter
 
 
 def test_noise_is_the_noise_of_the_column() -> None:
-    model = model_of(seed=23)
-    given = tiny.inputs(model, 20, 2)
-    plain = plain_of(model, given, 77, **SAMPLED)
+    model = get_model(seed=23)
+    given = tiny.build_inputs(model, 20, 2)
+    plain = generate_plain(model, given, 77, **SAMPLED)
     seen: list[tuple[int, int, Tensor]] = []
 
-    class Asking(liars.Oracle):
-        def lie(self, state: liars.Call, budget: int, live: Sequence[bool]) -> DraftTree:
+    class Asking(adversarial.OracleDrafter):
+        def propose_tree(self, state: adversarial.DrafterState, budget: int, live: Sequence[bool]) -> DraftTree:
             assert state.prompt.noise is not None
             noise = state.prompt.noise(3)
-            ahead = [(b, len(state.said[b]) + d, noise[b, d].clone()) for b in range(2) for d in range(3) if live[b]]
+            ahead = [
+                (b, len(state.generated[b]) + d, noise[b, d].clone()) for b in range(2) for d in range(3) if live[b]
+            ]
             seen.extend(entry for entry in ahead if entry[1] < 20)
-            return super().lie(state, budget, live)
+            return super().propose_tree(state, budget, live)
 
-    with speculating(model, Asking(1, [plain])):
-        assert torch.equal(plain_of(model, given, 77, **SAMPLED), plain)
+    with speculate(model, Asking(1, [plain])):
+        assert torch.equal(generate_plain(model, given, 77, **SAMPLED), plain)
     torch.manual_seed(77)
     drawn = [torch.empty(2, 120).exponential_(1) for _ in range(20)]
     assert seen
@@ -556,13 +577,13 @@ def test_noise_is_the_noise_of_the_column() -> None:
 
 
 def test_a_second_call_on_the_same_model() -> None:
-    model = model_of("llava_next", seed=24)
-    first, second = tiny.inputs(model, 21, 3), tiny.inputs(model, 22, 1)
+    model = get_model("llava_next", seed=24)
+    first, second = tiny.build_inputs(model, 21, 3), tiny.build_inputs(model, 22, 1)
     runs = [(first, SAMPLED), (first, SAMPLED), (second, GREEDY), (first, GREEDY), (second, SAMPLED)]
     torch.manual_seed(1)
     plain = [model.generate(**given, **mode) for given, mode in runs]
-    for drafter in ("recycling", "auto", liars.Chaos(3, plain)):
-        with cases.patched(model, drafter, nodes=8):
+    for drafter in ("recycling", "auto", adversarial.MalformedDrafter(3, plain)):
+        with fuzz.patch_model(model, drafter, nodes=8):
             torch.manual_seed(1)
             for (given, mode), wanted in zip(runs, plain, strict=True):
                 assert torch.equal(model.generate(**given, **mode), wanted)
@@ -571,44 +592,46 @@ def test_a_second_call_on_the_same_model() -> None:
 @FAMILIES
 @pytest.mark.parametrize("cache", ["returned", "bare", "config"])
 def test_a_conversation_goes_on_from_its_cache(family: str, cache: str) -> None:
-    model = model_of(family, seed=25)
-    given = tiny.inputs(model, 23, 2)
+    model = get_model(family, seed=25)
+    given = tiny.build_inputs(model, 23, 2)
     text = model.config.get_text_config()
 
     def talk() -> list[Any]:
         made = {"returned": None, "bare": DynamicCache(), "config": DynamicCache(config=text)}[cache]
-        first = plain_of(model, given, past_key_values=made, **SAMPLED, **ALL)
+        first = generate_plain(model, given, past_key_values=made, **SAMPLED, **ALL_OUTPUTS)
         assert made is None or first.past_key_values is made
         results = [first]
         for turn in range(2):
-            more = tiny.follow(given, results[-1].sequences, turn, model.tiny_spec)
-            results.append(model.generate(**more, past_key_values=results[-1].past_key_values, **SAMPLED, **ALL))
+            more = tiny.build_next_turn(given, results[-1].sequences, turn, model.tiny_spec)
+            results.append(
+                model.generate(**more, past_key_values=results[-1].past_key_values, **SAMPLED, **ALL_OUTPUTS)
+            )
         return results
 
     plain = talk()
-    with speculating(model, liars.Bush(1, [result.sequences for result in plain])):
+    with speculate(model, adversarial.BranchingDrafter(1, [result.sequences for result in plain])):
         mine = talk()
     for a, b in zip(plain, mine, strict=True):
         assert torch.equal(a.sequences, b.sequences)
-    last = [outcome(results[-1], torch.zeros(1)) for results in (plain, mine)]
-    assert not cases.compare(*last, turn=2)
+    last = [build_outcome(results[-1], torch.zeros(1)) for results in (plain, mine)]
+    assert not fuzz.compare_outcomes(*last, turn=2)
 
 
 @pytest.mark.parametrize("family", ["llava", "llava_next", "llava_onevision"])
 def test_a_later_turn_brings_another_image(family: str) -> None:
-    model = model_of(family, seed=25)
-    given, more = (tiny.inputs(model, seed, 1, images=[1], padding="none") for seed in (23, 24))
+    model = get_model(family, seed=25)
+    given, more = (tiny.build_inputs(model, seed, 1, images=[1], padding="none") for seed in (23, 24))
 
     def talk() -> list[Any]:
-        first = plain_of(model, given, **SAMPLED, **ALL)
+        first = generate_plain(model, given, **SAMPLED, **ALL_OUTPUTS)
         ids = torch.cat([first.sequences, more["input_ids"]], dim=1)
         second = {**more, "input_ids": ids, "attention_mask": torch.ones_like(ids)}
-        return [first, model.generate(**second, past_key_values=first.past_key_values, **SAMPLED, **ALL)]
+        return [first, model.generate(**second, past_key_values=first.past_key_values, **SAMPLED, **ALL_OUTPUTS)]
 
     plain = talk()
-    with speculating(model, liars.Bush(1, [result.sequences for result in plain])):
+    with speculate(model, adversarial.BranchingDrafter(1, [result.sequences for result in plain])):
         mine = talk()
-        assert mmspec.stats(model, last=True).accepted > 0
+        assert mmspec.stats(model, last=True).num_accepted_tokens > 0
     pairs = zip(plain, mine, strict=True)
     assert all(torch.equal(a.sequences, b.sequences) for a, b in pairs)
 
@@ -618,9 +641,9 @@ def test_a_later_turn_brings_another_image(family: str) -> None:
 
 @pytest.mark.parametrize("family", ["llava_next", "qwen2_5_vl"])
 def test_two_threads(family: str) -> None:
-    model = model_of(family, seed=26)
-    given = [tiny.inputs(model, 24 + i, 1 + i) for i in range(2)]
-    plain = [plain_of(model, x, **GREEDY) for x in given]
+    model = get_model(family, seed=26)
+    given = [tiny.build_inputs(model, 24 + i, 1 + i) for i in range(2)]
+    plain = [generate_plain(model, x, **GREEDY) for x in given]
     wrong: list[str] = []
 
     def work(i: int) -> None:
@@ -629,8 +652,8 @@ def test_two_threads(family: str) -> None:
             if not torch.equal(model.generate(**given[i], **GREEDY), plain[i]):
                 wrong.append(f"thread {i}")
 
-    for drafter in ("auto", liars.Bush(1)):
-        with cases.patched(model, drafter, nodes=8):
+    for drafter in ("auto", adversarial.BranchingDrafter(1)):
+        with fuzz.patch_model(model, drafter, nodes=8):
             threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
             for thread in threads:
                 thread.start()
@@ -641,11 +664,11 @@ def test_two_threads(family: str) -> None:
 
 
 def test_disabled_in_one_thread_only() -> None:
-    model = model_of(seed=26)
-    given = tiny.inputs(model, 24, 1)
-    with speculating(model, liars.Liar()) as drafter:
+    model = get_model(seed=26)
+    given = tiny.build_inputs(model, 24, 1)
+    with speculate(model, adversarial.AdversarialDrafter()) as drafter:
         begun: list[int] = []
-        drafter.begin = lambda prompt: begun.append(1) or liars.Liar.begin(drafter, prompt)
+        drafter.begin = lambda prompt: begun.append(1) or adversarial.AdversarialDrafter.begin(drafter, prompt)
         with mmspec.disabled():
             model.generate(**given, **GREEDY)
             assert not begun
@@ -663,57 +686,57 @@ def test_disabled_in_one_thread_only() -> None:
 
 @FAMILIES
 def test_deepcopy_of_a_patched_model(family: str) -> None:
-    model = model_of(family, seed=27)
-    given = tiny.inputs(model, 25, 2)
-    plain = plain_of(model, given, **GREEDY)
-    with speculating(model, "bush", plain):
+    model = get_model(family, seed=27)
+    given = tiny.build_inputs(model, 25, 2)
+    plain = generate_plain(model, given, **GREEDY)
+    with speculate(model, "bush", plain):
         twin = copy.deepcopy(model)
         twin.get_output_embeddings().weight.data.neg_()
-        other = plain_of(twin, given, **GREEDY)
-        assert torch.equal(plain_of(model, given, **GREEDY), plain)
+        other = generate_plain(twin, given, **GREEDY)
+        assert torch.equal(generate_plain(model, given, **GREEDY), plain)
         assert not torch.equal(other, plain), "the copy generates with the weights of the original"
-    assert torch.equal(plain_of(twin, given, **GREEDY), other)
+    assert torch.equal(generate_plain(twin, given, **GREEDY), other)
     if mmspec.is_patched(twin):
         assert mmspec.stats(twin).calls > 0
         mmspec.unpatch(twin)
-    assert torch.equal(plain_of(twin, given, **GREEDY), other)
+    assert torch.equal(generate_plain(twin, given, **GREEDY), other)
 
 
 def test_save_pretrained_of_a_patched_model(tmp_path: Path) -> None:
-    model = model_of(seed=27)
-    given = tiny.inputs(model, 25, 2)
-    plain = plain_of(model, given, **GREEDY)
+    model = get_model(seed=27)
+    given = tiny.build_inputs(model, 25, 2)
+    plain = generate_plain(model, given, **GREEDY)
     keys = set(model.state_dict())
-    with speculating(model, "bush", plain):
+    with speculate(model, "bush", plain):
         assert set(model.state_dict()) == keys
         model.save_pretrained(tmp_path)
     assert "mmspec" not in (tmp_path / "config.json").read_text() + (tmp_path / "generation_config.json").read_text()
     loaded = type(model).from_pretrained(tmp_path).eval()
     assert not mmspec.is_patched(loaded)
-    assert torch.equal(plain_of(loaded, given, **GREEDY), plain)
+    assert torch.equal(generate_plain(loaded, given, **GREEDY), plain)
 
 
 @MODES
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("drafter", ["bush", "oracle", "auto"])
 def test_streaming(mode: Kwargs, batch: int, drafter: str) -> None:
-    model = model_of("qwen2_5_vl", seed=28)
-    given = tiny.inputs(model, 26, batch)
-    logs = [liars.Log(), liars.Log()]
-    plain = plain_of(model, given, streamer=liars.Recorder(logs[0]), **mode)
-    with speculating(model, drafter, plain):
-        mine = plain_of(model, given, streamer=liars.Recorder(logs[1]), **mode)
+    model = get_model("qwen2_5_vl", seed=28)
+    given = tiny.build_inputs(model, 26, batch)
+    logs = [adversarial.CallLog(), adversarial.CallLog()]
+    plain = generate_plain(model, given, streamer=adversarial.RecordingStreamer(logs[0]), **mode)
+    with speculate(model, drafter, plain):
+        mine = generate_plain(model, given, streamer=adversarial.RecordingStreamer(logs[1]), **mode)
     assert torch.equal(plain, mine) and logs[0].calls[-1] == "end"
     assert logs[0].calls == logs[1].calls
 
 
 def test_text_streamers(capsys: pytest.CaptureFixture[str]) -> None:
-    model, tokenizer = model_of(seed=28), tiny.tokenizer(tiny.Spec())
-    given = tiny.inputs(model, 26, 1)
-    plain = plain_of(model, given, streamer=TextStreamer(tokenizer, skip_prompt=True), **GREEDY)
+    model, tokenizer = get_model(seed=28), tiny.build_tokenizer(tiny.ModelSpec())
+    given = tiny.build_inputs(model, 26, 1)
+    plain = generate_plain(model, given, streamer=TextStreamer(tokenizer, skip_prompt=True), **GREEDY)
     text = capsys.readouterr().out
-    with speculating(model, "bush", plain):
-        plain_of(model, given, streamer=TextStreamer(tokenizer, skip_prompt=True), **GREEDY)
+    with speculate(model, "bush", plain):
+        generate_plain(model, given, streamer=TextStreamer(tokenizer, skip_prompt=True), **GREEDY)
         assert capsys.readouterr().out == text and text.strip()
         pieces = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=60)
         thread = threading.Thread(target=lambda: model.generate(**given, streamer=pieces, **GREEDY))
@@ -725,47 +748,47 @@ def test_text_streamers(capsys: pytest.CaptureFixture[str]) -> None:
 @FAMILIES
 def test_ways_to_hand_in_the_prompt(family: str) -> None:
     """Positionally, as `inputs=`, with a config in second place, or with images encoded beforehand."""
-    model = model_of(family, seed=28)
-    given = tiny.inputs(model, 26, 2, images=[1, 1])
+    model = get_model(family, seed=28)
+    given = tiny.build_inputs(model, 26, 2, images=[1, 1])
     rest = {k: v for k, v in given.items() if k != "input_ids"}
     config = GenerationConfig(**SAMPLED)
     pixels = {k: v for k, v in given.items() if k in ("pixel_values", "image_sizes", "image_grid_thw")}
     words = {k: v for k, v in given.items() if k not in ("pixel_values", "image_sizes")}
 
     def calls() -> Iterator[Tensor]:
-        yield plain_of(model, rest, inputs=given["input_ids"], **SAMPLED)
+        yield generate_plain(model, rest, inputs=given["input_ids"], **SAMPLED)
         torch.manual_seed(0)
         yield model.generate(given["input_ids"], config, **rest)
         with torch.no_grad():
             seen = model.model.get_image_features(**pixels, return_dict=True)
-        yield plain_of(model, words, mm_encoder_outputs={"image": seen}, **SAMPLED)
+        yield generate_plain(model, words, mm_encoder_outputs={"image": seen}, **SAMPLED)
 
     wanted = list(calls())
-    with speculating(model, liars.Bush(1, wanted)):
+    with speculate(model, adversarial.BranchingDrafter(1, wanted)):
         for mine, plain in zip(calls(), wanted, strict=True):
             assert torch.equal(mine, plain)
-            assert mmspec.stats(model, last=True).accepted > 0
+            assert mmspec.stats(model, last=True).num_accepted_tokens > 0
 
 
 def test_user_arguments_are_left_alone() -> None:
     """Passed configs, processor lists and tensors stay as they were, and so does the model."""
-    model = model_of(seed=28)
-    given = tiny.inputs(model, 26, 2)
+    model = get_model(seed=28)
+    given = tiny.build_inputs(model, 26, 2)
     config = GenerationConfig(stop_strings=["ab"], do_sample=False, max_new_tokens=6)
     before, own = config.to_dict(), model.generation_config.to_dict()
     processors, criteria = LogitsProcessorList(), StoppingCriteriaList()
-    with speculating(model, "bush"):
+    with speculate(model, "bush"):
         attributes = set(model.__dict__)
         arguments = {"logits_processor": processors, "stopping_criteria": criteria, "generation_config": config}
-        model.generate(**given, **arguments, tokenizer=tiny.tokenizer(tiny.Spec()))
+        model.generate(**given, **arguments, tokenizer=tiny.build_tokenizer(tiny.ModelSpec()))
         assert set(model.__dict__) == attributes
     assert config.to_dict() == before and model.generation_config.to_dict() == own
     assert not processors and not criteria
 
 
 def test_a_pipeline_just_works() -> None:
-    spec = tiny.Spec(seed=28)
-    model, tokenizer = build(spec), tiny.tokenizer(spec)
+    spec = tiny.ModelSpec(seed=28)
+    model, tokenizer = build_cached_model(spec), tiny.build_tokenizer(spec)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
     crop = {"height": 12, "width": 12}
     shape = {"patch_size": 4, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
@@ -774,7 +797,7 @@ def test_a_pipeline_just_works() -> None:
     picture = Image.new("RGB", (20, 16), (200, 30, 60))
     texts = []
     for patched in (False, True):
-        with cases.patched(model, "auto", processor=processor, nodes=8) if patched else nullcontext():
+        with fuzz.patch_model(model, "auto", processor=processor, nodes=8) if patched else nullcontext():
             speak = pipeline("image-text-to-text", model=model, processor=processor)
             for more in ({}, {"stop_sequence": "fe"}):
                 torch.manual_seed(1)

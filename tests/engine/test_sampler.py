@@ -8,15 +8,22 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-import adversarial as liars
+import adversarial as adversarial
 import pytest
 import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process as hf
 
-from mmspec.engine.sampler import HISTORY, ROWWISE, Noise, Picker, Undo, default_generator
-from mmspec.engine.tree import DraftTree, bare, seal
+from mmspec.engine.sampler import (
+    HISTORY_PROCESSORS,
+    STATELESS_PROCESSORS,
+    RngGuard,
+    SamplingNoise,
+    TreeSampler,
+    default_generator,
+)
+from mmspec.engine.tree import DraftTree, root_only, sanitize
 
 CPU = torch.device("cpu")
 
@@ -46,26 +53,26 @@ def sampled(columns: int, batch: int, vocab: int, seed: int) -> tuple[list[list[
 @pytest.mark.parametrize("vocab", [2, 7, 16, 120, 2049])
 def test_noise_is_that_of_multinomial(batch: int, vocab: int) -> None:
     for seed in range(4):
-        dice, columns, window = random.Random(seed), 24, 6
+        rng, columns, window = random.Random(seed), 24, 6
         tokens, states = sampled(columns, batch, vocab, seed)
         torch.manual_seed(seed)
-        noise = Noise(batch, vocab, CPU, window)
-        assert torch.equal(noise.after(-1), noise.start)
+        noise = SamplingNoise(batch, vocab, CPU, window)
+        assert torch.equal(noise.state_after(-1), noise.initial_state)
         for column in range(columns):
-            noise.draw(column + dice.randint(1, window))  # looking ahead must not matter
+            noise.draw(column + rng.randint(1, window))  # looking ahead must not matter
             own = noise.at(torch.full((batch, 1), column))[:, 0]
             assert torch.equal(own, noise.column(column)[:, 0])
             assert (chances(column, batch, vocab) / own).argmax(-1).tolist() == tokens[column]
-            assert torch.equal(noise.after(column), states[column])
-            if dice.random() < 0.5:
-                noise.settle(column)
+            assert torch.equal(noise.state_after(column), states[column])
+            if rng.random() < 0.5:
+                noise.restore_rng(column)
                 assert torch.equal(torch.get_rng_state(), states[column])
             noise.release(column)
         assert len(noise._snapshots) <= window + 1
 
 
 def test_rows_look_at_columns_of_their_own() -> None:
-    noise = Noise(3, 11, CPU, 8)
+    noise = SamplingNoise(3, 11, CPU, 8)
     noise.draw(8)
     columns = torch.tensor([[0, 1, 2, 2], [5, 6, 7, 6], [3, 3, 4, 0]])
     got = noise.at(columns)
@@ -77,22 +84,22 @@ def test_rows_look_at_columns_of_their_own() -> None:
 
 def test_the_window_wraps_around() -> None:
     torch.manual_seed(3)
-    wide, narrow = Noise(2, 9, CPU, 64), None
+    wide, narrow = SamplingNoise(2, 9, CPU, 64), None
     wide.draw(50)
     torch.manual_seed(3)
-    narrow = Noise(2, 9, CPU, 4)
+    narrow = SamplingNoise(2, 9, CPU, 4)
     for column in range(50):
         narrow.draw(min(column + 4, 50))
         for ahead in range(column, min(column + 4, 50)):
             assert torch.equal(narrow.column(ahead), wide.column(ahead))
-            assert torch.equal(narrow.after(ahead), wide.after(ahead))
+            assert torch.equal(narrow.state_after(ahead), wide.state_after(ahead))
         narrow.release(column)
     assert narrow._ring.shape[0] == 4, "memory does not grow with the output"
 
 
 def test_drawing_less_draws_nothing() -> None:
     torch.manual_seed(3)
-    noise = Noise(1, 5, CPU, 8)
+    noise = SamplingNoise(1, 5, CPU, 8)
     noise.draw(4)
     state, column = torch.get_rng_state(), noise.column(3).clone()
     for until in (0, 3, 4):
@@ -103,15 +110,15 @@ def test_drawing_less_draws_nothing() -> None:
 def test_settling_in_between_does_not_disturb_what_is_drawn_later() -> None:
     tokens, states = sampled(10, 2, 13, 5)
     torch.manual_seed(5)
-    noise = Noise(2, 13, CPU, 4)
+    noise = SamplingNoise(2, 13, CPU, 4)
     for column in range(10):
         noise.draw(min(10, column + 3))
-        noise.settle(column)
+        noise.restore_rng(column)
         assert (chances(column, 2, 13) / noise.column(column)[:, 0]).argmax(-1).tolist() == tokens[column]
-    noise.settle(6)
+    noise.restore_rng(6)
     assert torch.equal(torch.get_rng_state(), states[6])
-    noise.settle(-1)
-    torch.testing.assert_close(torch.get_rng_state(), noise.start, rtol=0, atol=0)
+    noise.restore_rng(-1)
+    torch.testing.assert_close(torch.get_rng_state(), noise.initial_state, rtol=0, atol=0)
 
 
 def test_live_noise_is_drawn_after_what_the_user_drew() -> None:
@@ -119,13 +126,13 @@ def test_live_noise_is_drawn_after_what_the_user_drew() -> None:
     plain = [(torch.rand(3), torch.multinomial(chances(c, 2, 13), 1).squeeze(1).tolist()) for c in range(8)]
     state = torch.get_rng_state()
     torch.manual_seed(9)
-    noise = Noise(2, 13, CPU, 4)
-    noise.live = True
-    picker, sequences = Picker([], noise), torch.zeros(2, 20, dtype=torch.long)
+    noise = SamplingNoise(2, 13, CPU, 4)
+    noise.immediate = True
+    picker, sequences = TreeSampler([], noise), torch.zeros(2, 20, dtype=torch.long)
     for column, (drawn, tokens) in enumerate(plain):
         assert torch.equal(torch.rand(3), drawn)
         logits = chances(column, 2, 13).log()[:, None]
-        picks, _, broken = picker.pick(logits, bare(2), sequences, [column] * 2, 1, column + 1)
+        picks, _, broken = picker.sample(logits, root_only(2), sequences, [column] * 2, 1, column + 1)
         assert picks[:, 0].tolist() == tokens and broken is None
         noise.release(column)
     assert torch.equal(torch.get_rng_state(), state)
@@ -135,20 +142,20 @@ def test_looking_ahead_for_drafters() -> None:
     """The noise of each row's coming columns, and no draw that would not be made anyway."""
     tokens, states = sampled(12, 2, 13, 5)
     torch.manual_seed(5)
-    noise = Noise(2, 13, CPU, 8)
+    noise = SamplingNoise(2, 13, CPU, 8)
     noise.draw(3)
-    seen = noise.ahead([1, 3], 4, horizon=7)
+    seen = noise.lookahead([1, 3], 4, horizon=7)
     assert seen.shape == (2, 4, 13)
     for row, length in enumerate((1, 3)):
         for step in range(4):
             assert int((chances(length + step, 2, 13)[row] / seen[row, step]).argmax()) == tokens[length + step][row]
-    noise.settle(6)
+    noise.restore_rng(6)
     assert torch.equal(torch.get_rng_state(), states[6])
-    assert noise.ahead([1, 3], 9, horizon=8).shape == (2, 9, 13)
+    assert noise.lookahead([1, 3], 9, horizon=8).shape == (2, 9, 13)
     assert noise._drawn == 8, "drawn beyond the columns in flight"
-    noise.live = True
+    noise.immediate = True
     state = torch.get_rng_state()
-    assert noise.ahead([1, 3], 4, horizon=8).shape == (2, 4, 13)
+    assert noise.lookahead([1, 3], 4, horizon=8).shape == (2, 4, 13)
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -164,21 +171,21 @@ def test_giving_up_looking_ahead(when: int) -> None:
                 torch.rand(7)
         state = torch.get_rng_state()
         torch.manual_seed(11)
-        noise = Noise(2, 13, CPU, 6)
-        picker, sequences = Picker([], noise), torch.zeros(2, 20, dtype=torch.long)
+        noise = SamplingNoise(2, 13, CPU, 6)
+        picker, sequences = TreeSampler([], noise), torch.zeros(2, 20, dtype=torch.long)
         for column in range(9):
             logits = chances(column, 2, 13).log()[:, None]
-            horizon = column + 1 if noise.live else column + 5
-            picks, _, _ = picker.pick(logits, bare(2), sequences, [column] * 2, 1, horizon)
+            horizon = column + 1 if noise.immediate else column + 5
+            picks, _, _ = picker.sample(logits, root_only(2), sequences, [column] * 2, 1, horizon)
             assert picks[:, 0].tolist() == plain[column]
             if column == when:
                 if intruder:
-                    noise.settle(column)
-                    assert not noise.touched()
+                    noise.restore_rng(column)
+                    assert not noise.rng_changed()
                     torch.rand(7)
-                    assert noise.touched()
-                noise.give_up(column)
-                assert noise.live
+                    assert noise.rng_changed()
+                noise.disable_lookahead(column)
+                assert noise.immediate
             noise.release(column)
         assert torch.equal(torch.get_rng_state(), state)
 
@@ -186,16 +193,16 @@ def test_giving_up_looking_ahead(when: int) -> None:
 def test_calls_that_share_a_generator_never_get_the_same_noise() -> None:
     """Two threads, say: neither puts the generator back to where the other has drawn from."""
     torch.manual_seed(3)
-    one, two = Noise(2, 13, CPU, 8), Noise(2, 13, CPU, 8)
+    one, two = SamplingNoise(2, 13, CPU, 8), SamplingNoise(2, 13, CPU, 8)
     one.draw(4)
     two.draw(4)
-    assert two.shared and not one.shared
-    one.settle(1)
-    assert one.shared
+    assert two.rng_contended and not one.rng_contended
+    one.restore_rng(1)
+    assert one.rng_contended
     one.draw(8)
     two.draw(6)
-    one.settle(7)
-    two.settle(5)
+    one.restore_rng(7)
+    two.restore_rng(5)
     seen = [noise.column(column)[:, 0] for noise, columns in ((one, 8), (two, 6)) for column in range(columns)]
     assert not any(torch.equal(a, b) for a, b in itertools.combinations(seen, 2))
     assert all(not torch.equal(torch.empty(2, 13).exponential_(1), noise) for noise in seen)
@@ -205,41 +212,41 @@ def _states(columns: int) -> list[Tensor]:
     """The generator's states after each of the first columns at seed 3."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
-        noise = Noise(2, 13, CPU, 8)
+        noise = SamplingNoise(2, 13, CPU, 8)
         noise.draw(columns)
-        return [noise.after(column) for column in range(columns)]
+        return [noise.state_after(column) for column in range(columns)]
 
 
 def test_what_a_stranger_draws_is_undone() -> None:
     torch.manual_seed(3)
     state = torch.get_rng_state()
-    with Undo(CPU, CPU) as undo:
+    with RngGuard(CPU, CPU) as undo:
         pass
-    assert not undo.drew
-    with Undo(CPU) as undo:
+    assert not undo.rng_was_used
+    with RngGuard(CPU) as undo:
         torch.rand(3)
-    assert undo.drew and torch.equal(torch.get_rng_state(), state)
-    noise = Noise(2, 13, CPU, 8)
-    with Undo(CPU, noise=noise) as undo:
+    assert undo.rng_was_used and torch.equal(torch.get_rng_state(), state)
+    noise = SamplingNoise(2, 13, CPU, 8)
+    with RngGuard(CPU, noise=noise) as undo:
         noise.draw(3)
-    assert not undo.drew and torch.equal(torch.get_rng_state(), noise.after(2))
-    with Undo(CPU, noise=noise) as undo:
+    assert not undo.rng_was_used and torch.equal(torch.get_rng_state(), noise.state_after(2))
+    with RngGuard(CPU, noise=noise) as undo:
         torch.rand(3)
         noise.draw(4)
         torch.rand(3)
-    assert not noise.shared and torch.equal(noise.after(3), _states(4)[3])
-    assert undo.drew and torch.equal(torch.get_rng_state(), noise.left)
+    assert not noise.rng_contended and torch.equal(noise.state_after(3), _states(4)[3])
+    assert undo.rng_was_used and torch.equal(torch.get_rng_state(), noise.last_state)
 
 
 def test_what_another_call_draws_meanwhile_is_not_undone() -> None:
     """Put back, the generator would give that call the same noise again."""
     torch.manual_seed(3)
-    other, mine = Noise(2, 13, CPU, 8), Noise(2, 13, CPU, 8)
+    other, mine = SamplingNoise(2, 13, CPU, 8), SamplingNoise(2, 13, CPU, 8)
     for noise in (None, mine):
-        with Undo(CPU, noise=noise) as undo:
+        with RngGuard(CPU, noise=noise) as undo:
             other.draw(other._drawn + 2)
             left = torch.get_rng_state()
-        assert not undo.drew and torch.equal(torch.get_rng_state(), left) and not other.shared
+        assert not undo.rng_was_used and torch.equal(torch.get_rng_state(), left) and not other.rng_contended
 
 
 def test_the_default_generator_is_the_one_multinomial_uses() -> None:
@@ -298,26 +305,26 @@ def known(name: str, number: int) -> Any:
     return KNOWN[getattr(hf, name)][number]()
 
 
-def few(shape: tuple[int, ...], dice: torch.Generator) -> Tensor:
+def few(shape: tuple[int, ...], rng: torch.Generator) -> Tensor:
     """Token ids out of a handful, so that histories repeat themselves."""
-    return torch.randint(3, 8, shape, generator=dice)
+    return torch.randint(3, 8, shape, generator=rng)
 
 
 class Scene:
     """Three rows with left pads, ragged lengths, and a random sealed tree of their continuations."""
 
     def __init__(self, seed: int, nodes: int = 8, level: bool = False) -> None:
-        dice, number = random.Random(seed), torch.Generator().manual_seed(seed)
-        self.lengths = [dice.randint(1, 4)] * 3 if level else [dice.randint(1, 4) for _ in range(3)]
+        rng, number = random.Random(seed), torch.Generator().manual_seed(seed)
+        self.lengths = [rng.randint(1, 4)] * 3 if level else [rng.randint(1, 4) for _ in range(3)]
         self.sequences = few((3, BASE + 9), number)
         for row, pads in enumerate(PADS):
             self.sequences[row, :pads] = 0
             self.sequences[row, BASE + self.lengths[row] :] = 0
         roots = self.sequences[torch.arange(3), torch.tensor(self.lengths) + BASE - 1]
-        parents = torch.tensor([[dice.randint(max(0, i - 3), max(0, i - 1)) for i in range(nodes)] for _ in range(3)])
-        valid = torch.tensor([[dice.random() < 0.9 for _ in range(nodes)] for _ in range(3)])
+        parents = torch.tensor([[rng.randint(max(0, i - 3), max(0, i - 1)) for i in range(nodes)] for _ in range(3)])
+        valid = torch.tensor([[rng.random() < 0.9 for _ in range(nodes)] for _ in range(3)])
         tree = DraftTree(few((3, nodes), number), parents, valid)
-        self.tree = seal(tree, roots, torch.ones(VOCAB, dtype=torch.bool))
+        self.tree = sanitize(tree, roots, torch.ones(VOCAB, dtype=torch.bool))
         self.logits = 3 * torch.randn(3, nodes, VOCAB, generator=number)
 
     def history(self, row: int, node: int) -> Tensor:
@@ -336,10 +343,12 @@ class Scene:
                 batch[other, pads:] = (batch[other, pads:] + other) % VOCAB
         return LogitsProcessorList(make())(batch, scores)[row]
 
-    def pick(self, processors: list[Any], noise: Noise | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
+    def pick(self, processors: list[Any], noise: SamplingNoise | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
         """The picks, scores and broken nodes of this scene."""
-        horizon = max(self.lengths) + self.tree.nodes
-        return Picker(processors, noise).pick(self.logits, self.tree, self.sequences, self.lengths, BASE, horizon)
+        horizon = max(self.lengths) + self.tree.num_nodes
+        return TreeSampler(processors, noise).sample(
+            self.logits, self.tree, self.sequences, self.lengths, BASE, horizon
+        )
 
     def living(self) -> list[tuple[int, int]]:
         """(row, node) of all valid nodes."""
@@ -360,7 +369,7 @@ def check_scores(scene: Scene, make: Callable[[], list[Any]]) -> bool:
 
 
 def test_every_known_processor_is_tested() -> None:
-    assert set(KNOWN) == ROWWISE | HISTORY and not ROWWISE & HISTORY
+    assert set(KNOWN) == STATELESS_PROCESSORS | HISTORY_PROCESSORS and not STATELESS_PROCESSORS & HISTORY_PROCESSORS
 
 
 @pytest.mark.parametrize(("name", "number"), EVERY)
@@ -383,9 +392,9 @@ RAISE = ("EtaLogitsWarper", "TopHLogitsWarper")
 
 
 def test_processors_run_in_the_given_order() -> None:
-    dice, names = random.Random(0), [entry for entry in EVERY if entry[0] != "ForcedBOSTokenLogitsProcessor"]
+    rng, names = random.Random(0), [entry for entry in EVERY if entry[0] != "ForcedBOSTokenLogitsProcessor"]
     for seed in range(60):
-        chosen = dice.sample(names, dice.randint(2, 5))
+        chosen = rng.sample(names, rng.randint(2, 5))
         chosen.sort(key=lambda entry: entry[0] not in RAISE)  # they raise where others have left nothing
         check_scores(Scene(seed), lambda chosen=chosen: [known(*entry) for entry in chosen])  # type: ignore[misc]
 
@@ -415,13 +424,13 @@ class Warmer(hf.TemperatureLogitsWarper):
 
 
 def test_unknown_processors_are_listed_by_name() -> None:
-    log = liars.Log()
-    assert Picker([], None).unknown == []
-    assert Picker([make() for makers in KNOWN.values() for make in makers], None).unknown == []
+    log = adversarial.CallLog()
+    assert TreeSampler([], None).unknown_processors == []
+    assert TreeSampler([make() for makers in KNOWN.values() for make in makers], None).unknown_processors == []
     strange = [
         Warmer(0.5),
-        liars.Twisted(log),
-        liars.Counting(log),
+        adversarial.Twisted(log),
+        adversarial.Counting(log),
         hf.PrefixConstrainedLogitsProcessor(lambda row, ids: [1], 1),
         hf.EncoderRepetitionPenaltyLogitsProcessor(1.2, torch.ones(1, 3, dtype=torch.long)),
         hf.EncoderNoRepeatNGramLogitsProcessor(2, torch.ones(1, 3, dtype=torch.long)),
@@ -429,7 +438,7 @@ def test_unknown_processors_are_listed_by_name() -> None:
     ]
     expected = """Warmer Twisted Counting PrefixConstrainedLogitsProcessor EncoderRepetitionPenaltyLogitsProcessor
         EncoderNoRepeatNGramLogitsProcessor function"""
-    assert Picker([hf.TopKLogitsWarper(3), *strange], None).unknown == expected.split()
+    assert TreeSampler([hf.TopKLogitsWarper(3), *strange], None).unknown_processors == expected.split()
 
 
 def test_everything_that_generate_builds_is_known_or_deliberately_not() -> None:
@@ -439,7 +448,7 @@ def test_everything_that_generate_builds_is_known_or_deliberately_not() -> None:
         SynthIDTextWatermark UnbatchedClassifierFreeGuidance Watermark WhisperTimeStamp"""
     others = {f"{name}LogitsProcessor" for name in unknown.split()} | {"LogitsProcessor", "WhisperNoSpeechDetection"}
     kinds = {kind for kind in vars(hf).values() if isinstance(kind, type) and issubclass(kind, hf.LogitsProcessor)}
-    assert {kind.__name__ for kind in kinds - ROWWISE - HISTORY} <= others
+    assert {kind.__name__ for kind in kinds - STATELESS_PROCESSORS - HISTORY_PROCESSORS} <= others
 
 
 # --- picks ------------------------------------------------------------------------------------------------------------
@@ -454,7 +463,7 @@ def test_sampled_picks_use_the_noise_of_the_nodes_column(nodes: int, level: bool
         torch.manual_seed(seed)
         columns = [torch.empty(3, VOCAB).exponential_() for _ in range(max(scene.lengths) + nodes)]
         torch.manual_seed(seed)
-        picks, scores, broken = scene.pick(make(), Noise(3, VOCAB, CPU, 32))
+        picks, scores, broken = scene.pick(make(), SamplingNoise(3, VOCAB, CPU, 32))
         assert broken is not None and not broken.any() and scene.tree.depths is not None
         for row, node in scene.living():
             want = scene.expected(make, row, node).softmax(-1)
@@ -467,12 +476,12 @@ def test_a_bare_tree_picks_what_multinomial_would() -> None:
     """A whole call, a column at a time: tokens and generator states."""
     tokens, states = sampled(12, 3, VOCAB, 4)
     torch.manual_seed(4)
-    noise = Noise(3, VOCAB, CPU, 4)
-    picker, sequences = Picker([], noise), torch.zeros(3, BASE + 20, dtype=torch.long)
+    noise = SamplingNoise(3, VOCAB, CPU, 4)
+    picker, sequences = TreeSampler([], noise), torch.zeros(3, BASE + 20, dtype=torch.long)
     for column in range(12):
         logits = chances(column, 3, VOCAB).log()[:, None]
-        picks, _, _ = picker.pick(logits, bare(3), sequences, [column] * 3, BASE, column + 1)
-        assert picks[:, 0].tolist() == tokens[column] and torch.equal(noise.after(column), states[column])
+        picks, _, _ = picker.sample(logits, root_only(3), sequences, [column] * 3, BASE, column + 1)
+        assert picks[:, 0].tolist() == tokens[column] and torch.equal(noise.state_after(column), states[column])
 
 
 def test_nodes_that_cannot_be_sampled_are_marked() -> None:
@@ -483,13 +492,15 @@ def test_nodes_that_cannot_be_sampled_are_marked() -> None:
             scene.logits[row, node] = -torch.inf
         else:
             scene.logits[row, node, 4] = torch.nan
-    _, _, broken = scene.pick([], Noise(3, VOCAB, CPU, 32))
+    _, _, broken = scene.pick([], SamplingNoise(3, VOCAB, CPU, 32))
     assert broken is not None
     assert [(row, node) for row, node in scene.living() if broken[row, node]] == bad
     picks, _, broken = scene.pick([])
     assert torch.equal(picks, scene.logits.argmax(-1)), "greedy decoding takes nan as torch does"
     assert broken is not None and torch.equal(broken, scene.logits.isnan().any(-1))
-    picks, _, broken = Picker([], None).pick(scene.logits[:, :1], bare(3), scene.sequences, [2] * 3, BASE, 3)
+    picks, _, broken = TreeSampler([], None).sample(
+        scene.logits[:, :1], root_only(3), scene.sequences, [2] * 3, BASE, 3
+    )
     assert broken is None, "plain decoding would pick the same"
 
 

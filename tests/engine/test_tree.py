@@ -11,7 +11,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from mmspec.engine.tree import BUCKETS, DraftTree, Node, bare, bucket, build, force, grow, seal
+from mmspec.engine.tree import (
+    BUCKETS,
+    DraftTree,
+    Node,
+    best_first,
+    bucket_size,
+    build_tree,
+    replace_with_chain,
+    root_only,
+    sanitize,
+)
 
 FAR = (-1, -2, -7, 2**40, -(2**40), 2**62)
 """Values that are no index of anything."""
@@ -56,28 +66,28 @@ def slow_seal(tokens: list[int], parents: list[int], valid: list[bool], root: in
     return Row([root, *tokens[1:]], [-1, *parents[1:]], alive)
 
 
-def random_tree(dice: random.Random, batch: int, nodes: int, vocab: int, malice: float) -> DraftTree:
+def random_tree(rng: random.Random, batch: int, nodes: int, vocab: int, malice: float) -> DraftTree:
     """Trees with many twins; a share of `malice` of all values is nonsense."""
 
     def token() -> int:
-        return dice.choice((*FAR, vocab, vocab + 1)) if dice.random() < malice else dice.randrange(vocab)
+        return rng.choice((*FAR, vocab, vocab + 1)) if rng.random() < malice else rng.randrange(vocab)
 
     def parent(i: int) -> int:
-        if dice.random() < malice:
-            return dice.choice((*FAR, i, i + 1, nodes - 1, nodes, nodes + 3))
-        return dice.randrange(max(1, i))
+        if rng.random() < malice:
+            return rng.choice((*FAR, i, i + 1, nodes - 1, nodes, nodes + 3))
+        return rng.randrange(max(1, i))
 
     return DraftTree(
         tokens=torch.tensor([[token() for _ in range(nodes)] for _ in range(batch)]),
         parents=torch.tensor([[parent(i) for i in range(nodes)] for _ in range(batch)]),
-        valid=torch.tensor([[dice.random() > malice for _ in range(nodes)] for _ in range(batch)]),
-        scores=dice.choice((None, torch.full((batch, nodes), math.nan), torch.full((batch, nodes), 0.5))),
+        valid=torch.tensor([[rng.random() > malice for _ in range(nodes)] for _ in range(batch)]),
+        scores=rng.choice((None, torch.full((batch, nodes), math.nan), torch.full((batch, nodes), 0.5))),
     )
 
 
 def check_sealed(tree: DraftTree, sealed: DraftTree, roots: list[int], allowed: list[bool]) -> int:
     """Compare with the slow way; how many nodes live on."""
-    assert sealed.ancestors is not None and sealed.depths is not None
+    assert sealed.ancestor_mask is not None and sealed.depths is not None
     kept = 0
     for b, root in enumerate(roots):
         want = slow_seal(tree.tokens[b].tolist(), tree.parents[b].tolist(), tree.valid[b].tolist(), root, allowed)
@@ -92,7 +102,7 @@ def check_sealed(tree: DraftTree, sealed: DraftTree, roots: list[int], allowed: 
                 assert i == 0 or allowed[tokens[i]]
             # Dropped nodes are scored too, so their masks must make sense as well.
             line = above(parents, i)
-            assert sealed.ancestors[b, i].nonzero().flatten().tolist() == sorted(line)
+            assert sealed.ancestor_mask[b, i].nonzero().flatten().tolist() == sorted(line)
             assert int(sealed.depths[b, i]) == len(line) - 1
         living = [(parents[i], tokens[i]) for i, alive in enumerate(want.alive) if alive]
         assert len(set(living)) == len(living), "twins"
@@ -102,13 +112,13 @@ def check_sealed(tree: DraftTree, sealed: DraftTree, roots: list[int], allowed: 
 
 @pytest.mark.parametrize("malice", [0.0, 0.05, 0.3, 0.9])
 def test_seal_equals_the_slow_way(malice: float) -> None:
-    dice, kept, total = random.Random(f"seal {malice}"), 0, 0
+    rng, kept, total = random.Random(f"seal {malice}"), 0, 0
     for _ in range(150):
-        batch, nodes, vocab = dice.choice((1, 2, 4)), dice.choice((1, 2, 3, 4, 7, 8, 16, 20)), dice.choice((2, 3, 9))
-        allowed = [dice.random() > 0.5 * malice for _ in range(vocab)]
-        tree = random_tree(dice, batch, nodes, vocab, malice)
-        before, roots = fields_of(tree), [dice.randrange(vocab) for _ in range(batch)]
-        sealed = seal(tree, torch.tensor(roots), torch.tensor(allowed))
+        batch, nodes, vocab = rng.choice((1, 2, 4)), rng.choice((1, 2, 3, 4, 7, 8, 16, 20)), rng.choice((2, 3, 9))
+        allowed = [rng.random() > 0.5 * malice for _ in range(vocab)]
+        tree = random_tree(rng, batch, nodes, vocab, malice)
+        before, roots = fields_of(tree), [rng.randrange(vocab) for _ in range(batch)]
+        sealed = sanitize(tree, torch.tensor(roots), torch.tensor(allowed))
         kept += check_sealed(tree, sealed, roots, allowed)
         total += batch * nodes
         after = fields_of(tree)
@@ -122,10 +132,10 @@ def test_seal_at_full_size_and_depth() -> None:
     for nodes in (2, 3, 33, 63, 64):
         parents = torch.arange(-1, nodes - 1)[None]
         tree = DraftTree(torch.full((1, nodes), 3), parents, torch.ones(1, nodes, dtype=torch.bool))
-        sealed = seal(tree, torch.tensor([5]), torch.ones(9, dtype=torch.bool))
-        assert sealed.valid.all() and sealed.depths is not None and sealed.ancestors is not None
+        sealed = sanitize(tree, torch.tensor([5]), torch.ones(9, dtype=torch.bool))
+        assert sealed.valid.all() and sealed.depths is not None and sealed.ancestor_mask is not None
         assert sealed.depths[0].tolist() == list(range(nodes))
-        assert torch.equal(sealed.ancestors[0], torch.ones(nodes, nodes, dtype=torch.bool).tril())
+        assert torch.equal(sealed.ancestor_mask[0], torch.ones(nodes, nodes, dtype=torch.bool).tril())
 
 
 def test_only_the_first_twin_lives_and_the_other_takes_its_children_along() -> None:
@@ -133,7 +143,7 @@ def test_only_the_first_twin_lives_and_the_other_takes_its_children_along() -> N
     #      1(7)  2(8)  3(7, twin of 1)
     #      4(9)        5(9, below the twin)  6(8, no twin: another parent)
     rows: list[Node] = [(7, 0, 0.9), (8, 0, 0.8), (7, 0, 0.7), (9, 1, 0.6), (9, 3, 0.5), (8, 1, 0.4)]
-    sealed = seal(build([rows]), torch.tensor([1]), torch.ones(10, dtype=torch.bool))
+    sealed = sanitize(build_tree([rows]), torch.tensor([1]), torch.ones(10, dtype=torch.bool))
     assert sealed.valid[0].tolist() == [True, True, True, False, True, False, True, False]
 
 
@@ -143,7 +153,7 @@ def test_a_twin_of_a_dropped_node_lives() -> None:
         parents=torch.tensor([[-1, 0, 0, 0]]),
         valid=torch.tensor([[True, False, True, True]]),
     )
-    sealed = seal(tree, torch.tensor([1]), torch.ones(10, dtype=torch.bool))
+    sealed = sanitize(tree, torch.tensor([1]), torch.ones(10, dtype=torch.bool))
     assert sealed.valid[0].tolist() == [True, False, True, False]
 
 
@@ -152,112 +162,114 @@ def test_ids_that_must_not_be_drafted_are_dropped_with_all_below() -> None:
     allowed[3] = False
     chain: list[Node] = [(2, 0, 0.9), (3, 1, 0.8), (2, 2, 0.7)]
     beyond: list[Node] = [(10, 0, 0.9), (2, 1, 0.8), (-1, 0, 0.7)]
-    sealed = seal(build([chain, beyond]), torch.tensor([3, 9]), allowed)
+    sealed = sanitize(build_tree([chain, beyond]), torch.tensor([3, 9]), allowed)
     assert sealed.valid.tolist() == [[True, True, False, False], [True, False, False, False]]
     assert sealed.tokens[:, 0].tolist() == [3, 9], "the root is what was emitted, allowed or not"
 
 
 def test_sealing_twice_changes_nothing() -> None:
-    dice = random.Random(3)
+    rng = random.Random(3)
     allowed, roots = torch.ones(5, dtype=torch.bool), torch.tensor([1, 2, 3])
     for _ in range(20):
-        once = seal(random_tree(dice, 3, 12, 5, 0.2), roots, allowed)
-        twice = seal(once, roots, allowed)
+        once = sanitize(random_tree(rng, 3, 12, 5, 0.2), roots, allowed)
+        twice = sanitize(once, roots, allowed)
         assert torch.equal(once.valid, twice.valid)
         living = once.valid
         assert torch.equal(once.tokens[living], twice.tokens[living])
-        assert once.ancestors is not None and twice.ancestors is not None
-        assert torch.equal(once.ancestors[living], twice.ancestors[living])
+        assert once.ancestor_mask is not None and twice.ancestor_mask is not None
+        assert torch.equal(once.ancestor_mask[living], twice.ancestor_mask[living])
 
 
 # --- shapes -----------------------------------------------------------------------------------------------------------
 
 
 def test_buckets() -> None:
-    assert [bucket(n) for n in (0, 1, 2, 3, 4, 5, 8, 9, 33, 64)] == [1, 1, 2, 4, 4, 8, 8, 16, 64, 64]
+    assert [bucket_size(n) for n in (0, 1, 2, 3, 4, 5, 8, 9, 33, 64)] == [1, 1, 2, 4, 4, 8, 8, 16, 64, 64]
     with pytest.raises(ValueError, match=r"at most 64 nodes.*got 65"):
-        bucket(65)
+        bucket_size(65)
 
 
 def test_build_pads_ragged_rows_to_a_bucket() -> None:
-    tree = build([[(5, 0, 0.5), (6, 1, 0.25), (7, 0, 0.125), (8, 3, 0.0)], [], [(9, 0, 1.0)]])
-    assert tree.nodes == 8 and tree.tokens.dtype == torch.long and tree.ancestors is None
+    tree = build_tree([[(5, 0, 0.5), (6, 1, 0.25), (7, 0, 0.125), (8, 3, 0.0)], [], [(9, 0, 1.0)]])
+    assert tree.num_nodes == 8 and tree.tokens.dtype == torch.long and tree.ancestor_mask is None
     assert tree.valid.sum(1).tolist() == [5, 1, 2]
     assert tree.tokens[0, 1:5].tolist() == [5, 6, 7, 8] and tree.parents[0, :5].tolist() == [-1, 0, 1, 0, 3]
     assert tree.parents[:, 0].tolist() == [-1, -1, -1]
     assert tree.scores is not None and tree.scores[0].tolist() == [1.0, 0.5, 0.25, 0.125, 0.0, 0, 0, 0]
-    sealed = seal(tree, torch.tensor([1, 2, 3]), torch.ones(10, dtype=torch.bool))
+    sealed = sanitize(tree, torch.tensor([1, 2, 3]), torch.ones(10, dtype=torch.bool))
     assert torch.equal(sealed.valid, tree.valid)
 
 
 def test_build_of_nothing_is_bare() -> None:
-    assert build([[], []]).tokens.shape == (2, 1) and build([[], []]).ancestors is not None
-    assert build([]).tokens.shape == (0, 1)
+    assert build_tree([[], []]).tokens.shape == (2, 1) and build_tree([[], []]).ancestor_mask is not None
+    assert build_tree([]).tokens.shape == (0, 1)
     with pytest.raises(ValueError, match="at most 64 nodes"):
-        build([[(1, 0, 1.0)] * 64])
-    assert build([[(1, 0, 1.0)] * 63]).nodes == 64
+        build_tree([[(1, 0, 1.0)] * 64])
+    assert build_tree([[(1, 0, 1.0)] * 63]).num_nodes == 64
 
 
 def test_bare_is_shared_and_survives_use() -> None:
-    tree = bare(3)
+    tree = root_only(3)
     before = fields_of(tree)
-    assert bare(3) is tree and bare(2) is not tree and tree.nodes == 1
+    assert root_only(3) is tree and root_only(2) is not tree and tree.num_nodes == 1
     roots = torch.tensor([4, 5, 6])
-    sealed = seal(tree, roots, torch.ones(10, dtype=torch.bool))
+    sealed = sanitize(tree, roots, torch.ones(10, dtype=torch.bool))
     assert sealed.tokens[:, 0].tolist() == [4, 5, 6] and sealed.valid.all()
-    longer = seal(tree.pad(4), roots, torch.ones(10, dtype=torch.bool))
-    force(longer, torch.tensor([True, False, True]), torch.tensor(0))
+    longer = sanitize(tree.pad(4), roots, torch.ones(10, dtype=torch.bool))
+    replace_with_chain(longer, torch.tensor([True, False, True]), torch.tensor(0))
     assert longer.valid.sum(1).tolist() == [1, 1, 1]
-    assert all(torch.equal(before[name], part) for name, part in fields_of(bare(3)).items())
+    assert all(torch.equal(before[name], part) for name, part in fields_of(root_only(3)).items())
 
 
 @pytest.mark.parametrize("sealed", [False, True])
 def test_trim_keeps_a_connected_tree(sealed: bool) -> None:
-    dice = random.Random(5)
-    tree = random_tree(dice, 2, 16, 4, 0.1)
+    rng = random.Random(5)
+    tree = random_tree(rng, 2, 16, 4, 0.1)
     tree.scores = torch.linspace(1, 0, 32).reshape(2, 16)
     allowed, roots = torch.ones(4, dtype=torch.bool), torch.tensor([1, 2])
     if sealed:
-        tree = seal(tree, roots, allowed)
+        tree = sanitize(tree, roots, allowed)
     for nodes in (1, 2, 5, 15):
         small = tree.trim(nodes)
-        assert small.nodes == nodes and small.scores is not None and small.scores.shape == (2, nodes)
-        assert (small.ancestors is not None) == sealed
+        assert small.num_nodes == nodes and small.scores is not None and small.scores.shape == (2, nodes)
+        assert (small.ancestor_mask is not None) == sealed
         assert torch.equal(small.tokens, tree.tokens[:, :nodes]) and torch.equal(small.valid, tree.valid[:, :nodes])
         if sealed:
-            assert small.ancestors is not None and tree.ancestors is not None
-            assert torch.equal(small.ancestors.sum(-1), tree.ancestors[:, :nodes].sum(-1)), "an ancestor was cut off"
+            assert small.ancestor_mask is not None and tree.ancestor_mask is not None
+            assert torch.equal(small.ancestor_mask.sum(-1), tree.ancestor_mask[:, :nodes].sum(-1)), (
+                "an ancestor was cut off"
+            )
     assert tree.trim(16) is tree and tree.trim(99) is tree
 
 
 def test_pad_adds_empty_places_and_forgets_what_seal_made() -> None:
-    tree = build([[(5, 0, 0.5)], []])
+    tree = build_tree([[(5, 0, 0.5)], []])
     assert tree.pad(2) is tree and tree.pad(1) is tree
     wide = tree.pad(8)
-    assert wide.nodes == 8 and wide.valid.sum(1).tolist() == [2, 1] and wide.scores is not None
-    assert wide.scores[:, 2:].sum() == 0 and wide.ancestors is None and wide.depths is None
+    assert wide.num_nodes == 8 and wide.valid.sum(1).tolist() == [2, 1] and wide.scores is not None
+    assert wide.scores[:, 2:].sum() == 0 and wide.ancestor_mask is None and wide.depths is None
     no_scores = DraftTree(tree.tokens, tree.parents, tree.valid).pad(4)
     assert no_scores.scores is None
-    sealed = seal(tree, torch.tensor([1, 2]), torch.ones(9, dtype=torch.bool)).pad(4)
-    assert sealed.ancestors is None and sealed.depths is None
+    sealed = sanitize(tree, torch.tensor([1, 2]), torch.ones(9, dtype=torch.bool)).pad(4)
+    assert sealed.ancestor_mask is None and sealed.depths is None
 
 
 def test_to_the_same_device_is_the_tree_itself() -> None:
-    tree = build([[(5, 0, 0.5)]])
+    tree = build_tree([[(5, 0, 0.5)]])
     assert tree.to(torch.device("cpu")) is tree
     moved = tree.to(torch.device("meta"))
-    assert moved.tokens.device.type == moved.valid.device.type == "meta" and moved.ancestors is None
+    assert moved.tokens.device.type == moved.valid.device.type == "meta" and moved.ancestor_mask is None
 
 
 def test_force_makes_chains_of_some_rows_only() -> None:
-    dice = random.Random(6)
-    tree = seal(random_tree(dice, 3, 8, 4, 0.2), torch.tensor([1, 2, 3]), torch.ones(4, dtype=torch.bool))
-    made = force(tree, torch.tensor([True, False, True]), torch.tensor(9))
-    assert made.ancestors is not None and made.depths is not None
+    rng = random.Random(6)
+    tree = sanitize(random_tree(rng, 3, 8, 4, 0.2), torch.tensor([1, 2, 3]), torch.ones(4, dtype=torch.bool))
+    made = replace_with_chain(tree, torch.tensor([True, False, True]), torch.tensor(9))
+    assert made.ancestor_mask is not None and made.depths is not None
     for row in (0, 2):
         assert made.tokens[row].tolist() == [row + 1] + [9] * 7 and made.valid[row].all()
         assert made.parents[row].tolist() == list(range(-1, 7)) and made.depths[row].tolist() == list(range(8))
-        assert torch.equal(made.ancestors[row], torch.ones(8, 8, dtype=torch.bool).tril())
+        assert torch.equal(made.ancestor_mask[row], torch.ones(8, 8, dtype=torch.bool).tril())
     for name, part in fields_of(tree).items():
         assert torch.equal(part[1].nan_to_num(), getattr(made, name)[1].nan_to_num()), f"{name} of another row changed"
 
@@ -267,16 +279,16 @@ def test_force_makes_chains_of_some_rows_only() -> None:
 World = dict[tuple[int, ...], list[tuple[int, float]]]
 
 
-def random_world(dice: random.Random, depth: int, most: int) -> World:
+def random_world(rng: random.Random, depth: int, most: int) -> World:
     """Children of every node, with probabilities that add up to at most one; a cursor is the path of tokens."""
     world: World = {}
     level: list[tuple[int, ...]] = [()]
     for _ in range(depth):
         following: list[tuple[int, ...]] = []
         for path in level:
-            shares = [dice.random() for _ in range(dice.randint(0, most))]
-            total = sum(shares) * dice.uniform(1.0, 1.5) or 1.0
-            world[path] = [(dice.randrange(10**9), share / total) for share in shares]
+            shares = [rng.random() for _ in range(rng.randint(0, most))]
+            total = sum(shares) * rng.uniform(1.0, 1.5) or 1.0
+            world[path] = [(rng.randrange(10**9), share / total) for share in shares]
             following += [(*path, token) for token, _ in world[path]]
         level = following
     return world
@@ -304,11 +316,11 @@ def all_nodes(world: World) -> dict[tuple[int, ...], float]:
 
 @pytest.mark.parametrize("floor", [0.0, 0.02, 0.2])
 def test_grow_takes_the_likeliest_nodes_in_order(floor: float) -> None:
-    dice = random.Random(f"grow {floor}")
+    rng = random.Random(f"grow {floor}")
     for _ in range(80):
-        world, nodes = random_world(dice, depth=4, most=3), dice.choice((1, 2, 3, 8, 16, 64))
+        world, nodes = random_world(rng, depth=4, most=3), rng.choice((1, 2, 3, 8, 16, 64))
         asked: list[Any] = []
-        grown = grow((), expand_in(world, asked), nodes, floor)
+        grown = best_first((), expand_in(world, asked), nodes, floor)
         paths: list[tuple[int, ...]] = [()]
         for i, (token, parent, _) in enumerate(grown, 1):
             assert 0 <= parent < i, "a child before its parent"
@@ -322,29 +334,29 @@ def test_grow_takes_the_likeliest_nodes_in_order(floor: float) -> None:
 
 def test_every_prefix_of_a_growth_is_what_a_smaller_budget_grows() -> None:
     world = random_world(random.Random(3), depth=6, most=4)
-    large = grow((), expand_in(world), 64, 0.0)
+    large = best_first((), expand_in(world), 64, 0.0)
     assert len(large) > 20
     for nodes in BUCKETS:
-        assert grow((), expand_in(world), nodes, 0.0) == large[: nodes - 1]
+        assert best_first((), expand_in(world), nodes, 0.0) == large[: nodes - 1]
 
 
 def test_ties_go_to_the_better_ranked_and_the_shallower() -> None:
     even: World = {(): [(1, 0.5), (2, 0.5)], (1,): [(3, 1.0)], (2,): [(4, 1.0)], (1, 3): [(5, 1.0)]}
-    assert [token for token, _, _ in grow((), expand_in(even), 8)] == [1, 2, 3, 4, 5]
+    assert [token for token, _, _ in best_first((), expand_in(even), 8)] == [1, 2, 3, 4, 5]
 
 
 def test_the_floor_and_odd_probabilities() -> None:
     world: World = {(): [(1, 0.5), (2, 0.0199), (3, 0.02), (4, math.nan), (5, -1.0)], (1,): [(6, 0.03)]}
-    assert [token for token, _, _ in grow((), expand_in(world), 64)] == [1, 3]
-    assert grow((), expand_in(world), 1) == [] and grow((), expand_in({}), 64) == []
+    assert [token for token, _, _ in best_first((), expand_in(world), 64)] == [1, 3]
+    assert best_first((), expand_in(world), 1) == [] and best_first((), expand_in({}), 64) == []
 
 
 def test_what_was_grown_can_be_built_and_sealed() -> None:
-    dice = random.Random(8)
-    worlds = [random_world(dice, depth=4, most=3) for _ in range(3)]
-    rows = [[(t % 50, p, s) for t, p, s in grow((), expand_in(world), 16)] for world in worlds]
-    tree = build(rows)
-    sealed = seal(tree, torch.zeros(3, dtype=torch.long), torch.ones(50, dtype=torch.bool))
-    assert sealed.scores is not None and sealed.nodes == 16
+    rng = random.Random(8)
+    worlds = [random_world(rng, depth=4, most=3) for _ in range(3)]
+    rows = [[(t % 50, p, s) for t, p, s in best_first((), expand_in(world), 16)] for world in worlds]
+    tree = build_tree(rows)
+    sealed = sanitize(tree, torch.zeros(3, dtype=torch.long), torch.ones(50, dtype=torch.bool))
+    assert sealed.scores is not None and sealed.num_nodes == 16
     assert (sealed.valid <= tree.valid).all()
     assert (sealed.scores[:, 1:] <= sealed.scores[:, :-1]).all(), "not in falling order"

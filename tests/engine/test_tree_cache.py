@@ -12,16 +12,16 @@ from torch import Tensor
 from transformers import DynamicCache, EncoderDecoderCache, MistralConfig, PreTrainedModel, StaticCache
 from transformers.cache_utils import BaseQuantizedLayer, Cache, DynamicLayer, DynamicSlidingWindowLayer
 
-from mmspec.engine.kv_cache import KVBuffer
-from mmspec.engine.tree_cache import TreeCache, adopt, give_back, refusal
+from mmspec.engine.kv_cache import RaggedKVCache
+from mmspec.engine.tree_cache import TreeCache, export_dynamic_cache, load_dynamic_cache, unsupported_reason
 
 WINDOW = 7
 SPECS = {
-    "llama": tiny.Spec("llava"),
-    "eager": tiny.Spec("llava", attention="eager"),
-    "windows": tiny.Spec("llava_next", window=WINDOW),
-    "some windows": tiny.Spec("llava_onevision", window=WINDOW, mixed=True),
-    "axes": tiny.Spec("qwen2_5_vl", window=WINDOW, mixed=True, layers=3),
+    "llama": tiny.ModelSpec("llava"),
+    "eager": tiny.ModelSpec("llava", attention="eager"),
+    "windows": tiny.ModelSpec("llava_next", window=WINDOW),
+    "some windows": tiny.ModelSpec("llava_onevision", window=WINDOW, mixed=True),
+    "axes": tiny.ModelSpec("qwen2_5_vl", window=WINDOW, mixed=True, layers=3),
 }
 ALL = pytest.mark.parametrize("name", SPECS)
 
@@ -61,15 +61,15 @@ def same_contents(a: Any, b: Any) -> None:
 
 @ALL
 def test_logits_are_those_of_a_dynamic_cache(name: str) -> None:
-    model = tiny.model(SPECS[name])
+    model = tiny.build_model(SPECS[name])
     ids, layers = words(26), model.config.get_text_config().num_hidden_layers
-    buffer = KVBuffer(2, 40)
+    buffer = RaggedKVCache(2, 40)
     cache, plain = TreeCache(buffer, layers), dynamic(model)
     assert cache.get_seq_length() == 0
     past = 0
     for count in (9, 1, 1, 5, 1, 4, 1, 1, 3):
         new = ids[:, past : past + count]
-        buffer.open(count)
+        buffer.begin_forward(count)
         mine = forward(model, new, cache, past)
         buffer.advance(count)
         torch.testing.assert_close(mine, forward(model, new, plain, past), rtol=1e-4, atol=1e-4)
@@ -83,24 +83,24 @@ def test_logits_are_those_of_a_dynamic_cache(name: str) -> None:
 @pytest.mark.parametrize("prompt", [3, WINDOW - 1, WINDOW, 15])
 def test_adopted_and_given_back(name: str, bare: bool, prompt: int) -> None:
     """A conversation goes on from a user's cache, and the cache afterwards is as if transformers had filled it."""
-    model = tiny.model(SPECS[name])
+    model = tiny.build_model(SPECS[name])
     ids, layers = words(prompt + 9, seed=1), model.config.get_text_config().num_hidden_layers
     plain = dynamic(model, bare)
     forward(model, ids[:, :prompt], plain, 0)
     users = copy.deepcopy(plain)
     before = [part.clone() for part in contents(users)]
-    buffer = KVBuffer(2, prompt + 12)
-    adopt(users, buffer)
-    assert buffer.lengths == [prompt, prompt]
+    buffer = RaggedKVCache(2, prompt + 12)
+    load_dynamic_cache(users, buffer)
+    assert buffer.seq_lens == [prompt, prompt]
     assert all(torch.equal(a, b) for a, b in zip(before, contents(users), strict=True)), "adopting changed the cache"
     cache = TreeCache(buffer, layers)
     for past in range(prompt, prompt + 8):
         new = ids[:, past : past + 1]
-        buffer.open(1)
+        buffer.begin_forward(1)
         mine = forward(model, new, cache, past)
         buffer.advance(1)
         torch.testing.assert_close(mine, forward(model, new, plain, past), rtol=1e-4, atol=1e-4)
-    give_back(buffer, prompt + 8, users)
+    export_dynamic_cache(buffer, prompt + 8, users)
     same_contents(users, plain)
     last = [forward(model, ids[:, -1:], given, prompt + 8) for given in (users, plain)]
     torch.testing.assert_close(*last, rtol=1e-4, atol=1e-4)
@@ -109,27 +109,27 @@ def test_adopted_and_given_back(name: str, bare: bool, prompt: int) -> None:
 
 @ALL
 def test_an_empty_cache_is_filled(name: str) -> None:
-    model = tiny.model(SPECS[name])
+    model = tiny.build_model(SPECS[name])
     ids, layers = words(12), model.config.get_text_config().num_hidden_layers
     for bare in (False, True):
-        users, plain, buffer = dynamic(model, bare), dynamic(model, bare), KVBuffer(2, 20)
-        adopt(users, buffer)
-        assert buffer.lengths == [0, 0] and len(buffer) == 0
-        buffer.open(12)
+        users, plain, buffer = dynamic(model, bare), dynamic(model, bare), RaggedKVCache(2, 20)
+        load_dynamic_cache(users, buffer)
+        assert buffer.seq_lens == [0, 0] and len(buffer) == 0
+        buffer.begin_forward(12)
         forward(model, ids, TreeCache(buffer, layers), 0)
         buffer.advance(12)
-        give_back(buffer, 11, users)
+        export_dynamic_cache(buffer, 11, users)
         forward(model, ids[:, :11], plain, 0)
         same_contents(users, plain)
 
 
 def test_what_is_given_back_is_the_users_alone() -> None:
-    model = tiny.model(SPECS["some windows"])
-    buffer, users = KVBuffer(2, 40), dynamic(model)
-    buffer.open(20)
+    model = tiny.build_model(SPECS["some windows"])
+    buffer, users = RaggedKVCache(2, 40), dynamic(model)
+    buffer.begin_forward(20)
     forward(model, words(20), TreeCache(buffer, 2), 0)
     buffer.advance(20)
-    give_back(buffer, 20, users)
+    export_dynamic_cache(buffer, 20, users)
     kept = [part.clone() for part in contents(users)]
     for layer in range(2):
         for part in buffer.read(layer, 20):
@@ -163,7 +163,7 @@ class Quantised(BaseQuantizedLayer):
 
 
 def test_caches_that_cannot_be_adopted() -> None:
-    model = tiny.model(SPECS["some windows"])
+    model = tiny.build_model(SPECS["some windows"])
     config = model.config.get_text_config()
     odd, mixed = DynamicCache(), DynamicCache(config=config)
     odd.layers = [OwnLayer(), OwnLayer()]
@@ -184,31 +184,34 @@ def test_caches_that_cannot_be_adopted() -> None:
         layers = 2
         if isinstance(cache, tuple) and cache[-1] == 3:
             cache, layers = cache
-        assert refusal(cache, layers, 1, torch.float32) == reason
+        assert unsupported_reason(cache, layers, 1, torch.float32) == reason
     filled = DynamicCache()
     filled.update(torch.zeros(2, 1, 3, 4), torch.zeros(2, 1, 3, 4), 0)
     filled.update(torch.zeros(2, 1, 3, 4), torch.zeros(2, 1, 3, 4), 1)
-    assert refusal(filled, 2, 2, torch.float32) is None
-    assert refusal(filled, 2, 3, torch.float32) == "a DynamicCache of 2 rows for 3"
-    assert refusal(filled, 2, 2, torch.bfloat16) == "a DynamicCache of torch.float32 for a model of torch.bfloat16"
+    assert unsupported_reason(filled, 2, 2, torch.float32) is None
+    assert unsupported_reason(filled, 2, 3, torch.float32) == "a DynamicCache of 2 rows for 3"
+    assert (
+        unsupported_reason(filled, 2, 2, torch.bfloat16)
+        == "a DynamicCache of torch.float32 for a model of torch.bfloat16"
+    )
     recording = DynamicCache(config=MistralConfig(num_hidden_layers=2, sliding_window=4))
     recording.layers[1].activate_past_recording()
-    assert refusal(recording, 2, 1, torch.float32, 4) == "a DynamicCache that records its past"
+    assert unsupported_reason(recording, 2, 1, torch.float32, 4) == "a DynamicCache that records its past"
     windowed = DynamicCache(config=MistralConfig(num_hidden_layers=2, sliding_window=4))
     for window in (None, 5):
         wanted = f"a DynamicCache of sliding_window=4 for a model of sliding_window={window}"
-        assert refusal(windowed, 2, 1, torch.float32, window) == wanted
-    assert refusal(windowed, 2, 1, torch.float32, 4) is None
+        assert unsupported_reason(windowed, 2, 1, torch.float32, window) == wanted
+    assert unsupported_reason(windowed, 2, 1, torch.float32, 4) is None
 
 
 def test_caches_that_can_be_adopted() -> None:
     for name, spec in SPECS.items():
-        model = tiny.model(spec)
+        model = tiny.build_model(spec)
         config = model.config.get_text_config()
         layers, window = config.num_hidden_layers, spec.window or None
         filled = dynamic(model)
         forward(model, words(10), filled, 0)
         for cache in (DynamicCache(), DynamicCache(config=config), filled):
-            assert refusal(cache, layers, 2, torch.float32, window) is None, name
+            assert unsupported_reason(cache, layers, 2, torch.float32, window) is None, name
         kinds = {type(layer) for layer in filled.layers}
         assert kinds <= {DynamicLayer, DynamicSlidingWindowLayer}

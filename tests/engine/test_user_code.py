@@ -10,12 +10,24 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import adversarial as liars
-import fuzz as cases
+import adversarial as adversarial
+import fuzz as fuzz
 import pytest
 import tiny_models as tiny
 import torch
-from parity import ALL, FAMILIES, GREEDY, MODES, SAMPLED, Kwargs, model_of, plain_of, said, same, speculating
+from parity import (
+    ALL_OUTPUTS,
+    FAMILIES,
+    GREEDY,
+    MODES,
+    SAMPLED,
+    Kwargs,
+    assert_parity,
+    generate_plain,
+    generate_tokens,
+    get_model,
+    speculate,
+)
 from torch import Tensor
 from transformers import (
     DynamicCache,
@@ -30,7 +42,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria
 from transformers.generation.streamers import BaseStreamer
 
 import mmspec
-from mmspec.engine.kv_cache import KVBuffer
+from mmspec.engine.kv_cache import RaggedKVCache
 
 TWO = pytest.mark.parametrize("family", ["llava", "qwen2_5_vl"])
 SIZES = {
@@ -41,7 +53,7 @@ SIZES = {
 
 def two(family: str, **more: Any) -> PreTrainedModel:
     """A model of a family, with sliding windows where it has them."""
-    return model_of(family, **SIZES[family], **more)
+    return get_model(family, **SIZES[family], **more)
 
 
 def held(cache: Any) -> tuple[int, list[tuple[torch.dtype, Tensor, Tensor]]]:
@@ -68,11 +80,11 @@ def tied(model: PreTrainedModel, given: tiny.Inputs, kwargs: Kwargs) -> bool:
     Autocast computes in bfloat16, where the products of a tree and of one token round differently.
     """
     margins: list[list[float]] = []
-    with cases.watched_sampling(margins):
-        plain = plain_of(model, given, **kwargs)
-    with speculating(model, "bush", plain):
-        mine = plain_of(model, given, **kwargs)
-        assert mmspec.stats(model, last=True).accepted > 0
+    with fuzz.record_margins(margins):
+        plain = generate_plain(model, given, **kwargs)
+    with speculate(model, "bush", plain):
+        mine = generate_plain(model, given, **kwargs)
+        assert mmspec.stats(model, last=True).num_accepted_tokens > 0
     assert mine.shape == plain.shape
     for row, column in (mine != plain).nonzero().tolist():
         if torch.equal(mine[row, :column], plain[row, :column]):
@@ -84,11 +96,11 @@ def tied(model: PreTrainedModel, given: tiny.Inputs, kwargs: Kwargs) -> bool:
 @FAMILIES
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_autocast_with_rows_of_different_length(mode: Kwargs, family: str, attention: str) -> None:
-    model = model_of(family, seed=3, attention=attention)
+    model = get_model(family, seed=3, attention=attention)
     mode = {**mode, "max_new_tokens": 10, "eos_token_id": None}
     several: Kwargs = {**SAMPLED, **mode, "do_sample": True, "num_return_sequences": 2}
     with torch.autocast("cpu", torch.bfloat16):
-        same_ones = [tied(model, tiny.inputs(model, seed, 2), kw) for seed in (1, 2, 3) for kw in (mode, several)]
+        same_ones = [tied(model, tiny.build_inputs(model, seed, 2), kw) for seed in (1, 2, 3) for kw in (mode, several)]
     assert sum(same_ones) >= 3, same_ones
 
 
@@ -103,13 +115,13 @@ def test_keys_and_values_have_the_types_of_a_dynamic_cache(
 ) -> None:
     """Bit for bit, with rows of one length and of several, and also where the types change on the way."""
     noise = torch.Generator().manual_seed(0)
-    caches, buffer = [DynamicCache(), DynamicCache()], KVBuffer(2, 40)
+    caches, buffer = [DynamicCache(), DynamicCache()], RaggedKVCache(2, 40)
     for step, (count, ahead) in enumerate([(5, 0), (1, 1), (3, 0), (2, 2), (12, 0), (1, 0)]):
         nodes = count + ahead
         new = [torch.randn(2, 2, nodes, 3, generator=noise).to(kind) for kind in (of_keys, of_values)]
         if step == 3:
             new = [part.to(later) for part in new]
-        buffer.open(nodes)
+        buffer.begin_forward(nodes)
         keys, values = buffer.write(0, *new)
         # The second row keeps `ahead` more nodes than the first.
         for row, cache in enumerate(caches):
@@ -120,18 +132,18 @@ def test_keys_and_values_have_the_types_of_a_dynamic_cache(
                 assert mine.dtype == plain.dtype
                 assert torch.equal(mine[row : row + 1, :, :length], plain)
         walked = [list(range(count)), list(range(nodes))]
-        buffer.keep(torch.arange(nodes).expand(2, -1), torch.tensor([count, nodes]), walked)
+        buffer.keep_path(torch.arange(nodes).expand(2, -1), torch.tensor([count, nodes]), walked)
 
 
 @TWO
 def test_a_cache_filled_under_autocast_has_the_types_of_a_dynamic_cache(family: str) -> None:
-    model = model_of(family, seed=3)
-    given = tiny.inputs(model, 1, 2)
+    model = get_model(family, seed=3)
+    given = tiny.build_inputs(model, 1, 2)
     with torch.autocast("cpu", torch.bfloat16):
-        plain = plain_of(model, given, **GREEDY, return_dict_in_generate=True)
-        with speculating(model, "bush", plain):
-            mine = plain_of(model, given, **GREEDY, return_dict_in_generate=True)
-            assert mmspec.stats(model, last=True).accepted > 0
+        plain = generate_plain(model, given, **GREEDY, return_dict_in_generate=True)
+        with speculate(model, "bush", plain):
+            mine = generate_plain(model, given, **GREEDY, return_dict_in_generate=True)
+            assert mmspec.stats(model, last=True).num_accepted_tokens > 0
     types = [[(layer.keys.dtype, layer.values.dtype) for layer in r.past_key_values.layers] for r in (mine, plain)]
     assert types[0] == types[1]
 
@@ -196,21 +208,21 @@ def interrupted(where: str, at: int, error: type[BaseException]) -> Kwargs:
     ("where", "at"),
     [(where, at) for where in ("streamer", "criterion", "processor") for at in (1, 2, 6)] + [("streamer", -1)],
 )
-@pytest.mark.parametrize("error", [KeyboardInterrupt, liars.Broken])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, adversarial.InjectedError])
 def test_an_interrupted_call_leaves_the_cache_filled(
     family: str, bare: bool, where: str, at: int, error: type[BaseException]
 ) -> None:
     model = two(family, seed=17)
     batch = 1 if where == "streamer" else 2
-    given = tiny.inputs(model, 14, batch, images=[1] * batch)
+    given = tiny.build_inputs(model, 14, batch, images=[1] * batch)
     mode = {**GREEDY, "eos_token_id": None}
-    plain = plain_of(model, given, **mode)
+    plain = generate_plain(model, given, **mode)
 
     def attempt(cache: DynamicCache) -> Any:
         with pytest.raises(error):
             model.generate(**given, **mode, past_key_values=cache, **interrupted(where, at, error))
         found = held(cache)
-        more = tiny.follow(given, plain[:, : found[0] + 1], 3, model.tiny_spec)
+        more = tiny.build_next_turn(given, plain[:, : found[0] + 1], 3, model.tiny_spec)
         return found, model.generate(**more, past_key_values=cache, **mode)
 
     def cache() -> DynamicCache:
@@ -218,7 +230,7 @@ def test_an_interrupted_call_leaves_the_cache_filled(
 
     wanted, answer = attempt(cache())
     assert wanted[0] >= given["input_ids"].shape[1]
-    with speculating(model, "oracle", plain):
+    with speculate(model, "oracle", plain):
         mine, again = attempt(cache())
     same_cache(mine, wanted)
     assert torch.equal(again, answer), "the next turn differs"
@@ -226,15 +238,15 @@ def test_an_interrupted_call_leaves_the_cache_filled(
 
 def test_a_second_turn_that_is_interrupted() -> None:
     model = two("llava", seed=17)
-    given = tiny.inputs(model, 14, 1, images=[1])
+    given = tiny.build_inputs(model, 14, 1, images=[1])
     first = model.generate(**given, **GREEDY, eos_token_id=None, return_dict_in_generate=True)
-    more = tiny.follow(given, first.sequences, 3, model.tiny_spec)
+    more = tiny.build_next_turn(given, first.sequences, 3, model.tiny_spec)
     plain = model.generate(**more, **GREEDY, eos_token_id=None, past_key_values=copy.deepcopy(first.past_key_values))
     found = []
     for patched in (False, True):
         cache, streamer = copy.deepcopy(first.past_key_values), Interrupting(5, KeyboardInterrupt)
         options = {"past_key_values": cache, "streamer": streamer, "mmspec": {"enabled": patched}}
-        with speculating(model, "oracle", plain), pytest.raises(KeyboardInterrupt):
+        with speculate(model, "oracle", plain), pytest.raises(KeyboardInterrupt):
             model.generate(**more, **GREEDY, eos_token_id=None, **options)
         found.append(held(cache))
     same_cache(found[1], found[0])
@@ -263,51 +275,51 @@ WINDOWS = pytest.mark.parametrize(
 @WINDOWS
 @pytest.mark.parametrize("window", [3, 9])
 def test_a_sliding_window_changed_after_patch(mode: Kwargs, family: str, mixed: bool, window: int) -> None:
-    model = model_of(family, window=5, mixed=mixed, seed=4)
-    given = tiny.inputs(model, 2, 2)
-    before = plain_of(model, given, **mode, eos_token_id=None)
+    model = get_model(family, window=5, mixed=mixed, seed=4)
+    given = tiny.build_inputs(model, 2, 2)
+    before = generate_plain(model, given, **mode, eos_token_id=None)
     with windowed(model, window):
-        wanted = plain_of(model, given, **mode, eos_token_id=None)
+        wanted = generate_plain(model, given, **mode, eos_token_id=None)
     assert not torch.equal(before, wanted), "the window must matter"
-    with speculating(model, "oracle", wanted), windowed(model, window):
-        mine = plain_of(model, given, **mode, eos_token_id=None)
-        assert mmspec.stats(model, last=True).accepted > 0
+    with speculate(model, "oracle", wanted), windowed(model, window):
+        mine = generate_plain(model, given, **mode, eos_token_id=None)
+        assert mmspec.stats(model, last=True).num_accepted_tokens > 0
     assert torch.equal(mine, wanted)
 
 
 def test_a_sliding_window_taken_off_or_put_on_after_patch() -> None:
     for window, other in ((5, None), (0, 5)):
-        model = model_of("llava_next", window=window, seed=4)
-        given = tiny.inputs(model, 2, 2)
+        model = get_model("llava_next", window=window, seed=4)
+        given = tiny.build_inputs(model, 2, 2)
         with windowed(model, other):
-            wanted = plain_of(model, given, **GREEDY)
-        with speculating(model, "oracle", wanted):
+            wanted = generate_plain(model, given, **GREEDY)
+        with speculate(model, "oracle", wanted):
             model.generate(**given, **GREEDY)
             with windowed(model, other):
-                assert torch.equal(plain_of(model, given, **GREEDY), wanted)
+                assert torch.equal(generate_plain(model, given, **GREEDY), wanted)
 
 
 def test_the_attribute_of_an_attention_layer_changes_nothing_in_either_kernel() -> None:
     for attention in ("sdpa", "eager"):
-        model = tiny.model(tiny.Spec("qwen2_5_vl", window=5, seed=4, attention=attention))
-        given = tiny.inputs(model, 2, 2)
+        model = tiny.build_model(tiny.ModelSpec("qwen2_5_vl", window=5, seed=4, attention=attention))
+        given = tiny.build_inputs(model, 2, 2)
         for layer in model.model.language_model.layers:
             layer.self_attn.sliding_window = 2
-        same(model, given, **GREEDY)
+        assert_parity(model, given, **GREEDY)
 
 
 @pytest.mark.parametrize("window", [3, 9, None])
 def test_a_cache_of_another_window_goes_the_plain_way(window: int | None) -> None:
-    model = model_of("llava_next", window=5, seed=4)
-    given = tiny.inputs(model, 2, 2)
-    first = plain_of(model, given, **GREEDY, return_dict_in_generate=True)
+    model = get_model("llava_next", window=5, seed=4)
+    given = tiny.build_inputs(model, 2, 2)
+    first = generate_plain(model, given, **GREEDY, return_dict_in_generate=True)
     assert all(isinstance(layer, DynamicSlidingWindowLayer) for layer in first.past_key_values.layers)
-    more = tiny.follow(given, first.sequences, 3, model.tiny_spec)
+    more = tiny.build_next_turn(given, first.sequences, 3, model.tiny_spec)
     with windowed(model, window):
-        wanted = plain_of(model, more, past_key_values=copy.deepcopy(first.past_key_values), **GREEDY)
-        with speculating(model, "oracle", wanted):
-            mine = plain_of(model, more, past_key_values=copy.deepcopy(first.past_key_values), **GREEDY)
-            assert "sliding_window=5" in str(mmspec.stats(model, last=True).fallback)
+        wanted = generate_plain(model, more, past_key_values=copy.deepcopy(first.past_key_values), **GREEDY)
+        with speculate(model, "oracle", wanted):
+            mine = generate_plain(model, more, past_key_values=copy.deepcopy(first.past_key_values), **GREEDY)
+            assert "sliding_window=5" in str(mmspec.stats(model, last=True).fallback_reason)
     assert torch.equal(mine, wanted)
 
 
@@ -353,12 +365,12 @@ def copied(given: tiny.Inputs) -> tiny.Inputs:
 
 def both(model: PreTrainedModel, given: tiny.Inputs, make: Callable[[], Kwargs], mode: Kwargs) -> mmspec.Stats:
     """Assert that plain and patched agree, also in what becomes of the prompt."""
-    unwritten = plain_of(model, copied(given), 5, **mode)
+    unwritten = generate_plain(model, copied(given), 5, **mode)
     outcomes = []
     for patched in (False, True):
         mine, more = copied(given), make()
-        with speculating(model, "oracle", unwritten):
-            result = plain_of(model, mine, 5, **mode, **more, mmspec={"enabled": patched})
+        with speculate(model, "oracle", unwritten):
+            result = generate_plain(model, mine, 5, **mode, **more, mmspec={"enabled": patched})
             stats = mmspec.stats(model, last=True)
         read = [c.read for c in more.get("stopping_criteria", []) if isinstance(c, Scribbling)]
         outcomes.append((result, mine["input_ids"], torch.get_rng_state(), read))
@@ -376,7 +388,7 @@ def both(model: PreTrainedModel, given: tiny.Inputs, make: Callable[[], Kwargs],
 @pytest.mark.parametrize("penalty", [1.0, 1.6])
 def test_a_criterion_that_writes_into_the_ids(mode: Kwargs, family: str, what: str, at: int, penalty: float) -> None:
     model = two(family, seed=21)
-    given = tiny.inputs(model, 5, 2)
+    given = tiny.build_inputs(model, 5, 2)
     mode = {**mode, "repetition_penalty": penalty, "eos_token_id": None}
     make = lambda: {"stopping_criteria": StoppingCriteriaList([Scribbling(what, at, 40)])}  # noqa: E731
     both(model, given, make, mode)
@@ -388,7 +400,7 @@ def test_a_criterion_that_writes_into_the_ids(mode: Kwargs, family: str, what: s
 @pytest.mark.parametrize("at", [1, 2, 5])
 def test_a_processor_that_writes_into_the_ids(mode: Kwargs, family: str, what: str, at: int) -> None:
     model = two(family, seed=21)
-    given = tiny.inputs(model, 5, 2)
+    given = tiny.build_inputs(model, 5, 2)
     mode = {**mode, "repetition_penalty": 1.6, "eos_token_id": None}
     both(model, given, lambda: {"logits_processor": LogitsProcessorList([Scrawling(what, at, 40)])}, mode)
 
@@ -399,8 +411,8 @@ def test_a_processor_that_writes_into_the_ids(mode: Kwargs, family: str, what: s
 def test_a_criterion_that_writes_the_stop_token(mode: Kwargs, first: bool, to_eos: bool) -> None:
     """Before or behind the eos criterion; a row that would end goes on, or one that would go on ends."""
     model = two("llava", seed=21)
-    given = tiny.inputs(model, 5, 2)
-    tokens = said(model, given, **{**mode, "max_new_tokens": 20})
+    given = tiny.build_inputs(model, 5, 2)
+    tokens = generate_tokens(model, given, **{**mode, "max_new_tokens": 20})
     at = next(
         i for i in range(2, 12) if tokens[-1][i] not in tokens[-1][:i] and tokens[-1][i] not in tokens[0][: i + 1]
     )
@@ -418,7 +430,12 @@ def test_a_criterion_that_writes_the_stop_token(mode: Kwargs, first: bool, to_eo
 def test_without_writing_a_criterion_stays_fast(mode: Kwargs) -> None:
     model = two("llava", seed=21)
     make = lambda: StoppingCriteriaList([Scribbling("newest", 1000, 40)])  # noqa: E731
-    assert same(model, tiny.inputs(model, 5, 2), stopping_criteria=make, **mode, eos_token_id=None).accepted > 5
+    assert (
+        assert_parity(
+            model, tiny.build_inputs(model, 5, 2), stopping_criteria=make, **mode, eos_token_id=None
+        ).num_accepted_tokens
+        > 5
+    )
 
 
 # --- user code that looks into its own cache --------------------------------------------------------------------------
@@ -457,20 +474,20 @@ def looks(where: str, looking: Looking) -> Kwargs:
 def test_what_user_code_finds_in_its_cache(mode: Kwargs, family: str, where: str, turns: int) -> None:
     model = two(family, seed=23)
     batch = 1 if where == "streamer" else 2
-    given = tiny.inputs(model, 6, batch, images=[1] * batch)
+    given = tiny.build_inputs(model, 6, batch, images=[1] * batch)
     mode = {**mode, "eos_token_id": None}
     cache = DynamicCache(config=model.config.get_text_config())
     if turns == 2:
-        first = plain_of(model, given, past_key_values=cache, **mode)
-        given = tiny.follow(given, first, 3, model.tiny_spec)
-    plain = plain_of(model, given, 1, past_key_values=copy.deepcopy(cache), **mode)
+        first = generate_plain(model, given, past_key_values=cache, **mode)
+        given = tiny.build_next_turn(given, first, 3, model.tiny_spec)
+    plain = generate_plain(model, given, 1, past_key_values=copy.deepcopy(cache), **mode)
     found = []
     for patched in (False, True):
         looking = Looking(copy.deepcopy(cache))
-        with speculating(model, "oracle", plain):
+        with speculate(model, "oracle", plain):
             options = {"past_key_values": looking.cache, "mmspec": {"enabled": patched}}
-            result = plain_of(model, given, 1, **mode, **looks(where, looking), **options)
-            assert not patched or where == "processor" or mmspec.stats(model, last=True).accepted > 0
+            result = generate_plain(model, given, 1, **mode, **looks(where, looking), **options)
+            assert not patched or where == "processor" or mmspec.stats(model, last=True).num_accepted_tokens > 0
         assert torch.equal(result, plain)
         found.append([*looking.found, held(looking.cache)])
     assert len(found[0]) == len(found[1]) >= mode["max_new_tokens"]
@@ -505,14 +522,14 @@ class Cropping(Erasing):
 @TWO
 def test_code_that_writes_into_its_cache(family: str) -> None:
     """What was decoded ahead is decoded anew."""
-    model = model_of(family, seed=23)
-    given, mode = tiny.inputs(model, 6, 2), {**GREEDY, "eos_token_id": None}
-    unwritten, results = plain_of(model, given, **mode), []
+    model = get_model(family, seed=23)
+    given, mode = tiny.build_inputs(model, 6, 2), {**GREEDY, "eos_token_id": None}
+    unwritten, results = generate_plain(model, given, **mode), []
     for patched in (False, True):
         cache = DynamicCache()
         more = {"past_key_values": cache, "stopping_criteria": StoppingCriteriaList([Erasing(cache)])}
-        with speculating(model, "oracle", unwritten):
-            results.append((plain_of(model, given, **mode, **more, mmspec={"enabled": patched}), held(cache)))
+        with speculate(model, "oracle", unwritten):
+            results.append((generate_plain(model, given, **mode, **more, mmspec={"enabled": patched}), held(cache)))
     (wanted, wanted_cache), (mine, cached) = results
     assert torch.equal(mine, wanted) and not torch.equal(wanted, unwritten)
     same_cache(cached, wanted_cache)
@@ -520,10 +537,10 @@ def test_code_that_writes_into_its_cache(family: str) -> None:
 
 def test_code_that_crops_its_cache_is_an_error_that_names_it() -> None:
     model = two("llava", seed=23)
-    given, cache = tiny.inputs(model, 6, 1), DynamicCache()
+    given, cache = tiny.build_inputs(model, 6, 1), DynamicCache()
     mode = {**GREEDY, "eos_token_id": None, "past_key_values": cache}
     criteria, words = StoppingCriteriaList([Cropping(cache)]), r"past_key_values was .* mmspec=dict\(enabled=False\)"
-    with cases.patched(model, "none"), pytest.raises(RuntimeError, match=words):
+    with fuzz.patch_model(model, "none"), pytest.raises(RuntimeError, match=words):
         model.generate(**given, **mode, stopping_criteria=criteria)
 
 
@@ -533,9 +550,9 @@ def test_code_that_crops_its_cache_is_an_error_that_names_it() -> None:
 @TWO
 def test_a_generate_that_outlives_the_patch(family: str) -> None:
     model = two(family, seed=23)
-    given = tiny.inputs(model, 6, 2)
-    plain = plain_of(model, given, **ALL, **GREEDY).sequences
-    with speculating(model, "oracle", plain):
+    given = tiny.build_inputs(model, 6, 2)
+    plain = generate_plain(model, given, **ALL_OUTPUTS, **GREEDY).sequences
+    with speculate(model, "oracle", plain):
         taken = model.generate
     assert not mmspec.is_patched(model)
     assert torch.equal(taken(**given, **GREEDY), plain)

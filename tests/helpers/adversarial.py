@@ -15,25 +15,25 @@ from torch import Tensor
 from transformers import LogitsProcessor, RepetitionPenaltyLogitsProcessor, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
-from mmspec.engine.tree import DraftTree, bare
-from mmspec.interfaces import Needs, Prompt, Verdict
+from mmspec.engine.tree import DraftTree, root_only
+from mmspec.interfaces import DrafterRequirements, Prompt, VerifyResult
 
 # --- drafters ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass
-class Call:
+class DrafterState:
     """What a liar remembers of one call: the prompt, what each row has said, and the right answer if it knows it."""
 
     prompt: Prompt
-    dice: random.Random
-    said: list[list[int]]
-    answer: list[list[int]] | None = None
+    rng: random.Random
+    generated: list[list[int]]
+    reference: list[list[int]] | None = None
     rounds: int = 0
-    live: list[bool] = field(default_factory=list)
+    active: list[bool] = field(default_factory=list)
 
 
-def as_tree(rows: list[list[tuple[int, int]]]) -> DraftTree:
+def build_raw_tree(rows: list[list[tuple[int, int]]]) -> DraftTree:
     """Trees from (token, parent) lists, taken as they are; short rows are filled with invalid nodes."""
     size = 1 + max(map(len, rows))
     tokens = torch.zeros(len(rows), size, dtype=torch.long)
@@ -45,7 +45,7 @@ def as_tree(rows: list[list[tuple[int, int]]]) -> DraftTree:
     return DraftTree(tokens, parents, valid)
 
 
-class Liar:
+class AdversarialDrafter:
     """A drafter that proposes nothing, and keeps the books that its children lie with.
 
     `answers` are whole sequences that plain calls returned, in order; a call takes the next one with its prompt.
@@ -54,222 +54,239 @@ class Liar:
     name = "empty"
     vocab_size: int | None = None
 
-    def __init__(self, seed: int = 0, answers: Sequence[Tensor] = ()) -> None:
-        self.needs = Needs()
-        self.seed, self.answers, self.calls = seed, list(answers), 0
+    def __init__(self, seed: int = 0, references: Sequence[Tensor] = ()) -> None:
+        self.requirements = DrafterRequirements()
+        self.seed, self.references, self.num_calls = seed, list(references), 0
 
-    def _answer(self, ids: Tensor) -> list[list[int]] | None:
+    def _next_reference(self, ids: Tensor) -> list[list[int]] | None:
         batch, length = ids.shape
-        for i, answer in enumerate(self.answers[self.calls :], self.calls):
+        for i, answer in enumerate(self.references[self.num_calls :], self.num_calls):
             if answer.shape[0] == batch and torch.equal(answer[:, :length], ids.cpu()):
-                self.calls = i + 1
+                self.num_calls = i + 1
                 return answer[:, length:].tolist()
         return None
 
-    def begin(self, prompt: Prompt) -> Call:
-        batch = prompt.ids.shape[0]
-        dice = random.Random(self.seed * 1000 + self.calls)
-        return Call(prompt, dice, [[] for _ in range(batch)], self._answer(prompt.ids))
+    def begin(self, prompt: Prompt) -> DrafterState:
+        batch = prompt.input_ids.shape[0]
+        rng = random.Random(self.seed * 1000 + self.num_calls)
+        return DrafterState(prompt, rng, [[] for _ in range(batch)], self._next_reference(prompt.input_ids))
 
-    def propose(self, state: Call, budget: int, live: Sequence[bool]) -> DraftTree:
+    def propose(self, state: DrafterState, budget: int, live: Sequence[bool]) -> DraftTree:
         state.rounds += 1
-        state.live = list(live)
-        return self.lie(state, budget, live)
+        state.active = list(live)
+        return self.propose_tree(state, budget, live)
 
-    def lie(self, state: Call, budget: int, live: Sequence[bool]) -> DraftTree:
-        return bare(len(live))
+    def propose_tree(self, state: DrafterState, budget: int, live: Sequence[bool]) -> DraftTree:
+        return root_only(len(live))
 
-    def observe(self, state: Call, verdict: Verdict, taps: Mapping[int, Tensor]) -> None:
-        for said, new in zip(state.said, verdict.rows, strict=True):
+    def observe(self, state: DrafterState, verdict: VerifyResult, taps: Mapping[int, Tensor]) -> None:
+        for said, new in zip(state.generated, verdict.emitted_ids, strict=True):
             said.extend(new)
 
-    def ahead(self, state: Call, row: int, count: int) -> list[int]:
+    def upcoming_tokens(self, state: DrafterState, row: int, count: int) -> list[int]:
         """The next `count` tokens of the right answer, fewer at its end."""
-        done = len(state.said[row])
-        return state.answer[row][done : done + count] if state.answer else []
+        done = len(state.generated[row])
+        return state.reference[row][done : done + count] if state.reference else []
 
 
-class Oracle(Liar):
+class OracleDrafter(AdversarialDrafter):
     """Always right as far as it goes: a chain of the coming tokens, of random length or as long as may be."""
 
     name = "oracle"
 
-    def lie(self, state: Call, budget: int, live: Sequence[bool]) -> DraftTree:
-        depth = budget - 1 if self.seed % 2 else state.dice.randint(0, budget - 1)
-        rows = [self.ahead(state, row, depth) if alive else [] for row, alive in enumerate(live)]
-        return as_tree([[(token, i) for i, token in enumerate(row)] for row in rows])
+    def propose_tree(self, state: DrafterState, budget: int, live: Sequence[bool]) -> DraftTree:
+        depth = budget - 1 if self.seed % 2 else state.rng.randint(0, budget - 1)
+        rows = [self.upcoming_tokens(state, row, depth) if alive else [] for row, alive in enumerate(live)]
+        return build_raw_tree([[(token, i) for i, token in enumerate(row)] for row in rows])
 
 
-class Bush(Liar):
+class BranchingDrafter(AdversarialDrafter):
     """The right path somewhere in a bush of wrong siblings; sometimes it breaks off and goes on wrongly."""
 
     name = "bush"
 
-    def lie(self, state: Call, budget: int, live: Sequence[bool]) -> DraftTree:
-        return as_tree([self._row(state, row, budget - 1) if alive else [] for row, alive in enumerate(live)])
+    def propose_tree(self, state: DrafterState, budget: int, live: Sequence[bool]) -> DraftTree:
+        return build_raw_tree([self._row(state, row, budget - 1) if alive else [] for row, alive in enumerate(live)])
 
-    def _row(self, state: Call, row: int, nodes: int) -> list[tuple[int, int]]:
-        dice, path, made = state.dice, self.ahead(state, row, nodes), []
+    def _row(self, state: DrafterState, row: int, nodes: int) -> list[tuple[int, int]]:
+        rng, path, made = state.rng, self.upcoming_tokens(state, row, nodes), []
         tip, step, vocab = 0, 0, state.prompt.vocab_size or 100
-        stop = dice.randint(0, nodes)
+        stop = rng.randint(0, nodes)
         while len(made) < nodes:
-            if step < len(path) and dice.random() < 0.5:
+            if step < len(path) and rng.random() < 0.5:
                 token = path[step] if step != stop else (path[step] + 1) % vocab
                 made.append((token, tip))
                 tip, step = len(made), step + 1
             else:
-                wrong = dice.choice(path) if path and dice.random() < 0.5 else dice.randrange(vocab)
-                made.append((wrong, dice.randint(0, len(made))))
+                wrong = rng.choice(path) if path and rng.random() < 0.5 else rng.randrange(vocab)
+                made.append((wrong, rng.randint(0, len(made))))
         return made
 
 
-class Wrong(Liar):
+class WrongDrafter(AdversarialDrafter):
     """Never right: the next token is always another one, with the right continuation below it."""
 
     name = "wrong"
 
-    def lie(self, state: Call, budget: int, live: Sequence[bool]) -> DraftTree:
+    def propose_tree(self, state: DrafterState, budget: int, live: Sequence[bool]) -> DraftTree:
         vocab, rows = state.prompt.vocab_size or 100, []
         for row, alive in enumerate(live):
-            path = self.ahead(state, row, budget - 1) if alive else []
-            false = [(path[0] + state.dice.randint(1, vocab - 1)) % vocab, *path[1:]] if path else []
+            path = self.upcoming_tokens(state, row, budget - 1) if alive else []
+            false = [(path[0] + state.rng.randint(1, vocab - 1)) % vocab, *path[1:]] if path else []
             rows.append([(token, i) for i, token in enumerate(false)])
-        return as_tree(rows)
+        return build_raw_tree(rows)
 
 
-class Chaos(Liar):
+class MalformedDrafter(AdversarialDrafter):
     """Random trees with every fault: twins, parents out of order, ids out of range, placeholders, wrong masks."""
 
     name = "chaos"
 
-    def lie(self, state: Call, budget: int, live: Sequence[bool]) -> DraftTree:
-        dice, batch = state.dice, len(live)
-        nodes = dice.choice((1, 2, budget, dice.randint(1, budget), budget + dice.randint(1, 70)))
+    def propose_tree(self, state: DrafterState, budget: int, live: Sequence[bool]) -> DraftTree:
+        rng, batch = state.rng, len(live)
+        nodes = rng.choice((1, 2, budget, rng.randint(1, budget), budget + rng.randint(1, 70)))
         tokens = [[self._token(state, row) for _ in range(nodes)] for row in range(batch)]
-        parents = [[self._parent(dice, i, nodes) for i in range(nodes)] for _ in range(batch)]
-        valid = torch.tensor([[dice.random() < 0.9 for _ in range(nodes)] for _ in range(batch)])
-        guesses = torch.rand(batch, nodes, generator=torch.Generator().manual_seed(dice.randrange(2**31)))
-        scores = dice.choice((None, torch.full((batch, nodes), torch.nan), guesses))
+        parents = [[self._parent(rng, i, nodes) for i in range(nodes)] for _ in range(batch)]
+        valid = torch.tensor([[rng.random() < 0.9 for _ in range(nodes)] for _ in range(batch)])
+        guesses = torch.rand(batch, nodes, generator=torch.Generator().manual_seed(rng.randrange(2**31)))
+        scores = rng.choice((None, torch.full((batch, nodes), torch.nan), guesses))
         return DraftTree(torch.tensor(tokens), torch.tensor(parents), valid, scores)
 
-    def _token(self, state: Call, row: int) -> int:
-        dice, prompt, vocab = state.dice, state.prompt, state.prompt.vocab_size or 100
-        kind = dice.random()
+    def _token(self, state: DrafterState, row: int) -> int:
+        rng, prompt, vocab = state.rng, state.prompt, state.prompt.vocab_size or 100
+        kind = rng.random()
         if kind < 0.6:
-            return dice.choice(self.ahead(state, row, 4) or [0])
+            return rng.choice(self.upcoming_tokens(state, row, 4) or [0])
         if kind < 0.7:
-            return dice.choice(sorted(prompt.banned) or [0])
+            return rng.choice(sorted(prompt.banned_ids) or [0])
         if kind < 0.8:
-            return dice.choice((-1, -100, vocab, vocab + 7, 2**40, -(2**40)))
-        return dice.choice(prompt.ids[row].tolist()) if kind < 0.9 else dice.randrange(vocab)
+            return rng.choice((-1, -100, vocab, vocab + 7, 2**40, -(2**40)))
+        return rng.choice(prompt.input_ids[row].tolist()) if kind < 0.9 else rng.randrange(vocab)
 
     @staticmethod
-    def _parent(dice: random.Random, i: int, nodes: int) -> int:
-        if dice.random() < 0.15:
-            return dice.choice((-1, -5, i, i + 1, nodes, nodes + 50, 2**40))
-        return max(0, i - 1) if dice.random() < 0.6 else dice.randint(0, max(0, i - 1))
+    def _parent(rng: random.Random, i: int, nodes: int) -> int:
+        if rng.random() < 0.15:
+            return rng.choice((-1, -5, i, i + 1, nodes, nodes + 50, 2**40))
+        return max(0, i - 1) if rng.random() < 0.6 else rng.randint(0, max(0, i - 1))
 
 
-class Broken(RuntimeError):
+class InjectedError(RuntimeError):
     """What a faulty part of a user's code raises here."""
 
 
-class Raising(Bush):
+class RaisingDrafter(BranchingDrafter):
     """A useful drafter that raises at a random round, in a random method, of each call."""
 
     name = "raising"
 
-    def begin(self, prompt: Prompt) -> Call:
+    def begin(self, prompt: Prompt) -> DrafterState:
         state = super().begin(prompt)
-        self.where, self.when = state.dice.choice(("propose", "propose", "observe")), state.dice.randint(1, 6)
+        self.failing_method, self.failing_round = (
+            state.rng.choice(("propose", "propose", "observe")),
+            state.rng.randint(1, 6),
+        )
         return state
 
-    def lie(self, state: Call, budget: int, live: Sequence[bool]) -> DraftTree:
-        if self.where == "propose" and state.rounds == self.when:
-            raise Broken(f"propose, round {self.when}")
-        return super().lie(state, budget, live)
+    def propose_tree(self, state: DrafterState, budget: int, live: Sequence[bool]) -> DraftTree:
+        if self.failing_method == "propose" and state.rounds == self.failing_round:
+            raise InjectedError(f"propose, round {self.failing_round}")
+        return super().propose_tree(state, budget, live)
 
-    def observe(self, state: Call, verdict: Verdict, taps: Mapping[int, Tensor]) -> None:
+    def observe(self, state: DrafterState, verdict: VerifyResult, taps: Mapping[int, Tensor]) -> None:
         super().observe(state, verdict, taps)
-        if self.where == "observe" and state.rounds == self.when:
-            raise Broken(f"observe, round {self.when}")
+        if self.failing_method == "observe" and state.rounds == self.failing_round:
+            raise InjectedError(f"observe, round {self.failing_round}")
 
 
-class Nosy(Bush):
+class NoisePeekingDrafter(BranchingDrafter):
     """Asks for the noise of the coming columns, and proposes what it favours; a bush when nothing is sampled."""
 
     name = "nosy"
 
-    def lie(self, state: Call, budget: int, live: Sequence[bool]) -> DraftTree:
+    def propose_tree(self, state: DrafterState, budget: int, live: Sequence[bool]) -> DraftTree:
         noise, depth = state.prompt.noise, min(3, budget - 1)
         if noise is None or depth < 1:
-            return super().lie(state, budget, live)
+            return super().propose_tree(state, budget, live)
         likely = noise(depth).argmin(-1).tolist()
         rows = [row if alive else [] for row, alive in zip(likely, live, strict=True)]
-        return as_tree([[(token, i) for i, token in enumerate(row)] for row in rows])
+        return build_raw_tree([[(token, i) for i, token in enumerate(row)] for row in rows])
 
 
 @dataclass
-class Seen:
+class ObservedState:
     """The states of one fed token, and the ids of the largest logits there."""
 
-    call: int
+    call_index: int
     row: int
-    column: int
+    step: int
     token: int
-    taps: dict[int, Tensor]
-    top: list[int]
+    hidden_states: dict[int, Tensor]
+    top_ids: list[int]
 
 
-class Tapper(Bush):
-    """Asks for taps and the largest logits, keeps them for `cases.check_taps`, and checks the verdicts."""
+class HiddenStateDrafter(BranchingDrafter):
+    """Asks for taps and the largest logits, keeps them for `fuzz.check_taps`, and checks the verdicts."""
 
     name = "tapper"
 
-    def __init__(self, seed: int = 0, answers: Sequence[Tensor] = (), taps: tuple[int, ...] = (0, 1, 2)) -> None:
-        super().__init__(seed, answers)
-        self.needs = Needs(taps=taps, top_k=3)
+    def __init__(
+        self, seed: int = 0, references: Sequence[Tensor] = (), hidden_state_indices: tuple[int, ...] = (0, 1, 2)
+    ) -> None:
+        super().__init__(seed, references)
+        self.requirements = DrafterRequirements(hidden_state_indices=hidden_state_indices, top_k=3)
         self.prompts: list[Prompt] = []
-        self.seen: list[Seen] = []
+        self.observed: list[ObservedState] = []
         self.faults: list[str] = []
 
-    def begin(self, prompt: Prompt) -> Call:
+    def begin(self, prompt: Prompt) -> DrafterState:
         self.prompts.append(prompt)
         return super().begin(prompt)
 
-    def observe(self, state: Call, verdict: Verdict, taps: Mapping[int, Tensor]) -> None:
-        for row, (walked, new) in enumerate(zip(verdict.walked, verdict.rows, strict=True)):
-            if state.live and not state.live[row]:
+    def observe(self, state: DrafterState, verdict: VerifyResult, taps: Mapping[int, Tensor]) -> None:
+        for row, (walked, new) in enumerate(zip(verdict.accepted_nodes, verdict.emitted_ids, strict=True)):
+            if state.active and not state.active[row]:
                 continue  # what a finished row is fed says nothing about its text
             self._check(state, verdict, row, walked, new)
             if state.rounds and new and taps:
-                fed, tokens = len(state.said[row]) - 1, [state.said[row][-1], *new]
+                fed, tokens = len(state.generated[row]) - 1, [state.generated[row][-1], *new]
                 for k, node in enumerate(walked):
                     states = {i: tap[row, node].clone() for i, tap in taps.items()}
                     top = verdict.top_ids[row][node] if verdict.top_ids is not None else []
-                    self.seen.append(Seen(len(self.prompts) - 1, row, fed + k, tokens[k], states, list(top)))
+                    self.observed.append(
+                        ObservedState(len(self.prompts) - 1, row, fed + k, tokens[k], states, list(top))
+                    )
         super().observe(state, verdict, taps)
 
-    def _check(self, state: Call, verdict: Verdict, row: int, walked: list[int], new: list[int]) -> None:
+    def _check(self, state: DrafterState, verdict: VerifyResult, row: int, walked: list[int], new: list[int]) -> None:
         count, tokens = int(verdict.counts[row]), verdict.tokens[row].tolist()
         if not len(walked) == len(new) == count:
             self.faults.append(f"row {row}: walked {walked}, rows {new}, counts {count} differ in length")
         if tokens[:count] != new or verdict.path[row].tolist()[:count] != walked:
             self.faults.append(f"row {row}: host copies {new}, {walked} differ from tensors {tokens[:count]}")
         nodes = [int(verdict.tree.tokens[row, node]) for node in walked]
-        if state.rounds and new and nodes != [state.said[row][-1], *new[:-1]]:
-            self.faults.append(f"row {row}: walked tokens {nodes}, emitted {new} after {state.said[row][-1:]}")
+        if state.rounds and new and nodes != [state.generated[row][-1], *new[:-1]]:
+            self.faults.append(f"row {row}: walked tokens {nodes}, emitted {new} after {state.generated[row][-1:]}")
 
 
-DRAFTERS: dict[str, type[Liar]] = {
-    kind.name: kind for kind in (Liar, Oracle, Bush, Wrong, Chaos, Raising, Nosy, Tapper)
+DRAFTERS: dict[str, type[AdversarialDrafter]] = {
+    kind.name: kind
+    for kind in (
+        AdversarialDrafter,
+        OracleDrafter,
+        BranchingDrafter,
+        WrongDrafter,
+        MalformedDrafter,
+        RaisingDrafter,
+        NoisePeekingDrafter,
+        HiddenStateDrafter,
+    )
 }
 
 # --- logits processors ------------------------------------------------------------------------------------------------
 
 
 @dataclass
-class Log:
+class CallLog:
     """What a watcher was called with, call by call."""
 
     calls: list[Any] = field(default_factory=list)
@@ -278,7 +295,7 @@ class Log:
 class Counting(LogitsProcessor):
     """Changes nothing, and notes every call."""
 
-    def __init__(self, log: Log) -> None:
+    def __init__(self, log: CallLog) -> None:
         self.log = log
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
@@ -314,7 +331,7 @@ class Drawing(Counting):
 class Twisted(RepetitionPenaltyLogitsProcessor):
     """A known processor's child that does something else: must not be taken for its parent."""
 
-    def __init__(self, log: Log) -> None:
+    def __init__(self, log: CallLog) -> None:
         super().__init__(1.5)
         self.log = log
 
@@ -329,7 +346,7 @@ class Failing(Counting):
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         super().__call__(input_ids, scores)
         if len(self.log.calls) == 5:
-            raise Broken("the processor broke at call 5")
+            raise InjectedError("the processor broke at call 5")
         return scores
 
 
@@ -338,16 +355,16 @@ PROCESSORS: dict[str, type[Any]] = {
 }
 
 
-class Prefix:
+class PrefixConstraint:
     """A `prefix_allowed_tokens_fn`: by row and last token if pure, else also by the number of calls. Notes calls."""
 
-    def __init__(self, log: Log, vocab: int, pure: bool) -> None:
-        self.log, self.vocab, self.pure = log, vocab, pure
+    def __init__(self, log: CallLog, vocab_size: int, is_pure: bool) -> None:
+        self.log, self.vocab_size, self.is_pure = log, vocab_size, is_pure
 
     def __call__(self, row: int, input_ids: Tensor) -> list[int]:
         self.log.calls.append((row, input_ids.tolist()))
-        turn = row + int(input_ids[-1]) + (0 if self.pure else len(self.log.calls))
-        return [token for token in range(self.vocab) if token < 3 or (token + turn) % 3]
+        turn = row + int(input_ids[-1]) + (0 if self.is_pure else len(self.log.calls))
+        return [token for token in range(self.vocab_size) if token < 3 or (token + turn) % 3]
 
 
 # --- stopping criteria ------------------------------------------------------------------------------------------------
@@ -356,7 +373,7 @@ class Prefix:
 class Watching(StoppingCriteria):
     """Never stops, and notes every call."""
 
-    def __init__(self, log: Log, start: int, seed: int) -> None:
+    def __init__(self, log: CallLog, start: int, seed: int) -> None:
         self.log, self.start, self.seed = log, start, seed
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
@@ -381,8 +398,8 @@ class Lengths(Watching):
     """Stops each row at a random length of its own."""
 
     def stop(self, input_ids: Tensor) -> Any:
-        dice = random.Random(self.seed)
-        limits = torch.tensor([self.start + dice.randint(1, 20) for _ in range(input_ids.shape[0])])
+        rng = random.Random(self.seed)
+        limits = torch.tensor([self.start + rng.randint(1, 20) for _ in range(input_ids.shape[0])])
         return input_ids.shape[1] >= limits
 
 
@@ -405,7 +422,7 @@ class Tripping(Watching):
 
     def stop(self, input_ids: Tensor) -> Any:
         if len(self.log.calls) == 4:
-            raise Broken("the criterion broke at call 4")
+            raise InjectedError("the criterion broke at call 4")
         return super().stop(input_ids)
 
 
@@ -414,10 +431,10 @@ CRITERIA: dict[str, type[Watching]] = {
 }
 
 
-class Recorder(BaseStreamer):
+class RecordingStreamer(BaseStreamer):
     """Notes what it is handed."""
 
-    def __init__(self, log: Log) -> None:
+    def __init__(self, log: CallLog) -> None:
         self.log = log
 
     def put(self, value: Tensor) -> None:
@@ -427,16 +444,16 @@ class Recorder(BaseStreamer):
         self.log.calls.append("end")
 
 
-class Fuse(Recorder):
+class FailingStreamer(RecordingStreamer):
     """Raises at the third put."""
 
     def put(self, value: Tensor) -> None:
         super().put(value)
         if len(self.log.calls) == 3:
-            raise Broken("the streamer broke at put 3")
+            raise InjectedError("the streamer broke at put 3")
 
 
-class Dealer(Recorder):
+class RngStreamer(RecordingStreamer):
     """Draws from torch's default generator."""
 
     def put(self, value: Tensor) -> None:

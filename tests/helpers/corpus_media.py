@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 from PIL import Image
-from video_files import write
+from video_files import write_video
 
 CANARY = "canary.mp4"
 """A whole clip beside the file that is read: hostile files refer to it."""
@@ -73,7 +73,7 @@ def clips() -> dict[str, bytes]:
     }
     with tempfile.TemporaryDirectory() as folder:
         for suffix, codec in kinds.items():
-            made[f"a.{suffix}"] = write(Path(folder, f"a.{suffix}"), 6, codec, fps=25).read_bytes()
+            made[f"a.{suffix}"] = write_video(Path(folder, f"a.{suffix}"), 6, codec, fps=25).read_bytes()
     made["a.gif"] = images()["a.gif"]
     return made
 
@@ -286,7 +286,7 @@ class Watch:
 @contextmanager
 def watched(folder: Path) -> Iterator[Watch]:
     """A `Watch` over a folder that holds the canary."""
-    write(folder / CANARY, 6)
+    write_video(folder / CANARY, 6)
     watch = Watch(folder)
     watch.opened()
     try:

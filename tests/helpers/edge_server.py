@@ -71,17 +71,22 @@ def main() -> None:
     """Serve until stdin is closed."""
     from mmspec.app.ui.edge.bodies import Bounds
     from mmspec.app.ui.limits import Limits
-    from mmspec.app.ui.model_store import Shelf
-    from mmspec.app.ui.server import served
+    from mmspec.app.ui.model_store import ModelStore
+    from mmspec.app.ui.server import serve
 
     logging.basicConfig(level=logging.INFO)
     bounds = Bounds(request=REQUEST, held=HELD, spare=0, idle_s=IDLE_S, slow_s=6.0)
-    limits = Limits(megabytes=MEGABYTES, tokens=64, files=20)
-    with served(Shelf("tiny"), limits=limits, bounds=bounds, port=0, allowed=["demo.example.org"]) as site:
+    limits = Limits(max_file_mb=MEGABYTES, max_new_tokens=64, max_files=20)
+    with serve(ModelStore("tiny"), limits=limits, bounds=bounds, port=0, allowed=["demo.example.org"]) as site:
         site.context.worker.submit(lambda: None).result()
         events = {getattr(fn.fn, "__name__", ""): number for number, fn in site.app.fns.items()}
         inputs = [(number, len(fn.inputs)) for number, fn in site.app.fns.items()]
-        told = {"port": site.app.server_port, "root": str(site.context.space.root), "events": events, "inputs": inputs}
+        told = {
+            "port": site.app.server_port,
+            "root": str(site.context.temp_storage.root),
+            "events": events,
+            "inputs": inputs,
+        }
         print(json.dumps(told), flush=True)
         sys.stdin.read()
 

@@ -12,119 +12,129 @@ from torch import Tensor, nn
 from mmspec.drafters.eagle.drafter import EagleDrafter, State
 from mmspec.drafters.eagle.head import EagleHead, HeadConfig
 from mmspec.drafters.training.losses import Lesson
-from mmspec.engine.tree import DraftTree, bare
-from mmspec.interfaces import Prompt, Verdict, Words
+from mmspec.engine.tree import DraftTree, root_only
+from mmspec.interfaces import Prompt, SharedEmbeddings, VerifyResult
 
-CONFIG = HeadConfig(32, 48, 4, 2, 40, qkv_bias=True)
-LAYERS, PICTURE = 3, 39
+HEAD_CONFIG = HeadConfig(32, 48, 4, 2, 40, qkv_bias=True)
+NUM_LAYERS, IMAGE_TOKEN_ID = 3, 39
 
 
 @dataclass
-class World:
+class FakeTarget:
     """A target that was never there: words, and states for every position of some texts."""
 
-    words: Words
+    shared_embeddings: SharedEmbeddings
     head: EagleHead
-    ids: Tensor
-    states: Tensor
+    input_ids: Tensor
+    hidden_states: Tensor
 
-    def embedded(self, visual: Tensor) -> Tensor:
+    def merge_embeddings(self, visual_mask: Tensor) -> Tensor:
         """Merged embeddings: visual tokens have their own, not the placeholder's."""
-        own = torch.randn(*self.ids.shape, 32, generator=torch.Generator().manual_seed(5))
-        return torch.where(visual[..., None], own, self.words.embedding(self.ids))
+        own = torch.randn(*self.input_ids.shape, 32, generator=torch.Generator().manual_seed(5))
+        return torch.where(visual_mask[..., None], own, self.shared_embeddings.embed_tokens(self.input_ids))
 
 
-def new_world() -> World:
+def build_fake_target() -> FakeTarget:
     """Always the same."""
-    dice = torch.Generator().manual_seed(3)
+    rng = torch.Generator().manual_seed(3)
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
-        words = Words(nn.Embedding(40, 32), nn.Linear(32, 40, bias=False))
-        head = EagleHead(CONFIG)
+        words = SharedEmbeddings(nn.Embedding(40, 32), nn.Linear(32, 40, bias=False))
+        head = EagleHead(HEAD_CONFIG)
     for weight in head.parameters():
         weight.data.mul_(1.5)
-    words.head.weight.data.mul_(3)  # type: ignore[operator,union-attr]
-    ids = torch.randint(3, 38, (2, 16), generator=dice)
-    return World(words, head.eval(), ids, torch.randn(2, 16, 32, generator=dice))
+    words.lm_head.weight.data.mul_(3)  # type: ignore[operator,union-attr]
+    ids = torch.randint(3, 38, (2, 16), generator=rng)
+    return FakeTarget(words, head.eval(), ids, torch.randn(2, 16, 32, generator=rng))
 
 
-def prompt_of(world: World, length: int, pads: tuple[int, int] = (0, 0), right: bool = False, **more: Any) -> Prompt:
+def build_prompt(
+    target: FakeTarget, length: int, num_pads: tuple[int, int] = (0, 0), pad_right: bool = False, **more: Any
+) -> Prompt:
     """Row b: the first `length - pads[b]` words of its text, of which 2 to 4 are a picture, and padding."""
     visual = torch.zeros(2, 16, dtype=torch.bool)
     visual[:, 2:5] = True
-    embedded = world.embedded(visual)
+    embedded = target.merge_embeddings(visual)
     parts: dict[str, list[Tensor]] = {"ids": [], "padding": [], "visual": [], "embedded": [], "states": []}
-    for row, count in enumerate(pads):
+    for row, count in enumerate(num_pads):
         n = length - count
         real = torch.ones(n, dtype=torch.bool)
-        whole = {"ids": torch.where(visual, PICTURE, world.ids)[row, :n], "padding": real, "visual": visual[row, :n]}
-        whole |= {"embedded": embedded[row, :n], "states": world.states[row, :n]}
+        whole = {
+            "ids": torch.where(visual, IMAGE_TOKEN_ID, target.input_ids)[row, :n],
+            "padding": real,
+            "visual": visual[row, :n],
+        }
+        whole |= {"embedded": embedded[row, :n], "states": target.hidden_states[row, :n]}
         for name, value in whole.items():
             fill = value.new_zeros(count, *value.shape[1:])
-            parts[name].append(torch.cat([value, fill] if right else [fill, value]))
+            parts[name].append(torch.cat([value, fill] if pad_right else [fill, value]))
     joined = {name: torch.stack(values) for name, values in parts.items()}
     return Prompt(
-        ids=joined["ids"], padding=joined["padding"], visual=joined["visual"], positions=joined["ids"],
-        taps={0: joined["embedded"], LAYERS: joined["states"]}, vocab_size=40, banned=frozenset((0, PICTURE)),
-        words=world.words, **more,
+        input_ids=joined["ids"], attention_mask=joined["padding"], visual_mask=joined["visual"], position_ids=joined["ids"],
+        hidden_states={0: joined["embedded"], NUM_LAYERS: joined["states"]}, vocab_size=40, banned_ids=frozenset((0, IMAGE_TOKEN_ID)),
+        shared_embeddings=target.shared_embeddings, **more,
     )  # fmt: skip
 
 
-def first_verdict(tokens: list[int]) -> Verdict:
+def build_first_result(tokens: list[int]) -> VerifyResult:
     column = torch.tensor(tokens)[:, None]
     rows = [[token] for token in tokens]
     ones, zeros = torch.ones(len(tokens), dtype=torch.long), torch.zeros_like(column)
-    return Verdict(bare(len(tokens)), zeros, ones, column, rows, [[0]] * len(tokens))
+    return VerifyResult(root_only(len(tokens)), zeros, ones, column, rows, [[0]] * len(tokens))
 
 
-def emitted(tree: DraftTree, walked: list[list[int]], tokens: list[list[int]]) -> Verdict:
+def build_result(tree: DraftTree, accepted_nodes: list[list[int]], tokens: list[list[int]]) -> VerifyResult:
     """A round that walked these nodes and emitted these tokens."""
     longest = max(map(len, tokens))
     fill = (
         [[*row, *[0] * (longest - len(row))] for row in tokens],
-        [[*row, *[0] * (longest - len(row))] for row in walked],
+        [[*row, *[0] * (longest - len(row))] for row in accepted_nodes],
     )
     counts = torch.tensor([len(row) for row in tokens])
-    return Verdict(tree, torch.tensor(fill[1]), counts, torch.tensor(fill[0]), tokens, walked)
+    return VerifyResult(tree, torch.tensor(fill[1]), counts, torch.tensor(fill[0]), tokens, accepted_nodes)
 
 
-def started(world: World, made: EagleDrafter, prompt: Prompt) -> State:
+def begin_decoding(target: FakeTarget, drafter: EagleDrafter, prompt: Prompt) -> State:
     """After the prompt was read, with the words that follow in the texts."""
-    state = made.begin(prompt)
-    lengths = prompt.padding.sum(1).tolist()
-    made.observe(state, first_verdict([int(world.ids[row, n]) for row, n in enumerate(lengths)]), {})
-    made.read(state)
+    state = drafter.begin(prompt)
+    lengths = prompt.attention_mask.sum(1).tolist()
+    drafter.observe(state, build_first_result([int(target.input_ids[row, n]) for row, n in enumerate(lengths)]), {})
+    drafter.read(state)
     return state
 
 
-def prompt_rows(world: World, head: EagleHead, rule: str, row: int, n: int) -> tuple[list[Tensor], list[int]]:
+def reference_draft_inputs(
+    target: FakeTarget, head: EagleHead, visual_mode: str, row: int, n: int
+) -> tuple[list[Tensor], list[int]]:
     """What a head reads by a rule of the first n words of a text, when the n-th is known, and the rows' positions."""
     visual = torch.zeros(2, 16, dtype=torch.bool)
     visual[:, 2:5] = True
-    embed = world.words.embedding
-    embedded = world.embedded(visual)[row]
-    after = embed(world.ids[row, n])
+    embed = target.shared_embeddings.embed_tokens
+    embedded = target.merge_embeddings(visual)[row]
+    after = embed(target.input_ids[row, n])
     rows, places = [], []
     for p in range(n):
         following = embedded[p + 1] if p + 1 < n else after
         seen = p + 1 < n and bool(visual[row, p + 1])
-        if rule == "textual" and seen:
+        if visual_mode == "textual" and seen:
             continue
-        if rule == "blind" and seen:
-            following = embed(torch.tensor(PICTURE))
-        fused = head.fc(torch.cat([following, world.states[row, p]]))
-        rows.append(following if rule == "decoupled" and seen else fused)
+        if visual_mode == "blind" and seen:
+            following = embed(torch.tensor(IMAGE_TOKEN_ID))
+        fused = head.fc(torch.cat([following, target.hidden_states[row, p]]))
+        rows.append(following if visual_mode == "decoupled" and seen else fused)
         places.append(p)
     return rows, places
 
 
-def slow_pass(head: EagleHead, rows: Tensor, places: Tensor, sees: Tensor | None = None) -> Tensor:
+def reference_forward(
+    head: EagleHead, inputs: Tensor, position_ids: Tensor, attention_mask: Tensor | None = None
+) -> Tensor:
     """The layer, written out. sees: [n, n] bool, which rows each row looks at; all up to itself if None."""
-    layer, n, d = head.layer, len(rows), CONFIG.head_dim
-    mixed = layer.qkv_proj(rows).view(n, 8, d)
+    layer, n, d = head.layer, len(inputs), HEAD_CONFIG.head_dim
+    mixed = layer.qkv_proj(inputs).view(n, 8, d)
     queries, keys, values = mixed[:, :4], mixed[:, 4:6], mixed[:, 6:]
     steps = 10000.0 ** (-torch.arange(0, d, 2) / d)
-    angle = places[:, None] * steps
+    angle = position_ids[:, None] * steps
     turn = torch.polar(torch.ones_like(angle), angle)[:, None]
 
     def turned(v: Tensor) -> Tensor:
@@ -135,24 +145,24 @@ def slow_pass(head: EagleHead, rows: Tensor, places: Tensor, sees: Tensor | None
     out = torch.zeros(n, 4, d)
     for i in range(n):
         for h in range(4):
-            seen = torch.arange(n) <= i if sees is None else sees[i]
+            seen = torch.arange(n) <= i if attention_mask is None else attention_mask[i]
             shares = (keys[seen, h // 2] @ queries[i, h] / math.sqrt(d)).softmax(0)
             out[i, h] = shares @ values[seen, h // 2]
-    rows = rows + layer.o_proj(out.flatten(1))
+    inputs = inputs + layer.o_proj(out.flatten(1))
     if not layer.feeds:
-        return rows
-    normed = rows * (rows.pow(2).mean(-1, keepdim=True) + 1e-5).rsqrt() * layer.post_norm.weight
+        return inputs
+    normed = inputs * (inputs.pow(2).mean(-1, keepdim=True) + 1e-5).rsqrt() * layer.post_norm.weight
     gate, up = layer.gate_up_proj(normed).chunk(2, -1)
-    result: Tensor = rows + layer.down_proj(torch.nn.functional.silu(gate) * up)
+    result: Tensor = inputs + layer.down_proj(torch.nn.functional.silu(gate) * up)
     return result
 
 
-def paths_of(tree: DraftTree, row: int) -> dict[tuple[int, ...], float]:
+def scores_by_path(tree: DraftTree, row: int) -> dict[tuple[int, ...], float]:
     """{tokens below the root: score} of a row's nodes."""
     assert tree.scores is not None
     found: dict[tuple[int, ...], float] = {}
     paths: list[tuple[int, ...]] = [()]
-    for node in range(1, tree.nodes):
+    for node in range(1, tree.num_nodes):
         parent = int(tree.parents[row, node])
         assert 0 <= parent < node, "parents first"
         paths.append((*paths[parent], int(tree.tokens[row, node])))
@@ -162,11 +172,18 @@ def paths_of(tree: DraftTree, row: int) -> dict[tuple[int, ...], float]:
     return found
 
 
-def lesson_of(world: World, seed: int = 0, length: int = 14) -> Lesson:
+def build_train_batch(target: FakeTarget, seed: int = 0, length: int = 14) -> Lesson:
     visual = torch.zeros(2, 16, dtype=torch.bool)
     visual[:, 2:5] = True
     index = torch.arange(16)[:length]
     answer = (index >= 7) & (index < torch.tensor([[14], [12]]))
     real = index < torch.tensor([[14], [12]])
-    ids = torch.where(visual, PICTURE, world.ids)[:, :length]
-    return Lesson(ids, real, visual[:, :length], answer, world.embedded(visual)[:, :length], world.states[:, :length])
+    ids = torch.where(visual, IMAGE_TOKEN_ID, target.input_ids)[:, :length]
+    return Lesson(
+        ids,
+        real,
+        visual[:, :length],
+        answer,
+        target.merge_embeddings(visual)[:, :length],
+        target.hidden_states[:, :length],
+    )

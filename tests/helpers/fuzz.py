@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, field
 from multiprocessing import get_context
 from typing import Any
 
-import adversarial as liars
+import adversarial as adversarial
 import tiny_heads as heads
 import tiny_models as tiny
 import torch
@@ -41,8 +41,8 @@ from transformers import (
 
 FAMILIES = tiny.FAMILIES[:4]
 """What a seed chooses from. Families that came later are asked for by name, so that a seed keeps its meaning."""
-LATER = tiny.FAMILIES[4:]
-BUILT_IN = ("none", "lookup", "recycling", "fused", "auto")
+LATER_FAMILIES = tiny.FAMILIES[4:]
+BUILT_IN_DRAFTERS = ("none", "lookup", "recycling", "fused", "auto")
 TOLERANCE = 1e-4
 
 
@@ -51,7 +51,7 @@ class Case:
     """One case: a model, a few calls, and what they are called with. `options` are what a GenerationConfig can hold."""
 
     seed: int
-    spec: tiny.Spec
+    spec: tiny.ModelSpec
     batch: int
     padding: str
     mask: bool
@@ -76,7 +76,7 @@ class Case:
 
     def describe(self) -> str:
         """Everything but the defaults, in a line."""
-        model = {k: v for k, v in asdict(self.spec).items() if v != getattr(tiny.Spec(), k)}
+        model = {k: v for k, v in asdict(self.spec).items() if v != getattr(tiny.ModelSpec(), k)}
         rest = {k: v for k, v in asdict(self).items() if k != "spec" and v not in ("", None, False, (), {})}
         return f"{rest} on {model}"
 
@@ -84,8 +84,8 @@ class Case:
 # --- drawing a case ---------------------------------------------------------------------------------------------------
 
 
-def _spec(dice: random.Random, family: str) -> tiny.Spec:
-    drawn = dice.choice(FAMILIES)
+def _spec(rng: random.Random, family: str) -> tiny.ModelSpec:
+    drawn = rng.choice(FAMILIES)
     family = family or drawn
     texts = {
         "llava": ("", "", "qwen2"),
@@ -93,123 +93,121 @@ def _spec(dice: random.Random, family: str) -> tiny.Spec:
         "llava_next_video": ("", "mistral"),
     }
     text = texts.get(family, ("",))
-    slides, exact = dice.random() < 0.3, dice.random() < 0.08
-    hidden, heads = dice.choice(((32, 4), (48, 4), (32, 2)))
-    return tiny.Spec(
+    slides, exact = rng.random() < 0.3, rng.random() < 0.08
+    hidden, heads = rng.choice(((32, 4), (48, 4), (32, 2)))
+    return tiny.ModelSpec(
         family=family,
-        text=dice.choice(text),
-        vocab=dice.choice((100, 120, 160, 40)),
+        text=rng.choice(text),
+        vocab=rng.choice((100, 120, 160, 40)),
         hidden=hidden,
-        layers=dice.choice((2, 2, 3)),
+        layers=rng.choice((2, 2, 3)),
         heads=heads,
-        kv_heads=dice.choice((heads, heads // 2)),
-        window=dice.choice((12, 16, 30)) if slides else 0,
-        mixed=dice.random() < 0.5,
-        tied=dice.random() < 0.2,
-        attention="eager" if dice.random() < 0.3 and not exact else "sdpa",  # eager and pads give nan in float64
+        kv_heads=rng.choice((heads, heads // 2)),
+        window=rng.choice((12, 16, 30)) if slides else 0,
+        mixed=rng.random() < 0.5,
+        tied=rng.random() < 0.2,
+        attention="eager" if rng.random() < 0.3 and not exact else "sdpa",  # eager and pads give nan in float64
         dtype="float64" if exact else "float32",
-        tail=dice.random() < 0.4,
-        calm=dice.random() < 0.5,
-        seed=dice.randrange(1000),
+        tail=rng.random() < 0.4,
+        calm=rng.random() < 0.5,
+        seed=rng.randrange(1000),
     )
 
 
-def _sampling(dice: random.Random) -> dict[str, Any]:
-    if dice.random() < 0.45:
+def _sampling(rng: random.Random) -> dict[str, Any]:
+    if rng.random() < 0.45:
         return {"do_sample": False}
     rules: dict[str, Callable[[], Any]] = {
-        "temperature": lambda: dice.choice((0.3, 0.5, 0.7, 1.0, 1.3)),
-        "top_k": lambda: dice.choice((0, 1, 3, 20)),
-        "top_p": lambda: dice.choice((0.5, 0.8, 0.95)),
-        "min_p": lambda: dice.choice((0.02, 0.1)),
-        "typical_p": lambda: dice.choice((0.5, 0.9)),
+        "temperature": lambda: rng.choice((0.3, 0.5, 0.7, 1.0, 1.3)),
+        "top_k": lambda: rng.choice((0, 1, 3, 20)),
+        "top_p": lambda: rng.choice((0.5, 0.8, 0.95)),
+        "min_p": lambda: rng.choice((0.02, 0.1)),
+        "typical_p": lambda: rng.choice((0.5, 0.9)),
         "epsilon_cutoff": lambda: 0.02,
         "eta_cutoff": lambda: 0.02,
     }
-    chosen = {name: draw() for name, draw in rules.items() if dice.random() < (0.6 if name == "temperature" else 0.2)}
+    chosen = {name: draw() for name, draw in rules.items() if rng.random() < (0.6 if name == "temperature" else 0.2)}
     return {"do_sample": True, **chosen}
 
 
-def _processing(dice: random.Random, vocab: int) -> dict[str, Any]:
-    some = [dice.randrange(vocab) for _ in range(6)]
+def _processors(rng: random.Random, vocab: int) -> dict[str, Any]:
+    some = [rng.randrange(vocab) for _ in range(6)]
     rules: dict[str, Callable[[], Any]] = {
-        "repetition_penalty": lambda: dice.choice((1.3, 0.8)),
-        "no_repeat_ngram_size": lambda: dice.choice((1, 2, 3)),
-        "min_new_tokens": lambda: dice.randint(1, 12),
-        "min_length": lambda: dice.randint(10, 60),
+        "repetition_penalty": lambda: rng.choice((1.3, 0.8)),
+        "no_repeat_ngram_size": lambda: rng.choice((1, 2, 3)),
+        "min_new_tokens": lambda: rng.randint(1, 12),
+        "min_length": lambda: rng.randint(10, 60),
         "suppress_tokens": lambda: some,
         "begin_suppress_tokens": lambda: some,
-        "exponential_decay_length_penalty": lambda: (dice.randint(1, 8), 1.2),
+        "exponential_decay_length_penalty": lambda: (rng.randint(1, 8), 1.2),
         "renormalize_logits": lambda: True,
         "remove_invalid_values": lambda: True,
         "encoder_repetition_penalty": lambda: 1.3,
         "encoder_no_repeat_ngram_size": lambda: 2,
     }
-    rate = dice.choice((0.0, 0.0, 0.1, 0.3))
+    rate = rng.choice((0.0, 0.0, 0.1, 0.3))
     rates = {name: rate / 3 if name.startswith("encoder") else rate for name in rules}
-    return {name: draw() for name, draw in rules.items() if dice.random() < rates[name]}
+    return {name: draw() for name, draw in rules.items() if rng.random() < rates[name]}
 
 
-def _length(dice: random.Random) -> dict[str, Any]:
+def _length(rng: random.Random) -> dict[str, Any]:
     """`max_length` counts from the end of the first prompt until `stage` knows how long that is."""
-    kind = dice.random()
+    kind = rng.random()
     if kind < 0.85:
-        return {
-            "max_new_tokens": dice.choice((1, 2, 3, dice.randint(4, 12), dice.randint(8, 24), dice.randint(12, 40)))
-        }
-    return {"max_length": dice.choice((-2, 0, *(dice.randint(1, 40) for _ in range(12))))} if kind < 0.97 else {}
+        return {"max_new_tokens": rng.choice((1, 2, 3, rng.randint(4, 12), rng.randint(8, 24), rng.randint(12, 40)))}
+    return {"max_length": rng.choice((-2, 0, *(rng.randint(1, 40) for _ in range(12))))} if kind < 0.97 else {}
 
 
-def _returns(dice: random.Random) -> dict[str, Any]:
-    flags = {name: True for name in ("output_scores", "output_logits") if dice.random() < 0.5}
-    if dice.random() < 0.5:
-        return flags if dice.random() < 0.1 else {}
+def _returns(rng: random.Random) -> dict[str, Any]:
+    flags = {name: True for name in ("output_scores", "output_logits") if rng.random() < 0.5}
+    if rng.random() < 0.5:
+        return flags if rng.random() < 0.1 else {}
     return {"return_dict_in_generate": True, **flags}
 
 
-def _sometimes(dice: random.Random, rate: float, choices: Sequence[str]) -> str:
-    return dice.choice(tuple(choices)) if dice.random() < rate else ""
+def _choose_with_rate(rng: random.Random, rate: float, choices: Sequence[str]) -> str:
+    return rng.choice(tuple(choices)) if rng.random() < rate else ""
 
 
-def draw(seed: int, family: str = "") -> Case:
+def draw_case(seed: int, family: str = "") -> Case:
     """The case of `seed`, with a model of `family` in place of the one drawn."""
-    dice = random.Random(f"mmspec {seed}")
-    spec = _spec(dice, family)
-    options = {**_sampling(dice), **_processing(dice, spec.vocab), **_length(dice), **_returns(dice)}
-    turns = _sometimes(dice, 0.35, ("again", "other", "continue", "continue", "tail"))
-    if options["do_sample"] and dice.random() < 0.2 and turns not in ("continue", "tail"):
-        options["num_return_sequences"] = dice.randint(2, 3)
-    if dice.random() < 0.05:
+    rng = random.Random(f"mmspec {seed}")
+    spec = _spec(rng, family)
+    options = {**_sampling(rng), **_processors(rng, spec.vocab), **_length(rng), **_returns(rng)}
+    turns = _choose_with_rate(rng, 0.35, ("again", "other", "continue", "continue", "tail"))
+    if options["do_sample"] and rng.random() < 0.2 and turns not in ("continue", "tail"):
+        options["num_return_sequences"] = rng.randint(2, 3)
+    if rng.random() < 0.05:
         options["max_time"] = 1000.0
-    liar = dice.random() < 0.65
+    liar = rng.random() < 0.65
     truthful = ("oracle", "bush", "bush", "chaos", "chaos", "wrong", "nosy", "tapper", "empty", "raising")
-    odd, eos = dice.random() < 0.3, dice.choice(("one", "one", "several", "several", "none", "first"))
+    odd, eos = rng.random() < 0.3, rng.choice(("one", "one", "several", "several", "none", "first"))
     if eos == "none":
         options.pop("exponential_decay_length_penalty", None)  # HF itself fails on it
     return Case(
         seed=seed,
         spec=spec,
-        batch=dice.choice((1, 1, 2, 3, 4)),
-        padding=dice.choice(("left", "left", "right", "none")),
-        mask=dice.random() < 0.75,
-        videos=spec.family in tiny.VIDEO and dice.random() < 0.35,
-        drafter=dice.choice(truthful if liar else BUILT_IN),
-        deterministic=dice.random() < 0.6,
-        nodes=dice.choice((1, 2, 3, 7, 16, 64)) if dice.random() < 0.4 else None,
-        override=_sometimes(dice, 0.15, ("drafter", "deterministic", "enabled", "disabled", "reference")),
-        seeded=dice.choice(("before", "after")),
+        batch=rng.choice((1, 1, 2, 3, 4)),
+        padding=rng.choice(("left", "left", "right", "none")),
+        mask=rng.random() < 0.75,
+        videos=spec.family in tiny.VIDEO_FAMILIES and rng.random() < 0.35,
+        drafter=rng.choice(truthful if liar else BUILT_IN_DRAFTERS),
+        deterministic=rng.random() < 0.6,
+        nodes=rng.choice((1, 2, 3, 7, 16, 64)) if rng.random() < 0.4 else None,
+        override=_choose_with_rate(rng, 0.15, ("drafter", "deterministic", "enabled", "disabled", "reference")),
+        seeded=rng.choice(("before", "after")),
         turns=turns,
-        where=dice.choice(("call", "call", "config", "model")),
+        where=rng.choice(("call", "call", "config", "model")),
         eos=eos,
-        stop_strings=dice.random() < 0.2,
+        stop_strings=rng.random() < 0.2,
         options=options,
-        biased=tuple(k for k in ("bad_words_ids", "sequence_bias", "forced_eos_token_id") if dice.random() < 0.06),
-        processor=_sometimes(dice, 0.12 + 0.25 * odd, ("known", "known", *liars.PROCESSORS)),
-        prefix=_sometimes(dice, 0.15 * odd, ("pure", "counting")),
-        criterion=_sometimes(dice, 0.12 + 0.35 * odd, tuple(liars.CRITERIA)),
-        cache=_sometimes(dice, 0.15, ("bare", "config")),
-        streamer=_sometimes(dice, 0.25, ("plain",) * 6 + ("failing", "gambling")),
-        pad=_sometimes(dice, 0.2, ("eos", "eos", "none")),
+        biased=tuple(k for k in ("bad_words_ids", "sequence_bias", "forced_eos_token_id") if rng.random() < 0.06),
+        processor=_choose_with_rate(rng, 0.12 + 0.25 * odd, ("known", "known", *adversarial.PROCESSORS)),
+        prefix=_choose_with_rate(rng, 0.15 * odd, ("pure", "counting")),
+        criterion=_choose_with_rate(rng, 0.12 + 0.35 * odd, tuple(adversarial.CRITERIA)),
+        cache=_choose_with_rate(rng, 0.15, ("bare", "config")),
+        streamer=_choose_with_rate(rng, 0.25, ("plain",) * 6 + ("failing", "gambling")),
+        pad=_choose_with_rate(rng, 0.2, ("eos", "eos", "none")),
     )
 
 
@@ -217,94 +215,96 @@ def draw(seed: int, family: str = "") -> Case:
 
 
 @dataclass
-class Outcome:
+class CallOutcome:
     """What one call gave, everything a caller can see."""
 
     sequences: Tensor | None = None
-    kind: str = ""
+    type_name: str = ""
     tensors: dict[str, tuple[Tensor, ...]] = field(default_factory=dict)
-    cached: int | None = None
-    past: Any = None
-    rng: Tensor | None = None
+    cache_length: int | None = None
+    past_key_values: Any = None
+    rng_state: Tensor | None = None
     error: str = ""
-    trace: str = ""
+    traceback: str = ""
     logs: dict[str, list[Any]] = field(default_factory=dict)
-    states: Any = None
+    hidden_states: Any = None
 
 
 @dataclass
-class Stage:
+class PreparedCase:
     """A case made concrete: the model, the inputs of its turns, and the options that hang on what the model says."""
 
     case: Case
     model: PreTrainedModel
     inputs: list[tiny.Inputs]
-    found: dict[str, Any]
-    eos: list[int] | None
+    output_options: dict[str, Any]
+    eos_token_ids: list[int] | None
 
 
 def _inputs(case: Case, model: PreTrainedModel) -> list[tiny.Inputs]:
-    dice = random.Random(case.seed)
+    rng = random.Random(case.seed)
     made = []
     for turn in range(2 if case.turns == "other" else 1):
-        batch = case.batch if turn == 0 else dice.choice([b for b in (1, 2, 3) if b != case.batch])
-        clips = [dice.randint(0, 1) for _ in range(batch)] if case.videos else None
+        batch = case.batch if turn == 0 else rng.choice([b for b in (1, 2, 3) if b != case.batch])
+        clips = [rng.randint(0, 1) for _ in range(batch)] if case.videos else None
         clips = clips if clips and any(clips) else None
-        images = [dice.randint(0, 2) for _ in range(batch)] if clips or dice.random() < 0.4 else None
-        few = dice.choice((5, 30))
-        seed = dice.randrange(10**6)
+        images = [rng.randint(0, 2) for _ in range(batch)] if clips or rng.random() < 0.4 else None
+        few = rng.choice((5, 30))
+        seed = rng.randrange(10**6)
         args: dict[str, Any] = {"padding": case.padding, "mask": case.mask, "few": few}
-        made.append(tiny.inputs(model, seed, batch, images=images, videos=clips, **args))
+        made.append(tiny.build_inputs(model, seed, batch, images=images, videos=clips, **args))
     return made * 2 if case.turns == "again" else made
 
 
-def _probe(case: Case, model: PreTrainedModel, given: tiny.Inputs) -> list[list[int]]:
+def _generate_freely(case: Case, model: PreTrainedModel, given: tiny.Inputs) -> list[list[int]]:
     """What the model says with no stop conditions: rows of generated tokens."""
     free = {k: v for k, v in case.options.items() if k in ("do_sample", "temperature", "top_k", "top_p")}
     torch.manual_seed(case.seed)
-    with configured(model, None):
+    with override_generation_config(model, None):
         said = model.generate(**given, **free, max_new_tokens=16)
     return said[:, given["input_ids"].shape[1] :].tolist()
 
 
-def stage(case: Case) -> Stage:
+def prepare_case(case: Case) -> PreparedCase:
     """Build the model, the inputs, and stop conditions and biases that concern what this model is about to say."""
-    model, dice = tiny.model(case.spec), random.Random(case.seed + 1)
+    model, rng = tiny.build_model(case.spec), random.Random(case.seed + 1)
     inputs = _inputs(case, model)
-    probe = _probe(case, model, inputs[0])
+    probe = _generate_freely(case, model, inputs[0])
     said = [token for row in probe for token in row[1:]]
-    spelled = tiny.spelling(case.spec)
+    spelled = tiny.token_texts(case.spec)
     found: dict[str, Any] = {}
     if case.stop_strings:
         texts = ["".join(spelled[token] for token in row[1:]) for row in probe]
-        begins = [(text, dice.randrange(len(text) - 5)) for text in dice.choices(texts, k=2)]
-        stops = [text[begin : begin + dice.randint(2, 5)] for text, begin in begins]
-        found["stop_strings"] = stops if dice.random() < 0.7 else stops[0]
+        begins = [(text, rng.randrange(len(text) - 5)) for text in rng.choices(texts, k=2)]
+        stops = [text[begin : begin + rng.randint(2, 5)] for text, begin in begins]
+        found["stop_strings"] = stops if rng.random() < 0.7 else stops[0]
     if "bad_words_ids" in case.biased:
         found["bad_words_ids"] = [[said[0]], said[3:5], [probe[0][4], probe[0][5], probe[0][6]]]
     if "sequence_bias" in case.biased:
         found["sequence_bias"] = [[[said[1]], -4.0], [probe[0][2:4], -9.0], [[said[5], said[6]], 6.0]]
     if "forced_eos_token_id" in case.biased:
         free = [token for token in said if token not in case.options.get("suppress_tokens", ())]
-        found["forced_eos_token_id"] = dice.choice(free or [tiny.ids(case.spec).eos])
+        found["forced_eos_token_id"] = rng.choice(free or [tiny.special_ids(case.spec).eos])
     if "max_length" in case.options:
         found["max_length"] = inputs[0]["input_ids"].shape[1] + case.options["max_length"]
-    some = dice.choices(said, k=3)
-    own = tiny.ids(case.spec).eos
-    choices = {"one": [own], "first": [some[0]], "several": [own, *some[: dice.randint(1, 3)]], "none": None}
-    return Stage(case, model, inputs, found, choices[case.eos])
+    some = rng.choices(said, k=3)
+    own = tiny.special_ids(case.spec).eos
+    choices = {"one": [own], "first": [some[0]], "several": [own, *some[: rng.randint(1, 3)]], "none": None}
+    return PreparedCase(case, model, inputs, found, choices[case.eos])
 
 
 @contextmanager
-def configured(
-    model: PreTrainedModel, eos: list[int] | None, options: dict[str, Any] | None = None, pad: str = ""
+def override_generation_config(
+    model: PreTrainedModel, eos_token_ids: list[int] | None, options: dict[str, Any] | None = None, pad: str = ""
 ) -> Iterator[None]:
     """The model's own generation config, changed for a while; a changed copy left behind would be a fault."""
     kept = model.generation_config
     model.generation_config = copy.deepcopy(kept)
-    model.generation_config.eos_token_id = eos if eos is None or len(eos) > 1 else eos[0]
+    model.generation_config.eos_token_id = (
+        eos_token_ids if eos_token_ids is None or len(eos_token_ids) > 1 else eos_token_ids[0]
+    )
     if pad:
-        model.generation_config.pad_token_id = eos[-1] if eos and pad == "eos" else None
+        model.generation_config.pad_token_id = eos_token_ids[-1] if eos_token_ids and pad == "eos" else None
     for name, value in (options or {}).items():
         setattr(model.generation_config, name, value)
     before = model.generation_config.to_dict()
@@ -315,10 +315,12 @@ def configured(
         model.generation_config = kept
 
 
-def _arguments(stage: Stage, given: tiny.Inputs, cache: Any, logs: dict[str, liars.Log], spy: bool) -> dict[str, Any]:
+def _arguments(
+    stage: PreparedCase, given: tiny.Inputs, cache: Any, logs: dict[str, adversarial.CallLog], spy: bool
+) -> dict[str, Any]:
     """The keyword arguments of one call, with fresh processors, criteria, streamers and logs."""
     case, made = stage.case, dict(given)
-    options = copy.deepcopy({**case.options, **stage.found})
+    options = copy.deepcopy({**case.options, **stage.output_options})
     if spy:
         options |= {"return_dict_in_generate": True, "output_hidden_states": True, "output_logits": True}
     if case.where == "config":
@@ -326,7 +328,7 @@ def _arguments(stage: Stage, given: tiny.Inputs, cache: Any, logs: dict[str, lia
     elif case.where == "call" or spy:
         made |= options
     if case.stop_strings:
-        made["tokenizer"] = tiny.tokenizer(case.spec)
+        made["tokenizer"] = tiny.build_tokenizer(case.spec)
     if cache is not None:
         made["past_key_values"] = cache
     length, name = given["input_ids"].shape[1], case.processor
@@ -334,67 +336,80 @@ def _arguments(stage: Stage, given: tiny.Inputs, cache: Any, logs: dict[str, lia
         known = (TopKLogitsWarper(4), TemperatureLogitsWarper(0.6), RepetitionPenaltyLogitsProcessor(1.2))
         made["logits_processor"] = LogitsProcessorList([known[case.seed % 3]])
     elif name:
-        made["logits_processor"] = LogitsProcessorList([liars.PROCESSORS[name](logs.setdefault(name, liars.Log()))])
+        made["logits_processor"] = LogitsProcessorList(
+            [adversarial.PROCESSORS[name](logs.setdefault(name, adversarial.CallLog()))]
+        )
     if case.prefix:
-        watch = logs.setdefault("prefix", liars.Log())
-        made["prefix_allowed_tokens_fn"] = liars.Prefix(watch, case.spec.vocab, case.prefix == "pure")
+        watch = logs.setdefault("prefix", adversarial.CallLog())
+        made["prefix_allowed_tokens_fn"] = adversarial.PrefixConstraint(watch, case.spec.vocab, case.prefix == "pure")
     if case.criterion:
-        watch = logs.setdefault(case.criterion, liars.Log())
-        made["stopping_criteria"] = StoppingCriteriaList([liars.CRITERIA[case.criterion](watch, length, case.seed)])
+        watch = logs.setdefault(case.criterion, adversarial.CallLog())
+        made["stopping_criteria"] = StoppingCriteriaList(
+            [adversarial.CRITERIA[case.criterion](watch, length, case.seed)]
+        )
     if case.streamer:
-        streamer = {"plain": liars.Recorder, "failing": liars.Fuse, "gambling": liars.Dealer}[case.streamer]
-        made["streamer"] = streamer(logs.setdefault("streamer", liars.Log()))
+        streamer = {
+            "plain": adversarial.RecordingStreamer,
+            "failing": adversarial.FailingStreamer,
+            "gambling": adversarial.RngStreamer,
+        }[case.streamer]
+        made["streamer"] = streamer(logs.setdefault("streamer", adversarial.CallLog()))
     return made
 
 
-def _layers(cache: Any) -> tuple[Tensor, ...]:
+def clone_cache_tensors(cache: Any) -> tuple[Tensor, ...]:
     return tuple(x.clone() for layer in cache.layers for x in (layer.keys, layer.values) if x is not None)
 
 
-def _call(model: PreTrainedModel, made: dict[str, Any], logs: dict[str, liars.Log]) -> Outcome:
-    outcome, cache = Outcome(), made.get("past_key_values")
+def _call(model: PreTrainedModel, made: dict[str, Any], logs: dict[str, adversarial.CallLog]) -> CallOutcome:
+    outcome, cache = CallOutcome(), made.get("past_key_values")
     tensors = {name: value.clone() for name, value in made.items() if isinstance(value, Tensor)}
     try:
         result = model.generate(**made)
     except AssertionError:
         raise
     except Exception as error:
-        outcome.error, outcome.trace = f"{type(error).__name__}: {error}", traceback.format_exc()
+        outcome.error, outcome.traceback = f"{type(error).__name__}: {error}", traceback.format_exc()
     else:
-        outcome.kind = type(result).__name__
+        outcome.type_name = type(result).__name__
         outcome.sequences = result if isinstance(result, Tensor) else result.sequences
         if not isinstance(result, Tensor):
             outcome.tensors = {k: tuple(result[k]) for k in ("scores", "logits") if result.get(k) is not None}
-            cache, outcome.states = result.past_key_values, result.get("hidden_states")
+            cache, outcome.hidden_states = result.past_key_values, result.get("hidden_states")
         if cache is not None:
-            outcome.kind += f" {type(cache).__name__} {[type(layer).__name__ for layer in cache.layers]}"
-            outcome.tensors["cache"], outcome.cached = _layers(cache), cache.get_seq_length()
-            outcome.past = cache
+            outcome.type_name += f" {type(cache).__name__} {[type(layer).__name__ for layer in cache.layers]}"
+            outcome.tensors["cache"], outcome.cache_length = clone_cache_tensors(cache), cache.get_seq_length()
+            outcome.past_key_values = cache
     changed = [name for name, value in tensors.items() if not torch.equal(value, made[name])]
     assert not changed, f"inputs {changed} were changed in place"
-    outcome.rng = torch.get_rng_state()
+    outcome.rng_state = torch.get_rng_state()
     outcome.logs = {name: log.calls for name, log in logs.items()}
     return outcome
 
 
-def _next(stage: Stage, turn: int, before: Outcome | None) -> tuple[tiny.Inputs, Any]:
+def _next_inputs(stage: PreparedCase, turn: int, before: CallOutcome | None) -> tuple[tiny.Inputs, Any]:
     """Inputs and cache of a turn; continued conversations build on the outcome before."""
     case = stage.case
     if turn and case.turns in ("continue", "tail"):
         assert before is not None and before.sequences is not None
-        given = tiny.follow(stage.inputs[0], before.sequences, case.seed, case.spec, hide_pads=case.seed % 3 == 0)
-        if case.turns == "tail" and before.cached:
-            given["input_ids"] = given["input_ids"][:, before.cached :]
-        return given, before.past
+        given = tiny.build_next_turn(
+            stage.inputs[0], before.sequences, case.seed, case.spec, hide_pads=case.seed % 3 == 0
+        )
+        if case.turns == "tail" and before.cache_length:
+            given["input_ids"] = given["input_ids"][:, before.cache_length :]
+        return given, before.past_key_values
     if case.cache and not (turn and case.turns == "continue"):
         text = stage.model.config.get_text_config()
         return stage.inputs[turn], DynamicCache() if case.cache == "bare" else DynamicCache(config=text)
     return stage.inputs[turn], None
 
 
-def session(
-    stage: Stage, extra: Sequence[dict[str, Any]] = ({}, {}), spy: bool = False, states: Sequence[Tensor | None] = ()
-) -> list[Outcome]:
+def run_calls(
+    prepared: PreparedCase,
+    extra_kwargs: Sequence[dict[str, Any]] = ({}, {}),
+    return_states: bool = False,
+    rng_states: Sequence[Tensor | None] = (),
+) -> list[CallOutcome]:
     """All calls of a case, one after the other, on whatever the model's `generate` is now.
 
     Args:
@@ -402,19 +417,23 @@ def session(
         spy: ask for hidden states and logits as well, by keywords.
         states: generator states to set after each call, where they are not to carry over.
     """
-    case, outcomes = stage.case, list[Outcome]()
-    options = copy.deepcopy({**case.options, **stage.found}) if case.where == "model" and not spy else None
-    with configured(stage.model, stage.eos, options, case.pad):
+    case, outcomes = prepared.case, list[CallOutcome]()
+    options = (
+        copy.deepcopy({**case.options, **prepared.output_options})
+        if case.where == "model" and not return_states
+        else None
+    )
+    with override_generation_config(prepared.model, prepared.eos_token_ids, options, case.pad):
         for turn in range(2 if case.turns else 1):
             before = outcomes[-1] if outcomes else None
-            if before is not None and case.turns in ("continue", "tail") and before.past is None:
+            if before is not None and case.turns in ("continue", "tail") and before.past_key_values is None:
                 break
-            given, cache = _next(stage, turn, before)
-            logs: dict[str, liars.Log] = {}
-            made = _arguments(stage, given, cache, logs, spy)
-            outcomes.append(_call(stage.model, {**made, **extra[turn]}, logs))
-            if turn < len(states):
-                torch.set_rng_state(states[turn])
+            given, cache = _next_inputs(prepared, turn, before)
+            logs: dict[str, adversarial.CallLog] = {}
+            made = _arguments(prepared, given, cache, logs, return_states)
+            outcomes.append(_call(prepared.model, {**made, **extra_kwargs[turn]}, logs))
+            if turn < len(rng_states):
+                torch.set_rng_state(rng_states[turn])
     return outcomes
 
 
@@ -432,7 +451,7 @@ class Difference:
 
 
 @dataclass
-class Result:
+class CaseResult:
     """What became of a case."""
 
     case: Case
@@ -446,7 +465,7 @@ class Result:
 
     def report(self) -> str:
         """The failures of this case, and how to see them again."""
-        later = f" --family {self.case.spec.family}" if self.case.spec.family in LATER else ""
+        later = f" --family {self.case.spec.family}" if self.case.spec.family in LATER_FAMILIES else ""
         lines = [f"seed {self.case.seed}: python tests/helpers/fuzz.py --first-seed {self.case.seed} --count 1{later}"]
         lines += [f"  case: {self.case.describe()}"]
         for d in self.differences:
@@ -455,7 +474,7 @@ class Result:
         return "\n".join(lines)
 
 
-def _apart(plain: tuple[Tensor, ...], patched: tuple[Tensor, ...]) -> str:
+def _compare_tensors(plain: tuple[Tensor, ...], patched: tuple[Tensor, ...]) -> str:
     """How two tuples of tensors differ, or an empty string."""
     if len(plain) != len(patched):
         return f"{len(plain)} against {len(patched)} entries"
@@ -472,7 +491,7 @@ def _apart(plain: tuple[Tensor, ...], patched: tuple[Tensor, ...]) -> str:
     return ""
 
 
-def _sequences(a: Tensor, b: Tensor) -> str:
+def _compare_sequences(a: Tensor, b: Tensor) -> str:
     if a.shape[0] != b.shape[0]:
         return f"{a.shape[0]} against {b.shape[0]} rows"
     length = min(a.shape[1], b.shape[1])
@@ -484,7 +503,7 @@ def _sequences(a: Tensor, b: Tensor) -> str:
     return f"{a.shape[1]} against {b.shape[1]} columns" if a.shape != b.shape else ""
 
 
-def _logs(a: list[Any], b: list[Any]) -> str:
+def _compare_logs(a: list[Any], b: list[Any]) -> str:
     if a == b:
         return ""
     if len(a) != len(b):
@@ -493,33 +512,33 @@ def _logs(a: list[Any], b: list[Any]) -> str:
     return f"call {first}: {str(a[first])[:300]} became {str(b[first])[:300]}"
 
 
-def _words(error: str) -> str:
+def _strip_tensor(error: str) -> str:
     """An error without the tensor that some of HF's messages print: ours has a row per node."""
     return error.split("(Tensor of shape")[0]
 
 
-def compare(plain: Outcome, patched: Outcome, turn: int) -> list[Difference]:
+def compare_outcomes(plain: CallOutcome, patched: CallOutcome, turn: int) -> list[Difference]:
     """Everything in which two outcomes of the same call differ."""
-    if _words(plain.error) != _words(patched.error):
-        trace = patched.trace.strip().splitlines()[-7:] if patched.error else []
+    if _strip_tensor(plain.error) != _strip_tensor(patched.error):
+        trace = patched.traceback.strip().splitlines()[-7:] if patched.error else []
         detail = f"{plain.error or 'no error'!r} became {patched.error or 'no error'!r} {trace}"
         return [Difference("error", turn, detail)]
-    found = {"type": "" if plain.kind == patched.kind else f"{plain.kind} became {patched.kind}"}
+    found = {"type": "" if plain.type_name == patched.type_name else f"{plain.type_name} became {patched.type_name}"}
     if plain.sequences is not None and patched.sequences is not None:
-        found["sequences"] = _sequences(plain.sequences, patched.sequences)
+        found["sequences"] = _compare_sequences(plain.sequences, patched.sequences)
     for name in sorted({*plain.tensors, *patched.tensors}):
-        found[name] = _apart(plain.tensors.get(name, ()), patched.tensors.get(name, ()))
-    if plain.cached != patched.cached:
-        found["cache length"] = f"{plain.cached} became {patched.cached}"
+        found[name] = _compare_tensors(plain.tensors.get(name, ()), patched.tensors.get(name, ()))
+    if plain.cache_length != patched.cache_length:
+        found["cache length"] = f"{plain.cache_length} became {patched.cache_length}"
     for name in sorted({*plain.logs, *patched.logs}):
-        found[f"calls of {name}"] = _logs(plain.logs.get(name, []), patched.logs.get(name, []))
-    assert plain.rng is not None and patched.rng is not None
-    found["generator state"] = "" if torch.equal(plain.rng, patched.rng) else "differs afterwards"
+        found[f"calls of {name}"] = _compare_logs(plain.logs.get(name, []), patched.logs.get(name, []))
+    assert plain.rng_state is not None and patched.rng_state is not None
+    found["generator state"] = "" if torch.equal(plain.rng_state, patched.rng_state) else "differs afterwards"
     return [Difference(kind, turn, detail) for kind, detail in found.items() if detail]
 
 
 @contextmanager
-def watched_sampling(margins: list[list[float]]) -> Iterator[None]:
+def record_margins(margins: list[list[float]]) -> Iterator[None]:
     """Note for every column how far, in log space, each row's pick was ahead of the second."""
     multinomial, argmax = torch.multinomial, torch.argmax
 
@@ -546,7 +565,7 @@ def watched_sampling(margins: list[list[float]]) -> Iterator[None]:
         torch.multinomial, torch.argmax = multinomial, argmax
 
 
-def _margin(stage: Stage, turn: int, plain: Outcome, patched: Outcome) -> float | None:
+def _margin(stage: PreparedCase, turn: int, plain: CallOutcome, patched: CallOutcome) -> float | None:
     """The plain model's margin at the first column in which the sequences of a turn differ, run again to see it."""
     assert plain.sequences is not None and patched.sequences is not None
     length = min(plain.sequences.shape[1], patched.sequences.shape[1])
@@ -556,45 +575,52 @@ def _margin(stage: Stage, turn: int, plain: Outcome, patched: Outcome) -> float 
     row, column = min(off, key=lambda x: x[1])
     margins: list[list[float]] = []
     torch.manual_seed(stage.case.seed)
-    with watched_sampling(margins):
-        again = session(stage)[turn]
+    with record_margins(margins):
+        again = run_calls(stage)[turn]
     assert again.sequences is not None
     step = len(margins) - (again.sequences.shape[1] - column)
     return margins[step][row] if 0 <= step < len(margins) and row < len(margins[step]) else None
 
 
-def check_taps(stage: Stage, tapper: liars.Tapper) -> list[Difference]:
+def check_hidden_states(prepared: PreparedCase, drafter: adversarial.HiddenStateDrafter) -> list[Difference]:
     """Compare what a drafter was shown with the hidden states and logits of plain calls."""
-    torch.manual_seed(stage.case.seed)
-    plain = session(stage, spy=True)
-    faults = [Difference("taps", 0, fault) for fault in tapper.faults]
-    for seen in tapper.seen:
-        if seen.call >= len(plain) or plain[seen.call].error or seen.column + 1 >= len(plain[seen.call].states):
+    torch.manual_seed(prepared.case.seed)
+    plain = run_calls(prepared, return_states=True)
+    faults = [Difference("taps", 0, fault) for fault in drafter.faults]
+    for seen in drafter.observed:
+        if (
+            seen.call_index >= len(plain)
+            or plain[seen.call_index].error
+            or seen.step + 1 >= len(plain[seen.call_index].hidden_states)
+        ):
             continue
-        sequences = plain[seen.call].sequences
-        start = sequences.shape[1] - len(plain[seen.call].states)
-        if int(sequences[seen.row, start + seen.column]) != seen.token:
+        sequences = plain[seen.call_index].sequences
+        start = sequences.shape[1] - len(plain[seen.call_index].hidden_states)
+        if int(sequences[seen.row, start + seen.step]) != seen.token:
             continue  # scored ahead, and cut later
-        states, logits = plain[seen.call].states[seen.column + 1], plain[seen.call].tensors["logits"][seen.column + 1]
-        for i, tap in seen.taps.items():
+        states, logits = (
+            plain[seen.call_index].hidden_states[seen.step + 1],
+            plain[seen.call_index].tensors["logits"][seen.step + 1],
+        )
+        for i, tap in seen.hidden_states.items():
             off = (states[i][seen.row, -1] - tap).abs().max()
             if not off < TOLERANCE * max(1.0, float(tap.abs().max())):
-                where = f"row {seen.row}, column {seen.column}, tap {i}"
-                faults.append(Difference("taps", seen.call, f"{where}: off {off:.1e}"))
+                where = f"row {seen.row}, column {seen.step}, tap {i}"
+                faults.append(Difference("taps", seen.call_index, f"{where}: off {off:.1e}"))
         row = logits[seen.row]
-        if not torch.allclose(row[seen.top], row.topk(len(seen.top)).values, atol=TOLERANCE, rtol=TOLERANCE):
-            faults.append(Difference("top_ids", seen.call, f"row {seen.row}, column {seen.column}: {seen.top}"))
-    for call, prompt in enumerate(tapper.prompts[: len(plain)]):
-        faults += [Difference("prompt", call, fault) for fault in _prompt_faults(stage, prompt, plain[call])]
+        if not torch.allclose(row[seen.top_ids], row.topk(len(seen.top_ids)).values, atol=TOLERANCE, rtol=TOLERANCE):
+            faults.append(Difference("top_ids", seen.call_index, f"row {seen.row}, column {seen.step}: {seen.top_ids}"))
+    for call, prompt in enumerate(drafter.prompts[: len(plain)]):
+        faults += [Difference("prompt", call, fault) for fault in _prompt_faults(prepared, prompt, plain[call])]
     return faults[:5]
 
 
-def _prompt_faults(stage: Stage, prompt: Any, plain: Outcome) -> Iterator[str]:
-    special, ids = tiny.ids(stage.case.spec), prompt.ids
+def _prompt_faults(stage: PreparedCase, prompt: Any, plain: CallOutcome) -> Iterator[str]:
+    special, ids = tiny.special_ids(stage.case.spec), prompt.ids
     placeholders = {special.image, special.video} if hasattr(stage.model.config, "video_token_id") else {special.image}
     if prompt.vocab_size != stage.case.spec.vocab:
         yield f"vocab_size {prompt.vocab_size} instead of {stage.case.spec.vocab}"
-    pads = set() if stage.case.pad or special.pad in (stage.eos or ()) else {special.pad}
+    pads = set() if stage.case.pad or special.pad in (stage.eos_token_ids or ()) else {special.pad}
     if not placeholders | pads <= prompt.banned:
         yield f"banned {sorted(prompt.banned)} misses placeholders or pad"
     if (
@@ -606,12 +632,12 @@ def _prompt_faults(stage: Stage, prompt: Any, plain: Outcome) -> Iterator[str]:
         yield f"shapes of ids, padding, visual, positions do not go together: {shapes}"
     if not torch.equal(prompt.visual, torch.isin(ids, torch.tensor(sorted(placeholders)))):
         yield "visual is not where the placeholders are"
-    if prompt.segments and not torch.equal(_covered(prompt), prompt.visual):
+    if prompt.segments and not torch.equal(_grid_mask(prompt), prompt.visual):
         yield "segments do not cover the visual tokens exactly"
-    if plain.states is None:
+    if plain.hidden_states is None:
         return
     for i, tap in prompt.taps.items():
-        state = plain.states[0][i]
+        state = plain.hidden_states[0][i]
         keep = prompt.padding[:, -state.shape[1] :]  # a continued conversation reads only what is new
         if state.shape != tap.shape:
             yield f"prompt tap {i} has shape {list(tap.shape)} instead of {list(state.shape)}"
@@ -619,7 +645,7 @@ def _prompt_faults(stage: Stage, prompt: Any, plain: Outcome) -> Iterator[str]:
             yield f"prompt tap {i} is off by {(state - tap)[keep].abs().max():.1e}"
 
 
-def _covered(prompt: Any) -> Tensor:
+def _grid_mask(prompt: Any) -> Tensor:
     covered = torch.zeros_like(prompt.visual, dtype=torch.long)
     for segment in prompt.segments:
         covered[segment.row, segment.start : segment.start + segment.length] += 1
@@ -629,29 +655,31 @@ def _covered(prompt: Any) -> Tensor:
 # --- running ----------------------------------------------------------------------------------------------------------
 
 
-def _drafter(case: Case, answers: list[Tensor]) -> Any:
-    if case.drafter in BUILT_IN:
+def _build_drafter(case: Case, answers: list[Tensor]) -> Any:
+    if case.drafter in BUILT_IN_DRAFTERS:
         return case.drafter
     if case.drafter.startswith("head-"):
-        return heads.drafter(case.drafter.removeprefix("head-"), case.spec, case.seed)
+        return heads.build_drafter(case.drafter.removeprefix("head-"), case.spec, case.seed)
     if case.drafter == "tapper":
         layers = case.spec.layers
-        return liars.Tapper(case.seed, answers, ((0, 1, layers), (layers,), (0,), (1, layers))[case.seed % 4])
-    return liars.DRAFTERS[case.drafter](case.seed, answers)
+        return adversarial.HiddenStateDrafter(
+            case.seed, answers, ((0, 1, layers), (layers,), (0,), (1, layers))[case.seed % 4]
+        )
+    return adversarial.DRAFTERS[case.drafter](case.seed, answers)
 
 
-def _overrides(case: Case, answers: list[Tensor], stage: Stage) -> list[dict[str, Any]]:
+def _per_call_options(case: Case, answers: list[Tensor], stage: PreparedCase) -> list[dict[str, Any]]:
     """The `mmspec=` argument of each call, if the case has one."""
     made: list[dict[str, Any]] = [{}, {}]
     if (
         case.override == "reference"
-        and case.drafter in BUILT_IN
+        and case.drafter in BUILT_IN_DRAFTERS
         and len(answers)
         and "num_return_sequences" not in case.options
     ):
         made[0] = {"mmspec": {"reference_ids": answers[0].tolist()}}
     elif case.override == "drafter":
-        made[case.seed % 2] = {"mmspec": {"drafter": liars.Chaos(case.seed, answers)}}
+        made[case.seed % 2] = {"mmspec": {"drafter": adversarial.MalformedDrafter(case.seed, answers)}}
     elif case.override == "deterministic":
         made = [{"mmspec": {"deterministic": True}}] * 2
     elif case.override == "enabled":
@@ -660,7 +688,7 @@ def _overrides(case: Case, answers: list[Tensor], stage: Stage) -> list[dict[str
 
 
 @contextmanager
-def patched(model: PreTrainedModel, drafter: Any, **options: Any) -> Iterator[None]:
+def patch_model(model: PreTrainedModel, drafter: Any, **options: Any) -> Iterator[None]:
     """The model with mmspec, for a while."""
     import mmspec
 
@@ -675,56 +703,60 @@ def patched(model: PreTrainedModel, drafter: Any, **options: Any) -> Iterator[No
     )
 
 
-def _patched_session(case: Case, stage: Stage, plain: list[Outcome]) -> tuple[list[Outcome], Any, dict[str, Any]]:
+def _run_patched(
+    case: Case, stage: PreparedCase, plain: list[CallOutcome]
+) -> tuple[list[CallOutcome], Any, dict[str, Any]]:
     import mmspec
 
     answers = [outcome.sequences for outcome in plain if outcome.sequences is not None]
-    drafter = _drafter(case, answers)
+    drafter = _build_drafter(case, answers)
     if case.seeded == "before":
         torch.manual_seed(case.seed)
-    with patched(stage.model, drafter, deterministic=case.deterministic, nodes=case.nodes):
+    with patch_model(stage.model, drafter, deterministic=case.deterministic, nodes=case.nodes):
         if case.seeded == "after":
             torch.manual_seed(case.seed)
         if case.override == "disabled":
             with mmspec.disabled():
-                session(stage)
+                run_calls(stage)
             torch.manual_seed(case.seed)
-        states = [outcome.rng for outcome in plain] if case.drafter == "raising" else []
-        outcomes = session(stage, _overrides(case, answers, stage), states=states)
+        states = [outcome.rng_state for outcome in plain] if case.drafter == "raising" else []
+        outcomes = run_calls(stage, _per_call_options(case, answers, stage), rng_states=states)
         stats = mmspec.stats(stage.model).as_dict()
     return outcomes, drafter, stats
 
 
-def run_case(case: Case, identity: bool = False) -> Result:
+def run_case(case: Case, identity: bool = False) -> CaseResult:
     """Run a case on the plain model, then on the same model patched, and compare. `identity` leaves out the patch."""
     began = time.perf_counter()
-    made = stage(case)
+    made = prepare_case(case)
     torch.manual_seed(case.seed)
-    plain = session(made)
+    plain = run_calls(made)
     drafter: Any = None
     stats: dict[str, Any] = {}
     if identity:
         torch.manual_seed(case.seed)
-        outcomes = session(made)
+        outcomes = run_calls(made)
     else:
-        outcomes, drafter, stats = _patched_session(case, made, plain)
-    differences = _differences(case, made, plain, outcomes)
-    if isinstance(drafter, liars.Tapper) and not differences:
-        differences += check_taps(made, drafter)
+        outcomes, drafter, stats = _run_patched(case, made, plain)
+    differences = _find_differences(case, made, plain, outcomes)
+    if isinstance(drafter, adversarial.HiddenStateDrafter) and not differences:
+        differences += check_hidden_states(made, drafter)
     spent = time.perf_counter() - began
     errors = [outcome.error for outcome in plain if outcome.error]
     tokens = sum(
         x.sequences[:, made.inputs[0]["input_ids"].shape[1] :].numel() for x in plain if x.sequences is not None
     )
-    return Result(case, differences, errors, len(plain), tokens, stats, str(stats.get("fallback") or ""), spent)
+    return CaseResult(case, differences, errors, len(plain), tokens, stats, str(stats.get("fallback") or ""), spent)
 
 
-def _differences(case: Case, made: Stage, plain: list[Outcome], outcomes: list[Outcome]) -> list[Difference]:
+def _find_differences(
+    case: Case, made: PreparedCase, plain: list[CallOutcome], outcomes: list[CallOutcome]
+) -> list[Difference]:
     differences: list[Difference] = []
     for turn, (a, b) in enumerate(zip(plain, outcomes, strict=False)):
         if case.drafter == "raising" and b.error.startswith("Broken") and b.error != a.error:
             continue  # its own exception may come through; the calls after it must be right all the same
-        found = compare(a, b, turn)
+        found = compare_outcomes(a, b, turn)
         for difference in found:
             if difference.kind == "sequences":
                 difference.margin = _margin(made, turn, a, b)
@@ -735,7 +767,7 @@ def _differences(case: Case, made: Stage, plain: list[Outcome], outcomes: list[O
 
 
 @contextmanager
-def _limit(seconds: int) -> Iterator[None]:
+def _time_limit(seconds: int) -> Iterator[None]:
     def stop(*_: Any) -> None:
         raise TimeoutError(f"the case did not end within {seconds} s")
 
@@ -747,29 +779,29 @@ def _limit(seconds: int) -> Iterator[None]:
         signal.alarm(0)
 
 
-def attempt(seed: int, identity: bool = False, seconds: int = 120, family: str = "") -> Result:
+def run_seed(seed: int, identity: bool = False, timeout_s: int = 120, family: str = "") -> CaseResult:
     """`run_case(draw(seed, family))`, with a time limit, and with whatever escapes it as a difference."""
-    case = draw(seed, family)
+    case = draw_case(seed, family)
     try:
-        with _limit(seconds), warnings.catch_warnings():
+        with _time_limit(timeout_s), warnings.catch_warnings():
             warnings.filterwarnings("ignore", module="transformers")
             return run_case(case, identity)
     except Exception as error:
         lines = traceback.format_exc().strip().splitlines()[-6:]
         found = Difference("crash", 0, f"{type(error).__name__}: {error} {lines}")
-        return Result(case, [found], [], 0, 0, {}, "", 0.0)
+        return CaseResult(case, [found], [], 0, 0, {}, "", 0.0)
 
 
-def quiet() -> None:
+def init_worker() -> None:
     """One thread, and no chatter from transformers."""
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
 
 
-def summary(results: Sequence[Result]) -> dict[str, Any]:
+def summarize(results: Sequence[CaseResult]) -> dict[str, Any]:
     """Counts over all cases, by family, drafter, mode, batch and so on, and what the drafters achieved."""
 
-    def count(key: Callable[[Result], str]) -> dict[str, str]:
+    def count(key: Callable[[CaseResult], str]) -> dict[str, str]:
         total, bad = Counter(map(key, results)), Counter(key(r) for r in results if r.differences)
         return {name: f"{total[name] - bad[name]}/{total[name]}" for name in sorted(total)}
 
@@ -815,16 +847,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     logging.getLogger("mmspec").setLevel(logging.ERROR)
     seeds = range(args.first_seed, args.first_seed + args.count)
-    results: list[Result] = []
-    with get_context("fork").Pool(args.jobs, initializer=quiet) as pool:
-        for result in pool.imap(_Attempt(args.identity, args.family), seeds, chunksize=4):
+    results: list[CaseResult] = []
+    with get_context("fork").Pool(args.jobs, initializer=init_worker) as pool:
+        for result in pool.imap(_RunSeed(args.identity, args.family), seeds, chunksize=4):
             results.append(result)
             if result.differences:
                 print(result.report(), flush=True)
             if len(results) % args.every == 0:
                 failed = sum(bool(r.differences) for r in results)
                 print(f"{len(results)} of {args.count} cases, {failed} failed", file=sys.stderr, flush=True)
-    totals = summary(results)
+    totals = summarize(results)
     print(json.dumps(totals, indent=1))
     if args.json:
         versions = {"torch": torch.__version__, "transformers": transformers.__version__, "first_seed": args.first_seed}
@@ -835,12 +867,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 @dataclass(frozen=True)
-class _Attempt:
+class _RunSeed:
     identity: bool
     family: str
 
-    def __call__(self, seed: int) -> Result:
-        return attempt(seed, self.identity, family=self.family)
+    def __call__(self, seed: int) -> CaseResult:
+        return run_seed(seed, self.identity, family=self.family)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import fuzz as cases
+import fuzz as fuzz
 import torch
 from torch import Tensor
 
@@ -30,7 +30,7 @@ import mmspec.engine.sampler
 import mmspec.targets.hf
 from mmspec.engine.tree import DraftTree
 
-Swap = tuple[Any, str, Callable[[Any], Any]]
+Replacement = tuple[Any, str, Callable[[Any], Any]]
 """(owner, attribute, function from the original to the faulty one)."""
 
 
@@ -72,7 +72,7 @@ def _swapped_noise(original: Any) -> Any:
 def _sibling_seen(original: Any) -> Any:
     def faulty(self: Any, tree: DraftTree, *args: Any) -> Any:
         siblings = tree.parents[:, :, None] == tree.parents[:, None, :]
-        return original(self, replace(tree, ancestors=tree.ancestors | siblings), *args)
+        return original(self, replace(tree, ancestors=tree.ancestor_mask | siblings), *args)
 
     return faulty
 
@@ -116,7 +116,7 @@ def _positions_by_length(original: Any) -> Any:
 def _draft_emitted(original: Any) -> Any:
     def faulty(tree: DraftTree, *args: Any, **kwargs: Any) -> Any:
         path, counts, tokens = original(tree, *args, **kwargs)
-        if tree.nodes > 1:
+        if tree.num_nodes > 1:
             drafted = tree.valid[:, 1] & (tree.parents[:, 1] == 0)
             tokens[:, 0] = torch.where(drafted, tree.tokens[:, 1], tokens[:, 0])
         return path, counts, tokens
@@ -176,16 +176,20 @@ def _cache_short(original: Any) -> Any:
 
 
 _SAMPLING, _TARGET = mmspec.engine.sampler, mmspec.targets.hf.HFTarget
-_CLOCK, _NOISE, _ENGINE = mmspec.engine.output.ColumnClock, mmspec.engine.sampler.Noise, mmspec.engine.loop
+_OUTPUT_BUFFER, _NOISE, _ENGINE = (
+    mmspec.engine.output.OutputBuffer,
+    mmspec.engine.sampler.SamplingNoise,
+    mmspec.engine.loop,
+)
 
-MUTANTS: dict[str, list[Swap]] = {
+MUTANTS: dict[str, list[Replacement]] = {
     "history without the path": [(_SAMPLING, "_histories", _no_path)],
     "one noise for all nodes": [(_NOISE, "at", _one_noise)],
     "noise off by one column": [(_NOISE, "at", _late_noise)],
     "a sibling visible in the mask": [(_TARGET, "_mask", _sibling_seen)],
-    "the wrong KV rows kept": [(mmspec.engine.kv_cache.KVBuffer, "keep", _first_kept)],
+    "the wrong KV rows kept": [(mmspec.engine.kv_cache.RaggedKVCache, "keep", _first_kept)],
     "stop conditions only at the end of a round": [
-        (_CLOCK, "_judge", _judged_at_the_end),
+        (_OUTPUT_BUFFER, "_judge", _judged_at_the_end),
         (_ENGINE, "walk", _no_stops),
     ],
     "generator restored one draw late": [(_NOISE, "settle", _restored_late)],
@@ -195,8 +199,8 @@ MUTANTS: dict[str, list[Swap]] = {
     "draft token emitted instead of picked token": [(_ENGINE, "walk", _draft_emitted)],
     "pads visible": [(_TARGET, "_prepare_rounds", _pads_seen)],
     "no sliding window in trees": [(_TARGET, "_mask", _no_window)],
-    "scores of the root for the whole path": [(_CLOCK, "_keep", _scores_of_the_root)],
-    "provisional tokens never cut": [(_CLOCK, "_cut", _never_cut)],
+    "scores of the root for the whole path": [(_OUTPUT_BUFFER, "_keep", _scores_of_the_root)],
+    "provisional tokens never cut": [(_OUTPUT_BUFFER, "_cut", _never_cut)],
     "repetition penalty with another row's pads": [(_SAMPLING, "_for_rows", _pads_of_other_rows)],
     "cut tokens left in the cache": [(_TARGET, "rewind", _not_rewound)],
     "returned cache one position short": [(_TARGET, "close", _cache_short)],
@@ -205,7 +209,7 @@ MUTANTS: dict[str, list[Swap]] = {
 
 
 @contextmanager
-def planted(name: str) -> Iterator[None]:
+def plant_bug(name: str) -> Iterator[None]:
     """The engine with one bug in it, for a while."""
     swaps = [
         mock.patch.object(owner, attribute, make(getattr(owner, attribute))) for owner, attribute, make in MUTANTS[name]
@@ -220,35 +224,35 @@ def planted(name: str) -> Iterator[None]:
 
 
 @dataclass
-class Catch:
+class Detection:
     """Who saw a bug first, and after how long; `by` is empty if nobody did."""
 
     name: str
-    by: str
+    detected_by: str
     seconds: float
 
 
-def hunt(name: str, seeds: Sequence[int], traps: bool = True) -> Catch:
+def detect(name: str, seeds: Sequence[int], run_named_tests: bool = True) -> Detection:
     """Run the slice with the bug planted until something differs; if nothing does, the traps."""
     began = time.perf_counter()
-    with planted(name):
+    with plant_bug(name):
         for seed in seeds:
-            result = cases.attempt(seed)
+            result = fuzz.run_seed(seed)
             if result.differences:
                 by = f"seed {seed}, {result.differences[0].kind}"
-                return Catch(name, by, time.perf_counter() - began)
-    by = _trap(name) if traps else ""
-    return Catch(name, by, time.perf_counter() - began)
+                return Detection(name, by, time.perf_counter() - began)
+    by = _first_failing_test(name) if run_named_tests else ""
+    return Detection(name, by, time.perf_counter() - began)
 
 
-def _trap(name: str) -> str:
+def _first_failing_test(name: str) -> str:
     """The first named test that goes red with the bug planted."""
-    red = _red(["test_traps.py"], {"MMSPEC_MUTANT": name})
-    innocent = set(red) - set(_red(red, {})) if red else set()
+    red = _failing_tests(["test_traps.py"], {"MMSPEC_MUTANT": name})
+    innocent = set(red) - set(_failing_tests(red, {})) if red else set()
     return min(innocent, default="")
 
 
-def _red(tests: list[str], more: dict[str, str]) -> list[str]:
+def _failing_tests(tests: list[str], more: dict[str, str]) -> list[str]:
     command = [sys.executable, "-m", "pytest", "-q", "--maxfail=8", "--tb=no", "-p", "no:cacheprovider", *tests]
     environment, here = {**os.environ, **more}, Path(__file__).parent.parent
     run = subprocess.run(command, cwd=here, env=environment, capture_output=True, text=True, check=False)
@@ -261,14 +265,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("names", nargs="*", help="mutants by name; all of them if none is given")
     parser.add_argument("--count", type=int, default=150, help="cases of the slice")
     args = parser.parse_args(argv)
-    cases.quiet()
+    fuzz.init_worker()
     logging.getLogger("mmspec").setLevel(logging.ERROR)
     escaped = 0
     for name in args.names or MUTANTS:
-        catch = hunt(name, range(args.count))
-        escaped += not catch.by
+        catch = detect(name, range(args.count))
+        escaped += not catch.detected_by
         print(
-            f"{'caught' if catch.by else 'ESCAPED':8} {catch.seconds:6.1f} s  {name}: {catch.by or 'nobody saw it'}",
+            f"{'caught' if catch.detected_by else 'ESCAPED':8} {catch.seconds:6.1f} s  {name}: {catch.detected_by or 'nobody saw it'}",
             flush=True,
         )
     return int(escaped > 0)

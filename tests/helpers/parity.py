@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
-import adversarial as liars
-import fuzz as cases
+import adversarial as adversarial
+import fuzz as fuzz
 import pytest
 import tiny_models as tiny
 import torch
@@ -21,85 +21,85 @@ Kwargs = dict[str, Any]
 
 
 @lru_cache(maxsize=32)
-def build(spec: tiny.Spec) -> PreTrainedModel:
+def build_cached_model(spec: tiny.ModelSpec) -> PreTrainedModel:
     """A model that is made once."""
-    return tiny.model(spec)
+    return tiny.build_model(spec)
 
 
-def model_of(family: str = "llava", **changes: Any) -> PreTrainedModel:
+def get_model(family: str = "llava", **changes: Any) -> PreTrainedModel:
     """A model that tests share; whatever a test does to it, it undoes."""
-    return build(tiny.Spec(family, **changes))
+    return build_cached_model(tiny.ModelSpec(family, **changes))
 
 
-def plain_of(model: PreTrainedModel, given: tiny.Inputs, seed: int = 0, **kwargs: Any) -> Any:
+def generate_plain(model: PreTrainedModel, inputs: tiny.Inputs, seed: int = 0, **kwargs: Any) -> Any:
     """What the plain model returns after `torch.manual_seed(seed)`."""
     torch.manual_seed(seed)
-    return model.generate(**given, **kwargs)
+    return model.generate(**inputs, **kwargs)
 
 
-def said(model: PreTrainedModel, given: tiny.Inputs, **kwargs: Any) -> list[list[int]]:
+def generate_tokens(model: PreTrainedModel, inputs: tiny.Inputs, **kwargs: Any) -> list[list[int]]:
     """Rows of tokens that the plain model generates with no eos."""
-    with cases.configured(model, None):
-        return plain_of(model, given, **kwargs)[:, given["input_ids"].shape[1] :].tolist()
+    with fuzz.override_generation_config(model, None):
+        return generate_plain(model, inputs, **kwargs)[:, inputs["input_ids"].shape[1] :].tolist()
 
 
 @contextmanager
-def speculating(model: PreTrainedModel, drafter: Any = "oracle", answer: Any = None, **options: Any) -> Iterator[Any]:
+def speculate(model: PreTrainedModel, drafter: Any = "oracle", reference: Any = None, **options: Any) -> Iterator[Any]:
     """The model patched with a drafter by name; liars know `answer`, the plain output."""
-    answers = [] if answer is None else [answer if isinstance(answer, Tensor) else answer.sequences]
-    if drafter in liars.DRAFTERS:
-        drafter = liars.DRAFTERS[drafter](1, answers)
+    answers = [] if reference is None else [reference if isinstance(reference, Tensor) else reference.sequences]
+    if drafter in adversarial.DRAFTERS:
+        drafter = adversarial.DRAFTERS[drafter](1, answers)
     options.setdefault("nodes", 8)
-    with cases.patched(model, drafter, **options):
+    with fuzz.patch_model(model, drafter, **options):
         yield drafter
 
 
-def same(
+def assert_parity(
     model: PreTrainedModel,
-    given: tiny.Inputs,
+    inputs: tiny.Inputs,
     drafter: Any = "oracle",
     seed: int = 0,
-    patch: Kwargs | None = None,
+    patch_options: Kwargs | None = None,
     **kwargs: Any,
 ) -> mmspec.Stats:
     """Assert that plain and patched agree in tokens, scores, cache and generator state; the statistics of the call.
 
     `drafter` may be a function that makes one from the plain ids.
     """
-    plain = plain_of(model, given, seed, **fresh(kwargs))
+    plain = generate_plain(model, inputs, seed, **call_factories(kwargs))
     state = torch.get_rng_state()
     if callable(drafter):
         drafter = drafter(plain if isinstance(plain, Tensor) else plain.sequences)
-    with speculating(model, drafter, plain, **(patch or {})):
-        mine = plain_of(model, given, seed, **fresh(kwargs))
+    with speculate(model, drafter, plain, **(patch_options or {})):
+        mine = generate_plain(model, inputs, seed, **call_factories(kwargs))
         assert torch.equal(torch.get_rng_state(), state), "the generator is in another state afterwards"
         stats = mmspec.stats(model, last=True)
-    outcomes = [outcome(result, state) for result in (plain, mine)]
-    differences = cases.compare(*outcomes, turn=0)
+    outcomes = [build_outcome(result, state) for result in (plain, mine)]
+    differences = fuzz.compare_outcomes(*outcomes, turn=0)
     assert not differences, differences
     return stats
 
 
-FRESH = ("logits_processor", "stopping_criteria", "past_key_values", "prefix_allowed_tokens_fn")
+FACTORY_ARGUMENTS = ("logits_processor", "stopping_criteria", "past_key_values", "prefix_allowed_tokens_fn")
 """Arguments that may be given as a factory, since they have a memory."""
 
 
-def fresh(kwargs: Kwargs) -> Kwargs:
-    return {k: v() if callable(v) and k in FRESH else v for k, v in kwargs.items()}
+def call_factories(kwargs: Kwargs) -> Kwargs:
+    return {k: v() if callable(v) and k in FACTORY_ARGUMENTS else v for k, v in kwargs.items()}
 
 
-def outcome(result: Any, state: Tensor) -> cases.Outcome:
-    made = cases.Outcome(kind=type(result).__name__, rng=state)
+def build_outcome(result: Any, state: Tensor) -> fuzz.CallOutcome:
+    made = fuzz.CallOutcome(type_name=type(result).__name__, rng_state=state)
     made.sequences = result if isinstance(result, Tensor) else result.sequences
     if not isinstance(result, Tensor):
         made.tensors = {k: tuple(result[k]) for k in ("scores", "logits") if result.get(k) is not None}
         if (cache := result.past_key_values) is not None:
-            made.tensors["cache"], made.cached = cases._layers(cache), cache.get_seq_length()
+            made.tensors["cache"], made.cache_length = fuzz.clone_cache_tensors(cache), cache.get_seq_length()
     return made
 
 
 @contextmanager
-def counted_vision(model: PreTrainedModel) -> Iterator[list[int]]:
+def count_vision_calls(model: PreTrainedModel) -> Iterator[list[int]]:
     """A list that grows by one whenever the vision tower runs."""
     tower = model.model.visual if hasattr(model.model, "visual") else model.model.vision_tower
     calls: list[int] = []
@@ -110,7 +110,7 @@ def counted_vision(model: PreTrainedModel) -> Iterator[list[int]]:
         hook.remove()
 
 
-ALL = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+ALL_OUTPUTS = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
 GREEDY: Kwargs = {"do_sample": False, "max_new_tokens": 20}
 SAMPLED: Kwargs = {"do_sample": True, "temperature": 0.8, "top_k": 0, "max_new_tokens": 20}
 MODES = pytest.mark.parametrize("mode", [GREEDY, SAMPLED], ids=["greedy", "sampled"])

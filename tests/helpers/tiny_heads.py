@@ -19,43 +19,45 @@ from mmspec.vision.compressors.cost_based import Measured
 from mmspec.vision.compressors.latent import LatentCompressor
 from mmspec.vision.registry import new
 
-BLOCKS = ("flash", "chained", "parallel", "linked", "falcon")
-PICKS = ("stride:3", "random:3", "relevant:3", "salient:3", "diverse:3", "identity", "drop")
-SHRINKS = ("conv:3", "resampler:2", "elastic:4", "pool:3", *PICKS)
-KINDS = (*RULES, "trimmed", "eagle3", "vispec", *BLOCKS, "latent", "measured", "compressed")
-LEANING = "leaning-"
+BLOCK_DRAFTERS = ("flash", "chained", "parallel", "linked", "falcon")
+SELECTING_COMPRESSORS = ("stride:3", "random:3", "relevant:3", "salient:3", "diverse:3", "identity", "drop")
+COMPRESSOR_SPECS = ("conv:3", "resampler:2", "elastic:4", "pool:3", *SELECTING_COMPRESSORS)
+DRAFTER_KINDS = (*RULES, "trimmed", "eagle3", "vispec", *BLOCK_DRAFTERS, "latent", "measured", "compressed")
+ECHOING_PREFIX = "leaning-"
 """Before a kind: its head says much of the time what a target that looks back little says after the last word."""
 
 
-def drafter(kind: str, spec: tiny.Spec, seed: int = 0, vocab: int = 0) -> EagleDrafter:
+def build_drafter(kind: str, spec: tiny.ModelSpec, seed: int = 0, vocab_size: int = 0) -> EagleDrafter:
     """A drafter of that kind for the target of `spec`; another size of vocabulary may be said."""
-    if kind.startswith(LEANING):
-        made = drafter(kind.removeprefix(LEANING), spec, seed, vocab)
+    if kind.startswith(ECHOING_PREFIX):
+        made = build_drafter(kind.removeprefix(ECHOING_PREFIX), spec, seed, vocab_size)
         weight, lean = made.head.fc.weight.data, 3 * torch.eye(spec.hidden)
         if isinstance(made.head, Eagle3Head):
             weight[:, -spec.hidden :] += lean
-            made.head.lm_head.weight.data = tiny.model(spec).get_output_embeddings().weight.data[made.draft_ids]
+            made.head.lm_head.weight.data = tiny.build_model(spec).get_output_embeddings().weight.data[made.draft_ids]
         else:
             weight[:, : spec.hidden] += lean
         return made
-    vocab = vocab or spec.vocab
+    vocab_size = vocab_size or spec.vocab
     wide = kind == "eagle3"
     config = HeadConfig(
-        spec.hidden, 2 * spec.hidden, spec.heads, spec.kv_heads, vocab, wide=wide, qkv_bias=bool(seed % 2)
+        spec.hidden, 2 * spec.hidden, spec.heads, spec.kv_heads, vocab_size, wide=wide, qkv_bias=bool(seed % 2)
     )
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         if kind == "vispec":
             return VispecDrafter(VispecHead(config, 2 + seed % 3), layers=spec.layers, depth=3, width=3)
         if kind == "eagle3":
-            head = Eagle3Head(config, vocab // 2, spec.hidden)
-            made = EagleDrafter(head, "coupled", layers=8, depth=4, width=3, draft_ids=torch.arange(1, vocab // 2 + 1))
+            head = Eagle3Head(config, vocab_size // 2, spec.hidden)
+            made = EagleDrafter(
+                head, "coupled", layers=8, depth=4, width=3, draft_ids=torch.arange(1, vocab_size // 2 + 1)
+            )
             made.tap((0, 1, spec.layers), spec.layers)
             return made
-        if kind in BLOCKS:
-            return blocks(kind, config, spec.layers, seed)
+        if kind in BLOCK_DRAFTERS:
+            return build_block_drafter(kind, config, spec.layers, seed)
         if kind == "latent":
-            made = blocks(BLOCKS[seed % 5], config, spec.layers, seed)
+            made = build_block_drafter(BLOCK_DRAFTERS[seed % 5], config, spec.layers, seed)
             made.compressor = LatentCompressor(spec.hidden, 1 + seed % 5).eval()
             return made
         if kind == "measured":
@@ -64,18 +66,18 @@ def drafter(kind: str, spec: tiny.Spec, seed: int = 0, vocab: int = 0) -> EagleD
             return made
         if kind == "compressed":
             made = EagleDrafter(EagleHead(config), list(RULES)[seed % 2], layers=spec.layers, depth=3, width=3)
-            made.compressor = new(SHRINKS[seed % len(SHRINKS)], spec.hidden)
+            made.compressor = new(COMPRESSOR_SPECS[seed % len(COMPRESSOR_SPECS)], spec.hidden)
             for name, weight in made.compressor.named_parameters() if isinstance(made.compressor, Module) else ():
                 weight.data.normal_(0, 2 if name.startswith("gate") else 0.3)  # each row its own way
             if isinstance(made.compressor, Module):
                 made.compressor.eval()
             return made
-        ids = torch.arange(0, vocab, 2) if kind == "trimmed" else None
+        ids = torch.arange(0, vocab_size, 2) if kind == "trimmed" else None
         rule = "decoupled" if kind == "trimmed" else kind
         return EagleDrafter(EagleHead(config), rule, layers=spec.layers, depth=4, width=4, draft_ids=ids)
 
 
-def blocks(kind: str, config: HeadConfig, layers: int, seed: int) -> EagleDrafter:
+def build_block_drafter(kind: str, config: HeadConfig, layers: int, seed: int) -> EagleDrafter:
     """Those that draft several tokens a pass."""
     rule, ids = list(RULES)[seed % len(RULES)], None if seed % 3 else torch.arange(0, config.vocab_size, 2)
     size = (2, 3, 4, 5, 8)[seed % 5]

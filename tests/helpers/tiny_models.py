@@ -37,9 +37,9 @@ from transformers import (
 )
 
 FAMILIES = ("llava", "llava_next", "llava_onevision", "qwen2_5_vl", "llava_next_video")
-"""New ones are added at the end: `cases.draw` chooses among the first four, so that a seed keeps its meaning."""
-VIDEO = ("llava_onevision", "qwen2_5_vl", "llava_next_video")
-TEXTS = {
+"""New ones are added at the end: `fuzz.draw` chooses among the first four, so that a seed keeps its meaning."""
+VIDEO_FAMILIES = ("llava_onevision", "qwen2_5_vl", "llava_next_video")
+TEXT_MODELS = {
     "llava": "llama",
     "llava_next": "mistral",
     "llava_onevision": "qwen2",
@@ -47,13 +47,13 @@ TEXTS = {
     "llava_next_video": "llama",
 }
 PINPOINTS = [[8, 16], [16, 8], [16, 16]]
-SIDES = {"llava": 12, "llava_next_video": 16}
+IMAGE_SIZES = {"llava": 12, "llava_next_video": 16}
 """Edge of what the vision tower sees, 8 elsewhere; pooling by two must leave a grid."""
 Inputs = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Spec:
+class ModelSpec:
     """One tiny model. `text` "" is the family's usual one; `window` 0 is none; `tail` puts the special ids last.
 
     A `calm` model looks back little, so that its greedy text soon runs in circles.
@@ -77,7 +77,7 @@ class Spec:
 
 
 @dataclass(frozen=True)
-class Ids:
+class SpecialIds:
     """Where the special tokens of a model lie; `text` are all the others."""
 
     pad: int
@@ -90,15 +90,15 @@ class Ids:
     text: tuple[int, ...]
 
 
-def ids(spec: Spec) -> Ids:
+def special_ids(spec: ModelSpec) -> SpecialIds:
     """The special ids of `spec`: at the front, or (as after adding tokens to a finished vocabulary) at the end."""
     v = spec.vocab
     special = (v - 1, 1, 2, v - 5, v - 4, v - 3, v - 2) if spec.tail else (0, 1, 2, 3, 4, 5, 6)
-    return Ids(*special, text=tuple(i for i in range(v) if i not in special))
+    return SpecialIds(*special, text=tuple(i for i in range(v) if i not in special))
 
 
-def _text_config(spec: Spec) -> PretrainedConfig:
-    special = ids(spec)
+def _text_config(spec: ModelSpec) -> PretrainedConfig:
+    special = special_ids(spec)
     common: dict[str, Any] = {
         "vocab_size": spec.vocab,
         "hidden_size": spec.hidden,
@@ -112,7 +112,7 @@ def _text_config(spec: Spec) -> PretrainedConfig:
         "bos_token_id": special.bos,
         "eos_token_id": special.eos,
     }
-    kind = spec.text or TEXTS[spec.family]
+    kind = spec.text or TEXT_MODELS[spec.family]
     if kind == "llama":
         return LlamaConfig(**common)
     if kind == "mistral":
@@ -128,15 +128,15 @@ def _text_config(spec: Spec) -> PretrainedConfig:
     return Qwen2_5_VLConfig(text_config=common | {"rope_parameters": rope}).text_config
 
 
-def _build(spec: Spec) -> PreTrainedModel:
-    special, text = ids(spec), _text_config(spec)
+def _build(spec: ModelSpec) -> PreTrainedModel:
+    special, text = special_ids(spec), _text_config(spec)
     vision: dict[str, Any] = {
         "hidden_size": 16,
         "intermediate_size": 32,
         "num_hidden_layers": 2,
         "num_attention_heads": 2,
     }
-    vision |= {"image_size": SIDES.get(spec.family, 8), "patch_size": 4}
+    vision |= {"image_size": IMAGE_SIZES.get(spec.family, 8), "patch_size": 4}
     tokens = {"image_token_id": special.image, "tie_word_embeddings": spec.tied}
     if spec.family == "llava":
         clip = CLIPVisionConfig(projection_dim=16, **vision)
@@ -170,12 +170,12 @@ def _build(spec: Spec) -> PreTrainedModel:
     return Qwen2_5_VLForConditionalGeneration._from_config(qwen, attn_implementation=spec.attention)
 
 
-def _enliven(model: PreTrainedModel, seed: int, calm: bool) -> None:
+def _randomize_weights(model: PreTrainedModel, seed: int, calm: bool) -> None:
     """Weights large enough that what is attended to, seen and said so far all change the next token."""
-    dice = torch.Generator().manual_seed(seed)
+    rng = torch.Generator().manual_seed(seed)
     tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
     for name, weight in sorted(model.named_parameters()):
-        noise = torch.randn(weight.shape, generator=dice)
+        noise = torch.randn(weight.shape, generator=rng)
         if weight.ndim >= 2:
             gain = 3.0 if "lm_head" in name else 2.0 if "q_proj" in name or "k_proj" in name else 1.0
             gain *= 0.1 if calm and "language_model" in name and "o_proj" in name else 1.0
@@ -188,67 +188,67 @@ def _enliven(model: PreTrainedModel, seed: int, calm: bool) -> None:
         weight.data.copy_(offset + scale * noise)
 
 
-def model(spec: Spec) -> PreTrainedModel:
+def build_model(spec: ModelSpec) -> PreTrainedModel:
     """A new model of `spec`, in eval mode; its generation config knows the special ids and nothing else."""
     state = torch.get_rng_state()
     made = _build(spec)
     torch.set_rng_state(state)
-    _enliven(made, spec.seed, spec.calm)
-    special = ids(spec)
+    _randomize_weights(made, spec.seed, spec.calm)
+    special = special_ids(spec)
     config = made.generation_config
     config.pad_token_id, config.bos_token_id, config.eos_token_id = special.pad, special.bos, special.eos
     made.tiny_spec = spec
     return made.to(getattr(torch, spec.dtype)).eval()
 
 
-def _noise(shape: Sequence[int], dice: torch.Generator, target: PreTrainedModel) -> Tensor:
-    return torch.randn(*shape, generator=dice).to(target.dtype)
+def _noise(shape: Sequence[int], rng: torch.Generator, target: PreTrainedModel) -> Tensor:
+    return torch.randn(*shape, generator=rng).to(target.dtype)
 
 
-def _squares(count: int, side: int) -> int:
+def _num_crops(count: int, side: int) -> int:
     """How many crops of `side` cover an image resized to its best pinpoint, and the base one."""
     return 1 + count // (side * side)
 
 
-def _pictures(target: PreTrainedModel, count: int, dice: random.Random, seed: int) -> tuple[Inputs, list[int]]:
+def _image_inputs(target: PreTrainedModel, count: int, rng: random.Random, seed: int) -> tuple[Inputs, list[int]]:
     """Pixels of `count` images (and their sizes, as the family wants it), and how many tokens each takes."""
     noise = torch.Generator().manual_seed(seed)
     family = target.config.model_type
     if family == "llava":
         return {"pixel_values": _noise((count, 3, 12, 12), noise, target)}, [9] * count
     if family == "qwen2_5_vl":
-        grid = torch.tensor([[1, dice.choice((2, 4, 6)), dice.choice((2, 4))] for _ in range(count)])
+        grid = torch.tensor([[1, rng.choice((2, 4, 6)), rng.choice((2, 4))] for _ in range(count)])
         pixels = _noise((int(grid.prod(-1).sum()), 96), noise, target)
         return {"pixel_values": pixels, "image_grid_thw": grid}, (grid.prod(-1) // 4).tolist()
-    sizes = torch.tensor([dice.choice(((8, 16), (16, 8), (6, 16), (16, 16), (12, 16), (15, 7))) for _ in range(count)])
-    side = SIDES.get(family, 8)
+    sizes = torch.tensor([rng.choice(((8, 16), (16, 8), (6, 16), (16, 16), (12, 16), (15, 7))) for _ in range(count)])
+    side = IMAGE_SIZES.get(family, 8)
     given = {"pixel_values": _noise((count, 5, 3, side, side), noise, target), "image_sizes": sizes * (side // 8)}
     with torch.no_grad():
         features = target.model.get_image_features(**given, return_dict=True).pooler_output
     return given, [len(feature) for feature in features]
 
 
-def _clips(target: PreTrainedModel, count: int, dice: random.Random, seed: int) -> tuple[Inputs, list[int]]:
+def _video_inputs(target: PreTrainedModel, count: int, rng: random.Random, seed: int) -> tuple[Inputs, list[int]]:
     """Pixels of `count` clips, and how many tokens each takes."""
     noise = torch.Generator().manual_seed(seed + 1)
     family = target.config.model_type
     if family != "qwen2_5_vl":
-        frames, side = dice.choice((2, 3, 5)), SIDES.get(family, 8)
+        frames, side = rng.choice((2, 3, 5)), IMAGE_SIZES.get(family, 8)
         length = 4 * frames if family == "llava_next_video" else frames + 1
         return {"pixel_values_videos": _noise((count, frames, 3, side, side), noise, target)}, [length] * count
-    grid = torch.tensor([[dice.choice((2, 3)), dice.choice((2, 4)), dice.choice((2, 4))] for _ in range(count)])
+    grid = torch.tensor([[rng.choice((2, 3)), rng.choice((2, 4)), rng.choice((2, 4))] for _ in range(count)])
     given = {"pixel_values_videos": _noise((int(grid.prod(-1).sum()), 96), noise, target), "video_grid_thw": grid}
-    if dice.random() < 0.5:
-        given["second_per_grid_ts"] = torch.tensor([float(dice.choice((1, 2))) for _ in range(count)])
+    if rng.random() < 0.5:
+        given["second_per_grid_ts"] = torch.tensor([float(rng.choice((1, 2))) for _ in range(count)])
     return given, (grid.prod(-1) // 4).tolist()
 
 
-def _row(special: Ids, media: list[list[int]], words: int, dice: random.Random, few: int) -> list[int]:
+def _build_row(special: SpecialIds, media: list[list[int]], words: int, rng: random.Random, few: int) -> list[int]:
     """A prompt row: `words` text tokens out of the first `few` text ids, with the runs of placeholders in between."""
-    text = [dice.choice(special.text[:few]) for _ in range(words)]
-    if len(text) >= 6 and dice.random() < 0.6:  # repeat something, so that a lookup has what to find
+    text = [rng.choice(special.text[:few]) for _ in range(words)]
+    if len(text) >= 6 and rng.random() < 0.6:  # repeat something, so that a lookup has what to find
         text[-3:] = text[:3]
-    cuts = sorted(dice.randint(0, max(0, words - 1)) for _ in media)
+    cuts = sorted(rng.randint(0, max(0, words - 1)) for _ in media)
     row: list[int] = []
     for begin, end, run in zip([0, *cuts], [*cuts, words], [*media, []], strict=True):
         row += text[begin:end] + run
@@ -264,7 +264,7 @@ def _pad(rows: list[list[int]], pad: int, side: str, extra: int) -> tuple[Tensor
     return torch.tensor(made), torch.tensor(mask)
 
 
-def inputs(
+def build_inputs(
     target: PreTrainedModel,
     seed: int = 0,
     batch: int = 1,
@@ -273,8 +273,8 @@ def inputs(
     videos: Sequence[int] | None = None,
     padding: str = "left",
     mask: bool = True,
-    words: tuple[int, int] = (4, 14),
-    few: int = 40,
+    num_text_tokens: tuple[int, int] = (4, 14),
+    num_distinct_ids: int = 40,
 ) -> Inputs:
     """Keyword arguments for `target.generate`: a random batch of prompts.
 
@@ -284,25 +284,25 @@ def inputs(
         mask: False leaves `attention_mask` to HF.
         words: bounds of the number of text tokens of a row; `few`: how many different ones.
     """
-    dice, spec = random.Random(seed), target.tiny_spec
-    special, family = ids(spec), spec.family
-    counts = list(images) if images is not None else [dice.randint(0, 3) for _ in range(batch)]
+    rng, spec = random.Random(seed), target.tiny_spec
+    special, family = special_ids(spec), spec.family
+    counts = list(images) if images is not None else [rng.randint(0, 3) for _ in range(batch)]
     if images is None and not any(counts):
-        counts[dice.randrange(batch)] = 1
+        counts[rng.randrange(batch)] = 1
     clips = list(videos) if videos is not None else [0] * batch
-    given, sizes = _pictures(target, sum(counts), dice, seed) if any(counts) else ({}, [])
-    more, lengths = _clips(target, sum(clips), dice, seed) if any(clips) else ({}, [])
+    given, sizes = _image_inputs(target, sum(counts), rng, seed) if any(counts) else ({}, [])
+    more, lengths = _video_inputs(target, sum(clips), rng, seed) if any(clips) else ({}, [])
     wrap = ([special.start], [special.end]) if family == "qwen2_5_vl" else ([], [])
     still, moving, media = iter(sizes), iter(lengths), []
     for count, clip in zip(counts, clips, strict=True):
         runs = [wrap[0] + [special.image] * next(still) + wrap[1] for _ in range(count)]
         media.append(runs + [wrap[0] + [special.video] * next(moving) + wrap[1] for _ in range(clip)])
-    lengths = [dice.randint(*words) for _ in range(batch)]
+    lengths = [rng.randint(*num_text_tokens) for _ in range(batch)]
     if padding == "none":
         seen = [sum(map(len, runs)) for runs in media]
         lengths = [max(seen) + lengths[0] - own for own in seen]
-    rows = [_row(special, runs, size, dice, few) for runs, size in zip(media, lengths, strict=True)]
-    extra = 0 if padding == "none" else dice.randint(0, 2)
+    rows = [_build_row(special, runs, size, rng, num_distinct_ids) for runs, size in zip(media, lengths, strict=True)]
+    extra = 0 if padding == "none" else rng.randint(0, 2)
     prompt, padded = _pad(rows, special.pad, padding, extra)
     made = {"input_ids": prompt, **given, **more}
     if mask:
@@ -312,23 +312,25 @@ def inputs(
     return made
 
 
-def follow(before: Inputs, sequences: Tensor, seed: int, spec: Spec, *, hide_pads: bool = False) -> Inputs:
+def build_next_turn(
+    previous: Inputs, sequences: Tensor, seed: int, spec: ModelSpec, *, hide_pads: bool = False
+) -> Inputs:
     """The next turn of a conversation: everything so far, and a few words more. Images stay in the cache."""
-    dice, special = random.Random(seed), ids(spec)
-    batch, longer = sequences.shape[0], dice.randint(2, 5)
-    words = torch.tensor([[dice.choice(special.text[:40]) for _ in range(longer)] for _ in range(batch)])
+    rng, special = random.Random(seed), special_ids(spec)
+    batch, longer = sequences.shape[0], rng.randint(2, 5)
+    words = torch.tensor([[rng.choice(special.text[:40]) for _ in range(longer)] for _ in range(batch)])
     prompt = torch.cat([sequences, words], dim=1)
     mask = torch.ones_like(prompt)
-    old = before.get("attention_mask", (before["input_ids"] != special.pad).long())
+    old = previous.get("attention_mask", (previous["input_ids"] != special.pad).long())
     mask[:, : old.shape[1]] = old.repeat_interleave(batch // old.shape[0], dim=0)
     if hide_pads:
         mask &= (prompt != special.pad).long()
     return {"input_ids": prompt, "attention_mask": mask}
 
 
-def spelling(spec: Spec) -> list[str]:
+def token_texts(spec: ModelSpec) -> list[str]:
     """The text of each id: one to three letters of a to f, lengths mixed, so that words span tokens."""
-    special = ids(spec)
+    special = special_ids(spec)
     words = list("abcdef") + ["".join(w) for n in (2, 3) for w in product("abcdef", repeat=n)]
     random.Random(7).shuffle(words)
     text = words[: len(special.text)]
@@ -343,8 +345,8 @@ def spelling(spec: Spec) -> list[str]:
     return spelled
 
 
-def tokenizer(spec: Spec) -> PreTrainedTokenizerFast:
+def build_tokenizer(spec: ModelSpec) -> PreTrainedTokenizerFast:
     """A tokenizer for the whole vocabulary of `spec`."""
-    backend = Tokenizer(BPE({word: i for i, word in enumerate(spelling(spec))}, []))
+    backend = Tokenizer(BPE({word: i for i, word in enumerate(token_texts(spec))}, []))
     backend.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>")

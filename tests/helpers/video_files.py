@@ -17,14 +17,16 @@ from mmspec.vision.video import decoder_pool as isolated
 av = pytest.importorskip("av")
 
 
-def grey(number: int, side: int = 64) -> np.ndarray:
+def grey_frame(number: int, side: int = 64) -> np.ndarray:
     """8 n + 8 all over."""
     return np.full((side, side, 3), 8 * number + 8, dtype=np.uint8)
 
 
-def write(path: Path, frames: int | Sequence[np.ndarray], codec: str = "h264", fps: int = 10, **more: Any) -> Path:
+def write_video(
+    path: Path, frames: int | Sequence[np.ndarray], codec: str = "h264", fps: int = 10, **more: Any
+) -> Path:
     """A clip, of greys if only a number is given. `pts`: milliseconds; `options` of the codec, `format` of the file."""
-    pictures = [grey(number) for number in range(frames)] if isinstance(frames, int) else frames
+    pictures = [grey_frame(number) for number in range(frames)] if isinstance(frames, int) else frames
     with av.open(str(path), "w", options=more.get("format", {})) as container:
         stream = container.add_stream(codec, rate=fps, options=more.get("options", {}))
         stream.height, stream.width = pictures[0].shape[:2]
@@ -42,7 +44,7 @@ def write(path: Path, frames: int | Sequence[np.ndarray], codec: str = "h264", f
     return path
 
 
-def song(path: Path) -> Path:
+def write_audio_only(path: Path) -> Path:
     """A file with sound alone."""
     with av.open(str(path), "w") as container:
         stream = container.add_stream("aac", rate=16000)
@@ -56,7 +58,7 @@ def song(path: Path) -> Path:
     return path
 
 
-def nothing(path: Path) -> Path:
+def write_empty_video(path: Path) -> Path:
     """A video of no frames, of no length."""
     with av.open(str(path), "w") as container:
         stream = container.add_stream("h264", rate=2)
@@ -65,7 +67,7 @@ def nothing(path: Path) -> Path:
     return path
 
 
-def shades(images: list[Image.Image]) -> list[int]:
+def grey_frame_numbers(images: list[Image.Image]) -> list[int]:
     """Which frame of a clip of greys each picture is."""
     return [round((float(np.asarray(image).mean()) - 8) / 8) for image in images]
 
@@ -79,7 +81,7 @@ from mmspec.vision.video import backends as readers
 {plant}
 child.main(**given)
 """
-WILD = """
+FAULTY_BACKENDS = """
 def wild(name):
     honest = readers.READERS[name]
 
@@ -117,7 +119,7 @@ for name in list(readers.READERS):
 first: a crash of the first reader alone."""
 
 
-def planted(code: str) -> Callable[[float, int], list[str]]:
+def decoder_command_running(code: str) -> Callable[[float, int], list[str]]:
     """Stands in for `mmspec.vision.video.decoder_pool.command`: the process runs `code` before it answers anything."""
     usual = isolated.command
 

@@ -8,15 +8,15 @@ from dataclasses import fields
 from functools import lru_cache
 from typing import Any
 
-import adversarial as liars
+import adversarial as adversarial
 import pytest
 import tiny_models as tiny
 import torch
 from transformers import PreTrainedModel, StoppingCriteriaList
 
 import mmspec
-from mmspec.interfaces import Segment
-from mmspec.metrics.compression_stats import Shown
+from mmspec.interfaces import VisualGrid
+from mmspec.metrics.compression_stats import CompressionRecord
 from mmspec.metrics.stats import Stats
 
 
@@ -24,29 +24,32 @@ def filled(scale: int = 1) -> Stats:
     """A call with every field set."""
     return Stats(
         calls=scale,
-        plain_calls=0,
-        fallback=None,
+        fallback_calls=0,
+        fallback_reason=None,
         tokens=30 * scale,
         rounds=10 * scale,
         row_rounds=14 * scale,
-        drafted=50 * scale,
-        accepted=14 * scale,
-        lengths=Counter({1: 7 * scale, 3: 7 * scale}),
-        nodes=Counter({1: 2 * scale, 8: 8 * scale}),
+        num_draft_tokens=50 * scale,
+        num_accepted_tokens=14 * scale,
+        accept_length_hist=Counter({1: 7 * scale, 3: 7 * scale}),
+        tree_size_hist=Counter({1: 2 * scale, 8: 8 * scale}),
         prefill_s=0.5 * scale,
         draft_s=0.25 * scale,
         score_s=1.0 * scale,
-        rest_s=0.125 * scale,
+        overhead_s=0.125 * scale,
         ttft_s=0.75 * scale,
         decode_s=2.0 * scale,
         total_s=3.0 * scale,
         first_tokens=2 * scale,
         row_tokens=[10 * scale, 20 * scale],
         row_forwards=[5 * scale, 9 * scale],
-        visual=18 * scale,
-        visual_kept=5 * scale,
-        ways=Counter({"pool:4": scale, "stride:4": scale}),
-        shown=[Shown("pool:4", 9 * scale, 2), Shown("stride:4", 9 * scale, 2, (1, 4), (Segment(1, 0, 3, 3, 1),))],
+        num_visual_tokens=18 * scale,
+        num_compressed_tokens=5 * scale,
+        compressor_choices=Counter({"pool:4": scale, "stride:4": scale}),
+        compression=[
+            CompressionRecord("pool:4", 9 * scale, 2),
+            CompressionRecord("stride:4", 9 * scale, 2, (1, 4), (VisualGrid(1, 0, 3, 3, 1),)),
+        ],
     )
 
 
@@ -55,14 +58,14 @@ def filled(scale: int = 1) -> Stats:
 
 def test_nothing_yet() -> None:
     stats = Stats()
-    assert (stats.tau, stats.acceptance, stats.round_s, stats.tokens_per_s) == (1.0, 0.0, 0.0, 0.0)
+    assert (stats.tau, stats.acceptance_rate, stats.round_s, stats.tokens_per_s) == (1.0, 0.0, 0.0, 0.0)
     assert json.loads(json.dumps(stats.as_dict()))["tau"] == 1.0
     assert str(stats).startswith("0 calls (0 plain), 0 tokens, tau 1.00")
 
 
 def test_derived_figures() -> None:
     stats = filled()
-    assert stats.tau == (30 - 2) / 14 and stats.acceptance == 14 / 50
+    assert stats.tau == (30 - 2) / 14 and stats.acceptance_rate == 14 / 50
     assert stats.round_s == 0.2 and stats.tokens_per_s == 14.0
 
 
@@ -78,15 +81,15 @@ def test_adding_up_and_lists_of_the_last_call() -> None:
             assert value == getattr(filled(4), item.name), item.name
     assert total.tau == first.tau
     total.row_tokens.append(9)
-    total.lengths[1] += 1
+    total.accept_length_hist[1] += 1
     assert second == filled(3) and first == filled(), "the calls' own figures were changed"
 
 
 def test_the_reason_of_the_last_plain_call_is_kept() -> None:
     total = Stats()
     for reason in (None, "num_beams=2", None):
-        total.add(Stats(calls=1, plain_calls=int(reason is not None), fallback=reason))
-    assert total.fallback == "num_beams=2" and total.plain_calls == 1
+        total.add(Stats(calls=1, fallback_calls=int(reason is not None), fallback_reason=reason))
+    assert total.fallback_reason == "num_beams=2" and total.fallback_calls == 1
     assert "visual" not in str(total) and "5/18 visual tokens shown to it" in str(filled())
     assert "(1 plain, last plain call because of num_beams=2)" in str(total)
 
@@ -100,7 +103,7 @@ def test_as_dict_has_everything_for_json() -> None:
     assert made["lengths"] == {"1": 7, "3": 7} and made["nodes"] == {"1": 2, "8": 8}
     assert made["ways"] == {"pool:4": 1, "stride:4": 1} and made["shown"][1]["numbers"] == [1, 4]
     assert made["shown"][0]["numbers"] is None and made["shown"][1]["grids"][0]["height"] == 3
-    wide = Stats(nodes=Counter({16: 1, 8: 1, 1: 1}))
+    wide = Stats(tree_size_hist=Counter({16: 1, 8: 1, 1: 1}))
     assert list(wide.as_dict()["nodes"]) == ["1", "8", "16"], "sorted by size"
 
 
@@ -109,7 +112,7 @@ def test_as_dict_has_everything_for_json() -> None:
 
 @lru_cache
 def _model() -> PreTrainedModel:
-    return tiny.model(tiny.Spec("llava", calm=True, seed=3))
+    return tiny.build_model(tiny.ModelSpec("llava", calm=True, seed=3))
 
 
 @pytest.fixture
@@ -124,22 +127,26 @@ def model() -> Any:
 
 def check(stats: Stats, batch: int) -> None:
     """What holds for any single call that the loop served."""
-    assert stats.calls == 1 and not stats.plain_calls and stats.fallback is None
+    assert stats.calls == 1 and not stats.fallback_calls and stats.fallback_reason is None
     assert len(stats.row_tokens) == len(stats.row_forwards) == stats.first_tokens == batch
     assert stats.tokens == sum(stats.row_tokens)
-    assert stats.rounds == sum(stats.nodes.values())
-    assert stats.row_rounds == sum(stats.row_forwards) == sum(stats.lengths.values())
+    assert stats.rounds == sum(stats.tree_size_hist.values())
+    assert stats.row_rounds == sum(stats.row_forwards) == sum(stats.accept_length_hist.values())
     assert stats.rounds <= stats.row_rounds <= batch * stats.rounds
-    emitted = sum(length * count for length, count in stats.lengths.items())
+    emitted = sum(length * count for length, count in stats.accept_length_hist.items())
     assert emitted + stats.first_tokens >= stats.tokens  # what rows emitted ahead may be cut
-    assert all(length >= 1 for length in stats.lengths)
-    assert stats.accepted == emitted - stats.row_rounds
-    assert stats.accepted <= stats.drafted <= (max(stats.nodes, default=1) - 1) * stats.row_rounds
+    assert all(length >= 1 for length in stats.accept_length_hist)
+    assert stats.num_accepted_tokens == emitted - stats.row_rounds
+    assert (
+        stats.num_accepted_tokens
+        <= stats.num_draft_tokens
+        <= (max(stats.tree_size_hist, default=1) - 1) * stats.row_rounds
+    )
     if stats.row_rounds:
         assert stats.tau == (stats.tokens - batch) / stats.row_rounds
-    times = [stats.draft_s, stats.score_s, stats.rest_s, stats.decode_s, stats.prefill_s, stats.ttft_s]
+    times = [stats.draft_s, stats.score_s, stats.overhead_s, stats.decode_s, stats.prefill_s, stats.ttft_s]
     assert all(seconds >= 0 for seconds in times) and 0 < stats.prefill_s <= stats.ttft_s
-    assert stats.draft_s + stats.score_s + stats.rest_s <= stats.decode_s
+    assert stats.draft_s + stats.score_s + stats.overhead_s <= stats.decode_s
     assert stats.ttft_s + stats.decode_s <= stats.total_s
 
 
@@ -147,25 +154,29 @@ def check(stats: Stats, batch: int) -> None:
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("drafter", ["none", "oracle", "bush", "wrong"])
 def test_figures_add_up(model: PreTrainedModel, drafter: str, batch: int, sample: bool) -> None:
-    given = tiny.inputs(model, 5, batch)
+    given = tiny.build_inputs(model, 5, batch)
     options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": sample}
     torch.manual_seed(0)
     plain = model.generate(**given, **options)
-    liar = drafter if drafter == "none" else liars.DRAFTERS[drafter](1, [plain])
+    liar = drafter if drafter == "none" else adversarial.DRAFTERS[drafter](1, [plain])
     mmspec.patch(model, drafter=liar, nodes=None if drafter == "none" else 8)
     torch.manual_seed(0)
     assert torch.equal(model.generate(**given, **options), plain)
     stats = mmspec.stats(model, last=True)
     check(stats, batch)
     assert stats.row_tokens == [24] * batch
-    emitted = sum(length * count for length, count in stats.lengths.items())
+    emitted = sum(length * count for length, count in stats.accept_length_hist.items())
     assert emitted + batch == stats.tokens, "nothing was cut"
     if drafter == "none":
-        assert stats.tau == 1.0 and not stats.drafted and set(stats.nodes) == set(stats.lengths) == {1}
+        assert (
+            stats.tau == 1.0
+            and not stats.num_draft_tokens
+            and set(stats.tree_size_hist) == set(stats.accept_length_hist) == {1}
+        )
         assert stats.row_rounds == 23 * batch and stats.rounds == 23
     elif drafter == "wrong":
-        assert stats.tau == 1.0 and stats.acceptance == 0.0
-        assert 0.7 < stats.drafted / (7 * 23 * batch) < 1, "placeholders are not drafted"
+        assert stats.tau == 1.0 and stats.acceptance_rate == 0.0
+        assert 0.7 < stats.num_draft_tokens / (7 * 23 * batch) < 1, "placeholders are not drafted"
     elif drafter == "oracle":
         # Chains of 7 make rounds of 8 + 8 + 7 tokens; where a placeholder was sampled, which is never drafted, more.
         assert min(stats.row_forwards) == 3 and stats.tau > 5
@@ -175,7 +186,7 @@ def test_figures_add_up(model: PreTrainedModel, drafter: str, batch: int, sample
 @pytest.mark.parametrize("returned", [{}, {"return_dict_in_generate": True}])
 def test_rows_that_finish_early(model: PreTrainedModel, returned: dict[str, Any]) -> None:
     """Padding after a row's end is no token, and no forward of that row, though it is fed."""
-    given = tiny.inputs(model, 6, 3)
+    given = tiny.build_inputs(model, 6, 3)
     free = model.generate(**given, max_new_tokens=24, do_sample=False)[:, given["input_ids"].shape[1] :]
     model.generation_config.eos_token_id = int(free[1, 4])
     plain = model.generate(**given, max_new_tokens=24, do_sample=False)[:, given["input_ids"].shape[1] :]
@@ -184,7 +195,7 @@ def test_rows_that_finish_early(model: PreTrainedModel, returned: dict[str, Any]
         ends.append(end.index(True) + 1 if any(end) else len(row))
         assert set(row[ends[-1] :]) <= {pad}
     assert ends[1] <= 5 < max(ends)
-    for drafter, nodes in (("none", None), (liars.Bush(1), 8), ("auto", 8)):
+    for drafter, nodes in (("none", None), (adversarial.BranchingDrafter(1), 8), ("auto", 8)):
         mmspec.patch(model, drafter=drafter, nodes=nodes)
         model.generate(**given, max_new_tokens=24, do_sample=False, **returned)
         stats = mmspec.stats(model, last=True)
@@ -196,30 +207,32 @@ def test_rows_that_finish_early(model: PreTrainedModel, returned: dict[str, Any]
 
 
 def test_tokens_that_a_criterion_cut_are_not_counted(model: PreTrainedModel) -> None:
-    given = tiny.inputs(model, 7, 2)
+    given = tiny.build_inputs(model, 7, 2)
     plain = model.generate(**given, max_new_tokens=24, do_sample=False)
-    stop = StoppingCriteriaList([liars.Plain(liars.Log(), given["input_ids"].shape[1], 0)])  # after five columns
-    mmspec.patch(model, drafter=liars.Oracle(1, [plain]), nodes=8)
+    stop = StoppingCriteriaList(
+        [adversarial.Plain(adversarial.CallLog(), given["input_ids"].shape[1], 0)]
+    )  # after five columns
+    mmspec.patch(model, drafter=adversarial.OracleDrafter(1, [plain]), nodes=8)
     short = model.generate(**given, max_new_tokens=24, do_sample=False, stopping_criteria=stop)
     stats = mmspec.stats(model, last=True)
     check(stats, 2)
     assert short.shape[1] - given["input_ids"].shape[1] == 5 and stats.tokens == 10
-    assert sum(length * count for length, count in stats.lengths.items()) + 2 > stats.tokens
+    assert sum(length * count for length, count in stats.accept_length_hist.items()) + 2 > stats.tokens
     assert stats.tau == 4.0, "what was cut was not emitted"
 
 
 def test_one_token_needs_no_round(model: PreTrainedModel) -> None:
     mmspec.patch(model)
-    model.generate(**tiny.inputs(model, 8, 2), max_new_tokens=1, do_sample=False)
+    model.generate(**tiny.build_inputs(model, 8, 2), max_new_tokens=1, do_sample=False)
     stats = mmspec.stats(model, last=True)
     check(stats, 2)
     assert stats.tokens == 2 and stats.rounds == 0 and stats.tau == 1.0 and stats.tokens_per_s == 0.0
 
 
 def test_calls_are_summed_and_plain_ones_marked(model: PreTrainedModel) -> None:
-    given, other = tiny.inputs(model, 9, 1), tiny.inputs(model, 10, 2)
+    given, other = tiny.build_inputs(model, 9, 1), tiny.build_inputs(model, 10, 2)
     options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
-    mmspec.patch(model, drafter=liars.Bush(1), nodes=4)
+    mmspec.patch(model, drafter=adversarial.BranchingDrafter(1), nodes=4)
     assert mmspec.stats(model) == mmspec.stats(model, last=True) == Stats()
     seen = []
     for inputs in (given, other, given):
@@ -228,7 +241,7 @@ def test_calls_are_summed_and_plain_ones_marked(model: PreTrainedModel) -> None:
     total = mmspec.stats(model)
     assert total.calls == 3 and total.tokens == 8 + 16 + 8 and total.first_tokens == 4
     assert total.row_rounds == sum(stats.row_rounds for stats in seen)
-    assert total.lengths == seen[0].lengths + seen[1].lengths + seen[2].lengths
+    assert total.accept_length_hist == seen[0].lengths + seen[1].lengths + seen[2].lengths
     assert total.row_tokens == [8]
     with mmspec.disabled():
         model.generate(**given, **options)
@@ -236,17 +249,21 @@ def test_calls_are_summed_and_plain_ones_marked(model: PreTrainedModel) -> None:
     assert mmspec.stats(model) == total, "calls that mmspec had no part in"
     model.generate(**given, **options, num_beams=2)
     plain = mmspec.stats(model, last=True)
-    assert plain.plain_calls == 1 and plain.fallback == "num_beams=2" and plain.tau == 1.0 and plain.total_s > 0
-    assert mmspec.stats(model).plain_calls == 1 and mmspec.stats(model).fallback == "num_beams=2"
+    assert (
+        plain.fallback_calls == 1 and plain.fallback_reason == "num_beams=2" and plain.tau == 1.0 and plain.total_s > 0
+    )
+    assert mmspec.stats(model).fallback_calls == 1 and mmspec.stats(model).fallback_reason == "num_beams=2"
     model.generate(**given, **options)
-    assert mmspec.stats(model, last=True).fallback is None and mmspec.stats(model).fallback == "num_beams=2"
+    assert (
+        mmspec.stats(model, last=True).fallback_reason is None and mmspec.stats(model).fallback_reason == "num_beams=2"
+    )
 
 
 def test_what_is_handed_out_is_a_copy(model: PreTrainedModel) -> None:
     mmspec.patch(model, drafter="none")
-    model.generate(**tiny.inputs(model, 11, 1), max_new_tokens=4, do_sample=False)
+    model.generate(**tiny.build_inputs(model, 11, 1), max_new_tokens=4, do_sample=False)
     stats = mmspec.stats(model)
-    stats.tokens, stats.lengths[1] = 99, 99
+    stats.tokens, stats.accept_length_hist[1] = 99, 99
     stats.row_tokens.append(99)
-    assert mmspec.stats(model).tokens == 4 and mmspec.stats(model).lengths[1] == 3
+    assert mmspec.stats(model).tokens == 4 and mmspec.stats(model).accept_length_hist[1] == 3
     assert mmspec.stats(model).row_tokens == [4]

@@ -20,34 +20,34 @@ from mmspec.app import scenes
 from mmspec.app.caption.command import captioner
 from mmspec.app.cli.main import main
 from mmspec.app.modeling.captioner import Captioner
-from mmspec.app.scenes import FOLDER, check
-from mmspec.app.scenes.examples import files
-from mmspec.app.scenes.model_card import FACTS
-from mmspec.app.scenes.tasks import requests
+from mmspec.app.scenes import WEIGHTS_FOLDER, verify_checksums
+from mmspec.app.scenes.examples import list_example_files
+from mmspec.app.scenes.model_card import TRAINING_FILE
+from mmspec.app.scenes.tasks import generate_requests
 from mmspec.app.scenes.training import evaluate
-from mmspec.app.scenes.training.build_model import question
+from mmspec.app.scenes.training.build_model import format_prompt
 from mmspec.app.scenes.training.stages import STAGES
-from mmspec.app.scenes.world import HELD_OUT, clip, scene
+from mmspec.app.scenes.world import FIRST_HELD_OUT_SEED, generate_clip, generate_scene
 from mmspec.drafters import registry
 from mmspec.vision.compressors.elastic import Elastic
 
 
 @pytest.fixture(scope="module")
 def shipped() -> tuple[Any, Any]:
-    return scenes.load()
+    return scenes.load_scenes_model()
 
 
 def test_it_is_whole_and_small_enough() -> None:
-    check(FOLDER)
-    size = sum(file.stat().st_size for file in FOLDER.iterdir())
+    verify_checksums(WEIGHTS_FOLDER)
+    size = sum(file.stat().st_size for file in WEIGHTS_FOLDER.iterdir())
     assert size < 44e6, "38 MB of text, 6 of vision"
-    assert "Accuracy" in (FOLDER / "README.md").read_text(encoding="utf-8")
+    assert "Accuracy" in (WEIGHTS_FOLDER / "README.md").read_text(encoding="utf-8")
 
 
 def test_the_card_tells_the_recipe_that_ships() -> None:
-    facts = json.loads((FOLDER / FACTS).read_text(encoding="utf-8"))
+    facts = json.loads((WEIGHTS_FOLDER / TRAINING_FILE).read_text(encoding="utf-8"))
     told = [(stage["name"], stage["steps"], stage["batch"], stage["rate"]) for stage in facts["stages"]]
-    card = (FOLDER / "README.md").read_text(encoding="utf-8")
+    card = (WEIGHTS_FOLDER / "README.md").read_text(encoding="utf-8")
     if told != [(stage.name, stage.steps, stage.batch, stage.rate) for stage in STAGES]:
         assert facts["note"] in card, "weights that were made in another way than by the recipe say so"
 
@@ -56,8 +56,8 @@ def test_it_loads_without_mmspec() -> None:
     code = f"""
 import sys
 from transformers import AutoModelForImageTextToText, AutoProcessor
-model = AutoModelForImageTextToText.from_pretrained({str(FOLDER)!r})
-processor = AutoProcessor.from_pretrained({str(FOLDER)!r}, backend="pil")
+model = AutoModelForImageTextToText.from_pretrained({str(WEIGHTS_FOLDER)!r})
+processor = AutoProcessor.from_pretrained({str(WEIGHTS_FOLDER)!r}, backend="pil")
 assert not any(name.split(".")[0] == "mmspec" for name in sys.modules)
 print(type(model).__name__, model.dtype, type(processor).__name__)
 """
@@ -69,7 +69,7 @@ print(type(model).__name__, model.dtype, type(processor).__name__)
 
 def test_it_sees(shipped: tuple[Any, Any]) -> None:
     """A handful of scenes, to notice weights that are not what they were; the table is in docs/results."""
-    result = evaluate.evaluate(*shipped, HELD_OUT + 7000, 2, batch=16)
+    result = evaluate.evaluate_scenes_model(*shipped, FIRST_HELD_OUT_SEED + 7000, 2, batch_size=16)
     for name in ("things_named", "named_are_there", "places", "yes_no", "backgrounds"):
         assert result[name] > 0.8, (name, result)
     assert result["control_things_named"] < 0.3 and result["control_backgrounds"] < 0.4
@@ -80,8 +80,12 @@ def test_pictures_that_questions_share_are_read_once_and_change_no_answer(
 ) -> None:
     """Against `generate` of each question alone, with nothing in its cache."""
     model, processor = shipped
-    items = [item for seed in (0, 1) for item in evaluate.items_of(scene(HELD_OUT + seed), random.Random(seed))]
-    items.append(evaluate.item_of_clip(clip(HELD_OUT), random.Random(0)))
+    items = [
+        item
+        for seed in (0, 1)
+        for item in evaluate.build_scene_questions(generate_scene(FIRST_HELD_OUT_SEED + seed), random.Random(seed))
+    ]
+    items.append(evaluate.build_clip_question(generate_clip(FIRST_HELD_OUT_SEED), random.Random(0)))
     read, original = list[int](), type(model.model).get_image_features
 
     def spy(self: Any, pixel_values: torch.Tensor, **kwargs: Any) -> Any:
@@ -89,13 +93,13 @@ def test_pictures_that_questions_share_are_read_once_and_change_no_answer(
         return original(self, pixel_values, **kwargs)
 
     monkeypatch.setattr(type(model.model), "get_image_features", spy)
-    said = evaluate.answers(model, processor, items, 8, lambda count: None)
-    frames = len(items[-1].pictures)
+    said = evaluate.generate_answers(model, processor, items, 8, lambda count: None)
+    frames = len(items[-1].images)
     assert sum(read) < len(items) / 2 + frames, "pictures of one scene that stand in one batch"
     for item, answer in zip(items, said, strict=True):
-        text = "<s>" + question(item.question, len(item.pictures))
-        given = processor(images=[list(item.pictures)], text=[text], return_tensors="pt")
-        out = model.generate(**given, max_new_tokens=item.tokens, do_sample=False)
+        text = "<s>" + format_prompt(item.question, len(item.images))
+        given = processor(images=[list(item.images)], text=[text], return_tensors="pt")
+        out = model.generate(**given, max_new_tokens=item.max_new_tokens, do_sample=False)
         alone = processor.tokenizer.decode(out[0, given["input_ids"].shape[1] :], skip_special_tokens=True).strip()
         assert answer == alone, item.question
 
@@ -118,14 +122,17 @@ def size_of(module: Any) -> int:
 
 def test_drafters_that_ship_guess_well_and_change_no_word(shipped: tuple[Any, Any]) -> None:
     model, processor = shipped
-    maker, asked = Captioner(model, processor), list(islice(requests("describe", HELD_OUT + 300), 3))
+    maker, asked = (
+        Captioner(model, processor),
+        list(islice(generate_requests("describe", FIRST_HELD_OUT_SEED + 300), 3)),
+    )
 
     def said(inputs: dict[str, Any], sample: bool) -> Any:
         torch.manual_seed(5)
         return model.generate(**inputs, max_new_tokens=32, do_sample=sample)
 
     for batch, sample in product((asked[:1], asked), (False, True)):
-        inputs = maker.inputs([one.pictures for one in batch], [one.question for one in batch])
+        inputs = maker.inputs([one.images for one in batch], [one.question for one in batch])
         plain = said(inputs, sample)
         for name in registry.shipped():
             mmspec.patch(model, name, processor=processor, nodes=16)
@@ -141,19 +148,19 @@ def test_a_gate_that_ships_chooses(shipped: tuple[Any, Any]) -> None:
     """With its drafter, whether it is asked for or not; beside another drafter `elastic` goes by costs."""
     model, processor = shipped
     maker = Captioner(model, processor)
-    [one] = islice(requests("clip", HELD_OUT), 1)
-    inputs = maker.inputs([one.pictures], [one.question])
+    [one] = islice(generate_requests("clip", FIRST_HELD_OUT_SEED), 1)
+    inputs = maker.inputs([one.images], [one.question])
     ways: dict[str, tuple[str, int]] = {}
     for drafter, compressor in (("msd-elastic", None), ("msd-elastic", "elastic"), ("msd", "elastic")):
         mmspec.patch(model, drafter, compressor=compressor, processor=processor, nodes=16)
         try:
             model.generate(**inputs, max_new_tokens=4, do_sample=False)
-            [row] = mmspec.stats(model, last=True).shown
-            ways[f"{drafter}, {compressor}"] = row.way, row.kept
+            [row] = mmspec.stats(model, last=True).compression
+            ways[f"{drafter}, {compressor}"] = row.choice, row.num_compressed_tokens
             gate = getattr(model.__dict__["_mmspec"].options.drafter, "compressor", None)
             assert isinstance(gate, Elastic) == (drafter == "msd-elastic")
             if isinstance(gate, Elastic):
-                assert row.way in gate.labels() and row.kept <= gate.tokens < row.visual
+                assert row.choice in gate.labels() and row.num_compressed_tokens <= gate.tokens < row.num_visual_tokens
         finally:
             mmspec.unpatch(model)
     assert ways["msd-elastic, None"] == ways["msd-elastic, elastic"]
@@ -163,7 +170,7 @@ def test_a_gate_that_ships_chooses(shipped: tuple[Any, Any]) -> None:
 def test_the_demo(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     makers: list[Captioner] = []
     monkeypatch.setattr(demo, "captioner", lambda *args: makers.append(captioner(*args)) or makers[-1])
-    assert demo.main([str(files()[0]), str(files()[-1]), "--max-new-tokens", "40"]) == 0
+    assert demo.main([str(list_example_files()[0]), str(list_example_files()[-1]), "--max-new-tokens", "40"]) == 0
     told = capsys.readouterr().out
     assert "2 of 2 texts identical to plain generate" in told
     assert told.count("plain ") >= 2 and told.count("identical; ") == 2 and "tokens/s" in told
@@ -174,7 +181,18 @@ def test_the_demo(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_it_is_the_default_of_the_commands(tmp_path: Path, capsys: Any) -> None:
     out = tmp_path / "o.jsonl"
     assert (
-        main(["caption", str(files()[1]), "--out", str(out), "--max-new-tokens", "8", "--compare", "--no-progress"])
+        main(
+            [
+                "caption",
+                str(list_example_files()[1]),
+                "--out",
+                str(out),
+                "--max-new-tokens",
+                "8",
+                "--compare",
+                "--no-progress",
+            ]
+        )
         == 0
     )
     assert json.loads(out.read_text())["model"] == "scenes"

@@ -12,63 +12,83 @@ import numpy as np
 import pytest
 import torch
 
-from mmspec.app.scenes import FOLDER, grammar
-from mmspec.app.scenes.objects import BY_NAME, KINDS
-from mmspec.app.scenes.render import layers, paint
-from mmspec.app.scenes.sign_words import WORDS
-from mmspec.app.scenes.sprites import LETTERS, letter, sprite
+from mmspec.app.scenes import WEIGHTS_FOLDER, grammar
+from mmspec.app.scenes.objects import KIND_BY_NAME, OBJECT_KINDS
+from mmspec.app.scenes.render import build_layers, render_scene
+from mmspec.app.scenes.sign_words import SIGN_WORDS
+from mmspec.app.scenes.sprites import SIGN_CHARACTERS, get_glyph, get_sprite
 from mmspec.app.scenes.training import evaluate
-from mmspec.app.scenes.training.build_model import GRID, IMAGE, PATCH, TOKENS, train_tokenizer
-from mmspec.app.scenes.training.data import (
-    ABSENT,
-    ALL,
-    DOES,
-    DOINGS,
-    GROUND,
-    IGNORE,
-    SIGN,
-    Looking,
-    Talking,
-    collate,
-    corpus,
-    encode,
-    fullness,
-    seen,
-    since,
-    turns_of,
+from mmspec.app.scenes.training.build_model import (
+    GRID_SIZE,
+    IMAGE_TOKEN_ID,
+    NUM_VISUAL_TOKENS,
+    PATCH_SIZE,
+    train_tokenizer,
 )
-from mmspec.app.scenes.training.models import mask_of, places_of
-from mmspec.app.scenes.world import HELD_OUT, MARGIN, PLACES, SIDE, SIZES, clip, direction, scene, unseen_together
+from mmspec.app.scenes.training.data import (
+    ABOUT_ABSENT,
+    ABOUT_ACTION,
+    ABOUT_TOTAL,
+    ACTIONS,
+    BACKGROUND_CLASS,
+    IGNORE_INDEX,
+    SIGN_CLASS,
+    ChatDataset,
+    PatchDataset,
+    choose_num_things,
+    collate_chats,
+    encode_turns,
+    generate_corpus,
+    label_actions,
+    render_with_labels,
+    sample_turns,
+)
+from mmspec.app.scenes.training.models import build_turn_mask, build_turn_position_ids
+from mmspec.app.scenes.world import (
+    FIRST_HELD_OUT_SEED,
+    IMAGE_SIZE,
+    REGION_MARGIN,
+    REGIONS,
+    SIZE_CLASSES,
+    generate_clip,
+    generate_scene,
+    is_held_out_pair,
+    spatial_relation,
+)
 
 SEEDS = range(300)
 
 
 def test_at_least_200_kinds_each_with_a_name_and_a_sprite_of_its_own() -> None:
-    assert len(KINDS) >= 200 and len({kind.name for kind in KINDS}) == len(KINDS)
-    assert len(BY_NAME) >= len({kind.name for kind in KINDS} | {kind.plural for kind in KINDS})
-    drawn = {sprite(number).tobytes() for number in range(len(KINDS))}
-    assert len(drawn) == len(KINDS)
-    for number in range(len(KINDS)):
-        alpha = np.asarray(sprite(number).getchannel("A")) > 127
-        assert alpha.mean() > 0.1 and max(alpha.any(0).sum(), alpha.any(1).sum()) >= 74, KINDS[number]
-    assert len({letter(character).tobytes() for character in LETTERS}) == len(LETTERS)
-    assert all(set(word) <= set(LETTERS) and len(word) <= 5 for word in WORDS) and len(set(WORDS)) == len(WORDS)
+    assert len(OBJECT_KINDS) >= 200 and len({kind.name for kind in OBJECT_KINDS}) == len(OBJECT_KINDS)
+    assert len(KIND_BY_NAME) >= len({kind.name for kind in OBJECT_KINDS} | {kind.plural for kind in OBJECT_KINDS})
+    drawn = {get_sprite(number).tobytes() for number in range(len(OBJECT_KINDS))}
+    assert len(drawn) == len(OBJECT_KINDS)
+    for number in range(len(OBJECT_KINDS)):
+        alpha = np.asarray(get_sprite(number).getchannel("A")) > 127
+        assert alpha.mean() > 0.1 and max(alpha.any(0).sum(), alpha.any(1).sum()) >= 74, OBJECT_KINDS[number]
+    assert len({get_glyph(character).tobytes() for character in SIGN_CHARACTERS}) == len(SIGN_CHARACTERS)
+    assert all(set(word) <= set(SIGN_CHARACTERS) and len(word) <= 5 for word in SIGN_WORDS) and len(
+        set(SIGN_WORDS)
+    ) == len(SIGN_WORDS)
 
 
 def test_scenes_keep_the_margins_that_questions_rely_on() -> None:
     counts: Counter[int] = Counter()
     for seed in SEEDS:
-        made = scene(seed)
-        assert made == scene(seed)
+        made = generate_scene(seed)
+        assert made == generate_scene(seed)
         counts[len(made.things)] += 1
         for thing in made.things:
-            assert thing.bulk in SIZES
+            assert thing.size_class in SIZE_CLASSES
             for value in (thing.x, thing.y):
-                assert all(abs(value - border) >= MARGIN - 1 for border in (SIDE // 3, 2 * SIDE // 3))
-                assert thing.size // 2 <= value <= SIDE - thing.size // 2
+                assert all(
+                    abs(value - border) >= REGION_MARGIN - 1 for border in (IMAGE_SIZE // 3, 2 * IMAGE_SIZE // 3)
+                )
+                assert thing.size // 2 <= value <= IMAGE_SIZE - thing.size // 2
         if made.sign is not None:
             left, right = made.sign.x - 42, made.sign.x + 42
-            assert left >= -2 and right <= SIDE + 2
+            assert left >= -2 and right <= IMAGE_SIZE + 2
     assert set(counts) == {1, 2, 3, 4, 5, 6}
 
 
@@ -83,13 +103,13 @@ def test_nothing_is_hidden_by_half() -> None:
 
 
 def _visible_shares(seed: int) -> list[float]:
-    made = scene(seed)
-    owner, areas = np.full((SIDE, SIDE), -1), []
-    for number, (part, (left, top)) in enumerate(layers(made)):
-        mask = np.zeros((SIDE, SIDE), dtype=bool)
+    made = generate_scene(seed)
+    owner, areas = np.full((IMAGE_SIZE, IMAGE_SIZE), -1), []
+    for number, (part, (left, top)) in enumerate(build_layers(made)):
+        mask = np.zeros((IMAGE_SIZE, IMAGE_SIZE), dtype=bool)
         alpha = np.asarray(part.getchannel("A")) > 127
         rows, columns = np.nonzero(alpha)
-        inside = (rows + top >= 0) & (rows + top < SIDE) & (columns + left >= 0) & (columns + left < SIDE)
+        inside = (rows + top >= 0) & (rows + top < IMAGE_SIZE) & (columns + left >= 0) & (columns + left < IMAGE_SIZE)
         mask[rows[inside] + top, columns[inside] + left] = True
         owner[mask] = number
         areas.append(alpha.sum())
@@ -97,29 +117,32 @@ def _visible_shares(seed: int) -> list[float]:
 
 
 def test_held_out_pairs_and_seeds_are_never_trained_on() -> None:
-    together = [pair for pair in combinations(range(len(KINDS)), 2) if unseen_together(*pair)]
-    assert 0.03 < len(together) / (len(KINDS) * (len(KINDS) - 1) / 2) < 0.08
+    together = [pair for pair in combinations(range(len(OBJECT_KINDS)), 2) if is_held_out_pair(*pair)]
+    assert 0.03 < len(together) / (len(OBJECT_KINDS) * (len(OBJECT_KINDS) - 1) / 2) < 0.08
     for seed in SEEDS:
-        kinds = {thing.kind for thing in scene(seed).things}
-        assert not any(unseen_together(a, b) for a, b in combinations(kinds, 2))
-    made = [scene(HELD_OUT + seed).things for seed in SEEDS]
-    met = sum(any(unseen_together(a.kind, b.kind) for a, b in combinations(things, 2)) for things in made)
+        kinds = {thing.kind for thing in generate_scene(seed).things}
+        assert not any(is_held_out_pair(a, b) for a, b in combinations(kinds, 2))
+    made = [generate_scene(FIRST_HELD_OUT_SEED + seed).things for seed in SEEDS]
+    met = sum(any(is_held_out_pair(a.kind, b.kind) for a, b in combinations(things, 2)) for things in made)
     assert met > 20, "held-out seeds must show what was held out"
-    with pytest.raises(ValueError, match=str(HELD_OUT)):
-        Looking(HELD_OUT - 1, 2)
+    with pytest.raises(ValueError, match=str(FIRST_HELD_OUT_SEED)):
+        PatchDataset(FIRST_HELD_OUT_SEED - 1, 2)
 
 
 def test_the_same_picture_every_time() -> None:
-    made = scene(7)
-    assert paint(made).tobytes() == paint(scene(7)).tobytes() and paint(made).size == (SIDE, SIDE)
-    assert paint(made).tobytes() == seen(made)[0].tobytes()
-    assert len({paint(scene(seed)).tobytes() for seed in range(50)}) == 50
+    made = generate_scene(7)
+    assert render_scene(made).tobytes() == render_scene(generate_scene(7)).tobytes() and render_scene(made).size == (
+        IMAGE_SIZE,
+        IMAGE_SIZE,
+    )
+    assert render_scene(made).tobytes() == render_with_labels(made)[0].tobytes()
+    assert len({render_scene(generate_scene(seed)).tobytes() for seed in range(50)}) == 50
 
 
 def test_clips_show_what_they_say() -> None:
     kinds: Counter[str] = Counter()
     for seed in range(120):
-        made = clip(seed)
+        made = generate_clip(seed)
         assert 4 <= len(made.frames) <= 8
         kinds[made.event.what + made.event.way] += 1
         heroes = [[t for t in frame.things if t.kind == made.hero.kind] for frame in made.frames]
@@ -137,18 +160,18 @@ def test_clips_show_what_they_say() -> None:
 
 def test_true_answers_are_read_as_true_and_others_as_false() -> None:
     """The readers that mark the model, on the grammar's own answers: right ones to this picture, and to another."""
-    right: evaluate.Marks = defaultdict(list)
-    wrong: evaluate.Marks = defaultdict(list)
-    for seed in range(HELD_OUT, HELD_OUT + 120):
-        made, other = scene(seed), scene(seed + 5000)
-        for item in evaluate.items_of(made, random.Random(seed)):
+    right: evaluate.MetricOutcomes = defaultdict(list)
+    wrong: evaluate.MetricOutcomes = defaultdict(list)
+    for seed in range(FIRST_HELD_OUT_SEED, FIRST_HELD_OUT_SEED + 120):
+        made, other = generate_scene(seed), generate_scene(seed + 5000)
+        for item in evaluate.build_scene_questions(made, random.Random(seed)):
             for truth, marks in ((made, right), (other, wrong)):
-                for name, values in item.mark(_answer(truth, item.question)).items():
+                for name, values in item.score(_answer(truth, item.question)).items():
                     marks[name] += values
-        moving = clip(seed)
-        item = evaluate.item_of_clip(moving, random.Random(seed))
-        for truth_, marks in ((moving, right), (clip(seed + 5000), wrong)):
-            for name, values in item.mark(grammar.clip_turn(truth_, random.Random(0)).answer).items():
+        moving = generate_clip(seed)
+        item = evaluate.build_clip_question(moving, random.Random(seed))
+        for truth_, marks in ((moving, right), (generate_clip(seed + 5000), wrong)):
+            for name, values in item.score(grammar.ask_clip(truth_, random.Random(0)).answer).items():
                 marks[name] += values
     assert set(right) >= {"things_named", "named_are_there", "described_places", "places", "counts", "totals", "yes_no",
                           "backgrounds", "words", "bigger", "motion", "events", "clip_things"}  # fmt: skip
@@ -160,8 +183,10 @@ def test_true_answers_are_read_as_true_and_others_as_false() -> None:
 
 def test_what_happens_in_a_clip_is_read_strictly() -> None:
     """Others may stay; whoever says that two things happen, or that another one does it, is wrong."""
-    made = next(one for one in map(clip, range(1000)) if one.event.way == "left" and len(one.frames[0].things) == 2)
-    mark = evaluate.item_of_clip(made, random.Random(0)).mark
+    made = next(
+        one for one in map(generate_clip, range(1000)) if one.event.way == "left" and len(one.frames[0].things) == 2
+    )
+    mark = evaluate.build_clip_question(made, random.Random(0)).score
     (other,) = [thing.name for thing in made.frames[0].things if thing.kind != made.hero.kind]
     name = made.hero.name
     for answer, event, motion in (
@@ -175,44 +200,44 @@ def test_what_happens_in_a_clip_is_read_strictly() -> None:
     ):
         assert mark(answer) == {"events": [event], "clip_things": [True], "motion": [motion]}, answer
     for what, word in (("stays", "stays"), ("appears", "appears"), ("leaves", "disappears")):
-        one = next(one for one in map(clip, range(1000)) if one.event.what == what)
-        mark = evaluate.item_of_clip(one, random.Random(0)).mark
+        one = next(one for one in map(generate_clip, range(1000)) if one.event.what == what)
+        mark = evaluate.build_clip_question(one, random.Random(0)).score
         for said in ("stays", "appears", "disappears", "moves up"):
             assert mark(f"A {one.hero.name} {said}.")["events"] == [said == word]
 
 
 def _answer(truth: grammar.Scene, question: str) -> str:
     """What the grammar would say about `truth`, whatever the question assumes."""
-    dice = random.Random(0)
+    rng = random.Random(0)
     words = question.lower()
-    named = sorted(evaluate.kinds_in(question))
+    named = sorted(evaluate.find_kinds(question))
     things = {thing.kind: thing for thing in truth.things}
     if "detail" in words or "describe the image" in words:
-        return grammar.describe(truth, dice).answer
+        return grammar.ask_description(truth, rng).answer
     if words.startswith("where is"):
-        return f"It is {grammar.where(things[named[0]].place)}." if named[0] in things else "It is not there."
+        return f"It is {grammar.format_region(things[named[0]].region)}." if named[0] in things else "It is not there."
     if "how many things" in words:
-        return grammar.how_many_in_all(truth)
+        return grammar.answer_total_count(truth)
     if words.startswith("how many"):
-        return grammar.how_many_of(truth, named[0])
+        return grammar.answer_kind_count(truth, named[0])
     if words.startswith("is there"):
         return "Yes." if named[0] in things else "No."
     if "background" in words:
-        return grammar.background(truth, dice).answer
+        return grammar.ask_background(truth, rng).answer
     if "sign" in words:
-        return grammar.reads(truth, dice).answer
+        return grammar.ask_sign_text(truth, rng).answer
     if "bigger" in words or "larger" in words:
         there = [things[kind] for kind in named if kind in things]
         return f"The {max(there, key=lambda thing: thing.size).name} is bigger." if there else "Neither."
-    return grammar.what(truth, dice).answer
+    return grammar.ask_contents(truth, rng).answer
 
 
 def test_descriptions_are_long_and_content_carries_them() -> None:
-    tokenizer = train_tokenizer(corpus(800))
+    tokenizer = train_tokenizer(generate_corpus(800))
     texts = []
     for seed in range(400):
-        if len(scene(seed).things) > 2:
-            answer = grammar.describe(scene(seed), random.Random(seed)).answer
+        if len(generate_scene(seed).things) > 2:
+            answer = grammar.ask_description(generate_scene(seed), random.Random(seed)).answer
             texts.append(tokenizer(answer, add_special_tokens=False).input_ids)
     lengths = sorted(map(len, texts))
     assert lengths[len(lengths) // 20] >= 75 and lengths[len(lengths) // 2] > 90 and lengths[-len(lengths) // 20] <= 150
@@ -224,13 +249,16 @@ def test_a_4_gram_that_has_read_much_predicts_little_of_what_it_has_not() -> Non
     """Half a minute. Of 300 held-out descriptions it says 58.8% right (2026-11-24), of 700 read ones' kind 56.0%."""
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(FOLDER)
+    tokenizer = AutoTokenizer.from_pretrained(WEIGHTS_FOLDER)
 
     def described(first: int, count: int) -> list[list[int]]:
-        texts = (grammar.describe(scene(seed), random.Random(seed)).answer for seed in range(first, first + count))
+        texts = (
+            grammar.ask_description(generate_scene(seed), random.Random(seed)).answer
+            for seed in range(first, first + count)
+        )
         return [tokenizer(text, add_special_tokens=False).input_ids for text in texts]
 
-    assert 0.4 < _predicted(described(0, 7000), described(HELD_OUT, 300)) <= 0.6
+    assert 0.4 < _predicted(described(0, 7000), described(FIRST_HELD_OUT_SEED, 300)) <= 0.6
 
 
 def _predicted(known: list[list[int]], new: list[list[int]], order: int = 4) -> float:
@@ -252,54 +280,60 @@ def _predicted(known: list[list[int]], new: list[list[int]], order: int = 4) -> 
 
 def test_what_patches_show() -> None:
     for seed in range(40):
-        made = scene(seed)
-        _, patches = seen(made)
-        middle = PATCH // 2
+        made = generate_scene(seed)
+        _, patches = render_with_labels(made)
+        middle = PATCH_SIZE // 2
         for number, kind in enumerate(patches.kind.tolist()):
-            x, y = number % GRID * PATCH + middle, number // GRID * PATCH + middle
-            if 0 <= kind < GROUND:
+            x, y = number % GRID_SIZE * PATCH_SIZE + middle, number // GRID_SIZE * PATCH_SIZE + middle
+            if 0 <= kind < BACKGROUND_CLASS:
                 offset = patches.offset[number] * 64
                 near = min((t for t in made.things if t.kind == kind), key=lambda t: abs(t.x - x) + abs(t.y - y))
                 assert min(abs(t.x - x - offset[0]) + abs(t.y - y - offset[1]) for t in made.things) < 1
                 assert abs(near.x - x) <= near.size and abs(near.y - y) <= near.size
-                place = [name for line in PLACES for name in line][int(patches.place[number])]
-                assert place in {thing.place for thing in made.things if thing.kind == kind}
+                place = [name for line in REGIONS for name in line][int(patches.place[number])]
+                assert place in {thing.region for thing in made.things if thing.kind == kind}
                 assert patches.alike[number] == made.count(kind) - 1
                 assert made.reading_order()[int(patches.rank[number])].kind == kind
             else:
-                assert patches.alike[number] == patches.rank[number] == IGNORE or kind == IGNORE
-        assert set(patches.total.tolist()) == {len(made.things)} and (patches.since == IGNORE).all()
-        centres = {(t.x // PATCH, t.y // PATCH) for t in made.things}
-        assert centres == {(number % GRID, number // GRID) for number in patches.centre.nonzero().flatten().tolist()}
-        assert {thing.kind for thing in made.things} >= {k for k in patches.kind.tolist() if 0 <= k < GROUND}
+                assert patches.alike[number] == patches.rank[number] == IGNORE_INDEX or kind == IGNORE_INDEX
+        assert set(patches.total.tolist()) == {len(made.things)} and (patches.since == IGNORE_INDEX).all()
+        centres = {(t.x // PATCH_SIZE, t.y // PATCH_SIZE) for t in made.things}
+        assert centres == {
+            (number % GRID_SIZE, number // GRID_SIZE) for number in patches.centre.nonzero().flatten().tolist()
+        }
+        assert {thing.kind for thing in made.things} >= {k for k in patches.kind.tolist() if 0 <= k < BACKGROUND_CLASS}
         assert (made.sign is not None) == bool((patches.letter > 0).any())
         if made.sign is not None:
-            assert (patches.letter > 0).sum() <= len(made.sign.text) and (patches.kind == SIGN).any()
+            assert (patches.letter > 0).sum() <= len(made.sign.text) and (patches.kind == SIGN_CLASS).any()
             told = {
                 "".join(" ABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"[c] for c in row if c > 0)
-                for row in patches.spelled[patches.kind == SIGN].tolist()
+                for row in patches.spelled[patches.kind == SIGN_CLASS].tolist()
             }
             assert told == {made.sign.text}
-        assert (patches.spelled[patches.kind != SIGN] == IGNORE).all()
-    assert (seen(clip(5).frames[0])[1].kind != IGNORE).any()
+        assert (patches.spelled[patches.kind != SIGN_CLASS] == IGNORE_INDEX).all()
+    assert (render_with_labels(generate_clip(5).frames[0])[1].kind != IGNORE_INDEX).any()
 
 
 def test_samples_for_training() -> None:
-    tokenizer = train_tokenizer(corpus(300))
-    samples = [Talking(tokenizer, 0, 60)[number] for number in range(24)]
-    batch = collate(samples)
-    assert (batch["input_ids"] == IMAGE).sum() == TOKENS * batch["pixel_values"].shape[0] == batch["kind"].numel()
-    learnt = batch["labels"] != IGNORE
+    tokenizer = train_tokenizer(generate_corpus(300))
+    samples = [ChatDataset(tokenizer, 0, 60)[number] for number in range(24)]
+    batch = collate_chats(samples)
+    assert (
+        (batch["input_ids"] == IMAGE_TOKEN_ID).sum()
+        == NUM_VISUAL_TOKENS * batch["pixel_values"].shape[0]
+        == batch["kind"].numel()
+    )
+    learnt = batch["labels"] != IGNORE_INDEX
     assert torch.equal(batch["labels"][learnt], batch["input_ids"][learnt])
     assert not (learnt & (batch["attention_mask"] == 0)).any() and 0.1 < learnt.float().mean() < 0.8
-    made = scene(3)
-    turns = turns_of(made, random.Random(1))
+    made = generate_scene(3)
+    turns = sample_turns(made, random.Random(1))
     for apart in (False, True):
-        ids, labels, of = encode(tokenizer, turns, apart=apart)
-        said = tokenizer.decode([label for label in labels if label != IGNORE])
+        ids, labels, of = encode_turns(tokenizer, turns, independent=apart)
+        said = tokenizer.decode([label for label in labels if label != IGNORE_INDEX])
         assert said == "".join(f" {turn.answer}</s>" for turn in turns) and len(ids) == len(labels) == len(of)
-        assert ids.count(IMAGE) == TOKENS
-    modes = {max(sample.turns) > 0 for sample in samples}
+        assert ids.count(IMAGE_TOKEN_ID) == NUM_VISUAL_TOKENS
+    modes = {max(sample.turn_ids) > 0 for sample in samples}
     assert modes == {False, True} and batch["turns"].shape == batch["input_ids"].shape
 
 
@@ -308,17 +342,19 @@ def test_turns_asked_apart_are_what_each_would_be_alone() -> None:
     """Hidden states of a stock text model: all questions behind one picture, masked, and each in a row of its own."""
     from transformers import LlamaConfig, LlamaModel
 
-    tokenizer = train_tokenizer(corpus(300))
+    tokenizer = train_tokenizer(generate_corpus(300))
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
     text = LlamaModel(LlamaConfig(vocab_size=len(tokenizer), **sizes)).eval()
     for pictures in (1, 4):
-        turns = grammar.drill(scene(3), random.Random(1), 4, apart=True)
-        ids, labels, of = encode(tokenizer, turns, pictures, apart=True)
+        turns = grammar.generate_qa_turns(generate_scene(3), random.Random(1), 4, independent=True)
+        ids, labels, of = encode_turns(tokenizer, turns, pictures, independent=True)
         at = torch.tensor([of])
-        rows = text(torch.tensor([ids]), attention_mask=mask_of(at), position_ids=places_of(at)).last_hidden_state[0]
+        rows = text(
+            torch.tensor([ids]), attention_mask=build_turn_mask(at), position_ids=build_turn_position_ids(at)
+        ).last_hidden_state[0]
         shared = of.count(0)
         for number, turn in enumerate(turns, 1):
-            alone, answers, _ = encode(tokenizer, [turn], pictures)
+            alone, answers, _ = encode_turns(tokenizer, [turn], pictures)
             mine = [place for place, owner in enumerate(of) if owner == number]
             assert alone == ids[:shared] + [ids[place] for place in mine]
             assert answers[shared:] == [labels[place] for place in mine]
@@ -328,20 +364,20 @@ def test_turns_asked_apart_are_what_each_would_be_alone() -> None:
 
 def test_the_mask_of_a_conversation_is_causal() -> None:
     turns = torch.tensor([[0, 0, 0, 0, 0], [0, 0, 1, 1, 2]])
-    assert torch.equal(mask_of(turns)[0, 0], torch.ones(5, 5).tril().bool())
-    assert places_of(turns).tolist() == [[0, 1, 2, 3, 4], [0, 1, 2, 3, 2]]
+    assert torch.equal(build_turn_mask(turns)[0, 0], torch.ones(5, 5).tril().bool())
+    assert build_turn_position_ids(turns).tolist() == [[0, 1, 2, 3, 4], [0, 1, 2, 3, 2]]
 
 
 def test_words_in_capitals_are_spelled() -> None:
-    tokenizer = train_tokenizer(corpus(300))
+    tokenizer = train_tokenizer(generate_corpus(300))
     for word in ("HOTEL", "ZOO", "407", "XQZ"):
         assert len(tokenizer(f" {word}.", add_special_tokens=False).input_ids) >= len(word)
 
 
 def test_directions() -> None:
     for seed in range(60):
-        for a, b in combinations(scene(seed).things, 2):
-            told, back = direction(a, b), direction(b, a)
+        for a, b in combinations(generate_scene(seed).things, 2):
+            told, back = spatial_relation(a, b), spatial_relation(b, a)
             opposite = {"left of": "right of", "right of": "left of", "above": "below", "below": "above", None: None}
             assert back == opposite[told]
 
@@ -349,10 +385,13 @@ def test_directions() -> None:
 def test_the_world_is_what_it_was() -> None:
     """Texts and truths are the same for ever, or what the model was trained on is not what is asked."""
     digest = hashlib.sha256()
-    for seed in (*range(40), *range(HELD_OUT, HELD_OUT + 40)):
-        made, moving = scene(seed), clip(seed)
+    for seed in (*range(40), *range(FIRST_HELD_OUT_SEED, FIRST_HELD_OUT_SEED + 40)):
+        made, moving = generate_scene(seed), generate_clip(seed)
         digest.update(repr((made, moving)).encode())
-        for turn in (*grammar.chat(made, random.Random(seed), 20), grammar.clip_turn(moving, random.Random(seed))):
+        for turn in (
+            *grammar.generate_chat(made, random.Random(seed), 20),
+            grammar.ask_clip(moving, random.Random(seed)),
+        ):
             digest.update(repr(turn).encode())
     assert digest.hexdigest() == WORLD
 
@@ -364,59 +403,67 @@ WORLD = "c49e2ee70e01b6de6366dc296bd93df03bd2a243242cc81b99647264a1d76034"
 def test_drills_ask_much_and_never_what_could_be_copied() -> None:
     asked, lists = Counter[str](), 0
     for seed in SEEDS:
-        made = scene(seed)
-        turns = grammar.drill(made, random.Random(seed), 10)
+        made = generate_scene(seed)
+        turns = grammar.generate_qa_turns(made, random.Random(seed), 10)
         assert 2 <= len(turns) <= 10 and len({turn.answer for turn in turns}) == len(turns)
-        assert sum(turn.task in grammar.LISTS for turn in turns) < 2
+        assert sum(turn.task in grammar.LISTING_TASKS for turn in turns) < 2
         asked.update(turn.task for turn in turns)
-        turns = grammar.drill(made, random.Random(seed), 10, apart=True)
+        turns = grammar.generate_qa_turns(made, random.Random(seed), 10, independent=True)
         assert len({turn.question for turn in turns}) == len(turns)
-        lists += sum(turn.task in grammar.LISTS for turn in turns)
-    assert set(asked) | {"total", "count of any"} == set(grammar.DRILLS) and asked["where"] > asked["background"]
+        lists += sum(turn.task in grammar.LISTING_TASKS for turn in turns)
+    assert (
+        set(asked) | {"total", "count of any"} == set(grammar.QA_TASK_WEIGHTS) and asked["where"] > asked["background"]
+    )
     assert lists > 2 * len(SEEDS)
 
 
 def test_what_clips_are_asked_is_true() -> None:
     seen_tasks: Counter[str] = Counter()
     for seed in SEEDS:
-        made = clip(seed)
-        for turn in grammar.clip_drills(made, random.Random(seed)):
+        made = generate_clip(seed)
+        for turn in grammar.generate_clip_qa_turns(made, random.Random(seed)):
             seen_tasks[turn.task] += 1
             words, number = turn.question.rstrip("?").split(), turn.question.rstrip("?").split()[-1]
             if turn.task == "pictures":
-                assert f" {grammar.NUMBERS[len(made.frames)]} " in turn.answer
+                assert f" {grammar.NUMBER_WORDS[len(made.frames)]} " in turn.answer
             elif turn.task == "way":
                 assert turn.answer == "It does not move." or f" {made.event.way}." in turn.answer
-                moves = made.event.what == "moves" and evaluate.kinds_in(turn.question) == {made.hero.kind}
+                moves = made.event.what == "moves" and evaluate.find_kinds(turn.question) == {made.hero.kind}
                 assert moves == (turn.answer != "It does not move.")
             else:
                 here = [t for t in made.frames[int(number) - 1].things if t.kind == made.hero.kind]
                 if words[0] == "Is":
                     assert turn.answer.startswith("Yes" if here else "No")
                 else:
-                    assert evaluate.spot_in(turn.answer) == here[0].place
+                    assert evaluate.find_region_name(turn.answer) == here[0].region
     assert set(seen_tasks) == {"pictures", "way", "when"} and seen_tasks["when"] > 600
 
 
 def test_half_of_the_training_pictures_are_full() -> None:
-    full = [len(scene(seed, most).things) for seed in range(60) if (most := fullness(seed)) is not None]
+    full = [
+        len(generate_scene(seed, most).things) for seed in range(60) if (most := choose_num_things(seed)) is not None
+    ]
     assert len(full) == 30 and set(full) == {4, 5, 6}
-    left_alone = [len(scene(seed, fullness(seed)).things) for seed in range(60) if fullness(seed) is None]
+    left_alone = [
+        len(generate_scene(seed, choose_num_things(seed)).things)
+        for seed in range(60)
+        if choose_num_things(seed) is None
+    ]
     assert min(left_alone) == 1
 
 
 def test_even_drills_ask_for_numbers_of_all_kinds_alike() -> None:
     asked: dict[bool, list[bool]] = {False: [], True: []}
     for seed in range(200):
-        made = scene(seed)
-        if len({count for _, count in grammar.groups(made)}) < 2:
+        made = generate_scene(seed)
+        if len({count for _, count in grammar.count_kinds(made)}) < 2:
             continue  # only where there are several of one kind and one of another
         for even, found in asked.items():
-            for turn in grammar.drill(made, random.Random(seed), 10, even, apart=True):
+            for turn in grammar.generate_qa_turns(made, random.Random(seed), 10, even, independent=True):
                 if turn.task == "count" and " all." not in turn.answer:
                     found.append(" one " in turn.answer)
-                    kinds = evaluate.kinds_in(turn.question)
-                    assert [evaluate.number_in(turn.answer)] == [made.count(kind) for kind in kinds]
+                    kinds = evaluate.find_kinds(turn.question)
+                    assert [evaluate.find_number(turn.answer)] == [made.count(kind) for kind in kinds]
     shares = {even: sum(found) / len(found) for even, found in asked.items()}
     assert len(asked[True]) > 1.3 * len(asked[False]) > 50
     assert shares[False] < 0.45 < shares[True], shares
@@ -425,72 +472,74 @@ def test_even_drills_ask_for_numbers_of_all_kinds_alike() -> None:
 def test_who_counts_says_the_number_on_the_way() -> None:
     """Each thing with its place, in reading order; those that are counted with how many it has been so far."""
     for seed in range(300):
-        made = scene(seed)
-        groups = grammar.groups(made)
-        asked = [({kind}, grammar.how_many_of(made, kind), count) for kind, count in groups]
-        asked.append(({kind for kind, _ in groups}, grammar.how_many_in_all(made), len(made.things)))
+        made = generate_scene(seed)
+        groups = grammar.count_kinds(made)
+        asked = [({kind}, grammar.answer_kind_count(made, kind), count) for kind, count in groups]
+        asked.append(({kind for kind, _ in groups}, grammar.answer_total_count(made), len(made.things)))
         for counted, answer, count in asked:
             said, sum_ = answer.rstrip(".").split(": ")
-            numbers = iter(grammar.NUMBERS[1:])
+            numbers = iter(grammar.NUMBER_WORDS[1:])
             for part, thing in zip(said.split(", "), made.reading_order(), strict=True):
-                rest = part.lower().removeprefix(thing.place).split()
+                rest = part.lower().removeprefix(thing.region).split()
                 assert rest == [thing.name, *([next(numbers)] if thing.kind in counted else [])], answer
-            assert sum_.split()[0] == grammar.NUMBERS[count] and evaluate.number_in(answer) == count
+            assert sum_.split()[0] == grammar.NUMBER_WORDS[count] and evaluate.find_number(answer) == count
 
 
 def test_pictures_of_an_even_stage_are_as_the_world_has_them() -> None:
-    tokenizer = train_tokenizer(corpus(200))
+    tokenizer = train_tokenizer(generate_corpus(200))
     for number in range(12):
-        made = scene(number)
-        sample = Talking(tokenizer, 0, 12, clips=0.0, full=False)[number]
+        made = generate_scene(number)
+        sample = ChatDataset(tokenizer, 0, 12, clip_share=0.0, prefer_full=False)[number]
         totals = {int(total) for total in sample.patches[0].total}
         if made.sign is not None:  # else another scene may stand in
             assert totals == {len(made.things)}
-    few = [int(Talking(tokenizer, 0, 60, clips=0.0, full=False)[n].patches[0].total[0]) for n in range(30)]
+    few = [
+        int(ChatDataset(tokenizer, 0, 60, clip_share=0.0, prefer_full=False)[n].patches[0].total[0]) for n in range(30)
+    ]
     assert sum(count < 4 for count in few) >= 12
 
 
 def test_in_half_of_the_training_clips_and_more_something_stands_beside() -> None:
-    tokenizer = train_tokenizer(corpus(200))
-    data = Talking(tokenizer, 0, 60, clips=1.0)
+    tokenizer = train_tokenizer(generate_corpus(200))
+    data = ChatDataset(tokenizer, 0, 60, clip_share=1.0)
     beside = [max(int(part.total[0]) for part in data[number].patches) > 1 for number in range(40)]
     assert sum(beside) >= 24
-    assert all(len(clip(seed, 4, 3).frames[0].things) >= 2 for seed in range(5))
-    assert clip(7, 4) == clip(7, 4, None)
+    assert all(len(generate_clip(seed, 4, 3).frames[0].things) >= 2 for seed in range(5))
+    assert generate_clip(7, 4) == generate_clip(7, 4, None)
 
 
 def test_words_that_name_things_say_where_they_are() -> None:
-    tokenizer = train_tokenizer(corpus(400))
-    data, checked = Talking(tokenizer, 0, 60, clips=0.0), Counter[str]()
+    tokenizer = train_tokenizer(generate_corpus(400))
+    data, checked = ChatDataset(tokenizer, 0, 60, clip_share=0.0), Counter[str]()
     for number in range(24):
         seed, sample = number, data[number]
-        made = scene(seed, fullness(seed))
-        if made.sign is None and bool((sample.patches[0].kind == SIGN).any()):
+        made = generate_scene(seed, choose_num_things(seed))
+        if made.sign is None and bool((sample.patches[0].kind == SIGN_CLASS).any()):
             continue  # another scene stands in
-        for token, where in zip(sample.ids, sample.about, strict=True):
+        for token, where in zip(sample.input_ids, sample.about, strict=True):
             word = tokenizer.decode([token]).strip()
-            if where == IGNORE:
+            if where == IGNORE_INDEX:
                 continue
             if word == "things":
-                assert where == ALL + len(made.things) - 1
+                assert where == ABOUT_TOTAL + len(made.things) - 1
                 checked["all"] += 1
                 continue
-            here = [thing for thing in made.things if thing.kind == BY_NAME[word]]
-            names = [name for row in PLACES for name in row]
+            here = [thing for thing in made.things if thing.kind == KIND_BY_NAME[word]]
+            names = [name for row in REGIONS for name in row]
             many = ("two", "three", "four", "five", "six")
-            expected = "absent" if not here else here[0].place if len(here) == 1 else many[len(here) - 2]
+            expected = "absent" if not here else here[0].region if len(here) == 1 else many[len(here) - 2]
             assert [*names, "absent", *many][where] == expected
             checked[expected if expected in ("absent", *many) else "place"] += 1
     assert {"place", "absent", "two", "three", "all"} <= set(checked)
 
 
 def test_words_that_name_things_in_clips_say_what_they_do() -> None:
-    tokenizer = train_tokenizer(corpus(400))
-    data, checked = Talking(tokenizer, 0, 60, clips=1.0), Counter[str]()
+    tokenizer = train_tokenizer(generate_corpus(400))
+    data, checked = ChatDataset(tokenizer, 0, 60, clip_share=1.0), Counter[str]()
     for number in range(16):
         sample = data[number]
-        text = tokenizer.decode(sample.ids)
-        told = {DOINGS[where - DOES] for where in sample.about if where not in (IGNORE, ABSENT)}
+        text = tokenizer.decode(sample.input_ids)
+        told = {ACTIONS[where - ABOUT_ACTION] for where in sample.about if where not in (IGNORE_INDEX, ABOUT_ABSENT)}
         assert len(told - {("stays", "")}) < 2, "one thing does something"
         for what, way in told - {("stays", "")}:
             word = {"moves": f"moves (to the )?{way}", "appears": "appears", "leaves": "disappears|leaves"}[what]
@@ -500,32 +549,34 @@ def test_words_that_name_things_in_clips_say_what_they_do() -> None:
 
 
 def test_patches_of_clips_say_what_has_happened_since_the_picture_before() -> None:
-    tokenizer = train_tokenizer(corpus(200))
+    tokenizer = train_tokenizer(generate_corpus(200))
     told: dict[str, set[str]] = {}
     for number in range(60):
-        made = clip(number, 4)
-        looks = [seen(frame)[1] for frame in made.frames]
-        marks = [since(made, before, now) for before, now in pairwise(looks)]
+        made = generate_clip(number, 4)
+        looks = [render_with_labels(frame)[1] for frame in made.frames]
+        marks = [label_actions(made, before, now) for before, now in pairwise(looks)]
         hero, rest = set[str](), set[str]()
         for now, before, mark in zip(looks[1:], looks[:-1], marks, strict=True):
-            mine = (now.kind == made.hero.kind) | (before.kind == made.hero.kind) & (now.kind == GROUND)
-            hero |= {" ".join(DOINGS[one]) for one in mark[mine].tolist() if one != IGNORE}
-            rest |= {" ".join(DOINGS[one]) for one in mark[~mine].tolist() if one != IGNORE}
+            mine = (now.kind == made.hero.kind) | (before.kind == made.hero.kind) & (now.kind == BACKGROUND_CLASS)
+            hero |= {" ".join(ACTIONS[one]) for one in mark[mine].tolist() if one != IGNORE_INDEX}
+            rest |= {" ".join(ACTIONS[one]) for one in mark[~mine].tolist() if one != IGNORE_INDEX}
         assert rest <= {"stays "}
         name = f"{made.event.what} {made.event.way}"
         told.setdefault(name, set()).update(hero)
         assert name in hero, f"clip {number}: {name}, told {hero}"
     assert all(hero <= {name, "stays "} for name, hero in told.items()), told
     assert {"appears ", "leaves ", "stays "} <= set(told) and len(told) >= 6
-    sample = next(s for s in map(Talking(tokenizer, 0, 60, clips=1.0).__getitem__, range(9)) if len(s.patches) > 1)
-    assert (sample.patches[0].since == IGNORE).all(), "there is none before the first"
-    assert any((part.since != IGNORE).any() for part in sample.patches[1:])
+    sample = next(
+        s for s in map(ChatDataset(tokenizer, 0, 60, clip_share=1.0).__getitem__, range(9)) if len(s.patches) > 1
+    )
+    assert (sample.patches[0].since == IGNORE_INDEX).all(), "there is none before the first"
+    assert any((part.since != IGNORE_INDEX).any() for part in sample.patches[1:])
 
 
 def test_signs_and_moves_are_practised_more_than_they_come() -> None:
-    tokenizer = train_tokenizer(corpus(200))
-    data = Talking(tokenizer, 0, 400, clips=0.0)
-    signs = sum(bool((data[n].patches[0].kind == SIGN).any()) for n in range(0, 160, 4))
+    tokenizer = train_tokenizer(generate_corpus(200))
+    data = ChatDataset(tokenizer, 0, 400, clip_share=0.0)
+    signs = sum(bool((data[n].patches[0].kind == SIGN_CLASS).any()) for n in range(0, 160, 4))
     assert signs > 40 * 0.4
     with pytest.raises(ValueError, match="training seeds end before"):
-        Talking(tokenizer, HELD_OUT - 30_000_000, 10)
+        ChatDataset(tokenizer, FIRST_HELD_OUT_SEED - 30_000_000, 10)

@@ -14,8 +14,8 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-import adversarial as liars
-import fuzz as cases
+import adversarial as adversarial
+import fuzz as fuzz
 import pytest
 import tiny_models as tiny
 import torch
@@ -35,7 +35,7 @@ MODES: list[dict[str, Any]] = [
 
 def fresh_model(family: str = "llava", **changes: Any) -> PreTrainedModel:
     """A model that a test may change."""
-    return tiny.model(tiny.Spec(family, **{"seed": 29, **changes}))
+    return tiny.build_model(tiny.ModelSpec(family, **{"seed": 29, **changes}))
 
 
 def decoder(model: PreTrainedModel) -> Any:
@@ -48,7 +48,7 @@ def check(model: PreTrainedModel, reset: Callable[[], Any] = lambda: None) -> li
 
     `reset` puts the state of user code back before each call.
     """
-    given, found = tiny.inputs(model, 27, 2, images=[1, 1]), []
+    given, found = tiny.build_inputs(model, 27, 2, images=[1, 1]), []
     for mode in MODES:
         results = []
         for patched in (False, True):
@@ -56,7 +56,7 @@ def check(model: PreTrainedModel, reset: Callable[[], Any] = lambda: None) -> li
             torch.manual_seed(2)
             random.seed(2)
             if patched:
-                with cases.patched(model, liars.Bush(1), nodes=8):
+                with fuzz.patch_model(model, adversarial.BranchingDrafter(1), nodes=8):
                     text = model.generate(**given, **mode)
                     found.append(mmspec.stats(model, last=True))
             else:
@@ -70,14 +70,14 @@ def check(model: PreTrainedModel, reset: Callable[[], Any] = lambda: None) -> li
 def went_plain(found: list[mmspec.Stats], *names: str) -> None:
     """Assert that all calls went the plain way, for a reason with these names."""
     for stats in found:
-        assert stats.fallback and stats.plain_calls == 1
-        assert all(name in stats.fallback for name in names), stats.fallback
+        assert stats.fallback_reason and stats.fallback_calls == 1
+        assert all(name in stats.fallback_reason for name in names), stats.fallback_reason
 
 
 def drafted(found: list[mmspec.Stats]) -> None:
     """Assert that no call went the plain way, and that trees were scored."""
     for stats in found:
-        assert not stats.fallback and stats.drafted > 0
+        assert not stats.fallback_reason and stats.num_draft_tokens > 0
 
 
 # --- hooks ------------------------------------------------------------------------------------------------------------
@@ -267,8 +267,8 @@ def test_a_foreign_module_that_passes_is_drafted(family: str) -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
 def test_a_foreign_module_in_another_precision(dtype: str) -> None:
     model = swapped(Same, dtype=dtype)
-    with cases.patched(model, liars.Bush(1), nodes=8):
-        model.generate(**tiny.inputs(model, 27, 2, images=[1, 1]), **MODES[0])
+    with fuzz.patch_model(model, adversarial.BranchingDrafter(1), nodes=8):
+        model.generate(**tiny.build_inputs(model, 27, 2, images=[1, 1]), **MODES[0])
         drafted([mmspec.stats(model, last=True)])
 
 
@@ -317,21 +317,21 @@ def test_the_self_test_runs_once_and_again_when_something_changes(monkeypatch: p
     fault = selftest._fault
     monkeypatch.setattr(selftest, "_fault", lambda *args: (runs.append(1), fault(*args))[1])
     model = swapped(Same)
-    given = tiny.inputs(model, 27, 1, images=[1])
-    with cases.patched(model, liars.Bush(1), nodes=8):
+    given = tiny.build_inputs(model, 27, 1, images=[1])
+    with fuzz.patch_model(model, adversarial.BranchingDrafter(1), nodes=8):
         for _ in range(3):
             model.generate(**given, **MODES[0])
         assert len(runs) == 1
         decoder(model).layers[0].mlp.down_proj.__class__ = Scaled
         model.generate(**given, **MODES[0])
-        assert len(runs) == 2 and mmspec.stats(model, last=True).fallback
+        assert len(runs) == 2 and mmspec.stats(model, last=True).fallback_reason
 
 
 def test_dynamic_quantisation() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = torch.ao.quantization.quantize_dynamic(fresh_model(), {nn.Linear}, dtype=torch.qint8).eval()
-        model.tiny_spec = tiny.Spec(seed=29)
+        model.tiny_spec = tiny.ModelSpec(seed=29)
         assert any("quantized.dynamic" in type(part).__module__ for part in model.modules())
         went_plain(check(model), "model.language_model.layers.0.", "(Linear)", "depends on what else is in it")
 
@@ -486,17 +486,17 @@ def test_a_generate_of_ones_own(override: Any, late: bool, caplog: pytest.LogCap
     model = fresh_model()
     base = type(model)
     own = type("Own", (base,), {"generate": override})
-    given = tiny.inputs(model, 27, 2, images=[1, 1])
+    given = tiny.build_inputs(model, 27, 2, images=[1, 1])
     options = {"max_new_tokens": 6} | ({} if override is _fixed else {"do_sample": False})
     first = () if override is _any_keywords else (given.pop("input_ids"),)
     model.__class__ = own
     plain = model.generate(*first, **given, **options)
     model.__class__ = base if late else own
-    with caplog.at_level(logging.WARNING, "mmspec"), cases.patched(model, liars.Bush(1), nodes=8):
+    with caplog.at_level(logging.WARNING, "mmspec"), fuzz.patch_model(model, adversarial.BranchingDrafter(1), nodes=8):
         model.__class__ = own
         assert torch.equal(model.generate(*first, **given, **options), plain)
         stats = mmspec.stats(model, last=True)
-        assert stats.fallback == "a generate of its own (Own)" and stats.plain_calls == 1
+        assert stats.fallback_reason == "a generate of its own (Own)" and stats.fallback_calls == 1
     assert "a generate of its own (Own)" in caplog.text
 
 
@@ -511,11 +511,11 @@ def test_one_pass_over_the_modules_per_call(monkeypatch: pytest.MonkeyPatch) -> 
     for room in (calls, module_scan):
         monkeypatch.setattr(room, "scan", lambda model: (passes.append(model), scan(model))[1])
     model = fresh_model()
-    with cases.patched(model, liars.Bush(1), nodes=8):
+    with fuzz.patch_model(model, adversarial.BranchingDrafter(1), nodes=8):
         walks: list[Any] = []
         modules = nn.Module.modules
         monkeypatch.setattr(nn.Module, "modules", lambda self, *args: (walks.append(self), modules(self, *args))[1])
-        model.generate(**tiny.inputs(model, 27, 1, images=[1]), **MODES[0])
+        model.generate(**tiny.build_inputs(model, 27, 1, images=[1]), **MODES[0])
     assert passes == [model]
     assert not any(part is model for part in walks), "a walk over all modules besides the one pass"
 

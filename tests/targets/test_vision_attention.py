@@ -9,19 +9,19 @@ from functools import partial
 from math import ceil
 from typing import Any
 
-import adversarial as liars
+import adversarial as adversarial
 import pytest
 import tiny_models as tiny
 import torch
-from parity import model_of
+from parity import get_model
 from torch import Tensor
 from transformers import LlavaConfig, LlavaForConditionalGeneration, PreTrainedModel, SiglipVisionConfig
 
 import mmspec
 from mmspec.drafters.eagle.drafter import EagleDrafter
 from mmspec.drafters.eagle.head import EagleHead, HeadConfig
-from mmspec.interfaces import Needs, Prompt, VisualTokens
-from mmspec.targets.registry import family_of
+from mmspec.interfaces import DrafterRequirements, Prompt, VisualTokens
+from mmspec.targets.registry import find_adapter
 from mmspec.vision.compressors.elastic import Elastic
 from mmspec.vision.compressors.select import Identity, Prune, distinctness
 from mmspec.vision.registry import make
@@ -33,14 +33,14 @@ class Asking(Identity):
     attends = True
 
 
-class Looking(liars.Liar):
+class Looking(adversarial.AdversarialDrafter):
     """Keeps the prompts it is shown."""
 
     name = "looking"
 
     def __init__(self) -> None:
         super().__init__()
-        self.needs = Needs(taps=(0,))
+        self.requirements = DrafterRequirements(hidden_state_indices=(0,))
         self.prompts: list[Prompt] = []
 
     def begin(self, prompt: Prompt) -> Any:
@@ -59,12 +59,12 @@ def siglip() -> PreTrainedModel:
         patch_size=4,
         vision_use_head=False,
     )
-    usual = model_of("llava")
+    usual = get_model("llava")
     config = LlavaConfig(
         vision_config=vision,
         text_config=usual.config.text_config,
         image_seq_length=9,
-        image_token_id=tiny.ids(usual.tiny_spec).image,
+        image_token_id=tiny.special_ids(usual.tiny_spec).image,
         vision_feature_select_strategy="full",
         vision_feature_layer=-2,
     )
@@ -77,7 +77,7 @@ def siglip() -> PreTrainedModel:
 
 
 FAMILIES = ("llava", "llava_next", "llava_next_video", "llava_onevision")
-MODELS = {family: partial(model_of, family) for family in FAMILIES} | {"siglip": siglip}
+MODELS = {family: partial(get_model, family) for family in FAMILIES} | {"siglip": siglip}
 
 
 def shown(model: PreTrainedModel, given: tiny.Inputs, compressor: Any, **options: Any) -> Prompt:
@@ -86,7 +86,7 @@ def shown(model: PreTrainedModel, given: tiny.Inputs, compressor: Any, **options
     mmspec.patch(model, drafter=looking, compressor=compressor)
     try:
         model.generate(**given, max_new_tokens=2, do_sample=bool(options), **options)
-        assert not mmspec.stats(model).plain_calls
+        assert not mmspec.stats(model).fallback_calls
     finally:
         mmspec.unpatch(model)
     return looking.prompts[0]
@@ -109,7 +109,7 @@ def slow(model: PreTrainedModel, given: tiny.Inputs) -> tuple[Tensor, Tensor]:
 def expected(model: PreTrainedModel, given: tiny.Inputs, prompt: Prompt) -> Tensor:
     """[M] of each visual token by what it is: the patch that it equals, or a newline."""
     patches, weights = slow(model, given)
-    tokens = prompt.taps[0][prompt.visual]
+    tokens = prompt.hidden_states[0][prompt.visual_mask]
     apart = torch.cdist(tokens, patches, compute_mode="donot_use_mm_for_euclid_dist")
     line = getattr(model.model, "image_newline", None)
     newline = torch.zeros(len(tokens)).bool() if line is None else (tokens - line).abs().amax(-1) < 1e-5
@@ -123,12 +123,14 @@ def test_it_is_the_attention_of_the_layer_that_is_projected(sort: str, padding: 
     model = MODELS[sort]()
     for seed in range(8):
         rows = 1 + seed % 3
-        given = tiny.inputs(model, seed, rows, padding=padding, images=[1 + (row + seed) % 2 for row in range(rows)])
+        given = tiny.build_inputs(
+            model, seed, rows, padding=padding, images=[1 + (row + seed) % 2 for row in range(rows)]
+        )
         prompt = shown(model, given, Asking())
-        assert prompt.attended is not None and prompt.attended.shape == prompt.ids.shape
+        assert prompt.visual_saliency is not None and prompt.visual_saliency.shape == prompt.input_ids.shape
         wanted = expected(model, given, prompt)
-        torch.testing.assert_close(prompt.attended[prompt.visual], wanted, rtol=1e-4, atol=1e-6)
-        assert not prompt.attended[~prompt.visual].any() and wanted.unique().numel() > 4
+        torch.testing.assert_close(prompt.visual_saliency[prompt.visual_mask], wanted, rtol=1e-4, atol=1e-6)
+        assert not prompt.visual_saliency[~prompt.visual_mask].any() and wanted.unique().numel() > 4
         hooks = [hook for module in model.modules() for hook in module._forward_pre_hooks.values()]
         assert not any(hook.__module__ == "mmspec.targets.vision_attention" for hook in hooks)
 
@@ -136,10 +138,10 @@ def test_it_is_the_attention_of_the_layer_that_is_projected(sort: str, padding: 
 @pytest.mark.parametrize("sort", list(MODELS))
 def test_several_sequences_per_prompt(sort: str) -> None:
     model = MODELS[sort]()
-    given = tiny.inputs(model, 3, 2, images=[2, 1])
+    given = tiny.build_inputs(model, 3, 2, images=[2, 1])
     once, thrice = shown(model, given, Asking()), shown(model, given, Asking(), num_return_sequences=3)
-    assert once.attended is not None and thrice.attended is not None
-    assert torch.equal(thrice.attended, once.attended.repeat_interleave(3, 0))
+    assert once.visual_saliency is not None and thrice.visual_saliency is not None
+    assert torch.equal(thrice.visual_saliency, once.visual_saliency.repeat_interleave(3, 0))
 
 
 def windows(patches: Tensor, stride: int) -> Tensor:
@@ -170,9 +172,9 @@ def halved(patches: Tensor) -> Tensor:
 @pytest.mark.parametrize("family", ["llava_next_video", "llava_onevision"])
 def test_frames_of_clips(family: str) -> None:
     """A token made of several patches has what they have in the mean, a newline token nothing."""
-    model, seen = model_of(family), set()
+    model, seen = get_model(family), set()
     for seed in range(6):
-        given = tiny.inputs(model, seed, 2, images=[0, 0], videos=[1, 1 + seed % 2])
+        given = tiny.build_inputs(model, seed, 2, images=[0, 0], videos=[1, 1 + seed % 2])
         pixels = given["pixel_values_videos"]
         weights = slow(model, given | {"pixel_values": pixels})[1]
         edge = model.config.vision_config.image_size // model.config.vision_config.patch_size
@@ -184,19 +186,19 @@ def test_frames_of_clips(family: str) -> None:
             wanted += [smaller(frame).flatten() for frame in clip]
             wanted += [torch.zeros(1)] if family == "llava_onevision" else []
         prompt = shown(model, given, Asking())
-        assert prompt.attended is not None
-        torch.testing.assert_close(prompt.attended[prompt.visual], torch.cat(wanted), rtol=1e-4, atol=1e-6)
-        seen |= set(prompt.attended[prompt.visual].tolist())
+        assert prompt.visual_saliency is not None
+        torch.testing.assert_close(prompt.visual_saliency[prompt.visual_mask], torch.cat(wanted), rtol=1e-4, atol=1e-6)
+        seen |= set(prompt.visual_saliency[prompt.visual_mask].tolist())
     assert len(seen) > 20 or family == "llava_onevision"  # of which a frame is one token here
 
 
 @pytest.mark.parametrize("edge", [3, 4, 5, 8])
 def test_onevision_of_larger_frames(edge: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where half of an edge is no whole number."""
-    model = model_of("llava_onevision")
+    model = get_model("llava_onevision")
     monkeypatch.setattr(model.config.vision_config, "image_size", edge * model.config.vision_config.patch_size)
     shares = torch.rand(6, edge * edge, generator=torch.Generator().manual_seed(edge))
-    found = family_of(model).attended(shares, {"pixel_values_videos": torch.zeros(2, 3, 1, 1, 1)})
+    found = find_adapter(model).token_saliency(shares, {"pixel_values_videos": torch.zeros(2, 3, 1, 1, 1)})
     frames = [halved(frame.view(edge, edge)).flatten() for frame in shares]
     wanted = torch.cat([*frames[:3], torch.zeros(1), *frames[3:], torch.zeros(1)])
     assert found is not None
@@ -205,34 +207,34 @@ def test_onevision_of_larger_frames(edge: int, monkeypatch: pytest.MonkeyPatch) 
 
 def test_several_pictures_of_onevision_are_read_whole() -> None:
     """As its processor says it: more than one picture in a row has no tiles."""
-    model = model_of("llava_onevision")
+    model = get_model("llava_onevision")
     sizes, numbers = torch.tensor([[16, 16]] * 3), torch.tensor([2, 1])
-    family = family_of(model)
+    family = find_adapter(model)
     assert family.tiles_of(sizes, {"batch_num_images": numbers}) == [1, 1, 5]  # type: ignore[attr-defined]
     assert family.tiles_of(sizes, {}) == [5, 5, 5]  # type: ignore[attr-defined]
 
 
 def test_what_cannot_be_told() -> None:
     """A tower of another build, and pictures and clips in one call."""
-    model = model_of("qwen2_5_vl")
-    assert shown(model, tiny.inputs(model, 1, 2, images=[1, 1]), Asking()).attended is None
+    model = get_model("qwen2_5_vl")
+    assert shown(model, tiny.build_inputs(model, 1, 2, images=[1, 1]), Asking()).visual_saliency is None
     for family in ("llava_next_video", "llava_onevision"):
-        model = model_of(family)
-        given = tiny.inputs(model, 1, 2, images=[1, 1], videos=[1, 0])
-        assert shown(model, given, Asking()).attended is None
+        model = get_model(family)
+        given = tiny.build_inputs(model, 1, 2, images=[1, 1], videos=[1, 0])
+        assert shown(model, given, Asking()).visual_saliency is None
 
 
 def test_nobody_asked_or_there_is_no_picture() -> None:
-    model = model_of("llava")
-    assert shown(model, tiny.inputs(model, 1, 2, images=[1, 1]), "relevant:2").attended is None
-    assert shown(model, tiny.inputs(model, 1, 2, images=[0, 0]), Asking()).attended is None
+    model = get_model("llava")
+    assert shown(model, tiny.build_inputs(model, 1, 2, images=[1, 1]), "relevant:2").visual_saliency is None
+    assert shown(model, tiny.build_inputs(model, 1, 2, images=[0, 0]), Asking()).visual_saliency is None
 
 
 def test_layers_that_there_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     model = siglip()
     for layer, heard in ((-2, True), ([-3, -2], True), (2, True), (0, False), (-9, False), (9, False)):
         monkeypatch.setattr(model.config, "vision_feature_layer", layer)
-        found = family_of(model).listening()
+        found = find_adapter(model).attention_capture()
         assert (found is not None) == heard, layer
         layers = model.model.vision_tower.encoder.layers if found else []
         assert found is None or found.layer is layers[1].self_attn, layer
@@ -241,10 +243,10 @@ def test_layers_that_there_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_calls_of_other_threads_are_not_heard() -> None:
     """Two calls on one model at the same time, the encoding of one within that of the other."""
     model = MODELS["llava"]()
-    first, second = (tiny.inputs(model, seed, 1, images=[1]) for seed in (1, 2))
-    listening = family_of(model).listening()
+    first, second = (tiny.build_inputs(model, seed, 1, images=[1]) for seed in (1, 2))
+    listening = find_adapter(model).attention_capture()
     assert listening is not None
-    with listening.on():
+    with listening.active():
         other = threading.Thread(target=lambda: model.generate(**second, max_new_tokens=2, do_sample=False))
         other.start()
         other.join()
@@ -276,22 +278,22 @@ def test_a_drafter_is_shown_what_the_tower_attends_to(padding: str) -> None:
     """Scores stand at their own tokens, and `salient` keeps the highest; the text stays what it is."""
     drafter = EagleDrafter(EagleHead(HeadConfig(32, 64, 4, 2, 120)), "decoupled", layers=2)
     model, spy = MODELS["llava"](), Spy(make("salient:3"))
-    given = tiny.inputs(model, 5, 3, images=[2, 1, 1], padding=padding)
+    given = tiny.build_inputs(model, 5, 3, images=[2, 1, 1], padding=padding)
     plain = model.generate(**given, max_new_tokens=12, do_sample=False)
     wanted = slow(model, given)[1].split([18, 9, 9])
     mmspec.patch(model, drafter=drafter, compressor=spy, nodes=8)
     try:
         assert torch.equal(model.generate(**given, max_new_tokens=12, do_sample=False), plain)
-        kept = mmspec.stats(model, last=True).shown
+        kept = mmspec.stats(model, last=True).compression
     finally:
         mmspec.unpatch(model)
     [(visual, few)] = spy.seen
-    assert visual.scores is not None
+    assert visual.saliency is not None
     for row, scores in enumerate(wanted):
-        mine = visual.scores[row][visual.mask[row]]
+        mine = visual.saliency[row][visual.mask[row]]
         torch.testing.assert_close(mine, scores[len(scores) - len(mine) :], rtol=1e-4, atol=1e-6)
         best = mine.topk(3).indices.sort().values.tolist()
-        assert list(kept[row].numbers or ()) == best and few.mask[row].all()
+        assert list(kept[row].kept_indices or ()) == best and few.mask[row].all()
 
 
 def test_who_asks() -> None:

@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 import torch
 from fake_target import (
-    CONFIG,
-    LAYERS,
-    PICTURE,
-    World,
-    first_verdict,
-    lesson_of,
-    paths_of,
-    prompt_of,
-    prompt_rows,
-    slow_pass,
-    started,
+    HEAD_CONFIG,
+    IMAGE_TOKEN_ID,
+    NUM_LAYERS,
+    FakeTarget,
+    begin_decoding,
+    build_first_result,
+    build_prompt,
+    build_train_batch,
+    reference_draft_inputs,
+    reference_forward,
+    scores_by_path,
 )
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -31,8 +31,8 @@ from mmspec.app.bench.recorder import Recorder
 from mmspec.app.caption.command import check_drafter
 from mmspec.app.modeling.captioner import Captioner
 from mmspec.app.modeling.random_models import random_model
-from mmspec.app.scenes.render import paint
-from mmspec.app.scenes.world import scene
+from mmspec.app.scenes.render import render_scene
+from mmspec.app.scenes.world import generate_scene
 from mmspec.app.train.data import Request, Teacher
 from mmspec.drafters.architectures import KINDS
 from mmspec.drafters.checkpoints.format import Made, load, save
@@ -43,8 +43,8 @@ from mmspec.drafters.eagle.visual_inputs import RULES, Sight, segments_of, shrun
 from mmspec.drafters.training.gate import weigh
 from mmspec.drafters.training.losses import Pupil, Weights, When, losses, rows_of
 from mmspec.drafters.training.trainer import Plan, Training
-from mmspec.interfaces import Compressor, Prompt, Segment, VisualTokens
-from mmspec.metrics.compression_stats import Watch
+from mmspec.interfaces import Compressor, Prompt, VisualGrid, VisualTokens
+from mmspec.metrics.compression_stats import RecordingCompressor
 from mmspec.vision.compressors import select as picking
 from mmspec.vision.compressors.elastic import CHARGE, Elastic
 from mmspec.vision.compressors.latent import LatentCompressor
@@ -56,9 +56,9 @@ from mmspec.vision.registry import make, new, parse, restored
 
 def tokens_of(counts: list[int], width: int = 8, seed: int = 0) -> VisualTokens:
     """Random visual tokens, so many per row."""
-    dice, most = torch.Generator().manual_seed(seed), max(counts)
+    rng, most = torch.Generator().manual_seed(seed), max(counts)
     mask = torch.arange(most) < torch.tensor(counts)[:, None]
-    parts = (torch.randn(len(counts), most, width, generator=dice) for _ in range(2))
+    parts = (torch.randn(len(counts), most, width, generator=rng) for _ in range(2))
     return VisualTokens(*parts, mask, torch.arange(most).expand(mask.shape) * 2 + 3)
 
 
@@ -88,26 +88,28 @@ def slow_latent(made: LatentCompressor, embeddings: Tensor, states: Tensor) -> l
 def test_latent_is_the_slow_reference(counts: list[int]) -> None:
     made, visual = latent(), tokens_of(counts)
     few = made.compress(visual, None, 3)
-    assert few.embeddings.shape == few.states.shape == (len(counts), 3, 8)
+    assert few.inputs_embeds.shape == few.hidden_states.shape == (len(counts), 3, 8)
     for row, count in enumerate(counts):
         assert few.mask[row].tolist() == [count > 0] * 3
-        expected = slow_latent(made, visual.embeddings[row, :count], visual.states[row, :count]) if count else []
+        expected = (
+            slow_latent(made, visual.inputs_embeds[row, :count], visual.hidden_states[row, :count]) if count else []
+        )
         for slot, (embedding, state) in enumerate(expected):
-            assert torch.allclose(few.embeddings[row, slot], embedding, atol=1e-5)
-            assert torch.allclose(few.states[row, slot], state, atol=1e-5)
-        spots = few.positions[row].tolist()
+            assert torch.allclose(few.inputs_embeds[row, slot], embedding, atol=1e-5)
+            assert torch.allclose(few.hidden_states[row, slot], state, atol=1e-5)
+        spots = few.position_ids[row].tolist()
         assert not count or (spots == sorted(spots) and spots[0] == 3 and spots[-1] == 3 + 2 * (count - 1))
-    assert torch.isfinite(few.embeddings).all()
+    assert torch.isfinite(few.inputs_embeds).all()
 
 
 def test_latent_with_a_smaller_budget_and_with_nothing_to_show() -> None:
     made, visual = latent(), tokens_of([5, 4])
     whole, part = made.compress(visual, None, 3), made.compress(visual, None, 2)
-    assert torch.allclose(whole.embeddings[:, :2], part.embeddings) and part.mask.shape == (2, 2)
+    assert torch.allclose(whole.inputs_embeds[:, :2], part.inputs_embeds) and part.mask.shape == (2, 2)
     empty = tokens_of([0, 0])
-    assert made.compress(empty, None, 3).embeddings.shape[1] == 0
-    axes = replace(visual, positions=visual.positions.expand(3, -1, -1))
-    assert made.compress(axes, None, 3).positions.shape == (3, 2, 3)
+    assert made.compress(empty, None, 3).inputs_embeds.shape[1] == 0
+    axes = replace(visual, positions=visual.position_ids.expand(3, -1, -1))
+    assert made.compress(axes, None, 3).position_ids.shape == (3, 2, 3)
 
 
 @pytest.mark.parametrize("name", ["latent", "resampler"])
@@ -130,39 +132,41 @@ def test_one_that_is_in_training_is_taken_out_of_it_in_use(monkeypatch: pytest.M
     assert make(made) is made and not made.training
     moved: list[Any] = []
     monkeypatch.setattr(made, "to", lambda device: moved.append(device) or made)
-    few = Watch(made.train()).compress(tokens_of([5]), None, 3)
-    assert few.mask.shape[1] == 3 and not made.training and moved == [few.states.device]
+    few = RecordingCompressor(made.train()).compress(tokens_of([5]), None, 3)
+    assert few.mask.shape[1] == 3 and not made.training and moved == [few.hidden_states.device]
 
 
 GRIDS = {
-    "one": ([Segment(0, 0, 3, 4, 0)], [12]),
-    "odd": ([Segment(0, 0, 5, 3, 0)], [15]),
-    "wide": ([Segment(0, 0, 3, 5, 0)], [15]),
-    "line": ([Segment(0, 0, 1, 7, 0)], [7]),
-    "tied": ([Segment(0, 0, 4, 5, 0)], [20]),
-    "two": ([Segment(0, 0, 2, 2, 0), Segment(0, 4, 3, 3, 1)], [13]),
-    "rows": ([Segment(0, 0, 4, 4, 0), Segment(1, 0, 2, 3, 1), Segment(1, 6, 4, 4, 2)], [16, 22]),
-    "clip": ([Segment(0, 9 * t, 3, 3, 0, role="frame", time=t) for t in range(4)], [36]),
-    "newline": ([Segment(0, 0, 2, 3, 0, newline=True)], [8]),
-    "pictures": ([Segment(0, 4 * n, 2, 2, n) for n in range(8)], [32]),
+    "one": ([VisualGrid(0, 0, 3, 4, 0)], [12]),
+    "odd": ([VisualGrid(0, 0, 5, 3, 0)], [15]),
+    "wide": ([VisualGrid(0, 0, 3, 5, 0)], [15]),
+    "line": ([VisualGrid(0, 0, 1, 7, 0)], [7]),
+    "tied": ([VisualGrid(0, 0, 4, 5, 0)], [20]),
+    "two": ([VisualGrid(0, 0, 2, 2, 0), VisualGrid(0, 4, 3, 3, 1)], [13]),
+    "rows": ([VisualGrid(0, 0, 4, 4, 0), VisualGrid(1, 0, 2, 3, 1), VisualGrid(1, 6, 4, 4, 2)], [16, 22]),
+    "clip": ([VisualGrid(0, 9 * t, 3, 3, 0, role="frame", frame=t) for t in range(4)], [36]),
+    "newline": ([VisualGrid(0, 0, 2, 3, 0, has_newlines=True)], [8]),
+    "pictures": ([VisualGrid(0, 4 * n, 2, 2, n) for n in range(8)], [32]),
     "unknown": ([], [9, 4]),
-    "half known": ([Segment(0, 0, 2, 3, 0)], [6, 5]),
-    "not theirs": ([Segment(0, 0, 2, 3, 0), Segment(1, 0, 2, 2, 1)], [5, 5]),
-    "tiny": ([Segment(0, 0, 1, 1, 0)], [1]),
+    "half known": ([VisualGrid(0, 0, 2, 3, 0)], [6, 5]),
+    "not theirs": ([VisualGrid(0, 0, 2, 3, 0), VisualGrid(1, 0, 2, 2, 1)], [5, 5]),
+    "tiny": ([VisualGrid(0, 0, 1, 1, 0)], [1]),
     "none": ([], [0, 0]),
 }
 
 
-def members_of(segments: list[Segment], count: int, window: Window) -> list[list[int]]:
+def members_of(segments: list[VisualGrid], count: int, window: Window) -> list[list[int]]:
     """Per merged token of a row, the tokens in it: written out place by place."""
     if not segments:
         return [list(range(i, min(count, i + window.columns))) for i in range(0, count, window.columns)]
     made: list[list[int]] = []
-    clips: dict[tuple[int, int], list[Segment]] = {}
+    clips: dict[tuple[int, int], list[VisualGrid]] = {}
     for one in segments:
-        clips.setdefault((one.source, 0) if one.role == "frame" else (one.source, 1 + one.start), []).append(one)
+        clips.setdefault((one.media_index, 0) if one.role == "frame" else (one.media_index, 1 + one.start), []).append(
+            one
+        )
     for frames in clips.values():
-        h, w = frames[0].height, frames[0].width + int(frames[0].newline)
+        h, w = frames[0].height, frames[0].width + int(frames[0].has_newlines)
         for t in range(0, len(frames), window.frames):
             for y in range(0, h, window.lines):
                 for x in range(0, w, window.columns):
@@ -177,10 +181,10 @@ def members_of(segments: list[Segment], count: int, window: Window) -> list[list
     return made
 
 
-def slow_window(segments: list[Segment], count: int, budget: int) -> Window:
+def slow_window(segments: list[VisualGrid], count: int, budget: int) -> Window:
     """Of the windows that fit a row, tried one by one, what keeps the most, then the more square, then the smaller."""
     best, most = None, -1
-    sides = [side for one in segments for side in (one.height, one.width + int(one.newline), one.time + 1)]
+    sides = [side for one in segments for side in (one.height, one.width + int(one.has_newlines), one.frame + 1)]
     longest = max([1, *(sides or [count])])
     for n in range(1, longest + 1):
         for window in (Window(n, n, n), Window(n + 1, n, n), Window(n + 1, n, n + 1)):
@@ -230,16 +234,16 @@ def test_merging_is_the_slow_reference(grid: str, budget: int, sort: str) -> Non
             for name in ("embeddings", "states"):
                 expected = (getattr(visual, name)[row, inside] * weights).sum(0) / len(inside)
                 assert torch.allclose(getattr(few, name)[row, slot], expected, atol=1e-5), (row, slot)
-            spot = sum(float(visual.positions[row, token]) for token in inside) / len(inside)
+            spot = sum(float(visual.position_ids[row, token]) for token in inside) / len(inside)
             assert abs(int(few.positions[row, slot]) - spot) <= 0.5001
 
 
-def _kernel(made: Conv, segments: list[Segment], token: int, window: Window) -> Tensor:
+def _kernel(made: Conv, segments: list[VisualGrid], token: int, window: Window) -> Tensor:
     """What a token of a row counts, by where in its window it lies."""
     y, x = 0, token
     for one in segments:
-        if one.start <= token < one.start + one.length:
-            y, x = divmod(token - one.start, one.width + int(one.newline))
+        if one.start <= token < one.start + one.num_tokens:
+            y, x = divmod(token - one.start, one.width + int(one.has_newlines))
     size = made.SIZE
     kernel: Tensor = made.kernel[
         :, (y % window.lines) * size // window.lines, (x % window.columns) * size // window.columns
@@ -251,28 +255,28 @@ def test_a_convolution_begins_as_the_mean() -> None:
     segments, counts = GRIDS["rows"]
     visual = replace(tokens_of(counts), segments=tuple(segments))
     mine, other = Conv(8, 5).compress(visual, None, 5), Pool(5).compress(visual, None, 5)
-    assert torch.allclose(mine.embeddings, other.embeddings, atol=1e-6) and torch.equal(mine.mask, other.mask)
+    assert torch.allclose(mine.inputs_embeds, other.inputs_embeds, atol=1e-6) and torch.equal(mine.mask, other.mask)
 
 
 def test_windows_grow_no_further_than_needed() -> None:
-    blocks = blocks_of([Segment(0, 0, 14, 14, 0)], [196])
+    blocks = blocks_of([VisualGrid(0, 0, 14, 14, 0)], [196])
     assert [blocks[0].cells(window_for(blocks, budget)) for budget in (196, 100, 49, 25, 12, 4, 1)] == [
         196, 98, 49, 25, 12, 4, 1,
     ]  # fmt: skip
-    twelve = blocks_of([Segment(0, 0, 12, 12, 0)], [144])
+    twelve = blocks_of([VisualGrid(0, 0, 12, 12, 0)], [144])
     assert [window_for(twelve, budget) for budget in (72, 36)] == [Window(2, 1, 2), Window(2, 2, 2)]
-    wide = blocks_of([Segment(0, 0, 4, 5, 0)], [20])
+    wide = blocks_of([VisualGrid(0, 0, 4, 5, 0)], [20])
     assert window_for(wide, 4) == Window(3, 3, 3), "2 x 3 leaves four as well"
-    clip = blocks_of([Segment(0, 196 * t, 14, 14, 0, role="frame", time=t) for t in range(8)], [1568])
+    clip = blocks_of([VisualGrid(0, 196 * t, 14, 14, 0, role="frame", frame=t) for t in range(8)], [1568])
     assert len(clip) == 1 and clip[0].cells(window_for(clip, 200)) <= 200
     assert window_for(clip, 1568) == Window(1, 1, 1) and window_for(clip, 1) == Window(14, 14, 14)
     assert window_for(clip, 784) == Window(2, 1, 1) and window_for(clip, 783) == Window(2, 1, 2)
 
 
 RAGGED = (
-    [Segment(0, 0, 14, 14, 0)],
-    [Segment(0, 196 * t, 14, 14, 4, role="frame", time=t) for t in range(8)],
-    [Segment(0, 0, 12, 12, 1), Segment(0, 144, 9, 16, 2)],
+    [VisualGrid(0, 0, 14, 14, 0)],
+    [VisualGrid(0, 196 * t, 14, 14, 4, role="frame", frame=t) for t in range(8)],
+    [VisualGrid(0, 0, 12, 12, 1), VisualGrid(0, 144, 9, 16, 2)],
     [],
 )
 
@@ -280,13 +284,13 @@ RAGGED = (
 @pytest.mark.parametrize("budget", [1, 4, 16, 49, 72, 500])
 @pytest.mark.parametrize("sort", ["pool", "conv"])
 def test_a_row_does_not_hang_on_its_neighbours(sort: str, budget: int) -> None:
-    counts = [sum(one.length for one in row) for row in RAGGED]
+    counts = [sum(one.num_tokens for one in row) for row in RAGGED]
     segments = tuple(replace(one, row=row) for row, mine in enumerate(RAGGED) for one in mine)
     visual, made = replace(tokens_of(counts), segments=segments), merging(sort, budget)
     few = made.compress(visual, None, budget)
     for row, (count, mine) in enumerate(zip(counts, RAGGED, strict=True)):
-        own = (part[row : row + 1, :count] for part in (visual.embeddings, visual.states, visual.mask))
-        alone = made.compress(VisualTokens(*own, visual.positions[row : row + 1, :count], tuple(mine)), None, budget)
+        own = (part[row : row + 1, :count] for part in (visual.inputs_embeds, visual.hidden_states, visual.mask))
+        alone = made.compress(VisualTokens(*own, visual.position_ids[row : row + 1, :count], tuple(mine)), None, budget)
         kept = int(few.mask[row].sum())
         assert alone.mask.tolist() == [[True] * kept] and not few.mask[row, kept:].any()
         for name in ("embeddings", "states"):
@@ -306,12 +310,12 @@ def test_picking_is_the_slow_reference(name: str, budget: int, counts: list[int]
     few = make(f"{name}:{budget}").compress(visual, query, budget)
     for row, count in enumerate(counts):
         tokens, kept = list(range(count)), min(count, budget)
-        embeddings, states = visual.embeddings[row], visual.states[row]
+        embeddings, states = visual.inputs_embeds[row], visual.hidden_states[row]
         if name == "stride":
             expected = [(2 * i + 1) * count // (2 * kept) for i in range(kept)]
         elif name == "random":
-            dice = torch.rand(max(counts), generator=torch.Generator().manual_seed(0))
-            expected = sorted(sorted(tokens, key=lambda t: -float(dice[t]))[:kept])
+            rng = torch.rand(max(counts), generator=torch.Generator().manual_seed(0))
+            expected = sorted(sorted(tokens, key=lambda t: -float(rng[t]))[:kept])
         elif name == "relevant":
             expected = sorted(sorted(tokens, key=lambda t: -_cosine(states[t], query[row]))[:kept])
         elif name == "salient":
@@ -321,9 +325,9 @@ def test_picking_is_the_slow_reference(name: str, budget: int, counts: list[int]
             expected = _diverse(embeddings[:count], kept)
         assert few.mask[row].tolist() == [True] * kept + [False] * (few.mask.shape[1] - kept)
         for slot, token in enumerate(expected):
-            assert torch.equal(few.embeddings[row, slot], embeddings[token]), (name, row, slot)
-            assert torch.equal(few.states[row, slot], states[token])
-            assert few.positions[row, slot] == visual.positions[row, token]
+            assert torch.equal(few.inputs_embeds[row, slot], embeddings[token]), (name, row, slot)
+            assert torch.equal(few.hidden_states[row, slot], states[token])
+            assert few.position_ids[row, slot] == visual.position_ids[row, token]
 
 
 def _cosine(a: Tensor, b: Tensor) -> float:
@@ -349,9 +353,9 @@ def test_diverse_in_several_stretches(counts: list[int], kept: int, monkeypatch:
     visual = tokens_of(counts)
     few = make(f"diverse:{kept}").compress(visual, None, kept)
     for row, count in enumerate(counts):
-        assert few.origin is not None
-        found = few.origin[row][few.mask[row]].tolist()
-        assert found == _diverse(visual.embeddings[row, :count], min(count, kept))
+        assert few.source_indices is not None
+        found = few.source_indices[row][few.mask[row]].tolist()
+        assert found == _diverse(visual.inputs_embeds[row, :count], min(count, kept))
 
 
 class Largest(TorchDispatchMode):
@@ -374,7 +378,7 @@ def test_diverse_of_a_long_clip_makes_no_square() -> None:
 
 def test_scores_of_the_tower_are_used_where_there_are_any() -> None:
     visual = replace(tokens_of([5]), scores=torch.tensor([[0.1, 0.9, 0.2, 0.8, 0.0]]))
-    assert make("salient:2").compress(visual, None, 2).positions.tolist() == [[5, 9]]
+    assert make("salient:2").compress(visual, None, 2).position_ids.tolist() == [[5, 9]]
     with pytest.raises(ValueError, match="needs the question's last state"):
         make("relevant:2").compress(visual, None, 2)
 
@@ -382,8 +386,8 @@ def test_scores_of_the_tower_are_used_where_there_are_any() -> None:
 def test_all_and_nothing() -> None:
     visual = tokens_of([5, 3])
     whole = make("identity").compress(visual, None, 1)
-    assert whole.embeddings is visual.embeddings and whole.mask is visual.mask
-    assert make("drop").compress(visual, None, 1).embeddings.shape == (2, 0, 8)
+    assert whole.inputs_embeds is visual.inputs_embeds and whole.mask is visual.mask
+    assert make("drop").compress(visual, None, 1).inputs_embeds.shape == (2, 0, 8)
 
 
 @pytest.mark.parametrize("name", ["latent:4", "resampler:4", "conv:4", "elastic:4"])
@@ -391,7 +395,7 @@ def test_what_was_trained_comes_back_and_draws_nothing(name: str) -> None:
     made = new(name, 32)
     assert isinstance(made, torch.nn.Module)
     before = torch.get_rng_state()
-    again = restored({"name": made.name, "tokens": made.tokens}, made.state_dict(), 32)
+    again = restored({"name": made.name, "tokens": made.max_tokens}, made.state_dict(), 32)
     assert torch.equal(torch.get_rng_state(), before), "or a seed set before `patch` is another after it"
     assert isinstance(again, torch.nn.Module)
     for name_, value in made.state_dict().items():
@@ -411,9 +415,9 @@ def test_a_resampler_begins_as_a_mean_of_views(counts: list[int], count: int) ->
     with torch.no_grad():
         few, more = made.compress(visual, None, count), later.compress(visual, None, count)
     if not max(counts):
-        assert few.embeddings.shape[1] == 0
+        assert few.inputs_embeds.shape[1] == 0
         return
-    assert few.embeddings.shape == (len(counts), count, 8)
+    assert few.inputs_embeds.shape == (len(counts), count, 8)
     for row, tokens in enumerate(counts):
         assert few.mask[row].tolist() == [tokens > 0] * count
         for slot in range(count if tokens else 0):
@@ -421,7 +425,7 @@ def test_a_resampler_begins_as_a_mean_of_views(counts: list[int], count: int) ->
             for head in range(2):
                 scores = []
                 for token in range(tokens):
-                    parts = [visual.embeddings[row, token], visual.states[row, token]]
+                    parts = [visual.inputs_embeds[row, token], visual.hidden_states[row, token]]
                     normed = [(p - p.mean()) / (p.var(unbiased=False) + 1e-5).sqrt() for p in parts]
                     key = made.keys.weight[4 * head : 4 * head + 4] @ torch.cat(normed)
                     scores.append(float(key @ made.queries[slot, head]) / 2)
@@ -455,23 +459,23 @@ def test_elastic_is_the_way_that_the_gate_picks(counts: list[int]) -> None:
         assert made.chosen is not None and made.chosen[0] == made.labels()[number]
         for row, label in enumerate(made.chosen):
             way = made.ways[made.labels().index(label)]
-            alone = way.compress(visual, query, way.tokens)
+            alone = way.compress(visual, query, way.max_tokens)
             mine, theirs = few.mask[row], alone.mask[row]
             assert int(mine.sum()) == int(theirs.sum()) <= 8, label
-            assert torch.allclose(few.embeddings[row][mine], alone.embeddings[row][theirs])
-            assert torch.allclose(few.states[row][mine], alone.states[row][theirs])
-            assert torch.equal(few.positions[row][mine], alone.positions[row][theirs])
+            assert torch.allclose(few.inputs_embeds[row][mine], alone.inputs_embeds[row][theirs])
+            assert torch.allclose(few.hidden_states[row][mine], alone.hidden_states[row][theirs])
+            assert torch.equal(few.position_ids[row][mine], alone.position_ids[row][theirs])
 
 
 def test_elastic_learns_its_gate() -> None:
     """A loss that wants much of what is shown moves the gate towards the way that shows the most."""
     made, visual = elastic().train(), tokens_of([12, 12])
-    visual, query = replace(visual, embeddings=visual.embeddings.abs()), torch.ones(2, 8)
+    visual, query = replace(visual, embeddings=visual.inputs_embeds.abs()), torch.ones(2, 8)
     optimiser, before = torch.optim.Adam(made.gate.parameters(), 0.1), made.gate.bias.detach().clone()
     torch.manual_seed(0)
     for _ in range(30):
         few = made.compress(visual, query, 8)
-        loss = -few.embeddings.sum()
+        loss = -few.inputs_embeds.sum()
         optimiser.zero_grad()
         if loss.requires_grad:
             loss.backward()
@@ -489,41 +493,41 @@ def head(kind: str = "eagle") -> EagleHead:
     shape = {"eagle": {}, "flash": {"intermediate_size": 0, "block": 2, "inner": 40}}.get(kind, {"block": 2})
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(4)
-        made = KINDS[kind].head(replace(CONFIG, **shape))
+        made = KINDS[kind].head(replace(HEAD_CONFIG, **shape))
     for weight in made.parameters():
         weight.data.mul_(1.5)
     return made.eval()
 
 
-def drafts(world: World, rule: str, own: Any, pads: tuple[int, int] = (0, 3), **more: Any) -> list[Any]:
-    made = EagleDrafter(head(), rule, layers=LAYERS, depth=3, width=3)
+def drafts(world: FakeTarget, rule: str, own: Any, pads: tuple[int, int] = (0, 3), **more: Any) -> list[Any]:
+    made = EagleDrafter(head(), rule, layers=NUM_LAYERS, depth=3, width=3)
     made.compressor = own
-    tree = made.propose(started(world, made, prompt_of(world, 11, pads, **more)), 16, [True, True])
-    return [paths_of(tree, row) for row in range(2)]
+    tree = made.propose(begin_decoding(world, made, build_prompt(world, 11, pads, **more)), 16, [True, True])
+    return [scores_by_path(tree, row) for row in range(2)]
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_showing_everything_changes_nothing(world: World, rule: str) -> None:
+def test_showing_everything_changes_nothing(world: FakeTarget, rule: str) -> None:
     for mine, other in zip(drafts(world, rule, make("identity")), drafts(world, rule, None), strict=True):
         assert mine == pytest.approx(other, rel=1e-3)
 
 
-def test_showing_nothing_is_the_textual_rule(world: World) -> None:
+def test_showing_nothing_is_the_textual_rule(world: FakeTarget) -> None:
     for mine, other in zip(drafts(world, "coupled", make("drop")), drafts(world, "textual", None), strict=True):
         assert mine == pytest.approx(other, rel=1e-3)
 
 
 @pytest.mark.parametrize("runs", [[(2, 6)], [(1, 3), (7, 9)], [(0, 12)], [(11, 12)], []])
 @pytest.mark.parametrize("name", ["identity", "pool:2", "stride:3", "salient:2", "drop"])
-def test_a_text_by_itself_is_read_as_in_a_batch(world: World, runs: list[tuple[int, int]], name: str) -> None:
+def test_a_text_by_itself_is_read_as_in_a_batch(world: FakeTarget, runs: list[tuple[int, int]], name: str) -> None:
     """Visual tokens of one text that stand together are not copied; those of a batch, or apart, are."""
-    dice = torch.Generator().manual_seed(9)
+    rng = torch.Generator().manual_seed(9)
     visual = torch.zeros(2, 12, dtype=torch.bool)
     for start, end in runs:
         visual[0, start:end] = True
     visual[1, 4:9:2] = True
-    following, states = (torch.randn(2, 12, 32, generator=dice) for _ in range(2))
-    attended, index = torch.rand(2, 12, generator=dice), torch.arange(12).expand(2, 12)
+    following, states = (torch.randn(2, 12, 32, generator=rng) for _ in range(2))
+    attended, index = torch.rand(2, 12, generator=rng), torch.arange(12).expand(2, 12)
 
     def read(rows: slice) -> tuple[Tensor, Tensor, Tensor]:
         sight = Sight(following[rows], states[rows], visual[rows], following[0, 0])
@@ -540,45 +544,45 @@ def test_a_text_by_itself_is_read_as_in_a_batch(world: World, runs: list[tuple[i
 
 
 @pytest.mark.parametrize("rule", ["textual", "coupled"])
-def test_few_rows_may_stand_far_apart(world: World, rule: str) -> None:
+def test_few_rows_may_stand_far_apart(world: FakeTarget, rule: str) -> None:
     """A picture of 690 tokens of which none is shown: rows are few, and their positions beyond any small table."""
-    dice = torch.Generator().manual_seed(6)
+    rng = torch.Generator().manual_seed(6)
     visual = torch.zeros(1, 700, dtype=torch.bool)
     visual[:, 3:693] = True
-    ids = torch.randint(3, 38, (1, 700), generator=dice).masked_fill(visual, PICTURE)
-    embedded = world.words.embedding(ids)
-    states = torch.randn(1, 700, 32, generator=dice)
+    ids = torch.randint(3, 38, (1, 700), generator=rng).masked_fill(visual, IMAGE_TOKEN_ID)
+    embedded = world.shared_embeddings.embed_tokens(ids)
+    states = torch.randn(1, 700, 32, generator=rng)
     prompt = Prompt(
         *(ids, torch.ones_like(visual), visual, ids),
-        taps={0: embedded, LAYERS: states},
+        hidden_states={0: embedded, NUM_LAYERS: states},
         vocab_size=40,
-        words=world.words,
+        shared_embeddings=world.shared_embeddings,
     )
-    made = EagleDrafter(head(), rule, layers=LAYERS, depth=1, width=3)
+    made = EagleDrafter(head(), rule, layers=NUM_LAYERS, depth=1, width=3)
     made.compressor = None if rule == "textual" else make("drop")
     state = made.begin(prompt)
-    made.observe(state, first_verdict([7]), {})
+    made.observe(state, build_first_result([7]), {})
     made.read(state)
     places = [place for place in range(700) if place == 699 or not visual[0, place + 1]]
-    following = torch.cat([embedded[0, 1:], world.words.embedding(torch.tensor([[7]]))[0]])
+    following = torch.cat([embedded[0, 1:], world.shared_embeddings.embed_tokens(torch.tensor([[7]]))[0]])
     with torch.no_grad():
         rows = [made.head.fc(torch.cat([following[place], states[0, place]])) for place in places]
-        out = slow_pass(made.head, torch.stack(rows), torch.tensor(places))[-1]
+        out = reference_forward(made.head, torch.stack(rows), torch.tensor(places))[-1]
     assert torch.allclose(state.last[0], out, atol=1e-4)
 
 
-def test_the_one_that_was_chosen_for_the_call_comes_first(world: World) -> None:
+def test_the_one_that_was_chosen_for_the_call_comes_first(world: FakeTarget) -> None:
     chosen = drafts(world, "coupled", make("identity"), compressor=make("drop"))
     for mine, other in zip(chosen, drafts(world, "textual", None), strict=True):
         assert mine == pytest.approx(other, rel=1e-3)
 
 
-def test_a_trained_one_goes_where_the_states_are(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trained_one_goes_where_the_states_are(world: FakeTarget, monkeypatch: pytest.MonkeyPatch) -> None:
     moved: list[Any] = []
-    made = latent(width=CONFIG.hidden_size)
+    made = latent(width=HEAD_CONFIG.hidden_size)
     monkeypatch.setattr(made, "to", moved.append)
     drafts(world, "decoupled", made)
-    assert moved == [world.states.device], "its file was read on the host"
+    assert moved == [world.hidden_states.device], "its file was read on the host"
 
 
 @pytest.mark.parametrize("name", ["conv:3", "elastic:3", "latent:3", "resampler:3"])
@@ -592,53 +596,55 @@ def test_a_trained_one_shows_rows_of_the_targets_precision(name: str) -> None:
     if isinstance(made, Elastic):
         made.gate.bias.data[-1] = 9.0  # the way with weights
     whole, query = tokens_of([5, 3]), torch.zeros(2, 8)
-    half = replace(whole, embeddings=whole.embeddings.bfloat16(), states=whole.states.bfloat16())
+    half = replace(whole, embeddings=whole.inputs_embeds.bfloat16(), states=whole.hidden_states.bfloat16())
     with torch.no_grad():
         few, other = made.eval().compress(half, query.bfloat16(), 3), made.compress(whole, query, 3)
-    assert few.embeddings.dtype == few.states.dtype == torch.bfloat16
-    assert torch.allclose(few.states.float(), other.states, atol=0.1) and torch.equal(few.mask, other.mask)
+    assert few.inputs_embeds.dtype == few.hidden_states.dtype == torch.bfloat16
+    assert torch.allclose(few.hidden_states.float(), other.hidden_states, atol=0.1) and torch.equal(
+        few.mask, other.mask
+    )
 
 
-def slow(world: World, made: EagleHead, compressor: LatentCompressor, rule: str, row: int, n: int) -> Tensor:
+def slow(world: FakeTarget, made: EagleHead, compressor: LatentCompressor, rule: str, row: int, n: int) -> Tensor:
     """[V] logits after the first n words and the n-th, the picture at 2 to 4 shown as mixtures."""
     visual = torch.zeros(2, 16, dtype=torch.bool)
     visual[:, 2:5] = True
-    mixed = slow_latent(compressor, world.embedded(visual)[row, 2:5], world.states[row, 1:4])
-    texts, places = prompt_rows(world, made, "textual", row, n)
+    mixed = slow_latent(compressor, world.merge_embeddings(visual)[row, 2:5], world.hidden_states[row, 1:4])
+    texts, places = reference_draft_inputs(world, made, "textual", row, n)
     rows = [e if rule == "decoupled" else made.fc(torch.cat([e, s])) for e, s in mixed]
     where = [1, 2, 3] if len(rows) == 3 else [1, 3]
-    out = slow_pass(made, torch.stack([*rows, *texts]), torch.tensor([*where, *places]))[-1]
-    logits: Tensor = world.words.head(out)
+    out = reference_forward(made, torch.stack([*rows, *texts]), torch.tensor([*where, *places]))[-1]
+    logits: Tensor = world.shared_embeddings.lm_head(out)
     return logits
 
 
 @pytest.mark.parametrize("rule", ["decoupled", "coupled"])
 @pytest.mark.parametrize("count", [2, 3])
-def test_drafts_with_mixtures_are_those_of_the_slow_reference(world: World, rule: str, count: int) -> None:
+def test_drafts_with_mixtures_are_those_of_the_slow_reference(world: FakeTarget, rule: str, count: int) -> None:
     compressor = latent(count, 32)
     found = drafts(world, rule, compressor)
     with torch.no_grad():
         for row, n in enumerate((11, 8)):
             logits = slow(world, head(), compressor, rule, row, n)
-            logits[[0, PICTURE]] = float("-inf")
+            logits[[0, IMAGE_TOKEN_ID]] = float("-inf")
             chances = logits.softmax(-1)
             first = {path[0]: score for path, score in found[row].items() if len(path) == 1}
             assert first == pytest.approx({token: float(chances[token]) for token in first}, rel=2e-3)
 
 
 @pytest.mark.parametrize("rule", ["decoupled", "coupled"])
-def test_it_is_taught_with_what_it_is_shown(world: World, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_taught_with_what_it_is_shown(world: FakeTarget, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from mmspec.drafters.training.losses import Sum
 
     judged: list[tuple[int, Tensor]] = []
     monkeypatch.setattr(Sum, "add", lambda self, part, out, goal, *added: judged.append((part, out)))
     pupil = Pupil(head(), rule, compressor=latent(3, 32))
-    placeholder = world.words.embedding(torch.tensor(PICTURE))
-    lesson = lesson_of(world)
+    placeholder = world.shared_embeddings.embed_tokens(torch.tensor(IMAGE_TOKEN_ID))
+    lesson = build_train_batch(world)
     with torch.no_grad():
-        losses(pupil, lesson, world.words, placeholder, Weights(rollout=0), When())
+        losses(pupil, lesson, world.shared_embeddings, placeholder, Weights(rollout=0), When())
         data = rows_of(pupil, lesson, placeholder)
-        said = world.words.head(judged[0][1])
+        said = world.shared_embeddings.lm_head(judged[0][1])
         for got, (b, p) in zip(said, data.learn.nonzero().tolist(), strict=True):
             expected = slow(world, head(), pupil.compressor, rule, b, int(data.positions[b, p]) + 1)
             assert torch.allclose(got, expected, atol=2e-3)
@@ -657,48 +663,59 @@ def grids(sort: str) -> Any:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("sort", ["pool", "conv", "elastic"])
 def test_it_is_taught_on_the_grids_that_it_is_shown(
-    world: World, kind: str, sort: str, monkeypatch: pytest.MonkeyPatch
+    world: FakeTarget, kind: str, sort: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After nine words, of which three are a small and a wider picture, the losses judge what drafting says there."""
     from mmspec.drafters.training.losses import Sum
 
     made = head(kind)
-    pictures = [Segment(row, start, 1, 1 + start, 2 * row + start) for row in range(2) for start in range(2)]
-    asked = prompt_of(world, 9, segments=tuple(replace(one, start=one.start + 2) for one in pictures))
-    drafter = KINDS[kind].drafter(made, "coupled", layers=LAYERS)
+    pictures = [VisualGrid(row, start, 1, 1 + start, 2 * row + start) for row in range(2) for start in range(2)]
+    asked = build_prompt(world, 9, segments=tuple(replace(one, start=one.start + 2) for one in pictures))
+    drafter = KINDS[kind].drafter(made, "coupled", layers=NUM_LAYERS)
     drafter.compressor = grids(sort)
-    tree = drafter.propose(started(world, drafter, asked), 8, [True, True])
+    tree = drafter.propose(begin_decoding(world, drafter, asked), 8, [True, True])
     judged: list[tuple[int, Tensor, Tensor]] = []
     monkeypatch.setattr(Sum, "add", lambda self, part, out, goal, *added: judged.append((part, out, goal)))
-    pupil, placeholder = Pupil(made, "coupled", kind, grids(sort)), world.words.embedding(torch.tensor(PICTURE))
-    lesson, found = replace(lesson_of(world), segments=tuple(pictures)), set()
+    pupil, placeholder = (
+        Pupil(made, "coupled", kind, grids(sort)),
+        world.shared_embeddings.embed_tokens(torch.tensor(IMAGE_TOKEN_ID)),
+    )
+    lesson, found = replace(build_train_batch(world), segments=tuple(pictures)), set()
     with torch.no_grad():
         for seed in range(3):  # where Falcon's blocks begin
             when = When(1.0, torch.Generator().manual_seed(seed))
-            KINDS[kind].losses(pupil, lesson, world.words, placeholder, Weights(rollout=0), when)
+            KINDS[kind].losses(pupil, lesson, world.shared_embeddings, placeholder, Weights(rollout=0), when)
         for part, out, goal in judged:
             for said, meant in zip(out, goal, strict=True):
                 row = next((b for b in range(2) if torch.equal(meant, lesson.states[b, 9])), None)
                 if part == 0 and row is not None:
-                    logits = world.words.head(said)
-                    logits[[0, PICTURE]] = float("-inf")
+                    logits = world.shared_embeddings.lm_head(said)
+                    logits[[0, IMAGE_TOKEN_ID]] = float("-inf")
                     chances, found = logits.softmax(-1), found | {row}
-                    first = {path[0]: score for path, score in paths_of(tree, row).items() if len(path) == 1}
+                    first = {path[0]: score for path, score in scores_by_path(tree, row).items() if len(path) == 1}
                     assert first == pytest.approx({word: float(chances[word]) for word in first}, rel=2e-3)
     assert found == {0, 1}
 
 
-def test_a_compressor_learns_along_and_comes_back(world: World, tmp_path: Path) -> None:
+def test_a_compressor_learns_along_and_comes_back(world: FakeTarget, tmp_path: Path) -> None:
     pupil = Pupil(head(), "decoupled", compressor=latent(2, 32))
     before = pupil.compressor.queries.detach().clone()
-    for part in (world.words.embedding, world.words.head):
+    for part in (world.shared_embeddings.embed_tokens, world.shared_embeddings.lm_head):
         part.requires_grad_(False)
-    placeholder = world.words.embedding(torch.tensor(PICTURE)).detach()
+    placeholder = world.shared_embeddings.embed_tokens(torch.tensor(IMAGE_TOKEN_ID)).detach()
     plan = Plan(steps=4, batch=2)
-    run = Training(tmp_path / "a", {"one": pupil}, plan, world.words, lambda step: lesson_of(world), placeholder, {})
+    run = Training(
+        tmp_path / "a",
+        {"one": pupil},
+        plan,
+        world.shared_embeddings,
+        lambda step: build_train_batch(world),
+        placeholder,
+        {},
+    )
     assert run.run() and not torch.equal(pupil.compressor.queries, before)
     facts = {"name": "latent", "tokens": 2}
-    made = Made(CONFIG, "decoupled", LAYERS, compressor=(facts, pupil.compressor.state_dict()))
+    made = Made(HEAD_CONFIG, "decoupled", NUM_LAYERS, compressor=(facts, pupil.compressor.state_dict()))
     save(tmp_path / "b", pupil.head, made, torch.float32)
     _, again = load(tmp_path / "b")
     assert again.compressor is not None
@@ -714,9 +731,9 @@ def gated() -> Elastic:
         return Elastic(32, 2)
 
 
-def test_a_gate_learns_the_same_in_a_run_that_was_cut(world: World, tmp_path: Path) -> None:
-    placeholder = world.words.embedding(torch.tensor(PICTURE)).detach()
-    for part in (world.words.embedding, world.words.head):
+def test_a_gate_learns_the_same_in_a_run_that_was_cut(world: FakeTarget, tmp_path: Path) -> None:
+    placeholder = world.shared_embeddings.embed_tokens(torch.tensor(IMAGE_TOKEN_ID)).detach()
+    for part in (world.shared_embeddings.embed_tokens, world.shared_embeddings.lm_head):
         part.requires_grad_(False)
 
     def run(name: str, seconds: float) -> Elastic:
@@ -724,7 +741,13 @@ def test_a_gate_learns_the_same_in_a_run_that_was_cut(world: World, tmp_path: Pa
         torch.seed()  # whatever else went on in the process
         before = torch.get_rng_state()
         training = Training(
-            tmp_path / name, {"one": pupil}, plan, world.words, lambda step: lesson_of(world), placeholder, {}
+            tmp_path / name,
+            {"one": pupil},
+            plan,
+            world.shared_embeddings,
+            lambda step: build_train_batch(world),
+            placeholder,
+            {},
         )
         if not training.run(seconds):
             return run(name, seconds)
@@ -742,15 +765,15 @@ def test_a_gate_learns_the_same_in_a_run_that_was_cut(world: World, tmp_path: Pa
 @pytest.mark.parametrize("says", [True, False])
 def test_a_gate_that_was_told_costs_chooses_by_them(says: bool) -> None:
     """Where what it sees says which way is cheap it goes by that; where not, by what is best on the whole."""
-    made, dice = elastic(), torch.Generator().manual_seed(4)
-    sights = torch.randn(300, 9, generator=dice)
-    costs = 0.3 + 0.05 * torch.randn(300, len(made.ways), generator=dice) + torch.rand(300, 1, generator=dice)
+    made, rng = elastic(), torch.Generator().manual_seed(4)
+    sights = torch.randn(300, 9, generator=rng)
+    costs = 0.3 + 0.05 * torch.randn(300, len(made.ways), generator=rng) + torch.rand(300, 1, generator=rng)
     costs[:, 2] -= 0.1
     if says:
         costs[:, 4] -= 0.1 + 0.3 * sights[:, 5]
     made.learn(sights, costs)
     with torch.no_grad():
-        picked = made.gate(torch.randn(200, 9, generator=dice) if not says else sights).argmax(1)
+        picked = made.gate(torch.randn(200, 9, generator=rng) if not says else sights).argmax(1)
     wanted = torch.where(sights[:, 5] > 0, 4, 2) if says else torch.full((200,), 2)
     assert (picked == wanted).float().mean() > (0.85 if says else 0.99)
 
@@ -761,38 +784,48 @@ def test_one_way_alone() -> None:
     for number, way in enumerate(made.ways):
         with made.only(number) as seen:
             few = made.compress(visual, query, 8)
-        theirs = way.compress(visual, query, way.tokens)
-        assert torch.equal(few.embeddings, theirs.embeddings) and torch.equal(few.mask, theirs.mask)
-        assert torch.allclose(seen[0].charge, CHARGE * theirs.mask.sum(1) / torch.tensor([12, 5]))
-        assert len(seen) == 1 and seen[0].sight.shape == (2, 9)
+        theirs = way.compress(visual, query, way.max_tokens)
+        assert torch.equal(few.inputs_embeds, theirs.inputs_embeds) and torch.equal(few.mask, theirs.mask)
+        assert torch.allclose(seen[0].penalty, CHARGE * theirs.mask.sum(1) / torch.tensor([12, 5]))
+        assert len(seen) == 1 and seen[0].features.shape == (2, 9)
     made.compress(visual, query, 8)
     assert made.chosen is not None and len(seen) == 1
 
 
-def test_a_gate_is_told_what_each_way_costs_the_head(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gate_is_told_what_each_way_costs_the_head(world: FakeTarget, monkeypatch: pytest.MonkeyPatch) -> None:
     """Text by text, the loss on words with that way alone, and what it is charged."""
-    made, placeholder = gated().eval(), world.words.embedding(torch.tensor(PICTURE)).detach()
+    made, placeholder = gated().eval(), world.shared_embeddings.embed_tokens(torch.tensor(IMAGE_TOKEN_ID)).detach()
     pupil, told = Pupil(head(), "decoupled", compressor=made), list[tuple[Tensor, Tensor]]()
     monkeypatch.setattr(made, "learn", lambda sights, costs: told.append((sights, costs)))
-    weigh(pupil, [lesson_of(world), lesson_of(world)], world.words, placeholder, Weights(rollout=1, decay=0.5))
+    weigh(
+        pupil,
+        [build_train_batch(world), build_train_batch(world)],
+        world.shared_embeddings,
+        placeholder,
+        Weights(rollout=1, decay=0.5),
+    )
     [(sights, costs)] = told
     assert sights.shape == (4, 33) and costs.shape == (4, len(made.ways)) and torch.equal(costs[:2], costs[2:])
-    text, when = lesson_of(world).rows()[1], When(1.0)
+    text, when = build_train_batch(world).rows()[1], When(1.0)
     for number, way in enumerate(made.ways):
         with torch.no_grad():
             alone = replace(pupil, compressor=way)
-            loss, _ = KINDS["eagle"].losses(alone, text, world.words, placeholder, Weights(0.0, 1.0, 1, 0.5), when)
-        kept = 0 if way.name == "drop" else min(3, way.tokens)
+            loss, _ = KINDS["eagle"].losses(
+                alone, text, world.shared_embeddings, placeholder, Weights(0.0, 1.0, 1, 0.5), when
+            )
+        kept = 0 if way.name == "drop" else min(3, way.max_tokens)
         assert float(costs[1, number]) == pytest.approx(float(loss) / 1.5 + CHARGE * kept / 3, rel=1e-4)
-    weigh(replace(pupil, compressor=Drop()), [], world.words, placeholder, Weights())
+    weigh(replace(pupil, compressor=Drop()), [], world.shared_embeddings, placeholder, Weights())
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_gate_is_charged_for_what_it_shows(world: World, kind: str) -> None:
+def test_a_gate_is_charged_for_what_it_shows(world: FakeTarget, kind: str) -> None:
     """All else is worth nothing here: what is left is the share of three tokens that each way keeps, in the mean."""
-    made, placeholder = gated().train(), world.words.embedding(torch.tensor(PICTURE))
+    made, placeholder = gated().train(), world.shared_embeddings.embed_tokens(torch.tensor(IMAGE_TOKEN_ID))
     pupil, free = Pupil(head(kind), "decoupled", kind, made), Weights(0.0, 0.0)
-    loss, figures = KINDS[kind].losses(pupil, lesson_of(world), world.words, placeholder, free, When())
+    loss, figures = KINDS[kind].losses(
+        pupil, build_train_batch(world), world.shared_embeddings, placeholder, free, When()
+    )
     kept = [0 if label == "drop" else int(label.partition(":")[2]) for label in made.labels()]
     assert float(loss.detach()) == pytest.approx(CHARGE * sum(kept) / len(kept) / 3) == figures["cost"]
     loss.backward()
@@ -806,7 +839,7 @@ def tiny() -> Captioner:
 
 def test_a_lesson_knows_its_grids(tiny: Captioner) -> None:
     """By visual tokens of their row, whether the texts come together, alone, or from what was kept."""
-    pictures = [paint(scene(number)) for number in range(3)]
+    pictures = [render_scene(generate_scene(number)) for number in range(3)]
     data = [Request(pictures[0], "what is it"), Request((), "a"), Request(tuple(pictures[1:]), "list the colors")]
     teacher = Teacher(tiny.model, tiny.processor, data, room=1 << 30)
     teacher.answers = {number: [7, 8, 9] for number in range(3)}
@@ -816,13 +849,15 @@ def test_a_lesson_knows_its_grids(tiny: Captioner) -> None:
         for row, number in enumerate(numbers):
             mine = [one for one in lesson.segments if one.row == row]
             assert [(one.start, one.height, one.width) for one in mine] == [(at, 4, 4) for at in expected[number]]
-            assert sum(one.length for one in mine) == int(lesson.visual[row].sum())
+            assert sum(one.num_tokens for one in mine) == int(lesson.visual[row].sum())
 
 
 def test_it_never_changes_a_word_and_is_used(tiny: Captioner, tmp_path: Path) -> None:
     model = tiny.model
     config = HeadConfig(64, 128, 4, 2, 384)
-    inputs = tiny.inputs([paint(scene(i)) for i in range(3)], ["a", "what is this thing", "list the colors please"])
+    inputs = tiny.inputs(
+        [render_scene(generate_scene(i)) for i in range(3)], ["a", "what is this thing", "list the colors please"]
+    )
     plain = model.generate(**inputs, max_new_tokens=24, do_sample=False)
     made = Made(
         config, "decoupled", 2, "llava", compressor=({"name": "latent", "tokens": 5}, latent(5, 64).state_dict())
@@ -837,8 +872,8 @@ def test_it_never_changes_a_word_and_is_used(tiny: Captioner, tmp_path: Path) ->
         def spy(visual: VisualTokens, query: Tensor | None, budget: int) -> VisualTokens:
             few: VisualTokens = original(visual, query, budget)
             assert query is not None and query.shape == (3, 64)
-            assert sum(segment.length for segment in visual.segments) == int(visual.mask.sum())
-            seen.append(few.embeddings.shape[1])
+            assert sum(segment.num_tokens for segment in visual.grids) == int(visual.mask.sum())
+            seen.append(few.inputs_embeds.shape[1])
             return few
 
         compressor.compress = spy
@@ -858,7 +893,7 @@ def test_elastic_by_its_name_is_the_drafters_own_or_goes_by_cost(tiny: Captioner
     ours = {"name": "elastic", "tokens": 4}, gate.state_dict()
     save(tmp_path / "msd", EagleHead(config), Made(config, "decoupled", 2, "llava"))
     save(tmp_path / "own", EagleHead(config), Made(config, "decoupled", 2, "llava", compressor=ours))
-    inputs = tiny.inputs([paint(scene(1))], ["what is this thing"])
+    inputs = tiny.inputs([render_scene(generate_scene(1))], ["what is this thing"])
     plain = model.generate(**inputs, max_new_tokens=12, do_sample=False)
     for drafter, other, ways in (("msd", "own", ["identity", "stride:1"]), ("own", "msd", ["stride:1", "identity"])):
         check_drafter(str(tmp_path / drafter), "elastic")
@@ -866,14 +901,16 @@ def test_elastic_by_its_name_is_the_drafters_own_or_goes_by_cost(tiny: Captioner
         try:
             for more, way in zip(({}, {"mmspec": {"drafter": str(tmp_path / other)}}), ways, strict=True):
                 assert torch.equal(model.generate(**inputs, max_new_tokens=12, do_sample=False, **more), plain)
-                assert [row.way for row in mmspec.stats(model, last=True).shown] == [way]
+                assert [row.choice for row in mmspec.stats(model, last=True).compression] == [way]
         finally:
             mmspec.unpatch(model)
 
 
-def test_grids_that_are_not_a_rows_own_are_told_and_left_out(world: World, caplog: pytest.LogCaptureFixture) -> None:
+def test_grids_that_are_not_a_rows_own_are_told_and_left_out(
+    world: FakeTarget, caplog: pytest.LogCaptureFixture
+) -> None:
     """Three visual tokens each; one grid has one too few and the other one too many, so that the sum is right."""
-    wrong = (Segment(0, 2, 2, 1, 0), Segment(1, 2, 4, 1, 1))
+    wrong = (VisualGrid(0, 2, 2, 1, 0), VisualGrid(1, 2, 4, 1, 1))
     for mine, other in zip(
         drafts(world, "coupled", Pool(1), segments=wrong), drafts(world, "coupled", Pool(1)), strict=True
     ):
@@ -893,7 +930,7 @@ def test_a_compressor_of_another_width_is_refused_before_anything_is_changed(tin
     assert not mmspec.is_patched(model)
     mmspec.patch(model, drafter, compressor=new(name, 64), nodes=8)
     try:
-        inputs = tiny.inputs([paint(scene(1))], ["what is this thing"])
+        inputs = tiny.inputs([render_scene(generate_scene(1))], ["what is this thing"])
         with pytest.raises(ValueError, match=words):
             model.generate(**inputs, max_new_tokens=4, mmspec={"compressor": new(name, 32)})
         model.generate(**inputs, max_new_tokens=4, mmspec={"drafter": "lookup", "compressor": new(name, 32)})
@@ -914,12 +951,12 @@ def test_one_with_weights_is_refused_where_states_stand_side_by_side(tiny: Capti
         with pytest.raises(ValueError, match=words):
             mmspec.patch(tiny.model, drafter, compressor=new(name, width))
     assert not mmspec.is_patched(tiny.model)
-    inputs = tiny.inputs([paint(scene(1))], ["what is this thing"])
+    inputs = tiny.inputs([render_scene(generate_scene(1))], ["what is this thing"])
     plain = tiny.model.generate(**inputs, max_new_tokens=6, do_sample=False)
     mmspec.patch(tiny.model, drafter, compressor="pool:4", nodes=8)
     try:
         assert torch.equal(tiny.model.generate(**inputs, max_new_tokens=6, do_sample=False), plain)
-        assert mmspec.stats(tiny.model, last=True).shown[0].kept == 4
+        assert mmspec.stats(tiny.model, last=True).compression[0].num_compressed_tokens == 4
     finally:
         mmspec.unpatch(tiny.model)
 
@@ -930,7 +967,7 @@ def test_a_drafter_that_shrinks_pictures_itself_takes_none(tiny: Captioner) -> N
     with pytest.raises(ValueError, match=words):
         mmspec.patch(tiny.model, drafter, compressor="pool:4")
     assert not mmspec.is_patched(tiny.model)
-    inputs = tiny.inputs([paint(scene(1))], ["what is this thing"])
+    inputs = tiny.inputs([render_scene(generate_scene(1))], ["what is this thing"])
     mmspec.patch(tiny.model, "lookup", compressor="pool:4")
     try:
         for chosen in (drafter, Recorder(drafter)):
@@ -957,7 +994,7 @@ class Dicing:
 def test_what_a_compressor_draws_leaves_no_trace(tiny: Captioner, sample: bool) -> None:
     model, dicing = tiny.model, Dicing()
     config = HeadConfig(64, 128, 4, 2, 384)
-    inputs = tiny.inputs([paint(scene(i)) for i in range(2)], ["a", "what is this thing"])
+    inputs = tiny.inputs([render_scene(generate_scene(i)) for i in range(2)], ["a", "what is this thing"])
     torch.manual_seed(5)
     plain, left = model.generate(**inputs, max_new_tokens=16, do_sample=sample), torch.get_rng_state()
     mmspec.patch(model, EagleDrafter(EagleHead(config), "decoupled", layers=2), compressor=dicing, nodes=8)
@@ -969,9 +1006,9 @@ def test_what_a_compressor_draws_leaves_no_trace(tiny: Captioner, sample: bool) 
     assert torch.equal(torch.get_rng_state(), left) and dicing.thrown == 1
 
 
-def test_grids_are_counted_in_visual_tokens(world: World) -> None:
-    grids = (Segment(1, 6, 1, 2, 1), Segment(0, 2, 1, 3, 0), Segment(1, 2, 1, 3, 1))
-    prompt = prompt_of(world, 11, segments=grids)
+def test_grids_are_counted_in_visual_tokens(world: FakeTarget) -> None:
+    grids = (VisualGrid(1, 6, 1, 2, 1), VisualGrid(0, 2, 1, 3, 0), VisualGrid(1, 2, 1, 3, 1))
+    prompt = build_prompt(world, 11, segments=grids)
     assert [(s.row, s.start) for s in segments_of(prompt, 11)] == [(0, 0), (1, 0), (1, 3)]
     assert segments_of(prompt, 5) == ()
 
@@ -982,7 +1019,7 @@ def test_grids_are_counted_in_visual_tokens(world: World) -> None:
 def test_names() -> None:
     assert parse("latent:64") == ("latent", 64)
     made = new("latent:4", 16)
-    assert isinstance(made, Compressor) and made.tokens == 4 and make(made) is made
+    assert isinstance(made, Compressor) and made.max_tokens == 4 and make(made) is made
 
 
 @pytest.mark.parametrize(

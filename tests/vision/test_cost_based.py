@@ -10,27 +10,35 @@ from typing import Any
 
 import pytest
 import torch
-from fake_target import CONFIG, LAYERS, World, emitted, new_world, prompt_of, started
+from fake_target import (
+    HEAD_CONFIG,
+    NUM_LAYERS,
+    FakeTarget,
+    begin_decoding,
+    build_fake_target,
+    build_prompt,
+    build_result,
+)
 from torch import Tensor
 
 import mmspec
 from mmspec.app.modeling.captioner import Captioner
 from mmspec.app.modeling.random_models import random_model
-from mmspec.app.scenes.render import paint
-from mmspec.app.scenes.world import scene
-from mmspec.control.draft_cost import LOOK, Meter, Pace, Rates, Widths, between
-from mmspec.control.tree_size import Budget
+from mmspec.app.scenes.render import render_scene
+from mmspec.app.scenes.world import generate_scene
+from mmspec.control.draft_cost import EXPLORE_EVERY, CallTimer, CostByLength, DraftCostModel, DraftCosts, elapsed
+from mmspec.control.tree_size import TreeSizeController
 from mmspec.drafters.checkpoints.format import Made, save
 from mmspec.drafters.eagle.drafter import EagleDrafter
 from mmspec.drafters.eagle.head import EagleHead, HeadConfig
-from mmspec.interfaces import Outlook, Segment, VisualTokens
-from mmspec.metrics.compression_stats import Shown, Watch
+from mmspec.interfaces import CompressionContext, VisualGrid, VisualTokens
+from mmspec.metrics.compression_stats import CompressionRecord, RecordingCompressor
 from mmspec.vision.compressors.cost_based import FEW, Measured, Way, choose
 from mmspec.vision.registry import make, new, parse
 
-GPU = Rates(read_s=5e-6, draft_s=5e-8, round_s=0.03, gained=3.0)
+GPU = DraftCosts(read_s=5e-6, draft_s=5e-8, round_s=0.03, tokens_per_round=3.0)
 """A large model: looking costs next to nothing."""
-SLOW = Rates(read_s=1e-3, draft_s=1e-5, round_s=0.03, gained=3.0)
+SLOW = DraftCosts(read_s=1e-3, draft_s=1e-5, round_s=0.03, tokens_per_round=3.0)
 
 
 # --- what is chosen ---------------------------------------------------------------------------------------------------
@@ -52,23 +60,23 @@ SLOW = Rates(read_s=1e-3, draft_s=1e-5, round_s=0.03, gained=3.0)
         (40000, 128, GPU, "salient:2500"),
         (196, 128, SLOW, "salient:13"),
         (196, 8, SLOW, "salient:13"),
-        (196, 8, Rates(1e-2, 1e-5, 0.03, 3.0), "drop"),
+        (196, 8, DraftCosts(1e-2, 1e-5, 0.03, 3.0), "drop"),
         (40000, 1, SLOW, "drop"),
         (1, 1000, SLOW, "identity"),
     ],
 )
-def test_the_way_for_a_prompt(visual: int, answer: int | None, rates: Rates | None, way: str) -> None:
+def test_the_way_for_a_prompt(visual: int, answer: int | None, rates: DraftCosts | None, way: str) -> None:
     assert str(choose(visual, answer, rates)) == way
 
 
 def test_it_is_the_one_that_costs_least() -> None:
     """Written out: reading, longer drafts, and more rounds where less is seen."""
-    dice = torch.Generator().manual_seed(0)
+    rng = torch.Generator().manual_seed(0)
     for _ in range(300):
-        visual, answer = (int(torch.randint(1, most, (), generator=dice)) for most in (5000, 300))
-        read, draft, round_s, more = torch.rand(4, generator=dice).tolist()
-        rates = Rates(1e-4 * read**3, 1e-6 * draft**3, 0.02 + 0.05 * round_s, 1 + 3 * more)
-        way, rounds = choose(visual, answer, rates), answer / rates.gained
+        visual, answer = (int(torch.randint(1, most, (), generator=rng)) for most in (5000, 300))
+        read, draft, round_s, more = torch.rand(4, generator=rng).tolist()
+        rates = DraftCosts(1e-4 * read**3, 1e-6 * draft**3, 0.02 + 0.05 * round_s, 1 + 3 * more)
+        way, rounds = choose(visual, answer, rates), answer / rates.tokens_per_round
         missed = {visual: 0.0, -(-visual // 4): 0.02, -(-visual // 16): 0.06, -(-visual // 64): 0.2, 0: 0.23}
         whole = {
             size: size * rates.read_s + rounds * (size * rates.draft_s + less * rates.round_s)
@@ -84,50 +92,50 @@ def test_leaning(lean: int, way: str) -> None:
     assert str(choose(40000, 1, SLOW, -1)) == "drop"
 
 
-def tokens_of(counts: list[int], outlook: Outlook | None = None) -> VisualTokens:
+def tokens_of(counts: list[int], outlook: CompressionContext | None = None) -> VisualTokens:
     """Random tokens; each row is a square of them if it can be."""
-    dice, most = torch.Generator().manual_seed(0), max(counts)
+    rng, most = torch.Generator().manual_seed(0), max(counts)
     mask = torch.arange(most) < torch.tensor(counts)[:, None]
-    parts = (torch.randn(len(counts), most, 8, generator=dice) for _ in range(2))
+    parts = (torch.randn(len(counts), most, 8, generator=rng) for _ in range(2))
     sides = [int(count**0.5) for count in counts]
-    grids = tuple(Segment(row, 0, side, side, row) for row, side in enumerate(sides) if side)
+    grids = tuple(VisualGrid(row, 0, side, side, row) for row, side in enumerate(sides) if side)
     positions = torch.arange(most).expand(mask.shape) + 3
-    return VisualTokens(*parts, mask, positions, grids, outlook=outlook)
+    return VisualTokens(*parts, mask, positions, grids, context=outlook)
 
 
 @pytest.mark.parametrize("counts", [[576], [576, 100, 0], [400, 400], [0, 0], [100, 225]])
 @pytest.mark.parametrize("answer", [8, 128, None])
 def test_each_row_is_what_its_way_makes_of_it_alone(counts: list[int], answer: int | None) -> None:
-    outlook = Outlook(answer)
+    outlook = CompressionContext(answer)
     visual, query = tokens_of(counts, outlook), torch.randn(len(counts), 8)
     few = Measured().compress(visual, query, 1 << 30)
     expected = [str(choose(count, answer)) for count in counts]
-    assert few.ways == tuple(expected)
+    assert few.choices == tuple(expected)
     for row, (count, way) in enumerate(zip(counts, expected, strict=True)):
-        alone = tokens_of(counts).embeddings[row : row + 1, :count], visual.states[row : row + 1, :count]
+        alone = tokens_of(counts).inputs_embeds[row : row + 1, :count], visual.hidden_states[row : row + 1, :count]
         mask = torch.ones(1, count, dtype=torch.bool)
-        grids = tuple(replace(s, row=0) for s in visual.segments if s.row == row)
-        one = VisualTokens(*alone, mask, visual.positions[row : row + 1, :count], grids)
+        grids = tuple(replace(s, row=0) for s in visual.grids if s.row == row)
+        one = VisualTokens(*alone, mask, visual.position_ids[row : row + 1, :count], grids)
         made = make(way)
-        theirs = made.compress(one, query[row : row + 1], made.tokens)
+        theirs = made.compress(one, query[row : row + 1], made.max_tokens)
         mine = few.mask[row]
         assert int(mine.sum()) == int(theirs.mask.sum()) and bool(mine.int().diff().le(0).all()), "tokens come first"
-        assert torch.allclose(few.embeddings[row][mine], theirs.embeddings[0])
-        assert torch.allclose(few.states[row][mine], theirs.states[0])
-        assert torch.equal(few.positions[row][mine], theirs.positions[0])
-        assert few.origin is not None and theirs.origin is not None
-        assert torch.equal(few.origin[row][mine], theirs.origin[0])
+        assert torch.allclose(few.inputs_embeds[row][mine], theirs.inputs_embeds[0])
+        assert torch.allclose(few.hidden_states[row][mine], theirs.hidden_states[0])
+        assert torch.equal(few.position_ids[row][mine], theirs.position_ids[0])
+        assert few.source_indices is not None and theirs.source_indices is not None
+        assert torch.equal(few.source_indices[row][mine], theirs.source_indices[0])
 
 
 def test_without_a_question_or_a_word_about_the_call() -> None:
-    visual = tokens_of([576], Outlook(8))
-    assert Measured().compress(visual, None, 1 << 30).ways == ("salient:144",)
-    assert Measured().compress(tokens_of([576, 9]), None, 1 << 30).ways == ("salient:144", "identity")
-    axes = replace(visual, positions=visual.positions.expand(3, -1, -1))
-    assert Measured().compress(axes, None, 1 << 30).positions.shape == (3, 1, 144)
+    visual = tokens_of([576], CompressionContext(8))
+    assert Measured().compress(visual, None, 1 << 30).choices == ("salient:144",)
+    assert Measured().compress(tokens_of([576, 9]), None, 1 << 30).choices == ("salient:144", "identity")
+    axes = replace(visual, positions=visual.position_ids.expand(3, -1, -1))
+    assert Measured().compress(axes, None, 1 << 30).position_ids.shape == (3, 1, 144)
     several = tokens_of([576, 9])
-    several = replace(several, positions=several.positions.expand(3, -1, -1))
-    assert Measured().compress(several, None, 1 << 30).positions.shape == (3, 2, 144)
+    several = replace(several, positions=several.position_ids.expand(3, -1, -1))
+    assert Measured().compress(several, None, 1 << 30).position_ids.shape == (3, 2, 144)
 
 
 def test_its_name() -> None:
@@ -141,43 +149,43 @@ def test_its_name() -> None:
 
 
 def test_the_slope_is_known_from_two_widths() -> None:
-    widths = Widths()
+    widths = CostByLength()
     assert widths.slope() is None
-    widths.learn(100, 1.0)
-    widths.learn(110, 1.0)
+    widths.update(100, 1.0)
+    widths.update(110, 1.0)
     assert widths.slope() is None, "about the same"
-    widths.learn(400, 7.0)
-    low = widths.known[min(widths.known)][0]
+    widths.update(400, 7.0)
+    low = widths.means[min(widths.means)][0]
     assert widths.slope() == pytest.approx(6.0 / (400 - low))
     for _ in range(50):
-        widths.learn(400, 1e9)
-        if len(widths.known) and widths.known[max(widths.known)][1] > 7.0 * 1.2**5:
+        widths.update(400, 1e9)
+        if len(widths.means) and widths.means[max(widths.means)][1] > 7.0 * 1.2**5:
             break
-    assert widths.known[max(widths.known)][1] <= 7.0 * 1.2**6, "an outlier counts for no more than twice the mean"
+    assert widths.means[max(widths.means)][1] <= 7.0 * 1.2**6, "an outlier counts for no more than twice the mean"
     for _ in range(30):
-        widths.learn(400, 0.5)
+        widths.update(400, 0.5)
     assert widths.slope() == 0.0, "more tokens never cost less than nothing"
 
 
 def test_a_pace_learns_after_the_first_prompt_and_then_looks_at_another_width() -> None:
-    pace, leans = Pace(), []
-    for number in range(2 * LOOK + 1):
-        leans.append(pace.lean(3))
-        pace.read(3, 1000 if number else 7, 99.0 if not number else 1.0)
-    assert leans[2] == 1 and leans[LOOK] == leans[2 * LOOK] == -1
-    assert sum(map(abs, leans)) == 3 and pace.known(3) is None, "one width"
-    pace.read(3, 500, 0.75)
-    assert pace.known(3) is None, "no round yet"
-    pace.round(3, 0.1, 2.0)
-    found = pace.known(3)
+    pace, leans = DraftCostModel(), []
+    for number in range(2 * EXPLORE_EVERY + 1):
+        leans.append(pace.exploration(3))
+        pace.record_prefill(3, 1000 if number else 7, 99.0 if not number else 1.0)
+    assert leans[2] == 1 and leans[EXPLORE_EVERY] == leans[2 * EXPLORE_EVERY] == -1
+    assert sum(map(abs, leans)) == 3 and pace.costs(3) is None, "one width"
+    pace.record_prefill(3, 500, 0.75)
+    assert pace.costs(3) is None, "no round yet"
+    pace.record_round(3, 0.1, 2.0)
+    found = pace.costs(3)
     assert found is not None and found.read_s == pytest.approx(0.25 / 500) and found.draft_s == 0.0
-    assert (found.round_s, found.gained) == (0.1, 2.0)
-    pace.drafted(3, 1000, 4, 0.4)
-    pace.drafted(3, 500, 4, 0.2)
-    found = pace.known(3)
+    assert (found.round_s, found.tokens_per_round) == (0.1, 2.0)
+    pace.record_draft(3, 1000, 4, 0.4)
+    pace.record_draft(3, 500, 4, 0.2)
+    found = pace.costs(3)
     assert found is not None and found.draft_s == pytest.approx(4 * 0.05 / 500)
-    assert pace.known(2) is None, "batch sizes are apart"
-    assert copy.deepcopy(pace).known(3) is None, "a copy of a model measures anew"
+    assert pace.costs(2) is None, "batch sizes are apart"
+    assert copy.deepcopy(pace).costs(3) is None, "a copy of a model measures anew"
 
 
 class Event:
@@ -211,79 +219,81 @@ def test_on_a_gpu_nobody_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *args: pytest.fail("nobody waits for the device"))
-    pace, found = Pace(), []
+    pace, found = DraftCostModel(), []
     monkeypatch.setattr(pace, "read", lambda batch, width, seconds: found.append(("read", width, seconds)))
     monkeypatch.setattr(pace, "drafted", lambda batch, width, levels, s: found.append(("draft", width, levels, s)))
-    meter = Meter(pace, 2, torch.device("cuda"))
+    meter = CallTimer(pace, 2, torch.device("cuda"))
     Event.now, Event.next = 0.0, 1.0
-    began = meter.mark()
+    began = meter.now()
     Event.next = 1.5
-    meter.read(began, 700)
+    meter.record_prefill(began, 700)
     assert not found, "the device has not come that far"
     Event.next = 2.0
-    began = meter.mark()
+    began = meter.now()
     Event.next = 2.25
-    meter.drafted(began, 710, 3)
+    meter.record_draft(began, 710, 3)
     Event.now = 2.0
-    meter.settle()
+    meter.drain()
     assert found == [("read", 700, 0.5)]
     Event.now = 3.0
-    meter.settle()
+    meter.drain()
     assert found[1:] == [("draft", 710, 3, 0.25)]
-    assert between(1.0, 1.5) == 0.5
+    assert elapsed(1.0, 1.5) == 0.5
 
 
 @pytest.fixture
-def world() -> World:
-    return new_world()
+def world() -> FakeTarget:
+    return build_fake_target()
 
 
 def drafter() -> EagleDrafter:
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(4)
-        return EagleDrafter(EagleHead(CONFIG), "coupled", layers=LAYERS, depth=3, width=3)
+        return EagleDrafter(EagleHead(HEAD_CONFIG), "coupled", layers=NUM_LAYERS, depth=3, width=3)
 
 
 def a_round(made: EagleDrafter, state: Any) -> None:
     tree = made.propose(state, 8, [True, True])
-    made.observe(state, emitted(tree, [[0, 1], [0]], [[5, 6], [7]]), {LAYERS: torch.randn(2, tree.nodes, 32)})
+    made.observe(
+        state, build_result(tree, [[0, 1], [0]], [[5, 6], [7]]), {NUM_LAYERS: torch.randn(2, tree.num_nodes, 32)}
+    )
 
 
-def test_a_drafter_measures_its_own_calls(world: World) -> None:
+def test_a_drafter_measures_its_own_calls(world: FakeTarget) -> None:
     made, widths = drafter(), []
     for length in (6, 14, 9):
-        state = started(world, made, prompt_of(world, length, compressor=Measured()))
-        widths.append(max(state.buffer.lengths))
+        state = begin_decoding(world, made, build_prompt(world, length, compressor=Measured()))
+        widths.append(max(state.buffer.seq_lens))
         a_round(made, state)
-    tally = made.pace.tallies[2]
+    tally = made.pace.by_batch[2]
     assert widths[:2] == [6, 14] and widths[2] < 9, "the third prompt is looked at with fewer tokens"
-    assert tally.prompts == 3 and len(tally.reading.known) == 2 and tally.round_s > 0
-    assert tally.gained == pytest.approx(1.5) and 1 <= tally.levels <= 3
-    assert made.pace.known(2) is not None
+    assert tally.num_prompts == 3 and len(tally.prefill.means) == 2 and tally.round_s > 0
+    assert tally.tokens_per_round == pytest.approx(1.5) and 1 <= tally.levels <= 3
+    assert made.pace.costs(2) is not None
 
 
 def test_nothing_is_measured_without_a_compressor_and_nothing_chosen_by_timing_where_shapes_are_fixed(
-    world: World,
+    world: FakeTarget,
 ) -> None:
     made = drafter()
-    state = started(world, made, prompt_of(world, 11))
+    state = begin_decoding(world, made, build_prompt(world, 11))
     a_round(made, state)
-    assert not made.pace.tallies and state.meter.pace is None
-    made.pace.read(2, 1000, 1.0)
-    made.pace.read(2, 1000, 1.0)
-    seen: list[Outlook | None] = []
+    assert not made.pace.by_batch and state.meter.cost_model is None
+    made.pace.record_prefill(2, 1000, 1.0)
+    made.pace.record_prefill(2, 1000, 1.0)
+    seen: list[CompressionContext | None] = []
 
     class Spy(Measured):
         def compress(self, visual: VisualTokens, query: Tensor | None, budget: int) -> VisualTokens:
-            seen.append(visual.outlook)
+            seen.append(visual.context)
             return super().compress(visual, query, budget)
 
-    made.begin(prompt_of(world, 11))
-    started(world, made, prompt_of(world, 11, compressor=Spy(), fixed=True, answer=9))
-    started(world, made, prompt_of(world, 11, compressor=Spy(), answer=9))
+    made.begin(build_prompt(world, 11))
+    begin_decoding(world, made, build_prompt(world, 11, compressor=Spy(), fixed=True, answer=9))
+    begin_decoding(world, made, build_prompt(world, 11, compressor=Spy(), answer=9))
     fixed, free = seen
-    assert fixed is not None and (fixed.rates, fixed.lean, fixed.answer) == (None, 0, 9)
-    assert free is not None and (free.lean, free.answer) == (0, 9)
+    assert fixed is not None and (fixed.costs, fixed.exploration, fixed.max_new_tokens) == (None, 0, 9)
+    assert free is not None and (free.exploration, free.max_new_tokens) == (0, 9)
 
 
 # --- what stats says --------------------------------------------------------------------------------------------------
@@ -301,13 +311,18 @@ def test_nothing_is_measured_without_a_compressor_and_nothing_chosen_by_timing_w
     ],
 )
 def test_what_was_shown_is_noted(name: str, way: str, kept: list[Any]) -> None:
-    watch = Watch(make(name))
-    assert watch.rows() == [] and watch.name == name.partition(":")[0]
-    watch.compress(tokens_of([16, 4, 0]), None, watch.tokens)
-    for row, (shown, wanted) in enumerate(zip(watch.rows(), kept, strict=True)):
+    watch = RecordingCompressor(make(name))
+    assert watch.records() == [] and watch.name == name.partition(":")[0]
+    watch.compress(tokens_of([16, 4, 0]), None, watch.max_tokens)
+    for row, (shown, wanted) in enumerate(zip(watch.records(), kept, strict=True)):
         numbers = None if isinstance(wanted, int) else tuple(wanted)
         count = wanted if isinstance(wanted, int) else len(wanted)
-        assert (shown.way, shown.visual, shown.kept, shown.numbers) == (way, (16, 4, 0)[row], count, numbers)
+        assert (shown.choice, shown.num_visual_tokens, shown.num_compressed_tokens, shown.kept_indices) == (
+            way,
+            (16, 4, 0)[row],
+            count,
+            numbers,
+        )
         assert [one.height for one in shown.grids] == [[4], [2], []][row]
         assert json.loads(json.dumps(shown.as_dict()))["numbers"] == (None if numbers is None else list(numbers))
 
@@ -317,16 +332,16 @@ def test_a_compressor_that_does_not_say_what_it_kept() -> None:
         name, tokens = "own", 3
 
         def compress(self, visual: VisualTokens, query: Tensor | None, budget: int) -> VisualTokens:
-            return replace(visual, embeddings=-visual.embeddings)
+            return replace(visual, embeddings=-visual.inputs_embeds)
 
     class Same(Own):
         def compress(self, visual: VisualTokens, query: Tensor | None, budget: int) -> VisualTokens:
             return visual
 
     for made, numbers in ((Own(), None), (Same(), (0, 1, 2))):
-        watch = Watch(made)
+        watch = RecordingCompressor(made)
         watch.compress(tokens_of([3]), None, 3)
-        assert watch.rows()[0].numbers == numbers and watch.rows()[0].way == "own:3"
+        assert watch.records()[0].kept_indices == numbers and watch.records()[0].choice == "own:3"
 
 
 @pytest.fixture(scope="module")
@@ -347,8 +362,10 @@ def test_the_text_is_the_same_and_stats_say_what_was_shown(
     tiny: Captioner, folder: Path, sample: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny.model
-    monkeypatch.setattr(Budget, "awake", True)  # a drafter that sleeps through a call is shown nothing
-    inputs = tiny.inputs([paint(scene(i)) for i in range(2)], ["a", "what is this thing, and what colour has it"])
+    monkeypatch.setattr(TreeSizeController, "awake", True)  # a drafter that sleeps through a call is shown nothing
+    inputs = tiny.inputs(
+        [render_scene(generate_scene(i)) for i in range(2)], ["a", "what is this thing, and what colour has it"]
+    )
     options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": sample}
     torch.manual_seed(1)
     plain = model.generate(**inputs, **options)
@@ -358,19 +375,28 @@ def test_the_text_is_the_same_and_stats_say_what_was_shown(
             torch.manual_seed(1)
             assert torch.equal(model.generate(**inputs, **options), plain)
         found, total = mmspec.stats(model, last=True), mmspec.stats(model)
-        assert [row.visual for row in found.shown] == [16, 16]
-        assert set(total.ways) <= {"identity", "drop", "salient:1", "salient:4"}
-        assert sum(total.ways.values()) == 8 and total.visual == 4 * 32 and total.visual_kept < 4 * 32
-        assert f"{total.visual_kept}/128 visual tokens shown" in str(total) and total.shown == found.shown
+        assert [row.num_visual_tokens for row in found.compression] == [16, 16]
+        assert set(total.compressor_choices) <= {"identity", "drop", "salient:1", "salient:4"}
+        assert (
+            sum(total.compressor_choices.values()) == 8
+            and total.num_visual_tokens == 4 * 32
+            and total.num_compressed_tokens < 4 * 32
+        )
+        assert (
+            f"{total.num_compressed_tokens}/128 visual tokens shown" in str(total)
+            and total.compression == found.compression
+        )
         told = json.loads(json.dumps(found.as_dict()))
-        assert [row["way"] for row in told["shown"]] == [row.way for row in found.shown]
+        assert [row["way"] for row in told["shown"]] == [row.choice for row in found.compression]
         model.generate(**inputs, **options, mmspec={"compressor": "stride:4"})
         found = mmspec.stats(model, last=True)
-        assert [row.numbers for row in found.shown] == [(2, 6, 10, 14)] * 2 and found.ways == {"stride:4": 2}
+        assert [row.kept_indices for row in found.compression] == [(2, 6, 10, 14)] * 2 and found.compressor_choices == {
+            "stride:4": 2
+        }
         model.generate(**inputs, **options, mmspec={"compressor": None})
-        assert mmspec.stats(model, last=True).shown == [] and "visual" not in str(mmspec.stats(model, last=True))
+        assert mmspec.stats(model, last=True).compression == [] and "visual" not in str(mmspec.stats(model, last=True))
         model.generate(**inputs, **options, mmspec={"drafter": "lookup"})
-        assert mmspec.stats(model, last=True).shown == [], "a drafter that looks at nothing was shown nothing"
+        assert mmspec.stats(model, last=True).compression == [], "a drafter that looks at nothing was shown nothing"
     finally:
         mmspec.unpatch(model)
 
@@ -378,7 +404,7 @@ def test_the_text_is_the_same_and_stats_say_what_was_shown(
 def test_the_examples_of_the_docs(tiny: Captioner, folder: Path, tmp_path: Path) -> None:
     page = (Path(__file__).parent.parent.parent / "docs" / "compressors.md").read_text("utf-8")
     code = page.split("```python\n")[1].split("```")[0]
-    picture = paint(scene(0))
+    picture = render_scene(generate_scene(0))
     inputs = tiny.inputs([picture], ["a"])
     names: dict[str, Any] = {"model": tiny.model, "inputs": inputs, "image": picture, "FOLDER": str(folder)}
     here = tmp_path / "kept.png"
@@ -386,11 +412,15 @@ def test_the_examples_of_the_docs(tiny: Captioner, folder: Path, tmp_path: Path)
         exec(code.replace('"kept.png"', repr(str(here))), names)
     finally:
         mmspec.unpatch(tiny.model)
-    assert here.stat().st_size > 500 and isinstance(names["shown"], Shown) and names["shown"].numbers is not None
+    assert (
+        here.stat().st_size > 500
+        and isinstance(names["shown"], CompressionRecord)
+        and names["shown"].kept_indices is not None
+    )
     try:
         exec(page.split("```python\n")[2].split("```")[0], names)
         tiny.model.generate(**inputs, max_new_tokens=4, do_sample=False)
-        shown = mmspec.stats(tiny.model, last=True).shown[0]
+        shown = mmspec.stats(tiny.model, last=True).compression[0]
     finally:
         mmspec.unpatch(tiny.model)
-    assert (shown.way, shown.visual, shown.kept) == ("loud:16", 16, 16)
+    assert (shown.choice, shown.num_visual_tokens, shown.num_compressed_tokens) == ("loud:16", 16, 16)

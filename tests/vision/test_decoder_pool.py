@@ -13,7 +13,14 @@ from typing import Any
 
 import pytest
 from torch import Tensor
-from video_files import WILD, nothing, planted, shades, song, write
+from video_files import (
+    FAULTY_BACKENDS,
+    decoder_command_running,
+    grey_frame_numbers,
+    write_audio_only,
+    write_empty_video,
+    write_video,
+)
 
 from mmspec.vision.video import decoder_pool as room
 from mmspec.vision.video.frames import (
@@ -31,13 +38,13 @@ CLIP = 12
 
 @pytest.fixture(scope="module")
 def clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write(tmp_path_factory.mktemp("clips") / "clip.mp4", CLIP)
+    return write_video(tmp_path_factory.mktemp("clips") / "clip.mp4", CLIP)
 
 
 @pytest.fixture
 def wild(monkeypatch: pytest.MonkeyPatch) -> None:
     """Files whose names say what they do to a decoder."""
-    monkeypatch.setattr(room, "command", planted(WILD))
+    monkeypatch.setattr(room, "command", decoder_command_running(FAULTY_BACKENDS))
 
 
 def gone(pid: int, seconds: float = 20.0) -> bool:
@@ -84,13 +91,13 @@ def test_the_same_frames(backend: str, clip: Path) -> None:
                 assert (mine.array() == theirs.array()).all()
                 assert (mine.times, mine.metadata) == (theirs.times, theirs.metadata)
     alone = read_frames(clip, num_frames=4, max_pixels=900, backend=backend, isolated=True)
-    assert shades(alone.images) == [0, 3, 6, 9] and alone.images[0].size == (30, 30)
+    assert grey_frame_numbers(alone.images) == [0, 3, 6, 9] and alone.images[0].size == (30, 30)
 
 
 def test_the_same_errors(clip: Path, tmp_path: Path) -> None:
     (tmp_path / "text.mp4").write_text("no video")
-    nothing(tmp_path / "none.mp4")
-    song(tmp_path / "song.mp4")
+    write_empty_video(tmp_path / "none.mp4")
+    write_audio_only(tmp_path / "song.mp4")
 
     class Broken(Uniform):
         def sample(self, total: int, fps: float) -> list[int]:
@@ -113,18 +120,20 @@ def test_the_same_errors(clip: Path, tmp_path: Path) -> None:
                     read_frames(source, **options, isolated=way)
                 told.append((type(failed.value), str(failed.value)))
             assert told[0] == told[1]
-        assert shades(read_frames(clip, Uniform(2), isolated=isolated).images) == [3, 9]
+        assert grey_frame_numbers(read_frames(clip, Uniform(2), isolated=isolated).images) == [3, 9]
 
 
 def test_a_file_that_ends_early(tmp_path: Path) -> None:
-    file = write(tmp_path / "clip.mp4", 30, format={"movflags": "faststart"}, options={"g": "1"})
+    file = write_video(tmp_path / "clip.mp4", 30, format={"movflags": "faststart"}, options={"g": "1"})
     file.write_bytes(file.read_bytes()[: int(file.stat().st_size * 0.7)])
     mine, theirs = (read_frames(file, Uniform(30), isolated=way) for way in (False, True))
     assert 0 < len(mine.images) < 30 and mine.metadata == theirs.metadata and (mine.array() == theirs.array()).all()
 
 
 def test_a_reader_that_is_not_installed(clip: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "command", planted("sys.modules['decord'] = sys.modules['torchcodec'] = None"))
+    monkeypatch.setattr(
+        room, "command", decoder_command_running("sys.modules['decord'] = sys.modules['torchcodec'] = None")
+    )
     assert read_frames(clip, isolated=True).metadata.backend == "pyav"
     with pytest.raises(ImportError, match="backend='decord' is not installed; pip install decord"):
         read_frames(clip, isolated=True, backend="decord")
@@ -150,7 +159,7 @@ def test_a_crash_costs_one_file(name: str, cause: str, wild: None, clip: Path) -
             with pytest.raises(DecoderCrashedError) as failed:
                 read_frames(bad, isolated=isolated, backend="pyav")
             assert str(failed.value) == f"the decoder crashed on {bad} (pyav: {cause})"
-            assert shades(read_frames(clip, Uniform(2), isolated=isolated).images) == [3, 9]
+            assert grey_frame_numbers(read_frames(clip, Uniform(2), isolated=isolated).images) == [3, 9]
         with pytest.raises(DecoderCrashedError, match=rf"pyav: {cause}"):
             read_frames(bad, isolated=isolated)
     with pytest.raises(ValueError, match="the decoder crashed on"):
@@ -162,7 +171,7 @@ def test_what_crashes_one_reader_another_may_read(
 ) -> None:
     file = clip.with_name("first.mp4")
     file.write_bytes(clip.read_bytes())
-    assert shades(read_frames(file, Uniform(2), isolated=True).images) == [3, 9]
+    assert grey_frame_numbers(read_frames(file, Uniform(2), isolated=True).images) == [3, 9]
     assert f"decord crashed on {file} (signal 11, SIGSEGV)" in caplog.text
 
 
@@ -174,7 +183,7 @@ def test_a_decoder_that_hangs_is_ended(wild: None, clip: Path) -> None:
             read_frames(bad, isolated=isolated)
         assert str(failed.value) == f"the decoder took too long on {bad} (decord: more than 1.5 seconds)"
         isolated.limit_s = 60
-        assert shades(read_frames(clip, Uniform(2), isolated=isolated).images) == [3, 9]
+        assert grey_frame_numbers(read_frames(clip, Uniform(2), isolated=isolated).images) == [3, 9]
 
 
 def test_a_process_that_does_not_listen(clip: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,13 +209,13 @@ def test_a_decoder_that_wants_too_much_memory(wild: None, clip: Path) -> None:
     with Isolated(memory=1 << 30) as isolated:
         with pytest.raises(MemoryError):
             read_frames(bad, isolated=isolated)
-        assert shades(read_frames(clip, Uniform(2), isolated=isolated).images) == [3, 9]
+        assert grey_frame_numbers(read_frames(clip, Uniform(2), isolated=isolated).images) == [3, 9]
 
 
 def test_what_a_library_prints_is_no_answer(wild: None, clip: Path) -> None:
     file = clip.with_name("loud.mp4")
     file.write_bytes(clip.read_bytes())
-    assert shades(read_frames(file, Uniform(2), isolated=True).images) == [3, 9]
+    assert grey_frame_numbers(read_frames(file, Uniform(2), isolated=True).images) == [3, 9]
 
 
 def test_nothing_in_the_current_folder_is_run(clip: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,7 +224,7 @@ def test_nothing_in_the_current_folder_is_run(clip: Path, tmp_path: Path, monkey
     for name in ("json", "PIL", "mmspec", "decord", "av"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit(9)")
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path not in ("", ".")])
-    assert shades(read_frames(clip, Uniform(2), isolated=True).images) == [3, 9]
+    assert grey_frame_numbers(read_frames(clip, Uniform(2), isolated=True).images) == [3, 9]
 
 
 # --- processes --------------------------------------------------------------------------------------------------------
@@ -240,7 +249,7 @@ def test_processes_are_few_and_none_is_left(wild: None, clip: Path, monkeypatch:
         made = dict[int, list[int]]()
 
         def work(number: int) -> None:
-            made[number] = shades(read_frames(clip, Uniform(2), isolated=isolated).images)
+            made[number] = grey_frame_numbers(read_frames(clip, Uniform(2), isolated=isolated).images)
 
         threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
         for thread in threads:

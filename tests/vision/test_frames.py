@@ -22,7 +22,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 from transformers.video_utils import VideoMetadata, default_sample_indices_fn, load_video
-from video_files import grey, nothing, shades, song, write
+from video_files import grey_frame, grey_frame_numbers, write_audio_only, write_empty_video, write_video
 
 from mmspec.vision.video import backends as readers
 from mmspec.vision.video.frames import MOST_FRAMES, ByRate, Differing, Uniform, read_frames
@@ -113,13 +113,13 @@ def reader(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 
 
 def test_the_frames_that_were_chosen(reader: str, tmp_path: Path) -> None:
-    file = write(tmp_path / "clip.mp4", 24)
+    file = write_video(tmp_path / "clip.mp4", 24)
     frames = read_frames(file, Uniform(4))
-    assert shades(frames.images) == [3, 9, 15, 21] == Uniform(4).sample(24, 10)
+    assert grey_frame_numbers(frames.images) == [3, 9, 15, 21] == Uniform(4).sample(24, 10)
     assert frames.times == pytest.approx([0.3, 0.9, 1.5, 2.1])
     assert all(image.mode == "RGB" and image.size == (64, 64) for image in frames.images)
-    assert shades(read_frames(str(file)).images) == Uniform(8).sample(24, 10)
-    assert len(read_frames(write(tmp_path / "short.mp4", 3)).images) == 3
+    assert grey_frame_numbers(read_frames(str(file)).images) == Uniform(8).sample(24, 10)
+    assert len(read_frames(write_video(tmp_path / "short.mp4", 3)).images) == 3
 
 
 class Choice:
@@ -135,12 +135,12 @@ class Choice:
 @pytest.mark.parametrize(("chosen", "words"), [([], "chose 0"), ([99], "rising numbers below 5"), ([3, 1], "rising")])
 def test_samplers_that_choose_badly(reader: str, chosen: list[int], words: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=words):
-        read_frames(write(tmp_path / "clip.mp4", 5), Choice(*chosen))
+        read_frames(write_video(tmp_path / "clip.mp4", 5), Choice(*chosen))
 
 
 def test_too_many(reader: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"between 1 and {MOST_FRAMES}"):
-        read_frames(write(tmp_path / "clip.mp4", 5), Choice(*range(MOST_FRAMES + 1)))
+        read_frames(write_video(tmp_path / "clip.mp4", 5), Choice(*range(MOST_FRAMES + 1)))
 
 
 @pytest.mark.parametrize("content", [b"", b"no video at all" * 50, b"\0" * 3000])
@@ -153,7 +153,7 @@ def test_files_that_are_no_videos(reader: str, content: bytes, tmp_path: Path) -
 
 
 def test_a_video_without_frames(reader: str, tmp_path: Path) -> None:
-    nothing(tmp_path / "none.mp4")
+    write_empty_video(tmp_path / "none.mp4")
     words = "not a video that can be read" if reader == "torchcodec" else "a video without frames"
     with pytest.raises(ValueError, match=words):
         read_frames(tmp_path / "none.mp4")
@@ -165,7 +165,7 @@ def test_a_missing_file(tmp_path: Path) -> None:
 
 
 def test_without_a_reader(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    file = write(tmp_path / "clip.mp4", 3)
+    file = write_video(tmp_path / "clip.mp4", 3)
     for name in READERS:
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ImportError, match=r"pip install 'mmspec\[video\]'"):
@@ -179,7 +179,7 @@ def test_what_one_reader_cannot_read_the_other_may(monkeypatch: pytest.MonkeyPat
         raise RuntimeError("Check failed: st_nb >= 0")
 
     monkeypatch.setattr(decord, "VideoReader", refuse)
-    assert shades(read_frames(write(tmp_path / "clip.mp4", 6), Uniform(2)).images) == [1, 4]
+    assert grey_frame_numbers(read_frames(write_video(tmp_path / "clip.mp4", 6), Uniform(2)).images) == [1, 4]
 
 
 @pytest.mark.parametrize("total", [1, 2, 7, 8, 9, 1000])
@@ -200,7 +200,7 @@ CODECS = [("libx264", "mp4"), ("libx265", "mp4"), ("libvpx-vp9", "webm"), ("libx
 def test_every_frame_is_the_one_that_plain_decoding_gives(reader: str, codec: str, suffix: str, tmp_path: Path) -> None:
     quiet = {"x265-params": "log-level=none"} if codec == "libx265" else {}
     made = [scene(number) for number in range(30)]
-    file = write(tmp_path / f"clip.{suffix}", made, codec, options={"g": "12", **quiet})
+    file = write_video(tmp_path / f"clip.{suffix}", made, codec, options={"g": "12", **quiet})
     pictures, times = all_of(file)
     for chosen in (range(30), [0, 29], [5, 6, 11, 12, 13, 25], [17]):
         frames = read_frames(file, Choice(*chosen))
@@ -216,7 +216,9 @@ def test_decord_jumps_only_where_it_lands_well(codec: str, monkeypatch: pytest.M
     """H.265 as its encoder makes it by default: a jump shows a frame that comes later."""
     decord = pytest.importorskip("decord")
     quiet = {"x265-params": "log-level=none"} if codec == "libx265" else {}
-    file = write(tmp_path / "clip.mp4", [scene(number) for number in range(60)], codec, options={"g": "12", **quiet})
+    file = write_video(
+        tmp_path / "clip.mp4", [scene(number) for number in range(60)], codec, options={"g": "12", **quiet}
+    )
     pictures, _ = all_of(file)
     monkeypatch.setattr(readers, "NEAR", 30)
     jumps, seek = list[int](), decord.VideoReader.seek_accurate
@@ -237,14 +239,14 @@ def test_narrow_frames(reader: str, width: int, tmp_path: Path) -> None:
     """decord counts the padding of a line as colours."""
     ramp = np.zeros((40, width, 3), dtype=np.uint8)
     ramp[:, :, 0], ramp[:, :, 1] = np.linspace(20, 230, width), np.linspace(20, 230, 40)[:, None]
-    file = write(tmp_path / "clip.mp4", [ramp] * 3)
+    file = write_video(tmp_path / "clip.mp4", [ramp] * 3)
     assert apart(read_frames(file).images[1], ramp) < 12
     small = read_frames(file, max_pixels=12 * width).images[1]
     assert apart(small, np.asarray(Image.fromarray(ramp).resize(small.size))) < 14
 
 
 def test_bytes_are_read_like_the_file(reader: str, tmp_path: Path) -> None:
-    file = write(tmp_path / "clip.mp4", 12)
+    file = write_video(tmp_path / "clip.mp4", 12)
     one, two = read_frames(file, Uniform(4)), read_frames(file.read_bytes(), Uniform(4))
     assert one.times == two.times and one.metadata == two.metadata
     assert np.array_equal(one.array(), two.array()) and one.array().shape == (4, 64, 64, 3)
@@ -252,12 +254,12 @@ def test_bytes_are_read_like_the_file(reader: str, tmp_path: Path) -> None:
 
 
 def test_the_name_of_a_file_says_nothing(reader: str, tmp_path: Path) -> None:
-    write(tmp_path / "clip.mp4", 6).rename(tmp_path / "clip.avi")
-    assert shades(read_frames(tmp_path / "clip.avi", Uniform(2)).images) == [1, 4]
+    write_video(tmp_path / "clip.mp4", 6).rename(tmp_path / "clip.avi")
+    assert grey_frame_numbers(read_frames(tmp_path / "clip.avi", Uniform(2)).images) == [1, 4]
 
 
 def test_what_a_video_is(reader: str, tmp_path: Path) -> None:
-    file = write(tmp_path / "clip.mp4", [scene(number) for number in range(15)], fps=5)
+    file = write_video(tmp_path / "clip.mp4", [scene(number) for number in range(15)], fps=5)
     held = read_frames(file, Uniform(3)).metadata
     assert (held.total, held.fps, held.width, held.height, held.indices) == (15, 5.0, 80, 48, (2, 7, 12))
     assert held.duration == pytest.approx(3.0, abs=0.01) and held.backend == reader
@@ -272,9 +274,9 @@ PTS = [0, 100, 150, 700, 710, 1500, 1600, 1700, 3000, 3010]
 @pytest.mark.parametrize("late", [0, 5000])
 def test_times_of_a_variable_rate(reader: str, suffix: str, late: int, tmp_path: Path) -> None:
     """The times that are written in the file, from the first frame on."""
-    file = write(tmp_path / f"clip.{suffix}", 10, pts=[time + late for time in PTS])
+    file = write_video(tmp_path / f"clip.{suffix}", 10, pts=[time + late for time in PTS])
     frames = read_frames(file, Choice(0, 2, 3, 5, 9))
-    assert shades(frames.images) == [0, 2, 3, 5, 9]
+    assert grey_frame_numbers(frames.images) == [0, 2, 3, 5, 9]
     assert frames.times == pytest.approx([0.0, 0.15, 0.7, 1.5, 3.01], abs=1e-3)
 
 
@@ -283,7 +285,7 @@ def test_a_phone_held_upright(reader: str, turn: int, matrix: tuple[int, ...], t
     """The header of an mp4 says how the picture is turned, clockwise; what is returned stands upright."""
     picture = np.zeros((48, 80, 3), dtype=np.uint8)
     picture[:16, :24] = 250  # in the upper left corner
-    file = write(tmp_path / "clip.mp4", [picture] * 3)
+    file = write_video(tmp_path / "clip.mp4", [picture] * 3)
     data = bytearray(file.read_bytes())
     place = data.find(b"tkhd") + 4 + 4 + 20 + 16
     a, b, c, d = (65536 * value for value in matrix)
@@ -304,7 +306,7 @@ def test_a_phone_held_upright(reader: str, turn: int, matrix: tuple[int, ...], t
 
 @pytest.mark.parametrize("asked", [{"num_frames": 5}, {"num_frames": 24}, {"fps": 2}, {"fps": 3.7}, {"fps": 0.1}])
 def test_numbers_mean_the_frames_that_transformers_reads(reader: str, asked: dict[str, Any], tmp_path: Path) -> None:
-    file = write(tmp_path / "clip.mp4", 24)
+    file = write_video(tmp_path / "clip.mp4", 24)
     mine = read_frames(file, **asked)
     with pytest.MonkeyPatch.context() as patching:
         patching.setitem(sys.modules, "av", av)
@@ -333,18 +335,18 @@ def test_the_convention_of_transformers(total: int, rate: float) -> None:
 
 
 def test_more_frames_than_there_are(reader: str, tmp_path: Path) -> None:
-    file = write(tmp_path / "clip.mp4", 5)
+    file = write_video(tmp_path / "clip.mp4", 5)
     for asked in ({"num_frames": 50}, {"fps": 100}, {"sampler": ByRate(99)}, {"sampler": Differing(9)}):
-        assert shades(read_frames(file, **asked).images) == [0, 1, 2, 3, 4]  # type: ignore[arg-type]
+        assert grey_frame_numbers(read_frames(file, **asked).images) == [0, 1, 2, 3, 4]  # type: ignore[arg-type]
     assert len(read_frames(file, fps=10, max_frames=3).images) == 3
     assert len(read_frames(file, max_frames=3).images) == 3
 
 
 def test_a_video_of_one_frame(reader: str, tmp_path: Path) -> None:
-    file = write(tmp_path / "clip.mp4", 1)
+    file = write_video(tmp_path / "clip.mp4", 1)
     samplers = [Uniform(1), Uniform(8, hf=True), ByRate(0.01), ByRate(30), Differing(1), Differing(8)]
     for frames in (*(read_frames(file, sampler) for sampler in samplers), read_frames(file, fps=1)):
-        assert (shades(frames.images), frames.times, frames.metadata.total) == ([0], [0.0], 1)
+        assert (grey_frame_numbers(frames.images), frames.times, frames.metadata.total) == ([0], [0.0], 1)
 
 
 def test_what_is_seen_briefly_is_kept(reader: str, tmp_path: Path) -> None:
@@ -352,7 +354,7 @@ def test_what_is_seen_briefly_is_kept(reader: str, tmp_path: Path) -> None:
     colours = (
         [(200, 30, 30)] * 28 + [(255, 255, 255)] + [(200, 30, 30)] * 11 + [(20, 160, 40)] * 4 + [(20, 30, 180)] * 20
     )
-    file = write(tmp_path / "clip.mp4", [np.full((48, 64, 3), colour, np.uint8) for colour in colours])
+    file = write_video(tmp_path / "clip.mp4", [np.full((48, 64, 3), colour, np.uint8) for colour in colours])
     seen = {colours[index] for index in read_frames(file, Differing(4)).metadata.indices}
     assert seen == set(colours)
     assert {colours[index] for index in Uniform(4).sample(len(colours), 10)} != set(colours)
@@ -361,8 +363,8 @@ def test_what_is_seen_briefly_is_kept(reader: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_each_is_the_one_least_like_those_before(seed: int) -> None:
     """The same by plain loops."""
-    dice = torch.Generator().manual_seed(seed)
-    seen = torch.randint(0, 256, (20, 4, 4, 3), generator=dice, dtype=torch.uint8)
+    rng = torch.Generator().manual_seed(seed)
+    seen = torch.randint(0, 256, (20, 4, 4, 3), generator=rng, dtype=torch.uint8)
     chosen = list(range(0, 100, 5))
 
     def off(a: int, b: int) -> float:
@@ -395,8 +397,8 @@ class Watching:
 
 
 def test_samplers_that_look(reader: str, tmp_path: Path) -> None:
-    file, watching = write(tmp_path / "clip.mp4", 9), Watching(4, 7)
-    assert shades(read_frames(file, watching).images) == [4, 7]
+    file, watching = write_video(tmp_path / "clip.mp4", 9), Watching(4, 7)
+    assert grey_frame_numbers(read_frames(file, watching).images) == [4, 7]
     assert watching.seen.dtype == torch.uint8 and watching.seen.shape == (3, 32, 32, 3)
     assert [round((float(one.float().mean()) - 8) / 8) for one in watching.seen] == [1, 4, 7]
     for wrong, words in (((2,), "among those it looked at"), ((7, 4), "rising"), ((), "chose 0")):
@@ -412,7 +414,7 @@ def test_the_error_of_a_sampler_is_its_own(reader: str, tmp_path: Path) -> None:
             raise KeyError("mine")
 
     with pytest.raises(KeyError, match="mine"):
-        read_frames(write(tmp_path / "clip.mp4", 3), Broken())
+        read_frames(write_video(tmp_path / "clip.mp4", 3), Broken())
 
 
 # --- sizes and memory -------------------------------------------------------------------------------------------------
@@ -420,7 +422,7 @@ def test_the_error_of_a_sampler_is_its_own(reader: str, tmp_path: Path) -> None:
 
 def test_large_frames_are_read_small(reader: str, tmp_path: Path) -> None:
     picture = np.kron(np.arange(24, dtype=np.uint8).reshape(4, 6) * 10, np.ones((60, 60), np.uint8))
-    file = write(tmp_path / "clip.mp4", [np.repeat(picture[..., None], 3, 2)] * 4)
+    file = write_video(tmp_path / "clip.mp4", [np.repeat(picture[..., None], 3, 2)] * 4)
     frames = read_frames(file, Uniform(2), max_pixels=10_000)
     assert (frames.metadata.width, frames.metadata.height) == (360, 240)
     assert frames.images[0].size == (122, 81)  # 3 to 2, in 10,000 pixels
@@ -432,7 +434,7 @@ def test_large_frames_are_read_small(reader: str, tmp_path: Path) -> None:
 def test_frames_that_are_too_large_for_anything(reader: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("mmspec.vision.video.decode.MOST_PIXELS", 1000)
     with pytest.raises(ValueError, match="frames of 64 x 64 pixels; 1000 pixels is the limit"):
-        read_frames(write(tmp_path / "clip.mp4", 3))
+        read_frames(write_video(tmp_path / "clip.mp4", 3))
 
 
 @pytest.mark.parametrize("size", [(1, 1), (7, 3000), (3840, 2160), (64, 64)])
@@ -464,7 +466,7 @@ def test_a_4k_clip_takes_less_than_a_gigabyte(backend: str, tmp_path: Path) -> N
     pytest.importorskip({"pyav": "av"}.get(backend, backend))
     picture = np.zeros((2160, 3840, 3), dtype=np.uint8)
     picture[500:900, 700:1900] = (200, 120, 40)
-    file = write(tmp_path / "clip.mp4", [picture] * 24, options={"preset": "ultrafast"})
+    file = write_video(tmp_path / "clip.mp4", [picture] * 24, options={"preset": "ultrafast"})
     done = subprocess.run(
         [sys.executable, "-c", MEMORY, str(file), backend], capture_output=True, text=True, check=True
     )
@@ -473,7 +475,7 @@ def test_a_4k_clip_takes_less_than_a_gigabyte(backend: str, tmp_path: Path) -> N
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="open files are counted there")
 def test_files_are_closed(reader: str, tmp_path: Path) -> None:
-    file = write(tmp_path / "clip.mp4", 12)
+    file = write_video(tmp_path / "clip.mp4", 12)
     (tmp_path / "broken.mp4").write_bytes(file.read_bytes()[:-200])
     (tmp_path / "none.mp4").write_bytes(b"nothing")
 
@@ -552,7 +554,7 @@ def test_bytes_that_are_no_video(reader: str) -> None:
 
 def test_a_song(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """With each reader alone, but torchcodec, whose words are its own."""
-    file = song(tmp_path / "song.mp4")
+    file = write_audio_only(tmp_path / "song.mp4")
     for name, module in (("decord", "decord"), ("pyav", "av")):
         if importlib.util.find_spec(module) is None:
             continue
@@ -587,11 +589,11 @@ def test_the_cover_of_a_song_is_no_video(tmp_path: Path) -> None:
 def test_a_truncated_file_is_read_as_far_as_it_goes(
     suffix: str, share: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    dice = np.random.default_rng(0)
-    noisy = [np.concatenate([dice.integers(0, 255, (16, 64, 3), dtype=np.uint8), grey(n)[16:]]) for n in range(24)]
+    rng = np.random.default_rng(0)
+    noisy = [np.concatenate([rng.integers(0, 255, (16, 64, 3), dtype=np.uint8), grey_frame(n)[16:]]) for n in range(24)]
     codec = "libvpx-vp9" if suffix == "webm" else "libx264"
     format = {"movflags": "faststart"} if suffix == "mp4" else {}
-    file = write(tmp_path / f"clip.{suffix}", noisy, codec, format=format)
+    file = write_video(tmp_path / f"clip.{suffix}", noisy, codec, format=format)
     pictures, _ = all_of(file)
     data = file.read_bytes()
     file.write_bytes(data[: int(len(data) * share)])
@@ -610,7 +612,7 @@ def test_a_truncated_file_is_read_as_far_as_it_goes(
 
 
 def test_a_file_cut_before_its_first_frame(reader: str, tmp_path: Path) -> None:
-    file = write(tmp_path / "clip.mp4", 24, format={"movflags": "faststart"})
+    file = write_video(tmp_path / "clip.mp4", 24, format={"movflags": "faststart"})
     data = file.read_bytes()
     file.write_bytes(data[: data.index(b"mdat") + 6])
     with pytest.raises(ValueError, match=r"not a video that can be read|a video without frames") as failed:
@@ -627,9 +629,9 @@ def test_av1_is_left_to_the_next_reader(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setitem(sys.modules, "torchcodec", None)
     if "libsvtav1" not in av.codecs_available:
         pytest.skip("PyAV cannot write AV1")
-    file = write(tmp_path / "clip.mp4", 10, "libsvtav1", options={"svtav1-params": "preset=12"})
+    file = write_video(tmp_path / "clip.mp4", 10, "libsvtav1", options={"svtav1-params": "preset=12"})
     frames = read_frames(file, Uniform(3))
-    assert shades(frames.images) == [1, 5, 8] and frames.metadata.backend == "pyav"
+    assert grey_frame_numbers(frames.images) == [1, 5, 8] and frames.metadata.backend == "pyav"
     with pytest.raises(ValueError, match="decord: it has no decoder for this kind of video") as failed:
         read_frames(file, backend="decord")
     assert str(file) in str(failed.value)
@@ -639,7 +641,7 @@ def test_av1_is_left_to_the_next_reader(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 
 def test_the_first_reader_that_can(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    file, order = write(tmp_path / "clip.mp4", 3), list[str]()
+    file, order = write_video(tmp_path / "clip.mp4", 3), list[str]()
 
     def of(name: str, works: bool) -> Any:
         def make(source: Any) -> Any:
@@ -659,7 +661,7 @@ def test_the_first_reader_that_can(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 
 
 def test_a_backend_that_is_not_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    file = write(tmp_path / "clip.mp4", 3)
+    file = write_video(tmp_path / "clip.mp4", 3)
     for name, package in (("decord", "decord"), ("torchcodec", "torchcodec"), ("pyav", "av")):
         monkeypatch.setitem(sys.modules, package, None)
         with pytest.raises(ImportError, match=f"backend='{name}' is not installed; pip install {package}"):
@@ -672,4 +674,4 @@ def test_no_memory_is_no_fault_of_the_file(monkeypatch: pytest.MonkeyPatch, tmp_
 
     monkeypatch.setitem(readers.READERS, "decord", full)
     with pytest.raises(MemoryError):
-        read_frames(write(tmp_path / "clip.mp4", 3))
+        read_frames(write_video(tmp_path / "clip.mp4", 3))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from mmspec.interfaces import Segment
+from mmspec.interfaces import VisualGrid
 from mmspec.vision.heatmap import CELL, GAP, MARK, SIDE, cells_of, colours, heatmap, heatmaps, square, strip
 
 GREEN = np.array(MARK)
@@ -101,7 +101,7 @@ def test_scores_that_are_all_the_same_and_a_span_of_ones_own() -> None:
     assert (half[0, 0] == whole[0, 0]).all() and luminance(half[0, 1]) < luminance(whole[0, 1])
 
 
-FRAMES = [Segment(0, 4 * t, 2, 2, 0, role="frame", time=t) for t in range(3)]
+FRAMES = [VisualGrid(0, 4 * t, 2, 2, 0, role="frame", frame=t) for t in range(3)]
 
 
 def test_one_picture_for_each_frame_with_its_own_tokens_and_one_span() -> None:
@@ -131,7 +131,7 @@ def test_one_picture_for_each_frame_with_its_own_tokens_and_one_span() -> None:
 )
 def test_a_step_of_a_clip_is_shown_by_its_first_frame(count: int, times: int, first: list[int]) -> None:
     frames = [photo(20, 20, (30 * n, 0, 0)) for n in range(count)]
-    grids = [Segment(0, 4 * t, 2, 2, 0, role="frame", time=t) for t in range(times)]
+    grids = [VisualGrid(0, 4 * t, 2, 2, 0, role="frame", frame=t) for t in range(times)]
     made = heatmaps(frames, grids, kept=range(4 * times))
     assert [int(middles(one, (2, 2))[0, 0, 0]) for one in made] == [30 * n for n in first]
 
@@ -139,11 +139,11 @@ def test_a_step_of_a_clip_is_shown_by_its_first_frame(count: int, times: int, fi
 @pytest.mark.parametrize("row", [0, 1, 12])
 def test_the_clip_of_any_row_of_a_batch(row: int) -> None:
     """Row 0 has a picture besides, which takes the first number; a clip ends with a token that is no frame."""
-    grids = [Segment(0, 0, 1, 3, 0)]
+    grids = [VisualGrid(0, 0, 1, 3, 0)]
     for number in range(13):
         start = 3 if number == 0 else 0
-        grids += [Segment(number, start + 4 * t, 2, 2, 1 + number, role="frame", time=t) for t in range(8)]
-        grids.append(Segment(number, start + 32, 1, 1, 1 + number, role="newline", time=7))
+        grids += [VisualGrid(number, start + 4 * t, 2, 2, 1 + number, role="frame", frame=t) for t in range(8)]
+        grids.append(VisualGrid(number, start + 32, 1, 1, 1 + number, role="newline", frame=7))
     frames = [photo(20, 20, (30 * n, 0, 0)) for n in range(8)]
     first = 3 if row == 0 else 0
     made = heatmaps(frames, grids, kept=[first + 4 * t + t % 4 for t in range(8)], row=row)
@@ -154,7 +154,7 @@ def test_the_clip_of_any_row_of_a_batch(row: int) -> None:
 
 
 def test_the_clips_of_one_row_follow_each_other() -> None:
-    grids = [Segment(0, 8 * clip + 4 * t, 2, 2, clip, role="frame", time=t) for clip in range(2) for t in range(2)]
+    grids = [VisualGrid(0, 8 * clip + 4 * t, 2, 2, clip, role="frame", frame=t) for clip in range(2) for t in range(2)]
     made = heatmaps([photo(20, 20, (60 * n, 0, 0)) for n in range(4)], grids, kept=range(16))
     assert [int(middles(one, (2, 2))[0, 0, 0]) for one in made] == [0, 60, 120, 180]
 
@@ -162,10 +162,10 @@ def test_the_clips_of_one_row_follow_each_other() -> None:
 def test_several_pictures_tiles_and_newlines() -> None:
     """Numbers run on through grids that are not drawn; tokens that end a line are no cells."""
     grids = [
-        Segment(0, 5, 2, 2, 0),
-        Segment(0, 9, 2, 2, 0, role="tiles", newline=True),
-        Segment(0, 15, 1, 3, 1, newline=True),
-        Segment(1, 3, 1, 1, 2),
+        VisualGrid(0, 5, 2, 2, 0),
+        VisualGrid(0, 9, 2, 2, 0, role="tiles", has_newlines=True),
+        VisualGrid(0, 15, 1, 3, 1, has_newlines=True),
+        VisualGrid(1, 3, 1, 1, 2),
     ]
     images = [photo(colour=(250, 0, 0)), photo(colour=(0, 250, 0)), photo(colour=(0, 0, 250))]
     first, second = heatmaps(images, grids, kept=[1, 5, 11])
@@ -175,7 +175,7 @@ def test_several_pictures_tiles_and_newlines() -> None:
     (other,) = heatmaps(images, grids, kept=[0], row=1)
     assert middles(other, (1, 1))[0, 0].tolist() == [0, 0, 250]
     assert heatmaps(images, [], kept=[]) == []
-    lines = Segment(0, 7, 2, 3, 0, newline=True)
+    lines = VisualGrid(0, 7, 2, 3, 0, has_newlines=True)
     assert cells_of(lines, 10, {10, 12, 13, 15}).tolist() == [[True, False, True], [False, True, False]]
 
 
@@ -183,7 +183,7 @@ def test_the_middle_square_is_what_a_model_saw() -> None:
     wide = Image.new("RGB", (90, 30), "red")
     wide.paste((0, 0, 255), (30, 0, 60, 30))
     assert np.asarray(square(wide)).reshape(-1, 3).tolist() == [[0, 0, 255]] * 900
-    (made,) = heatmaps([wide], [Segment(0, 0, 2, 2, 0)], kept=[0, 1, 2, 3], cropped=True)
+    (made,) = heatmaps([wide], [VisualGrid(0, 0, 2, 2, 0)], kept=[0, 1, 2, 3], cropped=True)
     assert (middles(made, (2, 2)) == (0, 0, 255)).all()
 
 

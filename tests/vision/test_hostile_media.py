@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 from corpus_media import CANARY, Watch, watched
 from PIL import Image
-from video_files import planted, write
+from video_files import decoder_command_running, write_video
 
 from mmspec.app.io.images import ImageError, load_image
 from mmspec.app.io.videos import load_shown
@@ -138,7 +138,7 @@ def test_libraries_that_probe_are_not_given_transport_streams() -> None:
 
 @pytest.mark.skipif(not LINUX, reason="a link to the open file")
 def test_a_file_that_is_replaced_after_the_check_is_not_opened(tmp_path: Path) -> None:
-    file = write(tmp_path / "a.mp4", 4)
+    file = write_video(tmp_path / "a.mp4", 4)
     source = Input(str(file))
     (tmp_path / "b").write_text("#EXTM3U\n")
     os.replace(tmp_path / "b", file)
@@ -196,7 +196,7 @@ readers.READERS["pyav"] = nosy
 
 @pytest.mark.skipif(not LINUX, reason="bounds of processes")
 def test_while_a_file_is_decoded_nothing_can_be_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "command", planted(NOSY))
+    monkeypatch.setattr(room, "command", decoder_command_running(NOSY))
     with pytest.raises(ValueError, match=r"went \[\], limits {'FSIZE': 0, 'CORE': 0, 'CPU': \d+, 'AS': \d+}") as failed:
         read_frames(corpus.clips()["a.mp4"], backend="pyav", isolated=True)
     code = "import ctypes; print(ctypes.CDLL(None).unshare(0x40000000))"
@@ -353,7 +353,7 @@ stills.read_still = slow
 
 
 def test_a_picture_has_bounds_of_time_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "command", planted(SLOW))
+    monkeypatch.setattr(room, "command", decoder_command_running(SLOW))
     monkeypatch.setattr(room, "STILL_S", 1.0)
     with Isolated() as isolated:
         for content, kind, words in (

@@ -28,8 +28,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from mmspec.control.draft_cost import Rates
-from mmspec.interfaces import EVERY_TOKEN, Compressor, Outlook, VisualTokens
+from mmspec.control.draft_cost import DraftCosts
+from mmspec.interfaces import NO_LIMIT, CompressionContext, Compressor, VisualTokens
 from mmspec.vision.compressors.row_groups import some, together
 from mmspec.vision.compressors.select import Drop, Identity, Prune, distinctness
 
@@ -61,7 +61,7 @@ class Way:
         return Drop() if self.name == "drop" else Identity()
 
 
-def choose(visual: int, answer: int | None, rates: Rates | None = None, lean: int = 0) -> Way:
+def choose(visual: int, answer: int | None, rates: DraftCosts | None = None, lean: int = 0) -> Way:
     """What to show of a prompt with so many visual tokens.
 
     Args:
@@ -81,16 +81,16 @@ def choose(visual: int, answer: int | None, rates: Rates | None = None, lean: in
     return Way(SALIENT if sizes[best] else "drop", sizes[best])
 
 
-def cost(tokens: int, missed: float, answer: int | None, rates: Rates) -> float:
+def cost(tokens: int, missed: float, answer: int | None, rates: DraftCosts) -> float:
     """Seconds over one answer that so many visual tokens cost a drafter, and that it misses for want of the others."""
-    rounds = (LONG if answer is None else answer) / rates.gained
+    rounds = (LONG if answer is None else answer) / rates.tokens_per_round
     return tokens * (rates.read_s + rounds * rates.draft_s) + missed * rounds * rates.round_s
 
 
 class Measured:
     """Chooses for each row by `choose`. Keeps nothing between calls: what was measured comes with the tokens."""
 
-    tokens, attends = EVERY_TOKEN, True
+    tokens, attends = NO_LIMIT, True
 
     def __init__(self, name: str = "measured") -> None:
         self.name = name  # "elastic" where it stands in for a gate that was not trained
@@ -98,7 +98,7 @@ class Measured:
     def compress(self, visual: VisualTokens, query: Tensor | None, budget: int) -> VisualTokens:
         """Each row its own way."""
         rows: dict[str, list[int]] = {}
-        ways, sizes = self._ways(visual.outlook, visual.mask.sum(1))
+        ways, sizes = self._ways(visual.context, visual.mask.sum(1))
         for row, way in enumerate(ways):
             rows.setdefault(str(way), []).append(row)
         if len(rows) == 1:
@@ -113,10 +113,10 @@ class Measured:
         few = together(parts, list(rows.values()))
         return replace(few, ways=tuple(map(str, ways)))
 
-    def _ways(self, outlook: Outlook | None, counts: Tensor) -> tuple[list[Way], list[int]]:
+    def _ways(self, outlook: CompressionContext | None, counts: Tensor) -> tuple[list[Way], list[int]]:
         """Of each row its way and its number of tokens. counts: [B]."""
-        sizes, known = counts.tolist(), outlook or Outlook()  # once per prompt, not per round
-        return [choose(size, known.answer, known.rates, known.lean) for size in sizes], sizes
+        sizes, known = counts.tolist(), outlook or CompressionContext()  # once per prompt, not per round
+        return [choose(size, known.max_new_tokens, known.costs, known.exploration) for size in sizes], sizes
 
 
 __all__ = ["FEW", "LONG", "MISSED", "SHARES", "Measured", "Way", "choose", "cost"]

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mmspec.interfaces import Compressor, Seen, VisualTokens
-from mmspec.metrics.compression_stats import label
+from mmspec.interfaces import Compressor, GateObservation, VisualTokens
+from mmspec.metrics.compression_stats import compressor_label
 from mmspec.vision.compressors.pooling import Conv, Pool
 from mmspec.vision.compressors.resampler import Resampler
 from mmspec.vision.compressors.row_groups import origin_of, padded
@@ -64,7 +64,7 @@ class Elastic(nn.Module):
         self.attends = any(getattr(way, "attends", False) for way in self.ways)
         self.chosen: list[str] | None = None
         self.cost: Tensor | None = None
-        self._only: tuple[int, list[Seen]] | None = None
+        self._only: tuple[int, list[GateObservation]] | None = None
 
     def train(self, mode: bool = True) -> Elastic:
         """Puts the gate into training. The ways stay as they are in use, so that each keeps what its name says."""
@@ -74,7 +74,7 @@ class Elastic(nn.Module):
 
     def labels(self) -> list[str]:
         """The ways by name, with what each keeps."""
-        return [label(way) for way in self.ways]
+        return [compressor_label(way) for way in self.ways]
 
     def compress(self, visual: VisualTokens, query: Tensor | None, budget: int) -> VisualTokens:
         """Each row by the way that its gate picks, with at most `budget` tokens.
@@ -87,8 +87,8 @@ class Elastic(nn.Module):
         sight = _sight(visual, query)
         if self._only is not None:
             way, seen = self._only
-            part = self.ways[way].compress(visual, query, min(budget, self.ways[way].tokens))
-            seen.append(Seen(sight, CHARGE * part.mask.sum(1) / visual.mask.sum(1).clamp(min=1)))
+            part = self.ways[way].compress(visual, query, min(budget, self.ways[way].max_tokens))
+            seen.append(GateObservation(sight, CHARGE * part.mask.sum(1) / visual.mask.sum(1).clamp(min=1)))
             return part
         logits = self.gate(sight).float()
         # Drawn on the host, so that a seed means the same on every device.
@@ -98,14 +98,14 @@ class Elastic(nn.Module):
         self.chosen = [self.labels()[way] for way in names]
         # In training the ways that were not chosen tell the gate what they would have given.
         wanted = range(len(self.ways)) if self.training else sorted(set(names))
-        few = {n: self.ways[n].compress(visual, query, min(budget, self.ways[n].tokens)) for n in wanted}
+        few = {n: self.ways[n].compress(visual, query, min(budget, self.ways[n].max_tokens)) for n in wanted}
         self.cost = _charge(logits, [few[n].mask for n in wanted], visual.mask) if self.training else None
         return self._joined(visual, few, names, shares)
 
     @contextmanager
-    def only(self, way: int) -> Iterator[list[Seen]]:
-        """See `mmspec.interfaces.Chooser`; for training, not for calls of several threads."""
-        seen: list[Seen] = []
+    def only(self, way: int) -> Iterator[list[GateObservation]]:
+        """See `mmspec.interfaces.GatedCompressor`; for training, not for calls of several threads."""
+        seen: list[GateObservation] = []
         self._only = way, seen
         try:
             yield seen
@@ -114,7 +114,7 @@ class Elastic(nn.Module):
 
     @torch.no_grad()
     def learn(self, sights: Tensor, costs: Tensor) -> None:
-        """See `mmspec.interfaces.Chooser`. The gate becomes the ridge regression of the costs, of which the least wins.
+        """See `mmspec.interfaces.GatedCompressor`. The gate becomes the ridge regression of the costs, of which the least wins.
 
         How much it shrinks what it was told is chosen by generalised cross-validation: of sights that say nothing about
         costs, the way stays that is best on the whole.
@@ -146,8 +146,8 @@ class Elastic(nn.Module):
         out: VisualTokens | None = None
         for number, part in few.items():
             part = padded(part, longest)
-            scale = shares[:, number, None, None].to(part.embeddings.dtype) * part.mask[..., None]
-            part = replace(part, embeddings=part.embeddings * scale, states=part.states * scale)
+            scale = shares[:, number, None, None].to(part.inputs_embeds.dtype) * part.mask[..., None]
+            part = replace(part, embeddings=part.inputs_embeds * scale, states=part.hidden_states * scale)
             out = part if out is None else _plus(rows == number, part, out)
         assert out is not None
         return replace(out, ways=tuple(self.labels()[way] for way in names))
@@ -181,11 +181,11 @@ def _charge(logits: Tensor, kept: Sequence[Tensor], mask: Tensor) -> Tensor:
 def _plus(rows: Tensor, one: VisualTokens, other: VisualTokens) -> VisualTokens:
     """The sum; what stands where, in the rows [B] as in one, in the rest as in another."""
     return VisualTokens(
-        one.embeddings + other.embeddings,
-        one.states + other.states,
+        one.inputs_embeds + other.inputs_embeds,
+        one.hidden_states + other.hidden_states,
         torch.where(rows[:, None], one.mask, other.mask),
-        torch.where(rows[:, None], one.positions, other.positions),
-        origin=torch.where(rows[:, None], origin_of(one), origin_of(other)),
+        torch.where(rows[:, None], one.position_ids, other.position_ids),
+        source_indices=torch.where(rows[:, None], origin_of(one), origin_of(other)),
     )
 
 

@@ -32,18 +32,18 @@ class LatentCompressor(nn.Module):
 
     def compress(self, visual: VisualTokens, query: Tensor | None, budget: int) -> VisualTokens:
         """The mixtures of the first `budget` queries; their positions are spread evenly over those of the tokens."""
-        batch, count, hidden = visual.states.shape
+        batch, count, hidden = visual.hidden_states.shape
         queries = self.queries[: looking(self, budget)]
         if not count:
             return visual
-        keys = functional.layer_norm(visual.states.float(), (hidden,))
+        keys = functional.layer_norm(visual.hidden_states.float(), (hidden,))
         scores = queries.float() @ keys.transpose(1, 2) * hidden**-0.5
         shares = scores.masked_fill(~visual.mask[:, None], float("-inf")).softmax(-1).nan_to_num(0.0)
         return VisualTokens(
-            embeddings=shares.to(visual.embeddings.dtype) @ visual.embeddings,
-            states=shares.to(visual.states.dtype) @ visual.states,
+            inputs_embeds=shares.to(visual.inputs_embeds.dtype) @ visual.inputs_embeds,
+            hidden_states=shares.to(visual.hidden_states.dtype) @ visual.hidden_states,
             mask=visual.mask.any(1, keepdim=True).expand(batch, len(queries)),
-            positions=spread(visual, len(queries)),
+            position_ids=spread(visual, len(queries)),
         )
 
 
@@ -63,7 +63,7 @@ def spread(visual: VisualTokens, count: int) -> Tensor:
     """[B, count] or [axes, B, count] positions, evenly over those of each row's tokens, for tokens without a place."""
     last = visual.mask.sum(1, keepdim=True).clamp(min=1) - 1
     spots = (torch.linspace(0, 1, count, device=last.device) * last).round().long()
-    positions = visual.positions
+    positions = visual.position_ids
     return positions.gather(-1, spots if positions.dim() == 2 else spots.expand(positions.shape[0], -1, -1))
 
 

@@ -18,8 +18,8 @@ from itertools import groupby
 import torch
 from torch import Tensor, nn
 
-from mmspec.engine.gather import summed
-from mmspec.interfaces import Segment, VisualTokens
+from mmspec.engine.gather import scatter_sum
+from mmspec.interfaces import VisualGrid, VisualTokens
 
 logger = logging.getLogger("mmspec")
 
@@ -53,20 +53,20 @@ class Block:
         return math.prod(math.ceil(size / step) for size, step in sizes)
 
 
-def blocks_of(segments: Sequence[Segment], counts: Sequence[int]) -> list[Block]:
+def blocks_of(segments: Sequence[VisualGrid], counts: Sequence[int]) -> list[Block]:
     """Grids of the same size that follow each other in one clip are one block.
 
     A row without segments, or whose segments do not come to its number of tokens (`counts`), is one line.
     """
     found = []
 
-    def same(one: Segment) -> tuple[int, ...]:
+    def same(one: VisualGrid) -> tuple[int, ...]:
         clip = one.role == "frame"
-        return (one.source if clip else -1 - one.start, one.height, one.width + int(one.newline))
+        return (one.media_index if clip else -1 - one.start, one.height, one.width + int(one.has_newlines))
 
     for row, count in enumerate(counts):
         mine = sorted((one for one in segments if one.row == row), key=lambda one: one.start)
-        held = sum(one.length for one in mine)
+        held = sum(one.num_tokens for one in mine)
         if mine and held != count:
             logger.warning(
                 "mmspec: the grids of row %d hold %d tokens, it has %d: they count as a line", row, held, count
@@ -162,11 +162,11 @@ def merged(visual: VisualTokens, cells: Tensor, made: Sequence[int], weights: Te
     place = torch.where((cells >= 0) & visual.mask, cells, kept)
 
     def total(part: Tensor) -> Tensor:
-        return summed(part, place, kept + 1)[:, :kept]
+        return scatter_sum(part, place, kept + 1)[:, :kept]
 
     sizes = total(visual.mask[..., None].float())
     members = sizes.clamp(min=1)
-    positions = visual.positions.float()
+    positions = visual.position_ids.float()
     axes = positions if positions.dim() == 3 else positions[None]
     spots = torch.stack([(total(axis[..., None]) / members)[..., 0] for axis in axes]).round().long()
 
@@ -179,11 +179,11 @@ def merged(visual: VisualTokens, cells: Tensor, made: Sequence[int], weights: Te
     numbers = torch.arange(place.shape[1], device=place.device).expand(place.shape)
     alone = place.new_full((batch, kept + 1), -1).scatter(1, place, numbers)[:, :kept]
     return VisualTokens(
-        embeddings=shrunk(visual.embeddings),
-        states=shrunk(visual.states),
+        inputs_embeds=shrunk(visual.inputs_embeds),
+        hidden_states=shrunk(visual.hidden_states),
         mask=torch.arange(kept, device=place.device) < torch.tensor(made, device=place.device)[:, None],
-        positions=spots if positions.dim() == 3 else spots[0],
-        origin=None if weights is not None else torch.where(sizes[..., 0] == 1, alone, -1),
+        position_ids=spots if positions.dim() == 3 else spots[0],
+        source_indices=None if weights is not None else torch.where(sizes[..., 0] == 1, alone, -1),
     )
 
 
@@ -196,7 +196,7 @@ class Pool:
 
     def compress(self, visual: VisualTokens, query: Tensor | None, budget: int) -> VisualTokens:
         """At most `budget` tokens of each row."""
-        blocks = blocks_of(visual.segments, visual.mask.sum(1).tolist())
+        blocks = blocks_of(visual.grids, visual.mask.sum(1).tolist())
         _, cells, made = layout(tuple(blocks), budget, *visual.mask.shape)
         return merged(visual, cells, made)
 
@@ -223,7 +223,7 @@ class Conv(nn.Module):
 
     def compress(self, visual: VisualTokens, query: Tensor | None, budget: int) -> VisualTokens:
         """As `Pool`, every member weighted by where in its window it lies."""
-        blocks = blocks_of(visual.segments, visual.mask.sum(1).tolist())
+        blocks = blocks_of(visual.grids, visual.mask.sum(1).tolist())
         windows, cells, made = layout(tuple(blocks), budget, *visual.mask.shape)
         return merged(visual, cells, made, self._weights(blocks, windows, cells))
 

@@ -36,12 +36,13 @@ class Resampler(nn.Module):
 
     def compress(self, visual: VisualTokens, query: Tensor | None, budget: int) -> VisualTokens:
         """What the first `budget` queries see; their positions are spread evenly over those of the tokens."""
-        batch, count, hidden = visual.states.shape
+        batch, count, hidden = visual.hidden_states.shape
         if not count:
             return visual
         queries = self.queries[: looking(self, budget)]
         joined = torch.cat(
-            [functional.layer_norm(part.float(), (hidden,)) for part in (visual.embeddings, visual.states)], dim=-1
+            [functional.layer_norm(part.float(), (hidden,)) for part in (visual.inputs_embeds, visual.hidden_states)],
+            dim=-1,
         )
         keys = self.keys(joined).view(batch, count, self.heads, self.width)
         scores = torch.einsum("qhw,bmhw->bhqm", queries, keys) * self.width**-0.5
@@ -55,10 +56,10 @@ class Resampler(nn.Module):
             return plain + added.to(part.dtype)
 
         return VisualTokens(
-            embeddings=seen(visual.embeddings),
-            states=seen(visual.states),
+            inputs_embeds=seen(visual.inputs_embeds),
+            hidden_states=seen(visual.hidden_states),
             mask=visual.mask.any(1, keepdim=True).expand(batch, len(queries)),
-            positions=spread(visual, len(queries)),
+            position_ids=spread(visual, len(queries)),
         )
 
 

@@ -18,32 +18,32 @@ def some(visual: VisualTokens, rows: Sequence[int], most: int) -> VisualTokens:
     number = {row: place for place, row in enumerate(rows)}
     return replace(
         visual,
-        embeddings=visual.embeddings[index, :most],
-        states=visual.states[index, :most],
+        embeddings=visual.inputs_embeds[index, :most],
+        states=visual.hidden_states[index, :most],
         mask=visual.mask[index, :most],
-        positions=visual.positions[..., index, :most],
-        segments=tuple(replace(one, row=number[one.row]) for one in visual.segments if one.row in number),
-        scores=None if visual.scores is None else visual.scores[index, :most],
-        origin=None if visual.origin is None else visual.origin[index, :most],
-        ways=None if visual.ways is None else tuple(visual.ways[row] for row in rows),
+        positions=visual.position_ids[..., index, :most],
+        segments=tuple(replace(one, row=number[one.row]) for one in visual.grids if one.row in number),
+        scores=None if visual.saliency is None else visual.saliency[index, :most],
+        origin=None if visual.source_indices is None else visual.source_indices[index, :most],
+        ways=None if visual.choices is None else tuple(visual.choices[row] for row in rows),
     )
 
 
 def origin_of(part: VisualTokens) -> Tensor:
     """Its `origin`, -1 throughout if it does not say."""
-    return torch.full_like(part.mask, -1, dtype=torch.long) if part.origin is None else part.origin
+    return torch.full_like(part.mask, -1, dtype=torch.long) if part.source_indices is None else part.source_indices
 
 
 def padded(part: VisualTokens, length: int) -> VisualTokens:
     """The same with more places, at which nothing stands. Its grids are grids no more."""
     missing = length - part.mask.shape[1]
     return VisualTokens(
-        embeddings=functional.pad(part.embeddings, (0, 0, 0, missing)),
-        states=functional.pad(part.states, (0, 0, 0, missing)),
+        inputs_embeds=functional.pad(part.inputs_embeds, (0, 0, 0, missing)),
+        hidden_states=functional.pad(part.hidden_states, (0, 0, 0, missing)),
         mask=functional.pad(part.mask, (0, missing)),
-        positions=functional.pad(part.positions, (0, missing)),
-        origin=functional.pad(origin_of(part), (0, missing), value=-1),
-        ways=part.ways,
+        position_ids=functional.pad(part.position_ids, (0, missing)),
+        source_indices=functional.pad(origin_of(part), (0, missing), value=-1),
+        choices=part.choices,
     )
 
 
@@ -53,11 +53,11 @@ def together(parts: Sequence[VisualTokens], rows: Sequence[Sequence[int]]) -> Vi
     back = torch.tensor([row for part in rows for row in part], device=parts[0].mask.device).argsort()
     even = [padded(part, longest) for part in parts]
     return VisualTokens(
-        embeddings=torch.cat([part.embeddings for part in even])[back],
-        states=torch.cat([part.states for part in even])[back],
+        inputs_embeds=torch.cat([part.inputs_embeds for part in even])[back],
+        hidden_states=torch.cat([part.hidden_states for part in even])[back],
         mask=torch.cat([part.mask for part in even])[back],
-        positions=torch.cat([part.positions for part in even], dim=-2)[..., back, :],
-        origin=torch.cat([origin_of(part) for part in even])[back],
+        position_ids=torch.cat([part.position_ids for part in even], dim=-2)[..., back, :],
+        source_indices=torch.cat([origin_of(part) for part in even])[back],
     )
 
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mmspec.engine.gather import picked
-from mmspec.interfaces import EVERY_TOKEN, VisualTokens
+from mmspec.engine.gather import gather_rows
+from mmspec.interfaces import NO_LIMIT, VisualTokens
 
 STRETCH = 256
 """Tokens that are compared with all others at a time, so that memory does not grow with the square of their number."""
@@ -22,15 +22,15 @@ STRETCH = 256
 
 def take(visual: VisualTokens, index: Tensor, mask: Tensor) -> VisualTokens:
     """Some of the tokens: index, mask [B, K]. Their grids are grids no more."""
-    positions = visual.positions
+    positions = visual.position_ids
     spots = index if positions.dim() == 2 else index.expand(positions.shape[0], -1, -1)
     return VisualTokens(
-        embeddings=picked(visual.embeddings, index),
-        states=picked(visual.states, index),
+        inputs_embeds=gather_rows(visual.inputs_embeds, index),
+        hidden_states=gather_rows(visual.hidden_states, index),
         mask=mask,
-        positions=positions.gather(-1, spots),
-        scores=None if visual.scores is None else visual.scores.gather(1, index),
-        origin=index,
+        position_ids=positions.gather(-1, spots),
+        saliency=None if visual.saliency is None else visual.saliency.gather(1, index),
+        source_indices=index,
     )
 
 
@@ -45,7 +45,7 @@ def highest(scores: Tensor, mask: Tensor, budget: int) -> tuple[Tensor, Tensor]:
 class Identity:
     """Shows everything."""
 
-    name, tokens = "identity", EVERY_TOKEN
+    name, tokens = "identity", NO_LIMIT
 
     def compress(self, visual: VisualTokens, query: Tensor | None, budget: int) -> VisualTokens:
         """The tokens themselves."""
@@ -91,8 +91,8 @@ class Chance:
 
     def compress(self, visual: VisualTokens, query: Tensor | None, budget: int) -> VisualTokens:
         """`budget` of each row's tokens; a row's choice hangs on its number of tokens, not on its neighbours."""
-        dice = torch.Generator().manual_seed(self.seed)
-        scores = torch.rand(visual.mask.shape[1], generator=dice).to(visual.mask.device)
+        rng = torch.Generator().manual_seed(self.seed)
+        scores = torch.rand(visual.mask.shape[1], generator=rng).to(visual.mask.device)
         return take(visual, *highest(scores.expand(visual.mask.shape), visual.mask, budget))
 
 
@@ -108,15 +108,15 @@ def relevance(visual: VisualTokens, query: Tensor | None) -> Tensor:
     """
     if query is None:
         raise ValueError("relevance needs the question's last state (query); got None.")
-    return functional.cosine_similarity(visual.states.float(), query[:, None].float(), dim=-1)
+    return functional.cosine_similarity(visual.hidden_states.float(), query[:, None].float(), dim=-1)
 
 
 def distinctness(visual: VisualTokens, query: Tensor | None) -> Tensor:
     """How much the vision tower attends to each, where the family can tell (all of LLaVA); else how far an embedding is
     from the mean of its row."""
-    if visual.scores is not None:
-        return visual.scores
-    embeddings, on = visual.embeddings.float(), visual.mask[..., None]
+    if visual.saliency is not None:
+        return visual.saliency
+    embeddings, on = visual.inputs_embeds.float(), visual.mask[..., None]
     mean = (embeddings * on).sum(1, keepdim=True) / on.sum(1, keepdim=True).clamp(min=1)
     return -functional.cosine_similarity(embeddings, mean, dim=-1)
 
@@ -153,13 +153,13 @@ class Diverse:
         kept = min(budget, count)
         if not kept:
             return take(visual, visual.mask.new_zeros(batch, 0, dtype=torch.long), visual.mask[:, :0])
-        unit = functional.normalize(visual.embeddings.float(), dim=-1)
+        unit = functional.normalize(visual.inputs_embeds.float(), dim=-1)
         # Before the first choice the distances are to the nearest of all, after it to what is kept.
         nearest = _nearest(unit, visual.mask).masked_fill(~visual.mask, float("-inf"))
         chosen: list[Tensor] = []
         for _ in range(kept):
             one = nearest.argmax(1, keepdim=True)
-            apart = 1 - (unit @ picked(unit, one).mT)[..., 0]
+            apart = 1 - (unit @ gather_rows(unit, one).mT)[..., 0]
             nearest = nearest.minimum(apart) if chosen else apart.masked_fill(~visual.mask, float("-inf"))
             nearest.scatter_(1, one, float("-inf"))
             chosen.append(one)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from mmspec.interfaces import FrameSampler, LookingSampler
+from mmspec.interfaces import ContentAwareSampler, FrameSampler
 from mmspec.vision.video.backends import (
     MOST_PIXELS,
     THUMBNAIL,
@@ -115,13 +115,13 @@ def _chosen(
     """The frames that a sampler chooses out of `total`, their pictures and times."""
     if total < 1:
         raise NoFramesError("a video without frames")
-    looks = isinstance(sampler, LookingSampler)
+    looks = isinstance(sampler, ContentAwareSampler)
     chosen = _asked(sampler.sample, total, reader.about.fps)
     _check(chosen, range(total), MOST_FRAMES if looks else most)
-    if isinstance(sampler, LookingSampler):
+    if isinstance(sampler, ContentAwareSampler):
         seen, _ = reader.read(chosen, (THUMBNAIL, THUMBNAIL))
         looked = chosen
-        chosen = _asked(sampler.choose, looked, torch.from_numpy(np.stack([np.asarray(image) for image in seen])))
+        chosen = _asked(sampler.select, looked, torch.from_numpy(np.stack([np.asarray(image) for image in seen])))
         _check(chosen, looked, most)
     size = _fitted((reader.about.width, reader.about.height), min(max_pixels, PIXELS_A_CALL // len(chosen)))
     return (chosen, *reader.read(chosen, size))

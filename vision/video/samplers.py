@@ -97,7 +97,7 @@ class Differing:
         return Uniform(self.looks).sample(total, fps)
 
     def choose(self, chosen: list[int], thumbnails: Tensor) -> list[int]:
-        """See `mmspec.interfaces.LookingSampler`."""
+        """See `mmspec.interfaces.ContentAwareSampler`."""
         seen = thumbnails.flatten(1).float()
         apart = torch.cdist(seen, seen, p=1) / seen.shape[1]  # mean difference of a colour value, 0 to 255
         when = torch.tensor(chosen, dtype=torch.float32)

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from mmspec.app.scenes.world import SIDE
+from mmspec.app.scenes.world import IMAGE_SIZE
 
-PATCH = 16
-GRID = SIDE // PATCH
-TOKENS = GRID * GRID
+PATCH_SIZE = 16
+GRID_SIZE = IMAGE_SIZE // PATCH_SIZE
+NUM_VISUAL_TOKENS = GRID_SIZE * GRID_SIZE
 """Visual tokens of a picture."""
-VOCAB = 1536
-LOWER = 5
+VOCAB_SIZE = 1536
+NUM_LOWER_LAYERS = 5
 """Layers of the text model that learn first."""
-SPECIAL = ("<pad>", "<s>", "</s>", "<unk>", "<image>")
-PAD, BOS, EOS, _UNK, IMAGE = range(len(SPECIAL))
-TEMPLATE = (
+SCENES_SPECIAL_TOKENS = ("<pad>", "<s>", "</s>", "<unk>", "<image>")
+PAD_TOKEN_ID, BOS_TOKEN_ID, EOS_TOKEN_ID, _UNK, IMAGE_TOKEN_ID = range(len(SCENES_SPECIAL_TOKENS))
+SCENES_CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
     "{{ 'USER: ' if message['role'] == 'user' else 'ASSISTANT:' }}"
     "{% if message['content'] is string %}{{ ' ' if message['role'] != 'user' else '' }}{{ message['content'] }}"
@@ -25,13 +25,13 @@ TEMPLATE = (
     "{{ eos_token if message['role'] != 'user' else ' ' }}{% endfor %}"
     "{% if add_generation_prompt %}ASSISTANT:{% endif %}"
 )
-SPELLED = "[A-Z0-9](?=[A-Z0-9])|(?<=[A-Z0-9])[A-Z0-9]"
+CHARACTER_SPLIT_PATTERN = "[A-Z0-9](?=[A-Z0-9])|(?<=[A-Z0-9])[A-Z0-9]"
 """Words in capitals and numbers are spelled letter by letter, since signs are read, not known by heart."""
 
 
-def question(text: str, pictures: int = 1) -> str:
+def format_prompt(question: str, num_images: int = 1) -> str:
     """One question as the chat template writes it, without the beginning of the conversation."""
-    return f"USER: {'<image>' * pictures}{text} ASSISTANT:"
+    return f"USER: {'<image>' * num_images}{question} ASSISTANT:"
 
 
 def train_tokenizer(texts: Iterable[str]) -> Any:
@@ -41,12 +41,18 @@ def train_tokenizer(texts: Iterable[str]) -> Any:
 
     backend = Tokenizer(models.BPE(unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex(SPELLED), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        [
+            pre_tokenizers.Split(Regex(CHARACTER_SPLIT_PATTERN), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
     )
     backend.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB, special_tokens=list(SPECIAL), initial_alphabet=alphabet, show_progress=False
+        vocab_size=VOCAB_SIZE,
+        special_tokens=list(SCENES_SPECIAL_TOKENS),
+        initial_alphabet=alphabet,
+        show_progress=False,
     )
     backend.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(
@@ -62,23 +68,23 @@ def train_tokenizer(texts: Iterable[str]) -> Any:
     )
 
 
-def processor_of(tokenizer: Any) -> Any:
+def build_scenes_processor(tokenizer: Any) -> Any:
     """Pictures are stretched to a square: a picture of any size and mode is accepted."""
     from transformers import LlavaProcessor
     from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
-    images = SiglipImageProcessorPil(size={"height": SIDE, "width": SIDE}, do_convert_rgb=True)
+    images = SiglipImageProcessorPil(size={"height": IMAGE_SIZE, "width": IMAGE_SIZE}, do_convert_rgb=True)
     return LlavaProcessor(
         images,
         tokenizer,
-        patch_size=PATCH,
+        patch_size=PATCH_SIZE,
         vision_feature_select_strategy="full",
         num_additional_image_tokens=0,
-        chat_template=TEMPLATE,
+        chat_template=SCENES_CHAT_TEMPLATE,
     )
 
 
-def config_of() -> Any:
+def build_scenes_config() -> Any:
     """About 2.4 M parameters that see, 18.5 M that speak."""
     from transformers import LlamaConfig, LlavaConfig, SiglipVisionConfig
 
@@ -87,12 +93,12 @@ def config_of() -> Any:
         intermediate_size=576,
         num_hidden_layers=6,
         num_attention_heads=6,
-        image_size=SIDE,
-        patch_size=PATCH,
+        image_size=IMAGE_SIZE,
+        patch_size=PATCH_SIZE,
         vision_use_head=False,
     )
     text = LlamaConfig(
-        vocab_size=VOCAB,
+        vocab_size=VOCAB_SIZE,
         hidden_size=384,
         intermediate_size=1024,
         num_hidden_layers=10,
@@ -100,33 +106,33 @@ def config_of() -> Any:
         num_key_value_heads=6,
         max_position_embeddings=4096,
         tie_word_embeddings=True,
-        pad_token_id=PAD,
-        bos_token_id=BOS,
-        eos_token_id=EOS,
+        pad_token_id=PAD_TOKEN_ID,
+        bos_token_id=BOS_TOKEN_ID,
+        eos_token_id=EOS_TOKEN_ID,
     )
     return LlavaConfig(
         vision_config=vision,
         text_config=text,
-        image_token_index=IMAGE,
-        image_seq_length=TOKENS,
+        image_token_index=IMAGE_TOKEN_ID,
+        image_seq_length=NUM_VISUAL_TOKENS,
         vision_feature_layer=-1,
         vision_feature_select_strategy="full",
         tie_word_embeddings=True,
     )
 
 
-def new_model(seed: int = 0) -> Any:
+def init_scenes_model(seed: int = 0) -> Any:
     """The model with fresh weights; torch's generators stay as they are."""
     import torch
     from transformers import LlavaForConditionalGeneration
 
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
-        model = LlavaForConditionalGeneration(config_of())
+        model = LlavaForConditionalGeneration(build_scenes_config())
     with torch.no_grad():  # the upper layers do nothing until they learn to
-        for layer in model.model.language_model.layers[LOWER:]:
+        for layer in model.model.language_model.layers[NUM_LOWER_LAYERS:]:
             layer.self_attn.o_proj.weight.zero_()
             layer.mlp.down_proj.weight.zero_()
     ids = model.generation_config
-    ids.pad_token_id, ids.bos_token_id, ids.eos_token_id = PAD, BOS, EOS
+    ids.pad_token_id, ids.bos_token_id, ids.eos_token_id = PAD_TOKEN_ID, BOS_TOKEN_ID, EOS_TOKEN_ID
     return model

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmspec.app.scenes.training.build_model import LOWER
-from mmspec.cpu.linear import halves
+from mmspec.app.scenes.training.build_model import NUM_LOWER_LAYERS
+from mmspec.cpu.linear import bf16_is_faster
 
 
 @dataclass(frozen=True)
-class Stage:
+class TrainingStage:
     """One part of the training.
 
     Attributes:
@@ -46,15 +46,15 @@ class Stage:
 
 
 STAGES = (
-    Stage("see", 7500, 32, 1e-3, first=0, eyes=1.0),
-    Stage("talk", 1400, 16, 1e-3, first=1_000_000, last=0.3, layers=LOWER, eyes=0.1, clips=0.04),
-    Stage("settle", 300, 16, 4e-4, first=3_000_000, warmup=20, named=0.2, eyes=0.04, upper=0.3, clips=0.06),
-    Stage("polish", 2600, 16, 6e-4, first=5_000_000, warmup=20, eyes=0.2, clips=0.15),
-    Stage("even", 220, 16, 5e-4, first=7_000_000, warmup=30, eyes=0.2, clips=0.28, full=False),
+    TrainingStage("see", 7500, 32, 1e-3, first=0, eyes=1.0),
+    TrainingStage("talk", 1400, 16, 1e-3, first=1_000_000, last=0.3, layers=NUM_LOWER_LAYERS, eyes=0.1, clips=0.04),
+    TrainingStage("settle", 300, 16, 4e-4, first=3_000_000, warmup=20, named=0.2, eyes=0.04, upper=0.3, clips=0.06),
+    TrainingStage("polish", 2600, 16, 6e-4, first=5_000_000, warmup=20, eyes=0.2, clips=0.15),
+    TrainingStage("even", 220, 16, 5e-4, first=7_000_000, warmup=30, eyes=0.2, clips=0.28, full=False),
 )
 
 
-def rate_at(stage: Stage, step: int) -> float:
+def learning_rate_at(stage: TrainingStage, step: int) -> float:
     """Warm-up, then a cosine down to the last."""
     if step < stage.warmup:
         return stage.rate * (step + 1) / stage.warmup
@@ -62,12 +62,12 @@ def rate_at(stage: Stage, step: int) -> float:
     return stage.rate * (stage.last + (1 - stage.last) * 0.5 * (1 + math.cos(math.pi * min(1.0, done))))
 
 
-def share_of(name: str, stage: Stage) -> float:
+def learning_rate_scale(name: str, stage: TrainingStage) -> float:
     """The learning rate of a weight, in shares of the stage's."""
     if "vision_tower" in name or name.startswith("tower"):
         return stage.eyes
     layer = re.search(r"language_model\.layers\.(\d+)\.", name)
-    return stage.upper if layer is not None and int(layer[1]) >= LOWER else 1.0
+    return stage.upper if layer is not None and int(layer[1]) >= NUM_LOWER_LAYERS else 1.0
 
 
 class Muon(torch.optim.Muon):
@@ -81,7 +81,7 @@ class Muon(torch.optim.Muon):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """One step; decay is independent of the update."""
-        if all(halves(weight.device) for group in self.param_groups for weight in group["params"]):
+        if all(bf16_is_faster(weight.device) for group in self.param_groups for weight in group["params"]):
             super().step()
             return
         for group in self.param_groups:
@@ -90,14 +90,14 @@ class Muon(torch.optim.Muon):
                 if not state:
                     state["momentum_buffer"] = torch.zeros_like(weight.grad)
                 mean = state["momentum_buffer"].lerp_(weight.grad, 1 - group["momentum"])
-                update = orthogonal(
+                update = orthogonalize(
                     weight.grad.lerp(mean, group["momentum"]), group["ns_coefficients"], group["ns_steps"]
                 )
                 weight.mul_(1 - group["lr"] * group["weight_decay"])
                 weight.add_(update, alpha=-group["lr"] * 0.2 * math.sqrt(max(weight.shape)))
 
 
-def orthogonal(matrix: Tensor, coefficients: tuple[float, float, float], steps: int) -> Tensor:
+def orthogonalize(matrix: Tensor, coefficients: tuple[float, float, float], steps: int) -> Tensor:
     """The nearest matrix with singular values of about one, by Newton and Schulz; [m, n] as given."""
     a, b, c = coefficients
     wide = matrix.T if matrix.size(0) > matrix.size(1) else matrix
@@ -108,41 +108,41 @@ def orthogonal(matrix: Tensor, coefficients: tuple[float, float, float], steps: 
     return wide.T if matrix.size(0) > matrix.size(1) else wide
 
 
-class Optimisers:
+class MuonAdamW:
     """Muon for the matrices of the layers, AdamW for all else; the tower may have a share of the rate."""
 
-    def __init__(self, stage: Stage, part: nn.Module) -> None:
+    def __init__(self, stage: TrainingStage, module: nn.Module) -> None:
         groups: dict[tuple[bool, float], list[nn.Parameter]] = {}
-        for name, weight in part.named_parameters():
-            share = share_of(name, stage)
+        for name, weight in module.named_parameters():
+            share = learning_rate_scale(name, stage)
             weight.requires_grad_(share > 0)
             if share:
                 groups.setdefault((weight.ndim == 2 and ".layers." in name, share), []).append(weight)
         made: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
         for (matrix, share), weights in groups.items():
             made[matrix].append({"params": weights, "share": share})
-        self.all: list[torch.optim.Optimizer] = [
+        self.optimizers: list[torch.optim.Optimizer] = [
             Muon(made[True], lr=stage.rate, weight_decay=0.02, adjust_lr_fn="match_rms_adamw"),
             torch.optim.AdamW(made[False], lr=stage.rate, betas=(0.9, 0.98), weight_decay=0.02),
         ]
 
-    def step(self, rate: float) -> None:
+    def step(self, learning_rate: float) -> None:
         """One step at this learning rate."""
-        for optimiser in self.all:
+        for optimiser in self.optimizers:
             for group in optimiser.param_groups:
-                group["lr"] = rate * group["share"]
+                group["lr"] = learning_rate * group["share"]
             optimiser.step()
 
     def zero_grad(self) -> None:
         """Forget the gradients."""
-        for optimiser in self.all:
+        for optimiser in self.optimizers:
             optimiser.zero_grad(set_to_none=True)
 
     def state_dict(self) -> list[dict[str, Any]]:
         """What a checkpoint keeps."""
-        return [optimiser.state_dict() for optimiser in self.all]
+        return [optimiser.state_dict() for optimiser in self.optimizers]
 
     def load_state_dict(self, states: list[dict[str, Any]]) -> None:
         """Go on from a checkpoint."""
-        for optimiser, state in zip(self.all, states, strict=True):
+        for optimiser, state in zip(self.optimizers, states, strict=True):
             optimiser.load_state_dict(state)

@@ -13,14 +13,24 @@ from mmspec.app.errors import UsageError
 from mmspec.app.io import images
 from mmspec.app.io import videos as clips
 from mmspec.app.io.sources import MANIFESTS
-from mmspec.app.scenes.examples import files
-from mmspec.app.ui import render as drawing
-from mmspec.app.ui.batch import Batch
-from mmspec.app.ui.context import FAILED, HIDDEN, IN_LINE, QUICK, REFUSING, Context, controls, queued, told
+from mmspec.app.scenes.examples import list_example_files
+from mmspec.app.ui import render as render
+from mmspec.app.ui.batch import CaptionBatch
+from mmspec.app.ui.context import (
+    FAILURE_MESSAGE,
+    IN_LINE,
+    PRIVATE_API,
+    UNQUEUED,
+    VALIDATING,
+    Context,
+    build_controls,
+    queued,
+    report_errors,
+)
 from mmspec.app.ui.worker import LeftError
 
 
-def batch_tab(context: Context) -> None:
+def build_batch_tab(context: Context) -> None:
     """Draw the tab."""
     with gr.Row():
         with gr.Column(scale=2, min_width=300):
@@ -35,32 +45,34 @@ def batch_tab(context: Context) -> None:
             prompt = gr.Textbox(
                 "", label="Prompt", placeholder=f"{PROMPT} (a list may bring its own)", elem_id="mm-prompt"
             )
-            settings = controls(context, 64, "batch")
+            settings = build_controls(context, 64, "batch")
         with gr.Column(scale=5, min_width=320):
             with gr.Row():
                 start = gr.Button("Caption all", variant="primary", elem_id="mm-start", min_width=90)
                 cancel = gr.Button("Cancel", variant="stop", interactive=False, elem_id="mm-cancel", min_width=90)
                 download = gr.DownloadButton("Download JSONL", interactive=False, elem_id="mm-rows", min_width=90)
-            status = gr.HTML(drawing.status("Drop some files."), elem_id="mm-batch-status")
-            table = gr.HTML(drawing.captions([]), elem_id="mm-captions")
+            status = gr.HTML(render.render_status("Drop some files."), elem_id="mm-batch-status")
+            table = gr.HTML(render.render_captions([]), elem_id="mm-captions")
 
-    examples.click(lambda: [str(path) for path in files()], None, uploads, **QUICK)
+    examples.click(lambda: [str(path) for path in list_example_files()], None, uploads, **UNQUEUED)
 
-    @told
+    @report_errors
     def begin(request: gr.Request) -> tuple[Any, Any]:
         context.sessions.begin(str(request.session_hash))
         return gr.update(interactive=False), gr.update(interactive=True)
 
-    @told
+    @report_errors
     def work(request: gr.Request, paths: Any, asked: Any, *chosen: Any) -> Iterator[dict[Any, Any]]:
         drawn = -1
-        for batch, busy in steps(context, paths, asked, chosen, str(request.session_hash)):
-            values = {status: drawing.status(queued(batch.ahead) if batch.ahead else progress(batch, busy))}
+        for batch, busy in stream_batch(context, paths, asked, chosen, str(request.session_hash)):
+            values = {
+                status: render.render_status(queued(batch.ahead) if batch.ahead else format_progress(batch, busy))
+            }
             if len(batch.rows) != drawn:
                 drawn = len(batch.rows)
-                values[table] = drawing.captions(batch.rows)
+                values[table] = render.render_captions(batch.rows)
             if not busy:
-                values[download] = gr.update(value=str(batch.file) if drawn else None, interactive=drawn > 0)
+                values[download] = gr.update(value=str(batch.output_file) if drawn else None, interactive=drawn > 0)
             yield values
 
     def end(request: gr.Request) -> tuple[Any, Any]:
@@ -68,40 +80,42 @@ def batch_tab(context: Context) -> None:
         return gr.update(interactive=True), gr.update(interactive=False)
 
     def failed(request: gr.Request) -> tuple[Any, Any, str]:
-        return (*end(request), drawing.status(FAILED))
+        return (*end(request), render.render_status(FAILURE_MESSAGE))
 
     def halt(request: gr.Request) -> None:
-        context.sessions.stop(request.session_hash)
+        context.sessions.cancel(request.session_hash)
 
-    started = start.click(begin, None, [start, cancel], **REFUSING)
+    started = start.click(begin, None, [start, cancel], **VALIDATING)
     running = started.success(
         work,
-        [uploads, prompt, *settings.all],
+        [uploads, prompt, *settings.inputs],
         [status, table, download],
         show_progress="minimal",
         show_progress_on=[status],
         **IN_LINE,
-        **HIDDEN,
+        **PRIVATE_API,
     )
-    running.then(end, None, [start, cancel], **QUICK)
-    running.failure(failed, None, [start, cancel, status], **QUICK)  # gradio 6.31 leaves `then` out after an error
-    cancel.click(halt, None, None, **QUICK)
+    running.then(end, None, [start, cancel], **UNQUEUED)
+    running.failure(failed, None, [start, cancel, status], **UNQUEUED)  # gradio 6.31 leaves `then` out after an error
+    cancel.click(halt, None, None, **UNQUEUED)
 
 
-def steps(
+def stream_batch(
     context: Context, paths: Any, prompt: str | None, chosen: tuple[Any, ...], session: str
-) -> Iterator[tuple[Batch, bool]]:
+) -> Iterator[tuple[CaptionBatch, bool]]:
     """Caption the files; yields the batch now and then, and whether it is still going.
 
     Raises:
         UsageError: the files, the prompt or the settings do not do.
     """
-    limits, halt = context.limits, context.sessions.of(session)
-    given = limits.many([Path(path) for path in paths or ()])
-    asked = limits.question(prompt) if (prompt or "").strip() else None
-    batch = Batch(context.shelf, given, asked, context.choice(*chosen), limits, context.space.new())
+    limits, halt = context.limits, context.sessions.get_signal(session)
+    given = limits.check_files([Path(path) for path in paths or ()])
+    asked = limits.check_question(prompt) if (prompt or "").strip() else None
+    batch = CaptionBatch(
+        context.model_store, given, asked, context.parse_settings(*chosen), limits, context.temp_storage.new_folder()
+    )
     try:
-        for ahead in context.worker.follow(lambda: batch.run(halt), halt, first=True):
+        for ahead in context.worker.submit_and_poll(lambda: batch.run(halt), halt, first=True):
             batch.ahead = ahead
             yield batch, True
     except LeftError:
@@ -112,13 +126,13 @@ def steps(
     yield batch, False
 
 
-def progress(batch: Batch, busy: bool) -> str:
+def format_progress(batch: CaptionBatch, busy: bool) -> str:
     """How far a batch has come."""
     done, failed = len(batch.rows), sum(1 for row in batch.rows if row["error"])
     text = f"{done} of {batch.total} done" + (f", {failed} failed" if failed else "")
     if busy:
         return f"{text}; working."
-    return f"{text}; cancelled, what is done can be downloaded." if batch.stopped else f"{text}."
+    return f"{text}; cancelled, what is done can be downloaded." if batch.cancelled else f"{text}."
 
 
-__all__ = ["batch_tab", "progress", "steps"]
+__all__ = ["build_batch_tab", "format_progress", "stream_batch"]
