@@ -339,6 +339,15 @@ def peaks(pool: Isolated) -> int:
     return most
 
 
+@pytest.mark.parametrize("kind", ["WEBP", "PNG"])
+def test_the_largest_pictures_that_are_allowed_fit(kind: str) -> None:
+    """Transparent ones, which take most: WebP when it is opened, PNG when it goes on white."""
+    quick: dict[str, Any] = {"compress_level": 1} if kind == "PNG" else {"method": 0}
+    content = saved(Image.new("RGBA", (8000, 8000), (9, 9, 9, 9)), kind, **quick)
+    with Isolated() as isolated:
+        assert load_image(content, isolated=isolated).size == (8000, 8000)
+
+
 SLOW = """
 from mmspec.vision import stills
 def slow(content, *rest):
