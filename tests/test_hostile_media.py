@@ -354,7 +354,7 @@ def slow(content, *rest):
     if content.startswith(b"P6 2"):
         os.abort()
     if content.startswith(b"P6 3"):
-        bytearray(700 << 20)
+        bytearray(1500 << 20)
     time.sleep(600)
 stills.read_still = slow
 """
