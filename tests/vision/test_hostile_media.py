@@ -340,13 +340,22 @@ def peaks(pool: Isolated) -> int:
     return most
 
 
+@pytest.mark.parametrize("kind", ["WEBP", "PNG"])
+def test_the_largest_pictures_that_are_allowed_fit(kind: str) -> None:
+    """Transparent ones, which take most: WebP when it is opened, PNG when it goes on white."""
+    quick: dict[str, Any] = {"compress_level": 1} if kind == "PNG" else {"method": 0}
+    content = saved(Image.new("RGBA", (8000, 8000), (9, 9, 9, 9)), kind, **quick)
+    with Isolated() as isolated:
+        assert load_image(content, isolated=isolated).size == (8000, 8000)
+
+
 SLOW = """
 from mmspec.vision import images as stills
 def slow(content, *rest):
     if content.startswith(b"P6 2"):
         os.abort()
     if content.startswith(b"P6 3"):
-        bytearray(700 << 20)
+        bytearray(1500 << 20)
     time.sleep(600)
 stills.read_still = slow
 """

@@ -33,8 +33,9 @@ LIBRARIES = {
     "picture": ("mmspec.vision.images",),
 }
 """What is imported before a file is opened: afterwards nothing can be."""
-STILL_BYTES, STILL_BYTES_A_PIXEL = 512 << 20, 32
-"""Memory for a picture: of the process as such and the file's structures, and for each pixel: five images in RGBA."""
+STILL_BYTES, STILL_BYTES_A_PIXEL, OPEN_BYTES_A_PIXEL = 512 << 20, 32, 10
+"""Memory for a picture: of the process as such and the file's structures; for each pixel (five images in RGBA and what
+is sent; 23 bytes were measured); and to open one of the largest size (the two canvases of WebP)."""
 KINDS: dict[type[Exception], str] = {
     NoFramesError: "nothing",
     EndedEarlyError: "early",
@@ -141,7 +142,7 @@ class _Desk:
             with bounds.sealed(), stills.pixel_limit(max_pixels, strict=False):
                 held = content if isinstance(content, bytes) else stills.content_of(content)
                 room = STILL_BYTES + len(held)
-                bounds.memory(min(self._memory, room))
+                bounds.memory(min(self._memory, room + OPEN_BYTES_A_PIXEL * max_pixels))
 
                 def grant(pixels: int) -> None:
                     bounds.memory(min(self._memory, room + STILL_BYTES_A_PIXEL * min(pixels, max_pixels)))
