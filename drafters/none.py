@@ -22,11 +22,11 @@ class NoDrafter:
         """Nothing to prepare."""
         return None
 
-    def propose(self, state: Any, budget: int, live: Sequence[bool]) -> DraftTree:
+    def propose(self, state: Any, max_nodes: int, active: Sequence[bool]) -> DraftTree:
         """Node 0 of every row."""
-        return root_only(len(live))
+        return root_only(len(active))
 
-    def observe(self, state: Any, verdict: VerifyResult, taps: Mapping[int, Tensor]) -> None:
+    def observe(self, state: Any, result: VerifyResult, hidden_states: Mapping[int, Tensor]) -> None:
         """Nothing to learn."""
 
 

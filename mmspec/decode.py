@@ -17,7 +17,7 @@ from mmspec.config import SpecConfig, reference_rows
 from mmspec.control.tree_size import CostModel, TreeSizeController
 from mmspec.cpu.linear import LinearAutotuner, find_linear_layers, use_fast_linears
 from mmspec.engine.loop import DecodeLoop
-from mmspec.engine.output import OutputBuffer, foreign
+from mmspec.engine.output import OutputBuffer, is_user_code
 from mmspec.engine.sampler import RngGuard, SamplingNoise, TreeSampler, unknown
 from mmspec.engine.tree import DraftTree
 from mmspec.interfaces import Drafter, Prompt, SharedEmbeddings, VerifyResult
@@ -83,7 +83,7 @@ def decode(call: CallContext, given: PreparedInputs) -> Any:
         CannotServe: the call has to go the plain way after all.
     """
     entered = time.perf_counter()
-    watched = bool(call.streamer is not None or unknown(given.processors) or any(map(foreign, given.criteria)))
+    watched = bool(call.streamer is not None or unknown(given.processors) or any(map(is_user_code, given.criteria)))
     modules = call.modules = call.modules or scan(call.adapter.model)
     target = HFTarget(
         call.adapter,
@@ -141,8 +141,8 @@ def _decode(call: CallContext, given: PreparedInputs, target: HFTarget, first: T
     prompt = replace(
         prompt,
         compressor=watch,
-        answer=most if most < UNLIMITED else None,
-        attended=_attended(call, prompt.visual_mask),
+        max_new_tokens=most if most < UNLIMITED else None,
+        visual_saliency=_attended(call, prompt.visual_mask),
     )
     loop = DecodeLoop(
         target=target,
@@ -290,10 +290,10 @@ class RngIsolatedDrafter:
         with self.undo():
             return self.drafter.begin(prompt)
 
-    def propose(self, state: Any, budget: int, live: Sequence[bool]) -> DraftTree:
+    def propose(self, state: Any, max_nodes: int, active: Sequence[bool]) -> DraftTree:
         with self.undo():
-            return self.drafter.propose(state, budget, live)
+            return self.drafter.propose(state, max_nodes, active)
 
-    def observe(self, state: Any, verdict: VerifyResult, taps: Mapping[int, Tensor]) -> None:
+    def observe(self, state: Any, result: VerifyResult, hidden_states: Mapping[int, Tensor]) -> None:
         with self.undo():
-            self.drafter.observe(state, verdict, taps)
+            self.drafter.observe(state, result, hidden_states)

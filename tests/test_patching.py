@@ -653,13 +653,13 @@ class Clumsy(adversarial.BranchingDrafter):
         self._maybe("begin", 0)
         return super().begin(prompt)
 
-    def propose(self, state: Any, budget: int, live: Any) -> Any:
+    def propose(self, state: Any, max_nodes: int, active: Any) -> Any:
         self._maybe("propose", state.rounds)
-        return super().propose(state, budget, live)
+        return super().propose(state, max_nodes, active)
 
-    def observe(self, state: Any, verdict: Any, taps: Any) -> None:
+    def observe(self, state: Any, result: Any, hidden_states: Any) -> None:
         self._maybe("observe", state.rounds)
-        super().observe(state, verdict, taps)
+        super().observe(state, result, hidden_states)
 
 
 class Tripping(adversarial.RecordingStreamer):

@@ -34,17 +34,17 @@ class Recorder:
         self.segments, self._visual = prompt.grids, prompt.visual_mask[:1]
         return self.inner.begin(prompt)
 
-    def propose(self, state: Any, budget: int, live: Sequence[bool]) -> DraftTree:
+    def propose(self, state: Any, max_nodes: int, active: Sequence[bool]) -> DraftTree:
         """See `mmspec.interfaces.Drafter`."""
-        tree = self.inner.propose(state, budget, live)
+        tree = self.inner.propose(state, max_nodes, active)
         self._proposed = tree.num_nodes
         return tree
 
-    def observe(self, state: Any, verdict: VerifyResult, taps: Mapping[int, Tensor]) -> None:
+    def observe(self, state: Any, result: VerifyResult, hidden_states: Mapping[int, Tensor]) -> None:
         """See `mmspec.interfaces.Drafter`."""
-        self._seen.append((verdict, self._proposed))
+        self._seen.append((result, self._proposed))
         self._proposed = None
-        self.inner.observe(state, verdict, taps)
+        self.inner.observe(state, result, hidden_states)
 
     @property
     def visual(self) -> int:

@@ -46,10 +46,10 @@ def asked(shape: str, first: int) -> Iterator[SceneRequest]:
         singles = generate_requests("describe", first)
         while True:
             four = list(islice(singles, pictures))
-            yield replace(four[0], pictures=tuple(one.images[0] for one in four))
+            yield replace(four[0], images=tuple(one.images[0] for one in four))
     for one in generate_requests("clip", first):
         moving = generate_clip(one.seed, pictures)
-        yield replace(one, pictures=tuple(map(render_scene, moving.frames)), truth=moving)
+        yield replace(one, images=tuple(map(render_scene, moving.frames)), ground_truth=moving)
 
 
 def visual_of(model: Any, processor: Any, request: SceneRequest) -> tuple[int, int]:

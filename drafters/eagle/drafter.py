@@ -150,45 +150,45 @@ class EagleDrafter:
         )
 
     @torch.inference_mode()
-    def observe(self, state: State, verdict: VerifyResult, taps: Mapping[int, Tensor]) -> None:
+    def observe(self, state: State, result: VerifyResult, hidden_states: Mapping[int, Tensor]) -> None:
         """Note what was emitted, and the states it came from. It is read before the next draft."""
         if state.first is None:
-            state.first = verdict.tokens[:, 0].to(state.last.device)
+            state.first = result.tokens[:, 0].to(state.last.device)
             return
-        counts = [len(row) for row in verdict.emitted_ids]
+        counts = [len(row) for row in result.emitted_ids]
         longest = max(counts)
         if not longest:
             return
         state.meter.drain()
-        if state.levels and verdict.tree.num_nodes > 1:
+        if state.levels and result.tree.num_nodes > 1:
             kept = [count - 1 for count in counts if count]
             spent, passes = time.perf_counter() - state.since, state.levels - 1
             pass_s = state.drafting_s / passes if passes else 0.0
-            reached = -(-(verdict.tree.num_nodes - 1) // self.depth.each)  # levels behind which a small tree has none
+            reached = -(-(result.tree.num_nodes - 1) // self.depth.each)  # levels behind which a small tree has none
             self.depth.learn(len(counts), min(state.levels, reached), kept, pass_s, spent - passes * pass_s)
             state.meter.record_round(spent, 1 + sum(kept) / len(kept))
         state.levels = 0
-        path = verdict.path[:, :longest].to(state.last.device)
-        states = self._states(taps)
+        path = result.path[:, :longest].to(state.last.device)
+        states = self._states(hidden_states)
         walked = states.gather(1, path[..., None].expand(-1, -1, states.shape[-1]))
-        state.waiting.append((verdict.tokens[:, :longest].to(path.device), walked, counts))
+        state.waiting.append((result.tokens[:, :longest].to(path.device), walked, counts))
 
     @torch.inference_mode()
-    def propose(self, state: State, budget: int, live: Sequence[bool]) -> DraftTree:
+    def propose(self, state: State, max_nodes: int, active: Sequence[bool]) -> DraftTree:
         """The likeliest nodes of a tree of up to `depth` levels, `width` nodes of each followed."""
-        budget = min(budget, BUCKETS[-1])
-        if budget < 2 or not any(live):
-            return root_only(len(live), state.last.device)
+        max_nodes = min(max_nodes, BUCKETS[-1])
+        if max_nodes < 2 or not any(active):
+            return root_only(len(active), state.last.device)
         state.since = time.perf_counter()
         self.read(state)
         drafts = time.perf_counter()
-        state.levels = self.depth.most if state.fixed else self.depth.choose(len(live))
+        state.levels = self.depth.most if state.fixed else self.depth.choose(len(active))
         began = state.meter.now()
-        tree = self._tree(state, budget, state.levels)
+        tree = self._tree(state, max_nodes, state.levels)
         state.meter.record_draft(began, max(state.buffer.seq_lens), state.levels)
         state.drafting_s = time.perf_counter() - drafts
-        if not all(live):
-            tree.valid &= torch.tensor(live, device=tree.valid.device)[:, None]
+        if not all(active):
+            tree.valid &= torch.tensor(active, device=tree.valid.device)[:, None]
         return tree
 
     def fuse(self, state: State, embeddings: Tensor, states: Tensor) -> Tensor:

@@ -192,11 +192,11 @@ class BestFirst:
         self.vocab_size = self._vocabulary()
         return State(len(text.rows), prompt.banned_ids, sources)
 
-    def propose(self, state: State, budget: int, live: Sequence[bool]) -> DraftTree:
+    def propose(self, state: State, max_nodes: int, active: Sequence[bool]) -> DraftTree:
         """The likeliest trees of at most `budget` nodes, padded to a bucket; bare roots if no guess is worth a node."""
-        budget = min(budget, BUCKETS[-1])
+        max_nodes = min(max_nodes, BUCKETS[-1])
         state.offers = [[] for _ in range(state.batch)]
-        rows = [self._row(state, row, budget) if alive else [] for row, alive in enumerate(live)]
+        rows = [self._row(state, row, max_nodes) if alive else [] for row, alive in enumerate(active)]
         return build_tree(rows) if any(rows) else root_only(state.batch)
 
     def _row(self, state: State, row: int, budget: int) -> list[Node]:
@@ -245,11 +245,11 @@ class BestFirst:
             cursor = guesser.enter(token)
         return () if cursor is None else guesser.expand(cursor)
 
-    def observe(self, state: State, verdict: VerifyResult, taps: Mapping[int, Tensor]) -> None:
+    def observe(self, state: State, result: VerifyResult, hidden_states: Mapping[int, Tensor]) -> None:
         """Score the guesses at the walked nodes, and let the guessers learn."""
         outcomes = [
             (key, token == picked)
-            for offers, walked, emitted in zip(state.offers, verdict.accepted_nodes, verdict.emitted_ids, strict=False)
+            for offers, walked, emitted in zip(state.offers, result.accepted_nodes, result.emitted_ids, strict=False)
             for node, picked in zip(walked, emitted, strict=False)
             if node < len(offers)
             for token, key, _ in offers[node]
@@ -258,4 +258,4 @@ class BestFirst:
         if outcomes:
             self.calibration.update(outcomes)
         for guesser, source in zip(self.guessers, state.sources, strict=True):
-            guesser.learn(source, verdict)
+            guesser.learn(source, result)

@@ -83,7 +83,8 @@ class CostModel:
     def __deepcopy__(self, memo: dict[int, Any]) -> CostModel:
         with self.lock:
             losses = {
-                batch: replace(loss, warm=set(loss.measured_sizes)) for batch, loss in self.draft_overhead.items()
+                batch: replace(loss, measured_sizes=set(loss.measured_sizes))
+                for batch, loss in self.draft_overhead.items()
             }
             tables = dict(self.score_s), dict(self.overhead_s)
             return CostModel(self.device, *tables, losses, self.calibration, self.num_calibrations)

@@ -200,7 +200,7 @@ def _of_live_rows(verdict: VerifyResult, live: list[bool]) -> VerifyResult:
         for p in (verdict.emitted_ids, verdict.accepted_nodes)
     )
     counts = torch.where(torch.tensor(live, device=verdict.counts.device), verdict.counts, 0)
-    return replace(verdict, rows=rows, walked=walked, counts=counts)
+    return replace(verdict, emitted_ids=rows, accepted_nodes=walked, counts=counts)
 
 
 def _to_host(parts: dict[str, Tensor]) -> dict[str, list[list[int]]]:

@@ -80,7 +80,7 @@ class OutputBuffer:
         self._grow(min(self.max_steps, 256) + 1)
         self._scores: list[Tensor] | None = [] if return_scores else None
         self._logits: list[Tensor] | None = [] if return_logits else None
-        self._foreign = any(map(foreign, self.criteria))
+        self._foreign = any(map(is_user_code, self.criteria))
         self._guarded = noise is not None and (streamer is not None or self._foreign)
         self.show, self.written = show, written
         self._held = input_ids  # what user code is given of the last closed column; it may write into it
@@ -307,6 +307,6 @@ def _joined(done: list[bool], told: list[Any], device: torch.device) -> list[boo
     return [not going for going in (ones & ~stop).tolist()]
 
 
-def foreign(criterion: Any) -> bool:
+def is_user_code(criterion: Any) -> bool:
     """Whether a criterion is user code, which may do anything, drawing random numbers included."""
     return type(criterion) not in (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria)

@@ -62,7 +62,7 @@ class DraftTree:
             parents=self.parents[:, :nodes],
             valid=self.valid[:, :nodes],
             scores=None if self.scores is None else self.scores[:, :nodes],
-            ancestors=None if self.ancestor_mask is None else self.ancestor_mask[:, :nodes, :nodes],
+            ancestor_mask=None if self.ancestor_mask is None else self.ancestor_mask[:, :nodes, :nodes],
             depths=None if self.depths is None else self.depths[:, :nodes],
         )
 
@@ -187,7 +187,7 @@ def sanitize(tree: DraftTree, roots: Tensor, draftable: Tensor) -> DraftTree:
         tokens=tokens,
         parents=parents,
         valid=valid,
-        ancestors=ancestors,
+        ancestor_mask=ancestors,
         depths=ancestors.sum(-1) - 1,
     )
 
@@ -208,6 +208,6 @@ def replace_with_chain(tree: DraftTree, rows: Tensor, token: Tensor) -> DraftTre
         tokens=torch.where(pick & ~root, token, tree.tokens),
         parents=torch.where(pick, index - 1, tree.parents),
         valid=tree.valid | pick,
-        ancestors=torch.where(pick[:, :, None], index[:, None] >= index, tree.ancestor_mask),
+        ancestor_mask=torch.where(pick[:, :, None], index[:, None] >= index, tree.ancestor_mask),
         depths=torch.where(pick, index, tree.depths),
     )

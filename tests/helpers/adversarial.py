@@ -71,16 +71,16 @@ class AdversarialDrafter:
         rng = random.Random(self.seed * 1000 + self.num_calls)
         return DrafterState(prompt, rng, [[] for _ in range(batch)], self._next_reference(prompt.input_ids))
 
-    def propose(self, state: DrafterState, budget: int, live: Sequence[bool]) -> DraftTree:
+    def propose(self, state: DrafterState, max_nodes: int, active: Sequence[bool]) -> DraftTree:
         state.rounds += 1
-        state.active = list(live)
-        return self.propose_tree(state, budget, live)
+        state.active = list(active)
+        return self.propose_tree(state, max_nodes, active)
 
     def propose_tree(self, state: DrafterState, budget: int, live: Sequence[bool]) -> DraftTree:
         return root_only(len(live))
 
-    def observe(self, state: DrafterState, verdict: VerifyResult, taps: Mapping[int, Tensor]) -> None:
-        for said, new in zip(state.generated, verdict.emitted_ids, strict=True):
+    def observe(self, state: DrafterState, result: VerifyResult, hidden_states: Mapping[int, Tensor]) -> None:
+        for said, new in zip(state.generated, result.emitted_ids, strict=True):
             said.extend(new)
 
     def upcoming_tokens(self, state: DrafterState, row: int, count: int) -> list[int]:
@@ -192,8 +192,8 @@ class RaisingDrafter(BranchingDrafter):
             raise InjectedError(f"propose, round {self.failing_round}")
         return super().propose_tree(state, budget, live)
 
-    def observe(self, state: DrafterState, verdict: VerifyResult, taps: Mapping[int, Tensor]) -> None:
-        super().observe(state, verdict, taps)
+    def observe(self, state: DrafterState, result: VerifyResult, hidden_states: Mapping[int, Tensor]) -> None:
+        super().observe(state, result, hidden_states)
         if self.failing_method == "observe" and state.rounds == self.failing_round:
             raise InjectedError(f"observe, round {self.failing_round}")
 
@@ -242,20 +242,20 @@ class HiddenStateDrafter(BranchingDrafter):
         self.prompts.append(prompt)
         return super().begin(prompt)
 
-    def observe(self, state: DrafterState, verdict: VerifyResult, taps: Mapping[int, Tensor]) -> None:
-        for row, (walked, new) in enumerate(zip(verdict.accepted_nodes, verdict.emitted_ids, strict=True)):
+    def observe(self, state: DrafterState, result: VerifyResult, hidden_states: Mapping[int, Tensor]) -> None:
+        for row, (walked, new) in enumerate(zip(result.accepted_nodes, result.emitted_ids, strict=True)):
             if state.active and not state.active[row]:
                 continue  # what a finished row is fed says nothing about its text
-            self._check(state, verdict, row, walked, new)
-            if state.rounds and new and taps:
+            self._check(state, result, row, walked, new)
+            if state.rounds and new and hidden_states:
                 fed, tokens = len(state.generated[row]) - 1, [state.generated[row][-1], *new]
                 for k, node in enumerate(walked):
-                    states = {i: tap[row, node].clone() for i, tap in taps.items()}
-                    top = verdict.top_ids[row][node] if verdict.top_ids is not None else []
+                    states = {i: tap[row, node].clone() for i, tap in hidden_states.items()}
+                    top = result.top_ids[row][node] if result.top_ids is not None else []
                     self.observed.append(
                         ObservedState(len(self.prompts) - 1, row, fed + k, tokens[k], states, list(top))
                     )
-        super().observe(state, verdict, taps)
+        super().observe(state, result, hidden_states)
 
     def _check(self, state: DrafterState, verdict: VerifyResult, row: int, walked: list[int], new: list[int]) -> None:
         count, tokens = int(verdict.counts[row]), verdict.tokens[row].tolist()

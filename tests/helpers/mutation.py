@@ -72,7 +72,7 @@ def _swapped_noise(original: Any) -> Any:
 def _sibling_seen(original: Any) -> Any:
     def faulty(self: Any, tree: DraftTree, *args: Any) -> Any:
         siblings = tree.parents[:, :, None] == tree.parents[:, None, :]
-        return original(self, replace(tree, ancestors=tree.ancestor_mask | siblings), *args)
+        return original(self, replace(tree, ancestor_mask=tree.ancestor_mask | siblings), *args)
 
     return faulty
 
@@ -142,7 +142,7 @@ def _no_window(original: Any) -> Any:
 
 def _scores_of_the_root(original: Any) -> Any:
     def faulty(self: Any, kept: Any, source: Tensor, verdict: Any) -> None:
-        original(self, kept, source, replace(verdict, walked=[[0] * len(row) for row in verdict.walked]))
+        original(self, kept, source, replace(verdict, accepted_nodes=[[0] * len(row) for row in verdict.walked]))
 
     return faulty
 

@@ -263,13 +263,13 @@ class Spy:
     attends = True
 
     def __init__(self, inner: Any) -> None:
-        self.inner, self.name, self.tokens = inner, inner.name, inner.tokens
+        self.inner, self.name, self.max_tokens = inner, inner.name, inner.tokens
         self.seen: list[tuple[VisualTokens, VisualTokens]] = []
 
-    def compress(self, visual: VisualTokens, query: Tensor | None, budget: int) -> VisualTokens:
+    def compress(self, visual_tokens: VisualTokens, query: Tensor | None, max_tokens: int) -> VisualTokens:
         """See `Compressor`."""
-        few: VisualTokens = self.inner.compress(visual, query, budget)
-        self.seen.append((visual, few))
+        few: VisualTokens = self.inner.compress(visual_tokens, query, max_tokens)
+        self.seen.append((visual_tokens, few))
         return few
 
 

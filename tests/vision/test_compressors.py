@@ -108,7 +108,7 @@ def test_latent_with_a_smaller_budget_and_with_nothing_to_show() -> None:
     assert torch.allclose(whole.inputs_embeds[:, :2], part.inputs_embeds) and part.mask.shape == (2, 2)
     empty = tokens_of([0, 0])
     assert made.compress(empty, None, 3).inputs_embeds.shape[1] == 0
-    axes = replace(visual, positions=visual.position_ids.expand(3, -1, -1))
+    axes = replace(visual, position_ids=visual.position_ids.expand(3, -1, -1))
     assert made.compress(axes, None, 3).position_ids.shape == (3, 2, 3)
 
 
@@ -217,7 +217,7 @@ def merging(sort: str, budget: int) -> Any:
 @pytest.mark.parametrize("sort", ["pool", "conv"])
 def test_merging_is_the_slow_reference(grid: str, budget: int, sort: str) -> None:
     segments, counts = GRIDS[grid]
-    visual = replace(tokens_of(counts), segments=tuple(segments))
+    visual = replace(tokens_of(counts), grids=tuple(segments))
     made = merging(sort, budget)
     few = made.compress(visual, None, budget)
     for row, count in enumerate(counts):
@@ -253,7 +253,7 @@ def _kernel(made: Conv, segments: list[VisualGrid], token: int, window: Window) 
 
 def test_a_convolution_begins_as_the_mean() -> None:
     segments, counts = GRIDS["rows"]
-    visual = replace(tokens_of(counts), segments=tuple(segments))
+    visual = replace(tokens_of(counts), grids=tuple(segments))
     mine, other = Conv(8, 5).compress(visual, None, 5), Pool(5).compress(visual, None, 5)
     assert torch.allclose(mine.inputs_embeds, other.inputs_embeds, atol=1e-6) and torch.equal(mine.mask, other.mask)
 
@@ -286,7 +286,7 @@ RAGGED = (
 def test_a_row_does_not_hang_on_its_neighbours(sort: str, budget: int) -> None:
     counts = [sum(one.num_tokens for one in row) for row in RAGGED]
     segments = tuple(replace(one, row=row) for row, mine in enumerate(RAGGED) for one in mine)
-    visual, made = replace(tokens_of(counts), segments=segments), merging(sort, budget)
+    visual, made = replace(tokens_of(counts), grids=segments), merging(sort, budget)
     few = made.compress(visual, None, budget)
     for row, (count, mine) in enumerate(zip(counts, RAGGED, strict=True)):
         own = (part[row : row + 1, :count] for part in (visual.inputs_embeds, visual.hidden_states, visual.mask))
@@ -377,7 +377,7 @@ def test_diverse_of_a_long_clip_makes_no_square() -> None:
 
 
 def test_scores_of_the_tower_are_used_where_there_are_any() -> None:
-    visual = replace(tokens_of([5]), scores=torch.tensor([[0.1, 0.9, 0.2, 0.8, 0.0]]))
+    visual = replace(tokens_of([5]), saliency=torch.tensor([[0.1, 0.9, 0.2, 0.8, 0.0]]))
     assert make("salient:2").compress(visual, None, 2).position_ids.tolist() == [[5, 9]]
     with pytest.raises(ValueError, match="needs the question's last state"):
         make("relevant:2").compress(visual, None, 2)
@@ -450,7 +450,7 @@ def test_elastic_is_the_way_that_the_gate_picks(counts: list[int]) -> None:
     """Every way for every row: what comes out is what that way makes of that row."""
     made, visual = elastic().eval(), tokens_of(counts)
     query = torch.randn(len(counts), 8, generator=torch.Generator().manual_seed(8))
-    for number in range(len(made.ways)):
+    for number in range(len(made.branches)):
         sight = torch.nn.functional.layer_norm(query, (8,))
         made.gate.weight.data.zero_()
         made.gate.bias.data.zero_()
@@ -458,7 +458,7 @@ def test_elastic_is_the_way_that_the_gate_picks(counts: list[int]) -> None:
         few = made.compress(visual, query, 8)
         assert made.chosen is not None and made.chosen[0] == made.labels()[number]
         for row, label in enumerate(made.chosen):
-            way = made.ways[made.labels().index(label)]
+            way = made.branches[made.labels().index(label)]
             alone = way.compress(visual, query, way.max_tokens)
             mine, theirs = few.mask[row], alone.mask[row]
             assert int(mine.sum()) == int(theirs.sum()) <= 8, label
@@ -470,7 +470,7 @@ def test_elastic_is_the_way_that_the_gate_picks(counts: list[int]) -> None:
 def test_elastic_learns_its_gate() -> None:
     """A loss that wants much of what is shown moves the gate towards the way that shows the most."""
     made, visual = elastic().train(), tokens_of([12, 12])
-    visual, query = replace(visual, embeddings=visual.inputs_embeds.abs()), torch.ones(2, 8)
+    visual, query = replace(visual, inputs_embeds=visual.inputs_embeds.abs()), torch.ones(2, 8)
     optimiser, before = torch.optim.Adam(made.gate.parameters(), 0.1), made.gate.bias.detach().clone()
     torch.manual_seed(0)
     for _ in range(30):
@@ -596,7 +596,7 @@ def test_a_trained_one_shows_rows_of_the_targets_precision(name: str) -> None:
     if isinstance(made, Elastic):
         made.gate.bias.data[-1] = 9.0  # the way with weights
     whole, query = tokens_of([5, 3]), torch.zeros(2, 8)
-    half = replace(whole, embeddings=whole.inputs_embeds.bfloat16(), states=whole.hidden_states.bfloat16())
+    half = replace(whole, inputs_embeds=whole.inputs_embeds.bfloat16(), hidden_states=whole.hidden_states.bfloat16())
     with torch.no_grad():
         few, other = made.eval().compress(half, query.bfloat16(), 3), made.compress(whole, query, 3)
     assert few.inputs_embeds.dtype == few.hidden_states.dtype == torch.bfloat16
@@ -767,11 +767,11 @@ def test_a_gate_that_was_told_costs_chooses_by_them(says: bool) -> None:
     """Where what it sees says which way is cheap it goes by that; where not, by what is best on the whole."""
     made, rng = elastic(), torch.Generator().manual_seed(4)
     sights = torch.randn(300, 9, generator=rng)
-    costs = 0.3 + 0.05 * torch.randn(300, len(made.ways), generator=rng) + torch.rand(300, 1, generator=rng)
+    costs = 0.3 + 0.05 * torch.randn(300, len(made.branches), generator=rng) + torch.rand(300, 1, generator=rng)
     costs[:, 2] -= 0.1
     if says:
         costs[:, 4] -= 0.1 + 0.3 * sights[:, 5]
-    made.learn(sights, costs)
+    made.fit_gate(sights, costs)
     with torch.no_grad():
         picked = made.gate(torch.randn(200, 9, generator=rng) if not says else sights).argmax(1)
     wanted = torch.where(sights[:, 5] > 0, 4, 2) if says else torch.full((200,), 2)
@@ -781,8 +781,8 @@ def test_a_gate_that_was_told_costs_chooses_by_them(says: bool) -> None:
 def test_one_way_alone() -> None:
     made, visual = elastic().eval(), tokens_of([12, 5])
     query = torch.randn(2, 8, generator=torch.Generator().manual_seed(8))
-    for number, way in enumerate(made.ways):
-        with made.only(number) as seen:
+    for number, way in enumerate(made.branches):
+        with made.force_branch(number) as seen:
             few = made.compress(visual, query, 8)
         theirs = way.compress(visual, query, way.max_tokens)
         assert torch.equal(few.inputs_embeds, theirs.inputs_embeds) and torch.equal(few.mask, theirs.mask)
@@ -805,9 +805,9 @@ def test_a_gate_is_told_what_each_way_costs_the_head(world: FakeTarget, monkeypa
         Weights(rollout=1, decay=0.5),
     )
     [(sights, costs)] = told
-    assert sights.shape == (4, 33) and costs.shape == (4, len(made.ways)) and torch.equal(costs[:2], costs[2:])
+    assert sights.shape == (4, 33) and costs.shape == (4, len(made.branches)) and torch.equal(costs[:2], costs[2:])
     text, when = build_train_batch(world).rows()[1], When(1.0)
-    for number, way in enumerate(made.ways):
+    for number, way in enumerate(made.branches):
         with torch.no_grad():
             alone = replace(pupil, compressor=way)
             loss, _ = KINDS["eagle"].losses(
@@ -981,13 +981,13 @@ def test_a_drafter_that_shrinks_pictures_itself_takes_none(tiny: Captioner) -> N
 class Dicing:
     """Keeps tokens by the throw of a die that samples are drawn with as well."""
 
-    name, tokens, thrown = "dicing", 3, 0
+    name, max_tokens, thrown = "dicing", 3, 0
 
-    def compress(self, visual: VisualTokens, query: Tensor | None, budget: int) -> VisualTokens:
+    def compress(self, visual_tokens: VisualTokens, query: Tensor | None, max_tokens: int) -> VisualTokens:
         """See `Compressor`."""
         self.thrown += 1
-        index, mask = highest(torch.rand(visual.mask.shape), visual.mask, budget)
-        return take(visual, index, mask)
+        index, mask = highest(torch.rand(visual_tokens.mask.shape), visual_tokens.mask, max_tokens)
+        return take(visual_tokens, index, mask)
 
 
 @pytest.mark.parametrize("sample", [True, False])

@@ -131,10 +131,10 @@ def test_without_a_question_or_a_word_about_the_call() -> None:
     visual = tokens_of([576], CompressionContext(8))
     assert Measured().compress(visual, None, 1 << 30).choices == ("salient:144",)
     assert Measured().compress(tokens_of([576, 9]), None, 1 << 30).choices == ("salient:144", "identity")
-    axes = replace(visual, positions=visual.position_ids.expand(3, -1, -1))
+    axes = replace(visual, position_ids=visual.position_ids.expand(3, -1, -1))
     assert Measured().compress(axes, None, 1 << 30).position_ids.shape == (3, 1, 144)
     several = tokens_of([576, 9])
-    several = replace(several, positions=several.position_ids.expand(3, -1, -1))
+    several = replace(several, position_ids=several.position_ids.expand(3, -1, -1))
     assert Measured().compress(several, None, 1 << 30).position_ids.shape == (3, 2, 144)
 
 
@@ -332,7 +332,7 @@ def test_a_compressor_that_does_not_say_what_it_kept() -> None:
         name, tokens = "own", 3
 
         def compress(self, visual: VisualTokens, query: Tensor | None, budget: int) -> VisualTokens:
-            return replace(visual, embeddings=-visual.inputs_embeds)
+            return replace(visual, inputs_embeds=-visual.inputs_embeds)
 
     class Same(Own):
         def compress(self, visual: VisualTokens, query: Tensor | None, budget: int) -> VisualTokens:

@@ -73,10 +73,10 @@ class Mine:
     def sample(self, total: int, fps: float) -> list[int]:
         return list(range(0, total, 2))
 
-    def choose(self, chosen: list[int], thumbnails: Tensor) -> list[int]:
+    def select(self, indices: list[int], thumbnails: Tensor) -> list[int]:
         with self.lock:
             self.seen = len(thumbnails)
-        return chosen[1:3]
+        return indices[1:3]
 
 
 @pytest.mark.parametrize("backend", ["auto", "decord", "pyav"])

@@ -373,12 +373,12 @@ def test_each_is_the_one_least_like_those_before(seed: int) -> None:
     taken = [min(range(20), key=lambda one: sum(off(one, other) for other in range(20)))]
     while len(taken) < 6:
         taken.append(max(range(20), key=lambda one: min(off(one, other) for other in taken)))
-    assert Differing(6, 20).choose(chosen, seen) == [chosen[place] for place in sorted(taken)]
+    assert Differing(6, 20).select(chosen, seen) == [chosen[place] for place in sorted(taken)]
 
 
 def test_where_nothing_moves_frames_are_spread() -> None:
     still = torch.full((33, 4, 4, 3), 77, dtype=torch.uint8)
-    taken = Differing(5, 33).choose(list(range(33)), still)
+    taken = Differing(5, 33).select(list(range(33)), still)
     assert taken == [0, 8, 16, 24, 32]
 
 
@@ -391,7 +391,7 @@ class Watching:
     def sample(self, total: int, fps: float) -> list[int]:
         return [1, 4, 7]
 
-    def choose(self, chosen: list[int], thumbnails: Tensor) -> list[int]:
+    def select(self, indices: list[int], thumbnails: Tensor) -> list[int]:
         self.seen = thumbnails
         return self.taken
 

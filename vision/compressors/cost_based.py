@@ -90,28 +90,28 @@ def cost(tokens: int, missed: float, answer: int | None, rates: DraftCosts) -> f
 class Measured:
     """Chooses for each row by `choose`. Keeps nothing between calls: what was measured comes with the tokens."""
 
-    tokens, attends = NO_LIMIT, True
+    max_tokens, attends = NO_LIMIT, True
 
     def __init__(self, name: str = "measured") -> None:
         self.name = name  # "elastic" where it stands in for a gate that was not trained
 
-    def compress(self, visual: VisualTokens, query: Tensor | None, budget: int) -> VisualTokens:
+    def compress(self, visual_tokens: VisualTokens, query: Tensor | None, max_tokens: int) -> VisualTokens:
         """Each row its own way."""
         rows: dict[str, list[int]] = {}
-        ways, sizes = self._ways(visual.context, visual.mask.sum(1))
+        ways, sizes = self._ways(visual_tokens.context, visual_tokens.mask.sum(1))
         for row, way in enumerate(ways):
             rows.setdefault(str(way), []).append(row)
         if len(rows) == 1:
-            few = ways[0].made().compress(visual, query, min(budget, ways[0].tokens))
-            return replace(few, ways=tuple(map(str, ways)))
+            few = ways[0].made().compress(visual_tokens, query, min(max_tokens, ways[0].tokens))
+            return replace(few, choices=tuple(map(str, ways)))
         parts = []
         for mine in rows.values():
             way = ways[mine[0]]
             asked = None if query is None else query[torch.tensor(mine, device=query.device)]
-            part = some(visual, mine, max(sizes[row] for row in mine))
-            parts.append(way.made().compress(part, asked, min(budget, way.tokens)))
+            part = some(visual_tokens, mine, max(sizes[row] for row in mine))
+            parts.append(way.made().compress(part, asked, min(max_tokens, way.tokens)))
         few = together(parts, list(rows.values()))
-        return replace(few, ways=tuple(map(str, ways)))
+        return replace(few, choices=tuple(map(str, ways)))
 
     def _ways(self, outlook: CompressionContext | None, counts: Tensor) -> tuple[list[Way], list[int]]:
         """Of each row its way and its number of tokens. counts: [B]."""

@@ -54,14 +54,14 @@ class Elastic(nn.Module):
         super().__init__()
         if tokens < 1:
             raise ValueError(f"an elastic compressor keeps at least 1 token; got {tokens}.")
-        self.hidden_size, self.tokens = hidden_size, tokens
-        self.ways: list[Compressor] = list(ways) or _ways(hidden_size, tokens)
+        self.hidden_size, self.max_tokens = hidden_size, tokens
+        self.branches: list[Compressor] = list(ways) or _ways(hidden_size, tokens)
         # Registered besides, since a list of protocols is no ModuleList.
-        self.learned = nn.ModuleList([way for way in self.ways if isinstance(way, nn.Module)])
-        self.gate = nn.Linear(hidden_size + 1, len(self.ways))
+        self.learned = nn.ModuleList([way for way in self.branches if isinstance(way, nn.Module)])
+        self.gate = nn.Linear(hidden_size + 1, len(self.branches))
         nn.init.zeros_(self.gate.weight)
         nn.init.zeros_(self.gate.bias)
-        self.attends = any(getattr(way, "attends", False) for way in self.ways)
+        self.attends = any(getattr(way, "attends", False) for way in self.branches)
         self.chosen: list[str] | None = None
         self.cost: Tensor | None = None
         self._only: tuple[int, list[GateObservation]] | None = None
@@ -74,9 +74,9 @@ class Elastic(nn.Module):
 
     def labels(self) -> list[str]:
         """The ways by name, with what each keeps."""
-        return [compressor_label(way) for way in self.ways]
+        return [compressor_label(way) for way in self.branches]
 
-    def compress(self, visual: VisualTokens, query: Tensor | None, budget: int) -> VisualTokens:
+    def compress(self, visual_tokens: VisualTokens, query: Tensor | None, max_tokens: int) -> VisualTokens:
         """Each row by the way that its gate picks, with at most `budget` tokens.
 
         Raises:
@@ -84,11 +84,11 @@ class Elastic(nn.Module):
         """
         if query is None:
             raise ValueError("an elastic compressor needs the question's last state (query); got None.")
-        sight = _sight(visual, query)
+        sight = _sight(visual_tokens, query)
         if self._only is not None:
             way, seen = self._only
-            part = self.ways[way].compress(visual, query, min(budget, self.ways[way].max_tokens))
-            seen.append(GateObservation(sight, CHARGE * part.mask.sum(1) / visual.mask.sum(1).clamp(min=1)))
+            part = self.branches[way].compress(visual_tokens, query, min(max_tokens, self.branches[way].max_tokens))
+            seen.append(GateObservation(sight, CHARGE * part.mask.sum(1) / visual_tokens.mask.sum(1).clamp(min=1)))
             return part
         logits = self.gate(sight).float()
         # Drawn on the host, so that a seed means the same on every device.
@@ -97,13 +97,16 @@ class Elastic(nn.Module):
         names = picked.tolist()  # once per prompt, not per round
         self.chosen = [self.labels()[way] for way in names]
         # In training the ways that were not chosen tell the gate what they would have given.
-        wanted = range(len(self.ways)) if self.training else sorted(set(names))
-        few = {n: self.ways[n].compress(visual, query, min(budget, self.ways[n].max_tokens)) for n in wanted}
-        self.cost = _charge(logits, [few[n].mask for n in wanted], visual.mask) if self.training else None
-        return self._joined(visual, few, names, shares)
+        wanted = range(len(self.branches)) if self.training else sorted(set(names))
+        few = {
+            n: self.branches[n].compress(visual_tokens, query, min(max_tokens, self.branches[n].max_tokens))
+            for n in wanted
+        }
+        self.cost = _charge(logits, [few[n].mask for n in wanted], visual_tokens.mask) if self.training else None
+        return self._joined(visual_tokens, few, names, shares)
 
     @contextmanager
-    def only(self, way: int) -> Iterator[list[GateObservation]]:
+    def force_branch(self, way: int) -> Iterator[list[GateObservation]]:
         """See `mmspec.interfaces.GatedCompressor`; for training, not for calls of several threads."""
         seen: list[GateObservation] = []
         self._only = way, seen
@@ -113,7 +116,7 @@ class Elastic(nn.Module):
             self._only = None
 
     @torch.no_grad()
-    def learn(self, sights: Tensor, costs: Tensor) -> None:
+    def fit_gate(self, sights: Tensor, costs: Tensor) -> None:
         """See `mmspec.interfaces.GatedCompressor`. The gate becomes the ridge regression of the costs, of which the least wins.
 
         How much it shrinks what it was told is chosen by generalised cross-validation: of sights that say nothing about
@@ -147,10 +150,10 @@ class Elastic(nn.Module):
         for number, part in few.items():
             part = padded(part, longest)
             scale = shares[:, number, None, None].to(part.inputs_embeds.dtype) * part.mask[..., None]
-            part = replace(part, embeddings=part.inputs_embeds * scale, states=part.hidden_states * scale)
+            part = replace(part, inputs_embeds=part.inputs_embeds * scale, hidden_states=part.hidden_states * scale)
             out = part if out is None else _plus(rows == number, part, out)
         assert out is not None
-        return replace(out, ways=tuple(self.labels()[way] for way in names))
+        return replace(out, choices=tuple(self.labels()[way] for way in names))
 
 
 def _ways(hidden_size: int, tokens: int) -> list[Compressor]:

@@ -27,23 +27,23 @@ class LatentCompressor(nn.Module):
         super().__init__()
         if tokens < 1:
             raise ValueError(f"a latent compressor keeps at least 1 token; got {tokens}.")
-        self.hidden_size, self.tokens = hidden_size, tokens
+        self.hidden_size, self.max_tokens = hidden_size, tokens
         self.queries = nn.Parameter(torch.randn(tokens, hidden_size))
 
-    def compress(self, visual: VisualTokens, query: Tensor | None, budget: int) -> VisualTokens:
+    def compress(self, visual_tokens: VisualTokens, query: Tensor | None, max_tokens: int) -> VisualTokens:
         """The mixtures of the first `budget` queries; their positions are spread evenly over those of the tokens."""
-        batch, count, hidden = visual.hidden_states.shape
-        queries = self.queries[: looking(self, budget)]
+        batch, count, hidden = visual_tokens.hidden_states.shape
+        queries = self.queries[: looking(self, max_tokens)]
         if not count:
-            return visual
-        keys = functional.layer_norm(visual.hidden_states.float(), (hidden,))
+            return visual_tokens
+        keys = functional.layer_norm(visual_tokens.hidden_states.float(), (hidden,))
         scores = queries.float() @ keys.transpose(1, 2) * hidden**-0.5
-        shares = scores.masked_fill(~visual.mask[:, None], float("-inf")).softmax(-1).nan_to_num(0.0)
+        shares = scores.masked_fill(~visual_tokens.mask[:, None], float("-inf")).softmax(-1).nan_to_num(0.0)
         return VisualTokens(
-            inputs_embeds=shares.to(visual.inputs_embeds.dtype) @ visual.inputs_embeds,
-            hidden_states=shares.to(visual.hidden_states.dtype) @ visual.hidden_states,
-            mask=visual.mask.any(1, keepdim=True).expand(batch, len(queries)),
-            position_ids=spread(visual, len(queries)),
+            inputs_embeds=shares.to(visual_tokens.inputs_embeds.dtype) @ visual_tokens.inputs_embeds,
+            hidden_states=shares.to(visual_tokens.hidden_states.dtype) @ visual_tokens.hidden_states,
+            mask=visual_tokens.mask.any(1, keepdim=True).expand(batch, len(queries)),
+            position_ids=spread(visual_tokens, len(queries)),
         )
 
 

@@ -191,14 +191,14 @@ def merged(visual: VisualTokens, cells: Tensor, made: Sequence[int], weights: Te
 class Pool:
     """Means over windows of the grid, of each row as large as the budget asks."""
 
-    tokens: int
+    max_tokens: int
     name: str = "pool"
 
-    def compress(self, visual: VisualTokens, query: Tensor | None, budget: int) -> VisualTokens:
+    def compress(self, visual_tokens: VisualTokens, query: Tensor | None, max_tokens: int) -> VisualTokens:
         """At most `budget` tokens of each row."""
-        blocks = blocks_of(visual.grids, visual.mask.sum(1).tolist())
-        _, cells, made = layout(tuple(blocks), budget, *visual.mask.shape)
-        return merged(visual, cells, made)
+        blocks = blocks_of(visual_tokens.grids, visual_tokens.mask.sum(1).tolist())
+        _, cells, made = layout(tuple(blocks), max_tokens, *visual_tokens.mask.shape)
+        return merged(visual_tokens, cells, made)
 
 
 class Conv(nn.Module):
@@ -218,14 +218,14 @@ class Conv(nn.Module):
         super().__init__()
         if tokens < 1:
             raise ValueError(f"a convolution keeps at least 1 token; got {tokens}.")
-        self.hidden_size, self.tokens = hidden_size, tokens
+        self.hidden_size, self.max_tokens = hidden_size, tokens
         self.kernel = nn.Parameter(torch.ones(hidden_size, self.SIZE, self.SIZE))
 
-    def compress(self, visual: VisualTokens, query: Tensor | None, budget: int) -> VisualTokens:
+    def compress(self, visual_tokens: VisualTokens, query: Tensor | None, max_tokens: int) -> VisualTokens:
         """As `Pool`, every member weighted by where in its window it lies."""
-        blocks = blocks_of(visual.grids, visual.mask.sum(1).tolist())
-        windows, cells, made = layout(tuple(blocks), budget, *visual.mask.shape)
-        return merged(visual, cells, made, self._weights(blocks, windows, cells))
+        blocks = blocks_of(visual_tokens.grids, visual_tokens.mask.sum(1).tolist())
+        windows, cells, made = layout(tuple(blocks), max_tokens, *visual_tokens.mask.shape)
+        return merged(visual_tokens, cells, made, self._weights(blocks, windows, cells))
 
     def _weights(self, blocks: Sequence[Block], windows: Sequence[Window], cells: Tensor) -> Tensor:
         batch, count = cells.shape

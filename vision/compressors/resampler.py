@@ -27,26 +27,29 @@ class Resampler(nn.Module):
         super().__init__()
         if tokens < 1:
             raise ValueError(f"a resampler keeps at least 1 token; got {tokens}.")
-        self.hidden_size, self.tokens, self.heads, self.width = hidden_size, tokens, heads, width
+        self.hidden_size, self.max_tokens, self.heads, self.width = hidden_size, tokens, heads, width
         self.queries = nn.Parameter(torch.randn(tokens, heads, width))
         self.keys = nn.Linear(2 * hidden_size, heads * width, bias=False)
         self.values = nn.Linear(hidden_size, heads * width, bias=False)
         self.out = nn.Linear(heads * width, hidden_size, bias=False)
         nn.init.zeros_(self.out.weight)
 
-    def compress(self, visual: VisualTokens, query: Tensor | None, budget: int) -> VisualTokens:
+    def compress(self, visual_tokens: VisualTokens, query: Tensor | None, max_tokens: int) -> VisualTokens:
         """What the first `budget` queries see; their positions are spread evenly over those of the tokens."""
-        batch, count, hidden = visual.hidden_states.shape
+        batch, count, hidden = visual_tokens.hidden_states.shape
         if not count:
-            return visual
-        queries = self.queries[: looking(self, budget)]
+            return visual_tokens
+        queries = self.queries[: looking(self, max_tokens)]
         joined = torch.cat(
-            [functional.layer_norm(part.float(), (hidden,)) for part in (visual.inputs_embeds, visual.hidden_states)],
+            [
+                functional.layer_norm(part.float(), (hidden,))
+                for part in (visual_tokens.inputs_embeds, visual_tokens.hidden_states)
+            ],
             dim=-1,
         )
         keys = self.keys(joined).view(batch, count, self.heads, self.width)
         scores = torch.einsum("qhw,bmhw->bhqm", queries, keys) * self.width**-0.5
-        shares = scores.masked_fill(~visual.mask[:, None, None], float("-inf")).softmax(-1).nan_to_num(0.0)
+        shares = scores.masked_fill(~visual_tokens.mask[:, None, None], float("-inf")).softmax(-1).nan_to_num(0.0)
 
         def seen(part: Tensor) -> Tensor:
             values = self.values(part.to(self.values.weight.dtype)).view(batch, count, self.heads, self.width)
@@ -56,10 +59,10 @@ class Resampler(nn.Module):
             return plain + added.to(part.dtype)
 
         return VisualTokens(
-            inputs_embeds=seen(visual.inputs_embeds),
-            hidden_states=seen(visual.hidden_states),
-            mask=visual.mask.any(1, keepdim=True).expand(batch, len(queries)),
-            position_ids=spread(visual, len(queries)),
+            inputs_embeds=seen(visual_tokens.inputs_embeds),
+            hidden_states=seen(visual_tokens.hidden_states),
+            mask=visual_tokens.mask.any(1, keepdim=True).expand(batch, len(queries)),
+            position_ids=spread(visual_tokens, len(queries)),
         )
 
 

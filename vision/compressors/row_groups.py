@@ -18,14 +18,14 @@ def some(visual: VisualTokens, rows: Sequence[int], most: int) -> VisualTokens:
     number = {row: place for place, row in enumerate(rows)}
     return replace(
         visual,
-        embeddings=visual.inputs_embeds[index, :most],
-        states=visual.hidden_states[index, :most],
+        inputs_embeds=visual.inputs_embeds[index, :most],
+        hidden_states=visual.hidden_states[index, :most],
         mask=visual.mask[index, :most],
-        positions=visual.position_ids[..., index, :most],
-        segments=tuple(replace(one, row=number[one.row]) for one in visual.grids if one.row in number),
-        scores=None if visual.saliency is None else visual.saliency[index, :most],
-        origin=None if visual.source_indices is None else visual.source_indices[index, :most],
-        ways=None if visual.choices is None else tuple(visual.choices[row] for row in rows),
+        position_ids=visual.position_ids[..., index, :most],
+        grids=tuple(replace(one, row=number[one.row]) for one in visual.grids if one.row in number),
+        saliency=None if visual.saliency is None else visual.saliency[index, :most],
+        source_indices=None if visual.source_indices is None else visual.source_indices[index, :most],
+        choices=None if visual.choices is None else tuple(visual.choices[row] for row in rows),
     )
 
 

@@ -45,55 +45,57 @@ def highest(scores: Tensor, mask: Tensor, budget: int) -> tuple[Tensor, Tensor]:
 class Identity:
     """Shows everything."""
 
-    name, tokens = "identity", NO_LIMIT
+    name, max_tokens = "identity", NO_LIMIT
 
-    def compress(self, visual: VisualTokens, query: Tensor | None, budget: int) -> VisualTokens:
+    def compress(self, visual_tokens: VisualTokens, query: Tensor | None, max_tokens: int) -> VisualTokens:
         """The tokens themselves."""
-        shape = visual.mask.shape
-        return replace(visual, origin=torch.arange(shape[1], device=visual.mask.device).expand(shape))
+        shape = visual_tokens.mask.shape
+        return replace(
+            visual_tokens, source_indices=torch.arange(shape[1], device=visual_tokens.mask.device).expand(shape)
+        )
 
 
 class Drop:
     """Shows nothing: the drafter sees text alone."""
 
-    name, tokens = "drop", 0
+    name, max_tokens = "drop", 0
 
-    def compress(self, visual: VisualTokens, query: Tensor | None, budget: int) -> VisualTokens:
+    def compress(self, visual_tokens: VisualTokens, query: Tensor | None, max_tokens: int) -> VisualTokens:
         """No token."""
-        none = torch.zeros(len(visual.mask), 0, dtype=torch.long, device=visual.mask.device)
-        return take(visual, none, none.bool())
+        none = torch.zeros(len(visual_tokens.mask), 0, dtype=torch.long, device=visual_tokens.mask.device)
+        return take(visual_tokens, none, none.bool())
 
 
 @dataclass(frozen=True)
 class Stride:
     """Tokens at even distances of each row. Frames of a clip count as one long row."""
 
-    tokens: int
+    max_tokens: int
     name: str = "stride"
 
-    def compress(self, visual: VisualTokens, query: Tensor | None, budget: int) -> VisualTokens:
+    def compress(self, visual_tokens: VisualTokens, query: Tensor | None, max_tokens: int) -> VisualTokens:
         """From the middle of each of `budget` equal stretches."""
-        counts = visual.mask.sum(1, keepdim=True)
-        kept = counts.clamp(max=budget)
-        step = torch.arange(min(budget, visual.mask.shape[1]), device=counts.device)
+        counts = visual_tokens.mask.sum(1, keepdim=True)
+        kept = counts.clamp(max=max_tokens)
+        step = torch.arange(min(max_tokens, visual_tokens.mask.shape[1]), device=counts.device)
         index = (2 * step + 1) * counts // (2 * kept).clamp(min=1)
         # A row begins with its tokens (`VisualTokens.mask`), so the n-th token stands at n.
-        return take(visual, index.clamp(max=max(0, visual.mask.shape[1] - 1)), step < kept)
+        return take(visual_tokens, index.clamp(max=max(0, visual_tokens.mask.shape[1] - 1)), step < kept)
 
 
 @dataclass(frozen=True)
 class Chance:
     """Tokens drawn by chance, the same in every run (SpecVLM's pruning, arXiv 2509.11815)."""
 
-    tokens: int
+    max_tokens: int
     name: str = "random"
     seed: int = 0
 
-    def compress(self, visual: VisualTokens, query: Tensor | None, budget: int) -> VisualTokens:
+    def compress(self, visual_tokens: VisualTokens, query: Tensor | None, max_tokens: int) -> VisualTokens:
         """`budget` of each row's tokens; a row's choice hangs on its number of tokens, not on its neighbours."""
         rng = torch.Generator().manual_seed(self.seed)
-        scores = torch.rand(visual.mask.shape[1], generator=rng).to(visual.mask.device)
-        return take(visual, *highest(scores.expand(visual.mask.shape), visual.mask, budget))
+        scores = torch.rand(visual_tokens.mask.shape[1], generator=rng).to(visual_tokens.mask.device)
+        return take(visual_tokens, *highest(scores.expand(visual_tokens.mask.shape), visual_tokens.mask, max_tokens))
 
 
 Score = Callable[[VisualTokens, Tensor | None], Tensor]
@@ -129,14 +131,14 @@ class Prune:
         attends: goes by `VisualTokens.scores`, which are computed for those alone that say so.
     """
 
-    tokens: int
+    max_tokens: int
     name: str
     score: Score
     attends: bool = False
 
-    def compress(self, visual: VisualTokens, query: Tensor | None, budget: int) -> VisualTokens:
+    def compress(self, visual_tokens: VisualTokens, query: Tensor | None, max_tokens: int) -> VisualTokens:
         """The best `budget` of each row."""
-        return take(visual, *highest(self.score(visual, query), visual.mask, budget))
+        return take(visual_tokens, *highest(self.score(visual_tokens, query), visual_tokens.mask, max_tokens))
 
 
 @dataclass(frozen=True)
@@ -144,29 +146,31 @@ class Diverse:
     """The tokens that are least like each other: the one farthest from its nearest, then always the one farthest from
     all that are kept."""
 
-    tokens: int
+    max_tokens: int
     name: str = "diverse"
 
-    def compress(self, visual: VisualTokens, query: Tensor | None, budget: int) -> VisualTokens:
+    def compress(self, visual_tokens: VisualTokens, query: Tensor | None, max_tokens: int) -> VisualTokens:
         """Greedily `budget` of each row, by cosine distance of embeddings."""
-        batch, count = visual.mask.shape
-        kept = min(budget, count)
+        batch, count = visual_tokens.mask.shape
+        kept = min(max_tokens, count)
         if not kept:
-            return take(visual, visual.mask.new_zeros(batch, 0, dtype=torch.long), visual.mask[:, :0])
-        unit = functional.normalize(visual.inputs_embeds.float(), dim=-1)
+            return take(
+                visual_tokens, visual_tokens.mask.new_zeros(batch, 0, dtype=torch.long), visual_tokens.mask[:, :0]
+            )
+        unit = functional.normalize(visual_tokens.inputs_embeds.float(), dim=-1)
         # Before the first choice the distances are to the nearest of all, after it to what is kept.
-        nearest = _nearest(unit, visual.mask).masked_fill(~visual.mask, float("-inf"))
+        nearest = _nearest(unit, visual_tokens.mask).masked_fill(~visual_tokens.mask, float("-inf"))
         chosen: list[Tensor] = []
         for _ in range(kept):
             one = nearest.argmax(1, keepdim=True)
             apart = 1 - (unit @ gather_rows(unit, one).mT)[..., 0]
-            nearest = nearest.minimum(apart) if chosen else apart.masked_fill(~visual.mask, float("-inf"))
+            nearest = nearest.minimum(apart) if chosen else apart.masked_fill(~visual_tokens.mask, float("-inf"))
             nearest.scatter_(1, one, float("-inf"))
             chosen.append(one)
-        mask = torch.arange(kept, device=unit.device) < visual.mask.sum(1, keepdim=True)
+        mask = torch.arange(kept, device=unit.device) < visual_tokens.mask.sum(1, keepdim=True)
         # What was chosen after a row's last token is no token of it: it goes to the end, and stays out.
         index = torch.cat(chosen, 1).masked_fill(~mask, count).sort(1).values
-        return take(visual, index.clamp(max=count - 1), mask)
+        return take(visual_tokens, index.clamp(max=count - 1), mask)
 
 
 def _nearest(unit: Tensor, mask: Tensor) -> Tensor:

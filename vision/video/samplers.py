@@ -96,18 +96,18 @@ class Differing:
         """The frames to look at."""
         return Uniform(self.looks).sample(total, fps)
 
-    def choose(self, chosen: list[int], thumbnails: Tensor) -> list[int]:
+    def select(self, indices: list[int], thumbnails: Tensor) -> list[int]:
         """See `mmspec.interfaces.ContentAwareSampler`."""
         seen = thumbnails.flatten(1).float()
         apart = torch.cdist(seen, seen, p=1) / seen.shape[1]  # mean difference of a colour value, 0 to 255
-        when = torch.tensor(chosen, dtype=torch.float32)
+        when = torch.tensor(indices, dtype=torch.float32)
         when = when / max(1.0, float(when.max()))
         # Less than a step of one colour value, so that time decides only between frames that look the same.
         apart = apart + 0.5 * (when[:, None] - when[None]).abs()
         taken = [int(apart.sum(1).argmin())]
-        while len(taken) < min(self.count, len(chosen)):
+        while len(taken) < min(self.count, len(indices)):
             taken.append(int(apart[:, taken].amin(1).argmax()))
-        return [chosen[place] for place in sorted(taken)]
+        return [indices[place] for place in sorted(taken)]
 
 
 def check_count(name: str, value: int) -> None:

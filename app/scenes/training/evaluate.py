@@ -15,6 +15,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,10 @@ def _score_single(name: str, right: Callable[[str], bool]) -> Callable[[str], Me
     return lambda answer: {name: [right(answer)]}
 
 
+def _starts_with(word: str, answer: str) -> bool:
+    return answer.strip().lower().startswith(word)
+
+
 def build_scene_questions(made: Scene, rng: random.Random) -> list[EvalQuestion]:
     """The questions about one scene."""
     pictures = (render_scene(made),)
@@ -153,11 +158,8 @@ def build_scene_questions(made: Scene, rng: random.Random) -> list[EvalQuestion]
     absent = rng.choice([kind for kind in range(len(OBJECT_KINDS)) if not made.count(kind)])
     for kind, word in ((there, "yes"), (absent, "no")):
         asked = f"Is there {OBJECT_KINDS[kind].with_article} in the picture?"
-        items.append(
-            EvalQuestion(
-                pictures, asked, _score_single("yes_no", lambda a, word=word: a.strip().lower().startswith(word))
-            )
-        )  # type: ignore[misc]
+        score = _score_single("yes_no", partial(_starts_with, word))
+        items.append(EvalQuestion(pictures, asked, score))
     ground = (made.colour, made.texture)
     items.append(
         EvalQuestion(
