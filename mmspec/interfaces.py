@@ -323,18 +323,20 @@ class ContentAwareSampler(FrameSampler, Protocol):
 
 
 __all__ = [
-    "EVERY_TOKEN",
+    "NO_LIMIT",
+    "CompressionContext",
     "Compressor",
+    "ContentAwareSampler",
     "Drafter",
-    "Facts",
+    "DrafterRequirements",
     "FrameSampler",
-    "LookingSampler",
-    "Needs",
-    "Outlook",
+    "GateObservation",
+    "GatedCompressor",
     "Prompt",
+    "SharedEmbeddings",
     "Target",
-    "Verdict",
+    "TargetInfo",
+    "VerifyResult",
     "VisualGrid",
     "VisualTokens",
-    "Words",
 ]
