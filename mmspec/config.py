@@ -137,10 +137,10 @@ def resolve_drafter(drafter: str | Drafter, family: Any, tokenizer: Any = None) 
         raise ValueError(f"drafter {made.name!r} taps states {wrong}; this model has states 0 to {family.layers}.")
     comes_with = getattr(made, "comes_with", None)
     if comes_with is not None:
-        from mmspec.vision.registry import restored
+        from mmspec.vision.registry import load_compressor
 
         facts, weights = comes_with
-        made.compressor = restored(facts, weights, family.text_config.hidden_size)  # type: ignore[attr-defined]
+        made.compressor = load_compressor(facts, weights, family.text_config.hidden_size)  # type: ignore[attr-defined]
     return made
 
 
@@ -148,9 +148,9 @@ def resolve_compressor(compressor: str | Compressor | None) -> Compressor | None
     """The compressor of that name, or the object itself if it is one."""
     if compressor is None:
         return None
-    from mmspec.vision.registry import make
+    from mmspec.vision.registry import build_compressor
 
-    return make(compressor)
+    return build_compressor(compressor)
 
 
 def _check_compressor(compressor: Compressor, drafter: Drafter) -> None:
@@ -277,8 +277,8 @@ def _own(options: SpecConfig) -> SpecConfig:
     """With the drafter's own compressor where the one chosen by name only stands in for it."""
     if options.compressor is None:
         return options
-    from mmspec.vision.compressors.cost_based import Measured
+    from mmspec.vision.compressors.cost_based import CostBased
 
     own = getattr(options.drafter, "compressor", None)
-    stands_in = isinstance(options.compressor, Measured) and options.compressor.name == getattr(own, "name", None)
+    stands_in = isinstance(options.compressor, CostBased) and options.compressor.name == getattr(own, "name", None)
     return replace(options, compressor=own) if stands_in else options

@@ -296,10 +296,10 @@ class GatedCompressor(Compressor, Protocol):
     def branches(self) -> Sequence[Compressor]:
         """What it chooses among."""
 
-    def force_branch(self, way: int) -> AbstractContextManager[list[GateObservation]]:
+    def force_branch(self, branch: int) -> AbstractContextManager[list[GateObservation]]:
         """Within it every row goes this way; the list gets an entry per call of `compress`."""
 
-    def fit_gate(self, sights: Tensor, costs: Tensor) -> None:
+    def fit_gate(self, features: Tensor, costs: Tensor) -> None:
         """Choose from now on by what each way [n, ways] cost where it saw [n, F]."""
 
 

@@ -46,12 +46,12 @@ from mmspec.drafters.training.trainer import Plan, Training
 from mmspec.interfaces import Compressor, Prompt, VisualGrid, VisualTokens
 from mmspec.metrics.compression_stats import RecordingCompressor
 from mmspec.vision.compressors import select as picking
-from mmspec.vision.compressors.elastic import CHARGE, Elastic
+from mmspec.vision.compressors.elastic import BUDGET_PENALTY, Elastic
 from mmspec.vision.compressors.latent import LatentCompressor
-from mmspec.vision.compressors.pooling import Conv, Pool, Window, blocks_of, window_for
+from mmspec.vision.compressors.pooling import Conv, Pool, Window, choose_window, group_grids
 from mmspec.vision.compressors.resampler import Resampler
-from mmspec.vision.compressors.select import Drop, highest, take
-from mmspec.vision.registry import make, new, parse, restored
+from mmspec.vision.compressors.select import Drop, gather_tokens, top_score_indices
+from mmspec.vision.registry import build_compressor, init_compressor, load_compressor, parse_compressor
 
 
 def tokens_of(counts: list[int], width: int = 8, seed: int = 0) -> VisualTokens:
@@ -117,7 +117,7 @@ def test_in_training_the_first_queries_learn_to_do_alone(name: str) -> None:
     """Half of the time all of them look, else a half, a fourth, ... of what is asked for; in use always all."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(3)
-        made: Any = new(f"{name}:12", 8)
+        made: Any = init_compressor(f"{name}:12", 8)
         looked = [made.train().compress(tokens_of([5]), None, 12).mask.shape[1] for _ in range(200)]
         assert set(looked) == {12, 6, 3, 1} and 70 < looked.count(12) < 130
         assert {made.compress(tokens_of([5]), None, 5).mask.shape[1] for _ in range(50)} == {5, 2, 1}
@@ -129,7 +129,7 @@ def test_in_training_the_first_queries_learn_to_do_alone(name: str) -> None:
 
 def test_one_that_is_in_training_is_taken_out_of_it_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
     made = latent().train()
-    assert make(made) is made and not made.training
+    assert build_compressor(made) is made and not made.training
     moved: list[Any] = []
     monkeypatch.setattr(made, "to", lambda device: moved.append(device) or made)
     few = RecordingCompressor(made.train()).compress(tokens_of([5]), None, 3)
@@ -158,7 +158,7 @@ GRIDS = {
 def members_of(segments: list[VisualGrid], count: int, window: Window) -> list[list[int]]:
     """Per merged token of a row, the tokens in it: written out place by place."""
     if not segments:
-        return [list(range(i, min(count, i + window.columns))) for i in range(0, count, window.columns)]
+        return [list(range(i, min(count, i + window.width))) for i in range(0, count, window.width)]
     made: list[list[int]] = []
     clips: dict[tuple[int, int], list[VisualGrid]] = {}
     for one in segments:
@@ -168,14 +168,14 @@ def members_of(segments: list[VisualGrid], count: int, window: Window) -> list[l
     for frames in clips.values():
         h, w = frames[0].height, frames[0].width + int(frames[0].has_newlines)
         for t in range(0, len(frames), window.frames):
-            for y in range(0, h, window.lines):
-                for x in range(0, w, window.columns):
+            for y in range(0, h, window.height):
+                for x in range(0, w, window.width):
                     made.append(
                         [
                             frame.start + yy * w + xx
                             for frame in frames[t : t + window.frames]
-                            for yy in range(y, min(h, y + window.lines))
-                            for xx in range(x, min(w, x + window.columns))
+                            for yy in range(y, min(h, y + window.height))
+                            for xx in range(x, min(w, x + window.width))
                         ]
                     )
     return made
@@ -189,7 +189,7 @@ def slow_window(segments: list[VisualGrid], count: int, budget: int) -> Window:
     for n in range(1, longest + 1):
         for window in (Window(n, n, n), Window(n + 1, n, n), Window(n + 1, n, n + 1)):
             kept = len(members_of(segments, count, window))
-            squarer = best is not None and best.lines < best.columns and window.lines == window.columns
+            squarer = best is not None and best.height < best.width and window.height == window.width
             if kept <= budget and (kept > most or (kept == most and squarer)):
                 best, most = window, kept
     return best or Window(longest, longest, longest)
@@ -244,9 +244,9 @@ def _kernel(made: Conv, segments: list[VisualGrid], token: int, window: Window) 
     for one in segments:
         if one.start <= token < one.start + one.num_tokens:
             y, x = divmod(token - one.start, one.width + int(one.has_newlines))
-    size = made.SIZE
+    size = made.KERNEL_SIZE
     kernel: Tensor = made.kernel[
-        :, (y % window.lines) * size // window.lines, (x % window.columns) * size // window.columns
+        :, (y % window.height) * size // window.height, (x % window.width) * size // window.width
     ]
     return kernel.detach()
 
@@ -259,18 +259,18 @@ def test_a_convolution_begins_as_the_mean() -> None:
 
 
 def test_windows_grow_no_further_than_needed() -> None:
-    blocks = blocks_of([VisualGrid(0, 0, 14, 14, 0)], [196])
-    assert [blocks[0].cells(window_for(blocks, budget)) for budget in (196, 100, 49, 25, 12, 4, 1)] == [
+    blocks = group_grids([VisualGrid(0, 0, 14, 14, 0)], [196])
+    assert [blocks[0].num_cells(choose_window(blocks, budget)) for budget in (196, 100, 49, 25, 12, 4, 1)] == [
         196, 98, 49, 25, 12, 4, 1,
     ]  # fmt: skip
-    twelve = blocks_of([VisualGrid(0, 0, 12, 12, 0)], [144])
-    assert [window_for(twelve, budget) for budget in (72, 36)] == [Window(2, 1, 2), Window(2, 2, 2)]
-    wide = blocks_of([VisualGrid(0, 0, 4, 5, 0)], [20])
-    assert window_for(wide, 4) == Window(3, 3, 3), "2 x 3 leaves four as well"
-    clip = blocks_of([VisualGrid(0, 196 * t, 14, 14, 0, role="frame", frame=t) for t in range(8)], [1568])
-    assert len(clip) == 1 and clip[0].cells(window_for(clip, 200)) <= 200
-    assert window_for(clip, 1568) == Window(1, 1, 1) and window_for(clip, 1) == Window(14, 14, 14)
-    assert window_for(clip, 784) == Window(2, 1, 1) and window_for(clip, 783) == Window(2, 1, 2)
+    twelve = group_grids([VisualGrid(0, 0, 12, 12, 0)], [144])
+    assert [choose_window(twelve, budget) for budget in (72, 36)] == [Window(2, 1, 2), Window(2, 2, 2)]
+    wide = group_grids([VisualGrid(0, 0, 4, 5, 0)], [20])
+    assert choose_window(wide, 4) == Window(3, 3, 3), "2 x 3 leaves four as well"
+    clip = group_grids([VisualGrid(0, 196 * t, 14, 14, 0, role="frame", frame=t) for t in range(8)], [1568])
+    assert len(clip) == 1 and clip[0].num_cells(choose_window(clip, 200)) <= 200
+    assert choose_window(clip, 1568) == Window(1, 1, 1) and choose_window(clip, 1) == Window(14, 14, 14)
+    assert choose_window(clip, 784) == Window(2, 1, 1) and choose_window(clip, 783) == Window(2, 1, 2)
 
 
 RAGGED = (
@@ -307,7 +307,7 @@ def test_a_row_does_not_hang_on_its_neighbours(sort: str, budget: int) -> None:
 def test_picking_is_the_slow_reference(name: str, budget: int, counts: list[int]) -> None:
     visual = tokens_of(counts)
     query = torch.randn(len(counts), 8, generator=torch.Generator().manual_seed(3))
-    few = make(f"{name}:{budget}").compress(visual, query, budget)
+    few = build_compressor(f"{name}:{budget}").compress(visual, query, budget)
     for row, count in enumerate(counts):
         tokens, kept = list(range(count)), min(count, budget)
         embeddings, states = visual.inputs_embeds[row], visual.hidden_states[row]
@@ -351,7 +351,7 @@ def _diverse(rows: Tensor, kept: int) -> list[int]:
 def test_diverse_in_several_stretches(counts: list[int], kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(picking, "STRETCH", 3)
     visual = tokens_of(counts)
-    few = make(f"diverse:{kept}").compress(visual, None, kept)
+    few = build_compressor(f"diverse:{kept}").compress(visual, None, kept)
     for row, count in enumerate(counts):
         assert few.source_indices is not None
         found = few.source_indices[row][few.mask[row]].tolist()
@@ -372,30 +372,30 @@ class Largest(TorchDispatchMode):
 def test_diverse_of_a_long_clip_makes_no_square() -> None:
     visual = tokens_of([2000])
     with Largest() as largest:
-        make("diverse:5").compress(visual, None, 5)
-    assert largest.found <= picking.STRETCH * 2000
+        build_compressor("diverse:5").compress(visual, None, 5)
+    assert largest.found <= picking.CHUNK_SIZE * 2000
 
 
 def test_scores_of_the_tower_are_used_where_there_are_any() -> None:
     visual = replace(tokens_of([5]), saliency=torch.tensor([[0.1, 0.9, 0.2, 0.8, 0.0]]))
-    assert make("salient:2").compress(visual, None, 2).position_ids.tolist() == [[5, 9]]
+    assert build_compressor("salient:2").compress(visual, None, 2).position_ids.tolist() == [[5, 9]]
     with pytest.raises(ValueError, match="needs the question's last state"):
-        make("relevant:2").compress(visual, None, 2)
+        build_compressor("relevant:2").compress(visual, None, 2)
 
 
 def test_all_and_nothing() -> None:
     visual = tokens_of([5, 3])
-    whole = make("identity").compress(visual, None, 1)
+    whole = build_compressor("identity").compress(visual, None, 1)
     assert whole.inputs_embeds is visual.inputs_embeds and whole.mask is visual.mask
-    assert make("drop").compress(visual, None, 1).inputs_embeds.shape == (2, 0, 8)
+    assert build_compressor("drop").compress(visual, None, 1).inputs_embeds.shape == (2, 0, 8)
 
 
 @pytest.mark.parametrize("name", ["latent:4", "resampler:4", "conv:4", "elastic:4"])
 def test_what_was_trained_comes_back_and_draws_nothing(name: str) -> None:
-    made = new(name, 32)
+    made = init_compressor(name, 32)
     assert isinstance(made, torch.nn.Module)
     before = torch.get_rng_state()
-    again = restored({"name": made.name, "tokens": made.max_tokens}, made.state_dict(), 32)
+    again = load_compressor({"name": made.name, "tokens": made.max_tokens}, made.state_dict(), 32)
     assert torch.equal(torch.get_rng_state(), before), "or a seed set before `patch` is another after it"
     assert isinstance(again, torch.nn.Module)
     for name_, value in made.state_dict().items():
@@ -407,8 +407,8 @@ def test_what_was_trained_comes_back_and_draws_nothing(name: str) -> None:
 def test_a_resampler_begins_as_a_mean_of_views(counts: list[int], count: int) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(5)
-        made = Resampler(8, 3, heads=2, width=4).eval()
-        later = Resampler(8, 3, heads=2, width=4).eval()
+        made = Resampler(8, 3, num_heads=2, head_dim=4).eval()
+        later = Resampler(8, 3, num_heads=2, head_dim=4).eval()
     later.load_state_dict(made.state_dict())
     later.out.weight.data.normal_(generator=torch.Generator().manual_seed(6))
     visual = tokens_of(counts)
@@ -456,9 +456,9 @@ def test_elastic_is_the_way_that_the_gate_picks(counts: list[int]) -> None:
         made.gate.bias.data.zero_()
         made.gate.weight.data[number, :8] = 50 * sight[0]  # the first row picks it; the others what they may
         few = made.compress(visual, query, 8)
-        assert made.chosen is not None and made.chosen[0] == made.labels()[number]
-        for row, label in enumerate(made.chosen):
-            way = made.branches[made.labels().index(label)]
+        assert made.choices is not None and made.choices[0] == made.branch_labels()[number]
+        for row, label in enumerate(made.choices):
+            way = made.branches[made.branch_labels().index(label)]
             alone = way.compress(visual, query, way.max_tokens)
             mine, theirs = few.mask[row], alone.mask[row]
             assert int(mine.sum()) == int(theirs.sum()) <= 8, label
@@ -481,7 +481,7 @@ def test_elastic_learns_its_gate() -> None:
             loss.backward()
         optimiser.step()
     made.eval().compress(visual, query, 8)
-    assert not torch.equal(made.gate.bias, before) and made.chosen == ["salient:8", "salient:8"]  # no mean is longer
+    assert not torch.equal(made.gate.bias, before) and made.choices == ["salient:8", "salient:8"]  # no mean is longer
     with pytest.raises(ValueError, match="needs the question's last state"):
         made.compress(visual, None, 8)
 
@@ -508,12 +508,14 @@ def drafts(world: FakeTarget, rule: str, own: Any, pads: tuple[int, int] = (0, 3
 
 @pytest.mark.parametrize("rule", RULES)
 def test_showing_everything_changes_nothing(world: FakeTarget, rule: str) -> None:
-    for mine, other in zip(drafts(world, rule, make("identity")), drafts(world, rule, None), strict=True):
+    for mine, other in zip(drafts(world, rule, build_compressor("identity")), drafts(world, rule, None), strict=True):
         assert mine == pytest.approx(other, rel=1e-3)
 
 
 def test_showing_nothing_is_the_textual_rule(world: FakeTarget) -> None:
-    for mine, other in zip(drafts(world, "coupled", make("drop")), drafts(world, "textual", None), strict=True):
+    for mine, other in zip(
+        drafts(world, "coupled", build_compressor("drop")), drafts(world, "textual", None), strict=True
+    ):
         assert mine == pytest.approx(other, rel=1e-3)
 
 
@@ -533,7 +535,14 @@ def test_a_text_by_itself_is_read_as_in_a_batch(world: FakeTarget, runs: list[tu
         sight = Sight(following[rows], states[rows], visual[rows], following[0, 0])
         inside = torch.ones_like(visual[rows])
         return shrunk(
-            head(), "decoupled", sight, inside, index[rows], make(name), states[rows, -1], attended=attended[rows]
+            head(),
+            "decoupled",
+            sight,
+            inside,
+            index[rows],
+            build_compressor(name),
+            states[rows, -1],
+            attended=attended[rows],
         )
 
     with torch.no_grad():
@@ -559,7 +568,7 @@ def test_few_rows_may_stand_far_apart(world: FakeTarget, rule: str) -> None:
         shared_embeddings=world.shared_embeddings,
     )
     made = EagleDrafter(head(), rule, layers=NUM_LAYERS, depth=1, width=3)
-    made.compressor = None if rule == "textual" else make("drop")
+    made.compressor = None if rule == "textual" else build_compressor("drop")
     state = made.begin(prompt)
     made.observe(state, build_first_result([7]), {})
     made.read(state)
@@ -572,7 +581,7 @@ def test_few_rows_may_stand_far_apart(world: FakeTarget, rule: str) -> None:
 
 
 def test_the_one_that_was_chosen_for_the_call_comes_first(world: FakeTarget) -> None:
-    chosen = drafts(world, "coupled", make("identity"), compressor=make("drop"))
+    chosen = drafts(world, "coupled", build_compressor("identity"), compressor=build_compressor("drop"))
     for mine, other in zip(chosen, drafts(world, "textual", None), strict=True):
         assert mine == pytest.approx(other, rel=1e-3)
 
@@ -589,7 +598,7 @@ def test_a_trained_one_goes_where_the_states_are(world: FakeTarget, monkeypatch:
 def test_a_trained_one_shows_rows_of_the_targets_precision(name: str) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(3)
-        made = new(name, 8)
+        made = init_compressor(name, 8)
     assert isinstance(made, torch.nn.Module)
     for weight in made.parameters():
         weight.data += 0.1
@@ -719,10 +728,10 @@ def test_a_compressor_learns_along_and_comes_back(world: FakeTarget, tmp_path: P
     save(tmp_path / "b", pupil.head, made, torch.float32)
     _, again = load(tmp_path / "b")
     assert again.compressor is not None
-    back = restored(*again.compressor, 32)
+    back = load_compressor(*again.compressor, 32)
     assert isinstance(back, LatentCompressor) and torch.equal(back.queries, pupil.compressor.queries)
     with pytest.raises(ValueError, match="compressor latent"):
-        restored({"name": "latent", "tokens": 3}, again.compressor[1], 32)
+        load_compressor({"name": "latent", "tokens": 3}, again.compressor[1], 32)
 
 
 def gated() -> Elastic:
@@ -786,10 +795,10 @@ def test_one_way_alone() -> None:
             few = made.compress(visual, query, 8)
         theirs = way.compress(visual, query, way.max_tokens)
         assert torch.equal(few.inputs_embeds, theirs.inputs_embeds) and torch.equal(few.mask, theirs.mask)
-        assert torch.allclose(seen[0].penalty, CHARGE * theirs.mask.sum(1) / torch.tensor([12, 5]))
+        assert torch.allclose(seen[0].penalty, BUDGET_PENALTY * theirs.mask.sum(1) / torch.tensor([12, 5]))
         assert len(seen) == 1 and seen[0].features.shape == (2, 9)
     made.compress(visual, query, 8)
-    assert made.chosen is not None and len(seen) == 1
+    assert made.choices is not None and len(seen) == 1
 
 
 def test_a_gate_is_told_what_each_way_costs_the_head(world: FakeTarget, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -814,7 +823,7 @@ def test_a_gate_is_told_what_each_way_costs_the_head(world: FakeTarget, monkeypa
                 alone, text, world.shared_embeddings, placeholder, Weights(0.0, 1.0, 1, 0.5), when
             )
         kept = 0 if way.name == "drop" else min(3, way.max_tokens)
-        assert float(costs[1, number]) == pytest.approx(float(loss) / 1.5 + CHARGE * kept / 3, rel=1e-4)
+        assert float(costs[1, number]) == pytest.approx(float(loss) / 1.5 + BUDGET_PENALTY * kept / 3, rel=1e-4)
     weigh(replace(pupil, compressor=Drop()), [], world.shared_embeddings, placeholder, Weights())
 
 
@@ -826,10 +835,10 @@ def test_a_gate_is_charged_for_what_it_shows(world: FakeTarget, kind: str) -> No
     loss, figures = KINDS[kind].losses(
         pupil, build_train_batch(world), world.shared_embeddings, placeholder, free, When()
     )
-    kept = [0 if label == "drop" else int(label.partition(":")[2]) for label in made.labels()]
-    assert float(loss.detach()) == pytest.approx(CHARGE * sum(kept) / len(kept) / 3) == figures["cost"]
+    kept = [0 if label == "drop" else int(label.partition(":")[2]) for label in made.branch_labels()]
+    assert float(loss.detach()) == pytest.approx(BUDGET_PENALTY * sum(kept) / len(kept) / 3) == figures["cost"]
     loss.backward()
-    assert made.gate.bias.grad is not None and int(made.gate.bias.grad.argmin()) == made.labels().index("drop")
+    assert made.gate.bias.grad is not None and int(made.gate.bias.grad.argmin()) == made.branch_labels().index("drop")
 
 
 @pytest.fixture(scope="module")
@@ -878,7 +887,7 @@ def test_it_never_changes_a_word_and_is_used(tiny: Captioner, tmp_path: Path) ->
 
         compressor.compress = spy
         assert torch.equal(model.generate(**inputs, max_new_tokens=24, do_sample=False), plain)
-        chosen = {"compressor": make("drop")}
+        chosen = {"compressor": build_compressor("drop")}
         assert torch.equal(model.generate(**inputs, max_new_tokens=24, do_sample=False, mmspec=chosen), plain)
     finally:
         mmspec.unpatch(model)
@@ -889,7 +898,7 @@ def test_elastic_by_its_name_is_the_drafters_own_or_goes_by_cost(tiny: Captioner
     """The call that a user would try first, with a drafter that knows no gate and with one that came with it."""
     model, config = tiny.model, HeadConfig(64, 128, 4, 2, 384)
     gate = Elastic(64, 4)
-    gate.gate.bias.data[gate.labels().index("stride:1")] = 1.0
+    gate.gate.bias.data[gate.branch_labels().index("stride:1")] = 1.0
     ours = {"name": "elastic", "tokens": 4}, gate.state_dict()
     save(tmp_path / "msd", EagleHead(config), Made(config, "decoupled", 2, "llava"))
     save(tmp_path / "own", EagleHead(config), Made(config, "decoupled", 2, "llava", compressor=ours))
@@ -916,7 +925,7 @@ def test_grids_that_are_not_a_rows_own_are_told_and_left_out(
     ):
         assert mine == pytest.approx(other, rel=1e-3)
     caplog.clear()
-    assert len(blocks_of(wrong, [3, 3])) == 2
+    assert len(group_grids(wrong, [3, 3])) == 2
     told = [record.getMessage() for record in caplog.records]
     assert "row 0 hold 2 tokens, it has 3" in told[0] and "row 1 hold 4 tokens, it has 3" in told[1]
 
@@ -926,14 +935,16 @@ def test_a_compressor_of_another_width_is_refused_before_anything_is_changed(tin
     model, drafter = tiny.model, EagleDrafter(EagleHead(HeadConfig(64, 128, 4, 2, 384)), layers=2)
     words = f"compressor {name[:-2]!r} was made for states of width 32, drafter 'eagle' reads states of width 64"
     with pytest.raises(ValueError, match=words):
-        mmspec.patch(model, drafter, compressor=new(name, 32))
+        mmspec.patch(model, drafter, compressor=init_compressor(name, 32))
     assert not mmspec.is_patched(model)
-    mmspec.patch(model, drafter, compressor=new(name, 64), nodes=8)
+    mmspec.patch(model, drafter, compressor=init_compressor(name, 64), nodes=8)
     try:
         inputs = tiny.inputs([render_scene(generate_scene(1))], ["what is this thing"])
         with pytest.raises(ValueError, match=words):
-            model.generate(**inputs, max_new_tokens=4, mmspec={"compressor": new(name, 32)})
-        model.generate(**inputs, max_new_tokens=4, mmspec={"drafter": "lookup", "compressor": new(name, 32)})
+            model.generate(**inputs, max_new_tokens=4, mmspec={"compressor": init_compressor(name, 32)})
+        model.generate(
+            **inputs, max_new_tokens=4, mmspec={"drafter": "lookup", "compressor": init_compressor(name, 32)}
+        )
     finally:
         mmspec.unpatch(model)
 
@@ -949,7 +960,7 @@ def test_one_with_weights_is_refused_where_states_stand_side_by_side(tiny: Capti
     )
     for width in (64, 192):
         with pytest.raises(ValueError, match=words):
-            mmspec.patch(tiny.model, drafter, compressor=new(name, width))
+            mmspec.patch(tiny.model, drafter, compressor=init_compressor(name, width))
     assert not mmspec.is_patched(tiny.model)
     inputs = tiny.inputs([render_scene(generate_scene(1))], ["what is this thing"])
     plain = tiny.model.generate(**inputs, max_new_tokens=6, do_sample=False)
@@ -986,8 +997,8 @@ class Dicing:
     def compress(self, visual_tokens: VisualTokens, query: Tensor | None, max_tokens: int) -> VisualTokens:
         """See `Compressor`."""
         self.thrown += 1
-        index, mask = highest(torch.rand(visual_tokens.mask.shape), visual_tokens.mask, max_tokens)
-        return take(visual_tokens, index, mask)
+        index, mask = top_score_indices(torch.rand(visual_tokens.mask.shape), visual_tokens.mask, max_tokens)
+        return gather_tokens(visual_tokens, index, mask)
 
 
 @pytest.mark.parametrize("sample", [True, False])
@@ -1017,9 +1028,9 @@ def test_grids_are_counted_in_visual_tokens(world: FakeTarget) -> None:
 
 
 def test_names() -> None:
-    assert parse("latent:64") == ("latent", 64)
-    made = new("latent:4", 16)
-    assert isinstance(made, Compressor) and made.max_tokens == 4 and make(made) is made
+    assert parse_compressor("latent:64") == ("latent", 64)
+    made = init_compressor("latent:4", 16)
+    assert isinstance(made, Compressor) and made.max_tokens == 4 and build_compressor(made) is made
 
 
 @pytest.mark.parametrize(
@@ -1035,11 +1046,11 @@ def test_names() -> None:
 )
 def test_names_that_are_none(text: str, words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        make(text)
+        build_compressor(text)
 
 
 def test_an_object_that_is_none() -> None:
     with pytest.raises(TypeError, match=r"a compressor needs `name`, `tokens` and `compress\(...\)`; got int"):
-        make(3)
+        build_compressor(3)
     with pytest.raises(ValueError, match="at least 1 token; got 0"):
         LatentCompressor(8, 0)
