@@ -362,7 +362,9 @@ def test_the_text_is_the_same_and_stats_say_what_was_shown(
     tiny: Captioner, folder: Path, sample: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny.model
-    monkeypatch.setattr(TreeSizeController, "should_draft", True)  # a drafter that sleeps through a call is shown nothing
+    monkeypatch.setattr(
+        TreeSizeController, "should_draft", True
+    )  # a drafter that sleeps through a call is shown nothing
     inputs = tiny.inputs(
         [render_scene(generate_scene(i)) for i in range(2)], ["a", "what is this thing, and what colour has it"]
     )
