@@ -86,7 +86,7 @@ def patch(
         if model.__dict__[KEY].spec == spec:
             logger.info("mmspec: the model is patched with these settings already")
             return model
-        old = model.__dict__[KEY].options.drafter.name
+        old = model.__dict__[KEY].config.drafter.name
         raise ValueError(
             f"this model is already patched (drafter {old!r}); call mmspec.unpatch(model) before patching it with "
             f"drafter={getattr(drafter, 'name', drafter)!r}."

@@ -102,12 +102,12 @@ def patched(model: Any, name: str, processor: Any, nodes: int | None = None) -> 
 
 def drafter_of(model: Any) -> Any:
     """The drafter of a patched model."""
-    return model.__dict__["_mmspec"].options.drafter
+    return model.__dict__["_mmspec"].config.drafter
 
 
 def shown_by(model: Any) -> Any:
     """What shows the drafter of a patched model fewer visual tokens: chosen, or its own; None if nothing does."""
-    options = model.__dict__["_mmspec"].options
+    options = model.__dict__["_mmspec"].config
     return options.compressor or getattr(options.drafter, "compressor", None)
 
 

@@ -39,7 +39,7 @@ class LoadedModel:
         """
         if name not in self._drafters:
             tokenizer = getattr(self.processor, "tokenizer", None)
-            family = self.model.__dict__["_mmspec"].family
+            family = self.model.__dict__["_mmspec"].adapter
             try:
                 self._drafters[name] = resolve_drafter(name, family, tokenizer)
             except (OSError, TypeError, ValueError) as error:

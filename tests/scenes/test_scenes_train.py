@@ -144,7 +144,7 @@ def test_an_evaluation_that_was_cut_goes_on(
         asked.extend(answers.values())
         original(self, of, answers)
 
-    monkeypatch.setattr(evaluate.AnswerLog, "append", spy)
+    monkeypatch.setattr(evaluate.AnswerLog, "add", spy)
     file = tmp_path / "answers.jsonl"
     args = ["--model", str(run.run_folder / "model"), "--count", "2", "--answers", str(file)]
     evaluate.main(args)
