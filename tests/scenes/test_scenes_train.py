@@ -79,7 +79,7 @@ def test_a_run_that_is_cut_goes_on_where_it_was(run: ScenesTrainer, place: Path)
 
 def test_a_run_that_is_cut_between_two_stages_goes_on(place: Path) -> None:
     class Cut(ScenesTrainer):
-        def part(self, stage: TrainingStage) -> Any:
+        def build_module(self, stage: TrainingStage) -> Any:
             if stage.name == "talk":
                 raise KeyboardInterrupt
             return super().build_module(stage)
