@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mmspec.control.depth import Depth
+from mmspec.control.depth import DepthController
 from mmspec.drafters.block.block_tree import best
 from mmspec.drafters.block.flash import BlockDrafter
 from mmspec.drafters.eagle.drafter import Layered, State
@@ -49,7 +49,7 @@ class FalconDrafter(BlockDrafter):
             )
         if passes < 1:
             raise ValueError(f"passes must be at least 1; got {passes}.")
-        self.depth, self.reach = Depth(passes, each=self.size), passes * self.size
+        self.depth, self.reach = DepthController(passes, steps_per_level=self.size), passes * self.size
 
     def _read(self, state: State, rows: Tensor, positions: Tensor, counts: list[int]) -> None:
         """Read, and ask the rows of the newest block."""

@@ -33,7 +33,7 @@ def trained(folder: str | os.PathLike[str], target: TargetInfo | None = None) ->
     head, made = load(folder)
     name = os.path.basename(os.path.normpath(folder))
     drafter = KINDS[made.kind].drafter(head, made.rule, layers=made.layers, name=name, draft_ids=made.draft_ids)
-    drafter.comes_with = made.compressor
+    drafter.bundled_compressor = made.compressor
     return drafter
 
 

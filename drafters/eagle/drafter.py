@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mmspec.control.depth import Depth
+from mmspec.control.depth import DepthController
 from mmspec.control.draft_cost import CallTimer, DraftCostModel
 from mmspec.drafters.block.block_tree import STEP, best
 from mmspec.drafters.eagle.head import Attend, EagleHead
@@ -106,9 +106,9 @@ class EagleDrafter:
         if width is not None and width < 1:
             raise ValueError(f"width must be at least 1, or None for what suits the device; got {width}")
         self.head, self.rule, self.name, self.width = head.eval(), rule, name, width
-        self.depth, self.reach, self.pace = Depth(depth), depth, DraftCostModel()
+        self.depth, self.reach, self.pace = DepthController(depth), depth, DraftCostModel()
         self.draft_ids, self.known = draft_ids, known
-        self.comes_with: tuple[Mapping[str, Any], Mapping[str, Tensor]] | None = None
+        self.bundled_compressor: tuple[Mapping[str, Any], Mapping[str, Tensor]] | None = None
         self.compressor: Compressor | None = None
         self.tap(head.taps(layers), layers)
         self.vocab_size: int | None = head.config.vocab_size
@@ -164,8 +164,8 @@ class EagleDrafter:
             kept = [count - 1 for count in counts if count]
             spent, passes = time.perf_counter() - state.since, state.levels - 1
             pass_s = state.drafting_s / passes if passes else 0.0
-            reached = -(-(result.tree.num_nodes - 1) // self.depth.each)  # levels behind which a small tree has none
-            self.depth.learn(len(counts), min(state.levels, reached), kept, pass_s, spent - passes * pass_s)
+            reached = -(-(result.tree.num_nodes - 1) // self.depth.steps_per_level)  # levels of the scored tree
+            self.depth.record(len(counts), min(state.levels, reached), kept, pass_s, spent - passes * pass_s)
             state.meter.record_round(spent, 1 + sum(kept) / len(kept))
         state.levels = 0
         path = result.path[:, :longest].to(state.last.device)
@@ -182,7 +182,7 @@ class EagleDrafter:
         state.since = time.perf_counter()
         self.read(state)
         drafts = time.perf_counter()
-        state.levels = self.depth.most if state.fixed else self.depth.choose(len(active))
+        state.levels = self.depth.max_levels if state.fixed else self.depth.choose(len(active))
         began = state.meter.now()
         tree = self._tree(state, max_nodes, state.levels)
         state.meter.record_draft(began, max(state.buffer.seq_lens), state.levels)

@@ -675,7 +675,9 @@ def test_steps_of_a_conversation(shelf: ModelStore, space: TempStorage) -> None:
         return shown
 
     first = ask("what is it?", Conversation())
-    assert first["conversation"].path == path and [turn.question for turn in first["conversation"].turns] == ["what is it?"]
+    assert first["conversation"].path == path and [turn.question for turn in first["conversation"].turns] == [
+        "what is it?"
+    ]
     context.sessions.end("me")
     second = ask("how many?", first["conversation"])
     assert len(second["conversation"].turns) == 2 and "what is it?" in second["plain"]

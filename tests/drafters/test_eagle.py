@@ -35,7 +35,7 @@ from mmspec.app.modeling.random_models import random_model
 from mmspec.app.scenes.render import render_scene
 from mmspec.app.scenes.world import generate_scene
 from mmspec.config import MAX_CACHED_DRAFTERS
-from mmspec.control.depth import Depth
+from mmspec.control.depth import DepthController
 from mmspec.drafters import registry
 from mmspec.drafters.checkpoints import format as checkpoint
 from mmspec.drafters.checkpoints.format import Made, load, save
@@ -529,14 +529,14 @@ def played(hit: float, level_s: float, rounds: int = 300, most: int = 8) -> floa
     """Mean depth at the end, if each level goes on with this probability and costs that much of a round."""
     import random
 
-    rng, depth, chosen = random.Random(0), Depth(most), []
+    rng, depth, chosen = random.Random(0), DepthController(most), []
     for _ in range(rounds):
         levels = depth.choose(1)
         chosen.append(levels)
         kept = 0
         while kept < levels and rng.random() < hit:
             kept += 1
-        depth.learn(1, levels, [kept], level_s, 1.0)
+        depth.record(1, levels, [kept], level_s, 1.0)
     return sum(chosen[-100:]) / 100
 
 
@@ -548,11 +548,11 @@ def test_depth_follows_what_is_reached_and_what_a_level_costs() -> None:
 
 
 def test_rounds_of_one_level_say_nothing_about_what_a_further_one_costs() -> None:
-    depth = Depth(3, each=2)
-    depth.learn(1, 3, [0], 5.0, 10.0)
+    depth = DepthController(3, steps_per_level=2)
+    depth.record(1, 3, [0], 5.0, 10.0)
     for _ in range(50):
-        depth.learn(1, 1, [2], 0.0, 10.0)
-    assert depth.tallies[1].pass_s == 5.0
+        depth.record(1, 1, [2], 0.0, 10.0)
+    assert depth.by_batch[1].pass_s == 5.0
 
 
 @pytest.mark.parametrize(("levels", "per_pass"), [(1, 0.0), (3, 0.5)])
@@ -563,20 +563,20 @@ def test_what_drafting_took_is_told_by_pass(
     state = begin_decoding(world, made, build_prompt(world, 11, fixed=True))
     tree = made.propose(state, 16, [True, True])
     told: list[Any] = []
-    monkeypatch.setattr(made.depth, "learn", lambda *given: told.extend(given))
+    monkeypatch.setattr(made.depth, "record", lambda *given: told.extend(given))
     state.since, state.drafting_s = time.perf_counter() - 100.0, 1.0
     made.observe(state, build_result(tree, [[0], [0]], [[5], [7]]), {NUM_LAYERS: torch.randn(2, tree.num_nodes, 32)})
     assert told[1] == levels and told[3] == per_pass and told[4] == pytest.approx(100.0 - (levels > 1), abs=1.0)
 
 
 def test_depth_comes_back_when_text_becomes_easy() -> None:
-    depth = Depth(6)
+    depth = DepthController(6)
     for _ in range(200):
-        depth.learn(1, depth.choose(1), [0], 0.1, 1.0)
+        depth.record(1, depth.choose(1), [0], 0.1, 1.0)
     assert depth.choose(1) <= 2
     for _ in range(400):
         levels = depth.choose(1)
-        depth.learn(1, levels, [levels], 0.1, 1.0)
+        depth.record(1, levels, [levels], 0.1, 1.0)
     assert depth.choose(1) == 6
 
 
@@ -584,14 +584,14 @@ def test_depth_comes_back_from_a_hard_passage() -> None:
     """Deep levels were hardly ever reached; when the text goes on better they are tried again soon."""
     import random
 
-    rng, depth, chosen = random.Random(1), Depth(6), list[int]()
+    rng, depth, chosen = random.Random(1), DepthController(6), list[int]()
     for hit, rounds in ((0.4, 200), (0.85, 120)):
         for _ in range(rounds):
             chosen.append(depth.choose(1))
             kept = 0
             while kept < chosen[-1] and rng.random() < hit:
                 kept += 1
-            depth.learn(1, chosen[-1], [kept], 2.5, 30.0)
+            depth.record(1, chosen[-1], [kept], 2.5, 30.0)
     assert sum(chosen[150:200]) / 50 < 4.5 and sum(chosen[-30:]) / 30 > 5.5
 
 
@@ -609,7 +609,7 @@ def test_a_prompt_is_read_when_a_draft_is_wanted(world: FakeTarget) -> None:
 def test_fixed_shapes_never_hang_on_timing(world: FakeTarget) -> None:
     made = drafter(world)
     for _ in range(100):
-        made.depth.learn(2, 3, [0, 0], 9.0, 1.0)
+        made.depth.record(2, 3, [0, 0], 9.0, 1.0)
     assert made.depth.choose(2) == 1
     fixed = made.propose(begin_decoding(world, made, build_prompt(world, 11, fixed=True)), 16, [True, True])
     free = made.propose(begin_decoding(world, made, build_prompt(world, 11)), 16, [True, True])

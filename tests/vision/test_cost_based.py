@@ -36,9 +36,9 @@ from mmspec.metrics.compression_stats import CompressionRecord, RecordingCompres
 from mmspec.vision.compressors.cost_based import FEW, Measured, Way, choose
 from mmspec.vision.registry import make, new, parse
 
-GPU = DraftCosts(read_s=5e-6, draft_s=5e-8, round_s=0.03, tokens_per_round=3.0)
+GPU = DraftCosts(prefill_token_s=5e-6, draft_token_s=5e-8, round_s=0.03, tokens_per_round=3.0)
 """A large model: looking costs next to nothing."""
-SLOW = DraftCosts(read_s=1e-3, draft_s=1e-5, round_s=0.03, tokens_per_round=3.0)
+SLOW = DraftCosts(prefill_token_s=1e-3, draft_token_s=1e-5, round_s=0.03, tokens_per_round=3.0)
 
 
 # --- what is chosen ---------------------------------------------------------------------------------------------------
@@ -79,7 +79,7 @@ def test_it_is_the_one_that_costs_least() -> None:
         way, rounds = choose(visual, answer, rates), answer / rates.tokens_per_round
         missed = {visual: 0.0, -(-visual // 4): 0.02, -(-visual // 16): 0.06, -(-visual // 64): 0.2, 0: 0.23}
         whole = {
-            size: size * rates.read_s + rounds * (size * rates.draft_s + less * rates.round_s)
+            size: size * rates.prefill_token_s + rounds * (size * rates.draft_token_s + less * rates.round_s)
             for size, less in reversed(missed.items())
         }
         assert whole[way.tokens] == pytest.approx(min(whole.values())) and way == choose(visual, answer, rates)
@@ -178,12 +178,12 @@ def test_a_pace_learns_after_the_first_prompt_and_then_looks_at_another_width() 
     assert pace.costs(3) is None, "no round yet"
     pace.record_round(3, 0.1, 2.0)
     found = pace.costs(3)
-    assert found is not None and found.read_s == pytest.approx(0.25 / 500) and found.draft_s == 0.0
+    assert found is not None and found.prefill_token_s == pytest.approx(0.25 / 500) and found.draft_token_s == 0.0
     assert (found.round_s, found.tokens_per_round) == (0.1, 2.0)
     pace.record_draft(3, 1000, 4, 0.4)
     pace.record_draft(3, 500, 4, 0.2)
     found = pace.costs(3)
-    assert found is not None and found.draft_s == pytest.approx(4 * 0.05 / 500)
+    assert found is not None and found.draft_token_s == pytest.approx(4 * 0.05 / 500)
     assert pace.costs(2) is None, "batch sizes are apart"
     assert copy.deepcopy(pace).costs(3) is None, "a copy of a model measures anew"
 
@@ -362,7 +362,9 @@ def test_the_text_is_the_same_and_stats_say_what_was_shown(
     tiny: Captioner, folder: Path, sample: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny.model
-    monkeypatch.setattr(TreeSizeController, "should_draft", True)  # a drafter that sleeps through a call is shown nothing
+    monkeypatch.setattr(
+        TreeSizeController, "should_draft", True
+    )  # a drafter that sleeps through a call is shown nothing
     inputs = tiny.inputs(
         [render_scene(generate_scene(i)) for i in range(2)], ["a", "what is this thing, and what colour has it"]
     )
