@@ -97,7 +97,7 @@ class Stats:
             old, new = getattr(self, item.name), getattr(call, item.name)
             if isinstance(old, Counter):
                 old.update(new)
-            elif item.name == "fallback":
+            elif item.name == "fallback_reason":
                 self.fallback_reason = new if new is not None else old
             elif isinstance(old, list):
                 setattr(self, item.name, list(new))
