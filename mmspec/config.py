@@ -124,9 +124,9 @@ def target_info(family: Any, tokenizer: Any) -> TargetInfo:
 
 def resolve_drafter(drafter: str | Drafter, family: Any, tokenizer: Any = None) -> Drafter:
     """The drafter of that name or folder, or the object itself, if it fits the target."""
-    from mmspec.drafters.registry import make
+    from mmspec.drafters.registry import build_drafter
 
-    made = make(drafter, target_info(family, tokenizer))
+    made = build_drafter(drafter, target_info(family, tokenizer))
     if made.vocab_size is not None and made.vocab_size != family.vocab_size:
         raise ValueError(
             f"drafter {made.name!r} was made for a vocabulary of {made.vocab_size} ids, the model has "

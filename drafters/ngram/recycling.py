@@ -16,16 +16,16 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from mmspec.drafters.ngram.base import BARRIER, BestFirst, Key, Offer, Text
+from mmspec.drafters.ngram.base import BARRIER, BestFirstDrafter, Key, Candidate, PromptText
 from mmspec.interfaces import VerifyResult
 
-WIDTH = 8
+TOP_K = 8
 """Successors kept for each token."""
-STEADY = 3
+MAX_STABLE = 3
 """Up to how many updates in a row that left the first successor the same are told apart."""
 
 _KEYS: tuple[tuple[Key, ...], ...] = tuple(
-    tuple(("table", rank, steady) for rank in range(WIDTH)) for steady in range(STEADY + 1)
+    tuple(("table", rank, steady) for rank in range(TOP_K)) for steady in range(MAX_STABLE + 1)
 )
 
 Entry = tuple[int, tuple[int, ...]]
@@ -41,14 +41,14 @@ def _priors() -> dict[Key, float]:
     }
 
 
-class TableGuesser:
+class SuccessorTable:
     """Guesses the successors that the table holds. A cursor is a token.
 
     Entries are replaced, never changed, so reading needs no lock; writers take it. The table belongs to one target:
     a call with another vocabulary starts it anew.
     """
 
-    top_k = WIDTH
+    top_k = TOP_K
     priors: Mapping[Key, float] = _priors()
 
     def __init__(self, vocab_size: int | None = None) -> None:
@@ -64,7 +64,7 @@ class TableGuesser:
         """What the table holds for a token, likeliest first."""
         return self._entries.get(token, (0, ()))[1]
 
-    def start(self, text: Text) -> list[int]:
+    def start(self, text: PromptText) -> list[int]:
         """Let the prompt's text teach the table. The state is the last token of each row."""
         with self._lock:
             self._claim(text.vocab_size)
@@ -84,7 +84,7 @@ class TableGuesser:
         """The row's last token."""
         return self.enter(state[row])
 
-    def expand(self, cursor: int) -> Iterable[Offer]:
+    def expand(self, cursor: int) -> Iterable[Candidate]:
         """Its successors."""
         entry = self._entries.get(cursor)
         if entry is None:
@@ -132,7 +132,7 @@ class TableGuesser:
             ids = [i for i in ids if 0 <= i < limit]
             if not ids:
                 return
-        self._entries[token] = (self._steady(token, ids[0]), tuple(ids[:WIDTH]))
+        self._entries[token] = (self._steady(token, ids[0]), tuple(ids[:TOP_K]))
 
     def _promote(self, token: int, successor: int) -> None:
         """Make `successor` the first of `token`'s."""
@@ -141,7 +141,7 @@ class TableGuesser:
 
     def _steady(self, token: int, first: int) -> int:
         old = self._entries.get(token)
-        return min(old[0] + 1, STEADY) if old is not None and old[1][0] == first else 0
+        return min(old[0] + 1, MAX_STABLE) if old is not None and old[1][0] == first else 0
 
     def reset(self) -> None:
         """Forget all successors, not whose they were."""
@@ -152,17 +152,17 @@ class TableGuesser:
         """Write the table to a safetensors file."""
         with self._lock:
             entries = sorted(self._entries.items())
-        table = [ids + (-1,) * (WIDTH - len(ids)) for _, (_, ids) in entries]
+        table = [ids + (-1,) * (TOP_K - len(ids)) for _, (_, ids) in entries]
         tensors = {
             "tokens": torch.tensor([token for token, _ in entries], dtype=torch.int32),
             "steady": torch.tensor([steady for _, (steady, _) in entries], dtype=torch.int8),
-            "successors": torch.tensor(table, dtype=torch.int32).view(-1, WIDTH),
+            "successors": torch.tensor(table, dtype=torch.int32).view(-1, TOP_K),
         }
         save_file(tensors, path, metadata={"vocab_size": str(self.vocab_size or 0)})
 
-    def load(self, path: str | os.PathLike[str]) -> TableGuesser:
+    def load(self, path: str | os.PathLike[str]) -> SuccessorTable:
         """Replace the table by a saved one; returns this guesser."""
-        vocab_size, entries = _read(path)
+        vocab_size, entries = _read_table(path)
         with self._lock:
             if self.vocab_size is not None and self.vocab_size != vocab_size:
                 raise ValueError(
@@ -172,15 +172,15 @@ class TableGuesser:
             self.vocab_size, self._entries = vocab_size or None, entries
         return self
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> TableGuesser:
-        copy = TableGuesser(self.vocab_size)
+    def __deepcopy__(self, memo: dict[int, Any]) -> SuccessorTable:
+        copy = SuccessorTable(self.vocab_size)
         with self._lock:
             copy._entries = dict(self._entries)
         memo[id(self)] = copy
         return copy
 
 
-def _read(path: str | os.PathLike[str]) -> tuple[int, dict[int, Entry]]:
+def _read_table(path: str | os.PathLike[str]) -> tuple[int, dict[int, Entry]]:
     """(V, the entries) of a saved table, checked."""
     with safe_open(path, framework="pt") as file:
         missing = {"tokens", "steady", "successors"} - set(file.keys())
@@ -190,16 +190,16 @@ def _read(path: str | os.PathLike[str]) -> tuple[int, dict[int, Entry]]:
         columns = [file.get_tensor(name).tolist() for name in ("tokens", "steady", "successors")]
     entries: dict[int, Entry] = {}
     for token, steady, padded in zip(*columns, strict=True):
-        ids = tuple(i for i in padded[:WIDTH] if i >= 0)
-        if (vocab_size and max((token, *ids)) >= vocab_size) or token < 0 or not ids or not 0 <= steady <= STEADY:
+        ids = tuple(i for i in padded[:TOP_K] if i >= 0)
+        if (vocab_size and max((token, *ids)) >= vocab_size) or token < 0 or not ids or not 0 <= steady <= MAX_STABLE:
             raise ValueError(f"{os.fspath(path)} is damaged: token {token} of {vocab_size} has successors {padded}")
         entries[token] = (steady, ids)
     return vocab_size, entries
 
 
-def recycling(table: TableGuesser | None = None) -> BestFirst:
+def recycling(table: SuccessorTable | None = None) -> BestFirstDrafter:
     """The drafter that only recycles; `table` brings a table that was saved or is shared."""
-    return BestFirst("recycling", [TableGuesser() if table is None else table])
+    return BestFirstDrafter("recycling", [SuccessorTable() if table is None else table])
 
 
 __all__ = ["TableGuesser", "recycling"]

@@ -354,4 +354,4 @@ def test_several_processes_train_as_one(data: Path, tmp_path: Path) -> None:
 def test_rules_are_named_as_drafters_name_them() -> None:
     from mmspec.drafters.eagle import visual_inputs as rules
 
-    assert tuple(rules.RULES) == train.RULES
+    assert tuple(rules.VISUAL_MODES) == train.RULES
