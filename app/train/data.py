@@ -257,15 +257,15 @@ class Teacher:
     def lesson(self, numbers: Sequence[int]) -> TrainBatch:
         """The target's states over the prompts of these requests and its answers."""
         new = [number for number in dict.fromkeys(numbers) if number not in self._kept]
-        made = dict(zip(new, self._seen(new).rows(), strict=True)) if new else {}
+        made = dict(zip(new, self._seen(new).split(), strict=True)) if new else {}
         rows = [self._kept[number] if number in self._kept else made[number] for number in numbers]
         for number, row in made.items():
-            size = sum(part.nbytes for part in row.parts())
+            size = sum(part.nbytes for part in row.tensors())
             if size <= self.room:
                 self.room -= size
                 self._kept[number] = row.to("cpu")
         device = self.model.device
-        return TrainBatch.joined([row.to(device) for row in rows])
+        return TrainBatch.collate([row.to(device) for row in rows])
 
     def _seen(self, numbers: Sequence[int]) -> TrainBatch:
         """The target reads the texts."""
@@ -284,14 +284,14 @@ class Teacher:
         vision = {name: whole[name] for name in self.family.vision_args if whole.get(name) is not None}
         grids = self.family.grids(ids, vision)
         return TrainBatch(
-            ids=ids,
-            real=real,
-            visual=visual,
-            answer=answer,
-            embedded=seen.hidden_states[0].float(),
-            states=seen.hidden_states[-1].float(),
-            segments=prompt_grids(Prompt(ids, real, visual, position_ids=ids, grids=grids), ids.shape[1]),
-            attended=self.family.visual_saliency(heard, visual, vision),
+            input_ids=ids,
+            attention_mask=real,
+            visual_mask=visual,
+            response_mask=answer,
+            inputs_embeds=seen.hidden_states[0].float(),
+            hidden_states=seen.hidden_states[-1].float(),
+            grids=prompt_grids(Prompt(ids, real, visual, position_ids=ids, grids=grids), ids.shape[1]),
+            visual_saliency=self.family.visual_saliency(heard, visual, vision),
         )
 
     def _join(self, inputs: dict[str, Any], answers: Sequence[list[int]]) -> tuple[dict[str, Any], Tensor]:

@@ -85,7 +85,7 @@ class FalconDrafter(BlockDrafter):
         (batch, hidden), device = state.last_hidden.shape, state.last_hidden.device
         table, noise = self.path_table(state, max_nodes, k), self._log_noise(state, depth * k)
         width = min(self._num_followed(device), len(table.full_paths))
-        descent = AutoregressiveExpander(self, state, width, each=k)
+        descent = AutoregressiveExpander(self, state, width, rows_per_node=k)
         features, reached = self.block_features(state)[:, None], state.last_hidden.new_zeros(batch, 1, dtype=torch.float32)
         beam = torch.full((batch, 1), -1, device=device)
         pool, made, count = [], 0, len(table.parents)
@@ -104,7 +104,7 @@ class FalconDrafter(BlockDrafter):
             said = looked.gather(1, source[..., None].expand(-1, -1, looked.shape[-1])).gather(2, table.token_indices[path])
             behind = features.gather(1, source[..., None, None].expand(-1, -1, k, hidden))
             if level:
-                descent.follow(source[..., None])
+                descent.reorder(source[..., None])
             embedded = self._embed(state, said.flatten(1)).to(behind.dtype)
             out = descent.step(level + 1, embedded, behind.flatten(1, 2))
             features = out.unflatten(1, (width, k))

@@ -138,7 +138,7 @@ class FlashDrafter(BlockDrafter):
 class StatelessExpander:
     """A `LevelExpander` without passes has nothing to remember of the way it went."""
 
-    def follow(self, source: Tensor) -> None:
+    def reorder(self, parent_index: Tensor) -> None:
         """See `LevelExpander`."""
 
     def close(self) -> None:
@@ -150,20 +150,20 @@ class MarkovExpander(StatelessExpander):
 
     def __init__(self, drafter: FlashDrafter, chain: MarkovHead, state: EagleState) -> None:
         features = drafter.block_features(state)
-        self.chain, self.ids, self.start = chain, state.draft_ids, features[:, :1]
-        self.plain, self.seen = drafter.logits(state, features), chain.project_features(features)
-        self.say = None if self.ids is None else chain.vocab_proj.weight[self.ids]
+        self.markov_head, self.draft_ids, self.start = chain, state.draft_ids, features[:, :1]
+        self.base_logits, self.features = drafter.logits(state, features), chain.project_features(features)
+        self.draft_vocab_proj = None if self.draft_ids is None else chain.vocab_proj.weight[self.draft_ids]
 
     def step(self, level: int, embedded: Tensor, feature: Tensor) -> Tensor:
         """See `LevelExpander`; [B, W, C]."""
-        return self.chain.mix(self.seen[:, level, None], embedded)
+        return self.markov_head.mix(self.features[:, level, None], embedded)
 
-    def scores(self, level: int, out: Tensor) -> Tensor:
+    def logits(self, level: int, out: Tensor) -> Tensor:
         """See `LevelExpander`."""
-        plain = self.plain[:, level, None]
+        plain = self.base_logits[:, level, None]
         if not level:
             return plain
-        return plain + (self.chain.vocab_proj(out) if self.say is None else functional.linear(out, self.say)).float()
+        return plain + (self.markov_head.vocab_proj(out) if self.draft_vocab_proj is None else functional.linear(out, self.draft_vocab_proj)).float()
 
 
 __all__ = ["BlockDrafter", "MarkovHead", "FlashDrafter", "FlashHead", "Passless"]

@@ -46,16 +46,16 @@ class CorrectedExpander(StatelessExpander):
     """Goes down a tree: each level is a learned row, corrected by the word before."""
 
     def __init__(self, drafter: ParallelDrafter, link: TokenCorrection, state: EagleState) -> None:
-        self.drafter, self.link, self.state = drafter, link, state
+        self.drafter, self.token_correction, self.state = drafter, link, state
         self.features = drafter.block_features(state)
         self.start = self.features[:, :1]
 
     def step(self, level: int, embedded: Tensor, feature: Tensor) -> Tensor:
         """See `LevelExpander`."""
-        out: Tensor = self.link(self.features[:, level, None].expand(embedded.shape), embedded)
+        out: Tensor = self.token_correction(self.features[:, level, None].expand(embedded.shape), embedded)
         return out
 
-    def scores(self, level: int, out: Tensor) -> Tensor:
+    def logits(self, level: int, out: Tensor) -> Tensor:
         """See `LevelExpander`."""
         return self.drafter.logits(self.state, out)
 

@@ -233,10 +233,10 @@ class EagleDrafter:
         index = torch.arange(n, device=states.device)
         final = index == (counts - 1)[:, None]
         sight = DraftInputs(
-            following=following,
-            states=states,
-            visual=visual.roll(-1, 1) & ~final,
-            placeholder=self._placeholder_embedding(prompt, words, embedded),
+            next_embeds=following,
+            hidden_states=states,
+            visual_mask=visual.roll(-1, 1) & ~final,
+            placeholder_embed=self._placeholder_embedding(prompt, words, embedded),
         )
         inside = index < counts[:, None]
         positions, kept = index.expand(inside.shape), counts
@@ -334,7 +334,7 @@ class EagleDrafter:
         width, noise = min(self._num_followed(device), state.logit_bias.shape[0]), self._log_noise(state, depth)
         descent = self._expander(state, width)
 
-        first = self._log_probs(state, descent.scores(0, descent.start), None if noise is None else noise[:, :1])
+        first = self._log_probs(state, descent.logits(0, descent.start), None if noise is None else noise[:, :1])
         reached, tokens = (part[:, 0] for part in first.topk(width))
         reached = reached - LEVEL_PENALTY
         pool = [(tokens, reached, torch.full_like(tokens, -1))]
@@ -343,7 +343,7 @@ class EagleDrafter:
         for level in range(1, depth):
             out = descent.step(level, self._embed(state, tokens).to(feature.dtype), feature)
             ahead = None if noise is None else noise[:, level : level + 1]
-            chances, offered = self._log_probs(state, descent.scores(level, out), ahead).topk(width)
+            chances, offered = self._log_probs(state, descent.logits(level, out), ahead).topk(width)
             totals, offered = (reached[..., None] + chances).flatten(1) - LEVEL_PENALTY, offered.flatten(1)
             pool.append((offered, totals, beam.repeat_interleave(width, dim=1)))
             if level < depth - 1:
@@ -351,7 +351,7 @@ class EagleDrafter:
                 tokens, source = offered.gather(1, chosen), (chosen // width)[..., None]
                 beam, made = made + chosen, made + width * width
                 feature = out.gather(1, source.expand(-1, -1, out.shape[-1]))
-                descent.follow(source)
+                descent.reorder(source)
         descent.close()
         return select_nodes(state.draft_ids, *(torch.cat(parts, dim=1) for parts in zip(*pool, strict=True)), num_nodes=max_nodes)
 
@@ -396,10 +396,10 @@ class LevelExpander(Protocol):
     def step(self, level: int, embedded: Tensor, feature: Tensor) -> Tensor:
         """[B, W, D'] outputs at the nodes of a level, of their tokens' embeddings and their parents' outputs."""
 
-    def scores(self, level: int, out: Tensor) -> Tensor:
+    def logits(self, level: int, out: Tensor) -> Tensor:
         """[B, W, V'] logits of what follows them."""
 
-    def follow(self, source: Tensor) -> None:
+    def reorder(self, parent_index: Tensor) -> None:
         """Go on from the children of these nodes, [B, W, 1]."""
 
     def close(self) -> None:
@@ -409,51 +409,51 @@ class LevelExpander(Protocol):
 class AutoregressiveExpander:
     """A pass of the head for every level; a node sees the text and its own ancestors."""
 
-    def __init__(self, drafter: EagleDrafter, state: EagleState, width: int, each: int = 1) -> None:
+    def __init__(self, drafter: EagleDrafter, state: EagleState, beam_width: int, rows_per_node: int = 1) -> None:
         """
         Args:
             each: rows that every node stands for, all of which see each other.
         """
         buffer, batch, device = state.kv_cache, state.last_hidden.shape[0], state.last_hidden.device
-        self.drafter, self.state, self.each, self.start = drafter, state, each, state.last_hidden[:, None]
+        self.drafter, self.state, self.rows_per_node, self.start = drafter, state, rows_per_node, state.last_hidden[:, None]
         # Every row's tree begins behind the longest row, so that one slice takes it; what lies between is masked.
-        self.committed, buffer.seq_lens = buffer.seq_lens, [max(buffer.seq_lens)] * batch
-        seen = torch.arange(max(self.committed), device=device) < torch.tensor(self.committed, device=device)[:, None]
-        self.seen = seen[:, None].expand(batch, width, -1)
+        self.seq_lens, buffer.seq_lens = buffer.seq_lens, [max(buffer.seq_lens)] * batch
+        seen = torch.arange(max(self.seq_lens), device=device) < torch.tensor(self.seq_lens, device=device)[:, None]
+        self.context_mask = seen[:, None].expand(batch, beam_width, -1)
         # A level's rows stand at the same places: `each` of them, one behind the other.
         places = torch.tensor(state.next_positions, device=device)[:, None] + torch.arange(drafter.max_lookahead, device=device)
         self.cos, self.sin = drafter.rotary_embedding(state, places)
-        own = torch.eye(width, dtype=torch.bool, device=device).repeat_interleave(each, 1)
-        self.own = own.expand(batch, width, width * each)
-        self.above = self.own[..., :0]
+        own = torch.eye(beam_width, dtype=torch.bool, device=device).repeat_interleave(rows_per_node, 1)
+        self.self_mask = own.expand(batch, beam_width, beam_width * rows_per_node)
+        self.ancestor_mask = self.self_mask[..., :0]
 
     def step(self, level: int, embedded: Tensor, feature: Tensor) -> Tensor:
         """See `LevelExpander`; [B, W * each, D] if nodes are several rows."""
         drafter, state, buffer = self.drafter, self.state, self.state.kv_cache
-        self.above = torch.cat((self.above, self.own), dim=-1)
+        self.ancestor_mask = torch.cat((self.ancestor_mask, self.self_mask), dim=-1)
         rows = drafter.fuse(state, embedded, feature)
-        here = slice((level - 1) * self.each, level * self.each)
+        here = slice((level - 1) * self.rows_per_node, level * self.rows_per_node)
         cos, sin = self.cos[:, :, here], self.sin[:, :, here]
-        mask = torch.cat((self.seen, self.above), dim=-1)
-        if self.each > 1:
-            cos, sin = (part.repeat(1, 1, rows.shape[1] // self.each, 1) for part in (cos, sin))
-            mask = mask.repeat_interleave(self.each, 1)
+        mask = torch.cat((self.context_mask, self.ancestor_mask), dim=-1)
+        if self.rows_per_node > 1:
+            cos, sin = (part.repeat(1, 1, rows.shape[1] // self.rows_per_node, 1) for part in (cos, sin))
+            mask = mask.repeat_interleave(self.rows_per_node, 1)
         buffer.begin_forward(rows.shape[1])
         out: Tensor = drafter.head(rows, cos, sin, cached_attention(buffer, mask[:, None]))
         buffer.advance(rows.shape[1])
         return out
 
-    def scores(self, level: int, out: Tensor) -> Tensor:
+    def logits(self, level: int, out: Tensor) -> Tensor:
         """See `LevelExpander`."""
         return self.drafter.logits(self.state, out)
 
-    def follow(self, source: Tensor) -> None:
+    def reorder(self, parent_index: Tensor) -> None:
         """See `LevelExpander`."""
-        self.above = self.above.gather(1, source.expand(-1, -1, self.above.shape[-1]))
+        self.ancestor_mask = self.ancestor_mask.gather(1, parent_index.expand(-1, -1, self.ancestor_mask.shape[-1]))
 
     def close(self) -> None:
         """See `LevelExpander`."""
-        self.state.kv_cache.seq_lens = self.committed
+        self.state.kv_cache.seq_lens = self.seq_lens
 
 
 def select_last(out: Tensor, counts: Sequence[int], before: Tensor) -> Tensor:

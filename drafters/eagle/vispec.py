@@ -20,10 +20,10 @@ from mmspec.drafters.eagle.visual_inputs import DraftInputs
 class VisualAdaptor(nn.Module):
     """Learned queries over a picture's projected embeddings: [M, D] in, [Q, D] out. No positions, no norm."""
 
-    def __init__(self, config: HeadConfig, queries: int) -> None:
+    def __init__(self, config: HeadConfig, num_queries: int) -> None:
         super().__init__()
         heads, size = config.num_attention_heads, config.head_dim
-        self.q = nn.Parameter(torch.randn(queries, heads, size) * size**-0.5)
+        self.q = nn.Parameter(torch.randn(num_queries, heads, size) * size**-0.5)
         self.k_proj = nn.Linear(config.hidden_size, heads * size, bias=config.qkv_bias)
         self.v_proj = nn.Linear(config.hidden_size, heads * size, bias=config.qkv_bias)
         self.o_proj = nn.Linear(heads * size, config.hidden_size, bias=False)
@@ -67,9 +67,9 @@ class VispecDrafter(EagleDrafter):
 
     def prompt_inputs(self, state: EagleState, inputs: DraftInputs) -> tuple[Tensor, Tensor | None]:
         """Picture by picture: the few tokens go to the picture's last places, its vector to the text behind it."""
-        following, visual = inputs.following, inputs.visual.tolist()
+        following, visual = inputs.next_embeds, inputs.visual_mask.tolist()
         batch, _, hidden = following.shape
-        keep = ~inputs.visual
+        keep = ~inputs.visual_mask
         rows, pictures = following.clone(), torch.zeros_like(following)
         state.extra = following.new_zeros(batch, hidden)
         for row in range(batch):
@@ -81,8 +81,8 @@ class VispecDrafter(EagleDrafter):
                     keep[row, end - few : end] = True
                 pictures[row, end:] = shrunk[-1]
                 state.extra[row] = shrunk[-1]
-        mixed = self._mixed(following, inputs.states, pictures)
-        return torch.where(inputs.visual[..., None], rows, mixed), keep
+        mixed = self._mixed(following, inputs.hidden_states, pictures)
+        return torch.where(inputs.visual_mask[..., None], rows, mixed), keep
 
 
 def _runs(flags: list[bool]) -> list[tuple[int, int]]:

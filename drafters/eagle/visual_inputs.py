@@ -27,10 +27,10 @@ class DraftInputs:
         visual: [B, n] bool, True where a visual token follows. placeholder: [D] embedding of the placeholder id.
     """
 
-    following: Tensor
-    states: Tensor
-    visual: Tensor
-    placeholder: Tensor
+    next_embeds: Tensor
+    hidden_states: Tensor
+    visual_mask: Tensor
+    placeholder_embed: Tensor
 
 
 VisualInputMode = Callable[[EagleHead, DraftInputs], tuple[Tensor, Tensor | None]]
@@ -44,28 +44,28 @@ def decoupled(head: EagleHead, sight: DraftInputs) -> tuple[Tensor, Tensor | Non
 
 def coupled(head: EagleHead, sight: DraftInputs) -> tuple[Tensor, Tensor | None]:
     """EAGLE on a multimodal target: visual tokens are fused with states like text."""
-    return head.fuse(sight.following, sight.states), None
+    return head.fuse(sight.next_embeds, sight.hidden_states), None
 
 
 def placeholder(head: EagleHead, sight: DraftInputs) -> tuple[Tensor, Tensor | None]:
     """EAGLE as it is for text: of a visual token it sees the placeholder's embedding, and the state before it."""
-    following = torch.where(sight.visual[..., None], sight.placeholder, sight.following)
-    return head.fuse(following, sight.states), None
+    following = torch.where(sight.visual_mask[..., None], sight.placeholder_embed, sight.next_embeds)
+    return head.fuse(following, sight.hidden_states), None
 
 
 def text_only(head: EagleHead, sight: DraftInputs) -> tuple[Tensor, Tensor | None]:
     """No visual tokens at all: only rows that text follows; they keep their positions."""
-    return _text_fused(head, sight), ~sight.visual
+    return _text_fused(head, sight), ~sight.visual_mask
 
 
 def _text_fused(head: EagleHead, sight: DraftInputs) -> Tensor:
     """[B, n, D], fused where text follows, the bare embedding elsewhere: long clips cost what their text costs."""
-    most = int((~sight.visual).sum(1).max())
-    text = packed_indices(~sight.visual)[:, :most]  # rows with less of it bring others
-    following = gather_rows(sight.following, text)
-    fused = head.fuse(following, gather_rows(sight.states, text))
-    fused = torch.where(sight.visual.gather(1, text)[..., None], following, fused)
-    return scatter_rows(sight.following.to(fused.dtype), text, fused)
+    most = int((~sight.visual_mask).sum(1).max())
+    text = packed_indices(~sight.visual_mask)[:, :most]  # rows with less of it bring others
+    following = gather_rows(sight.next_embeds, text)
+    fused = head.fuse(following, gather_rows(sight.hidden_states, text))
+    fused = torch.where(sight.visual_mask.gather(1, text)[..., None], following, fused)
+    return scatter_rows(sight.next_embeds.to(fused.dtype), text, fused)
 
 
 VISUAL_MODES: dict[str, VisualInputMode] = {"decoupled": decoupled, "coupled": coupled, "blind": placeholder, "textual": text_only}
@@ -111,7 +111,7 @@ def compressed_inputs(
     Returns:
         [B, m, D] rows, [B, m] bool which of them are kept, [B, m] their positions.
     """
-    seen, words = inputs.visual & attention_mask, ~inputs.visual & attention_mask
+    seen, words = inputs.visual_mask & attention_mask, ~inputs.visual_mask & attention_mask
     counts, text = seen.sum(1), words.sum(1)
     index = torch.arange(seen.shape[1], device=seen.device)
     ends = (seen[0].int().argmax(), (seen[0] * (index + 1)).amax())
@@ -125,14 +125,14 @@ def compressed_inputs(
         """One row's that stand together, as those of a clip do, are not copied."""
         return part[:, start:end] if together else gather_rows(part, look)
 
-    following, before, where = (gather_rows(part, say) for part in (inputs.following, inputs.states, position_ids))
+    following, before, where = (gather_rows(part, say) for part in (inputs.next_embeds, inputs.hidden_states, position_ids))
     for segment in grids:
         held[segment.row] += segment.num_tokens
     # A row whose first token is a visual one has one fewer than its grids, since no row stands before it.
     grids = tuple(one for one in grids if held[one.row] == sizes[one.row])
     visual = VisualTokens(
-        inputs_embeds=visual_of(inputs.following),
-        hidden_states=visual_of(inputs.states),
+        inputs_embeds=visual_of(inputs.next_embeds),
+        hidden_states=visual_of(inputs.hidden_states),
         mask=mask,
         position_ids=visual_of(position_ids),
         grids=grids,
@@ -140,8 +140,8 @@ def compressed_inputs(
         context=context,
     )
     few = compressor.compress(visual, query, compressor.max_tokens)
-    shown = DraftInputs(few.inputs_embeds, few.hidden_states, torch.ones_like(few.mask), inputs.placeholder)
-    said = DraftInputs(following, before, torch.zeros_like(told), inputs.placeholder)
+    shown = DraftInputs(few.inputs_embeds, few.hidden_states, torch.ones_like(few.mask), inputs.placeholder_embed)
+    said = DraftInputs(following, before, torch.zeros_like(told), inputs.placeholder_embed)
     parts = [VISUAL_MODES[visual_mode](head, shown), VISUAL_MODES[visual_mode](head, said)]
     keep = [few.mask, told]
     for place, (_, chosen) in enumerate(parts):
@@ -153,9 +153,9 @@ def compressed_inputs(
     )
 
 
-def prompt_grids(prompt: Prompt, new: int) -> tuple[VisualGrid, ...]:
+def prompt_grids(prompt: Prompt, num_new: int) -> tuple[VisualGrid, ...]:
     """The grids of a prompt, with `start` counted in visual tokens of their row; empty if only a part is new."""
-    if new != prompt.input_ids.shape[1]:
+    if num_new != prompt.input_ids.shape[1]:
         return ()
     before: dict[int, int] = {}
     found = []

@@ -86,7 +86,7 @@ class CandidateSource(Protocol):
     vocab_size: int | None
     priors: Mapping[Key, float]
 
-    def start(self, text: PromptText) -> Any:
+    def start(self, prompt_text: PromptText) -> Any:
         """The state of one call."""
 
     def cursor(self, state: Any, row: int) -> Any | None:
@@ -98,7 +98,7 @@ class CandidateSource(Protocol):
     def enter(self, token: int) -> Any | None:
         """The cursor of a node that another guesser brought, or None."""
 
-    def learn(self, state: Any, verdict: VerifyResult) -> None:
+    def update(self, state: Any, result: VerifyResult) -> None:
         """Take in what was emitted."""
 
 
@@ -174,34 +174,34 @@ class BestFirstDrafter:
     turns out right or wrong, also when it was not scored, so learning what guesses are worth needs no drafting at all.
     """
 
-    def __init__(self, name: str, guessers: Sequence[CandidateSource], calibration: Calibration | None = None) -> None:
+    def __init__(self, name: str, sources: Sequence[CandidateSource], calibration: Calibration | None = None) -> None:
         self.name = name
-        self.guessers = list(guessers)
-        self.requirements = DrafterRequirements(top_k=max((guesser.top_k for guesser in self.guessers), default=0))
-        priors = {key: prior for guesser in self.guessers for key, prior in guesser.priors.items()}
+        self.sources = list(sources)
+        self.requirements = DrafterRequirements(top_k=max((guesser.top_k for guesser in self.sources), default=0))
+        priors = {key: prior for guesser in self.sources for key, prior in guesser.priors.items()}
         self.calibration = calibration or Calibration(priors)
-        self.vocab_size: int | None = self._vocabulary()
+        self.vocab_size: int | None = self._known_vocab_size()
 
-    def _vocabulary(self) -> int | None:
-        return next((guesser.vocab_size for guesser in self.guessers if guesser.vocab_size is not None), None)
+    def _known_vocab_size(self) -> int | None:
+        return next((guesser.vocab_size for guesser in self.sources if guesser.vocab_size is not None), None)
 
     def begin(self, prompt: Prompt) -> BestFirstState:
         """Read the prompt's text."""
         text = PromptText.from_prompt(prompt)
-        sources = [guesser.start(text) for guesser in self.guessers]
-        self.vocab_size = self._vocabulary()
+        sources = [guesser.start(text) for guesser in self.sources]
+        self.vocab_size = self._known_vocab_size()
         return BestFirstState(len(text.rows), prompt.banned_ids, sources)
 
     def propose(self, state: BestFirstState, max_nodes: int, active: Sequence[bool]) -> DraftTree:
         """The likeliest trees of at most `budget` nodes, padded to a bucket; bare roots if no guess is worth a node."""
         max_nodes = min(max_nodes, BUCKETS[-1])
         state.candidates = [[] for _ in range(state.batch_size)]
-        rows = [self._row(state, row, max_nodes) if alive else [] for row, alive in enumerate(active)]
+        rows = [self._propose_row(state, row, max_nodes) if alive else [] for row, alive in enumerate(active)]
         return build_tree(rows) if any(rows) else root_only(state.batch_size)
 
-    def _row(self, state: BestFirstState, row: int, budget: int) -> list[Node]:
+    def _propose_row(self, state: BestFirstState, row: int, max_nodes: int) -> list[Node]:
         """The nodes of one row. With a budget of 1 there are none, but the root's guesses are still taken note of."""
-        cursors = [guesser.cursor(source, row) for guesser, source in zip(self.guessers, state.source_states, strict=True)]
+        cursors = [guesser.cursor(source, row) for guesser, source in zip(self.sources, state.source_states, strict=True)]
         if all(cursor is None for cursor in cursors):
             return []
         offers = state.candidates[row]
@@ -212,7 +212,7 @@ class BestFirstDrafter:
             offers.append(offered)
             return children
 
-        return best_first((None, cursors), expand, budget, MIN_PROB)
+        return best_first((None, cursors), expand, max_nodes, MIN_PROB)
 
     def _expand(self, place: TreeNode, banned: frozenset[int]) -> tuple[list[Candidate], list[tuple[int, float, TreeNode]]]:
         """All guesses at one node, and the distinct tokens among them that are worth a node."""
@@ -220,8 +220,8 @@ class BestFirstDrafter:
         offered: list[Candidate] = []
         hits: dict[int, float] = {}
         cursors: dict[int, list[Any]] = {}
-        for which, guesser in enumerate(self.guessers):
-            for offer in self._offers(guesser, place[1][which], place[0]):
+        for which, guesser in enumerate(self.sources):
+            for offer in self._source_candidates(guesser, place[1][which], place[0]):
                 token, key, child = offer
                 if token in banned:
                     continue
@@ -232,14 +232,14 @@ class BestFirstDrafter:
                 if rate > hits.get(token, 0.0):
                     hits[token] = rate
                 if token not in cursors:
-                    cursors[token] = [None] * len(self.guessers)
+                    cursors[token] = [None] * len(self.sources)
                 cursors[token][which] = child
         total = sum(hits.values())
         scale = _SIBLINGS / total if total > _SIBLINGS else 1.0
         return offered, [(token, hit * scale, (token, cursors[token])) for token, hit in hits.items()]
 
     @staticmethod
-    def _offers(guesser: CandidateSource, cursor: Any | None, token: int | None) -> Iterable[Candidate]:
+    def _source_candidates(guesser: CandidateSource, cursor: Any | None, token: int | None) -> Iterable[Candidate]:
         """One guesser's guesses at a node, also at one that only others brought."""
         if cursor is None and token is not None:
             cursor = guesser.enter(token)
@@ -257,5 +257,5 @@ class BestFirstDrafter:
         state.candidates = []
         if outcomes:
             self.calibration.update(outcomes)
-        for guesser, source in zip(self.guessers, state.source_states, strict=True):
-            guesser.learn(source, result)
+        for guesser, source in zip(self.sources, state.source_states, strict=True):
+            guesser.update(source, result)

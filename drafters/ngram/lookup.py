@@ -189,9 +189,9 @@ class PromptLookup:
     vocab_size: int | None = None
     priors: Mapping[Key, float] = _priors()
 
-    def start(self, text: PromptText) -> list[NgramIndex]:
+    def start(self, prompt_text: PromptText) -> list[NgramIndex]:
         """Index each row's reference and prompt."""
-        return [NgramIndex(reference, row) for reference, row in zip(text.reference_ids, text.rows, strict=True)]
+        return [NgramIndex(reference, row) for reference, row in zip(prompt_text.reference_ids, prompt_text.rows, strict=True)]
 
     def cursor(self, state: list[NgramIndex], row: int) -> Cursor | None:
         """The places where the row's last tokens stood before, and its place in the reference."""
@@ -220,9 +220,9 @@ class PromptLookup:
     def enter(self, token: int) -> None:
         """Nothing: a place that disagreed with the path is left."""
 
-    def learn(self, state: list[NgramIndex], verdict: VerifyResult) -> None:
+    def update(self, state: list[NgramIndex], result: VerifyResult) -> None:
         """Add what was emitted to the index."""
-        for history, emitted in zip(state, verdict.emitted_ids, strict=True):
+        for history, emitted in zip(state, result.emitted_ids, strict=True):
             if emitted:
                 history.extend(emitted)
 

@@ -64,17 +64,17 @@ class SuccessorTable:
         """What the table holds for a token, likeliest first."""
         return self._entries.get(token, (0, ()))[1]
 
-    def start(self, text: PromptText) -> list[int]:
+    def start(self, prompt_text: PromptText) -> list[int]:
         """Let the prompt's text teach the table. The state is the last token of each row."""
         with self._lock:
-            self._claim(text.vocab_size)
-            for row in text.rows:
+            self._set_vocab_size(prompt_text.vocab_size)
+            for row in prompt_text.rows:
                 for token, successor in pairwise(row):
                     if token != BARRIER and successor != BARRIER:
                         self._promote(token, successor)
-        return [row[-1] if row else BARRIER for row in text.rows]
+        return [row[-1] if row else BARRIER for row in prompt_text.rows]
 
-    def _claim(self, vocab_size: int) -> None:
+    def _set_vocab_size(self, vocab_size: int) -> None:
         if not vocab_size or self.vocab_size is None:
             self.vocab_size = vocab_size or self.vocab_size
         elif self.vocab_size != vocab_size:  # the target was given more or fewer tokens
@@ -95,32 +95,32 @@ class SuccessorTable:
         """The token, if it has successors."""
         return token if token in self._entries else None
 
-    def learn(self, state: list[int], verdict: VerifyResult) -> None:
+    def update(self, state: list[int], result: VerifyResult) -> None:
         """Store the successors of every scored node; the walked nodes come last, so their word stands."""
         with self._lock:
-            if verdict.top_ids is None:
-                self._learn_emitted(state, verdict)
+            if result.top_ids is None:
+                self._update_emitted(state, result)
             else:
-                self._learn_nodes(state, verdict, verdict.top_ids)
-        for row, emitted in enumerate(verdict.emitted_ids):
+                self._update_scored(state, result, result.top_ids)
+        for row, emitted in enumerate(result.emitted_ids):
             if emitted:
                 state[row] = emitted[-1]
 
-    def _learn_nodes(self, state: list[int], verdict: VerifyResult, top_ids: Sequence[Sequence[Sequence[int]]]) -> None:
-        live = [row for row, emitted in enumerate(verdict.emitted_ids) if emitted]
-        if verdict.scored_ids is not None and verdict.tree.num_nodes > 1:
+    def _update_scored(self, state: list[int], result: VerifyResult, top_ids: Sequence[Sequence[Sequence[int]]]) -> None:
+        live = [row for row, emitted in enumerate(result.emitted_ids) if emitted]
+        if result.scored_ids is not None and result.tree.num_nodes > 1:
             for row in live:
-                walked = set(verdict.accepted_nodes[row])
-                for node, (token, ids) in enumerate(zip(verdict.scored_ids[row], top_ids[row], strict=True)):
+                walked = set(result.accepted_nodes[row])
+                for node, (token, ids) in enumerate(zip(result.scored_ids[row], top_ids[row], strict=True)):
                     if node not in walked:
                         self._store(token, ids)  # places without a node are -1, which it refuses
         for row in live:
             # The token of a walked node is the one picked at the node before it.
-            for token, node in zip((state[row], *verdict.emitted_ids[row]), verdict.accepted_nodes[row], strict=False):
+            for token, node in zip((state[row], *result.emitted_ids[row]), result.accepted_nodes[row], strict=False):
                 self._store(token, top_ids[row][node])
 
-    def _learn_emitted(self, state: list[int], verdict: VerifyResult) -> None:
-        for last, emitted in zip(state, verdict.emitted_ids, strict=True):
+    def _update_emitted(self, state: list[int], result: VerifyResult) -> None:
+        for last, emitted in zip(state, result.emitted_ids, strict=True):
             for token, successor in zip((last, *emitted), emitted, strict=False):
                 self._promote(token, successor)
 
@@ -132,14 +132,14 @@ class SuccessorTable:
             ids = [i for i in ids if 0 <= i < limit]
             if not ids:
                 return
-        self._entries[token] = (self._steady(token, ids[0]), tuple(ids[:TOP_K]))
+        self._entries[token] = (self._stable_updates(token, ids[0]), tuple(ids[:TOP_K]))
 
     def _promote(self, token: int, successor: int) -> None:
         """Make `successor` the first of `token`'s."""
         others = [i for i in self.successors(token) if i != successor]
         self._store(token, (successor, *others))
 
-    def _steady(self, token: int, first: int) -> int:
+    def _stable_updates(self, token: int, first: int) -> int:
         old = self._entries.get(token)
         return min(old[0] + 1, MAX_STABLE) if old is not None and old[1][0] == first else 0
 

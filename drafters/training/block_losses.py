@@ -37,11 +37,11 @@ def flash_loss(
     asked, told = PackedQueries(data), LossAccumulator(shared_embeddings, weights, data.compressor_loss)
     features = head.block(RolloutCache(head, asked).forward(data.inputs, data.position_ids))
     for slot in range(head.config.block):
-        learn, added = asked.learned(slot), None
+        learn, added = asked.loss_mask(slot), None
         said = features[:, :, slot][learn]
         if slot and head.chain is not None:
-            added = head.chain(said, asked.of(shift(data.next_embeds, slot))[learn].to(said.dtype))
-        told.add(slot, said, asked.of(shift(data.target_hidden, slot))[learn], added)
+            added = head.chain(said, asked.gather(shift(data.next_embeds, slot))[learn].to(said.dtype))
+        told.add(slot, said, asked.gather(shift(data.target_hidden, slot))[learn], added)
     return told.result()
 
 
@@ -55,9 +55,9 @@ def parallel_loss(
     for slot in range(head.config.block):
         out = memory.forward(rows, data.position_ids + slot)
         if slot and head.link is not None:
-            out = head.link(out, asked.of(shift(data.next_embeds, slot)).to(out.dtype))
-        learn = asked.learned(slot)
-        told.add(slot, out[learn], asked.of(shift(data.target_hidden, slot))[learn])
+            out = head.link(out, asked.gather(shift(data.next_embeds, slot)).to(out.dtype))
+        learn = asked.loss_mask(slot)
+        told.add(slot, out[learn], asked.gather(shift(data.target_hidden, slot))[learn])
         if slot + 1 < head.config.block:
             rows = head.slots[slot].to(data.inputs.dtype).expand_as(out)
     return told.result()

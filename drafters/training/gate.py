@@ -28,13 +28,13 @@ def fit_gate_on_batches(
     each = sum(weights.step_decay**step for step in range(weights.ttt_steps + 1))
     costs, sights = [], []
     for lesson in batches:
-        for text in lesson.rows():
-            if not (text.answer.any() and text.visual.any()):
+        for text in lesson.split():
+            if not (text.response_mask.any() and text.visual_mask.any()):
                 continue
             told = []
             for way in range(len(chooser.branches)):
                 with chooser.force_branch(way) as seen:
-                    loss, _ = ARCHITECTURES[draft_model.kind].compute_loss(draft_model, text, shared_embeddings, placeholder, judged, Progress(fraction=1.0))
+                    loss, _ = ARCHITECTURES[draft_model.architecture].compute_loss(draft_model, text, shared_embeddings, placeholder, judged, Progress(fraction=1.0))
                 told.append(float(loss) / each + float(seen[0].penalty))
             costs.append(told)
             sights.append(seen[0].features[0])

@@ -33,47 +33,47 @@ class TrainBatch:
             if the family cannot tell. attended: as in `Prompt`.
     """
 
-    ids: Tensor
-    real: Tensor
-    visual: Tensor
-    answer: Tensor
-    embedded: Tensor
-    states: Tensor
-    segments: tuple[VisualGrid, ...] = field(default=(), kw_only=True)
-    attended: Tensor | None = field(default=None, kw_only=True)
+    input_ids: Tensor
+    attention_mask: Tensor
+    visual_mask: Tensor
+    response_mask: Tensor
+    inputs_embeds: Tensor
+    hidden_states: Tensor
+    grids: tuple[VisualGrid, ...] = field(default=(), kw_only=True)
+    visual_saliency: Tensor | None = field(default=None, kw_only=True)
 
     def to(self, device: torch.device | str) -> TrainBatch:
         """The same on a device."""
-        attended = None if self.attended is None else self.attended.to(device)
-        return TrainBatch(*(part.to(device) for part in self.parts()), segments=self.segments, attended=attended)
+        attended = None if self.visual_saliency is None else self.visual_saliency.to(device)
+        return TrainBatch(*(part.to(device) for part in self.tensors()), grids=self.grids, visual_saliency=attended)
 
-    def parts(self) -> tuple[Tensor, ...]:
+    def tensors(self) -> tuple[Tensor, ...]:
         """Its tensors, in their order."""
-        return self.ids, self.real, self.visual, self.answer, self.embedded, self.states
+        return self.input_ids, self.attention_mask, self.visual_mask, self.response_mask, self.inputs_embeds, self.hidden_states
 
-    def rows(self) -> list[TrainBatch]:
+    def split(self) -> list[TrainBatch]:
         """Each text by itself, without pads; copies, so that a row can outlive the batch."""
-        sizes = self.real.sum(1).tolist()
+        sizes = self.attention_mask.sum(1).tolist()
 
         def alone(row: int, n: int) -> TrainBatch:
-            grids = tuple(replace(one, row=0) for one in self.segments if one.row == row)
+            grids = tuple(replace(one, row=0) for one in self.grids if one.row == row)
             parts = [
-                None if part is None else part[row : row + 1, :n].clone() for part in (*self.parts(), self.attended)
+                None if part is None else part[row : row + 1, :n].clone() for part in (*self.tensors(), self.visual_saliency)
             ]
-            return TrainBatch(*parts[:-1], segments=grids, attended=parts[-1])  # type: ignore[arg-type]
+            return TrainBatch(*parts[:-1], grids=grids, visual_saliency=parts[-1])  # type: ignore[arg-type]
 
         return [alone(row, n) for row, n in enumerate(sizes)]
 
     @classmethod
-    def joined(cls, rows: Sequence[TrainBatch]) -> TrainBatch:
+    def collate(cls, rows: Sequence[TrainBatch]) -> TrainBatch:
         """Texts as a batch, zeros behind each."""
-        grids = tuple(replace(one, row=number) for number, row in enumerate(rows) for one in row.segments)
-        heard = [row.attended for row in rows if row.attended is not None]
+        grids = tuple(replace(one, row=number) for number, row in enumerate(rows) for one in row.grids)
+        heard = [row.visual_saliency for row in rows if row.visual_saliency is not None]
 
         def padded(parts: Sequence[Tensor]) -> Tensor:
             return pad_sequence([one[0] for one in parts], batch_first=True)
 
-        parts = map(padded, zip(*(row.parts() for row in rows), strict=True))
+        parts = map(padded, zip(*(row.tensors() for row in rows), strict=True))
         return cls(*parts, segments=grids, attended=padded(heard) if len(heard) == len(rows) else None)
 
 
@@ -106,11 +106,11 @@ class DraftModel:
     it, if anything does; it learns along."""
 
     head: Any
-    rule: str
-    kind: str = "eagle"
+    visual_mode: str
+    architecture: str = "eagle"
     compressor: Any = None
 
-    def parts(self) -> nn.ModuleDict:
+    def modules(self) -> nn.ModuleDict:
         """All that has weights."""
         learns = isinstance(self.compressor, nn.Module)
         return nn.ModuleDict({"head": self.head, **({"compressor": self.compressor} if learns else {})})
@@ -135,34 +135,34 @@ class DraftTargets:
 
 def build_targets(draft_model: DraftModel, batch: TrainBatch, placeholder: Tensor) -> DraftTargets:
     """What a head reads of a lesson, and what it should say: nothing but words of the answer is learned."""
-    length = batch.ids.shape[1]
+    length = batch.input_ids.shape[1]
     sight = DraftInputs(
-        following=batch.embedded.roll(-1, 1),
-        states=batch.states,
-        visual=batch.visual.roll(-1, 1),
-        placeholder=placeholder,
+        next_embeds=batch.inputs_embeds.roll(-1, 1),
+        hidden_states=batch.hidden_states,
+        visual_mask=batch.visual_mask.roll(-1, 1),
+        placeholder_embed=placeholder,
     )
-    index = torch.arange(length, device=batch.ids.device).expand(batch.ids.shape)
-    answered = batch.answer & batch.real
+    index = torch.arange(length, device=batch.input_ids.device).expand(batch.input_ids.shape)
+    answered = batch.response_mask & batch.attention_mask
     learn = answered.roll(-1, 1) & answered.roll(-2, 1) & (index < length - 2)
-    parts = (sight.following, batch.states.roll(-1, 1), learn)
+    parts = (sight.next_embeds, batch.hidden_states.roll(-1, 1), learn)
     if draft_model.compressor is not None:
         # The question's last state; what comes after it is the answer, which a drafter has not seen yet.
         asked = answered.long().argmax(1).sub(1).clamp(min=0)
-        query = batch.states.gather(1, asked[:, None, None].expand(-1, 1, batch.states.shape[-1]))[:, 0]
+        query = batch.hidden_states.gather(1, asked[:, None, None].expand(-1, 1, batch.hidden_states.shape[-1]))[:, 0]
         rows, keep, index = compressed_inputs(
-            *(draft_model.head, draft_model.rule, sight, batch.real, index, draft_model.compressor, query, batch.segments),
-            saliency=None if batch.attended is None else batch.attended.roll(-1, 1),
+            *(draft_model.head, draft_model.visual_mode, sight, batch.attention_mask, index, draft_model.compressor, query, batch.grids),
+            saliency=None if batch.visual_saliency is None else batch.visual_saliency.roll(-1, 1),
         )
-        text, *packed = left_pack(batch.real & ~sight.visual, *parts)  # as the text stands behind what is shown
+        text, *packed = left_pack(batch.attention_mask & ~sight.visual_mask, *parts)  # as the text stands behind what is shown
         most = int(text.max())
         before = [part.new_zeros(len(part), rows.shape[1] - most, *part.shape[2:]) for part in parts]
         parts = tuple(torch.cat((none, part[:, :most]), dim=1) for none, part in zip(before, packed, strict=True))  # type: ignore[assignment]
     else:
-        rows, chosen = VISUAL_MODES[draft_model.rule](draft_model.head, sight)
+        rows, chosen = VISUAL_MODES[draft_model.visual_mode](draft_model.head, sight)
         if chosen is None:
             return DraftTargets(rows, *parts, index)
-        keep = chosen & batch.real
+        keep = chosen & batch.attention_mask
     counts, *packed = left_pack(keep, rows, *parts, index)
     longest = int(counts.max())
     inside = torch.arange(longest, device=rows.device) < counts[:, None]
@@ -189,25 +189,25 @@ class PackedQueries:
         places: [B, m] int64, where they stand among the rows; past a text's own they repeat some other.
     """
 
-    def __init__(self, data: DraftTargets, wanted: Tensor | None = None) -> None:
+    def __init__(self, targets: DraftTargets, query_mask: Tensor | None = None) -> None:
         """
         Args:
             wanted: [B, n] bool, if not just those that learn.
         """
-        n = data.loss_mask.shape[1]
-        self.data, index = data, torch.arange(n, device=data.loss_mask.device).expand(data.loss_mask.shape)
-        counts, places = left_pack(data.loss_mask if wanted is None else wanted, index)
-        self.places = places[:, : max(1, int(counts.max()))]
-        self._real = torch.arange(self.places.shape[1], device=places.device) < counts[:, None]
-        self.causal = index[:, None] <= self.places[..., None]
+        n = targets.loss_mask.shape[1]
+        self.targets, index = targets, torch.arange(n, device=targets.loss_mask.device).expand(targets.loss_mask.shape)
+        counts, places = left_pack(targets.loss_mask if query_mask is None else query_mask, index)
+        self.query_index = places[:, : max(1, int(counts.max()))]
+        self._real = torch.arange(self.query_index.shape[1], device=places.device) < counts[:, None]
+        self.causal_mask = index[:, None] <= self.query_index[..., None]
 
-    def of(self, part: Tensor) -> Tensor:
+    def gather(self, part: Tensor) -> Tensor:
         """[B, m, ...], of [B, n, ...]."""
-        return gather_rows(part, self.places)
+        return gather_rows(part, self.query_index)
 
-    def learned(self, steps: int) -> Tensor:
+    def loss_mask(self, steps: int) -> Tensor:
         """[B, m] bool, see `learned`."""
-        return self.of(shifted_loss_mask(self.data, steps)) & self._real
+        return self.gather(shifted_loss_mask(self.targets, steps)) & self._real
 
 
 class LossAccumulator:
@@ -254,10 +254,10 @@ def eagle_loss(
     memory, rows = RolloutCache(head, asked), data.inputs
     for step in range(weights.ttt_steps + 1):
         out = memory.forward(rows, data.position_ids + step)
-        learn = asked.learned(step)
-        told.add(step, out[learn], asked.of(shift(data.target_hidden, step))[learn])
+        learn = asked.loss_mask(step)
+        told.add(step, out[learn], asked.gather(shift(data.target_hidden, step))[learn])
         if step < weights.ttt_steps:
-            rows = head.fuse(asked.of(shift(data.next_embeds, step + 1)), out)
+            rows = head.fuse(asked.gather(shift(data.next_embeds, step + 1)), out)
     return told.result()
 
 
@@ -277,15 +277,15 @@ class RolloutCache:
             positions: [B, n] of all rows.
         """
         first = not self.keys
-        angles = self.head.rotary_embedding(position_ids if first else self.queries.of(position_ids), inputs.dtype)
+        angles = self.head.rotary_embedding(position_ids if first else self.queries.gather(position_ids), inputs.dtype)
         cos, sin = (part[:, None] for part in angles)
-        out: Tensor = self.head(inputs, cos, sin, self._attend, self.queries.places if first else None)
+        out: Tensor = self.head(inputs, cos, sin, self._attend, self.queries.query_index if first else None)
         return out
 
     def _attend(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         self._append(queries.shape[1] // keys.shape[1], keys, values)
         if len(self.keys) == 1:
-            mask = self.queries.causal[:, None]
+            mask = self.queries.causal_mask[:, None]
             return functional.scaled_dot_product_attention(queries, self.keys[0], self.values[0], mask)
         return self._rollout_attention(queries)
 
@@ -297,7 +297,7 @@ class RolloutCache:
     def _rollout_attention(self, queries: Tensor) -> Tensor:
         """Attention to the first step causally, to the later ones row by row."""
         scale = queries.shape[-1] ** -0.5
-        hidden = ~self.queries.causal[:, None]
+        hidden = ~self.queries.causal_mask[:, None]
         first = (queries @ self.keys[0].transpose(-1, -2) * scale).masked_fill(hidden, float("-inf"))
         later = [(queries * keys).sum(-1, keepdim=True) * scale for keys in self.keys[1:]]
         shares = torch.cat([first, *later], dim=-1).float().softmax(-1).to(queries.dtype)

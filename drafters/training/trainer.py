@@ -66,7 +66,7 @@ class DistributedContext:
     """
 
     rank: int = 0
-    world: int = 1
+    world_size: int = 1
     mean: Callable[[Tensor], Tensor] = lambda value: value
 
 
@@ -117,7 +117,7 @@ class Trainer:
         self.step, self.gate_is_fitted = 0, False
         folder.mkdir(parents=True, exist_ok=True)
         self.optimizers = {
-            name: torch.optim.AdamW(pupil.parts().parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
+            name: torch.optim.AdamW(pupil.modules().parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
             for name, pupil in self.draft_models.items()
         }
         if (folder / STATE_NAME).exists():
@@ -125,7 +125,7 @@ class Trainer:
 
     def _shapes(self) -> dict[str, Any]:
         return {
-            name: {"kind": pupil.kind, "rule": pupil.rule, **_compressor_settings(pupil), **asdict(pupil.head.config)}
+            name: {"kind": pupil.architecture, "rule": pupil.visual_mode, **_compressor_settings(pupil), **asdict(pupil.head.config)}
             for name, pupil in self.draft_models.items()
         }
 
@@ -140,7 +140,7 @@ class Trainer:
             ) from error
         check_resume(self.folder, state["settings"], self.settings)
         for name, pupil in self.draft_models.items():
-            pupil.parts().load_state_dict(state["heads"][name])
+            pupil.modules().load_state_dict(state["heads"][name])
             self.optimizers[name].load_state_dict(state["optimisers"][name])
         self.step, self.gate_is_fitted = state["step"], state.get("weighed", False)
 
@@ -156,7 +156,7 @@ class Trainer:
             "settings": self.settings,
             "step": self.step,
             "weighed": self.gate_is_fitted,
-            "heads": {name: pupil.parts().state_dict() for name, pupil in self.draft_models.items()},
+            "heads": {name: pupil.modules().state_dict() for name, pupil in self.draft_models.items()},
             "optimisers": {name: optimiser.state_dict() for name, optimiser in self.optimizers.items()},
         }
         part = self.folder / f"{STATE_NAME}.part"
@@ -180,7 +180,7 @@ class Trainer:
         """Train until all is done (True) or the time is up (False). `tick` is told each step's figures."""
         began = saved = time.monotonic()
         for pupil in self.draft_models.values():
-            pupil.parts().train()
+            pupil.modules().train()
         while self.step < self.config.max_steps:
             figures = self._step()
             self.step += 1
@@ -202,7 +202,7 @@ class Trainer:
         """Compressors that choose are told what their ways cost; every process by its own texts, and the mean of it."""
         choosers = [pupil for pupil in self.draft_models.values() if isinstance(pupil.compressor, GatedCompressor)]
         for pupil in choosers:
-            pupil.parts().eval()
+            pupil.modules().eval()
             lessons = (self.get_batch(step).to(self.placeholder.device) for step in range(min(self.config.max_steps, GATE_BATCHES)))
             with self._autocast():
                 fit_gate_on_batches(pupil, lessons, self.shared_embeddings, self.placeholder, self.config.weights)
@@ -232,16 +232,16 @@ class Trainer:
                 self._autocast(),
             ):
                 torch.default_generator.manual_seed(seed)
-                taught = ARCHITECTURES[pupil.kind].compute_loss
+                taught = ARCHITECTURES[pupil.architecture].compute_loss
                 loss, told = taught(pupil, lesson, self.shared_embeddings, self.placeholder, plan.weights, when)
             optimiser.zero_grad(set_to_none=True)
             if loss.requires_grad:  # there was something to learn
                 loss.backward()
-            if self.distributed.world > 1:
-                for weight in pupil.parts().parameters():
+            if self.distributed.world_size > 1:
+                for weight in pupil.modules().parameters():
                     # Every process joins every mean, even one whose texts teach nothing: else the others wait for it.
                     weight.grad = self.distributed.mean(torch.zeros_like(weight) if weight.grad is None else weight.grad)
-            norm = nn.utils.clip_grad_norm_(pupil.parts().parameters(), plan.max_grad_norm)
+            norm = nn.utils.clip_grad_norm_(pupil.modules().parameters(), plan.max_grad_norm)
             if torch.isfinite(norm):
                 optimiser.step()
             prefix = f"{name}/" if len(self.draft_models) > 1 else ""
@@ -251,12 +251,12 @@ class Trainer:
 
     def _add_noise(self, lesson: TrainBatch) -> TrainBatch:
         """Uniform noise on the states (EAGLE: 0.2 wide at 512 tokens, less for longer texts)."""
-        rng = torch.Generator(lesson.states.device).manual_seed(self.config.seed * 1_000_003 + self.step)
-        width = self.config.hidden_noise * 512 / lesson.ids.shape[1]
-        shape = lesson.states.shape
-        noise = torch.rand(shape, generator=rng, device=lesson.states.device, dtype=torch.float32) - 0.5
+        rng = torch.Generator(lesson.hidden_states.device).manual_seed(self.config.seed * 1_000_003 + self.step)
+        width = self.config.hidden_noise * 512 / lesson.input_ids.shape[1]
+        shape = lesson.hidden_states.shape
+        noise = torch.rand(shape, generator=rng, device=lesson.hidden_states.device, dtype=torch.float32) - 0.5
         parts = {name: getattr(lesson, name) for name in lesson.__dataclass_fields__}
-        return TrainBatch(**parts | {"states": lesson.states + (noise * width).to(lesson.states.dtype)})
+        return TrainBatch(**parts | {"states": lesson.hidden_states + (noise * width).to(lesson.hidden_states.dtype)})
 
     def _log(self, figures: dict[str, float]) -> None:
         if self.distributed.rank:

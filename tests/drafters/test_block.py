@@ -309,7 +309,7 @@ def test_what_it_is_taught_is_what_it_drafts(
                 DraftModel(head, rule), lesson, world.shared_embeddings, placeholder, LossWeights(ttt_steps=1), when
             )
         data = build_targets(DraftModel(head, rule), lesson, placeholder)
-    states = {tuple(lesson.states[b, p].tolist()): (b, p) for b in range(2) for p in range(14)}
+    states = {tuple(lesson.hidden_states[b, p].tolist()): (b, p) for b in range(2) for p in range(14)}
     checked = set()
     for part, out, goal, added in judged:
         for said, meant, more in zip(out, goal, added.expand(len(out), -1), strict=True):

@@ -250,7 +250,7 @@ def test_the_table_equals_a_slow_reference_after_scripted_rounds() -> None:
     last = [4, 6]
     for _ in range(200):
         verdict = random_verdict(rng, last)
-        table.learn(state, verdict)
+        table.update(state, verdict)
         entries = []
         for b, emitted in enumerate(verdict.emitted_ids):
             for i in range(verdict.tree.num_nodes):
@@ -274,7 +274,7 @@ def test_without_top_ids_the_emitted_tokens_teach() -> None:
     drafter = recycling()
     state = drafter.begin(make_prompt([1]))
     emit(drafter, state, [2, 1, 3])
-    table = drafter.guessers[0]
+    table = drafter.sources[0]
     assert isinstance(table, SuccessorTable)
     assert (table.successors(1), table.successors(2)) == ((3, 2), (1,))
 
@@ -294,7 +294,7 @@ def test_save_and_load(tmp_path: Path) -> None:
     table = SuccessorTable()
     state = table.start(PromptText([[1, 2, 3, 1, 4]], [[]], VOCAB))
     for _ in range(20):
-        table.learn(state, random_verdict(random.Random(3), [4]))
+        table.update(state, random_verdict(random.Random(3), [4]))
     table.save(tmp_path / "table.safetensors")
     again = SuccessorTable().load(tmp_path / "table.safetensors")
     assert again.vocab_size == VOCAB and len(again) == len(table) > 3
@@ -477,7 +477,7 @@ def test_a_deep_copy_goes_its_own_way(name: str) -> None:
     assert other.calibration.probs == drafter.calibration.probs and other.vocab_size == drafter.vocab_size
 
     def knowledge(drafter: BestFirstDrafter) -> list[object]:
-        tables = [guesser for guesser in drafter.guessers if isinstance(guesser, SuccessorTable)]
+        tables = [guesser for guesser in drafter.sources if isinstance(guesser, SuccessorTable)]
         return [dict(drafter.calibration.probs), [[table.successors(t) for t in range(VOCAB)] for table in tables]]
 
     before = knowledge(drafter)

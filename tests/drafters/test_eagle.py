@@ -185,7 +185,7 @@ def test_what_each_rule_reads(world: FakeTarget) -> None:
     rows, keep = VISUAL_MODES["coupled"](world.head, sight)
     assert keep is None and torch.allclose(rows[:, 1], fuse(prompt.hidden_states[0][:, 2], states[:, 1]), atol=1e-6)
     rows, keep = VISUAL_MODES["blind"](world.head, sight)
-    assert torch.allclose(rows[:, 1], fuse(sight.placeholder.expand(2, -1), states[:, 1]), atol=1e-6)
+    assert torch.allclose(rows[:, 1], fuse(sight.placeholder_embed.expand(2, -1), states[:, 1]), atol=1e-6)
     rows, keep = VISUAL_MODES["textual"](world.head, sight)
     assert keep is not None and keep[0].tolist() == [True, False, False, False, True, True, True, True]
 
@@ -296,8 +296,8 @@ def test_other_settings_are_refused_and_a_full_disk_keeps_the_last_checkpoint(
 def test_noise_is_the_same_in_every_run(world: FakeTarget, tmp_path: Path) -> None:
     run = training(world, tmp_path, noise=0.2)
     a, b = run._add_noise(build_train_batch(world)), run._add_noise(build_train_batch(world))
-    assert torch.equal(a.states, b.states) and not torch.equal(a.states, build_train_batch(world).states)
-    assert float((a.states - build_train_batch(world).states).abs().max()) <= 0.1 * 512 / 14 + 1e-6
+    assert torch.equal(a.hidden_states, b.hidden_states) and not torch.equal(a.hidden_states, build_train_batch(world).hidden_states)
+    assert float((a.hidden_states - build_train_batch(world).hidden_states).abs().max()) <= 0.1 * 512 / 14 + 1e-6
 
 
 # --- on disk ----------------------------------------------------------------------------------------------------------

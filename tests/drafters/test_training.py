@@ -82,7 +82,7 @@ def test_every_process_joins_every_mean(taught: bool, tmp_path: Path) -> None:
     run = training(tmp_path, taught, DistributedContext(0, 2, mean))
     figures = run._step()
     assert (figures["norm"] > 0) is taught
-    assert joined == [weight.shape for weight in run.draft_models["a"].parts().parameters()]
+    assert joined == [weight.shape for weight in run.draft_models["a"].modules().parameters()]
 
 
 def test_a_tree_has_a_level_and_a_node_to_follow() -> None:

@@ -687,7 +687,7 @@ def test_it_is_taught_on_the_grids_that_it_is_shown(
             ARCHITECTURES[kind].compute_loss(pupil, lesson, world.shared_embeddings, placeholder, LossWeights(ttt_steps=0), when)
         for part, out, goal in judged:
             for said, meant in zip(out, goal, strict=True):
-                row = next((b for b in range(2) if torch.equal(meant, lesson.states[b, 9])), None)
+                row = next((b for b in range(2) if torch.equal(meant, lesson.hidden_states[b, 9])), None)
                 if part == 0 and row is not None:
                     logits = world.shared_embeddings.lm_head(said)
                     logits[[0, IMAGE_TOKEN_ID]] = float("-inf")
@@ -806,7 +806,7 @@ def test_a_gate_is_told_what_each_way_costs_the_head(world: FakeTarget, monkeypa
     )
     [(sights, costs)] = told
     assert sights.shape == (4, 33) and costs.shape == (4, len(made.branches)) and torch.equal(costs[:2], costs[2:])
-    text, when = build_train_batch(world).rows()[1], Progress(1.0)
+    text, when = build_train_batch(world).split()[1], Progress(1.0)
     for number, way in enumerate(made.branches):
         with torch.no_grad():
             alone = replace(pupil, compressor=way)
@@ -847,9 +847,9 @@ def test_a_lesson_knows_its_grids(tiny: Captioner) -> None:
         lesson = teacher.lesson(numbers)
         expected = {0: [0], 1: [], 2: [0, 16]}
         for row, number in enumerate(numbers):
-            mine = [one for one in lesson.segments if one.row == row]
+            mine = [one for one in lesson.grids if one.row == row]
             assert [(one.start, one.height, one.width) for one in mine] == [(at, 4, 4) for at in expected[number]]
-            assert sum(one.num_tokens for one in mine) == int(lesson.visual[row].sum())
+            assert sum(one.num_tokens for one in mine) == int(lesson.visual_mask[row].sum())
 
 
 def test_it_never_changes_a_word_and_is_used(tiny: Captioner, tmp_path: Path) -> None:
