@@ -126,9 +126,9 @@ def target_info(family: Any, tokenizer: Any) -> TargetInfo:
 
 def resolve_drafter(drafter: str | Drafter, family: Any, tokenizer: Any = None) -> Drafter:
     """The drafter of that name or folder, or the object itself, if it fits the target."""
-    from mmspec.drafters.registry import make
+    from mmspec.drafters.registry import build_drafter
 
-    made = make(drafter, target_info(family, tokenizer))
+    made = build_drafter(drafter, target_info(family, tokenizer))
     if made.vocab_size is not None and made.vocab_size != family.vocab_size:
         raise ValueError(
             f"drafter {made.name!r} was made for a vocabulary of {made.vocab_size} ids, the model has "
@@ -137,11 +137,11 @@ def resolve_drafter(drafter: str | Drafter, family: Any, tokenizer: Any = None) 
     wrong = [tap for tap in made.requirements.hidden_state_indices if not 0 <= tap <= family.num_layers]
     if wrong:
         raise ValueError(f"drafter {made.name!r} taps states {wrong}; this model has states 0 to {family.num_layers}.")
-    comes_with = getattr(made, "bundled_compressor", None)
-    if comes_with is not None:
+    bundled_compressor = getattr(made, "bundled_compressor", None)
+    if bundled_compressor is not None:
         from mmspec.vision.registry import restored
 
-        facts, weights = comes_with
+        facts, weights = bundled_compressor
         made.compressor = restored(facts, weights, family.text_config.hidden_size)  # type: ignore[attr-defined]
     return made
 
