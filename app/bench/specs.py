@@ -94,7 +94,7 @@ def patched(model: Any, name: str, processor: Any, nodes: int | None = None) -> 
     drafter = resolve_drafter(wanted.drafter, find_adapter(model), getattr(processor, "tokenizer", processor))
     if wanted.depth is not None:
         _fix_depth(drafter, wanted.depth, name)
-    mmspec.patch(model, drafter, wanted.compressor, processor=processor, nodes=nodes)
+    mmspec.patch(model, drafter, wanted.compressor, processor=processor, tree_size=nodes)
     if wanted.keep is not None:  # after `patch`, which makes a trained compressor anew
         _keep(drafter, wanted.keep, name)
     return model
@@ -102,12 +102,12 @@ def patched(model: Any, name: str, processor: Any, nodes: int | None = None) -> 
 
 def drafter_of(model: Any) -> Any:
     """The drafter of a patched model."""
-    return model.__dict__["_mmspec"].options.drafter
+    return model.__dict__["_mmspec"].config.drafter
 
 
 def shown_by(model: Any) -> Any:
     """What shows the drafter of a patched model fewer visual tokens: chosen, or its own; None if nothing does."""
-    options = model.__dict__["_mmspec"].options
+    options = model.__dict__["_mmspec"].config
     return options.compressor or getattr(options.drafter, "compressor", None)
 
 

@@ -318,7 +318,7 @@ def evaluate(args: argparse.Namespace, place: Path, teacher: Any, held: Any) -> 
 
     import mmspec
 
-    mmspec.patch(teacher.model, str(place), processor=teacher.maker.processor, nodes=16)
+    mmspec.patch(teacher.model, str(place), processor=teacher.maker.processor, tree_size=16)
     try:
         for number in range(len(held)):
             one = held[number]

@@ -128,6 +128,16 @@ class EagleDrafter:
             hidden_state_indices=tuple(dict.fromkeys((0, *indices))), max_tree_size=BUCKETS[-2]
         )
 
+    @property
+    def compresses_visual_tokens(self) -> bool:
+        """See `mmspec.interfaces.TrainedDrafter`."""
+        return self.head.compresses_visual_tokens
+
+    @property
+    def compressor_hidden_size(self) -> int | None:
+        """See `mmspec.interfaces.TrainedDrafter`. Hidden states of EAGLE-3 heads are wider than the embeddings."""
+        return None if self.head.config.eagle3_input else self.head.config.hidden_size
+
     # --- a call -------------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()

@@ -155,6 +155,9 @@ def rotate_half(vectors: Tensor) -> Tensor:
 class EagleHead(nn.Module):
     """`fc` and one layer. Its output stands for the target's state after the final norm, one position on."""
 
+    compresses_visual_tokens: bool = False
+    """Whether the head compresses visual tokens itself (ViSpec)."""
+
     def __init__(self, config: HeadConfig) -> None:
         super().__init__()
         self.config = config

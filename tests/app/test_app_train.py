@@ -70,7 +70,7 @@ def test_a_run_from_the_command_line(tmp_path: Path, capsys: Any) -> None:
     assert sorted(row["number"] for row in answers) == list(range(18)), "the last two are kept back"
     model, processor = random_model("tiny")
     mmspec.patch(model, str(out / "msd"), processor=processor)
-    drafter = model.__dict__["_mmspec"].options.drafter
+    drafter = model.__dict__["_mmspec"].config.drafter
     assert drafter.name == "msd" and len(drafter.draft_ids) <= 30 and 2 in drafter.draft_ids.tolist()
 
 

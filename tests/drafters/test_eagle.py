@@ -466,7 +466,7 @@ def test_a_folder_is_a_drafter_and_is_checked(tiny: Captioner, tmp_path: Path) -
     save_head(tmp_path / "mine", tiny_head(), made)
     mmspec.patch(tiny.model, str(tmp_path / "mine"), processor=tiny.processor)
     try:
-        assert "mine" in repr(tiny.model.__dict__["_mmspec"].options.drafter.name)
+        assert "mine" in repr(tiny.model.__dict__["_mmspec"].config.drafter.name)
     finally:
         mmspec.unpatch(tiny.model)
     for change, words in (({"layers": 5}, "layers 5"), ({"tokenizer": "other"}, "tokenizer other")):
@@ -526,7 +526,7 @@ def test_a_call_that_names_a_folder_reads_it_once(
         for other in range(6):  # only a few are kept
             save_head(tmp_path / str(other), tiny_head(other), made)
             call(str(tmp_path / str(other)))
-        assert len(tiny.model.__dict__["_mmspec"].kept._made) == MAX_CACHED_DRAFTERS
+        assert len(tiny.model.__dict__["_mmspec"].drafter_cache._drafters) == MAX_CACHED_DRAFTERS
     finally:
         mmspec.unpatch(tiny.model)
 

@@ -871,7 +871,7 @@ def test_it_never_changes_a_word_and_is_used(tiny: Captioner, tmp_path: Path) ->
     seen: list[int] = []
     mmspec.patch(model, str(tmp_path), nodes=16)
     try:
-        compressor = model.__dict__["_mmspec"].options.drafter.compressor
+        compressor = model.__dict__["_mmspec"].config.drafter.compressor
         original = compressor.compress
 
         def spy(visual: VisualTokens, query: Tensor | None, budget: int) -> VisualTokens:
