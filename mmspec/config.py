@@ -33,29 +33,31 @@ class SpecConfig:
     compressor: Compressor | None = None
     reference: str | Sequence[str] | None = None
     reference_ids: Sequence[Sequence[int]] | None = None
-    nodes: int | None = None
+    tree_size: int | None = None
     deterministic: bool = False
-    packed: bool | None = None
+    cpu_pack_weights: bool | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.deterministic, bool):
             raise TypeError(
                 f"deterministic must be True (fixed shapes) or False; got {self.deterministic!r}. Pass a bool."
             )
-        if self.packed is not None and not isinstance(self.packed, bool):
-            raise TypeError(f"packed must be True, False, or None (measure what is fastest); got {self.packed!r}.")
+        if self.cpu_pack_weights is not None and not isinstance(self.cpu_pack_weights, bool):
+            raise TypeError(
+                f"packed must be True, False, or None (measure what is fastest); got {self.cpu_pack_weights!r}."
+            )
         _check_reference(self.reference)
-        if self.nodes is not None and (isinstance(self.nodes, bool) or not isinstance(self.nodes, int)):
-            raise TypeError(f"nodes must be a whole number of 1 to {BUCKETS[-1]}, or None; got {self.nodes!r}.")
-        if self.nodes is not None and not 1 <= self.nodes <= BUCKETS[-1]:
-            raise ValueError(f"nodes must be 1 to {BUCKETS[-1]} (the root counted), or None; got {self.nodes}.")
+        if self.tree_size is not None and (isinstance(self.tree_size, bool) or not isinstance(self.tree_size, int)):
+            raise TypeError(f"nodes must be a whole number of 1 to {BUCKETS[-1]}, or None; got {self.tree_size!r}.")
+        if self.tree_size is not None and not 1 <= self.tree_size <= BUCKETS[-1]:
+            raise ValueError(f"nodes must be 1 to {BUCKETS[-1]} (the root counted), or None; got {self.tree_size}.")
         if self.compressor is not None:
             _check_compressor(self.compressor, self.drafter)
 
     @property
     def fixed_tree_size(self) -> int | None:
         """Size of every tree, if timing must not choose it."""
-        return self.nodes or (DEFAULT_TREE_SIZE if self.deterministic else None)
+        return self.tree_size or (DEFAULT_TREE_SIZE if self.deterministic else None)
 
     @property
     def active_compressor(self) -> Compressor | None:
@@ -64,7 +66,7 @@ class SpecConfig:
         return own if self.compressor is None and isinstance(own, Compressor) else self.compressor
 
 
-def checked_tokenizer(processor: Any) -> Any:
+def resolve_tokenizer(processor: Any) -> Any:
     """The tokenizer of a processor, or the tokenizer itself; None of None."""
     tokenizer = getattr(processor, "tokenizer", processor)
     if tokenizer is None:
@@ -77,7 +79,7 @@ def checked_tokenizer(processor: Any) -> Any:
     return tokenizer
 
 
-def checked_reference_ids(rows: Any) -> list[list[int]] | None:
+def resolve_reference_ids(rows: Any) -> list[list[int]] | None:
     """Reference ids as lists of int."""
     if rows is None:
         return None
@@ -124,9 +126,9 @@ def target_info(family: Any, tokenizer: Any) -> TargetInfo:
 
 def resolve_drafter(drafter: str | Drafter, family: Any, tokenizer: Any = None) -> Drafter:
     """The drafter of that name or folder, or the object itself, if it fits the target."""
-    from mmspec.drafters.registry import make
+    from mmspec.drafters.registry import build_drafter
 
-    made = make(drafter, target_info(family, tokenizer))
+    made = build_drafter(drafter, target_info(family, tokenizer))
     if made.vocab_size is not None and made.vocab_size != family.vocab_size:
         raise ValueError(
             f"drafter {made.name!r} was made for a vocabulary of {made.vocab_size} ids, the model has "
@@ -135,11 +137,11 @@ def resolve_drafter(drafter: str | Drafter, family: Any, tokenizer: Any = None) 
     wrong = [tap for tap in made.requirements.hidden_state_indices if not 0 <= tap <= family.num_layers]
     if wrong:
         raise ValueError(f"drafter {made.name!r} taps states {wrong}; this model has states 0 to {family.num_layers}.")
-    comes_with = getattr(made, "comes_with", None)
-    if comes_with is not None:
+    bundled_compressor = getattr(made, "bundled_compressor", None)
+    if bundled_compressor is not None:
         from mmspec.vision.registry import restored
 
-        facts, weights = comes_with
+        facts, weights = bundled_compressor
         made.compressor = restored(facts, weights, family.text_config.hidden_size)  # type: ignore[attr-defined]
     return made
 
@@ -265,7 +267,7 @@ def resolve_call_config(
             "by transformers alone."
         )
     if "reference_ids" in chosen:
-        chosen["reference_ids"] = checked_reference_ids(chosen["reference_ids"])
+        chosen["reference_ids"] = resolve_reference_ids(chosen["reference_ids"])
     if "drafter" in chosen:
         chosen["drafter"] = kept.get(chosen["drafter"], family, tokenizer)
     if "compressor" in chosen:

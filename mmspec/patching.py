@@ -16,8 +16,8 @@ from typing import Any
 
 from mmspec.config import (
     SpecConfig,
-    checked_reference_ids,
-    checked_tokenizer,
+    resolve_reference_ids,
+    resolve_tokenizer,
     reference_rows,
     resolve_compressor,
     resolve_drafter,
@@ -79,7 +79,7 @@ def patch(
             its family.
         ValueError: unknown drafter or compressor, another vocabulary, or patched already with other settings.
     """
-    reference_ids = checked_reference_ids(reference_ids)
+    reference_ids = resolve_reference_ids(reference_ids)
     spec = (drafter, compressor, processor, reference, reference_ids, nodes, deterministic, packed)
     family = find_adapter(model)
     if is_patched(model):
@@ -96,7 +96,7 @@ def patch(
             f"model.generate was replaced on this instance by {model.__dict__['generate']!r}; mmspec would hide it. "
             "Undo that first (del model.generate)."
         )
-    tokenizer = checked_tokenizer(processor)
+    tokenizer = resolve_tokenizer(processor)
     options = SpecConfig(
         resolve_drafter(drafter, family, tokenizer),
         resolve_compressor(compressor),

@@ -18,7 +18,7 @@ import mmspec
 from mmspec.app.caption.command import check_drafter
 from mmspec.app.errors import UsageError
 from mmspec.config import resolve_drafter
-from mmspec.control.depth import Depth
+from mmspec.control.depth import DepthController
 from mmspec.interfaces import NO_LIMIT
 from mmspec.targets.registry import find_adapter
 
@@ -38,12 +38,12 @@ class Contender:
     keep: int | None = None
 
 
-class Fixed(Depth):
+class Fixed(DepthController):
     """Always all levels."""
 
     def choose(self, batch: int) -> int:
         """The same number for every round."""
-        return self.most
+        return self.max_levels
 
 
 def parse(name: str) -> Contender:
@@ -130,9 +130,9 @@ def block_of(model: Any) -> int | None:
 
 def _fix_depth(drafter: Any, depth: int, name: str) -> None:
     chosen = getattr(drafter, "depth", None)
-    if not isinstance(chosen, Depth) or chosen.most < 2:
+    if not isinstance(chosen, DepthController) or chosen.max_levels < 2:
         raise UsageError(f"@DEPTH is for drafters that draft level by level, which {drafter.name!r} does not: {name}")
-    drafter.depth, drafter.reach = Fixed(depth, chosen.each), depth * chosen.each
+    drafter.depth, drafter.reach = Fixed(depth, chosen.steps_per_level), depth * chosen.steps_per_level
 
 
 def _keep(drafter: Any, tokens: int, name: str) -> None:

@@ -55,7 +55,7 @@ def inside(model: PreTrainedModel, given: tiny.Inputs, use: Callable[[HFTarget],
     def loop(
         self: Any, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any, **kw: Any
     ) -> Tensor:
-        use(HFTarget(find_adapter(model), input_ids, kw, generation_config, most=36))
+        use(HFTarget(find_adapter(model), input_ids, kw, generation_config, max_new_tokens=36))
         return input_ids
 
     options.setdefault("do_sample", False)

@@ -276,7 +276,7 @@ class Spy:
 @pytest.mark.parametrize("padding", ["left", "right"])
 def test_a_drafter_is_shown_what_the_tower_attends_to(padding: str) -> None:
     """Scores stand at their own tokens, and `salient` keeps the highest; the text stays what it is."""
-    drafter = EagleDrafter(EagleHead(HeadConfig(32, 64, 4, 2, 120)), "decoupled", layers=2)
+    drafter = EagleDrafter(EagleHead(HeadConfig(32, 64, 4, 2, 120)), "decoupled", num_layers=2)
     model, spy = MODELS["llava"](), Spy(make("salient:3"))
     given = tiny.build_inputs(model, 5, 3, images=[2, 1, 1], padding=padding)
     plain = model.generate(**given, max_new_tokens=12, do_sample=False)
