@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from mmspec.app.bench.rounds import Round
 from mmspec.engine.tree import DraftTree
-from mmspec.interfaces import Drafter, Prompt, VerifyResult, VisualGrid
+from mmspec.interfaces import CompressingDrafter, Drafter, Prompt, TrainedDrafter, VerifyResult, VisualGrid
 
 
 class Recorder:
@@ -21,7 +21,11 @@ class Recorder:
     def __init__(self, inner: Drafter) -> None:
         self.inner = inner
         self.name, self.requirements, self.vocab_size = inner.name, inner.requirements, inner.vocab_size
-        self.compressor = getattr(inner, "compressor", None)  # a drafter may come with its own
+        trained = isinstance(inner, TrainedDrafter)
+        self.compressor = inner.compressor if isinstance(inner, CompressingDrafter) else None
+        self.bundled_compressor: None = None  # built by `patch` for the recorded drafter
+        self.compresses_visual_tokens = trained and inner.compresses_visual_tokens
+        self.compressor_hidden_size = inner.compressor_hidden_size if trained else None
         self._seen: list[tuple[VerifyResult, int | None]] = []
         self._proposed: int | None = None
         self.segments: tuple[VisualGrid, ...] = ()

@@ -18,7 +18,7 @@ import mmspec
 from mmspec.app.caption.command import check_drafter
 from mmspec.app.errors import UsageError
 from mmspec.config import resolve_drafter
-from mmspec.control.depth import Depth
+from mmspec.control.depth import DepthController
 from mmspec.interfaces import NO_LIMIT
 from mmspec.targets.registry import find_adapter
 
@@ -38,12 +38,12 @@ class Contender:
     keep: int | None = None
 
 
-class Fixed(Depth):
+class Fixed(DepthController):
     """Always all levels."""
 
     def choose(self, batch: int) -> int:
         """The same number for every round."""
-        return self.most
+        return self.max_levels
 
 
 def parse(name: str) -> Contender:
@@ -94,7 +94,7 @@ def patched(model: Any, name: str, processor: Any, nodes: int | None = None) -> 
     drafter = resolve_drafter(wanted.drafter, find_adapter(model), getattr(processor, "tokenizer", processor))
     if wanted.depth is not None:
         _fix_depth(drafter, wanted.depth, name)
-    mmspec.patch(model, drafter, wanted.compressor, processor=processor, nodes=nodes)
+    mmspec.patch(model, drafter, wanted.compressor, processor=processor, tree_size=nodes)
     if wanted.keep is not None:  # after `patch`, which makes a trained compressor anew
         _keep(drafter, wanted.keep, name)
     return model
@@ -102,12 +102,12 @@ def patched(model: Any, name: str, processor: Any, nodes: int | None = None) -> 
 
 def drafter_of(model: Any) -> Any:
     """The drafter of a patched model."""
-    return model.__dict__["_mmspec"].options.drafter
+    return model.__dict__["_mmspec"].config.drafter
 
 
 def shown_by(model: Any) -> Any:
     """What shows the drafter of a patched model fewer visual tokens: chosen, or its own; None if nothing does."""
-    options = model.__dict__["_mmspec"].options
+    options = model.__dict__["_mmspec"].config
     return options.compressor or getattr(options.drafter, "compressor", None)
 
 
@@ -130,9 +130,9 @@ def block_of(model: Any) -> int | None:
 
 def _fix_depth(drafter: Any, depth: int, name: str) -> None:
     chosen = getattr(drafter, "depth", None)
-    if not isinstance(chosen, Depth) or chosen.most < 2:
+    if not isinstance(chosen, DepthController) or chosen.max_levels < 2:
         raise UsageError(f"@DEPTH is for drafters that draft level by level, which {drafter.name!r} does not: {name}")
-    drafter.depth, drafter.reach = Fixed(depth, chosen.each), depth * chosen.each
+    drafter.depth, drafter.reach = Fixed(depth, chosen.steps_per_level), depth * chosen.steps_per_level
 
 
 def _keep(drafter: Any, tokens: int, name: str) -> None:

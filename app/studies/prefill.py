@@ -91,7 +91,7 @@ def rows_of(args: argparse.Namespace, device: torch.device) -> Iterator[dict[str
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
         config = HeadConfig(args.hidden, args.ffn, args.heads, args.kv_heads, VOCABULARY)
-        drafter = EagleDrafter(EagleHead(config).to(**like), "decoupled", layers=LAYERS)
+        drafter = EagleDrafter(EagleHead(config).to(**like), "decoupled", num_layers=LAYERS)
         ways = {WHOLE: None} | {
             name: RecordingCompressor(init_compressor(name, args.hidden)) for name in args.compressors
         }

@@ -199,7 +199,7 @@ def begin(folder: Path, asked: dict[str, Any], party: Any) -> None:
     import json
 
     from mmspec.app.io.jsonl import replace
-    from mmspec.drafters.training.trainer import SettingsError, refuse_other
+    from mmspec.drafters.training.trainer import SettingsError, check_resume
 
     file = folder / RUN
     if not file.exists():
@@ -207,22 +207,22 @@ def begin(folder: Path, asked: dict[str, Any], party: Any) -> None:
             replace(file, json.dumps(asked, indent=1).encode() + b"\n")
         return
     try:
-        refuse_other(folder, json.loads(file.read_text(encoding="utf-8")), asked)
+        check_resume(folder, json.loads(file.read_text(encoding="utf-8")), asked)
     except SettingsError as error:
         raise UsageError(str(error)) from error
 
 
 def party_of(args: argparse.Namespace, place: Place) -> tuple[Any, Any]:
     """(wait for everyone, who trains together), as `accelerate launch` has set it up."""
-    from mmspec.drafters.training.trainer import Party
+    from mmspec.drafters.training.trainer import DistributedContext
 
     if place.world == 1:
-        return (lambda: None), Party()
+        return (lambda: None), DistributedContext()
     from accelerate import PartialState
     from accelerate.utils import reduce
 
     state = PartialState(cpu=args.device == "cpu")
-    return state.wait_for_everyone, Party(place.rank, place.world, lambda value: reduce(value, "mean"))
+    return state.wait_for_everyone, DistributedContext(place.rank, place.world, lambda value: reduce(value, "mean"))
 
 
 def training_of(args: argparse.Namespace, teacher: Any, count: int, facts: dict[str, Any], party: Any) -> Any:
@@ -230,8 +230,8 @@ def training_of(args: argparse.Namespace, teacher: Any, count: int, facts: dict[
     import torch
 
     from mmspec.app.train.data import Order, share_of_pictures
-    from mmspec.drafters.training.losses import Weights
-    from mmspec.drafters.training.trainer import Plan, Pupil, SettingsError, Training
+    from mmspec.drafters.training.losses import LossWeights
+    from mmspec.drafters.training.trainer import TrainConfig, DraftModel, SettingsError, Trainer
     from mmspec.interfaces import SharedEmbeddings
 
     model = teacher.model
@@ -240,20 +240,20 @@ def training_of(args: argparse.Namespace, teacher: Any, count: int, facts: dict[
     pupils = {}
     for name in args.drafter:
         recipe, (head, shrinks) = RECIPES[name], parts_of(args, name, config, teacher)
-        pupils[name] = Pupil(head, args.rule or recipe.rule, recipe.kind, shrinks)
+        pupils[name] = DraftModel(head, args.rule or recipe.rule, recipe.kind, shrinks)
         pupils[name].parts().to(model.device)
-    weights = Weights(args.states_weight, args.words_weight, args.rollout)
-    plan = Plan(args.steps, args.batch_size, args.lr, noise=args.noise, seed=args.seed, weights=weights)
+    weights = LossWeights(args.states_weight, args.words_weight, args.rollout)
+    plan = TrainConfig(args.steps, args.batch_size, args.lr, hidden_noise=args.noise, seed=args.seed, weights=weights)
     placeholder = words.embed_tokens(torch.tensor(teacher.placeholders[0], device=model.device)).float()
 
-    order = Order(count, plan.batch, plan.seed, teacher.sizes)
+    order = Order(count, plan.batch_size, plan.seed, teacher.sizes)
 
     def lesson(step: int) -> Any:
-        shown = share_of_pictures(step / plan.steps) if args.text_first else float(not args.text_only)
+        shown = share_of_pictures(step / plan.max_steps) if args.text_first else float(not args.text_only)
         return teacher.lesson(order.numbers(step, shown)[party.rank :: party.world])
 
     try:
-        return Training(args.out, pupils, plan, words, lesson, placeholder, facts, party)
+        return Trainer(args.out, pupils, plan, words, lesson, placeholder, facts, party)
     except SettingsError as error:
         raise UsageError(str(error)) from error
 
@@ -279,11 +279,11 @@ def export(args: argparse.Namespace, place: Path, pupil: Any, teacher: Any, fact
     """The head with its config, and how it came to be."""
     import json
 
-    from mmspec.drafters.checkpoints.format import Made, save
+    from mmspec.drafters.checkpoints.format import HeadMetadata, save_head
 
     model = teacher.model
     family = teacher.family
-    made = Made(
+    made = HeadMetadata(
         pupil.head.config,
         pupil.rule,
         family.layers,
@@ -291,10 +291,10 @@ def export(args: argparse.Namespace, place: Path, pupil: Any, teacher: Any, fact
         teacher.fingerprint,
         teacher.commonest(args.draft_vocab) if args.draft_vocab else None,
         facts={"target": named(args.target)},
-        kind=pupil.kind,
+        architecture=pupil.kind,
         compressor=kept_of(pupil.compressor),
     )
-    save(place, pupil.head, made)
+    save_head(place, pupil.head, made)
     provenance = {
         "command": args.command,
         "seed": args.seed,
@@ -318,7 +318,7 @@ def evaluate(args: argparse.Namespace, place: Path, teacher: Any, held: Any) -> 
 
     import mmspec
 
-    mmspec.patch(teacher.model, str(place), processor=teacher.maker.processor, nodes=16)
+    mmspec.patch(teacher.model, str(place), processor=teacher.maker.processor, tree_size=16)
     try:
         for number in range(len(held)):
             one = held[number]

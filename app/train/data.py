@@ -25,9 +25,9 @@ from mmspec.app.io.sources import collect
 from mmspec.app.io.videos import load_shown
 from mmspec.app.modeling.captioner import Captioner
 from mmspec.cpu.linear import bf16_is_faster
-from mmspec.drafters.checkpoints.format import fingerprint
-from mmspec.drafters.eagle.visual_inputs import segments_of
-from mmspec.drafters.training.losses import Lesson
+from mmspec.drafters.checkpoints.format import tokenizer_fingerprint
+from mmspec.drafters.eagle.visual_inputs import prompt_grids
+from mmspec.drafters.training.losses import TrainBatch
 from mmspec.interfaces import Prompt
 from mmspec.targets.registry import find_adapter
 from mmspec.vision.video.decoder_pool import DecoderPool
@@ -140,7 +140,7 @@ class Teacher:
             room: bytes of states that may be kept on the host for when a text comes again. What comes first is kept:
                 texts come in epochs, so whatever was thrown out last would be wanted next.
         """
-        self.room, self._kept = room, dict[int, Lesson]()
+        self.room, self._kept = room, dict[int, TrainBatch]()
         self.maker, self.data, self.family = Captioner(model, processor), data, find_adapter(model)
         self.model, self.tokenizer = model, processor.tokenizer
         self.answers: dict[int, list[int]] = {}
@@ -154,7 +154,7 @@ class Teacher:
     @property
     def fingerprint(self) -> str:
         """Of the tokenizer."""
-        return fingerprint(self.tokenizer)
+        return tokenizer_fingerprint(self.tokenizer)
 
     def commonest(self, count: int) -> Tensor:
         """[count] int64, the ids that the answers use most, rising; the end is always among them."""
@@ -254,20 +254,20 @@ class Teacher:
             result.append((row[:size], prompt))
         return result
 
-    def lesson(self, numbers: Sequence[int]) -> Lesson:
+    def lesson(self, numbers: Sequence[int]) -> TrainBatch:
         """The target's states over the prompts of these requests and its answers."""
         new = [number for number in dict.fromkeys(numbers) if number not in self._kept]
-        made = dict(zip(new, self._seen(new).rows(), strict=True)) if new else {}
+        made = dict(zip(new, self._seen(new).split(), strict=True)) if new else {}
         rows = [self._kept[number] if number in self._kept else made[number] for number in numbers]
         for number, row in made.items():
-            size = sum(part.nbytes for part in row.parts())
+            size = sum(part.nbytes for part in row.tensors())
             if size <= self.room:
                 self.room -= size
                 self._kept[number] = row.to("cpu")
         device = self.model.device
-        return Lesson.joined([row.to(device) for row in rows])
+        return TrainBatch.collate([row.to(device) for row in rows])
 
-    def _seen(self, numbers: Sequence[int]) -> Lesson:
+    def _seen(self, numbers: Sequence[int]) -> TrainBatch:
         """The target reads the texts."""
         requests = [self.data[number] for number in numbers]
         inputs = self.maker.inputs([one.shown for one in requests], [one.question for one in requests])
@@ -283,15 +283,15 @@ class Teacher:
         visual = torch.isin(ids, torch.tensor(self.placeholders, device=ids.device))
         vision = {name: whole[name] for name in self.family.vision_args if whole.get(name) is not None}
         grids = self.family.grids(ids, vision)
-        return Lesson(
-            ids=ids,
-            real=real,
-            visual=visual,
-            answer=answer,
-            embedded=seen.hidden_states[0].float(),
-            states=seen.hidden_states[-1].float(),
-            segments=segments_of(Prompt(ids, real, visual, position_ids=ids, grids=grids), ids.shape[1]),
-            attended=self.family.visual_saliency(heard, visual, vision),
+        return TrainBatch(
+            input_ids=ids,
+            attention_mask=real,
+            visual_mask=visual,
+            response_mask=answer,
+            inputs_embeds=seen.hidden_states[0].float(),
+            hidden_states=seen.hidden_states[-1].float(),
+            grids=prompt_grids(Prompt(ids, real, visual, position_ids=ids, grids=grids), ids.shape[1]),
+            visual_saliency=self.family.visual_saliency(heard, visual, vision),
         )
 
     def _join(self, inputs: dict[str, Any], answers: Sequence[list[int]]) -> tuple[dict[str, Any], Tensor]:

@@ -159,7 +159,7 @@ def test_trees_of_one_size_and_none_stays_plain(tiny: Captioner) -> None:
 def test_how_linear_layers_are_computed_is_found_out_together(tiny: Captioner) -> None:
     inputs = requests_of(tiny, pictures([], 1, 0), "a", 1, 0, 1, 0)[0]
     field = systems(tiny.model, ["recycling", "lookup"], tiny.processor, nodes=4)
-    packs = [one.model.__dict__["_mmspec"].packs for one in field if mmspec.is_patched(one.model)]
+    packs = [one.model.__dict__["_mmspec"].autotuner for one in field if mmspec.is_patched(one.model)]
     assert len(packs) == 3 and len({id(one) for one in packs}) == 3 and not packs[0].trials
     once(field[3], inputs, 8, 0.0, 0)
     assert packs[0].trials and all(one.trials is packs[0].trials for one in packs)

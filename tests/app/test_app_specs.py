@@ -43,7 +43,7 @@ def with_head(monkeypatch: pytest.MonkeyPatch, kind: str) -> tuple[Any, Any]:
     spec = tiny.ModelSpec("llava", hidden=text.hidden_size, layers=text.num_hidden_layers)
     vocab = model.get_output_embeddings().weight.shape[0]
     made = heads.build_drafter(kind, spec, vocab_size=vocab)
-    monkeypatch.setattr(contenders, "checked_drafter", lambda name, family, tokenizer: made)
+    monkeypatch.setattr(contenders, "resolve_drafter", lambda name, family, tokenizer: made)
     return model, processor
 
 
@@ -52,7 +52,7 @@ def test_a_depth_stays_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     drafter = drafter_of(patched(model, "head@7", processor))
     assert type(drafter.depth) is Fixed and drafter.reach == 7
     for _ in range(30):
-        drafter.depth.learn(1, 7, [0], 1.0, 1e-6)  # a level costs much and brings nothing
+        drafter.depth.record(1, 7, [0], 1.0, 1e-6)  # a level costs much and brings nothing
     assert {drafter.depth.choose(1) for _ in range(30)} == {7}
 
 

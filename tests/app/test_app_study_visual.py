@@ -18,7 +18,7 @@ from mmspec.app.studies import visual as study_visual
 from mmspec.app.studies.scenarios import SHAPES, asked, fitting
 from mmspec.app.studies.visual import contest, field_of, rows_of, ways_of
 from mmspec.app.studies.word_classes import Answer, multiple
-from mmspec.drafters.checkpoints.format import Made, fingerprint, save
+from mmspec.drafters.checkpoints.format import HeadMetadata, tokenizer_fingerprint, save_head
 from mmspec.drafters.eagle.head import EagleHead, HeadConfig
 from mmspec.vision.compressors.elastic import Elastic
 
@@ -34,8 +34,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("heads")
     with_elastic = {"name": "elastic", "tokens": 8}, elastic.state_dict()
     for name, compressor in (("mine", None), ("chosen", with_elastic)):
-        made = Made(config, "decoupled", 2, "llava", fingerprint(processor.tokenizer), compressor=compressor)
-        save(place / name, head, made)
+        made = HeadMetadata(
+            config, "decoupled", 2, "llava", tokenizer_fingerprint(processor.tokenizer), compressor=compressor
+        )
+        save_head(place / name, head, made)
     return place
 
 

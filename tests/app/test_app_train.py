@@ -70,7 +70,7 @@ def test_a_run_from_the_command_line(tmp_path: Path, capsys: Any) -> None:
     assert sorted(row["number"] for row in answers) == list(range(18)), "the last two are kept back"
     model, processor = random_model("tiny")
     mmspec.patch(model, str(out / "msd"), processor=processor)
-    drafter = model.__dict__["_mmspec"].options.drafter
+    drafter = model.__dict__["_mmspec"].config.drafter
     assert drafter.name == "msd" and len(drafter.draft_ids) <= 30 and 2 in drafter.draft_ids.tolist()
 
 
@@ -124,7 +124,7 @@ def test_text_only_shows_no_picture(data: Path, tmp_path: Path, monkeypatch: pyt
 
     def seen(self: Teacher, numbers: list[int]) -> Any:
         made = lesson(self, numbers)
-        visual.append(bool(made.visual.any()))
+        visual.append(bool(made.visual_mask.any()))
         return made
 
     monkeypatch.setattr(Teacher, "lesson", seen)
@@ -228,18 +228,18 @@ def test_a_lesson_is_what_the_target_saw(data: Path, tmp_path: Path) -> None:
         inputs = teacher.maker.inputs([teacher.data[number].shown], [teacher.data[number].question])
         answer = torch.tensor(teacher.answers[number])
         ids = torch.cat([inputs["input_ids"][0], answer])
-        assert torch.equal(lesson.ids[row, : len(ids)], ids) and lesson.real[row].sum() == len(ids)
-        assert lesson.answer[row].nonzero().flatten().tolist() == list(range(len(ids) - len(answer), len(ids)))
+        assert torch.equal(lesson.input_ids[row, : len(ids)], ids) and lesson.attention_mask[row].sum() == len(ids)
+        assert lesson.response_mask[row].nonzero().flatten().tolist() == list(range(len(ids) - len(answer), len(ids)))
         whole = {**inputs, "input_ids": ids[None], "attention_mask": torch.ones_like(ids)[None]}
         with torch.no_grad():
             seen = model(**whole, output_hidden_states=True)
-        assert torch.allclose(lesson.embedded[row, : len(ids)], seen.hidden_states[0][0], atol=3e-2)
-        far = (lesson.states[row, : len(ids)] - seen.hidden_states[-1][0]).abs().max()
+        assert torch.allclose(lesson.inputs_embeds[row, : len(ids)], seen.hidden_states[0][0], atol=3e-2)
+        far = (lesson.hidden_states[row, : len(ids)] - seen.hidden_states[-1][0]).abs().max()
         assert far < 0.15, "bfloat16 on a CPU"
-        said = model.get_output_embeddings()(lesson.states[row]).argmax(-1)
+        said = model.get_output_embeddings()(lesson.hidden_states[row]).argmax(-1)
         agree = (said[len(ids) - len(answer) - 1 : len(ids) - 1] == answer).float().mean()
         assert number == 2 or agree > 0.6
-    assert lesson.visual.sum() == 3 * 16
+    assert lesson.visual_mask.sum() == 3 * 16
 
 
 def test_states_are_made_once_as_far_as_there_is_room(data: Path, tmp_path: Path) -> None:
@@ -256,9 +256,9 @@ def test_states_are_made_once_as_far_as_there_is_room(data: Path, tmp_path: Path
     assert 0 < len(teachers[2]._kept) < 3 and 0 <= teachers[2].room < 60_000
     for other in (kept, some):
         for one, two in zip(plain, other, strict=True):
-            for a, b in zip(one.parts(), two.parts(), strict=True):
+            for a, b in zip(one.tensors(), two.tensors(), strict=True):
                 assert a.dtype == b.dtype and torch.allclose(a.float(), b.float(), atol=0.1), "bfloat16 on a CPU"
-            assert torch.equal(one.ids, two.ids) and torch.equal(one.answer, two.answer)
+            assert torch.equal(one.input_ids, two.input_ids) and torch.equal(one.response_mask, two.response_mask)
 
 
 def test_the_same_questions_without_pictures(data: Path, tmp_path: Path) -> None:
@@ -268,7 +268,7 @@ def test_the_same_questions_without_pictures(data: Path, tmp_path: Path) -> None
     teacher = Teacher(model, processor, both)
     teacher.answer_all(tmp_path, 10, 6)
     lesson = teacher.lesson([0, 7])
-    assert lesson.visual[0].any() and not lesson.visual[1].any()
+    assert lesson.visual_mask[0].any() and not lesson.visual_mask[1].any()
 
 
 def test_schedules() -> None:
@@ -354,4 +354,4 @@ def test_several_processes_train_as_one(data: Path, tmp_path: Path) -> None:
 def test_rules_are_named_as_drafters_name_them() -> None:
     from mmspec.drafters.eagle import visual_inputs as rules
 
-    assert tuple(rules.RULES) == train.RULES
+    assert tuple(rules.VISUAL_MODES) == train.RULES

@@ -70,7 +70,7 @@ def test_all_ways_lead_to_the_product(
     many = 1 if count == 1 else 2  # one row, or several that are no plain block of memory
     one, given = layer(bias=bias), rows(many * count).view(many, count, 16).transpose(0, 1)
     monkeypatch.setattr(KernelTiming, "next", lambda self: way)
-    monkeypatch.setattr(cpu, "MOST_ROWS", 2 * MAX_ROWS)
+    monkeypatch.setattr(cpu, "MAX_ROWS", 2 * MAX_ROWS)
     with torch.no_grad(), use_fast_linears(LinearAutotuner(), [one], copies=True):
         got = one(given)
     want = functional.linear(given, one.weight, one.bias)
@@ -227,7 +227,7 @@ def test_generate_is_the_same_in_other_ways(choice: bool | None, spied: list[int
     for options in ({"do_sample": False}, {"do_sample": True}):
         torch.manual_seed(0)
         plain = model.generate(**inputs, max_new_tokens=20, **options)
-        mmspec.patch(model, "fused", nodes=8, packed=choice)
+        mmspec.patch(model, "fused", tree_size=8, cpu_pack_weights=choice)
         torch.manual_seed(0)
         assert torch.equal(model.generate(**inputs, max_new_tokens=20, **options), plain)
         mmspec.unpatch(model)
@@ -241,7 +241,7 @@ def test_generate_is_the_same_in_other_ways(choice: bool | None, spied: list[int
 def test_a_copy_that_was_trained_on_is_not_stale() -> None:
     model, processor = random_model("tiny")
     inputs = Captioner(model, processor).inputs([render_scene(generate_scene(1))], ["a"])
-    mmspec.patch(model, "fused", nodes=8, packed=True)
+    mmspec.patch(model, "fused", tree_size=8, cpu_pack_weights=True)
     model.generate(**inputs, max_new_tokens=6, do_sample=False)
     with torch.no_grad():
         for weight in model.model.language_model.parameters():

@@ -133,7 +133,9 @@ def test_a_file_that_ends_early(tmp_path: Path) -> None:
 
 def test_a_reader_that_is_not_installed(clip: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        decoder_pool, "worker_command", decoder_command_running("sys.modules['decord'] = sys.modules['torchcodec'] = None")
+        decoder_pool,
+        "worker_command",
+        decoder_command_running("sys.modules['decord'] = sys.modules['torchcodec'] = None"),
     )
     assert read_frames(clip, isolated=True).metadata.video_backend == "pyav"
     with pytest.raises(ImportError, match="backend='decord' is not installed; pip install decord"):
@@ -189,7 +191,9 @@ def test_a_decoder_that_hangs_is_ended(wild: None, clip: Path) -> None:
 
 def test_a_process_that_does_not_listen(clip: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """More is sent than a pipe holds."""
-    monkeypatch.setattr(decoder_pool, "worker_command", lambda *_: [sys.executable, "-c", "import time; time.sleep(600)"])
+    monkeypatch.setattr(
+        decoder_pool, "worker_command", lambda *_: [sys.executable, "-c", "import time; time.sleep(600)"]
+    )
     with DecoderPool(timeout_s=1) as isolated, pytest.raises(DecoderHungError, match="more than 1 seconds"):
         read_frames(clip.read_bytes() * 500, isolated=isolated, backend="pyav")
 

@@ -302,8 +302,14 @@ BOMBS: dict[str, tuple[Callable[[], bytes], str | None]] = {
         lambda: large(corpus.valid_images()["a.avif"], b"\0\0\0\x20\0\0\0\x18", b"\0\0\x75\x30\0\0\x75\x30"),
         "more than|decoded|not an image",
     ),
-    "BMP": (lambda: large(corpus.valid_images()["a.bmp"], b"\x20\0\0\0\x18\0\0\0", b"\x30\x75\0\0\x30\x75\0\0"), "more than"),
-    "GIF": (lambda: large(corpus.valid_images()["a.gif"], b"GIF87a\x20\0\x18\0", b"GIF87a\xff\xff\xff\xff"), "more than"),
+    "BMP": (
+        lambda: large(corpus.valid_images()["a.bmp"], b"\x20\0\0\0\x18\0\0\0", b"\x30\x75\0\0\x30\x75\0\0"),
+        "more than",
+    ),
+    "GIF": (
+        lambda: large(corpus.valid_images()["a.gif"], b"GIF87a\x20\0\x18\0", b"GIF87a\xff\xff\xff\xff"),
+        "more than",
+    ),
     "PPM": (lambda: b"P6 30000 30000 255 ", "more than"),
     "TIFF": (huge_tag, "cannot be decoded"),
     "PDF": (lambda: b"%PDF-1.4\n" * 9, "not an image.*a PDF file"),

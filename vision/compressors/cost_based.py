@@ -2,14 +2,14 @@
 
 Reading K visual tokens costs a drafter, over one generation,
 
-    drafter_cost(K) = K * (read_s + rounds * draft_s)          rounds = max_new_tokens / tokens_per_round
+    drafter_cost(K) = K * (prefill_token_s + rounds * draft_token_s)          rounds = max_new_tokens / tokens_per_round
 
 seconds: each token is read once and lengthens the drafter's context in every round. Fewer tokens lower the accept
 length tau, which costs additional rounds:
 
     lost_rounds(K) = ACCEPT_LENGTH_LOSS[K] * rounds * round_s
 
-The choice is the K with the least sum, out of all tokens, 1/4, 1/16, 1/64 and none. read_s, draft_s, round_s and
+The choice is the K with the least sum, out of all tokens, 1/4, 1/16, 1/64 and none. prefill_token_s, draft_token_s, round_s and
 tokens_per_round are measured in this process (`mmspec.control.draft_cost`).
 
 `ACCEPT_LENGTH_LOSS` follows the scenes model (docs/results): 0% to 4% of tau with a fourth of the visual tokens, 0% to
@@ -94,7 +94,10 @@ def choose_compressor(
 def expected_cost(num_tokens: int, accept_length_loss: float, max_new_tokens: int | None, costs: DraftCosts) -> float:
     """Seconds per generation: the drafter's cost of `num_tokens` visual tokens and that of the lost accept length."""
     rounds = (DEFAULT_NEW_TOKENS if max_new_tokens is None else max_new_tokens) / costs.tokens_per_round
-    return num_tokens * (costs.read_s + rounds * costs.draft_s) + accept_length_loss * rounds * costs.round_s
+    return (
+        num_tokens * (costs.prefill_token_s + rounds * costs.draft_token_s)
+        + accept_length_loss * rounds * costs.round_s
+    )
 
 
 class CostBased:
