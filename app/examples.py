@@ -23,7 +23,7 @@ from mmspec.app.io.sources import Item, collect
 from mmspec.app.io.videos import load_shown
 from mmspec.app.modeling.random_models import SIZES
 from mmspec.app.scenes.domain_check import warn_if_out_of_domain
-from mmspec.vision.video.decoder_pool import Isolated
+from mmspec.vision.video.decoder_pool import DecoderPool
 
 if TYPE_CHECKING:
     from mmspec.app.modeling.captioner import Caption, Captioner
@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
 
     check_drafter(args.drafter, args.compressor)
     items = collect(args.paths or [str(file) for file in list_example_files()], Path())
-    with Isolated() as decoders:
+    with DecoderPool() as decoders:
         shown = [load(item, decoders) for item in items]
     if args.model == MODEL and args.paths:
         warn_if_out_of_domain(shown[0], items[0].file_name)
@@ -99,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
     return close(shots)
 
 
-def load(item: Item, decoders: Isolated) -> Shown:
+def load(item: Item, decoders: DecoderPool) -> Shown:
     """The picture, or the frames of the clip."""
     try:
         return load_shown(item.path, isolated=decoders)

@@ -17,7 +17,7 @@ from mmspec.app.io.sources import collect
 from mmspec.app.modeling.captioner import Captioner
 from mmspec.app.modeling.random_models import WORDS
 from mmspec.app.modeling.synthetic_images import picture
-from mmspec.vision.video.decoder_pool import Isolated
+from mmspec.vision.video.decoder_pool import DecoderPool
 
 
 def pictures(paths: Sequence[str], count: int, seed: int) -> list[Image.Image]:
@@ -28,7 +28,7 @@ def pictures(paths: Sequence[str], count: int, seed: int) -> list[Image.Image]:
     if len(items) < count:
         say(f"mmspec: {len(items)} pictures for {count} places: drafters that remember will see some answers again")
     try:
-        with Isolated() as isolated:
+        with DecoderPool() as isolated:
             loaded = [load_image(item.path, isolated=isolated) for item in items]
     except ImageError as error:
         raise UsageError(f"--images: {error}") from error

@@ -24,7 +24,7 @@ from mmspec.app.io.sources import Item, collect, left_out
 from mmspec.app.io.videos import load_shown
 from mmspec.app.scenes.domain_check import warn_if_out_of_domain
 from mmspec.app.versions import mmspec_version
-from mmspec.vision.video.decoder_pool import Isolated
+from mmspec.vision.video.decoder_pool import DecoderPool
 
 Work = Sequence[tuple[Item, Shown]]
 
@@ -130,7 +130,7 @@ class Job:
     def _work(self, plan: list[Sequence[Item]], rows: dict[str, Row], stop: Stop, progress: Progress) -> None:
         settings = self.settings
         sampler = settings.frame_sampler()
-        with pixel_limit(settings.max_pixels), Isolated() as isolated:
+        with pixel_limit(settings.max_pixels), DecoderPool() as isolated:
 
             def decode(item: Item) -> Shown:
                 return load_shown(item.path, sampler, settings.max_pixels, isolated)

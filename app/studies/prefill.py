@@ -27,7 +27,7 @@ from mmspec.drafters.eagle.head import EagleHead, HeadConfig
 from mmspec.engine.tree import root_only
 from mmspec.interfaces import Prompt, SharedEmbeddings, VerifyResult, VisualGrid
 from mmspec.metrics.compression_stats import RecordingCompressor
-from mmspec.vision.registry import new
+from mmspec.vision.registry import init_compressor
 
 EPILOG = """
 how
@@ -92,7 +92,9 @@ def rows_of(args: argparse.Namespace, device: torch.device) -> Iterator[dict[str
         torch.default_generator.manual_seed(0)
         config = HeadConfig(args.hidden, args.ffn, args.heads, args.kv_heads, VOCABULARY)
         drafter = EagleDrafter(EagleHead(config).to(**like), "decoupled", num_layers=LAYERS)
-        ways = {WHOLE: None} | {name: RecordingCompressor(new(name, args.hidden)) for name in args.compressors}
+        ways = {WHOLE: None} | {
+            name: RecordingCompressor(init_compressor(name, args.hidden)) for name in args.compressors
+        }
     for frames in args.frames:
         prompt = prompt_of(frames, args.grid, args.text, args.hidden, like)
         readings: dict[str, list[Reading]] = {name: [] for name in ways}
@@ -163,7 +165,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             writable(args.json)
         device = torch.device(args.device)
         for name in args.compressors:
-            new(name, 8)
+            init_compressor(name, 8)
         if args.hidden % args.heads or args.heads % args.kv_heads:
             raise UsageError(
                 f"--hidden must be a multiple of --heads, and that of --kv-heads; got {args.hidden}, {args.heads} and "

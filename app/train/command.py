@@ -121,10 +121,10 @@ def kinds(text: str) -> list[str]:
 
 def shrinking(text: str) -> str:
     """A compressor and how many tokens it keeps."""
-    from mmspec.vision.registry import parse
+    from mmspec.vision.registry import parse_compressor
 
     try:
-        parse(text)
+        parse_compressor(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
     return text

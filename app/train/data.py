@@ -30,7 +30,7 @@ from mmspec.drafters.eagle.visual_inputs import prompt_grids
 from mmspec.drafters.training.losses import TrainBatch
 from mmspec.interfaces import Prompt
 from mmspec.targets.registry import find_adapter
-from mmspec.vision.video.decoder_pool import Isolated
+from mmspec.vision.video.decoder_pool import DecoderPool
 
 SCENES_MIX = {"describe": 0.6, "short": 0.15, "answer": 0.2, "clip": 0.05}
 """Share of each task when the scenes model is the target."""
@@ -111,7 +111,7 @@ class FileData:
 
     def __init__(self, paths: Sequence[str]) -> None:
         self.items = collect(paths, Path())
-        self.decoders = Isolated()  # starts nothing before there is a file to decode
+        self.decoders = DecoderPool()  # starts nothing before there is a file to decode
 
     def __len__(self) -> int:
         return len(self.items)

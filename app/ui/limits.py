@@ -13,9 +13,9 @@ from mmspec.app.errors import UsageError
 from mmspec.app.io import images
 from mmspec.app.io import videos as clips
 from mmspec.app.io.images import ImageError, Shown
-from mmspec.vision.video.decoder_pool import Isolated
+from mmspec.vision.video.decoder_pool import DecoderPool
 
-DECODERS = Isolated(limit_s=40.0)
+DECODERS = DecoderPool(timeout_s=40.0)
 """Processes that decode what visitors choose. A visitor waits no longer for one file."""
 atexit.register(DECODERS.close)
 

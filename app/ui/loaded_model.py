@@ -17,7 +17,7 @@ from mmspec.app.modeling.captioner import Captioner
 from mmspec.app.modeling.load import load
 from mmspec.config import resolve_drafter
 from mmspec.interfaces import Compressor, Drafter
-from mmspec.vision.registry import make as make_compressor
+from mmspec.vision.registry import build_compressor
 
 WARMUP_TOKENS = 12
 
@@ -55,7 +55,7 @@ class LoadedModel:
             UsageError: there is none of that name.
         """
         try:
-            return make_compressor(name) if name else None
+            return build_compressor(name) if name else None
         except ValueError as error:
             raise UsageError(one_line(error)) from error
 

@@ -39,7 +39,7 @@ from mmspec.app.ui.report import Report, TempStorage, build_report
 from mmspec.app.ui.run_comparison import measure_logit_margin
 from mmspec.app.ui.streamer import IncrementalDetokenizer, TimingStreamer, detokenize
 from mmspec.app.ui.worker import CancelSignal, SessionRegistry, Worker
-from mmspec.vision.registry import make
+from mmspec.vision.registry import build_compressor
 
 NASTY = "<script>window.hacked=1</script><img src=x onerror='window.hacked=1'> **bold** ${1+1} {{value}}"
 
@@ -275,7 +275,7 @@ def test_a_drafter_that_brings_its_own_compressor_is_told(shelf: ModelStore, mon
 
     spec = SimpleNamespace(hidden=64, heads=4, kv_heads=2, vocab=384, layers=2)
     drafter = heads.build_drafter("decoupled", spec)  # type: ignore[arg-type]
-    drafter.compressor = make("pool:4")
+    drafter.compressor = build_compressor("pool:4")
     monkeypatch.setitem(shelf.get("tiny")._drafters, "auto", drafter)
     for chosen, shown in ((None, 4), ("relevant:5", 5)):
         told = build_report(race_of(shelf, compressor=chosen, nodes=4).run()).metrics["drafter_saw"]

@@ -161,7 +161,8 @@ def test_a_gate_that_ships_chooses(shipped: tuple[Any, Any]) -> None:
             assert isinstance(gate, Elastic) == (drafter == "msd-elastic")
             if isinstance(gate, Elastic):
                 assert (
-                    row.choice in gate.labels() and row.num_compressed_tokens <= gate.max_tokens < row.num_visual_tokens
+                    row.choice in gate.branch_labels()
+                    and row.num_compressed_tokens <= gate.max_tokens < row.num_visual_tokens
                 )
         finally:
             mmspec.unpatch(model)
