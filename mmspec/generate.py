@@ -185,10 +185,8 @@ class PatchState:
         key = str(self.model.device), self.model.dtype, selftest.modules_fingerprint(modules.foreign)
         with self._selftest_lock:
             if self._selftest_result is None or self._selftest_result[0] != key:
-                self._selftest_result = (
-                    key,
-                    selftest.failure_reason(self.adapter, modules.foreign, model_kwargs, config),
-                )
+                reason = selftest.failure_reason(self.adapter, modules.foreign, model_kwargs, config)
+                self._selftest_result = key, reason
             return self._selftest_result[1]
 
     def _fall_back(self, reason: str, start_time: float, plain_generate: Callable[[], Any]) -> Any:
@@ -225,8 +223,9 @@ def _is_disabled(model: Any) -> bool:
 
 def _bind(plain_generate: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of `generate` by name, without a `custom_generate` of None."""
-    arguments = inspect.signature(plain_generate).bind(*args, **kwargs).arguments
-    arguments = {**arguments, **arguments.pop("kwargs", {})}
+    bound = inspect.signature(plain_generate).bind(*args, **kwargs).arguments
+    var_kwargs = bound.pop("kwargs", {})
+    arguments = {**bound, **var_kwargs}
     if arguments.get("custom_generate") is None:
         arguments.pop("custom_generate", None)
     return arguments
