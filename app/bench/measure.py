@@ -124,7 +124,7 @@ def alike(models: Sequence[Any]) -> None:
     That does not hang on the drafter; left to itself, each would go by a few noisy calls of its own for good, and the
     same drafter twice differed by up to 7%.
     """
-    packs = [model.__dict__[KEY].packs for model in models if mmspec.is_patched(model)]
+    packs = [model.__dict__[KEY].autotuner for model in models if mmspec.is_patched(model)]
     for other in packs[1:]:
         other.trials = packs[0].trials
 

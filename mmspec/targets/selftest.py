@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from mmspec.engine.sampler import RngGuard
+from mmspec.engine.rng import RngGuard
 from mmspec.engine.tree import DraftTree, root_only, sanitize
 from mmspec.interfaces import VerifyResult
 from mmspec.targets.hf import TOKEN_TYPE_INPUTS, HFTarget, ModelAdapter
