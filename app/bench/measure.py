@@ -242,8 +242,8 @@ def results(field_: Sequence[System]) -> Iterator[Row]:
         row["accepted_at_position"] = [round(share, 3) for share in accumulate(whole.acceptance_by_depth, mul)]
         row["tokens_min"] = min(run.fewest for run in runs)
         row |= weight_of(system.model) | {"block": block_of(system.model)}
-        for name in ("visual", "visual_kept"):  # what a compressor was given, and what it showed the drafter
-            row[name] = getattr(whole, name)
+        row["visual"] = whole.num_visual_tokens
+        row["visual_kept"] = whole.num_compressed_tokens
         row["ttft_ms"] = median(1e3 * run.ttft_s for run in runs)
         for name, values in ratios.items():
             good = [value for value in values if not math.isnan(value)]
