@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mmspec.app.caption.config import (
-    DEFAULT,
+    DEFAULT_MODEL,
     DTYPES,
     FRAMES,
     MAX_PIXELS,
     PROMPT,
     SAMPLERS,
     VIDEO_PROMPT,
-    JobSettings,
-    Place,
+    CaptionConfig,
+    ProcessInfo,
 )
 from mmspec.app.errors import UsageError, one_line
 
@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from mmspec.app.io.output import Output
     from mmspec.app.modeling.captioner import Captioner
 
-MODELS = f"hub id, folder, or built in: scenes (knows its own small world), tiny, mid (random); default {DEFAULT}"
+MODEL_HELP = (
+    f"hub id, folder, or built in: scenes (knows its own small world), tiny, mid (random); default {DEFAULT_MODEL}"
+)
 EPILOG = """\
 PATH is any mix of
   photo.jpg          one file; clip.mp4 likewise (--frames of it are shown to the model, as a video if it takes videos,
@@ -83,14 +85,16 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], co
     _add_job(parser)
 
 
-COMPRESSORS = "show the drafter fewer visual tokens: measured; drop; stride, pool, relevant, salient, diverse with :N"
+COMPRESSOR_HELP = (
+    "show the drafter fewer visual tokens: measured; drop; stride, pool, relevant, salient, diverse with :N"
+)
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("model").add_argument
-    add("--model", default=DEFAULT, metavar="M", help=MODELS)
+    add("--model", default=DEFAULT_MODEL, metavar="M", help=MODEL_HELP)
     add("--drafter", default="auto", metavar="D", help="source of guesses (default auto; none: no drafts)")
-    add("--compressor", default=None, metavar="C", help=COMPRESSORS)
+    add("--compressor", default=None, metavar="C", help=COMPRESSOR_HELP)
     add("--dtype", default="auto", choices=DTYPES, help="default auto: the checkpoint's, float32 on a CPU")
     add("--device", default="auto", metavar="DEV", help="default auto: the GPU if there is one")
 
@@ -98,13 +102,13 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
 def _add_decoding(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("captions").add_argument
     add("--prompt", default=None, metavar="TEXT", help=f"default {PROMPT!r}; of videos {VIDEO_PROMPT!r}")
-    add("--frames", type=positive, default=FRAMES, metavar="N", help=f"of a video, at most (default {FRAMES})")
-    add("--fps", type=rate, default=None, metavar="R", help="R frames of each second of a video, up to --frames")
+    add("--frames", type=positive_int, default=FRAMES, metavar="N", help=f"of a video, at most (default {FRAMES})")
+    add("--fps", type=parse_fps, default=None, metavar="R", help="R frames of each second of a video, up to --frames")
     told = "of a video, evenly spread frames (default) or those that differ most from each other"
     add("--sampler", choices=SAMPLERS, default=SAMPLERS[0], help=told)
-    add("--batch-size", type=positive, default=8, metavar="N", help="pictures or videos at a time (default 8)")
-    add("--max-new-tokens", type=positive, default=128, metavar="N", help="per caption (default 128)")
-    add("--temperature", type=temperature, default=0.0, metavar="T", help="0 (default) is greedy")
+    add("--batch-size", type=positive_int, default=8, metavar="N", help="pictures or videos at a time (default 8)")
+    add("--max-new-tokens", type=positive_int, default=128, metavar="N", help="per caption (default 128)")
+    add("--temperature", type=parse_temperature, default=0.0, metavar="T", help="0 (default) is greedy")
     add("--seed", type=int, default=0, metavar="N", help="for sampling (default 0)")
     add("--stop", action="append", default=[], metavar="TEXT", help="end a caption here; repeatable")
 
@@ -114,22 +118,22 @@ def _add_job(parser: argparse.ArgumentParser) -> None:
     add("--out", default="-", metavar="FILE", help="JSON lines file; - (default) is standard output")
     add("--overwrite", action="store_true", help="forget what FILE holds")
     add("--retry-errors", action="store_true", help="do rows again that hold an error")
-    add("--shard", type=shard, default=(0, 1), metavar="I/N", help="every Nth picture from the Ith on (0-based)")
+    add("--shard", type=parse_shard, default=(0, 1), metavar="I/N", help="every Nth picture from the Ith on (0-based)")
     told = "also decode plainly, all or the first N, and say whether the tokens are identical"
-    add("--compare", type=compare, nargs="?", const=-1, default=0, metavar="N", help=told)
-    add("--max-pixels", type=positive, default=MAX_PIXELS, metavar="N", help="refuse larger pictures")
-    add("--threads", type=positive, default=4, metavar="N", help="threads that decode ahead (default 4)")
+    add("--compare", type=parse_compare, nargs="?", const=-1, default=0, metavar="N", help=told)
+    add("--max-pixels", type=positive_int, default=MAX_PIXELS, metavar="N", help="refuse larger pictures")
+    add("--threads", type=positive_int, default=4, metavar="N", help="threads that decode ahead (default 4)")
     add("--progress", action=argparse.BooleanOptionalAction, help="default: if on a terminal")
 
 
-def positive(text: str) -> int:
+def positive_int(text: str) -> int:
     """A whole number above 0."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a whole number above 0, got {text!r}")
     return int(text)
 
 
-def temperature(text: str) -> float:
+def parse_temperature(text: str) -> float:
     """A finite number, 0 or more."""
     try:
         value = float(text)
@@ -140,7 +144,7 @@ def temperature(text: str) -> float:
     return value
 
 
-def rate(text: str) -> float:
+def parse_fps(text: str) -> float:
     """A finite number above 0."""
     try:
         value = float(text)
@@ -151,7 +155,7 @@ def rate(text: str) -> float:
     return value
 
 
-def shard(text: str) -> tuple[int, int]:
+def parse_shard(text: str) -> tuple[int, int]:
     """ "1/4": the second of four."""
     first, _, count = text.partition("/")
     if not (first.isdecimal() and count.isdecimal() and int(first) < int(count)):
@@ -159,7 +163,7 @@ def shard(text: str) -> tuple[int, int]:
     return int(first), int(count)
 
 
-def compare(text: str) -> int:
+def parse_compare(text: str) -> int:
     """How many pictures; "all" is every one."""
     if text == "all":
         return -1
@@ -170,34 +174,34 @@ def compare(text: str) -> int:
 
 def run(args: argparse.Namespace) -> int:
     """Carry out the command."""
-    from mmspec.app.caption.job import Job
+    from mmspec.app.caption.job import CaptionJob
 
-    given = {field.name: getattr(args, field.name) for field in fields(JobSettings)}
-    settings = JobSettings(**given | {"paths": tuple(args.paths), "stop": tuple(filter(None, args.stop))})
-    place = Place.of(os.environ)
-    check_drafter(settings.drafter, settings.compressor)
+    given = {field.name: getattr(args, field.name) for field in fields(CaptionConfig)}
+    settings = CaptionConfig(**given | {"paths": tuple(args.paths), "stop": tuple(filter(None, args.stop))})
+    place = ProcessInfo.from_env(os.environ)
+    validate_drafter(settings.drafter, settings.compressor)
     settings.frame_sampler()
     if settings.prompt is not None and not settings.prompt.strip():
         raise UsageError("--prompt must not be empty")
-    quiet(settings.progress)
-    return Job(settings, output_of(settings, place), lambda: captioner(settings, place), place).run()
+    hide_progress_bars(settings.progress)
+    return CaptionJob(settings, build_output(settings, place), lambda: build_captioner(settings, place), place).run()
 
 
-def output_of(settings: JobSettings, place: Place) -> Output:
+def build_output(settings: CaptionConfig, place: ProcessInfo) -> Output:
     """Where the rows go."""
     from mmspec.app.io.output import FileOutput, StreamOutput
 
     if settings.out != "-":
-        world, print_of = place.world, settings.fingerprint(place.world)
-        return FileOutput(Path(settings.out), print_of, rank=place.rank, world=world, overwrite=settings.overwrite)
-    if place.world > 1:
+        world, print_of = place.world_size, settings.fingerprint(place.world_size)
+        return FileOutput(Path(settings.out), print_of, rank=place.rank, world_size=world, overwrite=settings.overwrite)
+    if place.world_size > 1:
         raise UsageError("several processes cannot share standard output: give --out FILE")
     if settings.overwrite or settings.retry_errors:
         raise UsageError("--overwrite and --retry-errors need --out FILE")
     return StreamOutput()
 
 
-def check_drafter(name: str, compressor: str | None = None) -> None:
+def validate_drafter(name: str, compressor: str | None = None) -> None:
     """Refuse an unknown drafter or compressor before anything is loaded."""
     from mmspec.drafters.registry import known, names
 
@@ -212,15 +216,15 @@ def check_drafter(name: str, compressor: str | None = None) -> None:
             raise UsageError(str(error)) from error
 
 
-def captioner(settings: JobSettings, place: Place) -> Captioner:
+def build_captioner(settings: CaptionConfig, place: ProcessInfo) -> Captioner:
     """Load and patch the model."""
     import mmspec
     from mmspec.app.modeling.captioner import Captioner
-    from mmspec.app.modeling.chat import check_words
-    from mmspec.app.modeling.load import load
+    from mmspec.app.modeling.chat import reject_media_tokens
+    from mmspec.app.modeling.load import load_model
 
-    model, processor = load(settings.model, settings.dtype, settings.device, place.local)
-    check_words(processor, settings.prompt, "--prompt")
+    model, processor = load_model(settings.model, settings.dtype, settings.device, place.local_rank)
+    reject_media_tokens(processor, settings.prompt, "--prompt")
     try:
         mmspec.patch(model, settings.drafter, settings.compressor, processor=processor)
     except (OSError, TypeError, ValueError) as error:
@@ -228,7 +232,7 @@ def captioner(settings: JobSettings, place: Place) -> Captioner:
     return Captioner(model, processor, settings.max_new_tokens, settings.temperature, settings.stop)
 
 
-def quiet(progress: bool | None) -> None:
+def hide_progress_bars(progress: bool | None) -> None:
     """Keep transformers' own bars off a standard error that nobody watches."""
     import sys
 

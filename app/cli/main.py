@@ -29,16 +29,16 @@ exit code: 0 all fine, 1 some rows failed, 2 wrong usage, 130 interrupted
 """
 
 
-class Parser(argparse.ArgumentParser):
+class CommandParser(argparse.ArgumentParser):
     """Errors are one line."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"mmspec: error: {message} (see {self.prog} --help)\n")
 
 
-def parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     """The command line."""
-    top = Parser(
+    top = CommandParser(
         prog="mmspec",
         description="Speculative decoding for Hugging Face vision-language models. Same tokens, sooner.",
         epilog=EPILOG,
@@ -48,7 +48,7 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--debug", action="store_true", help="show tracebacks")
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help="show tracebacks")
-    commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=Parser)
+    commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=CommandParser)
     for room in (caption, demo, bench, train, env):
         room.add_parser(commands, common)
     return top
@@ -57,24 +57,24 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     given = list(sys.argv[1:] if argv is None else argv)
-    args = parser().parse_args(given)
+    args = build_parser().parse_args(given)
     args.command = shlex.join(["mmspec", *given])
     try:
         code: int = args.run(args)
         sys.stdout.flush()
         return code
     except KeyboardInterrupt:
-        return _told(args.debug, "interrupted; a job with --out goes on where it was when run again", 130)
+        return _report_error(args.debug, "interrupted; a job with --out goes on where it was when run again", 130)
     except UsageError as error:
-        return _told(args.debug, str(error), 2)
+        return _report_error(args.debug, str(error), 2)
     except BrokenPipeError:  # the reader of our standard output has gone, as in `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:
-        return _told(args.debug, f"{type(error).__name__}: {one_line(error)} (--debug shows where)", 1)
+        return _report_error(args.debug, f"{type(error).__name__}: {one_line(error)} (--debug shows where)", 1)
 
 
-def _told(debug: bool, message: str, code: int) -> int:
+def _report_error(debug: bool, message: str, code: int) -> int:
     """One line, or inside an exception handler with --debug the whole story."""
     if debug:
         import traceback
@@ -84,4 +84,4 @@ def _told(debug: bool, message: str, code: int) -> int:
     return code
 
 
-__all__ = ["main", "parser"]
+__all__ = ["build_parser", "main"]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from mmspec.app.caption.config import MODEL
+from mmspec.app.caption.config import SCENES_MODEL
 from mmspec.app.errors import UsageError, one_line
 from mmspec.app.modeling.random_models import SIZES, random_model
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def pick_device(name: str, local_rank: int = 0) -> torch.device:
+def resolve_device(name: str, local_rank: int = 0) -> torch.device:
     """The device called `name`; "auto" is this process's GPU if there is one."""
     import torch
 
@@ -32,7 +32,7 @@ def pick_device(name: str, local_rank: int = 0) -> torch.device:
     return device
 
 
-def synchronise(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     """Wait until the device has nothing left to do."""
     import torch
 
@@ -42,16 +42,18 @@ def synchronise(device: torch.device) -> None:
         torch.mps.synchronize()
 
 
-def load(name: str, dtype: str = "auto", device: str = "auto", local_rank: int = 0) -> tuple[PreTrainedModel, Any]:
+def load_model(
+    name: str, dtype: str = "auto", device: str = "auto", local_rank: int = 0
+) -> tuple[PreTrainedModel, Any]:
     """Model in eval mode on its device, and its processor, padding on the left.
 
     Args:
         name: hub id, local folder, "scenes" for the model that ships with mmspec, or "tiny" / "mid" for a random one.
         dtype: "auto" is float32 on a CPU and the checkpoint's own elsewhere.
     """
-    place = pick_device(device, local_rank)
+    place = resolve_device(device, local_rank)
     precision = "float32" if dtype == "auto" and place.type == "cpu" else dtype
-    if name == MODEL:
+    if name == SCENES_MODEL:
         model, processor = _scenes(precision)
     else:
         model, processor = _random(name, precision) if name in SIZES else _pretrained(name, precision)
@@ -104,4 +106,4 @@ def _hint(error: Exception) -> str:
     return text
 
 
-__all__ = ["load", "pick_device", "synchronise"]
+__all__ = ["load_model", "resolve_device", "synchronize"]

@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import mmspec
 from mmspec.app.bench.recorder import Recorder
-from mmspec.app.caption.command import check_drafter
+from mmspec.app.caption.command import validate_drafter
 from mmspec.app.modeling.captioner import Captioner
 from mmspec.app.modeling.random_models import random_model
 from mmspec.app.scenes.render import render_scene
@@ -855,7 +855,7 @@ def test_a_lesson_knows_its_grids(tiny: Captioner) -> None:
 def test_it_never_changes_a_word_and_is_used(tiny: Captioner, tmp_path: Path) -> None:
     model = tiny.model
     config = HeadConfig(64, 128, 4, 2, 384)
-    inputs = tiny.inputs(
+    inputs = tiny.build_inputs(
         [render_scene(generate_scene(i)) for i in range(3)], ["a", "what is this thing", "list the colors please"]
     )
     plain = model.generate(**inputs, max_new_tokens=24, do_sample=False)
@@ -893,10 +893,10 @@ def test_elastic_by_its_name_is_the_drafters_own_or_goes_by_cost(tiny: Captioner
     ours = {"name": "elastic", "tokens": 4}, gate.state_dict()
     save(tmp_path / "msd", EagleHead(config), Made(config, "decoupled", 2, "llava"))
     save(tmp_path / "own", EagleHead(config), Made(config, "decoupled", 2, "llava", compressor=ours))
-    inputs = tiny.inputs([render_scene(generate_scene(1))], ["what is this thing"])
+    inputs = tiny.build_inputs([render_scene(generate_scene(1))], ["what is this thing"])
     plain = model.generate(**inputs, max_new_tokens=12, do_sample=False)
     for drafter, other, ways in (("msd", "own", ["identity", "stride:1"]), ("own", "msd", ["stride:1", "identity"])):
-        check_drafter(str(tmp_path / drafter), "elastic")
+        validate_drafter(str(tmp_path / drafter), "elastic")
         mmspec.patch(model, drafter=str(tmp_path / drafter), compressor="elastic", nodes=8)
         try:
             for more, way in zip(({}, {"mmspec": {"drafter": str(tmp_path / other)}}), ways, strict=True):
@@ -930,7 +930,7 @@ def test_a_compressor_of_another_width_is_refused_before_anything_is_changed(tin
     assert not mmspec.is_patched(model)
     mmspec.patch(model, drafter, compressor=new(name, 64), nodes=8)
     try:
-        inputs = tiny.inputs([render_scene(generate_scene(1))], ["what is this thing"])
+        inputs = tiny.build_inputs([render_scene(generate_scene(1))], ["what is this thing"])
         with pytest.raises(ValueError, match=words):
             model.generate(**inputs, max_new_tokens=4, mmspec={"compressor": new(name, 32)})
         model.generate(**inputs, max_new_tokens=4, mmspec={"drafter": "lookup", "compressor": new(name, 32)})
@@ -951,7 +951,7 @@ def test_one_with_weights_is_refused_where_states_stand_side_by_side(tiny: Capti
         with pytest.raises(ValueError, match=words):
             mmspec.patch(tiny.model, drafter, compressor=new(name, width))
     assert not mmspec.is_patched(tiny.model)
-    inputs = tiny.inputs([render_scene(generate_scene(1))], ["what is this thing"])
+    inputs = tiny.build_inputs([render_scene(generate_scene(1))], ["what is this thing"])
     plain = tiny.model.generate(**inputs, max_new_tokens=6, do_sample=False)
     mmspec.patch(tiny.model, drafter, compressor="pool:4", nodes=8)
     try:
@@ -967,7 +967,7 @@ def test_a_drafter_that_shrinks_pictures_itself_takes_none(tiny: Captioner) -> N
     with pytest.raises(ValueError, match=words):
         mmspec.patch(tiny.model, drafter, compressor="pool:4")
     assert not mmspec.is_patched(tiny.model)
-    inputs = tiny.inputs([render_scene(generate_scene(1))], ["what is this thing"])
+    inputs = tiny.build_inputs([render_scene(generate_scene(1))], ["what is this thing"])
     mmspec.patch(tiny.model, "lookup", compressor="pool:4")
     try:
         for chosen in (drafter, Recorder(drafter)):
@@ -994,7 +994,7 @@ class Dicing:
 def test_what_a_compressor_draws_leaves_no_trace(tiny: Captioner, sample: bool) -> None:
     model, dicing = tiny.model, Dicing()
     config = HeadConfig(64, 128, 4, 2, 384)
-    inputs = tiny.inputs([render_scene(generate_scene(i)) for i in range(2)], ["a", "what is this thing"])
+    inputs = tiny.build_inputs([render_scene(generate_scene(i)) for i in range(2)], ["a", "what is this thing"])
     torch.manual_seed(5)
     plain, left = model.generate(**inputs, max_new_tokens=16, do_sample=sample), torch.get_rng_state()
     mmspec.patch(model, EagleDrafter(EagleHead(config), "decoupled", layers=2), compressor=dicing, nodes=8)

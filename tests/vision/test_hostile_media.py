@@ -24,7 +24,7 @@ from PIL import Image
 from video_files import decoder_command_running, write_video
 
 from mmspec.app.io.images import ImageError, load_image
-from mmspec.app.io.videos import load_shown
+from mmspec.app.io.videos import load_media
 from mmspec.vision import images as stills
 from mmspec.vision.video import backends as readers
 from mmspec.vision.video import decoder_pool as room
@@ -167,7 +167,7 @@ def test_a_pipe_is_not_waited_for(pool: Isolated, tmp_path: Path) -> None:
     for suffix in ("mp4", "png"):
         os.path.exists(tmp_path / f"pipe.{suffix}") or os.mkfifo(tmp_path / f"pipe.{suffix}")
         with pytest.raises(ImageError, match="not a regular file"):
-            load_shown(tmp_path / f"pipe.{suffix}", isolated=pool)
+            load_media(tmp_path / f"pipe.{suffix}", isolated=pool)
     with pytest.raises(OSError, match="not a regular file"):
         Input(str(tmp_path / "pipe.mp4"))
 
