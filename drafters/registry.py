@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("mmspec")
 
-MEMBERS = ("name", "needs", "vocab_size", "begin", "propose", "observe")
+MEMBERS = ("name", "requirements", "vocab_size", "begin", "propose", "observe")
 
 
 def _none() -> Drafter:

@@ -114,10 +114,10 @@ def target_info(family: Any, tokenizer: Any) -> TargetInfo:
         model_type=family.model_type,
         hidden_size=family.text_config.hidden_size,
         vocab_size=family.vocab_size,
-        num_layers=family.layers,
+        num_layers=family.num_layers,
         tokenizer=tokenizer,
         name=str(getattr(family.model.config, "_name_or_path", "") or ""),
-        media_token_ids=family.placeholders,
+        media_token_ids=family.media_token_ids,
         device=family.model.device.type,
     )
 
@@ -132,9 +132,9 @@ def resolve_drafter(drafter: str | Drafter, family: Any, tokenizer: Any = None) 
             f"drafter {made.name!r} was made for a vocabulary of {made.vocab_size} ids, the model has "
             f"{family.vocab_size}; use a drafter of this model, or drafter='auto'."
         )
-    wrong = [tap for tap in made.requirements.hidden_state_indices if not 0 <= tap <= family.layers]
+    wrong = [tap for tap in made.requirements.hidden_state_indices if not 0 <= tap <= family.num_layers]
     if wrong:
-        raise ValueError(f"drafter {made.name!r} taps states {wrong}; this model has states 0 to {family.layers}.")
+        raise ValueError(f"drafter {made.name!r} taps states {wrong}; this model has states 0 to {family.num_layers}.")
     comes_with = getattr(made, "comes_with", None)
     if comes_with is not None:
         from mmspec.vision.registry import restored

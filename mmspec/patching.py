@@ -125,8 +125,8 @@ def unpatch(model: Any) -> Any:
     if is_patched(model):
         state = model.__dict__.pop(KEY)
         del model.__dict__["generate"]
-        if state.attention is not None:
-            _set_attention(model, state.attention)
+        if state.original_attention is not None:
+            _set_attention(model, state.original_attention)
     return model
 
 

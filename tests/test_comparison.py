@@ -57,7 +57,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, row: int, column: int, shift: int = 1
         picks[row] = torch.where(here, (picks[row] + shift) % logits.shape[-1], picks[row])
         return picks, scores, broken
 
-    monkeypatch.setattr(TreeSampler, "pick", wrong)
+    monkeypatch.setattr(TreeSampler, "sample", wrong)
 
 
 # --- nothing to find --------------------------------------------------------------------------------------------------

@@ -252,7 +252,7 @@ class Nameless:
 BAD: dict[str, tuple[dict[str, Any], Any, str]] = {
     "unknown drafter": ({"drafter": "magic"}, ValueError, r"'magic'; known are 'none', 'lookup', 'recycling'"),
     "not a drafter": ({"drafter": Nameless()}, TypeError, r"got Nameless, which has no 'needs'"),
-    "a class": ({"drafter": adversarial.AdversarialDrafter}, TypeError, r"Liar"),
+    "a class": ({"drafter": adversarial.AdversarialDrafter}, TypeError, r"AdversarialDrafter"),
     "vocabulary": ({"drafter": Foreign()}, ValueError, r"made for a vocabulary of 7 ids, the model has 120"),
     "taps": ({"drafter": Tapping(0, 2, 3)}, ValueError, r"taps states \[3\]; this model has states 0 to 2"),
     "negative taps": ({"drafter": Tapping(-1)}, ValueError, r"taps states \[-1\]"),

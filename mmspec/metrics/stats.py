@@ -97,7 +97,7 @@ class Stats:
             old, new = getattr(self, item.name), getattr(call, item.name)
             if isinstance(old, Counter):
                 old.update(new)
-            elif item.name == "fallback":
+            elif item.name == "fallback_reason":
                 self.fallback_reason = new if new is not None else old
             elif isinstance(old, list):
                 setattr(self, item.name, list(new))
@@ -107,11 +107,11 @@ class Stats:
     def as_dict(self) -> dict[str, Any]:
         """Everything, derived numbers included, ready for JSON."""
         plain = {item.name: getattr(self, item.name) for item in fields(self)}
-        plain["lengths"] = {str(key): value for key, value in sorted(self.accept_length_hist.items())}
-        plain["nodes"] = {str(key): value for key, value in sorted(self.tree_size_hist.items())}
-        plain["ways"] = dict(sorted(self.compressor_choices.items()))
-        plain["shown"] = [row.as_dict() for row in self.compression]
-        derived = ("tau", "acceptance", "kept_at_depth", "round_s", "tokens_per_s")
+        plain["accept_length_hist"] = {str(key): value for key, value in sorted(self.accept_length_hist.items())}
+        plain["tree_size_hist"] = {str(key): value for key, value in sorted(self.tree_size_hist.items())}
+        plain["compressor_choices"] = dict(sorted(self.compressor_choices.items()))
+        plain["compression"] = [row.as_dict() for row in self.compression]
+        derived = ("tau", "acceptance_rate", "acceptance_by_depth", "round_s", "tokens_per_s")
         return plain | {name: getattr(self, name) for name in derived}
 
     def __str__(self) -> str:

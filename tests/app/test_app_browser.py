@@ -145,7 +145,7 @@ def races(monkeypatch: pytest.MonkeyPatch) -> list[ComparisonRun]:
             made.append(self)
 
     for module in (page_compare, endpoints):
-        monkeypatch.setattr(module, "Race", Kept)
+        monkeypatch.setattr(module, "ComparisonRun", Kept)
     return made
 
 

@@ -224,7 +224,7 @@ def test_the_demo_shows_both_texts(capsys: Any) -> None:
 
 
 def test_a_damaged_model_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    monkeypatch.setattr("mmspec.app.scenes.FOLDER", tmp_path)
+    monkeypatch.setattr("mmspec.app.scenes.WEIGHTS_FOLDER", tmp_path)
     render_scene(generate_scene(1)).save(tmp_path / "a.png")
     assert main(["caption", str(tmp_path / "a.png"), "--model", "scenes"]) == 2
     err = capsys.readouterr().err

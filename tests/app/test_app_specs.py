@@ -43,7 +43,7 @@ def with_head(monkeypatch: pytest.MonkeyPatch, kind: str) -> tuple[Any, Any]:
     spec = tiny.ModelSpec("llava", hidden=text.hidden_size, layers=text.num_hidden_layers)
     vocab = model.get_output_embeddings().weight.shape[0]
     made = heads.build_drafter(kind, spec, vocab_size=vocab)
-    monkeypatch.setattr(contenders, "checked_drafter", lambda name, family, tokenizer: made)
+    monkeypatch.setattr(contenders, "resolve_drafter", lambda name, family, tokenizer: made)
     return model, processor
 
 

@@ -675,13 +675,15 @@ def test_steps_of_a_conversation(shelf: ModelStore, space: TempStorage) -> None:
         return shown
 
     first = ask("what is it?", Conversation())
-    assert first["talk"].path == path and [turn.question for turn in first["talk"].turns] == ["what is it?"]
+    assert first["conversation"].path == path and [turn.question for turn in first["conversation"].turns] == [
+        "what is it?"
+    ]
     context.sessions.end("me")
-    second = ask("how many?", first["talk"])
-    assert len(second["talk"].turns) == 2 and "what is it?" in second["plain"]
+    second = ask("how many?", first["conversation"])
+    assert len(second["conversation"].turns) == 2 and "what is it?" in second["plain"]
     context.sessions.end("me")
-    other = ask("and here?", second["talk"], str(list_example_files()[1]))
-    assert len(other["talk"].turns) == 1 and "how many?" not in other["plain"]
+    other = ask("and here?", second["conversation"], str(list_example_files()[1]))
+    assert len(other["conversation"].turns) == 1 and "how many?" not in other["plain"]
     context.sessions.end("me")
     for wrong in (("nobody", *chosen[1:]), (*chosen[:3], -1, *chosen[4:]), (*chosen[:5], 10**9, "automatic")):
         with pytest.raises(UsageError):

@@ -70,7 +70,7 @@ def test_all_ways_lead_to_the_product(
     many = 1 if count == 1 else 2  # one row, or several that are no plain block of memory
     one, given = layer(bias=bias), rows(many * count).view(many, count, 16).transpose(0, 1)
     monkeypatch.setattr(KernelTiming, "next", lambda self: way)
-    monkeypatch.setattr(cpu, "MOST_ROWS", 2 * MAX_ROWS)
+    monkeypatch.setattr(cpu, "MAX_ROWS", 2 * MAX_ROWS)
     with torch.no_grad(), use_fast_linears(LinearAutotuner(), [one], copies=True):
         got = one(given)
     want = functional.linear(given, one.weight, one.bias)

@@ -134,7 +134,7 @@ def _pads_seen(original: Any) -> Any:
 
 def _no_window(original: Any) -> Any:
     def faulty(self: Any, *args: Any) -> Any:
-        with mock.patch.object(self.family, "window", 10**6):
+        with mock.patch.object(self, "_window", 10**6):
             return original(self, *args)
 
     return faulty
@@ -142,7 +142,9 @@ def _no_window(original: Any) -> Any:
 
 def _scores_of_the_root(original: Any) -> Any:
     def faulty(self: Any, kept: Any, source: Tensor, verdict: Any) -> None:
-        original(self, kept, source, replace(verdict, accepted_nodes=[[0] * len(row) for row in verdict.walked]))
+        original(
+            self, kept, source, replace(verdict, accepted_nodes=[[0] * len(row) for row in verdict.accepted_nodes])
+        )
 
     return faulty
 
@@ -187,23 +189,23 @@ MUTANTS: dict[str, list[Replacement]] = {
     "one noise for all nodes": [(_NOISE, "at", _one_noise)],
     "noise off by one column": [(_NOISE, "at", _late_noise)],
     "a sibling visible in the mask": [(_TARGET, "_mask", _sibling_seen)],
-    "the wrong KV rows kept": [(mmspec.engine.kv_cache.RaggedKVCache, "keep", _first_kept)],
+    "the wrong KV rows kept": [(mmspec.engine.kv_cache.RaggedKVCache, "keep_path", _first_kept)],
     "stop conditions only at the end of a round": [
-        (_OUTPUT_BUFFER, "_judge", _judged_at_the_end),
-        (_ENGINE, "walk", _no_stops),
+        (_OUTPUT_BUFFER, "_run_criteria", _judged_at_the_end),
+        (_ENGINE, "accept_path", _no_stops),
     ],
-    "generator restored one draw late": [(_NOISE, "settle", _restored_late)],
+    "generator restored one draw late": [(_NOISE, "restore_rng", _restored_late)],
     "row ids swapped in the history": [(_SAMPLING, "_histories", _swapped_rows)],
     "row ids swapped in the noise": [(_NOISE, "at", _swapped_noise)],
     "position ids by length": [(_TARGET, "_prepare_rounds", _positions_by_length)],
-    "draft token emitted instead of picked token": [(_ENGINE, "walk", _draft_emitted)],
+    "draft token emitted instead of picked token": [(_ENGINE, "accept_path", _draft_emitted)],
     "pads visible": [(_TARGET, "_prepare_rounds", _pads_seen)],
     "no sliding window in trees": [(_TARGET, "_mask", _no_window)],
-    "scores of the root for the whole path": [(_OUTPUT_BUFFER, "_keep", _scores_of_the_root)],
+    "scores of the root for the whole path": [(_OUTPUT_BUFFER, "_collect", _scores_of_the_root)],
     "provisional tokens never cut": [(_OUTPUT_BUFFER, "_cut", _never_cut)],
     "repetition penalty with another row's pads": [(_SAMPLING, "_for_rows", _pads_of_other_rows)],
-    "cut tokens left in the cache": [(_TARGET, "rewind", _not_rewound)],
-    "returned cache one position short": [(_TARGET, "close", _cache_short)],
+    "cut tokens left in the cache": [(_TARGET, "crop", _not_rewound)],
+    "returned cache one position short": [(_TARGET, "export_cache", _cache_short)],
 }
 """Name -> what to swap. The first eleven are the bugs that the design asks for."""
 

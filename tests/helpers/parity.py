@@ -31,7 +31,7 @@ def get_model(family: str = "llava", **changes: Any) -> PreTrainedModel:
     return build_cached_model(tiny.ModelSpec(family, **changes))
 
 
-def generate_plain(model: PreTrainedModel, inputs: tiny.Inputs, seed: int = 0, **kwargs: Any) -> Any:
+def generate_plain(model: PreTrainedModel, inputs: tiny.Inputs, seed: int = 0, /, **kwargs: Any) -> Any:
     """What the plain model returns after `torch.manual_seed(seed)`."""
     torch.manual_seed(seed)
     return model.generate(**inputs, **kwargs)

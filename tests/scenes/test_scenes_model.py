@@ -157,7 +157,7 @@ def test_a_gate_that_ships_chooses(shipped: tuple[Any, Any]) -> None:
             model.generate(**inputs, max_new_tokens=4, do_sample=False)
             [row] = mmspec.stats(model, last=True).compression
             ways[f"{drafter}, {compressor}"] = row.choice, row.num_compressed_tokens
-            gate = getattr(model.__dict__["_mmspec"].options.drafter, "compressor", None)
+            gate = getattr(model.__dict__["_mmspec"].config.drafter, "compressor", None)
             assert isinstance(gate, Elastic) == (drafter == "msd-elastic")
             if isinstance(gate, Elastic):
                 assert (

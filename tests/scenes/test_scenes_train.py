@@ -49,7 +49,7 @@ def little(seed: int) -> LlavaForConditionalGeneration:
 def run(tmp_path_factory: pytest.TempPathFactory) -> ScenesTrainer:
     """A whole run of five steps, in one go. Its tokenizer has read less than a real one's."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train, "corpus", lambda count: generate_corpus(count // 20))
+        patch.setattr(train, "generate_corpus", lambda count: generate_corpus(count // 20))
         training = ScenesTrainer(tmp_path_factory.mktemp("run"), MINIATURE, "cpu", 0, little)
     assert training.run(math.inf, show_progress=False)
     torch.save(training.model.state_dict(), training.run_folder / "whole.pt")
@@ -144,7 +144,7 @@ def test_an_evaluation_that_was_cut_goes_on(
         asked.extend(answers.values())
         original(self, of, answers)
 
-    monkeypatch.setattr(evaluate.AnswerLog, "add", spy)
+    monkeypatch.setattr(evaluate.AnswerLog, "append", spy)
     file = tmp_path / "answers.jsonl"
     args = ["--model", str(run.run_folder / "model"), "--count", "2", "--answers", str(file)]
     evaluate.main(args)
@@ -216,7 +216,7 @@ def test_muon_where_bfloat16_is_slow_does_what_that_of_torch_does(
     begin, grads = torch.randn(shape, generator=draw), [torch.randn(shape, generator=draw) for _ in range(3)]
     ends = []
     for native in (True, False):
-        monkeypatch.setattr(stages, "halves", lambda device, native=native: native)
+        monkeypatch.setattr(stages, "bf16_is_faster", lambda device, native=native: native)
         weight = nn.Parameter(begin.clone())
         optimiser = stages.Muon([weight], lr=0.1, weight_decay=0.02, adjust_lr_fn="match_rms_adamw")
         for grad in grads:

@@ -796,7 +796,7 @@ def test_a_gate_is_told_what_each_way_costs_the_head(world: FakeTarget, monkeypa
     """Text by text, the loss on words with that way alone, and what it is charged."""
     made, placeholder = gated().eval(), world.shared_embeddings.embed_tokens(torch.tensor(IMAGE_TOKEN_ID)).detach()
     pupil, told = Pupil(head(), "decoupled", compressor=made), list[tuple[Tensor, Tensor]]()
-    monkeypatch.setattr(made, "learn", lambda sights, costs: told.append((sights, costs)))
+    monkeypatch.setattr(made, "fit_gate", lambda sights, costs: told.append((sights, costs)))
     weigh(
         pupil,
         [build_train_batch(world), build_train_batch(world)],

@@ -220,8 +220,8 @@ def test_on_a_gpu_nobody_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *args: pytest.fail("nobody waits for the device"))
     pace, found = DraftCostModel(), []
-    monkeypatch.setattr(pace, "read", lambda batch, width, seconds: found.append(("read", width, seconds)))
-    monkeypatch.setattr(pace, "drafted", lambda batch, width, levels, s: found.append(("draft", width, levels, s)))
+    monkeypatch.setattr(pace, "record_prefill", lambda batch, width, seconds: found.append(("read", width, seconds)))
+    monkeypatch.setattr(pace, "record_draft", lambda batch, width, levels, s: found.append(("draft", width, levels, s)))
     meter = CallTimer(pace, 2, torch.device("cuda"))
     Event.now, Event.next = 0.0, 1.0
     began = meter.now()
@@ -362,7 +362,9 @@ def test_the_text_is_the_same_and_stats_say_what_was_shown(
     tiny: Captioner, folder: Path, sample: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny.model
-    monkeypatch.setattr(TreeSizeController, "awake", True)  # a drafter that sleeps through a call is shown nothing
+    monkeypatch.setattr(
+        TreeSizeController, "should_draft", True
+    )  # a drafter that sleeps through a call is shown nothing
     inputs = tiny.build_inputs(
         [render_scene(generate_scene(i)) for i in range(2)], ["a", "what is this thing, and what colour has it"]
     )
