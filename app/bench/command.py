@@ -94,7 +94,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], co
     )
     parser.set_defaults(run=run)
     add = parser.add_argument
-    add("--model", default=DEFAULT_MODEL, metavar="M", help=MODEL_HELP)
+    add("--model", default=DEFAULT_MODEL, metavar="M", help=f"{MODEL_HELP}; default {DEFAULT_MODEL}")
     add("--drafters", type=names, default=["none", "auto"], metavar="A,B", help="default none,auto")
     add("--nodes", type=positive_int, default=None, metavar="N", help="score trees of N nodes (default: what pays)")
     add("--batch-sizes", type=numbers, default=[1], metavar="N,N", help="default 1")

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 SCENES_MODEL = "scenes"
 DEFAULT_MODEL = SCENES_MODEL
-"""Of every command: the small model that ships."""
+"""Of the commands that show or measure mmspec: the bundled toy model. `mmspec caption` has no default."""
 PROMPT = "Describe the image."
 VIDEO_PROMPT = "Describe the video."
 FRAMES = 8
@@ -39,7 +39,7 @@ class CaptionConfig:
     """
 
     paths: tuple[str, ...]
-    model: str = DEFAULT_MODEL
+    model: str
     out: str = "-"
     drafter: str = "auto"
     compressor: str | None = None

@@ -5,15 +5,17 @@ A job is resumed from what its files hold; they are not changed before `begin`. 
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
-from mmspec.app.errors import UsageError
+from mmspec.app.errors import WRITE_ERRORS, OutputError, UsageError, explain_write
 from mmspec.app.io import jsonl
 from mmspec.app.io.jsonl import Row
 
@@ -61,8 +63,9 @@ class StreamOutput:
         pass
 
     def write(self, rows: Sequence[Row]) -> None:
-        self.stream.write(b"".join(map(jsonl.encode_row, rows)))
-        self.stream.flush()
+        with explain_write("standard output"):
+            self.stream.write(b"".join(map(jsonl.encode_row, rows)))
+            self.stream.flush()
         self._rows += rows
 
     def close(self, ids: Iterable[str], *, complete: bool) -> list[Row] | None:
@@ -126,9 +129,11 @@ class FileOutput:
         except BlockingIOError:
             raise UsageError(f"another job is writing to {self.path}: wait for it, or use another --out") from None
         except OSError as error:
+            if error.errno in WRITE_ERRORS:
+                raise OutputError(f"--out {self.rank_path}", error) from error
             raise UsageError(f"cannot write --out {self.rank_path}: {error.strerror}") from error
         if not os.access(self.base, os.W_OK):
-            raise UsageError(f"cannot write --out {self.path}: folder {self.base} is read-only")
+            raise OutputError(f"--out {self.path}", PermissionError(errno.EACCES, f"folder {self.base} is read-only"))
 
     def _existing(self) -> dict[str, Row]:
         lines = 0
@@ -166,6 +171,10 @@ class FileOutput:
     # begin: from here on the files change
 
     def begin(self, drop: Callable[[Row], bool]) -> None:
+        with explain_write(self.rank_path):
+            self._begin(drop)
+
+    def _begin(self, drop: Callable[[Row], bool]) -> None:
         assert self._file is not None
         if self.overwrite:
             self._file.truncate(0)
@@ -204,13 +213,15 @@ class FileOutput:
 
     def write(self, rows: Sequence[Row]) -> None:
         assert self._file is not None
-        jsonl.append_rows(self._file, rows)
+        with explain_write(self.rank_path):
+            jsonl.append_rows(self._file, rows)
 
     # close: merge, if all is there
 
     def close(self, ids: Iterable[str], *, complete: bool) -> list[Row] | None:
         try:
-            return self._finish(set(ids)) if complete else None
+            with explain_write(self.path):
+                return self._finish(set(ids)) if complete else None
         finally:
             self._close_file()
 
@@ -245,7 +256,8 @@ class FileOutput:
 
     def _release(self) -> None:
         if self._file is not None:
-            self._file.close()
+            with suppress(OSError):  # bytes that could not be written before: reported by then
+                self._file.close()
             self._file = None
 
 

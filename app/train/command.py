@@ -66,7 +66,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], co
     )
     parser.set_defaults(run=run)
     add = parser.add_argument_group("what").add_argument
-    add("--target", default=SCENES_MODEL, metavar="M", help=MODEL_HELP)
+    add("--target", default=SCENES_MODEL, metavar="M", help=f"{MODEL_HELP}; default {SCENES_MODEL}")
     add("--drafter", type=kinds, default=["msd"], metavar="D,D", help=f"of {', '.join(RECIPES)} (default msd)")
     add(
         "--data", nargs="+", default=[], metavar="PATH", help="pictures, folders, manifests (default: the scenes world)"

@@ -18,7 +18,7 @@ examples
 
 The pages are served to this machine alone, and what is uploaded is removed when the command ends (Ctrl-C).
 Pages may choose among the built-in models and drafters and those named here, and no others.
-python -m mmspec.app.examples shows the same race in the terminal, without gradio.
+mmspec examples does the same in the terminal, without gradio.
 """
 DEFAULT_PORT = 7860
 
@@ -35,7 +35,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], co
     )
     parser.set_defaults(run=run)
     add = parser.add_argument
-    add("--model", default=DEFAULT_MODEL, metavar="M", help=MODEL_HELP)
+    add("--model", default=DEFAULT_MODEL, metavar="M", help=f"{MODEL_HELP}; default {DEFAULT_MODEL}")
     add("--drafter", default="auto", metavar="D", help="source of guesses (default auto)")
     add("--dtype", default="auto", choices=DTYPES, help="default auto: the checkpoint's, float32 on a CPU")
     add("--device", default="auto", metavar="DEV", help="default auto: the GPU if there is one")

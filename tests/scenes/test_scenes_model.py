@@ -187,6 +187,8 @@ def test_it_is_the_default_of_the_commands(tmp_path: Path, capsys: Any) -> None:
             [
                 "caption",
                 str(list_example_files()[1]),
+                "--model",
+                "scenes",
                 "--out",
                 str(out),
                 "--max-new-tokens",
