@@ -367,7 +367,7 @@ def test_the_text_is_the_same_and_stats_say_what_was_shown(
     monkeypatch.setattr(
         TreeSizeController, "should_draft", True
     )  # a drafter that sleeps through a call is shown nothing
-    inputs = tiny.inputs(
+    inputs = tiny.build_inputs(
         [render_scene(generate_scene(i)) for i in range(2)], ["a", "what is this thing, and what colour has it"]
     )
     options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": sample}
@@ -408,7 +408,7 @@ def test_the_examples_of_the_docs(tiny: Captioner, folder: Path, tmp_path: Path)
     page = (Path(__file__).parent.parent.parent / "docs" / "compressors.md").read_text("utf-8")
     code = page.split("```python\n")[1].split("```")[0]
     picture = render_scene(generate_scene(0))
-    inputs = tiny.inputs([picture], ["a"])
+    inputs = tiny.build_inputs([picture], ["a"])
     names: dict[str, Any] = {"model": tiny.model, "inputs": inputs, "image": picture, "FOLDER": str(folder)}
     here = tmp_path / "kept.png"
     try:
