@@ -159,4 +159,4 @@ def build_drafter(drafter: str | object, target: TargetInfo | None = None) -> Dr
     return cast("Drafter", drafter)
 
 
-__all__ = ["DRAFTERS", "is_known_drafter", "build_drafter", "drafter_names", "bundled_drafters"]
+__all__ = ["DRAFTERS", "build_drafter", "bundled_drafters", "drafter_names", "is_known_drafter"]

@@ -231,7 +231,7 @@ def validate_drafter(name: str, compressor: str | None = None) -> None:
     Raises:
         UsageError: an unknown name.
     """
-    from mmspec.drafters.registry import is_known_drafter, drafter_names
+    from mmspec.drafters.registry import drafter_names, is_known_drafter
 
     if not is_known_drafter(name):
         raise UsageError(f"unknown drafter {name!r}; known are {', '.join(drafter_names())}, a folder, or a hub id")

@@ -232,7 +232,9 @@ def party_of(args: argparse.Namespace, place: ProcessInfo) -> tuple[Any, Any]:
     from accelerate.utils import reduce
 
     state = PartialState(cpu=args.device == "cpu")
-    return state.wait_for_everyone, DistributedContext(place.rank, place.world_size, lambda value: reduce(value, "mean"))
+    return state.wait_for_everyone, DistributedContext(
+        place.rank, place.world_size, lambda value: reduce(value, "mean")
+    )
 
 
 def training_of(args: argparse.Namespace, teacher: Any, count: int, facts: dict[str, Any], party: Any) -> Any:
@@ -241,7 +243,7 @@ def training_of(args: argparse.Namespace, teacher: Any, count: int, facts: dict[
 
     from mmspec.app.train.data import Order, share_of_pictures
     from mmspec.drafters.training.losses import LossWeights
-    from mmspec.drafters.training.trainer import TrainConfig, DraftModel, SettingsError, Trainer
+    from mmspec.drafters.training.trainer import DraftModel, SettingsError, TrainConfig, Trainer
     from mmspec.interfaces import SharedEmbeddings
 
     model = teacher.model

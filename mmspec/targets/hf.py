@@ -17,8 +17,8 @@ from transformers.utils import output_capturing
 from mmspec.engine.kv_cache import RaggedKVCache
 from mmspec.engine.tree import BUCKETS, DraftTree
 from mmspec.engine.tree_cache import (
-    UserCacheView,
     TreeCache,
+    UserCacheView,
     export_dynamic_cache,
     load_dynamic_cache,
     unsupported_reason,

@@ -40,11 +40,11 @@ from mmspec.drafters import registry
 from mmspec.drafters.checkpoints import format as checkpoint
 from mmspec.drafters.checkpoints.format import HeadMetadata, load_head, save_head
 from mmspec.drafters.eagle.drafter import EagleDrafter
-from mmspec.drafters.eagle.head import EagleHead, HeadConfig, DecoderLayer, from_eagle_state_dict, to_eagle_state_dict
+from mmspec.drafters.eagle.head import DecoderLayer, EagleHead, HeadConfig, from_eagle_state_dict, to_eagle_state_dict
 from mmspec.drafters.eagle.visual_inputs import VISUAL_MODES, DraftInputs, left_pack
 from mmspec.drafters.registry import build_drafter
-from mmspec.drafters.training.losses import LossWeights, Progress, eagle_loss, build_targets
-from mmspec.drafters.training.trainer import TrainConfig, DraftModel, SettingsError, Trainer
+from mmspec.drafters.training.losses import LossWeights, Progress, build_targets, eagle_loss
+from mmspec.drafters.training.trainer import DraftModel, SettingsError, TrainConfig, Trainer
 from mmspec.engine.tree import root_only
 from mmspec.interfaces import TargetInfo
 

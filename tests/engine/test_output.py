@@ -412,7 +412,11 @@ def test_the_lag_of_finished_rows() -> None:
     case = Case(0, batch=2, criteria=limited(40, lambda log: hf.EosTokenCriteria([2])), keep_cache=True)
     for waits, lag in ((True, 6), (False, 0)):
         clock = OutputBuffer(
-            World(0, 2).prompt, case.criteria(adversarial.CallLog()), pad_token_id=0, noise=None, returns=ReturnFlags(cache=waits)
+            World(0, 2).prompt,
+            case.criteria(adversarial.CallLog()),
+            pad_token_id=0,
+            noise=None,
+            returns=ReturnFlags(cache=waits),
         )
         rows = [[1, 2], [1, 3, 4, 5, 6, 7, 8, 9]]
         tokens = torch.tensor([row + [0] * (8 - len(row)) for row in rows])
