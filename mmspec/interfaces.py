@@ -429,8 +429,8 @@ class ContentAwareSampler(FrameSampler, Protocol):
 
 __all__ = [
     "NO_LIMIT",
-    "CompressionContext",
     "CompressingDrafter",
+    "CompressionContext",
     "Compressor",
     "ContentAwareSampler",
     "Drafter",

@@ -55,7 +55,7 @@ class Video:
         return np.stack([np.asarray(frame) for frame in self.frames])
 
 
-Shown = Image.Image | Sequence[Image.Image] | Video
+Media = Image.Image | Sequence[Image.Image] | Video
 """What goes with one prompt: a picture, several, or a video."""
 Source = Path | str | bytes | Image.Image | np.ndarray
 """What a picture may come as: a file by its path, what is in one, an image of Pillow's, an array (`from_array`)."""
@@ -79,14 +79,14 @@ def load_image(source: Source, max_pixels: int = MAX_PIXELS, isolated: bool | De
     if isinstance(source, Image.Image):
         with convert_image_errors(max_pixels):
             return to_upright_rgb(source, max_pixels)
-    content = _checked(source)
+    content = _validate_source(source)
     if isolated:
-        return _apart(content, max_pixels, isolated)
+        return _decode_isolated(content, max_pixels, isolated)
     held = content if isinstance(content, bytes) else read_image_bytes(content)
     return decode_image(held, max_pixels)
 
 
-def _apart(content: str | bytes, max_pixels: int, isolated: bool | DecoderPool) -> Image.Image:
+def _decode_isolated(content: str | bytes, max_pixels: int, isolated: bool | DecoderPool) -> Image.Image:
     """A picture that another process decodes."""
     from mmspec.vision.video.decoder_pool import DecoderCrashedError, DecoderHungError, DecoderPool
 
@@ -103,7 +103,7 @@ def _apart(content: str | bytes, max_pixels: int, isolated: bool | DecoderPool) 
             raise ImageError("BrokenImage", f"cannot be decoded: {one_line(error)}") from error
 
 
-def _checked(source: object) -> str | bytes:
+def _validate_source(source: object) -> str | bytes:
     """A path of a file with something in it, or bytes."""
     if isinstance(source, (bytes, bytearray, memoryview)):
         if not len(source):
@@ -151,7 +151,7 @@ def check_file(path: Path) -> None:
         raise ImageError("Unreadable", one_line(error)) from error
 
 
-def pictures(shown: Shown) -> Sequence[Image.Image]:
+def media_images(shown: Media) -> Sequence[Image.Image]:
     """The picture alone, or the frames."""
     if isinstance(shown, Video):
         return shown.frames
@@ -188,7 +188,7 @@ def _result(key: Key, future: Future[Any]) -> tuple[Key, Any]:
 __all__ = [
     "SUFFIXES",
     "ImageError",
-    "Shown",
+    "Media",
     "Source",
     "Video",
     "check_file",
@@ -196,7 +196,7 @@ __all__ = [
     "decode_ahead",
     "from_array",
     "load_image",
-    "pictures",
+    "media_images",
     "pixel_limit",
     "to_rgb",
 ]

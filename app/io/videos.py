@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from mmspec.app.caption.config import FRAMES, MAX_PIXELS
 from mmspec.app.errors import one_line
-from mmspec.app.io.images import ImageError, Shown, Video, check_file, check_image_size, load_image
+from mmspec.app.io.images import ImageError, Media, Video, check_file, check_image_size, load_image
 
 if TYPE_CHECKING:
     from mmspec.interfaces import FrameSampler
@@ -17,7 +17,7 @@ _SUFFIXES = ".mp4 .m4v .mov .mkv .webm .avi .mpg .mpeg .ogv .wmv .flv .3gp"
 SUFFIXES = frozenset(_SUFFIXES.split())
 
 
-def load_clip(
+def load_video(
     path: Path, frames: int | FrameSampler = FRAMES, max_pixels: int = MAX_PIXELS, isolated: bool | DecoderPool = False
 ) -> Video:
     """RGB frames of the video in `path`.
@@ -47,13 +47,13 @@ def load_clip(
     return Video(tuple(read.images), read.metadata.for_processor())
 
 
-def load_shown(
+def load_media(
     path: Path, frames: int | FrameSampler = FRAMES, max_pixels: int = MAX_PIXELS, isolated: bool | DecoderPool = False
-) -> Shown:
+) -> Media:
     """The frames of a file that is named like a video, else the picture in it; `isolated` is of both."""
     if path.suffix.lower() in SUFFIXES:
-        return load_clip(path, frames, max_pixels, isolated)
+        return load_video(path, frames, max_pixels, isolated)
     return load_image(path, max_pixels, isolated)
 
 
-__all__ = ["SUFFIXES", "load_clip", "load_shown"]
+__all__ = ["SUFFIXES", "load_media", "load_video"]

@@ -19,7 +19,7 @@ from torch import nn
 
 from mmspec.app.bench.command import provenance, writable
 from mmspec.app.bench.measure import limits
-from mmspec.app.caption.command import positive
+from mmspec.app.caption.command import positive_int
 from mmspec.app.errors import UsageError
 from mmspec.app.studies.prefill_recorder import Reader, Reading
 from mmspec.drafters.eagle.drafter import EagleDrafter
@@ -127,7 +127,7 @@ def line_of(row: dict[str, Any]) -> str:
 
 def numbers(text: str) -> list[int]:
     """Comma-separated whole numbers above 0."""
-    return [positive(word.strip()) for word in text.split(",")]
+    return [positive_int(word.strip()) for word in text.split(",")]
 
 
 def parser() -> argparse.ArgumentParser:
@@ -139,15 +139,21 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = made.add_argument
-    add("--hidden", type=positive, default=4096, metavar="D")
-    add("--heads", type=positive, default=32, metavar="H")
-    add("--kv-heads", type=positive, default=32, metavar="H")
-    add("--ffn", type=positive, default=11008, metavar="F")
-    add("--grid", type=positive, default=24, metavar="G", help="visual tokens along an edge (default 24: 576 a frame)")
+    add("--hidden", type=positive_int, default=4096, metavar="D")
+    add("--heads", type=positive_int, default=32, metavar="H")
+    add("--kv-heads", type=positive_int, default=32, metavar="H")
+    add("--ffn", type=positive_int, default=11008, metavar="F")
+    add(
+        "--grid",
+        type=positive_int,
+        default=24,
+        metavar="G",
+        help="visual tokens along an edge (default 24: 576 a frame)",
+    )
     add("--frames", type=numbers, default=[1, 2, 8], metavar="N,N")
-    add("--text", type=positive, default=64, metavar="N", help="words of the prompt")
+    add("--text", type=positive_int, default=64, metavar="N", help="words of the prompt")
     add("--compressors", type=lambda text: text.split(","), default=["pool:64", "stride:64"], metavar="C,C")
-    add("--repeats", type=positive, default=5, metavar="N")
+    add("--repeats", type=positive_int, default=5, metavar="N")
     add("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
     add("--device", default="cpu", metavar="DEV")
     add("--json", metavar="FILE")

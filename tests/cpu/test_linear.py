@@ -223,7 +223,7 @@ def test_a_torch_that_cannot_pack_is_no_error(monkeypatch: pytest.MonkeyPatch) -
 def test_generate_is_the_same_in_other_ways(choice: bool | None, spied: list[int]) -> None:
     model, processor = random_model("tiny")
     maker = Captioner(model, processor)
-    inputs = maker.inputs([render_scene(generate_scene(i)) for i in range(2)], ["a", "what is it"])
+    inputs = maker.build_inputs([render_scene(generate_scene(i)) for i in range(2)], ["a", "what is it"])
     for options in ({"do_sample": False}, {"do_sample": True}):
         torch.manual_seed(0)
         plain = model.generate(**inputs, max_new_tokens=20, **options)
@@ -240,7 +240,7 @@ def test_generate_is_the_same_in_other_ways(choice: bool | None, spied: list[int
 
 def test_a_copy_that_was_trained_on_is_not_stale() -> None:
     model, processor = random_model("tiny")
-    inputs = Captioner(model, processor).inputs([render_scene(generate_scene(1))], ["a"])
+    inputs = Captioner(model, processor).build_inputs([render_scene(generate_scene(1))], ["a"])
     mmspec.patch(model, "fused", tree_size=8, cpu_pack_weights=True)
     model.generate(**inputs, max_new_tokens=6, do_sample=False)
     with torch.no_grad():

@@ -28,7 +28,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import mmspec
 from mmspec.app.bench.recorder import Recorder
-from mmspec.app.caption.command import check_drafter
 from mmspec.app.modeling.captioner import Captioner
 from mmspec.app.modeling.random_models import random_model
 from mmspec.app.scenes.render import render_scene
@@ -895,7 +894,7 @@ def test_a_train_batch_has_the_grids_of_its_rows(tiny: Captioner) -> None:
 def test_a_stored_compressor_is_used_and_the_output_is_unchanged(tiny: Captioner, tmp_path: Path) -> None:
     model = tiny.model
     config = HeadConfig(64, 128, 4, 2, 384)
-    inputs = tiny.inputs(
+    inputs = tiny.build_inputs(
         [render_scene(generate_scene(i)) for i in range(3)], ["a", "what is this thing", "list the colors please"]
     )
     plain = model.generate(**inputs, max_new_tokens=24, do_sample=False)
@@ -971,7 +970,7 @@ def test_a_compressor_of_another_hidden_size_is_refused(tiny: Captioner, name: s
     assert not mmspec.is_patched(model)
     mmspec.patch(model, drafter, compressor=init_compressor(name, 64), nodes=8)
     try:
-        inputs = tiny.inputs([render_scene(generate_scene(1))], ["what is this thing"])
+        inputs = tiny.build_inputs([render_scene(generate_scene(1))], ["what is this thing"])
         with pytest.raises(ValueError, match=words):
             model.generate(**inputs, max_new_tokens=4, mmspec={"compressor": init_compressor(name, 32)})
         model.generate(
@@ -994,7 +993,7 @@ def test_a_trained_compressor_is_refused_with_eagle3(tiny: Captioner, name: str)
         with pytest.raises(ValueError, match=words):
             mmspec.patch(tiny.model, drafter, compressor=init_compressor(name, width))
     assert not mmspec.is_patched(tiny.model)
-    inputs = tiny.inputs([render_scene(generate_scene(1))], ["what is this thing"])
+    inputs = tiny.build_inputs([render_scene(generate_scene(1))], ["what is this thing"])
     plain = tiny.model.generate(**inputs, max_new_tokens=6, do_sample=False)
     mmspec.patch(tiny.model, drafter, compressor="pool:4", nodes=8)
     try:
@@ -1010,7 +1009,7 @@ def test_a_drafter_that_compresses_itself_accepts_no_compressor(tiny: Captioner)
     with pytest.raises(ValueError, match=words):
         mmspec.patch(tiny.model, drafter, compressor="pool:4")
     assert not mmspec.is_patched(tiny.model)
-    inputs = tiny.inputs([render_scene(generate_scene(1))], ["what is this thing"])
+    inputs = tiny.build_inputs([render_scene(generate_scene(1))], ["what is this thing"])
     mmspec.patch(tiny.model, "lookup", compressor="pool:4")
     try:
         for chosen in (drafter, Recorder(drafter)):
@@ -1037,7 +1036,7 @@ class SamplingCompressor:
 def test_random_draws_of_a_compressor_are_undone(tiny: Captioner, sample: bool) -> None:
     model, compressor = tiny.model, SamplingCompressor()
     config = HeadConfig(64, 128, 4, 2, 384)
-    inputs = tiny.inputs([render_scene(generate_scene(i)) for i in range(2)], ["a", "what is this thing"])
+    inputs = tiny.build_inputs([render_scene(generate_scene(i)) for i in range(2)], ["a", "what is this thing"])
     torch.manual_seed(5)
     plain, state = model.generate(**inputs, max_new_tokens=16, do_sample=sample), torch.get_rng_state()
     mmspec.patch(model, EagleDrafter(EagleHead(config), "decoupled", num_layers=2), compressor=compressor, nodes=8)

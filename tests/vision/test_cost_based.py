@@ -375,7 +375,7 @@ def test_output_is_unchanged_and_stats_report_compression(
     monkeypatch.setattr(
         TreeSizeController, "should_draft", True
     )  # a drafter that is disabled for a call reads no tokens
-    inputs = tiny.inputs(
+    inputs = tiny.build_inputs(
         [render_scene(generate_scene(i)) for i in range(2)], ["a", "what is this thing, and what colour has it"]
     )
     options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": sample}
@@ -395,11 +395,10 @@ def test_output_is_unchanged_and_stats_report_compression(
             and total.num_compressed_tokens < 4 * 32
         )
         assert (
-            f"{total.num_compressed_tokens}/128 visual tokens shown" in str(total)
-            and total.compression == found.compression
+            f"{total.num_compressed_tokens}/128 visual tokens" in str(total) and total.compression == found.compression
         )
         stored = json.loads(json.dumps(found.as_dict()))
-        assert [row["way"] for row in stored["compression"]] == [row.choice for row in found.compression]
+        assert [row["choice"] for row in stored["compression"]] == [row.choice for row in found.compression]
         model.generate(**inputs, **options, mmspec={"compressor": "stride:4"})
         found = mmspec.stats(model, last=True)
         assert [row.kept_indices for row in found.compression] == [(2, 6, 10, 14)] * 2 and found.compressor_choices == {
@@ -417,7 +416,7 @@ def test_examples_of_the_docs(tiny: Captioner, folder: Path, tmp_path: Path) -> 
     page = (Path(__file__).parent.parent.parent / "docs" / "compressors.md").read_text("utf-8")
     code = page.split("```python\n")[1].split("```")[0]
     picture = render_scene(generate_scene(0))
-    inputs = tiny.inputs([picture], ["a"])
+    inputs = tiny.build_inputs([picture], ["a"])
     names: dict[str, Any] = {"model": tiny.model, "inputs": inputs, "image": picture, "FOLDER": str(folder)}
     output = tmp_path / "kept.png"
     try:

@@ -24,7 +24,6 @@ from PIL import Image
 from video_files import decoder_command_running, write_video
 
 from mmspec.app.io.images import ImageError, load_image
-from mmspec.app.io.videos import load_shown
 from mmspec.vision import images
 from mmspec.vision.video import backends, decoder_pool
 from mmspec.vision.video.containers import CONTAINERS, ContainerError, ContainerFile, detect_container
@@ -166,7 +165,7 @@ def test_a_pipe_is_not_waited_for(pool: DecoderPool, tmp_path: Path) -> None:
     for suffix in ("mp4", "png"):
         os.path.exists(tmp_path / f"pipe.{suffix}") or os.mkfifo(tmp_path / f"pipe.{suffix}")
         with pytest.raises(ImageError, match="not a regular file"):
-            load_shown(tmp_path / f"pipe.{suffix}", isolated=pool)
+            load_media(tmp_path / f"pipe.{suffix}", isolated=pool)
     with pytest.raises(OSError, match="not a regular file"):
         ContainerFile(str(tmp_path / "pipe.mp4"))
 
