@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import mmspec
 from mmspec.app.bench.recorder import Recorder
+from mmspec.app.caption.command import validate_drafter
 from mmspec.app.modeling.captioner import Captioner
 from mmspec.app.modeling.random_models import random_model
 from mmspec.app.scenes.render import render_scene
@@ -903,7 +904,7 @@ def test_a_stored_compressor_is_used_and_the_output_is_unchanged(tiny: Captioner
     )
     save_head(tmp_path, EagleHead(config), metadata)
     lengths: list[int] = []
-    mmspec.patch(model, str(tmp_path), nodes=16)
+    mmspec.patch(model, str(tmp_path), tree_size=16)
     try:
         compressor = model.__dict__["_mmspec"].config.drafter.compressor
         original = compressor.compress
@@ -932,11 +933,11 @@ def test_elastic_by_name_is_the_drafters_gate_or_cost_based(tiny: Captioner, tmp
     stored = {"name": "elastic", "max_tokens": 4}, gate.state_dict()
     save_head(tmp_path / "msd", EagleHead(config), HeadMetadata(config, "decoupled", 2, "llava"))
     save_head(tmp_path / "own", EagleHead(config), HeadMetadata(config, "decoupled", 2, "llava", compressor=stored))
-    inputs = tiny.inputs([render_scene(generate_scene(1))], ["what is this thing"])
+    inputs = tiny.build_inputs([render_scene(generate_scene(1))], ["what is this thing"])
     plain = model.generate(**inputs, max_new_tokens=12, do_sample=False)
     for drafter, other, choices in (("msd", "own", ["identity", "stride:1"]), ("own", "msd", ["stride:1", "identity"])):
-        check_drafter(str(tmp_path / drafter), "elastic")
-        mmspec.patch(model, drafter=str(tmp_path / drafter), compressor="elastic", nodes=8)
+        validate_drafter(str(tmp_path / drafter), "elastic")
+        mmspec.patch(model, drafter=str(tmp_path / drafter), compressor="elastic", tree_size=8)
         try:
             for options, choice in zip(({}, {"mmspec": {"drafter": str(tmp_path / other)}}), choices, strict=True):
                 assert torch.equal(model.generate(**inputs, max_new_tokens=12, do_sample=False, **options), plain)
@@ -964,11 +965,11 @@ def test_inconsistent_grids_are_logged_and_ignored(world: FakeTarget, caplog: py
 @pytest.mark.parametrize("name", ["conv:4", "elastic:4", "latent:4", "resampler:4"])
 def test_a_compressor_of_another_hidden_size_is_refused(tiny: Captioner, name: str) -> None:
     model, drafter = tiny.model, EagleDrafter(EagleHead(HeadConfig(64, 128, 4, 2, 384)), num_layers=2)
-    words = f"compressor {name[:-2]!r} was compressor for states of width 32, drafter 'eagle' reads states of width 64"
+    words = f"compressor {name[:-2]!r} has weights for hidden size 32, drafter 'eagle' reads hidden size 64"
     with pytest.raises(ValueError, match=words):
         mmspec.patch(model, drafter, compressor=init_compressor(name, 32))
     assert not mmspec.is_patched(model)
-    mmspec.patch(model, drafter, compressor=init_compressor(name, 64), nodes=8)
+    mmspec.patch(model, drafter, compressor=init_compressor(name, 64), tree_size=8)
     try:
         inputs = tiny.build_inputs([render_scene(generate_scene(1))], ["what is this thing"])
         with pytest.raises(ValueError, match=words):
@@ -987,7 +988,7 @@ def test_a_trained_compressor_is_refused_with_eagle3(tiny: Captioner, name: str)
     drafter = EagleDrafter(Eagle3Head(config, 384, 64), "coupled", num_layers=8, name="eagle3")
     drafter.set_hidden_state_indices((0, 1, 2), 2)
     words = (
-        f"compressor {name[:-2]!r} .* drafter 'eagle3' reads several states side by side; choose one without weights"
+        f"compressor {name[:-2]!r} .* drafter 'eagle3' reads several hidden states side by side; choose a compressor without weights"
     )
     for width in (64, 192):
         with pytest.raises(ValueError, match=words):
@@ -995,7 +996,7 @@ def test_a_trained_compressor_is_refused_with_eagle3(tiny: Captioner, name: str)
     assert not mmspec.is_patched(tiny.model)
     inputs = tiny.build_inputs([render_scene(generate_scene(1))], ["what is this thing"])
     plain = tiny.model.generate(**inputs, max_new_tokens=6, do_sample=False)
-    mmspec.patch(tiny.model, drafter, compressor="pool:4", nodes=8)
+    mmspec.patch(tiny.model, drafter, compressor="pool:4", tree_size=8)
     try:
         assert torch.equal(tiny.model.generate(**inputs, max_new_tokens=6, do_sample=False), plain)
         assert mmspec.stats(tiny.model, last=True).compression[0].num_compressed_tokens == 4
@@ -1039,7 +1040,7 @@ def test_random_draws_of_a_compressor_are_undone(tiny: Captioner, sample: bool) 
     inputs = tiny.build_inputs([render_scene(generate_scene(i)) for i in range(2)], ["a", "what is this thing"])
     torch.manual_seed(5)
     plain, state = model.generate(**inputs, max_new_tokens=16, do_sample=sample), torch.get_rng_state()
-    mmspec.patch(model, EagleDrafter(EagleHead(config), "decoupled", num_layers=2), compressor=compressor, nodes=8)
+    mmspec.patch(model, EagleDrafter(EagleHead(config), "decoupled", num_layers=2), compressor=compressor, tree_size=8)
     try:
         torch.manual_seed(5)
         assert torch.equal(model.generate(**inputs, max_new_tokens=16, do_sample=sample), plain)

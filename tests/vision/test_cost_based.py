@@ -325,16 +325,16 @@ def test_compression_records(name: str, choice: str, kept: list[Any]) -> None:
     assert recorder.records() == [] and recorder.name == name.partition(":")[0]
     recorder.compress(tokens_of([16, 4, 0]), None, recorder.max_tokens)
     for row, (record, expected) in enumerate(zip(recorder.records(), kept, strict=True)):
-        numbers = None if isinstance(expected, int) else tuple(expected)
+        indices = None if isinstance(expected, int) else tuple(expected)
         count = expected if isinstance(expected, int) else len(expected)
         assert (record.choice, record.num_visual_tokens, record.num_compressed_tokens, record.kept_indices) == (
             choice,
             (16, 4, 0)[row],
             count,
-            numbers,
+            indices,
         )
         assert [one.height for one in record.grids] == [[4], [2], []][row]
-        assert json.loads(json.dumps(record.as_dict()))["numbers"] == (None if numbers is None else list(numbers))
+        assert json.loads(json.dumps(record.as_dict()))["kept_indices"] == (None if indices is None else list(indices))
 
 
 def test_records_of_a_compressor_without_source_indices() -> None:
@@ -381,7 +381,7 @@ def test_output_is_unchanged_and_stats_report_compression(
     options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": sample}
     torch.manual_seed(1)
     plain = model.generate(**inputs, **options)
-    mmspec.patch(model, str(folder), "measured", nodes=None)
+    mmspec.patch(model, str(folder), "measured", tree_size=None)
     try:
         for _ in range(4):
             torch.manual_seed(1)
