@@ -104,6 +104,10 @@ def download_drafter(name: str, *, local_files_only: bool = False) -> str:
     """
     from huggingface_hub import snapshot_download
 
+    from mmspec.drafters.hub import unreachable_reason
+
+    problem = None if local_files_only else unreachable_reason()
+    local_files_only = local_files_only or problem is not None
     try:
         return snapshot_download(
             name,
@@ -111,7 +115,9 @@ def download_drafter(name: str, *, local_files_only: bool = False) -> str:
             local_files_only=local_files_only,
         )
     except Exception as error:  # the hub's own types change between versions
-        raise OSError(f"drafter {name!r} is not in the local cache and cannot be fetched: {error}") from error
+        raise OSError(
+            f"drafter {name!r} is not in the local cache and cannot be fetched: {problem or error}"
+        ) from error
 
 
 def resolve_folder(name: str) -> str | Path:
@@ -153,4 +159,4 @@ def build_drafter(drafter: str | object, target: TargetInfo | None = None) -> Dr
     return cast("Drafter", drafter)
 
 
-__all__ = ["DRAFTERS", "is_known_drafter", "build_drafter", "drafter_names", "bundled_drafters"]
+__all__ = ["DRAFTERS", "build_drafter", "bundled_drafters", "drafter_names", "is_known_drafter"]

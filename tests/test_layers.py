@@ -30,7 +30,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("engine.verify", "engine.tree_cache", "metrics.*", "control.tree_size", "engine.output"),
     ("drafters", "vision"),
     ("targets.*", "fallback", "config"),
-    ("engine.loop",),
+    ("engine.loop", "call"),
     ("decode",),
     ("generate",),
     ("patching",),

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mmspec.app.caption.command import MODELS, positive, quiet, temperature
-from mmspec.app.caption.config import DEFAULT, DTYPES, MODEL, PROMPT
+from mmspec.app.caption.command import MODEL_HELP, hide_progress_bars, parse_temperature, positive_int
+from mmspec.app.caption.config import DEFAULT_MODEL, DTYPES, PROMPT, SCENES_MODEL
 from mmspec.app.errors import UsageError, one_line
 from mmspec.app.scenes.world import FIRST_HELD_OUT_SEED
 from mmspec.app.versions import commit, mmspec_version, version
@@ -94,18 +94,24 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], co
     )
     parser.set_defaults(run=run)
     add = parser.add_argument
-    add("--model", default=DEFAULT, metavar="M", help=MODELS)
+    add("--model", default=DEFAULT_MODEL, metavar="M", help=f"{MODEL_HELP}; default {DEFAULT_MODEL}")
     add("--drafters", type=names, default=["none", "auto"], metavar="A,B", help="default none,auto")
-    add("--nodes", type=positive, default=None, metavar="N", help="score trees of N nodes (default: what pays)")
+    add("--nodes", type=positive_int, default=None, metavar="N", help="score trees of N nodes (default: what pays)")
     add("--batch-sizes", type=numbers, default=[1], metavar="N,N", help="default 1")
     add("--prompt-tokens", type=numbers, default=None, metavar="N,N", help="lengthen prompts with words to this")
     add("--task", choices=TASKS, default=None, help="what to ask about scenes from the world (default describe)")
     add("--first-seed", type=int, default=None, metavar="S", help=f"of the scenes (default {FIRST_HELD_OUT_SEED})")
-    add("--count", type=positive, default=None, metavar="N", help="scenes (default: --repeats batches)")
-    add("--new-tokens", type=positive, default=None, metavar="N", help="per row (default 64; with --task at most, 160)")
-    add("--temperature", type=temperature, default=0.0, metavar="T", help="0 (default) is greedy")
+    add("--count", type=positive_int, default=None, metavar="N", help="scenes (default: --repeats batches)")
+    add(
+        "--new-tokens",
+        type=positive_int,
+        default=None,
+        metavar="N",
+        help="per row (default 64; with --task at most, 160)",
+    )
+    add("--temperature", type=parse_temperature, default=0.0, metavar="T", help="0 (default) is greedy")
     add("--seed", type=int, default=0, metavar="N", help="for prompts, pictures and sampling (default 0)")
-    add("--repeats", type=positive, default=5, metavar="N", help="rounds after the warm-up (default 5)")
+    add("--repeats", type=positive_int, default=5, metavar="N", help="rounds after the warm-up (default 5)")
     add("--images", nargs="+", default=[], metavar="PATH", help="pictures to use (default: made up)")
     add("--prompt", default=None, metavar="TEXT", help=f"default {PROMPT!r}")
     add("--dtype", default="auto", choices=DTYPES, help="default as for caption")
@@ -122,7 +128,7 @@ def names(text: str) -> list[str]:
 
 def numbers(text: str) -> list[int]:
     """Comma-separated whole numbers above 0."""
-    return [positive(part.strip()) for part in text.split(",")]
+    return [positive_int(part.strip()) for part in text.split(",")]
 
 
 def run(args: argparse.Namespace) -> int:
@@ -138,7 +144,7 @@ def run(args: argparse.Namespace) -> int:
         from mmspec.app.bench.plot import require
 
         require()
-    quiet(args.progress)
+    hide_progress_bars(args.progress)
     rows = measure(args)
     print(table(rows))
     if args.json:
@@ -154,7 +160,7 @@ def settle(args: argparse.Namespace) -> None:
     """Fill in what depends on other options, and refuse what does not go together."""
     made_up = {"--images": args.images, "--prompt": args.prompt, "--prompt-tokens": args.prompt_tokens}
     given = [name for name, value in made_up.items() if value]
-    if args.task is None and args.model == MODEL and not given:
+    if args.task is None and args.model == SCENES_MODEL and not given:
         args.task = "describe"
     if args.task is not None:
         if given:
@@ -191,13 +197,13 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     from mmspec.app.bench.measure import results, rounds, systems
     from mmspec.app.bench.requests import pictures, requests_of, world_requests
     from mmspec.app.modeling.captioner import Captioner
-    from mmspec.app.modeling.load import load
+    from mmspec.app.modeling.load import load_model
     from mmspec.app.scenes.domain_check import warn_if_out_of_domain
 
     images = [] if args.task else pictures(args.images, max(args.batch_sizes) * (args.repeats + 1), args.seed)
-    if args.model == MODEL and images:
+    if args.model == SCENES_MODEL and images:
         warn_if_out_of_domain(images[0], "what --images names" if args.images else "what is shown")
-    model, processor = load(args.model, args.dtype, args.device)
+    model, processor = load_model(args.model, args.dtype, args.device)
     try:
         field = systems(model, args.drafters, processor, ends=args.task is not None, nodes=args.nodes)
     except (OSError, TypeError, ValueError) as error:

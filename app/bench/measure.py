@@ -29,7 +29,7 @@ from transformers.generation.stopping_criteria import StoppingCriteria, Stopping
 
 import mmspec
 from mmspec.app.bench.specs import block_of, patched, weight_of
-from mmspec.app.modeling.load import synchronise
+from mmspec.app.modeling.load import synchronize
 from mmspec.interfaces import Drafter
 from mmspec.metrics.stats import Stats
 from mmspec.patching import KEY
@@ -75,7 +75,7 @@ class Stamp(StoppingCriteria):
         self._no: Tensor | None = None
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
-        synchronise(self.device)
+        synchronize(self.device)
         self.times.append(time.perf_counter())
         if self._no is None:
             self._no = torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
@@ -159,10 +159,10 @@ def once(
         options["mmspec"] = {"drafter": drafter}
     torch.manual_seed(seed)
     gc.collect()
-    synchronise(device)
+    synchronize(device)
     began = time.perf_counter()
     ids = model.generate(**inputs, **options)
-    synchronise(device)
+    synchronize(device)
     total = time.perf_counter() - began
     ids = ids[:, inputs["input_ids"].shape[1] :]
     sizes = row_tokens(ids, model.generation_config.eos_token_id)

@@ -16,14 +16,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mmspec.app.caption.config import usual_prompt
+from mmspec.app.caption.config import default_prompt
 from mmspec.app.errors import UsageError, one_line
 from mmspec.app.io import images
 from mmspec.app.io import videos as clips
 
 MANIFESTS = frozenset({".jsonl", ".txt", ".csv"})
 SUFFIXES = images.SUFFIXES | clips.SUFFIXES
-NAMES = ("file_name", "image", "path", "file")
+FILE_NAME_KEYS = ("file_name", "image", "path", "file")
 
 
 @dataclass(frozen=True)
@@ -41,22 +41,22 @@ class Item:
     answer: str | None = None
 
     @property
-    def is_clip(self) -> bool:
+    def is_video(self) -> bool:
         """Whether the file is named like a video."""
         return self.path.suffix.lower() in clips.SUFFIXES
 
-    def question(self, usual: str | None = None) -> str:
+    def resolve_prompt(self, usual: str | None = None) -> str:
         """Its own prompt, else the usual one, else what suits a picture or a clip."""
-        return self.prompt or usual or usual_prompt(self.is_clip)
+        return self.prompt or usual or default_prompt(self.is_video)
 
 
-def natural(text: str) -> tuple[Any, ...]:
+def natural_key(text: str) -> tuple[Any, ...]:
     """Sort key that puts img2 before img10, and is total: ties are broken by the text itself."""
     parts = re.split(r"(\d+)", text.casefold())
     return (*((int(p), "") if p.isdecimal() else (-1, p) for p in parts), (-2, text))
 
 
-def collect(paths: Sequence[str], base: Path, skip: Iterable[Path] = ()) -> list[Item]:
+def collect_items(paths: Sequence[str], base: Path, skip: Iterable[Path] = ()) -> list[Item]:
     """All pictures that `paths` name, each once, numbered; `base` is the folder that file names are relative to.
 
     Args:
@@ -93,7 +93,7 @@ def _named(name: str, avoid: set[str]) -> Iterator[Item]:
 
 
 def _globbed(name: str, avoid: set[str]) -> Iterator[Item]:
-    matches = sorted(glob.glob(name, recursive=True), key=natural)
+    matches = sorted(glob.glob(name, recursive=True), key=natural_key)
     if not matches:
         raise UsageError(f"nothing matches {name!r}")
     for match in map(Path, matches):
@@ -110,7 +110,7 @@ def _files(files: Iterable[Path], avoid: set[str]) -> Iterator[Item]:
 def _order(file: Path, folder: Path) -> tuple[Any, ...]:
     """Files of a folder before those of its sub-folders, each level in natural order."""
     parts = file.relative_to(folder).parts
-    return tuple((i < len(parts) - 1, natural(part)) for i, part in enumerate(parts))
+    return tuple((i < len(parts) - 1, natural_key(part)) for i, part in enumerate(parts))
 
 
 def _walk(folder: Path) -> Iterator[Path]:
@@ -127,7 +127,7 @@ def _all_files(folder: Path, fail: Callable[[OSError], None] | None = None) -> I
         yield from (Path(here, name) for name in files if not name.startswith("."))
 
 
-def left_out(paths: Sequence[str], skip: Iterable[Path] = ()) -> str:
+def describe_skipped(paths: Sequence[str], skip: Iterable[Path] = ()) -> str:
     """A line about the files in the folders of `paths` that are not read, by the ends of their names, or nothing."""
     avoid, many = {_real(path) for path in skip}, Counter[str]()
     for folder in filter(os.path.isdir, paths):
@@ -185,10 +185,10 @@ def _lines(path: Path, text: str) -> Iterator[tuple[int, dict[str, Any]]]:
 
 def _entry(manifest: Path, number: int, row: dict[str, Any]) -> Item:
     where = f"{manifest} line {number}"
-    name = next((row[key] for key in NAMES if row.get(key)), None)
+    name = next((row[key] for key in FILE_NAME_KEYS if row.get(key)), None)
     if not isinstance(name, str) or not _is_name(name):
         got = _short(name) if name else ", ".join(map(_short, row)) or "nothing"
-        raise UsageError(f"{where} names no file: give {NAMES[0]!r} (got {got})")
+        raise UsageError(f"{where} names no file: give {FILE_NAME_KEYS[0]!r} (got {got})")
     root, path = _real(manifest.parent), manifest.parent / name
     if os.path.isabs(name) or not Path(_real(path)).is_relative_to(root):
         raise UsageError(f"{where}: {_short(name)} leads out of {manifest.parent}/; paths are relative to the manifest")
@@ -243,4 +243,4 @@ def relative_name(path: Path, base: Path) -> str:
     return Path(os.path.relpath(full, root) if inside else full).as_posix()
 
 
-__all__ = ["Item", "collect", "left_out", "natural", "relative_name"]
+__all__ = ["Item", "collect_items", "describe_skipped", "natural_key", "relative_name"]

@@ -19,7 +19,7 @@ from torch import nn
 
 from mmspec.app.bench.command import provenance, writable
 from mmspec.app.bench.measure import limits
-from mmspec.app.caption.command import positive
+from mmspec.app.caption.command import positive_int
 from mmspec.app.errors import UsageError
 from mmspec.app.studies.prefill_recorder import Reader, Reading
 from mmspec.drafters.eagle.drafter import EagleDrafter
@@ -27,7 +27,7 @@ from mmspec.drafters.eagle.head import EagleHead, HeadConfig
 from mmspec.engine.tree import root_only
 from mmspec.interfaces import Prompt, SharedEmbeddings, VerifyResult, VisualGrid
 from mmspec.metrics.compression_stats import RecordingCompressor
-from mmspec.vision.registry import new
+from mmspec.vision.registry import init_compressor
 
 EPILOG = """
 how
@@ -92,7 +92,9 @@ def rows_of(args: argparse.Namespace, device: torch.device) -> Iterator[dict[str
         torch.default_generator.manual_seed(0)
         config = HeadConfig(args.hidden, args.ffn, args.heads, args.kv_heads, VOCABULARY)
         drafter = EagleDrafter(EagleHead(config).to(**like), "decoupled", num_layers=LAYERS)
-        ways = {WHOLE: None} | {name: RecordingCompressor(new(name, args.hidden)) for name in args.compressors}
+        ways = {WHOLE: None} | {
+            name: RecordingCompressor(init_compressor(name, args.hidden)) for name in args.compressors
+        }
     for frames in args.frames:
         prompt = prompt_of(frames, args.grid, args.text, args.hidden, like)
         readings: dict[str, list[Reading]] = {name: [] for name in ways}
@@ -125,7 +127,7 @@ def line_of(row: dict[str, Any]) -> str:
 
 def numbers(text: str) -> list[int]:
     """Comma-separated whole numbers above 0."""
-    return [positive(word.strip()) for word in text.split(",")]
+    return [positive_int(word.strip()) for word in text.split(",")]
 
 
 def parser() -> argparse.ArgumentParser:
@@ -137,15 +139,21 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = made.add_argument
-    add("--hidden", type=positive, default=4096, metavar="D")
-    add("--heads", type=positive, default=32, metavar="H")
-    add("--kv-heads", type=positive, default=32, metavar="H")
-    add("--ffn", type=positive, default=11008, metavar="F")
-    add("--grid", type=positive, default=24, metavar="G", help="visual tokens along an edge (default 24: 576 a frame)")
+    add("--hidden", type=positive_int, default=4096, metavar="D")
+    add("--heads", type=positive_int, default=32, metavar="H")
+    add("--kv-heads", type=positive_int, default=32, metavar="H")
+    add("--ffn", type=positive_int, default=11008, metavar="F")
+    add(
+        "--grid",
+        type=positive_int,
+        default=24,
+        metavar="G",
+        help="visual tokens along an edge (default 24: 576 a frame)",
+    )
     add("--frames", type=numbers, default=[1, 2, 8], metavar="N,N")
-    add("--text", type=positive, default=64, metavar="N", help="words of the prompt")
+    add("--text", type=positive_int, default=64, metavar="N", help="words of the prompt")
     add("--compressors", type=lambda text: text.split(","), default=["pool:64", "stride:64"], metavar="C,C")
-    add("--repeats", type=positive, default=5, metavar="N")
+    add("--repeats", type=positive_int, default=5, metavar="N")
     add("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
     add("--device", default="cpu", metavar="DEV")
     add("--json", metavar="FILE")
@@ -163,7 +171,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             writable(args.json)
         device = torch.device(args.device)
         for name in args.compressors:
-            new(name, 8)
+            init_compressor(name, 8)
         if args.hidden % args.heads or args.heads % args.kv_heads:
             raise UsageError(
                 f"--hidden must be a multiple of --heads, and that of --kv-heads; got {args.hidden}, {args.heads} and "

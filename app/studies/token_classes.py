@@ -20,11 +20,11 @@ from mmspec.app.bench.command import provenance, writable
 from mmspec.app.bench.measure import System, clone, once, phases, swept
 from mmspec.app.bench.recorder import Recorder
 from mmspec.app.bench.specs import check, drafter_of, labels, patched, weight_of
-from mmspec.app.caption.command import positive, temperature
-from mmspec.app.caption.config import DEFAULT
+from mmspec.app.caption.command import parse_temperature, positive_int
+from mmspec.app.caption.config import DEFAULT_MODEL
 from mmspec.app.errors import UsageError, one_line
 from mmspec.app.modeling.captioner import Captioner
-from mmspec.app.modeling.load import load
+from mmspec.app.modeling.load import load_model
 from mmspec.app.scenes.tasks import REQUEST_TASKS, generate_requests
 from mmspec.app.scenes.world import FIRST_HELD_OUT_SEED
 from mmspec.app.studies.word_classes import CLASSES, Answer, answer_of, interval
@@ -70,12 +70,12 @@ def study(
     """Decode `count` requests with everybody, at temperature `warmth`; request i is sampled with seed + i."""
     maker = Captioner(field_[0].system.model, processor)
     for number, one in enumerate(islice(generate_requests(task, first), count)):
-        inputs = maker.inputs([one.images], [one.question])
+        inputs = maker.build_inputs([one.images], [one.question])
         start = number % len(field_)
         for entry in (*field_[start:], *field_[:start]):
             recorder = Recorder(drafter_of(entry.system.model))
             entry.system.runs.append(once(entry.system, inputs, MOST, warmth, seed + number, drafter=recorder))
-            entry.answers.append(answer_of(recorder.rounds(), processor.tokenizer, maker.ends))
+            entry.answers.append(answer_of(recorder.rounds(), processor.tokenizer, maker.eos_ids))
             tick()
 
 
@@ -157,12 +157,12 @@ def parser() -> argparse.ArgumentParser:
     add = made.add_argument
     add("drafters", nargs="+", metavar="D", help="names, or folders of trained drafters")
     add("--against", metavar="D", help="one of these: also tell how far the others are above it")
-    add("--model", default=DEFAULT)
+    add("--model", default=DEFAULT_MODEL)
     add("--task", choices=REQUEST_TASKS, default="describe")
     add("--first-seed", type=int, default=FIRST_HELD_OUT_SEED, metavar="S")
-    add("--count", type=positive, default=100, metavar="N", help="requests (default 100)")
-    add("--nodes", type=positive, default=16, metavar="N", help="of every tree (default 16)")
-    add("--temperature", type=temperature, default=0.0, metavar="T", help="0 (default) is greedy")
+    add("--count", type=positive_int, default=100, metavar="N", help="requests (default 100)")
+    add("--nodes", type=positive_int, default=16, metavar="N", help="of every tree (default 16)")
+    add("--temperature", type=parse_temperature, default=0.0, metavar="T", help="0 (default) is greedy")
     add("--seed", type=int, default=0, metavar="N", help="for sampling (default 0)")
     add("--json", metavar="FILE")
     add("--markdown", metavar="FILE.md", help="the tables")
@@ -207,7 +207,7 @@ def measured(args: argparse.Namespace, command: str) -> list[dict[str, Any]]:
         raise UsageError(f"--against is one of the drafters, {', '.join(names)}; got {args.against!r}")
     for file in filter(None, (args.json, args.markdown, args.plot)):
         writable(file)
-    model, processor = load(args.model)
+    model, processor = load_model(args.model)
     try:
         field_ = [Entry(System(name, patched(clone(model), name, processor, args.nodes))) for name in names]
     except (OSError, TypeError, ValueError) as error:

@@ -25,11 +25,11 @@ import torch
 from mmspec.app.bench.command import provenance, writable
 from mmspec.app.bench.measure import OWN, PLAIN, Run, System, alike, clone, limits, once, swept
 from mmspec.app.bench.specs import check, drafter_of, labels, parse, patched, shown_by
-from mmspec.app.caption.command import positive
-from mmspec.app.caption.config import DEFAULT
+from mmspec.app.caption.command import positive_int
+from mmspec.app.caption.config import DEFAULT_MODEL
 from mmspec.app.errors import UsageError, one_line
 from mmspec.app.modeling.captioner import Captioner
-from mmspec.app.modeling.load import load
+from mmspec.app.modeling.load import load_model
 from mmspec.app.scenes.world import FIRST_HELD_OUT_SEED
 from mmspec.app.studies import chooser_report as choices
 from mmspec.app.studies.prefill_recorder import Reader, Reading
@@ -124,7 +124,7 @@ def contest(
     """Everybody on the same requests; the first request warms up."""
     maker = Captioner(field_[0].system.model, processor)
     for number, one in enumerate(islice(asked(shape, first), count + 1)):
-        inputs = maker.inputs([one.images], [one.question])
+        inputs = maker.build_inputs([one.images], [one.question])
         for way in random.Random(number).sample(field_, len(field_)):  # so that nobody always follows the same one
             run, reader = _once(way, inputs, most)
             tick(1)
@@ -133,7 +133,7 @@ def contest(
             way.system.runs.append(run)
             if reader is not None:
                 reader.count()
-                way.answers.append(answer_of(reader.rounds(), processor.tokenizer, maker.ends))
+                way.answers.append(answer_of(reader.rounds(), processor.tokenizer, maker.eos_ids))
                 way.readings.append(reader.reading)
 
 
@@ -291,11 +291,11 @@ def parser() -> argparse.ArgumentParser:
     add("--compressors", type=words, default=[], metavar="C,C", help="with the first drafter, at every share")
     add("--shares", type=whole_numbers, default=[2, 4, 8, 16, 0], metavar="N,N", help="1/N of the tokens; 0: one token")
     add("--shapes", type=shapes, default=["one", "clip8"], metavar="S,S", help=f"of {', '.join(SHAPES)}")
-    add("--model", default=DEFAULT)
+    add("--model", default=DEFAULT_MODEL)
     add("--first-seed", type=int, default=FIRST_HELD_OUT_SEED, metavar="S")
-    add("--count", type=positive, default=12, metavar="N", help="requests of each shape (default 12)")
-    add("--nodes", type=positive, default=None, metavar="N", help="score trees of N nodes (default: what pays)")
-    add("--max-new-tokens", type=positive, default=128, metavar="N")
+    add("--count", type=positive_int, default=12, metavar="N", help="requests of each shape (default 12)")
+    add("--nodes", type=positive_int, default=None, metavar="N", help="score trees of N nodes (default: what pays)")
+    add("--max-new-tokens", type=positive_int, default=128, metavar="N")
     add("--json", metavar="FILE")
     add("--markdown", metavar="FILE.md", help="the tables")
     add("--plot", metavar="FILE.png", help="tau against tokens kept")
@@ -359,7 +359,7 @@ def measured(args: argparse.Namespace, command: str) -> list[dict[str, Any]]:
         check(name)
     for file in filter(None, (args.json, args.markdown, args.plot)):
         writable(file)
-    model, processor = load(args.model)
+    model, processor = load_model(args.model)
     shared = {name: getattr(args, name) for name in ("model", "first_seed", "max_new_tokens", "nodes")}
     shared["run"] = provenance(command, model.device)
     rows: list[dict[str, Any]] = []

@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from mmspec.app.caption.command import MODELS, positive, quiet
-from mmspec.app.caption.config import DTYPES, MODEL, Place
+from mmspec.app.caption.command import MODEL_HELP, hide_progress_bars, positive_int
+from mmspec.app.caption.config import DTYPES, SCENES_MODEL, ProcessInfo
 from mmspec.app.errors import UsageError, one_line
 from mmspec.app.scenes.world import FIRST_HELD_OUT_SEED
 from mmspec.app.train.heads import RECIPES, config_of, kept_of, parts_of
@@ -66,7 +66,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], co
     )
     parser.set_defaults(run=run)
     add = parser.add_argument_group("what").add_argument
-    add("--target", default=MODEL, metavar="M", help=MODELS)
+    add("--target", default=SCENES_MODEL, metavar="M", help=f"{MODEL_HELP}; default {SCENES_MODEL}")
     add("--drafter", type=kinds, default=["msd"], metavar="D,D", help=f"of {', '.join(RECIPES)} (default msd)")
     add(
         "--data", nargs="+", default=[], metavar="PATH", help="pictures, folders, manifests (default: the scenes world)"
@@ -76,12 +76,18 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], co
     add("--device", default="auto", metavar="DEV", help="default auto: the GPU if there is one")
     how = parser.add_argument_group("how")
     add = how.add_argument
-    add("--count", type=positive, default=2000, metavar="N", help="requests of the scenes world (default 2000)")
+    add("--count", type=positive_int, default=2000, metavar="N", help="requests of the scenes world (default 2000)")
     add("--first-seed", type=int, default=10_000_000, metavar="S", help="of the scenes (default 10,000,000)")
-    add("--max-new-tokens", type=positive, default=160, metavar="N", help="of an answer (default 160)")
-    add("--steps", type=positive, default=1000, metavar="N", help="default 1000")
-    add("--batch-size", type=positive, default=16, metavar="N", help="texts in a step (default 16)")
-    add("--answer-batch", type=positive, default=None, metavar="N", help="texts answered at once (default: a step's)")
+    add("--max-new-tokens", type=positive_int, default=160, metavar="N", help="of an answer (default 160)")
+    add("--steps", type=positive_int, default=1000, metavar="N", help="default 1000")
+    add("--batch-size", type=positive_int, default=16, metavar="N", help="texts in a step (default 16)")
+    add(
+        "--answer-batch",
+        type=positive_int,
+        default=None,
+        metavar="N",
+        help="texts answered at once (default: a step's)",
+    )
     add("--keep-states", type=float, default=4.0, metavar="GIB", help="of the target's states in memory (default 4)")
     add("--lr", type=float, default=1e-3, metavar="R", help="highest learning rate (default 1e-3)")
     add("--states-weight", type=float, default=1.0, metavar="W", help="of smooth L1 on the states (default 1)")
@@ -91,12 +97,16 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], co
     text("--text-first", action="store_true", help="MSD's schedule: text alone for half the steps, then more pictures")
     text("--text-only", action="store_true", help="questions without their pictures in all steps")
     add("--noise", type=float, default=0.0, metavar="W", help="width of noise on the states (EAGLE: 0.2; default 0)")
-    add("--ffn", type=positive, default=None, metavar="N", help="width of the feed-forward (default: the target's)")
-    add("--block", type=positive, default=None, metavar="K", help="tokens of a pass (flash, parallel: 5; falcon: 2)")
+    add("--ffn", type=positive_int, default=None, metavar="N", help="width of the feed-forward (default: the target's)")
+    add(
+        "--block", type=positive_int, default=None, metavar="K", help="tokens of a pass (flash, parallel: 5; falcon: 2)"
+    )
     add("--rule", default=None, choices=RULES, help="how visual tokens are read (default: as the drafter says)")
     add("--compressor", type=shrinking, default=None, metavar="NAME:N", help="show it N visual tokens (latent:64)")
     add("--start-from", metavar="FOLDER", help="go on from trained weights: a run's folder, a drafter's, or one's name")
-    add("--draft-vocab", type=positive, default=None, metavar="N", help="draft the N commonest ids only (VocabTrim)")
+    add(
+        "--draft-vocab", type=positive_int, default=None, metavar="N", help="draft the N commonest ids only (VocabTrim)"
+    )
     add("--evaluate", type=natural, default=24, metavar="N", help="requests to measure tau on (default 24; 0 none)")
     add("--seed", type=int, default=0, metavar="N")
     add("--minutes", type=float, default=math.inf, metavar="T", help="stop after this long; run again to go on")
@@ -121,10 +131,10 @@ def kinds(text: str) -> list[str]:
 
 def shrinking(text: str) -> str:
     """A compressor and how many tokens it keeps."""
-    from mmspec.vision.registry import parse
+    from mmspec.vision.registry import parse_compressor
 
     try:
-        parse(text)
+        parse_compressor(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
     return text
@@ -132,18 +142,18 @@ def shrinking(text: str) -> str:
 
 def run(args: argparse.Namespace) -> int:
     """Carry out the command."""
-    from mmspec.app.modeling.load import load
+    from mmspec.app.modeling.load import load_model
     from mmspec.app.train.data import Teacher, WithText
 
-    quiet(args.progress)
-    place = Place.of(os.environ)
-    if args.batch_size % place.world:
-        raise UsageError(f"--batch-size {args.batch_size} cannot be shared by {place.world} processes")
+    hide_progress_bars(args.progress)
+    place = ProcessInfo.from_env(os.environ)
+    if args.batch_size % place.world_size:
+        raise UsageError(f"--batch-size {args.batch_size} cannot be shared by {place.world_size} processes")
     data, held = data_of(args)
     meet, party = party_of(args, place)
-    model, processor = load(args.target, args.dtype, args.device, place.local)
+    model, processor = load_model(args.target, args.dtype, args.device, place.local_rank)
     model.requires_grad_(False)
-    room = round(args.keep_states * (1 << 30)) // place.world
+    room = round(args.keep_states * (1 << 30)) // place.world_size
     teacher = Teacher(model, processor, WithText(data) if args.text_first or args.text_only else data, room)
     asked = asked_of(args, data, held)
     facts = asked | facts_of(args)
@@ -198,13 +208,13 @@ def begin(folder: Path, asked: dict[str, Any], party: Any) -> None:
     """Note in the folder what its answers are of, or refuse to mix them with those of another run."""
     import json
 
-    from mmspec.app.io.jsonl import replace
+    from mmspec.app.io.jsonl import replace_file
     from mmspec.drafters.training.trainer import SettingsError, check_resume
 
     file = folder / RUN
     if not file.exists():
         if not party.rank:
-            replace(file, json.dumps(asked, indent=1).encode() + b"\n")
+            replace_file(file, json.dumps(asked, indent=1).encode() + b"\n")
         return
     try:
         check_resume(folder, json.loads(file.read_text(encoding="utf-8")), asked)
@@ -212,17 +222,19 @@ def begin(folder: Path, asked: dict[str, Any], party: Any) -> None:
         raise UsageError(str(error)) from error
 
 
-def party_of(args: argparse.Namespace, place: Place) -> tuple[Any, Any]:
+def party_of(args: argparse.Namespace, place: ProcessInfo) -> tuple[Any, Any]:
     """(wait for everyone, who trains together), as `accelerate launch` has set it up."""
     from mmspec.drafters.training.trainer import DistributedContext
 
-    if place.world == 1:
+    if place.world_size == 1:
         return (lambda: None), DistributedContext()
     from accelerate import PartialState
     from accelerate.utils import reduce
 
     state = PartialState(cpu=args.device == "cpu")
-    return state.wait_for_everyone, DistributedContext(place.rank, place.world, lambda value: reduce(value, "mean"))
+    return state.wait_for_everyone, DistributedContext(
+        place.rank, place.world_size, lambda value: reduce(value, "mean")
+    )
 
 
 def training_of(args: argparse.Namespace, teacher: Any, count: int, facts: dict[str, Any], party: Any) -> Any:
@@ -231,7 +243,7 @@ def training_of(args: argparse.Namespace, teacher: Any, count: int, facts: dict[
 
     from mmspec.app.train.data import Order, share_of_pictures
     from mmspec.drafters.training.losses import LossWeights
-    from mmspec.drafters.training.trainer import TrainConfig, DraftModel, SettingsError, Trainer
+    from mmspec.drafters.training.trainer import DraftModel, SettingsError, TrainConfig, Trainer
     from mmspec.interfaces import SharedEmbeddings
 
     model = teacher.model
@@ -266,7 +278,7 @@ def data_of(args: argparse.Namespace) -> tuple[Any, Any]:
         whole = FileData(args.data)
         last = len(whole) - min(args.evaluate, len(whole) // 10)
         return Part(whole, range(last)), Part(whole, range(last, len(whole)))
-    if args.target != MODEL:
+    if args.target != SCENES_MODEL:
         raise UsageError(f"--target {args.target} needs --data: pictures, folders or manifests")
     if args.first_seed + 2 * args.count > FIRST_HELD_OUT_SEED:
         raise UsageError(
@@ -322,7 +334,7 @@ def evaluate(args: argparse.Namespace, place: Path, teacher: Any, held: Any) -> 
     try:
         for number in range(len(held)):
             one = held[number]
-            inputs = teacher.maker.inputs([one.shown], [one.question])
+            inputs = teacher.maker.build_inputs([one.shown], [one.question])
             teacher.model.generate(**inputs, max_new_tokens=args.max_new_tokens, do_sample=False)
         stats = mmspec.stats(teacher.model)
     finally:
@@ -343,7 +355,7 @@ def bar(args: argparse.Namespace, total: int, what: str, unit: str) -> Any:
     from tqdm import tqdm
 
     hide = not (sys.stderr.isatty() if args.progress is None else args.progress)
-    hide = hide or Place.of(os.environ).rank > 0
+    hide = hide or ProcessInfo.from_env(os.environ).rank > 0
     return tqdm(total=total, desc=what, unit=unit, disable=hide, file=sys.stderr)
 
 

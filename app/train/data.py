@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from mmspec.app.errors import UsageError
-from mmspec.app.io.images import ImageError, Shown, pictures
-from mmspec.app.io.jsonl import replace
-from mmspec.app.io.sources import collect
-from mmspec.app.io.videos import load_shown
+from mmspec.app.io.images import ImageError, Media, media_images
+from mmspec.app.io.jsonl import replace_file
+from mmspec.app.io.sources import collect_items
+from mmspec.app.io.videos import load_media
 from mmspec.app.modeling.captioner import Captioner
 from mmspec.cpu.bf16 import bf16_is_faster
 from mmspec.drafters.checkpoints.format import tokenizer_fingerprint
@@ -30,7 +30,7 @@ from mmspec.drafters.eagle.visual_inputs import prompt_grids
 from mmspec.drafters.training.losses import TrainBatch
 from mmspec.interfaces import Prompt
 from mmspec.targets.registry import find_adapter
-from mmspec.vision.video.decoder_pool import Isolated
+from mmspec.vision.video.decoder_pool import DecoderPool
 
 SCENES_MIX = {"describe": 0.6, "short": 0.15, "answer": 0.2, "clip": 0.05}
 """Share of each task when the scenes model is the target."""
@@ -41,7 +41,7 @@ ANSWERS = "answers.jsonl"
 class Request:
     """What is shown and asked; `answer` None is for the target to give."""
 
-    shown: Shown
+    shown: Media
     question: str
     answer: str | None = None
 
@@ -110,8 +110,8 @@ class FileData:
     """Requests about pictures and clips that the user named; a manifest may bring prompts and answers."""
 
     def __init__(self, paths: Sequence[str]) -> None:
-        self.items = collect(paths, Path())
-        self.decoders = Isolated()  # starts nothing before there is a file to decode
+        self.items = collect_items(paths, Path())
+        self.decoders = DecoderPool()  # starts nothing before there is a file to decode
 
     def __len__(self) -> int:
         return len(self.items)
@@ -119,16 +119,16 @@ class FileData:
     @property
     def digest(self) -> str:
         """A short name of the whole list: files, questions, answers."""
-        listed = json.dumps([(str(item.path), item.question(), item.answer) for item in self.items])
+        listed = json.dumps([(str(item.path), item.resolve_prompt(), item.answer) for item in self.items])
         return hashlib.sha256(listed.encode()).hexdigest()[:16]
 
     def __getitem__(self, number: int) -> Request:
         item = self.items[number]
         try:
-            shown = load_shown(item.path, isolated=self.decoders)
+            shown = load_media(item.path, isolated=self.decoders)
         except ImageError as error:
             raise UsageError(f"{item.path}: {error}") from error
-        return Request(shown, item.question(), item.answer)
+        return Request(shown, item.resolve_prompt(), item.answer)
 
 
 class Teacher:
@@ -159,7 +159,7 @@ class Teacher:
     def commonest(self, count: int) -> Tensor:
         """[count] int64, the ids that the answers use most, rising; the end is always among them."""
         counted = Counter(token for ids in self.answers.values() for token in ids)
-        ends = self.maker.ends
+        ends = self.maker.eos_ids
         first = [*ends, *(token for token, _ in counted.most_common() if token not in ends)]
         return torch.tensor(sorted(first[:count]))
 
@@ -216,7 +216,7 @@ class Teacher:
             good.append(line)
         whole = "".join(f"{line}\n" for line in good)
         if mend and whole != text:
-            replace(file, whole.encode())  # under another name first: a full disk must not cost the answers
+            replace_file(file, whole.encode())  # under another name first: a full disk must not cost the answers
 
     def _take(self, row: dict[str, Any]) -> None:
         """An answer, and about how long its whole text is."""
@@ -232,7 +232,7 @@ class Teacher:
         groups: dict[int, list[int]] = {}
         for place, one in enumerate(requests):
             if one.answer is None:
-                groups.setdefault(len(pictures(one.shown)), []).append(place)
+                groups.setdefault(len(media_images(one.shown)), []).append(place)
         for places in groups.values():
             for place, answer in zip(places, self._generate([requests[p] for p in places], most), strict=True):
                 said[place] = answer
@@ -240,14 +240,14 @@ class Teacher:
 
     def _ids(self, answer: str) -> list[int]:
         ids = self.tokenizer(" " + answer.strip(), add_special_tokens=False).input_ids
-        return [*ids, *self.maker.ends[:1]]
+        return [*ids, *self.maker.eos_ids[:1]]
 
     def _generate(self, requests: Sequence[Request], most: int) -> list[tuple[list[int], int]]:
-        inputs = self.maker.inputs([one.shown for one in requests], [one.question for one in requests])
+        inputs = self.maker.build_inputs([one.shown for one in requests], [one.question for one in requests])
         out = self.model.generate(
             **inputs, max_new_tokens=most, do_sample=False, temperature=None, top_p=None, top_k=None
         )
-        ends, result = set(self.maker.ends), []
+        ends, result = set(self.maker.eos_ids), []
         prompts = inputs["attention_mask"].sum(1).tolist()
         for row, prompt in zip(out[:, inputs["input_ids"].shape[1] :].tolist(), prompts, strict=True):
             size = next((i + 1 for i, token in enumerate(row) if token in ends), len(row))
@@ -270,7 +270,7 @@ class Teacher:
     def _seen(self, numbers: Sequence[int]) -> TrainBatch:
         """The target reads the texts."""
         requests = [self.data[number] for number in numbers]
-        inputs = self.maker.inputs([one.shown for one in requests], [one.question for one in requests])
+        inputs = self.maker.build_inputs([one.shown for one in requests], [one.question for one in requests])
         whole, answer = self._join(inputs, [self.answers[number] for number in numbers])
         device, heard = self.model.device, self.family.attention_capture()
         with (

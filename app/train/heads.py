@@ -148,36 +148,38 @@ def compressor_of(args: argparse.Namespace, hidden_size: int, kept: Any) -> Any:
     Raises:
         ValueError: weights of another compressor came with the head, and would be lost.
     """
-    from mmspec.vision.registry import parse, restored
+    from mmspec.vision.registry import config_size, load_compressor, parse_compressor
 
     if kept is None or not kept[1]:
         return None if args.compressor is None else new_compressor(args.compressor, hidden_size, args.seed)
     facts, weights = kept
-    if args.compressor is None or parse(args.compressor) != (facts["name"], facts["tokens"]):
+    if args.compressor is None or parse_compressor(args.compressor) != (facts["name"], config_size(facts)):
         raise ValueError(
-            f"{args.start_from} was trained with --compressor {facts['name']}:{facts['tokens']} (wanted: "
+            f"{args.start_from} was trained with --compressor {facts['name']}:{config_size(facts)} (wanted: "
             f"{args.compressor or 'none'}): ask for the same, or start from another drafter"
         )
-    return restored(facts, weights, hidden_size).train()  # type: ignore[attr-defined]
+    return load_compressor(facts, weights, hidden_size).train()  # type: ignore[attr-defined]
 
 
 def new_compressor(text: str, hidden_size: int, seed: int) -> Any:
     """Fresh weights; torch's generators stay as they are."""
     import torch
 
-    from mmspec.vision.registry import new
+    from mmspec.vision.registry import init_compressor
 
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
-        return new(text, hidden_size)
+        return init_compressor(text, hidden_size)
 
 
 def kept_of(compressor: Any) -> Any:
     """What a checkpoint keeps of a compressor."""
+    from mmspec.vision.registry import compressor_config
+
     if compressor is None:
         return None
     weights = compressor.state_dict() if hasattr(compressor, "state_dict") else {}
-    return {"name": compressor.name, "tokens": compressor.tokens}, weights
+    return compressor_config(compressor), weights
 
 
 __all__ = ["RECIPES", "config_of", "kept_of", "new_compressor", "new_head", "parts_of"]

@@ -15,7 +15,7 @@ from typing import Any
 
 import gradio as gr
 
-from mmspec.app.caption.config import usual_prompt
+from mmspec.app.caption.config import default_prompt
 from mmspec.app.errors import UsageError
 from mmspec.app.io import videos as clips
 from mmspec.app.ui.batch import CaptionBatch
@@ -45,7 +45,7 @@ def register_endpoints(context: Context) -> None:
     ) -> Iterator[dict[str, Any] | None]:
         choice = context.parse_settings(model, drafter, compressor, temperature, seed, max_new_tokens)
         is_clip = Path(file or "").suffix.lower() in clips.SUFFIXES
-        asked = context.limits.check_question(usual_prompt(is_clip) if question is None else question)
+        asked = context.limits.check_question(default_prompt(is_clip) if question is None else question)
         given = context.limits.given(file)
         with open_session(context) as halt:
             race = ComparisonRun(context.model_store, lambda: context.limits.load_media(given), (), asked, choice, halt)

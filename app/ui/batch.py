@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mmspec.app.caption.config import JobSettings
-from mmspec.app.caption.job import Job
+from mmspec.app.caption.config import CaptionConfig
+from mmspec.app.caption.job import CaptionJob
 from mmspec.app.errors import UsageError
 from mmspec.app.io.jsonl import Row
 from mmspec.app.io.output import StreamOutput
-from mmspec.app.io.sources import MANIFESTS, collect
-from mmspec.app.modeling.chat import check_words
+from mmspec.app.io.sources import MANIFESTS, collect_items
+from mmspec.app.modeling.chat import reject_media_tokens
 from mmspec.app.ui.limits import Limits
 from mmspec.app.ui.model_store import ModelStore, RunSettings
 from mmspec.app.ui.worker import CancelSignal
@@ -77,7 +77,7 @@ class CaptionBatch:
 
     def _count(self) -> int:
         try:
-            items = collect(self._paths, self.input_folder)
+            items = collect_items(self._paths, self.input_folder)
         except UsageError as error:
             raise UsageError(
                 str(error).replace(f"{self.input_folder}{os.sep}", "").replace(str(self.input_folder), "them")
@@ -95,7 +95,7 @@ class CaptionBatch:
         from mmspec.app.ui.cancel import RunCancelledError
 
         choice = self.settings
-        settings = JobSettings(
+        settings = CaptionConfig(
             self._paths,
             model=choice.model,
             drafter=choice.drafter,
@@ -111,7 +111,7 @@ class CaptionBatch:
             progress=False,
         )
         try:
-            Job(settings, self._output, lambda: self._captioner(cancel_signal)).run()
+            CaptionJob(settings, self._output, lambda: self._captioner(cancel_signal)).run()
         except RunCancelledError:
             self.cancelled = True
         finally:
@@ -130,7 +130,7 @@ class CaptionBatch:
 
         choice = self.settings
         desk = self.model_store.get(choice.model)
-        check_words(desk.processor, self.prompt)
+        reject_media_tokens(desk.processor, self.prompt)
         return CancellableCaptioner(
             desk.model,
             desk.processor,

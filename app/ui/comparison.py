@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from mmspec.app.bench.rounds import Round
-from mmspec.app.io.images import Shown
+from mmspec.app.io.images import Media
 from mmspec.app.modeling.chat import Turn
 from mmspec.app.ui.model_store import ModelStore, RunSettings
 from mmspec.app.ui.streamer import TimingStreamer
@@ -68,7 +68,7 @@ class ComparisonRun:
     def __init__(
         self,
         model_store: ModelStore,
-        media: Shown | Callable[[], Shown],
+        media: Media | Callable[[], Media],
         turns: Sequence[Turn],
         question: str,
         settings: RunSettings,
@@ -90,7 +90,7 @@ class ComparisonRun:
         self.recorder: Recorder | None = None
 
     @property
-    def media(self) -> Shown:
+    def media(self) -> Media:
         """The picture or clip; `look` reads it."""
         assert not callable(self._shown)
         return self._shown

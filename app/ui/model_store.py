@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mmspec.app.caption.config import DEFAULT, MODEL
+from mmspec.app.caption.config import DEFAULT_MODEL, SCENES_MODEL
 from mmspec.app.errors import UsageError
 from mmspec.app.modeling.random_models import SIZES
 from mmspec.drafters.registry import drafter_names
@@ -42,10 +42,10 @@ class ModelStore:
     """What may be chosen, and the model in use. One is kept loaded."""
 
     def __init__(
-        self, model: str = DEFAULT, drafter: str = "auto", *, dtype: str = "auto", device: str = "auto"
+        self, model: str = DEFAULT_MODEL, drafter: str = "auto", *, dtype: str = "auto", device: str = "auto"
     ) -> None:
         """`model` and `drafter`: what the command line names, offered first."""
-        self.model_names = list(dict.fromkeys([model, MODEL, *SIZES]))
+        self.model_names = list(dict.fromkeys([model, SCENES_MODEL, *SIZES]))
         self.drafter_names = list(dict.fromkeys([drafter, *drafter_names()]))
         self.dtype, self.device = dtype, device
         self.is_loading = False  # true while a model is read and warmed up

@@ -12,8 +12,8 @@ import mmspec
 from mmspec.app.bench.recorder import Recorder
 from mmspec.app.errors import UsageError, one_line
 from mmspec.app.modeling.captioner import Captioner
-from mmspec.app.modeling.chat import check_length, encoded, inputs_of
-from mmspec.app.modeling.load import synchronise
+from mmspec.app.modeling.chat import build_inputs, check_length, encode_media
+from mmspec.app.modeling.load import synchronize
 from mmspec.app.ui.cancel import build_stopping_criteria
 from mmspec.app.ui.comparison import ComparisonRun, ComparisonSide, Difference
 from mmspec.app.ui.loaded_model import LoadedModel
@@ -34,10 +34,10 @@ def run_comparison(comparison: ComparisonRun) -> None:
     compressor = desk.get_compressor(choice.compressor)
     comparison.phase = "looking"
     comparison.look()
-    inputs = inputs_of(desk.model, desk.processor, [comparison.media], [comparison.question], [comparison.turns])
+    inputs = build_inputs(desk.model, desk.processor, [comparison.media], [comparison.question], [comparison.turns])
     comparison.prompt_tokens = inputs["input_ids"].shape[1]
     check_length(desk.model, inputs, choice.max_new_tokens)
-    request, comparison.encode_s = encoded(desk.model, inputs)
+    request, comparison.encode_s = encode_media(desk.model, inputs)
     comparison.phase = "plain"
     with mmspec.disabled(desk.model):
         _generate(comparison, desk, request, comparison.plain)
@@ -66,14 +66,14 @@ def _generate(
     choice, tape = race.settings, side.streamer
     maker = Captioner(desk.model, desk.processor, choice.max_new_tokens, choice.temperature)
     torch.manual_seed(choice.seed)
-    synchronise(desk.model.device)
+    synchronize(desk.model.device)
     began = time.perf_counter()
     tape.start()
-    options = maker.options() | more
+    options = maker.generation_kwargs() | more
     desk.model.generate(
         **_fresh(request), **options, streamer=tape, stopping_criteria=build_stopping_criteria(race.cancel_signal)
     )
-    synchronise(desk.model.device)
+    synchronize(desk.model.device)
     side.total_s = time.perf_counter() - began
     race.cancelled = race.cancel_signal.should_stop
 
@@ -114,7 +114,7 @@ def measure_logit_margin(
     with mmspec.disabled(loaded_model.model):
         again = loaded_model.model.generate(
             **_fresh(request),
-            **maker.options(),
+            **maker.generation_kwargs(),
             return_dict_in_generate=True,
             output_logits=True,
             stopping_criteria=build_stopping_criteria(cancel_signal),

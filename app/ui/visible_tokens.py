@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from PIL import Image
 
-from mmspec.app.io.images import Shown, pictures
+from mmspec.app.io.images import Media, media_images
 
 if TYPE_CHECKING:
     from mmspec.app.bench.recorder import Recorder
@@ -63,7 +63,7 @@ def find_visible_tokens(recorder: Recorder, compression: Kept | None) -> Visible
     return VisibleTokens("How much of the picture this drafter saw cannot be told.")
 
 
-def draw_visible_tokens(media: Shown, visible_tokens: VisibleTokens, cropped: bool) -> list[str]:
+def draw_visible_tokens(media: Media, visible_tokens: VisibleTokens, cropped: bool) -> list[str]:
     """The pictures as data URIs, the tokens that the drafter did not see greyed; none where that cannot be told.
 
     Args:
@@ -76,7 +76,7 @@ def draw_visible_tokens(media: Shown, visible_tokens: VisibleTokens, cropped: bo
     return [
         _uri(made)
         for made in heatmaps(
-            pictures(media), visible_tokens.grids, kept=visible_tokens.kept_indices, row=0, cropped=cropped
+            media_images(media), visible_tokens.grids, kept=visible_tokens.kept_indices, row=0, cropped=cropped
         )
     ]
 

@@ -117,4 +117,4 @@ def select_nodes(
     )
 
 
-__all__ = ["LEVEL_PENALTY", "PathTable", "select_nodes", "candidate_paths"]
+__all__ = ["LEVEL_PENALTY", "PathTable", "candidate_paths", "select_nodes"]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mmspec.drafters.block.block_tree import PathTable, select_nodes
-from mmspec.drafters.eagle.drafter import LevelExpander, EagleDrafter, EagleState
+from mmspec.drafters.eagle.drafter import EagleDrafter, EagleState, LevelExpander
 from mmspec.drafters.eagle.head import EagleHead, HeadConfig, RMSNorm
 from mmspec.engine.tree import DraftTree
 
@@ -179,4 +179,4 @@ class MarkovExpander(StatelessExpander):
         )
 
 
-__all__ = ["BlockDrafter", "MarkovHead", "FlashDrafter", "FlashHead", "Passless"]
+__all__ = ["BlockDrafter", "FlashDrafter", "FlashHead", "MarkovHead", "Passless"]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mmspec.drafters.block.flash import BlockDrafter, StatelessExpander
-from mmspec.drafters.eagle.drafter import LevelExpander, EagleState, cached_attention, select_last
+from mmspec.drafters.eagle.drafter import EagleState, LevelExpander, cached_attention, select_last
 from mmspec.drafters.eagle.head import EagleHead, HeadConfig, RMSNorm
 
 
@@ -107,4 +107,4 @@ class ParallelDrafter(BlockDrafter):
         return CorrectedExpander(self, self.head.token_correction, state)
 
 
-__all__ = ["TokenCorrection", "ParallelDrafter", "ParallelHead"]
+__all__ = ["ParallelDrafter", "ParallelHead", "TokenCorrection"]

@@ -23,8 +23,8 @@ from mmspec.drafters.architectures import ARCHITECTURES
 from mmspec.drafters.eagle.head import (
     EagleHead,
     HeadConfig,
-    parse_head_config,
     from_eagle_state_dict,
+    parse_head_config,
     to_eagle_state_dict,
 )
 from mmspec.drafters.eagle.visual_inputs import VISUAL_MODES
@@ -234,11 +234,11 @@ __all__ = [
     "WEIGHTS_NAME",
     "HeadMetadata",
     "OtherTarget",
-    "read_metadata",
-    "tokenizer_fingerprint",
     "load_head",
     "read_config",
+    "read_metadata",
     "read_weights",
     "save_head",
+    "tokenizer_fingerprint",
     "write_checkpoint",
 ]

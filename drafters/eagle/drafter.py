@@ -20,7 +20,7 @@ from mmspec.control.depth import DepthController
 from mmspec.control.draft_cost import CallTimer, DraftCostModel
 from mmspec.drafters.block.block_tree import LEVEL_PENALTY, select_nodes
 from mmspec.drafters.eagle.head import AttentionFn, EagleHead
-from mmspec.drafters.eagle.visual_inputs import VISUAL_MODES, DraftInputs, left_pack, prompt_grids, compressed_inputs
+from mmspec.drafters.eagle.visual_inputs import VISUAL_MODES, DraftInputs, compressed_inputs, left_pack, prompt_grids
 from mmspec.engine.gather import scatter_rows
 from mmspec.engine.kv_cache import RaggedKVCache
 from mmspec.engine.tree import BUCKETS, DraftTree, root_only
@@ -531,4 +531,4 @@ def cached_attention(kv_cache: RaggedKVCache, mask: Tensor | None) -> AttentionF
     return attend
 
 
-__all__ = ["Descent", "EagleDrafter", "Layered", "EagleState", "cached_attention", "last_of"]
+__all__ = ["Descent", "EagleDrafter", "EagleState", "Layered", "cached_attention", "last_of"]

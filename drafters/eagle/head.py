@@ -327,13 +327,13 @@ def parse_head_config(values: Mapping[str, Any]) -> HeadConfig:
 
 __all__ = [
     "AttentionFn",
+    "DecoderLayer",
     "Eagle3Head",
     "EagleHead",
     "HeadConfig",
-    "DecoderLayer",
-    "parse_head_config",
     "from_published",
     "gather_rows",
-    "to_eagle_state_dict",
+    "parse_head_config",
     "rotate_half",
+    "to_eagle_state_dict",
 ]

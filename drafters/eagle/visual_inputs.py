@@ -175,13 +175,13 @@ def prompt_grids(prompt: Prompt, num_new: int) -> tuple[VisualGrid, ...]:
 
 __all__ = [
     "VISUAL_MODES",
-    "VisualInputMode",
     "Sight",
-    "placeholder",
+    "VisualInputMode",
+    "compressed_inputs",
     "coupled",
     "decoupled",
     "left_pack",
+    "placeholder",
     "segments_of",
-    "compressed_inputs",
     "text_only",
 ]

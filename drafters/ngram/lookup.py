@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from mmspec.drafters.ngram.base import BARRIER, BestFirstDrafter, Key, Candidate, PromptText
+from mmspec.drafters.ngram.base import BARRIER, BestFirstDrafter, Candidate, Key, PromptText
 from mmspec.interfaces import VerifyResult
 
 MAX_MATCH = 8
@@ -50,7 +50,7 @@ class HashChain:
     `links[end]` is the latest earlier end of the `order` tokens that end there, 0 if there is none.
     """
 
-    __slots__ = ("heads", "previous", "ngram_size")
+    __slots__ = ("heads", "ngram_size", "previous")
 
     def __init__(self, order: int) -> None:
         self.ngram_size = order
@@ -72,13 +72,13 @@ class NgramIndex:
 
     __slots__ = (
         "chains",
+        "has_mismatch",
         "last_cursor",
         "pointer",
         "reference_length",
         "reference_match",
-        "has_mismatch",
-        "text",
         "run_length",
+        "text",
         "where",
     )
 

@@ -16,7 +16,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from mmspec.drafters.ngram.base import BARRIER, BestFirstDrafter, Key, Candidate, PromptText
+from mmspec.drafters.ngram.base import BARRIER, BestFirstDrafter, Candidate, Key, PromptText
 from mmspec.interfaces import VerifyResult
 
 TOP_K = 8

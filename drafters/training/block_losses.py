@@ -11,17 +11,17 @@ from torch.nn import functional
 
 from mmspec.drafters.block.falcon import FalconHead
 from mmspec.drafters.training.losses import (
-    PackedQueries,
-    TrainBatch,
-    RolloutCache,
     DraftModel,
     DraftTargets,
     LossAccumulator,
     LossWeights,
+    PackedQueries,
     Progress,
-    shifted_loss_mask,
+    RolloutCache,
+    TrainBatch,
     build_targets,
     shift,
+    shifted_loss_mask,
 )
 from mmspec.interfaces import SharedEmbeddings
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mmspec.drafters.architectures import ARCHITECTURES
-from mmspec.drafters.training.losses import TrainBatch, DraftModel, LossWeights, Progress
+from mmspec.drafters.training.losses import DraftModel, LossWeights, Progress, TrainBatch
 from mmspec.interfaces import GatedCompressor, SharedEmbeddings
 
 

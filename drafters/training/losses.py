@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
 from mmspec.drafters.eagle.head import EagleHead
-from mmspec.drafters.eagle.visual_inputs import VISUAL_MODES, DraftInputs, left_pack, compressed_inputs
+from mmspec.drafters.eagle.visual_inputs import VISUAL_MODES, DraftInputs, compressed_inputs, left_pack
 from mmspec.engine.gather import gather_rows
 from mmspec.interfaces import SharedEmbeddings, VisualGrid
 
@@ -339,15 +339,15 @@ class RolloutCache:
 
 __all__ = [
     "Asked",
-    "Lesson",
-    "RolloutCache",
-    "Pupil",
     "DraftTargets",
+    "Lesson",
     "LossAccumulator",
     "LossWeights",
     "Progress",
-    "shifted_loss_mask",
-    "eagle_loss",
+    "Pupil",
+    "RolloutCache",
     "build_targets",
+    "eagle_loss",
     "shift",
+    "shifted_loss_mask",
 ]

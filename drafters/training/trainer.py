@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from mmspec.cpu.bf16 import bf16_is_faster
 from mmspec.drafters.architectures import ARCHITECTURES
 from mmspec.drafters.training.gate import fit_gate_on_batches
-from mmspec.drafters.training.losses import TrainBatch, DraftModel, LossWeights, Progress
+from mmspec.drafters.training.losses import DraftModel, LossWeights, Progress, TrainBatch
 from mmspec.interfaces import GatedCompressor, SharedEmbeddings
 from mmspec.metrics.compression_stats import compressor_label
 
@@ -288,4 +288,4 @@ def _compressor_settings(pupil: DraftModel) -> dict[str, str]:
     return {} if compressor is None else {"compressor": compressor_label(compressor)}
 
 
-__all__ = ["Party", "TrainConfig", "Pupil", "SettingsError", "Trainer", "refuse_other"]
+__all__ = ["Party", "Pupil", "SettingsError", "TrainConfig", "Trainer", "refuse_other"]

@@ -16,7 +16,13 @@ from transformers.utils import output_capturing
 
 from mmspec.engine.kv_cache import RaggedKVCache
 from mmspec.engine.tree import BUCKETS, DraftTree
-from mmspec.engine.tree_cache import Lent, TreeCache, export_dynamic_cache, load_dynamic_cache, unsupported_reason
+from mmspec.engine.tree_cache import (
+    TreeCache,
+    UserCacheView,
+    export_dynamic_cache,
+    load_dynamic_cache,
+    unsupported_reason,
+)
 from mmspec.interfaces import VerifyResult, VisualGrid
 from mmspec.targets.module_scan import scan_modules
 from mmspec.targets.vision_attention import AttentionCapture
@@ -201,7 +207,7 @@ class HFTarget:
         self._template: dict[str, Any] = {}
         self.inference_mode = adapter.can_use_inference_mode() if inference_mode is None else inference_mode
         # Code that looks at the user's cache in mid-call may write into it, too: not into tensors of inference mode.
-        self.lent = Lent(self.user_cache if cache_is_observed and self.keeps_cache else None, self.buffer)
+        self.lent = UserCacheView(self.user_cache if cache_is_observed and self.keeps_cache else None, self.buffer)
         self._mode = torch.inference_mode if self.inference_mode and self.lent.cache is None else torch.no_grad
         self._fed = 0  # columns that transformers would have fed by now
         self._window, self._layer_types = adapter.sliding_window, adapter.layer_types

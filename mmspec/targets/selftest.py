@@ -186,8 +186,8 @@ def _restored(modules: Sequence[nn.Module]) -> Iterator[Any]:
 
 def _state(module: nn.Module) -> dict[str, Any]:
     """A copy of everything a module may write to but its weights and its submodules."""
-    left_out = ("_modules", "_parameters", "_buffers")
-    own = {name: value for name, value in module.__dict__.items() if name not in left_out and _is_data(value)}
+    describe_skipped = ("_modules", "_parameters", "_buffers")
+    own = {name: value for name, value in module.__dict__.items() if name not in describe_skipped and _is_data(value)}
     state: dict[str, Any] = copy.deepcopy(own)
     state |= {f"_buffers.{name}": None if part is None else part.clone() for name, part in module._buffers.items()}
     return state

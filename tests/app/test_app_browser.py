@@ -23,8 +23,8 @@ from PIL import Image
 
 pytest.importorskip("gradio")
 
-from mmspec.app.caption.config import DEFAULT, VIDEO_PROMPT
-from mmspec.app.modeling.synthetic_images import write_pictures
+from mmspec.app.caption.config import DEFAULT_MODEL, VIDEO_PROMPT
+from mmspec.app.modeling.synthetic_images import write_images
 from mmspec.app.scenes.examples import list_example_files
 from mmspec.app.ui import api as endpoints
 from mmspec.app.ui.comparison import ComparisonRun
@@ -174,7 +174,7 @@ def toast(page: Any) -> str:
 
 
 def test_an_uploaded_picture_is_asked_about_on_both_sides(page: Any, tmp_path: Path) -> None:
-    upload(page, write_pictures(tmp_path, 1)[0])
+    upload(page, write_images(tmp_path, 1)[0])
     settings(page, tokens=200, Tree_size="8")
     ask(page, "what is in the image?")
     started(page)
@@ -456,7 +456,7 @@ def test_rounds_are_stepped_through(page: Any) -> None:
 
 
 def test_a_batch_and_its_file(page: Any, tmp_path: Path) -> None:
-    paths = write_pictures(tmp_path, 3)
+    paths = write_images(tmp_path, 3)
     (tmp_path / "zz.png").write_bytes(b"no picture")
     (tmp_path / HOSTILE).write_bytes(b"no picture either")
     page.get_by_role("tab", name="Batch").click()
@@ -476,7 +476,7 @@ def test_a_batch_and_its_file(page: Any, tmp_path: Path) -> None:
 
 def test_a_batch_can_be_cancelled(page: Any, tmp_path: Path) -> None:
     page.get_by_role("tab", name="Batch").click()
-    page.locator("#mm-files input[type=file]").set_input_files([str(path) for path in write_pictures(tmp_path, 30)])
+    page.locator("#mm-files input[type=file]").set_input_files([str(path) for path in write_images(tmp_path, 30)])
     page.wait_for_function("document.querySelector('#mm-files').innerText.includes('29_')")
     settings(page, "batch", tokens=600)
     page.locator("#mm-start").click()
@@ -607,7 +607,7 @@ def client(site: DemoServer) -> Any:
 def test_compare_through_the_client(client: Any, tmp_path: Path) -> None:
     from gradio_client import handle_file
 
-    file = handle_file(str(write_pictures(tmp_path, 1)[0]))
+    file = handle_file(str(write_images(tmp_path, 1)[0]))
     for more in ({}, {"temperature": 0.9, "seed": 7, "drafter": "recycling"}):
         run = client.predict(file, "what is it?", max_new_tokens=20, api_name="/compare", **more)
         assert run["identical"] and len(run["mmspec"]["tokens"]) == 20
@@ -635,7 +635,7 @@ def test_a_client_that_has_gone_is_not_worked_for(site: DemoServer, races: list[
 def test_caption_through_the_client(client: Any, tmp_path: Path) -> None:
     from gradio_client import handle_file
 
-    paths = write_pictures(tmp_path, 3)
+    paths = write_images(tmp_path, 3)
     rows = client.predict([handle_file(str(path)) for path in paths], max_new_tokens=8, api_name="/caption")
     assert [row["file_name"] for row in rows] == [path.name for path in paths]
     assert all(row["n_new_tokens"] == 8 for row in rows)
@@ -645,7 +645,7 @@ def test_errors_reach_the_client_as_one_sentence(client: Any, tmp_path: Path) ->
     from gradio_client import handle_file
     from gradio_client.exceptions import AppError
 
-    file = handle_file(str(write_pictures(tmp_path, 1)[0]))
+    file = handle_file(str(write_images(tmp_path, 1)[0]))
     (tmp_path / "text.png").write_text("no picture")
     wide = tmp_path / "wide.png"
     Image.new("1", (10_000, 5_000)).save(wide)
@@ -700,7 +700,7 @@ def test_nothing_is_left_behind(tmp_path: Path) -> None:
         root = running.context.temp_storage.root
         assert root.exists() and running.url.startswith("http://127.0.0.1:")
         one = Client(running.url, verbose=False, download_files=str(tmp_path / "got"))
-        paths = [handle_file(str(path)) for path in write_pictures(tmp_path / "p", 2)]
+        paths = [handle_file(str(path)) for path in write_images(tmp_path / "p", 2)]
         one.predict(paths[0], "what?", max_new_tokens=4, api_name="/compare")
         one.predict(paths, max_new_tokens=4, api_name="/caption")
         names = {path.name for path in root.rglob("*.png")}
@@ -720,7 +720,7 @@ def test_the_command_from_start_to_end(tmp_path: Path) -> None:
             assert not url.endswith(":0")
             one = Client(url, verbose=False, download_files=str(tmp_path / "got"))
             run = one.predict(handle_file(str(list_example_files()[0])), "What do you see?", api_name="/compare")
-            assert run["identical"] and run["choice"]["model"] == DEFAULT and run["tau"] > 1
+            assert run["identical"] and run["choice"]["model"] == DEFAULT_MODEL and run["tau"] > 1
             assert list(tmp_path.glob("mmspec-demo-*"))
         finally:
             running.send_signal(signal.SIGTERM)
@@ -734,4 +734,4 @@ def test_a_model_that_is_not_there_is_told_at_once(caplog: pytest.LogCaptureFixt
 
 
 def test_the_default_model_is_the_shipped_one() -> None:
-    assert ModelStore().model_names[0] == DEFAULT
+    assert ModelStore().model_names[0] == DEFAULT_MODEL

@@ -20,6 +20,7 @@ def test_help_teaches(capsys: Any) -> None:
         (["caption", "--help"], "resuming"),
         (["bench", "--help"], "noise band"),
         (["train", "--help"], "answers.jsonl"),
+        (["examples", "--help"], "bundled examples"),
         (["env", "--help"], "bug reports"),
     ):
         with pytest.raises(SystemExit) as left:
@@ -58,7 +59,7 @@ def test_wrong_usage_is_one_line(capsys: Any) -> None:
     ("error", "code", "words"),
     [
         (UsageError("no such\nthing"), 2, "mmspec: error: no such thing\n"),
-        (ZeroDivisionError("by zero"), 1, "ZeroDivisionError: by zero (--debug shows where)"),
+        (ZeroDivisionError("by zero"), 1, "ZeroDivisionError: by zero (--debug shows the traceback)"),
         (KeyboardInterrupt(), 130, "interrupted"),
     ],
 )

@@ -18,7 +18,7 @@ from mmspec.app.studies import visual as study_visual
 from mmspec.app.studies.scenarios import SHAPES, asked, fitting
 from mmspec.app.studies.visual import contest, field_of, rows_of, ways_of
 from mmspec.app.studies.word_classes import Answer, multiple
-from mmspec.drafters.checkpoints.format import HeadMetadata, tokenizer_fingerprint, save_head
+from mmspec.drafters.checkpoints.format import HeadMetadata, save_head, tokenizer_fingerprint
 from mmspec.drafters.eagle.head import EagleHead, HeadConfig
 from mmspec.vision.compressors.elastic import Elastic
 

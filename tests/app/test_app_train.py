@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import mmspec
-from mmspec.app.cli.main import main, parser
+from mmspec.app.cli.main import build_parser, main
 from mmspec.app.modeling.random_models import random_model
 from mmspec.app.scenes.render import render_scene
 from mmspec.app.scenes.world import generate_scene
@@ -135,7 +135,7 @@ def test_text_only_shows_no_picture(data: Path, tmp_path: Path, monkeypatch: pyt
     assert sorted(answers) == list(range(5, 10)), "with pictures nothing is asked"
     settings = torch.load(out / "state.pt", weights_only=True)["settings"]
     assert settings["text_only"] is True
-    plain = train.facts_of(parser().parse_args(args))
+    plain = train.facts_of(build_parser().parse_args(args))
     assert plain == {"text_first": False}, "nothing new is told of runs as they were, so they go on"
     with pytest.raises(SystemExit):
         main([*args, "--text-only", "--text-first"])
@@ -225,7 +225,7 @@ def test_a_lesson_is_what_the_target_saw(data: Path, tmp_path: Path) -> None:
     teacher.answer_all(tmp_path, 4, 8)
     lesson = teacher.lesson([0, 2, 4])
     for row, number in enumerate([0, 2, 4]):
-        inputs = teacher.maker.inputs([teacher.data[number].shown], [teacher.data[number].question])
+        inputs = teacher.maker.build_inputs([teacher.data[number].shown], [teacher.data[number].question])
         answer = torch.tensor(teacher.answers[number])
         ids = torch.cat([inputs["input_ids"][0], answer])
         assert torch.equal(lesson.input_ids[row, : len(ids)], ids) and lesson.attention_mask[row].sum() == len(ids)

@@ -26,8 +26,8 @@ import mmspec
 from mmspec.app.bench.rounds import ACCEPTED, CORRECTED, PLAIN, Round, kinds_of
 from mmspec.app.cli.main import main
 from mmspec.app.errors import UsageError
-from mmspec.app.modeling.chat import Turn, encoded, inputs_of
-from mmspec.app.modeling.synthetic_images import picture, write_pictures
+from mmspec.app.modeling.chat import Turn, build_inputs, encode_media
+from mmspec.app.modeling.synthetic_images import draw_image, write_images
 from mmspec.app.scenes.examples import list_example_files
 from mmspec.app.ui import render as render
 from mmspec.app.ui.batch import CaptionBatch, link_files, sanitize_file_name
@@ -39,7 +39,7 @@ from mmspec.app.ui.report import Report, TempStorage, build_report
 from mmspec.app.ui.run_comparison import measure_logit_margin
 from mmspec.app.ui.streamer import IncrementalDetokenizer, TimingStreamer, detokenize
 from mmspec.app.ui.worker import CancelSignal, SessionRegistry, Worker
-from mmspec.vision.registry import make
+from mmspec.vision.registry import build_compressor
 
 NASTY = "<script>window.hacked=1</script><img src=x onerror='window.hacked=1'> **bold** ${1+1} {{value}}"
 
@@ -66,7 +66,7 @@ def race_of(
     **chosen: Any,
 ) -> ComparisonRun:
     choice = RunSettings("tiny", **{"max_new_tokens": 32} | chosen)
-    return ComparisonRun(shelf, picture(3)[0], turns, question, choice, halt or CancelSignal(60))
+    return ComparisonRun(shelf, draw_image(3)[0], turns, question, choice, halt or CancelSignal(60))
 
 
 def report(shelf: ModelStore, **chosen: Any) -> Report:
@@ -172,7 +172,7 @@ def test_the_picture_is_looked_at_once(shelf: ModelStore, monkeypatch: pytest.Mo
 def test_a_race_is_what_the_model_says_alone(shelf: ModelStore) -> None:
     race = race_of(shelf).run()
     desk = shelf.get("tiny")
-    inputs = inputs_of(desk.model, desk.processor, [picture(3)[0]], ["what is in it?"])
+    inputs = build_inputs(desk.model, desk.processor, [draw_image(3)[0]], ["what is in it?"])
     with mmspec.disabled():
         alone = desk.model.generate(**inputs, max_new_tokens=32, do_sample=False)
     assert alone[0, inputs["input_ids"].shape[1] :].tolist() == race.plain.streamer.token_ids
@@ -210,7 +210,7 @@ def test_stopping_stops_generate(shelf: ModelStore, most: int, plain: int, ours:
 def test_a_difference_is_told_with_its_margin(shelf: ModelStore) -> None:
     race = race_of(shelf).run()
     desk, ids = shelf.get("tiny"), race.plain.streamer.token_ids
-    inputs = inputs_of(desk.model, desk.processor, [picture(3)[0]], ["what is in it?"])
+    inputs = build_inputs(desk.model, desk.processor, [draw_image(3)[0]], ["what is in it?"])
     with mmspec.disabled():
         again = desk.model.generate(
             **inputs, max_new_tokens=6, do_sample=False, return_dict_in_generate=True, output_logits=True
@@ -218,7 +218,7 @@ def test_a_difference_is_told_with_its_margin(shelf: ModelStore) -> None:
     first, second = again.logits[5][0].topk(2)
     wanted = float(first[0] - first[1])
     assert int(second[0]) == ids[5]
-    request, _ = encoded(desk.model, inputs)
+    request, _ = encode_media(desk.model, inputs)
     asked = (desk, request, race.settings, 5, ids[5], int(second[1]))
     assert measure_logit_margin(*asked, CancelSignal(60)) == pytest.approx(wanted, abs=1e-4)
     assert math.isnan(measure_logit_margin(*asked, Counted(2))), "a run that is stopped meanwhile"
@@ -275,7 +275,7 @@ def test_a_drafter_that_brings_its_own_compressor_is_told(shelf: ModelStore, mon
 
     spec = SimpleNamespace(hidden=64, heads=4, kv_heads=2, vocab=384, layers=2)
     drafter = heads.build_drafter("decoupled", spec)  # type: ignore[arg-type]
-    drafter.compressor = make("pool:4")
+    drafter.compressor = build_compressor("pool:4")
     monkeypatch.setitem(shelf.get("tiny")._drafters, "auto", drafter)
     for chosen, shown in ((None, 4), ("relevant:5", 5)):
         told = build_report(race_of(shelf, compressor=chosen, nodes=4).run()).metrics["drafter_saw"]
@@ -293,7 +293,7 @@ def test_a_conversation_holds_what_was_said_and_one_picture(
     if not template:
         monkeypatch.setattr(desk.processor, "chat_template", None)
     turns = (Turn("what is it?", "a red car"), Turn("how many?", "two"))
-    inputs = inputs_of(desk.model, desk.processor, [picture(3)[0]], ["which colour?"], [turns])
+    inputs = build_inputs(desk.model, desk.processor, [draw_image(3)[0]], ["which colour?"], [turns])
     ids = inputs["input_ids"][0]
     text = desk.processor.tokenizer.decode(ids, skip_special_tokens=True)
     assert int((ids == 4).sum()) == 16 and inputs["pixel_values"].shape[0] == 1
@@ -327,7 +327,7 @@ def test_a_word_that_stands_for_a_picture_is_refused_wherever_it_comes_from(
     told = "must not contain <image>"
     with pytest.raises(UsageError, match=told):
         race_of(shelf, question="what <image> is").run()
-    paths = write_pictures(tmp_path / "p", 2)
+    paths = write_images(tmp_path / "p", 2)
     with pytest.raises(UsageError, match=told):
         CaptionBatch(
             shelf, paths, "see <image>", RunSettings("tiny", max_new_tokens=4), Limits(), space.new_folder()
@@ -532,7 +532,7 @@ def batch_of(shelf: ModelStore, space: TempStorage, paths: list[Path], **chosen:
 
 
 def test_a_batch_is_the_job_of_mmspec_caption(shelf: ModelStore, space: TempStorage, tmp_path: Path) -> None:
-    paths = write_pictures(tmp_path / "p", 5)
+    paths = write_images(tmp_path / "p", 5)
     (tmp_path / "p" / "zz_broken.png").write_bytes(b"no")
     batch = batch_of(shelf, space, [*paths, tmp_path / "p" / "zz_broken.png"]).run(CancelSignal(60))
     out = tmp_path / "cli.jsonl"
@@ -559,14 +559,14 @@ def test_a_batch_is_the_job_of_mmspec_caption(shelf: ModelStore, space: TempStor
 
 
 def test_a_stopped_batch_keeps_whole_rows(shelf: ModelStore, space: TempStorage, tmp_path: Path) -> None:
-    batch = batch_of(shelf, space, write_pictures(tmp_path / "p", 9))
+    batch = batch_of(shelf, space, write_images(tmp_path / "p", 9))
     batch.run(Counted(12 + 5))  # in the second of three
     assert batch.cancelled and len(batch.rows) == 4 and all(row["n_new_tokens"] == 12 for row in batch.rows)
     assert len(batch.output_file.read_text().splitlines()) == 4 and not batch.input_folder.exists()
 
 
 def test_a_list_names_uploaded_files_and_no_others(shelf: ModelStore, space: TempStorage, tmp_path: Path) -> None:
-    paths = write_pictures(tmp_path / "p", 2)
+    paths = write_images(tmp_path / "p", 2)
     rows = [{"file_name": path.name, "prompt": f"which {number}?"} for number, path in enumerate(reversed(paths))]
     (tmp_path / "list.jsonl").write_text("\n".join(map(json.dumps, rows)))
     batch = batch_of(shelf, space, [*paths, tmp_path / "list.jsonl"]).run(CancelSignal(60))

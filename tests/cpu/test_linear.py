@@ -242,7 +242,7 @@ def test_a_torch_that_cannot_pack_falls_back(monkeypatch: pytest.MonkeyPatch) ->
 def test_generate_is_the_same_with_every_setting(choice: bool | None, spied: list[int]) -> None:
     model, processor = random_model("tiny")
     maker = Captioner(model, processor)
-    inputs = maker.inputs([render_scene(generate_scene(i)) for i in range(2)], ["a", "what is it"])
+    inputs = maker.build_inputs([render_scene(generate_scene(i)) for i in range(2)], ["a", "what is it"])
     for options in ({"do_sample": False}, {"do_sample": True}):
         torch.manual_seed(0)
         plain = model.generate(**inputs, max_new_tokens=20, **options)
@@ -259,7 +259,7 @@ def test_generate_is_the_same_with_every_setting(choice: bool | None, spied: lis
 
 def test_a_packed_copy_of_trained_weights_is_renewed() -> None:
     model, processor = random_model("tiny")
-    inputs = Captioner(model, processor).inputs([render_scene(generate_scene(1))], ["a"])
+    inputs = Captioner(model, processor).build_inputs([render_scene(generate_scene(1))], ["a"])
     mmspec.patch(model, "fused", tree_size=8, cpu_pack_weights=True)
     model.generate(**inputs, max_new_tokens=6, do_sample=False)
     with torch.no_grad():

@@ -28,7 +28,7 @@ from fake_target import (
 from torch import Tensor, nn
 
 from mmspec.drafters.architectures import ARCHITECTURES
-from mmspec.drafters.block.block_tree import LEVEL_PENALTY, PathTable, select_nodes, candidate_paths
+from mmspec.drafters.block.block_tree import LEVEL_PENALTY, PathTable, candidate_paths, select_nodes
 from mmspec.drafters.block.falcon import FalconDrafter, FalconHead
 from mmspec.drafters.block.flash import BlockDrafter, FlashDrafter, FlashHead
 from mmspec.drafters.block.parallel import ParallelDrafter, ParallelHead
@@ -38,7 +38,7 @@ from mmspec.drafters.eagle.drafter import EagleDrafter
 from mmspec.drafters.eagle.head import EagleHead
 from mmspec.drafters.eagle.visual_inputs import VISUAL_MODES
 from mmspec.drafters.training.losses import LossWeights, Progress, build_targets
-from mmspec.drafters.training.trainer import TrainConfig, DraftModel, Trainer
+from mmspec.drafters.training.trainer import DraftModel, TrainConfig, Trainer
 from mmspec.engine.tree import root_only
 
 FLASH = replace(HEAD_CONFIG, intermediate_size=0, block=4, inner=40)

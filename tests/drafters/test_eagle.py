@@ -40,11 +40,11 @@ from mmspec.drafters import registry
 from mmspec.drafters.checkpoints import format as checkpoint
 from mmspec.drafters.checkpoints.format import HeadMetadata, load_head, save_head
 from mmspec.drafters.eagle.drafter import EagleDrafter
-from mmspec.drafters.eagle.head import EagleHead, HeadConfig, DecoderLayer, from_eagle_state_dict, to_eagle_state_dict
+from mmspec.drafters.eagle.head import DecoderLayer, EagleHead, HeadConfig, from_eagle_state_dict, to_eagle_state_dict
 from mmspec.drafters.eagle.visual_inputs import VISUAL_MODES, DraftInputs, left_pack
 from mmspec.drafters.registry import build_drafter
-from mmspec.drafters.training.losses import LossWeights, Progress, eagle_loss, build_targets
-from mmspec.drafters.training.trainer import TrainConfig, DraftModel, SettingsError, Trainer
+from mmspec.drafters.training.losses import LossWeights, Progress, build_targets, eagle_loss
+from mmspec.drafters.training.trainer import DraftModel, SettingsError, TrainConfig, Trainer
 from mmspec.engine.tree import root_only
 from mmspec.interfaces import TargetInfo
 
@@ -443,7 +443,7 @@ def tiny_head(seed: int = 0) -> EagleHead:
 @pytest.mark.parametrize("sample", [False, True])
 def test_a_head_never_changes_a_word(tiny: Captioner, rule: str, sample: bool) -> None:
     model = tiny.model
-    inputs = tiny.inputs(
+    inputs = tiny.build_inputs(
         [render_scene(generate_scene(i)) for i in range(3)], ["a", "what is this thing", "list the colors please"]
     )
     options = {"max_new_tokens": 24, "do_sample": sample}
@@ -510,7 +510,7 @@ def test_a_call_that_names_a_folder_reads_it_once(
     folder, read, original = tmp_path / "mine", [], trained.load_trained
     save_head(folder, tiny_head(), made)
     monkeypatch.setattr(trained, "trained", lambda *given: read.append(given[0]) or original(*given))  # type: ignore[func-returns-value]
-    inputs = tiny.inputs([render_scene(generate_scene(0))], ["a"])
+    inputs = tiny.build_inputs([render_scene(generate_scene(0))], ["a"])
 
     def call(name: object = str(folder)) -> None:
         tiny.model.generate(**inputs, max_new_tokens=3, do_sample=False, mmspec={"drafter": name})

@@ -14,7 +14,7 @@ from mmspec.drafters.checkpoints import format as checkpoint
 from mmspec.drafters.eagle.drafter import EagleDrafter
 from mmspec.drafters.eagle.head import EagleHead, HeadConfig
 from mmspec.drafters.training.losses import TrainBatch
-from mmspec.drafters.training.trainer import DistributedContext, TrainConfig, DraftModel, Trainer
+from mmspec.drafters.training.trainer import DistributedContext, DraftModel, TrainConfig, Trainer
 from mmspec.interfaces import SharedEmbeddings
 
 CONFIG = HeadConfig(16, 24, 2, 2, 40)

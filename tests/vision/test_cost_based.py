@@ -33,8 +33,8 @@ from mmspec.drafters.eagle.drafter import EagleDrafter
 from mmspec.drafters.eagle.head import EagleHead, HeadConfig
 from mmspec.interfaces import CompressionContext, VisualGrid, VisualTokens
 from mmspec.metrics.compression_stats import CompressionRecord, RecordingCompressor
-from mmspec.vision.compressors.cost_based import FEW, Measured, Way, choose
-from mmspec.vision.registry import make, new, parse
+from mmspec.vision.compressors.cost_based import DEFAULT_MAX_TOKENS, Choice, CostBased, choose_compressor
+from mmspec.vision.registry import build_compressor, init_compressor, parse_compressor
 
 GPU = DraftCosts(prefill_token_s=5e-6, draft_token_s=5e-8, round_s=0.03, tokens_per_round=3.0)
 """A large model: looking costs next to nothing."""
@@ -48,8 +48,8 @@ SLOW = DraftCosts(prefill_token_s=1e-3, draft_token_s=1e-5, round_s=0.03, tokens
     ("visual", "answer", "rates", "way"),
     [
         (0, 128, None, "identity"),
-        (FEW, 128, None, "identity"),  # by the number of tokens alone
-        (FEW + 1, 128, None, "salient:65"),
+        (DEFAULT_MAX_TOKENS, 128, None, "identity"),  # by the number of tokens alone
+        (DEFAULT_MAX_TOKENS + 1, 128, None, "salient:65"),
         (576, 128, None, "salient:144"),
         (2880, 128, None, "salient:180"),
         (40000, 128, None, "salient:625"),
@@ -66,7 +66,7 @@ SLOW = DraftCosts(prefill_token_s=1e-3, draft_token_s=1e-5, round_s=0.03, tokens
     ],
 )
 def test_the_way_for_a_prompt(visual: int, answer: int | None, rates: DraftCosts | None, way: str) -> None:
-    assert str(choose(visual, answer, rates)) == way
+    assert str(choose_compressor(visual, answer, rates)) == way
 
 
 def test_it_is_the_one_that_costs_least() -> None:
@@ -76,20 +76,22 @@ def test_it_is_the_one_that_costs_least() -> None:
         visual, answer = (int(torch.randint(1, most, (), generator=rng)) for most in (5000, 300))
         read, draft, round_s, more = torch.rand(4, generator=rng).tolist()
         rates = DraftCosts(1e-4 * read**3, 1e-6 * draft**3, 0.02 + 0.05 * round_s, 1 + 3 * more)
-        way, rounds = choose(visual, answer, rates), answer / rates.tokens_per_round
+        way, rounds = choose_compressor(visual, answer, rates), answer / rates.tokens_per_round
         missed = {visual: 0.0, -(-visual // 4): 0.02, -(-visual // 16): 0.06, -(-visual // 64): 0.2, 0: 0.23}
         whole = {
             size: size * rates.prefill_token_s + rounds * (size * rates.draft_token_s + less * rates.round_s)
             for size, less in reversed(missed.items())
         }
-        assert whole[way.tokens] == pytest.approx(min(whole.values())) and way == choose(visual, answer, rates)
+        assert whole[way.tokens] == pytest.approx(min(whole.values())) and way == choose_compressor(
+            visual, answer, rates
+        )
 
 
 @pytest.mark.parametrize(("lean", "way"), [(1, "salient:36"), (0, "salient:144"), (-1, "identity")])
 def test_leaning(lean: int, way: str) -> None:
-    assert str(choose(576, 128, None, lean)) == way
-    assert str(choose(10, 128, None, -1)) == "identity"
-    assert str(choose(40000, 1, SLOW, -1)) == "drop"
+    assert str(choose_compressor(576, 128, None, lean)) == way
+    assert str(choose_compressor(10, 128, None, -1)) == "identity"
+    assert str(choose_compressor(40000, 1, SLOW, -1)) == "drop"
 
 
 def tokens_of(counts: list[int], outlook: CompressionContext | None = None) -> VisualTokens:
@@ -108,15 +110,15 @@ def tokens_of(counts: list[int], outlook: CompressionContext | None = None) -> V
 def test_each_row_is_what_its_way_makes_of_it_alone(counts: list[int], answer: int | None) -> None:
     outlook = CompressionContext(answer)
     visual, query = tokens_of(counts, outlook), torch.randn(len(counts), 8)
-    few = Measured().compress(visual, query, 1 << 30)
-    expected = [str(choose(count, answer)) for count in counts]
+    few = CostBased().compress(visual, query, 1 << 30)
+    expected = [str(choose_compressor(count, answer)) for count in counts]
     assert few.choices == tuple(expected)
     for row, (count, way) in enumerate(zip(counts, expected, strict=True)):
         alone = tokens_of(counts).inputs_embeds[row : row + 1, :count], visual.hidden_states[row : row + 1, :count]
         mask = torch.ones(1, count, dtype=torch.bool)
         grids = tuple(replace(s, row=0) for s in visual.grids if s.row == row)
         one = VisualTokens(*alone, mask, visual.position_ids[row : row + 1, :count], grids)
-        made = make(way)
+        made = build_compressor(way)
         theirs = made.compress(one, query[row : row + 1], made.max_tokens)
         mine = few.mask[row]
         assert int(mine.sum()) == int(theirs.mask.sum()) and bool(mine.int().diff().le(0).all()), "tokens come first"
@@ -129,20 +131,20 @@ def test_each_row_is_what_its_way_makes_of_it_alone(counts: list[int], answer: i
 
 def test_without_a_question_or_a_word_about_the_call() -> None:
     visual = tokens_of([576], CompressionContext(8))
-    assert Measured().compress(visual, None, 1 << 30).choices == ("salient:144",)
-    assert Measured().compress(tokens_of([576, 9]), None, 1 << 30).choices == ("salient:144", "identity")
+    assert CostBased().compress(visual, None, 1 << 30).choices == ("salient:144",)
+    assert CostBased().compress(tokens_of([576, 9]), None, 1 << 30).choices == ("salient:144", "identity")
     axes = replace(visual, position_ids=visual.position_ids.expand(3, -1, -1))
-    assert Measured().compress(axes, None, 1 << 30).position_ids.shape == (3, 1, 144)
+    assert CostBased().compress(axes, None, 1 << 30).position_ids.shape == (3, 1, 144)
     several = tokens_of([576, 9])
     several = replace(several, position_ids=several.position_ids.expand(3, -1, -1))
-    assert Measured().compress(several, None, 1 << 30).position_ids.shape == (3, 2, 144)
+    assert CostBased().compress(several, None, 1 << 30).position_ids.shape == (3, 2, 144)
 
 
 def test_its_name() -> None:
-    assert parse("measured") == ("measured", 0) and isinstance(make("measured"), Measured)
-    assert isinstance(new("measured", 8), Measured) and str(Way("salient", 3)) == "salient:3"
+    assert parse_compressor("measured") == ("measured", 0) and isinstance(build_compressor("measured"), CostBased)
+    assert isinstance(init_compressor("measured", 8), CostBased) and str(Choice("salient", 3)) == "salient:3"
     with pytest.raises(ValueError, match="no compressor is called 'measured:64'; known: identity, drop, measured"):
-        make("measured:64")
+        build_compressor("measured:64")
 
 
 # --- what is measured -------------------------------------------------------------------------------------------------
@@ -262,7 +264,7 @@ def a_round(made: EagleDrafter, state: Any) -> None:
 def test_a_drafter_measures_its_own_calls(world: FakeTarget) -> None:
     made, widths = drafter(), []
     for length in (6, 14, 9):
-        state = begin_decoding(world, made, build_prompt(world, length, compressor=Measured()))
+        state = begin_decoding(world, made, build_prompt(world, length, compressor=CostBased()))
         widths.append(max(state.kv_cache.seq_lens))
         a_round(made, state)
     tally = made.cost_model.by_batch[2]
@@ -283,7 +285,7 @@ def test_nothing_is_measured_without_a_compressor_and_nothing_chosen_by_timing_w
     made.cost_model.record_prefill(2, 1000, 1.0)
     seen: list[CompressionContext | None] = []
 
-    class Spy(Measured):
+    class Spy(CostBased):
         def compress(self, visual: VisualTokens, query: Tensor | None, budget: int) -> VisualTokens:
             seen.append(visual.context)
             return super().compress(visual, query, budget)
@@ -311,7 +313,7 @@ def test_nothing_is_measured_without_a_compressor_and_nothing_chosen_by_timing_w
     ],
 )
 def test_what_was_shown_is_noted(name: str, way: str, kept: list[Any]) -> None:
-    watch = RecordingCompressor(make(name))
+    watch = RecordingCompressor(build_compressor(name))
     assert watch.records() == [] and watch.name == name.partition(":")[0]
     watch.compress(tokens_of([16, 4, 0]), None, watch.max_tokens)
     for row, (shown, wanted) in enumerate(zip(watch.records(), kept, strict=True)):
@@ -365,7 +367,7 @@ def test_the_text_is_the_same_and_stats_say_what_was_shown(
     monkeypatch.setattr(
         TreeSizeController, "should_draft", True
     )  # a drafter that sleeps through a call is shown nothing
-    inputs = tiny.inputs(
+    inputs = tiny.build_inputs(
         [render_scene(generate_scene(i)) for i in range(2)], ["a", "what is this thing, and what colour has it"]
     )
     options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": sample}
@@ -406,7 +408,7 @@ def test_the_examples_of_the_docs(tiny: Captioner, folder: Path, tmp_path: Path)
     page = (Path(__file__).parent.parent.parent / "docs" / "compressors.md").read_text("utf-8")
     code = page.split("```python\n")[1].split("```")[0]
     picture = render_scene(generate_scene(0))
-    inputs = tiny.inputs([picture], ["a"])
+    inputs = tiny.build_inputs([picture], ["a"])
     names: dict[str, Any] = {"model": tiny.model, "inputs": inputs, "image": picture, "FOLDER": str(folder)}
     here = tmp_path / "kept.png"
     try:

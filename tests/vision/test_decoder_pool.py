@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import video_files
 from torch import Tensor
 from video_files import (
     FAULTY_BACKENDS,
@@ -22,13 +23,13 @@ from video_files import (
     write_video,
 )
 
-from mmspec.vision.video import decoder_pool as room
+from mmspec.vision.video import decoder_pool
 from mmspec.vision.video.frames import (
-    ByRate,
     DecoderCrashedError,
     DecoderHungError,
-    Differing,
-    Isolated,
+    DecoderPool,
+    Fps,
+    MostDifferent,
     Uniform,
     read_frames,
 )
@@ -44,7 +45,7 @@ def clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def wild(monkeypatch: pytest.MonkeyPatch) -> None:
     """Files whose names say what they do to a decoder."""
-    monkeypatch.setattr(room, "command", decoder_command_running(FAULTY_BACKENDS))
+    monkeypatch.setattr(decoder_pool, "worker_command", decoder_command_running(FAULTY_BACKENDS))
 
 
 def gone(pid: int, seconds: float = 20.0) -> bool:
@@ -83,13 +84,13 @@ class Mine:
 def test_the_same_frames(backend: str, clip: Path) -> None:
     if backend == "decord":
         pytest.importorskip("decord")
-    with Isolated() as isolated:
+    with DecoderPool() as isolated:
         for source in (clip, str(clip), clip.read_bytes()):
-            for sampler in (None, Uniform(3), ByRate(4), Differing(3), Mine()):
+            for sampler in (None, Uniform(3), Fps(4), MostDifferent(3), Mine()):
                 mine = read_frames(source, sampler, backend=backend)
                 theirs = read_frames(source, sampler, backend=backend, isolated=isolated)
                 assert (mine.array() == theirs.array()).all()
-                assert (mine.times, mine.metadata) == (theirs.times, theirs.metadata)
+                assert (mine.timestamps, mine.metadata) == (theirs.timestamps, theirs.metadata)
     alone = read_frames(clip, num_frames=4, max_pixels=900, backend=backend, isolated=True)
     assert grey_frame_numbers(alone.images) == [0, 3, 6, 9] and alone.images[0].size == (30, 30)
 
@@ -112,7 +113,7 @@ def test_the_same_errors(clip: Path, tmp_path: Path) -> None:
         (clip, {"sampler": Broken()}),
         (clip, {"num_frames": 0}),
     ]
-    with Isolated() as isolated:
+    with DecoderPool() as isolated:
         for source, options in asked:
             told = []
             for way in (False, isolated):
@@ -132,9 +133,11 @@ def test_a_file_that_ends_early(tmp_path: Path) -> None:
 
 def test_a_reader_that_is_not_installed(clip: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        room, "command", decoder_command_running("sys.modules['decord'] = sys.modules['torchcodec'] = None")
+        decoder_pool,
+        "worker_command",
+        decoder_command_running("sys.modules['decord'] = sys.modules['torchcodec'] = None"),
     )
-    assert read_frames(clip, isolated=True).metadata.backend == "pyav"
+    assert read_frames(clip, isolated=True).metadata.video_backend == "pyav"
     with pytest.raises(ImportError, match="backend='decord' is not installed; pip install decord"):
         read_frames(clip, isolated=True, backend="decord")
 
@@ -154,7 +157,7 @@ def test_a_reader_that_is_not_installed(clip: Path, monkeypatch: pytest.MonkeyPa
 def test_a_crash_costs_one_file(name: str, cause: str, wild: None, clip: Path) -> None:
     bad = clip.with_name(f"{name}.mp4")
     bad.write_bytes(clip.read_bytes())
-    with Isolated() as isolated:
+    with DecoderPool() as isolated:
         for _ in range(2):
             with pytest.raises(DecoderCrashedError) as failed:
                 read_frames(bad, isolated=isolated, backend="pyav")
@@ -178,27 +181,29 @@ def test_what_crashes_one_reader_another_may_read(
 def test_a_decoder_that_hangs_is_ended(wild: None, clip: Path) -> None:
     bad = clip.with_name("hang.mp4")
     bad.write_bytes(clip.read_bytes())
-    with Isolated(limit_s=1.5) as isolated:
+    with DecoderPool(timeout_s=1.5) as isolated:
         with pytest.raises(DecoderHungError) as failed:
             read_frames(bad, isolated=isolated)
         assert str(failed.value) == f"the decoder took too long on {bad} (decord: more than 1.5 seconds)"
-        isolated.limit_s = 60
+        isolated.timeout_s = 60
         assert grey_frame_numbers(read_frames(clip, Uniform(2), isolated=isolated).images) == [3, 9]
 
 
 def test_a_process_that_does_not_listen(clip: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """More is sent than a pipe holds."""
-    monkeypatch.setattr(room, "command", lambda *_: [sys.executable, "-c", "import time; time.sleep(600)"])
-    with Isolated(limit_s=1) as isolated, pytest.raises(DecoderHungError, match="more than 1 seconds"):
+    monkeypatch.setattr(
+        decoder_pool, "worker_command", lambda *_: [sys.executable, "-c", "import time; time.sleep(600)"]
+    )
+    with DecoderPool(timeout_s=1) as isolated, pytest.raises(DecoderHungError, match="more than 1 seconds"):
         read_frames(clip.read_bytes() * 500, isolated=isolated, backend="pyav")
 
 
-@pytest.mark.parametrize("said", ["hello\\n", "[1]\\n", "{}\\n", '{"total": 1}\\n', ""])
+@pytest.mark.parametrize("said", ["hello\\n", "[1]\\n", "{}\\n", '{"num_frames": 1}\\n', ""])
 def test_answers_that_make_no_sense(said: str, clip: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "ENDS_S", 0.2)
+    monkeypatch.setattr(decoder_pool, "EXIT_TIMEOUT_S", 0.2)
     code = f"import os, sys, time; sys.stdout.write('{said}'); sys.stdout.flush(); os.close(1); time.sleep(600)"
-    monkeypatch.setattr(room, "command", lambda *_: [sys.executable, "-c", code])
-    with Isolated(limit_s=20) as isolated, pytest.raises(DecoderCrashedError, match="its answer makes no sense"):
+    monkeypatch.setattr(decoder_pool, "worker_command", lambda *_: [sys.executable, "-c", code])
+    with DecoderPool(timeout_s=20) as isolated, pytest.raises(DecoderCrashedError, match="malformed answer"):
         read_frames(clip, isolated=isolated, backend="pyav")
 
 
@@ -206,7 +211,7 @@ def test_answers_that_make_no_sense(said: str, clip: Path, monkeypatch: pytest.M
 def test_a_decoder_that_wants_too_much_memory(wild: None, clip: Path) -> None:
     bad = clip.with_name("greedy.mp4")
     bad.write_bytes(clip.read_bytes())
-    with Isolated(memory=1 << 30) as isolated:
+    with DecoderPool(memory=1 << 30) as isolated:
         with pytest.raises(MemoryError):
             read_frames(bad, isolated=isolated)
         assert grey_frame_numbers(read_frames(clip, Uniform(2), isolated=isolated).images) == [3, 9]
@@ -241,7 +246,7 @@ def test_processes_are_few_and_none_is_left(wild: None, clip: Path, monkeypatch:
     monkeypatch.setattr(subprocess, "Popen", Spy)
     bad = clip.with_name("segv.mp4")
     bad.write_bytes(clip.read_bytes())
-    with Isolated() as isolated:
+    with DecoderPool() as isolated:
         assert started == [], "none before it is needed"
         for _ in range(3):
             read_frames(clip, isolated=isolated)
@@ -263,14 +268,14 @@ def test_processes_are_few_and_none_is_left(wild: None, clip: Path, monkeypatch:
     assert all(one.returncode is not None for one in started)
     assert all(one.stdin is not None and one.stdin.closed for one in started)
     isolated.close()
-    with pytest.raises(ValueError, match="these processes were closed"):
+    with pytest.raises(ValueError, match="the DecoderPool is closed"):
         read_frames(clip, isolated=isolated)
 
 
 def test_closing_ends_what_is_at_work(wild: None, clip: Path) -> None:
     bad, told = clip.with_name("hang.mp4"), list[str]()
     bad.write_bytes(clip.read_bytes())
-    isolated = Isolated()
+    isolated = DecoderPool()
 
     def work() -> None:
         with pytest.raises(ValueError, match="hang") as failed:
@@ -307,14 +312,14 @@ def test_a_script_without_a_guard(way: str, clip: Path, tmp_path: Path) -> None:
 ORPHAN = """
 import os, sys, threading
 sys.path.insert(0, sys.argv[2])
-from video_files import WILD, planted
-from mmspec.vision.video import decoder_pool as isolated
-isolated.command = planted(WILD + "child.GRACE_S = 0")
-one = isolated.Isolated(limit_s=3)
-threading.Thread(target=lambda: one.open("pyav", sys.argv[1]), daemon=True).start()
-while not one._all:
+from video_files import FAULTY_BACKENDS, decoder_command_running
+from mmspec.vision.video import decoder_pool
+decoder_pool.worker_command = decoder_command_running(FAULTY_BACKENDS + "decode_worker.GRACE_S = 0")
+pool = decoder_pool.DecoderPool(timeout_s=3)
+threading.Thread(target=lambda: pool.open_video("pyav", sys.argv[1]), daemon=True).start()
+while not pool._all:
     pass
-print(next(iter(one._all))._process.pid, flush=True)
+print(next(iter(pool._all))._process.pid, flush=True)
 threading.Event().wait()
 """
 
@@ -325,7 +330,7 @@ def test_who_started_it_may_be_killed(name: str, clip: Path) -> None:
     """Then it ends with its pipe, or, if it hangs, by its own alarm."""
     file = clip.with_name(f"{name}.mp4")
     file.write_bytes(clip.read_bytes())
-    command = [sys.executable, "-c", ORPHAN, str(file), str(Path(__file__).parent)]
+    command = [sys.executable, "-c", ORPHAN, str(file), str(Path(video_files.__file__).parent)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True) as run:
         assert run.stdout is not None
         pid = int(run.stdout.readline())
@@ -333,7 +338,7 @@ def test_who_started_it_may_be_killed(name: str, clip: Path) -> None:
     assert gone(pid)
 
 
-@pytest.mark.parametrize("asked", [{"limit_s": 0}, {"limit_s": -1}, {"limit_s": float("inf")}, {"memory": 0}])
+@pytest.mark.parametrize("asked", [{"timeout_s": 0}, {"timeout_s": -1}, {"timeout_s": float("inf")}, {"memory": 0}])
 def test_limits_that_make_no_sense(asked: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="limit_s and memory must be positive and finite"):
-        Isolated(**asked)
+    with pytest.raises(ValueError, match="timeout_s and memory must be positive and finite"):
+        DecoderPool(**asked)

@@ -25,11 +25,11 @@ from transformers.video_utils import VideoMetadata, default_sample_indices_fn, l
 from video_files import grey_frame, grey_frame_numbers, write_audio_only, write_empty_video, write_video
 
 from mmspec.vision.video import backends as readers
-from mmspec.vision.video.frames import MOST_FRAMES, ByRate, Differing, Uniform, read_frames
+from mmspec.vision.video.frames import MAX_FRAMES, Fps, MostDifferent, Uniform, read_frames
 
 av = pytest.importorskip("av")
 pytest.importorskip("av.subtitles.stream")  # loaded late by PyAV itself, when a test may have hidden it
-READERS = ["decord", "torchcodec", "av"]
+BACKENDS = ["decord", "torchcodec", "av"]
 Picture = Callable[[int], np.ndarray]
 
 
@@ -90,7 +90,7 @@ class Played:
 
 def only(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only this reader is installed; torchcodec is played if it is not there."""
-    for other in READERS:
+    for other in BACKENDS:
         if other != name:
             monkeypatch.setitem(sys.modules, other, None)
     if name == "torchcodec":
@@ -103,7 +103,7 @@ def only(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setitem(sys.modules, "torchcodec.decoders", decoders)
 
 
-@pytest.fixture(params=READERS)
+@pytest.fixture(params=BACKENDS)
 def reader(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Only this one is installed."""
     if request.param != "torchcodec":
@@ -116,7 +116,7 @@ def test_the_frames_that_were_chosen(reader: str, tmp_path: Path) -> None:
     file = write_video(tmp_path / "clip.mp4", 24)
     frames = read_frames(file, Uniform(4))
     assert grey_frame_numbers(frames.images) == [3, 9, 15, 21] == Uniform(4).sample(24, 10)
-    assert frames.times == pytest.approx([0.3, 0.9, 1.5, 2.1])
+    assert frames.timestamps == pytest.approx([0.3, 0.9, 1.5, 2.1])
     assert all(image.mode == "RGB" and image.size == (64, 64) for image in frames.images)
     assert grey_frame_numbers(read_frames(str(file)).images) == Uniform(8).sample(24, 10)
     assert len(read_frames(write_video(tmp_path / "short.mp4", 3)).images) == 3
@@ -139,8 +139,8 @@ def test_samplers_that_choose_badly(reader: str, chosen: list[int], words: str, 
 
 
 def test_too_many(reader: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=f"between 1 and {MOST_FRAMES}"):
-        read_frames(write_video(tmp_path / "clip.mp4", 5), Choice(*range(MOST_FRAMES + 1)))
+    with pytest.raises(ValueError, match=f"between 1 and {MAX_FRAMES}"):
+        read_frames(write_video(tmp_path / "clip.mp4", 5), Choice(*range(MAX_FRAMES + 1)))
 
 
 @pytest.mark.parametrize("content", [b"", b"no video at all" * 50, b"\0" * 3000])
@@ -166,7 +166,7 @@ def test_a_missing_file(tmp_path: Path) -> None:
 
 def test_without_a_reader(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     file = write_video(tmp_path / "clip.mp4", 3)
-    for name in READERS:
+    for name in BACKENDS:
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ImportError, match=r"pip install 'mmspec\[video\]'"):
         read_frames(file)
@@ -204,8 +204,8 @@ def test_every_frame_is_the_one_that_plain_decoding_gives(reader: str, codec: st
     pictures, times = all_of(file)
     for chosen in (range(30), [0, 29], [5, 6, 11, 12, 13, 25], [17]):
         frames = read_frames(file, Choice(*chosen))
-        assert frames.metadata.indices == tuple(chosen) and frames.metadata.backend == reader
-        for index, image, time in zip(chosen, frames.images, frames.times, strict=True):
+        assert frames.metadata.frames_indices == tuple(chosen) and frames.metadata.video_backend == reader
+        for index, image, time in zip(chosen, frames.images, frames.timestamps, strict=True):
             off = [apart(image, picture) for picture in pictures]
             assert off[index] < 1.5 and off[index] == min(off), f"frame {index} looks like {int(np.argmin(off))}"
             assert time == pytest.approx(times[index], abs=1e-3)
@@ -248,7 +248,7 @@ def test_narrow_frames(reader: str, width: int, tmp_path: Path) -> None:
 def test_bytes_are_read_like_the_file(reader: str, tmp_path: Path) -> None:
     file = write_video(tmp_path / "clip.mp4", 12)
     one, two = read_frames(file, Uniform(4)), read_frames(file.read_bytes(), Uniform(4))
-    assert one.times == two.times and one.metadata == two.metadata
+    assert one.timestamps == two.timestamps and one.metadata == two.metadata
     assert np.array_equal(one.array(), two.array()) and one.array().shape == (4, 64, 64, 3)
     assert one.array().dtype == np.uint8
 
@@ -261,8 +261,14 @@ def test_the_name_of_a_file_says_nothing(reader: str, tmp_path: Path) -> None:
 def test_what_a_video_is(reader: str, tmp_path: Path) -> None:
     file = write_video(tmp_path / "clip.mp4", [scene(number) for number in range(15)], fps=5)
     held = read_frames(file, Uniform(3)).metadata
-    assert (held.total, held.fps, held.width, held.height, held.indices) == (15, 5.0, 80, 48, (2, 7, 12))
-    assert held.duration == pytest.approx(3.0, abs=0.01) and held.backend == reader
+    assert (held.total_num_frames, held.fps, held.width, held.height, held.frames_indices) == (
+        15,
+        5.0,
+        80,
+        48,
+        (2, 7, 12),
+    )
+    assert held.duration == pytest.approx(3.0, abs=0.01) and held.video_backend == reader
     theirs = VideoMetadata(**held.for_processor())
     assert theirs.timestamps == [0.4, 1.4, 2.4] and theirs.total_num_frames == 15
 
@@ -277,7 +283,7 @@ def test_times_of_a_variable_rate(reader: str, suffix: str, late: int, tmp_path:
     file = write_video(tmp_path / f"clip.{suffix}", 10, pts=[time + late for time in PTS])
     frames = read_frames(file, Choice(0, 2, 3, 5, 9))
     assert grey_frame_numbers(frames.images) == [0, 2, 3, 5, 9]
-    assert frames.times == pytest.approx([0.0, 0.15, 0.7, 1.5, 3.01], abs=1e-3)
+    assert frames.timestamps == pytest.approx([0.0, 0.15, 0.7, 1.5, 3.01], abs=1e-3)
 
 
 @pytest.mark.parametrize(("turn", "matrix"), [(90, (0, 1, -1, 0)), (180, (-1, 0, 0, -1)), (270, (0, -1, 1, 0))])
@@ -312,7 +318,7 @@ def test_numbers_mean_the_frames_that_transformers_reads(reader: str, asked: dic
         patching.setitem(sys.modules, "av", av)
         patching.delitem(sys.modules, "torchcodec", raising=False)  # transformers looks for it, and may find our player
         pictures, theirs = load_video(str(file), **asked, backend="pyav")
-    assert list(mine.metadata.indices) == list(theirs.frames_indices)
+    assert list(mine.metadata.frames_indices) == list(theirs.frames_indices)
     assert all(apart(image, picture) < 1.5 for image, picture in zip(mine.images, pictures, strict=True))
 
 
@@ -326,17 +332,17 @@ def test_the_convention_of_transformers(total: int, rate: float) -> None:
         if wanted > rate:
             continue
         theirs = default_sample_indices_fn(held, fps=wanted).tolist()
-        assert ByRate(wanted, 1000, hf=True).sample(total, rate) == theirs
-        middle = ByRate(wanted, 1000).sample(total, rate)
+        assert Fps(wanted, 1000, hf=True).sample(total, rate) == theirs
+        middle = Fps(wanted, 1000).sample(total, rate)
         edges = [*theirs, total]
         assert all(begin <= index < end for begin, index, end in zip(edges, middle, edges[1:], strict=False))
-        few = ByRate(wanted, 4, hf=True).sample(total, rate)
+        few = Fps(wanted, 4, hf=True).sample(total, rate)
         assert few == (theirs if len(theirs) <= 4 else Uniform(4, hf=True).sample(total, rate))
 
 
 def test_more_frames_than_there_are(reader: str, tmp_path: Path) -> None:
     file = write_video(tmp_path / "clip.mp4", 5)
-    for asked in ({"num_frames": 50}, {"fps": 100}, {"sampler": ByRate(99)}, {"sampler": Differing(9)}):
+    for asked in ({"num_frames": 50}, {"fps": 100}, {"sampler": Fps(99)}, {"sampler": MostDifferent(9)}):
         assert grey_frame_numbers(read_frames(file, **asked).images) == [0, 1, 2, 3, 4]  # type: ignore[arg-type]
     assert len(read_frames(file, fps=10, max_frames=3).images) == 3
     assert len(read_frames(file, max_frames=3).images) == 3
@@ -344,9 +350,13 @@ def test_more_frames_than_there_are(reader: str, tmp_path: Path) -> None:
 
 def test_a_video_of_one_frame(reader: str, tmp_path: Path) -> None:
     file = write_video(tmp_path / "clip.mp4", 1)
-    samplers = [Uniform(1), Uniform(8, hf=True), ByRate(0.01), ByRate(30), Differing(1), Differing(8)]
+    samplers = [Uniform(1), Uniform(8, hf=True), Fps(0.01), Fps(30), MostDifferent(1), MostDifferent(8)]
     for frames in (*(read_frames(file, sampler) for sampler in samplers), read_frames(file, fps=1)):
-        assert (grey_frame_numbers(frames.images), frames.times, frames.metadata.total) == ([0], [0.0], 1)
+        assert (grey_frame_numbers(frames.images), frames.timestamps, frames.metadata.total_num_frames) == (
+            [0],
+            [0.0],
+            1,
+        )
 
 
 def test_what_is_seen_briefly_is_kept(reader: str, tmp_path: Path) -> None:
@@ -355,7 +365,7 @@ def test_what_is_seen_briefly_is_kept(reader: str, tmp_path: Path) -> None:
         [(200, 30, 30)] * 28 + [(255, 255, 255)] + [(200, 30, 30)] * 11 + [(20, 160, 40)] * 4 + [(20, 30, 180)] * 20
     )
     file = write_video(tmp_path / "clip.mp4", [np.full((48, 64, 3), colour, np.uint8) for colour in colours])
-    seen = {colours[index] for index in read_frames(file, Differing(4)).metadata.indices}
+    seen = {colours[index] for index in read_frames(file, MostDifferent(4)).metadata.frames_indices}
     assert seen == set(colours)
     assert {colours[index] for index in Uniform(4).sample(len(colours), 10)} != set(colours)
 
@@ -373,12 +383,12 @@ def test_each_is_the_one_least_like_those_before(seed: int) -> None:
     taken = [min(range(20), key=lambda one: sum(off(one, other) for other in range(20)))]
     while len(taken) < 6:
         taken.append(max(range(20), key=lambda one: min(off(one, other) for other in taken)))
-    assert Differing(6, 20).select(chosen, seen) == [chosen[place] for place in sorted(taken)]
+    assert MostDifferent(6, 20).select(chosen, seen) == [chosen[place] for place in sorted(taken)]
 
 
 def test_where_nothing_moves_frames_are_spread() -> None:
     still = torch.full((33, 4, 4, 3), 77, dtype=torch.uint8)
-    taken = Differing(5, 33).select(list(range(33)), still)
+    taken = MostDifferent(5, 33).select(list(range(33)), still)
     assert taken == [0, 8, 16, 24, 32]
 
 
@@ -432,7 +442,7 @@ def test_large_frames_are_read_small(reader: str, tmp_path: Path) -> None:
 
 
 def test_frames_that_are_too_large_for_anything(reader: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("mmspec.vision.video.decode.MOST_PIXELS", 1000)
+    monkeypatch.setattr("mmspec.vision.video.decode.MAX_FRAME_PIXELS", 1000)
     with pytest.raises(ValueError, match="frames of 64 x 64 pixels; 1000 pixels is the limit"):
         read_frames(write_video(tmp_path / "clip.mp4", 3))
 
@@ -440,9 +450,9 @@ def test_frames_that_are_too_large_for_anything(reader: str, monkeypatch: pytest
 @pytest.mark.parametrize("size", [(1, 1), (7, 3000), (3840, 2160), (64, 64)])
 @pytest.mark.parametrize("most", [1, 5, 1000, 10**7])
 def test_sizes_that_fit(size: tuple[int, int], most: int) -> None:
-    from mmspec.vision.video.decode import _fitted
+    from mmspec.vision.video.decode import _fit_size
 
-    width, height = _fitted(size, most)
+    width, height = _fit_size(size, most)
     assert 1 <= width <= size[0] and 1 <= height <= size[1] and width * height <= most
     assert most < size[0] * size[1] or (width, height) == size
 
@@ -482,7 +492,7 @@ def test_files_are_closed(reader: str, tmp_path: Path) -> None:
     def several() -> int:
         for _ in range(3):
             read_frames(file)
-            read_frames(file, Differing(2, 6), max_pixels=500)
+            read_frames(file, MostDifferent(2, 6), max_pixels=500)
             for wrong in ("broken.mp4", "none.mp4"):
                 with pytest.raises(ValueError, match=r"not a video|a video without frames"):
                     read_frames(tmp_path / wrong)
@@ -526,12 +536,12 @@ def test_options_that_make_no_sense(asked: dict[str, Any], words: str, tmp_path:
     ("make", "words"),
     [
         (lambda: Uniform(0), "count must .* got 0"),
-        (lambda: ByRate(0), "rate must .* got 0"),
-        (lambda: ByRate(1, most=0), "most must .* got 0"),
-        (lambda: Differing(0), "count must .* got 0"),
-        (lambda: Differing(9, looks=8), r"looks must lie between count \(9\) and 256.*got 8"),
-        (lambda: Differing(9, looks=400), "looks must .* got 400"),
-        (lambda: ByRate(1).sample(10, 0.0), "a video that says how fast it is; fps is 0.0"),
+        (lambda: Fps(0), "rate must .* got 0"),
+        (lambda: Fps(1, max_frames=0), "most must .* got 0"),
+        (lambda: MostDifferent(0), "count must .* got 0"),
+        (lambda: MostDifferent(9, num_candidates=8), r"looks must lie between count \(9\) and 256.*got 8"),
+        (lambda: MostDifferent(9, num_candidates=400), "looks must .* got 400"),
+        (lambda: Fps(1).sample(10, 0.0), "a video that says how fast it is; fps is 0.0"),
     ],
 )
 def test_samplers_that_make_no_sense(make: Callable[[], Any], words: str) -> None:
@@ -599,14 +609,14 @@ def test_a_truncated_file_is_read_as_far_as_it_goes(
     file.write_bytes(data[: int(len(data) * share)])
     for readers_there in (["decord", "av"], ["av"]):
         with monkeypatch.context() as patching:
-            for name in set(READERS) - set(readers_there):
+            for name in set(BACKENDS) - set(readers_there):
                 patching.setitem(sys.modules, name, None)
             caplog.clear()
             frames = read_frames(file, Uniform(24))
         many = len(frames.images)
         assert 0.6 * share * 24 < many < 24
         assert all(apart(image, picture) < 6 for image, picture in zip(frames.images[:-1], pictures, strict=False))
-        assert frames.metadata.total == many
+        assert frames.metadata.total_num_frames == many
         if suffix == "mp4":
             assert f"ends early: {many} of 24 frames can be decoded" in caplog.text
 
@@ -631,7 +641,7 @@ def test_av1_is_left_to_the_next_reader(monkeypatch: pytest.MonkeyPatch, tmp_pat
         pytest.skip("PyAV cannot write AV1")
     file = write_video(tmp_path / "clip.mp4", 10, "libsvtav1", options={"svtav1-params": "preset=12"})
     frames = read_frames(file, Uniform(3))
-    assert grey_frame_numbers(frames.images) == [1, 5, 8] and frames.metadata.backend == "pyav"
+    assert grey_frame_numbers(frames.images) == [1, 5, 8] and frames.metadata.video_backend == "pyav"
     with pytest.raises(ValueError, match="decord: it has no decoder for this kind of video") as failed:
         read_frames(file, backend="decord")
     assert str(file) in str(failed.value)
@@ -648,14 +658,14 @@ def test_the_first_reader_that_can(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
             order.append(name)
             if not works:
                 raise RuntimeError("no")
-            return readers.Pyav(source)
+            return readers.PyavReader(source)
 
         return make
 
-    monkeypatch.setitem(readers.READERS, "decord", of("decord", False))
-    monkeypatch.setitem(readers.READERS, "torchcodec", of("torchcodec", True))
-    assert read_frames(file).metadata.backend == "torchcodec" and order == ["decord", "torchcodec"]
-    assert read_frames(file, backend="pyav").metadata.backend == "pyav" and len(order) == 2
+    monkeypatch.setitem(readers.BACKENDS, "decord", of("decord", False))
+    monkeypatch.setitem(readers.BACKENDS, "torchcodec", of("torchcodec", True))
+    assert read_frames(file).metadata.video_backend == "torchcodec" and order == ["decord", "torchcodec"]
+    assert read_frames(file, backend="pyav").metadata.video_backend == "pyav" and len(order) == 2
     with pytest.raises(ValueError, match=r"not a video that can be read \(decord: no\)"):
         read_frames(file, backend="decord")
 
@@ -672,6 +682,6 @@ def test_no_memory_is_no_fault_of_the_file(monkeypatch: pytest.MonkeyPatch, tmp_
     def full(source: Any) -> Any:
         raise MemoryError
 
-    monkeypatch.setitem(readers.READERS, "decord", full)
+    monkeypatch.setitem(readers.BACKENDS, "decord", full)
     with pytest.raises(MemoryError):
         read_frames(write_video(tmp_path / "clip.mp4", 3))

@@ -9,9 +9,20 @@ import pytest
 from PIL import Image
 
 from mmspec.interfaces import VisualGrid
-from mmspec.vision.heatmap import CELL, GAP, MARK, SIDE, cells_of, colours, heatmap, heatmaps, square, strip
+from mmspec.vision.heatmap import (
+    KEPT_EDGE_COLOR,
+    MIN_CELL_PX,
+    STRIP_GAP_PX,
+    TARGET_SIDE_PX,
+    center_square,
+    colormap,
+    heatmap,
+    heatmaps,
+    kept_cells,
+    strip,
+)
 
-GREEN = np.array(MARK)
+GREEN = np.array(KEPT_EDGE_COLOR)
 
 
 def photo(width: int = 40, height: int = 30, colour: tuple[int, int, int] = (200, 40, 40)) -> Image.Image:
@@ -55,7 +66,7 @@ GRIDS: list[tuple[tuple[int, int], list[int]]] = [
 @pytest.mark.parametrize(("grid", "kept"), GRIDS)
 def test_what_was_kept_is_lined_and_what_was_not_is_faded(grid: tuple[int, int], kept: list[int]) -> None:
     made = heatmap(photo(), grid, kept=kept)
-    assert made.mode == "RGB" and max(made.size) == max(grid) * max(CELL, SIDE // max(grid))
+    assert made.mode == "RGB" and max(made.size) == max(grid) * max(MIN_CELL_PX, TARGET_SIDE_PX // max(grid))
     wanted = np.zeros(grid[0] * grid[1], dtype=bool)
     wanted[kept] = True
     wanted = wanted.reshape(grid)
@@ -85,7 +96,7 @@ def test_scores_are_colours_and_what_was_kept_is_framed(grid: tuple[int, int], k
 
 
 def test_colours_are_in_order_and_far_from_each_other() -> None:
-    found = colours(np.linspace(0, 1, 257))
+    found = colormap(np.linspace(0, 1, 257))
     assert found.min() >= 0 and found.max() <= 255
     lightness = 116 * np.cbrt(luminance(found)) - 16
     steps = np.diff(lightness)
@@ -176,22 +187,22 @@ def test_several_pictures_tiles_and_newlines() -> None:
     assert middles(other, (1, 1))[0, 0].tolist() == [0, 0, 250]
     assert heatmaps(images, [], kept=[]) == []
     lines = VisualGrid(0, 7, 2, 3, 0, has_newlines=True)
-    assert cells_of(lines, 10, {10, 12, 13, 15}).tolist() == [[True, False, True], [False, True, False]]
+    assert kept_cells(lines, 10, {10, 12, 13, 15}).tolist() == [[True, False, True], [False, True, False]]
 
 
 def test_the_middle_square_is_what_a_model_saw() -> None:
     wide = Image.new("RGB", (90, 30), "red")
     wide.paste((0, 0, 255), (30, 0, 60, 30))
-    assert np.asarray(square(wide)).reshape(-1, 3).tolist() == [[0, 0, 255]] * 900
+    assert np.asarray(center_square(wide)).reshape(-1, 3).tolist() == [[0, 0, 255]] * 900
     (made,) = heatmaps([wide], [VisualGrid(0, 0, 2, 2, 0)], kept=[0, 1, 2, 3], cropped=True)
     assert (middles(made, (2, 2)) == (0, 0, 255)).all()
 
 
 def test_strips() -> None:
     made = strip([photo(10, 20), photo(30, 10), photo(5, 5)], columns=2)
-    assert made.size == (40 + GAP, 25 + GAP) and made.getpixel((0, 0)) == (200, 40, 40)
-    assert made.getpixel((10, 0)) == (255, 255, 255) and made.getpixel((10 + GAP, 0)) == (200, 40, 40)
-    assert strip([photo(10, 20)] * 3).size == (30 + 2 * GAP, 20)
+    assert made.size == (40 + STRIP_GAP_PX, 25 + STRIP_GAP_PX) and made.getpixel((0, 0)) == (200, 40, 40)
+    assert made.getpixel((10, 0)) == (255, 255, 255) and made.getpixel((10 + STRIP_GAP_PX, 0)) == (200, 40, 40)
+    assert strip([photo(10, 20)] * 3).size == (30 + 2 * STRIP_GAP_PX, 20)
     with pytest.raises(ValueError, match="at least one picture; got none"):
         strip([])
     with pytest.raises(ValueError, match="at least one column; got 0"):

@@ -8,9 +8,9 @@ from typing import Any
 
 import gradio as gr
 
-from mmspec.app.caption.config import MODEL, PROMPT, VIDEO_PROMPT, usual_prompt
+from mmspec.app.caption.config import PROMPT, SCENES_MODEL, VIDEO_PROMPT, default_prompt
 from mmspec.app.errors import UsageError
-from mmspec.app.io.images import pictures
+from mmspec.app.io.images import media_images
 from mmspec.app.modeling.chat import Turn
 from mmspec.app.scenes.domain_check import OUT_OF_DOMAIN_HINT, looks_like_scene
 from mmspec.app.scenes.examples import list_example_files
@@ -193,7 +193,7 @@ def _wire(context: Context, parts: CompareComponents, tabs: Any, settings: Contr
     def chosen(event: gr.SelectData, question: str) -> tuple[str, str]:
         """A question that nobody has touched goes with what is shown."""
         name = "clip" if event.value == "Clip" else "picture"
-        return name, usual_prompt(name == "clip") if question in (PROMPT, VIDEO_PROMPT) else question
+        return name, default_prompt(name == "clip") if question in (PROMPT, VIDEO_PROMPT) else question
 
     tabs.select(chosen, parts.question, [kind, parts.question], **UNQUEUED)
     asked = [parts.image, parts.video, kind, parts.question, parts.conversation, *settings.inputs]
@@ -314,7 +314,7 @@ def stream_comparison(
     if race.loaded_model is not None:
         note = (
             ""
-            if choice.model != MODEL or looks_like_scene(pictures(race.media)[0])
+            if choice.model != SCENES_MODEL or looks_like_scene(media_images(race.media)[0])
             else f" The picture {OUT_OF_DOMAIN_HINT}."
         )
         context.sessions.store_result(
