@@ -24,7 +24,7 @@ from mmspec.app.io.jsonl import replace_file
 from mmspec.app.io.sources import collect_items
 from mmspec.app.io.videos import load_media
 from mmspec.app.modeling.captioner import Captioner
-from mmspec.cpu.linear import bf16_is_faster
+from mmspec.cpu.bf16 import bf16_is_faster
 from mmspec.drafters.checkpoints.format import tokenizer_fingerprint
 from mmspec.drafters.eagle.visual_inputs import prompt_grids
 from mmspec.drafters.training.losses import TrainBatch

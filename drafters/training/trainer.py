@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmspec.cpu.linear import bf16_is_faster
+from mmspec.cpu.bf16 import bf16_is_faster
 from mmspec.drafters.architectures import ARCHITECTURES
 from mmspec.drafters.training.gate import fit_gate_on_batches
 from mmspec.drafters.training.losses import DraftModel, LossWeights, Progress, TrainBatch
