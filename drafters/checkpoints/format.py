@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mmspec.drafters.architectures import KINDS
+from mmspec.drafters.checkpoints.validate import check_config, check_head_shape, parse_json
 from mmspec.drafters.eagle.head import EagleHead, HeadConfig, config_from, from_published, published
 from mmspec.drafters.eagle.visual_inputs import RULES
 
@@ -112,11 +113,11 @@ def described(folder: str | os.PathLike[str]) -> Made:
     values = read_config(place)
     if values.get("model_type") != MODEL_TYPE:
         raise ValueError(f"{place / CONFIG} is of model_type {values.get('model_type')!r}, not {MODEL_TYPE!r}.")
-    target = values.get("target", {})
+    target = values.get("target") or {}
     rule = values.get("rule")
     if rule not in RULES:
         raise ValueError(f"{place / CONFIG}: rule must be one of {', '.join(RULES)}; got {rule!r}.")
-    kind = values.get("kind", "eagle")
+    kind = values.get("kind") or "eagle"
     if kind not in KINDS:
         raise ValueError(f"{place / CONFIG}: kind must be one of {', '.join(KINDS)}; got {kind!r}.")
     try:
@@ -126,10 +127,10 @@ def described(folder: str | os.PathLike[str]) -> Made:
     return Made(
         config,
         rule,
-        int(target.get("layers", 0)),
-        str(target.get("model_type", "")),
+        int(target.get("layers") or 0),
+        str(target.get("model_type") or ""),
         target.get("tokenizer"),
-        facts=values.get("facts", {}),
+        facts=values.get("facts") or {},
         kind=kind,
         compressor=(values["compressor"], {}) if isinstance(values.get("compressor"), dict) else None,
     )
@@ -182,11 +183,16 @@ def read_config(folder: Path) -> dict[str, Any]:
     if file.stat().st_size > LARGEST_CONFIG:
         raise ValueError(f"{file} is no config: it has {file.stat().st_size} bytes.")
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
+        values = parse_json(file.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{file} is not JSON: {error}") from error
+        raise ValueError(f"{file} of a drafter is not JSON: {error}") from error
     if not isinstance(values, dict):
-        raise ValueError(f"{file} is not a JSON object.")
+        raise ValueError(f"{file} is not a JSON object: a drafter's config is one.")
+    try:
+        check_config(values)
+        check_head_shape(values)
+    except ValueError as error:
+        raise ValueError(f"{file} of a drafter: {error}") from error
     return values
 
 
