@@ -20,13 +20,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mmspec.drafters.architectures import ARCHITECTURES
-from mmspec.drafters.eagle.head import (
-    EagleHead,
-    HeadConfig,
-    from_eagle_state_dict,
-    parse_head_config,
-    to_eagle_state_dict,
-)
+from mmspec.drafters.checkpoints.validate import check_config, check_head_shape, parse_json
+from mmspec.drafters.eagle.head import EagleHead, HeadConfig, parse_head_config, from_eagle_state_dict, to_eagle_state_dict
 from mmspec.drafters.eagle.visual_inputs import VISUAL_MODES
 
 CONFIG_NAME, WEIGHTS_NAME = "config.json", "model.safetensors"
@@ -132,11 +127,11 @@ def read_metadata(folder: str | os.PathLike[str]) -> HeadMetadata:
     values = read_config(place)
     if values.get("model_type") != MODEL_TYPE:
         raise ValueError(f"{place / CONFIG_NAME} is of model_type {values.get('model_type')!r}, not {MODEL_TYPE!r}.")
-    target = values.get("target", {})
+    target = values.get("target") or {}
     rule = values.get("rule")
     if rule not in VISUAL_MODES:
         raise ValueError(f"{place / CONFIG_NAME}: rule must be one of {', '.join(VISUAL_MODES)}; got {rule!r}.")
-    kind = values.get("kind", "eagle")
+    kind = values.get("kind") or "eagle"
     if kind not in ARCHITECTURES:
         raise ValueError(f"{place / CONFIG_NAME}: kind must be one of {', '.join(ARCHITECTURES)}; got {kind!r}.")
     try:
@@ -146,10 +141,10 @@ def read_metadata(folder: str | os.PathLike[str]) -> HeadMetadata:
     return HeadMetadata(
         config,
         rule,
-        int(target.get("layers", 0)),
-        str(target.get("model_type", "")),
+        int(target.get("layers") or 0),
+        str(target.get("model_type") or ""),
         target.get("tokenizer"),
-        facts=values.get("facts", {}),
+        facts=values.get("facts") or {},
         architecture=kind,
         compressor=(values["compressor"], {}) if isinstance(values.get("compressor"), dict) else None,
     )
@@ -206,11 +201,16 @@ def read_config(folder: Path) -> dict[str, Any]:
     if file.stat().st_size > MAX_CONFIG_BYTES:
         raise ValueError(f"{file} is no config: it has {file.stat().st_size} bytes.")
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
+        values = parse_json(file.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{file} is not JSON: {error}") from error
+        raise ValueError(f"{file} of a drafter is not JSON: {error}") from error
     if not isinstance(values, dict):
-        raise ValueError(f"{file} is not a JSON object.")
+        raise ValueError(f"{file} is not a JSON object: a drafter's config is one.")
+    try:
+        check_config(values)
+        check_head_shape(values)
+    except ValueError as error:
+        raise ValueError(f"{file} of a drafter: {error}") from error
     return values
 
 

@@ -6,7 +6,8 @@ import os
 from pathlib import Path
 
 from mmspec.drafters.architectures import ARCHITECTURES
-from mmspec.drafters.checkpoints.format import MODEL_TYPE, load_head, read_config, read_metadata, tokenizer_fingerprint
+from mmspec.drafters.checkpoints.format import MODEL_TYPE, read_metadata, tokenizer_fingerprint, load_head, read_config
+from mmspec.drafters.checkpoints.validate import explain_damage
 from mmspec.drafters.eagle.drafter import EagleDrafter
 from mmspec.interfaces import TargetInfo
 
@@ -17,6 +18,11 @@ def load_trained(folder: str | os.PathLike[str], target: TargetInfo | None = Non
     Raises:
         FileNotFoundError, ValueError: no draft head, or a damaged one. OtherTarget: one for another target.
     """
+    with explain_damage(folder):
+        return _load(folder, target)
+
+
+def _load(folder: str | os.PathLike[str], target: TargetInfo | None) -> EagleDrafter:
     if read_config(Path(folder)).get("model_type") != MODEL_TYPE:
         from mmspec.drafters.checkpoints.published import load_published
 
