@@ -72,14 +72,14 @@ class NgramIndex:
 
     __slots__ = (
         "chains",
+        "has_mismatch",
         "last_cursor",
-        "pointer",
+        "reference_cursor",
+        "reference_index",
         "reference_length",
         "reference_match",
-        "has_mismatch",
-        "text",
         "run_length",
-        "where",
+        "tokens",
     )
 
     def __init__(self, reference: list[int], prompt: list[int]) -> None:
