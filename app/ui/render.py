@@ -125,7 +125,7 @@ def render_metrics_table(report: Report) -> str:
 def render_plots(report: Report) -> str:
     """How many tokens rounds emitted, and where their time went."""
     stats = report.metrics["stats"]
-    lengths = {int(size): count for size, count in stats["lengths"].items()}
+    lengths = {int(size): count for size, count in stats["accept_length_hist"].items()}
     most = max(lengths, default=1)
     histogram = [(f"{size}", float(lengths.get(size, 0))) for size in range(1, most + 1)] if lengths else []
     phases = [
@@ -133,7 +133,7 @@ def render_plots(report: Report) -> str:
         ("prompt", stats["prefill_s"]),
         ("draft", stats["draft_s"]),
         ("score", stats["score_s"]),
-        ("rest", stats["rest_s"]),
+        ("rest", stats["overhead_s"]),
     ]
     times = [(name, 1000 * seconds) for name, seconds in phases]
     return (

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from mmspec.interfaces import VisualGrid
     from mmspec.metrics.compression_stats import CompressionRecord as Kept
 
-FULL_VISUAL_MODES, NO_VISUAL_MODES = frozenset(("decoupled", "coupled")), frozenset(("blind", "textual"))
+FULL_VISUAL_MODES, NO_VISUAL_MODES = frozenset(("decoupled", "coupled")), frozenset(("blind", "placeholder", "textual", "text_only"))
 """Rules of trained drafters (`mmspec.drafters.eagle.visual_inputs`) that read every visual token, and that read none."""
 
 
@@ -39,6 +39,7 @@ class VisibleTokens:
 
 def find_visible_tokens(recorder: Recorder, compression: Kept | None) -> VisibleTokens:
     """What the drafter of a finished run was shown. seen: by a compressor, as `mmspec.stats` has it."""
+    from mmspec.drafters.eagle.drafter import EagleDrafter
     from mmspec.drafters.eagle.vispec import VispecDrafter
 
     inner, total = recorder.inner, recorder.visual
@@ -52,11 +53,11 @@ def find_visible_tokens(recorder: Recorder, compression: Kept | None) -> Visible
         return VisibleTokens(text, shown, given, kept, recorder.segments)
     if isinstance(inner, VispecDrafter):
         return VisibleTokens("This drafter shrinks the picture by itself.")
-    rule = getattr(inner, "rule", None)
-    if rule in FULL_VISUAL_MODES:
+    mode = inner.visual_mode if isinstance(inner, EagleDrafter) else None
+    if mode in FULL_VISUAL_MODES:
         text = f"The drafter saw all {total} tokens of the picture."
         return VisibleTokens(text, total, total, frozenset(range(total)), recorder.segments)
-    if rule in NO_VISUAL_MODES:
+    if mode in NO_VISUAL_MODES:
         return VisibleTokens(
             "This drafter was trained to guess without the picture.", 0, total, frozenset(), recorder.segments
         )

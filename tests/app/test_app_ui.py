@@ -129,7 +129,7 @@ def test_both_sides_say_the_same_and_the_figures_are_those_of_stats(shelf: Model
     )
     assert made.metrics["speedup_decode"] == pytest.approx(stats.tau / made.metrics["R"])
     drawn = render.render_results(made)
-    for name in ("prefill", "draft", "score", "rest"):
+    for name in ("prefill", "draft", "score", "overhead"):
         assert f"{1000 * getattr(stats, f'{name}_s'):.1f} ms" in drawn
     assert sum(stats.accept_length_hist.values()) == stats.rounds
     assert all(f"<b>{count:.0f} rounds</b>" in drawn for count in stats.accept_length_hist.values())
@@ -191,7 +191,7 @@ class Counted(CancelSignal):
         self.left = most
 
     @property
-    def asked(self) -> bool:
+    def cancel_requested(self) -> bool:
         self.left -= 1
         return self.left < 0
 
@@ -473,7 +473,7 @@ def test_a_page_has_one_run_at_a_time() -> None:
 def test_nothing_that_was_written_becomes_html(shelf: ModelStore) -> None:
     made = replace(report(shelf, nodes=8), question=NASTY)
     made = replace(
-        made, mmspec=replace(made.mmspec, pieces=(NASTY,) * 32), names=dict.fromkeys(made.token_labels, NASTY)
+        made, mmspec=replace(made.mmspec, token_texts=(NASTY,) * 32), token_labels=dict.fromkeys(made.token_labels, NASTY)
     )
     turns = (Turn(NASTY, NASTY),)
     row = {"file_name": NASTY, "caption": NASTY, "error": None, "n_new_tokens": 1, "tau": 1.0, "seconds": 0.1}
@@ -481,7 +481,7 @@ def test_nothing_that_was_written_becomes_html(shelf: ModelStore) -> None:
     drawn = [
         render.render_answer(made.mmspec, turns, NASTY, NASTY),
         render.render_partial_answer("plain", turns, NASTY, NASTY, NASTY, True),
-        render.render_verdict(replace(made, badge=NASTY)),
+        render.render_verdict(replace(made, verdict=NASTY)),
         render.render_captions([row, failed]),
         render.render_status(NASTY),
         *(render.render_round(made, number) for number in range(len(made.rounds))),
@@ -619,12 +619,12 @@ def test_pages_are_served_before_torch_is_imported() -> None:
     code = """
 import inspect, sys
 find = inspect.getfile
-from mmspec.app.ui.server import build
+from mmspec.app.ui.server import build_app
 from mmspec.app.ui.context import Context
-from mmspec.app.ui.report import Space
-from mmspec.app.ui.model_store import Shelf
-space = Space()
-build(Context(Shelf(), space))
+from mmspec.app.ui.report import TempStorage
+from mmspec.app.ui.model_store import ModelStore
+space = TempStorage()
+build_app(Context(ModelStore(), space))
 space.close()
 assert inspect.getfile is find, "what gradio's import was told is taken back"
 print(*sys.modules)
