@@ -17,7 +17,10 @@ if TYPE_CHECKING:
     from mmspec.interfaces import VisualGrid
     from mmspec.metrics.compression_stats import CompressionRecord as Kept
 
-FULL_VISUAL_MODES, NO_VISUAL_MODES = frozenset(("decoupled", "coupled")), frozenset(("blind", "placeholder", "textual", "text_only"))
+FULL_VISUAL_MODES, NO_VISUAL_MODES = (
+    frozenset(("decoupled", "coupled")),
+    frozenset(("blind", "placeholder", "textual", "text_only")),
+)
 """Rules of trained drafters (`mmspec.drafters.eagle.visual_inputs`) that read every visual token, and that read none."""
 
 
@@ -75,14 +78,14 @@ def draw_visible_tokens(media: Shown, visible_tokens: VisibleTokens, cropped: bo
     if not visible_tokens.kept_indices or not visible_tokens.grids:
         return []
     return [
-        _uri(made)
+        _data_uri(made)
         for made in heatmaps(
             pictures(media), visible_tokens.grids, kept=visible_tokens.kept_indices, row=0, cropped=cropped
         )
     ]
 
 
-def _uri(image: Image.Image) -> str:
+def _data_uri(image: Image.Image) -> str:
     buffer = io.BytesIO()
     image.save(buffer, "JPEG", quality=85)
     return "data:image/jpeg;base64," + base64.b64encode(buffer.getvalue()).decode()
