@@ -74,12 +74,12 @@ class NgramIndex:
         "chains",
         "has_mismatch",
         "last_cursor",
-        "pointer",
+        "reference_cursor",
+        "reference_index",
         "reference_length",
         "reference_match",
         "run_length",
-        "text",
-        "where",
+        "tokens",
     )
 
     def __init__(self, reference: list[int], prompt: list[int]) -> None:
