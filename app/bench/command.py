@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     import torch
 
 TASKS = ("describe", "short", "answer", "clip")  # of mmspec.app.scenes.tasks, which is too heavy to import here
-MOST_NODES = 64  # of mmspec.engine.tree
-SHOWN = 5
+MAX_TREE_SIZE = 64  # of mmspec.engine.tree
+MAX_DEPTH_COLUMNS = 5
 """Positions of a draft that the table has room for."""
 COLUMNS = {
     "drafter": "drafter",
@@ -38,7 +38,7 @@ COLUMNS = {
     "identical": "same",
     "score_ms": "score",
     "draft_ms": "draft",
-    "rest_ms": "rest",
+    "overhead_ms": "over",
     "ttft_ms": "ttft ms",
 }
 """Columns of the table: key of the row and heading."""
@@ -57,7 +57,7 @@ columns
   tau           tokens per forward of a row;  R: time of one round in plain steps of our loop;  x own is about tau / R
   kept %        of 100 rounds, those that kept 1, 2, 3, ... drafted tokens
   same          all tokens equal to hf, in every run (in half precision near-ties may differ)
-  score, draft, rest: ms per round
+  score, draft, over: ms per round: target forward and sampling, drafting, everything else
   In the JSON besides: accepted_at_position (kept % in full), speedup_*_ci (95% limits of the medians, bootstrap over
   runs), speedup_e2e_pooled (all seconds of hf over all seconds), draft_mib and of_target (weights of drafter and
   compressor, and their share of the target's), block (tokens of one pass of the drafter), tokens_min (of the shortest
@@ -95,10 +95,10 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], co
     parser.set_defaults(run=run)
     add = parser.add_argument
     add("--model", default=DEFAULT, metavar="M", help=MODELS)
-    add("--drafters", type=names, default=["none", "auto"], metavar="A,B", help="default none,auto")
+    add("--drafters", type=parse_names, default=["none", "auto"], metavar="A,B", help="default none,auto")
     add("--nodes", type=positive, default=None, metavar="N", help="score trees of N nodes (default: what pays)")
-    add("--batch-sizes", type=numbers, default=[1], metavar="N,N", help="default 1")
-    add("--prompt-tokens", type=numbers, default=None, metavar="N,N", help="lengthen prompts with words to this")
+    add("--batch-sizes", type=parse_ints, default=[1], metavar="N,N", help="default 1")
+    add("--prompt-tokens", type=parse_ints, default=None, metavar="N,N", help="lengthen prompts with words to this")
     add("--task", choices=TASKS, default=None, help="what to ask about scenes from the world (default describe)")
     add("--first-seed", type=int, default=None, metavar="S", help=f"of the scenes (default {FIRST_HELD_OUT_SEED})")
     add("--count", type=positive, default=None, metavar="N", help="scenes (default: --repeats batches)")
@@ -115,42 +115,42 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], co
     add("--progress", action=argparse.BooleanOptionalAction, default=None, help="default: if on a terminal")
 
 
-def names(text: str) -> list[str]:
+def parse_names(text: str) -> list[str]:
     """Comma-separated drafters."""
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
-def numbers(text: str) -> list[int]:
+def parse_ints(text: str) -> list[int]:
     """Comma-separated whole numbers above 0."""
     return [positive(part.strip()) for part in text.split(",")]
 
 
 def run(args: argparse.Namespace) -> int:
     """Carry out the command."""
-    from mmspec.app.bench.specs import check
+    from mmspec.app.bench.specs import check_spec
 
     for name in args.drafters:
-        check(name)
-    settle(args)
+        check_spec(name)
+    resolve_defaults(args)
     for file in filter(None, (args.json, args.plot)):
-        writable(file)
+        check_writable(file)
     if args.plot:
-        from mmspec.app.bench.plot import require
+        from mmspec.app.bench.plot import require_matplotlib
 
-        require()
+        require_matplotlib()
     quiet(args.progress)
-    rows = measure(args)
-    print(table(rows))
+    rows = measure_bench(args)
+    print(format_table(rows))
     if args.json:
         Path(args.json).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     if args.plot:
-        from mmspec.app.bench.plot import plot
+        from mmspec.app.bench.plot import plot_bench
 
-        plot(rows, Path(args.plot))
+        plot_bench(rows, Path(args.plot))
     return 0
 
 
-def settle(args: argparse.Namespace) -> None:
+def resolve_defaults(args: argparse.Namespace) -> None:
     """Fill in what depends on other options, and refuse what does not go together."""
     made_up = {"--images": args.images, "--prompt": args.prompt, "--prompt-tokens": args.prompt_tokens}
     given = [name for name, value in made_up.items() if value]
@@ -164,15 +164,15 @@ def settle(args: argparse.Namespace) -> None:
         args.first_seed = FIRST_HELD_OUT_SEED if args.first_seed is None else args.first_seed
     elif args.first_seed is not None or args.count is not None:
         raise UsageError("--first-seed and --count go with --task")
-    if args.nodes is not None and args.nodes > MOST_NODES:
-        raise UsageError(f"--nodes is 1 to {MOST_NODES}, the root counted; got {args.nodes}")
+    if args.nodes is not None and args.nodes > MAX_TREE_SIZE:
+        raise UsageError(f"--nodes is 1 to {MAX_TREE_SIZE}, the root counted; got {args.nodes}")
     args.prompt = args.prompt or PROMPT
     args.new_tokens = args.new_tokens or (160 if args.task else 64)
     if args.new_tokens < 2:
         raise UsageError(f"--new-tokens must be 2 or more, or there is nothing to decode; got {args.new_tokens}")
 
 
-def writable(file: str) -> None:
+def check_writable(file: str) -> None:
     """Refuse a result file that cannot be written, before an hour of measuring."""
     try:
         made = not Path(file).exists()
@@ -184,22 +184,22 @@ def writable(file: str) -> None:
         raise UsageError(f"cannot write {file}: {error.strerror}") from error
 
 
-def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
+def measure_bench(args: argparse.Namespace) -> list[dict[str, Any]]:
     """All rows, batch by batch and prompt by prompt."""
     from tqdm import tqdm
 
-    from mmspec.app.bench.measure import results, rounds, systems
-    from mmspec.app.bench.requests import pictures, requests_of, world_requests
+    from mmspec.app.bench.measure import build_contestants, build_result_rows, run_rounds
+    from mmspec.app.bench.requests import bench_images, build_requests, build_scene_requests
     from mmspec.app.modeling.captioner import Captioner
     from mmspec.app.modeling.load import load
     from mmspec.app.scenes.domain_check import warn_if_out_of_domain
 
-    images = [] if args.task else pictures(args.images, max(args.batch_sizes) * (args.repeats + 1), args.seed)
+    images = [] if args.task else bench_images(args.images, max(args.batch_sizes) * (args.repeats + 1), args.seed)
     if args.model == MODEL and images:
         warn_if_out_of_domain(images[0], "what --images names" if args.images else "what is shown")
     model, processor = load(args.model, args.dtype, args.device)
     try:
-        field = systems(model, args.drafters, processor, ends=args.task is not None, nodes=args.nodes)
+        field = build_contestants(model, args.drafters, processor, stop_at_eos=args.task is not None, nodes=args.nodes)
     except (OSError, TypeError, ValueError) as error:
         raise UsageError(f"--model {args.model}: {one_line(error, 600)}") from error
     maker = Captioner(model, processor)
@@ -216,12 +216,12 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
             for length in lengths:
                 count = repeats[batch]
                 if args.task:
-                    requests = world_requests(maker, args.task, args.first_seed, batch, count)
+                    requests = build_scene_requests(maker, args.task, args.first_seed, batch, count)
                 else:
-                    requests = requests_of(maker, images, args.prompt, batch, length, count + 1, args.seed)
-                rounds(field, requests, args.new_tokens, args.temperature, args.seed, bar.update)
+                    requests = build_requests(maker, images, args.prompt, batch, length, count + 1, args.seed)
+                run_rounds(field, requests, args.new_tokens, args.temperature, args.seed, bar.update)
                 tokens = requests[0]["input_ids"].shape[1]
-                rows += [row | {"prompt_tokens": tokens, "repeats": count} | shared for row in results(field)]
+                rows += [row | {"prompt_tokens": tokens, "repeats": count} | shared for row in build_result_rows(field)]
     return rows
 
 
@@ -241,7 +241,7 @@ def provenance(command: str, device: torch.device) -> dict[str, Any]:
     }
 
 
-def table(rows: Sequence[dict[str, Any]]) -> str:
+def format_table(rows: Sequence[dict[str, Any]]) -> str:
     """The rows for people."""
     lines = [list(COLUMNS.values()), *([_cell(row[column]) for column in COLUMNS] for row in rows)]
     first, *widths = (max(map(len, cells)) for cells in zip(*lines, strict=True))
@@ -257,10 +257,10 @@ def _cell(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "NO"
     if isinstance(value, list):
-        return " ".join(f"{100 * share:.0f}" for share in value[:SHOWN]) or "-"
+        return " ".join(f"{100 * share:.0f}" for share in value[:MAX_DEPTH_COLUMNS]) or "-"
     if isinstance(value, float):
         return f"{value:.2f}" if abs(value) < 100 else f"{value:.0f}"
     return str(value)
 
 
-__all__ = ["add_parser", "run", "table"]
+__all__ = ["add_parser", "format_table", "run"]

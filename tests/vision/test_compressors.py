@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mmspec
-from mmspec.app.bench.recorder import Recorder
+from mmspec.app.bench.recorder import RecordingDrafter
 from mmspec.app.caption.command import check_drafter
 from mmspec.app.modeling.captioner import Captioner
 from mmspec.app.modeling.random_models import random_model
@@ -844,7 +844,7 @@ def test_a_lesson_knows_its_grids(tiny: Captioner) -> None:
     teacher = Teacher(tiny.model, tiny.processor, data, room=1 << 30)
     teacher.answers = {number: [7, 8, 9] for number in range(3)}
     for numbers in ([0, 1, 2], [2, 1], [2, 0, 2]):
-        lesson = teacher.lesson(numbers)
+        lesson = teacher.make_batch(numbers)
         expected = {0: [0], 1: [], 2: [0, 16]}
         for row, number in enumerate(numbers):
             mine = [one for one in lesson.segments if one.row == row]
@@ -970,7 +970,7 @@ def test_a_drafter_that_shrinks_pictures_itself_takes_none(tiny: Captioner) -> N
     inputs = tiny.inputs([render_scene(generate_scene(1))], ["what is this thing"])
     mmspec.patch(tiny.model, "lookup", compressor="pool:4")
     try:
-        for chosen in (drafter, Recorder(drafter)):
+        for chosen in (drafter, RecordingDrafter(drafter)):
             with pytest.raises(ValueError, match=words):
                 tiny.model.generate(**inputs, max_new_tokens=4, mmspec={"drafter": chosen})
         tiny.model.generate(**inputs, max_new_tokens=4, mmspec={"drafter": drafter, "compressor": None})
