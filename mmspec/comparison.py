@@ -152,24 +152,31 @@ def compare(model: Any, inputs: Mapping[str, Any], *, repeats: int = 1, **genera
     return Comparison(all(same), len(same), sum(same), divergence, plain, patched, total, plain_ids, patched_ids)
 
 
-class _Stamp(StoppingCriteria):
-    """Notes when each token was there; never stops anything. One Python call per step, on the plain side only."""
+class TimestampCriterion(StoppingCriteria):
+    """Records the time of each generated token and never stops. One Python call per step, on the plain side only.
+
+    Attributes:
+        times: `time.perf_counter()` after each token, on an idle device.
+    """
 
     def __init__(self) -> None:
         self.times: list[float] = []
+        self._not_done: Tensor | None = None
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
         if input_ids.device.type == "cuda":
-            torch.cuda.synchronize(input_ids.device)  # or the first stamp would come before the prefill is done
+            torch.cuda.synchronize(input_ids.device)  # or the first time would precede the end of the prefill
         self.times.append(time.perf_counter())
-        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+        if self._not_done is None:
+            self._not_done = torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+        return self._not_done
 
 
 def _timed(model: Any, request: dict[str, Any], speculate: bool) -> tuple[Tensor, Timing]:
     """One run from the current random state, which it leaves as it was."""
     state = torch.random.get_rng_state()
     cuda = torch.cuda.get_rng_state(model.device) if model.device.type == "cuda" else None
-    stamp = _Stamp()
+    stamp = TimestampCriterion()
     began = time.perf_counter()
     if speculate:
         ids = _ids(model.generate(**request))

@@ -25,11 +25,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList
+from transformers.generation.stopping_criteria import StoppingCriteriaList
 
 import mmspec
 from mmspec.app.bench.specs import get_block_size, patch_model, weight_sizes
 from mmspec.app.modeling.load import synchronise
+from mmspec.comparison import TimestampCriterion
 from mmspec.interfaces import Drafter
 from mmspec.metrics.stats import Stats
 from mmspec.patching import KEY
@@ -65,21 +66,6 @@ class Contestant:
     name: str
     model: Any
     runs: list[TimedRun] = field(default_factory=list)
-
-
-class TimestampCriterion(StoppingCriteria):
-    """Notes when each token was there, with the device idle; stops nothing."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.times = device, list[float]()
-        self._no: Tensor | None = None
-
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
-        synchronise(self.device)
-        self.times.append(time.perf_counter())
-        if self._no is None:
-            self._no = torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
-        return self._no
 
 
 def clone(model: Any) -> Any:
@@ -152,7 +138,7 @@ def run_once(
 ) -> TimedRun:
     """One call of `generate`, timed; `drafter` in place of the patched model's."""
     model, device = system.model, system.model.device
-    ours, stamp = mmspec.is_patched(model), TimestampCriterion(device)
+    ours, stamp = mmspec.is_patched(model), TimestampCriterion()
     options: dict[str, Any] = {"max_new_tokens": new_tokens, "do_sample": temperature > 0}
     options |= {"temperature": temperature} if temperature > 0 else dict.fromkeys(("temperature", "top_p", "top_k"))
     if not ours:
@@ -244,7 +230,8 @@ def build_result_rows(contestants: Sequence[Contestant]) -> Iterator[Row]:
             torch.equal(run.output_ids, base.output_ids) for run, base in zip(runs, plain, strict=True)
         )
         row |= phase_times_ms(stats)
-        row["kept_at_depth"] = [round(share, 3) for share in whole.acceptance_by_depth]
+        row["drafted_share"] = whole.drafted_rounds / whole.rounds if whole.rounds else None
+        row["acceptance_by_depth"] = [round(share, 3) for share in whole.acceptance_by_depth]
         row["accepted_at_position"] = [round(share, 3) for share in accumulate(whole.acceptance_by_depth, mul)]
         row["tokens_min"] = min(run.min_row_tokens for run in runs)
         row |= weight_sizes(system.model) | {"block": get_block_size(system.model)}

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mmspec.app.bench.command import check_writable
+from mmspec.app.bench.config import check_writable
 from mmspec.app.bench.specs import parse_spec, short_labels
 from mmspec.app.errors import UsageError
 

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from mmspec.app.bench.command import check_writable, provenance
+from mmspec.app.bench.config import check_writable
 from mmspec.app.bench.measure import median_interval
+from mmspec.app.bench.session import provenance
 from mmspec.app.caption.command import positive
 from mmspec.app.errors import UsageError
 from mmspec.app.studies.prefill_recorder import PrefillCost, PrefillRecorder

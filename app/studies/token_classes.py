@@ -16,9 +16,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from mmspec.app.bench.command import check_writable, provenance
+from mmspec.app.bench.config import check_writable
 from mmspec.app.bench.measure import Contestant, clone, gc_paused, phase_times_ms, run_once
 from mmspec.app.bench.recorder import RecordingDrafter
+from mmspec.app.bench.session import provenance
 from mmspec.app.bench.specs import check_spec, get_drafter, patch_model, short_labels, weight_sizes
 from mmspec.app.caption.command import positive, temperature
 from mmspec.app.caption.config import DEFAULT

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from mmspec.app.bench.command import check_writable, provenance
+from mmspec.app.bench.config import check_writable
 from mmspec.app.bench.measure import (
     HF,
     NO_DRAFT,
@@ -34,6 +34,7 @@ from mmspec.app.bench.measure import (
     run_once,
     share_kernel_timings,
 )
+from mmspec.app.bench.session import provenance
 from mmspec.app.bench.specs import check_spec, get_compressor, get_drafter, parse_spec, patch_model, short_labels
 from mmspec.app.caption.command import positive
 from mmspec.app.caption.config import DEFAULT

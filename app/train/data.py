@@ -371,6 +371,6 @@ __all__ = [
     "ScenesData",
     "Subset",
     "Teacher",
-    "WithText",
+    "TextOnlyAugmented",
     "image_fraction",
 ]

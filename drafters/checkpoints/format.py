@@ -22,6 +22,7 @@ from torch import Tensor
 from mmspec.drafters.architectures import KINDS
 from mmspec.drafters.eagle.head import EagleHead, HeadConfig, config_from, from_published, published
 from mmspec.drafters.eagle.visual_inputs import RULES
+from mmspec.files import atomic_write
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 MODEL_TYPE = "mmspec_eagle"
@@ -90,16 +91,11 @@ def save(folder: str | os.PathLike[str], head: EagleHead, made: Made, dtype: tor
 def write(place: Path, weights: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
     """Both files of a head: whole before they get their names, and the config last, since a head is found by it."""
     place.mkdir(parents=True, exist_ok=True)
-    parts = {name: place / f"{name}.part" for name in (WEIGHTS, CONFIG)}
-    try:
-        save_file(dict(weights), parts[WEIGHTS], metadata={"format": "pt"})
-        parts[WEIGHTS].chmod(0o644)
-        parts[CONFIG].write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-        for name, part in parts.items():
-            os.replace(part, place / name)
-    finally:
-        for part in parts.values():
-            part.unlink(missing_ok=True)
+    # Left in reverse order: the weights get their name first, the config last.
+    with atomic_write(place / CONFIG) as config_part, atomic_write(place / WEIGHTS) as weights_part:
+        save_file(dict(weights), weights_part, metadata={"format": "pt"})
+        weights_part.chmod(0o644)
+        config_part.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
 def described(folder: str | os.PathLike[str]) -> Made:

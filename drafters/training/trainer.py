@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import pickle
 import time
 from collections.abc import Callable, Mapping
@@ -23,6 +22,8 @@ from mmspec.cpu.linear import bf16_is_faster
 from mmspec.drafters.architectures import KINDS
 from mmspec.drafters.training.gate import weigh
 from mmspec.drafters.training.losses import Lesson, Pupil, Weights, When
+from mmspec.drafters.training.schedule import warmup_cosine
+from mmspec.files import atomic_write
 from mmspec.interfaces import GatedCompressor, SharedEmbeddings
 from mmspec.metrics.compression_stats import compressor_label
 
@@ -51,10 +52,9 @@ class Plan:
 
     def rate_at(self, step: int) -> float:
         """Warm-up, then a cosine down to a hundredth."""
-        if step < self.warmup:
-            return self.rate * (step + 1) / self.warmup
-        done = (step - self.warmup) / max(1, self.steps - self.warmup)
-        return self.rate * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * min(1.0, done))))
+        return warmup_cosine(
+            step, peak=self.rate, warmup_steps=self.warmup, max_steps=self.steps, final_scale=0.01
+        )
 
 
 @dataclass(frozen=True)
@@ -159,17 +159,14 @@ class Training:
             "heads": {name: pupil.parts().state_dict() for name, pupil in self.pupils.items()},
             "optimisers": {name: optimiser.state_dict() for name, optimiser in self.optimisers.items()},
         }
-        part = self.folder / f"{STATE}.part"
         try:
-            torch.save(state, part)
-            os.replace(part, self.folder / STATE)
+            with atomic_write(self.folder / STATE) as part:
+                torch.save(state, part)
         except (OSError, RuntimeError) as error:  # torch's own writer says RuntimeError when a disk is full
             raise OSError(
                 f"{self.folder / STATE} could not be written at step {self.step}, the checkpoint before it stays: "
                 f"make room and run again ({' '.join(str(error).split())[:120]})."
             ) from error
-        finally:
-            part.unlink(missing_ok=True)
 
     def run(
         self,

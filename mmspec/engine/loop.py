@@ -107,6 +107,7 @@ class DecodeLoop:
             nodes, draft_s=draft_s if awake else 0.0, score_s=score_s, overhead_s=rest_s, num_accepted=gained
         )
         stats.rounds += 1
+        stats.drafted_rounds += drafted > 0
         stats.tree_size_hist[nodes] += 1
         stats.draft_s += draft_s
         stats.score_s += score_s

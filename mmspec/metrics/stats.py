@@ -20,6 +20,7 @@ class Stats:
         fallback: why the last plain call went that way, or None.
         tokens: tokens in the output, padding after a row's end not counted.
         rounds: forwards after the prefill. row_rounds: the same, counted per row that was still being decoded.
+        drafted_rounds: those of `rounds` that scored at least one draft token.
         drafted, accepted: guessed tokens that were scored, and how many of them were kept.
         lengths: {tokens emitted by one row in one round: how often}. nodes: {tree size: rounds}.
         prefill_s: vision encoding by transformers not included. draft_s: proposing and learning. score_s: the target's
@@ -38,6 +39,7 @@ class Stats:
     tokens: int = 0
     rounds: int = 0
     row_rounds: int = 0
+    drafted_rounds: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     accept_length_hist: Counter[int] = field(default_factory=Counter)

@@ -153,7 +153,7 @@ def test_acceptance_per_position_is_of_all_rounds() -> None:
     made.accept_length_hist.update({1: 5, 2: 2, 3: 3})
     runs = [TimedRun(1.0, 0.1, 0.9, torch.zeros(1, 5), 5, made if ours else None, 5) for ours in (False, True)]
     rows = list(build_result_rows([Contestant("hf", None, runs[:1]), Contestant("none", None, runs[1:])]))
-    assert rows[1]["kept_at_depth"] == [0.5, 0.6] and rows[1]["accepted_at_position"] == [0.5, 0.3]
+    assert rows[1]["acceptance_by_depth"] == [0.5, 0.6] and rows[1]["accepted_at_position"] == [0.5, 0.3]
     assert "  50 30  " in bench.format_table([dict.fromkeys(bench.COLUMNS) | {"drafter": "x"} | rows[1]])
 
 
