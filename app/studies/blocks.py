@@ -1,4 +1,4 @@
-"""`python -m mmspec.app.studies.blocks`: many tokens from one pass against a pass for each, from files of `mmspec bench`.
+"""`python -m mmspec.app.studies.blocks`: block drafters against one pass per token, from files of `mmspec bench`.
 
 Measures nothing. Rows of one setting (batch size, temperature, size of trees) make a table and a row of panels: tau,
 milliseconds of drafting in a round, and decode speed-up over plain `generate`, against the tokens that a pass says or,
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mmspec.app.bench.config import check_writable
+from mmspec.app.bench.rows import current_keys
 from mmspec.app.bench.specs import parse_spec, short_labels
 from mmspec.app.errors import UsageError
 
@@ -50,7 +51,8 @@ def read_rows(file: Path) -> list[Row]:
         rows = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UsageError(f"{file}: {error}") from error
-    whole = isinstance(rows, list) and rows
+    whole = isinstance(rows, list) and rows and all(isinstance(row, dict) for row in rows)
+    rows = [current_keys(row) for row in rows] if whole else rows
     missing = [name for row in rows for name in REQUIRED_KEYS if name not in row] if whole else ["rows"]
     if missing:
         raise UsageError(f"{file} is not of `mmspec bench --json`, or of an older one: no {missing[0]!r}")

@@ -1,4 +1,4 @@
-"""`python -m mmspec.app.studies.token_classes`: which words drafters guess, on held-out scenes: names, places, looks, function words.
+"""`python -m mmspec.app.studies.token_classes`: accepted draft tokens by class of word, on held-out scenes.
 
 Every drafter decodes the same requests with trees of the same size, one request at a time, in turn and in rotating
 order. A drafter is made once, so one that learns goes on learning. Intervals are over requests (bootstrap).
@@ -23,6 +23,7 @@ from mmspec.app.bench.session import provenance
 from mmspec.app.bench.specs import check_spec, get_drafter, patch_model, short_labels, weight_sizes
 from mmspec.app.caption.command import positive, temperature
 from mmspec.app.caption.config import DEFAULT
+from mmspec.app.cli.deprecated import add_renamed
 from mmspec.app.errors import UsageError, one_line
 from mmspec.app.modeling.captioner import Captioner
 from mmspec.app.modeling.load import load
@@ -44,8 +45,8 @@ what is told, of each class of words
 
 examples
   python -m mmspec.app.studies.token_classes none fused msd flash --json words.json --plot words.png
-  python -m mmspec.app.studies.token_classes out/msd out/eagle out/eagle-blind out/eagle-textual --against out/eagle-blind \\
-      --markdown words.md
+  python -m mmspec.app.studies.token_classes out/msd out/eagle out/eagle-blind out/eagle-textual \\
+      --against out/eagle-blind --markdown words.md
 """
 
 
@@ -164,7 +165,7 @@ def parser() -> argparse.ArgumentParser:
     add("--against", metavar="D", help="one of these: also tell how far the others are above it")
     add("--model", default=DEFAULT)
     add("--task", choices=REQUEST_TASKS, default="describe")
-    add("--first-seed", type=int, default=FIRST_HELD_OUT_SEED, metavar="S")
+    add_renamed(made, "--scene-seed", "--first-seed", type=int, default=FIRST_HELD_OUT_SEED, metavar="S")
     add("--count", type=positive, default=100, metavar="N", help="requests (default 100)")
     add("--nodes", type=positive, default=16, metavar="N", help="of every tree (default 16)")
     add("--temperature", type=temperature, default=0.0, metavar="T", help="0 (default) is greedy")
@@ -219,12 +220,12 @@ def measure_token_classes(args: argparse.Namespace, command: str) -> list[dict[s
         ]
     except (OSError, TypeError, ValueError) as error:
         raise UsageError(one_line(error, 600)) from error
-    given = args.task, args.first_seed, args.count, args.temperature, args.seed
+    given = args.task, args.scene_seed, args.count, args.temperature, args.seed
     with tqdm(total=args.count * len(names), unit="answer", disable=not args.progress) as bar:
         run_study(field_, processor, *given, bar.update)
     short = dict(zip(names, short_labels(names), strict=True))
     against = next((entry for entry in field_ if entry.contestant.name == args.against), None)
-    settings = ("model", "task", "first_seed", "nodes", "temperature", "seed")
+    settings = ("model", "task", "scene_seed", "nodes", "temperature", "seed")
     shared: dict[str, Any] = {name: getattr(args, name) for name in settings}
     shared |= {"run": provenance(command, model.device)} | ({"against": short[args.against]} if against else {})
     return [build_row(entry, against) | {"drafter": short[entry.contestant.name]} | shared for entry in field_]

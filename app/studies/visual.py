@@ -38,6 +38,7 @@ from mmspec.app.bench.session import provenance
 from mmspec.app.bench.specs import check_spec, get_compressor, get_drafter, parse_spec, patch_model, short_labels
 from mmspec.app.caption.command import positive
 from mmspec.app.caption.config import DEFAULT
+from mmspec.app.cli.deprecated import add_renamed
 from mmspec.app.errors import UsageError, one_line
 from mmspec.app.modeling.captioner import Captioner
 from mmspec.app.modeling.load import load
@@ -312,7 +313,7 @@ def parser() -> argparse.ArgumentParser:
     add("--shares", type=parse_shares, default=[2, 4, 8, 16, 0], metavar="N,N", help="1/N of the tokens; 0: one token")
     add("--shapes", type=parse_shapes, default=["one", "clip8"], metavar="S,S", help=f"of {', '.join(SCENARIOS)}")
     add("--model", default=DEFAULT)
-    add("--first-seed", type=int, default=FIRST_HELD_OUT_SEED, metavar="S")
+    add_renamed(made, "--scene-seed", "--first-seed", type=int, default=FIRST_HELD_OUT_SEED, metavar="S")
     add("--count", type=positive, default=12, metavar="N", help="requests of each shape (default 12)")
     add("--nodes", type=positive, default=None, metavar="N", help="score trees of N nodes (default: what pays)")
     add("--max-new-tokens", type=positive, default=128, metavar="N")
@@ -361,7 +362,7 @@ def read_earlier_rows(file: str) -> list[dict[str, Any]]:
         raise UsageError(f"--also takes files of --json; {file} cannot be read: {one_line(error)}") from error
     if not isinstance(rows, list) or not all(isinstance(row, dict) and "shape" in row for row in rows):
         raise UsageError(f"--also takes files of --json of this command; {file} is none")
-    return rows
+    return [row | ({"scene_seed": row.pop("first_seed")} if "first_seed" in row else {}) for row in rows]
 
 
 def measure_visual(args: argparse.Namespace, command: str) -> list[dict[str, Any]]:
@@ -380,14 +381,14 @@ def measure_visual(args: argparse.Namespace, command: str) -> list[dict[str, Any
     for file in filter(None, (args.json, args.markdown, args.plot)):
         check_writable(file)
     model, processor = load(args.model)
-    shared = {name: getattr(args, name) for name in ("model", "first_seed", "max_new_tokens", "nodes")}
+    shared = {name: getattr(args, name) for name in ("model", "scene_seed", "max_new_tokens", "nodes")}
     shared["run"] = provenance(command, model.device)
     rows: list[dict[str, Any]] = []
     field_: list[CompressorRun] = []
     for wanted in args.shapes:
         try:
             shape = fit_to_context(wanted, model, processor, args.max_new_tokens)
-            visual, _ = count_prompt_tokens(model, processor, next(generate_scenario(shape, args.first_seed)))
+            visual, _ = count_prompt_tokens(model, processor, next(generate_scenario(shape, args.scene_seed)))
             ways = plan_runs(args.drafters, args.compressors, args.shares, visual)
             field_ = build_runs(model, processor, ways, args.nodes, field_)
         except (OSError, TypeError, ValueError) as error:
@@ -396,7 +397,7 @@ def measure_visual(args: argparse.Namespace, command: str) -> list[dict[str, Any
             raise UsageError(
                 f"the first drafter is to be a trained one, which reads its prompt; got {args.drafters[0]!r}"
             )
-        given = shape, args.first_seed, args.count, args.max_new_tokens
+        given = shape, args.scene_seed, args.count, args.max_new_tokens
         with tqdm(total=(args.count + 1) * len(field_), desc=shape, disable=not args.progress) as bar:
             run_contest(field_, processor, *given, bar.update)
         for row in build_rows(field_, shape, first):

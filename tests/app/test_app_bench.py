@@ -12,6 +12,7 @@ import torch
 
 import mmspec
 from mmspec.app.bench import command as bench
+from mmspec.app.bench.forced_tree import ForcedTree, add_forced_tree, format_not_used, is_probe_needed
 from mmspec.app.bench.measure import (
     Contestant,
     TimedRun,
@@ -22,10 +23,12 @@ from mmspec.app.bench.measure import (
     run_once,
 )
 from mmspec.app.bench.requests import bench_images, build_requests
-from mmspec.app.cli.main import main
+from mmspec.app.bench.rows import current_keys
+from mmspec.app.cli.main import main, parser
 from mmspec.app.errors import UsageError
 from mmspec.app.modeling.captioner import Captioner
 from mmspec.app.modeling.random_models import random_model
+from mmspec.control.tree_size import TreeSizeController
 from mmspec.metrics.stats import Stats
 
 KEYS = """drafter batch tau R tokens_per_s speedup_hf speedup_own speedup_e2e identical score_ms draft_ms overhead_ms
@@ -184,3 +187,66 @@ def test_number_lists() -> None:
     for text in ("", "1,,2", "x", "0"):
         with pytest.raises(argparse.ArgumentTypeError):
             bench.parse_ints(text)
+
+
+# --- what the controller declined -------------------------------------------------------------------------------------
+
+
+def test_a_drafter_that_was_left_out_is_named_with_its_tau(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """The controller never drafts; the forced tree measures what that drafter would accept."""
+    is_fixed = property(lambda controller: controller.drafts and controller.fixed_tree_size is not None)
+    monkeypatch.setattr(TreeSizeController, "should_draft", is_fixed)
+    file = tmp_path / "b.json"
+    args = ["--model", "tiny", "--drafters", "recycling", "--new-tokens", "24", "--repeats", "2", "--json", str(file)]
+    assert main(["bench", *args]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    row = json.loads(file.read_text())[-1]
+    assert (row["drafter"], row["tau"], row["drafted_share"], row["not_used"]) == ("recycling", 1.0, 0.0, True)
+    forced = row["forced_tree"]
+    assert forced["tree_size"] == 16 and forced["drafted_share"] > 0.5 and forced["speedup_own"] > 0
+    assert len(lines) == 6 and lines[-1].startswith("recycling (batch 1, prompt ")
+    assert "not used: drafting did not pay here (0% of rounds drafted, estimated " in lines[-1]
+    assert f"tau {forced['tau']:.2f} with trees of 16 nodes" in lines[-1]
+
+
+def test_a_fixed_tree_is_used_in_every_round(tmp_path: Path, capsys: Any) -> None:
+    file = tmp_path / "b.json"
+    args = ["--model", "tiny", "--drafters", "recycling", "--new-tokens", "24", "--repeats", "1", "--nodes", "4"]
+    assert main(["bench", *args, "--json", str(file)]) == 0
+    rows = {row["drafter"]: row for row in json.loads(file.read_text())}
+    assert rows["recycling"]["drafted_share"] > 0.8 and rows["none"]["drafted_share"] == 0
+    assert rows["hf"]["drafted_share"] is None and not any(row["not_used"] for row in rows.values())
+    assert "not used" not in capsys.readouterr().out
+
+
+def test_a_drafter_without_drafts_is_not_declined() -> None:
+    """A lookup that finds no match drafts in few rounds of its own accord."""
+    row: dict[str, Any] = {"drafter": "lookup", "drafted_share": 0.3}
+    assert is_probe_needed(row)
+    add_forced_tree(row, ForcedTree(16, 1.3, 1.1, 0.31))
+    assert row["not_used"] is False and format_not_used(row) == ""
+    add_forced_tree(row, ForcedTree(16, 2.42, 0.82, 0.9))
+    assert format_not_used(row) == (
+        "not used: drafting did not pay here (30% of rounds drafted, estimated loss 18%); tau 2.42 with trees of 16 "
+        "nodes in every round"
+    )
+
+
+def test_old_keys_of_bench_files_are_read() -> None:
+    old = {"drafter": "msd", "rest_ms": 1.0, "kept_at_depth": [0.5], "first_seed": 3}
+    new = {"drafter": "msd", "overhead_ms": 1.0, "acceptance_by_depth": [0.5], "scene_seed": 3}
+    assert current_keys(old) == new == current_keys(new)
+    assert current_keys({"rest_ms": 1.0, "overhead_ms": 2.0}) == {"overhead_ms": 2.0}
+
+
+def test_the_old_spelling_of_a_flag_warns_once(capsys: Any) -> None:
+    args = parser().parse_args(["bench", "--first-seed", "50000001"])
+    assert args.scene_seed == 50_000_001
+    assert capsys.readouterr().err == "mmspec: --first-seed is deprecated; use --scene-seed\n"
+    assert parser().parse_args(["bench", "--scene-seed", "7"]).scene_seed == 7
+    assert parser().parse_args(["bench"]).scene_seed is None and capsys.readouterr().err == ""
+    with pytest.raises(SystemExit):
+        parser().parse_args(["bench", "--help"])
+    assert "--first-seed S" not in capsys.readouterr().out
