@@ -13,12 +13,12 @@ from mmspec.drafters.block.flash import FlashDrafter, FlashHead
 from mmspec.drafters.block.parallel import ParallelDrafter, ParallelHead
 from mmspec.drafters.eagle.drafter import EagleDrafter
 from mmspec.drafters.eagle.head import EagleHead, HeadConfig
-from mmspec.drafters.training.block_losses import falcon_losses, flash_losses, parallel_losses
-from mmspec.drafters.training.losses import losses
+from mmspec.drafters.training.block_losses import falcon_loss, flash_loss, parallel_loss
+from mmspec.drafters.training.losses import eagle_loss
 
 
 @dataclass(frozen=True)
-class Kind:
+class DraftArchitecture:
     """A kind of trained drafter.
 
     Attributes:
@@ -28,14 +28,14 @@ class Kind:
 
     head: Callable[[HeadConfig], EagleHead]
     drafter: Callable[..., EagleDrafter]
-    losses: Callable[..., tuple[Tensor, dict[str, Any]]]
+    compute_loss: Callable[..., tuple[Tensor, dict[str, Any]]]
 
 
-KINDS: dict[str, Kind] = {
-    "eagle": Kind(EagleHead, EagleDrafter, losses),
-    "flash": Kind(FlashHead, FlashDrafter, flash_losses),
-    "parallel": Kind(ParallelHead, ParallelDrafter, parallel_losses),
-    "falcon": Kind(FalconHead, FalconDrafter, falcon_losses),
+ARCHITECTURES: dict[str, DraftArchitecture] = {
+    "eagle": DraftArchitecture(EagleHead, EagleDrafter, eagle_loss),
+    "flash": DraftArchitecture(FlashHead, FlashDrafter, flash_loss),
+    "parallel": DraftArchitecture(ParallelHead, ParallelDrafter, parallel_loss),
+    "falcon": DraftArchitecture(FalconHead, FalconDrafter, falcon_loss),
 }
 
-__all__ = ["KINDS", "Kind"]
+__all__ = ["ARCHITECTURES", "DraftArchitecture"]

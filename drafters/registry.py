@@ -35,68 +35,68 @@ def _recycling() -> Drafter:
     return recycling()
 
 
-def _fused() -> Drafter:
-    from mmspec.drafters.ngram.hybrid import fused
+def _hybrid() -> Drafter:
+    from mmspec.drafters.ngram.hybrid import hybrid
 
-    return fused()
+    return hybrid()
 
 
 DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "none": _none,
     "lookup": _lookup,
     "recycling": _recycling,
-    "fused": _fused,
-    "auto": _fused,  # unless one was trained for the target: see `_auto`
+    "fused": _hybrid,
+    "auto": _hybrid,  # unless one was trained for the target: see `_auto`
 }
-SHIPPED = Path(__file__).parent / "weights"
+WEIGHTS_DIR = Path(__file__).parent / "weights"
 """Folders of trained drafters that come with the package, by their names."""
-FASTEST = {"cpu": ("flash", "msd", "parallel", "falcon")}
+AUTO_ORDER = {"cpu": ("flash", "msd", "parallel", "falcon")}
 """Which of those `auto` prefers on which kind of device, as measured (docs/results); others count as a CPU."""
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
-def shipped(device: str = "cpu") -> dict[str, Path]:
+def bundled_drafters(device: str = "cpu") -> dict[str, Path]:
     """Trained drafters that come with the package, the fastest on that kind of device first: name -> folder."""
-    there = {file.parent.name: file.parent for file in sorted(SHIPPED.glob("*/config.json"))}
-    order = FASTEST.get(device, FASTEST["cpu"])
+    there = {file.parent.name: file.parent for file in sorted(WEIGHTS_DIR.glob("*/config.json"))}
+    order = AUTO_ORDER.get(device, AUTO_ORDER["cpu"])
     return {name: there[name] for name in sorted(there, key=lambda name: (*order, name).index(name))}
 
 
-def names() -> list[str]:
+def drafter_names() -> list[str]:
     """What may be chosen by name."""
-    return [*DRAFTERS, *shipped()]
+    return [*DRAFTERS, *bundled_drafters()]
 
 
 def _auto(target: TargetInfo | None) -> Drafter:
     """A drafter that was trained for this target, if one is at hand: shipped, or published and in the local cache."""
     if target is not None:
-        from mmspec.drafters.checkpoints.format import OtherTarget
-        from mmspec.drafters.checkpoints.load import trained
+        from mmspec.drafters.checkpoints.format import TargetMismatch
+        from mmspec.drafters.checkpoints.load import load_trained
 
-        for name, folder in shipped(target.device).items():
+        for name, folder in bundled_drafters(target.device).items():
             try:
-                return trained(folder, target)
-            except OtherTarget:
+                return load_trained(folder, target)
+            except TargetMismatch:
                 continue
             except (OSError, ValueError) as error:  # a drafter less costs speed alone
                 first = str(error).splitlines()[0][:200]
                 logger.warning("mmspec: %s cannot be read and is not used (install mmspec again): %s", name, first)
         if (hub := _published_for(target)) is not None:
             try:
-                return trained(cached(hub, local_files_only=True), target)
+                return load_trained(download_drafter(hub, local_files_only=True), target)
             except (OSError, ValueError) as error:
                 first = str(error).splitlines()[0][:200]
                 logger.info("mmspec: %s was published for this model, but is not used: %s", hub, first)
-    return _fused()
+    return _hybrid()
 
 
 def _published_for(target: TargetInfo) -> str | None:
-    from mmspec.drafters.checkpoints.published import KNOWN
+    from mmspec.drafters.checkpoints.published import PUBLISHED_DRAFTERS
 
-    return KNOWN.get(target.name)
+    return PUBLISHED_DRAFTERS.get(target.name)
 
 
-def cached(name: str, *, local_files_only: bool = False) -> str:
+def download_drafter(name: str, *, local_files_only: bool = False) -> str:
     """The local folder of a drafter on the hub, fetched if need be and allowed (`HF_HUB_OFFLINE=1` forbids it).
 
     Raises:
@@ -114,17 +114,17 @@ def cached(name: str, *, local_files_only: bool = False) -> str:
         raise OSError(f"drafter {name!r} is not in the local cache and cannot be fetched: {error}") from error
 
 
-def folder_of(name: str) -> str | Path:
+def resolve_folder(name: str) -> str | Path:
     """Where a trained drafter lies: one that ships (./NAME names a folder all the same), the user's, or the hub's."""
-    return shipped().get(name) or (name if os.path.isdir(name) else cached(name))
+    return bundled_drafters().get(name) or (name if os.path.isdir(name) else download_drafter(name))
 
 
-def known(name: str) -> bool:
+def is_known_drafter(name: str) -> bool:
     """Whether `make` can make something of a name."""
-    return name in names() or os.path.isdir(name) or HUB_ID.fullmatch(name) is not None
+    return name in drafter_names() or os.path.isdir(name) or HUB_ID.fullmatch(name) is not None
 
 
-def make(drafter: str | object, target: TargetInfo | None = None) -> Drafter:
+def build_drafter(drafter: str | object, target: TargetInfo | None = None) -> Drafter:
     """A new drafter of that name, the trained one in that folder or hub repository, or the given object if it is one.
 
     Raises:
@@ -136,21 +136,21 @@ def make(drafter: str | object, target: TargetInfo | None = None) -> Drafter:
             return _auto(target)
         if drafter in DRAFTERS:
             return DRAFTERS[drafter]()
-        if known(drafter):
-            from mmspec.drafters.checkpoints.load import trained
+        if is_known_drafter(drafter):
+            from mmspec.drafters.checkpoints.load import load_trained
 
-            return trained(folder_of(drafter), target)
-        listed = ", ".join(map(repr, names()))
+            return load_trained(resolve_folder(drafter), target)
+        listed = ", ".join(map(repr, drafter_names()))
         raise ValueError(f"unknown drafter {drafter!r}; known are {listed}, a folder, or a hub id (owner/name)")
     if isinstance(drafter, type):
         raise TypeError(f"a drafter is an object, got the class {drafter.__name__}; pass {drafter.__name__}() instead")
     missing = next((member for member in MEMBERS if not hasattr(drafter, member)), None)
     if missing is not None:
         raise TypeError(
-            f"a drafter is a name ({', '.join(map(repr, names()))}) or an object with {', '.join(MEMBERS)}; "
+            f"a drafter is a name ({', '.join(map(repr, drafter_names()))}) or an object with {', '.join(MEMBERS)}; "
             f"got {type(drafter).__name__}, which has no {missing!r}"
         )
     return cast("Drafter", drafter)
 
 
-__all__ = ["DRAFTERS", "known", "make", "names", "shipped"]
+__all__ = ["DRAFTERS", "is_known_drafter", "build_drafter", "drafter_names", "bundled_drafters"]

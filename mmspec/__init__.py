@@ -1,16 +1,14 @@
-"""mmspec: speculative decoding for Hugging Face vision-language models. Same call, same tokens, sooner.
+"""mmspec: speculative decoding for Hugging Face vision-language models. Same call, same tokens, less time.
 
     import mmspec
     mmspec.patch(model)
     model.generate(**inputs, ...)
     mmspec.unpatch(model)
 
-Names are loaded when first used, so that `mmspec --help` need not wait for torch and transformers.
+Public names are imported on first use (PEP 562), so that `mmspec --help` does not import torch and transformers.
 """
 
-import sys
 from importlib import import_module
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -29,31 +27,22 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0.dev0"
 
-_HOMES = {
-    "compare": ("Comparison", "compare"),
+_EXPORTS = {
+    "comparison": ("Comparison", "compare"),
     "interfaces": ("Compressor", "Drafter"),
+    "metrics.stats": ("Stats",),
     "patching": ("disabled", "is_patched", "patch", "stats", "unpatch"),
-    "stats": ("Stats",),
-    "targets": ("UnsupportedModelError", "supported"),
+    "targets.registry": ("UnsupportedModelError", "supported"),
 }
-_HOME = {name: home for home, names in _HOMES.items() for name in names}
+_MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in names}
 
 
-class _Package(ModuleType):
-    """`mmspec.stats` and `mmspec.compare` are the functions, also after the modules of that name were imported."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if not (name in _HOME and isinstance(value, ModuleType)):
-            super().__setattr__(name, value)
-
-    def __getattr__(self, name: str) -> Any:
-        if name not in _HOME:
-            raise AttributeError(f"module 'mmspec' has no attribute {name!r}")
-        setattr(self, name, getattr(import_module(f"mmspec.{_HOME[name]}"), name))
-        return self.__dict__[name]
-
-    def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *_HOME})
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'mmspec' has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(f"mmspec.{_MODULE_OF[name]}"), name)
+    return value
 
 
-sys.modules[__name__].__class__ = _Package
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_MODULE_OF})

@@ -130,7 +130,7 @@ def compare(model: Any, inputs: Mapping[str, Any], *, repeats: int = 1, **genera
         raise ValueError(f"repeats must be 1 or more; got {repeats}.")
     request = {**inputs, **generate_kwargs}
     options = dict(request.pop("mmspec", None) or {})
-    drafter = options.pop("drafter", None) or model.__dict__[KEY].options.drafter
+    drafter = options.pop("drafter", None) or model.__dict__[KEY].config.drafter
     plain, patched, total = [], [], Stats()
     found: tuple[Tensor, Tensor, list[bool]] | None = None
     with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):

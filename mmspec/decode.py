@@ -24,7 +24,7 @@ from mmspec.interfaces import Drafter, Prompt, SharedEmbeddings, VerifyResult
 from mmspec.metrics.compression_stats import RecordingCompressor
 from mmspec.metrics.stats import Stats
 from mmspec.targets.hf import HFTarget, ModelAdapter
-from mmspec.targets.module_scan import ModuleScan, scan
+from mmspec.targets.module_scan import ModuleScan, scan_modules
 from mmspec.targets.vision_attention import AttentionCapture
 
 NOISE_BYTES = 256 << 20
@@ -84,15 +84,15 @@ def decode(call: CallContext, given: PreparedInputs) -> Any:
     """
     entered = time.perf_counter()
     watched = bool(call.streamer is not None or unknown(given.processors) or any(map(is_user_code, given.criteria)))
-    modules = call.modules = call.modules or scan(call.adapter.model)
+    modules = call.modules = call.modules or scan_modules(call.adapter.model)
     target = HFTarget(
         call.adapter,
         given.input_ids,
         given.model_kwargs,
         given.config,
         _most(given),
-        quiet=modules.quiet,
-        watched=watched,
+        inference_mode=modules.can_use_inference_mode,
+        cache_is_observed=watched,
     )
     first, taps = _prefill(target, call.config.drafter)
     call.stats.prefill_s = time.perf_counter() - entered
@@ -162,7 +162,7 @@ def _decode(call: CallContext, given: PreparedInputs, target: HFTarget, first: T
         warn=call.warn,
     )
     try:
-        fixed, copies = call.config.deterministic, bool(call.config.packed)
+        fixed, copies = call.config.deterministic, bool(call.config.cpu_pack_weights)
         with target.decoding(), use_fast_linears(call.autotuner, _layers(call), fixed, copies):
             loop.run(first, prompt)
     finally:
@@ -204,7 +204,7 @@ def _prompt(
         input_ids=input_ids,
         attention_mask=full if mask is None else mask[:, -input_ids.shape[1] :].bool(),
         visual_mask=torch.isin(input_ids, torch.tensor(family.media_token_ids, device=input_ids.device)),
-        position_ids=target.positions[..., -input_ids.shape[1] :],
+        position_ids=target.position_ids[..., -input_ids.shape[1] :],
         grids=tuple(
             replace(segment, row=segment.row * repeats + again) for segment in segments for again in range(repeats)
         ),
@@ -229,9 +229,9 @@ def _attended(call: CallContext, visual: Tensor) -> Tensor | None:
 
 def _layers(call: CallContext) -> list[nn.Linear]:
     """The linear layers that the loop runs through and that may be computed in other ways (`mmspec.cpu.linear`)."""
-    if call.config.packed is False or call.adapter.model.device.type != "cpu":
+    if call.config.cpu_pack_weights is False or call.adapter.model.device.type != "cpu":
         return []
-    roots: list[nn.Module] = [] if call.modules is None else list(call.modules.linears)
+    roots: list[nn.Module] = [] if call.modules is None else list(call.modules.linear_layers)
     roots += [part for part in vars(call.config.drafter).values() if isinstance(part, nn.Module)]
     return find_linear_layers(roots)
 

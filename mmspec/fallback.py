@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from mmspec.targets.module_scan import ModuleScan, is_library_code, scan
+from mmspec.targets.module_scan import ModuleScan, is_library_code, scan_modules
 
 OptionGetter = Callable[[str], Any]
 """Name of a generation option -> its value for this call (keyword, then passed config, then the model's config)."""
@@ -48,7 +48,7 @@ def option_getter(arguments: Mapping[str, Any], model: Any) -> OptionGetter:
     return look
 
 
-def overridden(model: Any) -> str | None:
+def reason_before_binding(model: Any) -> str | None:
     """Reason to call the class's `generate` with the arguments just as they are, whatever its signature; or None."""
     return None if is_library_code(type(model).generate) else f"a generate of its own ({type(model).__name__})"
 
@@ -66,7 +66,7 @@ def reason_before_prepare(
             return name
     if arguments.get("synced_gpus"):
         return "synced_gpus"
-    modules = scan(model) if modules is None else modules
+    modules = scan_modules(model) if modules is None else modules
     if modules.training is not None:
         return f"train mode of {modules.training}; call model.eval()"
     replaced = [name for name in _METHODS if not _is_transformers_own(model, name)]

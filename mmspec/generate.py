@@ -31,7 +31,7 @@ from mmspec.interfaces import Drafter
 from mmspec.metrics.stats import Stats
 from mmspec.targets import selftest
 from mmspec.targets.hf import HFTarget, ModelAdapter
-from mmspec.targets.module_scan import ModuleScan, scan
+from mmspec.targets.module_scan import ModuleScan, scan_modules
 
 logger = logging.getLogger("mmspec")
 
@@ -75,7 +75,7 @@ class PatchState:
         options, enabled = resolve_call_config(self.config, chosen, self.adapter, tokenizer, self.drafter_cache)
         if not enabled or _is_off(self.model):
             return plain(*args, **kwargs)
-        if (reason := fallback.overridden(self.model)) is not None:
+        if (reason := fallback.reason_before_binding(self.model)) is not None:
             return self._plainly(reason, began, functools.partial(plain, *args, **kwargs))
         bound = inspect.signature(plain).bind(*args, **kwargs)
         more = bound.arguments.pop("kwargs", {})
@@ -83,7 +83,7 @@ class PatchState:
         if arguments.get("custom_generate") is None:
             arguments.pop("custom_generate", None)
         look = fallback.option_getter(arguments, self.model)
-        modules = scan(self.model)
+        modules = scan_modules(self.model)
         reason = fallback.reason_before_prepare(arguments, self.model, look, modules) or _distributed(self.model)
         if reason:
             return self._plainly(reason, began, functools.partial(plain, **arguments))
@@ -160,10 +160,10 @@ class PatchState:
         """The self-test of modules of unknown kind, once for each state of the model; why it failed, or None."""
         if modules is None or not modules.foreign:
             return None
-        key = str(self.model.device), self.model.dtype, selftest.fingerprint(modules.foreign)
+        key = str(self.model.device), self.model.dtype, selftest.modules_fingerprint(modules.foreign)
         with self._testing:
             if self._tested is None or self._tested[0] != key:
-                self._tested = key, selftest.refusal(self.adapter, modules.foreign, model_kwargs, config)
+                self._tested = key, selftest.failure_reason(self.adapter, modules.foreign, model_kwargs, config)
             return self._tested[1]
 
     def _plainly(self, reason: str, began: float, plain: Callable[[], Any]) -> Any:

@@ -32,7 +32,7 @@ def model() -> Iterator[PreTrainedModel]:
     """A patched model that says all its tokens."""
     made = _model("llava")
     made.generation_config.eos_token_id = None
-    mmspec.patch(made, drafter=adversarial.MalformedDrafter(1), nodes=8)
+    mmspec.patch(made, drafter=adversarial.MalformedDrafter(1), tree_size=8)
     yield made
     mmspec.unpatch(made)
     made.generation_config.eos_token_id = tiny.special_ids(made.tiny_spec).eos
@@ -67,7 +67,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, row: int, column: int, shift: int = 1
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_identical(family: str, options: dict[str, Any]) -> None:
     model = _model(family)
-    mmspec.patch(model, drafter=adversarial.BranchingDrafter(1), nodes=8)
+    mmspec.patch(model, drafter=adversarial.BranchingDrafter(1), tree_size=8)
     given = tiny.build_inputs(model, 3, 2)
     torch.manual_seed(11)
     state = torch.get_rng_state()

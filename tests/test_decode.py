@@ -121,7 +121,7 @@ def test_more_tokens_than_the_model_was_made_with(mode: Kwargs) -> None:
     """`resize_token_embeddings` after `patch`: the same drafter goes on with another vocabulary."""
     model = tiny.build_model(tiny.ModelSpec(seed=29))
     given = tiny.build_inputs(model, 27, 2, images=[1, 1])
-    mmspec.patch(model, nodes=8)
+    mmspec.patch(model, tree_size=8)
     model.generate(**given, **GREEDY)
     model.resize_token_embeddings(130)
     with mmspec.disabled(model):
@@ -249,7 +249,7 @@ def test_calls_in_threads_are_sampled_independently() -> None:
     model = tiny.build_model(tiny.ModelSpec(seed=29, calm=True))
     given = tiny.build_inputs(model, 27, 4, images=[1] * 4)
     said: dict[int, Tensor] = {}
-    mmspec.patch(model, drafter=adversarial.BranchingDrafter(1), nodes=8)
+    mmspec.patch(model, drafter=adversarial.BranchingDrafter(1), tree_size=8)
     gate = threading.Barrier(2)
 
     def speak(which: int) -> None:

@@ -75,7 +75,7 @@ def test_there_and_back(family: str) -> None:
     plain = model.generate(**given, **GREEDY)
     before = picture(model)  # behind a call, since transformers hangs its own hooks on in the first one
     assert not mmspec.is_patched(model)
-    assert mmspec.patch(model, nodes=8) is model and mmspec.is_patched(model)
+    assert mmspec.patch(model, tree_size=8) is model and mmspec.is_patched(model)
     for _ in range(2):
         assert torch.equal(model.generate(**given, **GREEDY), plain)
     assert mmspec.unpatch(model) is model and not mmspec.is_patched(model)
@@ -143,7 +143,7 @@ def test_signature_name_and_doc_are_kept(model: PreTrainedModel) -> None:
 def test_arguments_by_position(model: PreTrainedModel) -> None:
     given = tiny.build_inputs(model, 1, 1, images=[0])
     plain = model.generate(given["input_ids"], **GREEDY)
-    mmspec.patch(model, nodes=8)
+    mmspec.patch(model, tree_size=8)
     assert torch.equal(model.generate(given["input_ids"], **GREEDY), plain)
     assert mmspec.stats(model).calls == 1 and not mmspec.stats(model).fallback_calls
 
@@ -163,7 +163,7 @@ def test_what_a_call_returns_can_be_trained_with(family: str) -> None:
     """The loop may run in inference mode; nothing made in it may reach the caller or stay on the model."""
     model = tiny.build_model(tiny.ModelSpec(family, seed=6))
     given = tiny.build_inputs(model, 1, 2)
-    mmspec.patch(model, drafter=adversarial.BranchingDrafter(1), nodes=8)
+    mmspec.patch(model, drafter=adversarial.BranchingDrafter(1), tree_size=8)
     flags = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
     for options, chosen in ((GREEDY, {}), (SAMPLED, {}), (GREEDY, {"drafter": "none"})):
         said = model.generate(**given, **flags, **options, mmspec=chosen)
@@ -291,7 +291,7 @@ def test_bad_settings_of_a_call_leave_nothing_behind(model: PreTrainedModel, nam
     options, error, words = BAD[name]
     given = tiny.build_inputs(model, 1, 1)
     plain = model.generate(**given, **GREEDY)
-    mmspec.patch(model, drafter=adversarial.BranchingDrafter(1), nodes=8)
+    mmspec.patch(model, drafter=adversarial.BranchingDrafter(1), tree_size=8)
     before, state = picture(model), torch.get_rng_state()
     with pytest.raises(error, match=words):
         model.generate(**given, **SAMPLED, mmspec=options)
@@ -383,7 +383,7 @@ def test_a_deep_copy_is_patched_and_independent(family: str) -> None:
     model = shared(family)
     given = tiny.build_inputs(model, 1, 2)
     plain = model.generate(**given, **GREEDY)
-    mmspec.patch(model, drafter="recycling", nodes=8)
+    mmspec.patch(model, drafter="recycling", tree_size=8)
     try:
         model.generate(**given, **GREEDY)
         twin = copy.deepcopy(model)
@@ -420,7 +420,7 @@ def test_saving_a_patched_model(model: PreTrainedModel, tmp_path: Path) -> None:
     given = tiny.build_inputs(model, 1, 2)
     plain = model.generate(**given, **GREEDY)
     model.save_pretrained(tmp_path / "plain")
-    mmspec.patch(model, nodes=8)
+    mmspec.patch(model, tree_size=8)
     model.generate(**given, **GREEDY)
     model.save_pretrained(tmp_path / "patched")
     names = [sorted(path.name for path in (tmp_path / kind).iterdir()) for kind in ("plain", "patched")]
@@ -529,7 +529,7 @@ def test_two_threads_on_one_model(family: str, drafter: str) -> None:
         except Exception as error:
             wrong.append(error)
 
-    mmspec.patch(model, drafter=adversarial.BranchingDrafter(1) if drafter == "bush" else drafter, nodes=8)
+    mmspec.patch(model, drafter=adversarial.BranchingDrafter(1) if drafter == "bush" else drafter, tree_size=8)
     try:
         threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
         for thread in threads:
@@ -552,7 +552,7 @@ def test_text_streamers(model: PreTrainedModel, capsys: pytest.CaptureFixture[st
         plain = model.generate(**given, **GREEDY, streamer=TextStreamer(words, **options))
         text = capsys.readouterr().out
         assert text.strip()
-        mmspec.patch(model, drafter=adversarial.OracleDrafter(1, [plain]), nodes=8)
+        mmspec.patch(model, drafter=adversarial.OracleDrafter(1, [plain]), tree_size=8)
         model.generate(**given, **GREEDY, streamer=TextStreamer(words, **options))
         assert capsys.readouterr().out == text
         assert mmspec.stats(model).num_accepted_tokens > 0
@@ -571,7 +571,7 @@ def test_streaming_from_a_thread(model: PreTrainedModel) -> None:
         return got
 
     plain = pieces()
-    mmspec.patch(model, drafter=adversarial.BranchingDrafter(1), nodes=8)
+    mmspec.patch(model, drafter=adversarial.BranchingDrafter(1), tree_size=8)
     assert pieces() == plain and len(plain) > 1
 
 
@@ -614,7 +614,7 @@ def answers(pipe: Any, **options: Any) -> list[Any]:
 def test_pipelines_just_work(pipe: Any, options: dict[str, Any]) -> None:
     options["max_new_tokens"] = 14
     plain = answers(pipe, **options)
-    mmspec.patch(pipe.model, nodes=8)
+    mmspec.patch(pipe.model, tree_size=8)
     try:
         assert answers(pipe, **options) == plain
         stats = mmspec.stats(pipe.model)
@@ -626,7 +626,7 @@ def test_pipelines_just_work(pipe: Any, options: dict[str, Any]) -> None:
 def test_a_pipeline_made_of_a_patched_model(pipe: Any) -> None:
     options = {"max_new_tokens": 10, "generate_kwargs": {"do_sample": False}}
     plain = answers(pipe, **options)
-    mmspec.patch(pipe.model, nodes=8, processor=pipe.processor)
+    mmspec.patch(pipe.model, tree_size=8, processor=pipe.processor)
     try:
         again = pipeline("image-text-to-text", model=pipe.model, processor=pipe.processor)
         assert answers(again, **options) == plain and mmspec.stats(pipe.model).calls >= 2
@@ -687,7 +687,7 @@ def test_an_error_in_mid_call_leaves_the_next_call_clean(
     given = tiny.build_inputs(model, 1, 2)
     torch.manual_seed(5)
     plain = model.generate(**given, **SAMPLED)
-    mmspec.patch(model, drafter=Clumsy(where), nodes=8)
+    mmspec.patch(model, drafter=Clumsy(where), tree_size=8)
     before = picture(model)
     with monkeypatch.context() as broken:
         if where == "forward":
@@ -714,7 +714,7 @@ def test_an_error_of_the_user_leaves_the_generator_as_transformers_does(model: P
     given, states = tiny.build_inputs(model, 1, 2), []
     for patched in (False, True):
         if patched:
-            mmspec.patch(model, drafter=adversarial.BranchingDrafter(1), nodes=8)
+            mmspec.patch(model, drafter=adversarial.BranchingDrafter(1), tree_size=8)
         torch.manual_seed(5)
         with pytest.raises(adversarial.InjectedError):
             model.generate(**given, **SAMPLED, **fault(where, model))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from mmspec.app.bench.rounds import Round
 from mmspec.engine.tree import DraftTree
-from mmspec.interfaces import Drafter, Prompt, VerifyResult, VisualGrid
+from mmspec.interfaces import CompressingDrafter, Drafter, Prompt, TrainedDrafter, VerifyResult, VisualGrid
 
 
 class RecordingDrafter:

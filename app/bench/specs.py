@@ -18,7 +18,7 @@ import mmspec
 from mmspec.app.caption.command import check_drafter
 from mmspec.app.errors import UsageError
 from mmspec.config import resolve_drafter
-from mmspec.control.depth import Depth
+from mmspec.control.depth import DepthController
 from mmspec.interfaces import NO_LIMIT
 from mmspec.targets.registry import find_adapter
 
@@ -43,7 +43,7 @@ class FixedDepth(Depth):
 
     def choose(self, batch: int) -> int:
         """The same number for every round."""
-        return self.most
+        return self.max_levels
 
 
 def parse_spec(name: str) -> BenchSpec:
@@ -130,7 +130,7 @@ def get_block_size(model: Any) -> int | None:
 
 def _fix_depth(drafter: Any, depth: int, name: str) -> None:
     chosen = getattr(drafter, "depth", None)
-    if not isinstance(chosen, Depth) or chosen.most < 2:
+    if not isinstance(chosen, DepthController) or chosen.max_levels < 2:
         raise UsageError(f"@DEPTH is for drafters that draft level by level, which {drafter.name!r} does not: {name}")
     drafter.depth, drafter.reach = FixedDepth(depth, chosen.each), depth * chosen.each
 

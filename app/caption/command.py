@@ -199,10 +199,10 @@ def output_of(settings: JobSettings, place: Place) -> Output:
 
 def check_drafter(name: str, compressor: str | None = None) -> None:
     """Refuse an unknown drafter or compressor before anything is loaded."""
-    from mmspec.drafters.registry import known, names
+    from mmspec.drafters.registry import is_known_drafter, drafter_names
 
-    if not known(name):
-        raise UsageError(f"unknown drafter {name!r}; known are {', '.join(names())}, a folder, or a hub id")
+    if not is_known_drafter(name):
+        raise UsageError(f"unknown drafter {name!r}; known are {', '.join(drafter_names())}, a folder, or a hub id")
     if compressor is not None:
         from mmspec.vision.registry import make
 

@@ -211,7 +211,7 @@ def check_run_settings(folder: Path, asked: dict[str, Any], party: Any) -> None:
     import json
 
     from mmspec.app.io.jsonl import replace
-    from mmspec.drafters.training.trainer import SettingsError, refuse_other
+    from mmspec.drafters.training.trainer import SettingsError, check_resume
 
     file = folder / RUN_FILE
     if not file.exists():
@@ -219,22 +219,22 @@ def check_run_settings(folder: Path, asked: dict[str, Any], party: Any) -> None:
             replace(file, json.dumps(asked, indent=1).encode() + b"\n")
         return
     try:
-        refuse_other(folder, json.loads(file.read_text(encoding="utf-8")), asked)
+        check_resume(folder, json.loads(file.read_text(encoding="utf-8")), asked)
     except SettingsError as error:
         raise UsageError(str(error)) from error
 
 
 def distributed_context(args: argparse.Namespace, place: Place) -> tuple[Any, Any]:
     """(wait for everyone, who trains together), as `accelerate launch` has set it up."""
-    from mmspec.drafters.training.trainer import Party
+    from mmspec.drafters.training.trainer import DistributedContext
 
     if place.world == 1:
-        return (lambda: None), Party()
+        return (lambda: None), DistributedContext()
     from accelerate import PartialState
     from accelerate.utils import reduce
 
     state = PartialState(cpu=args.device == "cpu")
-    return state.wait_for_everyone, Party(place.rank, place.world, lambda value: reduce(value, "mean"))
+    return state.wait_for_everyone, DistributedContext(place.rank, place.world, lambda value: reduce(value, "mean"))
 
 
 def build_trainer(args: argparse.Namespace, teacher: Any, count: int, facts: dict[str, Any], party: Any) -> Any:
@@ -265,7 +265,7 @@ def build_trainer(args: argparse.Namespace, teacher: Any, count: int, facts: dic
         return teacher.make_batch(order.batch_indices(step, shown)[party.rank :: party.world])
 
     try:
-        return Training(args.out, pupils, plan, words, lesson, placeholder, facts, party)
+        return Trainer(args.out, pupils, plan, words, lesson, placeholder, facts, party)
     except SettingsError as error:
         raise UsageError(str(error)) from error
 
@@ -291,7 +291,7 @@ def export(args: argparse.Namespace, place: Path, pupil: Any, teacher: Any, fact
     """The head with its config, and how it came to be."""
     import json
 
-    from mmspec.drafters.checkpoints.format import Made, save
+    from mmspec.drafters.checkpoints.format import HeadMetadata, save_head
 
     model = teacher.model
     family = teacher.adapter
@@ -306,7 +306,7 @@ def export(args: argparse.Namespace, place: Path, pupil: Any, teacher: Any, fact
         kind=pupil.kind,
         compressor=compressor_state(pupil.compressor),
     )
-    save(place, pupil.head, made)
+    save_head(place, pupil.head, made)
     provenance = {
         "command": args.command,
         "seed": args.seed,

@@ -25,9 +25,9 @@ from mmspec.app.io.sources import collect
 from mmspec.app.io.videos import load_shown
 from mmspec.app.modeling.captioner import Captioner
 from mmspec.cpu.linear import bf16_is_faster
-from mmspec.drafters.checkpoints.format import fingerprint
-from mmspec.drafters.eagle.visual_inputs import segments_of
-from mmspec.drafters.training.losses import Lesson
+from mmspec.drafters.checkpoints.format import tokenizer_fingerprint
+from mmspec.drafters.eagle.visual_inputs import prompt_grids
+from mmspec.drafters.training.losses import TrainBatch
 from mmspec.interfaces import Prompt
 from mmspec.targets.registry import find_adapter
 from mmspec.vision.video.decoder_pool import Isolated
@@ -154,7 +154,7 @@ class Teacher:
     @property
     def fingerprint(self) -> str:
         """Of the tokenizer."""
-        return fingerprint(self.tokenizer)
+        return tokenizer_fingerprint(self.tokenizer)
 
     def most_common_ids(self, count: int) -> Tensor:
         """[count] int64, the ids that the answers use most, rising; the end is always among them."""
@@ -265,7 +265,7 @@ class Teacher:
                 self.cache_bytes -= size
                 self._cache[number] = row.to("cpu")
         device = self.model.device
-        return Lesson.joined([row.to(device) for row in rows])
+        return TrainBatch.collate([row.to(device) for row in rows])
 
     def _forward(self, numbers: Sequence[int]) -> Lesson:
         """The target reads the texts."""

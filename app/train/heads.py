@@ -88,11 +88,11 @@ def init_head(config: Any, seed: int, kind: str = "eagle") -> Any:
     """Fresh weights, the same for every drafter of a run; torch's generators stay as they are."""
     import torch
 
-    from mmspec.drafters.architectures import KINDS
+    from mmspec.drafters.architectures import ARCHITECTURES
 
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
-        return KINDS[kind].head(config)
+        return ARCHITECTURES[kind].head(config)
 
 
 def load_head(args: argparse.Namespace, name: str, teacher: Any) -> tuple[Any, Any]:
@@ -103,21 +103,21 @@ def load_head(args: argparse.Namespace, name: str, teacher: Any) -> tuple[Any, A
     Raises:
         UsageError: there are none. ValueError: they are of another kind or shape, for another target, or damaged.
     """
-    from mmspec.drafters.checkpoints.format import CONFIG, load
-    from mmspec.drafters.registry import shipped
+    from mmspec.drafters.checkpoints.format import CONFIG_NAME, load_head
+    from mmspec.drafters.registry import bundled_drafters
 
     recipe = RECIPES[name]
-    place = Path(shipped().get(args.start_from, args.start_from))
-    if (place / name / CONFIG).is_file():
+    place = Path(bundled_drafters().get(args.start_from, args.start_from))
+    if (place / name / CONFIG_NAME).is_file():
         place /= name
     elif len(args.drafter) > 1:
-        raise UsageError(f"--start-from {place}: there is no {name}/{CONFIG} in it")
+        raise UsageError(f"--start-from {place}: there is no {name}/{CONFIG_NAME} in it")
     try:
-        head, made = load(place)
+        head, made = load_head(place)
     except FileNotFoundError as error:
         raise UsageError(f"--start-from {args.start_from}: {error}") from error
     text = teacher.model.config.get_text_config(decoder=True)
-    made.check(
+    made.check_target(
         hidden_size=text.hidden_size,
         vocab_size=text.vocab_size,
         layers=teacher.adapter.num_layers,

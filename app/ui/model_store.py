@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from mmspec.app.caption.config import DEFAULT, MODEL
 from mmspec.app.errors import UsageError
 from mmspec.app.modeling.random_models import SIZES
-from mmspec.drafters.registry import names
+from mmspec.drafters.registry import drafter_names
 
 if TYPE_CHECKING:
     from mmspec.app.ui.loaded_model import LoadedModel
@@ -46,7 +46,7 @@ class ModelStore:
     ) -> None:
         """`model` and `drafter`: what the command line names, offered first."""
         self.model_names = list(dict.fromkeys([model, MODEL, *SIZES]))
-        self.drafter_names = list(dict.fromkeys([drafter, *names()]))
+        self.drafter_names = list(dict.fromkeys([drafter, *drafter_names()]))
         self.dtype, self.device = dtype, device
         self.is_loading = False  # true while a model is read and warmed up
         self._loaded: LoadedModel | None = None

@@ -57,7 +57,7 @@ def _speculate(
     compressor: Compressor | None,
 ) -> None:
     """Mmspec's side, with its drafter watched."""
-    options = {"drafter": recorder, "compressor": compressor, "nodes": race.settings.nodes}
+    options = {"drafter": recorder, "compressor": compressor, "tree_size": race.settings.nodes}
     try:
         _generate(race, desk, request, race.mmspec, mmspec=options)
     except ValueError as error:  # a drafter and a compressor that do not go together

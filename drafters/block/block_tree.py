@@ -16,12 +16,12 @@ from torch.nn import functional
 
 from mmspec.engine.tree import DraftTree
 
-STEP = 1e-5
+LEVEL_PENALTY = 1e-5
 """What every level costs in log probability, so that a certain child still comes after its parent."""
 
 
 @lru_cache(maxsize=64)
-def paths(slots: int, nodes: int) -> tuple[tuple[int, ...], ...]:
+def candidate_paths(block_size: int, num_nodes: int) -> tuple[tuple[int, ...], ...]:
     """Every path of ranks, up to `slots` long, that may be among the `nodes` likeliest, parents first.
 
     At least as likely as a path are all that have at most its rank at each of their places: there are
@@ -31,7 +31,7 @@ def paths(slots: int, nodes: int) -> tuple[tuple[int, ...], ...]:
 
     def grow(path: tuple[int, ...], above: int, product: int) -> None:
         rank = 0
-        while len(path) < slots and above + product * (rank + 1) <= nodes:
+        while len(path) < block_size and above + product * (rank + 1) <= num_nodes:
             longer = (*path, rank)
             found.append(longer)
             grow(longer, above + product * (rank + 1), product * (rank + 1))
@@ -42,7 +42,7 @@ def paths(slots: int, nodes: int) -> tuple[tuple[int, ...], ...]:
 
 
 @dataclass(frozen=True)
-class Table:
+class PathTable:
     """`paths` as tensors; P of them, of at most k ranks below `ranks`.
 
     Attributes:
@@ -52,31 +52,31 @@ class Table:
         full: [F] int64, the paths of all k steps. tokens: [F, k] int64 into the flat tokens, every step of those.
     """
 
-    slots: int
-    ranks: int
-    depth: Tensor
-    steps: Tensor
-    last: Tensor
-    parent: Tensor
-    full: Tensor
-    tokens: Tensor
+    block_size: int
+    top_k: int
+    path_lengths: Tensor
+    step_indices: Tensor
+    last_indices: Tensor
+    parents: Tensor
+    full_paths: Tensor
+    token_indices: Tensor
 
     @classmethod
-    def of(cls, slots: int, nodes: int, vocab: int, device: torch.device) -> Table:
+    def build(cls, block_size: int, num_nodes: int, vocab_size: int, device: torch.device) -> PathTable:
         """For the `nodes` likeliest (the root not counted) over a vocabulary of that size."""
-        listed = [path for path in paths(slots, nodes) if max(path) < vocab]
+        listed = [path for path in candidate_paths(block_size, num_nodes) if max(path) < vocab_size]
         ranks = max(map(max, listed)) + 1
         place = {path: number for number, path in enumerate(listed)}
-        steps = [[s * (ranks + 1) + (p[s] if s < len(p) else ranks) for s in range(slots)] for p in listed]
+        steps = [[s * (ranks + 1) + (p[s] if s < len(p) else ranks) for s in range(block_size)] for p in listed]
         last = [(len(path) - 1) * ranks + path[-1] for path in listed]
         parent = [place.get(path[:-1], -1) for path in listed]
-        full = [number for number, path in enumerate(listed) if len(path) == slots]
-        tokens = [[s * ranks + listed[number][s] for s in range(slots)] for number in full]
+        full = [number for number, path in enumerate(listed) if len(path) == block_size]
+        tokens = [[s * ranks + listed[number][s] for s in range(block_size)] for number in full]
         parts = ([len(path) for path in listed], steps, last, parent, full, tokens)
         depths, *made, rows = (torch.tensor(part, device=device, dtype=torch.long) for part in parts)
-        return cls(slots, ranks, depths, made[0], made[1], made[2], made[3], rows.view(-1, slots))
+        return cls(block_size, ranks, depths, made[0], made[1], made[2], made[3], rows.view(-1, block_size))
 
-    def offers(self, chances: Tensor, reached: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def score_paths(self, log_probs: Tensor, beam_scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """What a pass offers behind each of W followed nodes.
 
         Args:
@@ -86,27 +86,29 @@ class Table:
             [B, W, P] ids (of V'), [B, W, P] log probabilities of the paths, [B, W, k * ranks] all ids that were looked
             at, for `tokens`.
         """
-        values, ids = chances.topk(self.ranks)
+        values, ids = log_probs.topk(self.top_k)
         ids = ids.flatten(2)
         values = functional.pad(values, (0, 1)).flatten(2)
-        totals = values[..., self.steps].sum(-1) + reached[..., None] - STEP * self.depth
-        return ids[..., self.last], totals, ids
+        totals = values[..., self.step_indices].sum(-1) + beam_scores[..., None] - LEVEL_PENALTY * self.path_lengths
+        return ids[..., self.last_indices], totals, ids
 
 
-def best(ids: Tensor | None, tokens: Tensor, reached: Tensor, parents: Tensor, *, nodes: int) -> DraftTree:
+def select_nodes(
+    draft_ids: Tensor | None, tokens: Tensor, scores: Tensor, parents: Tensor, *, num_nodes: int
+) -> DraftTree:
     """The likeliest `nodes` - 1 of a pool, likeliest first; a parent is likelier than its children.
 
     Args:
         ids: [V'] what the tokens stand for, None for themselves. tokens, reached: [B, P], the latter log probabilities.
         parents: [B, P] places in the pool, -1 for the root.
     """
-    scores, chosen = reached.topk(min(nodes - 1, reached.shape[1]))
+    scores, chosen = scores.topk(min(num_nodes - 1, scores.shape[1]))
     places = torch.arange(1, chosen.shape[1] + 1, device=tokens.device).expand(chosen.shape)
     rank = torch.zeros_like(tokens).scatter(1, chosen, places)
     parents = parents.gather(1, chosen)
     parents = torch.where(parents < 0, 0, rank.gather(1, parents.clamp(min=0)))
     tokens = tokens.gather(1, chosen)
-    tokens = tokens if ids is None else ids[tokens]
+    tokens = tokens if draft_ids is None else draft_ids[tokens]
     return DraftTree(
         tokens=functional.pad(tokens, (1, 0)),
         parents=functional.pad(parents, (1, 0), value=-1),
@@ -115,4 +117,4 @@ def best(ids: Tensor | None, tokens: Tensor, reached: Tensor, parents: Tensor, *
     )
 
 
-__all__ = ["STEP", "Table", "best", "paths"]
+__all__ = ["LEVEL_PENALTY", "PathTable", "select_nodes", "candidate_paths"]

@@ -11,25 +11,25 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mmspec.drafters.block.flash import BlockDrafter, Passless
-from mmspec.drafters.eagle.drafter import Descent, State, attention, last_of
-from mmspec.drafters.eagle.head import EagleHead, HeadConfig, Norm
+from mmspec.drafters.block.flash import BlockDrafter, StatelessExpander
+from mmspec.drafters.eagle.drafter import LevelExpander, EagleState, cached_attention, select_last
+from mmspec.drafters.eagle.head import EagleHead, HeadConfig, RMSNorm
 
 
-class Link(nn.Module):
+class TokenCorrection(nn.Module):
     """What the word before does to a feature: [..., D] and [..., D] in, [..., D] added. Begins as nothing."""
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__()
-        self.norm = Norm(config.hidden_size, config.rms_norm_eps)
-        self.gate_up = nn.Linear(2 * config.hidden_size, 2 * config.inner, bias=False)
-        self.down = nn.Linear(config.inner, config.hidden_size, bias=False)
-        nn.init.zeros_(self.down.weight)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.gate_up_proj = nn.Linear(2 * config.hidden_size, 2 * config.block_ffn_size, bias=False)
+        self.down_proj = nn.Linear(config.block_ffn_size, config.hidden_size, bias=False)
+        nn.init.zeros_(self.down_proj.weight)
 
     def forward(self, feature: Tensor, embedded: Tensor) -> Tensor:
         """The corrected feature."""
-        gate, up = self.gate_up(torch.cat((self.norm(feature), embedded), dim=-1)).chunk(2, dim=-1)
-        added: Tensor = self.down(functional.silu(gate) * up)
+        gate, up = self.gate_up_proj(torch.cat((self.norm(feature), embedded), dim=-1)).chunk(2, dim=-1)
+        added: Tensor = self.down_proj(functional.silu(gate) * up)
         return feature + added
 
 
@@ -38,26 +38,26 @@ class ParallelHead(EagleHead):
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__(config)
-        self.slots = nn.Parameter(0.02 * torch.randn(config.block - 1, config.hidden_size))
-        self.link = Link(config) if config.inner else None
+        self.mask_embeddings = nn.Parameter(0.02 * torch.randn(config.block_size - 1, config.hidden_size))
+        self.token_correction = TokenCorrection(config) if config.block_ffn_size else None
 
 
-class Linked(Passless):
+class CorrectedExpander(StatelessExpander):
     """Goes down a tree: each level is a learned row, corrected by the word before."""
 
-    def __init__(self, drafter: ParallelDrafter, link: Link, state: State) -> None:
-        self.drafter, self.link, self.state = drafter, link, state
-        self.features = drafter.features(state)
+    def __init__(self, drafter: ParallelDrafter, link: TokenCorrection, state: EagleState) -> None:
+        self.drafter, self.token_correction, self.state = drafter, link, state
+        self.features = drafter.block_features(state)
         self.start = self.features[:, :1]
 
     def step(self, level: int, embedded: Tensor, feature: Tensor) -> Tensor:
-        """See `Descent`."""
-        out: Tensor = self.link(self.features[:, level, None].expand(embedded.shape), embedded)
+        """See `LevelExpander`."""
+        out: Tensor = self.token_correction(self.features[:, level, None].expand(embedded.shape), embedded)
         return out
 
-    def scores(self, level: int, out: Tensor) -> Tensor:
-        """See `Descent`."""
-        return self.drafter.scores(self.state, out)
+    def logits(self, level: int, out: Tensor) -> Tensor:
+        """See `LevelExpander`."""
+        return self.drafter.logits(self.state, out)
 
 
 class ParallelDrafter(BlockDrafter):
@@ -65,46 +65,46 @@ class ParallelDrafter(BlockDrafter):
 
     head: ParallelHead
 
-    def _read(self, state: State, rows: Tensor, positions: Tensor, counts: list[int]) -> None:
+    def _forward(self, state: EagleState, inputs: Tensor, position_ids: Tensor, counts: list[int]) -> None:
         """Read, and look ahead from the last row in the same pass. A prompt is read alone."""
-        buffer, n, slots = state.buffer, rows.shape[1], self.size - 1
+        buffer, n, slots = state.kv_cache, inputs.shape[1], self.block_size - 1
         if not any(buffer.seq_lens) or not slots:
-            super()._read(state, rows, positions, counts)
-            state.more = state.last[:, None] if not slots else None
+            super()._forward(state, inputs, position_ids, counts)
+            state.extra = state.last_hidden[:, None] if not slots else None
             return
-        device, steps = rows.device, torch.arange(slots, device=rows.device)
+        device, steps = inputs.device, torch.arange(slots, device=inputs.device)
         lengths, given = torch.tensor([buffer.seq_lens, counts], device=device)[..., None]
-        places = torch.tensor(state.places, device=device)[:, None]
-        learned = self.head.slots[:slots].to(rows.dtype).expand(len(counts), -1, -1)
+        places = torch.tensor(state.next_positions, device=device)[:, None]
+        learned = self.head.mask_embeddings[:slots].to(inputs.dtype).expand(len(counts), -1, -1)
         buffer.begin_forward(n + slots)
         place = torch.arange(buffer.kv_len, device=device)
         real = place <= (lengths + torch.arange(n, device=device))[..., None]
         first = (lengths + n)[..., None]
         ahead = (place < (lengths + given)[..., None]) | ((place >= first) & (place <= first + steps[:, None]))
-        cos, sin = self._angles(state, torch.cat((positions, places + given + steps), dim=1))
+        cos, sin = self.rotary_embedding(state, torch.cat((position_ids, places + given + steps), dim=1))
         mask = torch.cat((real, ahead), dim=1)[:, None]
-        out = self.head(torch.cat((rows, learned), dim=1), cos, sin, attention(buffer, mask))
+        out = self.head(torch.cat((inputs, learned), dim=1), cos, sin, cached_attention(buffer, mask))
         buffer.seq_lens = [length + count for length, count in zip(buffer.seq_lens, counts, strict=True)]
-        state.last = last_of(out[:, :n], counts, state.last) if n else state.last
-        state.more = torch.cat((state.last[:, None], out[:, n:]), dim=1)
+        state.last_hidden = select_last(out[:, :n], counts, state.last_hidden) if n else state.last_hidden
+        state.extra = torch.cat((state.last_hidden[:, None], out[:, n:]), dim=1)
 
-    def features(self, state: State) -> Tensor:
+    def block_features(self, state: EagleState) -> Tensor:
         """From the last pass; just after the prompt there was none yet."""
-        if state.more is None:
-            batch, hidden = state.last.shape
-            positions = torch.zeros(batch, 0, dtype=torch.long, device=state.last.device)
-            self._read(state, state.last.new_zeros(batch, 0, hidden), positions, [0] * batch)
-        assert state.more is not None
-        return state.more
+        if state.extra is None:
+            batch, hidden = state.last_hidden.shape
+            positions = torch.zeros(batch, 0, dtype=torch.long, device=state.last_hidden.device)
+            self._forward(state, state.last_hidden.new_zeros(batch, 0, hidden), positions, [0] * batch)
+        assert state.extra is not None
+        return state.extra
 
     @property
-    def chained(self) -> bool:
+    def is_sequential(self) -> bool:
         """See `BlockDrafter`."""
-        return self.head.link is not None
+        return self.head.token_correction is not None
 
-    def _descent(self, state: State, width: int) -> Descent:
-        assert self.head.link is not None
-        return Linked(self, self.head.link, state)
+    def _expander(self, state: EagleState, beam_width: int) -> LevelExpander:
+        assert self.head.token_correction is not None
+        return CorrectedExpander(self, self.head.token_correction, state)
 
 
-__all__ = ["Link", "ParallelDrafter", "ParallelHead"]
+__all__ = ["TokenCorrection", "ParallelDrafter", "ParallelHead"]

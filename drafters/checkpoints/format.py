@@ -24,19 +24,19 @@ from mmspec.drafters.eagle.head import EagleHead, HeadConfig, config_from, from_
 from mmspec.drafters.eagle.visual_inputs import RULES
 from mmspec.files import atomic_write
 
-CONFIG, WEIGHTS = "config.json", "model.safetensors"
+CONFIG_NAME, WEIGHTS_NAME = "config.json", "model.safetensors"
 MODEL_TYPE = "mmspec_eagle"
-LARGEST_CONFIG = 1 << 20
-WITH = "compressor."
+MAX_CONFIG_BYTES = 1 << 20
+COMPRESSOR_PREFIX = "compressor."
 """Begins the names of a compressor's weights."""
 
 
-class OtherTarget(ValueError):
+class TargetMismatch(ValueError):
     """A draft head, in good order for all we know, that was made for another target."""
 
 
 @dataclass(frozen=True)
-class Made:
+class HeadMetadata:
     """A head, and what it was made for.
 
     Attributes:
@@ -47,16 +47,16 @@ class Made:
     """
 
     config: HeadConfig
-    rule: str
-    layers: int
+    visual_mode: str
+    num_layers: int
     model_type: str = ""
     tokenizer: str | None = None
     draft_ids: Tensor | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
-    kind: str = "eagle"
+    architecture: str = "eagle"
     compressor: tuple[Mapping[str, Any], Mapping[str, Tensor]] | None = None
 
-    def check(self, *, hidden_size: int, vocab_size: int, layers: int, tokenizer: str | None) -> None:
+    def check_target(self, *, hidden_size: int, vocab_size: int, num_layers: int, tokenizer: str | None) -> None:
         """Compare with the target at hand.
 
         Raises:
@@ -65,30 +65,44 @@ class Made:
         pairs: dict[str, tuple[object, object]] = {
             "hidden_size": (self.config.hidden_size, hidden_size),
             "vocab_size": (self.config.vocab_size, vocab_size),
-            "layers": (self.layers, layers),
+            "layers": (self.num_layers, num_layers),
         }
         if self.tokenizer is not None and tokenizer is not None:
             pairs["tokenizer"] = (self.tokenizer, tokenizer)
         wrong = [f"{name} {mine} (the target: {its})" for name, (mine, its) in pairs.items() if mine != its]
         if wrong:
-            raise OtherTarget(f"this draft head was made for another target: {', '.join(wrong)}.")
+            raise TargetMismatch(f"this draft head was made for another target: {', '.join(wrong)}.")
 
 
-def save(folder: str | os.PathLike[str], head: EagleHead, made: Made, dtype: torch.dtype = torch.bfloat16) -> None:
+def save_head(
+    folder: str | os.PathLike[str], head: EagleHead, metadata: HeadMetadata, dtype: torch.dtype = torch.bfloat16
+) -> None:
     """Write a head, rounded to `dtype`; a folder never holds half of it."""
-    weights = {name: value.detach().to("cpu", dtype).contiguous() for name, value in published(head).items()}
-    if made.draft_ids is not None:
-        weights["draft_ids"] = made.draft_ids.cpu()
-    if made.compressor is not None:
-        weights |= {f"{WITH}{name}": value.detach().to("cpu", dtype) for name, value in made.compressor[1].items()}
-    values = {"model_type": MODEL_TYPE, "kind": made.kind, **asdict(made.config), "rule": made.rule}
-    values["target"] = {"model_type": made.model_type, "layers": made.layers, "tokenizer": made.tokenizer}
-    values |= {"facts": dict(made.facts)} if made.facts else {}
-    values |= {"compressor": dict(made.compressor[0])} if made.compressor is not None else {}
-    write(Path(folder), weights, values)
+    weights = {name: value.detach().to("cpu", dtype).contiguous() for name, value in to_eagle_state_dict(head).items()}
+    if metadata.draft_ids is not None:
+        weights["draft_ids"] = metadata.draft_ids.cpu()
+    if metadata.compressor is not None:
+        weights |= {
+            f"{COMPRESSOR_PREFIX}{name}": value.detach().to("cpu", dtype)
+            for name, value in metadata.compressor[1].items()
+        }
+    values = {
+        "model_type": MODEL_TYPE,
+        "kind": metadata.architecture,
+        **asdict(metadata.config),
+        "rule": metadata.visual_mode,
+    }
+    values["target"] = {
+        "model_type": metadata.model_type,
+        "layers": metadata.num_layers,
+        "tokenizer": metadata.tokenizer,
+    }
+    values |= {"facts": dict(metadata.facts)} if metadata.facts else {}
+    values |= {"compressor": dict(metadata.compressor[0])} if metadata.compressor is not None else {}
+    write_checkpoint(Path(folder), weights, values)
 
 
-def write(place: Path, weights: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
+def write_checkpoint(folder: Path, weights: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
     """Both files of a head: whole before they get their names, and the config last, since a head is found by it."""
     place.mkdir(parents=True, exist_ok=True)
     # Left in reverse order: the weights get their name first, the config last.
@@ -98,7 +112,7 @@ def write(place: Path, weights: Mapping[str, Tensor], values: Mapping[str, Any])
         config_part.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
-def described(folder: str | os.PathLike[str]) -> Made:
+def read_metadata(folder: str | os.PathLike[str]) -> HeadMetadata:
     """What a folder's config says of its head, without a look at the weights: no draft ids, no compressor's weights.
 
     Raises:
@@ -107,46 +121,50 @@ def described(folder: str | os.PathLike[str]) -> Made:
     place = Path(folder)
     values = read_config(place)
     if values.get("model_type") != MODEL_TYPE:
-        raise ValueError(f"{place / CONFIG} is of model_type {values.get('model_type')!r}, not {MODEL_TYPE!r}.")
+        raise ValueError(f"{place / CONFIG_NAME} is of model_type {values.get('model_type')!r}, not {MODEL_TYPE!r}.")
     target = values.get("target", {})
     rule = values.get("rule")
-    if rule not in RULES:
-        raise ValueError(f"{place / CONFIG}: rule must be one of {', '.join(RULES)}; got {rule!r}.")
+    if rule not in VISUAL_MODES:
+        raise ValueError(f"{place / CONFIG_NAME}: rule must be one of {', '.join(VISUAL_MODES)}; got {rule!r}.")
     kind = values.get("kind", "eagle")
-    if kind not in KINDS:
-        raise ValueError(f"{place / CONFIG}: kind must be one of {', '.join(KINDS)}; got {kind!r}.")
+    if kind not in ARCHITECTURES:
+        raise ValueError(f"{place / CONFIG_NAME}: kind must be one of {', '.join(ARCHITECTURES)}; got {kind!r}.")
     try:
-        config = config_from(values)
+        config = parse_head_config(values)
     except ValueError as error:
-        raise ValueError(f"{place / CONFIG}: {error}") from error
-    return Made(
+        raise ValueError(f"{place / CONFIG_NAME}: {error}") from error
+    return HeadMetadata(
         config,
         rule,
         int(target.get("layers", 0)),
         str(target.get("model_type", "")),
         target.get("tokenizer"),
         facts=values.get("facts", {}),
-        kind=kind,
+        architecture=kind,
         compressor=(values["compressor"], {}) if isinstance(values.get("compressor"), dict) else None,
     )
 
 
-def load(folder: str | os.PathLike[str]) -> tuple[EagleHead, Made]:
+def load_head(folder: str | os.PathLike[str]) -> tuple[EagleHead, HeadMetadata]:
     """Read a head, in float32.
 
     Raises:
         FileNotFoundError: a file is missing. ValueError: what is there is no draft head, or a damaged one.
     """
-    made, file = described(folder), Path(folder) / WEIGHTS
+    made, file = read_metadata(folder), Path(folder) / WEIGHTS_NAME
     weights = read_weights(file)
     draft_ids = weights.pop("draft_ids", None)
-    extra = {name.removeprefix(WITH): weights.pop(name) for name in list(weights) if name.startswith(WITH)}
+    extra = {
+        name.removeprefix(COMPRESSOR_PREFIX): weights.pop(name)
+        for name in list(weights)
+        if name.startswith(COMPRESSOR_PREFIX)
+    }
     try:
-        state = from_published(made.config, weights, KINDS[made.kind].head)
+        state = from_eagle_state_dict(made.config, weights, ARCHITECTURES[made.architecture].head)
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
     with torch.device("meta"):  # fresh weights would be drawn from the user's generator
-        head = KINDS[made.kind].head(made.config)
+        head = ARCHITECTURES[made.architecture].head(made.config)
     head.load_state_dict({name: value.float() for name, value in state.items()}, assign=True)
     if draft_ids is not None:
         _check_ids(draft_ids, made.config.vocab_size, file)
@@ -154,7 +172,7 @@ def load(folder: str | os.PathLike[str]) -> tuple[EagleHead, Made]:
     return head.eval(), replace(made, draft_ids=draft_ids, compressor=compressor)
 
 
-def fingerprint(tokenizer: Any) -> str:
+def tokenizer_fingerprint(tokenizer: Any) -> str:
     """A short name of a tokenizer's vocabulary, for anything with `get_vocab`."""
     listed = json.dumps(sorted(tokenizer.get_vocab().items()), ensure_ascii=True)
     return hashlib.sha256(listed.encode()).hexdigest()[:16]
@@ -172,10 +190,10 @@ def read_config(folder: Path) -> dict[str, Any]:
     Raises:
         FileNotFoundError, ValueError: it is not there, or no JSON object.
     """
-    file = folder / CONFIG
+    file = folder / CONFIG_NAME
     if not file.is_file():
-        raise FileNotFoundError(f"{file} is missing: a draft head is a folder with {CONFIG} and {WEIGHTS}.")
-    if file.stat().st_size > LARGEST_CONFIG:
+        raise FileNotFoundError(f"{file} is missing: a draft head is a folder with {CONFIG_NAME} and {WEIGHTS_NAME}.")
+    if file.stat().st_size > MAX_CONFIG_BYTES:
         raise ValueError(f"{file} is no config: it has {file.stat().st_size} bytes.")
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
@@ -201,16 +219,16 @@ def read_weights(file: Path) -> dict[str, Tensor]:
 
 
 __all__ = [
-    "CONFIG",
+    "CONFIG_NAME",
     "MODEL_TYPE",
-    "WEIGHTS",
-    "Made",
+    "WEIGHTS_NAME",
+    "HeadMetadata",
     "OtherTarget",
-    "described",
-    "fingerprint",
-    "load",
+    "read_metadata",
+    "tokenizer_fingerprint",
+    "load_head",
     "read_config",
     "read_weights",
-    "save",
-    "write",
+    "save_head",
+    "write_checkpoint",
 ]

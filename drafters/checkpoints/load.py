@@ -5,36 +5,38 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from mmspec.drafters.architectures import KINDS
-from mmspec.drafters.checkpoints.format import MODEL_TYPE, described, fingerprint, load, read_config
+from mmspec.drafters.architectures import ARCHITECTURES
+from mmspec.drafters.checkpoints.format import MODEL_TYPE, read_metadata, tokenizer_fingerprint, load_head, read_config
 from mmspec.drafters.eagle.drafter import EagleDrafter
 from mmspec.interfaces import TargetInfo
 
 
-def trained(folder: str | os.PathLike[str], target: TargetInfo | None = None) -> EagleDrafter:
+def load_trained(folder: str | os.PathLike[str], target: TargetInfo | None = None) -> EagleDrafter:
     """The drafter in a folder of `mmspec train`, or as its authors published it.
 
     Raises:
         FileNotFoundError, ValueError: no draft head, or a damaged one. OtherTarget: one for another target.
     """
     if read_config(Path(folder)).get("model_type") != MODEL_TYPE:
-        from mmspec.drafters.checkpoints.published import published
+        from mmspec.drafters.checkpoints.published import load_published
 
         if target is None:
             raise ValueError(f"{os.fspath(folder)} was published for some target: it is needed to check that it fits.")
-        return published(folder, target)
+        return load_published(folder, target)
     if target is not None:
-        described(folder).check(
+        read_metadata(folder).check_target(
             hidden_size=target.hidden_size,
             vocab_size=target.vocab_size,
-            layers=target.num_layers,
-            tokenizer=None if target.tokenizer is None else fingerprint(target.tokenizer),
+            num_layers=target.num_layers,
+            tokenizer=None if target.tokenizer is None else tokenizer_fingerprint(target.tokenizer),
         )
-    head, made = load(folder)
+    head, made = load_head(folder)
     name = os.path.basename(os.path.normpath(folder))
-    drafter = KINDS[made.kind].drafter(head, made.rule, layers=made.layers, name=name, draft_ids=made.draft_ids)
-    drafter.comes_with = made.compressor
+    drafter = ARCHITECTURES[made.architecture].drafter(
+        head, made.visual_mode, layers=made.num_layers, name=name, draft_ids=made.draft_ids
+    )
+    drafter.bundled_compressor = made.compressor
     return drafter
 
 
-__all__ = ["trained"]
+__all__ = ["load_trained"]

@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmspec.drafters.checkpoints.format import CONFIG, WEIGHTS, read_config, read_weights, write
+from mmspec.drafters.checkpoints.format import CONFIG_NAME, WEIGHTS_NAME, read_config, read_weights, write_checkpoint
 from mmspec.drafters.eagle import vispec
 from mmspec.drafters.eagle.drafter import EagleDrafter
-from mmspec.drafters.eagle.head import Eagle3Head, EagleHead, HeadConfig, from_published
+from mmspec.drafters.eagle.head import Eagle3Head, EagleHead, HeadConfig, from_eagle_state_dict
 from mmspec.interfaces import TargetInfo
 
-PICKLED = "pytorch_model.bin"
-KNOWN = {
+PICKLE_NAME = "pytorch_model.bin"
+PUBLISHED_DRAFTERS = {
     "liuhaotian/llava-v1.5-7b": "lucylyn/MSD-LLaVA1.5-7B",
     "liuhaotian/llava-v1.5-13b": "lucylyn/MSD-LLaVA1.5-13B",
     "llava-hf/llava-1.5-7b-hf": "lucylyn/MSD-LLaVA1.5-7B",
@@ -36,17 +36,17 @@ KNOWN = {
 """Target -> the drafter that was published for it (hub ids)."""
 
 
-def weights_of(folder: Path) -> dict[str, Tensor]:
+def load_weights(folder: Path) -> dict[str, Tensor]:
     """The tensors of a folder, on the CPU.
 
     Raises:
         FileNotFoundError: neither file is there. ValueError: damaged, or a pickle that holds more than tensors.
     """
-    if (folder / WEIGHTS).is_file():
-        return read_weights(folder / WEIGHTS)
-    file = folder / PICKLED
+    if (folder / WEIGHTS_NAME).is_file():
+        return read_weights(folder / WEIGHTS_NAME)
+    file = folder / PICKLE_NAME
     if not file.is_file():
-        raise FileNotFoundError(f"{folder} holds neither {WEIGHTS} nor {PICKLED}.")
+        raise FileNotFoundError(f"{folder} holds neither {WEIGHTS_NAME} nor {PICKLE_NAME}.")
     try:
         found = torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
@@ -58,7 +58,7 @@ def weights_of(folder: Path) -> dict[str, Tensor]:
     return found
 
 
-def kind_of(values: Mapping[str, Any], weights: Mapping[str, Tensor]) -> str:
+def detect_format(values: Mapping[str, Any], weights: Mapping[str, Tensor]) -> str:
     """Which of the layouts it is: `eagle3`, `vispec`, `msd` or `eagle`."""
     if values.get("speculators_model_type", "eagle3") != "eagle3":
         raise ValueError(f"speculators_model_type {values['speculators_model_type']!r} is not supported; eagle3 is.")
@@ -71,18 +71,18 @@ def kind_of(values: Mapping[str, Any], weights: Mapping[str, Tensor]) -> str:
     return "msd" if values.get("model_type") in ("llava", "qwen2_vl") else "eagle"
 
 
-def published(folder: str | os.PathLike[str], target: TargetInfo) -> EagleDrafter:
+def load_published(folder: str | os.PathLike[str], target: TargetInfo) -> EagleDrafter:
     """The drafter in a folder, in the layout in which it was published.
 
     Raises:
         FileNotFoundError, ValueError: a file is missing or damaged, or what is there does not fit the target.
     """
     place = Path(folder)
-    values, weights = read_config(place), weights_of(place)
+    values, weights = read_config(place), load_weights(place)
     name = place.name
     try:
         _check_image_token(values, target)
-        kind = kind_of(values, weights)
+        kind = detect_format(values, weights)
         if kind == "eagle3":
             return _eagle3(values, weights, target, name)
         return _eagle(kind, values, weights, target, name)
@@ -114,14 +114,14 @@ def _eagle(
     )
     weights = {key: value for key, value in weights.items() if "rotary" not in key and key != "embed_tokens.weight"}
     if kind == "vispec":
-        head, plain = vispec.from_weights(config, weights)
-        _load(head, from_published(config, plain), weights)
-        return vispec.VispecDrafter(head, layers=target.num_layers, name=name, known=known)
+        head, plain = vispec.build_vispec_head(config, weights)
+        _load(head, from_eagle_state_dict(config, plain), weights)
+        return vispec.VispecDrafter(head, num_layers=target.num_layers, name=name, known=known)
     with torch.device("meta"):  # fresh weights would be drawn from the user's generator
         plain_head = EagleHead(config)
-    _load(plain_head, from_published(config, weights), {})
+    _load(plain_head, from_eagle_state_dict(config, weights), {})
     rule = "decoupled" if kind == "msd" else "coupled"
-    return EagleDrafter(plain_head, rule, layers=target.num_layers, name=name, known=known)
+    return EagleDrafter(plain_head, rule, num_layers=target.num_layers, name=name, vocab_limit=known)
 
 
 def _load(head: torch.nn.Module, state: Mapping[str, Tensor], more: Mapping[str, Tensor]) -> None:
@@ -142,7 +142,7 @@ def _config(values: Mapping[str, Any], target: TargetInfo) -> HeadConfig:
     names = ("hidden_size", "intermediate_size", "num_attention_heads")
     missing = [name for name in names if not isinstance(values.get(name), int)]
     if missing:
-        raise ValueError(f"{CONFIG} lacks {', '.join(missing)}.")
+        raise ValueError(f"{CONFIG_NAME} lacks {', '.join(missing)}.")
     if values["hidden_size"] != target.hidden_size:
         raise ValueError(
             f"this drafter is for a target of hidden_size {values['hidden_size']}; the target has {target.hidden_size}."
@@ -172,7 +172,7 @@ def _vocabulary(values: Mapping[str, Any], weights: Mapping[str, Tensor], target
     if embedding is not None and (embedding.dim() != 2 or embedding.shape[1] != values["hidden_size"]):
         raise ValueError(f"embed_tokens.weight must be [V, {values['hidden_size']}]; got {list(embedding.shape)}.")
     if embedding is not None and embedding.shape[0] != size:
-        raise ValueError(f"embed_tokens.weight has {embedding.shape[0]} rows; {CONFIG} says vocab_size {size}.")
+        raise ValueError(f"embed_tokens.weight has {embedding.shape[0]} rows; {CONFIG_NAME} says vocab_size {size}.")
     if size > target.vocab_size + 64 or size < target.vocab_size - 1024:
         raise ValueError(f"this drafter knows {size} ids, the target {target.vocab_size}: not the same vocabulary.")
     return size if size < target.vocab_size else None
@@ -180,14 +180,14 @@ def _vocabulary(values: Mapping[str, Any], weights: Mapping[str, Tensor], target
 
 # --- EAGLE-3 ----------------------------------------------------------------------------------------------------------
 
-LAYER3 = {
+EAGLE3_NAMES = {
     "self_attn.o_proj": "layer.o_proj",
     "mlp.down_proj": "layer.down_proj",
     "input_layernorm": "layer.input_norm",
     "hidden_norm": "layer.state_norm",
     "post_attention_layernorm": "layer.post_norm",
 }
-JOINED3 = {
+EAGLE3_FUSED = {
     "layer.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "layer.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
 }
@@ -222,21 +222,21 @@ def _eagle3(values: Mapping[str, Any], weights: dict[str, Tensor], target: Targe
     _load(head, _state3(head, weights), {})
     taps = values.get("eagle_aux_hidden_state_layer_ids")
     drafter = EagleDrafter(
-        head, "coupled", layers=target.num_layers, name=name, draft_ids=None if d2t is None else ids, depth=5
+        head, "coupled", num_layers=target.num_layers, name=name, draft_ids=None if d2t is None else ids, max_depth=5
     )
-    if taps is not None and tuple(taps) != drafter.taps:
-        drafter.tap(tuple(taps), target.num_layers)
+    if taps is not None and tuple(taps) != drafter.hidden_state_indices:
+        drafter.set_hidden_state_indices(tuple(taps), target.num_layers)
     return drafter
 
 
 def _names3(head: Eagle3Head) -> dict[str, tuple[str, ...]]:
     """Name in our state dict -> the published names that it is joined of."""
     names: dict[str, tuple[str, ...]] = {}
-    back = {mine: theirs for theirs, mine in LAYER3.items()}
+    back = {mine: theirs for theirs, mine in EAGLE3_NAMES.items()}
     for name in head.state_dict():
         module, _, kind = name.rpartition(".")
-        if module in JOINED3:
-            names[name] = tuple(f"layers.0.{part}.{kind}" for part in JOINED3[module])
+        if module in EAGLE3_FUSED:
+            names[name] = tuple(f"layers.0.{part}.{kind}" for part in EAGLE3_FUSED[module])
         else:
             names[name] = (f"layers.0.{back[module]}.{kind}" if module in back else name,)
     return names
@@ -306,7 +306,7 @@ def export_speculators(folder: str | os.PathLike[str], drafter: EagleDrafter, ta
         "draft_vocab_size": vocab,
         "norm_before_residual": config.norm_before_residual,
         "target_hidden_size": target.hidden_size,
-        "eagle_aux_hidden_state_layer_ids": list(drafter.taps),
+        "eagle_aux_hidden_state_layer_ids": list(drafter.hidden_state_indices),
         "transformer_layer_config": layer,
         "speculators_config": {
             "algorithm": "eagle3",
@@ -315,7 +315,7 @@ def export_speculators(folder: str | os.PathLike[str], drafter: EagleDrafter, ta
             "verifier": {"name_or_path": target.name or None, "architectures": []},
         },
     }
-    write(Path(folder), weights, values)
+    write_checkpoint(Path(folder), weights, values)
 
 
-__all__ = ["KNOWN", "export_speculators", "published"]
+__all__ = ["PUBLISHED_DRAFTERS", "export_speculators", "load_published"]

@@ -18,9 +18,9 @@ from torch.nn import functional
 from mmspec.engine.gather import gather_rows
 from mmspec.interfaces import SharedEmbeddings
 
-MOST_BLOCK = 16
+MAX_BLOCK_SIZE = 16
 """Tokens of a pass at most: longer drafts are never kept, and tables of paths grow with it."""
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+AttentionFn = Callable[[Tensor, Tensor, Tensor], Tensor]
 """([B, H, n, d] queries, [B, H', n, d] keys and values of the same rows) -> [B, H, n, d] what was seen."""
 
 
@@ -49,15 +49,15 @@ class HeadConfig:
     bias: bool = True
     qkv_bias: bool = False
     input_norm: bool = False
-    wide: bool = False
+    eagle3_input: bool = False
     norm_before_residual: bool = False
-    block: int = 1
-    inner: int = 0
-    chain: int = 0
+    block_size: int = 1
+    block_ffn_size: int = 0
+    markov_rank: int = 0
 
     def __post_init__(self) -> None:
-        if not 1 <= self.block <= MOST_BLOCK:
-            raise ValueError(f"block must be 1 to {MOST_BLOCK} tokens a pass; got {self.block}.")
+        if not 1 <= self.block_size <= MAX_BLOCK_SIZE:
+            raise ValueError(f"block must be 1 to {MAX_BLOCK_SIZE} tokens a pass; got {self.block_size}.")
         if not self.head_dim:
             object.__setattr__(self, "head_dim", self.hidden_size // self.num_attention_heads)
         if self.num_attention_heads % self.num_key_value_heads:
@@ -67,7 +67,7 @@ class HeadConfig:
             )
 
 
-class Norm(nn.RMSNorm):
+class RMSNorm(nn.RMSNorm):
     """RMSNorm whose weight follows the rows' precision, as under autocast they may differ."""
 
     def forward(self, rows: Tensor) -> Tensor:
@@ -76,26 +76,28 @@ class Norm(nn.RMSNorm):
         return functional.rms_norm(rows, self.normalized_shape, self.weight.to(rows.dtype), self.eps)
 
 
-class Layer(nn.Module):
+class DecoderLayer(nn.Module):
     """A Llama decoder layer with its projections in one piece each, since small products cost by the call."""
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__()
         self.config = config
         hidden, size = config.hidden_size, config.head_dim
-        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
-        read = 2 * hidden if config.wide else hidden
-        self.qkv_proj = nn.Linear(read, (self.heads + 2 * self.kv_heads) * size, bias=config.qkv_bias)
-        self.o_proj = nn.Linear(self.heads * size, hidden, bias=False)
-        self.feeds = config.intermediate_size > 0
-        if self.feeds:
+        self.num_heads, self.num_kv_heads = config.num_attention_heads, config.num_key_value_heads
+        read = 2 * hidden if config.eagle3_input else hidden
+        self.qkv_proj = nn.Linear(read, (self.num_heads + 2 * self.num_kv_heads) * size, bias=config.qkv_bias)
+        self.o_proj = nn.Linear(self.num_heads * size, hidden, bias=False)
+        self.has_mlp = config.intermediate_size > 0
+        if self.has_mlp:
             self.gate_up_proj = nn.Linear(hidden, 2 * config.intermediate_size, bias=False)
             self.down_proj = nn.Linear(config.intermediate_size, hidden, bias=False)
-            self.post_norm = Norm(hidden, config.rms_norm_eps)
-        self.input_norm = Norm(hidden, config.rms_norm_eps) if config.input_norm or config.wide else None
-        self.state_norm = Norm(hidden, config.rms_norm_eps) if config.wide else None
+            self.post_norm = RMSNorm(hidden, config.rms_norm_eps)
+        self.input_norm = RMSNorm(hidden, config.rms_norm_eps) if config.input_norm or config.eagle3_input else None
+        self.hidden_norm = RMSNorm(hidden, config.rms_norm_eps) if config.eagle3_input else None
 
-    def forward(self, rows: Tensor, cos: Tensor, sin: Tensor, attend: Attend, ask: Tensor | None = None) -> Tensor:
+    def forward(
+        self, inputs: Tensor, cos: Tensor, sin: Tensor, attend: AttentionFn, query_index: Tensor | None = None
+    ) -> Tensor:
         """[B, n, D] rows in ([B, n, 2 D] if wide), [B, n or m, D] out.
 
         Args:
@@ -103,48 +105,48 @@ class Layer(nn.Module):
             ask: [B, m] the rows whose output is wanted; None for all. Of the others only keys and values are computed,
                 which is about a third of the work: nobody asks what a prompt's earlier rows would draft.
         """
-        if self.state_norm is None:
-            normed = rows if self.input_norm is None else self.input_norm(rows)
+        if self.hidden_norm is None:
+            normed = inputs if self.input_norm is None else self.input_norm(inputs)
         else:
             assert self.input_norm is not None
-            embedding, rows = rows.chunk(2, dim=-1)
-            state = self.state_norm(rows)
+            embedding, inputs = inputs.chunk(2, dim=-1)
+            state = self.hidden_norm(inputs)
             normed = torch.cat((self.input_norm(embedding), state), dim=-1)
-            rows = state if self.config.norm_before_residual else rows
-        if ask is None:
-            mixed = self._by_head(self.qkv_proj(normed))
-            turned, values = mixed.split((self.heads + self.kv_heads, self.kv_heads), dim=1)
-            turned = turned * cos + rotate(turned) * sin
-            queries, keys = turned.split((self.heads, self.kv_heads), dim=1)
+            inputs = state if self.config.norm_before_residual else inputs
+        if query_index is None:
+            mixed = self._split_heads(self.qkv_proj(normed))
+            turned, values = mixed.split((self.num_heads + self.num_kv_heads, self.num_kv_heads), dim=1)
+            turned = turned * cos + rotate_half(turned) * sin
+            queries, keys = turned.split((self.num_heads, self.num_kv_heads), dim=1)
         else:
-            rows = gather_rows(rows, ask)
-            queries, keys, values = self._asked(normed, cos, sin, ask)
+            inputs = gather_rows(inputs, query_index)
+            queries, keys, values = self._project_queries(normed, cos, sin, query_index)
         seen = attend(queries, keys, values)
-        rows = rows + self.o_proj(seen.transpose(1, 2).flatten(2))
-        if not self.feeds:
-            return rows
-        gate, up = self.gate_up_proj(self.post_norm(rows)).chunk(2, dim=-1)
+        inputs = inputs + self.o_proj(seen.transpose(1, 2).flatten(2))
+        if not self.has_mlp:
+            return inputs
+        gate, up = self.gate_up_proj(self.post_norm(inputs)).chunk(2, dim=-1)
         fed: Tensor = self.down_proj(functional.silu(gate) * up)
-        return rows + fed
+        return inputs + fed
 
-    def _by_head(self, projected: Tensor) -> Tensor:
+    def _split_heads(self, projected: Tensor) -> Tensor:
         """[B, n, H * d] -> [B, H, n, d]."""
         return projected.unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)
 
-    def _asked(self, normed: Tensor, cos: Tensor, sin: Tensor, ask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _project_queries(self, normed: Tensor, cos: Tensor, sin: Tensor, ask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries of the rows asked, keys and values of all."""
-        size, weight, bias = self.heads * self.config.head_dim, self.qkv_proj.weight, self.qkv_proj.bias
+        size, weight, bias = self.num_heads * self.config.head_dim, self.qkv_proj.weight, self.qkv_proj.bias
         queries = functional.linear(gather_rows(normed, ask), weight[:size], None if bias is None else bias[:size])
         rest = functional.linear(normed, weight[size:], None if bias is None else bias[size:])
-        keys, values = self._by_head(rest).chunk(2, dim=1)
+        keys, values = self._split_heads(rest).chunk(2, dim=1)
         turn = [
             gather_rows(part.expand(len(normed), -1, normed.shape[1], -1)[:, 0], ask)[:, None] for part in (cos, sin)
         ]
-        turned = self._by_head(queries)
-        return turned * turn[0] + rotate(turned) * turn[1], keys * cos + rotate(keys) * sin, values
+        turned = self._split_heads(queries)
+        return turned * turn[0] + rotate_half(turned) * turn[1], keys * cos + rotate_half(keys) * sin, values
 
 
-def rotate(vectors: Tensor) -> Tensor:
+def rotate_half(vectors: Tensor) -> Tensor:
     """The half turn of rotary positions, [..., d]: (a, b) -> (-b, a)."""
     first, second = vectors.chunk(2, dim=-1)
     return torch.cat((-second, first), dim=-1)
@@ -153,40 +155,51 @@ def rotate(vectors: Tensor) -> Tensor:
 class EagleHead(nn.Module):
     """`fc` and one layer. Its output stands for the target's state after the final norm, one position on."""
 
+    compresses_visual_tokens: bool = False
+    """Whether the head compresses visual tokens itself (ViSpec)."""
+
     def __init__(self, config: HeadConfig) -> None:
         super().__init__()
         self.config = config
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=config.bias)
-        self.layer = Layer(config)
+        self.layer = DecoderLayer(config)
 
-    def taps(self, layers: int) -> tuple[int, ...]:
+    def hidden_state_indices(self, num_layers: int) -> tuple[int, ...]:
         """Which states of a target of so many layers it reads (`mmspec.interfaces.DrafterRequirements`)."""
-        return (layers,)
+        return (num_layers,)
 
-    def trimmed(self, words: SharedEmbeddings, ids: Tensor) -> Tensor | None:
+    def draft_lm_head(self, shared_embeddings: SharedEmbeddings, draft_ids: Tensor) -> Tensor | None:
         """[V', D] what `logits` needs to speak of these ids only."""
-        return words.lm_head_rows(ids)
+        return shared_embeddings.lm_head_rows(draft_ids)
 
-    def logits(self, out: Tensor, words: SharedEmbeddings, rows: Tensor | None) -> Tensor:
+    def logits(
+        self, hidden_states: Tensor, shared_embeddings: SharedEmbeddings, draft_lm_head: Tensor | None
+    ) -> Tensor:
         """[..., V'] logits of what follows. rows: [V', D] of the target's head, if not all of it."""
-        said: Tensor = words.lm_head(out) if rows is None else functional.linear(out, rows)
+        said: Tensor = (
+            shared_embeddings.lm_head(hidden_states)
+            if draft_lm_head is None
+            else functional.linear(hidden_states, draft_lm_head)
+        )
         return said
 
-    def fuse(self, embeddings: Tensor, states: Tensor) -> Tensor:
+    def fuse(self, inputs_embeds: Tensor, hidden_states: Tensor) -> Tensor:
         """[..., D] input rows of text: the next token's embedding with the state before it (embedding first)."""
-        fused: Tensor = self.fc(torch.cat((embeddings, states), dim=-1))
+        fused: Tensor = self.fc(torch.cat((inputs_embeds, hidden_states), dim=-1))
         return fused
 
-    def forward(self, rows: Tensor, cos: Tensor, sin: Tensor, attend: Attend, ask: Tensor | None = None) -> Tensor:
+    def forward(
+        self, inputs: Tensor, cos: Tensor, sin: Tensor, attend: AttentionFn, query_index: Tensor | None = None
+    ) -> Tensor:
         """See `Layer.forward`."""
-        out: Tensor = self.layer(rows, cos, sin, attend, ask)
+        out: Tensor = self.layer(inputs, cos, sin, attend, query_index)
         return out
 
-    def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def rotary_embedding(self, position_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """(cos, sin) of positions [...]: [..., d] each, by Llama's rule."""
         size = self.config.head_dim
-        steps = torch.arange(0, size, 2, dtype=torch.float32, device=positions.device) / size
-        angle = positions[..., None].float() * self.config.rope_theta**-steps
+        steps = torch.arange(0, size, 2, dtype=torch.float32, device=position_ids.device) / size
+        angle = position_ids[..., None].float() * self.config.rope_theta**-steps
         angle = torch.cat((angle, angle), dim=-1)
         return angle.cos().to(dtype), angle.sin().to(dtype)
 
@@ -197,40 +210,42 @@ class Eagle3Head(EagleHead):
     What it carries from step to step is the layer's output before that norm.
     """
 
-    def __init__(self, config: HeadConfig, draft_vocab: int, target_size: int) -> None:
+    def __init__(self, config: HeadConfig, draft_vocab_size: int, target_size: int) -> None:
         nn.Module.__init__(self)
         self.config = config
         self.fc = nn.Linear(3 * target_size, config.hidden_size, bias=False)
-        self.layer = Layer(config)
-        self.norm = Norm(config.hidden_size, config.rms_norm_eps)
-        self.lm_head = nn.Linear(config.hidden_size, draft_vocab, bias=False)
+        self.layer = DecoderLayer(config)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.lm_head = nn.Linear(config.hidden_size, draft_vocab_size, bias=False)
 
-    def taps(self, layers: int) -> tuple[int, ...]:
+    def hidden_state_indices(self, num_layers: int) -> tuple[int, ...]:
         """The inputs of layers 2, N // 2 and N - 3."""
-        return (2, layers // 2, layers - 3)
+        return (2, num_layers // 2, num_layers - 3)
 
-    def fuse(self, embeddings: Tensor, states: Tensor) -> Tensor:
+    def fuse(self, inputs_embeds: Tensor, hidden_states: Tensor) -> Tensor:
         """[..., 2 D]: embedding beside state; the target's states are joined first, its own are taken as they are."""
-        own = states if states.shape[-1] == self.config.hidden_size else self.fc(states)
-        return torch.cat((embeddings, own), dim=-1)
+        own = hidden_states if hidden_states.shape[-1] == self.config.hidden_size else self.fc(hidden_states)
+        return torch.cat((inputs_embeds, own), dim=-1)
 
-    def trimmed(self, words: SharedEmbeddings, ids: Tensor) -> Tensor | None:
+    def draft_lm_head(self, shared_embeddings: SharedEmbeddings, draft_ids: Tensor) -> Tensor | None:
         """Nothing: its own head speaks of its own vocabulary."""
         return None
 
-    def logits(self, out: Tensor, words: SharedEmbeddings, rows: Tensor | None) -> Tensor:
+    def logits(
+        self, hidden_states: Tensor, shared_embeddings: SharedEmbeddings, draft_lm_head: Tensor | None
+    ) -> Tensor:
         """[..., V'] by its own head."""
-        said: Tensor = self.lm_head(self.norm(out))
+        said: Tensor = self.lm_head(self.norm(hidden_states))
         return said
 
 
 # --- names of the published weights -----------------------------------------------------------------------------------
 
-SPLIT = {
+FUSED_PROJECTIONS = {
     "layers.0.self_attn.qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "layers.0.mlp.gate_up_proj": ("gate_proj", "up_proj"),
 }
-PLAIN = {
+RENAMED_MODULES = {
     "fc": "fc",
     "layer.o_proj": "layers.0.self_attn.o_proj",
     "layer.down_proj": "layers.0.mlp.down_proj",
@@ -239,24 +254,26 @@ PLAIN = {
 }
 
 
-def published(head: EagleHead) -> dict[str, Tensor]:
+def to_eagle_state_dict(head: EagleHead) -> dict[str, Tensor]:
     """The weights under the names of the EAGLE and MSD code, one tensor per projection."""
     config, result = head.config, dict[str, Tensor]()
     heads, kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
     sizes = {"qkv_proj": [heads, kv, kv], "gate_up_proj": [config.intermediate_size] * 2}
     for name, value in head.state_dict().items():
         module, _, kind = name.rpartition(".")
-        if module in PLAIN or not module.startswith("layer."):  # what other kinds of head add keeps its own name
-            result[f"{PLAIN[module]}.{kind}" if module in PLAIN else name] = value
+        if module in RENAMED_MODULES or not module.startswith(
+            "layer."
+        ):  # what other kinds of head add keeps its own name
+            result[f"{RENAMED_MODULES[module]}.{kind}" if module in RENAMED_MODULES else name] = value
             continue
         joined = module.removeprefix("layer.")
-        whole = next(name for name in SPLIT if name.endswith(joined))
-        for part, piece in zip(SPLIT[whole], value.split(sizes[joined]), strict=True):
+        whole = next(name for name in FUSED_PROJECTIONS if name.endswith(joined))
+        for part, piece in zip(FUSED_PROJECTIONS[whole], value.split(sizes[joined]), strict=True):
             result[f"{whole.removesuffix(joined)}{part}.{kind}"] = piece.contiguous()
     return result
 
 
-def from_published(
+def from_eagle_state_dict(
     config: HeadConfig, weights: Mapping[str, Tensor], make: Callable[[HeadConfig], EagleHead] | None = None
 ) -> dict[str, Tensor]:
     """The other way: a state dict for `EagleHead`, or for the kind of head that `make` makes.
@@ -266,7 +283,7 @@ def from_published(
     """
     with torch.device("meta"):
         empty = (make or EagleHead)(config)
-    expected = {name: value.shape for name, value in published(empty).items()}
+    expected = {name: value.shape for name, value in to_eagle_state_dict(empty).items()}
     missing, extra = sorted(set(expected) - set(weights)), sorted(set(weights) - set(expected))
     if missing or extra:
         what = "lacks" if missing else "has what it should not have:"
@@ -279,17 +296,17 @@ def from_published(
     result = {}
     for name in empty.state_dict():
         module, _, kind = name.rpartition(".")
-        if module in PLAIN or not module.startswith("layer."):
-            result[name] = weights[f"{PLAIN[module]}.{kind}" if module in PLAIN else name]
+        if module in RENAMED_MODULES or not module.startswith("layer."):
+            result[name] = weights[f"{RENAMED_MODULES[module]}.{kind}" if module in RENAMED_MODULES else name]
         else:
             joined = module.removeprefix("layer.")
-            whole = next(name for name in SPLIT if name.endswith(joined))
-            parts = [weights[f"{whole.removesuffix(joined)}{part}.{kind}"] for part in SPLIT[whole]]
+            whole = next(name for name in FUSED_PROJECTIONS if name.endswith(joined))
+            parts = [weights[f"{whole.removesuffix(joined)}{part}.{kind}"] for part in FUSED_PROJECTIONS[whole]]
             result[name] = torch.cat(parts)
     return result
 
 
-def config_from(values: Mapping[str, Any]) -> HeadConfig:
+def parse_head_config(values: Mapping[str, Any]) -> HeadConfig:
     """A `HeadConfig` from the keys of a published `config.json`; unknown keys are left alone.
 
     Raises:
@@ -309,14 +326,14 @@ def config_from(values: Mapping[str, Any]) -> HeadConfig:
 
 
 __all__ = [
-    "Attend",
+    "AttentionFn",
     "Eagle3Head",
     "EagleHead",
     "HeadConfig",
-    "Layer",
-    "config_from",
+    "DecoderLayer",
+    "parse_head_config",
     "from_published",
     "gather_rows",
-    "published",
-    "rotate",
+    "to_eagle_state_dict",
+    "rotate_half",
 ]

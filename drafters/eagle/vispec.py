@@ -12,18 +12,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mmspec.drafters.eagle.drafter import EagleDrafter, State
+from mmspec.drafters.eagle.drafter import EagleDrafter, EagleState
 from mmspec.drafters.eagle.head import EagleHead, HeadConfig
-from mmspec.drafters.eagle.visual_inputs import Sight
+from mmspec.drafters.eagle.visual_inputs import DraftInputs
 
 
-class Adaptor(nn.Module):
+class VisualAdaptor(nn.Module):
     """Learned queries over a picture's projected embeddings: [M, D] in, [Q, D] out. No positions, no norm."""
 
-    def __init__(self, config: HeadConfig, queries: int) -> None:
+    def __init__(self, config: HeadConfig, num_queries: int) -> None:
         super().__init__()
         heads, size = config.num_attention_heads, config.head_dim
-        self.q = nn.Parameter(torch.randn(queries, heads, size) * size**-0.5)
+        self.q = nn.Parameter(torch.randn(num_queries, heads, size) * size**-0.5)
         self.k_proj = nn.Linear(config.hidden_size, heads * size, bias=config.qkv_bias)
         self.v_proj = nn.Linear(config.hidden_size, heads * size, bias=config.qkv_bias)
         self.o_proj = nn.Linear(heads * size, config.hidden_size, bias=False)
@@ -40,12 +40,12 @@ class Adaptor(nn.Module):
 class VispecHead(EagleHead):
     """EAGLE's head with the adaptor, and a layer that mixes the picture's vector into the state."""
 
-    shrinks = True
+    compresses_visual_tokens = True
     """No compressor goes with it (`mmspec.config`)."""
 
-    def __init__(self, config: HeadConfig, queries: int) -> None:
+    def __init__(self, config: HeadConfig, num_queries: int) -> None:
         super().__init__(config)
-        self.imadpt = Adaptor(config, queries)
+        self.imadpt = VisualAdaptor(config, num_queries)
         self.img_fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=config.bias)
 
 
@@ -54,24 +54,24 @@ class VispecDrafter(EagleDrafter):
 
     head: VispecHead
 
-    def __init__(self, head: VispecHead, *, layers: int, name: str = "vispec", **more: Any) -> None:
-        super().__init__(head, "coupled", layers=layers, name=name, **{"depth": 4, **more})
+    def __init__(self, head: VispecHead, *, num_layers: int, name: str = "vispec", **more: Any) -> None:
+        super().__init__(head, "coupled", num_layers=num_layers, name=name, **{"depth": 4, **more})
 
-    def fuse(self, state: State, embeddings: Tensor, states: Tensor) -> Tensor:
+    def fuse(self, state: EagleState, inputs_embeds: Tensor, hidden_states: Tensor) -> Tensor:
         """Text rows see the last picture before them."""
-        assert state.more is not None
-        return self._mixed(embeddings, states, state.more[:, None].expand(states.shape))
+        assert state.extra is not None
+        return self._mixed(inputs_embeds, hidden_states, state.extra[:, None].expand(hidden_states.shape))
 
     def _mixed(self, embeddings: Tensor, states: Tensor, picture: Tensor) -> Tensor:
         return self.head.fuse(embeddings, self.head.img_fc(torch.cat((states, picture), dim=-1)))
 
-    def rows(self, state: State, sight: Sight) -> tuple[Tensor, Tensor | None]:
+    def prompt_inputs(self, state: EagleState, inputs: DraftInputs) -> tuple[Tensor, Tensor | None]:
         """Picture by picture: the few tokens go to the picture's last places, its vector to the text behind it."""
-        following, visual = sight.following, sight.visual.tolist()
+        following, visual = inputs.next_embeds, inputs.visual_mask.tolist()
         batch, _, hidden = following.shape
-        keep = ~sight.visual
+        keep = ~inputs.visual_mask
         rows, pictures = following.clone(), torch.zeros_like(following)
-        state.more = following.new_zeros(batch, hidden)
+        state.extra = following.new_zeros(batch, hidden)
         for row in range(batch):
             for start, end in _runs(visual[row]):
                 shrunk = self.head.imadpt(following[row, start:end])
@@ -80,9 +80,9 @@ class VispecDrafter(EagleDrafter):
                     rows[row, end - few : end] = shrunk[:few]
                     keep[row, end - few : end] = True
                 pictures[row, end:] = shrunk[-1]
-                state.more[row] = shrunk[-1]
-        mixed = self._mixed(following, sight.states, pictures)
-        return torch.where(sight.visual[..., None], rows, mixed), keep
+                state.extra[row] = shrunk[-1]
+        mixed = self._mixed(following, inputs.hidden_states, pictures)
+        return torch.where(inputs.visual_mask[..., None], rows, mixed), keep
 
 
 def _runs(flags: list[bool]) -> list[tuple[int, int]]:
@@ -97,7 +97,7 @@ def _runs(flags: list[bool]) -> list[tuple[int, int]]:
     return found
 
 
-def from_weights(config: HeadConfig, weights: Mapping[str, Tensor]) -> tuple[VispecHead, dict[str, Tensor]]:
+def build_vispec_head(config: HeadConfig, weights: Mapping[str, Tensor]) -> tuple[VispecHead, dict[str, Tensor]]:
     """A head of the right shape, and the weights of EAGLE's part of it."""
     queries = weights["imadpt.q"]
     if queries.dim() != 3 or queries.shape[1:] != (config.num_attention_heads, config.head_dim):
@@ -109,4 +109,4 @@ def from_weights(config: HeadConfig, weights: Mapping[str, Tensor]) -> tuple[Vis
         return VispecHead(config, queries.shape[0]), plain
 
 
-__all__ = ["Adaptor", "VispecDrafter", "VispecHead", "from_weights"]
+__all__ = ["Adaptor", "VispecDrafter", "VispecHead", "build_vispec_head"]

@@ -18,7 +18,7 @@ from mmspec.interfaces import CompressionContext, Compressor, Prompt, VisualGrid
 
 
 @dataclass(frozen=True)
-class Sight:
+class DraftInputs:
     """A batch of sequences as a head may see them, row by row.
 
     Attributes:
@@ -27,77 +27,82 @@ class Sight:
         visual: [B, n] bool, True where a visual token follows. placeholder: [D] embedding of the placeholder id.
     """
 
-    following: Tensor
-    states: Tensor
-    visual: Tensor
-    placeholder: Tensor
+    next_embeds: Tensor
+    hidden_states: Tensor
+    visual_mask: Tensor
+    placeholder_embed: Tensor
 
 
-Rule = Callable[[EagleHead, Sight], tuple[Tensor, Tensor | None]]
+VisualInputMode = Callable[[EagleHead, DraftInputs], tuple[Tensor, Tensor | None]]
 """(head, what it may see) -> [B, n, D] input rows of the layer, and [B, n] bool which of them are kept (None: all)."""
 
 
-def decoupled(head: EagleHead, sight: Sight) -> tuple[Tensor, Tensor | None]:
+def decoupled(head: EagleHead, sight: DraftInputs) -> tuple[Tensor, Tensor | None]:
     """MSD: a visual token enters as its projected embedding alone, text as embedding and state (MSD, section 3)."""
     return _text_fused(head, sight), None
 
 
-def coupled(head: EagleHead, sight: Sight) -> tuple[Tensor, Tensor | None]:
+def coupled(head: EagleHead, sight: DraftInputs) -> tuple[Tensor, Tensor | None]:
     """EAGLE on a multimodal target: visual tokens are fused with states like text."""
-    return head.fuse(sight.following, sight.states), None
+    return head.fuse(sight.next_embeds, sight.hidden_states), None
 
 
-def blind(head: EagleHead, sight: Sight) -> tuple[Tensor, Tensor | None]:
+def placeholder(head: EagleHead, sight: DraftInputs) -> tuple[Tensor, Tensor | None]:
     """EAGLE as it is for text: of a visual token it sees the placeholder's embedding, and the state before it."""
-    following = torch.where(sight.visual[..., None], sight.placeholder, sight.following)
-    return head.fuse(following, sight.states), None
+    following = torch.where(sight.visual_mask[..., None], sight.placeholder_embed, sight.next_embeds)
+    return head.fuse(following, sight.hidden_states), None
 
 
-def textual(head: EagleHead, sight: Sight) -> tuple[Tensor, Tensor | None]:
+def text_only(head: EagleHead, sight: DraftInputs) -> tuple[Tensor, Tensor | None]:
     """No visual tokens at all: only rows that text follows; they keep their positions."""
-    return _text_fused(head, sight), ~sight.visual
+    return _text_fused(head, sight), ~sight.visual_mask
 
 
-def _text_fused(head: EagleHead, sight: Sight) -> Tensor:
+def _text_fused(head: EagleHead, sight: DraftInputs) -> Tensor:
     """[B, n, D], fused where text follows, the bare embedding elsewhere: long clips cost what their text costs."""
-    most = int((~sight.visual).sum(1).max())
-    text = first(~sight.visual)[:, :most]  # rows with less of it bring others
-    following = gather_rows(sight.following, text)
-    fused = head.fuse(following, gather_rows(sight.states, text))
-    fused = torch.where(sight.visual.gather(1, text)[..., None], following, fused)
-    return scatter_rows(sight.following.to(fused.dtype), text, fused)
+    most = int((~sight.visual_mask).sum(1).max())
+    text = packed_indices(~sight.visual_mask)[:, :most]  # rows with less of it bring others
+    following = gather_rows(sight.next_embeds, text)
+    fused = head.fuse(following, gather_rows(sight.hidden_states, text))
+    fused = torch.where(sight.visual_mask.gather(1, text)[..., None], following, fused)
+    return scatter_rows(sight.next_embeds.to(fused.dtype), text, fused)
 
 
-RULES: dict[str, Rule] = {"decoupled": decoupled, "coupled": coupled, "blind": blind, "textual": textual}
+VISUAL_MODES: dict[str, VisualInputMode] = {
+    "decoupled": decoupled,
+    "coupled": coupled,
+    "blind": placeholder,
+    "textual": text_only,
+}
 
 
-def pack(keep: Tensor, *parts: Tensor) -> tuple[Tensor, ...]:
+def left_pack(keep: Tensor, *parts: Tensor) -> tuple[Tensor, ...]:
     """Move what is kept to the left of each row, in order.
 
     Args:
         keep: [B, n] bool. parts: [B, n, ...] each. Returns counts [B] int64, then the parts; past the counts they hold
         what was not kept.
     """
-    order = first(keep)
+    order = packed_indices(keep)
     return keep.sum(1), *(gather_rows(part, order) for part in parts)
 
 
-def first(keep: Tensor) -> Tensor:
+def packed_indices(keep: Tensor) -> Tensor:
     """[B, n] the places of what is kept [B, n], in order, then those of what is not."""
     return (~keep).long().argsort(dim=1, stable=True)
 
 
-def shrunk(
+def compressed_inputs(
     head: EagleHead,
-    rule: str,
-    sight: Sight,
-    inside: Tensor,
-    positions: Tensor,
+    visual_mode: str,
+    inputs: DraftInputs,
+    attention_mask: Tensor,
+    position_ids: Tensor,
     compressor: Compressor,
     query: Tensor | None,
-    segments: tuple[VisualGrid, ...] = (),
-    outlook: CompressionContext | None = None,
-    attended: Tensor | None = None,
+    grids: tuple[VisualGrid, ...] = (),
+    context: CompressionContext | None = None,
+    saliency: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The rows of a rule when a compressor shows fewer visual tokens.
 
@@ -111,7 +116,7 @@ def shrunk(
     Returns:
         [B, m, D] rows, [B, m] bool which of them are kept, [B, m] their positions.
     """
-    seen, words = sight.visual & inside, ~sight.visual & inside
+    seen, words = inputs.visual_mask & attention_mask, ~inputs.visual_mask & attention_mask
     counts, text = seen.sum(1), words.sum(1)
     index = torch.arange(seen.shape[1], device=seen.device)
     ends = (seen[0].int().argmax(), (seen[0] * (index + 1)).amax())
@@ -119,30 +124,32 @@ def shrunk(
     many, held = max(sizes), [0] * len(sizes)
     together = sizes == [end - start]
     mask, told = index[:many] < counts[:, None], index[:most] < text[:, None]
-    look, say = first(seen)[:, :many], first(words)[:, :most]
+    look, say = packed_indices(seen)[:, :many], packed_indices(words)[:, :most]
 
     def visual_of(part: Tensor) -> Tensor:
         """One row's that stand together, as those of a clip do, are not copied."""
         return part[:, start:end] if together else gather_rows(part, look)
 
-    following, before, where = (gather_rows(part, say) for part in (sight.following, sight.states, positions))
-    for segment in segments:
+    following, before, where = (
+        gather_rows(part, say) for part in (inputs.next_embeds, inputs.hidden_states, position_ids)
+    )
+    for segment in grids:
         held[segment.row] += segment.num_tokens
     # A row whose first token is a visual one has one fewer than its grids, since no row stands before it.
-    segments = tuple(one for one in segments if held[one.row] == sizes[one.row])
+    grids = tuple(one for one in grids if held[one.row] == sizes[one.row])
     visual = VisualTokens(
-        inputs_embeds=visual_of(sight.following),
-        hidden_states=visual_of(sight.states),
+        inputs_embeds=visual_of(inputs.next_embeds),
+        hidden_states=visual_of(inputs.hidden_states),
         mask=mask,
-        position_ids=visual_of(positions),
-        grids=segments,
-        saliency=None if attended is None else visual_of(attended),
-        context=outlook,
+        position_ids=visual_of(position_ids),
+        grids=grids,
+        saliency=None if saliency is None else visual_of(saliency),
+        context=context,
     )
     few = compressor.compress(visual, query, compressor.max_tokens)
-    shown = Sight(few.inputs_embeds, few.hidden_states, torch.ones_like(few.mask), sight.placeholder)
-    said = Sight(following, before, torch.zeros_like(told), sight.placeholder)
-    parts = [RULES[rule](head, shown), RULES[rule](head, said)]
+    shown = DraftInputs(few.inputs_embeds, few.hidden_states, torch.ones_like(few.mask), inputs.placeholder_embed)
+    said = DraftInputs(following, before, torch.zeros_like(told), inputs.placeholder_embed)
+    parts = [VISUAL_MODES[visual_mode](head, shown), VISUAL_MODES[visual_mode](head, said)]
     keep = [few.mask, told]
     for place, (_, chosen) in enumerate(parts):
         keep[place] = keep[place] if chosen is None else keep[place] & chosen
@@ -153,9 +160,9 @@ def shrunk(
     )
 
 
-def segments_of(prompt: Prompt, new: int) -> tuple[VisualGrid, ...]:
+def prompt_grids(prompt: Prompt, num_new: int) -> tuple[VisualGrid, ...]:
     """The grids of a prompt, with `start` counted in visual tokens of their row; empty if only a part is new."""
-    if new != prompt.input_ids.shape[1]:
+    if num_new != prompt.input_ids.shape[1]:
         return ()
     before: dict[int, int] = {}
     found = []
@@ -167,14 +174,14 @@ def segments_of(prompt: Prompt, new: int) -> tuple[VisualGrid, ...]:
 
 
 __all__ = [
-    "RULES",
-    "Rule",
+    "VISUAL_MODES",
+    "VisualInputMode",
     "Sight",
-    "blind",
+    "placeholder",
     "coupled",
     "decoupled",
-    "pack",
+    "left_pack",
     "segments_of",
-    "shrunk",
-    "textual",
+    "compressed_inputs",
+    "text_only",
 ]

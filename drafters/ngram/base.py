@@ -1,4 +1,4 @@
-"""Best-first drafting from host-side sources of guesses: the `Guesser` socket, its calibration, the drafter over both.
+"""Best-first drafting from host-side sources of guesses: the `CandidateSource` socket, its calibration, the drafter over both.
 
 A guesser names possible successors and tells how it came by each (a key); what a key is worth is learned from what the
 target went on to say. Knows nothing of where guesses come from, of models, caches, or how many nodes are worth scoring.
@@ -20,7 +20,7 @@ from mmspec.interfaces import DrafterRequirements, Prompt, VerifyResult
 BARRIER = -1
 """Stands in host texts for what is no text: visual tokens, pads, ids beyond V. Never matched, never copied."""
 
-FLOOR = 0.02
+MIN_PROB = 0.02
 """Nodes that are reached with less are not proposed."""
 
 _PAD = -2
@@ -28,12 +28,12 @@ _SIBLINGS = 0.98
 """Siblings exclude each other, so together they cannot be likelier than this."""
 
 Key = Hashable
-Offer = tuple[int, Key, Any]
+Candidate = tuple[int, Key, Any]
 """(token, how the guess was come by, cursor of the child)"""
 
 
 @dataclass(frozen=True)
-class Text:
+class PromptText:
     """What guessers read of a prompt, on the host, copied once.
 
     Attributes:
@@ -43,11 +43,11 @@ class Text:
     """
 
     rows: list[list[int]]
-    references: list[list[int]]
+    reference_ids: list[list[int]]
     vocab_size: int = 0
 
     @classmethod
-    def of(cls, prompt: Prompt) -> Text:
+    def from_prompt(cls, prompt: Prompt) -> PromptText:
         """The text of `prompt`."""
         ids = prompt.input_ids.masked_fill(prompt.visual_mask, BARRIER)
         if prompt.vocab_size:
@@ -73,7 +73,7 @@ def _shrink(row: list[int]) -> list[int]:
     return text
 
 
-class Guesser(Protocol):
+class CandidateSource(Protocol):
     """A source of guesses that is cheap enough to be asked node by node. One object serves any number of calls.
 
     Attributes:
@@ -86,19 +86,19 @@ class Guesser(Protocol):
     vocab_size: int | None
     priors: Mapping[Key, float]
 
-    def start(self, text: Text) -> Any:
+    def start(self, prompt_text: PromptText) -> Any:
         """The state of one call."""
 
     def cursor(self, state: Any, row: int) -> Any | None:
         """Where the row's last token stands, or None if nothing can be said about what follows."""
 
-    def expand(self, cursor: Any) -> Iterable[Offer]:
+    def expand(self, cursor: Any) -> Iterable[Candidate]:
         """Its guesses at what follows `cursor`, each token once."""
 
     def enter(self, token: int) -> Any | None:
         """The cursor of a node that another guesser brought, or None."""
 
-    def learn(self, state: Any, verdict: VerifyResult) -> None:
+    def update(self, state: Any, result: VerifyResult) -> None:
         """Take in what was emitted."""
 
 
@@ -113,149 +113,155 @@ class Calibration:
 
     DEFAULT = 0.1
 
-    def __init__(self, priors: Mapping[Key, float], weight: float = 2.0, memory: float = 0.99) -> None:
-        self.weight, self.memory = weight, memory
-        self.rates: dict[Key, float] = dict(priors)
+    def __init__(self, priors: Mapping[Key, float], prior_weight: float = 2.0, decay: float = 0.99) -> None:
+        self.prior_weight, self.decay = prior_weight, decay
+        self.probs: dict[Key, float] = dict(priors)
         self._priors = dict(priors)
         self._counts: dict[Key, tuple[float, float]] = {}
         self._lock = threading.Lock()
 
-    def rate(self, key: Key) -> float:
+    def prob(self, key: Key) -> float:
         """Probability that a guess with this key is right, given that its parent is reached."""
-        return self.rates.get(key, self.DEFAULT)
+        return self.probs.get(key, self.DEFAULT)
 
     def update(self, outcomes: Iterable[tuple[Key, bool]]) -> None:
         """Count guesses that turned out right or wrong."""
-        memory, weight, counts = self.memory, self.weight, self._counts
+        memory, weight, counts = self.decay, self.prior_weight, self._counts
         with self._lock:
             for key, right in outcomes:
                 hits, total = counts.get(key, (0.0, 0.0))
                 hits, total = hits * memory + right, total * memory + 1.0
                 counts[key] = (hits, total)
-                self.rates[key] = (hits + weight * self._priors.get(key, self.DEFAULT)) / (total + weight)
+                self.probs[key] = (hits + weight * self._priors.get(key, self.DEFAULT)) / (total + weight)
 
     def reset(self) -> None:
         """Forget all evidence."""
         with self._lock:
             self._counts.clear()
-            self.rates.clear()
-            self.rates.update(self._priors)
+            self.probs.clear()
+            self.probs.update(self._priors)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Calibration:
-        copy = Calibration(self._priors, self.weight, self.memory)
+        copy = Calibration(self._priors, self.prior_weight, self.decay)
         with self._lock:
-            copy._counts, copy.rates = dict(self._counts), dict(self.rates)
+            copy._counts, copy.probs = dict(self._counts), dict(self.probs)
         memo[id(self)] = copy
         return copy
 
 
 @dataclass
-class State:
+class BestFirstState:
     """One call: each guesser's own state, the ids never to propose, and what was offered at each node in this round.
 
     `offers[b][i]` are the guesses considered at node i of row b, taken into the tree or not. Nodes are numbered as they
     were proposed, so they keep their numbers when the caller trims the tree.
     """
 
-    batch: int
-    banned: frozenset[int]
-    sources: list[Any]
-    offers: list[list[list[Offer]]] = field(default_factory=list)
+    batch_size: int
+    banned_ids: frozenset[int]
+    source_states: list[Any]
+    candidates: list[list[list[Candidate]]] = field(default_factory=list)
 
 
-Place = tuple[int | None, list[Any]]
+TreeNode = tuple[int | None, list[Any]]
 """A node: its token (None for the root), and the cursor of each guesser that brought it, else None."""
 
 
-class BestFirst:
+class BestFirstDrafter:
     """Drafts the likeliest tree below each row's last token, from the union of what its guessers say.
 
     A token that several guessers name counts as much as the most trusted of them. Every guess at a node that was walked
     turns out right or wrong, also when it was not scored, so learning what guesses are worth needs no drafting at all.
     """
 
-    def __init__(self, name: str, guessers: Sequence[Guesser], calibration: Calibration | None = None) -> None:
+    def __init__(self, name: str, sources: Sequence[CandidateSource], calibration: Calibration | None = None) -> None:
         self.name = name
-        self.guessers = list(guessers)
-        self.requirements = DrafterRequirements(top_k=max((guesser.top_k for guesser in self.guessers), default=0))
-        priors = {key: prior for guesser in self.guessers for key, prior in guesser.priors.items()}
+        self.sources = list(sources)
+        self.requirements = DrafterRequirements(top_k=max((guesser.top_k for guesser in self.sources), default=0))
+        priors = {key: prior for guesser in self.sources for key, prior in guesser.priors.items()}
         self.calibration = calibration or Calibration(priors)
-        self.vocab_size: int | None = self._vocabulary()
+        self.vocab_size: int | None = self._known_vocab_size()
 
-    def _vocabulary(self) -> int | None:
-        return next((guesser.vocab_size for guesser in self.guessers if guesser.vocab_size is not None), None)
+    def _known_vocab_size(self) -> int | None:
+        return next((guesser.vocab_size for guesser in self.sources if guesser.vocab_size is not None), None)
 
-    def begin(self, prompt: Prompt) -> State:
+    def begin(self, prompt: Prompt) -> BestFirstState:
         """Read the prompt's text."""
-        text = Text.of(prompt)
-        sources = [guesser.start(text) for guesser in self.guessers]
-        self.vocab_size = self._vocabulary()
-        return State(len(text.rows), prompt.banned_ids, sources)
+        text = PromptText.from_prompt(prompt)
+        sources = [guesser.start(text) for guesser in self.sources]
+        self.vocab_size = self._known_vocab_size()
+        return BestFirstState(len(text.rows), prompt.banned_ids, sources)
 
-    def propose(self, state: State, max_nodes: int, active: Sequence[bool]) -> DraftTree:
+    def propose(self, state: BestFirstState, max_nodes: int, active: Sequence[bool]) -> DraftTree:
         """The likeliest trees of at most `budget` nodes, padded to a bucket; bare roots if no guess is worth a node."""
         max_nodes = min(max_nodes, BUCKETS[-1])
-        state.offers = [[] for _ in range(state.batch)]
-        rows = [self._row(state, row, max_nodes) if alive else [] for row, alive in enumerate(active)]
-        return build_tree(rows) if any(rows) else root_only(state.batch)
+        state.candidates = [[] for _ in range(state.batch_size)]
+        rows = [self._propose_row(state, row, max_nodes) if alive else [] for row, alive in enumerate(active)]
+        return build_tree(rows) if any(rows) else root_only(state.batch_size)
 
-    def _row(self, state: State, row: int, budget: int) -> list[Node]:
+    def _propose_row(self, state: BestFirstState, row: int, max_nodes: int) -> list[Node]:
         """The nodes of one row. With a budget of 1 there are none, but the root's guesses are still taken note of."""
-        cursors = [guesser.cursor(source, row) for guesser, source in zip(self.guessers, state.sources, strict=True)]
+        cursors = [
+            guesser.cursor(source, row) for guesser, source in zip(self.sources, state.source_states, strict=True)
+        ]
         if all(cursor is None for cursor in cursors):
             return []
-        offers = state.offers[row]
+        offers = state.candidates[row]
 
-        def expand(place: Place) -> Iterable[tuple[int, float, Place]]:
+        def expand(place: TreeNode) -> Iterable[tuple[int, float, TreeNode]]:
             # `grow` expands the root, then each node as it is taken: so offers[i] belongs to node i.
-            offered, children = self._expand(place, state.banned)
+            offered, children = self._expand(place, state.banned_ids)
             offers.append(offered)
             return children
 
-        return best_first((None, cursors), expand, budget, FLOOR)
+        return best_first((None, cursors), expand, max_nodes, MIN_PROB)
 
-    def _expand(self, place: Place, banned: frozenset[int]) -> tuple[list[Offer], list[tuple[int, float, Place]]]:
+    def _expand(
+        self, place: TreeNode, banned: frozenset[int]
+    ) -> tuple[list[Candidate], list[tuple[int, float, TreeNode]]]:
         """All guesses at one node, and the distinct tokens among them that are worth a node."""
-        rates, default = self.calibration.rates, Calibration.DEFAULT
-        offered: list[Offer] = []
+        rates, default = self.calibration.probs, Calibration.DEFAULT
+        offered: list[Candidate] = []
         hits: dict[int, float] = {}
         cursors: dict[int, list[Any]] = {}
-        for which, guesser in enumerate(self.guessers):
-            for offer in self._offers(guesser, place[1][which], place[0]):
+        for which, guesser in enumerate(self.sources):
+            for offer in self._source_candidates(guesser, place[1][which], place[0]):
                 token, key, child = offer
                 if token in banned:
                     continue
                 offered.append(offer)
                 rate = rates.get(key, default)
-                if rate < FLOOR:
+                if rate < MIN_PROB:
                     continue
                 if rate > hits.get(token, 0.0):
                     hits[token] = rate
                 if token not in cursors:
-                    cursors[token] = [None] * len(self.guessers)
+                    cursors[token] = [None] * len(self.sources)
                 cursors[token][which] = child
         total = sum(hits.values())
         scale = _SIBLINGS / total if total > _SIBLINGS else 1.0
         return offered, [(token, hit * scale, (token, cursors[token])) for token, hit in hits.items()]
 
     @staticmethod
-    def _offers(guesser: Guesser, cursor: Any | None, token: int | None) -> Iterable[Offer]:
+    def _source_candidates(guesser: CandidateSource, cursor: Any | None, token: int | None) -> Iterable[Candidate]:
         """One guesser's guesses at a node, also at one that only others brought."""
         if cursor is None and token is not None:
             cursor = guesser.enter(token)
         return () if cursor is None else guesser.expand(cursor)
 
-    def observe(self, state: State, result: VerifyResult, hidden_states: Mapping[int, Tensor]) -> None:
+    def observe(self, state: BestFirstState, result: VerifyResult, hidden_states: Mapping[int, Tensor]) -> None:
         """Score the guesses at the walked nodes, and let the guessers learn."""
         outcomes = [
             (key, token == picked)
-            for offers, walked, emitted in zip(state.offers, result.accepted_nodes, result.emitted_ids, strict=False)
+            for offers, walked, emitted in zip(
+                state.candidates, result.accepted_nodes, result.emitted_ids, strict=False
+            )
             for node, picked in zip(walked, emitted, strict=False)
             if node < len(offers)
             for token, key, _ in offers[node]
         ]
-        state.offers = []
+        state.candidates = []
         if outcomes:
             self.calibration.update(outcomes)
-        for guesser, source in zip(self.guessers, state.sources, strict=True):
-            guesser.learn(source, result)
+        for guesser, source in zip(self.sources, state.source_states, strict=True):
+            guesser.update(source, result)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from mmspec.drafters.ngram.base import BestFirst
-from mmspec.drafters.ngram.lookup import CopyGuesser
-from mmspec.drafters.ngram.recycling import TableGuesser
+from mmspec.drafters.ngram.base import BestFirstDrafter
+from mmspec.drafters.ngram.lookup import PromptLookup
+from mmspec.drafters.ngram.recycling import SuccessorTable
 
 
-def fused(table: TableGuesser | None = None) -> BestFirst:
+def hybrid(table: SuccessorTable | None = None) -> BestFirstDrafter:
     """The union of `lookup` and `recycling`; `table` brings a table that was saved or is shared."""
-    return BestFirst("fused", [CopyGuesser(), TableGuesser() if table is None else table])
+    return BestFirstDrafter("fused", [PromptLookup(), SuccessorTable() if table is None else table])
 
 
-__all__ = ["fused"]
+__all__ = ["hybrid"]

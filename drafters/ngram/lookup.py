@@ -10,161 +10,183 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from mmspec.drafters.ngram.base import BARRIER, BestFirst, Key, Offer, Text
+from mmspec.drafters.ngram.base import BARRIER, BestFirstDrafter, Key, Candidate, PromptText
 from mmspec.interfaces import VerifyResult
 
-LONGEST = 8
+MAX_MATCH = 8
 """Matches are counted up to this length."""
-CONTINUATIONS = 3
+MAX_CONTINUATIONS = 3
 """Distinct continuations that are followed."""
-SUPPORT = 2
+MATCHES_PER_CONTINUATION = 2
 """Places that are followed for each of them."""
-SCAN = 16
+MAX_SCANNED = 16
 """Places looked at, latest first, among those where the last four (two) tokens stood before."""
-ORDERS = (4, 2)
+NGRAM_SIZES = (4, 2)
 """Lengths that are indexed: the short one is the shortest match; the long one finds long matches behind many short."""
-ALIGN = 3
+ALIGN_LENGTH = 3
 """Tokens compared when looking for the place in the reference again."""
 
-_BUCKETS = (0, 1, 2, 3, 4, 4, 5, 5, 6)
+_MATCH_BUCKETS = (0, 1, 2, 3, 4, 4, 5, 5, 6)
 """Number of tokens that matched -> bucket."""
-_WORTH = {
+_PRIOR_PROBS = {
     "lookup": (0.1, 0.1, 0.15, 0.3, 0.5, 0.5, 0.6),
     "reference": (0.3, 0.2, 0.4, 0.5, 0.6, 0.6, 0.7),
 }
 """Source -> what the best guess is worth before anything is known, for each bucket."""
 
 
-class Pointer(NamedTuple):
+class Match(NamedTuple):
     """A place that the text may go on from: `at` is read next, `matched` tokens before it stand at the end of the path,
     and `start` is where reading began, and goes on after the last token of the text (which the path then repeats)."""
 
-    at: int
-    matched: int
+    index: int
+    length: int
     start: int
 
 
-class Chain:
+class HashChain:
     """For each place in a growing text, the place before where the same `order` tokens stood: LZ77's hash chains.
 
     `links[end]` is the latest earlier end of the `order` tokens that end there, 0 if there is none.
     """
 
-    __slots__ = ("heads", "links", "order")
+    __slots__ = ("heads", "previous", "ngram_size")
 
     def __init__(self, order: int) -> None:
-        self.order = order
+        self.ngram_size = order
         self.heads: dict[tuple[int, ...], int] = {}
-        self.links = [0]
+        self.previous = [0]
 
     def add(self, text: list[int], run: int) -> None:
         """Take in the last token of `text`, of which the last `run` tokens hold no barrier."""
-        if run < self.order:
-            self.links.append(0)
+        if run < self.ngram_size:
+            self.previous.append(0)
             return
-        gram = tuple(text[-self.order :])
-        self.links.append(self.heads.get(gram, 0))
+        gram = tuple(text[-self.ngram_size :])
+        self.previous.append(self.heads.get(gram, 0))
         self.heads[gram] = len(text)
 
 
-class History:
+class NgramIndex:
     """The text of one row, with its index and its place in the reference."""
 
-    __slots__ = ("chains", "place", "pointer", "reference", "run", "slipped", "text", "unbroken", "where")
+    __slots__ = (
+        "chains",
+        "last_cursor",
+        "pointer",
+        "reference_length",
+        "reference_match",
+        "has_mismatch",
+        "text",
+        "run_length",
+        "where",
+    )
 
     def __init__(self, reference: list[int], prompt: list[int]) -> None:
-        self.text: list[int] = []
-        self.chains = [Chain(order) for order in ORDERS]
-        self.unbroken = 0
-        self.reference = len(reference)
-        self.where: dict[int, list[int]] = {}
+        self.tokens: list[int] = []
+        self.chains = [HashChain(order) for order in NGRAM_SIZES]
+        self.run_length = 0
+        self.reference_length = len(reference)
+        self.reference_index: dict[int, list[int]] = {}
         for index, token in enumerate(reference):
-            self.where.setdefault(token, []).append(index)
+            self.reference_index.setdefault(token, []).append(index)
         for token in (*reference, BARRIER, *prompt) if reference else prompt:
             self._append(token)
         # The place in the reference that is read next, None if it is lost; how many tokens agreed; where it was last.
-        self.pointer: int | None = 0 if reference else None
-        self.run = 0
-        self.place = 0
-        self.slipped = False
+        self.reference_cursor: int | None = 0 if reference else None
+        self.reference_match = 0
+        self.last_cursor = 0
+        self.has_mismatch = False
 
     def _append(self, token: int) -> None:
-        self.text.append(token)
-        self.unbroken = 0 if token == BARRIER else self.unbroken + 1
+        self.tokens.append(token)
+        self.run_length = 0 if token == BARRIER else self.run_length + 1
         for chain in self.chains:
-            chain.add(self.text, self.unbroken)
+            chain.add(self.tokens, self.run_length)
 
     def extend(self, tokens: Iterable[int]) -> None:
         """Take in what was emitted."""
         for token in tokens:
             self._append(token)
-            if self.reference:
-                self._follow(token)
+            if self.reference_length:
+                self._advance_reference(token)
 
-    def _follow(self, token: int) -> None:
+    def _advance_reference(self, token: int) -> None:
         """Move on in the reference; if it said otherwise, look for the place again."""
-        if self.pointer is not None and self.text[self.pointer] == token:
-            self.place, self.run, self.slipped = self.pointer + 1, self.run + 1, False
-        elif (found := self._align(token)) is not None:
-            self.place, self.run = found
-            self.slipped = False
-        elif self.pointer is not None and not self.slipped:
-            self.place, self.run, self.slipped = self.pointer + 1, 0, True  # suppose that one word was replaced
+        if self.reference_cursor is not None and self.tokens[self.reference_cursor] == token:
+            self.last_cursor, self.reference_match, self.has_mismatch = (
+                self.reference_cursor + 1,
+                self.reference_match + 1,
+                False,
+            )
+        elif (found := self._realign(token)) is not None:
+            self.last_cursor, self.reference_match = found
+            self.has_mismatch = False
+        elif self.reference_cursor is not None and not self.has_mismatch:
+            self.last_cursor, self.reference_match, self.has_mismatch = (
+                self.reference_cursor + 1,
+                0,
+                True,
+            )  # suppose that one word was replaced
         else:
-            self.pointer = None
+            self.reference_cursor = None
             return
-        self.pointer = self.place if self.place < self.reference else None
+        self.reference_cursor = self.last_cursor if self.last_cursor < self.reference_length else None
 
-    def _align(self, token: int) -> tuple[int, int] | None:
+    def _realign(self, token: int) -> tuple[int, int] | None:
         """(place after the last 1 to `ALIGN` tokens, how many): longest first, then ahead of us, then nearest."""
         best: tuple[int, bool, int] | None = None
-        for index in self.where.get(token, ()):
-            length = self._matched(index + 1, 1, ALIGN)
-            rank = (length, index >= self.place, -abs(index - self.place))
+        for index in self.reference_index.get(token, ()):
+            length = self._match_length(index + 1, 1, ALIGN_LENGTH)
+            rank = (length, index >= self.last_cursor, -abs(index - self.last_cursor))
             if best is None or rank > best:
                 best, found = rank, (index + 1, length)
         return None if best is None else found
 
-    def _matched(self, end: int, known: int, longest: int) -> int:
+    def _match_length(self, end: int, known: int, longest: int) -> int:
         """How many tokens before `end` equal the last ones, at least `known` of them, at most `longest`."""
-        text, length = self.text, known
-        back, last = end - known - 1, len(self.text) - known - 1
+        text, length = self.tokens, known
+        back, last = end - known - 1, len(self.tokens) - known - 1
         while length < longest and back >= 0 and text[back] == text[last] != BARRIER:
             length, back, last = length + 1, back - 1, last - 1
         return length
 
-    def pointers(self) -> list[Pointer]:
+    def find_matches(self) -> list[Match]:
         """Places to go on from: longest match first, then latest; `SUPPORT` each of `CONTINUATIONS` distinct tokens."""
         found: dict[int, int] = {}
         for chain in self.chains:
-            end = chain.links[-1]
-            for _ in range(SCAN):
+            end = chain.previous[-1]
+            for _ in range(MAX_SCANNED):
                 if not end:
                     break
                 if end not in found:
-                    found[end] = self._matched(end, chain.order, LONGEST)
-                end = chain.links[end]
+                    found[end] = self._match_length(end, chain.ngram_size, MAX_MATCH)
+                end = chain.previous[end]
         places = sorted(((matched, end) for end, matched in found.items()), reverse=True)
-        chosen = self._choose(places) if places else []
-        if self.pointer is not None and all(pointer.at != self.pointer for pointer in chosen):
-            chosen.append(Pointer(self.pointer, self.run, self.pointer))
-            chosen.sort(key=lambda pointer: -pointer.matched)
+        chosen = self._select_matches(places) if places else []
+        if self.reference_cursor is not None and all(pointer.index != self.reference_cursor for pointer in chosen):
+            chosen.append(Match(self.reference_cursor, self.reference_match, self.reference_cursor))
+            chosen.sort(key=lambda pointer: -pointer.length)
         return chosen
 
-    def _choose(self, places: list[tuple[int, int]]) -> list[Pointer]:
+    def _select_matches(self, places: list[tuple[int, int]]) -> list[Match]:
         followed: dict[int, int] = {}
         chosen = []
         for matched, end in places:
-            token = self.text[end]
+            token = self.tokens[end]
             count = followed.get(token, 0)
-            if token == BARRIER or count == SUPPORT or (not count and len(followed) == CONTINUATIONS):
+            if (
+                token == BARRIER
+                or count == MATCHES_PER_CONTINUATION
+                or (not count and len(followed) == MAX_CONTINUATIONS)
+            ):
                 continue
             followed[token] = count + 1
-            chosen.append(Pointer(end, matched, end))
+            chosen.append(Match(end, matched, end))
         return chosen
 
 
-Cursor = tuple[History, list[Pointer]]
+Cursor = tuple[NgramIndex, list[Match]]
 
 
 def _key(source: str, rank: int, bucket: int, split: bool) -> Key:
@@ -175,61 +197,64 @@ def _priors() -> dict[Key, float]:
     """Best guesses as in `_WORTH`, a bit less when they are disputed; the others share what is left."""
     return {
         _key(source, rank, bucket, split): worth * (0.3 if rank else 0.7 if split else 1.0)
-        for source, worths in _WORTH.items()
+        for source, worths in _PRIOR_PROBS.items()
         for bucket, worth in enumerate(worths)
         for rank in range(3)
         for split in (False, True)
     }
 
 
-class CopyGuesser:
+class PromptLookup:
     """Guesses by copying from the row's own text. A cursor is a history and the places that the path agrees with."""
 
     top_k = 0
     vocab_size: int | None = None
     priors: Mapping[Key, float] = _priors()
 
-    def start(self, text: Text) -> list[History]:
+    def start(self, prompt_text: PromptText) -> list[NgramIndex]:
         """Index each row's reference and prompt."""
-        return [History(reference, row) for reference, row in zip(text.references, text.rows, strict=True)]
+        return [
+            NgramIndex(reference, row)
+            for reference, row in zip(prompt_text.reference_ids, prompt_text.rows, strict=True)
+        ]
 
-    def cursor(self, state: list[History], row: int) -> Cursor | None:
+    def cursor(self, state: list[NgramIndex], row: int) -> Cursor | None:
         """The places where the row's last tokens stood before, and its place in the reference."""
-        pointers = state[row].pointers()
+        pointers = state[row].find_matches()
         return (state[row], pointers) if pointers else None
 
-    def expand(self, cursor: Cursor) -> list[Offer]:
+    def expand(self, cursor: Cursor) -> list[Candidate]:
         """What stands there, each token once."""
         history, pointers = cursor
-        text, size = history.text, len(history.text)
-        groups: dict[int, list[Pointer]] = {}
+        text, size = history.tokens, len(history.tokens)
+        groups: dict[int, list[Match]] = {}
         for at, matched, start in pointers:
             token = text[at]
             if token != BARRIER:
-                after = Pointer(at + 1 if at + 1 < size else start, matched + 1, start)
+                after = Match(at + 1 if at + 1 < size else start, matched + 1, start)
                 groups.setdefault(token, []).append(after)
-        offers: list[Offer] = []
+        offers: list[Candidate] = []
         split = len(groups) > 1
         for rank, (token, places) in enumerate(groups.items()):
             first = places[0]
-            source = "reference" if first.start < history.reference else "lookup"
-            bucket = _BUCKETS[min(first.matched - 1, LONGEST)]
+            source = "reference" if first.start < history.reference_length else "lookup"
+            bucket = _MATCH_BUCKETS[min(first.length - 1, MAX_MATCH)]
             offers.append((token, _key(source, min(rank, 2), bucket, split), (history, places)))
         return offers
 
     def enter(self, token: int) -> None:
         """Nothing: a place that disagreed with the path is left."""
 
-    def learn(self, state: list[History], verdict: VerifyResult) -> None:
+    def update(self, state: list[NgramIndex], result: VerifyResult) -> None:
         """Add what was emitted to the index."""
-        for history, emitted in zip(state, verdict.emitted_ids, strict=True):
+        for history, emitted in zip(state, result.emitted_ids, strict=True):
             if emitted:
                 history.extend(emitted)
 
 
-def lookup() -> BestFirst:
+def lookup() -> BestFirstDrafter:
     """The drafter that only copies."""
-    return BestFirst("lookup", [CopyGuesser()])
+    return BestFirstDrafter("lookup", [PromptLookup()])
 
 
-__all__ = ["CopyGuesser", "History", "lookup"]
+__all__ = ["CopyGuesser", "NgramIndex", "lookup"]

@@ -16,16 +16,16 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from mmspec.drafters.ngram.base import BARRIER, BestFirst, Key, Offer, Text
+from mmspec.drafters.ngram.base import BARRIER, BestFirstDrafter, Key, Candidate, PromptText
 from mmspec.interfaces import VerifyResult
 
-WIDTH = 8
+TOP_K = 8
 """Successors kept for each token."""
-STEADY = 3
+MAX_STABLE = 3
 """Up to how many updates in a row that left the first successor the same are told apart."""
 
 _KEYS: tuple[tuple[Key, ...], ...] = tuple(
-    tuple(("table", rank, steady) for rank in range(WIDTH)) for steady in range(STEADY + 1)
+    tuple(("table", rank, steady) for rank in range(TOP_K)) for steady in range(MAX_STABLE + 1)
 )
 
 Entry = tuple[int, tuple[int, ...]]
@@ -41,14 +41,14 @@ def _priors() -> dict[Key, float]:
     }
 
 
-class TableGuesser:
+class SuccessorTable:
     """Guesses the successors that the table holds. A cursor is a token.
 
     Entries are replaced, never changed, so reading needs no lock; writers take it. The table belongs to one target:
     a call with another vocabulary starts it anew.
     """
 
-    top_k = WIDTH
+    top_k = TOP_K
     priors: Mapping[Key, float] = _priors()
 
     def __init__(self, vocab_size: int | None = None) -> None:
@@ -64,17 +64,17 @@ class TableGuesser:
         """What the table holds for a token, likeliest first."""
         return self._entries.get(token, (0, ()))[1]
 
-    def start(self, text: Text) -> list[int]:
+    def start(self, prompt_text: PromptText) -> list[int]:
         """Let the prompt's text teach the table. The state is the last token of each row."""
         with self._lock:
-            self._claim(text.vocab_size)
-            for row in text.rows:
+            self._set_vocab_size(prompt_text.vocab_size)
+            for row in prompt_text.rows:
                 for token, successor in pairwise(row):
                     if token != BARRIER and successor != BARRIER:
                         self._promote(token, successor)
-        return [row[-1] if row else BARRIER for row in text.rows]
+        return [row[-1] if row else BARRIER for row in prompt_text.rows]
 
-    def _claim(self, vocab_size: int) -> None:
+    def _set_vocab_size(self, vocab_size: int) -> None:
         if not vocab_size or self.vocab_size is None:
             self.vocab_size = vocab_size or self.vocab_size
         elif self.vocab_size != vocab_size:  # the target was given more or fewer tokens
@@ -84,7 +84,7 @@ class TableGuesser:
         """The row's last token."""
         return self.enter(state[row])
 
-    def expand(self, cursor: int) -> Iterable[Offer]:
+    def expand(self, cursor: int) -> Iterable[Candidate]:
         """Its successors."""
         entry = self._entries.get(cursor)
         if entry is None:
@@ -95,32 +95,34 @@ class TableGuesser:
         """The token, if it has successors."""
         return token if token in self._entries else None
 
-    def learn(self, state: list[int], verdict: VerifyResult) -> None:
+    def update(self, state: list[int], result: VerifyResult) -> None:
         """Store the successors of every scored node; the walked nodes come last, so their word stands."""
         with self._lock:
-            if verdict.top_ids is None:
-                self._learn_emitted(state, verdict)
+            if result.top_ids is None:
+                self._update_emitted(state, result)
             else:
-                self._learn_nodes(state, verdict, verdict.top_ids)
-        for row, emitted in enumerate(verdict.emitted_ids):
+                self._update_scored(state, result, result.top_ids)
+        for row, emitted in enumerate(result.emitted_ids):
             if emitted:
                 state[row] = emitted[-1]
 
-    def _learn_nodes(self, state: list[int], verdict: VerifyResult, top_ids: Sequence[Sequence[Sequence[int]]]) -> None:
-        live = [row for row, emitted in enumerate(verdict.emitted_ids) if emitted]
-        if verdict.scored_ids is not None and verdict.tree.num_nodes > 1:
+    def _update_scored(
+        self, state: list[int], result: VerifyResult, top_ids: Sequence[Sequence[Sequence[int]]]
+    ) -> None:
+        live = [row for row, emitted in enumerate(result.emitted_ids) if emitted]
+        if result.scored_ids is not None and result.tree.num_nodes > 1:
             for row in live:
-                walked = set(verdict.accepted_nodes[row])
-                for node, (token, ids) in enumerate(zip(verdict.scored_ids[row], top_ids[row], strict=True)):
+                walked = set(result.accepted_nodes[row])
+                for node, (token, ids) in enumerate(zip(result.scored_ids[row], top_ids[row], strict=True)):
                     if node not in walked:
                         self._store(token, ids)  # places without a node are -1, which it refuses
         for row in live:
             # The token of a walked node is the one picked at the node before it.
-            for token, node in zip((state[row], *verdict.emitted_ids[row]), verdict.accepted_nodes[row], strict=False):
+            for token, node in zip((state[row], *result.emitted_ids[row]), result.accepted_nodes[row], strict=False):
                 self._store(token, top_ids[row][node])
 
-    def _learn_emitted(self, state: list[int], verdict: VerifyResult) -> None:
-        for last, emitted in zip(state, verdict.emitted_ids, strict=True):
+    def _update_emitted(self, state: list[int], result: VerifyResult) -> None:
+        for last, emitted in zip(state, result.emitted_ids, strict=True):
             for token, successor in zip((last, *emitted), emitted, strict=False):
                 self._promote(token, successor)
 
@@ -132,16 +134,16 @@ class TableGuesser:
             ids = [i for i in ids if 0 <= i < limit]
             if not ids:
                 return
-        self._entries[token] = (self._steady(token, ids[0]), tuple(ids[:WIDTH]))
+        self._entries[token] = (self._stable_updates(token, ids[0]), tuple(ids[:TOP_K]))
 
     def _promote(self, token: int, successor: int) -> None:
         """Make `successor` the first of `token`'s."""
         others = [i for i in self.successors(token) if i != successor]
         self._store(token, (successor, *others))
 
-    def _steady(self, token: int, first: int) -> int:
+    def _stable_updates(self, token: int, first: int) -> int:
         old = self._entries.get(token)
-        return min(old[0] + 1, STEADY) if old is not None and old[1][0] == first else 0
+        return min(old[0] + 1, MAX_STABLE) if old is not None and old[1][0] == first else 0
 
     def reset(self) -> None:
         """Forget all successors, not whose they were."""
@@ -152,17 +154,17 @@ class TableGuesser:
         """Write the table to a safetensors file."""
         with self._lock:
             entries = sorted(self._entries.items())
-        table = [ids + (-1,) * (WIDTH - len(ids)) for _, (_, ids) in entries]
+        table = [ids + (-1,) * (TOP_K - len(ids)) for _, (_, ids) in entries]
         tensors = {
             "tokens": torch.tensor([token for token, _ in entries], dtype=torch.int32),
             "steady": torch.tensor([steady for _, (steady, _) in entries], dtype=torch.int8),
-            "successors": torch.tensor(table, dtype=torch.int32).view(-1, WIDTH),
+            "successors": torch.tensor(table, dtype=torch.int32).view(-1, TOP_K),
         }
         save_file(tensors, path, metadata={"vocab_size": str(self.vocab_size or 0)})
 
-    def load(self, path: str | os.PathLike[str]) -> TableGuesser:
+    def load(self, path: str | os.PathLike[str]) -> SuccessorTable:
         """Replace the table by a saved one; returns this guesser."""
-        vocab_size, entries = _read(path)
+        vocab_size, entries = _read_table(path)
         with self._lock:
             if self.vocab_size is not None and self.vocab_size != vocab_size:
                 raise ValueError(
@@ -172,15 +174,15 @@ class TableGuesser:
             self.vocab_size, self._entries = vocab_size or None, entries
         return self
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> TableGuesser:
-        copy = TableGuesser(self.vocab_size)
+    def __deepcopy__(self, memo: dict[int, Any]) -> SuccessorTable:
+        copy = SuccessorTable(self.vocab_size)
         with self._lock:
             copy._entries = dict(self._entries)
         memo[id(self)] = copy
         return copy
 
 
-def _read(path: str | os.PathLike[str]) -> tuple[int, dict[int, Entry]]:
+def _read_table(path: str | os.PathLike[str]) -> tuple[int, dict[int, Entry]]:
     """(V, the entries) of a saved table, checked."""
     with safe_open(path, framework="pt") as file:
         missing = {"tokens", "steady", "successors"} - set(file.keys())
@@ -190,16 +192,16 @@ def _read(path: str | os.PathLike[str]) -> tuple[int, dict[int, Entry]]:
         columns = [file.get_tensor(name).tolist() for name in ("tokens", "steady", "successors")]
     entries: dict[int, Entry] = {}
     for token, steady, padded in zip(*columns, strict=True):
-        ids = tuple(i for i in padded[:WIDTH] if i >= 0)
-        if (vocab_size and max((token, *ids)) >= vocab_size) or token < 0 or not ids or not 0 <= steady <= STEADY:
+        ids = tuple(i for i in padded[:TOP_K] if i >= 0)
+        if (vocab_size and max((token, *ids)) >= vocab_size) or token < 0 or not ids or not 0 <= steady <= MAX_STABLE:
             raise ValueError(f"{os.fspath(path)} is damaged: token {token} of {vocab_size} has successors {padded}")
         entries[token] = (steady, ids)
     return vocab_size, entries
 
 
-def recycling(table: TableGuesser | None = None) -> BestFirst:
+def recycling(table: SuccessorTable | None = None) -> BestFirstDrafter:
     """The drafter that only recycles; `table` brings a table that was saved or is shared."""
-    return BestFirst("recycling", [TableGuesser() if table is None else table])
+    return BestFirstDrafter("recycling", [SuccessorTable() if table is None else table])
 
 
 __all__ = ["TableGuesser", "recycling"]

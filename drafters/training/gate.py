@@ -11,30 +11,36 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from mmspec.drafters.architectures import KINDS
-from mmspec.drafters.training.losses import Lesson, Pupil, Weights, When
+from mmspec.drafters.architectures import ARCHITECTURES
+from mmspec.drafters.training.losses import TrainBatch, DraftModel, LossWeights, Progress
 from mmspec.interfaces import GatedCompressor, SharedEmbeddings
 
 
 @torch.no_grad()
-def weigh(
-    pupil: Pupil, lessons: Iterable[Lesson], words: SharedEmbeddings, placeholder: Tensor, weights: Weights
+def fit_gate_on_batches(
+    draft_model: DraftModel,
+    batches: Iterable[TrainBatch],
+    shared_embeddings: SharedEmbeddings,
+    placeholder: Tensor,
+    weights: LossWeights,
 ) -> None:
     """Lets a `GatedCompressor` learn from the loss on words in each of its ways; other compressors are left alone."""
-    chooser = pupil.compressor
+    chooser = draft_model.compressor
     if not isinstance(chooser, GatedCompressor):
         return
-    judged = Weights(states=0.0, words=1.0, rollout=weights.rollout, decay=weights.decay)
-    each = sum(weights.decay**step for step in range(weights.rollout + 1))
+    judged = LossWeights(hidden=0.0, logits=1.0, ttt_steps=weights.ttt_steps, step_decay=weights.step_decay)
+    each = sum(weights.step_decay**step for step in range(weights.ttt_steps + 1))
     costs, sights = [], []
-    for lesson in lessons:
-        for text in lesson.rows():
-            if not (text.answer.any() and text.visual.any()):
+    for lesson in batches:
+        for text in lesson.split():
+            if not (text.response_mask.any() and text.visual_mask.any()):
                 continue
             told = []
             for way in range(len(chooser.branches)):
                 with chooser.force_branch(way) as seen:
-                    loss, _ = KINDS[pupil.kind].losses(pupil, text, words, placeholder, judged, When(done=1.0))
+                    loss, _ = ARCHITECTURES[draft_model.architecture].compute_loss(
+                        draft_model, text, shared_embeddings, placeholder, judged, Progress(fraction=1.0)
+                    )
                 told.append(float(loss) / each + float(seen[0].penalty))
             costs.append(told)
             sights.append(seen[0].features[0])
@@ -42,4 +48,4 @@ def weigh(
         chooser.fit_gate(torch.stack(sights), torch.tensor(costs))
 
 
-__all__ = ["weigh"]
+__all__ = ["fit_gate_on_batches"]

@@ -1,6 +1,6 @@
 """The training loop of draft heads: steps, checkpoints that survive any cut, a log. Several heads may share a teacher.
 
-Lesson n is the same in every run, and the target's states come with it (`training_losses.Lesson`), so nothing is dumped
+Lesson n is the same in every run, and the target's states come with it (`training_losses.TrainBatch`), so nothing is dumped
 to disk. Knows neither where lessons come from nor what drafts.
 """
 
@@ -27,13 +27,13 @@ from mmspec.files import atomic_write
 from mmspec.interfaces import GatedCompressor, SharedEmbeddings
 from mmspec.metrics.compression_stats import compressor_label
 
-STATE, LOG = "state.pt", "log.jsonl"
-WEIGHED = 32
+STATE_NAME, LOG_NAME = "state.pt", "log.jsonl"
+GATE_BATCHES = 32
 """Batches of which a compressor that chooses is told at the end what each of its ways cost."""
 
 
 @dataclass(frozen=True)
-class Plan:
+class TrainConfig:
     """How to train.
 
     Attributes:
@@ -41,16 +41,16 @@ class Plan:
         clip: largest norm of the gradient. noise: width of uniform noise on the states, as EAGLE has it (0.2; 0 none).
     """
 
-    steps: int = 1000
-    batch: int = 16
-    rate: float = 1e-3
-    warmup: int = 50
-    clip: float = 0.5
-    noise: float = 0.0
+    max_steps: int = 1000
+    batch_size: int = 16
+    learning_rate: float = 1e-3
+    warmup_steps: int = 50
+    max_grad_norm: float = 0.5
+    hidden_noise: float = 0.0
     seed: int = 0
-    weights: Weights = field(default_factory=Weights)
+    weights: LossWeights = field(default_factory=LossWeights)
 
-    def rate_at(self, step: int) -> float:
+    def learning_rate_at(self, step: int) -> float:
         """Warm-up, then a cosine down to a hundredth."""
         return warmup_cosine(
             step, peak=self.rate, warmup_steps=self.warmup, max_steps=self.steps, final_scale=0.01
@@ -58,7 +58,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Party:
+class DistributedContext:
     """The processes that train together, each on its part of every batch.
 
     Attributes:
@@ -66,7 +66,7 @@ class Party:
     """
 
     rank: int = 0
-    world: int = 1
+    world_size: int = 1
     mean: Callable[[Tensor], Tensor] = lambda value: value
 
 
@@ -74,7 +74,7 @@ class SettingsError(ValueError):
     """The folder holds a run that cannot be gone on with: of other settings, or damaged."""
 
 
-def refuse_other(folder: Path, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
+def check_resume(folder: Path, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
     """Compare the settings of the run in a folder with those of this one.
 
     Raises:
@@ -88,19 +88,19 @@ def refuse_other(folder: Path, theirs: Mapping[str, Any], ours: Mapping[str, Any
         )
 
 
-class Training:
+class Trainer:
     """One run in a folder: knows where it is, does a step, writes checkpoints."""
 
     def __init__(
         self,
         folder: Path,
-        pupils: Mapping[str, Pupil],
-        plan: Plan,
-        words: SharedEmbeddings,
-        lesson: Callable[[int], Lesson],
+        draft_models: Mapping[str, DraftModel],
+        config: TrainConfig,
+        shared_embeddings: SharedEmbeddings,
+        get_batch: Callable[[int], TrainBatch],
         placeholder: Tensor,
         facts: Mapping[str, Any],
-        party: Party | None = None,
+        distributed: DistributedContext | None = None,
     ) -> None:
         """
         Args:
@@ -111,38 +111,50 @@ class Training:
         Raises:
             SettingsError: another run is in the folder, or a damaged one.
         """
-        self.folder, self.pupils, self.plan, self.words = folder, dict(pupils), plan, words
-        self.lesson, self.placeholder, self.party = lesson, placeholder, party or Party()
-        self.settings = json.loads(json.dumps({"plan": asdict(plan), **facts, "pupils": self._shapes()}))
-        self.step, self.weighed = 0, False
+        self.folder, self.draft_models, self.config, self.shared_embeddings = (
+            folder,
+            dict(draft_models),
+            config,
+            shared_embeddings,
+        )
+        self.get_batch, self.placeholder, self.distributed = get_batch, placeholder, distributed or DistributedContext()
+        self.settings = json.loads(json.dumps({"plan": asdict(config), **facts, "pupils": self._shapes()}))
+        self.step, self.gate_is_fitted = 0, False
         folder.mkdir(parents=True, exist_ok=True)
-        self.optimisers = {
-            name: torch.optim.AdamW(pupil.parts().parameters(), lr=plan.rate, betas=(0.9, 0.95), weight_decay=0.0)
-            for name, pupil in self.pupils.items()
+        self.optimizers = {
+            name: torch.optim.AdamW(
+                pupil.modules().parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
+            )
+            for name, pupil in self.draft_models.items()
         }
-        if (folder / STATE).exists():
+        if (folder / STATE_NAME).exists():
             self._resume()
 
     def _shapes(self) -> dict[str, Any]:
         return {
-            name: {"kind": pupil.kind, "rule": pupil.rule, **_shrinks(pupil), **asdict(pupil.head.config)}
-            for name, pupil in self.pupils.items()
+            name: {
+                "kind": pupil.architecture,
+                "rule": pupil.visual_mode,
+                **_compressor_settings(pupil),
+                **asdict(pupil.head.config),
+            }
+            for name, pupil in self.draft_models.items()
         }
 
     def _resume(self) -> None:
         device = self.placeholder.device
-        file = self.folder / STATE
+        file = self.folder / STATE_NAME
         try:
             state = torch.load(file, map_location=device, weights_only=True)
         except (RuntimeError, EOFError, OSError, KeyError, pickle.UnpicklingError) as error:
             raise SettingsError(
                 f"{file} is damaged ({str(error).splitlines()[0][:120]}); delete it to train again from the start."
             ) from error
-        refuse_other(self.folder, state["settings"], self.settings)
-        for name, pupil in self.pupils.items():
-            pupil.parts().load_state_dict(state["heads"][name])
-            self.optimisers[name].load_state_dict(state["optimisers"][name])
-        self.step, self.weighed = state["step"], state.get("weighed", False)
+        check_resume(self.folder, state["settings"], self.settings)
+        for name, pupil in self.draft_models.items():
+            pupil.modules().load_state_dict(state["heads"][name])
+            self.optimizers[name].load_state_dict(state["optimisers"][name])
+        self.step, self.gate_is_fitted = state["step"], state.get("weighed", False)
 
     def save(self) -> None:
         """Write the checkpoint under another name first, so that a cut, or a full disk, leaves the last good one.
@@ -150,122 +162,127 @@ class Training:
         Raises:
             OSError: it could not be written.
         """
-        if self.party.rank:
+        if self.distributed.rank:
             return
         state = {
             "settings": self.settings,
             "step": self.step,
-            "weighed": self.weighed,
-            "heads": {name: pupil.parts().state_dict() for name, pupil in self.pupils.items()},
-            "optimisers": {name: optimiser.state_dict() for name, optimiser in self.optimisers.items()},
+            "weighed": self.gate_is_fitted,
+            "heads": {name: pupil.modules().state_dict() for name, pupil in self.draft_models.items()},
+            "optimisers": {name: optimiser.state_dict() for name, optimiser in self.optimizers.items()},
         }
         try:
             with atomic_write(self.folder / STATE) as part:
                 torch.save(state, part)
         except (OSError, RuntimeError) as error:  # torch's own writer says RuntimeError when a disk is full
             raise OSError(
-                f"{self.folder / STATE} could not be written at step {self.step}, the checkpoint before it stays: "
+                f"{self.folder / STATE_NAME} could not be written at step {self.step}, the checkpoint before it stays: "
                 f"make room and run again ({' '.join(str(error).split())[:120]})."
             ) from error
 
     def run(
         self,
-        seconds: float = math.inf,
-        every: float = 240.0,
-        tick: Callable[[dict[str, float]], None] = lambda figures: None,
+        max_seconds: float = math.inf,
+        save_every_s: float = 240.0,
+        on_step: Callable[[dict[str, float]], None] = lambda figures: None,
     ) -> bool:
         """Train until all is done (True) or the time is up (False). `tick` is told each step's figures."""
         began = saved = time.monotonic()
-        for pupil in self.pupils.values():
-            pupil.parts().train()
-        while self.step < self.plan.steps:
+        for pupil in self.draft_models.values():
+            pupil.modules().train()
+        while self.step < self.config.max_steps:
             figures = self._step()
             self.step += 1
-            tick(figures)
-            if self.step % 10 == 0 or self.step == self.plan.steps:
+            on_step(figures)
+            if self.step % 10 == 0 or self.step == self.config.max_steps:
                 self._log(figures)
             now = time.monotonic()
-            if now - saved > every or now - began > seconds:
+            if now - saved > save_every_s or now - began > max_seconds:
                 self.save()
                 saved = now
-            if now - began > seconds:
+            if now - began > max_seconds:
                 return False
-        if not self.weighed:
-            self._weigh()
+        if not self.gate_is_fitted:
+            self._fit_gates()
         self.save()
         return True
 
-    def _weigh(self) -> None:
+    def _fit_gates(self) -> None:
         """Compressors that choose are told what their ways cost; every process by its own texts, and the mean of it."""
-        choosers = [pupil for pupil in self.pupils.values() if isinstance(pupil.compressor, GatedCompressor)]
+        choosers = [pupil for pupil in self.draft_models.values() if isinstance(pupil.compressor, GatedCompressor)]
         for pupil in choosers:
-            pupil.parts().eval()
-            lessons = (self.lesson(step).to(self.placeholder.device) for step in range(min(self.plan.steps, WEIGHED)))
+            pupil.modules().eval()
+            lessons = (
+                self.get_batch(step).to(self.placeholder.device)
+                for step in range(min(self.config.max_steps, GATE_BATCHES))
+            )
             with self._autocast():
-                weigh(pupil, lessons, self.words, self.placeholder, self.plan.weights)
+                fit_gate_on_batches(pupil, lessons, self.shared_embeddings, self.placeholder, self.config.weights)
             for weight in pupil.compressor.parameters():
-                weight.data = self.party.mean(weight.data)
-        self.weighed = True
+                weight.data = self.distributed.mean(weight.data)
+        self.gate_is_fitted = True
 
     def _autocast(self) -> torch.autocast:
         device = self.placeholder.device
         return torch.autocast(device.type, dtype=torch.bfloat16, enabled=bf16_is_faster(device))
 
     def _step(self) -> dict[str, float]:
-        began, plan = time.monotonic(), self.plan
-        lesson = self.lesson(self.step).to(self.placeholder.device)
-        if plan.noise:
-            lesson = self._noisy(lesson)
+        began, plan = time.monotonic(), self.config
+        lesson = self.get_batch(self.step).to(self.placeholder.device)
+        if plan.hidden_noise:
+            lesson = self._add_noise(lesson)
         figures: dict[str, float] = {"teacher_s": time.monotonic() - began}
-        rate = plan.rate_at(self.step)
-        for name, pupil in self.pupils.items():
-            optimiser = self.optimisers[name]
+        rate = plan.learning_rate_at(self.step)
+        for name, pupil in self.draft_models.items():
+            optimiser = self.optimizers[name]
             optimiser.param_groups[0]["lr"] = rate
             seed = plan.seed * 1_000_003 + self.step
-            when = When(self.step / plan.steps, torch.Generator().manual_seed(seed))
+            when = Progress(self.step / plan.max_steps, torch.Generator().manual_seed(seed))
             # A compressor is handed no dice: what it draws comes from torch's own, seeded for this step and put back.
             with (
                 torch.random.fork_rng(devices=[]),
                 self._autocast(),
             ):
                 torch.default_generator.manual_seed(seed)
-                taught = KINDS[pupil.kind].losses
-                loss, told = taught(pupil, lesson, self.words, self.placeholder, plan.weights, when)
+                taught = ARCHITECTURES[pupil.architecture].compute_loss
+                loss, told = taught(pupil, lesson, self.shared_embeddings, self.placeholder, plan.weights, when)
             optimiser.zero_grad(set_to_none=True)
             if loss.requires_grad:  # there was something to learn
                 loss.backward()
-            if self.party.world > 1:
-                for weight in pupil.parts().parameters():
+            if self.distributed.world_size > 1:
+                for weight in pupil.modules().parameters():
                     # Every process joins every mean, even one whose texts teach nothing: else the others wait for it.
-                    weight.grad = self.party.mean(torch.zeros_like(weight) if weight.grad is None else weight.grad)
-            norm = nn.utils.clip_grad_norm_(pupil.parts().parameters(), plan.clip)
+                    weight.grad = self.distributed.mean(
+                        torch.zeros_like(weight) if weight.grad is None else weight.grad
+                    )
+            norm = nn.utils.clip_grad_norm_(pupil.modules().parameters(), plan.max_grad_norm)
             if torch.isfinite(norm):
                 optimiser.step()
-            prefix = f"{name}/" if len(self.pupils) > 1 else ""
+            prefix = f"{name}/" if len(self.draft_models) > 1 else ""
             told |= {"loss": float(loss.detach()), "norm": float(norm)}
             figures |= {prefix + key: value for key, value in told.items()}
         return figures | {"rate": rate, "s": time.monotonic() - began}
 
-    def _noisy(self, lesson: Lesson) -> Lesson:
+    def _add_noise(self, lesson: TrainBatch) -> TrainBatch:
         """Uniform noise on the states (EAGLE: 0.2 wide at 512 tokens, less for longer texts)."""
-        rng = torch.Generator(lesson.states.device).manual_seed(self.plan.seed * 1_000_003 + self.step)
-        width = self.plan.noise * 512 / lesson.ids.shape[1]
-        shape = lesson.states.shape
-        noise = torch.rand(shape, generator=rng, device=lesson.states.device, dtype=torch.float32) - 0.5
+        rng = torch.Generator(lesson.hidden_states.device).manual_seed(self.config.seed * 1_000_003 + self.step)
+        width = self.config.hidden_noise * 512 / lesson.input_ids.shape[1]
+        shape = lesson.hidden_states.shape
+        noise = torch.rand(shape, generator=rng, device=lesson.hidden_states.device, dtype=torch.float32) - 0.5
         parts = {name: getattr(lesson, name) for name in lesson.__dataclass_fields__}
-        return Lesson(**parts | {"states": lesson.states + (noise * width).to(lesson.states.dtype)})
+        return TrainBatch(**parts | {"states": lesson.hidden_states + (noise * width).to(lesson.hidden_states.dtype)})
 
     def _log(self, figures: dict[str, float]) -> None:
-        if self.party.rank:
+        if self.distributed.rank:
             return
         row = {"step": self.step} | {name: round(value, 5) for name, value in figures.items()}
-        with (self.folder / LOG).open("a", encoding="utf-8") as file:
+        with (self.folder / LOG_NAME).open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
 
 
-def _shrinks(pupil: Pupil) -> dict[str, str]:
+def _compressor_settings(pupil: DraftModel) -> dict[str, str]:
     compressor = pupil.compressor
     return {} if compressor is None else {"compressor": compressor_label(compressor)}
 
 
-__all__ = ["Party", "Plan", "Pupil", "SettingsError", "Training", "refuse_other"]
+__all__ = ["Party", "TrainConfig", "Pupil", "SettingsError", "Trainer", "refuse_other"]

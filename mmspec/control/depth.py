@@ -10,14 +10,14 @@ from dataclasses import dataclass, field
 
 from mmspec.control.draft_cost import ema
 
-MEMORY = 0.97
+EVIDENCE_DECAY = 0.97
 """What is left of the evidence at each new round."""
-LOOK = 24
+PROBE_EVERY = 24
 """Every so many rounds one level more is drafted, to see whether it would be reached."""
 
 
 @dataclass
-class Tally:
+class DepthStats:
     """What is known at one batch size.
 
     Attributes:
@@ -26,15 +26,15 @@ class Tally:
         pass_s: seconds of a level behind the first, which reading gives. rest_s: seconds of a round without those.
     """
 
-    reached: list[float]
-    tried: list[float]
+    num_accepted: list[float]
+    num_offered: list[float]
     pass_s: float = 0.0
-    rest_s: float = 0.0
+    base_s: float = 0.0
     rounds: int = 0
 
 
 @dataclass
-class Depth:
+class DepthController:
     """Chooses 1 to `most` levels.
 
     Attributes:
@@ -42,39 +42,39 @@ class Depth:
         hope: share of rows that are thought to go on from one level to the next before anything is known.
     """
 
-    most: int
-    each: int = 1
-    hope: float = 0.75
-    tallies: dict[int, Tally] = field(default_factory=dict)
+    max_levels: int
+    steps_per_level: int = 1
+    prior_acceptance: float = 0.75
+    by_batch: dict[int, DepthStats] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
-    def __deepcopy__(self, memo: dict[int, object]) -> Depth:
-        return Depth(self.most, self.each, self.hope)
+    def __deepcopy__(self, memo: dict[int, object]) -> DepthController:
+        return DepthController(self.max_levels, self.steps_per_level, self.prior_acceptance)
 
-    def _tally(self, batch: int) -> Tally:
-        if batch not in self.tallies:
-            steps = self.most * self.each
-            self.tallies[batch] = Tally([2 * self.hope] * steps, [2.0] * steps)
-        return self.tallies[batch]
+    def _tally(self, batch: int) -> DepthStats:
+        if batch not in self.by_batch:
+            steps = self.max_levels * self.steps_per_level
+            self.by_batch[batch] = DepthStats([2 * self.prior_acceptance] * steps, [2.0] * steps)
+        return self.by_batch[batch]
 
     def choose(self, batch: int) -> int:
         """Levels for the coming round: the most tokens per second."""
         with self.lock:
             tally = self._tally(batch)
             tally.rounds += 1
-            if not tally.pass_s or not tally.rest_s:
-                return self.most
+            if not tally.pass_s or not tally.base_s:
+                return self.max_levels
             best, best_rate, tokens, so_far = 1, 0.0, 1.0, 1.0
-            for level in range(self.most):
-                for step in range(level * self.each, (level + 1) * self.each):
-                    so_far *= tally.reached[step] / tally.tried[step]
+            for level in range(self.max_levels):
+                for step in range(level * self.steps_per_level, (level + 1) * self.steps_per_level):
+                    so_far *= tally.num_accepted[step] / tally.num_offered[step]
                     tokens += so_far
-                rate = tokens / (tally.rest_s + level * tally.pass_s)
+                rate = tokens / (tally.base_s + level * tally.pass_s)
                 if rate > best_rate:
                     best, best_rate = level + 1, rate
-            return min(self.most, best + (tally.rounds % LOOK == 0))
+            return min(self.max_levels, best + (tally.rounds % PROBE_EVERY == 0))
 
-    def learn(self, batch: int, levels: int, kept: list[int], pass_s: float, rest_s: float) -> None:
+    def record(self, batch: int, levels: int, accepted: list[int], pass_s: float, base_s: float) -> None:
         """After a round: how many drafted tokens each row kept, and what the round cost.
 
         Args:
@@ -82,13 +82,15 @@ class Depth:
         """
         with self.lock:
             tally = self._tally(batch)
-            for step in range(min(levels, self.most) * self.each):
-                if there := sum(count >= step for count in kept):
-                    tally.tried[step] = MEMORY * tally.tried[step] + there
-                    tally.reached[step] = MEMORY * tally.reached[step] + sum(count > step for count in kept)
+            for step in range(min(levels, self.max_levels) * self.steps_per_level):
+                if there := sum(count >= step for count in accepted):
+                    tally.num_offered[step] = EVIDENCE_DECAY * tally.num_offered[step] + there
+                    tally.num_accepted[step] = EVIDENCE_DECAY * tally.num_accepted[step] + sum(
+                        count > step for count in accepted
+                    )
             if pass_s:
                 tally.pass_s = ema(tally.pass_s, pass_s, 0.1)
-            tally.rest_s = ema(tally.rest_s, rest_s, 0.1)
+            tally.base_s = ema(tally.base_s, base_s, 0.1)
 
 
-__all__ = ["Depth", "Tally"]
+__all__ = ["DepthController", "DepthStats"]

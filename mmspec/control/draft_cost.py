@@ -35,8 +35,8 @@ class DraftCosts:
         gained: tokens that a round emits per row.
     """
 
-    read_s: float
-    draft_s: float
+    prefill_token_s: float
+    draft_token_s: float
     round_s: float
     tokens_per_round: float
 
@@ -48,16 +48,16 @@ class CostByLength:
     means: dict[int, tuple[float, float]] = field(default_factory=dict)
     """{steps of width: (mean width, mean seconds)}"""
 
-    def update(self, width: int, seconds: float) -> None:
+    def update(self, length: int, seconds: float) -> None:
         """A mean that follows what was quicker at once and what was slower slowly: machines are shared."""
-        place = round(BUCKETS_PER_OCTAVE * math.log2(max(1, width)))
+        place = round(BUCKETS_PER_OCTAVE * math.log2(max(1, length)))
         old = self.means.get(place)
         if old is None:
-            self.means[place] = float(width), seconds
+            self.means[place] = float(length), seconds
             return
         share = 0.5 if seconds < old[1] else 0.2
         self.means[place] = (
-            old[0] + share * (width - old[0]),
+            old[0] + share * (length - old[0]),
             old[1] + share * (min(seconds, 2 * old[1]) - old[1]),
         )
 

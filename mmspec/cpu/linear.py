@@ -94,7 +94,7 @@ class KernelTiming:
     seconds: dict[str, list[float]] = field(default_factory=dict)
     best: str | None = None
 
-    def next(self) -> str:
+    def next_kernel(self) -> str:
         """The way that was tried least."""
         return min(self.kernels, key=lambda way: len(self.seconds.get(way, ())))
 
@@ -145,7 +145,7 @@ class LinearAutotuner:
             return self._in_way(trial.best, layer, rows)
         if trial is None or trial.kernels != ways:
             trial = self.timings[shape] = KernelTiming(ways)
-        way = trial.next()
+        way = trial.next_kernel()
         if way == "packed":
             self._pack(layer)  # not a part of what is timed
         began = time.perf_counter()

@@ -18,7 +18,7 @@ from mmspec.engine.kv_cache import RaggedKVCache
 from mmspec.engine.tree import BUCKETS, DraftTree
 from mmspec.engine.tree_cache import Lent, TreeCache, export_dynamic_cache, load_dynamic_cache, unsupported_reason
 from mmspec.interfaces import VerifyResult, VisualGrid
-from mmspec.targets.module_scan import scan
+from mmspec.targets.module_scan import scan_modules
 from mmspec.targets.vision_attention import AttentionCapture
 
 TREE_ATTENTION_KERNELS = ("sdpa", "eager")
@@ -105,7 +105,7 @@ class ModelAdapter:
         Inference mode saves about a tenth of the time of launch-bound steps, but tensors made in it can never be
         trained with. Quantised or offloaded weights, replaced forwards and user hooks may keep such tensors.
         """
-        return scan(self.model).quiet
+        return scan_modules(self.model).can_use_inference_mode
 
     def grids(self, input_ids: Tensor, vision: Mapping[str, Any]) -> tuple[VisualGrid, ...]:
         """The grids that the visual tokens of a prompt form. `vision` holds the recorded `vision_args`."""
@@ -171,13 +171,13 @@ class HFTarget:
 
     def __init__(
         self,
-        family: ModelAdapter,
+        adapter: ModelAdapter,
         input_ids: Tensor,
         model_kwargs: dict[str, Any],
         config: Any,
-        most: int,
-        quiet: bool | None = None,
-        watched: bool = False,
+        max_new_tokens: int,
+        inference_mode: bool | None = None,
+        cache_is_observed: bool = False,
     ) -> None:
         """
         Args:
@@ -186,34 +186,34 @@ class HFTarget:
             quiet: whether forwards may run in inference mode; looked up in the model's modules if None.
             watched: user code runs during the call and may look at the user's cache.
         """
-        self.adapter, self.model = family, family.model
-        self.vocab_size = family.vocab_size
+        self.adapter, self.model = adapter, adapter.model
+        self.vocab_size = adapter.vocab_size
         self.input_ids, self.kwargs, self.config = input_ids, dict(model_kwargs), config
         self.user_cache = self.kwargs.pop("past_key_values")
         past = self.user_cache.get_seq_length()
-        self.max_new_tokens = most
-        self.buffer = RaggedKVCache(input_ids.shape[0], past + input_ids.shape[1] + most + BUCKETS[-1])
-        self.cache = TreeCache(self.buffer, family.num_layers)
+        self.max_new_tokens = max_new_tokens
+        self.buffer = RaggedKVCache(input_ids.shape[0], past + input_ids.shape[1] + max_new_tokens + BUCKETS[-1])
+        self.cache = TreeCache(self.buffer, adapter.num_layers)
         self.prompt_length = 0  # positions after the prefill
         self.device = self.model.device  # `input_ids` may live elsewhere, transformers allows that
         if self.device.type == "meta":  # offloaded weights, brought in layer by layer
             self.device = input_ids.device
         self._template: dict[str, Any] = {}
-        self.inference_mode = family.can_use_inference_mode() if quiet is None else quiet
+        self.inference_mode = adapter.can_use_inference_mode() if inference_mode is None else inference_mode
         # Code that looks at the user's cache in mid-call may write into it, too: not into tensors of inference mode.
-        self.lent = Lent(self.user_cache if watched and self.keeps_cache else None, self.buffer)
+        self.lent = Lent(self.user_cache if cache_is_observed and self.keeps_cache else None, self.buffer)
         self._mode = torch.inference_mode if self.inference_mode and self.lent.cache is None else torch.no_grad
         self._fed = 0  # columns that transformers would have fed by now
-        self._window, self._layer_types = family.sliding_window, family.layer_types
+        self._window, self._layer_types = adapter.sliding_window, adapter.layer_types
 
     @staticmethod
-    def unsupported_reason(family: ModelAdapter, input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> str | None:
+    def unsupported_reason(adapter: ModelAdapter, input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> str | None:
         """Why the cache or the attention mask of this call cannot be served, or None."""
         cache = model_kwargs.get("past_key_values")
         mask, length = model_kwargs.get("attention_mask"), input_ids.shape[1]
-        window = family.sliding_window if "sliding_attention" in family.layer_types else None
+        window = adapter.sliding_window if "sliding_attention" in adapter.layer_types else None
         if (
-            reason := unsupported_reason(cache, family.num_layers, input_ids.shape[0], family.model.dtype, window)
+            reason := unsupported_reason(cache, adapter.num_layers, input_ids.shape[0], adapter.model.dtype, window)
         ) is not None:
             return reason
         assert cache is not None
@@ -303,7 +303,7 @@ class HFTarget:
             export_dynamic_cache(self.buffer, self.prompt_length + self._fed, self.user_cache)
 
     @property
-    def positions(self) -> Tensor:
+    def position_ids(self) -> Tensor:
         """[B, L] or [axes, B, L] position ids of the prompt."""
         positions: Tensor = self.kwargs["position_ids"]
         return positions

@@ -47,8 +47,8 @@ class ModuleScan:
     compiled: bool = False
     hook: str | None = None
     foreign: tuple[nn.Module, ...] = ()
-    quiet: bool = True
-    linears: tuple[nn.Linear, ...] = ()
+    can_use_inference_mode: bool = True
+    linear_layers: tuple[nn.Linear, ...] = ()
 
 
 @dataclass
@@ -77,7 +77,9 @@ class _Pass:
             self.types[kind] = _judged(kind)
         judged = self.types[kind]
         if judged == "replaced":
-            self.hooked.append((module, f"a forward that refers to variables around it ({name_of(kind.forward)})"))
+            self.hooked.append(
+                (module, f"a forward that refers to variables around it ({callable_name(kind.forward)})")
+            )
         elif judged == "foreign" or any(map(_is_foreign, module._parameters.values())):
             self.foreign.append(module)
 
@@ -94,7 +96,7 @@ class _Pass:
         if isinstance(forward, types.MethodType) and not _has_memory(forward.__func__):
             self.foreign.append(module)
         else:
-            self.hooked.append((module, f"a replaced forward ({name_of(forward)})"))
+            self.hooked.append((module, f"a replaced forward ({callable_name(forward)})"))
 
     def _hooks(self, module: nn.Module) -> None:
         self.quiet = self.quiet and "_hf_hook" not in module.__dict__
@@ -102,14 +104,14 @@ class _Pass:
             for hook in hooks.values():
                 self.quiet = self.quiet and getattr(hook, "__module__", None) in LEAVE_NOTHING
                 if not is_library_code(hook):
-                    self.hooked.append((module, f"a forward {kind} ({name_of(hook)})"))
+                    self.hooked.append((module, f"a forward {kind} ({callable_name(hook)})"))
         device_hook = module.__dict__.get("_hf_hook")
         for part in getattr(device_hook, "hooks", (device_hook,)):
             if part is not None and not is_library_code(part):
-                self.hooked.append((module, f"a forward hook ({name_of(part)})"))
+                self.hooked.append((module, f"a forward hook ({callable_name(part)})"))
 
 
-def scan(model: Any) -> ModuleScan:
+def scan_modules(model: Any) -> ModuleScan:
     """Look at every module of a transformers model once."""
     roots = [part for part in (model.get_decoder() or model, model.get_output_embeddings()) if part is not None]
     known, found = {id(root) for root in roots}, _Pass()
@@ -117,26 +119,26 @@ def scan(model: Any) -> ModuleScan:
         found.visit(module, decoding)
     hooks = {**torch_module._global_forward_hooks, **torch_module._global_forward_pre_hooks}
     strange = [hook for hook in hooks.values() if not is_library_code(hook)]
-    hook = f"a global forward hook ({name_of(strange[0])})" if strange else None
+    hook = f"a global forward hook ({callable_name(strange[0])})" if strange else None
     foreign: list[nn.Module] = []
     if found.hooked or found.foreign:
         running = {id(module) for module in _running(model, roots)}
         foreign = [module for module in found.foreign if id(module) in running]
         hooked = [(module, what) for module, what in found.hooked if id(module) in running]
         if hooked and hook is None:
-            hook = f"{hooked[0][1]} on {described(model, hooked[0][0])}"
+            hook = f"{hooked[0][1]} on {describe_module(model, hooked[0][0])}"
     kept = getattr(model, "hf_quantizer", None) is not None or hasattr(model, "hf_device_map") or bool(hooks)
     return ModuleScan(
-        training=None if found.training is None else described(model, found.training),
+        training=None if found.training is None else describe_module(model, found.training),
         compiled=found.compiled,
         hook=hook,
         foreign=tuple(foreign),
-        quiet=found.quiet and not kept and not foreign,
-        linears=tuple(found.linears),
+        can_use_inference_mode=found.quiet and not kept and not foreign,
+        linear_layers=tuple(found.linears),
     )
 
 
-def described(model: nn.Module, module: nn.Module) -> str:
+def describe_module(model: nn.Module, module: nn.Module) -> str:
     """Name and class of a module, and the classes of unknown parameters, for messages."""
     name = next((name for name, part in model.named_modules() if part is module), "")
     weights = sorted({type(weight).__name__ for weight in module._parameters.values() if _is_foreign(weight)})
@@ -160,7 +162,7 @@ def is_library_code(code: Any) -> bool:
     return True
 
 
-def name_of(code: Any) -> str:
+def callable_name(code: Any) -> str:
     """Name of a function or of the class of a callable, for messages."""
     while isinstance(code, functools.partial):
         code = code.func

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from mmspec.engine.sampler import RngGuard
+from mmspec.engine.rng import RngGuard
 from mmspec.engine.tree import DraftTree, root_only, sanitize
 from mmspec.interfaces import VerifyResult
 from mmspec.targets.hf import TOKEN_TYPE_INPUTS, HFTarget, ModelAdapter
-from mmspec.targets.module_scan import described
+from mmspec.targets.module_scan import describe_module
 
 PARENTS = (-1, 0, 1, 2, 0, 4, 1, 6)
 PATHS = ((0, 1, 2, 3), (0, 4, 5), (0, 1, 6, 7))
@@ -37,7 +37,7 @@ NAMED = 3
 """Modules that a message names."""
 
 
-def refusal(
+def failure_reason(
     family: ModelAdapter, foreign: Sequence[nn.Module], model_kwargs: Mapping[str, Any], config: Any
 ) -> str | None:
     """Why a model with these modules must be decoded by transformers alone; None if the self-test passes.
@@ -46,7 +46,7 @@ def refusal(
         foreign: modules that the test is about. model_kwargs, config: what transformers prepared for a call, of which
             the form of the inputs is taken.
     """
-    names = [described(family.model, module) for module in foreign[:NAMED]]
+    names = [describe_module(family.model, module) for module in foreign[:NAMED]]
     names += [f"{len(foreign) - NAMED} more"] * (len(foreign) > NAMED)
     where = ", ".join(names)
     opaque = [name for module in foreign for name, value in vars(module).items() if _is_opaque(value)]
@@ -56,7 +56,7 @@ def refusal(
     undo = RngGuard(positions.device, family.model.device)
     try:
         with undo, _restored(foreign) as changed:
-            fault = _fault(family, model_kwargs, config)
+            fault = _find_failure(family, model_kwargs, config)
             fault = changed() or fault
     except Exception as error:  # user code may raise anything on inputs that it does not expect
         return f"{where}: fails the self-test ({type(error).__name__}: {error})"
@@ -65,7 +65,7 @@ def refusal(
     return None if fault is None else f"{where}: {fault}"
 
 
-def fingerprint(modules: Sequence[nn.Module]) -> tuple[Any, ...]:
+def modules_fingerprint(modules: Sequence[nn.Module]) -> tuple[Any, ...]:
     """What a result of the self-test holds for: these modules, their code, and their settings."""
     simple = (bool, int, float, str, type(None))
     return tuple(
@@ -80,13 +80,13 @@ def fingerprint(modules: Sequence[nn.Module]) -> tuple[Any, ...]:
     )
 
 
-def _fault(family: ModelAdapter, model_kwargs: Mapping[str, Any], config: Any) -> str | None:
+def _find_failure(family: ModelAdapter, model_kwargs: Mapping[str, Any], config: Any) -> str | None:
     device = model_kwargs["position_ids"].device
     ids, tokens = _ids(family, device)
 
     def target() -> HFTarget:
         kwargs = _inputs(family, ids, model_kwargs)
-        return HFTarget(family, ids, kwargs, config, most=len(PARENTS), quiet=False)
+        return HFTarget(family, ids, kwargs, config, max_new_tokens=len(PARENTS), inference_mode=False)
 
     allowed = torch.ones(family.num_embeddings, dtype=torch.bool, device=device)
     apart = torch.empty(0)

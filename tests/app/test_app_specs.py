@@ -67,7 +67,7 @@ def test_a_depth_stays_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     drafter = get_drafter(patch_model(model, "head@7", processor))
     assert type(drafter.depth) is FixedDepth and drafter.reach == 7
     for _ in range(30):
-        drafter.depth.learn(1, 7, [0], 1.0, 1e-6)  # a level costs much and brings nothing
+        drafter.depth.record(1, 7, [0], 1.0, 1e-6)  # a level costs much and brings nothing
     assert {drafter.depth.choose(1) for _ in range(30)} == {7}
 
 

@@ -34,8 +34,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("heads")
     with_elastic = {"name": "elastic", "tokens": 8}, elastic.state_dict()
     for name, compressor in (("mine", None), ("chosen", with_elastic)):
-        made = Made(config, "decoupled", 2, "llava", fingerprint(processor.tokenizer), compressor=compressor)
-        save(place / name, head, made)
+        made = HeadMetadata(
+            config, "decoupled", 2, "llava", tokenizer_fingerprint(processor.tokenizer), compressor=compressor
+        )
+        save_head(place / name, head, made)
     return place
 
 

@@ -124,7 +124,7 @@ def test_text_only_shows_no_picture(data: Path, tmp_path: Path, monkeypatch: pyt
 
     def seen(self: Teacher, numbers: list[int]) -> Any:
         made = lesson(self, numbers)
-        visual.append(bool(made.visual.any()))
+        visual.append(bool(made.visual_mask.any()))
         return made
 
     monkeypatch.setattr(Teacher, "make_batch", seen)
@@ -228,18 +228,18 @@ def test_a_lesson_is_what_the_target_saw(data: Path, tmp_path: Path) -> None:
         inputs = teacher.captioner.inputs([teacher.data[number].media], [teacher.data[number].question])
         answer = torch.tensor(teacher.answers[number])
         ids = torch.cat([inputs["input_ids"][0], answer])
-        assert torch.equal(lesson.ids[row, : len(ids)], ids) and lesson.real[row].sum() == len(ids)
-        assert lesson.answer[row].nonzero().flatten().tolist() == list(range(len(ids) - len(answer), len(ids)))
+        assert torch.equal(lesson.input_ids[row, : len(ids)], ids) and lesson.attention_mask[row].sum() == len(ids)
+        assert lesson.response_mask[row].nonzero().flatten().tolist() == list(range(len(ids) - len(answer), len(ids)))
         whole = {**inputs, "input_ids": ids[None], "attention_mask": torch.ones_like(ids)[None]}
         with torch.no_grad():
             seen = model(**whole, output_hidden_states=True)
-        assert torch.allclose(lesson.embedded[row, : len(ids)], seen.hidden_states[0][0], atol=3e-2)
-        far = (lesson.states[row, : len(ids)] - seen.hidden_states[-1][0]).abs().max()
+        assert torch.allclose(lesson.inputs_embeds[row, : len(ids)], seen.hidden_states[0][0], atol=3e-2)
+        far = (lesson.hidden_states[row, : len(ids)] - seen.hidden_states[-1][0]).abs().max()
         assert far < 0.15, "bfloat16 on a CPU"
-        said = model.get_output_embeddings()(lesson.states[row]).argmax(-1)
+        said = model.get_output_embeddings()(lesson.hidden_states[row]).argmax(-1)
         agree = (said[len(ids) - len(answer) - 1 : len(ids) - 1] == answer).float().mean()
         assert number == 2 or agree > 0.6
-    assert lesson.visual.sum() == 3 * 16
+    assert lesson.visual_mask.sum() == 3 * 16
 
 
 def test_states_are_made_once_as_far_as_there_is_room(data: Path, tmp_path: Path) -> None:
@@ -258,9 +258,9 @@ def test_states_are_made_once_as_far_as_there_is_room(data: Path, tmp_path: Path
     assert 0 < len(teachers[2]._cache) < 3 and 0 <= teachers[2].cache_bytes < 60_000
     for other in (kept, some):
         for one, two in zip(plain, other, strict=True):
-            for a, b in zip(one.parts(), two.parts(), strict=True):
+            for a, b in zip(one.tensors(), two.tensors(), strict=True):
                 assert a.dtype == b.dtype and torch.allclose(a.float(), b.float(), atol=0.1), "bfloat16 on a CPU"
-            assert torch.equal(one.ids, two.ids) and torch.equal(one.answer, two.answer)
+            assert torch.equal(one.input_ids, two.input_ids) and torch.equal(one.response_mask, two.response_mask)
 
 
 def test_the_same_questions_without_pictures(data: Path, tmp_path: Path) -> None:

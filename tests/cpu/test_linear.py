@@ -227,7 +227,7 @@ def test_generate_is_the_same_in_other_ways(choice: bool | None, spied: list[int
     for options in ({"do_sample": False}, {"do_sample": True}):
         torch.manual_seed(0)
         plain = model.generate(**inputs, max_new_tokens=20, **options)
-        mmspec.patch(model, "fused", nodes=8, packed=choice)
+        mmspec.patch(model, "fused", tree_size=8, cpu_pack_weights=choice)
         torch.manual_seed(0)
         assert torch.equal(model.generate(**inputs, max_new_tokens=20, **options), plain)
         mmspec.unpatch(model)
@@ -241,7 +241,7 @@ def test_generate_is_the_same_in_other_ways(choice: bool | None, spied: list[int
 def test_a_copy_that_was_trained_on_is_not_stale() -> None:
     model, processor = random_model("tiny")
     inputs = Captioner(model, processor).inputs([render_scene(generate_scene(1))], ["a"])
-    mmspec.patch(model, "fused", nodes=8, packed=True)
+    mmspec.patch(model, "fused", tree_size=8, cpu_pack_weights=True)
     model.generate(**inputs, max_new_tokens=6, do_sample=False)
     with torch.no_grad():
         for weight in model.model.language_model.parameters():

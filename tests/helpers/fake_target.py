@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmspec.drafters.eagle.drafter import EagleDrafter, State
+from mmspec.drafters.eagle.drafter import EagleDrafter, EagleState
 from mmspec.drafters.eagle.head import EagleHead, HeadConfig
-from mmspec.drafters.training.losses import Lesson
+from mmspec.drafters.training.losses import TrainBatch
 from mmspec.engine.tree import DraftTree, root_only
 from mmspec.interfaces import Prompt, SharedEmbeddings, VerifyResult
 
@@ -94,12 +94,12 @@ def build_result(tree: DraftTree, accepted_nodes: list[list[int]], tokens: list[
     return VerifyResult(tree, torch.tensor(fill[1]), counts, torch.tensor(fill[0]), tokens, accepted_nodes)
 
 
-def begin_decoding(target: FakeTarget, drafter: EagleDrafter, prompt: Prompt) -> State:
+def begin_decoding(target: FakeTarget, drafter: EagleDrafter, prompt: Prompt) -> EagleState:
     """After the prompt was read, with the words that follow in the texts."""
     state = drafter.begin(prompt)
     lengths = prompt.attention_mask.sum(1).tolist()
     drafter.observe(state, build_first_result([int(target.input_ids[row, n]) for row, n in enumerate(lengths)]), {})
-    drafter.read(state)
+    drafter.sync(state)
     return state
 
 
@@ -149,7 +149,7 @@ def reference_forward(
             shares = (keys[seen, h // 2] @ queries[i, h] / math.sqrt(d)).softmax(0)
             out[i, h] = shares @ values[seen, h // 2]
     inputs = inputs + layer.o_proj(out.flatten(1))
-    if not layer.feeds:
+    if not layer.has_mlp:
         return inputs
     normed = inputs * (inputs.pow(2).mean(-1, keepdim=True) + 1e-5).rsqrt() * layer.post_norm.weight
     gate, up = layer.gate_up_proj(normed).chunk(2, -1)
@@ -172,14 +172,14 @@ def scores_by_path(tree: DraftTree, row: int) -> dict[tuple[int, ...], float]:
     return found
 
 
-def build_train_batch(target: FakeTarget, seed: int = 0, length: int = 14) -> Lesson:
+def build_train_batch(target: FakeTarget, seed: int = 0, length: int = 14) -> TrainBatch:
     visual = torch.zeros(2, 16, dtype=torch.bool)
     visual[:, 2:5] = True
     index = torch.arange(16)[:length]
     answer = (index >= 7) & (index < torch.tensor([[14], [12]]))
     real = index < torch.tensor([[14], [12]])
     ids = torch.where(visual, IMAGE_TOKEN_ID, target.input_ids)[:, :length]
-    return Lesson(
+    return TrainBatch(
         ids,
         real,
         visual[:, :length],

@@ -159,7 +159,7 @@ def test_figures_add_up(model: PreTrainedModel, drafter: str, batch: int, sample
     torch.manual_seed(0)
     plain = model.generate(**given, **options)
     liar = drafter if drafter == "none" else adversarial.DRAFTERS[drafter](1, [plain])
-    mmspec.patch(model, drafter=liar, nodes=None if drafter == "none" else 8)
+    mmspec.patch(model, drafter=liar, tree_size=None if drafter == "none" else 8)
     torch.manual_seed(0)
     assert torch.equal(model.generate(**given, **options), plain)
     stats = mmspec.stats(model, last=True)
@@ -196,7 +196,7 @@ def test_rows_that_finish_early(model: PreTrainedModel, returned: dict[str, Any]
         assert set(row[ends[-1] :]) <= {pad}
     assert ends[1] <= 5 < max(ends)
     for drafter, nodes in (("none", None), (adversarial.BranchingDrafter(1), 8), ("auto", 8)):
-        mmspec.patch(model, drafter=drafter, nodes=nodes)
+        mmspec.patch(model, drafter=drafter, tree_size=nodes)
         model.generate(**given, max_new_tokens=24, do_sample=False, **returned)
         stats = mmspec.stats(model, last=True)
         check(stats, 3)
@@ -212,7 +212,7 @@ def test_tokens_that_a_criterion_cut_are_not_counted(model: PreTrainedModel) -> 
     stop = StoppingCriteriaList(
         [adversarial.Plain(adversarial.CallLog(), given["input_ids"].shape[1], 0)]
     )  # after five columns
-    mmspec.patch(model, drafter=adversarial.OracleDrafter(1, [plain]), nodes=8)
+    mmspec.patch(model, drafter=adversarial.OracleDrafter(1, [plain]), tree_size=8)
     short = model.generate(**given, max_new_tokens=24, do_sample=False, stopping_criteria=stop)
     stats = mmspec.stats(model, last=True)
     check(stats, 2)
@@ -232,7 +232,7 @@ def test_one_token_needs_no_round(model: PreTrainedModel) -> None:
 def test_calls_are_summed_and_plain_ones_marked(model: PreTrainedModel) -> None:
     given, other = tiny.build_inputs(model, 9, 1), tiny.build_inputs(model, 10, 2)
     options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
-    mmspec.patch(model, drafter=adversarial.BranchingDrafter(1), nodes=4)
+    mmspec.patch(model, drafter=adversarial.BranchingDrafter(1), tree_size=4)
     assert mmspec.stats(model) == mmspec.stats(model, last=True) == Stats()
     seen = []
     for inputs in (given, other, given):

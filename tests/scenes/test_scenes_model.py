@@ -108,10 +108,10 @@ def test_auto_is_a_drafter_that_ships(shipped: tuple[Any, Any]) -> None:
     model, processor = shipped
     mmspec.patch(model, processor=processor)
     try:
-        drafter = model.__dict__["_mmspec"].options.drafter
+        drafter = model.__dict__["_mmspec"].config.drafter
     finally:
         mmspec.unpatch(model)
-    assert drafter.name == next(iter(registry.shipped()))
+    assert drafter.name == next(iter(registry.bundled_drafters()))
     assert size_of(drafter.head) <= 0.15 * size_of(model)
 
 
@@ -134,7 +134,7 @@ def test_drafters_that_ship_guess_well_and_change_no_word(shipped: tuple[Any, An
     for batch, sample in product((asked[:1], asked), (False, True)):
         inputs = maker.inputs([one.images for one in batch], [one.question for one in batch])
         plain = said(inputs, sample)
-        for name in registry.shipped():
+        for name in registry.bundled_drafters():
             mmspec.patch(model, name, processor=processor, nodes=16)
             try:
                 assert torch.equal(said(inputs, sample), plain), (name, len(batch), sample)
@@ -176,7 +176,7 @@ def test_the_demo(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     told = capsys.readouterr().out
     assert "2 of 2 texts identical to plain generate" in told
     assert told.count("plain ") >= 2 and told.count("identical; ") == 2 and "tokens/s" in told
-    assert makers[0].model.__dict__["_mmspec"].options.drafter.name == next(iter(registry.shipped()))
+    assert makers[0].model.__dict__["_mmspec"].config.drafter.name == next(iter(registry.bundled_drafters()))
     assert float(re.findall(r"tau ([0-9.]+)", told)[-1]) >= 1  # how much hangs on this machine's times
 
 

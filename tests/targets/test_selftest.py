@@ -25,7 +25,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from transformers import GenerationMixin, PreTrainedModel
 
 import mmspec
-from mmspec.targets.module_scan import is_library_code, scan
+from mmspec.targets.module_scan import is_library_code, scan_modules
 
 MODES: list[dict[str, Any]] = [
     {"do_sample": False, "max_new_tokens": 16},
@@ -260,7 +260,7 @@ def swapped(kind: type, **changes: Any) -> PreTrainedModel:
 @FAMILIES
 def test_a_foreign_module_that_passes_is_drafted(family: str) -> None:
     model = swapped(Same, family=family)
-    assert len(scan(model).foreign) == 1
+    assert len(scan_modules(model).foreign) == 1
     drafted(check(model))
 
 
@@ -314,8 +314,8 @@ def test_the_self_test_runs_once_and_again_when_something_changes(monkeypatch: p
     from mmspec.targets import selftest
 
     runs: list[int] = []
-    fault = selftest._fault
-    monkeypatch.setattr(selftest, "_fault", lambda *args: (runs.append(1), fault(*args))[1])
+    fault = selftest._find_failure
+    monkeypatch.setattr(selftest, "_find_failure", lambda *args: (runs.append(1), fault(*args))[1])
     model = swapped(Same)
     given = tiny.build_inputs(model, 27, 1, images=[1])
     with fuzz.patch_model(model, adversarial.BranchingDrafter(1), nodes=8):
@@ -357,7 +357,7 @@ def test_quantised_parameters(act: bool) -> None:
         part = layer.mlp.up_proj
         part.weight = Weight(part.weight.detach(), requires_grad=False)
         part.weight.act = act
-    assert len(scan(model).foreign) == 2
+    assert len(scan_modules(model).foreign) == 2
     if act:
         went_plain(check(model), "layers.0.mlp.up_proj (Linear, Weight)", "layers.1.mlp.up_proj", "what else is in it")
     else:
@@ -384,8 +384,8 @@ def test_adapters_of_peft_are_known() -> None:
     model = fresh_model()
     for layer in decoder(model).layers:
         layer.self_attn.q_proj = Adapted(layer.self_attn.q_proj).eval()
-    found = scan(model)
-    assert not found.foreign and not found.hook and found.quiet
+    found = scan_modules(model)
+    assert not found.foreign and not found.hook and found.can_use_inference_mode
     drafted(check(model))
 
 
@@ -446,7 +446,7 @@ def test_kernels_bound_to_an_instance_are_tested() -> None:
     model = fresh_model()
     for layer in decoder(model).layers:
         layer.mlp.forward = types.MethodType(_same_forward, layer.mlp)
-    assert len(scan(model).foreign) == 2
+    assert len(scan_modules(model).foreign) == 2
     drafted(check(model))
 
 
@@ -509,7 +509,7 @@ def test_one_pass_over_the_modules_per_call(monkeypatch: pytest.MonkeyPatch) -> 
 
     passes: list[Any] = []
     for room in (calls, module_scan):
-        monkeypatch.setattr(room, "scan", lambda model: (passes.append(model), scan(model))[1])
+        monkeypatch.setattr(room, "scan_modules", lambda model: (passes.append(model), scan_modules(model))[1])
     model = fresh_model()
     with fuzz.patch_model(model, adversarial.BranchingDrafter(1), nodes=8):
         walks: list[Any] = []

@@ -55,7 +55,7 @@ def inside(model: PreTrainedModel, given: tiny.Inputs, use: Callable[[HFTarget],
     def loop(
         self: Any, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any, **kw: Any
     ) -> Tensor:
-        use(HFTarget(find_adapter(model), input_ids, kw, generation_config, most=36))
+        use(HFTarget(find_adapter(model), input_ids, kw, generation_config, max_new_tokens=36))
         return input_ids
 
     options.setdefault("do_sample", False)
@@ -650,7 +650,7 @@ def test_flash_attention_is_switched_and_restored(family: str, monkeypatch: pyte
         monkeypatch.setattr(PreTrainedModel, check, believe)
     model.set_attn_implementation({"text_config": "flash_attention_2"})
     vision = model.config.vision_config._attn_implementation
-    mmspec.patch(model, drafter=adversarial.BranchingDrafter(1), nodes=8)
+    mmspec.patch(model, drafter=adversarial.BranchingDrafter(1), tree_size=8)
     assert model.config.text_config._attn_implementation == "sdpa"
     assert model.config.vision_config._attn_implementation == vision
     assert torch.equal(model.generate(**given, max_new_tokens=8, do_sample=False), plain)

@@ -276,12 +276,12 @@ class Spy:
 @pytest.mark.parametrize("padding", ["left", "right"])
 def test_a_drafter_is_shown_what_the_tower_attends_to(padding: str) -> None:
     """Scores stand at their own tokens, and `salient` keeps the highest; the text stays what it is."""
-    drafter = EagleDrafter(EagleHead(HeadConfig(32, 64, 4, 2, 120)), "decoupled", layers=2)
+    drafter = EagleDrafter(EagleHead(HeadConfig(32, 64, 4, 2, 120)), "decoupled", num_layers=2)
     model, spy = MODELS["llava"](), Spy(make("salient:3"))
     given = tiny.build_inputs(model, 5, 3, images=[2, 1, 1], padding=padding)
     plain = model.generate(**given, max_new_tokens=12, do_sample=False)
     wanted = slow(model, given)[1].split([18, 9, 9])
-    mmspec.patch(model, drafter=drafter, compressor=spy, nodes=8)
+    mmspec.patch(model, drafter=drafter, compressor=spy, tree_size=8)
     try:
         assert torch.equal(model.generate(**given, max_new_tokens=12, do_sample=False), plain)
         kept = mmspec.stats(model, last=True).compression

@@ -34,15 +34,15 @@ from mmspec.app.modeling.random_models import random_model
 from mmspec.app.scenes.render import render_scene
 from mmspec.app.scenes.world import generate_scene
 from mmspec.app.train.data import Request, Teacher
-from mmspec.drafters.architectures import KINDS
-from mmspec.drafters.checkpoints.format import Made, load, save
+from mmspec.drafters.architectures import ARCHITECTURES
+from mmspec.drafters.checkpoints.format import HeadMetadata, load_head, save_head
 from mmspec.drafters.eagle.drafter import EagleDrafter
 from mmspec.drafters.eagle.head import Eagle3Head, EagleHead, HeadConfig
 from mmspec.drafters.eagle.vispec import VispecDrafter, VispecHead
-from mmspec.drafters.eagle.visual_inputs import RULES, Sight, segments_of, shrunk
-from mmspec.drafters.training.gate import weigh
-from mmspec.drafters.training.losses import Pupil, Weights, When, losses, rows_of
-from mmspec.drafters.training.trainer import Plan, Training
+from mmspec.drafters.eagle.visual_inputs import VISUAL_MODES, DraftInputs, prompt_grids, compressed_inputs
+from mmspec.drafters.training.gate import fit_gate_on_batches
+from mmspec.drafters.training.losses import DraftModel, LossWeights, Progress, eagle_loss, build_targets
+from mmspec.drafters.training.trainer import TrainConfig, Trainer
 from mmspec.interfaces import Compressor, Prompt, VisualGrid, VisualTokens
 from mmspec.metrics.compression_stats import RecordingCompressor
 from mmspec.vision.compressors import select as picking
@@ -493,20 +493,20 @@ def head(kind: str = "eagle") -> EagleHead:
     shape = {"eagle": {}, "flash": {"intermediate_size": 0, "block": 2, "inner": 40}}.get(kind, {"block": 2})
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(4)
-        made = KINDS[kind].head(replace(HEAD_CONFIG, **shape))
+        made = ARCHITECTURES[kind].head(replace(HEAD_CONFIG, **shape))
     for weight in made.parameters():
         weight.data.mul_(1.5)
     return made.eval()
 
 
 def drafts(world: FakeTarget, rule: str, own: Any, pads: tuple[int, int] = (0, 3), **more: Any) -> list[Any]:
-    made = EagleDrafter(head(), rule, layers=NUM_LAYERS, depth=3, width=3)
+    made = EagleDrafter(head(), rule, num_layers=NUM_LAYERS, max_depth=3, beam_width=3)
     made.compressor = own
     tree = made.propose(begin_decoding(world, made, build_prompt(world, 11, pads, **more)), 16, [True, True])
     return [scores_by_path(tree, row) for row in range(2)]
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", VISUAL_MODES)
 def test_showing_everything_changes_nothing(world: FakeTarget, rule: str) -> None:
     for mine, other in zip(drafts(world, rule, make("identity")), drafts(world, rule, None), strict=True):
         assert mine == pytest.approx(other, rel=1e-3)
@@ -530,10 +530,10 @@ def test_a_text_by_itself_is_read_as_in_a_batch(world: FakeTarget, runs: list[tu
     attended, index = torch.rand(2, 12, generator=rng), torch.arange(12).expand(2, 12)
 
     def read(rows: slice) -> tuple[Tensor, Tensor, Tensor]:
-        sight = Sight(following[rows], states[rows], visual[rows], following[0, 0])
+        sight = DraftInputs(following[rows], states[rows], visual[rows], following[0, 0])
         inside = torch.ones_like(visual[rows])
-        return shrunk(
-            head(), "decoupled", sight, inside, index[rows], make(name), states[rows, -1], attended=attended[rows]
+        return compressed_inputs(
+            head(), "decoupled", sight, inside, index[rows], make(name), states[rows, -1], saliency=attended[rows]
         )
 
     with torch.no_grad():
@@ -558,17 +558,17 @@ def test_few_rows_may_stand_far_apart(world: FakeTarget, rule: str) -> None:
         vocab_size=40,
         shared_embeddings=world.shared_embeddings,
     )
-    made = EagleDrafter(head(), rule, layers=NUM_LAYERS, depth=1, width=3)
+    made = EagleDrafter(head(), rule, num_layers=NUM_LAYERS, max_depth=1, beam_width=3)
     made.compressor = None if rule == "textual" else make("drop")
     state = made.begin(prompt)
     made.observe(state, build_first_result([7]), {})
-    made.read(state)
+    made.sync(state)
     places = [place for place in range(700) if place == 699 or not visual[0, place + 1]]
     following = torch.cat([embedded[0, 1:], world.shared_embeddings.embed_tokens(torch.tensor([[7]]))[0]])
     with torch.no_grad():
         rows = [made.head.fc(torch.cat([following[place], states[0, place]])) for place in places]
         out = reference_forward(made.head, torch.stack(rows), torch.tensor(places))[-1]
-    assert torch.allclose(state.last[0], out, atol=1e-4)
+    assert torch.allclose(state.last_hidden[0], out, atol=1e-4)
 
 
 def test_the_one_that_was_chosen_for_the_call_comes_first(world: FakeTarget) -> None:
@@ -634,19 +634,19 @@ def test_drafts_with_mixtures_are_those_of_the_slow_reference(world: FakeTarget,
 
 @pytest.mark.parametrize("rule", ["decoupled", "coupled"])
 def test_it_is_taught_with_what_it_is_shown(world: FakeTarget, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from mmspec.drafters.training.losses import Sum
+    from mmspec.drafters.training.losses import LossAccumulator
 
     judged: list[tuple[int, Tensor]] = []
-    monkeypatch.setattr(Sum, "add", lambda self, part, out, goal, *added: judged.append((part, out)))
-    pupil = Pupil(head(), rule, compressor=latent(3, 32))
+    monkeypatch.setattr(LossAccumulator, "add", lambda self, part, out, goal, *added: judged.append((part, out)))
+    pupil = DraftModel(head(), rule, compressor=latent(3, 32))
     placeholder = world.shared_embeddings.embed_tokens(torch.tensor(IMAGE_TOKEN_ID))
     lesson = build_train_batch(world)
     with torch.no_grad():
-        losses(pupil, lesson, world.shared_embeddings, placeholder, Weights(rollout=0), When())
-        data = rows_of(pupil, lesson, placeholder)
+        eagle_loss(pupil, lesson, world.shared_embeddings, placeholder, LossWeights(ttt_steps=0), Progress())
+        data = build_targets(pupil, lesson, placeholder)
         said = world.shared_embeddings.lm_head(judged[0][1])
-        for got, (b, p) in zip(said, data.learn.nonzero().tolist(), strict=True):
-            expected = slow(world, head(), pupil.compressor, rule, b, int(data.positions[b, p]) + 1)
+        for got, (b, p) in zip(said, data.loss_mask.nonzero().tolist(), strict=True):
+            expected = slow(world, head(), pupil.compressor, rule, b, int(data.position_ids[b, p]) + 1)
             assert torch.allclose(got, expected, atol=2e-3)
     assert len(said) > 6
 
@@ -660,34 +660,36 @@ def grids(sort: str) -> Any:
         return {"pool": Pool(2), "conv": conv, "elastic": Elastic(32, 2, [conv]).eval()}[sort]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ARCHITECTURES)
 @pytest.mark.parametrize("sort", ["pool", "conv", "elastic"])
 def test_it_is_taught_on_the_grids_that_it_is_shown(
     world: FakeTarget, kind: str, sort: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After nine words, of which three are a small and a wider picture, the losses judge what drafting says there."""
-    from mmspec.drafters.training.losses import Sum
+    from mmspec.drafters.training.losses import LossAccumulator
 
     made = head(kind)
     pictures = [VisualGrid(row, start, 1, 1 + start, 2 * row + start) for row in range(2) for start in range(2)]
     asked = build_prompt(world, 9, segments=tuple(replace(one, start=one.start + 2) for one in pictures))
-    drafter = KINDS[kind].drafter(made, "coupled", layers=NUM_LAYERS)
+    drafter = ARCHITECTURES[kind].drafter(made, "coupled", layers=NUM_LAYERS)
     drafter.compressor = grids(sort)
     tree = drafter.propose(begin_decoding(world, drafter, asked), 8, [True, True])
     judged: list[tuple[int, Tensor, Tensor]] = []
-    monkeypatch.setattr(Sum, "add", lambda self, part, out, goal, *added: judged.append((part, out, goal)))
+    monkeypatch.setattr(LossAccumulator, "add", lambda self, part, out, goal, *added: judged.append((part, out, goal)))
     pupil, placeholder = (
-        Pupil(made, "coupled", kind, grids(sort)),
+        DraftModel(made, "coupled", kind, grids(sort)),
         world.shared_embeddings.embed_tokens(torch.tensor(IMAGE_TOKEN_ID)),
     )
     lesson, found = replace(build_train_batch(world), segments=tuple(pictures)), set()
     with torch.no_grad():
         for seed in range(3):  # where Falcon's blocks begin
-            when = When(1.0, torch.Generator().manual_seed(seed))
-            KINDS[kind].losses(pupil, lesson, world.shared_embeddings, placeholder, Weights(rollout=0), when)
+            when = Progress(1.0, torch.Generator().manual_seed(seed))
+            ARCHITECTURES[kind].compute_loss(
+                pupil, lesson, world.shared_embeddings, placeholder, LossWeights(ttt_steps=0), when
+            )
         for part, out, goal in judged:
             for said, meant in zip(out, goal, strict=True):
-                row = next((b for b in range(2) if torch.equal(meant, lesson.states[b, 9])), None)
+                row = next((b for b in range(2) if torch.equal(meant, lesson.hidden_states[b, 9])), None)
                 if part == 0 and row is not None:
                     logits = world.shared_embeddings.lm_head(said)
                     logits[[0, IMAGE_TOKEN_ID]] = float("-inf")
@@ -698,13 +700,13 @@ def test_it_is_taught_on_the_grids_that_it_is_shown(
 
 
 def test_a_compressor_learns_along_and_comes_back(world: FakeTarget, tmp_path: Path) -> None:
-    pupil = Pupil(head(), "decoupled", compressor=latent(2, 32))
+    pupil = DraftModel(head(), "decoupled", compressor=latent(2, 32))
     before = pupil.compressor.queries.detach().clone()
     for part in (world.shared_embeddings.embed_tokens, world.shared_embeddings.lm_head):
         part.requires_grad_(False)
     placeholder = world.shared_embeddings.embed_tokens(torch.tensor(IMAGE_TOKEN_ID)).detach()
-    plan = Plan(steps=4, batch=2)
-    run = Training(
+    plan = TrainConfig(max_steps=4, batch_size=2)
+    run = Trainer(
         tmp_path / "a",
         {"one": pupil},
         plan,
@@ -715,9 +717,9 @@ def test_a_compressor_learns_along_and_comes_back(world: FakeTarget, tmp_path: P
     )
     assert run.run() and not torch.equal(pupil.compressor.queries, before)
     facts = {"name": "latent", "tokens": 2}
-    made = Made(HEAD_CONFIG, "decoupled", NUM_LAYERS, compressor=(facts, pupil.compressor.state_dict()))
-    save(tmp_path / "b", pupil.head, made, torch.float32)
-    _, again = load(tmp_path / "b")
+    made = HeadMetadata(HEAD_CONFIG, "decoupled", NUM_LAYERS, compressor=(facts, pupil.compressor.state_dict()))
+    save_head(tmp_path / "b", pupil.head, made, torch.float32)
+    _, again = load_head(tmp_path / "b")
     assert again.compressor is not None
     back = restored(*again.compressor, 32)
     assert isinstance(back, LatentCompressor) and torch.equal(back.queries, pupil.compressor.queries)
@@ -737,10 +739,13 @@ def test_a_gate_learns_the_same_in_a_run_that_was_cut(world: FakeTarget, tmp_pat
         part.requires_grad_(False)
 
     def run(name: str, seconds: float) -> Elastic:
-        pupil, plan = Pupil(head(), "decoupled", compressor=gated()), Plan(steps=8, batch=2, warmup=1)
+        pupil, plan = (
+            DraftModel(head(), "decoupled", compressor=gated()),
+            TrainConfig(max_steps=8, batch_size=2, warmup_steps=1),
+        )
         torch.seed()  # whatever else went on in the process
         before = torch.get_rng_state()
-        training = Training(
+        training = Trainer(
             tmp_path / name,
             {"one": pupil},
             plan,
@@ -795,36 +800,36 @@ def test_one_way_alone() -> None:
 def test_a_gate_is_told_what_each_way_costs_the_head(world: FakeTarget, monkeypatch: pytest.MonkeyPatch) -> None:
     """Text by text, the loss on words with that way alone, and what it is charged."""
     made, placeholder = gated().eval(), world.shared_embeddings.embed_tokens(torch.tensor(IMAGE_TOKEN_ID)).detach()
-    pupil, told = Pupil(head(), "decoupled", compressor=made), list[tuple[Tensor, Tensor]]()
+    pupil, told = DraftModel(head(), "decoupled", compressor=made), list[tuple[Tensor, Tensor]]()
     monkeypatch.setattr(made, "fit_gate", lambda sights, costs: told.append((sights, costs)))
-    weigh(
+    fit_gate_on_batches(
         pupil,
         [build_train_batch(world), build_train_batch(world)],
         world.shared_embeddings,
         placeholder,
-        Weights(rollout=1, decay=0.5),
+        LossWeights(ttt_steps=1, step_decay=0.5),
     )
     [(sights, costs)] = told
     assert sights.shape == (4, 33) and costs.shape == (4, len(made.branches)) and torch.equal(costs[:2], costs[2:])
-    text, when = build_train_batch(world).rows()[1], When(1.0)
+    text, when = build_train_batch(world).split()[1], Progress(1.0)
     for number, way in enumerate(made.branches):
         with torch.no_grad():
             alone = replace(pupil, compressor=way)
-            loss, _ = KINDS["eagle"].losses(
-                alone, text, world.shared_embeddings, placeholder, Weights(0.0, 1.0, 1, 0.5), when
+            loss, _ = ARCHITECTURES["eagle"].compute_loss(
+                alone, text, world.shared_embeddings, placeholder, LossWeights(0.0, 1.0, 1, 0.5), when
             )
         kept = 0 if way.name == "drop" else min(3, way.max_tokens)
         assert float(costs[1, number]) == pytest.approx(float(loss) / 1.5 + CHARGE * kept / 3, rel=1e-4)
-    weigh(replace(pupil, compressor=Drop()), [], world.shared_embeddings, placeholder, Weights())
+    fit_gate_on_batches(replace(pupil, compressor=Drop()), [], world.shared_embeddings, placeholder, LossWeights())
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ARCHITECTURES)
 def test_a_gate_is_charged_for_what_it_shows(world: FakeTarget, kind: str) -> None:
     """All else is worth nothing here: what is left is the share of three tokens that each way keeps, in the mean."""
     made, placeholder = gated().train(), world.shared_embeddings.embed_tokens(torch.tensor(IMAGE_TOKEN_ID))
-    pupil, free = Pupil(head(kind), "decoupled", kind, made), Weights(0.0, 0.0)
-    loss, figures = KINDS[kind].losses(
-        pupil, build_train_batch(world), world.shared_embeddings, placeholder, free, When()
+    pupil, free = DraftModel(head(kind), "decoupled", kind, made), LossWeights(0.0, 0.0)
+    loss, figures = ARCHITECTURES[kind].compute_loss(
+        pupil, build_train_batch(world), world.shared_embeddings, placeholder, free, Progress()
     )
     kept = [0 if label == "drop" else int(label.partition(":")[2]) for label in made.labels()]
     assert float(loss.detach()) == pytest.approx(CHARGE * sum(kept) / len(kept) / 3) == figures["cost"]
@@ -847,9 +852,9 @@ def test_a_lesson_knows_its_grids(tiny: Captioner) -> None:
         lesson = teacher.make_batch(numbers)
         expected = {0: [0], 1: [], 2: [0, 16]}
         for row, number in enumerate(numbers):
-            mine = [one for one in lesson.segments if one.row == row]
+            mine = [one for one in lesson.grids if one.row == row]
             assert [(one.start, one.height, one.width) for one in mine] == [(at, 4, 4) for at in expected[number]]
-            assert sum(one.num_tokens for one in mine) == int(lesson.visual[row].sum())
+            assert sum(one.num_tokens for one in mine) == int(lesson.visual_mask[row].sum())
 
 
 def test_it_never_changes_a_word_and_is_used(tiny: Captioner, tmp_path: Path) -> None:
@@ -859,14 +864,14 @@ def test_it_never_changes_a_word_and_is_used(tiny: Captioner, tmp_path: Path) ->
         [render_scene(generate_scene(i)) for i in range(3)], ["a", "what is this thing", "list the colors please"]
     )
     plain = model.generate(**inputs, max_new_tokens=24, do_sample=False)
-    made = Made(
+    made = HeadMetadata(
         config, "decoupled", 2, "llava", compressor=({"name": "latent", "tokens": 5}, latent(5, 64).state_dict())
     )
-    save(tmp_path, EagleHead(config), made)
+    save_head(tmp_path, EagleHead(config), made)
     seen: list[int] = []
     mmspec.patch(model, str(tmp_path), nodes=16)
     try:
-        compressor = model.__dict__["_mmspec"].options.drafter.compressor
+        compressor = model.__dict__["_mmspec"].config.drafter.compressor
         original = compressor.compress
 
         def spy(visual: VisualTokens, query: Tensor | None, budget: int) -> VisualTokens:
@@ -891,8 +896,8 @@ def test_elastic_by_its_name_is_the_drafters_own_or_goes_by_cost(tiny: Captioner
     gate = Elastic(64, 4)
     gate.gate.bias.data[gate.labels().index("stride:1")] = 1.0
     ours = {"name": "elastic", "tokens": 4}, gate.state_dict()
-    save(tmp_path / "msd", EagleHead(config), Made(config, "decoupled", 2, "llava"))
-    save(tmp_path / "own", EagleHead(config), Made(config, "decoupled", 2, "llava", compressor=ours))
+    save_head(tmp_path / "msd", EagleHead(config), HeadMetadata(config, "decoupled", 2, "llava"))
+    save_head(tmp_path / "own", EagleHead(config), HeadMetadata(config, "decoupled", 2, "llava", compressor=ours))
     inputs = tiny.inputs([render_scene(generate_scene(1))], ["what is this thing"])
     plain = model.generate(**inputs, max_new_tokens=12, do_sample=False)
     for drafter, other, ways in (("msd", "own", ["identity", "stride:1"]), ("own", "msd", ["stride:1", "identity"])):
@@ -923,7 +928,7 @@ def test_grids_that_are_not_a_rows_own_are_told_and_left_out(
 
 @pytest.mark.parametrize("name", ["conv:4", "elastic:4", "latent:4", "resampler:4"])
 def test_a_compressor_of_another_width_is_refused_before_anything_is_changed(tiny: Captioner, name: str) -> None:
-    model, drafter = tiny.model, EagleDrafter(EagleHead(HeadConfig(64, 128, 4, 2, 384)), layers=2)
+    model, drafter = tiny.model, EagleDrafter(EagleHead(HeadConfig(64, 128, 4, 2, 384)), num_layers=2)
     words = f"compressor {name[:-2]!r} was made for states of width 32, drafter 'eagle' reads states of width 64"
     with pytest.raises(ValueError, match=words):
         mmspec.patch(model, drafter, compressor=new(name, 32))
@@ -941,9 +946,9 @@ def test_a_compressor_of_another_width_is_refused_before_anything_is_changed(tin
 @pytest.mark.parametrize("name", ["conv:4", "elastic:4", "latent:4", "resampler:4"])
 def test_one_with_weights_is_refused_where_states_stand_side_by_side(tiny: Captioner, name: str) -> None:
     """EAGLE-3 reads three states as one: those without weights do, of the others no width fits."""
-    config = HeadConfig(64, 128, 4, 2, 384, wide=True)
-    drafter = EagleDrafter(Eagle3Head(config, 384, 64), "coupled", layers=8, name="eagle3")
-    drafter.tap((0, 1, 2), 2)
+    config = HeadConfig(64, 128, 4, 2, 384, eagle3_input=True)
+    drafter = EagleDrafter(Eagle3Head(config, 384, 64), "coupled", num_layers=8, name="eagle3")
+    drafter.set_hidden_state_indices((0, 1, 2), 2)
     words = (
         f"compressor {name[:-2]!r} .* drafter 'eagle3' reads several states side by side; choose one without weights"
     )
@@ -963,7 +968,7 @@ def test_one_with_weights_is_refused_where_states_stand_side_by_side(tiny: Capti
 
 def test_a_drafter_that_shrinks_pictures_itself_takes_none(tiny: Captioner) -> None:
     words = "drafter 'vispec' shrinks pictures itself; leave compressor=None"
-    drafter = VispecDrafter(VispecHead(HeadConfig(64, 128, 4, 2, 384), 2), layers=2)
+    drafter = VispecDrafter(VispecHead(HeadConfig(64, 128, 4, 2, 384), 2), num_layers=2)
     with pytest.raises(ValueError, match=words):
         mmspec.patch(tiny.model, drafter, compressor="pool:4")
     assert not mmspec.is_patched(tiny.model)
@@ -997,7 +1002,7 @@ def test_what_a_compressor_draws_leaves_no_trace(tiny: Captioner, sample: bool) 
     inputs = tiny.inputs([render_scene(generate_scene(i)) for i in range(2)], ["a", "what is this thing"])
     torch.manual_seed(5)
     plain, left = model.generate(**inputs, max_new_tokens=16, do_sample=sample), torch.get_rng_state()
-    mmspec.patch(model, EagleDrafter(EagleHead(config), "decoupled", layers=2), compressor=dicing, nodes=8)
+    mmspec.patch(model, EagleDrafter(EagleHead(config), "decoupled", num_layers=2), compressor=dicing, nodes=8)
     try:
         torch.manual_seed(5)
         assert torch.equal(model.generate(**inputs, max_new_tokens=16, do_sample=sample), plain)
@@ -1009,8 +1014,8 @@ def test_what_a_compressor_draws_leaves_no_trace(tiny: Captioner, sample: bool) 
 def test_grids_are_counted_in_visual_tokens(world: FakeTarget) -> None:
     grids = (VisualGrid(1, 6, 1, 2, 1), VisualGrid(0, 2, 1, 3, 0), VisualGrid(1, 2, 1, 3, 1))
     prompt = build_prompt(world, 11, segments=grids)
-    assert [(s.row, s.start) for s in segments_of(prompt, 11)] == [(0, 0), (1, 0), (1, 3)]
-    assert segments_of(prompt, 5) == ()
+    assert [(s.row, s.start) for s in prompt_grids(prompt, 11)] == [(0, 0), (1, 0), (1, 3)]
+    assert prompt_grids(prompt, 5) == ()
 
 
 # --- names ------------------------------------------------------------------------------------------------------------

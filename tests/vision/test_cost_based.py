@@ -28,7 +28,7 @@ from mmspec.app.scenes.render import render_scene
 from mmspec.app.scenes.world import generate_scene
 from mmspec.control.draft_cost import EXPLORE_EVERY, CallTimer, CostByLength, DraftCostModel, DraftCosts, elapsed
 from mmspec.control.tree_size import TreeSizeController
-from mmspec.drafters.checkpoints.format import Made, save
+from mmspec.drafters.checkpoints.format import HeadMetadata, save_head
 from mmspec.drafters.eagle.drafter import EagleDrafter
 from mmspec.drafters.eagle.head import EagleHead, HeadConfig
 from mmspec.interfaces import CompressionContext, VisualGrid, VisualTokens
@@ -36,9 +36,9 @@ from mmspec.metrics.compression_stats import CompressionRecord, RecordingCompres
 from mmspec.vision.compressors.cost_based import FEW, Measured, Way, choose
 from mmspec.vision.registry import make, new, parse
 
-GPU = DraftCosts(read_s=5e-6, draft_s=5e-8, round_s=0.03, tokens_per_round=3.0)
+GPU = DraftCosts(prefill_token_s=5e-6, draft_token_s=5e-8, round_s=0.03, tokens_per_round=3.0)
 """A large model: looking costs next to nothing."""
-SLOW = DraftCosts(read_s=1e-3, draft_s=1e-5, round_s=0.03, tokens_per_round=3.0)
+SLOW = DraftCosts(prefill_token_s=1e-3, draft_token_s=1e-5, round_s=0.03, tokens_per_round=3.0)
 
 
 # --- what is chosen ---------------------------------------------------------------------------------------------------
@@ -79,7 +79,7 @@ def test_it_is_the_one_that_costs_least() -> None:
         way, rounds = choose(visual, answer, rates), answer / rates.tokens_per_round
         missed = {visual: 0.0, -(-visual // 4): 0.02, -(-visual // 16): 0.06, -(-visual // 64): 0.2, 0: 0.23}
         whole = {
-            size: size * rates.read_s + rounds * (size * rates.draft_s + less * rates.round_s)
+            size: size * rates.prefill_token_s + rounds * (size * rates.draft_token_s + less * rates.round_s)
             for size, less in reversed(missed.items())
         }
         assert whole[way.tokens] == pytest.approx(min(whole.values())) and way == choose(visual, answer, rates)
@@ -178,12 +178,12 @@ def test_a_pace_learns_after_the_first_prompt_and_then_looks_at_another_width() 
     assert pace.costs(3) is None, "no round yet"
     pace.record_round(3, 0.1, 2.0)
     found = pace.costs(3)
-    assert found is not None and found.read_s == pytest.approx(0.25 / 500) and found.draft_s == 0.0
+    assert found is not None and found.prefill_token_s == pytest.approx(0.25 / 500) and found.draft_token_s == 0.0
     assert (found.round_s, found.tokens_per_round) == (0.1, 2.0)
     pace.record_draft(3, 1000, 4, 0.4)
     pace.record_draft(3, 500, 4, 0.2)
     found = pace.costs(3)
-    assert found is not None and found.draft_s == pytest.approx(4 * 0.05 / 500)
+    assert found is not None and found.draft_token_s == pytest.approx(4 * 0.05 / 500)
     assert pace.costs(2) is None, "batch sizes are apart"
     assert copy.deepcopy(pace).costs(3) is None, "a copy of a model measures anew"
 
@@ -249,7 +249,7 @@ def world() -> FakeTarget:
 def drafter() -> EagleDrafter:
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(4)
-        return EagleDrafter(EagleHead(HEAD_CONFIG), "coupled", layers=NUM_LAYERS, depth=3, width=3)
+        return EagleDrafter(EagleHead(HEAD_CONFIG), "coupled", num_layers=NUM_LAYERS, max_depth=3, beam_width=3)
 
 
 def a_round(made: EagleDrafter, state: Any) -> None:
@@ -263,13 +263,13 @@ def test_a_drafter_measures_its_own_calls(world: FakeTarget) -> None:
     made, widths = drafter(), []
     for length in (6, 14, 9):
         state = begin_decoding(world, made, build_prompt(world, length, compressor=Measured()))
-        widths.append(max(state.buffer.seq_lens))
+        widths.append(max(state.kv_cache.seq_lens))
         a_round(made, state)
-    tally = made.pace.by_batch[2]
+    tally = made.cost_model.by_batch[2]
     assert widths[:2] == [6, 14] and widths[2] < 9, "the third prompt is looked at with fewer tokens"
     assert tally.num_prompts == 3 and len(tally.prefill.means) == 2 and tally.round_s > 0
     assert tally.tokens_per_round == pytest.approx(1.5) and 1 <= tally.levels <= 3
-    assert made.pace.costs(2) is not None
+    assert made.cost_model.costs(2) is not None
 
 
 def test_nothing_is_measured_without_a_compressor_and_nothing_chosen_by_timing_where_shapes_are_fixed(
@@ -278,9 +278,9 @@ def test_nothing_is_measured_without_a_compressor_and_nothing_chosen_by_timing_w
     made = drafter()
     state = begin_decoding(world, made, build_prompt(world, 11))
     a_round(made, state)
-    assert not made.pace.by_batch and state.meter.cost_model is None
-    made.pace.record_prefill(2, 1000, 1.0)
-    made.pace.record_prefill(2, 1000, 1.0)
+    assert not made.cost_model.by_batch and state.timer.cost_model is None
+    made.cost_model.record_prefill(2, 1000, 1.0)
+    made.cost_model.record_prefill(2, 1000, 1.0)
     seen: list[CompressionContext | None] = []
 
     class Spy(Measured):
@@ -353,7 +353,7 @@ def tiny() -> Captioner:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("head")
     config = HeadConfig(64, 128, 4, 2, 384)
-    save(place, EagleHead(config), Made(config, "decoupled", 2, "llava"))
+    save_head(place, EagleHead(config), HeadMetadata(config, "decoupled", 2, "llava"))
     return place
 
 

@@ -84,7 +84,7 @@ def choose(visual: int, answer: int | None, rates: DraftCosts | None = None, lea
 def cost(tokens: int, missed: float, answer: int | None, rates: DraftCosts) -> float:
     """Seconds over one answer that so many visual tokens cost a drafter, and that it misses for want of the others."""
     rounds = (LONG if answer is None else answer) / rates.tokens_per_round
-    return tokens * (rates.read_s + rounds * rates.draft_s) + missed * rounds * rates.round_s
+    return tokens * (rates.prefill_token_s + rounds * rates.draft_token_s) + missed * rounds * rates.round_s
 
 
 class Measured:
