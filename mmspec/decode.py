@@ -18,7 +18,8 @@ from mmspec.control.tree_size import CostModel, TreeSizeController
 from mmspec.cpu.linear import LinearAutotuner, find_linear_layers, use_fast_linears
 from mmspec.engine.loop import DecodeLoop
 from mmspec.engine.output import OutputBuffer, is_user_code
-from mmspec.engine.sampler import RngGuard, SamplingNoise, TreeSampler, unknown
+from mmspec.engine.rng import RngGuard, SamplingNoise
+from mmspec.engine.sampler import TreeSampler, unknown
 from mmspec.engine.tree import DraftTree
 from mmspec.interfaces import Drafter, Prompt, SharedEmbeddings, VerifyResult
 from mmspec.metrics.compression_stats import RecordingCompressor

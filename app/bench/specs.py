@@ -38,7 +38,7 @@ class BenchSpec:
     own_tokens: int | None = None
 
 
-class FixedDepth(Depth):
+class FixedDepth(DepthController):
     """Always all levels."""
 
     def choose(self, batch: int) -> int:
@@ -94,7 +94,7 @@ def patch_model(model: Any, name: str, processor: Any, nodes: int | None = None)
     drafter = resolve_drafter(wanted.drafter, find_adapter(model), getattr(processor, "tokenizer", processor))
     if wanted.depth is not None:
         _fix_depth(drafter, wanted.depth, name)
-    mmspec.patch(model, drafter, wanted.compressor, processor=processor, nodes=nodes)
+    mmspec.patch(model, drafter, wanted.compressor, processor=processor, tree_size=nodes)
     if wanted.own_tokens is not None:  # after `patch`, which makes a trained compressor anew
         _keep(drafter, wanted.own_tokens, name)
     return model
@@ -125,14 +125,17 @@ def weight_sizes(model: Any) -> dict[str, float | None]:
 def get_block_size(model: Any) -> int | None:
     """Tokens that one pass of a patched model's drafter says; None if it has no head, or there is no drafter."""
     head = getattr(get_drafter(model), "head", None) if mmspec.is_patched(model) else None
-    return None if head is None else getattr(head.config, "block", None) or 1
+    return None if head is None else getattr(head.config, "block_size", None) or 1
 
 
 def _fix_depth(drafter: Any, depth: int, name: str) -> None:
-    chosen = getattr(drafter, "depth", None)
+    chosen = getattr(drafter, "depth_controller", None)
     if not isinstance(chosen, DepthController) or chosen.max_levels < 2:
         raise UsageError(f"@DEPTH is for drafters that draft level by level, which {drafter.name!r} does not: {name}")
-    drafter.depth, drafter.reach = FixedDepth(depth, chosen.each), depth * chosen.each
+    drafter.depth_controller, drafter.max_lookahead = (
+        FixedDepth(depth, chosen.steps_per_level),
+        depth * chosen.steps_per_level,
+    )
 
 
 def _keep(drafter: Any, tokens: int, name: str) -> None:

@@ -34,9 +34,9 @@ class PrefillRecorder(RecordingDrafter):
         super().__init__(inner)
         self.device, self.cost = device, PrefillCost()
         self._prompt: Prompt | None = None
-        self._reads = hasattr(inner, "read")
+        self._reads = hasattr(inner, "sync")
         # What a compressor goes by in this call, for `count`; the drafter's own goes on learning.
-        self._known = DraftCostModel(copy.deepcopy(inner.pace.by_batch)) if self._reads else None
+        self._known = DraftCostModel(copy.deepcopy(inner.cost_model.by_batch)) if self._reads else None
 
     def begin(self, prompt: Prompt) -> Any:
         """See `Drafter`."""
@@ -48,11 +48,11 @@ class PrefillRecorder(RecordingDrafter):
         super().observe(state, verdict, taps)
         if not self._reads or len(self._results) > 1:
             return
-        self._timed(lambda: self.inner.read(state))  # type: ignore[attr-defined]
+        self._timed(lambda: self.inner.sync(state))  # type: ignore[attr-defined]
         buffer = getattr(state, "buffer", None)
         if buffer is not None:
             config = self.inner.head.config  # type: ignore[attr-defined]
-            each = 2 * config.num_key_value_heads * config.head_dim * state.last.element_size()
+            each = 2 * config.num_key_value_heads * config.head_dim * state.last_hidden.element_size()
             self.cost.kv_bytes = sum(buffer.seq_lens) * each
 
     def count_flops(self) -> None:
@@ -60,11 +60,11 @@ class PrefillRecorder(RecordingDrafter):
         if not self._reads or self._prompt is None:
             return
         twin: Any = copy.copy(self.inner)
-        twin.pace = self._known
+        twin.cost_model = self._known
         with FlopCounterMode(display=False) as counter:
             state = twin.begin(self._prompt)
             twin.observe(state, self._results[0][0], {})
-            twin.read(state)
+            twin.sync(state)
         self.cost.flops = counter.get_total_flops()
 
     def _timed(self, do: Callable[[], Any]) -> Any:

@@ -218,7 +218,7 @@ def _kept(way: CompressorRun, stats: Sequence[Stats]) -> tuple[float | None, flo
     if visual := sum(one.num_visual_tokens for one in stats):
         kept = sum(one.num_compressed_tokens for one in stats)
         return kept / len(stats), kept / visual
-    if getattr(way.drafter, "rule", None) == "textual":
+    if getattr(way.drafter, "visual_mode", None) == "textual":
         return 0.0, 0.0
     return None, 1.0 if any(reading.kv_bytes for reading in way.prefill_costs) else None
 
@@ -393,7 +393,7 @@ def measure_visual(args: argparse.Namespace, command: str) -> list[dict[str, Any
             field_ = build_runs(model, processor, ways, args.nodes, field_)
         except (OSError, TypeError, ValueError) as error:
             raise UsageError(one_line(error, 600)) from error
-        if not hasattr(next(way.drafter for way in field_ if way.name == args.drafters[0]), "read"):
+        if not hasattr(next(way.drafter for way in field_ if way.name == args.drafters[0]), "sync"):
             raise UsageError(
                 f"the first drafter is to be a trained one, which reads its prompt; got {args.drafters[0]!r}"
             )

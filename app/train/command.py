@@ -175,7 +175,7 @@ def run(args: argparse.Namespace) -> int:
             shown.set_postfix({k: f"{v:.3f}" for k, v in list(figures.items())[1:4]}, refresh=False)
             shown.update(1)
 
-        done = training.run(60 * args.minutes, tick=tick)
+        done = training.run(60 * args.minutes, on_step=tick)
     if party.rank:
         return 0
     write_curves(args.out)
@@ -184,7 +184,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if args.evaluate and not len(held):
         print(f"mmspec: tau is not measured: of {len(data)} requests none can be kept back for it", file=sys.stderr)
-    for name, pupil in training.pupils.items():
+    for name, pupil in training.draft_models.items():
         folder = args.out / name
         export(args, folder, pupil, teacher, facts)
         figures = evaluate(args, folder, teacher, held) if len(held) else {}
@@ -242,8 +242,8 @@ def build_trainer(args: argparse.Namespace, teacher: Any, count: int, facts: dic
     import torch
 
     from mmspec.app.train.data import LengthGroupedSampler, image_fraction
-    from mmspec.drafters.training.losses import Weights
-    from mmspec.drafters.training.trainer import Plan, Pupil, SettingsError, Training
+    from mmspec.drafters.training.losses import LossWeights
+    from mmspec.drafters.training.trainer import DraftModel, SettingsError, TrainConfig, Trainer
     from mmspec.interfaces import SharedEmbeddings
 
     model = teacher.model
@@ -252,16 +252,16 @@ def build_trainer(args: argparse.Namespace, teacher: Any, count: int, facts: dic
     pupils = {}
     for name in args.drafter:
         recipe, (head, shrinks) = RECIPES[name], build_parts(args, name, config, teacher)
-        pupils[name] = Pupil(head, args.rule or recipe.visual_mode, recipe.architecture, shrinks)
+        pupils[name] = DraftModel(head, args.rule or recipe.visual_mode, recipe.architecture, shrinks)
         pupils[name].parts().to(model.device)
-    weights = Weights(args.states_weight, args.words_weight, args.rollout)
-    plan = Plan(args.steps, args.batch_size, args.lr, noise=args.noise, seed=args.seed, weights=weights)
+    weights = LossWeights(args.states_weight, args.words_weight, args.rollout)
+    plan = TrainConfig(args.steps, args.batch_size, args.lr, hidden_noise=args.noise, seed=args.seed, weights=weights)
     placeholder = words.embed_tokens(torch.tensor(teacher.media_token_ids[0], device=model.device)).float()
 
-    order = LengthGroupedSampler(count, plan.batch, plan.seed, teacher.text_lengths)
+    order = LengthGroupedSampler(count, plan.batch_size, plan.seed, teacher.text_lengths)
 
     def lesson(step: int) -> Any:
-        shown = image_fraction(step / plan.steps) if args.text_first else float(not args.text_only)
+        shown = image_fraction(step / plan.max_steps) if args.text_first else float(not args.text_only)
         return teacher.make_batch(order.batch_indices(step, shown)[party.rank :: party.world])
 
     try:
@@ -295,15 +295,15 @@ def export(args: argparse.Namespace, place: Path, pupil: Any, teacher: Any, fact
 
     model = teacher.model
     family = teacher.adapter
-    made = Made(
+    made = HeadMetadata(
         pupil.head.config,
-        pupil.rule,
+        pupil.visual_mode,
         family.num_layers,
         family.model_type,
         teacher.fingerprint,
         teacher.most_common_ids(args.draft_vocab) if args.draft_vocab else None,
         facts={"target": target_name(args.target)},
-        kind=pupil.kind,
+        architecture=pupil.architecture,
         compressor=compressor_state(pupil.compressor),
     )
     save_head(place, pupil.head, made)
@@ -330,7 +330,7 @@ def evaluate(args: argparse.Namespace, place: Path, teacher: Any, held: Any) -> 
 
     import mmspec
 
-    mmspec.patch(teacher.model, str(place), processor=teacher.captioner.processor, nodes=16)
+    mmspec.patch(teacher.model, str(place), processor=teacher.captioner.processor, tree_size=16)
     try:
         for number in range(len(held)):
             one = held[number]

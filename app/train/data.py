@@ -140,7 +140,7 @@ class Teacher:
             room: bytes of states that may be kept on the host for when a text comes again. What comes first is kept:
                 texts come in epochs, so whatever was thrown out last would be wanted next.
         """
-        self.cache_bytes, self._cache = room, dict[int, Lesson]()
+        self.cache_bytes, self._cache = room, dict[int, TrainBatch]()
         self.captioner, self.data, self.adapter = Captioner(model, processor), data, find_adapter(model)
         self.model, self.tokenizer = model, processor.tokenizer
         self.answers: dict[int, list[int]] = {}
@@ -254,20 +254,20 @@ class Teacher:
             result.append((row[:size], prompt))
         return result
 
-    def make_batch(self, numbers: Sequence[int]) -> Lesson:
+    def make_batch(self, numbers: Sequence[int]) -> TrainBatch:
         """The target's states over the prompts of these requests and its answers."""
         new = [number for number in dict.fromkeys(numbers) if number not in self._cache]
-        made = dict(zip(new, self._forward(new).rows(), strict=True)) if new else {}
+        made = dict(zip(new, self._forward(new).split(), strict=True)) if new else {}
         rows = [self._cache[number] if number in self._cache else made[number] for number in numbers]
         for number, row in made.items():
-            size = sum(part.nbytes for part in row.parts())
+            size = sum(part.nbytes for part in row.tensors())
             if size <= self.cache_bytes:
                 self.cache_bytes -= size
                 self._cache[number] = row.to("cpu")
         device = self.model.device
         return TrainBatch.collate([row.to(device) for row in rows])
 
-    def _forward(self, numbers: Sequence[int]) -> Lesson:
+    def _forward(self, numbers: Sequence[int]) -> TrainBatch:
         """The target reads the texts."""
         requests = [self.data[number] for number in numbers]
         inputs = self.captioner.inputs([one.media for one in requests], [one.question for one in requests])
@@ -283,15 +283,15 @@ class Teacher:
         visual = torch.isin(ids, torch.tensor(self.media_token_ids, device=ids.device))
         vision = {name: whole[name] for name in self.adapter.vision_args if whole.get(name) is not None}
         grids = self.adapter.grids(ids, vision)
-        return Lesson(
-            ids=ids,
-            real=real,
-            visual=visual,
-            answer=answer,
-            embedded=seen.hidden_states[0].float(),
-            states=seen.hidden_states[-1].float(),
-            segments=segments_of(Prompt(ids, real, visual, position_ids=ids, grids=grids), ids.shape[1]),
-            attended=self.adapter.visual_saliency(heard, visual, vision),
+        return TrainBatch(
+            input_ids=ids,
+            attention_mask=real,
+            visual_mask=visual,
+            response_mask=answer,
+            inputs_embeds=seen.hidden_states[0].float(),
+            hidden_states=seen.hidden_states[-1].float(),
+            grids=prompt_grids(Prompt(ids, real, visual, position_ids=ids, grids=grids), ids.shape[1]),
+            visual_saliency=self.adapter.visual_saliency(heard, visual, vision),
         )
 
     def _join(self, inputs: dict[str, Any], answers: Sequence[list[int]]) -> tuple[dict[str, Any], Tensor]:

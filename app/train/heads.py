@@ -81,7 +81,13 @@ def resize_config(config: Any, recipe: HeadRecipe, block: int | None) -> Any:
     block = block if block and recipe.architecture != "eagle" else recipe.block_size
     width = config.intermediate_size
     inner, chain = round(recipe.block_ffn_scale * width), round(recipe.markov_scale * width)
-    return replace(config, intermediate_size=round(recipe.ffn_scale * width), block=block, inner=inner, chain=chain)
+    return replace(
+        config,
+        intermediate_size=round(recipe.ffn_scale * width),
+        block_size=block,
+        block_ffn_size=inner,
+        markov_rank=chain,
+    )
 
 
 def init_head(config: Any, seed: int, kind: str = "eagle") -> Any:
@@ -120,17 +126,17 @@ def load_head(args: argparse.Namespace, name: str, teacher: Any) -> tuple[Any, A
     made.check_target(
         hidden_size=text.hidden_size,
         vocab_size=text.vocab_size,
-        layers=teacher.adapter.num_layers,
+        num_layers=teacher.adapter.num_layers,
         tokenizer=teacher.fingerprint,
     )
-    wanted: dict[str, tuple[object, object]] = {"kind": (recipe.architecture, made.kind)}
-    wanted |= {"rule": (args.rule or recipe.visual_mode, made.rule)}
+    wanted: dict[str, tuple[object, object]] = {"kind": (recipe.architecture, made.architecture)}
+    wanted |= {"rule": (args.rule or recipe.visual_mode, made.visual_mode)}
     wanted |= (
         {}
         if args.ffn is None
         else {"ffn": (round((recipe.ffn_scale or recipe.block_ffn_scale) * args.ffn), ffn_width(head))}
     )
-    wanted |= {} if args.block is None else {"block": (args.block, head.config.block)}
+    wanted |= {} if args.block is None else {"block": (args.block, head.config.block_size)}
     wrong = [f"{what} {there} (wanted: {here})" for what, (here, there) in wanted.items() if here != there]
     if wrong:
         raise ValueError(f"{place} is another drafter: {', '.join(wrong)}")
@@ -139,7 +145,7 @@ def load_head(args: argparse.Namespace, name: str, teacher: Any) -> tuple[Any, A
 
 def ffn_width(head: Any) -> int:
     """What `--ffn` has made of a head."""
-    width: int = head.config.intermediate_size or head.config.inner
+    width: int = head.config.intermediate_size or head.config.block_ffn_size
     return width
 
 

@@ -19,9 +19,15 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from mmspec.drafters.architectures import KINDS
-from mmspec.drafters.eagle.head import EagleHead, HeadConfig, config_from, from_published, published
-from mmspec.drafters.eagle.visual_inputs import RULES
+from mmspec.drafters.architectures import ARCHITECTURES
+from mmspec.drafters.eagle.head import (
+    EagleHead,
+    HeadConfig,
+    parse_head_config,
+    from_eagle_state_dict,
+    to_eagle_state_dict,
+)
+from mmspec.drafters.eagle.visual_inputs import VISUAL_MODES
 from mmspec.files import atomic_write
 
 CONFIG_NAME, WEIGHTS_NAME = "config.json", "model.safetensors"
@@ -104,9 +110,9 @@ def save_head(
 
 def write_checkpoint(folder: Path, weights: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
     """Both files of a head: whole before they get their names, and the config last, since a head is found by it."""
-    place.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     # Left in reverse order: the weights get their name first, the config last.
-    with atomic_write(place / CONFIG) as config_part, atomic_write(place / WEIGHTS) as weights_part:
+    with atomic_write(folder / CONFIG_NAME) as config_part, atomic_write(folder / WEIGHTS_NAME) as weights_part:
         save_file(dict(weights), weights_part, metadata={"format": "pt"})
         weights_part.chmod(0o644)
         config_part.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")

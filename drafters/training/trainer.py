@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from mmspec.cpu.linear import bf16_is_faster
-from mmspec.drafters.architectures import KINDS
-from mmspec.drafters.training.gate import weigh
-from mmspec.drafters.training.losses import Lesson, Pupil, Weights, When
+from mmspec.drafters.architectures import ARCHITECTURES
+from mmspec.drafters.training.gate import fit_gate_on_batches
+from mmspec.drafters.training.losses import TrainBatch, DraftModel, LossWeights, Progress
 from mmspec.drafters.training.schedule import warmup_cosine
 from mmspec.files import atomic_write
 from mmspec.interfaces import GatedCompressor, SharedEmbeddings
@@ -53,7 +53,11 @@ class TrainConfig:
     def learning_rate_at(self, step: int) -> float:
         """Warm-up, then a cosine down to a hundredth."""
         return warmup_cosine(
-            step, peak=self.rate, warmup_steps=self.warmup, max_steps=self.steps, final_scale=0.01
+            step,
+            peak=self.learning_rate,
+            warmup_steps=self.warmup_steps,
+            max_steps=self.max_steps,
+            final_scale=0.01,
         )
 
 
@@ -172,7 +176,7 @@ class Trainer:
             "optimisers": {name: optimiser.state_dict() for name, optimiser in self.optimizers.items()},
         }
         try:
-            with atomic_write(self.folder / STATE) as part:
+            with atomic_write(self.folder / STATE_NAME) as part:
                 torch.save(state, part)
         except (OSError, RuntimeError) as error:  # torch's own writer says RuntimeError when a disk is full
             raise OSError(

@@ -65,10 +65,10 @@ def with_head(monkeypatch: pytest.MonkeyPatch, kind: str) -> tuple[Any, Any]:
 def test_a_depth_stays_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     model, processor = with_head(monkeypatch, "decoupled")
     drafter = get_drafter(patch_model(model, "head@7", processor))
-    assert type(drafter.depth) is FixedDepth and drafter.reach == 7
+    assert type(drafter.depth_controller) is FixedDepth and drafter.max_lookahead == 7
     for _ in range(30):
-        drafter.depth.record(1, 7, [0], 1.0, 1e-6)  # a level costs much and brings nothing
-    assert {drafter.depth.choose(1) for _ in range(30)} == {7}
+        drafter.depth_controller.record(1, 7, [0], 1.0, 1e-6)  # a level costs much and brings nothing
+    assert {drafter.depth_controller.choose(1) for _ in range(30)} == {7}
 
 
 @pytest.mark.parametrize("kind", ["flash", "parallel"])
@@ -85,7 +85,7 @@ def test_how_many_tokens_a_pass_says(monkeypatch: pytest.MonkeyPatch) -> None:
     for kind, more in {"decoupled": False, "falcon": True, "flash": True}.items():
         model, processor = with_head(monkeypatch, kind)
         twin = patch_model(model, "head", processor)
-        assert get_block_size(twin) == get_drafter(twin).head.config.block and (get_block_size(twin) > 1) is more
+        assert get_block_size(twin) == get_drafter(twin).head.config.block_size and (get_block_size(twin) > 1) is more
 
 
 def test_weights_of_the_target_are_not_the_drafters(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from mmspec.app.studies import visual as study_visual
 from mmspec.app.studies.scenarios import SCENARIOS, fit_to_context, generate_scenario
 from mmspec.app.studies.visual import build_rows, build_runs, plan_runs, run_contest
 from mmspec.app.studies.word_classes import AnswerCounts, metric_ratio_interval
-from mmspec.drafters.checkpoints.format import Made, fingerprint, save
+from mmspec.drafters.checkpoints.format import HeadMetadata, save_head, tokenizer_fingerprint
 from mmspec.drafters.eagle.head import EagleHead, HeadConfig
 from mmspec.vision.compressors.elastic import Elastic
 
@@ -156,7 +156,7 @@ def test_operations_are_of_the_way_that_was_used_and_are_not_learned_from(
     each = 2 * 64 * 2 * 2 * whole.drafter.head.config.head_dim  # type: ignore[union-attr]
     saved = [a.flops - b.flops for a, b in zip(whole.prefill_costs, chose.prefill_costs, strict=True)]
     assert saved == [0, 12 * each] and whole.prefill_costs[0].flops > 0
-    assert get_drafter(made["mine+measured"][0]).pace.by_batch[1].num_prompts == 3, "the calls, and nothing else"
+    assert get_drafter(made["mine+measured"][0]).cost_model.by_batch[1].num_prompts == 3, "the calls, and nothing else"
     told = {row["way"]: row for row in build_rows(field_, "one", str(folder))}
     mine, others = told["mine+measured"], told["mine"]
     assert 1e6 * (others["mflops"] - mine["mflops"]) == pytest.approx(6 * each), "in the mean over requests"
@@ -169,7 +169,7 @@ def test_who_is_named_lives_through_all_shapes(folder: Path, made: dict[str, lis
     assert {name: len(models) for name, models in made.items()} == {
         "none": 1, "mine": 1, "mine+measured": 1, "mine+pool:4": 2, "mine+pool:12": 1
     }  # fmt: skip
-    assert get_drafter(made["mine+measured"][0]).pace.by_batch[1].num_prompts == 6
+    assert get_drafter(made["mine+measured"][0]).cost_model.by_batch[1].num_prompts == 6
 
 
 def test_figures_of_one_shape_are_not_those_of_another(folder: Path) -> None:

@@ -270,7 +270,7 @@ def test_the_same_questions_without_pictures(data: Path, tmp_path: Path) -> None
     teacher = Teacher(model, processor, both)
     teacher.generate_answers(tmp_path, 10, 6)
     lesson = teacher.make_batch([0, 7])
-    assert lesson.visual[0].any() and not lesson.visual[1].any()
+    assert lesson.visual_mask[0].any() and not lesson.visual_mask[1].any()
 
 
 def test_schedules() -> None:
@@ -360,4 +360,4 @@ def test_several_processes_train_as_one(data: Path, tmp_path: Path) -> None:
 def test_rules_are_named_as_drafters_name_them() -> None:
     from mmspec.drafters.eagle import visual_inputs as rules
 
-    assert tuple(rules.RULES) == train.VISUAL_MODES
+    assert tuple(rules.VISUAL_MODES) == train.VISUAL_MODES
