@@ -49,7 +49,7 @@ class PrefillRecorder(RecordingDrafter):
         if not self._reads or len(self._results) > 1:
             return
         self._timed(lambda: self.inner.sync(state))  # type: ignore[attr-defined]
-        buffer = getattr(state, "buffer", None)
+        buffer = getattr(state, "kv_cache", None)
         if buffer is not None:
             config = self.inner.head.config  # type: ignore[attr-defined]
             each = 2 * config.num_key_value_heads * config.head_dim * state.last_hidden.element_size()

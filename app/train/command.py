@@ -164,7 +164,7 @@ def run(args: argparse.Namespace) -> int:
     check_run_settings(args.out, asked | items, party)
     since = len(data) if args.text_only else 0
     with bar(args, len(teacher.data) - since, "answers", "text") as shown:
-        batch, share = args.answer_batch or args.batch_size, (party.rank, party.world)
+        batch, share = args.answer_batch or args.batch_size, (party.rank, party.world_size)
         teacher.generate_answers(args.out, batch, args.max_new_tokens, shown.update, share, since)
     meet()
     teacher.read_answers(args.out)
@@ -253,7 +253,7 @@ def build_trainer(args: argparse.Namespace, teacher: Any, count: int, facts: dic
     for name in args.drafter:
         recipe, (head, shrinks) = RECIPES[name], build_parts(args, name, config, teacher)
         pupils[name] = DraftModel(head, args.rule or recipe.visual_mode, recipe.architecture, shrinks)
-        pupils[name].parts().to(model.device)
+        pupils[name].modules().to(model.device)
     weights = LossWeights(args.states_weight, args.words_weight, args.rollout)
     plan = TrainConfig(args.steps, args.batch_size, args.lr, hidden_noise=args.noise, seed=args.seed, weights=weights)
     placeholder = words.embed_tokens(torch.tensor(teacher.media_token_ids[0], device=model.device)).float()
@@ -262,7 +262,7 @@ def build_trainer(args: argparse.Namespace, teacher: Any, count: int, facts: dic
 
     def lesson(step: int) -> Any:
         shown = image_fraction(step / plan.max_steps) if args.text_first else float(not args.text_only)
-        return teacher.make_batch(order.batch_indices(step, shown)[party.rank :: party.world])
+        return teacher.make_batch(order.batch_indices(step, shown)[party.rank :: party.world_size])
 
     try:
         return Trainer(args.out, pupils, plan, words, lesson, placeholder, facts, party)

@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_heads
+import tiny_models
 import torch
 
 import mmspec
 from mmspec.app.bench import command as bench
+from mmspec.app.bench import specs
 from mmspec.app.bench.forced_tree import ForcedTree, add_forced_tree, format_not_used, is_probe_needed
 from mmspec.app.bench.measure import (
     Contestant,
@@ -192,10 +195,26 @@ def test_number_lists() -> None:
 # --- what the controller declined -------------------------------------------------------------------------------------
 
 
+def use_random_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `recycling` be a random EAGLE head, which drafts in every round."""
+    model, _ = random_model("tiny")
+    text = model.config.get_text_config(decoder=True)
+    spec = tiny_models.ModelSpec("llava", hidden=text.hidden_size, layers=text.num_hidden_layers)
+    vocab_size = model.get_output_embeddings().weight.shape[0]
+    resolve = specs.resolve_drafter
+
+    def resolve_drafter(name: Any, *args: Any) -> Any:
+        is_head = name == "recycling"
+        return tiny_heads.build_drafter("decoupled", spec, vocab_size=vocab_size) if is_head else resolve(name, *args)
+
+    monkeypatch.setattr(specs, "resolve_drafter", resolve_drafter)
+
+
 def test_a_drafter_that_was_left_out_is_named_with_its_tau(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     """The controller never drafts; the forced tree measures what that drafter would accept."""
+    use_random_head(monkeypatch)
     is_fixed = property(lambda controller: controller.drafts and controller.fixed_tree_size is not None)
     monkeypatch.setattr(TreeSizeController, "should_draft", is_fixed)
     file = tmp_path / "b.json"
@@ -211,7 +230,8 @@ def test_a_drafter_that_was_left_out_is_named_with_its_tau(
     assert f"tau {forced['tau']:.2f} with trees of 16 nodes" in lines[-1]
 
 
-def test_a_fixed_tree_is_used_in_every_round(tmp_path: Path, capsys: Any) -> None:
+def test_a_fixed_tree_is_used_in_every_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    use_random_head(monkeypatch)
     file = tmp_path / "b.json"
     args = ["--model", "tiny", "--drafters", "recycling", "--new-tokens", "24", "--repeats", "1", "--nodes", "4"]
     assert main(["bench", *args, "--json", str(file)]) == 0
