@@ -73,13 +73,13 @@ class NgramIndex:
     __slots__ = (
         "chains",
         "last_cursor",
-        "pointer",
+        "reference_cursor",
         "reference_length",
         "reference_match",
         "has_mismatch",
-        "text",
+        "tokens",
         "run_length",
-        "where",
+        "reference_index",
     )
 
     def __init__(self, reference: list[int], prompt: list[int]) -> None:

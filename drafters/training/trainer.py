@@ -274,7 +274,7 @@ class Trainer:
         shape = lesson.hidden_states.shape
         noise = torch.rand(shape, generator=rng, device=lesson.hidden_states.device, dtype=torch.float32) - 0.5
         parts = {name: getattr(lesson, name) for name in lesson.__dataclass_fields__}
-        return TrainBatch(**parts | {"states": lesson.hidden_states + (noise * width).to(lesson.hidden_states.dtype)})
+        return TrainBatch(**parts | {"hidden_states": lesson.hidden_states + (noise * width).to(lesson.hidden_states.dtype)})
 
     def _log(self, figures: dict[str, float]) -> None:
         if self.distributed.rank:
