@@ -20,7 +20,7 @@ from mmspec.app.ui.worker import CancelSignal
 from mmspec.metrics.stats import Stats
 
 if TYPE_CHECKING:
-    from mmspec.app.bench.recorder import Recorder
+    from mmspec.app.bench.recorder import RecordingDrafter
     from mmspec.app.ui.loaded_model import LoadedModel
 
 
@@ -87,7 +87,7 @@ class ComparisonRun:
         self.prompt_tokens = 0
         self.stats = Stats()
         self.difference: Difference | None = None
-        self.recorder: Recorder | None = None
+        self.recorder: RecordingDrafter | None = None
 
     @property
     def media(self) -> Media:

@@ -193,10 +193,10 @@ def layout_tree(parents: Sequence[int]) -> tuple[list[int], list[float]]:
 
 def render_tree(one: Round, token_labels: Mapping[int, str]) -> str:
     """The tree as SVG: kept path, rejected branches, how likely the drafter thought each, and the model's own word."""
-    count, kept = len(one.tokens), set(one.walked[1:])
-    parents = [*one.parents, *([one.walked[len(one.emitted) - 1]] if one.emitted else [])]
+    count, kept = len(one.tokens), set(one.accepted_nodes[1:])
+    parents = [*one.parents, *([one.accepted_nodes[len(one.emitted) - 1]] if one.emitted else [])]
     spots = [_node_position(depth, line) for depth, line in zip(*layout_tree(parents), strict=True)]
-    own = "mm-node-correction" if one.kinds[-1:] == (CORRECTED,) else "mm-node-bonus"
+    own = "mm-node-correction" if one.token_kinds[-1:] == (CORRECTED,) else "mm-node-bonus"
     kinds = ["mm-root" if not node else "mm-node-accepted" if node in kept else "mm-rejected" for node in range(count)]
     labels = [
         (token_labels.get(token, str(token)), _format_probability(one, node)) for node, token in enumerate(one.tokens)
@@ -209,7 +209,7 @@ def render_tree(one: Round, token_labels: Mapping[int, str]) -> str:
     ]
     nodes = [_render_node(spot, *label, kind) for spot, label, kind in zip(spots, labels, kinds, strict=True)]
     width, height = max(x for x, _ in spots) + NODE_WIDTH + TREE_MARGIN, max(y for _, y in spots) + ROW_HEIGHT
-    told = f"Draft tree of {one.guesses} guesses, {one.kept} of them kept"
+    told = f"Draft tree of {one.num_draft_tokens} guesses, {one.num_accepted_tokens} of them kept"
     return (
         f'<div class="mm-tree"><svg role="img" aria-label="{told}" width="{width:.0f}" height="{height:.0f}" '
         f'viewBox="0 0 {width:.0f} {height:.0f}" xmlns="http://www.w3.org/2000/svg"><title>{told}</title>'
@@ -241,10 +241,10 @@ def _render_node(at: tuple[float, float], name: str, note: str, kind: str) -> st
 
 
 def _format_probability(one: Round, node: int) -> str:
-    if not node or one.reached is None:
+    if not node or one.scores is None:
         return ""
-    above = one.reached[one.parents[node]]
-    return f"{100 * min(1.0, one.reached[node] / above):.0f}%" if above > 0 else ""
+    above = one.scores[one.parents[node]]
+    return f"{100 * min(1.0, one.scores[node] / above):.0f}%" if above > 0 else ""
 
 
 def render_round(report: Report, round_index: int) -> str:
@@ -252,13 +252,13 @@ def render_round(report: Report, round_index: int) -> str:
     one = report.rounds[round_index]
     if not round_index:
         said = "The prompt's own forward gives the first token; nothing is guessed there."
-    elif one.proposed is None:
+    elif one.num_proposed is None:
         said = "The drafter was not asked: of late its guesses did not pay. One forward, one token."
-    elif not one.guesses:
-        said = f"The drafter proposed {_pluralize(one.proposed - 1, 'guess', 'guesses')}; none was worth its cost. One token."
+    elif not one.num_draft_tokens:
+        said = f"The drafter proposed {_pluralize(one.num_proposed - 1, 'guess', 'guesses')}; none was worth its cost. One token."
     else:
         said = (
-            f"{_pluralize(one.guesses, 'guess', 'guesses')} scored in one forward, {one.kept} kept; "
+            f"{_pluralize(one.num_draft_tokens, 'guess', 'guesses')} scored in one forward, {one.num_accepted_tokens} kept; "
             f"with the model's own word {_pluralize(len(one.emitted), 'token', 'tokens')}."
         )
     head = (

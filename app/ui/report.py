@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mmspec.app.bench.rounds import PLAIN, Round, kinds_of
+from mmspec.app.bench.rounds import PLAIN, Round, classify_tokens
 from mmspec.app.ui.comparison import ComparisonRun, ComparisonSide, Difference
 from mmspec.app.ui.streamer import detokenize, token_label
 from mmspec.app.ui.visible_tokens import draw_visible_tokens, uses_center_crop, visible_tokens_to_dict
@@ -84,7 +84,7 @@ def build_report(comparison: ComparisonRun) -> Report:
     return Report(
         question=comparison.question,
         plain=_build_trace("plain", comparison.plain, tokenizer, [PLAIN] * len(comparison.plain.streamer.token_ids)),
-        mmspec=_build_trace("mmspec", comparison.mmspec, tokenizer, kinds_of(rounds, ours)),
+        mmspec=_build_trace("mmspec", comparison.mmspec, tokenizer, classify_tokens(rounds, ours)),
         rounds=tuple(rounds),
         token_labels={token: token_label(tokenizer, token) for token in known},
         identical=comparison.identical,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import mmspec
-from mmspec.app.bench.recorder import Recorder
+from mmspec.app.bench.recorder import RecordingDrafter
 from mmspec.app.errors import UsageError, one_line
 from mmspec.app.modeling.captioner import Captioner
 from mmspec.app.modeling.chat import build_inputs, check_length, encode_media
@@ -30,7 +30,7 @@ def run_comparison(comparison: ComparisonRun) -> None:
         return
     comparison.phase = "loading"
     desk = comparison.loaded_model = comparison.model_store.get(choice.model)
-    recorder = comparison.recorder = Recorder(desk.get_drafter(choice.drafter))
+    recorder = comparison.recorder = RecordingDrafter(desk.get_drafter(choice.drafter))
     compressor = desk.get_compressor(choice.compressor)
     comparison.phase = "looking"
     comparison.load_media()
@@ -50,7 +50,11 @@ def run_comparison(comparison: ComparisonRun) -> None:
 
 
 def _speculate(
-    race: ComparisonRun, desk: LoadedModel, request: dict[str, Any], recorder: Recorder, compressor: Compressor | None
+    race: ComparisonRun,
+    desk: LoadedModel,
+    request: dict[str, Any],
+    recorder: RecordingDrafter,
+    compressor: Compressor | None,
 ) -> None:
     """Mmspec's side, with its drafter watched."""
     options = {"drafter": recorder, "compressor": compressor, "tree_size": race.settings.tree_size}

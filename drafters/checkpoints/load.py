@@ -39,7 +39,7 @@ def _load(folder: str | os.PathLike[str], target: TargetInfo | None) -> EagleDra
     head, made = load_head(folder)
     name = os.path.basename(os.path.normpath(folder))
     drafter = ARCHITECTURES[made.architecture].drafter(
-        head, made.visual_mode, layers=made.num_layers, name=name, draft_ids=made.draft_ids
+        head, made.visual_mode, num_layers=made.num_layers, name=name, draft_ids=made.draft_ids
     )
     drafter.bundled_compressor = made.compressor
     return drafter

@@ -82,7 +82,7 @@ class TrainBatch:
             return pad_sequence([one[0] for one in parts], batch_first=True)
 
         parts = map(padded, zip(*(row.tensors() for row in rows), strict=True))
-        return cls(*parts, segments=grids, attended=padded(heard) if len(heard) == len(rows) else None)
+        return cls(*parts, grids=grids, visual_saliency=padded(heard) if len(heard) == len(rows) else None)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import pickle
 import time
 from collections.abc import Callable, Mapping
@@ -22,7 +21,9 @@ from torch import Tensor, nn
 from mmspec.cpu.bf16 import bf16_is_faster
 from mmspec.drafters.architectures import ARCHITECTURES
 from mmspec.drafters.training.gate import fit_gate_on_batches
-from mmspec.drafters.training.losses import DraftModel, LossWeights, Progress, TrainBatch
+from mmspec.drafters.training.losses import TrainBatch, DraftModel, LossWeights, Progress
+from mmspec.drafters.training.schedule import warmup_cosine
+from mmspec.files import atomic_write
 from mmspec.interfaces import GatedCompressor, SharedEmbeddings
 from mmspec.metrics.compression_stats import compressor_label
 
@@ -51,10 +52,13 @@ class TrainConfig:
 
     def learning_rate_at(self, step: int) -> float:
         """Warm-up, then a cosine down to a hundredth."""
-        if step < self.warmup_steps:
-            return self.learning_rate * (step + 1) / self.warmup_steps
-        done = (step - self.warmup_steps) / max(1, self.max_steps - self.warmup_steps)
-        return self.learning_rate * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * min(1.0, done))))
+        return warmup_cosine(
+            step,
+            peak=self.learning_rate,
+            warmup_steps=self.warmup_steps,
+            max_steps=self.max_steps,
+            final_scale=0.01,
+        )
 
 
 @dataclass(frozen=True)
@@ -171,17 +175,14 @@ class Trainer:
             "heads": {name: pupil.modules().state_dict() for name, pupil in self.draft_models.items()},
             "optimisers": {name: optimiser.state_dict() for name, optimiser in self.optimizers.items()},
         }
-        part = self.folder / f"{STATE_NAME}.part"
         try:
-            torch.save(state, part)
-            os.replace(part, self.folder / STATE_NAME)
+            with atomic_write(self.folder / STATE_NAME) as part:
+                torch.save(state, part)
         except (OSError, RuntimeError) as error:  # torch's own writer says RuntimeError when a disk is full
             raise OSError(
                 f"{self.folder / STATE_NAME} could not be written at step {self.step}, the checkpoint before it stays: "
                 f"make room and run again ({' '.join(str(error).split())[:120]})."
             ) from error
-        finally:
-            part.unlink(missing_ok=True)
 
     def run(
         self,
@@ -273,7 +274,7 @@ class Trainer:
         shape = lesson.hidden_states.shape
         noise = torch.rand(shape, generator=rng, device=lesson.hidden_states.device, dtype=torch.float32) - 0.5
         parts = {name: getattr(lesson, name) for name in lesson.__dataclass_fields__}
-        return TrainBatch(**parts | {"states": lesson.hidden_states + (noise * width).to(lesson.hidden_states.dtype)})
+        return TrainBatch(**parts | {"hidden_states": lesson.hidden_states + (noise * width).to(lesson.hidden_states.dtype)})
 
     def _log(self, figures: dict[str, float]) -> None:
         if self.distributed.rank:

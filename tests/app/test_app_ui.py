@@ -23,7 +23,7 @@ import torch
 from PIL import Image
 
 import mmspec
-from mmspec.app.bench.rounds import ACCEPTED, CORRECTED, PLAIN, Round, kinds_of
+from mmspec.app.bench.rounds import ACCEPTED, CORRECTED, PLAIN, Round, classify_tokens
 from mmspec.app.cli.main import main
 from mmspec.app.errors import UsageError
 from mmspec.app.modeling.chat import Turn, build_inputs, encode_media
@@ -141,19 +141,19 @@ def test_rounds_tell_what_was_emitted(shelf: ModelStore) -> None:
     assert [token for one in race.rounds for token in one.emitted] == race.mmspec.streamer.token_ids
     for one in race.rounds:
         assert one.parents[0] == -1 and all(0 <= parent < node for node, parent in enumerate(one.parents) if node)
-        assert [one.tokens[node] for node in one.walked[1:]] == list(one.emitted[:-1])
-        assert all(one.parents[b] == a for a, b in itertools.pairwise(one.walked))
-    kinds = kinds_of(race.rounds, 60)
+        assert [one.tokens[node] for node in one.accepted_nodes[1:]] == list(one.emitted[:-1])
+        assert all(one.parents[b] == a for a, b in itertools.pairwise(one.accepted_nodes))
+    kinds = classify_tokens(race.rounds, 60)
     assert kinds.count(ACCEPTED) == race.stats.num_accepted_tokens > 0 and CORRECTED in kinds
-    assert sum(one.guesses for one in race.rounds) == race.stats.num_draft_tokens
+    assert sum(one.num_draft_tokens for one in race.rounds) == race.stats.num_draft_tokens
 
 
 def test_kinds_of_tokens() -> None:
     tree = Round(1, (9, 5, 6, 7), (-1, 0, 0, 1), None, (0, 1), (5, 8))
-    assert tree.kinds == (ACCEPTED, CORRECTED)
-    assert replace(tree, walked=(0, 2), emitted=(6, 8)).kinds == (ACCEPTED, PLAIN)  # nothing hung below it
-    assert Round(0, (9,), (-1,), None, (0,), (5,)).kinds == (PLAIN,)
-    assert kinds_of([tree], 3) == [ACCEPTED, CORRECTED, PLAIN] and kinds_of([tree], 1) == [ACCEPTED]
+    assert tree.token_kinds == (ACCEPTED, CORRECTED)
+    assert replace(tree, walked=(0, 2), emitted=(6, 8)).token_kinds == (ACCEPTED, PLAIN)  # nothing hung below it
+    assert Round(0, (9,), (-1,), None, (0,), (5,)).token_kinds == (PLAIN,)
+    assert classify_tokens([tree], 3) == [ACCEPTED, CORRECTED, PLAIN] and classify_tokens([tree], 1) == [ACCEPTED]
 
 
 def test_the_picture_is_looked_at_once(shelf: ModelStore, monkeypatch: pytest.MonkeyPatch) -> None:

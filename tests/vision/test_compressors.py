@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mmspec
-from mmspec.app.bench.recorder import Recorder
+from mmspec.app.bench.recorder import RecordingDrafter
 from mmspec.app.caption.command import validate_drafter
 from mmspec.app.modeling.captioner import Captioner
 from mmspec.app.modeling.random_models import random_model
@@ -882,7 +882,7 @@ def test_a_train_batch_has_the_grids_of_its_rows(tiny: Captioner) -> None:
     teacher = Teacher(tiny.model, tiny.processor, data, room=1 << 30)
     teacher.answers = {index: [7, 8, 9] for index in range(3)}
     for indices in ([0, 1, 2], [2, 1], [2, 0, 2]):
-        batch = teacher.lesson(indices)
+        batch = teacher.make_batch(indices)
         expected = {0: [0], 1: [], 2: [0, 16]}
         for row, index in enumerate(indices):
             row_grids = [grid for grid in batch.grids if grid.row == row]
@@ -1013,7 +1013,7 @@ def test_a_drafter_that_compresses_itself_accepts_no_compressor(tiny: Captioner)
     inputs = tiny.build_inputs([render_scene(generate_scene(1))], ["what is this thing"])
     mmspec.patch(tiny.model, "lookup", compressor="pool:4")
     try:
-        for chosen in (drafter, Recorder(drafter)):
+        for chosen in (drafter, RecordingDrafter(drafter)):
             with pytest.raises(ValueError, match=words):
                 tiny.model.generate(**inputs, max_new_tokens=4, mmspec={"drafter": chosen})
         tiny.model.generate(**inputs, max_new_tokens=4, mmspec={"drafter": drafter, "compressor": None})
