@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mmspec.app.bench.config import BenchConfig, check_writable
-from mmspec.app.caption.command import MODEL_HELP, positive_int, hide_progress_bars, parse_temperature
+from mmspec.app.caption.command import MODEL_HELP, hide_progress_bars, parse_temperature, positive_int
 from mmspec.app.caption.config import DEFAULT_MODEL, DTYPES, PROMPT
 from mmspec.app.cli.deprecated import add_renamed
 from mmspec.app.scenes.world import FIRST_HELD_OUT_SEED
@@ -108,7 +108,13 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], co
     scene_seed_help = f"seed of the first scene (default {FIRST_HELD_OUT_SEED})"
     add_renamed(parser, "--scene-seed", "--first-seed", type=int, default=None, metavar="S", help=scene_seed_help)
     add("--count", type=positive_int, default=None, metavar="N", help="scenes (default: --repeats batches)")
-    add("--new-tokens", type=positive_int, default=None, metavar="N", help="per row (default 64; with --task at most, 160)")
+    add(
+        "--new-tokens",
+        type=positive_int,
+        default=None,
+        metavar="N",
+        help="per row (default 64; with --task at most, 160)",
+    )
     add("--temperature", type=parse_temperature, default=0.0, metavar="T", help="0 (default) is greedy")
     add("--seed", type=int, default=0, metavar="N", help="of prompts, images and sampling (default 0)")
     add("--repeats", type=positive_int, default=5, metavar="N", help="rounds after the warm-up (default 5)")

@@ -15,7 +15,6 @@ from typing import Any
 from torch import nn
 
 import mmspec
-from mmspec.app.caption.command import validate_drafter
 from mmspec.app.errors import UsageError
 from mmspec.config import resolve_drafter
 from mmspec.control.depth import DepthController

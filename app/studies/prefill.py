@@ -93,7 +93,9 @@ def measure_prefill_rows(args: argparse.Namespace, device: torch.device) -> Iter
         torch.default_generator.manual_seed(0)
         config = HeadConfig(args.hidden, args.ffn, args.heads, args.kv_heads, VOCAB_SIZE)
         drafter = EagleDrafter(EagleHead(config).to(**like), "decoupled", num_layers=NUM_LAYERS)
-        ways = {NO_COMPRESSOR: None} | {name: RecordingCompressor(init_compressor(name, args.hidden)) for name in args.compressors}
+        ways = {NO_COMPRESSOR: None} | {
+            name: RecordingCompressor(init_compressor(name, args.hidden)) for name in args.compressors
+        }
     for frames in args.frames:
         prompt = build_prompt(frames, args.grid, args.text, args.hidden, like)
         readings: dict[str, list[PrefillCost]] = {name: [] for name in ways}

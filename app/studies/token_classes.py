@@ -21,7 +21,7 @@ from mmspec.app.bench.measure import Contestant, clone, gc_paused, phase_times_m
 from mmspec.app.bench.recorder import RecordingDrafter
 from mmspec.app.bench.session import provenance
 from mmspec.app.bench.specs import check_spec, get_drafter, patch_model, short_labels, weight_sizes
-from mmspec.app.caption.command import positive_int, parse_temperature
+from mmspec.app.caption.command import parse_temperature, positive_int
 from mmspec.app.caption.config import DEFAULT_MODEL
 from mmspec.app.cli.deprecated import add_renamed
 from mmspec.app.errors import UsageError, one_line

@@ -98,7 +98,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], co
     text("--text-only", action="store_true", help="questions without their pictures in all steps")
     add("--noise", type=float, default=0.0, metavar="W", help="width of noise on the states (EAGLE: 0.2; default 0)")
     add("--ffn", type=positive_int, default=None, metavar="N", help="width of the feed-forward (default: the target's)")
-    add("--block", type=positive_int, default=None, metavar="K", help="tokens of a pass (flash, parallel: 5; falcon: 2)")
+    add(
+        "--block", type=positive_int, default=None, metavar="K", help="tokens of a pass (flash, parallel: 5; falcon: 2)"
+    )
     add("--rule", default=None, choices=VISUAL_MODES, help="how visual tokens are read (default: as the drafter says)")
     add(
         "--compressor",
@@ -108,7 +110,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], co
         help="show it N visual tokens (latent:64)",
     )
     add("--start-from", metavar="FOLDER", help="go on from trained weights: a run's folder, a drafter's, or one's name")
-    add("--draft-vocab", type=positive_int, default=None, metavar="N", help="draft the N commonest ids only (VocabTrim)")
+    add(
+        "--draft-vocab", type=positive_int, default=None, metavar="N", help="draft the N commonest ids only (VocabTrim)"
+    )
     add(
         "--evaluate",
         type=non_negative_int,

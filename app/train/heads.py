@@ -184,7 +184,6 @@ def init_compressor(text: str, hidden_size: int, seed: int) -> Any:
 
 def compressor_state(compressor: Any) -> Any:
     """What a checkpoint keeps of a compressor."""
-    from mmspec.vision.registry import compressor_config
 
     if compressor is None:
         return None

@@ -183,8 +183,8 @@ def to_gradio_error(error: Exception, format_message: Callable[[str], str] = esc
 
 
 __all__ = [
-    "FAILURE_MESSAGE",
     "DEVICE_QUEUE",
+    "FAILURE_MESSAGE",
     "PRIVATE_API",
     "UNQUEUED",
     "VALIDATION",

@@ -21,7 +21,13 @@ from torch import Tensor
 
 from mmspec.drafters.architectures import ARCHITECTURES
 from mmspec.drafters.checkpoints.validate import check_config, check_head_shape, parse_json
-from mmspec.drafters.eagle.head import EagleHead, HeadConfig, parse_head_config, from_eagle_state_dict, to_eagle_state_dict
+from mmspec.drafters.eagle.head import (
+    EagleHead,
+    HeadConfig,
+    from_eagle_state_dict,
+    parse_head_config,
+    to_eagle_state_dict,
+)
 from mmspec.drafters.eagle.visual_inputs import VISUAL_MODES
 from mmspec.files import atomic_write
 

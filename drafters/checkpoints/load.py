@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from mmspec.drafters.architectures import ARCHITECTURES
-from mmspec.drafters.checkpoints.format import MODEL_TYPE, read_metadata, tokenizer_fingerprint, load_head, read_config
+from mmspec.drafters.checkpoints.format import MODEL_TYPE, load_head, read_config, read_metadata, tokenizer_fingerprint
 from mmspec.drafters.checkpoints.validate import explain_damage
 from mmspec.drafters.eagle.drafter import EagleDrafter
 from mmspec.interfaces import TargetInfo

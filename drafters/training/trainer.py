@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from mmspec.cpu.bf16 import bf16_is_faster
 from mmspec.drafters.architectures import ARCHITECTURES
 from mmspec.drafters.training.gate import fit_gate_on_batches
-from mmspec.drafters.training.losses import TrainBatch, DraftModel, LossWeights, Progress
+from mmspec.drafters.training.losses import DraftModel, LossWeights, Progress, TrainBatch
 from mmspec.drafters.training.schedule import warmup_cosine
 from mmspec.files import atomic_write
 from mmspec.interfaces import GatedCompressor, SharedEmbeddings
@@ -274,7 +274,9 @@ class Trainer:
         shape = lesson.hidden_states.shape
         noise = torch.rand(shape, generator=rng, device=lesson.hidden_states.device, dtype=torch.float32) - 0.5
         parts = {name: getattr(lesson, name) for name in lesson.__dataclass_fields__}
-        return TrainBatch(**parts | {"hidden_states": lesson.hidden_states + (noise * width).to(lesson.hidden_states.dtype)})
+        return TrainBatch(
+            **parts | {"hidden_states": lesson.hidden_states + (noise * width).to(lesson.hidden_states.dtype)}
+        )
 
     def _log(self, figures: dict[str, float]) -> None:
         if self.distributed.rank:

@@ -27,7 +27,7 @@ from mmspec.app.cli.main import main
 from mmspec.app.errors import UsageError
 from mmspec.app.scenes.examples import list_example_files
 from mmspec.app.ui.context import Context
-from mmspec.app.ui.middleware.bodies import RequestLimits, PartCounter, RefusedError, UploadFolder, parse_json_object
+from mmspec.app.ui.middleware.bodies import PartCounter, RefusedError, RequestLimits, UploadFolder, parse_json_object
 from mmspec.app.ui.middleware.hosts import HostPolicy, RequestInfo
 from mmspec.app.ui.middleware.routes import find_route
 from mmspec.app.ui.model_store import ModelStore

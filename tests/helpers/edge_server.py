@@ -69,8 +69,8 @@ def running(log: Path) -> Iterator[Server]:
 
 def main() -> None:
     """Serve until stdin is closed."""
-    from mmspec.app.ui.middleware.bodies import RequestLimits
     from mmspec.app.ui.limits import Limits
+    from mmspec.app.ui.middleware.bodies import RequestLimits
     from mmspec.app.ui.model_store import ModelStore
     from mmspec.app.ui.server import serve
 

@@ -89,7 +89,9 @@ def build_block_drafter(kind: str, config: HeadConfig, layers: int, seed: int) -
     )
     size = (2, 3, 4, 5, 8)[seed % 5]
     if kind in ("flash", "chained"):
-        wide = replace(config, intermediate_size=0, block_size=size, block_ffn_size=24, markov_rank=12 if kind == "chained" else 0)
+        wide = replace(
+            config, intermediate_size=0, block_size=size, block_ffn_size=24, markov_rank=12 if kind == "chained" else 0
+        )
         head = FlashHead(wide)
         if head.markov_head is not None:
             head.markov_head.vocab_proj.weight.data.normal_()
@@ -97,5 +99,7 @@ def build_block_drafter(kind: str, config: HeadConfig, layers: int, seed: int) -
     if kind == "falcon":
         falcon = FalconHead(replace(config, block_size=size))
         return FalconDrafter(falcon, rule, layers=layers, passes=1 + seed % 3, width=3, draft_ids=ids)
-    parallel = ParallelHead(replace(config, block_size=size if seed % 7 else 1, block_ffn_size=16 if kind == "linked" else 0))
+    parallel = ParallelHead(
+        replace(config, block_size=size if seed % 7 else 1, block_ffn_size=16 if kind == "linked" else 0)
+    )
     return ParallelDrafter(parallel, rule, layers=layers, width=3, draft_ids=ids)

@@ -987,9 +987,7 @@ def test_a_trained_compressor_is_refused_with_eagle3(tiny: Captioner, name: str)
     config = HeadConfig(64, 128, 4, 2, 384, eagle3_input=True)
     drafter = EagleDrafter(Eagle3Head(config, 384, 64), "coupled", num_layers=8, name="eagle3")
     drafter.set_hidden_state_indices((0, 1, 2), 2)
-    words = (
-        f"compressor {name[:-2]!r} .* drafter 'eagle3' reads several hidden states side by side; choose a compressor without weights"
-    )
+    words = f"compressor {name[:-2]!r} .* drafter 'eagle3' reads several hidden states side by side; choose a compressor without weights"
     for width in (64, 192):
         with pytest.raises(ValueError, match=words):
             mmspec.patch(tiny.model, drafter, compressor=init_compressor(name, width))

@@ -196,13 +196,13 @@ def _reject_constant(name: str) -> float:
 
 __all__ = [
     "BodyReader",
-    "RequestLimits",
     "Message",
     "PartCounter",
     "Receive",
     "RefusedError",
+    "RequestLimits",
     "UploadFolder",
+    "body_too_large",
     "has_remote_path",
     "parse_json_object",
-    "body_too_large",
 ]

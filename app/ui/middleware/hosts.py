@@ -131,10 +131,10 @@ def _same_address(name: str, local: str) -> bool:
 
 __all__ = [
     "Authority",
-    "HostPolicy",
     "ErrorResponse",
+    "HostPolicy",
     "RequestInfo",
-    "parse_authority",
     "parse_allowed_host",
+    "parse_authority",
     "parse_origin",
 ]

@@ -17,16 +17,16 @@ from mmspec.app.errors import one_line
 from mmspec.app.ui.middleware.bodies import STORAGE_CHECK_BYTES as LOOK
 from mmspec.app.ui.middleware.bodies import (
     BodyReader,
-    RequestLimits,
     Message,
     PartCounter,
     Receive,
     RefusedError,
+    RequestLimits,
     UploadFolder,
     has_remote_path,
     parse_json_object,
 )
-from mmspec.app.ui.middleware.hosts import HostPolicy, ErrorResponse, RequestInfo
+from mmspec.app.ui.middleware.hosts import ErrorResponse, HostPolicy, RequestInfo
 from mmspec.app.ui.middleware.routes import API_PREFIX, READ_METHODS, Route, find_route
 
 logger = logging.getLogger("mmspec")

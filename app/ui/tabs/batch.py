@@ -17,8 +17,8 @@ from mmspec.app.scenes.examples import list_example_files
 from mmspec.app.ui import render as render
 from mmspec.app.ui.batch import CaptionBatch
 from mmspec.app.ui.context import (
-    FAILURE_MESSAGE,
     DEVICE_QUEUE,
+    FAILURE_MESSAGE,
     PRIVATE_API,
     UNQUEUED,
     VALIDATION,
