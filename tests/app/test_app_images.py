@@ -326,9 +326,8 @@ def test_nothing_that_a_decoder_prints_reaches_the_terminal(tmp_path: Path) -> N
     (tmp_path / "in").mkdir()
     pixels = np.random.default_rng(0).integers(0, 255, (120, 120, 3), dtype=np.uint8)
     video = next((Path(__file__).parents[2] / "app" / "scenes" / "data" / "examples").glob("*.mp4")).read_bytes()
-    for number, (suffix, save_options) in enumerate(
-        ((".jpg", {}), (".tif", {"compression": "tiff_lzw"}), (".mp4", {})) * 3
-    ):
+    kinds: list[tuple[str, dict[str, str]]] = [(".jpg", {}), (".tif", {"compression": "tiff_lzw"}), (".mp4", {})]
+    for number, (suffix, save_options) in enumerate(kinds * 3):
         buffer = io.BytesIO()
         if suffix != ".mp4":
             Image.fromarray(pixels).save(buffer, {".jpg": "JPEG", ".tif": "TIFF"}[suffix], **save_options)
