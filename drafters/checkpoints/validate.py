@@ -102,6 +102,8 @@ def check_config(values: Mapping[str, Any], prefix: str = "") -> None:
             _check_type(prefix + key, value, bool, "true or false")
         elif key == "eagle_aux_hidden_state_layer_ids":
             _check_layer_ids(prefix + key, value)
+        if key == "compressor":
+            _check_compressor(prefix + key, value)
         if key in NESTED:
             check_config(value, f"{prefix}{key}.")
 
@@ -143,6 +145,12 @@ def _check_float(key: str, value: object, low: float, high: float) -> None:
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not number or not low <= value <= high or not math.isfinite(value):  # type: ignore[operator,arg-type]
         raise ValueError(f"{key} must be a number from {low:g} to {high:g}; got {_short(value)}.")
+
+
+def _check_compressor(key: str, value: Mapping[str, Any]) -> None:
+    for name in ("name", "tokens"):
+        if value.get(name) is None:
+            raise ValueError(f"{key}.{name} is missing; got {_short(value)}.")
 
 
 def _check_type(key: str, value: object, wanted: type, name: str) -> None:

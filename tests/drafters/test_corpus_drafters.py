@@ -118,7 +118,8 @@ def test_thousands_of_hostile_folders_are_refused(bases: dict[str, Path], model:
         ({"rule": []}, "rule must be a string"),
         ({"facts": 3}, "facts must be an object"),
         ({"compressor": "elastic"}, "compressor must be an object"),
-        ({"compressor": {"name": 3}}, "compressor.name must be a string"),
+        ({"compressor": {"name": 3, "tokens": 9}}, "compressor.name must be a string"),
+        ({"compressor": {"name": "elastic"}}, "compressor.tokens is missing"),
     ],
 )
 def test_a_bad_config_exits_2_with_file_and_key(

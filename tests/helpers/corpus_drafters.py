@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import random
@@ -51,7 +52,7 @@ def set_value(rng: random.Random, config: bytes, weights: bytes) -> dict[str, by
     for _ in range(rng.randint(1, 3)):
         target = rng.choice(_objects(values))
         key = rng.choice([*target, "rope_scaling", "rope_parameters", "draft_vocab_size", "target", "compressor"])
-        target[key] = rng.choice(ODD_VALUES)
+        target[key] = copy.deepcopy(rng.choice(ODD_VALUES))  # may be mutated in turn
     return {CONFIG: json.dumps(values).encode(), WEIGHTS: weights}
 
 
