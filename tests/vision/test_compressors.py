@@ -1003,7 +1003,7 @@ def test_a_trained_compressor_is_refused_with_eagle3(tiny: Captioner, name: str)
 
 
 def test_a_drafter_that_compresses_itself_accepts_no_compressor(tiny: Captioner) -> None:
-    words = "drafter 'vispec' shrinks pictures itself; leave compressor=None"
+    words = "drafter 'vispec' compresses visual tokens itself; pass compressor=None"
     drafter = VispecDrafter(VispecHead(HeadConfig(64, 128, 4, 2, 384), 2), num_layers=2)
     with pytest.raises(ValueError, match=words):
         mmspec.patch(tiny.model, drafter, compressor="pool:4")
