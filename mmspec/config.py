@@ -156,12 +156,12 @@ def resolve_compressor(compressor: str | Compressor | None) -> Compressor | None
 def _check_compressor(compressor: Compressor, drafter: Drafter) -> None:
     """Refuse any beside a drafter that shrinks pictures, and weights of another width than the states it reads."""
     head = getattr(drafter, "head", None)
-    if getattr(head, "shrinks", False):
+    if getattr(head, "compresses_visual_tokens", False):
         raise ValueError(f"drafter {drafter.name!r} shrinks pictures itself; leave compressor=None.")
     made, config = getattr(compressor, "hidden_size", None), getattr(head, "config", None)
     if made is None:
         return
-    if getattr(config, "wide", False):  # states are wider than embeddings: no one width fits both
+    if getattr(config, "eagle3_input", False):  # states are wider than embeddings: no one width fits both
         raise ValueError(
             f"compressor {compressor.name!r} was made for states of width {made}, drafter {drafter.name!r} reads "
             "several states side by side; choose one without weights."

@@ -125,14 +125,14 @@ def weight_of(model: Any) -> dict[str, float | None]:
 def block_of(model: Any) -> int | None:
     """Tokens that one pass of a patched model's drafter says; None if it has no head, or there is no drafter."""
     head = getattr(drafter_of(model), "head", None) if mmspec.is_patched(model) else None
-    return None if head is None else getattr(head.config, "block", None) or 1
+    return None if head is None else getattr(head.config, "block_size", None) or 1
 
 
 def _fix_depth(drafter: Any, depth: int, name: str) -> None:
-    chosen = getattr(drafter, "depth", None)
+    chosen = getattr(drafter, "depth_controller", None)
     if not isinstance(chosen, Depth) or chosen.most < 2:
         raise UsageError(f"@DEPTH is for drafters that draft level by level, which {drafter.name!r} does not: {name}")
-    drafter.depth, drafter.reach = Fixed(depth, chosen.each), depth * chosen.each
+    drafter.depth_controller, drafter.max_lookahead = Fixed(depth, chosen.each), depth * chosen.each
 
 
 def _keep(drafter: Any, tokens: int, name: str) -> None:

@@ -199,7 +199,7 @@ def output_of(settings: JobSettings, place: Place) -> Output:
 
 def check_drafter(name: str, compressor: str | None = None) -> None:
     """Refuse an unknown drafter or compressor before anything is loaded."""
-    from mmspec.drafters.registry import is_known_drafter, drafter_names
+    from mmspec.drafters.registry import drafter_names, is_known_drafter
 
     if not is_known_drafter(name):
         raise UsageError(f"unknown drafter {name!r}; known are {', '.join(drafter_names())}, a folder, or a hub id")

@@ -36,7 +36,7 @@ class Reader(Recorder):
         self._prompt: Prompt | None = None
         self._reads = hasattr(inner, "read")
         # What a compressor goes by in this call, for `count`; the drafter's own goes on learning.
-        self._known = DraftCostModel(copy.deepcopy(inner.pace.tallies)) if self._reads else None
+        self._known = DraftCostModel(copy.deepcopy(inner.cost_model.by_batch)) if self._reads else None
 
     def begin(self, prompt: Prompt) -> Any:
         """See `Drafter`."""
@@ -48,7 +48,7 @@ class Reader(Recorder):
         super().observe(state, verdict, taps)
         if not self._reads or len(self._seen) > 1:
             return
-        self._timed(lambda: self.inner.read(state))  # type: ignore[attr-defined]
+        self._timed(lambda: self.inner.sync(state))  # type: ignore[attr-defined]
         buffer = getattr(state, "buffer", None)
         if buffer is not None:
             config = self.inner.head.config  # type: ignore[attr-defined]
@@ -60,7 +60,7 @@ class Reader(Recorder):
         if not self._reads or self._prompt is None:
             return
         twin: Any = copy.copy(self.inner)
-        twin.pace = self._known
+        twin.cost_model = self._known
         with FlopCounterMode(display=False) as counter:
             state = twin.begin(self._prompt)
             twin.observe(state, self._seen[0][0], {})

@@ -200,7 +200,7 @@ def _kept(way: Way, stats: Sequence[Stats]) -> tuple[float | None, float | None]
     if visual := sum(one.num_visual_tokens for one in stats):
         kept = sum(one.num_compressed_tokens for one in stats)
         return kept / len(stats), kept / visual
-    if getattr(way.drafter, "rule", None) == "textual":
+    if getattr(way.drafter, "visual_mode", None) == "text_only":
         return 0.0, 0.0
     return None, 1.0 if any(reading.kv_bytes for reading in way.readings) else None
 

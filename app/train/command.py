@@ -16,7 +16,7 @@ from mmspec.app.scenes.world import FIRST_HELD_OUT_SEED
 from mmspec.app.train.heads import RECIPES, config_of, kept_of, parts_of
 from mmspec.app.versions import commit, mmspec_version, version
 
-RULES = ("decoupled", "coupled", "blind", "textual")
+RULES = ("decoupled", "coupled", "placeholder", "text_only")
 RUN = "run.json"
 """Tells what the answers in a folder are of."""
 
@@ -93,7 +93,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], co
     add("--noise", type=float, default=0.0, metavar="W", help="width of noise on the states (EAGLE: 0.2; default 0)")
     add("--ffn", type=positive, default=None, metavar="N", help="width of the feed-forward (default: the target's)")
     add("--block", type=positive, default=None, metavar="K", help="tokens of a pass (flash, parallel: 5; falcon: 2)")
-    add("--rule", default=None, choices=RULES, help="how visual tokens are read (default: as the drafter says)")
+    add("--rule", default=None, type=visual_mode, choices=RULES, help="how visual tokens are read (default: as the drafter says)")
     add("--compressor", type=shrinking, default=None, metavar="NAME:N", help="show it N visual tokens (latent:64)")
     add("--start-from", metavar="FOLDER", help="go on from trained weights: a run's folder, a drafter's, or one's name")
     add("--draft-vocab", type=positive, default=None, metavar="N", help="draft the N commonest ids only (VocabTrim)")
@@ -108,6 +108,11 @@ def natural(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"must be a whole number of 0 or more, got {text!r}")
     return int(text)
+
+
+def visual_mode(text: str) -> str:
+    """A visual mode; the names of the first release are accepted."""
+    return {"blind": "placeholder", "textual": "text_only"}.get(text, text)
 
 
 def kinds(text: str) -> list[str]:
@@ -172,7 +177,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if args.evaluate and not len(held):
         print(f"mmspec: tau is not measured: of {len(data)} requests none can be kept back for it", file=sys.stderr)
-    for name, pupil in training.pupils.items():
+    for name, pupil in training.draft_models.items():
         folder = args.out / name
         export(args, folder, pupil, teacher, facts)
         figures = evaluate(args, folder, teacher, held) if len(held) else {}
@@ -230,8 +235,9 @@ def training_of(args: argparse.Namespace, teacher: Any, count: int, facts: dict[
     import torch
 
     from mmspec.app.train.data import Order, share_of_pictures
+    from mmspec.drafters.training.batch import DraftModel
     from mmspec.drafters.training.losses import LossWeights
-    from mmspec.drafters.training.trainer import TrainConfig, DraftModel, SettingsError, Trainer
+    from mmspec.drafters.training.trainer import SettingsError, TrainConfig, Trainer
     from mmspec.interfaces import SharedEmbeddings
 
     model = teacher.model
@@ -285,7 +291,7 @@ def export(args: argparse.Namespace, place: Path, pupil: Any, teacher: Any, fact
     family = teacher.family
     made = HeadMetadata(
         pupil.head.config,
-        pupil.rule,
+        pupil.visual_mode,
         family.layers,
         family.model_type,
         teacher.fingerprint,

@@ -30,8 +30,8 @@ class Recipe:
 RECIPES = {
     "msd": Recipe("decoupled"),
     "eagle": Recipe("coupled"),
-    "eagle-blind": Recipe("blind"),
-    "eagle-textual": Recipe("textual"),
+    "eagle-blind": Recipe("placeholder"),
+    "eagle-textual": Recipe("text_only"),
     "flash": Recipe("decoupled", "flash", 5, 0.0, 1.0, 0.25),
     "flash-free": Recipe("decoupled", "flash", 5, 0.0, 1.0),
     "parallel": Recipe("decoupled", "parallel", 5, 1.0, 0.5),
@@ -81,7 +81,7 @@ def shaped(config: Any, recipe: Recipe, block: int | None) -> Any:
     block = block if block and recipe.kind != "eagle" else recipe.block
     width = config.intermediate_size
     inner, chain = round(recipe.inner * width), round(recipe.chain * width)
-    return replace(config, intermediate_size=round(recipe.ffn * width), block=block, inner=inner, chain=chain)
+    return replace(config, intermediate_size=round(recipe.ffn * width), block_size=block, block_ffn_size=inner, markov_rank=chain)
 
 
 def new_head(config: Any, seed: int, kind: str = "eagle") -> Any:
@@ -135,7 +135,7 @@ def old_head(args: argparse.Namespace, name: str, teacher: Any) -> tuple[Any, An
 
 def ffn_of(head: Any) -> int:
     """What `--ffn` has made of a head."""
-    width: int = head.config.intermediate_size or head.config.inner
+    width: int = head.config.intermediate_size or head.config.block_ffn_size
     return width
 
 

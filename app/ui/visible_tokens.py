@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from mmspec.interfaces import VisualGrid
     from mmspec.metrics.compression_stats import CompressionRecord as Kept
 
-FULL_VISUAL_MODES, NO_VISUAL_MODES = frozenset(("decoupled", "coupled")), frozenset(("blind", "textual"))
+FULL_VISUAL_MODES, NO_VISUAL_MODES = frozenset(("decoupled", "coupled")), frozenset(("placeholder", "text_only"))
 """Rules of trained drafters (`mmspec.drafters.eagle.visual_inputs`) that read every visual token, and that read none."""
 
 
@@ -52,7 +52,7 @@ def find_visible_tokens(recorder: Recorder, compression: Kept | None) -> Visible
         return VisibleTokens(text, shown, given, kept, recorder.segments)
     if isinstance(inner, VispecDrafter):
         return VisibleTokens("This drafter shrinks the picture by itself.")
-    rule = getattr(inner, "rule", None)
+    rule = getattr(inner, "visual_mode", None)
     if rule in FULL_VISUAL_MODES:
         text = f"The drafter saw all {total} tokens of the picture."
         return VisibleTokens(text, total, total, frozenset(range(total)), recorder.segments)

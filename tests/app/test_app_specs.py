@@ -50,10 +50,10 @@ def with_head(monkeypatch: pytest.MonkeyPatch, kind: str) -> tuple[Any, Any]:
 def test_a_depth_stays_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     model, processor = with_head(monkeypatch, "decoupled")
     drafter = drafter_of(patched(model, "head@7", processor))
-    assert type(drafter.depth) is Fixed and drafter.reach == 7
+    assert type(drafter.depth_controller) is Fixed and drafter.max_lookahead == 7
     for _ in range(30):
-        drafter.depth.learn(1, 7, [0], 1.0, 1e-6)  # a level costs much and brings nothing
-    assert {drafter.depth.choose(1) for _ in range(30)} == {7}
+        drafter.depth_controller.learn(1, 7, [0], 1.0, 1e-6)  # a level costs much and brings nothing
+    assert {drafter.depth_controller.choose(1) for _ in range(30)} == {7}
 
 
 @pytest.mark.parametrize("kind", ["flash", "parallel"])

@@ -18,7 +18,7 @@ from mmspec.app.studies import visual as study_visual
 from mmspec.app.studies.scenarios import SHAPES, asked, fitting
 from mmspec.app.studies.visual import contest, field_of, rows_of, ways_of
 from mmspec.app.studies.word_classes import Answer, multiple
-from mmspec.drafters.checkpoints.format import HeadMetadata, tokenizer_fingerprint, save_head
+from mmspec.drafters.checkpoints.format import HeadMetadata, save_head, tokenizer_fingerprint
 from mmspec.drafters.eagle.head import EagleHead, HeadConfig
 from mmspec.vision.compressors.elastic import Elastic
 
@@ -154,7 +154,7 @@ def test_operations_are_of_the_way_that_was_used_and_are_not_learned_from(
     each = 2 * 64 * 2 * 2 * whole.drafter.head.config.head_dim  # type: ignore[union-attr]
     saved = [a.flops - b.flops for a, b in zip(whole.readings, chose.readings, strict=True)]
     assert saved == [0, 12 * each] and whole.readings[0].flops > 0
-    assert drafter_of(made["mine+measured"][0]).pace.tallies[1].prompts == 3, "the calls, and nothing else"
+    assert drafter_of(made["mine+measured"][0]).cost_model.by_batch[1].num_prompts == 3, "the calls, and nothing else"
     told = {row["way"]: row for row in rows_of(field_, "one", str(folder))}
     mine, others = told["mine+measured"], told["mine"]
     assert 1e6 * (others["mflops"] - mine["mflops"]) == pytest.approx(6 * each), "in the mean over requests"
@@ -167,7 +167,7 @@ def test_who_is_named_lives_through_all_shapes(folder: Path, made: dict[str, lis
     assert {name: len(models) for name, models in made.items()} == {
         "none": 1, "mine": 1, "mine+measured": 1, "mine+pool:4": 2, "mine+pool:12": 1
     }  # fmt: skip
-    assert drafter_of(made["mine+measured"][0]).pace.tallies[1].prompts == 6
+    assert drafter_of(made["mine+measured"][0]).cost_model.by_batch[1].num_prompts == 6
 
 
 def test_figures_of_one_shape_are_not_those_of_another(folder: Path) -> None:

@@ -39,12 +39,14 @@ from mmspec.control.depth import Depth
 from mmspec.drafters import registry
 from mmspec.drafters.checkpoints import format as checkpoint
 from mmspec.drafters.checkpoints.format import HeadMetadata, load_head, save_head
+from mmspec.drafters.checkpoints.state_dict import from_eagle_state_dict, to_eagle_state_dict
 from mmspec.drafters.eagle.drafter import EagleDrafter
-from mmspec.drafters.eagle.head import EagleHead, HeadConfig, DecoderLayer, from_eagle_state_dict, to_eagle_state_dict
+from mmspec.drafters.eagle.head import DecoderLayer, EagleHead, HeadConfig
 from mmspec.drafters.eagle.visual_inputs import VISUAL_MODES, DraftInputs, left_pack
 from mmspec.drafters.registry import build_drafter
-from mmspec.drafters.training.losses import LossWeights, Progress, eagle_loss, build_targets
-from mmspec.drafters.training.trainer import TrainConfig, DraftModel, SettingsError, Trainer
+from mmspec.drafters.training.batch import DraftModel, build_targets
+from mmspec.drafters.training.losses import LossWeights, Progress, eagle_loss
+from mmspec.drafters.training.trainer import SettingsError, TrainConfig, Trainer
 from mmspec.engine.tree import root_only
 from mmspec.interfaces import TargetInfo
 
@@ -150,7 +152,7 @@ def test_a_trimmed_vocabulary_drafts_only_its_own(world: FakeTarget) -> None:
 
 def test_with_noise_it_proposes_what_the_noise_will_pick(world: FakeTarget) -> None:
     noise = torch.empty(2, 3, 40).exponential_(generator=torch.Generator().manual_seed(1))
-    made = drafter(world, width=2)
+    made = drafter(world, beam_width=2)
     prompt = build_prompt(world, 11, noise=lambda depth: noise[:, :depth], temperature=0.7)
     tree = made.propose(begin_decoding(world, made, prompt), 8, [True, True])
     with torch.no_grad():
@@ -184,9 +186,9 @@ def test_what_each_rule_reads(world: FakeTarget) -> None:
     assert torch.allclose(rows[:, 4], fuse(prompt.hidden_states[0][:, 5], states[:, 4]), atol=1e-6)
     rows, keep = VISUAL_MODES["coupled"](world.head, sight)
     assert keep is None and torch.allclose(rows[:, 1], fuse(prompt.hidden_states[0][:, 2], states[:, 1]), atol=1e-6)
-    rows, keep = VISUAL_MODES["blind"](world.head, sight)
+    rows, keep = VISUAL_MODES["placeholder"](world.head, sight)
     assert torch.allclose(rows[:, 1], fuse(sight.placeholder_embed.expand(2, -1), states[:, 1]), atol=1e-6)
-    rows, keep = VISUAL_MODES["textual"](world.head, sight)
+    rows, keep = VISUAL_MODES["text_only"](world.head, sight)
     assert keep is not None and keep[0].tolist() == [True, False, False, False, True, True, True, True]
 
 
@@ -217,7 +219,12 @@ def test_the_rollout_is_what_drafting_does(world: FakeTarget, rule: str) -> None
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
         patch.setattr(nn.Linear, "forward", spy)
         _, figures = eagle_loss(
-            DraftModel(world.head, rule), lesson, world.shared_embeddings, placeholder, LossWeights(ttt_steps=2), Progress()
+            DraftModel(world.head, rule),
+            lesson,
+            world.shared_embeddings,
+            placeholder,
+            LossWeights(ttt_steps=2),
+            Progress(),
         )
         data = build_targets(DraftModel(world.head, rule), lesson, placeholder)
     assert {"agree0", "agree1", "agree2", "states", "words"} <= set(figures)
@@ -240,7 +247,7 @@ def training(world: FakeTarget, folder: Path, steps: int = 6, **more: Any) -> Tr
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(1)
         heads = {"a": EagleHead(HEAD_CONFIG), "b": EagleHead(HEAD_CONFIG)}
-    pupils = {"a": DraftModel(heads["a"], "decoupled"), "b": DraftModel(heads["b"], "textual")}
+    pupils = {"a": DraftModel(heads["a"], "decoupled"), "b": DraftModel(heads["b"], "text_only")}
     plan = TrainConfig(max_steps=steps, batch_size=2, learning_rate=3e-3, warmup_steps=2, **more)
     placeholder = world.shared_embeddings.embed_tokens(torch.tensor(IMAGE_TOKEN_ID)).detach()
     for part in (world.shared_embeddings.embed_tokens, world.shared_embeddings.lm_head):
@@ -296,7 +303,9 @@ def test_other_settings_are_refused_and_a_full_disk_keeps_the_last_checkpoint(
 def test_noise_is_the_same_in_every_run(world: FakeTarget, tmp_path: Path) -> None:
     run = training(world, tmp_path, noise=0.2)
     a, b = run._add_noise(build_train_batch(world)), run._add_noise(build_train_batch(world))
-    assert torch.equal(a.hidden_states, b.hidden_states) and not torch.equal(a.hidden_states, build_train_batch(world).hidden_states)
+    assert torch.equal(a.hidden_states, b.hidden_states) and not torch.equal(
+        a.hidden_states, build_train_batch(world).hidden_states
+    )
     assert float((a.hidden_states - build_train_batch(world).hidden_states).abs().max()) <= 0.1 * 512 / 14 + 1e-6
 
 
@@ -392,9 +401,10 @@ def test_configs_that_cannot_be_are_named(
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
     with pytest.raises(ValueError, match=words):
         load_head(tmp_path / "mine")
-    monkeypatch.setattr(registry, "SHIPPED", tmp_path)
+    monkeypatch.setattr(registry, "WEIGHTS_DIR", tmp_path)
     assert (
-        build_drafter("auto", TargetInfo("llava", 32, 40, NUM_LAYERS)).name == "fused" and "mine cannot be read" in caplog.text
+        build_drafter("auto", TargetInfo("llava", 32, 40, NUM_LAYERS)).name == "hybrid"
+        and "mine cannot be read" in caplog.text
     )
 
 
@@ -454,11 +464,11 @@ def test_a_head_never_changes_a_word(tiny: Captioner, rule: str, sample: bool) -
 def test_a_folder_is_a_drafter_and_is_checked(tiny: Captioner, tmp_path: Path) -> None:
     from mmspec.drafters.checkpoints.format import tokenizer_fingerprint
 
-    made = HeadMetadata(tiny_head().config, "textual", 2, "llava", tokenizer_fingerprint(tiny.processor.tokenizer))
+    made = HeadMetadata(tiny_head().config, "text_only", 2, "llava", tokenizer_fingerprint(tiny.processor.tokenizer))
     save_head(tmp_path / "mine", tiny_head(), made)
     mmspec.patch(tiny.model, str(tmp_path / "mine"), processor=tiny.processor)
     try:
-        assert "mine" in repr(tiny.model.__dict__["_mmspec"].options.drafter.name)
+        assert "mine" in repr(tiny.model.__dict__["_mmspec"].config.drafter.name)
     finally:
         mmspec.unpatch(tiny.model)
     for change, words in (({"layers": 5}, "layers 5"), ({"tokenizer": "other"}, "tokenizer other")):
@@ -475,14 +485,20 @@ def test_auto_passes_over_what_is_for_others_and_says_what_is_damaged(
 ) -> None:
     from mmspec.drafters import registry
 
-    monkeypatch.setattr(registry, "SHIPPED", tmp_path)
+    monkeypatch.setattr(registry, "WEIGHTS_DIR", tmp_path)
     mine, other = TargetInfo("llava", 64, 384, 2), TargetInfo("llava", 32, 384, 2)
-    save_head(tmp_path / "mine", tiny_head(), HeadMetadata(tiny_head().config, "textual", 2, "llava"))
-    assert build_drafter("auto", mine).name == "mine" and build_drafter("auto", other).name == "fused" and not caplog.records
+    save_head(tmp_path / "mine", tiny_head(), HeadMetadata(tiny_head().config, "text_only", 2, "llava"))
+    assert (
+        build_drafter("auto", mine).name == "mine"
+        and build_drafter("auto", other).name == "hybrid"
+        and not caplog.records
+    )
     file = tmp_path / "mine" / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
-    assert build_drafter("auto", other).name == "fused" and not caplog.records, "of what is for others no weights are read"
-    assert build_drafter("auto", mine).name == "fused"
+    assert build_drafter("auto", other).name == "hybrid" and not caplog.records, (
+        "of what is for others no weights are read"
+    )
+    assert build_drafter("auto", mine).name == "hybrid"
     assert "mine cannot be read" in caplog.text and "damaged" in caplog.text and "\n" not in caplog.messages[0]
 
 
@@ -492,10 +508,10 @@ def test_a_call_that_names_a_folder_reads_it_once(
     from mmspec.drafters.checkpoints import load as trained
     from mmspec.drafters.checkpoints.format import tokenizer_fingerprint
 
-    made = HeadMetadata(tiny_head().config, "textual", 2, "llava", tokenizer_fingerprint(tiny.processor.tokenizer))
+    made = HeadMetadata(tiny_head().config, "text_only", 2, "llava", tokenizer_fingerprint(tiny.processor.tokenizer))
     folder, read, original = tmp_path / "mine", [], trained.load_trained
     save_head(folder, tiny_head(), made)
-    monkeypatch.setattr(trained, "trained", lambda *given: read.append(given[0]) or original(*given))  # type: ignore[func-returns-value]
+    monkeypatch.setattr(trained, "load_trained", lambda *given: read.append(given[0]) or original(*given))  # type: ignore[func-returns-value]
     inputs = tiny.inputs([render_scene(generate_scene(0))], ["a"])
 
     def call(name: object = str(folder)) -> None:
@@ -506,13 +522,13 @@ def test_a_call_that_names_a_folder_reads_it_once(
         call()
         call()
         assert len(read) == 1
-        save_head(folder, tiny_head(1), replace(made, rule="coupled"))  # another, under the same name
+        save_head(folder, tiny_head(1), replace(made, visual_mode="coupled"))  # another, under the same name
         call()
         assert len(read) == 2
         for other in range(6):  # only a few are kept
             save_head(tmp_path / str(other), tiny_head(other), made)
             call(str(tmp_path / str(other)))
-        assert len(tiny.model.__dict__["_mmspec"].kept._made) == MAX_CACHED_DRAFTERS
+        assert len(tiny.model.__dict__["_mmspec"].drafter_cache._made) == MAX_CACHED_DRAFTERS
     finally:
         mmspec.unpatch(tiny.model)
 
@@ -559,7 +575,7 @@ def test_rounds_of_one_level_say_nothing_about_what_a_further_one_costs() -> Non
 def test_what_drafting_took_is_told_by_pass(
     world: FakeTarget, monkeypatch: pytest.MonkeyPatch, levels: int, per_pass: float
 ) -> None:
-    made = drafter(world, depth=levels)
+    made = drafter(world, max_depth=levels)
     state = begin_decoding(world, made, build_prompt(world, 11, fixed=True))
     tree = made.propose(state, 16, [True, True])
     told: list[Any] = []

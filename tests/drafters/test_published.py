@@ -21,7 +21,8 @@ from mmspec.app.scenes.render import render_scene
 from mmspec.app.scenes.world import generate_scene
 from mmspec.config import target_info
 from mmspec.control.depth import Depth
-from mmspec.drafters.checkpoints.published import export_speculators, load_published
+from mmspec.drafters.checkpoints.published import load_published
+from mmspec.drafters.checkpoints.speculators import export_speculators
 from mmspec.drafters.eagle.drafter import EagleDrafter
 from mmspec.drafters.eagle.head import Eagle3Head, EagleHead
 from mmspec.drafters.eagle.vispec import VispecDrafter
@@ -156,7 +157,12 @@ def test_what_each_layout_becomes(tmp_path: Path) -> None:
     }
     for kind, (rule, form) in kinds.items():
         drafter = load_published(folder_of(kind, tmp_path / kind), TARGET)
-        assert type(drafter) is form and drafter.visual_mode == rule and drafter.name == kind and drafter.vocab_limit is None
+        assert (
+            type(drafter) is form
+            and drafter.visual_mode == rule
+            and drafter.name == kind
+            and drafter.vocab_limit is None
+        )
         state, weights = drafter.head.state_dict(), kept(kind)[0]
         assert torch.equal(state["fc.weight"], weights["fc.weight"])
         joined = [weights[f"layers.0.self_attn.{name}_proj.weight"] for name in "qkv"]
@@ -297,10 +303,10 @@ def test_auto_takes_what_was_published_if_it_is_in_the_cache(tmp_path: Path, mon
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", cache)
     assert isinstance(build_drafter("auto", KNOWN_TARGET), EagleDrafter)
-    assert build_drafter("auto", TARGET).name == "fused", "nothing was published for it"
+    assert build_drafter("auto", TARGET).name == "hybrid", "nothing was published for it"
     assert isinstance(build_drafter("lucylyn/MSD-LLaVA1.5-7B", KNOWN_TARGET), EagleDrafter)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", empty)
-    assert build_drafter("auto", KNOWN_TARGET).name == "fused"
+    assert build_drafter("auto", KNOWN_TARGET).name == "hybrid"
     with pytest.raises(OSError, match=r"'a/b' is not in the local cache and cannot be fetched: not in the cache"):
         build_drafter("a/b", KNOWN_TARGET)
     hub = "lucylyn/MSD-LLaVA1.5-7B"

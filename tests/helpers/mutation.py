@@ -142,7 +142,9 @@ def _no_window(original: Any) -> Any:
 
 def _scores_of_the_root(original: Any) -> Any:
     def faulty(self: Any, kept: Any, source: Tensor, verdict: Any) -> None:
-        original(self, kept, source, replace(verdict, accepted_nodes=[[0] * len(row) for row in verdict.accepted_nodes]))
+        original(
+            self, kept, source, replace(verdict, accepted_nodes=[[0] * len(row) for row in verdict.accepted_nodes])
+        )
 
     return faulty
 

@@ -46,7 +46,7 @@ def build_drafter(kind: str, spec: tiny.ModelSpec, seed: int = 0, vocab_size: in
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         if kind == "vispec":
-            return VispecDrafter(VispecHead(config, 2 + seed % 3), num_layers=spec.layers, depth=3, width=3)
+            return VispecDrafter(VispecHead(config, 2 + seed % 3), num_layers=spec.layers, max_depth=3, beam_width=3)
         if kind == "eagle3":
             head = Eagle3Head(config, vocab_size // 2, spec.hidden)
             made = EagleDrafter(
@@ -61,11 +61,15 @@ def build_drafter(kind: str, spec: tiny.ModelSpec, seed: int = 0, vocab_size: in
             made.compressor = LatentCompressor(spec.hidden, 1 + seed % 5).eval()
             return made
         if kind == "measured":
-            made = EagleDrafter(EagleHead(config), list(VISUAL_MODES)[seed % 2], num_layers=spec.layers, max_depth=3, beam_width=3)
+            made = EagleDrafter(
+                EagleHead(config), list(VISUAL_MODES)[seed % 2], num_layers=spec.layers, max_depth=3, beam_width=3
+            )
             made.compressor = Measured()
             return made
         if kind == "compressed":
-            made = EagleDrafter(EagleHead(config), list(VISUAL_MODES)[seed % 2], num_layers=spec.layers, max_depth=3, beam_width=3)
+            made = EagleDrafter(
+                EagleHead(config), list(VISUAL_MODES)[seed % 2], num_layers=spec.layers, max_depth=3, beam_width=3
+            )
             made.compressor = new(COMPRESSOR_SPECS[seed % len(COMPRESSOR_SPECS)], spec.hidden)
             for name, weight in made.compressor.named_parameters() if isinstance(made.compressor, Module) else ():
                 weight.data.normal_(0, 2 if name.startswith("gate") else 0.3)  # each row its own way
@@ -79,16 +83,23 @@ def build_drafter(kind: str, spec: tiny.ModelSpec, seed: int = 0, vocab_size: in
 
 def build_block_drafter(kind: str, config: HeadConfig, layers: int, seed: int) -> EagleDrafter:
     """Those that draft several tokens a pass."""
-    rule, ids = list(VISUAL_MODES)[seed % len(VISUAL_MODES)], None if seed % 3 else torch.arange(0, config.vocab_size, 2)
+    rule, ids = (
+        list(VISUAL_MODES)[seed % len(VISUAL_MODES)],
+        None if seed % 3 else torch.arange(0, config.vocab_size, 2),
+    )
     size = (2, 3, 4, 5, 8)[seed % 5]
     if kind in ("flash", "chained"):
-        wide = replace(config, intermediate_size=0, block=size, inner=24, chain=12 if kind == "chained" else 0)
+        wide = replace(
+            config, intermediate_size=0, block_size=size, block_ffn_size=24, markov_rank=12 if kind == "chained" else 0
+        )
         head = FlashHead(wide)
         if head.markov_head is not None:
             head.markov_head.vocab_proj.weight.data.normal_()
-        return FlashDrafter(head, rule, layers=layers, draft_ids=ids)
+        return FlashDrafter(head, rule, num_layers=layers, draft_ids=ids)
     if kind == "falcon":
-        falcon = FalconHead(replace(config, block=size))
-        return FalconDrafter(falcon, rule, layers=layers, passes=1 + seed % 3, width=3, draft_ids=ids)
-    parallel = ParallelHead(replace(config, block=size if seed % 7 else 1, inner=16 if kind == "linked" else 0))
-    return ParallelDrafter(parallel, rule, layers=layers, width=3, draft_ids=ids)
+        falcon = FalconHead(replace(config, block_size=size))
+        return FalconDrafter(falcon, rule, num_layers=layers, passes=1 + seed % 3, beam_width=3, draft_ids=ids)
+    parallel = ParallelHead(
+        replace(config, block_size=size if seed % 7 else 1, block_ffn_size=16 if kind == "linked" else 0)
+    )
+    return ParallelDrafter(parallel, rule, num_layers=layers, beam_width=3, draft_ids=ids)

@@ -108,7 +108,7 @@ def test_auto_is_a_drafter_that_ships(shipped: tuple[Any, Any]) -> None:
     model, processor = shipped
     mmspec.patch(model, processor=processor)
     try:
-        drafter = model.__dict__["_mmspec"].options.drafter
+        drafter = model.__dict__["_mmspec"].config.drafter
     finally:
         mmspec.unpatch(model)
     assert drafter.name == next(iter(registry.bundled_drafters()))
@@ -176,7 +176,7 @@ def test_the_demo(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     told = capsys.readouterr().out
     assert "2 of 2 texts identical to plain generate" in told
     assert told.count("plain ") >= 2 and told.count("identical; ") == 2 and "tokens/s" in told
-    assert makers[0].model.__dict__["_mmspec"].options.drafter.name == next(iter(registry.bundled_drafters()))
+    assert makers[0].model.__dict__["_mmspec"].config.drafter.name == next(iter(registry.bundled_drafters()))
     assert float(re.findall(r"tau ([0-9.]+)", told)[-1]) >= 1  # how much hangs on this machine's times
 
 

@@ -39,9 +39,10 @@ from mmspec.drafters.checkpoints.format import HeadMetadata, load_head, save_hea
 from mmspec.drafters.eagle.drafter import EagleDrafter
 from mmspec.drafters.eagle.head import Eagle3Head, EagleHead, HeadConfig
 from mmspec.drafters.eagle.vispec import VispecDrafter, VispecHead
-from mmspec.drafters.eagle.visual_inputs import VISUAL_MODES, DraftInputs, prompt_grids, compressed_inputs
+from mmspec.drafters.eagle.visual_inputs import VISUAL_MODES, DraftInputs, compressed_inputs, prompt_grids
+from mmspec.drafters.training.batch import DraftModel, build_targets
 from mmspec.drafters.training.gate import fit_gate_on_batches
-from mmspec.drafters.training.losses import DraftModel, LossWeights, Progress, eagle_loss, build_targets
+from mmspec.drafters.training.losses import LossWeights, Progress, eagle_loss
 from mmspec.drafters.training.trainer import TrainConfig, Trainer
 from mmspec.interfaces import Compressor, Prompt, VisualGrid, VisualTokens
 from mmspec.metrics.compression_stats import RecordingCompressor
@@ -513,7 +514,7 @@ def test_showing_everything_changes_nothing(world: FakeTarget, rule: str) -> Non
 
 
 def test_showing_nothing_is_the_textual_rule(world: FakeTarget) -> None:
-    for mine, other in zip(drafts(world, "coupled", make("drop")), drafts(world, "textual", None), strict=True):
+    for mine, other in zip(drafts(world, "coupled", make("drop")), drafts(world, "text_only", None), strict=True):
         assert mine == pytest.approx(other, rel=1e-3)
 
 
@@ -543,7 +544,7 @@ def test_a_text_by_itself_is_read_as_in_a_batch(world: FakeTarget, runs: list[tu
     assert torch.allclose(alone[0][0][on], batch[0][0][there], atol=1e-5)
 
 
-@pytest.mark.parametrize("rule", ["textual", "coupled"])
+@pytest.mark.parametrize("rule", ["text_only", "coupled"])
 def test_few_rows_may_stand_far_apart(world: FakeTarget, rule: str) -> None:
     """A picture of 690 tokens of which none is shown: rows are few, and their positions beyond any small table."""
     rng = torch.Generator().manual_seed(6)
@@ -559,7 +560,7 @@ def test_few_rows_may_stand_far_apart(world: FakeTarget, rule: str) -> None:
         shared_embeddings=world.shared_embeddings,
     )
     made = EagleDrafter(head(), rule, num_layers=NUM_LAYERS, max_depth=1, beam_width=3)
-    made.compressor = None if rule == "textual" else make("drop")
+    made.compressor = None if rule == "text_only" else make("drop")
     state = made.begin(prompt)
     made.observe(state, build_first_result([7]), {})
     made.sync(state)
@@ -573,7 +574,7 @@ def test_few_rows_may_stand_far_apart(world: FakeTarget, rule: str) -> None:
 
 def test_the_one_that_was_chosen_for_the_call_comes_first(world: FakeTarget) -> None:
     chosen = drafts(world, "coupled", make("identity"), compressor=make("drop"))
-    for mine, other in zip(chosen, drafts(world, "textual", None), strict=True):
+    for mine, other in zip(chosen, drafts(world, "text_only", None), strict=True):
         assert mine == pytest.approx(other, rel=1e-3)
 
 
@@ -610,7 +611,7 @@ def slow(world: FakeTarget, made: EagleHead, compressor: LatentCompressor, rule:
     visual = torch.zeros(2, 16, dtype=torch.bool)
     visual[:, 2:5] = True
     mixed = slow_latent(compressor, world.merge_embeddings(visual)[row, 2:5], world.hidden_states[row, 1:4])
-    texts, places = reference_draft_inputs(world, made, "textual", row, n)
+    texts, places = reference_draft_inputs(world, made, "text_only", row, n)
     rows = [e if rule == "decoupled" else made.fc(torch.cat([e, s])) for e, s in mixed]
     where = [1, 2, 3] if len(rows) == 3 else [1, 3]
     out = reference_forward(made, torch.stack([*rows, *texts]), torch.tensor([*where, *places]))[-1]
@@ -670,8 +671,8 @@ def test_it_is_taught_on_the_grids_that_it_is_shown(
 
     made = head(kind)
     pictures = [VisualGrid(row, start, 1, 1 + start, 2 * row + start) for row in range(2) for start in range(2)]
-    asked = build_prompt(world, 9, segments=tuple(replace(one, start=one.start + 2) for one in pictures))
-    drafter = ARCHITECTURES[kind].drafter(made, "coupled", layers=NUM_LAYERS)
+    asked = build_prompt(world, 9, grids=tuple(replace(one, start=one.start + 2) for one in pictures))
+    drafter = ARCHITECTURES[kind].drafter(made, "coupled", num_layers=NUM_LAYERS)
     drafter.compressor = grids(sort)
     tree = drafter.propose(begin_decoding(world, drafter, asked), 8, [True, True])
     judged: list[tuple[int, Tensor, Tensor]] = []
@@ -680,7 +681,7 @@ def test_it_is_taught_on_the_grids_that_it_is_shown(
         DraftModel(made, "coupled", kind, grids(sort)),
         world.shared_embeddings.embed_tokens(torch.tensor(IMAGE_TOKEN_ID)),
     )
-    lesson, found = replace(build_train_batch(world), segments=tuple(pictures)), set()
+    lesson, found = replace(build_train_batch(world), grids=tuple(pictures)), set()
     with torch.no_grad():
         for seed in range(3):  # where Falcon's blocks begin
             when = Progress(1.0, torch.Generator().manual_seed(seed))
@@ -912,7 +913,7 @@ def test_grids_that_are_not_a_rows_own_are_told_and_left_out(
     """Three visual tokens each; one grid has one too few and the other one too many, so that the sum is right."""
     wrong = (VisualGrid(0, 2, 2, 1, 0), VisualGrid(1, 2, 4, 1, 1))
     for mine, other in zip(
-        drafts(world, "coupled", Pool(1), segments=wrong), drafts(world, "coupled", Pool(1)), strict=True
+        drafts(world, "coupled", Pool(1), grids=wrong), drafts(world, "coupled", Pool(1)), strict=True
     ):
         assert mine == pytest.approx(other, rel=1e-3)
     caplog.clear()
@@ -1008,7 +1009,7 @@ def test_what_a_compressor_draws_leaves_no_trace(tiny: Captioner, sample: bool) 
 
 def test_grids_are_counted_in_visual_tokens(world: FakeTarget) -> None:
     grids = (VisualGrid(1, 6, 1, 2, 1), VisualGrid(0, 2, 1, 3, 0), VisualGrid(1, 2, 1, 3, 1))
-    prompt = build_prompt(world, 11, segments=grids)
+    prompt = build_prompt(world, 11, grids=grids)
     assert [(s.row, s.start) for s in prompt_grids(prompt, 11)] == [(0, 0), (1, 0), (1, 3)]
     assert prompt_grids(prompt, 5) == ()
 
