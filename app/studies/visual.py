@@ -218,7 +218,7 @@ def _kept(way: CompressorRun, stats: Sequence[Stats]) -> tuple[float | None, flo
     if visual := sum(one.num_visual_tokens for one in stats):
         kept = sum(one.num_compressed_tokens for one in stats)
         return kept / len(stats), kept / visual
-    if getattr(way.drafter, "visual_mode", None) == "textual":
+    if getattr(way.drafter, "visual_mode", None) == "text_only":
         return 0.0, 0.0
     return None, 1.0 if any(reading.kv_bytes for reading in way.prefill_costs) else None
 

@@ -16,7 +16,7 @@ from mmspec.app.scenes.world import FIRST_HELD_OUT_SEED
 from mmspec.app.train.heads import RECIPES, build_parts, compressor_state, target_head_config
 from mmspec.app.versions import commit, mmspec_version, version
 
-VISUAL_MODES = ("decoupled", "coupled", "blind", "textual")
+VISUAL_MODES = ("decoupled", "coupled", "placeholder", "text_only")
 RUN_FILE = "run.json"
 """Tells what the answers in a folder are of."""
 
@@ -130,6 +130,11 @@ def non_negative_int(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"must be a whole number of 0 or more, got {text!r}")
     return int(text)
+
+
+def parse_visual_mode(text: str) -> str:
+    """A visual input mode; the values of the first release ("blind", "textual") are accepted."""
+    return {"blind": "placeholder", "textual": "text_only"}.get(text, text)
 
 
 def parse_drafters(text: str) -> list[str]:
@@ -254,8 +259,9 @@ def build_trainer(args: argparse.Namespace, teacher: Any, count: int, facts: dic
     import torch
 
     from mmspec.app.train.data import LengthGroupedSampler, image_fraction
+    from mmspec.drafters.training.batch import DraftModel
     from mmspec.drafters.training.losses import LossWeights
-    from mmspec.drafters.training.trainer import DraftModel, SettingsError, TrainConfig, Trainer
+    from mmspec.drafters.training.trainer import SettingsError, TrainConfig, Trainer
     from mmspec.interfaces import SharedEmbeddings
 
     model = teacher.model

@@ -27,7 +27,7 @@ from mmspec.app.modeling.captioner import Captioner
 from mmspec.cpu.bf16 import bf16_is_faster
 from mmspec.drafters.checkpoints.format import tokenizer_fingerprint
 from mmspec.drafters.eagle.visual_inputs import prompt_grids
-from mmspec.drafters.training.losses import TrainBatch
+from mmspec.drafters.training.batch import TrainBatch
 from mmspec.interfaces import Prompt
 from mmspec.targets.registry import find_adapter
 from mmspec.vision.video.decoder_pool import DecoderPool

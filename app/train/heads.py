@@ -30,8 +30,8 @@ class HeadRecipe:
 RECIPES = {
     "msd": HeadRecipe("decoupled"),
     "eagle": HeadRecipe("coupled"),
-    "eagle-blind": HeadRecipe("blind"),
-    "eagle-textual": HeadRecipe("textual"),
+    "eagle-blind": HeadRecipe("placeholder"),
+    "eagle-textual": HeadRecipe("text_only"),
     "flash": HeadRecipe("decoupled", "flash", 5, 0.0, 1.0, 0.25),
     "flash-free": HeadRecipe("decoupled", "flash", 5, 0.0, 1.0),
     "parallel": HeadRecipe("decoupled", "parallel", 5, 1.0, 0.5),

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 FULL_VISUAL_MODES, NO_VISUAL_MODES = (
     frozenset(("decoupled", "coupled")),
-    frozenset(("blind", "placeholder", "textual", "text_only")),
+    frozenset(("placeholder", "text_only")),
 )
 """Rules of trained drafters (`mmspec.drafters.eagle.visual_inputs`) that read every visual token, and that read none."""
 

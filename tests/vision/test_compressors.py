@@ -41,7 +41,8 @@ from mmspec.drafters.eagle.head import Eagle3Head, EagleHead, HeadConfig
 from mmspec.drafters.eagle.vispec import VispecDrafter, VispecHead
 from mmspec.drafters.eagle.visual_inputs import VISUAL_MODES, DraftInputs, compressed_inputs, prompt_grids
 from mmspec.drafters.training.gate import fit_gate_on_batches
-from mmspec.drafters.training.losses import DraftModel, LossWeights, Progress, build_targets, eagle_loss
+from mmspec.drafters.training.batch import DraftModel, build_targets
+from mmspec.drafters.training.losses import LossWeights, Progress, eagle_loss
 from mmspec.drafters.training.trainer import TrainConfig, Trainer
 from mmspec.interfaces import Compressor, Prompt, VisualGrid, VisualTokens
 from mmspec.metrics.compression_stats import RecordingCompressor
@@ -530,7 +531,7 @@ def test_identity_gives_the_same_draft_as_no_compressor(world: FakeTarget, rule:
 
 def test_drop_equals_the_textual_mode(world: FakeTarget) -> None:
     for mine, other in zip(
-        drafts(world, "coupled", build_compressor("drop")), drafts(world, "textual", None), strict=True
+        drafts(world, "coupled", build_compressor("drop")), drafts(world, "text_only", None), strict=True
     ):
         assert mine == pytest.approx(other, rel=1e-3)
 
@@ -568,7 +569,7 @@ def test_a_single_row_is_read_as_in_a_batch(world: FakeTarget, runs: list[tuple[
     assert torch.allclose(alone[0][0][on], batch[0][0][there], atol=1e-5)
 
 
-@pytest.mark.parametrize("visual_mode", ["textual", "coupled"])
+@pytest.mark.parametrize("visual_mode", ["text_only", "coupled"])
 def test_positions_beyond_the_compressed_length(world: FakeTarget, visual_mode: str) -> None:
     """690 visual tokens, all dropped: few rows whose position ids exceed the number of rows."""
     rng = torch.Generator().manual_seed(6)
@@ -584,7 +585,7 @@ def test_positions_beyond_the_compressed_length(world: FakeTarget, visual_mode: 
         shared_embeddings=world.shared_embeddings,
     )
     drafter = EagleDrafter(head(), visual_mode, num_layers=NUM_LAYERS, max_depth=1, beam_width=3)
-    drafter.compressor = None if visual_mode == "textual" else build_compressor("drop")
+    drafter.compressor = None if visual_mode == "text_only" else build_compressor("drop")
     state = drafter.begin(prompt)
     drafter.observe(state, build_first_result([7]), {})
     drafter.sync(state)
@@ -598,7 +599,7 @@ def test_positions_beyond_the_compressed_length(world: FakeTarget, visual_mode: 
 
 def test_the_compressor_of_the_call_overrides_the_drafters(world: FakeTarget) -> None:
     chosen = drafts(world, "coupled", build_compressor("identity"), compressor=build_compressor("drop"))
-    for mine, other in zip(chosen, drafts(world, "textual", None), strict=True):
+    for mine, other in zip(chosen, drafts(world, "text_only", None), strict=True):
         assert mine == pytest.approx(other, rel=1e-3)
 
 
@@ -639,7 +640,7 @@ def slow(
     visual = torch.zeros(2, 16, dtype=torch.bool)
     visual[:, 2:5] = True
     mixed = slow_latent(compressor, world.merge_embeddings(visual)[row, 2:5], world.hidden_states[row, 1:4])
-    texts, positions = reference_draft_inputs(world, eagle_head, "textual", row, n)
+    texts, positions = reference_draft_inputs(world, eagle_head, "text_only", row, n)
     rows = [e if visual_mode == "decoupled" else eagle_head.fc(torch.cat([e, s])) for e, s in mixed]
     mixed_positions = [1, 2, 3] if len(rows) == 3 else [1, 3]
     out = reference_forward(eagle_head, torch.stack([*rows, *texts]), torch.tensor([*mixed_positions, *positions]))[-1]
