@@ -58,7 +58,11 @@ def test_a_run_from_the_command_line(tmp_path: Path, capsys: Any) -> None:
     told = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in told] == [str(out / "msd"), str(out / "eagle-textual")] and "tau" in told[0]
     config = json.loads((out / "msd" / "config.json").read_text())
-    assert (config["visual_mode"], config["target"]["model_type"], config["target"]["num_layers"]) == ("decoupled", "llava", 2)
+    assert (config["visual_mode"], config["target"]["model_type"], config["target"]["num_layers"]) == (
+        "decoupled",
+        "llava",
+        2,
+    )
     assert config["facts"] == {"target": "tiny"} and train.target_name(str(tmp_path / "data")) == "data"
     provenance = json.loads((out / "msd" / "provenance.json").read_text())
     assert provenance["command"].startswith("mmspec train --target tiny") and provenance["seed"] == 0
