@@ -163,14 +163,14 @@ def run(args: argparse.Namespace) -> int:
     from mmspec.app.train.data import Teacher, TextOnlyAugmented
 
     hide_progress_bars(args.progress)
-    place = ProcessInfo.of(os.environ)
-    if args.batch_size % place.world:
-        raise UsageError(f"--batch-size {args.batch_size} cannot be shared by {place.world} processes")
+    place = ProcessInfo.from_env(os.environ)
+    if args.batch_size % place.world_size:
+        raise UsageError(f"--batch-size {args.batch_size} cannot be shared by {place.world_size} processes")
     data, held = split_data(args)
     meet, party = distributed_context(args, place)
     model, processor = load_model(args.target, args.dtype, args.device, place.local)
     model.requires_grad_(False)
-    room = round(args.keep_states * (1 << 30)) // place.world
+    room = round(args.keep_states * (1 << 30)) // place.world_size
     teacher = Teacher(model, processor, TextOnlyAugmented(data) if args.text_first or args.text_only else data, room)
     asked = data_settings(args, data, held)
     facts = asked | train_settings(args)

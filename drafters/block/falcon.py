@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mmspec.control.depth import Depth
+from mmspec.control.depth import DepthController
 from mmspec.drafters.block.base import BlockDrafter
 from mmspec.drafters.block.block_tree import select_nodes
 from mmspec.drafters.eagle.expand import AutoregressiveExpander
@@ -62,7 +62,7 @@ class FalconDrafter(BlockDrafter):
             )
         if passes < 1:
             raise ValueError(f"passes must be at least 1; got {passes}.")
-        self.depth_controller = Depth(passes, each=self.block_size)
+        self.depth_controller = DepthController(passes, steps_per_level=self.block_size)
         self.max_lookahead = passes * self.block_size
 
     def _forward(self, state: EagleState, inputs: Tensor, position_ids: Tensor, counts: list[int]) -> None:

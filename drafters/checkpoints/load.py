@@ -51,7 +51,7 @@ def load_trained(folder: str | os.PathLike[str], target: TargetInfo | None = Non
         name=os.path.basename(os.path.normpath(folder)),
         draft_ids=metadata.draft_ids,
     )
-    drafter.comes_with = metadata.compressor
+    drafter.bundled_compressor = metadata.compressor
     return drafter
 
 

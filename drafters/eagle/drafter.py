@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmspec.control.depth import Depth
+from mmspec.control.depth import DepthController
 from mmspec.control.draft_cost import CallTimer, DraftCostModel
 from mmspec.drafters.eagle.expand import (
     AutoregressiveExpander,
@@ -52,7 +52,7 @@ class EagleDrafter:
         depth_controller: chooses the number of levels per draft.
         max_lookahead: largest number of positions that a draft reaches beyond the last emitted token.
         cost_model: measured prefill and draft costs, for compressors that use them.
-        comes_with: (settings, weights) of the compressor that the head was trained with, or None.
+        bundled_compressor: (settings, weights) of the compressor that the head was trained with, or None.
         compressor: that compressor, once `mmspec.config` has built it.
         hidden_state_indices: the target's hidden states that the head reads.
     """
@@ -92,12 +92,12 @@ class EagleDrafter:
         self.visual_mode = visual_mode
         self.name = name
         self.beam_width = beam_width
-        self.depth_controller = Depth(max_depth)
+        self.depth_controller = DepthController(max_depth)
         self.max_lookahead = max_depth
         self.cost_model = DraftCostModel()
         self.draft_ids = draft_ids
         self.vocab_limit = vocab_limit
-        self.comes_with: tuple[Mapping[str, Any], Mapping[str, Tensor]] | None = None
+        self.bundled_compressor: tuple[Mapping[str, Any], Mapping[str, Tensor]] | None = None
         self.compressor: Compressor | None = None
         self.vocab_size: int | None = head.config.vocab_size
         self.set_hidden_state_indices(head.hidden_state_indices(num_layers), num_layers)
@@ -120,6 +120,16 @@ class EagleDrafter:
     # --- the Drafter protocol -----------------------------------------------------------------------------------------
 
     @torch.inference_mode()
+    @property
+    def compresses_visual_tokens(self) -> bool:
+        """See `mmspec.interfaces.TrainedDrafter`."""
+        return self.head.compresses_visual_tokens
+
+    @property
+    def compressor_hidden_size(self) -> int | None:
+        """See `mmspec.interfaces.TrainedDrafter`. Hidden states of EAGLE-3 heads are wider than the embeddings."""
+        return None if self.head.config.eagle3_input else self.head.config.hidden_size
+
     def begin(self, prompt: Prompt) -> EagleState:
         """Start a call. The head processes the prompt before the first draft, which may never be requested."""
         if prompt.shared_embeddings is None:
@@ -170,9 +180,9 @@ class EagleDrafter:
         num_steps = state.depth - 1
         step_s = state.draft_s / num_steps if num_steps else 0.0
         # A tree that is smaller than its depth has no nodes on the last levels.
-        num_levels = -(-(result.tree.num_nodes - 1) // self.depth_controller.each)
+        num_levels = -(-(result.tree.num_nodes - 1) // self.depth_controller.steps_per_level)
         depth = min(state.depth, num_levels)
-        self.depth_controller.learn(len(counts), depth, num_accepted, step_s, round_s - num_steps * step_s)
+        self.depth_controller.record(len(counts), depth, num_accepted, step_s, round_s - num_steps * step_s)
         state.timer.record_round(round_s, 1 + sum(num_accepted) / len(num_accepted))
 
     @torch.inference_mode()
@@ -184,7 +194,9 @@ class EagleDrafter:
         state.start_time = time.perf_counter()
         self.sync(state)
         draft_start = time.perf_counter()
-        state.depth = self.depth_controller.most if state.static_shapes else self.depth_controller.choose(len(active))
+        state.depth = (
+            self.depth_controller.max_levels if state.static_shapes else self.depth_controller.choose(len(active))
+        )
         timestamp = state.timer.now()
         tree = self._draft_tree(state, max_nodes, state.depth)
         state.timer.record_draft(timestamp, max(state.kv_cache.seq_lens), state.depth)

@@ -39,12 +39,12 @@ class Match(NamedTuple):
     """A position that the text may continue from.
 
     Attributes:
-        index: of the token that is read next.
-        length: number of tokens before `index` that equal the end of the path.
+        position: index of the token that is read next.
+        length: number of tokens before `position` that equal the end of the path.
         start: index at which reading began; it continues there after the last token, which the path then repeats.
     """
 
-    index: int
+    position: int
     length: int
     start: int
 
@@ -182,7 +182,7 @@ class NgramIndex:
                 end = chain.previous[end]
         ends = sorted(((length, end) for end, length in lengths.items()), reverse=True)
         matches = self._select_matches(ends) if ends else []
-        if self.reference_cursor is not None and all(match.index != self.reference_cursor for match in matches):
+        if self.reference_cursor is not None and all(match.position != self.reference_cursor for match in matches):
             matches.append(Match(self.reference_cursor, self.reference_match, self.reference_cursor))
             matches.sort(key=lambda match: -match.length)
         return matches

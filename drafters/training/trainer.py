@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import pickle
 import time
 import warnings
@@ -20,13 +19,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmspec.cpu.linear import bf16_is_faster
+from mmspec.cpu.bf16 import bf16_is_faster
 from mmspec.drafters.architectures import ARCHITECTURES
 from mmspec.drafters.checkpoints.head_config import convert_legacy
 from mmspec.drafters.checkpoints.state_dict import current_name
 from mmspec.drafters.training.batch import DraftModel, TrainBatch
 from mmspec.drafters.training.gate import fit_gate_on_batches
 from mmspec.drafters.training.losses import LossWeights, Progress
+from mmspec.drafters.training.schedule import warmup_cosine
+from mmspec.files import atomic_write
 from mmspec.interfaces import GatedCompressor, SharedEmbeddings
 from mmspec.metrics.compression_stats import compressor_label
 
@@ -72,10 +73,13 @@ class TrainConfig:
 
     def learning_rate_at(self, step: int) -> float:
         """Linear warm-up, then a cosine to one hundredth of the highest rate."""
-        if step < self.warmup_steps:
-            return self.learning_rate * (step + 1) / self.warmup_steps
-        fraction = (step - self.warmup_steps) / max(1, self.max_steps - self.warmup_steps)
-        return self.learning_rate * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * min(1.0, fraction))))
+        return warmup_cosine(
+            step,
+            peak=self.learning_rate,
+            warmup_steps=self.warmup_steps,
+            max_steps=self.max_steps,
+            final_scale=0.01,
+        )
 
 
 @dataclass(frozen=True)
@@ -226,17 +230,14 @@ class Trainer:
             "optimisers": {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()},
         }
         file = self.folder / STATE_NAME
-        part = self.folder / f"{STATE_NAME}.part"
         try:
-            torch.save(state, part)
-            os.replace(part, file)
+            with atomic_write(file) as part:
+                torch.save(state, part)
         except (OSError, RuntimeError) as error:  # torch's own writer raises RuntimeError when a disk is full
             raise OSError(
                 f"{file} could not be written at step {self.step}, the checkpoint before it stays: "
                 f"make room and run again ({' '.join(str(error).split())[:120]})."
             ) from error
-        finally:
-            part.unlink(missing_ok=True)
 
     def run(
         self,
@@ -284,6 +285,7 @@ class Trainer:
             batches = (self.get_batch(step).to(self.placeholder.device) for step in range(num_batches))
             with self._autocast():
                 fit_gate_on_batches(model, batches, self.shared_embeddings, self.placeholder, self.config.weights)
+            assert isinstance(model.compressor, nn.Module)  # a gate is fitted to trainable compressors only
             for weight in model.compressor.parameters():
                 weight.data = self.distributed.mean(weight.data)
         self.gate_is_fitted = True

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import mmspec
-from mmspec.app.cli.main import main
+from mmspec.app.cli.main import build_parser, main
 from mmspec.app.modeling.random_models import random_model
 from mmspec.app.scenes.render import render_scene
 from mmspec.app.scenes.world import generate_scene
@@ -139,7 +139,7 @@ def test_text_only_shows_no_picture(data: Path, tmp_path: Path, monkeypatch: pyt
     assert sorted(answers) == list(range(5, 10)), "with pictures nothing is asked"
     settings = torch.load(out / "state.pt", weights_only=True)["settings"]
     assert settings["text_only"] is True
-    plain = train.train_settings(parser().parse_args(args))
+    plain = train.train_settings(build_parser().parse_args(args))
     assert plain == {"text_first": False}, "nothing new is told of runs as they were, so they go on"
     with pytest.raises(SystemExit):
         main([*args, "--text-only", "--text-first"])
