@@ -1,4 +1,4 @@
-"""What users hand in that is a little unusual, and still is served by the loop: compared with the plain model."""
+"""Unusual inputs that the loop supports, compared with the plain model."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ LONG: Kwargs = {**GREEDY, "max_new_tokens": 30, "eos_token_id": None}
 # --- nan --------------------------------------------------------------------------------------------------------------
 
 
-class Poisoner(adversarial.BranchingDrafter):
-    """Proposes a token whose states are nan, beside good guesses."""
+class NanDrafter(adversarial.BranchingDrafter):
+    """Proposes a token whose hidden states are nan, beside correct drafts."""
 
     poison = 0
 
@@ -55,8 +55,8 @@ class Poisoner(adversarial.BranchingDrafter):
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("batch", [1, 3])
-def test_a_guess_that_is_nan_spoils_nothing(attention: str, batch: int, caplog: pytest.LogCaptureFixture) -> None:
-    """A plain run never meets the token; here it is scored beside the others, and its keys and values are nan."""
+def test_a_draft_token_with_nan_changes_nothing(attention: str, batch: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Plain decoding never feeds the token; here it is scored, and its keys and values are nan."""
     model = tiny.build_model(tiny.ModelSpec(seed=31, attention=attention))
     inputs = tiny.build_inputs(model, 27, batch, images=[1] * batch)
     plain = generate_plain(model, inputs, **LONG)
@@ -65,7 +65,7 @@ def test_a_guess_that_is_nan_spoils_nothing(attention: str, batch: int, caplog: 
         model.get_input_embeddings().weight[unused] = torch.nan
         model.get_output_embeddings().weight[unused] = -torch.ones_like(model.get_output_embeddings().weight[unused])
     plain = generate_plain(model, inputs, **LONG, return_dict_in_generate=True, output_logits=True)
-    liar = Poisoner(1, [plain.sequences])
+    liar = NanDrafter(1, [plain.sequences])
     liar.poison = unused
     with speculate(model, liar):
         mine = generate_plain(model, inputs, **LONG, return_dict_in_generate=True, output_logits=True)
@@ -75,11 +75,11 @@ def test_a_guess_that_is_nan_spoils_nothing(attention: str, batch: int, caplog: 
     assert any("decoded without drafts" in record.getMessage() for record in caplog.records)
 
 
-# --- drafters that draw -----------------------------------------------------------------------------------------------
+# --- drafters that use the RNG ----------------------------------------------------------------------------------------
 
 
 class Drawer(adversarial.BranchingDrafter):
-    """Draws from the generator that tokens are sampled with, wherever it can, and looks at the noise in between."""
+    """Draws from the default generator in every method, and reads the noise in between."""
 
     def begin(self, prompt: Prompt) -> adversarial.DrafterState:
         torch.rand(3)
@@ -99,7 +99,7 @@ class Drawer(adversarial.BranchingDrafter):
 
 
 @MODES
-def test_drafters_that_draw_leave_no_trace(mode: Kwargs) -> None:
+def test_draws_of_drafters_are_undone(mode: Kwargs) -> None:
     model = get_model(seed=29)
     inputs = tiny.build_inputs(model, 27, 2, images=[1, 1])
     assert assert_parity(model, inputs, lambda plain: Drawer(1, [plain]), **mode).num_draft_tokens
@@ -109,7 +109,7 @@ def test_drafters_that_draw_leave_no_trace(mode: Kwargs) -> None:
 
 
 @MODES
-@pytest.mark.parametrize("family", tiny.FAMILIES[:3])  # the fourth asks for int64
+@pytest.mark.parametrize("family", tiny.FAMILIES[:3])  # the fourth needs int64
 def test_ids_in_int32(family: str, mode: Kwargs) -> None:
     model = get_model(family, seed=29)
     inputs = dict(tiny.build_inputs(model, 27, 2, images=[1, 1]))
@@ -118,8 +118,8 @@ def test_ids_in_int32(family: str, mode: Kwargs) -> None:
 
 
 @MODES
-def test_more_tokens_than_the_model_was_made_with(mode: Kwargs) -> None:
-    """`resize_token_embeddings` after `patch`: the same drafter goes on with another vocabulary."""
+def test_resized_token_embeddings(mode: Kwargs) -> None:
+    """`resize_token_embeddings` after `patch`: the same drafter with another vocabulary."""
     model = tiny.build_model(tiny.ModelSpec(seed=29))
     inputs = tiny.build_inputs(model, 27, 2, images=[1, 1])
     mmspec.patch(model, nodes=8)
@@ -142,7 +142,7 @@ def test_ids_without_an_embedding_are_not_drafted() -> None:
 
 
 @FAMILIES
-def test_forward_is_given_what_transformers_gives_it(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forward_gets_the_arguments_of_transformers(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = get_model(family, seed=29)
     inputs = tiny.build_inputs(model, 27, 2, images=[1, 1])
     names: list[list[set[str]]] = [[], []]
@@ -155,7 +155,7 @@ def test_forward_is_given_what_transformers_gives_it(family: str, monkeypatch: p
             return original(self, *args, **kwargs)
 
         class Spy:
-            """Stands for the model in our loop; a replaced forward would send the call the plain way."""
+            """Replaces the model in the loop; a replaced forward would cause a fallback."""
 
             def __call__(self, **kwargs: Any) -> Any:
                 return spy(model, original=type(model).__call__, **kwargs)
@@ -184,7 +184,7 @@ def test_forward_is_given_what_transformers_gives_it(family: str, monkeypatch: p
 
 
 class Picky(LogitsProcessor):
-    """Wants what transformers gives it."""
+    """Checks dtype and layout of its arguments."""
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         assert input_ids.is_contiguous() and input_ids.dtype == torch.long and scores.dtype == torch.float32
@@ -194,7 +194,7 @@ class Picky(LogitsProcessor):
 
 
 @MODES
-def test_processors_of_ones_own_are_called_as_transformers_does(mode: Kwargs) -> None:
+def test_user_processors_are_called_as_in_transformers(mode: Kwargs) -> None:
     model = get_model(seed=29)
     inputs = tiny.build_inputs(model, 27, 2, images=[1, 1])
     assert_parity(
@@ -202,8 +202,8 @@ def test_processors_of_ones_own_are_called_as_transformers_does(mode: Kwargs) ->
     )
 
 
-class Saying(StoppingCriteria):
-    """Stops everything at a length, and says so in some way of its own."""
+class StopAtLength(StoppingCriteria):
+    """Stops the batch at a length, with a return value of a given form."""
 
     def __init__(self, length: int, form: Any) -> None:
         self.length, self.form = length, form
@@ -225,12 +225,16 @@ FORMS: dict[str, Any] = {
 
 @MODES
 @pytest.mark.parametrize("form", FORMS)
-def test_criteria_may_answer_in_many_ways(form: str, mode: Kwargs) -> None:
+def test_return_values_of_criteria(form: str, mode: Kwargs) -> None:
     model = get_model(seed=29)
     inputs = tiny.build_inputs(model, 27, 2, images=[1, 1])
     stop = inputs["input_ids"].shape[1] + 7
     assert_parity(
-        model, inputs, "oracle", **mode, stopping_criteria=lambda: StoppingCriteriaList([Saying(stop, FORMS[form])])
+        model,
+        inputs,
+        "oracle",
+        **mode,
+        stopping_criteria=lambda: StoppingCriteriaList([StopAtLength(stop, FORMS[form])]),
     )
 
 
@@ -246,7 +250,7 @@ def test_a_length_that_is_not_whole() -> None:
 
 
 def test_calls_in_threads_are_sampled_independently() -> None:
-    """The same prompt at the same time: a shared generator must not give both the same words."""
+    """The same prompt at the same time: a shared generator must not give both the same tokens."""
     model = tiny.build_model(tiny.ModelSpec(seed=29, calm=True))
     inputs = tiny.build_inputs(model, 27, 4, images=[1] * 4)
     outputs: dict[int, Tensor] = {}

@@ -42,8 +42,8 @@ def test_case_of_a_later_family(family: str, seed: int) -> None:
     assert not result.differences, result.report()
 
 
-def test_the_cases_show_clips() -> None:
-    """Of every family that takes them: alone, beside pictures, and in batches in which some rows have none."""
+def test_the_cases_contain_videos() -> None:
+    """For every family with videos: alone, with images, and in batches in which some rows have none."""
     drawn = [
         *map(fuzz.draw_case, SLICE),
         *(fuzz.draw_case(seed, family) for family in fuzz.LATER_FAMILIES for seed in range(40)),
@@ -60,7 +60,7 @@ def test_the_cases_show_clips() -> None:
 
 
 def test_the_slice_drafts_and_accepts() -> None:
-    """A loop that never speculates would pass everything above."""
+    """A loop that never drafts would pass the tests above."""
     drawn = [
         case for case in map(fuzz.draw_case, SLICE) if case.drafter in ("oracle", "bush", "chaos") and not case.override
     ]
@@ -77,7 +77,7 @@ def test_the_slice_drafts_and_accepts() -> None:
 
 @pytest.mark.parametrize("kind", heads.DRAFTER_KINDS)
 def test_draft_heads(kind: str) -> None:
-    """Random requests with each kind of trained drafter; its weights are noise, since only the machinery can err."""
+    """Random requests with each kind of trained drafter; its weights are random."""
     drafted = 0
     for seed in range(len(heads.COMPRESSOR_SPECS) if kind == "compressed" else 8):  # each compressor once
         case = replace(
@@ -96,8 +96,8 @@ def test_draft_heads(kind: str) -> None:
         *((heads.DRAFTER_KINDS[-1], seed) for seed in range(len(heads.COMPRESSOR_SPECS))),
     ],
 )
-def test_what_draft_heads_guess_right_is_kept(kind: str, seed: int) -> None:
-    """Heads that lean to what is said next, and plain requests: above hardly a guess is right, if there is one."""
+def test_correct_drafts_of_heads_are_accepted(kind: str, seed: int) -> None:
+    """Heads that often predict the next token, on simple calls; random heads are hardly ever accepted."""
     case = fuzz.draw_case(900 + 10 * heads.DRAFTER_KINDS.index(kind) + seed)
     case = replace(
         case, spec=replace(case.spec, calm=True, vocab=40), batch=4, drafter=f"head-{heads.ECHOING_PREFIX}{kind}"
@@ -108,7 +108,7 @@ def test_what_draft_heads_guess_right_is_kept(kind: str, seed: int) -> None:
     assert not result.differences, result.report()
     assert result.stats["num_accepted_tokens"] > 0
     assert bool(result.stats["compressor_choices"]) == (kind in ("latent", "measured", "compressed")), (
-        "asked, if there is one"
+        "a compressor was called"
     )
 
 
@@ -140,7 +140,7 @@ def _half(seed: int) -> fuzz.Case:
     return replace(case, spec=spec, options=options, drafter=drafter, stop_strings=False, biased=(), nodes=8, **clean)
 
 
-def test_bf16_parts_only_at_near_ties(record_property: Any) -> None:
+def test_bf16_diverges_only_at_near_ties(record_property: Any) -> None:
     margins, total = [], 0
     for seed in BF16:
         result = fuzz.run_case(_half(seed))
@@ -152,7 +152,7 @@ def test_bf16_parts_only_at_near_ties(record_property: Any) -> None:
     record_property("identical", f"{total - len(margins)}/{total}")
     record_property("margins", [round(margin, 4) for margin in margins])
     print(f"bf16: {total - len(margins)} of {total} identical, margins where not: {[f'{m:.3f}' for m in margins]}")
-    # bf16 keeps 8 bits: logits around 8 are 1/32 apart, and a pick is right to a few such steps.
+    # bf16 keeps 8 bits: logits around 8 are 1/32 apart, and an argmax is exact up to a few such steps.
     assert all(margin < 0.3 for margin in margins), margins
     assert len(margins) < total
 
@@ -163,7 +163,7 @@ STEPS, TOP_K = 3, 3
 
 
 class Everything(adversarial.AdversarialDrafter):
-    """Proposes every continuation that can be sampled, two deep: something is always accepted."""
+    """Proposes every continuation that can be sampled, to depth 2: a draft token is always accepted."""
 
     name = "everything"
 
@@ -258,8 +258,8 @@ def test_sampling_has_the_targets_distribution(drafter: str) -> None:
     assert g_test_p_value(samples, _joint(table)) > 1e-3
 
 
-def test_that_test_has_teeth() -> None:
-    """Bugs that schemes with acceptance rules have, played with the exact table: each must be noticed."""
+def test_the_g_test_detects_typical_bugs() -> None:
+    """Typical bugs of acceptance rules, simulated with the exact table: each must be detected."""
     model, inputs, options = _world()
     table, rng = _table(model, inputs, options), torch.Generator().manual_seed(1)
     joint = _joint(table)
@@ -269,7 +269,7 @@ def test_that_test_has_teeth() -> None:
             prefix: tuple[int, ...] = ()
             noise = torch.empty(8).exponential_(generator=rng)
             for _ in range(STEPS):
-                if bug != "one noise for all columns":
+                if bug != "one noise for all steps":
                     noise = torch.empty(8).exponential_(generator=rng)
                 pick = int((table[prefix] / noise).argmax())
                 if bug == "typical acceptance" and table[prefix].max() > 0.6 and torch.rand((), generator=rng) < 0.2:
@@ -282,5 +282,5 @@ def test_that_test_has_teeth() -> None:
             yield prefix
 
     assert g_test_p_value(list(play("")), joint) > 1e-3
-    for bug in ("one noise for all columns", "typical acceptance", "no residual"):
+    for bug in ("one noise for all steps", "typical acceptance", "no residual"):
         assert g_test_p_value(list(play(bug)), joint) < 1e-6, bug

@@ -1,4 +1,4 @@
-"""The key-value buffer against lists of rows, over random sequences of what the loop does with it."""
+"""`RaggedKVCache` against lists of positions, over random sequences of the calls that the loop makes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BUCKETS = (1, 2, 4, 8, 16)
 
 
 class ReferenceCache:
-    """The slow way: for every layer and row a list of what each position holds."""
+    """The slow reference: for every layer and row a list of positions."""
 
     def __init__(self, layers: int, batch: int) -> None:
         self.positions: list[list[list[Tensor]]] = [[[] for _ in range(batch)] for _ in range(layers)]
@@ -27,24 +27,24 @@ class ReferenceCache:
         return [len(row) for row in self.positions[0]]
 
     def check(self, layer: int, keys: Tensor, values: Tensor, new: Tensor | None = None) -> None:
-        """Compare views [B, H, end, D] with every kept position, and the `new` ones [2, B, H, n, D] behind them."""
+        """Compare views [B, H, kv_len, D] with all committed positions, and `new` [2, B, H, n, D] behind them."""
         views = torch.stack([keys, values])
         for b, row in enumerate(self.positions[layer]):
             if row:
                 assert torch.equal(views[:, b, :, : len(row)], torch.stack(row, dim=-2))
             if new is not None:
                 assert torch.equal(views[:, b, :, len(row) : len(row) + new.shape[3]], new[:, b])
-        assert views.isfinite().all(), "what is masked must still be finite: 0 * nan is nan"
+        assert views.isfinite().all(), "masked positions must be finite: 0 * nan is nan"
 
     def keep(self, news: list[Tensor], accepted_nodes: list[list[int]]) -> None:
-        """Append the walked nodes of the last forward, of [2, B, H, n, D] for each layer."""
+        """Append the accepted nodes of the last forward, of [2, B, H, n, D] for each layer."""
         for layer, new in zip(self.positions, news, strict=True):
             for b, nodes in enumerate(accepted_nodes):
                 layer[b] += [new[:, b, :, node] for node in nodes]
 
 
 def write_forward(buffer: RaggedKVCache, rows: ReferenceCache, nodes: int, rng: torch.Generator) -> list[Tensor]:
-    """One forward: open, write random values to every layer, check the views."""
+    """One forward: write random values to every layer, check the views."""
     batch = len(buffer.seq_lens)
     buffer.begin_forward(nodes)
     assert buffer.kv_len == max(rows.lengths()) + nodes
@@ -57,7 +57,7 @@ def write_forward(buffer: RaggedKVCache, rows: ReferenceCache, nodes: int, rng: 
 
 
 def random_path(rng: random.Random, batch: int, nodes: int) -> tuple[Tensor, Tensor, list[list[int]]]:
-    """Nodes as a walk gives them: rising, node 0 first; none for rows that wait. What lies behind is noise."""
+    """Accepted nodes: ascending, node 0 first; none for rows that wait. The rest of `path` is random."""
     kind, accepted_nodes = rng.choice(("chain", "ragged", "level", "root")), []
     for _ in range(batch):
         count = rng.choice((0, 1, rng.randint(0, nodes))) if kind == "ragged" else rng.randint(1, nodes)
@@ -70,7 +70,7 @@ def random_path(rng: random.Random, batch: int, nodes: int) -> tuple[Tensor, Ten
 
 @pytest.mark.parametrize("batch", [1, 2, 5])
 @pytest.mark.parametrize("seed", range(6))
-def test_any_sequence_of_steps_equals_the_slow_way(batch: int, seed: int) -> None:
+def test_any_sequence_of_calls_equals_the_reference(batch: int, seed: int) -> None:
     rng, noise = random.Random(f"kv {seed} {batch}"), torch.Generator().manual_seed(seed)
     layers, limit = rng.choice((1, 3)), 300
     buffer, rows = RaggedKVCache(batch, limit), ReferenceCache(layers, batch)
@@ -97,7 +97,7 @@ def test_any_sequence_of_steps_equals_the_slow_way(batch: int, seed: int) -> Non
         rows.check(layer, *buffer.read(layer, max(rows.lengths())))
 
 
-def test_keeping_a_path_moves_it_to_the_front() -> None:
+def test_keep_path_moves_the_path_to_the_front() -> None:
     buffer = RaggedKVCache(2, 20)
     buffer.begin_forward(4)
     new = torch.arange(2.0 * 4).reshape(2, 1, 4, 1)
@@ -107,10 +107,10 @@ def test_keeping_a_path_moves_it_to_the_front() -> None:
     keys, values = buffer.read(0, 4)
     assert keys[0, 0, :3, 0].tolist() == [0, 2, 3] and values[0, 0, :3, 0].tolist() == [0, -2, -3]
     assert keys[1, 0, :1, 0].tolist() == [4] and buffer.seq_lens == [3, 1]
-    assert keys[1, 0, 1:3, 0].tolist() == [5, 6], "a row's own nodes stay put behind what it keeps"
+    assert keys[1, 0, 1:3, 0].tolist() == [5, 6], "nodes behind the accepted ones do not move"
 
 
-def test_a_row_that_waits_keeps_nothing() -> None:
+def test_a_row_that_waits_commits_nothing() -> None:
     buffer = RaggedKVCache(2, 20)
     for _ in range(3):
         buffer.begin_forward(2)
@@ -119,7 +119,7 @@ def test_a_row_that_waits_keeps_nothing() -> None:
     assert buffer.seq_lens == [6, 0] and not buffer.is_uniform
 
 
-def test_growth_loses_nothing_and_stops_at_the_limit() -> None:
+def test_growth_copies_everything_and_stops_at_the_limit() -> None:
     limit, buffer = 1000, RaggedKVCache(3, 1000)
     noise, positions, sizes = torch.Generator().manual_seed(0), list[Tensor](), list[int]()
     one = 3 * HEADS * SIZE * 4 * 2  # bytes of a position
@@ -136,7 +136,7 @@ def test_growth_loses_nothing_and_stops_at_the_limit() -> None:
     assert sizes[-1] == limit * one
 
 
-def test_an_explicit_need_beyond_the_limit_is_met() -> None:
+def test_a_write_beyond_the_limit_succeeds() -> None:
     """The limit bounds what is allocated ahead; it never makes a write fail."""
     buffer = RaggedKVCache(1, 4)
     buffer.begin_forward(9)
@@ -144,7 +144,7 @@ def test_an_explicit_need_beyond_the_limit_is_met() -> None:
     assert keys.shape[2] == 9 and buffer.nbytes == 2 * 9 * 4
 
 
-def test_rewinding_never_lengthens() -> None:
+def test_crop_never_lengthens() -> None:
     buffer = RaggedKVCache(3, 50)
     buffer.begin_forward(10)
     buffer.write(0, torch.ones(3, 1, 10, 1), torch.ones(3, 1, 10, 1))

@@ -1,6 +1,6 @@
-"""The column clock against a step-by-step copy of what transformers' `_sample` does around its forwards.
+"""`OutputBuffer` against a copy of what `GenerationMixin._sample` does around its forwards.
 
-A table of random logits stands in for the model. Rows emit as many tokens per round as the dice say.
+A table of random logits replaces the model. Rows emit a random number of tokens per round.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ VOCAB, PROMPT_LENGTH = 12, 4
 
 
 class TableModel:
-    """Logits of a row from its index and its last two tokens; `holes` of 97 states have none that can be sampled."""
+    """Logits of a row from its index and its last two tokens; in `holes` of 97 states nothing can be sampled."""
 
     def __init__(self, seed: int, batch: int, holes: int = 0) -> None:
         rng = torch.Generator().manual_seed(seed)
@@ -43,7 +43,7 @@ class TableModel:
 
 @dataclass
 class Outcome:
-    """Everything a caller can see of one run."""
+    """All outputs of one run."""
 
     sequences: Tensor
     scores: tuple[Tensor, ...] | None
@@ -55,7 +55,7 @@ class Outcome:
     error: str = ""
 
     def check(self, other: Outcome) -> None:
-        """Assert that another run gave the same."""
+        """Assert that another run has the same outputs."""
         assert self.error == other.error
         assert torch.equal(self.sequences, other.sequences)
         assert self.lengths == other.lengths
@@ -64,12 +64,12 @@ class Outcome:
             assert (mine is None) == (yours is None)
             if mine is not None and yours is not None and not self.error:
                 assert len(mine) == len(yours) and all(torch.equal(a, b) for a, b in zip(mine, yours, strict=True))
-        assert torch.equal(self.state, other.state), "the generator is in another state"
+        assert torch.equal(self.state, other.state), "the generator state differs"
 
 
 @dataclass
 class Case:
-    """One run: criteria and streamer are made afresh for every run."""
+    """One run. `criteria` and `streamer` are factories, since their objects are stateful."""
 
     seed: int
     batch: int = 2
@@ -87,7 +87,7 @@ class Case:
 
 
 def plain(case: Case) -> Outcome:
-    """`GenerationMixin._sample`, line by line, with the table for a model."""
+    """`GenerationMixin._sample`, line by line, with the table as the model."""
     table_model, log, puts = TableModel(case.seed, case.batch, case.holes), adversarial.CallLog(), adversarial.CallLog()
     criteria, streamer = hf.StoppingCriteriaList(case.criteria(log)), case.streamer(puts)
     torch.manual_seed(case.seed)
@@ -117,7 +117,7 @@ def plain(case: Case) -> Outcome:
 
 
 class BufferRunner:
-    """The decode loop's side of the clock, with dice instead of a tree."""
+    """Calls the buffer as the decode loop does, with random numbers of tokens instead of a tree."""
 
     def __init__(self, case: Case) -> None:
         self.case, self.rng = case, random.Random(case.seed)
@@ -146,7 +146,7 @@ class BufferRunner:
         if self.noise is not None and self.noise.immediate:
             self.emit_immediate()
             return
-        assert all(0 <= limit <= nodes for limit in max_emits) and any(max_emits), "nobody may move"
+        assert all(0 <= limit <= nodes for limit in max_emits) and any(max_emits), "no row may emit"
         if self.noise is not None:
             self.noise.draw(output.noise_end(nodes))
         scores, logits = (torch.full((self.case.batch, nodes, VOCAB), torch.nan) for _ in range(2))
@@ -173,9 +173,9 @@ class BufferRunner:
         self.widest = max(self.widest, max(output.num_emitted) - output.steps)
 
     def emit_immediate(self) -> None:
-        """One column, drawn by transformers' own call."""
+        """One step, drawn by `torch.multinomial`."""
         output, batch = self.output, self.case.batch
-        assert len(set(output.num_emitted)) == 1, "rows must be level"
+        assert len(set(output.num_emitted)) == 1, "rows must be at the same step"
         logits = torch.stack([self.table_model.logits(row, self.history(row)) for row in range(batch)])[:, None]
         scores = logits * 1.5
         tokens, _, _ = TreeSampler([], self.noise).sample(
@@ -187,19 +187,19 @@ class BufferRunner:
         output.emit(result, scores, logits)
 
     def fail(self) -> None:
-        """What the loop does when a round fails: perhaps plain decoding would not have come there."""
+        """What the loop does when a round fails at a draft."""
         if self.output.stepwise or not self.output.steps:
             raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
         self.output.fall_back_to_stepwise()
 
     def history(self, row: int) -> list[int]:
-        """Prompt and emitted tokens, as the clock keeps them; twice, since it keeps them twice."""
+        """Prompt and emitted tokens; checks that the lists and the tensor of the buffer agree."""
         rows = self.table_model.prompt[row].tolist() + self.output.emitted[row]
         assert self.output.sequences[row, : len(rows)].tolist() == rows
         return rows
 
     def sample(self, row: int, step: int, scores: Tensor) -> int:
-        """The token that the seed, the column and the history say."""
+        """The id that follows from the seed, the step and the history."""
         if self.output.finished[row]:
             return self.output.pad_token_id
         if self.noise is None:
@@ -207,7 +207,7 @@ class BufferRunner:
         return int((scores.softmax(-1) / self.noise.at(torch.full((self.case.batch, 1), step))[row, 0]).argmax())
 
     def run(self) -> Outcome:
-        """Until the batch stops, or sampling fails."""
+        """Run until the batch stops or sampling fails."""
         output, error = self.output, ""
         try:
             if not max(output.num_emitted):
@@ -232,7 +232,7 @@ class BufferRunner:
 
 
 def assert_same(case: Case) -> BufferRunner:
-    """Assert that the clock and the copy of transformers agree; the runner."""
+    """Assert that the buffer and the copy of transformers agree; returns the runner."""
     want, runner = plain(case), BufferRunner(case)
     want.check(runner.run())
     return runner
@@ -242,7 +242,7 @@ def assert_same(case: Case) -> BufferRunner:
 
 
 class Ending(adversarial.Watching):
-    """A user's own way to say that there is an end token: transformers pads, though no built-in criterion does."""
+    """A user criterion with an `eos_token_id`: transformers pads finished rows because of it."""
 
     eos_token_id = torch.tensor([5])
 
@@ -251,14 +251,14 @@ class Ending(adversarial.Watching):
 
 
 class Shaped(adversarial.Watching):
-    """Answers with one element for the whole batch."""
+    """Returns one element for the whole batch."""
 
     def stop(self, input_ids: Tensor) -> Any:
         return torch.tensor([input_ids.shape[1] >= PROMPT_LENGTH + 6 + self.seed % 5])
 
 
 class Meddling(adversarial.Watching):
-    """Writes into the ids that it is given."""
+    """Writes into `input_ids`."""
 
     def stop(self, input_ids: Tensor) -> Any:
         input_ids[:, -1] = 3
@@ -277,7 +277,7 @@ class Drawing(BaseStreamer):
             self.log.calls.append(torch.rand(2).tolist())
 
     def end(self) -> None:
-        raise AssertionError("the clock does not end the stream")
+        raise AssertionError("the buffer does not end the stream")
 
 
 class Failing(Drawing):
@@ -333,7 +333,7 @@ def draw(seed: int) -> Case:
 
 
 @pytest.mark.parametrize("block", range(10))
-def test_the_clock_keeps_the_books_of_transformers(block: int) -> None:
+def test_output_equals_that_of_transformers(block: int) -> None:
     for seed in range(30 * block, 30 * block + 30):
         try:
             assert_same(draw(seed))
@@ -341,8 +341,8 @@ def test_the_clock_keeps_the_books_of_transformers(block: int) -> None:
             raise AssertionError(f"case {seed}: {error}") from error
 
 
-def test_those_cases_are_worth_something() -> None:
-    """Rows run ahead, are cut, and wait."""
+def test_rows_run_ahead_in_the_random_cases() -> None:
+    """Otherwise the cases above would test plain decoding only."""
     ahead = [assert_same(draw(seed)).widest for seed in range(60)]
     assert max(ahead) > 8 and sum(width > 1 for width in ahead) > 15
 
@@ -371,7 +371,7 @@ def test_long_outputs(sample: bool) -> None:
 
 
 def test_one_row_far_ahead() -> None:
-    """Nothing is lost when a row runs hundreds of columns ahead of the others, and little is kept of it."""
+    """A row may run hundreds of steps ahead of the others."""
     case = Case(5, criteria=limited(600), sizes=(1,))
     want, runner = plain(case), BufferRunner(case)
     runner.emit(1)
@@ -388,7 +388,7 @@ def test_one_row_far_ahead() -> None:
 
 
 def _one_row(runner: BufferRunner, nodes: int) -> VerifyResult:
-    """A round in which only row 0 emits, as much as it may."""
+    """A round in which only row 0 emits, as many tokens as it may."""
     output, limit = runner.output, runner.output.max_emit(nodes)[0]
     output.reserve(nodes)
     emitted: list[int] = []
@@ -406,7 +406,7 @@ def _one_row(runner: BufferRunner, nodes: int) -> VerifyResult:
 @pytest.mark.parametrize("pad", [0, 2])
 @pytest.mark.parametrize("returned", [{}, {"return_cache": True}, {"return_scores": True, "return_logits": True}])
 def test_finished_rows_keep_up(pad: int, returned: dict[str, Any]) -> None:
-    """Their padding is caught up with only where it is returned; then it holds up no column for long."""
+    """Their padding is synchronised only where it is returned, and then delays no step for long."""
     for seed in range(20):
         lengths = limited(40, lambda log: hf.EosTokenCriteria([2]))
         runner = assert_same(Case(seed, batch=3, criteria=lengths, pad=pad, sizes=(8,), **returned))
@@ -438,7 +438,7 @@ def test_the_lag_of_finished_rows() -> None:
         assert output.steps == (2 if sync else 8) and output.padding_lag == lag
         assert output.max_emit(4) == [4, 4] and output.max_emit(8)[0] == 8
         output.finished[1] = True
-        assert output.padding_lag == lag, "when all have ended the longest decides"
+        assert output.padding_lag == lag, "if all rows are finished, the longest one counts"
 
 
 def test_rows_wait_at_the_window_and_the_limit() -> None:
@@ -457,7 +457,7 @@ def test_rows_wait_at_the_window_and_the_limit() -> None:
 
 
 def test_at_least_one_token_even_if_the_prompt_is_too_long() -> None:
-    """transformers decodes one token before it asks any criterion."""
+    """transformers decodes one token before it calls a criterion."""
     for length in (-2, 0, 1):
         assert assert_same(Case(1, criteria=limited(length))).output.steps == 1
 
@@ -474,30 +474,30 @@ def test_max_time() -> None:
     assert assert_same(Case(2, criteria=criteria, sizes=(8,))).output.steps == 1
 
 
-def test_the_reminder_about_the_models_positions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The length criterion also speaks up when the model's positions run out; it is asked from there on."""
+def test_the_warning_about_the_models_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The length criterion warns when the model's positions are exceeded, so it is called from there on."""
     warnings: list[str] = []
     monkeypatch.setattr(hf.logger, "warning_once", lambda text: warnings.append(text))
     case = Case(
         2, criteria=lambda log: [hf.MaxLengthCriteria(PROMPT_LENGTH + 9, max_position_embeddings=PROMPT_LENGTH + 5)]
     )
     assert_same(case)
-    assert len(warnings) == 2 * 3 and len(set(warnings)) == 1  # columns 6, 7 and 8, on either side
+    assert len(warnings) == 2 * 3 and len(set(warnings)) == 1  # steps 6, 7 and 8, in both runs
 
 
 @pytest.mark.parametrize("sample", [False, True])
-def test_what_criteria_write_is_what_goes_on(sample: bool) -> None:
-    """As in transformers, whose own growing tensor they are given."""
+def test_ids_written_by_criteria_are_the_history(sample: bool) -> None:
+    """As in transformers, which passes its own `input_ids`."""
     criteria = limited(20, lambda log: Meddling(log, PROMPT_LENGTH, 0))
     runner = assert_same(Case(4, criteria=criteria, sizes=(8,), sample=sample))
     assert runner.output.sequences[:, PROMPT_LENGTH : PROMPT_LENGTH + 20].unique().tolist() == [3]
 
 
 @pytest.mark.parametrize("length", [6, 25])
-def test_where_nothing_can_be_sampled_the_call_fails_in_that_column(length: int) -> None:
-    """Not before, though rows ahead have seen it; and not at all if the batch stops first.
+def test_the_call_fails_at_the_step_where_nothing_can_be_sampled(length: int) -> None:
+    """Not earlier, although rows run ahead; and not at all if the batch stops first.
 
-    Finished rows are looked at as far as they are kept up with, so the cache is asked for here.
+    The cache is returned here, so that the padding of finished rows is decoded too.
     """
     failed = 0
     for seed in range(60):
@@ -511,7 +511,7 @@ def test_where_nothing_can_be_sampled_the_call_fails_in_that_column(length: int)
 
 @pytest.mark.parametrize("name", ["gambling", "drawing"])
 def test_user_code_that_draws_random_numbers(name: str) -> None:
-    """From the first stray draw on rows move one column at a time; before it they do not."""
+    """Decoding is stepwise after the first foreign draw, not before."""
     stopped = 0
     for seed in range(30):
         gamble = [lambda log: adversarial.Gambling(log, PROMPT_LENGTH, 0)] if name == "gambling" else []

@@ -1,6 +1,6 @@
-"""The traps that decoding loops like ours fall into, one test each, by name. All compare with the plain model.
+"""Typical failures of speculative decode loops, one test each, compared with the plain model.
 
-Random cases cover most of them too (`test_exactness.py`); here each is set up so that it certainly happens.
+Random cases cover many of them too (`test_exactness.py`); here each one is certain to occur.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def test_an_empty_tree_is_plain_decoding(mode: Kwargs) -> None:
 @MODES
 @FAMILIES
 def test_everything_accepted(mode: Kwargs, family: str) -> None:
-    """The last emitted token was never fed: a drafter that keeps states of its own is one behind."""
+    """The last emitted token is not in the cache: a drafter with its own cache must handle that."""
     model = get_model(family, seed=6)
     inputs = tiny.build_inputs(model, 4, 2)
     mode = {**mode, "eos_token_id": None, "suppress_tokens": [0, 3, 4]}  # pads and placeholders are not drafted
@@ -151,7 +151,7 @@ def test_everything_accepted(mode: Kwargs, family: str) -> None:
 
 
 class Full(adversarial.HiddenStateDrafter):
-    """The books of `HiddenStateDrafter`, and the longest right chain."""
+    """The checks of `HiddenStateDrafter`, and the longest correct chain."""
 
     propose_tree = adversarial.OracleDrafter.propose_tree
 
@@ -183,7 +183,7 @@ def test_rows_that_finish_early_with_eos(mode: Kwargs, returned: Kwargs) -> None
 @MODES
 @pytest.mark.parametrize("returned", [{}, ALL_OUTPUTS], ids=["ids", "dict"])
 def test_rows_that_finish_early_without_eos(mode: Kwargs, returned: Kwargs) -> None:
-    """Without an eos criterion a stopped row goes on emitting until the whole batch stops."""
+    """Without an eos criterion a stopped row emits until the whole batch stops."""
     model = get_model("llava_next", seed=8)
     inputs = tiny.build_inputs(model, 6, 3)
     length = inputs["input_ids"].shape[1]
@@ -194,7 +194,7 @@ def test_rows_that_finish_early_without_eos(mode: Kwargs, returned: Kwargs) -> N
 
 
 class Favouring(adversarial.OracleDrafter):
-    """Right for row 0, silent for the others."""
+    """Correct for row 0, no draft for the others."""
 
     def upcoming_tokens(self, state: adversarial.DrafterState, row: int, count: int) -> list[int]:
         return super().upcoming_tokens(state, row, count) if row == 0 else []
@@ -203,7 +203,7 @@ class Favouring(adversarial.OracleDrafter):
 @MODES
 @pytest.mark.parametrize("returned", [{}, ALL_OUTPUTS], ids=["ids", "dict"])
 def test_a_row_far_ahead_waits(mode: Kwargs, returned: Kwargs) -> None:
-    """One row is always right, the other never: hundreds of columns in flight, more than the window of the noise."""
+    """One row is always accepted, the other never: more steps in flight than the noise window."""
     model = get_model("llava_next", seed=30)
     inputs = tiny.build_inputs(model, 28, 2, num_text_tokens=(3, 5))
     mode = {**mode, "max_new_tokens": 300, "suppress_tokens": [0, 3], "eos_token_id": None}
@@ -214,32 +214,32 @@ def test_a_row_far_ahead_waits(mode: Kwargs, returned: Kwargs) -> None:
 
 
 @MODES
-@pytest.mark.parametrize("pad", ["eos", "none", "said"])
+@pytest.mark.parametrize("pad", ["eos", "none", "generated"])
 def test_pad_tokens_of_all_kinds(mode: Kwargs, pad: str) -> None:
-    """Padding may be the eos token, unset, or a token that the model also says."""
+    """Padding may be the eos token, unset, or a token that the model generates."""
     model = get_model("llava_onevision", seed=8)
     inputs = tiny.build_inputs(model, 6, 4, padding="none")
     rows = generate_tokens(model, inputs, **mode)
     eos = [rows[0][2], rows[1][7]]
-    own = {"eos": eos[0], "none": None, "said": rows[2][4]}[pad]
+    own = {"eos": eos[0], "none": None, "generated": rows[2][4]}[pad]
     with fuzz.override_generation_config(model, eos, {"pad_token_id": own}):
         for drafter in ("bush", "oracle"):
             assert_parity(model, inputs, drafter, **mode)
             assert_parity(model, inputs, drafter, **mode, **ALL_OUTPUTS)
 
 
-def test_all_rows_finish_in_the_first_column() -> None:
+def test_all_rows_finish_at_the_first_step() -> None:
     model = get_model(seed=3)
     inputs = tiny.build_inputs(model, 1, 2)
     eos = [row[0] for row in generate_tokens(model, inputs, **GREEDY)]
     assert_parity(model, inputs, eos_token_id=eos, **GREEDY, **ALL_OUTPUTS)
 
 
-# --- drafters that lie ------------------------------------------------------------------------------------------------
+# --- malformed drafts -------------------------------------------------------------------------------------------------
 
 
 class Twins(adversarial.AdversarialDrafter):
-    """Every node many times over, with the right continuation below a different twin each time."""
+    """Every node several times, with the correct continuation below a different duplicate each time."""
 
     def propose_tree(self, state: adversarial.DrafterState, max_nodes: int, active: Sequence[bool]) -> DraftTree:
         rows = []
@@ -262,7 +262,7 @@ def test_duplicate_children(mode: Kwargs) -> None:
 @MODES
 @FAMILIES
 @pytest.mark.parametrize("nodes", [None, 3, 64])
-def test_a_drafter_that_lies(mode: Kwargs, family: str, nodes: int | None) -> None:
+def test_malformed_trees(mode: Kwargs, family: str, nodes: int | None) -> None:
     model = get_model(family, seed=10)
     for seed in range(3):
         inputs = tiny.build_inputs(model, seed, 1 + seed)
@@ -277,7 +277,7 @@ def test_a_drafter_that_lies(mode: Kwargs, family: str, nodes: int | None) -> No
 
 
 class Placeholders(adversarial.AdversarialDrafter):
-    """Nothing but ids that must never be drafted."""
+    """Only ids that must never be drafted."""
 
     def propose_tree(self, state: adversarial.DrafterState, max_nodes: int, active: Sequence[bool]) -> DraftTree:
         banned = sorted(state.prompt.banned_ids)
@@ -287,7 +287,7 @@ class Placeholders(adversarial.AdversarialDrafter):
 
 @FAMILIES
 def test_placeholder_ids_are_never_drafted(family: str) -> None:
-    """Not even when the model itself says them, as random models do and trained ones may."""
+    """Not even if the model generates them, as random models do."""
     spec = tiny.ModelSpec(family, seed=11)
     model, special = build_cached_model(spec), tiny.special_ids(spec)
     inputs = tiny.build_inputs(model, 8, 2)
@@ -301,8 +301,8 @@ def test_placeholder_ids_are_never_drafted(family: str) -> None:
     assert_parity(model, inputs, "oracle", sequence_bias=loud, **GREEDY, **ALL_OUTPUTS)
 
 
-def test_the_tokenizers_end_is_the_drafts_end() -> None:
-    """Ids beyond the tokenizer are banned once `processor=` brings it."""
+def test_ids_beyond_the_tokenizer_are_banned() -> None:
+    """Ids beyond the tokenizer are banned if `processor=` provides one."""
     spec = tiny.ModelSpec(seed=9, vocab=100)
     model, small = build_cached_model(spec), tiny.build_tokenizer(tiny.ModelSpec(vocab=90))
     inputs = tiny.build_inputs(model, 7, 1, num_distinct_ids=20)
@@ -385,7 +385,7 @@ def test_the_vision_tower_runs_once_per_call(family: str) -> None:
 
 @contextmanager
 def failing_forward(model: PreTrainedModel, at: int) -> Iterator[None]:
-    """The model raises in its `at`-th forward in our loop, after its layers have written their keys and values."""
+    """The model raises in its `at`-th forward in the loop, after its layers have written their keys and values."""
     calls: list[int] = []
     forward = HFTarget._forward
 
@@ -394,10 +394,10 @@ def failing_forward(model: PreTrainedModel, at: int) -> Iterator[None]:
         if target.model is model:
             calls.append(1)
             if len(calls) == at:
-                raise adversarial.InjectedError("the forward broke")
+                raise adversarial.InjectedError("the forward failed")
         return result
 
-    with pytest.MonkeyPatch.context() as broken:  # not a hook: with one the call would not be ours
+    with pytest.MonkeyPatch.context() as broken:  # not a hook, which would cause a fallback
         broken.setattr(HFTarget, "_forward", fail)
         yield
 
@@ -512,7 +512,7 @@ def test_num_return_sequences(family: str) -> None:
 
 
 class _Staged:
-    """As much of a `fuzz.Stage` as checking a prompt takes."""
+    """The fields of `fuzz.PreparedCase` that `_prompt_faults` reads."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
@@ -521,8 +521,8 @@ class _Staged:
 
 
 @FAMILIES
-def test_prompt_is_told_truly(family: str) -> None:
-    """Segments, visual mask, padding and banned ids, for several images a row and for clips."""
+def test_prompt_fields_match_the_inputs(family: str) -> None:
+    """Grids, visual mask, attention mask and banned ids, for several images per row and for videos."""
     model = get_model(family, seed=22)
     for seed in range(4):
         clips = [1, 0, 1] if family in ("llava_onevision", "qwen2_5_vl") and seed % 2 else None
@@ -537,7 +537,7 @@ def test_prompt_is_told_truly(family: str) -> None:
 
 
 def _pictures_apart(inputs: tiny.Inputs, special: tiny.SpecialIds, pictures: int) -> bool:
-    """Whether text stands between all pictures; a family may give up on those that touch."""
+    """Whether text stands between all pictures; adjacent ones may have no grids."""
     visual = torch.isin(inputs["input_ids"], torch.tensor([special.image, special.video]))
     begins = visual & ~torch.nn.functional.pad(visual, (1, 0))[:, :-1]
     return int(begins.sum()) == pictures
@@ -556,7 +556,7 @@ def test_seeding_before_patch() -> None:
             assert torch.equal(model.generate(**inputs, **SAMPLED), plain), drafter
 
 
-def test_noise_is_the_noise_of_the_column() -> None:
+def test_prompt_noise_is_the_noise_of_the_next_steps() -> None:
     model = get_model(seed=23)
     inputs = tiny.build_inputs(model, 20, 2)
     plain = generate_plain(model, inputs, 77, **SAMPLED)
@@ -578,7 +578,7 @@ def test_noise_is_the_noise_of_the_column() -> None:
     drawn = [torch.empty(2, 120).exponential_(1) for _ in range(20)]
     assert observed
     wrong = [(b, c) for b, c, noise in observed if not torch.equal(noise, drawn[c][b])]
-    assert not wrong, "the next columns' noise is not what transformers will draw"
+    assert not wrong, "not the noise that transformers draws"
 
 
 def test_a_second_call_on_the_same_model() -> None:
@@ -596,7 +596,7 @@ def test_a_second_call_on_the_same_model() -> None:
 
 @FAMILIES
 @pytest.mark.parametrize("cache", ["returned", "bare", "config"])
-def test_a_conversation_goes_on_from_its_cache(family: str, cache: str) -> None:
+def test_a_conversation_continues_from_its_cache(family: str, cache: str) -> None:
     model = get_model(family, seed=25)
     inputs = tiny.build_inputs(model, 23, 2)
     text = model.config.get_text_config()
@@ -751,8 +751,8 @@ def test_text_streamers(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @FAMILIES
-def test_ways_to_hand_in_the_prompt(family: str) -> None:
-    """Positionally, as `inputs=`, with a config in second place, or with images encoded beforehand."""
+def test_ways_to_pass_the_prompt(family: str) -> None:
+    """Positionally, as `inputs=`, with a config as the second argument, or with images encoded beforehand."""
     model = get_model(family, seed=28)
     inputs = tiny.build_inputs(model, 26, 2, images=[1, 1])
     rest = {k: v for k, v in inputs.items() if k != "input_ids"}
@@ -775,8 +775,8 @@ def test_ways_to_hand_in_the_prompt(family: str) -> None:
             assert mmspec.stats(model, last=True).num_accepted_tokens > 0
 
 
-def test_user_arguments_are_left_alone() -> None:
-    """Passed configs, processor lists and tensors stay as they were, and so does the model."""
+def test_user_arguments_are_not_changed() -> None:
+    """Configs, processor lists and the attributes of the model do not change."""
     model = get_model(seed=28)
     inputs = tiny.build_inputs(model, 26, 2)
     config = GenerationConfig(stop_strings=["ab"], do_sample=False, max_new_tokens=6)
@@ -791,7 +791,7 @@ def test_user_arguments_are_left_alone() -> None:
     assert not processors and not criteria
 
 
-def test_a_pipeline_just_works() -> None:
+def test_pipeline() -> None:
     spec = tiny.ModelSpec(seed=28)
     model, tokenizer = build_cached_model(spec), tiny.build_tokenizer(spec)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})

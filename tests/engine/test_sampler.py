@@ -1,4 +1,4 @@
-"""Noise against `torch.multinomial`, and picks at every node against transformers' own processors. No model here."""
+"""Noise against `torch.multinomial`, and sampled ids at every node against transformers' processors. No model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 
 
 def step_probs(step: int, batch: int, vocab: int) -> Tensor:
-    """[B, V] probabilities of a column, some of them zero; not from the default generator."""
+    """[B, V] probabilities of a step, some of them zero; not drawn from the default generator."""
     scores = torch.randn(batch, vocab, generator=torch.Generator().manual_seed(step))
     scores[scores < -1] = -torch.inf
     scores[:, step % vocab] = 1.0
@@ -35,7 +35,7 @@ def step_probs(step: int, batch: int, vocab: int) -> Tensor:
 
 
 def sample_plain(num_steps: int, batch: int, vocab: int, seed: int) -> tuple[list[list[int]], list[Tensor]]:
-    """What transformers samples, column by column, and the generator's state after each."""
+    """What transformers samples, step by step, and the generator's state after each."""
     torch.manual_seed(seed)
     tokens, states = [], []
     for step in range(num_steps):
@@ -49,7 +49,7 @@ def sample_plain(num_steps: int, batch: int, vocab: int, seed: int) -> tuple[lis
 
 @pytest.mark.parametrize("batch", [1, 2, 5])
 @pytest.mark.parametrize("vocab", [2, 7, 16, 120, 2049])
-def test_noise_is_that_of_multinomial(batch: int, vocab: int) -> None:
+def test_noise_equals_that_of_multinomial(batch: int, vocab: int) -> None:
     for seed in range(4):
         rng, num_steps, window = random.Random(seed), 24, 6
         tokens, states = sample_plain(num_steps, batch, vocab, seed)
@@ -57,7 +57,7 @@ def test_noise_is_that_of_multinomial(batch: int, vocab: int) -> None:
         noise = SamplingNoise(batch, vocab, CPU, window)
         assert torch.equal(noise.state_after(-1), noise.initial_state)
         for step in range(num_steps):
-            noise.draw(step + rng.randint(1, window))  # looking ahead must not matter
+            noise.draw(step + rng.randint(1, window))  # drawing ahead must not matter
             own = noise.at(torch.full((batch, 1), step))[:, 0]
             assert torch.equal(own, noise.at_step(step)[:, 0])
             assert (step_probs(step, batch, vocab) / own).argmax(-1).tolist() == tokens[step]
@@ -69,7 +69,7 @@ def test_noise_is_that_of_multinomial(batch: int, vocab: int) -> None:
         assert len(noise._states) <= window + 1
 
 
-def test_rows_look_at_columns_of_their_own() -> None:
+def test_rows_read_the_noise_of_their_own_steps() -> None:
     noise = SamplingNoise(3, 11, CPU, 8)
     noise.draw(8)
     num_steps = torch.tensor([[0, 1, 2, 2], [5, 6, 7, 6], [3, 3, 4, 0]])
@@ -95,7 +95,7 @@ def test_the_window_wraps_around() -> None:
     assert narrow._ring.shape[0] == 4, "memory does not grow with the output"
 
 
-def test_drawing_less_draws_nothing() -> None:
+def test_steps_are_drawn_once() -> None:
     torch.manual_seed(3)
     noise = SamplingNoise(1, 5, CPU, 8)
     noise.draw(4)
@@ -105,7 +105,7 @@ def test_drawing_less_draws_nothing() -> None:
     assert torch.equal(torch.get_rng_state(), state) and torch.equal(noise.at_step(3), step)
 
 
-def test_settling_in_between_does_not_disturb_what_is_drawn_later() -> None:
+def test_restoring_the_rng_does_not_change_later_noise() -> None:
     tokens, states = sample_plain(10, 2, 13, 5)
     torch.manual_seed(5)
     noise = SamplingNoise(2, 13, CPU, 4)
@@ -119,7 +119,7 @@ def test_settling_in_between_does_not_disturb_what_is_drawn_later() -> None:
     torch.testing.assert_close(torch.get_rng_state(), noise.initial_state, rtol=0, atol=0)
 
 
-def test_live_noise_is_drawn_after_what_the_user_drew() -> None:
+def test_immediate_noise_is_drawn_after_user_draws() -> None:
     torch.manual_seed(9)
     plain = [(torch.rand(3), torch.multinomial(step_probs(c, 2, 13), 1).squeeze(1).tolist()) for c in range(8)]
     state = torch.get_rng_state()
@@ -136,8 +136,8 @@ def test_live_noise_is_drawn_after_what_the_user_drew() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_looking_ahead_for_drafters() -> None:
-    """The noise of each row's coming columns, and no draw that would not be made anyway."""
+def test_lookahead_for_drafters() -> None:
+    """The noise of each row's next steps, and no draw outside the window."""
     tokens, states = sample_plain(12, 2, 13, 5)
     torch.manual_seed(5)
     noise = SamplingNoise(2, 13, CPU, 8)
@@ -152,7 +152,7 @@ def test_looking_ahead_for_drafters() -> None:
     noise.restore_rng(6)
     assert torch.equal(torch.get_rng_state(), states[6])
     assert noise.lookahead([1, 3], 9, noise_end=8).shape == (2, 9, 13)
-    assert noise._num_drawn == 8, "drawn beyond the columns in flight"
+    assert noise._num_drawn == 8, "drawn beyond the steps in flight"
     noise.immediate = True
     state = torch.get_rng_state()
     assert noise.lookahead([1, 3], 4, noise_end=8).shape == (2, 4, 13)
@@ -160,8 +160,8 @@ def test_looking_ahead_for_drafters() -> None:
 
 
 @pytest.mark.parametrize("when", [0, 2, 5])
-def test_giving_up_looking_ahead(when: int) -> None:
-    """Someone draws after a column: everything looked ahead is drawn anew, as plain sampling would draw it."""
+def test_disable_lookahead(when: int) -> None:
+    """User code draws after a step: the later steps are drawn again, as plain sampling draws them."""
     for intruder in (True, False):
         torch.manual_seed(11)
         plain = []
@@ -191,7 +191,7 @@ def test_giving_up_looking_ahead(when: int) -> None:
 
 
 def test_calls_that_share_a_generator_never_get_the_same_noise() -> None:
-    """Two threads, say: neither puts the generator back to where the other has drawn from."""
+    """As in two threads: neither restores a state that the other has drawn from."""
     torch.manual_seed(3)
     one, two = SamplingNoise(2, 13, CPU, 8), SamplingNoise(2, 13, CPU, 8)
     one.draw(4)
@@ -238,8 +238,8 @@ def test_what_a_stranger_draws_is_undone() -> None:
     assert guard.rng_was_used and torch.equal(torch.get_rng_state(), noise.last_state)
 
 
-def test_what_another_call_draws_meanwhile_is_not_undone() -> None:
-    """Put back, the generator would give that call the same noise again."""
+def test_draws_of_another_call_are_not_undone() -> None:
+    """A restored generator would give that call the same noise again."""
     torch.manual_seed(3)
     other, mine = SamplingNoise(2, 13, CPU, 8), SamplingNoise(2, 13, CPU, 8)
     for noise in (None, mine):
@@ -301,17 +301,17 @@ EVERY = [(kind.__name__, i) for kind, makers in KNOWN.items() for i in range(len
 
 
 def known(name: str, number: int) -> Any:
-    """A fresh processor."""
+    """A new processor."""
     return KNOWN[getattr(hf, name)][number]()
 
 
 def random_ids(shape: tuple[int, ...], rng: torch.Generator) -> Tensor:
-    """Token ids out of a handful, so that histories repeat themselves."""
+    """Ids out of five, so that histories repeat."""
     return torch.randint(3, 8, shape, generator=rng)
 
 
 class Scene:
-    """Three rows with left pads, ragged lengths, and a random sealed tree of their continuations."""
+    """Three rows with left pads and ragged lengths, and a random sanitized tree."""
 
     def __init__(self, seed: int, nodes: int = 8, level: bool = False) -> None:
         rng, number = random.Random(seed), torch.Generator().manual_seed(seed)
@@ -328,7 +328,7 @@ class Scene:
         self.logits = 3 * torch.randn(3, nodes, VOCAB, generator=number)
 
     def history(self, row: int, node: int) -> Tensor:
-        """[L] everything before the token that is picked at a node."""
+        """[L] the ids before the one that is sampled at a node."""
         tail: list[int] = []
         while node > 0:
             tail.insert(0, int(self.tree.tokens[row, node]))
@@ -344,7 +344,7 @@ class Scene:
         return LogitsProcessorList(make())(batch, scores)[row]
 
     def sample(self, processors: list[Any], noise: SamplingNoise | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The picks, scores and broken nodes of this scene."""
+        """`TreeSampler.sample` on this scene."""
         noise_end = max(self.lengths) + self.tree.num_nodes
         return TreeSampler(processors, noise).sample(
             self.logits, self.tree, self.sequences, self.lengths, BASE, noise_end
@@ -356,10 +356,10 @@ class Scene:
 
 
 def check_scores(scene: Scene, make: Callable[[], list[Any]]) -> bool:
-    """Compare all valid nodes; whether anything was changed at all."""
+    """Compare all valid nodes; returns whether the processors changed anything."""
     before = [scene.logits.clone(), scene.sequences.clone()]
     sampled_ids, scores, invalid = scene.sample(make())
-    assert torch.equal(scene.logits, before[0]) and torch.equal(scene.sequences, before[1]), "inputs were written into"
+    assert torch.equal(scene.logits, before[0]) and torch.equal(scene.sequences, before[1]), "inputs were changed"
     assert (invalid is None or not invalid.any()) and scores.shape == scene.logits.shape
     for row, node in scene.valid_nodes():
         want = scene.expected(make, row, node)
@@ -373,16 +373,16 @@ def test_every_known_processor_is_tested() -> None:
 
 
 @pytest.mark.parametrize(("name", "number"), EVERY)
-def test_processors_see_each_nodes_own_history(name: str, number: int) -> None:
+def test_processors_get_each_nodes_own_history(name: str, number: int) -> None:
     changed = [check_scores(Scene(seed), lambda: [known(name, number)]) for seed in range(6)]
     idle = {"InfNanRemoveLogitsProcessor", "ForcedBOSTokenLogitsProcessor"}
     idle |= {"SuppressTokensAtBeginLogitsProcessor", "TopKLogitsWarper"} if number else set()
-    assert any(changed) != (name in idle), "this test sees nothing"
+    assert any(changed) != (name in idle), "this test detects nothing"
 
 
 @pytest.mark.parametrize(("name", "number"), EVERY)
 def test_one_node_per_row_is_one_step_of_transformers(name: str, number: int) -> None:
-    """All rows at the same column, as in plain decoding; and at columns of their own."""
+    """All rows at the same step, as in plain decoding; and at different steps."""
     for seed in range(3):
         for level in (True, False):
             check_scores(Scene(seed, nodes=1, level=level), lambda: [known(name, number)])
@@ -395,7 +395,7 @@ def test_processors_run_in_the_given_order() -> None:
     rng, names = random.Random(0), [entry for entry in EVERY if entry[0] != "ForcedBOSTokenLogitsProcessor"]
     for seed in range(60):
         chosen = rng.sample(names, rng.randint(2, 5))
-        chosen.sort(key=lambda entry: entry[0] not in RAISE)  # they raise where others have left nothing
+        chosen.sort(key=lambda entry: entry[0] not in RAISE)  # they raise if no id has a finite score
         check_scores(Scene(seed), lambda chosen=chosen: [known(*entry) for entry in chosen])  # type: ignore[misc]
 
 
@@ -416,11 +416,11 @@ def test_processors_of_the_user_are_left_as_they_were() -> None:
     assert torch.equal(before.pop("prompt_ignore_length"), after.pop("prompt_ignore_length")) and before == after
 
 
-# --- who is known -----------------------------------------------------------------------------------------------------
+# --- known processors -------------------------------------------------------------------------------------------------
 
 
 class Warmer(hf.TemperatureLogitsWarper):
-    """A child of a known processor may do anything."""
+    """A subclass of a known processor may have any behaviour."""
 
 
 def test_unknown_processors_are_listed_by_name() -> None:
@@ -442,7 +442,7 @@ def test_unknown_processors_are_listed_by_name() -> None:
 
 
 def test_everything_that_generate_builds_is_known_or_deliberately_not() -> None:
-    """A processor that a new transformers adds must be sorted by hand."""
+    """A processor that a new transformers version adds must be classified by hand."""
     unknown = """AlternatingCodebooks BarkEosPrioritizer ClassifierFreeGuidance DiaClassifierFreeGuidance
         DiaEOSChannelFilter DiaEOSDelayPattern EncoderNoRepeatNGram EncoderRepetitionPenalty PrefixConstrained
         SynthIDTextWatermark UnbatchedClassifierFreeGuidance Watermark WhisperTimeStamp"""
@@ -451,12 +451,12 @@ def test_everything_that_generate_builds_is_known_or_deliberately_not() -> None:
     assert {kind.__name__ for kind in kinds - STATELESS_PROCESSORS - HISTORY_PROCESSORS} <= others
 
 
-# --- picks ------------------------------------------------------------------------------------------------------------
+# --- sampled ids ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("nodes", [1, 8])
 @pytest.mark.parametrize("level", [True, False])
-def test_sampled_picks_use_the_noise_of_the_nodes_column(nodes: int, level: bool) -> None:
+def test_sampled_ids_use_the_noise_of_the_nodes_step(nodes: int, level: bool) -> None:
     make: Callable[[], list[Any]] = lambda: [hf.TemperatureLogitsWarper(0.7), hf.TopKLogitsWarper(9)]  # noqa: E731
     for seed in range(10):
         scene = Scene(seed, nodes=nodes, level=level)
@@ -472,8 +472,8 @@ def test_sampled_picks_use_the_noise_of_the_nodes_column(nodes: int, level: bool
             torch.testing.assert_close(scores[row, node].softmax(-1), want)
 
 
-def test_a_bare_tree_picks_what_multinomial_would() -> None:
-    """A whole call, a column at a time: tokens and generator states."""
+def test_root_only_samples_like_multinomial() -> None:
+    """A whole call, step by step: ids and generator states."""
     tokens, states = sample_plain(12, 3, VOCAB, 4)
     torch.manual_seed(4)
     noise = SamplingNoise(3, VOCAB, CPU, 4)
@@ -496,15 +496,15 @@ def test_nodes_that_cannot_be_sampled_are_marked() -> None:
     assert invalid is not None
     assert [(row, node) for row, node in scene.valid_nodes() if invalid[row, node]] == bad
     sampled_ids, _, invalid = scene.sample([])
-    assert torch.equal(sampled_ids, scene.logits.argmax(-1)), "greedy decoding takes nan as torch does"
+    assert torch.equal(sampled_ids, scene.logits.argmax(-1)), "greedy decoding treats nan as torch does"
     assert invalid is not None and torch.equal(invalid, scene.logits.isnan().any(-1))
     sampled_ids, _, invalid = TreeSampler([], None).sample(
         scene.logits[:, :1], root_only(3), scene.sequences, [2] * 3, BASE, 3
     )
-    assert invalid is None, "plain decoding would pick the same"
+    assert invalid is None, "plain decoding samples the same id"
 
 
-def test_greedy_picks_draw_nothing() -> None:
+def test_greedy_decoding_draws_nothing() -> None:
     state = torch.get_rng_state()
     Scene(0).sample([hf.TopKLogitsWarper(3)])
     assert torch.equal(torch.get_rng_state(), state)

@@ -1,4 +1,4 @@
-"""The buffer as a transformers cache: same logits as a `DynamicCache`, and the way from and to a user's own."""
+"""`TreeCache`: same logits as a `DynamicCache`, and import from and export to a user's cache."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def random_ids(count: int, batch: int = 2, seed: int = 0) -> Tensor:
 
 @torch.no_grad()
 def forward(model: PreTrainedModel, ids: Tensor, cache: Any, past: int) -> Tensor:
-    """Logits of `ids` behind `past` positions, by the model's own forward; transformers makes the masks."""
+    """Logits of `ids` behind `past` positions, by the model's own forward; transformers builds the masks."""
     positions = torch.arange(past, past + ids.shape[1]).expand(ids.shape)
     if model.config.model_type == "qwen2_5_vl":
         positions = positions.expand(3, *ids.shape)
@@ -41,7 +41,7 @@ def forward(model: PreTrainedModel, ids: Tensor, cache: Any, past: int) -> Tenso
 
 
 def dynamic(model: PreTrainedModel, bare: bool = False) -> DynamicCache:
-    """An empty cache as `generate` would make it, or as users do."""
+    """An empty cache as `generate` builds it, or without a config as users do."""
     return DynamicCache() if bare else DynamicCache(config=model.config.get_text_config())
 
 
@@ -51,7 +51,7 @@ def contents(cache: Any) -> list[Tensor]:
 
 
 def same_contents(a: Any, b: Any) -> None:
-    """Types, lengths and all numbers agree."""
+    """Assert that types, lengths, keys and values agree."""
     assert [type(layer) for layer in a.layers] == [type(layer) for layer in b.layers]
     assert a.get_seq_length() == b.get_seq_length()
     assert [layer.get_mask_sizes(3) for layer in a.layers] == [layer.get_mask_sizes(3) for layer in b.layers]
@@ -81,8 +81,8 @@ def test_logits_are_those_of_a_dynamic_cache(name: str) -> None:
 @ALL
 @pytest.mark.parametrize("bare", [False, True])
 @pytest.mark.parametrize("prompt", [3, WINDOW - 1, WINDOW, 15])
-def test_adopted_and_given_back(name: str, bare: bool, prompt: int) -> None:
-    """A conversation goes on from a user's cache, and the cache afterwards is as if transformers had filled it."""
+def test_load_and_export(name: str, bare: bool, prompt: int) -> None:
+    """Decoding continues from a user's cache, and the exported cache equals that of transformers."""
     model = tiny.build_model(SPECS[name])
     ids, layers = random_ids(prompt + 9, seed=1), model.config.get_text_config().num_hidden_layers
     plain = dynamic(model, bare)
@@ -93,7 +93,7 @@ def test_adopted_and_given_back(name: str, bare: bool, prompt: int) -> None:
     load_dynamic_cache(user_cache, buffer)
     assert buffer.seq_lens == [prompt, prompt]
     assert all(torch.equal(a, b) for a, b in zip(before, contents(user_cache), strict=True)), (
-        "adopting changed the cache"
+        "loading changed the cache"
     )
     cache = TreeCache(buffer, layers)
     for past in range(prompt, prompt + 8):
@@ -125,7 +125,7 @@ def test_an_empty_cache_is_filled(name: str) -> None:
         same_contents(user_cache, plain)
 
 
-def test_what_is_given_back_is_the_users_alone() -> None:
+def test_exported_tensors_are_copies() -> None:
     model = tiny.build_model(SPECS["some windows"])
     buffer, user_cache = RaggedKVCache(2, 40), dynamic(model)
     buffer.begin_forward(20)
@@ -141,9 +141,9 @@ def test_what_is_given_back_is_the_users_alone() -> None:
     num_bytes = {
         layer.is_sliding: sum(part.nbytes for part in (layer.keys, layer.values)) for layer in user_cache.layers
     }
-    assert num_bytes[True] < num_bytes[False], "a layer with a window keeps no more than its window"
+    assert num_bytes[True] < num_bytes[False], "a layer with a window stores only its window"
     assert all(part.untyped_storage().nbytes() == part.nbytes for part in contents(user_cache)), (
-        "memory kept alive unseen"
+        "exported tensors are views of larger ones"
     )
 
 
@@ -210,7 +210,7 @@ def test_caches_that_cannot_be_adopted() -> None:
     assert unsupported_reason(windowed, 2, 1, torch.float32, 4) is None
 
 
-def test_caches_that_can_be_adopted() -> None:
+def test_supported_caches() -> None:
     for name, spec in SPECS.items():
         model = tiny.build_model(spec)
         config = model.config.get_text_config()

@@ -1,7 +1,4 @@
-"""Calls that an attack on the API found to differ: autocast, interruptions, user code that writes or looks around.
-
-Every test compares with the plain model.
-"""
+"""Calls with autocast, interruptions, and user code that writes into ids or caches, compared with the plain model."""
 
 from __future__ import annotations
 
