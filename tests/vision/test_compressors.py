@@ -549,18 +549,16 @@ def test_a_single_row_is_read_as_in_a_batch(world: FakeTarget, runs: list[tuple[
     attended, index = torch.rand(2, 12, generator=rng), torch.arange(12).expand(2, 12)
 
     def read(rows: slice) -> tuple[Tensor, Tensor, Tensor]:
-        sight = DraftInputs(following[rows], states[rows], visual[rows], following[0, 0])
-        inside = torch.ones_like(visual[rows])
-        return compressed_inputs(
-            head(),
-            "decoupled",
-            sight,
-            inside,
-            index[rows],
-            build_compressor(name),
-            states[rows, -1],
+        inputs = DraftInputs(
+            following[rows],
+            states[rows],
+            visual[rows],
+            following[0, 0],
+            attention_mask=torch.ones_like(visual[rows]),
+            position_ids=index[rows],
             saliency=attended[rows],
         )
+        return compressed_inputs(head(), "decoupled", inputs, build_compressor(name), states[rows, -1])
 
     with torch.no_grad():
         alone, batch = read(slice(0, 1)), read(slice(0, 2))
