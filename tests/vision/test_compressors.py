@@ -33,15 +33,16 @@ from mmspec.app.modeling.captioner import Captioner
 from mmspec.app.modeling.random_models import random_model
 from mmspec.app.scenes.render import render_scene
 from mmspec.app.scenes.world import generate_scene
-from mmspec.app.train.data import Request, Teacher
+from mmspec.app.train.data import Teacher
+from mmspec.app.train.datasets import Request
 from mmspec.drafters.architectures import ARCHITECTURES
 from mmspec.drafters.checkpoints.format import HeadMetadata, load_head, save_head
 from mmspec.drafters.eagle.drafter import EagleDrafter
 from mmspec.drafters.eagle.head import Eagle3Head, EagleHead, HeadConfig
 from mmspec.drafters.eagle.vispec import VispecDrafter, VispecHead
-from mmspec.drafters.eagle.visual_inputs import VISUAL_MODES, DraftInputs, prompt_grids, compressed_inputs
+from mmspec.drafters.eagle.visual_inputs import VISUAL_MODES, DraftInputs, compressed_inputs, prompt_grids
 from mmspec.drafters.training.gate import fit_gate_on_batches
-from mmspec.drafters.training.losses import DraftModel, LossWeights, Progress, eagle_loss, build_targets
+from mmspec.drafters.training.losses import DraftModel, LossWeights, Progress, build_targets, eagle_loss
 from mmspec.drafters.training.trainer import TrainConfig, Trainer
 from mmspec.interfaces import Compressor, Prompt, VisualGrid, VisualTokens
 from mmspec.metrics.compression_stats import RecordingCompressor
