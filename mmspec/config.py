@@ -206,10 +206,10 @@ def resolve_drafter(drafter: str | Drafter, adapter: Any, tokenizer: Any = None)
             "Use a drafter of this model, or drafter='auto'."
         )
     if isinstance(resolved, TrainedDrafter) and resolved.bundled_compressor is not None:
-        from mmspec.vision.registry import restored
+        from mmspec.vision.registry import load_compressor
 
         config, state_dict = resolved.bundled_compressor
-        resolved.compressor = restored(config, state_dict, adapter.text_config.hidden_size)
+        resolved.compressor = load_compressor(config, state_dict, adapter.text_config.hidden_size)
     return resolved
 
 
@@ -221,9 +221,9 @@ def resolve_compressor(compressor: str | Compressor | None) -> Compressor | None
     """
     if compressor is None:
         return None
-    from mmspec.vision.registry import make
+    from mmspec.vision.registry import build_compressor
 
-    return make(compressor)
+    return build_compressor(compressor)
 
 
 def _check_compressor(compressor: Compressor, drafter: Drafter) -> None:
@@ -352,8 +352,8 @@ def _with_own_compressor(config: SpecConfig) -> SpecConfig:
     """Use the drafter's trained compressor where the chosen one is the untrained stand-in of the same name."""
     if config.compressor is None:
         return config
-    from mmspec.vision.compressors.cost_based import Measured
+    from mmspec.vision.compressors.cost_based import CostBased
 
     own = own_compressor(config.drafter)
-    is_stand_in = isinstance(config.compressor, Measured) and own is not None and config.compressor.name == own.name
+    is_stand_in = isinstance(config.compressor, CostBased) and own is not None and config.compressor.name == own.name
     return replace(config, compressor=own) if is_stand_in else config

@@ -1,7 +1,7 @@
 """Public functions that patch a transformers model: `patch`, `unpatch`, `is_patched`, `stats`, `disabled`.
 
-`patch` affects one instance: it replaces `model.generate` by a wrapper and changes nothing else (except a flash attention
-kernel, which takes no mask per node). What the wrapper does is in `mmspec.generate`.
+`patch` affects one instance: it replaces `model.generate` by a wrapper and changes nothing else, except a flash
+attention kernel, which takes no mask per node. What the wrapper does is in `mmspec.generate`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from mmspec.config import (
 from mmspec.generate import DISABLED, PatchState
 from mmspec.interfaces import Compressor, Drafter
 from mmspec.metrics.stats import Stats
-from mmspec.targets.hf import TREE_ATTENTION_KERNELS
+from mmspec.targets.base import TREE_ATTENTION_KERNELS
 from mmspec.targets.registry import find_adapter
 
 logger = logging.getLogger("mmspec")

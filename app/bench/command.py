@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from mmspec.app.bench.config import BenchConfig, check_writable
-from mmspec.app.caption.command import MODELS, positive, quiet, temperature
-from mmspec.app.caption.config import DEFAULT, DTYPES, PROMPT
+from mmspec.app.caption.command import MODEL_HELP, hide_progress_bars, parse_temperature, positive_int
+from mmspec.app.caption.config import DEFAULT_MODEL, DTYPES, PROMPT
 from mmspec.app.cli.deprecated import add_renamed
 from mmspec.app.scenes.world import FIRST_HELD_OUT_SEED
 
@@ -93,9 +93,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], co
     )
     parser.set_defaults(run=run)
     add = parser.add_argument
-    add("--model", default=DEFAULT, metavar="M", help=MODELS)
+    add("--model", default=DEFAULT_MODEL, metavar="M", help=MODEL_HELP)
     add("--drafters", type=parse_names, default=["none", "auto"], metavar="A,B", help="default none,auto")
-    add("--nodes", type=positive, default=None, metavar="N", help="fixed tree size (default: what pays)")
+    add("--nodes", type=positive_int, default=None, metavar="N", help="fixed tree size (default: what pays)")
     add("--batch-sizes", type=parse_ints, default=[1], metavar="N,N", help="default 1")
     add(
         "--prompt-tokens",
@@ -107,11 +107,17 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], co
     add("--task", choices=TASKS, default=None, help="question about generated scenes (default describe)")
     scene_seed_help = f"seed of the first scene (default {FIRST_HELD_OUT_SEED})"
     add_renamed(parser, "--scene-seed", "--first-seed", type=int, default=None, metavar="S", help=scene_seed_help)
-    add("--count", type=positive, default=None, metavar="N", help="scenes (default: --repeats batches)")
-    add("--new-tokens", type=positive, default=None, metavar="N", help="per row (default 64; with --task at most, 160)")
-    add("--temperature", type=temperature, default=0.0, metavar="T", help="0 (default) is greedy")
+    add("--count", type=positive_int, default=None, metavar="N", help="scenes (default: --repeats batches)")
+    add(
+        "--new-tokens",
+        type=positive_int,
+        default=None,
+        metavar="N",
+        help="per row (default 64; with --task at most, 160)",
+    )
+    add("--temperature", type=parse_temperature, default=0.0, metavar="T", help="0 (default) is greedy")
     add("--seed", type=int, default=0, metavar="N", help="of prompts, images and sampling (default 0)")
-    add("--repeats", type=positive, default=5, metavar="N", help="rounds after the warm-up (default 5)")
+    add("--repeats", type=positive_int, default=5, metavar="N", help="rounds after the warm-up (default 5)")
     add("--images", nargs="+", default=[], metavar="PATH", help="images to use (default: synthetic)")
     add("--prompt", default=None, metavar="TEXT", help=f"default {PROMPT!r}")
     add("--dtype", default="auto", choices=DTYPES, help="default as for caption")
@@ -128,7 +134,7 @@ def parse_names(text: str) -> list[str]:
 
 def parse_ints(text: str) -> list[int]:
     """Comma-separated whole numbers above 0."""
-    return [positive(part.strip()) for part in text.split(",")]
+    return [positive_int(part.strip()) for part in text.split(",")]
 
 
 def run(args: argparse.Namespace) -> int:
@@ -145,7 +151,7 @@ def run(args: argparse.Namespace) -> int:
         from mmspec.app.bench.plot import require_matplotlib
 
         require_matplotlib()
-    quiet(args.progress)
+    hide_progress_bars(args.progress)
     rows = measure_bench(config, args.command, args.progress)
     print(format_table(rows))
     for line in not_used_lines(rows):

@@ -6,7 +6,7 @@ import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
-from mmspec.app.caption.config import MODEL, PROMPT
+from mmspec.app.caption.config import PROMPT, SCENES_MODEL
 from mmspec.app.errors import UsageError
 from mmspec.app.scenes.world import FIRST_HELD_OUT_SEED
 
@@ -57,7 +57,7 @@ class BenchConfig:
         """
         image_options = {"--images": args.images, "--prompt": args.prompt, "--prompt-tokens": args.prompt_tokens}
         used = [name for name, value in image_options.items() if value]
-        task = "describe" if args.task is None and args.model == MODEL and not used else args.task
+        task = "describe" if args.task is None and args.model == SCENES_MODEL and not used else args.task
         if task is not None and used:
             raise UsageError(f"--task brings images and questions of its own; leave out {used[0]}")
         if task is not None and args.count is not None and args.count < max(args.batch_sizes):

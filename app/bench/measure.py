@@ -29,7 +29,7 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList
 
 import mmspec
 from mmspec.app.bench.specs import get_block_size, patch_model, weight_sizes
-from mmspec.app.modeling.load import synchronise
+from mmspec.app.modeling.load import synchronize
 from mmspec.comparison import TimestampCriterion
 from mmspec.interfaces import Drafter
 from mmspec.metrics.stats import Stats
@@ -147,10 +147,10 @@ def run_once(
         options["mmspec"] = {"drafter": drafter}
     torch.manual_seed(seed)
     gc.collect()
-    synchronise(device)
+    synchronize(device)
     began = time.perf_counter()
     ids = model.generate(**inputs, **options)
-    synchronise(device)
+    synchronize(device)
     total = time.perf_counter() - began
     ids = ids[:, inputs["input_ids"].shape[1] :]
     sizes = count_row_tokens(ids, model.generation_config.eos_token_id)

@@ -13,10 +13,10 @@ from mmspec.app.bench.config import BenchConfig
 from mmspec.app.bench.forced_tree import add_forced_tree, is_probe_needed, probe_forced_tree
 from mmspec.app.bench.measure import NO_DRAFT, Contestant, build_contestants, build_result_rows, run_rounds
 from mmspec.app.bench.requests import bench_images, build_requests, build_scene_requests
-from mmspec.app.caption.config import MODEL
+from mmspec.app.caption.config import SCENES_MODEL
 from mmspec.app.errors import UsageError, one_line
 from mmspec.app.modeling.captioner import Captioner
-from mmspec.app.modeling.load import load
+from mmspec.app.modeling.load import load_model
 from mmspec.app.scenes.domain_check import warn_if_out_of_domain
 from mmspec.app.versions import commit, mmspec_version, version
 
@@ -35,9 +35,9 @@ def measure_bench(config: BenchConfig, command: str, progress: bool | None = Non
     """
     num_images = max(config.batch_sizes) * (config.repeats + 1)
     images = [] if config.task else bench_images(config.images, num_images, config.seed)
-    if config.model == MODEL and images:
+    if config.model == SCENES_MODEL and images:
         warn_if_out_of_domain(images[0], "what --images names" if config.images else "the synthetic image")
-    model, processor = load(config.model, config.dtype, config.device)
+    model, processor = load_model(config.model, config.dtype, config.device)
     stop_at_eos = config.task is not None
     try:
         contestants = build_contestants(model, config.drafters, processor, stop_at_eos, config.nodes)

@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 import mmspec
-from mmspec.app.caption.command import check_drafter
+from mmspec.app.caption.command import validate_drafter
 from mmspec.app.errors import UsageError
 from mmspec.config import resolve_drafter
 from mmspec.control.depth import DepthController
@@ -70,7 +70,7 @@ def parse_spec(name: str) -> BenchSpec:
 def check_spec(name: str) -> None:
     """Refuse an unknown drafter or compressor before anything is loaded."""
     wanted = parse_spec(name)
-    check_drafter(wanted.drafter, wanted.compressor)
+    validate_drafter(wanted.drafter, wanted.compressor)
 
 
 def short_labels(names: Sequence[str]) -> list[str]:

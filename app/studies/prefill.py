@@ -20,7 +20,7 @@ from torch import nn
 from mmspec.app.bench.config import check_writable
 from mmspec.app.bench.measure import median_interval
 from mmspec.app.bench.session import provenance
-from mmspec.app.caption.command import positive
+from mmspec.app.caption.command import positive_int
 from mmspec.app.errors import UsageError
 from mmspec.app.studies.prefill_recorder import PrefillCost, PrefillRecorder
 from mmspec.drafters.eagle.drafter import EagleDrafter
@@ -28,7 +28,7 @@ from mmspec.drafters.eagle.head import EagleHead, HeadConfig
 from mmspec.engine.tree import root_only
 from mmspec.interfaces import Prompt, SharedEmbeddings, VerifyResult, VisualGrid
 from mmspec.metrics.compression_stats import RecordingCompressor
-from mmspec.vision.registry import new
+from mmspec.vision.registry import init_compressor
 
 EPILOG = """
 how
@@ -93,7 +93,9 @@ def measure_prefill_rows(args: argparse.Namespace, device: torch.device) -> Iter
         torch.default_generator.manual_seed(0)
         config = HeadConfig(args.hidden, args.ffn, args.heads, args.kv_heads, VOCAB_SIZE)
         drafter = EagleDrafter(EagleHead(config).to(**like), "decoupled", num_layers=NUM_LAYERS)
-        ways = {NO_COMPRESSOR: None} | {name: RecordingCompressor(new(name, args.hidden)) for name in args.compressors}
+        ways = {NO_COMPRESSOR: None} | {
+            name: RecordingCompressor(init_compressor(name, args.hidden)) for name in args.compressors
+        }
     for frames in args.frames:
         prompt = build_prompt(frames, args.grid, args.text, args.hidden, like)
         readings: dict[str, list[PrefillCost]] = {name: [] for name in ways}
@@ -126,7 +128,7 @@ def format_prefill_row(row: dict[str, Any]) -> str:
 
 def numbers(text: str) -> list[int]:
     """Comma-separated whole numbers above 0."""
-    return [positive(word.strip()) for word in text.split(",")]
+    return [positive_int(word.strip()) for word in text.split(",")]
 
 
 def parser() -> argparse.ArgumentParser:
@@ -138,15 +140,21 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = made.add_argument
-    add("--hidden", type=positive, default=4096, metavar="D")
-    add("--heads", type=positive, default=32, metavar="H")
-    add("--kv-heads", type=positive, default=32, metavar="H")
-    add("--ffn", type=positive, default=11008, metavar="F")
-    add("--grid", type=positive, default=24, metavar="G", help="visual tokens along an edge (default 24: 576 a frame)")
+    add("--hidden", type=positive_int, default=4096, metavar="D")
+    add("--heads", type=positive_int, default=32, metavar="H")
+    add("--kv-heads", type=positive_int, default=32, metavar="H")
+    add("--ffn", type=positive_int, default=11008, metavar="F")
+    add(
+        "--grid",
+        type=positive_int,
+        default=24,
+        metavar="G",
+        help="visual tokens along an edge (default 24: 576 a frame)",
+    )
     add("--frames", type=numbers, default=[1, 2, 8], metavar="N,N")
-    add("--text", type=positive, default=64, metavar="N", help="words of the prompt")
+    add("--text", type=positive_int, default=64, metavar="N", help="words of the prompt")
     add("--compressors", type=lambda text: text.split(","), default=["pool:64", "stride:64"], metavar="C,C")
-    add("--repeats", type=positive, default=5, metavar="N")
+    add("--repeats", type=positive_int, default=5, metavar="N")
     add("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
     add("--device", default="cpu", metavar="DEV")
     add("--json", metavar="FILE")
@@ -164,7 +172,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             check_writable(args.json)
         device = torch.device(args.device)
         for name in args.compressors:
-            new(name, 8)
+            init_compressor(name, 8)
         if args.hidden % args.heads or args.heads % args.kv_heads:
             raise UsageError(
                 f"--hidden must be a multiple of --heads, and that of --kv-heads; got {args.hidden}, {args.heads} and "

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from mmspec.app.bench.recorder import RecordingDrafter
-from mmspec.app.modeling.load import synchronise
+from mmspec.app.modeling.load import synchronize
 from mmspec.control.draft_cost import DraftCostModel
 from mmspec.interfaces import Prompt, VerifyResult
 
@@ -68,10 +68,10 @@ class PrefillRecorder(RecordingDrafter):
         self.cost.flops = counter.get_total_flops()
 
     def _timed(self, do: Callable[[], Any]) -> Any:
-        synchronise(self.device)
+        synchronize(self.device)
         began = time.perf_counter()
         result = do()
-        synchronise(self.device)
+        synchronize(self.device)
         self.cost.seconds += time.perf_counter() - began
         return result
 

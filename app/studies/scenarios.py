@@ -56,7 +56,7 @@ def generate_scenario(shape: str, first: int) -> Iterator[SceneRequest]:
 
 def count_prompt_tokens(model: Any, processor: Any, request: SceneRequest) -> tuple[int, int]:
     """Visual tokens of a request's prompt, and all its tokens."""
-    ids = Captioner(model, processor).inputs([request.images], [request.question])["input_ids"]
+    ids = Captioner(model, processor).build_inputs([request.images], [request.question])["input_ids"]
     placeholders = torch.tensor(find_adapter(model).media_token_ids, device=ids.device)
     return int(torch.isin(ids, placeholders).sum()), ids.shape[1]
 

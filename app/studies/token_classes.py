@@ -21,12 +21,12 @@ from mmspec.app.bench.measure import Contestant, clone, gc_paused, phase_times_m
 from mmspec.app.bench.recorder import RecordingDrafter
 from mmspec.app.bench.session import provenance
 from mmspec.app.bench.specs import check_spec, get_drafter, patch_model, short_labels, weight_sizes
-from mmspec.app.caption.command import positive, temperature
-from mmspec.app.caption.config import DEFAULT
+from mmspec.app.caption.command import parse_temperature, positive_int
+from mmspec.app.caption.config import DEFAULT_MODEL
 from mmspec.app.cli.deprecated import add_renamed
 from mmspec.app.errors import UsageError, one_line
 from mmspec.app.modeling.captioner import Captioner
-from mmspec.app.modeling.load import load
+from mmspec.app.modeling.load import load_model
 from mmspec.app.scenes.tasks import REQUEST_TASKS, generate_requests
 from mmspec.app.scenes.world import FIRST_HELD_OUT_SEED
 from mmspec.app.studies.word_classes import CLASSES, AnswerCounts, count_answer, metric_interval
@@ -72,14 +72,14 @@ def run_study(
     """Decode `count` requests with everybody, at temperature `warmth`; request i is sampled with seed + i."""
     maker = Captioner(field_[0].contestant.model, processor)
     for number, one in enumerate(islice(generate_requests(task, first), count)):
-        inputs = maker.inputs([one.images], [one.question])
+        inputs = maker.build_inputs([one.images], [one.question])
         start = number % len(field_)
         for entry in (*field_[start:], *field_[:start]):
             recorder = RecordingDrafter(get_drafter(entry.contestant.model))
             entry.contestant.runs.append(
                 run_once(entry.contestant, inputs, MAX_NEW_TOKENS, warmth, seed + number, drafter=recorder)
             )
-            entry.answers.append(count_answer(recorder.rounds(), processor.tokenizer, maker.ends))
+            entry.answers.append(count_answer(recorder.rounds(), processor.tokenizer, maker.eos_ids))
             tick()
 
 
@@ -163,12 +163,12 @@ def parser() -> argparse.ArgumentParser:
     add = made.add_argument
     add("drafters", nargs="+", metavar="D", help="names, or folders of trained drafters")
     add("--against", metavar="D", help="one of these: also tell how far the others are above it")
-    add("--model", default=DEFAULT)
+    add("--model", default=DEFAULT_MODEL)
     add("--task", choices=REQUEST_TASKS, default="describe")
     add_renamed(made, "--scene-seed", "--first-seed", type=int, default=FIRST_HELD_OUT_SEED, metavar="S")
-    add("--count", type=positive, default=100, metavar="N", help="requests (default 100)")
-    add("--nodes", type=positive, default=16, metavar="N", help="of every tree (default 16)")
-    add("--temperature", type=temperature, default=0.0, metavar="T", help="0 (default) is greedy")
+    add("--count", type=positive_int, default=100, metavar="N", help="requests (default 100)")
+    add("--nodes", type=positive_int, default=16, metavar="N", help="of every tree (default 16)")
+    add("--temperature", type=parse_temperature, default=0.0, metavar="T", help="0 (default) is greedy")
     add("--seed", type=int, default=0, metavar="N", help="for sampling (default 0)")
     add("--json", metavar="FILE")
     add("--markdown", metavar="FILE.md", help="the tables")
@@ -213,7 +213,7 @@ def measure_token_classes(args: argparse.Namespace, command: str) -> list[dict[s
         raise UsageError(f"--against is one of the drafters, {', '.join(names)}; got {args.against!r}")
     for file in filter(None, (args.json, args.markdown, args.plot)):
         check_writable(file)
-    model, processor = load(args.model)
+    model, processor = load_model(args.model)
     try:
         field_ = [
             DrafterRun(Contestant(name, patch_model(clone(model), name, processor, args.nodes))) for name in names

@@ -36,12 +36,12 @@ from mmspec.app.bench.measure import (
 )
 from mmspec.app.bench.session import provenance
 from mmspec.app.bench.specs import check_spec, get_compressor, get_drafter, parse_spec, patch_model, short_labels
-from mmspec.app.caption.command import positive
-from mmspec.app.caption.config import DEFAULT
+from mmspec.app.caption.command import positive_int
+from mmspec.app.caption.config import DEFAULT_MODEL
 from mmspec.app.cli.deprecated import add_renamed
 from mmspec.app.errors import UsageError, one_line
 from mmspec.app.modeling.captioner import Captioner
-from mmspec.app.modeling.load import load
+from mmspec.app.modeling.load import load_model
 from mmspec.app.scenes.world import FIRST_HELD_OUT_SEED
 from mmspec.app.studies import chooser_report as choices
 from mmspec.app.studies.prefill_recorder import PrefillCost, PrefillRecorder
@@ -142,7 +142,7 @@ def run_contest(
     """Everybody on the same requests; the first request warms up."""
     maker = Captioner(field_[0].contestant.model, processor)
     for number, one in enumerate(islice(generate_scenario(shape, first), count + 1)):
-        inputs = maker.inputs([one.images], [one.question])
+        inputs = maker.build_inputs([one.images], [one.question])
         for way in random.Random(number).sample(field_, len(field_)):  # so that nobody always follows the same one
             run, reader = _once(way, inputs, most)
             tick(1)
@@ -151,7 +151,7 @@ def run_contest(
             way.contestant.runs.append(run)
             if reader is not None:
                 reader.count_flops()
-                way.answers.append(count_answer(reader.rounds(), processor.tokenizer, maker.ends))
+                way.answers.append(count_answer(reader.rounds(), processor.tokenizer, maker.eos_ids))
                 way.prefill_costs.append(reader.cost)
 
 
@@ -218,7 +218,7 @@ def _kept(way: CompressorRun, stats: Sequence[Stats]) -> tuple[float | None, flo
     if visual := sum(one.num_visual_tokens for one in stats):
         kept = sum(one.num_compressed_tokens for one in stats)
         return kept / len(stats), kept / visual
-    if getattr(way.drafter, "visual_mode", None) == "textual":
+    if getattr(way.drafter, "visual_mode", None) == "text_only":
         return 0.0, 0.0
     return None, 1.0 if any(reading.kv_bytes for reading in way.prefill_costs) else None
 
@@ -312,11 +312,11 @@ def parser() -> argparse.ArgumentParser:
     add("--compressors", type=split_commas, default=[], metavar="C,C", help="with the first drafter, at every share")
     add("--shares", type=parse_shares, default=[2, 4, 8, 16, 0], metavar="N,N", help="1/N of the tokens; 0: one token")
     add("--shapes", type=parse_shapes, default=["one", "clip8"], metavar="S,S", help=f"of {', '.join(SCENARIOS)}")
-    add("--model", default=DEFAULT)
+    add("--model", default=DEFAULT_MODEL)
     add_renamed(made, "--scene-seed", "--first-seed", type=int, default=FIRST_HELD_OUT_SEED, metavar="S")
-    add("--count", type=positive, default=12, metavar="N", help="requests of each shape (default 12)")
-    add("--nodes", type=positive, default=None, metavar="N", help="score trees of N nodes (default: what pays)")
-    add("--max-new-tokens", type=positive, default=128, metavar="N")
+    add("--count", type=positive_int, default=12, metavar="N", help="requests of each shape (default 12)")
+    add("--nodes", type=positive_int, default=None, metavar="N", help="score trees of N nodes (default: what pays)")
+    add("--max-new-tokens", type=positive_int, default=128, metavar="N")
     add("--json", metavar="FILE")
     add("--markdown", metavar="FILE.md", help="the tables")
     add("--plot", metavar="FILE.png", help="tau against tokens kept")
@@ -380,7 +380,7 @@ def measure_visual(args: argparse.Namespace, command: str) -> list[dict[str, Any
         check_spec(name)
     for file in filter(None, (args.json, args.markdown, args.plot)):
         check_writable(file)
-    model, processor = load(args.model)
+    model, processor = load_model(args.model)
     shared = {name: getattr(args, name) for name in ("model", "scene_seed", "max_new_tokens", "nodes")}
     shared["run"] = provenance(command, model.device)
     rows: list[dict[str, Any]] = []

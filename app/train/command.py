@@ -77,7 +77,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], co
     )
     parser.set_defaults(run=run)
     add = parser.add_argument_group("what").add_argument
-    add("--target", default=MODEL, metavar="M", help=MODELS)
+    add("--target", default=SCENES_MODEL, metavar="M", help=MODEL_HELP)
     add("--drafter", type=parse_drafters, default=["msd"], metavar="D,D", help=f"of {', '.join(RECIPES)} (default msd)")
     add("--data", nargs="+", default=[], metavar="PATH", help="images, folders, manifests (default: generated scenes)")
     add("--out", type=Path, required=True, metavar="FOLDER", help="folder of the run")
@@ -156,6 +156,11 @@ def non_negative_int(text: str) -> int:
     return int(text)
 
 
+def parse_visual_mode(text: str) -> str:
+    """A visual input mode; the values of the first release ("blind", "textual") are accepted."""
+    return {"blind": "placeholder", "textual": "text_only"}.get(text, text)
+
+
 def parse_drafters(text: str) -> list[str]:
     """Comma-separated drafters."""
     names = [name.strip() for name in text.split(",") if name.strip()]
@@ -167,10 +172,10 @@ def parse_drafters(text: str) -> list[str]:
 
 def parse_compressor(text: str) -> str:
     """A compressor and how many tokens it keeps."""
-    from mmspec.vision.registry import parse
+    from mmspec.vision.registry import parse_compressor
 
     try:
-        parse(text)
+        parse_compressor(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
     return text

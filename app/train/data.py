@@ -22,7 +22,7 @@ from mmspec.app.train.datasets import Request, RequestDataset
 from mmspec.cpu.linear import bf16_is_faster
 from mmspec.drafters.checkpoints.format import tokenizer_fingerprint
 from mmspec.drafters.eagle.visual_inputs import prompt_grids
-from mmspec.drafters.training.losses import TrainBatch
+from mmspec.drafters.training.batch import TrainBatch
 from mmspec.interfaces import Prompt
 from mmspec.targets.registry import find_adapter
 
@@ -57,7 +57,7 @@ class Teacher:
     def most_common_ids(self, count: int) -> Tensor:
         """[count] int64, the ids that the answers use most, rising; the end is always among them."""
         counted = Counter(token for ids in self.answers.values() for token in ids)
-        ends = self.captioner.ends
+        ends = self.captioner.eos_ids
         first = [*ends, *(token for token, _ in counted.most_common() if token not in ends)]
         return torch.tensor(sorted(first[:count]))
 
@@ -114,7 +114,7 @@ class Teacher:
             good.append(line)
         whole = "".join(f"{line}\n" for line in good)
         if mend and whole != text:
-            replace(file, whole.encode())  # under another name first: a full disk must not cost the answers
+            replace_file(file, whole.encode())  # under another name first: a full disk must not cost the answers
 
     def _take(self, row: dict[str, Any]) -> None:
         """An answer, and about how long its whole text is."""
@@ -130,7 +130,7 @@ class Teacher:
         groups: dict[int, list[int]] = {}
         for place, one in enumerate(requests):
             if one.answer is None:
-                groups.setdefault(len(pictures(one.media)), []).append(place)
+                groups.setdefault(len(media_images(one.media)), []).append(place)
         for places in groups.values():
             for place, answer in zip(places, self._generate([requests[p] for p in places], most), strict=True):
                 said[place] = answer
@@ -138,14 +138,14 @@ class Teacher:
 
     def _ids(self, answer: str) -> list[int]:
         ids = self.tokenizer(" " + answer.strip(), add_special_tokens=False).input_ids
-        return [*ids, *self.captioner.ends[:1]]
+        return [*ids, *self.captioner.eos_ids[:1]]
 
     def _generate(self, requests: Sequence[Request], most: int) -> list[tuple[list[int], int]]:
-        inputs = self.captioner.inputs([one.media for one in requests], [one.question for one in requests])
+        inputs = self.captioner.build_inputs([one.media for one in requests], [one.question for one in requests])
         out = self.model.generate(
             **inputs, max_new_tokens=most, do_sample=False, temperature=None, top_p=None, top_k=None
         )
-        ends, result = set(self.captioner.ends), []
+        ends, result = set(self.captioner.eos_ids), []
         prompts = inputs["attention_mask"].sum(1).tolist()
         for row, prompt in zip(out[:, inputs["input_ids"].shape[1] :].tolist(), prompts, strict=True):
             size = next((i + 1 for i, token in enumerate(row) if token in ends), len(row))
@@ -168,7 +168,7 @@ class Teacher:
     def _forward(self, numbers: Sequence[int]) -> TrainBatch:
         """The target reads the texts."""
         requests = [self.data[number] for number in numbers]
-        inputs = self.captioner.inputs([one.media for one in requests], [one.question for one in requests])
+        inputs = self.captioner.build_inputs([one.media for one in requests], [one.question for one in requests])
         whole, answer = self._join(inputs, [self.answers[number] for number in numbers])
         device, heard = self.model.device, self.adapter.attention_capture()
         with (

@@ -30,8 +30,8 @@ class HeadRecipe:
 RECIPES = {
     "msd": HeadRecipe("decoupled"),
     "eagle": HeadRecipe("coupled"),
-    "eagle-blind": HeadRecipe("blind"),
-    "eagle-textual": HeadRecipe("textual"),
+    "eagle-blind": HeadRecipe("placeholder"),
+    "eagle-textual": HeadRecipe("text_only"),
     "flash": HeadRecipe("decoupled", "flash", 5, 0.0, 1.0, 0.25),
     "flash-free": HeadRecipe("decoupled", "flash", 5, 0.0, 1.0),
     "parallel": HeadRecipe("decoupled", "parallel", 5, 1.0, 0.5),
@@ -158,7 +158,7 @@ def build_compressor(options: TrainOptions, hidden_size: int, kept: Any) -> Any:
     Raises:
         ValueError: weights of another compressor came with the head, and would be lost.
     """
-    from mmspec.vision.registry import parse, restored
+    from mmspec.vision.registry import config_size, load_compressor, parse_compressor
 
     if kept is None or not kept[1]:
         return None if options.compressor is None else init_compressor(options.compressor, hidden_size, options.seed)
@@ -168,22 +168,23 @@ def build_compressor(options: TrainOptions, hidden_size: int, kept: Any) -> Any:
             f"{options.start_from} was trained with --compressor {facts['name']}:{facts['tokens']} (wanted: "
             f"{options.compressor or 'none'}): ask for the same, or start from another drafter"
         )
-    return restored(facts, weights, hidden_size).train()  # type: ignore[attr-defined]
+    return load_compressor(facts, weights, hidden_size).train()  # type: ignore[attr-defined]
 
 
 def init_compressor(text: str, hidden_size: int, seed: int) -> Any:
     """Fresh weights; torch's generators stay as they are."""
     import torch
 
-    from mmspec.vision.registry import new
+    from mmspec.vision.registry import init_compressor
 
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
-        return new(text, hidden_size)
+        return init_compressor(text, hidden_size)
 
 
 def compressor_state(compressor: Any) -> Any:
     """What a checkpoint keeps of a compressor."""
+
     if compressor is None:
         return None
     weights = compressor.state_dict() if hasattr(compressor, "state_dict") else {}

@@ -29,10 +29,10 @@ import torch
 from gradio_client import Client, handle_file
 
 from mmspec.app.bench.measure import HF, TimedRun, bootstrap_interval, build_contestants, gc_paused, run_once
-from mmspec.app.caption.command import positive
-from mmspec.app.caption.config import DEFAULT
+from mmspec.app.caption.command import positive_int
+from mmspec.app.caption.config import DEFAULT_MODEL
 from mmspec.app.modeling.captioner import Captioner
-from mmspec.app.modeling.load import load
+from mmspec.app.modeling.load import load_model
 from mmspec.app.scenes.examples import list_example_files
 from mmspec.app.scenes.tasks import REQUEST_TASKS, SceneRequest, generate_requests
 from mmspec.app.scenes.world import FIRST_HELD_OUT_SEED
@@ -66,7 +66,7 @@ class ServedPage:
 @gc_paused()
 def measure_ratios(args: argparse.Namespace, tick: Any) -> Ratios:
     """Page over bench, for each request after the first, which warms up."""
-    model, processor = load(args.model)
+    model, processor = load_model(args.model)
     by_name = {one.name: one for one in build_contestants(model, [args.drafter], processor, stop_at_eos=True)}
     maker = Captioner(model, processor)
     found: Ratios = {}
@@ -74,7 +74,7 @@ def measure_ratios(args: argparse.Namespace, tick: Any) -> Ratios:
     with serve(shelf, port=0) as site, ProcessPoolExecutor(1, fresh) as readers:
         page = ServedPage(site, readers, args.model, args.drafter, "none", 0, 0, args.new_tokens, "automatic")
         for number, request in enumerate(islice(generate_requests(args.task, args.first_seed), args.count + 1)):
-            inputs = maker.inputs([request.images], [request.question])
+            inputs = maker.build_inputs([request.images], [request.question])
             runs: dict[str, TimedRun] = {}
             report = page.run(request) if number % 2 else None  # whoever is first may find a colder machine
             for side, name in (("plain", HF), ("mmspec", args.drafter)):
@@ -122,13 +122,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m mmspec.app.ui.bench_overhead", description=__doc__)
     add = parser.add_argument
-    add("--model", default=DEFAULT)
+    add("--model", default=DEFAULT_MODEL)
     add("--drafter", default="auto", metavar="D")
     add("--task", choices=[task for task in REQUEST_TASKS if task != "clip"], default="describe")
     add("--first-seed", type=int, default=FIRST_HELD_OUT_SEED, metavar="S")
-    add("--count", type=positive, default=20, metavar="N", help="requests after the warm-up (default 20)")
-    add("--new-tokens", type=positive, default=160, metavar="N")
-    add("--start", type=positive, metavar="N", help="measure N starts of mmspec demo instead")
+    add("--count", type=positive_int, default=20, metavar="N", help="requests after the warm-up (default 20)")
+    add("--new-tokens", type=positive_int, default=160, metavar="N")
+    add("--start", type=positive_int, metavar="N", help="measure N starts of mmspec demo instead")
     add("--json", metavar="FILE")
     add("--progress", action=argparse.BooleanOptionalAction, default=sys.stderr.isatty())
     args = parser.parse_args(argv)

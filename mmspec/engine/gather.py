@@ -16,7 +16,7 @@ def gather_rows(rows: Tensor, index: Tensor) -> Tensor:
 
 
 def scatter_rows(rows: Tensor, index: Tensor, new: Tensor) -> Tensor:
-    """[B, n, ...]: a copy of `rows` with `new` [B, m, ...] at `index` [B, m] int64, whose entries differ in each row."""
+    """[B, n, ...]: a copy of `rows` with `new` [B, m, ...] at `index` [B, m] int64, distinct in each row."""
     flat_index = _flatten_index(index, rows.shape[1])
     return rows.flatten(0, 1).index_copy(0, flat_index, new.flatten(0, 1)).view(rows.shape)
 

@@ -1,9 +1,9 @@
 """`TreeSampler`: from logits to a sampled id at every node of a draft tree.
 
-Logits processors see each node's own history (prompt, emitted tokens, path in the tree). The sampled id is
-`argmax(scores)`, or when sampling `argmax(probs / noise)` with the noise of the node's output step (`mmspec.engine.rng`),
-which is what `torch.multinomial(probs, 1)` computes. It depends on the seed, the step and the history, never on the
-tree.
+Logits processors get each node's own history (prompt, emitted tokens, path in the tree). The sampled id is
+`argmax(scores)`, or when sampling `argmax(probs / noise)` with the noise of the node's output step
+(`mmspec.engine.rng`), which is what `torch.multinomial(probs, 1)` computes. It depends on the seed, the step and the
+history, never on the tree.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _HISTORY_NAMES = (
 STATELESS_PROCESSORS = frozenset(getattr(hf, name) for name in _STATELESS_NAMES.split() if hasattr(hf, name))
 """Processors that read only the scores of one row: called once on all nodes. Exact types, no subclasses."""
 HISTORY_PROCESSORS = frozenset(getattr(hf, name) for name in _HISTORY_NAMES.split() if hasattr(hf, name))
-"""Processors that are pure functions of one row's (history, scores): called per group of nodes, with their histories."""
+"""Processors that are pure functions of one row's (history, scores): called per group of nodes."""
 
 
 class NodeGroup(NamedTuple):
@@ -174,9 +174,7 @@ def _sample_with_noise(scores: Tensor, noise: Tensor) -> tuple[Tensor, Tensor, T
     return best.indices, scores, best.values.isnan()
 
 
-def _group_nodes(
-    tree: DraftTree, sequences: Tensor, num_emitted: Sequence[int], prompt_length: int
-) -> list[NodeGroup]:
+def _group_nodes(tree: DraftTree, sequences: Tensor, num_emitted: Sequence[int], prompt_length: int) -> list[NodeGroup]:
     """The valid nodes of all rows, grouped by the length of their histories, with these histories."""
     assert tree.depths is not None
     parents, tokens = tree.parents.tolist(), tree.tokens.tolist()

@@ -21,7 +21,8 @@ from transformers import DynamicCache
 from mmspec.engine.rng import RngGuard
 from mmspec.engine.tree import DraftTree, root_only, sanitize
 from mmspec.interfaces import VerifyResult
-from mmspec.targets.hf import TOKEN_TYPE_INPUTS, HFTarget, ModelAdapter
+from mmspec.targets.base import ModelAdapter
+from mmspec.targets.hf import TOKEN_TYPE_INPUTS, HFTarget
 from mmspec.targets.module_scan import describe_module
 
 PARENTS = (-1, 0, 1, 2, 0, 4, 1, 6)
@@ -186,8 +187,8 @@ def _restored(modules: Sequence[nn.Module]) -> Iterator[Any]:
 
 def _state(module: nn.Module) -> dict[str, Any]:
     """A copy of everything a module may write to but its weights and its submodules."""
-    left_out = ("_modules", "_parameters", "_buffers")
-    own = {name: value for name, value in module.__dict__.items() if name not in left_out and _is_data(value)}
+    describe_skipped = ("_modules", "_parameters", "_buffers")
+    own = {name: value for name, value in module.__dict__.items() if name not in describe_skipped and _is_data(value)}
     state: dict[str, Any] = copy.deepcopy(own)
     state |= {f"_buffers.{name}": None if part is None else part.clone() for name, part in module._buffers.items()}
     return state

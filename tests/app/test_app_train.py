@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import mmspec
-from mmspec.app.cli.main import main, parser
+from mmspec.app.cli.main import build_parser, main
 from mmspec.app.modeling.random_models import random_model
 from mmspec.app.scenes.render import render_scene
 from mmspec.app.scenes.world import generate_scene

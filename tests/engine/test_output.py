@@ -17,8 +17,9 @@ from torch import Tensor
 from transformers.generation import stopping_criteria as hf
 from transformers.generation.streamers import BaseStreamer
 
-from mmspec.engine.output import OutputBuffer
-from mmspec.engine.sampler import SamplingNoise, TreeSampler
+from mmspec.engine.output import OutputBuffer, ReturnFlags
+from mmspec.engine.rng import SamplingNoise
+from mmspec.engine.sampler import TreeSampler
 from mmspec.engine.tree import BUCKETS, bucket_size, root_only
 from mmspec.interfaces import VerifyResult
 
@@ -131,9 +132,7 @@ class Runner:
             pad_token_id=case.pad,
             noise=noise,
             streamer=case.streamer(self.puts),
-            return_scores=case.keep_scores,
-            return_logits=case.keep_logits,
-            return_cache=case.keep_cache,
+            returns=ReturnFlags(scores=case.keep_scores, logits=case.keep_logits, cache=case.keep_cache),
             stepwise=case.lockstep,
         )
         self.rounds = 0
@@ -413,7 +412,11 @@ def test_the_lag_of_finished_rows() -> None:
     case = Case(0, batch=2, criteria=limited(40, lambda log: hf.EosTokenCriteria([2])), keep_cache=True)
     for waits, lag in ((True, 6), (False, 0)):
         clock = OutputBuffer(
-            World(0, 2).prompt, case.criteria(adversarial.CallLog()), pad_token_id=0, noise=None, return_cache=waits
+            World(0, 2).prompt,
+            case.criteria(adversarial.CallLog()),
+            pad_token_id=0,
+            noise=None,
+            returns=ReturnFlags(cache=waits),
         )
         rows = [[1, 2], [1, 3, 4, 5, 6, 7, 8, 9]]
         tokens = torch.tensor([row + [0] * (8 - len(row)) for row in rows])

@@ -15,13 +15,11 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process as hf
 
+from mmspec.engine.rng import RngGuard, SamplingNoise, default_generator
 from mmspec.engine.sampler import (
     HISTORY_PROCESSORS,
     STATELESS_PROCESSORS,
-    RngGuard,
-    SamplingNoise,
     TreeSampler,
-    default_generator,
 )
 from mmspec.engine.tree import DraftTree, root_only, sanitize
 
@@ -61,14 +59,14 @@ def test_noise_is_that_of_multinomial(batch: int, vocab: int) -> None:
         for column in range(columns):
             noise.draw(column + rng.randint(1, window))  # looking ahead must not matter
             own = noise.at(torch.full((batch, 1), column))[:, 0]
-            assert torch.equal(own, noise.column(column)[:, 0])
+            assert torch.equal(own, noise.at_step(column)[:, 0])
             assert (chances(column, batch, vocab) / own).argmax(-1).tolist() == tokens[column]
             assert torch.equal(noise.state_after(column), states[column])
             if rng.random() < 0.5:
                 noise.restore_rng(column)
                 assert torch.equal(torch.get_rng_state(), states[column])
             noise.release(column)
-        assert len(noise._snapshots) <= window + 1
+        assert len(noise._states) <= window + 1
 
 
 def test_rows_look_at_columns_of_their_own() -> None:
@@ -79,7 +77,7 @@ def test_rows_look_at_columns_of_their_own() -> None:
     assert got.shape == (3, 4, 11)
     for row in range(3):
         for node in range(4):
-            assert torch.equal(got[row, node], noise.column(int(columns[row, node]))[row, 0])
+            assert torch.equal(got[row, node], noise.at_step(int(columns[row, node]))[row, 0])
 
 
 def test_the_window_wraps_around() -> None:
@@ -91,7 +89,7 @@ def test_the_window_wraps_around() -> None:
     for column in range(50):
         narrow.draw(min(column + 4, 50))
         for ahead in range(column, min(column + 4, 50)):
-            assert torch.equal(narrow.column(ahead), wide.column(ahead))
+            assert torch.equal(narrow.at_step(ahead), wide.at_step(ahead))
             assert torch.equal(narrow.state_after(ahead), wide.state_after(ahead))
         narrow.release(column)
     assert narrow._ring.shape[0] == 4, "memory does not grow with the output"
@@ -101,10 +99,10 @@ def test_drawing_less_draws_nothing() -> None:
     torch.manual_seed(3)
     noise = SamplingNoise(1, 5, CPU, 8)
     noise.draw(4)
-    state, column = torch.get_rng_state(), noise.column(3).clone()
+    state, column = torch.get_rng_state(), noise.at_step(3).clone()
     for until in (0, 3, 4):
         noise.draw(until)
-    assert torch.equal(torch.get_rng_state(), state) and torch.equal(noise.column(3), column)
+    assert torch.equal(torch.get_rng_state(), state) and torch.equal(noise.at_step(3), column)
 
 
 def test_settling_in_between_does_not_disturb_what_is_drawn_later() -> None:
@@ -114,7 +112,7 @@ def test_settling_in_between_does_not_disturb_what_is_drawn_later() -> None:
     for column in range(10):
         noise.draw(min(10, column + 3))
         noise.restore_rng(column)
-        assert (chances(column, 2, 13) / noise.column(column)[:, 0]).argmax(-1).tolist() == tokens[column]
+        assert (chances(column, 2, 13) / noise.at_step(column)[:, 0]).argmax(-1).tolist() == tokens[column]
     noise.restore_rng(6)
     assert torch.equal(torch.get_rng_state(), states[6])
     noise.restore_rng(-1)
@@ -144,18 +142,18 @@ def test_looking_ahead_for_drafters() -> None:
     torch.manual_seed(5)
     noise = SamplingNoise(2, 13, CPU, 8)
     noise.draw(3)
-    seen = noise.lookahead([1, 3], 4, horizon=7)
+    seen = noise.lookahead([1, 3], 4, noise_end=7)
     assert seen.shape == (2, 4, 13)
     for row, length in enumerate((1, 3)):
         for step in range(4):
             assert int((chances(length + step, 2, 13)[row] / seen[row, step]).argmax()) == tokens[length + step][row]
     noise.restore_rng(6)
     assert torch.equal(torch.get_rng_state(), states[6])
-    assert noise.lookahead([1, 3], 9, horizon=8).shape == (2, 9, 13)
-    assert noise._drawn == 8, "drawn beyond the columns in flight"
+    assert noise.lookahead([1, 3], 9, noise_end=8).shape == (2, 9, 13)
+    assert noise._num_drawn == 8, "drawn beyond the columns in flight"
     noise.immediate = True
     state = torch.get_rng_state()
-    assert noise.lookahead([1, 3], 4, horizon=8).shape == (2, 4, 13)
+    assert noise.lookahead([1, 3], 4, noise_end=8).shape == (2, 4, 13)
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -203,7 +201,7 @@ def test_calls_that_share_a_generator_never_get_the_same_noise() -> None:
     two.draw(6)
     one.restore_rng(7)
     two.restore_rng(5)
-    seen = [noise.column(column)[:, 0] for noise, columns in ((one, 8), (two, 6)) for column in range(columns)]
+    seen = [noise.at_step(column)[:, 0] for noise, columns in ((one, 8), (two, 6)) for column in range(columns)]
     assert not any(torch.equal(a, b) for a, b in itertools.combinations(seen, 2))
     assert all(not torch.equal(torch.empty(2, 13).exponential_(1), noise) for noise in seen)
 
@@ -244,7 +242,7 @@ def test_what_another_call_draws_meanwhile_is_not_undone() -> None:
     other, mine = SamplingNoise(2, 13, CPU, 8), SamplingNoise(2, 13, CPU, 8)
     for noise in (None, mine):
         with RngGuard(CPU, noise=noise) as undo:
-            other.draw(other._drawn + 2)
+            other.draw(other._num_drawn + 2)
             left = torch.get_rng_state()
         assert not undo.rng_was_used and torch.equal(torch.get_rng_state(), left) and not other.rng_contended
 

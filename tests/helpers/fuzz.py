@@ -39,6 +39,8 @@ from transformers import (
     TopKLogitsWarper,
 )
 
+from mmspec.interfaces import Prompt
+
 FAMILIES = tiny.FAMILIES[:4]
 """What a seed chooses from. Families that came later are asked for by name, so that a seed keeps its meaning."""
 LATER_FAMILIES = tiny.FAMILIES[4:]
@@ -746,7 +748,9 @@ def run_case(case: Case, identity: bool = False) -> CaseResult:
     tokens = sum(
         x.sequences[:, made.inputs[0]["input_ids"].shape[1] :].numel() for x in plain if x.sequences is not None
     )
-    return CaseResult(case, differences, errors, len(plain), tokens, stats, str(stats.get("fallback") or ""), spent)
+    return CaseResult(
+        case, differences, errors, len(plain), tokens, stats, str(stats.get("fallback_reason") or ""), spent
+    )
 
 
 def _find_differences(
@@ -808,7 +812,7 @@ def summarize(results: Sequence[CaseResult]) -> dict[str, Any]:
     drafted: dict[str, list[int]] = {}
     for r in results:
         sums = drafted.setdefault(r.case.drafter, [0, 0, 0])
-        for i, name in enumerate(("rounds", "drafted", "accepted")):
+        for i, name in enumerate(("rounds", "num_draft_tokens", "num_accepted_tokens")):
             sums[i] += int(r.stats.get(name) or 0)
     return {
         "cases": len(results),

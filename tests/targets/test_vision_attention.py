@@ -23,8 +23,8 @@ from mmspec.drafters.eagle.head import EagleHead, HeadConfig
 from mmspec.interfaces import DrafterRequirements, Prompt, VisualTokens
 from mmspec.targets.registry import find_adapter
 from mmspec.vision.compressors.elastic import Elastic
-from mmspec.vision.compressors.select import Identity, Prune, distinctness
-from mmspec.vision.registry import make
+from mmspec.vision.compressors.select import Identity, TopScore, saliency
+from mmspec.vision.registry import build_compressor
 
 
 class Asking(Identity):
@@ -277,7 +277,7 @@ class Spy:
 def test_a_drafter_is_shown_what_the_tower_attends_to(padding: str) -> None:
     """Scores stand at their own tokens, and `salient` keeps the highest; the text stays what it is."""
     drafter = EagleDrafter(EagleHead(HeadConfig(32, 64, 4, 2, 120)), "decoupled", num_layers=2)
-    model, spy = MODELS["llava"](), Spy(make("salient:3"))
+    model, spy = MODELS["llava"](), Spy(build_compressor("salient:3"))
     given = tiny.build_inputs(model, 5, 3, images=[2, 1, 1], padding=padding)
     plain = model.generate(**given, max_new_tokens=12, do_sample=False)
     wanted = slow(model, given)[1].split([18, 9, 9])
@@ -297,7 +297,7 @@ def test_a_drafter_is_shown_what_the_tower_attends_to(padding: str) -> None:
 
 
 def test_who_asks() -> None:
-    assert make("salient:3").attends and not make("relevant:3").attends  # type: ignore[attr-defined]
+    assert build_compressor("salient:3").attends and not build_compressor("relevant:3").attends  # type: ignore[attr-defined]
     with torch.random.fork_rng(devices=[]):
-        ways = [Identity(), Prune(2, "salient", distinctness, attends=True)]
+        ways = [Identity(), TopScore(2, "salient", saliency, attends=True)]
         assert Elastic(8, 2).attends and Elastic(8, 2, ways).attends and not Elastic(8, 2, ways[:1]).attends

@@ -41,7 +41,7 @@ from mmspec.app.scenes.training.data import ChatDataset, PatchDataset, collate_c
 from mmspec.app.scenes.training.models import VisionPretrainer, VlmTrainer
 from mmspec.app.scenes.training.stages import STAGES, MuonAdamW, TrainingStage, learning_rate_at
 from mmspec.app.versions import version
-from mmspec.cpu.linear import bf16_is_faster
+from mmspec.cpu.bf16 import bf16_is_faster
 from mmspec.files import atomic_write
 
 EPILOG = """\
