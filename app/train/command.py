@@ -11,8 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mmspec.app.caption.command import MODELS, positive, quiet
-from mmspec.app.caption.config import DTYPES, MODEL, Place
+from mmspec.app.caption.command import MODEL_HELP, hide_progress_bars, positive_int
+from mmspec.app.caption.config import DTYPES, SCENES_MODEL, ProcessInfo
 from mmspec.app.cli.deprecated import add_renamed
 from mmspec.app.errors import UsageError
 from mmspec.app.train.config import TrainOptions
@@ -22,7 +22,7 @@ from mmspec.app.train.progress import ProgressReporter
 if TYPE_CHECKING:
     from mmspec.drafters.training.trainer import Trainer
 
-VISUAL_MODES = ("decoupled", "coupled", "blind", "textual")
+VISUAL_MODES = ("decoupled", "coupled", "placeholder", "text_only")
 """Keys of mmspec.drafters.eagle.visual_inputs.VISUAL_MODES, which is too slow to import here."""
 FIRST_CHECKPOINT_S = 30.0
 """Seconds of training after which the first checkpoint is written; later ones follow the trainer's interval."""
@@ -85,15 +85,21 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], co
     add("--device", default="auto", metavar="DEV", help="default auto: the GPU if there is one")
     how = parser.add_argument_group("how")
     add = how.add_argument
-    add("--count", type=positive, default=2000, metavar="N", help="requests of the scenes world (default 2000)")
-    scene_seed_help = "seed of the first scene (default 10,000,000)"
-    add_renamed(how, "--scene-seed", "--first-seed", type=int, default=10_000_000, metavar="S", help=scene_seed_help)
-    add("--max-new-tokens", type=positive, default=160, metavar="N", help="tokens of an answer at most (default 160)")
-    add("--steps", type=positive, default=1000, metavar="N", help="default 1000")
-    add("--batch-size", type=positive, default=16, metavar="N", help="sequences per step (default 16)")
+    add("--count", type=positive_int, default=2000, metavar="N", help="requests of the scenes world (default 2000)")
+    scene_help = "seed of the first scene (default 10,000,000)"
+    add_renamed(how, "--scene-seed", "--first-seed", type=int, default=10_000_000, metavar="S", help=scene_help)
+    add(
+        "--max-new-tokens",
+        type=positive_int,
+        default=160,
+        metavar="N",
+        help="tokens of an answer at most (default 160)",
+    )
+    add("--steps", type=positive_int, default=1000, metavar="N", help="default 1000")
+    add("--batch-size", type=positive_int, default=16, metavar="N", help="sequences per step (default 16)")
     add(
         "--answer-batch",
-        type=positive,
+        type=positive_int,
         default=None,
         metavar="N",
         help="batch size of answers (default: --batch-size)",
@@ -117,10 +123,12 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], co
         metavar="W",
         help="uniform noise on hidden states (EAGLE: 0.2; default 0)",
     )
-    add("--ffn", type=positive, default=None, metavar="N", help="intermediate size (default: the target's)")
-    add("--block", type=positive, default=None, metavar="K", help="tokens per pass (flash, parallel: 5; falcon: 2)")
+    add("--ffn", type=positive_int, default=None, metavar="N", help="intermediate size (default: the target's)")
+    add("--block", type=positive_int, default=None, metavar="K", help="tokens per pass (flash: 5, falcon: 2)")
     mode_help = "how visual tokens enter the head (default: that of the drafter)"
-    add_renamed(how, "--visual-mode", "--rule", default=None, choices=VISUAL_MODES, help=mode_help)
+    add_renamed(
+        how, "--visual-mode", "--rule", type=parse_visual_mode, default=None, choices=VISUAL_MODES, help=mode_help
+    )
     add(
         "--compressor",
         type=parse_compressor,
@@ -130,7 +138,11 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], co
     )
     add("--start-from", metavar="FOLDER", help="trained weights: a folder of a run or drafter, or a name")
     add(
-        "--draft-vocab", type=positive, default=None, metavar="N", help="draft only the N most frequent ids (VocabTrim)"
+        "--draft-vocab",
+        type=positive_int,
+        default=None,
+        metavar="N",
+        help="draft only the N most frequent ids",
     )
     add(
         "--evaluate",
@@ -161,15 +173,6 @@ def parse_visual_mode(text: str) -> str:
     return {"blind": "placeholder", "textual": "text_only"}.get(text, text)
 
 
-def parse_drafters(text: str) -> list[str]:
-    """Comma-separated drafters."""
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    for name in names:
-        if name not in RECIPES:
-            raise argparse.ArgumentTypeError(f"unknown drafter {name!r}; known are {', '.join(RECIPES)}")
-    return list(dict.fromkeys(names))
-
-
 def parse_compressor(text: str) -> str:
     """A compressor and how many tokens it keeps."""
     from mmspec.vision.registry import parse_compressor
@@ -183,7 +186,7 @@ def parse_compressor(text: str) -> str:
 
 def run(args: argparse.Namespace) -> int:
     """Carry out the command."""
-    from mmspec.app.modeling.load import load
+    from mmspec.app.modeling.load import load_model
     from mmspec.app.train.data import Teacher
     from mmspec.app.train.datasets import Subset, TextOnlyAugmented
     from mmspec.app.train.report import write_curves
@@ -197,15 +200,15 @@ def run(args: argparse.Namespace) -> int:
     )
 
     options = TrainOptions.from_args(args)
-    quiet(options.progress)
-    process = Place.of(os.environ)
-    if options.batch_size % process.world:
-        raise UsageError(f"--batch-size {options.batch_size} cannot be shared by {process.world} processes")
+    hide_progress_bars(options.progress)
+    process = ProcessInfo.from_env(os.environ)
+    if options.batch_size % process.world_size:
+        raise UsageError(f"--batch-size {options.batch_size} cannot be shared by {process.world_size} processes")
     data, held_out = split_data(options)
     wait_for_everyone, distributed = distributed_context(options, process)
-    model, processor = load(options.target, options.dtype, options.device, process.local)
+    model, processor = load_model(options.target, options.dtype, options.device, process.local)
     model.requires_grad_(False)
-    cache_bytes = round(options.cache_gib * (1 << 30)) // process.world
+    cache_bytes = round(options.cache_gib * (1 << 30)) // process.world_size
     has_text_only = options.text_first or options.text_only
     teacher = Teacher(model, processor, TextOnlyAugmented(data) if has_text_only else data, cache_bytes)
     answer_settings = data_settings(options, data, held_out)

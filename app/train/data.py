@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmspec.app.io.images import pictures
-from mmspec.app.io.jsonl import replace
+from mmspec.app.io.images import media_images
+from mmspec.app.io.jsonl import replace_file
 from mmspec.app.modeling.captioner import Captioner
 from mmspec.app.train.datasets import Request, RequestDataset
-from mmspec.cpu.linear import bf16_is_faster
+from mmspec.cpu.bf16 import bf16_is_faster
 from mmspec.drafters.checkpoints.format import tokenizer_fingerprint
 from mmspec.drafters.eagle.visual_inputs import prompt_grids
 from mmspec.drafters.training.batch import TrainBatch

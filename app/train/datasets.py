@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Protocol
 
 from mmspec.app.errors import UsageError
-from mmspec.app.io.images import ImageError, Shown
-from mmspec.app.io.sources import collect
-from mmspec.app.io.videos import load_shown
-from mmspec.vision.video.decoder_pool import Isolated
+from mmspec.app.io.images import ImageError, Media
+from mmspec.app.io.sources import collect_items
+from mmspec.app.io.videos import load_media
+from mmspec.vision.video.decoder_pool import DecoderPool
 
 SCENES_MIX = {"describe": 0.6, "short": 0.15, "answer": 0.2, "clip": 0.05}
 """Share of each task when the scenes model is the target."""
@@ -24,7 +24,7 @@ SCENES_MIX = {"describe": 0.6, "short": 0.15, "answer": 0.2, "clip": 0.05}
 class Request:
     """Media and a question; `answer` is None where the target generates it."""
 
-    media: Shown
+    media: Media
     question: str
     answer: str | None = None
 
@@ -63,8 +63,8 @@ class FileData:
     """
 
     def __init__(self, paths: Sequence[str]) -> None:
-        self.items = collect(paths, Path())
-        self.decoders = Isolated()  # starts no process before there is a file to decode
+        self.items = collect_items(paths, Path())
+        self.decoders = DecoderPool()  # starts no process before there is a file to decode
 
     def __len__(self) -> int:
         return len(self.items)
@@ -72,16 +72,16 @@ class FileData:
     @property
     def digest(self) -> str:
         """Hash of the list of files, questions and answers."""
-        listed = json.dumps([(str(item.path), item.question(), item.answer) for item in self.items])
+        listed = json.dumps([(str(item.path), item.resolve_prompt(), item.answer) for item in self.items])
         return hashlib.sha256(listed.encode()).hexdigest()[:16]
 
     def __getitem__(self, index: int) -> Request:
         item = self.items[index]
         try:
-            media = load_shown(item.path, isolated=self.decoders)
+            media = load_media(item.path, isolated=self.decoders)
         except ImageError as error:
             raise UsageError(f"{item.path}: {error}") from error
-        return Request(media, item.question(), item.answer)
+        return Request(media, item.resolve_prompt(), item.answer)
 
 
 class Subset:

@@ -163,9 +163,9 @@ def build_compressor(options: TrainOptions, hidden_size: int, kept: Any) -> Any:
     if kept is None or not kept[1]:
         return None if options.compressor is None else init_compressor(options.compressor, hidden_size, options.seed)
     facts, weights = kept
-    if options.compressor is None or parse(options.compressor) != (facts["name"], facts["tokens"]):
+    if options.compressor is None or parse_compressor(options.compressor) != (facts["name"], config_size(facts)):
         raise ValueError(
-            f"{options.start_from} was trained with --compressor {facts['name']}:{facts['tokens']} (wanted: "
+            f"{options.start_from} was trained with --compressor {facts['name']}:{config_size(facts)} (wanted: "
             f"{options.compressor or 'none'}): ask for the same, or start from another drafter"
         )
     return load_compressor(facts, weights, hidden_size).train()  # type: ignore[attr-defined]
@@ -188,7 +188,7 @@ def compressor_state(compressor: Any) -> Any:
     if compressor is None:
         return None
     weights = compressor.state_dict() if hasattr(compressor, "state_dict") else {}
-    return {"name": compressor.name, "tokens": compressor.max_tokens}, weights
+    return {"name": compressor.name, "max_tokens": compressor.max_tokens}, weights
 
 
 __all__ = ["RECIPES", "build_parts", "compressor_state", "init_compressor", "init_head", "target_head_config"]

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from types import TracebackType
 
-from mmspec.app.caption.progress import say
+from mmspec.app.caption.progress import print_stderr
 
 LINE_EVERY_S = 30.0
 """Seconds between lines where standard error is no terminal."""
@@ -57,7 +57,7 @@ class ProgressReporter:
         now = time.monotonic()
         if self._has_lines and now - self._last_line >= LINE_EVERY_S:
             self._last_line = now
-            say(self._line(now - self._start_time, shown))
+            print_stderr(self._line(now - self._start_time, shown))
 
     def _line(self, seconds: float, shown: Mapping[str, str]) -> str:
         rate = (self.done - self.num_resumed) / max(seconds, 1e-9)
@@ -75,7 +75,7 @@ class ProgressReporter:
         self._bar.close()
         if self._has_lines and kind is None and self.done > self.num_resumed:
             seconds = time.monotonic() - self._start_time
-            say(f"mmspec: {self.name}: {self.done} of {self.total} {self.unit}s, {_format_seconds(seconds)}")
+            print_stderr(f"mmspec: {self.name}: {self.done} of {self.total} {self.unit}s, {_format_seconds(seconds)}")
 
 
 def _format_seconds(seconds: float) -> str:

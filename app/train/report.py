@@ -13,7 +13,7 @@ from typing import Any
 import mmspec
 from mmspec.app.bench.forced_tree import add_forced_tree, format_not_used, is_probe_needed, probe_forced_tree
 from mmspec.app.bench.measure import NO_DRAFT, build_contestants, build_result_rows, run_rounds
-from mmspec.app.caption.config import MODEL
+from mmspec.app.caption.config import SCENES_MODEL
 from mmspec.app.errors import one_line
 from mmspec.app.train.config import TrainOptions
 from mmspec.app.train.data import Teacher
@@ -21,7 +21,7 @@ from mmspec.app.train.datasets import RequestDataset
 from mmspec.app.train.heads import compressor_state
 from mmspec.app.versions import commit, mmspec_version, version
 from mmspec.drafters.checkpoints.format import HeadMetadata, save_head
-from mmspec.drafters.training.losses import DraftModel
+from mmspec.drafters.training.batch import DraftModel
 
 EVALUATION_TREE_SIZE = 16
 """Nodes of every tree while tau is measured."""
@@ -91,7 +91,7 @@ def evaluate(options: TrainOptions, folder: Path, teacher: Teacher, held_out: Re
 
 def _inputs(teacher: Teacher, held_out: RequestDataset, index: int) -> dict[str, Any]:
     request = held_out[index]
-    return teacher.captioner.inputs([request.media], [request.question])
+    return teacher.captioner.build_inputs([request.media], [request.question])
 
 
 def measure_speed(
@@ -158,7 +158,7 @@ def summary_lines(options: TrainOptions, folder: Path, evaluation: Mapping[str, 
 def next_command(options: TrainOptions, folder: Path) -> str:
     """The command that measures the drafter more thoroughly."""
     words = ["mmspec", "bench", "--drafters", str(folder)]
-    if options.target != MODEL:
+    if options.target != SCENES_MODEL:
         words += ["--model", options.target, "--images", *options.data]
     if options.dtype != "auto":
         words += ["--dtype", options.dtype]

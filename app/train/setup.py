@@ -9,16 +9,17 @@ from typing import Any
 
 import torch
 
-from mmspec.app.caption.config import MODEL, Place
+from mmspec.app.caption.config import SCENES_MODEL, ProcessInfo
 from mmspec.app.errors import UsageError
-from mmspec.app.io.jsonl import replace
+from mmspec.app.io.jsonl import replace_file
 from mmspec.app.scenes.world import FIRST_HELD_OUT_SEED
 from mmspec.app.train.config import TrainOptions
 from mmspec.app.train.data import Teacher
 from mmspec.app.train.datasets import FileData, RequestDataset, ScenesData, Subset, image_fraction
 from mmspec.app.train.heads import RECIPES, build_parts, target_head_config
 from mmspec.app.train.sampler import LengthGroupedSampler
-from mmspec.drafters.training.losses import DraftModel, LossWeights, TrainBatch
+from mmspec.drafters.training.batch import DraftModel, TrainBatch
+from mmspec.drafters.training.losses import LossWeights
 from mmspec.drafters.training.trainer import DistributedContext, SettingsError, TrainConfig, Trainer, check_resume
 from mmspec.interfaces import SharedEmbeddings
 
@@ -36,7 +37,7 @@ def split_data(options: TrainOptions) -> tuple[Subset | ScenesData, RequestDatas
         files = FileData(options.data)
         num_train = len(files) - min(options.evaluate, len(files) // 10)
         return Subset(files, range(num_train)), Subset(files, range(num_train, len(files)))
-    if options.target != MODEL:
+    if options.target != SCENES_MODEL:
         raise UsageError(f"--target {options.target} needs --data: images, folders or manifests")
     if options.scene_seed + 2 * options.count > FIRST_HELD_OUT_SEED:
         raise UsageError(
@@ -73,7 +74,7 @@ def check_run_settings(folder: Path, settings: Mapping[str, Any], distributed: D
     file = folder / RUN_FILE
     if not file.exists():
         if not distributed.rank:
-            replace(file, json.dumps(settings, indent=1).encode() + b"\n")
+            replace_file(file, json.dumps(settings, indent=1).encode() + b"\n")
         return
     found = current_settings(json.loads(file.read_text(encoding="utf-8")))
     try:
@@ -87,15 +88,15 @@ def current_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {"scene_seed" if key == "first_seed" else key: value for key, value in settings.items()}
 
 
-def distributed_context(options: TrainOptions, process: Place) -> tuple[Callable[[], None], DistributedContext]:
+def distributed_context(options: TrainOptions, process: ProcessInfo) -> tuple[Callable[[], None], DistributedContext]:
     """(barrier, the processes that train together), as `accelerate launch` has set them up."""
-    if process.world == 1:
+    if process.world_size == 1:
         return (lambda: None), DistributedContext()
     from accelerate import PartialState
     from accelerate.utils import reduce
 
     state = PartialState(cpu=options.device == "cpu")
-    context = DistributedContext(process.rank, process.world, lambda value: reduce(value, "mean"))
+    context = DistributedContext(process.rank, process.world_size, lambda value: reduce(value, "mean"))
     return state.wait_for_everyone, context
 
 

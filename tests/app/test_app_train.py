@@ -150,7 +150,7 @@ def test_text_only_shows_no_picture(data: Path, tmp_path: Path, monkeypatch: pyt
     assert sorted(answers) == list(range(5, 10)), "with pictures nothing is asked"
     settings = torch.load(out / "state.pt", weights_only=True)["settings"]
     assert settings["text_only"] is True
-    plain = setup.train_settings(TrainOptions.from_args(parser().parse_args(args)))
+    plain = setup.train_settings(TrainOptions.from_args(build_parser().parse_args(args)))
     assert plain == {"text_first": False}, "nothing new is told of runs as they were, so they go on"
     with pytest.raises(SystemExit):
         main([*args, "--text-only", "--text-first"])
@@ -240,7 +240,7 @@ def test_a_lesson_is_what_the_target_saw(data: Path, tmp_path: Path) -> None:
     teacher.generate_answers(tmp_path, 4, 8)
     lesson = teacher.make_batch([0, 2, 4])
     for row, number in enumerate([0, 2, 4]):
-        inputs = teacher.captioner.inputs([teacher.data[number].media], [teacher.data[number].question])
+        inputs = teacher.captioner.build_inputs([teacher.data[number].media], [teacher.data[number].question])
         answer = torch.tensor(teacher.answers[number])
         ids = torch.cat([inputs["input_ids"][0], answer])
         assert torch.equal(lesson.input_ids[row, : len(ids)], ids) and lesson.attention_mask[row].sum() == len(ids)
@@ -406,10 +406,10 @@ OLD_FLAGS = {
 @pytest.mark.parametrize("old", OLD_FLAGS)
 def test_old_flags_warn_once_and_work(old: str, capsys: Any) -> None:
     new, text, value = OLD_FLAGS[old]
-    args = parser().parse_args(["train", "--out", "x", old, text])
+    args = build_parser().parse_args(["train", "--out", "x", old, text])
     assert getattr(TrainOptions.from_args(args), new[2:].replace("-", "_")) == value
     assert capsys.readouterr().err == f"mmspec: {old} is deprecated; use {new}\n"
-    args = parser().parse_args(["train", "--out", "x", new, text])
+    args = build_parser().parse_args(["train", "--out", "x", new, text])
     assert getattr(TrainOptions.from_args(args), new[2:].replace("-", "_")) == value
     assert capsys.readouterr().err == ""
 
