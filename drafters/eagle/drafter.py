@@ -119,7 +119,6 @@ class EagleDrafter:
 
     # --- the Drafter protocol -----------------------------------------------------------------------------------------
 
-    @torch.inference_mode()
     @property
     def compresses_visual_tokens(self) -> bool:
         """See `mmspec.interfaces.TrainedDrafter`."""
@@ -130,6 +129,7 @@ class EagleDrafter:
         """See `mmspec.interfaces.TrainedDrafter`. Hidden states of EAGLE-3 heads are wider than the embeddings."""
         return None if self.head.config.eagle3_input else self.head.config.hidden_size
 
+    @torch.inference_mode()
     def begin(self, prompt: Prompt) -> EagleState:
         """Start a call. The head processes the prompt before the first draft, which may never be requested."""
         if prompt.shared_embeddings is None:
