@@ -33,7 +33,8 @@ from mmspec.app.modeling.captioner import Captioner
 from mmspec.app.modeling.random_models import random_model
 from mmspec.app.scenes.render import render_scene
 from mmspec.app.scenes.world import generate_scene
-from mmspec.app.train.data import Request, Teacher
+from mmspec.app.train.data import Teacher
+from mmspec.app.train.datasets import Request
 from mmspec.drafters.architectures import ARCHITECTURES
 from mmspec.drafters.checkpoints.format import HeadMetadata, load_head, save_head
 from mmspec.drafters.eagle.drafter import EagleDrafter
