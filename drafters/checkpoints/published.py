@@ -160,14 +160,14 @@ def _config(values: Mapping[str, Any], target: TargetInfo) -> HeadConfig:
         num_key_value_heads=values.get("num_key_value_heads") or values["num_attention_heads"],
         vocab_size=target.vocab_size,
         head_dim=values.get("head_dim") or 0,
-        rms_norm_eps=values.get("rms_norm_eps", 1e-6),
+        rms_norm_eps=values.get("rms_norm_eps") or 1e-6,
         rope_theta=float(theta),
     )
 
 
 def _vocabulary(values: Mapping[str, Any], weights: Mapping[str, Tensor], target: TargetInfo) -> int | None:
     """How many ids the drafter knows, if the target has more (LLaVA: 32,000 of 32,064)."""
-    size = values.get("vocab_size", target.vocab_size)
+    size = values.get("vocab_size") or target.vocab_size
     embedding = weights.get("embed_tokens.weight")
     if embedding is not None and (embedding.dim() != 2 or embedding.shape[1] != values["hidden_size"]):
         raise ValueError(f"embed_tokens.weight must be [V, {values['hidden_size']}]; got {list(embedding.shape)}.")
