@@ -27,7 +27,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mmspec
-from mmspec.app.bench.recorder import Recorder
+from mmspec.app.bench.recorder import RecordingDrafter
+from mmspec.app.caption.command import validate_drafter
 from mmspec.app.modeling.captioner import Captioner
 from mmspec.app.modeling.random_models import random_model
 from mmspec.app.scenes.render import render_scene
@@ -39,8 +40,9 @@ from mmspec.drafters.eagle.drafter import EagleDrafter
 from mmspec.drafters.eagle.head import Eagle3Head, EagleHead, HeadConfig
 from mmspec.drafters.eagle.vispec import VispecDrafter, VispecHead
 from mmspec.drafters.eagle.visual_inputs import VISUAL_MODES, DraftInputs, compressed_inputs, prompt_grids
+from mmspec.drafters.training.batch import DraftModel, build_targets
 from mmspec.drafters.training.gate import fit_gate_on_batches
-from mmspec.drafters.training.losses import DraftModel, LossWeights, Progress, build_targets, eagle_loss
+from mmspec.drafters.training.losses import LossWeights, Progress, eagle_loss
 from mmspec.drafters.training.trainer import TrainConfig, Trainer
 from mmspec.interfaces import Compressor, Prompt, VisualGrid, VisualTokens
 from mmspec.metrics.compression_stats import RecordingCompressor
@@ -529,7 +531,7 @@ def test_identity_gives_the_same_draft_as_no_compressor(world: FakeTarget, rule:
 
 def test_drop_equals_the_textual_mode(world: FakeTarget) -> None:
     for mine, other in zip(
-        drafts(world, "coupled", build_compressor("drop")), drafts(world, "textual", None), strict=True
+        drafts(world, "coupled", build_compressor("drop")), drafts(world, "text_only", None), strict=True
     ):
         assert mine == pytest.approx(other, rel=1e-3)
 
@@ -567,7 +569,7 @@ def test_a_single_row_is_read_as_in_a_batch(world: FakeTarget, runs: list[tuple[
     assert torch.allclose(alone[0][0][on], batch[0][0][there], atol=1e-5)
 
 
-@pytest.mark.parametrize("visual_mode", ["textual", "coupled"])
+@pytest.mark.parametrize("visual_mode", ["text_only", "coupled"])
 def test_positions_beyond_the_compressed_length(world: FakeTarget, visual_mode: str) -> None:
     """690 visual tokens, all dropped: few rows whose position ids exceed the number of rows."""
     rng = torch.Generator().manual_seed(6)
@@ -583,7 +585,7 @@ def test_positions_beyond_the_compressed_length(world: FakeTarget, visual_mode: 
         shared_embeddings=world.shared_embeddings,
     )
     drafter = EagleDrafter(head(), visual_mode, num_layers=NUM_LAYERS, max_depth=1, beam_width=3)
-    drafter.compressor = None if visual_mode == "textual" else build_compressor("drop")
+    drafter.compressor = None if visual_mode == "text_only" else build_compressor("drop")
     state = drafter.begin(prompt)
     drafter.observe(state, build_first_result([7]), {})
     drafter.sync(state)
@@ -597,7 +599,7 @@ def test_positions_beyond_the_compressed_length(world: FakeTarget, visual_mode: 
 
 def test_the_compressor_of_the_call_overrides_the_drafters(world: FakeTarget) -> None:
     chosen = drafts(world, "coupled", build_compressor("identity"), compressor=build_compressor("drop"))
-    for mine, other in zip(chosen, drafts(world, "textual", None), strict=True):
+    for mine, other in zip(chosen, drafts(world, "text_only", None), strict=True):
         assert mine == pytest.approx(other, rel=1e-3)
 
 
@@ -638,7 +640,7 @@ def slow(
     visual = torch.zeros(2, 16, dtype=torch.bool)
     visual[:, 2:5] = True
     mixed = slow_latent(compressor, world.merge_embeddings(visual)[row, 2:5], world.hidden_states[row, 1:4])
-    texts, positions = reference_draft_inputs(world, eagle_head, "textual", row, n)
+    texts, positions = reference_draft_inputs(world, eagle_head, "text_only", row, n)
     rows = [e if visual_mode == "decoupled" else eagle_head.fc(torch.cat([e, s])) for e, s in mixed]
     mixed_positions = [1, 2, 3] if len(rows) == 3 else [1, 3]
     out = reference_forward(eagle_head, torch.stack([*rows, *texts]), torch.tensor([*mixed_positions, *positions]))[-1]
@@ -881,7 +883,7 @@ def test_a_train_batch_has_the_grids_of_its_rows(tiny: Captioner) -> None:
     teacher = Teacher(tiny.model, tiny.processor, data, room=1 << 30)
     teacher.answers = {index: [7, 8, 9] for index in range(3)}
     for indices in ([0, 1, 2], [2, 1], [2, 0, 2]):
-        batch = teacher.lesson(indices)
+        batch = teacher.make_batch(indices)
         expected = {0: [0], 1: [], 2: [0, 16]}
         for row, index in enumerate(indices):
             row_grids = [grid for grid in batch.grids if grid.row == row]
@@ -903,7 +905,7 @@ def test_a_stored_compressor_is_used_and_the_output_is_unchanged(tiny: Captioner
     )
     save_head(tmp_path, EagleHead(config), metadata)
     lengths: list[int] = []
-    mmspec.patch(model, str(tmp_path), nodes=16)
+    mmspec.patch(model, str(tmp_path), tree_size=16)
     try:
         compressor = model.__dict__["_mmspec"].config.drafter.compressor
         original = compressor.compress
@@ -932,11 +934,11 @@ def test_elastic_by_name_is_the_drafters_gate_or_cost_based(tiny: Captioner, tmp
     stored = {"name": "elastic", "max_tokens": 4}, gate.state_dict()
     save_head(tmp_path / "msd", EagleHead(config), HeadMetadata(config, "decoupled", 2, "llava"))
     save_head(tmp_path / "own", EagleHead(config), HeadMetadata(config, "decoupled", 2, "llava", compressor=stored))
-    inputs = tiny.inputs([render_scene(generate_scene(1))], ["what is this thing"])
+    inputs = tiny.build_inputs([render_scene(generate_scene(1))], ["what is this thing"])
     plain = model.generate(**inputs, max_new_tokens=12, do_sample=False)
     for drafter, other, choices in (("msd", "own", ["identity", "stride:1"]), ("own", "msd", ["stride:1", "identity"])):
-        check_drafter(str(tmp_path / drafter), "elastic")
-        mmspec.patch(model, drafter=str(tmp_path / drafter), compressor="elastic", nodes=8)
+        validate_drafter(str(tmp_path / drafter), "elastic")
+        mmspec.patch(model, drafter=str(tmp_path / drafter), compressor="elastic", tree_size=8)
         try:
             for options, choice in zip(({}, {"mmspec": {"drafter": str(tmp_path / other)}}), choices, strict=True):
                 assert torch.equal(model.generate(**inputs, max_new_tokens=12, do_sample=False, **options), plain)
@@ -964,11 +966,11 @@ def test_inconsistent_grids_are_logged_and_ignored(world: FakeTarget, caplog: py
 @pytest.mark.parametrize("name", ["conv:4", "elastic:4", "latent:4", "resampler:4"])
 def test_a_compressor_of_another_hidden_size_is_refused(tiny: Captioner, name: str) -> None:
     model, drafter = tiny.model, EagleDrafter(EagleHead(HeadConfig(64, 128, 4, 2, 384)), num_layers=2)
-    words = f"compressor {name[:-2]!r} was compressor for states of width 32, drafter 'eagle' reads states of width 64"
+    words = f"compressor {name[:-2]!r} has weights for hidden size 32, drafter 'eagle' reads hidden size 64"
     with pytest.raises(ValueError, match=words):
         mmspec.patch(model, drafter, compressor=init_compressor(name, 32))
     assert not mmspec.is_patched(model)
-    mmspec.patch(model, drafter, compressor=init_compressor(name, 64), nodes=8)
+    mmspec.patch(model, drafter, compressor=init_compressor(name, 64), tree_size=8)
     try:
         inputs = tiny.build_inputs([render_scene(generate_scene(1))], ["what is this thing"])
         with pytest.raises(ValueError, match=words):
@@ -986,16 +988,14 @@ def test_a_trained_compressor_is_refused_with_eagle3(tiny: Captioner, name: str)
     config = HeadConfig(64, 128, 4, 2, 384, eagle3_input=True)
     drafter = EagleDrafter(Eagle3Head(config, 384, 64), "coupled", num_layers=8, name="eagle3")
     drafter.set_hidden_state_indices((0, 1, 2), 2)
-    words = (
-        f"compressor {name[:-2]!r} .* drafter 'eagle3' reads several states side by side; choose one without weights"
-    )
+    words = f"compressor {name[:-2]!r} .* drafter 'eagle3' reads several hidden states side by side; choose a compressor without weights"
     for width in (64, 192):
         with pytest.raises(ValueError, match=words):
             mmspec.patch(tiny.model, drafter, compressor=init_compressor(name, width))
     assert not mmspec.is_patched(tiny.model)
     inputs = tiny.build_inputs([render_scene(generate_scene(1))], ["what is this thing"])
     plain = tiny.model.generate(**inputs, max_new_tokens=6, do_sample=False)
-    mmspec.patch(tiny.model, drafter, compressor="pool:4", nodes=8)
+    mmspec.patch(tiny.model, drafter, compressor="pool:4", tree_size=8)
     try:
         assert torch.equal(tiny.model.generate(**inputs, max_new_tokens=6, do_sample=False), plain)
         assert mmspec.stats(tiny.model, last=True).compression[0].num_compressed_tokens == 4
@@ -1004,7 +1004,7 @@ def test_a_trained_compressor_is_refused_with_eagle3(tiny: Captioner, name: str)
 
 
 def test_a_drafter_that_compresses_itself_accepts_no_compressor(tiny: Captioner) -> None:
-    words = "drafter 'vispec' shrinks pictures itself; leave compressor=None"
+    words = "drafter 'vispec' compresses visual tokens itself; pass compressor=None"
     drafter = VispecDrafter(VispecHead(HeadConfig(64, 128, 4, 2, 384), 2), num_layers=2)
     with pytest.raises(ValueError, match=words):
         mmspec.patch(tiny.model, drafter, compressor="pool:4")
@@ -1012,7 +1012,7 @@ def test_a_drafter_that_compresses_itself_accepts_no_compressor(tiny: Captioner)
     inputs = tiny.build_inputs([render_scene(generate_scene(1))], ["what is this thing"])
     mmspec.patch(tiny.model, "lookup", compressor="pool:4")
     try:
-        for chosen in (drafter, Recorder(drafter)):
+        for chosen in (drafter, RecordingDrafter(drafter)):
             with pytest.raises(ValueError, match=words):
                 tiny.model.generate(**inputs, max_new_tokens=4, mmspec={"drafter": chosen})
         tiny.model.generate(**inputs, max_new_tokens=4, mmspec={"drafter": drafter, "compressor": None})
@@ -1039,7 +1039,7 @@ def test_random_draws_of_a_compressor_are_undone(tiny: Captioner, sample: bool) 
     inputs = tiny.build_inputs([render_scene(generate_scene(i)) for i in range(2)], ["a", "what is this thing"])
     torch.manual_seed(5)
     plain, state = model.generate(**inputs, max_new_tokens=16, do_sample=sample), torch.get_rng_state()
-    mmspec.patch(model, EagleDrafter(EagleHead(config), "decoupled", num_layers=2), compressor=compressor, nodes=8)
+    mmspec.patch(model, EagleDrafter(EagleHead(config), "decoupled", num_layers=2), compressor=compressor, tree_size=8)
     try:
         torch.manual_seed(5)
         assert torch.equal(model.generate(**inputs, max_new_tokens=16, do_sample=sample), plain)

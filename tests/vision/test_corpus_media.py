@@ -18,8 +18,8 @@ from corpus_media import CANARY, OpenWatcher, watch_folder
 
 from mmspec.app.errors import UsageError
 from mmspec.app.io.images import ImageError, load_image
-from mmspec.app.io.sources import collect
-from mmspec.app.io.videos import load_clip
+from mmspec.app.io.sources import collect_items
+from mmspec.app.io.videos import load_video
 from mmspec.vision.video.decoder_pool import DecoderPool
 
 Make = Callable[..., tuple[str, bytes]]
@@ -53,9 +53,9 @@ class Run:
         began, outcome = time.monotonic(), "read"
         try:
             if make is corpus.make_manifest:
-                collect([str(file)], self.folder)
+                collect_items([str(file)], self.folder)
             elif make is corpus.make_video:
-                load_clip(file, 3, isolated=self.isolated)
+                load_video(file, 3, isolated=self.isolated)
             else:
                 load_image(file if seed % 2 else content, isolated=self.isolated)
         except (ImageError, UsageError) as error:

@@ -24,6 +24,7 @@ from PIL import Image
 from video_files import decoder_command_running, write_video
 
 from mmspec.app.io.images import ImageError, load_image
+from mmspec.app.io.videos import load_media
 from mmspec.vision import images
 from mmspec.vision.video import backends, decoder_pool
 from mmspec.vision.video.containers import CONTAINERS, ContainerError, ContainerFile, detect_container

@@ -2,15 +2,15 @@
 
 Reading K visual tokens costs a drafter, over one generation,
 
-    drafter_cost(K) = K * (prefill_token_s + rounds * draft_token_s)          rounds = max_new_tokens / tokens_per_round
+    drafter_cost(K) = K * (prefill_token_s + rounds * draft_token_s)      rounds = max_new_tokens / tokens_per_round
 
 seconds: each token is read once and lengthens the drafter's context in every round. Fewer tokens lower the accept
 length tau, which costs additional rounds:
 
     lost_rounds(K) = ACCEPT_LENGTH_LOSS[K] * rounds * round_s
 
-The choice is the K with the least sum, out of all tokens, 1/4, 1/16, 1/64 and none. prefill_token_s, draft_token_s, round_s and
-tokens_per_round are measured in this process (`mmspec.control.draft_cost`).
+The choice is the K with the least sum, out of all tokens, 1/4, 1/16, 1/64 and none. prefill_token_s, draft_token_s,
+round_s and tokens_per_round are measured in this process (`mmspec.control.draft_cost`).
 
 `ACCEPT_LENGTH_LOSS` follows the scenes model (docs/results): 0% to 4% of tau with a fourth of the visual tokens, 0% to
 5% with a sixteenth, 23% to 36% with none. Larger models carry more of the image in the hidden states of text tokens (in

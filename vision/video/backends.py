@@ -122,7 +122,7 @@ class DecordReader:
             if _STREAM_NOT_FOUND in str(error):
                 raise NoFramesError(NO_STREAM_MESSAGE) from error
             if _DECODER_NOT_FOUND in str(error):
-                raise ValueError("decord has no decoder for this codec") from error
+                raise ValueError("it has no decoder for this codec") from error
             raise
 
     def read(self, indices: Sequence[int], size: FrameSize) -> tuple[list[Image.Image], list[float]]:
