@@ -117,9 +117,6 @@ class EagleDrafter:
             hidden_state_indices=tuple(dict.fromkeys((0, *indices))), max_tree_size=BUCKETS[-2]
         )
 
-    # --- the Drafter protocol -----------------------------------------------------------------------------------------
-
-    @torch.inference_mode()
     @property
     def compresses_visual_tokens(self) -> bool:
         """See `mmspec.interfaces.TrainedDrafter`."""
@@ -130,6 +127,9 @@ class EagleDrafter:
         """See `mmspec.interfaces.TrainedDrafter`. Hidden states of EAGLE-3 heads are wider than the embeddings."""
         return None if self.head.config.eagle3_input else self.head.config.hidden_size
 
+    # --- the Drafter protocol -----------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
     def begin(self, prompt: Prompt) -> EagleState:
         """Start a call. The head processes the prompt before the first draft, which may never be requested."""
         if prompt.shared_embeddings is None:
