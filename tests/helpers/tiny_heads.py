@@ -15,7 +15,7 @@ from mmspec.drafters.eagle.drafter import EagleDrafter
 from mmspec.drafters.eagle.head import Eagle3Head, EagleHead, HeadConfig
 from mmspec.drafters.eagle.vispec import VispecDrafter, VispecHead
 from mmspec.drafters.eagle.visual_inputs import VISUAL_MODES
-from mmspec.vision.compressors.cost_based import Measured
+from mmspec.vision.compressors.cost_based import CostBased
 from mmspec.vision.compressors.latent import LatentCompressor
 from mmspec.vision.registry import new
 
@@ -66,7 +66,7 @@ def build_drafter(kind: str, spec: tiny.ModelSpec, seed: int = 0, vocab_size: in
             drafter = EagleDrafter(
                 EagleHead(config), list(VISUAL_MODES)[seed % 2], num_layers=spec.layers, max_depth=3, beam_width=3
             )
-            drafter.compressor = Measured()
+            drafter.compressor = CostBased()
             return drafter
         if kind == "compressed":
             drafter = EagleDrafter(
