@@ -27,23 +27,21 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mmspec
-from mmspec.app.bench.recorder import RecordingDrafter
+from mmspec.app.bench.recorder import Recorder
 from mmspec.app.caption.command import validate_drafter
 from mmspec.app.modeling.captioner import Captioner
 from mmspec.app.modeling.random_models import random_model
 from mmspec.app.scenes.render import render_scene
 from mmspec.app.scenes.world import generate_scene
-from mmspec.app.train.data import Teacher
-from mmspec.app.train.datasets import Request
+from mmspec.app.train.data import Request, Teacher
 from mmspec.drafters.architectures import ARCHITECTURES
 from mmspec.drafters.checkpoints.format import HeadMetadata, load_head, save_head
 from mmspec.drafters.eagle.drafter import EagleDrafter
 from mmspec.drafters.eagle.head import Eagle3Head, EagleHead, HeadConfig
 from mmspec.drafters.eagle.vispec import VispecDrafter, VispecHead
 from mmspec.drafters.eagle.visual_inputs import VISUAL_MODES, DraftInputs, compressed_inputs, prompt_grids
-from mmspec.drafters.training.batch import DraftModel, build_targets
 from mmspec.drafters.training.gate import fit_gate_on_batches
-from mmspec.drafters.training.losses import LossWeights, Progress, eagle_loss
+from mmspec.drafters.training.losses import DraftModel, LossWeights, Progress, build_targets, eagle_loss
 from mmspec.drafters.training.trainer import TrainConfig, Trainer
 from mmspec.interfaces import Compressor, Prompt, VisualGrid, VisualTokens
 from mmspec.metrics.compression_stats import RecordingCompressor
@@ -53,7 +51,13 @@ from mmspec.vision.compressors.latent import LatentCompressor
 from mmspec.vision.compressors.pooling import Conv, Pool, Window, choose_window, group_grids
 from mmspec.vision.compressors.resampler import Resampler
 from mmspec.vision.compressors.select import Drop, gather_tokens, top_score_indices
-from mmspec.vision.registry import build_compressor, init_compressor, load_compressor, parse_compressor
+from mmspec.vision.registry import (
+    build_compressor,
+    compressor_config,
+    init_compressor,
+    load_compressor,
+    parse_compressor,
+)
 
 
 def tokens_of(counts: list[int], width: int = 8, seed: int = 0) -> VisualTokens:
@@ -156,7 +160,7 @@ GRIDS = {
     "pictures": ([VisualGrid(0, 4 * n, 2, 2, n) for n in range(8)], [32]),
     "unknown": ([], [9, 4]),
     "half known": ([VisualGrid(0, 0, 2, 3, 0)], [6, 5]),
-    "not theirs": ([VisualGrid(0, 0, 2, 3, 0), VisualGrid(1, 0, 2, 2, 1)], [5, 5]),
+    "inconsistent": ([VisualGrid(0, 0, 2, 3, 0), VisualGrid(1, 0, 2, 2, 1)], [5, 5]),
     "tiny": ([VisualGrid(0, 0, 1, 1, 0)], [1]),
     "none": ([], [0, 0]),
 }
@@ -195,10 +199,10 @@ def slow_window(grids: list[VisualGrid], count: int, budget: int) -> Window:
     longest = max([1, *(sides or [count])])
     for n in range(1, longest + 1):
         for window in (Window(n, n, n), Window(n + 1, n, n), Window(n + 1, n, n + 1)):
-            kept = len(members_of(grids, count, window))
+            num_kept = len(members_of(grids, count, window))
             squarer = best is not None and best.height < best.width and window.height == window.width
-            if kept <= budget and (kept > max_kept or (kept == max_kept and squarer)):
-                best, max_kept = window, kept
+            if num_kept <= budget and (num_kept > max_kept or (num_kept == max_kept and squarer)):
+                best, max_kept = window, num_kept
     return best or Window(longest, longest, longest)
 
 
@@ -261,8 +265,8 @@ def _kernel(conv: Conv, grids: list[VisualGrid], token: int, window: Window) -> 
 def test_conv_is_initialised_as_the_mean() -> None:
     segments, counts = GRIDS["rows"]
     visual = replace(tokens_of(counts), grids=tuple(segments))
-    mine, other = Conv(8, 5).compress(visual, None, 5), Pool(5).compress(visual, None, 5)
-    assert torch.allclose(mine.inputs_embeds, other.inputs_embeds, atol=1e-6) and torch.equal(mine.mask, other.mask)
+    actual, other = Conv(8, 5).compress(visual, None, 5), Pool(5).compress(visual, None, 5)
+    assert torch.allclose(actual.inputs_embeds, other.inputs_embeds, atol=1e-6) and torch.equal(actual.mask, other.mask)
 
 
 def test_choose_window_is_the_smallest_that_fits() -> None:
@@ -318,21 +322,21 @@ def test_selection_equals_the_reference(name: str, budget: int, counts: list[int
     query = torch.randn(len(counts), 8, generator=torch.Generator().manual_seed(3))
     compressed = build_compressor(f"{name}:{budget}").compress(visual, query, budget)
     for row, count in enumerate(counts):
-        tokens, kept = list(range(count)), min(count, budget)
+        tokens, num_kept = list(range(count)), min(count, budget)
         embeddings, states = visual.inputs_embeds[row], visual.hidden_states[row]
         if name == "stride":
-            expected = [(2 * i + 1) * count // (2 * kept) for i in range(kept)]
+            expected = [(2 * i + 1) * count // (2 * num_kept) for i in range(num_kept)]
         elif name == "random":
             rng = torch.rand(max(counts), generator=torch.Generator().manual_seed(0))
-            expected = sorted(sorted(tokens, key=lambda t: -float(rng[t]))[:kept])
+            expected = sorted(sorted(tokens, key=lambda t: -float(rng[t]))[:num_kept])
         elif name == "relevant":
-            expected = sorted(sorted(tokens, key=lambda t: -_cosine(states[t], query[row]))[:kept])
+            expected = sorted(sorted(tokens, key=lambda t: -_cosine(states[t], query[row]))[:num_kept])
         elif name == "salient":
             mean = embeddings[:count].mean(0)
-            expected = sorted(sorted(tokens, key=lambda t: _cosine(embeddings[t], mean))[:kept])
+            expected = sorted(sorted(tokens, key=lambda t: _cosine(embeddings[t], mean))[:num_kept])
         else:
-            expected = _diverse(embeddings[:count], kept)
-        assert compressed.mask[row].tolist() == [True] * kept + [False] * (compressed.mask.shape[1] - kept)
+            expected = _diverse(embeddings[:count], num_kept)
+        assert compressed.mask[row].tolist() == [True] * num_kept + [False] * (compressed.mask.shape[1] - num_kept)
         for slot, token in enumerate(expected):
             assert torch.equal(compressed.inputs_embeds[row, slot], embeddings[token]), (name, row, slot)
             assert torch.equal(compressed.hidden_states[row, slot], states[token])
@@ -343,10 +347,10 @@ def _cosine(a: Tensor, b: Tensor) -> float:
     return float((a @ b) / (a.norm() * b.norm()))
 
 
-def _diverse(rows: Tensor, kept: int) -> list[int]:
+def _diverse(rows: Tensor, num_kept: int) -> list[int]:
     """Greedy max-min, written out."""
     chosen: list[int] = []
-    while len(chosen) < kept:
+    while len(chosen) < num_kept:
         rest = [t for t in range(len(rows)) if t not in chosen]
         others = chosen or None
         chosen.append(
@@ -356,15 +360,15 @@ def _diverse(rows: Tensor, kept: int) -> list[int]:
 
 
 @pytest.mark.parametrize("counts", [[7, 6], [7, 2, 0], [1, 7]])
-@pytest.mark.parametrize("kept", [1, 4, 7])
-def test_diverse_in_several_chunks(counts: list[int], kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("num_kept", [1, 4, 7])
+def test_diverse_in_several_chunks(counts: list[int], num_kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(select, "CHUNK_SIZE", 3)
     visual = tokens_of(counts)
-    compressed = build_compressor(f"diverse:{kept}").compress(visual, None, kept)
+    compressed = build_compressor(f"diverse:{num_kept}").compress(visual, None, num_kept)
     for row, count in enumerate(counts):
         assert compressed.source_indices is not None
         found = compressed.source_indices[row][compressed.mask[row]].tolist()
-        assert found == _diverse(visual.inputs_embeds[row, :count], min(count, kept))
+        assert found == _diverse(visual.inputs_embeds[row, :count], min(count, num_kept))
 
 
 class Largest(TorchDispatchMode):
@@ -411,6 +415,17 @@ def test_load_compressor_leaves_the_generator_unchanged(name: str) -> None:
     assert isinstance(loaded, torch.nn.Module)
     for name_, value in compressor.state_dict().items():
         assert torch.equal(loaded.state_dict()[name_], value), name_
+
+
+def test_the_old_key_of_a_stored_config_is_read_with_a_warning() -> None:
+    compressor = init_compressor("latent:4", 16)
+    assert isinstance(compressor, torch.nn.Module)
+    assert compressor_config(compressor) == {"name": "latent", "max_tokens": 4}
+    with pytest.warns(
+        DeprecationWarning, match="'tokens' of a compressor's config is deprecated; rename .*'max_tokens'"
+    ):
+        loaded = load_compressor({"name": "latent", "tokens": 4}, compressor.state_dict(), 16)
+    assert loaded.max_tokens == 4
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
@@ -526,15 +541,17 @@ def drafts(
 
 @pytest.mark.parametrize("rule", VISUAL_MODES)
 def test_identity_gives_the_same_draft_as_no_compressor(world: FakeTarget, rule: str) -> None:
-    for mine, other in zip(drafts(world, rule, build_compressor("identity")), drafts(world, rule, None), strict=True):
-        assert mine == pytest.approx(other, rel=1e-3)
+    for actual, expected in zip(
+        drafts(world, rule, build_compressor("identity")), drafts(world, rule, None), strict=True
+    ):
+        assert actual == pytest.approx(expected, rel=1e-3)
 
 
 def test_drop_equals_the_textual_mode(world: FakeTarget) -> None:
-    for mine, other in zip(
-        drafts(world, "coupled", build_compressor("drop")), drafts(world, "text_only", None), strict=True
+    for actual, expected in zip(
+        drafts(world, "coupled", build_compressor("drop")), drafts(world, "textual", None), strict=True
     ):
-        assert mine == pytest.approx(other, rel=1e-3)
+        assert actual == pytest.approx(expected, rel=1e-3)
 
 
 @pytest.mark.parametrize("runs", [[(2, 6)], [(1, 3), (7, 9)], [(0, 12)], [(11, 12)], []])
@@ -546,20 +563,22 @@ def test_a_single_row_is_read_as_in_a_batch(world: FakeTarget, runs: list[tuple[
     for start, end in runs:
         visual[0, start:end] = True
     visual[1, 4:9:2] = True
-    following, states = (torch.randn(2, 12, 32, generator=rng) for _ in range(2))
+    next_embeds, states = (torch.randn(2, 12, 32, generator=rng) for _ in range(2))
     attended, index = torch.rand(2, 12, generator=rng), torch.arange(12).expand(2, 12)
 
     def read(rows: slice) -> tuple[Tensor, Tensor, Tensor]:
-        inputs = DraftInputs(
-            following[rows],
-            states[rows],
-            visual[rows],
-            following[0, 0],
-            attention_mask=torch.ones_like(visual[rows]),
-            position_ids=index[rows],
+        inputs = DraftInputs(next_embeds[rows], states[rows], visual[rows], next_embeds[0, 0])
+        inside = torch.ones_like(visual[rows])
+        return compressed_inputs(
+            head(),
+            "decoupled",
+            inputs,
+            inside,
+            index[rows],
+            build_compressor(name),
+            states[rows, -1],
             saliency=attended[rows],
         )
-        return compressed_inputs(head(), "decoupled", inputs, build_compressor(name), states[rows, -1])
 
     with torch.no_grad():
         alone, batch = read(slice(0, 1)), read(slice(0, 2))
@@ -568,7 +587,7 @@ def test_a_single_row_is_read_as_in_a_batch(world: FakeTarget, runs: list[tuple[
     assert torch.allclose(alone[0][0][on], batch[0][0][there], atol=1e-5)
 
 
-@pytest.mark.parametrize("visual_mode", ["text_only", "coupled"])
+@pytest.mark.parametrize("visual_mode", ["textual", "coupled"])
 def test_positions_beyond_the_compressed_length(world: FakeTarget, visual_mode: str) -> None:
     """690 visual tokens, all dropped: few rows whose position ids exceed the number of rows."""
     rng = torch.Generator().manual_seed(6)
@@ -584,7 +603,7 @@ def test_positions_beyond_the_compressed_length(world: FakeTarget, visual_mode: 
         shared_embeddings=world.shared_embeddings,
     )
     drafter = EagleDrafter(head(), visual_mode, num_layers=NUM_LAYERS, max_depth=1, beam_width=3)
-    drafter.compressor = None if visual_mode == "text_only" else build_compressor("drop")
+    drafter.compressor = None if visual_mode == "textual" else build_compressor("drop")
     state = drafter.begin(prompt)
     drafter.observe(state, build_first_result([7]), {})
     drafter.sync(state)
@@ -598,8 +617,8 @@ def test_positions_beyond_the_compressed_length(world: FakeTarget, visual_mode: 
 
 def test_the_compressor_of_the_call_overrides_the_drafters(world: FakeTarget) -> None:
     chosen = drafts(world, "coupled", build_compressor("identity"), compressor=build_compressor("drop"))
-    for mine, other in zip(chosen, drafts(world, "text_only", None), strict=True):
-        assert mine == pytest.approx(other, rel=1e-3)
+    for actual, expected in zip(chosen, drafts(world, "textual", None), strict=True):
+        assert actual == pytest.approx(expected, rel=1e-3)
 
 
 def test_a_trained_compressor_moves_to_the_device_of_the_states(
@@ -635,11 +654,11 @@ def test_a_trained_compressor_preserves_the_dtype(name: str) -> None:
 def slow(
     world: FakeTarget, eagle_head: EagleHead, compressor: LatentCompressor, visual_mode: str, row: int, n: int
 ) -> Tensor:
-    """[V] logits after the first n tokens and the n-th, the picture at 2 to 4 shown as mixtures."""
+    """[V] logits after the first n tokens and the n-th, the visual tokens 2 to 4 compressed to mixtures."""
     visual = torch.zeros(2, 16, dtype=torch.bool)
     visual[:, 2:5] = True
     mixed = slow_latent(compressor, world.merge_embeddings(visual)[row, 2:5], world.hidden_states[row, 1:4])
-    texts, positions = reference_draft_inputs(world, eagle_head, "text_only", row, n)
+    texts, positions = reference_draft_inputs(world, eagle_head, "textual", row, n)
     rows = [e if visual_mode == "decoupled" else eagle_head.fc(torch.cat([e, s])) for e, s in mixed]
     mixed_positions = [1, 2, 3] if len(rows) == 3 else [1, 3]
     out = reference_forward(eagle_head, torch.stack([*rows, *texts]), torch.tensor([*mixed_positions, *positions]))[-1]
@@ -864,8 +883,8 @@ def test_the_budget_penalty_is_part_of_the_loss(world: FakeTarget, kind: str) ->
     loss, figures = ARCHITECTURES[kind].compute_loss(
         model, build_train_batch(world), world.shared_embeddings, placeholder, free, Progress()
     )
-    kept = [0 if label == "drop" else int(label.partition(":")[2]) for label in gate.branch_labels()]
-    assert float(loss.detach()) == pytest.approx(BUDGET_PENALTY * sum(kept) / len(kept) / 3) == figures["cost"]
+    num_kept = [0 if label == "drop" else int(label.partition(":")[2]) for label in gate.branch_labels()]
+    assert float(loss.detach()) == pytest.approx(BUDGET_PENALTY * sum(num_kept) / len(num_kept) / 3) == figures["cost"]
     loss.backward()
     assert gate.gate.bias.grad is not None and int(gate.gate.bias.grad.argmin()) == gate.branch_labels().index("drop")
 
@@ -882,7 +901,7 @@ def test_a_train_batch_has_the_grids_of_its_rows(tiny: Captioner) -> None:
     teacher = Teacher(tiny.model, tiny.processor, data, room=1 << 30)
     teacher.answers = {index: [7, 8, 9] for index in range(3)}
     for indices in ([0, 1, 2], [2, 1], [2, 0, 2]):
-        batch = teacher.make_batch(indices)
+        batch = teacher.lesson(indices)
         expected = {0: [0], 1: [], 2: [0, 16]}
         for row, index in enumerate(indices):
             row_grids = [grid for grid in batch.grids if grid.row == row]
@@ -949,10 +968,10 @@ def test_elastic_by_name_is_the_drafters_gate_or_cost_based(tiny: Captioner, tmp
 def test_inconsistent_grids_are_logged_and_ignored(world: FakeTarget, caplog: pytest.LogCaptureFixture) -> None:
     """Three visual tokens per row; one grid has one too few, the other one too many, so the total is right."""
     wrong = (VisualGrid(0, 2, 2, 1, 0), VisualGrid(1, 2, 4, 1, 1))
-    for mine, other in zip(
+    for actual, expected in zip(
         drafts(world, "coupled", Pool(1), grids=wrong), drafts(world, "coupled", Pool(1)), strict=True
     ):
-        assert mine == pytest.approx(other, rel=1e-3)
+        assert actual == pytest.approx(expected, rel=1e-3)
     caplog.clear()
     assert len(group_grids(wrong, [3, 3])) == 2
     messages = [record.getMessage() for record in caplog.records]
@@ -965,14 +984,14 @@ def test_inconsistent_grids_are_logged_and_ignored(world: FakeTarget, caplog: py
 @pytest.mark.parametrize("name", ["conv:4", "elastic:4", "latent:4", "resampler:4"])
 def test_a_compressor_of_another_hidden_size_is_refused(tiny: Captioner, name: str) -> None:
     model, drafter = tiny.model, EagleDrafter(EagleHead(HeadConfig(64, 128, 4, 2, 384)), num_layers=2)
-    words = f"compressor {name[:-2]!r} has weights for hidden size 32, drafter 'eagle' reads hidden size 64"
-    with pytest.raises(ValueError, match=words):
+    message = f"compressor {name[:-2]!r} has weights for hidden size 32, drafter 'eagle' reads hidden size 64"
+    with pytest.raises(ValueError, match=message):
         mmspec.patch(model, drafter, compressor=init_compressor(name, 32))
     assert not mmspec.is_patched(model)
     mmspec.patch(model, drafter, compressor=init_compressor(name, 64), tree_size=8)
     try:
         inputs = tiny.build_inputs([render_scene(generate_scene(1))], ["what is this thing"])
-        with pytest.raises(ValueError, match=words):
+        with pytest.raises(ValueError, match=message):
             model.generate(**inputs, max_new_tokens=4, mmspec={"compressor": init_compressor(name, 32)})
         model.generate(
             **inputs, max_new_tokens=4, mmspec={"drafter": "lookup", "compressor": init_compressor(name, 32)}
@@ -987,9 +1006,12 @@ def test_a_trained_compressor_is_refused_with_eagle3(tiny: Captioner, name: str)
     config = HeadConfig(64, 128, 4, 2, 384, eagle3_input=True)
     drafter = EagleDrafter(Eagle3Head(config, 384, 64), "coupled", num_layers=8, name="eagle3")
     drafter.set_hidden_state_indices((0, 1, 2), 2)
-    words = f"compressor {name[:-2]!r} .* drafter 'eagle3' reads several hidden states side by side; choose a compressor without weights"
+    message = (
+        f"compressor {name[:-2]!r} .* drafter 'eagle3' reads several hidden states side by side; "
+        "choose a compressor without weights"
+    )
     for width in (64, 192):
-        with pytest.raises(ValueError, match=words):
+        with pytest.raises(ValueError, match=message):
             mmspec.patch(tiny.model, drafter, compressor=init_compressor(name, width))
     assert not mmspec.is_patched(tiny.model)
     inputs = tiny.build_inputs([render_scene(generate_scene(1))], ["what is this thing"])
@@ -1003,16 +1025,16 @@ def test_a_trained_compressor_is_refused_with_eagle3(tiny: Captioner, name: str)
 
 
 def test_a_drafter_that_compresses_itself_accepts_no_compressor(tiny: Captioner) -> None:
-    words = "drafter 'vispec' compresses visual tokens itself; pass compressor=None"
+    message = "drafter 'vispec' compresses visual tokens itself; pass compressor=None"
     drafter = VispecDrafter(VispecHead(HeadConfig(64, 128, 4, 2, 384), 2), num_layers=2)
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=message):
         mmspec.patch(tiny.model, drafter, compressor="pool:4")
     assert not mmspec.is_patched(tiny.model)
     inputs = tiny.build_inputs([render_scene(generate_scene(1))], ["what is this thing"])
     mmspec.patch(tiny.model, "lookup", compressor="pool:4")
     try:
-        for chosen in (drafter, RecordingDrafter(drafter)):
-            with pytest.raises(ValueError, match=words):
+        for chosen in (drafter, Recorder(drafter)):
+            with pytest.raises(ValueError, match=message):
                 tiny.model.generate(**inputs, max_new_tokens=4, mmspec={"drafter": chosen})
         tiny.model.generate(**inputs, max_new_tokens=4, mmspec={"drafter": drafter, "compressor": None})
     finally:
@@ -1066,7 +1088,7 @@ def test_parse_and_build() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "message"),
     [
         ("magic:4", "unknown compressor 'magic:4'; available: identity, drop, cost-based, stride:N"),
         ("latent", "'latent' needs a maximum number of tokens, as in latent:64; got 'latent'"),
@@ -1076,8 +1098,8 @@ def test_parse_and_build() -> None:
         ("pool:0", "'pool' needs a maximum number of tokens, as in pool:64; got 'pool:0'"),
     ],
 )
-def test_invalid_names(text: str, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
+def test_invalid_names(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         build_compressor(text)
 
 

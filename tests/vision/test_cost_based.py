@@ -120,14 +120,16 @@ def test_each_row_equals_its_choice_alone(counts: list[int], answer: int | None)
         grids = tuple(replace(s, row=0) for s in visual.grids if s.row == row)
         one = VisualTokens(*alone, mask, visual.position_ids[row : row + 1, :count], grids)
         built = build_compressor(choice)
-        theirs = built.compress(one, query[row : row + 1], built.max_tokens)
-        mine = compressed.mask[row]
-        assert int(mine.sum()) == int(theirs.mask.sum()) and bool(mine.int().diff().le(0).all()), "tokens come first"
-        assert torch.allclose(compressed.inputs_embeds[row][mine], theirs.inputs_embeds[0])
-        assert torch.allclose(compressed.hidden_states[row][mine], theirs.hidden_states[0])
-        assert torch.equal(compressed.position_ids[row][mine], theirs.position_ids[0])
-        assert compressed.source_indices is not None and theirs.source_indices is not None
-        assert torch.equal(compressed.source_indices[row][mine], theirs.source_indices[0])
+        expected_tokens = built.compress(one, query[row : row + 1], built.max_tokens)
+        mask_row = compressed.mask[row]
+        assert int(mask_row.sum()) == int(expected_tokens.mask.sum()) and bool(mask_row.int().diff().le(0).all()), (
+            "tokens come first"
+        )
+        assert torch.allclose(compressed.inputs_embeds[row][mask_row], expected_tokens.inputs_embeds[0])
+        assert torch.allclose(compressed.hidden_states[row][mask_row], expected_tokens.hidden_states[0])
+        assert torch.equal(compressed.position_ids[row][mask_row], expected_tokens.position_ids[0])
+        assert compressed.source_indices is not None and expected_tokens.source_indices is not None
+        assert torch.equal(compressed.source_indices[row][mask_row], expected_tokens.source_indices[0])
 
 
 def test_without_query_and_without_context() -> None:

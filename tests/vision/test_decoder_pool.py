@@ -88,10 +88,10 @@ def test_same_frames(backend: str, clip: Path) -> None:
     with DecoderPool() as pool:
         for source in (clip, str(clip), clip.read_bytes()):
             for sampler in (None, Uniform(3), Fps(4), MostDifferent(3), UnpicklableSampler()):
-                mine = read_frames(source, sampler, backend=backend)
-                theirs = read_frames(source, sampler, backend=backend, isolated=pool)
-                assert (mine.array() == theirs.array()).all()
-                assert (mine.timestamps, mine.metadata) == (theirs.timestamps, theirs.metadata)
+                local = read_frames(source, sampler, backend=backend)
+                remote = read_frames(source, sampler, backend=backend, isolated=pool)
+                assert (local.array() == remote.array()).all()
+                assert (local.timestamps, local.metadata) == (remote.timestamps, remote.metadata)
     alone = read_frames(clip, num_frames=4, max_pixels=900, backend=backend, isolated=True)
     assert grey_frame_numbers(alone.images) == [0, 3, 6, 9] and alone.images[0].size == (30, 30)
 
@@ -103,7 +103,7 @@ def test_same_errors(clip: Path, tmp_path: Path) -> None:
 
     class Broken(Uniform):
         def sample(self, total: int, fps: float) -> list[int]:
-            raise KeyError("mine")
+            raise KeyError("raised by the sampler")
 
     cases: list[tuple[Any, dict[str, Any]]] = [
         (tmp_path / "text.mp4", {}),
@@ -128,8 +128,8 @@ def test_same_errors(clip: Path, tmp_path: Path) -> None:
 def test_truncated_file(tmp_path: Path) -> None:
     file = write_video(tmp_path / "clip.mp4", 30, format={"movflags": "faststart"}, options={"g": "1"})
     file.write_bytes(file.read_bytes()[: int(file.stat().st_size * 0.7)])
-    mine, theirs = (read_frames(file, Uniform(30), isolated=isolated) for isolated in (False, True))
-    assert 0 < len(mine.images) < 30 and mine.metadata == theirs.metadata and (mine.array() == theirs.array()).all()
+    local, remote = (read_frames(file, Uniform(30), isolated=isolated) for isolated in (False, True))
+    assert 0 < len(local.images) < 30 and local.metadata == remote.metadata and (local.array() == remote.array()).all()
 
 
 def test_backend_that_is_not_installed(clip: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -262,17 +262,17 @@ def test_the_suffix_is_ignored(reader: str, tmp_path: Path) -> None:
 
 def test_metadata(reader: str, tmp_path: Path) -> None:
     file = write_video(tmp_path / "clip.mp4", [scene(number) for number in range(15)], fps=5)
-    held = read_frames(file, Uniform(3)).metadata
-    assert (held.total_num_frames, held.fps, held.width, held.height, held.frames_indices) == (
+    metadata = read_frames(file, Uniform(3)).metadata
+    assert (metadata.total_num_frames, metadata.fps, metadata.width, metadata.height, metadata.frames_indices) == (
         15,
         5.0,
         80,
         48,
         (2, 7, 12),
     )
-    assert held.duration == pytest.approx(3.0, abs=0.01) and held.video_backend == reader
-    theirs = VideoMetadata(**held.for_processor())
-    assert theirs.timestamps == [0.4, 1.4, 2.4] and theirs.total_num_frames == 15
+    assert metadata.duration == pytest.approx(3.0, abs=0.01) and metadata.video_backend == reader
+    expected = VideoMetadata(**metadata.for_processor())
+    assert expected.timestamps == [0.4, 1.4, 2.4] and expected.total_num_frames == 15
 
 
 PTS = [0, 100, 150, 700, 710, 1500, 1600, 1700, 3000, 3010]
@@ -315,34 +315,37 @@ def test_rotation_metadata_is_applied(reader: str, turn: int, matrix: tuple[int,
 @pytest.mark.parametrize("options", [{"num_frames": 5}, {"num_frames": 24}, {"fps": 2}, {"fps": 3.7}, {"fps": 0.1}])
 def test_num_frames_and_fps_equal_transformers(reader: str, options: dict[str, Any], tmp_path: Path) -> None:
     file = write_video(tmp_path / "clip.mp4", 24)
-    mine = read_frames(file, **options)
+    actual = read_frames(file, **options)
     with pytest.MonkeyPatch.context() as patching:
         patching.setitem(sys.modules, "av", av)
         patching.delitem(sys.modules, "torchcodec", raising=False)  # transformers would find the fake
-        pictures, theirs = load_video(str(file), **options, backend="pyav")
-    assert list(mine.metadata.frames_indices) == list(theirs.frames_indices)
-    assert all(difference(image, picture) < 1.5 for image, picture in zip(mine.images, pictures, strict=True))
+        pictures, expected = load_video(str(file), **options, backend="pyav")
+    assert list(actual.metadata.frames_indices) == list(expected.frames_indices)
+    assert all(difference(image, picture) < 1.5 for image, picture in zip(actual.images, pictures, strict=True))
 
 
 @pytest.mark.parametrize("total", [1, 2, 7, 31, 90, 1000])
 @pytest.mark.parametrize("rate", [23.976, 30.0, 1.0])
-def test_the_convention_of_transformers(total: int, rate: float) -> None:
-    held = VideoMetadata(total_num_frames=total, fps=rate)
+def test_hf_sampling_equals_transformers(total: int, rate: float) -> None:
+    metadata = VideoMetadata(total_num_frames=total, fps=rate)
     for count in range(1, min(total, 40)):
-        assert Uniform(count, hf=True).sample(total, rate) == default_sample_indices_fn(held, num_frames=count).tolist()
-    for wanted in (0.1, 0.5, 1, 2, 7.5):
-        if wanted > rate:
+        assert (
+            Uniform(count, hf=True).sample(total, rate)
+            == default_sample_indices_fn(metadata, num_frames=count).tolist()
+        )
+    for fps in (0.1, 0.5, 1, 2, 7.5):
+        if fps > rate:
             continue
-        theirs = default_sample_indices_fn(held, fps=wanted).tolist()
-        assert Fps(wanted, 1000, hf=True).sample(total, rate) == theirs
-        middle = Fps(wanted, 1000).sample(total, rate)
-        edges = [*theirs, total]
+        expected = default_sample_indices_fn(metadata, fps=fps).tolist()
+        assert Fps(fps, 1000, hf=True).sample(total, rate) == expected
+        middle = Fps(fps, 1000).sample(total, rate)
+        edges = [*expected, total]
         assert all(begin <= index < end for begin, index, end in zip(edges, middle, edges[1:], strict=False))
-        few = Fps(wanted, 4, hf=True).sample(total, rate)
-        assert few == (theirs if len(theirs) <= 4 else Uniform(4, hf=True).sample(total, rate))
+        limited = Fps(fps, 4, hf=True).sample(total, rate)
+        assert limited == (expected if len(expected) <= 4 else Uniform(4, hf=True).sample(total, rate))
 
 
-def test_more_frames_than_there_are(reader: str, tmp_path: Path) -> None:
+def test_more_frames_requested_than_available(reader: str, tmp_path: Path) -> None:
     file = write_video(tmp_path / "clip.mp4", 5)
     for options in ({"num_frames": 50}, {"fps": 100}, {"sampler": Fps(99)}, {"sampler": MostDifferent(9)}):
         assert grey_frame_numbers(read_frames(file, **options).images) == [0, 1, 2, 3, 4]  # type: ignore[arg-type]
@@ -361,14 +364,14 @@ def test_a_video_of_one_frame(reader: str, tmp_path: Path) -> None:
         )
 
 
-def test_what_is_seen_briefly_is_kept(reader: str, tmp_path: Path) -> None:
-    """Three shots, one of them four frames long, and a flash."""
+def test_most_different_includes_brief_shots(reader: str, tmp_path: Path) -> None:
+    """Three shots, one of them four frames long, and a single white frame."""
     colours = (
         [(200, 30, 30)] * 28 + [(255, 255, 255)] + [(200, 30, 30)] * 11 + [(20, 160, 40)] * 4 + [(20, 30, 180)] * 20
     )
     file = write_video(tmp_path / "clip.mp4", [np.full((48, 64, 3), colour, np.uint8) for colour in colours])
-    seen = {colours[index] for index in read_frames(file, MostDifferent(4)).metadata.frames_indices}
-    assert seen == set(colours)
+    sampled = {colours[index] for index in read_frames(file, MostDifferent(4)).metadata.frames_indices}
+    assert sampled == set(colours)
     assert {colours[index] for index in Uniform(4).sample(len(colours), 10)} != set(colours)
 
 
@@ -385,23 +388,23 @@ def test_most_different_is_farthest_first(seed: int) -> None:
             + 0.5 * abs(chosen[a] - chosen[b]) / chosen[-1]
         )
 
-    taken = [min(range(20), key=lambda one: sum(off(one, other) for other in range(20)))]
-    while len(taken) < 6:
-        taken.append(max(range(20), key=lambda one: min(off(one, other) for other in taken)))
-    assert MostDifferent(6, 20).select(chosen, thumbnails) == [chosen[i] for i in sorted(taken)]
+    selected = [min(range(20), key=lambda one: sum(off(one, other) for other in range(20)))]
+    while len(selected) < 6:
+        selected.append(max(range(20), key=lambda one: min(off(one, other) for other in selected)))
+    assert MostDifferent(6, 20).select(chosen, thumbnails) == [chosen[i] for i in sorted(selected)]
 
 
 def test_most_different_of_a_static_video() -> None:
     still = torch.full((33, 4, 4, 3), 77, dtype=torch.uint8)
-    taken = MostDifferent(5, 33).select(list(range(33)), still)
-    assert taken == [0, 8, 16, 24, 32]
+    selected = MostDifferent(5, 33).select(list(range(33)), still)
+    assert selected == [0, 8, 16, 24, 32]
 
 
 class RecordingSampler:
     """Requests thumbnails of frames 1, 4 and 7, and returns fixed indices."""
 
-    def __init__(self, *taken: int) -> None:
-        self.taken = list(taken)
+    def __init__(self, *selected: int) -> None:
+        self.selected = list(selected)
         self.thumbnails = torch.empty(0)
 
     def sample(self, total: int, fps: float) -> list[int]:
@@ -409,7 +412,7 @@ class RecordingSampler:
 
     def select(self, indices: list[int], thumbnails: Tensor) -> list[int]:
         self.thumbnails = thumbnails
-        return self.taken
+        return self.selected
 
 
 def test_content_aware_sampler(reader: str, tmp_path: Path) -> None:
@@ -427,9 +430,9 @@ def test_sampler_errors_are_raised_unchanged(reader: str, tmp_path: Path) -> Non
 
     class Broken(FixedSampler):
         def sample(self, total: int, fps: float) -> list[int]:
-            raise KeyError("mine")
+            raise KeyError("raised by the sampler")
 
-    with pytest.raises(KeyError, match="mine"):
+    with pytest.raises(KeyError, match="raised by the sampler"):
         read_frames(write_video(tmp_path / "clip.mp4", 3), Broken())
 
 

@@ -67,15 +67,15 @@ GRIDS: list[tuple[tuple[int, int], list[int]]] = [
 def test_kept_cells_are_outlined_and_others_faded(grid: tuple[int, int], kept: list[int]) -> None:
     drawn = heatmap(solid_image(), grid, kept=kept)
     assert drawn.mode == "RGB" and max(drawn.size) == max(grid) * max(MIN_CELL_PX, TARGET_SIDE_PX // max(grid))
-    wanted = np.zeros(grid[0] * grid[1], dtype=bool)
-    wanted[kept] = True
-    wanted = wanted.reshape(grid)
-    assert ((corners(drawn, grid) == GREEN).all(-1) == wanted).all()
+    expected = np.zeros(grid[0] * grid[1], dtype=bool)
+    expected[kept] = True
+    expected = expected.reshape(grid)
+    assert ((corners(drawn, grid) == GREEN).all(-1) == expected).all()
     inside = middles(drawn, grid)
-    assert (inside[wanted] == (200, 40, 40)).all()
-    assert (np.ptp(inside[~wanted], axis=-1) == 0).all() and (inside[~wanted] > 150).all(), "grey and light"
-    again = heatmap(solid_image(), grid, kept=wanted)
-    assert again.tobytes() == drawn.tobytes(), "a mask equals indices"
+    assert (inside[expected] == (200, 40, 40)).all()
+    assert (np.ptp(inside[~expected], axis=-1) == 0).all() and (inside[~expected] > 150).all(), "grey and light"
+    from_mask = heatmap(solid_image(), grid, kept=expected)
+    assert from_mask.tobytes() == drawn.tobytes(), "a mask equals indices"
 
 
 @pytest.mark.parametrize(("grid", "kept"), GRIDS)
@@ -85,12 +85,12 @@ def test_scores_are_colours_and_kept_cells_framed(grid: tuple[int, int], kept: l
     light = luminance(middles(drawn, grid)).ravel()
     assert (np.diff(light[scores.argsort()]) > -0.005).all(), "a higher score is never darker, up to rounding"
     assert len(light) == 1 or light.max() > 2 * light.min()
-    wanted = np.zeros(len(scores), dtype=bool)
-    wanted[kept] = True
+    expected = np.zeros(len(scores), dtype=bool)
+    expected[kept] = True
     framed = (corners(drawn, grid) == 0).all(-1).ravel()
-    assert (framed == wanted).all()
+    assert (framed == expected).all()
     pixels, cell = np.asarray(drawn), drawn.height // grid[0]
-    assert ((pixels[1::cell, 1::cell] == 255).all(-1).ravel() == wanted).all(), (
+    assert ((pixels[1::cell, 1::cell] == 255).all(-1).ravel() == expected).all(), (
         "white within black: visible on any background"
     )
     bare = heatmap(solid_image(colour=(90, 90, 90)), grid, scores=scores)
