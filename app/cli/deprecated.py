@@ -32,7 +32,7 @@ def add_renamed(
     flag: str,
     old_flag: str,
     *,
-    type: Callable[[str], Any] | None = None,
+    type: Callable[[str], Any] = str,
     choices: Sequence[str] | None = None,
     **options: Any,
 ) -> None:

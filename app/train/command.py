@@ -168,7 +168,7 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"--batch-size {args.batch_size} cannot be shared by {place.world_size} processes")
     data, held = split_data(args)
     meet, party = distributed_context(args, place)
-    model, processor = load_model(args.target, args.dtype, args.device, place.local)
+    model, processor = load_model(args.target, args.dtype, args.device, place.local_rank)
     model.requires_grad_(False)
     room = round(args.keep_states * (1 << 30)) // place.world_size
     teacher = Teacher(model, processor, TextOnlyAugmented(data) if args.text_first or args.text_only else data, room)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from mmspec.app.errors import UsageError
-from mmspec.app.io.images import ImageError, Media
+from mmspec.app.io.images import ImageError, Media, media_images
 from mmspec.app.io.jsonl import replace_file
 from mmspec.app.io.sources import collect_items
 from mmspec.app.io.videos import load_media

@@ -107,7 +107,9 @@ def test_what_draft_heads_guess_right_is_kept(kind: str, seed: int) -> None:
     result = fuzz.run_case(replace(case, biased=(), **dict.fromkeys(odd, "")))
     assert not result.differences, result.report()
     assert result.stats["num_accepted_tokens"] > 0
-    assert bool(result.stats["compressor_choices"]) == (kind in ("latent", "measured", "compressed")), "asked, if there is one"
+    assert bool(result.stats["compressor_choices"]) == (kind in ("latent", "measured", "compressed")), (
+        "asked, if there is one"
+    )
 
 
 @pytest.mark.slow
