@@ -17,7 +17,7 @@ from mmspec.drafters.eagle.vispec import VispecDrafter, VispecHead
 from mmspec.drafters.eagle.visual_inputs import VISUAL_MODES
 from mmspec.vision.compressors.cost_based import CostBased
 from mmspec.vision.compressors.latent import LatentCompressor
-from mmspec.vision.registry import new
+from mmspec.vision.registry import init_compressor
 
 BLOCK_DRAFTERS = ("flash", "chained", "parallel", "linked", "falcon")
 SELECTING_COMPRESSORS = ("stride:3", "random:3", "relevant:3", "salient:3", "diverse:3", "identity", "drop")
@@ -72,7 +72,7 @@ def build_drafter(kind: str, spec: tiny.ModelSpec, seed: int = 0, vocab_size: in
             drafter = EagleDrafter(
                 EagleHead(config), list(VISUAL_MODES)[seed % 2], num_layers=spec.layers, max_depth=3, beam_width=3
             )
-            drafter.compressor = new(COMPRESSOR_SPECS[seed % len(COMPRESSOR_SPECS)], spec.hidden)
+            drafter.compressor = init_compressor(COMPRESSOR_SPECS[seed % len(COMPRESSOR_SPECS)], spec.hidden)
             for name, weight in drafter.compressor.named_parameters() if isinstance(drafter.compressor, Module) else ():
                 weight.data.normal_(0, 2 if name.startswith("gate") else 0.3)  # each row chooses another branch
             if isinstance(drafter.compressor, Module):
