@@ -93,7 +93,13 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], co
     add("--noise", type=float, default=0.0, metavar="W", help="width of noise on the states (EAGLE: 0.2; default 0)")
     add("--ffn", type=positive, default=None, metavar="N", help="width of the feed-forward (default: the target's)")
     add("--block", type=positive, default=None, metavar="K", help="tokens of a pass (flash, parallel: 5; falcon: 2)")
-    add("--rule", default=None, type=visual_mode, choices=RULES, help="how visual tokens are read (default: as the drafter says)")
+    add(
+        "--rule",
+        default=None,
+        type=visual_mode,
+        choices=RULES,
+        help="how visual tokens enter the head (default: as the drafter defines)",
+    )
     add("--compressor", type=shrinking, default=None, metavar="NAME:N", help="show it N visual tokens (latent:64)")
     add("--start-from", metavar="FOLDER", help="go on from trained weights: a run's folder, a drafter's, or one's name")
     add("--draft-vocab", type=positive, default=None, metavar="N", help="draft the N commonest ids only (VocabTrim)")
@@ -247,7 +253,7 @@ def training_of(args: argparse.Namespace, teacher: Any, count: int, facts: dict[
     for name in args.drafter:
         recipe, (head, shrinks) = RECIPES[name], parts_of(args, name, config, teacher)
         pupils[name] = DraftModel(head, args.rule or recipe.rule, recipe.kind, shrinks)
-        pupils[name].parts().to(model.device)
+        pupils[name].modules().to(model.device)
     weights = LossWeights(args.states_weight, args.words_weight, args.rollout)
     plan = TrainConfig(args.steps, args.batch_size, args.lr, hidden_noise=args.noise, seed=args.seed, weights=weights)
     placeholder = words.embed_tokens(torch.tensor(teacher.placeholders[0], device=model.device)).float()

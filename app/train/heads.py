@@ -81,7 +81,13 @@ def shaped(config: Any, recipe: Recipe, block: int | None) -> Any:
     block = block if block and recipe.kind != "eagle" else recipe.block
     width = config.intermediate_size
     inner, chain = round(recipe.inner * width), round(recipe.chain * width)
-    return replace(config, intermediate_size=round(recipe.ffn * width), block_size=block, block_ffn_size=inner, markov_rank=chain)
+    return replace(
+        config,
+        intermediate_size=round(recipe.ffn * width),
+        block_size=block,
+        block_ffn_size=inner,
+        markov_rank=chain,
+    )
 
 
 def new_head(config: Any, seed: int, kind: str = "eagle") -> Any:

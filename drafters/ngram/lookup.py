@@ -39,12 +39,12 @@ class Match(NamedTuple):
     """A position that the text may continue from.
 
     Attributes:
-        index: of the token that is read next.
-        length: number of tokens before `index` that equal the end of the path.
+        position: index of the token that is read next.
+        length: number of tokens before `position` that equal the end of the path.
         start: index at which reading began; it continues there after the last token, which the path then repeats.
     """
 
-    index: int
+    position: int
     length: int
     start: int
 
@@ -149,7 +149,7 @@ class NgramIndex:
         self.reference_cursor = self.last_cursor if self.last_cursor < self.reference_length else None
 
     def _realign(self, token: int) -> tuple[int, int] | None:
-        """(index after a match of the last 1 to `ALIGN_LENGTH` tokens, its length): longest, then ahead, then nearest."""
+        """(index after a match of up to `ALIGN_LENGTH` last tokens, its length): longest, then ahead, then nearest."""
         best: tuple[int, bool, int] | None = None
         for index in self.reference_index.get(token, ()):
             length = self._match_length(index + 1, 1, ALIGN_LENGTH)
@@ -182,7 +182,7 @@ class NgramIndex:
                 end = chain.previous[end]
         ends = sorted(((length, end) for end, length in lengths.items()), reverse=True)
         matches = self._select_matches(ends) if ends else []
-        if self.reference_cursor is not None and all(match.index != self.reference_cursor for match in matches):
+        if self.reference_cursor is not None and all(match.position != self.reference_cursor for match in matches):
             matches.append(Match(self.reference_cursor, self.reference_match, self.reference_cursor))
             matches.sort(key=lambda match: -match.length)
         return matches
@@ -241,10 +241,10 @@ class PromptLookup:
         ngram_index, matches = cursor
         tokens, size = ngram_index.tokens, len(ngram_index.tokens)
         groups: dict[int, list[Match]] = {}
-        for index, length, start in matches:
-            token = tokens[index]
+        for position, length, start in matches:
+            token = tokens[position]
             if token != BARRIER:
-                child = Match(index + 1 if index + 1 < size else start, length + 1, start)
+                child = Match(position + 1 if position + 1 < size else start, length + 1, start)
                 groups.setdefault(token, []).append(child)
         candidates: list[Candidate] = []
         is_disputed = len(groups) > 1

@@ -491,7 +491,7 @@ def test_elastic_learns_its_gate() -> None:
 
 
 def head(kind: str = "eagle") -> EagleHead:
-    shape = {"eagle": {}, "flash": {"intermediate_size": 0, "block": 2, "inner": 40}}.get(kind, {"block": 2})
+    shape = {"eagle": {}, "flash": {"intermediate_size": 0, "block_size": 2, "block_ffn_size": 40}}.get(kind, {"block_size": 2})
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(4)
         made = ARCHITECTURES[kind].head(replace(HEAD_CONFIG, **shape))
