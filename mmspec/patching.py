@@ -57,7 +57,7 @@ def patch(
 
     Args:
         model: a vision-language model of transformers, of a supported family, on any device.
-        drafter: `auto`, `none`, `lookup`, `recycling`, `fused`, the folder of a trained drafter (`mmspec train`), or an
+        drafter: `auto`, `none`, `lookup`, `recycling`, `hybrid`, the folder of a trained drafter (`mmspec train`), or an
             object with the `Drafter` protocol.
         compressor: what shows the drafter fewer visual tokens, or None.
         processor: the model's processor (or tokenizer); lets drafts avoid ids that the tokenizer does not have, and

@@ -63,7 +63,7 @@ class LoadedModel:
         """Run both ways once, so that nobody's first answer pays for what is done once."""
         maker = Captioner(self.model, self.processor, WARMUP_TOKENS)
         inputs = maker.inputs([Image.new("RGB", (64, 64), "gray")], ["Describe the image."])
-        self.model.generate(**inputs, **maker.options(), mmspec={"drafter": self.get_drafter("fused"), "nodes": 4})
+        self.model.generate(**inputs, **maker.options(), mmspec={"drafter": self.get_drafter("hybrid"), "nodes": 4})
         with mmspec.disabled(self.model):
             self.model.generate(**inputs, **maker.options())
 
