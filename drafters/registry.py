@@ -71,7 +71,7 @@ def drafter_names() -> list[str]:
 
 
 def _auto(target: TargetInfo | None) -> Drafter:
-    """A drafter trained for this target if one is available, bundled or published and in the local cache; else hybrid."""
+    """A drafter trained for this target, bundled or published and in the local cache; else hybrid."""
     if target is not None:
         from mmspec.drafters.checkpoints.format import TargetMismatch
         from mmspec.drafters.checkpoints.load import load_trained

@@ -74,7 +74,7 @@ the answers; give as many --images as the largest batch size times (repeats + 1)
 
 examples
   mmspec bench
-  mmspec bench --task answer --drafters auto,fused --count 100 --json answers.json
+  mmspec bench --task answer --drafters auto,hybrid --count 100 --json answers.json
   mmspec bench --drafters msd@3,msd@5,flash --nodes 16       trees of one size, whatever that costs
   mmspec bench --model mid --drafters none,lookup,auto --batch-sizes 1,8 --prompt-tokens 100,700 --json mid.json
   mmspec bench --model llava-hf/llava-1.5-7b-hf --images photos/ --dtype bfloat16 --plot speed.png

@@ -44,7 +44,7 @@ what is told, of each class of words
   over D      the difference to drafter D (--against), request paired with request
 
 examples
-  python -m mmspec.app.studies.token_classes none fused msd flash --json words.json --plot words.png
+  python -m mmspec.app.studies.token_classes none hybrid msd flash --json words.json --plot words.png
   python -m mmspec.app.studies.token_classes out/msd out/eagle out/eagle-blind out/eagle-textual \\
       --against out/eagle-blind --markdown words.md
 """

@@ -64,7 +64,7 @@ class LoadedModel:
         maker = Captioner(self.model, self.processor, WARMUP_TOKENS)
         inputs = maker.build_inputs([Image.new("RGB", (64, 64), "gray")], ["Describe the image."])
         self.model.generate(
-            **inputs, **maker.generation_kwargs(), mmspec={"drafter": self.get_drafter("fused"), "tree_size": 4}
+            **inputs, **maker.generation_kwargs(), mmspec={"drafter": self.get_drafter("hybrid"), "tree_size": 4}
         )
         with mmspec.disabled(self.model):
             self.model.generate(**inputs, **maker.generation_kwargs())

@@ -1,8 +1,8 @@
 """From the distributions of one block to a draft tree: best-first search over products, without a loop over nodes.
 
-A forward of a block drafter gives a distribution for each of k positions. A path is a rank at each of them. A path can
-be among the N most likely only if all paths with ranks at most as high are among them too, so a short table that depends
-on k and N alone holds every candidate (`candidate_paths`), and one top-k over the table selects the tree.
+A forward of a block drafter gives a distribution for each of k positions. A path is a rank at each of them. A path is
+among the N likeliest only if all paths with ranks at most as high are among them too, so a short table that depends on
+k and N alone holds every candidate (`candidate_paths`), and one top-k over the table selects the tree.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""FLASH (arXiv 2505.12728), a drafter of k tokens from one forward. Not FlashAttention, with which it shares a name only.
+"""FLASH (arXiv 2505.12728), a drafter of k tokens from one forward. It is not FlashAttention and does not use it.
 
-One attention layer over the context, then a feed-forward whose output is k features, one per position. The positions are
-predicted independently of each other. Differences from the paper: the features are added to the attention output behind
-a norm, and attention is standard causal attention. A `MarkovHead`, which the paper does not have, can make a position's
-logits depend on the token before it.
+One attention layer over the context, then a feed-forward whose output is k features, one per position; the positions
+are predicted independently. Differences from the paper: the features are added to the attention output behind a norm,
+and attention is standard causal attention. A `MarkovHead`, which the paper does not have, can make a position's logits
+depend on the token before it.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from mmspec.drafters.eagle.state import EagleState
 class MarkovHead(nn.Module):
     """Low-rank correction of a position's logits by the token before it.
 
-    A bigram model of rank R (`markov_rank`) that also depends on the position's feature. The LM head, by far the largest
-    product, is not applied again. The correction is zero at initialisation.
+    A bigram model of rank R (`markov_rank`) that also depends on the position's feature. The LM head, the largest
+    product by far, is not applied again. The correction is zero at initialisation.
     """
 
     def __init__(self, config: HeadConfig) -> None:

@@ -74,7 +74,7 @@ class ParallelDrafter(BlockDrafter):
     head: ParallelHead
 
     def _forward(self, state: EagleState, inputs: Tensor, position_ids: Tensor, counts: list[int]) -> None:
-        """Run the head over the inputs and, in the same forward, over the mask rows behind them; a prompt runs alone."""
+        """Run the head over the inputs and, in the same forward, over the mask rows; a prompt runs without them."""
         kv_cache, n, num_masks = state.kv_cache, inputs.shape[1], self.block_size - 1
         if not any(kv_cache.seq_lens) or not num_masks:
             super()._forward(state, inputs, position_ids, counts)

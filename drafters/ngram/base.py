@@ -1,4 +1,4 @@
-"""Best-first drafting from candidate sources on the host: their protocol, the calibration of their guesses, the drafter.
+"""Best-first drafting from candidate sources on the host: protocol, calibration and drafter.
 
 A source names candidate successors of a token and a key that says how it found each. The probability of a key is
 estimated from the tokens that the target went on to emit. The module knows nothing of models, caches or the number of

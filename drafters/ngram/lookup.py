@@ -149,7 +149,7 @@ class NgramIndex:
         self.reference_cursor = self.last_cursor if self.last_cursor < self.reference_length else None
 
     def _realign(self, token: int) -> tuple[int, int] | None:
-        """(index after a match of the last 1 to `ALIGN_LENGTH` tokens, its length): longest, then ahead, then nearest."""
+        """(index after a match of up to `ALIGN_LENGTH` last tokens, its length): longest, then ahead, then nearest."""
         best: tuple[int, bool, int] | None = None
         for index in self.reference_index.get(token, ()):
             length = self._match_length(index + 1, 1, ALIGN_LENGTH)
@@ -241,10 +241,10 @@ class PromptLookup:
         ngram_index, matches = cursor
         tokens, size = ngram_index.tokens, len(ngram_index.tokens)
         groups: dict[int, list[Match]] = {}
-        for index, length, start in matches:
-            token = tokens[index]
+        for position, length, start in matches:
+            token = tokens[position]
             if token != BARRIER:
-                child = Match(index + 1 if index + 1 < size else start, length + 1, start)
+                child = Match(position + 1 if position + 1 < size else start, length + 1, start)
                 groups.setdefault(token, []).append(child)
         candidates: list[Candidate] = []
         is_disputed = len(groups) > 1

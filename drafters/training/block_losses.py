@@ -60,7 +60,7 @@ def parallel_loss(
     weights: LossWeights,
     progress: Progress,
 ) -> LossAndMetrics:
-    """Each row is followed by mask rows that attend to the context up to it and to each other (ParallelSpec, section 3)."""
+    """Mask rows behind each row attend to the context up to it and to each other (ParallelSpec, section 3)."""
     head, targets = draft_model.head, build_targets(draft_model, batch, placeholder)
     queries = PackedQueries(targets)
     loss = LossAccumulator(shared_embeddings, weights, targets.compressor_loss)
@@ -91,9 +91,9 @@ def falcon_loss(
 ) -> LossAndMetrics:
     """Coupled sequential glancing distillation (Falcon, section 3.2).
 
-    A first forward counts the rows whose prediction is wrong. That number times a decreasing share of rows receive
-    their own answer as input, so that the others of their block learn with it. Then blocks are drafted behind blocks, as
-    in a tree.
+    A first forward counts the rows whose prediction is wrong. A decreasing share of that number of rows receive their
+    own answer as input, so that the others of their block learn with it. Then blocks are drafted behind blocks, as in a
+    tree.
     """
     head, targets = draft_model.head, build_targets(draft_model, batch, placeholder)
     k, n, device = head.config.block_size, targets.inputs.shape[1], targets.inputs.device

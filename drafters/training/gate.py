@@ -1,7 +1,7 @@
 """Fits the gate of a `GatedCompressor` at the end of training, on the loss of each branch per sequence.
 
-During training the gate's choice is sampled, and the loss of a batch says little about one choice: after 400 steps such a
-gate was no better than a random one. So each sequence is run once more per branch, with the trained head.
+During training the gate's choice is sampled, and the loss of a batch says little about one choice: after 400 steps
+such a gate was no better than a random one. So each sequence is run once more per branch, with the trained head.
 """
 
 from __future__ import annotations

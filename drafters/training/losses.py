@@ -1,8 +1,8 @@
 """Losses of draft heads, over a rollout in which the head reads its own outputs.
 
-Smooth L1 on the hidden states and soft cross-entropy on the logits (EAGLE, arXiv 2401.15077; weights as MSD published
-them), summed over the steps of a rollout ("training-time test" of EAGLE-3, arXiv 2503.01840), as the head works below the
-first level of a tree. The module knows tensors only.
+Smooth L1 on the hidden states and soft cross-entropy on the logits (EAGLE, arXiv 2401.15077; weights as in MSD), summed
+over the steps of a rollout ("training-time test" of EAGLE-3, arXiv 2503.01840), as the head works below the first level
+of a tree. The module knows tensors only.
 """
 
 from __future__ import annotations
@@ -134,8 +134,8 @@ def eagle_loss(
 class RolloutCache:
     """Keys and values of a rollout (EAGLE-3, section 3.2).
 
-    In step i a row attends causally to the rows of step 0 and to its own rows of steps 1 to i, as a tree node attends to
-    the context and to its ancestors.
+    In step i a row attends causally to the rows of step 0 and to its own rows of steps 1 to i, as a tree node attends
+    to the context and to its ancestors.
     """
 
     def __init__(self, head: EagleHead, queries: PackedQueries) -> None:

@@ -1,7 +1,7 @@
 """`Trainer`: steps, checkpoints that survive an interruption, and a log. Several heads can share one teacher.
 
-Batch n is the same in every run and carries the target's hidden states (`TrainBatch`), so no states are written to disk.
-The module knows neither the source of the batches nor the drafters.
+Batch n is the same in every run and carries the target's hidden states (`TrainBatch`), so none are written to disk. The
+module knows neither the source of the batches nor the drafters.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def upgrade_settings(settings: Mapping[str, Any], file: Path) -> dict[str, Any]:
     upgraded["config"] = config
     upgraded["draft_models"] = {name: convert_legacy(values)[0] for name, values in settings["pupils"].items()}
     warnings.warn(
-        f"{file} is a checkpoint of an earlier release, which the next one will not read. Finish the run to convert it.",
+        f"{file} is a checkpoint of an earlier release, which the next one will not read. Finish the run with this one.",
         FutureWarning,
         stacklevel=2,
     )
@@ -285,8 +285,7 @@ class Trainer:
             batches = (self.get_batch(step).to(self.placeholder.device) for step in range(num_batches))
             with self._autocast():
                 fit_gate_on_batches(model, batches, self.shared_embeddings, self.placeholder, self.config.weights)
-            assert isinstance(model.compressor, nn.Module)  # a gate is fitted to trainable compressors only
-            for weight in model.compressor.parameters():
+            for weight in model.modules()["compressor"].parameters():
                 weight.data = self.distributed.mean(weight.data)
         self.gate_is_fitted = True
 

@@ -171,7 +171,7 @@ def test_the_index_grown_by_and_by_equals_one_made_by_brute_force() -> None:
             text += tokens
             assert history.tokens == text
             if len(text) < 40:  # so that no place is beyond the number looked at
-                assert [(p.index, p.length) for p in history.find_matches()] == slow_pointers(text)
+                assert [(p.position, p.length) for p in history.find_matches()] == slow_pointers(text)
 
 
 def test_long_matches_are_found_behind_many_short_ones() -> None:
