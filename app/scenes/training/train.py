@@ -2,8 +2,8 @@
 
 *see*: the vision tower alone, with one classification head per patch label (object kind, region, size, count,
   letters of a sign).
-*talk*: projector and lower half of the text model, with the tower at a tenth of the learning rate. Auxiliary losses: the
-  name of the thing at each visual token through the model's own lm_head; the other patch labels through discarded
+*talk*: projector and lower half of the text model, with the tower at a tenth of the learning rate. Auxiliary losses:
+  the name of the thing at each visual token through the model's own lm_head; the other patch labels through discarded
   heads; after the first layers, the region of the thing that each token of the text names, and the action at each
   visual token of a clip. Answers to questions by name then need not discover the grounding from the text loss alone.
 *settle*: the upper half is added at a reduced rate and the learning rate decays to nearly 0.
@@ -37,43 +37,21 @@ from mmspec.app.scenes.objects import OBJECT_KINDS
 from mmspec.app.scenes.training.build_model import init_scenes_model, train_tokenizer
 from mmspec.app.scenes.training.data import ChatDataset, PatchDataset, collate_chats, generate_corpus
 from mmspec.app.scenes.training.export import export_model
-from mmspec.app.scenes.training.models import VisionPretrainer, VlmTrainer
+from mmspec.app.scenes.training.models import VisionPretrainer, VlmTrainer, aux_head_weights, rename_former_heads
 from mmspec.app.scenes.training.stages import STAGES, MuonAdamW, TrainingStage, learning_rate_at
 from mmspec.cpu.linear import bf16_is_faster
 
 EPILOG = """\
-The run folder holds state.pt (checkpoint), log.jsonl, the tokenizer, tower.safetensors after the first stage and, at the
-end, the model in bfloat16. Repeat the command to resume an interrupted run; other settings in the same folder are an
-error.
+The run folder holds state.pt (checkpoint), log.jsonl, the tokenizer, tower.safetensors after the first stage and, at
+the end, the model in bfloat16. Repeat the command to resume an interrupted run; other settings in the same folder are
+an error.
 
 examples
-  python -m mmspec.app.scenes.training.train --out run                # all stages: about nine hours on two cores with native bfloat16
-  python -m mmspec.app.scenes.training.train --out run --minutes 40   # stop after 40 minutes; repeat to resume
+  # all stages: about nine hours on two cores with native bfloat16
+  python -m mmspec.app.scenes.training.train --out run
+  # stop after 40 minutes; repeat to resume
+  python -m mmspec.app.scenes.training.train --out run --minutes 40
 """
-
-
-def _aux_head_weights(module: nn.Module) -> dict[str, Tensor]:
-    """Weights of the auxiliary heads, which are in the checkpoint but not in the exported model."""
-    return {
-        name: value for name, value in module.state_dict().items() if name.split(".")[0] in ("heads", "ground", "norm")
-    }
-
-
-FORMER_HEAD_NAMES = {
-    "alike": "num_others",
-    "bulk": "size_class",
-    "nth": "letter_index",
-    "place": "region",
-    "since": "action",
-    "spelled": "spelling",
-}
-"""Head names in checkpoints up to 0.1 -> current names."""
-
-
-def _current_head_name(name: str) -> str:
-    """Return the current name of a head's weight, such as "heads.region.weight" for "heads.place.weight"."""
-    group, head, *rest = name.split(".")
-    return ".".join((group, FORMER_HEAD_NAMES.get(head, head), *rest)) if group == "heads" else name
 
 
 class ScenesTrainer:
@@ -136,13 +114,13 @@ class ScenesTrainer:
         state = torch.load(self.run_folder / "state.pt", map_location=self.device, weights_only=True)
         if state["stages"] != [asdict(stage) for stage in self.stages] or state["seed"] != self.seed:
             raise SystemExit(
-                f"{self.run_folder} holds a run with other settings (stages or seed {state['seed']}); repeat its settings, or "
-                "name another folder with --out"
+                f"{self.run_folder} holds a run with other settings (stages or seed); repeat them, or name another "
+                "folder with --out"
             )
         self.model.load_state_dict(state["model"])
         self.stage_index = state["at"]
         self.step = state["step"]
-        self.aux_heads = {_current_head_name(name): value for name, value in state["heads"].items()}
+        self.aux_heads = rename_former_heads(state["heads"])
         self._optimizer_state = state["optimiser"]
 
     def save_checkpoint(self, heads: dict[str, Tensor], optimizer: MuonAdamW | None) -> None:
@@ -241,7 +219,7 @@ class ScenesTrainer:
                         self._log({"stage": stage.name, "step": self.step, **metrics})
                     time_is_up = time.monotonic() - self.start_time > max_seconds
                     if time_is_up or time.monotonic() - saved_at > save_interval_s:
-                        self.save_checkpoint(_aux_head_weights(module), optimizer)
+                        self.save_checkpoint(aux_head_weights(module), optimizer)
                         saved_at = time.monotonic()
                     if time_is_up:
                         return False
@@ -251,7 +229,7 @@ class ScenesTrainer:
             self.stage_index += 1
             self.step = 0
             # The heads of the tower have another width than those of the text model.
-            self.aux_heads = {} if stage.name == "see" else _aux_head_weights(module)
+            self.aux_heads = {} if stage.name == "see" else aux_head_weights(module)
             self._optimizer_state = None
             self.save_checkpoint(self.aux_heads, None)
         return True
