@@ -24,7 +24,7 @@ from mmspec.app.scenes import WEIGHTS_FOLDER, verify_checksums
 from mmspec.app.scenes.examples import list_example_files
 from mmspec.app.scenes.model_card import TRAINING_FILE
 from mmspec.app.scenes.tasks import generate_requests
-from mmspec.app.scenes.training import evaluate
+from mmspec.app.scenes.training import eval_questions, evaluate
 from mmspec.app.scenes.training.build_model import format_prompt
 from mmspec.app.scenes.training.stages import STAGES
 from mmspec.app.scenes.world import FIRST_HELD_OUT_SEED, generate_clip, generate_scene
@@ -83,9 +83,11 @@ def test_pictures_that_questions_share_are_read_once_and_change_no_answer(
     items = [
         item
         for seed in (0, 1)
-        for item in evaluate.build_scene_questions(generate_scene(FIRST_HELD_OUT_SEED + seed), random.Random(seed))
+        for item in eval_questions.build_scene_questions(
+            generate_scene(FIRST_HELD_OUT_SEED + seed), random.Random(seed)
+        )
     ]
-    items.append(evaluate.build_clip_question(generate_clip(FIRST_HELD_OUT_SEED), random.Random(0)))
+    items.append(eval_questions.build_clip_question(generate_clip(FIRST_HELD_OUT_SEED), random.Random(0)))
     read, original = list[int](), type(model.model).get_image_features
 
     def spy(self: Any, pixel_values: torch.Tensor, **kwargs: Any) -> Any:
