@@ -24,11 +24,11 @@ from mmspec.app.errors import one_line
 from mmspec.app.scenes.examples import EXAMPLES_FOLDER as EXAMPLES
 from mmspec.app.ui.api import register_endpoints
 from mmspec.app.ui.context import Context
-from mmspec.app.ui.middleware.filtered_app import FilteredApp, suppress_tracebacks
+from mmspec.app.ui.limits import Limits
 from mmspec.app.ui.middleware.bodies import RequestLimits, UploadFolder
+from mmspec.app.ui.middleware.filtered_app import FilteredApp, suppress_tracebacks
 from mmspec.app.ui.middleware.hosts import HostPolicy
 from mmspec.app.ui.middleware.request_filter import RequestFilter
-from mmspec.app.ui.limits import Limits
 from mmspec.app.ui.model_store import ModelStore
 from mmspec.app.ui.report import TempStorage
 from mmspec.app.ui.tabs.batch import build_batch_tab

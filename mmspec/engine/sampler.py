@@ -174,7 +174,9 @@ def _sample_with_noise(scores: Tensor, noise: Tensor) -> tuple[Tensor, Tensor, T
     return best.indices, scores, best.values.isnan()
 
 
-def _group_nodes(tree: DraftTree, sequences: Tensor, num_emitted: Sequence[int], prompt_length: int) -> list[NodeGroup]:
+def _group_nodes(
+    tree: DraftTree, sequences: Tensor, num_emitted: Sequence[int], prompt_length: int
+) -> list[NodeGroup]:
     """The valid nodes of all rows, grouped by the length of their histories, with these histories."""
     assert tree.depths is not None
     parents, tokens = tree.parents.tolist(), tree.tokens.tolist()
