@@ -32,7 +32,7 @@ def run_comparison(comparison: ComparisonRun) -> None:
     desk = comparison.loaded_model = comparison.model_store.get(choice.model)
     recorder = comparison.recorder = RecordingDrafter(desk.get_drafter(choice.drafter))
     compressor = desk.get_compressor(choice.compressor)
-    comparison.phase = "looking"
+    comparison.phase = "encoding"
     comparison.load_media()
     inputs = build_inputs(desk.model, desk.processor, [comparison.media], [comparison.question], [comparison.turns])
     comparison.prompt_tokens = inputs["input_ids"].shape[1]

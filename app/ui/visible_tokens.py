@@ -17,11 +17,10 @@ if TYPE_CHECKING:
     from mmspec.interfaces import VisualGrid
     from mmspec.metrics.compression_stats import CompressionRecord as Kept
 
-FULL_VISUAL_MODES, NO_VISUAL_MODES = (
-    frozenset(("decoupled", "coupled")),
-    frozenset(("placeholder", "text_only")),
-)
-"""Rules of trained drafters (`mmspec.drafters.eagle.visual_inputs`) that read every visual token, and that read none."""
+FULL_VISUAL_MODES = frozenset(("decoupled", "coupled"))
+"""Visual modes of trained drafters (`mmspec.drafters.eagle.visual_inputs`) that read every visual token."""
+NO_VISUAL_MODES = frozenset(("placeholder", "text_only"))
+"""Visual modes that read none."""
 
 
 @dataclass(frozen=True)

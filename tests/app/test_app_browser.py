@@ -104,9 +104,9 @@ def settings(page: Any, name: str = "compare", tokens: int | None = None, **chos
         page.get_by_role("option", name=option, exact=True).click()
     if tokens is not None:
         # What is typed in the first milliseconds of a slider is shown and not taken note of: the handle stays.
-        handle = area.get_by_label("range slider for Most new tokens")
+        handle = area.get_by_label("range slider for Max new tokens")
         for _ in range(20):
-            area.get_by_label("number input for Most new tokens").fill(str(tokens))
+            area.get_by_label("number input for Max new tokens").fill(str(tokens))
             page.keyboard.press("Tab")
             page.wait_for_timeout(50)
             if handle.input_value() == str(tokens):

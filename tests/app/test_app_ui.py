@@ -453,12 +453,12 @@ def test_errors_of_a_job_reach_who_waits() -> None:
 def test_a_page_has_one_run_at_a_time() -> None:
     sessions = SessionRegistry()
     first = sessions.begin("a")
-    with pytest.raises(UsageError, match="still going"):
+    with pytest.raises(UsageError, match="still active"):
         sessions.begin("a")
     other = sessions.begin("b")
     assert sessions.get_signal("a") is first
     first._renewed_at -= 1000  # in the queue nobody looks at it
-    with pytest.raises(UsageError, match="still going"):
+    with pytest.raises(UsageError, match="still active"):
         sessions.begin("a")
     sessions.cancel("a")
     sessions.cancel("nobody")

@@ -39,7 +39,6 @@ from mmspec.app.scenes.training.data import ChatDataset, PatchDataset, collate_c
 from mmspec.app.scenes.training.export import export_model
 from mmspec.app.scenes.training.models import VisionPretrainer, VlmTrainer, aux_head_weights, rename_former_heads
 from mmspec.app.scenes.training.stages import STAGES, MuonAdamW, TrainingStage, learning_rate_at
-from mmspec.app.versions import version
 from mmspec.cpu.bf16 import bf16_is_faster
 from mmspec.files import atomic_write
 

@@ -1,1 +1,1 @@
-"""Request filtering in front of Gradio: hosts, origins, routes, body limits."""
+"""ASGI middleware in front of Gradio: hosts, origins, routes, and limits of request bodies."""

@@ -1,7 +1,7 @@
-"""Which names the server answers to, and from which origins: no other site may use the app through a visitor's browser.
+"""Host names that the server answers to, and origins it trusts: no other site may use the app through a browser.
 
 A page of another site can resolve its own name to 127.0.0.1 (DNS rebinding) and then reads the app as its own origin;
-its requests still carry its name in `Host`. Without rebinding the browser sends `Origin` and `Sec-Fetch-Site`.
+its requests still carry that name in `Host`. Without rebinding the browser sends `Origin` and `Sec-Fetch-Site`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ AUTHORITY_PATTERN = re.compile(
 
 @dataclass(frozen=True)
 class ErrorResponse:
-    """An answer of one line instead of the page."""
+    """A refusal: HTTP status and a body of one line."""
 
     status: int
     text: str
@@ -29,100 +29,113 @@ class ErrorResponse:
 
 @dataclass(frozen=True)
 class Authority:
-    """A host name or address in lower case, without brackets, and its port if one is given."""
+    """Host name or address in lower case, without brackets, and the port if one is given."""
 
     name: str
     port: int | None = None
 
 
 def parse_authority(text: str) -> Authority | None:
-    """What `Host` names: `name`, `name:port`, `[address]:port`; None if it is nothing of the kind."""
-    found = AUTHORITY_PATTERN.fullmatch(text.strip().lower())
-    if found is None:
+    """Parse `name`, `name:port` or `[address]:port`, as in `Host`; None if it is none of them."""
+    match = AUTHORITY_PATTERN.fullmatch(text.strip().lower())
+    if match is None:
         return None
-    port = None if found["port"] is None else int(found["port"])
+    port = None if match["port"] is None else int(match["port"])
     if port is not None and port > 65535:
         return None
-    return Authority((found["v6"] or found["name"]).rstrip("."), port)
+    return Authority((match["v6"] or match["name"]).rstrip("."), port)
 
 
 def parse_origin(text: str) -> Authority | None:
-    """What `Origin` names, with the port that its scheme implies; None for `null` and all that is no web origin."""
+    """Parse `Origin`, with the default port of its scheme; None for `null` and anything but http and https."""
     scheme, _, rest = text.strip().lower().partition("://")
-    found = parse_authority(rest) if scheme in DEFAULT_PORTS else None
-    return None if found is None else Authority(found.name, found.port or DEFAULT_PORTS[scheme])
+    authority = parse_authority(rest) if scheme in DEFAULT_PORTS else None
+    return None if authority is None else Authority(authority.name, authority.port or DEFAULT_PORTS[scheme])
 
 
 def parse_allowed_host(text: str) -> Authority:
-    """An entry of `--allowed-host`.
+    """Parse an argument of `--allowed-host`.
 
     Raises:
-        ValueError: no name, address, or one of them with a port.
+        ValueError: it is not a host name or address, with or without a port.
     """
-    found = parse_authority(text)
-    if found is None or not found.name or "://" in text:
+    authority = parse_authority(text)
+    if authority is None or not authority.name or "://" in text:
         raise ValueError(f"must be a host name or address, or one with :PORT, such as demo.example.org; got {text!r}")
-    return found
+    return authority
 
 
 class HostPolicy:
-    """The names that the server answers to."""
+    """Decides by `Host`, `Origin` and `Sec-Fetch-*` whether a request is served."""
 
     def __init__(self, bind_address: str = "127.0.0.1", allowed: Iterable[str] = ()) -> None:
-        """bound: the address that the server listens on. allowed: more names, each with or without a port."""
-        self.allowed = tuple(parse_allowed_host(name) for name in allowed)
-        name = bind_address.strip("[]").lower()
-        self.own_names = LOOPBACK_HOSTS | ({name} - WILDCARD_ADDRESSES)
+        """Create the policy.
 
-    def is_served(self, found: Authority | None, server: tuple[str, int], scheme: str = "http") -> bool:
-        """Whether a name is the server's. server: the local address and port of the connection."""
-        if found is None:
+        Args:
+            bind_address: the address that the server listens on.
+            allowed: further host names, each with or without a port.
+
+        Raises:
+            ValueError: an allowed host is not a host name.
+        """
+        self.allowed = tuple(parse_allowed_host(name) for name in allowed)
+        self.own_names = LOOPBACK_HOSTS | ({bind_address.strip("[]").lower()} - WILDCARD_ADDRESSES)
+
+    def is_served(self, authority: Authority | None, server: tuple[str, int], scheme: str = "http") -> bool:
+        """Whether an authority names this server.
+
+        Args:
+            authority: from `Host` or `Origin`; None is never served.
+            server: local address and port of the connection.
+            scheme: gives the port where the authority has none.
+        """
+        if authority is None:
             return False
-        port = found.port or DEFAULT_PORTS.get(scheme, 80)
-        if any(found.name == one.name and one.port in (None, port) for one in self.allowed):
+        port = authority.port or DEFAULT_PORTS.get(scheme, 80)
+        if any(authority.name == other.name and other.port in (None, port) for other in self.allowed):
             return True
-        return port == server[1] and (found.name in self.own_names or _same_address(found.name, server[0]))
+        return port == server[1] and (authority.name in self.own_names or _is_same_address(authority.name, server[0]))
 
     def check(
         self, headers: Mapping[str, list[str]], server: tuple[str, int], request: RequestInfo
     ) -> ErrorResponse | None:
-        """Why a request is refused for where it goes or comes from; None if it is not."""
-        names = headers.get("host", [])
-        if len(names) != 1 or not self.is_served(parse_authority(names[0]), server, request.scheme):
-            told = ascii(names[0])[:80] if names else "none"
-            return ErrorResponse(421, f"Host {told} is not served here; name it with --allowed-host if it should be.")
+        """The refusal of a request for its host or origin; None if it is served."""
+        hosts = headers.get("host", [])
+        if len(hosts) != 1 or not self.is_served(parse_authority(hosts[0]), server, request.scheme):
+            received = ascii(hosts[0])[:80] if hosts else "none"
+            return ErrorResponse(421, f"Host {received} is not served here; --allowed-host adds a name.")
         origins = headers.get("origin", [])
-        trusted = len(origins) == 1 and self.is_served(parse_origin(origins[0]), server, "http")
-        if origins and not trusted:
+        is_trusted = len(origins) == 1 and self.is_served(parse_origin(origins[0]), server, "http")
+        if origins and not is_trusted:
             return ErrorResponse(403, f"Origin {ascii(origins[0])[:80]} may not use this app.")
         sites = headers.get("sec-fetch-site", [])
-        foreign = any(site.strip().lower() not in ("same-origin", "none") for site in sites)
-        if foreign and not trusted and not request.is_page_navigation(headers):
+        is_cross_site = any(site.strip().lower() not in ("same-origin", "none") for site in sites)
+        if is_cross_site and not is_trusted and not request.is_page_navigation(headers):
             return ErrorResponse(403, "Requests of other sites are refused.")
         return None
 
     def allows_forwarded(self, value: str, server: tuple[str, int]) -> bool:
-        """Whether an `X-Forwarded-Host` names listed hosts only."""
-        return all(self.is_served(parse_authority(one), server, "http") for one in value.split(","))
+        """Whether an `X-Forwarded-Host` names served hosts only."""
+        return all(self.is_served(parse_authority(host), server, "http") for host in value.split(","))
 
 
 @dataclass(frozen=True)
 class RequestInfo:
-    """What of a request decides whether it may come from another site."""
+    """Properties of a request that decide whether another site may send it."""
 
     method: str
     path: str
     scheme: str = "http"
 
     def is_page_navigation(self, headers: Mapping[str, list[str]]) -> bool:
-        """Whether it is a link to the page itself that a person follows, not a frame, picture or script."""
-        first = {name: headers.get(name, [""])[0] for name in ("sec-fetch-mode", "sec-fetch-dest")}
-        link = first == {"sec-fetch-mode": "navigate", "sec-fetch-dest": "document"}
-        return link and self.method in ("GET", "HEAD") and self.path == "/"
+        """Whether a user follows a link to the page itself; frames, pictures and scripts are not navigations."""
+        fetch = {name: headers.get(name, [""])[0] for name in ("sec-fetch-mode", "sec-fetch-dest")}
+        is_navigation = fetch == {"sec-fetch-mode": "navigate", "sec-fetch-dest": "document"}
+        return is_navigation and self.method in ("GET", "HEAD") and self.path == "/"
 
 
-def _same_address(name: str, local: str) -> bool:
-    """Whether `name` is the address, not a name that resolves to it, of this end of the connection."""
+def _is_same_address(name: str, local: str) -> bool:
+    """Whether `name` is an IP address equal to the local one. A name that resolves to it is not."""
     try:
         return ipaddress.ip_address(name) == ipaddress.ip_address(local)
     except ValueError:

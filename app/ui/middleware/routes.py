@@ -1,4 +1,4 @@
-"""The routes that are served: a list of what the pages and `gradio_client` need. Gradio registers some sixty more."""
+"""Allow-list of the routes that the pages and `gradio_client` need. Gradio registers about sixty more."""
 
 from __future__ import annotations
 
@@ -12,7 +12,13 @@ NAME, HASH = r"[A-Za-z0-9_]{1,64}", r"[^/\x00-\x1f]{1,128}"
 
 @dataclass(frozen=True)
 class Route:
-    """A route, its methods, and what its requests carry: "none", "json" or "files"."""
+    """A served route.
+
+    Attributes:
+        pattern: matches the whole decoded path.
+        methods: allowed HTTP methods.
+        body: kind of request body: "none", "json" or "files".
+    """
 
     pattern: re.Pattern[str]
     methods: frozenset[str]
@@ -36,13 +42,13 @@ ROUTES = (
     _route(rf"{API_PREFIX}/(queue/join|cancel|reset|reset/)", POST, "json"),
     _route(rf"{API_PREFIX}/upload", POST, "files"),
 )
-"""Not among them: /monitoring (shows the session names of all visitors), /proxy=, /vibe-*, /dev/reload, /stream,
+"""Not served: /monitoring (lists the session names of all visitors), /proxy=, /vibe-*, /dev/reload, /stream,
 /component_server, /custom_component, /process_recording, deep links, logins, run history, profiling."""
 
 
 def find_route(path: str) -> Route | None:
-    """The door at a decoded path; None if there is none."""
-    return next((door for door in ROUTES if door.pattern.fullmatch(path)), None)
+    """The served route of a decoded path; None if there is none."""
+    return next((route for route in ROUTES if route.pattern.fullmatch(path)), None)
 
 
 __all__ = ["ROUTES", "Route", "find_route"]
