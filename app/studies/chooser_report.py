@@ -1,6 +1,6 @@
 """Whether choosing what a drafter is shown, prompt by prompt, beats showing it always the same.
 
-From rows of `study_visual`: those that choose (elastic, measured) against the one fixed way that is best, by the
+From rows of `study_visual`: those that choose (elastic, cost-based) against the one fixed way that is best, by the
 seconds of all requests and in the mean over shapes, where long answers count no more than short ones; and against the
 best way for each request. The latter is found by forwards, which timing cannot blur, and by seconds: that is a bound no
 chooser is held to, since the least of many noisy times is less than any way takes.
@@ -14,7 +14,7 @@ from typing import Any
 
 from mmspec.app.bench.measure import bootstrap_interval
 
-ADAPTIVE_COMPRESSORS = ("elastic", "measured")
+ADAPTIVE_COMPRESSORS = ("elastic", "cost-based", "measured")  # the last one: rows of older versions
 """Compressors that choose for each prompt what is shown."""
 Row = Mapping[str, Any]
 RequestValues = dict[str, list[float]]

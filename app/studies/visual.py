@@ -58,19 +58,19 @@ shapes
 
 compressors
   as for mmspec.patch; own is the one that a drafter was trained with, which then keeps fewer tokens: --compressors own
-  measured goes by what looking costs here, and so not with --nodes
+  cost-based depends on the measured cost of prefill here, and so does not work with --nodes
 
 rows
   *_over are multiples of what the first drafter takes (tau_over: of its tau), speedup_* of its speed, speedup_hf* of
   that of plain generate, *_ci their 95% intervals; names is the share of their tokens that was guessed, names_tau their
   tokens for each forward that one of them cost. Without --nodes tau follows a controller that goes by measured times.
-  Ways that choose for each prompt (elastic, measured) are told against the best fixed way, by the sum of all seconds
+  Ways that choose for each prompt (elastic, cost-based) are compared with the best fixed way, by the sum of all seconds
   and by the mean over shapes, and against the best way for each request: by forwards, and by seconds (a bound that is
   too good, picked after the fact from noisy times).
 
 examples
   python -m mmspec.app.studies.visual out/msd --compressors pool,stride,relevant --json study.json --markdown study.md
-  python -m mmspec.app.studies.visual out/msd out/msd+measured out/msd-latent --shapes short,one,clip8
+  python -m mmspec.app.studies.visual out/msd out/msd+cost-based out/msd-latent --shapes short,one,clip8
   python -m mmspec.app.studies.visual out/msd-latent --compressors own --nodes 16
 """
 HEADINGS = ["way", "shown", "tau", "over", "names guessed", "names' tau", "prefill ms", "over", "operations over"]

@@ -168,6 +168,15 @@ def non_negative_int(text: str) -> int:
     return int(text)
 
 
+def parse_drafters(text: str) -> list[str]:
+    """Comma-separated drafters."""
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    for name in names:
+        if name not in RECIPES:
+            raise argparse.ArgumentTypeError(f"unknown drafter {name!r}; known are {', '.join(RECIPES)}")
+    return list(dict.fromkeys(names))
+
+
 def parse_visual_mode(text: str) -> str:
     """A visual input mode; the values of the first release ("blind", "textual") are accepted."""
     return {"blind": "placeholder", "textual": "text_only"}.get(text, text)
@@ -206,7 +215,7 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"--batch-size {options.batch_size} cannot be shared by {process.world_size} processes")
     data, held_out = split_data(options)
     wait_for_everyone, distributed = distributed_context(options, process)
-    model, processor = load_model(options.target, options.dtype, options.device, process.local)
+    model, processor = load_model(options.target, options.dtype, options.device, process.local_rank)
     model.requires_grad_(False)
     cache_bytes = round(options.cache_gib * (1 << 30)) // process.world_size
     has_text_only = options.text_first or options.text_only

@@ -56,7 +56,8 @@ class TrainOptions:
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> TrainOptions:
         """The parsed command line."""
-        return cls(**{item.name: getattr(args, item.name, "") for item in fields(cls)})
+        values: dict[str, Any] = {item.name: getattr(args, item.name, "") for item in fields(cls)}
+        return cls(**values)
 
 
 __all__ = ["TrainOptions"]

@@ -113,6 +113,7 @@ def load_head(options: TrainOptions, name: str, teacher: Any) -> tuple[Any, Any]
     from mmspec.drafters.registry import bundled_drafters
 
     recipe = RECIPES[name]
+    assert options.start_from is not None
     place = Path(bundled_drafters().get(options.start_from, options.start_from))
     if (place / name / CONFIG_NAME).is_file():
         place /= name

@@ -27,7 +27,7 @@ from mmspec.app.bench.measure import (
 )
 from mmspec.app.bench.requests import bench_images, build_requests
 from mmspec.app.bench.rows import current_keys
-from mmspec.app.cli.main import main, parser
+from mmspec.app.cli.main import build_parser, main
 from mmspec.app.errors import UsageError
 from mmspec.app.modeling.captioner import Captioner
 from mmspec.app.modeling.random_models import random_model
@@ -87,7 +87,7 @@ def test_sampled_bench_is_identical(capsys: Any) -> None:
     [
         (["--drafters", "magic"], "unknown drafter 'magic'"),
         (["--drafters", "msd@0"], "a depth is 1 to 63"),
-        (["--drafters", "fused@3"], "which 'fused' does not"),
+        (["--drafters", "fused@3"], "which 'hybrid' does not"),
         (["--nodes", "65"], "--nodes is 1 to 64"),
         (["--new-tokens", "1"], "2 or more"),
         (["--json", "/no/such/folder/x.json"], "cannot write"),
@@ -262,11 +262,11 @@ def test_old_keys_of_bench_files_are_read() -> None:
 
 
 def test_the_old_spelling_of_a_flag_warns_once(capsys: Any) -> None:
-    args = parser().parse_args(["bench", "--first-seed", "50000001"])
+    args = build_parser().parse_args(["bench", "--first-seed", "50000001"])
     assert args.scene_seed == 50_000_001
     assert capsys.readouterr().err == "mmspec: --first-seed is deprecated; use --scene-seed\n"
-    assert parser().parse_args(["bench", "--scene-seed", "7"]).scene_seed == 7
-    assert parser().parse_args(["bench"]).scene_seed is None and capsys.readouterr().err == ""
+    assert build_parser().parse_args(["bench", "--scene-seed", "7"]).scene_seed == 7
+    assert build_parser().parse_args(["bench"]).scene_seed is None and capsys.readouterr().err == ""
     with pytest.raises(SystemExit):
-        parser().parse_args(["bench", "--help"])
+        build_parser().parse_args(["bench", "--help"])
     assert "--first-seed S" not in capsys.readouterr().out

@@ -119,7 +119,7 @@ def test_a_drafter_learns_from_request_to_request(monkeypatch: pytest.MonkeyPatc
     [
         (["none", "--against", "fused"], "--against is one of the drafters"),
         (["magic@3"], "unknown drafter 'magic'"),
-        (["fused@3", "--model", "tiny"], "which 'fused' does not"),
+        (["fused@3", "--model", "tiny"], "which 'hybrid' does not"),
     ],
 )
 def test_bad_requests_end_in_a_line(given: list[str], words: str, capsys: Any) -> None:

@@ -32,7 +32,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
         torch.default_generator.manual_seed(0)
         head, elastic = EagleHead(config), Elastic(64, 8)
     place = tmp_path_factory.mktemp("heads")
-    with_elastic = {"name": "elastic", "tokens": 8}, elastic.state_dict()
+    with_elastic = {"name": "elastic", "max_tokens": 8}, elastic.state_dict()
     for name, compressor in (("mine", None), ("chosen", with_elastic)):
         made = HeadMetadata(
             config, "decoupled", 2, "llava", tokenizer_fingerprint(processor.tokenizer), compressor=compressor
@@ -148,7 +148,7 @@ def test_operations_are_of_the_way_that_was_used_and_are_not_learned_from(
     folder: Path, made: dict[str, list[Any]]
 ) -> None:
     model, processor = random_model("tiny")
-    field_ = build_runs(model, processor, {str(folder): [], f"{folder}+measured": []})
+    field_ = build_runs(model, processor, {str(folder): [], f"{folder}+cost-based": []})
     run_contest(field_, processor, "one", 0, 2, 40, lambda done: None)
     whole, chose = field_[2:]
     kept = [run.stats.num_compressed_tokens for run in chose.contestant.runs if run.stats]
@@ -156,20 +156,22 @@ def test_operations_are_of_the_way_that_was_used_and_are_not_learned_from(
     each = 2 * 64 * 2 * 2 * whole.drafter.head.config.head_dim  # type: ignore[union-attr]
     saved = [a.flops - b.flops for a, b in zip(whole.prefill_costs, chose.prefill_costs, strict=True)]
     assert saved == [0, 12 * each] and whole.prefill_costs[0].flops > 0
-    assert get_drafter(made["mine+measured"][0]).cost_model.by_batch[1].num_prompts == 3, "the calls, and nothing else"
+    assert get_drafter(made["mine+cost-based"][0]).cost_model.by_batch[1].num_prompts == 3, (
+        "the calls, and nothing else"
+    )
     told = {row["way"]: row for row in build_rows(field_, "one", str(folder))}
-    mine, others = told["mine+measured"], told["mine"]
+    mine, others = told["mine+cost-based"], told["mine"]
     assert 1e6 * (others["mflops"] - mine["mflops"]) == pytest.approx(6 * each), "in the mean over requests"
 
 
 def test_who_is_named_lives_through_all_shapes(folder: Path, made: dict[str, list[Any]]) -> None:
-    given = [str(folder), f"{folder}+measured", "--model", "tiny", "--compressors", "pool", "--shares", "4"]
+    given = [str(folder), f"{folder}+cost-based", "--model", "tiny", "--compressors", "pool", "--shares", "4"]
     given += ["--count", "1", "--max-new-tokens", "6", "--no-progress"]
     assert study_visual.main([*given, "--shapes", "one,clip3,short"]) == 0
     assert {name: len(models) for name, models in made.items()} == {
-        "none": 1, "mine": 1, "mine+measured": 1, "mine+pool:4": 2, "mine+pool:12": 1
+        "none": 1, "mine": 1, "mine+cost-based": 1, "mine+pool:4": 2, "mine+pool:12": 1
     }  # fmt: skip
-    assert get_drafter(made["mine+measured"][0]).cost_model.by_batch[1].num_prompts == 6
+    assert get_drafter(made["mine+cost-based"][0]).cost_model.by_batch[1].num_prompts == 6
 
 
 def test_figures_of_one_shape_are_not_those_of_another(folder: Path) -> None:
@@ -335,7 +337,7 @@ def test_what_reading_a_prompt_costs_a_head_of_any_shape(tmp_path: Path, capsys:
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        (["--compressors", "squeeze:3"], "no compressor is called 'squeeze:3'"),
+        (["--compressors", "squeeze:3"], "unknown compressor 'squeeze:3'"),
         (["--frames", "1,0"], "must be a whole number above 0, got '0'"),
         (["--heads", "3"], "--hidden must be a multiple of --heads"),
         (["--device", "abacus"], "abacus"),

@@ -324,7 +324,7 @@ def test_a_line_every_so_often_without_a_terminal(monkeypatch: pytest.MonkeyPatc
             reporter.update(1, {"loss": 0.5})
     lines = capsys.readouterr().err.splitlines()
     assert lines == [
-        "mmspec: train: 25 of 100 steps, loss 0.500, 0.50 steps/s, about 3 min left",
+        "mmspec: train: 25 of 100 steps, loss 0.500, 0.50 steps/s, about 2 min left",
         "mmspec: train: 40 of 100 steps, loss 0.500, 0.50 steps/s, about 2 min left",
         "mmspec: train: 55 of 100 steps, loss 0.500, 0.50 steps/s, about 90 s left",
         "mmspec: train: 60 of 100 steps, 100 s",
