@@ -10,7 +10,7 @@ from mmspec.app.io.images import Shown, pictures
 from mmspec.app.scenes.world import IMAGE_SIZE
 
 MIN_BACKGROUND_SHARE = 0.45
-"""Minimum share of pixels in the two commonest colours: scenes have a flat background, photographs rarely exceed 25%."""
+"""Minimum share of pixels in the two commonest colours: backgrounds of scenes are flat; photographs reach about 25%."""
 COLOUR_TOLERANCE = 4
 """Maximum difference per channel (0 to 255) to a common colour; covers JPEG and video compression."""
 
