@@ -43,7 +43,7 @@ def visible_shares(scene: Scene) -> list[float]:
 
 
 def render_background(scene: Scene) -> Image.Image:
-    """Return the background alone. The shade of its colour and the pitch and phase of its texture depend on the seed."""
+    """Return the background alone; shade of the colour, pitch and phase of the texture depend on the seed."""
     rng = random.Random(f"ground {scene.seed}")
     base = _shift_brightness(BACKGROUND_COLOURS[scene.colour], rng.randint(-8, 8))
     accent = _shift_brightness(base, 34 if sum(base) < 330 else -34)
