@@ -233,24 +233,31 @@ def _share_modules(drafter: object, memo: dict[int, Any]) -> None:
             pending += getattr(value, "__dict__", {}).values()
 
 
-class _TokenTimes(StoppingCriteria):
-    """Records when each token of a plain run is complete; never stops. One Python call per step."""
+class TimestampCriterion(StoppingCriteria):
+    """Records the time of each generated token and never stops. One Python call per step, on the plain side only.
+
+    Attributes:
+        times: `time.perf_counter()` after each token, on an idle device.
+    """
 
     def __init__(self) -> None:
         self.times: list[float] = []
+        self._not_done: Tensor | None = None
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
         if input_ids.device.type == "cuda":
             torch.cuda.synchronize(input_ids.device)  # else the time is that of the launch
         self.times.append(time.perf_counter())
-        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+        if self._not_done is None:
+            self._not_done = torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+        return self._not_done
 
 
 def _timed_run(model: Any, request: dict[str, Any], speculate: bool) -> tuple[Tensor, Timing]:
     """One run from the current random state, which is restored afterwards."""
     rng_state = torch.random.get_rng_state()
     cuda_state = torch.cuda.get_rng_state(model.device) if model.device.type == "cuda" else None
-    token_times = _TokenTimes()
+    token_times = TimestampCriterion()
     start = time.perf_counter()
     if speculate:
         ids = _ids(model.generate(**request))

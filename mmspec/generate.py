@@ -31,7 +31,8 @@ from mmspec.decode import decode
 from mmspec.interfaces import Drafter
 from mmspec.metrics.stats import Stats
 from mmspec.targets import selftest
-from mmspec.targets.hf import HFTarget, ModelAdapter
+from mmspec.targets.base import ModelAdapter
+from mmspec.targets.hf import HFTarget
 from mmspec.targets.module_scan import ModuleScan, scan_modules
 
 logger = logging.getLogger("mmspec")

@@ -27,7 +27,7 @@ from mmspec.config import (
 from mmspec.generate import DISABLED, PatchState
 from mmspec.interfaces import Compressor, Drafter
 from mmspec.metrics.stats import Stats
-from mmspec.targets.hf import TREE_ATTENTION_KERNELS
+from mmspec.targets.base import TREE_ATTENTION_KERNELS
 from mmspec.targets.registry import find_adapter
 
 logger = logging.getLogger("mmspec")

@@ -33,6 +33,7 @@ from mmspec.decode import _draftable_ids
 from mmspec.engine.tree import DraftTree
 from mmspec.interfaces import Prompt
 from mmspec.targets.hf import HFTarget
+from mmspec.targets.registry import find_adapter
 
 LONG: Kwargs = {**GREEDY, "max_new_tokens": 30, "eos_token_id": None}
 
@@ -132,11 +133,11 @@ def test_more_tokens_than_the_model_was_made_with(mode: Kwargs) -> None:
 
 def test_ids_without_an_embedding_are_not_drafted() -> None:
     model = tiny.build_model(tiny.ModelSpec(seed=29))
-    family = mmspec.patching.family_of(model)
+    adapter = find_adapter(model)
     model.set_input_embeddings(nn.Embedding(100, 32))
     ids = torch.zeros(1, 3, dtype=torch.long)
     prompt = Prompt(ids, ids.bool(), ids.bool(), ids, vocab_size=120, banned_ids=frozenset({4, 7, 500}))
-    allowed = _draftable_ids(prompt, family, torch.device("cpu"))
+    allowed = _draftable_ids(prompt, adapter, torch.device("cpu"))
     assert (~allowed).nonzero().flatten().tolist() == [4, 7, *range(100, 120)]
 
 

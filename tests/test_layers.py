@@ -18,6 +18,7 @@ FOLDERS = ("mmspec", "drafters", "vision", "app")
 # A module of the core is a room of its own; `folder.*` stands for all modules of a folder.
 LAYERS: tuple[tuple[str, ...], ...] = (
     (
+        "files",
         "engine.tree",
         "engine.kv_cache",
         "engine.gather",

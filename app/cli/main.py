@@ -89,10 +89,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _report_output_error(debug: bool, error: OutputError) -> int:
-    """Report a failed write; where standard output is what failed, nothing more is written to it."""
+    """Report a failed write; if standard output is what failed, discard what is buffered for it."""
     try:
         sys.stdout.flush()
-    except OSError:
+    except OSError as stdout_error:
+        error = OutputError("standard output", stdout_error)
         _discard_stdout()
     return _report_error(debug, str(error), EXIT_IO_ERROR)
 

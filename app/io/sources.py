@@ -10,7 +10,6 @@ import glob
 import json
 import os
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +22,8 @@ from mmspec.app.io import videos as clips
 
 MANIFESTS = frozenset({".jsonl", ".txt", ".csv"})
 SUFFIXES = images.SUFFIXES | clips.SUFFIXES
+MAX_SUFFIXES = 8
+"""Suffixes of skipped files that a message lists."""
 FILE_NAME_KEYS = ("file_name", "image", "path", "file")
 
 
@@ -66,7 +67,11 @@ def collect_items(paths: Sequence[str], base: Path, skip: Iterable[Path] = ()) -
     found = [item for path in paths for item in _named(path, avoid)]
     items = _unique(found, base)
     if not items:
-        raise UsageError(f"no images or videos in {', '.join(paths)} (looked for {', '.join(sorted(SUFFIXES))})")
+        skipped = describe_skipped(paths, skip)
+        raise UsageError(
+            f"no images or videos in {', '.join(paths)} (supported: {', '.join(sorted(SUFFIXES))})"
+            + (f"; {skipped}" if skipped else "")
+        )
     if not any(os.path.exists(item.path) for item in items):
         raise UsageError(f"no such file: {items[0].path}" + (f" (nor any other of {len(items)})" if items[1:] else ""))
     return items
@@ -128,19 +133,42 @@ def _all_files(folder: Path, fail: Callable[[OSError], None] | None = None) -> I
 
 
 def describe_skipped(paths: Sequence[str], skip: Iterable[Path] = ()) -> str:
-    """A line about the files in the folders of `paths` that are not read, by the ends of their names, or nothing."""
-    avoid, many = {_real(path) for path in skip}, Counter[str]()
-    for folder in filter(os.path.isdir, paths):
-        for file in _all_files(Path(folder)):
-            if (suffix := file.suffix.lower()) not in SUFFIXES | MANIFESTS and _real(file) not in avoid:
-                many[suffix or "without an ending"] += 1
-    if not many:
+    """One line that counts and names the files in folders and globs of `paths` that are not read; empty if none."""
+    own = {_real(path) for path in skip}
+    groups: dict[str, list[Path]] = {}
+    for file in dict.fromkeys(file for name in paths for file in _candidates(name)):
+        if (suffix := file.suffix.lower()) not in SUFFIXES | MANIFESTS and _real(file) not in own:
+            groups.setdefault(suffix or "no suffix", []).append(file)
+    if not groups:
         return ""
-    first = ", ".join(f"{count} {suffix}" for suffix, count in many.most_common(8))
-    more = f", and {len(many) - 8} other kinds" if len(many) > 8 else ""
-    hint = "; pip install pillow-heif to read .heic" if many[".heic"] + many[".heif"] else ""
-    files = "1 file that is" if many.total() == 1 else f"{many.total()} files that are"
-    return f"skipped {files} no supported picture or clip: {first}{more}{hint}"
+    ordered = sorted(groups.items(), key=lambda group: (-len(group[1]), group[0]))
+    listed = ", ".join(f"{len(files)} {suffix} ({_examples(files)})" for suffix, files in ordered[:MAX_SUFFIXES])
+    rest = f", and {len(ordered) - MAX_SUFFIXES} other kinds" if len(ordered) > MAX_SUFFIXES else ""
+    hint = "; pip install pillow-heif to read .heic" if {".heic", ".heif"} & set(groups) else ""
+    total = sum(map(len, groups.values()))
+    return f"skipped {total} file{'s'[: total > 1]} of unsupported formats: {listed}{rest}{hint}"
+
+
+def _candidates(name: str) -> Iterator[Path]:
+    """All files in a folder, or all that a glob matches; nothing for a file, which is never skipped."""
+    if os.path.isdir(name):
+        yield from _all_files(Path(name))
+    elif glob.has_magic(name) and not os.path.exists(name):
+        for match in sorted(glob.glob(name, recursive=True), key=natural_key):
+            if os.path.isfile(match):
+                yield Path(match)
+            elif not name.rstrip("/").endswith("**"):
+                yield from _all_files(Path(match))
+
+
+def _examples(files: Sequence[Path]) -> str:
+    """The names of the first files, printable."""
+    names = [file.name if file.name.isprintable() else ascii(file.name) for file in files]
+    return ", ".join([*(_short_name(name) for name in names[:2]), *(["..."] if len(names) > 2 else [])])
+
+
+def _short_name(name: str) -> str:
+    return name if len(name) <= 40 else f"{name[:37]}..."
 
 
 def _manifest(path: Path) -> Iterator[Item]:

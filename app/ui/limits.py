@@ -70,7 +70,7 @@ class Limits:
         if path.is_file() and path.stat().st_size > self.max_file_mb * 1_000_000:
             raise UsageError(f"{path.name} has more than {self.max_file_mb} MB.")
 
-    def given(self, path: str | Path | None) -> Path:
+    def check_media_path(self, path: str | Path | None) -> Path:
         """The file of a picture or clip, not yet opened.
 
         Raises:
@@ -88,7 +88,7 @@ class Limits:
         Raises:
             UsageError: none was given, or it cannot be used.
         """
-        file = self.given(path)
+        file = self.check_media_path(path)
         try:
             if file.suffix.lower() in clips.SUFFIXES:
                 return clips.load_video(file, self.num_frames, self.max_pixels, isolated=DECODERS)

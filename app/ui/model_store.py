@@ -35,7 +35,7 @@ class RunSettings:
     temperature: float = 0.0
     seed: int = 0
     max_new_tokens: int = 128
-    nodes: int | None = None
+    tree_size: int | None = None
 
 
 class ModelStore:
@@ -59,7 +59,7 @@ class ModelStore:
         """
         for what, name, known in (("model", model, self.model_names), ("drafter", drafter, self.drafter_names)):
             if name not in known:
-                raise UsageError(f"There is no {what} {str(name)[:60]!r} here; choose one of {_listed(known)}.")
+                raise UsageError(f"There is no {what} {str(name)[:60]!r} here; choose one of {_format_names(known)}.")
 
     def get(self, name: str) -> LoadedModel:
         """The model of that name, loaded if it is not the one in use.
@@ -81,7 +81,7 @@ class ModelStore:
         return self._loaded
 
 
-def _listed(names: Sequence[str]) -> str:
+def _format_names(names: Sequence[str]) -> str:
     return ", ".join(Path(name).name for name in names)
 
 

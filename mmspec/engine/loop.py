@@ -121,17 +121,18 @@ class DecodeLoop:
     def propose(self, state: Any) -> tuple[DraftTree, bool]:
         """The sanitized tree of this round, and whether the drafter was called for it."""
         output = self.output
+        device = self.draftable.device
+        root_ids = torch.tensor([row[-1] for row in output.emitted], device=device)
         should_draft = self.controller.should_draft and not output.stepwise
         if should_draft:
             tree = self._draft(state)
         else:
             self.controller.skip_draft()
-            tree = root_only(len(output.emitted))
+            tree = root_only(len(root_ids), device, root_ids)
         if not output.stepwise:  # nodes for the padding of finished rows
             tree = tree.pad(bucket_size(min(output.padding_lag + 1, BUCKETS[-1])))
-        device = self.draftable.device
-        root_ids = torch.tensor([row[-1] for row in output.emitted], device=device)
-        tree = sanitize(tree, root_ids, self.draftable)
+        if should_draft or tree.num_nodes > 1:
+            tree = sanitize(tree, root_ids, self.draftable)
         if any(output.finished) and tree.num_nodes > 1:
             finished = torch.tensor(output.finished, device=device)
             tree = replace_with_chain(tree, finished, torch.tensor(output.pad_token_id, device=device))
@@ -240,6 +241,7 @@ class DecodeLoop:
             num_accepted=num_accepted,
         )
         stats.rounds += 1
+        stats.drafted_rounds += num_drafted > 0
         stats.row_rounds += sum(active)
         stats.tree_size_hist[num_nodes] += 1
         stats.num_draft_tokens += num_drafted

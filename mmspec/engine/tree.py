@@ -90,17 +90,23 @@ class DraftTree:
         )
 
 
-def root_only(batch: int, device: torch.device | str = "cpu") -> DraftTree:
-    """`batch` trees of node 0 alone, sanitized: plain decoding."""
-    parents = torch.full((batch, 1), -1, dtype=torch.long, device=device)
+def root_only(batch: int, device: torch.device | str = "cpu", root_ids: Tensor | None = None) -> DraftTree:
+    """Sanitized trees of node 0 alone: plain decoding. New tensors in every call, so the caller may write into them.
+
+    Args:
+        batch: number of rows.
+        device: device of the tensors.
+        root_ids: [B] int64, the last emitted tokens, on `device`; None for zeros.
+    """
+    depths = torch.zeros(batch, 1, dtype=torch.long, device=device)
     valid = torch.ones(batch, 1, dtype=torch.bool, device=device)
     return DraftTree(
-        tokens=torch.zeros_like(parents),
-        parents=parents,
+        tokens=torch.zeros_like(depths) if root_ids is None else root_ids[:, None],
+        parents=depths - 1,
         valid=valid,
-        scores=torch.ones(batch, 1, device=device),
-        ancestor_mask=valid[:, :, None].clone(),
-        depths=torch.zeros_like(parents),
+        scores=valid.float(),
+        ancestor_mask=valid[:, :, None],
+        depths=depths,
     )
 
 
@@ -171,7 +177,7 @@ def sanitize(tree: DraftTree, root_ids: Tensor, draftable: Tensor) -> DraftTree:
     batch, nodes = tree.tokens.shape
     device = root_ids.device
     if nodes == 1:
-        return replace(root_only(batch, device), tokens=root_ids[:, None])
+        return root_only(batch, device, root_ids)
     index = torch.arange(nodes, device=device)
     tokens = tree.tokens.to(device)
     parents = tree.parents.to(device)

@@ -39,6 +39,7 @@ class Stats:
         fallback_reason: reason of the last such call, or None.
         tokens: output tokens, padding after a row's end excluded.
         rounds: forwards of the target after the prefill.
+        drafted_rounds: those of `rounds` that scored at least one draft token.
         row_rounds: the same, counted once per active row.
         num_draft_tokens: draft tokens that were scored.
         num_accepted_tokens: draft tokens that were accepted.
@@ -66,6 +67,7 @@ class Stats:
     tokens: int = 0
     rounds: int = 0
     row_rounds: int = 0
+    drafted_rounds: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     accept_length_hist: Counter[int] = field(default_factory=Counter)

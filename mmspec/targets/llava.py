@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from mmspec.interfaces import VisualGrid
-from mmspec.targets.hf import ModelAdapter
+from mmspec.targets.base import ModelAdapter
 from mmspec.targets.vision_attention import AttentionCapture, capture_attention
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mmspec.interfaces import VisualGrid
-from mmspec.targets.hf import ModelAdapter
+from mmspec.targets.base import ModelAdapter
 from mmspec.targets.vision_attention import AttentionCapture, capture_attention
 
 Grid = tuple[int, int]

@@ -18,7 +18,7 @@ class LlavaOnevisionAdapter(LlavaNextAdapter):
     model_type = "llava_onevision"
     vision_args = ("image_sizes", "image_sizes_videos", "batch_num_images", "pixel_values_videos")
 
-    packing = ("vision_aspect_ratio",)
+    packing_config_keys = ("vision_aspect_ratio",)
 
     def tiles_per_image(self, sizes: Any, vision: Mapping[str, Any]) -> list[int]:
         """One for each of several pictures in a row."""

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from mmspec.interfaces import VisualGrid
-from mmspec.targets.hf import ModelAdapter
+from mmspec.targets.base import ModelAdapter
 
 
 class Qwen25VLAdapter(ModelAdapter):

@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from mmspec.targets.hf import ModelAdapter
+from mmspec.targets.base import ModelAdapter
 from mmspec.targets.llava import LlavaAdapter
 from mmspec.targets.llava_next import LlavaNextAdapter
 from mmspec.targets.llava_next_video import LlavaNextVideoAdapter

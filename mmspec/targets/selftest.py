@@ -21,7 +21,8 @@ from transformers import DynamicCache
 from mmspec.engine.rng import RngGuard
 from mmspec.engine.tree import DraftTree, root_only, sanitize
 from mmspec.interfaces import VerifyResult
-from mmspec.targets.hf import TOKEN_TYPE_INPUTS, HFTarget, ModelAdapter
+from mmspec.targets.base import ModelAdapter
+from mmspec.targets.hf import TOKEN_TYPE_INPUTS, HFTarget
 from mmspec.targets.module_scan import describe_module
 
 PARENTS = (-1, 0, 1, 2, 0, 4, 1, 6)

@@ -155,12 +155,23 @@ def test_files_that_are_left_out_are_counted_and_named(tmp_path: Path, monkeypat
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     line = describe_skipped([str(tmp_path), str(tmp_path / "a.png")], [tmp_path / "out.json"])
-    counts = "2 .heic, 1 .svg, 1 without an ending"
+    counts = "2 .heic (b.heic, c.HEIC), 1 .svg (d.svg), 1 no suffix (LICENSE)"
     hint = "pip install pillow-heif to read .heic"
-    assert line == f"skipped 4 files that are no supported picture or clip: {counts}; {hint}"
+    assert line == f"skipped 4 files of unsupported formats: {counts}; {hint}"
     assert describe_skipped([str(tmp_path / "a.png")]) == ""
     (tmp_path / "sub" / "c.HEIC").rename(tmp_path / "sub" / "c.pdf")
-    assert describe_skipped([str(tmp_path / "sub")]) == "skipped 1 file that is no supported picture or clip: 1 .pdf"
+    assert describe_skipped([str(tmp_path / "sub")]) == "skipped 1 file of unsupported formats: 1 .pdf (c.pdf)"
+    with pytest.raises(UsageError, match=r"no images or videos in .*skipped 1 file of unsupported formats: 1 \.pdf"):
+        collect_items([str(tmp_path / "sub")], Path())
+
+
+def test_files_that_a_glob_matches_and_nobody_reads_are_named(tmp_path: Path) -> None:
+    for name in ("a.png", "b.svg", "c.pdf", "d.pdf", "e.pdf", "sub/f.pdf"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    line = describe_skipped([str(tmp_path / "*"), str(tmp_path / "?.svg")])
+    assert line == "skipped 5 files of unsupported formats: 4 .pdf (c.pdf, d.pdf, ...), 1 .svg (b.svg)"
+    assert describe_skipped([str(tmp_path / "*.png")]) == ""
 
 
 @pytest.mark.parametrize(

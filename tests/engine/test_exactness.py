@@ -69,8 +69,8 @@ def test_the_slice_drafts_and_accepts() -> None:
     for case in drawn[:15]:
         result = fuzz.run_case(case)
         assert not result.differences, result.report()
-        sums["drafted"] += result.stats["drafted"]
-        sums["accepted"] += result.stats["accepted"]
+        sums["drafted"] += result.stats["num_draft_tokens"]
+        sums["accepted"] += result.stats["num_accepted_tokens"]
         sums["fallbacks"] += bool(result.fallback)
     assert sums["drafted"] > 150 and sums["accepted"] > 40 and not sums["fallbacks"], sums
 
@@ -85,7 +85,7 @@ def test_draft_heads(kind: str) -> None:
         )
         result = fuzz.run_case(case)
         assert not result.differences, result.report()
-        drafted += result.stats.get("drafted", 0)
+        drafted += result.stats.get("num_draft_tokens", 0)
     assert drafted > 50
 
 
@@ -106,8 +106,10 @@ def test_what_draft_heads_guess_right_is_kept(kind: str, seed: int) -> None:
     odd = ("override", "turns", "processor", "prefix", "criterion", "streamer", "cache")
     result = fuzz.run_case(replace(case, biased=(), **dict.fromkeys(odd, "")))
     assert not result.differences, result.report()
-    assert result.stats["accepted"] > 0
-    assert bool(result.stats["ways"]) == (kind in ("latent", "measured", "compressed")), "asked, if there is one"
+    assert result.stats["num_accepted_tokens"] > 0
+    assert bool(result.stats["compressor_choices"]) == (kind in ("latent", "measured", "compressed")), (
+        "asked, if there is one"
+    )
 
 
 @pytest.mark.slow

@@ -305,7 +305,7 @@ def test_the_tokenizers_end_is_the_drafts_end() -> None:
     with speculate(model, "tapper", plain, processor=small) as drafter:
         mine = generate_plain(model, given, **GREEDY)
     assert torch.equal(plain, mine)
-    assert set(range(90, 100)) <= drafter.prompts[0].banned
+    assert set(range(90, 100)) <= drafter.prompts[0].banned_ids
 
 
 # --- what the model is fed --------------------------------------------------------------------------------------------
@@ -501,7 +501,7 @@ def test_num_return_sequences(family: str) -> None:
     assert stats.num_accepted_tokens > 0
     with speculate(model, "tapper") as drafter:
         generate_plain(model, given, num_return_sequences=3, **SAMPLED)
-    assert drafter.prompts[0].ids.shape[0] == 6
+    assert drafter.prompts[0].input_ids.shape[0] == 6
     for fault in fuzz._prompt_faults(_Staged(model), drafter.prompts[0], fuzz.CallOutcome()):
         raise AssertionError(fault)
 
@@ -512,7 +512,7 @@ class _Staged:
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
         self.case = replace(fuzz.draw_case(0), spec=model.tiny_spec, pad="")
-        self.eos: list[int] = []
+        self.eos_token_ids: list[int] = []
 
 
 @FAMILIES
@@ -526,9 +526,9 @@ def test_prompt_is_told_truly(family: str) -> None:
             generate_plain(model, given, **GREEDY)
         prompt = drafter.prompts[0]
         assert list(fuzz._prompt_faults(_Staged(model), prompt, fuzz.CallOutcome())) == []
-        assert torch.equal(prompt.padding, given["attention_mask"].bool())
+        assert torch.equal(prompt.attention_mask, given["attention_mask"].bool())
         if _pictures_apart(given, tiny.special_ids(model.tiny_spec), 3 + sum(clips or ())):
-            assert prompt.segments and {s.source for s in prompt.segments} == set(range(3 + sum(clips or ())))
+            assert prompt.grids and {grid.media_index for grid in prompt.grids} == set(range(3 + sum(clips or ())))
 
 
 def _pictures_apart(given: tiny.Inputs, special: tiny.SpecialIds, pictures: int) -> bool:

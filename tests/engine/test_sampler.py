@@ -89,7 +89,7 @@ def test_the_window_wraps_around() -> None:
     for column in range(50):
         narrow.draw(min(column + 4, 50))
         for ahead in range(column, min(column + 4, 50)):
-            assert torch.equal(narrow.column(ahead), wide.column(ahead))
+            assert torch.equal(narrow.at_step(ahead), wide.at_step(ahead))
             assert torch.equal(narrow.state_after(ahead), wide.state_after(ahead))
         narrow.release(column)
     assert narrow._ring.shape[0] == 4, "memory does not grow with the output"
@@ -142,18 +142,18 @@ def test_looking_ahead_for_drafters() -> None:
     torch.manual_seed(5)
     noise = SamplingNoise(2, 13, CPU, 8)
     noise.draw(3)
-    seen = noise.lookahead([1, 3], 4, horizon=7)
+    seen = noise.lookahead([1, 3], 4, noise_end=7)
     assert seen.shape == (2, 4, 13)
     for row, length in enumerate((1, 3)):
         for step in range(4):
             assert int((chances(length + step, 2, 13)[row] / seen[row, step]).argmax()) == tokens[length + step][row]
     noise.restore_rng(6)
     assert torch.equal(torch.get_rng_state(), states[6])
-    assert noise.lookahead([1, 3], 9, horizon=8).shape == (2, 9, 13)
+    assert noise.lookahead([1, 3], 9, noise_end=8).shape == (2, 9, 13)
     assert noise._num_drawn == 8, "drawn beyond the columns in flight"
     noise.immediate = True
     state = torch.get_rng_state()
-    assert noise.lookahead([1, 3], 4, horizon=8).shape == (2, 4, 13)
+    assert noise.lookahead([1, 3], 4, noise_end=8).shape == (2, 4, 13)
     assert torch.equal(torch.get_rng_state(), state)
 
 

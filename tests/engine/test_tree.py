@@ -27,7 +27,7 @@ FAR = (-1, -2, -7, 2**40, -(2**40), 2**62)
 """Values that are no index of anything."""
 
 
-def fields_of(tree: DraftTree) -> dict[str, Tensor]:
+def copy_fields(tree: DraftTree) -> dict[str, Tensor]:
     """Copies of all tensors of a tree."""
     return {name: part.clone() for name, part in vars(tree).items() if part is not None}
 
@@ -117,11 +117,11 @@ def test_seal_equals_the_slow_way(malice: float) -> None:
         batch, nodes, vocab = rng.choice((1, 2, 4)), rng.choice((1, 2, 3, 4, 7, 8, 16, 20)), rng.choice((2, 3, 9))
         allowed = [rng.random() > 0.5 * malice for _ in range(vocab)]
         tree = random_tree(rng, batch, nodes, vocab, malice)
-        before, roots = fields_of(tree), [rng.randrange(vocab) for _ in range(batch)]
+        before, roots = copy_fields(tree), [rng.randrange(vocab) for _ in range(batch)]
         sealed = sanitize(tree, torch.tensor(roots), torch.tensor(allowed))
         kept += check_sealed(tree, sealed, roots, allowed)
         total += batch * nodes
-        after = fields_of(tree)
+        after = copy_fields(tree)
         assert before.keys() == after.keys(), "seal fills in the tree it was given"
         assert all(torch.equal(before[k].nan_to_num(), after[k].nan_to_num()) for k in before), "seal wrote into it"
     assert total / 20 < kept < total  # neither all nor nothing was dropped
@@ -208,17 +208,20 @@ def test_build_of_nothing_is_bare() -> None:
     assert build_tree([[(1, 0, 1.0)] * 63]).num_nodes == 64
 
 
-def test_bare_is_shared_and_survives_use() -> None:
+def test_root_only_shares_nothing_between_calls() -> None:
+    """A drafter that writes into its tree must not change the trees of later rounds."""
     tree = root_only(3)
-    before = fields_of(tree)
-    assert root_only(3) is tree and root_only(2) is not tree and tree.num_nodes == 1
+    before = copy_fields(tree)
+    for part in vars(root_only(3)).values():
+        part.fill_(1)
+    assert tree.num_nodes == 1
     roots = torch.tensor([4, 5, 6])
     sealed = sanitize(tree, roots, torch.ones(10, dtype=torch.bool))
     assert sealed.tokens[:, 0].tolist() == [4, 5, 6] and sealed.valid.all()
     longer = sanitize(tree.pad(4), roots, torch.ones(10, dtype=torch.bool))
     replace_with_chain(longer, torch.tensor([True, False, True]), torch.tensor(0))
     assert longer.valid.sum(1).tolist() == [1, 1, 1]
-    assert all(torch.equal(before[name], part) for name, part in fields_of(root_only(3)).items())
+    assert all(torch.equal(before[name], part) for name, part in copy_fields(root_only(3)).items())
 
 
 @pytest.mark.parametrize("sealed", [False, True])
@@ -270,7 +273,7 @@ def test_force_makes_chains_of_some_rows_only() -> None:
         assert made.tokens[row].tolist() == [row + 1] + [9] * 7 and made.valid[row].all()
         assert made.parents[row].tolist() == list(range(-1, 7)) and made.depths[row].tolist() == list(range(8))
         assert torch.equal(made.ancestor_mask[row], torch.ones(8, 8, dtype=torch.bool).tril())
-    for name, part in fields_of(tree).items():
+    for name, part in copy_fields(tree).items():
         assert torch.equal(part[1].nan_to_num(), getattr(made, name)[1].nan_to_num()), f"{name} of another row changed"
 
 

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmspec.drafters.eagle.drafter import EagleDrafter, EagleState
+from mmspec.drafters.eagle.drafter import EagleDrafter
 from mmspec.drafters.eagle.head import EagleHead, HeadConfig
-from mmspec.drafters.training.losses import TrainBatch
+from mmspec.drafters.eagle.state import EagleState
+from mmspec.drafters.training.batch import TrainBatch
 from mmspec.engine.tree import DraftTree, root_only
 from mmspec.interfaces import Prompt, SharedEmbeddings, VerifyResult
 
@@ -116,9 +117,9 @@ def reference_draft_inputs(
     for p in range(n):
         following = embedded[p + 1] if p + 1 < n else after
         seen = p + 1 < n and bool(visual[row, p + 1])
-        if visual_mode == "textual" and seen:
+        if visual_mode == "text_only" and seen:
             continue
-        if visual_mode == "blind" and seen:
+        if visual_mode == "placeholder" and seen:
             following = embed(torch.tensor(IMAGE_TOKEN_ID))
         fused = head.fc(torch.cat([following, target.hidden_states[row, p]]))
         rows.append(following if visual_mode == "decoupled" and seen else fused)

@@ -39,6 +39,8 @@ from transformers import (
     TopKLogitsWarper,
 )
 
+from mmspec.interfaces import Prompt
+
 FAMILIES = tiny.FAMILIES[:4]
 """What a seed chooses from. Families that came later are asked for by name, so that a seed keeps its meaning."""
 LATER_FAMILIES = tiny.FAMILIES[4:]

@@ -46,7 +46,7 @@ def build_drafter(kind: str, spec: tiny.ModelSpec, seed: int = 0, vocab_size: in
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         if kind == "vispec":
-            return VispecDrafter(VispecHead(config, 2 + seed % 3), num_layers=spec.layers, depth=3, width=3)
+            return VispecDrafter(VispecHead(config, 2 + seed % 3), num_layers=spec.layers, max_depth=3, beam_width=3)
         if kind == "eagle3":
             head = Eagle3Head(config, vocab_size // 2, spec.hidden)
             made = EagleDrafter(
@@ -89,13 +89,17 @@ def build_block_drafter(kind: str, config: HeadConfig, layers: int, seed: int) -
     )
     size = (2, 3, 4, 5, 8)[seed % 5]
     if kind in ("flash", "chained"):
-        wide = replace(config, intermediate_size=0, block=size, inner=24, chain=12 if kind == "chained" else 0)
+        wide = replace(
+            config, intermediate_size=0, block_size=size, block_ffn_size=24, markov_rank=12 if kind == "chained" else 0
+        )
         head = FlashHead(wide)
         if head.markov_head is not None:
             head.markov_head.vocab_proj.weight.data.normal_()
-        return FlashDrafter(head, rule, layers=layers, draft_ids=ids)
+        return FlashDrafter(head, rule, num_layers=layers, draft_ids=ids)
     if kind == "falcon":
-        falcon = FalconHead(replace(config, block=size))
-        return FalconDrafter(falcon, rule, layers=layers, passes=1 + seed % 3, width=3, draft_ids=ids)
-    parallel = ParallelHead(replace(config, block=size if seed % 7 else 1, inner=16 if kind == "linked" else 0))
-    return ParallelDrafter(parallel, rule, layers=layers, width=3, draft_ids=ids)
+        falcon = FalconHead(replace(config, block_size=size))
+        return FalconDrafter(falcon, rule, num_layers=layers, passes=1 + seed % 3, beam_width=3, draft_ids=ids)
+    parallel = ParallelHead(
+        replace(config, block_size=size if seed % 7 else 1, block_ffn_size=16 if kind == "linked" else 0)
+    )
+    return ParallelDrafter(parallel, rule, num_layers=layers, beam_width=3, draft_ids=ids)

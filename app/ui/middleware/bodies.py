@@ -13,21 +13,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mmspec.app.ui.edge.hosts import Refusal
+from mmspec.app.ui.middleware.hosts import ErrorResponse
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 MB = 1_000_000
-LOOK_BYTES = 16 * MB
+STORAGE_CHECK_BYTES = 16 * MB
 """Bytes of one upload between two looks at how much the folder holds."""
 
 
-ELSEWHERE = re.compile(r"\s*([a-z][a-z0-9+.-]*:|[/\\]{2})", re.IGNORECASE)
+REMOTE_PATH = re.compile(r"\s*([a-z][a-z0-9+.-]*:|[/\\]{2})", re.IGNORECASE)
 """A path with a scheme, or of another machine."""
 
 
 @dataclass(frozen=True)
-class Bounds:
+class RequestLimits:
     """What the server takes.
 
     Attributes:
@@ -36,29 +36,29 @@ class Bounds:
         idle_s: seconds without a byte of a body. slow_s: seconds that a body of any size may take; each 50 kB add one.
     """
 
-    request: int = 1000 * MB
-    held: int = 4000 * MB
-    spare: int = 200 * MB
-    json: int = 1 * MB
-    header: int = 32_768
-    idle_s: float = 15.0
-    slow_s: float = 30.0
-    rate: int = 50_000
+    max_request_bytes: int = 1000 * MB
+    max_stored_bytes: int = 4000 * MB
+    min_free_bytes: int = 200 * MB
+    max_json_bytes: int = 1 * MB
+    max_header_bytes: int = 32_768
+    idle_timeout_s: float = 15.0
+    base_timeout_s: float = 30.0
+    min_bytes_per_s: int = 50_000
 
 
 class RefusedError(Exception):
     """The request is refused; `refusal` is its answer."""
 
-    def __init__(self, refusal: Refusal) -> None:
+    def __init__(self, refusal: ErrorResponse) -> None:
         super().__init__(refusal.text)
-        self.refusal = refusal
+        self.response = refusal
 
 
-class Uploads:
+class UploadFolder:
     """The folder that uploads lie in: each in a folder of its own, and those that still arrive directly in it."""
 
-    def __init__(self, folder: Path, bounds: Bounds, files: int) -> None:
-        self.folder, self.bounds, self.files = folder, bounds, files
+    def __init__(self, folder: Path, bounds: RequestLimits, files: int) -> None:
+        self.folder, self.request_limits, self.max_files = folder, bounds, files
         self._arriving = 0
 
     def begin(self) -> None:
@@ -74,66 +74,74 @@ class Uploads:
                     with suppress(OSError):
                         file.unlink()
 
-    def room(self) -> int:
+    def free_bytes(self) -> int:
         """Bytes that may still be stored."""
         held = 0
         for file in self.folder.rglob("*"):
             with suppress(OSError):
                 held += file.stat().st_size if file.is_file() else 0
         place = self.folder if self.folder.is_dir() else self.folder.parent
-        return min(self.bounds.held - held, shutil.disk_usage(place).free - self.bounds.spare)
+        return min(
+            self.request_limits.max_stored_bytes - held,
+            shutil.disk_usage(place).free - self.request_limits.min_free_bytes,
+        )
 
 
-class Body:
+class BodyReader:
     """The body of one request as it arrives; raises `RefusedError` as soon as it is too much."""
 
-    def __init__(self, receive: Receive, bounds: Bounds, limit: int, told: int | None) -> None:
+    def __init__(self, receive: Receive, bounds: RequestLimits, limit: int, told: int | None) -> None:
         """limit: bytes. told: what `Content-Length` says.
 
         Raises:
             RefusedError: it says more than the limit.
         """
-        self._receive, self.bounds, self.limit = receive, bounds, limit
-        self.size, self._began, self.complete = 0, time.monotonic(), False
+        self._receive, self.request_limits, self.limit = receive, bounds, limit
+        self.size, self._start_time, self.complete = 0, time.monotonic(), False
         if told is not None and told > limit:
-            raise RefusedError(too_large(limit))
+            raise RefusedError(body_too_large(limit))
 
-    async def next(self) -> bytes:
+    async def read_chunk(self) -> bytes:
         """The next part; empty at the end perhaps.
 
         Raises:
             RefusedError: too large, too slow, or the client has gone.
         """
         try:
-            message = await asyncio.wait_for(self._receive(), self.bounds.idle_s)
+            message = await asyncio.wait_for(self._receive(), self.request_limits.idle_timeout_s)
         except TimeoutError:
-            raise RefusedError(Refusal(408, f"No byte of the body in {self.bounds.idle_s:g} s.")) from None
+            raise RefusedError(
+                ErrorResponse(408, f"No byte of the body in {self.request_limits.idle_timeout_s:g} s.")
+            ) from None
         if message["type"] == "http.disconnect":
-            raise RefusedError(Refusal(400, "The client left before its body was complete."))
+            raise RefusedError(ErrorResponse(400, "The client left before its body was complete."))
         part: bytes = message.get("body", b"")
         self.complete = not message.get("more_body", False)
         self.size += len(part)
         if self.size > self.limit:
-            raise RefusedError(too_large(self.limit))
-        if time.monotonic() - self._began > self.bounds.slow_s + self.size / self.bounds.rate:
-            raise RefusedError(Refusal(408, "The body arrives too slowly."))
+            raise RefusedError(body_too_large(self.limit))
+        if (
+            time.monotonic() - self._start_time
+            > self.request_limits.base_timeout_s + self.size / self.request_limits.min_bytes_per_s
+        ):
+            raise RefusedError(ErrorResponse(408, "The body arrives too slowly."))
         return part
 
-    async def whole(self) -> bytes:
+    async def read_all(self) -> bytes:
         """All of it."""
-        parts = [await self.next()]
+        parts = [await self.read_chunk()]
         while not self.complete:
-            parts.append(await self.next())
+            parts.append(await self.read_chunk())
         return b"".join(parts)
 
 
-class Parts:
+class PartCounter:
     """Counts the parts of a multipart body as it passes."""
 
     def __init__(self, boundary: bytes, most: int) -> None:
         self._mark, self._most, self._count, self._tail = b"--" + boundary, most, 0, b""
 
-    def passes(self, part: bytes) -> None:
+    def feed(self, part: bytes) -> None:
         """One more piece of the body.
 
         Raises:
@@ -143,31 +151,31 @@ class Parts:
         self._count += piece.count(self._mark)
         self._tail = piece[-(len(self._mark) - 1) :]
         if self._count > self._most + 1:  # the last one ends the body
-            raise RefusedError(Refusal(413, f"More than {self._most} files in one request."))
+            raise RefusedError(ErrorResponse(413, f"More than {self._most} files in one request."))
 
 
-def too_large(limit: int) -> Refusal:
+def body_too_large(limit: int) -> ErrorResponse:
     """The answer to a body above the limit."""
-    return Refusal(413, f"The body has more than {limit} bytes, which is the limit.")
+    return ErrorResponse(413, f"The body has more than {limit} bytes, which is the limit.")
 
 
-def parsed(body: bytes) -> dict[str, Any]:
+def parse_json_object(body: bytes) -> dict[str, Any]:
     """A JSON object.
 
     Raises:
         RefusedError: it is none, or holds what cannot be written as UTF-8.
     """
     try:
-        value = json.loads(body.decode("utf-8"), parse_constant=_no_constant)
+        value = json.loads(body.decode("utf-8"), parse_constant=_reject_constant)
         json.dumps(value, ensure_ascii=False).encode("utf-8")  # lone surrogates
     except (ValueError, RecursionError):
-        raise RefusedError(Refusal(400, "The body is not JSON, or is nested too deeply.")) from None
+        raise RefusedError(ErrorResponse(400, "The body is not JSON, or is nested too deeply.")) from None
     if not isinstance(value, dict):
-        raise RefusedError(Refusal(400, "The body must be a JSON object."))
+        raise RefusedError(ErrorResponse(400, "The body must be a JSON object."))
     return value
 
 
-def names_elsewhere(value: Any) -> bool:
+def has_remote_path(value: Any) -> bool:
     """Whether a file in it has the address of another server for its path, which Gradio would fetch.
 
     value: of `parsed`, which bounds its depth.
@@ -176,25 +184,25 @@ def names_elsewhere(value: Any) -> bool:
     while stack:
         one = stack.pop()
         path = one.get("path") if isinstance(one, dict) else None
-        if isinstance(path, str) and ELSEWHERE.match(path):
+        if isinstance(path, str) and REMOTE_PATH.match(path):
             return True
         stack += one.values() if isinstance(one, dict) else one if isinstance(one, list) else ()
     return False
 
 
-def _no_constant(name: str) -> float:
+def _reject_constant(name: str) -> float:
     raise ValueError(f"{name} is not JSON")
 
 
 __all__ = [
-    "Body",
-    "Bounds",
+    "BodyReader",
     "Message",
-    "Parts",
+    "PartCounter",
     "Receive",
     "RefusedError",
-    "Uploads",
-    "names_elsewhere",
-    "parsed",
-    "too_large",
+    "RequestLimits",
+    "UploadFolder",
+    "body_too_large",
+    "has_remote_path",
+    "parse_json_object",
 ]
