@@ -1,4 +1,4 @@
-"""Versions of this package and of what it stands on, without importing any of it."""
+"""Versions of this package and of its dependencies, without importing them."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ def version(package: str) -> str | None:
 
 @functools.cache
 def mmspec_version() -> str:
-    """Our own version; "unknown" when run from a checkout that was never installed."""
+    """The version of mmspec; "unknown" in a checkout that is not installed."""
     return version("mmspec") or "unknown"
 
 
 @functools.cache
 def commit() -> str | None:
-    """The commit that this package runs from, "-dirty" behind it if files were changed; None if it is no checkout."""
+    """The git commit of this package, with "-dirty" if files are changed; None outside of a checkout."""
     here = Path(__file__).resolve()
 
-    def git(*words: str) -> str:
-        command = ["git", "--no-optional-locks", *words]
+    def git(*arguments: str) -> str:
+        command = ["git", "--no-optional-locks", *arguments]
         done = subprocess.run(command, cwd=here.parent, capture_output=True, text=True, check=True, timeout=20)
         return done.stdout.strip()
 
     try:
-        git("ls-files", "--error-unmatch", here.name)  # else we are only installed inside someone's checkout
+        git("ls-files", "--error-unmatch", here.name)  # else the package is installed inside another repository
         return git("describe", "--always", "--dirty", "--exclude=*")
     except (OSError, subprocess.SubprocessError):
         return None

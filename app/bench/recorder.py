@@ -22,9 +22,10 @@ class RecordingDrafter:
         self.inner = inner
         self.name, self.requirements, self.vocab_size = inner.name, inner.requirements, inner.vocab_size
         self.compressor = inner.compressor if isinstance(inner, CompressingDrafter) else None
-        self.bundled_compressor: None = None  # built by `patch` for the recorded drafter
-        self.compresses_visual_tokens = isinstance(inner, TrainedDrafter) and inner.compresses_visual_tokens
-        self.compressor_hidden_size = inner.compressor_hidden_size if isinstance(inner, TrainedDrafter) else None
+        if isinstance(inner, TrainedDrafter):  # then this is one, too
+            self.bundled_compressor = None  # `compressor` is built already
+            self.compresses_visual_tokens = inner.compresses_visual_tokens
+            self.compressor_hidden_size = inner.compressor_hidden_size
         self._results: list[tuple[VerifyResult, int | None]] = []
         self._num_proposed: int | None = None
         self.grids: tuple[VisualGrid, ...] = ()

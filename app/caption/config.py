@@ -1,4 +1,4 @@
-"""What a caption job was asked for, in one frozen value; which of it decides the captions, and who does which share."""
+"""Configuration of a caption job, the part of it that determines the captions, and the shard of each process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PROMPT = "Describe the image."
 VIDEO_PROMPT = "Describe the video."
 FRAMES = 8
 SAMPLERS = ("uniform", "differing")
-"""How the frames of a clip are chosen."""
+"""How the frames of a video are selected."""
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 MAX_PIXELS = 64_000_000
 T = TypeVar("T")
@@ -32,10 +32,12 @@ class CaptionConfig:
     """Options of `mmspec caption`, named like its flags.
 
     Attributes:
-        prompt: None is `PROMPT` for pictures and `VIDEO_PROMPT` for clips. frames: of a clip, at most.
-        fps: so many frames of each second of a clip, or None. sampler: one of `SAMPLERS`.
-        compare: how many pictures to decode plainly as well; 0 none, -1 all.
-        progress: True or False, or None for "if standard error is a terminal".
+        prompt: None is `PROMPT` for images and `VIDEO_PROMPT` for videos.
+        frames: frames per video, at most.
+        fps: frames per second of a video, or None for evenly spread ones.
+        sampler: one of `SAMPLERS`.
+        compare: number of rows to decode with plain `generate` as well; 0 none, -1 all.
+        progress: True or False, or None for a bar if standard error is a terminal.
     """
 
     paths: tuple[str, ...]
@@ -63,11 +65,9 @@ class CaptionConfig:
     progress: bool | None = None
 
     def fingerprint(self, world_size: int) -> dict[str, Any]:
-        """What decides the captions: a job is resumed only with the same.
+        """The settings that determine the captions: a job is resumed only with the same ones.
 
-        Drafter, compressor and device cannot change a caption.
-
-        When sampling, the words of a picture also depend on which others share its batch.
+        Drafter, compressor and device cannot change a caption. When sampling, a caption also depends on its batch.
         """
         model = os.path.abspath(self.model) if Path(self.model).is_dir() else self.model
         decisive: dict[str, Any] = {
@@ -79,7 +79,7 @@ class CaptionConfig:
             "stop": list(self.stop),
             "dtype": self.dtype,
         }
-        # Said only where it is not usual, so that jobs from before these choices can be gone on with.
+        # Only where they differ from the default, so that jobs of versions without these options can be resumed.
         decisive |= {"fps": self.fps} if self.fps is not None else {}
         decisive |= {"sampler": self.sampler} if self.sampler != SAMPLERS[0] else {}
         if self.temperature > 0:
@@ -88,11 +88,10 @@ class CaptionConfig:
         return decisive
 
     def frame_sampler(self) -> FrameSampler:
-        """What chooses the frames of a clip.
+        """The sampler of video frames.
 
         Raises:
-            UsageError: frames by the second and frames that differ, of which there can be one; more frames than a
-                sampler looks at.
+            UsageError: `fps` with the sampler "differing"; more frames than a sampler examines.
         """
         from mmspec.vision.video.samplers import MAX_CANDIDATES, Fps, MostDifferent, Uniform
 
@@ -109,7 +108,7 @@ class CaptionConfig:
 
 @dataclass(frozen=True)
 class ProcessInfo:
-    """Which of several processes this is, as `accelerate launch` and `torchrun` say in the environment."""
+    """Rank of this process, as `accelerate launch` and `torchrun` set it in the environment."""
 
     rank: int = 0
     world_size: int = 1
@@ -128,30 +127,30 @@ class ProcessInfo:
         return ProcessInfo(rank, world, local)
 
 
-def shard_items(items: Sequence[T], shard: tuple[int, int], place: ProcessInfo) -> tuple[Sequence[T], Sequence[T]]:
-    """The items of this shard, and those of them that are this process's."""
+def shard_items(items: Sequence[T], shard: tuple[int, int], process: ProcessInfo) -> tuple[Sequence[T], Sequence[T]]:
+    """The items of this shard, and those of them that belong to this process."""
     ours = items[shard[0] :: shard[1]]
-    return ours, ours[place.rank :: place.world_size]
+    return ours, ours[process.rank :: process.world_size]
 
 
 def split_batches(items: Sequence[T], size: int) -> list[Sequence[T]]:
-    """Fixed batches. They never depend on what is done already, so that a resumed job sees the same ones."""
+    """Batches that depend on the list alone, not on finished rows: a resumed job has the same ones."""
     return [items[start : start + size] for start in range(0, len(items), size)]
 
 
 def derive_seed(seed: int, index: int) -> int:
-    """A seed for the batch that begins with picture `index`; the same however often the job was stopped."""
+    """The seed of the batch that begins at `index`; independent of interruptions."""
     digest = hashlib.sha256(f"mmspec:{seed}:{index}".encode()).digest()
     return int.from_bytes(digest[:7])
 
 
-def default_prompt(is_clip: bool) -> str:
-    """What is asked of a picture or a clip if nobody says otherwise."""
-    return VIDEO_PROMPT if is_clip else PROMPT
+def default_prompt(is_video: bool) -> str:
+    """The prompt of an image or a video without one of its own."""
+    return VIDEO_PROMPT if is_video else PROMPT
 
 
 def prompt_sha1(text: str) -> str:
-    """Short name of a prompt."""
+    """SHA-1 of a prompt, which identifies it in a row."""
     return hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
 
 

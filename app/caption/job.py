@@ -1,6 +1,6 @@
-"""`Job`: a list of pictures to rows of captions. May be killed at any moment and started again.
+"""`CaptionJob`: a list of images and videos to rows of captions. May be killed at any moment and resumed.
 
-Knows batches, errors and order. How a caption is made (`Captions`) and where rows go (`Output`) is handed in.
+Handles batches, errors and order. The model (`CaptionModel`) and the destination of the rows (`Output`) are arguments.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Work = Sequence[tuple[Item, Media]]
 
 
 class CaptionModel(Protocol):
-    """What makes captions: `Captioner`, or a stand-in for tests."""
+    """What generates captions: `Captioner`, or a stand-in in tests."""
 
     comparison: Any
 
@@ -49,13 +49,13 @@ class CaptionModel(Protocol):
     def acceptance(self) -> float: ...
 
     def caption(
-        self, shown: Sequence[Media], prompts: Sequence[str], seed: int, compare: Sequence[bool] = ()
+        self, media: Sequence[Media], prompts: Sequence[str], seed: int, compare: Sequence[bool] = ()
     ) -> Sequence[Any]: ...
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a picture has no caption."""
+    """Why a file has no caption."""
 
     kind: str
     message: str
@@ -94,40 +94,53 @@ class CaptionJob:
         load: Callable[[], CaptionModel],
         process: ProcessInfo | None = None,
     ) -> None:
-        """`load` is called once everything else is known to be in order, and only if there is something to do."""
+        """Set up; nothing is read or written before `run`.
+
+        Args:
+            load: loads the model; called after all other checks, and only if rows are pending.
+            process: rank and world size; a single process by default.
+        """
         self.config, self.output, self.load, self.process = config, output, load, process or ProcessInfo()
         self.model: CaptionModel | None = None
-        self._max_batch = config.batch_size  # halved when memory runs out
-        self._check_images = config.model == SCENES_MODEL  # until it was said once
+        self._max_batch = config.batch_size  # halved when out of memory
+        self._check_images = config.model == SCENES_MODEL  # until the first warning
 
     def run(self) -> int:
-        """Do what is left to do. Exit code: 0, 1 if rows failed or differ, 128 + signal if interrupted."""
-        base, settings = self.output.base, self.config
-        items = collect_items(settings.paths, base, self.output.own_files())
-        if self.process.rank == 0 and (line := describe_skipped(settings.paths, self.output.own_files())):
+        """Caption the pending rows.
+
+        Returns:
+            The exit code: 0, 1 if rows failed or differ, 128 + signal if interrupted.
+
+        Raises:
+            UsageError: inputs, settings or output that do not go together.
+            OutputError: a row cannot be written.
+        """
+        base, config = self.output.base, self.config
+        items = collect_items(config.paths, base, self.output.own_files())
+        if self.process.rank == 0 and (line := describe_skipped(config.paths, self.output.own_files())):
             print_stderr(f"mmspec: {line}")
-        everyone, mine = shard_items(items, settings.shard, self.process)
+        in_shard, mine = shard_items(items, config.shard, self.process)
         rows = self.output.open()
         complete = False
         try:
             self._check_prompts(items, rows)
             plan = [
                 batch
-                for batch in split_batches(mine, settings.batch_size)
+                for batch in split_batches(mine, config.batch_size)
                 if any(self._is_pending(i, rows) for i in batch)
             ]
-            left = sum(self._is_pending(item, rows) for item in mine)
-            if left:
+            num_pending = sum(self._is_pending(item, rows) for item in mine)
+            if num_pending:
                 self.model = self.load()
-            self.output.begin(lambda row: settings.retry_errors and bool(row["error"]))
+            self.output.begin(lambda row: config.retry_errors and bool(row["error"]))
             label = f"rank {self.process.rank}" if self.process.world_size > 1 else "caption"
-            show = settings.progress if self.process.rank == 0 else False
-            with GracefulStop() as stop, Progress(len(mine), len(mine) - left, show, label) as progress:
+            show = config.progress if self.process.rank == 0 else False
+            with GracefulStop() as stop, Progress(len(mine), len(mine) - num_pending, show, label) as progress:
                 self._work(plan, rows, stop, progress)
             complete = not stop.signal
         finally:
-            final = self.output.close((item.id for item in everyone), complete=complete)
-        self._report(progress, len(mine) - left, stop)
+            final = self.output.close((item.id for item in in_shard), complete=complete)
+        self._report(progress, len(mine) - num_pending, stop)
         return 128 + stop.signal if stop.signal else self._exit_code(final)
 
     def _prompt(self, item: Item) -> str:
@@ -144,27 +157,27 @@ class CaptionJob:
                 raise UsageError(f"{item.id!r} was captioned with another prompt: use another --out, or --overwrite")
 
     def _work(self, plan: list[Sequence[Item]], rows: dict[str, Row], stop: GracefulStop, progress: Progress) -> None:
-        settings = self.config
-        sampler = settings.frame_sampler()
-        with pixel_limit(settings.max_pixels), DecoderPool() as isolated:
+        config = self.config
+        sampler = config.frame_sampler()
+        with pixel_limit(config.max_pixels), DecoderPool() as isolated:
 
             def decode(item: Item) -> Media:
-                return load_media(item.path, sampler, settings.max_pixels, isolated)
+                return load_media(item.path, sampler, config.max_pixels, isolated)
 
-            ahead = settings.batch_size + settings.threads
-            decoded = decode_ahead(itertools.chain(*plan), decode, settings.threads, ahead)
+            ahead = config.batch_size + config.threads
+            decoded = decode_ahead(itertools.chain(*plan), decode, config.threads, ahead)
             for batch in plan:
                 if stop.signal:
                     decoded.close()
                     return
-                made = self._batch(list(itertools.islice(decoded, len(batch))))
-                new = [row for item, row in zip(batch, made, strict=True) if self._is_pending(item, rows)]
+                batch_rows = self._batch(list(itertools.islice(decoded, len(batch))))
+                new = [row for item, row in zip(batch, batch_rows, strict=True) if self._is_pending(item, rows)]
                 self.output.write(new)
                 progress.add(new)
 
     def _batch(self, decoded: list[tuple[Item, Media | ImageError]]) -> list[Row]:
-        """Rows of one batch. The whole batch is run even if some of its rows are there: then it is the same batch."""
-        good = [(item, shown) for item, shown in decoded if not isinstance(shown, ImageError)]
+        """Rows of one batch. The whole batch runs even if some rows exist: sampling depends on the batch."""
+        good = [(item, media) for item, media in decoded if not isinstance(media, ImageError)]
         self._check_domain(good)
         results: dict[str, Any] = {
             item.id: Failure(error.kind, str(error)) for item, error in decoded if isinstance(error, ImageError)
@@ -177,18 +190,18 @@ class CaptionJob:
         return [self._row(item, results[item.id]) for item, _ in decoded]
 
     def _check_domain(self, work: Work) -> None:
-        """Say once what the built-in model is for, if it is shown something else."""
-        for item, shown in work:
-            self._check_images = self._check_images and not warn_if_out_of_domain(shown, item.file_name)
+        """Warn once if the bundled toy model gets an image that is no drawn scene."""
+        for item, media in work:
+            self._check_images = self._check_images and not warn_if_out_of_domain(media, item.file_name)
 
     def _attempt(self, work: Work, may_halve: bool = True) -> list[Any]:
-        """Captions or failures of `work`. Out of memory: once more in halves. Any other error: each picture alone."""
+        """Captions or failures of `work`. Out of memory: retried in halves. Any other error: each row alone."""
         from mmspec.app.modeling.captioner import out_of_memory
 
         try:
             return self._caption(work)
         except Exception as error:
-            if type(error).__name__ == "AcceleratorError":  # the device is gone: nothing more can be done with it
+            if type(error).__name__ == "AcceleratorError":  # the device is unusable from here on
                 raise
             full = out_of_memory(error)
             if len(work) == 1 or (full and not may_halve):
@@ -199,31 +212,31 @@ class CaptionJob:
         if full:
             _free()
             self._max_batch = min(self._max_batch, step)
-            print_stderr(f"mmspec: out of memory with {len(work)} images at a time, going on with {step}")
+            print_stderr(f"mmspec: out of memory with {len(work)} images per batch, continuing with {step}")
         parts = [work[start : start + step] for start in range(0, len(work), step)]
         return [result for part in parts for result in self._attempt(part, may_halve=False)]
 
     def _caption(self, work: Work) -> list[Any]:
         assert self.model is not None
-        settings = self.config
-        most = len(work) if settings.compare < 0 else settings.compare
-        compare = [settings.compare < 0 or item.index < most for item, _ in work] if settings.compare else []
+        config = self.config
+        num_compared = len(work) if config.compare < 0 else config.compare
+        compare = [config.compare < 0 or item.index < num_compared for item, _ in work] if config.compare else []
         prompts = [self._prompt(item) for item, _ in work]
-        seed = derive_seed(settings.seed, work[0][0].index)
-        return list(self.model.caption([shown for _, shown in work], prompts, seed, compare))
+        seed = derive_seed(config.seed, work[0][0].index)
+        return list(self.model.caption([media for _, media in work], prompts, seed, compare))
 
     def _row(self, item: Item, result: Any) -> Row:
         assert self.model is not None
-        settings = self.config
+        config = self.config
         failed = isinstance(result, Failure)
         row: Row = {"id": item.id, "file_name": item.file_name, "caption": None}
-        row |= {"model": settings.model, "drafter": settings.drafter, "prompt_sha1": prompt_sha1(self._prompt(item))}
+        row |= {"model": config.model, "drafter": config.drafter, "prompt_sha1": prompt_sha1(self._prompt(item))}
         row["gen"] = {
-            "max_new_tokens": settings.max_new_tokens,
-            "temperature": settings.temperature,
-            "seed": settings.seed,
-            "stop": list(settings.stop),
-            "batch_size": settings.batch_size,
+            "max_new_tokens": config.max_new_tokens,
+            "temperature": config.temperature,
+            "seed": config.seed,
+            "stop": list(config.stop),
+            "batch_size": config.batch_size,
             "dtype": self.model.dtype,
         }
         row |= dict.fromkeys(("n_prompt_tokens", "n_new_tokens", "n_rounds", "tau", "ttft_s", "seconds"))
@@ -233,31 +246,31 @@ class CaptionJob:
         return row | {"mmspec_version": mmspec_version(), "index": item.index}
 
     def _report(self, progress: Progress, skipped: int, stop: GracefulStop) -> None:
-        made = self.model
-        lines = progress.summary(skipped, made.acceptance if made else None)
-        lines += comparison_lines(made.comparison, made.dtype != "float32") if made else []
+        model = self.model
+        lines = progress.summary(skipped, model.acceptance if model else None)
+        lines += comparison_lines(model.comparison, model.dtype != "float32") if model else []
         if self.config.out != "-":
             lines.append(f"rows in {self.config.out}")
         if stop.signal:
-            lines.append("interrupted: run the same command again to go on")
+            lines.append("interrupted: run the same command again to continue")
         who = f"mmspec rank {self.process.rank}: " if self.process.world_size > 1 else "mmspec: "
         for line in lines:
             print_stderr(who + line)
 
     def _exit_code(self, final: list[Row] | None) -> int:
-        """Of several ranks only the last one judges: a launcher kills the others as soon as one fails."""
+        """Of several ranks only the last to finish reports failures: a launcher kills the others when one fails."""
         if final is None:
             return 0
-        bad = sum(1 for row in final if row["error"])
-        if bad and not self.config.retry_errors:
-            print_stderr(f"mmspec: {bad} of {len(final)} rows hold an error; --retry-errors does them again")
+        num_failed = sum(1 for row in final if row["error"])
+        if num_failed and not self.config.retry_errors:
+            print_stderr(f"mmspec: {num_failed} of {len(final)} rows hold an error; --retry-errors repeats them")
         half = ("bfloat16", "float16")
-        odd = any(row.get("identical") is False and row["gen"]["dtype"] not in half for row in final)
-        return int(bool(bad) or odd)
+        differs = any(row.get("identical") is False and row["gen"]["dtype"] not in half for row in final)
+        return int(bool(num_failed) or differs)
 
 
 def _free() -> None:
-    """Give cached device memory back before trying again with less."""
+    """Release cached device memory before the retry."""
     import gc
 
     import torch

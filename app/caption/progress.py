@@ -1,4 +1,4 @@
-"""What a running job tells the terminal: a bar with images/s and tau, a closing summary; on standard error."""
+"""Progress of a caption job on standard error: a bar with images/s and tau, and a summary."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mmspec.app.io.jsonl import Row
 
 
 def print_stderr(text: str) -> None:
-    """A line for people, kept out of standard output."""
+    """Print one line to standard error; standard output is for rows."""
     print(text, file=sys.stderr, flush=True)
 
 
@@ -45,18 +45,18 @@ class Totals:
 
     @property
     def tau(self) -> float:
-        """Tokens per forward of a row, the first token (which the prompt's forward gives) left out."""
+        """Tokens per forward pass of a row, without the first token, which the prompt's forward gives."""
         return self.later_tokens / self.rounds if self.rounds else 1.0
 
 
 class Progress:
-    """The bar, and the tally behind it."""
+    """The progress bar and its totals."""
 
     def __init__(self, total: int, done: int, show: bool | None, label: str) -> None:
         """`show` None: only if standard error is a terminal."""
         from tqdm import tqdm
 
-        self.totals, self._began = Totals(), time.perf_counter()
+        self.totals, self._start_time = Totals(), time.perf_counter()
         hide = not (sys.stderr.isatty() if show is None else show)
         self._bar = tqdm(total=total, initial=done, disable=hide, desc=label, unit="image", file=sys.stderr)
 
@@ -65,7 +65,7 @@ class Progress:
         rows = list(rows)
         for row in rows:
             self.totals.add(row)
-        rate = (self.totals.ok + self.totals.failed) / max(1e-9, time.perf_counter() - self._began)
+        rate = (self.totals.ok + self.totals.failed) / max(1e-9, time.perf_counter() - self._start_time)
         self._bar.set_postfix_str(f"{rate:.1f} images/s, tau {self.totals.tau:.2f}", refresh=False)
         self._bar.update(len(rows))
 
@@ -76,29 +76,29 @@ class Progress:
         self._bar.close()
 
     def summary(self, skipped: int, acceptance: float | None) -> list[str]:
-        """The closing lines: what was done, how fast, what failed."""
-        tally, wall = self.totals, time.perf_counter() - self._began
-        lines = [f"{tally.ok} captioned, {tally.failed} failed, {skipped} skipped (done before)"]
-        if tally.ok:
-            kept = "" if acceptance is None else f", {acceptance:.0%} of the drafted tokens kept"
-            images, tokens = (tally.ok + tally.failed) / wall, tally.tokens / max(1e-9, tally.seconds)
-            lines.append(f"{images:.2f} images/s, {tokens:.1f} tokens/s, tau {tally.tau:.2f}{kept}")
-        if tally.failed:
-            kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(tally.kinds.items()))
-            lines.append(f"failed: {kinds}; the first: {tally.first_error}")
+        """The lines of the summary: rows, speed, failures."""
+        totals, wall = self.totals, time.perf_counter() - self._start_time
+        lines = [f"{totals.ok} captioned, {totals.failed} failed, {skipped} skipped (already done)"]
+        if totals.ok:
+            accepted = "" if acceptance is None else f", {acceptance:.0%} of the draft tokens accepted"
+            images, tokens = (totals.ok + totals.failed) / wall, totals.tokens / max(1e-9, totals.seconds)
+            lines.append(f"{images:.2f} images/s, {tokens:.1f} tokens/s, tau {totals.tau:.2f}{accepted}")
+        if totals.failed:
+            kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(totals.kinds.items()))
+            lines.append(f"failed: {kinds}; the first: {totals.first_error}")
         return lines
 
 
-def comparison_lines(check: Any, half: bool) -> list[str]:
-    """What comparing with plain `generate` found, as `Captioner.check` has it."""
-    if check is None or not check.rows:
+def comparison_lines(totals: Any, half_precision: bool) -> list[str]:
+    """The lines about `ComparisonTotals`: how many rows equal plain `generate`, and the first difference."""
+    if totals is None or not totals.rows:
         return []
-    lines = [f"identical: {check.identical}/{check.rows}"]
-    if check.patched_s:
-        lines[0] += f" to plain generate, which took {check.plain_s / check.patched_s:.2f} times as long"
-    if check.first_difference:
-        lines.append(f"first difference {check.first_difference}")
-    if half and check.identical < check.rows:
+    lines = [f"identical: {totals.identical}/{totals.rows}"]
+    if totals.patched_s:
+        lines[0] += f" to plain generate, which took {totals.plain_s / totals.patched_s:.2f} times the time"
+    if totals.first_difference:
+        lines.append(f"first difference {totals.first_difference}")
+    if half_precision and totals.identical < totals.rows:
         lines.append("(in half precision near-ties may round either way, so this is reported and is no error)")
     return lines
 

@@ -1,4 +1,4 @@
-"""`mmspec env`: versions, devices and kernels, to be pasted into a bug report."""
+"""`mmspec env`: versions, devices and kernels for a bug report."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], co
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry out the command."""
+    """Carry out the command; returns the exit code."""
     for name, value in collect_info():
         print(f"{name + ':':<24}{value}")
     return 0
 
 
 def collect_info() -> Iterator[tuple[str, str]]:
-    """Name and value of everything worth knowing."""
+    """Name and value of each line of the report."""
     yield "mmspec", mmspec_version()
     yield "python", f"{sys.version.split()[0]} ({platform.python_implementation()})"
     yield "platform", platform.platform()
@@ -56,10 +56,10 @@ def _devices() -> Iterator[tuple[str, str]]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     yield "cpu", f"{cores} cores, {torch.get_num_threads()} torch threads, {torch.backends.cpu.get_cpu_capability()}"
     yield "cuda", f"{torch.version.cuda}, {torch.cuda.device_count()} devices" if torch.cuda.is_available() else "-"
-    for number in range(torch.cuda.device_count()):
-        card = torch.cuda.get_device_properties(number)
+    for index in range(torch.cuda.device_count()):
+        card = torch.cuda.get_device_properties(index)
         memory = card.total_memory / 2**30
-        yield f"cuda:{number}", f"{card.name}, {memory:.1f} GiB, capability {card.major}.{card.minor}"
+        yield f"cuda:{index}", f"{card.name}, {memory:.1f} GiB, capability {card.major}.{card.minor}"
     yield "mps", "yes" if torch.backends.mps.is_available() else "-"
 
 

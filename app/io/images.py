@@ -1,6 +1,6 @@
-"""Pictures from files, bytes, Pillow and arrays to RGB: any mode, first frame, upright, within limits; decoded ahead.
+"""Images from files, bytes, Pillow and arrays to RGB: any mode, first frame, upright, within limits; prefetching.
 
-Whatever is wrong with one becomes an `ImageError` with one line of text. Knows nothing of models or captions.
+Every problem is an `ImageError` with one line of text. Knows nothing of models or captions.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ if TYPE_CHECKING:
 _SUFFIXES = ".jpg .jpeg .jpe .jfif .png .apng .webp .gif .bmp .dib .tif .tiff .ppm .pgm .pbm .pnm .avif"
 _HEIF = ".heic .heif" if find_spec("pillow_heif") else ""
 SUFFIXES = frozenset(f"{_SUFFIXES} {_HEIF}".split())
-"""What files of the allowed formats are named like: see `mmspec.vision.images.FORMATS`."""
+"""Suffixes of the allowed formats: see `mmspec.vision.images.FORMATS`."""
 
 
 @dataclass(frozen=True)
 class Video:
-    """The frames of one video, and what it is by the names of transformers' `VideoMetadata`.
+    """Frames of one video, with the keys of transformers' `VideoMetadata`.
 
-    A model that takes videos is given them as one; others get so many pictures.
+    A model that takes videos gets it as a video, others as images.
     """
 
     frames: tuple[Image.Image, ...]
@@ -56,22 +56,24 @@ class Video:
 
 
 Media = Image.Image | Sequence[Image.Image] | Video
-"""What goes with one prompt: a picture, several, or a video."""
+"""The media of one prompt: an image, several images, or a video."""
 Source = Path | str | bytes | Image.Image | np.ndarray
-"""What a picture may come as: a file by its path, what is in one, an image of Pillow's, an array (`from_array`)."""
+"""An image as a path, the bytes of a file, a Pillow image, or an array (`from_array`)."""
 Key = TypeVar("Key")
 Value = TypeVar("Value")
 
 
 def load_image(source: Source, max_pixels: int = MAX_PIXELS, isolated: bool | DecoderPool = False) -> Image.Image:
-    """A picture as RGB, upright (EXIF), transparency on white; the first one of an animated file.
+    """An image as RGB, upright (EXIF), transparency on white; the first frame of an animation.
 
     Args:
-        isolated: decode files and bytes in another process, within bounds of time and memory; True starts one for this
-            call. Images of Pillow's and arrays are decoded already.
+        source: path, bytes, Pillow image or array.
+        max_pixels: limit of width times height.
+        isolated: decode files and bytes in another process, with limits of time and memory; True starts one for this
+            call. Pillow images and arrays are decoded already.
 
     Raises:
-        ImageError: whatever is wrong with it.
+        ImageError: the source cannot be read or decoded.
     """
     if isinstance(source, np.ndarray):
         with convert_image_errors(max_pixels):
@@ -87,7 +89,7 @@ def load_image(source: Source, max_pixels: int = MAX_PIXELS, isolated: bool | De
 
 
 def _decode_isolated(content: str | bytes, max_pixels: int, isolated: bool | DecoderPool) -> Image.Image:
-    """A picture that another process decodes."""
+    """Decode in another process."""
     from mmspec.vision.video.decoder_pool import DecoderCrashedError, DecoderHungError, DecoderPool
 
     with nullcontext(isolated) if isinstance(isolated, DecoderPool) else DecoderPool() as other:
@@ -104,14 +106,14 @@ def _decode_isolated(content: str | bytes, max_pixels: int, isolated: bool | Dec
 
 
 def _validate_source(source: object) -> str | bytes:
-    """A path of a file with something in it, or bytes."""
+    """The path of a file that is not empty, or bytes."""
     if isinstance(source, (bytes, bytearray, memoryview)):
         if not len(source):
             raise ImageError("Empty", "empty (0 bytes)")
         return bytes(source)
     if not isinstance(source, (str, Path)):
         kind = type(source).__name__
-        raise ImageError("NotAnImage", f"a picture is a path, bytes, an image of Pillow's or an array; got {kind}")
+        raise ImageError("NotAnImage", f"an image is a path, bytes, a Pillow image or an array; got {kind}")
     check_file(Path(source))
     return str(source)
 
@@ -119,7 +121,7 @@ def _validate_source(source: object) -> str | bytes:
 def from_array(values: np.ndarray, max_pixels: int = MAX_PIXELS) -> Image.Image:
     """An array of [height, width], or [height, width, 1, 3 or 4] (grey, RGB, RGBA), as RGB.
 
-    Bytes are taken as they are, truth values are black and white; anything else is scaled as `to_rgb` does.
+    uint8 is taken as it is, bool is black and white, any other type is scaled as in `to_rgb`.
     """
     if values.ndim == 3 and values.shape[2] == 1:
         values = values[:, :, 0]
@@ -137,7 +139,7 @@ def from_array(values: np.ndarray, max_pixels: int = MAX_PIXELS) -> Image.Image:
 
 
 def check_file(path: Path) -> None:
-    """Refuse what is not a file with something in it."""
+    """Refuse what is not a regular, non-empty file."""
     try:
         if path.is_dir():
             raise ImageError("NotAnImage", "is a folder")
@@ -151,19 +153,19 @@ def check_file(path: Path) -> None:
         raise ImageError("Unreadable", one_line(error)) from error
 
 
-def media_images(shown: Media) -> Sequence[Image.Image]:
-    """The picture alone, or the frames."""
-    if isinstance(shown, Video):
-        return shown.frames
-    return (shown,) if isinstance(shown, Image.Image) else shown
+def media_images(media: Media) -> Sequence[Image.Image]:
+    """The images of `media`: one, several, or the frames of a video."""
+    if isinstance(media, Video):
+        return media.frames
+    return (media,) if isinstance(media, Image.Image) else media
 
 
 def decode_ahead(
     keys: Iterable[Key], load: Callable[[Key], Value], threads: int = 4, ahead: int = 16
 ) -> Generator[tuple[Key, Value | ImageError], None, None]:
-    """Yield `(key, load(key))` in order, with up to `ahead` of them loading in `threads` meanwhile.
+    """Yield `(key, load(key))` in order, with up to `ahead` of them loading in `threads` threads meanwhile.
 
-    An `ImageError` is yielded in place of the value, so that one bad file stops nobody.
+    An `ImageError` is yielded instead of the value: one bad file does not stop the others.
     """
     source, window = iter(keys), deque[tuple[Key, Future[Value]]]()
     with ThreadPoolExecutor(max_workers=threads, thread_name_prefix="mmspec-decode") as pool:

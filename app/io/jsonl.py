@@ -1,4 +1,4 @@
-"""JSON lines that survive a kill at any moment: append durably, tolerate and cut a torn last line, replace atomically.
+"""JSON lines that survive a kill at any moment: durable appends, atomic replacement, truncation of a torn last line.
 
 Knows rows only as objects with an `id`. Locks are advisory and held by the open file: a killed process leaves none.
 """
@@ -17,14 +17,14 @@ from mmspec.files import atomic_write, sync_folder
 
 try:
     import fcntl
-except ImportError:  # no such module on Windows: then nobody is kept from running two jobs on one file
+except ImportError:  # Windows has no such module: two jobs on one file are not detected there
     fcntl = None  # type: ignore[assignment]
 
 Row = dict[str, Any]
 
 
 def encode_row(row: Row) -> bytes:
-    """One line of UTF-8; escaped as ASCII where a reader might take a character for a line break, or choke on it."""
+    """One line of UTF-8; escaped as ASCII where a character could be read as a line break or is not valid Unicode."""
     text = json.dumps(row, ensure_ascii=False)
     if len(text.splitlines()) > 1 or not _encodable(text):
         text = json.dumps(row)
@@ -40,7 +40,7 @@ def _encodable(text: str) -> bool:
 
 
 def read_rows(path: Path) -> tuple[list[Row], int]:
-    """The rows of `path` and the number of bytes they take; a torn last line is not counted. No file: no rows."""
+    """The rows of `path` and their number of bytes, without a torn last line. No file: no rows."""
     try:
         data = path.read_bytes()
     except FileNotFoundError:
@@ -67,19 +67,19 @@ def _parse(line: bytes) -> Row | None:
 
 
 def prefer_caption(old: Row | None, new: Row) -> Row:
-    """Of two rows of one picture the later one, but a caption rather than an error."""
+    """Of two rows of one file the later one, but a caption rather than an error."""
     return new if old is None or old.get("error") or not new.get("error") else old
 
 
 def append_rows(file: BinaryIO, rows: Iterable[Row]) -> None:
-    """Write rows at the end and return once they are on the disk."""
+    """Write rows at the end; on return they are on the disk."""
     file.write(b"".join(map(encode_row, rows)))
     file.flush()
     os.fsync(file.fileno())
 
 
 def truncate_torn_line(file: BinaryIO, good: int) -> None:
-    """Drop a torn last line: keep the first `good` bytes, ended by a line feed."""
+    """Truncate to the first `good` bytes, ended by a line feed."""
     if file.seek(0, os.SEEK_END) > good:
         file.truncate(good)
     if good and not _ends_line(file, good):
@@ -100,20 +100,20 @@ def replace_file(path: Path, data: bytes) -> None:
 
 
 def open_locked(path: Path) -> BinaryIO:
-    """Open for appending and reading, as the only one; BlockingIOError if another process keeps it."""
-    for patience in (0.05, 0.1, 0.2, 0.4, 0.0):  # another process may be looking with `busy` just now
+    """Open for appending and reading with an exclusive lock; BlockingIOError if another process holds it."""
+    for delay_s in (0.05, 0.1, 0.2, 0.4, 0.0):  # `is_locked` of another process holds the lock for a moment
         file = path.open("a+b")
         try:
             lock_file(file)
         except BlockingIOError:
             file.close()
-            if not patience:
+            if not delay_s:
                 raise
         else:
             if _is_same_file(path, file):
                 return file
             file.close()  # replaced or removed between opening and locking
-        time.sleep(patience)
+        time.sleep(delay_s)
     raise BlockingIOError(f"{path} keeps being replaced")
 
 

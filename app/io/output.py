@@ -1,6 +1,6 @@
-"""Where the rows of a job go: one file, one file per rank merged at the end, or standard output.
+"""Destinations of the rows of a job: one file, one file per rank merged at the end, or standard output.
 
-A job is resumed from what its files hold; they are not changed before `begin`. Knows rows and settings, no models.
+A job is resumed from its files; they do not change before `begin`. Knows rows and settings, no models.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ Settings = Mapping[str, Any]
 
 
 class Output(Protocol):
-    """What a job needs of the place where it writes."""
+    """What a job needs of its destination."""
 
     base: Path
     """The folder that file names in the rows are relative to."""
 
     def own_files(self) -> list[Path]:
-        """Files that belong to the output and are therefore never inputs."""
+        """Files of the output, which are never inputs."""
 
     def open(self) -> dict[str, Row]:
-        """Check that it can be written and fits the settings; the rows that are there, by id."""
+        """Check that it is writable and fits the settings; returns the existing rows by id."""
 
     def begin(self, drop: Callable[[Row], bool]) -> None:
-        """Make ready for writing, forgetting the rows that `drop` says."""
+        """Prepare for writing; discard the rows for which `drop` is true."""
 
     def write(self, rows: Sequence[Row]) -> None:
-        """Add rows; on return they are safe."""
+        """Append rows; on return they are durable."""
 
     def close(self, ids: Iterable[str], *, complete: bool) -> list[Row] | None:
-        """Finish. The final rows of the whole job, or None if rows of `ids` are still to come from elsewhere."""
+        """Finish; returns the final rows of the whole job, or None if another rank has yet to write rows of `ids`."""
 
 
 class StreamOutput:
@@ -119,7 +119,7 @@ class FileOutput:
             )
             raise UsageError(f"--out {self.path} is {kind}")
         if not self.base.is_dir():
-            raise UsageError(f"--out {self.path}: no folder {self.base}: make it first")
+            raise UsageError(f"--out {self.path}: no folder {self.base}: create it first")
         self._created = not self.rank_path.exists()
         try:
             self._file = jsonl.open_locked(self.rank_path)
@@ -161,11 +161,11 @@ class FileOutput:
         except (ValueError, KeyError, TypeError):
             raise UsageError(f"{self.metadata_path} is damaged: use another --out, or --overwrite") from None
         keys = sorted(set(old) | set(self.settings))
-        odd = [key for key in keys if old.get(key) != self.settings.get(key)]
-        if odd:
-            told = ", ".join(f"{key} {old.get(key)!r} (now {self.settings.get(key)!r})" for key in odd)
+        different_keys = [key for key in keys if old.get(key) != self.settings.get(key)]
+        if different_keys:
+            changed = ", ".join(f"{key} {old.get(key)!r} (now {self.settings.get(key)!r})" for key in different_keys)
             raise UsageError(
-                f"{self.path} was written with {told}: use the same settings, another --out, or --overwrite"
+                f"{self.path} was written with {changed}: use the same settings, another --out, or --overwrite"
             )
 
     # begin: from here on the files change
@@ -189,13 +189,13 @@ class FileOutput:
         self._write_meta()
 
     def _drop_rows(self, drop: Callable[[Row], bool]) -> None:
-        """Take the rows to be redone out of the file, so that it never holds two rows of one picture."""
+        """Remove the rows to be repeated from the file, so that it never holds two rows of one id."""
         rows, _ = jsonl.read_rows(self.path)
-        kept = [row for row in rows if not drop(row)]
-        if len(kept) == len(rows):
+        remaining = [row for row in rows if not drop(row)]
+        if len(remaining) == len(rows):
             return
         self._needs_rewrite = True  # the new rows come last: sort at the end
-        jsonl.replace_file(self.path, b"".join(map(jsonl.encode_row, kept)))
+        jsonl.replace_file(self.path, b"".join(map(jsonl.encode_row, remaining)))
         self._release()
         self._file = jsonl.open_locked(self.path)
 
@@ -226,7 +226,7 @@ class FileOutput:
             self._close_file()
 
     def _close_file(self) -> None:
-        """Let go of the file; leave nothing half-done behind."""
+        """Close the file; remove it if it was created and is empty."""
         self._release()
         if self._created and self.rank_path.exists() and self.rank_path.stat().st_size == 0:
             self.rank_path.unlink()

@@ -1,6 +1,6 @@
-"""What the user named (files, folders, globs, manifests) to a list of pictures and clips in a stable order.
+"""Command-line paths (files, folders, globs, manifests) to a list of images and videos in a stable order.
 
-A manifest is not trusted: its paths stay inside its folder. Nothing is decoded here, and nothing is written.
+A manifest is not trusted: its paths stay inside its folder. Nothing is decoded or written here.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ from typing import Any
 
 from mmspec.app.caption.config import default_prompt
 from mmspec.app.errors import UsageError, one_line
-from mmspec.app.io import images
-from mmspec.app.io import videos as clips
+from mmspec.app.io import images, videos
 
 MANIFESTS = frozenset({".jsonl", ".txt", ".csv"})
-SUFFIXES = images.SUFFIXES | clips.SUFFIXES
+SUFFIXES = images.SUFFIXES | videos.SUFFIXES
 MAX_SUFFIXES = 8
 """Suffixes of skipped files that a message lists."""
 FILE_NAME_KEYS = ("file_name", "image", "path", "file")
@@ -29,9 +28,15 @@ FILE_NAME_KEYS = ("file_name", "image", "path", "file")
 
 @dataclass(frozen=True)
 class Item:
-    """A picture or clip. `id` names its row, `prompt` None is the job's; `index` is its place in the list.
+    """An image or video file.
 
-    `answer` is what a drafter may be trained on.
+    Attributes:
+        path: of the file.
+        id: of its row.
+        file_name: relative to the folder of the output.
+        prompt: its own prompt; None for the one of the job.
+        index: position in the list.
+        answer: a text to train a drafter on, from a manifest.
     """
 
     path: Path
@@ -43,12 +48,12 @@ class Item:
 
     @property
     def is_video(self) -> bool:
-        """Whether the file is named like a video."""
-        return self.path.suffix.lower() in clips.SUFFIXES
+        """Whether the suffix is that of a video."""
+        return self.path.suffix.lower() in videos.SUFFIXES
 
-    def resolve_prompt(self, usual: str | None = None) -> str:
-        """Its own prompt, else the usual one, else what suits a picture or a clip."""
-        return self.prompt or usual or default_prompt(self.is_video)
+    def resolve_prompt(self, default: str | None = None) -> str:
+        """Its own prompt, else `default`, else the default of images or videos."""
+        return self.prompt or default or default_prompt(self.is_video)
 
 
 def natural_key(text: str) -> tuple[Any, ...]:
@@ -58,13 +63,16 @@ def natural_key(text: str) -> tuple[Any, ...]:
 
 
 def collect_items(paths: Sequence[str], base: Path, skip: Iterable[Path] = ()) -> list[Item]:
-    """All pictures that `paths` name, each once, numbered; `base` is the folder that file names are relative to.
+    """All images and videos in `paths`, each once, numbered; file names are relative to `base`.
 
     Args:
-        skip: files that are never inputs (the job's own output).
+        skip: files that are never inputs (those of the job's output).
+
+    Raises:
+        UsageError: nothing to read, a missing path, or a bad manifest.
     """
-    avoid = {_real(path) for path in skip}
-    found = [item for path in paths for item in _named(path, avoid)]
+    excluded = {_real(path) for path in skip}
+    found = [item for path in paths for item in _named(path, excluded)]
     items = _unique(found, base)
     if not items:
         skipped = describe_skipped(paths, skip)
@@ -81,35 +89,35 @@ def _real(path: Path) -> str:
     return os.path.realpath(path)
 
 
-def _named(name: str, avoid: set[str]) -> Iterator[Item]:
+def _named(name: str, excluded: set[str]) -> Iterator[Item]:
     path = Path(name)
     if path.is_dir():
-        yield from _files(sorted(_walk(path), key=lambda file: _order(file, path)), avoid)
-    elif path.exists() and _real(path) in avoid:
+        yield from _files(sorted(_walk(path), key=lambda file: _order(file, path)), excluded)
+    elif path.exists() and _real(path) in excluded:
         return
     elif path.suffix.lower() in MANIFESTS and (path.exists() or not glob.has_magic(name)):
         yield from _manifest(path)
     elif path.exists() or (path.suffix.lower() in SUFFIXES and not glob.has_magic(name)):
         yield Item(path)
     elif glob.has_magic(name):
-        yield from _globbed(name, avoid)
+        yield from _globbed(name, excluded)
     else:
         raise UsageError(f"no such file or folder: {name}")
 
 
-def _globbed(name: str, avoid: set[str]) -> Iterator[Item]:
+def _globbed(name: str, excluded: set[str]) -> Iterator[Item]:
     matches = sorted(glob.glob(name, recursive=True), key=natural_key)
     if not matches:
         raise UsageError(f"nothing matches {name!r}")
     for match in map(Path, matches):
         if match.is_dir() and not name.rstrip("/").endswith("**"):
-            yield from _named(str(match), avoid)
+            yield from _named(str(match), excluded)
         elif match.is_file() and match.suffix.lower() in SUFFIXES:
-            yield from _files([match], avoid)
+            yield from _files([match], excluded)
 
 
-def _files(files: Iterable[Path], avoid: set[str]) -> Iterator[Item]:
-    return (Item(file) for file in files if _real(file) not in avoid)
+def _files(files: Iterable[Path], excluded: set[str]) -> Iterator[Item]:
+    return (Item(file) for file in files if _real(file) not in excluded)
 
 
 def _order(file: Path, folder: Path) -> tuple[Any, ...]:
@@ -216,10 +224,10 @@ def _entry(manifest: Path, number: int, row: dict[str, Any]) -> Item:
     name = next((row[key] for key in FILE_NAME_KEYS if row.get(key)), None)
     if not isinstance(name, str) or not _is_name(name):
         got = _short(name) if name else ", ".join(map(_short, row)) or "nothing"
-        raise UsageError(f"{where} names no file: give {FILE_NAME_KEYS[0]!r} (got {got})")
+        raise UsageError(f"{where} names no file: give {FILE_NAME_KEYS[0]!r}; got {got}")
     root, path = _real(manifest.parent), manifest.parent / name
     if os.path.isabs(name) or not Path(_real(path)).is_relative_to(root):
-        raise UsageError(f"{where}: {_short(name)} leads out of {manifest.parent}/; paths are relative to the manifest")
+        raise UsageError(f"{where}: {_short(name)} leads out of {manifest.parent}/: paths are relative to the manifest")
     prompt, ident, answer = row.get("prompt"), row.get("id"), row.get("answer")
     for key, value in (("prompt", prompt), ("answer", answer)):
         if value is not None and not isinstance(value, str):
@@ -230,7 +238,7 @@ def _entry(manifest: Path, number: int, row: dict[str, Any]) -> Item:
 
 
 def _is_name(name: str) -> bool:
-    """Whether a file may be called that: no control or half characters, no longer than systems allow."""
+    """Whether it is a valid file name: no control characters, valid Unicode, at most 255 bytes per part."""
     try:
         data = os.fsencode(name)
     except UnicodeEncodeError:
@@ -246,26 +254,26 @@ def _short(value: object) -> str:
 
 
 def _unique(found: Iterable[Item], base: Path) -> list[Item]:
-    """Drop what was named twice, give the others their names, ids and numbers."""
-    kept: dict[str, Item] = {}
-    seen: set[tuple[str, str, str | None]] = set()
+    """Drop duplicates; set names, ids and indices of the others."""
+    by_id: dict[str, Item] = {}
+    known_keys: set[tuple[str, str, str | None]] = set()
     for item in found:
         key = (os.path.abspath(item.path), item.id, item.prompt)
-        if key in seen:
+        if key in known_keys:
             continue
-        seen.add(key)
+        known_keys.add(key)
         name = relative_name(item.path, base)
         ident = item.id or name
-        if ident in kept:
+        if ident in by_id:
             raise UsageError(
-                f"two rows have the id {_short(ident)} ({kept[ident].path}, {item.path}): give each its own"
+                f"two rows have the id {_short(ident)} ({by_id[ident].path}, {item.path}): give each row its own id"
             )
-        kept[ident] = replace(item, id=ident, file_name=name, index=len(kept))
-    return list(kept.values())
+        by_id[ident] = replace(item, id=ident, file_name=name, index=len(by_id))
+    return list(by_id.values())
 
 
 def relative_name(path: Path, base: Path) -> str:
-    """`path` as seen from `base`, or absolute if it does not lie below it; with forward slashes."""
+    """`path` relative to `base`, or absolute if it is not below it; with forward slashes."""
     full, root = os.path.abspath(path), os.path.abspath(base)
     inside = Path(full).is_relative_to(root)
     return Path(os.path.relpath(full, root) if inside else full).as_posix()

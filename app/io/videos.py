@@ -1,4 +1,4 @@
-"""Video files to the frames that a model is shown, within limits; what is wrong becomes an `ImageError` of one line."""
+"""Video files to the frames that a model gets, within limits; every problem is an `ImageError` of one line."""
 
 from __future__ import annotations
 
@@ -20,14 +20,16 @@ SUFFIXES = frozenset(_SUFFIXES.split())
 def load_video(
     path: Path, frames: int | FrameSampler = FRAMES, max_pixels: int = MAX_PIXELS, isolated: bool | DecoderPool = False
 ) -> Video:
-    """RGB frames of the video in `path`.
+    """RGB frames of the video at `path`.
 
     Args:
-        frames: so many, evenly spread, and all of a shorter one; or what chooses them.
-        isolated: as `mmspec.vision.video.frames.read_frames` takes it: a decoder that crashes is then an error of the file.
+        frames: number of evenly spread frames (all of a shorter video), or a sampler.
+        max_pixels: limit of width times height.
+        isolated: decode in another process, as in `mmspec.vision.video.frames.read_frames`: a crash of the decoder is
+            then an error of this file.
 
     Raises:
-        ImageError: whatever is wrong with it.
+        ImageError: the file cannot be read or decoded.
     """
     from mmspec.vision.video.frames import DecoderCrashedError, DecoderHungError, Uniform, read_frames
 
@@ -41,16 +43,16 @@ def load_video(
     except Exception as error:
         kinds: dict[type[Exception], str]
         kinds = {DecoderCrashedError: "DecoderCrashed", DecoderHungError: "DecoderHung"}
-        told = one_line(error, 600).removeprefix(f"{path}: ").replace(str(path), path.name)
-        raise ImageError(kinds.get(type(error), "BrokenVideo"), told) from error
-    check_image_size(read.metadata.width, read.metadata.height, max_pixels)  # large ones are read at a smaller size
+        message = one_line(error, 600).removeprefix(f"{path}: ").replace(str(path), path.name)
+        raise ImageError(kinds.get(type(error), "BrokenVideo"), message) from error
+    check_image_size(read.metadata.width, read.metadata.height, max_pixels)  # large ones are decoded at a smaller size
     return Video(tuple(read.images), read.metadata.for_processor())
 
 
 def load_media(
     path: Path, frames: int | FrameSampler = FRAMES, max_pixels: int = MAX_PIXELS, isolated: bool | DecoderPool = False
 ) -> Media:
-    """The frames of a file that is named like a video, else the picture in it; `isolated` is of both."""
+    """The frames of a file with the suffix of a video, else the image in it. Arguments as for `load_video`."""
     if path.suffix.lower() in SUFFIXES:
         return load_video(path, frames, max_pixels, isolated)
     return load_image(path, max_pixels, isolated)

@@ -54,8 +54,8 @@ def load_model(
         name: hub id, local folder, "scenes" for the model that ships with mmspec, or "tiny" / "mid" for a random one.
         dtype: "auto" is float32 on a CPU and the checkpoint's own elsewhere.
     """
-    place = resolve_device(device, local_rank)
-    precision = "float32" if dtype == "auto" and place.type == "cpu" else dtype
+    target_device = resolve_device(device, local_rank)
+    precision = "float32" if dtype == "auto" and target_device.type == "cpu" else dtype
     if name == SCENES_MODEL:
         model, processor = _scenes(precision)
     else:
@@ -66,7 +66,7 @@ def load_model(
     tokenizer.padding_side = "left"
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
-    return model.to(place).eval(), processor
+    return model.to(target_device).eval(), processor
 
 
 def _scenes(dtype: str) -> tuple[Any, Any]:

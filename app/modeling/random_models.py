@@ -1,6 +1,6 @@
-"""Random LLaVA models that come with the package: for tests, for the demo, for trying a command before a download.
+"""LLaVA models with random weights: for tests, for the demo, for trying a command before a download.
 
-Their words are noise, but everything else about them is real: a CLIP tower, a Llama with grouped heads, a processor and
+Their text is noise, everything else is real: a CLIP tower, a Llama with grouped-query attention, a processor and
 a tokenizer that load with the Auto classes. The same size and seed give the same weights. Knows nothing of mmspec.
 """
 
@@ -53,7 +53,7 @@ SIZES = {
 
 
 def _syllables() -> Iterator[str]:
-    """Two-syllable words that mean nothing, without end of the useful range: baba, babe, babi, ..."""
+    """Words of two or three random syllables: baba, babe, babi, ..."""
     parts = ["".join(pair) for pair in product("bdfgklmnprstvz", "aeiou")]
     for first, second, third in product(["", *parts], parts, parts):
         yield first + second + third
@@ -68,11 +68,11 @@ def build_vocabulary(size: int) -> list[str]:
             return tokens
         if f"Ġ{word}" not in known:
             tokens.append(f"Ġ{word}")
-    raise ValueError(f"a random model has {len(known)} to {len(tokens)} tokens, asked for {size}")
+    raise ValueError(f"a random model has {len(known)} to {len(tokens)} tokens; got size {size}")
 
 
 def _tokenizer(size: ModelSize) -> PreTrainedTokenizerFast:
-    """Whole words of the vocabulary are tokens, everything else is spelled in letters."""
+    """A BPE tokenizer: whole words of the vocabulary are tokens, everything else is spelled in letters."""
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -138,7 +138,7 @@ def _config(size: ModelSize) -> Any:
 
 
 def _init_weights(model: PreTrainedModel, seed: int) -> None:
-    """Weights large enough that the picture and every earlier word change the next one."""
+    """Weights large enough that the image and every earlier token change the next one."""
     import torch
 
     rng = torch.Generator().manual_seed(seed)
@@ -157,7 +157,7 @@ def random_model(size: str = "tiny", seed: int = 0) -> tuple[PreTrainedModel, Pr
     from transformers import LlavaForConditionalGeneration
 
     if size not in SIZES:
-        raise ValueError(f"random models come as {', '.join(SIZES)}; got {size!r}")
+        raise ValueError(f"random models are {', '.join(SIZES)}; got {size!r}")
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)  # not `torch.manual_seed`, which seeds GPUs as well
         model = LlavaForConditionalGeneration(_config(SIZES[size]))

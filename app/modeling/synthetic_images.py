@@ -1,4 +1,4 @@
-"""Pictures out of thin air for the demo and for benchmarks: coloured shapes on a gradient, decided by a seed."""
+"""Synthetic images for benchmarks: coloured shapes on a gradient, determined by a seed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SHAPES = ("circle", "square", "triangle")
 
 
 def draw_image(seed: int, size: tuple[int, int] = (320, 240)) -> tuple[Image.Image, str]:
-    """A picture of three shapes, and a name that says what is on it."""
+    """An image of three shapes, and a name of its contents."""
     rng = random.Random(seed)
     width, height = size
     fade = np.linspace(rng.randint(90, 160), 250, width)[None, :, None] * np.ones((height, 1, 3))
@@ -38,7 +38,7 @@ def _shape(draw: ImageDraw.ImageDraw, shape: str, x: int, y: int, r: int, colour
 
 
 def write_images(folder: Path, count: int) -> list[Path]:
-    """Write `count` PNG files into `folder`, which is made if need be."""
+    """Write `count` PNG files into `folder`, which is created if missing."""
     folder.mkdir(parents=True, exist_ok=True)
     files = []
     for number in range(count):

@@ -1,134 +1,32 @@
-"""What a drafter is trained on: requests, the target's own answers to them, and its states along the way.
+"""The target as a teacher: its answers to the training requests, and its hidden states over prompt and answer.
 
-Answers are written to a file once and read again when a run goes on. States are made when they are needed.
+Answers are written to a file once and read again when a run resumes. Hidden states are computed when they are needed.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-import random
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from mmspec.app.errors import UsageError
-from mmspec.app.io.images import ImageError, Media, media_images
+from mmspec.app.io.images import media_images
 from mmspec.app.io.jsonl import replace_file
-from mmspec.app.io.sources import collect_items
-from mmspec.app.io.videos import load_media
 from mmspec.app.modeling.captioner import Captioner
+from mmspec.app.train.datasets import Request, RequestDataset
 from mmspec.cpu.bf16 import bf16_is_faster
 from mmspec.drafters.checkpoints.format import tokenizer_fingerprint
 from mmspec.drafters.eagle.visual_inputs import prompt_grids
 from mmspec.drafters.training.batch import TrainBatch
 from mmspec.interfaces import Prompt
 from mmspec.targets.registry import find_adapter
-from mmspec.vision.video.decoder_pool import DecoderPool
 
-SCENES_MIX = {"describe": 0.6, "short": 0.15, "answer": 0.2, "clip": 0.05}
-"""Share of each task when the scenes model is the target."""
 ANSWERS = "answers.jsonl"
-
-
-@dataclass(frozen=True)
-class Request:
-    """What is shown and asked; `answer` None is for the target to give."""
-
-    media: Media
-    question: str
-    answer: str | None = None
-
-
-class RequestDataset(Protocol):
-    """Requests by number, the same in every run."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, number: int) -> Request: ...
-
-
-class ScenesData:
-    """Requests about scenes from a seed on."""
-
-    def __init__(self, count: int, first: int = 10_000_000) -> None:
-        self.count, self.first = count, first
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, number: int) -> Request:
-        from mmspec.app.scenes.tasks import generate_requests
-
-        rng = random.Random(f"mix {self.first} {number}")
-        task = rng.choices(tuple(SCENES_MIX), tuple(SCENES_MIX.values()))[0]
-        made = next(generate_requests(task, self.first + 2 * number))
-        return Request(made.images if len(made.images) > 1 else made.images[0], made.question)
-
-
-class Subset:
-    """The requests of a range, numbered anew."""
-
-    def __init__(self, data: RequestDataset, numbers: range) -> None:
-        self.data, self.numbers = data, numbers
-
-    def __len__(self) -> int:
-        return len(self.numbers)
-
-    def __getitem__(self, number: int) -> Request:
-        return self.data[self.numbers[number]]
-
-
-class TextOnlyAugmented:
-    """Requests, and the same questions without their pictures: number n + len is the n-th without."""
-
-    def __init__(self, data: RequestDataset) -> None:
-        self.data = data
-
-    def __len__(self) -> int:
-        return 2 * len(self.data)
-
-    def __getitem__(self, number: int) -> Request:
-        if number < len(self.data):
-            return self.data[number]
-        one = self.data[number - len(self.data)]
-        return Request((), one.question)
-
-
-def image_fraction(done: float) -> float:
-    """MSD's schedule: none for the first half of the training, then rising evenly to all (MSD, section 6)."""
-    return min(1.0, max(0.0, 2 * done - 1))
-
-
-class FileData:
-    """Requests about pictures and clips that the user named; a manifest may bring prompts and answers."""
-
-    def __init__(self, paths: Sequence[str]) -> None:
-        self.items = collect_items(paths, Path())
-        self.decoders = DecoderPool()  # starts nothing before there is a file to decode
-
-    def __len__(self) -> int:
-        return len(self.items)
-
-    @property
-    def digest(self) -> str:
-        """A short name of the whole list: files, questions, answers."""
-        listed = json.dumps([(str(item.path), item.resolve_prompt(), item.answer) for item in self.items])
-        return hashlib.sha256(listed.encode()).hexdigest()[:16]
-
-    def __getitem__(self, number: int) -> Request:
-        item = self.items[number]
-        try:
-            shown = load_media(item.path, isolated=self.decoders)
-        except ImageError as error:
-            raise UsageError(f"{item.path}: {error}") from error
-        return Request(shown, item.resolve_prompt(), item.answer)
 
 
 class Teacher:
@@ -314,63 +212,4 @@ class Teacher:
         return whole, (place >= begins) & (place < ends)
 
 
-LENGTH_GROUP_BATCHES = 16
-"""Batches that are made of the same requests, so that each may have its like together."""
-
-
-class LengthGroupedSampler:
-    """Which requests each step is about: every epoch takes each once, in an order of its own.
-
-    Requests of a similar length come together, since a batch is as long as its longest text.
-    """
-
-    def __init__(self, count: int, batch: int, seed: int, sizes: Mapping[int, int] | None = None) -> None:
-        """
-        Args:
-            count: requests there are. sizes: {request: how long}; 0 if not said.
-        """
-        # The mapping itself, not a copy: sizes come with the answers, which may be made after this.
-        self.count, self.batch, self.seed, self.sizes = count, batch, seed, {} if sizes is None else sizes
-        self._epochs: dict[int, list[int]] = {}
-
-    def batch_indices(self, step: int, shown: float = 1.0) -> list[int]:
-        """[batch] numbers of a step.
-
-        Args:
-            shown: share of the requests with their pictures; of the others only the question is asked (`TextOnlyAugmented`).
-        """
-        numbers = []
-        for place in range(step * self.batch, (step + 1) * self.batch):
-            epoch, at = divmod(place, self.count)
-            seen = random.Random(f"shown {self.seed} {place}").random() < shown
-            numbers.append(self._epoch(epoch)[at] + (0 if seen else self.count))
-        return numbers
-
-    def _epoch(self, epoch: int) -> list[int]:
-        if epoch not in self._epochs:
-            order = list(range(self.count))
-            random.Random(f"order {self.seed} {epoch}").shuffle(order)
-            width = LENGTH_GROUP_BATCHES * self.batch
-            windows = [order[start : start + width] for start in range(0, self.count, width)]
-            sorted_ = [sorted(window, key=self._size) for window in windows]
-            latest = dict(list(self._epochs.items())[-1:])  # a step may take from two
-            self._epochs = latest | {epoch: [number for part in sorted_ for number in part]}
-        return self._epochs[epoch]
-
-    def _size(self, number: int) -> int:
-        """Of a request, or of the same without its pictures if it is only ever asked so."""
-        return self.sizes.get(number, self.sizes.get(number + self.count, 0))
-
-
-__all__ = [
-    "ANSWERS",
-    "FileData",
-    "LengthGroupedSampler",
-    "Request",
-    "RequestDataset",
-    "ScenesData",
-    "Subset",
-    "Teacher",
-    "TextOnlyAugmented",
-    "image_fraction",
-]
+__all__ = ["ANSWERS", "Teacher"]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from mmspec.app.errors import UsageError
+from mmspec.app.train.config import TrainOptions
 
 
 @dataclass(frozen=True)
@@ -41,19 +41,19 @@ RECIPES = {
 """Drafters that can be trained."""
 
 
-def build_parts(args: argparse.Namespace, name: str, config: Any, teacher: Any) -> tuple[Any, Any]:
+def build_parts(options: TrainOptions, name: str, config: Any, teacher: Any) -> tuple[Any, Any]:
     """(head, compressor or None) of a drafter to be trained: fresh, or with the weights that `--start-from` names.
 
     Raises:
         UsageError: what is asked for cannot be.
     """
     try:
-        if args.start_from is None:
+        if options.start_from is None:
             recipe, kept = RECIPES[name], None
-            head = init_head(resize_config(config, recipe, args.block), args.seed, recipe.architecture)
+            head = init_head(resize_config(config, recipe, options.block), options.seed, recipe.architecture)
         else:
-            head, kept = load_head(args, name, teacher)
-        return head, build_compressor(args, config.hidden_size, kept)
+            head, kept = load_head(options, name, teacher)
+        return head, build_compressor(options, config.hidden_size, kept)
     except ValueError as error:
         raise UsageError(f"--drafter {name}: {error}") from error
 
@@ -101,7 +101,7 @@ def init_head(config: Any, seed: int, kind: str = "eagle") -> Any:
         return ARCHITECTURES[kind].head(config)
 
 
-def load_head(args: argparse.Namespace, name: str, teacher: Any) -> tuple[Any, Any]:
+def load_head(options: TrainOptions, name: str, teacher: Any) -> tuple[Any, Any]:
     """The weights to go on from: of the drafter of that name in a run's folder, or of the one drafter that is named.
 
     With it, as in `checkpoint.Made`, the compressor that was trained with it, or None.
@@ -113,15 +113,15 @@ def load_head(args: argparse.Namespace, name: str, teacher: Any) -> tuple[Any, A
     from mmspec.drafters.registry import bundled_drafters
 
     recipe = RECIPES[name]
-    place = Path(bundled_drafters().get(args.start_from, args.start_from))
+    place = Path(bundled_drafters().get(options.start_from, options.start_from))
     if (place / name / CONFIG_NAME).is_file():
         place /= name
-    elif len(args.drafter) > 1:
+    elif len(options.drafter) > 1:
         raise UsageError(f"--start-from {place}: there is no {name}/{CONFIG_NAME} in it")
     try:
         head, made = load_head(place)
     except FileNotFoundError as error:
-        raise UsageError(f"--start-from {args.start_from}: {error}") from error
+        raise UsageError(f"--start-from {options.start_from}: {error}") from error
     text = teacher.model.config.get_text_config(decoder=True)
     made.check_target(
         hidden_size=text.hidden_size,
@@ -130,13 +130,13 @@ def load_head(args: argparse.Namespace, name: str, teacher: Any) -> tuple[Any, A
         tokenizer=teacher.fingerprint,
     )
     wanted: dict[str, tuple[object, object]] = {"kind": (recipe.architecture, made.architecture)}
-    wanted |= {"rule": (args.rule or recipe.visual_mode, made.visual_mode)}
+    wanted |= {"rule": (options.visual_mode or recipe.visual_mode, made.visual_mode)}
     wanted |= (
         {}
-        if args.ffn is None
-        else {"ffn": (round((recipe.ffn_scale or recipe.block_ffn_scale) * args.ffn), ffn_width(head))}
+        if options.ffn is None
+        else {"ffn": (round((recipe.ffn_scale or recipe.block_ffn_scale) * options.ffn), ffn_width(head))}
     )
-    wanted |= {} if args.block is None else {"block": (args.block, head.config.block_size)}
+    wanted |= {} if options.block is None else {"block": (options.block, head.config.block_size)}
     wrong = [f"{what} {there} (wanted: {here})" for what, (here, there) in wanted.items() if here != there]
     if wrong:
         raise ValueError(f"{place} is another drafter: {', '.join(wrong)}")
@@ -149,7 +149,7 @@ def ffn_width(head: Any) -> int:
     return width
 
 
-def build_compressor(args: argparse.Namespace, hidden_size: int, kept: Any) -> Any:
+def build_compressor(options: TrainOptions, hidden_size: int, kept: Any) -> Any:
     """What `--compressor` asks for, if anything: with the weights that came with the head, else fresh.
 
     Args:
@@ -161,12 +161,12 @@ def build_compressor(args: argparse.Namespace, hidden_size: int, kept: Any) -> A
     from mmspec.vision.registry import config_size, load_compressor, parse_compressor
 
     if kept is None or not kept[1]:
-        return None if args.compressor is None else init_compressor(args.compressor, hidden_size, args.seed)
+        return None if options.compressor is None else init_compressor(options.compressor, hidden_size, options.seed)
     facts, weights = kept
-    if args.compressor is None or parse_compressor(args.compressor) != (facts["name"], config_size(facts)):
+    if options.compressor is None or parse_compressor(options.compressor) != (facts["name"], config_size(facts)):
         raise ValueError(
-            f"{args.start_from} was trained with --compressor {facts['name']}:{config_size(facts)} (wanted: "
-            f"{args.compressor or 'none'}): ask for the same, or start from another drafter"
+            f"{options.start_from} was trained with --compressor {facts['name']}:{config_size(facts)} (wanted: "
+            f"{options.compressor or 'none'}): ask for the same, or start from another drafter"
         )
     return load_compressor(facts, weights, hidden_size).train()  # type: ignore[attr-defined]
 

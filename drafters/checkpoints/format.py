@@ -25,6 +25,7 @@ from mmspec.drafters.checkpoints.head_config import parse_head_config, upgrade_c
 from mmspec.drafters.checkpoints.state_dict import from_eagle_state_dict, to_eagle_state_dict
 from mmspec.drafters.eagle.head import EagleHead, HeadConfig
 from mmspec.drafters.eagle.visual_inputs import VISUAL_MODES
+from mmspec.files import atomic_write
 
 CONFIG_NAME, WEIGHTS_NAME = "config.json", "model.safetensors"
 MODEL_TYPE = "mmspec_eagle"
@@ -115,16 +116,11 @@ def save_head(
 def write_checkpoint(folder: Path, weights: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
     """Write both files of a head under temporary names, then rename them, the config last: a head is found by it."""
     folder.mkdir(parents=True, exist_ok=True)
-    parts = {name: folder / f"{name}.part" for name in (WEIGHTS_NAME, CONFIG_NAME)}
-    try:
-        save_file(dict(weights), parts[WEIGHTS_NAME], metadata={"format": "pt"})
-        parts[WEIGHTS_NAME].chmod(0o644)
-        parts[CONFIG_NAME].write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-        for name, part in parts.items():
-            os.replace(part, folder / name)
-    finally:
-        for part in parts.values():
-            part.unlink(missing_ok=True)
+    # Left in reverse order: the weights get their name first, the config last.
+    with atomic_write(folder / CONFIG_NAME) as config_part, atomic_write(folder / WEIGHTS_NAME) as weights_part:
+        save_file(dict(weights), weights_part, metadata={"format": "pt"})
+        weights_part.chmod(0o644)
+        config_part.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
 def read_metadata(folder: str | os.PathLike[str]) -> HeadMetadata:

@@ -156,7 +156,7 @@ def _assign(head: torch.nn.Module, state_dict: Mapping[str, Tensor], weights: Ma
 
 def _vocab_limit(values: Mapping[str, Any], weights: Mapping[str, Tensor], target: TargetInfo) -> int | None:
     """The drafter's vocabulary size if the target's is larger (LLaVA: 32,000 of 32,064), else None."""
-    size = values.get("vocab_size", target.vocab_size)
+    size = values.get("vocab_size") or target.vocab_size
     embedding = weights.get("embed_tokens.weight")
     if embedding is not None and (embedding.dim() != 2 or embedding.shape[1] != values["hidden_size"]):
         raise ValueError(f"embed_tokens.weight must be [V, {values['hidden_size']}]; got {list(embedding.shape)}.")

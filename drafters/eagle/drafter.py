@@ -117,8 +117,6 @@ class EagleDrafter:
             hidden_state_indices=tuple(dict.fromkeys((0, *indices))), max_tree_size=BUCKETS[-2]
         )
 
-    # --- the Drafter protocol -----------------------------------------------------------------------------------------
-
     @property
     def compresses_visual_tokens(self) -> bool:
         """See `mmspec.interfaces.TrainedDrafter`."""
@@ -128,6 +126,8 @@ class EagleDrafter:
     def compressor_hidden_size(self) -> int | None:
         """See `mmspec.interfaces.TrainedDrafter`. Hidden states of EAGLE-3 heads are wider than the embeddings."""
         return None if self.head.config.eagle3_input else self.head.config.hidden_size
+
+    # --- the Drafter protocol -----------------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def begin(self, prompt: Prompt) -> EagleState:

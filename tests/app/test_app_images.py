@@ -207,7 +207,7 @@ WRONG: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "a batch": (lambda _: np.zeros((1, 8, 9, 3), np.uint8), "NotAnImage", r"got \[1, 8, 9, 3\]"),
     "words": (lambda _: np.array([["a"]]), "NotAnImage", "an array holds numbers; got dtype <U1"),
     "complex numbers": (lambda _: np.zeros((2, 2), complex), "NotAnImage", "got dtype complex128"),
-    "a list": (lambda _: [1, 2], "NotAnImage", "a path, bytes, an image of Pillow's or an array; got list"),
+    "a list": (lambda _: [1, 2], "NotAnImage", "a path, bytes, a Pillow image or an array; got list"),
     "nobody": (lambda _: None, "NotAnImage", "got NoneType"),
     "closed": (lambda path: closed(path / "a.png"), "BrokenImage", "cannot be decoded"),
     "a name of nothing": (lambda path: str(path / "b.png"), "Missing", "no such file"),

@@ -258,9 +258,9 @@ def test_any_budget_is_served(world: FakeTarget, sort: str, budget: int) -> None
     """Also one that is smaller than a block."""
     made = drafter(sort)
     tree = made.propose(begin_decoding(world, made, build_prompt(world, 11)), budget, [True, True])
-    assert tree.nodes <= budget and tree.valid[:, 1].all()
-    assert len(scores_by_path(tree, 0)) == tree.nodes - 1
-    assert made.propose(begin_decoding(world, made, build_prompt(world, 11)), 1, [True, True]).nodes == 1
+    assert tree.num_nodes <= budget and tree.valid[:, 1].all()
+    assert len(scores_by_path(tree, 0)) == tree.num_nodes - 1
+    assert made.propose(begin_decoding(world, made, build_prompt(world, 11)), 1, [True, True]).num_nodes == 1
 
 
 @pytest.mark.parametrize("sort", SORTS)
@@ -372,7 +372,7 @@ def test_glancing_shows_a_first_part_of_blocks_and_less_and_less(world: FakeTarg
 
 
 def test_nothing_to_learn_is_no_error(world: FakeTarget, tmp_path: Path) -> None:
-    lesson = replace(build_train_batch(world), answer=torch.zeros(2, 14, dtype=torch.bool))
+    lesson = replace(build_train_batch(world), response_mask=torch.zeros(2, 14, dtype=torch.bool))
     placeholder = world.shared_embeddings.embed_tokens(torch.tensor(IMAGE_TOKEN_ID)).detach()
     pupils = {sort: DraftModel(new_head(sort), "decoupled", kind_of(sort)) for sort in SORTS}
     before = new_head("flash").state_dict()
@@ -414,14 +414,14 @@ Call = Callable[[], object]
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: drafter("flash", block_size=5), "block must be 1 to 4, for which this head was trained; got 5"),
-        (lambda: drafter("parallel", block_size=0), "block must be 1 to 4.*got 0"),
-        (lambda: drafter("falcon3", block_size=2), "looks 3 places ahead.*got 2"),
+        (lambda: drafter("flash", block_size=5), "block_size must be 1 to 4, for which this head was trained; got 5"),
+        (lambda: drafter("parallel", block_size=0), "block_size must be 1 to 4.*got 0"),
+        (lambda: drafter("falcon3", block_size=2), "block_size must be 3, how far.*got 2"),
         (lambda: drafter("falcon2", passes=0), "passes must be at least 1; got 0"),
-        (lambda: FlashHead(replace(FLASH, block_ffn_size=0)), r"a width \(inner\) of at least 1; got 0"),
-        (lambda: FalconHead(HEAD_CONFIG), "at least 2 tokens a pass; got 1"),
-        (lambda: replace(HEAD_CONFIG, block_size=0), "block must be 1 to 16 tokens a pass; got 0"),
-        (lambda: replace(HEAD_CONFIG, block_size=17), "block must be 1 to 16 tokens a pass; got 17"),
+        (lambda: FlashHead(replace(FLASH, block_ffn_size=0)), "block_ffn_size of at least 1; got 0"),
+        (lambda: FalconHead(HEAD_CONFIG), "block_size of at least 2; got 1"),
+        (lambda: replace(HEAD_CONFIG, block_size=0), "block_size must be 1 to 16 tokens per forward; got 0"),
+        (lambda: replace(HEAD_CONFIG, block_size=17), "block_size must be 1 to 16 tokens per forward; got 17"),
     ],
 )
 def test_block_sizes_that_do_not_fit_are_refused(call: Call, words: str) -> None:

@@ -86,8 +86,8 @@ def run_corpus(bases: dict[str, Path], model: Any, folder: Path, seed: int, coun
             shutil.rmtree(path)
         if message is not None:
             num_refused += 1
-            named = str(path) in message or "another target" in message
-            if not named or len(message) > 3000 or "cannot be loaded: " in message:
+            named = str(path) in message or "another target" in message or message.startswith("compressor ")
+            if not named or "cannot be loaded: " in message:
                 faults.append(f"{hostile.name}: {message}")
     assert not faults, "\n".join(faults[:20])
     assert num_refused > count / 3

@@ -506,7 +506,7 @@ def test_threads_on_one_drafter_and_no_global_randomness() -> None:
                 emitted = emitted or text[at : at + 1]
                 drafter.observe(state, make_verdict(tree, [emitted], [walked], [[[text[at]]] * tree.num_nodes]), {})
                 at += len(emitted)
-            assert state.source_states[0][0].text == text
+            assert state.source_states[0][0].tokens == text
         except BaseException as error:
             failures.append(error)
 
@@ -541,9 +541,9 @@ def test_drafters_by_name() -> None:
 
 
 def test_wrong_drafters_are_named() -> None:
-    with pytest.raises(ValueError, match=r"'medusa'.*'none', 'lookup', 'recycling', 'fused', 'auto'"):
+    with pytest.raises(ValueError, match=r"'medusa'.*'none', 'lookup', 'recycling', 'hybrid', 'auto'"):
         build_drafter("medusa")
-    with pytest.raises(TypeError, match=r"CopyGuesser.*'name'"):
+    with pytest.raises(TypeError, match=r"PromptLookup.*'name'"):
         build_drafter(PromptLookup())
     with pytest.raises(TypeError, match=r"NoDrafter\(\)"):
         build_drafter(NoDrafter)
@@ -560,5 +560,5 @@ def test_trained_drafters_that_ship_are_names(tmp_path: Path, monkeypatch: Any) 
     assert list(registry.bundled_drafters("cuda")) == ["parallel", "msd", "aardvark"], "there"
     assert list(registry.bundled_drafters("mps")) == ["msd", "parallel", "aardvark"], "nobody measured it"
     assert registry.is_known_drafter("msd") and not registry.is_known_drafter("empty")
-    with pytest.raises(ValueError, match="'recycling', 'fused', 'auto', 'msd', 'parallel', 'aardvark', a folder"):
+    with pytest.raises(ValueError, match="'recycling', 'hybrid', 'auto', 'msd', 'parallel', 'aardvark', a folder"):
         build_drafter("nonsense")

@@ -52,7 +52,7 @@ from mmspec.interfaces import TargetInfo
 
 
 def drafter(world: FakeTarget, rule: str = "decoupled", **more: Any) -> EagleDrafter:
-    return EagleDrafter(world.head, rule, num_layers=NUM_LAYERS, **{"depth": 3, "width": 3, **more})
+    return EagleDrafter(world.head, rule, num_layers=NUM_LAYERS, **{"max_depth": 3, "beam_width": 3, **more})
 
 
 # --- a slow reference -------------------------------------------------------------------------------------------------
@@ -265,7 +265,7 @@ def training(world: FakeTarget, folder: Path, steps: int = 6, **more: Any) -> Tr
 
 def test_heads_learn_and_a_run_that_is_cut_goes_on(world: FakeTarget, tmp_path: Path) -> None:
     told: list[dict[str, float]] = []
-    whole = training(world, tmp_path / "whole", steps=40, noise=0.0)
+    whole = training(world, tmp_path / "whole", steps=40, hidden_noise=0.0)
     assert whole.run(on_step=told.append)
     assert told[-1]["a/loss"] < 0.6 * told[0]["a/loss"] and told[-1]["b/loss"] < 0.6 * told[0]["b/loss"]
     log = [json.loads(line) for line in (tmp_path / "whole" / "log.jsonl").read_text().splitlines()]
@@ -286,7 +286,7 @@ def test_other_settings_are_refused_and_a_full_disk_keeps_the_last_checkpoint(
 ) -> None:
     run = training(world, tmp_path, steps=4)
     run.run()
-    with pytest.raises(SettingsError, match=r"other settings \(plan\)"):
+    with pytest.raises(SettingsError, match=r"other settings \(config\)"):
         training(world, tmp_path, steps=5)
     before = (tmp_path / "state.pt").read_bytes()
 
@@ -301,7 +301,7 @@ def test_other_settings_are_refused_and_a_full_disk_keeps_the_last_checkpoint(
 
 
 def test_noise_is_the_same_in_every_run(world: FakeTarget, tmp_path: Path) -> None:
-    run = training(world, tmp_path, noise=0.2)
+    run = training(world, tmp_path, hidden_noise=0.2)
     a, b = run._add_noise(build_train_batch(world)), run._add_noise(build_train_batch(world))
     assert torch.equal(a.hidden_states, b.hidden_states) and not torch.equal(
         a.hidden_states, build_train_batch(world).hidden_states
@@ -341,11 +341,11 @@ Change = Callable[[dict[str, Tensor]], object]
     ("change", "words"),
     [
         (lambda w: w.pop("fc.bias"), "lacks fc.bias"),
-        (lambda w: w.update(extra=torch.zeros(1)), "should not have: extra"),
+        (lambda w: w.update(extra=torch.zeros(1)), "unexpected tensors extra"),
         (lambda w: w.update({"fc.weight": torch.zeros(2, 2)}), r"fc.weight must be \[32, 64\].*got \[2, 2\]"),
         (lambda w: w["fc.weight"].fill_(float("nan")), "fc.weight holds values that are not finite"),
-        (lambda w: w.update(draft_ids=torch.tensor([5, 1])), "rising ids below 40"),
-        (lambda w: w.update(draft_ids=torch.tensor([5, 99])), "rising ids below 40"),
+        (lambda w: w.update(draft_ids=torch.tensor([5, 1])), "increasing ids below 40"),
+        (lambda w: w.update(draft_ids=torch.tensor([5, 99])), "increasing ids below 40"),
     ],
 )
 def test_damaged_weights_are_named(world: FakeTarget, tmp_path: Path, change: Change, words: str) -> None:
@@ -371,26 +371,26 @@ def test_files_that_are_no_heads(world: FakeTarget, tmp_path: Path) -> None:
         load_head(tmp_path)
     for text, words in (
         ("{", "is not JSON"),
-        ("[]", "no.* JSON object"),
-        ('{"model_type": "llava"}', "of model_type 'llava'"),
+        ("[]", "not a JSON object"),
+        ('{"model_type": "llava"}', "has model_type 'llava'"),
     ):
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(ValueError, match=words):
             load_head(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": checkpoint.MODEL_TYPE, "rule": "magic"}))
-    with pytest.raises(ValueError, match="rule must be one of decoupled"):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": checkpoint.MODEL_TYPE, "visual_mode": "magic"}))
+    with pytest.raises(ValueError, match="visual_mode must be one of decoupled"):
         load_head(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"block": "many"}, "config.json: a draft head's block is of type int; got 'many'"),
-        ({"hidden_size": True}, "hidden_size is of type int; got True"),
-        ({"bias": 1}, "bias is of type bool; got 1"),
-        ({"rms_norm_eps": "small"}, "rms_norm_eps is of type float; got 'small'"),
-        ({"vocab_size": None}, "lacks something: .*vocab_size"),
-        ({"block": 99}, "block must be 1 to 16 tokens a pass; got 99"),
+        ({"block_size": "many"}, "config.json: a draft head's block_size must be of type int; got 'many'"),
+        ({"hidden_size": True}, "hidden_size must be of type int; got True"),
+        ({"bias": 1}, "bias must be of type bool; got 1"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps must be of type float; got 'small'"),
+        ({"vocab_size": None}, "is incomplete: .*vocab_size"),
+        ({"block_size": 99}, "block_size must be 1 to 16 tokens per forward; got 99"),
     ],
 )
 def test_configs_that_cannot_be_are_named(
@@ -471,7 +471,7 @@ def test_a_folder_is_a_drafter_and_is_checked(tiny: Captioner, tmp_path: Path) -
         assert "mine" in repr(tiny.model.__dict__["_mmspec"].config.drafter.name)
     finally:
         mmspec.unpatch(tiny.model)
-    for change, words in (({"layers": 5}, "layers 5"), ({"tokenizer": "other"}, "tokenizer other")):
+    for change, words in (({"num_layers": 5}, "num_layers 5"), ({"tokenizer": "other"}, "tokenizer other")):
         save_head(tmp_path / "other", tiny_head(), replace(made, **change))  # type: ignore[arg-type]
         with pytest.raises(ValueError, match=f"another target: {words}"):
             mmspec.patch(tiny.model, str(tmp_path / "other"), processor=tiny.processor)
@@ -534,7 +534,7 @@ def test_a_call_that_names_a_folder_reads_it_once(
 
 
 def test_an_unknown_rule_is_refused(world: FakeTarget) -> None:
-    with pytest.raises(ValueError, match="rule must be one of"):
+    with pytest.raises(ValueError, match="visual_mode must be one of"):
         EagleDrafter(world.head, "magic", num_layers=3)
 
 
@@ -576,7 +576,7 @@ def test_what_drafting_took_is_told_by_pass(
     world: FakeTarget, monkeypatch: pytest.MonkeyPatch, levels: int, per_pass: float
 ) -> None:
     made = drafter(world, max_depth=levels)
-    state = begin_decoding(world, made, build_prompt(world, 11, fixed=True))
+    state = begin_decoding(world, made, build_prompt(world, 11, static_shapes=True))
     tree = made.propose(state, 16, [True, True])
     told: list[Any] = []
     monkeypatch.setattr(made.depth_controller, "learn", lambda *given: told.extend(given))
@@ -627,7 +627,7 @@ def test_fixed_shapes_never_hang_on_timing(world: FakeTarget) -> None:
     for _ in range(100):
         made.depth_controller.learn(2, 3, [0, 0], 9.0, 1.0)
     assert made.depth_controller.choose(2) == 1
-    fixed = made.propose(begin_decoding(world, made, build_prompt(world, 11, fixed=True)), 16, [True, True])
+    fixed = made.propose(begin_decoding(world, made, build_prompt(world, 11, static_shapes=True)), 16, [True, True])
     free = made.propose(begin_decoding(world, made, build_prompt(world, 11)), 16, [True, True])
     assert max(map(len, scores_by_path(fixed, 0))) == 3 and max(map(len, scores_by_path(free, 0))) == 1
 
@@ -655,7 +655,7 @@ def test_drafting_never_looks_at_a_value(world: FakeTarget, pads: tuple[int, int
 
 
 @pytest.mark.parametrize(
-    "shape", [{}, {"num_key_value_heads": 2, "qkv_bias": True}, {"input_norm": True}, {"wide": True}]
+    "shape", [{}, {"num_key_value_heads": 2, "qkv_bias": True}, {"input_norm": True}, {"eagle3_input": True}]
 )
 def test_rows_that_are_asked_alone_say_the_same(shape: dict[str, Any]) -> None:
     """Of a prompt only the last row is asked: keys and values of all rows, outputs of some, as in a whole pass."""

@@ -213,7 +213,7 @@ Change = Callable[[dict[str, Tensor]], object]
     ("kind", "change", "config", "words"),
     [
         ("msd", lambda w: w.pop("layers.0.self_attn.o_proj.weight"), {}, "lacks layers.0.self_attn.o_proj.weight"),
-        ("msd", lambda w: w.update(more=torch.zeros(1)), {}, "should not have: more"),
+        ("msd", lambda w: w.update(more=torch.zeros(1)), {}, "unexpected tensors more"),
         ("msd", lambda w: w["fc.bias"].fill_(float("inf")), {}, "fc.bias holds values that are not finite"),
         ("msd", lambda w: w.update({"fc.weight": torch.zeros(H, H)}), {}, r"fc.weight must be \[16, 32\]"),
         (
@@ -236,8 +236,8 @@ Change = Callable[[dict[str, Tensor]], object]
         ("vispec", lambda w: w["imadpt.q"].fill_(float("nan")), {}, "imadpt.q must be finite"),
         ("vispec", lambda w: w["fc.weight"].fill_(float("nan")), {}, "fc.weight holds values that are not finite"),
         ("eagle3", lambda w: w["norm.weight"].fill_(float("nan")), {}, "norm.weight holds values that are not finite"),
-        ("msd", len, {"image_token_index": 7}, "image_token_index 7; the target's visual tokens are 4"),
-        ("eagle3", len, {"image_token_id": 7}, "image_token_id 7; the target's visual tokens are 4"),
+        ("msd", len, {"image_token_index": 7}, "image_token_index 7; the target's media token ids are 4"),
+        ("eagle3", len, {"image_token_id": 7}, "image_token_id 7; the target's media token ids are 4"),
         ("eagle3", len, {"fc_norm": True}, "fc_norm is not supported"),
         ("eagle3", len, {"target_hidden_size": 64}, "hidden_size 64"),
         ("eagle3", len, {"speculators_model_type": "dflash"}, "'dflash' is not supported"),
@@ -307,7 +307,7 @@ def test_auto_takes_what_was_published_if_it_is_in_the_cache(tmp_path: Path, mon
     assert isinstance(build_drafter("lucylyn/MSD-LLaVA1.5-7B", KNOWN_TARGET), EagleDrafter)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", empty)
     assert build_drafter("auto", KNOWN_TARGET).name == "hybrid"
-    with pytest.raises(OSError, match=r"'a/b' is not in the local cache and cannot be fetched: not in the cache"):
+    with pytest.raises(OSError, match=r"'a/b' is not in the local cache and cannot be downloaded: not in the cache"):
         build_drafter("a/b", KNOWN_TARGET)
     hub = "lucylyn/MSD-LLaVA1.5-7B"
     assert asked == [(hub, True), (hub, False), (hub, True), ("a/b", False)], "auto never fetches anything"
@@ -334,7 +334,7 @@ def test_eagle3_in_the_speculators_layout_and_back(normed: bool, tmp_path: Path)
     assert second.head.config == first.head.config and second.hidden_state_indices == first.hidden_state_indices
     for name, value in first.head.state_dict().items():
         assert torch.equal(value, second.head.state_dict()[name])
-    with pytest.raises(TypeError, match="only EAGLE-3 heads"):
+    with pytest.raises(TypeError, match="EAGLE-3 heads only"):
         export_speculators(tmp_path / "no", load_published(folder_of("msd", tmp_path / "msd"), TARGET), TARGET)
 
 

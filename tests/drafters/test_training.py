@@ -80,15 +80,15 @@ def test_every_process_joins_every_mean(taught: bool, tmp_path: Path) -> None:
         return value
 
     run = training(tmp_path, taught, DistributedContext(0, 2, mean))
-    figures = run._step()
+    figures = run._train_step()
     assert (figures["norm"] > 0) is taught
     assert joined == [weight.shape for weight in run.draft_models["a"].modules().parameters()]
 
 
 def test_a_tree_has_a_level_and_a_node_to_follow() -> None:
-    with pytest.raises(ValueError, match="depth must be at least 1; got 0"):
+    with pytest.raises(ValueError, match="max_depth must be at least 1; got 0"):
         EagleDrafter(EagleHead(CONFIG), num_layers=2, max_depth=0)
-    with pytest.raises(ValueError, match=r"width must be at least 1.*; got 0"):
+    with pytest.raises(ValueError, match=r"beam_width must be at least 1.*; got 0"):
         EagleDrafter(EagleHead(CONFIG), num_layers=2, beam_width=0)
 
 

@@ -1,4 +1,4 @@
-"""Draft heads with random weights, in the shape of a tiny target: their guesses are noise, their machinery is not."""
+"""Draft heads with random weights for a tiny target: the drafts are random, the code paths are real."""
 
 from __future__ import annotations
 
@@ -24,20 +24,22 @@ SELECTING_COMPRESSORS = ("stride:3", "random:3", "relevant:3", "salient:3", "div
 COMPRESSOR_SPECS = ("conv:3", "resampler:2", "elastic:4", "pool:3", *SELECTING_COMPRESSORS)
 DRAFTER_KINDS = (*VISUAL_MODES, "trimmed", "eagle3", "vispec", *BLOCK_DRAFTERS, "latent", "measured", "compressed")
 ECHOING_PREFIX = "leaning-"
-"""Before a kind: its head says much of the time what a target that looks back little says after the last word."""
+"""Prefix of a kind: its head often predicts what a target with weak attention generates after the last token."""
 
 
 def build_drafter(kind: str, spec: tiny.ModelSpec, seed: int = 0, vocab_size: int = 0) -> EagleDrafter:
-    """A drafter of that kind for the target of `spec`; another size of vocabulary may be said."""
+    """A drafter of the kind for the target of `spec`; `vocab_size` 0 is that of the target."""
     if kind.startswith(ECHOING_PREFIX):
-        made = build_drafter(kind.removeprefix(ECHOING_PREFIX), spec, seed, vocab_size)
-        weight, lean = made.head.fc.weight.data, 3 * torch.eye(spec.hidden)
-        if isinstance(made.head, Eagle3Head):
-            weight[:, -spec.hidden :] += lean
-            made.head.lm_head.weight.data = tiny.build_model(spec).get_output_embeddings().weight.data[made.draft_ids]
+        drafter = build_drafter(kind.removeprefix(ECHOING_PREFIX), spec, seed, vocab_size)
+        weight, identity = drafter.head.fc.weight.data, 3 * torch.eye(spec.hidden)
+        if isinstance(drafter.head, Eagle3Head):
+            weight[:, -spec.hidden :] += identity
+            drafter.head.lm_head.weight.data = (
+                tiny.build_model(spec).get_output_embeddings().weight.data[drafter.draft_ids]
+            )
         else:
-            weight[:, : spec.hidden] += lean
-        return made
+            weight[:, : spec.hidden] += identity
+        return drafter
     vocab_size = vocab_size or spec.vocab
     wide = kind == "eagle3"
     config = HeadConfig(
@@ -49,40 +51,40 @@ def build_drafter(kind: str, spec: tiny.ModelSpec, seed: int = 0, vocab_size: in
             return VispecDrafter(VispecHead(config, 2 + seed % 3), num_layers=spec.layers, max_depth=3, beam_width=3)
         if kind == "eagle3":
             head = Eagle3Head(config, vocab_size // 2, spec.hidden)
-            made = EagleDrafter(
+            drafter = EagleDrafter(
                 head, "coupled", num_layers=8, max_depth=4, beam_width=3, draft_ids=torch.arange(1, vocab_size // 2 + 1)
             )
-            made.set_hidden_state_indices((0, 1, spec.layers), spec.layers)
-            return made
+            drafter.set_hidden_state_indices((0, 1, spec.layers), spec.layers)
+            return drafter
         if kind in BLOCK_DRAFTERS:
             return build_block_drafter(kind, config, spec.layers, seed)
         if kind == "latent":
-            made = build_block_drafter(BLOCK_DRAFTERS[seed % 5], config, spec.layers, seed)
-            made.compressor = LatentCompressor(spec.hidden, 1 + seed % 5).eval()
-            return made
+            drafter = build_block_drafter(BLOCK_DRAFTERS[seed % 5], config, spec.layers, seed)
+            drafter.compressor = LatentCompressor(spec.hidden, 1 + seed % 5).eval()
+            return drafter
         if kind == "measured":
-            made = EagleDrafter(
+            drafter = EagleDrafter(
                 EagleHead(config), list(VISUAL_MODES)[seed % 2], num_layers=spec.layers, max_depth=3, beam_width=3
             )
-            made.compressor = CostBased()
-            return made
+            drafter.compressor = CostBased()
+            return drafter
         if kind == "compressed":
-            made = EagleDrafter(
+            drafter = EagleDrafter(
                 EagleHead(config), list(VISUAL_MODES)[seed % 2], num_layers=spec.layers, max_depth=3, beam_width=3
             )
-            made.compressor = init_compressor(COMPRESSOR_SPECS[seed % len(COMPRESSOR_SPECS)], spec.hidden)
-            for name, weight in made.compressor.named_parameters() if isinstance(made.compressor, Module) else ():
-                weight.data.normal_(0, 2 if name.startswith("gate") else 0.3)  # each row its own way
-            if isinstance(made.compressor, Module):
-                made.compressor.eval()
-            return made
+            drafter.compressor = init_compressor(COMPRESSOR_SPECS[seed % len(COMPRESSOR_SPECS)], spec.hidden)
+            for name, weight in drafter.compressor.named_parameters() if isinstance(drafter.compressor, Module) else ():
+                weight.data.normal_(0, 2 if name.startswith("gate") else 0.3)  # each row chooses another branch
+            if isinstance(drafter.compressor, Module):
+                drafter.compressor.eval()
+            return drafter
         ids = torch.arange(0, vocab_size, 2) if kind == "trimmed" else None
         rule = "decoupled" if kind == "trimmed" else kind
         return EagleDrafter(EagleHead(config), rule, num_layers=spec.layers, max_depth=4, beam_width=4, draft_ids=ids)
 
 
 def build_block_drafter(kind: str, config: HeadConfig, layers: int, seed: int) -> EagleDrafter:
-    """Those that draft several tokens a pass."""
+    """A drafter of a kind that drafts several tokens per forward."""
     rule, ids = (
         list(VISUAL_MODES)[seed % len(VISUAL_MODES)],
         None if seed % 3 else torch.arange(0, config.vocab_size, 2),

@@ -276,7 +276,7 @@ def test_a_foreign_module_in_another_precision(dtype: str) -> None:
 @pytest.mark.parametrize("family", ["llava", "qwen2_5_vl"])
 def test_a_module_that_depends_on_the_rest_of_the_forward(kind: type, family: str) -> None:
     found = check(swapped(kind, family=family))
-    went_plain(found, f"layers.0.mlp.down_proj ({kind.__name__})", "depends on what else is in it")
+    went_plain(found, f"layers.0.mlp.down_proj ({kind.__name__})", "logits depend on its other tokens")
 
 
 @pytest.mark.parametrize("kind", [Scaled, LastPosition])
@@ -333,7 +333,7 @@ def test_dynamic_quantisation() -> None:
         model = torch.ao.quantization.quantize_dynamic(fresh_model(), {nn.Linear}, dtype=torch.qint8).eval()
         model.tiny_spec = tiny.ModelSpec(seed=29)
         assert any("quantized.dynamic" in type(part).__module__ for part in model.modules())
-        went_plain(check(model), "model.language_model.layers.0.", "(Linear)", "depends on what else is in it")
+        went_plain(check(model), "model.language_model.layers.0.", "(Linear)", "logits depend on its other tokens")
 
 
 class Weight(nn.Parameter):

@@ -381,7 +381,7 @@ def check_segments(model: PreTrainedModel, given: tiny.Inputs, prompt: Prompt, r
     for number, feature in enumerate(features):
         parts = sources[number]
         assert len({part.row for part in parts}) == 1, "a picture in two rows"
-        ends = [part.start + part.length for part in parts]
+        ends = [part.start + part.num_tokens for part in parts]
         assert [part.start for part in parts[1:]] == ends[:-1], "parts out of order"
         states = prompt.hidden_states[0][parts[0].row, parts[0].start : ends[-1]]
         states = states[: len(feature)]  # OneVision ends a clip with a newline token of its own
@@ -464,7 +464,7 @@ def test_a_frame_stands_where_its_segment_says(family: str) -> None:
         part.neg_()
         after = shown(model, changed)
         moved = (before.hidden_states[0] - after.hidden_states[0]).abs().amax(-1)[0] > 1e-6
-        places = range(frame.start, frame.start + frame.length)
+        places = range(frame.start, frame.start + frame.num_tokens)
         assert moved.nonzero().flatten().tolist() == list(places)
 
 

@@ -210,8 +210,8 @@ def test_several_pictures_of_onevision_are_read_whole() -> None:
     model = get_model("llava_onevision")
     sizes, numbers = torch.tensor([[16, 16]] * 3), torch.tensor([2, 1])
     family = find_adapter(model)
-    assert family.tiles_of(sizes, {"batch_num_images": numbers}) == [1, 1, 5]  # type: ignore[attr-defined]
-    assert family.tiles_of(sizes, {}) == [5, 5, 5]  # type: ignore[attr-defined]
+    assert family.tiles_per_image(sizes, {"batch_num_images": numbers}) == [1, 1, 5]  # type: ignore[attr-defined]
+    assert family.tiles_per_image(sizes, {}) == [5, 5, 5]  # type: ignore[attr-defined]
 
 
 def test_what_cannot_be_told() -> None:
@@ -263,7 +263,7 @@ class Spy:
     attends = True
 
     def __init__(self, inner: Any) -> None:
-        self.inner, self.name, self.max_tokens = inner, inner.name, inner.tokens
+        self.inner, self.name, self.max_tokens = inner, inner.name, inner.max_tokens
         self.seen: list[tuple[VisualTokens, VisualTokens]] = []
 
     def compress(self, visual_tokens: VisualTokens, query: Tensor | None, max_tokens: int) -> VisualTokens:
