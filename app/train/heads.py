@@ -185,11 +185,12 @@ def init_compressor(text: str, hidden_size: int, seed: int) -> Any:
 
 def compressor_state(compressor: Any) -> Any:
     """What a checkpoint keeps of a compressor."""
+    from mmspec.vision.registry import compressor_config
 
     if compressor is None:
         return None
     weights = compressor.state_dict() if hasattr(compressor, "state_dict") else {}
-    return {"name": compressor.name, "max_tokens": compressor.max_tokens}, weights
+    return compressor_config(compressor), weights
 
 
 __all__ = ["RECIPES", "build_parts", "compressor_state", "init_compressor", "init_head", "target_head_config"]

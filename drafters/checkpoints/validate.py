@@ -36,7 +36,8 @@ INTEGERS: dict[str, tuple[int, int]] = {
     "block_size": (1, MAX_SIZE),
     "block_ffn_size": _OPTIONAL_SIZE,
     "markov_rank": _OPTIONAL_SIZE,
-    "tokens": (1, MAX_SIZE),
+    "tokens": (1, MAX_SIZE),  # old key of `max_tokens`
+    "max_tokens": (1, MAX_SIZE),
     "layers": (0, MAX_LAYERS),
 }
 """Key -> smallest and largest value."""
@@ -148,9 +149,10 @@ def _check_float(key: str, value: object, low: float, high: float) -> None:
 
 
 def _check_compressor(key: str, value: Mapping[str, Any]) -> None:
-    for name in ("name", "tokens"):
-        if value.get(name) is None:
-            raise ValueError(f"{key}.{name} is missing; got {_short(value)}.")
+    if value.get("name") is None:
+        raise ValueError(f"{key}.name is missing; got {_short(value)}.")
+    if value.get("max_tokens", value.get("tokens")) is None:  # "tokens" is the old key
+        raise ValueError(f"{key}.max_tokens is missing; got {_short(value)}.")
 
 
 def _check_type(key: str, value: object, wanted: type, name: str) -> None:

@@ -119,7 +119,7 @@ def test_thousands_of_hostile_folders_are_refused(bases: dict[str, Path], model:
         ({"facts": 3}, "facts must be an object"),
         ({"compressor": "elastic"}, "compressor must be an object"),
         ({"compressor": {"name": 3, "tokens": 9}}, "compressor.name must be a string"),
-        ({"compressor": {"name": "elastic"}}, "compressor.tokens is missing"),
+        ({"compressor": {"name": "elastic"}}, "compressor.max_tokens is missing"),
     ],
 )
 def test_a_bad_config_exits_2_with_file_and_key(

@@ -146,7 +146,7 @@ def reference_forward(
 
     def rotate(v: Tensor) -> Tensor:
         pairs = torch.complex(v[..., : d // 2], v[..., d // 2 :]) * turn
-        return torch.cat([pairs.attention_mask, pairs.imag], -1)
+        return torch.cat([pairs.real, pairs.imag], -1)
 
     queries, keys = rotate(queries), rotate(keys)
     out = torch.zeros(n, 4, d)

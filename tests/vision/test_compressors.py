@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mmspec
-from mmspec.app.bench.recorder import Recorder
+from mmspec.app.bench.recorder import RecordingDrafter
 from mmspec.app.caption.command import validate_drafter
 from mmspec.app.modeling.captioner import Captioner
 from mmspec.app.modeling.random_models import random_model
@@ -547,9 +547,9 @@ def test_identity_gives_the_same_draft_as_no_compressor(world: FakeTarget, rule:
         assert actual == pytest.approx(expected, rel=1e-3)
 
 
-def test_drop_equals_the_textual_mode(world: FakeTarget) -> None:
+def test_drop_equals_the_text_only_mode(world: FakeTarget) -> None:
     for actual, expected in zip(
-        drafts(world, "coupled", build_compressor("drop")), drafts(world, "textual", None), strict=True
+        drafts(world, "coupled", build_compressor("drop")), drafts(world, "text_only", None), strict=True
     ):
         assert actual == pytest.approx(expected, rel=1e-3)
 
@@ -564,21 +564,19 @@ def test_a_single_row_is_read_as_in_a_batch(world: FakeTarget, runs: list[tuple[
         visual[0, start:end] = True
     visual[1, 4:9:2] = True
     next_embeds, states = (torch.randn(2, 12, 32, generator=rng) for _ in range(2))
-    attended, index = torch.rand(2, 12, generator=rng), torch.arange(12).expand(2, 12)
+    saliency, index = torch.rand(2, 12, generator=rng), torch.arange(12).expand(2, 12)
 
     def read(rows: slice) -> tuple[Tensor, Tensor, Tensor]:
-        inputs = DraftInputs(next_embeds[rows], states[rows], visual[rows], next_embeds[0, 0])
-        inside = torch.ones_like(visual[rows])
-        return compressed_inputs(
-            head(),
-            "decoupled",
-            inputs,
-            inside,
-            index[rows],
-            build_compressor(name),
-            states[rows, -1],
-            saliency=attended[rows],
+        inputs = DraftInputs(
+            next_embeds[rows],
+            states[rows],
+            visual[rows],
+            next_embeds[0, 0],
+            attention_mask=torch.ones_like(visual[rows]),
+            position_ids=index[rows],
+            saliency=saliency[rows],
         )
+        return compressed_inputs(head(), "decoupled", inputs, build_compressor(name), states[rows, -1])
 
     with torch.no_grad():
         alone, batch = read(slice(0, 1)), read(slice(0, 2))
@@ -587,7 +585,7 @@ def test_a_single_row_is_read_as_in_a_batch(world: FakeTarget, runs: list[tuple[
     assert torch.allclose(alone[0][0][on], batch[0][0][there], atol=1e-5)
 
 
-@pytest.mark.parametrize("visual_mode", ["textual", "coupled"])
+@pytest.mark.parametrize("visual_mode", ["text_only", "coupled"])
 def test_positions_beyond_the_compressed_length(world: FakeTarget, visual_mode: str) -> None:
     """690 visual tokens, all dropped: few rows whose position ids exceed the number of rows."""
     rng = torch.Generator().manual_seed(6)
@@ -603,7 +601,7 @@ def test_positions_beyond_the_compressed_length(world: FakeTarget, visual_mode: 
         shared_embeddings=world.shared_embeddings,
     )
     drafter = EagleDrafter(head(), visual_mode, num_layers=NUM_LAYERS, max_depth=1, beam_width=3)
-    drafter.compressor = None if visual_mode == "textual" else build_compressor("drop")
+    drafter.compressor = None if visual_mode == "text_only" else build_compressor("drop")
     state = drafter.begin(prompt)
     drafter.observe(state, build_first_result([7]), {})
     drafter.sync(state)
@@ -617,7 +615,7 @@ def test_positions_beyond_the_compressed_length(world: FakeTarget, visual_mode: 
 
 def test_the_compressor_of_the_call_overrides_the_drafters(world: FakeTarget) -> None:
     chosen = drafts(world, "coupled", build_compressor("identity"), compressor=build_compressor("drop"))
-    for actual, expected in zip(chosen, drafts(world, "textual", None), strict=True):
+    for actual, expected in zip(chosen, drafts(world, "text_only", None), strict=True):
         assert actual == pytest.approx(expected, rel=1e-3)
 
 
@@ -658,7 +656,7 @@ def slow(
     visual = torch.zeros(2, 16, dtype=torch.bool)
     visual[:, 2:5] = True
     mixed = slow_latent(compressor, world.merge_embeddings(visual)[row, 2:5], world.hidden_states[row, 1:4])
-    texts, positions = reference_draft_inputs(world, eagle_head, "textual", row, n)
+    texts, positions = reference_draft_inputs(world, eagle_head, "text_only", row, n)
     rows = [e if visual_mode == "decoupled" else eagle_head.fc(torch.cat([e, s])) for e, s in mixed]
     mixed_positions = [1, 2, 3] if len(rows) == 3 else [1, 3]
     out = reference_forward(eagle_head, torch.stack([*rows, *texts]), torch.tensor([*mixed_positions, *positions]))[-1]
@@ -901,7 +899,7 @@ def test_a_train_batch_has_the_grids_of_its_rows(tiny: Captioner) -> None:
     teacher = Teacher(tiny.model, tiny.processor, data, room=1 << 30)
     teacher.answers = {index: [7, 8, 9] for index in range(3)}
     for indices in ([0, 1, 2], [2, 1], [2, 0, 2]):
-        batch = teacher.lesson(indices)
+        batch = teacher.make_batch(indices)
         expected = {0: [0], 1: [], 2: [0, 16]}
         for row, index in enumerate(indices):
             row_grids = [grid for grid in batch.grids if grid.row == row]
@@ -1033,7 +1031,7 @@ def test_a_drafter_that_compresses_itself_accepts_no_compressor(tiny: Captioner)
     inputs = tiny.build_inputs([render_scene(generate_scene(1))], ["what is this thing"])
     mmspec.patch(tiny.model, "lookup", compressor="pool:4")
     try:
-        for chosen in (drafter, Recorder(drafter)):
+        for chosen in (drafter, RecordingDrafter(drafter)):
             with pytest.raises(ValueError, match=message):
                 tiny.model.generate(**inputs, max_new_tokens=4, mmspec={"drafter": chosen})
         tiny.model.generate(**inputs, max_new_tokens=4, mmspec={"drafter": drafter, "compressor": None})
