@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, StoppingCriteriaList
 
 import mmspec
-from mmspec.app.bench.recorder import Recorder
+from mmspec.app.bench.recorder import RecordingDrafter
 from mmspec.comparison import replicate
 from mmspec.control.depth import DepthController
 from mmspec.engine.sampler import TreeSampler
@@ -238,7 +238,7 @@ def test_a_replica_shares_weights_and_copies_what_learns() -> None:
 
 def test_a_replica_shares_weights_of_wrapped_drafters() -> None:
     inner = _trained_drafter()
-    twin: Any = replicate(Recorder(inner))
+    twin: Any = replicate(RecordingDrafter(inner))
     assert twin.inner is not inner and twin.inner.head is inner.head
 
 

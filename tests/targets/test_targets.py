@@ -446,7 +446,7 @@ def test_clips_alone_and_side_by_side(family: str) -> None:
         assert sorted(clips) == [0, 1, 2] and [frames[0].row for frames in clips.values()] == [0, 0, 1]
         lengths = given["video_grid_thw"][:, 0].tolist() if family == "qwen2_5_vl" else [pixels.shape[1]] * 3
         for length, frames in zip(lengths, clips.values(), strict=True):
-            assert [frame.time for frame in frames] == list(range(length))
+            assert [frame.frame for frame in frames] == list(range(length))
             assert len({(frame.height, frame.width) for frame in frames}) == 1
 
 
@@ -460,7 +460,7 @@ def test_a_frame_stands_where_its_segment_says(family: str) -> None:
     for frame in frames:
         changed = {**given, "pixel_values_videos": given["pixel_values_videos"].clone()}
         pixels = changed["pixel_values_videos"]
-        part = pixels.view(len(frames), -1)[frame.time]  # Qwen's patches are in the order of time too
+        part = pixels.view(len(frames), -1)[frame.frame]  # Qwen's patches are in the order of time too
         part.neg_()
         after = shown(model, changed)
         moved = (before.hidden_states[0] - after.hidden_states[0]).abs().amax(-1)[0] > 1e-6
