@@ -31,7 +31,7 @@ endef
 	$(call install,.venv,constraints.txt,--editable '.[dev]')
 
 demo: .venv/.installed
-	$(BIN)/python -m mmspec.app.examples
+	$(BIN)/python -m mmspec examples
 
 # One thread per worker: the models are tiny, and threads of several workers would wait for each other.
 test test-app slow floor: export OMP_NUM_THREADS = 1

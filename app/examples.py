@@ -1,43 +1,51 @@
-"""What `make demo` runs: the example pictures and clips, described plainly and sped up, both texts side by side.
+"""What `mmspec examples` and `make demo` run: example images and videos, captioned by plain generate and by mmspec.
 
-Needs no network: the model and the examples ship with the package.
+Needs no network: model and examples are part of the package. `python -m mmspec.app.examples` is the same command.
 """
 
 from __future__ import annotations
 
-import argparse
 import shutil
-import sys
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mmspec.app.caption.command import COMPRESSORS, MODELS, captioner, check_drafter, positive, quiet
-from mmspec.app.caption.config import DEFAULT, MODEL, JobSettings, Place
-from mmspec.app.cli.main import Parser
+from mmspec.app.caption.command import build_captioner, hide_progress_bars, validate_drafter
+from mmspec.app.caption.config import DEFAULT_MODEL, SCENES_MODEL, CaptionConfig, ProcessInfo
 from mmspec.app.errors import UsageError, one_line
-from mmspec.app.io.images import ImageError, Shown
-from mmspec.app.io.sources import Item, collect
-from mmspec.app.io.videos import load_shown
+from mmspec.app.io.images import ImageError, Media
+from mmspec.app.io.sources import Item, collect_items
+from mmspec.app.io.videos import load_media
 from mmspec.app.modeling.random_models import SIZES
 from mmspec.app.scenes.domain_check import warn_if_out_of_domain
-from mmspec.vision.video.decoder_pool import Isolated
+from mmspec.vision.video.decoder_pool import DecoderPool
 
 if TYPE_CHECKING:
     from mmspec.app.modeling.captioner import Caption, Captioner
 
-EPILOG = """\
-examples
-  python -m mmspec.app.examples                                   the examples that ship with mmspec
-  python -m mmspec.app.examples photo.jpg --model llava-hf/llava-1.5-7b-hf
-"""
+
+@dataclass(frozen=True)
+class ExampleConfig:
+    """Options of `mmspec examples`, named like its flags. No `paths`: the bundled examples."""
+
+    paths: tuple[str, ...] = ()
+    model: str = DEFAULT_MODEL
+    drafter: str = "auto"
+    compressor: str | None = None
+    max_new_tokens: int = 160
 
 
 @dataclass(frozen=True)
-class Shot:
-    """One example, done both ways."""
+class ExampleResult:
+    """One example, captioned both ways.
+
+    Attributes:
+        caption: of mmspec, with the text of plain generate beside it.
+        plain_s: seconds of plain generate.
+        patched_s: seconds with mmspec.
+    """
 
     caption: Caption
     plain_s: float
@@ -45,99 +53,103 @@ class Shot:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the demo. Exit code 0 if all texts are identical, 1 if not, 2 for wrong usage."""
-    parser = Parser(
-        prog="python -m mmspec.app.examples",
-        description="Describe pictures and clips with plain generate and with mmspec, in turn; print both texts.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add = parser.add_argument
-    add("paths", nargs="*", metavar="PATH", help="pictures, videos, folders (default: the examples of the package)")
-    add("--model", default=DEFAULT, metavar="M", help=MODELS)
-    add("--drafter", default="auto", metavar="D", help="source of guesses (default auto)")
-    add("--compressor", default=None, metavar="C", help=COMPRESSORS)
-    add("--max-new-tokens", type=positive, default=160, metavar="N", help="per text (default 160)")
-    args = parser.parse_args(argv)
-    try:
-        return run(args)
-    except UsageError as error:
-        print(f"mmspec: error: {error}", file=sys.stderr)
-        return 2
+    """Run the command line `mmspec examples ARGV`; returns its exit code."""
+    import sys
+
+    from mmspec.app.cli.main import main as run_command
+
+    return run_command(["examples", *(sys.argv[1:] if argv is None else argv)])
 
 
-def run(args: argparse.Namespace) -> int:
-    """Load, warm up, show one example after the other."""
+def run(config: ExampleConfig) -> int:
+    """Caption and print one example after the other.
+
+    Returns:
+        The exit code: 0 if all texts are identical, else 1.
+
+    Raises:
+        UsageError: an unknown drafter, or a file that cannot be read.
+    """
     from mmspec.app.scenes.examples import list_example_files
 
-    check_drafter(args.drafter, args.compressor)
-    items = collect(args.paths or [str(file) for file in list_example_files()], Path())
-    with Isolated() as decoders:
-        shown = [load(item, decoders) for item in items]
-    if args.model == MODEL and args.paths:
-        warn_if_out_of_domain(shown[0], items[0].file_name)
-    quiet(None)
-    settings = JobSettings(
-        tuple(args.paths),
-        args.model,
-        drafter=args.drafter,
-        compressor=args.compressor,
-        max_new_tokens=args.max_new_tokens,
+    validate_drafter(config.drafter, config.compressor)
+    items = collect_items(config.paths or [str(file) for file in list_example_files()], Path())
+    with DecoderPool() as decoders:
+        media = [load_item(item, decoders) for item in items]
+    if config.model == SCENES_MODEL and config.paths:
+        warn_if_out_of_domain(media[0], items[0].file_name)
+    hide_progress_bars(None)
+    captioner = _load_captioner(config)
+    num_parameters = sum(weight.numel() for weight in captioner.model.parameters()) / 1e6
+    print(f"{num_parameters:.0f} M parameters. {len(items)} examples, by plain generate and by mmspec:", flush=True)
+    if config.model in SIZES:
+        print("Its weights are random: its text is noise, and noise cannot be drafted.", flush=True)
+    caption_both_ways(captioner, media[0], items[0].resolve_prompt())  # warm-up
+    results = []
+    for item, one in zip(items, media, strict=True):
+        results.append(caption_both_ways(captioner, one, item.resolve_prompt()))
+        print_result(item, results[-1])
+    return print_summary(results)
+
+
+def _load_captioner(config: ExampleConfig) -> Captioner:
+    caption_config = CaptionConfig(
+        config.paths,
+        config.model,
+        drafter=config.drafter,
+        compressor=config.compressor,
+        max_new_tokens=config.max_new_tokens,
         batch_size=1,
     )
-    print(f"Loading the model {args.model!r} ...", flush=True)
-    maker = captioner(settings, Place())
-    size = sum(weight.numel() for weight in maker.model.parameters()) / 1e6
-    print(f"{size:.0f} M parameters. {len(items)} examples, each with plain generate and with mmspec:", flush=True)
-    if args.model in SIZES:
-        print("Its weights are random: its words are noise, and noise cannot be guessed.", flush=True)
-    describe(maker, shown[0], items[0].question())  # warms up
-    shots = []
-    for item, one in zip(items, shown, strict=True):
-        shots.append(describe(maker, one, item.question()))
-        tell(item, shots[-1])
-    return close(shots)
+    print(f"Loading the model {config.model!r} ...", flush=True)
+    return build_captioner(caption_config, ProcessInfo())
 
 
-def load(item: Item, decoders: Isolated) -> Shown:
-    """The picture, or the frames of the clip."""
+def load_item(item: Item, decoders: DecoderPool) -> Media:
+    """The image, or the frames of the video."""
     try:
-        return load_shown(item.path, isolated=decoders)
+        return load_media(item.path, isolated=decoders)
     except ImageError as error:
         raise UsageError(f"{item.path}: {one_line(error)}") from error
 
 
-def describe(maker: Captioner, shown: Shown, prompt: str) -> Shot:
-    """Both ways, and the seconds each took."""
-    plain, patched = maker.check.plain_s, maker.check.patched_s
-    made = maker.caption([shown], [prompt], 0, [True])[0]
-    return Shot(made, maker.check.plain_s - plain, maker.check.patched_s - patched)
+def caption_both_ways(captioner: Captioner, media: Media, prompt: str) -> ExampleResult:
+    """Caption with mmspec and with plain generate, and time both."""
+    totals = captioner.comparison
+    plain_before, patched_before = totals.plain_s, totals.patched_s
+    caption = captioner.caption([media], [prompt], 0, [True])[0]
+    return ExampleResult(caption, totals.plain_s - plain_before, totals.patched_s - patched_before)
 
 
-def tell(item: Item, shot: Shot) -> None:
-    """Both texts and what it took."""
-    made = shot.caption
+def print_result(item: Item, result: ExampleResult) -> None:
+    """Print both texts, tokens, tau and speed."""
+    caption = result.caption
     width = max(60, min(120, shutil.get_terminal_size().columns))
-    print(f"\n{item.path.name}: {item.question()}")
-    for name, seconds, text in (("plain", shot.plain_s, made.plain), ("mmspec", shot.patched_s, made.caption)):
+    print(f"\n{item.path.name}: {item.resolve_prompt()}")
+    for name, seconds, text in (
+        ("plain", result.plain_s, caption.plain),
+        ("mmspec", result.patched_s, caption.caption),
+    ):
         head = f"  {name:<7}{seconds:5.2f} s  "
         print(textwrap.fill(text or "(nothing)", width, initial_indent=head, subsequent_indent=" " * len(head)))
-    verdict = "identical" if made.identical else "DIFFERENT"
-    speed = f"{made.n_new_tokens / shot.patched_s:.0f} tokens/s, {shot.plain_s / shot.patched_s:.2f}x"
-    print(f"{'':>18}{verdict}; {made.n_new_tokens} tokens, tau {made.tau:.2f}, {speed}", flush=True)
+    verdict = "identical" if caption.identical else "DIFFERENT"
+    speed = f"{caption.n_new_tokens / result.patched_s:.0f} tokens/s, {result.plain_s / result.patched_s:.2f}x"
+    print(f"{'':>18}{verdict}; {caption.n_new_tokens} tokens, tau {caption.tau:.2f}, {speed}", flush=True)
 
 
-def close(shots: Sequence[Shot]) -> int:
-    """The sum of it."""
-    same = sum(shot.caption.identical is True for shot in shots)
-    tokens, rounds = (sum(getattr(shot.caption, name) for shot in shots) for name in ("n_new_tokens", "n_rounds"))
-    plain, patched = sum(shot.plain_s for shot in shots), sum(shot.patched_s for shot in shots)
-    tau = (tokens - len(shots)) / max(1, rounds)
-    print(f"\n{same} of {len(shots)} texts identical to plain generate.")
-    speed = f"{tokens / plain:.0f} tokens/s plain, {tokens / patched:.0f} with mmspec"
-    print(f"{speed}: {plain / patched:.2f}x, tau {tau:.2f}")
+def print_summary(results: Sequence[ExampleResult]) -> int:
+    """Print the totals; returns the exit code."""
+    num_identical = sum(result.caption.identical is True for result in results)
+    num_tokens = sum(result.caption.n_new_tokens for result in results)
+    num_rounds = sum(result.caption.n_rounds for result in results)
+    plain_s = sum(result.plain_s for result in results)
+    patched_s = sum(result.patched_s for result in results)
+    tau = (num_tokens - len(results)) / max(1, num_rounds)
+    print(f"\n{num_identical} of {len(results)} texts identical to plain generate.")
+    speed = f"{num_tokens / plain_s:.0f} tokens/s plain, {num_tokens / patched_s:.0f} with mmspec"
+    print(f"{speed}: {plain_s / patched_s:.2f}x, tau {tau:.2f}")
     print("(image encoding and the prompt included; `mmspec bench` measures with repeats)")
-    return 0 if same == len(shots) else 1
+    return 0 if num_identical == len(results) else 1
 
 
 if __name__ == "__main__":

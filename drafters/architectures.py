@@ -1,4 +1,4 @@
-"""The kinds of trained drafters: for each its head, what drafts with it, and what it is taught by."""
+"""Architectures of trained drafters: the head, the drafter and the training loss of each."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from mmspec.drafters.training.losses import eagle_loss
 
 @dataclass(frozen=True)
 class DraftArchitecture:
-    """A kind of trained drafter.
+    """An architecture of trained drafters.
 
     Attributes:
-        head: makes a head of a shape. drafter: makes what drafts with it (`EagleDrafter`'s arguments).
-        losses: see `training_losses.losses`.
+        head: constructor of the head.
+        drafter: constructor of the drafter, with the arguments of `EagleDrafter`.
+        compute_loss: (loss, metrics) of a batch, see `mmspec.drafters.training.losses.eagle_loss`.
     """
 
     head: Callable[[HeadConfig], EagleHead]
@@ -37,5 +38,6 @@ ARCHITECTURES: dict[str, DraftArchitecture] = {
     "parallel": DraftArchitecture(ParallelHead, ParallelDrafter, parallel_loss),
     "falcon": DraftArchitecture(FalconHead, FalconDrafter, falcon_loss),
 }
+"""By the name that a head's config records. "flash" is FLASH (arXiv 2505.12728), not FlashAttention."""
 
 __all__ = ["ARCHITECTURES", "DraftArchitecture"]

@@ -12,7 +12,7 @@ from mmspec.config import SpecConfig
 from mmspec.control.tree_size import CostModel
 from mmspec.cpu.linear import LinearAutotuner
 from mmspec.metrics.stats import Stats
-from mmspec.targets.hf import ModelAdapter
+from mmspec.targets.base import ModelAdapter
 from mmspec.targets.module_scan import ModuleScan
 from mmspec.targets.vision_attention import AttentionCapture
 

@@ -30,7 +30,8 @@ from mmspec.engine.tree import DraftTree
 from mmspec.interfaces import Drafter, Prompt, SharedEmbeddings, VerifyResult, VisualGrid
 from mmspec.metrics.compression_stats import RecordingCompressor
 from mmspec.metrics.stats import Stats
-from mmspec.targets.hf import HFTarget, ModelAdapter
+from mmspec.targets.base import ModelAdapter
+from mmspec.targets.hf import HFTarget
 from mmspec.targets.module_scan import scan_modules
 
 NOISE_BYTES = 256 << 20

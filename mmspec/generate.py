@@ -28,10 +28,11 @@ from mmspec.config import DrafterCache, SpecConfig, resolve_call_config
 from mmspec.control.tree_size import CostModel
 from mmspec.cpu.linear import LinearAutotuner
 from mmspec.decode import decode
-from mmspec.interfaces import Drafter
+from mmspec.interfaces import Drafter, SaliencyCompressor
 from mmspec.metrics.stats import Stats
 from mmspec.targets import selftest
-from mmspec.targets.hf import HFTarget, ModelAdapter
+from mmspec.targets.base import ModelAdapter
+from mmspec.targets.hf import HFTarget
 from mmspec.targets.module_scan import ModuleScan, scan_modules
 
 logger = logging.getLogger("mmspec")
@@ -105,7 +106,8 @@ class PatchState:
             return self._fall_back(reason, start_time, functools.partial(plain_generate, **arguments))
         vision_args = self.adapter.vision_args
         # transformers encodes the images before it calls the loop, so attention is captured from here on.
-        uses_attention = getattr(config.active_compressor, "attends", False)
+        compressor = config.active_compressor
+        uses_attention = isinstance(compressor, SaliencyCompressor) and compressor.attends
         capture = self.adapter.attention_capture() if uses_attention else None
         call = CallContext(
             adapter=self.adapter,

@@ -397,14 +397,14 @@ class GatedCompressor(Compressor, Protocol):
     def branches(self) -> Sequence[Compressor]:
         """The compressors it chooses from."""
 
-    def force_branch(self, way: int) -> AbstractContextManager[list[GateObservation]]:
+    def force_branch(self, branch: int) -> AbstractContextManager[list[GateObservation]]:
         """Use one branch for every row within the context.
 
         Returns:
             A context that yields a list with one `GateObservation` per call of `compress`.
         """
 
-    def fit_gate(self, sights: Tensor, costs: Tensor) -> None:
+    def fit_gate(self, features: Tensor, costs: Tensor) -> None:
         """Fit the gate to the costs [n, branches] of each branch at features [n, F]."""
 
 
@@ -429,8 +429,8 @@ class ContentAwareSampler(FrameSampler, Protocol):
 
 __all__ = [
     "NO_LIMIT",
-    "CompressionContext",
     "CompressingDrafter",
+    "CompressionContext",
     "Compressor",
     "ContentAwareSampler",
     "Drafter",

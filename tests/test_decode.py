@@ -122,7 +122,7 @@ def test_resized_token_embeddings(mode: Kwargs) -> None:
     """`resize_token_embeddings` after `patch`: the same drafter with another vocabulary."""
     model = tiny.build_model(tiny.ModelSpec(seed=29))
     inputs = tiny.build_inputs(model, 27, 2, images=[1, 1])
-    mmspec.patch(model, nodes=8)
+    mmspec.patch(model, tree_size=8)
     model.generate(**inputs, **GREEDY)
     model.resize_token_embeddings(130)
     with mmspec.disabled(model):
@@ -254,7 +254,7 @@ def test_calls_in_threads_are_sampled_independently() -> None:
     model = tiny.build_model(tiny.ModelSpec(seed=29, calm=True))
     inputs = tiny.build_inputs(model, 27, 4, images=[1] * 4)
     outputs: dict[int, Tensor] = {}
-    mmspec.patch(model, drafter=adversarial.BranchingDrafter(1), nodes=8)
+    mmspec.patch(model, drafter=adversarial.BranchingDrafter(1), tree_size=8)
     gate = threading.Barrier(2)
 
     def generate(index: int) -> None:

@@ -1,4 +1,4 @@
-"""`mmspec caption`: its flags, and how they become a job."""
+"""`mmspec caption`: its options, and the caption job that they configure."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mmspec.app.caption.config import (
-    DEFAULT,
     DTYPES,
     FRAMES,
     MAX_PIXELS,
     PROMPT,
     SAMPLERS,
     VIDEO_PROMPT,
-    JobSettings,
-    Place,
+    CaptionConfig,
+    ProcessInfo,
 )
 from mmspec.app.errors import UsageError, one_line
 
@@ -25,43 +24,48 @@ if TYPE_CHECKING:
     from mmspec.app.io.output import Output
     from mmspec.app.modeling.captioner import Captioner
 
-MODELS = f"hub id, folder, or built in: scenes (knows its own small world), tiny, mid (random); default {DEFAULT}"
+MODEL_HELP = "hub id, folder, or bundled: scenes (a toy model of drawn scenes), tiny, mid (random weights)"
+CHOOSE_MODEL = (
+    "--model is missing: name a model, as in --model llava-hf/llava-1.5-7b-hf, or --model scenes for the bundled toy "
+    "model, which knows drawn scenes and no photographs"
+)
 EPILOG = """\
 PATH is any mix of
-  photo.jpg          one file; clip.mp4 likewise (--frames of it are shown to the model, as a video if it takes videos,
-                     else as so many pictures; --fps and --sampler say which; videos are decoded in a process of their
-                     own, 5 minutes each at most)
+  photo.jpg          an image
+  clip.mp4           a video: --frames of it are passed to the model, as a video if its processor takes videos, else
+                     as images; --fps and --sampler select them; decoding takes at most 5 minutes per video
   photos/            a folder, with its sub-folders, in natural order (img2 before img10)
-  'photos/*.png'     a glob, expanded here if your shell has not
-  list.jsonl         a manifest: "file_name" and, if wanted, "prompt" and "id" per row; .csv likewise;
+  'photos/*.png'     a glob, expanded here if the shell has not
+  list.jsonl         a manifest: "file_name" and optionally "prompt" and "id" per row; .csv has the same columns;
                      .txt holds one path per line. Paths are relative to the manifest and may not leave its folder.
 
 examples
   mmspec caption photos/ --model llava-hf/llava-1.5-7b-hf --out captions.jsonl
   mmspec caption photos/ --model ./my-llava --out photos/metadata.jsonl     loads with load_dataset("imagefolder")
-  mmspec caption cat.png --compare              no download: the small model that ships, for drawn scenes
-  mmspec caption clips/ --fps 1 --frames 32 --model ...                     a frame a second, 32 at most
+  mmspec caption drawn.png --model scenes --compare      no download: the bundled toy model, for drawn scenes
+  mmspec caption clips/ --fps 1 --frames 32 --model ...                     one frame per second, at most 32
   mmspec caption list.jsonl --model ... --temperature 0.7 --seed 1 --stop $'\\n'
   accelerate launch --num_processes 4 -m mmspec caption photos/ --model ... --out captions.jsonl
 
 resuming
   Run the same command again: finished rows are skipped, whatever stopped the job. NAME.meta.json beside NAME.jsonl
-  keeps the settings; a job with others is refused unless --overwrite. Another --drafter or --device may go on with
-  it (neither changes a caption); so may another --batch-size unless captions are sampled.
+  holds the settings; a job with different settings is refused unless --overwrite. --drafter and --device may differ
+  (neither changes a caption); so may --batch-size unless captions are sampled.
 
 sampling
-  With --temperature above 0 the generator is seeded per batch from --seed and the place of the batch's first picture,
-  and batches are fixed by the list of files: a resumed job gives the same captions as one that was never stopped.
-  They do depend on --batch-size, --shard and the number of processes.
+  With --temperature above 0 the generator is seeded per batch from --seed and the index of the batch's first image,
+  and the list of files fixes the batches: a resumed job gives the same captions as one that was never stopped.
+  They depend on --batch-size, --shard and the number of processes.
 
 columns
-  n_rounds is the forwards of the row after its prompt; tau = (n_new_tokens - 1) / n_rounds; ttft_s counts from the
-  call of generate for the row's batch; seconds is the batch's time divided by its rows, image processing included;
-  an end token counts as a new token.
-  Captions are cut before a --stop text. Transparent pictures go on white; of animations the first frame is used.
+  n_rounds is the number of forward passes of the row after its prompt; tau = (n_new_tokens - 1) / n_rounds; ttft_s
+  is the time to the first token from the call of generate for the row's batch; seconds is the batch's time divided by
+  its rows, image processing included; an end token counts as a new token.
+  Captions end before a --stop text. Transparent images are put on white; of an animation the first frame is used.
 
 exit code
-  0 all fine, 1 some rows failed (or --compare found a difference in float32), 2 wrong usage,
+  0 success, 1 some rows failed (or --compare found a difference in float32), 2 wrong usage,
+  74 output cannot be written (disk full, read-only, size limit): remove the cause and run the same command again,
   130 interrupted (the first Ctrl-C finishes the batch, the second stops at once), 143 the same by SIGTERM
 """
 
@@ -71,8 +75,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], co
     parser = commands.add_parser(
         "caption",
         parents=[common],
-        help="caption pictures and videos into JSON lines; resumes by itself",
-        description="Caption pictures and videos with a vision-language model, sped up by mmspec. One JSON row each.",
+        help="caption images and videos into JSON lines; resumable",
+        description="Caption images and videos with a vision-language model and mmspec. One JSON row per file.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -83,53 +87,66 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], co
     _add_job(parser)
 
 
-COMPRESSORS = "show the drafter fewer visual tokens: measured; drop; stride, pool, relevant, salient, diverse with :N"
+COMPRESSOR_HELP = (
+    "pass fewer visual tokens to the drafter: measured; drop; stride, pool, relevant, salient, diverse with :N"
+)
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("model").add_argument
-    add("--model", default=DEFAULT, metavar="M", help=MODELS)
-    add("--drafter", default="auto", metavar="D", help="source of guesses (default auto; none: no drafts)")
-    add("--compressor", default=None, metavar="C", help=COMPRESSORS)
+    add("--model", default=None, metavar="M", help=f"required: {MODEL_HELP}")
+    add(
+        "--drafter",
+        default="auto",
+        metavar="D",
+        help="drafter: a name, folder or hub id (default auto; none: no drafts)",
+    )
+    add("--compressor", default=None, metavar="C", help=COMPRESSOR_HELP)
     add("--dtype", default="auto", choices=DTYPES, help="default auto: the checkpoint's, float32 on a CPU")
     add("--device", default="auto", metavar="DEV", help="default auto: the GPU if there is one")
 
 
 def _add_decoding(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("captions").add_argument
-    add("--prompt", default=None, metavar="TEXT", help=f"default {PROMPT!r}; of videos {VIDEO_PROMPT!r}")
-    add("--frames", type=positive, default=FRAMES, metavar="N", help=f"of a video, at most (default {FRAMES})")
-    add("--fps", type=rate, default=None, metavar="R", help="R frames of each second of a video, up to --frames")
-    told = "of a video, evenly spread frames (default) or those that differ most from each other"
-    add("--sampler", choices=SAMPLERS, default=SAMPLERS[0], help=told)
-    add("--batch-size", type=positive, default=8, metavar="N", help="pictures or videos at a time (default 8)")
-    add("--max-new-tokens", type=positive, default=128, metavar="N", help="per caption (default 128)")
-    add("--temperature", type=temperature, default=0.0, metavar="T", help="0 (default) is greedy")
+    add("--prompt", default=None, metavar="TEXT", help=f"default {PROMPT!r}; for videos {VIDEO_PROMPT!r}")
+    add(
+        "--frames", type=positive_int, default=FRAMES, metavar="N", help=f"frames per video, at most (default {FRAMES})"
+    )
+    add(
+        "--fps", type=parse_fps, default=None, metavar="R", help="sample R frames per second of a video, up to --frames"
+    )
+    sampler_help = "frames of a video: evenly spread (default) or those that differ most from each other"
+    add("--sampler", choices=SAMPLERS, default=SAMPLERS[0], help=sampler_help)
+    add("--batch-size", type=positive_int, default=8, metavar="N", help="images or videos per batch (default 8)")
+    add("--max-new-tokens", type=positive_int, default=128, metavar="N", help="per caption (default 128)")
+    add("--temperature", type=parse_temperature, default=0.0, metavar="T", help="0 (default) is greedy")
     add("--seed", type=int, default=0, metavar="N", help="for sampling (default 0)")
-    add("--stop", action="append", default=[], metavar="TEXT", help="end a caption here; repeatable")
+    add("--stop", action="append", default=[], metavar="TEXT", help="end a caption at this text; repeatable")
 
 
 def _add_job(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("job").add_argument
     add("--out", default="-", metavar="FILE", help="JSON lines file; - (default) is standard output")
-    add("--overwrite", action="store_true", help="forget what FILE holds")
-    add("--retry-errors", action="store_true", help="do rows again that hold an error")
-    add("--shard", type=shard, default=(0, 1), metavar="I/N", help="every Nth picture from the Ith on (0-based)")
-    told = "also decode plainly, all or the first N, and say whether the tokens are identical"
-    add("--compare", type=compare, nargs="?", const=-1, default=0, metavar="N", help=told)
-    add("--max-pixels", type=positive, default=MAX_PIXELS, metavar="N", help="refuse larger pictures")
-    add("--threads", type=positive, default=4, metavar="N", help="threads that decode ahead (default 4)")
-    add("--progress", action=argparse.BooleanOptionalAction, help="default: if on a terminal")
+    add("--overwrite", action="store_true", help="discard the rows in FILE")
+    add("--retry-errors", action="store_true", help="repeat the rows that hold an error")
+    add(
+        "--shard", type=parse_shard, default=(0, 1), metavar="I/N", help="every Nth file, starting at the Ith (0-based)"
+    )
+    compare_help = "also run plain generate, for all or the first N, and report whether the tokens are identical"
+    add("--compare", type=parse_compare, nargs="?", const=-1, default=0, metavar="N", help=compare_help)
+    add("--max-pixels", type=positive_int, default=MAX_PIXELS, metavar="N", help="refuse larger images")
+    add("--threads", type=positive_int, default=4, metavar="N", help="decoding threads (default 4)")
+    add("--progress", action=argparse.BooleanOptionalAction, help="progress bar (default: on a terminal)")
 
 
-def positive(text: str) -> int:
-    """A whole number above 0."""
+def positive_int(text: str) -> int:
+    """An integer above 0."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a whole number above 0, got {text!r}")
     return int(text)
 
 
-def temperature(text: str) -> float:
+def parse_temperature(text: str) -> float:
     """A finite number, 0 or more."""
     try:
         value = float(text)
@@ -140,18 +157,18 @@ def temperature(text: str) -> float:
     return value
 
 
-def rate(text: str) -> float:
+def parse_fps(text: str) -> float:
     """A finite number above 0."""
     try:
         value = float(text)
     except ValueError:
         value = 0.0
     if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be frames a second, a number above 0, got {text!r}")
+        raise argparse.ArgumentTypeError(f"must be frames per second, a number above 0, got {text!r}")
     return value
 
 
-def shard(text: str) -> tuple[int, int]:
+def parse_shard(text: str) -> tuple[int, int]:
     """ "1/4": the second of four."""
     first, _, count = text.partition("/")
     if not (first.isdecimal() and count.isdecimal() and int(first) < int(count)):
@@ -159,77 +176,96 @@ def shard(text: str) -> tuple[int, int]:
     return int(first), int(count)
 
 
-def compare(text: str) -> int:
-    """How many pictures; "all" is every one."""
+def parse_compare(text: str) -> int:
+    """A number of files; "all" is -1, every one."""
     if text == "all":
         return -1
     if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"takes a number, got {text!r} (put paths before it, or say --compare all)")
+        raise argparse.ArgumentTypeError(f"takes a number, got {text!r} (put paths before it, or write --compare all)")
     return int(text)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry out the command."""
-    from mmspec.app.caption.job import Job
+    """Carry out the command; returns the exit code."""
+    from mmspec.app.caption.job import CaptionJob
 
-    given = {field.name: getattr(args, field.name) for field in fields(JobSettings)}
-    settings = JobSettings(**given | {"paths": tuple(args.paths), "stop": tuple(filter(None, args.stop))})
-    place = Place.of(os.environ)
-    check_drafter(settings.drafter, settings.compressor)
-    settings.frame_sampler()
-    if settings.prompt is not None and not settings.prompt.strip():
+    if args.model is None:
+        raise UsageError(CHOOSE_MODEL)
+    options = {field.name: getattr(args, field.name) for field in fields(CaptionConfig)}
+    config = CaptionConfig(**options | {"paths": tuple(args.paths), "stop": tuple(filter(None, args.stop))})
+    process = ProcessInfo.from_env(os.environ)
+    validate_drafter(config.drafter, config.compressor)
+    config.frame_sampler()
+    if config.prompt is not None and not config.prompt.strip():
         raise UsageError("--prompt must not be empty")
-    quiet(settings.progress)
-    return Job(settings, output_of(settings, place), lambda: captioner(settings, place), place).run()
+    hide_progress_bars(config.progress)
+    return CaptionJob(config, build_output(config, process), lambda: build_captioner(config, process), process).run()
 
 
-def output_of(settings: JobSettings, place: Place) -> Output:
-    """Where the rows go."""
+def build_output(config: CaptionConfig, process: ProcessInfo) -> Output:
+    """The output that `--out` names.
+
+    Raises:
+        UsageError: options that do not go with it.
+    """
     from mmspec.app.io.output import FileOutput, StreamOutput
 
-    if settings.out != "-":
-        world, print_of = place.world, settings.fingerprint(place.world)
-        return FileOutput(Path(settings.out), print_of, rank=place.rank, world=world, overwrite=settings.overwrite)
-    if place.world > 1:
+    if config.out != "-":
+        return FileOutput(
+            Path(config.out),
+            config.fingerprint(process.world_size),
+            rank=process.rank,
+            world_size=process.world_size,
+            overwrite=config.overwrite,
+        )
+    if process.world_size > 1:
         raise UsageError("several processes cannot share standard output: give --out FILE")
-    if settings.overwrite or settings.retry_errors:
+    if config.overwrite or config.retry_errors:
         raise UsageError("--overwrite and --retry-errors need --out FILE")
     return StreamOutput()
 
 
-def check_drafter(name: str, compressor: str | None = None) -> None:
-    """Refuse an unknown drafter or compressor before anything is loaded."""
-    from mmspec.drafters.registry import is_known_drafter, drafter_names
+def validate_drafter(name: str, compressor: str | None = None) -> None:
+    """Refuse an unknown drafter or compressor before anything is loaded.
+
+    Raises:
+        UsageError: an unknown name.
+    """
+    from mmspec.drafters.registry import drafter_names, is_known_drafter
 
     if not is_known_drafter(name):
         raise UsageError(f"unknown drafter {name!r}; known are {', '.join(drafter_names())}, a folder, or a hub id")
     if compressor is not None:
-        from mmspec.vision.registry import make
+        from mmspec.vision.registry import build_compressor
 
         try:
-            make(compressor)
+            build_compressor(compressor)
         except ValueError as error:
             raise UsageError(str(error)) from error
 
 
-def captioner(settings: JobSettings, place: Place) -> Captioner:
-    """Load and patch the model."""
+def build_captioner(config: CaptionConfig, process: ProcessInfo) -> Captioner:
+    """Load the model, patch it with the drafter, and wrap both.
+
+    Raises:
+        UsageError: a model, drafter or compressor that cannot be loaded.
+    """
     import mmspec
     from mmspec.app.modeling.captioner import Captioner
-    from mmspec.app.modeling.chat import check_words
-    from mmspec.app.modeling.load import load
+    from mmspec.app.modeling.chat import reject_media_tokens
+    from mmspec.app.modeling.load import load_model
 
-    model, processor = load(settings.model, settings.dtype, settings.device, place.local)
-    check_words(processor, settings.prompt, "--prompt")
+    model, processor = load_model(config.model, config.dtype, config.device, process.local_rank)
+    reject_media_tokens(processor, config.prompt, "--prompt")
     try:
-        mmspec.patch(model, settings.drafter, settings.compressor, processor=processor)
+        mmspec.patch(model, config.drafter, config.compressor, processor=processor)
     except (OSError, TypeError, ValueError) as error:
-        raise UsageError(f"--model {settings.model}: {one_line(error, 600)}") from error
-    return Captioner(model, processor, settings.max_new_tokens, settings.temperature, settings.stop)
+        raise UsageError(f"--model {config.model} --drafter {config.drafter}: {one_line(error, 600)}") from error
+    return Captioner(model, processor, config.max_new_tokens, config.temperature, config.stop)
 
 
-def quiet(progress: bool | None) -> None:
-    """Keep transformers' own bars off a standard error that nobody watches."""
+def hide_progress_bars(progress: bool | None) -> None:
+    """Switch off the progress bars of transformers unless `progress`; None: unless standard error is a terminal."""
     import sys
 
     from transformers.utils import logging

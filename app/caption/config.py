@@ -14,9 +14,9 @@ from mmspec.app.errors import UsageError
 if TYPE_CHECKING:
     from mmspec.interfaces import FrameSampler
 
-MODEL = "scenes"
-DEFAULT = MODEL
-"""Of every command: the small model that ships."""
+SCENES_MODEL = "scenes"
+DEFAULT_MODEL = SCENES_MODEL
+"""Of the commands that show or measure mmspec: the bundled toy model. `mmspec caption` has no default."""
 PROMPT = "Describe the image."
 VIDEO_PROMPT = "Describe the video."
 FRAMES = 8
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class JobSettings:
+class CaptionConfig:
     """Options of `mmspec caption`, named like its flags.
 
     Attributes:
@@ -39,7 +39,7 @@ class JobSettings:
     """
 
     paths: tuple[str, ...]
-    model: str = DEFAULT
+    model: str
     out: str = "-"
     drafter: str = "auto"
     compressor: str | None = None
@@ -62,7 +62,7 @@ class JobSettings:
     threads: int = 4
     progress: bool | None = None
 
-    def fingerprint(self, world: int) -> dict[str, Any]:
+    def fingerprint(self, world_size: int) -> dict[str, Any]:
         """What decides the captions: a job is resumed only with the same.
 
         Drafter, compressor and device cannot change a caption.
@@ -84,7 +84,7 @@ class JobSettings:
         decisive |= {"sampler": self.sampler} if self.sampler != SAMPLERS[0] else {}
         if self.temperature > 0:
             decisive |= {"seed": self.seed, "batch_size": self.batch_size}
-            decisive |= {"shard": "{}/{}".format(*self.shard), "processes": world}
+            decisive |= {"shard": "{}/{}".format(*self.shard), "processes": world_size}
         return decisive
 
     def frame_sampler(self) -> FrameSampler:
@@ -94,27 +94,29 @@ class JobSettings:
             UsageError: frames by the second and frames that differ, of which there can be one; more frames than a
                 sampler looks at.
         """
-        from mmspec.vision.video.samplers import MOST_LOOKS, ByRate, Differing, Uniform
+        from mmspec.vision.video.samplers import MAX_CANDIDATES, Fps, MostDifferent, Uniform
 
         if self.sampler == "differing":
             if self.fps is not None:
                 raise UsageError("--fps spreads frames evenly, --sampler differing does not: give one of them")
-            if self.frames > MOST_LOOKS:
-                raise UsageError(f"--sampler differing chooses among {MOST_LOOKS} frames; got --frames {self.frames}")
-            return Differing(self.frames, max(64, self.frames))
-        return Uniform(self.frames) if self.fps is None else ByRate(self.fps, self.frames)
+            if self.frames > MAX_CANDIDATES:
+                raise UsageError(
+                    f"--sampler differing chooses among {MAX_CANDIDATES} frames; got --frames {self.frames}"
+                )
+            return MostDifferent(self.frames, max(64, self.frames))
+        return Uniform(self.frames) if self.fps is None else Fps(self.fps, self.frames)
 
 
 @dataclass(frozen=True)
-class Place:
+class ProcessInfo:
     """Which of several processes this is, as `accelerate launch` and `torchrun` say in the environment."""
 
     rank: int = 0
-    world: int = 1
-    local: int = 0
+    world_size: int = 1
+    local_rank: int = 0
 
     @staticmethod
-    def of(environ: Mapping[str, str]) -> Place:
+    def from_env(environ: Mapping[str, str]) -> ProcessInfo:
         """Read RANK, WORLD_SIZE and LOCAL_RANK."""
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
         try:
@@ -123,50 +125,50 @@ class Place:
             raise UsageError(f"{', '.join(names)} in the environment must be numbers: {error}") from error
         if not 0 <= rank < world:
             raise UsageError(f"RANK must be from 0 to WORLD_SIZE - 1; got RANK={rank} and WORLD_SIZE={world}")
-        return Place(rank, world, local)
+        return ProcessInfo(rank, world, local)
 
 
-def share(items: Sequence[T], shard: tuple[int, int], place: Place) -> tuple[Sequence[T], Sequence[T]]:
+def shard_items(items: Sequence[T], shard: tuple[int, int], place: ProcessInfo) -> tuple[Sequence[T], Sequence[T]]:
     """The items of this shard, and those of them that are this process's."""
     ours = items[shard[0] :: shard[1]]
-    return ours, ours[place.rank :: place.world]
+    return ours, ours[place.rank :: place.world_size]
 
 
-def batches(items: Sequence[T], size: int) -> list[Sequence[T]]:
+def split_batches(items: Sequence[T], size: int) -> list[Sequence[T]]:
     """Fixed batches. They never depend on what is done already, so that a resumed job sees the same ones."""
     return [items[start : start + size] for start in range(0, len(items), size)]
 
 
-def derived_seed(seed: int, index: int) -> int:
+def derive_seed(seed: int, index: int) -> int:
     """A seed for the batch that begins with picture `index`; the same however often the job was stopped."""
     digest = hashlib.sha256(f"mmspec:{seed}:{index}".encode()).digest()
     return int.from_bytes(digest[:7])
 
 
-def usual_prompt(is_clip: bool) -> str:
+def default_prompt(is_clip: bool) -> str:
     """What is asked of a picture or a clip if nobody says otherwise."""
     return VIDEO_PROMPT if is_clip else PROMPT
 
 
-def sha1(text: str) -> str:
+def prompt_sha1(text: str) -> str:
     """Short name of a prompt."""
     return hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
 
 
 __all__ = [
-    "DEFAULT",
+    "DEFAULT_MODEL",
     "DTYPES",
     "FRAMES",
     "MAX_PIXELS",
-    "MODEL",
     "PROMPT",
     "SAMPLERS",
+    "SCENES_MODEL",
     "VIDEO_PROMPT",
-    "JobSettings",
-    "Place",
-    "batches",
-    "derived_seed",
-    "sha1",
-    "share",
-    "usual_prompt",
+    "CaptionConfig",
+    "ProcessInfo",
+    "default_prompt",
+    "derive_seed",
+    "prompt_sha1",
+    "shard_items",
+    "split_batches",
 ]

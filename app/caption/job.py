@@ -14,25 +14,33 @@ from dataclasses import asdict, dataclass
 from types import FrameType
 from typing import Any, Protocol
 
-from mmspec.app.caption.config import MODEL, JobSettings, Place, batches, derived_seed, sha1, share
-from mmspec.app.caption.progress import Progress, check_lines, say
+from mmspec.app.caption.config import (
+    SCENES_MODEL,
+    CaptionConfig,
+    ProcessInfo,
+    derive_seed,
+    prompt_sha1,
+    shard_items,
+    split_batches,
+)
+from mmspec.app.caption.progress import Progress, comparison_lines, print_stderr
 from mmspec.app.errors import UsageError, one_line
-from mmspec.app.io.images import ImageError, Shown, decode_ahead, pixel_limit
+from mmspec.app.io.images import ImageError, Media, decode_ahead, pixel_limit
 from mmspec.app.io.jsonl import Row
 from mmspec.app.io.output import Output
-from mmspec.app.io.sources import Item, collect, left_out
-from mmspec.app.io.videos import load_shown
+from mmspec.app.io.sources import Item, collect_items, describe_skipped
+from mmspec.app.io.videos import load_media
 from mmspec.app.scenes.domain_check import warn_if_out_of_domain
 from mmspec.app.versions import mmspec_version
-from mmspec.vision.video.decoder_pool import Isolated
+from mmspec.vision.video.decoder_pool import DecoderPool
 
-Work = Sequence[tuple[Item, Shown]]
+Work = Sequence[tuple[Item, Media]]
 
 
-class Captions(Protocol):
+class CaptionModel(Protocol):
     """What makes captions: `Captioner`, or a stand-in for tests."""
 
-    check: Any
+    comparison: Any
 
     @property
     def dtype(self) -> str: ...
@@ -41,7 +49,7 @@ class Captions(Protocol):
     def acceptance(self) -> float: ...
 
     def caption(
-        self, shown: Sequence[Shown], prompts: Sequence[str], seed: int, compare: Sequence[bool] = ()
+        self, shown: Sequence[Media], prompts: Sequence[str], seed: int, compare: Sequence[bool] = ()
     ) -> Sequence[Any]: ...
 
 
@@ -53,60 +61,68 @@ class Failure:
     message: str
 
 
-class Stop:
+class GracefulStop:
     """First SIGINT or SIGTERM: finish the batch. Second: KeyboardInterrupt at once."""
 
     def __init__(self) -> None:
         self.signal = 0
         self._old: dict[int, Any] = {}
 
-    def __enter__(self) -> Stop:
+    def __enter__(self) -> GracefulStop:
         if threading.current_thread() is threading.main_thread():
-            self._old = {number: signal.signal(number, self._hear) for number in (signal.SIGINT, signal.SIGTERM)}
+            self._old = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
         return self
 
     def __exit__(self, *_: object) -> None:
         for number, old in self._old.items():
             signal.signal(number, old)
 
-    def _hear(self, number: int, frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.signal:
             raise KeyboardInterrupt
         self.signal = number
         os.write(2, b"\nmmspec: finishing this batch; once more to stop at once\n")
 
 
-class Job:
+class CaptionJob:
     """One run of a caption job."""
 
     def __init__(
-        self, settings: JobSettings, output: Output, load: Callable[[], Captions], place: Place | None = None
+        self,
+        config: CaptionConfig,
+        output: Output,
+        load: Callable[[], CaptionModel],
+        process: ProcessInfo | None = None,
     ) -> None:
         """`load` is called once everything else is known to be in order, and only if there is something to do."""
-        self.settings, self.output, self.load, self.place = settings, output, load, place or Place()
-        self.captions: Captions | None = None
-        self._limit = settings.batch_size  # halved when memory runs out
-        self._advise = settings.model == MODEL  # until it was said once
+        self.config, self.output, self.load, self.process = config, output, load, process or ProcessInfo()
+        self.model: CaptionModel | None = None
+        self._max_batch = config.batch_size  # halved when memory runs out
+        self._check_images = config.model == SCENES_MODEL  # until it was said once
 
     def run(self) -> int:
         """Do what is left to do. Exit code: 0, 1 if rows failed or differ, 128 + signal if interrupted."""
-        base, settings = self.output.base, self.settings
-        items = collect(settings.paths, base, self.output.files())
-        if self.place.rank == 0 and (line := left_out(settings.paths, self.output.files())):
-            say(f"mmspec: {line}")
-        everyone, mine = share(items, settings.shard, self.place)
+        base, settings = self.output.base, self.config
+        items = collect_items(settings.paths, base, self.output.own_files())
+        if self.process.rank == 0 and (line := describe_skipped(settings.paths, self.output.own_files())):
+            print_stderr(f"mmspec: {line}")
+        everyone, mine = shard_items(items, settings.shard, self.process)
         rows = self.output.open()
         complete = False
         try:
             self._check_prompts(items, rows)
-            plan = [batch for batch in batches(mine, settings.batch_size) if any(self._open(i, rows) for i in batch)]
-            left = sum(self._open(item, rows) for item in mine)
+            plan = [
+                batch
+                for batch in split_batches(mine, settings.batch_size)
+                if any(self._is_pending(i, rows) for i in batch)
+            ]
+            left = sum(self._is_pending(item, rows) for item in mine)
             if left:
-                self.captions = self.load()
+                self.model = self.load()
             self.output.begin(lambda row: settings.retry_errors and bool(row["error"]))
-            label = f"rank {self.place.rank}" if self.place.world > 1 else "caption"
-            show = settings.progress if self.place.rank == 0 else False
-            with Stop() as stop, Progress(len(mine), len(mine) - left, show, label) as progress:
+            label = f"rank {self.process.rank}" if self.process.world_size > 1 else "caption"
+            show = settings.progress if self.process.rank == 0 else False
+            with GracefulStop() as stop, Progress(len(mine), len(mine) - left, show, label) as progress:
                 self._work(plan, rows, stop, progress)
             complete = not stop.signal
         finally:
@@ -115,25 +131,25 @@ class Job:
         return 128 + stop.signal if stop.signal else self._exit_code(final)
 
     def _prompt(self, item: Item) -> str:
-        return item.question(self.settings.prompt)
+        return item.resolve_prompt(self.config.prompt)
 
-    def _open(self, item: Item, rows: dict[str, Row]) -> bool:
+    def _is_pending(self, item: Item, rows: dict[str, Row]) -> bool:
         row = rows.get(item.id)
-        return row is None or (self.settings.retry_errors and bool(row["error"]))
+        return row is None or (self.config.retry_errors and bool(row["error"]))
 
     def _check_prompts(self, items: Sequence[Item], rows: dict[str, Row]) -> None:
         for item in items:
             row = rows.get(item.id)
-            if row is not None and row["prompt_sha1"] != sha1(self._prompt(item)):
+            if row is not None and row["prompt_sha1"] != prompt_sha1(self._prompt(item)):
                 raise UsageError(f"{item.id!r} was captioned with another prompt: use another --out, or --overwrite")
 
-    def _work(self, plan: list[Sequence[Item]], rows: dict[str, Row], stop: Stop, progress: Progress) -> None:
-        settings = self.settings
+    def _work(self, plan: list[Sequence[Item]], rows: dict[str, Row], stop: GracefulStop, progress: Progress) -> None:
+        settings = self.config
         sampler = settings.frame_sampler()
-        with pixel_limit(settings.max_pixels), Isolated() as isolated:
+        with pixel_limit(settings.max_pixels), DecoderPool() as isolated:
 
-            def decode(item: Item) -> Shown:
-                return load_shown(item.path, sampler, settings.max_pixels, isolated)
+            def decode(item: Item) -> Media:
+                return load_media(item.path, sampler, settings.max_pixels, isolated)
 
             ahead = settings.batch_size + settings.threads
             decoded = decode_ahead(itertools.chain(*plan), decode, settings.threads, ahead)
@@ -142,28 +158,28 @@ class Job:
                     decoded.close()
                     return
                 made = self._batch(list(itertools.islice(decoded, len(batch))))
-                new = [row for item, row in zip(batch, made, strict=True) if self._open(item, rows)]
+                new = [row for item, row in zip(batch, made, strict=True) if self._is_pending(item, rows)]
                 self.output.write(new)
                 progress.add(new)
 
-    def _batch(self, decoded: list[tuple[Item, Shown | ImageError]]) -> list[Row]:
+    def _batch(self, decoded: list[tuple[Item, Media | ImageError]]) -> list[Row]:
         """Rows of one batch. The whole batch is run even if some of its rows are there: then it is the same batch."""
         good = [(item, shown) for item, shown in decoded if not isinstance(shown, ImageError)]
-        self._look_at(good)
+        self._check_domain(good)
         results: dict[str, Any] = {
             item.id: Failure(error.kind, str(error)) for item, error in decoded if isinstance(error, ImageError)
         }
         start = 0
         while start < len(good):
-            work = good[start : start + self._limit]
+            work = good[start : start + self._max_batch]
             results |= zip((item.id for item, _ in work), self._attempt(work), strict=True)
             start += len(work)
         return [self._row(item, results[item.id]) for item, _ in decoded]
 
-    def _look_at(self, work: Work) -> None:
+    def _check_domain(self, work: Work) -> None:
         """Say once what the built-in model is for, if it is shown something else."""
         for item, shown in work:
-            self._advise = self._advise and not warn_if_out_of_domain(shown, item.file_name)
+            self._check_images = self._check_images and not warn_if_out_of_domain(shown, item.file_name)
 
     def _attempt(self, work: Work, may_halve: bool = True) -> list[Any]:
         """Captions or failures of `work`. Out of memory: once more in halves. Any other error: each picture alone."""
@@ -182,33 +198,33 @@ class Job:
         step = (len(work) + 1) // 2 if full else 1
         if full:
             _free()
-            self._limit = min(self._limit, step)
-            say(f"mmspec: out of memory with {len(work)} images at a time, going on with {step}")
+            self._max_batch = min(self._max_batch, step)
+            print_stderr(f"mmspec: out of memory with {len(work)} images at a time, going on with {step}")
         parts = [work[start : start + step] for start in range(0, len(work), step)]
         return [result for part in parts for result in self._attempt(part, may_halve=False)]
 
     def _caption(self, work: Work) -> list[Any]:
-        assert self.captions is not None
-        settings = self.settings
+        assert self.model is not None
+        settings = self.config
         most = len(work) if settings.compare < 0 else settings.compare
         compare = [settings.compare < 0 or item.index < most for item, _ in work] if settings.compare else []
         prompts = [self._prompt(item) for item, _ in work]
-        seed = derived_seed(settings.seed, work[0][0].index)
-        return list(self.captions.caption([shown for _, shown in work], prompts, seed, compare))
+        seed = derive_seed(settings.seed, work[0][0].index)
+        return list(self.model.caption([shown for _, shown in work], prompts, seed, compare))
 
     def _row(self, item: Item, result: Any) -> Row:
-        assert self.captions is not None
-        settings = self.settings
+        assert self.model is not None
+        settings = self.config
         failed = isinstance(result, Failure)
         row: Row = {"id": item.id, "file_name": item.file_name, "caption": None}
-        row |= {"model": settings.model, "drafter": settings.drafter, "prompt_sha1": sha1(self._prompt(item))}
+        row |= {"model": settings.model, "drafter": settings.drafter, "prompt_sha1": prompt_sha1(self._prompt(item))}
         row["gen"] = {
             "max_new_tokens": settings.max_new_tokens,
             "temperature": settings.temperature,
             "seed": settings.seed,
             "stop": list(settings.stop),
             "batch_size": settings.batch_size,
-            "dtype": self.captions.dtype,
+            "dtype": self.model.dtype,
         }
         row |= dict.fromkeys(("n_prompt_tokens", "n_new_tokens", "n_rounds", "tau", "ttft_s", "seconds"))
         row |= {"finish_reason": "error", "identical": None, "plain": None}
@@ -216,25 +232,25 @@ class Job:
         row["error"] = {"type": result.kind, "message": result.message} if failed else None
         return row | {"mmspec_version": mmspec_version(), "index": item.index}
 
-    def _report(self, progress: Progress, skipped: int, stop: Stop) -> None:
-        made = self.captions
+    def _report(self, progress: Progress, skipped: int, stop: GracefulStop) -> None:
+        made = self.model
         lines = progress.summary(skipped, made.acceptance if made else None)
-        lines += check_lines(made.check, made.dtype != "float32") if made else []
-        if self.settings.out != "-":
-            lines.append(f"rows in {self.settings.out}")
+        lines += comparison_lines(made.comparison, made.dtype != "float32") if made else []
+        if self.config.out != "-":
+            lines.append(f"rows in {self.config.out}")
         if stop.signal:
             lines.append("interrupted: run the same command again to go on")
-        who = f"mmspec rank {self.place.rank}: " if self.place.world > 1 else "mmspec: "
+        who = f"mmspec rank {self.process.rank}: " if self.process.world_size > 1 else "mmspec: "
         for line in lines:
-            say(who + line)
+            print_stderr(who + line)
 
     def _exit_code(self, final: list[Row] | None) -> int:
         """Of several ranks only the last one judges: a launcher kills the others as soon as one fails."""
         if final is None:
             return 0
         bad = sum(1 for row in final if row["error"])
-        if bad and not self.settings.retry_errors:
-            say(f"mmspec: {bad} of {len(final)} rows hold an error; --retry-errors does them again")
+        if bad and not self.config.retry_errors:
+            print_stderr(f"mmspec: {bad} of {len(final)} rows hold an error; --retry-errors does them again")
         half = ("bfloat16", "float16")
         odd = any(row.get("identical") is False and row["gen"]["dtype"] not in half for row in final)
         return int(bool(bad) or odd)
@@ -251,4 +267,4 @@ def _free() -> None:
         torch.cuda.empty_cache()
 
 
-__all__ = ["Captions", "Failure", "Job", "Stop"]
+__all__ = ["CaptionJob", "CaptionModel", "Failure", "GracefulStop"]

@@ -12,13 +12,13 @@ from typing import Any
 from mmspec.app.io.jsonl import Row
 
 
-def say(text: str) -> None:
+def print_stderr(text: str) -> None:
     """A line for people, kept out of standard output."""
     print(text, file=sys.stderr, flush=True)
 
 
 @dataclass
-class Tally:
+class Totals:
     """Sums over the rows written in this run."""
 
     ok: int = 0
@@ -56,7 +56,7 @@ class Progress:
         """`show` None: only if standard error is a terminal."""
         from tqdm import tqdm
 
-        self.tally, self._began = Tally(), time.perf_counter()
+        self.totals, self._began = Totals(), time.perf_counter()
         hide = not (sys.stderr.isatty() if show is None else show)
         self._bar = tqdm(total=total, initial=done, disable=hide, desc=label, unit="image", file=sys.stderr)
 
@@ -64,9 +64,9 @@ class Progress:
         """Count rows and move the bar."""
         rows = list(rows)
         for row in rows:
-            self.tally.add(row)
-        rate = (self.tally.ok + self.tally.failed) / max(1e-9, time.perf_counter() - self._began)
-        self._bar.set_postfix_str(f"{rate:.1f} images/s, tau {self.tally.tau:.2f}", refresh=False)
+            self.totals.add(row)
+        rate = (self.totals.ok + self.totals.failed) / max(1e-9, time.perf_counter() - self._began)
+        self._bar.set_postfix_str(f"{rate:.1f} images/s, tau {self.totals.tau:.2f}", refresh=False)
         self._bar.update(len(rows))
 
     def __enter__(self) -> Progress:
@@ -77,7 +77,7 @@ class Progress:
 
     def summary(self, skipped: int, acceptance: float | None) -> list[str]:
         """The closing lines: what was done, how fast, what failed."""
-        tally, wall = self.tally, time.perf_counter() - self._began
+        tally, wall = self.totals, time.perf_counter() - self._began
         lines = [f"{tally.ok} captioned, {tally.failed} failed, {skipped} skipped (done before)"]
         if tally.ok:
             kept = "" if acceptance is None else f", {acceptance:.0%} of the drafted tokens kept"
@@ -89,18 +89,18 @@ class Progress:
         return lines
 
 
-def check_lines(check: Any, half: bool) -> list[str]:
+def comparison_lines(check: Any, half: bool) -> list[str]:
     """What comparing with plain `generate` found, as `Captioner.check` has it."""
     if check is None or not check.rows:
         return []
     lines = [f"identical: {check.identical}/{check.rows}"]
     if check.patched_s:
         lines[0] += f" to plain generate, which took {check.plain_s / check.patched_s:.2f} times as long"
-    if check.first:
-        lines.append(f"first difference {check.first}")
+    if check.first_difference:
+        lines.append(f"first difference {check.first_difference}")
     if half and check.identical < check.rows:
         lines.append("(in half precision near-ties may round either way, so this is reported and is no error)")
     return lines
 
 
-__all__ = ["Progress", "Tally", "check_lines", "say"]
+__all__ = ["Progress", "Totals", "comparison_lines", "print_stderr"]

@@ -31,12 +31,12 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], co
 
 def run(args: argparse.Namespace) -> int:
     """Carry out the command."""
-    for name, value in facts():
+    for name, value in collect_info():
         print(f"{name + ':':<24}{value}")
     return 0
 
 
-def facts() -> Iterator[tuple[str, str]]:
+def collect_info() -> Iterator[tuple[str, str]]:
     """Name and value of everything worth knowing."""
     yield "mmspec", mmspec_version()
     yield "python", f"{sys.version.split()[0]} ({platform.python_implementation()})"
@@ -76,4 +76,4 @@ def _support() -> Iterator[tuple[str, str]]:
     yield "drafters", ", ".join(drafter_names())
 
 
-__all__ = ["add_parser", "facts", "run"]
+__all__ = ["add_parser", "collect_info", "run"]

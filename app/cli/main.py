@@ -1,4 +1,4 @@
-"""The `mmspec` command: which sub-commands there are, and how errors end. Imports nothing heavy before it must."""
+"""The `mmspec` command: its sub-commands, and the exit code of each error. Imports nothing heavy at start."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import NoReturn
 
 from mmspec.app.bench import command as bench
 from mmspec.app.caption import command as caption
-from mmspec.app.cli import env
-from mmspec.app.errors import UsageError, one_line
+from mmspec.app.cli import env, examples
+from mmspec.app.errors import EXIT_IO_ERROR, OutputError, UsageError, explain_write, find_write_error, one_line
 from mmspec.app.train import command as train
 from mmspec.app.ui import command as demo
 from mmspec.app.versions import mmspec_version
@@ -20,62 +20,91 @@ from mmspec.app.versions import mmspec_version
 EPILOG = """\
 start here
   mmspec caption photos/ --model llava-hf/llava-1.5-7b-hf --out captions.jsonl
-  mmspec caption photos/ --compare                       no download: the small model that ships, for drawn scenes
-  mmspec demo                                            pages in a browser, plain and sped up side by side
-  mmspec bench                                           how fast that is, against plain generate
-  mmspec COMMAND --help                                  all about one command
+  mmspec examples                                        no download: a small bundled model on its own drawn images
+  mmspec demo                                            the same in a browser: plain and speculative side by side
+  mmspec bench                                           how fast that is, compared with generate
+  mmspec COMMAND --help                                  options of one command
 
-exit code: 0 all fine, 1 some rows failed, 2 wrong usage, 130 interrupted
+exit code
+  0 success, 1 some rows failed, 2 wrong usage, 74 output cannot be written (disk full, read-only, size limit),
+  130 interrupted
 """
 
 
-class Parser(argparse.ArgumentParser):
-    """Errors are one line."""
+class CommandParser(argparse.ArgumentParser):
+    """A parser whose errors are one line, exit code 2."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"mmspec: error: {message} (see {self.prog} --help)\n")
 
 
-def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    top = Parser(
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of the command line, with all sub-commands."""
+    top = CommandParser(
         prog="mmspec",
-        description="Speculative decoding for Hugging Face vision-language models. Same tokens, sooner.",
+        description="Speculative decoding for Hugging Face vision-language models. The tokens of generate, faster.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     top.add_argument("--version", action="version", version=f"mmspec {mmspec_version()}")
-    top.add_argument("--debug", action="store_true", help="show tracebacks")
+    top.add_argument("--debug", action="store_true", help="print tracebacks")
     common = argparse.ArgumentParser(add_help=False)
-    common.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help="show tracebacks")
-    commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=Parser)
-    for room in (caption, demo, bench, train, env):
-        room.add_parser(commands, common)
+    common.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help="print tracebacks")
+    commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=CommandParser)
+    for command in (caption, examples, demo, bench, train, env):
+        command.add_parser(commands, common)
     return top
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
-    given = list(sys.argv[1:] if argv is None else argv)
-    args = parser().parse_args(given)
-    args.command = shlex.join(["mmspec", *given])
+    """Run the command line.
+
+    Args:
+        argv: the arguments; `sys.argv[1:]` by default.
+
+    Returns:
+        The exit code: see `EPILOG`.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    args = build_parser().parse_args(arguments)
+    args.command = shlex.join(["mmspec", *arguments])
     try:
         code: int = args.run(args)
-        sys.stdout.flush()
+        with explain_write("standard output"):
+            sys.stdout.flush()
         return code
     except KeyboardInterrupt:
-        return _told(args.debug, "interrupted; a job with --out goes on where it was when run again", 130)
+        return _report_error(args.debug, "interrupted: a job with --out continues when it is run again", 130)
     except UsageError as error:
-        return _told(args.debug, str(error), 2)
-    except BrokenPipeError:  # the reader of our standard output has gone, as in `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _report_error(args.debug, str(error), 2)
+    except BrokenPipeError:  # the reader of standard output has ended, as in `| head`
+        _discard_stdout()
         return 1
+    except OutputError as error:
+        return _report_output_error(args.debug, error)
     except Exception as error:
-        return _told(args.debug, f"{type(error).__name__}: {one_line(error)} (--debug shows where)", 1)
+        if (failed_write := find_write_error(error)) is not None:
+            return _report_output_error(args.debug, failed_write)
+        return _report_error(args.debug, f"{type(error).__name__}: {one_line(error)} (--debug shows the traceback)", 1)
 
 
-def _told(debug: bool, message: str, code: int) -> int:
-    """One line, or inside an exception handler with --debug the whole story."""
+def _report_output_error(debug: bool, error: OutputError) -> int:
+    """Report a failed write; if standard output is what failed, discard what is buffered for it."""
+    try:
+        sys.stdout.flush()
+    except OSError as stdout_error:
+        error = OutputError("standard output", stdout_error)
+        _discard_stdout()
+    return _report_error(debug, str(error), EXIT_IO_ERROR)
+
+
+def _discard_stdout() -> None:
+    """Send what is still buffered for standard output to the null device, so that the exit of Python is quiet."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _report_error(debug: bool, message: str, code: int) -> int:
+    """Print one line, after the traceback of the current exception with --debug; returns `code`."""
     if debug:
         import traceback
 
@@ -84,4 +113,4 @@ def _told(debug: bool, message: str, code: int) -> int:
     return code
 
 
-__all__ = ["main", "parser"]
+__all__ = ["build_parser", "main"]

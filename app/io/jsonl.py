@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from mmspec.app.errors import UsageError
+from mmspec.files import atomic_write, sync_folder
 
 try:
     import fcntl
@@ -22,7 +23,7 @@ except ImportError:  # no such module on Windows: then nobody is kept from runni
 Row = dict[str, Any]
 
 
-def dumps(row: Row) -> bytes:
+def encode_row(row: Row) -> bytes:
     """One line of UTF-8; escaped as ASCII where a reader might take a character for a line break, or choke on it."""
     text = json.dumps(row, ensure_ascii=False)
     if len(text.splitlines()) > 1 or not _encodable(text):
@@ -38,7 +39,7 @@ def _encodable(text: str) -> bool:
     return True
 
 
-def read(path: Path) -> tuple[list[Row], int]:
+def read_rows(path: Path) -> tuple[list[Row], int]:
     """The rows of `path` and the number of bytes they take; a torn last line is not counted. No file: no rows."""
     try:
         data = path.read_bytes()
@@ -65,19 +66,19 @@ def _parse(line: bytes) -> Row | None:
     return row if isinstance(row, dict) and isinstance(row.get("id"), str) else None
 
 
-def better(old: Row | None, new: Row) -> Row:
+def prefer_caption(old: Row | None, new: Row) -> Row:
     """Of two rows of one picture the later one, but a caption rather than an error."""
     return new if old is None or old.get("error") or not new.get("error") else old
 
 
-def append(file: BinaryIO, rows: Iterable[Row]) -> None:
+def append_rows(file: BinaryIO, rows: Iterable[Row]) -> None:
     """Write rows at the end and return once they are on the disk."""
-    file.write(b"".join(map(dumps, rows)))
+    file.write(b"".join(map(encode_row, rows)))
     file.flush()
     os.fsync(file.fileno())
 
 
-def cut(file: BinaryIO, good: int) -> None:
+def truncate_torn_line(file: BinaryIO, good: int) -> None:
     """Drop a torn last line: keep the first `good` bytes, ended by a line feed."""
     if file.seek(0, os.SEEK_END) > good:
         file.truncate(good)
@@ -92,32 +93,10 @@ def _ends_line(file: BinaryIO, size: int) -> bool:
     return file.read(1) == b"\n"
 
 
-def replace(path: Path, data: bytes) -> None:
+def replace_file(path: Path, data: bytes) -> None:
     """Put `data` in place of `path`: at any moment there is the old file or the new one."""
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        with part.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
-    sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Make new names in `folder` durable, where the system can."""
-    try:
-        handle = os.open(folder, os.O_RDONLY)
-    except OSError:
-        return
-    try:
-        os.fsync(handle)
-    except OSError:
-        pass
-    finally:
-        os.close(handle)
+    with atomic_write(path) as part:
+        part.write_bytes(data)
 
 
 def open_locked(path: Path) -> BinaryIO:
@@ -125,27 +104,27 @@ def open_locked(path: Path) -> BinaryIO:
     for patience in (0.05, 0.1, 0.2, 0.4, 0.0):  # another process may be looking with `busy` just now
         file = path.open("a+b")
         try:
-            lock(file)
+            lock_file(file)
         except BlockingIOError:
             file.close()
             if not patience:
                 raise
         else:
-            if _still(path, file):
+            if _is_same_file(path, file):
                 return file
             file.close()  # replaced or removed between opening and locking
         time.sleep(patience)
     raise BlockingIOError(f"{path} keeps being replaced")
 
 
-def _still(path: Path, file: BinaryIO) -> bool:
+def _is_same_file(path: Path, file: BinaryIO) -> bool:
     try:
         return os.path.samestat(path.stat(), os.fstat(file.fileno()))
     except FileNotFoundError:
         return False
 
 
-def lock(file: BinaryIO, *, wait: bool = False, shared: bool = False) -> None:
+def lock_file(file: BinaryIO, *, wait: bool = False, shared: bool = False) -> None:
     """Take the file's lock; BlockingIOError if it is taken and we may not wait. Does nothing if there are no locks."""
     if fcntl is None:
         return
@@ -157,11 +136,11 @@ def lock(file: BinaryIO, *, wait: bool = False, shared: bool = False) -> None:
         return  # a file system without locks
 
 
-def busy(path: Path) -> bool:
+def is_locked(path: Path) -> bool:
     """Whether another process holds the lock of `path`."""
     try:
         with path.open("rb") as file:
-            lock(file, shared=True)
+            lock_file(file, shared=True)
     except FileNotFoundError:
         return False
     except BlockingIOError:
@@ -169,4 +148,16 @@ def busy(path: Path) -> bool:
     return False
 
 
-__all__ = ["Row", "append", "better", "busy", "cut", "dumps", "lock", "open_locked", "read", "replace", "sync_folder"]
+__all__ = [
+    "Row",
+    "append_rows",
+    "encode_row",
+    "is_locked",
+    "lock_file",
+    "open_locked",
+    "prefer_caption",
+    "read_rows",
+    "replace_file",
+    "sync_folder",
+    "truncate_torn_line",
+]

@@ -5,15 +5,17 @@ A job is resumed from what its files hold; they are not changed before `begin`. 
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
-from mmspec.app.errors import UsageError
+from mmspec.app.errors import WRITE_ERRORS, OutputError, UsageError, explain_write
 from mmspec.app.io import jsonl
 from mmspec.app.io.jsonl import Row
 
@@ -26,7 +28,7 @@ class Output(Protocol):
     base: Path
     """The folder that file names in the rows are relative to."""
 
-    def files(self) -> list[Path]:
+    def own_files(self) -> list[Path]:
         """Files that belong to the output and are therefore never inputs."""
 
     def open(self) -> dict[str, Row]:
@@ -51,7 +53,7 @@ class StreamOutput:
         self.stream = stream if stream is not None else sys.stdout.buffer
         self._rows: list[Row] = []
 
-    def files(self) -> list[Path]:
+    def own_files(self) -> list[Path]:
         return []
 
     def open(self) -> dict[str, Row]:
@@ -61,8 +63,9 @@ class StreamOutput:
         pass
 
     def write(self, rows: Sequence[Row]) -> None:
-        self.stream.write(b"".join(map(jsonl.dumps, rows)))
-        self.stream.flush()
+        with explain_write("standard output"):
+            self.stream.write(b"".join(map(jsonl.encode_row, rows)))
+            self.stream.flush()
         self._rows += rows
 
     def close(self, ids: Iterable[str], *, complete: bool) -> list[Row] | None:
@@ -77,17 +80,17 @@ class FileOutput:
     """
 
     def __init__(
-        self, path: Path, settings: Settings, *, rank: int = 0, world: int = 1, overwrite: bool = False
+        self, path: Path, settings: Settings, *, rank: int = 0, world_size: int = 1, overwrite: bool = False
     ) -> None:
-        if overwrite and world > 1:
+        if overwrite and world_size > 1:
             raise UsageError(f"--overwrite is for one process: remove {path} and its .rank*.jsonl files instead")
-        self.path, self.settings, self.world, self.overwrite = path, settings, world, overwrite
+        self.path, self.settings, self.world_size, self.overwrite = path, settings, world_size, overwrite
         self.base = path.parent
-        self.meta = path.with_name(f"{path.stem}.meta.json")
-        self.own = path if world == 1 else self._rank_file(rank)
+        self.metadata_path = path.with_name(f"{path.stem}.meta.json")
+        self.rank_path = path if world_size == 1 else self._rank_file(rank)
         self._file: BinaryIO | None = None
-        self._created = self._noted = self._untidy = False
-        self._good = 0
+        self._created = self._wrote_metadata = self._needs_rewrite = False
+        self._valid_bytes = 0
 
     def _rank_file(self, rank: int) -> Path:
         return self.path.with_name(f"{self.path.stem}.rank{rank:05d}.jsonl")
@@ -96,8 +99,8 @@ class FileOutput:
         pattern = re.compile(re.escape(self.path.stem) + r"\.rank\d{5}\.jsonl")
         return sorted(file for file in self.base.iterdir() if pattern.fullmatch(file.name))
 
-    def files(self) -> list[Path]:
-        return [self.path, self.meta, *(self._rank_files() if self.base.is_dir() else ())]
+    def own_files(self) -> list[Path]:
+        return [self.path, self.metadata_path, *(self._rank_files() if self.base.is_dir() else ())]
 
     # open: look, change nothing
 
@@ -106,7 +109,7 @@ class FileOutput:
             self._claim()
             return {} if self.overwrite else self._existing()
         except BaseException:
-            self._leave()
+            self._close_file()
             raise
 
     def _claim(self) -> None:
@@ -117,44 +120,46 @@ class FileOutput:
             raise UsageError(f"--out {self.path} is {kind}")
         if not self.base.is_dir():
             raise UsageError(f"--out {self.path}: no folder {self.base}: make it first")
-        self._created = not self.own.exists()
+        self._created = not self.rank_path.exists()
         try:
-            self._file = jsonl.open_locked(self.own)
-            others = [file for file in (self.path, *self._rank_files()) if self.world == 1 or file == self.path]
-            if any(jsonl.busy(file) for file in others if file != self.own):
+            self._file = jsonl.open_locked(self.rank_path)
+            others = [file for file in (self.path, *self._rank_files()) if self.world_size == 1 or file == self.path]
+            if any(jsonl.is_locked(file) for file in others if file != self.rank_path):
                 raise BlockingIOError
         except BlockingIOError:
             raise UsageError(f"another job is writing to {self.path}: wait for it, or use another --out") from None
         except OSError as error:
-            raise UsageError(f"cannot write --out {self.own}: {error.strerror}") from error
+            if error.errno in WRITE_ERRORS:
+                raise OutputError(f"--out {self.rank_path}", error) from error
+            raise UsageError(f"cannot write --out {self.rank_path}: {error.strerror}") from error
         if not os.access(self.base, os.W_OK):
-            raise UsageError(f"cannot write --out {self.path}: folder {self.base} is read-only")
+            raise OutputError(f"--out {self.path}", PermissionError(errno.EACCES, f"folder {self.base} is read-only"))
 
     def _existing(self) -> dict[str, Row]:
         lines = 0
         rows: dict[str, Row] = {}
         for file in dict.fromkeys((self.path, *self._rank_files())):
-            found, good = jsonl.read(file)
-            self._good = good if file == self.own else self._good
+            found, good = jsonl.read_rows(file)
+            self._valid_bytes = good if file == self.rank_path else self._valid_bytes
             lines += len(found)
             for row in found:
-                rows[row["id"]] = jsonl.better(rows.get(row["id"]), row)
-        self._untidy = lines > len(rows)
+                rows[row["id"]] = jsonl.prefer_caption(rows.get(row["id"]), row)
+        self._needs_rewrite = lines > len(rows)
         if rows:
             self._check_settings()
-        elif self.own.stat().st_size > self._good and not self.meta.exists():
-            raise UsageError(f"{self.own} is not the output of a caption job: use another --out, or --overwrite")
+        elif self.rank_path.stat().st_size > self._valid_bytes and not self.metadata_path.exists():
+            raise UsageError(f"{self.rank_path} is not the output of a caption job: use another --out, or --overwrite")
         return rows
 
     def _check_settings(self) -> None:
         try:
-            old = json.loads(self.meta.read_text())["settings"]
+            old = json.loads(self.metadata_path.read_text())["settings"]
         except FileNotFoundError:
             raise UsageError(
-                f"{self.path} has rows but no {self.meta.name} beside it: use another --out, or --overwrite"
+                f"{self.path} has rows but no {self.metadata_path.name} beside it: use another --out, or --overwrite"
             ) from None
         except (ValueError, KeyError, TypeError):
-            raise UsageError(f"{self.meta} is damaged: use another --out, or --overwrite") from None
+            raise UsageError(f"{self.metadata_path} is damaged: use another --out, or --overwrite") from None
         keys = sorted(set(old) | set(self.settings))
         odd = [key for key in keys if old.get(key) != self.settings.get(key)]
         if odd:
@@ -166,27 +171,31 @@ class FileOutput:
     # begin: from here on the files change
 
     def begin(self, drop: Callable[[Row], bool]) -> None:
+        with explain_write(self.rank_path):
+            self._begin(drop)
+
+    def _begin(self, drop: Callable[[Row], bool]) -> None:
         assert self._file is not None
         if self.overwrite:
             self._file.truncate(0)
-            for file in (*self._rank_files(), self.meta):
+            for file in (*self._rank_files(), self.metadata_path):
                 file.unlink(missing_ok=True)
         else:
-            jsonl.cut(self._file, self._good)
-        if self.world == 1:
+            jsonl.truncate_torn_line(self._file, self._valid_bytes)
+        if self.world_size == 1:
             for part in self.base.glob(f".{self.path.stem}.*.part"):  # of a job that was killed while replacing a file
                 part.unlink(missing_ok=True)
-            self._forget(drop)
+            self._drop_rows(drop)
         self._write_meta()
 
-    def _forget(self, drop: Callable[[Row], bool]) -> None:
+    def _drop_rows(self, drop: Callable[[Row], bool]) -> None:
         """Take the rows to be redone out of the file, so that it never holds two rows of one picture."""
-        rows, _ = jsonl.read(self.path)
+        rows, _ = jsonl.read_rows(self.path)
         kept = [row for row in rows if not drop(row)]
         if len(kept) == len(rows):
             return
-        self._untidy = True  # the new rows come last: sort at the end
-        jsonl.replace(self.path, b"".join(map(jsonl.dumps, kept)))
+        self._needs_rewrite = True  # the new rows come last: sort at the end
+        jsonl.replace_file(self.path, b"".join(map(jsonl.encode_row, kept)))
         self._release()
         self._file = jsonl.open_locked(self.path)
 
@@ -195,57 +204,60 @@ class FileOutput:
 
         text = json.dumps({"settings": dict(self.settings), "mmspec_version": mmspec_version()}, indent=2)
         try:
-            same = json.loads(self.meta.read_text())["settings"] == dict(self.settings)
+            same = json.loads(self.metadata_path.read_text())["settings"] == dict(self.settings)
         except (OSError, ValueError, KeyError, TypeError):
             same = False
         if not same:
-            jsonl.replace(self.meta, text.encode() + b"\n")
-            self._noted = True
+            jsonl.replace_file(self.metadata_path, text.encode() + b"\n")
+            self._wrote_metadata = True
 
     def write(self, rows: Sequence[Row]) -> None:
         assert self._file is not None
-        jsonl.append(self._file, rows)
+        with explain_write(self.rank_path):
+            jsonl.append_rows(self._file, rows)
 
     # close: merge, if all is there
 
     def close(self, ids: Iterable[str], *, complete: bool) -> list[Row] | None:
         try:
-            return self._finish(set(ids)) if complete else None
+            with explain_write(self.path):
+                return self._finish(set(ids)) if complete else None
         finally:
-            self._leave()
+            self._close_file()
 
-    def _leave(self) -> None:
+    def _close_file(self) -> None:
         """Let go of the file; leave nothing half-done behind."""
         self._release()
-        if self._created and self.own.exists() and self.own.stat().st_size == 0:
-            self.own.unlink()
-            if self._noted and self.world == 1:
-                self.meta.unlink(missing_ok=True)
+        if self._created and self.rank_path.exists() and self.rank_path.stat().st_size == 0:
+            self.rank_path.unlink()
+            if self._wrote_metadata and self.world_size == 1:
+                self.metadata_path.unlink(missing_ok=True)
 
     def _finish(self, ids: set[str]) -> list[Row] | None:
-        with self.meta.open("rb") as guard:  # one rank at a time
-            jsonl.lock(guard, wait=True)
-            if self.world > 1:
+        with self.metadata_path.open("rb") as guard:  # one rank at a time
+            jsonl.lock_file(guard, wait=True)
+            if self.world_size > 1:
                 self._release()
             ranks = self._rank_files()
-            if any(jsonl.busy(file) for file in ranks):
+            if any(jsonl.is_locked(file) for file in ranks):
                 return None
             rows: dict[str, Row] = {}
             for file in (self.path, *ranks):
-                for row in jsonl.read(file)[0]:
-                    rows[row["id"]] = jsonl.better(rows.get(row["id"]), row)
+                for row in jsonl.read_rows(file)[0]:
+                    rows[row["id"]] = jsonl.prefer_caption(rows.get(row["id"]), row)
             if not ids <= rows.keys():
                 return None
             final = sorted(rows.values(), key=lambda row: row.get("index", 0))
-            if ranks or self._untidy:
-                jsonl.replace(self.path, b"".join(map(jsonl.dumps, final)))
+            if ranks or self._needs_rewrite:
+                jsonl.replace_file(self.path, b"".join(map(jsonl.encode_row, final)))
             for file in ranks:
                 file.unlink()
             return [row for row in final if row["id"] in ids]
 
     def _release(self) -> None:
         if self._file is not None:
-            self._file.close()
+            with suppress(OSError):  # bytes that could not be written before: reported by then
+                self._file.close()
             self._file = None
 
 

@@ -10,20 +10,21 @@ import glob
 import json
 import os
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mmspec.app.caption.config import usual_prompt
+from mmspec.app.caption.config import default_prompt
 from mmspec.app.errors import UsageError, one_line
 from mmspec.app.io import images
 from mmspec.app.io import videos as clips
 
 MANIFESTS = frozenset({".jsonl", ".txt", ".csv"})
 SUFFIXES = images.SUFFIXES | clips.SUFFIXES
-NAMES = ("file_name", "image", "path", "file")
+MAX_SUFFIXES = 8
+"""Suffixes of skipped files that a message lists."""
+FILE_NAME_KEYS = ("file_name", "image", "path", "file")
 
 
 @dataclass(frozen=True)
@@ -41,22 +42,22 @@ class Item:
     answer: str | None = None
 
     @property
-    def is_clip(self) -> bool:
+    def is_video(self) -> bool:
         """Whether the file is named like a video."""
         return self.path.suffix.lower() in clips.SUFFIXES
 
-    def question(self, usual: str | None = None) -> str:
+    def resolve_prompt(self, usual: str | None = None) -> str:
         """Its own prompt, else the usual one, else what suits a picture or a clip."""
-        return self.prompt or usual or usual_prompt(self.is_clip)
+        return self.prompt or usual or default_prompt(self.is_video)
 
 
-def natural(text: str) -> tuple[Any, ...]:
+def natural_key(text: str) -> tuple[Any, ...]:
     """Sort key that puts img2 before img10, and is total: ties are broken by the text itself."""
     parts = re.split(r"(\d+)", text.casefold())
     return (*((int(p), "") if p.isdecimal() else (-1, p) for p in parts), (-2, text))
 
 
-def collect(paths: Sequence[str], base: Path, skip: Iterable[Path] = ()) -> list[Item]:
+def collect_items(paths: Sequence[str], base: Path, skip: Iterable[Path] = ()) -> list[Item]:
     """All pictures that `paths` name, each once, numbered; `base` is the folder that file names are relative to.
 
     Args:
@@ -66,7 +67,11 @@ def collect(paths: Sequence[str], base: Path, skip: Iterable[Path] = ()) -> list
     found = [item for path in paths for item in _named(path, avoid)]
     items = _unique(found, base)
     if not items:
-        raise UsageError(f"no images or videos in {', '.join(paths)} (looked for {', '.join(sorted(SUFFIXES))})")
+        skipped = describe_skipped(paths, skip)
+        raise UsageError(
+            f"no images or videos in {', '.join(paths)} (supported: {', '.join(sorted(SUFFIXES))})"
+            + (f"; {skipped}" if skipped else "")
+        )
     if not any(os.path.exists(item.path) for item in items):
         raise UsageError(f"no such file: {items[0].path}" + (f" (nor any other of {len(items)})" if items[1:] else ""))
     return items
@@ -93,7 +98,7 @@ def _named(name: str, avoid: set[str]) -> Iterator[Item]:
 
 
 def _globbed(name: str, avoid: set[str]) -> Iterator[Item]:
-    matches = sorted(glob.glob(name, recursive=True), key=natural)
+    matches = sorted(glob.glob(name, recursive=True), key=natural_key)
     if not matches:
         raise UsageError(f"nothing matches {name!r}")
     for match in map(Path, matches):
@@ -110,7 +115,7 @@ def _files(files: Iterable[Path], avoid: set[str]) -> Iterator[Item]:
 def _order(file: Path, folder: Path) -> tuple[Any, ...]:
     """Files of a folder before those of its sub-folders, each level in natural order."""
     parts = file.relative_to(folder).parts
-    return tuple((i < len(parts) - 1, natural(part)) for i, part in enumerate(parts))
+    return tuple((i < len(parts) - 1, natural_key(part)) for i, part in enumerate(parts))
 
 
 def _walk(folder: Path) -> Iterator[Path]:
@@ -127,20 +132,43 @@ def _all_files(folder: Path, fail: Callable[[OSError], None] | None = None) -> I
         yield from (Path(here, name) for name in files if not name.startswith("."))
 
 
-def left_out(paths: Sequence[str], skip: Iterable[Path] = ()) -> str:
-    """A line about the files in the folders of `paths` that are not read, by the ends of their names, or nothing."""
-    avoid, many = {_real(path) for path in skip}, Counter[str]()
-    for folder in filter(os.path.isdir, paths):
-        for file in _all_files(Path(folder)):
-            if (suffix := file.suffix.lower()) not in SUFFIXES | MANIFESTS and _real(file) not in avoid:
-                many[suffix or "without an ending"] += 1
-    if not many:
+def describe_skipped(paths: Sequence[str], skip: Iterable[Path] = ()) -> str:
+    """One line that counts and names the files in folders and globs of `paths` that are not read; empty if none."""
+    own = {_real(path) for path in skip}
+    groups: dict[str, list[Path]] = {}
+    for file in dict.fromkeys(file for name in paths for file in _candidates(name)):
+        if (suffix := file.suffix.lower()) not in SUFFIXES | MANIFESTS and _real(file) not in own:
+            groups.setdefault(suffix or "no suffix", []).append(file)
+    if not groups:
         return ""
-    first = ", ".join(f"{count} {suffix}" for suffix, count in many.most_common(8))
-    more = f", and {len(many) - 8} other kinds" if len(many) > 8 else ""
-    hint = "; pip install pillow-heif to read .heic" if many[".heic"] + many[".heif"] else ""
-    files = "1 file that is" if many.total() == 1 else f"{many.total()} files that are"
-    return f"skipped {files} no supported picture or clip: {first}{more}{hint}"
+    ordered = sorted(groups.items(), key=lambda group: (-len(group[1]), group[0]))
+    listed = ", ".join(f"{len(files)} {suffix} ({_examples(files)})" for suffix, files in ordered[:MAX_SUFFIXES])
+    rest = f", and {len(ordered) - MAX_SUFFIXES} other kinds" if len(ordered) > MAX_SUFFIXES else ""
+    hint = "; pip install pillow-heif to read .heic" if {".heic", ".heif"} & set(groups) else ""
+    total = sum(map(len, groups.values()))
+    return f"skipped {total} file{'s'[: total > 1]} of unsupported formats: {listed}{rest}{hint}"
+
+
+def _candidates(name: str) -> Iterator[Path]:
+    """All files in a folder, or all that a glob matches; nothing for a file, which is never skipped."""
+    if os.path.isdir(name):
+        yield from _all_files(Path(name))
+    elif glob.has_magic(name) and not os.path.exists(name):
+        for match in sorted(glob.glob(name, recursive=True), key=natural_key):
+            if os.path.isfile(match):
+                yield Path(match)
+            elif not name.rstrip("/").endswith("**"):
+                yield from _all_files(Path(match))
+
+
+def _examples(files: Sequence[Path]) -> str:
+    """The names of the first files, printable."""
+    names = [file.name if file.name.isprintable() else ascii(file.name) for file in files]
+    return ", ".join([*(_short_name(name) for name in names[:2]), *(["..."] if len(names) > 2 else [])])
+
+
+def _short_name(name: str) -> str:
+    return name if len(name) <= 40 else f"{name[:37]}..."
 
 
 def _manifest(path: Path) -> Iterator[Item]:
@@ -185,10 +213,10 @@ def _lines(path: Path, text: str) -> Iterator[tuple[int, dict[str, Any]]]:
 
 def _entry(manifest: Path, number: int, row: dict[str, Any]) -> Item:
     where = f"{manifest} line {number}"
-    name = next((row[key] for key in NAMES if row.get(key)), None)
+    name = next((row[key] for key in FILE_NAME_KEYS if row.get(key)), None)
     if not isinstance(name, str) or not _is_name(name):
         got = _short(name) if name else ", ".join(map(_short, row)) or "nothing"
-        raise UsageError(f"{where} names no file: give {NAMES[0]!r} (got {got})")
+        raise UsageError(f"{where} names no file: give {FILE_NAME_KEYS[0]!r} (got {got})")
     root, path = _real(manifest.parent), manifest.parent / name
     if os.path.isabs(name) or not Path(_real(path)).is_relative_to(root):
         raise UsageError(f"{where}: {_short(name)} leads out of {manifest.parent}/; paths are relative to the manifest")
@@ -243,4 +271,4 @@ def relative_name(path: Path, base: Path) -> str:
     return Path(os.path.relpath(full, root) if inside else full).as_posix()
 
 
-__all__ = ["Item", "collect", "left_out", "natural", "relative_name"]
+__all__ = ["Item", "collect_items", "describe_skipped", "natural_key", "relative_name"]

@@ -7,18 +7,18 @@ from typing import TYPE_CHECKING
 
 from mmspec.app.caption.config import FRAMES, MAX_PIXELS
 from mmspec.app.errors import one_line
-from mmspec.app.io.images import ImageError, Shown, Video, check_file, check_size, load_image
+from mmspec.app.io.images import ImageError, Media, Video, check_file, check_image_size, load_image
 
 if TYPE_CHECKING:
     from mmspec.interfaces import FrameSampler
-    from mmspec.vision.video.decoder_pool import Isolated
+    from mmspec.vision.video.decoder_pool import DecoderPool
 
 _SUFFIXES = ".mp4 .m4v .mov .mkv .webm .avi .mpg .mpeg .ogv .wmv .flv .3gp"
 SUFFIXES = frozenset(_SUFFIXES.split())
 
 
-def load_clip(
-    path: Path, frames: int | FrameSampler = FRAMES, max_pixels: int = MAX_PIXELS, isolated: bool | Isolated = False
+def load_video(
+    path: Path, frames: int | FrameSampler = FRAMES, max_pixels: int = MAX_PIXELS, isolated: bool | DecoderPool = False
 ) -> Video:
     """RGB frames of the video in `path`.
 
@@ -43,17 +43,17 @@ def load_clip(
         kinds = {DecoderCrashedError: "DecoderCrashed", DecoderHungError: "DecoderHung"}
         told = one_line(error, 600).removeprefix(f"{path}: ").replace(str(path), path.name)
         raise ImageError(kinds.get(type(error), "BrokenVideo"), told) from error
-    check_size(read.metadata.width, read.metadata.height, max_pixels)  # large ones are read at a smaller size
+    check_image_size(read.metadata.width, read.metadata.height, max_pixels)  # large ones are read at a smaller size
     return Video(tuple(read.images), read.metadata.for_processor())
 
 
-def load_shown(
-    path: Path, frames: int | FrameSampler = FRAMES, max_pixels: int = MAX_PIXELS, isolated: bool | Isolated = False
-) -> Shown:
+def load_media(
+    path: Path, frames: int | FrameSampler = FRAMES, max_pixels: int = MAX_PIXELS, isolated: bool | DecoderPool = False
+) -> Media:
     """The frames of a file that is named like a video, else the picture in it; `isolated` is of both."""
     if path.suffix.lower() in SUFFIXES:
-        return load_clip(path, frames, max_pixels, isolated)
+        return load_video(path, frames, max_pixels, isolated)
     return load_image(path, max_pixels, isolated)
 
 
-__all__ = ["SUFFIXES", "load_clip", "load_shown"]
+__all__ = ["SUFFIXES", "load_media", "load_video"]

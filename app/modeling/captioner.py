@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import mmspec
-from mmspec.app.io.images import Shown
-from mmspec.app.modeling.chat import inputs_of
-from mmspec.app.modeling.load import synchronise
+from mmspec.app.io.images import Media
+from mmspec.app.modeling.chat import build_inputs
+from mmspec.app.modeling.load import synchronize
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,12 +44,12 @@ class Caption:
 
 
 @dataclass
-class Check:
+class ComparisonTotals:
     """What comparing with plain `generate` has found so far; seconds without those of the first batch."""
 
     rows: int = 0
     identical: int = 0
-    first: str | None = None
+    first_difference: str | None = None
     plain_s: float = 0.0
     patched_s: float = 0.0
 
@@ -63,7 +63,7 @@ class Captioner:
     max_new_tokens: int = 128
     temperature: float = 0.0
     stop: Sequence[str] = ()
-    check: Check = field(default_factory=Check)
+    comparison: ComparisonTotals = field(default_factory=ComparisonTotals)
 
     @property
     def dtype(self) -> str:
@@ -71,7 +71,7 @@ class Captioner:
         return str(self.model.dtype).removeprefix("torch.")
 
     @property
-    def ends(self) -> list[int]:
+    def eos_ids(self) -> list[int]:
         """Ids that end an answer; none if the model has none."""
         ends = self.model.generation_config.eos_token_id
         return list(ends) if isinstance(ends, list) else [] if ends is None else [ends]
@@ -82,11 +82,11 @@ class Captioner:
         return mmspec.stats(self.model).acceptance_rate
 
     def caption(
-        self, shown: Sequence[Shown], prompts: Sequence[str], seed: int, compare: Sequence[bool] = ()
+        self, shown: Sequence[Media], prompts: Sequence[str], seed: int, compare: Sequence[bool] = ()
     ) -> list[Caption]:
         """Caption a batch; rows marked in `compare` are also decoded plainly (the whole batch is, as one)."""
         began = time.perf_counter()
-        inputs = self.inputs(shown, prompts)
+        inputs = self.build_inputs(shown, prompts)
         output, seconds = self._generate(inputs, seed)
         made = self._captions(inputs, output, (time.perf_counter() - began) / len(shown))
         if not any(compare):
@@ -99,15 +99,15 @@ class Captioner:
         """Ids of prompt and answer, and the seconds it took."""
         torch.manual_seed(seed)
         began = time.perf_counter()
-        output: Tensor = self.model.generate(**inputs, **self.options())
-        synchronise(output.device)
+        output: Tensor = self.model.generate(**inputs, **self.generation_kwargs())
+        synchronize(output.device)
         return output, time.perf_counter() - began
 
-    def inputs(self, shown: Sequence[Shown], prompts: Sequence[str]) -> dict[str, Any]:
+    def build_inputs(self, shown: Sequence[Media], prompts: Sequence[str]) -> dict[str, Any]:
         """What `generate` wants, on the model's device and in its precision."""
-        return inputs_of(self.model, self.processor, shown, prompts)
+        return build_inputs(self.model, self.processor, shown, prompts)
 
-    def options(self) -> dict[str, Any]:
+    def generation_kwargs(self) -> dict[str, Any]:
         """What `generate` is told besides its inputs."""
         options: dict[str, Any] = {"max_new_tokens": self.max_new_tokens}
         if self.temperature > 0:
@@ -124,7 +124,7 @@ class Captioner:
         lengths = inputs["attention_mask"].sum(1).tolist() if "attention_mask" in inputs else [prompt] * len(output)
         made = []
         for row, ids in enumerate(output[:, prompt:].tolist()):
-            text, kept, reason = self._finish(ids)
+            text, kept, reason = self._finish_row(ids)
             plain = stats.fallback_calls > 0 or not stats.row_forwards
             rounds = max(0, kept - 1) if plain else stats.row_forwards[row]
             tau = round((kept - 1) / rounds, 4) if rounds else 1.0
@@ -132,9 +132,9 @@ class Captioner:
             made.append(Caption(text, lengths[row], kept, rounds, tau, first, round(seconds, 6), reason))
         return made
 
-    def _finish(self, ids: list[int]) -> tuple[str, int, str]:
+    def _finish_row(self, ids: list[int]) -> tuple[str, int, str]:
         """Text, number of tokens (an end token counts) and why the row ended; padding after its end is not its own."""
-        ends = set(self.ends)
+        ends = set(self.eos_ids)
         size = next((i + 1 for i, token in enumerate(ids) if token in ends), len(ids))
         reason = "eos" if size and ids[size - 1] in ends else "length" if size >= self.max_new_tokens else "stop"
         text = self._decode(ids[:size])
@@ -158,25 +158,25 @@ class Captioner:
         """
         with mmspec.disabled(self.model):
             plain, plain_seconds = self._generate(inputs, seed)
-        if self.check.rows:  # the first batch warmed up for both
-            self.check.plain_s += plain_seconds
-            self.check.patched_s += seconds
+        if self.comparison.rows:  # the first batch warmed up for both
+            self.comparison.plain_s += plain_seconds
+            self.comparison.patched_s += seconds
         prompt = inputs["input_ids"].shape[1]
         rows = zip(plain[:, prompt:].tolist(), output[:, prompt:].tolist(), strict=True)
         same, said = [], []
         for theirs, ours in rows:
-            text, size, _ = self._finish(theirs)
-            same.append(theirs[:size] == ours[: self._finish(ours)[1]])
+            text, size, _ = self._finish_row(theirs)
+            same.append(theirs[:size] == ours[: self._finish_row(ours)[1]])
             said.append(text)
-        self.check.rows += sum(wanted)
-        self.check.identical += sum(s for s, on in zip(same, wanted, strict=True) if on)
-        if self.check.first is None and not all(s for s, on in zip(same, wanted, strict=True) if on):
-            self.check.first = self._difference(inputs, seed)
+        self.comparison.rows += sum(wanted)
+        self.comparison.identical += sum(s for s, on in zip(same, wanted, strict=True) if on)
+        if self.comparison.first_difference is None and not all(s for s, on in zip(same, wanted, strict=True) if on):
+            self.comparison.first_difference = self._locate_difference(inputs, seed)
         return list(zip(same, said, strict=True))
 
-    def _difference(self, inputs: dict[str, Any], seed: int) -> str:
+    def _locate_difference(self, inputs: dict[str, Any], seed: int) -> str:
         torch.manual_seed(seed)
-        found = mmspec.compare(self.model, inputs, **self.options()).first_divergence
+        found = mmspec.compare(self.model, inputs, **self.generation_kwargs()).first_divergence
         if found is None:
             return "gone when run again, which points to rounding that does not repeat itself"
         token = self.processor.tokenizer.convert_ids_to_tokens
@@ -192,4 +192,4 @@ def out_of_memory(error: BaseException) -> bool:
     )
 
 
-__all__ = ["Caption", "Captioner", "Check", "out_of_memory"]
+__all__ = ["Caption", "Captioner", "ComparisonTotals", "out_of_memory"]

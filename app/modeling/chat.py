@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mmspec.app.errors import UsageError
-from mmspec.app.io.images import Shown, Video, pictures
-from mmspec.app.modeling.load import synchronise
+from mmspec.app.io.images import Media, Video, media_images
+from mmspec.app.modeling.load import synchronize
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 PLAIN_TEMPLATE = "USER: {images}{prompt} ASSISTANT:"
 """For processors without a chat template: what LLaVA-1.5 was trained on."""
 PIXELS = ("pixel_values", "pixel_values_videos")
-Entry = dict[str, Any]
+ContentPart = dict[str, Any]
 """A part of a message, in the words of chat templates."""
 
 
@@ -34,7 +34,7 @@ class Turn:
     answer: str
 
 
-def check_words(processor: Any, text: str | None, what: str = "The question") -> None:
+def reject_media_tokens(processor: Any, text: str | None, what: str = "The question") -> None:
     """Refuse a text with a word that stands for a picture: the picture is put before it already.
 
     Raises:
@@ -45,16 +45,16 @@ def check_words(processor: Any, text: str | None, what: str = "The question") ->
             raise UsageError(f"{what} must not contain {token}: the picture is put before it already")
 
 
-def takes_videos(processor: Any) -> bool:
+def accepts_videos(processor: Any) -> bool:
     """Whether a video is one thing to the processor, and to its template, and not so many pictures."""
     template = getattr(processor, "chat_template", None)
     return getattr(processor, "video_processor", None) is not None and "video" in str(template or "video")
 
 
-def inputs_of(
+def build_inputs(
     model: PreTrainedModel,
     processor: Any,
-    shown: Sequence[Shown],
+    shown: Sequence[Media],
     questions: Sequence[str],
     turns: Sequence[Sequence[Turn]] = (),
 ) -> dict[str, Any]:
@@ -67,8 +67,8 @@ def inputs_of(
         UsageError: a question contains a word that stands for a picture.
     """
     for question in questions:
-        check_words(processor, question)
-    videos = takes_videos(processor)
+        reject_media_tokens(processor, question)
+    videos = accepts_videos(processor)
     seen = [_entries(one, videos) for one in shown]
     rows = list(zip(seen, turns or [()] * len(questions), questions, strict=True))
     options: dict[str, Any] = {"padding": True}
@@ -90,17 +90,17 @@ def inputs_of(
         flat = {kind: [e[kind] for entries in seen for e in entries if kind in e] for kind in ("image", "video")}
         media = {f"{kind}s": values for kind, values in flat.items() if values}
         made = processor(text=texts, return_tensors="pt", **media, **options)
-    return {name: placed(model, name, value) for name, value in made.items()}
+    return {name: to_model_device(model, name, value) for name, value in made.items()}
 
 
-def _entries(shown: Shown, videos: bool) -> list[Entry]:
+def _entries(shown: Media, videos: bool) -> list[ContentPart]:
     """What a message holds of it: pictures, or one video if videos are taken."""
     if videos and isinstance(shown, Video):
         return [{"type": "video", "video": shown.array()}]
-    return [{"type": "image", "image": image} for image in pictures(shown)]
+    return [{"type": "image", "image": image} for image in media_images(shown)]
 
 
-def _messages(entries: Sequence[Entry], turns: Sequence[Turn], question: str) -> list[dict[str, Any]]:
+def _messages(entries: Sequence[ContentPart], turns: Sequence[Turn], question: str) -> list[dict[str, Any]]:
     """What is shown stands in the first message."""
     messages: list[dict[str, Any]] = []
     for turn in turns:
@@ -111,7 +111,7 @@ def _messages(entries: Sequence[Entry], turns: Sequence[Turn], question: str) ->
     return messages
 
 
-def _text(processor: Any, entries: Sequence[Entry], turns: Sequence[Turn], question: str) -> str:
+def _text(processor: Any, entries: Sequence[ContentPart], turns: Sequence[Turn], question: str) -> str:
     """The same for a processor without a template."""
     kinds = [entry["type"] for entry in entries]
     seen, parts = "".join(getattr(processor, f"{kind}_token", f"<{kind}>") + "\n" for kind in kinds), list[str]()
@@ -121,7 +121,7 @@ def _text(processor: Any, entries: Sequence[Entry], turns: Sequence[Turn], quest
     return " ".join([*parts, PLAIN_TEMPLATE.format(images=seen, prompt=question)])
 
 
-def placed(model: PreTrainedModel, name: str, value: Any) -> Any:
+def to_model_device(model: PreTrainedModel, name: str, value: Any) -> Any:
     """An entry of what a processor made, on the model's device; pixels in its precision."""
     import torch
 
@@ -131,7 +131,7 @@ def placed(model: PreTrainedModel, name: str, value: Any) -> Any:
     return value.to(model.device, model.dtype if pixels else None)
 
 
-def check_length(model: PreTrainedModel, inputs: dict[str, Any], more: int) -> None:
+def check_length(model: PreTrainedModel, inputs: dict[str, Any], max_new_tokens: int) -> None:
     """Refuse what is longer than the positions that the model knows.
 
     Args:
@@ -142,14 +142,14 @@ def check_length(model: PreTrainedModel, inputs: dict[str, Any], more: int) -> N
     """
     most = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     length = inputs["input_ids"].shape[1]
-    if most is not None and length + more > most:
+    if most is not None and length + max_new_tokens > most:
         raise UsageError(
-            f"Picture, conversation and question are {length} tokens, and {more} more were asked for; "
+            f"Picture, conversation and question are {length} tokens, and {max_new_tokens} more were asked for; "
             f"this model knows {most} positions."
         )
 
 
-def encoded(model: PreTrainedModel, inputs: dict[str, Any]) -> tuple[dict[str, Any], float]:
+def encode_media(model: PreTrainedModel, inputs: dict[str, Any]) -> tuple[dict[str, Any], float]:
     """`inputs` with the pictures as the vision tower sees them, and the seconds that took.
 
     Given to several runs, it spares each of them the tower, and changes none. A model that cannot take such outputs
@@ -167,10 +167,19 @@ def encoded(model: PreTrainedModel, inputs: dict[str, Any]) -> tuple[dict[str, A
         taken = {name: inputs[name] for name in inspect.signature(see).parameters if name in inputs}
         with torch.no_grad():
             seen[kind] = see(**taken, return_dict=True)
-    synchronise(model.device)
+    synchronize(model.device)
     seconds = time.perf_counter() - began
     words = {name: value for name, value in inputs.items() if name not in PIXELS}
     return ({**words, "mm_encoder_outputs": seen}, seconds) if seen else (inputs, 0.0)
 
 
-__all__ = ["PLAIN_TEMPLATE", "Turn", "check_length", "check_words", "encoded", "inputs_of", "placed", "takes_videos"]
+__all__ = [
+    "PLAIN_TEMPLATE",
+    "Turn",
+    "accepts_videos",
+    "build_inputs",
+    "check_length",
+    "encode_media",
+    "reject_media_tokens",
+    "to_model_device",
+]

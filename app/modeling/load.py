@@ -1,22 +1,25 @@
-"""A model and its processor from a hub id, a local folder or what is built in; errors in one line.
+"""A model and its processor from a hub id, a local folder or a built-in name; errors in one line.
 
-Remote code is never run. Whether anything may be downloaded is up to transformers' own settings (`HF_HUB_OFFLINE=1`).
+Remote code is never run. `HF_HUB_OFFLINE=1` forbids downloads, as in transformers. A hub that does not answer is
+reported within 10 seconds (`mmspec.drafters.hub`).
 """
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
-from mmspec.app.caption.config import MODEL
+from mmspec.app.caption.config import SCENES_MODEL
 from mmspec.app.errors import UsageError, one_line
 from mmspec.app.modeling.random_models import SIZES, random_model
+from mmspec.drafters.hub import unreachable_reason
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
 
-def pick_device(name: str, local_rank: int = 0) -> torch.device:
+def resolve_device(name: str, local_rank: int = 0) -> torch.device:
     """The device called `name`; "auto" is this process's GPU if there is one."""
     import torch
 
@@ -32,7 +35,7 @@ def pick_device(name: str, local_rank: int = 0) -> torch.device:
     return device
 
 
-def synchronise(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     """Wait until the device has nothing left to do."""
     import torch
 
@@ -42,16 +45,18 @@ def synchronise(device: torch.device) -> None:
         torch.mps.synchronize()
 
 
-def load(name: str, dtype: str = "auto", device: str = "auto", local_rank: int = 0) -> tuple[PreTrainedModel, Any]:
+def load_model(
+    name: str, dtype: str = "auto", device: str = "auto", local_rank: int = 0
+) -> tuple[PreTrainedModel, Any]:
     """Model in eval mode on its device, and its processor, padding on the left.
 
     Args:
         name: hub id, local folder, "scenes" for the model that ships with mmspec, or "tiny" / "mid" for a random one.
         dtype: "auto" is float32 on a CPU and the checkpoint's own elsewhere.
     """
-    place = pick_device(device, local_rank)
+    place = resolve_device(device, local_rank)
     precision = "float32" if dtype == "auto" and place.type == "cpu" else dtype
-    if name == MODEL:
+    if name == SCENES_MODEL:
         model, processor = _scenes(precision)
     else:
         model, processor = _random(name, precision) if name in SIZES else _pretrained(name, precision)
@@ -84,24 +89,52 @@ def _random(name: str, dtype: str) -> tuple[Any, Any]:
 
 
 def _pretrained(name: str, dtype: str) -> tuple[Any, Any]:
+    """Model and processor of a local folder or a hub id; without a hub that answers, what is cached of it."""
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
+    _check_folder(name)
+    problem = None if os.path.isdir(name) else unreachable_reason()
+    options: dict[str, Any] = {"trust_remote_code": False, "local_files_only": problem is not None}
     try:
-        processor = AutoProcessor.from_pretrained(name, trust_remote_code=False)
+        processor = AutoProcessor.from_pretrained(name, **options)
     except Exception as error:  # transformers raises nearly any type here, AttributeError where torchvision is missing
-        raise UsageError(f"cannot load the processor of --model {name}: {_hint(error)}") from error
+        raise UsageError(f"cannot load the processor of --model {name}: {problem or _hint(name, error)}") from error
     try:
-        model = AutoModelForImageTextToText.from_pretrained(name, dtype=dtype, trust_remote_code=False)
+        model = AutoModelForImageTextToText.from_pretrained(name, dtype=dtype, **options)
     except Exception as error:
-        raise UsageError(f"cannot load --model {name}: {_hint(error)}") from error
+        raise UsageError(f"cannot load --model {name}: {problem or _hint(name, error)}") from error
     return model, processor
 
 
-def _hint(error: Exception) -> str:
+def _check_folder(name: str) -> None:
+    """Refuse a local path without a model in it, before it is taken for a hub id.
+
+    Raises:
+        UsageError: no such folder, a file, or a folder without a `config.json`.
+    """
+    if os.path.isdir(name):
+        if not os.path.isfile(os.path.join(name, "config.json")):
+            raise UsageError(f"cannot load --model {name}: the folder holds no config.json")
+    elif os.path.exists(name):
+        raise UsageError(f"--model {name} is a file: name the folder of the model")
+    elif not name.strip() or _is_local_path(name):
+        raise UsageError(f"--model {name}: no such folder; a hub id is OWNER/NAME, as in llava-hf/llava-1.5-7b-hf")
+
+
+def _is_local_path(name: str) -> bool:
+    """Whether a name can only be a path: absolute, relative by its dots, of a home, or with more than one slash."""
+    parts = name.replace("\\", "/").split("/")
+    return parts[0] in ("", ".", "..") or name.startswith("~") or len(parts) > 2 or parts[-1] == "" or "\\" in name
+
+
+def _hint(name: str, error: Exception) -> str:
+    """The error in one line, with what is known about it."""
     text = one_line(error)
     if "torchvision" in str(error).lower() or isinstance(error, AttributeError):
         text += " (this family's processor needs torchvision: pip install torchvision)"
+    if "/" in name and not os.path.isdir(name) and os.path.isdir(name.split("/")[0]):
+        text += f" (and there is no folder {name} here)"
     return text
 
 
-__all__ = ["load", "pick_device", "synchronise"]
+__all__ = ["load_model", "resolve_device", "synchronize"]

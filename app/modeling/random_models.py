@@ -30,7 +30,7 @@ TEMPLATE = (
 
 
 @dataclass(frozen=True)
-class Size:
+class ModelSize:
     """Shape of a random model."""
 
     vocab: int
@@ -47,8 +47,8 @@ class Size:
 
 
 SIZES = {
-    "tiny": Size(384, 64, 2, 4, 2, 128, 32, 8, 32, 2),
-    "mid": Size(8192, 576, 12, 9, 3, 1536, 112, 14, 192, 4),
+    "tiny": ModelSize(384, 64, 2, 4, 2, 128, 32, 8, 32, 2),
+    "mid": ModelSize(8192, 576, 12, 9, 3, 1536, 112, 14, 192, 4),
 }
 
 
@@ -59,7 +59,7 @@ def _syllables() -> Iterator[str]:
         yield first + second + third
 
 
-def vocabulary(size: int) -> list[str]:
+def build_vocabulary(size: int) -> list[str]:
     """The tokens of a model with `size` ids: special ones, letters, some English words, then syllables."""
     tokens = [*SPECIAL, *LETTERS, *(f"Ġ{word}" for word in WORDS)]
     known = set(tokens)
@@ -71,12 +71,12 @@ def vocabulary(size: int) -> list[str]:
     raise ValueError(f"a random model has {len(known)} to {len(tokens)} tokens, asked for {size}")
 
 
-def _tokenizer(size: Size) -> PreTrainedTokenizerFast:
+def _tokenizer(size: ModelSize) -> PreTrainedTokenizerFast:
     """Whole words of the vocabulary are tokens, everything else is spelled in letters."""
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    tokens = {token: number for number, token in enumerate(vocabulary(size.vocab))}
+    tokens = {token: number for number, token in enumerate(build_vocabulary(size.vocab))}
     backend = Tokenizer(models.BPE(tokens, [], unk_token="<unk>", ignore_merges=True))
     backend.normalizer = normalizers.Lowercase()
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -94,7 +94,7 @@ def _tokenizer(size: Size) -> PreTrainedTokenizerFast:
     )
 
 
-def _processor(size: Size) -> ProcessorMixin:
+def _processor(size: ModelSize) -> ProcessorMixin:
     from transformers import LlavaProcessor
     from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
@@ -110,7 +110,7 @@ def _processor(size: Size) -> ProcessorMixin:
     )
 
 
-def _config(size: Size) -> Any:
+def _config(size: ModelSize) -> Any:
     from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig
 
     vision = CLIPVisionConfig(
@@ -137,7 +137,7 @@ def _config(size: Size) -> Any:
     return LlavaConfig(vision_config=vision, text_config=text, image_token_index=4, image_seq_length=tokens)
 
 
-def _enliven(model: PreTrainedModel, seed: int) -> None:
+def _init_weights(model: PreTrainedModel, seed: int) -> None:
     """Weights large enough that the picture and every earlier word change the next one."""
     import torch
 
@@ -161,7 +161,7 @@ def random_model(size: str = "tiny", seed: int = 0) -> tuple[PreTrainedModel, Pr
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)  # not `torch.manual_seed`, which seeds GPUs as well
         model = LlavaForConditionalGeneration(_config(SIZES[size]))
-    _enliven(model, seed)
+    _init_weights(model, seed)
     ids = model.generation_config
     ids.pad_token_id, ids.bos_token_id, ids.eos_token_id = 0, 1, 2
     return model.eval(), _processor(SIZES[size])
@@ -175,4 +175,4 @@ def tiny_model(folder: str | Path, seed: int = 0) -> Path:
     return Path(folder)
 
 
-__all__ = ["SIZES", "random_model", "tiny_model", "vocabulary"]
+__all__ = ["SIZES", "build_vocabulary", "random_model", "tiny_model"]

@@ -12,7 +12,7 @@ PALETTE = {"red": (200, 40, 40), "green": (40, 160, 70), "blue": (40, 80, 200), 
 SHAPES = ("circle", "square", "triangle")
 
 
-def picture(seed: int, size: tuple[int, int] = (320, 240)) -> tuple[Image.Image, str]:
+def draw_image(seed: int, size: tuple[int, int] = (320, 240)) -> tuple[Image.Image, str]:
     """A picture of three shapes, and a name that says what is on it."""
     rng = random.Random(seed)
     width, height = size
@@ -37,15 +37,15 @@ def _shape(draw: ImageDraw.ImageDraw, shape: str, x: int, y: int, r: int, colour
         draw.polygon(((x, y - r), (x + r, y + r), (x - r, y + r)), fill=colour)
 
 
-def write_pictures(folder: Path, count: int) -> list[Path]:
+def write_images(folder: Path, count: int) -> list[Path]:
     """Write `count` PNG files into `folder`, which is made if need be."""
     folder.mkdir(parents=True, exist_ok=True)
     files = []
     for number in range(count):
-        image, name = picture(number)
+        image, name = draw_image(number)
         files.append(folder / f"{number:02d}_{name}.png")
         image.save(files[-1])
     return files
 
 
-__all__ = ["picture", "write_pictures"]
+__all__ = ["draw_image", "write_images"]

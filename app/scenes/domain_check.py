@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from PIL import Image
 
-from mmspec.app.caption.progress import say
-from mmspec.app.io.images import Shown, pictures
+from mmspec.app.caption.progress import print_stderr
+from mmspec.app.io.images import Media, media_images
 from mmspec.app.scenes.world import IMAGE_SIZE
 
 MIN_BACKGROUND_SHARE = 0.45
@@ -45,11 +45,11 @@ def looks_like_scene(image: Image.Image) -> bool:
     return background_share(image) >= MIN_BACKGROUND_SHARE
 
 
-def warn_if_out_of_domain(media: Shown, name: str) -> bool:
+def warn_if_out_of_domain(media: Media, name: str) -> bool:
     """Say what the model is for, if it is shown something else; whether that was said."""
-    if looks_like_scene(pictures(media)[0]):
+    if looks_like_scene(media_images(media)[0]):
         return False
-    say(f"mmspec: {name} {OUT_OF_DOMAIN_HINT}")
+    print_stderr(f"mmspec: {name} {OUT_OF_DOMAIN_HINT}")
     return True
 
 

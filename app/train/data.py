@@ -19,18 +19,18 @@ import torch
 from torch import Tensor
 
 from mmspec.app.errors import UsageError
-from mmspec.app.io.images import ImageError, Shown, pictures
-from mmspec.app.io.jsonl import replace
-from mmspec.app.io.sources import collect
-from mmspec.app.io.videos import load_shown
+from mmspec.app.io.images import ImageError, Media, media_images
+from mmspec.app.io.jsonl import replace_file
+from mmspec.app.io.sources import collect_items
+from mmspec.app.io.videos import load_media
 from mmspec.app.modeling.captioner import Captioner
-from mmspec.cpu.linear import bf16_is_faster
+from mmspec.cpu.bf16 import bf16_is_faster
 from mmspec.drafters.checkpoints.format import tokenizer_fingerprint
 from mmspec.drafters.eagle.visual_inputs import prompt_grids
-from mmspec.drafters.training.losses import TrainBatch
+from mmspec.drafters.training.batch import TrainBatch
 from mmspec.interfaces import Prompt
 from mmspec.targets.registry import find_adapter
-from mmspec.vision.video.decoder_pool import Isolated
+from mmspec.vision.video.decoder_pool import DecoderPool
 
 SCENES_MIX = {"describe": 0.6, "short": 0.15, "answer": 0.2, "clip": 0.05}
 """Share of each task when the scenes model is the target."""
@@ -41,12 +41,12 @@ ANSWERS = "answers.jsonl"
 class Request:
     """What is shown and asked; `answer` None is for the target to give."""
 
-    shown: Shown
+    media: Media
     question: str
     answer: str | None = None
 
 
-class Data(Protocol):
+class RequestDataset(Protocol):
     """Requests by number, the same in every run."""
 
     def __len__(self) -> int: ...
@@ -72,10 +72,10 @@ class ScenesData:
         return Request(made.images if len(made.images) > 1 else made.images[0], made.question)
 
 
-class Part:
+class Subset:
     """The requests of a range, numbered anew."""
 
-    def __init__(self, data: Data, numbers: range) -> None:
+    def __init__(self, data: RequestDataset, numbers: range) -> None:
         self.data, self.numbers = data, numbers
 
     def __len__(self) -> int:
@@ -85,10 +85,10 @@ class Part:
         return self.data[self.numbers[number]]
 
 
-class WithText:
+class TextOnlyAugmented:
     """Requests, and the same questions without their pictures: number n + len is the n-th without."""
 
-    def __init__(self, data: Data) -> None:
+    def __init__(self, data: RequestDataset) -> None:
         self.data = data
 
     def __len__(self) -> int:
@@ -101,7 +101,7 @@ class WithText:
         return Request((), one.question)
 
 
-def share_of_pictures(done: float) -> float:
+def image_fraction(done: float) -> float:
     """MSD's schedule: none for the first half of the training, then rising evenly to all (MSD, section 6)."""
     return min(1.0, max(0.0, 2 * done - 1))
 
@@ -110,8 +110,8 @@ class FileData:
     """Requests about pictures and clips that the user named; a manifest may bring prompts and answers."""
 
     def __init__(self, paths: Sequence[str]) -> None:
-        self.items = collect(paths, Path())
-        self.decoders = Isolated()  # starts nothing before there is a file to decode
+        self.items = collect_items(paths, Path())
+        self.decoders = DecoderPool()  # starts nothing before there is a file to decode
 
     def __len__(self) -> int:
         return len(self.items)
@@ -119,51 +119,51 @@ class FileData:
     @property
     def digest(self) -> str:
         """A short name of the whole list: files, questions, answers."""
-        listed = json.dumps([(str(item.path), item.question(), item.answer) for item in self.items])
+        listed = json.dumps([(str(item.path), item.resolve_prompt(), item.answer) for item in self.items])
         return hashlib.sha256(listed.encode()).hexdigest()[:16]
 
     def __getitem__(self, number: int) -> Request:
         item = self.items[number]
         try:
-            shown = load_shown(item.path, isolated=self.decoders)
+            shown = load_media(item.path, isolated=self.decoders)
         except ImageError as error:
             raise UsageError(f"{item.path}: {error}") from error
-        return Request(shown, item.question(), item.answer)
+        return Request(shown, item.resolve_prompt(), item.answer)
 
 
 class Teacher:
     """A target that answers, and shows its states. Both are made once, as far as there is room."""
 
-    def __init__(self, model: Any, processor: Any, data: Data, room: int = 0) -> None:
+    def __init__(self, model: Any, processor: Any, data: RequestDataset, room: int = 0) -> None:
         """
         Args:
             room: bytes of states that may be kept on the host for when a text comes again. What comes first is kept:
                 texts come in epochs, so whatever was thrown out last would be wanted next.
         """
-        self.room, self._kept = room, dict[int, TrainBatch]()
-        self.maker, self.data, self.family = Captioner(model, processor), data, find_adapter(model)
+        self.cache_bytes, self._cache = room, dict[int, TrainBatch]()
+        self.captioner, self.data, self.adapter = Captioner(model, processor), data, find_adapter(model)
         self.model, self.tokenizer = model, processor.tokenizer
         self.answers: dict[int, list[int]] = {}
-        self.sizes: dict[int, int] = {}
+        self.text_lengths: dict[int, int] = {}
 
     @property
-    def placeholders(self) -> tuple[int, ...]:
+    def media_token_ids(self) -> tuple[int, ...]:
         """Ids that stand for visual tokens."""
-        return self.family.media_token_ids
+        return self.adapter.media_token_ids
 
     @property
     def fingerprint(self) -> str:
         """Of the tokenizer."""
         return tokenizer_fingerprint(self.tokenizer)
 
-    def commonest(self, count: int) -> Tensor:
+    def most_common_ids(self, count: int) -> Tensor:
         """[count] int64, the ids that the answers use most, rising; the end is always among them."""
         counted = Counter(token for ids in self.answers.values() for token in ids)
-        ends = self.maker.ends
+        ends = self.captioner.eos_ids
         first = [*ends, *(token for token, _ in counted.most_common() if token not in ends)]
         return torch.tensor(sorted(first[:count]))
 
-    def answer_all(
+    def generate_answers(
         self,
         folder: Path,
         batch: int,
@@ -216,12 +216,12 @@ class Teacher:
             good.append(line)
         whole = "".join(f"{line}\n" for line in good)
         if mend and whole != text:
-            replace(file, whole.encode())  # under another name first: a full disk must not cost the answers
+            replace_file(file, whole.encode())  # under another name first: a full disk must not cost the answers
 
     def _take(self, row: dict[str, Any]) -> None:
         """An answer, and about how long its whole text is."""
         self.answers[row["number"]] = row["ids"]
-        self.sizes[row["number"]] = len(row["ids"]) + row.get("prompt", 0)
+        self.text_lengths[row["number"]] = len(row["ids"]) + row.get("prompt", 0)
 
     def _answer(self, requests: Sequence[Request], most: int) -> list[tuple[list[int], int]]:
         """Per request the ids of its answer, and the length of its prompt, 0 if nobody had to know it.
@@ -232,7 +232,7 @@ class Teacher:
         groups: dict[int, list[int]] = {}
         for place, one in enumerate(requests):
             if one.answer is None:
-                groups.setdefault(len(pictures(one.shown)), []).append(place)
+                groups.setdefault(len(media_images(one.media)), []).append(place)
         for places in groups.values():
             for place, answer in zip(places, self._generate([requests[p] for p in places], most), strict=True):
                 said[place] = answer
@@ -240,39 +240,39 @@ class Teacher:
 
     def _ids(self, answer: str) -> list[int]:
         ids = self.tokenizer(" " + answer.strip(), add_special_tokens=False).input_ids
-        return [*ids, *self.maker.ends[:1]]
+        return [*ids, *self.captioner.eos_ids[:1]]
 
     def _generate(self, requests: Sequence[Request], most: int) -> list[tuple[list[int], int]]:
-        inputs = self.maker.inputs([one.shown for one in requests], [one.question for one in requests])
+        inputs = self.captioner.build_inputs([one.media for one in requests], [one.question for one in requests])
         out = self.model.generate(
             **inputs, max_new_tokens=most, do_sample=False, temperature=None, top_p=None, top_k=None
         )
-        ends, result = set(self.maker.ends), []
+        ends, result = set(self.captioner.eos_ids), []
         prompts = inputs["attention_mask"].sum(1).tolist()
         for row, prompt in zip(out[:, inputs["input_ids"].shape[1] :].tolist(), prompts, strict=True):
             size = next((i + 1 for i, token in enumerate(row) if token in ends), len(row))
             result.append((row[:size], prompt))
         return result
 
-    def lesson(self, numbers: Sequence[int]) -> TrainBatch:
+    def make_batch(self, numbers: Sequence[int]) -> TrainBatch:
         """The target's states over the prompts of these requests and its answers."""
-        new = [number for number in dict.fromkeys(numbers) if number not in self._kept]
-        made = dict(zip(new, self._seen(new).split(), strict=True)) if new else {}
-        rows = [self._kept[number] if number in self._kept else made[number] for number in numbers]
+        new = [number for number in dict.fromkeys(numbers) if number not in self._cache]
+        made = dict(zip(new, self._forward(new).split(), strict=True)) if new else {}
+        rows = [self._cache[number] if number in self._cache else made[number] for number in numbers]
         for number, row in made.items():
             size = sum(part.nbytes for part in row.tensors())
-            if size <= self.room:
-                self.room -= size
-                self._kept[number] = row.to("cpu")
+            if size <= self.cache_bytes:
+                self.cache_bytes -= size
+                self._cache[number] = row.to("cpu")
         device = self.model.device
         return TrainBatch.collate([row.to(device) for row in rows])
 
-    def _seen(self, numbers: Sequence[int]) -> TrainBatch:
+    def _forward(self, numbers: Sequence[int]) -> TrainBatch:
         """The target reads the texts."""
         requests = [self.data[number] for number in numbers]
-        inputs = self.maker.inputs([one.shown for one in requests], [one.question for one in requests])
+        inputs = self.captioner.build_inputs([one.media for one in requests], [one.question for one in requests])
         whole, answer = self._join(inputs, [self.answers[number] for number in numbers])
-        device, heard = self.model.device, self.family.attention_capture()
+        device, heard = self.model.device, self.adapter.attention_capture()
         with (
             torch.no_grad(),
             torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cpu" and bf16_is_faster(device)),
@@ -280,9 +280,9 @@ class Teacher:
         ):
             seen = self.model(**whole, output_hidden_states=True, logits_to_keep=1, use_cache=False)
         ids, real = whole["input_ids"], whole["attention_mask"].bool()
-        visual = torch.isin(ids, torch.tensor(self.placeholders, device=ids.device))
-        vision = {name: whole[name] for name in self.family.vision_args if whole.get(name) is not None}
-        grids = self.family.grids(ids, vision)
+        visual = torch.isin(ids, torch.tensor(self.media_token_ids, device=ids.device))
+        vision = {name: whole[name] for name in self.adapter.vision_args if whole.get(name) is not None}
+        grids = self.adapter.grids(ids, vision)
         return TrainBatch(
             input_ids=ids,
             attention_mask=real,
@@ -291,7 +291,7 @@ class Teacher:
             inputs_embeds=seen.hidden_states[0].float(),
             hidden_states=seen.hidden_states[-1].float(),
             grids=prompt_grids(Prompt(ids, real, visual, position_ids=ids, grids=grids), ids.shape[1]),
-            visual_saliency=self.family.visual_saliency(heard, visual, vision),
+            visual_saliency=self.adapter.visual_saliency(heard, visual, vision),
         )
 
     def _join(self, inputs: dict[str, Any], answers: Sequence[list[int]]) -> tuple[dict[str, Any], Tensor]:
@@ -314,11 +314,11 @@ class Teacher:
         return whole, (place >= begins) & (place < ends)
 
 
-WINDOW = 16
+LENGTH_GROUP_BATCHES = 16
 """Batches that are made of the same requests, so that each may have its like together."""
 
 
-class Order:
+class LengthGroupedSampler:
     """Which requests each step is about: every epoch takes each once, in an order of its own.
 
     Requests of a similar length come together, since a batch is as long as its longest text.
@@ -333,11 +333,11 @@ class Order:
         self.count, self.batch, self.seed, self.sizes = count, batch, seed, {} if sizes is None else sizes
         self._epochs: dict[int, list[int]] = {}
 
-    def numbers(self, step: int, shown: float = 1.0) -> list[int]:
+    def batch_indices(self, step: int, shown: float = 1.0) -> list[int]:
         """[batch] numbers of a step.
 
         Args:
-            shown: share of the requests with their pictures; of the others only the question is asked (`WithText`).
+            shown: share of the requests with their pictures; of the others only the question is asked (`TextOnlyAugmented`).
         """
         numbers = []
         for place in range(step * self.batch, (step + 1) * self.batch):
@@ -350,7 +350,7 @@ class Order:
         if epoch not in self._epochs:
             order = list(range(self.count))
             random.Random(f"order {self.seed} {epoch}").shuffle(order)
-            width = WINDOW * self.batch
+            width = LENGTH_GROUP_BATCHES * self.batch
             windows = [order[start : start + width] for start in range(0, self.count, width)]
             sorted_ = [sorted(window, key=self._size) for window in windows]
             latest = dict(list(self._epochs.items())[-1:])  # a step may take from two
@@ -364,13 +364,13 @@ class Order:
 
 __all__ = [
     "ANSWERS",
-    "Data",
     "FileData",
-    "Order",
-    "Part",
+    "LengthGroupedSampler",
     "Request",
+    "RequestDataset",
     "ScenesData",
+    "Subset",
     "Teacher",
-    "WithText",
-    "share_of_pictures",
+    "TextOnlyAugmented",
+    "image_fraction",
 ]

@@ -15,14 +15,14 @@ from typing import Any
 
 import gradio as gr
 
-from mmspec.app.caption.config import usual_prompt
+from mmspec.app.caption.config import default_prompt
 from mmspec.app.errors import UsageError
 from mmspec.app.io import videos as clips
 from mmspec.app.ui.batch import CaptionBatch
 from mmspec.app.ui.comparison import ComparisonRun
-from mmspec.app.ui.context import IN_LINE, Context, report_errors
+from mmspec.app.ui.context import DEVICE_QUEUE, Context, report_errors
 from mmspec.app.ui.report import build_report
-from mmspec.app.ui.worker import CancelSignal, LeftError
+from mmspec.app.ui.worker import CancelSignal, LeftQueueError
 
 report_errors_as_text = functools.partial(report_errors, format_message=str)
 """Programs get the sentence itself, not as HTML."""
@@ -45,11 +45,11 @@ def register_endpoints(context: Context) -> None:
     ) -> Iterator[dict[str, Any] | None]:
         choice = context.parse_settings(model, drafter, compressor, temperature, seed, max_new_tokens)
         is_clip = Path(file or "").suffix.lower() in clips.SUFFIXES
-        asked = context.limits.check_question(usual_prompt(is_clip) if question is None else question)
-        given = context.limits.given(file)
+        asked = context.limits.check_question(default_prompt(is_clip) if question is None else question)
+        given = context.limits.check_media_path(file)
         with open_session(context) as halt:
             race = ComparisonRun(context.model_store, lambda: context.limits.load_media(given), (), asked, choice, halt)
-            with unless_left():
+            with report_left_queue():
                 for _ in context.worker.submit_and_poll(race.run, halt):
                     yield None
             if race.loaded_model is None:
@@ -74,22 +74,22 @@ def register_endpoints(context: Context) -> None:
             context.model_store, given, asked, choice, context.limits, context.temp_storage.new_folder()
         )
         with open_session(context) as halt:
-            with unless_left():
+            with report_left_queue():
                 for _ in context.worker.submit_and_poll(lambda: batch.run(halt), halt):
                     yield None
             yield batch.rows
 
     with gr.Row(visible=False):
-        _register(context, "compare", compare, gr.File(), None, 128)
-        _register(context, "caption", caption, gr.File(file_count="multiple"), "", 64)
+        _add_endpoint(context, "compare", compare, gr.File(), None, 128)
+        _add_endpoint(context, "caption", caption, gr.File(file_count="multiple"), "", 64)
 
 
 @contextmanager
-def unless_left() -> Iterator[None]:
+def report_left_queue() -> Iterator[None]:
     """A run that left the line is an error to a program."""
     try:
         yield
-    except LeftError:
+    except LeftQueueError:
         raise UsageError("The run was ended before it began.") from None
 
 
@@ -103,7 +103,9 @@ def open_session(context: Context) -> Iterator[CancelSignal]:
         context.sessions.end(name)
 
 
-def _register(context: Context, name: str, fn: Callable[..., Any], file: Any, prompt: str | None, tokens: int) -> None:
+def _add_endpoint(
+    context: Context, name: str, fn: Callable[..., Any], file: Any, prompt: str | None, tokens: int
+) -> None:
     shelf = context.model_store
     inputs = [
         file,
@@ -115,7 +117,7 @@ def _register(context: Context, name: str, fn: Callable[..., Any], file: Any, pr
         gr.Number(0),
         gr.Number(tokens),
     ]
-    gr.Button(name).click(fn, inputs, gr.JSON(), api_name=name, **IN_LINE)
+    gr.Button(name).click(fn, inputs, gr.JSON(), api_name=name, **DEVICE_QUEUE)
 
 
 __all__ = ["register_endpoints"]

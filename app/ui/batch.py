@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mmspec.app.caption.config import JobSettings
-from mmspec.app.caption.job import Job
+from mmspec.app.caption.config import CaptionConfig
+from mmspec.app.caption.job import CaptionJob
 from mmspec.app.errors import UsageError
 from mmspec.app.io.jsonl import Row
 from mmspec.app.io.output import StreamOutput
-from mmspec.app.io.sources import MANIFESTS, collect
-from mmspec.app.modeling.chat import check_words
+from mmspec.app.io.sources import MANIFESTS, collect_items
+from mmspec.app.modeling.chat import reject_media_tokens
 from mmspec.app.ui.limits import Limits
 from mmspec.app.ui.model_store import ModelStore, RunSettings
 from mmspec.app.ui.worker import CancelSignal
@@ -66,18 +66,18 @@ class CaptionBatch:
         paths = link_files(files, self.input_folder)
         lists = [path for path in paths if path.suffix.lower() in MANIFESTS]
         self._paths = tuple(str(path) for path in lists or [self.input_folder])
-        self.total = self._count()
+        self.total = self._count_items()
         self._output = RecordingFileOutput(self.output_file, self.input_folder)
-        self.cancelled, self.ahead = False, 0
+        self.cancelled, self.num_ahead = False, 0
 
     @property
     def rows(self) -> list[Row]:
         """Those that are done."""
         return list(self._output.rows)
 
-    def _count(self) -> int:
+    def _count_items(self) -> int:
         try:
-            items = collect(self._paths, self.input_folder)
+            items = collect_items(self._paths, self.input_folder)
         except UsageError as error:
             raise UsageError(
                 str(error).replace(f"{self.input_folder}{os.sep}", "").replace(str(self.input_folder), "them")
@@ -95,7 +95,7 @@ class CaptionBatch:
         from mmspec.app.ui.cancel import RunCancelledError
 
         choice = self.settings
-        settings = JobSettings(
+        settings = CaptionConfig(
             self._paths,
             model=choice.model,
             drafter=choice.drafter,
@@ -111,7 +111,7 @@ class CaptionBatch:
             progress=False,
         )
         try:
-            Job(settings, self._output, lambda: self._captioner(cancel_signal)).run()
+            CaptionJob(settings, self._output, lambda: self._build_captioner(cancel_signal)).run()
         except RunCancelledError:
             self.cancelled = True
         finally:
@@ -119,18 +119,18 @@ class CaptionBatch:
             shutil.rmtree(self.input_folder, ignore_errors=True)
         return self
 
-    def leave(self) -> None:
+    def discard(self) -> None:
         """It will not be run; the uploaded files are removed."""
-        self.cancelled, self.ahead = True, 0
+        self.cancelled, self.num_ahead = True, 0
         self._output.stream.close()
         shutil.rmtree(self.input_folder, ignore_errors=True)
 
-    def _captioner(self, halt: CancelSignal) -> CancellableCaptioner:
+    def _build_captioner(self, halt: CancelSignal) -> CancellableCaptioner:
         from mmspec.app.ui.cancel import CancellableCaptioner
 
         choice = self.settings
         desk = self.model_store.get(choice.model)
-        check_words(desk.processor, self.prompt)
+        reject_media_tokens(desk.processor, self.prompt)
         return CancellableCaptioner(
             desk.model,
             desk.processor,

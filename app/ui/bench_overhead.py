@@ -28,11 +28,11 @@ import gradio as gr
 import torch
 from gradio_client import Client, handle_file
 
-from mmspec.app.bench.measure import PLAIN, Run, bootstrap, once, swept, systems
-from mmspec.app.caption.command import positive
-from mmspec.app.caption.config import DEFAULT
+from mmspec.app.bench.measure import HF, TimedRun, bootstrap_interval, build_contestants, gc_paused, run_once
+from mmspec.app.caption.command import positive_int
+from mmspec.app.caption.config import DEFAULT_MODEL
 from mmspec.app.modeling.captioner import Captioner
-from mmspec.app.modeling.load import load
+from mmspec.app.modeling.load import load_model
 from mmspec.app.scenes.examples import list_example_files
 from mmspec.app.scenes.tasks import REQUEST_TASKS, SceneRequest, generate_requests
 from mmspec.app.scenes.world import FIRST_HELD_OUT_SEED
@@ -63,27 +63,27 @@ class ServedPage:
         return run
 
 
-@swept()
+@gc_paused()
 def measure_ratios(args: argparse.Namespace, tick: Any) -> Ratios:
     """Page over bench, for each request after the first, which warms up."""
-    model, processor = load(args.model)
-    by_name = {one.name: one for one in systems(model, [args.drafter], processor, ends=True)}
+    model, processor = load_model(args.model)
+    by_name = {one.name: one for one in build_contestants(model, [args.drafter], processor, stop_at_eos=True)}
     maker = Captioner(model, processor)
     found: Ratios = {}
     shelf, fresh = ModelStore(args.model, args.drafter), multiprocessing.get_context("spawn")
     with serve(shelf, port=0) as site, ProcessPoolExecutor(1, fresh) as readers:
         page = ServedPage(site, readers, args.model, args.drafter, "none", 0, 0, args.new_tokens, "automatic")
         for number, request in enumerate(islice(generate_requests(args.task, args.first_seed), args.count + 1)):
-            inputs = maker.inputs([request.images], [request.question])
-            runs: dict[str, Run] = {}
+            inputs = maker.build_inputs([request.images], [request.question])
+            runs: dict[str, TimedRun] = {}
             report = page.run(request) if number % 2 else None  # whoever is first may find a colder machine
-            for side, name in (("plain", PLAIN), ("mmspec", args.drafter)):
-                runs[side] = once(by_name[name], inputs, args.new_tokens, 0.0, 0)
+            for side, name in (("plain", HF), ("mmspec", args.drafter)):
+                runs[side] = run_once(by_name[name], inputs, args.new_tokens, 0.0, 0)
             report = report or page.run(request)
             for side, run in runs.items():
                 seen = report[side]
-                if seen["n_tokens"] != run.tokens:
-                    raise RuntimeError(f"{side}: {seen['n_tokens']} tokens on the page, {run.tokens} in the bench")
+                if seen["n_tokens"] != run.num_tokens:
+                    raise RuntimeError(f"{side}: {seen['n_tokens']} tokens on the page, {run.num_tokens} in the bench")
                 if number and run.decode_s:
                     found.setdefault(f"{side} decode", []).append(seen["decode_s"] / run.decode_s)
                     whole = report["vision_s"] + seen["total_s"]
@@ -94,7 +94,7 @@ def measure_ratios(args: argparse.Namespace, tick: Any) -> Ratios:
 
 def median_interval(values: Sequence[float]) -> dict[str, float]:
     """The median, and between which it lies with 95% (bootstrap)."""
-    ends = bootstrap(lambda places: median(values[i] for i in places), len(values))
+    ends = bootstrap_interval(lambda places: median(values[i] for i in places), len(values))
     return {name: round(value, 3) for name, value in zip(("median", "low", "high"), ends, strict=True)}
 
 
@@ -122,13 +122,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m mmspec.app.ui.bench_overhead", description=__doc__)
     add = parser.add_argument
-    add("--model", default=DEFAULT)
+    add("--model", default=DEFAULT_MODEL)
     add("--drafter", default="auto", metavar="D")
     add("--task", choices=[task for task in REQUEST_TASKS if task != "clip"], default="describe")
     add("--first-seed", type=int, default=FIRST_HELD_OUT_SEED, metavar="S")
-    add("--count", type=positive, default=20, metavar="N", help="requests after the warm-up (default 20)")
-    add("--new-tokens", type=positive, default=160, metavar="N")
-    add("--start", type=positive, metavar="N", help="measure N starts of mmspec demo instead")
+    add("--count", type=positive_int, default=20, metavar="N", help="requests after the warm-up (default 20)")
+    add("--new-tokens", type=positive_int, default=160, metavar="N")
+    add("--start", type=positive_int, metavar="N", help="measure N starts of mmspec demo instead")
     add("--json", metavar="FILE")
     add("--progress", action=argparse.BooleanOptionalAction, default=sys.stderr.isatty())
     args = parser.parse_args(argv)

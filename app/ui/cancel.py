@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList
 
-from mmspec.app.io.images import Shown
+from mmspec.app.io.images import Media
 from mmspec.app.modeling.captioner import Caption, Captioner
 from mmspec.app.ui.worker import CancelSignal
 from mmspec.interfaces import Compressor
@@ -49,10 +49,13 @@ class CancellableCaptioner(Captioner):
     def options(self) -> dict[str, Any]:
         """See `Captioner`."""
         speed = {"drafter": self.drafter, "compressor": self.compressor}
-        return super().options() | {"stopping_criteria": build_stopping_criteria(self.cancel_signal), "mmspec": speed}
+        return super().generation_kwargs() | {
+            "stopping_criteria": build_stopping_criteria(self.cancel_signal),
+            "mmspec": speed,
+        }
 
     def caption(
-        self, media: Sequence[Shown], prompts: Sequence[str], seed: int, compare: Sequence[bool] = ()
+        self, media: Sequence[Media], prompts: Sequence[str], seed: int, compare: Sequence[bool] = ()
     ) -> list[Caption]:
         """See `Captioner`.
 

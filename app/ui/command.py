@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from importlib.util import find_spec
 
-from mmspec.app.caption.command import MODELS, check_drafter, positive, quiet
-from mmspec.app.caption.config import DEFAULT, DTYPES
+from mmspec.app.caption.command import MODEL_HELP, hide_progress_bars, positive_int, validate_drafter
+from mmspec.app.caption.config import DEFAULT_MODEL, DTYPES
 from mmspec.app.errors import UsageError, one_line
 
 EPILOG = """\
@@ -18,7 +18,7 @@ examples
 
 The pages are served to this machine alone, and what is uploaded is removed when the command ends (Ctrl-C).
 Pages may choose among the built-in models and drafters and those named here, and no others.
-python -m mmspec.app.examples shows the same race in the terminal, without gradio.
+mmspec examples does the same in the terminal, without gradio.
 """
 DEFAULT_PORT = 7860
 
@@ -35,7 +35,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], co
     )
     parser.set_defaults(run=run)
     add = parser.add_argument
-    add("--model", default=DEFAULT, metavar="M", help=MODELS)
+    add("--model", default=DEFAULT_MODEL, metavar="M", help=f"{MODEL_HELP}; default {DEFAULT_MODEL}")
     add("--drafter", default="auto", metavar="D", help="source of guesses (default auto)")
     add("--dtype", default="auto", choices=DTYPES, help="default auto: the checkpoint's, float32 on a CPU")
     add("--device", default="auto", metavar="DEV", help="default auto: the GPU if there is one")
@@ -56,7 +56,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], co
         metavar="P",
         help=f"default: {DEFAULT_PORT}, or the first free one after it",
     )
-    add("--max-pixels", type=positive, default=None, metavar="N", help="refuse larger pictures")
+    add("--max-pixels", type=positive_int, default=None, metavar="N", help="refuse larger pictures")
 
 
 def parse_port(text: str) -> int:
@@ -68,10 +68,10 @@ def parse_port(text: str) -> int:
 
 def host_name(text: str) -> str:
     """A host name, perhaps with a port."""
-    from mmspec.app.ui.edge.hosts import listed
+    from mmspec.app.ui.middleware.hosts import parse_allowed_host
 
     try:
-        listed(text)
+        parse_allowed_host(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     return text
@@ -79,16 +79,16 @@ def host_name(text: str) -> str:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until interrupted."""
-    check_drafter(args.drafter)
+    validate_drafter(args.drafter)
     require_gradio()
-    from mmspec.app.modeling.load import pick_device
+    from mmspec.app.modeling.load import resolve_device
     from mmspec.app.ui.limits import Limits
     from mmspec.app.ui.model_store import ModelStore
     from mmspec.app.ui.server import serve
 
-    quiet(False)
+    hide_progress_bars(False)
     if args.device not in ("auto", "cpu"):  # those are always there, and torch can wait
-        pick_device(args.device)
+        resolve_device(args.device)
     limits = Limits() if args.max_pixels is None else Limits(max_pixels=args.max_pixels)
     shelf = ModelStore(args.model, args.drafter, dtype=args.dtype, device=args.device)
     try:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from mmspec.app.bench.rounds import Round
-from mmspec.app.io.images import Shown
+from mmspec.app.io.images import Media
 from mmspec.app.modeling.chat import Turn
 from mmspec.app.ui.model_store import ModelStore, RunSettings
 from mmspec.app.ui.streamer import TimingStreamer
@@ -20,7 +20,7 @@ from mmspec.app.ui.worker import CancelSignal
 from mmspec.metrics.stats import Stats
 
 if TYPE_CHECKING:
-    from mmspec.app.bench.recorder import Recorder
+    from mmspec.app.bench.recorder import RecordingDrafter
     from mmspec.app.ui.loaded_model import LoadedModel
 
 
@@ -33,7 +33,7 @@ class Difference:
         margin: how far the plain model's raw logit of its token was above the other's; nan if a stop came before it.
     """
 
-    column: int
+    index: int
     plain: int
     mmspec: int
     margin: float
@@ -68,15 +68,15 @@ class ComparisonRun:
     def __init__(
         self,
         model_store: ModelStore,
-        media: Shown | Callable[[], Shown],
+        media: Media | Callable[[], Media],
         turns: Sequence[Turn],
         question: str,
         settings: RunSettings,
         cancel_signal: CancelSignal,
     ) -> None:
         """`shown`: the picture or clip, or what reads it when the race begins: nobody who waits holds its pixels."""
-        self._shown = media
-        self.ahead = 0  # runs before this one in the line
+        self._media = media
+        self.num_ahead = 0  # runs before this one in the line
         self.model_store, self.turns, self.question = model_store, tuple(turns), question
         self.settings, self.cancel_signal = settings, cancel_signal
         self.phase = "waiting"
@@ -87,22 +87,22 @@ class ComparisonRun:
         self.prompt_tokens = 0
         self.stats = Stats()
         self.difference: Difference | None = None
-        self.recorder: Recorder | None = None
+        self.recorder: RecordingDrafter | None = None
 
     @property
-    def media(self) -> Shown:
+    def media(self) -> Media:
         """The picture or clip; `look` reads it."""
-        assert not callable(self._shown)
-        return self._shown
+        assert not callable(self._media)
+        return self._media
 
-    def look(self) -> None:
+    def load_media(self) -> None:
         """Read the picture or clip, if that is still to be done.
 
         Raises:
             UsageError: it cannot be used.
         """
-        if callable(self._shown):
-            self._shown = self._shown()
+        if callable(self._media):
+            self._media = self._media()
 
     def run(self) -> ComparisonRun:
         """Do it all, in the worker's thread. A run that is halted ends early and leaves what there is.

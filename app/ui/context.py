@@ -16,16 +16,16 @@ from mmspec.app.errors import UsageError
 from mmspec.app.ui.limits import Limits
 from mmspec.app.ui.model_store import COMPRESSOR_CHOICES, ModelStore, RunSettings
 from mmspec.app.ui.report import TempStorage
-from mmspec.app.ui.worker import MOST_WAITING, SessionRegistry, Worker
+from mmspec.app.ui.worker import MAX_QUEUED_RUNS, SessionRegistry, Worker
 
 logger = logging.getLogger("mmspec")
 
-IN_LINE: dict[str, Any] = {"concurrency_limit": MOST_WAITING + 4, "concurrency_id": "device"}
+DEVICE_QUEUE: dict[str, Any] = {"concurrency_limit": MAX_QUEUED_RUNS + 4, "concurrency_id": "device"}
 """For every event that needs the device. The line is the worker's: who waits there sees his place, and can leave it."""
 PRIVATE_API: dict[str, Any] = {"api_visibility": "private"}
 FAILURE_MESSAGE = "That did not work; the message says why."
 UNQUEUED: dict[str, Any] = {"queue": False, "show_progress": "hidden", **PRIVATE_API}
-VALIDATING: dict[str, Any] = {**UNQUEUED, "queue": True, "concurrency_limit": None}
+VALIDATION: dict[str, Any] = {**UNQUEUED, "queue": True, "concurrency_limit": None}
 """For quick events that may refuse: of those outside the queue Gradio 6.31 shows no error. Where an output is not to
 be covered by the word "Error", `show_progress_on` names another."""
 
@@ -71,11 +71,11 @@ class Context:
             max_new_tokens=int(
                 self.limits.check_number("Most new tokens", max_new_tokens, 1, self.limits.max_new_tokens)
             ),
-            nodes=size,
+            tree_size=size,
         )
 
 
-def queued(ahead: int) -> str:
+def format_queue_position(ahead: int) -> str:
     """What a visitor reads whose run is not the next."""
     return f"Waiting in the queue: {ahead} {'run' if ahead == 1 else 'runs'} ahead of yours. Stop leaves the queue."
 
@@ -183,15 +183,15 @@ def to_gradio_error(error: Exception, format_message: Callable[[str], str] = esc
 
 
 __all__ = [
+    "DEVICE_QUEUE",
     "FAILURE_MESSAGE",
-    "IN_LINE",
     "PRIVATE_API",
     "UNQUEUED",
-    "VALIDATING",
+    "VALIDATION",
     "Context",
     "Controls",
     "build_controls",
-    "queued",
+    "format_queue_position",
     "report_errors",
     "to_gradio_error",
 ]

@@ -12,10 +12,10 @@ from typing import Any
 from mmspec.app.errors import UsageError
 from mmspec.app.io import images
 from mmspec.app.io import videos as clips
-from mmspec.app.io.images import ImageError, Shown
-from mmspec.vision.video.decoder_pool import Isolated
+from mmspec.app.io.images import ImageError, Media
+from mmspec.vision.video.decoder_pool import DecoderPool
 
-DECODERS = Isolated(limit_s=40.0)
+DECODERS = DecoderPool(timeout_s=40.0)
 """Processes that decode what visitors choose. A visitor waits no longer for one file."""
 atexit.register(DECODERS.close)
 
@@ -70,7 +70,7 @@ class Limits:
         if path.is_file() and path.stat().st_size > self.max_file_mb * 1_000_000:
             raise UsageError(f"{path.name} has more than {self.max_file_mb} MB.")
 
-    def given(self, path: str | Path | None) -> Path:
+    def check_media_path(self, path: str | Path | None) -> Path:
         """The file of a picture or clip, not yet opened.
 
         Raises:
@@ -82,16 +82,16 @@ class Limits:
         self.check_file_size(file)
         return file
 
-    def load_media(self, path: str | Path | None) -> Shown:
+    def load_media(self, path: str | Path | None) -> Media:
         """The picture in a file, or the frames of a clip.
 
         Raises:
             UsageError: none was given, or it cannot be used.
         """
-        file = self.given(path)
+        file = self.check_media_path(path)
         try:
             if file.suffix.lower() in clips.SUFFIXES:
-                return clips.load_clip(file, self.num_frames, self.max_pixels, isolated=DECODERS)
+                return clips.load_video(file, self.num_frames, self.max_pixels, isolated=DECODERS)
             return images.load_image(file, self.max_pixels, DECODERS)
         except ImageError as error:
             told = str(error).replace("; raise --max-pixels if you trust it", "")

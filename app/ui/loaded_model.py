@@ -14,10 +14,10 @@ from torch import nn
 import mmspec
 from mmspec.app.errors import UsageError, one_line
 from mmspec.app.modeling.captioner import Captioner
-from mmspec.app.modeling.load import load
+from mmspec.app.modeling.load import load_model
 from mmspec.config import resolve_drafter
 from mmspec.interfaces import Compressor, Drafter
-from mmspec.vision.registry import make as make_compressor
+from mmspec.vision.registry import build_compressor
 
 WARMUP_TOKENS = 12
 
@@ -39,7 +39,7 @@ class LoadedModel:
         """
         if name not in self._drafters:
             tokenizer = getattr(self.processor, "tokenizer", None)
-            family = self.model.__dict__["_mmspec"].family
+            family = self.model.__dict__["_mmspec"].adapter
             try:
                 self._drafters[name] = resolve_drafter(name, family, tokenizer)
             except (OSError, TypeError, ValueError) as error:
@@ -55,17 +55,19 @@ class LoadedModel:
             UsageError: there is none of that name.
         """
         try:
-            return make_compressor(name) if name else None
+            return build_compressor(name) if name else None
         except ValueError as error:
             raise UsageError(one_line(error)) from error
 
     def warm_up(self) -> None:
         """Run both ways once, so that nobody's first answer pays for what is done once."""
         maker = Captioner(self.model, self.processor, WARMUP_TOKENS)
-        inputs = maker.inputs([Image.new("RGB", (64, 64), "gray")], ["Describe the image."])
-        self.model.generate(**inputs, **maker.options(), mmspec={"drafter": self.get_drafter("fused"), "nodes": 4})
+        inputs = maker.build_inputs([Image.new("RGB", (64, 64), "gray")], ["Describe the image."])
+        self.model.generate(
+            **inputs, **maker.generation_kwargs(), mmspec={"drafter": self.get_drafter("fused"), "tree_size": 4}
+        )
         with mmspec.disabled(self.model):
-            self.model.generate(**inputs, **maker.options())
+            self.model.generate(**inputs, **maker.generation_kwargs())
 
 
 def load_patched_model(name: str, dtype: str, device: str) -> LoadedModel:
@@ -74,7 +76,7 @@ def load_patched_model(name: str, dtype: str, device: str) -> LoadedModel:
     Raises:
         UsageError: it cannot be loaded, or mmspec does not know its family.
     """
-    desk = LoadedModel(name, *load(name, dtype, device))
+    desk = LoadedModel(name, *load_model(name, dtype, device))
     try:
         mmspec.patch(desk.model, "none", processor=desk.processor)
     except (TypeError, ValueError) as error:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mmspec.app.caption.config import DEFAULT, MODEL
+from mmspec.app.caption.config import DEFAULT_MODEL, SCENES_MODEL
 from mmspec.app.errors import UsageError
 from mmspec.app.modeling.random_models import SIZES
 from mmspec.drafters.registry import drafter_names
@@ -35,17 +35,17 @@ class RunSettings:
     temperature: float = 0.0
     seed: int = 0
     max_new_tokens: int = 128
-    nodes: int | None = None
+    tree_size: int | None = None
 
 
 class ModelStore:
     """What may be chosen, and the model in use. One is kept loaded."""
 
     def __init__(
-        self, model: str = DEFAULT, drafter: str = "auto", *, dtype: str = "auto", device: str = "auto"
+        self, model: str = DEFAULT_MODEL, drafter: str = "auto", *, dtype: str = "auto", device: str = "auto"
     ) -> None:
         """`model` and `drafter`: what the command line names, offered first."""
-        self.model_names = list(dict.fromkeys([model, MODEL, *SIZES]))
+        self.model_names = list(dict.fromkeys([model, SCENES_MODEL, *SIZES]))
         self.drafter_names = list(dict.fromkeys([drafter, *drafter_names()]))
         self.dtype, self.device = dtype, device
         self.is_loading = False  # true while a model is read and warmed up
@@ -59,7 +59,7 @@ class ModelStore:
         """
         for what, name, known in (("model", model, self.model_names), ("drafter", drafter, self.drafter_names)):
             if name not in known:
-                raise UsageError(f"There is no {what} {str(name)[:60]!r} here; choose one of {_listed(known)}.")
+                raise UsageError(f"There is no {what} {str(name)[:60]!r} here; choose one of {_format_names(known)}.")
 
     def get(self, name: str) -> LoadedModel:
         """The model of that name, loaded if it is not the one in use.
@@ -81,7 +81,7 @@ class ModelStore:
         return self._loaded
 
 
-def _listed(names: Sequence[str]) -> str:
+def _format_names(names: Sequence[str]) -> str:
     return ", ".join(Path(name).name for name in names)
 
 

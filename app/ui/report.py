@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mmspec.app.bench.rounds import PLAIN, Round, kinds_of
+from mmspec.app.bench.rounds import PLAIN, Round, classify_tokens
 from mmspec.app.ui.comparison import ComparisonRun, ComparisonSide, Difference
 from mmspec.app.ui.streamer import detokenize, token_label
 from mmspec.app.ui.visible_tokens import draw_visible_tokens, uses_center_crop, visible_tokens_to_dict
@@ -61,14 +61,14 @@ class Report:
             "question": self.question,
             "badge": self.verdict,
             **self.metrics,
-            "plain": _track_dict(self.plain, self.metrics["sides"]["plain"]),
-            "mmspec": _track_dict(self.mmspec, self.metrics["sides"]["mmspec"]),
+            "plain": _trace_to_dict(self.plain, self.metrics["sides"]["plain"]),
+            "mmspec": _trace_to_dict(self.mmspec, self.metrics["sides"]["mmspec"]),
             "rounds": [asdict(one) for one in self.rounds],
             "names": {str(token): name for token, name in self.token_labels.items()},
         }
 
 
-def _track_dict(track: AnswerTrace, figures: dict[str, Any]) -> dict[str, Any]:
+def _trace_to_dict(track: AnswerTrace, figures: dict[str, Any]) -> dict[str, Any]:
     rows = zip(track.token_texts, track.token_times, track.token_kinds, strict=True)
     tokens = [{"text": text, "t": round(at, 6), "kind": kind} for text, at, kind in rows]
     return {"answer": track.text, **figures, "tokens": tokens}
@@ -83,8 +83,8 @@ def build_report(comparison: ComparisonRun) -> Report:
     known = {token for one in rounds for token in (*one.tokens, *one.emitted)}
     return Report(
         question=comparison.question,
-        plain=_track("plain", comparison.plain, tokenizer, [PLAIN] * len(comparison.plain.streamer.token_ids)),
-        mmspec=_track("mmspec", comparison.mmspec, tokenizer, kinds_of(rounds, ours)),
+        plain=_build_trace("plain", comparison.plain, tokenizer, [PLAIN] * len(comparison.plain.streamer.token_ids)),
+        mmspec=_build_trace("mmspec", comparison.mmspec, tokenizer, classify_tokens(rounds, ours)),
         rounds=tuple(rounds),
         token_labels={token: token_label(tokenizer, token) for token in known},
         identical=comparison.identical,
@@ -100,7 +100,7 @@ def build_report(comparison: ComparisonRun) -> Report:
     )
 
 
-def _track(name: str, side: ComparisonSide, tokenizer: Any, kinds: list[str]) -> AnswerTrace:
+def _build_trace(name: str, side: ComparisonSide, tokenizer: Any, kinds: list[str]) -> AnswerTrace:
     tape = side.streamer
     return AnswerTrace(
         name, tuple(detokenize(tokenizer, tape.token_ids)), tuple(tape.token_times), tuple(kinds), side.total_s
@@ -121,7 +121,7 @@ def format_verdict(comparison: ComparisonRun) -> str:
             token_label(comparison.loaded_model.processor.tokenizer, token) for token in (found.plain, found.mmspec)
         )
         return (
-            f"Outputs differ from token {found.column + 1} on: {mine} (plain), {other} (mmspec); "
+            f"Outputs differ from token {found.index + 1} on: {mine} (plain), {other} (mmspec); "
             f"logit margin {'not measured' if math.isnan(found.margin) else f'{found.margin:.2e}'}"
         )
     if comparison.cancelled:
@@ -136,7 +136,7 @@ def collect_metrics(comparison: ComparisonRun) -> dict[str, Any]:
     return {
         "identical": comparison.identical,
         "stopped": comparison.cancelled,
-        "difference": _difference(comparison.difference) if comparison.difference else None,
+        "difference": _difference_to_dict(comparison.difference) if comparison.difference else None,
         "speedup_decode": comparison.speedup_decode,
         "speedup_e2e": comparison.speedup_e2e,
         "tau": stats.tau,
@@ -152,15 +152,15 @@ def collect_metrics(comparison: ComparisonRun) -> dict[str, Any]:
             "dtype": str(model.dtype).removeprefix("torch."),
             "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         },
-        "sides": {"plain": _side(comparison.plain), "mmspec": _ours(comparison)},
+        "sides": {"plain": _side_metrics(comparison.plain), "mmspec": _mmspec_metrics(comparison)},
     }
 
 
-def _difference(found: Difference) -> dict[str, Any]:
+def _difference_to_dict(found: Difference) -> dict[str, Any]:
     return asdict(found) | ({"margin": None} if math.isnan(found.margin) else {})  # JSON knows no nan
 
 
-def _side(side: ComparisonSide) -> dict[str, Any]:
+def _side_metrics(side: ComparisonSide) -> dict[str, Any]:
     return {
         "n_tokens": len(side.streamer.token_ids),
         "tokens_per_s": side.streamer.tokens_per_s,
@@ -170,10 +170,10 @@ def _side(side: ComparisonSide) -> dict[str, Any]:
     }
 
 
-def _ours(race: ComparisonRun) -> dict[str, Any]:
+def _mmspec_metrics(race: ComparisonRun) -> dict[str, Any]:
     stats = race.stats
     if not stats.calls or stats.fallback_calls:
-        return _side(race.mmspec)
+        return _side_metrics(race.mmspec)
     return {
         "n_tokens": stats.tokens,
         "tokens_per_s": stats.tokens_per_s,

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 import mmspec
-from mmspec.app.bench.recorder import Recorder
+from mmspec.app.bench.recorder import RecordingDrafter
 from mmspec.app.errors import UsageError, one_line
 from mmspec.app.modeling.captioner import Captioner
-from mmspec.app.modeling.chat import check_length, encoded, inputs_of
-from mmspec.app.modeling.load import synchronise
+from mmspec.app.modeling.chat import build_inputs, check_length, encode_media
+from mmspec.app.modeling.load import synchronize
 from mmspec.app.ui.cancel import build_stopping_criteria
 from mmspec.app.ui.comparison import ComparisonRun, ComparisonSide, Difference
 from mmspec.app.ui.loaded_model import LoadedModel
@@ -30,14 +30,14 @@ def run_comparison(comparison: ComparisonRun) -> None:
         return
     comparison.phase = "loading"
     desk = comparison.loaded_model = comparison.model_store.get(choice.model)
-    recorder = comparison.recorder = Recorder(desk.get_drafter(choice.drafter))
+    recorder = comparison.recorder = RecordingDrafter(desk.get_drafter(choice.drafter))
     compressor = desk.get_compressor(choice.compressor)
     comparison.phase = "looking"
-    comparison.look()
-    inputs = inputs_of(desk.model, desk.processor, [comparison.media], [comparison.question], [comparison.turns])
+    comparison.load_media()
+    inputs = build_inputs(desk.model, desk.processor, [comparison.media], [comparison.question], [comparison.turns])
     comparison.prompt_tokens = inputs["input_ids"].shape[1]
     check_length(desk.model, inputs, choice.max_new_tokens)
-    request, comparison.encode_s = encoded(desk.model, inputs)
+    request, comparison.encode_s = encode_media(desk.model, inputs)
     comparison.phase = "plain"
     with mmspec.disabled(desk.model):
         _generate(comparison, desk, request, comparison.plain)
@@ -45,15 +45,19 @@ def run_comparison(comparison: ComparisonRun) -> None:
         comparison.phase = "mmspec"
         _speculate(comparison, desk, request, recorder, compressor)
         comparison.stats = mmspec.stats(desk.model, last=True)
-        comparison.difference = _compare(comparison, desk, request)
+        comparison.difference = _find_difference(comparison, desk, request)
     comparison.phase = "done"
 
 
 def _speculate(
-    race: ComparisonRun, desk: LoadedModel, request: dict[str, Any], recorder: Recorder, compressor: Compressor | None
+    race: ComparisonRun,
+    desk: LoadedModel,
+    request: dict[str, Any],
+    recorder: RecordingDrafter,
+    compressor: Compressor | None,
 ) -> None:
     """Mmspec's side, with its drafter watched."""
-    options = {"drafter": recorder, "compressor": compressor, "nodes": race.settings.nodes}
+    options = {"drafter": recorder, "compressor": compressor, "tree_size": race.settings.tree_size}
     try:
         _generate(race, desk, request, race.mmspec, mmspec=options)
     except ValueError as error:  # a drafter and a compressor that do not go together
@@ -66,19 +70,22 @@ def _generate(
     choice, tape = race.settings, side.streamer
     maker = Captioner(desk.model, desk.processor, choice.max_new_tokens, choice.temperature)
     torch.manual_seed(choice.seed)
-    synchronise(desk.model.device)
+    synchronize(desk.model.device)
     began = time.perf_counter()
     tape.start()
-    options = maker.options() | more
+    options = maker.generation_kwargs() | more
     desk.model.generate(
-        **_fresh(request), **options, streamer=tape, stopping_criteria=build_stopping_criteria(race.cancel_signal)
+        **_copy_request(request),
+        **options,
+        streamer=tape,
+        stopping_criteria=build_stopping_criteria(race.cancel_signal),
     )
-    synchronise(desk.model.device)
+    synchronize(desk.model.device)
     side.total_s = time.perf_counter() - began
     race.cancelled = race.cancel_signal.should_stop
 
 
-def _compare(race: ComparisonRun, desk: LoadedModel, request: dict[str, Any]) -> Difference | None:
+def _find_difference(race: ComparisonRun, desk: LoadedModel, request: dict[str, Any]) -> Difference | None:
     """Where the answers part, if they do within what both have said."""
     pairs = zip(race.plain.streamer.token_ids, race.mmspec.streamer.token_ids, strict=False)
     column = next((place for place, (a, b) in enumerate(pairs) if a != b), None)
@@ -93,7 +100,7 @@ def _compare(race: ComparisonRun, desk: LoadedModel, request: dict[str, Any]) ->
     )
 
 
-def _fresh(request: dict[str, Any]) -> dict[str, Any]:
+def _copy_request(request: dict[str, Any]) -> dict[str, Any]:
     """A copy whose dict of encoded pictures is its own: transformers may write into what it is given."""
     seen = request.get("mm_encoder_outputs")
     return request if seen is None else request | {"mm_encoder_outputs": dict(seen)}
@@ -113,8 +120,8 @@ def measure_logit_margin(
     torch.manual_seed(settings.seed)
     with mmspec.disabled(loaded_model.model):
         again = loaded_model.model.generate(
-            **_fresh(request),
-            **maker.options(),
+            **_copy_request(request),
+            **maker.generation_kwargs(),
             return_dict_in_generate=True,
             output_logits=True,
             stopping_criteria=build_stopping_criteria(cancel_signal),

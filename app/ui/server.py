@@ -24,17 +24,17 @@ from mmspec.app.errors import one_line
 from mmspec.app.scenes.examples import EXAMPLES_FOLDER as EXAMPLES
 from mmspec.app.ui.api import register_endpoints
 from mmspec.app.ui.context import Context
-from mmspec.app.ui.edge.app import GuardedApp, hushed
-from mmspec.app.ui.edge.bodies import Bounds, Uploads
-from mmspec.app.ui.edge.hosts import Hosts
-from mmspec.app.ui.edge.middleware import Edge
 from mmspec.app.ui.limits import Limits
+from mmspec.app.ui.middleware.bodies import RequestLimits, UploadFolder
+from mmspec.app.ui.middleware.filtered_app import FilteredApp, suppress_tracebacks
+from mmspec.app.ui.middleware.hosts import HostPolicy
+from mmspec.app.ui.middleware.request_filter import RequestFilter
 from mmspec.app.ui.model_store import ModelStore
 from mmspec.app.ui.report import TempStorage
 from mmspec.app.ui.tabs.batch import build_batch_tab
 from mmspec.app.ui.tabs.compare import build_compare_tab
 from mmspec.app.ui.tabs.inside import build_inside_tab
-from mmspec.app.ui.worker import MOST_WAITING
+from mmspec.app.ui.worker import MAX_QUEUED_RUNS
 
 logger = logging.getLogger("mmspec")
 
@@ -68,7 +68,7 @@ def build_app(context: Context) -> Any:
             context.sessions.end(str(request.session_hash))
 
         app.unload(left)
-    app.queue(default_concurrency_limit=1, max_size=MOST_WAITING, status_update_rate=1, api_open=False)
+    app.queue(default_concurrency_limit=1, max_size=MAX_QUEUED_RUNS, status_update_rate=1, api_open=False)
     if hasattr(app._queue, "sleep_when_free"):
         app._queue.sleep_when_free = QUEUE_POLL_INTERVAL_S
     return app
@@ -94,7 +94,7 @@ def serve(
     model_store: ModelStore,
     *,
     limits: Limits | None = None,
-    bounds: Bounds | None = None,
+    request_limits: RequestLimits | None = None,
     host: str = "127.0.0.1",
     port: int | None = None,
     allowed: Sequence[str] = (),
@@ -109,18 +109,18 @@ def serve(
         OSError: the port is taken.
         ValueError: an allowed host is no host name.
     """
-    hosts = Hosts(host, allowed)
+    hosts = HostPolicy(host, allowed)
     space = TempStorage(UPLOAD_MAX_AGE_S)
     before = os.environ.get("GRADIO_TEMP_DIR")
     os.environ["GRADIO_TEMP_DIR"] = str(space.root / "uploads")  # read when the parts are made
     context, stack = Context(model_store, space, limits or Limits()), ExitStack()
     try:
         app = build_app(context)
-        guarded = _guarded(app, context, hosts, bounds or Bounds())
+        guarded = _build_filtered_app(app, context, hosts, request_limits or RequestLimits())
         context.worker.submit(lambda: model_store.get(model_store.model_names[0])).add_done_callback(
-            _loaded
+            _log_load_error
         )  # the page is there
-        stack.enter_context(hushed())
+        stack.enter_context(suppress_tracebacks())
         _, url, _ = app.launch(
             _app=guarded,
             enable_monitoring=False,
@@ -156,10 +156,10 @@ def serve(
             os.environ["GRADIO_TEMP_DIR"] = before
 
 
-def _guarded(app: Any, context: Context, hosts: Hosts, bounds: Bounds) -> GuardedApp:
+def _build_filtered_app(app: Any, context: Context, hosts: HostPolicy, bounds: RequestLimits) -> FilteredApp:
     """The server app for `app`, behind our edge."""
-    uploads = Uploads(context.temp_storage.root / "uploads", bounds, context.limits.max_files)
-    return GuardedApp(lambda inner: Edge(inner, hosts, bounds, uploads, app))
+    uploads = UploadFolder(context.temp_storage.root / "uploads", bounds, context.limits.max_files)
+    return FilteredApp(lambda inner: RequestFilter(inner, hosts, bounds, uploads, app))
 
 
 def _free_port(host: str) -> int:
@@ -169,7 +169,7 @@ def _free_port(host: str) -> int:
         return number
 
 
-def _loaded(first: Future[Any]) -> None:
+def _log_load_error(first: Future[Any]) -> None:
     """Tell at once if the model cannot be loaded; a page is told when it asks."""
     error = None if first.cancelled() else first.exception()
     if error is not None:

@@ -10,14 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 from PIL import Image
 
-from mmspec.app.io.images import Shown, pictures
+from mmspec.app.io.images import Media, media_images
 
 if TYPE_CHECKING:
-    from mmspec.app.bench.recorder import Recorder
+    from mmspec.app.bench.recorder import RecordingDrafter
     from mmspec.interfaces import VisualGrid
     from mmspec.metrics.compression_stats import CompressionRecord as Kept
 
-FULL_VISUAL_MODES, NO_VISUAL_MODES = frozenset(("decoupled", "coupled")), frozenset(("blind", "textual"))
+FULL_VISUAL_MODES, NO_VISUAL_MODES = (
+    frozenset(("decoupled", "coupled")),
+    frozenset(("placeholder", "text_only")),
+)
 """Rules of trained drafters (`mmspec.drafters.eagle.visual_inputs`) that read every visual token, and that read none."""
 
 
@@ -37,11 +40,12 @@ class VisibleTokens:
     grids: tuple[VisualGrid, ...] = field(default=(), repr=False)
 
 
-def find_visible_tokens(recorder: Recorder, compression: Kept | None) -> VisibleTokens:
+def find_visible_tokens(recorder: RecordingDrafter, compression: Kept | None) -> VisibleTokens:
     """What the drafter of a finished run was shown. seen: by a compressor, as `mmspec.stats` has it."""
+    from mmspec.drafters.eagle.drafter import EagleDrafter
     from mmspec.drafters.eagle.vispec import VispecDrafter
 
-    inner, total = recorder.inner, recorder.visual
+    inner, total = recorder.inner, recorder.num_visual_tokens
     if not inner.requirements.hidden_state_indices:
         return VisibleTokens("This drafter looks at no picture: it guesses from words alone.", 0, total, frozenset())
     if compression is not None:
@@ -49,21 +53,21 @@ def find_visible_tokens(recorder: Recorder, compression: Kept | None) -> Visible
         kept = None if compression.kept_indices is None else frozenset(compression.kept_indices)
         how = "mixed into" if kept is None else "of which it saw"
         text = f"The picture is {given} tokens to the model, {how} {shown} for the drafter."
-        return VisibleTokens(text, shown, given, kept, recorder.segments)
+        return VisibleTokens(text, shown, given, kept, recorder.grids)
     if isinstance(inner, VispecDrafter):
         return VisibleTokens("This drafter shrinks the picture by itself.")
-    rule = getattr(inner, "rule", None)
-    if rule in FULL_VISUAL_MODES:
+    mode = inner.visual_mode if isinstance(inner, EagleDrafter) else None
+    if mode in FULL_VISUAL_MODES:
         text = f"The drafter saw all {total} tokens of the picture."
-        return VisibleTokens(text, total, total, frozenset(range(total)), recorder.segments)
-    if rule in NO_VISUAL_MODES:
+        return VisibleTokens(text, total, total, frozenset(range(total)), recorder.grids)
+    if mode in NO_VISUAL_MODES:
         return VisibleTokens(
-            "This drafter was trained to guess without the picture.", 0, total, frozenset(), recorder.segments
+            "This drafter was trained to guess without the picture.", 0, total, frozenset(), recorder.grids
         )
     return VisibleTokens("How much of the picture this drafter saw cannot be told.")
 
 
-def draw_visible_tokens(media: Shown, visible_tokens: VisibleTokens, cropped: bool) -> list[str]:
+def draw_visible_tokens(media: Media, visible_tokens: VisibleTokens, cropped: bool) -> list[str]:
     """The pictures as data URIs, the tokens that the drafter did not see greyed; none where that cannot be told.
 
     Args:
@@ -74,14 +78,14 @@ def draw_visible_tokens(media: Shown, visible_tokens: VisibleTokens, cropped: bo
     if not visible_tokens.kept_indices or not visible_tokens.grids:
         return []
     return [
-        _uri(made)
+        _data_uri(made)
         for made in heatmaps(
-            pictures(media), visible_tokens.grids, kept=visible_tokens.kept_indices, row=0, cropped=cropped
+            media_images(media), visible_tokens.grids, kept=visible_tokens.kept_indices, row=0, cropped=cropped
         )
     ]
 
 
-def _uri(image: Image.Image) -> str:
+def _data_uri(image: Image.Image) -> str:
     buffer = io.BytesIO()
     image.save(buffer, "JPEG", quality=85)
     return "data:image/jpeg;base64," + base64.b64encode(buffer.getvalue()).decode()

@@ -18,13 +18,13 @@ from mmspec.app.errors import UsageError
 T = TypeVar("T")
 LEASE_S = 15.0
 """A run that nobody has looked at for so long is ended."""
-MOST_WAITING = 20
+MAX_QUEUED_RUNS = 20
 """Runs that may wait for the device."""
 POLL_INTERVAL_S = 0.25
 """Seconds between two looks at a run. Each costs the run a little time, since Python runs one thread at a time."""
 
 
-class LeftError(Exception):
+class LeftQueueError(Exception):
     """A run was halted before it began."""
 
 
@@ -58,22 +58,22 @@ class Worker:
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="mmspec-device")
-        self._line: list[Future[Any]] = []
+        self._queue: list[Future[Any]] = []
         self._lock = threading.Lock()
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
         """Do `work` when all that was asked before is done."""
         with self._lock:
             future = self._pool.submit(work)
-            self._line = [one for one in self._line if not one.done()] + [future]
+            self._queue = [one for one in self._queue if not one.done()] + [future]
             return future
 
-    def ahead(self, future: Future[Any]) -> int:
+    def num_ahead(self, future: Future[Any]) -> int:
         """How many must end before this one begins."""
         if future.running() or future.done():
             return 0
         with self._lock:
-            before = self._line[: self._line.index(future)]
+            before = self._queue[: self._queue.index(future)]
         return sum(not one.done() for one in before)
 
     def submit_and_poll(
@@ -81,7 +81,7 @@ class Worker:
         work: Callable[[], T],
         cancel_signal: CancelSignal,
         interval_s: float = POLL_INTERVAL_S,
-        first: bool = False,
+        yield_first: bool = False,
     ) -> Generator[int, None, T]:
         """Do `work`, yielding now and then until it is done how many are ahead of it; returns its result.
 
@@ -92,14 +92,14 @@ class Worker:
             UsageError: too many wait already.
         """
         with self._lock:
-            waiting = sum(not one.done() for one in self._line)
-        if waiting > MOST_WAITING:
-            raise UsageError(f"{MOST_WAITING} questions are waiting already, which is the limit; try again later.")
+            waiting = sum(not one.done() for one in self._queue)
+        if waiting > MAX_QUEUED_RUNS:
+            raise UsageError(f"{MAX_QUEUED_RUNS} questions are waiting already, which is the limit; try again later.")
         cancel_signal.renew()
         future = self.submit(work)
         try:
-            if first:
-                yield self.ahead(future)
+            if yield_first:
+                yield self.num_ahead(future)
             while True:
                 try:
                     return future.result(timeout=interval_s)
@@ -107,9 +107,9 @@ class Worker:
                     if future.done():  # the work itself has timed out
                         raise
                 if cancel_signal.cancel_requested and future.cancel():
-                    raise LeftError
+                    raise LeftQueueError
                 cancel_signal.renew()
-                yield self.ahead(future)
+                yield self.num_ahead(future)
         finally:
             cancel_signal.cancel()
             future.cancel()
@@ -179,4 +179,4 @@ class SessionRegistry:
             halt.cancel()
 
 
-__all__ = ["MOST_WAITING", "CancelSignal", "LeftError", "SessionRegistry", "Worker"]
+__all__ = ["MAX_QUEUED_RUNS", "CancelSignal", "LeftQueueError", "SessionRegistry", "Worker"]

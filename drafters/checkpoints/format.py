@@ -1,7 +1,8 @@
-"""Draft heads on disk, as transformers lays models out: `config.json` and `model.safetensors`.
+"""Draft heads on disk, laid out like transformers models: `config.json` and `model.safetensors`.
 
-The config says for which target a head was made; `Made.check` compares that with the target at hand. The weights have
-the names of the EAGLE and MSD code, so others can read them. Knows nothing of transformers.
+The config records the target of a head; `HeadMetadata.check_target` compares it with the target at hand. The tensor
+names are those of the EAGLE and MSD code (`state_dict`), the config's keys those of `head_config`. The module knows
+nothing of transformers.
 """
 
 from __future__ import annotations
@@ -20,35 +21,37 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mmspec.drafters.architectures import ARCHITECTURES
-from mmspec.drafters.eagle.head import (
-    EagleHead,
-    HeadConfig,
-    parse_head_config,
-    from_eagle_state_dict,
-    to_eagle_state_dict,
-)
+from mmspec.drafters.checkpoints.head_config import parse_head_config, upgrade_config
+from mmspec.drafters.checkpoints.state_dict import from_eagle_state_dict, to_eagle_state_dict
+from mmspec.drafters.eagle.head import EagleHead, HeadConfig
 from mmspec.drafters.eagle.visual_inputs import VISUAL_MODES
 
 CONFIG_NAME, WEIGHTS_NAME = "config.json", "model.safetensors"
 MODEL_TYPE = "mmspec_eagle"
 MAX_CONFIG_BYTES = 1 << 20
 COMPRESSOR_PREFIX = "compressor."
-"""Begins the names of a compressor's weights."""
+"""Prefix of the names of a compressor's tensors."""
 
 
 class TargetMismatch(ValueError):
-    """A draft head, in good order for all we know, that was made for another target."""
+    """A valid draft head that was trained for another target."""
 
 
 @dataclass(frozen=True)
 class HeadMetadata:
-    """A head, and what it was made for.
+    """A head's config and the facts about its target.
 
     Attributes:
-        rule: of `drafters.rules`. kind: of `drafters.kinds`. layers, model_type, tokenizer: of the target; the
-            tokenizer as a fingerprint or None.
-        draft_ids: [V'] int64, the ids that it may draft, rising; None for all.
-        compressor: what was trained with it, if anything: its `name` and `tokens`, and its weights.
+        config: shape of the head.
+        visual_mode: a key of `VISUAL_MODES`.
+        num_layers: decoder layers of the target.
+        model_type: of the target.
+        tokenizer: fingerprint of the target's tokenizer, or None.
+        draft_ids: [V'] int64, the ids that it may draft, increasing; None for all.
+        facts: further JSON values about the training.
+        architecture: a key of `ARCHITECTURES`.
+        compressor: (settings, weights) of the compressor that was trained with it, or None. The settings are its
+            `name` and `tokens`.
     """
 
     config: HeadConfig
@@ -64,51 +67,53 @@ class HeadMetadata:
     def check_target(self, *, hidden_size: int, vocab_size: int, num_layers: int, tokenizer: str | None) -> None:
         """Compare with the target at hand.
 
+        Args:
+            hidden_size: of the target.
+            vocab_size: of the target.
+            num_layers: of the target.
+            tokenizer: fingerprint of its tokenizer, or None.
+
         Raises:
-            OtherTarget: says what differs.
+            TargetMismatch: names what differs.
         """
         pairs: dict[str, tuple[object, object]] = {
             "hidden_size": (self.config.hidden_size, hidden_size),
             "vocab_size": (self.config.vocab_size, vocab_size),
-            "layers": (self.num_layers, num_layers),
+            "num_layers": (self.num_layers, num_layers),
         }
         if self.tokenizer is not None and tokenizer is not None:
             pairs["tokenizer"] = (self.tokenizer, tokenizer)
-        wrong = [f"{name} {mine} (the target: {its})" for name, (mine, its) in pairs.items() if mine != its]
+        wrong = [f"{name} {own} (the target: {other})" for name, (own, other) in pairs.items() if own != other]
         if wrong:
-            raise TargetMismatch(f"this draft head was made for another target: {', '.join(wrong)}.")
+            raise TargetMismatch(f"this draft head was trained for another target: {', '.join(wrong)}.")
 
 
 def save_head(
     folder: str | os.PathLike[str], head: EagleHead, metadata: HeadMetadata, dtype: torch.dtype = torch.bfloat16
 ) -> None:
-    """Write a head, rounded to `dtype`; a folder never holds half of it."""
+    """Write a head, rounded to `dtype`; the folder never holds an incomplete one."""
     weights = {name: value.detach().to("cpu", dtype).contiguous() for name, value in to_eagle_state_dict(head).items()}
     if metadata.draft_ids is not None:
         weights["draft_ids"] = metadata.draft_ids.cpu()
     if metadata.compressor is not None:
-        weights |= {
-            f"{COMPRESSOR_PREFIX}{name}": value.detach().to("cpu", dtype)
-            for name, value in metadata.compressor[1].items()
-        }
-    values = {
-        "model_type": MODEL_TYPE,
-        "kind": metadata.architecture,
-        **asdict(metadata.config),
-        "rule": metadata.visual_mode,
-    }
+        for name, value in metadata.compressor[1].items():
+            weights[f"{COMPRESSOR_PREFIX}{name}"] = value.detach().to("cpu", dtype)
+    values: dict[str, Any] = {"model_type": MODEL_TYPE, "architecture": metadata.architecture}
+    values |= {**asdict(metadata.config), "visual_mode": metadata.visual_mode}
     values["target"] = {
         "model_type": metadata.model_type,
-        "layers": metadata.num_layers,
+        "num_layers": metadata.num_layers,
         "tokenizer": metadata.tokenizer,
     }
-    values |= {"facts": dict(metadata.facts)} if metadata.facts else {}
-    values |= {"compressor": dict(metadata.compressor[0])} if metadata.compressor is not None else {}
+    if metadata.facts:
+        values["facts"] = dict(metadata.facts)
+    if metadata.compressor is not None:
+        values["compressor"] = dict(metadata.compressor[0])
     write_checkpoint(Path(folder), weights, values)
 
 
 def write_checkpoint(folder: Path, weights: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-    """Both files of a head: whole before they get their names, and the config last, since a head is found by it."""
+    """Write both files of a head under temporary names, then rename them, the config last: a head is found by it."""
     folder.mkdir(parents=True, exist_ok=True)
     parts = {name: folder / f"{name}.part" for name in (WEIGHTS_NAME, CONFIG_NAME)}
     try:
@@ -123,88 +128,97 @@ def write_checkpoint(folder: Path, weights: Mapping[str, Tensor], values: Mappin
 
 
 def read_metadata(folder: str | os.PathLike[str]) -> HeadMetadata:
-    """What a folder's config says of its head, without a look at the weights: no draft ids, no compressor's weights.
+    """Metadata from a folder's config, without reading the weights: no draft ids, no weights of a compressor.
 
     Raises:
-        FileNotFoundError: there is no config. ValueError: it is of no draft head, or of one that cannot be.
+        FileNotFoundError: there is no config.
+        ValueError: it is not of a draft head, or a value is invalid.
     """
-    place = Path(folder)
-    values = read_config(place)
+    file = Path(folder) / CONFIG_NAME
+    values = read_config(Path(folder))
     if values.get("model_type") != MODEL_TYPE:
-        raise ValueError(f"{place / CONFIG_NAME} is of model_type {values.get('model_type')!r}, not {MODEL_TYPE!r}.")
-    target = values.get("target", {})
-    rule = values.get("rule")
-    if rule not in VISUAL_MODES:
-        raise ValueError(f"{place / CONFIG_NAME}: rule must be one of {', '.join(VISUAL_MODES)}; got {rule!r}.")
-    kind = values.get("kind", "eagle")
-    if kind not in ARCHITECTURES:
-        raise ValueError(f"{place / CONFIG_NAME}: kind must be one of {', '.join(ARCHITECTURES)}; got {kind!r}.")
+        raise ValueError(f"{file} has model_type {values.get('model_type')!r}, not {MODEL_TYPE!r}.")
     try:
+        values = upgrade_config(values, str(file))
+        visual_mode, architecture = values.get("visual_mode"), values.get("architecture", "eagle")
+        if visual_mode not in VISUAL_MODES:
+            raise ValueError(f"visual_mode must be one of {', '.join(VISUAL_MODES)}; got {visual_mode!r}.")
+        if architecture not in ARCHITECTURES:
+            raise ValueError(f"architecture must be one of {', '.join(ARCHITECTURES)}; got {architecture!r}.")
         config = parse_head_config(values)
     except ValueError as error:
-        raise ValueError(f"{place / CONFIG_NAME}: {error}") from error
+        raise ValueError(f"{file}: {error}") from error
+    target = values.get("target", {})
     return HeadMetadata(
         config,
-        rule,
-        int(target.get("layers", 0)),
+        visual_mode,
+        int(target.get("num_layers", 0)),
         str(target.get("model_type", "")),
         target.get("tokenizer"),
         facts=values.get("facts", {}),
-        architecture=kind,
+        architecture=architecture,
         compressor=(values["compressor"], {}) if isinstance(values.get("compressor"), dict) else None,
     )
 
 
-def load_head(folder: str | os.PathLike[str]) -> tuple[EagleHead, HeadMetadata]:
-    """Read a head, in float32.
+def load_head(folder: str | os.PathLike[str], metadata: HeadMetadata | None = None) -> tuple[EagleHead, HeadMetadata]:
+    """Read a head in float32.
+
+    Args:
+        folder: of the head.
+        metadata: what `read_metadata` returned for the folder, if it was called before.
+
+    Returns:
+        The head in eval mode, and its metadata with draft ids and weights of its compressor.
 
     Raises:
-        FileNotFoundError: a file is missing. ValueError: what is there is no draft head, or a damaged one.
+        FileNotFoundError: a file is missing.
+        ValueError: the files are not a draft head's, or damaged.
     """
-    made, file = read_metadata(folder), Path(folder) / WEIGHTS_NAME
+    metadata = read_metadata(folder) if metadata is None else metadata
+    file = Path(folder) / WEIGHTS_NAME
     weights = read_weights(file)
     draft_ids = weights.pop("draft_ids", None)
-    extra = {
-        name.removeprefix(COMPRESSOR_PREFIX): weights.pop(name)
-        for name in list(weights)
-        if name.startswith(COMPRESSOR_PREFIX)
-    }
+    names = [name for name in weights if name.startswith(COMPRESSOR_PREFIX)]
+    compressor_weights = {name.removeprefix(COMPRESSOR_PREFIX): weights.pop(name) for name in names}
+    build = ARCHITECTURES[metadata.architecture].head
     try:
-        state = from_eagle_state_dict(made.config, weights, ARCHITECTURES[made.architecture].head)
+        state_dict = from_eagle_state_dict(metadata.config, weights, build)
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
-    with torch.device("meta"):  # fresh weights would be drawn from the user's generator
-        head = ARCHITECTURES[made.architecture].head(made.config)
-    head.load_state_dict({name: value.float() for name, value in state.items()}, assign=True)
+    with torch.device("meta"):  # an initialisation would advance the user's random generator
+        head = build(metadata.config)
+    head.load_state_dict({name: value.float() for name, value in state_dict.items()}, assign=True)
     if draft_ids is not None:
-        _check_ids(draft_ids, made.config.vocab_size, file)
-    compressor = None if made.compressor is None else (made.compressor[0], extra)
-    return head.eval(), replace(made, draft_ids=draft_ids, compressor=compressor)
+        _check_draft_ids(draft_ids, metadata.config.vocab_size, file)
+    compressor = None if metadata.compressor is None else (metadata.compressor[0], compressor_weights)
+    return head.eval(), replace(metadata, draft_ids=draft_ids, compressor=compressor)
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:
-    """A short name of a tokenizer's vocabulary, for anything with `get_vocab`."""
-    listed = json.dumps(sorted(tokenizer.get_vocab().items()), ensure_ascii=True)
-    return hashlib.sha256(listed.encode()).hexdigest()[:16]
+    """A short hash of a tokenizer's vocabulary, of anything with `get_vocab`."""
+    vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()), ensure_ascii=True)
+    return hashlib.sha256(vocabulary.encode()).hexdigest()[:16]
 
 
-def _check_ids(ids: Tensor, vocab: int, where: Path) -> None:
-    good = ids.dim() == 1 and ids.dtype == torch.int64 and len(ids) > 0
-    if not good or int(ids.min()) < 0 or int(ids.max()) >= vocab or not bool((ids.diff() > 0).all()):
-        raise ValueError(f"{where}: draft_ids must be rising ids below {vocab}.")
+def _check_draft_ids(ids: Tensor, vocab_size: int, file: Path) -> None:
+    is_valid = ids.dim() == 1 and ids.dtype == torch.int64 and len(ids) > 0
+    if not is_valid or int(ids.min()) < 0 or int(ids.max()) >= vocab_size or not bool((ids.diff() > 0).all()):
+        raise ValueError(f"{file}: draft_ids must be increasing ids below {vocab_size}.")
 
 
 def read_config(folder: Path) -> dict[str, Any]:
     """`config.json` of a folder.
 
     Raises:
-        FileNotFoundError, ValueError: it is not there, or no JSON object.
+        FileNotFoundError: the file is missing.
+        ValueError: it is not a JSON object, or too large.
     """
     file = folder / CONFIG_NAME
     if not file.is_file():
         raise FileNotFoundError(f"{file} is missing: a draft head is a folder with {CONFIG_NAME} and {WEIGHTS_NAME}.")
     if file.stat().st_size > MAX_CONFIG_BYTES:
-        raise ValueError(f"{file} is no config: it has {file.stat().st_size} bytes.")
+        raise ValueError(f"{file} must have at most {MAX_CONFIG_BYTES} bytes; got {file.stat().st_size}.")
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -218,7 +232,8 @@ def read_weights(file: Path) -> dict[str, Tensor]:
     """The tensors of a safetensors file, on the CPU.
 
     Raises:
-        FileNotFoundError, ValueError: it is not there, or cut short or damaged.
+        FileNotFoundError: the file is missing.
+        ValueError: it is truncated or damaged.
     """
     if not file.is_file():
         raise FileNotFoundError(f"{file} is missing.")
@@ -233,12 +248,12 @@ __all__ = [
     "MODEL_TYPE",
     "WEIGHTS_NAME",
     "HeadMetadata",
-    "OtherTarget",
-    "read_metadata",
-    "tokenizer_fingerprint",
+    "TargetMismatch",
     "load_head",
     "read_config",
+    "read_metadata",
     "read_weights",
     "save_head",
+    "tokenizer_fingerprint",
     "write_checkpoint",
 ]

@@ -1,4 +1,4 @@
-"""Several sources under one budget: what the text repeats, and what the target said after the same token before."""
+"""`hybrid`: the union of prompt lookup and token recycling under one node budget."""
 
 from __future__ import annotations
 
@@ -8,8 +8,12 @@ from mmspec.drafters.ngram.recycling import SuccessorTable
 
 
 def hybrid(table: SuccessorTable | None = None) -> BestFirstDrafter:
-    """The union of `lookup` and `recycling`; `table` brings a table that was saved or is shared."""
-    return BestFirstDrafter("fused", [PromptLookup(), SuccessorTable() if table is None else table])
+    """The drafter over both sources.
+
+    Args:
+        table: a table that was loaded or is shared; None for an empty one.
+    """
+    return BestFirstDrafter("hybrid", [PromptLookup(), SuccessorTable() if table is None else table])
 
 
 __all__ = ["hybrid"]

@@ -1,6 +1,7 @@
-"""The losses of heads that say several tokens a pass: FLASH, parallel, Falcon. Knows tensors only.
+"""Losses of heads that predict several tokens per forward: FLASH, ParallelSpec, Falcon.
 
-All sum what a head of one token is taught (`training_losses.Sum`) over the places of a block.
+Each sums the loss of a single position (`LossAccumulator`) over the positions of a block. The functions have the
+arguments and results of `eagle_loss`. The module knows tensors only.
 """
 
 from __future__ import annotations
@@ -10,19 +11,16 @@ from torch import Tensor
 from torch.nn import functional
 
 from mmspec.drafters.block.falcon import FalconHead
-from mmspec.drafters.training.losses import (
-    PackedQueries,
-    TrainBatch,
-    RolloutCache,
+from mmspec.drafters.training.batch import (
     DraftModel,
     DraftTargets,
-    LossAccumulator,
-    LossWeights,
-    Progress,
-    shifted_loss_mask,
+    PackedQueries,
+    TrainBatch,
     build_targets,
     shift,
+    shifted_loss_mask,
 )
+from mmspec.drafters.training.losses import LossAccumulator, LossWeights, Progress, RolloutCache
 from mmspec.interfaces import SharedEmbeddings
 
 LossAndMetrics = tuple[Tensor, dict[str, float]]
@@ -36,18 +34,22 @@ def flash_loss(
     weights: LossWeights,
     progress: Progress,
 ) -> LossAndMetrics:
-    """Every slot says the state as many places on (FLASH, section 3.3); a chain adds to its scores what the word does
-    that the target said before it."""
-    head, data = draft_model.head, build_targets(draft_model, batch, placeholder)
-    asked, told = PackedQueries(data), LossAccumulator(shared_embeddings, weights, data.compressor_loss)
-    features = head.block(RolloutCache(head, asked).forward(data.inputs, data.position_ids))
-    for slot in range(head.config.block):
-        learn, added = asked.loss_mask(slot), None
-        said = features[:, :, slot][learn]
-        if slot and head.chain is not None:
-            added = head.chain(said, asked.gather(shift(data.next_embeds, slot))[learn].to(said.dtype))
-        told.add(slot, said, asked.gather(shift(data.target_hidden, slot))[learn], added)
-    return told.result()
+    """Feature i predicts the hidden state i positions further on (FLASH, section 3.3).
+
+    The `MarkovHead` is trained with the target's token before each position.
+    """
+    head, targets = draft_model.head, build_targets(draft_model, batch, placeholder)
+    queries = PackedQueries(targets)
+    loss = LossAccumulator(shared_embeddings, weights, targets.compressor_loss)
+    features = head.block_features(RolloutCache(head, queries).forward(targets.inputs, targets.position_ids))
+    for slot in range(head.config.block_size):
+        mask, logit_bias = queries.loss_mask(slot), None
+        outputs = features[:, :, slot][mask]
+        if slot and head.markov_head is not None:
+            embeds = queries.gather(shift(targets.next_embeds, slot))[mask]
+            logit_bias = head.markov_head(outputs, embeds.to(outputs.dtype))
+        loss.add(slot, outputs, queries.gather(shift(targets.target_hidden, slot))[mask], logit_bias)
+    return loss.result()
 
 
 def parallel_loss(
@@ -58,23 +60,25 @@ def parallel_loss(
     weights: LossWeights,
     progress: Progress,
 ) -> LossAndMetrics:
-    """Behind every row its own learned rows, which see the text up to it and each other (ParallelSpec, section 3)."""
-    head, data = draft_model.head, build_targets(draft_model, batch, placeholder)
-    asked, told = PackedQueries(data), LossAccumulator(shared_embeddings, weights, data.compressor_loss)
-    memory, rows = RolloutCache(head, asked), data.inputs
-    for slot in range(head.config.block):
-        out = memory.forward(rows, data.position_ids + slot)
-        if slot and head.link is not None:
-            out = head.link(out, asked.gather(shift(data.next_embeds, slot)).to(out.dtype))
-        learn = asked.loss_mask(slot)
-        told.add(slot, out[learn], asked.gather(shift(data.target_hidden, slot))[learn])
-        if slot + 1 < head.config.block:
-            rows = head.slots[slot].to(data.inputs.dtype).expand_as(out)
-    return told.result()
+    """Each row is followed by mask rows that attend to the context up to it and to each other (ParallelSpec, section 3)."""
+    head, targets = draft_model.head, build_targets(draft_model, batch, placeholder)
+    queries = PackedQueries(targets)
+    loss = LossAccumulator(shared_embeddings, weights, targets.compressor_loss)
+    cache, inputs = RolloutCache(head, queries), targets.inputs
+    for slot in range(head.config.block_size):
+        outputs = cache.forward(inputs, targets.position_ids + slot)
+        if slot and head.token_correction is not None:
+            embeds = queries.gather(shift(targets.next_embeds, slot))
+            outputs = head.token_correction(outputs, embeds.to(outputs.dtype))
+        mask = queries.loss_mask(slot)
+        loss.add(slot, outputs[mask], queries.gather(shift(targets.target_hidden, slot))[mask])
+        if slot + 1 < head.config.block_size:
+            inputs = head.mask_embeddings[slot].to(targets.inputs.dtype).expand_as(outputs)
+    return loss.result()
 
 
 GLANCE_RATIO = 0.4
-"""Share of the wrong rows that are shown the answer when the training begins; it falls evenly to none."""
+"""Share of the wrong rows whose inputs are replaced at the start of training; it decreases linearly to 0."""
 
 
 def falcon_loss(
@@ -87,56 +91,78 @@ def falcon_loss(
 ) -> LossAndMetrics:
     """Coupled sequential glancing distillation (Falcon, section 3.2).
 
-    A first look finds how many rows are wrong; as many, times a share that falls over the training, are shown their own
-    answer, so that the others of their block learn with it. Then blocks are drafted behind blocks, as in a tree.
+    A first forward counts the rows whose prediction is wrong. That number times a decreasing share of rows receive
+    their own answer as input, so that the others of their block learn with it. Then blocks are drafted behind blocks, as
+    in a tree.
     """
-    head, data, k = draft_model.head, build_targets(draft_model, batch, placeholder), draft_model.head.config.block
-    n = data.inputs.shape[1]
+    head, targets = draft_model.head, build_targets(draft_model, batch, placeholder)
+    k, n, device = head.config.block_size, targets.inputs.shape[1], targets.inputs.device
     start = int(torch.randint(k, (), generator=progress.rng))
-    block = (torch.arange(n, device=data.inputs.device) + start) // k
-    shown = torch.zeros_like(data.loss_mask)
+    offset = torch.arange(n, device=device) + start
+    block = offset // k
+    glanced = torch.zeros_like(targets.loss_mask)
     if (share := GLANCE_RATIO * (1 - progress.fraction)) > 0:
         with torch.no_grad():
-            out = _BlockCache(head, data, block).forward(data.inputs, data.position_ids)
-            shown = _glance_mask(out, data, shared_embeddings, block, k, share, progress.rng)
-    answers = head.fuse(shift(data.next_embeds, k), shift(data.target_hidden, k - 1))
-    rows = torch.where(shown[..., None], answers, data.inputs)
-    memory, told = _BlockCache(head, data, block), LossAccumulator(shared_embeddings, weights, data.compressor_loss)
-    # A whole block further per step; the step after the first reads what the head said itself.
+            outputs = _BlockCache(head, targets, block).forward(targets.inputs, targets.position_ids)
+            glanced = _glance_mask(outputs, targets, shared_embeddings, block, k, share, progress.rng)
+    answers = head.fuse(shift(targets.next_embeds, k), shift(targets.target_hidden, k - 1))
+    inputs = torch.where(glanced[..., None], answers, targets.inputs)
+    cache = _BlockCache(head, targets, block)
+    loss = LossAccumulator(shared_embeddings, weights, targets.compressor_loss)
+    # Each step is a whole block further on; those after the first read the head's own outputs.
     for step in range(1 + min(1, weights.ttt_steps)):
-        out = memory.forward(rows, data.position_ids + step * k)
-        place = (torch.arange(n, device=block.device) + start) % k
+        outputs = cache.forward(inputs, targets.position_ids + step * k)
         for slot in range(k):
-            far = k - 1 + step * k
-            learn = shifted_loss_mask(data, far) & ~shown & (place == slot)
-            told.add(slot + step * k, out[learn], shift(data.target_hidden, far)[learn])
-        rows = head.fuse(shift(data.next_embeds, (step + 1) * k), out)
-    return told.result()
+            distance = k - 1 + step * k
+            mask = shifted_loss_mask(targets, distance) & ~glanced & (offset % k == slot)
+            loss.add(slot + step * k, outputs[mask], shift(targets.target_hidden, distance)[mask])
+        inputs = head.fuse(shift(targets.next_embeds, (step + 1) * k), outputs)
+    return loss.result()
 
 
 def _glance_mask(
-    out: Tensor, data: DraftTargets, words: SharedEmbeddings, block: Tensor, k: int, share: float, rng: torch.Generator
+    outputs: Tensor,
+    targets: DraftTargets,
+    shared_embeddings: SharedEmbeddings,
+    block: Tensor,
+    k: int,
+    share: float,
+    rng: torch.Generator,
 ) -> Tensor:
-    """[B, n] bool, which rows are shown their answer: of blocks drawn by chance a first part, never all."""
-    learn, goal = shifted_loss_mask(data, k - 1), shift(data.target_hidden, k - 1)
-    wrong = (words.lm_head(out).argmax(-1) != words.lm_head(goal).argmax(-1)) & learn
-    rate = share * wrong.sum(1, keepdim=True) / learn.sum(1, keepdim=True).clamp(min=1)
-    blocks = int(block[-1]) + 1
-    # A chosen block shows 1 to k - 1 of its rows, k / 2 in the mean.
-    chance = torch.rand(len(out), blocks, generator=rng).to(out.device)
-    many = torch.randint(1, k, (len(out), blocks), generator=rng).to(out.device)
-    many = torch.where(chance < 2 * rate, many, 0)
-    place = torch.arange(len(block), device=out.device) - torch.searchsorted(block, block)
-    return learn & (place < many[:, block])
+    """[B, n] bool, rows that receive their answer: a first part, never all, of randomly chosen blocks.
+
+    Args:
+        outputs: [B, n, D] of a first forward.
+        targets: of the batch.
+        shared_embeddings: of the target.
+        block: [n] int64 block of each row.
+        k: block size.
+        share: of the wrong rows.
+        rng: random generator.
+    """
+    mask, target_hidden = shifted_loss_mask(targets, k - 1), shift(targets.target_hidden, k - 1)
+    lm_head = shared_embeddings.lm_head
+    is_wrong = (lm_head(outputs).argmax(-1) != lm_head(target_hidden).argmax(-1)) & mask
+    rate = share * is_wrong.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
+    num_blocks = int(block[-1]) + 1
+    # A chosen block gives away 1 to k - 1 of its rows, k / 2 in the mean.
+    draw = torch.rand(len(outputs), num_blocks, generator=rng).to(outputs.device)
+    num_glanced = torch.randint(1, k, (len(outputs), num_blocks), generator=rng).to(outputs.device)
+    num_glanced = torch.where(draw < 2 * rate, num_glanced, 0)
+    slot = torch.arange(len(block), device=outputs.device) - torch.searchsorted(block, block)
+    return mask & (slot < num_glanced[:, block])
 
 
 class _BlockCache(RolloutCache):
-    """In step 0 a row sees all blocks up to its own; later also what its block was in the steps between. All rows are
-    asked."""
+    """In step 0 a row attends to all blocks up to its own, later also to its block's rows of the steps in between.
 
-    def __init__(self, head: FalconHead, data: DraftTargets, block: Tensor) -> None:
-        super().__init__(head, PackedQueries(data, torch.ones_like(data.loss_mask)))
-        self.context_mask, self.block_mask = block <= block[:, None], block == block[:, None]
+    All rows are queries.
+    """
+
+    def __init__(self, head: FalconHead, targets: DraftTargets, block: Tensor) -> None:
+        super().__init__(head, PackedQueries(targets, torch.ones_like(targets.loss_mask)))
+        self.context_mask = block <= block[:, None]
+        self.block_mask = block == block[:, None]
 
     def _attend(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         self._append(queries.shape[1] // keys.shape[1], keys, values)

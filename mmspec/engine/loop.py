@@ -241,6 +241,7 @@ class DecodeLoop:
             num_accepted=num_accepted,
         )
         stats.rounds += 1
+        stats.drafted_rounds += num_drafted > 0
         stats.row_rounds += sum(active)
         stats.tree_size_hist[num_nodes] += 1
         stats.num_draft_tokens += num_drafted

@@ -23,8 +23,8 @@ from PIL import Image
 
 pytest.importorskip("gradio")
 
-from mmspec.app.caption.config import DEFAULT, VIDEO_PROMPT
-from mmspec.app.modeling.synthetic_images import write_pictures
+from mmspec.app.caption.config import DEFAULT_MODEL, VIDEO_PROMPT
+from mmspec.app.modeling.synthetic_images import write_images
 from mmspec.app.scenes.examples import list_example_files
 from mmspec.app.ui import api as endpoints
 from mmspec.app.ui.comparison import ComparisonRun
@@ -174,7 +174,7 @@ def toast(page: Any) -> str:
 
 
 def test_an_uploaded_picture_is_asked_about_on_both_sides(page: Any, tmp_path: Path) -> None:
-    upload(page, write_pictures(tmp_path, 1)[0])
+    upload(page, write_images(tmp_path, 1)[0])
     settings(page, tokens=200, Tree_size="8")
     ask(page, "what is in the image?")
     started(page)
@@ -228,9 +228,9 @@ def test_a_conversation_goes_on_until_the_picture_changes(page: Any) -> None:
         ask(page, question)
         page.wait_for_function(f"document.querySelector('#mm-plain').innerText.includes('{question}')")
         finish(page)
-    assert page.locator("#mm-mmspec .mm-asked").all_inner_texts() == ["what is it?", "how many?"]
+    assert page.locator("#mm-mmspec .mm-turn-question").all_inner_texts() == ["what is it?", "how many?"]
     page.locator("#mm-examples button").nth(1).click()
-    page.wait_for_function("document.querySelectorAll('.mm-asked').length == 0")
+    page.wait_for_function("document.querySelectorAll('.mm-turn-question').length == 0")
     assert page.locator("#mm-replay").is_disabled()
 
 
@@ -334,7 +334,7 @@ def test_nothing_that_is_written_becomes_html(page: Any) -> None:
     settings(page, tokens=8)
     ask(page, NASTY)
     finish(page)
-    assert page.locator("#mm-plain .mm-asked").inner_text() == NASTY
+    assert page.locator("#mm-plain .mm-turn-question").inner_text() == NASTY
     page.get_by_role("tab", name="Inside").click()
     page.wait_for_selector("#mm-inside svg")
     assert page.evaluate("window.hacked") is None
@@ -357,7 +357,7 @@ def test_a_second_user_waits_and_nothing_is_mixed(open_page: Callable[..., Any],
     finish(first)
     finish(second)
     assert "all 40 tokens" in text(first, ".mm-badge") and "all 17 tokens" in text(second, ".mm-badge")
-    assert text(first, "#mm-plain .mm-asked") != text(second, "#mm-plain .mm-asked")
+    assert text(first, "#mm-plain .mm-turn-question") != text(second, "#mm-plain .mm-turn-question")
 
 
 def test_closing_the_page_ends_the_run(
@@ -456,7 +456,7 @@ def test_rounds_are_stepped_through(page: Any) -> None:
 
 
 def test_a_batch_and_its_file(page: Any, tmp_path: Path) -> None:
-    paths = write_pictures(tmp_path, 3)
+    paths = write_images(tmp_path, 3)
     (tmp_path / "zz.png").write_bytes(b"no picture")
     (tmp_path / HOSTILE).write_bytes(b"no picture either")
     page.get_by_role("tab", name="Batch").click()
@@ -476,7 +476,7 @@ def test_a_batch_and_its_file(page: Any, tmp_path: Path) -> None:
 
 def test_a_batch_can_be_cancelled(page: Any, tmp_path: Path) -> None:
     page.get_by_role("tab", name="Batch").click()
-    page.locator("#mm-files input[type=file]").set_input_files([str(path) for path in write_pictures(tmp_path, 30)])
+    page.locator("#mm-files input[type=file]").set_input_files([str(path) for path in write_images(tmp_path, 30)])
     page.wait_for_function("document.querySelector('#mm-files').innerText.includes('29_')")
     settings(page, "batch", tokens=600)
     page.locator("#mm-start").click()
@@ -571,11 +571,11 @@ def test_what_only_a_trained_drafter_shows(browser: Any, request: pytest.Fixture
         kept = page.locator("#mm-mmspec .mm-accepted")
         assert kept.count() > 20 and page.locator("#mm-mmspec .mm-corrected").count() > 3
         assert kept.first.evaluate("one => getComputedStyle(one).backgroundColor") == "rgb(211, 240, 218)"
-        assert page.locator(".mm-seen img").count() == 1 and "144" in text(page, ".mm-seen")
+        assert page.locator(".mm-visible-tokens img").count() == 1 and "144" in text(page, ".mm-visible-tokens")
         race(page, request)
         page.get_by_role("tab", name="Inside").click()
-        page.wait_for_selector("#mm-inside .mm-chance")
-        assert "%" in page.locator("#mm-inside .mm-node.mm-kept .mm-chance").first.text_content()
+        page.wait_for_selector("#mm-inside .mm-probability")
+        assert "%" in page.locator("#mm-inside .mm-node.mm-node-accepted .mm-probability").first.text_content()
         page.close()
 
 
@@ -607,7 +607,7 @@ def client(site: DemoServer) -> Any:
 def test_compare_through_the_client(client: Any, tmp_path: Path) -> None:
     from gradio_client import handle_file
 
-    file = handle_file(str(write_pictures(tmp_path, 1)[0]))
+    file = handle_file(str(write_images(tmp_path, 1)[0]))
     for more in ({}, {"temperature": 0.9, "seed": 7, "drafter": "recycling"}):
         run = client.predict(file, "what is it?", max_new_tokens=20, api_name="/compare", **more)
         assert run["identical"] and len(run["mmspec"]["tokens"]) == 20
@@ -635,7 +635,7 @@ def test_a_client_that_has_gone_is_not_worked_for(site: DemoServer, races: list[
 def test_caption_through_the_client(client: Any, tmp_path: Path) -> None:
     from gradio_client import handle_file
 
-    paths = write_pictures(tmp_path, 3)
+    paths = write_images(tmp_path, 3)
     rows = client.predict([handle_file(str(path)) for path in paths], max_new_tokens=8, api_name="/caption")
     assert [row["file_name"] for row in rows] == [path.name for path in paths]
     assert all(row["n_new_tokens"] == 8 for row in rows)
@@ -645,7 +645,7 @@ def test_errors_reach_the_client_as_one_sentence(client: Any, tmp_path: Path) ->
     from gradio_client import handle_file
     from gradio_client.exceptions import AppError
 
-    file = handle_file(str(write_pictures(tmp_path, 1)[0]))
+    file = handle_file(str(write_images(tmp_path, 1)[0]))
     (tmp_path / "text.png").write_text("no picture")
     wide = tmp_path / "wide.png"
     Image.new("1", (10_000, 5_000)).save(wide)
@@ -700,7 +700,7 @@ def test_nothing_is_left_behind(tmp_path: Path) -> None:
         root = running.context.temp_storage.root
         assert root.exists() and running.url.startswith("http://127.0.0.1:")
         one = Client(running.url, verbose=False, download_files=str(tmp_path / "got"))
-        paths = [handle_file(str(path)) for path in write_pictures(tmp_path / "p", 2)]
+        paths = [handle_file(str(path)) for path in write_images(tmp_path / "p", 2)]
         one.predict(paths[0], "what?", max_new_tokens=4, api_name="/compare")
         one.predict(paths, max_new_tokens=4, api_name="/caption")
         names = {path.name for path in root.rglob("*.png")}
@@ -720,7 +720,7 @@ def test_the_command_from_start_to_end(tmp_path: Path) -> None:
             assert not url.endswith(":0")
             one = Client(url, verbose=False, download_files=str(tmp_path / "got"))
             run = one.predict(handle_file(str(list_example_files()[0])), "What do you see?", api_name="/compare")
-            assert run["identical"] and run["choice"]["model"] == DEFAULT and run["tau"] > 1
+            assert run["identical"] and run["choice"]["model"] == DEFAULT_MODEL and run["tau"] > 1
             assert list(tmp_path.glob("mmspec-demo-*"))
         finally:
             running.send_signal(signal.SIGTERM)
@@ -734,4 +734,4 @@ def test_a_model_that_is_not_there_is_told_at_once(caplog: pytest.LogCaptureFixt
 
 
 def test_the_default_model_is_the_shipped_one() -> None:
-    assert ModelStore().model_names[0] == DEFAULT
+    assert ModelStore().model_names[0] == DEFAULT_MODEL

@@ -13,9 +13,9 @@ from PIL import Image
 import mmspec
 from mmspec.app.cli.main import main
 from mmspec.app.modeling.captioner import Captioner
-from mmspec.app.modeling.load import load
-from mmspec.app.modeling.random_models import random_model, tiny_model, vocabulary
-from mmspec.app.modeling.synthetic_images import write_pictures
+from mmspec.app.modeling.load import load_model
+from mmspec.app.modeling.random_models import build_vocabulary, random_model, tiny_model
+from mmspec.app.modeling.synthetic_images import write_images
 
 COLUMNS = """id file_name caption model drafter prompt_sha1 gen n_prompt_tokens n_new_tokens n_rounds tau ttft_s seconds
 finish_reason identical plain error mmspec_version index"""
@@ -24,7 +24,7 @@ finish_reason identical plain error mmspec_version index"""
 @pytest.fixture(scope="module")
 def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("pictures")
-    write_pictures(folder, 10)
+    write_images(folder, 10)
     return folder
 
 
@@ -48,7 +48,9 @@ def test_rows_are_right_and_identical_to_plain_generate(pictures: Path, tmp_path
 
     model, processor = random_model("tiny")
     first = found[0]
-    inputs = Captioner(model, processor).inputs([Image.open(sorted(pictures.iterdir())[0])], ["Describe the image."])
+    inputs = Captioner(model, processor).build_inputs(
+        [Image.open(sorted(pictures.iterdir())[0])], ["Describe the image."]
+    )
     ids = model.generate(**inputs, max_new_tokens=24, do_sample=False)[0, inputs["input_ids"].shape[1] :]
     assert first["caption"] == processor.tokenizer.decode(ids, skip_special_tokens=True).strip()
     assert (first["n_prompt_tokens"], first["n_new_tokens"]) == (inputs["input_ids"].shape[1], len(ids))
@@ -182,7 +184,7 @@ def test_an_unsupported_model_is_named_with_what_is_supported(
 
 def test_a_model_folder_loads_by_the_auto_classes(pictures: Path, tmp_path: Path) -> None:
     folder = tiny_model(tmp_path / "model", seed=0)
-    model, processor = load(str(folder))
+    model, processor = load_model(str(folder))
     again, _ = random_model("tiny", 0)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
     assert processor.tokenizer.padding_side == "left" and processor.chat_template
@@ -196,14 +198,14 @@ def test_random_models_spare_the_generators_and_differ_by_seed() -> None:
     state = torch.get_rng_state()
     one, two = (random_model("tiny", seed)[0].lm_head.weight for seed in (0, 1))
     assert torch.equal(torch.get_rng_state(), state) and not torch.equal(one, two)
-    assert len(vocabulary(384)) == len(set(vocabulary(8192)[:384])) == 384
+    assert len(build_vocabulary(384)) == len(set(build_vocabulary(8192)[:384])) == 384
     with pytest.raises(ValueError, match="tiny, mid"):
         random_model("large")
 
 
 @pytest.fixture
 def captioner() -> Captioner:
-    model, processor = load("tiny")
+    model, processor = load_model("tiny")
     return Captioner(mmspec.patch(model, "lookup", processor=processor), processor, max_new_tokens=12)
 
 
@@ -220,7 +222,7 @@ def test_finish_reasons(captioner: Captioner) -> None:
     assert stopped[0].finish_reason == "stop" and stopped[0].caption == " ".join(words[:3])
     assert stopped[0].n_new_tokens < 12 and all(made.identical for made in stopped)
     captioner.stop = ()
-    inputs = captioner.inputs(IMAGES, prompts)
+    inputs = captioner.build_inputs(IMAGES, prompts)
     token = captioner.model.generate(**inputs, max_new_tokens=12)[0, inputs["input_ids"].shape[1] + 4].item()
     captioner.model.generation_config.eos_token_id = [2, token]
     ended = captioner.caption(IMAGES, prompts, 0, [True] * 3)
@@ -249,12 +251,15 @@ def test_a_planted_difference_is_found_and_located(captioner: Captioner, monkeyp
     monkeypatch.setattr(Captioner, "_generate", lying)
     made = captioner.caption(IMAGES, ["a"] * 3, 0, [True] * 3)
     assert [one.identical for one in made] == [True, False, True]
-    assert (captioner.check.rows, captioner.check.identical) == (3, 2) and captioner.check.first
+    assert (captioner.comparison.rows, captioner.comparison.identical) == (
+        3,
+        2,
+    ) and captioner.comparison.first_difference
 
 
 def test_without_a_chat_template(captioner: Captioner) -> None:
     captioner.processor.chat_template = None
-    inputs = captioner.inputs(IMAGES[:1], ["what is {it} ?"])
+    inputs = captioner.build_inputs(IMAGES[:1], ["what is {it} ?"])
     text = captioner.processor.tokenizer.decode(inputs["input_ids"][0]).replace("<image>", "")
     assert text.split() == "user: what is {it} ? assistant:".replace("{it}", "<unk>it<unk>").split()
     assert captioner.caption(IMAGES, ["a"] * 3, 0)[0].n_new_tokens == 12

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from mmspec.app.cli import main as cli
 from mmspec.app.errors import UsageError, one_line
@@ -20,6 +21,7 @@ def test_help_teaches(capsys: Any) -> None:
         (["caption", "--help"], "resuming"),
         (["bench", "--help"], "noise band"),
         (["train", "--help"], "answers.jsonl"),
+        (["examples", "--help"], "bundled examples"),
         (["env", "--help"], "bug reports"),
     ):
         with pytest.raises(SystemExit) as left:
@@ -58,7 +60,7 @@ def test_wrong_usage_is_one_line(capsys: Any) -> None:
     ("error", "code", "words"),
     [
         (UsageError("no such\nthing"), 2, "mmspec: error: no such thing\n"),
-        (ZeroDivisionError("by zero"), 1, "ZeroDivisionError: by zero (--debug shows where)"),
+        (ZeroDivisionError("by zero"), 1, "ZeroDivisionError: by zero (--debug shows the traceback)"),
         (KeyboardInterrupt(), 130, "interrupted"),
     ],
 )
@@ -88,3 +90,27 @@ def test_env_names_versions_and_no_paths(capsys: Any) -> None:
     out = capsys.readouterr().out
     assert "transformers:" in out and "llava" in out and "lookup" in out
     assert str(Path.home()) not in out
+
+
+@pytest.mark.parametrize("args", [["photo.jpg"], ["photo.jpg", "--compare"], ["photo.jpg", "--out", "x.jsonl"]])
+def test_caption_needs_a_model(args: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """Without one it must not describe photographs by the toy model."""
+    monkeypatch.chdir(tmp_path)
+    Image.new("RGB", (40, 30)).save("photo.jpg")
+    assert cli.main(["caption", *args]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and "--model llava-hf/llava-1.5-7b-hf" in err and "--model scenes" in err
+    assert [file.name for file in tmp_path.iterdir()] == ["photo.jpg"]
+
+
+def test_examples_is_a_command(capsys: Any) -> None:
+    image = next((Path(cli.__file__).parent.parent / "scenes" / "data" / "examples").glob("*.png"))
+    assert cli.main(["examples", str(image), "--model", "tiny", "--max-new-tokens", "4"]) == 0
+    assert "1 of 1 texts identical to plain generate" in capsys.readouterr().out
+
+
+def test_exit_codes_are_documented(capsys: Any) -> None:
+    for args in (["--help"], ["caption", "--help"]):
+        with pytest.raises(SystemExit):
+            cli.main(args)
+        assert "74 output cannot be written (disk full, read-only, size limit)" in capsys.readouterr().out

@@ -27,15 +27,15 @@ from mmspec.app.cli.main import main
 from mmspec.app.errors import UsageError
 from mmspec.app.scenes.examples import list_example_files
 from mmspec.app.ui.context import Context
-from mmspec.app.ui.edge.bodies import Bounds, Parts, RefusedError, Uploads, parsed
-from mmspec.app.ui.edge.hosts import Hosts, Request
-from mmspec.app.ui.edge.routes import door_of
+from mmspec.app.ui.middleware.bodies import PartCounter, RefusedError, RequestLimits, UploadFolder, parse_json_object
+from mmspec.app.ui.middleware.hosts import HostPolicy, RequestInfo
+from mmspec.app.ui.middleware.routes import find_route
 from mmspec.app.ui.model_store import ModelStore
 from mmspec.app.ui.report import TempStorage
 from mmspec.app.ui.server import build_app
 from mmspec.app.ui.tabs.batch import stream_batch as batch_steps
 from mmspec.app.ui.tabs.compare import Conversation, stream_comparison
-from mmspec.app.ui.worker import MOST_WAITING, CancelSignal, LeftError, Worker
+from mmspec.app.ui.worker import MAX_QUEUED_RUNS, CancelSignal, LeftQueueError, Worker
 
 HAMMER_S = float(os.environ.get("MMSPEC_HAMMER_S", "300"))
 """Seconds of the slow test with two clients."""
@@ -107,42 +107,44 @@ def no_trace(server: Server) -> None:
     ],
 )
 def test_names_that_are_served(host: str, bound: str, server: tuple[str, int], good: bool) -> None:
-    hosts = Hosts(bound, ["demo.example.org", "one.example.org:444"])
-    refusal = hosts.refusal({"host": [host]}, server, Request("GET", "/"))
+    hosts = HostPolicy(bound, ["demo.example.org", "one.example.org:444"])
+    refusal = hosts.check({"host": [host]}, server, RequestInfo("GET", "/"))
     assert (refusal is None) == good and (good or refusal is None or refusal.status == 421)
 
 
 @pytest.mark.parametrize(
     ("headers", "request_", "good"),
     [
-        ({}, Request("POST", "/x"), True),
-        ({"origin": ["http://localhost:7860"]}, Request("POST", "/x"), True),
-        ({"origin": ["http://127.0.0.1:7860"], "sec-fetch-site": ["same-origin"]}, Request("POST", "/x"), True),
-        ({"origin": ["https://demo.example.org"], "sec-fetch-site": ["cross-site"]}, Request("POST", "/x"), True),
-        ({"origin": ["http://localhost:3000"]}, Request("GET", "/x"), False),
-        ({"origin": ["http://localhost"]}, Request("GET", "/x"), False),
-        ({"origin": ["null"]}, Request("GET", "/"), False),
-        ({"origin": ["http://evil.example"]}, Request("GET", "/"), False),
-        ({"origin": ["http://localhost:7860", "http://evil.example"]}, Request("POST", "/x"), False),
-        ({"sec-fetch-site": ["cross-site"]}, Request("POST", "/x"), False),
-        ({"sec-fetch-site": ["same-site"]}, Request("GET", "/x"), False),
+        ({}, RequestInfo("POST", "/x"), True),
+        ({"origin": ["http://localhost:7860"]}, RequestInfo("POST", "/x"), True),
+        ({"origin": ["http://127.0.0.1:7860"], "sec-fetch-site": ["same-origin"]}, RequestInfo("POST", "/x"), True),
+        ({"origin": ["https://demo.example.org"], "sec-fetch-site": ["cross-site"]}, RequestInfo("POST", "/x"), True),
+        ({"origin": ["http://localhost:3000"]}, RequestInfo("GET", "/x"), False),
+        ({"origin": ["http://localhost"]}, RequestInfo("GET", "/x"), False),
+        ({"origin": ["null"]}, RequestInfo("GET", "/"), False),
+        ({"origin": ["http://evil.example"]}, RequestInfo("GET", "/"), False),
+        ({"origin": ["http://localhost:7860", "http://evil.example"]}, RequestInfo("POST", "/x"), False),
+        ({"sec-fetch-site": ["cross-site"]}, RequestInfo("POST", "/x"), False),
+        ({"sec-fetch-site": ["same-site"]}, RequestInfo("GET", "/x"), False),
         ({"sec-fetch-site": ["cross-site"], "sec-fetch-mode": ["navigate"], "sec-fetch-dest": ["document"]},
-        Request("GET", "/"), True),
+        RequestInfo("GET", "/"), True),
         ({"sec-fetch-site": ["cross-site"], "sec-fetch-mode": ["navigate"], "sec-fetch-dest": ["iframe"]},
-        Request("GET", "/"), False),
+        RequestInfo("GET", "/"), False),
         ({"sec-fetch-site": ["cross-site"], "sec-fetch-mode": ["navigate"], "sec-fetch-dest": ["document"]},
-        Request("POST", "/"), False),
+        RequestInfo("POST", "/"), False),
     ],
 )  # fmt: skip
-def test_origins_that_are_served(headers: dict[str, list[str]], request_: Request, good: bool) -> None:
-    refusal = Hosts("127.0.0.1", ["demo.example.org"]).refusal({"host": ["localhost:7860"], **headers}, SITE, request_)
+def test_origins_that_are_served(headers: dict[str, list[str]], request_: RequestInfo, good: bool) -> None:
+    refusal = HostPolicy("127.0.0.1", ["demo.example.org"]).check(
+        {"host": ["localhost:7860"], **headers}, SITE, request_
+    )
     assert (refusal is None) == good and (good or refusal is None or refusal.status == 403)
 
 
 def test_allowed_hosts_are_names(capsys: pytest.CaptureFixture[str]) -> None:
     for wrong in ("http://x.example", "*", "*.example.org", "a b", "x.example/", "", "x:99999"):
         with pytest.raises(ValueError, match="must be a host name"):
-            Hosts("0.0.0.0", [wrong])
+            HostPolicy("0.0.0.0", [wrong])
         with pytest.raises(SystemExit):
             main(["demo", "--allowed-host", wrong])
         assert "must be a host name" in capsys.readouterr().err
@@ -219,7 +221,7 @@ def test_every_route_of_gradio_is_listed_or_closed(server: Server, context: Cont
     assert len(found) > 60 and {path for _, path in found} >= OPEN
     for method, template in found:
         path = re.sub(r"\{[^}]*\}", "x", template)
-        door = door_of(path)
+        door = find_route(path)
         assert (door is not None) == (template in OPEN), template
         if template not in OPEN:
             assert one_line(get(server, path, method=method), 404) or method == "HEAD", template
@@ -368,12 +370,12 @@ def test_headers_have_a_limit(server: Server) -> None:
 
 def test_uploads_together_have_a_limit(server: Server, tmp_path: Path) -> None:
     folder = tmp_path / "uploads"
-    uploads = Uploads(folder, Bounds(held=1000, spare=0), 5)
-    assert uploads.room() == 1000
+    uploads = UploadFolder(folder, RequestLimits(max_stored_bytes=1000, min_free_bytes=0), 5)
+    assert uploads.free_bytes() == 1000
     (folder / "sha").mkdir(parents=True)
     (folder / "sha" / "a.png").write_bytes(b"x" * 1001)
     (folder / "tmp1").write_bytes(b"x")
-    assert uploads.room() < 0
+    assert uploads.free_bytes() < 0
     uploads.begin()
     uploads.begin()
     uploads.end()
@@ -387,17 +389,17 @@ def test_parts_are_counted_wherever_the_body_is_cut() -> None:
     for size in (1, 3, 7, 50, 10_000):
         pieces = [body[place : place + size] for place in range(0, len(body), size)]
         for most, good in ((6, True), (5, False)):
-            parts = Parts(b"bound", most)
+            parts = PartCounter(b"bound", most)
             try:
                 for piece in pieces:
-                    parts.passes(piece)
+                    parts.feed(piece)
                 assert good
             except RefusedError:
                 assert not good
 
 
 def test_bodies_that_are_no_json() -> None:
-    assert parsed(b'{"a": [1e400, "\xc3\xa9"]}')["a"][1] == "\xe9"
+    assert parse_json_object(b'{"a": [1e400, "\xc3\xa9"]}')["a"][1] == "\xe9"
     for wrong in (
         b"",
         b"[]",
@@ -410,7 +412,7 @@ def test_bodies_that_are_no_json() -> None:
         b'{"a":' * 10**5,
     ):
         with pytest.raises(RefusedError):
-            parsed(wrong)
+            parse_json_object(wrong)
 
 
 # the line for the device
@@ -426,12 +428,12 @@ def test_who_waits_sees_his_place_and_leaves_at_once(context: Context) -> None:
     assert "2 runs ahead" in next(run)[0] and "2 runs ahead" in next(run)[0]
     context.sessions.begin("other")
     batch = batch_steps(context, [str(list_example_files()[0])], "", chosen, "other")
-    assert next(batch)[0].ahead == 3
+    assert next(batch)[0].num_ahead == 3
     began = time.monotonic()
     context.sessions.cancel("me")
     assert list(run) == [] and time.monotonic() - began < 2 and context.sessions.take_result("me") is None
     next(batch)
-    assert next(batch)[0].ahead == 2, "one has left"
+    assert next(batch)[0].num_ahead == 2, "one has left"
     context.sessions.cancel("other")
     last, busy = list(batch)[-1]
     assert last.cancelled and not busy and not last.input_folder.exists() and time.monotonic() - began < 4
@@ -440,7 +442,7 @@ def test_who_waits_sees_his_place_and_leaves_at_once(context: Context) -> None:
 
 def test_the_line_has_an_end() -> None:
     worker, gate = Worker(), threading.Event()
-    for _ in range(MOST_WAITING + 1):
+    for _ in range(MAX_QUEUED_RUNS + 1):
         worker.submit(lambda: gate.wait(60))
     with pytest.raises(UsageError, match="20 questions are waiting"):
         next(worker.submit_and_poll(lambda: 1, CancelSignal()))
@@ -454,7 +456,7 @@ def test_leaving_is_told_from_ending() -> None:
     run = worker.submit_and_poll(lambda: 1, halt, interval_s=0.01)
     assert next(run) == 1
     halt.cancel()
-    with pytest.raises(LeftError):
+    with pytest.raises(LeftQueueError):
         next(run)
     gate.set()
     worker.close()

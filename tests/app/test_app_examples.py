@@ -16,12 +16,12 @@ from PIL import Image
 from mmspec.app import examples as demo
 from mmspec.app.bench import command as bench
 from mmspec.app.bench.measure import count_tokens
-from mmspec.app.bench.requests import world_requests
+from mmspec.app.bench.requests import build_scene_requests
 from mmspec.app.cli.main import main
 from mmspec.app.io.images import ImageError
-from mmspec.app.io.videos import load_clip
+from mmspec.app.io.videos import load_video
 from mmspec.app.modeling.captioner import Captioner
-from mmspec.app.modeling.load import load
+from mmspec.app.modeling.load import load_model
 from mmspec.app.modeling.random_models import random_model
 from mmspec.app.scenes import examples, tasks
 from mmspec.app.scenes.domain_check import OUT_OF_DOMAIN_HINT, looks_like_scene
@@ -54,7 +54,7 @@ def test_the_examples_are_what_is_drawn(tmp_path: Path) -> None:
         if path.suffix == ".png":
             assert Image.open(path).tobytes() == Image.open(tmp_path / path.name).tobytes()
         else:
-            mine, again = load_clip(path).frames, load_clip(tmp_path / path.name).frames
+            mine, again = load_video(path).frames, load_video(tmp_path / path.name).frames
             assert len(mine) == len(again) and all(near(a, b) for a, b in zip(mine, again, strict=True))
 
 
@@ -64,7 +64,7 @@ def near(a: Image.Image, b: Image.Image, most: float = 4.0) -> bool:
 
 def test_the_clips_hold_all_frames() -> None:
     for seed, path in zip(examples.CLIP_SEEDS, ("frog_moves", "cake_appears", "lion_moves"), strict=True):
-        frames = load_clip(examples.EXAMPLES_FOLDER / f"{path}.mp4").frames
+        frames = load_video(examples.EXAMPLES_FOLDER / f"{path}.mp4").frames
         truth = generate_clip(FIRST_HELD_OUT_SEED + seed).frames
         assert len(frames) == len(truth)
         assert all(near(a, render_scene(b)) for a, b in zip(frames, truth, strict=True))
@@ -94,10 +94,10 @@ def test_files_that_are_no_clips(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(content)
     for name, kind in (("text.mp4", "BrokenVideo"), ("empty.mp4", "Empty"), ("half.mp4", "BrokenVideo")):
         with pytest.raises(ImageError) as failed:
-            load_clip(tmp_path / name)
+            load_video(tmp_path / name)
         assert failed.value.kind == kind and "\n" not in str(failed.value) and str(tmp_path) not in str(failed.value)
     with pytest.raises(ImageError, match="more than 100 pixels"):
-        load_clip(CLIPS[0], max_pixels=100)
+        load_video(CLIPS[0], max_pixels=100)
 
 
 def test_a_clip_without_frames_says_so(tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def test_a_clip_without_frames_says_so(tmp_path: Path) -> None:
         stream.pix_fmt = "yuv420p"
         container.start_encoding()
     with pytest.raises(ImageError, match="a video without frames"):
-        load_clip(tmp_path / "none.mp4")
+        load_video(tmp_path / "none.mp4")
     assert main(["caption", str(tmp_path / "none.mp4"), "--model", "tiny", "--out", str(tmp_path / "o.jsonl")]) == 1
     assert rows(tmp_path / "o.jsonl")[0]["error"]["type"] == "BrokenVideo"
 
@@ -117,7 +117,7 @@ def test_no_video_reader_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("decord", "torchcodec", "av"):
         monkeypatch.setitem(__import__("sys").modules, name, None)
     with pytest.raises(ImageError, match=r"pip install 'mmspec\[video\]'"):
-        load_clip(CLIPS[0])
+        load_video(CLIPS[0])
 
 
 # --- photographs ------------------------------------------------------------------------------------------------------
@@ -133,8 +133,8 @@ def test_scenes_look_like_scenes_and_photographs_do_not(tmp_path: Path) -> None:
 
 
 def test_a_photograph_is_answered_with_advice_once(tmp_path: Path, capsys: Any) -> None:
-    from mmspec.app.caption.config import JobSettings
-    from mmspec.app.caption.job import Job
+    from mmspec.app.caption.config import CaptionConfig
+    from mmspec.app.caption.job import CaptionJob
     from mmspec.app.io.output import FileOutput
 
     (tmp_path / "in").mkdir()
@@ -146,8 +146,8 @@ def test_a_photograph_is_answered_with_advice_once(tmp_path: Path, capsys: Any) 
     model, processor = random_model("tiny")
     maker = Captioner(mmspec.patch(model, "none"), processor, max_new_tokens=4)
     for name, told in (("scenes", 1), ("tiny", 0)):
-        settings = JobSettings((str(tmp_path / "in"),), name, str(tmp_path / f"{name}.jsonl"), progress=False)
-        assert Job(settings, FileOutput(Path(settings.out), settings.fingerprint(1)), lambda: maker).run() == 0
+        settings = CaptionConfig((str(tmp_path / "in"),), name, str(tmp_path / f"{name}.jsonl"), progress=False)
+        assert CaptionJob(settings, FileOutput(Path(settings.out), settings.fingerprint(1)), lambda: maker).run() == 0
         err = capsys.readouterr().err
         assert err.count(OUT_OF_DOMAIN_HINT) == told
         assert not told or "in/b0.png does not look like" in err
@@ -175,10 +175,10 @@ def test_tasks_draw_from_the_held_out_world() -> None:
 def test_requests_of_the_world_measure_the_seeds_that_were_asked_for() -> None:
     model, processor = random_model("tiny")
     maker = Captioner(model, processor)
-    made = world_requests(maker, "describe", FIRST_HELD_OUT_SEED, 2, 2)
+    made = build_scene_requests(maker, "describe", FIRST_HELD_OUT_SEED, 2, 2)
     drawn = list(islice(tasks.generate_requests("describe", FIRST_HELD_OUT_SEED), 6))
     assert [given["input_ids"].shape[0] for given in made] == [2, 2, 2]
-    expected = maker.inputs([one.images for one in drawn[:2]], [one.question for one in drawn[:2]])
+    expected = maker.build_inputs([one.images for one in drawn[:2]], [one.question for one in drawn[:2]])
     assert all((made[1][name] == value).all() for name, value in expected.items())
 
 
@@ -230,7 +230,7 @@ def test_a_damaged_model_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyP
     err = capsys.readouterr().err
     assert "checksums.json is missing: get it back" in err and err.count("\n") == 1
     with pytest.raises(Exception, match=r"checksums\.json is missing"):
-        load("scenes")
+        load_model("scenes")
 
 
 def test_the_world_is_drawn_as_it_was() -> None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import io
+import random
 import struct
+import subprocess
+import sys
 import threading
 import time
 import warnings
@@ -313,3 +316,27 @@ def test_decoding_ahead_can_be_left_early() -> None:
     ahead = decode_ahead(range(1000), lambda key: key, threads=2, ahead=4)
     assert next(ahead) == (0, 0)
     ahead.close()
+
+
+def test_nothing_that_a_decoder_prints_reaches_the_terminal(tmp_path: Path) -> None:
+    """libjpeg, libtiff and FFmpeg write to the standard error of their process, past Python.
+
+    Through a pipe: the decoding process may not write to files, such as those of pytest's capture.
+    """
+    (tmp_path / "in").mkdir()
+    pixels = np.random.default_rng(0).integers(0, 255, (120, 120, 3), dtype=np.uint8)
+    video = next((Path(__file__).parents[2] / "app" / "scenes" / "data" / "examples").glob("*.mp4")).read_bytes()
+    kinds: list[tuple[str, dict[str, str]]] = [(".jpg", {}), (".tif", {"compression": "tiff_lzw"}), (".mp4", {})]
+    for number, (suffix, save_options) in enumerate(kinds * 3):
+        buffer = io.BytesIO()
+        if suffix != ".mp4":
+            Image.fromarray(pixels).save(buffer, {".jpg": "JPEG", ".tif": "TIFF"}[suffix], **save_options)
+        data, rng = bytearray(buffer.getvalue() or video), random.Random(number)
+        for _ in range(40):
+            data[rng.randrange(700, len(data))] = rng.randrange(256)
+        (tmp_path / "in" / f"{number}{suffix}").write_bytes(data)
+    options = ("--model", "tiny", "--max-new-tokens", "4", "--no-progress", "--out", tmp_path / "out.jsonl")
+    command = [sys.executable, "-m", "mmspec", "caption", tmp_path / "in", *options]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent, timeout=120)
+    assert run.returncode == 1 and run.stdout == ""
+    assert all(line.startswith("mmspec: ") for line in run.stderr.splitlines()), run.stderr

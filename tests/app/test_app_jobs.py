@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from mmspec.app.caption.config import JobSettings, Place, batches, derived_seed
-from mmspec.app.caption.job import Job
+from mmspec.app.caption.config import CaptionConfig, ProcessInfo, derive_seed, split_batches
+from mmspec.app.caption.job import CaptionJob
 from mmspec.app.errors import UsageError
 from mmspec.app.io import jsonl
 from mmspec.app.io.output import FileOutput
-from mmspec.app.modeling.captioner import Caption, Check
+from mmspec.app.modeling.captioner import Caption, ComparisonTotals
 
 Row = dict[str, Any]
 
@@ -30,7 +30,7 @@ class Fake:
 
     before: Callable[[list[int]], None] = lambda widths: None
     calls: list[list[int]] = field(default_factory=list)
-    check: Check = field(default_factory=Check)
+    comparison: ComparisonTotals = field(default_factory=ComparisonTotals)
     dtype: str = "float32"
     acceptance: float = 0.5
     sampled: bool = False
@@ -58,19 +58,21 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def job(folder: Path, fake: Fake | None = None, place: Place | None = None, **options: Any) -> Job:
-    place = place or Place()
+def job(folder: Path, fake: Fake | None = None, place: ProcessInfo | None = None, **options: Any) -> CaptionJob:
+    place = place or ProcessInfo()
     base = {"paths": (str(folder / "p"),), "model": "m", "out": str(folder / "out.jsonl"), "batch_size": 4}
-    settings = JobSettings(**(base | options))
-    mark = settings.fingerprint(place.world)
-    output = FileOutput(Path(settings.out), mark, rank=place.rank, world=place.world, overwrite=settings.overwrite)
+    settings = CaptionConfig(**(base | options))
+    mark = settings.fingerprint(place.world_size)
+    output = FileOutput(
+        Path(settings.out), mark, rank=place.rank, world_size=place.world_size, overwrite=settings.overwrite
+    )
 
     def load() -> Fake:
         if fake is None:
             raise AssertionError("the model was loaded although there was nothing to do")
         return fake
 
-    return Job(settings, output, load, place)
+    return CaptionJob(settings, output, load, place)
 
 
 def rows(folder: Path, name: str = "out.jsonl") -> list[Row]:
@@ -328,13 +330,13 @@ def test_shards_share_the_work_and_one_file(folder: Path) -> None:
 
 def test_ranks_write_their_own_files_and_the_last_one_merges(folder: Path) -> None:
     (folder / "p" / "3.png").write_bytes(b"no")
-    assert job(folder, Fake(), Place(1, 2)).run() == 0, "a rank that is not the last does not judge"
+    assert job(folder, Fake(), ProcessInfo(1, 2)).run() == 0, "a rank that is not the last does not judge"
     assert [row["index"] for row in rows(folder, "out.rank00001.jsonl")] == [1, 3, 5, 7, 9]
     assert not (folder / "out.jsonl").exists()
-    assert job(folder, Fake(), Place(0, 2)).run() == 1
+    assert job(folder, Fake(), ProcessInfo(0, 2)).run() == 1
     assert [row["index"] for row in rows(folder)] == list(range(10))
     assert sorted(path.name for path in folder.iterdir()) == ["out.jsonl", "out.meta.json", "p"]
-    assert job(folder, None, Place(0, 2)).run() == 1 and job(folder, None, Place(1, 2)).run() == 1
+    assert job(folder, None, ProcessInfo(0, 2)).run() == 1 and job(folder, None, ProcessInfo(1, 2)).run() == 1
     assert sorted(path.name for path in folder.iterdir()) == ["out.jsonl", "out.meta.json", "p"]
 
 
@@ -342,9 +344,9 @@ def test_ranks_resume_with_another_number_of_processes(folder: Path) -> None:
     def die(widths: list[int]) -> None:
         raise SystemExit
 
-    job(folder, Fake(), Place(2, 3)).run()
+    job(folder, Fake(), ProcessInfo(2, 3)).run()
     with pytest.raises(SystemExit):
-        job(folder, Fake(die), Place(0, 3)).run()
+        job(folder, Fake(die), ProcessInfo(0, 3)).run()
     with (folder / "out.rank00002.jsonl").open("ab") as file:
         file.write(b'{"id": "p/')
     fake = Fake()
@@ -357,15 +359,15 @@ def test_ranks_retry_errors(folder: Path) -> None:
     good = (folder / "p" / "3.png").read_bytes()
     (folder / "p" / "3.png").write_bytes(b"no")
     for rank in (0, 1):
-        job(folder, Fake(), Place(rank, 2)).run()
+        job(folder, Fake(), ProcessInfo(rank, 2)).run()
     (folder / "p" / "3.png").write_bytes(good)
-    codes = [job(folder, Fake(), Place(rank, 2), retry_errors=True).run() for rank in (0, 1)]
+    codes = [job(folder, Fake(), ProcessInfo(rank, 2), retry_errors=True).run() for rank in (0, 1)]
     assert codes[-1] == 0 and complete(rows(folder))
 
 
 def test_ranks_cannot_overwrite(folder: Path) -> None:
     with pytest.raises(UsageError, match="--overwrite"):
-        job(folder, Fake(), Place(0, 2), overwrite=True)
+        job(folder, Fake(), ProcessInfo(0, 2), overwrite=True)
 
 
 def test_a_difference_in_float32_fails_and_in_half_precision_is_reported(folder: Path) -> None:
@@ -383,24 +385,24 @@ def test_compare_the_first_n(folder: Path) -> None:
 
 
 def test_places() -> None:
-    assert Place.of({"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}) == Place(2, 4, 1)
-    assert Place.of({}) == Place()
+    assert ProcessInfo.from_env({"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}) == ProcessInfo(2, 4, 1)
+    assert ProcessInfo.from_env({}) == ProcessInfo()
     for environ in ({"RANK": "x"}, {"RANK": "1"}, {"RANK": "-1", "WORLD_SIZE": "2"}):
         with pytest.raises(UsageError, match="RANK"):
-            Place.of(environ)
+            ProcessInfo.from_env(environ)
 
 
 def test_batches_and_seeds_are_fixed() -> None:
-    assert batches(list(range(5)), 2) == [[0, 1], [2, 3], [4]]
-    assert derived_seed(0, 0) == derived_seed(0, 0) != derived_seed(0, 1) != derived_seed(1, 1)
-    assert 0 <= derived_seed(7, 7) < 2**63
+    assert split_batches(list(range(5)), 2) == [[0, 1], [2, 3], [4]]
+    assert derive_seed(0, 0) == derive_seed(0, 0) != derive_seed(0, 1) != derive_seed(1, 1)
+    assert 0 <= derive_seed(7, 7) < 2**63
 
 
 @pytest.mark.parametrize(
     "text", ["plain", "é 漢 🙂", "two\nlines", "odd\u2028break\x85", "name\udcff", '"quoted\\"', "\r\0"]
 )
 def test_any_text_survives_as_one_line(tmp_path: Path, text: str) -> None:
-    line = jsonl.dumps({"id": text})
+    line = jsonl.encode_row({"id": text})
     assert len(line.decode().splitlines()) == 1
     (tmp_path / "a").write_bytes(line * 2)
-    assert jsonl.read(tmp_path / "a") == ([{"id": text}] * 2, 2 * len(line))
+    assert jsonl.read_rows(tmp_path / "a") == ([{"id": text}] * 2, 2 * len(line))

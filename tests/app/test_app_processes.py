@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from mmspec.app.cli.main import main
-from mmspec.app.modeling.synthetic_images import write_pictures
+from mmspec.app.modeling.synthetic_images import write_images
 
 TIMES = ("seconds", "ttft_s")
 """Columns that differ from run to run. What the drafter did (rounds, tau) does too: the budget goes by the clock."""
@@ -52,7 +52,7 @@ def essence(path: Path) -> list[dict[str, Any]]:
 
 
 def test_two_ranks_make_one_file(tmp_path: Path) -> None:
-    write_pictures(tmp_path / "p", 9)
+    write_images(tmp_path / "p", 9)
     args = (tmp_path / "p", "--max-new-tokens", 8, "--batch-size", 2)
     ranks = [
         start(*args, "--out", tmp_path / "out.jsonl", environ={"RANK": str(rank), "WORLD_SIZE": "2"}) for rank in (0, 1)
@@ -68,7 +68,7 @@ def test_two_ranks_make_one_file(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_accelerate_launch(tmp_path: Path) -> None:
-    write_pictures(tmp_path / "p", 9)
+    write_images(tmp_path / "p", 9)
     (tmp_path / "p" / "broken.png").write_text("no picture")
     launcher = ("-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1",
                 "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0")  # fmt: skip
@@ -80,7 +80,7 @@ def test_accelerate_launch(tmp_path: Path) -> None:
 
 
 def test_ctrl_c_finishes_the_batch_and_says_how_to_go_on(tmp_path: Path) -> None:
-    write_pictures(tmp_path / "p", 40)
+    write_images(tmp_path / "p", 40)
     out = tmp_path / "out.jsonl"
     run = start(tmp_path / "p", "--max-new-tokens", 100, "--batch-size", 2, "--out", out)
     wait_for(out, 1, run)
@@ -99,7 +99,7 @@ def wait_for(out: Path, lines: int, run: subprocess.Popen[str]) -> None:
 @pytest.mark.slow
 def test_killed_ten_times_a_job_of_300_loses_and_repeats_nothing(tmp_path: Path) -> None:
     images, kills, rng = 300, 10, random.Random(20)
-    write_pictures(tmp_path / "p", images)
+    write_images(tmp_path / "p", images)
     args = (tmp_path / "p", "--max-new-tokens", 48, "--batch-size", 4, "--temperature", 0.7)
     began = time.perf_counter()
     whole = start(*args, "--out", tmp_path / "whole.jsonl")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mmspec.app.errors import UsageError
-from mmspec.app.io.sources import Item, collect, left_out, natural
+from mmspec.app.io.sources import Item, collect_items, describe_skipped, natural_key
 
 
 @pytest.fixture
@@ -36,16 +36,27 @@ def names(items: list[Item]) -> list[str]:
 
 
 def test_natural_order() -> None:
-    assert sorted(["b", "a10", "a9", "A1", "a09", "1", "é"], key=natural) == ["1", "A1", "a09", "a9", "a10", "b", "é"]
+    assert sorted(["b", "a10", "a9", "A1", "a09", "1", "é"], key=natural_key) == [
+        "1",
+        "A1",
+        "a09",
+        "a9",
+        "a10",
+        "b",
+        "é",
+    ]
 
 
 def test_a_folder_is_read_with_its_sub_folders(here: Path) -> None:
-    assert names(collect(["p"], Path())) == ["p/img1.JPG", "p/img2.png", "p/img10.png", "p/sub/a.png"]
+    assert names(collect_items(["p"], Path())) == ["p/img1.JPG", "p/img2.png", "p/img10.png", "p/sub/a.png"]
 
 
 def test_order_of_paths_is_kept_and_nothing_comes_twice(here: Path) -> None:
-    assert names(collect(["p/sub", "p/img2.png", "p", "p/./img2.png"], Path()))[:2] == ["p/sub/a.png", "p/img2.png"]
-    assert len(collect(["p", "p"], Path())) == 4
+    assert names(collect_items(["p/sub", "p/img2.png", "p", "p/./img2.png"], Path()))[:2] == [
+        "p/sub/a.png",
+        "p/img2.png",
+    ]
+    assert len(collect_items(["p", "p"], Path())) == 4
 
 
 @pytest.mark.parametrize(
@@ -58,22 +69,22 @@ def test_order_of_paths_is_kept_and_nothing_comes_twice(here: Path) -> None:
     ],
 )
 def test_globs(here: Path, pattern: str, expected: list[str]) -> None:
-    assert names(collect([pattern], Path())) == expected
+    assert names(collect_items([pattern], Path())) == expected
 
 
 def test_a_file_with_glob_characters_in_its_name(here: Path) -> None:
     (here / "a[1].png").write_bytes(b"x")
-    assert names(collect(["a[1].png"], Path())) == ["a[1].png"]
+    assert names(collect_items(["a[1].png"], Path())) == ["a[1].png"]
 
 
 def test_names_are_relative_to_the_output(here: Path) -> None:
-    assert names(collect(["p"], here / "p"))[-1] == "sub/a.png"
-    assert names(collect(["p/img2.png"], here / "p" / "sub")) == [str(here / "p" / "img2.png")]
+    assert names(collect_items(["p"], here / "p"))[-1] == "sub/a.png"
+    assert names(collect_items(["p/img2.png"], here / "p" / "sub")) == [str(here / "p" / "img2.png")]
 
 
 def test_the_output_is_no_input(here: Path) -> None:
     (here / "p" / "metadata.jsonl").write_text('{"file_name": "img2.png"}\n')
-    assert len(collect(["p/metadata.jsonl", "p"], Path(), [here / "p" / "metadata.jsonl"])) == 4
+    assert len(collect_items(["p/metadata.jsonl", "p"], Path(), [here / "p" / "metadata.jsonl"])) == 4
 
 
 def test_manifests(here: Path) -> None:
@@ -81,11 +92,11 @@ def test_manifests(here: Path) -> None:
     (here / "p" / "m.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n\n")
     (here / "p" / "m.csv").write_text('file_name,prompt\nimg2.png,"a, b"\nsub/a.png,\n')
     (here / "p" / "m.txt").write_text("# a comment\nimg10.png\n\n./sub/a.png\n")
-    first, second = collect(["p/m.jsonl"], Path())
+    first, second = collect_items(["p/m.jsonl"], Path())
     assert (first.id, first.file_name, first.prompt) == ("7", "p/img2.png", "What is it?")
     assert (second.id, second.prompt) == ("p/sub/a.png", None)
-    assert [item.prompt for item in collect(["p/m.csv"], Path())] == ["a, b", None]
-    assert names(collect(["p/m.txt"], Path())) == ["p/img10.png", "p/sub/a.png"]
+    assert [item.prompt for item in collect_items(["p/m.csv"], Path())] == ["a, b", None]
+    assert names(collect_items(["p/m.txt"], Path())) == ["p/img10.png", "p/sub/a.png"]
 
 
 @pytest.mark.parametrize("name", ["../secret.png", "/etc/passwd", "sub/../../secret.png", "link.png", "out/secret.png"])
@@ -95,7 +106,7 @@ def test_a_manifest_cannot_lead_out_of_its_folder(here: Path, name: str) -> None
     (here / "p" / "out").symlink_to(here)
     (here / "p" / "m.txt").write_text(f"img2.png\n{name}\n")
     with pytest.raises(UsageError, match=r"line 2.*leads out of"):
-        collect(["p/m.txt"], Path())
+        collect_items(["p/m.txt"], Path())
 
 
 @pytest.mark.parametrize(
@@ -115,7 +126,7 @@ def test_a_manifest_cannot_lead_out_of_its_folder(here: Path, name: str) -> None
 def test_bad_manifests_name_the_line(here: Path, text: str, words: str) -> None:
     (here / "p" / "m.jsonl").write_bytes(text.encode(errors="surrogatepass"))
     with pytest.raises(UsageError, match=words):
-        collect(["p/m.jsonl"], Path())
+        collect_items(["p/m.jsonl"], Path())
 
 
 @pytest.mark.parametrize(
@@ -131,11 +142,11 @@ def test_bad_manifests_name_the_line(here: Path, text: str, words: str) -> None:
 def test_nothing_to_do_is_an_error(here: Path, path: str, words: str) -> None:
     (here / "empty").mkdir()
     with pytest.raises(UsageError, match=words):
-        collect([path], Path())
+        collect_items([path], Path())
 
 
 def test_one_missing_file_among_others_is_left_to_the_job(here: Path) -> None:
-    assert len(collect(["p", "gone.png"], Path())) == 5
+    assert len(collect_items(["p", "gone.png"], Path())) == 5
 
 
 def test_files_that_are_left_out_are_counted_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,13 +154,24 @@ def test_files_that_are_left_out_are_counted_and_named(tmp_path: Path, monkeypat
     for name in ("a.png", "b.heic", "sub/c.HEIC", "d.svg", "rows.jsonl", "out.json", ".hidden.pdf", "LICENSE"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
-    line = left_out([str(tmp_path), str(tmp_path / "a.png")], [tmp_path / "out.json"])
-    counts = "2 .heic, 1 .svg, 1 without an ending"
+    line = describe_skipped([str(tmp_path), str(tmp_path / "a.png")], [tmp_path / "out.json"])
+    counts = "2 .heic (b.heic, c.HEIC), 1 .svg (d.svg), 1 no suffix (LICENSE)"
     hint = "pip install pillow-heif to read .heic"
-    assert line == f"skipped 4 files that are no supported picture or clip: {counts}; {hint}"
-    assert left_out([str(tmp_path / "a.png")]) == ""
+    assert line == f"skipped 4 files of unsupported formats: {counts}; {hint}"
+    assert describe_skipped([str(tmp_path / "a.png")]) == ""
     (tmp_path / "sub" / "c.HEIC").rename(tmp_path / "sub" / "c.pdf")
-    assert left_out([str(tmp_path / "sub")]) == "skipped 1 file that is no supported picture or clip: 1 .pdf"
+    assert describe_skipped([str(tmp_path / "sub")]) == "skipped 1 file of unsupported formats: 1 .pdf (c.pdf)"
+    with pytest.raises(UsageError, match=r"no images or videos in .*skipped 1 file of unsupported formats: 1 \.pdf"):
+        collect_items([str(tmp_path / "sub")], Path())
+
+
+def test_files_that_a_glob_matches_and_nobody_reads_are_named(tmp_path: Path) -> None:
+    for name in ("a.png", "b.svg", "c.pdf", "d.pdf", "e.pdf", "sub/f.pdf"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    line = describe_skipped([str(tmp_path / "*"), str(tmp_path / "?.svg")])
+    assert line == "skipped 5 files of unsupported formats: 4 .pdf (c.pdf, d.pdf, ...), 1 .svg (b.svg)"
+    assert describe_skipped([str(tmp_path / "*.png")]) == ""
 
 
 @pytest.mark.parametrize(
@@ -164,5 +186,5 @@ def test_files_that_are_left_out_are_counted_and_named(tmp_path: Path, monkeypat
 def test_manifests_that_no_file_can_answer(line: str, tmp_path: Path) -> None:
     (tmp_path / "m.jsonl").write_text(line)
     with pytest.raises(UsageError, match=r"m.jsonl line 1 (names no file|is not JSON)") as failed:
-        collect([str(tmp_path / "m.jsonl")], tmp_path)
+        collect_items([str(tmp_path / "m.jsonl")], tmp_path)
     assert "\n" not in str(failed.value) and len(str(failed.value)) < 1000

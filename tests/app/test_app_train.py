@@ -10,13 +10,13 @@ import pytest
 import torch
 
 import mmspec
-from mmspec.app.cli.main import main, parser
+from mmspec.app.cli.main import build_parser, main
 from mmspec.app.modeling.random_models import random_model
 from mmspec.app.scenes.render import render_scene
 from mmspec.app.scenes.world import generate_scene
 from mmspec.app.train import command as train
 from mmspec.app.train import heads as pupils
-from mmspec.app.train.data import FileData, Order, Request, Teacher, WithText, share_of_pictures
+from mmspec.app.train.data import FileData, LengthGroupedSampler, Request, Teacher, TextOnlyAugmented, image_fraction
 
 
 @pytest.fixture
@@ -58,8 +58,12 @@ def test_a_run_from_the_command_line(tmp_path: Path, capsys: Any) -> None:
     told = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in told] == [str(out / "msd"), str(out / "eagle-textual")] and "tau" in told[0]
     config = json.loads((out / "msd" / "config.json").read_text())
-    assert (config["rule"], config["target"]["model_type"], config["target"]["layers"]) == ("decoupled", "llava", 2)
-    assert config["facts"] == {"target": "tiny"} and train.named(str(tmp_path / "data")) == "data"
+    assert (config["visual_mode"], config["target"]["model_type"], config["target"]["num_layers"]) == (
+        "decoupled",
+        "llava",
+        2,
+    )
+    assert config["facts"] == {"target": "tiny"} and train.target_name(str(tmp_path / "data")) == "data"
     provenance = json.loads((out / "msd" / "provenance.json").read_text())
     assert provenance["command"].startswith("mmspec train --target tiny") and provenance["seed"] == 0
     assert {"commit", "torch", "transformers", "mmspec"} <= set(provenance)
@@ -70,7 +74,7 @@ def test_a_run_from_the_command_line(tmp_path: Path, capsys: Any) -> None:
     assert sorted(row["number"] for row in answers) == list(range(18)), "the last two are kept back"
     model, processor = random_model("tiny")
     mmspec.patch(model, str(out / "msd"), processor=processor)
-    drafter = model.__dict__["_mmspec"].options.drafter
+    drafter = model.__dict__["_mmspec"].config.drafter
     assert drafter.name == "msd" and len(drafter.draft_ids) <= 30 and 2 in drafter.draft_ids.tolist()
 
 
@@ -120,14 +124,14 @@ def test_answers_of_another_run_are_not_taken(
 
 
 def test_text_only_shows_no_picture(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    out, lesson, visual = tmp_path / "run", Teacher.lesson, list[bool]()
+    out, lesson, visual = tmp_path / "run", Teacher.make_batch, list[bool]()
 
     def seen(self: Teacher, numbers: list[int]) -> Any:
         made = lesson(self, numbers)
         visual.append(bool(made.visual_mask.any()))
         return made
 
-    monkeypatch.setattr(Teacher, "lesson", seen)
+    monkeypatch.setattr(Teacher, "make_batch", seen)
     args = ["train", *ARGS, "--data", str(data), "--drafter", "msd", "--evaluate", "0", "--out", str(out)]
     assert main([*args, "--text-only"]) == 0
     assert visual == [False] * 4
@@ -135,7 +139,7 @@ def test_text_only_shows_no_picture(data: Path, tmp_path: Path, monkeypatch: pyt
     assert sorted(answers) == list(range(5, 10)), "with pictures nothing is asked"
     settings = torch.load(out / "state.pt", weights_only=True)["settings"]
     assert settings["text_only"] is True
-    plain = train.facts_of(parser().parse_args(args))
+    plain = train.train_settings(build_parser().parse_args(args))
     assert plain == {"text_first": False}, "nothing new is told of runs as they were, so they go on"
     with pytest.raises(SystemExit):
         main([*args, "--text-only", "--text-first"])
@@ -195,7 +199,7 @@ def test_a_run_begins_with_trained_weights(data: Path, tmp_path: Path, capsys: A
 def test_answers_that_were_cut_are_made_again(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, processor = random_model("tiny")
     teacher = Teacher(model, processor, FileData([str(data)]))
-    teacher.answer_all(tmp_path, 2, 8)
+    teacher.generate_answers(tmp_path, 2, 8)
     file = tmp_path / "answers.jsonl"
     whole = file.read_text()
     assert [json.loads(line)["number"] for line in whole.splitlines()] == list(range(5))
@@ -209,10 +213,10 @@ def test_answers_that_were_cut_are_made_again(data: Path, tmp_path: Path, monkey
     with monkeypatch.context() as patch:
         patch.setattr("os.fsync", full)
         with pytest.raises(OSError, match="No space"):
-            again.answer_all(tmp_path, 2, 8)
+            again.generate_answers(tmp_path, 2, 8)
     assert file.read_text() == half and len(list(tmp_path.iterdir())) == 2, "data and answers"
     done: list[int] = []
-    again.answer_all(tmp_path, 2, 8, done.append)
+    again.generate_answers(tmp_path, 2, 8, done.append)
     assert again.answers == teacher.answers and sum(done) == 5 and done[0] > 0
     tokens = processor.tokenizer(" a red house", add_special_tokens=False).input_ids
     assert teacher.answers[2] == [*tokens, 2], "an answer that was given is taken"
@@ -222,10 +226,10 @@ def test_a_lesson_is_what_the_target_saw(data: Path, tmp_path: Path) -> None:
     """States by one forward over the whole text are those of decoding, picture and all."""
     model, processor = random_model("tiny")
     teacher = Teacher(model, processor, FileData([str(data)]))
-    teacher.answer_all(tmp_path, 4, 8)
-    lesson = teacher.lesson([0, 2, 4])
+    teacher.generate_answers(tmp_path, 4, 8)
+    lesson = teacher.make_batch([0, 2, 4])
     for row, number in enumerate([0, 2, 4]):
-        inputs = teacher.maker.inputs([teacher.data[number].shown], [teacher.data[number].question])
+        inputs = teacher.captioner.inputs([teacher.data[number].media], [teacher.data[number].question])
         answer = torch.tensor(teacher.answers[number])
         ids = torch.cat([inputs["input_ids"][0], answer])
         assert torch.equal(lesson.input_ids[row, : len(ids)], ids) and lesson.attention_mask[row].sum() == len(ids)
@@ -247,13 +251,15 @@ def test_states_are_made_once_as_far_as_there_is_room(data: Path, tmp_path: Path
     teachers = [Teacher(model, processor, FileData([str(data)]), room) for room in (0, 1 << 30, 60_000)]
     seen: list[list[int]] = []
     for teacher in teachers:
-        teacher.answer_all(tmp_path, 5, 8)
-        own = teacher._seen
-        teacher._seen = lambda numbers, own=own: seen.append(list(numbers)) or own(numbers)  # type: ignore[func-returns-value,method-assign]
-    plain, kept, some = ([teacher.lesson(numbers) for numbers in ([0, 2], [2, 3, 2], [3, 0])] for teacher in teachers)
+        teacher.generate_answers(tmp_path, 5, 8)
+        own = teacher._forward
+        teacher._forward = lambda numbers, own=own: seen.append(list(numbers)) or own(numbers)  # type: ignore[func-returns-value,method-assign]
+    plain, kept, some = (
+        [teacher.make_batch(numbers) for numbers in ([0, 2], [2, 3, 2], [3, 0])] for teacher in teachers
+    )
     assert seen[:3] == [[0, 2], [2, 3], [3, 0]]
     assert seen[3:5] == [[0, 2], [3]]
-    assert 0 < len(teachers[2]._kept) < 3 and 0 <= teachers[2].room < 60_000
+    assert 0 < len(teachers[2]._cache) < 3 and 0 <= teachers[2].cache_bytes < 60_000
     for other in (kept, some):
         for one, two in zip(plain, other, strict=True):
             for a, b in zip(one.tensors(), two.tensors(), strict=True):
@@ -263,29 +269,33 @@ def test_states_are_made_once_as_far_as_there_is_room(data: Path, tmp_path: Path
 
 def test_the_same_questions_without_pictures(data: Path, tmp_path: Path) -> None:
     model, processor = random_model("tiny")
-    both = WithText(FileData([str(data)]))
+    both = TextOnlyAugmented(FileData([str(data)]))
     assert len(both) == 10 and both[7] == Request((), "what is this 2")
     teacher = Teacher(model, processor, both)
-    teacher.answer_all(tmp_path, 10, 6)
-    lesson = teacher.lesson([0, 7])
+    teacher.generate_answers(tmp_path, 10, 6)
+    lesson = teacher.make_batch([0, 7])
     assert lesson.visual_mask[0].any() and not lesson.visual_mask[1].any()
 
 
 def test_schedules() -> None:
-    assert [share_of_pictures(done) for done in (0, 0.5, 0.75, 1)] == [0, 0, 0.5, 1]
-    one = [Order(7, 3, 0).numbers(step) for step in range(7)]
+    assert [image_fraction(done) for done in (0, 0.5, 0.75, 1)] == [0, 0, 0.5, 1]
+    one = [LengthGroupedSampler(7, 3, 0).batch_indices(step) for step in range(7)]
     assert sorted(number for row in one for number in row) == sorted(3 * list(range(7)))
-    again = Order(7, 3, 0)
-    assert one == [again.numbers(step) for step in range(7)] and one[1] == again.numbers(1), "back and forth"
-    assert all(number >= 7 for number in Order(7, 5, 0).numbers(2, shown=0.0))
-    mixed = [number >= 7 for step in range(40) for number in Order(7, 5, 0).numbers(step, shown=0.5)]
+    again = LengthGroupedSampler(7, 3, 0)
+    assert one == [again.batch_indices(step) for step in range(7)] and one[1] == again.batch_indices(1), (
+        "back and forth"
+    )
+    assert all(number >= 7 for number in LengthGroupedSampler(7, 5, 0).batch_indices(2, shown=0.0))
+    mixed = [
+        number >= 7 for step in range(40) for number in LengthGroupedSampler(7, 5, 0).batch_indices(step, shown=0.5)
+    ]
     assert 0.35 < sum(mixed) / len(mixed) < 0.65
 
 
 def test_texts_of_a_length_come_together() -> None:
     sizes = {number: 1000 if number % 20 == 7 else number % 5 for number in range(320)}
-    for order in (Order(320, 16, 0, sizes), Order(333, 16, 1, sizes)):
-        steps = [order.numbers(step) for step in range(40)]
+    for order in (LengthGroupedSampler(320, 16, 0, sizes), LengthGroupedSampler(333, 16, 1, sizes)):
+        steps = [order.batch_indices(step) for step in range(40)]
         assert sum(any(sizes.get(n, 0) == 1000 for n in one) for one in steps) <= 8, "else nearly every batch"
         first = [number for one in steps for number in one][: order.count]
         assert sorted(first) == list(range(order.count))
@@ -322,8 +332,8 @@ def test_a_picture_without_its_file_is_one_line(tmp_path: Path, capsys: Any) -> 
 
 def test_heads_of_one_run_begin_alike() -> None:
     model, _ = random_model("tiny")
-    config = pupils.config_of(model, 48)
-    a, b = pupils.new_head(config, 3), pupils.new_head(config, 3)
+    config = pupils.target_head_config(model, 48)
+    a, b = pupils.init_head(config, 3), pupils.init_head(config, 3)
     assert all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters(), strict=True))
     assert (config.hidden_size, config.intermediate_size, config.num_key_value_heads) == (64, 48, 2)
 
@@ -354,4 +364,4 @@ def test_several_processes_train_as_one(data: Path, tmp_path: Path) -> None:
 def test_rules_are_named_as_drafters_name_them() -> None:
     from mmspec.drafters.eagle import visual_inputs as rules
 
-    assert tuple(rules.VISUAL_MODES) == train.RULES
+    assert tuple(rules.VISUAL_MODES) == train.VISUAL_MODES

@@ -33,17 +33,17 @@ from video_files import (
 
 import mmspec
 from mmspec.app.caption import job as jobs
-from mmspec.app.caption.config import JobSettings
+from mmspec.app.caption.config import CaptionConfig
 from mmspec.app.cli.main import main
 from mmspec.app.io.images import Video
-from mmspec.app.io.sources import collect
-from mmspec.app.io.videos import load_clip, load_shown
+from mmspec.app.io.sources import collect_items
+from mmspec.app.io.videos import load_media, load_video
 from mmspec.app.modeling import load
 from mmspec.app.modeling.captioner import Captioner
-from mmspec.app.modeling.chat import Turn, encoded, inputs_of, placed, takes_videos
+from mmspec.app.modeling.chat import Turn, accepts_videos, build_inputs, encode_media, to_model_device
 from mmspec.app.modeling.random_models import random_model
 from mmspec.vision.video import decoder_pool as isolated
-from mmspec.vision.video.decoder_pool import Isolated
+from mmspec.vision.video.decoder_pool import DecoderPool
 
 TEMPLATE = (
     "{% for message in messages %}{% for part in message['content'] %}{% if part['type'] == 'text' %}{{ part['text'] }}"
@@ -121,8 +121,8 @@ def clips(tmp_path: Path) -> Path:
 )
 def test_what_is_named_like_a_video_is_one(suffix: str, codec: str, tmp_path: Path) -> None:
     file = write_video(tmp_path / f"clip.{suffix}", 8, codec, fps=25)
-    assert [item.path for item in collect([str(tmp_path)], tmp_path)] == [file]
-    shown = load_shown(file, 4)
+    assert [item.path for item in collect_items([str(tmp_path)], tmp_path)] == [file]
+    shown = load_media(file, 4)
     assert isinstance(shown, Video) and grey_frame_numbers(list(shown.frames)) == [1, 3, 5, 7]
 
 
@@ -133,7 +133,7 @@ def test_a_model_that_takes_videos_is_given_videos(clips: Path, family: tuple[An
     assert "identical: 3/3" in capsys.readouterr().err
     (first, about), (second, later) = processor.video_processor.given[:2]
     assert first.shape == (4, 64, 64, 3) and second.shape == (4, 48, 80, 3) and first.dtype == np.uint8
-    assert (first == load_clip(clips / "a.mp4", 4).array()).all()
+    assert (first == load_video(clips / "a.mp4", 4).array()).all()
     assert about["frames_indices"] == [1, 4, 7, 10] and (about["fps"], later["fps"]) == (10, 4)
     assert later["total_num_frames"] == 12 and (later["width"], later["height"]) == (80, 48)
     found = rows(out)
@@ -177,40 +177,40 @@ def test_frames_that_cannot_be_chosen(flags: tuple[Any, ...], told: str, clips: 
 
 
 def test_a_job_from_before_there_were_such_choices_goes_on() -> None:
-    usual = JobSettings(("a",)).fingerprint(1)
+    usual = CaptionConfig(("a",)).fingerprint(1)
     assert "fps" not in usual and "sampler" not in usual
-    assert JobSettings(("a",), fps=1.0).fingerprint(1) == usual | {"fps": 1.0}
-    assert JobSettings(("a",), sampler="differing").fingerprint(1) == usual | {"sampler": "differing"}
+    assert CaptionConfig(("a",), fps=1.0).fingerprint(1) == usual | {"fps": 1.0}
+    assert CaptionConfig(("a",), sampler="differing").fingerprint(1) == usual | {"sampler": "differing"}
 
 
 def test_a_video_is_not_so_many_pictures(clips: Path, family: tuple[Any, Any]) -> None:
     model, processor = family
     maker = Captioner(mmspec.patch(model, "lookup", processor=processor), processor, max_new_tokens=6)
-    video = load_clip(clips / "a.mp4", 4)
+    video = load_video(clips / "a.mp4", 4)
     for template in (TEMPLATE, None):
         processor.chat_template = template
-        inputs = maker.inputs([video, video.frames[:1], video.frames], ["abc", "abcd", "a"])
+        inputs = maker.build_inputs([video, video.frames[:1], video.frames], ["abc", "abcd", "a"])
         assert (inputs["input_ids"] == tiny.special_ids(model.tiny_spec).video).sum(1).tolist() == [16, 0, 0]
         assert inputs["pixel_values_videos"].shape == (1, 4, 3, 16, 16) and len(inputs["pixel_values"]) == 5
         made = maker.caption([video, video.frames[:1], video.frames], ["abc", "abcd", "a"], 0, [True] * 3)
         assert all(one.identical for one in made)
     processor.chat_template = TEMPLATE.replace("video", "film")
-    assert not takes_videos(processor), "its template would leave them out"
-    assert "pixel_values_videos" not in maker.inputs([video], ["a"])
+    assert not accepts_videos(processor), "its template would leave them out"
+    assert "pixel_values_videos" not in maker.build_inputs([video], ["a"])
 
 
 @pytest.mark.parametrize("template", [TEMPLATE, None])
 def test_a_conversation_about_a_video_shows_it_once(clips: Path, family: tuple[Any, Any], template: str | None) -> None:
     model, processor = family
     processor.chat_template = template
-    video = load_clip(clips / "a.mp4", 4)
-    inputs = inputs_of(model, processor, [video], ["abcd"], [(Turn("abc", "cab"), Turn("bc", "a"))])
+    video = load_video(clips / "a.mp4", 4)
+    inputs = build_inputs(model, processor, [video], ["abcd"], [(Turn("abc", "cab"), Turn("bc", "a"))])
     assert (inputs["input_ids"] == tiny.special_ids(model.tiny_spec).video).sum() == 16
     assert inputs["pixel_values_videos"].shape == (1, 4, 3, 16, 16) and "pixel_values" not in inputs
     told = processor.tokenizer.decode(inputs["input_ids"][0], skip_special_tokens=True)
     places = [told.find(part) for part in ("abc", "cab", "bc", "abcd")]
     assert -1 not in places and places[0] < places[1] < told.rfind("abcd")
-    request, seconds = encoded(model, inputs)
+    request, seconds = encode_media(model, inputs)
     assert seconds > 0 and "pixel_values_videos" not in request
     options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
     assert torch.equal(model.generate(**request, **options), model.generate(**inputs, **options))
@@ -228,9 +228,9 @@ def test_videos_of_different_lengths_are_shown_alone(clips: Path, family: tuple[
 
 def test_a_model_for_pictures_is_given_pictures(clips: Path) -> None:
     model, processor = random_model("tiny")
-    maker, video = Captioner(model, processor, max_new_tokens=6), load_clip(clips / "a.mp4", 4)
-    assert isinstance(video, Video) and not takes_videos(processor)
-    mine, theirs = maker.inputs([video], ["a"]), maker.inputs([list(video.frames)], ["a"])
+    maker, video = Captioner(model, processor, max_new_tokens=6), load_video(clips / "a.mp4", 4)
+    assert isinstance(video, Video) and not accepts_videos(processor)
+    mine, theirs = maker.build_inputs([video], ["a"]), maker.build_inputs([list(video.frames)], ["a"])
     assert mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
     assert len(mine["pixel_values"]) == 4 and (mine["input_ids"] == 4).sum() == 4 * 16
 
@@ -238,8 +238,8 @@ def test_a_model_for_pictures_is_given_pictures(clips: Path) -> None:
 def test_seconds_keep_their_precision(family: tuple[Any, Any]) -> None:
     """Qwen2.5-VL reckons positions from them: 0.8333 in bfloat16 is 0.832."""
     model = family[0].to(torch.bfloat16)
-    assert placed(model, "pixel_values_videos", torch.ones(1)).dtype == torch.bfloat16
-    assert placed(model, "second_per_grid_ts", torch.ones(1)).dtype == torch.float32
+    assert to_model_device(model, "pixel_values_videos", torch.ones(1)).dtype == torch.bfloat16
+    assert to_model_device(model, "second_per_grid_ts", torch.ones(1)).dtype == torch.float32
 
 
 def test_a_prompt_must_not_hold_what_stands_for_a_video(clips: Path, family: tuple[Any, Any], capsys: Any) -> None:
@@ -254,17 +254,17 @@ def spied(monkeypatch: pytest.MonkeyPatch, code: str = "") -> list[None]:
     """Plant something in the processes that decode; one entry for each that is started."""
     started, command = list[None](), decoder_command_running(code)
 
-    def spy(limit_s: float, memory: int) -> list[str]:
+    def spy(timeout_s: float, memory: int) -> list[str]:
         started.append(None)
-        return command(limit_s, memory)
+        return command(timeout_s, memory)
 
-    monkeypatch.setattr(isolated, "command", spy)
+    monkeypatch.setattr(isolated, "worker_command", spy)
     return started
 
 
 def test_a_crash_is_a_row_and_the_job_goes_on(clips: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     started = spied(monkeypatch, FAULTY_BACKENDS)
-    monkeypatch.setattr(jobs, "Isolated", partial(Isolated, limit_s=8))
+    monkeypatch.setattr(jobs, "DecoderPool", partial(DecoderPool, timeout_s=8))
     for name in ("abort", "hang", "segv"):
         (clips / f"{name}.mp4").write_bytes((clips / "a.mp4").read_bytes())
     write_video(clips / "z.mp4", 5)
@@ -346,9 +346,9 @@ BAD: dict[str, tuple[Callable[[Path], Any], str | None, str]] = {
 
 @pytest.mark.parametrize("takes_videos", [False, True])
 def test_every_kind_of_bad_video(
-    takes_videos: bool, tmp_path: Path, request: pytest.FixtureRequest, capsys: Any
+    accepts_videos: bool, tmp_path: Path, request: pytest.FixtureRequest, capsys: Any
 ) -> None:
-    if takes_videos:
+    if accepts_videos:
         request.getfixturevalue("family")
     (tmp_path / "in").mkdir()
     for name, (make, _, _) in BAD.items():

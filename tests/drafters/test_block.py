@@ -28,21 +28,23 @@ from fake_target import (
 from torch import Tensor, nn
 
 from mmspec.drafters.architectures import ARCHITECTURES
-from mmspec.drafters.block.block_tree import LEVEL_PENALTY, PathTable, select_nodes, candidate_paths
+from mmspec.drafters.block.base import BlockDrafter
+from mmspec.drafters.block.block_tree import LEVEL_PENALTY, PathTable, candidate_paths, select_nodes
 from mmspec.drafters.block.falcon import FalconDrafter, FalconHead
-from mmspec.drafters.block.flash import BlockDrafter, FlashDrafter, FlashHead
+from mmspec.drafters.block.flash import FlashDrafter, FlashHead
 from mmspec.drafters.block.parallel import ParallelDrafter, ParallelHead
 from mmspec.drafters.checkpoints.format import HeadMetadata, load_head, save_head
 from mmspec.drafters.checkpoints.load import load_trained
 from mmspec.drafters.eagle.drafter import EagleDrafter
 from mmspec.drafters.eagle.head import EagleHead
 from mmspec.drafters.eagle.visual_inputs import VISUAL_MODES
-from mmspec.drafters.training.losses import LossWeights, Progress, build_targets
-from mmspec.drafters.training.trainer import TrainConfig, DraftModel, Trainer
+from mmspec.drafters.training.batch import DraftModel, build_targets
+from mmspec.drafters.training.losses import LossWeights, Progress
+from mmspec.drafters.training.trainer import TrainConfig, Trainer
 from mmspec.engine.tree import root_only
 
-FLASH = replace(HEAD_CONFIG, intermediate_size=0, block=4, inner=40)
-PARALLEL = replace(HEAD_CONFIG, block=4)
+FLASH = replace(HEAD_CONFIG, intermediate_size=0, block_size=4, block_ffn_size=40)
+PARALLEL = replace(HEAD_CONFIG, block_size=4)
 SORTS = ("flash", "chained", "parallel", "linked", "falcon2", "falcon3")
 
 
@@ -52,13 +54,13 @@ def new_head(sort: str) -> EagleHead:
         torch.default_generator.manual_seed(4)
         head: EagleHead
         if sort in ("flash", "chained"):
-            head = FlashHead(replace(FLASH, chain=12 if sort == "chained" else 0))
+            head = FlashHead(replace(FLASH, markov_rank=12 if sort == "chained" else 0))
             if head.markov_head is not None:
                 head.markov_head.vocab_proj.weight.data.normal_(0, 0.5)
         elif sort.startswith("falcon"):
-            head = FalconHead(replace(HEAD_CONFIG, block=int(sort[-1])))
+            head = FalconHead(replace(HEAD_CONFIG, block_size=int(sort[-1])))
         else:
-            head = ParallelHead(replace(PARALLEL, inner=20 if sort == "linked" else 0))
+            head = ParallelHead(replace(PARALLEL, block_ffn_size=20 if sort == "linked" else 0))
             head.mask_embeddings.data.normal_()
             if head.token_correction is not None:
                 head.token_correction.down_proj.weight.data.normal_(0, 0.5)
@@ -73,7 +75,7 @@ def kind_of(sort: str) -> str:
 
 
 def drafter(sort: str, rule: str = "decoupled", **more: Any) -> Any:
-    return ARCHITECTURES[kind_of(sort)].drafter(new_head(sort), rule, layers=NUM_LAYERS, width=3, **more)
+    return ARCHITECTURES[kind_of(sort)].drafter(new_head(sort), rule, num_layers=NUM_LAYERS, beam_width=3, **more)
 
 
 # --- trees ------------------------------------------------------------------------------------------------------------
@@ -201,7 +203,7 @@ def test_drafts_are_those_of_the_slow_reference(world: FakeTarget, sort: str, ru
 
 
 @pytest.mark.parametrize("sort", SORTS)
-@pytest.mark.parametrize("rule", ["decoupled", "textual"])
+@pytest.mark.parametrize("rule", ["decoupled", "text_only"])
 def test_after_rounds_it_reads_what_the_target_saw(world: FakeTarget, sort: str, rule: str) -> None:
     """Rounds with drafts, rounds without and rows that stand still come to the same as one long prompt."""
     made = drafter(sort, rule)
@@ -287,7 +289,7 @@ def test_drafting_never_looks_at_a_value(world: FakeTarget, sort: str, noisy: bo
 
 
 @pytest.mark.parametrize("sort", SORTS)
-@pytest.mark.parametrize("rule", ["decoupled", "textual"])
+@pytest.mark.parametrize("rule", ["decoupled", "text_only"])
 def test_what_it_is_taught_is_what_it_drafts(
     world: FakeTarget, sort: str, rule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -396,7 +398,7 @@ def test_a_head_comes_back_from_its_folder(sort: str, tmp_path: Path) -> None:
     save_head(
         tmp_path,
         head,
-        HeadMetadata(head.config, "textual", NUM_LAYERS, "llava", "abc", architecture=kind_of(sort)),
+        HeadMetadata(head.config, "text_only", NUM_LAYERS, "llava", "abc", architecture=kind_of(sort)),
         torch.float32,
     )
     again, made = load_head(tmp_path)
@@ -412,14 +414,14 @@ Call = Callable[[], object]
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: drafter("flash", block=5), "block must be 1 to 4, for which this head was trained; got 5"),
-        (lambda: drafter("parallel", block=0), "block must be 1 to 4.*got 0"),
-        (lambda: drafter("falcon3", block=2), "looks 3 places ahead.*got 2"),
+        (lambda: drafter("flash", block_size=5), "block must be 1 to 4, for which this head was trained; got 5"),
+        (lambda: drafter("parallel", block_size=0), "block must be 1 to 4.*got 0"),
+        (lambda: drafter("falcon3", block_size=2), "looks 3 places ahead.*got 2"),
         (lambda: drafter("falcon2", passes=0), "passes must be at least 1; got 0"),
-        (lambda: FlashHead(replace(FLASH, inner=0)), r"a width \(inner\) of at least 1; got 0"),
+        (lambda: FlashHead(replace(FLASH, block_ffn_size=0)), r"a width \(inner\) of at least 1; got 0"),
         (lambda: FalconHead(HEAD_CONFIG), "at least 2 tokens a pass; got 1"),
-        (lambda: replace(HEAD_CONFIG, block=0), "block must be 1 to 16 tokens a pass; got 0"),
-        (lambda: replace(HEAD_CONFIG, block=17), "block must be 1 to 16 tokens a pass; got 17"),
+        (lambda: replace(HEAD_CONFIG, block_size=0), "block must be 1 to 16 tokens a pass; got 0"),
+        (lambda: replace(HEAD_CONFIG, block_size=17), "block must be 1 to 16 tokens a pass; got 17"),
     ],
 )
 def test_block_sizes_that_do_not_fit_are_refused(call: Call, words: str) -> None:
@@ -433,7 +435,7 @@ def test_a_shorter_block_is_a_part_of_the_longer(world: FakeTarget) -> None:
             begin_decoding(world, made := drafter(sort), build_prompt(world, 11)), 64, [True, True]
         )
         del made
-        short_drafter = drafter(sort, block=2)
+        short_drafter = drafter(sort, block_size=2)
         short = short_drafter.propose(begin_decoding(world, short_drafter, build_prompt(world, 11)), 64, [True, True])
         both = scores_by_path(long, 0).keys() & scores_by_path(short, 0).keys()
         assert max(map(len, scores_by_path(short, 0))) == 2 and len(both) > 5

@@ -15,7 +15,7 @@ import torch
 from mmspec.drafters import registry
 from mmspec.drafters.ngram.base import BARRIER, BestFirstDrafter, Calibration, PromptText
 from mmspec.drafters.ngram.hybrid import hybrid
-from mmspec.drafters.ngram.lookup import MAX_MATCH, PromptLookup, NgramIndex, lookup
+from mmspec.drafters.ngram.lookup import MAX_MATCH, NgramIndex, PromptLookup, lookup
 from mmspec.drafters.ngram.recycling import TOP_K, SuccessorTable, recycling
 from mmspec.drafters.none import NoDrafter
 from mmspec.drafters.registry import DRAFTERS, build_drafter
@@ -376,7 +376,7 @@ def test_the_most_trusted_source_decides_about_a_token() -> None:
     assert (int(tree.tokens[0, 1]), round(float(tree.scores[0, 1]), 4)) == (3, 0.6)
 
 
-@pytest.mark.parametrize("name", ["lookup", "recycling", "fused"])
+@pytest.mark.parametrize("name", ["lookup", "recycling", "hybrid"])
 def test_banned_ids_are_never_proposed(name: str) -> None:
     drafter = build_drafter(name)
     assert isinstance(drafter, BestFirstDrafter)
@@ -468,7 +468,7 @@ def test_two_states_do_not_mix() -> None:
     assert int(drafter.propose(two, 8, [True]).tokens[0, 1]) == 4
 
 
-@pytest.mark.parametrize("name", ["lookup", "recycling", "fused"])
+@pytest.mark.parametrize("name", ["lookup", "recycling", "hybrid"])
 def test_a_deep_copy_goes_its_own_way(name: str) -> None:
     drafter = build_drafter(name)
     assert isinstance(drafter, BestFirstDrafter)
@@ -527,11 +527,11 @@ def test_drafters_by_name() -> None:
         "none": "none",
         "lookup": "lookup",
         "recycling": "recycling",
-        "fused": "fused",
-        "auto": "fused",
+        "hybrid": "hybrid",
+        "auto": "hybrid",
     }
     assert all(isinstance(build_drafter(name), Drafter) for name in DRAFTERS)
-    assert build_drafter("fused") is not build_drafter("fused")
+    assert build_drafter("hybrid") is not build_drafter("hybrid")
     assert (
         build_drafter("recycling").requirements.top_k == build_drafter("auto").requirements.top_k == TOP_K
         and build_drafter("lookup").requirements.top_k == 0
@@ -554,7 +554,7 @@ def test_trained_drafters_that_ship_are_names(tmp_path: Path, monkeypatch: Any) 
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text("{}")
     (tmp_path / "empty").mkdir()
-    monkeypatch.setattr(registry, "SHIPPED", tmp_path)
+    monkeypatch.setattr(registry, "WEIGHTS_DIR", tmp_path)
     assert list(registry.bundled_drafters()) == ["msd", "parallel", "aardvark"], "the fastest first"
     monkeypatch.setitem(registry.AUTO_ORDER, "cuda", ("parallel", "msd"))
     assert list(registry.bundled_drafters("cuda")) == ["parallel", "msd", "aardvark"], "there"

@@ -35,16 +35,18 @@ from mmspec.app.modeling.random_models import random_model
 from mmspec.app.scenes.render import render_scene
 from mmspec.app.scenes.world import generate_scene
 from mmspec.config import MAX_CACHED_DRAFTERS
-from mmspec.control.depth import DepthController
+from mmspec.control.depth import Depth
 from mmspec.drafters import registry
 from mmspec.drafters.checkpoints import format as checkpoint
 from mmspec.drafters.checkpoints.format import HeadMetadata, load_head, save_head
+from mmspec.drafters.checkpoints.state_dict import from_eagle_state_dict, to_eagle_state_dict
 from mmspec.drafters.eagle.drafter import EagleDrafter
-from mmspec.drafters.eagle.head import EagleHead, HeadConfig, DecoderLayer, from_eagle_state_dict, to_eagle_state_dict
+from mmspec.drafters.eagle.head import DecoderLayer, EagleHead, HeadConfig
 from mmspec.drafters.eagle.visual_inputs import VISUAL_MODES, DraftInputs, left_pack
 from mmspec.drafters.registry import build_drafter
-from mmspec.drafters.training.losses import LossWeights, Progress, eagle_loss, build_targets
-from mmspec.drafters.training.trainer import TrainConfig, DraftModel, SettingsError, Trainer
+from mmspec.drafters.training.batch import DraftModel, build_targets
+from mmspec.drafters.training.losses import LossWeights, Progress, eagle_loss
+from mmspec.drafters.training.trainer import SettingsError, TrainConfig, Trainer
 from mmspec.engine.tree import root_only
 from mmspec.interfaces import TargetInfo
 
@@ -150,7 +152,7 @@ def test_a_trimmed_vocabulary_drafts_only_its_own(world: FakeTarget) -> None:
 
 def test_with_noise_it_proposes_what_the_noise_will_pick(world: FakeTarget) -> None:
     noise = torch.empty(2, 3, 40).exponential_(generator=torch.Generator().manual_seed(1))
-    made = drafter(world, width=2)
+    made = drafter(world, beam_width=2)
     prompt = build_prompt(world, 11, noise=lambda depth: noise[:, :depth], temperature=0.7)
     tree = made.propose(begin_decoding(world, made, prompt), 8, [True, True])
     with torch.no_grad():
@@ -184,9 +186,9 @@ def test_what_each_rule_reads(world: FakeTarget) -> None:
     assert torch.allclose(rows[:, 4], fuse(prompt.hidden_states[0][:, 5], states[:, 4]), atol=1e-6)
     rows, keep = VISUAL_MODES["coupled"](world.head, sight)
     assert keep is None and torch.allclose(rows[:, 1], fuse(prompt.hidden_states[0][:, 2], states[:, 1]), atol=1e-6)
-    rows, keep = VISUAL_MODES["blind"](world.head, sight)
+    rows, keep = VISUAL_MODES["placeholder"](world.head, sight)
     assert torch.allclose(rows[:, 1], fuse(sight.placeholder_embed.expand(2, -1), states[:, 1]), atol=1e-6)
-    rows, keep = VISUAL_MODES["textual"](world.head, sight)
+    rows, keep = VISUAL_MODES["text_only"](world.head, sight)
     assert keep is not None and keep[0].tolist() == [True, False, False, False, True, True, True, True]
 
 
@@ -245,7 +247,7 @@ def training(world: FakeTarget, folder: Path, steps: int = 6, **more: Any) -> Tr
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(1)
         heads = {"a": EagleHead(HEAD_CONFIG), "b": EagleHead(HEAD_CONFIG)}
-    pupils = {"a": DraftModel(heads["a"], "decoupled"), "b": DraftModel(heads["b"], "textual")}
+    pupils = {"a": DraftModel(heads["a"], "decoupled"), "b": DraftModel(heads["b"], "text_only")}
     plan = TrainConfig(max_steps=steps, batch_size=2, learning_rate=3e-3, warmup_steps=2, **more)
     placeholder = world.shared_embeddings.embed_tokens(torch.tensor(IMAGE_TOKEN_ID)).detach()
     for part in (world.shared_embeddings.embed_tokens, world.shared_embeddings.lm_head):
@@ -399,9 +401,9 @@ def test_configs_that_cannot_be_are_named(
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
     with pytest.raises(ValueError, match=words):
         load_head(tmp_path / "mine")
-    monkeypatch.setattr(registry, "SHIPPED", tmp_path)
+    monkeypatch.setattr(registry, "WEIGHTS_DIR", tmp_path)
     assert (
-        build_drafter("auto", TargetInfo("llava", 32, 40, NUM_LAYERS)).name == "fused"
+        build_drafter("auto", TargetInfo("llava", 32, 40, NUM_LAYERS)).name == "hybrid"
         and "mine cannot be read" in caplog.text
     )
 
@@ -462,11 +464,11 @@ def test_a_head_never_changes_a_word(tiny: Captioner, rule: str, sample: bool) -
 def test_a_folder_is_a_drafter_and_is_checked(tiny: Captioner, tmp_path: Path) -> None:
     from mmspec.drafters.checkpoints.format import tokenizer_fingerprint
 
-    made = HeadMetadata(tiny_head().config, "textual", 2, "llava", tokenizer_fingerprint(tiny.processor.tokenizer))
+    made = HeadMetadata(tiny_head().config, "text_only", 2, "llava", tokenizer_fingerprint(tiny.processor.tokenizer))
     save_head(tmp_path / "mine", tiny_head(), made)
     mmspec.patch(tiny.model, str(tmp_path / "mine"), processor=tiny.processor)
     try:
-        assert "mine" in repr(tiny.model.__dict__["_mmspec"].options.drafter.name)
+        assert "mine" in repr(tiny.model.__dict__["_mmspec"].config.drafter.name)
     finally:
         mmspec.unpatch(tiny.model)
     for change, words in (({"layers": 5}, "layers 5"), ({"tokenizer": "other"}, "tokenizer other")):
@@ -483,20 +485,20 @@ def test_auto_passes_over_what_is_for_others_and_says_what_is_damaged(
 ) -> None:
     from mmspec.drafters import registry
 
-    monkeypatch.setattr(registry, "SHIPPED", tmp_path)
+    monkeypatch.setattr(registry, "WEIGHTS_DIR", tmp_path)
     mine, other = TargetInfo("llava", 64, 384, 2), TargetInfo("llava", 32, 384, 2)
-    save_head(tmp_path / "mine", tiny_head(), HeadMetadata(tiny_head().config, "textual", 2, "llava"))
+    save_head(tmp_path / "mine", tiny_head(), HeadMetadata(tiny_head().config, "text_only", 2, "llava"))
     assert (
         build_drafter("auto", mine).name == "mine"
-        and build_drafter("auto", other).name == "fused"
+        and build_drafter("auto", other).name == "hybrid"
         and not caplog.records
     )
     file = tmp_path / "mine" / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
-    assert build_drafter("auto", other).name == "fused" and not caplog.records, (
+    assert build_drafter("auto", other).name == "hybrid" and not caplog.records, (
         "of what is for others no weights are read"
     )
-    assert build_drafter("auto", mine).name == "fused"
+    assert build_drafter("auto", mine).name == "hybrid"
     assert "mine cannot be read" in caplog.text and "damaged" in caplog.text and "\n" not in caplog.messages[0]
 
 
@@ -506,10 +508,10 @@ def test_a_call_that_names_a_folder_reads_it_once(
     from mmspec.drafters.checkpoints import load as trained
     from mmspec.drafters.checkpoints.format import tokenizer_fingerprint
 
-    made = HeadMetadata(tiny_head().config, "textual", 2, "llava", tokenizer_fingerprint(tiny.processor.tokenizer))
+    made = HeadMetadata(tiny_head().config, "text_only", 2, "llava", tokenizer_fingerprint(tiny.processor.tokenizer))
     folder, read, original = tmp_path / "mine", [], trained.load_trained
     save_head(folder, tiny_head(), made)
-    monkeypatch.setattr(trained, "trained", lambda *given: read.append(given[0]) or original(*given))  # type: ignore[func-returns-value]
+    monkeypatch.setattr(trained, "load_trained", lambda *given: read.append(given[0]) or original(*given))  # type: ignore[func-returns-value]
     inputs = tiny.inputs([render_scene(generate_scene(0))], ["a"])
 
     def call(name: object = str(folder)) -> None:
@@ -520,13 +522,13 @@ def test_a_call_that_names_a_folder_reads_it_once(
         call()
         call()
         assert len(read) == 1
-        save_head(folder, tiny_head(1), replace(made, rule="coupled"))  # another, under the same name
+        save_head(folder, tiny_head(1), replace(made, visual_mode="coupled"))  # another, under the same name
         call()
         assert len(read) == 2
         for other in range(6):  # only a few are kept
             save_head(tmp_path / str(other), tiny_head(other), made)
             call(str(tmp_path / str(other)))
-        assert len(tiny.model.__dict__["_mmspec"].kept._made) == MAX_CACHED_DRAFTERS
+        assert len(tiny.model.__dict__["_mmspec"].drafter_cache._made) == MAX_CACHED_DRAFTERS
     finally:
         mmspec.unpatch(tiny.model)
 
@@ -543,14 +545,14 @@ def played(hit: float, level_s: float, rounds: int = 300, most: int = 8) -> floa
     """Mean depth at the end, if each level goes on with this probability and costs that much of a round."""
     import random
 
-    rng, depth, chosen = random.Random(0), DepthController(most), []
+    rng, depth, chosen = random.Random(0), Depth(most), []
     for _ in range(rounds):
         levels = depth.choose(1)
         chosen.append(levels)
         kept = 0
         while kept < levels and rng.random() < hit:
             kept += 1
-        depth.record(1, levels, [kept], level_s, 1.0)
+        depth.learn(1, levels, [kept], level_s, 1.0)
     return sum(chosen[-100:]) / 100
 
 
@@ -562,35 +564,35 @@ def test_depth_follows_what_is_reached_and_what_a_level_costs() -> None:
 
 
 def test_rounds_of_one_level_say_nothing_about_what_a_further_one_costs() -> None:
-    depth = DepthController(3, steps_per_level=2)
-    depth.record(1, 3, [0], 5.0, 10.0)
+    depth = Depth(3, each=2)
+    depth.learn(1, 3, [0], 5.0, 10.0)
     for _ in range(50):
-        depth.record(1, 1, [2], 0.0, 10.0)
-    assert depth.by_batch[1].pass_s == 5.0
+        depth.learn(1, 1, [2], 0.0, 10.0)
+    assert depth.tallies[1].pass_s == 5.0
 
 
 @pytest.mark.parametrize(("levels", "per_pass"), [(1, 0.0), (3, 0.5)])
 def test_what_drafting_took_is_told_by_pass(
     world: FakeTarget, monkeypatch: pytest.MonkeyPatch, levels: int, per_pass: float
 ) -> None:
-    made = drafter(world, depth=levels)
+    made = drafter(world, max_depth=levels)
     state = begin_decoding(world, made, build_prompt(world, 11, fixed=True))
     tree = made.propose(state, 16, [True, True])
     told: list[Any] = []
-    monkeypatch.setattr(made.depth_controller, "record", lambda *given: told.extend(given))
+    monkeypatch.setattr(made.depth_controller, "learn", lambda *given: told.extend(given))
     state.start_time, state.draft_s = time.perf_counter() - 100.0, 1.0
     made.observe(state, build_result(tree, [[0], [0]], [[5], [7]]), {NUM_LAYERS: torch.randn(2, tree.num_nodes, 32)})
     assert told[1] == levels and told[3] == per_pass and told[4] == pytest.approx(100.0 - (levels > 1), abs=1.0)
 
 
 def test_depth_comes_back_when_text_becomes_easy() -> None:
-    depth = DepthController(6)
+    depth = Depth(6)
     for _ in range(200):
-        depth.record(1, depth.choose(1), [0], 0.1, 1.0)
+        depth.learn(1, depth.choose(1), [0], 0.1, 1.0)
     assert depth.choose(1) <= 2
     for _ in range(400):
         levels = depth.choose(1)
-        depth.record(1, levels, [levels], 0.1, 1.0)
+        depth.learn(1, levels, [levels], 0.1, 1.0)
     assert depth.choose(1) == 6
 
 
@@ -598,14 +600,14 @@ def test_depth_comes_back_from_a_hard_passage() -> None:
     """Deep levels were hardly ever reached; when the text goes on better they are tried again soon."""
     import random
 
-    rng, depth, chosen = random.Random(1), DepthController(6), list[int]()
+    rng, depth, chosen = random.Random(1), Depth(6), list[int]()
     for hit, rounds in ((0.4, 200), (0.85, 120)):
         for _ in range(rounds):
             chosen.append(depth.choose(1))
             kept = 0
             while kept < chosen[-1] and rng.random() < hit:
                 kept += 1
-            depth.record(1, chosen[-1], [kept], 2.5, 30.0)
+            depth.learn(1, chosen[-1], [kept], 2.5, 30.0)
     assert sum(chosen[150:200]) / 50 < 4.5 and sum(chosen[-30:]) / 30 > 5.5
 
 
@@ -623,7 +625,7 @@ def test_a_prompt_is_read_when_a_draft_is_wanted(world: FakeTarget) -> None:
 def test_fixed_shapes_never_hang_on_timing(world: FakeTarget) -> None:
     made = drafter(world)
     for _ in range(100):
-        made.depth_controller.record(2, 3, [0, 0], 9.0, 1.0)
+        made.depth_controller.learn(2, 3, [0, 0], 9.0, 1.0)
     assert made.depth_controller.choose(2) == 1
     fixed = made.propose(begin_decoding(world, made, build_prompt(world, 11, fixed=True)), 16, [True, True])
     free = made.propose(begin_decoding(world, made, build_prompt(world, 11)), 16, [True, True])

@@ -20,8 +20,9 @@ from mmspec.app.modeling.random_models import random_model
 from mmspec.app.scenes.render import render_scene
 from mmspec.app.scenes.world import generate_scene
 from mmspec.config import target_info
-from mmspec.control.depth import DepthController
-from mmspec.drafters.checkpoints.published import export_speculators, load_published
+from mmspec.control.depth import Depth
+from mmspec.drafters.checkpoints.published import load_published
+from mmspec.drafters.checkpoints.speculators import export_speculators
 from mmspec.drafters.eagle.drafter import EagleDrafter
 from mmspec.drafters.eagle.head import Eagle3Head, EagleHead
 from mmspec.drafters.eagle.vispec import VispecDrafter
@@ -97,7 +98,7 @@ def test_forward_parity_with_the_published_code(kind: str, tmp_path: Path, monke
         places = {int(token): place for place, token in enumerate(drafter.draft_ids.tolist())}  # type: ignore[union-attr]
         own = Pointing([places[token] for token in order])
         monkeypatch.setattr(drafter.head, "logits", lambda out, words, rows: own(out)[..., :20])
-    drafter.depth_controller, drafter.beam_width = DepthController(2), 3
+    drafter.depth_controller, drafter.beam_width = Depth(2), 3
     ids, n = data["ids"], 10
     embedded = data["embedded"] if pictures else data["embedding"][ids]
     visual = data["visual"] if pictures else torch.zeros(n, dtype=torch.bool)
@@ -302,10 +303,10 @@ def test_auto_takes_what_was_published_if_it_is_in_the_cache(tmp_path: Path, mon
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", cache)
     assert isinstance(build_drafter("auto", KNOWN_TARGET), EagleDrafter)
-    assert build_drafter("auto", TARGET).name == "fused", "nothing was published for it"
+    assert build_drafter("auto", TARGET).name == "hybrid", "nothing was published for it"
     assert isinstance(build_drafter("lucylyn/MSD-LLaVA1.5-7B", KNOWN_TARGET), EagleDrafter)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", empty)
-    assert build_drafter("auto", KNOWN_TARGET).name == "fused"
+    assert build_drafter("auto", KNOWN_TARGET).name == "hybrid"
     with pytest.raises(OSError, match=r"'a/b' is not in the local cache and cannot be fetched: not in the cache"):
         build_drafter("a/b", KNOWN_TARGET)
     hub = "lucylyn/MSD-LLaVA1.5-7B"

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from mmspec.drafters.checkpoints import format as checkpoint
 from mmspec.drafters.eagle.drafter import EagleDrafter
 from mmspec.drafters.eagle.head import EagleHead, HeadConfig
-from mmspec.drafters.training.losses import TrainBatch
-from mmspec.drafters.training.trainer import DistributedContext, TrainConfig, DraftModel, Trainer
+from mmspec.drafters.training.batch import DraftModel, TrainBatch
+from mmspec.drafters.training.trainer import DistributedContext, TrainConfig, Trainer
 from mmspec.interfaces import SharedEmbeddings
 
 CONFIG = HeadConfig(16, 24, 2, 2, 40)
@@ -94,7 +94,7 @@ def test_a_tree_has_a_level_and_a_node_to_follow() -> None:
 
 @pytest.mark.parametrize("native", [True, False])
 def test_bfloat16_is_for_devices_that_have_it(native: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mmspec.drafters.training.trainer.halves", lambda device: native)
+    monkeypatch.setattr("mmspec.drafters.training.trainer.bf16_is_faster", lambda device: native)
     found, original = set[bool](), torch.nn.functional.linear
 
     def spy(*args: Any, **kwargs: Any) -> Tensor:

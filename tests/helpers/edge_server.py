@@ -69,13 +69,15 @@ def running(log: Path) -> Iterator[Server]:
 
 def main() -> None:
     """Serve until stdin is closed."""
-    from mmspec.app.ui.edge.bodies import Bounds
     from mmspec.app.ui.limits import Limits
+    from mmspec.app.ui.middleware.bodies import RequestLimits
     from mmspec.app.ui.model_store import ModelStore
     from mmspec.app.ui.server import serve
 
     logging.basicConfig(level=logging.INFO)
-    bounds = Bounds(request=REQUEST, held=HELD, spare=0, idle_s=IDLE_S, slow_s=6.0)
+    bounds = RequestLimits(
+        max_request_bytes=REQUEST, max_stored_bytes=HELD, min_free_bytes=0, idle_timeout_s=IDLE_S, base_timeout_s=6.0
+    )
     limits = Limits(max_file_mb=MEGABYTES, max_new_tokens=64, max_files=20)
     with serve(ModelStore("tiny"), limits=limits, bounds=bounds, port=0, allowed=["demo.example.org"]) as site:
         site.context.worker.submit(lambda: None).result()

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmspec.drafters.eagle.drafter import EagleDrafter, EagleState
+from mmspec.drafters.eagle.drafter import EagleDrafter
 from mmspec.drafters.eagle.head import EagleHead, HeadConfig
-from mmspec.drafters.training.losses import TrainBatch
+from mmspec.drafters.eagle.state import EagleState
+from mmspec.drafters.training.batch import TrainBatch
 from mmspec.engine.tree import DraftTree, root_only
 from mmspec.interfaces import Prompt, SharedEmbeddings, VerifyResult
 
@@ -122,9 +123,9 @@ def reference_draft_inputs(
     for p in range(n):
         next_embeds = embedded[p + 1] if p + 1 < n else after
         visible = p + 1 < n and bool(visual[row, p + 1])
-        if visual_mode == "textual" and visible:
+        if visual_mode == "text_only" and visible:
             continue
-        if visual_mode == "blind" and visible:
+        if visual_mode == "placeholder" and visible:
             next_embeds = embed(torch.tensor(IMAGE_TOKEN_ID))
         fused = head.fc(torch.cat([next_embeds, target.hidden_states[row, p]]))
         rows.append(next_embeds if visual_mode == "decoupled" and visible else fused)

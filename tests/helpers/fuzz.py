@@ -756,7 +756,9 @@ def run_case(case: Case, identity: bool = False) -> CaseResult:
     tokens = sum(
         x.sequences[:, prepared.inputs[0]["input_ids"].shape[1] :].numel() for x in plain if x.sequences is not None
     )
-    return CaseResult(case, differences, errors, len(plain), tokens, stats, str(stats.get("fallback") or ""), spent)
+    return CaseResult(
+        case, differences, errors, len(plain), tokens, stats, str(stats.get("fallback_reason") or ""), spent
+    )
 
 
 def _find_differences(

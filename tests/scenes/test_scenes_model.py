@@ -17,7 +17,7 @@ import torch
 import mmspec
 from mmspec.app import examples as demo
 from mmspec.app import scenes
-from mmspec.app.caption.command import captioner
+from mmspec.app.caption.command import build_captioner
 from mmspec.app.cli.main import main
 from mmspec.app.modeling.captioner import Captioner
 from mmspec.app.scenes import WEIGHTS_FOLDER, verify_checksums
@@ -108,7 +108,7 @@ def test_auto_is_a_drafter_that_ships(shipped: tuple[Any, Any]) -> None:
     model, processor = shipped
     mmspec.patch(model, processor=processor)
     try:
-        drafter = model.__dict__["_mmspec"].options.drafter
+        drafter = model.__dict__["_mmspec"].config.drafter
     finally:
         mmspec.unpatch(model)
     assert drafter.name == next(iter(registry.bundled_drafters()))
@@ -132,7 +132,7 @@ def test_drafters_that_ship_guess_well_and_change_no_word(shipped: tuple[Any, An
         return model.generate(**inputs, max_new_tokens=32, do_sample=sample)
 
     for batch, sample in product((asked[:1], asked), (False, True)):
-        inputs = maker.inputs([one.images for one in batch], [one.question for one in batch])
+        inputs = maker.build_inputs([one.images for one in batch], [one.question for one in batch])
         plain = said(inputs, sample)
         for name in registry.bundled_drafters():
             mmspec.patch(model, name, processor=processor, nodes=16)
@@ -149,7 +149,7 @@ def test_a_gate_that_ships_chooses(shipped: tuple[Any, Any]) -> None:
     model, processor = shipped
     maker = Captioner(model, processor)
     [one] = islice(generate_requests("clip", FIRST_HELD_OUT_SEED), 1)
-    inputs = maker.inputs([one.images], [one.question])
+    inputs = maker.build_inputs([one.images], [one.question])
     ways: dict[str, tuple[str, int]] = {}
     for drafter, compressor in (("msd-elastic", None), ("msd-elastic", "elastic"), ("msd", "elastic")):
         mmspec.patch(model, drafter, compressor=compressor, processor=processor, nodes=16)
@@ -161,7 +161,8 @@ def test_a_gate_that_ships_chooses(shipped: tuple[Any, Any]) -> None:
             assert isinstance(gate, Elastic) == (drafter == "msd-elastic")
             if isinstance(gate, Elastic):
                 assert (
-                    row.choice in gate.labels() and row.num_compressed_tokens <= gate.max_tokens < row.num_visual_tokens
+                    row.choice in gate.branch_labels()
+                    and row.num_compressed_tokens <= gate.max_tokens < row.num_visual_tokens
                 )
         finally:
             mmspec.unpatch(model)
@@ -171,12 +172,12 @@ def test_a_gate_that_ships_chooses(shipped: tuple[Any, Any]) -> None:
 
 def test_the_demo(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     makers: list[Captioner] = []
-    monkeypatch.setattr(demo, "captioner", lambda *args: makers.append(captioner(*args)) or makers[-1])
+    monkeypatch.setattr(demo, "build_captioner", lambda *args: makers.append(build_captioner(*args)) or makers[-1])
     assert demo.main([str(list_example_files()[0]), str(list_example_files()[-1]), "--max-new-tokens", "40"]) == 0
     told = capsys.readouterr().out
     assert "2 of 2 texts identical to plain generate" in told
     assert told.count("plain ") >= 2 and told.count("identical; ") == 2 and "tokens/s" in told
-    assert makers[0].model.__dict__["_mmspec"].options.drafter.name == next(iter(registry.bundled_drafters()))
+    assert makers[0].model.__dict__["_mmspec"].config.drafter.name == next(iter(registry.bundled_drafters()))
     assert float(re.findall(r"tau ([0-9.]+)", told)[-1]) >= 1  # how much hangs on this machine's times
 
 
@@ -187,6 +188,8 @@ def test_it_is_the_default_of_the_commands(tmp_path: Path, capsys: Any) -> None:
             [
                 "caption",
                 str(list_example_files()[1]),
+                "--model",
+                "scenes",
                 "--out",
                 str(out),
                 "--max-new-tokens",

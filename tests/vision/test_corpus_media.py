@@ -14,13 +14,13 @@ from pathlib import Path
 
 import corpus_media as corpus
 import pytest
-from corpus_media import CANARY, Watch, watched
+from corpus_media import CANARY, OpenWatcher, watch_folder
 
 from mmspec.app.errors import UsageError
 from mmspec.app.io.images import ImageError, load_image
-from mmspec.app.io.sources import collect
-from mmspec.app.io.videos import load_clip
-from mmspec.vision.video.decoder_pool import Isolated
+from mmspec.app.io.sources import collect_items
+from mmspec.app.io.videos import load_video
+from mmspec.vision.video.decoder_pool import DecoderPool
 
 Make = Callable[..., tuple[str, bytes]]
 MANY = int(os.environ.get("MMSPEC_CORPUS", "10000"))
@@ -29,33 +29,33 @@ MEMORY = 1_000_000_000
 
 
 @pytest.fixture
-def watch(tmp_path: Path) -> Iterator[Watch]:
-    with watched(tmp_path) as watch:
+def watch(tmp_path: Path) -> Iterator[OpenWatcher]:
+    with watch_folder(tmp_path) as watch:
         yield watch
 
 
 class Run:
     """Inputs of one kind, one after the other, and what came of them."""
 
-    def __init__(self, folder: Path, watch: Watch) -> None:
-        self.folder, self.watch, self.isolated = folder, watch, Isolated(limit_s=30)
+    def __init__(self, folder: Path, watch: OpenWatcher) -> None:
+        self.folder, self.watch, self.isolated = folder, watch, DecoderPool(timeout_s=30)
         for number in range(3):  # what manifests name
-            (folder / f"{number}.png").write_bytes(corpus.images()["a.png"])
+            (folder / f"{number}.png").write_bytes(corpus.valid_images()["a.png"])
         self.outcomes, self.slowest, self.memory = Counter[str](), 0.0, 0
 
     def one(self, make: Make, seed: int) -> None:
         """Make an input, read it, and look at what happened."""
         port, canary = self.watch.port, str(self.folder / CANARY)
-        name, content = make(seed) if make is corpus.manifest else make(seed, canary, port)
+        name, content = make(seed) if make is corpus.make_manifest else make(seed, canary, port)
         file = self.folder / name
         file.write_bytes(content)
-        self.watch.opened()
+        self.watch.opened_files()
         began, outcome = time.monotonic(), "read"
         try:
-            if make is corpus.manifest:
-                collect([str(file)], self.folder)
-            elif make is corpus.clip:
-                load_clip(file, 3, isolated=self.isolated)
+            if make is corpus.make_manifest:
+                collect_items([str(file)], self.folder)
+            elif make is corpus.make_video:
+                load_video(file, 3, isolated=self.isolated)
             else:
                 load_image(file if seed % 2 else content, isolated=self.isolated)
         except (ImageError, UsageError) as error:
@@ -65,7 +65,7 @@ class Run:
         self.slowest = max(self.slowest, time.monotonic() - began)
         self.outcomes[outcome] += 1
         assert self.slowest < HANGS_S, f"seed {seed} took {self.slowest:.0f} s"
-        assert self.watch.opened() <= {name}, f"seed {seed}"
+        assert self.watch.opened_files() <= {name}, f"seed {seed}"
         file.unlink()
         for child in list(self.isolated._all):
             self.memory = max(self.memory, high_water(child._process.pid))
@@ -89,11 +89,11 @@ def high_water(pid: int) -> int:
     return max((int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM")), default=0)
 
 
-MAKERS: list[Make] = [corpus.image, corpus.clip, corpus.manifest]
+MAKERS: list[Make] = [corpus.make_image, corpus.make_video, corpus.make_manifest]
 
 
 @pytest.mark.parametrize("make", MAKERS, ids=lambda make: str(make.__name__))
-def test_a_sample_of_each(make: Make, watch: Watch, tmp_path: Path) -> None:
+def test_a_sample_of_each(make: Make, watch: OpenWatcher, tmp_path: Path) -> None:
     run = _all(make, range(150), watch, tmp_path)
     assert len(run.outcomes) > 1, "some are read, some are not"
     print(run.figures())
@@ -101,12 +101,12 @@ def test_a_sample_of_each(make: Make, watch: Watch, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("make", MAKERS, ids=lambda make: str(make.__name__))
-def test_many_of_each(make: Make, watch: Watch, tmp_path: Path) -> None:
+def test_many_of_each(make: Make, watch: OpenWatcher, tmp_path: Path) -> None:
     """`MANY` over the three doors."""
     print(make.__name__, _all(make, range(1000, 1000 + -(-MANY // 3)), watch, tmp_path).figures())
 
 
-def _all(make: Make, seeds: range, watch: Watch, folder: Path) -> Run:
+def _all(make: Make, seeds: range, watch: OpenWatcher, folder: Path) -> Run:
     run = Run(folder, watch)
     for seed in seeds:
         run.one(make, seed)

@@ -19,41 +19,40 @@ from typing import Any
 import corpus_media as corpus
 import numpy as np
 import pytest
-from corpus_media import CANARY, Watch, watched
+from corpus_media import CANARY, OpenWatcher, watch_folder
 from PIL import Image
 from video_files import decoder_command_running, write_video
 
 from mmspec.app.io.images import ImageError, load_image
-from mmspec.app.io.videos import load_shown
-from mmspec.vision import images as stills
-from mmspec.vision.video import backends as readers
-from mmspec.vision.video import decoder_pool as room
-from mmspec.vision.video.containers import CONTAINERS, ContainerError, Input, container_of
-from mmspec.vision.video.frames import Isolated, read_frames
+from mmspec.app.io.videos import load_media
+from mmspec.vision import images
+from mmspec.vision.video import backends, decoder_pool
+from mmspec.vision.video.containers import CONTAINERS, ContainerError, ContainerFile, detect_container
+from mmspec.vision.video.frames import DecoderPool, read_frames
 
 LINUX = sys.platform == "linux"
 BACKENDS = [name for name, module in (("decord", "decord"), ("pyav", "av")) if importlib.util.find_spec(module)]
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[Isolated]:
-    with Isolated(limit_s=20) as isolated:
+def pool() -> Iterator[DecoderPool]:
+    with DecoderPool(timeout_s=20) as isolated:
         yield isolated
 
 
 @pytest.fixture
-def watch(tmp_path: Path) -> Iterator[Watch]:
-    with watched(tmp_path) as watch:
+def watch(tmp_path: Path) -> Iterator[OpenWatcher]:
+    with watch_folder(tmp_path) as watch:
         yield watch
 
 
 # --- containers -------------------------------------------------------------------------------------------------------
 
 
-def test_real_containers_are_known_and_read(pool: Isolated, tmp_path: Path) -> None:
+def test_real_containers_are_known_and_read(pool: DecoderPool, tmp_path: Path) -> None:
     found = set[str]()
-    for name, content in corpus.clips().items():
-        container = container_of(content[:4096])
+    for name, content in corpus.valid_videos().items():
+        container = detect_container(content[:4096])
         (tmp_path / name).write_bytes(content)
         for source in (tmp_path / name, content):
             frames = [read_frames(source, num_frames=3, isolated=way) for way in (False, pool)]
@@ -61,28 +60,28 @@ def test_real_containers_are_known_and_read(pool: Isolated, tmp_path: Path) -> N
             assert (frames[0].array() == frames[1].array()).all(), name
         found.add(container.name)
     assert found == {container.name for container in CONTAINERS} - {"Ogg"}
-    assert container_of(b"OggS\0\2").name == "Ogg"
+    assert detect_container(b"OggS\0\2").name == "Ogg"
 
 
 @pytest.mark.parametrize("way", ["path", "bytes"])
 @pytest.mark.parametrize("apart", [False, True])
 def test_playlists_and_the_like_open_nothing(
-    way: str, apart: bool, watch: Watch, pool: Isolated, tmp_path: Path
+    way: str, apart: bool, watch: OpenWatcher, pool: DecoderPool, tmp_path: Path
 ) -> None:
     """By each reader, in this process and in the other one."""
-    hostile = corpus.referring(str(tmp_path / CANARY), watch.port)
+    hostile = corpus.files_with_references(str(tmp_path / CANARY), watch.port)
     for name, content in hostile.items():
         file = tmp_path / name
         file.write_bytes(content)
-        watch.opened()
+        watch.opened_files()
         for backend in ("auto", *BACKENDS):
             with pytest.raises(ValueError, match=r"^[^\n]*$"):
                 read_frames(file if way == "path" else content, backend=backend, isolated=pool if apart else False)
-        assert watch.opened() <= {name} and not watch.connections(), name
+        assert watch.opened_files() <= {name} and not watch.connections(), name
 
 
 def test_what_is_refused_is_named(tmp_path: Path) -> None:
-    hostile = corpus.referring("x.mp4", 9)
+    hostile = corpus.files_with_references("x.mp4", 9)
     names = {"hls-file": "an HLS playlist", "concat-url": "a concat script", "dash-file": "a DASH manifest"}
     names |= {"session": "an SDP file", "drawing-file": "an SVG drawing", "run-file": "an EPS or PostScript file"}
     for name, words in names.items():
@@ -92,7 +91,7 @@ def test_what_is_refused_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not LINUX, reason="inotify")
-def test_the_watch_sees_what_an_open_demuxer_would_do(watch: Watch, tmp_path: Path) -> None:
+def test_the_watch_sees_what_an_open_demuxer_would_do(watch: OpenWatcher, tmp_path: Path) -> None:
     """FFmpeg itself follows these files, so the tests above are not empty."""
     av = pytest.importorskip("av")
     followed = set[str]()
@@ -102,8 +101,8 @@ def test_the_watch_sees_what_an_open_demuxer_would_do(watch: Watch, tmp_path: Pa
     options["concat-file.mkv"] = {"safe": "0"}
     for name, more in options.items():
         file = tmp_path / name
-        file.write_bytes(corpus.referring(str(tmp_path / CANARY), watch.port)[name])
-        watch.opened()
+        file.write_bytes(corpus.files_with_references(str(tmp_path / CANARY), watch.port)[name])
+        watch.opened_files()
         try:
             with av.open(
                 str(file), format=formats.get(name), options={**more, "protocol_whitelist": "file"}
@@ -111,15 +110,15 @@ def test_the_watch_sees_what_an_open_demuxer_would_do(watch: Watch, tmp_path: Pa
                 next(container.decode(video=0))
         except (av.error.FFmpegError, StopIteration):
             pass
-        if CANARY in watch.opened():
+        if CANARY in watch.opened_files():
             followed.add(name)
     assert followed == set(options)
 
 
 def test_a_demuxer_is_refused_what_it_asks_for(tmp_path: Path) -> None:
     """Even if the check of the content let a playlist through."""
-    with pytest.raises(OSError, match="read from its own file only"):
-        readers._refuse("http://localhost/a.mp4", 1, {})
+    with pytest.raises(OSError, match="references to other files are not followed"):
+        backends._refuse_io_open("http://localhost/a.mp4", 1, {})
 
 
 @pytest.mark.parametrize(
@@ -127,49 +126,49 @@ def test_a_demuxer_is_refused_what_it_asks_for(tmp_path: Path) -> None:
 )
 def test_what_only_resembles_a_container(head: bytes) -> None:
     with pytest.raises(ContainerError, match="allowed containers"):
-        container_of(head)
+        detect_container(head)
 
 
 def test_libraries_that_probe_are_not_given_transport_streams() -> None:
-    source = Input(corpus.clips()["a.ts"])
-    with pytest.raises(ContainerError, match="MPEG-TS with such a header is read by PyAV only"):
-        source.native()
+    source = ContainerFile(corpus.valid_videos()["a.ts"])
+    with pytest.raises(ContainerError, match="MPEG-TS with such a header can be read by PyAV only"):
+        source.native_source()
 
 
 @pytest.mark.skipif(not LINUX, reason="a link to the open file")
 def test_a_file_that_is_replaced_after_the_check_is_not_opened(tmp_path: Path) -> None:
     file = write_video(tmp_path / "a.mp4", 4)
-    source = Input(str(file))
+    source = ContainerFile(str(file))
     (tmp_path / "b").write_text("#EXTM3U\n")
     os.replace(tmp_path / "b", file)
-    link = source.native()
+    link = source.native_source()
     assert isinstance(link, str) and Path(link).read_bytes()[4:8] == b"ftyp"
     source.close()
 
 
 def test_a_name_is_never_a_protocol_or_a_pattern(
-    watch: Watch, pool: Isolated, tmp_path: Path, monkeypatch: Any
+    watch: OpenWatcher, pool: DecoderPool, tmp_path: Path, monkeypatch: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("concat:canary.mp4", "subfile,,start,0,end,0,,:canary.mp4", "%03d.mp4", "file:canary.mp4"):
-        (tmp_path / name).write_bytes(corpus.clips()["a.avi"])
+        (tmp_path / name).write_bytes(corpus.valid_videos()["a.avi"])
         for way in (False, pool):
-            watch.opened()
+            watch.opened_files()
             assert len(read_frames(name, num_frames=2, isolated=way).images) == 2
-            assert watch.opened() == {name}
+            assert watch.opened_files() == {name}
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="named pipes")
-def test_a_pipe_is_not_waited_for(pool: Isolated, tmp_path: Path) -> None:
+def test_a_pipe_is_not_waited_for(pool: DecoderPool, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.mp4")
     with pytest.raises(FileNotFoundError):
         read_frames(tmp_path / "pipe.mp4")
     for suffix in ("mp4", "png"):
         os.path.exists(tmp_path / f"pipe.{suffix}") or os.mkfifo(tmp_path / f"pipe.{suffix}")
         with pytest.raises(ImageError, match="not a regular file"):
-            load_shown(tmp_path / f"pipe.{suffix}", isolated=pool)
+            load_media(tmp_path / f"pipe.{suffix}", isolated=pool)
     with pytest.raises(OSError, match="not a regular file"):
-        Input(str(tmp_path / "pipe.mp4"))
+        ContainerFile(str(tmp_path / "pipe.mp4"))
 
 
 # --- the process that decodes -----------------------------------------------------------------------------------------
@@ -189,16 +188,16 @@ def nosy(source):
     names = ("FSIZE", "CORE", "CPU", "AS")
     limits = {name: resource.getrlimit(getattr(resource, "RLIMIT_" + name))[0] for name in names}
     raise RuntimeError(f"went {went}, limits {limits}, network {os.readlink('/proc/self/ns/net')}")
-__file__ = os.path.abspath(readers.__file__)
-readers.READERS["pyav"] = nosy
+__file__ = os.path.abspath(backends.__file__)
+backends.BACKENDS["pyav"] = nosy
 """
 
 
 @pytest.mark.skipif(not LINUX, reason="bounds of processes")
 def test_while_a_file_is_decoded_nothing_can_be_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "command", decoder_command_running(NOSY))
+    monkeypatch.setattr(decoder_pool, "worker_command", decoder_command_running(NOSY))
     with pytest.raises(ValueError, match=r"went \[\], limits {'FSIZE': 0, 'CORE': 0, 'CPU': \d+, 'AS': \d+}") as failed:
-        read_frames(corpus.clips()["a.mp4"], backend="pyav", isolated=True)
+        read_frames(corpus.valid_videos()["a.mp4"], backend="pyav", isolated=True)
     code = "import ctypes; print(ctypes.CDLL(None).unshare(0x40000000))"
     if subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "0\n":
         assert os.readlink("/proc/self/ns/net") not in str(failed.value)
@@ -240,19 +239,19 @@ def test_eps_never_starts_ghostscript(ghostscript: Path, tmp_path: Path) -> None
 
 
 def test_every_open_of_pillow_has_the_list() -> None:
-    root = Path(stills.__file__).resolve().parent.parent
+    root = Path(images.__file__).resolve().parent.parent
     calls = [
         path.name
         for folder in ("app", "vision", "mmspec", "drafters")
         for path in (root / folder).rglob("*.py")
         if "Image.open(" in path.read_text("utf-8")
     ]
-    assert calls == ["stills.py"] and "EPS" not in stills.formats() and "PNG" in stills.formats()
+    assert calls == ["images.py"] and "EPS" not in images.available_formats() and "PNG" in images.available_formats()
 
 
 @pytest.mark.parametrize("suffix", ["png", "jpg", "webp", "gif", "bmp", "tif", "ppm", "avif"])
-def test_the_same_picture_from_the_other_process(suffix: str, pool: Isolated, tmp_path: Path) -> None:
-    content = corpus.images()[f"a.{suffix}"]
+def test_the_same_picture_from_the_other_process(suffix: str, pool: DecoderPool, tmp_path: Path) -> None:
+    content = corpus.valid_images()[f"a.{suffix}"]
     (tmp_path / "a").write_bytes(content)
     mine = np.asarray(load_image(content))
     for source in (content, tmp_path / "a", str(tmp_path / "a")):
@@ -274,7 +273,7 @@ def text_bomb() -> bytes:
 
 
 def many_frames() -> bytes:
-    whole = corpus.images()["a.gif"]
+    whole = corpus.valid_images()["a.gif"]
     frame = whole[whole.rindex(b"\x2c\0\0\0\0\x20\0\x18\0") : -1]
     return whole[:-1] + frame * (1 + 30_000_000 // len(frame)) + b";"
 
@@ -286,7 +285,7 @@ def large(content: bytes, small: bytes, big: bytes) -> bytes:
 
 def huge_tag() -> bytes:
     """A TIFF that is said to have 4 billion strips."""
-    whole = bytearray(corpus.images()["a.tif"])
+    whole = bytearray(corpus.valid_images()["a.tif"])
     at = whole.index(b"\x11\x01\x04\0")
     whole[at + 4 : at + 8] = b"\xf0\xff\xff\xff"
     return bytes(whole)
@@ -300,22 +299,28 @@ BOMBS: dict[str, tuple[Callable[[], bytes], str | None]] = {
     "text in a PNG": (text_bomb, "cannot be decoded"),
     "no end of frames in a GIF": (many_frames, None),
     "AVIF": (
-        lambda: large(corpus.images()["a.avif"], b"\0\0\0\x20\0\0\0\x18", b"\0\0\x75\x30\0\0\x75\x30"),
+        lambda: large(corpus.valid_images()["a.avif"], b"\0\0\0\x20\0\0\0\x18", b"\0\0\x75\x30\0\0\x75\x30"),
         "more than|decoded|not an image",
     ),
-    "BMP": (lambda: large(corpus.images()["a.bmp"], b"\x20\0\0\0\x18\0\0\0", b"\x30\x75\0\0\x30\x75\0\0"), "more than"),
-    "GIF": (lambda: large(corpus.images()["a.gif"], b"GIF87a\x20\0\x18\0", b"GIF87a\xff\xff\xff\xff"), "more than"),
+    "BMP": (
+        lambda: large(corpus.valid_images()["a.bmp"], b"\x20\0\0\0\x18\0\0\0", b"\x30\x75\0\0\x30\x75\0\0"),
+        "more than",
+    ),
+    "GIF": (
+        lambda: large(corpus.valid_images()["a.gif"], b"GIF87a\x20\0\x18\0", b"GIF87a\xff\xff\xff\xff"),
+        "more than",
+    ),
     "PPM": (lambda: b"P6 30000 30000 255 ", "more than"),
     "TIFF": (huge_tag, "cannot be decoded"),
     "PDF": (lambda: b"%PDF-1.4\n" * 9, "not an image.*a PDF file"),
     "SVG": (lambda: b'<?xml version="1.0"?><svg></svg>', "not an image.*an SVG drawing"),
-    "HEIC": (deep_heic, "a HEIC picture .install pillow-heif to read it.|cannot be decoded"),
+    "HEIC": (deep_heic, "a HEIC image .install pillow-heif to read it.|cannot be decoded"),
     "WMF": (lambda: b"\xd7\xcd\xc6\x9a\0\0" + bytes(50), "not an image"),
 }
 
 
 @pytest.mark.parametrize("name", BOMBS)
-def test_bombs(name: str, pool: Isolated) -> None:
+def test_bombs(name: str, pool: DecoderPool) -> None:
     make, words = BOMBS[name]
     content, began = make(), time.monotonic()
     for way in (False, pool):
@@ -329,7 +334,7 @@ def test_bombs(name: str, pool: Isolated) -> None:
     assert peaks(pool) < 1 << 30
 
 
-def peaks(pool: Isolated) -> int:
+def peaks(pool: DecoderPool) -> int:
     """The most memory that one of its processes had, in bytes."""
     if not LINUX:
         return 0
@@ -345,26 +350,26 @@ def test_the_largest_pictures_that_are_allowed_fit(kind: str) -> None:
     """Transparent ones, which take most: WebP when it is opened, PNG when it goes on white."""
     quick: dict[str, Any] = {"compress_level": 1} if kind == "PNG" else {"method": 0}
     content = saved(Image.new("RGBA", (8000, 8000), (9, 9, 9, 9)), kind, **quick)
-    with Isolated() as isolated:
+    with DecoderPool() as isolated:
         assert load_image(content, isolated=isolated).size == (8000, 8000)
 
 
 SLOW = """
-from mmspec.vision import images as stills
+from mmspec.vision import images
 def slow(content, *rest):
     if content.startswith(b"P6 2"):
         os.abort()
     if content.startswith(b"P6 3"):
         bytearray(1500 << 20)
     time.sleep(600)
-stills.read_still = slow
+images.decode_image = slow
 """
 
 
 def test_a_picture_has_bounds_of_time_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "command", decoder_command_running(SLOW))
-    monkeypatch.setattr(room, "STILL_S", 1.0)
-    with Isolated() as isolated:
+    monkeypatch.setattr(decoder_pool, "worker_command", decoder_command_running(SLOW))
+    monkeypatch.setattr(decoder_pool, "IMAGE_TIMEOUT_S", 1.0)
+    with DecoderPool() as isolated:
         for content, kind, words in (
             (b"P6 1", "DecoderHung", "the decoder took too long .more than 1 seconds"),
             (b"P6 2", "DecoderCrashed", "the decoder crashed .signal 6"),

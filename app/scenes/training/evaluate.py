@@ -354,11 +354,11 @@ def evaluate_scenes_model(
         items += build_scene_questions(generate_scene(seed), random.Random(f"ask {seed}"))
     for seed in range(first_seed, first_seed + count // 4):
         items.append(build_clip_question(generate_clip(seed), random.Random(f"ask {seed}")))
-    left_out = sum(
+    describe_skipped = sum(
         len(made.things) - len(clearly_visible_things(made))
         for made in map(generate_scene, range(first_seed, first_seed + count))
     )
-    result: dict[str, float] = {"first_seed": first_seed, "count": count, "left_out": left_out}
+    result: dict[str, float] = {"first_seed": first_seed, "count": count, "left_out": describe_skipped}
     for prefix, asked in (("", items), ("control_", shuffle_images(items)))[: 1 + control]:
         with tqdm(total=len(asked), desc=prefix + "questions", disable=not progress, file=sys.stderr) as bar:
             said = generate_answers(model, processor, asked, batch_size, bar.update, answer_log, prefix + "questions")

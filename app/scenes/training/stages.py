@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from mmspec.app.scenes.training.build_model import NUM_LOWER_LAYERS
-from mmspec.cpu.linear import bf16_is_faster
+from mmspec.cpu.bf16 import bf16_is_faster
+from mmspec.drafters.training.schedule import warmup_cosine
 
 
 @dataclass(frozen=True)
@@ -56,10 +57,9 @@ STAGES = (
 
 def learning_rate_at(stage: TrainingStage, step: int) -> float:
     """Warm-up, then a cosine down to the last."""
-    if step < stage.warmup:
-        return stage.rate * (step + 1) / stage.warmup
-    done = (step - stage.warmup) / max(1, stage.steps - stage.warmup)
-    return stage.rate * (stage.last + (1 - stage.last) * 0.5 * (1 + math.cos(math.pi * min(1.0, done))))
+    return warmup_cosine(
+        step, peak=stage.rate, warmup_steps=stage.warmup, max_steps=stage.steps, final_scale=stage.last
+    )
 
 
 def learning_rate_scale(name: str, stage: TrainingStage) -> float:

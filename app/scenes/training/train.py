@@ -41,7 +41,8 @@ from mmspec.app.scenes.training.data import ChatDataset, PatchDataset, collate_c
 from mmspec.app.scenes.training.models import VisionPretrainer, VlmTrainer
 from mmspec.app.scenes.training.stages import STAGES, MuonAdamW, TrainingStage, learning_rate_at
 from mmspec.app.versions import version
-from mmspec.cpu.linear import bf16_is_faster
+from mmspec.cpu.bf16 import bf16_is_faster
+from mmspec.files import atomic_write
 
 EPILOG = """\
 The folder holds state.pt (the checkpoint), log.jsonl, the tokenizer, tower.safetensors after the first stage and, at
@@ -118,8 +119,8 @@ class ScenesTrainer:
             "heads": heads,
             "optimiser": optimizer.state_dict() if optimizer is not None else None,
         }
-        torch.save(state, self.run_folder / "state.tmp")
-        os.replace(self.run_folder / "state.tmp", self.run_folder / "state.pt")
+        with atomic_write(self.run_folder / "state.pt") as part:
+            torch.save(state, part)
 
     def build_module(self, stage: TrainingStage) -> nn.Module:
         """What is trained in a stage."""

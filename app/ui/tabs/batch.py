@@ -17,17 +17,17 @@ from mmspec.app.scenes.examples import list_example_files
 from mmspec.app.ui import render as render
 from mmspec.app.ui.batch import CaptionBatch
 from mmspec.app.ui.context import (
+    DEVICE_QUEUE,
     FAILURE_MESSAGE,
-    IN_LINE,
     PRIVATE_API,
     UNQUEUED,
-    VALIDATING,
+    VALIDATION,
     Context,
     build_controls,
-    queued,
+    format_queue_position,
     report_errors,
 )
-from mmspec.app.ui.worker import LeftError
+from mmspec.app.ui.worker import LeftQueueError
 
 
 def build_batch_tab(context: Context) -> None:
@@ -66,7 +66,9 @@ def build_batch_tab(context: Context) -> None:
         drawn = -1
         for batch, busy in stream_batch(context, paths, asked, chosen, str(request.session_hash)):
             values = {
-                status: render.render_status(queued(batch.ahead) if batch.ahead else format_progress(batch, busy))
+                status: render.render_status(
+                    format_queue_position(batch.num_ahead) if batch.num_ahead else format_progress(batch, busy)
+                )
             }
             if len(batch.rows) != drawn:
                 drawn = len(batch.rows)
@@ -85,14 +87,14 @@ def build_batch_tab(context: Context) -> None:
     def halt(request: gr.Request) -> None:
         context.sessions.cancel(request.session_hash)
 
-    started = start.click(begin, None, [start, cancel], **VALIDATING)
+    started = start.click(begin, None, [start, cancel], **VALIDATION)
     running = started.success(
         work,
         [uploads, prompt, *settings.inputs],
         [status, table, download],
         show_progress="minimal",
         show_progress_on=[status],
-        **IN_LINE,
+        **DEVICE_QUEUE,
         **PRIVATE_API,
     )
     running.then(end, None, [start, cancel], **UNQUEUED)
@@ -115,13 +117,13 @@ def stream_batch(
         context.model_store, given, asked, context.parse_settings(*chosen), limits, context.temp_storage.new_folder()
     )
     try:
-        for ahead in context.worker.submit_and_poll(lambda: batch.run(halt), halt, first=True):
-            batch.ahead = ahead
+        for ahead in context.worker.submit_and_poll(lambda: batch.run(halt), halt, yield_first=True):
+            batch.num_ahead = ahead
             yield batch, True
-    except LeftError:
-        batch.leave()
+    except LeftQueueError:
+        batch.discard()
     except UsageError:
-        batch.leave()
+        batch.discard()
         raise
     yield batch, False
 

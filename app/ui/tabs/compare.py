@@ -8,29 +8,29 @@ from typing import Any
 
 import gradio as gr
 
-from mmspec.app.caption.config import MODEL, PROMPT, VIDEO_PROMPT, usual_prompt
+from mmspec.app.caption.config import PROMPT, SCENES_MODEL, VIDEO_PROMPT, default_prompt
 from mmspec.app.errors import UsageError
-from mmspec.app.io.images import pictures
+from mmspec.app.io.images import media_images
 from mmspec.app.modeling.chat import Turn
 from mmspec.app.scenes.domain_check import OUT_OF_DOMAIN_HINT, looks_like_scene
 from mmspec.app.scenes.examples import list_example_files
 from mmspec.app.ui import render as render
 from mmspec.app.ui.comparison import ComparisonRun, ComparisonSide
 from mmspec.app.ui.context import (
+    DEVICE_QUEUE,
     FAILURE_MESSAGE,
-    IN_LINE,
     PRIVATE_API,
     UNQUEUED,
-    VALIDATING,
+    VALIDATION,
     Context,
     Controls,
     build_controls,
-    queued,
+    format_queue_position,
     report_errors,
 )
 from mmspec.app.ui.report import AnswerTrace, Report, build_report
 from mmspec.app.ui.streamer import IncrementalDetokenizer
-from mmspec.app.ui.worker import LeftError
+from mmspec.app.ui.worker import LeftQueueError
 
 REPLAY_SPEEDS = {"real time": 1, "4 times slower": 4, "16 times slower": 16}
 PHASE_MESSAGES = {
@@ -89,7 +89,7 @@ class ComparisonView:
         """The status, and both sides. What has not changed Gradio does not send."""
         race = self.comparison
         phase = "loading" if race.phase == "waiting" and race.model_store.is_loading else race.phase
-        text = queued(race.ahead) if phase == "waiting" and race.ahead else PHASE_MESSAGES[phase]
+        text = format_queue_position(race.num_ahead) if phase == "waiting" and race.num_ahead else PHASE_MESSAGES[phase]
         return render.render_status(text), self._side("plain", race.plain), self._side("mmspec", race.mmspec)
 
     def _side(self, name: str, side: ComparisonSide) -> str:
@@ -114,15 +114,15 @@ def build_compare_tab(context: Context, run: Any) -> CompareComponents:
     """Draw the tab. run: the state that holds the last finished `Report`."""
     with gr.Row():
         with gr.Column(scale=2, min_width=300):
-            picture, clip, tabs = _media()
+            picture, clip, tabs = _build_media_inputs()
             settings = build_controls(context, 128, "compare")
         with gr.Column(scale=5, min_width=320):
-            parts = _panels(context, picture, clip)
-    _wire(context, parts, tabs, settings, run)
+            parts = _build_panels(context, picture, clip)
+    _connect_events(context, parts, tabs, settings, run)
     return parts
 
 
-def _media() -> tuple[Any, Any, Any]:
+def _build_media_inputs() -> tuple[Any, Any, Any]:
     with gr.Tabs() as tabs:
         with gr.Tab("Picture", id="picture"):
             picture = gr.Image(
@@ -143,7 +143,7 @@ def _media() -> tuple[Any, Any, Any]:
     return picture, clip, tabs
 
 
-def _panels(context: Context, picture: Any, clip: Any) -> CompareComponents:
+def _build_panels(context: Context, picture: Any, clip: Any) -> CompareComponents:
     talk = gr.State(Conversation())
     question = gr.Textbox(
         PROMPT,
@@ -176,24 +176,24 @@ def _panels(context: Context, picture: Any, clip: Any) -> CompareComponents:
     )
     parts = CompareComponents(picture, clip, question, ask, stop, status, plain, ours, results, replay, download, talk)
     cleared = [talk, plain, ours, results, status, replay, download]
-    gr.on([fresh.click, picture.change, clip.change], lambda: _cleared(), None, cleared, **UNQUEUED)
+    gr.on([fresh.click, picture.change, clip.change], lambda: _reset_outputs(), None, cleared, **UNQUEUED)
     return parts
 
 
-def _cleared() -> tuple[Any, ...]:
+def _reset_outputs() -> tuple[Any, ...]:
     """An empty conversation."""
     sides = [render.render_partial_answer(name, (), "", "", "", False) for name in ("plain", "mmspec")]
     off = gr.update(interactive=False)
     return (Conversation(), *sides, "", render.render_status("Choose a picture or a clip, and ask."), off, off)
 
 
-def _wire(context: Context, parts: CompareComponents, tabs: Any, settings: Controls, run: Any) -> None:
+def _connect_events(context: Context, parts: CompareComponents, tabs: Any, settings: Controls, run: Any) -> None:
     kind = gr.State("picture")
 
     def chosen(event: gr.SelectData, question: str) -> tuple[str, str]:
         """A question that nobody has touched goes with what is shown."""
         name = "clip" if event.value == "Clip" else "picture"
-        return name, usual_prompt(name == "clip") if question in (PROMPT, VIDEO_PROMPT) else question
+        return name, default_prompt(name == "clip") if question in (PROMPT, VIDEO_PROMPT) else question
 
     tabs.select(chosen, parts.question, [kind, parts.question], **UNQUEUED)
     asked = [parts.image, parts.video, kind, parts.question, parts.conversation, *settings.inputs]
@@ -201,19 +201,19 @@ def _wire(context: Context, parts: CompareComponents, tabs: Any, settings: Contr
     @report_errors
     def begin(request: gr.Request, question: str) -> tuple[Any, ...]:
         context.limits.check_question(question)  # before what is shown of the last one goes
-        context.sessions.begin(_session(request))
+        context.sessions.begin(_session_name(request))
         off = gr.update(interactive=False)
         return off, gr.update(interactive=True), "", off, off
 
     @report_errors
     def answer(request: gr.Request, picture: Any, clip: Any, kind: Any, *rest: Any) -> Iterator[tuple[str, str, str]]:
         question, talk, *chosen = rest
-        path = _path(clip if kind == "clip" else picture)
-        yield from stream_comparison(context, path, question, talk, tuple(chosen), _session(request))
+        path = _upload_path(clip if kind == "clip" else picture)
+        yield from stream_comparison(context, path, question, talk, tuple(chosen), _session_name(request))
 
     @report_errors
     def finish(request: gr.Request) -> dict[Any, Any]:
-        made = context.sessions.take_result(_session(request))
+        made = context.sessions.take_result(_session_name(request))
         return (
             {parts.status: render.render_status("Stopped.")}
             if made is None
@@ -221,7 +221,7 @@ def _wire(context: Context, parts: CompareComponents, tabs: Any, settings: Contr
         )
 
     def end(request: gr.Request) -> tuple[Any, Any]:
-        context.sessions.end(_session(request))
+        context.sessions.end(_session_name(request))
         return gr.update(interactive=True), gr.update(interactive=False)
 
     def failed(request: gr.Request) -> tuple[Any, Any, str]:
@@ -238,7 +238,7 @@ def _wire(context: Context, parts: CompareComponents, tabs: Any, settings: Contr
         parts.question,
         [*buttons, *late],
         show_progress_on=[parts.status],
-        **VALIDATING,
+        **VALIDATION,
     )
     running = started.success(
         answer,
@@ -247,7 +247,7 @@ def _wire(context: Context, parts: CompareComponents, tabs: Any, settings: Contr
         show_progress="minimal",
         preprocess=False,  # or Gradio would decode the picture without our limits; it still checks that it is an upload
         show_progress_on=[parts.status],
-        **IN_LINE,
+        **DEVICE_QUEUE,
         **PRIVATE_API,
     )
     finished = running.success(
@@ -255,7 +255,7 @@ def _wire(context: Context, parts: CompareComponents, tabs: Any, settings: Contr
         None,
         [*growing, *late, parts.conversation, parts.question, run],
         show_progress_on=[parts.status],
-        **VALIDATING,
+        **VALIDATION,
     )
     finished.then(end, None, buttons, **UNQUEUED)
     finished.failure(failed, None, [*buttons, parts.status], **UNQUEUED)
@@ -263,13 +263,13 @@ def _wire(context: Context, parts: CompareComponents, tabs: Any, settings: Contr
     parts.stop.click(halt, None, None, **UNQUEUED)
 
 
-def _path(upload: Any) -> str | None:
+def _upload_path(upload: Any) -> str | None:
     """Where an uploaded file lies, as Gradio's own parts are given it."""
     path = upload.get("path") if isinstance(upload, dict) else None
     return path if isinstance(path, str) else None
 
 
-def _session(request: gr.Request | None) -> str:
+def _session_name(request: gr.Request | None) -> str:
     return str(getattr(request, "session_hash", None) or "api")
 
 
@@ -302,19 +302,19 @@ def stream_comparison(
     asked = limits.check_question(question)
     if len(turns) >= limits.max_turns:
         raise UsageError(f"This conversation has {limits.max_turns} questions, which is the limit; begin a new one.")
-    file = limits.given(path)
+    file = limits.check_media_path(path)
     race = ComparisonRun(context.model_store, lambda: limits.load_media(file), turns, asked, choice, halt)
     view = ComparisonView(race)
     try:
-        for ahead in context.worker.submit_and_poll(race.run, halt, first=True):
-            race.ahead = ahead
+        for ahead in context.worker.submit_and_poll(race.run, halt, yield_first=True):
+            race.num_ahead = ahead
             yield view.render()
-    except LeftError:
+    except LeftQueueError:
         return
     if race.loaded_model is not None:
         note = (
             ""
-            if choice.model != MODEL or looks_like_scene(pictures(race.media)[0])
+            if choice.model != SCENES_MODEL or looks_like_scene(media_images(race.media)[0])
             else f" The picture {OUT_OF_DOMAIN_HINT}."
         )
         context.sessions.store_result(
@@ -332,8 +332,8 @@ def build_final_updates(
     turns = talk.turns
     return {
         components.status: render.render_status(("Stopped." if result.cancelled else "Done.") + result.note),
-        components.plain: _finished(report, report.plain, turns),
-        components.mmspec: _finished(report, report.mmspec, turns),
+        components.plain: _render_finished(report, report.plain, turns),
+        components.mmspec: _render_finished(report, report.mmspec, turns),
         components.results: render.render_results(report)
         if report.identical is not None
         else render.render_verdict(report),
@@ -349,7 +349,7 @@ def build_final_updates(
     }
 
 
-def _finished(report: Report, track: AnswerTrace, turns: tuple[Turn, ...]) -> str:
+def _render_finished(report: Report, track: AnswerTrace, turns: tuple[Turn, ...]) -> str:
     side = report.metrics["sides"][track.name]
     told = format_timing(side["n_tokens"], side["tokens_per_s"], side["ttft_s"], side["total_s"])
     return render.render_answer(track, turns, report.question, told)

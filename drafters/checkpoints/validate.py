@@ -1,0 +1,175 @@
+"""Types and ranges of a drafter's `config.json`, checked before any of it is used; errors name the key.
+
+A config is data from elsewhere: a value of another type, a huge number or deep nesting must end as a `ValueError`, not
+as whatever the code behind it runs into. Knows JSON values only.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+MAX_SIZE = 1 << 24
+"""Largest dimension: larger ones cannot belong to a head, and products of two of them still fit into 64 bits."""
+MAX_LAYERS = 4096
+MAX_DEPTH = 32
+"""Levels of objects and lists in a config; published ones have 4."""
+
+_SIZE = (1, MAX_SIZE)
+_OPTIONAL_SIZE = (0, MAX_SIZE)
+INTEGERS: dict[str, tuple[int, int]] = {
+    "hidden_size": _SIZE,
+    "intermediate_size": _OPTIONAL_SIZE,
+    "num_attention_heads": _SIZE,
+    "num_key_value_heads": _SIZE,
+    "vocab_size": _SIZE,
+    "draft_vocab_size": _SIZE,
+    "target_hidden_size": _SIZE,
+    "head_dim": _OPTIONAL_SIZE,
+    "block": (1, MAX_SIZE),
+    "inner": _OPTIONAL_SIZE,
+    "chain": _OPTIONAL_SIZE,
+    "block_size": (1, MAX_SIZE),
+    "block_ffn_size": _OPTIONAL_SIZE,
+    "markov_rank": _OPTIONAL_SIZE,
+    "tokens": (1, MAX_SIZE),
+    "layers": (0, MAX_LAYERS),
+}
+"""Key -> smallest and largest value."""
+FLOATS: dict[str, tuple[float, float]] = {
+    "rms_norm_eps": (0.0, 1.0),
+    "rope_theta": (1e-6, 1e18),
+}
+OBJECTS = ("target", "facts", "compressor", "rope_scaling", "rope_parameters", "transformer_layer_config")
+STRINGS = ("model_type", "kind", "rule", "speculators_model_type", "tokenizer", "rope_type", "type", "name")
+BOOLEANS = ("bias", "qkv_bias", "input_norm", "wide", "eagle3_input", "norm_before_residual")
+NESTED = ("target", "rope_scaling", "rope_parameters", "transformer_layer_config", "compressor")
+"""Objects whose keys are checked by the same rules."""
+
+
+def parse_json(text: str) -> object:
+    """`json.loads` whose errors are all a `ValueError`, also for deep nesting and numbers of many digits.
+
+    Raises:
+        ValueError: no JSON, or nested deeper than `MAX_DEPTH`.
+    """
+    try:
+        values: object = json.loads(text)
+    except RecursionError as error:
+        raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels") from error
+    level, depth = [values], 0
+    while level:
+        depth += 1
+        if depth > MAX_DEPTH:
+            raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels")
+        level = [child for value in level for child in _children(value)]
+    return values
+
+
+def _children(value: object) -> list[object]:
+    if isinstance(value, dict):
+        return [child for child in value.values() if isinstance(child, (dict, list))]
+    if isinstance(value, list):
+        return [child for child in value if isinstance(child, (dict, list))]
+    return []
+
+
+def check_config(values: Mapping[str, Any], prefix: str = "") -> None:
+    """Check the type and range of every known key; unknown keys and None are left alone.
+
+    Args:
+        prefix: the path of keys to `values`, for messages.
+
+    Raises:
+        ValueError: names the key, the rule and the value.
+    """
+    for key, value in values.items():
+        if value is None:
+            continue
+        if key in INTEGERS:
+            _check_integer(prefix + key, value, *INTEGERS[key])
+        elif key in FLOATS:
+            _check_float(prefix + key, value, *FLOATS[key])
+        elif key in OBJECTS:
+            _check_type(prefix + key, value, dict, "an object")
+        elif key in STRINGS:
+            _check_type(prefix + key, value, str, "a string")
+        elif key in BOOLEANS:
+            _check_type(prefix + key, value, bool, "true or false")
+        elif key == "eagle_aux_hidden_state_layer_ids":
+            _check_layer_ids(prefix + key, value)
+        if key == "compressor":
+            _check_compressor(prefix + key, value)
+        if key in NESTED:
+            check_config(value, f"{prefix}{key}.")
+
+
+def check_head_shape(values: Mapping[str, Any]) -> None:
+    """Check keys against each other: whole heads, and a size that such a head can have.
+
+    Raises:
+        ValueError: names the keys.
+    """
+    hidden, heads = values.get("hidden_size"), values.get("num_attention_heads")
+    if not isinstance(hidden, int) or not isinstance(heads, int):
+        return  # missing keys are reported where they are read
+    if not values.get("head_dim") and hidden % heads:
+        raise ValueError(f"hidden_size must be a multiple of num_attention_heads; got {hidden} and {heads}.")
+    size = values.get("head_dim") or hidden // heads
+    if size % 2:
+        raise ValueError(f"head_dim must be even for rotary positions; got {size}.")
+    if heads * size > MAX_SIZE:
+        raise ValueError(f"num_attention_heads times head_dim must be at most {MAX_SIZE}; got {heads} and {size}.")
+
+
+@contextmanager
+def explain_damage(folder: str | os.PathLike[str]) -> Iterator[None]:
+    """Turn what a damaged folder makes the loading code run into, past all checks, into a `ValueError` about it."""
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, RuntimeError, TypeError) as error:
+        text = " ".join(str(error).split())[:200]
+        raise ValueError(f"drafter {os.fspath(folder)} cannot be loaded: {type(error).__name__}: {text}") from error
+
+
+def _check_integer(key: str, value: object, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise ValueError(f"{key} must be an integer from {low} to {high}; got {_short(value)}.")
+
+
+def _check_float(key: str, value: object, low: float, high: float) -> None:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not low <= value <= high or not math.isfinite(value):  # type: ignore[operator,arg-type]
+        raise ValueError(f"{key} must be a number from {low:g} to {high:g}; got {_short(value)}.")
+
+
+def _check_compressor(key: str, value: Mapping[str, Any]) -> None:
+    for name in ("name", "tokens"):
+        if value.get(name) is None:
+            raise ValueError(f"{key}.{name} is missing; got {_short(value)}.")
+
+
+def _check_type(key: str, value: object, wanted: type, name: str) -> None:
+    if not isinstance(value, wanted):
+        raise ValueError(f"{key} must be {name}; got {_short(value)}.")
+
+
+def _check_layer_ids(key: str, value: object) -> None:
+    good = isinstance(value, list) and 0 < len(value) <= MAX_LAYERS
+    if not good or not all(type(index) is int and abs(index) <= MAX_LAYERS for index in value):  # type: ignore[attr-defined]
+        raise ValueError(f"{key} must be a list of layer indices; got {_short(value)}.")
+
+
+def _short(value: object) -> str:
+    """A value for a message; a huge integer by its number of bits, since Python refuses to print one."""
+    if isinstance(value, int) and abs(value) > 10**30:
+        return f"an integer of {value.bit_length()} bits"
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+__all__ = ["check_config", "check_head_shape", "explain_damage", "parse_json"]

@@ -1,0 +1,109 @@
+"""A hub that does not answer, and model folders that are not there: one line within seconds, with what to do."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mmspec.app.cli.main import main
+from mmspec.app.modeling.load import load_model
+from mmspec.app.modeling.random_models import tiny_model
+from mmspec.app.modeling.synthetic_images import write_images
+from mmspec.drafters import hub
+from mmspec.drafters.registry import make
+
+MAX_SECONDS = 10.0
+
+
+@pytest.fixture(params=["closed port", "accepts and never answers", "answers 503"])
+def dead_hub(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
+    """The address of a hub on this machine that serves nothing."""
+    import threading
+
+    from huggingface_hub import constants
+
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        address = f"http://127.0.0.1:{server.getsockname()[1]}"
+        if request.param != "closed port":
+            server.listen(50)
+        if request.param == "answers 503":
+            threading.Thread(target=_answer_503, args=(server,), daemon=True).start()
+        monkeypatch.setattr(constants, "ENDPOINT", address)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        yield address
+
+
+def _answer_503(server: socket.socket) -> None:
+    while True:
+        try:
+            connection, _ = server.accept()
+        except OSError:
+            return
+        with connection:
+            connection.recv(65536)
+            connection.sendall(b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+
+
+def test_a_hub_that_does_not_answer_is_reported_in_time(
+    dead_hub: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_images(tmp_path / "in", 1)
+    start = time.monotonic()
+    assert main(["caption", str(tmp_path / "in"), "--model", "no-owner/no-model"]) == 2
+    assert time.monotonic() - start < MAX_SECONDS
+    err = capsys.readouterr().err
+    assert f"the hub at {dead_hub} cannot be reached" in err and "HF_HUB_OFFLINE=1" in err and err.count("\n") == 1
+
+
+def test_a_drafter_on_that_hub_too(dead_hub: str) -> None:
+    start = time.monotonic()
+    with pytest.raises(OSError, match="cannot be reached"):
+        make("no-owner/no-drafter")
+    assert time.monotonic() - start < MAX_SECONDS
+
+
+def test_local_folders_need_no_hub(dead_hub: str, tmp_path: Path) -> None:
+    folder = tiny_model(tmp_path / "model")
+    start = time.monotonic()
+    load_model(str(folder))
+    assert time.monotonic() - start < hub.PROBE_TIMEOUT_S
+
+
+def test_a_probe_that_hangs_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name server that never answers blocks inside the system library, where no timeout of the client counts."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(hub, "MAX_PROBE_S", 0.2)
+    monkeypatch.setattr(hub, "_probe", lambda endpoint: time.sleep(5))
+    start = time.monotonic()
+    assert "no answer within" in (hub.unreachable_reason() or "")
+    assert time.monotonic() - start < 2
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["./nosuch", "../nosuch/model", "/no/such/model", "~/nosuch", "models/llava/7b", "nosuch/", ".\\nosuch", " "],
+)
+def test_a_model_folder_that_is_not_there(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mmspec.app.errors import UsageError
+
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match="no such folder"):
+        load_model(name)
+
+
+def test_a_model_that_is_a_file_or_an_empty_folder(tmp_path: Path) -> None:
+    from mmspec.app.errors import UsageError
+
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match="is a file: name the folder"):
+        load_model(str(tmp_path / "file"))
+    with pytest.raises(UsageError, match=r"holds no config\.json"):
+        load_model(str(tmp_path))
