@@ -254,7 +254,7 @@ def test_calls_in_threads_are_sampled_independently() -> None:
     model = tiny.build_model(tiny.ModelSpec(seed=29, calm=True))
     inputs = tiny.build_inputs(model, 27, 4, images=[1] * 4)
     outputs: dict[int, Tensor] = {}
-    mmspec.patch(model, drafter=adversarial.BranchingDrafter(1), nodes=8)
+    mmspec.patch(model, drafter=adversarial.BranchingDrafter(1), tree_size=8)
     gate = threading.Barrier(2)
 
     def generate(index: int) -> None:

@@ -58,7 +58,7 @@ from mmspec.targets.hf import HFTarget
 
 
 @MODES
-@pytest.mark.parametrize("column", [1, 2, 3, 4, 5, 6])
+@pytest.mark.parametrize("step", [1, 2, 3, 4, 5, 6])
 def test_stop_token_in_mid_path(mode: Kwargs, step: int) -> None:
     model = get_model(seed=3)
     inputs = tiny.build_inputs(model, 1, 2)

@@ -153,7 +153,7 @@ def test_a_cache_filled_under_autocast_has_the_types_of_a_dynamic_cache(family: 
 
 
 class Interrupting(BaseStreamer):
-    """Raises at its `at`-th put of a column, or at the end."""
+    """Raises at its `at`-th put of a step, or at the end."""
 
     def __init__(self, at: int, error: type[BaseException]) -> None:
         self.at, self.error, self.count = at, error, -1  # the prompt is put first

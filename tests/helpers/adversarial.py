@@ -252,7 +252,7 @@ class HiddenStateDrafter(BranchingDrafter):
             if state.rounds and new and hidden_states:
                 fed, tokens = len(state.generated[row]) - 1, [state.generated[row][-1], *new]
                 for k, node in enumerate(accepted_nodes):
-                    states = {i: tap[row, node].clone() for i, tap in hidden_states.items()}
+                    states = {i: hidden[row, node].clone() for i, hidden in hidden_states.items()}
                     top = result.top_ids[row][node] if result.top_ids is not None else []
                     self.observed.append(
                         ObservedState(len(self.prompts) - 1, row, fed + k, tokens[k], states, list(top))

@@ -113,7 +113,7 @@ def begin_decoding(target: FakeTarget, drafter: EagleDrafter, prompt: Prompt) ->
 def reference_draft_inputs(
     target: FakeTarget, head: EagleHead, visual_mode: str, row: int, n: int
 ) -> tuple[list[Tensor], list[int]]:
-    """What a head reads by a rule of the first n words of a text, when the n-th is known, and the rows' positions."""
+    """The head's inputs for the first n tokens of a text in a visual mode, token n being known, and their positions."""
     visual = torch.zeros(2, 16, dtype=torch.bool)
     visual[:, 2:5] = True
     embed = target.shared_embeddings.embed_tokens

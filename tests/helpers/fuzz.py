@@ -572,7 +572,7 @@ def record_margins(margins: list[list[float]]) -> Iterator[None]:
 
 
 def _margin(prepared: PreparedCase, turn: int, plain: CallOutcome, patched: CallOutcome) -> float | None:
-    """The plain model's margin at the first column in which the sequences of a turn differ, run again to see it."""
+    """The plain model's margin at the first step at which the sequences of a turn differ. Runs the calls again."""
     assert plain.sequences is not None and patched.sequences is not None
     length = min(plain.sequences.shape[1], patched.sequences.shape[1])
     off = (plain.sequences[:, :length] != patched.sequences[:, :length]).nonzero().tolist()
@@ -592,7 +592,7 @@ def check_hidden_states(prepared: PreparedCase, drafter: adversarial.HiddenState
     """Compare the hidden states and top ids that a drafter received with those of plain calls."""
     torch.manual_seed(prepared.case.seed)
     plain = run_calls(prepared, return_states=True)
-    faults = [Difference("taps", 0, fault) for fault in drafter.faults]
+    faults = [Difference("hidden states", 0, fault) for fault in drafter.faults]
     for entry in drafter.observed:
         if (
             entry.call_index >= len(plain)
@@ -608,11 +608,11 @@ def check_hidden_states(prepared: PreparedCase, drafter: adversarial.HiddenState
             plain[entry.call_index].hidden_states[entry.step + 1],
             plain[entry.call_index].tensors["logits"][entry.step + 1],
         )
-        for i, tap in entry.hidden_states.items():
-            off = (states[i][entry.row, -1] - tap).abs().max()
-            if not off < TOLERANCE * max(1.0, float(tap.abs().max())):
+        for i, hidden in entry.hidden_states.items():
+            off = (states[i][entry.row, -1] - hidden).abs().max()
+            if not off < TOLERANCE * max(1.0, float(hidden.abs().max())):
                 where = f"row {entry.row}, step {entry.step}, hidden state {i}"
-                faults.append(Difference("taps", entry.call_index, f"{where}: off {off:.1e}"))
+                faults.append(Difference("hidden states", entry.call_index, f"{where}: off {off:.1e}"))
         row = logits[entry.row]
         if not torch.allclose(row[entry.top_ids], row.topk(len(entry.top_ids)).values, atol=TOLERANCE, rtol=TOLERANCE):
             faults.append(
@@ -646,13 +646,13 @@ def _prompt_faults(prepared: PreparedCase, prompt: Prompt, plain: CallOutcome) -
         yield "segments do not cover the visual tokens exactly"
     if plain.hidden_states is None:
         return
-    for i, tap in prompt.hidden_states.items():
+    for i, hidden in prompt.hidden_states.items():
         state = plain.hidden_states[0][i]
         keep = prompt.attention_mask[:, -state.shape[1] :]  # a continued conversation reads only what is new
-        if state.shape != tap.shape:
-            yield f"prompt tap {i} has shape {list(tap.shape)} instead of {list(state.shape)}"
-        elif (state - tap)[keep].abs().max() > TOLERANCE * max(1.0, float(tap.abs().max())):
-            yield f"prompt tap {i} is off by {(state - tap)[keep].abs().max():.1e}"
+        if state.shape != hidden.shape:
+            yield f"hidden state {i} of the prompt has shape {list(hidden.shape)} instead of {list(state.shape)}"
+        elif (state - hidden)[keep].abs().max() > TOLERANCE * max(1.0, float(hidden.abs().max())):
+            yield f"hidden state {i} of the prompt is off by {(state - hidden)[keep].abs().max():.1e}"
 
 
 def _grid_mask(prompt: Prompt) -> Tensor:
