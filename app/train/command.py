@@ -163,7 +163,7 @@ def run(args: argparse.Namespace) -> int:
     begin(args.out, asked | items, party)
     since = len(data) if args.text_only else 0
     with bar(args, len(teacher.data) - since, "answers", "text") as shown:
-        batch, share = args.answer_batch or args.batch_size, (party.rank, party.world)
+        batch, share = args.answer_batch or args.batch_size, (party.rank, party.world_size)
         teacher.answer_all(args.out, batch, args.max_new_tokens, shown.update, share, since)
     meet()
     teacher.read_answers(args.out)
@@ -174,7 +174,7 @@ def run(args: argparse.Namespace) -> int:
             shown.set_postfix({k: f"{v:.3f}" for k, v in list(figures.items())[1:4]}, refresh=False)
             shown.update(1)
 
-        done = training.run(60 * args.minutes, tick=tick)
+        done = training.run(60 * args.minutes, on_step=tick)
     if party.rank:
         return 0
     curves(args.out)
@@ -262,7 +262,7 @@ def training_of(args: argparse.Namespace, teacher: Any, count: int, facts: dict[
 
     def lesson(step: int) -> Any:
         shown = share_of_pictures(step / plan.max_steps) if args.text_first else float(not args.text_only)
-        return teacher.lesson(order.numbers(step, shown)[party.rank :: party.world])
+        return teacher.lesson(order.numbers(step, shown)[party.rank :: party.world_size])
 
     try:
         return Trainer(args.out, pupils, plan, words, lesson, placeholder, facts, party)
@@ -298,12 +298,12 @@ def export(args: argparse.Namespace, place: Path, pupil: Any, teacher: Any, fact
     made = HeadMetadata(
         pupil.head.config,
         pupil.visual_mode,
-        family.layers,
+        family.num_layers,
         family.model_type,
         teacher.fingerprint,
         teacher.commonest(args.draft_vocab) if args.draft_vocab else None,
         facts={"target": named(args.target)},
-        architecture=pupil.kind,
+        architecture=pupil.architecture,
         compressor=kept_of(pupil.compressor),
     )
     save_head(place, pupil.head, made)

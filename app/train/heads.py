@@ -126,7 +126,7 @@ def old_head(args: argparse.Namespace, name: str, teacher: Any) -> tuple[Any, An
     made.check_target(
         hidden_size=text.hidden_size,
         vocab_size=text.vocab_size,
-        num_layers=teacher.family.layers,
+        num_layers=teacher.family.num_layers,
         tokenizer=teacher.fingerprint,
     )
     wanted: dict[str, tuple[object, object]] = {"kind": (recipe.kind, made.architecture)}

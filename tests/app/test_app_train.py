@@ -58,7 +58,11 @@ def test_a_run_from_the_command_line(tmp_path: Path, capsys: Any) -> None:
     told = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in told] == [str(out / "msd"), str(out / "eagle-textual")] and "tau" in told[0]
     config = json.loads((out / "msd" / "config.json").read_text())
-    assert (config["visual_mode"], config["target"]["model_type"], config["target"]["num_layers"]) == ("decoupled", "llava", 2)
+    assert (config["visual_mode"], config["target"]["model_type"], config["target"]["num_layers"]) == (
+        "decoupled",
+        "llava",
+        2,
+    )
     assert config["facts"] == {"target": "tiny"} and train.named(str(tmp_path / "data")) == "data"
     provenance = json.loads((out / "msd" / "provenance.json").read_text())
     assert provenance["command"].startswith("mmspec train --target tiny") and provenance["seed"] == 0
@@ -70,7 +74,7 @@ def test_a_run_from_the_command_line(tmp_path: Path, capsys: Any) -> None:
     assert sorted(row["number"] for row in answers) == list(range(18)), "the last two are kept back"
     model, processor = random_model("tiny")
     mmspec.patch(model, str(out / "msd"), processor=processor)
-    drafter = model.__dict__["_mmspec"].options.drafter
+    drafter = model.__dict__["_mmspec"].config.drafter
     assert drafter.name == "msd" and len(drafter.draft_ids) <= 30 and 2 in drafter.draft_ids.tolist()
 
 
@@ -86,7 +90,7 @@ def test_a_run_that_is_cut_goes_on(data: Path, tmp_path: Path, capsys: Any) -> N
     whole, cut = (load_file(tmp_path / name / "msd" / "model.safetensors") for name in ("whole", "cut"))
     assert all(torch.allclose(whole[name].float(), cut[name].float(), atol=1e-2) for name in whole)
     assert main([*args, "--out", str(tmp_path / "cut"), "--lr", "0.5"]) == 2
-    assert "other settings (plan)" in capsys.readouterr().err
+    assert "other settings (config)" in capsys.readouterr().err
 
 
 def test_answers_of_another_run_are_not_taken(
