@@ -290,7 +290,7 @@ def test_drafting_never_looks_at_a_value(world: FakeTarget, sort: str, noisy: bo
 
 @pytest.mark.parametrize("sort", SORTS)
 @pytest.mark.parametrize("rule", ["decoupled", "text_only"])
-def test_what_it_is_taught_is_what_it_drafts(
+def test_training_features_are_those_of_drafting(
     world: FakeTarget, sort: str, rule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every feature that a loss judges is one that drafting makes there, after the true words so far."""

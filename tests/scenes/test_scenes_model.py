@@ -144,7 +144,9 @@ def test_bundled_drafters_reach_their_tau_and_keep_the_output(bundled_model: tup
         return model.generate(**inputs, max_new_tokens=32, do_sample=sample)
 
     for batch, sample in product((requests[:1], requests), (False, True)):
-        inputs = caption_model.build_inputs([request.images for request in batch], [request.question for request in batch])
+        inputs = caption_model.build_inputs(
+            [request.images for request in batch], [request.question for request in batch]
+        )
         reference = generate(inputs, sample)
         for name in registry.bundled_drafters():
             mmspec.patch(model, name, processor=processor, nodes=16)
@@ -183,7 +185,9 @@ def test_bundled_gate_chooses_a_compressor(bundled_model: tuple[Any, Any]) -> No
 
 def test_examples_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     captioners: list[Captioner] = []
-    monkeypatch.setattr(examples, "build_captioner", lambda *args: captioners.append(build_captioner(*args)) or captioners[-1])
+    monkeypatch.setattr(
+        examples, "build_captioner", lambda *args: captioners.append(build_captioner(*args)) or captioners[-1]
+    )
     assert examples.main([str(list_example_files()[0]), str(list_example_files()[-1]), "--max-new-tokens", "40"]) == 0
     output = capsys.readouterr().out
     assert "2 of 2 texts identical to plain generate" in output
