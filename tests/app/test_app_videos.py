@@ -161,14 +161,14 @@ def test_frames_by_the_second_and_those_that_differ(
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        (("--fps", 0), "must be frames a second, a number above 0, got '0'"),
+        (("--fps", 0), "must be frames per second, a number above 0, got '0'"),
         (("--fps", "nan"), "number above 0"),
         (("--fps", 2, "--sampler", "differing"), "give one of them"),
         (("--frames", 300, "--sampler", "differing"), "chooses among 256 frames; got --frames 300"),
         (("--sampler", "best"), "invalid choice"),
     ],
 )
-def test_frames_that_cannot_be_chosen(flags: tuple[Any, ...], told: str, clips: Path, capsys: Any) -> None:
+def test_invalid_frame_options(flags: tuple[Any, ...], told: str, clips: Path, capsys: Any) -> None:
     try:
         code: object = caption(clips, "--model", "tiny", "--out", clips.parent / "o.jsonl", *flags)
     except SystemExit as left:
@@ -176,11 +176,11 @@ def test_frames_that_cannot_be_chosen(flags: tuple[Any, ...], told: str, clips: 
     assert code == 2 and told in capsys.readouterr().err and not (clips.parent / "o.jsonl").exists()
 
 
-def test_a_job_from_before_there_were_such_choices_goes_on() -> None:
-    usual = CaptionConfig(("a",)).fingerprint(1)
+def test_jobs_of_versions_without_frame_options_resume() -> None:
+    usual = CaptionConfig(("a",), "scenes").fingerprint(1)
     assert "fps" not in usual and "sampler" not in usual
-    assert CaptionConfig(("a",), fps=1.0).fingerprint(1) == usual | {"fps": 1.0}
-    assert CaptionConfig(("a",), sampler="differing").fingerprint(1) == usual | {"sampler": "differing"}
+    assert CaptionConfig(("a",), "scenes", fps=1.0).fingerprint(1) == usual | {"fps": 1.0}
+    assert CaptionConfig(("a",), "scenes", sampler="differing").fingerprint(1) == usual | {"sampler": "differing"}
 
 
 def test_a_video_is_not_so_many_pictures(clips: Path, family: tuple[Any, Any]) -> None:
@@ -344,7 +344,7 @@ BAD: dict[str, tuple[Callable[[Path], Any], str | None, str]] = {
 }
 
 
-@pytest.mark.parametrize("takes_videos", [False, True])
+@pytest.mark.parametrize("accepts_videos", [False, True])
 def test_every_kind_of_bad_video(
     accepts_videos: bool, tmp_path: Path, request: pytest.FixtureRequest, capsys: Any
 ) -> None:
