@@ -35,7 +35,7 @@ from mmspec.app.modeling.random_models import random_model
 from mmspec.app.scenes.render import render_scene
 from mmspec.app.scenes.world import generate_scene
 from mmspec.config import MAX_CACHED_DRAFTERS
-from mmspec.control.depth import Depth
+from mmspec.control.depth import DepthController
 from mmspec.drafters import registry
 from mmspec.drafters.checkpoints import format as checkpoint
 from mmspec.drafters.checkpoints.format import HeadMetadata, load_head, save_head
@@ -545,7 +545,7 @@ def played(hit: float, level_s: float, rounds: int = 300, most: int = 8) -> floa
     """Mean depth at the end, if each level goes on with this probability and costs that much of a round."""
     import random
 
-    rng, depth, chosen = random.Random(0), Depth(most), []
+    rng, depth, chosen = random.Random(0), DepthController(most), []
     for _ in range(rounds):
         levels = depth.choose(1)
         chosen.append(levels)
@@ -564,7 +564,7 @@ def test_depth_follows_what_is_reached_and_what_a_level_costs() -> None:
 
 
 def test_rounds_of_one_level_say_nothing_about_what_a_further_one_costs() -> None:
-    depth = Depth(3, each=2)
+    depth = DepthController(3, steps_per_level=2)
     depth.learn(1, 3, [0], 5.0, 10.0)
     for _ in range(50):
         depth.learn(1, 1, [2], 0.0, 10.0)
@@ -586,7 +586,7 @@ def test_what_drafting_took_is_told_by_pass(
 
 
 def test_depth_comes_back_when_text_becomes_easy() -> None:
-    depth = Depth(6)
+    depth = DepthController(6)
     for _ in range(200):
         depth.learn(1, depth.choose(1), [0], 0.1, 1.0)
     assert depth.choose(1) <= 2
@@ -600,7 +600,7 @@ def test_depth_comes_back_from_a_hard_passage() -> None:
     """Deep levels were hardly ever reached; when the text goes on better they are tried again soon."""
     import random
 
-    rng, depth, chosen = random.Random(1), Depth(6), list[int]()
+    rng, depth, chosen = random.Random(1), DepthController(6), list[int]()
     for hit, rounds in ((0.4, 200), (0.85, 120)):
         for _ in range(rounds):
             chosen.append(depth.choose(1))

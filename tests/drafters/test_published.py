@@ -20,7 +20,7 @@ from mmspec.app.modeling.random_models import random_model
 from mmspec.app.scenes.render import render_scene
 from mmspec.app.scenes.world import generate_scene
 from mmspec.config import target_info
-from mmspec.control.depth import Depth
+from mmspec.control.depth import DepthController
 from mmspec.drafters.checkpoints.published import load_published
 from mmspec.drafters.checkpoints.speculators import export_speculators
 from mmspec.drafters.eagle.drafter import EagleDrafter
@@ -98,7 +98,7 @@ def test_forward_parity_with_the_published_code(kind: str, tmp_path: Path, monke
         places = {int(token): place for place, token in enumerate(drafter.draft_ids.tolist())}  # type: ignore[union-attr]
         own = Pointing([places[token] for token in order])
         monkeypatch.setattr(drafter.head, "logits", lambda out, words, rows: own(out)[..., :20])
-    drafter.depth_controller, drafter.beam_width = Depth(2), 3
+    drafter.depth_controller, drafter.beam_width = DepthController(2), 3
     ids, n = data["ids"], 10
     embedded = data["embedded"] if pictures else data["embedding"][ids]
     visual = data["visual"] if pictures else torch.zeros(n, dtype=torch.bool)
