@@ -253,7 +253,7 @@ def test_sampling_has_the_targets_distribution(drafter: str) -> None:
         drafter, drafter
     )
     torch.manual_seed(2024)
-    with fuzz.patch_model(model, drafter_argument, nodes=16):
+    with fuzz.patch_model(model, drafter_argument, tree_size=16):
         samples = list(_rows(model, inputs, options, 75))
     assert g_test_p_value(samples, _joint(table)) > 1e-3
 

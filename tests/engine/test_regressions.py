@@ -208,7 +208,7 @@ def test_a_row_far_ahead_waits(mode: Kwargs, returned: Kwargs) -> None:
     inputs = tiny.build_inputs(model, 28, 2, num_text_tokens=(3, 5))
     mode = {**mode, "max_new_tokens": 300, "suppress_tokens": [0, 3], "eos_token_id": None}
     stats = assert_parity(
-        model, inputs, lambda plain: Favouring(1, [plain]), patch_options={"nodes": 64}, **mode, **returned
+        model, inputs, lambda plain: Favouring(1, [plain]), patch_options={"tree_size": 64}, **mode, **returned
     )
     assert stats.num_accepted_tokens > (100 if mode["do_sample"] else 250) and stats.rounds < 320
 
@@ -270,7 +270,7 @@ def test_malformed_trees(mode: Kwargs, family: str, nodes: int | None) -> None:
             model,
             inputs,
             lambda plain, seed=seed: adversarial.MalformedDrafter(seed, [plain]),
-            patch_options={"nodes": nodes},
+            patch_options={"tree_size": nodes},
             **mode,
             **ALL_OUTPUTS,
         )
@@ -449,7 +449,7 @@ def test_repetition_penalty_and_no_repeat_ngram_inside_a_tree(mode: Kwargs) -> N
         {"no_repeat_ngram_size": 2},
         {"repetition_penalty": 1.2, "no_repeat_ngram_size": 3},
     ):
-        stats = assert_parity(model, inputs, "bush", patch_options={"nodes": 16}, **rules, **mode, **ALL_OUTPUTS)
+        stats = assert_parity(model, inputs, "bush", patch_options={"tree_size": 16}, **rules, **mode, **ALL_OUTPUTS)
         assert stats.num_accepted_tokens > 0
 
 
@@ -551,7 +551,7 @@ def test_seeding_before_patch() -> None:
     for drafter in ("none", "lookup", "recycling", "fused", "auto"):
         torch.manual_seed(5)
         state = torch.get_rng_state()
-        with fuzz.patch_model(model, drafter, nodes=8):
+        with fuzz.patch_model(model, drafter, tree_size=8):
             assert torch.equal(torch.get_rng_state(), state)
             assert torch.equal(model.generate(**inputs, **SAMPLED), plain), drafter
 
@@ -588,7 +588,7 @@ def test_a_second_call_on_the_same_model() -> None:
     torch.manual_seed(1)
     plain = [model.generate(**inputs, **mode) for inputs, mode in runs]
     for drafter in ("recycling", "auto", adversarial.MalformedDrafter(3, plain)):
-        with fuzz.patch_model(model, drafter, nodes=8):
+        with fuzz.patch_model(model, drafter, tree_size=8):
             torch.manual_seed(1)
             for (inputs, mode), wanted in zip(runs, plain, strict=True):
                 assert torch.equal(model.generate(**inputs, **mode), wanted)
@@ -658,7 +658,7 @@ def test_two_threads(family: str) -> None:
                 wrong.append(f"thread {i}")
 
     for drafter in ("auto", adversarial.BranchingDrafter(1)):
-        with fuzz.patch_model(model, drafter, nodes=8):
+        with fuzz.patch_model(model, drafter, tree_size=8):
             threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
             for thread in threads:
                 thread.start()
@@ -802,7 +802,7 @@ def test_pipeline() -> None:
     picture = Image.new("RGB", (20, 16), (200, 30, 60))
     texts = []
     for patched in (False, True):
-        with fuzz.patch_model(model, "auto", processor=processor, nodes=8) if patched else nullcontext():
+        with fuzz.patch_model(model, "auto", processor=processor, tree_size=8) if patched else nullcontext():
             speak = pipeline("image-text-to-text", model=model, processor=processor)
             for more in ({}, {"stop_sequence": "fe"}):
                 torch.manual_seed(1)

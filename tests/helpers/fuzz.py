@@ -722,7 +722,7 @@ def _run_patched(
     drafter = _build_drafter(case, answers)
     if case.seeded == "before":
         torch.manual_seed(case.seed)
-    with patch_model(prepared.model, drafter, deterministic=case.deterministic, nodes=case.nodes):
+    with patch_model(prepared.model, drafter, deterministic=case.deterministic, tree_size=case.nodes):
         if case.seeded == "after":
             torch.manual_seed(case.seed)
         if case.override == "disabled":

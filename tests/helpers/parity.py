@@ -49,7 +49,7 @@ def speculate(model: PreTrainedModel, drafter: Any = "oracle", reference: Any = 
     answers = [] if reference is None else [reference if isinstance(reference, Tensor) else reference.sequences]
     if drafter in adversarial.DRAFTERS:
         drafter = adversarial.DRAFTERS[drafter](1, answers)
-    options.setdefault("nodes", 8)
+    options.setdefault("tree_size", 8)
     with fuzz.patch_model(model, drafter, **options):
         yield drafter
 
