@@ -35,7 +35,7 @@ from mmspec.app.ui.report import TempStorage
 from mmspec.app.ui.server import build_app
 from mmspec.app.ui.tabs.batch import stream_batch as batch_steps
 from mmspec.app.ui.tabs.compare import Conversation, stream_comparison
-from mmspec.app.ui.worker import MAX_QUEUED_RUNS, CancelSignal, LeftQueueError, Worker
+from mmspec.app.ui.worker import MAX_QUEUED_RUNS, CancelSignal, Client, LeftQueueError, Worker
 
 HAMMER_S = float(os.environ.get("MMSPEC_HAMMER_S", "300"))
 """Seconds of the slow test with two clients."""
@@ -450,6 +450,55 @@ def test_the_line_has_an_end() -> None:
         next(worker.submit_and_poll(lambda: 1, CancelSignal()))
     gate.set()
     worker.close()
+
+
+def test_one_session_has_at_most_three_queued_runs() -> None:
+    worker, gate = Worker(), threading.Event()
+    worker.submit(lambda: gate.wait(60))
+    client = Client("one", "192.0.2.1")
+    queued = [worker.submit_and_poll(lambda: 1, CancelSignal(), 0.01, client=client) for _ in range(3)]
+    for run in queued:
+        next(run)
+    with pytest.raises(UsageError, match="3 runs of this session are waiting already"):
+        next(worker.submit_and_poll(lambda: 1, CancelSignal(), 0.01, client=client))
+    other = worker.submit_and_poll(lambda: 1, CancelSignal(), 0.01, client=Client("two", "192.0.2.1"))
+    assert next(other) == 4, "another session still gets in"
+    queued.pop().close()
+    again = worker.submit_and_poll(lambda: 1, CancelSignal(), 0.01, client=client)
+    assert next(again) == 4, "a run that left the queue does not count"
+    gate.set()
+    worker.close()
+
+
+def test_one_address_cannot_fill_the_queue_with_new_sessions() -> None:
+    worker, gate = Worker(), threading.Event()
+    worker.submit(lambda: gate.wait(60))
+    clients = [Client(f"session {number}", "192.0.2.1") for number in range(MAX_QUEUED_RUNS)]
+    runs = [worker.submit_and_poll(lambda: 1, CancelSignal(), 0.01, client=client) for client in clients]
+    for run in runs[:10]:
+        next(run)
+    with pytest.raises(UsageError, match="10 runs from your network address are waiting already"):
+        next(runs[10])
+    assert next(worker.submit_and_poll(lambda: 1, CancelSignal(), 0.01, client=Client("x", "192.0.2.2"))) == 11
+    gate.set()
+    worker.close()
+
+
+def test_pages_and_endpoints_submit_with_their_session(server: ServerProcess) -> None:
+    """Through HTTP: the fifth concurrent call of one session (one runs, three wait) is refused with the reason."""
+    body = form([file_part(list_example_files()[0].read_bytes())])
+    path = json.loads(post(server, f"{API}/upload", body, FORM).body)[0]
+    file = {"path": path, "meta": {"_type": "gradio.FileData"}}
+    data = [file, "what is it?", "tiny", "auto", "none", 0, 0, 64]
+    call = {"data": data, "fn_index": server.events["compare"], "session_hash": secrets.token_hex(8)}
+    for _ in range(12):
+        assert post(server, f"{API}/queue/join", json.dumps(call).encode(), JSON).status == 200
+    events, end = "", time.monotonic() + corpus_http.PATIENCE_S
+    with socket.create_connection(("127.0.0.1", server.port), timeout=corpus_http.PATIENCE_S) as connection:
+        connection.sendall(request("GET", f"{API}/queue/data?session_hash={call['session_hash']}", server.host))
+        while events.count("process_completed") < 12 and time.monotonic() < end:
+            events += connection.recv(65_536).decode(errors="replace")
+    assert "3 runs of this session are waiting already" in events and '"success":true' in events
 
 
 def test_leaving_is_told_from_ending() -> None:

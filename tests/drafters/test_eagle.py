@@ -552,7 +552,7 @@ def played(hit: float, level_s: float, rounds: int = 300, most: int = 8) -> floa
         kept = 0
         while kept < levels and rng.random() < hit:
             kept += 1
-        depth.learn(1, levels, [kept], level_s, 1.0)
+        depth.record(1, levels, [kept], level_s, 1.0)
     return sum(chosen[-100:]) / 100
 
 
@@ -565,10 +565,10 @@ def test_depth_follows_what_is_reached_and_what_a_level_costs() -> None:
 
 def test_rounds_of_one_level_say_nothing_about_what_a_further_one_costs() -> None:
     depth = DepthController(3, steps_per_level=2)
-    depth.learn(1, 3, [0], 5.0, 10.0)
+    depth.record(1, 3, [0], 5.0, 10.0)
     for _ in range(50):
-        depth.learn(1, 1, [2], 0.0, 10.0)
-    assert depth.tallies[1].pass_s == 5.0
+        depth.record(1, 1, [2], 0.0, 10.0)
+    assert depth.by_batch[1].pass_s == 5.0
 
 
 @pytest.mark.parametrize(("levels", "per_pass"), [(1, 0.0), (3, 0.5)])
@@ -588,11 +588,11 @@ def test_what_drafting_took_is_told_by_pass(
 def test_depth_comes_back_when_text_becomes_easy() -> None:
     depth = DepthController(6)
     for _ in range(200):
-        depth.learn(1, depth.choose(1), [0], 0.1, 1.0)
+        depth.record(1, depth.choose(1), [0], 0.1, 1.0)
     assert depth.choose(1) <= 2
     for _ in range(400):
         levels = depth.choose(1)
-        depth.learn(1, levels, [levels], 0.1, 1.0)
+        depth.record(1, levels, [levels], 0.1, 1.0)
     assert depth.choose(1) == 6
 
 
@@ -607,7 +607,7 @@ def test_depth_comes_back_from_a_hard_passage() -> None:
             kept = 0
             while kept < chosen[-1] and rng.random() < hit:
                 kept += 1
-            depth.learn(1, chosen[-1], [kept], 2.5, 30.0)
+            depth.record(1, chosen[-1], [kept], 2.5, 30.0)
     assert sum(chosen[150:200]) / 50 < 4.5 and sum(chosen[-30:]) / 30 > 5.5
 
 
@@ -625,7 +625,7 @@ def test_a_prompt_is_read_when_a_draft_is_wanted(world: FakeTarget) -> None:
 def test_fixed_shapes_never_hang_on_timing(world: FakeTarget) -> None:
     made = drafter(world)
     for _ in range(100):
-        made.depth_controller.learn(2, 3, [0, 0], 9.0, 1.0)
+        made.depth_controller.record(2, 3, [0, 0], 9.0, 1.0)
     assert made.depth_controller.choose(2) == 1
     fixed = made.propose(begin_decoding(world, made, build_prompt(world, 11, static_shapes=True)), 16, [True, True])
     free = made.propose(begin_decoding(world, made, build_prompt(world, 11)), 16, [True, True])
