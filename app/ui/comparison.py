@@ -116,13 +116,8 @@ class ComparisonRun:
         self.recorder: RecordingDrafter | None = None
 
     @property
-<<<<<<< HEAD
     def media(self) -> Media:
-        """The picture or clip; `look` reads it."""
-=======
-    def media(self) -> Shown:
         """The picture or clip, after `load_media`."""
->>>>>>> b_ui
         assert not callable(self._media)
         return self._media
 
