@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,8 @@ class TrainOptions:
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> TrainOptions:
         """The parsed command line."""
-        return cls(**{item.name: getattr(args, item.name, "") for item in fields(cls)})
+        values: dict[str, Any] = {item.name: getattr(args, item.name, "") for item in fields(cls)}
+        return cls(**values)
 
 
 __all__ = ["TrainOptions"]
