@@ -381,7 +381,7 @@ def test_a_published_drafter_never_changes_the_output(kind: str, tmp_path: Path)
     for sample in (False, True):
         torch.manual_seed(1)
         plain = model.generate(**inputs, max_new_tokens=16, do_sample=sample)
-        mmspec.patch(model, drafter, nodes=16)
+        mmspec.patch(model, drafter, tree_size=16)
         torch.manual_seed(1)
         assert torch.equal(model.generate(**inputs, max_new_tokens=16, do_sample=sample), plain)
         assert mmspec.stats(model).num_draft_tokens > 100
