@@ -57,15 +57,10 @@ def render_answer(trace: AnswerTrace, turns: Sequence[Turn], question: str, timi
     """A side whose answer is complete: every token with its kind, and its time for the replay."""
     texts = [text if index else text.lstrip() for index, text in enumerate(trace.token_texts)]
     rows = zip(texts, trace.token_times, trace.token_kinds, strict=True)
-    spans = "".join(
-        f'<span class="mm-{kind}" data-t="{time_s:.4f}">{escape(text)}</span>' for text, time_s, kind in rows
-    )
+    spans = "".join(f'<span class="mm-{kind}" data-t="{at_s:.4f}">{escape(text)}</span>' for text, at_s, kind in rows)
+    question_html = f'<div class="mm-turn-question">{escape(question)}</div>'
     answer_html = f'<div class="mm-turn-answer mm-now" data-total="{trace.total_s:.4f}">{spans}</div>'
-    return render_panel(
-        trace.name,
-        render_conversation(turns) + f'<div class="mm-turn-question">{escape(question)}</div>' + summary,
-        timing,
-    )
+    return render_panel(trace.name, render_conversation(turns) + question_html + answer_html, timing)
 
 
 def render_verdict(report: Report) -> str:
@@ -213,10 +208,8 @@ def render_tree(item: Round, token_labels: Mapping[int, str]) -> str:
     parents = [*item.parents, *([item.walked[len(item.emitted) - 1]] if item.emitted else [])]
     positions = [_node_position(depth, row) for depth, row in zip(*layout_tree(parents), strict=True)]
     model_kind = "mm-node-correction" if item.kinds[-1:] == (CORRECTED,) else "mm-node-bonus"
-    kinds = [
-        "mm-root" if not node else "mm-node-accepted" if node in accepted else "mm-rejected"
-        for node in range(num_nodes)
-    ]
+    kinds = ["mm-node-accepted" if node in accepted else "mm-rejected" for node in range(num_nodes)]
+    kinds[0] = "mm-root"
     labels = [
         (token_labels.get(token, str(token)), _format_probability(item, node)) for node, token in enumerate(item.tokens)
     ]
@@ -228,9 +221,8 @@ def render_tree(item: Round, token_labels: Mapping[int, str]) -> str:
         for node, parent in enumerate(parents)
         if parent >= 0
     ]
-    nodes = [
-        _render_node(position, *label, kind) for position, label, kind in zip(positions, labels, kinds, strict=True)
-    ]
+    boxes = zip(positions, labels, kinds, strict=True)
+    nodes = [_render_node(position, *label, kind) for position, label, kind in boxes]
     width, height = max(x for x, _ in positions) + NODE_WIDTH + TREE_MARGIN, max(y for _, y in positions) + ROW_HEIGHT
     title = f"Draft tree: {item.guesses} draft tokens, {item.kept} accepted"
     return (
@@ -286,7 +278,8 @@ def render_round(report: Report, round_index: int) -> str:
             f"{_pluralize(item.guesses, 'draft token', 'draft tokens')} verified in one forward, {item.kept} accepted; "
             f"with the token of the model {_pluralize(len(item.emitted), 'token', 'tokens')}."
         )
-    head = f'<p class="mm-status" role="status"><b>Round {round_index} of {len(report.rounds) - 1}.</b> {escape(summary)}</p>'
+    title = f"<b>Round {round_index} of {len(report.rounds) - 1}.</b>"
+    head = f'<p class="mm-status" role="status">{title} {escape(summary)}</p>'
     return head + render_tree(item, report.token_labels) + LEGEND + _render_answer_so_far(report, item)
 
 

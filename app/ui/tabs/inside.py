@@ -21,8 +21,9 @@ def build_inside_tab(report_state: Any, tab: Any) -> None:
         tab: the `gr.Tab`, which updates when it is selected.
     """
     gr.HTML(
-        '<p class="mm-intro">A round is one forward of the model. The drafter hangs a tree of guesses below the last '
-        "token; the model says its own word at every node at once; the walk goes on while a guess is that word.</p>"
+        '<p class="mm-intro">A round is one forward of the model. The drafter proposes a tree of tokens that may '
+        "follow the last one; the forward computes the model's own token at every node; the path of equal tokens is "
+        "accepted.</p>"
     )
     with gr.Row(elem_classes="mm-end"):
         back = gr.Button("Back", elem_id="mm-back", min_width=80, scale=1, size="md")
