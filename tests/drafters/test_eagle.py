@@ -452,7 +452,9 @@ def test_a_head_never_changes_the_output(tiny: Captioner, rule: str, sample: boo
     torch.manual_seed(3)
     plain = model.generate(**inputs, **options)
     for more in ({}, {"draft_ids": torch.arange(0, 384, 2)}):
-        mmspec.patch(model, EagleDrafter(tiny_head(), rule, num_layers=2, max_depth=4, beam_width=4, **more), tree_size=16)
+        mmspec.patch(
+            model, EagleDrafter(tiny_head(), rule, num_layers=2, max_depth=4, beam_width=4, **more), tree_size=16
+        )
         try:
             torch.manual_seed(3)
             assert torch.equal(model.generate(**inputs, **options), plain)
