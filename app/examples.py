@@ -20,7 +20,7 @@ from mmspec.app.io.sources import Item, collect_items
 from mmspec.app.io.videos import load_media
 from mmspec.app.modeling.random_models import SIZES
 from mmspec.app.scenes.domain_check import warn_if_out_of_domain
-from mmspec.vision.video.decoder_pool import Isolated
+from mmspec.vision.video.decoder_pool import DecoderPool
 
 if TYPE_CHECKING:
     from mmspec.app.modeling.captioner import Caption, Captioner
@@ -74,7 +74,7 @@ def run(config: ExampleConfig) -> int:
 
     validate_drafter(config.drafter, config.compressor)
     items = collect_items(config.paths or [str(file) for file in list_example_files()], Path())
-    with Isolated() as decoders:
+    with DecoderPool() as decoders:
         media = [load_item(item, decoders) for item in items]
     if config.model == SCENES_MODEL and config.paths:
         warn_if_out_of_domain(media[0], items[0].file_name)
@@ -105,7 +105,7 @@ def _load_captioner(config: ExampleConfig) -> Captioner:
     return build_captioner(caption_config, ProcessInfo())
 
 
-def load_item(item: Item, decoders: Isolated) -> Media:
+def load_item(item: Item, decoders: DecoderPool) -> Media:
     """The image, or the frames of the video."""
     try:
         return load_media(item.path, isolated=decoders)

@@ -1,6 +1,12 @@
-"""Drafters: ways to guess how the text goes on, one file each.
+"""Drafters: sources of draft trees.
 
-A drafter sees what `mmspec.interfaces.Prompt` holds and returns draft trees. It knows neither the decode loop nor the
-target's model, and never imports `mmspec.vision`: a compressor is handed to it. Names are looked up by
-`mmspec.patching`, so importing this package loads none of them.
+- `ngram`: without weights (`lookup`, `recycling`, `hybrid`).
+- `eagle`: trained heads that draft level by level (EAGLE-2/3, MSD, ViSpec).
+- `block`: trained heads that draft several tokens per forward (FLASH, ParallelSpec, Falcon).
+- `checkpoints`: heads on disk.
+- `training`: losses and the trainer.
+
+A drafter receives a `mmspec.interfaces.Prompt` and returns draft trees. It knows neither the decode loop nor the target
+model, and never imports `mmspec.vision`: a compressor is passed to it. `registry` builds drafters by name, so importing
+this package loads none of them.
 """

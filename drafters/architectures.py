@@ -1,4 +1,4 @@
-"""The kinds of trained drafters: for each its head, what drafts with it, and what it is taught by."""
+"""Architectures of trained drafters: the head, the drafter and the training loss of each."""
 
 from __future__ import annotations
 
@@ -13,29 +13,31 @@ from mmspec.drafters.block.flash import FlashDrafter, FlashHead
 from mmspec.drafters.block.parallel import ParallelDrafter, ParallelHead
 from mmspec.drafters.eagle.drafter import EagleDrafter
 from mmspec.drafters.eagle.head import EagleHead, HeadConfig
-from mmspec.drafters.training.block_losses import falcon_losses, flash_losses, parallel_losses
-from mmspec.drafters.training.losses import losses
+from mmspec.drafters.training.block_losses import falcon_loss, flash_loss, parallel_loss
+from mmspec.drafters.training.losses import eagle_loss
 
 
 @dataclass(frozen=True)
-class Kind:
-    """A kind of trained drafter.
+class DraftArchitecture:
+    """An architecture of trained drafters.
 
     Attributes:
-        head: makes a head of a shape. drafter: makes what drafts with it (`EagleDrafter`'s arguments).
-        losses: see `training_losses.losses`.
+        head: constructor of the head.
+        drafter: constructor of the drafter, with the arguments of `EagleDrafter`.
+        compute_loss: (loss, metrics) of a batch, see `mmspec.drafters.training.losses.eagle_loss`.
     """
 
     head: Callable[[HeadConfig], EagleHead]
     drafter: Callable[..., EagleDrafter]
-    losses: Callable[..., tuple[Tensor, dict[str, Any]]]
+    compute_loss: Callable[..., tuple[Tensor, dict[str, Any]]]
 
 
-KINDS: dict[str, Kind] = {
-    "eagle": Kind(EagleHead, EagleDrafter, losses),
-    "flash": Kind(FlashHead, FlashDrafter, flash_losses),
-    "parallel": Kind(ParallelHead, ParallelDrafter, parallel_losses),
-    "falcon": Kind(FalconHead, FalconDrafter, falcon_losses),
+ARCHITECTURES: dict[str, DraftArchitecture] = {
+    "eagle": DraftArchitecture(EagleHead, EagleDrafter, eagle_loss),
+    "flash": DraftArchitecture(FlashHead, FlashDrafter, flash_loss),
+    "parallel": DraftArchitecture(ParallelHead, ParallelDrafter, parallel_loss),
+    "falcon": DraftArchitecture(FalconHead, FalconDrafter, falcon_loss),
 }
+"""By the name that a head's config records. "flash" is FLASH (arXiv 2505.12728), not FlashAttention."""
 
-__all__ = ["KINDS", "Kind"]
+__all__ = ["ARCHITECTURES", "DraftArchitecture"]

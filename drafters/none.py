@@ -1,4 +1,4 @@
-"""No drafting at all: plain decoding through the same loop. Learns nothing, looks at nothing."""
+"""Drafter `none`: plain decoding through the speculative loop."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from mmspec.interfaces import DrafterRequirements, Prompt, VerifyResult
 
 
 class NoDrafter:
-    """Always proposes bare roots."""
+    """Proposes the root only."""
 
     name = "none"
     requirements = DrafterRequirements()
     vocab_size: int | None = None
 
     def begin(self, prompt: Prompt) -> Any:
-        """Nothing to prepare."""
+        """No state."""
         return None
 
     def propose(self, state: Any, max_nodes: int, active: Sequence[bool]) -> DraftTree:
@@ -27,7 +27,7 @@ class NoDrafter:
         return root_only(len(active))
 
     def observe(self, state: Any, result: VerifyResult, hidden_states: Mapping[int, Tensor]) -> None:
-        """Nothing to learn."""
+        """Nothing to update."""
 
 
 __all__ = ["NoDrafter"]

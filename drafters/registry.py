@@ -1,4 +1,4 @@
-"""The drafters by name, and the check that an object is one. Loads no drafter before it is asked for."""
+"""The drafters by name. Building one imports its module; listing the names imports none."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("mmspec")
 
 MEMBERS = ("name", "requirements", "vocab_size", "begin", "propose", "observe")
+"""Members of the `Drafter` protocol, checked on objects of the user."""
 
 
 def _none() -> Drafter:
@@ -35,128 +36,130 @@ def _recycling() -> Drafter:
     return recycling()
 
 
-def _fused() -> Drafter:
-    from mmspec.drafters.ngram.hybrid import fused
+def _hybrid() -> Drafter:
+    from mmspec.drafters.ngram.hybrid import hybrid
 
-    return fused()
+    return hybrid()
 
 
 DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "none": _none,
     "lookup": _lookup,
     "recycling": _recycling,
-    "fused": _fused,
-    "auto": _fused,  # unless one was trained for the target: see `_auto`
+    "hybrid": _hybrid,
+    "auto": _hybrid,  # unless a trained drafter fits the target: see `_auto`
 }
-SHIPPED = Path(__file__).parent / "weights"
-"""Folders of trained drafters that come with the package, by their names."""
-FASTEST = {"cpu": ("flash", "msd", "parallel", "falcon")}
-"""Which of those `auto` prefers on which kind of device, as measured (docs/results); others count as a CPU."""
+ALIASES = {"fused": "hybrid"}
+"""Former name -> current name. Former names stay valid and are not listed; metrics use the current name."""
+WEIGHTS_DIR = Path(__file__).parent / "weights"
+"""Folders of the trained drafters that are part of the package, by name."""
+AUTO_ORDER = {"cpu": ("flash", "msd", "parallel", "falcon")}
+"""Order in which `auto` prefers them by device type, as measured (docs/results); other devices use the CPU's."""
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
-def shipped(device: str = "cpu") -> dict[str, Path]:
-    """Trained drafters that come with the package, the fastest on that kind of device first: name -> folder."""
-    there = {file.parent.name: file.parent for file in sorted(SHIPPED.glob("*/config.json"))}
-    order = FASTEST.get(device, FASTEST["cpu"])
-    return {name: there[name] for name in sorted(there, key=lambda name: (*order, name).index(name))}
+def bundled_drafters(device: str = "cpu") -> dict[str, Path]:
+    """Name -> folder of the trained drafters that are part of the package, the fastest on the device type first."""
+    folders = {file.parent.name: file.parent for file in sorted(WEIGHTS_DIR.glob("*/config.json"))}
+    order = AUTO_ORDER.get(device, AUTO_ORDER["cpu"])
+    return {name: folders[name] for name in sorted(folders, key=lambda name: (*order, name).index(name))}
 
 
-def names() -> list[str]:
-    """What may be chosen by name."""
-    return [*DRAFTERS, *shipped()]
+def drafter_names() -> list[str]:
+    """The names that `build_drafter` accepts, without folders, hub ids and former names."""
+    return [*DRAFTERS, *bundled_drafters()]
 
 
 def _auto(target: TargetInfo | None) -> Drafter:
-    """A drafter that was trained for this target, if one is at hand: shipped, or published and in the local cache."""
+    """A drafter trained for this target, bundled or published and in the local cache; else hybrid."""
     if target is not None:
-        from mmspec.drafters.checkpoints.format import OtherTarget
-        from mmspec.drafters.checkpoints.load import trained
+        from mmspec.drafters.checkpoints.format import TargetMismatch
+        from mmspec.drafters.checkpoints.load import load_trained
 
-        for name, folder in shipped(target.device).items():
+        for name, folder in bundled_drafters(target.device).items():
             try:
-                return trained(folder, target)
-            except OtherTarget:
+                return load_trained(folder, target)
+            except TargetMismatch:
                 continue
-            except (OSError, ValueError) as error:  # a drafter less costs speed alone
-                first = str(error).splitlines()[0][:200]
-                logger.warning("mmspec: %s cannot be read and is not used (install mmspec again): %s", name, first)
-        if (hub := _published_for(target)) is not None:
+            except (OSError, ValueError) as error:  # without this drafter only speed is lost
+                reason = str(error).splitlines()[0][:200]
+                logger.warning("mmspec: %s cannot be read and is not used (install mmspec again): %s", name, reason)
+        if (hub_id := _published_for(target)) is not None:
             try:
-                return trained(cached(hub, local_files_only=True), target)
+                return load_trained(download_drafter(hub_id, local_files_only=True), target)
             except (OSError, ValueError) as error:
-                first = str(error).splitlines()[0][:200]
-                logger.info("mmspec: %s was published for this model, but is not used: %s", hub, first)
-    return _fused()
+                reason = str(error).splitlines()[0][:200]
+                logger.info("mmspec: %s was published for this model, but is not used: %s", hub_id, reason)
+    return _hybrid()
 
 
 def _published_for(target: TargetInfo) -> str | None:
-    from mmspec.drafters.checkpoints.published import KNOWN
+    from mmspec.drafters.checkpoints.published import PUBLISHED_DRAFTERS
 
-    return KNOWN.get(target.name)
+    return PUBLISHED_DRAFTERS.get(target.name)
 
 
-def cached(name: str, *, local_files_only: bool = False) -> str:
-    """The local folder of a drafter on the hub, fetched if need be and allowed (`HF_HUB_OFFLINE=1` forbids it).
+def download_drafter(name: str, *, local_files_only: bool = False) -> str:
+    """The local folder of a drafter on the hub, downloaded if needed and allowed (`HF_HUB_OFFLINE=1` forbids it).
 
     Raises:
-        OSError: it is not there and could not be fetched.
+        OSError: it is not in the cache and cannot be downloaded.
     """
     from huggingface_hub import snapshot_download
 
-    from mmspec.drafters.hub import unreachable_reason
-
-    problem = None if local_files_only else unreachable_reason()
-    local_files_only = local_files_only or problem is not None
     try:
         return snapshot_download(
             name,
             allow_patterns=["config.json", "model.safetensors", "pytorch_model.bin"],
             local_files_only=local_files_only,
         )
-    except Exception as error:  # the hub's own types change between versions
-        raise OSError(
-            f"drafter {name!r} is not in the local cache and cannot be fetched: {problem or error}"
-        ) from error
+    except Exception as error:  # the hub's exception types change between versions
+        raise OSError(f"drafter {name!r} is not in the local cache and cannot be downloaded: {error}") from error
 
 
-def folder_of(name: str) -> str | Path:
-    """Where a trained drafter lies: one that ships (./NAME names a folder all the same), the user's, or the hub's."""
-    return shipped().get(name) or (name if os.path.isdir(name) else cached(name))
+def resolve_folder(name: str) -> str | Path:
+    """Folder of a trained drafter: bundled (`./NAME` is the folder of that name), the user's, or the hub's."""
+    return bundled_drafters().get(name) or (name if os.path.isdir(name) else download_drafter(name))
 
 
-def known(name: str) -> bool:
-    """Whether `make` can make something of a name."""
-    return name in names() or os.path.isdir(name) or HUB_ID.fullmatch(name) is not None
+def is_known_drafter(name: str) -> bool:
+    """Whether `build_drafter` accepts a name."""
+    return name in ALIASES or name in drafter_names() or os.path.isdir(name) or HUB_ID.fullmatch(name) is not None
 
 
-def make(drafter: str | object, target: TargetInfo | None = None) -> Drafter:
-    """A new drafter of that name, the trained one in that folder or hub repository, or the given object if it is one.
+def build_drafter(drafter: str | object, target: TargetInfo | None = None) -> Drafter:
+    """A new drafter by name, folder or hub id; an object with the `Drafter` protocol is returned as it is.
+
+    Args:
+        drafter: name, folder, hub id or object.
+        target: facts about the target, with which a trained drafter is compared.
 
     Raises:
-        ValueError: an unknown name, or a trained drafter that does not fit the target. TypeError: not a drafter.
-        OSError: a file is missing, or the hub cannot be asked.
+        ValueError: an unknown name, or a trained drafter that does not fit the target.
+        TypeError: the object is not a drafter.
+        OSError: a file is missing, or cannot be downloaded.
     """
     if isinstance(drafter, str):
+        drafter = ALIASES.get(drafter, drafter)
         if drafter == "auto":
             return _auto(target)
         if drafter in DRAFTERS:
             return DRAFTERS[drafter]()
-        if known(drafter):
-            from mmspec.drafters.checkpoints.load import trained
+        if is_known_drafter(drafter):
+            from mmspec.drafters.checkpoints.load import load_trained
 
-            return trained(folder_of(drafter), target)
-        listed = ", ".join(map(repr, names()))
-        raise ValueError(f"unknown drafter {drafter!r}; known are {listed}, a folder, or a hub id (owner/name)")
+            return load_trained(resolve_folder(drafter), target)
+        listed = ", ".join(map(repr, drafter_names()))
+        raise ValueError(f"unknown drafter {drafter!r}; known are {listed}, a folder, or a hub id (owner/name).")
     if isinstance(drafter, type):
-        raise TypeError(f"a drafter is an object, got the class {drafter.__name__}; pass {drafter.__name__}() instead")
+        raise TypeError(f"a drafter is an object; got the class {drafter.__name__}. Pass {drafter.__name__}().")
     missing = next((member for member in MEMBERS if not hasattr(drafter, member)), None)
     if missing is not None:
         raise TypeError(
-            f"a drafter is a name ({', '.join(map(repr, names()))}) or an object with {', '.join(MEMBERS)}; "
-            f"got {type(drafter).__name__}, which has no {missing!r}"
+            f"a drafter is a name ({', '.join(map(repr, drafter_names()))}) or an object with {', '.join(MEMBERS)}; "
+            f"got {type(drafter).__name__}, which has no {missing!r}."
         )
     return cast("Drafter", drafter)
 
 
-__all__ = ["DRAFTERS", "known", "make", "names", "shipped"]
+__all__ = ["ALIASES", "DRAFTERS", "build_drafter", "bundled_drafters", "drafter_names", "is_known_drafter"]

@@ -1,4 +1,4 @@
-"""`compare`: the same request plain and patched, in turn, from the same random state: same tokens? how much sooner?"""
+"""`compare`: run one request plain and patched in turn, from the same random state, and compare tokens and times."""
 
 from __future__ import annotations
 
@@ -10,21 +10,26 @@ from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList
 
+from mmspec.control.draft_cost import DraftCostModel
+from mmspec.interfaces import Drafter, ReplicableDrafter
 from mmspec.metrics.stats import Stats
-from mmspec.patching import KEY, disabled, is_patched, stats
+from mmspec.patching import disabled, is_patched, patch_state, stats
 
 
 @dataclass(frozen=True)
 class Divergence:
-    """Where two outputs first differ.
+    """The first difference between two outputs.
 
     Attributes:
-        row, column: batch row and output column (0 is the first new token). plain, patched: the two token ids (-1:
-            the output had ended). margin: how far the plain model's raw logit of its token was above the other's;
-            at rounding level the two were a tie.
+        row: batch row.
+        column: output column; 0 is the first new token.
+        plain: token id of the plain run; -1 if its output had ended.
+        patched: token id of the patched run; -1 if its output had ended.
+        margin: raw logit of the plain token minus that of the patched token, both of the plain model; at the level of
+            rounding errors the two were tied. nan if one output had ended.
     """
 
     row: int
@@ -36,7 +41,14 @@ class Divergence:
 
 @dataclass(frozen=True)
 class Timing:
-    """One run: seconds in all, to the first token, from the first to the last; tokens per row times rows."""
+    """Times of one run.
+
+    Attributes:
+        total_s: seconds of the whole call.
+        ttft_s: seconds to the first token.
+        decode_s: seconds from the first token to the last.
+        tokens: tokens after the first per row, times rows.
+    """
 
     total_s: float
     ttft_s: float
@@ -46,7 +58,19 @@ class Timing:
 
 @dataclass
 class Comparison:
-    """What `compare` found. Speed-ups are medians of paired runs; above 1 means that patched was faster."""
+    """Result of `compare`. Speed-ups are medians over pairs of runs; above 1 the patched run is faster.
+
+    Attributes:
+        identical: whether all rows of all pairs have the same tokens.
+        rows: rows of the output.
+        rows_identical: rows with the same tokens in the reported pair.
+        first_divergence: first difference of the reported pair, or None.
+        plain: times of the plain runs.
+        patched: times of the patched runs.
+        stats: counters of the patched runs.
+        plain_ids: [rows, length] output of the reported plain run.
+        patched_ids: [rows, length] output of the reported patched run.
+    """
 
     identical: bool
     rows: int
@@ -60,26 +84,26 @@ class Comparison:
 
     @property
     def tau(self) -> float:
-        """Tokens per forward of a live row in the patched runs."""
+        """Mean tokens per active row and round in the patched runs."""
         return self.stats.tau
 
     @property
     def round_cost(self) -> float:
-        """Cost of one round in plain decoding steps: decode speed-up = tau / R."""
+        """Cost of one round in units of a plain decoding step: `speedup_decode = tau / round_cost`."""
         return self.tau / self.speedup_decode if self.speedup_decode else float("nan")
 
     @property
     def speedup_decode(self) -> float:
-        """From the first token to the last."""
+        """Speed-up from the first token to the last."""
         return _ratio([run.decode_s for run in self.plain], [run.decode_s for run in self.patched])
 
     @property
     def speedup_e2e(self) -> float:
-        """The whole call, image encoding and prefill included."""
+        """Speed-up of the whole call, vision encoding and prefill included."""
         return _ratio([run.total_s for run in self.plain], [run.total_s for run in self.patched])
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything but the ids, ready for JSON."""
+        """All fields and derived metrics except the ids, ready for JSON."""
         return {
             "identical": self.identical,
             "rows": self.rows,
@@ -95,10 +119,12 @@ class Comparison:
         }
 
     def __str__(self) -> str:
-        same = "identical" if self.identical else f"{self.rows_identical}/{self.rows} rows identical"
+        agreement = "identical" if self.identical else f"{self.rows_identical}/{self.rows} rows identical"
         if self.first_divergence:
             d = self.first_divergence
-            same += f"; row {d.row} first differs at token {d.column}: {d.plain} / {d.patched}, margin {d.margin:.2e}"
+            agreement += (
+                f"; row {d.row} first differs at token {d.column}: {d.plain} / {d.patched}, margin {d.margin:.2e}"
+            )
         runs = (("plain", self.plain), ("patched", self.patched))
         lines = [f"{'':8} {'total s':>9} {'first token s':>14} {'tokens/s':>9}"]
         for name, timings in runs:
@@ -106,20 +132,22 @@ class Comparison:
             rate = median(t.tokens / t.decode_s if t.decode_s else 0.0 for t in timings)
             lines.append(f"{name:8} {total:9.3f} {first:14.3f} {rate:9.1f}")
         lines.append(
-            f"outputs {same}; tau {self.tau:.2f}, R {self.round_cost:.2f}, "
+            f"outputs {agreement}; tau {self.tau:.2f}, R {self.round_cost:.2f}, "
             f"speed-up {self.speedup_decode:.2f}x decoding, {self.speedup_e2e:.2f}x end to end"
         )
         return "\n".join(lines)
 
 
 def compare(model: Any, inputs: Mapping[str, Any], *, repeats: int = 1, **generate_kwargs: Any) -> Comparison:
-    """Run a request plain and patched, in turn, and say whether the tokens are the same and what it cost.
+    """Run a request plain and patched in turn, and compare outputs and times.
 
     Args:
-        model: a patched model. inputs: what the processor made (`generate` is called with `**inputs`).
-        repeats: pairs of runs, after one warm-up pair; times are noisy, so take five or more to quote them. Every
-            run starts from a copy of the drafter as it is now, since one that remembers would know the answer.
-        generate_kwargs: passed to both, e.g. `max_new_tokens=100, do_sample=True`.
+        model: a patched model.
+        inputs: output of the processor; passed to `generate` as keyword arguments.
+        repeats: pairs of runs, after one warm-up pair if there are several. Times are noisy: five or more to quote.
+            Every patched run uses a replica of the drafter in its present state, since a drafter that remembers the
+            previous run would know the output. Replicas share the drafter's weights.
+        generate_kwargs: passed to both runs, such as `max_new_tokens=100, do_sample=True`.
 
     Raises:
         ValueError: the model is not patched, or `repeats` is below 1.
@@ -130,66 +158,126 @@ def compare(model: Any, inputs: Mapping[str, Any], *, repeats: int = 1, **genera
         raise ValueError(f"repeats must be 1 or more; got {repeats}.")
     request = {**inputs, **generate_kwargs}
     options = dict(request.pop("mmspec", None) or {})
-    drafter = options.pop("drafter", None) or model.__dict__[KEY].options.drafter
-    plain, patched, total = [], [], Stats()
-    found: tuple[Tensor, Tensor, list[bool]] | None = None
+    drafter = options.pop("drafter", None) or patch_state(model).config.drafter
+    plain: list[Timing] = []
+    patched: list[Timing] = []
+    total = Stats()
+    reported: tuple[Tensor, Tensor, list[bool]] | None = None
     with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
-        for number in range(repeats + (repeats > 1)):
-            plain_ids, plain_run = _timed(model, request, speculate=False)
-            fresh = drafter if isinstance(drafter, str | torch.nn.Module) else copy.deepcopy(drafter)
-            mine = request | {"mmspec": options | {"drafter": fresh}}
-            patched_ids, patched_run = _timed(model, mine, speculate=True)
-            same = _rows_identical(plain_ids, patched_ids, _pad(model, request))
-            if found is None or (all(found[2]) and not all(same)):  # one pair that differs is enough
-                found = plain_ids, patched_ids, same
-            if number or repeats == 1:  # the first pair warms up
-                plain.append(plain_run)
-                patched.append(patched_run)
+        for pair in range(repeats + (repeats > 1)):
+            plain_ids, plain_time = _timed_run(model, request, speculate=False)
+            replica = drafter if isinstance(drafter, str) else replicate(drafter)
+            speculative = request | {"mmspec": options | {"drafter": replica}}
+            patched_ids, patched_time = _timed_run(model, speculative, speculate=True)
+            identical = _rows_identical(plain_ids, patched_ids, _pad_token_id(model, request))
+            if reported is None or (all(reported[2]) and not all(identical)):  # report the first pair that differs
+                reported = plain_ids, patched_ids, identical
+            if pair or repeats == 1:  # the first of several pairs warms up
+                plain.append(plain_time)
+                patched.append(patched_time)
                 total.add(stats(model, last=True))
-        assert found is not None
-        plain_ids, patched_ids, same = found
-        divergence = None if all(same) else _diverge(model, request, plain_ids, patched_ids, same.index(False))
-    return Comparison(all(same), len(same), sum(same), divergence, plain, patched, total, plain_ids, patched_ids)
+        assert reported is not None
+        plain_ids, patched_ids, identical = reported
+        divergence = None
+        if not all(identical):
+            divergence = _first_divergence(model, request, plain_ids, patched_ids, identical.index(False))
+    return Comparison(
+        identical=all(identical),
+        rows=len(identical),
+        rows_identical=sum(identical),
+        first_divergence=divergence,
+        plain=plain,
+        patched=patched,
+        stats=total,
+        plain_ids=plain_ids,
+        patched_ids=patched_ids,
+    )
 
 
-class _Stamp(StoppingCriteria):
-    """Notes when each token was there; never stops anything. One Python call per step, on the plain side only."""
+def replicate(drafter: Drafter) -> Drafter:
+    """A drafter in the same state that learns independently. Modules (weights) are shared, not copied.
+
+    Calls `ReplicableDrafter.replicate` if there is one; else makes a deep copy that keeps the classes and measurements
+    of cost models and controllers. A drafter that is itself a module is returned unchanged.
+    """
+    if isinstance(drafter, ReplicableDrafter):
+        return drafter.replicate()
+    if isinstance(drafter, nn.Module):
+        return drafter
+    memo: dict[int, Any] = {}
+    _share_modules(drafter, memo)
+    return copy.deepcopy(drafter, memo)
+
+
+def _share_modules(drafter: object, memo: dict[int, Any]) -> None:
+    """Enter modules as their own copies and snapshots of cost models into a deep copy's memo.
+
+    Follows attributes, lists, tuples and dictionaries of drafters, since drafters may wrap others.
+    """
+    visited: set[int] = set()
+    pending: list[Any] = [drafter]
+    while pending:
+        value = pending.pop()
+        if id(value) in visited:
+            continue
+        visited.add(id(value))
+        if isinstance(value, nn.Module):
+            memo[id(value)] = value
+        elif isinstance(value, DraftCostModel):
+            memo[id(value)] = value.snapshot()
+        elif isinstance(value, (list, tuple)):
+            pending += value
+        elif isinstance(value, dict):
+            pending += value.values()
+        elif value is drafter or isinstance(value, Drafter):
+            pending += getattr(value, "__dict__", {}).values()
+
+
+class TimestampCriterion(StoppingCriteria):
+    """Records the time of each generated token and never stops. One Python call per step, on the plain side only.
+
+    Attributes:
+        times: `time.perf_counter()` after each token, on an idle device.
+    """
 
     def __init__(self) -> None:
         self.times: list[float] = []
+        self._not_done: Tensor | None = None
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
         if input_ids.device.type == "cuda":
-            torch.cuda.synchronize(input_ids.device)  # or the first stamp would come before the prefill is done
+            torch.cuda.synchronize(input_ids.device)  # else the time is that of the launch
         self.times.append(time.perf_counter())
-        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+        if self._not_done is None:
+            self._not_done = torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+        return self._not_done
 
 
-def _timed(model: Any, request: dict[str, Any], speculate: bool) -> tuple[Tensor, Timing]:
-    """One run from the current random state, which it leaves as it was."""
-    state = torch.random.get_rng_state()
-    cuda = torch.cuda.get_rng_state(model.device) if model.device.type == "cuda" else None
-    stamp = _Stamp()
-    began = time.perf_counter()
+def _timed_run(model: Any, request: dict[str, Any], speculate: bool) -> tuple[Tensor, Timing]:
+    """One run from the current random state, which is restored afterwards."""
+    rng_state = torch.random.get_rng_state()
+    cuda_state = torch.cuda.get_rng_state(model.device) if model.device.type == "cuda" else None
+    token_times = TimestampCriterion()
+    start = time.perf_counter()
     if speculate:
         ids = _ids(model.generate(**request))
     else:
-        criteria = StoppingCriteriaList([*(request.get("stopping_criteria") or []), stamp])
+        criteria = StoppingCriteriaList([*(request.get("stopping_criteria") or []), token_times])
         with disabled(model):
             ids = _ids(model.generate(**{**request, "stopping_criteria": criteria}))
-    if cuda is not None:
+    if cuda_state is not None:
         torch.cuda.synchronize(model.device)
-        torch.cuda.set_rng_state(cuda, model.device)
-    total = time.perf_counter() - began
-    torch.random.set_rng_state(state)
-    prompt = request["input_ids"].shape[1]
-    tokens = (ids.shape[1] - prompt - 1) * ids.shape[0]
+        torch.cuda.set_rng_state(cuda_state, model.device)
+    total_s = time.perf_counter() - start
+    torch.random.set_rng_state(rng_state)
+    tokens = (ids.shape[1] - request["input_ids"].shape[1] - 1) * ids.shape[0]
     if not speculate:
-        return ids, Timing(total, stamp.times[0] - began, stamp.times[-1] - stamp.times[0], tokens)
-    last = stats(model, last=True)
-    if last.fallback_calls:
-        return ids, Timing(total, float("nan"), total, tokens)
-    return ids, Timing(total, last.ttft_s, last.decode_s, tokens)
+        first, last = token_times.times[0], token_times.times[-1]
+        return ids, Timing(total_s, first - start, last - first, tokens)
+    call = stats(model, last=True)
+    if call.fallback_calls:
+        return ids, Timing(total_s, float("nan"), total_s, tokens)
+    return ids, Timing(total_s, call.ttft_s, call.decode_s, tokens)
 
 
 def _ids(output: Any) -> Tensor:
@@ -197,8 +285,8 @@ def _ids(output: Any) -> Tensor:
     return ids
 
 
-def _pad(model: Any, request: Mapping[str, Any]) -> int:
-    """What finished rows are filled with; -1 if rows never finish before the batch."""
+def _pad_token_id(model: Any, request: Mapping[str, Any]) -> int:
+    """The id that finished rows are padded with; -1 if rows cannot finish before the batch."""
     config = request.get("generation_config") or model.generation_config
     for value in (request.get("pad_token_id"), config.pad_token_id, request.get("eos_token_id"), config.eos_token_id):
         if value is not None:
@@ -206,31 +294,37 @@ def _pad(model: Any, request: Mapping[str, Any]) -> int:
     return -1
 
 
-def _rows_identical(a: Tensor, b: Tensor, pad: int) -> list[bool]:
-    """Which rows say the same; a batch that ends sooner leaves off padding of its other rows."""
-    width = max(a.shape[1], b.shape[1])
-    a, b = (torch.nn.functional.pad(ids, (0, width - ids.shape[1]), value=pad) for ids in (a, b))
-    same: list[bool] = (a == b).all(1).tolist()
-    return same
+def _rows_identical(plain_ids: Tensor, patched_ids: Tensor, pad_token_id: int) -> list[bool]:
+    """Per row, whether the tokens are equal up to trailing padding."""
+    length = max(plain_ids.shape[1], patched_ids.shape[1])
+    plain_ids, patched_ids = (
+        nn.functional.pad(ids, (0, length - ids.shape[1]), value=pad_token_id) for ids in (plain_ids, patched_ids)
+    )
+    identical: list[bool] = (plain_ids == patched_ids).all(1).tolist()
+    return identical
 
 
-def _diverge(model: Any, request: dict[str, Any], plain: Tensor, patched: Tensor, row: int) -> Divergence:
-    """Decode plainly up to the first difference and look at the logits there."""
-    prompt = request["input_ids"].shape[1]
-    a, b = plain[row, prompt:].tolist(), patched[row, prompt:].tolist()
-    length = max(len(a), len(b))
-    a, b = a + [-1] * (length - len(a)), b + [-1] * (length - len(b))
-    column = next((c for c in range(length) if a[c] != b[c]), 0)
+def _first_divergence(
+    model: Any, request: dict[str, Any], plain_ids: Tensor, patched_ids: Tensor, row: int
+) -> Divergence:
+    """The first difference in a row; decodes plainly once more for the logits there."""
+    prompt_length = request["input_ids"].shape[1]
+    plain = plain_ids[row, prompt_length:].tolist()
+    patched = patched_ids[row, prompt_length:].tolist()
+    length = max(len(plain), len(patched))
+    plain += [-1] * (length - len(plain))
+    patched += [-1] * (length - len(patched))
+    column = next((index for index in range(length) if plain[index] != patched[index]), 0)
     margin = float("nan")
-    if a[column] >= 0 and b[column] >= 0:
+    if plain[column] >= 0 and patched[column] >= 0:
         with disabled(model):
-            again = model.generate(**{**request, "return_dict_in_generate": True, "output_logits": True})
-        logits = again.logits[column][row]
-        margin = float(logits[a[column]] - logits[b[column]])
-    return Divergence(row, column, a[column], b[column], margin)
+            output = model.generate(**{**request, "return_dict_in_generate": True, "output_logits": True})
+        logits = output.logits[column][row]
+        margin = float(logits[plain[column]] - logits[patched[column]])
+    return Divergence(row, column, plain[column], patched[column], margin)
 
 
 def _ratio(plain: list[float], patched: list[float]) -> float:
-    """Median of the paired ratios."""
-    pairs = [p / q for p, q in zip(plain, patched, strict=True) if q > 0]
-    return median(pairs) if pairs else float("nan")
+    """Median of the paired ratios; nan without a positive denominator."""
+    ratios = [plain_s / patched_s for plain_s, patched_s in zip(plain, patched, strict=True) if patched_s > 0]
+    return median(ratios) if ratios else float("nan")

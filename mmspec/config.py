@@ -1,4 +1,4 @@
-"""What can be chosen at `patch` and again per call, and the checks on it. Changes nothing."""
+"""Options of `patch` and of single calls, and their validation. Never modifies a model."""
 
 from __future__ import annotations
 
@@ -6,189 +6,269 @@ import operator
 import os
 import reprlib
 import threading
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from mmspec.control.tree_size import DEFAULT_TREE_SIZE
 from mmspec.engine.tree import BUCKETS
-from mmspec.interfaces import Compressor, Drafter, TargetInfo
+from mmspec.interfaces import CompressingDrafter, Compressor, Drafter, SizedCompressor, TargetInfo, TrainedDrafter
+
+PER_CALL_OPTIONS = (
+    "enabled",
+    "drafter",
+    "compressor",
+    "tree_size",
+    "deterministic",
+    "cpu_pack_weights",
+    "reference",
+    "reference_ids",
+)
+"""Keys of `generate(..., mmspec=dict(...))`."""
+DEPRECATED_OPTIONS = {"nodes": "tree_size", "packed": "cpu_pack_weights"}
+"""Former names of options of `patch` and `generate`, accepted for one release: {old: new}."""
+MAX_CACHED_DRAFTERS = 4
+"""Drafters chosen by name in calls that stay loaded; each may hold the weights of one decoder layer."""
 
 
 @dataclass(frozen=True)
 class SpecConfig:
-    """What can be chosen at `patch` and again per call.
+    """Options that hold for one call.
 
     Attributes:
-        drafter: where guesses come from. compressor: shows the drafter fewer visual tokens.
-        reference: texts that answers may resemble, one for all rows or one per row. reference_ids: the same as ids.
-        nodes: score trees of just this many nodes, the root counted, whatever that costs; None lets the controller
-            choose every round, so that it is never slower.
-        deterministic: fix all shapes, so that a run in half precision repeats itself bit for bit on one machine.
-        packed: on a CPU, True also tries float32 linear layers in the kernel's own order, which costs their memory once
-            more; False leaves all linear layers as they are.
+        drafter: source of draft trees.
+        compressor: reduces the visual tokens that the drafter reads; None for the drafter's own, if it has one.
+        reference: texts that outputs may repeat, one for all rows or one per row.
+        reference_ids: the same as token ids.
+        tree_size: score trees of exactly this many nodes, root included, whatever that costs; None lets the controller
+            choose in every round, so that no round is expected to be slower than plain decoding.
+        deterministic: fix all shapes, so that half-precision runs are bit-identical on one machine.
+        cpu_pack_weights: on a CPU, True also tries float32 linear layers in the kernel's packed layout, at the cost of
+            a copy of their weights; False never replaces a linear layer; None tries what needs no copy.
     """
 
     drafter: Drafter
     compressor: Compressor | None = None
     reference: str | Sequence[str] | None = None
     reference_ids: Sequence[Sequence[int]] | None = None
-    nodes: int | None = None
+    tree_size: int | None = None
     deterministic: bool = False
-    packed: bool | None = None
+    cpu_pack_weights: bool | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.deterministic, bool):
             raise TypeError(
                 f"deterministic must be True (fixed shapes) or False; got {self.deterministic!r}. Pass a bool."
             )
-        if self.packed is not None and not isinstance(self.packed, bool):
-            raise TypeError(f"packed must be True, False, or None (measure what is fastest); got {self.packed!r}.")
+        if self.cpu_pack_weights is not None and not isinstance(self.cpu_pack_weights, bool):
+            raise TypeError(
+                f"cpu_pack_weights must be True, False, or None (measure what is fastest); got "
+                f"{self.cpu_pack_weights!r}."
+            )
         _check_reference(self.reference)
-        if self.nodes is not None and (isinstance(self.nodes, bool) or not isinstance(self.nodes, int)):
-            raise TypeError(f"nodes must be a whole number of 1 to {BUCKETS[-1]}, or None; got {self.nodes!r}.")
-        if self.nodes is not None and not 1 <= self.nodes <= BUCKETS[-1]:
-            raise ValueError(f"nodes must be 1 to {BUCKETS[-1]} (the root counted), or None; got {self.nodes}.")
+        _check_tree_size(self.tree_size)
         if self.compressor is not None:
             _check_compressor(self.compressor, self.drafter)
 
     @property
     def fixed_tree_size(self) -> int | None:
-        """Size of every tree, if timing must not choose it."""
-        return self.nodes or (DEFAULT_TREE_SIZE if self.deterministic else None)
+        """Size of every tree, if timing must not choose it; else None."""
+        return self.tree_size or (DEFAULT_TREE_SIZE if self.deterministic else None)
 
     @property
     def active_compressor(self) -> Compressor | None:
-        """What shows the drafter fewer visual tokens: chosen, or its own; None if nothing does."""
-        own = getattr(self.drafter, "compressor", None)
-        return own if self.compressor is None and isinstance(own, Compressor) else self.compressor
+        """The chosen compressor, else the drafter's own, else None."""
+        return own_compressor(self.drafter) if self.compressor is None else self.compressor
 
 
-def checked_tokenizer(processor: Any) -> Any:
-    """The tokenizer of a processor, or the tokenizer itself; None of None."""
+def own_compressor(drafter: Drafter) -> Compressor | None:
+    """The compressor that a drafter comes with, or None."""
+    own = drafter.compressor if isinstance(drafter, CompressingDrafter) else None
+    return own if isinstance(own, Compressor) else None
+
+
+def rename_deprecated(options: Mapping[str, Any], stacklevel: int) -> dict[str, Any]:
+    """The same options under their current names, with a `DeprecationWarning` for each old one.
+
+    Args:
+        options: keyword arguments or per-call options.
+        stacklevel: of the warning, counted as if this function's caller issued it.
+
+    Raises:
+        TypeError: an option is given under both names.
+    """
+    renamed = dict(options)
+    for old, new in DEPRECATED_OPTIONS.items():
+        if old not in renamed:
+            continue
+        if new in renamed:
+            raise TypeError(f"{old} is the former name of {new}; got both. Pass {new} only.")
+        warnings.warn(f"{old} is now called {new}; pass {new}=.", DeprecationWarning, stacklevel=stacklevel + 1)
+        renamed[new] = renamed.pop(old)
+    return renamed
+
+
+def resolve_tokenizer(processor: Any) -> Any:
+    """The tokenizer of a processor, or the tokenizer itself; None for None.
+
+    Raises:
+        TypeError: neither a processor nor a tokenizer.
+    """
     tokenizer = getattr(processor, "tokenizer", processor)
     if tokenizer is None:
         return None
     if isinstance(tokenizer, type) or not callable(tokenizer) or not hasattr(tokenizer, "__len__"):
         raise TypeError(
-            "processor must be the model's processor or its tokenizer, an object that turns text into ids; got "
-            f"{processor!r}. Pass AutoProcessor.from_pretrained(...), or leave it out."
+            "processor must be the model's processor or its tokenizer, a callable that maps text to ids; got "
+            f"{processor!r}. Pass AutoProcessor.from_pretrained(...), or omit it."
         )
     return tokenizer
 
 
-def checked_reference_ids(rows: Any) -> list[list[int]] | None:
-    """Reference ids as lists of int."""
+def resolve_reference_ids(rows: Any) -> list[list[int]] | None:
+    """Reference ids as lists of int, or None.
+
+    Raises:
+        TypeError, ValueError: not a non-empty list of lists of token ids.
+    """
     if rows is None:
         return None
     rule = "reference_ids must be a list with one list of token ids per prompt, or with one for all, as [[5, 6, 7]]"
     try:
-        made = [[_token(token) for token in row] for row in rows]
+        token_ids = [[_token_id(token) for token in row] for row in rows]
     except TypeError:
         raise TypeError(f"{rule}; got {reprlib.repr(rows)}.") from None
-    if not made:
-        raise ValueError(f"{rule}; got {reprlib.repr(rows)}. Leave it out if there is no reference.")
-    return made
+    if not token_ids:
+        raise ValueError(f"{rule}; got {reprlib.repr(rows)}. Omit it if there is no reference.")
+    return token_ids
+
+
+def _check_tree_size(tree_size: Any) -> None:
+    if tree_size is None:
+        return
+    if isinstance(tree_size, bool) or not isinstance(tree_size, int):
+        raise TypeError(f"tree_size must be an integer from 1 to {BUCKETS[-1]}, or None; got {tree_size!r}.")
+    if not 1 <= tree_size <= BUCKETS[-1]:
+        raise ValueError(f"tree_size must be 1 to {BUCKETS[-1]} (root included), or None; got {tree_size}.")
 
 
 def _check_reference(reference: Any) -> None:
     if reference is None or isinstance(reference, str):
         return
-    rule = "reference must be a text, or a list with one text per prompt"
+    rule = "reference must be a string, or a list with one string per prompt"
     if not isinstance(reference, Sequence) or not all(isinstance(text, str) for text in reference):
         raise TypeError(f"{rule}; got {reprlib.repr(reference)}. Pass token ids as reference_ids.")
     if not reference:
-        raise ValueError(f"{rule}; got {reprlib.repr(reference)}. Leave it out if there is no reference.")
+        raise ValueError(f"{rule}; got {reprlib.repr(reference)}. Omit it if there is no reference.")
 
 
-def _token(value: Any) -> int:
-    """A token id of any integer type; text, truth values and fractions are none."""
+def _token_id(value: Any) -> int:
+    """An integer of any integer type; strings, bools and floats are refused."""
     if isinstance(value, bool):
         raise TypeError
     return operator.index(value)
 
 
-def target_info(family: Any, tokenizer: Any) -> TargetInfo:
-    """What a drafter may check of a target."""
+def target_info(adapter: Any, tokenizer: Any) -> TargetInfo:
+    """Properties of a target that a drafter may check."""
     return TargetInfo(
-        model_type=family.model_type,
-        hidden_size=family.text_config.hidden_size,
-        vocab_size=family.vocab_size,
-        num_layers=family.num_layers,
+        model_type=adapter.model_type,
+        hidden_size=adapter.text_config.hidden_size,
+        vocab_size=adapter.vocab_size,
+        num_layers=adapter.num_layers,
         tokenizer=tokenizer,
-        name=str(getattr(family.model.config, "_name_or_path", "") or ""),
-        media_token_ids=family.media_token_ids,
-        device=family.model.device.type,
+        name=str(getattr(adapter.model.config, "_name_or_path", "") or ""),
+        media_token_ids=adapter.media_token_ids,
+        device=adapter.model.device.type,
     )
 
 
-def resolve_drafter(drafter: str | Drafter, family: Any, tokenizer: Any = None) -> Drafter:
-    """The drafter of that name or folder, or the object itself, if it fits the target."""
-    from mmspec.drafters.registry import make
+def resolve_drafter(drafter: str | Drafter, adapter: Any, tokenizer: Any = None) -> Drafter:
+    """The drafter with a name or in a folder, or the object itself, checked against the target.
 
-    made = make(drafter, target_info(family, tokenizer))
-    if made.vocab_size is not None and made.vocab_size != family.vocab_size:
+    Raises:
+        ValueError: unknown name, or a drafter for another vocabulary or number of layers.
+        TypeError: an object that is not a drafter.
+    """
+    from mmspec.drafters.registry import build_drafter
+
+    resolved = build_drafter(drafter, target_info(adapter, tokenizer))
+    if resolved.vocab_size is not None and resolved.vocab_size != adapter.vocab_size:
         raise ValueError(
-            f"drafter {made.name!r} was made for a vocabulary of {made.vocab_size} ids, the model has "
-            f"{family.vocab_size}; use a drafter of this model, or drafter='auto'."
+            f"drafter {resolved.name!r} is for a vocabulary of {resolved.vocab_size} ids, the model has "
+            f"{adapter.vocab_size}; use a drafter of this model, or drafter='auto'."
         )
-    wrong = [tap for tap in made.requirements.hidden_state_indices if not 0 <= tap <= family.num_layers]
-    if wrong:
-        raise ValueError(f"drafter {made.name!r} taps states {wrong}; this model has states 0 to {family.num_layers}.")
-    comes_with = getattr(made, "comes_with", None)
-    if comes_with is not None:
-        from mmspec.vision.registry import restored
+    indices = resolved.requirements.hidden_state_indices
+    if invalid := [index for index in indices if not 0 <= index <= adapter.num_layers]:
+        raise ValueError(
+            f"drafter {resolved.name!r} needs hidden states {invalid}; this model has 0 to {adapter.num_layers}. "
+            "Use a drafter of this model, or drafter='auto'."
+        )
+    if isinstance(resolved, TrainedDrafter) and resolved.bundled_compressor is not None:
+        from mmspec.vision.registry import load_compressor
 
-        facts, weights = comes_with
-        made.compressor = restored(facts, weights, family.text_config.hidden_size)  # type: ignore[attr-defined]
-    return made
+        config, state_dict = resolved.bundled_compressor
+        resolved.compressor = load_compressor(config, state_dict, adapter.text_config.hidden_size)
+    return resolved
 
 
 def resolve_compressor(compressor: str | Compressor | None) -> Compressor | None:
-    """The compressor of that name, or the object itself if it is one."""
+    """The compressor with a name such as "pool:49", or the object itself if it is one; None for None.
+
+    Raises:
+        ValueError: unknown name. TypeError: an object that is not a compressor.
+    """
     if compressor is None:
         return None
-    from mmspec.vision.registry import make
+    from mmspec.vision.registry import build_compressor
 
-    return make(compressor)
+    return build_compressor(compressor)
 
 
 def _check_compressor(compressor: Compressor, drafter: Drafter) -> None:
-    """Refuse any beside a drafter that shrinks pictures, and weights of another width than the states it reads."""
-    head = getattr(drafter, "head", None)
-    if getattr(head, "shrinks", False):
-        raise ValueError(f"drafter {drafter.name!r} shrinks pictures itself; leave compressor=None.")
-    made, config = getattr(compressor, "hidden_size", None), getattr(head, "config", None)
-    if made is None:
+    """Refuse a compressor beside a head that compresses itself, or with weights for another hidden size."""
+    if not isinstance(drafter, TrainedDrafter):
         return
-    if getattr(config, "wide", False):  # states are wider than embeddings: no one width fits both
+    if drafter.compresses_visual_tokens:
+        raise ValueError(f"drafter {drafter.name!r} compresses visual tokens itself; pass compressor=None.")
+    size = compressor.hidden_size if isinstance(compressor, SizedCompressor) else None
+    if size is None:
+        return
+    expected = drafter.compressor_hidden_size
+    if expected is None:
         raise ValueError(
-            f"compressor {compressor.name!r} was made for states of width {made}, drafter {drafter.name!r} reads "
-            "several states side by side; choose one without weights."
+            f"compressor {compressor.name!r} has weights for hidden size {size}, drafter {drafter.name!r} reads "
+            "several hidden states side by side; choose a compressor without weights."
         )
-    wanted = getattr(config, "hidden_size", made)
-    if made != wanted:
+    if size != expected:
         raise ValueError(
-            f"compressor {compressor.name!r} was made for states of width {made}, drafter {drafter.name!r} reads "
-            f"states of width {wanted}; make it with hidden_size={wanted}, or choose one without weights."
+            f"compressor {compressor.name!r} has weights for hidden size {size}, drafter {drafter.name!r} reads "
+            f"hidden size {expected}; build it with hidden_size={expected}, or choose one without weights."
         )
 
 
-def reference_rows(
-    options: SpecConfig, tokenizer: Any, batch: int | None, num_return_sequences: int
-) -> list[list[int]]:
-    """One list of reference ids per row of the expanded batch. `batch` None only checks."""
-    texts, ids = options.reference, options.reference_ids
+def reference_rows(config: SpecConfig, tokenizer: Any, batch: int | None, num_return_sequences: int) -> list[list[int]]:
+    """One list of reference ids per row of the expanded batch (prompts times `num_return_sequences`).
+
+    Args:
+        batch: rows of the expanded batch; None validates only and returns an empty list.
+
+    Raises:
+        ValueError: text without a tokenizer, or another number of texts than prompts.
+    """
+    texts = config.reference
+    ids = config.reference_ids
     if texts is None and ids is None:
         return [[] for _ in range(batch or 0)]
     if texts is not None:
         if tokenizer is None:
-            raise ValueError("reference= is text and needs the tokenizer: pass processor=, or give reference_ids=.")
-        many = [texts] if isinstance(texts, str) else list(texts)
-        # Twice, since a text after a space is other tokens than at the start of a line.
+            raise ValueError("reference= is text and needs the tokenizer: pass processor=, or pass reference_ids=.")
+        texts = [texts] if isinstance(texts, str) else list(texts)
+        # Both forms: most tokenizers encode a text after a space differently than at the start of a line.
         ids = [
             [token for form in (text, " " + text) for token in tokenizer(form, add_special_tokens=False).input_ids]
-            for text in many
+            for text in texts
         ]
     assert ids is not None
     if batch is None:
@@ -197,67 +277,62 @@ def reference_rows(
         ids = list(ids) * (batch // num_return_sequences)
     if len(ids) * num_return_sequences != batch:
         raise ValueError(
-            f"reference gives {len(ids)} texts for {batch // num_return_sequences} prompts; give one, or one per prompt."
+            f"reference has {len(ids)} texts for {batch // num_return_sequences} prompts; pass one, or one per prompt."
         )
     return [list(row) for row in ids for _ in range(num_return_sequences)]
 
 
-PER_CALL_OPTIONS = (
-    "enabled",
-    "drafter",
-    "compressor",
-    "nodes",
-    "deterministic",
-    "packed",
-    "reference",
-    "reference_ids",
-)
-
-
-MAX_CACHED_DRAFTERS = 4
-"""Drafters that calls named and that are kept for later calls; each may hold the weights of a layer."""
-
-
 class DrafterCache:
-    """Drafters by name, so that a call that names one does not read its weights anew, and what it learned stays."""
+    """Drafters by name, so that a later call with the same name reuses the loaded weights and the learned state."""
 
     def __init__(self) -> None:
-        self._made: dict[Any, Drafter] = {}
+        self._drafters: dict[Any, Drafter] = {}
         self._lock = threading.Lock()
 
-    def get(self, drafter: str | Drafter, family: Any, tokenizer: Any) -> Drafter:
-        """As `checked_drafter`; a folder that has changed since is read again."""
+    def get(self, drafter: str | Drafter, adapter: Any, tokenizer: Any) -> Drafter:
+        """As `resolve_drafter`; a folder whose content has changed is loaded again."""
         if not isinstance(drafter, str):
-            return resolve_drafter(drafter, family, tokenizer)
-        key = drafter, _stamp(drafter), id(tokenizer), family.vocab_size
+            return resolve_drafter(drafter, adapter, tokenizer)
+        key = drafter, _folder_state(drafter), id(tokenizer), adapter.vocab_size
         with self._lock:
-            made = self._made.pop(key, None) or resolve_drafter(drafter, family, tokenizer)
-            self._made[key] = made  # the newest last
-            for old in list(self._made)[:-MAX_CACHED_DRAFTERS]:
-                del self._made[old]
-        return made
+            resolved = self._drafters.pop(key, None) or resolve_drafter(drafter, adapter, tokenizer)
+            self._drafters[key] = resolved  # last in the dict: most recently used
+            for old in list(self._drafters)[:-MAX_CACHED_DRAFTERS]:
+                del self._drafters[old]
+        return resolved
 
 
-def _stamp(folder: str) -> tuple[Any, ...]:
-    """Size and time of what is in a folder; nothing of what is none."""
+def _folder_state(folder: str) -> tuple[Any, ...]:
+    """Name, size and modification time of each file in a folder; () if it is no folder."""
     if not os.path.isdir(folder):
         return ()
-    with os.scandir(folder) as found:
-        return tuple(sorted((one.name, one.stat().st_size, one.stat().st_mtime_ns) for one in found))
+    with os.scandir(folder) as entries:
+        return tuple(sorted((entry.name, entry.stat().st_size, entry.stat().st_mtime_ns) for entry in entries))
 
 
 def resolve_call_config(
-    options: SpecConfig, chosen: Mapping[str, Any] | None, family: Any, tokenizer: Any, kept: DrafterCache
+    config: SpecConfig, overrides: Mapping[str, Any] | None, adapter: Any, tokenizer: Any, cache: DrafterCache
 ) -> tuple[SpecConfig, bool]:
-    """Options of one call, and whether mmspec is on, from `generate(..., mmspec=dict(...))`."""
-    if chosen is None:
-        return _own(options), True
-    if not isinstance(chosen, Mapping):
-        raise TypeError(f"generate(mmspec=...) takes a dict with any of {', '.join(PER_CALL_OPTIONS)}; got {chosen!r}.")
-    chosen = dict(chosen)
-    unknown = sorted(set(chosen) - set(PER_CALL_OPTIONS))
-    if unknown:
-        raise ValueError(f"generate(mmspec=...) takes {', '.join(PER_CALL_OPTIONS)}; got {', '.join(unknown)}.")
+    """Options of one call, and whether mmspec is enabled for it.
+
+    Args:
+        config: options of `patch`.
+        overrides: `generate(..., mmspec=overrides)`, any of `PER_CALL_OPTIONS`, or None.
+        adapter: the model's adapter.
+        tokenizer: the model's tokenizer, or None.
+        cache: drafters that earlier calls chose by name.
+
+    Raises:
+        TypeError, ValueError: unknown options, or values that `patch` would refuse too.
+    """
+    if overrides is None:
+        return _with_own_compressor(config), True
+    known = ", ".join(PER_CALL_OPTIONS)
+    if not isinstance(overrides, Mapping):
+        raise TypeError(f"generate(mmspec=...) takes a dict with any of {known}; got {overrides!r}.")
+    chosen = rename_deprecated(overrides, stacklevel=4)  # of the caller of `generate`
+    if unknown := sorted(set(chosen) - set(PER_CALL_OPTIONS)):
+        raise ValueError(f"generate(mmspec=...) takes {known}; got {', '.join(unknown)}.")
     enabled = chosen.pop("enabled", True)
     if not isinstance(enabled, bool):
         raise TypeError(
@@ -265,20 +340,20 @@ def resolve_call_config(
             "by transformers alone."
         )
     if "reference_ids" in chosen:
-        chosen["reference_ids"] = checked_reference_ids(chosen["reference_ids"])
+        chosen["reference_ids"] = resolve_reference_ids(chosen["reference_ids"])
     if "drafter" in chosen:
-        chosen["drafter"] = kept.get(chosen["drafter"], family, tokenizer)
+        chosen["drafter"] = cache.get(chosen["drafter"], adapter, tokenizer)
     if "compressor" in chosen:
         chosen["compressor"] = resolve_compressor(chosen["compressor"])
-    return _own(replace(options, **chosen)), enabled
+    return _with_own_compressor(replace(config, **chosen)), enabled
 
 
-def _own(options: SpecConfig) -> SpecConfig:
-    """With the drafter's own compressor where the one chosen by name only stands in for it."""
-    if options.compressor is None:
-        return options
-    from mmspec.vision.compressors.cost_based import Measured
+def _with_own_compressor(config: SpecConfig) -> SpecConfig:
+    """Use the drafter's trained compressor where the chosen one is the untrained stand-in of the same name."""
+    if config.compressor is None:
+        return config
+    from mmspec.vision.compressors.cost_based import CostBased
 
-    own = getattr(options.drafter, "compressor", None)
-    stands_in = isinstance(options.compressor, Measured) and options.compressor.name == getattr(own, "name", None)
-    return replace(options, compressor=own) if stands_in else options
+    own = own_compressor(config.drafter)
+    is_stand_in = isinstance(config.compressor, CostBased) and own is not None and config.compressor.name == own.name
+    return replace(config, compressor=own) if is_stand_in else config

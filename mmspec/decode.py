@@ -1,10 +1,15 @@
-"""One call, from what transformers has prepared to what it would have returned: builds the parts and runs the loop."""
+"""One call of the decode loop: from what transformers prepared to what its own `_sample` would return.
+
+`decode` runs the prefill, builds the parts of `DecodeLoop` (output buffer, sampler, drafter, controller), runs the loop
+and returns the result.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any
 
@@ -13,287 +18,328 @@ from torch import Tensor, nn
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from mmspec.config import SpecConfig, reference_rows
-from mmspec.control.tree_size import CostModel, TreeSizeController
-from mmspec.cpu.linear import LinearAutotuner, find_linear_layers, use_fast_linears
+from mmspec.call import CallContext, FallbackRequired, PreparedInputs
+from mmspec.config import reference_rows
+from mmspec.control.tree_size import TreeSizeController
+from mmspec.cpu.linear import find_linear_layers, use_fast_linears
 from mmspec.engine.loop import DecodeLoop
-from mmspec.engine.output import OutputBuffer, is_user_code
-from mmspec.engine.sampler import RngGuard, SamplingNoise, TreeSampler, unknown
+from mmspec.engine.output import UNLIMITED_STEPS, OutputBuffer, ReturnFlags, UserCodeHooks, is_user_code
+from mmspec.engine.rng import RngGuard, SamplingNoise
+from mmspec.engine.sampler import TreeSampler, unknown
 from mmspec.engine.tree import DraftTree
-from mmspec.interfaces import Drafter, Prompt, SharedEmbeddings, VerifyResult
+from mmspec.interfaces import Drafter, Prompt, SharedEmbeddings, VerifyResult, VisualGrid
 from mmspec.metrics.compression_stats import RecordingCompressor
 from mmspec.metrics.stats import Stats
-from mmspec.targets.hf import HFTarget, ModelAdapter
-from mmspec.targets.module_scan import ModuleScan, scan
-from mmspec.targets.vision_attention import AttentionCapture
+from mmspec.targets.base import ModelAdapter
+from mmspec.targets.hf import HFTarget
+from mmspec.targets.module_scan import scan_modules
 
 NOISE_BYTES = 256 << 20
-"""Most memory that the noise of columns in flight may take; rows too far ahead wait."""
-NOISE_COLUMNS = 128
-UNLIMITED = 1 << 39
-"""Nobody said how many new tokens there may be, where there may be so many."""
-
-
-class FallbackRequired(Exception):
-    """Found out on the way: this call must be decoded by transformers alone. Nothing of it was touched."""
+"""Largest memory for the noise of the steps in flight; rows that are too far ahead wait."""
+NOISE_STEPS = 128
+"""Largest number of steps in flight when sampling."""
+UNLIMITED = UNLIMITED_STEPS >> 1
+"""A `max_new_tokens` from here on means that the call has no length limit."""
 
 
 @dataclass
-class CallContext:
-    """What the wrapper knows of one call.
+class Prefilled:
+    """The target after its forward over the prompt.
 
     Attributes:
-        packs: how linear layers are computed fastest. costs: what rounds with this call's drafter cost.
-        began: `time.perf_counter()` when `generate` was called.
-        streamer, vision: arguments of `generate` that transformers does not pass on. repeats: rows per prompt.
-        warn: tells the user something once. heard: what the vision tower was fed, if a compressor asks for it.
-        modules: what the call's one pass over the modules found.
+        target: the target, with the prompt in its cache.
+        logits: [B, V] of the last position.
+        hidden_states: {index: [B, L, D]}, those that the drafter requires.
     """
 
-    adapter: ModelAdapter
-    config: SpecConfig
-    tokenizer: Any
-    autotuner: LinearAutotuner
-    costs: CostModel
-    start_time: float
-    streamer: Any
-    vision_inputs: Mapping[str, Any]
-    num_return_sequences: int
-    warn: Callable[[str], None]
-    attention_capture: AttentionCapture | None = None
-    modules: ModuleScan | None = None
-    stats: Stats = field(default_factory=Stats)
+    target: HFTarget
+    logits: Tensor
+    hidden_states: dict[int, Tensor]
 
 
-@dataclass
-class PreparedInputs:
-    """What transformers has made of the call: what its own `_sample` would be given."""
-
-    input_ids: Tensor
-    processors: Any
-    criteria: Any
-    config: Any
-    model_kwargs: dict[str, Any]
-
-
-def decode(call: CallContext, given: PreparedInputs) -> Any:
-    """Decode; returns what `GenerationMixin._sample` returns.
+def decode(call: CallContext, inputs: PreparedInputs) -> Any:
+    """Decode one call; returns what `GenerationMixin._sample` returns.
 
     Raises:
-        CannotServe: the call has to go the plain way after all.
+        FallbackRequired: the prefill shows that transformers must decode this call.
     """
-    entered = time.perf_counter()
-    watched = bool(call.streamer is not None or unknown(given.processors) or any(map(is_user_code, given.criteria)))
-    modules = call.modules = call.modules or scan(call.adapter.model)
-    target = HFTarget(
-        call.adapter,
-        given.input_ids,
-        given.model_kwargs,
-        given.config,
-        _most(given),
-        quiet=modules.quiet,
-        watched=watched,
-    )
-    first, taps = _prefill(target, call.config.drafter)
-    call.stats.prefill_s = time.perf_counter() - entered
+    start = time.perf_counter()
+    target = _build_target(call, inputs)
+    prefilled = _prefill(target, call.config.drafter)
+    call.stats.prefill_s = time.perf_counter() - start
     try:
-        return _decode(call, given, target, first, taps)
+        return _decode(call, inputs, prefilled)
     except BaseException:
         target.leave()
         raise
 
 
-def _decode(call: CallContext, given: PreparedInputs, target: HFTarget, first: Tensor, taps: dict[int, Tensor]) -> Any:
-    """What follows the prefill, whose last logits [B, V] and states {index: [B, L, D]} are given."""
-    input_ids, config = given.input_ids, given.config
-    drafter, shows = call.config.drafter, call.config.active_compressor
-    most, watch = target.max_new_tokens, None if shows is None else RecordingCompressor(shows)
-    wants_dict = config.return_dict_in_generate
-    keep_cache = bool(wants_dict or target.keeps_cache)
-    noise = _noise(config, first, input_ids)
-    picker = TreeSampler(given.processors, noise)
-    strangers = picker.unknown_processors
-    if strangers:
-        call.warn(f"{', '.join(strangers)}: called once per column as transformers does; not sped up")
-        if noise is not None:
-            noise.immediate = True
-    pad = config._pad_token_tensor
-    clock = OutputBuffer(
-        input_ids,
-        given.criteria,
-        pad_token_id=None if pad is None else int(pad),
-        noise=noise,
-        streamer=call.streamer,
-        return_scores=bool(wants_dict and config.output_scores),
-        return_logits=bool(wants_dict and config.output_logits),
-        return_cache=keep_cache,
-        stepwise=bool(strangers),
-        show=target.show,
-        written=target.lent.written,
-    )
+def _decode(call: CallContext, inputs: PreparedInputs, prefilled: Prefilled) -> Any:
+    """Build the loop, run it and return the result."""
+    target = prefilled.target
+    device = inputs.input_ids.device
+    sampler = _build_sampler(call, inputs, prefilled.logits)
+    output = _build_output(call, inputs, target, sampler)
 
-    def undo() -> RngGuard:
-        return RngGuard(input_ids.device, target.device, noise=noise)
+    def rng_guard() -> RngGuard:
+        return RngGuard(device, target.device, noise=sampler.noise)
 
-    if watch is not None and not is_builtin(watch.inner):
-        watch.context_factory = undo
-    prompt = _prompt(call, input_ids, target, taps, first.shape[-1], clock)
-    prompt = replace(
-        prompt,
-        compressor=watch,
-        max_new_tokens=most if most < UNLIMITED else None,
-        visual_saliency=_attended(call, prompt.visual_mask),
-    )
+    drafter = call.config.drafter
+    compressor = _build_compressor(call, rng_guard)
+    prompt = replace(_build_prompt(call, inputs, prefilled, output), compressor=compressor)
     loop = DecodeLoop(
         target=target,
-        drafter=drafter if is_builtin(drafter) else RngIsolatedDrafter(drafter, undo),
-        output=clock,
-        sampler=picker,
-        controller=TreeSizeController(
-            call.costs,
-            input_ids.shape[0],
-            drafts=drafter.name != "none",
-            max_tree_size=drafter.requirements.max_tree_size,
-            fixed_tree_size=call.config.fixed_tree_size,
-        ),
+        drafter=drafter if is_builtin(drafter) else RngIsolatedDrafter(drafter, rng_guard),
+        output=output,
+        sampler=sampler,
+        controller=_build_controller(call, num_rows=len(inputs.input_ids)),
         stats=call.stats,
-        draftable=_allowed(prompt, call.adapter, input_ids.device),
+        draftable=_draftable_ids(prompt, call.adapter, device),
         start_time=call.start_time,
         warn=call.warn,
     )
     try:
-        fixed, copies = call.config.deterministic, bool(call.config.packed)
-        with target.decoding(), use_fast_linears(call.autotuner, _layers(call), fixed, copies):
-            loop.run(first, prompt)
+        with target.decoding(), _fast_linears(call):
+            loop.run(prefilled.logits, prompt)
     finally:
-        if noise is not None and not noise.immediate:
-            noise.restore_rng(clock.steps - 1)
+        if sampler.noise is not None and not sampler.noise.immediate:
+            sampler.noise.restore_rng(output.steps - 1)
     if call.streamer is not None:
         call.streamer.end()
-    _count(call.stats, clock)
-    if watch is not None:
-        call.stats.add_compression(watch.records())
-    sequences, scores, logits = clock.result()
-    cache = target.export_cache(clock.steps) if keep_cache else None
-    if not wants_dict:
+    _count_tokens(call.stats, output)
+    if compressor is not None:
+        call.stats.add_compression(compressor.records())
+    return _build_result(inputs.config, output, target)
+
+
+# --- the parts of a call ----------------------------------------------------------------------------------------------
+
+
+def _build_target(call: CallContext, inputs: PreparedInputs) -> HFTarget:
+    if call.modules is None:
+        call.modules = scan_modules(call.adapter.model)
+    runs_user_code = bool(
+        call.streamer is not None or unknown(inputs.processors) or any(map(is_user_code, inputs.criteria))
+    )
+    return HFTarget(
+        call.adapter,
+        inputs.input_ids,
+        inputs.model_kwargs,
+        inputs.config,
+        _max_new_tokens(inputs),
+        inference_mode=call.modules.can_use_inference_mode,
+        cache_is_observed=runs_user_code,
+    )
+
+
+def _prefill(target: HFTarget, drafter: Drafter) -> Prefilled:
+    with RngGuard(target.device, target.input_ids.device) as guard:
+        logits, hidden_states = target.prefill(drafter.requirements.hidden_state_indices)
+    if guard.rng_was_used:
+        raise FallbackRequired("a forward that draws random numbers")
+    return Prefilled(target, logits, hidden_states)
+
+
+def _build_sampler(call: CallContext, inputs: PreparedInputs, prompt_logits: Tensor) -> TreeSampler:
+    """The sampler, with noise if the call samples. User processors draw by transformers' own calls."""
+    noise = None
+    if inputs.config.do_sample:
+        batch, vocab = prompt_logits.shape
+        window = max(2, min(NOISE_STEPS, NOISE_BYTES // (4 * batch * vocab)))
+        noise = SamplingNoise(batch, vocab, inputs.input_ids.device, window)
+    sampler = TreeSampler(inputs.processors, noise)
+    if sampler.unknown_processors:
+        names = ", ".join(sampler.unknown_processors)
+        call.warn(f"{names}: called once per step as transformers does; not sped up")
+        if noise is not None:
+            noise.immediate = True
+    return sampler
+
+
+def _build_output(call: CallContext, inputs: PreparedInputs, target: HFTarget, sampler: TreeSampler) -> OutputBuffer:
+    config = inputs.config
+    returns_dict = bool(config.return_dict_in_generate)
+    pad_token = config._pad_token_tensor
+    return OutputBuffer(
+        inputs.input_ids,
+        inputs.criteria,
+        pad_token_id=None if pad_token is None else int(pad_token),
+        noise=sampler.noise,
+        streamer=call.streamer,
+        returns=ReturnFlags(
+            scores=bool(returns_dict and config.output_scores),
+            logits=bool(returns_dict and config.output_logits),
+            cache=_returns_cache(config, target),
+        ),
+        stepwise=bool(sampler.unknown_processors),
+        hooks=UserCodeHooks(before_user_code=target.show, cache_was_written=target.lent.written),
+    )
+
+
+def _build_compressor(call: CallContext, rng_guard: Callable[[], RngGuard]) -> RecordingCompressor | None:
+    """The call's compressor, recorded; the draws of a user's compressor are undone."""
+    if call.config.active_compressor is None:
+        return None
+    compressor = RecordingCompressor(call.config.active_compressor)
+    if not is_builtin(compressor.inner):
+        compressor.context_factory = rng_guard
+    return compressor
+
+
+def _build_controller(call: CallContext, num_rows: int) -> TreeSizeController:
+    drafter = call.config.drafter
+    return TreeSizeController(
+        call.costs,
+        num_rows,
+        drafts=drafter.name != "none",
+        max_tree_size=drafter.requirements.max_tree_size,
+        fixed_tree_size=call.config.fixed_tree_size,
+    )
+
+
+def _build_prompt(call: CallContext, inputs: PreparedInputs, prefilled: Prefilled, output: OutputBuffer) -> Prompt:
+    """The prompt as drafters see it, without the compressor."""
+    target = prefilled.target
+    input_ids = inputs.input_ids
+    batch, length = input_ids.shape
+    media_ids = torch.tensor(call.adapter.media_token_ids, device=input_ids.device)
+    visual_mask = torch.isin(input_ids, media_ids)
+    attention_mask = target.kwargs.get("attention_mask")
+    if attention_mask is None:
+        attention_mask = torch.ones_like(input_ids)
+    model = call.adapter.model
+    samples = output.noise is not None
+    return Prompt(
+        input_ids=input_ids,
+        attention_mask=attention_mask[:, -length:].bool(),
+        visual_mask=visual_mask,
+        position_ids=target.position_ids[..., -length:],
+        grids=_visual_grids(call, input_ids) if prefilled.hidden_states else (),
+        hidden_states=prefilled.hidden_states,
+        vocab_size=prefilled.logits.shape[-1],
+        banned_ids=_banned_ids(call, inputs.config, prefilled.logits.shape[-1]),
+        reference_ids=reference_rows(call.config, call.tokenizer, batch, call.num_return_sequences),
+        noise=output.noise_ahead if samples else None,
+        temperature=float(inputs.config.temperature or 1.0) if samples else 1.0,
+        shared_embeddings=SharedEmbeddings(model.get_input_embeddings(), model.get_output_embeddings()),
+        static_shapes=call.config.fixed_tree_size is not None,
+        max_new_tokens=target.max_new_tokens if target.max_new_tokens < UNLIMITED else None,
+        visual_saliency=_visual_saliency(call, visual_mask),
+    )
+
+
+def _visual_grids(call: CallContext, input_ids: Tensor) -> tuple[VisualGrid, ...]:
+    """The grids of all rows. The visual inputs describe each prompt once, whatever `num_return_sequences`."""
+    repeats = call.num_return_sequences
+    grids = call.adapter.grids(input_ids[::repeats], call.vision_inputs)
+    return tuple(replace(grid, row=grid.row * repeats + repeat) for grid in grids for repeat in range(repeats))
+
+
+def _visual_saliency(call: CallContext, visual_mask: Tensor) -> Tensor | None:
+    """[B, L] float32 attention of the vision tower, computed once per prompt; None if it was not captured."""
+    repeats = call.num_return_sequences
+    saliency = call.adapter.visual_saliency(call.attention_capture, visual_mask[::repeats], call.vision_inputs)
+    return None if saliency is None else saliency.repeat_interleave(repeats, 0)
+
+
+def _banned_ids(call: CallContext, config: Any, vocab_size: int) -> frozenset[int]:
+    """Ids that a draft must not contain: placeholders, padding, ids beyond the tokenizer."""
+    banned = set(call.adapter.media_token_ids)
+    pad_token = config._pad_token_tensor
+    if pad_token is not None and int(pad_token) not in _as_ids(config.eos_token_id):
+        banned.add(int(pad_token))
+    if call.tokenizer is not None:
+        banned.update(range(len(call.tokenizer), vocab_size))
+    return frozenset(banned)
+
+
+def _draftable_ids(prompt: Prompt, adapter: ModelAdapter, device: torch.device) -> Tensor:
+    """[V] bool, ids that may be drafted: not banned, and with an embedding (the head may have more rows)."""
+    draftable = torch.ones(prompt.vocab_size, dtype=torch.bool, device=device)
+    draftable[[token for token in prompt.banned_ids if 0 <= token < prompt.vocab_size]] = False
+    draftable[adapter.num_embeddings :] = False
+    return draftable
+
+
+def _fast_linears(call: CallContext) -> AbstractContextManager[None]:
+    """Context in which linear layers of the decoding step and of the drafter run in their fastest kernel, on CPU."""
+    config = call.config
+    layers: list[nn.Linear] = []
+    if config.cpu_pack_weights is not False and call.adapter.model.device.type == "cpu":
+        roots: list[nn.Module] = [] if call.modules is None else list(call.modules.linear_layers)
+        roots += [part for part in vars(config.drafter).values() if isinstance(part, nn.Module)]
+        layers = find_linear_layers(roots)
+    return use_fast_linears(call.autotuner, layers, config.deterministic, bool(config.cpu_pack_weights))
+
+
+def _max_new_tokens(inputs: PreparedInputs) -> int:
+    """Largest number of new tokens of any row, at least 1."""
+    lengths = [criterion.max_length for criterion in inputs.criteria if type(criterion) is MaxLengthCriteria]
+    if inputs.config.max_length is not None:
+        lengths.append(inputs.config.max_length)
+    return max(1, ceil(min(lengths, default=UNLIMITED_STEPS)) - inputs.input_ids.shape[1])
+
+
+# --- the result -------------------------------------------------------------------------------------------------------
+
+
+def _returns_cache(config: Any, target: HFTarget) -> bool:
+    return bool(config.return_dict_in_generate or target.keeps_cache)
+
+
+def _build_result(config: Any, output: OutputBuffer, target: HFTarget) -> Any:
+    """The return value of `_sample`: sequences, or a `GenerateDecoderOnlyOutput`."""
+    sequences, scores, logits = output.result()
+    cache = target.export_cache(output.steps) if _returns_cache(config, target) else None
+    if not config.return_dict_in_generate:
         return sequences
     return GenerateDecoderOnlyOutput(sequences=sequences, scores=scores, logits=logits, past_key_values=cache)
 
 
-def _prefill(target: HFTarget, drafter: Drafter) -> tuple[Tensor, dict[int, Tensor]]:
-    with RngGuard(target.device, target.input_ids.device) as undo:
-        result = target.prefill(drafter.requirements.hidden_state_indices)
-    if undo.rng_was_used:
-        raise FallbackRequired("a forward that draws random numbers")
-    return result
-
-
-def _prompt(
-    call: CallContext, input_ids: Tensor, target: HFTarget, taps: Any, vocab: int, clock: OutputBuffer
-) -> Prompt:
-    family, repeats = call.adapter, call.num_return_sequences
-    mask = target.kwargs.get("attention_mask")
-    full = torch.ones_like(input_ids, dtype=torch.bool)
-    segments = family.grids(input_ids[::repeats], call.vision_inputs) if taps else ()
-    banned = set(family.media_token_ids)
-    if target.config._pad_token_tensor is not None and clock.pad_token_id not in _ids(target.config.eos_token_id):
-        banned.add(clock.pad_token_id)
-    if call.tokenizer is not None:
-        banned.update(range(len(call.tokenizer), vocab))
-    return Prompt(
-        input_ids=input_ids,
-        attention_mask=full if mask is None else mask[:, -input_ids.shape[1] :].bool(),
-        visual_mask=torch.isin(input_ids, torch.tensor(family.media_token_ids, device=input_ids.device)),
-        position_ids=target.positions[..., -input_ids.shape[1] :],
-        grids=tuple(
-            replace(segment, row=segment.row * repeats + again) for segment in segments for again in range(repeats)
-        ),
-        hidden_states=taps,
-        vocab_size=vocab,
-        banned_ids=frozenset(banned),
-        reference_ids=reference_rows(call.config, call.tokenizer, input_ids.shape[0], repeats),
-        noise=None if clock.noise is None else clock.noise_ahead,
-        temperature=float(target.config.temperature or 1.0) if clock.noise is not None else 1.0,
-        static_shapes=call.config.fixed_tree_size is not None,
-        shared_embeddings=SharedEmbeddings(family.model.get_input_embeddings(), family.model.get_output_embeddings()),
-    )
-
-
-def _attended(call: CallContext, visual: Tensor) -> Tensor | None:
-    """Of the rows of visual [B, L], of which each prompt has several; pictures were read once for each prompt."""
-    found = call.adapter.visual_saliency(
-        call.attention_capture, visual[:: call.num_return_sequences], call.vision_inputs
-    )
-    return None if found is None else found.repeat_interleave(call.num_return_sequences, 0)
-
-
-def _layers(call: CallContext) -> list[nn.Linear]:
-    """The linear layers that the loop runs through and that may be computed in other ways (`mmspec.cpu.linear`)."""
-    if call.config.packed is False or call.adapter.model.device.type != "cpu":
-        return []
-    roots: list[nn.Module] = [] if call.modules is None else list(call.modules.linears)
-    roots += [part for part in vars(call.config.drafter).values() if isinstance(part, nn.Module)]
-    return find_linear_layers(roots)
-
-
-def _allowed(prompt: Prompt, family: ModelAdapter, device: torch.device) -> Tensor:
-    """[V] bool, ids that may be drafted: not banned, and with an embedding (the head may have more rows)."""
-    allowed = torch.ones(prompt.vocab_size, dtype=torch.bool, device=device)
-    allowed[[token for token in prompt.banned_ids if 0 <= token < prompt.vocab_size]] = False
-    allowed[family.num_embeddings :] = False
-    return allowed
-
-
-def _noise(config: Any, first: Tensor, input_ids: Tensor) -> SamplingNoise | None:
-    if not config.do_sample:
-        return None
-    batch, vocab = first.shape
-    window = max(2, min(NOISE_COLUMNS, NOISE_BYTES // (4 * batch * vocab)))
-    return SamplingNoise(batch, vocab, input_ids.device, window)
-
-
-def _most(given: PreparedInputs) -> int:
-    """New tokens that any row may be given."""
-    lengths = [criterion.max_length for criterion in given.criteria if type(criterion) is MaxLengthCriteria]
-    if given.config.max_length is not None:
-        lengths.append(given.config.max_length)
-    return max(1, ceil(min(lengths, default=1 << 40)) - given.input_ids.shape[1])
-
-
-def _count(stats: Stats, clock: OutputBuffer) -> None:
-    """Tokens of the output, padding after a row's end not counted."""
-    ends = clock.output_lengths()
+def _count_tokens(stats: Stats, output: OutputBuffer) -> None:
+    """Count the call and its output tokens, without padding."""
+    lengths = output.output_lengths()
     stats.calls = 1
-    stats.row_tokens = ends
-    stats.tokens = sum(ends)
-    stats.first_tokens = len(ends)
+    stats.row_tokens = lengths
+    stats.tokens = sum(lengths)
+    stats.first_tokens = len(lengths)
 
 
-def _ids(value: int | Sequence[int] | None) -> tuple[int, ...]:
+def _as_ids(value: int | Sequence[int] | None) -> tuple[int, ...]:
     if value is None:
         return ()
     return (value,) if isinstance(value, int) else tuple(value)
 
 
+# --- drafters of users ------------------------------------------------------------------------------------------------
+
+
 def is_builtin(part: object) -> bool:
+    """Whether a drafter or compressor is part of mmspec."""
     return type(part).__module__.startswith("mmspec.")
 
 
 class RngIsolatedDrafter:
-    """Someone else's drafter, which must not leave a trace in the generator that tokens are sampled with."""
+    """A user's drafter whose draws from the default generators are undone, so that it cannot change sampled tokens."""
 
-    def __init__(self, drafter: Drafter, undo: Callable[[], RngGuard]) -> None:
-        self.drafter, self.undo = drafter, undo
-        self.name, self.requirements, self.vocab_size = drafter.name, drafter.requirements, drafter.vocab_size
+    def __init__(self, drafter: Drafter, rng_guard: Callable[[], RngGuard]) -> None:
+        self.drafter = drafter
+        self.rng_guard = rng_guard
+        self.name = drafter.name
+        self.requirements = drafter.requirements
+        self.vocab_size = drafter.vocab_size
 
     def begin(self, prompt: Prompt) -> Any:
-        with self.undo():
+        """See `mmspec.interfaces.Drafter`."""
+        with self.rng_guard():
             return self.drafter.begin(prompt)
 
     def propose(self, state: Any, max_nodes: int, active: Sequence[bool]) -> DraftTree:
-        with self.undo():
+        """See `mmspec.interfaces.Drafter`."""
+        with self.rng_guard():
             return self.drafter.propose(state, max_nodes, active)
 
     def observe(self, state: Any, result: VerifyResult, hidden_states: Mapping[int, Tensor]) -> None:
-        with self.undo():
+        """See `mmspec.interfaces.Drafter`."""
+        with self.rng_guard():
             self.drafter.observe(state, result, hidden_states)

@@ -1,6 +1,14 @@
-"""Which requests go the plain way, and why: what the loop cannot serve exactly, it does not serve.
+"""Requests that transformers decodes alone, and the reason: whatever the loop cannot reproduce exactly.
 
-Pure look-ups over settings; says the reason in the words of the option, so that the one warning names it.
+Reads settings only. A reason names the option, since it is logged once as a warning and stored in
+`Stats.fallback_reason`. `mmspec.generate` asks for reasons in this order, the first one counts:
+
+1. `reason_before_binding`: the model's class has a `generate` of its own.
+2. `reason_before_prepare`: options and modules that are known before transformers prepares anything.
+3. `reason_after_prepare`: the prepared generation config and model inputs.
+4. `ModelAdapter.unsupported_reason`: attention, layer types and rotary scaling of the model.
+5. `HFTarget.unsupported_reason`: the cache (`engine.tree_cache`) and the attention mask of the call.
+6. `selftest.failure_reason`: modules of unknown classes, tested once.
 """
 
 from __future__ import annotations
@@ -8,10 +16,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from mmspec.targets.module_scan import ModuleScan, is_library_code, scan
+from mmspec.targets.module_scan import ModuleScan, is_library_code, scan_modules
 
 OptionGetter = Callable[[str], Any]
-"""Name of a generation option -> its value for this call (keyword, then passed config, then the model's config)."""
+"""Name of a generation option -> its value in this call (keyword, else passed config, else the model's config)."""
 
 _DECODING_MODES = {
     "num_beams": lambda value: value > 1,
@@ -27,69 +35,75 @@ _DECODING_MODES = {
     "guidance_scale": lambda value: value != 1,
     "watermarking_config": bool,
 }
-"""Options that choose another way of decoding, and when."""
+"""Options that select another decoding method, and the values that do."""
 
 _METHODS = ("_sample", "_prefill", "_update_model_kwargs_for_generation", "prepare_inputs_for_generation")
-"""What transformers' own loop calls and ours stands for, or calls in another order."""
+"""Methods that the loop replaces or calls in another order; overridden ones might behave differently."""
 
 _OUTPUTS = ("output_attentions", "output_hidden_states")
 
 
 def option_getter(arguments: Mapping[str, Any], model: Any) -> OptionGetter:
-    """How transformers resolves an option: the call's keyword, else the call's config, else the model's."""
-    passed = arguments.get("generation_config")
+    """A function that resolves options as transformers does: keyword, else the call's config, else the model's."""
+    call_config = arguments.get("generation_config")
 
-    def look(name: str) -> Any:
+    def get_option(name: str) -> Any:
         if name in arguments:
             return arguments[name]
-        value = getattr(passed, name, None)
+        value = getattr(call_config, name, None)
         return value if value is not None else getattr(model.generation_config, name, None)
 
-    return look
+    return get_option
 
 
-def overridden(model: Any) -> str | None:
-    """Reason to call the class's `generate` with the arguments just as they are, whatever its signature; or None."""
+def reason_before_binding(model: Any) -> str | None:
+    """Reason to pass the call to the class's own `generate` unchanged, whatever its signature; or None."""
     return None if is_library_code(type(model).generate) else f"a generate of its own ({type(model).__name__})"
 
 
 def reason_before_prepare(
-    arguments: Mapping[str, Any], model: Any, look: OptionGetter, modules: ModuleScan | None = None
+    arguments: Mapping[str, Any], model: Any, get_option: OptionGetter, modules: ModuleScan | None = None
 ) -> str | None:
-    """Reason to leave the whole call to transformers, known before it prepares anything.
+    """Reason that is known before transformers prepares the call; or None.
 
     Args:
-        modules: what a pass over the model's modules found; made here if not given.
+        arguments: bound arguments of `generate`.
+        model: the patched model.
+        get_option: of `option_getter`.
+        modules: result of `scan_modules(model)`; computed if None.
     """
     for name in ("custom_generate", "assistant_model", "inputs_embeds", "negative_prompt_ids"):
         if arguments.get(name) is not None:
             return name
     if arguments.get("synced_gpus"):
         return "synced_gpus"
-    modules = scan(model) if modules is None else modules
+    modules = scan_modules(model) if modules is None else modules
     if modules.training is not None:
         return f"train mode of {modules.training}; call model.eval()"
-    replaced = [name for name in _METHODS if not _is_transformers_own(model, name)]
-    if replaced:
-        return f"a {replaced[0]} of its own"
-    if modules.compiled:  # trees of many sizes would be compiled each time
+    overridden = [name for name in _METHODS if not _is_transformers_method(model, name)]
+    if overridden:
+        return f"a {overridden[0]} of its own"
+    if modules.compiled:  # every tree size would be compiled anew
         return "a compiled forward"
     if modules.hook is not None:
         return f"{modules.hook}, which may act on a position or count its calls"
-    for name, active in _DECODING_MODES.items():
-        value = look(name)
-        if value is not None and active(value):
+    for name, is_active in _DECODING_MODES.items():
+        value = get_option(name)
+        if value is not None and is_active(value):
             return f"{name}={value!r}" if isinstance(value, (int, float, str)) else name
-    if look("cache_implementation") == "paged":
+    if get_option("cache_implementation") == "paged":
         return "cache_implementation='paged'"
     return None
 
 
 def reason_after_prepare(config: Any, model: Any, model_kwargs: Mapping[str, Any], pads: bool) -> str | None:
-    """Reason to hand what transformers has prepared to its own loop.
+    """Reason that is known once transformers has prepared the call; or None.
 
     Args:
-        config: the prepared generation config. pads: whether finished rows emit padding (an eos criterion exists).
+        config: the prepared generation config.
+        model: the patched model.
+        model_kwargs: the prepared model inputs.
+        pads: whether finished rows emit padding (there is an eos criterion).
     """
     if model.config.is_encoder_decoder:
         return "an encoder-decoder model"
@@ -111,8 +125,8 @@ def reason_after_prepare(config: Any, model: Any, model_kwargs: Mapping[str, Any
     return None
 
 
-def _is_transformers_own(model: Any, name: str) -> bool:
-    """Whether a method is as transformers wrote it, for any family."""
+def _is_transformers_method(model: Any, name: str) -> bool:
+    """Whether a method is defined by a known library, for any model family."""
     if name in model.__dict__:
         return False
     method = getattr(type(model), name, None)

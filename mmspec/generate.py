@@ -1,8 +1,8 @@
-"""Serves the calls of a patched model. The one place where all parts meet.
+"""`generate` of a patched model.
 
-The wrapper calls the class's own `generate` with our decode loop as `custom_generate`, so that transformers prepares
-inputs, encodes images and builds processors, and we own only the loop. What transformers drops on that path (streamer,
-tokenizer, stop strings, the sizes and grids of images) is carried around it.
+The wrapper calls the class's own `generate` with the decode loop as `custom_generate`: transformers prepares inputs,
+encodes images and builds processors, mmspec replaces only the loop. Arguments that transformers does not pass to a
+custom loop (streamer, tokenizer, stop strings, image sizes and grids) are passed in `CallContext`.
 """
 
 from __future__ import annotations
@@ -23,35 +23,54 @@ from torch import Tensor
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 
 from mmspec import fallback
+from mmspec.call import CallContext, FallbackRequired, PreparedInputs
 from mmspec.config import DrafterCache, SpecConfig, resolve_call_config
 from mmspec.control.tree_size import CostModel
 from mmspec.cpu.linear import LinearAutotuner
-from mmspec.decode import CallContext, FallbackRequired, PreparedInputs, decode
-from mmspec.interfaces import Drafter
+from mmspec.decode import decode
+from mmspec.interfaces import Drafter, SaliencyCompressor
 from mmspec.metrics.stats import Stats
 from mmspec.targets import selftest
-from mmspec.targets.hf import HFTarget, ModelAdapter
-from mmspec.targets.module_scan import ModuleScan, scan
+from mmspec.targets.base import ModelAdapter
+from mmspec.targets.hf import HFTarget
+from mmspec.targets.module_scan import ModuleScan, scan_modules
 
 logger = logging.getLogger("mmspec")
 
 DISABLED: ContextVar[frozenset[int] | None] = ContextVar("mmspec_off", default=frozenset())
-"""Ids of the models whose patch is out of force in this context; None: all."""
+"""`id()` of the models whose patch is disabled in this context; None: all."""
 
 
 class PatchState:
-    """The state of one patched model. Nothing here belongs to a call, so that threads may share the model."""
+    """The state of one patched model. It holds nothing of a single call, so that threads can share the model.
 
-    def __init__(self, family: ModelAdapter, options: SpecConfig, spec: Any, processor: Any) -> None:
-        self.adapter, self.config, self.spec, self.processor = family, options, spec, processor
-        self.original_attention: str | None = None  # the text model's kernel before `patch` switched it
+    Attributes:
+        adapter: the model and its family.
+        config: the options of `patch`.
+        spec: the arguments of `patch`, to repeat it.
+        processor: the processor or tokenizer, or None.
+        original_attention: attention kernel of the text model before `patch` changed it, or None.
+        costs: {drafter name: measured times}.
+        autotuner: chooses the kernels of linear layers on CPU.
+        drafter_cache: drafters that calls selected by name.
+        total, last: statistics of all calls and of the last call.
+        lock: held while `costs`, `total` and `last` change.
+    """
+
+    def __init__(self, adapter: ModelAdapter, config: SpecConfig, spec: Any, processor: Any) -> None:
+        self.adapter = adapter
+        self.config = config
+        self.spec = spec
+        self.processor = processor
+        self.original_attention: str | None = None
         self.costs: dict[str, CostModel] = {}
         self.autotuner = LinearAutotuner()
         self.drafter_cache = DrafterCache()
-        self.total, self.last = Stats(), Stats()
+        self.total = Stats()
+        self.last = Stats()
         self.lock = threading.Lock()
-        self._testing = threading.Lock()
-        self._tested: tuple[Any, str | None] | None = None
+        self._selftest_lock = threading.Lock()
+        self._selftest_result: tuple[Any, str | None] | None = None  # (state of the model, reason of the failure)
         self._warned: set[str] = set()
 
     @property
@@ -60,58 +79,58 @@ class PatchState:
         return self.adapter.model
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PatchState:
-        family = copy.copy(self.adapter)
-        family.model = copy.deepcopy(self.model, memo)  # perhaps only half made yet, so nothing is asked of it
-        twin = PatchState(family, copy.deepcopy(self.config, memo), self.spec, self.processor)
-        twin.original_attention, twin.costs = self.original_attention, copy.deepcopy(self.costs, memo)
+        adapter = copy.copy(self.adapter)
+        adapter.model = copy.deepcopy(self.model, memo)  # may be incomplete at this point: do not read from it
+        twin = PatchState(adapter, copy.deepcopy(self.config, memo), self.spec, self.processor)
+        twin.original_attention = self.original_attention
+        twin.costs = copy.deepcopy(self.costs, memo)
         return twin
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """What `model.generate` does while patched."""
-        began = time.perf_counter()
-        chosen = kwargs.pop("mmspec", None)
-        plain = functools.partial(type(self.model).generate, self.model)
+        """`model.generate` of the patched model."""
+        start_time = time.perf_counter()
+        call_options = kwargs.pop("mmspec", None)
+        plain_generate = functools.partial(type(self.model).generate, self.model)
         tokenizer = getattr(self.processor, "tokenizer", self.processor)
-        options, enabled = resolve_call_config(self.config, chosen, self.adapter, tokenizer, self.drafter_cache)
-        if not enabled or _is_off(self.model):
-            return plain(*args, **kwargs)
-        if (reason := fallback.overridden(self.model)) is not None:
-            return self._plainly(reason, began, functools.partial(plain, *args, **kwargs))
-        bound = inspect.signature(plain).bind(*args, **kwargs)
-        more = bound.arguments.pop("kwargs", {})
-        arguments = {**bound.arguments, **more}
-        if arguments.get("custom_generate") is None:
-            arguments.pop("custom_generate", None)
-        look = fallback.option_getter(arguments, self.model)
-        modules = scan(self.model)
-        reason = fallback.reason_before_prepare(arguments, self.model, look, modules) or _distributed(self.model)
+        config, enabled = resolve_call_config(self.config, call_options, self.adapter, tokenizer, self.drafter_cache)
+        if not enabled or _is_disabled(self.model):
+            return plain_generate(*args, **kwargs)
+        if (reason := fallback.reason_before_binding(self.model)) is not None:
+            return self._fall_back(reason, start_time, functools.partial(plain_generate, *args, **kwargs))
+        arguments = _bind(plain_generate, args, kwargs)
+        get_option = fallback.option_getter(arguments, self.model)
+        modules = scan_modules(self.model)
+        reason = fallback.reason_before_prepare(arguments, self.model, get_option, modules)
+        reason = reason or _distributed_reason(self.model)
         if reason:
-            return self._plainly(reason, began, functools.partial(plain, **arguments))
-        # Pictures are encoded before the loop starts, so what they are fed as is to be heard from here on.
-        heard = self.adapter.attention_capture() if getattr(options.active_compressor, "attends", False) else None
+            return self._fall_back(reason, start_time, functools.partial(plain_generate, **arguments))
+        vision_args = self.adapter.vision_args
+        # transformers encodes the images before it calls the loop, so attention is captured from here on.
+        compressor = config.active_compressor
+        uses_attention = isinstance(compressor, SaliencyCompressor) and compressor.attends
+        capture = self.adapter.attention_capture() if uses_attention else None
         call = CallContext(
             adapter=self.adapter,
-            config=options,
+            config=config,
             tokenizer=tokenizer,
             autotuner=self.autotuner,
-            costs=self.cost_model(options.drafter),
-            start_time=began,
+            costs=self.cost_model(config.drafter),
+            start_time=start_time,
             streamer=arguments.get("streamer"),
-            vision_inputs={
-                name: arguments[name] for name in self.adapter.vision_args if arguments.get(name) is not None
-            },
-            num_return_sequences=look("num_return_sequences") or 1,
+            vision_inputs={name: arguments[name] for name in vision_args if arguments.get(name) is not None},
+            num_return_sequences=get_option("num_return_sequences") or 1,
             warn=self._warn_once,
-            attention_capture=heard,
+            attention_capture=capture,
             modules=modules,
         )
-        with nullcontext() if heard is None else heard.active():
-            result = plain(**_with_stop_strings(arguments, look), custom_generate=self._loop_of(call))
-        self._account(call.stats, began)
+        with nullcontext() if capture is None else capture.active():
+            arguments = _build_stop_string_criterion(arguments, get_option)
+            result = plain_generate(**arguments, custom_generate=self._custom_generate(call))
+        self._record_call(call.stats, start_time)
         return result
 
-    def _loop_of(self, call: CallContext) -> Any:
-        """The function that transformers calls instead of its own loop."""
+    def _custom_generate(self, call: CallContext) -> Any:
+        """The function that transformers calls in place of its own loop (`custom_generate`)."""
 
         def mmspec_loop(
             model: Any,
@@ -121,19 +140,13 @@ class PatchState:
             generation_config: Any,
             **model_kwargs: Any,
         ) -> Any:
-            pads = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
-            given = PreparedInputs(input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
-            reason: str | None = (
-                fallback.reason_after_prepare(generation_config, model, model_kwargs, pads)
-                or self.adapter.unsupported_reason()
-                or HFTarget.unsupported_reason(self.adapter, input_ids, model_kwargs)
-                or self._test(call.modules, model_kwargs, generation_config)
-            )
+            inputs = PreparedInputs(input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
+            reason = self._reason_after_prepare(call, inputs)
             if reason is None:
                 try:
-                    return decode(call, given)
-                except FallbackRequired as refusal:
-                    reason = str(refusal)
+                    return decode(call, inputs)
+                except FallbackRequired as error:
+                    reason = str(error)
             self._record_fallback(reason, call.stats)
             return type(model)._sample(
                 model,
@@ -147,8 +160,19 @@ class PatchState:
 
         return mmspec_loop
 
+    def _reason_after_prepare(self, call: CallContext, inputs: PreparedInputs) -> str | None:
+        """Why transformers must decode the prepared call, or None."""
+        config, model_kwargs = inputs.config, inputs.model_kwargs
+        pads = any(hasattr(criterion, "eos_token_id") for criterion in inputs.criteria)
+        return (
+            fallback.reason_after_prepare(config, self.model, model_kwargs, pads)
+            or self.adapter.unsupported_reason()
+            or HFTarget.unsupported_reason(self.adapter, inputs.input_ids, model_kwargs)
+            or self._run_selftest(call.modules, model_kwargs, config)
+        )
+
     def cost_model(self, drafter: Drafter) -> CostModel:
-        """What this drafter and the rounds with its trees cost here."""
+        """The measured times of rounds with this drafter, on the model's current kind of device."""
         kind = "cpu" if self.model.device.type == "cpu" else "other"
         with self.lock:
             costs = self.costs.get(drafter.name)
@@ -156,20 +180,22 @@ class PatchState:
                 costs = self.costs[drafter.name] = CostModel(kind)
             return costs
 
-    def _test(self, modules: ModuleScan | None, model_kwargs: dict[str, Any], config: Any) -> str | None:
-        """The self-test of modules of unknown kind, once for each state of the model; why it failed, or None."""
+    def _run_selftest(self, modules: ModuleScan | None, model_kwargs: dict[str, Any], config: Any) -> str | None:
+        """Why the self-test of unknown modules failed, or None. Runs once for each device, dtype and set of modules."""
         if modules is None or not modules.foreign:
             return None
-        key = str(self.model.device), self.model.dtype, selftest.fingerprint(modules.foreign)
-        with self._testing:
-            if self._tested is None or self._tested[0] != key:
-                self._tested = key, selftest.refusal(self.adapter, modules.foreign, model_kwargs, config)
-            return self._tested[1]
+        key = str(self.model.device), self.model.dtype, selftest.modules_fingerprint(modules.foreign)
+        with self._selftest_lock:
+            if self._selftest_result is None or self._selftest_result[0] != key:
+                reason = selftest.failure_reason(self.adapter, modules.foreign, model_kwargs, config)
+                self._selftest_result = key, reason
+            return self._selftest_result[1]
 
-    def _plainly(self, reason: str, began: float, plain: Callable[[], Any]) -> Any:
+    def _fall_back(self, reason: str, start_time: float, plain_generate: Callable[[], Any]) -> Any:
+        """Let transformers decode the whole call."""
         stats = self._record_fallback(reason, Stats())
-        result = plain()
-        self._account(stats, began)
+        result = plain_generate()
+        self._record_call(stats, start_time)
         return result
 
     def _record_fallback(self, reason: str, stats: Stats) -> Stats:
@@ -178,42 +204,53 @@ class PatchState:
         stats.fallback_reason = reason
         return stats
 
-    def _account(self, stats: Stats, began: float) -> None:
-        stats.total_s = time.perf_counter() - began
+    def _record_call(self, stats: Stats, start_time: float) -> None:
+        stats.total_s = time.perf_counter() - start_time
         with self.lock:
             self.total.add(stats)
             self.last = stats
 
     def _warn_once(self, message: str) -> None:
         with self.lock:
-            new = message not in self._warned
+            is_new = message not in self._warned
             self._warned.add(message)
-        if new:
+        if is_new:
             logger.warning("mmspec: %s", message)
 
 
-def _is_off(model: Any) -> bool:
-    off = DISABLED.get()
-    return off is None or id(model) in off
+def _is_disabled(model: Any) -> bool:
+    disabled = DISABLED.get()
+    return disabled is None or id(model) in disabled
 
 
-def _with_stop_strings(arguments: dict[str, Any], look: fallback.OptionGetter) -> dict[str, Any]:
-    """Turn stop strings, wherever they stand, into the criterion that transformers would have built."""
-    strings, tokenizer = look("stop_strings"), arguments.get("tokenizer")
-    if strings is None or tokenizer is None:
+def _bind(plain_generate: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of `generate` by name, without a `custom_generate` of None."""
+    bound = inspect.signature(plain_generate).bind(*args, **kwargs).arguments
+    var_kwargs = bound.pop("kwargs", {})
+    arguments = {**bound, **var_kwargs}
+    if arguments.get("custom_generate") is None:
+        arguments.pop("custom_generate", None)
+    return arguments
+
+
+def _build_stop_string_criterion(arguments: dict[str, Any], get_option: fallback.OptionGetter) -> dict[str, Any]:
+    """Replace `stop_strings` by the criterion that transformers would build; it needs the tokenizer."""
+    stop_strings = get_option("stop_strings")
+    tokenizer = arguments.get("tokenizer")
+    if stop_strings is None or tokenizer is None:
         return arguments
-    own = list(arguments.get("stopping_criteria") or [])
-    if not any(type(criterion) is StopStringCriteria for criterion in own):
-        own.insert(0, StopStringCriteria(stop_strings=strings, tokenizer=tokenizer))
-    arguments = arguments | {"stopping_criteria": StoppingCriteriaList(own), "stop_strings": None}
+    criteria = list(arguments.get("stopping_criteria") or [])
+    if not any(type(criterion) is StopStringCriteria for criterion in criteria):
+        criteria.insert(0, StopStringCriteria(stop_strings=stop_strings, tokenizer=tokenizer))
+    arguments = arguments | {"stopping_criteria": StoppingCriteriaList(criteria), "stop_strings": None}
     if getattr(arguments.get("generation_config"), "stop_strings", None) is not None:
         arguments["generation_config"] = copy.deepcopy(arguments["generation_config"])
         arguments["generation_config"].stop_strings = None
     return arguments
 
 
-def _distributed(model: Any) -> str | None:
-    """Why ranks must decode in step, or None."""
+def _distributed_reason(model: Any) -> str | None:
+    """Why the ranks must decode in lockstep (`synced_gpus`), or None."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return None
     from transformers.integrations import is_deepspeed_zero3_enabled

@@ -1,7 +1,8 @@
-"""The sockets: what a target, a drafter and a compressor promise each other.
+"""Protocols between targets, drafters and compressors, and the data that they exchange.
 
-Nothing here knows transformers, a cache or the decode loop. Letters, everywhere in the project: B rows,
-S committed length, N nodes of a draft tree, A accepted nodes, V vocabulary, D hidden size, M visual tokens, K kept.
+Depends on neither transformers, a KV cache nor the decode loop. Shape symbols used in the whole project: B batch rows,
+L prompt length, S committed length, N nodes of a draft tree, A accepted nodes, V vocabulary size, D hidden size,
+M visual tokens before compression, K visual tokens after it.
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ from mmspec.engine.tree import DraftTree
 
 @dataclass(frozen=True)
 class DrafterRequirements:
-    """What a drafter wants to be given besides the emitted tokens. Asking costs time, so ask for little.
+    """What a drafter needs from the target besides the emitted tokens. Each item costs time in every round.
 
     Attributes:
-        taps: states of the target, by transformers' numbering of `hidden_states`: 0 is the merged input embeddings,
-            `i` the input of decoder layer `i`, the last one the states after the final norm.
-        top_k: ids of the `top_k` largest raw logits of every scored node, on the host (`VerifyResult.top_ids`).
-        most: largest tree worth considering, the root counted.
+        hidden_state_indices: indices into transformers' `hidden_states`: 0 is the merged input embeddings, `i` the
+            input of decoder layer `i`, the last one the output of the final norm.
+        top_k: how many of the largest raw logits' ids of every scored node are copied to the host
+            (`VerifyResult.top_ids`).
+        max_tree_size: largest tree worth scoring, root included.
     """
 
     hidden_state_indices: tuple[int, ...] = ()
@@ -35,12 +37,17 @@ class DrafterRequirements:
 
 @dataclass(frozen=True)
 class TargetInfo:
-    """What a drafter that was made for one target may check.
+    """Properties of a target that a drafter trained for one target can be checked against.
 
     Attributes:
-        model_type, hidden_size, vocab_size, layers: of the text model. tokenizer: anything with `get_vocab`, or None.
-        name: hub id or folder that the model was loaded from, or "". placeholders: ids that stand for visual tokens.
-        device: kind of device that it is on, as torch names it.
+        model_type: `config.model_type` of the whole model.
+        hidden_size: D of the text model.
+        vocab_size: V of the text model.
+        num_layers: decoder layers of the text model.
+        tokenizer: an object with `get_vocab`, or None.
+        name: hub id or folder that the model was loaded from, or "".
+        media_token_ids: ids of the image and video placeholders.
+        device: device type as torch names it ("cpu", "cuda").
     """
 
     model_type: str
@@ -55,18 +62,18 @@ class TargetInfo:
 
 @dataclass(frozen=True)
 class SharedEmbeddings:
-    """What a target makes of ids and of states. Modules of the target itself, shared, never copied.
+    """Input and output embeddings of the target: its own modules, not copies.
 
     Attributes:
-        embedding: ids [...] -> [..., D]. head: states after the final norm [..., D] -> logits [..., V]; its `weight` is
-            [V, D].
+        embed_tokens: ids [...] -> [..., D].
+        lm_head: output of the final norm [..., D] -> logits [..., V]. Its `weight` is [V, D].
     """
 
     embed_tokens: nn.Module
     lm_head: nn.Module
 
     def lm_head_rows(self, ids: Tensor) -> Tensor:
-        """[n, D], the rows of the head for some ids."""
+        """[n, D], the rows of the output embedding for ids [n]."""
         weight = self.lm_head.weight
         assert isinstance(weight, Tensor)
         return weight[ids]
@@ -74,15 +81,18 @@ class SharedEmbeddings:
 
 @dataclass(frozen=True)
 class VisualGrid:
-    """A run of visual tokens of one prompt row that forms a grid.
+    """A contiguous run of visual tokens of one prompt row that forms a grid.
 
     Attributes:
-        row, start: where it begins, in the prompt as `generate` was given it (pads counted).
-        height, width: the grid, in tokens. A newline token (LLaVA-NeXT, OneVision) ends each of its lines if `newline`.
-        source: which image or clip of the call, counted over the batch in the order of the inputs.
-        role: `base` (the whole picture), `tiles` (its high resolution crops), `frame` (one time step of a clip),
-            `newline` (a lone separator token, a 1 x 1 grid).
-        time: frame number within its clip; 0 for pictures.
+        row: batch row.
+        start: index of its first token in the prompt as passed to `generate` (padding included).
+        height: lines of the grid, in tokens.
+        width: columns of the grid, in tokens, newline tokens excluded.
+        media_index: index of the image or video, counted over the batch in input order.
+        role: `base` (whole image), `tiles` (high-resolution crops), `frame` (one time step of a video) or `newline`
+            (a lone separator token, a 1 x 1 grid).
+        has_newlines: whether a newline token follows each line (LLaVA-NeXT, LLaVA-OneVision).
+        frame: frame index within the video; 0 for images.
     """
 
     row: int
@@ -96,34 +106,33 @@ class VisualGrid:
 
     @property
     def num_tokens(self) -> int:
-        """Number of visual tokens it covers."""
+        """Number of visual tokens, newline tokens included."""
         return self.height * (self.width + int(self.has_newlines))
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One batch of prompts after the target has read them, as a drafter sees it.
+    """One batch of prompts after the prefill, as passed to a drafter.
 
     Attributes:
-        ids: [B, L] int64, the prompt with its image placeholders and pads, on the target's device.
-        padding: [B, L] bool, True where a real token stands (left or right padded batches).
-        visual: [B, L] bool, True where a visual token stands.
-        positions: [B, L] or [axes, B, L] int64, the position ids that the target used.
-        segments: the grids that the visual tokens form; empty if the family cannot tell.
-        taps: {index: [B, L, D]} the states the drafter asked for (`DrafterRequirements.taps`).
+        input_ids: [B, L] int64 on the target's device, image placeholders and padding included.
+        attention_mask: [B, L] bool, True for real tokens (left- or right-padded batches).
+        visual_mask: [B, L] bool, True for visual tokens.
+        position_ids: [B, L] or [axes, B, L] int64, as used by the target.
+        grids: the grids that the visual tokens form; empty if the adapter cannot derive them.
+        hidden_states: {index: [B, L, D]} for `DrafterRequirements.hidden_state_indices`.
         vocab_size: V of the target's logits.
-        banned: ids that a draft must never contain: placeholders, padding, ids beyond the tokenizer.
-        reference: token ids of texts that the answer may resemble, one list per row; empty lists if none.
-        noise: `noise(depth) -> [B, depth, V]`, the exponential noise with which the next `depth` tokens of each row
-            will be sampled; None when decoding greedily. A drafter with probabilities proposes the largest
-            `draft_probs / noise`.
-        temperature: with which tokens will be sampled; 1 when decoding greedily.
-        words: the target's embedding and output head.
-        fixed: shapes must not hang on timing (`deterministic=True`, or `nodes=` was given).
-        compressor: what shows the drafter fewer visual tokens, if one was chosen.
-        answer: new tokens that a row may be given at most; None if nobody said.
-        attended: [B, L] float32, how much the vision tower attends to what each visual token shows; None if nobody
-            asked, or the family cannot tell.
+        banned_ids: ids that are never drafted: placeholders, padding, ids beyond the tokenizer.
+        reference_ids: token ids of texts that the output may repeat, one list per row; empty lists if none.
+        noise: `noise(depth) -> [B, depth, V]`, the exponential noise that samples the next `depth` tokens of each row;
+            None for greedy decoding. A drafter with probabilities proposes the argmax of `draft_probs / noise`.
+        temperature: sampling temperature; 1 for greedy decoding.
+        shared_embeddings: the target's input and output embeddings.
+        static_shapes: shapes must not depend on timing (`deterministic=True` or `tree_size=`).
+        compressor: compressor of the drafter's visual tokens, or None.
+        max_new_tokens: upper bound of new tokens per row; None if unbounded.
+        visual_saliency: [B, L] float32, attention that the vision tower pays to each visual token; None if no
+            compressor uses it or the adapter cannot compute it.
     """
 
     input_ids: Tensor
@@ -146,18 +155,18 @@ class Prompt:
 
 @dataclass
 class VerifyResult:
-    """What a round decided: which nodes were walked and what was emitted.
+    """Result of one verification: accepted nodes and emitted tokens.
 
     Attributes:
-        tree: the tree that was scored.
-        path: [B, N] int64, the nodes walked in each row, node 0 first; meaningful up to `counts`.
-        counts: [B] int64, how many tokens each row emitted, 0 for rows that did not take part.
-        tokens: [B, N] int64, the tokens emitted; meaningful up to `counts`.
-        rows: host copy of the emitted tokens, a list per row (empty for rows that did not take part).
-        walked: host copy of the walked nodes, a list per row, same lengths as `rows`.
-        top_ids: [B][N][k] nested lists of the largest raw logits' ids (`DrafterRequirements.top_k`), or None.
-        nodes: [B][N] the scored tokens, -1 where there is none; given with `top_ids`, else None.
-        sizes: how many nodes the tree of each row has, the root counted.
+        tree: the scored tree.
+        path: [B, N] int64, accepted nodes of each row, node 0 first; valid up to `counts`.
+        counts: [B] int64, tokens emitted by each row; 0 for inactive rows.
+        tokens: [B, N] int64, emitted tokens; valid up to `counts`.
+        emitted_ids: host copy of the emitted tokens, a list per row (empty for inactive rows).
+        accepted_nodes: host copy of `path`, a list per row, same lengths as `emitted_ids`.
+        top_ids: [B][N][k] nested lists, ids of the largest raw logits (`DrafterRequirements.top_k`), or None.
+        scored_ids: [B][N] tokens of the scored nodes, -1 for invalid ones; set together with `top_ids`.
+        tree_sizes: number of valid nodes of each row's tree, root included.
     """
 
     tree: DraftTree
@@ -173,62 +182,121 @@ class VerifyResult:
 
 @runtime_checkable
 class Drafter(Protocol):
-    """A way to guess. One object serves any number of calls and threads: what belongs to a call lives in its state.
+    """Proposes token trees. One object serves any number of calls and threads; per-call data lives in its state.
 
-    A drafter decides only how many tokens one forward can serve. It can never change a token, so nothing it does needs
-    to be right, and whatever it returns is sanitised before use. What it draws from the generator that
-    tokens are sampled with is undone.
+    A drafter affects speed only: its trees are sanitised and verified, so it cannot change the output. Random numbers
+    that it draws from the sampling generator are restored.
+
+    Attributes:
+        name: unique name, used in messages and as the key of learned costs.
+        requirements: what it needs from the target.
+        vocab_size: V of the target it was trained for, or None if any vocabulary works.
     """
 
     name: str
     requirements: DrafterRequirements
     vocab_size: int | None
-    """V of the target it was made for, or None if any will do."""
 
     def begin(self, prompt: Prompt) -> Any:
-        """Start a call: read the prompt, return the state that the other two methods will be given."""
+        """Start a call. Returns the state that `propose` and `observe` receive."""
 
     def propose(self, state: Any, max_nodes: int, active: Sequence[bool]) -> DraftTree:
-        """Guess what follows the last emitted token of each live row, with at most `budget` nodes, the root counted.
+        """Draft what follows the last emitted token of each active row.
 
-        The root (node 0) stands for that last token; its id is filled in by the caller. Nodes should come in falling
-        order of `scores`, so that a prefix of them is the best smaller tree. Rows that are not live want only node 0.
+        Args:
+            state: return value of `begin`.
+            max_nodes: most nodes of the tree, root included.
+            active: per row, whether it is still being decoded; inactive rows need only node 0.
+
+        Returns:
+            A tree whose root (node 0) stands for the last emitted token (the caller fills in its id). Nodes are
+            ordered by falling `scores`, so that every prefix is the best smaller tree.
         """
 
     def observe(self, state: Any, result: VerifyResult, hidden_states: Mapping[int, Tensor]) -> None:
-        """Learn what was emitted. `taps` are {index: [B, N, D]} of the scored nodes.
+        """Update the state after a verification.
 
-        Called after every round, also after rounds without a draft, and once after the prompt, with a verdict whose
-        tree is the bare root and whose tokens are the first column (its states are in `Prompt.taps`, not given again).
+        Called after every round, with or without a draft, and once after the prefill with a root-only tree whose
+        `tokens` are the first output column.
+
+        Args:
+            state: return value of `begin`.
+            result: accepted nodes and emitted tokens.
+            hidden_states: {index: [B, N, D]} of the scored nodes; empty after the prefill (`Prompt.hidden_states`).
         """
 
 
+@runtime_checkable
+class CompressingDrafter(Drafter, Protocol):
+    """A drafter with a compressor of its own.
+
+    Attributes:
+        compressor: used unless `patch` or the call chooses another one; None for none.
+    """
+
+    compressor: Compressor | None
+
+
+@runtime_checkable
+class TrainedDrafter(CompressingDrafter, Protocol):
+    """A drafter with a trained head that reads visual tokens.
+
+    Attributes:
+        bundled_compressor: (config, state dict) of the compressor that it was trained with, or None. `mmspec.patch`
+            builds `compressor` from it.
+    """
+
+    bundled_compressor: tuple[Mapping[str, Any], Mapping[str, Tensor]] | None
+
+    @property
+    def compresses_visual_tokens(self) -> bool:
+        """Whether the head itself compresses visual tokens, so that no compressor may be chosen."""
+
+    @property
+    def compressor_hidden_size(self) -> int | None:
+        """Hidden size that a compressor with weights must have; None if none fits (EAGLE-3 heads)."""
+
+
+@runtime_checkable
+class ReplicableDrafter(Drafter, Protocol):
+    """A drafter that can create an independent drafter with the same learned state. Others are deep-copied.
+
+    For drafters that hold resources which `copy.deepcopy` cannot or should not duplicate.
+    """
+
+    def replicate(self) -> Drafter:
+        """A drafter in the same state that shares weights but no mutable state with this one."""
+
+
 class Target(Protocol):
-    """The model whose words are being produced, seen through a cache with a length per row."""
+    """The model being decoded, behind a KV cache with one length per row."""
 
     vocab_size: int
 
     def score(self, tree: DraftTree, hidden_state_indices: Sequence[int] = ()) -> tuple[Tensor, dict[int, Tensor]]:
-        """One forward over the nodes of all rows: logits [B, N, V] and {index: [B, N, D]} states."""
+        """One forward over the nodes of all rows: logits [B, N, V] and hidden states {index: [B, N, D]}."""
 
     def commit(self, result: VerifyResult) -> None:
-        """Keep the keys and values of the walked nodes, forget the rest."""
+        """Keep the keys and values of the accepted nodes and discard the others."""
 
     def crop(self, lengths: Sequence[int], zero_tail: bool = False) -> None:
-        """Cut each row's cache to at most `lengths[b]` positions after the prompt.
+        """Truncate each row's cache.
 
-        `wipe`: what lies beyond is zeroed too, since nan there would reach what looks past it (0 * nan is nan).
+        Args:
+            lengths: per row, most positions after the prompt that remain.
+            zero_tail: also zero what lies beyond: nan there would reach attention outputs (0 * nan is nan).
         """
 
 
 @dataclass(frozen=True)
 class CompressionContext:
-    """What is known of a call when its visual tokens are about to be shown to a drafter.
+    """Properties of a call that a cost-based compressor uses.
 
     Attributes:
-        answer: as in `Prompt`.
-        rates: what reading and drafting cost here; None if that is not known, or shapes must not hang on timing.
-        lean: 1 if less should be shown than seems best, -1 if more, so that the costs of other widths become known.
+        max_new_tokens: as in `Prompt`.
+        costs: measured costs of the draft head; None if unknown, or if shapes must not depend on timing.
+        exploration: 1 to keep fewer tokens than the estimate prefers, -1 to keep more, so that costs at other lengths
+            are measured; else 0.
     """
 
     max_new_tokens: int | None = None
@@ -238,18 +306,19 @@ class CompressionContext:
 
 @dataclass(frozen=True)
 class VisualTokens:
-    """Visual tokens of one batch as a drafter may see them.
+    """Visual tokens of one batch, input and output of a compressor.
 
     Attributes:
-        embeddings: [B, M, D] projected visual embeddings. states: [B, M, D] the target's states that a drafter joins
-            them with: those one position before.
-        mask: [B, M] bool, True where a token stands. positions: [B, M] or [axes, B, M] int64.
-        scores: [B, M] float32, how much the vision tower attends to each, or None: see `Prompt.attended`.
-        segments: the grids, `start` counted in M.
-        outlook: what is known of the call, for compressors that weigh costs; None if nothing is.
-        origin: of what a compressor returns, [B, M] int64: the number of the token that each one is, among those that
-            the compressor was given; -1 for mixtures, None if it does not say.
-        ways: in a word how each row was made, if the compressor's name does not say that.
+        inputs_embeds: [B, M, D] projected visual embeddings.
+        hidden_states: [B, M, D] target hidden states that a drafter pairs with them: those one position before.
+        mask: [B, M] bool, True for tokens, False for padding.
+        position_ids: [B, M] or [axes, B, M] int64.
+        grids: the grids that the tokens form, `start` counted in M.
+        saliency: [B, M] float32, see `Prompt.visual_saliency`, or None.
+        context: properties of the call, for cost-based compressors, or None.
+        source_indices: set by a compressor, [B, K] int64: index in M of each output token, -1 for mixtures; None if
+            unknown.
+        choices: set by a compressor that chooses per row: label of each row's choice, such as "pool:49".
     """
 
     inputs_embeds: Tensor
@@ -265,7 +334,12 @@ class VisualTokens:
 
 @dataclass(frozen=True)
 class GateObservation:
-    """What a `GatedCompressor` went by, and what its way is charged: sight [B, F] float32, charge [B] float32 (as loss)."""
+    """Input of a `GatedCompressor`'s gate and the penalty of the branch taken.
+
+    Attributes:
+        features: [B, F] float32, input of the gate.
+        penalty: [B] float32, in units of the training loss.
+    """
 
     features: Tensor
     penalty: Tensor
@@ -273,57 +347,89 @@ class GateObservation:
 
 @runtime_checkable
 class Compressor(Protocol):
-    """Shows a drafter fewer visual tokens. The target never sees its output, so the text cannot change."""
+    """Reduces the visual tokens that the drafter reads. The target reads all of them, so the output cannot change."""
 
     @property
     def name(self) -> str:
-        """What it is called."""
+        """Name as accepted by `mmspec.patch(compressor=...)`, without the number of tokens."""
 
     @property
     def max_tokens(self) -> int:
-        """How many a row is worth to it: the budget that it is given."""
+        """Upper bound of tokens per row, passed back to `compress`; `NO_LIMIT` if it may keep all of them."""
 
     def compress(self, visual_tokens: VisualTokens, query: Tensor | None, max_tokens: int) -> VisualTokens:
-        """At most `budget` tokens per row; `query` [B, D] is the prompt's last state, or None. The same operator acts
-        on embeddings and states."""
+        """Reduce to at most `max_tokens` tokens per row. The same operator acts on embeddings and hidden states.
+
+        Args:
+            visual_tokens: M tokens per row.
+            query: [B, D] hidden state of the last prompt token, or None.
+            max_tokens: K.
+        """
+
+
+@runtime_checkable
+class SaliencyCompressor(Compressor, Protocol):
+    """A compressor that can use `VisualTokens.saliency`, which costs an extra attention layer per image.
+
+    Attributes:
+        attends: whether it does use it.
+    """
+
+    @property
+    def attends(self) -> bool:
+        """Whether saliency must be computed for it."""
+
+
+@runtime_checkable
+class SizedCompressor(Compressor, Protocol):
+    """A compressor with weights for one hidden size."""
+
+    @property
+    def hidden_size(self) -> int:
+        """D of the hidden states and embeddings that it accepts."""
 
 
 @runtime_checkable
 class GatedCompressor(Compressor, Protocol):
-    """A compressor that chooses one of several ways for each row, and can be told what they cost."""
+    """A compressor that chooses one of several branches per row, with a trainable gate."""
 
     @property
     def branches(self) -> Sequence[Compressor]:
-        """What it chooses among."""
+        """The compressors it chooses from."""
 
-    def force_branch(self, way: int) -> AbstractContextManager[list[GateObservation]]:
-        """Within it every row goes this way; the list gets an entry per call of `compress`."""
+    def force_branch(self, branch: int) -> AbstractContextManager[list[GateObservation]]:
+        """Use one branch for every row within the context.
 
-    def fit_gate(self, sights: Tensor, costs: Tensor) -> None:
-        """Choose from now on by what each way [n, ways] cost where it saw [n, F]."""
+        Returns:
+            A context that yields a list with one `GateObservation` per call of `compress`.
+        """
+
+    def fit_gate(self, features: Tensor, costs: Tensor) -> None:
+        """Fit the gate to the costs [n, branches] of each branch at features [n, F]."""
 
 
 NO_LIMIT = 1 << 30
-"""What a compressor is worth (`Compressor.tokens`) that may keep every token."""
+"""`Compressor.max_tokens` of compressors that may keep every token."""
 
 
 class FrameSampler(Protocol):
-    """Video in, frames out. Runs before target and drafter, so that the baseline sees the same frames."""
+    """Chooses video frames. Runs before target and drafter, so that plain decoding reads the same frames."""
 
     def sample(self, total: int, fps: float) -> list[int]:
-        """Indices of the frames to read, rising, out of `total` frames at `fps` frames a second (0 if unknown)."""
+        """Rising indices of the frames to decode, out of `total` at `fps` frames per second (0 if unknown)."""
 
 
 @runtime_checkable
 class ContentAwareSampler(FrameSampler, Protocol):
-    """A sampler that looks before it chooses: `sample` says at which frames. The video is decoded twice for it."""
+    """A sampler that chooses by content: `sample` returns the candidates. The video is decoded twice."""
 
     def select(self, indices: list[int], thumbnails: Tensor) -> list[int]:
-        """Those of `chosen` that are to be read, rising. `thumbnails`: [n, height, width, 3] uint8, what they show."""
+        """The chosen ones of `indices`, rising. `thumbnails` is [n, height, width, 3] uint8, one per index."""
 
 
 __all__ = [
     "NO_LIMIT",
+    "CompressingDrafter",
     "CompressionContext",
     "Compressor",
     "ContentAwareSampler",
@@ -333,9 +439,13 @@ __all__ = [
     "GateObservation",
     "GatedCompressor",
     "Prompt",
+    "ReplicableDrafter",
+    "SaliencyCompressor",
     "SharedEmbeddings",
+    "SizedCompressor",
     "Target",
     "TargetInfo",
+    "TrainedDrafter",
     "VerifyResult",
     "VisualGrid",
     "VisualTokens",

@@ -1,7 +1,7 @@
-"""Turns a transformers model into a sped-up one and back: the public calls.
+"""Public functions that patch a transformers model: `patch`, `unpatch`, `is_patched`, `stats`, `disabled`.
 
-`patch` touches one instance: it replaces `model.generate` by a wrapper and leaves everything else alone. What the
-wrapper does is in `calls`.
+`patch` affects one instance: it replaces `model.generate` by a wrapper and changes nothing else, except a flash
+attention kernel, which takes no mask per node. What the wrapper does is in `mmspec.generate`.
 """
 
 from __future__ import annotations
@@ -15,27 +15,36 @@ from contextlib import contextmanager
 from typing import Any
 
 from mmspec.config import (
+    DEPRECATED_OPTIONS,
     SpecConfig,
-    checked_reference_ids,
-    checked_tokenizer,
     reference_rows,
+    rename_deprecated,
     resolve_compressor,
     resolve_drafter,
+    resolve_reference_ids,
+    resolve_tokenizer,
 )
 from mmspec.generate import DISABLED, PatchState
 from mmspec.interfaces import Compressor, Drafter
 from mmspec.metrics.stats import Stats
-from mmspec.targets.hf import TREE_ATTENTION_KERNELS
+from mmspec.targets.base import TREE_ATTENTION_KERNELS
 from mmspec.targets.registry import find_adapter
 
 logger = logging.getLogger("mmspec")
 
 KEY = "_mmspec"
+"""Attribute of a patched model that holds its `PatchState`."""
+
+
+def patch_state(model: Any) -> PatchState:
+    """The state of a patched model. Internal: for `compare` and the application."""
+    state: PatchState = model.__dict__[KEY]
+    return state
 
 
 def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
     state = self.__dict__.get(KEY)
-    if state is None:  # `model.generate` was taken before `unpatch`
+    if state is None:  # `model.generate` was bound before `unpatch`
         kwargs.pop("mmspec", None)
         return type(self).generate(self, *args, **kwargs)
     return state.generate(*args, **kwargs)
@@ -49,122 +58,134 @@ def patch(
     *,
     reference: str | Sequence[str] | None = None,
     reference_ids: Sequence[Sequence[int]] | None = None,
-    nodes: int | None = None,
+    tree_size: int | None = None,
     deterministic: bool = False,
-    packed: bool | None = None,
+    cpu_pack_weights: bool | None = None,
+    **deprecated: Any,
 ) -> Any:
-    """Speed up `model.generate`, leaving its output as it is, token for token. Undone by `unpatch`.
+    """Make `model.generate` speculative. The output stays the same, token for token. `unpatch` reverts it.
 
     Args:
         model: a vision-language model of transformers, of a supported family, on any device.
-        drafter: `auto`, `none`, `lookup`, `recycling`, `fused`, the folder of a trained drafter (`mmspec train`), or an
-            object with the `Drafter` protocol.
-        compressor: what shows the drafter fewer visual tokens, or None.
-        processor: the model's processor (or tokenizer); lets drafts avoid ids that the tokenizer does not have, and
-            is needed for `reference`.
-        reference: a text that the answers may resemble (one for all rows, or one per row). reference_ids: the same
-            as token ids, one list per row.
-        nodes: score trees of just this many nodes (1 to 64, the root counted), whatever that costs; by default a
-            controller chooses every round, so that nothing becomes slower than plain decoding.
-        deterministic: fix all shapes, so that a run in half precision repeats itself bit for bit on one machine.
-        packed: on a CPU, float32 linear layers are computed in whichever way real calls show to be fastest. True: also
-            from copies in the kernel's own order, which cost the memory of the layers once more. False: leave all
-            linear layers as they are.
+        drafter: `auto`, `none`, `lookup`, `recycling`, `hybrid`, the folder of a trained drafter (`mmspec train`), or an
+            object that implements `mmspec.Drafter`.
+        compressor: name (such as "pool:49") or object that reduces the visual tokens that the drafter reads, or None.
+        processor: the model's processor or tokenizer. With it drafts avoid ids that the tokenizer does not have;
+            `reference` needs it.
+        reference: a text that the outputs may repeat (one for all rows, or one per row).
+        reference_ids: the same as token ids, one list per row.
+        tree_size: score trees of exactly this many nodes (1 to 64, root included), whatever that costs. By default a
+            controller chooses in every round, so that decoding does not get slower than without drafts.
+        deterministic: fix all shapes, so that half-precision runs are bit-identical on one machine.
+        cpu_pack_weights: on a CPU, float32 linear layers run on whichever kernel is fastest in real calls. True: also
+            on packed copies, at the cost of the layers' memory. False: leave all linear layers unchanged.
+        deprecated: `nodes` and `packed`, the former names of `tree_size` and `cpu_pack_weights`.
 
     Returns:
         The same model.
 
     Raises:
-        TypeError: not a model that can generate, or an argument of another type. UnsupportedModelError: no adapter for
-            its family.
-        ValueError: unknown drafter or compressor, another vocabulary, or patched already with other settings.
+        TypeError: not a model that can generate, or an argument of the wrong type.
+        UnsupportedModelError: no adapter for the model's family.
+        ValueError: unknown drafter or compressor, another vocabulary, or already patched with other settings.
     """
-    reference_ids = checked_reference_ids(reference_ids)
-    spec = (drafter, compressor, processor, reference, reference_ids, nodes, deterministic, packed)
-    family = find_adapter(model)
+    if deprecated:
+        if unknown := sorted(set(deprecated) - set(DEPRECATED_OPTIONS)):
+            raise TypeError(f"patch() got an unexpected keyword argument {unknown[0]!r}")
+        current = {"tree_size": tree_size, "cpu_pack_weights": cpu_pack_weights}
+        passed = {name: value for name, value in current.items() if value is not None}
+        renamed = rename_deprecated(passed | deprecated, stacklevel=2)
+        tree_size = renamed.get("tree_size")
+        cpu_pack_weights = renamed.get("cpu_pack_weights")
+    reference_ids = resolve_reference_ids(reference_ids)
+    spec = (drafter, compressor, processor, reference, reference_ids, tree_size, deterministic, cpu_pack_weights)
+    adapter = find_adapter(model)
     if is_patched(model):
-        if model.__dict__[KEY].spec == spec:
-            logger.info("mmspec: the model is patched with these settings already")
+        if patch_state(model).spec == spec:
+            logger.info("mmspec: the model is already patched with these settings")
             return model
-        old = model.__dict__[KEY].options.drafter.name
         raise ValueError(
-            f"this model is already patched (drafter {old!r}); call mmspec.unpatch(model) before patching it with "
-            f"drafter={getattr(drafter, 'name', drafter)!r}."
+            f"this model is already patched (drafter {patch_state(model).config.drafter.name!r}); call "
+            f"mmspec.unpatch(model) before patching it with drafter={getattr(drafter, 'name', drafter)!r}."
         )
     if "generate" in model.__dict__:
         raise ValueError(
-            f"model.generate was replaced on this instance by {model.__dict__['generate']!r}; mmspec would hide it. "
+            f"model.generate is replaced on this instance by {model.__dict__['generate']!r}, which patch would hide. "
             "Undo that first (del model.generate)."
         )
-    tokenizer = checked_tokenizer(processor)
-    options = SpecConfig(
-        resolve_drafter(drafter, family, tokenizer),
-        resolve_compressor(compressor),
-        reference,
-        reference_ids,
-        nodes,
-        deterministic,
-        packed,
+    tokenizer = resolve_tokenizer(processor)
+    config = SpecConfig(
+        drafter=resolve_drafter(drafter, adapter, tokenizer),
+        compressor=resolve_compressor(compressor),
+        reference=reference,
+        reference_ids=reference_ids,
+        tree_size=tree_size,
+        deterministic=deterministic,
+        cpu_pack_weights=cpu_pack_weights,
     )
-    reference_rows(options, tokenizer, batch=None, num_return_sequences=1)
-    state = PatchState(family, options, spec, processor)
-    if family.attention not in TREE_ATTENTION_KERNELS and "flash" in family.attention:
-        state.original_attention = family.attention
-        _set_attention(model, "sdpa")
+    reference_rows(config, tokenizer, batch=None, num_return_sequences=1)
+    state = PatchState(adapter, config, spec, processor)
+    if adapter.attention not in TREE_ATTENTION_KERNELS and "flash" in adapter.attention:
+        state.original_attention = adapter.attention
+        _set_text_attention(model, "sdpa")
         logger.info(
             "mmspec: text attention switched from %s to sdpa, which takes a mask per node", state.original_attention
         )
     model.__dict__[KEY] = state
-    wrapper = functools.wraps(type(model).generate)(_generate_of_class())
+    wrapper = functools.wraps(type(model).generate)(_copy_of_generate())
     model.__dict__["generate"] = types.MethodType(wrapper, model)
     return model
 
 
 def unpatch(model: Any) -> Any:
-    """Give the model its own `generate` back. Does nothing to a model that is not patched."""
+    """Restore the model's own `generate`. Does nothing to a model that is not patched. Returns the model."""
     if is_patched(model):
         state = model.__dict__.pop(KEY)
         del model.__dict__["generate"]
         if state.original_attention is not None:
-            _set_attention(model, state.original_attention)
+            _set_text_attention(model, state.original_attention)
     return model
 
 
 def is_patched(model: Any) -> bool:
-    """Whether `patch` is in force on this instance."""
+    """Whether this instance is patched."""
     return KEY in getattr(model, "__dict__", {})
 
 
 def stats(model: Any, last: bool = False) -> Stats:
-    """What happened since `patch`, or in the last call.
+    """A copy of the counters of all calls since `patch`, or of the last call.
 
     Raises:
         ValueError: the model is not patched.
     """
     if not is_patched(model):
         raise ValueError("mmspec.stats needs a patched model; call mmspec.patch(model) first.")
-    state = model.__dict__[KEY]
+    state = patch_state(model)
     with state.lock:
         return copy.deepcopy(state.last if last else state.total)
 
 
 @contextmanager
 def disabled(model: Any = None) -> Iterator[None]:
-    """Within it, `generate` of all patched models (or of one) is transformers' own, in this thread or task only."""
-    old = DISABLED.get()
-    token = DISABLED.set(None if model is None or old is None else old | {id(model)})
+    """Within the context, `generate` of all patched models (or of one) is transformers' own.
+
+    Affects the current thread or asyncio task only.
+    """
+    disabled_ids = DISABLED.get()
+    token = DISABLED.set(None if model is None or disabled_ids is None else disabled_ids | {id(model)})
     try:
         yield
     finally:
         DISABLED.reset(token)
 
 
-def _generate_of_class() -> Any:
-    """A fresh function each time, since `functools.wraps` writes on it."""
+def _copy_of_generate() -> Any:
+    """A new function object per model, since `functools.wraps` sets attributes on it."""
     return types.FunctionType(_generate.__code__, _generate.__globals__, "generate")
 
 
-def _set_attention(model: Any, kernel: str) -> None:
-    text = model.config.get_text_config(decoder=True)
-    name = next((n for n in model.config.sub_configs if getattr(model.config, n, None) is text), None)
+def _set_text_attention(model: Any, kernel: str) -> None:
+    text_config = model.config.get_text_config(decoder=True)
+    sub_configs = model.config.sub_configs
+    name = next((name for name in sub_configs if getattr(model.config, name, None) is text_config), None)
     model.set_attn_implementation(kernel if name is None else {name: kernel})

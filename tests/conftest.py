@@ -1,6 +1,6 @@
-"""What all tests share: one thread, a quiet transformers, and a fresh generator state for each test.
+"""Shared by all tests: one thread, only errors from transformers, and the generator state restored after each test.
 
-`MMSPEC_CASES` (or `--cases`) says how many random cases the slow run takes. `MMSPEC_MUTANT` plants a bug (`mutation`).
+`MMSPEC_CASES` (or `--cases`) is the number of random cases of the slow run. `MMSPEC_MUTANT` plants a bug (`mutation`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What was imported stays; it need not be looked through at every collection (7% of the run)."""
+    """Exempt imported modules from garbage collection (7% of the run)."""
     gc.collect()
     gc.freeze()
 
@@ -57,7 +57,7 @@ def _generator() -> Iterator[None]:
 
 @pytest.fixture
 def world() -> Any:
-    """See `pretend.World`."""
+    """See `fake_target.FakeTarget`."""
     from fake_target import build_fake_target
 
     return build_fake_target()

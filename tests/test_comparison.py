@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import lru_cache
+from types import SimpleNamespace
 from typing import Any
 
 import adversarial as adversarial
@@ -15,8 +18,12 @@ from torch import Tensor
 from transformers import PreTrainedModel, StoppingCriteriaList
 
 import mmspec
+from mmspec.app.bench.recorder import RecordingDrafter
+from mmspec.comparison import replicate
+from mmspec.control.depth import DepthController
 from mmspec.engine.sampler import TreeSampler
 from mmspec.engine.tree import DraftTree
+from mmspec.interfaces import Drafter
 
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 12}
 SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "max_new_tokens": 12}
@@ -32,7 +39,7 @@ def model() -> Iterator[PreTrainedModel]:
     """A patched model that says all its tokens."""
     made = _model("llava")
     made.generation_config.eos_token_id = None
-    mmspec.patch(made, drafter=adversarial.MalformedDrafter(1), nodes=8)
+    mmspec.patch(made, drafter=adversarial.MalformedDrafter(1), tree_size=8)
     yield made
     mmspec.unpatch(made)
     made.generation_config.eos_token_id = tiny.special_ids(made.tiny_spec).eos
@@ -67,7 +74,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, row: int, column: int, shift: int = 1
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_identical(family: str, options: dict[str, Any]) -> None:
     model = _model(family)
-    mmspec.patch(model, drafter=adversarial.BranchingDrafter(1), nodes=8)
+    mmspec.patch(model, drafter=adversarial.BranchingDrafter(1), tree_size=8)
     given = tiny.build_inputs(model, 3, 2)
     torch.manual_seed(11)
     state = torch.get_rng_state()
@@ -195,6 +202,65 @@ def test_every_pair_of_runs_is_looked_at(model: PreTrainedModel, monkeypatch: py
 
     drafter.begin = begin  # type: ignore[method-assign]
     assert not mmspec.compare(model, tiny.build_inputs(model, 5, 2), repeats=3, **GREEDY).identical
+
+
+# --- replicas of the drafter ------------------------------------------------------------------------------------------
+
+
+@dataclass
+class FixedDepth(DepthController):
+    """A controller that a copy must not replace by its base class."""
+
+    def choose(self, batch: int) -> int:
+        """Always the same."""
+        return 2
+
+
+def _trained_drafter() -> Any:
+    import tiny_heads
+
+    return tiny_heads.build_drafter("latent", SimpleNamespace(hidden=64, heads=4, kv_heads=2, vocab=384, layers=2))  # type: ignore[arg-type]
+
+
+def test_a_replica_shares_weights_and_copies_what_learns() -> None:
+    drafter = _trained_drafter()
+    drafter.depth_controller = FixedDepth(6)
+    drafter.depth_controller.record(1, 2, [1], pass_s=0.5, base_s=1.0)
+    drafter.cost_model.record_round(1, 0.1, 2.0)
+    twin: Any = replicate(drafter)
+    assert twin is not drafter and twin.head is drafter.head and twin.compressor is drafter.compressor
+    assert type(twin.depth_controller) is FixedDepth and twin.depth_controller is not drafter.depth_controller
+    assert twin.depth_controller.by_batch == drafter.depth_controller.by_batch
+    assert twin.cost_model.by_batch == drafter.cost_model.by_batch
+    twin.cost_model.record_round(1, 0.3, 2.0)
+    assert drafter.cost_model.by_batch[1].round_s == 0.1
+
+
+def test_a_replica_shares_weights_of_wrapped_drafters() -> None:
+    inner = _trained_drafter()
+    twin: Any = replicate(RecordingDrafter(inner))
+    assert twin.inner is not inner and twin.inner.head is inner.head
+
+
+def test_drafters_may_replicate_themselves(model: PreTrainedModel) -> None:
+    class Locked(adversarial.AdversarialDrafter):
+        """Holds a lock, which `copy.deepcopy` refuses."""
+
+        replicas = 0
+
+        def __init__(self) -> None:
+            super().__init__(1)
+            self.lock = threading.Lock()
+
+        def replicate(self) -> Drafter:
+            """One more."""
+            Locked.replicas += 1
+            return Locked()
+
+    assert mmspec.compare(
+        model, tiny.build_inputs(model, 3, 1), repeats=2, **GREEDY, mmspec={"drafter": Locked()}
+    ).identical
+    assert Locked.replicas == 3, "one per pair, the warm-up included"
 
 
 # --- the rest ---------------------------------------------------------------------------------------------------------

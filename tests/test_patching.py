@@ -75,7 +75,7 @@ def test_there_and_back(family: str) -> None:
     plain = model.generate(**given, **GREEDY)
     before = picture(model)  # behind a call, since transformers hangs its own hooks on in the first one
     assert not mmspec.is_patched(model)
-    assert mmspec.patch(model, nodes=8) is model and mmspec.is_patched(model)
+    assert mmspec.patch(model, tree_size=8) is model and mmspec.is_patched(model)
     for _ in range(2):
         assert torch.equal(model.generate(**given, **GREEDY), plain)
     assert mmspec.unpatch(model) is model and not mmspec.is_patched(model)
@@ -99,7 +99,7 @@ def test_what_is_not_patched() -> None:
 
 def test_the_same_settings_again_do_nothing(model: PreTrainedModel) -> None:
     drafter = adversarial.BranchingDrafter(1)
-    many: list[dict[str, Any]] = [{}, {"drafter": "lookup", "nodes": 4}]
+    many: list[dict[str, Any]] = [{}, {"drafter": "lookup", "tree_size": 4}]
     for options in (*many, {"drafter": drafter, "reference_ids": [[5, 6, 7]]}):
         mmspec.patch(model, **options)
         model.generate(**tiny.build_inputs(model, 1, 1), **GREEDY)
@@ -114,7 +114,7 @@ def test_the_same_settings_again_do_nothing(model: PreTrainedModel) -> None:
     [
         {"drafter": "none"},
         {"drafter": adversarial.BranchingDrafter(1)},
-        {"nodes": 4},
+        {"tree_size": 4},
         {"deterministic": True},
         {"reference_ids": [[1]]},
         {"processor": tiny.build_tokenizer(tiny.ModelSpec())},
@@ -143,7 +143,7 @@ def test_signature_name_and_doc_are_kept(model: PreTrainedModel) -> None:
 def test_arguments_by_position(model: PreTrainedModel) -> None:
     given = tiny.build_inputs(model, 1, 1, images=[0])
     plain = model.generate(given["input_ids"], **GREEDY)
-    mmspec.patch(model, nodes=8)
+    mmspec.patch(model, tree_size=8)
     assert torch.equal(model.generate(given["input_ids"], **GREEDY), plain)
     assert mmspec.stats(model).calls == 1 and not mmspec.stats(model).fallback_calls
 
@@ -163,7 +163,7 @@ def test_what_a_call_returns_can_be_trained_with(family: str) -> None:
     """The loop may run in inference mode; nothing made in it may reach the caller or stay on the model."""
     model = tiny.build_model(tiny.ModelSpec(family, seed=6))
     given = tiny.build_inputs(model, 1, 2)
-    mmspec.patch(model, drafter=adversarial.BranchingDrafter(1), nodes=8)
+    mmspec.patch(model, drafter=adversarial.BranchingDrafter(1), tree_size=8)
     flags = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
     for options, chosen in ((GREEDY, {}), (SAMPLED, {}), (GREEDY, {"drafter": "none"})):
         said = model.generate(**given, **flags, **options, mmspec=chosen)
@@ -251,27 +251,61 @@ class Nameless:
 
 BAD: dict[str, tuple[dict[str, Any], Any, str]] = {
     "unknown drafter": ({"drafter": "magic"}, ValueError, r"'magic'; known are 'none', 'lookup', 'recycling'"),
-    "not a drafter": ({"drafter": Nameless()}, TypeError, r"got Nameless, which has no 'needs'"),
+    "not a drafter": ({"drafter": Nameless()}, TypeError, r"got Nameless, which has no 'requirements'"),
     "a class": ({"drafter": adversarial.AdversarialDrafter}, TypeError, r"AdversarialDrafter"),
-    "vocabulary": ({"drafter": Foreign()}, ValueError, r"made for a vocabulary of 7 ids, the model has 120"),
-    "taps": ({"drafter": Tapping(0, 2, 3)}, ValueError, r"taps states \[3\]; this model has states 0 to 2"),
-    "negative taps": ({"drafter": Tapping(-1)}, ValueError, r"taps states \[-1\]"),
-    "no nodes": ({"nodes": 0}, ValueError, r"nodes must be 1 to 64.*got 0"),
-    "many nodes": ({"nodes": 65}, ValueError, r"nodes must be 1 to 64.*got 65"),
-    "half a node": ({"nodes": 2.5}, (ValueError, TypeError), r"nodes.*2\.5"),
-    "nodes as text": ({"nodes": "8"}, (ValueError, TypeError), r"nodes.*8"),
+    "vocabulary": ({"drafter": Foreign()}, ValueError, r"for a vocabulary of 7 ids, the model has 120"),
+    "taps": ({"drafter": Tapping(0, 2, 3)}, ValueError, r"needs hidden states \[3\]; this model has 0 to 2"),
+    "negative taps": ({"drafter": Tapping(-1)}, ValueError, r"needs hidden states \[-1\]"),
+    "size 0": ({"tree_size": 0}, ValueError, r"tree_size must be 1 to 64.*got 0"),
+    "size 65": ({"tree_size": 65}, ValueError, r"tree_size must be 1 to 64.*got 65"),
+    "size 2.5": ({"tree_size": 2.5}, TypeError, r"tree_size.*2\.5"),
+    "size as text": ({"tree_size": "8"}, TypeError, r"tree_size.*8"),
     "compressor name": ({"compressor": "magic"}, ValueError, r"'magic'"),
     "compressor": ({"compressor": Nameless()}, TypeError, r"got Nameless"),
     "ids in one list": ({"reference_ids": [1, 2]}, TypeError, r"one list of token ids per prompt.*got \[1, 2\]"),
     "ids of fractions": ({"reference_ids": [[1.5]]}, TypeError, r"one list of token ids per prompt.*got \[\[1\.5\]\]"),
     "ids as text": ({"reference_ids": ["ab"]}, TypeError, r"one list of token ids per prompt.*got \['ab'\]"),
-    "no ids": ({"reference_ids": []}, ValueError, r"one list of token ids per prompt.*got \[\]\. Leave it out"),
-    "reference of ids": ({"reference": [[1, 2]]}, TypeError, r"must be a text.*got \[\[1, 2\]\]\. Pass token ids as"),
-    "no references": ({"reference": []}, ValueError, r"must be a text.*got \[\]\. Leave it out"),
+    "no ids": ({"reference_ids": []}, ValueError, r"one list of token ids per prompt.*got \[\]\. Omit it"),
+    "reference of ids": ({"reference": [[1, 2]]}, TypeError, r"must be a string.*got \[\[1, 2\]\]\. Pass token ids as"),
+    "no references": ({"reference": []}, ValueError, r"must be a string.*got \[\]\. Omit it"),
     "deterministic": ({"deterministic": "yes"}, TypeError, r"must be True .* or False; got 'yes'\. Pass a bool"),
-    "packed": ({"packed": "yes"}, TypeError, r"packed must be True, False, or None.*got 'yes'"),
+    "cpu_pack_weights": (
+        {"cpu_pack_weights": "yes"},
+        TypeError,
+        r"cpu_pack_weights must be True, False, or None.*got 'yes'",
+    ),
     "reference": ({"reference": "abc"}, ValueError, r"needs the tokenizer: pass processor="),
 }
+DEPRECATED = {"nodes": ("tree_size", 4), "packed": ("cpu_pack_weights", False)}
+
+
+@pytest.mark.parametrize("old", DEPRECATED)
+def test_former_option_names_warn_and_work(model: PreTrainedModel, old: str) -> None:
+    new, value = DEPRECATED[old]
+    with pytest.warns(DeprecationWarning, match=f"{old} is now called {new}; pass {new}=") as caught:
+        mmspec.patch(model, "lookup", **{old: value})
+    assert [Path(warning.filename) for warning in caught] == [Path(__file__)], "the caller's line is named"
+    assert mmspec.patch(model, "lookup", **{new: value}) is model, "the same settings"
+    mmspec.unpatch(model)
+    mmspec.patch(model, adversarial.BranchingDrafter(1))
+    inputs = tiny.build_inputs(model, 1, 1)
+    with pytest.warns(DeprecationWarning, match=f"{old} is now called {new}") as caught:
+        model.generate(**inputs, **GREEDY, mmspec={old: value})
+    assert [Path(warning.filename) for warning in caught] == [Path(__file__)]
+    sizes = mmspec.stats(model, last=True).tree_size_hist
+    assert old != "nodes" or set(sizes) == {4}
+    with pytest.raises(TypeError, match=f"{old} is the former name of {new}; got both"):
+        model.generate(**inputs, **GREEDY, mmspec={old: value, new: value})
+
+
+def test_unknown_arguments_of_patch_are_refused(model: PreTrainedModel) -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument 'node'"):
+        mmspec.patch(model, node=4)
+    with pytest.raises(TypeError, match="nodes is the former name of tree_size; got both"):
+        mmspec.patch(model, nodes=4, tree_size=4)
+    assert not mmspec.is_patched(model)
+
+
 BADLY = pytest.mark.parametrize("name", BAD)
 
 
@@ -291,7 +325,7 @@ def test_bad_settings_of_a_call_leave_nothing_behind(model: PreTrainedModel, nam
     options, error, words = BAD[name]
     given = tiny.build_inputs(model, 1, 1)
     plain = model.generate(**given, **GREEDY)
-    mmspec.patch(model, drafter=adversarial.BranchingDrafter(1), nodes=8)
+    mmspec.patch(model, drafter=adversarial.BranchingDrafter(1), tree_size=8)
     before, state = picture(model), torch.get_rng_state()
     with pytest.raises(error, match=words):
         model.generate(**given, **SAMPLED, mmspec=options)
@@ -300,7 +334,7 @@ def test_bad_settings_of_a_call_leave_nothing_behind(model: PreTrainedModel, nam
     assert torch.equal(model.generate(**given, **GREEDY), plain)
 
 
-@pytest.mark.parametrize("given", [{"speed": 3}, {"node": 3, "nodes": 4}])
+@pytest.mark.parametrize("given", [{"speed": 3}, {"node": 3, "tree_size": 4}])
 def test_unknown_options_of_a_call_are_named(model: PreTrainedModel, given: dict[str, Any]) -> None:
     mmspec.patch(model)
     unknown = "speed" if "speed" in given else "node"
@@ -354,7 +388,7 @@ def test_someone_else_replaced_generate(model: PreTrainedModel) -> None:
     model.generate = theirs
     try:
         before = picture(model)
-        with pytest.raises(ValueError, match=r"model\.generate was replaced on this instance by .*theirs"):
+        with pytest.raises(ValueError, match=r"model\.generate is replaced on this instance by .*theirs"):
             mmspec.patch(model)
         assert picture(model) == before and model.generate() == "theirs" and not mmspec.is_patched(model)
     finally:
@@ -365,7 +399,7 @@ def test_someone_else_replaced_generate(model: PreTrainedModel) -> None:
 def test_options_of_a_call_change_only_that_call(model: PreTrainedModel) -> None:
     given = tiny.build_inputs(model, 1, 1)
     mmspec.patch(model, drafter="none")
-    model.generate(**given, **GREEDY, mmspec={"drafter": adversarial.BranchingDrafter(1), "nodes": 8})
+    model.generate(**given, **GREEDY, mmspec={"drafter": adversarial.BranchingDrafter(1), "tree_size": 8})
     assert mmspec.stats(model, last=True).num_draft_tokens > 0
     model.generate(**given, **GREEDY, mmspec={})
     model.generate(**given, **GREEDY, mmspec=None)
@@ -383,7 +417,7 @@ def test_a_deep_copy_is_patched_and_independent(family: str) -> None:
     model = shared(family)
     given = tiny.build_inputs(model, 1, 2)
     plain = model.generate(**given, **GREEDY)
-    mmspec.patch(model, drafter="recycling", nodes=8)
+    mmspec.patch(model, drafter="recycling", tree_size=8)
     try:
         model.generate(**given, **GREEDY)
         twin = copy.deepcopy(model)
@@ -420,7 +454,7 @@ def test_saving_a_patched_model(model: PreTrainedModel, tmp_path: Path) -> None:
     given = tiny.build_inputs(model, 1, 2)
     plain = model.generate(**given, **GREEDY)
     model.save_pretrained(tmp_path / "plain")
-    mmspec.patch(model, nodes=8)
+    mmspec.patch(model, tree_size=8)
     model.generate(**given, **GREEDY)
     model.save_pretrained(tmp_path / "patched")
     names = [sorted(path.name for path in (tmp_path / kind).iterdir()) for kind in ("plain", "patched")]
@@ -529,7 +563,7 @@ def test_two_threads_on_one_model(family: str, drafter: str) -> None:
         except Exception as error:
             wrong.append(error)
 
-    mmspec.patch(model, drafter=adversarial.BranchingDrafter(1) if drafter == "bush" else drafter, nodes=8)
+    mmspec.patch(model, drafter=adversarial.BranchingDrafter(1) if drafter == "bush" else drafter, tree_size=8)
     try:
         threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
         for thread in threads:
@@ -552,7 +586,7 @@ def test_text_streamers(model: PreTrainedModel, capsys: pytest.CaptureFixture[st
         plain = model.generate(**given, **GREEDY, streamer=TextStreamer(words, **options))
         text = capsys.readouterr().out
         assert text.strip()
-        mmspec.patch(model, drafter=adversarial.OracleDrafter(1, [plain]), nodes=8)
+        mmspec.patch(model, drafter=adversarial.OracleDrafter(1, [plain]), tree_size=8)
         model.generate(**given, **GREEDY, streamer=TextStreamer(words, **options))
         assert capsys.readouterr().out == text
         assert mmspec.stats(model).num_accepted_tokens > 0
@@ -571,7 +605,7 @@ def test_streaming_from_a_thread(model: PreTrainedModel) -> None:
         return got
 
     plain = pieces()
-    mmspec.patch(model, drafter=adversarial.BranchingDrafter(1), nodes=8)
+    mmspec.patch(model, drafter=adversarial.BranchingDrafter(1), tree_size=8)
     assert pieces() == plain and len(plain) > 1
 
 
@@ -614,7 +648,7 @@ def answers(pipe: Any, **options: Any) -> list[Any]:
 def test_pipelines_just_work(pipe: Any, options: dict[str, Any]) -> None:
     options["max_new_tokens"] = 14
     plain = answers(pipe, **options)
-    mmspec.patch(pipe.model, nodes=8)
+    mmspec.patch(pipe.model, tree_size=8)
     try:
         assert answers(pipe, **options) == plain
         stats = mmspec.stats(pipe.model)
@@ -626,7 +660,7 @@ def test_pipelines_just_work(pipe: Any, options: dict[str, Any]) -> None:
 def test_a_pipeline_made_of_a_patched_model(pipe: Any) -> None:
     options = {"max_new_tokens": 10, "generate_kwargs": {"do_sample": False}}
     plain = answers(pipe, **options)
-    mmspec.patch(pipe.model, nodes=8, processor=pipe.processor)
+    mmspec.patch(pipe.model, tree_size=8, processor=pipe.processor)
     try:
         again = pipeline("image-text-to-text", model=pipe.model, processor=pipe.processor)
         assert answers(again, **options) == plain and mmspec.stats(pipe.model).calls >= 2
@@ -687,7 +721,7 @@ def test_an_error_in_mid_call_leaves_the_next_call_clean(
     given = tiny.build_inputs(model, 1, 2)
     torch.manual_seed(5)
     plain = model.generate(**given, **SAMPLED)
-    mmspec.patch(model, drafter=Clumsy(where), nodes=8)
+    mmspec.patch(model, drafter=Clumsy(where), tree_size=8)
     before = picture(model)
     with monkeypatch.context() as broken:
         if where == "forward":
@@ -714,7 +748,7 @@ def test_an_error_of_the_user_leaves_the_generator_as_transformers_does(model: P
     given, states = tiny.build_inputs(model, 1, 2), []
     for patched in (False, True):
         if patched:
-            mmspec.patch(model, drafter=adversarial.BranchingDrafter(1), nodes=8)
+            mmspec.patch(model, drafter=adversarial.BranchingDrafter(1), tree_size=8)
         torch.manual_seed(5)
         with pytest.raises(adversarial.InjectedError):
             model.generate(**given, **SAMPLED, **fault(where, model))

@@ -1,4 +1,4 @@
-"""Each bug that a loop like ours invites is planted in the real engine, and the suite must go red."""
+"""Mutation tests: each typical bug of a decode loop is planted in the engine, and the suite must fail."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import fuzz as fuzz
 import mutation as mutation
 import pytest
 
-pytestmark = pytest.mark.skipif("MMSPEC_MUTANT" in os.environ, reason="a mutant is planted already")
+pytestmark = pytest.mark.skipif("MMSPEC_MUTANT" in os.environ, reason="a bug is planted already")
 
 
-def test_the_slice_is_green_without_a_mutant() -> None:
-    """What the mutants are judged against."""
+def test_no_difference_without_a_bug() -> None:
+    """The baseline of the mutation tests."""
     for seed in range(5):
         assert not fuzz.run_seed(seed).differences
 
 
 @pytest.mark.parametrize("name", mutation.MUTANTS)
-def test_mutants_can_be_planted(name: str) -> None:
-    """After a change of the engine a mutant may have lost its place."""
+def test_bugs_can_be_planted(name: str) -> None:
+    """After a change of the engine an attribute of a mutant may be missing."""
     before = [getattr(owner, attribute) for owner, attribute, _ in mutation.MUTANTS[name]]
     with mutation.plant_bug(name):
         assert all(
@@ -32,7 +32,7 @@ def test_mutants_can_be_planted(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", mutation.MUTANTS)
-def test_every_mutant_is_caught(name: str) -> None:
-    catch = mutation.detect(name, range(150))
-    print(f"{name}: {catch.detected_by} after {catch.seconds:.0f} s")
-    assert catch.detected_by
+def test_every_bug_is_detected(name: str) -> None:
+    detection = mutation.detect(name, range(150))
+    print(f"{name}: {detection.detected_by} after {detection.seconds:.0f} s")
+    assert detection.detected_by

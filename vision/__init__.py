@@ -1,5 +1,6 @@
-"""Vision: compressors of visual tokens and ways to read frames from a video, one file each.
+"""Vision: compressors of the drafter's visual tokens, image and video decoding, heatmaps.
 
-What is made here is seen by drafters only, or (frames) by target and baseline alike; it never changes what the target
-returns. Nothing here knows the decode loop or imports `mmspec.drafters`.
+Compressor output is read by drafters only. Decoded images and frames are the same for the target and the baseline, so
+nothing in this package changes what the target generates. It depends neither on the decode loop nor on
+`mmspec.drafters`.
 """

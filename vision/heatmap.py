@@ -1,7 +1,7 @@
-"""Pictures of what a drafter was shown: tokens that were kept, marked on the image, and scores laid over it.
+"""Draw which visual tokens a drafter reads: kept tokens marked on the image, or scores as a colour overlay.
 
-Takes images, grids and numbers; knows no model, no compressor and no call. What `mmspec.stats` says of a call
-(`mmspec.metrics.compression_stats.Shown`) fits: `heatmaps(images, shown.grids, kept=shown.numbers)`.
+Takes images, grids and numbers, and depends on no model or compressor. The records of `mmspec.stats`
+(`mmspec.metrics.compression_stats.CompressionRecord`) fit: `heatmaps(images, record.grids, kept=record.kept_indices)`.
 """
 
 from __future__ import annotations
@@ -13,54 +13,55 @@ from PIL import Image
 
 from mmspec.interfaces import VisualGrid
 
-CELL = 14
-"""Pixels of one token's square, at least."""
-SIDE = 320
-"""Pixels of a picture's longer side, about."""
-MARK = (47, 158, 82)
-"""Colour of the line around a token that was seen, where the others are faded."""
-COVER = 0.6
-"""How much of the picture the colours of scores cover."""
-GAP = 6
-"""Pixels between the pictures of a strip."""
+MIN_CELL_PX = 14
+"""Minimum side of one token's square, in pixels."""
+TARGET_SIDE_PX = 320
+"""Approximate longer side of a drawn image, in pixels."""
+KEPT_EDGE_COLOR = (47, 158, 82)
+"""RGB of the line around kept tokens, where the others are faded."""
+OVERLAY_ALPHA = 0.6
+"""Opacity of the score colours over the image."""
+STRIP_GAP_PX = 6
+"""Pixels between the images of a strip."""
 CHROMA = 0.085
-"""How vivid the colours of scores are: as much as a screen can show of all of them."""
+"""Oklab chroma of the score colours: the largest that sRGB can represent over the whole colormap."""
 
-Numbers = Collection[int] | np.ndarray
-Scores = Sequence[float] | np.ndarray
+TokenIndices = Collection[int] | np.ndarray
+TokenScores = Sequence[float] | np.ndarray
 
 
 def heatmap(
     image: Image.Image,
     grid: tuple[int, int],
     *,
-    kept: Numbers | None = None,
-    scores: Scores | None = None,
+    kept: TokenIndices | None = None,
+    scores: TokenScores | None = None,
     span: tuple[float, float] | None = None,
 ) -> Image.Image:
-    """One image with the tokens of its grid on it.
+    """Draw the tokens of one grid on its image.
 
-    Without scores, the tokens that were not kept are faded. With scores, their colours (dark blue is low, light yellow
-    is high) are laid over the image in grey, and kept tokens have a frame, white within black.
+    With `kept` alone, the other tokens are faded. With `scores`, the image is grey under the score colours (dark blue
+    is low, light yellow is high), and kept tokens have a white frame within a black one.
 
     Args:
-        grid: (lines, columns) of tokens.
-        kept: numbers of the tokens that were kept, line by line from 0, or [lines, columns] bool.
-        scores: a number per token, line by line or [lines, columns].
-        span: the scores that are darkest and lightest; those of the image's own if None.
+        image: The image that the grid covers.
+        grid: (height, width) in tokens.
+        kept: Indices of the kept tokens in row-major order from 0, or [height, width] bool.
+        scores: One finite number per token, row-major or [height, width].
+        span: (lowest, highest) score of the colormap; the range of `scores` if None.
 
     Raises:
-        ValueError: neither kept nor scores, or some that do not fit the grid.
+        ValueError: Both `kept` and `scores` are None, or one does not fit the grid.
     """
     if grid[0] < 1 or grid[1] < 1:
-        raise ValueError(f"a grid has at least one line and one column; got {tuple(grid)}.")
+        raise ValueError(f"a grid needs at least one row and one column; got {tuple(grid)}.")
     if kept is None and scores is None:
-        raise ValueError("there is nothing to draw: give kept=, scores=, or both.")
-    cells = None if kept is None else _cells(kept, grid)
+        raise ValueError("heatmap needs kept=, scores=, or both; got neither.")
+    kept_mask = None if kept is None else _kept_mask(kept, grid)
     if scores is None:
-        assert cells is not None
-        return _faded(image, cells)
-    return _coloured(image, _values(scores, grid), cells, span)
+        assert kept_mask is not None
+        return _draw_faded(image, kept_mask)
+    return _draw_scores(image, _score_grid(scores, grid), kept_mask, span)
 
 
 def heatmaps(
@@ -68,92 +69,98 @@ def heatmaps(
     grids: Sequence[VisualGrid],
     *,
     kept: Collection[int] | None = None,
-    scores: Scores | None = None,
+    scores: TokenScores | None = None,
     row: int | None = None,
     cropped: bool = False,
 ) -> list[Image.Image]:
-    """The same for all pictures and frames of a prompt, one each, in their order.
+    """`heatmap` for every image, or every frame, of one prompt, in order.
 
     Args:
-        images: of the call; of a row with clips, their frames, one clip after the other. grids: how the visual tokens
-            lie (`Shown.grids`, `Prompt.segments`). Only whole pictures are drawn, not their tiles, and frames alone in
-            a row with clips.
-        kept, scores: as in `heatmap`, counted over all visual tokens of the prompt, which follow each other as their
-            grids do (tokens that end a line count). row: of the batch; that of the first grid if None.
-        cropped: the processor shows the model the middle square only.
+        images: Images of the call; for a row with videos, the frames of its videos, concatenated.
+        grids: Grids of the visual tokens (`CompressionRecord.grids`, `Prompt.grids`). Only base images are drawn, not
+            their tiles; in a row with videos only frames.
+        kept: Indices of kept tokens over all visual tokens of the prompt, in the order of the grids, newline tokens
+            counted.
+        scores: One number for each visual token of the prompt, counted likewise. All images share one colour range.
+        row: Batch row; that of the first grid if None.
+        cropped: Draw the centre square, for processors that centre-crop.
 
     Raises:
-        ValueError: as in `heatmap`.
+        ValueError: As `heatmap`.
     """
-    mine = sorted(grids, key=lambda one: (one.row, one.start))
-    mine = [one for one in mine if one.row == (mine[0].row if row is None else row)]
-    total = sum(one.num_tokens for one in mine)
-    values = None if scores is None else _values(scores, (1, total))[0]
-    seen = None if kept is None else frozenset(_checked(kept, total))
-    clip = any(segment.role == "frame" for segment in mine)
+    row_grids = sorted(grids, key=lambda grid: (grid.row, grid.start))
+    row_grids = [grid for grid in row_grids if grid.row == (row_grids[0].row if row is None else row)]
+    total = sum(grid.num_tokens for grid in row_grids)
+    values = None if scores is None else _score_grid(scores, (1, total))[0]
+    kept_indices = None if kept is None else frozenset(_check_indices(kept, total))
+    has_video = any(grid.role == "frame" for grid in row_grids)
     drawn: list[tuple[VisualGrid, int]] = []
     start = 0
-    for segment in mine:
-        # The number of a picture is one of the images; that of a clip, which counts on over the batch, is none.
-        if segment.role == ("frame" if clip else "base") and (0 if clip else segment.media_index) < len(images):
-            drawn.append((segment, start))
-        start += segment.num_tokens
-    parts = [None if values is None else values[_places(*one)] for one in drawn]
-    span = _span(np.concatenate([part.ravel() for part in parts if part is not None])) if values is not None else None
-    made = []
-    for step, ((segment, start), part) in enumerate(zip(drawn, parts, strict=True)):
-        image = images[_frame(step, len(drawn), len(images)) if clip else segment.media_index]
-        cells = None if seen is None else cells_of(segment, start, seen)
-        shape = (segment.height, segment.width)
-        made.append(heatmap(square(image) if cropped else image, shape, kept=cells, scores=part, span=span))
-    return made
+    for grid in row_grids:
+        # `media_index` of an image indexes `images`; that of a video counts over the batch and does not.
+        if grid.role == ("frame" if has_video else "base") and (0 if has_video else grid.media_index) < len(images):
+            drawn.append((grid, start))
+        start += grid.num_tokens
+    parts = [None if values is None else values[_token_indices(*entry)] for entry in drawn]
+    span = None
+    if values is not None:
+        span = _score_range(np.concatenate([part.ravel() for part in parts if part is not None]))
+    pictures = []
+    for step, ((grid, start), part) in enumerate(zip(drawn, parts, strict=True)):
+        image = images[_frame_index(step, len(drawn), len(images)) if has_video else grid.media_index]
+        cells = None if kept_indices is None else kept_cells(grid, start, kept_indices)
+        shape = (grid.height, grid.width)
+        pictures.append(heatmap(center_square(image) if cropped else image, shape, kept=cells, scores=part, span=span))
+    return pictures
 
 
 def strip(pictures: Sequence[Image.Image], columns: int | None = None) -> Image.Image:
-    """Several pictures as one, in lines of so many (all in one line if None), on white.
+    """Tile images on a white background, `columns` per line (all on one line if None).
 
     Raises:
-        ValueError: no pictures, or no columns.
+        ValueError: `pictures` is empty, or `columns` below 1.
     """
     if not pictures:
-        raise ValueError("a strip is made of at least one picture; got none.")
+        raise ValueError("a strip needs at least one image; got none.")
     columns = len(pictures) if columns is None else columns
     if columns < 1:
-        raise ValueError(f"a strip has at least one column; got {columns}.")
-    lines = [pictures[at : at + columns] for at in range(0, len(pictures), columns)]
-    heights = [max(one.height for one in line) for line in lines]
-    width = max(sum(one.width + GAP for one in line) for line in lines) - GAP
-    made = Image.new("RGB", (width, sum(heights) + GAP * (len(lines) - 1)), "white")
+        raise ValueError(f"a strip needs at least one column; got {columns}.")
+    lines = [pictures[i : i + columns] for i in range(0, len(pictures), columns)]
+    heights = [max(picture.height for picture in line) for line in lines]
+    width = max(sum(picture.width + STRIP_GAP_PX for picture in line) for line in lines) - STRIP_GAP_PX
+    canvas = Image.new("RGB", (width, sum(heights) + STRIP_GAP_PX * (len(lines) - 1)), "white")
     top = 0
     for line, height in zip(lines, heights, strict=True):
         left = 0
-        for one in line:
-            made.paste(one, (left, top))
-            left += one.width + GAP
-        top += height + GAP
-    return made
+        for picture in line:
+            canvas.paste(picture, (left, top))
+            left += picture.width + STRIP_GAP_PX
+        top += height + STRIP_GAP_PX
+    return canvas
 
 
-def cells_of(segment: VisualGrid, start: int, kept: Collection[int]) -> np.ndarray:
-    """[height, width] bool, which cells of a grid were kept. start: number of its first token."""
-    return np.isin(_places(segment, start), np.fromiter(kept, dtype=np.int64, count=len(kept)))
+def kept_cells(grid: VisualGrid, start: int, kept: Collection[int]) -> np.ndarray:
+    """[height, width] bool, True for kept cells of a grid whose first token has index `start`."""
+    return np.isin(_token_indices(grid, start), np.fromiter(kept, dtype=np.int64, count=len(kept)))
 
 
-def square(image: Image.Image) -> Image.Image:
-    """The middle square of an image."""
+def center_square(image: Image.Image) -> Image.Image:
+    """The largest centred square of an image."""
     side = min(image.size)
-    left, top = (image.width - side) // 2, (image.height - side) // 2
+    left = (image.width - side) // 2
+    top = (image.height - side) // 2
     return image.crop((left, top, left + side, top + side))
 
 
-def colours(shares: np.ndarray) -> np.ndarray:
-    """[..., 3] float colours (0 to 255) of shares from 0 to 1: equal steps look equal, and lighter is always more.
+def colormap(values: np.ndarray) -> np.ndarray:
+    """[..., 3] float sRGB (0 to 255) of values in 0..1, perceptually uniform with rising lightness.
 
-    A path through Oklab (Ottosson, 2020) whose lightness grows evenly, from dark blue through green to light yellow.
+    A path through Oklab (Ottosson, 2020) from dark blue through green to light yellow.
     """
-    lightness = 0.28 + 0.67 * shares
-    hue = np.radians(285 - 180 * shares)
-    a, b = CHROMA * np.cos(hue), CHROMA * np.sin(hue)
+    lightness = 0.28 + 0.67 * values
+    hue = np.radians(285 - 180 * values)
+    a = CHROMA * np.cos(hue)
+    b = CHROMA * np.sin(hue)
     cones = np.stack(
         [
             lightness + 0.3963377774 * a + 0.2158037573 * b,
@@ -162,111 +169,111 @@ def colours(shares: np.ndarray) -> np.ndarray:
         ],
         axis=-1,
     )
-    to_rgb = np.array(
+    lms_to_rgb = np.array(
         [
             [4.0767416621, -3.3077115913, 0.2309699292],
             [-1.2684380046, 2.6097574011, -0.3413193965],
             [-0.0041960863, -0.7034186147, 1.7076147010],
         ]
     )
-    linear = (cones**3 @ to_rgb.T).clip(0, 1)
+    linear = (cones**3 @ lms_to_rgb.T).clip(0, 1)
     return 255 * np.where(linear <= 0.0031308, 12.92 * linear, 1.055 * linear ** (1 / 2.4) - 0.055)
 
 
-# --- parts ------------------------------------------------------------------------------------------------------------
+# --- private helpers --------------------------------------------------------------------------------------------------
 
 
-def _frame(step: int, steps: int, frames: int) -> int:
-    """The first frame that a step of a clip covers: a model may read them in pairs, an odd last one with itself."""
-    return min(step * (frames + frames % 2) // steps, frames - 1)
+def _frame_index(step: int, num_steps: int, num_frames: int) -> int:
+    """The first frame of time step `step`: models may merge frames in pairs, an odd last one with itself."""
+    return min(step * (num_frames + num_frames % 2) // num_steps, num_frames - 1)
 
 
-def _places(segment: VisualGrid, start: int) -> np.ndarray:
-    """[height, width] numbers of a grid's tokens; those that end a line are left out."""
-    line = segment.width + int(segment.has_newlines)
-    return start + line * np.arange(segment.height)[:, None] + np.arange(segment.width)
+def _token_indices(grid: VisualGrid, start: int) -> np.ndarray:
+    """[height, width] int64 indices of a grid's tokens, newline tokens left out."""
+    line = grid.width + int(grid.has_newlines)
+    return start + line * np.arange(grid.height)[:, None] + np.arange(grid.width)
 
 
-def _cells(kept: Numbers, grid: tuple[int, int]) -> np.ndarray:
-    """[lines, columns] bool."""
+def _kept_mask(kept: TokenIndices, grid: tuple[int, int]) -> np.ndarray:
+    """[height, width] bool."""
     if isinstance(kept, np.ndarray) and kept.dtype == np.bool_:
         if kept.shape != tuple(grid):
-            raise ValueError(f"kept must be {list(grid)}, as the grid is; got {list(kept.shape)}.")
+            raise ValueError(f"kept must have the shape of the grid, {list(grid)}; got {list(kept.shape)}.")
         return kept
-    cells = np.zeros(grid[0] * grid[1], dtype=bool)
-    cells[_checked(kept, len(cells))] = True
-    return cells.reshape(grid)
+    mask = np.zeros(grid[0] * grid[1], dtype=bool)
+    mask[_check_indices(kept, len(mask))] = True
+    return mask.reshape(grid)
 
 
-def _checked(kept: Numbers, total: int) -> list[int]:
-    numbers = [int(number) for number in kept]
-    wrong = next((number for number in numbers if not 0 <= number < total), None)
-    if wrong is not None:
-        raise ValueError(f"the numbers of kept tokens go from 0 to {total - 1}; got {wrong}.")
-    return numbers
+def _check_indices(kept: TokenIndices, total: int) -> list[int]:
+    indices = [int(index) for index in kept]
+    invalid = next((index for index in indices if not 0 <= index < total), None)
+    if invalid is not None:
+        raise ValueError(f"indices of kept tokens range from 0 to {total - 1}; got {invalid}.")
+    return indices
 
 
-def _values(scores: Scores, grid: tuple[int, int]) -> np.ndarray:
-    """[lines, columns] float64."""
+def _score_grid(scores: TokenScores, grid: tuple[int, int]) -> np.ndarray:
+    """[height, width] float64."""
     values = np.asarray(scores, dtype=np.float64)
     if values.size != grid[0] * grid[1]:
-        raise ValueError(f"there is one score per token, {grid[0] * grid[1]} of them; got {list(values.shape)}.")
+        raise ValueError(f"scores must have one value per token, {grid[0] * grid[1]}; got {list(values.shape)}.")
     if not np.isfinite(values).all():
         raise ValueError(f"scores must be finite; got {values[~np.isfinite(values)][0]}.")
     return values.reshape(grid)
 
 
-def _span(values: np.ndarray) -> tuple[float, float] | None:
+def _score_range(values: np.ndarray) -> tuple[float, float] | None:
     return (float(values.min()), float(values.max())) if values.size else None
 
 
-def _enlarged(image: Image.Image, grid: tuple[int, int]) -> tuple[np.ndarray, int]:
-    """The image in float32 with the cells of its grid as squares, and their side."""
-    cell = max(CELL, SIDE // max(grid))
+def _resize_to_grid(image: Image.Image, grid: tuple[int, int]) -> tuple[np.ndarray, int]:
+    """The image as float32 [height, width, 3], resized so that cells are squares, and the side of a cell in pixels."""
+    cell = max(MIN_CELL_PX, TARGET_SIDE_PX // max(grid))
     size = (grid[1] * cell, grid[0] * cell)
     return np.asarray(image.convert("RGB").resize(size), dtype=np.float32), cell
 
 
-def _spread(cells: np.ndarray, cell: int) -> np.ndarray:
-    """Of cells, of pixels."""
+def _cells_to_pixels(cells: np.ndarray, cell: int) -> np.ndarray:
     return cells.repeat(cell, 0).repeat(cell, 1)
 
 
-def _faded(image: Image.Image, seen: np.ndarray) -> Image.Image:
-    """The picture with the cells that were not seen faded, and a thin line around those that were."""
-    small, cell = _enlarged(image, seen.shape)
-    mask = _spread(seen, cell)
-    grey = 0.25 * small.mean(2, keepdims=True) + 150
-    drawn = np.where(mask[..., None], small, grey)
+def _draw_faded(image: Image.Image, kept: np.ndarray) -> Image.Image:
+    """Fade the cells that are not kept, and draw a thin line around the others."""
+    pixels, cell = _resize_to_grid(image, kept.shape)
+    mask = _cells_to_pixels(kept, cell)
+    grey = 0.25 * pixels.mean(2, keepdims=True) + 150
+    drawn = np.where(mask[..., None], pixels, grey)
     edge = (np.arange(drawn.shape[0])[:, None] % cell == 0) | (np.arange(drawn.shape[1])[None] % cell == 0)
-    drawn[edge & mask] = MARK
-    return _picture(drawn)
+    drawn[edge & mask] = KEPT_EDGE_COLOR
+    return _to_image(drawn)
 
 
-def _coloured(
+def _draw_scores(
     image: Image.Image, values: np.ndarray, kept: np.ndarray | None, span: tuple[float, float] | None
 ) -> Image.Image:
-    """The picture in grey under the colours of its scores, kept cells framed, white within black."""
-    small, cell = _enlarged(image, values.shape)
+    """Draw the score colours over the grey image, and frame kept cells in white within black."""
+    pixels, cell = _resize_to_grid(image, values.shape)
     low, high = span or (float(values.min()), float(values.max()))
-    shares = ((values - low) / (high - low or 1.0)).clip(0, 1)
-    drawn = COVER * _spread(colours(shares), cell) + (1 - COVER) * small.mean(2, keepdims=True)
+    scaled = ((values - low) / (high - low or 1.0)).clip(0, 1)
+    colors = _cells_to_pixels(colormap(scaled), cell)
+    drawn = OVERLAY_ALPHA * colors + (1 - OVERLAY_ALPHA) * pixels.mean(2, keepdims=True)
     if kept is not None:
-        mask = _spread(kept, cell)
-        within = np.minimum(*np.meshgrid(*(_inset(size, cell) for size in drawn.shape[1::-1])))
-        drawn[mask & (within == 0)] = 0
-        drawn[mask & (within == 1)] = 255
-    return _picture(drawn)
+        mask = _cells_to_pixels(kept, cell)
+        distance = np.minimum(*np.meshgrid(*(_distance_to_cell_edge(size, cell) for size in drawn.shape[1::-1])))
+        drawn[mask & (distance == 0)] = 0
+        drawn[mask & (distance == 1)] = 255
+    return _to_image(drawn)
 
 
-def _inset(size: int, cell: int) -> np.ndarray:
-    """Of each pixel of a side, how far it is from the nearer end of its cell."""
-    place = np.arange(size) % cell
-    return np.minimum(place, cell - 1 - place)
+def _distance_to_cell_edge(size: int, cell: int) -> np.ndarray:
+    """[size] distance of each pixel along one axis to the nearer edge of its cell."""
+    offset = np.arange(size) % cell
+    return np.minimum(offset, cell - 1 - offset)
 
 
-def _picture(drawn: np.ndarray) -> Image.Image:
+def _to_image(drawn: np.ndarray) -> Image.Image:
     return Image.fromarray(drawn.clip(0, 255).astype(np.uint8))
 
 
-__all__ = ["cells_of", "colours", "heatmap", "heatmaps", "square", "strip"]
+__all__ = ["center_square", "colormap", "heatmap", "heatmaps", "kept_cells", "strip"]

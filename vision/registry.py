@@ -1,7 +1,8 @@
-"""The compressors by name. `NAME:TOKENS` says how many visual tokens of a row a drafter is shown at most."""
+"""Registry of compressors. A compressor is named `NAME:N`, where N is the maximum number of visual tokens per row."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
@@ -9,99 +10,150 @@ import torch
 from torch import Tensor, nn
 
 from mmspec.interfaces import Compressor
-from mmspec.vision.compressors import select as picking
-from mmspec.vision.compressors.cost_based import Measured
+from mmspec.vision.compressors.cost_based import CostBased
 from mmspec.vision.compressors.elastic import Elastic
 from mmspec.vision.compressors.latent import LatentCompressor
 from mmspec.vision.compressors.pooling import Conv, Pool
 from mmspec.vision.compressors.resampler import Resampler
+from mmspec.vision.compressors.select import (
+    Diverse,
+    Drop,
+    Identity,
+    Random,
+    Stride,
+    TopScore,
+    query_similarity,
+    saliency,
+)
 
-WHOLE: dict[str, Callable[[], object]] = {"identity": picking.Identity, "drop": picking.Drop, "measured": Measured}
-"""Those that keep all or nothing, or what pays: no number is asked."""
-FREE: dict[str, Callable[[int], object]] = {
-    "stride": picking.Stride,
-    "random": picking.Chance,
-    "relevant": lambda tokens: picking.Prune(tokens, "relevant", picking.relevance),
-    "salient": lambda tokens: picking.Prune(tokens, "salient", picking.distinctness, attends=True),
-    "diverse": picking.Diverse,
+UNSIZED: dict[str, Callable[[], object]] = {"identity": Identity, "drop": Drop, "cost-based": CostBased}
+"""Compressors without a size: all tokens, none, or a number that depends on the measured costs."""
+UNTRAINED: dict[str, Callable[[int], object]] = {
+    "stride": Stride,
+    "random": Random,
+    "relevant": lambda max_tokens: TopScore(max_tokens, "relevant", query_similarity),
+    "salient": lambda max_tokens: TopScore(max_tokens, "salient", saliency, attends=True),
+    "diverse": Diverse,
     "pool": Pool,
 }
-"""Those without weights."""
+"""Compressors with a size and without weights: `max_tokens` -> compressor."""
 TRAINED: dict[str, Callable[[int, int], nn.Module]] = {
     "conv": Conv,
     "elastic": Elastic,
     "latent": LatentCompressor,
     "resampler": Resampler,
 }
-"""Those that have weights, and so come with a drafter that was trained with them: (hidden size, tokens)."""
+"""Compressors with weights, stored with the drafter they were trained with: (`hidden_size`, `max_tokens`) -> module."""
+ALIASES = {"measured": "cost-based"}
+"""Other accepted names."""
 
 
-def parse(text: str) -> tuple[str, int]:
-    """(name, tokens) of `NAME:TOKENS`; tokens is 0 for those that are asked for no number.
+def parse_compressor(text: str) -> tuple[str, int]:
+    """Split `NAME:N` into name and number of tokens.
+
+    Returns:
+        (name, max_tokens), aliases resolved; max_tokens is 0 for compressors without a size.
 
     Raises:
-        ValueError: an unknown name, or no whole number of at least 1.
+        ValueError: The name is unknown, or N is not an integer of at least 1.
     """
-    name, _, count = text.partition(":")
-    if name in WHOLE and not count:
+    name, _, size = text.partition(":")
+    name = ALIASES.get(name, name)
+    if name in UNSIZED and not size:
         return name, 0
-    if name not in FREE and name not in TRAINED:
-        listed = ", ".join((*WHOLE, *(f"{known}:N" for known in (*FREE, *TRAINED))))
-        raise ValueError(f"no compressor is called {text!r}; known: {listed}.")
-    if not count.isdecimal() or int(count) < 1:
-        raise ValueError(f"say how many tokens are kept, as in {name}:64; got {text!r}.")
-    return name, int(count)
+    if name not in UNTRAINED and name not in TRAINED:
+        available = ", ".join((*UNSIZED, *(f"{sized}:N" for sized in (*UNTRAINED, *TRAINED))))
+        raise ValueError(f"unknown compressor {text!r}; available: {available}.")
+    if not size.isdecimal() or int(size) < 1:
+        raise ValueError(f"compressor {name!r} needs a maximum number of tokens, as in {name}:64; got {text!r}.")
+    return name, int(size)
 
 
-def new(text: str, hidden_size: int) -> Compressor:
-    """A compressor as it is before training, for a target of that width."""
-    name, tokens = parse(text)
-    made = TRAINED[name](hidden_size, tokens) if name in TRAINED else make(text)
-    return cast(Compressor, made)
+def init_compressor(text: str, hidden_size: int) -> Compressor:
+    """Build the compressor `NAME:N`; trainable ones with freshly initialised weights for states of `hidden_size`."""
+    name, max_tokens = parse_compressor(text)
+    compressor = TRAINED[name](hidden_size, max_tokens) if name in TRAINED else build_compressor(text)
+    return cast(Compressor, compressor)
 
 
-def make(compressor: str | object) -> Compressor:
-    """The compressor of that name, or the given object if it is one.
+def build_compressor(compressor: str | object) -> Compressor:
+    """Build a compressor from its name; a compressor object is returned as it is, in eval mode.
 
-    "elastic" alone goes by what looking costs, as `measured` does; `mmspec.config` takes the drafter's own if it came
-    with one.
+    "elastic" without a size is a `CostBased` of that name; `mmspec.config` replaces it by the drafter's own gate if the
+    drafter was trained with one.
 
     Raises:
-        ValueError: an unknown name, or one that needs weights. TypeError: not a compressor.
+        ValueError: The name is unknown, or the compressor needs trained weights.
+        TypeError: The object does not implement `Compressor`.
     """
     if compressor == Elastic.name:
-        return Measured(Elastic.name)
+        return CostBased(Elastic.name)
     if isinstance(compressor, str):
-        name, tokens = parse(compressor)
+        name, max_tokens = parse_compressor(compressor)
         if name in TRAINED:
-            free = " Or say 'elastic', which needs no weights." if name == Elastic.name else ""
+            untrained = " 'elastic' without a size needs no weights." if name == Elastic.name else ""
             raise ValueError(
-                f"compressor {name!r} has weights: name the folder of a drafter that was trained with it.{free}"
+                f"compressor {name!r} has weights: pass the folder of a drafter that was trained with it.{untrained}"
             )
-        return cast(Compressor, WHOLE[name]() if name in WHOLE else FREE[name](tokens))
+        return cast(Compressor, UNSIZED[name]() if name in UNSIZED else UNTRAINED[name](max_tokens))
     if not isinstance(compressor, Compressor):
-        raise TypeError(f"a compressor needs `name`, `tokens` and `compress(...)`; got {type(compressor).__name__}.")
+        raise TypeError(
+            f"a compressor needs `name`, `max_tokens` and `compress(...)`; got {type(compressor).__name__}."
+        )
     if isinstance(compressor, nn.Module):
-        compressor.eval()  # in training some draw what they keep
+        compressor.eval()  # in training mode some compressors sample the tokens they keep
     return compressor
 
 
-def restored(facts: Mapping[str, Any], weights: Mapping[str, Tensor], hidden_size: int) -> Compressor:
-    """One that came with a drafter. facts: its `name` and `tokens`.
+def compressor_config(compressor: Compressor) -> dict[str, Any]:
+    """The entry `compressor` of a drafter's config: what `load_compressor` needs besides the weights."""
+    return {"name": compressor.name, "max_tokens": compressor.max_tokens}
+
+
+def config_size(config: Mapping[str, Any]) -> int:
+    """`max_tokens` of a stored config; also reads the old key `tokens`, with a DeprecationWarning."""
+    if "max_tokens" not in config and "tokens" in config:
+        warnings.warn(
+            "the key 'tokens' of a compressor's config is deprecated; rename it to 'max_tokens'.",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return int(config["tokens"])
+    return int(config["max_tokens"])
+
+
+def load_compressor(config: Mapping[str, Any], state_dict: Mapping[str, Tensor], hidden_size: int) -> Compressor:
+    """Load a compressor that is stored with a drafter.
+
+    Args:
+        config: `name` and `max_tokens` (see `compressor_config`).
+        state_dict: Its weights; converted to float32.
+        hidden_size: Width D of the states it compresses.
 
     Raises:
-        ValueError: the weights are not those of such a compressor.
+        ValueError: `state_dict` does not fit the compressor.
     """
-    name = facts["name"]
-    with torch.device("meta"):  # fresh weights would be drawn from the user's generator
-        made = new(name if name in WHOLE else f"{name}:{facts['tokens']}", hidden_size)
-    if isinstance(made, nn.Module):
+    name = ALIASES.get(config["name"], config["name"])
+    with torch.device("meta"):  # initialising real weights would advance the user's random generator
+        compressor = init_compressor(name if name in UNSIZED else f"{name}:{config_size(config)}", hidden_size)
+    if isinstance(compressor, nn.Module):
         try:
-            made.load_state_dict({name: value.float() for name, value in weights.items()}, assign=True)
+            compressor.load_state_dict({key: value.float() for key, value in state_dict.items()}, assign=True)
         except RuntimeError as error:
             raise ValueError(f"compressor {name}: {str(error).splitlines()[-1].strip()}") from error
-        made.eval()
-    return made
+        compressor.eval()
+    return compressor
 
 
-__all__ = ["FREE", "TRAINED", "WHOLE", "make", "new", "parse", "restored"]
+__all__ = [
+    "ALIASES",
+    "TRAINED",
+    "UNSIZED",
+    "UNTRAINED",
+    "build_compressor",
+    "compressor_config",
+    "config_size",
+    "init_compressor",
+    "load_compressor",
+    "parse_compressor",
+]

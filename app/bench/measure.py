@@ -25,32 +25,33 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList
+from transformers.generation.stopping_criteria import StoppingCriteriaList
 
 import mmspec
-from mmspec.app.bench.specs import block_of, patched, weight_of
+from mmspec.app.bench.specs import get_block_size, patch_model, weight_sizes
 from mmspec.app.modeling.load import synchronize
+from mmspec.comparison import TimestampCriterion
 from mmspec.interfaces import Drafter
 from mmspec.metrics.stats import Stats
 from mmspec.patching import KEY
 
-PLAIN, AGAIN, OWN = "hf", "hf-again", "none"
-RESAMPLED = 1000
+HF, HF_AGAIN, NO_DRAFT = "hf", "hf-again", "none"
+NUM_RESAMPLES = 1000
 """Times that a bootstrap draws its runs or requests anew."""
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Run:
+class TimedRun:
     """One call. `tokens`: new ones, padding not counted; `fewest`: of a row. `stats` is None on the plain side."""
 
     total_s: float
     ttft_s: float
     decode_s: float
-    ids: Tensor
-    tokens: int
+    output_ids: Tensor
+    num_tokens: int
     stats: Stats | None = None
-    fewest: int = 0
+    min_row_tokens: int = 0
 
     @property
     def step_s(self) -> float:
@@ -59,27 +60,12 @@ class Run:
 
 
 @dataclass
-class System:
+class Contestant:
     """One contender: a name, a model that may be patched, its runs."""
 
     name: str
     model: Any
-    runs: list[Run] = field(default_factory=list)
-
-
-class Stamp(StoppingCriteria):
-    """Notes when each token was there, with the device idle; stops nothing."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.times = device, list[float]()
-        self._no: Tensor | None = None
-
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
-        synchronize(self.device)
-        self.times.append(time.perf_counter())
-        if self._no is None:
-            self._no = torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
-        return self._no
+    runs: list[TimedRun] = field(default_factory=list)
 
 
 def clone(model: Any) -> Any:
@@ -88,7 +74,7 @@ def clone(model: Any) -> Any:
     return copy.deepcopy(model, shared)
 
 
-def endless(model: Any) -> Any:
+def disable_eos(model: Any) -> Any:
     """Make rows go on until `max_new_tokens`: the end token gets an id that no token has."""
     config = model.generation_config
     if config.pad_token_id is None:
@@ -98,9 +84,9 @@ def endless(model: Any) -> Any:
     return model
 
 
-def systems(
-    model: Any, drafters: Sequence[str], processor: Any, ends: bool = False, nodes: int | None = None
-) -> list[System]:
+def build_contestants(
+    model: Any, drafters: Sequence[str], processor: Any, stop_at_eos: bool = False, nodes: int | None = None
+) -> list[Contestant]:
     """Plain twice (the second is the noise band), our loop without drafts, then each drafter.
 
     Args:
@@ -109,28 +95,30 @@ def systems(
     """
 
     def copied() -> Any:
-        return clone(model) if ends else endless(clone(model))
+        return clone(model) if stop_at_eos else disable_eos(clone(model))
 
     plain = copied()
-    made = [System(PLAIN, plain), System(AGAIN, plain)]
-    made += [System(name, patched(copied(), name, processor, nodes)) for name in dict.fromkeys((OWN, *drafters))]
-    alike([system.model for system in made])
+    made = [Contestant(HF, plain), Contestant(HF_AGAIN, plain)]
+    made += [
+        Contestant(name, patch_model(copied(), name, processor, nodes)) for name in dict.fromkeys((NO_DRAFT, *drafters))
+    ]
+    share_kernel_timings([system.model for system in made])
     return made
 
 
-def alike(models: Sequence[Any]) -> None:
+def share_kernel_timings(models: Sequence[Any]) -> None:
     """Lets models that are patched find out together how linear layers of a shape are fastest here.
 
     That does not hang on the drafter; left to itself, each would go by a few noisy calls of its own for good, and the
     same drafter twice differed by up to 7%.
     """
-    packs = [model.__dict__[KEY].packs for model in models if mmspec.is_patched(model)]
+    packs = [model.__dict__[KEY].autotuner for model in models if mmspec.is_patched(model)]
     for other in packs[1:]:
-        other.trials = packs[0].trials
+        other.timings = packs[0].timings
 
 
 @contextmanager
-def swept() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """What is there already is left out of the collections before each run, which would take longer than small runs."""
     gc.collect()
     gc.freeze()
@@ -140,17 +128,17 @@ def swept() -> Iterator[None]:
         gc.unfreeze()
 
 
-def once(
-    system: System,
+def run_once(
+    system: Contestant,
     inputs: Mapping[str, Any],
     new_tokens: int,
     temperature: float,
     seed: int,
     drafter: Drafter | None = None,
-) -> Run:
+) -> TimedRun:
     """One call of `generate`, timed; `drafter` in place of the patched model's."""
     model, device = system.model, system.model.device
-    ours, stamp = mmspec.is_patched(model), Stamp(device)
+    ours, stamp = mmspec.is_patched(model), TimestampCriterion()
     options: dict[str, Any] = {"max_new_tokens": new_tokens, "do_sample": temperature > 0}
     options |= {"temperature": temperature} if temperature > 0 else dict.fromkeys(("temperature", "top_p", "top_k"))
     if not ours:
@@ -165,22 +153,24 @@ def once(
     synchronize(device)
     total = time.perf_counter() - began
     ids = ids[:, inputs["input_ids"].shape[1] :]
-    sizes = row_tokens(ids, model.generation_config.eos_token_id)
+    sizes = count_row_tokens(ids, model.generation_config.eos_token_id)
     tokens, fewest = sum(sizes), min(sizes)
     if not ours:
-        return Run(total, stamp.times[0] - began, stamp.times[-1] - stamp.times[0], ids, tokens, fewest=fewest)
+        return TimedRun(
+            total, stamp.times[0] - began, stamp.times[-1] - stamp.times[0], ids, tokens, min_row_tokens=fewest
+        )
     stats = mmspec.stats(model, last=True)
     if stats.fallback_calls:
         raise RuntimeError(f"drafter {system.name!r} cannot be measured: {stats.fallback_reason} went the plain way")
-    return Run(total, stats.ttft_s, stats.decode_s, ids, tokens, stats, fewest)
+    return TimedRun(total, stats.ttft_s, stats.decode_s, ids, tokens, stats, fewest)
 
 
 def count_tokens(ids: Tensor, ends: int | list[int] | None) -> int:
     """Tokens of all rows, each up to its end token."""
-    return sum(row_tokens(ids, ends))
+    return sum(count_row_tokens(ids, ends))
 
 
-def row_tokens(ids: Tensor, ends: int | list[int] | None) -> list[int]:
+def count_row_tokens(ids: Tensor, ends: int | list[int] | None) -> list[int]:
     """Tokens of each row, up to its end token."""
     if ends is None:
         return [ids.shape[1]] * len(ids)
@@ -188,9 +178,9 @@ def row_tokens(ids: Tensor, ends: int | list[int] | None) -> list[int]:
     return (end.cumsum(1) == end).sum(1).tolist()  # no end token before
 
 
-@swept()
-def rounds(
-    field_: Sequence[System],
+@gc_paused()
+def run_rounds(
+    contestants: Sequence[Contestant],
     requests: Sequence[Mapping[str, Any]],
     new_tokens: int,
     temperature: float,
@@ -201,34 +191,34 @@ def rounds(
 
     Requests should all differ: a drafter that learns from call to call would know the answers otherwise.
     """
-    for system in field_:
+    for system in contestants:
         system.runs.clear()
     for number, inputs in enumerate(requests):
-        start = number % len(field_)
-        for system in (*field_[start:], *field_[:start]):
-            run = once(system, inputs, new_tokens, temperature, seed + number)
+        start = number % len(contestants)
+        for system in (*contestants[start:], *contestants[:start]):
+            run = run_once(system, inputs, new_tokens, temperature, seed + number)
             if number:
                 system.runs.append(run)
             tick()
 
 
-def results(field_: Sequence[System]) -> Iterator[Row]:
+def build_result_rows(contestants: Sequence[Contestant]) -> Iterator[Row]:
     """A row per system, from its runs and those it is paired with."""
-    by_name = {system.name: system for system in field_}
-    plain, own = by_name[PLAIN].runs, by_name[OWN].runs
-    for system in field_:
+    by_name = {system.name: system for system in contestants}
+    plain, own = by_name[HF].runs, by_name[NO_DRAFT].runs
+    for system in contestants:
         runs = system.runs
-        batch = len(runs[0].ids)
+        batch = len(runs[0].output_ids)
         stats = [run.stats for run in runs if run.stats]
         whole = Stats()
         for one in stats:
             whole.add(one)
-        row: Row = {"drafter": system.name, "batch": batch, "tokens": sum(run.tokens for run in runs)}
+        row: Row = {"drafter": system.name, "batch": batch, "tokens": sum(run.num_tokens for run in runs)}
         row["tau"] = whole.tau
         row["R"] = (
             _median([_ratio(run.step_s, base.step_s) for run, base in zip(runs, own, strict=True)]) if stats else None
         )
-        row["tokens_per_s"] = _median([_ratio(run.tokens - batch, run.decode_s) for run in runs])
+        row["tokens_per_s"] = _median([_ratio(run.num_tokens - batch, run.decode_s) for run in runs])
         ratios = {
             "speedup_hf": [_ratio(base.decode_s, run.decode_s) for run, base in zip(runs, plain, strict=True)],
             "speedup_own": [_ratio(base.decode_s, run.decode_s) for run, base in zip(runs, own, strict=True)],
@@ -236,41 +226,44 @@ def results(field_: Sequence[System]) -> Iterator[Row]:
         }
         row |= {name: _median(values) for name, values in ratios.items()}
         row["speedup_e2e_pooled"] = sum(base.total_s for base in plain) / sum(run.total_s for run in runs)
-        row["identical"] = all(torch.equal(run.ids, base.ids) for run, base in zip(runs, plain, strict=True))
-        row |= phases(stats)
-        row["kept_at_depth"] = [round(share, 3) for share in whole.acceptance_by_depth]
+        row["identical"] = all(
+            torch.equal(run.output_ids, base.output_ids) for run, base in zip(runs, plain, strict=True)
+        )
+        row |= phase_times_ms(stats)
+        row["drafted_share"] = whole.drafted_rounds / whole.rounds if whole.rounds else None
+        row["acceptance_by_depth"] = [round(share, 3) for share in whole.acceptance_by_depth]
         row["accepted_at_position"] = [round(share, 3) for share in accumulate(whole.acceptance_by_depth, mul)]
-        row["tokens_min"] = min(run.fewest for run in runs)
-        row |= weight_of(system.model) | {"block": block_of(system.model)}
-        for name in ("visual", "visual_kept"):  # what a compressor was given, and what it showed the drafter
+        row["tokens_min"] = min(run.min_row_tokens for run in runs)
+        row |= weight_sizes(system.model) | {"block": get_block_size(system.model)}
+        for name in ("num_visual_tokens", "num_compressed_tokens"):  # before and after the compressor
             row[name] = getattr(whole, name)
         row["ttft_ms"] = median(1e3 * run.ttft_s for run in runs)
         for name, values in ratios.items():
             good = [value for value in values if not math.isnan(value)]
             row |= {f"{name}_lo": min(good, default=None), f"{name}_hi": max(good, default=None)}
-            row[f"{name}_ci"] = [round(limit, 5) for limit in limits(good)]
+            row[f"{name}_ci"] = [round(limit, 5) for limit in median_interval(good)]
         yield {key: round(value, 5) if isinstance(value, float) else value for key, value in row.items()}
 
 
-def phases(stats: Sequence[Stats]) -> dict[str, float | None]:
+def phase_times_ms(stats: Sequence[Stats]) -> dict[str, float | None]:
     """Milliseconds of a round, of scoring, drafting and the rest: medians of calls."""
 
     def typical(phase: str) -> float | None:
         return _median([1e3 * getattr(one, f"{phase}_s") / one.rounds for one in stats if one.rounds])
 
-    return {f"{phase}_ms": typical(phase) for phase in ("score", "draft", "rest")}
+    return {f"{phase}_ms": typical(phase) for phase in ("score", "draft", "overhead")}
 
 
-def bootstrap(told: Callable[[Sequence[int]], float], count: int) -> tuple[float, float, float]:
+def bootstrap_interval(told: Callable[[Sequence[int]], float], count: int) -> tuple[float, float, float]:
     """(value, low, high) of what is told of `count` runs by their numbers; 95% of resampled sets lie within."""
     rng, every = random.Random(0), range(count)
-    spread = sorted(told(rng.choices(every, k=count)) for _ in range(RESAMPLED))
-    return told(every), spread[RESAMPLED // 40], spread[-RESAMPLED // 40]
+    spread = sorted(told(rng.choices(every, k=count)) for _ in range(NUM_RESAMPLES))
+    return told(every), spread[NUM_RESAMPLES // 40], spread[-NUM_RESAMPLES // 40]
 
 
-def limits(values: Sequence[float]) -> list[float]:
+def median_interval(values: Sequence[float]) -> list[float]:
     """[low, high] of the median, 95% by bootstrap; empty if there are no values."""
-    return list(bootstrap(lambda places: median(values[i] for i in places), len(values))[1:]) if values else []
+    return list(bootstrap_interval(lambda places: median(values[i] for i in places), len(values))[1:]) if values else []
 
 
 def _ratio(above: float, below: float) -> float:
@@ -284,21 +277,21 @@ def _median(values: Sequence[float]) -> float | None:
 
 
 __all__ = [
-    "AGAIN",
-    "OWN",
-    "PLAIN",
-    "System",
-    "alike",
-    "bootstrap",
+    "HF",
+    "HF_AGAIN",
+    "NO_DRAFT",
+    "Contestant",
+    "bootstrap_interval",
+    "build_contestants",
+    "build_result_rows",
     "clone",
+    "count_row_tokens",
     "count_tokens",
-    "endless",
-    "limits",
-    "once",
-    "phases",
-    "results",
-    "rounds",
-    "row_tokens",
-    "swept",
-    "systems",
+    "disable_eos",
+    "gc_paused",
+    "median_interval",
+    "phase_times_ms",
+    "run_once",
+    "run_rounds",
+    "share_kernel_timings",
 ]

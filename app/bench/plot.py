@@ -9,7 +9,7 @@ from typing import Any
 from mmspec.app.errors import UsageError
 
 
-def require() -> None:
+def require_matplotlib() -> None:
     """Say how to get matplotlib if it is missing."""
     try:
         import matplotlib  # noqa: F401
@@ -17,9 +17,9 @@ def require() -> None:
         raise UsageError("--plot needs matplotlib: pip install matplotlib, or leave --plot out") from error
 
 
-def plot(rows: Sequence[dict[str, Any]], file: Path) -> None:
+def plot_bench(rows: Sequence[dict[str, Any]], file: Path) -> None:
     """One panel per batch size and prompt length, one bar per system but the plain one."""
-    require()
+    require_matplotlib()
     from matplotlib.figure import Figure
 
     panels = list(dict.fromkeys((row["batch"], row["prompt_tokens"]) for row in rows))
@@ -35,27 +35,42 @@ def plot(rows: Sequence[dict[str, Any]], file: Path) -> None:
     figure.savefig(file, dpi=150)
 
 
-def plot_log(log: Path, file: Path) -> None:
-    """The curves of a training: agreement with the target per rollout step, and the parts of the loss."""
+LOG_PANELS = (
+    ("Agreement with the target", "share of tokens", ("agree",)),
+    ("Loss", "loss", ("loss", "words", "logits", "states", "hidden")),
+)
+"""Panels of `plot_training_log`: title, label of the y axis, prefixes of the metrics."""
+
+
+def plot_training_log(log: Path, file: Path, title: str) -> None:
+    """The curves of a training run: agreement with the target per training-time-test step, and the parts of the loss.
+
+    Args:
+        log: log.jsonl of the run.
+        title: of the figure: what is trained for which target.
+    """
     import json
 
     from matplotlib.figure import Figure
 
     rows = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
     names = sorted({name for row in rows for name in row})
-    figure = Figure(figsize=(9, 3.6), layout="constrained")
-    panels = zip(figure.subplots(1, 2), ("agree", "words"), strict=True)
-    for axis, wanted in panels:
-        for name in (name for name in names if name.rpartition("/")[2].startswith(wanted)):
+    figure = Figure(figsize=(9, 3.9), layout="constrained")
+    figure.suptitle(title, fontsize=10)
+    for axis, (heading, label, prefixes) in zip(figure.subplots(1, 2), LOG_PANELS, strict=True):
+        for name in (name for name in names if name.rpartition("/")[2].startswith(prefixes)):
             axis.plot([r["step"] for r in rows if name in r], [r[name] for r in rows if name in r], label=name)
-        axis.set_xlabel("step")
-        axis.legend(fontsize=7)
+        axis.set_title(heading, fontsize=10)
+        axis.set_xlabel("training step")
+        axis.set_ylabel(label)
+        if axis.lines:
+            axis.legend(fontsize=7)
     figure.savefig(file, dpi=150)
 
 
-def plot_study(rows: Sequence[dict[str, Any]], classes: Sequence[str], file: Path) -> None:
+def plot_token_classes(rows: Sequence[dict[str, Any]], classes: Sequence[str], file: Path) -> None:
     """Tau, and the share of the words of each class that were guessed, with 95% intervals: a line for each drafter."""
-    require()
+    require_matplotlib()
     from matplotlib.figure import Figure
 
     panels = ("tau", *classes)
@@ -82,12 +97,12 @@ COLOURS = [f"#{colour}" for colour in TAB20.split()]
 """Twenty that can be told apart, the strong ones first."""
 
 
-def plot_kept(rows: Sequence[dict[str, Any]], file: Path) -> None:
+def plot_compression(rows: Sequence[dict[str, Any]], file: Path) -> None:
     """Tau against the visual tokens that the drafter was shown, a panel per shape, with 95% intervals.
 
     A colour for each family of compressors, a marker for each drafter; what has both in common is one line.
     """
-    require()
+    require_matplotlib()
     from matplotlib.figure import Figure
 
     shown = [row for row in rows if "prefill_ms" in row]
@@ -131,7 +146,7 @@ def plot_blocks(settings: Mapping[str, Sequence[dict[str, Any]]], file: Path) ->
 
     A line for each `kind` of drafter; rows whose `size` is None are left out. Speed-ups have 95% intervals.
     """
-    require()
+    require_matplotlib()
     from matplotlib.figure import Figure
 
     panels = {"tau": "tau", "draft_ms": "ms of drafting in a round", "speedup_hf": "decode speed-up over plain"}
@@ -188,4 +203,11 @@ def _panel(axis: Any, rows: Sequence[dict[str, Any]]) -> None:
     axis.tick_params(labelsize=8)
 
 
-__all__ = ["plot", "plot_blocks", "plot_kept", "plot_log", "plot_study", "require"]
+__all__ = [
+    "plot_bench",
+    "plot_blocks",
+    "plot_compression",
+    "plot_token_classes",
+    "plot_training_log",
+    "require_matplotlib",
+]

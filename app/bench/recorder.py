@@ -1,4 +1,4 @@
-"""`Recorder`: a drafter that does what another one does and keeps the verdicts of its rounds.
+"""`RecordingDrafter`: a drafter that does what another one does and keeps the verdicts of its rounds.
 
 Nothing is copied to the host while it runs; `rounds` does that afterwards. For a single row.
 """
@@ -12,49 +12,53 @@ from torch import Tensor, nn
 
 from mmspec.app.bench.rounds import Round
 from mmspec.engine.tree import DraftTree
-from mmspec.interfaces import Drafter, Prompt, VerifyResult, VisualGrid
+from mmspec.interfaces import CompressingDrafter, Drafter, Prompt, TrainedDrafter, VerifyResult, VisualGrid
 
 
-class Recorder:
+class RecordingDrafter:
     """A drafter that keeps what every round decided, and otherwise is another one."""
 
     def __init__(self, inner: Drafter) -> None:
         self.inner = inner
         self.name, self.requirements, self.vocab_size = inner.name, inner.requirements, inner.vocab_size
-        self.compressor = getattr(inner, "compressor", None)  # a drafter may come with its own
-        self._seen: list[tuple[VerifyResult, int | None]] = []
-        self._proposed: int | None = None
-        self.segments: tuple[VisualGrid, ...] = ()
+        self.compressor = inner.compressor if isinstance(inner, CompressingDrafter) else None
+        if isinstance(inner, TrainedDrafter):  # then this is one, too
+            self.bundled_compressor = None  # `compressor` is built already
+            self.compresses_visual_tokens = inner.compresses_visual_tokens
+            self.compressor_hidden_size = inner.compressor_hidden_size
+        self._results: list[tuple[VerifyResult, int | None]] = []
+        self._num_proposed: int | None = None
+        self.grids: tuple[VisualGrid, ...] = ()
         self._visual: Tensor | None = None
         # Linear layers are computed the fastest way if they are found among a drafter's own attributes.
         self.__dict__.update({name: part for name, part in vars(inner).items() if isinstance(part, nn.Module)})
 
     def begin(self, prompt: Prompt) -> Any:
         """See `mmspec.interfaces.Drafter`."""
-        self.segments, self._visual = prompt.grids, prompt.visual_mask[:1]
+        self.grids, self._visual = prompt.grids, prompt.visual_mask[:1]
         return self.inner.begin(prompt)
 
     def propose(self, state: Any, max_nodes: int, active: Sequence[bool]) -> DraftTree:
         """See `mmspec.interfaces.Drafter`."""
         tree = self.inner.propose(state, max_nodes, active)
-        self._proposed = tree.num_nodes
+        self._num_proposed = tree.num_nodes
         return tree
 
     def observe(self, state: Any, result: VerifyResult, hidden_states: Mapping[int, Tensor]) -> None:
         """See `mmspec.interfaces.Drafter`."""
-        self._seen.append((result, self._proposed))
-        self._proposed = None
+        self._results.append((result, self._num_proposed))
+        self._num_proposed = None
         self.inner.observe(state, result, hidden_states)
 
     @property
-    def visual(self) -> int:
+    def num_visual_tokens(self) -> int:
         """Visual tokens of the prompt."""
         return 0 if self._visual is None else int(self._visual.sum())
 
     def rounds(self) -> list[Round]:
         """All rounds so far that emitted something, the prompt's first."""
         made: list[Round] = []
-        for verdict, proposed in list(self._seen):
+        for verdict, proposed in list(self._results):
             if verdict.emitted_ids[0]:
                 start = made[-1].start + len(made[-1].emitted) if made else 0
                 made.append(_round(verdict, start, proposed))
@@ -73,11 +77,11 @@ def _round(verdict: VerifyResult, start: int, proposed: int | None) -> Round:
         start=start,
         tokens=tuple(tokens[node] for node in there),
         parents=tuple(number[parents[node]] for node in there),
-        reached=None if scores is None or len(there) == 1 else tuple(scores[node] for node in there),
-        walked=tuple(number[node] for node in verdict.accepted_nodes[0]),
+        scores=None if scores is None or len(there) == 1 else tuple(scores[node] for node in there),
+        accepted_nodes=tuple(number[node] for node in verdict.accepted_nodes[0]),
         emitted=tuple(verdict.emitted_ids[0]),
-        proposed=proposed,
+        num_proposed=proposed,
     )
 
 
-__all__ = ["Recorder"]
+__all__ = ["RecordingDrafter"]

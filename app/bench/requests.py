@@ -17,10 +17,10 @@ from mmspec.app.io.sources import collect_items
 from mmspec.app.modeling.captioner import Captioner
 from mmspec.app.modeling.random_models import WORDS
 from mmspec.app.modeling.synthetic_images import draw_image
-from mmspec.vision.video.decoder_pool import Isolated
+from mmspec.vision.video.decoder_pool import DecoderPool
 
 
-def pictures(paths: Sequence[str], count: int, seed: int) -> list[Image.Image]:
+def bench_images(paths: Sequence[str], count: int, seed: int) -> list[Image.Image]:
     """`count` different pictures, made up or from `paths`; with a warning if there are fewer."""
     if not paths:
         return [draw_image(seed + number)[0] for number in range(count)]
@@ -30,14 +30,14 @@ def pictures(paths: Sequence[str], count: int, seed: int) -> list[Image.Image]:
             f"mmspec: {len(items)} pictures for {count} places: drafters that remember will see some answers again"
         )
     try:
-        with Isolated() as isolated:
+        with DecoderPool() as isolated:
             loaded = [load_image(item.path, isolated=isolated) for item in items]
     except ImageError as error:
         raise UsageError(f"--images: {error}") from error
     return [loaded[number % len(loaded)] for number in range(count)]
 
 
-def requests_of(
+def build_requests(
     maker: Captioner, images: Sequence[Image.Image], prompt: str, batch: int, tokens: int, count: int, seed: int
 ) -> list[dict[str, Any]]:
     """`count` different batches of prompts, brought to about `tokens` prompt tokens (0: as they are)."""
@@ -54,7 +54,7 @@ def requests_of(
     return [maker.build_inputs(images[i : i + batch], [text(i + row, words) for row in range(batch)]) for i in starts]
 
 
-def world_requests(maker: Captioner, task: str, first: int, batch: int, rounds: int) -> list[dict[str, Any]]:
+def build_scene_requests(maker: Captioner, task: str, first: int, batch: int, rounds: int) -> list[dict[str, Any]]:
     """A batch to warm up with, then `rounds` batches about the scenes from seed `first` on."""
     from mmspec.app.scenes.tasks import generate_requests
 
@@ -77,4 +77,4 @@ def _least(length: Callable[[int], int], wanted: int) -> int:
     return high
 
 
-__all__ = ["pictures", "requests_of", "world_requests"]
+__all__ = ["bench_images", "build_requests", "build_scene_requests"]

@@ -26,34 +26,34 @@ class Round:
     start: int
     tokens: tuple[int, ...]
     parents: tuple[int, ...]
-    reached: tuple[float, ...] | None
-    walked: tuple[int, ...]
+    scores: tuple[float, ...] | None
+    accepted_nodes: tuple[int, ...]
     emitted: tuple[int, ...]
-    proposed: int | None = None
+    num_proposed: int | None = None
 
     @property
-    def guesses(self) -> int:
+    def num_draft_tokens(self) -> int:
         """Scored nodes but node 0."""
         return len(self.tokens) - 1
 
     @property
-    def kept(self) -> int:
+    def num_accepted_tokens(self) -> int:
         """Guesses that were right."""
         return max(0, len(self.emitted) - 1)
 
     @property
-    def kinds(self) -> tuple[str, ...]:
+    def token_kinds(self) -> tuple[str, ...]:
         """Of each emitted token: guessed and kept, said instead of what was guessed, or said where nothing was."""
         if not self.emitted:
             return ()
-        last = CORRECTED if self.walked[len(self.emitted) - 1] in self.parents else PLAIN
-        return (ACCEPTED,) * self.kept + (last,)
+        last = CORRECTED if self.accepted_nodes[len(self.emitted) - 1] in self.parents else PLAIN
+        return (ACCEPTED,) * self.num_accepted_tokens + (last,)
 
 
-def kinds_of(rounds: Sequence[Round], count: int) -> list[str]:
+def classify_tokens(rounds: Sequence[Round], count: int) -> list[str]:
     """The kind of each of the first `count` tokens; plain where no round tells."""
-    kinds = [kind for one in rounds for kind in one.kinds][:count]
+    kinds = [kind for one in rounds for kind in one.token_kinds][:count]
     return kinds + [PLAIN] * (count - len(kinds))
 
 
-__all__ = ["ACCEPTED", "CORRECTED", "PLAIN", "Round", "kinds_of"]
+__all__ = ["ACCEPTED", "CORRECTED", "PLAIN", "Round", "classify_tokens"]

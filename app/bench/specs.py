@@ -18,64 +18,64 @@ import mmspec
 from mmspec.app.caption.command import validate_drafter
 from mmspec.app.errors import UsageError
 from mmspec.config import resolve_drafter
-from mmspec.control.depth import Depth
+from mmspec.control.depth import DepthController
 from mmspec.interfaces import NO_LIMIT
 from mmspec.targets.registry import find_adapter
 
-NAME = re.compile(r"(?P<drafter>.+?)(?:@(?P<depth>\d+))?(?:\+(?P<compressor>[^/]+))?")
+SPEC_PATTERN = re.compile(r"(?P<drafter>.+?)(?:@(?P<depth>\d+))?(?:\+(?P<compressor>[^/]+))?")
 OWN_COMPRESSOR = "own"
-DEEPEST = 63
+MAX_DEPTH = 63
 """Levels of the largest tree."""
 
 
 @dataclass(frozen=True)
-class Contender:
+class BenchSpec:
     """What a name asks for. `keep`: visual tokens that the drafter's own compressor shows it, None for as trained."""
 
     drafter: str
     depth: int | None = None
     compressor: str | None = None
-    keep: int | None = None
+    own_tokens: int | None = None
 
 
-class Fixed(Depth):
+class FixedDepth(DepthController):
     """Always all levels."""
 
     def choose(self, batch: int) -> int:
         """The same number for every round."""
-        return self.most
+        return self.max_levels
 
 
-def parse(name: str) -> Contender:
+def parse_spec(name: str) -> BenchSpec:
     """What a name asks for.
 
     Raises:
         UsageError: a depth or a number of tokens that cannot be.
     """
-    found = NAME.fullmatch(name)
+    found = SPEC_PATTERN.fullmatch(name)
     if found is None:
         raise UsageError(f"a contender is DRAFTER, DRAFTER@DEPTH, DRAFTER+COMPRESSOR or all three; got {name!r}")
     depth, compressor = found["depth"], found["compressor"]
-    if depth is not None and not 1 <= int(depth) <= DEEPEST:
-        raise UsageError(f"a depth is 1 to {DEEPEST}; got {name!r}")
-    wanted = Contender(found["drafter"], None if depth is None else int(depth), compressor)
+    if depth is not None and not 1 <= int(depth) <= MAX_DEPTH:
+        raise UsageError(f"a depth is 1 to {MAX_DEPTH}; got {name!r}")
+    wanted = BenchSpec(found["drafter"], None if depth is None else int(depth), compressor)
     what, _, tokens = (compressor or "").partition(":")
     if what != OWN_COMPRESSOR:
         return wanted
     if not tokens.isdecimal() or int(tokens) < 1:
         raise UsageError(f"say how many tokens a drafter's own compressor keeps, as in own:16; got {name!r}")
-    return replace(wanted, compressor=None, keep=int(tokens))
+    return replace(wanted, compressor=None, own_tokens=int(tokens))
 
 
-def check(name: str) -> None:
+def check_spec(name: str) -> None:
     """Refuse an unknown drafter or compressor before anything is loaded."""
-    wanted = parse(name)
+    wanted = parse_spec(name)
     validate_drafter(wanted.drafter, wanted.compressor)
 
 
-def labels(names: Sequence[str]) -> list[str]:
+def short_labels(names: Sequence[str]) -> list[str]:
     """Names with the last part of their path alone, or two parts where one would not tell two folders apart."""
-    folders = [name[: NAME.fullmatch(name).end("drafter")] for name in names]  # type: ignore[union-attr]
+    folders = [name[: SPEC_PATTERN.fullmatch(name).end("drafter")] for name in names]  # type: ignore[union-attr]
     last = [Path(folder).name for folder in dict.fromkeys(folders)]
 
     def short(folder: str) -> str:
@@ -84,78 +84,81 @@ def labels(names: Sequence[str]) -> list[str]:
     return [short(folder) + name[len(folder) :] for name, folder in zip(names, folders, strict=True)]
 
 
-def patched(model: Any, name: str, processor: Any, nodes: int | None = None) -> Any:
+def patch_model(model: Any, name: str, processor: Any, nodes: int | None = None) -> Any:
     """Patch a model with what a name asks for, trees of `nodes` if given. Drafter `none` decodes plainly all the same.
 
     Raises:
         UsageError: the drafter has no depth to fix, or no compressor of its own. Else as `mmspec.patch`.
     """
-    wanted = parse(name)
+    wanted = parse_spec(name)
     drafter = resolve_drafter(wanted.drafter, find_adapter(model), getattr(processor, "tokenizer", processor))
     if wanted.depth is not None:
         _fix_depth(drafter, wanted.depth, name)
-    mmspec.patch(model, drafter, wanted.compressor, processor=processor, nodes=nodes)
-    if wanted.keep is not None:  # after `patch`, which makes a trained compressor anew
-        _keep(drafter, wanted.keep, name)
+    mmspec.patch(model, drafter, wanted.compressor, processor=processor, tree_size=nodes)
+    if wanted.own_tokens is not None:  # after `patch`, which makes a trained compressor anew
+        _keep(drafter, wanted.own_tokens, name)
     return model
 
 
-def drafter_of(model: Any) -> Any:
+def get_drafter(model: Any) -> Any:
     """The drafter of a patched model."""
-    return model.__dict__["_mmspec"].options.drafter
+    return model.__dict__["_mmspec"].config.drafter
 
 
-def shown_by(model: Any) -> Any:
+def get_compressor(model: Any) -> Any:
     """What shows the drafter of a patched model fewer visual tokens: chosen, or its own; None if nothing does."""
-    options = model.__dict__["_mmspec"].options
-    return options.compressor or getattr(options.drafter, "compressor", None)
+    config = model.__dict__["_mmspec"].config
+    return config.compressor or getattr(config.drafter, "compressor", None)
 
 
-def weight_of(model: Any) -> dict[str, float | None]:
+def weight_sizes(model: Any) -> dict[str, float | None]:
     """MiB of weights that the drafter of a model and its compressor add, and their share of the target's; else None."""
     if not mmspec.is_patched(model):
         return {"draft_mib": None, "of_target": None}
-    parts = [part for name, part in vars(drafter_of(model)).items() if name != "compressor"] + [shown_by(model)]
+    parts = [part for name, part in vars(get_drafter(model)).items() if name != "compressor"] + [get_compressor(model)]
     modules = [part for part in parts if isinstance(part, nn.Module)]
     target = {id(weight): weight.nbytes for weight in (*model.parameters(), *model.buffers())}
     own = {id(w): w.nbytes for part in modules for w in (*part.parameters(), *part.buffers()) if id(w) not in target}
     return {"draft_mib": sum(own.values()) / 2**20, "of_target": sum(own.values()) / sum(target.values())}
 
 
-def block_of(model: Any) -> int | None:
+def get_block_size(model: Any) -> int | None:
     """Tokens that one pass of a patched model's drafter says; None if it has no head, or there is no drafter."""
-    head = getattr(drafter_of(model), "head", None) if mmspec.is_patched(model) else None
-    return None if head is None else getattr(head.config, "block", None) or 1
+    head = getattr(get_drafter(model), "head", None) if mmspec.is_patched(model) else None
+    return None if head is None else getattr(head.config, "block_size", None) or 1
 
 
 def _fix_depth(drafter: Any, depth: int, name: str) -> None:
-    chosen = getattr(drafter, "depth", None)
-    if not isinstance(chosen, Depth) or chosen.most < 2:
+    chosen = getattr(drafter, "depth_controller", None)
+    if not isinstance(chosen, DepthController) or chosen.max_levels < 2:
         raise UsageError(f"@DEPTH is for drafters that draft level by level, which {drafter.name!r} does not: {name}")
-    drafter.depth, drafter.reach = Fixed(depth, chosen.each), depth * chosen.each
+    drafter.depth_controller, drafter.max_lookahead = (
+        FixedDepth(depth, chosen.steps_per_level),
+        depth * chosen.steps_per_level,
+    )
 
 
 def _keep(drafter: Any, tokens: int, name: str) -> None:
     own = getattr(drafter, "compressor", None)
-    if own is None or own.tokens in (0, NO_LIMIT):
+    if own is None or own.max_tokens in (0, NO_LIMIT):
         what = "comes with no compressor" if own is None else f"comes with {own.name!r}, which takes no number"
         raise UsageError(f"own:N is for drafters that were trained with a compressor; {drafter.name!r} {what}: {name}")
     has_weights = isinstance(own, nn.Module)
     if has_weights:
-        own.tokens = tokens
+        own.max_tokens = tokens
     else:
-        drafter.compressor = replace(own, tokens=tokens)
+        drafter.compressor = replace(own, max_tokens=tokens)
 
 
 __all__ = [
-    "Contender",
-    "Fixed",
-    "block_of",
-    "check",
-    "drafter_of",
-    "labels",
-    "parse",
-    "patched",
-    "shown_by",
-    "weight_of",
+    "BenchSpec",
+    "FixedDepth",
+    "check_spec",
+    "get_block_size",
+    "get_compressor",
+    "get_drafter",
+    "parse_spec",
+    "patch_model",
+    "short_labels",
+    "weight_sizes",
 ]

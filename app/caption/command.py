@@ -231,15 +231,15 @@ def validate_drafter(name: str, compressor: str | None = None) -> None:
     Raises:
         UsageError: an unknown name.
     """
-    from mmspec.drafters.registry import known, names
+    from mmspec.drafters.registry import drafter_names, is_known_drafter
 
-    if not known(name):
-        raise UsageError(f"unknown drafter {name!r}; known are {', '.join(names())}, a folder, or a hub id")
+    if not is_known_drafter(name):
+        raise UsageError(f"unknown drafter {name!r}; known are {', '.join(drafter_names())}, a folder, or a hub id")
     if compressor is not None:
-        from mmspec.vision.registry import make
+        from mmspec.vision.registry import build_compressor
 
         try:
-            make(compressor)
+            build_compressor(compressor)
         except ValueError as error:
             raise UsageError(str(error)) from error
 

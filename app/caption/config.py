@@ -93,15 +93,17 @@ class CaptionConfig:
         Raises:
             UsageError: `fps` with the sampler "differing"; more frames than a sampler examines.
         """
-        from mmspec.vision.video.samplers import MOST_LOOKS, ByRate, Differing, Uniform
+        from mmspec.vision.video.samplers import MAX_CANDIDATES, Fps, MostDifferent, Uniform
 
         if self.sampler == "differing":
             if self.fps is not None:
                 raise UsageError("--fps spreads frames evenly, --sampler differing does not: give one of them")
-            if self.frames > MOST_LOOKS:
-                raise UsageError(f"--sampler differing chooses among {MOST_LOOKS} frames; got --frames {self.frames}")
-            return Differing(self.frames, max(64, self.frames))
-        return Uniform(self.frames) if self.fps is None else ByRate(self.fps, self.frames)
+            if self.frames > MAX_CANDIDATES:
+                raise UsageError(
+                    f"--sampler differing chooses among {MAX_CANDIDATES} frames; got --frames {self.frames}"
+                )
+            return MostDifferent(self.frames, max(64, self.frames))
+        return Uniform(self.frames) if self.fps is None else Fps(self.fps, self.frames)
 
 
 @dataclass(frozen=True)

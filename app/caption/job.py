@@ -32,7 +32,7 @@ from mmspec.app.io.sources import Item, collect_items, describe_skipped
 from mmspec.app.io.videos import load_media
 from mmspec.app.scenes.domain_check import warn_if_out_of_domain
 from mmspec.app.versions import mmspec_version
-from mmspec.vision.video.decoder_pool import Isolated
+from mmspec.vision.video.decoder_pool import DecoderPool
 
 Work = Sequence[tuple[Item, Media]]
 
@@ -159,7 +159,7 @@ class CaptionJob:
     def _work(self, plan: list[Sequence[Item]], rows: dict[str, Row], stop: GracefulStop, progress: Progress) -> None:
         config = self.config
         sampler = config.frame_sampler()
-        with pixel_limit(config.max_pixels), Isolated() as isolated:
+        with pixel_limit(config.max_pixels), DecoderPool() as isolated:
 
             def decode(item: Item) -> Media:
                 return load_media(item.path, sampler, config.max_pixels, isolated)

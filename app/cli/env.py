@@ -67,13 +67,13 @@ def _support() -> Iterator[tuple[str, str]]:
     import torch
 
     import mmspec
-    from mmspec.drafters.registry import names
+    from mmspec.drafters.registry import drafter_names
 
     kernels = ("flash", "mem_efficient", "math")
     on = [name for name in kernels if getattr(torch.backends.cuda, f"{name}_sdp_enabled")()]
     yield "sdpa kernels (cuda)", ", ".join(on)
     yield "model types", ", ".join(mmspec.supported())
-    yield "drafters", ", ".join(names())
+    yield "drafters", ", ".join(drafter_names())
 
 
 __all__ = ["add_parser", "collect_info", "run"]

@@ -21,18 +21,18 @@ from mmspec.app.caption.config import MAX_PIXELS
 from mmspec.app.errors import one_line
 from mmspec.vision.images import (
     ImageError,
-    check_size,
-    content_of,
-    eight_bits,
-    explained,
+    check_image_size,
+    convert_image_errors,
+    decode_image,
     pixel_limit,
-    read_still,
-    ready,
+    read_image_bytes,
     to_rgb,
+    to_uint8,
+    to_upright_rgb,
 )
 
 if TYPE_CHECKING:
-    from mmspec.vision.video.decoder_pool import Isolated
+    from mmspec.vision.video.decoder_pool import DecoderPool
 
 _SUFFIXES = ".jpg .jpeg .jpe .jfif .png .apng .webp .gif .bmp .dib .tif .tiff .ppm .pgm .pbm .pnm .avif"
 _HEIF = ".heic .heif" if find_spec("pillow_heif") else ""
@@ -63,7 +63,7 @@ Key = TypeVar("Key")
 Value = TypeVar("Value")
 
 
-def load_image(source: Source, max_pixels: int = MAX_PIXELS, isolated: bool | Isolated = False) -> Image.Image:
+def load_image(source: Source, max_pixels: int = MAX_PIXELS, isolated: bool | DecoderPool = False) -> Image.Image:
     """An image as RGB, upright (EXIF), transparency on white; the first frame of an animation.
 
     Args:
@@ -76,25 +76,25 @@ def load_image(source: Source, max_pixels: int = MAX_PIXELS, isolated: bool | Is
         ImageError: the source cannot be read or decoded.
     """
     if isinstance(source, np.ndarray):
-        with explained(max_pixels):
+        with convert_image_errors(max_pixels):
             return from_array(source, max_pixels)
     if isinstance(source, Image.Image):
-        with explained(max_pixels):
-            return ready(source, max_pixels)
+        with convert_image_errors(max_pixels):
+            return to_upright_rgb(source, max_pixels)
     content = _validate_source(source)
     if isolated:
         return _decode_isolated(content, max_pixels, isolated)
-    held = content if isinstance(content, bytes) else content_of(content)
-    return read_still(held, max_pixels)
+    held = content if isinstance(content, bytes) else read_image_bytes(content)
+    return decode_image(held, max_pixels)
 
 
-def _decode_isolated(content: str | bytes, max_pixels: int, isolated: bool | Isolated) -> Image.Image:
+def _decode_isolated(content: str | bytes, max_pixels: int, isolated: bool | DecoderPool) -> Image.Image:
     """Decode in another process."""
-    from mmspec.vision.video.decoder_pool import DecoderCrashedError, DecoderHungError, Isolated
+    from mmspec.vision.video.decoder_pool import DecoderCrashedError, DecoderHungError, DecoderPool
 
-    with nullcontext(isolated) if isinstance(isolated, Isolated) else Isolated() as other:
+    with nullcontext(isolated) if isinstance(isolated, DecoderPool) else DecoderPool() as other:
         try:
-            return other.picture(content, max_pixels)
+            return other.decode_image(content, max_pixels)
         except DecoderHungError as error:
             raise ImageError("DecoderHung", f"the decoder took too long ({error})") from error
         except DecoderCrashedError as error:
@@ -130,11 +130,11 @@ def from_array(values: np.ndarray, max_pixels: int = MAX_PIXELS) -> Image.Image:
         raise ImageError("NotAnImage", f"{what}; got {list(values.shape)}")
     if values.dtype.kind not in "buif":
         raise ImageError("NotAnImage", f"an array holds numbers; got dtype {values.dtype}")
-    check_size(values.shape[1], values.shape[0], max_pixels)
+    check_image_size(values.shape[1], values.shape[0], max_pixels)
     if values.dtype == np.bool_:
         values = values.astype(np.uint8) * 255
     elif values.dtype != np.uint8:
-        values = eight_bits(values)
+        values = to_uint8(values)
     return to_rgb(Image.fromarray(np.ascontiguousarray(values)))
 
 
@@ -194,7 +194,7 @@ __all__ = [
     "Source",
     "Video",
     "check_file",
-    "check_size",
+    "check_image_size",
     "decode_ahead",
     "from_array",
     "load_image",

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from mmspec.app.errors import UsageError
+from mmspec.files import atomic_write, sync_folder
 
 try:
     import fcntl
@@ -93,31 +94,9 @@ def _ends_line(file: BinaryIO, size: int) -> bool:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Replace the file at `path` by `data` atomically."""
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        with part.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
-    sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Make new names in `folder` durable, where the system can."""
-    try:
-        handle = os.open(folder, os.O_RDONLY)
-    except OSError:
-        return
-    try:
-        os.fsync(handle)
-    except OSError:
-        pass
-    finally:
-        os.close(handle)
+    """Put `data` in place of `path`: at any moment there is the old file or the new one."""
+    with atomic_write(path) as part:
+        part.write_bytes(data)
 
 
 def open_locked(path: Path) -> BinaryIO:

@@ -7,18 +7,18 @@ from typing import TYPE_CHECKING
 
 from mmspec.app.caption.config import FRAMES, MAX_PIXELS
 from mmspec.app.errors import one_line
-from mmspec.app.io.images import ImageError, Media, Video, check_file, check_size, load_image
+from mmspec.app.io.images import ImageError, Media, Video, check_file, check_image_size, load_image
 
 if TYPE_CHECKING:
     from mmspec.interfaces import FrameSampler
-    from mmspec.vision.video.decoder_pool import Isolated
+    from mmspec.vision.video.decoder_pool import DecoderPool
 
 _SUFFIXES = ".mp4 .m4v .mov .mkv .webm .avi .mpg .mpeg .ogv .wmv .flv .3gp"
 SUFFIXES = frozenset(_SUFFIXES.split())
 
 
 def load_video(
-    path: Path, frames: int | FrameSampler = FRAMES, max_pixels: int = MAX_PIXELS, isolated: bool | Isolated = False
+    path: Path, frames: int | FrameSampler = FRAMES, max_pixels: int = MAX_PIXELS, isolated: bool | DecoderPool = False
 ) -> Video:
     """RGB frames of the video at `path`.
 
@@ -45,12 +45,12 @@ def load_video(
         kinds = {DecoderCrashedError: "DecoderCrashed", DecoderHungError: "DecoderHung"}
         message = one_line(error, 600).removeprefix(f"{path}: ").replace(str(path), path.name)
         raise ImageError(kinds.get(type(error), "BrokenVideo"), message) from error
-    check_size(read.metadata.width, read.metadata.height, max_pixels)  # large ones are decoded at a smaller size
+    check_image_size(read.metadata.width, read.metadata.height, max_pixels)  # large ones are decoded at a smaller size
     return Video(tuple(read.images), read.metadata.for_processor())
 
 
 def load_media(
-    path: Path, frames: int | FrameSampler = FRAMES, max_pixels: int = MAX_PIXELS, isolated: bool | Isolated = False
+    path: Path, frames: int | FrameSampler = FRAMES, max_pixels: int = MAX_PIXELS, isolated: bool | DecoderPool = False
 ) -> Media:
     """The frames of a file with the suffix of a video, else the image in it. Arguments as for `load_video`."""
     if path.suffix.lower() in SUFFIXES:

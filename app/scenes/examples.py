@@ -1,6 +1,6 @@
-"""The example pictures and clips that ship with the package: held-out scenes, as files.
+"""The example images and clips in the package: held-out scenes as PNG and MP4 files.
 
-python -m mmspec.app.scenes.examples FOLDER       writes them again (clips need PyAV)
+`python -m mmspec.app.scenes.examples FOLDER` writes them again (clips need PyAV).
 """
 
 from __future__ import annotations
@@ -18,47 +18,48 @@ from mmspec.app.scenes.world import FIRST_HELD_OUT_SEED, Clip, generate_clip, ge
 
 EXAMPLES_FOLDER = Path(__file__).parent / "data" / "examples"
 IMAGE_SEEDS = (3, 5, 15, 17, 41, 47)
-"""Seeds after `HELD_OUT`."""
+"""Offsets of the images' seeds from `FIRST_HELD_OUT_SEED`."""
 CLIP_SEEDS = (0, 14, 16)
+"""Offsets of the clips' seeds from `FIRST_HELD_OUT_SEED`."""
 
 
 def list_example_files() -> list[Path]:
-    """The shipped examples, pictures first."""
+    """Return the paths of the bundled examples, images first."""
     return sorted(EXAMPLES_FOLDER.glob("*.png")) + sorted(EXAMPLES_FOLDER.glob("*.mp4"))
 
 
 def format_file_stem(kinds: Sequence[int]) -> str:
-    """ "cat_pumpkin": the kinds, each once."""
+    """Return the names of the kinds without repetition, such as "cat_pumpkin"."""
     return "_".join(dict.fromkeys(OBJECT_KINDS[kind].name for kind in kinds))
 
 
 def write_examples(folder: Path) -> list[Path]:
-    """Draw the examples into `folder`, which is made if need be."""
+    """Write the examples into `folder`, created if needed, and return their paths."""
     folder.mkdir(parents=True, exist_ok=True)
-    made = []
+    files: list[Path] = []
     for seed in IMAGE_SEEDS:
-        drawn = generate_scene(FIRST_HELD_OUT_SEED + seed)
-        made.append(folder / f"{format_file_stem([thing.kind for thing in drawn.reading_order()])}.png")
-        render_scene(drawn).save(made[-1], optimize=True)
+        scene = generate_scene(FIRST_HELD_OUT_SEED + seed)
+        files.append(folder / f"{format_file_stem([thing.kind for thing in scene.reading_order()])}.png")
+        render_scene(scene).save(files[-1], optimize=True)
     for seed in CLIP_SEEDS:
-        moving = generate_clip(FIRST_HELD_OUT_SEED + seed)
-        made.append(folder / f"{format_file_stem([moving.hero.kind])}_{moving.event.what}.mp4")
-        encode_video(moving, made[-1])
-    return made
+        clip = generate_clip(FIRST_HELD_OUT_SEED + seed)
+        files.append(folder / f"{format_file_stem([clip.hero.kind])}_{clip.event.what}.mp4")
+        encode_video(clip, files[-1])
+    return files
 
 
-def encode_video(moving: Clip, file: Path) -> None:
-    """Write a clip as a video of two frames a second."""
+def encode_video(clip: Clip, file: Path) -> None:
+    """Write a clip as an H.264 video of two frames per second."""
     import av
 
     with av.open(str(file), "w") as container:
         stream = container.add_stream("libx264", rate=Fraction(2), options={"crf": "10", "preset": "veryslow"})
-        first = render_scene(moving.frames[0])
+        first = render_scene(clip.frames[0])
         stream.width, stream.height = first.size
         stream.pix_fmt = "yuv420p"
-        for frame in moving.frames:
-            picture = av.VideoFrame.from_ndarray(np.asarray(render_scene(frame)), format="rgb24")
-            container.mux(stream.encode(picture))
+        for scene in clip.frames:
+            frame = av.VideoFrame.from_ndarray(np.asarray(render_scene(scene)), format="rgb24")
+            container.mux(stream.encode(frame))
         container.mux(stream.encode())
 
 

@@ -1,4 +1,4 @@
-"""The model card: what the model is, what it was trained on and how, how often it is right, what it cannot do."""
+"""The model card of the scenes model: architecture, data, training record, accuracy, limits."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from mmspec.app.scenes.objects import OBJECT_KINDS
 
 CARD_FILE = "README.md"
 TRAINING_FILE = "training.json"
-"""Stages, seed and versions of the run that made the weights, and a note if there is more to say, beside them."""
+"""Training record in a model folder: command, seed, versions, stages, and an optional note."""
 
 METRIC_LABELS = {
-    "things_named": "things in the picture that are named",
-    "named_are_there": "things named that are in the picture",
-    "places": "where a thing is",
-    "described_places": "places in long descriptions",
-    "counts": "how many of a kind",
-    "totals": "how many things in all",
-    "yes_no": "is there one",
-    "backgrounds": "colour and pattern of the ground",
-    "words": "the word on the sign",
-    "bigger": "which of two is bigger",
-    "motion": "clips: which way it moves",
+    "things_named": "things in the image that are named",
+    "named_are_there": "named things that are in the image",
+    "places": "region of a thing",
+    "described_places": "regions in long descriptions",
+    "counts": "number of things of a kind",
+    "totals": "number of all things",
+    "yes_no": "presence of a kind (yes or no)",
+    "backgrounds": "colour and texture of the background",
+    "words": "text on the sign",
+    "bigger": "the larger of two things",
+    "motion": "clips: direction of motion",
     "events": "clips: moves, appears, leaves or stays",
-    "clip_things": "clips: what does it",
+    "clip_things": "clips: the thing that acts",
 }
-"""Share and what it is of."""
+"""Metric of `training.evaluate` -> row label of the accuracy table."""
 
 CARD_HEADER = """\
 ---
@@ -38,42 +38,46 @@ pipeline_tag: image-text-to-text
 ---
 # The scenes model of mmspec
 
-A small LLaVA ({parameters:.0f} M parameters: a SigLIP tower of 6 layers x 192, a Llama of 10 layers x 384) that really
-sees, in a small world: drawn things on plain or patterned ground, {kinds} kinds, up to six in a picture, sometimes a
-sign with a word, and clips of four to eight frames. It captions, describes, says where, how many, whether, and what a
-sign says. It is there to show and to measure speculative decoding without a download, and for nothing else.
+A small LLaVA ({parameters:.0f} M parameters: a SigLIP tower of 6 layers x 192, a Llama of 10 layers x 384) trained on a
+synthetic world: images of one to six drawn objects of {kinds} kinds on a plain or patterned background, sometimes with
+a sign that shows a word or a number, and clips of four to eight frames. It captions and describes images, answers where
+an object is, how many there are and whether there is one, and reads signs. Its purpose is to demonstrate and measure
+speculative decoding without a download; it is not a general vision-language model.
 
-Stock classes of transformers: `AutoModelForImageTextToText.from_pretrained(FOLDER)`, or `mmspec.app.scenes.load()`. The
-weights are bfloat16 on disk and float32 in use. 144 visual tokens a picture; pictures of other sizes are stretched.
+The classes are stock transformers: load it with `AutoModelForImageTextToText.from_pretrained(FOLDER)` or
+`mmspec.app.scenes.load_scenes_model()`. The weights are bfloat16 on disk and float32 once loaded. One image is 144
+visual tokens; images of other sizes are stretched to 192 x 192 pixels.
 
 ## Data
 
-Pictures and texts are made by `mmspec.app.scenes` from seeds; nothing was collected. The things are drawn from Noto
-Color Emoji (SIL Open Font License 1.1). Seeds from 50,000,000 on, and one pair of kinds in twenty, were never trained
-on.
+`mmspec.app.scenes` generates all images and texts from seeds; no data was collected. The objects are drawn from Noto
+Color Emoji (SIL Open Font License 1.1). Seeds from 50,000,000 on and one in twenty pairs of object kinds are held out.
 """
 
 LIMITATIONS = """\
 ## Limits
 
-It knows its world and no other: of photographs it makes nonsense. Signs bear words of the generator's list or numbers
-up to 999; how often they are read right, the table says. It was asked in the few dozen forms of the grammar, in
-English; other wording may or may not work. It was never asked how many there are of what is not there.
+The model knows only this world: its answers about photographs are meaningless. Signs hold words of the generator's list
+or numbers up to 999. The training questions are the few dozen English forms of the grammar; other wording may not work.
+No training question asks for the number of a kind that is absent.
 
-Licence of the weights: Apache-2.0, as the rest of mmspec.
+Licence of the weights: Apache-2.0, as for the rest of mmspec.
 """
 
 
 def format_training(training: Mapping[str, Any]) -> str:
-    """How it was trained."""
+    """Return the training section.
+
+    Args:
+        training: Content of `TRAINING_FILE`.
+    """
     lines = [
         "## Training",
         "",
-        "`{command}`; seed {seed}, torch {torch}, transformers {transformers}.".format(**training),
+        "`{command}`; seed {seed}, torch {torch}, transformers {transformers}. The learning rates of the vision tower"
+        " and of the upper half of the text layers are shares of the stage's peak learning rate.".format(**training),
         "",
-    ]
-    lines += [
-        "| stage | steps | batch | rate | tower's share | layers | upper half's share |",
+        "| stage | steps | batch size | learning rate | tower (share) | text layers | upper half (share) |",
         "|---|---|---|---|---|---|---|",
     ]
     for stage in training["stages"]:
@@ -82,33 +86,45 @@ def format_training(training: Mapping[str, Any]) -> str:
 
 
 def format_accuracy(metrics: Mapping[str, float]) -> str:
-    """The table of what is right, with shuffled pictures beside it."""
-    first, count = int(metrics["first_seed"]), int(metrics["count"])
+    """Return the accuracy section.
+
+    Args:
+        metrics: Result of `training.evaluate.evaluate_scenes_model`.
+    """
+    first_seed = int(metrics["first_seed"])
+    count = int(metrics["count"])
     lines = [
         "## Accuracy",
         "",
-        f"Greedy, on {count:,} held-out scenes (seeds {first:,} to {first + count - 1:,}) and {count // 4} clips;",
-        f"`python -m mmspec.app.scenes.training.evaluate --first-seed {first} --count {count}`.",
-        "The control is the same questions with another scene's picture. Things less than half visible or under 38",
-        f"pixels would be left out; there were {int(metrics['left_out'])}.",
+        f"Greedy decoding on {count:,} held-out scenes (seeds {first_seed:,} to {first_seed + count - 1:,}) and"
+        f" {count // 4} clips:",
+        f"`python -m mmspec.app.scenes.training.evaluate --first-seed {first_seed} --count {count}`. The control asks"
+        " the same questions with the image of another scene. Things that are less than half visible or smaller than 38"
+        f" pixels need not be named; there were {int(metrics['left_out'])}.",
         "",
-        "| | right | control | asked |",
+        "| metric | accuracy | control | checks |",
         "|---|---|---|---|",
     ]
-    for name, told in METRIC_LABELS.items():
+    for name, label in METRIC_LABELS.items():
         if name in metrics:
             control = metrics.get(f"control_{name}")
-            beside = "" if control is None else f"{control:.1%}"
-            lines.append(f"| {told} | {metrics[name]:.1%} | {beside} | {int(metrics[f'{name}_n']):,} |")
+            control_text = "" if control is None else f"{control:.1%}"
+            lines.append(f"| {label} | {metrics[name]:.1%} | {control_text} | {int(metrics[f'{name}_n']):,} |")
     return "\n".join([*lines, ""])
 
 
 def write_card(folder: Path, num_parameters: int, metrics: Mapping[str, float] | None = None) -> None:
-    """Write the card of the model in `folder`, which holds the facts of its training."""
-    facts = json.loads((folder / TRAINING_FILE).read_text(encoding="utf-8"))
-    parts = [CARD_HEADER.format(parameters=num_parameters / 1e6, kinds=len(OBJECT_KINDS)), format_training(facts)]
-    parts += [format_accuracy(metrics)] if metrics is not None else []
-    (folder / CARD_FILE).write_text("\n".join([*parts, LIMITATIONS]), encoding="utf-8")
+    """Write the model card into a model folder.
+
+    Args:
+        folder: Model folder; it holds `TRAINING_FILE`.
+        num_parameters: Number of parameters of the model.
+        metrics: Result of the evaluation; None leaves the accuracy section out.
+    """
+    training = json.loads((folder / TRAINING_FILE).read_text(encoding="utf-8"))
+    sections = [CARD_HEADER.format(parameters=num_parameters / 1e6, kinds=len(OBJECT_KINDS)), format_training(training)]
+    sections += [format_accuracy(metrics)] if metrics is not None else []
+    (folder / CARD_FILE).write_text("\n".join([*sections, LIMITATIONS]), encoding="utf-8")
 
 
 __all__ = ["CARD_FILE", "METRIC_LABELS", "TRAINING_FILE", "write_card"]

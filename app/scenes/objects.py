@@ -1,6 +1,6 @@
-"""The kinds of things that stand in the pictures: their names, and the emoji each is drawn with.
+"""The object kinds: name, category and the emoji of the sprite.
 
-The order is part of the world: a kind's number is its place in the atlas. Knows nothing of pictures.
+The order is part of the world: the index of a kind is its index in the sprite atlas.
 """
 
 from __future__ import annotations
@@ -54,7 +54,13 @@ _PLURALS = {
 
 @dataclass(frozen=True)
 class ObjectKind:
-    """One kind of thing. `emoji` is the character it is drawn with."""
+    """One object kind.
+
+    Attributes:
+        name: Name in the singular, one lower-case word.
+        category: Category, which selects the verbs of descriptions.
+        emoji: Character that the sprite is rendered from.
+    """
 
     name: str
     category: str
@@ -62,7 +68,7 @@ class ObjectKind:
 
     @property
     def plural(self) -> str:
-        """The name of several of them."""
+        """The plural of the name."""
         if self.name in _PLURALS:
             return _PLURALS[self.name]
         if self.name.endswith(("s", "x", "ch", "sh")) or self.name in ("potato", "tomato", "volcano"):
@@ -73,23 +79,23 @@ class ObjectKind:
 
     @property
     def with_article(self) -> str:
-        """The name with its article."""
+        """The name with its indefinite article."""
         return ("an " if self.name[0] in "aeiou" or self.name.startswith("hour") else "a ") + self.name
 
 
 def _parse_table() -> tuple[ObjectKind, ...]:
     kinds = []
     for line in _TABLE.strip().splitlines():
-        group, entries = line.split(": ")
+        category, entries = line.split(": ")
         for entry in entries.split(", "):
             name, emoji = entry.split(" ")
-            kinds.append(ObjectKind(name, group, emoji))
+            kinds.append(ObjectKind(name, category, emoji))
     return tuple(kinds)
 
 
 OBJECT_KINDS = _parse_table()
-"""All kinds; a kind's number is its index."""
-KIND_BY_NAME = {kind.name: number for number, kind in enumerate(OBJECT_KINDS)} | {
-    kind.plural: number for number, kind in enumerate(OBJECT_KINDS)
+"""All object kinds; elsewhere a kind is its index in this tuple."""
+KIND_BY_NAME = {kind.name: index for index, kind in enumerate(OBJECT_KINDS)} | {
+    kind.plural: index for index, kind in enumerate(OBJECT_KINDS)
 }
-"""Name or plural -> number."""
+"""Singular or plural name -> index."""

@@ -1,4 +1,4 @@
-"""From the truth to the picture."""
+"""Rendering of scenes to RGB images. Deterministic: equal scenes give equal pixels."""
 
 from __future__ import annotations
 
@@ -10,81 +10,84 @@ from mmspec.app.scenes.sprites import GLYPH_SIZE, get_glyph, get_sprite
 from mmspec.app.scenes.world import BACKGROUND_COLOURS, IMAGE_SIZE, Scene, Sign, Thing
 
 SpriteLayer = tuple[Image.Image, tuple[int, int]]
-"""An RGBA picture and where its upper left corner goes."""
+"""An RGBA image and the x, y of its upper left corner in the scene's image."""
 
 
 def render_scene(scene: Scene) -> Image.Image:
-    """The picture of a scene, RGB, `SIDE` x `SIDE`."""
-    picture = render_background(scene)
-    for part, corner in build_layers(scene):
-        picture.paste(part, corner, part)
-    return picture
+    """Return the RGB image of a scene, `IMAGE_SIZE` x `IMAGE_SIZE`."""
+    image = render_background(scene)
+    for sprite, corner in build_layers(scene):
+        image.paste(sprite, corner, sprite)
+    return image
 
 
 def build_layers(scene: Scene) -> list[SpriteLayer]:
-    """What stands on the background, from back to front: the things, then the sign."""
-    stack = [_thing(thing) for thing in scene.things]
-    return [*stack, _sign(scene.sign)] if scene.sign is not None else stack
+    """Return the layers over the background from back to front: the things, then the sign."""
+    layers = [_render_thing(thing) for thing in scene.things]
+    return [*layers, _render_sign(scene.sign)] if scene.sign is not None else layers
 
 
 def visible_shares(scene: Scene) -> list[float]:
-    """For each thing, the share of its pixels that nothing before it hides."""
-    shown: list[float] = []
+    """Return for each thing the share of its pixels, 0 to 1, that no layer in front of it hides."""
+    shares: list[float] = []
     front = Image.new("L", (IMAGE_SIZE, IMAGE_SIZE), 0)
-    for part, corner in reversed(build_layers(scene)):
+    for sprite, corner in reversed(build_layers(scene)):
         mask = Image.new("L", (IMAGE_SIZE, IMAGE_SIZE), 0)
-        mask.paste(part.getchannel("A").point(lambda alpha: 255 if alpha > 127 else 0), corner)
-        whole = mask.histogram()[255]
+        mask.paste(sprite.getchannel("A").point(lambda alpha: 255 if alpha > 127 else 0), corner)
+        area = mask.histogram()[255]
         hidden = ImageChops.multiply(mask, front).histogram()[255]
-        shown.append(1 - hidden / max(1, whole))
+        shares.append(1 - hidden / max(1, area))
         front = ImageChops.lighter(front, mask)
-    shown.reverse()
-    return shown[: len(scene.things)]
+    shares.reverse()
+    return shares[: len(scene.things)]
 
 
 def render_background(scene: Scene) -> Image.Image:
-    """The coloured, perhaps textured ground. Its shade and the pattern's phase vary with the seed."""
+    """Return the background alone; shade of the colour, pitch and phase of the texture depend on the seed."""
     rng = random.Random(f"ground {scene.seed}")
-    base = _shaded(BACKGROUND_COLOURS[scene.colour], rng.randint(-8, 8))
-    mark = _shaded(base, 34 if sum(base) < 330 else -34)
-    picture = Image.new("RGB", (IMAGE_SIZE, IMAGE_SIZE), base)
-    draw = ImageDraw.Draw(picture)
-    pitch, phase = rng.randint(18, 26), rng.randint(0, 20)
+    base = _shift_brightness(BACKGROUND_COLOURS[scene.colour], rng.randint(-8, 8))
+    accent = _shift_brightness(base, 34 if sum(base) < 330 else -34)
+    image = Image.new("RGB", (IMAGE_SIZE, IMAGE_SIZE), base)
+    draw = ImageDraw.Draw(image)
+    pitch = rng.randint(18, 26)
+    phase = rng.randint(0, 20)
     starts = range(phase - 2 * pitch, IMAGE_SIZE, pitch)
     if scene.texture == "striped":
         for top in starts:
-            draw.rectangle((0, top, IMAGE_SIZE, top + pitch // 2 - 1), fill=mark)
+            draw.rectangle((0, top, IMAGE_SIZE, top + pitch // 2 - 1), fill=accent)
     elif scene.texture == "dotted":
         for top in starts:
             for left in starts:
-                draw.ellipse((left, top, left + 7, top + 7), fill=mark)
+                draw.ellipse((left, top, left + 7, top + 7), fill=accent)
     elif scene.texture == "checkered":
         for row, top in enumerate(starts):
             for column, left in enumerate(starts):
                 if (row + column) % 2:
-                    draw.rectangle((left, top, left + pitch - 1, top + pitch - 1), fill=mark)
-    return picture
+                    draw.rectangle((left, top, left + pitch - 1, top + pitch - 1), fill=accent)
+    return image
 
 
-def _shaded(colour: tuple[int, int, int], by: int) -> tuple[int, int, int]:
-    red, green, blue = (min(255, max(0, part + by)) for part in colour)
+def _shift_brightness(colour: tuple[int, int, int], offset: int) -> tuple[int, int, int]:
+    """Add an offset to each channel, clamped to 0..255."""
+    red, green, blue = (min(255, max(0, channel + offset)) for channel in colour)
     return red, green, blue
 
 
-def _thing(thing: Thing) -> SpriteLayer:
-    drawn = get_sprite(thing.kind)
+def _render_thing(thing: Thing) -> SpriteLayer:
+    sprite = get_sprite(thing.kind)
     if thing.flipped:
-        drawn = drawn.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
-    drawn = drawn.resize((thing.size, thing.size), Image.Resampling.BICUBIC)
-    drawn = drawn.rotate(thing.angle, Image.Resampling.BICUBIC, expand=True)
-    return drawn, (thing.x - drawn.width // 2, thing.y - drawn.height // 2)
+        sprite = sprite.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+    sprite = sprite.resize((thing.size, thing.size), Image.Resampling.BICUBIC)
+    sprite = sprite.rotate(thing.angle, Image.Resampling.BICUBIC, expand=True)
+    return sprite, (thing.x - sprite.width // 2, thing.y - sprite.height // 2)
 
 
-def _sign(sign: Sign) -> SpriteLayer:
-    width, height = GLYPH_SIZE[0] * 3 // 4, GLYPH_SIZE[1] * 3 // 4
+def _render_sign(sign: Sign) -> SpriteLayer:
+    width = GLYPH_SIZE[0] * 3 // 4
+    height = GLYPH_SIZE[1] * 3 // 4
     board = Image.new("RGBA", (width * len(sign.text) + 8, height + 8), (20, 20, 20, 255))
     ImageDraw.Draw(board).rectangle((2, 2, board.width - 3, board.height - 3), fill=(252, 252, 252, 255))
-    for number, character in enumerate(sign.text):
-        drawn = get_glyph(character).resize((width, height), Image.Resampling.BICUBIC)
-        board.paste(drawn, (4 + number * width, 4), drawn)
+    for index, character in enumerate(sign.text):
+        glyph = get_glyph(character).resize((width, height), Image.Resampling.BICUBIC)
+        board.paste(glyph, (4 + index * width, 4), glyph)
     return board, (sign.x - board.width // 2, sign.y - board.height // 2)

@@ -1,4 +1,4 @@
-"""The words that signs bear: short, common, all capitals."""
+"""The words on signs: common, at most five letters, in capitals."""
 
 from __future__ import annotations
 

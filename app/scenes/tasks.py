@@ -1,6 +1,6 @@
-"""Requests from the world, for benchmarks and for training drafters: pictures, a question, the grammar's answer.
+"""Requests about scenes, for benchmarks and for training drafters: images, question and reference answer.
 
-Seeds from `world.HELD_OUT` on are never trained on.
+Use seeds from `world.FIRST_HELD_OUT_SEED` on for benchmarks; the scenes model and its drafters never train on them.
 """
 
 from __future__ import annotations
@@ -17,11 +17,20 @@ from mmspec.app.scenes.render import render_scene
 from mmspec.app.scenes.world import Clip, Scene, generate_clip, generate_scene
 
 REQUEST_TASKS = ("describe", "short", "answer", "clip")
+"""Long description, caption, short answer, what happens in a clip."""
 
 
 @dataclass(frozen=True)
 class SceneRequest:
-    """Pictures and what is asked about them; `answer` is what the grammar says."""
+    """One request and its reference answer.
+
+    Attributes:
+        seed: Seed of the scene or clip.
+        images: The scene's image, or the clip's frames.
+        question: The user's text.
+        answer: The grammar's answer.
+        ground_truth: The scene or clip.
+    """
 
     seed: int
     images: tuple[Image.Image, ...]
@@ -31,33 +40,38 @@ class SceneRequest:
 
 
 def generate_requests(task: str, first_seed: int) -> Iterator[SceneRequest]:
-    """Requests without end, from a seed on. Long descriptions are asked of scenes with three things or more.
+    """Yield requests without end, one per seed; `describe` skips scenes with fewer than three things.
+
+    Args:
+        task: One of `REQUEST_TASKS`.
+        first_seed: Seed of the first request.
 
     Raises:
-        ValueError: an unknown task.
+        ValueError: The task is unknown.
     """
     if task not in REQUEST_TASKS:
         raise ValueError(f"task must be one of {', '.join(REQUEST_TASKS)}; got {task!r}")
     for seed in count(first_seed):
         rng = random.Random(f"{task} {seed}")
         if task == "clip":
-            moving = generate_clip(seed)
-            turn = grammar.ask_clip(moving, rng)
-            yield SceneRequest(seed, tuple(map(render_scene, moving.frames)), turn.question, turn.answer, moving)
+            clip = generate_clip(seed)
+            turn = grammar.ask_clip(clip, rng)
+            yield SceneRequest(seed, tuple(map(render_scene, clip.frames)), turn.question, turn.answer, clip)
             continue
-        made = generate_scene(seed)
-        if task == "describe" and len(made.things) < 3:
+        scene = generate_scene(seed)
+        if task == "describe" and len(scene.things) < 3:
             continue
-        turn = grammar.ask_description(made, rng) if task == "describe" else _short(task, made, rng)
-        yield SceneRequest(seed, (render_scene(made),), turn.question, turn.answer, made)
+        turn = _ask(task, scene, rng)
+        yield SceneRequest(seed, (render_scene(scene),), turn.question, turn.answer, scene)
 
 
-def _short(task: str, made: Scene, rng: random.Random) -> grammar.Turn:
+def _ask(task: str, scene: Scene, rng: random.Random) -> grammar.Turn:
+    if task == "describe":
+        return grammar.ask_description(scene, rng)
     if task == "short":
-        return grammar.ask_caption(made, rng)
-    return grammar.generate_chat(
-        made, rng, 1, [name for name in grammar.QA_TASKS if name not in ("describe", "short")]
-    )[0]
+        return grammar.ask_caption(scene, rng)
+    names = [name for name in grammar.QA_TASKS if name not in ("describe", "short")]
+    return grammar.generate_chat(scene, rng, 1, names)[0]
 
 
 __all__ = ["REQUEST_TASKS", "SceneRequest", "generate_requests"]

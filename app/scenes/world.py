@@ -1,8 +1,9 @@
-"""The world of the scenes: what stands in a picture, drawn from a seed. The truth, not the picture (`paint`).
+"""The scenes world: ground truth of scenes and clips, sampled from a seed. Rendering is in `render`.
 
-A scene has one to six things on a background, perhaps a sign with a word. Everything that a question may ask about is
-told apart by a margin: sizes come in three ranges with gaps, centres keep off the borders of the nine places, and no
-thing is hidden by more than half. The same seed gives the same scene for ever. Knows nothing of pixels or of words.
+A scene has one to six things on a background and sometimes a sign with a word. Every attribute that a question may ask
+for is separated by a margin: sizes come in three ranges with gaps, centres keep a distance from the borders of the nine
+regions, and no thing is hidden by more than half. Equal seeds give equal scenes in every version; field names and
+values are part of the frozen world (`tests/scenes/test_scenes_world.py`).
 """
 
 from __future__ import annotations
@@ -15,14 +16,15 @@ from mmspec.app.scenes.objects import OBJECT_KINDS
 from mmspec.app.scenes.sign_words import SIGN_WORDS
 
 IMAGE_SIZE = 192
-"""Pixels of a picture's edge."""
+"""Edge of an image in pixels."""
 FIRST_HELD_OUT_SEED = 50_000_000
-"""Seeds from here on are never trained on."""
+"""Seeds from here on are held out: never used for training."""
 REGIONS = (
     ("upper left", "top", "upper right"),
     ("left", "center", "right"),
     ("lower left", "bottom", "lower right"),
 )
+"""Names of the nine regions, row by row."""
 BACKGROUND_COLOURS = {
     "white": (245, 245, 245),
     "gray": (150, 150, 150),
@@ -37,17 +39,28 @@ BACKGROUND_COLOURS = {
     "brown": (130, 90, 60),
     "turquoise": (90, 205, 200),
 }
+"""Name -> RGB."""
 BACKGROUND_TEXTURES = ("plain", "striped", "dotted", "checkered")
 SIZE_CLASSES = {"small": (38, 44), "medium": (52, 59), "large": (69, 78)}
-"""Name -> pixels of the longer edge, from and to."""
+"""Name -> minimum and maximum of the longer edge in pixels, inclusive."""
 REGION_MARGIN = 7
-"""Centres keep this many pixels off the borders between places."""
+"""Minimum distance in pixels between a centre and the borders of the regions."""
 MOTION_VECTORS = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}
+"""Direction -> x, y."""
 
 
 @dataclass(frozen=True)
 class Thing:
-    """One thing. `x`, `y`: its centre; `size`: its longer edge in pixels; `angle`: degrees, against the clock."""
+    """One thing.
+
+    Attributes:
+        kind: Index into `OBJECT_KINDS`.
+        x: Horizontal pixel of the centre.
+        y: Vertical pixel of the centre, from the top.
+        size: Longer edge in pixels.
+        angle: Rotation in degrees, counter-clockwise.
+        flipped: Whether the sprite is mirrored.
+    """
 
     kind: int
     x: int
@@ -58,23 +71,29 @@ class Thing:
 
     @property
     def name(self) -> str:
-        """What it is."""
+        """Name of the kind, in the singular."""
         return OBJECT_KINDS[self.kind].name
 
     @property
     def size_class(self) -> str:
-        """Small, medium or large."""
-        return next(name for name, (least, most) in SIZE_CLASSES.items() if least <= self.size <= most)
+        """Key of `SIZE_CLASSES`."""
+        return next(name for name, (low, high) in SIZE_CLASSES.items() if low <= self.size <= high)
 
     @property
     def region(self) -> str:
-        """Which of the nine places its centre is in."""
+        """Name of the region that holds the centre."""
         return find_region(self.x, self.y)
 
 
 @dataclass(frozen=True)
 class Sign:
-    """A word or number on a white board."""
+    """A word or number on a white board.
+
+    Attributes:
+        text: Capitals or digits.
+        x: Horizontal pixel of the centre.
+        y: Vertical pixel of the centre, from the top.
+    """
 
     text: str
     x: int
@@ -82,13 +101,21 @@ class Sign:
 
     @property
     def region(self) -> str:
-        """Which of the nine places its centre is in."""
+        """Name of the region that holds the centre."""
         return find_region(self.x, self.y)
 
 
 @dataclass(frozen=True)
 class Scene:
-    """What a picture shows. Later things stand in front of earlier ones."""
+    """Ground truth of one image.
+
+    Attributes:
+        seed: Seed that the scene was sampled from.
+        colour: Key of `BACKGROUND_COLOURS`.
+        texture: One of `BACKGROUND_TEXTURES`.
+        things: The things from back to front.
+        sign: The sign, in front of all things, or None.
+    """
 
     seed: int
     colour: str
@@ -97,17 +124,22 @@ class Scene:
     sign: Sign | None = None
 
     def reading_order(self) -> list[Thing]:
-        """The things row by row from the upper left."""
+        """Return the things row by row from the upper left."""
         return sorted(self.things, key=lambda thing: (3 * thing.y // IMAGE_SIZE, thing.x, thing.y))
 
     def count(self, kind: int) -> int:
-        """How many things of a kind there are."""
+        """Return the number of things of a kind."""
         return sum(thing.kind == kind for thing in self.things)
 
 
 @dataclass(frozen=True)
 class Event:
-    """What the main thing of a clip does: `moves` (then `way` says where), `appears`, `leaves` or `stays`."""
+    """What the hero of a clip does.
+
+    Attributes:
+        what: "moves", "appears", "leaves" or "stays".
+        way: Key of `MOTION_VECTORS` if it moves, else empty.
+    """
 
     what: str
     way: str = ""
@@ -115,7 +147,14 @@ class Event:
 
 @dataclass(frozen=True)
 class Clip:
-    """A short clip: its frames are scenes. `hero` is the number of the thing that does something."""
+    """Ground truth of a short clip.
+
+    Attributes:
+        seed: Seed that the clip was sampled from.
+        frames: One scene per frame.
+        hero: The thing that acts; its kind is unique in the clip.
+        event: What the hero does.
+    """
 
     seed: int
     frames: tuple[Scene, ...]
@@ -124,92 +163,104 @@ class Clip:
 
 
 def find_region(x: int, y: int) -> str:
-    """Name of the place of a point."""
+    """Return the name of the region that holds a pixel."""
     return REGIONS[min(2, 3 * y // IMAGE_SIZE)][min(2, 3 * x // IMAGE_SIZE)]
 
 
 def is_held_out_pair(a: int, b: int) -> bool:
-    """Whether two kinds never stand in one picture of the training seeds: one pair in twenty."""
+    """Return whether two kinds never occur together in scenes of training seeds: about one pair in twenty."""
     a, b = sorted((a, b))
     return a != b and (a * 7919 + b * 104_729) % 20 == 7
 
 
 def generate_scene(seed: int, num_things: int | None = None) -> Scene:
-    """The scene of a seed. `things` fixes how many there are, else one to six."""
+    """Return the scene of a seed.
+
+    Args:
+        seed: The seed; from `FIRST_HELD_OUT_SEED` on, held-out pairs of kinds may occur.
+        num_things: Number of things; None samples one to six.
+    """
     rng = random.Random(f"scene {seed} {num_things}")
     while True:
-        made = _sample_scene(rng, seed, num_things)
-        if made is not None and (seed >= FIRST_HELD_OUT_SEED or not _has_held_out_pair(made)):
-            return made
+        scene = _sample_scene(rng, seed, num_things)
+        if scene is not None and (seed >= FIRST_HELD_OUT_SEED or not _has_held_out_pair(scene)):
+            return scene
 
 
-def _has_held_out_pair(made: Scene) -> bool:
-    return any(is_held_out_pair(a.kind, b.kind) for a, b in combinations(made.things, 2))
+def _has_held_out_pair(scene: Scene) -> bool:
+    return any(is_held_out_pair(a.kind, b.kind) for a, b in combinations(scene.things, 2))
 
 
-def _sample_scene(rng: random.Random, seed: int, things: int | None) -> Scene | None:
-    count = things or rng.choice((1, 2, 2, 3, 3, 3, 4, 4, 4, 5, 5, 6))
+def _sample_scene(rng: random.Random, seed: int, num_things: int | None) -> Scene | None:
+    """Sample one scene; None if a thing of it would be hidden too much."""
+    count = num_things or rng.choice((1, 2, 2, 3, 3, 3, 4, 4, 4, 5, 5, 6))
     cells = rng.sample([(row, column) for row in range(3) for column in range(3)], count + 1)
     kinds = _sample_kinds(rng, count)
-    placed: list[Thing] = []
+    things: list[Thing] = []
     for kind, (row, column) in zip(kinds, cells, strict=False):
-        least, most = SIZE_CLASSES[rng.choice(tuple(SIZE_CLASSES))]
-        size = rng.randint(least, most)
+        size = rng.randint(*SIZE_CLASSES[rng.choice(tuple(SIZE_CLASSES))])
         x, y = (_sample_coordinate(rng, cell, size) for cell in (column, row))
-        placed.append(Thing(kind, x, y, size, rng.randint(-18, 18), rng.random() < 0.5))
+        things.append(Thing(kind, x, y, size, rng.randint(-18, 18), rng.random() < 0.5))
     sign = None
     if rng.random() < 0.3:
         row, column = cells[-1]
         text = rng.choice(SIGN_WORDS) if rng.random() < 0.7 else str(rng.randint(2, 999))
         sign = Sign(text, _sample_coordinate(rng, column, 80), _sample_coordinate(rng, row, 34))
-    if not _all_visible(placed, sign):
+    if not _all_visible(things, sign):
         return None
-    colour, texture = rng.choice(tuple(BACKGROUND_COLOURS)), rng.choice(BACKGROUND_TEXTURES)
-    return Scene(seed, colour, texture, tuple(placed), sign)
+    colour = rng.choice(tuple(BACKGROUND_COLOURS))
+    texture = rng.choice(BACKGROUND_TEXTURES)
+    return Scene(seed, colour, texture, tuple(things), sign)
 
 
 def _sample_kinds(rng: random.Random, count: int) -> list[int]:
-    """Mostly different kinds; now and then several of one, so that there is something to count."""
+    """Sample different kinds, or (45%) two or more things of one kind, so that scenes have something to count."""
     kinds = rng.sample(range(len(OBJECT_KINDS)), count)
     if count > 1 and rng.random() < 0.45:
-        same = rng.randint(2, count)
-        kinds[:same] = [kinds[0]] * same
+        num_equal = rng.randint(2, count)
+        kinds[:num_equal] = [kinds[0]] * num_equal
         rng.shuffle(kinds)
     return kinds
 
 
 def _sample_coordinate(rng: random.Random, cell: int, size: int) -> int:
-    """A coordinate within one third of the edge, off its borders, with the thing inside the picture."""
+    """Sample a coordinate in one third of the edge, off the region's borders, with the thing inside the image."""
     third = IMAGE_SIZE // 3
-    least = max(third * cell + (REGION_MARGIN if cell else 0), size // 2 + 1)
-    most = min(third * (cell + 1) - 1 - (REGION_MARGIN if cell < 2 else 0), IMAGE_SIZE - size // 2 - 1)
-    return rng.randint(least, most)
+    low = max(third * cell + (REGION_MARGIN if cell else 0), size // 2 + 1)
+    high = min(third * (cell + 1) - 1 - (REGION_MARGIN if cell < 2 else 0), IMAGE_SIZE - size // 2 - 1)
+    return rng.randint(low, high)
 
 
 def _all_visible(things: list[Thing], sign: Sign | None) -> bool:
-    """Whether no box is covered by more than about a third by what stands before it."""
+    """Whether the boxes in front of each box cover at most 30% of it."""
     boxes = [(t.x - t.size // 2, t.y - t.size // 2, t.x + t.size // 2, t.y + t.size // 2) for t in things]
     if sign is not None:
         boxes.append((sign.x - 40, sign.y - 17, sign.x + 40, sign.y + 17))
-    for number, box in enumerate(boxes):
-        hidden = sum(_overlap(box, other) for other in boxes[number + 1 :])
+    for index, box in enumerate(boxes):
+        hidden = sum(_overlap(box, other) for other in boxes[index + 1 :])
         if hidden > 0.3 * (box[2] - box[0]) * (box[3] - box[1]):
             return False
     return True
 
 
 Box = tuple[int, int, int, int]
+"""Left, top, right, bottom in pixels."""
 
 
 def _overlap(a: Box, b: Box) -> int:
-    width, height = min(a[2], b[2]) - max(a[0], b[0]), min(a[3], b[3]) - max(a[1], b[1])
+    """Area of the intersection in pixels."""
+    width = min(a[2], b[2]) - max(a[0], b[0])
+    height = min(a[3], b[3]) - max(a[1], b[1])
     return max(0, width) * max(0, height)
 
 
 def generate_clip(seed: int, num_frames: int | None = None, num_things: int | None = None) -> Clip:
-    """The clip of a seed: four to eight frames, in which one thing does something and others stay.
+    """Return the clip of a seed, in which one thing acts and all others stay.
 
-    `frames` and `things` fix how many there are; else there are one to three things, mostly one.
+    Args:
+        seed: The seed; from `FIRST_HELD_OUT_SEED` on, held-out pairs of kinds may occur.
+        num_frames: Number of frames; None samples four to eight.
+        num_things: Number of things; None samples one to three.
     """
     rng = random.Random(f"clip {seed} {num_frames}")
     count = num_frames or rng.choice((4, 4, 4, 5, 6, 8))
@@ -223,9 +274,9 @@ def generate_clip(seed: int, num_frames: int | None = None, num_things: int | No
             continue
         event = _sample_event(rng)
         path = _sample_path(rng, hero, event, count)
-        if path is None or not all(_all_visible([*others, at], None) for at in path if at is not None):
+        if path is None or not all(_all_visible([*others, here], None) for here in path if here is not None):
             continue
-        scenes = tuple(replace(base, things=(*others, at) if at is not None else others) for at in path)
+        scenes = tuple(replace(base, things=(*others, here) if here is not None else others) for here in path)
         return Clip(seed, scenes, hero, event)
 
 
@@ -235,7 +286,7 @@ def _sample_event(rng: random.Random) -> Event:
 
 
 def _sample_path(rng: random.Random, hero: Thing, event: Event, count: int) -> list[Thing | None] | None:
-    """The main thing in each frame; None where it is not there. None at all if it would leave the picture."""
+    """Return the hero per frame, None in frames without it; None instead of a list if it would leave the image."""
     if event.what == "moves":
         dx, dy = MOTION_VECTORS[event.way]
         step = rng.randint(60, 110) / (count - 1)
@@ -243,19 +294,19 @@ def _sample_path(rng: random.Random, hero: Thing, event: Event, count: int) -> l
         path = [
             replace(hero, x=round(start[0] + dx * step * t), y=round(start[1] + dy * step * t)) for t in range(count)
         ]
-        reach = hero.size // 2 + 1
-        inside = all(reach <= c <= IMAGE_SIZE - reach for at in path for c in (at.x, at.y))
-        return list(path) if inside else None
+        margin = hero.size // 2 + 1
+        is_inside = all(margin <= value <= IMAGE_SIZE - margin for moved in path for value in (moved.x, moved.y))
+        return list(path) if is_inside else None
     if event.what == "stays":
         return [hero] * count
-    when = rng.randint(1, count - 1)
+    change = rng.randint(1, count - 1)  # first frame after the event
     if event.what == "appears":
-        return [None] * when + [hero] * (count - when)
-    return [hero] * when + [None] * (count - when)
+        return [None] * change + [hero] * (count - change)
+    return [hero] * change + [None] * (count - change)
 
 
 def spatial_relation(a: Thing, b: Thing) -> str | None:
-    """Where `a` is seen from `b`, if that is clear: left of, right of, above or below it."""
+    """Return the direction from `b` to `a`: "left of", "right of", "above" or "below"; None if it is not clear."""
     dx, dy = a.x - b.x, a.y - b.y
     if abs(dx) >= 1.5 * abs(dy) and abs(dx) > 24:
         return "left of" if dx < 0 else "right of"

@@ -1,4 +1,4 @@
-"""`python -m mmspec.app.studies.blocks`: many tokens from one pass against a pass for each, from files of `mmspec bench`.
+"""`python -m mmspec.app.studies.blocks`: block drafters against one pass per token, from files of `mmspec bench`.
 
 Measures nothing. Rows of one setting (batch size, temperature, size of trees) make a table and a row of panels: tau,
 milliseconds of drafting in a round, and decode speed-up over plain `generate`, against the tokens that a pass says or,
@@ -13,14 +13,25 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mmspec.app.bench.command import writable
-from mmspec.app.bench.specs import labels, parse
+from mmspec.app.bench.config import check_writable
+from mmspec.app.bench.rows import current_keys
+from mmspec.app.bench.specs import parse_spec, short_labels
 from mmspec.app.errors import UsageError
 
 Row = dict[str, Any]
-SETTING = ("batch", "temperature", "nodes")
-NEEDED = ("drafter", *SETTING, "block", "tau", "draft_ms", "R", "speedup_hf", "speedup_hf_ci", "accepted_at_position")
-SHOWN = 8
+SETTING_KEYS = ("batch", "temperature", "nodes")
+REQUIRED_KEYS = (
+    "drafter",
+    *SETTING_KEYS,
+    "block",
+    "tau",
+    "draft_ms",
+    "R",
+    "speedup_hf",
+    "speedup_hf_ci",
+    "accepted_at_position",
+)
+MAX_POSITIONS = 8
 """Positions of a draft that a table shows."""
 EPILOG = """\
 examples
@@ -30,7 +41,7 @@ examples
 """
 
 
-def read(file: Path) -> list[Row]:
+def read_rows(file: Path) -> list[Row]:
     """The rows of a file of `mmspec bench`.
 
     Raises:
@@ -40,35 +51,36 @@ def read(file: Path) -> list[Row]:
         rows = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UsageError(f"{file}: {error}") from error
-    whole = isinstance(rows, list) and rows
-    missing = [name for row in rows for name in NEEDED if name not in row] if whole else ["rows"]
+    whole = isinstance(rows, list) and rows and all(isinstance(row, dict) for row in rows)
+    rows = [current_keys(row) for row in rows] if whole else rows
+    missing = [name for row in rows for name in REQUIRED_KEYS if name not in row] if whole else ["rows"]
     if missing:
         raise UsageError(f"{file} is not of `mmspec bench --json`, or of an older one: no {missing[0]!r}")
     return [row for row in rows if row["drafter"] not in ("hf", "hf-again")]
 
 
-def settings(rows: Sequence[Row]) -> dict[tuple[Any, ...], list[Row]]:
+def group_by_setting(rows: Sequence[Row]) -> dict[tuple[Any, ...], list[Row]]:
     """Rows by setting, with their names made short; `kind` and `size` are what the panels are drawn by."""
     apart: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
-        apart.setdefault(tuple(row[name] for name in SETTING), []).append(row)
+        apart.setdefault(tuple(row[name] for name in SETTING_KEYS), []).append(row)
     for part in apart.values():
-        for row, name in zip(part, labels([row["drafter"] for row in part]), strict=True):
-            wanted, one = parse(row["drafter"]), row["block"] == 1
+        for row, name in zip(part, short_labels([row["drafter"] for row in part]), strict=True):
+            wanted, one = parse_spec(row["drafter"]), row["block"] == 1
             passes = "" if one or wanted.depth is None else f"@{wanted.depth}"
             row |= {"name": name, "kind": f"{Path(wanted.drafter).name}{passes}"}
             row["size"] = wanted.depth if one else row["block"]
     return apart
 
 
-def title(setting: Sequence[Any]) -> str:
+def format_setting(setting: Sequence[Any]) -> str:
     """A setting in words."""
     batch, warmth, nodes = setting
     trees = "trees as the controller has them" if nodes is None else f"trees of {nodes} nodes"
     return f"batch {batch}, {f'temperature {warmth:g}' if warmth else 'greedy'}, {trees}"
 
 
-def table(rows: Sequence[Row], against: str) -> str:
+def comparison_table(rows: Sequence[Row], against: str) -> str:
     """A table in Markdown; the columns "of" are shares of what the row called `against` has.
 
     Raises:
@@ -86,7 +98,7 @@ def table(rows: Sequence[Row], against: str) -> str:
 
 def _cells(row: Row, base: Row) -> list[str]:
     low, high = row["speedup_hf_ci"]
-    places = " ".join(f"{100 * share:.0f}" for share in row["accepted_at_position"][:SHOWN])
+    places = " ".join(f"{100 * share:.0f}" for share in row["accepted_at_position"][:MAX_POSITIONS])
     return [
         f"{row['tau']:.2f}",
         _share(row, base, "tau"),
@@ -108,7 +120,12 @@ def _share(row: Row, base: Row, name: str) -> str:
 
 def markdown(apart: Mapping[tuple[Any, ...], Sequence[Row]], against: str) -> str:
     """All tables, each under its setting."""
-    return "\n\n".join(f"**{title(setting)}**\n\n{table(rows, against)}" for setting, rows in apart.items()) + "\n"
+    return (
+        "\n\n".join(
+            f"**{format_setting(setting)}**\n\n{comparison_table(rows, against)}" for setting, rows in apart.items()
+        )
+        + "\n"
+    )
 
 
 def parser() -> argparse.ArgumentParser:
@@ -131,10 +148,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command line."""
     args = parser().parse_args(argv)
     try:
-        apart = settings([row for file in args.files for row in read(file)])
+        apart = group_by_setting([row for file in args.files for row in read_rows(file)])
         told = markdown(apart, args.against)
         for file in filter(None, (args.markdown, args.plot)):
-            writable(file)
+            check_writable(file)
     except UsageError as error:
         parser().error(str(error))
     print(told, end="")
@@ -143,7 +160,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.plot:
         from mmspec.app.bench.plot import plot_blocks
 
-        plot_blocks({title(setting): rows for setting, rows in apart.items()}, Path(args.plot))
+        plot_blocks({format_setting(setting): rows for setting, rows in apart.items()}, Path(args.plot))
     return 0
 
 

@@ -17,17 +17,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from mmspec.app.bench.command import provenance, writable
-from mmspec.app.bench.measure import limits
+from mmspec.app.bench.config import check_writable
+from mmspec.app.bench.measure import median_interval
+from mmspec.app.bench.session import provenance
 from mmspec.app.caption.command import positive_int
 from mmspec.app.errors import UsageError
-from mmspec.app.studies.prefill_recorder import Reader, Reading
+from mmspec.app.studies.prefill_recorder import PrefillCost, PrefillRecorder
 from mmspec.drafters.eagle.drafter import EagleDrafter
 from mmspec.drafters.eagle.head import EagleHead, HeadConfig
 from mmspec.engine.tree import root_only
 from mmspec.interfaces import Prompt, SharedEmbeddings, VerifyResult, VisualGrid
 from mmspec.metrics.compression_stats import RecordingCompressor
-from mmspec.vision.registry import new
+from mmspec.vision.registry import init_compressor
 
 EPILOG = """
 how
@@ -39,24 +40,24 @@ examples
   python -m mmspec.app.studies.prefill --frames 1,2,8 --compressors pool:64,stride:64,latent:64
   python -m mmspec.app.studies.prefill --hidden 384 --heads 6 --kv-heads 2 --ffn 688 --grid 12 --frames 1,8,27
 """
-LAYERS, VOCABULARY = 2, 256
-WHOLE = "-"
+NUM_LAYERS, VOCAB_SIZE = 2, 256
+NO_COMPRESSOR = "-"
 """The way without a compressor."""
 
 
-def prompt_of(frames: int, grid: int, text: int, hidden: int, like: dict[str, Any]) -> Prompt:
+def build_prompt(frames: int, grid: int, text: int, hidden: int, like: dict[str, Any]) -> Prompt:
     """A picture's or clip's prompt: half of the words, the visual tokens, the other half."""
     visual = frames * grid * grid
     rng = torch.Generator().manual_seed(0)
     with torch.random.fork_rng(devices=[]):
         words = SharedEmbeddings(
-            nn.Embedding(VOCABULARY, hidden).to(**like), nn.Linear(hidden, VOCABULARY, bias=False).to(**like)
+            nn.Embedding(VOCAB_SIZE, hidden).to(**like), nn.Linear(hidden, VOCAB_SIZE, bias=False).to(**like)
         )
     mask = torch.zeros(1, text + visual, dtype=torch.bool)
     start = max(1, text // 2)
     mask[:, start : start + visual] = True
     parts = [torch.randn(1, text + visual, hidden, generator=rng).to(**like) for _ in range(2)]
-    ids = torch.randint(0, VOCABULARY, mask.shape, generator=rng).to(like["device"])
+    ids = torch.randint(0, VOCAB_SIZE, mask.shape, generator=rng).to(like["device"])
     grids = [VisualGrid(0, start + t * grid * grid, grid, grid, 0, role="frame", frame=t) for t in range(frames)]
     return Prompt(
         input_ids=ids,
@@ -64,43 +65,45 @@ def prompt_of(frames: int, grid: int, text: int, hidden: int, like: dict[str, An
         visual_mask=mask.to(like["device"]),
         position_ids=ids,
         grids=tuple(grids),
-        hidden_states={0: parts[0], LAYERS: parts[1]},
-        vocab_size=VOCABULARY,
+        hidden_states={0: parts[0], NUM_LAYERS: parts[1]},
+        vocab_size=VOCAB_SIZE,
         shared_embeddings=words,
     )
 
 
-def first_word(device: torch.device) -> VerifyResult:
+def first_result(device: torch.device) -> VerifyResult:
     """The prompt was read, and some word came out."""
     word = torch.zeros(1, 1, dtype=torch.long, device=device)
     return VerifyResult(root_only(1, device), word, word[0] + 1, word, [[0]], [[0]])
 
 
-def read(drafter: EagleDrafter, prompt: Prompt, device: torch.device, count: bool) -> Reading:
+def measure_prefill(drafter: EagleDrafter, prompt: Prompt, device: torch.device, count: bool) -> PrefillCost:
     """One prompt, read anew."""
-    reader = Reader(drafter, device)
-    reader.observe(reader.begin(prompt), first_word(device), {})
+    reader = PrefillRecorder(drafter, device)
+    reader.observe(reader.begin(prompt), first_result(device), {})
     if count:
-        reader.count()
-    return reader.reading
+        reader.count_flops()
+    return reader.cost
 
 
-def rows_of(args: argparse.Namespace, device: torch.device) -> Iterator[dict[str, Any]]:
+def measure_prefill_rows(args: argparse.Namespace, device: torch.device) -> Iterator[dict[str, Any]]:
     """A row for each number of frames and each way."""
     like: dict[str, Any] = {"device": device, "dtype": getattr(torch, args.dtype)}
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
-        config = HeadConfig(args.hidden, args.ffn, args.heads, args.kv_heads, VOCABULARY)
-        drafter = EagleDrafter(EagleHead(config).to(**like), "decoupled", layers=LAYERS)
-        ways = {WHOLE: None} | {name: RecordingCompressor(new(name, args.hidden)) for name in args.compressors}
+        config = HeadConfig(args.hidden, args.ffn, args.heads, args.kv_heads, VOCAB_SIZE)
+        drafter = EagleDrafter(EagleHead(config).to(**like), "decoupled", num_layers=NUM_LAYERS)
+        ways = {NO_COMPRESSOR: None} | {
+            name: RecordingCompressor(init_compressor(name, args.hidden)) for name in args.compressors
+        }
     for frames in args.frames:
-        prompt = prompt_of(frames, args.grid, args.text, args.hidden, like)
-        readings: dict[str, list[Reading]] = {name: [] for name in ways}
+        prompt = build_prompt(frames, args.grid, args.text, args.hidden, like)
+        readings: dict[str, list[PrefillCost]] = {name: [] for name in ways}
         for turn in range(args.repeats + 1):
             for name, way in ways.items():
                 given = Prompt(**{**vars(prompt), "compressor": way})
-                readings[name].append(read(drafter, given, device, count=not turn))
-        whole = readings[WHOLE]
+                readings[name].append(measure_prefill(drafter, given, device, count=not turn))
+        whole = readings[NO_COMPRESSOR]
         for name, mine in readings.items():
             over = [one.seconds / other.seconds for one, other in zip(mine[1:], whole[1:], strict=True)]
             yield {
@@ -108,7 +111,7 @@ def rows_of(args: argparse.Namespace, device: torch.device) -> Iterator[dict[str
                 "visual": frames * args.grid**2,
                 "way": name,
                 "prefill_ms": 1e3 * median(one.seconds for one in mine[1:]),
-                "prefill_over": [median(over), *limits(over)],
+                "prefill_over": [median(over), *median_interval(over)],
                 "gflops": mine[0].flops / 1e9,
                 "flops_over": mine[0].flops / whole[0].flops,
                 "kv_mib": mine[0].kv_bytes / 2**20,
@@ -116,7 +119,7 @@ def rows_of(args: argparse.Namespace, device: torch.device) -> Iterator[dict[str
             }
 
 
-def line_of(row: dict[str, Any]) -> str:
+def format_prefill_row(row: dict[str, Any]) -> str:
     """A row as it is printed."""
     form = "{visual:>6} visual tokens  {way:<14} {prefill_ms:9.1f} ms (x{over[0]:.3f} [{over[1]:.3f}, {over[2]:.3f}])  "
     form += "{gflops:8.2f} GFLOP (x{flops_over:.3f})  KV {kv_mib:7.2f} MiB (x{kv_over:.3f})"
@@ -166,10 +169,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(given)
     try:
         if args.json:
-            writable(args.json)
+            check_writable(args.json)
         device = torch.device(args.device)
         for name in args.compressors:
-            new(name, 8)
+            init_compressor(name, 8)
         if args.hidden % args.heads or args.heads % args.kv_heads:
             raise UsageError(
                 f"--hidden must be a multiple of --heads, and that of --kv-heads; got {args.hidden}, {args.heads} and "
@@ -180,9 +183,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     about = provenance(shlex.join(["python", "-m", "mmspec.app.studies.prefill", *given]), device)
     rows = []
     total = len(args.frames) * (1 + len(args.compressors))
-    for row in tqdm(rows_of(args, device), total=total, disable=not sys.stderr.isatty()):
+    for row in tqdm(measure_prefill_rows(args, device), total=total, disable=not sys.stderr.isatty()):
         rows.append(row | {"run": about})
-        print(line_of(row), flush=True)
+        print(format_prefill_row(row), flush=True)
     if args.json:
         Path(args.json).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     return 0

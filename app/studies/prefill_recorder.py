@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from mmspec.app.bench.recorder import Recorder
+from mmspec.app.bench.recorder import RecordingDrafter
 from mmspec.app.modeling.load import synchronize
 from mmspec.control.draft_cost import DraftCostModel
 from mmspec.interfaces import Prompt, VerifyResult
 
 
 @dataclass
-class Reading:
+class PrefillCost:
     """What a drafter's prefill cost: seconds, floating-point operations (if counted), bytes of keys and values."""
 
     seconds: float = 0.0
@@ -27,53 +27,53 @@ class Reading:
     kv_bytes: int = 0
 
 
-class Reader(Recorder):
-    """A `Recorder` that measures how the drafter reads its prompt, on a device that it waits for."""
+class PrefillRecorder(RecordingDrafter):
+    """A `RecordingDrafter` that measures how the drafter reads its prompt, on a device that it waits for."""
 
     def __init__(self, inner: Any, device: torch.device) -> None:
         super().__init__(inner)
-        self.device, self.reading = device, Reading()
+        self.device, self.cost = device, PrefillCost()
         self._prompt: Prompt | None = None
-        self._reads = hasattr(inner, "read")
+        self._reads = hasattr(inner, "sync")
         # What a compressor goes by in this call, for `count`; the drafter's own goes on learning.
-        self._known = DraftCostModel(copy.deepcopy(inner.pace.tallies)) if self._reads else None
+        self._known = DraftCostModel(copy.deepcopy(inner.cost_model.by_batch)) if self._reads else None
 
     def begin(self, prompt: Prompt) -> Any:
         """See `Drafter`."""
         self._prompt = prompt
-        return self._timed(lambda: super(Reader, self).begin(prompt))
+        return self._timed(lambda: super(PrefillRecorder, self).begin(prompt))
 
     def observe(self, state: Any, verdict: VerifyResult, taps: Mapping[int, Tensor]) -> None:
         """See `Drafter`; the first time the prompt is read, whether a draft is asked for or not."""
         super().observe(state, verdict, taps)
-        if not self._reads or len(self._seen) > 1:
+        if not self._reads or len(self._results) > 1:
             return
-        self._timed(lambda: self.inner.read(state))  # type: ignore[attr-defined]
-        buffer = getattr(state, "buffer", None)
+        self._timed(lambda: self.inner.sync(state))  # type: ignore[attr-defined]
+        buffer = getattr(state, "kv_cache", None)
         if buffer is not None:
             config = self.inner.head.config  # type: ignore[attr-defined]
-            each = 2 * config.num_key_value_heads * config.head_dim * state.last.element_size()
-            self.reading.kv_bytes = sum(buffer.lengths) * each
+            each = 2 * config.num_key_value_heads * config.head_dim * state.last_hidden.element_size()
+            self.cost.kv_bytes = sum(buffer.seq_lens) * each
 
-    def count(self) -> None:
+    def count_flops(self) -> None:
         """After the call, count the operations of reading: of the same once more, from which nothing is learned."""
         if not self._reads or self._prompt is None:
             return
         twin: Any = copy.copy(self.inner)
-        twin.pace = self._known
+        twin.cost_model = self._known
         with FlopCounterMode(display=False) as counter:
             state = twin.begin(self._prompt)
-            twin.observe(state, self._seen[0][0], {})
-            twin.read(state)
-        self.reading.flops = counter.get_total_flops()
+            twin.observe(state, self._results[0][0], {})
+            twin.sync(state)
+        self.cost.flops = counter.get_total_flops()
 
     def _timed(self, do: Callable[[], Any]) -> Any:
         synchronize(self.device)
         began = time.perf_counter()
         result = do()
         synchronize(self.device)
-        self.reading.seconds += time.perf_counter() - began
+        self.cost.seconds += time.perf_counter() - began
         return result
 
 
-__all__ = ["Reader", "Reading"]
+__all__ = ["PrefillCost", "PrefillRecorder"]

@@ -22,19 +22,31 @@ from typing import Any
 
 import torch
 
-from mmspec.app.bench.command import provenance, writable
-from mmspec.app.bench.measure import OWN, PLAIN, Run, System, alike, clone, limits, once, swept
-from mmspec.app.bench.specs import check, drafter_of, labels, parse, patched, shown_by
+from mmspec.app.bench.config import check_writable
+from mmspec.app.bench.measure import (
+    HF,
+    NO_DRAFT,
+    Contestant,
+    TimedRun,
+    clone,
+    gc_paused,
+    median_interval,
+    run_once,
+    share_kernel_timings,
+)
+from mmspec.app.bench.session import provenance
+from mmspec.app.bench.specs import check_spec, get_compressor, get_drafter, parse_spec, patch_model, short_labels
 from mmspec.app.caption.command import positive_int
 from mmspec.app.caption.config import DEFAULT_MODEL
+from mmspec.app.cli.deprecated import add_renamed
 from mmspec.app.errors import UsageError, one_line
 from mmspec.app.modeling.captioner import Captioner
 from mmspec.app.modeling.load import load_model
 from mmspec.app.scenes.world import FIRST_HELD_OUT_SEED
 from mmspec.app.studies import chooser_report as choices
-from mmspec.app.studies.prefill_recorder import Reader, Reading
-from mmspec.app.studies.scenarios import SHAPES, asked, fitting, pictures_of, visual_of
-from mmspec.app.studies.word_classes import Answer, answer_of, interval, multiple
+from mmspec.app.studies.prefill_recorder import PrefillCost, PrefillRecorder
+from mmspec.app.studies.scenarios import SCENARIOS, count_images, count_prompt_tokens, fit_to_context, generate_scenario
+from mmspec.app.studies.word_classes import AnswerCounts, count_answer, metric_interval, metric_ratio_interval
 from mmspec.interfaces import Drafter
 from mmspec.metrics.stats import Stats
 
@@ -46,19 +58,19 @@ shapes
 
 compressors
   as for mmspec.patch; own is the one that a drafter was trained with, which then keeps fewer tokens: --compressors own
-  measured goes by what looking costs here, and so not with --nodes
+  cost-based depends on the measured cost of prefill here, and so does not work with --nodes
 
 rows
   *_over are multiples of what the first drafter takes (tau_over: of its tau), speedup_* of its speed, speedup_hf* of
   that of plain generate, *_ci their 95% intervals; names is the share of their tokens that was guessed, names_tau their
   tokens for each forward that one of them cost. Without --nodes tau follows a controller that goes by measured times.
-  Ways that choose for each prompt (elastic, measured) are told against the best fixed way, by the sum of all seconds
+  Ways that choose for each prompt (elastic, cost-based) are compared with the best fixed way, by the sum of all seconds
   and by the mean over shapes, and against the best way for each request: by forwards, and by seconds (a bound that is
   too good, picked after the fact from noisy times).
 
 examples
   python -m mmspec.app.studies.visual out/msd --compressors pool,stride,relevant --json study.json --markdown study.md
-  python -m mmspec.app.studies.visual out/msd out/msd+measured out/msd-latent --shapes short,one,clip8
+  python -m mmspec.app.studies.visual out/msd out/msd+cost-based out/msd-latent --shapes short,one,clip8
   python -m mmspec.app.studies.visual out/msd-latent --compressors own --nodes 16
 """
 HEADINGS = ["way", "shown", "tau", "over", "names guessed", "names' tau", "prefill ms", "over", "operations over"]
@@ -68,7 +80,7 @@ TITLE = "**{shape}: {visual} visual tokens, {requests} requests; over: in multip
 
 
 @dataclass
-class Way:
+class CompressorRun:
     """A drafter, perhaps with a compressor, and what was measured of it, request by request.
 
     Attributes:
@@ -76,14 +88,14 @@ class Way:
     """
 
     name: str
-    system: System
+    contestant: Contestant
     drafter: Drafter | None = None
     shares: Sequence[int] = ()
-    answers: list[Answer] = field(default_factory=list)
-    readings: list[Reading] = field(default_factory=list)
+    answers: list[AnswerCounts] = field(default_factory=list)
+    prefill_costs: list[PrefillCost] = field(default_factory=list)
 
 
-def ways_of(
+def plan_runs(
     names: Sequence[str], compressors: Sequence[str], shares: Sequence[int], visual: int
 ) -> dict[str, list[int]]:
     """Every drafter alone, then the first with each compressor; {name: 1/shares of the tokens it keeps (0: one)}."""
@@ -95,76 +107,82 @@ def ways_of(
     return ways
 
 
-def field_of(
+def build_runs(
     model: Any,
     processor: Any,
     ways: Mapping[str, Sequence[int]],
     nodes: int | None = None,
-    before: Sequence[Way] = (),
-) -> list[Way]:
+    before: Sequence[CompressorRun] = (),
+) -> list[CompressorRun]:
     """Plain `generate`, our loop without drafts, and each way, on clones that share their weights.
 
     Args:
         before: the field of the shape before; who was in it under the same name stays, with what it has learned.
     """
-    models = {way.name: way.system.model for way in before}
-    plain = models[PLAIN] if before else clone(model)
-    made = [Way(PLAIN, System(PLAIN, plain))]
-    for name in dict.fromkeys((OWN, *ways)):
-        ours = models[name] if name in models else patched(clone(model), name, processor, nodes)
-        made.append(Way(name, System(name, ours), drafter_of(ours), ways.get(name, ())))
-    alike([way.system.model for way in made])
+    models = {way.name: way.contestant.model for way in before}
+    plain = models[HF] if before else clone(model)
+    made = [CompressorRun(HF, Contestant(HF, plain))]
+    for name in dict.fromkeys((NO_DRAFT, *ways)):
+        ours = models[name] if name in models else patch_model(clone(model), name, processor, nodes)
+        made.append(CompressorRun(name, Contestant(name, ours), get_drafter(ours), ways.get(name, ())))
+    share_kernel_timings([way.contestant.model for way in made])
     return made
 
 
-@swept()
-def contest(
-    field_: Sequence[Way], processor: Any, shape: str, first: int, count: int, most: int, tick: Callable[[int], Any]
+@gc_paused()
+def run_contest(
+    field_: Sequence[CompressorRun],
+    processor: Any,
+    shape: str,
+    first: int,
+    count: int,
+    most: int,
+    tick: Callable[[int], Any],
 ) -> None:
     """Everybody on the same requests; the first request warms up."""
-    maker = Captioner(field_[0].system.model, processor)
-    for number, one in enumerate(islice(asked(shape, first), count + 1)):
+    maker = Captioner(field_[0].contestant.model, processor)
+    for number, one in enumerate(islice(generate_scenario(shape, first), count + 1)):
         inputs = maker.build_inputs([one.images], [one.question])
         for way in random.Random(number).sample(field_, len(field_)):  # so that nobody always follows the same one
             run, reader = _once(way, inputs, most)
             tick(1)
             if not number:
                 continue
-            way.system.runs.append(run)
+            way.contestant.runs.append(run)
             if reader is not None:
-                reader.count()
-                way.answers.append(answer_of(reader.rounds(), processor.tokenizer, maker.eos_ids))
-                way.readings.append(reader.reading)
+                reader.count_flops()
+                way.answers.append(count_answer(reader.rounds(), processor.tokenizer, maker.eos_ids))
+                way.prefill_costs.append(reader.cost)
 
 
-def _once(way: Way, inputs: Mapping[str, Any], most: int) -> tuple[Run, Reader | None]:
+def _once(way: CompressorRun, inputs: Mapping[str, Any], most: int) -> tuple[TimedRun, PrefillRecorder | None]:
     """One call, with the drafter watched."""
     if way.drafter is None:
-        return once(way.system, inputs, most, 0.0, 0), None
-    reader = Reader(way.drafter, way.system.model.device)
-    return once(way.system, inputs, most, 0.0, 0, drafter=reader), reader
+        return run_once(way.contestant, inputs, most, 0.0, 0), None
+    reader = PrefillRecorder(way.drafter, way.contestant.model.device)
+    return run_once(way.contestant, inputs, most, 0.0, 0, drafter=reader), reader
 
 
-def rows_of(field_: Sequence[Way], shape: str, base: str) -> Iterator[dict[str, Any]]:
+def build_rows(field_: Sequence[CompressorRun], shape: str, base: str) -> Iterator[dict[str, Any]]:
     """A row per way; times of prefill, decoding and calls as ratios to those of `base`, run by run.
 
     `*_over` are multiples of what the base takes (below 1 is less), `speedup_*` of its speed (above 1 is faster).
     """
     by_name = {way.name: way for way in field_}
-    ours = [way.name for way in field_ if way.name != PLAIN]
-    short = dict(zip(ours, labels(ours), strict=True))
-    plain, whole = by_name[PLAIN].system.runs, by_name[base]
+    ours = [way.name for way in field_ if way.name != HF]
+    short = dict(zip(ours, short_labels(ours), strict=True))
+    plain, whole = by_name[HF].contestant.runs, by_name[base]
     for way in field_:
-        if way.name == PLAIN:
+        if way.name == HF:
             continue
-        runs, stats = way.system.runs, [run.stats for run in way.system.runs if run.stats]
+        runs, stats = way.contestant.runs, [run.stats for run in way.contestant.runs if run.stats]
         row: dict[str, Any] = {"shape": shape, "way": short[way.name], "base": short[base], "requests": len(runs)}
         row |= {"drafter": short[way.name].partition("+")[0], "family": _family(way), "shares": list(way.shares)}
         row |= dict(zip(("kept", "share"), _kept(way, stats), strict=True))
-        row |= {name: interval(way.answers, name) for name in ("tau", "names", "names_tau")}
-        row["tau_over"] = multiple(way.answers, "tau", whole.answers)
-        row |= _reading(way.readings, whole.readings)
-        pairs = list(zip(runs, whole.system.runs, plain, strict=True))
+        row |= {name: metric_interval(way.answers, name) for name in ("tau", "names", "names_tau")}
+        row["tau_over"] = metric_ratio_interval(way.answers, "tau", whole.answers)
+        row |= _reading(way.prefill_costs, whole.prefill_costs)
+        pairs = list(zip(runs, whole.contestant.runs, plain, strict=True))
         ratios = {
             "speedup_decode": [w.decode_s / max(r.decode_s, 1e-9) for r, w, _ in pairs],
             "speedup_e2e": [w.total_s / r.total_s for r, w, _ in pairs],
@@ -172,15 +190,15 @@ def rows_of(field_: Sequence[Way], shape: str, base: str) -> Iterator[dict[str, 
             "speedup_hf_e2e": [p.total_s / r.total_s for r, _, p in pairs],
         }
         for name, values in ratios.items():
-            row |= {name: median(values), f"{name}_ci": limits(values)}
+            row |= {name: median(values), f"{name}_ci": median_interval(values)}
         row["total_s"] = mean(run.total_s for run in runs)
         row["seconds"] = [round(run.total_s, 5) for run in runs]
         row["forwards"] = [answer.forwards for answer in way.answers]
-        row["identical"] = all(torch.equal(r.ids, p.ids) for r, _, p in pairs)
+        row["identical"] = all(torch.equal(r.output_ids, p.output_ids) for r, _, p in pairs)
         yield row
 
 
-def _reading(mine: Sequence[Reading], whole: Sequence[Reading]) -> dict[str, float]:
+def _reading(mine: Sequence[PrefillCost], whole: Sequence[PrefillCost]) -> dict[str, float]:
     """What reading prompts costs; nothing of a drafter that reads none."""
     if not any(one.kv_bytes for one in mine):
         return {}
@@ -195,31 +213,34 @@ def _reading(mine: Sequence[Reading], whole: Sequence[Reading]) -> dict[str, flo
     }
 
 
-def _kept(way: Way, stats: Sequence[Stats]) -> tuple[float | None, float | None]:
+def _kept(way: CompressorRun, stats: Sequence[Stats]) -> tuple[float | None, float | None]:
     """Visual tokens that the drafter was shown, in the mean, and their share; (None, ...) if it was shown all."""
     if visual := sum(one.num_visual_tokens for one in stats):
         kept = sum(one.num_compressed_tokens for one in stats)
         return kept / len(stats), kept / visual
-    if getattr(way.drafter, "rule", None) == "textual":
+    if getattr(way.drafter, "visual_mode", None) == "text_only":
         return 0.0, 0.0
-    return None, 1.0 if any(reading.kv_bytes for reading in way.readings) else None
+    return None, 1.0 if any(reading.kv_bytes for reading in way.prefill_costs) else None
 
 
-def _family(way: Way) -> str:
+def _family(way: CompressorRun) -> str:
     """What shows the drafter fewer visual tokens, without their number."""
-    shows = shown_by(way.system.model)
+    shows = get_compressor(way.contestant.model)
     return "identity" if shows is None else str(shows.name)
 
 
-def told(value: Sequence[float]) -> str:
+def format_ci(value: Sequence[float]) -> str:
     """A value and its interval."""
     return "{:.2f} [{:.2f}, {:.2f}]".format(*value)
 
 
-def line_of(row: Mapping[str, Any]) -> str:
+def format_row(row: Mapping[str, Any]) -> str:
     """A row as it is printed."""
     kept = "" if row["kept"] is None else f"{row['kept']:.0f} ({row['share']:.1%})"
-    cells = [f"{row['shape']:<7} {row['way']:<28} {kept:>12}", f"tau {told(row['tau'])}, x{told(row['tau_over'])}"]
+    cells = [
+        f"{row['shape']:<7} {row['way']:<28} {kept:>12}",
+        f"tau {format_ci(row['tau'])}, x{format_ci(row['tau_over'])}",
+    ]
     cells.append(f"names {row['names'][0]:.2f}, tau {row['names_tau'][0]:.2f}")
     if "prefill_ms" in row:
         form = "prefill {prefill_ms:.1f} ms (x{prefill_over:.2f}), operations x{mflops_over:.3f}, KV x{kv_over:.3f}"
@@ -242,35 +263,35 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
     """A row of its shape's table, as `HEADINGS` has it."""
     shown = row["visual"] if row["kept"] is None else row["kept"]
     cells = [row["way"], "-" if row["share"] is None else f"{shown:.0f} ({row['share']:.1%})"]
-    cells += [told(row["tau"]), told(row["tau_over"]), f"{row['names'][0]:.0%}", told(row["names_tau"])]
+    cells += [format_ci(row["tau"]), format_ci(row["tau_over"]), f"{row['names'][0]:.0%}", format_ci(row["names_tau"])]
     if "prefill_ms" in row:
         form = "{prefill_ms:.1f}|{prefill_over:.2f}|{mflops_over:.3f}|{kv_kib:.1f}|{kv_over:.3f}"
         cells += form.format(**row).split("|")
     else:
         cells += ["-"] * 5
-    cells += [told((row[name], *row[f"{name}_ci"])) for name in ("speedup_decode", "speedup_e2e")]
+    cells += [format_ci((row[name], *row[f"{name}_ci"])) for name in ("speedup_decode", "speedup_e2e")]
     return [*cells, f"{row['speedup_hf']:.2f}", "yes" if row["identical"] else "NO"]
 
 
-def words(text: str) -> list[str]:
+def split_commas(text: str) -> list[str]:
     """Comma-separated names."""
     return [word.strip() for word in text.split(",") if word.strip()]
 
 
-def shapes(text: str) -> list[str]:
+def parse_shapes(text: str) -> list[str]:
     """Comma-separated shapes."""
-    for name in words(text):
+    for name in split_commas(text):
         try:
-            pictures_of(name)
+            count_images(name)
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from error
-    return words(text)
+    return split_commas(text)
 
 
-def whole_numbers(text: str) -> list[int]:
+def parse_shares(text: str) -> list[int]:
     """Comma-separated numbers from 0 on."""
     try:
-        values = [int(word) for word in words(text)]
+        values = [int(word) for word in split_commas(text)]
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"shares are whole numbers; got {text!r}") from error
     if min(values, default=0) < 0:
@@ -288,11 +309,11 @@ def parser() -> argparse.ArgumentParser:
     )
     add = made.add_argument
     add("drafters", nargs="+", metavar="D", help="trained drafters; the first is what others are compared with")
-    add("--compressors", type=words, default=[], metavar="C,C", help="with the first drafter, at every share")
-    add("--shares", type=whole_numbers, default=[2, 4, 8, 16, 0], metavar="N,N", help="1/N of the tokens; 0: one token")
-    add("--shapes", type=shapes, default=["one", "clip8"], metavar="S,S", help=f"of {', '.join(SHAPES)}")
+    add("--compressors", type=split_commas, default=[], metavar="C,C", help="with the first drafter, at every share")
+    add("--shares", type=parse_shares, default=[2, 4, 8, 16, 0], metavar="N,N", help="1/N of the tokens; 0: one token")
+    add("--shapes", type=parse_shapes, default=["one", "clip8"], metavar="S,S", help=f"of {', '.join(SCENARIOS)}")
     add("--model", default=DEFAULT_MODEL)
-    add("--first-seed", type=int, default=FIRST_HELD_OUT_SEED, metavar="S")
+    add_renamed(made, "--scene-seed", "--first-seed", type=int, default=FIRST_HELD_OUT_SEED, metavar="S")
     add("--count", type=positive_int, default=12, metavar="N", help="requests of each shape (default 12)")
     add("--nodes", type=positive_int, default=None, metavar="N", help="score trees of N nodes (default: what pays)")
     add("--max-new-tokens", type=positive_int, default=128, metavar="N")
@@ -309,13 +330,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if argv is None else argv)
     args = parser().parse_args(given)
     try:
-        earlier = [row for file in args.also for row in rows_in(file)]
-        rows = measured(args, shlex.join(["python", "-m", "mmspec.app.studies.visual", *given]))
+        earlier = [row for file in args.also for row in read_earlier_rows(file)]
+        rows = measure_visual(args, shlex.join(["python", "-m", "mmspec.app.studies.visual", *given]))
     except UsageError as error:
         parser().error(str(error))
-    for way, figures in choices.against(rows).items():
-        print(choices.line_of(way, figures))
-        for row in (row for row in rows if way in choices.names_of(row)):
+    for way, figures in choices.compare_adaptive(rows).items():
+        print(choices.format_comparison(way, figures))
+        for row in (row for row in rows if way in choices.run_names(row)):
             row.setdefault("against", {})[way] = figures
     rows = [*earlier, *rows]
     if args.json:
@@ -323,13 +344,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.markdown:
         Path(args.markdown).write_text(markdown(rows), encoding="utf-8")
     if args.plot:
-        from mmspec.app.bench.plot import plot_kept
+        from mmspec.app.bench.plot import plot_compression
 
-        plot_kept(rows, Path(args.plot))
+        plot_compression(rows, Path(args.plot))
     return 0
 
 
-def rows_in(file: str) -> list[dict[str, Any]]:
+def read_earlier_rows(file: str) -> list[dict[str, Any]]:
     """What an earlier run wrote to --json.
 
     Raises:
@@ -341,10 +362,10 @@ def rows_in(file: str) -> list[dict[str, Any]]:
         raise UsageError(f"--also takes files of --json; {file} cannot be read: {one_line(error)}") from error
     if not isinstance(rows, list) or not all(isinstance(row, dict) and "shape" in row for row in rows):
         raise UsageError(f"--also takes files of --json of this command; {file} is none")
-    return rows
+    return [row | ({"scene_seed": row.pop("first_seed")} if "first_seed" in row else {}) for row in rows]
 
 
-def measured(args: argparse.Namespace, command: str) -> list[dict[str, Any]]:
+def measure_visual(args: argparse.Namespace, command: str) -> list[dict[str, Any]]:
     """All rows, printed as they come.
 
     Raises:
@@ -353,36 +374,36 @@ def measured(args: argparse.Namespace, command: str) -> list[dict[str, Any]]:
     from tqdm import tqdm
 
     first = args.drafters[0]
-    if args.compressors and (parse(first).compressor or parse(first).keep):
+    if args.compressors and (parse_spec(first).compressor or parse_spec(first).own_tokens):
         raise UsageError(f"--compressors go with the first drafter, which has one: {first!r}; put it later")
     for name in (*args.drafters, *(f"{first}+{what}:1" for what in args.compressors)):
-        check(name)
+        check_spec(name)
     for file in filter(None, (args.json, args.markdown, args.plot)):
-        writable(file)
+        check_writable(file)
     model, processor = load_model(args.model)
-    shared = {name: getattr(args, name) for name in ("model", "first_seed", "max_new_tokens", "nodes")}
+    shared = {name: getattr(args, name) for name in ("model", "scene_seed", "max_new_tokens", "nodes")}
     shared["run"] = provenance(command, model.device)
     rows: list[dict[str, Any]] = []
-    field_: list[Way] = []
+    field_: list[CompressorRun] = []
     for wanted in args.shapes:
         try:
-            shape = fitting(wanted, model, processor, args.max_new_tokens)
-            visual, _ = visual_of(model, processor, next(asked(shape, args.first_seed)))
-            ways = ways_of(args.drafters, args.compressors, args.shares, visual)
-            field_ = field_of(model, processor, ways, args.nodes, field_)
+            shape = fit_to_context(wanted, model, processor, args.max_new_tokens)
+            visual, _ = count_prompt_tokens(model, processor, next(generate_scenario(shape, args.scene_seed)))
+            ways = plan_runs(args.drafters, args.compressors, args.shares, visual)
+            field_ = build_runs(model, processor, ways, args.nodes, field_)
         except (OSError, TypeError, ValueError) as error:
             raise UsageError(one_line(error, 600)) from error
-        if not hasattr(next(way.drafter for way in field_ if way.name == args.drafters[0]), "read"):
+        if not hasattr(next(way.drafter for way in field_ if way.name == args.drafters[0]), "sync"):
             raise UsageError(
                 f"the first drafter is to be a trained one, which reads its prompt; got {args.drafters[0]!r}"
             )
-        given = shape, args.first_seed, args.count, args.max_new_tokens
+        given = shape, args.scene_seed, args.count, args.max_new_tokens
         with tqdm(total=(args.count + 1) * len(field_), desc=shape, disable=not args.progress) as bar:
-            contest(field_, processor, *given, bar.update)
-        for row in rows_of(field_, shape, first):
+            run_contest(field_, processor, *given, bar.update)
+        for row in build_rows(field_, shape, first):
             row |= {"visual": visual} | shared
             rows.append(row)
-            print(line_of(row), flush=True)
+            print(format_row(row), flush=True)
     return rows
 
 

@@ -12,13 +12,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mmspec.app.bench.measure import bootstrap
+from mmspec.app.bench.measure import bootstrap_interval
 from mmspec.app.bench.rounds import ACCEPTED, CORRECTED, Round
 from mmspec.app.scenes.objects import KIND_BY_NAME
 from mmspec.app.scenes.world import BACKGROUND_COLOURS, BACKGROUND_TEXTURES, SIZE_CLASSES
 
-SPOTS = frozenset(("upper", "lower", "left", "right", "top", "bottom", "center", "above", "below"))
-LOOKS = frozenset(
+POSITION_WORDS = frozenset(("upper", "lower", "left", "right", "top", "bottom", "center", "above", "below"))
+ATTRIBUTE_WORDS = frozenset(
     (
         *BACKGROUND_COLOURS,
         *BACKGROUND_TEXTURES,
@@ -35,33 +35,33 @@ LOOKS = frozenset(
 _JOINING = """
 a an the and of to from in on at with before against beside front it is are there that where all other no does not
 """
-FUNCTION = frozenset(_JOINING.split())
+FUNCTION_WORDS = frozenset(_JOINING.split())
 """Of the grammar's words, those that only join others."""
 CLASSES = ("names", "places", "looks", "function", "other")
 
 
-def class_of(word: str) -> str:
+def classify_word(word: str) -> str:
     """Which class a word belongs to."""
     low = word.lower()
     if len(word) > 1 and word.isupper():
         return "other"
     if low in KIND_BY_NAME:
         return "names"
-    if low in SPOTS:
+    if low in POSITION_WORDS:
         return "places"
-    if low in LOOKS:
+    if low in ATTRIBUTE_WORDS:
         return "looks"
-    return "function" if low in FUNCTION else "other"
+    return "function" if low in FUNCTION_WORDS else "other"
 
 
-def classes_of(tokenizer: Any, ids: Sequence[int]) -> list[str]:
+def word_class_per_token(tokenizer: Any, ids: Sequence[int]) -> list[str]:
     """The class of the word that each token belongs to; a word may be several tokens."""
     classes, text = [], ""
     ends = []
     for number in range(len(ids)):
         text = tokenizer.decode(ids[: number + 1])
         ends.append(len(text))
-    words = [(m.start(), m.end(), class_of(m.group())) for m in re.finditer(r"[A-Za-z]+", text)]
+    words = [(m.start(), m.end(), classify_word(m.group())) for m in re.finditer(r"[A-Za-z]+", text)]
     start = 0
     for end in ends:
         inside = [kind for first, last, kind in words if first < end and last > start]
@@ -71,7 +71,7 @@ def classes_of(tokenizer: Any, ids: Sequence[int]) -> list[str]:
 
 
 @dataclass
-class Answer:
+class AnswerCounts:
     """One answer: tokens after the first, forwards after the prompt's.
 
     Attributes:
@@ -85,13 +85,13 @@ class Answer:
     corrected: dict[str, int] = field(default_factory=lambda: defaultdict(int))
 
 
-def answer_of(rounds: Sequence[Round], tokenizer: Any, ends: Sequence[int]) -> Answer:
+def count_answer(rounds: Sequence[Round], tokenizer: Any, ends: Sequence[int]) -> AnswerCounts:
     """Count one answer from its rounds, the first of which is the prompt's; end tokens belong to no class."""
-    classes = classes_of(tokenizer, [token for one in rounds for token in one.emitted])
+    classes = word_class_per_token(tokenizer, [token for one in rounds for token in one.emitted])
     later = [one for one in rounds[1:] if one.emitted]
-    made, place = Answer(sum(len(one.emitted) for one in later), len(later)), len(rounds[0].emitted)
+    made, place = AnswerCounts(sum(len(one.emitted) for one in later), len(later)), len(rounds[0].emitted)
     for one in later:
-        for token, how in zip(one.emitted, one.kinds, strict=True):
+        for token, how in zip(one.emitted, one.token_kinds, strict=True):
             if token not in ends:
                 made.total[classes[place]] += 1
                 made.guessed[classes[place]] += how == ACCEPTED
@@ -100,14 +100,14 @@ def answer_of(rounds: Sequence[Round], tokenizer: Any, ends: Sequence[int]) -> A
     return made
 
 
-Value = Callable[[Sequence[Answer]], float]
+Value = Callable[[Sequence[AnswerCounts]], float]
 
 
-def _sum(answers: Sequence[Answer], what: str, kind: str) -> int:
+def _sum(answers: Sequence[AnswerCounts], what: str, kind: str) -> int:
     return sum(getattr(answer, what).get(kind, 0) for answer in answers)
 
 
-def _tau(answers: Sequence[Answer]) -> float:
+def _tau(answers: Sequence[AnswerCounts]) -> float:
     return sum(answer.tokens for answer in answers) / max(1, sum(answer.forwards for answer in answers))
 
 
@@ -119,7 +119,7 @@ def _share(kind: str) -> Value:
 def _accepted(kind: str) -> Value:
     """Guessed tokens among those of a class where something was guessed."""
 
-    def value(answers: Sequence[Answer]) -> float:
+    def value(answers: Sequence[AnswerCounts]) -> float:
         kept = _sum(answers, "guessed", kind)
         return kept / max(1, kept + _sum(answers, "corrected", kind))
 
@@ -129,14 +129,14 @@ def _accepted(kind: str) -> Value:
 def _tau_of(kind: str) -> Value:
     """Tokens of a class for each forward that one of them cost."""
 
-    def value(answers: Sequence[Answer]) -> float:
+    def value(answers: Sequence[AnswerCounts]) -> float:
         total = _sum(answers, "total", kind)
         return total / max(1, total - _sum(answers, "guessed", kind))
 
     return value
 
 
-VALUES: dict[str, Value] = {
+METRICS: dict[str, Value] = {
     "tau": _tau,
     **{kind: _share(kind) for kind in CLASSES},
     **{f"{kind}_accepted": _accepted(kind) for kind in CLASSES},
@@ -145,33 +145,46 @@ VALUES: dict[str, Value] = {
 """What is told of answers: tau, and of each class the share that was guessed, the accepted share, and tau."""
 
 
-def interval(answers: Sequence[Answer], name: str, over: Sequence[Answer] | None = None) -> tuple[float, float, float]:
+def metric_interval(
+    answers: Sequence[AnswerCounts], name: str, over: Sequence[AnswerCounts] | None = None
+) -> tuple[float, float, float]:
     """(value, low, high) of one of `VALUES`, 95% over requests.
 
     Args:
         over: answers to the same requests; told is by how much the value is above theirs, request paired with request.
     """
-    value = VALUES[name]
+    value = METRICS[name]
 
     def told(places: Sequence[int]) -> float:
         mine = value([answers[place] for place in places])
         return mine if over is None else mine - value([over[place] for place in places])
 
-    return bootstrap(told, len(answers))
+    return bootstrap_interval(told, len(answers))
 
 
-def multiple(answers: Sequence[Answer], name: str, of: Sequence[Answer]) -> tuple[float, float, float]:
+def metric_ratio_interval(
+    answers: Sequence[AnswerCounts], name: str, of: Sequence[AnswerCounts]
+) -> tuple[float, float, float]:
     """(value, low, high): how many times the value of other answers to the same requests, request paired with request.
 
     1 where theirs is 0, which of tau it is only if there was nothing to guess.
     """
-    value = VALUES[name]
+    value = METRICS[name]
 
     def told(places: Sequence[int]) -> float:
         theirs = value([of[place] for place in places])
         return value([answers[place] for place in places]) / theirs if theirs else 1.0
 
-    return bootstrap(told, len(answers))
+    return bootstrap_interval(told, len(answers))
 
 
-__all__ = ["CLASSES", "VALUES", "Answer", "answer_of", "class_of", "classes_of", "interval", "multiple"]
+__all__ = [
+    "CLASSES",
+    "METRICS",
+    "AnswerCounts",
+    "classify_word",
+    "count_answer",
+    "metric_interval",
+    "metric_ratio_interval",
+    "word_class_per_token",
+]

@@ -1,4 +1,4 @@
-"""`mmspec train`: a draft head for a target, from requests alone. Goes on where it was cut."""
+"""`mmspec train`: a draft head for a target, from requests alone. Resumes where it was interrupted."""
 
 from __future__ import annotations
 
@@ -6,51 +6,62 @@ import argparse
 import math
 import os
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mmspec.app.caption.command import MODEL_HELP, hide_progress_bars, positive_int
 from mmspec.app.caption.config import DTYPES, SCENES_MODEL, ProcessInfo
-from mmspec.app.errors import UsageError, one_line
-from mmspec.app.scenes.world import FIRST_HELD_OUT_SEED
-from mmspec.app.train.heads import RECIPES, config_of, kept_of, parts_of
-from mmspec.app.versions import commit, mmspec_version, version
+from mmspec.app.cli.deprecated import add_renamed
+from mmspec.app.errors import UsageError
+from mmspec.app.train.config import TrainOptions
+from mmspec.app.train.heads import RECIPES
+from mmspec.app.train.progress import ProgressReporter
 
-RULES = ("decoupled", "coupled", "blind", "textual")
-RUN = "run.json"
-"""Tells what the answers in a folder are of."""
+if TYPE_CHECKING:
+    from mmspec.drafters.training.trainer import Trainer
+
+VISUAL_MODES = ("decoupled", "coupled", "placeholder", "text_only")
+"""Keys of mmspec.drafters.eagle.visual_inputs.VISUAL_MODES, which is too slow to import here."""
+FIRST_CHECKPOINT_S = 30.0
+"""Seconds of training after which the first checkpoint is written; later ones follow the trainer's interval."""
 
 EPILOG = """\
 drafters
   msd             visual tokens enter as their projected embeddings alone (MSD)
-  eagle           visual tokens are fused with the target's states like text (EAGLE-2)
-  eagle-textual   no visual tokens at all: only the text, with the target's states
-  eagle-blind     visual tokens are placeholders (EAGLE as it is for text)
-  flash           5 tokens from one pass, by a wide feed-forward (FLASH), each corrected by the word before it
+  eagle           visual tokens are fused with the target's hidden states like text (EAGLE-2)
+  eagle-textual   no visual tokens: only text tokens, with the target's hidden states
+  eagle-blind     visual tokens are placeholder embeddings (EAGLE as it is for text)
+  flash           5 tokens from one pass, by a wide feed-forward (FLASH), each corrected by the token before it
   flash-free      the same without the correction, as in the paper
-  parallel        5 tokens from one pass over learned rows, each corrected by the word before it (ParallelSpec, Hydra)
+  parallel        5 tokens from one pass over learned mask embeddings, each corrected by the token before it
+                  (ParallelSpec, Hydra)
   parallel-free   the same without the correction
   falcon          2 tokens from every pass, several passes (Falcon)
-  Several, with commas, learn side by side from the same teacher: the dear part is done once.
+  Several, separated by commas, train side by side on the same batches: the target runs once for all of them.
 
 data
-  For --target scenes the requests come from the scenes world (--count of them). Else --data names pictures, folders or
+  For --target scenes the requests come from generated scenes (--count of them). Else --data names images, folders or
   manifests as `mmspec caption` reads them; a manifest may bring "prompt" and "answer" per row. Where there is no answer
-  the target gives its own, so that the drafter learns the target's words. They are kept in OUT/answers.jsonl. The last
-  of the requests (--evaluate of them, a tenth of all at most) are never learned from: tau is measured on them.
+  the target generates one, so that the drafter learns the target's own text. Answers are stored in OUT/answers.jsonl.
+  The last requests (--evaluate of them, at most a tenth) are held out: tau is measured on them.
 
-OUT holds answers.jsonl, run.json (what they are answers to), state.pt (the checkpoint), log.jsonl, curves.png if
-matplotlib is there, and at the end a folder per drafter with config.json, model.safetensors and provenance.json:
-`mmspec.patch(model, drafter="OUT/msd")`.
-Run the same command again to go on after a cut.
+OUT holds answers.jsonl, run.json (the settings of the answers), state.pt (the checkpoint; the first within a minute),
+log.jsonl, curves.png if matplotlib is installed, and at the end a folder per drafter with config.json,
+model.safetensors, evaluation.json and provenance.json: `mmspec.patch(model, drafter="OUT/msd")`.
+Repeat the command to resume an interrupted run.
+
+At the end every drafter gets a summary: tau and acceptance per depth on the held-out requests with trees of 16 nodes,
+the speed over plain generate on this machine (a short run of what `mmspec bench` measures), and the next command.
 
 examples
   mmspec train --out run                                       msd for the scenes model
   mmspec train --drafter msd,eagle,eagle-textual --steps 600 --out study
   mmspec train --target llava-hf/llava-1.5-7b-hf --data photos/ --dtype bfloat16 --out run
   mmspec train --drafter flash --compressor latent:64 --out run
-  mmspec train --start-from msd --steps 500 --out run          on from the one that ships
-  accelerate launch --num_processes 4 -m mmspec train --target ... --data ... --out run     each takes a part of a batch
+  mmspec train --start-from msd --steps 500 --out run          from the weights that are bundled
+  accelerate launch --num_processes 4 -m mmspec train --target ... --data ... --out run     data parallel
 """
 
 
@@ -60,67 +71,104 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], co
         "train",
         parents=[common],
         help="train a drafter for a model",
-        description="Train draft heads on a target's own answers and states.",
+        description="Train draft heads on a target's own answers and hidden states.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.set_defaults(run=run)
     add = parser.add_argument_group("what").add_argument
-    add("--target", default=SCENES_MODEL, metavar="M", help=f"{MODEL_HELP}; default {SCENES_MODEL}")
-    add("--drafter", type=kinds, default=["msd"], metavar="D,D", help=f"of {', '.join(RECIPES)} (default msd)")
-    add(
-        "--data", nargs="+", default=[], metavar="PATH", help="pictures, folders, manifests (default: the scenes world)"
-    )
-    add("--out", type=Path, required=True, metavar="FOLDER", help="of the run")
+    add("--target", default=SCENES_MODEL, metavar="M", help=MODEL_HELP)
+    add("--drafter", type=parse_drafters, default=["msd"], metavar="D,D", help=f"of {', '.join(RECIPES)} (default msd)")
+    add("--data", nargs="+", default=[], metavar="PATH", help="images, folders, manifests (default: generated scenes)")
+    add("--out", type=Path, required=True, metavar="FOLDER", help="folder of the run")
     add("--dtype", default="auto", choices=DTYPES, help="of the target; default as for caption")
     add("--device", default="auto", metavar="DEV", help="default auto: the GPU if there is one")
     how = parser.add_argument_group("how")
     add = how.add_argument
     add("--count", type=positive_int, default=2000, metavar="N", help="requests of the scenes world (default 2000)")
-    add("--first-seed", type=int, default=10_000_000, metavar="S", help="of the scenes (default 10,000,000)")
-    add("--max-new-tokens", type=positive_int, default=160, metavar="N", help="of an answer (default 160)")
+    scene_help = "seed of the first scene (default 10,000,000)"
+    add_renamed(how, "--scene-seed", "--first-seed", type=int, default=10_000_000, metavar="S", help=scene_help)
+    add(
+        "--max-new-tokens",
+        type=positive_int,
+        default=160,
+        metavar="N",
+        help="tokens of an answer at most (default 160)",
+    )
     add("--steps", type=positive_int, default=1000, metavar="N", help="default 1000")
-    add("--batch-size", type=positive_int, default=16, metavar="N", help="texts in a step (default 16)")
+    add("--batch-size", type=positive_int, default=16, metavar="N", help="sequences per step (default 16)")
     add(
         "--answer-batch",
         type=positive_int,
         default=None,
         metavar="N",
-        help="texts answered at once (default: a step's)",
+        help="batch size of answers (default: --batch-size)",
     )
-    add("--keep-states", type=float, default=4.0, metavar="GIB", help="of the target's states in memory (default 4)")
+    cache_help = "host memory for the target's hidden states (default 4)"
+    add_renamed(how, "--cache-gib", "--keep-states", type=float, default=4.0, metavar="GIB", help=cache_help)
     add("--lr", type=float, default=1e-3, metavar="R", help="highest learning rate (default 1e-3)")
-    add("--states-weight", type=float, default=1.0, metavar="W", help="of smooth L1 on the states (default 1)")
-    add("--words-weight", type=float, default=0.1, metavar="W", help="of soft cross-entropy (default 0.1)")
-    add("--rollout", type=int, default=2, metavar="N", help="further steps over the head's own outputs (default 2)")
+    hidden_help = "weight of smooth L1 on the hidden states (default 1)"
+    add_renamed(how, "--hidden-loss", "--states-weight", type=float, default=1.0, metavar="W", help=hidden_help)
+    logits_help = "weight of soft cross-entropy on the logits (default 0.1)"
+    add_renamed(how, "--logits-loss", "--words-weight", type=float, default=0.1, metavar="W", help=logits_help)
+    ttt_help = "further training-time-test steps over the head's own outputs (default 2)"
+    add_renamed(how, "--ttt-steps", "--rollout", type=int, default=2, metavar="N", help=ttt_help)
     text = how.add_mutually_exclusive_group().add_argument
-    text("--text-first", action="store_true", help="MSD's schedule: text alone for half the steps, then more pictures")
-    text("--text-only", action="store_true", help="questions without their pictures in all steps")
-    add("--noise", type=float, default=0.0, metavar="W", help="width of noise on the states (EAGLE: 0.2; default 0)")
-    add("--ffn", type=positive_int, default=None, metavar="N", help="width of the feed-forward (default: the target's)")
+    text("--text-first", action="store_true", help="MSD's schedule: text alone for half the steps, then more images")
+    text("--text-only", action="store_true", help="questions without their images in all steps")
     add(
-        "--block", type=positive_int, default=None, metavar="K", help="tokens of a pass (flash, parallel: 5; falcon: 2)"
+        "--noise",
+        type=float,
+        default=0.0,
+        metavar="W",
+        help="uniform noise on hidden states (EAGLE: 0.2; default 0)",
     )
-    add("--rule", default=None, choices=RULES, help="how visual tokens are read (default: as the drafter says)")
-    add("--compressor", type=shrinking, default=None, metavar="NAME:N", help="show it N visual tokens (latent:64)")
-    add("--start-from", metavar="FOLDER", help="go on from trained weights: a run's folder, a drafter's, or one's name")
+    add("--ffn", type=positive_int, default=None, metavar="N", help="intermediate size (default: the target's)")
+    add("--block", type=positive_int, default=None, metavar="K", help="tokens per pass (flash: 5, falcon: 2)")
+    mode_help = "how visual tokens enter the head (default: that of the drafter)"
+    add_renamed(
+        how, "--visual-mode", "--rule", type=parse_visual_mode, default=None, choices=VISUAL_MODES, help=mode_help
+    )
     add(
-        "--draft-vocab", type=positive_int, default=None, metavar="N", help="draft the N commonest ids only (VocabTrim)"
+        "--compressor",
+        type=parse_compressor,
+        default=None,
+        metavar="NAME:N",
+        help="compress visual tokens to N (latent:64)",
     )
-    add("--evaluate", type=natural, default=24, metavar="N", help="requests to measure tau on (default 24; 0 none)")
+    add("--start-from", metavar="FOLDER", help="trained weights: a folder of a run or drafter, or a name")
+    add(
+        "--draft-vocab",
+        type=positive_int,
+        default=None,
+        metavar="N",
+        help="draft only the N most frequent ids",
+    )
+    add(
+        "--evaluate",
+        type=non_negative_int,
+        default=24,
+        metavar="N",
+        help="requests to measure tau on (default 24; 0 none)",
+    )
     add("--seed", type=int, default=0, metavar="N")
     add("--minutes", type=float, default=math.inf, metavar="T", help="stop after this long; run again to go on")
-    add("--progress", action=argparse.BooleanOptionalAction, default=None, help="default: if on a terminal")
+    add(
+        "--progress",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="bar (default: on a terminal, else lines)",
+    )
 
 
-def natural(text: str) -> int:
+def non_negative_int(text: str) -> int:
     """A whole number, 0 or more."""
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"must be a whole number of 0 or more, got {text!r}")
     return int(text)
 
 
-def kinds(text: str) -> list[str]:
+def parse_drafters(text: str) -> list[str]:
     """Comma-separated drafters."""
     names = [name.strip() for name in text.split(",") if name.strip()]
     for name in names:
@@ -129,12 +177,17 @@ def kinds(text: str) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def shrinking(text: str) -> str:
+def parse_visual_mode(text: str) -> str:
+    """A visual input mode; the values of the first release ("blind", "textual") are accepted."""
+    return {"blind": "placeholder", "textual": "text_only"}.get(text, text)
+
+
+def parse_compressor(text: str) -> str:
     """A compressor and how many tokens it keeps."""
-    from mmspec.vision.registry import parse
+    from mmspec.vision.registry import parse_compressor
 
     try:
-        parse(text)
+        parse_compressor(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
     return text
@@ -143,230 +196,83 @@ def shrinking(text: str) -> str:
 def run(args: argparse.Namespace) -> int:
     """Carry out the command."""
     from mmspec.app.modeling.load import load_model
-    from mmspec.app.train.data import Teacher, WithText
+    from mmspec.app.train.data import Teacher
+    from mmspec.app.train.datasets import Subset, TextOnlyAugmented
+    from mmspec.app.train.report import write_curves
+    from mmspec.app.train.setup import (
+        build_trainer,
+        check_run_settings,
+        data_settings,
+        distributed_context,
+        split_data,
+        train_settings,
+    )
 
-    hide_progress_bars(args.progress)
-    place = ProcessInfo.from_env(os.environ)
-    if args.batch_size % place.world_size:
-        raise UsageError(f"--batch-size {args.batch_size} cannot be shared by {place.world_size} processes")
-    data, held = data_of(args)
-    meet, party = party_of(args, place)
-    model, processor = load_model(args.target, args.dtype, args.device, place.local_rank)
+    options = TrainOptions.from_args(args)
+    hide_progress_bars(options.progress)
+    process = ProcessInfo.from_env(os.environ)
+    if options.batch_size % process.world_size:
+        raise UsageError(f"--batch-size {options.batch_size} cannot be shared by {process.world_size} processes")
+    data, held_out = split_data(options)
+    wait_for_everyone, distributed = distributed_context(options, process)
+    model, processor = load_model(options.target, options.dtype, options.device, process.local_rank)
     model.requires_grad_(False)
-    room = round(args.keep_states * (1 << 30)) // place.world_size
-    teacher = Teacher(model, processor, WithText(data) if args.text_first or args.text_only else data, room)
-    asked = asked_of(args, data, held)
-    facts = asked | facts_of(args)
-    training = training_of(args, teacher, len(data), facts, party)  # first: it may refuse, and answers take long
-    items = {"items": data.data.digest} if args.data else {}  # a folder may have got other pictures since
-    begin(args.out, asked | items, party)
-    since = len(data) if args.text_only else 0
-    with bar(args, len(teacher.data) - since, "answers", "text") as shown:
-        batch, share = args.answer_batch or args.batch_size, (party.rank, party.world)
-        teacher.answer_all(args.out, batch, args.max_new_tokens, shown.update, share, since)
-    meet()
-    teacher.read_answers(args.out)
-    with bar(args, args.steps, "train", "step") as shown:
-        shown.update(training.step)
-
-        def tick(figures: dict[str, float]) -> None:
-            shown.set_postfix({k: f"{v:.3f}" for k, v in list(figures.items())[1:4]}, refresh=False)
-            shown.update(1)
-
-        done = training.run(60 * args.minutes, tick=tick)
-    if party.rank:
+    cache_bytes = round(options.cache_gib * (1 << 30)) // process.world_size
+    has_text_only = options.text_first or options.text_only
+    teacher = Teacher(model, processor, TextOnlyAugmented(data) if has_text_only else data, cache_bytes)
+    answer_settings = data_settings(options, data, held_out)
+    settings = answer_settings | train_settings(options)
+    # Before the answers, which take long: it may refuse.
+    trainer = build_trainer(options, teacher, len(data), settings, distributed)
+    items = {"items": data.digest} if isinstance(data, Subset) else {}  # the content of a folder may have changed
+    check_run_settings(options.out, answer_settings | items, distributed)
+    first = len(data) if options.text_only else 0
+    is_silent = distributed.rank > 0
+    total = len(teacher.data) - first
+    with ProgressReporter("answers", total, "text", show_bar=options.progress, is_silent=is_silent) as progress:
+        batch, shard = options.answer_batch or options.batch_size, (distributed.rank, distributed.world_size)
+        teacher.generate_answers(options.out, batch, options.max_new_tokens, progress.update, shard, first)
+    wait_for_everyone()
+    teacher.read_answers(options.out)
+    with ProgressReporter("train", options.steps, "step", show_bar=options.progress, is_silent=is_silent) as progress:
+        progress.resume(trainer.step)
+        is_done = trainer.run(60 * options.minutes, on_step=on_step(trainer, progress))
+    if is_silent:
         return 0
-    curves(args.out)
-    if not done:
-        print(f"stopped after {training.step} of {args.steps} steps; run again to go on")
+    write_curves(options.out, title=f"{', '.join(options.drafter)} for {options.target}")
+    if not is_done:
+        print(f"stopped after {trainer.step} of {options.steps} steps; run again to go on")
         return 0
-    if args.evaluate and not len(held):
-        print(f"mmspec: tau is not measured: of {len(data)} requests none can be kept back for it", file=sys.stderr)
-    for name, pupil in training.pupils.items():
-        folder = args.out / name
-        export(args, folder, pupil, teacher, facts)
-        figures = evaluate(args, folder, teacher, held) if len(held) else {}
-        print(folder, *(f"{key} {value}" for key, value in figures.items() if key == "tau"))
+    finish(options, trainer, teacher, held_out, settings)
     return 0
 
 
-def asked_of(args: argparse.Namespace, data: Any, held: Any) -> dict[str, Any]:
-    """The settings that decide what is answered, by which answers can be used again."""
-    asked = {"target": args.target, "data": list(args.data), "count": len(data), "first_seed": args.first_seed}
-    asked |= {"max_new_tokens": args.max_new_tokens}
-    return asked | ({"held_back": len(held)} if args.data and len(held) else {})
+def on_step(trainer: Trainer, progress: ProgressReporter) -> Callable[[dict[str, float]], None]:
+    """What happens after each training step: progress, and the first checkpoint as soon as it is due."""
+    start_time = time.monotonic()
+    is_saved = False
+
+    def report(metrics: dict[str, float]) -> None:
+        nonlocal is_saved
+        progress.update(1, {name: value for name, value in metrics.items() if name != "teacher_s"})
+        if not is_saved and time.monotonic() - start_time >= FIRST_CHECKPOINT_S:
+            trainer.save()
+            is_saved = True
+
+    return report
 
 
-def facts_of(args: argparse.Namespace) -> dict[str, Any]:
-    """Further settings that must be the same for a run to go on; what is new is told only where it is used."""
-    facts: dict[str, Any] = {"text_first": args.text_first}
-    facts |= {"text_only": True} if args.text_only else {}
-    return facts | ({} if args.start_from is None else {"start_from": args.start_from})
+def finish(options: TrainOptions, trainer: Trainer, teacher: Any, held_out: Any, settings: dict[str, Any]) -> None:
+    """Write every trained head, evaluate it and print its summary."""
+    from mmspec.app.train.report import evaluate, export, summary_lines
+
+    if options.evaluate and not len(held_out):
+        print("mmspec: tau is not measured: there are too few requests to hold one out", file=sys.stderr)
+    for name, draft_model in trainer.draft_models.items():
+        folder = options.out / name
+        export(options, folder, draft_model, teacher, settings)
+        evaluation = evaluate(options, folder, teacher, held_out) if len(held_out) else {}
+        print("\n".join(summary_lines(options, folder, evaluation)), flush=True)
 
 
-def begin(folder: Path, asked: dict[str, Any], party: Any) -> None:
-    """Note in the folder what its answers are of, or refuse to mix them with those of another run."""
-    import json
-
-    from mmspec.app.io.jsonl import replace_file
-    from mmspec.drafters.training.trainer import SettingsError, refuse_other
-
-    file = folder / RUN
-    if not file.exists():
-        if not party.rank:
-            replace_file(file, json.dumps(asked, indent=1).encode() + b"\n")
-        return
-    try:
-        refuse_other(folder, json.loads(file.read_text(encoding="utf-8")), asked)
-    except SettingsError as error:
-        raise UsageError(str(error)) from error
-
-
-def party_of(args: argparse.Namespace, place: ProcessInfo) -> tuple[Any, Any]:
-    """(wait for everyone, who trains together), as `accelerate launch` has set it up."""
-    from mmspec.drafters.training.trainer import Party
-
-    if place.world_size == 1:
-        return (lambda: None), Party()
-    from accelerate import PartialState
-    from accelerate.utils import reduce
-
-    state = PartialState(cpu=args.device == "cpu")
-    return state.wait_for_everyone, Party(place.rank, place.world_size, lambda value: reduce(value, "mean"))
-
-
-def training_of(args: argparse.Namespace, teacher: Any, count: int, facts: dict[str, Any], party: Any) -> Any:
-    """The run in the folder, begun or gone on with."""
-    import torch
-
-    from mmspec.app.train.data import Order, share_of_pictures
-    from mmspec.drafters.training.losses import Weights
-    from mmspec.drafters.training.trainer import Plan, Pupil, SettingsError, Training
-    from mmspec.interfaces import SharedEmbeddings
-
-    model = teacher.model
-    words = SharedEmbeddings(model.get_input_embeddings(), model.get_output_embeddings())
-    config = config_of(model, args.ffn)
-    pupils = {}
-    for name in args.drafter:
-        recipe, (head, shrinks) = RECIPES[name], parts_of(args, name, config, teacher)
-        pupils[name] = Pupil(head, args.rule or recipe.rule, recipe.kind, shrinks)
-        pupils[name].parts().to(model.device)
-    weights = Weights(args.states_weight, args.words_weight, args.rollout)
-    plan = Plan(args.steps, args.batch_size, args.lr, noise=args.noise, seed=args.seed, weights=weights)
-    placeholder = words.embed_tokens(torch.tensor(teacher.placeholders[0], device=model.device)).float()
-
-    order = Order(count, plan.batch, plan.seed, teacher.sizes)
-
-    def lesson(step: int) -> Any:
-        shown = share_of_pictures(step / plan.steps) if args.text_first else float(not args.text_only)
-        return teacher.lesson(order.numbers(step, shown)[party.rank :: party.world])
-
-    try:
-        return Training(args.out, pupils, plan, words, lesson, placeholder, facts, party)
-    except SettingsError as error:
-        raise UsageError(str(error)) from error
-
-
-def data_of(args: argparse.Namespace) -> tuple[Any, Any]:
-    """(requests to learn from, others to measure on)."""
-    from mmspec.app.train.data import FileData, Part, ScenesData
-
-    if args.data:
-        whole = FileData(args.data)
-        last = len(whole) - min(args.evaluate, len(whole) // 10)
-        return Part(whole, range(last)), Part(whole, range(last, len(whole)))
-    if args.target != SCENES_MODEL:
-        raise UsageError(f"--target {args.target} needs --data: pictures, folders or manifests")
-    if args.first_seed + 2 * args.count > FIRST_HELD_OUT_SEED:
-        raise UsageError(
-            f"seeds from {FIRST_HELD_OUT_SEED} on are held out: --first-seed {args.first_seed} is too high"
-        )
-    return ScenesData(args.count, args.first_seed), ScenesData(args.evaluate, FIRST_HELD_OUT_SEED)
-
-
-def export(args: argparse.Namespace, place: Path, pupil: Any, teacher: Any, facts: dict[str, Any]) -> None:
-    """The head with its config, and how it came to be."""
-    import json
-
-    from mmspec.drafters.checkpoints.format import Made, save
-
-    model = teacher.model
-    family = teacher.family
-    made = Made(
-        pupil.head.config,
-        pupil.rule,
-        family.layers,
-        family.model_type,
-        teacher.fingerprint,
-        teacher.commonest(args.draft_vocab) if args.draft_vocab else None,
-        facts={"target": named(args.target)},
-        kind=pupil.kind,
-        compressor=kept_of(pupil.compressor),
-    )
-    save(place, pupil.head, made)
-    provenance = {
-        "command": args.command,
-        "seed": args.seed,
-        "mmspec": mmspec_version(),
-        "torch": version("torch"),
-        "transformers": version("transformers"),
-        "commit": commit(),
-        "device": model.device.type,
-    }
-    (place / "provenance.json").write_text(json.dumps(provenance | facts, indent=1) + "\n", encoding="utf-8")
-
-
-def named(target: str) -> str:
-    """A target's name, of a folder the last part: where it lies on this machine is nobody's business."""
-    return os.path.basename(os.path.abspath(target)) if os.path.isdir(target) else target
-
-
-def evaluate(args: argparse.Namespace, place: Path, teacher: Any, held: Any) -> dict[str, Any]:
-    """Decode held-out requests with the drafter: tau, and the share of rounds that go on at each depth."""
-    import json
-
-    import mmspec
-
-    mmspec.patch(teacher.model, str(place), processor=teacher.maker.processor, nodes=16)
-    try:
-        for number in range(len(held)):
-            one = held[number]
-            inputs = teacher.maker.build_inputs([one.shown], [one.question])
-            teacher.model.generate(**inputs, max_new_tokens=args.max_new_tokens, do_sample=False)
-        stats = mmspec.stats(teacher.model)
-    finally:
-        mmspec.unpatch(teacher.model)
-    figures = {
-        "requests": len(held),
-        "held_out": True,
-        "nodes": 16,
-        "tau": round(stats.tau, 3),
-        "kept_at_depth": [round(share, 3) for share in stats.acceptance_by_depth],
-    }
-    (place / "evaluation.json").write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
-    return figures
-
-
-def bar(args: argparse.Namespace, total: int, what: str, unit: str) -> Any:
-    """A progress bar on standard error."""
-    from tqdm import tqdm
-
-    hide = not (sys.stderr.isatty() if args.progress is None else args.progress)
-    hide = hide or ProcessInfo.from_env(os.environ).rank > 0
-    return tqdm(total=total, desc=what, unit=unit, disable=hide, file=sys.stderr)
-
-
-def curves(out: Path) -> None:
-    """The log as a picture, if matplotlib is there."""
-    try:
-        from mmspec.app.bench.plot import plot_log
-    except ImportError:
-        return
-    try:
-        plot_log(out / "log.jsonl", out / "curves.png")
-    except Exception as error:  # a picture is no reason to lose a training
-        print(f"mmspec: no curves.png: {one_line(error)}", file=sys.stderr)
-
-
-__all__ = ["add_parser", "run"]
+__all__ = ["FIRST_CHECKPOINT_S", "VISUAL_MODES", "add_parser", "run"]

@@ -1,169 +1,67 @@
-"""What a drafter is trained on: requests, the target's own answers to them, and its states along the way.
+"""The target as a teacher: its answers to the training requests, and its hidden states over prompt and answer.
 
-Answers are written to a file once and read again when a run goes on. States are made when they are needed.
+Answers are written to a file once and read again when a run resumes. Hidden states are computed when they are needed.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-import random
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from mmspec.app.errors import UsageError
-from mmspec.app.io.images import ImageError, Media, media_images
+from mmspec.app.io.images import media_images
 from mmspec.app.io.jsonl import replace_file
-from mmspec.app.io.sources import collect_items
-from mmspec.app.io.videos import load_media
 from mmspec.app.modeling.captioner import Captioner
-from mmspec.cpu.linear import bf16_is_faster
-from mmspec.drafters.checkpoints.format import fingerprint
-from mmspec.drafters.eagle.visual_inputs import segments_of
-from mmspec.drafters.training.losses import Lesson
+from mmspec.app.train.datasets import Request, RequestDataset
+from mmspec.cpu.bf16 import bf16_is_faster
+from mmspec.drafters.checkpoints.format import tokenizer_fingerprint
+from mmspec.drafters.eagle.visual_inputs import prompt_grids
+from mmspec.drafters.training.batch import TrainBatch
 from mmspec.interfaces import Prompt
 from mmspec.targets.registry import find_adapter
-from mmspec.vision.video.decoder_pool import Isolated
 
-SCENES_MIX = {"describe": 0.6, "short": 0.15, "answer": 0.2, "clip": 0.05}
-"""Share of each task when the scenes model is the target."""
 ANSWERS = "answers.jsonl"
-
-
-@dataclass(frozen=True)
-class Request:
-    """What is shown and asked; `answer` None is for the target to give."""
-
-    shown: Media
-    question: str
-    answer: str | None = None
-
-
-class Data(Protocol):
-    """Requests by number, the same in every run."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, number: int) -> Request: ...
-
-
-class ScenesData:
-    """Requests about scenes from a seed on."""
-
-    def __init__(self, count: int, first: int = 10_000_000) -> None:
-        self.count, self.first = count, first
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, number: int) -> Request:
-        from mmspec.app.scenes.tasks import generate_requests
-
-        rng = random.Random(f"mix {self.first} {number}")
-        task = rng.choices(tuple(SCENES_MIX), tuple(SCENES_MIX.values()))[0]
-        made = next(generate_requests(task, self.first + 2 * number))
-        return Request(made.images if len(made.images) > 1 else made.images[0], made.question)
-
-
-class Part:
-    """The requests of a range, numbered anew."""
-
-    def __init__(self, data: Data, numbers: range) -> None:
-        self.data, self.numbers = data, numbers
-
-    def __len__(self) -> int:
-        return len(self.numbers)
-
-    def __getitem__(self, number: int) -> Request:
-        return self.data[self.numbers[number]]
-
-
-class WithText:
-    """Requests, and the same questions without their pictures: number n + len is the n-th without."""
-
-    def __init__(self, data: Data) -> None:
-        self.data = data
-
-    def __len__(self) -> int:
-        return 2 * len(self.data)
-
-    def __getitem__(self, number: int) -> Request:
-        if number < len(self.data):
-            return self.data[number]
-        one = self.data[number - len(self.data)]
-        return Request((), one.question)
-
-
-def share_of_pictures(done: float) -> float:
-    """MSD's schedule: none for the first half of the training, then rising evenly to all (MSD, section 6)."""
-    return min(1.0, max(0.0, 2 * done - 1))
-
-
-class FileData:
-    """Requests about pictures and clips that the user named; a manifest may bring prompts and answers."""
-
-    def __init__(self, paths: Sequence[str]) -> None:
-        self.items = collect_items(paths, Path())
-        self.decoders = Isolated()  # starts nothing before there is a file to decode
-
-    def __len__(self) -> int:
-        return len(self.items)
-
-    @property
-    def digest(self) -> str:
-        """A short name of the whole list: files, questions, answers."""
-        listed = json.dumps([(str(item.path), item.resolve_prompt(), item.answer) for item in self.items])
-        return hashlib.sha256(listed.encode()).hexdigest()[:16]
-
-    def __getitem__(self, number: int) -> Request:
-        item = self.items[number]
-        try:
-            shown = load_media(item.path, isolated=self.decoders)
-        except ImageError as error:
-            raise UsageError(f"{item.path}: {error}") from error
-        return Request(shown, item.resolve_prompt(), item.answer)
 
 
 class Teacher:
     """A target that answers, and shows its states. Both are made once, as far as there is room."""
 
-    def __init__(self, model: Any, processor: Any, data: Data, room: int = 0) -> None:
+    def __init__(self, model: Any, processor: Any, data: RequestDataset, room: int = 0) -> None:
         """
         Args:
             room: bytes of states that may be kept on the host for when a text comes again. What comes first is kept:
                 texts come in epochs, so whatever was thrown out last would be wanted next.
         """
-        self.room, self._kept = room, dict[int, Lesson]()
-        self.maker, self.data, self.family = Captioner(model, processor), data, find_adapter(model)
+        self.cache_bytes, self._cache = room, dict[int, TrainBatch]()
+        self.captioner, self.data, self.adapter = Captioner(model, processor), data, find_adapter(model)
         self.model, self.tokenizer = model, processor.tokenizer
         self.answers: dict[int, list[int]] = {}
-        self.sizes: dict[int, int] = {}
+        self.text_lengths: dict[int, int] = {}
 
     @property
-    def placeholders(self) -> tuple[int, ...]:
+    def media_token_ids(self) -> tuple[int, ...]:
         """Ids that stand for visual tokens."""
-        return self.family.media_token_ids
+        return self.adapter.media_token_ids
 
     @property
     def fingerprint(self) -> str:
         """Of the tokenizer."""
-        return fingerprint(self.tokenizer)
+        return tokenizer_fingerprint(self.tokenizer)
 
-    def commonest(self, count: int) -> Tensor:
+    def most_common_ids(self, count: int) -> Tensor:
         """[count] int64, the ids that the answers use most, rising; the end is always among them."""
         counted = Counter(token for ids in self.answers.values() for token in ids)
-        ends = self.maker.eos_ids
+        ends = self.captioner.eos_ids
         first = [*ends, *(token for token, _ in counted.most_common() if token not in ends)]
         return torch.tensor(sorted(first[:count]))
 
-    def answer_all(
+    def generate_answers(
         self,
         folder: Path,
         batch: int,
@@ -221,7 +119,7 @@ class Teacher:
     def _take(self, row: dict[str, Any]) -> None:
         """An answer, and about how long its whole text is."""
         self.answers[row["number"]] = row["ids"]
-        self.sizes[row["number"]] = len(row["ids"]) + row.get("prompt", 0)
+        self.text_lengths[row["number"]] = len(row["ids"]) + row.get("prompt", 0)
 
     def _answer(self, requests: Sequence[Request], most: int) -> list[tuple[list[int], int]]:
         """Per request the ids of its answer, and the length of its prompt, 0 if nobody had to know it.
@@ -232,7 +130,7 @@ class Teacher:
         groups: dict[int, list[int]] = {}
         for place, one in enumerate(requests):
             if one.answer is None:
-                groups.setdefault(len(media_images(one.shown)), []).append(place)
+                groups.setdefault(len(media_images(one.media)), []).append(place)
         for places in groups.values():
             for place, answer in zip(places, self._generate([requests[p] for p in places], most), strict=True):
                 said[place] = answer
@@ -240,39 +138,39 @@ class Teacher:
 
     def _ids(self, answer: str) -> list[int]:
         ids = self.tokenizer(" " + answer.strip(), add_special_tokens=False).input_ids
-        return [*ids, *self.maker.eos_ids[:1]]
+        return [*ids, *self.captioner.eos_ids[:1]]
 
     def _generate(self, requests: Sequence[Request], most: int) -> list[tuple[list[int], int]]:
-        inputs = self.maker.build_inputs([one.shown for one in requests], [one.question for one in requests])
+        inputs = self.captioner.build_inputs([one.media for one in requests], [one.question for one in requests])
         out = self.model.generate(
             **inputs, max_new_tokens=most, do_sample=False, temperature=None, top_p=None, top_k=None
         )
-        ends, result = set(self.maker.eos_ids), []
+        ends, result = set(self.captioner.eos_ids), []
         prompts = inputs["attention_mask"].sum(1).tolist()
         for row, prompt in zip(out[:, inputs["input_ids"].shape[1] :].tolist(), prompts, strict=True):
             size = next((i + 1 for i, token in enumerate(row) if token in ends), len(row))
             result.append((row[:size], prompt))
         return result
 
-    def lesson(self, numbers: Sequence[int]) -> Lesson:
+    def make_batch(self, numbers: Sequence[int]) -> TrainBatch:
         """The target's states over the prompts of these requests and its answers."""
-        new = [number for number in dict.fromkeys(numbers) if number not in self._kept]
-        made = dict(zip(new, self._seen(new).rows(), strict=True)) if new else {}
-        rows = [self._kept[number] if number in self._kept else made[number] for number in numbers]
+        new = [number for number in dict.fromkeys(numbers) if number not in self._cache]
+        made = dict(zip(new, self._forward(new).split(), strict=True)) if new else {}
+        rows = [self._cache[number] if number in self._cache else made[number] for number in numbers]
         for number, row in made.items():
-            size = sum(part.nbytes for part in row.parts())
-            if size <= self.room:
-                self.room -= size
-                self._kept[number] = row.to("cpu")
+            size = sum(part.nbytes for part in row.tensors())
+            if size <= self.cache_bytes:
+                self.cache_bytes -= size
+                self._cache[number] = row.to("cpu")
         device = self.model.device
-        return Lesson.joined([row.to(device) for row in rows])
+        return TrainBatch.collate([row.to(device) for row in rows])
 
-    def _seen(self, numbers: Sequence[int]) -> Lesson:
+    def _forward(self, numbers: Sequence[int]) -> TrainBatch:
         """The target reads the texts."""
         requests = [self.data[number] for number in numbers]
-        inputs = self.maker.build_inputs([one.shown for one in requests], [one.question for one in requests])
+        inputs = self.captioner.build_inputs([one.media for one in requests], [one.question for one in requests])
         whole, answer = self._join(inputs, [self.answers[number] for number in numbers])
-        device, heard = self.model.device, self.family.attention_capture()
+        device, heard = self.model.device, self.adapter.attention_capture()
         with (
             torch.no_grad(),
             torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cpu" and bf16_is_faster(device)),
@@ -280,18 +178,18 @@ class Teacher:
         ):
             seen = self.model(**whole, output_hidden_states=True, logits_to_keep=1, use_cache=False)
         ids, real = whole["input_ids"], whole["attention_mask"].bool()
-        visual = torch.isin(ids, torch.tensor(self.placeholders, device=ids.device))
-        vision = {name: whole[name] for name in self.family.vision_args if whole.get(name) is not None}
-        grids = self.family.grids(ids, vision)
-        return Lesson(
-            ids=ids,
-            real=real,
-            visual=visual,
-            answer=answer,
-            embedded=seen.hidden_states[0].float(),
-            states=seen.hidden_states[-1].float(),
-            segments=segments_of(Prompt(ids, real, visual, position_ids=ids, grids=grids), ids.shape[1]),
-            attended=self.family.visual_saliency(heard, visual, vision),
+        visual = torch.isin(ids, torch.tensor(self.media_token_ids, device=ids.device))
+        vision = {name: whole[name] for name in self.adapter.vision_args if whole.get(name) is not None}
+        grids = self.adapter.grids(ids, vision)
+        return TrainBatch(
+            input_ids=ids,
+            attention_mask=real,
+            visual_mask=visual,
+            response_mask=answer,
+            inputs_embeds=seen.hidden_states[0].float(),
+            hidden_states=seen.hidden_states[-1].float(),
+            grids=prompt_grids(Prompt(ids, real, visual, position_ids=ids, grids=grids), ids.shape[1]),
+            visual_saliency=self.adapter.visual_saliency(heard, visual, vision),
         )
 
     def _join(self, inputs: dict[str, Any], answers: Sequence[list[int]]) -> tuple[dict[str, Any], Tensor]:
@@ -314,63 +212,4 @@ class Teacher:
         return whole, (place >= begins) & (place < ends)
 
 
-WINDOW = 16
-"""Batches that are made of the same requests, so that each may have its like together."""
-
-
-class Order:
-    """Which requests each step is about: every epoch takes each once, in an order of its own.
-
-    Requests of a similar length come together, since a batch is as long as its longest text.
-    """
-
-    def __init__(self, count: int, batch: int, seed: int, sizes: Mapping[int, int] | None = None) -> None:
-        """
-        Args:
-            count: requests there are. sizes: {request: how long}; 0 if not said.
-        """
-        # The mapping itself, not a copy: sizes come with the answers, which may be made after this.
-        self.count, self.batch, self.seed, self.sizes = count, batch, seed, {} if sizes is None else sizes
-        self._epochs: dict[int, list[int]] = {}
-
-    def numbers(self, step: int, shown: float = 1.0) -> list[int]:
-        """[batch] numbers of a step.
-
-        Args:
-            shown: share of the requests with their pictures; of the others only the question is asked (`WithText`).
-        """
-        numbers = []
-        for place in range(step * self.batch, (step + 1) * self.batch):
-            epoch, at = divmod(place, self.count)
-            seen = random.Random(f"shown {self.seed} {place}").random() < shown
-            numbers.append(self._epoch(epoch)[at] + (0 if seen else self.count))
-        return numbers
-
-    def _epoch(self, epoch: int) -> list[int]:
-        if epoch not in self._epochs:
-            order = list(range(self.count))
-            random.Random(f"order {self.seed} {epoch}").shuffle(order)
-            width = WINDOW * self.batch
-            windows = [order[start : start + width] for start in range(0, self.count, width)]
-            sorted_ = [sorted(window, key=self._size) for window in windows]
-            latest = dict(list(self._epochs.items())[-1:])  # a step may take from two
-            self._epochs = latest | {epoch: [number for part in sorted_ for number in part]}
-        return self._epochs[epoch]
-
-    def _size(self, number: int) -> int:
-        """Of a request, or of the same without its pictures if it is only ever asked so."""
-        return self.sizes.get(number, self.sizes.get(number + self.count, 0))
-
-
-__all__ = [
-    "ANSWERS",
-    "Data",
-    "FileData",
-    "Order",
-    "Part",
-    "Request",
-    "ScenesData",
-    "Teacher",
-    "WithText",
-    "share_of_pictures",
-]
+__all__ = ["ANSWERS", "Teacher"]

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from mmspec.app.errors import UsageError
+from mmspec.app.train.config import TrainOptions
 
 
 @dataclass(frozen=True)
-class Recipe:
+class HeadRecipe:
     """A drafter that can be trained: its rule for visual tokens, its kind, and the shape that is its own.
 
     Attributes:
@@ -19,46 +19,46 @@ class Recipe:
             the chain have.
     """
 
-    rule: str
-    kind: str = "eagle"
-    block: int = 1
-    ffn: float = 1.0
-    inner: float = 0.0
-    chain: float = 0.0
+    visual_mode: str
+    architecture: str = "eagle"
+    block_size: int = 1
+    ffn_scale: float = 1.0
+    block_ffn_scale: float = 0.0
+    markov_scale: float = 0.0
 
 
 RECIPES = {
-    "msd": Recipe("decoupled"),
-    "eagle": Recipe("coupled"),
-    "eagle-blind": Recipe("blind"),
-    "eagle-textual": Recipe("textual"),
-    "flash": Recipe("decoupled", "flash", 5, 0.0, 1.0, 0.25),
-    "flash-free": Recipe("decoupled", "flash", 5, 0.0, 1.0),
-    "parallel": Recipe("decoupled", "parallel", 5, 1.0, 0.5),
-    "parallel-free": Recipe("decoupled", "parallel", 5),
-    "falcon": Recipe("decoupled", "falcon", 2),
+    "msd": HeadRecipe("decoupled"),
+    "eagle": HeadRecipe("coupled"),
+    "eagle-blind": HeadRecipe("placeholder"),
+    "eagle-textual": HeadRecipe("text_only"),
+    "flash": HeadRecipe("decoupled", "flash", 5, 0.0, 1.0, 0.25),
+    "flash-free": HeadRecipe("decoupled", "flash", 5, 0.0, 1.0),
+    "parallel": HeadRecipe("decoupled", "parallel", 5, 1.0, 0.5),
+    "parallel-free": HeadRecipe("decoupled", "parallel", 5),
+    "falcon": HeadRecipe("decoupled", "falcon", 2),
 }
 """Drafters that can be trained."""
 
 
-def parts_of(args: argparse.Namespace, name: str, config: Any, teacher: Any) -> tuple[Any, Any]:
+def build_parts(options: TrainOptions, name: str, config: Any, teacher: Any) -> tuple[Any, Any]:
     """(head, compressor or None) of a drafter to be trained: fresh, or with the weights that `--start-from` names.
 
     Raises:
         UsageError: what is asked for cannot be.
     """
     try:
-        if args.start_from is None:
+        if options.start_from is None:
             recipe, kept = RECIPES[name], None
-            head = new_head(shaped(config, recipe, args.block), args.seed, recipe.kind)
+            head = init_head(resize_config(config, recipe, options.block), options.seed, recipe.architecture)
         else:
-            head, kept = old_head(args, name, teacher)
-        return head, compressor_of(args, config.hidden_size, kept)
+            head, kept = load_head(options, name, teacher)
+        return head, build_compressor(options, config.hidden_size, kept)
     except ValueError as error:
         raise UsageError(f"--drafter {name}: {error}") from error
 
 
-def config_of(model: Any, ffn: int | None) -> Any:
+def target_head_config(model: Any, ffn: int | None) -> Any:
     """A head of the target's own shape."""
     from mmspec.drafters.eagle.head import HeadConfig
 
@@ -76,26 +76,32 @@ def config_of(model: Any, ffn: int | None) -> Any:
     )
 
 
-def shaped(config: Any, recipe: Recipe, block: int | None) -> Any:
+def resize_config(config: Any, recipe: HeadRecipe, block: int | None) -> Any:
     """The shape of a drafter: of a head of the target's shape, what is its own changed."""
-    block = block if block and recipe.kind != "eagle" else recipe.block
+    block = block if block and recipe.architecture != "eagle" else recipe.block_size
     width = config.intermediate_size
-    inner, chain = round(recipe.inner * width), round(recipe.chain * width)
-    return replace(config, intermediate_size=round(recipe.ffn * width), block=block, inner=inner, chain=chain)
+    inner, chain = round(recipe.block_ffn_scale * width), round(recipe.markov_scale * width)
+    return replace(
+        config,
+        intermediate_size=round(recipe.ffn_scale * width),
+        block_size=block,
+        block_ffn_size=inner,
+        markov_rank=chain,
+    )
 
 
-def new_head(config: Any, seed: int, kind: str = "eagle") -> Any:
+def init_head(config: Any, seed: int, kind: str = "eagle") -> Any:
     """Fresh weights, the same for every drafter of a run; torch's generators stay as they are."""
     import torch
 
-    from mmspec.drafters.architectures import KINDS
+    from mmspec.drafters.architectures import ARCHITECTURES
 
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
-        return KINDS[kind].head(config)
+        return ARCHITECTURES[kind].head(config)
 
 
-def old_head(args: argparse.Namespace, name: str, teacher: Any) -> tuple[Any, Any]:
+def load_head(options: TrainOptions, name: str, teacher: Any) -> tuple[Any, Any]:
     """The weights to go on from: of the drafter of that name in a run's folder, or of the one drafter that is named.
 
     With it, as in `checkpoint.Made`, the compressor that was trained with it, or None.
@@ -103,43 +109,48 @@ def old_head(args: argparse.Namespace, name: str, teacher: Any) -> tuple[Any, An
     Raises:
         UsageError: there are none. ValueError: they are of another kind or shape, for another target, or damaged.
     """
-    from mmspec.drafters.checkpoints.format import CONFIG, load
-    from mmspec.drafters.registry import shipped
+    from mmspec.drafters.checkpoints.format import CONFIG_NAME, load_head
+    from mmspec.drafters.registry import bundled_drafters
 
     recipe = RECIPES[name]
-    place = Path(shipped().get(args.start_from, args.start_from))
-    if (place / name / CONFIG).is_file():
+    assert options.start_from is not None
+    place = Path(bundled_drafters().get(options.start_from, options.start_from))
+    if (place / name / CONFIG_NAME).is_file():
         place /= name
-    elif len(args.drafter) > 1:
-        raise UsageError(f"--start-from {place}: there is no {name}/{CONFIG} in it")
+    elif len(options.drafter) > 1:
+        raise UsageError(f"--start-from {place}: there is no {name}/{CONFIG_NAME} in it")
     try:
-        head, made = load(place)
+        head, made = load_head(place)
     except FileNotFoundError as error:
-        raise UsageError(f"--start-from {args.start_from}: {error}") from error
+        raise UsageError(f"--start-from {options.start_from}: {error}") from error
     text = teacher.model.config.get_text_config(decoder=True)
-    made.check(
+    made.check_target(
         hidden_size=text.hidden_size,
         vocab_size=text.vocab_size,
-        layers=teacher.family.layers,
+        num_layers=teacher.adapter.num_layers,
         tokenizer=teacher.fingerprint,
     )
-    wanted: dict[str, tuple[object, object]] = {"kind": (recipe.kind, made.kind)}
-    wanted |= {"rule": (args.rule or recipe.rule, made.rule)}
-    wanted |= {} if args.ffn is None else {"ffn": (round((recipe.ffn or recipe.inner) * args.ffn), ffn_of(head))}
-    wanted |= {} if args.block is None else {"block": (args.block, head.config.block)}
+    wanted: dict[str, tuple[object, object]] = {"kind": (recipe.architecture, made.architecture)}
+    wanted |= {"rule": (options.visual_mode or recipe.visual_mode, made.visual_mode)}
+    wanted |= (
+        {}
+        if options.ffn is None
+        else {"ffn": (round((recipe.ffn_scale or recipe.block_ffn_scale) * options.ffn), ffn_width(head))}
+    )
+    wanted |= {} if options.block is None else {"block": (options.block, head.config.block_size)}
     wrong = [f"{what} {there} (wanted: {here})" for what, (here, there) in wanted.items() if here != there]
     if wrong:
         raise ValueError(f"{place} is another drafter: {', '.join(wrong)}")
     return head.train(), made.compressor
 
 
-def ffn_of(head: Any) -> int:
+def ffn_width(head: Any) -> int:
     """What `--ffn` has made of a head."""
-    width: int = head.config.intermediate_size or head.config.inner
+    width: int = head.config.intermediate_size or head.config.block_ffn_size
     return width
 
 
-def compressor_of(args: argparse.Namespace, hidden_size: int, kept: Any) -> Any:
+def build_compressor(options: TrainOptions, hidden_size: int, kept: Any) -> Any:
     """What `--compressor` asks for, if anything: with the weights that came with the head, else fresh.
 
     Args:
@@ -148,36 +159,38 @@ def compressor_of(args: argparse.Namespace, hidden_size: int, kept: Any) -> Any:
     Raises:
         ValueError: weights of another compressor came with the head, and would be lost.
     """
-    from mmspec.vision.registry import parse, restored
+    from mmspec.vision.registry import config_size, load_compressor, parse_compressor
 
     if kept is None or not kept[1]:
-        return None if args.compressor is None else new_compressor(args.compressor, hidden_size, args.seed)
+        return None if options.compressor is None else init_compressor(options.compressor, hidden_size, options.seed)
     facts, weights = kept
-    if args.compressor is None or parse(args.compressor) != (facts["name"], facts["tokens"]):
+    if options.compressor is None or parse_compressor(options.compressor) != (facts["name"], config_size(facts)):
         raise ValueError(
-            f"{args.start_from} was trained with --compressor {facts['name']}:{facts['tokens']} (wanted: "
-            f"{args.compressor or 'none'}): ask for the same, or start from another drafter"
+            f"{options.start_from} was trained with --compressor {facts['name']}:{config_size(facts)} (wanted: "
+            f"{options.compressor or 'none'}): ask for the same, or start from another drafter"
         )
-    return restored(facts, weights, hidden_size).train()  # type: ignore[attr-defined]
+    return load_compressor(facts, weights, hidden_size).train()  # type: ignore[attr-defined]
 
 
-def new_compressor(text: str, hidden_size: int, seed: int) -> Any:
+def init_compressor(text: str, hidden_size: int, seed: int) -> Any:
     """Fresh weights; torch's generators stay as they are."""
     import torch
 
-    from mmspec.vision.registry import new
+    from mmspec.vision.registry import init_compressor
 
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
-        return new(text, hidden_size)
+        return init_compressor(text, hidden_size)
 
 
-def kept_of(compressor: Any) -> Any:
+def compressor_state(compressor: Any) -> Any:
     """What a checkpoint keeps of a compressor."""
+    from mmspec.vision.registry import compressor_config
+
     if compressor is None:
         return None
     weights = compressor.state_dict() if hasattr(compressor, "state_dict") else {}
-    return {"name": compressor.name, "tokens": compressor.tokens}, weights
+    return compressor_config(compressor), weights
 
 
-__all__ = ["RECIPES", "config_of", "kept_of", "new_compressor", "new_head", "parts_of"]
+__all__ = ["RECIPES", "build_parts", "compressor_state", "init_compressor", "init_head", "target_head_config"]

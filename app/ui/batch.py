@@ -66,16 +66,16 @@ class CaptionBatch:
         paths = link_files(files, self.input_folder)
         lists = [path for path in paths if path.suffix.lower() in MANIFESTS]
         self._paths = tuple(str(path) for path in lists or [self.input_folder])
-        self.total = self._count()
+        self.total = self._count_items()
         self._output = RecordingFileOutput(self.output_file, self.input_folder)
-        self.cancelled, self.ahead = False, 0
+        self.cancelled, self.num_ahead = False, 0
 
     @property
     def rows(self) -> list[Row]:
         """Those that are done."""
         return list(self._output.rows)
 
-    def _count(self) -> int:
+    def _count_items(self) -> int:
         try:
             items = collect_items(self._paths, self.input_folder)
         except UsageError as error:
@@ -111,7 +111,7 @@ class CaptionBatch:
             progress=False,
         )
         try:
-            CaptionJob(settings, self._output, lambda: self._captioner(cancel_signal)).run()
+            CaptionJob(settings, self._output, lambda: self._build_captioner(cancel_signal)).run()
         except RunCancelledError:
             self.cancelled = True
         finally:
@@ -119,13 +119,13 @@ class CaptionBatch:
             shutil.rmtree(self.input_folder, ignore_errors=True)
         return self
 
-    def leave(self) -> None:
+    def discard(self) -> None:
         """It will not be run; the uploaded files are removed."""
-        self.cancelled, self.ahead = True, 0
+        self.cancelled, self.num_ahead = True, 0
         self._output.stream.close()
         shutil.rmtree(self.input_folder, ignore_errors=True)
 
-    def _captioner(self, halt: CancelSignal) -> CancellableCaptioner:
+    def _build_captioner(self, halt: CancelSignal) -> CancellableCaptioner:
         from mmspec.app.ui.cancel import CancellableCaptioner
 
         choice = self.settings

@@ -28,7 +28,7 @@ import gradio as gr
 import torch
 from gradio_client import Client, handle_file
 
-from mmspec.app.bench.measure import PLAIN, Run, bootstrap, once, swept, systems
+from mmspec.app.bench.measure import HF, TimedRun, bootstrap_interval, build_contestants, gc_paused, run_once
 from mmspec.app.caption.command import positive_int
 from mmspec.app.caption.config import DEFAULT_MODEL
 from mmspec.app.modeling.captioner import Captioner
@@ -63,11 +63,11 @@ class ServedPage:
         return run
 
 
-@swept()
+@gc_paused()
 def measure_ratios(args: argparse.Namespace, tick: Any) -> Ratios:
     """Page over bench, for each request after the first, which warms up."""
     model, processor = load_model(args.model)
-    by_name = {one.name: one for one in systems(model, [args.drafter], processor, ends=True)}
+    by_name = {one.name: one for one in build_contestants(model, [args.drafter], processor, stop_at_eos=True)}
     maker = Captioner(model, processor)
     found: Ratios = {}
     shelf, fresh = ModelStore(args.model, args.drafter), multiprocessing.get_context("spawn")
@@ -75,15 +75,15 @@ def measure_ratios(args: argparse.Namespace, tick: Any) -> Ratios:
         page = ServedPage(site, readers, args.model, args.drafter, "none", 0, 0, args.new_tokens, "automatic")
         for number, request in enumerate(islice(generate_requests(args.task, args.first_seed), args.count + 1)):
             inputs = maker.build_inputs([request.images], [request.question])
-            runs: dict[str, Run] = {}
+            runs: dict[str, TimedRun] = {}
             report = page.run(request) if number % 2 else None  # whoever is first may find a colder machine
-            for side, name in (("plain", PLAIN), ("mmspec", args.drafter)):
-                runs[side] = once(by_name[name], inputs, args.new_tokens, 0.0, 0)
+            for side, name in (("plain", HF), ("mmspec", args.drafter)):
+                runs[side] = run_once(by_name[name], inputs, args.new_tokens, 0.0, 0)
             report = report or page.run(request)
             for side, run in runs.items():
                 seen = report[side]
-                if seen["n_tokens"] != run.tokens:
-                    raise RuntimeError(f"{side}: {seen['n_tokens']} tokens on the page, {run.tokens} in the bench")
+                if seen["n_tokens"] != run.num_tokens:
+                    raise RuntimeError(f"{side}: {seen['n_tokens']} tokens on the page, {run.num_tokens} in the bench")
                 if number and run.decode_s:
                     found.setdefault(f"{side} decode", []).append(seen["decode_s"] / run.decode_s)
                     whole = report["vision_s"] + seen["total_s"]
@@ -94,7 +94,7 @@ def measure_ratios(args: argparse.Namespace, tick: Any) -> Ratios:
 
 def median_interval(values: Sequence[float]) -> dict[str, float]:
     """The median, and between which it lies with 95% (bootstrap)."""
-    ends = bootstrap(lambda places: median(values[i] for i in places), len(values))
+    ends = bootstrap_interval(lambda places: median(values[i] for i in places), len(values))
     return {name: round(value, 3) for name, value in zip(("median", "low", "high"), ends, strict=True)}
 
 

@@ -68,10 +68,10 @@ def parse_port(text: str) -> int:
 
 def host_name(text: str) -> str:
     """A host name, perhaps with a port."""
-    from mmspec.app.ui.edge.hosts import listed
+    from mmspec.app.ui.middleware.hosts import parse_allowed_host
 
     try:
-        listed(text)
+        parse_allowed_host(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     return text

@@ -1,7 +1,7 @@
-"""The same question twice: plain `generate`, then mmspec, on one picture that is looked at once.
+"""One question answered twice: by plain `generate`, then by mmspec, on one picture that is encoded once.
 
-The two never run at the same time, since on one machine that would falsify both. `Race.run` is for the worker's thread
-(`running` does it); any other may look at its fields meanwhile. Knows no pages.
+The two never run at the same time, which would distort both timings. `ComparisonRun.run` is called in the worker's
+thread (`run_comparison` implements it); other threads may read its fields meanwhile. Independent of gradio.
 """
 
 from __future__ import annotations
@@ -20,20 +20,23 @@ from mmspec.app.ui.worker import CancelSignal
 from mmspec.metrics.stats import Stats
 
 if TYPE_CHECKING:
-    from mmspec.app.bench.recorder import Recorder
+    from mmspec.app.bench.recorder import RecordingDrafter
     from mmspec.app.ui.loaded_model import LoadedModel
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Where two answers part.
+    """The first difference of two answers.
 
     Attributes:
-        column: number of the token, from 0. plain, mmspec: the two ids.
-        margin: how far the plain model's raw logit of its token was above the other's; nan if a stop came before it.
+        index: of the token in the answer, from 0.
+        plain: token id of plain `generate`.
+        mmspec: token id of mmspec.
+        margin: raw logit of `plain` minus that of `mmspec` in the plain model; nan if the run was cancelled before it
+            was measured.
     """
 
-    column: int
+    index: int
     plain: int
     mmspec: int
     margin: float
@@ -41,14 +44,19 @@ class Difference:
 
 @dataclass
 class ComparisonSide:
-    """One of the two runs. `total_s` is 0 until it is over."""
+    """One of the two answers.
+
+    Attributes:
+        streamer: its tokens and their times.
+        total_s: seconds of `generate`; 0 until it returns.
+    """
 
     streamer: TimingStreamer = field(default_factory=TimingStreamer)
     total_s: float = 0.0
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds so far, or in all once it is over; 0 before it begins."""
+        """Seconds so far, or `total_s` once it is known; 0 before the start."""
         return self.total_s or self.streamer.elapsed_s
 
     @property
@@ -63,7 +71,21 @@ class ComparisonSide:
 
 
 class ComparisonRun:
-    """One question, asked twice."""
+    """One question answered twice.
+
+    Attributes:
+        num_ahead: runs ahead of this one in the queue.
+        phase: "waiting", "loading", "encoding", "plain", "mmspec" or "done".
+        cancelled: the run ended early.
+        plain: answer of plain `generate`.
+        mmspec: answer of mmspec.
+        loaded_model: set in phase "loading".
+        encode_s: seconds of encoding the picture, once for both.
+        prompt_tokens: length of the prompt, visual tokens included.
+        stats: `mmspec.stats` of the mmspec call.
+        difference: first difference of the answers; None if there is none.
+        recorder: records the rounds of the mmspec call.
+    """
 
     def __init__(
         self,
@@ -74,41 +96,45 @@ class ComparisonRun:
         settings: RunSettings,
         cancel_signal: CancelSignal,
     ) -> None:
-        """`shown`: the picture or clip, or what reads it when the race begins: nobody who waits holds its pixels."""
-        self._shown = media
-        self.ahead = 0  # runs before this one in the line
-        self.model_store, self.turns, self.question = model_store, tuple(turns), question
-        self.settings, self.cancel_signal = settings, cancel_signal
+        """`media` may be a function that loads it when the run starts, so that queued runs hold no pixels."""
+        self._media = media
+        self.num_ahead = 0
+        self.model_store = model_store
+        self.turns = tuple(turns)
+        self.question = question
+        self.settings = settings
+        self.cancel_signal = cancel_signal
         self.phase = "waiting"
-        self.cancelled = False  # the run was stopped before its end
-        self.plain, self.mmspec = ComparisonSide(), ComparisonSide()
+        self.cancelled = False
+        self.plain = ComparisonSide()
+        self.mmspec = ComparisonSide()
         self.loaded_model: LoadedModel | None = None
         self.encode_s = 0.0
         self.prompt_tokens = 0
         self.stats = Stats()
         self.difference: Difference | None = None
-        self.recorder: Recorder | None = None
+        self.recorder: RecordingDrafter | None = None
 
     @property
     def media(self) -> Media:
-        """The picture or clip; `look` reads it."""
-        assert not callable(self._shown)
-        return self._shown
+        """The picture or clip, after `load_media`."""
+        assert not callable(self._media)
+        return self._media
 
-    def look(self) -> None:
-        """Read the picture or clip, if that is still to be done.
+    def load_media(self) -> None:
+        """Load the picture or clip if it is not loaded yet.
 
         Raises:
-            UsageError: it cannot be used.
+            UsageError: it cannot be decoded.
         """
-        if callable(self._shown):
-            self._shown = self._shown()
+        if callable(self._media):
+            self._media = self._media()
 
     def run(self) -> ComparisonRun:
-        """Do it all, in the worker's thread. A run that is halted ends early and leaves what there is.
+        """Generate both answers, in the worker's thread. A cancelled run ends early with partial answers.
 
         Raises:
-            UsageError: the model, the drafter, the compressor or the length of the prompt does not do.
+            UsageError: the model, drafter or compressor cannot be used, or the prompt is too long.
         """
         from mmspec.app.ui.run_comparison import run_comparison
 
@@ -117,44 +143,44 @@ class ComparisonRun:
 
     @property
     def rounds(self) -> list[Round]:
-        """What every round of mmspec's run decided so far."""
+        """Rounds of the mmspec call so far."""
         return self.recorder.rounds() if self.recorder is not None else []
 
     @property
     def visible_tokens(self) -> VisibleTokens | None:
-        """What the drafter was shown of the picture; None before it was asked."""
+        """The visual tokens that the drafter read; None before the mmspec call ended."""
         if self.recorder is None or not self.mmspec.total_s:
             return None
         return find_visible_tokens(self.recorder, self.stats.compression[0] if self.stats.compression else None)
 
     @property
     def identical(self) -> bool | None:
-        """Whether both said the same; of a halted run, as far as both have come; None if one said nothing."""
+        """Whether both answers are equal, up to the shorter one if cancelled; None if one is empty."""
         if not self.plain.streamer.token_ids or not self.mmspec.streamer.token_ids:
             return None
         return self.difference is None
 
     @property
     def speedup_decode(self) -> float | None:
-        """How many times as many tokens per second, from the first token to the last; None if that cannot be said."""
+        """Ratio of tokens per second, first token to last; None if one is not measured."""
         plain, ours = self.plain.streamer.tokens_per_s, self.tokens_per_s
         return ours / plain if plain and ours else None
 
     @property
     def speedup_e2e(self) -> float | None:
-        """The same for the whole answer, looking at the picture counted on both sides; None if one was cut short."""
+        """Ratio of total seconds, vision encoding counted on both sides; None if one answer was cut short."""
         if not self.mmspec.total_s or len(self.plain.streamer.token_ids) != len(self.mmspec.streamer.token_ids):
             return None
         return (self.encode_s + self.plain.total_s) / (self.encode_s + self.mmspec.total_s)
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens per second of mmspec's run, as `mmspec.stats` has it."""
+        """Tokens per second of the mmspec call, from `mmspec.stats` unless it fell back to plain decoding."""
         return self.mmspec.streamer.tokens_per_s if self.stats.fallback_calls else self.stats.tokens_per_s
 
     @property
     def round_cost(self) -> float | None:
-        """R: seconds of a round in plain steps. Decode speed-up = tau / R."""
+        """R: seconds of a round divided by seconds of a plain step. Decode speed-up = tau / R."""
         speedup = self.speedup_decode
         return self.stats.tau / speedup if speedup else None
 

@@ -1,4 +1,4 @@
-"""What all pages share: the models, the worker, limits and temporary files; and how their errors are told."""
+"""State shared by all tabs: models, worker, limits, temporary files; and how errors reach the page."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ from mmspec.app.errors import UsageError
 from mmspec.app.ui.limits import Limits
 from mmspec.app.ui.model_store import COMPRESSOR_CHOICES, ModelStore, RunSettings
 from mmspec.app.ui.report import TempStorage
-from mmspec.app.ui.worker import MOST_WAITING, SessionRegistry, Worker
+from mmspec.app.ui.worker import MAX_QUEUED_RUNS, Client, SessionRegistry, Worker
 
 logger = logging.getLogger("mmspec")
 
-IN_LINE: dict[str, Any] = {"concurrency_limit": MOST_WAITING + 4, "concurrency_id": "device"}
-"""For every event that needs the device. The line is the worker's: who waits there sees his place, and can leave it."""
+DEVICE_QUEUE: dict[str, Any] = {"concurrency_limit": MAX_QUEUED_RUNS + 4, "concurrency_id": "device"}
+"""Event options of everything that uses the device. The queue is the worker's, which reports positions and lets a
+waiting run leave; Gradio's own queue therefore admits all."""
 PRIVATE_API: dict[str, Any] = {"api_visibility": "private"}
-FAILURE_MESSAGE = "That did not work; the message says why."
+FAILURE_MESSAGE = "That did not work; see the message."
 UNQUEUED: dict[str, Any] = {"queue": False, "show_progress": "hidden", **PRIVATE_API}
-VALIDATING: dict[str, Any] = {**UNQUEUED, "queue": True, "concurrency_limit": None}
-"""For quick events that may refuse: of those outside the queue Gradio 6.31 shows no error. Where an output is not to
-be covered by the word "Error", `show_progress_on` names another."""
+VALIDATION: dict[str, Any] = {**UNQUEUED, "queue": True, "concurrency_limit": None}
+"""Event options of quick handlers that may refuse: Gradio 6.31 shows no error of handlers outside its queue. Where an
+output should not be covered by the label "Error", `show_progress_on` names another."""
 
 
 @dataclass
@@ -50,43 +51,46 @@ class Context:
         max_new_tokens: float,
         tree_size: str | None = None,
     ) -> RunSettings:
-        """What a page chose, checked.
+        """The settings sent by a page, validated.
 
         Raises:
-            UsageError: something on it cannot be.
+            UsageError: a name that is not offered, or a number out of range.
         """
-        few = None if compressor in (None, "", "none") else str(compressor)[:40]
+        check_number = self.limits.check_number
         self.model_store.check_names(model, drafter)
-        size = (
-            None
-            if tree_size in (None, "", "automatic")
-            else int(self.limits.check_number("Tree size", _number(tree_size), 1, 64))
-        )
+        is_automatic = tree_size in (None, "", "automatic")
         return RunSettings(
             model=model,
             drafter=drafter,
-            compressor=few,
-            temperature=self.limits.check_number("Temperature", temperature, 0, 5),
-            seed=int(self.limits.check_number("Seed", seed, 0, 2**53)),
-            max_new_tokens=int(
-                self.limits.check_number("Most new tokens", max_new_tokens, 1, self.limits.max_new_tokens)
-            ),
-            nodes=size,
+            compressor=None if compressor in (None, "", "none") else str(compressor)[:40],
+            temperature=check_number("Temperature", temperature, 0, 5),
+            seed=int(check_number("Seed", seed, 0, 2**53)),
+            max_new_tokens=int(check_number("Max new tokens", max_new_tokens, 1, self.limits.max_new_tokens)),
+            tree_size=None if is_automatic else int(check_number("Tree size", _parse_int(tree_size), 1, 64)),
         )
 
 
-def queued(ahead: int) -> str:
-    """What a visitor reads whose run is not the next."""
-    return f"Waiting in the queue: {ahead} {'run' if ahead == 1 else 'runs'} ahead of yours. Stop leaves the queue."
+def get_client(request: gr.Request | None) -> Client:
+    """Session and network address of a request; the session "api" if Gradio gives none."""
+    session = str(getattr(request, "session_hash", None) or "api")
+    address = getattr(getattr(request, "client", None), "host", None)
+    return Client(session, str(address or ""))
 
 
-def _number(text: Any) -> Any:
+def format_queue_position(num_ahead: int) -> str:
+    """Status of a run that waits behind `num_ahead` others."""
+    runs = "run" if num_ahead == 1 else "runs"
+    return f"Waiting in the queue: {num_ahead} {runs} ahead of yours. Stop leaves the queue."
+
+
+def _parse_int(text: Any) -> Any:
+    """The integer written in a string; anything else unchanged, for `check_number` to refuse."""
     return int(text) if isinstance(text, str) and text.isdecimal() else text
 
 
 @dataclass(frozen=True)
 class Controls:
-    """The settings that a tab offers."""
+    """Input components of the settings."""
 
     model: Any
     drafter: Any
@@ -98,7 +102,7 @@ class Controls:
 
     @property
     def inputs(self) -> list[Any]:
-        """In the order of `Context.choice`."""
+        """The components in the order of the arguments of `Context.parse_settings`."""
         return [
             self.model,
             self.drafter,
@@ -111,63 +115,72 @@ class Controls:
 
 
 def build_controls(context: Context, max_new_tokens: int, name: str) -> Controls:
-    """Draw the settings. `name` makes their ids differ from those of other tabs."""
-    shelf = context.model_store
+    """Create the settings of a tab.
+
+    Args:
+        context: the app.
+        max_new_tokens: initial value.
+        name: prefix of the elements' ids, unique per tab.
+    """
+    store = context.model_store
     with gr.Accordion("Settings", open=False, elem_id=f"{name}-settings"):
         with gr.Row():
-            model = gr.Dropdown(shelf.model_names, value=shelf.model_names[0], label="Model", elem_id=f"{name}-model")
+            model = gr.Dropdown(store.model_names, value=store.model_names[0], label="Model", elem_id=f"{name}-model")
             drafter = gr.Dropdown(
-                shelf.drafter_names, value=shelf.drafter_names[0], label="Drafter", elem_id=f"{name}-drafter"
+                store.drafter_names, value=store.drafter_names[0], label="Drafter", elem_id=f"{name}-drafter"
             )
             compressor = gr.Dropdown(
                 list(COMPRESSOR_CHOICES),
                 value="none",
                 label="Compressor",
-                info="What the drafter is shown of the picture",
+                info="Reduces the visual tokens that the drafter reads",
                 allow_custom_value=True,
             )
         with gr.Row():
-            most = gr.Slider(1, context.limits.max_new_tokens, value=max_new_tokens, step=1, label="Most new tokens")
-            temperature = gr.Slider(0, 2, value=0, step=0.1, label="Temperature", info="0 takes the likeliest token")
+            max_tokens = gr.Slider(
+                1, context.limits.max_new_tokens, value=max_new_tokens, step=1, label="Max new tokens"
+            )
+            temperature = gr.Slider(0, 2, value=0, step=0.1, label="Temperature", info="0 is greedy decoding")
             seed = gr.Number(0, precision=0, label="Seed", minimum=0)
-            nodes = gr.Dropdown(
+            tree_size = gr.Dropdown(
                 ["automatic", "2", "4", "8", "16", "32"],
                 value="automatic",
                 label="Tree size",
-                info="Automatic is never slower; a fixed size shows more",
+                info="Automatic drafts only when the measured cost is expected to pay; a fixed size always drafts",
             )
-    return Controls(model, drafter, compressor, temperature, seed, most, nodes)
+    return Controls(model, drafter, compressor, temperature, seed, max_tokens, tree_size)
 
 
 def report_errors(fn: Callable[..., Any], format_message: Callable[[str], str] = escape) -> Callable[..., Any]:
-    """`fn`, whose errors reach the page as one sentence and never as a stack trace. For functions and generators.
+    """Wrap a handler, function or generator, so that its errors reach the page as one sentence, never a stack trace.
 
     Args:
-        shown: what is done to the sentence. Pages read it as HTML, programs do not.
+        fn: the handler.
+        format_message: applied to the sentence. Pages render it as HTML, programs do not.
     """
     if inspect.isgeneratorfunction(fn):
 
         @functools.wraps(fn)
-        def steps(*args: Any, **kwargs: Any) -> Iterator[Any]:
+        def iterate(*args: Any, **kwargs: Any) -> Iterator[Any]:
             try:
                 yield from fn(*args, **kwargs)
             except Exception as error:
                 raise to_gradio_error(error, format_message) from None
 
-        return steps
+        return iterate
 
     @functools.wraps(fn)
-    def plain(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
         try:
             return fn(*args, **kwargs)
         except Exception as error:
             raise to_gradio_error(error, format_message) from None
 
-    return plain
+    return call
 
 
 def to_gradio_error(error: Exception, format_message: Callable[[str], str] = escape) -> gr.Error:
-    """An error as one sentence."""
+    """An error as one sentence. Messages of unexpected errors are logged and not sent to the page."""
     from mmspec.app.modeling.captioner import out_of_memory
 
     if isinstance(error, gr.Error):
@@ -175,23 +188,24 @@ def to_gradio_error(error: Exception, format_message: Callable[[str], str] = esc
     if isinstance(error, UsageError):
         text = str(error)
     elif out_of_memory(error):
-        text = "There is not enough memory for this; ask for fewer tokens, or take a smaller picture."
+        text = "Out of memory; reduce max new tokens, or use a smaller picture."
     else:
-        logger.error("mmspec: a page failed", exc_info=error)
-        text = "Something went wrong here; the terminal that runs mmspec demo says what."
+        logger.error("mmspec: a page handler failed", exc_info=error)
+        text = "Internal error; details are in the terminal that runs mmspec demo."
     return gr.Error(format_message(text), print_exception=False)
 
 
 __all__ = [
+    "DEVICE_QUEUE",
     "FAILURE_MESSAGE",
-    "IN_LINE",
     "PRIVATE_API",
     "UNQUEUED",
-    "VALIDATING",
+    "VALIDATION",
     "Context",
     "Controls",
     "build_controls",
-    "queued",
+    "format_queue_position",
+    "get_client",
     "report_errors",
     "to_gradio_error",
 ]

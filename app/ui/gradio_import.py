@@ -1,8 +1,8 @@
-"""Gradio without the type stubs that it writes for editors.
+"""Imports Gradio without generating its type stubs.
 
-At each import Gradio 6 parses the source of its components, some sixty, to write a stub beside each: 2.5 s of 5.5 on
-two cores (docs/results). A demo needs none. It leaves out components whose source cannot be found, and that is what it
-is told here, for as long as the import takes; should Gradio ask otherwise one day, the import is slower and as right.
+At each import Gradio 6 parses the source of about sixty components to write a stub beside each: 2.5 s of 5.5 s on two
+cores (docs/results). It skips components whose source file is not found, so `inspect.getfile` reports none during the
+import. Should a version of Gradio use another function, the import is slower and otherwise the same.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from typing import Any
 
 @contextmanager
 def skip_stub_generation() -> Iterator[None]:
-    """Within this block the source of Gradio's classes is not found by whoever looks for their files."""
-    find = inspect.getfile
+    """Within this block `inspect.getfile` raises OSError for classes of Gradio."""
+    getfile = inspect.getfile
 
-    def unless_gradio(thing: Any) -> str:
-        if isinstance(thing, type) and thing.__module__.startswith("gradio."):
-            raise OSError(f"{thing.__qualname__}: no stub is wanted")
-        return find(thing)
+    def getfile_except_gradio(obj: Any) -> str:
+        if isinstance(obj, type) and obj.__module__.startswith("gradio."):
+            raise OSError(f"{obj.__qualname__}: no stub is wanted")
+        return getfile(obj)
 
-    inspect.getfile = unless_gradio  # type: ignore[assignment]
+    inspect.getfile = getfile_except_gradio  # type: ignore[assignment]
     try:
         yield
     finally:
-        inspect.getfile = find
+        inspect.getfile = getfile
 
 
 __all__ = ["skip_stub_generation"]

@@ -1,4 +1,4 @@
-"""What the pages accept: how much text, how large a picture or file, how many. Each refusal is one sentence."""
+"""Limits of what the pages accept: text, pictures, files, tokens. Each refusal is one sentence."""
 
 from __future__ import annotations
 
@@ -10,23 +10,37 @@ from pathlib import Path
 from typing import Any
 
 from mmspec.app.errors import UsageError
+<<<<<<< HEAD
 from mmspec.app.io import images
 from mmspec.app.io import videos as clips
 from mmspec.app.io.images import ImageError, Media
+from mmspec.vision.video.decoder_pool import DecoderPool
+
+DECODERS = DecoderPool(timeout_s=40.0)
+"""Processes that decode what visitors choose. A visitor waits no longer for one file."""
+=======
+from mmspec.app.io import images, videos
+from mmspec.app.io.images import ImageError, Shown
 from mmspec.vision.video.decoder_pool import Isolated
 
 DECODERS = Isolated(limit_s=40.0)
-"""Processes that decode what visitors choose. A visitor waits no longer for one file."""
+"""Processes that decode uploaded files, at most `limit_s` seconds per file."""
+>>>>>>> b_ui
 atexit.register(DECODERS.close)
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What one request may ask for.
+    """Limits of one request.
 
     Attributes:
-        characters: of a question. tokens: new ones, per answer. pixels: of a picture, or of one frame.
-        megabytes: of one file. files: of one batch. turns: of one conversation. frames: shown of a clip.
+        max_question_chars: characters of a question.
+        max_new_tokens: new tokens per answer.
+        max_pixels: pixels of a picture, or of one frame.
+        max_file_mb: megabytes of one file.
+        max_files: files of one batch.
+        max_turns: turns of one conversation.
+        num_frames: frames read of a clip.
     """
 
     max_question_chars: int = 4000
@@ -38,43 +52,43 @@ class Limits:
     num_frames: int = 8
 
     def check_question(self, text: str | None) -> str:
-        """The question without white space around it, if it may be asked.
+        """The question, stripped.
 
         Raises:
-            UsageError: empty, or too long.
+            UsageError: it is empty or too long.
         """
-        asked = (text or "").strip()
-        if not asked:
+        question = (text or "").strip()
+        if not question:
             raise UsageError("Please write a question first.")
-        if len(asked) > self.max_question_chars:
-            raise UsageError(f"The question has {len(asked)} characters; {self.max_question_chars} is the limit.")
-        return asked
+        if len(question) > self.max_question_chars:
+            raise UsageError(f"The question has {len(question)} characters; {self.max_question_chars} is the limit.")
+        return question
 
     def check_number(self, name: str, value: Any, low: float, high: float) -> float:
-        """`value` if it is a number from `low` to `high`.
+        """`value` as a float.
 
         Raises:
-            UsageError: it is not.
+            UsageError: it is not a finite number from `low` to `high`.
         """
-        good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        if not good or not low <= value <= high:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        if not is_number or not low <= value <= high:
             raise UsageError(f"{name} must be a number from {low:g} to {high:g}; got {str(value)[:40]!r}.")
         return float(value)
 
     def check_file_size(self, path: Path) -> None:
-        """Refuse a file that is too large to be looked at.
+        """Refuse a file that is too large to be opened.
 
         Raises:
-            UsageError: more bytes than allowed.
+            UsageError: it has more bytes than allowed.
         """
         if path.is_file() and path.stat().st_size > self.max_file_mb * 1_000_000:
             raise UsageError(f"{path.name} has more than {self.max_file_mb} MB.")
 
-    def given(self, path: str | Path | None) -> Path:
-        """The file of a picture or clip, not yet opened.
+    def check_media_path(self, path: str | Path | None) -> Path:
+        """The path of an uploaded picture or clip, not yet opened.
 
         Raises:
-            UsageError: none was given, or it is too large.
+            UsageError: there is none, or the file is too large.
         """
         if not path:
             raise UsageError("Please choose a picture or a clip first.")
@@ -82,26 +96,36 @@ class Limits:
         self.check_file_size(file)
         return file
 
+<<<<<<< HEAD
     def load_media(self, path: str | Path | None) -> Media:
         """The picture in a file, or the frames of a clip.
+=======
+    def load_media(self, path: str | Path | None) -> Shown:
+        """The decoded picture, or the frames of a clip.
+>>>>>>> b_ui
 
         Raises:
-            UsageError: none was given, or it cannot be used.
+            UsageError: there is none, or it cannot be decoded within the limits.
         """
-        file = self.given(path)
+        file = self.check_media_path(path)
         try:
+<<<<<<< HEAD
             if file.suffix.lower() in clips.SUFFIXES:
                 return clips.load_video(file, self.num_frames, self.max_pixels, isolated=DECODERS)
+=======
+            if file.suffix.lower() in videos.SUFFIXES:
+                return videos.load_clip(file, self.num_frames, self.max_pixels, isolated=DECODERS)
+>>>>>>> b_ui
             return images.load_image(file, self.max_pixels, DECODERS)
         except ImageError as error:
-            told = str(error).replace("; raise --max-pixels if you trust it", "")
-            raise UsageError(f"{file.name}: {told}.") from error
+            message = str(error).replace("; raise --max-pixels if you trust it", "")
+            raise UsageError(f"{file.name}: {message}.") from error
 
     def check_files(self, paths: Sequence[str | Path] | None) -> list[Path]:
-        """The files of a batch.
+        """The paths of a batch.
 
         Raises:
-            UsageError: none, too many, or one that is too large.
+            UsageError: none, too many, or one of them is too large.
         """
         files = [Path(path) for path in paths or ()]
         if not files:

@@ -1,4 +1,4 @@
-"""A loaded and patched model, ready to be asked. All of it in the worker's thread."""
+"""A loaded and patched model. Used in the worker's thread only."""
 
 from __future__ import annotations
 
@@ -17,14 +17,20 @@ from mmspec.app.modeling.captioner import Captioner
 from mmspec.app.modeling.load import load_model
 from mmspec.config import resolve_drafter
 from mmspec.interfaces import Compressor, Drafter
-from mmspec.vision.registry import make as make_compressor
+from mmspec.vision.registry import build_compressor
 
 WARMUP_TOKENS = 12
 
 
 @dataclass
 class LoadedModel:
-    """One model."""
+    """A patched model with its processor and the drafters built for it.
+
+    Attributes:
+        name: as offered by `ModelStore`.
+        model: patched with the drafter "none"; each run passes its own drafter.
+        processor: of the model.
+    """
 
     name: str
     model: Any
@@ -32,61 +38,75 @@ class LoadedModel:
     _drafters: dict[str, Drafter] = field(default_factory=dict)
 
     def get_drafter(self, name: str) -> Drafter:
-        """A drafter that has seen nothing yet: no run may learn from another's words.
+        """A drafter without state of earlier runs, so that no run depends on another.
 
         Raises:
-            UsageError: it does not fit this model.
+            UsageError: the drafter does not fit this model.
         """
         if name not in self._drafters:
             tokenizer = getattr(self.processor, "tokenizer", None)
-            family = self.model.__dict__["_mmspec"].family
+            adapter = self.model.__dict__["_mmspec"].adapter
             try:
-                self._drafters[name] = resolve_drafter(name, family, tokenizer)
+                self._drafters[name] = resolve_drafter(name, adapter, tokenizer)
             except (OSError, TypeError, ValueError) as error:
                 raise UsageError(f"Drafter {Path(name).name}: {one_line(error, 200)}") from error
-        made = self._drafters[name]
-        trained = any(isinstance(part, nn.Module) for part in vars(made).values())
-        return made if trained else copy.deepcopy(made)  # weights are not copied; they do not learn here
+        drafter = self._drafters[name]
+        is_trained = any(isinstance(value, nn.Module) for value in vars(drafter).values())
+        return drafter if is_trained else copy.deepcopy(drafter)  # trained drafters have no state between runs
 
     def get_compressor(self, name: str | None) -> Compressor | None:
-        """A compressor of that name; None stands for none.
+        """A new compressor; None for no name.
 
         Raises:
-            UsageError: there is none of that name.
+            UsageError: the name or its argument is invalid.
         """
         try:
-            return make_compressor(name) if name else None
+            return build_compressor(name) if name else None
         except ValueError as error:
             raise UsageError(one_line(error)) from error
 
     def warm_up(self) -> None:
+<<<<<<< HEAD
         """Run both ways once, so that nobody's first answer pays for what is done once."""
         maker = Captioner(self.model, self.processor, WARMUP_TOKENS)
         inputs = maker.build_inputs([Image.new("RGB", (64, 64), "gray")], ["Describe the image."])
         self.model.generate(
-            **inputs, **maker.generation_kwargs(), mmspec={"drafter": self.get_drafter("fused"), "nodes": 4}
+            **inputs, **maker.generation_kwargs(), mmspec={"drafter": self.get_drafter("hybrid"), "tree_size": 4}
         )
         with mmspec.disabled(self.model):
             self.model.generate(**inputs, **maker.generation_kwargs())
+=======
+        """Generate once with and without mmspec, so that one-time costs are not part of a measured run."""
+        captioner = Captioner(self.model, self.processor, WARMUP_TOKENS)
+        inputs = captioner.inputs([Image.new("RGB", (64, 64), "gray")], ["Describe the image."])
+        options = {"drafter": self.get_drafter("fused"), "tree_size": 4}
+        self.model.generate(**inputs, **captioner.options(), mmspec=options)
+        with mmspec.disabled(self.model):
+            self.model.generate(**inputs, **captioner.options())
+>>>>>>> b_ui
 
 
 def load_patched_model(name: str, dtype: str, device: str) -> LoadedModel:
-    """The model of that name, patched and warm.
+    """Load, patch and warm up a model.
 
     Raises:
-        UsageError: it cannot be loaded, or mmspec does not know its family.
+        UsageError: it cannot be loaded, or its family is not supported.
     """
+<<<<<<< HEAD
     desk = LoadedModel(name, *load_model(name, dtype, device))
+=======
+    loaded = LoadedModel(name, *load(name, dtype, device))
+>>>>>>> b_ui
     try:
-        mmspec.patch(desk.model, "none", processor=desk.processor)
+        mmspec.patch(loaded.model, "none", processor=loaded.processor)
     except (TypeError, ValueError) as error:
         raise UsageError(f"Model {name}: {one_line(error, 300)}") from error
-    desk.warm_up()
-    return desk
+    loaded.warm_up()
+    return loaded
 
 
 def free_device_memory() -> None:
-    """Give back what a model that is gone has left on the device."""
+    """Release cached device memory of a deleted model."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 

@@ -1,7 +1,7 @@
-"""What may be chosen, and the model that is loaded (in the worker's thread; torch and transformers come with it).
+"""Models and drafters that pages may choose, and the loaded model.
 
-Names come from a fixed list, since whatever a page sends is not trusted: a path or hub id that was not named on the
-command line is never opened.
+Names are checked against a fixed list, since input of a page is not trusted: a path or hub id that is not named on the
+command line is never opened. Torch and transformers are imported with the first model, in the worker's thread.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from mmspec.app.caption.config import DEFAULT_MODEL, SCENES_MODEL
 from mmspec.app.errors import UsageError
 from mmspec.app.modeling.random_models import SIZES
-from mmspec.drafters.registry import names
+from mmspec.drafters.registry import drafter_names
 
 if TYPE_CHECKING:
     from mmspec.app.ui.loaded_model import LoadedModel
@@ -27,7 +27,17 @@ COMPRESSOR_CHOICES = ("none", "measured", "drop", "stride:16", "pool:16", "relev
 
 @dataclass(frozen=True)
 class RunSettings:
-    """What may be chosen for one answer. `nodes` of every tree, the root counted; None lets the controller choose."""
+    """Settings of one run.
+
+    Attributes:
+        model: name from `ModelStore.model_names`.
+        drafter: name from `ModelStore.drafter_names`.
+        compressor: name with argument, such as "pool:16"; None for none.
+        temperature: 0 is greedy decoding.
+        seed: of torch's generator.
+        max_new_tokens: per answer.
+        tree_size: nodes of every draft tree, root included; None lets the controller choose.
+    """
 
     model: str
     drafter: str = "auto"
@@ -35,34 +45,39 @@ class RunSettings:
     temperature: float = 0.0
     seed: int = 0
     max_new_tokens: int = 128
-    nodes: int | None = None
+    tree_size: int | None = None
 
 
 class ModelStore:
-    """What may be chosen, and the model in use. One is kept loaded."""
+    """The offered names, and the loaded model; one at a time."""
 
     def __init__(
         self, model: str = DEFAULT_MODEL, drafter: str = "auto", *, dtype: str = "auto", device: str = "auto"
     ) -> None:
+<<<<<<< HEAD
         """`model` and `drafter`: what the command line names, offered first."""
         self.model_names = list(dict.fromkeys([model, SCENES_MODEL, *SIZES]))
-        self.drafter_names = list(dict.fromkeys([drafter, *names()]))
+=======
+        """`model` and `drafter` of the command line are the defaults; `dtype` and `device` hold for all models."""
+        self.model_names = list(dict.fromkeys([model, MODEL, *SIZES]))
+>>>>>>> b_ui
+        self.drafter_names = list(dict.fromkeys([drafter, *drafter_names()]))
         self.dtype, self.device = dtype, device
-        self.is_loading = False  # true while a model is read and warmed up
+        self.is_loading = False  # while a model is loaded and warmed up
         self._loaded: LoadedModel | None = None
 
     def check_names(self, model: str, drafter: str) -> None:
-        """Refuse what is not on the lists.
+        """Check names sent by a page.
 
         Raises:
-            UsageError: it is not.
+            UsageError: a name is not offered.
         """
-        for what, name, known in (("model", model, self.model_names), ("drafter", drafter, self.drafter_names)):
-            if name not in known:
-                raise UsageError(f"There is no {what} {str(name)[:60]!r} here; choose one of {_listed(known)}.")
+        for kind, name, offered in (("model", model, self.model_names), ("drafter", drafter, self.drafter_names)):
+            if name not in offered:
+                raise UsageError(f"There is no {kind} {str(name)[:60]!r} here; choose one of {_format_names(offered)}.")
 
     def get(self, name: str) -> LoadedModel:
-        """The model of that name, loaded if it is not the one in use.
+        """The model of that name; loads it if another is loaded.
 
         Raises:
             UsageError: it cannot be loaded.
@@ -72,7 +87,7 @@ class ModelStore:
             try:
                 from mmspec.app.ui.loaded_model import free_device_memory, load_patched_model
 
-                self._loaded = None  # the old one goes first: two may not fit
+                self._loaded = None  # free the old model first: both may not fit
                 free_device_memory()
                 self._loaded = load_patched_model(name, self.dtype, self.device)
             finally:
@@ -81,7 +96,7 @@ class ModelStore:
         return self._loaded
 
 
-def _listed(names: Sequence[str]) -> str:
+def _format_names(names: Sequence[str]) -> str:
     return ", ".join(Path(name).name for name in names)
 
 

@@ -28,7 +28,7 @@ SIDE_TITLES = {"plain": "plain generate", "mmspec": "mmspec"}
 def render_conversation(turns: Sequence[Turn]) -> str:
     """What was said before."""
     return "".join(
-        f'<div class="mm-asked">{escape(turn.question)}</div><div class="mm-said">{escape(turn.answer.strip())}</div>'
+        f'<div class="mm-turn-question">{escape(turn.question)}</div><div class="mm-turn-answer">{escape(turn.answer.strip())}</div>'
         for turn in turns
     )
 
@@ -44,8 +44,8 @@ def render_panel(name: str, body: str, timing: str = "") -> str:
 def render_partial_answer(name: str, turns: Sequence[Turn], question: str, text: str, timing: str, busy: bool) -> str:
     """A side whose answer is still growing."""
     caret = '<span class="mm-caret" aria-hidden="true"></span>' if busy else ""
-    asked = f'<div class="mm-asked">{escape(question)}</div>' if question else ""
-    said = f'<div class="mm-said mm-now">{escape(text.lstrip())}{caret}</div>' if question else ""
+    asked = f'<div class="mm-turn-question">{escape(question)}</div>' if question else ""
+    said = f'<div class="mm-turn-answer mm-now">{escape(text.lstrip())}{caret}</div>' if question else ""
     empty = "" if question or turns else '<p class="mm-empty">Nothing asked yet.</p>'
     return render_panel(name, render_conversation(turns) + asked + said + empty, timing)
 
@@ -55,9 +55,11 @@ def render_answer(trace: AnswerTrace, turns: Sequence[Turn], question: str, timi
     pieces = [piece if place else piece.lstrip() for place, piece in enumerate(trace.token_texts)]
     rows = zip(pieces, trace.token_times, trace.token_kinds, strict=True)
     spans = "".join(f'<span class="mm-{kind}" data-t="{at:.4f}">{escape(text)}</span>' for text, at, kind in rows)
-    said = f'<div class="mm-said mm-now" data-total="{trace.total_s:.4f}">{spans}</div>'
+    said = f'<div class="mm-turn-answer mm-now" data-total="{trace.total_s:.4f}">{spans}</div>'
     return render_panel(
-        trace.name, render_conversation(turns) + f'<div class="mm-asked">{escape(question)}</div>' + said, timing
+        trace.name,
+        render_conversation(turns) + f'<div class="mm-turn-question">{escape(question)}</div>' + said,
+        timing,
     )
 
 
@@ -82,8 +84,8 @@ def render_headline(report: Report) -> str:
     """The four numbers that matter."""
     figures = report.metrics
     cells = [
-        ("decode speed-up", _times(figures["speedup_decode"]), "tokens per second, first token to last"),
-        ("end to end", _times(figures["speedup_e2e"]), "the whole answer, looking at the picture included"),
+        ("decode speed-up", _format_ratio(figures["speedup_decode"]), "tokens per second, first token to last"),
+        ("end to end", _format_ratio(figures["speedup_e2e"]), "the whole answer, looking at the picture included"),
         ("tau", f"{figures['tau']:.2f}", "tokens per forward of the model"),
         ("R", "-" if figures["R"] is None else f"{figures['R']:.2f}", "cost of a round, in plain steps"),
     ]
@@ -97,7 +99,7 @@ def render_headline(report: Report) -> str:
     )
 
 
-def _times(value: float | None) -> str:
+def _format_ratio(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}x"
 
 
@@ -125,7 +127,7 @@ def render_metrics_table(report: Report) -> str:
 def render_plots(report: Report) -> str:
     """How many tokens rounds emitted, and where their time went."""
     stats = report.metrics["stats"]
-    lengths = {int(size): count for size, count in stats["lengths"].items()}
+    lengths = {int(size): count for size, count in stats["accept_length_hist"].items()}
     most = max(lengths, default=1)
     histogram = [(f"{size}", float(lengths.get(size, 0))) for size in range(1, most + 1)] if lengths else []
     phases = [
@@ -133,7 +135,7 @@ def render_plots(report: Report) -> str:
         ("prompt", stats["prefill_s"]),
         ("draft", stats["draft_s"]),
         ("score", stats["score_s"]),
-        ("rest", stats["rest_s"]),
+        ("rest", stats["overhead_s"]),
     ]
     times = [(name, 1000 * seconds) for name, seconds in phases]
     return (
@@ -151,7 +153,7 @@ def render_visible_tokens(report: Report) -> str:
         return ""
     alt = "The picture; what the drafter did not see of it is grey"
     images = "".join(f'<img src="{escape(uri)}" alt="{alt}">' for uri in report.image_uris)
-    return f'<figure class="mm-seen"><figcaption>{escape(told["text"])}</figcaption>{images}</figure>'
+    return f'<figure class="mm-visible-tokens"><figcaption>{escape(told["text"])}</figcaption>{images}</figure>'
 
 
 def render_bars(title: str, rows: Sequence[tuple[str, float]], form: str) -> str:
@@ -191,21 +193,23 @@ def layout_tree(parents: Sequence[int]) -> tuple[list[int], list[float]]:
 
 def render_tree(one: Round, token_labels: Mapping[int, str]) -> str:
     """The tree as SVG: kept path, rejected branches, how likely the drafter thought each, and the model's own word."""
-    count, kept = len(one.tokens), set(one.walked[1:])
-    parents = [*one.parents, *([one.walked[len(one.emitted) - 1]] if one.emitted else [])]
+    count, kept = len(one.tokens), set(one.accepted_nodes[1:])
+    parents = [*one.parents, *([one.accepted_nodes[len(one.emitted) - 1]] if one.emitted else [])]
     spots = [_node_position(depth, line) for depth, line in zip(*layout_tree(parents), strict=True)]
-    own = "mm-own" if one.kinds[-1:] == (CORRECTED,) else "mm-free"
-    kinds = ["mm-root" if not node else "mm-kept" if node in kept else "mm-rejected" for node in range(count)]
+    own = "mm-node-correction" if one.token_kinds[-1:] == (CORRECTED,) else "mm-node-bonus"
+    kinds = ["mm-root" if not node else "mm-node-accepted" if node in kept else "mm-rejected" for node in range(count)]
     labels = [
         (token_labels.get(token, str(token)), _format_probability(one, node)) for node, token in enumerate(one.tokens)
     ]
     if one.emitted:
         kinds.append(own)
         labels.append((token_labels.get(one.emitted[-1], ""), "model"))
-    edges = [_edge(spots[parent], spots[node], kinds[node]) for node, parent in enumerate(parents) if parent >= 0]
-    nodes = [_node(spot, *label, kind) for spot, label, kind in zip(spots, labels, kinds, strict=True)]
+    edges = [
+        _render_edge(spots[parent], spots[node], kinds[node]) for node, parent in enumerate(parents) if parent >= 0
+    ]
+    nodes = [_render_node(spot, *label, kind) for spot, label, kind in zip(spots, labels, kinds, strict=True)]
     width, height = max(x for x, _ in spots) + NODE_WIDTH + TREE_MARGIN, max(y for _, y in spots) + ROW_HEIGHT
-    told = f"Draft tree of {one.guesses} guesses, {one.kept} of them kept"
+    told = f"Draft tree of {one.num_draft_tokens} guesses, {one.num_accepted_tokens} of them kept"
     return (
         f'<div class="mm-tree"><svg role="img" aria-label="{told}" width="{width:.0f}" height="{height:.0f}" '
         f'viewBox="0 0 {width:.0f} {height:.0f}" xmlns="http://www.w3.org/2000/svg"><title>{told}</title>'
@@ -218,17 +222,17 @@ def _node_position(depth: int, line: float) -> tuple[float, float]:
     return TREE_MARGIN + depth * COLUMN_WIDTH, TREE_MARGIN + line * ROW_HEIGHT
 
 
-def _edge(start: tuple[float, float], end: tuple[float, float], kind: str) -> str:
+def _render_edge(start: tuple[float, float], end: tuple[float, float], kind: str) -> str:
     x1, y1, x2, y2 = start[0] + NODE_WIDTH, start[1] + 14, end[0], end[1] + 14
     half = (x1 + x2) / 2
     curve = f"M{x1:.0f} {y1:.0f} C{half:.0f} {y1:.0f} {half:.0f} {y2:.0f} {x2:.0f} {y2:.0f}"
     return f'<path class="mm-edge {kind}" d="{curve}"/>'
 
 
-def _node(at: tuple[float, float], name: str, note: str, kind: str) -> str:
+def _render_node(at: tuple[float, float], name: str, note: str, kind: str) -> str:
     x, y = at
     short = name if len(name) <= MAX_LABEL_CHARS else name[: MAX_LABEL_CHARS - 1] + "…"
-    small = f'<tspan class="mm-chance" dx="5">{escape(note)}</tspan>' if note else ""
+    small = f'<tspan class="mm-probability" dx="5">{escape(note)}</tspan>' if note else ""
     return (
         f'<g class="mm-node {kind}"><title>{escape(name)} {escape(note)}</title>'
         f'<rect x="{x:.0f}" y="{y:.0f}" width="{NODE_WIDTH}" height="28" rx="6"/>'
@@ -237,10 +241,10 @@ def _node(at: tuple[float, float], name: str, note: str, kind: str) -> str:
 
 
 def _format_probability(one: Round, node: int) -> str:
-    if not node or one.reached is None:
+    if not node or one.scores is None:
         return ""
-    above = one.reached[one.parents[node]]
-    return f"{100 * min(1.0, one.reached[node] / above):.0f}%" if above > 0 else ""
+    above = one.scores[one.parents[node]]
+    return f"{100 * min(1.0, one.scores[node] / above):.0f}%" if above > 0 else ""
 
 
 def render_round(report: Report, round_index: int) -> str:
@@ -248,16 +252,14 @@ def render_round(report: Report, round_index: int) -> str:
     one = report.rounds[round_index]
     if not round_index:
         said = "The prompt's own forward gives the first token; nothing is guessed there."
-    elif one.proposed is None:
+    elif one.num_proposed is None:
         said = "The drafter was not asked: of late its guesses did not pay. One forward, one token."
-    elif not one.guesses:
-        said = (
-            f"The drafter proposed {_many(one.proposed - 1, 'guess', 'guesses')}; none was worth its cost. One token."
-        )
+    elif not one.num_draft_tokens:
+        said = f"The drafter proposed {_pluralize(one.num_proposed - 1, 'guess', 'guesses')}; none was worth its cost. One token."
     else:
         said = (
-            f"{_many(one.guesses, 'guess', 'guesses')} scored in one forward, {one.kept} kept; "
-            f"with the model's own word {_many(len(one.emitted), 'token', 'tokens')}."
+            f"{_pluralize(one.num_draft_tokens, 'guess', 'guesses')} scored in one forward, {one.num_accepted_tokens} kept; "
+            f"with the model's own word {_pluralize(len(one.emitted), 'token', 'tokens')}."
         )
     head = (
         f'<p class="mm-status" role="status"><b>Round {round_index} of {len(report.rounds) - 1}.</b> {escape(said)}</p>'
@@ -265,7 +267,7 @@ def render_round(report: Report, round_index: int) -> str:
     return head + render_tree(one, report.token_labels) + LEGEND + _render_answer_so_far(report, one)
 
 
-def _many(count: int, one: str, more: str) -> str:
+def _pluralize(count: int, one: str, more: str) -> str:
     return f"{count} {one if count == 1 else more}"
 
 
@@ -275,20 +277,20 @@ def _render_answer_so_far(report: Report, one: Round) -> str:
     before = escape("".join(pieces[: one.start]).lstrip())
     end = min(one.start + len(one.emitted), len(pieces))
     now = "".join(f'<span class="mm-{kinds[place]}">{escape(pieces[place])}</span>' for place in range(one.start, end))
-    said = f'<div class="mm-said mm-now"><span class="mm-past">{before}</span>{now}</div>'
+    said = f'<div class="mm-turn-answer mm-now"><span class="mm-past">{before}</span>{now}</div>'
     return f'<div class="mm-side mm-so-far">{said}</div>'
 
 
 def render_captions(rows: Sequence[Mapping[str, Any]]) -> str:
     """The table of a batch."""
     head = "".join(f"<th scope='col'>{name}</th>" for name in ("file", "caption", "tokens", "tau", "seconds"))
-    body = "".join(_caption(row) for row in rows)
+    body = "".join(_render_caption_row(row) for row in rows)
     body = body or '<tr><td colspan="5" class="mm-empty">No captions yet.</td></tr>'
     drawn = f'<table class="mm-table mm-captions"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
     return f'<div class="mm-wide">{drawn}</div>'
 
 
-def _caption(row: Mapping[str, Any]) -> str:
+def _render_caption_row(row: Mapping[str, Any]) -> str:
     name = f"<td>{escape(str(row['file_name']))}</td>"
     if row["error"]:
         return f'<tr class="mm-failed">{name}<td colspan="4">{escape(str(row["error"]["message"]))}</td></tr>'

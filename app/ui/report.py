@@ -1,4 +1,4 @@
-"""A finished race as plain data: what the pages draw, what can be downloaded, what the API returns."""
+"""A finished comparison as plain data: rendered by the pages, downloaded as JSON, returned by the API."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mmspec.app.bench.rounds import PLAIN, Round, kinds_of
+from mmspec.app.bench.rounds import PLAIN, Round, classify_tokens
 from mmspec.app.ui.comparison import ComparisonRun, ComparisonSide, Difference
+from mmspec.app.ui.model_store import RunSettings
 from mmspec.app.ui.streamer import detokenize, token_label
 from mmspec.app.ui.visible_tokens import draw_visible_tokens, uses_center_crop, visible_tokens_to_dict
 from mmspec.app.versions import mmspec_version
@@ -21,7 +22,15 @@ from mmspec.app.versions import mmspec_version
 
 @dataclass(frozen=True)
 class AnswerTrace:
-    """One side, ready to be shown and played again: per token its piece of text, its second, its kind."""
+    """One answer, token by token, for rendering and replay.
+
+    Attributes:
+        name: "plain" or "mmspec".
+        token_texts: text of each token; joined, the answer.
+        token_times: seconds from the start to each token.
+        token_kinds: "accepted", "corrected" or "plain" for each token.
+        total_s: seconds of the whole answer.
+    """
 
     name: str
     token_texts: tuple[str, ...]
@@ -37,12 +46,18 @@ class AnswerTrace:
 
 @dataclass(frozen=True, eq=False)
 class Report:
-    """A finished race. Each is itself alone, so that Gradio need not look into it to see whether it is another.
+    """A finished comparison. Equality is identity, so that Gradio compares two states without their content.
 
     Attributes:
-        plain, mmspec: both sides. rounds: of mmspec's. names: token -> how it is shown in a tree.
-        badge: whether both said the same, in one line. figures: the numbers, ready for JSON.
-        marked: the pictures as data URIs, with what the drafter saw of them.
+        question: as sent to the model.
+        plain: answer of plain `generate`.
+        mmspec: answer of mmspec.
+        rounds: of the mmspec call.
+        token_labels: {token id: label in a drawn tree}.
+        identical: whether both answers are equal; None if one is empty.
+        verdict: the same as one line of text.
+        metrics: numbers, ready for JSON.
+        image_uris: pictures as data URIs, with the tokens that the drafter did not read greyed.
     """
 
     question: str
@@ -61,82 +76,79 @@ class Report:
             "question": self.question,
             "badge": self.verdict,
             **self.metrics,
-            "plain": _track_dict(self.plain, self.metrics["sides"]["plain"]),
-            "mmspec": _track_dict(self.mmspec, self.metrics["sides"]["mmspec"]),
-            "rounds": [asdict(one) for one in self.rounds],
-            "names": {str(token): name for token, name in self.token_labels.items()},
+            "plain": _trace_to_dict(self.plain, self.metrics["sides"]["plain"]),
+            "mmspec": _trace_to_dict(self.mmspec, self.metrics["sides"]["mmspec"]),
+            "rounds": [asdict(item) for item in self.rounds],
+            "names": {str(token): label for token, label in self.token_labels.items()},
         }
 
 
-def _track_dict(track: AnswerTrace, figures: dict[str, Any]) -> dict[str, Any]:
-    rows = zip(track.token_texts, track.token_times, track.token_kinds, strict=True)
-    tokens = [{"text": text, "t": round(at, 6), "kind": kind} for text, at, kind in rows]
-    return {"answer": track.text, **figures, "tokens": tokens}
+def _trace_to_dict(trace: AnswerTrace, metrics: dict[str, Any]) -> dict[str, Any]:
+    rows = zip(trace.token_texts, trace.token_times, trace.token_kinds, strict=True)
+    tokens = [{"text": text, "t": round(time_s, 6), "kind": kind} for text, time_s, kind in rows]
+    return {"answer": trace.text, **metrics, "tokens": tokens}
 
 
 def build_report(comparison: ComparisonRun) -> Report:
-    """The report of a race that is over and has been loaded."""
+    """The report of a run that has ended and whose model was loaded."""
     assert comparison.loaded_model is not None
     tokenizer = comparison.loaded_model.processor.tokenizer
     rounds = comparison.rounds
-    ours = len(comparison.mmspec.streamer.token_ids)
-    known = {token for one in rounds for token in (*one.tokens, *one.emitted)}
+    num_plain = len(comparison.plain.streamer.token_ids)
+    num_tokens = len(comparison.mmspec.streamer.token_ids)
+    token_ids = {token for item in rounds for token in (*item.tokens, *item.emitted)}
+    visible = comparison.visible_tokens
+    is_cropped = uses_center_crop(comparison.loaded_model.processor)
+    image_uris = draw_visible_tokens(comparison.media, visible, is_cropped) if visible else []
     return Report(
         question=comparison.question,
-        plain=_track("plain", comparison.plain, tokenizer, [PLAIN] * len(comparison.plain.streamer.token_ids)),
-        mmspec=_track("mmspec", comparison.mmspec, tokenizer, kinds_of(rounds, ours)),
+<<<<<<< HEAD
+        plain=_build_trace("plain", comparison.plain, tokenizer, [PLAIN] * len(comparison.plain.streamer.token_ids)),
+        mmspec=_build_trace("mmspec", comparison.mmspec, tokenizer, classify_tokens(rounds, ours)),
+=======
+        plain=_build_trace("plain", comparison.plain, tokenizer, [PLAIN] * num_plain),
+        mmspec=_build_trace("mmspec", comparison.mmspec, tokenizer, kinds_of(rounds, num_tokens)),
+>>>>>>> b_ui
         rounds=tuple(rounds),
-        token_labels={token: token_label(tokenizer, token) for token in known},
+        token_labels={token: token_label(tokenizer, token) for token in token_ids},
         identical=comparison.identical,
         verdict=format_verdict(comparison),
         metrics=collect_metrics(comparison),
-        image_uris=tuple(
-            draw_visible_tokens(
-                comparison.media, comparison.visible_tokens, uses_center_crop(comparison.loaded_model.processor)
-            )
-        )
-        if comparison.visible_tokens
-        else (),
+        image_uris=tuple(image_uris),
     )
 
 
-def _track(name: str, side: ComparisonSide, tokenizer: Any, kinds: list[str]) -> AnswerTrace:
-    tape = side.streamer
-    return AnswerTrace(
-        name, tuple(detokenize(tokenizer, tape.token_ids)), tuple(tape.token_times), tuple(kinds), side.total_s
-    )
+def _build_trace(name: str, side: ComparisonSide, tokenizer: Any, kinds: list[str]) -> AnswerTrace:
+    texts = detokenize(tokenizer, side.streamer.token_ids)
+    return AnswerTrace(name, tuple(texts), tuple(side.streamer.token_times), tuple(kinds), side.total_s)
 
 
 def format_verdict(comparison: ComparisonRun) -> str:
-    """Whether both sides said the same, in one line."""
-    found, same = (
-        comparison.difference,
-        min(len(comparison.plain.streamer.token_ids), len(comparison.mmspec.streamer.token_ids)),
-    )
+    """Whether both answers are equal, in one line."""
     if comparison.identical is None:
         return "Stopped before both sides had answered"
-    if found is not None:
+    difference = comparison.difference
+    if difference is not None:
         assert comparison.loaded_model is not None
-        mine, other = (
-            token_label(comparison.loaded_model.processor.tokenizer, token) for token in (found.plain, found.mmspec)
-        )
-        return (
-            f"Outputs differ from token {found.column + 1} on: {mine} (plain), {other} (mmspec); "
-            f"logit margin {'not measured' if math.isnan(found.margin) else f'{found.margin:.2e}'}"
-        )
+        tokenizer = comparison.loaded_model.processor.tokenizer
+        plain, ours = (token_label(tokenizer, token) for token in (difference.plain, difference.mmspec))
+        margin = "not measured" if math.isnan(difference.margin) else f"{difference.margin:.2e}"
+        position = difference.index + 1
+        return f"Outputs differ from token {position} on: {plain} (plain), {ours} (mmspec); logit margin {margin}"
+    num_equal = min(len(comparison.plain.streamer.token_ids), len(comparison.mmspec.streamer.token_ids))
     if comparison.cancelled:
-        return f"Outputs identical as far as both came: {same} tokens, then stopped"
-    return f"Outputs identical: all {same} tokens"
+        return f"Outputs identical up to token {num_equal}, where the run was stopped"
+    return f"Outputs identical: all {num_equal} tokens"
 
 
 def collect_metrics(comparison: ComparisonRun) -> dict[str, Any]:
-    """The numbers of a race. Those of mmspec's side are `mmspec.stats` of its call."""
+    """The numbers of a run. Those of the mmspec side are `mmspec.stats` of its call."""
     assert comparison.loaded_model is not None
     stats, model = comparison.stats, comparison.loaded_model.model
     return {
         "identical": comparison.identical,
         "stopped": comparison.cancelled,
-        "difference": _difference(comparison.difference) if comparison.difference else None,
+        "difference": _difference_to_dict(comparison.difference) if comparison.difference else None,
         "speedup_decode": comparison.speedup_decode,
         "speedup_e2e": comparison.speedup_e2e,
         "tau": stats.tau,
@@ -144,7 +156,7 @@ def collect_metrics(comparison: ComparisonRun) -> dict[str, Any]:
         "vision_s": comparison.encode_s,
         "drafter_saw": visible_tokens_to_dict(comparison.visible_tokens) if comparison.visible_tokens else None,
         "prompt_tokens": comparison.prompt_tokens,
-        "choice": asdict(comparison.settings) | {"model": Path(comparison.settings.model).name},
+        "choice": _settings_to_dict(comparison.settings),
         "stats": stats.as_dict(),
         "run": {
             "mmspec": mmspec_version(),
@@ -152,15 +164,21 @@ def collect_metrics(comparison: ComparisonRun) -> dict[str, Any]:
             "dtype": str(model.dtype).removeprefix("torch."),
             "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         },
-        "sides": {"plain": _side(comparison.plain), "mmspec": _ours(comparison)},
+        "sides": {"plain": _side_metrics(comparison.plain), "mmspec": _mmspec_metrics(comparison)},
     }
 
 
-def _difference(found: Difference) -> dict[str, Any]:
-    return asdict(found) | ({"margin": None} if math.isnan(found.margin) else {})  # JSON knows no nan
+def _settings_to_dict(settings: RunSettings) -> dict[str, Any]:
+    """ "nodes" is the key of `tree_size` in files of earlier versions; model paths are shortened to their name."""
+    return asdict(settings) | {"model": Path(settings.model).name, "nodes": settings.tree_size}
 
 
-def _side(side: ComparisonSide) -> dict[str, Any]:
+def _difference_to_dict(difference: Difference) -> dict[str, Any]:
+    margin = None if math.isnan(difference.margin) else difference.margin  # JSON has no nan
+    return {"column": difference.index, "plain": difference.plain, "mmspec": difference.mmspec, "margin": margin}
+
+
+def _side_metrics(side: ComparisonSide) -> dict[str, Any]:
     return {
         "n_tokens": len(side.streamer.token_ids),
         "tokens_per_s": side.streamer.tokens_per_s,
@@ -170,10 +188,10 @@ def _side(side: ComparisonSide) -> dict[str, Any]:
     }
 
 
-def _ours(race: ComparisonRun) -> dict[str, Any]:
-    stats = race.stats
+def _mmspec_metrics(comparison: ComparisonRun) -> dict[str, Any]:
+    stats = comparison.stats
     if not stats.calls or stats.fallback_calls:
-        return _side(race.mmspec)
+        return _side_metrics(comparison.mmspec)
     return {
         "n_tokens": stats.tokens,
         "tokens_per_s": stats.tokens_per_s,
@@ -184,27 +202,27 @@ def _ours(race: ComparisonRun) -> dict[str, Any]:
 
 
 class TempStorage:
-    """A folder for what the pages write. Old things in it are swept away, and all of it in the end."""
+    """A temporary folder for uploads, results and reports. Old files are removed, and all of them by `close`."""
 
     def __init__(self, max_age_s: float = 3600.0) -> None:
         self.root = Path(tempfile.mkdtemp(prefix="mmspec-demo-"))
         self.max_age_s = max_age_s
 
     def new_folder(self) -> Path:
-        """An empty folder of its own, with a name that nobody can guess."""
+        """Create an empty folder with a random name."""
         self.remove_expired()
-        made = self.root / "runs" / secrets.token_hex(8)
-        made.mkdir(parents=True)
-        return made
+        folder = self.root / "runs" / secrets.token_hex(8)
+        folder.mkdir(parents=True)
+        return folder
 
     def write_report(self, report: Report) -> Path:
-        """The report as a file."""
+        """Write a report as JSON and return its path."""
         file = self.new_folder() / "mmspec-run.json"
         file.write_text(json.dumps(report.as_dict(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
         return file
 
     def remove_expired(self) -> None:
-        """Remove what is older than `keep_s` seconds."""
+        """Remove folders older than `max_age_s` seconds."""
         now = time.time()
         for folder in (self.root / "runs").glob("*"):
             if now - folder.stat().st_mtime > self.max_age_s:

@@ -1,4 +1,4 @@
-"""Runs a race, in the worker's thread: the model plainly, then with mmspec, then where the two part, if they do."""
+"""Runs a comparison in the worker's thread: plain `generate`, mmspec, then the logit margin of a difference."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import mmspec
-from mmspec.app.bench.recorder import Recorder
+from mmspec.app.bench.recorder import RecordingDrafter
 from mmspec.app.errors import UsageError, one_line
 from mmspec.app.modeling.captioner import Captioner
 from mmspec.app.modeling.chat import build_inputs, check_length, encode_media
@@ -23,46 +23,70 @@ from mmspec.interfaces import Compressor
 
 
 def run_comparison(comparison: ComparisonRun) -> None:
-    """See `Race.run`."""
-    choice = comparison.settings
+    """See `ComparisonRun.run`."""
+    settings = comparison.settings
     if comparison.cancel_signal.should_stop:
         comparison.phase, comparison.cancelled = "done", True
         return
     comparison.phase = "loading"
+<<<<<<< HEAD
     desk = comparison.loaded_model = comparison.model_store.get(choice.model)
-    recorder = comparison.recorder = Recorder(desk.get_drafter(choice.drafter))
+    recorder = comparison.recorder = RecordingDrafter(desk.get_drafter(choice.drafter))
     compressor = desk.get_compressor(choice.compressor)
-    comparison.phase = "looking"
-    comparison.look()
+    comparison.phase = "encoding"
+    comparison.load_media()
     inputs = build_inputs(desk.model, desk.processor, [comparison.media], [comparison.question], [comparison.turns])
     comparison.prompt_tokens = inputs["input_ids"].shape[1]
     check_length(desk.model, inputs, choice.max_new_tokens)
     request, comparison.encode_s = encode_media(desk.model, inputs)
+=======
+    loaded = comparison.loaded_model = comparison.model_store.get(settings.model)
+    recorder = comparison.recorder = Recorder(loaded.get_drafter(settings.drafter))
+    compressor = loaded.get_compressor(settings.compressor)
+    comparison.phase = "encoding"
+    comparison.load_media()
+    inputs = inputs_of(loaded.model, loaded.processor, [comparison.media], [comparison.question], [comparison.turns])
+    comparison.prompt_tokens = inputs["input_ids"].shape[1]
+    check_length(loaded.model, inputs, settings.max_new_tokens)
+    request, comparison.encode_s = encoded(loaded.model, inputs)
+>>>>>>> b_ui
     comparison.phase = "plain"
-    with mmspec.disabled(desk.model):
-        _generate(comparison, desk, request, comparison.plain)
+    with mmspec.disabled(loaded.model):
+        _generate(comparison, loaded, request, comparison.plain)
     if not comparison.cancelled:
         comparison.phase = "mmspec"
-        _speculate(comparison, desk, request, recorder, compressor)
-        comparison.stats = mmspec.stats(desk.model, last=True)
-        comparison.difference = _compare(comparison, desk, request)
+        _speculate(comparison, loaded, request, recorder, compressor)
+        comparison.stats = mmspec.stats(loaded.model, last=True)
+        comparison.difference = _find_difference(comparison, loaded, request)
     comparison.phase = "done"
 
 
 def _speculate(
-    race: ComparisonRun, desk: LoadedModel, request: dict[str, Any], recorder: Recorder, compressor: Compressor | None
+<<<<<<< HEAD
+    race: ComparisonRun,
+    desk: LoadedModel,
+    request: dict[str, Any],
+    recorder: RecordingDrafter,
+=======
+    comparison: ComparisonRun,
+    loaded: LoadedModel,
+    request: dict[str, Any],
+    recorder: Recorder,
+>>>>>>> b_ui
+    compressor: Compressor | None,
 ) -> None:
-    """Mmspec's side, with its drafter watched."""
-    options = {"drafter": recorder, "compressor": compressor, "nodes": race.settings.nodes}
+    """Generate the answer of mmspec, with its drafter recorded."""
+    options = {"drafter": recorder, "compressor": compressor, "tree_size": comparison.settings.tree_size}
     try:
-        _generate(race, desk, request, race.mmspec, mmspec=options)
-    except ValueError as error:  # a drafter and a compressor that do not go together
+        _generate(comparison, loaded, request, comparison.mmspec, mmspec=options)
+    except ValueError as error:  # the drafter does not take this compressor
         raise UsageError(one_line(error)) from error
 
 
 def _generate(
-    race: ComparisonRun, desk: LoadedModel, request: dict[str, Any], side: ComparisonSide, **more: Any
+    comparison: ComparisonRun, loaded: LoadedModel, request: dict[str, Any], side: ComparisonSide, **extra_options: Any
 ) -> None:
+<<<<<<< HEAD
     choice, tape = race.settings, side.streamer
     maker = Captioner(desk.model, desk.processor, choice.max_new_tokens, choice.temperature)
     torch.manual_seed(choice.seed)
@@ -71,32 +95,47 @@ def _generate(
     tape.start()
     options = maker.generation_kwargs() | more
     desk.model.generate(
-        **_fresh(request), **options, streamer=tape, stopping_criteria=build_stopping_criteria(race.cancel_signal)
+=======
+    settings, streamer = comparison.settings, side.streamer
+    captioner = Captioner(loaded.model, loaded.processor, settings.max_new_tokens, settings.temperature)
+    torch.manual_seed(settings.seed)
+    synchronise(loaded.model.device)
+    start_time = time.perf_counter()
+    streamer.start()
+    options = captioner.options() | extra_options
+    loaded.model.generate(
+>>>>>>> b_ui
+        **_copy_request(request),
+        **options,
+        streamer=streamer,
+        stopping_criteria=build_stopping_criteria(comparison.cancel_signal),
     )
+<<<<<<< HEAD
     synchronize(desk.model.device)
     side.total_s = time.perf_counter() - began
     race.cancelled = race.cancel_signal.should_stop
+=======
+    synchronise(loaded.model.device)
+    side.total_s = time.perf_counter() - start_time
+    comparison.cancelled = comparison.cancel_signal.should_stop
+>>>>>>> b_ui
 
 
-def _compare(race: ComparisonRun, desk: LoadedModel, request: dict[str, Any]) -> Difference | None:
-    """Where the answers part, if they do within what both have said."""
-    pairs = zip(race.plain.streamer.token_ids, race.mmspec.streamer.token_ids, strict=False)
-    column = next((place for place, (a, b) in enumerate(pairs) if a != b), None)
-    if column is None:
+def _find_difference(comparison: ComparisonRun, loaded: LoadedModel, request: dict[str, Any]) -> Difference | None:
+    """The first difference within the length of the shorter answer, with its logit margin."""
+    pairs = zip(comparison.plain.streamer.token_ids, comparison.mmspec.streamer.token_ids, strict=False)
+    index = next((index for index, (plain, ours) in enumerate(pairs) if plain != ours), None)
+    if index is None:
         return None
-    ours, theirs = race.mmspec.streamer.token_ids[column], race.plain.streamer.token_ids[column]
-    return Difference(
-        column,
-        theirs,
-        ours,
-        measure_logit_margin(desk, request, race.settings, column, theirs, ours, race.cancel_signal),
-    )
+    plain, ours = comparison.plain.streamer.token_ids[index], comparison.mmspec.streamer.token_ids[index]
+    margin = measure_logit_margin(loaded, request, comparison.settings, index, plain, ours, comparison.cancel_signal)
+    return Difference(index, plain, ours, margin)
 
 
-def _fresh(request: dict[str, Any]) -> dict[str, Any]:
-    """A copy whose dict of encoded pictures is its own: transformers may write into what it is given."""
-    seen = request.get("mm_encoder_outputs")
-    return request if seen is None else request | {"mm_encoder_outputs": dict(seen)}
+def _copy_request(request: dict[str, Any]) -> dict[str, Any]:
+    """A shallow copy with its own dict of encoder outputs, into which transformers may write."""
+    outputs = request.get("mm_encoder_outputs")
+    return request if outputs is None else request | {"mm_encoder_outputs": dict(outputs)}
 
 
 def measure_logit_margin(
@@ -108,20 +147,34 @@ def measure_logit_margin(
     other_id: int,
     cancel_signal: CancelSignal,
 ) -> float:
-    """How far the plain model's raw logit of `mine` is above that of `other` where the answers part; nan if halted."""
-    maker = Captioner(loaded_model.model, loaded_model.processor, index + 1, settings.temperature)
+    """Raw logit of `token_id` minus that of `other_id` at `index` of the plain answer; nan if cancelled.
+
+    Args:
+        loaded_model: the model of the run.
+        request: inputs of `generate`, with encoded pictures.
+        settings: of the run.
+        index: of the token in the answer.
+        token_id: token of the plain answer.
+        other_id: token of the other answer.
+        cancel_signal: of the run.
+    """
+    captioner = Captioner(loaded_model.model, loaded_model.processor, index + 1, settings.temperature)
     torch.manual_seed(settings.seed)
     with mmspec.disabled(loaded_model.model):
-        again = loaded_model.model.generate(
-            **_fresh(request),
+        output = loaded_model.model.generate(
+            **_copy_request(request),
+<<<<<<< HEAD
             **maker.generation_kwargs(),
+=======
+            **captioner.options(),
+>>>>>>> b_ui
             return_dict_in_generate=True,
             output_logits=True,
             stopping_criteria=build_stopping_criteria(cancel_signal),
         )
-    if len(again.logits) <= index:
+    if len(output.logits) <= index:
         return math.nan
-    logits = again.logits[index][0].float()
+    logits = output.logits[index][0].float()
     return float(logits[token_id] - logits[other_id])
 
 

@@ -1,4 +1,4 @@
-"""What a run says, token by token, with the time of each: a streamer. And tokens as pieces of text."""
+"""A streamer that records every token with its time, and incremental detokenization."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ if TYPE_CHECKING:
 
 
 class TimingStreamer:
-    """Notes every token of a single row as `generate` gives it out. Read by another thread while it grows.
+    """Records every token of a single row as `generate` emits it. Other threads may read it meanwhile.
 
     Attributes:
-        ids: the tokens. times: seconds from `start` to each.
+        token_ids: emitted tokens, prompt not included.
+        token_times: seconds from `start` to each token.
     """
 
     def __init__(self) -> None:
         self.token_ids: list[int] = []
         self.token_times: list[float] = []
         self._start_time: float | None = None
-        self._expects_prompt = True  # transformers puts the prompt first
+        self._expects_prompt = True  # transformers streams the prompt first
 
     def start(self) -> None:
-        """The clock runs from now."""
+        """Start the clock."""
         self._start_time = time.perf_counter()
 
     def put(self, value: Tensor) -> None:
@@ -36,7 +37,7 @@ class TimingStreamer:
         now = self.elapsed_s
         for token in value.flatten().tolist():
             self.token_times.append(now)
-            self.token_ids.append(token)  # last, so that whoever sees an id finds its time
+            self.token_ids.append(token)  # after its time: a reader that finds an id also finds its time
 
     @property
     def elapsed_s(self) -> float:
@@ -48,25 +49,28 @@ class TimingStreamer:
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens after the first per second, so far; 0 if there is but one."""
+        """Tokens after the first per second, so far; 0 with fewer than two tokens."""
         count = len(self.token_ids)
         seconds = self.token_times[count - 1] - self.token_times[0] if count > 1 else 0.0
         return (count - 1) / seconds if seconds > 0 else 0.0
 
 
 class IncrementalDetokenizer:
-    """Tokens to pieces of text that, joined, are the whole text. Grows with the tokens.
+    """Decodes a growing sequence into one text per token; joined, they are the decoded sequence.
 
-    A token's piece depends on its neighbours (spaces, bytes of one character), so each is decoded behind the last few;
-    one that ends within a character is empty, and the next has it all.
+    The text of a token depends on its neighbours (spaces, bytes of one character), so each is decoded together with the
+    last few tokens; a token that ends within a character has an empty text, and the next one the whole character.
     """
 
     def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer, self.token_ids, self.texts = tokenizer, list[int](), list[str]()
-        self._prefix_offset = self._read_offset = 0
+        self.tokenizer = tokenizer
+        self.token_ids: list[int] = []
+        self.texts: list[str] = []
+        self._prefix_offset = 0
+        self._read_offset = 0
 
     def append(self, token_ids: list[int]) -> None:
-        """Take in more tokens."""
+        """Append tokens."""
         for token in token_ids:
             self.token_ids.append(token)
             before, now = self._decode(self._read_offset), self._decode(len(self.token_ids))
@@ -77,7 +81,7 @@ class IncrementalDetokenizer:
             self._prefix_offset, self._read_offset = self._read_offset, len(self.token_ids)
 
     def decode(self, token_ids: list[int]) -> list[str]:
-        """The pieces of `ids`, which begin with what was taken in before."""
+        """Texts of `token_ids`, which start with all tokens appended so far."""
         self.append(token_ids[len(self.token_ids) :])
         return self.texts[: len(token_ids)]
 
@@ -87,12 +91,12 @@ class IncrementalDetokenizer:
 
 
 def detokenize(tokenizer: Any, token_ids: list[int]) -> list[str]:
-    """One piece of text per token."""
+    """One text per token; see `IncrementalDetokenizer`."""
     return IncrementalDetokenizer(tokenizer).decode(token_ids)
 
 
 def token_label(tokenizer: Any, token: int) -> str:
-    """A single token as it is shown by itself: special ones by their name, spaces and line ends visible."""
+    """A single token as a label: special tokens by their name, white space by visible characters."""
     text = tokenizer.decode([token]) or str(tokenizer.convert_ids_to_tokens(token))
     return text.replace("\n", "⏎").replace("\t", "⇥").replace(" ", "·")
 

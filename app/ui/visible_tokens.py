@@ -1,4 +1,4 @@
-"""Which visual tokens a drafter was shown, and the picture with them marked on it. The model itself always sees all."""
+"""Visual tokens that a drafter read, and pictures with them marked. The target model always reads all of them."""
 
 from __future__ import annotations
 
@@ -13,21 +13,26 @@ from PIL import Image
 from mmspec.app.io.images import Media, media_images
 
 if TYPE_CHECKING:
-    from mmspec.app.bench.recorder import Recorder
+    from mmspec.app.bench.recorder import RecordingDrafter
     from mmspec.interfaces import VisualGrid
-    from mmspec.metrics.compression_stats import CompressionRecord as Kept
+    from mmspec.metrics.compression_stats import CompressionRecord
 
-FULL_VISUAL_MODES, NO_VISUAL_MODES = frozenset(("decoupled", "coupled")), frozenset(("blind", "textual"))
-"""Rules of trained drafters (`mmspec.drafters.eagle.visual_inputs`) that read every visual token, and that read none."""
+FULL_VISUAL_MODES = frozenset(("decoupled", "coupled"))
+"""Visual modes of trained drafters (`mmspec.drafters.eagle.visual_inputs`) that read every visual token."""
+NO_VISUAL_MODES = frozenset(("placeholder", "text_only"))
+"""Visual modes that read none."""
 
 
 @dataclass(frozen=True)
 class VisibleTokens:
-    """What a drafter was shown.
+    """Visual tokens that a drafter read.
 
     Attributes:
-        text: in one sentence. shown, total: visual tokens. kept: their numbers, counted from 0 over the prompt; None
-            where they were mixed or cannot be told.
+        summary: one sentence.
+        num_visible: visual tokens that the drafter read; None if unknown.
+        num_total: visual tokens of the prompt; None if unknown.
+        kept_indices: indices among the visual tokens of the prompt; None where tokens were merged or it is unknown.
+        grids: of the pictures in the prompt.
     """
 
     summary: str
@@ -37,69 +42,109 @@ class VisibleTokens:
     grids: tuple[VisualGrid, ...] = field(default=(), repr=False)
 
 
-def find_visible_tokens(recorder: Recorder, compression: Kept | None) -> VisibleTokens:
+<<<<<<< HEAD
+def find_visible_tokens(recorder: RecordingDrafter, compression: Kept | None) -> VisibleTokens:
     """What the drafter of a finished run was shown. seen: by a compressor, as `mmspec.stats` has it."""
+=======
+def find_visible_tokens(recorder: Recorder, compression: CompressionRecord | None) -> VisibleTokens:
+    """Visual tokens that the drafter of a finished run read.
+
+    Args:
+        recorder: of the run.
+        compression: record of the compressor in `mmspec.stats`; None if none was used.
+    """
+>>>>>>> b_ui
+    from mmspec.drafters.eagle.drafter import EagleDrafter
     from mmspec.drafters.eagle.vispec import VispecDrafter
 
-    inner, total = recorder.inner, recorder.visual
+    inner, total = recorder.inner, recorder.num_visual_tokens
     if not inner.requirements.hidden_state_indices:
-        return VisibleTokens("This drafter looks at no picture: it guesses from words alone.", 0, total, frozenset())
+        return VisibleTokens("This drafter reads no visual tokens: it drafts from text alone.", 0, total, frozenset())
     if compression is not None:
+<<<<<<< HEAD
         given, shown = compression.num_visual_tokens, compression.num_compressed_tokens
         kept = None if compression.kept_indices is None else frozenset(compression.kept_indices)
         how = "mixed into" if kept is None else "of which it saw"
         text = f"The picture is {given} tokens to the model, {how} {shown} for the drafter."
-        return VisibleTokens(text, shown, given, kept, recorder.segments)
+        return VisibleTokens(text, shown, given, kept, recorder.grids)
+=======
+        num_visual, num_visible = compression.num_visual_tokens, compression.num_compressed_tokens
+        indices = None if compression.kept_indices is None else frozenset(compression.kept_indices)
+        how = "merged into" if indices is None else "reduced to"
+        text = f"The picture is {num_visual} tokens for the model, {how} {num_visible} for the drafter."
+        return VisibleTokens(text, num_visible, num_visual, indices, recorder.segments)
+>>>>>>> b_ui
     if isinstance(inner, VispecDrafter):
-        return VisibleTokens("This drafter shrinks the picture by itself.")
-    rule = getattr(inner, "rule", None)
-    if rule in FULL_VISUAL_MODES:
+        return VisibleTokens("This drafter compresses the picture itself.")
+    mode = inner.visual_mode if isinstance(inner, EagleDrafter) else None
+    if mode in FULL_VISUAL_MODES:
+<<<<<<< HEAD
         text = f"The drafter saw all {total} tokens of the picture."
-        return VisibleTokens(text, total, total, frozenset(range(total)), recorder.segments)
-    if rule in NO_VISUAL_MODES:
+        return VisibleTokens(text, total, total, frozenset(range(total)), recorder.grids)
+    if mode in NO_VISUAL_MODES:
         return VisibleTokens(
-            "This drafter was trained to guess without the picture.", 0, total, frozenset(), recorder.segments
+            "This drafter was trained to guess without the picture.", 0, total, frozenset(), recorder.grids
+=======
+        text = f"The drafter reads all {total} tokens of the picture."
+        return VisibleTokens(text, total, total, frozenset(range(total)), recorder.segments)
+    if mode in NO_VISUAL_MODES:
+        return VisibleTokens(
+            "This drafter is trained to draft without the picture.", 0, total, frozenset(), recorder.segments
+>>>>>>> b_ui
         )
-    return VisibleTokens("How much of the picture this drafter saw cannot be told.")
+    return VisibleTokens("It is unknown how much of the picture this drafter reads.")
 
 
+<<<<<<< HEAD
 def draw_visible_tokens(media: Media, visible_tokens: VisibleTokens, cropped: bool) -> list[str]:
     """The pictures as data URIs, the tokens that the drafter did not see greyed; none where that cannot be told.
+=======
+def draw_visible_tokens(media: Shown, visible_tokens: VisibleTokens, cropped: bool) -> list[str]:
+    """The pictures as data URIs, with tokens that the drafter did not read greyed; empty where that is unknown.
+>>>>>>> b_ui
 
     Args:
-        cropped: the processor shows the model the middle square only.
+        media: picture or clip of the run.
+        visible_tokens: from `find_visible_tokens`.
+        cropped: the processor crops the central square.
     """
     from mmspec.vision.heatmap import heatmaps
 
     if not visible_tokens.kept_indices or not visible_tokens.grids:
         return []
     return [
-        _uri(made)
+<<<<<<< HEAD
+        _data_uri(made)
         for made in heatmaps(
             media_images(media), visible_tokens.grids, kept=visible_tokens.kept_indices, row=0, cropped=cropped
+=======
+        _data_uri(image)
+        for image in heatmaps(
+            pictures(media), visible_tokens.grids, kept=visible_tokens.kept_indices, row=0, cropped=cropped
+>>>>>>> b_ui
         )
     ]
 
 
-def _uri(image: Image.Image) -> str:
+def _data_uri(image: Image.Image) -> str:
     buffer = io.BytesIO()
     image.save(buffer, "JPEG", quality=85)
     return "data:image/jpeg;base64," + base64.b64encode(buffer.getvalue()).decode()
 
 
 def uses_center_crop(processor: Any) -> bool:
-    """Whether a processor cuts the middle square out of a picture."""
+    """Whether a processor crops the central square of a picture."""
     return bool(getattr(getattr(processor, "image_processor", None), "do_center_crop", False))
 
 
 def visible_tokens_to_dict(visible_tokens: VisibleTokens) -> dict[str, Any]:
-    """For JSON."""
-    kept: Sequence[int] | None = None if visible_tokens.kept_indices is None else sorted(visible_tokens.kept_indices)
+    """The fields as JSON values."""
+    indices: Sequence[int] | None = None if visible_tokens.kept_indices is None else sorted(visible_tokens.kept_indices)
     return {
         "text": visible_tokens.summary,
         "shown": visible_tokens.num_visible,
         "total": visible_tokens.num_total,
-        "kept": kept,
+        "kept": indices,
     }
 
 

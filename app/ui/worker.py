@@ -1,7 +1,7 @@
-"""One thread that does all work with models, one job at a time, and ways to end a job early.
+"""One thread that runs all model work, one job at a time, and signals that end a job early.
 
-Two runs at once would falsify both measurements and share the random generator, so there is a single thread per device.
-Knows nothing of what a job does.
+Two concurrent runs would distort both timings and share torch's random generator, so each device has a single thread.
+This module does not know what a job computes.
 """
 
 from __future__ import annotations
@@ -11,40 +11,73 @@ import time
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYetError
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from mmspec.app.errors import UsageError
 
 T = TypeVar("T")
 LEASE_S = 15.0
-"""A run that nobody has looked at for so long is ended."""
-MOST_WAITING = 20
+"""Seconds without a poll after which a run is ended."""
+MAX_QUEUED_RUNS = 20
 """Runs that may wait for the device."""
+MAX_QUEUED_PER_SESSION = 3
+"""Waiting runs of one session, so that one client leaves room for others."""
+MAX_QUEUED_PER_ADDRESS = 10
+"""Waiting runs of one network address, which may open any number of sessions. Clients behind one proxy share it."""
 POLL_INTERVAL_S = 0.25
-"""Seconds between two looks at a run. Each costs the run a little time, since Python runs one thread at a time."""
+"""Seconds between two polls of a run. Each poll slows the run a little, since Python runs one thread at a time."""
 
 
-class LeftError(Exception):
-    """A run was halted before it began."""
+class LeftQueueError(Exception):
+    """A run was cancelled before it started."""
+
+
+@dataclass(frozen=True)
+class Client:
+    """Who submits a run.
+
+    Attributes:
+        session: name of the page or of the `gradio_client` session.
+        address: network address; empty if unknown, which is then not limited.
+    """
+
+    session: str
+    address: str = ""
+
+
+@dataclass(frozen=True)
+class QueuedRun:
+    """An entry of the worker's queue."""
+
+    future: Future[Any]
+    client: Client | None = None
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the run has not started yet."""
+        return not self.future.done() and not self.future.running()
 
 
 class CancelSignal:
-    """Whether a run should end: because someone said so, or because nobody looks at it any more."""
+    """Whether a run should end: because it was cancelled, or because its lease expired (nobody polls it any more)."""
 
     def __init__(self, lease_s: float = LEASE_S) -> None:
-        self._event, self._lease_s, self._renewed_at = threading.Event(), lease_s, time.monotonic()
+        self._event = threading.Event()
+        self._lease_s = lease_s
+        self._renewed_at = time.monotonic()
 
     def cancel(self) -> None:
         """End the run at its next token."""
         self._event.set()
 
     def renew(self) -> None:
-        """Somebody still looks."""
+        """Extend the lease: somebody still polls the run."""
         self._renewed_at = time.monotonic()
 
     @property
     def cancel_requested(self) -> bool:
-        """Whether somebody said so."""
+        """Whether `cancel` was called."""
         return self._event.is_set()
 
     @property
@@ -54,73 +87,100 @@ class CancelSignal:
 
 
 class Worker:
-    """The thread, and how to follow what it does."""
+    """The device thread and its queue."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="mmspec-device")
-        self._line: list[Future[Any]] = []
+        self._queue: list[QueuedRun] = []
         self._lock = threading.Lock()
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
-        """Do `work` when all that was asked before is done."""
+        """Run `work` after all jobs submitted before it, without a limit on the queue."""
         with self._lock:
-            future = self._pool.submit(work)
-            self._line = [one for one in self._line if not one.done()] + [future]
-            return future
+            return self._submit(work, None)
 
-    def ahead(self, future: Future[Any]) -> int:
-        """How many must end before this one begins."""
+    def _submit(self, work: Callable[[], T], client: Client | None) -> Future[T]:
+        future = self._pool.submit(work)
+        self._queue = [run for run in self._queue if not run.future.done()] + [QueuedRun(future, client)]
+        return future
+
+    def num_ahead(self, future: Future[Any]) -> int:
+        """Number of jobs that must end before this one starts."""
         if future.running() or future.done():
             return 0
         with self._lock:
-            before = self._line[: self._line.index(future)]
-        return sum(not one.done() for one in before)
+            futures = [run.future for run in self._queue]
+        return sum(not other.done() for other in futures[: futures.index(future)])
 
     def submit_and_poll(
         self,
         work: Callable[[], T],
         cancel_signal: CancelSignal,
         interval_s: float = POLL_INTERVAL_S,
-        first: bool = False,
+        yield_first: bool = False,
+        client: Client | None = None,
     ) -> Generator[int, None, T]:
-        """Do `work`, yielding now and then until it is done how many are ahead of it; returns its result.
+        """Run `work`; yields the number of jobs ahead of it at every poll, and returns its result.
 
-        Whoever stops iterating ends the run: `halt` is asked as soon as this generator is closed. first: yield at once.
+        Closing this generator ends the run: it sets `cancel_signal`.
+
+        Args:
+            work: the job.
+            cancel_signal: what the job itself checks; renewed at every poll.
+            interval_s: seconds between two polls.
+            yield_first: yield once before the first wait.
+            client: who submits; None is not limited per client.
 
         Raises:
-            LeftError: the run was halted while it waited; it leaves the line at once.
-            UsageError: too many wait already.
+            LeftQueueError: the run was cancelled while it waited.
+            UsageError: the queue is full, or holds too many runs of this client.
         """
-        with self._lock:
-            waiting = sum(not one.done() for one in self._line)
-        if waiting > MOST_WAITING:
-            raise UsageError(f"{MOST_WAITING} questions are waiting already, which is the limit; try again later.")
         cancel_signal.renew()
-        future = self.submit(work)
+        with self._lock:
+            self._check_queue(client)
+            future = self._submit(work, client)
         try:
-            if first:
-                yield self.ahead(future)
+            if yield_first:
+                yield self.num_ahead(future)
             while True:
                 try:
                     return future.result(timeout=interval_s)
                 except NotYetError:
-                    if future.done():  # the work itself has timed out
+                    if future.done():  # the job itself raised a TimeoutError
                         raise
                 if cancel_signal.cancel_requested and future.cancel():
-                    raise LeftError
+                    raise LeftQueueError
                 cancel_signal.renew()
-                yield self.ahead(future)
+                yield self.num_ahead(future)
         finally:
             cancel_signal.cancel()
             future.cancel()
 
+    def _check_queue(self, client: Client | None) -> None:
+        """Refuse a run for which there is no room. Called with the lock held."""
+        if sum(not run.future.done() for run in self._queue) > MAX_QUEUED_RUNS:
+            raise UsageError(f"{MAX_QUEUED_RUNS} runs are waiting already, which is the limit; try again later.")
+        if client is None:
+            return
+        waiting = [run.client for run in self._queue if run.client is not None and run.is_waiting]
+        if sum(other.session == client.session for other in waiting) >= MAX_QUEUED_PER_SESSION:
+            raise UsageError(
+                f"{MAX_QUEUED_PER_SESSION} runs of this session are waiting already, which is the limit for one "
+                "session; wait for one of them to end, or cancel it."
+            )
+        if client.address and sum(other.address == client.address for other in waiting) >= MAX_QUEUED_PER_ADDRESS:
+            raise UsageError(
+                f"{MAX_QUEUED_PER_ADDRESS} runs from your network address are waiting already, which is the limit; "
+                "try again later."
+            )
+
     def close(self) -> None:
-        """Start nothing more."""
+        """Start no further job."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
 class SessionRegistry:
-    """The run of each open page; a page has one at a time."""
+    """The active run of each open page. A page has one at a time."""
 
     def __init__(self) -> None:
         self._signals: dict[str, CancelSignal] = {}
@@ -128,55 +188,56 @@ class SessionRegistry:
         self._lock = threading.Lock()
 
     def begin(self, session: str) -> CancelSignal:
-        """A run of this page begins.
+        """Register a run of this page.
 
         Raises:
-            UsageError: it has one already.
+            UsageError: the page has an active run.
         """
         with self._lock:
-            old = self._signals.get(session)
-            if old is not None and not old.cancel_requested:  # one that waits in the queue is looked at by nobody
-                raise UsageError("A run of this page is still going; wait for it, or stop it.")
-            halt = self._signals[session] = CancelSignal()
-            return halt
+            previous = self._signals.get(session)
+            # Not `should_stop`: the lease of a run that waits in Gradio's queue is renewed by nobody.
+            if previous is not None and not previous.cancel_requested:
+                raise UsageError("A run of this page is still active; wait for it to end, or stop it.")
+            self._signals[session] = CancelSignal()
+            return self._signals[session]
 
     def get_signal(self, session: str) -> CancelSignal:
-        """The run that was begun, or, should there be none, a new one."""
+        """The signal of the page's run, created if there is none."""
         with self._lock:
             return self._signals.setdefault(session, CancelSignal())
 
     def cancel(self, session: str | None) -> None:
-        """End the run of this page, if it has one."""
+        """Cancel the run of this page, if it has one."""
         with self._lock:
-            halt = self._signals.get(session or "")
-        if halt is not None:
-            halt.cancel()
+            cancel_signal = self._signals.get(session or "")
+        if cancel_signal is not None:
+            cancel_signal.cancel()
 
     def cancel_all(self) -> None:
-        """End all runs."""
+        """Cancel all runs."""
         with self._lock:
-            halts = list(self._signals.values())
-        for halt in halts:
-            halt.cancel()
+            cancel_signals = list(self._signals.values())
+        for cancel_signal in cancel_signals:
+            cancel_signal.cancel()
 
     def store_result(self, session: str, result: Any) -> None:
-        """Keep what came of the run of this page until it is taken, or the run is ended."""
+        """Store the result of the page's run until it is taken, or the run is ended."""
         with self._lock:
-            if session in self._signals:  # the page may be gone
+            if session in self._signals:  # otherwise the page was closed
                 self._results[session] = result
 
     def take_result(self, session: str) -> Any:
-        """What was left, once; None if nothing was."""
+        """The stored result, removed from the registry; None if there is none."""
         with self._lock:
             return self._results.pop(session, None)
 
     def end(self, session: str) -> None:
-        """The run is over."""
+        """Cancel and forget the run of this page."""
         with self._lock:
-            halt = self._signals.pop(session, None)
+            cancel_signal = self._signals.pop(session, None)
             self._results.pop(session, None)
-        if halt is not None:
-            halt.cancel()
+        if cancel_signal is not None:
+            cancel_signal.cancel()
 
 
-__all__ = ["MOST_WAITING", "CancelSignal", "LeftError", "SessionRegistry", "Worker"]
+__all__ = ["MAX_QUEUED_RUNS", "CancelSignal", "Client", "LeftQueueError", "SessionRegistry", "Worker"]

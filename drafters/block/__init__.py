@@ -1,1 +1,1 @@
-"""Semi-autoregressive draft heads that predict several tokens per pass: FLASH, parallel, Falcon."""
+"""Semi-autoregressive drafters: a block of several tokens per forward (FLASH, ParallelSpec, Falcon)."""

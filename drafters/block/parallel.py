@@ -1,8 +1,9 @@
-"""Parallel drafting: k tokens from one pass over k - 1 learned rows behind the text (ParallelSpec, arXiv 2410.05589).
+"""ParallelSpec (arXiv 2410.05589): k tokens from one forward over k - 1 learned mask embeddings behind the context.
 
-The learned rows stand where words are not known yet, look at the text and at those before them, and are forgotten.
-What was just emitted is read in the same pass. Independent guesses fit together badly far down, so a small gated layer
-may correct each of them by the word chosen before it (as Hydra's heads do, arXiv 2402.05109); that costs no pass.
+The mask rows attend to the context and to the mask rows before them; their keys and values are dropped afterwards. The
+tokens emitted since the last draft are processed in the same forward. Independent predictions fit together badly far
+from the root, so a small gated layer can correct each by the token chosen before it, without a further forward (as the
+heads of Hydra do, arXiv 2402.05109).
 """
 
 from __future__ import annotations
@@ -11,100 +12,111 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mmspec.drafters.block.flash import BlockDrafter, Passless
-from mmspec.drafters.eagle.drafter import Descent, State, attention, last_of
-from mmspec.drafters.eagle.head import EagleHead, HeadConfig, Norm
+from mmspec.drafters.block.base import BlockDrafter
+from mmspec.drafters.eagle.expand import LevelExpander, StatelessExpander, cached_attention, select_last
+from mmspec.drafters.eagle.head import EagleHead, HeadConfig, RMSNorm
+from mmspec.drafters.eagle.state import EagleState
 
 
-class Link(nn.Module):
-    """What the word before does to a feature: [..., D] and [..., D] in, [..., D] added. Begins as nothing."""
+class TokenCorrection(nn.Module):
+    """Residual correction of a position's feature by the token before it; zero at initialisation."""
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__()
-        self.norm = Norm(config.hidden_size, config.rms_norm_eps)
-        self.gate_up = nn.Linear(2 * config.hidden_size, 2 * config.inner, bias=False)
-        self.down = nn.Linear(config.inner, config.hidden_size, bias=False)
-        nn.init.zeros_(self.down.weight)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.gate_up_proj = nn.Linear(2 * config.hidden_size, 2 * config.block_ffn_size, bias=False)
+        self.down_proj = nn.Linear(config.block_ffn_size, config.hidden_size, bias=False)
+        nn.init.zeros_(self.down_proj.weight)
 
-    def forward(self, feature: Tensor, embedded: Tensor) -> Tensor:
-        """The corrected feature."""
-        gate, up = self.gate_up(torch.cat((self.norm(feature), embedded), dim=-1)).chunk(2, dim=-1)
-        added: Tensor = self.down(functional.silu(gate) * up)
-        return feature + added
+    def forward(self, features: Tensor, inputs_embeds: Tensor) -> Tensor:
+        """[..., D] features and [..., D] embeddings of the tokens before them -> [..., D] corrected features."""
+        gate, up = self.gate_up_proj(torch.cat((self.norm(features), inputs_embeds), dim=-1)).chunk(2, dim=-1)
+        correction: Tensor = self.down_proj(functional.silu(gate) * up)
+        return features + correction
 
 
 class ParallelHead(EagleHead):
-    """EAGLE's head, k - 1 learned rows, and the link if `inner` is its width and not 0."""
+    """EAGLE's head, k - 1 mask embeddings, and the `TokenCorrection` if `block_ffn_size` is not 0."""
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__(config)
-        self.slots = nn.Parameter(0.02 * torch.randn(config.block - 1, config.hidden_size))
-        self.link = Link(config) if config.inner else None
+        self.mask_embeddings = nn.Parameter(0.02 * torch.randn(config.block_size - 1, config.hidden_size))
+        self.token_correction = TokenCorrection(config) if config.block_ffn_size else None
 
 
-class Linked(Passless):
-    """Goes down a tree: each level is a learned row, corrected by the word before."""
+class CorrectedExpander(StatelessExpander):
+    """A `LevelExpander` whose levels are the mask rows, each corrected by the token before it."""
 
-    def __init__(self, drafter: ParallelDrafter, link: Link, state: State) -> None:
-        self.drafter, self.link, self.state = drafter, link, state
-        self.features = drafter.features(state)
+    def __init__(self, drafter: ParallelDrafter, token_correction: TokenCorrection, state: EagleState) -> None:
+        self.drafter = drafter
+        self.token_correction = token_correction
+        self.state = state
+        self.features = drafter.block_features(state)
         self.start = self.features[:, :1]
 
-    def step(self, level: int, embedded: Tensor, feature: Tensor) -> Tensor:
-        """See `Descent`."""
-        out: Tensor = self.link(self.features[:, level, None].expand(embedded.shape), embedded)
-        return out
+    def step(self, level: int, inputs_embeds: Tensor, hidden_states: Tensor) -> Tensor:
+        """See `LevelExpander`."""
+        features = self.features[:, level, None].expand(inputs_embeds.shape)
+        corrected: Tensor = self.token_correction(features, inputs_embeds)
+        return corrected
 
-    def scores(self, level: int, out: Tensor) -> Tensor:
-        """See `Descent`."""
-        return self.drafter.scores(self.state, out)
+    def logits(self, level: int, hidden_states: Tensor) -> Tensor:
+        """See `LevelExpander`."""
+        return self.drafter.logits(self.state, hidden_states)
 
 
 class ParallelDrafter(BlockDrafter):
-    """Drafts with a `ParallelHead`. `State.more` is [B, k, D], what its last pass gave, None before the first draft."""
+    """Drafts with a `ParallelHead`.
+
+    `EagleState.extra` is [B, k, D], the features of the last forward; None between the prompt and the first draft.
+    """
 
     head: ParallelHead
 
-    def _read(self, state: State, rows: Tensor, positions: Tensor, counts: list[int]) -> None:
-        """Read, and look ahead from the last row in the same pass. A prompt is read alone."""
-        buffer, n, slots = state.buffer, rows.shape[1], self.size - 1
-        if not any(buffer.seq_lens) or not slots:
-            super()._read(state, rows, positions, counts)
-            state.more = state.last[:, None] if not slots else None
+    def _forward(self, state: EagleState, inputs: Tensor, position_ids: Tensor, counts: list[int]) -> None:
+        """Run the head over the inputs and, in the same forward, over the mask rows; a prompt runs without them."""
+        kv_cache, n, num_masks = state.kv_cache, inputs.shape[1], self.block_size - 1
+        if not any(kv_cache.seq_lens) or not num_masks:
+            super()._forward(state, inputs, position_ids, counts)
+            state.extra = state.last_hidden[:, None] if not num_masks else None
             return
-        device, steps = rows.device, torch.arange(slots, device=rows.device)
-        lengths, given = torch.tensor([buffer.seq_lens, counts], device=device)[..., None]
-        places = torch.tensor(state.places, device=device)[:, None]
-        learned = self.head.slots[:slots].to(rows.dtype).expand(len(counts), -1, -1)
-        buffer.begin_forward(n + slots)
-        place = torch.arange(buffer.kv_len, device=device)
-        real = place <= (lengths + torch.arange(n, device=device))[..., None]
-        first = (lengths + n)[..., None]
-        ahead = (place < (lengths + given)[..., None]) | ((place >= first) & (place <= first + steps[:, None]))
-        cos, sin = self._angles(state, torch.cat((positions, places + given + steps), dim=1))
-        mask = torch.cat((real, ahead), dim=1)[:, None]
-        out = self.head(torch.cat((rows, learned), dim=1), cos, sin, attention(buffer, mask))
-        buffer.seq_lens = [length + count for length, count in zip(buffer.seq_lens, counts, strict=True)]
-        state.last = last_of(out[:, :n], counts, state.last) if n else state.last
-        state.more = torch.cat((state.last[:, None], out[:, n:]), dim=1)
+        device, steps = inputs.device, torch.arange(num_masks, device=inputs.device)
+        seq_lens, num_new = torch.tensor([kv_cache.seq_lens, counts], device=device)[..., None]
+        next_positions = torch.tensor(state.next_positions, device=device)[:, None]
+        mask_rows = self.head.mask_embeddings[:num_masks].to(inputs.dtype).expand(len(counts), -1, -1)
+        kv_cache.begin_forward(n + num_masks)
+        key_index = torch.arange(kv_cache.kv_len, device=device)
+        causal = key_index <= (seq_lens + torch.arange(n, device=device))[..., None]
+        # A mask row attends to the row's valid keys, and to the mask rows from `first_mask` to itself.
+        first_mask = (seq_lens + n)[..., None]
+        is_context = key_index < (seq_lens + num_new)[..., None]
+        lookahead = is_context | ((key_index >= first_mask) & (key_index <= first_mask + steps[:, None]))
+        mask_positions = next_positions + num_new + steps
+        cos, sin = self.rotary_embedding(state, torch.cat((position_ids, mask_positions), dim=1))
+        attend = cached_attention(kv_cache, torch.cat((causal, lookahead), dim=1)[:, None])
+        outputs = self.head(torch.cat((inputs, mask_rows), dim=1), cos, sin, attend)
+        kv_cache.seq_lens = [length + count for length, count in zip(kv_cache.seq_lens, counts, strict=True)]
+        state.last_hidden = select_last(outputs[:, :n], counts, state.last_hidden) if n else state.last_hidden
+        state.extra = torch.cat((state.last_hidden[:, None], outputs[:, n:]), dim=1)
 
-    def features(self, state: State) -> Tensor:
-        """From the last pass; just after the prompt there was none yet."""
-        if state.more is None:
-            batch, hidden = state.last.shape
-            positions = torch.zeros(batch, 0, dtype=torch.long, device=state.last.device)
-            self._read(state, state.last.new_zeros(batch, 0, hidden), positions, [0] * batch)
-        assert state.more is not None
-        return state.more
+    def block_features(self, state: EagleState) -> Tensor:
+        """See `BlockDrafter`; runs the mask rows alone if no forward has done so yet."""
+        if state.extra is None:
+            batch, hidden = state.last_hidden.shape
+            position_ids = torch.zeros(batch, 0, dtype=torch.long, device=state.last_hidden.device)
+            self._forward(state, state.last_hidden.new_zeros(batch, 0, hidden), position_ids, [0] * batch)
+        assert state.extra is not None
+        return state.extra
 
     @property
-    def chained(self) -> bool:
+    def is_sequential(self) -> bool:
         """See `BlockDrafter`."""
-        return self.head.link is not None
+        return self.head.token_correction is not None
 
-    def _descent(self, state: State, width: int) -> Descent:
-        assert self.head.link is not None
-        return Linked(self, self.head.link, state)
+    def expander(self, state: EagleState, beam_width: int) -> LevelExpander:
+        """See `EagleDrafter`."""
+        assert self.head.token_correction is not None
+        return CorrectedExpander(self, self.head.token_correction, state)
 
 
-__all__ = ["Link", "ParallelDrafter", "ParallelHead"]
+__all__ = ["ParallelDrafter", "ParallelHead", "TokenCorrection"]

@@ -1,1 +1,1 @@
-"""Draft-head checkpoints: the native format, loading, published layouts."""
+"""Draft-head checkpoints: native format, tensor names, config keys, and published layouts."""

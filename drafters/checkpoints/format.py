@@ -1,7 +1,8 @@
-"""Draft heads on disk, as transformers lays models out: `config.json` and `model.safetensors`.
+"""Draft heads on disk, laid out like transformers models: `config.json` and `model.safetensors`.
 
-The config says for which target a head was made; `Made.check` compares that with the target at hand. The weights have
-the names of the EAGLE and MSD code, so others can read them. Knows nothing of transformers.
+The config records the target of a head; `HeadMetadata.check_target` compares it with the target at hand. The tensor
+names are those of the EAGLE and MSD code (`state_dict`), the config's keys those of `head_config`. The module knows
+nothing of transformers.
 """
 
 from __future__ import annotations
@@ -19,175 +20,208 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from mmspec.drafters.architectures import KINDS
+from mmspec.drafters.architectures import ARCHITECTURES
+from mmspec.drafters.checkpoints.head_config import parse_head_config, upgrade_config
+from mmspec.drafters.checkpoints.state_dict import from_eagle_state_dict, to_eagle_state_dict
 from mmspec.drafters.checkpoints.validate import check_config, check_head_shape, parse_json
-from mmspec.drafters.eagle.head import EagleHead, HeadConfig, config_from, from_published, published
-from mmspec.drafters.eagle.visual_inputs import RULES
+from mmspec.drafters.eagle.head import EagleHead, HeadConfig
+from mmspec.drafters.eagle.visual_inputs import VISUAL_MODES
+from mmspec.files import atomic_write
 
-CONFIG, WEIGHTS = "config.json", "model.safetensors"
+CONFIG_NAME, WEIGHTS_NAME = "config.json", "model.safetensors"
 MODEL_TYPE = "mmspec_eagle"
-LARGEST_CONFIG = 1 << 20
-WITH = "compressor."
-"""Begins the names of a compressor's weights."""
+MAX_CONFIG_BYTES = 1 << 20
+COMPRESSOR_PREFIX = "compressor."
+"""Prefix of the names of a compressor's tensors."""
 
 
-class OtherTarget(ValueError):
-    """A draft head, in good order for all we know, that was made for another target."""
+class TargetMismatch(ValueError):
+    """A valid draft head that was trained for another target."""
 
 
 @dataclass(frozen=True)
-class Made:
-    """A head, and what it was made for.
+class HeadMetadata:
+    """A head's config and the facts about its target.
 
     Attributes:
-        rule: of `drafters.rules`. kind: of `drafters.kinds`. layers, model_type, tokenizer: of the target; the
-            tokenizer as a fingerprint or None.
-        draft_ids: [V'] int64, the ids that it may draft, rising; None for all.
-        compressor: what was trained with it, if anything: its `name` and `tokens`, and its weights.
+        config: shape of the head.
+        visual_mode: a key of `VISUAL_MODES`.
+        num_layers: decoder layers of the target.
+        model_type: of the target.
+        tokenizer: fingerprint of the target's tokenizer, or None.
+        draft_ids: [V'] int64, the ids that it may draft, increasing; None for all.
+        facts: further JSON values about the training.
+        architecture: a key of `ARCHITECTURES`.
+        compressor: (settings, weights) of the compressor that was trained with it, or None. The settings are its
+            `name` and `tokens`.
     """
 
     config: HeadConfig
-    rule: str
-    layers: int
+    visual_mode: str
+    num_layers: int
     model_type: str = ""
     tokenizer: str | None = None
     draft_ids: Tensor | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
-    kind: str = "eagle"
+    architecture: str = "eagle"
     compressor: tuple[Mapping[str, Any], Mapping[str, Tensor]] | None = None
 
-    def check(self, *, hidden_size: int, vocab_size: int, layers: int, tokenizer: str | None) -> None:
+    def check_target(self, *, hidden_size: int, vocab_size: int, num_layers: int, tokenizer: str | None) -> None:
         """Compare with the target at hand.
 
+        Args:
+            hidden_size: of the target.
+            vocab_size: of the target.
+            num_layers: of the target.
+            tokenizer: fingerprint of its tokenizer, or None.
+
         Raises:
-            OtherTarget: says what differs.
+            TargetMismatch: names what differs.
         """
         pairs: dict[str, tuple[object, object]] = {
             "hidden_size": (self.config.hidden_size, hidden_size),
             "vocab_size": (self.config.vocab_size, vocab_size),
-            "layers": (self.layers, layers),
+            "num_layers": (self.num_layers, num_layers),
         }
         if self.tokenizer is not None and tokenizer is not None:
             pairs["tokenizer"] = (self.tokenizer, tokenizer)
-        wrong = [f"{name} {mine} (the target: {its})" for name, (mine, its) in pairs.items() if mine != its]
+        wrong = [f"{name} {own} (the target: {other})" for name, (own, other) in pairs.items() if own != other]
         if wrong:
-            raise OtherTarget(f"this draft head was made for another target: {', '.join(wrong)}.")
+            raise TargetMismatch(f"this draft head was trained for another target: {', '.join(wrong)}.")
 
 
-def save(folder: str | os.PathLike[str], head: EagleHead, made: Made, dtype: torch.dtype = torch.bfloat16) -> None:
-    """Write a head, rounded to `dtype`; a folder never holds half of it."""
-    weights = {name: value.detach().to("cpu", dtype).contiguous() for name, value in published(head).items()}
-    if made.draft_ids is not None:
-        weights["draft_ids"] = made.draft_ids.cpu()
-    if made.compressor is not None:
-        weights |= {f"{WITH}{name}": value.detach().to("cpu", dtype) for name, value in made.compressor[1].items()}
-    values = {"model_type": MODEL_TYPE, "kind": made.kind, **asdict(made.config), "rule": made.rule}
-    values["target"] = {"model_type": made.model_type, "layers": made.layers, "tokenizer": made.tokenizer}
-    values |= {"facts": dict(made.facts)} if made.facts else {}
-    values |= {"compressor": dict(made.compressor[0])} if made.compressor is not None else {}
-    write(Path(folder), weights, values)
+def save_head(
+    folder: str | os.PathLike[str], head: EagleHead, metadata: HeadMetadata, dtype: torch.dtype = torch.bfloat16
+) -> None:
+    """Write a head, rounded to `dtype`; the folder never holds an incomplete one."""
+    weights = {name: value.detach().to("cpu", dtype).contiguous() for name, value in to_eagle_state_dict(head).items()}
+    if metadata.draft_ids is not None:
+        weights["draft_ids"] = metadata.draft_ids.cpu()
+    if metadata.compressor is not None:
+        for name, value in metadata.compressor[1].items():
+            weights[f"{COMPRESSOR_PREFIX}{name}"] = value.detach().to("cpu", dtype)
+    values: dict[str, Any] = {"model_type": MODEL_TYPE, "architecture": metadata.architecture}
+    values |= {**asdict(metadata.config), "visual_mode": metadata.visual_mode}
+    values["target"] = {
+        "model_type": metadata.model_type,
+        "num_layers": metadata.num_layers,
+        "tokenizer": metadata.tokenizer,
+    }
+    if metadata.facts:
+        values["facts"] = dict(metadata.facts)
+    if metadata.compressor is not None:
+        values["compressor"] = dict(metadata.compressor[0])
+    write_checkpoint(Path(folder), weights, values)
 
 
-def write(place: Path, weights: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-    """Both files of a head: whole before they get their names, and the config last, since a head is found by it."""
-    place.mkdir(parents=True, exist_ok=True)
-    parts = {name: place / f"{name}.part" for name in (WEIGHTS, CONFIG)}
-    try:
-        save_file(dict(weights), parts[WEIGHTS], metadata={"format": "pt"})
-        parts[WEIGHTS].chmod(0o644)
-        parts[CONFIG].write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-        for name, part in parts.items():
-            os.replace(part, place / name)
-    finally:
-        for part in parts.values():
-            part.unlink(missing_ok=True)
+def write_checkpoint(folder: Path, weights: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
+    """Write both files of a head under temporary names, then rename them, the config last: a head is found by it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    # Left in reverse order: the weights get their name first, the config last.
+    with atomic_write(folder / CONFIG_NAME) as config_part, atomic_write(folder / WEIGHTS_NAME) as weights_part:
+        save_file(dict(weights), weights_part, metadata={"format": "pt"})
+        weights_part.chmod(0o644)
+        config_part.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
-def described(folder: str | os.PathLike[str]) -> Made:
-    """What a folder's config says of its head, without a look at the weights: no draft ids, no compressor's weights.
+def read_metadata(folder: str | os.PathLike[str]) -> HeadMetadata:
+    """Metadata from a folder's config, without reading the weights: no draft ids, no weights of a compressor.
 
     Raises:
-        FileNotFoundError: there is no config. ValueError: it is of no draft head, or of one that cannot be.
+        FileNotFoundError: there is no config.
+        ValueError: it is not of a draft head, or a value is invalid.
     """
-    place = Path(folder)
-    values = read_config(place)
+    file = Path(folder) / CONFIG_NAME
+    values = read_config(Path(folder))
     if values.get("model_type") != MODEL_TYPE:
-        raise ValueError(f"{place / CONFIG} is of model_type {values.get('model_type')!r}, not {MODEL_TYPE!r}.")
-    target = values.get("target") or {}
-    rule = values.get("rule")
-    if rule not in RULES:
-        raise ValueError(f"{place / CONFIG}: rule must be one of {', '.join(RULES)}; got {rule!r}.")
-    kind = values.get("kind") or "eagle"
-    if kind not in KINDS:
-        raise ValueError(f"{place / CONFIG}: kind must be one of {', '.join(KINDS)}; got {kind!r}.")
+        raise ValueError(f"{file} has model_type {values.get('model_type')!r}, not {MODEL_TYPE!r}.")
     try:
-        config = config_from(values)
+        values = upgrade_config(values, str(file))
+        visual_mode, architecture = values.get("visual_mode"), values.get("architecture", "eagle")
+        if visual_mode not in VISUAL_MODES:
+            raise ValueError(f"visual_mode must be one of {', '.join(VISUAL_MODES)}; got {visual_mode!r}.")
+        if architecture not in ARCHITECTURES:
+            raise ValueError(f"architecture must be one of {', '.join(ARCHITECTURES)}; got {architecture!r}.")
+        config = parse_head_config(values)
     except ValueError as error:
-        raise ValueError(f"{place / CONFIG}: {error}") from error
-    return Made(
+        raise ValueError(f"{file}: {error}") from error
+    target = values.get("target") or {}
+    return HeadMetadata(
         config,
-        rule,
-        int(target.get("layers") or 0),
-        str(target.get("model_type") or ""),
+        visual_mode,
+        int(target.get("num_layers") or 0),
+        str(target.get("model_type", "")),
         target.get("tokenizer"),
         facts=values.get("facts") or {},
-        kind=kind,
+        architecture=architecture,
         compressor=(values["compressor"], {}) if isinstance(values.get("compressor"), dict) else None,
     )
 
 
-def load(folder: str | os.PathLike[str]) -> tuple[EagleHead, Made]:
-    """Read a head, in float32.
+def load_head(folder: str | os.PathLike[str], metadata: HeadMetadata | None = None) -> tuple[EagleHead, HeadMetadata]:
+    """Read a head in float32.
+
+    Args:
+        folder: of the head.
+        metadata: what `read_metadata` returned for the folder, if it was called before.
+
+    Returns:
+        The head in eval mode, and its metadata with draft ids and weights of its compressor.
 
     Raises:
-        FileNotFoundError: a file is missing. ValueError: what is there is no draft head, or a damaged one.
+        FileNotFoundError: a file is missing.
+        ValueError: the files are not a draft head's, or damaged.
     """
-    made, file = described(folder), Path(folder) / WEIGHTS
+    metadata = read_metadata(folder) if metadata is None else metadata
+    file = Path(folder) / WEIGHTS_NAME
     weights = read_weights(file)
     draft_ids = weights.pop("draft_ids", None)
-    extra = {name.removeprefix(WITH): weights.pop(name) for name in list(weights) if name.startswith(WITH)}
+    names = [name for name in weights if name.startswith(COMPRESSOR_PREFIX)]
+    compressor_weights = {name.removeprefix(COMPRESSOR_PREFIX): weights.pop(name) for name in names}
+    build = ARCHITECTURES[metadata.architecture].head
     try:
-        state = from_published(made.config, weights, KINDS[made.kind].head)
+        state_dict = from_eagle_state_dict(metadata.config, weights, build)
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
-    with torch.device("meta"):  # fresh weights would be drawn from the user's generator
-        head = KINDS[made.kind].head(made.config)
-    head.load_state_dict({name: value.float() for name, value in state.items()}, assign=True)
+    with torch.device("meta"):  # an initialisation would advance the user's random generator
+        head = build(metadata.config)
+    head.load_state_dict({name: value.float() for name, value in state_dict.items()}, assign=True)
     if draft_ids is not None:
-        _check_ids(draft_ids, made.config.vocab_size, file)
-    compressor = None if made.compressor is None else (made.compressor[0], extra)
-    return head.eval(), replace(made, draft_ids=draft_ids, compressor=compressor)
+        _check_draft_ids(draft_ids, metadata.config.vocab_size, file)
+    compressor = None if metadata.compressor is None else (metadata.compressor[0], compressor_weights)
+    return head.eval(), replace(metadata, draft_ids=draft_ids, compressor=compressor)
 
 
-def fingerprint(tokenizer: Any) -> str:
-    """A short name of a tokenizer's vocabulary, for anything with `get_vocab`."""
-    listed = json.dumps(sorted(tokenizer.get_vocab().items()), ensure_ascii=True)
-    return hashlib.sha256(listed.encode()).hexdigest()[:16]
+def tokenizer_fingerprint(tokenizer: Any) -> str:
+    """A short hash of a tokenizer's vocabulary, of anything with `get_vocab`."""
+    vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()), ensure_ascii=True)
+    return hashlib.sha256(vocabulary.encode()).hexdigest()[:16]
 
 
-def _check_ids(ids: Tensor, vocab: int, where: Path) -> None:
-    good = ids.dim() == 1 and ids.dtype == torch.int64 and len(ids) > 0
-    if not good or int(ids.min()) < 0 or int(ids.max()) >= vocab or not bool((ids.diff() > 0).all()):
-        raise ValueError(f"{where}: draft_ids must be rising ids below {vocab}.")
+def _check_draft_ids(ids: Tensor, vocab_size: int, file: Path) -> None:
+    is_valid = ids.dim() == 1 and ids.dtype == torch.int64 and len(ids) > 0
+    if not is_valid or int(ids.min()) < 0 or int(ids.max()) >= vocab_size or not bool((ids.diff() > 0).all()):
+        raise ValueError(f"{file}: draft_ids must be increasing ids below {vocab_size}.")
 
 
 def read_config(folder: Path) -> dict[str, Any]:
     """`config.json` of a folder.
 
     Raises:
-        FileNotFoundError, ValueError: it is not there, or no JSON object.
+        FileNotFoundError: the file is missing.
+        ValueError: it is not a JSON object, or too large.
     """
-    file = folder / CONFIG
+    file = folder / CONFIG_NAME
     if not file.is_file():
-        raise FileNotFoundError(f"{file} is missing: a draft head is a folder with {CONFIG} and {WEIGHTS}.")
-    if file.stat().st_size > LARGEST_CONFIG:
-        raise ValueError(f"{file} is no config: it has {file.stat().st_size} bytes.")
+        raise FileNotFoundError(f"{file} is missing: a draft head is a folder with {CONFIG_NAME} and {WEIGHTS_NAME}.")
+    if file.stat().st_size > MAX_CONFIG_BYTES:
+        raise ValueError(f"{file} must have at most {MAX_CONFIG_BYTES} bytes; got {file.stat().st_size}.")
     try:
         values = parse_json(file.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{file} of a drafter is not JSON: {error}") from error
+        raise ValueError(f"{file} is not JSON: {error}") from error
     if not isinstance(values, dict):
-        raise ValueError(f"{file} is not a JSON object: a drafter's config is one.")
+        raise ValueError(f"{file} is not a JSON object.")
     try:
         check_config(values)
         check_head_shape(values)
@@ -200,7 +234,8 @@ def read_weights(file: Path) -> dict[str, Tensor]:
     """The tensors of a safetensors file, on the CPU.
 
     Raises:
-        FileNotFoundError, ValueError: it is not there, or cut short or damaged.
+        FileNotFoundError: the file is missing.
+        ValueError: it is truncated or damaged.
     """
     if not file.is_file():
         raise FileNotFoundError(f"{file} is missing.")
@@ -211,16 +246,16 @@ def read_weights(file: Path) -> dict[str, Tensor]:
 
 
 __all__ = [
-    "CONFIG",
+    "CONFIG_NAME",
     "MODEL_TYPE",
-    "WEIGHTS",
-    "Made",
-    "OtherTarget",
-    "described",
-    "fingerprint",
-    "load",
+    "WEIGHTS_NAME",
+    "HeadMetadata",
+    "TargetMismatch",
+    "load_head",
     "read_config",
+    "read_metadata",
     "read_weights",
-    "save",
-    "write",
+    "save_head",
+    "tokenizer_fingerprint",
+    "write_checkpoint",
 ]

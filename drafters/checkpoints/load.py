@@ -1,22 +1,34 @@
-"""A trained draft head from a folder, ours or published by others, to a drafter, checked against the target."""
+"""A drafter from the folder of a draft head, in the native or in a published layout, checked against the target."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
-from mmspec.drafters.architectures import KINDS
-from mmspec.drafters.checkpoints.format import MODEL_TYPE, described, fingerprint, load, read_config
+from mmspec.drafters.architectures import ARCHITECTURES
+from mmspec.drafters.checkpoints.format import (
+    MODEL_TYPE,
+    load_head,
+    read_config,
+    read_metadata,
+    tokenizer_fingerprint,
+)
 from mmspec.drafters.checkpoints.validate import explain_damage
 from mmspec.drafters.eagle.drafter import EagleDrafter
 from mmspec.interfaces import TargetInfo
 
 
-def trained(folder: str | os.PathLike[str], target: TargetInfo | None = None) -> EagleDrafter:
-    """The drafter in a folder of `mmspec train`, or as its authors published it.
+def load_trained(folder: str | os.PathLike[str], target: TargetInfo | None = None) -> EagleDrafter:
+    """The drafter in a folder written by `mmspec train` or published by the authors of a method.
+
+    Args:
+        folder: with `config.json` and the weights.
+        target: facts about the target; required for published layouts, which do not record them.
 
     Raises:
-        FileNotFoundError, ValueError: no draft head, or a damaged one. OtherTarget: one for another target.
+        FileNotFoundError: a file is missing.
+        TargetMismatch: the head was trained for another target.
+        ValueError: the files are not a draft head's, or damaged, or `target` is required.
     """
     with explain_damage(folder):
         return _load(folder, target)
@@ -24,23 +36,29 @@ def trained(folder: str | os.PathLike[str], target: TargetInfo | None = None) ->
 
 def _load(folder: str | os.PathLike[str], target: TargetInfo | None) -> EagleDrafter:
     if read_config(Path(folder)).get("model_type") != MODEL_TYPE:
-        from mmspec.drafters.checkpoints.published import published
+        from mmspec.drafters.checkpoints.published import load_published
 
         if target is None:
-            raise ValueError(f"{os.fspath(folder)} was published for some target: it is needed to check that it fits.")
-        return published(folder, target)
+            raise ValueError(f"{os.fspath(folder)} is in a published layout, which needs target=; got None.")
+        return load_published(folder, target)
+    metadata = read_metadata(folder)
     if target is not None:
-        described(folder).check(
+        metadata.check_target(
             hidden_size=target.hidden_size,
             vocab_size=target.vocab_size,
-            layers=target.num_layers,
-            tokenizer=None if target.tokenizer is None else fingerprint(target.tokenizer),
+            num_layers=target.num_layers,
+            tokenizer=None if target.tokenizer is None else tokenizer_fingerprint(target.tokenizer),
         )
-    head, made = load(folder)
-    name = os.path.basename(os.path.normpath(folder))
-    drafter = KINDS[made.kind].drafter(head, made.rule, layers=made.layers, name=name, draft_ids=made.draft_ids)
-    drafter.comes_with = made.compressor
+    head, metadata = load_head(folder, metadata)
+    drafter = ARCHITECTURES[metadata.architecture].drafter(
+        head,
+        metadata.visual_mode,
+        num_layers=metadata.num_layers,
+        name=os.path.basename(os.path.normpath(folder)),
+        draft_ids=metadata.draft_ids,
+    )
+    drafter.bundled_compressor = metadata.compressor
     return drafter
 
 
-__all__ = ["trained"]
+__all__ = ["load_trained"]

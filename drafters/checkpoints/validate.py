@@ -36,8 +36,10 @@ INTEGERS: dict[str, tuple[int, int]] = {
     "block_size": (1, MAX_SIZE),
     "block_ffn_size": _OPTIONAL_SIZE,
     "markov_rank": _OPTIONAL_SIZE,
-    "tokens": (1, MAX_SIZE),
+    "tokens": (1, MAX_SIZE),  # old key of `max_tokens`
+    "max_tokens": (1, MAX_SIZE),
     "layers": (0, MAX_LAYERS),
+    "num_layers": (0, MAX_LAYERS),
 }
 """Key -> smallest and largest value."""
 FLOATS: dict[str, tuple[float, float]] = {
@@ -45,7 +47,18 @@ FLOATS: dict[str, tuple[float, float]] = {
     "rope_theta": (1e-6, 1e18),
 }
 OBJECTS = ("target", "facts", "compressor", "rope_scaling", "rope_parameters", "transformer_layer_config")
-STRINGS = ("model_type", "kind", "rule", "speculators_model_type", "tokenizer", "rope_type", "type", "name")
+STRINGS = (
+    "model_type",
+    "kind",
+    "rule",
+    "architecture",
+    "visual_mode",
+    "speculators_model_type",
+    "tokenizer",
+    "rope_type",
+    "type",
+    "name",
+)
 BOOLEANS = ("bias", "qkv_bias", "input_norm", "wide", "eagle3_input", "norm_before_residual")
 NESTED = ("target", "rope_scaling", "rope_parameters", "transformer_layer_config", "compressor")
 """Objects whose keys are checked by the same rules."""
@@ -148,9 +161,10 @@ def _check_float(key: str, value: object, low: float, high: float) -> None:
 
 
 def _check_compressor(key: str, value: Mapping[str, Any]) -> None:
-    for name in ("name", "tokens"):
-        if value.get(name) is None:
-            raise ValueError(f"{key}.{name} is missing; got {_short(value)}.")
+    if value.get("name") is None:
+        raise ValueError(f"{key}.name is missing; got {_short(value)}.")
+    if value.get("max_tokens", value.get("tokens")) is None:  # "tokens" is the old key
+        raise ValueError(f"{key}.max_tokens is missing; got {_short(value)}.")
 
 
 def _check_type(key: str, value: object, wanted: type, name: str) -> None:

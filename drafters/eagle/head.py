@@ -1,15 +1,14 @@
-"""The draft head: one decoder layer on [embedding of the next token ; state of the target], as in EAGLE.
+"""The draft head: one decoder layer over [embedding of the next token ; hidden state of the target], as in EAGLE.
 
-EAGLE-1/2 (arXiv 2401.15077, 2406.16858) and MSD (arXiv 2505.14260) are this network with the same weights' names; what
-differs is which rows it reads (`drafters.rules`). Embedding and output head are the target's own, never copied. Knows
-nothing of trees, prompts or targets.
+EAGLE-1/2 (arXiv 2401.15077, 2406.16858) and MSD (arXiv 2505.14260) are this network; they differ in their inputs
+(`mmspec.drafters.eagle.visual_inputs`). Embeddings and LM head are the target's own modules, never copied. The module
+knows nothing of trees, prompts or targets.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,10 +17,10 @@ from torch.nn import functional
 from mmspec.engine.gather import gather_rows
 from mmspec.interfaces import SharedEmbeddings
 
-MOST_BLOCK = 16
-"""Tokens of a pass at most: longer drafts are never kept, and tables of paths grow with it."""
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""([B, H, n, d] queries, [B, H', n, d] keys and values of the same rows) -> [B, H, n, d] what was seen."""
+MAX_BLOCK_SIZE = 16
+"""Largest number of tokens per forward: longer drafts are never accepted, and path tables grow with it."""
+AttentionFn = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""([B, H, m, d] queries, [B, H', n, d] keys, [B, H', n, d] values of the new rows) -> [B, H, m, d] attention output."""
 
 
 @dataclass(frozen=True)
@@ -29,13 +28,22 @@ class HeadConfig:
     """Shape of a draft head.
 
     Attributes:
-        hidden_size: D of the target. vocab_size: V of the target.
-        bias: of `fc`. qkv_bias: of the attention. input_norm: whether the layer norms its input (EAGLE's does not).
-        intermediate_size: of the feed-forward; 0 for a layer of attention alone.
-        block: tokens of one pass; 1 for a head that says one. inner: width of what spreads them, if something does.
-        chain: width of what a word does to the scores of the next one of its block; 0 for nothing.
-        wide: whether the layer reads embedding and state side by side, each with a norm of its own (EAGLE-3);
-            norm_before_residual: then, whether the state goes on normed.
+        hidden_size: D, the target's.
+        intermediate_size: of the MLP; 0 for a layer without one.
+        num_attention_heads: H.
+        num_key_value_heads: H'.
+        vocab_size: V, the target's.
+        head_dim: d; 0 for `hidden_size // num_attention_heads`.
+        rms_norm_eps: of every RMSNorm.
+        rope_theta: base of the rotary embedding.
+        bias: whether `fc` has a bias.
+        qkv_bias: whether the attention projections have biases.
+        input_norm: whether the layer normalises its input (EAGLE's does not).
+        eagle3_input: whether the layer reads embedding and hidden state concatenated, each normalised (EAGLE-3).
+        norm_before_residual: with `eagle3_input`, whether the residual is the normalised hidden state.
+        block_size: tokens drafted per forward; 1 for EAGLE.
+        block_ffn_size: intermediate size of the block's feed-forward (FLASH) or token correction (parallel); 0: none.
+        markov_rank: rank of FLASH's token-to-token correction (`MarkovHead`); 0: none.
     """
 
     hidden_size: int
@@ -49,15 +57,15 @@ class HeadConfig:
     bias: bool = True
     qkv_bias: bool = False
     input_norm: bool = False
-    wide: bool = False
+    eagle3_input: bool = False
     norm_before_residual: bool = False
-    block: int = 1
-    inner: int = 0
-    chain: int = 0
+    block_size: int = 1
+    block_ffn_size: int = 0
+    markov_rank: int = 0
 
     def __post_init__(self) -> None:
-        if not 1 <= self.block <= MOST_BLOCK:
-            raise ValueError(f"block must be 1 to {MOST_BLOCK} tokens a pass; got {self.block}.")
+        if not 1 <= self.block_size <= MAX_BLOCK_SIZE:
+            raise ValueError(f"block_size must be 1 to {MAX_BLOCK_SIZE} tokens per forward; got {self.block_size}.")
         if not self.head_dim:
             object.__setattr__(self, "head_dim", self.hidden_size // self.num_attention_heads)
         if self.num_attention_heads % self.num_key_value_heads:
@@ -67,256 +75,193 @@ class HeadConfig:
             )
 
 
-class Norm(nn.RMSNorm):
-    """RMSNorm whose weight follows the rows' precision, as under autocast they may differ."""
+class RMSNorm(nn.RMSNorm):
+    """RMSNorm that casts its weight to the input's dtype, which under autocast may differ."""
 
-    def forward(self, rows: Tensor) -> Tensor:
+    def forward(self, inputs: Tensor) -> Tensor:
         """[..., D] -> [..., D]."""
         assert self.weight is not None
-        return functional.rms_norm(rows, self.normalized_shape, self.weight.to(rows.dtype), self.eps)
+        return functional.rms_norm(inputs, self.normalized_shape, self.weight.to(inputs.dtype), self.eps)
 
 
-class Layer(nn.Module):
-    """A Llama decoder layer with its projections in one piece each, since small products cost by the call."""
+class DecoderLayer(nn.Module):
+    """A Llama decoder layer with fused QKV and gate-up projections, since small products are bound by call overhead."""
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__()
         self.config = config
         hidden, size = config.hidden_size, config.head_dim
-        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
-        read = 2 * hidden if config.wide else hidden
-        self.qkv_proj = nn.Linear(read, (self.heads + 2 * self.kv_heads) * size, bias=config.qkv_bias)
-        self.o_proj = nn.Linear(self.heads * size, hidden, bias=False)
-        self.feeds = config.intermediate_size > 0
-        if self.feeds:
+        self.num_heads = config.num_attention_heads
+        self.num_kv_heads = config.num_key_value_heads
+        input_size = 2 * hidden if config.eagle3_input else hidden
+        self.qkv_proj = nn.Linear(input_size, (self.num_heads + 2 * self.num_kv_heads) * size, bias=config.qkv_bias)
+        self.o_proj = nn.Linear(self.num_heads * size, hidden, bias=False)
+        self.has_mlp = config.intermediate_size > 0
+        if self.has_mlp:
             self.gate_up_proj = nn.Linear(hidden, 2 * config.intermediate_size, bias=False)
             self.down_proj = nn.Linear(config.intermediate_size, hidden, bias=False)
-            self.post_norm = Norm(hidden, config.rms_norm_eps)
-        self.input_norm = Norm(hidden, config.rms_norm_eps) if config.input_norm or config.wide else None
-        self.state_norm = Norm(hidden, config.rms_norm_eps) if config.wide else None
+            self.post_norm = RMSNorm(hidden, config.rms_norm_eps)
+        has_input_norm = config.input_norm or config.eagle3_input
+        self.input_norm = RMSNorm(hidden, config.rms_norm_eps) if has_input_norm else None
+        self.hidden_norm = RMSNorm(hidden, config.rms_norm_eps) if config.eagle3_input else None
 
-    def forward(self, rows: Tensor, cos: Tensor, sin: Tensor, attend: Attend, ask: Tensor | None = None) -> Tensor:
-        """[B, n, D] rows in ([B, n, 2 D] if wide), [B, n or m, D] out.
+    def forward(
+        self, inputs: Tensor, cos: Tensor, sin: Tensor, attend: AttentionFn, query_index: Tensor | None = None
+    ) -> Tensor:
+        """Run the layer.
 
         Args:
-            cos, sin: [B or 1, 1, n or 1, d] of the rows' positions.
-            ask: [B, m] the rows whose output is wanted; None for all. Of the others only keys and values are computed,
-                which is about a third of the work: nobody asks what a prompt's earlier rows would draft.
+            inputs: [B, n, D], or [B, n, 2 D] with `eagle3_input`.
+            cos: [B or 1, 1, n or 1, d] rotary embedding of the inputs' positions.
+            sin: as `cos`.
+            attend: attention over the cache and the new keys and values.
+            query_index: [B, m] int64, the rows whose output is needed; None for all. The others contribute keys and
+                values only, about a third of the work.
+
+        Returns:
+            [B, n or m, D] outputs.
         """
-        if self.state_norm is None:
-            normed = rows if self.input_norm is None else self.input_norm(rows)
+        if self.hidden_norm is None:
+            residual = inputs
+            normed = inputs if self.input_norm is None else self.input_norm(inputs)
         else:
             assert self.input_norm is not None
-            embedding, rows = rows.chunk(2, dim=-1)
-            state = self.state_norm(rows)
-            normed = torch.cat((self.input_norm(embedding), state), dim=-1)
-            rows = state if self.config.norm_before_residual else rows
-        if ask is None:
-            mixed = self._by_head(self.qkv_proj(normed))
-            turned, values = mixed.split((self.heads + self.kv_heads, self.kv_heads), dim=1)
-            turned = turned * cos + rotate(turned) * sin
-            queries, keys = turned.split((self.heads, self.kv_heads), dim=1)
+            embeds, residual = inputs.chunk(2, dim=-1)
+            normed_state = self.hidden_norm(residual)
+            normed = torch.cat((self.input_norm(embeds), normed_state), dim=-1)
+            residual = normed_state if self.config.norm_before_residual else residual
+        if query_index is None:
+            qkv = self._split_heads(self.qkv_proj(normed))
+            rotated, values = qkv.split((self.num_heads + self.num_kv_heads, self.num_kv_heads), dim=1)
+            rotated = rotated * cos + rotate_half(rotated) * sin
+            queries, keys = rotated.split((self.num_heads, self.num_kv_heads), dim=1)
         else:
-            rows = gather_rows(rows, ask)
-            queries, keys, values = self._asked(normed, cos, sin, ask)
-        seen = attend(queries, keys, values)
-        rows = rows + self.o_proj(seen.transpose(1, 2).flatten(2))
-        if not self.feeds:
-            return rows
-        gate, up = self.gate_up_proj(self.post_norm(rows)).chunk(2, dim=-1)
-        fed: Tensor = self.down_proj(functional.silu(gate) * up)
-        return rows + fed
+            residual = gather_rows(residual, query_index)
+            queries, keys, values = self._project_queries(normed, cos, sin, query_index)
+        outputs = residual + self.o_proj(attend(queries, keys, values).transpose(1, 2).flatten(2))
+        if not self.has_mlp:
+            return outputs
+        gate, up = self.gate_up_proj(self.post_norm(outputs)).chunk(2, dim=-1)
+        mlp_outputs: Tensor = self.down_proj(functional.silu(gate) * up)
+        return outputs + mlp_outputs
 
-    def _by_head(self, projected: Tensor) -> Tensor:
+    def _split_heads(self, projected: Tensor) -> Tensor:
         """[B, n, H * d] -> [B, H, n, d]."""
         return projected.unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)
 
-    def _asked(self, normed: Tensor, cos: Tensor, sin: Tensor, ask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries of the rows asked, keys and values of all."""
-        size, weight, bias = self.heads * self.config.head_dim, self.qkv_proj.weight, self.qkv_proj.bias
-        queries = functional.linear(gather_rows(normed, ask), weight[:size], None if bias is None else bias[:size])
-        rest = functional.linear(normed, weight[size:], None if bias is None else bias[size:])
-        keys, values = self._by_head(rest).chunk(2, dim=1)
-        turn = [
-            gather_rows(part.expand(len(normed), -1, normed.shape[1], -1)[:, 0], ask)[:, None] for part in (cos, sin)
-        ]
-        turned = self._by_head(queries)
-        return turned * turn[0] + rotate(turned) * turn[1], keys * cos + rotate(keys) * sin, values
+    def _project_queries(
+        self, normed: Tensor, cos: Tensor, sin: Tensor, query_index: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries of the rows in `query_index`, keys and values of all rows."""
+        size, weight, bias = self.num_heads * self.config.head_dim, self.qkv_proj.weight, self.qkv_proj.bias
+        query_rows = gather_rows(normed, query_index)
+        queries = functional.linear(query_rows, weight[:size], None if bias is None else bias[:size])
+        keys_values = functional.linear(normed, weight[size:], None if bias is None else bias[size:])
+        keys, values = self._split_heads(keys_values).chunk(2, dim=1)
+        query_cos, query_sin = (
+            gather_rows(part.expand(len(normed), -1, normed.shape[1], -1)[:, 0], query_index)[:, None]
+            for part in (cos, sin)
+        )
+        queries = self._split_heads(queries)
+        queries = queries * query_cos + rotate_half(queries) * query_sin
+        return queries, keys * cos + rotate_half(keys) * sin, values
 
 
-def rotate(vectors: Tensor) -> Tensor:
-    """The half turn of rotary positions, [..., d]: (a, b) -> (-b, a)."""
+def rotate_half(vectors: Tensor) -> Tensor:
+    """[..., d] (a, b) -> (-b, a), as in transformers' rotary embedding."""
     first, second = vectors.chunk(2, dim=-1)
     return torch.cat((-second, first), dim=-1)
 
 
 class EagleHead(nn.Module):
-    """`fc` and one layer. Its output stands for the target's state after the final norm, one position on."""
+    """`fc` and one decoder layer. Its output approximates the target's normalised hidden state at the next position."""
+
+    compresses_visual_tokens = False
+    """Whether the head reduces visual tokens itself, so that no compressor can be combined with it."""
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__()
         self.config = config
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=config.bias)
-        self.layer = Layer(config)
+        self.layer = DecoderLayer(config)
 
-    def taps(self, layers: int) -> tuple[int, ...]:
-        """Which states of a target of so many layers it reads (`mmspec.interfaces.DrafterRequirements`)."""
-        return (layers,)
+    def hidden_state_indices(self, num_layers: int) -> tuple[int, ...]:
+        """Hidden states it reads of a target of that many layers (`DrafterRequirements.hidden_state_indices`)."""
+        return (num_layers,)
 
-    def trimmed(self, words: SharedEmbeddings, ids: Tensor) -> Tensor | None:
-        """[V', D] what `logits` needs to speak of these ids only."""
-        return words.lm_head_rows(ids)
+    def draft_lm_head(self, shared_embeddings: SharedEmbeddings, draft_ids: Tensor) -> Tensor | None:
+        """[V', D] rows of the LM head for these ids, as `logits` takes them."""
+        return shared_embeddings.lm_head_rows(draft_ids)
 
-    def logits(self, out: Tensor, words: SharedEmbeddings, rows: Tensor | None) -> Tensor:
-        """[..., V'] logits of what follows. rows: [V', D] of the target's head, if not all of it."""
-        said: Tensor = words.lm_head(out) if rows is None else functional.linear(out, rows)
-        return said
+    def logits(
+        self, hidden_states: Tensor, shared_embeddings: SharedEmbeddings, draft_lm_head: Tensor | None
+    ) -> Tensor:
+        """[..., V'] logits of the next token.
 
-    def fuse(self, embeddings: Tensor, states: Tensor) -> Tensor:
-        """[..., D] input rows of text: the next token's embedding with the state before it (embedding first)."""
-        fused: Tensor = self.fc(torch.cat((embeddings, states), dim=-1))
+        Args:
+            hidden_states: [..., D] outputs of the head.
+            shared_embeddings: of the target.
+            draft_lm_head: [V', D] rows of the LM head to use; None for all.
+        """
+        if draft_lm_head is not None:
+            return functional.linear(hidden_states, draft_lm_head)
+        logits: Tensor = shared_embeddings.lm_head(hidden_states)
+        return logits
+
+    def fuse(self, inputs_embeds: Tensor, hidden_states: Tensor) -> Tensor:
+        """[..., D] layer inputs of text: `fc` of [embedding of the next token ; hidden state before it]."""
+        fused: Tensor = self.fc(torch.cat((inputs_embeds, hidden_states), dim=-1))
         return fused
 
-    def forward(self, rows: Tensor, cos: Tensor, sin: Tensor, attend: Attend, ask: Tensor | None = None) -> Tensor:
-        """See `Layer.forward`."""
-        out: Tensor = self.layer(rows, cos, sin, attend, ask)
-        return out
+    def forward(
+        self, inputs: Tensor, cos: Tensor, sin: Tensor, attend: AttentionFn, query_index: Tensor | None = None
+    ) -> Tensor:
+        """See `DecoderLayer.forward`."""
+        outputs: Tensor = self.layer(inputs, cos, sin, attend, query_index)
+        return outputs
 
-    def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """(cos, sin) of positions [...]: [..., d] each, by Llama's rule."""
+    def rotary_embedding(self, position_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """(cos, sin), each [..., d], of position ids [...] as in Llama."""
         size = self.config.head_dim
-        steps = torch.arange(0, size, 2, dtype=torch.float32, device=positions.device) / size
-        angle = positions[..., None].float() * self.config.rope_theta**-steps
-        angle = torch.cat((angle, angle), dim=-1)
-        return angle.cos().to(dtype), angle.sin().to(dtype)
+        exponents = torch.arange(0, size, 2, dtype=torch.float32, device=position_ids.device) / size
+        angles = position_ids[..., None].float() * self.config.rope_theta**-exponents
+        angles = torch.cat((angles, angles), dim=-1)
+        return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
 class Eagle3Head(EagleHead):
-    """EAGLE-3 (arXiv 2503.01840): three states of the target, joined; a norm, a head and a vocabulary of its own.
+    """EAGLE-3 (arXiv 2503.01840): three hidden states of the target, and a norm, LM head and vocabulary of its own.
 
-    What it carries from step to step is the layer's output before that norm.
+    The state that is carried from level to level is the layer's output before that norm.
     """
 
-    def __init__(self, config: HeadConfig, draft_vocab: int, target_size: int) -> None:
+    def __init__(self, config: HeadConfig, draft_vocab_size: int, target_size: int) -> None:
         nn.Module.__init__(self)
         self.config = config
         self.fc = nn.Linear(3 * target_size, config.hidden_size, bias=False)
-        self.layer = Layer(config)
-        self.norm = Norm(config.hidden_size, config.rms_norm_eps)
-        self.lm_head = nn.Linear(config.hidden_size, draft_vocab, bias=False)
+        self.layer = DecoderLayer(config)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.lm_head = nn.Linear(config.hidden_size, draft_vocab_size, bias=False)
 
-    def taps(self, layers: int) -> tuple[int, ...]:
+    def hidden_state_indices(self, num_layers: int) -> tuple[int, ...]:
         """The inputs of layers 2, N // 2 and N - 3."""
-        return (2, layers // 2, layers - 3)
+        return (2, num_layers // 2, num_layers - 3)
 
-    def fuse(self, embeddings: Tensor, states: Tensor) -> Tensor:
-        """[..., 2 D]: embedding beside state; the target's states are joined first, its own are taken as they are."""
-        own = states if states.shape[-1] == self.config.hidden_size else self.fc(states)
-        return torch.cat((embeddings, own), dim=-1)
+    def fuse(self, inputs_embeds: Tensor, hidden_states: Tensor) -> Tensor:
+        """[..., 2 D] embedding and state, concatenated; `fc` reduces the target's states, not the head's own."""
+        is_own = hidden_states.shape[-1] == self.config.hidden_size
+        return torch.cat((inputs_embeds, hidden_states if is_own else self.fc(hidden_states)), dim=-1)
 
-    def trimmed(self, words: SharedEmbeddings, ids: Tensor) -> Tensor | None:
-        """Nothing: its own head speaks of its own vocabulary."""
+    def draft_lm_head(self, shared_embeddings: SharedEmbeddings, draft_ids: Tensor) -> Tensor | None:
+        """None: its own LM head covers its own vocabulary."""
         return None
 
-    def logits(self, out: Tensor, words: SharedEmbeddings, rows: Tensor | None) -> Tensor:
-        """[..., V'] by its own head."""
-        said: Tensor = self.lm_head(self.norm(out))
-        return said
+    def logits(
+        self, hidden_states: Tensor, shared_embeddings: SharedEmbeddings, draft_lm_head: Tensor | None
+    ) -> Tensor:
+        """[..., V'] logits of its own LM head."""
+        logits: Tensor = self.lm_head(self.norm(hidden_states))
+        return logits
 
 
-# --- names of the published weights -----------------------------------------------------------------------------------
-
-SPLIT = {
-    "layers.0.self_attn.qkv_proj": ("q_proj", "k_proj", "v_proj"),
-    "layers.0.mlp.gate_up_proj": ("gate_proj", "up_proj"),
-}
-PLAIN = {
-    "fc": "fc",
-    "layer.o_proj": "layers.0.self_attn.o_proj",
-    "layer.down_proj": "layers.0.mlp.down_proj",
-    "layer.input_norm": "layers.0.input_layernorm",
-    "layer.post_norm": "layers.0.post_attention_layernorm",
-}
-
-
-def published(head: EagleHead) -> dict[str, Tensor]:
-    """The weights under the names of the EAGLE and MSD code, one tensor per projection."""
-    config, result = head.config, dict[str, Tensor]()
-    heads, kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-    sizes = {"qkv_proj": [heads, kv, kv], "gate_up_proj": [config.intermediate_size] * 2}
-    for name, value in head.state_dict().items():
-        module, _, kind = name.rpartition(".")
-        if module in PLAIN or not module.startswith("layer."):  # what other kinds of head add keeps its own name
-            result[f"{PLAIN[module]}.{kind}" if module in PLAIN else name] = value
-            continue
-        joined = module.removeprefix("layer.")
-        whole = next(name for name in SPLIT if name.endswith(joined))
-        for part, piece in zip(SPLIT[whole], value.split(sizes[joined]), strict=True):
-            result[f"{whole.removesuffix(joined)}{part}.{kind}"] = piece.contiguous()
-    return result
-
-
-def from_published(
-    config: HeadConfig, weights: Mapping[str, Tensor], make: Callable[[HeadConfig], EagleHead] | None = None
-) -> dict[str, Tensor]:
-    """The other way: a state dict for `EagleHead`, or for the kind of head that `make` makes.
-
-    Raises:
-        ValueError: names the tensors that are missing, too many, of another shape, or not finite.
-    """
-    with torch.device("meta"):
-        empty = (make or EagleHead)(config)
-    expected = {name: value.shape for name, value in published(empty).items()}
-    missing, extra = sorted(set(expected) - set(weights)), sorted(set(weights) - set(expected))
-    if missing or extra:
-        what = "lacks" if missing else "has what it should not have:"
-        raise ValueError(f"a draft head {what} {', '.join((missing or extra)[:4])}.")
-    for name, shape in expected.items():
-        if weights[name].shape != shape:
-            raise ValueError(f"{name} must be {list(shape)} for this config; got {list(weights[name].shape)}.")
-        if not torch.isfinite(weights[name]).all():
-            raise ValueError(f"{name} holds values that are not finite.")
-    result = {}
-    for name in empty.state_dict():
-        module, _, kind = name.rpartition(".")
-        if module in PLAIN or not module.startswith("layer."):
-            result[name] = weights[f"{PLAIN[module]}.{kind}" if module in PLAIN else name]
-        else:
-            joined = module.removeprefix("layer.")
-            whole = next(name for name in SPLIT if name.endswith(joined))
-            parts = [weights[f"{whole.removesuffix(joined)}{part}.{kind}"] for part in SPLIT[whole]]
-            result[name] = torch.cat(parts)
-    return result
-
-
-def config_from(values: Mapping[str, Any]) -> HeadConfig:
-    """A `HeadConfig` from the keys of a published `config.json`; unknown keys are left alone.
-
-    Raises:
-        ValueError: a value of another kind than its key, or one that is needed and not there.
-    """
-    fields = HeadConfig.__dataclass_fields__
-    known = {name: values[name] for name in fields if values.get(name) is not None}
-    known.setdefault("num_key_value_heads", known.get("num_attention_heads"))
-    for name, value in known.items():
-        wanted = fields[name].type  # its name, as annotations are not evaluated
-        if type(value).__name__ not in {"float": ("float", "int")}.get(str(wanted), (wanted,)):
-            raise ValueError(f"a draft head's {name} is of type {wanted}; got {value!r}.")
-    try:
-        return HeadConfig(**known)
-    except TypeError as error:
-        raise ValueError(f"a draft head's config lacks something: {error}") from error
-
-
-__all__ = [
-    "Attend",
-    "Eagle3Head",
-    "EagleHead",
-    "HeadConfig",
-    "Layer",
-    "config_from",
-    "from_published",
-    "gather_rows",
-    "published",
-    "rotate",
-]
+__all__ = ["AttentionFn", "DecoderLayer", "Eagle3Head", "EagleHead", "HeadConfig", "RMSNorm", "rotate_half"]

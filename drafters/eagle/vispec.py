@@ -1,6 +1,7 @@
-"""ViSpec (arXiv 2509.15235): every picture shrinks to a few learned tokens and one vector that colours all later text.
+"""ViSpec (arXiv 2509.15235): each image is compressed to a few learned tokens and one vector added to all later text.
 
-The head is EAGLE's with two more parts. Text rows keep their positions; of a picture's rows only the last few stand.
+The head is EAGLE's with two more modules. Text rows keep their position ids; of an image's rows only the last few
+remain.
 """
 
 from __future__ import annotations
@@ -12,101 +13,116 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mmspec.drafters.eagle.drafter import EagleDrafter, State
+from mmspec.drafters.eagle.drafter import EagleDrafter
 from mmspec.drafters.eagle.head import EagleHead, HeadConfig
-from mmspec.drafters.eagle.visual_inputs import Sight
+from mmspec.drafters.eagle.state import EagleState
+from mmspec.drafters.eagle.visual_inputs import DraftInputs
 
 
-class Adaptor(nn.Module):
-    """Learned queries over a picture's projected embeddings: [M, D] in, [Q, D] out. No positions, no norm."""
+class VisualAdaptor(nn.Module):
+    """Cross-attention of Q learned queries over an image's projected embeddings, without positions or norm."""
 
-    def __init__(self, config: HeadConfig, queries: int) -> None:
+    def __init__(self, config: HeadConfig, num_queries: int) -> None:
         super().__init__()
-        heads, size = config.num_attention_heads, config.head_dim
-        self.q = nn.Parameter(torch.randn(queries, heads, size) * size**-0.5)
-        self.k_proj = nn.Linear(config.hidden_size, heads * size, bias=config.qkv_bias)
-        self.v_proj = nn.Linear(config.hidden_size, heads * size, bias=config.qkv_bias)
-        self.o_proj = nn.Linear(heads * size, config.hidden_size, bias=False)
+        num_heads, size = config.num_attention_heads, config.head_dim
+        self.q = nn.Parameter(torch.randn(num_queries, num_heads, size) * size**-0.5)
+        self.k_proj = nn.Linear(config.hidden_size, num_heads * size, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(config.hidden_size, num_heads * size, bias=config.qkv_bias)
+        self.o_proj = nn.Linear(num_heads * size, config.hidden_size, bias=False)
 
-    def forward(self, picture: Tensor) -> Tensor:
+    def forward(self, image_embeds: Tensor) -> Tensor:
         """[M, D] -> [Q, D]."""
-        heads, size = self.q.shape[1:]
-        keys, values = (part(picture).view(-1, heads, size).transpose(0, 1) for part in (self.k_proj, self.v_proj))
-        seen = functional.scaled_dot_product_attention(self.q.transpose(0, 1)[None], keys[None], values[None])[0]
-        out: Tensor = self.o_proj(seen.transpose(0, 1).flatten(1))
-        return out
+        num_heads, size = self.q.shape[1:]
+        keys, values = (
+            proj(image_embeds).view(-1, num_heads, size).transpose(0, 1) for proj in (self.k_proj, self.v_proj)
+        )
+        queries = self.q.transpose(0, 1)
+        outputs = functional.scaled_dot_product_attention(queries[None], keys[None], values[None])[0]
+        projected: Tensor = self.o_proj(outputs.transpose(0, 1).flatten(1))
+        return projected
 
 
 class VispecHead(EagleHead):
-    """EAGLE's head with the adaptor, and a layer that mixes the picture's vector into the state."""
+    """EAGLE's head with the visual adaptor, and a layer that mixes an image's vector into the hidden state."""
 
-    shrinks = True
-    """No compressor goes with it (`mmspec.config`)."""
+    compresses_visual_tokens = True
 
-    def __init__(self, config: HeadConfig, queries: int) -> None:
+    def __init__(self, config: HeadConfig, num_queries: int) -> None:
         super().__init__(config)
-        self.imadpt = Adaptor(config, queries)
+        self.imadpt = VisualAdaptor(config, num_queries)
         self.img_fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=config.bias)
 
 
 class VispecDrafter(EagleDrafter):
-    """Drafts with a `VispecHead`. A row's current picture vector is in `State.more`."""
+    """Drafts with a `VispecHead`. `EagleState.extra` is [B, D], the vector of each row's last image (zeros: none)."""
 
     head: VispecHead
 
-    def __init__(self, head: VispecHead, *, layers: int, name: str = "vispec", **more: Any) -> None:
-        super().__init__(head, "coupled", layers=layers, name=name, **{"depth": 4, **more})
+    def __init__(self, head: VispecHead, *, num_layers: int, name: str = "vispec", **options: Any) -> None:
+        """
+        Args:
+            head: the draft head.
+            num_layers: decoder layers of the target.
+            name: of the drafter.
+            **options: further arguments of `EagleDrafter`; `max_depth` is 4 by default.
+        """
+        super().__init__(head, "coupled", num_layers=num_layers, name=name, **{"max_depth": 4, **options})
 
-    def fuse(self, state: State, embeddings: Tensor, states: Tensor) -> Tensor:
-        """Text rows see the last picture before them."""
-        assert state.more is not None
-        return self._mixed(embeddings, states, state.more[:, None].expand(states.shape))
+    def fuse(self, state: EagleState, inputs_embeds: Tensor, hidden_states: Tensor) -> Tensor:
+        """Inputs of text, mixed with the vector of the last image before it."""
+        assert state.extra is not None
+        return self._fuse_mixed(inputs_embeds, hidden_states, state.extra[:, None].expand(hidden_states.shape))
 
-    def _mixed(self, embeddings: Tensor, states: Tensor, picture: Tensor) -> Tensor:
-        return self.head.fuse(embeddings, self.head.img_fc(torch.cat((states, picture), dim=-1)))
+    def _fuse_mixed(self, inputs_embeds: Tensor, hidden_states: Tensor, image_vectors: Tensor) -> Tensor:
+        mixed = self.head.img_fc(torch.cat((hidden_states, image_vectors), dim=-1))
+        return self.head.fuse(inputs_embeds, mixed)
 
-    def rows(self, state: State, sight: Sight) -> tuple[Tensor, Tensor | None]:
-        """Picture by picture: the few tokens go to the picture's last places, its vector to the text behind it."""
-        following, visual = sight.following, sight.visual.tolist()
-        batch, _, hidden = following.shape
-        keep = ~sight.visual
-        rows, pictures = following.clone(), torch.zeros_like(following)
-        state.more = following.new_zeros(batch, hidden)
+    def prompt_inputs(self, state: EagleState, inputs: DraftInputs) -> tuple[Tensor, Tensor | None]:
+        """The compressed tokens replace the last rows of each image; its vector is mixed into the text after it."""
+        next_embeds, visual_mask = inputs.next_embeds, inputs.visual_mask.tolist()
+        batch, _, hidden = next_embeds.shape
+        keep = ~inputs.visual_mask
+        rows, image_vectors = next_embeds.clone(), torch.zeros_like(next_embeds)
+        state.extra = next_embeds.new_zeros(batch, hidden)
         for row in range(batch):
-            for start, end in _runs(visual[row]):
-                shrunk = self.head.imadpt(following[row, start:end])
-                few = min(len(shrunk) - 1, end - start)
-                if few:
-                    rows[row, end - few : end] = shrunk[:few]
-                    keep[row, end - few : end] = True
-                pictures[row, end:] = shrunk[-1]
-                state.more[row] = shrunk[-1]
-        mixed = self._mixed(following, sight.states, pictures)
-        return torch.where(sight.visual[..., None], rows, mixed), keep
+            for start, end in _true_runs(visual_mask[row]):
+                compressed = self.head.imadpt(next_embeds[row, start:end])
+                num_rows = min(len(compressed) - 1, end - start)
+                if num_rows:
+                    rows[row, end - num_rows : end] = compressed[:num_rows]
+                    keep[row, end - num_rows : end] = True
+                image_vectors[row, end:] = compressed[-1]
+                state.extra[row] = compressed[-1]
+        mixed = self._fuse_mixed(next_embeds, inputs.hidden_states, image_vectors)
+        return torch.where(inputs.visual_mask[..., None], rows, mixed), keep
 
 
-def _runs(flags: list[bool]) -> list[tuple[int, int]]:
-    """(start, end) of every unbroken run of True."""
-    found, start = [], None
-    for place, on in enumerate([*flags, False]):
-        if on and start is None:
-            start = place
-        elif not on and start is not None:
-            found.append((start, place))
+def _true_runs(flags: list[bool]) -> list[tuple[int, int]]:
+    """(start, end) of every run of True."""
+    runs, start = [], None
+    for index, flag in enumerate([*flags, False]):
+        if flag and start is None:
+            start = index
+        elif not flag and start is not None:
+            runs.append((start, index))
             start = None
-    return found
+    return runs
 
 
-def from_weights(config: HeadConfig, weights: Mapping[str, Tensor]) -> tuple[VispecHead, dict[str, Tensor]]:
-    """A head of the right shape, and the weights of EAGLE's part of it."""
+def build_vispec_head(config: HeadConfig, weights: Mapping[str, Tensor]) -> tuple[VispecHead, dict[str, Tensor]]:
+    """A head on the meta device that fits the weights, and those weights that are EAGLE's.
+
+    Raises:
+        ValueError: the queries have another shape than the config's attention heads.
+    """
     queries = weights["imadpt.q"]
     if queries.dim() != 3 or queries.shape[1:] != (config.num_attention_heads, config.head_dim):
         raise ValueError(
             f"imadpt.q must be [queries, {config.num_attention_heads}, {config.head_dim}]; got {list(queries.shape)}."
         )
-    plain = {name: value for name, value in weights.items() if not name.startswith(("imadpt.", "img_fc."))}
+    eagle_weights = {name: value for name, value in weights.items() if not name.startswith(("imadpt.", "img_fc."))}
     with torch.device("meta"):
-        return VispecHead(config, queries.shape[0]), plain
+        return VispecHead(config, queries.shape[0]), eagle_weights
 
 
-__all__ = ["Adaptor", "VispecDrafter", "VispecHead", "from_weights"]
+__all__ = ["VispecDrafter", "VispecHead", "VisualAdaptor", "build_vispec_head"]

@@ -1,11 +1,12 @@
-"""Which rows a draft head reads: text as EAGLE does, visual tokens by one of several rules.
+"""Inputs of a draft head: how text and visual tokens of a prompt enter it.
 
-A row stands for a position of the sequence: it joins the state at that position with the embedding of what follows.
-What differs is what happens where a visual token follows. Knows no tree, no cache, no target.
+Input row i pairs the target's hidden state at position i with the embedding of the token at position i + 1, as EAGLE
+does. A visual mode defines the input where the next token is visual. The module knows no tree, cache or target.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -14,167 +15,274 @@ from torch import Tensor
 
 from mmspec.drafters.eagle.head import EagleHead
 from mmspec.engine.gather import gather_rows, scatter_rows
-from mmspec.interfaces import CompressionContext, Compressor, Prompt, VisualGrid, VisualTokens
+from mmspec.interfaces import CompressionContext, Compressor, Prompt, SharedEmbeddings, VisualGrid, VisualTokens
 
 
 @dataclass(frozen=True)
-class Sight:
-    """A batch of sequences as a head may see them, row by row.
+class DraftInputs:
+    """Aligned inputs of a batch of sequences.
+
+    The fields with a default are used by `compressed_inputs` only.
 
     Attributes:
-        following: [B, n, D] embedding of the token after each position, as the target was fed it (visual tokens
-            projected). states: [B, n, D] the target's states after the final norm, or the head's own.
-        visual: [B, n] bool, True where a visual token follows. placeholder: [D] embedding of the placeholder id.
+        next_embeds: [B, n, D] embedding of the next token as the target received it (visual tokens projected).
+        hidden_states: [B, n, S] hidden states of the target, or outputs of the head.
+        visual_mask: [B, n] bool, True where the next token is visual.
+        placeholder_embed: [D] embedding of the media placeholder id.
+        attention_mask: [B, n] bool, True at valid rows.
+        position_ids: [B, n] int64.
+        grids: of the visual tokens, `start` counted in visual tokens of their row; empty if unknown.
+        saliency: [B, n] float32, attention of the vision tower to the next token, or None.
     """
 
-    following: Tensor
-    states: Tensor
-    visual: Tensor
-    placeholder: Tensor
+    next_embeds: Tensor
+    hidden_states: Tensor
+    visual_mask: Tensor
+    placeholder_embed: Tensor
+    attention_mask: Tensor | None = None
+    position_ids: Tensor | None = None
+    grids: tuple[VisualGrid, ...] = ()
+    saliency: Tensor | None = None
 
 
-Rule = Callable[[EagleHead, Sight], tuple[Tensor, Tensor | None]]
-"""(head, what it may see) -> [B, n, D] input rows of the layer, and [B, n] bool which of them are kept (None: all)."""
+VisualInputMode = Callable[[EagleHead, DraftInputs], tuple[Tensor, Tensor | None]]
+"""(head, inputs) -> [B, n, D] input rows of the decoder layer, and [B, n] bool which of them to keep (None: all)."""
 
 
-def decoupled(head: EagleHead, sight: Sight) -> tuple[Tensor, Tensor | None]:
-    """MSD: a visual token enters as its projected embedding alone, text as embedding and state (MSD, section 3)."""
-    return _text_fused(head, sight), None
+def decoupled(head: EagleHead, inputs: DraftInputs) -> tuple[Tensor, Tensor | None]:
+    """MSD: visual tokens enter as their projected embedding alone, text as embedding and state (MSD, section 3)."""
+    return _fuse_text(head, inputs), None
 
 
-def coupled(head: EagleHead, sight: Sight) -> tuple[Tensor, Tensor | None]:
-    """EAGLE on a multimodal target: visual tokens are fused with states like text."""
-    return head.fuse(sight.following, sight.states), None
+def coupled(head: EagleHead, inputs: DraftInputs) -> tuple[Tensor, Tensor | None]:
+    """EAGLE on a multimodal target: visual tokens are fused with hidden states like text."""
+    return head.fuse(inputs.next_embeds, inputs.hidden_states), None
 
 
-def blind(head: EagleHead, sight: Sight) -> tuple[Tensor, Tensor | None]:
-    """EAGLE as it is for text: of a visual token it sees the placeholder's embedding, and the state before it."""
-    following = torch.where(sight.visual[..., None], sight.placeholder, sight.following)
-    return head.fuse(following, sight.states), None
+def placeholder(head: EagleHead, inputs: DraftInputs) -> tuple[Tensor, Tensor | None]:
+    """Text-only EAGLE: visual tokens enter as the placeholder's embedding, fused with the hidden state."""
+    next_embeds = torch.where(inputs.visual_mask[..., None], inputs.placeholder_embed, inputs.next_embeds)
+    return head.fuse(next_embeds, inputs.hidden_states), None
 
 
-def textual(head: EagleHead, sight: Sight) -> tuple[Tensor, Tensor | None]:
-    """No visual tokens at all: only rows that text follows; they keep their positions."""
-    return _text_fused(head, sight), ~sight.visual
+def text_only(head: EagleHead, inputs: DraftInputs) -> tuple[Tensor, Tensor | None]:
+    """No visual tokens: only rows whose next token is text; they keep their position ids."""
+    return _fuse_text(head, inputs), ~inputs.visual_mask
 
 
-def _text_fused(head: EagleHead, sight: Sight) -> Tensor:
-    """[B, n, D], fused where text follows, the bare embedding elsewhere: long clips cost what their text costs."""
-    most = int((~sight.visual).sum(1).max())
-    text = first(~sight.visual)[:, :most]  # rows with less of it bring others
-    following = gather_rows(sight.following, text)
-    fused = head.fuse(following, gather_rows(sight.states, text))
-    fused = torch.where(sight.visual.gather(1, text)[..., None], following, fused)
-    return scatter_rows(sight.following.to(fused.dtype), text, fused)
+def _fuse_text(head: EagleHead, inputs: DraftInputs) -> Tensor:
+    """[B, n, D] fused where the next token is text, else the embedding; the cost is that of the text rows alone."""
+    is_text = ~inputs.visual_mask
+    max_text = int(is_text.sum(1).max())
+    text_index = packed_indices(is_text)[:, :max_text]  # rows with less text include some visual ones
+    next_embeds = gather_rows(inputs.next_embeds, text_index)
+    fused = head.fuse(next_embeds, gather_rows(inputs.hidden_states, text_index))
+    fused = torch.where(inputs.visual_mask.gather(1, text_index)[..., None], next_embeds, fused)
+    return scatter_rows(inputs.next_embeds.to(fused.dtype), text_index, fused)
 
 
-RULES: dict[str, Rule] = {"decoupled": decoupled, "coupled": coupled, "blind": blind, "textual": textual}
+VISUAL_MODES: dict[str, VisualInputMode] = {
+    "decoupled": decoupled,
+    "coupled": coupled,
+    "placeholder": placeholder,
+    "text_only": text_only,
+}
+"""Visual modes by the name that `HeadMetadata` and `mmspec train` use."""
+LEGACY_VISUAL_MODES = {"blind": "placeholder", "textual": "text_only"}
+"""Former names -> current ones; accepted for one release."""
 
 
-def pack(keep: Tensor, *parts: Tensor) -> tuple[Tensor, ...]:
-    """Move what is kept to the left of each row, in order.
+def resolve_visual_mode(name: str) -> str:
+    """The current name of a visual mode; a former name is accepted with a DeprecationWarning.
+
+    Raises:
+        ValueError: an unknown visual mode.
+    """
+    if name in LEGACY_VISUAL_MODES:
+        current = LEGACY_VISUAL_MODES[name]
+        warnings.warn(f"visual mode {name!r} is now {current!r}; use that.", DeprecationWarning, stacklevel=3)
+        return current
+    if name not in VISUAL_MODES:
+        raise ValueError(f"visual_mode must be one of {', '.join(VISUAL_MODES)}; got {name!r}.")
+    return name
+
+
+def align_prompt(
+    prompt: Prompt, hidden_states: Tensor, first_ids: Tensor, shared_embeddings: SharedEmbeddings, visual_mode: str
+) -> tuple[DraftInputs, Tensor]:
+    """Pair every hidden state of a prompt with the embedding of the next token, padding on the right.
 
     Args:
-        keep: [B, n] bool. parts: [B, n, ...] each. Returns counts [B] int64, then the parts; past the counts they hold
-        what was not kept.
+        prompt: its `hidden_states[0]` are the merged input embeddings.
+        hidden_states: [B, n, S] of the last n positions: all, or the new ones where a cache is continued.
+        first_ids: [B] the tokens that follow the prompt.
+        shared_embeddings: of the target.
+        visual_mode: the placeholder's embedding is looked up for "placeholder" only, else it is zeros.
+
+    Returns:
+        The inputs, with every optional field but `grids`, and [B] int64 number of valid rows.
     """
-    order = first(keep)
+    embeds, n = prompt.hidden_states[0], hidden_states.shape[1]
+    mask, visual_mask = prompt.attention_mask[:, -n:], prompt.visual_mask[:, -n:]
+    saliency = None if prompt.visual_saliency is None else prompt.visual_saliency[:, -n:]
+    counts = mask.sum(1)
+    first_embeds = shared_embeddings.embed_tokens(first_ids)[:, None].to(embeds.dtype)
+    if bool(mask.all()):  # one copy to the host per prompt saves packing all of it
+        next_embeds = torch.cat((embeds[:, 1:], first_embeds), dim=1)
+    else:
+        _, embeds, hidden_states, visual_mask = left_pack(mask, embeds, hidden_states, visual_mask)
+        next_embeds = scatter_rows(embeds.roll(-1, 1), (counts - 1)[:, None], first_embeds)
+        saliency = None if saliency is None else left_pack(mask, saliency)[1]
+    index = torch.arange(n, device=hidden_states.device)
+    placeholder_embed = embeds.new_zeros(embeds.shape[-1])
+    if visual_mode == "placeholder" and len(placeholder_ids := prompt.input_ids[prompt.visual_mask][:1]):
+        placeholder_embed = shared_embeddings.embed_tokens(placeholder_ids)[0].to(embeds.dtype)
+    inputs = DraftInputs(
+        next_embeds=next_embeds,
+        hidden_states=hidden_states,
+        visual_mask=visual_mask.roll(-1, 1) & (index != (counts - 1)[:, None]),
+        placeholder_embed=placeholder_embed,
+        attention_mask=index < counts[:, None],
+        position_ids=index.expand(len(counts), n),
+        saliency=None if saliency is None else saliency.roll(-1, 1),
+    )
+    return inputs, counts
+
+
+def left_pack(keep: Tensor, *parts: Tensor) -> tuple[Tensor, ...]:
+    """Move the selected columns of each row to its left, in order.
+
+    Args:
+        keep: [B, n] bool.
+        parts: [B, n, ...] each.
+
+    Returns:
+        [B] int64 counts, then the parts; columns past the counts hold the unselected ones.
+    """
+    order = packed_indices(keep)
     return keep.sum(1), *(gather_rows(part, order) for part in parts)
 
 
-def first(keep: Tensor) -> Tensor:
-    """[B, n] the places of what is kept [B, n], in order, then those of what is not."""
+def packed_indices(keep: Tensor) -> Tensor:
+    """[B, n] int64 column indices: of the selected columns [B, n] in order, then of the others."""
     return (~keep).long().argsort(dim=1, stable=True)
 
 
-def shrunk(
+def compressed_inputs(
     head: EagleHead,
-    rule: str,
-    sight: Sight,
-    inside: Tensor,
-    positions: Tensor,
+    visual_mode: str,
+    inputs: DraftInputs,
     compressor: Compressor,
     query: Tensor | None,
-    segments: tuple[VisualGrid, ...] = (),
-    outlook: CompressionContext | None = None,
-    attended: Tensor | None = None,
+    context: CompressionContext | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The rows of a rule when a compressor shows fewer visual tokens.
+    """Input rows of a visual mode after a compressor reduced the visual tokens.
 
-    What is shown comes first, then the text; each keeps its position. A head of one layer sees no order but that.
+    The visual rows come first, then the text; each keeps its position id. A head of one layer sees no other order.
 
     Args:
-        inside: [B, n] bool, rows that are there. positions: [B, n]. query: [B, D] the prompt's last state, or None.
-        outlook: what is known of the call, for compressors that weigh costs.
-        attended: [B, n] how much the vision tower attends to what each row shows, or None.
+        head: the draft head.
+        visual_mode: a key of `VISUAL_MODES`.
+        inputs: with `attention_mask` and `position_ids`.
+        compressor: reduces the visual tokens.
+        query: [B, S] the prompt's last hidden state, or None.
+        context: facts about the call, for compressors that use measured costs.
 
     Returns:
-        [B, m, D] rows, [B, m] bool which of them are kept, [B, m] their positions.
+        [B, m, D] rows, [B, m] bool which of them to keep, [B, m] their position ids.
     """
-    seen, words = sight.visual & inside, ~sight.visual & inside
-    counts, text = seen.sum(1), words.sum(1)
-    index = torch.arange(seen.shape[1], device=seen.device)
-    ends = (seen[0].int().argmax(), (seen[0] * (index + 1)).amax())
-    start, end, most, *sizes = torch.cat((torch.stack((*ends, text.max())), counts)).tolist()
-    many, held = max(sizes), [0] * len(sizes)
-    together = sizes == [end - start]
-    mask, told = index[:many] < counts[:, None], index[:most] < text[:, None]
-    look, say = first(seen)[:, :many], first(words)[:, :most]
+    assert inputs.attention_mask is not None and inputs.position_ids is not None
+    is_visual, is_text = inputs.visual_mask & inputs.attention_mask, ~inputs.visual_mask & inputs.attention_mask
+    visual_counts, text_counts = is_visual.sum(1), is_text.sum(1)
+    index = torch.arange(is_visual.shape[1], device=is_visual.device)
+    # Every size that the host needs, in one copy.
+    span = (is_visual[0].int().argmax(), (is_visual[0] * (index + 1)).amax())
+    start, end, max_text, *sizes = torch.cat((torch.stack((*span, text_counts.max())), visual_counts)).tolist()
+    max_visual = max(sizes)
+    is_contiguous = sizes == [end - start]
+    visual_index, text_index = packed_indices(is_visual)[:, :max_visual], packed_indices(is_text)[:, :max_text]
+    text_mask = index[:max_text] < text_counts[:, None]
 
-    def visual_of(part: Tensor) -> Tensor:
-        """One row's that stand together, as those of a clip do, are not copied."""
-        return part[:, start:end] if together else gather_rows(part, look)
+    def select_visual(part: Tensor) -> Tensor:
+        """Visual columns; a contiguous run of a single row, as of a video, is a view."""
+        return part[:, start:end] if is_contiguous else gather_rows(part, visual_index)
 
-    following, before, where = (gather_rows(part, say) for part in (sight.following, sight.states, positions))
-    for segment in segments:
-        held[segment.row] += segment.num_tokens
-    # A row whose first token is a visual one has one fewer than its grids, since no row stands before it.
-    segments = tuple(one for one in segments if held[one.row] == sizes[one.row])
-    visual = VisualTokens(
-        inputs_embeds=visual_of(sight.following),
-        hidden_states=visual_of(sight.states),
-        mask=mask,
-        position_ids=visual_of(positions),
-        grids=segments,
-        saliency=None if attended is None else visual_of(attended),
-        context=outlook,
+    compressed = compressor.compress(
+        VisualTokens(
+            inputs_embeds=select_visual(inputs.next_embeds),
+            hidden_states=select_visual(inputs.hidden_states),
+            mask=index[:max_visual] < visual_counts[:, None],
+            position_ids=select_visual(inputs.position_ids),
+            grids=_complete_grids(inputs.grids, sizes),
+            saliency=None if inputs.saliency is None else select_visual(inputs.saliency),
+            context=context,
+        ),
+        query,
+        compressor.max_tokens,
     )
-    few = compressor.compress(visual, query, compressor.max_tokens)
-    shown = Sight(few.inputs_embeds, few.hidden_states, torch.ones_like(few.mask), sight.placeholder)
-    said = Sight(following, before, torch.zeros_like(told), sight.placeholder)
-    parts = [RULES[rule](head, shown), RULES[rule](head, said)]
-    keep = [few.mask, told]
-    for place, (_, chosen) in enumerate(parts):
-        keep[place] = keep[place] if chosen is None else keep[place] & chosen
-    return (
-        torch.cat([rows for rows, _ in parts], dim=1),
-        torch.cat(keep, dim=1),
-        torch.cat([few.position_ids, where], dim=1),
+    visual = DraftInputs(
+        compressed.inputs_embeds,
+        compressed.hidden_states,
+        torch.ones_like(compressed.mask),
+        inputs.placeholder_embed,
     )
+    text = DraftInputs(
+        gather_rows(inputs.next_embeds, text_index),
+        gather_rows(inputs.hidden_states, text_index),
+        torch.zeros_like(text_mask),
+        inputs.placeholder_embed,
+    )
+    rows, keep = [], []
+    for part, mask in ((visual, compressed.mask), (text, text_mask)):
+        part_rows, part_keep = VISUAL_MODES[visual_mode](head, part)
+        rows.append(part_rows)
+        keep.append(mask if part_keep is None else mask & part_keep)
+    position_ids = (compressed.position_ids, gather_rows(inputs.position_ids, text_index))
+    return torch.cat(rows, dim=1), torch.cat(keep, dim=1), torch.cat(position_ids, dim=1)
 
 
-def segments_of(prompt: Prompt, new: int) -> tuple[VisualGrid, ...]:
-    """The grids of a prompt, with `start` counted in visual tokens of their row; empty if only a part is new."""
-    if new != prompt.input_ids.shape[1]:
+def _complete_grids(grids: tuple[VisualGrid, ...], sizes: list[int]) -> tuple[VisualGrid, ...]:
+    """Grids of the rows whose visual tokens they cover exactly.
+
+    A row whose first token is visual has one visual token less than its grids, since no input row precedes it.
+    """
+    covered = [0] * len(sizes)
+    for grid in grids:
+        covered[grid.row] += grid.num_tokens
+    return tuple(grid for grid in grids if covered[grid.row] == sizes[grid.row])
+
+
+def prompt_grids(prompt: Prompt, num_new: int) -> tuple[VisualGrid, ...]:
+    """Grids of a prompt with `start` counted in visual tokens of their row; none where a cache is continued.
+
+    Args:
+        prompt: its grids count `start` in tokens of the row, padding included.
+        num_new: number of positions that the target processed in this call.
+    """
+    if num_new != prompt.input_ids.shape[1]:
         return ()
-    before: dict[int, int] = {}
-    found = []
-    for segment in sorted(prompt.grids, key=lambda one: (one.row, one.start)):
-        start = before.get(segment.row, 0)
-        before[segment.row] = start + segment.num_tokens
-        found.append(replace(segment, start=start))
-    return tuple(found)
+    offsets: dict[int, int] = {}
+    grids = []
+    for grid in sorted(prompt.grids, key=lambda one: (one.row, one.start)):
+        start = offsets.get(grid.row, 0)
+        offsets[grid.row] = start + grid.num_tokens
+        grids.append(replace(grid, start=start))
+    return tuple(grids)
 
 
 __all__ = [
-    "RULES",
-    "Rule",
-    "Sight",
-    "blind",
+    "LEGACY_VISUAL_MODES",
+    "VISUAL_MODES",
+    "DraftInputs",
+    "VisualInputMode",
+    "align_prompt",
+    "compressed_inputs",
     "coupled",
     "decoupled",
-    "pack",
-    "segments_of",
-    "shrunk",
-    "textual",
+    "left_pack",
+    "packed_indices",
+    "placeholder",
+    "prompt_grids",
+    "resolve_visual_mode",
+    "text_only",
 ]

@@ -1,7 +1,8 @@
-"""Best-first drafting from host-side sources of guesses: the `Guesser` socket, its calibration, the drafter over both.
+"""Best-first drafting from candidate sources on the host: protocol, calibration and drafter.
 
-A guesser names possible successors and tells how it came by each (a key); what a key is worth is learned from what the
-target went on to say. Knows nothing of where guesses come from, of models, caches, or how many nodes are worth scoring.
+A source names candidate successors of a token and a key that says how it found each. The probability of a key is
+estimated from the tokens that the target went on to emit. The module knows nothing of models, caches or the number of
+nodes worth scoring.
 """
 
 from __future__ import annotations
@@ -18,49 +19,51 @@ from mmspec.engine.tree import BUCKETS, DraftTree, Node, best_first, build_tree,
 from mmspec.interfaces import DrafterRequirements, Prompt, VerifyResult
 
 BARRIER = -1
-"""Stands in host texts for what is no text: visual tokens, pads, ids beyond V. Never matched, never copied."""
+"""Replaces visual tokens, padding and ids beyond V in host text. Never matched, never copied."""
 
-FLOOR = 0.02
-"""Nodes that are reached with less are not proposed."""
+MIN_PROB = 0.02
+"""Nodes with a lower probability are not proposed."""
 
 _PAD = -2
-_SIBLINGS = 0.98
-"""Siblings exclude each other, so together they cannot be likelier than this."""
+_MAX_SIBLING_PROB = 0.98
+"""Upper bound of the sum of the siblings' probabilities, as they exclude each other."""
 
 Key = Hashable
-Offer = tuple[int, Key, Any]
-"""(token, how the guess was come by, cursor of the child)"""
+Candidate = tuple[int, Key, Any]
+"""(token, key, cursor of the child)."""
 
 
 @dataclass(frozen=True)
-class Text:
-    """What guessers read of a prompt, on the host, copied once.
+class PromptText:
+    """Host copy of a prompt's text.
 
     Attributes:
-        rows: the text of each row, without the pads around it, every run of visual tokens shrunk to one `BARRIER`.
-        references: texts that the answer may resemble, one per row, possibly empty.
+        rows: token ids of each row without the padding around them; each run of visual tokens is one `BARRIER`.
+        reference_ids: texts that the output may resemble, one per row, possibly empty.
         vocab_size: V, or 0 if unknown.
     """
 
     rows: list[list[int]]
-    references: list[list[int]]
+    reference_ids: list[list[int]]
     vocab_size: int = 0
 
     @classmethod
-    def of(cls, prompt: Prompt) -> Text:
+    def from_prompt(cls, prompt: Prompt) -> PromptText:
         """The text of `prompt`."""
         ids = prompt.input_ids.masked_fill(prompt.visual_mask, BARRIER)
         if prompt.vocab_size:
             ids = ids.masked_fill(ids >= prompt.vocab_size, BARRIER)
         rows = ids.masked_fill(~prompt.attention_mask, _PAD).tolist()
         limit = prompt.vocab_size or torch.iinfo(torch.long).max
-        references = [[BARRIER if not 0 <= token < limit else token for token in ids] for ids in prompt.reference_ids]
-        references += [[] for _ in range(len(rows) - len(references))]
-        return cls([_shrink(row) for row in rows], references, prompt.vocab_size)
+        reference_ids = [
+            [BARRIER if not 0 <= token < limit else token for token in ids] for ids in prompt.reference_ids
+        ]
+        reference_ids += [[] for _ in range(len(rows) - len(reference_ids))]
+        return cls([_strip(row) for row in rows], reference_ids, prompt.vocab_size)
 
 
-def _shrink(row: list[int]) -> list[int]:
-    """`row` without the pads at its end, every run of things that are no text shrunk to one barrier."""
+def _strip(row: list[int]) -> list[int]:
+    """`row` without padding at its ends, every run of other non-text ids replaced by one barrier."""
     end = len(row)
     while end and row[end - 1] == _PAD:
         end -= 1
@@ -73,189 +76,222 @@ def _shrink(row: list[int]) -> list[int]:
     return text
 
 
-class Guesser(Protocol):
-    """A source of guesses that is cheap enough to be asked node by node. One object serves any number of calls.
+class CandidateSource(Protocol):
+    """A source of candidates that is cheap enough to be queried per node. One object serves any number of calls.
 
     Attributes:
-        top_k: how many ids of the largest logits of each node it wants to learn from (`VerifyResult.top_ids`), 0 for none.
-        vocab_size: V of the target that its knowledge belongs to, None if it has none yet or never will.
-        priors: every key it uses -> what a guess with that key is worth before anything is known.
+        top_k: number of ids of the largest logits of each node that it learns from (`VerifyResult.top_ids`); 0: none.
+        vocab_size: V of the target that its state belongs to, None if it has no state.
+        priors: every key that it uses -> the prior probability of a candidate with that key.
     """
 
     top_k: int
     vocab_size: int | None
     priors: Mapping[Key, float]
 
-    def start(self, text: Text) -> Any:
+    def start(self, prompt_text: PromptText) -> Any:
         """The state of one call."""
 
     def cursor(self, state: Any, row: int) -> Any | None:
-        """Where the row's last token stands, or None if nothing can be said about what follows."""
+        """The cursor at the row's last token, or None if there are no candidates after it."""
 
-    def expand(self, cursor: Any) -> Iterable[Offer]:
-        """Its guesses at what follows `cursor`, each token once."""
+    def expand(self, cursor: Any) -> Iterable[Candidate]:
+        """The candidates after `cursor`, each token once."""
 
     def enter(self, token: int) -> Any | None:
-        """The cursor of a node that another guesser brought, or None."""
+        """The cursor of a node that another source proposed, or None."""
 
-    def learn(self, state: Any, verdict: VerifyResult) -> None:
-        """Take in what was emitted."""
+    def update(self, state: Any, result: VerifyResult) -> None:
+        """Learn from the emitted tokens."""
 
 
 class Calibration:
-    """How often guesses with a key came true. Shared by all calls of a drafter; old evidence fades.
+    """Estimated probability of each key. Shared by all calls of a drafter; old evidence decays.
 
-    Args:
-        priors: key -> its worth before anything is known. Unknown keys are worth `DEFAULT`.
-        weight: how many observations the prior counts for.
-        memory: what is left of the evidence for a key at each new observation of it.
+    Attributes:
+        DEFAULT: prior of keys without one.
+        probs: key -> current estimate.
     """
 
     DEFAULT = 0.1
 
-    def __init__(self, priors: Mapping[Key, float], weight: float = 2.0, memory: float = 0.99) -> None:
-        self.weight, self.memory = weight, memory
-        self.rates: dict[Key, float] = dict(priors)
+    def __init__(self, priors: Mapping[Key, float], prior_weight: float = 2.0, decay: float = 0.99) -> None:
+        """
+        Args:
+            priors: key -> prior probability.
+            prior_weight: number of observations that the prior counts for.
+            decay: factor on the evidence of a key at each new observation of it.
+        """
+        self.prior_weight = prior_weight
+        self.decay = decay
+        self.probs: dict[Key, float] = dict(priors)
         self._priors = dict(priors)
         self._counts: dict[Key, tuple[float, float]] = {}
         self._lock = threading.Lock()
 
-    def rate(self, key: Key) -> float:
-        """Probability that a guess with this key is right, given that its parent is reached."""
-        return self.rates.get(key, self.DEFAULT)
+    def prob(self, key: Key) -> float:
+        """Probability that a candidate with this key is accepted, given that its parent is."""
+        return self.probs.get(key, self.DEFAULT)
 
     def update(self, outcomes: Iterable[tuple[Key, bool]]) -> None:
-        """Count guesses that turned out right or wrong."""
-        memory, weight, counts = self.memory, self.weight, self._counts
+        """Count candidates as (key, whether it was right)."""
+        decay, weight, counts = self.decay, self.prior_weight, self._counts
         with self._lock:
-            for key, right in outcomes:
+            for key, is_right in outcomes:
                 hits, total = counts.get(key, (0.0, 0.0))
-                hits, total = hits * memory + right, total * memory + 1.0
+                hits, total = hits * decay + is_right, total * decay + 1.0
                 counts[key] = (hits, total)
-                self.rates[key] = (hits + weight * self._priors.get(key, self.DEFAULT)) / (total + weight)
+                self.probs[key] = (hits + weight * self._priors.get(key, self.DEFAULT)) / (total + weight)
 
     def reset(self) -> None:
-        """Forget all evidence."""
+        """Drop all evidence."""
         with self._lock:
             self._counts.clear()
-            self.rates.clear()
-            self.rates.update(self._priors)
+            self.probs.clear()
+            self.probs.update(self._priors)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Calibration:
-        copy = Calibration(self._priors, self.weight, self.memory)
+        copy = Calibration(self._priors, self.prior_weight, self.decay)
         with self._lock:
-            copy._counts, copy.rates = dict(self._counts), dict(self.rates)
+            copy._counts, copy.probs = dict(self._counts), dict(self.probs)
         memo[id(self)] = copy
         return copy
 
 
 @dataclass
-class State:
-    """One call: each guesser's own state, the ids never to propose, and what was offered at each node in this round.
+class BestFirstState:
+    """State of one call.
 
-    `offers[b][i]` are the guesses considered at node i of row b, taken into the tree or not. Nodes are numbered as they
-    were proposed, so they keep their numbers when the caller trims the tree.
+    Attributes:
+        batch_size: B.
+        banned_ids: ids that are never proposed.
+        source_states: state of each source.
+        candidates: `candidates[b][i]` are the candidates at node i of row b in this round, proposed or not. Nodes are
+            numbered as proposed, so the numbers stay valid when the caller trims the tree.
     """
 
-    batch: int
-    banned: frozenset[int]
-    sources: list[Any]
-    offers: list[list[list[Offer]]] = field(default_factory=list)
+    batch_size: int
+    banned_ids: frozenset[int]
+    source_states: list[Any]
+    candidates: list[list[list[Candidate]]] = field(default_factory=list)
 
 
-Place = tuple[int | None, list[Any]]
-"""A node: its token (None for the root), and the cursor of each guesser that brought it, else None."""
+TreeNode = tuple[int | None, list[Any]]
+"""(token or None for the root, cursor per source or None where the source did not propose the node)."""
 
 
-class BestFirst:
-    """Drafts the likeliest tree below each row's last token, from the union of what its guessers say.
+class BestFirstDrafter:
+    """Drafts the most likely tree below each row's last token, from the union of the candidates of its sources.
 
-    A token that several guessers name counts as much as the most trusted of them. Every guess at a node that was walked
-    turns out right or wrong, also when it was not scored, so learning what guesses are worth needs no drafting at all.
+    A token that several sources name counts as much as the most trusted of them. Every candidate at an accepted node
+    turns out right or wrong, also when it was not scored, so the calibration improves without any drafting.
+
+    Attributes:
+        name: of the drafter.
+        sources: the candidate sources.
+        calibration: probabilities of their keys.
     """
 
-    def __init__(self, name: str, guessers: Sequence[Guesser], calibration: Calibration | None = None) -> None:
+    def __init__(self, name: str, sources: Sequence[CandidateSource], calibration: Calibration | None = None) -> None:
         self.name = name
-        self.guessers = list(guessers)
-        self.requirements = DrafterRequirements(top_k=max((guesser.top_k for guesser in self.guessers), default=0))
-        priors = {key: prior for guesser in self.guessers for key, prior in guesser.priors.items()}
+        self.sources = list(sources)
+        self.requirements = DrafterRequirements(top_k=max((source.top_k for source in self.sources), default=0))
+        priors = {key: prior for source in self.sources for key, prior in source.priors.items()}
         self.calibration = calibration or Calibration(priors)
-        self.vocab_size: int | None = self._vocabulary()
+        self.vocab_size: int | None = self._known_vocab_size()
 
-    def _vocabulary(self) -> int | None:
-        return next((guesser.vocab_size for guesser in self.guessers if guesser.vocab_size is not None), None)
+    def _known_vocab_size(self) -> int | None:
+        return next((source.vocab_size for source in self.sources if source.vocab_size is not None), None)
 
-    def begin(self, prompt: Prompt) -> State:
-        """Read the prompt's text."""
-        text = Text.of(prompt)
-        sources = [guesser.start(text) for guesser in self.guessers]
-        self.vocab_size = self._vocabulary()
-        return State(len(text.rows), prompt.banned_ids, sources)
+    def begin(self, prompt: Prompt) -> BestFirstState:
+        """Copy the prompt's text to the host and start every source."""
+        prompt_text = PromptText.from_prompt(prompt)
+        source_states = [source.start(prompt_text) for source in self.sources]
+        self.vocab_size = self._known_vocab_size()
+        return BestFirstState(len(prompt_text.rows), prompt.banned_ids, source_states)
 
-    def propose(self, state: State, max_nodes: int, active: Sequence[bool]) -> DraftTree:
-        """The likeliest trees of at most `budget` nodes, padded to a bucket; bare roots if no guess is worth a node."""
+    def propose(self, state: BestFirstState, max_nodes: int, active: Sequence[bool]) -> DraftTree:
+        """Trees of at most `max_nodes` nodes, padded to a bucket; roots only if no candidate is likely enough."""
         max_nodes = min(max_nodes, BUCKETS[-1])
-        state.offers = [[] for _ in range(state.batch)]
-        rows = [self._row(state, row, max_nodes) if alive else [] for row, alive in enumerate(active)]
-        return build_tree(rows) if any(rows) else root_only(state.batch)
+        state.candidates = [[] for _ in range(state.batch_size)]
+        rows = [self._propose_row(state, row, max_nodes) if is_active else [] for row, is_active in enumerate(active)]
+        return build_tree(rows) if any(rows) else root_only(state.batch_size)
 
-    def _row(self, state: State, row: int, budget: int) -> list[Node]:
-        """The nodes of one row. With a budget of 1 there are none, but the root's guesses are still taken note of."""
-        cursors = [guesser.cursor(source, row) for guesser, source in zip(self.guessers, state.sources, strict=True)]
+    def _propose_row(self, state: BestFirstState, row: int, max_nodes: int) -> list[Node]:
+        """The nodes of one row. With one node there are none, but the candidates at the root are recorded."""
+        cursors = [source.cursor(one, row) for source, one in zip(self.sources, state.source_states, strict=True)]
         if all(cursor is None for cursor in cursors):
             return []
-        offers = state.offers[row]
+        recorded = state.candidates[row]
 
-        def expand(place: Place) -> Iterable[tuple[int, float, Place]]:
-            # `grow` expands the root, then each node as it is taken: so offers[i] belongs to node i.
-            offered, children = self._expand(place, state.banned)
-            offers.append(offered)
+        def expand(node: TreeNode) -> Iterable[tuple[int, float, TreeNode]]:
+            # `best_first` expands the root, then each node when it is taken: so recorded[i] belongs to node i.
+            candidates, children = self._expand(node, state.banned_ids)
+            recorded.append(candidates)
             return children
 
-        return best_first((None, cursors), expand, budget, FLOOR)
+        return best_first((None, cursors), expand, max_nodes, MIN_PROB)
 
-    def _expand(self, place: Place, banned: frozenset[int]) -> tuple[list[Offer], list[tuple[int, float, Place]]]:
-        """All guesses at one node, and the distinct tokens among them that are worth a node."""
-        rates, default = self.calibration.rates, Calibration.DEFAULT
-        offered: list[Offer] = []
-        hits: dict[int, float] = {}
+    def _expand(
+        self, node: TreeNode, banned_ids: frozenset[int]
+    ) -> tuple[list[Candidate], list[tuple[int, float, TreeNode]]]:
+        """All candidates at one node, and as (token, probability, node) the distinct ones that are likely enough."""
+        probs, default = self.calibration.probs, Calibration.DEFAULT
+        parent_token, parent_cursors = node
+        candidates: list[Candidate] = []
+        token_probs: dict[int, float] = {}
         cursors: dict[int, list[Any]] = {}
-        for which, guesser in enumerate(self.guessers):
-            for offer in self._offers(guesser, place[1][which], place[0]):
-                token, key, child = offer
-                if token in banned:
+        for index, source in enumerate(self.sources):
+            for candidate in self._source_candidates(source, parent_cursors[index], parent_token):
+                token, key, child = candidate
+                if token in banned_ids:
                     continue
-                offered.append(offer)
-                rate = rates.get(key, default)
-                if rate < FLOOR:
+                candidates.append(candidate)
+                prob = probs.get(key, default)
+                if prob < MIN_PROB:
                     continue
-                if rate > hits.get(token, 0.0):
-                    hits[token] = rate
+                if prob > token_probs.get(token, 0.0):
+                    token_probs[token] = prob
                 if token not in cursors:
-                    cursors[token] = [None] * len(self.guessers)
-                cursors[token][which] = child
-        total = sum(hits.values())
-        scale = _SIBLINGS / total if total > _SIBLINGS else 1.0
-        return offered, [(token, hit * scale, (token, cursors[token])) for token, hit in hits.items()]
+                    cursors[token] = [None] * len(self.sources)
+                cursors[token][index] = child
+        total = sum(token_probs.values())
+        scale = _MAX_SIBLING_PROB / total if total > _MAX_SIBLING_PROB else 1.0
+        return candidates, [(token, prob * scale, (token, cursors[token])) for token, prob in token_probs.items()]
 
     @staticmethod
-    def _offers(guesser: Guesser, cursor: Any | None, token: int | None) -> Iterable[Offer]:
-        """One guesser's guesses at a node, also at one that only others brought."""
+    def _source_candidates(source: CandidateSource, cursor: Any | None, token: int | None) -> Iterable[Candidate]:
+        """One source's candidates at a node, also at a node that only others proposed."""
         if cursor is None and token is not None:
-            cursor = guesser.enter(token)
-        return () if cursor is None else guesser.expand(cursor)
+            cursor = source.enter(token)
+        return () if cursor is None else source.expand(cursor)
 
-    def observe(self, state: State, result: VerifyResult, hidden_states: Mapping[int, Tensor]) -> None:
-        """Score the guesses at the walked nodes, and let the guessers learn."""
+    def observe(self, state: BestFirstState, result: VerifyResult, hidden_states: Mapping[int, Tensor]) -> None:
+        """Update the calibration with the candidates at the accepted nodes, and the sources with the emitted tokens."""
         outcomes = [
-            (key, token == picked)
-            for offers, walked, emitted in zip(state.offers, result.accepted_nodes, result.emitted_ids, strict=False)
-            for node, picked in zip(walked, emitted, strict=False)
-            if node < len(offers)
-            for token, key, _ in offers[node]
+            (key, token == emitted_id)
+            for candidates, accepted, emitted in zip(
+                state.candidates, result.accepted_nodes, result.emitted_ids, strict=False
+            )
+            for node, emitted_id in zip(accepted, emitted, strict=False)
+            if node < len(candidates)
+            for token, key, _ in candidates[node]
         ]
-        state.offers = []
+        state.candidates = []
         if outcomes:
             self.calibration.update(outcomes)
-        for guesser, source in zip(self.guessers, state.sources, strict=True):
-            guesser.learn(source, result)
+        for source, source_state in zip(self.sources, state.source_states, strict=True):
+            source.update(source_state, result)
+
+
+__all__ = [
+    "BARRIER",
+    "MIN_PROB",
+    "BestFirstDrafter",
+    "BestFirstState",
+    "Calibration",
+    "Candidate",
+    "CandidateSource",
+    "Key",
+    "PromptText",
+]

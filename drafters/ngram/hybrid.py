@@ -1,15 +1,19 @@
-"""Several sources under one budget: what the text repeats, and what the target said after the same token before."""
+"""`hybrid`: the union of prompt lookup and token recycling under one node budget."""
 
 from __future__ import annotations
 
-from mmspec.drafters.ngram.base import BestFirst
-from mmspec.drafters.ngram.lookup import CopyGuesser
-from mmspec.drafters.ngram.recycling import TableGuesser
+from mmspec.drafters.ngram.base import BestFirstDrafter
+from mmspec.drafters.ngram.lookup import PromptLookup
+from mmspec.drafters.ngram.recycling import SuccessorTable
 
 
-def fused(table: TableGuesser | None = None) -> BestFirst:
-    """The union of `lookup` and `recycling`; `table` brings a table that was saved or is shared."""
-    return BestFirst("fused", [CopyGuesser(), TableGuesser() if table is None else table])
+def hybrid(table: SuccessorTable | None = None) -> BestFirstDrafter:
+    """The drafter over both sources.
+
+    Args:
+        table: a table that was loaded or is shared; None for an empty one.
+    """
+    return BestFirstDrafter("hybrid", [PromptLookup(), SuccessorTable() if table is None else table])
 
 
-__all__ = ["fused"]
+__all__ = ["hybrid"]

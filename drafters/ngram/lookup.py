@@ -1,8 +1,8 @@
-"""Copies what followed when the last few tokens stood in the text before (CopySpec, prompt lookup), and follows a
-reference text (input-guided Aggressive Decoding).
+"""Prompt lookup: copies what followed the last few tokens where they occurred before, and follows a reference text.
 
-Every row has its own `History`: its reference, its prompt and its output, indexed as they grow and never rebuilt.
-Knows nothing of trees or of what a guess is worth.
+Sources: prompt lookup decoding, CopySpec, and input-guided Aggressive Decoding for the reference. Every row has its own
+`NgramIndex` over its reference, prompt and output, which is extended and never rebuilt. The module knows nothing of
+trees or of the probability of a candidate.
 """
 
 from __future__ import annotations
@@ -10,226 +10,264 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from mmspec.drafters.ngram.base import BARRIER, BestFirst, Key, Offer, Text
+from mmspec.drafters.ngram.base import BARRIER, BestFirstDrafter, Candidate, Key, PromptText
 from mmspec.interfaces import VerifyResult
 
-LONGEST = 8
+MAX_MATCH = 8
 """Matches are counted up to this length."""
-CONTINUATIONS = 3
+MAX_CONTINUATIONS = 3
 """Distinct continuations that are followed."""
-SUPPORT = 2
-"""Places that are followed for each of them."""
-SCAN = 16
-"""Places looked at, latest first, among those where the last four (two) tokens stood before."""
-ORDERS = (4, 2)
-"""Lengths that are indexed: the short one is the shortest match; the long one finds long matches behind many short."""
-ALIGN = 3
-"""Tokens compared when looking for the place in the reference again."""
+MATCHES_PER_CONTINUATION = 2
+"""Matches that are followed for each of them."""
+MAX_SCANNED = 16
+"""Earlier occurrences of the last n-gram that are compared, latest first."""
+NGRAM_SIZES = (4, 2)
+"""Indexed n-gram sizes: the shorter is the shortest match; the longer finds long matches behind many short ones."""
+ALIGN_LENGTH = 3
+"""Tokens compared when searching the position in the reference again."""
 
-_BUCKETS = (0, 1, 2, 3, 4, 4, 5, 5, 6)
-"""Number of tokens that matched -> bucket."""
-_WORTH = {
+_MATCH_BUCKETS = (0, 1, 2, 3, 4, 4, 5, 5, 6)
+"""Length of a match -> bucket."""
+_PRIOR_PROBS = {
     "lookup": (0.1, 0.1, 0.15, 0.3, 0.5, 0.5, 0.6),
     "reference": (0.3, 0.2, 0.4, 0.5, 0.6, 0.6, 0.7),
 }
-"""Source -> what the best guess is worth before anything is known, for each bucket."""
+"""Source -> prior probability of its first candidate, per bucket."""
 
 
-class Pointer(NamedTuple):
-    """A place that the text may go on from: `at` is read next, `matched` tokens before it stand at the end of the path,
-    and `start` is where reading began, and goes on after the last token of the text (which the path then repeats)."""
+class Match(NamedTuple):
+    """A position that the text may continue from.
 
-    at: int
-    matched: int
+    Attributes:
+        position: index of the token that is read next.
+        length: number of tokens before `position` that equal the end of the path.
+        start: index at which reading began; it continues there after the last token, which the path then repeats.
+    """
+
+    position: int
+    length: int
     start: int
 
 
-class Chain:
-    """For each place in a growing text, the place before where the same `order` tokens stood: LZ77's hash chains.
+class HashChain:
+    """For each position of a growing text, the previous one with the same n-gram before it: LZ77's hash chains.
 
-    `links[end]` is the latest earlier end of the `order` tokens that end there, 0 if there is none.
+    Attributes:
+        ngram_size: n.
+        heads: n-gram -> its latest end.
+        previous: `previous[end]` is the latest earlier end of the n-gram that ends there, 0 if there is none.
     """
 
-    __slots__ = ("heads", "links", "order")
+    __slots__ = ("heads", "ngram_size", "previous")
 
-    def __init__(self, order: int) -> None:
-        self.order = order
+    def __init__(self, ngram_size: int) -> None:
+        self.ngram_size = ngram_size
         self.heads: dict[tuple[int, ...], int] = {}
-        self.links = [0]
+        self.previous = [0]
 
-    def add(self, text: list[int], run: int) -> None:
-        """Take in the last token of `text`, of which the last `run` tokens hold no barrier."""
-        if run < self.order:
-            self.links.append(0)
+    def add(self, tokens: list[int], run_length: int) -> None:
+        """Index the last token of `tokens`, of which the last `run_length` contain no barrier."""
+        if run_length < self.ngram_size:
+            self.previous.append(0)
             return
-        gram = tuple(text[-self.order :])
-        self.links.append(self.heads.get(gram, 0))
-        self.heads[gram] = len(text)
+        ngram = tuple(tokens[-self.ngram_size :])
+        self.previous.append(self.heads.get(ngram, 0))
+        self.heads[ngram] = len(tokens)
 
 
-class History:
-    """The text of one row, with its index and its place in the reference."""
+class NgramIndex:
+    """The text of one row, its n-gram index, and its position in the reference.
 
-    __slots__ = ("chains", "place", "pointer", "reference", "run", "slipped", "text", "unbroken", "where")
+    Attributes:
+        tokens: reference, barrier, prompt and output.
+        chains: one per n-gram size.
+        run_length: number of tokens since the last barrier.
+        reference_length: number of tokens of the reference.
+        reference_index: token -> its indices in the reference.
+        reference_cursor: index in the reference that is read next, None if it is lost.
+        reference_match: number of tokens that agreed up to there.
+        last_cursor: the last known cursor.
+        has_mismatch: whether the last token was assumed to replace one of the reference.
+    """
 
-    def __init__(self, reference: list[int], prompt: list[int]) -> None:
-        self.text: list[int] = []
-        self.chains = [Chain(order) for order in ORDERS]
-        self.unbroken = 0
-        self.reference = len(reference)
-        self.where: dict[int, list[int]] = {}
-        for index, token in enumerate(reference):
-            self.where.setdefault(token, []).append(index)
-        for token in (*reference, BARRIER, *prompt) if reference else prompt:
+    __slots__ = (
+        "chains",
+        "has_mismatch",
+        "last_cursor",
+        "reference_cursor",
+        "reference_index",
+        "reference_length",
+        "reference_match",
+        "run_length",
+        "tokens",
+    )
+
+    def __init__(self, reference_ids: list[int], prompt_ids: list[int]) -> None:
+        self.tokens: list[int] = []
+        self.chains = [HashChain(size) for size in NGRAM_SIZES]
+        self.run_length = 0
+        self.reference_length = len(reference_ids)
+        self.reference_index: dict[int, list[int]] = {}
+        for index, token in enumerate(reference_ids):
+            self.reference_index.setdefault(token, []).append(index)
+        for token in (*reference_ids, BARRIER, *prompt_ids) if reference_ids else prompt_ids:
             self._append(token)
-        # The place in the reference that is read next, None if it is lost; how many tokens agreed; where it was last.
-        self.pointer: int | None = 0 if reference else None
-        self.run = 0
-        self.place = 0
-        self.slipped = False
+        self.reference_cursor: int | None = 0 if reference_ids else None
+        self.reference_match = 0
+        self.last_cursor = 0
+        self.has_mismatch = False
 
     def _append(self, token: int) -> None:
-        self.text.append(token)
-        self.unbroken = 0 if token == BARRIER else self.unbroken + 1
+        self.tokens.append(token)
+        self.run_length = 0 if token == BARRIER else self.run_length + 1
         for chain in self.chains:
-            chain.add(self.text, self.unbroken)
+            chain.add(self.tokens, self.run_length)
 
     def extend(self, tokens: Iterable[int]) -> None:
-        """Take in what was emitted."""
+        """Append the emitted tokens."""
         for token in tokens:
             self._append(token)
-            if self.reference:
-                self._follow(token)
+            if self.reference_length:
+                self._advance_reference(token)
 
-    def _follow(self, token: int) -> None:
-        """Move on in the reference; if it said otherwise, look for the place again."""
-        if self.pointer is not None and self.text[self.pointer] == token:
-            self.place, self.run, self.slipped = self.pointer + 1, self.run + 1, False
-        elif (found := self._align(token)) is not None:
-            self.place, self.run = found
-            self.slipped = False
-        elif self.pointer is not None and not self.slipped:
-            self.place, self.run, self.slipped = self.pointer + 1, 0, True  # suppose that one word was replaced
+    def _advance_reference(self, token: int) -> None:
+        """Move the reference cursor past `token`; where the reference differs, search the position again."""
+        if self.reference_cursor is not None and self.tokens[self.reference_cursor] == token:
+            self.last_cursor = self.reference_cursor + 1
+            self.reference_match += 1
+            self.has_mismatch = False
+        elif (found := self._realign(token)) is not None:
+            self.last_cursor, self.reference_match = found
+            self.has_mismatch = False
+        elif self.reference_cursor is not None and not self.has_mismatch:
+            self.last_cursor = self.reference_cursor + 1  # assume that one token was replaced
+            self.reference_match = 0
+            self.has_mismatch = True
         else:
-            self.pointer = None
+            self.reference_cursor = None
             return
-        self.pointer = self.place if self.place < self.reference else None
+        self.reference_cursor = self.last_cursor if self.last_cursor < self.reference_length else None
 
-    def _align(self, token: int) -> tuple[int, int] | None:
-        """(place after the last 1 to `ALIGN` tokens, how many): longest first, then ahead of us, then nearest."""
+    def _realign(self, token: int) -> tuple[int, int] | None:
+        """(index after a match of up to `ALIGN_LENGTH` last tokens, its length): longest, then ahead, then nearest."""
         best: tuple[int, bool, int] | None = None
-        for index in self.where.get(token, ()):
-            length = self._matched(index + 1, 1, ALIGN)
-            rank = (length, index >= self.place, -abs(index - self.place))
+        for index in self.reference_index.get(token, ()):
+            length = self._match_length(index + 1, 1, ALIGN_LENGTH)
+            rank = (length, index >= self.last_cursor, -abs(index - self.last_cursor))
             if best is None or rank > best:
                 best, found = rank, (index + 1, length)
         return None if best is None else found
 
-    def _matched(self, end: int, known: int, longest: int) -> int:
-        """How many tokens before `end` equal the last ones, at least `known` of them, at most `longest`."""
-        text, length = self.text, known
-        back, last = end - known - 1, len(self.text) - known - 1
-        while length < longest and back >= 0 and text[back] == text[last] != BARRIER:
-            length, back, last = length + 1, back - 1, last - 1
+    def _match_length(self, end: int, known: int, max_length: int) -> int:
+        """Number of tokens before `end` that equal the last ones: at least `known`, at most `max_length`."""
+        tokens, length = self.tokens, known
+        index, last = end - known - 1, len(self.tokens) - known - 1
+        while length < max_length and index >= 0 and tokens[index] == tokens[last] != BARRIER:
+            length, index, last = length + 1, index - 1, last - 1
         return length
 
-    def pointers(self) -> list[Pointer]:
-        """Places to go on from: longest match first, then latest; `SUPPORT` each of `CONTINUATIONS` distinct tokens."""
-        found: dict[int, int] = {}
+    def find_matches(self) -> list[Match]:
+        """Positions to continue from: longest match first, then latest.
+
+        `MATCHES_PER_CONTINUATION` for each of `MAX_CONTINUATIONS` distinct tokens, and the reference cursor.
+        """
+        lengths: dict[int, int] = {}
         for chain in self.chains:
-            end = chain.links[-1]
-            for _ in range(SCAN):
+            end = chain.previous[-1]
+            for _ in range(MAX_SCANNED):
                 if not end:
                     break
-                if end not in found:
-                    found[end] = self._matched(end, chain.order, LONGEST)
-                end = chain.links[end]
-        places = sorted(((matched, end) for end, matched in found.items()), reverse=True)
-        chosen = self._choose(places) if places else []
-        if self.pointer is not None and all(pointer.at != self.pointer for pointer in chosen):
-            chosen.append(Pointer(self.pointer, self.run, self.pointer))
-            chosen.sort(key=lambda pointer: -pointer.matched)
-        return chosen
+                if end not in lengths:
+                    lengths[end] = self._match_length(end, chain.ngram_size, MAX_MATCH)
+                end = chain.previous[end]
+        ends = sorted(((length, end) for end, length in lengths.items()), reverse=True)
+        matches = self._select_matches(ends) if ends else []
+        if self.reference_cursor is not None and all(match.position != self.reference_cursor for match in matches):
+            matches.append(Match(self.reference_cursor, self.reference_match, self.reference_cursor))
+            matches.sort(key=lambda match: -match.length)
+        return matches
 
-    def _choose(self, places: list[tuple[int, int]]) -> list[Pointer]:
-        followed: dict[int, int] = {}
-        chosen = []
-        for matched, end in places:
-            token = self.text[end]
-            count = followed.get(token, 0)
-            if token == BARRIER or count == SUPPORT or (not count and len(followed) == CONTINUATIONS):
+    def _select_matches(self, ends: list[tuple[int, int]]) -> list[Match]:
+        counts: dict[int, int] = {}
+        matches = []
+        for length, end in ends:
+            token = self.tokens[end]
+            count = counts.get(token, 0)
+            is_full = count == MATCHES_PER_CONTINUATION or (not count and len(counts) == MAX_CONTINUATIONS)
+            if token == BARRIER or is_full:
                 continue
-            followed[token] = count + 1
-            chosen.append(Pointer(end, matched, end))
-        return chosen
+            counts[token] = count + 1
+            matches.append(Match(end, length, end))
+        return matches
 
 
-Cursor = tuple[History, list[Pointer]]
+Cursor = tuple[NgramIndex, list[Match]]
 
 
-def _key(source: str, rank: int, bucket: int, split: bool) -> Key:
-    return (source, rank, bucket, split)
+def _key(source: str, rank: int, bucket: int, is_disputed: bool) -> Key:
+    return (source, rank, bucket, is_disputed)
 
 
 def _priors() -> dict[Key, float]:
-    """Best guesses as in `_WORTH`, a bit less when they are disputed; the others share what is left."""
+    """First candidates as in `_PRIOR_PROBS`, less where several tokens are named; further candidates less again."""
     return {
-        _key(source, rank, bucket, split): worth * (0.3 if rank else 0.7 if split else 1.0)
-        for source, worths in _WORTH.items()
-        for bucket, worth in enumerate(worths)
+        _key(source, rank, bucket, is_disputed): prob * (0.3 if rank else 0.7 if is_disputed else 1.0)
+        for source, probs in _PRIOR_PROBS.items()
+        for bucket, prob in enumerate(probs)
         for rank in range(3)
-        for split in (False, True)
+        for is_disputed in (False, True)
     }
 
 
-class CopyGuesser:
-    """Guesses by copying from the row's own text. A cursor is a history and the places that the path agrees with."""
+class PromptLookup:
+    """A `CandidateSource` that copies from the row's own text. A cursor is an index and the matches of the path."""
 
     top_k = 0
     vocab_size: int | None = None
     priors: Mapping[Key, float] = _priors()
 
-    def start(self, text: Text) -> list[History]:
+    def start(self, prompt_text: PromptText) -> list[NgramIndex]:
         """Index each row's reference and prompt."""
-        return [History(reference, row) for reference, row in zip(text.references, text.rows, strict=True)]
+        rows = zip(prompt_text.reference_ids, prompt_text.rows, strict=True)
+        return [NgramIndex(reference_ids, prompt_ids) for reference_ids, prompt_ids in rows]
 
-    def cursor(self, state: list[History], row: int) -> Cursor | None:
-        """The places where the row's last tokens stood before, and its place in the reference."""
-        pointers = state[row].pointers()
-        return (state[row], pointers) if pointers else None
+    def cursor(self, state: list[NgramIndex], row: int) -> Cursor | None:
+        """Earlier occurrences of the row's last tokens, and its position in the reference."""
+        matches = state[row].find_matches()
+        return (state[row], matches) if matches else None
 
-    def expand(self, cursor: Cursor) -> list[Offer]:
-        """What stands there, each token once."""
-        history, pointers = cursor
-        text, size = history.text, len(history.text)
-        groups: dict[int, list[Pointer]] = {}
-        for at, matched, start in pointers:
-            token = text[at]
+    def expand(self, cursor: Cursor) -> list[Candidate]:
+        """The tokens at the matches, each once."""
+        ngram_index, matches = cursor
+        tokens, size = ngram_index.tokens, len(ngram_index.tokens)
+        groups: dict[int, list[Match]] = {}
+        for position, length, start in matches:
+            token = tokens[position]
             if token != BARRIER:
-                after = Pointer(at + 1 if at + 1 < size else start, matched + 1, start)
-                groups.setdefault(token, []).append(after)
-        offers: list[Offer] = []
-        split = len(groups) > 1
-        for rank, (token, places) in enumerate(groups.items()):
-            first = places[0]
-            source = "reference" if first.start < history.reference else "lookup"
-            bucket = _BUCKETS[min(first.matched - 1, LONGEST)]
-            offers.append((token, _key(source, min(rank, 2), bucket, split), (history, places)))
-        return offers
+                child = Match(position + 1 if position + 1 < size else start, length + 1, start)
+                groups.setdefault(token, []).append(child)
+        candidates: list[Candidate] = []
+        is_disputed = len(groups) > 1
+        for rank, (token, children) in enumerate(groups.items()):
+            first = children[0]
+            source = "reference" if first.start < ngram_index.reference_length else "lookup"
+            bucket = _MATCH_BUCKETS[min(first.length - 1, MAX_MATCH)]
+            candidates.append((token, _key(source, min(rank, 2), bucket, is_disputed), (ngram_index, children)))
+        return candidates
 
     def enter(self, token: int) -> None:
-        """Nothing: a place that disagreed with the path is left."""
+        """None: a match that disagreed with the path is dropped."""
 
-    def learn(self, state: list[History], verdict: VerifyResult) -> None:
-        """Add what was emitted to the index."""
-        for history, emitted in zip(state, verdict.emitted_ids, strict=True):
+    def update(self, state: list[NgramIndex], result: VerifyResult) -> None:
+        """Index the emitted tokens."""
+        for ngram_index, emitted in zip(state, result.emitted_ids, strict=True):
             if emitted:
-                history.extend(emitted)
+                ngram_index.extend(emitted)
 
 
-def lookup() -> BestFirst:
-    """The drafter that only copies."""
-    return BestFirst("lookup", [CopyGuesser()])
+def lookup() -> BestFirstDrafter:
+    """The drafter over `PromptLookup` alone."""
+    return BestFirstDrafter("lookup", [PromptLookup()])
 
 
-__all__ = ["CopyGuesser", "History", "lookup"]
+__all__ = ["MAX_MATCH", "NgramIndex", "PromptLookup", "lookup"]

@@ -1,7 +1,7 @@
-"""Token Recycling: the likeliest successors that the target saw after each token, last time that token was scored.
+"""Token Recycling (arXiv 2408.08696): the ids of the largest logits after each token, from its last scored occurrence.
 
-The table is shared by all rows and calls, and can be saved. Rejected nodes teach it as well as accepted ones.
-Knows nothing of trees or of what a guess is worth.
+The table is shared by all rows and calls, and can be saved. Rejected nodes update it like accepted ones. The module
+knows nothing of trees or of the probability of a candidate.
 """
 
 from __future__ import annotations
@@ -16,39 +16,39 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from mmspec.drafters.ngram.base import BARRIER, BestFirst, Key, Offer, Text
+from mmspec.drafters.ngram.base import BARRIER, BestFirstDrafter, Candidate, Key, PromptText
 from mmspec.interfaces import VerifyResult
 
-WIDTH = 8
-"""Successors kept for each token."""
-STEADY = 3
-"""Up to how many updates in a row that left the first successor the same are told apart."""
+TOP_K = 8
+"""Successors stored for each token."""
+MAX_STABLE = 3
+"""Consecutive updates with the same first successor are counted up to this number."""
 
 _KEYS: tuple[tuple[Key, ...], ...] = tuple(
-    tuple(("table", rank, steady) for rank in range(WIDTH)) for steady in range(STEADY + 1)
+    tuple(("table", rank, num_stable) for rank in range(TOP_K)) for num_stable in range(MAX_STABLE + 1)
 )
 
 Entry = tuple[int, tuple[int, ...]]
-"""(how many updates in a row left the first successor the same, up to `STEADY`; the successors)"""
+"""(number of consecutive updates with the same first successor, up to `MAX_STABLE`; successors, most likely first)."""
 
 
 def _priors() -> dict[Key, float]:
-    """Pessimistic, so that a target that cannot be guessed is left alone: 0.1, more if steady, less down the ranks."""
+    """Pessimistic, so that an unpredictable target is not drafted for: 0.1, more if stable, less for later ranks."""
     return {
-        key: max(0.02, 0.1 * (1 + steady) if rank == 0 else 0.1 * 0.7**rank)
-        for steady, keys in enumerate(_KEYS)
+        key: max(0.02, 0.1 * (1 + num_stable) if rank == 0 else 0.1 * 0.7**rank)
+        for num_stable, keys in enumerate(_KEYS)
         for rank, key in enumerate(keys)
     }
 
 
-class TableGuesser:
-    """Guesses the successors that the table holds. A cursor is a token.
+class SuccessorTable:
+    """A `CandidateSource` over a table of successors. A cursor is a token.
 
-    Entries are replaced, never changed, so reading needs no lock; writers take it. The table belongs to one target:
-    a call with another vocabulary starts it anew.
+    Entries are replaced, never changed, so readers need no lock; writers take it. The table belongs to one target: a
+    call with another vocabulary size empties it.
     """
 
-    top_k = WIDTH
+    top_k = TOP_K
     priors: Mapping[Key, float] = _priors()
 
     def __init__(self, vocab_size: int | None = None) -> None:
@@ -57,34 +57,34 @@ class TableGuesser:
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
-        """Number of tokens with known successors."""
+        """Number of tokens with successors."""
         return len(self._entries)
 
     def successors(self, token: int) -> tuple[int, ...]:
-        """What the table holds for a token, likeliest first."""
+        """Successors of a token, most likely first."""
         return self._entries.get(token, (0, ()))[1]
 
-    def start(self, text: Text) -> list[int]:
-        """Let the prompt's text teach the table. The state is the last token of each row."""
+    def start(self, prompt_text: PromptText) -> list[int]:
+        """Update the table with the prompt's bigrams. The state is the last token of each row."""
         with self._lock:
-            self._claim(text.vocab_size)
-            for row in text.rows:
+            self._set_vocab_size(prompt_text.vocab_size)
+            for row in prompt_text.rows:
                 for token, successor in pairwise(row):
                     if token != BARRIER and successor != BARRIER:
                         self._promote(token, successor)
-        return [row[-1] if row else BARRIER for row in text.rows]
+        return [row[-1] if row else BARRIER for row in prompt_text.rows]
 
-    def _claim(self, vocab_size: int) -> None:
+    def _set_vocab_size(self, vocab_size: int) -> None:
         if not vocab_size or self.vocab_size is None:
             self.vocab_size = vocab_size or self.vocab_size
-        elif self.vocab_size != vocab_size:  # the target was given more or fewer tokens
+        elif self.vocab_size != vocab_size:  # the target's embeddings were resized
             self._entries, self.vocab_size = {}, vocab_size
 
     def cursor(self, state: list[int], row: int) -> int | None:
         """The row's last token."""
         return self.enter(state[row])
 
-    def expand(self, cursor: int) -> Iterable[Offer]:
+    def expand(self, cursor: int) -> Iterable[Candidate]:
         """Its successors."""
         entry = self._entries.get(cursor)
         if entry is None:
@@ -95,32 +95,34 @@ class TableGuesser:
         """The token, if it has successors."""
         return token if token in self._entries else None
 
-    def learn(self, state: list[int], verdict: VerifyResult) -> None:
-        """Store the successors of every scored node; the walked nodes come last, so their word stands."""
+    def update(self, state: list[int], result: VerifyResult) -> None:
+        """Store the successors of every scored node, the accepted nodes last, so that theirs remain."""
         with self._lock:
-            if verdict.top_ids is None:
-                self._learn_emitted(state, verdict)
+            if result.top_ids is None:
+                self._update_emitted(state, result)
             else:
-                self._learn_nodes(state, verdict, verdict.top_ids)
-        for row, emitted in enumerate(verdict.emitted_ids):
+                self._update_scored(state, result, result.top_ids)
+        for row, emitted in enumerate(result.emitted_ids):
             if emitted:
                 state[row] = emitted[-1]
 
-    def _learn_nodes(self, state: list[int], verdict: VerifyResult, top_ids: Sequence[Sequence[Sequence[int]]]) -> None:
-        live = [row for row, emitted in enumerate(verdict.emitted_ids) if emitted]
-        if verdict.scored_ids is not None and verdict.tree.num_nodes > 1:
-            for row in live:
-                walked = set(verdict.accepted_nodes[row])
-                for node, (token, ids) in enumerate(zip(verdict.scored_ids[row], top_ids[row], strict=True)):
-                    if node not in walked:
-                        self._store(token, ids)  # places without a node are -1, which it refuses
-        for row in live:
-            # The token of a walked node is the one picked at the node before it.
-            for token, node in zip((state[row], *verdict.emitted_ids[row]), verdict.accepted_nodes[row], strict=False):
+    def _update_scored(
+        self, state: list[int], result: VerifyResult, top_ids: Sequence[Sequence[Sequence[int]]]
+    ) -> None:
+        active = [row for row, emitted in enumerate(result.emitted_ids) if emitted]
+        if result.scored_ids is not None and result.tree.num_nodes > 1:
+            for row in active:
+                accepted = set(result.accepted_nodes[row])
+                for node, (token, ids) in enumerate(zip(result.scored_ids[row], top_ids[row], strict=True)):
+                    if node not in accepted:
+                        self._store(token, ids)  # absent nodes are -1, which `_store` ignores
+        for row in active:
+            # The token of an accepted node is the one emitted at the node before it.
+            for token, node in zip((state[row], *result.emitted_ids[row]), result.accepted_nodes[row], strict=False):
                 self._store(token, top_ids[row][node])
 
-    def _learn_emitted(self, state: list[int], verdict: VerifyResult) -> None:
-        for last, emitted in zip(state, verdict.emitted_ids, strict=True):
+    def _update_emitted(self, state: list[int], result: VerifyResult) -> None:
+        for last, emitted in zip(state, result.emitted_ids, strict=True):
             for token, successor in zip((last, *emitted), emitted, strict=False):
                 self._promote(token, successor)
 
@@ -132,19 +134,19 @@ class TableGuesser:
             ids = [i for i in ids if 0 <= i < limit]
             if not ids:
                 return
-        self._entries[token] = (self._steady(token, ids[0]), tuple(ids[:WIDTH]))
+        self._entries[token] = (self._stable_updates(token, ids[0]), tuple(ids[:TOP_K]))
 
     def _promote(self, token: int, successor: int) -> None:
-        """Make `successor` the first of `token`'s."""
+        """Store `successor` as the first of `token`'s."""
         others = [i for i in self.successors(token) if i != successor]
         self._store(token, (successor, *others))
 
-    def _steady(self, token: int, first: int) -> int:
+    def _stable_updates(self, token: int, first: int) -> int:
         old = self._entries.get(token)
-        return min(old[0] + 1, STEADY) if old is not None and old[1][0] == first else 0
+        return min(old[0] + 1, MAX_STABLE) if old is not None and old[1][0] == first else 0
 
     def reset(self) -> None:
-        """Forget all successors, not whose they were."""
+        """Remove all successors; the vocabulary size stays."""
         with self._lock:
             self._entries.clear()
 
@@ -152,54 +154,66 @@ class TableGuesser:
         """Write the table to a safetensors file."""
         with self._lock:
             entries = sorted(self._entries.items())
-        table = [ids + (-1,) * (WIDTH - len(ids)) for _, (_, ids) in entries]
+        rows = [ids + (-1,) * (TOP_K - len(ids)) for _, (_, ids) in entries]
         tensors = {
             "tokens": torch.tensor([token for token, _ in entries], dtype=torch.int32),
-            "steady": torch.tensor([steady for _, (steady, _) in entries], dtype=torch.int8),
-            "successors": torch.tensor(table, dtype=torch.int32).view(-1, WIDTH),
+            "steady": torch.tensor([num_stable for _, (num_stable, _) in entries], dtype=torch.int8),
+            "successors": torch.tensor(rows, dtype=torch.int32).view(-1, TOP_K),
         }
         save_file(tensors, path, metadata={"vocab_size": str(self.vocab_size or 0)})
 
-    def load(self, path: str | os.PathLike[str]) -> TableGuesser:
-        """Replace the table by a saved one; returns this guesser."""
-        vocab_size, entries = _read(path)
+    def load(self, path: str | os.PathLike[str]) -> SuccessorTable:
+        """Replace the table by a saved one.
+
+        Returns:
+            This object.
+
+        Raises:
+            ValueError: the file is not a saved table, is damaged, or is for another vocabulary size.
+        """
+        vocab_size, entries = _read_table(path)
         with self._lock:
             if self.vocab_size is not None and self.vocab_size != vocab_size:
                 raise ValueError(
                     f"a table serves one vocabulary: {os.fspath(path)} holds ids of {vocab_size} tokens, this drafter "
-                    f"has served a target of {self.vocab_size}; load it into a new drafter"
+                    f"has served a target of {self.vocab_size}; load it into a new drafter."
                 )
             self.vocab_size, self._entries = vocab_size or None, entries
         return self
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> TableGuesser:
-        copy = TableGuesser(self.vocab_size)
+    def __deepcopy__(self, memo: dict[int, Any]) -> SuccessorTable:
+        copy = SuccessorTable(self.vocab_size)
         with self._lock:
             copy._entries = dict(self._entries)
         memo[id(self)] = copy
         return copy
 
 
-def _read(path: str | os.PathLike[str]) -> tuple[int, dict[int, Entry]]:
-    """(V, the entries) of a saved table, checked."""
+def _read_table(path: str | os.PathLike[str]) -> tuple[int, dict[int, Entry]]:
+    """(V, entries) of a saved table, checked."""
     with safe_open(path, framework="pt") as file:
         missing = {"tokens", "steady", "successors"} - set(file.keys())
         if missing:
-            raise ValueError(f"{os.fspath(path)} is not a saved table: it lacks {sorted(missing)}")
+            raise ValueError(f"{os.fspath(path)} is not a saved table: it lacks {sorted(missing)}.")
         vocab_size = int((file.metadata() or {}).get("vocab_size", 0))
         columns = [file.get_tensor(name).tolist() for name in ("tokens", "steady", "successors")]
     entries: dict[int, Entry] = {}
-    for token, steady, padded in zip(*columns, strict=True):
-        ids = tuple(i for i in padded[:WIDTH] if i >= 0)
-        if (vocab_size and max((token, *ids)) >= vocab_size) or token < 0 or not ids or not 0 <= steady <= STEADY:
-            raise ValueError(f"{os.fspath(path)} is damaged: token {token} of {vocab_size} has successors {padded}")
-        entries[token] = (steady, ids)
+    for token, num_stable, padded in zip(*columns, strict=True):
+        ids = tuple(i for i in padded[:TOP_K] if i >= 0)
+        is_beyond_vocab = vocab_size and max((token, *ids)) >= vocab_size
+        if is_beyond_vocab or token < 0 or not ids or not 0 <= num_stable <= MAX_STABLE:
+            raise ValueError(f"{os.fspath(path)} is damaged: token {token} of {vocab_size} has successors {padded}.")
+        entries[token] = (num_stable, ids)
     return vocab_size, entries
 
 
-def recycling(table: TableGuesser | None = None) -> BestFirst:
-    """The drafter that only recycles; `table` brings a table that was saved or is shared."""
-    return BestFirst("recycling", [TableGuesser() if table is None else table])
+def recycling(table: SuccessorTable | None = None) -> BestFirstDrafter:
+    """The drafter over a `SuccessorTable` alone.
+
+    Args:
+        table: a table that was loaded or is shared; None for an empty one.
+    """
+    return BestFirstDrafter("recycling", [SuccessorTable() if table is None else table])
 
 
-__all__ = ["TableGuesser", "recycling"]
+__all__ = ["SuccessorTable", "recycling"]

@@ -1,6 +1,7 @@
-"""The losses of heads that say several tokens a pass: FLASH, parallel, Falcon. Knows tensors only.
+"""Losses of heads that predict several tokens per forward: FLASH, ParallelSpec, Falcon.
 
-All sum what a head of one token is taught (`training_losses.Sum`) over the places of a block.
+Each sums the loss of a single position (`LossAccumulator`) over the positions of a block. The functions have the
+arguments and results of `eagle_loss`. The module knows tensors only.
 """
 
 from __future__ import annotations
@@ -10,125 +11,165 @@ from torch import Tensor
 from torch.nn import functional
 
 from mmspec.drafters.block.falcon import FalconHead
-from mmspec.drafters.training.losses import (
-    Asked,
-    Lesson,
-    Memory,
-    Pupil,
-    Rows,
-    Sum,
-    Weights,
-    When,
-    learned,
-    rows_of,
-    shifted,
+from mmspec.drafters.training.batch import (
+    DraftModel,
+    DraftTargets,
+    PackedQueries,
+    TrainBatch,
+    build_targets,
+    shift,
+    shifted_loss_mask,
 )
+from mmspec.drafters.training.losses import LossAccumulator, LossWeights, Progress, RolloutCache
 from mmspec.interfaces import SharedEmbeddings
 
-Told = tuple[Tensor, dict[str, float]]
+LossAndMetrics = tuple[Tensor, dict[str, float]]
 
 
-def flash_losses(
-    pupil: Pupil, lesson: Lesson, words: SharedEmbeddings, placeholder: Tensor, weights: Weights, when: When
-) -> Told:
-    """Every slot says the state as many places on (FLASH, section 3.3); a chain adds to its scores what the word does
-    that the target said before it."""
-    head, data = pupil.head, rows_of(pupil, lesson, placeholder)
-    asked, told = Asked(data), Sum(words, weights, data.cost)
-    features = head.block(Memory(head, asked).read(data.rows, data.positions))
-    for slot in range(head.config.block):
-        learn, added = asked.learned(slot), None
-        said = features[:, :, slot][learn]
-        if slot and head.chain is not None:
-            added = head.chain(said, asked.of(shifted(data.following, slot))[learn].to(said.dtype))
-        told.add(slot, said, asked.of(shifted(data.goal, slot))[learn], added)
-    return told.result()
+def flash_loss(
+    draft_model: DraftModel,
+    batch: TrainBatch,
+    shared_embeddings: SharedEmbeddings,
+    placeholder: Tensor,
+    weights: LossWeights,
+    progress: Progress,
+) -> LossAndMetrics:
+    """Feature i predicts the hidden state i positions further on (FLASH, section 3.3).
+
+    The `MarkovHead` is trained with the target's token before each position.
+    """
+    head, targets = draft_model.head, build_targets(draft_model, batch, placeholder)
+    queries = PackedQueries(targets)
+    loss = LossAccumulator(shared_embeddings, weights, targets.compressor_loss)
+    features = head.block_features(RolloutCache(head, queries).forward(targets.inputs, targets.position_ids))
+    for slot in range(head.config.block_size):
+        mask, logit_bias = queries.loss_mask(slot), None
+        outputs = features[:, :, slot][mask]
+        if slot and head.markov_head is not None:
+            embeds = queries.gather(shift(targets.next_embeds, slot))[mask]
+            logit_bias = head.markov_head(outputs, embeds.to(outputs.dtype))
+        loss.add(slot, outputs, queries.gather(shift(targets.target_hidden, slot))[mask], logit_bias)
+    return loss.result()
 
 
-def parallel_losses(
-    pupil: Pupil, lesson: Lesson, words: SharedEmbeddings, placeholder: Tensor, weights: Weights, when: When
-) -> Told:
-    """Behind every row its own learned rows, which see the text up to it and each other (ParallelSpec, section 3)."""
-    head, data = pupil.head, rows_of(pupil, lesson, placeholder)
-    asked, told = Asked(data), Sum(words, weights, data.cost)
-    memory, rows = Memory(head, asked), data.rows
-    for slot in range(head.config.block):
-        out = memory.read(rows, data.positions + slot)
-        if slot and head.link is not None:
-            out = head.link(out, asked.of(shifted(data.following, slot)).to(out.dtype))
-        learn = asked.learned(slot)
-        told.add(slot, out[learn], asked.of(shifted(data.goal, slot))[learn])
-        if slot + 1 < head.config.block:
-            rows = head.slots[slot].to(data.rows.dtype).expand_as(out)
-    return told.result()
+def parallel_loss(
+    draft_model: DraftModel,
+    batch: TrainBatch,
+    shared_embeddings: SharedEmbeddings,
+    placeholder: Tensor,
+    weights: LossWeights,
+    progress: Progress,
+) -> LossAndMetrics:
+    """Mask rows behind each row attend to the context up to it and to each other (ParallelSpec, section 3)."""
+    head, targets = draft_model.head, build_targets(draft_model, batch, placeholder)
+    queries = PackedQueries(targets)
+    loss = LossAccumulator(shared_embeddings, weights, targets.compressor_loss)
+    cache, inputs = RolloutCache(head, queries), targets.inputs
+    for slot in range(head.config.block_size):
+        outputs = cache.forward(inputs, targets.position_ids + slot)
+        if slot and head.token_correction is not None:
+            embeds = queries.gather(shift(targets.next_embeds, slot))
+            outputs = head.token_correction(outputs, embeds.to(outputs.dtype))
+        mask = queries.loss_mask(slot)
+        loss.add(slot, outputs[mask], queries.gather(shift(targets.target_hidden, slot))[mask])
+        if slot + 1 < head.config.block_size:
+            inputs = head.mask_embeddings[slot].to(targets.inputs.dtype).expand_as(outputs)
+    return loss.result()
 
 
-SHOWN = 0.4
-"""Share of the wrong rows that are shown the answer when the training begins; it falls evenly to none."""
+GLANCE_RATIO = 0.4
+"""Share of the wrong rows whose inputs are replaced at the start of training; it decreases linearly to 0."""
 
 
-def falcon_losses(
-    pupil: Pupil, lesson: Lesson, words: SharedEmbeddings, placeholder: Tensor, weights: Weights, when: When
-) -> Told:
+def falcon_loss(
+    draft_model: DraftModel,
+    batch: TrainBatch,
+    shared_embeddings: SharedEmbeddings,
+    placeholder: Tensor,
+    weights: LossWeights,
+    progress: Progress,
+) -> LossAndMetrics:
     """Coupled sequential glancing distillation (Falcon, section 3.2).
 
-    A first look finds how many rows are wrong; as many, times a share that falls over the training, are shown their own
-    answer, so that the others of their block learn with it. Then blocks are drafted behind blocks, as in a tree.
+    A first forward counts the rows whose prediction is wrong. A decreasing share of that number of rows receive their
+    own answer as input, so that the others of their block learn with it. Then blocks are drafted behind blocks, as in a
+    tree.
     """
-    head, data, k = pupil.head, rows_of(pupil, lesson, placeholder), pupil.head.config.block
-    n = data.rows.shape[1]
-    start = int(torch.randint(k, (), generator=when.rng))
-    block = (torch.arange(n, device=data.rows.device) + start) // k
-    shown = torch.zeros_like(data.learn)
-    if (share := SHOWN * (1 - when.done)) > 0:
+    head, targets = draft_model.head, build_targets(draft_model, batch, placeholder)
+    k, n, device = head.config.block_size, targets.inputs.shape[1], targets.inputs.device
+    start = int(torch.randint(k, (), generator=progress.rng))
+    offset = torch.arange(n, device=device) + start
+    block = offset // k
+    glanced = torch.zeros_like(targets.loss_mask)
+    if (share := GLANCE_RATIO * (1 - progress.fraction)) > 0:
         with torch.no_grad():
-            out = _Blocks(head, data, block).read(data.rows, data.positions)
-            shown = _glanced(out, data, words, block, k, share, when.rng)
-    answers = head.fuse(shifted(data.following, k), shifted(data.goal, k - 1))
-    rows = torch.where(shown[..., None], answers, data.rows)
-    memory, told = _Blocks(head, data, block), Sum(words, weights, data.cost)
-    # A whole block further per step; the step after the first reads what the head said itself.
-    for step in range(1 + min(1, weights.rollout)):
-        out = memory.read(rows, data.positions + step * k)
-        place = (torch.arange(n, device=block.device) + start) % k
+            outputs = _BlockCache(head, targets, block).forward(targets.inputs, targets.position_ids)
+            glanced = _glance_mask(outputs, targets, shared_embeddings, block, k, share, progress.rng)
+    answers = head.fuse(shift(targets.next_embeds, k), shift(targets.target_hidden, k - 1))
+    inputs = torch.where(glanced[..., None], answers, targets.inputs)
+    cache = _BlockCache(head, targets, block)
+    loss = LossAccumulator(shared_embeddings, weights, targets.compressor_loss)
+    # Each step is a whole block further on; those after the first read the head's own outputs.
+    for step in range(1 + min(1, weights.ttt_steps)):
+        outputs = cache.forward(inputs, targets.position_ids + step * k)
         for slot in range(k):
-            far = k - 1 + step * k
-            learn = learned(data, far) & ~shown & (place == slot)
-            told.add(slot + step * k, out[learn], shifted(data.goal, far)[learn])
-        rows = head.fuse(shifted(data.following, (step + 1) * k), out)
-    return told.result()
+            distance = k - 1 + step * k
+            mask = shifted_loss_mask(targets, distance) & ~glanced & (offset % k == slot)
+            loss.add(slot + step * k, outputs[mask], shift(targets.target_hidden, distance)[mask])
+        inputs = head.fuse(shift(targets.next_embeds, (step + 1) * k), outputs)
+    return loss.result()
 
 
-def _glanced(
-    out: Tensor, data: Rows, words: SharedEmbeddings, block: Tensor, k: int, share: float, rng: torch.Generator
+def _glance_mask(
+    outputs: Tensor,
+    targets: DraftTargets,
+    shared_embeddings: SharedEmbeddings,
+    block: Tensor,
+    k: int,
+    share: float,
+    rng: torch.Generator,
 ) -> Tensor:
-    """[B, n] bool, which rows are shown their answer: of blocks drawn by chance a first part, never all."""
-    learn, goal = learned(data, k - 1), shifted(data.goal, k - 1)
-    wrong = (words.lm_head(out).argmax(-1) != words.lm_head(goal).argmax(-1)) & learn
-    rate = share * wrong.sum(1, keepdim=True) / learn.sum(1, keepdim=True).clamp(min=1)
-    blocks = int(block[-1]) + 1
-    # A chosen block shows 1 to k - 1 of its rows, k / 2 in the mean.
-    chance = torch.rand(len(out), blocks, generator=rng).to(out.device)
-    many = torch.randint(1, k, (len(out), blocks), generator=rng).to(out.device)
-    many = torch.where(chance < 2 * rate, many, 0)
-    place = torch.arange(len(block), device=out.device) - torch.searchsorted(block, block)
-    return learn & (place < many[:, block])
+    """[B, n] bool, rows that receive their answer: a first part, never all, of randomly chosen blocks.
+
+    Args:
+        outputs: [B, n, D] of a first forward.
+        targets: of the batch.
+        shared_embeddings: of the target.
+        block: [n] int64 block of each row.
+        k: block size.
+        share: of the wrong rows.
+        rng: random generator.
+    """
+    mask, target_hidden = shifted_loss_mask(targets, k - 1), shift(targets.target_hidden, k - 1)
+    lm_head = shared_embeddings.lm_head
+    is_wrong = (lm_head(outputs).argmax(-1) != lm_head(target_hidden).argmax(-1)) & mask
+    rate = share * is_wrong.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
+    num_blocks = int(block[-1]) + 1
+    # A chosen block gives away 1 to k - 1 of its rows, k / 2 in the mean.
+    draw = torch.rand(len(outputs), num_blocks, generator=rng).to(outputs.device)
+    num_glanced = torch.randint(1, k, (len(outputs), num_blocks), generator=rng).to(outputs.device)
+    num_glanced = torch.where(draw < 2 * rate, num_glanced, 0)
+    slot = torch.arange(len(block), device=outputs.device) - torch.searchsorted(block, block)
+    return mask & (slot < num_glanced[:, block])
 
 
-class _Blocks(Memory):
-    """In step 0 a row sees all blocks up to its own; later also what its block was in the steps between. All rows are
-    asked."""
+class _BlockCache(RolloutCache):
+    """In step 0 a row attends to all blocks up to its own, later also to its block's rows of the steps in between.
 
-    def __init__(self, head: FalconHead, data: Rows, block: Tensor) -> None:
-        super().__init__(head, Asked(data, torch.ones_like(data.learn)))
-        self.before, self.own = block <= block[:, None], block == block[:, None]
+    All rows are queries.
+    """
+
+    def __init__(self, head: FalconHead, targets: DraftTargets, block: Tensor) -> None:
+        super().__init__(head, PackedQueries(targets, torch.ones_like(targets.loss_mask)))
+        self.context_mask = block <= block[:, None]
+        self.block_mask = block == block[:, None]
 
     def _attend(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        self._keep(queries.shape[1] // keys.shape[1], keys, values)
-        mask = torch.cat([self.before, *[self.own] * (len(self.keys) - 1)], dim=1)
+        self._append(queries.shape[1] // keys.shape[1], keys, values)
+        mask = torch.cat([self.context_mask, *[self.block_mask] * (len(self.keys) - 1)], dim=1)
         return functional.scaled_dot_product_attention(
             queries, torch.cat(self.keys, dim=2), torch.cat(self.values, dim=2), mask
         )
 
 
-__all__ = ["falcon_losses", "flash_losses", "parallel_losses"]
+__all__ = ["falcon_loss", "flash_loss", "parallel_loss"]

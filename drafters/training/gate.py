@@ -1,7 +1,7 @@
-"""What a compressor that chooses is told at the end of a training: what each of its ways cost, text by text.
+"""Fits the gate of a `GatedCompressor` at the end of training, on the loss of each branch per sequence.
 
-While it trains, its choice is drawn, and a loss of many words says little about one choice: after 400 steps a gate
-was no surer than chance had made it. So each text is read once more in each way, by the head as it has become.
+During training the gate's choice is sampled, and the loss of a batch says little about one choice: after 400 steps
+such a gate was no better than a random one. So each sequence is run once more per branch, with the trained head.
 """
 
 from __future__ import annotations
@@ -11,35 +11,51 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from mmspec.drafters.architectures import KINDS
-from mmspec.drafters.training.losses import Lesson, Pupil, Weights, When
+from mmspec.drafters.architectures import ARCHITECTURES
+from mmspec.drafters.training.batch import DraftModel, TrainBatch
+from mmspec.drafters.training.losses import LossWeights, Progress
 from mmspec.interfaces import GatedCompressor, SharedEmbeddings
 
 
 @torch.no_grad()
-def weigh(
-    pupil: Pupil, lessons: Iterable[Lesson], words: SharedEmbeddings, placeholder: Tensor, weights: Weights
+def fit_gate_on_batches(
+    draft_model: DraftModel,
+    batches: Iterable[TrainBatch],
+    shared_embeddings: SharedEmbeddings,
+    placeholder: Tensor,
+    weights: LossWeights,
 ) -> None:
-    """Lets a `GatedCompressor` learn from the loss on words in each of its ways; other compressors are left alone."""
-    chooser = pupil.compressor
-    if not isinstance(chooser, GatedCompressor):
+    """Fit the gate of `draft_model.compressor` on the logits loss of each branch; a no-op for other compressors.
+
+    Args:
+        draft_model: in eval mode.
+        batches: to measure the branches on; sequences without visual tokens or without a response are skipped.
+        shared_embeddings: of the target.
+        placeholder: [D] embedding of the media placeholder id.
+        weights: of the training; only its rollout is used.
+    """
+    compressor = draft_model.compressor
+    if not isinstance(compressor, GatedCompressor):
         return
-    judged = Weights(states=0.0, words=1.0, rollout=weights.rollout, decay=weights.decay)
-    each = sum(weights.decay**step for step in range(weights.rollout + 1))
-    costs, sights = [], []
-    for lesson in lessons:
-        for text in lesson.rows():
-            if not (text.answer.any() and text.visual.any()):
+    logits_only = LossWeights(hidden=0.0, logits=1.0, ttt_steps=weights.ttt_steps, step_decay=weights.step_decay)
+    total_weight = sum(weights.step_decay**step for step in range(weights.ttt_steps + 1))
+    compute_loss = ARCHITECTURES[draft_model.architecture].compute_loss
+    costs, features = [], []
+    for batch in batches:
+        for sequence in batch.split():
+            if not (sequence.response_mask.any() and sequence.visual_mask.any()):
                 continue
-            told = []
-            for way in range(len(chooser.branches)):
-                with chooser.force_branch(way) as seen:
-                    loss, _ = KINDS[pupil.kind].losses(pupil, text, words, placeholder, judged, When(done=1.0))
-                told.append(float(loss) / each + float(seen[0].penalty))
-            costs.append(told)
-            sights.append(seen[0].features[0])
+            branch_costs = []
+            for branch in range(len(compressor.branches)):
+                with compressor.force_branch(branch) as observations:
+                    loss, _ = compute_loss(
+                        draft_model, sequence, shared_embeddings, placeholder, logits_only, Progress(fraction=1.0)
+                    )
+                branch_costs.append(float(loss) / total_weight + float(observations[0].penalty))
+            costs.append(branch_costs)
+            features.append(observations[0].features[0])
     if costs:
-        chooser.fit_gate(torch.stack(sights), torch.tensor(costs))
+        compressor.fit_gate(torch.stack(features), torch.tensor(costs))
 
 
-__all__ = ["weigh"]
+__all__ = ["fit_gate_on_batches"]

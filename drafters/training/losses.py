@@ -1,324 +1,189 @@
-"""What a draft head is trained on: rows of teacher data, rolled out over its own outputs, and the losses on them.
+"""Losses of draft heads, over a rollout in which the head reads its own outputs.
 
-Losses: smooth L1 on the states and soft cross-entropy on the logits (EAGLE, arXiv 2401.15077; weights as MSD published
-them), summed over rollout steps in which the head reads what it said itself ("training-time test" of EAGLE-3, arXiv
-2503.01840), since that is what it does below the first level of a tree. Knows tensors only.
+Smooth L1 on the hidden states and soft cross-entropy on the logits (EAGLE, arXiv 2401.15077; weights as in MSD), summed
+over the steps of a rollout ("training-time test" of EAGLE-3, arXiv 2503.01840), as the head works below the first level
+of a tree. The module knows tensors only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
-from torch.nn.utils.rnn import pad_sequence
 
 from mmspec.drafters.eagle.head import EagleHead
-from mmspec.drafters.eagle.visual_inputs import RULES, Sight, pack, shrunk
-from mmspec.engine.gather import gather_rows
-from mmspec.interfaces import SharedEmbeddings, VisualGrid
+from mmspec.drafters.training.batch import DraftModel, PackedQueries, TrainBatch, build_targets, shift
+from mmspec.interfaces import SharedEmbeddings
 
 
 @dataclass(frozen=True)
-class Lesson:
-    """A batch of whole texts as the target has read them, padded on the right.
+class LossWeights:
+    """Weights of the parts of the loss.
 
     Attributes:
-        ids: [B, L] int64. real: [B, L] bool, False for pads. visual: [B, L] bool. answer: [B, L] bool, the tokens that
-            the target said. embedded, states: [B, L, D] merged input embeddings, states after the final norm.
-        segments: the grids of its pictures, `start` counted in visual tokens of their row (`rules.segments_of`); empty
-            if the family cannot tell. attended: as in `Prompt`.
+        hidden: of smooth L1 on the hidden states (1 in EAGLE and MSD).
+        logits: of soft cross-entropy on the logits (0.1 in EAGLE and MSD).
+        ttt_steps: steps of the rollout after the first, in which the head reads its own outputs.
+        step_decay: factor of each further step.
     """
 
-    ids: Tensor
-    real: Tensor
-    visual: Tensor
-    answer: Tensor
-    embedded: Tensor
-    states: Tensor
-    segments: tuple[VisualGrid, ...] = field(default=(), kw_only=True)
-    attended: Tensor | None = field(default=None, kw_only=True)
-
-    def to(self, device: torch.device | str) -> Lesson:
-        """The same on a device."""
-        attended = None if self.attended is None else self.attended.to(device)
-        return Lesson(*(part.to(device) for part in self.parts()), segments=self.segments, attended=attended)
-
-    def parts(self) -> tuple[Tensor, ...]:
-        """Its tensors, in their order."""
-        return self.ids, self.real, self.visual, self.answer, self.embedded, self.states
-
-    def rows(self) -> list[Lesson]:
-        """Each text by itself, without pads; copies, so that a row can outlive the batch."""
-        sizes = self.real.sum(1).tolist()
-
-        def alone(row: int, n: int) -> Lesson:
-            grids = tuple(replace(one, row=0) for one in self.segments if one.row == row)
-            parts = [
-                None if part is None else part[row : row + 1, :n].clone() for part in (*self.parts(), self.attended)
-            ]
-            return Lesson(*parts[:-1], segments=grids, attended=parts[-1])  # type: ignore[arg-type]
-
-        return [alone(row, n) for row, n in enumerate(sizes)]
-
-    @classmethod
-    def joined(cls, rows: Sequence[Lesson]) -> Lesson:
-        """Texts as a batch, zeros behind each."""
-        grids = tuple(replace(one, row=number) for number, row in enumerate(rows) for one in row.segments)
-        heard = [row.attended for row in rows if row.attended is not None]
-
-        def padded(parts: Sequence[Tensor]) -> Tensor:
-            return pad_sequence([one[0] for one in parts], batch_first=True)
-
-        parts = map(padded, zip(*(row.parts() for row in rows), strict=True))
-        return cls(*parts, segments=grids, attended=padded(heard) if len(heard) == len(rows) else None)
+    hidden: float = 1.0
+    logits: float = 0.1
+    ttt_steps: int = 2
+    step_decay: float = 0.8
 
 
 @dataclass(frozen=True)
-class Weights:
-    """How much each part of the loss counts.
+class Progress:
+    """Progress of a run.
 
     Attributes:
-        states, words: smooth L1 on states, soft cross-entropy on logits (1 and 0.1 in EAGLE and MSD).
-        rollout: steps in which the head reads its own outputs, after the first. decay: what each further step counts.
+        fraction: share of its steps that are done, 0 to 1.
+        rng: random generator of this step.
     """
 
-    states: float = 1.0
-    words: float = 0.1
-    rollout: int = 2
-    decay: float = 0.8
-
-
-@dataclass(frozen=True)
-class When:
-    """Where a run is: `done`, the share of its steps that are behind it, and the dice of this step."""
-
-    done: float = 0.0
+    fraction: float = 0.0
     rng: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0))
 
 
-@dataclass
-class Pupil:
-    """A head that is trained, the rule by which it reads, its kind (of `drafters.kinds`), and what shrinks pictures for
-    it, if anything does; it learns along."""
-
-    head: Any
-    rule: str
-    kind: str = "eagle"
-    compressor: Any = None
-
-    def parts(self) -> nn.ModuleDict:
-        """All that has weights."""
-        learns = isinstance(self.compressor, nn.Module)
-        return nn.ModuleDict({"head": self.head, **({"compressor": self.compressor} if learns else {})})
-
-
-@dataclass
-class Rows:
-    """Input rows [B, n, D] of the head, and what follows each of them.
+class LossAccumulator:
+    """Sums the loss over steps and collects metrics.
 
     Attributes:
-        following: [B, n, D] embedding of the next token. goal: [B, n, D] state at the next position.
-        learn: [B, n] bool. positions: [B, n]. cost: what the compressor adds to the loss, if anything.
+        total: the loss so far.
+        metrics: `states` and `words`, the two losses of the first step; `agree0`, `agree1`, ..., the share of rows of
+            each step whose argmax is the target's; `cost`, the compressor's loss if it has one.
     """
 
-    rows: Tensor
-    following: Tensor
-    goal: Tensor
-    learn: Tensor
-    positions: Tensor
-    cost: Tensor | None = None
-
-
-def rows_of(pupil: Pupil, lesson: Lesson, placeholder: Tensor) -> Rows:
-    """What a head reads of a lesson, and what it should say: nothing but words of the answer is learned."""
-    length = lesson.ids.shape[1]
-    sight = Sight(
-        following=lesson.embedded.roll(-1, 1),
-        states=lesson.states,
-        visual=lesson.visual.roll(-1, 1),
-        placeholder=placeholder,
-    )
-    index = torch.arange(length, device=lesson.ids.device).expand(lesson.ids.shape)
-    answered = lesson.answer & lesson.real
-    learn = answered.roll(-1, 1) & answered.roll(-2, 1) & (index < length - 2)
-    parts = (sight.following, lesson.states.roll(-1, 1), learn)
-    if pupil.compressor is not None:
-        # The question's last state; what comes after it is the answer, which a drafter has not seen yet.
-        asked = answered.long().argmax(1).sub(1).clamp(min=0)
-        query = lesson.states.gather(1, asked[:, None, None].expand(-1, 1, lesson.states.shape[-1]))[:, 0]
-        rows, keep, index = shrunk(
-            *(pupil.head, pupil.rule, sight, lesson.real, index, pupil.compressor, query, lesson.segments),
-            attended=None if lesson.attended is None else lesson.attended.roll(-1, 1),
-        )
-        text, *packed = pack(lesson.real & ~sight.visual, *parts)  # as the text stands behind what is shown
-        most = int(text.max())
-        before = [part.new_zeros(len(part), rows.shape[1] - most, *part.shape[2:]) for part in parts]
-        parts = tuple(torch.cat((none, part[:, :most]), dim=1) for none, part in zip(before, packed, strict=True))  # type: ignore[assignment]
-    else:
-        rows, chosen = RULES[pupil.rule](pupil.head, sight)
-        if chosen is None:
-            return Rows(rows, *parts, index)
-        keep = chosen & lesson.real
-    counts, *packed = pack(keep, rows, *parts, index)
-    longest = int(counts.max())
-    inside = torch.arange(longest, device=rows.device) < counts[:, None]
-    rows, following, goal, learn, index = (part[:, :longest] for part in packed)
-    return Rows(rows, following, goal, learn & inside, index, getattr(pupil.compressor, "cost", None))
-
-
-def shifted(part: Tensor, steps: int) -> Tensor:
-    """What stands `steps` rows further on; the last rows get what is never learned from."""
-    return part.roll(-steps, 1)
-
-
-def learned(data: Rows, steps: int) -> Tensor:
-    """[B, n] bool, rows that learn what stands `steps` beyond what follows."""
-    n = data.learn.shape[1]
-    inside = torch.arange(n, device=data.learn.device) < n - steps
-    return data.learn & shifted(data.learn, steps) & inside
-
-
-class Asked:
-    """The rows that learn, packed: of all others, visual tokens above all, only keys and values are wanted.
-
-    Attributes:
-        places: [B, m] int64, where they stand among the rows; past a text's own they repeat some other.
-    """
-
-    def __init__(self, data: Rows, wanted: Tensor | None = None) -> None:
-        """
-        Args:
-            wanted: [B, n] bool, if not just those that learn.
-        """
-        n = data.learn.shape[1]
-        self.data, index = data, torch.arange(n, device=data.learn.device).expand(data.learn.shape)
-        counts, places = pack(data.learn if wanted is None else wanted, index)
-        self.places = places[:, : max(1, int(counts.max()))]
-        self._real = torch.arange(self.places.shape[1], device=places.device) < counts[:, None]
-        self.causal = index[:, None] <= self.places[..., None]
-
-    def of(self, part: Tensor) -> Tensor:
-        """[B, m, ...], of [B, n, ...]."""
-        return gather_rows(part, self.places)
-
-    def learned(self, steps: int) -> Tensor:
-        """[B, m] bool, see `learned`."""
-        return self.of(learned(self.data, steps)) & self._real
-
-
-class Sum:
-    """The loss so far, and figures: `states`, `words` of the first part, and `agree0`, `agree1`, ... of each, the share
-    of rows at which the head's likeliest word is the target's; `cost`, if the compressor has one."""
-
-    def __init__(self, words: SharedEmbeddings, weights: Weights, cost: Tensor | None = None) -> None:
-        self.words, self.weights, self.cost = words, weights, cost
+    def __init__(
+        self, shared_embeddings: SharedEmbeddings, weights: LossWeights, compressor_loss: Tensor | None = None
+    ) -> None:
+        self.shared_embeddings = shared_embeddings
+        self.weights = weights
+        self.compressor_loss = compressor_loss
         self.total: Tensor | float = 0.0
-        self.figures: dict[str, float] = {}
+        self.metrics: dict[str, float] = {}
 
-    def add(self, part: int, out: Tensor, goal: Tensor, added: Tensor | None = None) -> None:
-        """What was said and should have been, [n, D] states each, `part` places beyond the first.
+    def add(self, step: int, hidden_states: Tensor, target_hidden: Tensor, logit_bias: Tensor | None = None) -> None:
+        """Add the loss of one step.
 
         Args:
-            added: [n, V] to the scores of what was said.
+            step: 0 for the first.
+            hidden_states: [n, D] outputs of the head.
+            target_hidden: [n, D] the target's hidden states.
+            logit_bias: [n, V] added to the head's logits, or None.
         """
-        if not len(out):
+        if not len(hidden_states):
             return
-        said, meant = self.words.lm_head(out).float(), self.words.lm_head(goal).float().detach()
-        said = said if added is None else said + added.float()
-        near = functional.smooth_l1_loss(out.float(), goal.float())
-        soft = -(meant.softmax(-1) * said.log_softmax(-1)).sum(-1).mean()
-        share = self.weights.decay**part
-        self.total = self.total + share * (self.weights.states * near + self.weights.words * soft)
-        self.figures[f"agree{part}"] = float((said.argmax(-1) == meant.argmax(-1)).float().mean())
-        if part == 0:
-            self.figures |= {"states": float(near.detach()), "words": float(soft.detach())}
+        lm_head = self.shared_embeddings.lm_head
+        logits, target_logits = lm_head(hidden_states).float(), lm_head(target_hidden).float().detach()
+        logits = logits if logit_bias is None else logits + logit_bias.float()
+        hidden_loss = functional.smooth_l1_loss(hidden_states.float(), target_hidden.float())
+        logits_loss = -(target_logits.softmax(-1) * logits.log_softmax(-1)).sum(-1).mean()
+        scale = self.weights.step_decay**step
+        self.total = self.total + scale * (self.weights.hidden * hidden_loss + self.weights.logits * logits_loss)
+        agreement = (logits.argmax(-1) == target_logits.argmax(-1)).float().mean()
+        self.metrics[f"agree{step}"] = float(agreement)
+        if step == 0:
+            self.metrics |= {"states": float(hidden_loss.detach()), "words": float(logits_loss.detach())}
 
     def result(self) -> tuple[Tensor, dict[str, float]]:
-        """The loss and the figures."""
-        if self.cost is not None:
-            self.total = self.total + self.cost
-            self.figures["cost"] = float(self.cost.detach())
-        return torch.as_tensor(self.total), self.figures
+        """The loss, a scalar, and the metrics."""
+        if self.compressor_loss is not None:
+            self.total = self.total + self.compressor_loss
+            self.metrics["cost"] = float(self.compressor_loss.detach())
+        return torch.as_tensor(self.total), self.metrics
 
 
-def losses(
-    pupil: Pupil, lesson: Lesson, words: SharedEmbeddings, placeholder: Tensor, weights: Weights, when: When
+def eagle_loss(
+    draft_model: DraftModel,
+    batch: TrainBatch,
+    shared_embeddings: SharedEmbeddings,
+    placeholder: Tensor,
+    weights: LossWeights,
+    progress: Progress,
 ) -> tuple[Tensor, dict[str, float]]:
-    """The loss of a lesson for a head that says one token a pass, and figures (`Sum`)."""
-    head, data = pupil.head, rows_of(pupil, lesson, placeholder)
-    asked, told = Asked(data), Sum(words, weights, data.cost)
-    memory, rows = Memory(head, asked), data.rows
-    for step in range(weights.rollout + 1):
-        out = memory.read(rows, data.positions + step)
-        learn = asked.learned(step)
-        told.add(step, out[learn], asked.of(shifted(data.goal, step))[learn])
-        if step < weights.rollout:
-            rows = head.fuse(asked.of(shifted(data.following, step + 1)), out)
-    return told.result()
+    """The loss of a head that predicts one token per forward.
+
+    Args:
+        draft_model: head, visual mode and compressor.
+        batch: of the teacher.
+        shared_embeddings: of the target.
+        placeholder: [D] embedding of the media placeholder id.
+        weights: of the parts of the loss.
+        progress: of the run.
+
+    Returns:
+        The loss, a scalar, and the metrics of `LossAccumulator`.
+    """
+    head, targets = draft_model.head, build_targets(draft_model, batch, placeholder)
+    queries = PackedQueries(targets)
+    loss = LossAccumulator(shared_embeddings, weights, targets.compressor_loss)
+    cache, inputs = RolloutCache(head, queries), targets.inputs
+    for step in range(weights.ttt_steps + 1):
+        outputs = cache.forward(inputs, targets.position_ids + step)
+        mask = queries.loss_mask(step)
+        loss.add(step, outputs[mask], queries.gather(shift(targets.target_hidden, step))[mask])
+        if step < weights.ttt_steps:
+            inputs = head.fuse(queries.gather(shift(targets.next_embeds, step + 1)), outputs)
+    return loss.result()
 
 
-class Memory:
-    """Keys and values of the rollout: in step i a row looks at all rows of step 0 up to its own, and at what itself was
-    in the steps between, as a node of a tree looks at the text and at its ancestors (EAGLE-3, section 3.2)."""
+class RolloutCache:
+    """Keys and values of a rollout (EAGLE-3, section 3.2).
 
-    def __init__(self, head: EagleHead, asked: Asked) -> None:
-        self.head, self.asked = head, asked
+    In step i a row attends causally to the rows of step 0 and to its own rows of steps 1 to i, as a tree node attends
+    to the context and to its ancestors.
+    """
+
+    def __init__(self, head: EagleHead, queries: PackedQueries) -> None:
+        self.head = head
+        self.queries = queries
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
 
-    def read(self, rows: Tensor, positions: Tensor) -> Tensor:
-        """Rows of the next step in, in step 0 [B, n, D], then [B, m, D]; the head's outputs [B, m, D] out.
+    def forward(self, inputs: Tensor, position_ids: Tensor) -> Tensor:
+        """Run one step.
 
         Args:
-            positions: [B, n] of all rows.
+            inputs: [B, n, D] in step 0, [B, m, D] in later steps.
+            position_ids: [B, n] of all rows.
+
+        Returns:
+            [B, m, D] outputs of the packed rows.
         """
-        first = not self.keys
-        angles = self.head.angles(positions if first else self.asked.of(positions), rows.dtype)
-        cos, sin = (part[:, None] for part in angles)
-        out: Tensor = self.head(rows, cos, sin, self._attend, self.asked.places if first else None)
-        return out
+        is_first = not self.keys
+        position_ids = position_ids if is_first else self.queries.gather(position_ids)
+        cos, sin = (part[:, None] for part in self.head.rotary_embedding(position_ids, inputs.dtype))
+        outputs: Tensor = self.head(inputs, cos, sin, self._attend, self.queries.query_index if is_first else None)
+        return outputs
 
     def _attend(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        self._keep(queries.shape[1] // keys.shape[1], keys, values)
+        self._append(queries.shape[1] // keys.shape[1], keys, values)
         if len(self.keys) == 1:
-            mask = self.asked.causal[:, None]
+            mask = self.queries.causal_mask[:, None]
             return functional.scaled_dot_product_attention(queries, self.keys[0], self.values[0], mask)
-        return self._look(queries)
+        return self._rollout_attention(queries)
 
-    def _keep(self, copies: int, keys: Tensor, values: Tensor) -> None:
-        """Remember a step, each head of keys and values as often as queries share it."""
-        self.keys.append(keys.repeat_interleave(copies, 1))
-        self.values.append(values.repeat_interleave(copies, 1))
+    def _append(self, num_groups: int, keys: Tensor, values: Tensor) -> None:
+        """Store the keys and values of a step, each head repeated `num_groups` times (grouped-query attention)."""
+        self.keys.append(keys.repeat_interleave(num_groups, 1))
+        self.values.append(values.repeat_interleave(num_groups, 1))
 
-    def _look(self, queries: Tensor) -> Tensor:
-        """Attention to the first step causally, to the later ones row by row."""
+    def _rollout_attention(self, queries: Tensor) -> Tensor:
+        """Attention to step 0 causally, and to the later steps row by row."""
         scale = queries.shape[-1] ** -0.5
-        hidden = ~self.asked.causal[:, None]
-        first = (queries @ self.keys[0].transpose(-1, -2) * scale).masked_fill(hidden, float("-inf"))
-        later = [(queries * keys).sum(-1, keepdim=True) * scale for keys in self.keys[1:]]
-        shares = torch.cat([first, *later], dim=-1).float().softmax(-1).to(queries.dtype)
+        is_hidden = ~self.queries.causal_mask[:, None]
+        context = (queries @ self.keys[0].transpose(-1, -2) * scale).masked_fill(is_hidden, float("-inf"))
+        own = [(queries * keys).sum(-1, keepdim=True) * scale for keys in self.keys[1:]]
+        weights = torch.cat([context, *own], dim=-1).float().softmax(-1).to(queries.dtype)
         n = self.keys[0].shape[2]
-        seen = shares[..., :n] @ self.values[0]
-        for place, values in enumerate(self.values[1:]):
-            seen = seen + shares[..., n + place : n + place + 1] * values
-        return seen
+        outputs = weights[..., :n] @ self.values[0]
+        for index, values in enumerate(self.values[1:]):
+            outputs = outputs + weights[..., n + index : n + index + 1] * values
+        return outputs
 
 
-__all__ = [
-    "Asked",
-    "Lesson",
-    "Memory",
-    "Pupil",
-    "Rows",
-    "Sum",
-    "Weights",
-    "When",
-    "learned",
-    "losses",
-    "rows_of",
-    "shifted",
-]
+__all__ = ["LossAccumulator", "LossWeights", "Progress", "RolloutCache", "eagle_loss"]

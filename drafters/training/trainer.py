@@ -1,86 +1,113 @@
-"""The training loop of draft heads: steps, checkpoints that survive any cut, a log. Several heads may share a teacher.
+"""`Trainer`: steps, checkpoints that survive an interruption, and a log. Several heads can share one teacher.
 
-Lesson n is the same in every run, and the target's states come with it (`training_losses.Lesson`), so nothing is dumped
-to disk. Knows neither where lessons come from nor what drafts.
+Batch n is the same in every run and carries the target's hidden states (`TrainBatch`), so none are written to disk. The
+module knows neither the source of the batches nor the drafters.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import os
 import pickle
 import time
+import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mmspec.cpu.linear import bf16_is_faster
-from mmspec.drafters.architectures import KINDS
-from mmspec.drafters.training.gate import weigh
-from mmspec.drafters.training.losses import Lesson, Pupil, Weights, When
+from mmspec.cpu.bf16 import bf16_is_faster
+from mmspec.drafters.architectures import ARCHITECTURES
+from mmspec.drafters.checkpoints.head_config import convert_legacy
+from mmspec.drafters.checkpoints.state_dict import current_name
+from mmspec.drafters.training.batch import DraftModel, TrainBatch
+from mmspec.drafters.training.gate import fit_gate_on_batches
+from mmspec.drafters.training.losses import LossWeights, Progress
+from mmspec.drafters.training.schedule import warmup_cosine
+from mmspec.files import atomic_write
 from mmspec.interfaces import GatedCompressor, SharedEmbeddings
 from mmspec.metrics.compression_stats import compressor_label
 
-STATE, LOG = "state.pt", "log.jsonl"
-WEIGHED = 32
-"""Batches of which a compressor that chooses is told at the end what each of its ways cost."""
+STATE_NAME, LOG_NAME = "state.pt", "log.jsonl"
+GATE_BATCHES = 32
+"""Batches on which the gate of a `GatedCompressor` is fitted after the last step."""
+LEGACY_CONFIG_KEYS = {
+    "steps": "max_steps",
+    "batch": "batch_size",
+    "rate": "learning_rate",
+    "warmup": "warmup_steps",
+    "clip": "max_grad_norm",
+    "noise": "hidden_noise",
+}
+"""Key of `TrainConfig` in checkpoints of the first release -> current key; read for one release."""
+LEGACY_WEIGHT_KEYS = {"states": "hidden", "words": "logits", "rollout": "ttt_steps", "decay": "step_decay"}
+"""As `LEGACY_CONFIG_KEYS`, of `LossWeights`."""
 
 
 @dataclass(frozen=True)
-class Plan:
-    """How to train.
+class TrainConfig:
+    """Hyperparameters of a run.
 
     Attributes:
-        steps, batch: optimiser steps, and texts in each. rate: highest learning rate. warmup: steps.
-        clip: largest norm of the gradient. noise: width of uniform noise on the states, as EAGLE has it (0.2; 0 none).
+        max_steps: optimizer steps.
+        batch_size: sequences per step, over all processes.
+        learning_rate: the highest one.
+        warmup_steps: steps of linear warm-up.
+        max_grad_norm: gradients are clipped to this norm.
+        hidden_noise: width of uniform noise on the hidden states (0.2 in EAGLE); 0 for none.
+        seed: of the noise and of every random choice.
+        weights: of the loss.
     """
 
-    steps: int = 1000
-    batch: int = 16
-    rate: float = 1e-3
-    warmup: int = 50
-    clip: float = 0.5
-    noise: float = 0.0
+    max_steps: int = 1000
+    batch_size: int = 16
+    learning_rate: float = 1e-3
+    warmup_steps: int = 50
+    max_grad_norm: float = 0.5
+    hidden_noise: float = 0.0
     seed: int = 0
-    weights: Weights = field(default_factory=Weights)
+    weights: LossWeights = field(default_factory=LossWeights)
 
-    def rate_at(self, step: int) -> float:
-        """Warm-up, then a cosine down to a hundredth."""
-        if step < self.warmup:
-            return self.rate * (step + 1) / self.warmup
-        done = (step - self.warmup) / max(1, self.steps - self.warmup)
-        return self.rate * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * min(1.0, done))))
+    def learning_rate_at(self, step: int) -> float:
+        """Linear warm-up, then a cosine to one hundredth of the highest rate."""
+        return warmup_cosine(
+            step,
+            peak=self.learning_rate,
+            warmup_steps=self.warmup_steps,
+            max_steps=self.max_steps,
+            final_scale=0.01,
+        )
 
 
 @dataclass(frozen=True)
-class Party:
-    """The processes that train together, each on its part of every batch.
+class DistributedContext:
+    """The processes of a data-parallel run.
 
     Attributes:
-        rank, world: which one this is, and of how many. mean: [..] -> the mean over all of them.
+        rank: of this process.
+        world_size: number of processes.
+        mean: all-reduce of a tensor to the mean over all processes.
     """
 
     rank: int = 0
-    world: int = 1
+    world_size: int = 1
     mean: Callable[[Tensor], Tensor] = lambda value: value
 
 
 class SettingsError(ValueError):
-    """The folder holds a run that cannot be gone on with: of other settings, or damaged."""
+    """The folder holds a run that cannot be resumed: with other settings, or damaged."""
 
 
-def refuse_other(folder: Path, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
+def check_resume(folder: Path, saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
     """Compare the settings of the run in a folder with those of this one.
 
     Raises:
-        SettingsError: names those that differ.
+        SettingsError: names the settings that differ.
     """
-    differs = sorted(name for name in {*ours, *theirs} if theirs.get(name) != ours.get(name))
+    differs = sorted(name for name in {*current, *saved} if saved.get(name) != current.get(name))
     if differs:
         raise SettingsError(
             f"{folder} holds a run with other settings ({', '.join(differs)}); name another folder, or repeat the "
@@ -88,187 +115,253 @@ def refuse_other(folder: Path, theirs: Mapping[str, Any], ours: Mapping[str, Any
         )
 
 
-class Training:
-    """One run in a folder: knows where it is, does a step, writes checkpoints."""
+def upgrade_settings(settings: Mapping[str, Any], file: Path) -> dict[str, Any]:
+    """Settings of a checkpoint with current keys; one FutureWarning if they are of the first release."""
+    if "plan" not in settings:
+        return dict(settings)
+    upgraded = {key: value for key, value in settings.items() if key not in ("plan", "pupils")}
+    config = {LEGACY_CONFIG_KEYS.get(key, key): value for key, value in settings["plan"].items()}
+    config["weights"] = {LEGACY_WEIGHT_KEYS.get(key, key): value for key, value in config["weights"].items()}
+    upgraded["config"] = config
+    upgraded["draft_models"] = {name: convert_legacy(values)[0] for name, values in settings["pupils"].items()}
+    warnings.warn(
+        f"{file} is a checkpoint of an earlier release, which the next one will not read. Finish the run with this one.",
+        FutureWarning,
+        stacklevel=2,
+    )
+    return upgraded
+
+
+class Trainer:
+    """One run in a folder.
+
+    Attributes:
+        draft_models: by name.
+        step: number of steps done.
+        gate_is_fitted: whether the gates of the compressors were fitted.
+        settings: JSON values that a resumed run must repeat.
+    """
 
     def __init__(
         self,
         folder: Path,
-        pupils: Mapping[str, Pupil],
-        plan: Plan,
-        words: SharedEmbeddings,
-        lesson: Callable[[int], Lesson],
+        draft_models: Mapping[str, DraftModel],
+        config: TrainConfig,
+        shared_embeddings: SharedEmbeddings,
+        get_batch: Callable[[int], TrainBatch],
         placeholder: Tensor,
         facts: Mapping[str, Any],
-        party: Party | None = None,
+        distributed: DistributedContext | None = None,
     ) -> None:
         """
         Args:
-            lesson: step -> its texts (this process's part of them).
-            placeholder: [D] embedding of the picture's placeholder id.
-            facts: whatever else must be the same for a run to go on (JSON values).
+            folder: of the run; an interrupted run in it is resumed.
+            draft_models: by name.
+            config: hyperparameters.
+            shared_embeddings: of the target.
+            get_batch: step -> its sequences (this process's share of them).
+            placeholder: [D] embedding of the media placeholder id.
+            facts: further JSON values that a resumed run must repeat.
+            distributed: of a data-parallel run; None for a single process.
 
         Raises:
-            SettingsError: another run is in the folder, or a damaged one.
+            SettingsError: the folder holds another run, or a damaged one.
         """
-        self.folder, self.pupils, self.plan, self.words = folder, dict(pupils), plan, words
-        self.lesson, self.placeholder, self.party = lesson, placeholder, party or Party()
-        self.settings = json.loads(json.dumps({"plan": asdict(plan), **facts, "pupils": self._shapes()}))
-        self.step, self.weighed = 0, False
+        self.folder = folder
+        self.draft_models = dict(draft_models)
+        self.config = config
+        self.shared_embeddings = shared_embeddings
+        self.get_batch = get_batch
+        self.placeholder = placeholder
+        self.distributed = distributed or DistributedContext()
+        settings = {"config": asdict(config), **facts, "draft_models": self._model_settings()}
+        self.settings: dict[str, Any] = json.loads(json.dumps(settings))
+        self.step = 0
+        self.gate_is_fitted = False
         folder.mkdir(parents=True, exist_ok=True)
-        self.optimisers = {
-            name: torch.optim.AdamW(pupil.parts().parameters(), lr=plan.rate, betas=(0.9, 0.95), weight_decay=0.0)
-            for name, pupil in self.pupils.items()
+        self.optimizers = {
+            name: torch.optim.AdamW(
+                model.modules().parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
+            )
+            for name, model in self.draft_models.items()
         }
-        if (folder / STATE).exists():
+        if (folder / STATE_NAME).exists():
             self._resume()
 
-    def _shapes(self) -> dict[str, Any]:
+    def _model_settings(self) -> dict[str, Any]:
         return {
-            name: {"kind": pupil.kind, "rule": pupil.rule, **_shrinks(pupil), **asdict(pupil.head.config)}
-            for name, pupil in self.pupils.items()
+            name: {
+                "architecture": model.architecture,
+                "visual_mode": model.visual_mode,
+                **_compressor_settings(model),
+                **asdict(model.head.config),
+            }
+            for name, model in self.draft_models.items()
         }
 
     def _resume(self) -> None:
-        device = self.placeholder.device
-        file = self.folder / STATE
+        file = self.folder / STATE_NAME
         try:
-            state = torch.load(file, map_location=device, weights_only=True)
+            state = torch.load(file, map_location=self.placeholder.device, weights_only=True)
         except (RuntimeError, EOFError, OSError, KeyError, pickle.UnpicklingError) as error:
             raise SettingsError(
                 f"{file} is damaged ({str(error).splitlines()[0][:120]}); delete it to train again from the start."
             ) from error
-        refuse_other(self.folder, state["settings"], self.settings)
-        for name, pupil in self.pupils.items():
-            pupil.parts().load_state_dict(state["heads"][name])
-            self.optimisers[name].load_state_dict(state["optimisers"][name])
-        self.step, self.weighed = state["step"], state.get("weighed", False)
+        check_resume(self.folder, upgrade_settings(state["settings"], file), self.settings)
+        for name, model in self.draft_models.items():
+            model.modules().load_state_dict({_current_key(key): value for key, value in state["heads"][name].items()})
+            self.optimizers[name].load_state_dict(state["optimisers"][name])
+        self.step = state["step"]
+        self.gate_is_fitted = state.get("weighed", False)
 
     def save(self) -> None:
-        """Write the checkpoint under another name first, so that a cut, or a full disk, leaves the last good one.
+        """Write the checkpoint under a temporary name and rename it, so that the previous one survives a failure.
 
         Raises:
-            OSError: it could not be written.
+            OSError: it cannot be written.
         """
-        if self.party.rank:
+        if self.distributed.rank:
             return
         state = {
             "settings": self.settings,
             "step": self.step,
-            "weighed": self.weighed,
-            "heads": {name: pupil.parts().state_dict() for name, pupil in self.pupils.items()},
-            "optimisers": {name: optimiser.state_dict() for name, optimiser in self.optimisers.items()},
+            "weighed": self.gate_is_fitted,
+            "heads": {name: model.modules().state_dict() for name, model in self.draft_models.items()},
+            "optimisers": {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()},
         }
-        part = self.folder / f"{STATE}.part"
+        file = self.folder / STATE_NAME
         try:
-            torch.save(state, part)
-            os.replace(part, self.folder / STATE)
-        except (OSError, RuntimeError) as error:  # torch's own writer says RuntimeError when a disk is full
+            with atomic_write(file) as part:
+                torch.save(state, part)
+        except (OSError, RuntimeError) as error:  # torch's own writer raises RuntimeError when a disk is full
             raise OSError(
-                f"{self.folder / STATE} could not be written at step {self.step}, the checkpoint before it stays: "
+                f"{file} could not be written at step {self.step}, the checkpoint before it stays: "
                 f"make room and run again ({' '.join(str(error).split())[:120]})."
             ) from error
-        finally:
-            part.unlink(missing_ok=True)
 
     def run(
         self,
-        seconds: float = math.inf,
-        every: float = 240.0,
-        tick: Callable[[dict[str, float]], None] = lambda figures: None,
+        max_seconds: float = math.inf,
+        save_every_s: float = 240.0,
+        on_step: Callable[[dict[str, float]], None] = lambda metrics: None,
     ) -> bool:
-        """Train until all is done (True) or the time is up (False). `tick` is told each step's figures."""
-        began = saved = time.monotonic()
-        for pupil in self.pupils.values():
-            pupil.parts().train()
-        while self.step < self.plan.steps:
-            figures = self._step()
+        """Train until the last step or until the time is up.
+
+        Args:
+            max_seconds: time limit.
+            save_every_s: seconds between checkpoints.
+            on_step: called with the metrics of each step.
+
+        Returns:
+            True after the last step, False if the time was up before.
+        """
+        start = saved = time.monotonic()
+        for model in self.draft_models.values():
+            model.modules().train()
+        while self.step < self.config.max_steps:
+            metrics = self._train_step()
             self.step += 1
-            tick(figures)
-            if self.step % 10 == 0 or self.step == self.plan.steps:
-                self._log(figures)
+            on_step(metrics)
+            if self.step % 10 == 0 or self.step == self.config.max_steps:
+                self._log(metrics)
             now = time.monotonic()
-            if now - saved > every or now - began > seconds:
+            if now - saved > save_every_s or now - start > max_seconds:
                 self.save()
                 saved = now
-            if now - began > seconds:
+            if now - start > max_seconds:
                 return False
-        if not self.weighed:
-            self._weigh()
+        if not self.gate_is_fitted:
+            self._fit_gates()
         self.save()
         return True
 
-    def _weigh(self) -> None:
-        """Compressors that choose are told what their ways cost; every process by its own texts, and the mean of it."""
-        choosers = [pupil for pupil in self.pupils.values() if isinstance(pupil.compressor, GatedCompressor)]
-        for pupil in choosers:
-            pupil.parts().eval()
-            lessons = (self.lesson(step).to(self.placeholder.device) for step in range(min(self.plan.steps, WEIGHED)))
+    def _fit_gates(self) -> None:
+        """Fit the gates of the compressors; every process on its own sequences, then the mean of the weights."""
+        for model in self.draft_models.values():
+            if not isinstance(model.compressor, GatedCompressor):
+                continue
+            model.modules().eval()
+            num_batches = min(self.config.max_steps, GATE_BATCHES)
+            batches = (self.get_batch(step).to(self.placeholder.device) for step in range(num_batches))
             with self._autocast():
-                weigh(pupil, lessons, self.words, self.placeholder, self.plan.weights)
-            for weight in pupil.compressor.parameters():
-                weight.data = self.party.mean(weight.data)
-        self.weighed = True
+                fit_gate_on_batches(model, batches, self.shared_embeddings, self.placeholder, self.config.weights)
+            for weight in model.modules()["compressor"].parameters():
+                weight.data = self.distributed.mean(weight.data)
+        self.gate_is_fitted = True
 
     def _autocast(self) -> torch.autocast:
         device = self.placeholder.device
         return torch.autocast(device.type, dtype=torch.bfloat16, enabled=bf16_is_faster(device))
 
-    def _step(self) -> dict[str, float]:
-        began, plan = time.monotonic(), self.plan
-        lesson = self.lesson(self.step).to(self.placeholder.device)
-        if plan.noise:
-            lesson = self._noisy(lesson)
-        figures: dict[str, float] = {"teacher_s": time.monotonic() - began}
-        rate = plan.rate_at(self.step)
-        for name, pupil in self.pupils.items():
-            optimiser = self.optimisers[name]
-            optimiser.param_groups[0]["lr"] = rate
-            seed = plan.seed * 1_000_003 + self.step
-            when = When(self.step / plan.steps, torch.Generator().manual_seed(seed))
-            # A compressor is handed no dice: what it draws comes from torch's own, seeded for this step and put back.
-            with (
-                torch.random.fork_rng(devices=[]),
-                self._autocast(),
-            ):
-                torch.default_generator.manual_seed(seed)
-                taught = KINDS[pupil.kind].losses
-                loss, told = taught(pupil, lesson, self.words, self.placeholder, plan.weights, when)
-            optimiser.zero_grad(set_to_none=True)
-            if loss.requires_grad:  # there was something to learn
-                loss.backward()
-            if self.party.world > 1:
-                for weight in pupil.parts().parameters():
-                    # Every process joins every mean, even one whose texts teach nothing: else the others wait for it.
-                    weight.grad = self.party.mean(torch.zeros_like(weight) if weight.grad is None else weight.grad)
-            norm = nn.utils.clip_grad_norm_(pupil.parts().parameters(), plan.clip)
-            if torch.isfinite(norm):
-                optimiser.step()
-            prefix = f"{name}/" if len(self.pupils) > 1 else ""
-            told |= {"loss": float(loss.detach()), "norm": float(norm)}
-            figures |= {prefix + key: value for key, value in told.items()}
-        return figures | {"rate": rate, "s": time.monotonic() - began}
+    def _train_step(self) -> dict[str, float]:
+        start = time.monotonic()
+        batch = self.get_batch(self.step).to(self.placeholder.device)
+        if self.config.hidden_noise:
+            batch = self._add_noise(batch)
+        metrics: dict[str, float] = {"teacher_s": time.monotonic() - start}
+        learning_rate = self.config.learning_rate_at(self.step)
+        for name, model in self.draft_models.items():
+            self.optimizers[name].param_groups[0]["lr"] = learning_rate
+            prefix = f"{name}/" if len(self.draft_models) > 1 else ""
+            model_metrics = self._train_model(model, self.optimizers[name], batch)
+            metrics |= {prefix + key: value for key, value in model_metrics.items()}
+        return metrics | {"rate": learning_rate, "s": time.monotonic() - start}
 
-    def _noisy(self, lesson: Lesson) -> Lesson:
-        """Uniform noise on the states (EAGLE: 0.2 wide at 512 tokens, less for longer texts)."""
-        rng = torch.Generator(lesson.states.device).manual_seed(self.plan.seed * 1_000_003 + self.step)
-        width = self.plan.noise * 512 / lesson.ids.shape[1]
-        shape = lesson.states.shape
-        noise = torch.rand(shape, generator=rng, device=lesson.states.device, dtype=torch.float32) - 0.5
-        parts = {name: getattr(lesson, name) for name in lesson.__dataclass_fields__}
-        return Lesson(**parts | {"states": lesson.states + (noise * width).to(lesson.states.dtype)})
+    def _train_model(self, model: DraftModel, optimizer: torch.optim.Optimizer, batch: TrainBatch) -> dict[str, float]:
+        """One optimizer step of one head; its metrics."""
+        seed = self.config.seed * 1_000_003 + self.step
+        progress = Progress(self.step / self.config.max_steps, torch.Generator().manual_seed(seed))
+        compute_loss = ARCHITECTURES[model.architecture].compute_loss
+        # A compressor draws from torch's default generator, which is seeded for this step and restored.
+        with torch.random.fork_rng(devices=[]), self._autocast():
+            torch.default_generator.manual_seed(seed)
+            loss, metrics = compute_loss(
+                model, batch, self.shared_embeddings, self.placeholder, self.config.weights, progress
+            )
+        parameters = list(model.modules().parameters())
+        optimizer.zero_grad(set_to_none=True)
+        if loss.requires_grad:  # False if the batch has no row to learn
+            loss.backward()
+        if self.distributed.world_size > 1:
+            for weight in parameters:
+                # Every process joins every all-reduce, also without a gradient: the others would wait for it.
+                weight.grad = self.distributed.mean(torch.zeros_like(weight) if weight.grad is None else weight.grad)
+        norm = nn.utils.clip_grad_norm_(parameters, self.config.max_grad_norm)
+        if torch.isfinite(norm):
+            optimizer.step()
+        return metrics | {"loss": float(loss.detach()), "norm": float(norm)}
 
-    def _log(self, figures: dict[str, float]) -> None:
-        if self.party.rank:
+    def _add_noise(self, batch: TrainBatch) -> TrainBatch:
+        """Add uniform noise to the hidden states (EAGLE: width 0.2 at 512 tokens, less for longer sequences)."""
+        hidden_states = batch.hidden_states
+        rng = torch.Generator(hidden_states.device).manual_seed(self.config.seed * 1_000_003 + self.step)
+        width = self.config.hidden_noise * 512 / batch.input_ids.shape[1]
+        noise = torch.rand(hidden_states.shape, generator=rng, device=hidden_states.device, dtype=torch.float32) - 0.5
+        return replace(batch, hidden_states=hidden_states + (noise * width).to(hidden_states.dtype))
+
+    def _log(self, metrics: dict[str, float]) -> None:
+        if self.distributed.rank:
             return
-        row = {"step": self.step} | {name: round(value, 5) for name, value in figures.items()}
-        with (self.folder / LOG).open("a", encoding="utf-8") as file:
+        row = {"step": self.step} | {name: round(value, 5) for name, value in metrics.items()}
+        with (self.folder / LOG_NAME).open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
 
 
-def _shrinks(pupil: Pupil) -> dict[str, str]:
-    compressor = pupil.compressor
-    return {} if compressor is None else {"compressor": compressor_label(compressor)}
+def _current_key(key: str) -> str:
+    """Key of `DraftModel.modules().state_dict()` from that of a checkpoint."""
+    part, _, name = key.partition(".")
+    return f"{part}.{current_name(name)}" if part == "head" else key
 
 
-__all__ = ["Party", "Plan", "Pupil", "SettingsError", "Training", "refuse_other"]
+def _compressor_settings(model: DraftModel) -> dict[str, str]:
+    return {} if model.compressor is None else {"compressor": compressor_label(model.compressor)}
+
+
+__all__ = [
+    "DistributedContext",
+    "SettingsError",
+    "TrainConfig",
+    "Trainer",
+    "check_resume",
+    "upgrade_settings",
+]

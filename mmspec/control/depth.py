@@ -1,94 +1,117 @@
-"""How many levels to draft: as many as pay, by what levels were reached and what a level costs here.
+"""Number of draft levels per round that yields the most tokens per second, from measured costs and acceptance.
 
-Learns from the rounds themselves; one object serves all calls of a drafter. Choosing wrongly costs time, never a token.
+Learns from the decoding rounds themselves; one object serves all calls of a drafter. Affects speed only.
 """
 
 from __future__ import annotations
 
+import copy
 import threading
 from dataclasses import dataclass, field
+from typing import Self
 
-from mmspec.control.draft_cost import ema
+from mmspec.control.ema import ema
 
-MEMORY = 0.97
-"""What is left of the evidence at each new round."""
-LOOK = 24
-"""Every so many rounds one level more is drafted, to see whether it would be reached."""
+EVIDENCE_DECAY = 0.97
+"""Factor on the acceptance counts in each round."""
+PROBE_EVERY = 24
+"""Every so many rounds one level more than the best is drafted, to measure its acceptance."""
+PRIOR_COUNT = 2.0
+"""Weight of the prior acceptance, in rows."""
 
 
 @dataclass
-class Tally:
-    """What is known at one batch size.
+class DepthStats:
+    """Measurements at one batch size.
 
     Attributes:
-        tried: [d] faded count of rows that kept d drafted tokens and were offered another. reached: of those, how many
-            kept that too.
-        pass_s: seconds of a level behind the first, which reading gives. rest_s: seconds of a round without those.
+        num_accepted: [d] decayed number of rows whose draft token at depth d was accepted.
+        num_offered: [d] decayed number of rows whose tokens before depth d were all accepted.
+        pass_s: seconds of one level after the first, which includes processing the new tokens.
+        base_s: seconds of a round without the levels after the first.
+        rounds: number of `choose` calls.
     """
 
-    reached: list[float]
-    tried: list[float]
+    num_accepted: list[float]
+    num_offered: list[float]
     pass_s: float = 0.0
-    rest_s: float = 0.0
+    base_s: float = 0.0
     rounds: int = 0
 
 
 @dataclass
-class Depth:
-    """Chooses 1 to `most` levels.
+class DepthController:
+    """Chooses 1 to `max_levels` levels.
 
     Attributes:
-        each: tokens that a level drafts one behind the other.
-        hope: share of rows that are thought to go on from one level to the next before anything is known.
+        max_levels: most levels of a draft.
+        steps_per_level: tokens along a path that one level drafts (block drafters: more than one).
+        prior_acceptance: assumed acceptance of each token before anything is measured.
+        by_batch: {batch size: measurements}.
     """
 
-    most: int
-    each: int = 1
-    hope: float = 0.75
-    tallies: dict[int, Tally] = field(default_factory=dict)
+    max_levels: int
+    steps_per_level: int = 1
+    prior_acceptance: float = 0.75
+    by_batch: dict[int, DepthStats] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
-    def __deepcopy__(self, memo: dict[int, object]) -> Depth:
-        return Depth(self.most, self.each, self.hope)
-
-    def _tally(self, batch: int) -> Tally:
-        if batch not in self.tallies:
-            steps = self.most * self.each
-            self.tallies[batch] = Tally([2 * self.hope] * steps, [2.0] * steps)
-        return self.tallies[batch]
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
+        """An independent controller of the same class with the same measurements."""
+        twin = copy.copy(self)
+        memo[id(self)] = twin
+        twin.lock = threading.Lock()
+        with self.lock:
+            for name, value in vars(self).items():
+                if name != "lock":
+                    setattr(twin, name, copy.deepcopy(value, memo))
+        return twin
 
     def choose(self, batch: int) -> int:
-        """Levels for the coming round: the most tokens per second."""
+        """Number of levels of the coming round, for the most expected tokens per second."""
         with self.lock:
-            tally = self._tally(batch)
-            tally.rounds += 1
-            if not tally.pass_s or not tally.rest_s:
-                return self.most
-            best, best_rate, tokens, so_far = 1, 0.0, 1.0, 1.0
-            for level in range(self.most):
-                for step in range(level * self.each, (level + 1) * self.each):
-                    so_far *= tally.reached[step] / tally.tried[step]
-                    tokens += so_far
-                rate = tokens / (tally.rest_s + level * tally.pass_s)
+            stats = self._stats(batch)
+            stats.rounds += 1
+            if not stats.pass_s or not stats.base_s:
+                return self.max_levels
+            best, best_rate = 1, 0.0
+            expected_tokens = path_probability = 1.0
+            for level in range(self.max_levels):
+                for step in range(level * self.steps_per_level, (level + 1) * self.steps_per_level):
+                    path_probability *= stats.num_accepted[step] / stats.num_offered[step]
+                    expected_tokens += path_probability
+                rate = expected_tokens / (stats.base_s + level * stats.pass_s)
                 if rate > best_rate:
                     best, best_rate = level + 1, rate
-            return min(self.most, best + (tally.rounds % LOOK == 0))
+            return min(self.max_levels, best + (stats.rounds % PROBE_EVERY == 0))
 
-    def learn(self, batch: int, levels: int, kept: list[int], pass_s: float, rest_s: float) -> None:
-        """After a round: how many drafted tokens each row kept, and what the round cost.
+    def record(self, batch: int, levels: int, accepted: list[int], pass_s: float, base_s: float) -> None:
+        """Update after a round.
 
         Args:
-            pass_s: of a level behind the first; 0 if there was none. rest_s: without those.
+            batch: batch size.
+            levels: levels that were drafted and scored.
+            accepted: number of accepted draft tokens of each row.
+            pass_s: seconds of one level after the first; 0 if there was none.
+            base_s: seconds of the round without those levels.
         """
         with self.lock:
-            tally = self._tally(batch)
-            for step in range(min(levels, self.most) * self.each):
-                if there := sum(count >= step for count in kept):
-                    tally.tried[step] = MEMORY * tally.tried[step] + there
-                    tally.reached[step] = MEMORY * tally.reached[step] + sum(count > step for count in kept)
+            stats = self._stats(batch)
+            for step in range(min(levels, self.max_levels) * self.steps_per_level):
+                if offered := sum(count >= step for count in accepted):
+                    stats.num_offered[step] = EVIDENCE_DECAY * stats.num_offered[step] + offered
+                    new = sum(count > step for count in accepted)
+                    stats.num_accepted[step] = EVIDENCE_DECAY * stats.num_accepted[step] + new
             if pass_s:
-                tally.pass_s = ema(tally.pass_s, pass_s, 0.1)
-            tally.rest_s = ema(tally.rest_s, rest_s, 0.1)
+                stats.pass_s = ema(stats.pass_s, pass_s, 0.1, restart_below=0.5)
+            stats.base_s = ema(stats.base_s, base_s, 0.1, restart_below=0.5)
+
+    def _stats(self, batch: int) -> DepthStats:
+        if batch not in self.by_batch:
+            steps = self.max_levels * self.steps_per_level
+            prior = PRIOR_COUNT * self.prior_acceptance
+            self.by_batch[batch] = DepthStats([prior] * steps, [PRIOR_COUNT] * steps)
+        return self.by_batch[batch]
 
 
-__all__ = ["Depth", "Tally"]
+__all__ = ["DepthController", "DepthStats"]

@@ -1,12 +1,13 @@
-"""What a draft head's reading and drafting cost here, as both grow with the number of tokens that it has before it.
+"""Cost model of a draft head: seconds of its prefill and of its draft levels as functions of its context length.
 
-Learned from the real calls of the running process, like `mmspec.control.tree_size`: no timing pass, and nobody ever waits for the
-device. On a GPU an event is left in the stream before and after, and read once the device has passed both. Knows
-neither drafters nor compressors. What is learned may change what a drafter is shown, never a token.
+Measured in real calls of the running process, as in `mmspec.control.tree_size`: no separate timing pass, and no
+synchronisation. On a GPU, CUDA events are recorded before and after, and read once the device has passed both.
+Independent of drafters and compressors. The measurements affect what a drafter reads, never the output.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 import threading
 import time
@@ -14,64 +15,81 @@ from dataclasses import dataclass, field
 
 import torch
 
+from mmspec.control.ema import ema
+
 BUCKETS_PER_OCTAVE = 4
-"""Widths are kept apart by a fourth of an octave."""
+"""Resolution of context lengths: factors of 2 ** (1 / 4) apart."""
 MIN_LENGTH_RATIO = 1.25
-"""What one more token costs is known once two widths were measured of which one is this many times the other."""
+"""A slope is estimated once two measured lengths differ by at least this factor."""
 EXPLORE_EVERY = 32
-"""Every so many prompts more is shown than seems best, so that what was once measured dear may turn out cheap."""
+"""Every so many prompts more tokens are kept than seems best, so that an outdated high cost is measured again."""
+MEAN_WEIGHT = 0.1
+"""Weight of a new value in the running means of a batch size."""
 
 Timestamp = float | torch.cuda.Event
-"""A moment: seconds, or an event in the device's stream."""
+"""A point in time: `time.perf_counter()` seconds, or an event in the CUDA stream."""
 
 
 @dataclass(frozen=True)
 class DraftCosts:
-    """What is known at one batch size, in seconds.
+    """Measured costs at one batch size, in seconds.
 
     Attributes:
-        read_s: of one more token in a prompt that the head reads. draft_s: by how much one more token that it has
-            before it lengthens a round's drafting. round_s: of a whole round.
-        gained: tokens that a round emits per row.
+        prefill_token_s: one more prompt token in the head's prefill.
+        draft_token_s: one more context token in the drafting of one round.
+        round_s: a whole round.
+        tokens_per_round: tokens that a round emits per row.
     """
 
-    read_s: float
-    draft_s: float
+    prefill_token_s: float
+    draft_token_s: float
     round_s: float
     tokens_per_round: float
 
 
 @dataclass
 class CostByLength:
-    """Mean seconds by width, nearby widths as one."""
+    """Mean seconds by length; similar lengths share a mean.
+
+    Attributes:
+        means: {bucket of the length: (mean length, mean seconds)}.
+    """
 
     means: dict[int, tuple[float, float]] = field(default_factory=dict)
-    """{steps of width: (mean width, mean seconds)}"""
 
-    def update(self, width: int, seconds: float) -> None:
-        """A mean that follows what was quicker at once and what was slower slowly: machines are shared."""
-        place = round(BUCKETS_PER_OCTAVE * math.log2(max(1, width)))
-        old = self.means.get(place)
-        if old is None:
-            self.means[place] = float(width), seconds
+    def update(self, length: int, seconds: float) -> None:
+        """Add a measurement. Faster ones weigh more: on shared machines delays are common, speed-ups are not."""
+        bucket = round(BUCKETS_PER_OCTAVE * math.log2(max(1, length)))
+        if bucket not in self.means:
+            self.means[bucket] = float(length), seconds
             return
-        share = 0.5 if seconds < old[1] else 0.2
-        self.means[place] = (
-            old[0] + share * (width - old[0]),
-            old[1] + share * (min(seconds, 2 * old[1]) - old[1]),
-        )
+        mean_length, mean_s = self.means[bucket]
+        weight = 0.5 if seconds < mean_s else 0.2
+        self.means[bucket] = mean_length + weight * (length - mean_length), ema(mean_s, seconds, weight)
 
     def slope(self) -> float | None:
-        """Seconds of one more token, from the narrowest and the widest; None if these are about the same."""
+        """Seconds per additional token between the shortest and the longest bucket; None if they are too close."""
         if not self.means:
             return None
-        (low, low_s), (high, high_s) = self.means[min(self.means)], self.means[max(self.means)]
-        return max(0.0, (high_s - low_s) / (high - low)) if high >= MIN_LENGTH_RATIO * low else None
+        shortest, shortest_s = self.means[min(self.means)]
+        longest, longest_s = self.means[max(self.means)]
+        if longest < MIN_LENGTH_RATIO * shortest:
+            return None
+        return max(0.0, (longest_s - shortest_s) / (longest - shortest))
 
 
 @dataclass
 class BatchCosts:
-    """What was measured at one batch size. `levels`: passes of the head in a round; `drafting` is of one pass."""
+    """Measurements at one batch size.
+
+    Attributes:
+        num_prompts: prefills so far, the unmeasured first one included.
+        prefill: seconds of a prefill by prompt length.
+        draft: seconds of one draft level by context length.
+        levels: mean draft levels per round.
+        round_s: mean seconds of a round.
+        tokens_per_round: mean tokens per row and round.
+    """
 
     num_prompts: int = 0
     prefill: CostByLength = field(default_factory=CostByLength)
@@ -83,59 +101,77 @@ class BatchCosts:
 
 @dataclass
 class DraftCostModel:
-    """What one drafter costs here; one object serves all its calls and threads."""
+    """Measured costs of one drafter; one object serves all its calls and threads.
+
+    Attributes:
+        by_batch: {batch size: measurements}.
+    """
 
     by_batch: dict[int, BatchCosts] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def __deepcopy__(self, memo: dict[int, object]) -> DraftCostModel:
-        return DraftCostModel()
+        """An empty model: a deep copy of a model may run on another device. See `snapshot`."""
+        return type(self)()
+
+    def snapshot(self) -> DraftCostModel:
+        """An independent model with the same measurements, for the same device."""
+        with self.lock:
+            return type(self)(copy.deepcopy(self.by_batch))
 
     def costs(self, batch: int) -> DraftCosts | None:
-        """What things cost at that batch size; None before two widths of prompts and a round were measured."""
+        """Costs at a batch size; None before prefills of two lengths and a round were measured."""
         with self.lock:
-            tally = self.by_batch.get(batch, BatchCosts())
-            read_s = tally.prefill.slope()
-            if read_s is None or not tally.round_s:
+            measured = self.by_batch.get(batch, BatchCosts())
+            prefill_token_s = measured.prefill.slope()
+            if prefill_token_s is None or not measured.round_s:
                 return None
-            draft_s = tally.levels * (tally.draft.slope() or 0.0)
-            return DraftCosts(read_s, draft_s, tally.round_s, max(1.0, tally.tokens_per_round))
+            draft_token_s = measured.levels * (measured.draft.slope() or 0.0)
+            return DraftCosts(prefill_token_s, draft_token_s, measured.round_s, max(1.0, measured.tokens_per_round))
 
     def exploration(self, batch: int) -> int:
-        """1 if the coming prompt should be shown less than seems best, -1 if more, so that other widths are measured.
+        """1 to keep fewer visual tokens than seems best for the coming prompt, -1 to keep more, else 0.
 
-        The first prompt warms up, the second is measured, and the third is narrower: then there are two widths.
+        The first prompt warms up, the second is measured, the third is shorter: then two lengths are measured.
         """
         with self.lock:
-            prompts = self.by_batch.get(batch, BatchCosts()).num_prompts
-        return 1 if prompts == 2 else -1 if prompts and prompts % EXPLORE_EVERY == 0 else 0
+            num_prompts = self.by_batch.get(batch, BatchCosts()).num_prompts
+        if num_prompts == 2:
+            return 1
+        return -1 if num_prompts and num_prompts % EXPLORE_EVERY == 0 else 0
 
-    def record_prefill(self, batch: int, width: int, seconds: float) -> None:
-        """Take in what it took to read a prompt; the first one warms up."""
+    def record_prefill(self, batch: int, length: int, seconds: float) -> None:
+        """Add a measured prefill of `length` tokens; the first one warms up and is not counted."""
         with self.lock:
-            tally = self.by_batch.setdefault(batch, BatchCosts())
-            tally.num_prompts += 1
-            if tally.num_prompts > 1:
-                tally.prefill.update(width, seconds)
+            measured = self.by_batch.setdefault(batch, BatchCosts())
+            measured.num_prompts += 1
+            if measured.num_prompts > 1:
+                measured.prefill.update(length, seconds)
 
-    def record_draft(self, batch: int, width: int, levels: int, seconds: float) -> None:
-        """Take in what it took to draft so many levels."""
+    def record_draft(self, batch: int, length: int, levels: int, seconds: float) -> None:
+        """Add the measured drafting of `levels` levels with a context of `length` tokens."""
         with self.lock:
-            tally = self.by_batch.setdefault(batch, BatchCosts())
-            tally.levels = _follow(tally.levels, levels)
-            tally.draft.update(width, seconds / levels)
+            measured = self.by_batch.setdefault(batch, BatchCosts())
+            measured.levels = ema(measured.levels, levels, MEAN_WEIGHT, clip_above=math.inf)
+            measured.draft.update(length, seconds / levels)
 
-    def record_round(self, batch: int, seconds: float, gained: float) -> None:
-        """Take in a whole round: its seconds, and the tokens that it emitted per row."""
+    def record_round(self, batch: int, seconds: float, tokens_per_row: float) -> None:
+        """Add a measured round: its seconds, and the mean number of tokens that it emitted per row."""
         with self.lock:
-            tally = self.by_batch.setdefault(batch, BatchCosts())
-            tally.round_s = _follow(tally.round_s, min(seconds, 2 * tally.round_s) if tally.round_s else seconds)
-            tally.tokens_per_round = _follow(tally.tokens_per_round, gained)
+            measured = self.by_batch.setdefault(batch, BatchCosts())
+            measured.round_s = ema(measured.round_s, seconds, MEAN_WEIGHT)
+            measured.tokens_per_round = ema(measured.tokens_per_round, tokens_per_row, MEAN_WEIGHT, clip_above=math.inf)
 
 
 @dataclass
 class CallTimer:
-    """Measures one call for a `Pace`; measures nothing without one."""
+    """Measures one call for a `DraftCostModel`; does nothing without one.
+
+    Attributes:
+        cost_model: receives the measurements.
+        batch: batch size of the call.
+        device: device of the draft head; None for the CPU.
+    """
 
     cost_model: DraftCostModel | None = None
     batch: int = 0
@@ -143,64 +179,52 @@ class CallTimer:
     _pending: list[tuple[Timestamp, Timestamp, int, int]] = field(default_factory=list)
 
     def now(self) -> Timestamp:
-        """Now, as the device counts it."""
+        """The current point in the device's work."""
         if self.cost_model is None or self.device is None or self.device.type != "cuda":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self.device))
         return event
 
-    def record_prefill(self, began: Timestamp, width: int) -> None:
-        """The head has been given a prompt of that width, since `began`."""
-        self._note(began, width, 0)
+    def record_prefill(self, start: Timestamp, length: int) -> None:
+        """A prefill of `length` tokens, begun at `start`, was launched completely."""
+        self._add_pending(start, length, 0)
 
-    def record_draft(self, began: Timestamp, width: int, levels: int) -> None:
-        """The head has been asked for so many levels with that many tokens before it, since `began`."""
-        self._note(began, width, levels)
+    def record_draft(self, start: Timestamp, length: int, levels: int) -> None:
+        """`levels` draft levels with a context of `length` tokens, begun at `start`, were launched completely."""
+        self._add_pending(start, length, levels)
 
-    def record_round(self, seconds: float, gained: float) -> None:
-        """A round is over."""
+    def record_round(self, seconds: float, tokens_per_row: float) -> None:
+        """A round is finished."""
         if self.cost_model is not None:
-            self.cost_model.record_round(self.batch, seconds, gained)
+            self.cost_model.record_round(self.batch, seconds, tokens_per_row)
 
     def drain(self) -> None:
-        """Take in what the device is done with, and leave the rest for later."""
+        """Pass on the measurements that the device has completed. Never waits."""
         while self._pending:
-            began, ended, width, levels = self._pending[0]
-            seconds = elapsed(began, ended)
+            start, end, length, levels = self._pending[0]
+            seconds = elapsed(start, end)
             if seconds is None:
                 return
             self._pending.pop(0)
             assert self.cost_model is not None
             if levels:
-                self.cost_model.record_draft(self.batch, width, levels, seconds)
+                self.cost_model.record_draft(self.batch, length, levels, seconds)
             else:
-                self.cost_model.record_prefill(self.batch, width, seconds)
+                self.cost_model.record_prefill(self.batch, length, seconds)
 
-    def _note(self, began: Timestamp, width: int, levels: int) -> None:
+    def _add_pending(self, start: Timestamp, length: int, levels: int) -> None:
         if self.cost_model is not None:
-            self._pending.append((began, self.now(), width, levels))
+            self._pending.append((start, self.now(), length, levels))
             self.drain()
 
 
-def elapsed(began: Timestamp, ended: Timestamp) -> float | None:
-    """Seconds from one moment to another; None while the device has not come that far."""
-    if isinstance(began, float) or isinstance(ended, float):
-        assert isinstance(began, float) and isinstance(ended, float)
-        return ended - began
-    return began.elapsed_time(ended) / 1e3 if ended.query() else None
+def elapsed(start: Timestamp, end: Timestamp) -> float | None:
+    """Seconds between two points in time; None while the device has not reached the second."""
+    if isinstance(start, float) or isinstance(end, float):
+        assert isinstance(start, float) and isinstance(end, float)
+        return end - start
+    return start.elapsed_time(end) / 1e3 if end.query() else None
 
 
-def ema(old: float | None, seconds: float, share: float) -> float:
-    """A mean that follows slow changes and shrugs off single outliers (machines are shared).
-
-    What takes half as long as it was thought to was held up before, as first uses are: that is believed at once.
-    """
-    return seconds if not old or seconds < old / 2 else old + share * (min(seconds, 2 * old) - old)
-
-
-def _follow(old: float, new: float) -> float:
-    return old + 0.1 * (new - old) if old else float(new)
-
-
-__all__ = ["CallTimer", "CostByLength", "DraftCostModel", "DraftCosts", "Timestamp", "elapsed", "ema"]
+__all__ = ["BatchCosts", "CallTimer", "CostByLength", "DraftCostModel", "DraftCosts", "Timestamp", "elapsed"]

@@ -1,9 +1,9 @@
-"""How many nodes the next round may cost, so that speculation is never slower than plain decoding.
+"""Controller of the tree size of each round, so that speculation is not slower than plain decoding.
 
-Learns from the real rounds of the running process what a forward over (B, N) nodes costs and what a draft costs;
-weighs that against what the drafter says its nodes are worth, corrected by how much of that came true. When asking the
-drafter has been a loss, it is asked only so often that the loss stays within a hundredth of the time. No timing pass is
-ever run for it, and nothing here can change a token. Knows nothing of models or drafters.
+Learns, from real rounds of the running process, the seconds of a forward over (B, N) nodes and of a draft. Weighs them
+against the drafter's scores (probabilities that nodes are accepted), calibrated by how many tokens were accepted. When
+drafting has lost time, the drafter is called so rarely that at most `MAX_OVERHEAD` of the time is lost. No separate
+timing pass, no effect on the output. Independent of models and drafters.
 """
 
 from __future__ import annotations
@@ -15,30 +15,40 @@ from typing import Any
 
 import torch
 
-from mmspec.control.draft_cost import ema
+from mmspec.control.ema import ema
 from mmspec.engine.tree import BUCKETS, DraftTree
 
 DEFAULT_NODE_COST = {"cpu": 0.11, "other": 0.01}
-"""Guess, until measured, of what one more node adds to a forward, in forwards of one node."""
+"""Assumed cost of one more node by device, as a fraction of a one-node forward, until it is measured."""
 MIN_GAIN = 1.05
-"""A larger tree must promise this many times what its seconds could bring otherwise."""
+"""Factor by which the expected tokens of a larger tree must exceed those of decoding otherwise in the same time."""
 MAX_OVERHEAD = 0.01
-"""Share of the time that may be lost by asking a drafter that does not pay."""
+"""Largest share of the time that may be lost by drafting that does not pay."""
 MAX_BACKOFF = 512
-"""Rounds after which a drafter that does not pay is asked again, at the latest."""
+"""Most rounds without a call of the drafter."""
 CALIBRATION_DECAY = 0.0005
-"""Share of the doubt in a drafter that goes away in each round in which it is not asked."""
+"""Fraction by which `CostModel.calibration` below 1 recovers in each round without a draft."""
 REMEASURE_EVERY = 128
-"""Rounds after which plain decoding is measured again, that nobody thinks it dearer than it is."""
+"""Rounds after which plain decoding is measured again, so that its cost is not overestimated for long."""
 DEFAULT_TREE_SIZE = 8
-"""Nodes of every tree when shapes must not depend on timing and nobody says how many, and of a process's first."""
+"""Tree size with `deterministic=True`, and upper bound before anything is measured."""
+COST_WEIGHT = 0.2
+"""Weight of a new measurement in the running means of `CostModel`."""
 
 
 @dataclass
 class DraftOverhead:
-    """What asking the drafter has cost at one batch size: mean seconds lost per time asked; below 0 it paid.
+    """Gain or loss of drafting at one batch size.
 
-    `tokens`, `seconds`: means of what a live row emits, and of what a round takes, when the drafter is asked.
+    Attributes:
+        mean_s: mean seconds lost per draft; negative if drafting pays.
+        tokens: mean tokens that an active row emits in a round with a draft.
+        seconds: mean seconds of a round with a draft.
+        num_drafts: number of drafts counted.
+        backoff: rounds until the drafter is called again.
+        rounds_since_plain: rounds since the last one-node round, over all calls.
+        measured_sizes: tree sizes that were scored before. The first use of a size is slow (kernels are selected,
+            memory is allocated) and not counted.
     """
 
     mean_s: float = 0.0
@@ -46,113 +56,139 @@ class DraftOverhead:
     seconds: float = 0.0
     num_drafts: int = 0
     backoff: int = 0
-    """Rounds to go until it is asked again."""
     rounds_since_plain: int = 0
-    """Rounds since plain decoding was measured, of all calls."""
     measured_sizes: set[int] = field(default_factory=set)
-    """Sizes of trees that were scored before. First uses are dear: kernels are tried, memory is asked for."""
 
     def add(self, lost_s: float, tokens: float, seconds: float) -> None:
-        """Count one more time: plain means at first, later such as forget."""
+        """Count one draft: arithmetic means of the first ten, then exponential ones with weight 0.1."""
         self.num_drafts += 1
-        share = max(1 / self.num_drafts, 0.1)
-        self.mean_s += share * (lost_s - self.mean_s)
-        self.tokens += share * (tokens - self.tokens)
-        self.seconds += share * (seconds - self.seconds)
+        weight = max(1 / self.num_drafts, 0.1)
+        self.mean_s += weight * (lost_s - self.mean_s)
+        self.tokens += weight * (tokens - self.tokens)
+        self.seconds += weight * (seconds - self.seconds)
 
     def back_off(self, plain_s: float) -> None:
-        """So long that little is lost on the whole; at first, on little evidence, not for long."""
+        """Skip so many rounds that the mean loss is at most `MAX_OVERHEAD` of their time; fewer while evidence is thin.
+
+        Args:
+            plain_s: seconds of a round of plain decoding.
+        """
         self.backoff = min(MAX_BACKOFF, 2**self.num_drafts, int(self.mean_s / (MAX_OVERHEAD * plain_s)))
 
 
 @dataclass
 class CostModel:
-    """Running means of measured seconds, shared by all calls with one drafter on one model."""
+    """Running means of measured costs, shared by all calls with one drafter on one model.
+
+    Attributes:
+        device: "cpu" or "other", selects the assumed node cost.
+        score_s: {(B, N): seconds of the target's forward}.
+        overhead_s: {(B, N): seconds of a round outside draft and forward}.
+        draft_overhead: {B: gain or loss of drafting}.
+        calibration: ratio of accepted tokens to those that the drafter's scores predicted.
+        num_calibrations: rounds that `calibration` is based on.
+    """
 
     device: str = "cpu"
     score_s: dict[tuple[int, int], float] = field(default_factory=dict)
-    """(B, N) -> seconds of the target's forward."""
     overhead_s: dict[tuple[int, int], float] = field(default_factory=dict)
     draft_overhead: dict[int, DraftOverhead] = field(default_factory=dict)
-    """B -> what asking the drafter has cost."""
     calibration: float = 1.0
-    """How many of the promised tokens came."""
     num_calibrations: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CostModel:
         with self.lock:
-            losses = {
-                batch: replace(loss, measured_sizes=set(loss.measured_sizes))
-                for batch, loss in self.draft_overhead.items()
+            overheads = {
+                batch: replace(overhead, measured_sizes=set(overhead.measured_sizes))
+                for batch, overhead in self.draft_overhead.items()
             }
-            tables = dict(self.score_s), dict(self.overhead_s)
-            return CostModel(self.device, *tables, losses, self.calibration, self.num_calibrations)
+            return type(self)(
+                self.device,
+                dict(self.score_s),
+                dict(self.overhead_s),
+                overheads,
+                self.calibration,
+                self.num_calibrations,
+            )
 
-    def forward_s(self, batch: int, nodes: int) -> float:
-        """Seconds of one forward: measured, or guessed from the nearest size that was, a smaller one if there is."""
-        with self.lock:  # other threads may learn
-            known = {n: seconds for (b, n), seconds in self.score_s.items() if b == batch}
-        if not known:
+    def forward_s(self, batch: int, num_nodes: int) -> float:
+        """Seconds of one forward over `num_nodes` nodes per row; 0 if nothing was measured at this batch size.
+
+        Sizes that were not measured are extrapolated from the nearest smaller measured size, else from the smallest.
+        """
+        with self.lock:  # other threads may add sizes
+            measured = {size: seconds for (rows, size), seconds in self.score_s.items() if rows == batch}
+        if not measured:
             return 0.0
-        sizes = sorted(known)
-        if nodes in known:  # and no larger one is cheaper: then that was a dear first use, and its mean is not yet
-            return min(known[n] for n in sizes if n >= nodes)
-        nearest = max((n for n in sizes if n < nodes), default=sizes[0])
-        if sizes[0] < nearest:  # what was measured says better than a guess what a node adds
-            each = (known[nearest] - known[sizes[0]]) / (nearest - sizes[0])
-            return known[nearest] + (nodes - nearest) * max(0.0, each)
-        slope = DEFAULT_NODE_COST.get(self.device, DEFAULT_NODE_COST["other"])
-        return known[nearest] * (1 + slope * (nodes - 1)) / (1 + slope * (nearest - 1))
+        sizes = sorted(measured)
+        if num_nodes in measured:  # a cheaper larger size shows that this size's mean still contains its slow first use
+            return min(measured[size] for size in sizes if size >= num_nodes)
+        nearest = max((size for size in sizes if size < num_nodes), default=sizes[0])
+        if sizes[0] < nearest:  # the measured cost of a node is better than the assumed one
+            node_s = (measured[nearest] - measured[sizes[0]]) / (nearest - sizes[0])
+            return measured[nearest] + (num_nodes - nearest) * max(0.0, node_s)
+        node_cost = DEFAULT_NODE_COST.get(self.device, DEFAULT_NODE_COST["other"])
+        return measured[nearest] * (1 + node_cost * (num_nodes - 1)) / (1 + node_cost * (nearest - 1))
 
-    def round_s(self, batch: int, nodes: int) -> float:
+    def round_s(self, batch: int, num_nodes: int) -> float:
         """Seconds of one round without its draft."""
-        return self.forward_s(batch, nodes) + self.overhead_s.get((batch, nodes), self.overhead_s.get((batch, 1), 0.0))
+        overhead_s = self.overhead_s.get((batch, num_nodes), self.overhead_s.get((batch, 1), 0.0))
+        return self.forward_s(batch, num_nodes) + overhead_s
 
     def update(self, table: dict[Any, float], key: Any, seconds: float) -> None:
-        """Take in one more measurement."""
+        """Add a measurement to `score_s` or `overhead_s`."""
         with self.lock:
-            table[key] = ema(table.get(key), seconds, 0.2)
+            table[key] = ema(table.get(key), seconds, COST_WEIGHT, restart_below=0.5)
 
-    def calibrate(self, kept: float) -> None:
-        """Take in which part of a promise came true."""
+    def calibrate(self, ratio: float) -> None:
+        """Add the ratio of accepted to predicted tokens of one round."""
         with self.lock:
             self.num_calibrations += 1
-            self.calibration += max(1 / (self.num_calibrations + 2), 0.1) * (min(2.0, kept) - self.calibration)
-            self.calibration = min(1.5, max(0.05, self.calibration))
+            weight = max(1 / (self.num_calibrations + 2), 0.1)
+            calibration = self.calibration + weight * (min(2.0, ratio) - self.calibration)
+            self.calibration = min(1.5, max(0.05, calibration))
 
 
 class TreeSizeController:
-    """The controller of one call. Ask it for a size, show it the draft, tell it how the round went."""
+    """Controller of one call. Per round: `should_draft`, then `choose_size` or `skip_draft`, then `record`."""
 
     def __init__(
         self, costs: CostModel, batch: int, *, drafts: bool, max_tree_size: int = 16, fixed_tree_size: int | None = None
     ) -> None:
         """
         Args:
-            drafts: False for a drafter that never proposes. most: largest tree to consider, the root counted.
-            fixed: size of every tree, chosen by nobody; None lets the costs decide.
+            costs: measurements of this drafter on this model.
+            batch: B.
+            drafts: False for a drafter that never proposes.
+            max_tree_size: largest tree to consider, root included.
+            fixed_tree_size: size of every tree; None to choose by costs.
         """
-        self.costs, self.batch, self.drafts, self.fixed_tree_size = costs, batch, drafts, fixed_tree_size
+        self.costs = costs
+        self.batch = batch
+        self.drafts = drafts
+        self.fixed_tree_size = fixed_tree_size
         self.max_tree_size = fixed_tree_size or max_tree_size
         self._overhead = costs.draft_overhead.setdefault(batch, DraftOverhead()) if drafts else DraftOverhead()
-        self._expected_gain = 0.0
+        self._expected_gain = 0.0  # tokens beyond one per row that the chosen tree is expected to bring, uncalibrated
         self._num_active = 0  # rows that were drafted for in this round
 
     @property
     def should_draft(self) -> bool:
-        """Whether the drafter should be asked in the coming round."""
+        """Whether the drafter is called in the coming round."""
         return self.drafts and (self._overhead.backoff == 0 or self.fixed_tree_size is not None)
 
     def choose_size(self, tree: DraftTree, num_active: int, max_gain: float = math.inf) -> int:
-        """Nodes of `tree` that are worth scoring for `live` rows; 1 means plain decoding.
+        """Number of nodes of `tree` worth scoring; 1 is plain decoding.
 
-        What the draft has cost is spent either way. More nodes take more seconds, and a second is worth what it brings
-        in all rounds: so the best size is that with the most tokens beyond those that its seconds would bring anyway.
-        (That maximises tokens per second in the long run; the best rate of each single round would not.)
+        The draft's own cost is spent either way. Maximises tokens per second in the long run: a size is worth its
+        expected tokens minus those that its additional seconds would bring otherwise (`_rate`). The best rate of each
+        single round would not maximise it.
 
         Args:
-            room: tokens beyond one each that these rows may emit at all.
+            tree: the draft.
+            num_active: rows that are still being decoded.
+            max_gain: most tokens beyond one each that these rows may still emit.
         """
         self._expected_gain = 0.0
         if self.fixed_tree_size:
@@ -160,71 +196,90 @@ class TreeSizeController:
         self._num_active = num_active
         if tree.num_nodes == 1:
             return 1
-        costs, gains = self.costs, self._expected_gains(tree, num_active)
-        plain = costs.round_s(self.batch, 1)
-        rate = MIN_GAIN * num_active * self._rate(plain)
+        costs = self.costs
+        gains = self._expected_gains(tree, num_active)
+        plain_s = costs.round_s(self.batch, 1)
+        rate = MIN_GAIN * num_active * self._rate(plain_s)
+        # Before anything is measured, begin with a tree of moderate size.
+        limit = tree.num_nodes if plain_s else min(tree.num_nodes, DEFAULT_TREE_SIZE)
         best, best_value = 1, 0.0
-        most = (
-            tree.num_nodes if plain else min(tree.num_nodes, DEFAULT_TREE_SIZE)
-        )  # nothing was measured yet: begin with a middling one
-        for nodes in (size for size in BUCKETS if 1 < size <= most):
-            value = min(gains[nodes - 1] * costs.calibration, max_gain) - rate * (
-                costs.round_s(self.batch, nodes) - plain
-            )
+        for size in (size for size in BUCKETS if 1 < size <= limit):
+            gain = min(gains[size - 1] * costs.calibration, max_gain)
+            value = gain - rate * (costs.round_s(self.batch, size) - plain_s)
             if value > best_value:
-                best, best_value = nodes, value
+                best, best_value = size, value
         self._expected_gain = min(gains[best - 1], max_gain)
         return best
 
     def skip_draft(self) -> None:
-        """A round goes by without asking the drafter."""
+        """Count a round without a call of the drafter."""
         if not self.drafts:
             return
         self._overhead.backoff = max(0, self._overhead.backoff - 1)
-        with self.costs.lock:  # doubts fade, so that larger trees are tried again now and then
+        with self.costs.lock:  # recovers slowly, so that larger trees are tried again from time to time
             self.costs.calibration += CALIBRATION_DECAY * max(0.0, 1 - self.costs.calibration)
 
     def record(self, num_nodes: int, *, draft_s: float, score_s: float, overhead_s: float, num_accepted: int) -> None:
-        """Tell what a round cost, and how many tokens it emitted beyond one per live row."""
+        """Add the measurements of one round.
+
+        Args:
+            num_nodes: size of the scored tree.
+            draft_s: seconds of the draft.
+            score_s: seconds of the target's forward.
+            overhead_s: seconds of everything else.
+            num_accepted: tokens emitted beyond one per active row.
+        """
         if not self.drafts:
             return
         costs = self.costs
+        overhead = self._overhead
         costs.update(costs.score_s, (self.batch, num_nodes), score_s)
         costs.update(costs.overhead_s, (self.batch, num_nodes), overhead_s)
-        self._overhead.rounds_since_plain = 0 if num_nodes == 1 else self._overhead.rounds_since_plain + 1
-        if self._overhead.rounds_since_plain > REMEASURE_EVERY:
-            self._overhead.backoff = max(self._overhead.backoff, 1)
+        overhead.rounds_since_plain = 0 if num_nodes == 1 else overhead.rounds_since_plain + 1
+        if overhead.rounds_since_plain > REMEASURE_EVERY:
+            overhead.backoff = max(overhead.backoff, 1)
         if self._expected_gain > 0:
             costs.calibrate(num_accepted / self._expected_gain)
         if self._num_active:
-            self._update_overhead(num_nodes, draft_s, draft_s + score_s + overhead_s, num_accepted / self._num_active)
-        self._expected_gain, self._num_active = 0.0, 0
+            round_s = draft_s + score_s + overhead_s
+            self._update_overhead(num_nodes, draft_s, round_s, num_accepted / self._num_active)
+        self._expected_gain = 0.0
+        self._num_active = 0
 
-    def _rate(self, plain: float) -> float:
-        """Tokens per second and live row: of plain decoding, or of rounds with drafts where these are faster."""
-        decoding = 1 / plain if plain else 0.0
-        return max(decoding, self._overhead.tokens / self._overhead.seconds) if self._overhead.seconds else decoding
+    def _rate(self, plain_s: float) -> float:
+        """Tokens per second and active row: of plain decoding, or of rounds with drafts where these are faster."""
+        plain_rate = 1 / plain_s if plain_s else 0.0
+        if not self._overhead.seconds:
+            return plain_rate
+        return max(plain_rate, self._overhead.tokens / self._overhead.seconds)
 
-    def _update_overhead(self, nodes: int, draft_s: float, round_s: float, gained: float) -> None:
-        """After the drafter was asked: if that is a loss on the whole, let it sleep so long that little is lost.
+    def _update_overhead(self, num_nodes: int, draft_s: float, round_s: float, gain: float) -> None:
+        """After a draft: if drafting loses time on average, back off.
 
-        `gained` counts tokens per live row. Means of the costs are taken, not this round's: single rounds are noisy.
+        Uses mean costs, not those of this round: single rounds are noisy.
+
+        Args:
+            num_nodes: size of the scored tree.
+            draft_s: seconds of the draft.
+            round_s: seconds of the whole round.
+            gain: tokens beyond one per active row.
         """
-        if nodes not in self._overhead.measured_sizes:
-            self._overhead.measured_sizes.add(nodes)
+        overhead = self._overhead
+        if num_nodes not in overhead.measured_sizes:
+            overhead.measured_sizes.add(num_nodes)
             return
-        plain = self.costs.round_s(self.batch, 1)
-        lost = draft_s - gained * plain
-        if nodes > 1:
-            lost += self.costs.round_s(self.batch, nodes) - plain
-        self._overhead.add(lost, 1 + gained, round_s)
-        if lost > 0 and self._overhead.mean_s > 0 and plain:
-            self._overhead.back_off(plain)
+        plain_s = self.costs.round_s(self.batch, 1)
+        lost_s = draft_s - gain * plain_s
+        if num_nodes > 1:
+            lost_s += self.costs.round_s(self.batch, num_nodes) - plain_s
+        overhead.add(lost_s, 1 + gain, round_s)
+        if lost_s > 0 and overhead.mean_s > 0 and plain_s:
+            overhead.back_off(plain_s)
 
-    def _expected_gains(self, tree: DraftTree, live: int) -> list[float]:
-        """[N] expected tokens beyond one per row if the first n + 1 nodes were scored, summed over rows."""
-        if tree.scores is None or tree.scores.device.type != "cpu":
-            return [0.3 * live * node for node in range(tree.num_nodes)]  # `trust` corrects it
+    def _expected_gains(self, tree: DraftTree, num_active: int) -> list[float]:
+        """[N] expected tokens beyond one per row if the first n + 1 nodes are scored, summed over rows."""
+        if tree.scores is None or tree.scores.device.type != "cpu":  # reading scores would synchronise the device
+            return [0.3 * num_active * node for node in range(tree.num_nodes)]  # `calibration` corrects it
         scores = torch.where(tree.valid, tree.scores, 0.0)
         scores[:, 0] = 0.0
         return scores.sum(0).cumsum(0).tolist()

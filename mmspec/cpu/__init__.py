@@ -1,1 +1,1 @@
-"""Fast paths on CPUs: linear layers over few rows, bfloat16 detection."""
+"""Fast paths on CPUs: linear layers with few rows, detection of useful bfloat16."""

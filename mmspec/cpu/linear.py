@@ -1,11 +1,14 @@
-"""Linear layers over a few rows on a CPU, computed in whichever way is fastest here.
+"""Linear layers with few input rows on a CPU, computed by whichever kernel is fastest in real calls.
 
-A plain float32 `nn.Linear` is at its worst for products of a few rows, which eats the gain of scoring several nodes at
-once. There are two other ways to the same product: *turned* (weight times rows, so that the kernel's wide side is the
-weight's; needs nothing but a transposed result; a single row goes twice) and, if the user asks for it, *packed* (the
-weight brought into the kernel's own order once, in a copy). Here the layers of exact type `nn.Linear` are served so,
-only inside the decode loop (a context variable, so that training, other threads and `disabled()` see plain layers), and
-only for shapes at which real calls were faster that way. Knows no model.
+The float32 kernel behind `nn.Linear` is slow for products of a few rows, which reduces the gain of scoring several
+nodes per forward. Two other kernels compute the same product:
+
+- *transposed*: weight times rows, so that the kernel's wide dimension is the weight's. Needs a transposed copy of the
+  result only.
+- *packed*: oneDNN's blocked weight layout, prepared once. Needs a copy of the weight, so it is opt-in.
+
+Replaces the forward of layers of exact type `nn.Linear` within `use_fast_linears` only. A context variable limits the
+effect to the current thread: training, other threads and `mmspec.disabled()` run plain layers. Independent of models.
 """
 
 from __future__ import annotations
@@ -19,7 +22,6 @@ import weakref
 from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import cache
 from statistics import median
 
 import torch
@@ -29,46 +31,27 @@ from torch.nn import functional
 logger = logging.getLogger("mmspec")
 
 MAX_ROWS = 128
-"""Products of more rows are not worth it: there the plain kernel's repacking is a small part."""
+"""Inputs with more rows always use the plain kernel, whose repacking of the weight is then a small part."""
 TIMED_CALLS = 5
-"""Real calls of each kind that are timed before a shape is decided."""
+"""Real calls of each kernel that are timed before a shape is decided."""
 PACK_BATCH_HINT = 8
-"""Rows for which weights are packed."""
-
-
-def bf16_is_faster(device: torch.device) -> bool:
-    """Whether bfloat16 is worth it in training. CPUs without instructions for it emulate it, fifty times as slowly.
-
-    With them it depends: on a Xeon with AVX-512's but without AMX products took twice as long as in float32
-    (2026-11-24). So it is measured there, once a process.
-    """
-    if device.type != "cpu":
-        return True
-    if not (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()):
-        return False
-    return _seconds(torch.bfloat16) < _seconds(torch.float32)
-
-
-@cache
-def _seconds(dtype: torch.dtype) -> float:
-    """What a product of the size of a small layer takes on this CPU: the least of five after one to warm up."""
-    rows, weight = torch.ones(1024, 384, dtype=dtype), torch.ones(1024, 384, dtype=dtype)
-    taken = []
-    with torch.no_grad():
-        for _ in range(6):
-            began = time.perf_counter()
-            functional.linear(rows, weight)
-            taken.append(time.perf_counter() - began)
-    return min(taken[1:])
-
+"""Number of rows that oneDNN optimises the packed layout for."""
+PLAIN, TRANSPOSED, PACKED = "plain", "transposed", "packed"
 
 Shape = tuple[int, int, int]
-"""(outputs, inputs, rows)"""
+"""(out_features, in_features, rows)"""
 
 
 @dataclass
 class PackedWeight:
-    """The packed copy of one weight, and which weight, with which bits, it is of."""
+    """The packed copy of one weight.
+
+    Attributes:
+        weight: the copy, in oneDNN's layout.
+        data_ptr: address of the original's data when it was packed.
+        version: version counter of the original when it was packed.
+        checksums: `weight_checksums` of the original when it was packed.
+    """
 
     weight: Tensor
     data_ptr: int
@@ -76,41 +59,48 @@ class PackedWeight:
     checksums: tuple[Tensor, Tensor]
 
     def matches(self, weight: Tensor) -> bool:
-        """Whether the weight is still the one that was packed, as far as can be seen without reading it."""
+        """Whether a weight is the one that was packed, by address and version counter (does not read it)."""
         return weight.data_ptr() == self.data_ptr and weight._version == self.version
 
 
 def weight_checksums(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Sums of a weight's bits over rows and over columns, exact."""
+    """Sums of a float32 weight's bit patterns over rows [in] and over columns [out], int64."""
     bits = weight.detach().view(torch.int32)
     return bits.sum(0), bits.sum(1)
 
 
 @dataclass
 class KernelTiming:
-    """Times of one shape, and what came of them: the best way, None while undecided."""
+    """Measurements of one shape.
 
-    kernels: tuple[str, ...] = ("plain", "turned", "packed")
+    Attributes:
+        kernels: the kernels to choose from.
+        seconds: {kernel: seconds of timed calls}.
+        best: the kernel with the lowest median, None until all are measured.
+    """
+
+    kernels: tuple[str, ...] = (PLAIN, TRANSPOSED, PACKED)
     seconds: dict[str, list[float]] = field(default_factory=dict)
     best: str | None = None
 
-    def next(self) -> str:
-        """The way that was tried least."""
-        return min(self.kernels, key=lambda way: len(self.seconds.get(way, ())))
+    def next_kernel(self) -> str:
+        """The kernel with the fewest timed calls."""
+        return min(self.kernels, key=lambda kernel: len(self.seconds.get(kernel, ())))
 
-    def add(self, way: str, seconds: float) -> None:
-        """Note one call; when there are enough of all ways, decide by the medians."""
-        self.seconds.setdefault(way, []).append(seconds)
-        if all(len(self.seconds.get(way, ())) >= TIMED_CALLS for way in self.kernels):
-            self.best = min(self.kernels, key=lambda way: median(self.seconds[way]))
+    def add(self, kernel: str, seconds: float) -> None:
+        """Add a timed call; decides once all kernels have `TIMED_CALLS`."""
+        self.seconds.setdefault(kernel, []).append(seconds)
+        if all(len(self.seconds.get(kernel, ())) >= TIMED_CALLS for kernel in self.kernels):
+            self.best = min(self.kernels, key=lambda kernel: median(self.seconds[kernel]))
 
 
 class LinearAutotuner:
-    """How a model's linear layers are computed fastest. One per patched model; calls in several threads share it.
+    """Chooses the kernel of each shape. One per patched model, shared by the threads of its calls.
 
     Attributes:
-        packs: the copies. trials: what is known of each shape. broken: this torch, or this machine's memory, cannot
-            pack.
+        packed_weights: {layer: packed copy}.
+        timings: {shape: measurements}.
+        cannot_pack: packing failed in this process (missing operator, or out of memory).
     """
 
     def __init__(self) -> None:
@@ -121,138 +111,148 @@ class LinearAutotuner:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the copies take."""
-        return sum(pack.weight.element_size() * pack.weight.numel() for pack in self.packed_weights.values())
+        """Bytes of all packed copies."""
+        return sum(packed.weight.element_size() * packed.weight.numel() for packed in self.packed_weights.values())
 
     def linear(
         self, layer: nn.Linear, rows: Tensor, deterministic: bool = False, allow_packing: bool = False
     ) -> Tensor:
-        """`layer(rows)`, in the way that is known, or being found out, to be the fastest.
+        """`layer(rows)` by the kernel that is fastest, or that is to be timed next.
 
         Args:
-            fixed: decide by the number of rows alone, so that no shape is chosen by timing.
-            copies: packed copies may be made.
+            layer: the layer.
+            rows: [..., in_features].
+            deterministic: choose the kernel by the number of rows alone, not by timing.
+            allow_packing: packed copies may be used.
+
+        Returns:
+            [..., out_features].
         """
-        count = rows.numel() // rows.shape[-1]
-        if count > MAX_ROWS or torch.is_grad_enabled() or rows.dtype != torch.float32 or _casts():
+        num_rows = rows.numel() // rows.shape[-1]
+        if num_rows > MAX_ROWS or torch.is_grad_enabled() or rows.dtype != torch.float32 or _is_autocast():
             return functional.linear(rows, layer.weight, layer.bias)
         if deterministic:
-            return self._in_way("turned" if count > 1 else "plain", layer, rows)
-        ways = ("plain", "turned", *(("packed",) if allow_packing and not self.cannot_pack else ()))
-        shape = (layer.out_features, layer.in_features, count)
-        trial = self.timings.get(shape)
-        if trial is not None and trial.best is not None and trial.best in ways:
-            return self._in_way(trial.best, layer, rows)
-        if trial is None or trial.kernels != ways:
-            trial = self.timings[shape] = KernelTiming(ways)
-        way = trial.next()
-        if way == "packed":
-            self._pack(layer)  # not a part of what is timed
-        began = time.perf_counter()
-        out = self._in_way(way, layer, rows)
-        trial.add(way, time.perf_counter() - began)
+            return self._run_kernel(TRANSPOSED if num_rows > 1 else PLAIN, layer, rows)
+        kernels = (PLAIN, TRANSPOSED, PACKED) if allow_packing and not self.cannot_pack else (PLAIN, TRANSPOSED)
+        shape = (layer.out_features, layer.in_features, num_rows)
+        timing = self.timings.get(shape)
+        if timing is not None and timing.best is not None and timing.best in kernels:
+            return self._run_kernel(timing.best, layer, rows)
+        if timing is None or timing.kernels != kernels:
+            timing = self.timings[shape] = KernelTiming(kernels)
+        kernel = timing.next_kernel()
+        if kernel == PACKED:
+            self._pack(layer)  # before the timer starts
+        start = time.perf_counter()
+        out = self._run_kernel(kernel, layer, rows)
+        timing.add(kernel, time.perf_counter() - start)
         return out
 
     def drop_stale(self, layers: Iterable[nn.Linear]) -> None:
-        """Drop the copies of weights that were changed behind torch's back.
+        """Drop packed copies of weights that were modified without changing address or version counter.
 
-        `weight.data += delta`, as peft merges, changes neither address nor version, so the bits are compared: 10 ms for
-        20 million weights.
+        `weight.data += delta` (merging a PEFT adapter) changes neither, so bit patterns are compared: 10 ms for 20
+        million weights.
         """
         for layer in layers:
-            pack = self.packed_weights.get(layer)
-            if pack is not None and not all(map(torch.equal, pack.checksums, weight_checksums(layer.weight))):
+            packed = self.packed_weights.get(layer)
+            if packed is not None and not all(map(torch.equal, packed.checksums, weight_checksums(layer.weight))):
                 del self.packed_weights[layer]
 
-    def _in_way(self, way: str, layer: nn.Linear, rows: Tensor) -> Tensor:
-        if way == "packed":
-            return self._packed(layer, rows)
-        return transposed_linear(layer, rows) if way == "turned" else functional.linear(rows, layer.weight, layer.bias)
-
-    def _packed(self, layer: nn.Linear, rows: Tensor) -> Tensor:
-        pack = self._pack(layer)
-        if pack is None:
-            return functional.linear(rows, layer.weight, layer.bias)
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(rows, pack.weight, layer.bias, "none", [], "")
-        return out
+    def _run_kernel(self, kernel: str, layer: nn.Linear, rows: Tensor) -> Tensor:
+        if kernel == PACKED and (packed := self._pack(layer)) is not None:
+            out: Tensor = torch.ops.mkldnn._linear_pointwise(rows, packed.weight, layer.bias, "none", [], "")
+            return out
+        if kernel == TRANSPOSED:
+            return transposed_linear(layer, rows)
+        return functional.linear(rows, layer.weight, layer.bias)
 
     def _pack(self, layer: nn.Linear) -> PackedWeight | None:
-        """The layer's copy, made or renewed if need be; None if this torch cannot."""
-        pack = self.packed_weights.get(layer)
-        if pack is not None and pack.matches(layer.weight):
-            return pack
+        """The layer's packed copy, created or renewed if necessary; None if this torch cannot pack."""
+        packed = self.packed_weights.get(layer)
+        if packed is not None and packed.matches(layer.weight):
+            return packed
         with self._lock:
             weight = layer.weight
-            data, version = weight.data_ptr(), weight._version  # before: an edit meanwhile must not go unnoticed
+            data_ptr = weight.data_ptr()  # read before packing: a concurrent edit must not go unnoticed
+            version = weight._version
             try:
                 copy = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), PACK_BATCH_HINT)
             except (AttributeError, NotImplementedError, RuntimeError) as error:
-                # An operator of torch's own that may be missing, or refuse a build or a shape, or run out of memory:
-                # plain layers do the same, so this costs speed alone.
+                # A private operator of torch: it may be missing, refuse a build or a shape, or run out of memory.
+                # Plain layers compute the same, so only speed is lost.
                 self.cannot_pack = True
-                logger.debug("linear layers stay plain: %s", error)
+                logger.debug("linear layers are not packed: %s", error)
                 return None
-            pack = PackedWeight(copy, data, version, weight_checksums(weight))
-            self.packed_weights[layer] = pack
-        return pack
+            packed = PackedWeight(copy, data_ptr, version, weight_checksums(weight))
+            self.packed_weights[layer] = packed
+        return packed
 
 
 def transposed_linear(layer: nn.Linear, rows: Tensor) -> Tensor:
-    """[..., out], `layer(rows)` as weight times rows. Laid out like the plain result, since others view it.
+    """[..., out_features], `layer(rows)` computed as weight times rows.
 
-    A single row is multiplied twice, of two rows in memory: some kernels (MKL's on an AMD EPYC) take three times as
-    long for a vector as for a matrix of two such columns.
+    The result has the memory layout of a plain one, since callers may view it. A single row is duplicated: some kernels
+    (MKL on an AMD EPYC) take three times as long for a matrix-vector product as for a matrix of two columns.
     """
-    flat, count, bias = rows.reshape(-1, rows.shape[-1]), rows.numel() // rows.shape[-1], layer.bias
-    flat = (flat.repeat(2, 1) if count == 1 else flat).t()
-    out = torch.mm(layer.weight, flat) if bias is None else torch.addmm(bias[:, None], layer.weight, flat)
-    return out[:, :count].t().contiguous().view(*rows.shape[:-1], layer.out_features)
+    num_rows = rows.numel() // rows.shape[-1]
+    flat = rows.reshape(-1, rows.shape[-1])
+    columns = (flat.repeat(2, 1) if num_rows == 1 else flat).t()
+    if layer.bias is None:
+        out = torch.mm(layer.weight, columns)
+    else:
+        out = torch.addmm(layer.bias[:, None], layer.weight, columns)
+    return out[:, :num_rows].t().contiguous().view(*rows.shape[:-1], layer.out_features)
 
 
-def _casts() -> bool:
-    """Whether autocast is on, under which a plain layer would compute in half precision, and others might not."""
+def _is_autocast() -> bool:
+    """Whether CPU autocast is enabled, under which a plain layer computes in half precision."""
     return torch.is_autocast_enabled("cpu")
 
 
 @dataclass(frozen=True)
-class _Use:
-    packs: LinearAutotuner
-    fixed: bool
-    copies: bool
+class _Context:
+    """Settings of one `use_fast_linears`."""
+
+    autotuner: LinearAutotuner
+    deterministic: bool
+    allow_packing: bool
 
 
-ACTIVE_AUTOTUNER: ContextVar[_Use | None] = ContextVar("mmspec_packs", default=None)
-_INSTALLED: dict[int, int] = {}
-_INSTALL = threading.Lock()
+ACTIVE_CONTEXT: ContextVar[_Context | None] = ContextVar("mmspec_fast_linears", default=None)
+_USERS: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+"""{layer whose forward is replaced: number of active `use_fast_linears`, of all threads and models}"""
+_USERS_LOCK = threading.Lock()
 
 
 def _forward(self: nn.Linear, rows: Tensor) -> Tensor:
-    use = ACTIVE_AUTOTUNER.get()
-    if use is None:
+    context = ACTIVE_CONTEXT.get()
+    if context is None:
         return functional.linear(rows, self.weight, self.bias)
-    return use.packs.linear(self, rows, use.fixed, use.copies)
+    return context.autotuner.linear(self, rows, context.deterministic, context.allow_packing)
 
 
 def find_linear_layers(roots: Iterable[nn.Module]) -> list[nn.Linear]:
-    """The layers that can be served: exact type, float32, on the CPU, unhooked."""
+    """The layers whose forward may be replaced: exact type, float32, on the CPU, no forward of their own."""
     found: dict[int, nn.Linear] = {}
     for root in roots:
         for module in root.modules():
-            if type(module) is nn.Linear and _plain(module):
+            if type(module) is nn.Linear and _is_eligible(module):
                 found[id(module)] = module
     return list(found.values())
 
 
 def is_replaced(module: nn.Module) -> bool:
-    """Whether a module's forward is replaced by ours, for a call in some thread."""
+    """Whether the forward of a module is replaced by this module's, for a call in any thread."""
     return getattr(module.__dict__.get("forward"), "__func__", None) is _forward
 
 
-def _plain(layer: nn.Linear) -> bool:
+def _is_eligible(layer: nn.Linear) -> bool:
     weight = layer.weight
-    own = "forward" in layer.__dict__ and not is_replaced(layer)
-    whole = type(weight) is nn.Parameter and weight.is_contiguous() and not weight.is_inference()
-    return whole and weight.dtype == torch.float32 and weight.device.type == "cpu" and not own
+    if "forward" in layer.__dict__ and not is_replaced(layer):
+        return False
+    is_plain = type(weight) is nn.Parameter and weight.is_contiguous() and not weight.is_inference()
+    return is_plain and weight.dtype == torch.float32 and weight.device.type == "cpu"
 
 
 @contextlib.contextmanager
@@ -262,32 +262,35 @@ def use_fast_linears(
     deterministic: bool = False,
     allow_packing: bool = False,
 ) -> Iterator[None]:
-    """Within it, this thread's calls of these layers may be computed in other ways. Nothing is left behind.
+    """Within the context, this thread computes these layers by the autotuner's kernels. Restored afterwards.
 
     Args:
-        fixed, copies: see `Packs.linear`.
+        autotuner: chooses the kernels; None for no effect.
+        layers: of `find_linear_layers`.
+        deterministic: see `LinearAutotuner.linear`.
+        allow_packing: see `LinearAutotuner.linear`.
     """
-    chosen = list(layers) if autotuner is not None else []
-    if autotuner is None or not chosen:
+    replaced = list(layers) if autotuner is not None else []
+    if autotuner is None or not replaced:
         yield
         return
     allow_packing = allow_packing and torch.backends.mkldnn.is_available()
     if allow_packing:
-        autotuner.drop_stale(chosen)
-    with _INSTALL:
-        for layer in chosen:
-            _INSTALLED[id(layer)] = _INSTALLED.get(id(layer), 0) + 1
+        autotuner.drop_stale(replaced)
+    with _USERS_LOCK:
+        for layer in replaced:
+            _USERS[layer] = _USERS.get(layer, 0) + 1
             layer.__dict__["forward"] = types.MethodType(_forward, layer)
-    token = ACTIVE_AUTOTUNER.set(_Use(autotuner, deterministic, allow_packing))
+    token = ACTIVE_CONTEXT.set(_Context(autotuner, deterministic, allow_packing))
     try:
         yield
     finally:
-        ACTIVE_AUTOTUNER.reset(token)
-        with _INSTALL:
-            for layer in chosen:
-                _INSTALLED[id(layer)] -= 1
-                if not _INSTALLED[id(layer)]:
-                    del _INSTALLED[id(layer)]
+        ACTIVE_CONTEXT.reset(token)
+        with _USERS_LOCK:
+            for layer in replaced:
+                _USERS[layer] -= 1
+                if not _USERS[layer]:
+                    del _USERS[layer]
                     layer.__dict__.pop("forward", None)
 
 

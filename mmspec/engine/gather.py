@@ -1,4 +1,8 @@
-"""Rows of a batch by their places: taken, replaced, added up. Whole rows are copied, not one number after the other."""
+"""Gather, scatter and sum of whole rows along dimension 1 of a batch [B, n, ...].
+
+`index_select` and `index_copy` move whole rows; `torch.gather` with an expanded index moves single numbers, which is
+slower.
+"""
 
 from __future__ import annotations
 
@@ -6,29 +10,30 @@ import torch
 from torch import Tensor
 
 
-def gather_rows(rows: Tensor, places: Tensor) -> Tensor:
-    """[B, m, ...], of [B, n, ...] the rows at [B, m]."""
-    return rows.flatten(0, 1).index_select(0, _flat(places, rows.shape[1])).unflatten(0, places.shape)
+def gather_rows(rows: Tensor, index: Tensor) -> Tensor:
+    """[B, m, ...]: the rows of `rows` [B, n, ...] at `index` [B, m] int64."""
+    return rows.flatten(0, 1).index_select(0, _flatten_index(index, rows.shape[1])).unflatten(0, index.shape)
 
 
-def scatter_rows(rows: Tensor, places: Tensor, new: Tensor) -> Tensor:
-    """[B, n, ...] with the rows at [B, m], no place twice, as in [B, m, ...]."""
-    flat = _flat(places, rows.shape[1])
-    return rows.flatten(0, 1).index_copy(0, flat, new.flatten(0, 1)).view(rows.shape)
+def scatter_rows(rows: Tensor, index: Tensor, new: Tensor) -> Tensor:
+    """[B, n, ...]: a copy of `rows` with `new` [B, m, ...] at `index` [B, m] int64, distinct in each row."""
+    flat_index = _flatten_index(index, rows.shape[1])
+    return rows.flatten(0, 1).index_copy(0, flat_index, new.flatten(0, 1)).view(rows.shape)
 
 
-def scatter_sum(rows: Tensor, places: Tensor, count: int) -> Tensor:
-    """[B, count, D] sums of the rows [B, n, D] that go to each place [B, n]."""
+def scatter_sum(rows: Tensor, index: Tensor, count: int) -> Tensor:
+    """[B, count, D]: sums of the rows [B, n, D] that have the same `index` [B, n] int64."""
     batch, _, width = rows.shape
-    index = _flat(places, count)[:, None].expand(-1, width)
-    return rows.new_zeros(batch * count, width).scatter_add(0, index, rows.flatten(0, 1)).view(batch, count, width)
+    flat_index = _flatten_index(index, count)[:, None].expand(-1, width)
+    sums = rows.new_zeros(batch * count, width).scatter_add(0, flat_index, rows.flatten(0, 1))
+    return sums.view(batch, count, width)
 
 
-def _flat(places: Tensor, n: int) -> Tensor:
-    """[B * m] the places [B, m] of rows of n, counted over all rows."""
-    if len(places) == 1:
-        return places[0]
-    return (places + n * torch.arange(len(places), device=places.device)[:, None]).flatten()
+def _flatten_index(index: Tensor, n: int) -> Tensor:
+    """[B * m]: index [B, m] into rows of n, as an index into the flattened batch of B * n."""
+    if len(index) == 1:
+        return index[0]
+    return (index + n * torch.arange(len(index), device=index.device)[:, None]).flatten()
 
 
 __all__ = ["gather_rows", "scatter_rows", "scatter_sum"]

@@ -1,12 +1,17 @@
-"""The decode loop: prefill, then propose / score / verify / commit until every row is done.
+"""The decode loop: rounds of draft, score, verify and commit until every row is finished.
 
-    tree     = drafter.propose(...)              guesses; perhaps none, which is plain decoding
-    logits   = target.score(tree)                one forward for all rows and nodes
-    verdict  = pick at every node, then walk     what the target itself says, as far as the guesses reach
-    target.commit(verdict); drafter.observe(...) keep what was walked
-    clock.emit(verdict); clock.advance()         criteria, streamers and scores, one column at a time
+One round (`DecodeLoop.round`):
 
-Knows only the interfaces: not which model, which drafter, or how a token is picked.
+    tree = propose(...)                 draft tree, sanitized; the root alone is plain decoding
+    logits = target.score(tree)         one forward over the nodes of all rows
+    result = verify(tree, logits)       sample an id at every node, accept the path of matching nodes
+    target.commit(result)               keep the accepted nodes in the KV cache
+    output.emit(result)                 append the emitted tokens to each row
+    drafter.observe(result)             let the drafter follow
+    output.advance()                    criteria, streamer and scores, one output step at a time
+
+Depends only on the interfaces: not on the model, the drafter, or how an id is sampled. Letters: B rows, N nodes,
+V vocabulary.
 """
 
 from __future__ import annotations
@@ -28,9 +33,36 @@ from mmspec.interfaces import Drafter, Prompt, Target, VerifyResult
 from mmspec.metrics.stats import Stats
 
 
+@dataclass(frozen=True)
+class RoundTimes:
+    """Seconds of one round, by phase.
+
+    Attributes:
+        draft_s: `propose` and `observe` of the drafter.
+        score_s: the target's forward and verification, with the copy to the host.
+        overhead_s: everything else.
+    """
+
+    draft_s: float
+    score_s: float
+    overhead_s: float
+
+
 @dataclass
 class DecodeLoop:
-    """Everything one call needs; nothing here outlives it."""
+    """The parts of one call of `generate`.
+
+    Attributes:
+        target: scores trees and owns the KV cache.
+        drafter: proposes trees.
+        output: the emitted tokens; calls criteria and streamer.
+        sampler: samples an id at every node.
+        controller: decides whether to draft and how many nodes to score.
+        stats: counters and times of this call.
+        draftable: [V] bool, ids that may be drafted.
+        start_time: `time.perf_counter()` at the start of `generate`.
+        warn: logs a message once per model.
+    """
 
     target: Target
     drafter: Drafter
@@ -39,181 +71,215 @@ class DecodeLoop:
     controller: TreeSizeController
     stats: Stats
     draftable: Tensor
-    """[V] bool, ids that may be drafted."""
     start_time: float
-    """`time.perf_counter()` when `generate` was called."""
     warn: Callable[[str], None] = field(default=lambda message: None)
 
-    def run(self, first: Tensor, prompt: Prompt) -> None:
-        """Decode until the batch stops.
+    def run(self, prompt_logits: Tensor, prompt: Prompt) -> None:
+        """Decode until all rows are finished.
 
         Args:
-            first: [B, V] the prompt's last logits. prompt: what the drafter may read.
+            prompt_logits: [B, V] logits of the last position of the prompt.
+            prompt: the prompt, for the drafter.
         """
-        clock, stats = self.output, self.stats
-        batch = first.shape[0]
-        stats.row_forwards = [0] * batch
-        tree = root_only(batch, first.device)
-        verdict, scores, logits = self.verify(tree, first[:, None])
+        batch = prompt_logits.shape[0]
+        self.stats.row_forwards = [0] * batch
+        result, scores, logits = self.verify(root_only(batch, prompt_logits.device), prompt_logits[:, None])
         state = self.drafter.begin(prompt)
-        clock.emit(verdict, scores, logits)
-        self.drafter.observe(state, verdict, {})
-        started = time.perf_counter()
-        stats.ttft_s += started - self.start_time
-        while not clock.advance():
-            self.target.crop([length - 1 for length in clock.num_emitted])  # if rows were cut
+        self.output.emit(result, scores, logits)
+        self.drafter.observe(state, result, {})
+        first_token_time = time.perf_counter()
+        self.stats.ttft_s += first_token_time - self.start_time
+        while not self.output.advance():
+            self.target.crop(self._cached_lengths())  # a criterion may have cut rows
             self.round(state)
-        stats.decode_s += time.perf_counter() - started
+        self.stats.decode_s += time.perf_counter() - first_token_time
 
     def round(self, state: Any) -> None:
-        """One forward of the target, and what comes of it."""
-        clock = self.output
-        t0 = time.perf_counter()
-        tree, awake = self.propose(state)
-        limits = clock.max_emit(tree.num_nodes)
-        live = [limit > 0 and not ended for limit, ended in zip(limits, clock.finished, strict=True)]
-        t1 = time.perf_counter()
-        logits, taps = self.target.score(tree, self.drafter.requirements.hidden_state_indices)
+        """One round: draft, score, verify, commit. `state` is the drafter's."""
+        start = time.perf_counter()
+        tree, has_draft = self.propose(state)
+        active = self._active_rows(self.output.max_emit(tree.num_nodes))
+        proposed = time.perf_counter()
+        logits, hidden_states = self.target.score(tree, self.drafter.requirements.hidden_state_indices)
         try:
-            verdict, scores, raw = self.verify(tree, logits, awake)
+            result, scores, raw_logits = self.verify(tree, logits, has_draft)
         except Exception as error:
-            # A processor or the sampling failed, perhaps at a node that plain decoding would never have come to.
-            if clock.stepwise:
+            if self.output.stepwise:
                 raise
-            self.warn(f"{type(error).__name__} at a draft ({error}); the rest of this call is decoded without drafts")
-            clock.fall_back_to_stepwise()
-            self.target.crop([length - 1 for length in clock.num_emitted], zero_tail=True)
+            self._fall_back_to_stepwise(error)
             return
-        t2 = time.perf_counter()
-        self.target.commit(verdict)
-        clock.emit(verdict, scores, raw)
-        t3 = time.perf_counter()
-        verdict = _of_live_rows(verdict, live)
-        if not clock.fell_back:  # or the drafter would be told some tokens twice
-            self.drafter.observe(state, verdict, taps)
-        t4 = time.perf_counter()
-        seconds = (t1 - t0) + (t4 - t3), t2 - t1, t3 - t2
-        self._record(verdict, awake, live, seconds)
-
-    def _record(
-        self, verdict: VerifyResult, awake: bool, live: list[bool], seconds: tuple[float, float, float]
-    ) -> None:
-        """Tell the controller and the counters. seconds: draft, score, rest."""
-        stats, (draft_s, score_s, rest_s) = self.stats, seconds
-        nodes, rows = verdict.tree.num_nodes, verdict.emitted_ids
-        drafted = sum(count - 1 for count, on in zip(verdict.tree_sizes, live, strict=True) if on)
-        gained = sum(len(tokens) - 1 for tokens, on in zip(rows, live, strict=True) if on)
-        self.controller.record(
-            nodes, draft_s=draft_s if awake else 0.0, score_s=score_s, overhead_s=rest_s, num_accepted=gained
-        )
-        stats.rounds += 1
-        stats.tree_size_hist[nodes] += 1
-        stats.draft_s += draft_s
-        stats.score_s += score_s
-        stats.overhead_s += rest_s
-        stats.row_rounds += sum(live)
-        stats.num_draft_tokens += drafted
-        stats.num_accepted_tokens += gained
-        for row, tokens in enumerate(rows):
-            if live[row]:
-                stats.row_forwards[row] += 1
-                stats.accept_length_hist[len(tokens)] += 1
+        verified = time.perf_counter()
+        self.target.commit(result)
+        self.output.emit(result, scores, raw_logits)
+        emitted = time.perf_counter()
+        result = _drop_inactive_rows(result, active)
+        if not self.output.fell_back:  # emitted tokens were dropped then, and the drafter would see some twice
+            self.drafter.observe(state, result, hidden_states)
+        draft_s = (proposed - start) + (time.perf_counter() - emitted)
+        self._record(result, active, has_draft, RoundTimes(draft_s, verified - proposed, emitted - verified))
 
     def propose(self, state: Any) -> tuple[DraftTree, bool]:
-        """The tree of this round, sealed, and whether the drafter was asked for it."""
-        clock, budget = self.output, self.controller
-        roots = torch.tensor([row[-1] for row in clock.emitted], device=self.draftable.device)
-        awake = budget.should_draft and not clock.stepwise
-        if awake:
-            limits = clock.max_emit(budget.max_tree_size)
-            live = [limit > 1 and not ended for limit, ended in zip(limits, clock.finished, strict=True)]
-            tree = self.drafter.propose(state, budget.max_tree_size, live).trim(budget.max_tree_size)
-            room = sum(limit - 1 for limit, on in zip(limits, live, strict=True) if on)
-            size = budget.choose_size(tree, sum(live), room)
-            tree = tree.trim(size).pad(size)
+        """The sanitized tree of this round, and whether the drafter was called for it."""
+        output = self.output
+        device = self.draftable.device
+        root_ids = torch.tensor([row[-1] for row in output.emitted], device=device)
+        should_draft = self.controller.should_draft and not output.stepwise
+        if should_draft:
+            tree = self._draft(state)
         else:
-            budget.skip_draft()
-            tree = root_only(len(clock.emitted))
-        nodes = 1 if clock.stepwise else max(tree.num_nodes, bucket_size(min(clock.padding_lag + 1, BUCKETS[-1])))
-        tree = sanitize(tree.pad(nodes), roots, self.draftable)  # whatever it is, make it safe to score
-        if any(clock.finished) and nodes > 1:
-            ended = torch.tensor(clock.finished, device=roots.device)
-            tree = replace_with_chain(tree, ended, torch.tensor(clock.pad_token_id, device=roots.device))
-        return tree, awake
+            self.controller.skip_draft()
+            tree = root_only(len(root_ids), device, root_ids)
+        if not output.stepwise:  # nodes for the padding of finished rows
+            tree = tree.pad(bucket_size(min(output.padding_lag + 1, BUCKETS[-1])))
+        if should_draft or tree.num_nodes > 1:
+            tree = sanitize(tree, root_ids, self.draftable)
+        if any(output.finished) and tree.num_nodes > 1:
+            finished = torch.tensor(output.finished, device=device)
+            tree = replace_with_chain(tree, finished, torch.tensor(output.pad_token_id, device=device))
+        return tree, should_draft
 
-    def verify(self, tree: DraftTree, logits: Tensor, awake: bool = False) -> tuple[VerifyResult, Tensor, Tensor]:
-        """Pick at every node, walk, and bring the outcome to the host in one copy.
+    def verify(
+        self, tree: DraftTree, logits: Tensor, with_top_ids: bool = False
+    ) -> tuple[VerifyResult, Tensor, Tensor]:
+        """Sample an id at every node, accept the matching path, and copy the result to the host in one transfer.
 
-        Returns the verdict, and the processed and raw scores [B, N, V] in float32.
+        Args:
+            tree: the sanitized tree that was scored.
+            logits: [B, N, V] the target's logits.
+            with_top_ids: also return the largest logits' ids, as many as the drafter requires.
+
+        Returns:
+            The result, the processed scores [B, N, V] and the raw logits [B, N, V], both float32.
+
+        Raises:
+            RuntimeError: no id can be sampled at an accepted node.
         """
-        clock, n = self.output, tree.num_nodes
-        clock.reserve(n)
-        raw = logits.to(device=clock.sequences.device, dtype=torch.float32)
-        if raw.is_inference() and clock.stepwise:
-            raw = raw.clone()  # user code may write into it
-        history = clock.sequences
-        if clock.stepwise:  # processors may be user code
-            clock.show(clock.steps)
-            history = clock.history()
-        picks, scores, broken = self.sampler.sample(
-            raw, tree, history, clock.num_emitted, clock.prompt_length, clock.noise_end(n)
-        )
-        if clock.stepwise:
-            clock.absorb()
-        ended = torch.tensor(clock.finished, device=picks.device) if any(clock.finished) else None
-        if ended is not None:
-            picks = torch.where(ended[:, None], clock.pad_token_id, picks)
-        limits = torch.tensor(clock.max_emit(n), device=picks.device)
-        path, counts, tokens = accept_path(tree, picks, limits, clock.stop_ids, ended)
+        output, num_nodes = self.output, tree.num_nodes
+        output.reserve(num_nodes)
+        raw_logits = logits.to(device=output.sequences.device, dtype=torch.float32)
+        if raw_logits.is_inference() and output.stepwise:
+            raw_logits = raw_logits.clone()  # user code may write into it
+        sampled_ids, scores, invalid = self._sample(tree, raw_logits)
+        finished = torch.tensor(output.finished, device=sampled_ids.device) if any(output.finished) else None
+        if finished is not None:
+            sampled_ids = torch.where(finished[:, None], output.pad_token_id, sampled_ids)
+        max_emit = torch.tensor(output.max_emit(num_nodes), device=sampled_ids.device)
+        path, counts, tokens = accept_path(tree, sampled_ids, max_emit, output.stop_ids, finished)
         parts = {"counts": counts[:, None], "tokens": tokens, "path": path}
-        if n > 1:
-            parts["sizes"] = tree.valid.sum(1, keepdim=True)
-        if broken is not None:
-            parts["broken"] = broken.gather(1, path)
-        if awake and (k := min(self.drafter.requirements.top_k, raw.shape[-1])):
-            parts["nodes"] = torch.where(tree.valid, tree.tokens, -1)
-            parts["top"] = raw.topk(k).indices.flatten(1)
+        if num_nodes > 1:
+            parts["tree_sizes"] = tree.valid.sum(1, keepdim=True)
+        if invalid is not None:
+            parts["invalid"] = invalid.gather(1, path)
+        if with_top_ids and (top_k := min(self.drafter.requirements.top_k, raw_logits.shape[-1])):
+            parts["scored_ids"] = torch.where(tree.valid, tree.tokens, -1)
+            parts["top_ids"] = raw_logits.topk(top_k).indices.flatten(1)
         host = _to_host(parts)
-        emitted = [count for (count,) in host["counts"]]
-        if any(any(row[:count]) for row, count in zip(host.get("broken", []), emitted, strict=False)):
+        num_emitted = [count for (count,) in host["counts"]]
+        if any(any(row[:count]) for row, count in zip(host.get("invalid", []), num_emitted, strict=False)):
             raise RuntimeError(self.sampler.nan_message)
-        verdict = VerifyResult(
+        result = VerifyResult(
             tree=tree,
             path=path,
             counts=counts,
             tokens=tokens,
-            emitted_ids=[row[:count] for row, count in zip(host["tokens"], emitted, strict=True)],
-            accepted_nodes=[row[:count] for row, count in zip(host["path"], emitted, strict=True)],
-            tree_sizes=[size for (size,) in host.get("sizes", [[1]] * len(emitted))],
-            top_ids=[_chunks(row, n) for row in host["top"]] if "top" in host else None,
-            scored_ids=host.get("nodes"),
+            emitted_ids=[row[:count] for row, count in zip(host["tokens"], num_emitted, strict=True)],
+            accepted_nodes=[row[:count] for row, count in zip(host["path"], num_emitted, strict=True)],
+            tree_sizes=[size for (size,) in host.get("tree_sizes", [[1]] * len(num_emitted))],
+            top_ids=[_split(row, num_nodes) for row in host["top_ids"]] if "top_ids" in host else None,
+            scored_ids=host.get("scored_ids"),
         )
-        return verdict, scores, raw
+        return result, scores, raw_logits
+
+    def _draft(self, state: Any) -> DraftTree:
+        """The drafter's tree, trimmed or padded to the size that is worth scoring."""
+        controller = self.controller
+        max_emit = self.output.max_emit(controller.max_tree_size)
+        active = self._active_rows([limit - 1 for limit in max_emit])  # a row that may emit one token needs no draft
+        tree = self.drafter.propose(state, controller.max_tree_size, active).trim(controller.max_tree_size)
+        max_gain = sum(limit - 1 for limit, on in zip(max_emit, active, strict=True) if on)
+        size = controller.choose_size(tree, sum(active), max_gain)
+        return tree.trim(size).pad(size)
+
+    def _sample(self, tree: DraftTree, logits: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """`TreeSampler.sample`. In stepwise decoding processors may be user code, which reads and writes the ids."""
+        output = self.output
+        history = output.sequences
+        if output.stepwise:
+            output.hooks.before_user_code(output.steps)
+            history = output.history()
+        noise_end = output.noise_end(tree.num_nodes)
+        sampled = self.sampler.sample(logits, tree, history, output.num_emitted, output.prompt_length, noise_end)
+        if output.stepwise:
+            output.apply_user_edits()
+        return sampled
+
+    def _fall_back_to_stepwise(self, error: Exception) -> None:
+        """Drop what is provisional after an error at a draft: plain decoding might never come to that node."""
+        self.warn(f"{type(error).__name__} at a draft ({error}); the rest of this call is decoded without drafts")
+        self.output.fall_back_to_stepwise()
+        self.target.crop(self._cached_lengths(), zero_tail=True)
+
+    def _cached_lengths(self) -> list[int]:
+        """Positions after the prompt that the cache of each row holds: all emitted tokens but the last."""
+        return [length - 1 for length in self.output.num_emitted]
+
+    def _active_rows(self, max_emit: list[int]) -> list[bool]:
+        """Rows that are not finished and may emit at least one token."""
+        return [limit > 0 and not finished for limit, finished in zip(max_emit, self.output.finished, strict=True)]
+
+    def _record(self, result: VerifyResult, active: list[bool], has_draft: bool, times: RoundTimes) -> None:
+        """Update the controller and the counters."""
+        stats = self.stats
+        num_nodes = result.tree.num_nodes
+        num_drafted = sum(size - 1 for size, on in zip(result.tree_sizes, active, strict=True) if on)
+        num_accepted = sum(len(ids) - 1 for ids, on in zip(result.emitted_ids, active, strict=True) if on)
+        self.controller.record(
+            num_nodes,
+            draft_s=times.draft_s if has_draft else 0.0,
+            score_s=times.score_s,
+            overhead_s=times.overhead_s,
+            num_accepted=num_accepted,
+        )
+        stats.rounds += 1
+        stats.drafted_rounds += num_drafted > 0
+        stats.row_rounds += sum(active)
+        stats.tree_size_hist[num_nodes] += 1
+        stats.num_draft_tokens += num_drafted
+        stats.num_accepted_tokens += num_accepted
+        stats.draft_s += times.draft_s
+        stats.score_s += times.score_s
+        stats.overhead_s += times.overhead_s
+        for row, ids in enumerate(result.emitted_ids):
+            if active[row]:
+                stats.row_forwards[row] += 1
+                stats.accept_length_hist[len(ids)] += 1
 
 
-def _of_live_rows(verdict: VerifyResult, live: list[bool]) -> VerifyResult:
-    """What a drafter is told: padding of finished rows is nobody's words."""
-    if all(live):
-        return verdict
-    rows, walked = (
-        [part if on else [] for part, on in zip(p, live, strict=True)]
-        for p in (verdict.emitted_ids, verdict.accepted_nodes)
+def _drop_inactive_rows(result: VerifyResult, active: list[bool]) -> VerifyResult:
+    """The result for the drafter: without the padding that finished rows emit."""
+    if all(active):
+        return result
+    return replace(
+        result,
+        emitted_ids=[ids if on else [] for ids, on in zip(result.emitted_ids, active, strict=True)],
+        accepted_nodes=[nodes if on else [] for nodes, on in zip(result.accepted_nodes, active, strict=True)],
+        counts=torch.where(torch.tensor(active, device=result.counts.device), result.counts, 0),
     )
-    counts = torch.where(torch.tensor(live, device=verdict.counts.device), verdict.counts, 0)
-    return replace(verdict, emitted_ids=rows, accepted_nodes=walked, counts=counts)
 
 
 def _to_host(parts: dict[str, Tensor]) -> dict[str, list[list[int]]]:
-    """{name: [B, n]} on the device -> {name: B lists of n}, in one copy."""
-    whole = torch.cat(list(parts.values()), dim=1).tolist()
-    result, start = {}, 0
+    """{name: [B, n] on the device} -> {name: B lists of n}, in one transfer."""
+    rows = torch.cat(list(parts.values()), dim=1).tolist()
+    result = {}
+    start = 0
     for name, part in parts.items():
         end = start + part.shape[1]
-        result[name] = [row[start:end] for row in whole]
+        result[name] = [row[start:end] for row in rows]
         start = end
     return result
 
 
-def _chunks(flat: list[int], parts: int) -> list[list[int]]:
-    size = len(flat) // parts
+def _split(flat: list[int], num_parts: int) -> list[list[int]]:
+    """A list cut into `num_parts` lists of equal length."""
+    size = len(flat) // num_parts
     return [flat[i : i + size] for i in range(0, len(flat), size)]

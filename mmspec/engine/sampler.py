@@ -1,22 +1,23 @@
-"""Logits to the picked token: processors on each node's own history, noise per output column.
+"""`TreeSampler`: from logits to a sampled id at every node of a draft tree.
 
-The pick is `argmax(scores)`, or when sampling `argmax(probs / e_c)` with `e_c ~ Exp(1)` of shape [B, V], drawn once per
-output column, in order, from the generator that transformers samples with: exactly what `torch.multinomial(probs, 1)`
-computes. So the picked token depends on the seed, the column and the history, never on the tree.
+Logits processors get each node's own history (prompt, emitted tokens, path in the tree). The sampled id is
+`argmax(scores)`, or when sampling `argmax(probs / noise)` with the noise of the node's output step
+(`mmspec.engine.rng`), which is what `torch.multinomial(probs, 1)` computes. It depends on the seed, the step and the
+history, never on the tree.
 """
 
 from __future__ import annotations
 
 import copy
-import threading
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers.generation import logits_process as hf
 
+from mmspec.engine.rng import SamplingNoise
 from mmspec.engine.tree import DraftTree
 
 _STATELESS_NAMES = (
@@ -31,179 +32,45 @@ _HISTORY_NAMES = (
     "SuppressTokensAtBeginLogitsProcessor"
 )
 STATELESS_PROCESSORS = frozenset(getattr(hf, name) for name in _STATELESS_NAMES.split() if hasattr(hf, name))
-"""Processors that look at the scores of one row only: run on all nodes at once. Exact types, no subclasses."""
+"""Processors that read only the scores of one row: called once on all nodes. Exact types, no subclasses."""
 HISTORY_PROCESSORS = frozenset(getattr(hf, name) for name in _HISTORY_NAMES.split() if hasattr(hf, name))
-"""Processors that are pure functions of one row's (history, scores): run per node, on the node's own history."""
+"""Processors that are pure functions of one row's (history, scores): called per group of nodes."""
 
 
-_GENERATORS = threading.Lock()
-"""Held while noise is drawn, so that calls in several threads do not tear each other's draws."""
-_MOVES = [0]
-"""How often a `Noise` has moved a generator, of all calls in all threads."""
-
-
-class SamplingNoise:
-    """The exponential noise of the columns in flight, with a snapshot of the generator behind each.
+class NodeGroup(NamedTuple):
+    """Nodes whose histories have the same length.
 
     Attributes:
-        live: True while columns must be drawn exactly when transformers would draw them, by its own calls, because user
-            code draws from the same generator.
-        left: the generator's state when it was last used here.
-        lent: a drafter of someone else's is at work; what it draws is no concern of ours (see `RngGuard`).
-        moves: how often it has moved the generator itself.
-        shared: someone else drew in between, say a call in another thread. Then nothing is ever put back, or that call
-            and this one would be given the same noise; which call gets which is open, as it is with transformers.
+        flat_index: [G] int64, row * N + node.
+        rows: [G] int64, row of each node in the batch.
+        history: [G, L] int64, `input_ids` as transformers would pass them at this node.
     """
 
-    def __init__(self, batch: int, vocab: int, device: torch.device, window: int) -> None:
-        self.generator = default_generator(device)
-        self.window = window
-        self.immediate = self.rng_contended = self.in_foreign_code = False
-        self.initial_state = self.last_state = self.generator.get_state()
-        self._ring = torch.empty(window, batch, vocab, device=device, dtype=torch.float32)
-        self._snapshots: dict[int, Tensor] = {}
-        self.num_rng_updates = 0
-        self._drawn = 0  # columns drawn so far
-        self._floor = 0  # columns below it may be forgotten
-        self._rows = torch.arange(batch, device=device)[:, None]
-
-    def draw(self, until: int) -> None:
-        """Make sure that columns below `until` are drawn."""
-        if until <= self._drawn:
-            return
-        with _GENERATORS:
-            self._set_state(self.state_after(self._drawn - 1))
-            self._count_update()
-            while self._drawn < until:
-                self._ring[self._drawn % self.window].exponential_(1, generator=self.generator)
-                self._snapshots[self._drawn] = self.generator.get_state()
-                self._drawn += 1
-            self.last_state = self._snapshots[self._drawn - 1]
-
-    def at(self, columns: Tensor) -> Tensor:
-        """[B, N] int64 columns -> [B, N, V] noise: row b of the draw of that column.
-
-        Columns beyond those drawn give noise of no meaning: nodes there are never emitted.
-        """
-        return self._ring[columns % self.window, self._rows]
-
-    def lookahead(self, lengths: Sequence[int], depth: int, horizon: int) -> Tensor:
-        """[B, depth, V] noise of the next `depth` columns of rows that have emitted `lengths` tokens, for drafters."""
-        if self.immediate:  # nobody may look ahead, and nobody is asked to draft
-            return torch.ones(len(lengths), depth, self._ring.shape[2], device=self._ring.device)
-        self.draw(min(horizon, max(lengths) + depth))
-        columns = torch.tensor(lengths, device=self._ring.device)[:, None] + torch.arange(
-            depth, device=self._ring.device
-        )
-        return self.at(columns.clamp(max=self._drawn - 1))
-
-    def column(self, column: int) -> Tensor:
-        """[B, 1, V] noise of one column for all rows, without a copy."""
-        return self._ring[column % self.window][:, None]
-
-    def state_after(self, column: int) -> Tensor:
-        """The generator's state after drawing `column`; -1 is the state before the first."""
-        return self._snapshots[column] if column >= 0 else self.initial_state
-
-    def restore_rng(self, column: int) -> None:
-        """Put the generator where transformers would leave it after `column`."""
-        with _GENERATORS:
-            self._set_state(self.state_after(column))
-
-    def rng_changed(self) -> bool:
-        """Whether someone has drawn since the generator was last used here."""
-        return not torch.equal(self.generator.get_state(), self.last_state)
-
-    def release(self, below: int) -> None:
-        """Forget the snapshots of columns that can no longer be the last."""
-        for column in range(self._floor, below):
-            self._snapshots.pop(column, None)
-        self._floor = max(self._floor, below)
-
-    def disable_lookahead(self, column: int) -> None:
-        """Stop looking ahead: from now on transformers' own calls draw, as if `column` had been drawn last.
-
-        If user code drew after that column, the generator stands where it must; else it is put there.
-        """
-        if not self.immediate and not self.rng_changed():
-            self.restore_rng(column)
-        self.immediate = True
-
-    def _count_update(self) -> None:
-        _MOVES[0] += 1
-        self.num_rng_updates += 1
-
-    def _set_state(self, state: Tensor) -> None:
-        """Move the generator, unless someone else has used it."""
-        self.rng_contended = self.rng_contended or (not self.in_foreign_code and self.rng_changed())
-        if not self.rng_contended:
-            self._count_update()
-            self.generator.set_state(state)
-            self.last_state = state
-
-
-class RngGuard:
-    """Context in which whatever is drawn from the default generators of `devices` is undone.
-
-    Unless another call of mmspec has drawn meanwhile, in another thread: then it is not known who moved the generator,
-    and putting it back would give that call the same noise twice.
-
-    Attributes:
-        drew: whether anything was drawn here.
-    """
-
-    def __init__(self, *devices: torch.device, noise: SamplingNoise | None = None) -> None:
-        """
-        Args:
-            noise: noise that may be drawn within, and stays drawn.
-        """
-        self._noise = noise
-        self._generators = [default_generator(device) for device in dict.fromkeys(devices)]
-        self.rng_was_used = False
-
-    def __enter__(self) -> RngGuard:
-        self._others = self._moves_of_others()
-        self._states = [generator.get_state() for generator in self._generators]
-        if self._noise is not None:
-            self._noise.in_foreign_code = True
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        noise = self._noise
-        if noise is not None:
-            noise.in_foreign_code = False
-        if self._moves_of_others() != self._others:
-            return
-        for generator, state in zip(self._generators, self._states, strict=True):
-            if noise is not None and not noise.immediate and generator.device == noise.generator.device:
-                state = noise.last_state
-            if not torch.equal(generator.get_state(), state):
-                self.rng_was_used = True
-                generator.set_state(state)
-
-    def _moves_of_others(self) -> int:
-        return _MOVES[0] - (0 if self._noise is None else self._noise.num_rng_updates)
+    flat_index: Tensor
+    rows: Tensor
+    history: Tensor
 
 
 class TreeSampler:
-    """Picks a token at every node of a tree from the target's processed distribution there."""
+    """Samples an id at every node of a tree from the target's processed distribution there."""
 
     def __init__(self, processors: Sequence[Any], noise: SamplingNoise | None) -> None:
         """
         Args:
-            processors: the list that transformers built for this call, in its order. noise: None for greedy.
+            processors: the `LogitsProcessorList` that transformers built for this call.
+            noise: the call's noise, None for greedy decoding.
         """
         self.processors = processors
         self.noise = noise
 
     @property
     def unknown_processors(self) -> list[str]:
-        """Processors that can only be called as transformers calls them: once per column on the whole batch."""
+        """Processors that can only be called as transformers calls them: once per step, on the whole batch."""
         return unknown(self.processors)
 
     @property
     def nan_message(self) -> str:
-        """What to say where the pick means nothing: when sampling, the words of `torch.multinomial`."""
+        """Error message where no id can be sampled; when sampling, the message of `torch.multinomial`."""
         if self.noise is None:
             return "the model's scores are nan"
         return "probability tensor contains either `inf`, `nan` or element < 0"
@@ -217,43 +84,50 @@ class TreeSampler:
         prompt_length: int,
         noise_end: int,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """
+        """Sample an id at every node.
+
         Args:
-            logits: [B, N, V] float32 on the sampling device. tree: the sealed tree they belong to.
-            sequences: [B, >= base + max(lengths)] int64, prompt and emitted tokens of each row.
-            lengths: tokens emitted per row. base: prompt length, pads counted.
-            horizon: columns whose noise is needed are below it (`OutputBuffer.horizon`).
+            logits: [B, N, V] float32 on the sampling device.
+            tree: the sanitized tree that was scored.
+            sequences: [B, >= prompt_length + max(num_emitted)] int64, prompt and emitted tokens of each row.
+            num_emitted: emitted tokens of each row.
+            prompt_length: length of the prompt, pads included.
+            noise_end: only the noise of steps below it is drawn (`OutputBuffer.noise_end`).
 
         Returns:
-            picks [B, N] int64, processed scores [B, N, V] float32, and [B, N] bool True where the pick means nothing
-            (nan, or nothing left with a probability), or None where plain decoding would pick the same or has failed.
+            sampled_ids [B, N] int64, processed scores [B, N, V] float32, and invalid [B, N] bool, True where no id can
+            be sampled (nan, or no id with a positive probability). `invalid` is None where transformers samples the
+            same id or raises the error itself.
         """
-        level = tree.num_nodes == 1 and len(set(num_emitted)) == 1  # all rows at the same column, as in transformers
-        if level:
-            whole = sequences.shape[1] == prompt_length + num_emitted[0]  # then processors may write into it
-            scores = self._process_step(
-                logits, sequences if whole else sequences[:, : prompt_length + num_emitted[0]].contiguous()
-            )
-        else:
-            scores = self._process(logits, tree, sequences, num_emitted, prompt_length)
+        if tree.num_nodes == 1 and len(set(num_emitted)) == 1:  # all rows at the same step, as in transformers
+            return self._sample_step(logits, sequences, num_emitted[0], prompt_length, noise_end)
+        scores = self._process_nodes(logits, tree, sequences, num_emitted, prompt_length)
         if self.noise is None:
-            picks = scores.argmax(-1)
-            # Nan may have come from a guess that nobody would ever have made.
-            return picks, scores, None if level else scores.gather(-1, picks[:, :, None])[:, :, 0].isnan()
+            sampled_ids = scores.argmax(-1)
+            # The loop raises only if an emitted node is invalid: nan after a wrong draft token is no error.
+            return sampled_ids, scores, scores.gather(-1, sampled_ids[:, :, None])[:, :, 0].isnan()
+        assert tree.depths is not None and not self.noise.immediate
+        self.noise.draw(noise_end)  # after the processors, in the order of transformers
+        steps = torch.tensor(num_emitted, device=logits.device)[:, None] + tree.depths
+        return _sample_with_noise(scores, self.noise.at(steps))
+
+    def _sample_step(
+        self, logits: Tensor, sequences: Tensor, step: int, prompt_length: int, noise_end: int
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """`sample` for one node per row, all rows at the same step: the calls that transformers makes."""
+        length = prompt_length + step
+        # The buffer itself if it has the right length: processors may write into it (`OutputBuffer.history`).
+        history = sequences if sequences.shape[1] == length else sequences[:, :length].contiguous()
+        scores = self._process_step(logits, history)
+        if self.noise is None:
+            return scores.argmax(-1), scores, None
         if self.noise.immediate:
-            assert level
             return torch.multinomial(torch.softmax(scores[:, 0], dim=-1), num_samples=1), scores, None
-        self.noise.draw(noise_end)  # after the processors: that is where transformers draws
-        if level:
-            noise = self.noise.column(num_emitted[0])
-        else:
-            assert tree.depths is not None
-            noise = self.noise.at(torch.tensor(num_emitted, device=logits.device)[:, None] + tree.depths)
-        best = torch.softmax(scores, dim=-1).div_(noise).max(-1)
-        return best.indices, scores, best.values.isnan()
+        self.noise.draw(noise_end)
+        return _sample_with_noise(scores, self.noise.at_step(step))
 
     def _process_step(self, logits: Tensor, history: Tensor) -> Tensor:
-        """As transformers does it: the whole list on [B, L] and [B, V]."""
+        """Processed scores [B, 1, V]: the whole list on `input_ids` [B, L] and scores [B, V]."""
         if not self.processors:
             return logits
         if self.unknown_processors:
@@ -263,26 +137,30 @@ class TreeSampler:
             scores = processor(history, scores)
         return scores[:, None]
 
-    def _process(self, logits: Tensor, tree: DraftTree, sequences: Tensor, lengths: Sequence[int], base: int) -> Tensor:
+    def _process_nodes(
+        self, logits: Tensor, tree: DraftTree, sequences: Tensor, num_emitted: Sequence[int], prompt_length: int
+    ) -> Tensor:
+        """Processed scores [B, N, V], each node with its own history."""
         if not self.processors:
             return logits
         batch, nodes, vocab = logits.shape
         scores = logits.reshape(batch * nodes, vocab)
-        groups: list[tuple[Tensor, Tensor, Tensor]] | None = None
+        groups: list[NodeGroup] | None = None
         for processor in self.processors:
             if type(processor) in STATELESS_PROCESSORS:
                 scores = processor(sequences[:, :0], scores)
                 continue
             if groups is None:
-                groups = _histories(tree, sequences, lengths, base)
+                groups = _group_nodes(tree, sequences, num_emitted, prompt_length)
             scores = scores.clone()
-            for flat, rows, history in groups:
-                scores[flat] = _for_rows(processor, rows)(history, scores[flat])
+            for group in groups:
+                flat_index = group.flat_index
+                scores[flat_index] = _for_rows(processor, group.rows)(group.history, scores[flat_index])
         return scores.reshape(batch, nodes, vocab)
 
 
 def unknown(processors: Sequence[Any]) -> list[str]:
-    """Names of processors that are none of transformers' own pure ones: user code, which may do anything."""
+    """Names of the processors that are not known as pure: user code, which may have any side effect."""
     return [
         type(p).__name__
         for p in processors
@@ -290,50 +168,43 @@ def unknown(processors: Sequence[Any]) -> list[str]:
     ]
 
 
-def _histories(
-    tree: DraftTree, sequences: Tensor, lengths: Sequence[int], base: int
-) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Nodes grouped by the length of their history: (flat node index [G], row [G], history [G, L]), HF-shaped."""
+def _sample_with_noise(scores: Tensor, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(sampled_ids, scores, invalid) of scores [B, N, V] with noise [B, N or 1, V], as `torch.multinomial` computes."""
+    best = torch.softmax(scores, dim=-1).div_(noise).max(-1)
+    return best.indices, scores, best.values.isnan()
+
+
+def _group_nodes(tree: DraftTree, sequences: Tensor, num_emitted: Sequence[int], prompt_length: int) -> list[NodeGroup]:
+    """The valid nodes of all rows, grouped by the length of their histories, with these histories."""
     assert tree.depths is not None
     parents, tokens = tree.parents.tolist(), tree.tokens.tolist()
     depths, valid = tree.depths.tolist(), tree.valid.tolist()
-    groups: dict[int, list[tuple[int, int]]] = defaultdict(list)
-    for row, length in enumerate(lengths):
+    members: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    for row, emitted in enumerate(num_emitted):
         for node in range(tree.num_nodes):
             if valid[row][node]:
-                groups[length + depths[row][node]].append((row, node))
-    result = []
-    for length, members in groups.items():
-        rows = torch.tensor([row for row, _ in members], device=sequences.device)
-        history = sequences[rows, : base + length]
-        for place, (row, node) in enumerate(members):
-            tail = []
+                members[emitted + depths[row][node]].append((row, node))
+    groups = []
+    for length, nodes in members.items():
+        rows = torch.tensor([row for row, _ in nodes], device=sequences.device)
+        history = sequences[rows, : prompt_length + length]
+        for index, (row, node) in enumerate(nodes):
+            path = []
             while node > 0:
-                tail.append(tokens[row][node])
+                path.append(tokens[row][node])
                 node = parents[row][node]
-            if tail:
-                history[place, -len(tail) :] = torch.tensor(tail[::-1], device=history.device)
-        flat = torch.tensor([row * tree.num_nodes + node for row, node in members], device=sequences.device)
-        result.append((flat, rows, history))
-    return result
+            if path:
+                history[index, -len(path) :] = torch.tensor(path[::-1], device=history.device)
+        flat_index = torch.tensor([row * tree.num_nodes + node for row, node in nodes], device=sequences.device)
+        groups.append(NodeGroup(flat_index, rows, history))
+    return groups
 
 
 def _for_rows(processor: Any, rows: Tensor) -> Any:
-    """The processor as these rows of the batch see it: the repetition penalty knows each row's left pads."""
-    ignore = getattr(processor, "prompt_ignore_length", None)
-    if not isinstance(ignore, Tensor):
+    """The processor for some rows of the batch: the repetition penalty stores the number of left pads per row."""
+    ignore_lengths = getattr(processor, "prompt_ignore_length", None)
+    if not isinstance(ignore_lengths, Tensor):
         return processor
     view = copy.copy(processor)
-    view.prompt_ignore_length = ignore.to(rows.device)[rows]
+    view.prompt_ignore_length = ignore_lengths.to(rows.device)[rows]
     return view
-
-
-def default_generator(device: torch.device) -> torch.Generator:
-    """The generator that `torch.multinomial` uses on `device` when it is given none."""
-    if device.type == "cpu":
-        return torch.default_generator
-    if device.type == "mps":
-        return torch.mps._get_default_mps_generator()
-    module = getattr(torch, device.type)
-    index = device.index if device.index is not None else module.current_device()
-    return module.default_generators[index]

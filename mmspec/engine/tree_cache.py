@@ -1,6 +1,6 @@
-"""`TreeCache`: a `RaggedKVCache` dressed as a transformers `Cache`, and the way from and to a user's `DynamicCache`.
+"""`TreeCache`: a `RaggedKVCache` behind the `Cache` interface of transformers; import and export of a `DynamicCache`.
 
-Sliding-window layers keep the full buffer too; their window comes through the mask.
+Sliding-window layers store all positions as well; the attention mask applies their window.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mmspec.engine.kv_cache import RaggedKVCache
 
 
 class TreeLayer(CacheLayerMixin):
-    """What transformers asks of one layer of a cache, answered by the buffer."""
+    """The interface of one cache layer in transformers, backed by the buffer."""
 
     is_sliding = False
     supports_early_init = False
@@ -34,11 +34,11 @@ class TreeLayer(CacheLayerMixin):
         """Nothing to do: the buffer allocates on the first write."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """[B, H, N, D] new keys and values in, views of all [B, H, end, D] out."""
+        """Store new keys and values [B, H, N, D]; returns views [B, H, kv_len, D] of all."""
         return self.buffer.write(self.index, key_states, value_states)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """(key length, offset) that masks made by transformers must cover; asked only where rows are of one length."""
+        """(key length, offset) of the masks that transformers builds; used only if all rows have the same length."""
         return max(self.buffer.seq_lens) + query_length, 0
 
     def get_seq_length(self) -> int:
@@ -46,12 +46,12 @@ class TreeLayer(CacheLayerMixin):
         return max(self.buffer.seq_lens)
 
     def get_max_length(self) -> int:
-        """-1: no limit that a model needs to know of."""
+        """-1: no maximum length."""
         return -1
 
 
 class TreeCache(Cache):
-    """The cache that the target's forward is given inside the decode loop."""
+    """`past_key_values` of the target's forward inside the decode loop."""
 
     def __init__(self, buffer: RaggedKVCache, layers: int) -> None:
         super().__init__(layers=[TreeLayer(buffer, index) for index in range(layers)])
@@ -60,16 +60,20 @@ class TreeCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Straight to the buffer: this runs once per layer and forward."""
+        """Write to the buffer directly; this runs once per layer and forward."""
         return self.buffer.write(layer_idx, key_states, value_states)
 
 
 def unsupported_reason(
     cache: Any, layers: int, batch: int, dtype: torch.dtype, window: int | None = None
 ) -> str | None:
-    """Why a cache cannot be adopted by a model of `layers` layers for `batch` rows, or None if it can.
+    """Why `past_key_values` cannot be loaded, or None if it can.
 
     Args:
+        cache: the `past_key_values` of the call.
+        layers: number of layers of the model.
+        batch: number of rows.
+        dtype: dtype of the model.
         window: the model's sliding window, None if it has none.
     """
     if cache is None:
@@ -85,9 +89,9 @@ def unsupported_reason(
             return f"a DynamicCache with {type(layer).__name__}"
         if getattr(layer, "record_past", False):
             return "a DynamicCache that records its past"
-        own = getattr(layer, "sliding_window", window)
-        if own != window:  # it may have dropped positions that the model looks at
-            return f"a DynamicCache of sliding_window={own} for a model of sliding_window={window}"
+        layer_window = getattr(layer, "sliding_window", window)
+        if layer_window != window:  # it may have dropped positions that the model attends to
+            return f"a DynamicCache of sliding_window={layer_window} for a model of sliding_window={window}"
         if layer.is_initialized and layer.keys.numel() and layer.keys.shape[0] != batch:
             return f"a DynamicCache of {layer.keys.shape[0]} rows for {batch}"
         if layer.is_initialized and layer.keys.numel() and layer.keys.dtype != dtype:
@@ -96,9 +100,9 @@ def unsupported_reason(
 
 
 def load_dynamic_cache(cache: DynamicCache, buffer: RaggedKVCache) -> None:
-    """Copy what a user's cache holds into an empty buffer.
+    """Copy a user's cache into an empty buffer.
 
-    A sliding-window layer holds only the last positions; the missing ones are zeros that the window hides.
+    A sliding-window layer stores only the last positions; the others become zeros, which the window masks.
     """
     length = cache.get_seq_length()
     if length == 0:
@@ -115,10 +119,13 @@ def load_dynamic_cache(cache: DynamicCache, buffer: RaggedKVCache) -> None:
 
 
 def export_dynamic_cache(buffer: RaggedKVCache, length: int, cache: DynamicCache, copy: bool = True) -> None:
-    """Write the first `length` positions of the buffer into a user's cache, as if transformers had filled it.
+    """Store the first `length` positions of the buffer in a user's cache, as transformers would have filled it.
 
     Args:
-        copy: False gives views of the buffer, for code that looks at the cache while the call goes on.
+        buffer: the source.
+        length: number of positions.
+        cache: the user's cache, changed in place.
+        copy: False stores views of the buffer, for user code that reads the cache during the call.
     """
     for index in range(len(buffer)):
         keys, values = buffer.read(index, length)
@@ -135,11 +142,12 @@ def export_dynamic_cache(buffer: RaggedKVCache, length: int, cache: DynamicCache
         layer.keys, layer.values = keys, values
 
 
-class Lent:
-    """A user's cache while a call goes on, for user code that looks at it in between: views of the buffer.
+class UserCacheView:
+    """A user's cache during a call, filled with views of the buffer for user code that reads or writes it.
 
     Attributes:
-        cache: None where nobody looks; then nothing is done.
+        cache: the user's cache; None if no user code can access it, and then every method does nothing.
+        buffer: the buffer of the call.
     """
 
     def __init__(self, cache: DynamicCache | None, buffer: RaggedKVCache) -> None:
@@ -148,7 +156,7 @@ class Lent:
         self._versions: list[int] = []
 
     def show(self, length: int) -> None:
-        """Let the cache hold the first `length` positions.
+        """Fill the cache with views of the first `length` positions.
 
         Raises:
             RuntimeError: see `check`.
@@ -160,14 +168,14 @@ class Lent:
             self._versions = self._count_writes()
 
     def written(self) -> bool:
-        """Whether user code has written into the cache since `show`: what follows must depend on it."""
+        """Whether user code wrote into the cache since `show`, so that the next forward must use it."""
         return self._versions != self._count_writes()
 
     def check(self) -> None:
-        """Refuse what cannot be followed.
+        """Check that the cache still contains the views.
 
         Raises:
-            RuntimeError: user code replaced keys and values.
+            RuntimeError: user code replaced, cropped or extended keys and values.
         """
         if self.cache is None or not self._views:
             return
@@ -178,4 +186,5 @@ class Lent:
             )
 
     def _count_writes(self) -> list[int]:
+        """Version counters of the views; inference tensors have none, and cannot be written outside inference mode."""
         return [0 if view.is_inference() else view._version for view in self._views]

@@ -1,8 +1,8 @@
-"""Which drafted tokens survive. Pure: no model, no cache, no randomness, no value read on the host.
+"""Which draft tokens are accepted. A pure function: no model, no cache, no randomness, no transfer to the host.
 
-The only acceptance rule of the project: at each node a token has been *picked from the target's own distribution*; the
-walk goes on to the child that carries it. There is no accept test and no bonus branch, so nothing that a drafter does
-can bend the output (design: `methods`, speculative sampling without a ratio test; coupling as in arXiv 2408.07978).
+This is the only acceptance rule of the project. At each node an id was *sampled from the target's own distribution*;
+the path continues with the child that has this id. There is no acceptance test with a ratio of probabilities and no
+residual distribution, so a drafter cannot change the output (coupling of draft and target as in arXiv 2408.07978).
 """
 
 from __future__ import annotations
@@ -20,37 +20,37 @@ def accept_path(
     stop_ids: Tensor | None = None,
     finished: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Walk every row from node 0: emit the pick, step into the child that carries it, stop where there is none.
+    """Follow the sampled ids from node 0 of each row: emit the id, go to the child that has it, stop if there is none.
 
     Args:
-        tree: a sealed tree (no two siblings with the same token).
-        picks: [B, N] int64, the token picked at every node.
-        limits: [B] int64, how many tokens a row may emit at most; 0 for rows that do not take part.
-        stops: [E] int64 ids after which a row emits nothing more, or None.
-        ended: [B] bool rows that are past their end and only emit padding, which may itself be a stop id, or None.
+        tree: a sanitized tree (no two siblings with the same token).
+        sampled_ids: [B, N] int64, the id sampled at every node.
+        max_emit: [B] int64, tokens that a row may emit; 0 for rows that do not take part.
+        stop_ids: [E] int64 ids after which a row emits nothing more, or None.
+        finished: [B] bool, rows that are past their end and emit padding, which may itself be a stop id; or None.
 
     Returns:
-        path [B, N] int64 (walked nodes, node 0 first), counts [B] int64 (tokens emitted), tokens [B, N] int64
-        (tokens emitted); path and tokens are meaningful up to counts.
+        path [B, N] int64, the accepted nodes, node 0 first; counts [B] int64, number of emitted tokens; tokens [B, N]
+        int64, the emitted tokens. `path` and `tokens` are defined up to `counts`.
     """
     batch, nodes = sampled_ids.shape
     if nodes == 1:
         return torch.zeros_like(sampled_ids), max_emit.clamp(max=1), sampled_ids
     assert tree.ancestor_mask is not None and tree.depths is not None
     index = torch.arange(nodes, device=sampled_ids.device)
-    agrees = (tree.tokens == sampled_ids.gather(1, tree.parents.clamp(min=0))) & tree.valid
-    agrees[:, 0] = True
-    reached = ~(tree.ancestor_mask & ~agrees[:, None, :]).any(-1)
-    # One reached node per depth: scatter each to its depth, all others to a slot that is thrown away.
-    slot = torch.where(reached, tree.depths, nodes)
+    matches = (tree.tokens == sampled_ids.gather(1, tree.parents.clamp(min=0))) & tree.valid
+    matches[:, 0] = True
+    accepted = ~(tree.ancestor_mask & ~matches[:, None, :]).any(-1)
+    # There is one accepted node per depth: write its index at its depth, all others to a column that is dropped.
+    slot = torch.where(accepted, tree.depths, nodes)
     path = torch.zeros(batch, nodes + 1, dtype=torch.long, device=sampled_ids.device)
     path = path.scatter_(1, slot, index.expand(batch, nodes))[:, :nodes]
     tokens = sampled_ids.gather(1, path)
-    counts = torch.minimum(reached.sum(1), max_emit)
+    counts = torch.minimum(accepted.sum(1), max_emit)
     if stop_ids is not None:
-        last = torch.isin(tokens, stop_ids)
+        is_stop = torch.isin(tokens, stop_ids)
         if finished is not None:
-            last &= ~finished[:, None]
-        first = torch.where(last, index, nodes).amin(1)
-        counts = torch.minimum(counts, first + 1)
+            is_stop &= ~finished[:, None]
+        first_stop = torch.where(is_stop, index, nodes).amin(1)
+        counts = torch.minimum(counts, first_stop + 1)
     return path, counts, tokens

@@ -1,7 +1,7 @@
-"""What a drafter was shown of the pictures, row by row: which compressor, how many tokens, which ones.
+"""Records, per prompt row, how a compressor reduced the visual tokens that the drafter reads.
 
-`Watch` is a compressor that does what another one does and notes it, on the device; one small copy to the host, after
-the call, tells the rest. Knows no drafter and no compressor by name.
+`RecordingCompressor` wraps a compressor and stores the result on the device; one small copy to the host after the call
+yields the records. Independent of particular drafters and compressors.
 """
 
 from __future__ import annotations
@@ -16,16 +16,21 @@ from torch import Tensor, nn
 
 from mmspec.interfaces import NO_LIMIT, Compressor, VisualGrid, VisualTokens
 
+_MIXTURE = -1  # source index of a token that mixes several
+_PADDING = -2
+
 
 @dataclass(frozen=True)
 class CompressionRecord:
-    """What a compressor made of the visual tokens of one row.
+    """Result of a compressor for one row.
 
     Attributes:
-        way: the compressor, or what it chose for this row, as in "pool:49".
-        visual: visual tokens of the prompt. kept: tokens that the drafter was shown instead.
-        numbers: which ones they are, counted from 0 over the row's visual tokens; None if they were mixed.
-        grids: how the visual tokens lie, `start` counted over the row's; empty if the family cannot tell.
+        choice: label of the compressor, or of what it chose for this row, such as "pool:49".
+        num_visual_tokens: visual tokens of the prompt row.
+        num_compressed_tokens: tokens that the drafter reads instead.
+        kept_indices: which visual tokens these are, counted from 0 within the row; None if tokens were mixed.
+        grids: grids of the row's visual tokens, `start` counted within the row; empty if the adapter cannot derive
+            them.
     """
 
     choice: str
@@ -35,67 +40,70 @@ class CompressionRecord:
     grids: tuple[VisualGrid, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything, ready for JSON."""
-        numbers = None if self.kept_indices is None else list(self.kept_indices)
-        grids = [asdict(one) for one in self.grids]
+        """All fields, ready for JSON."""
         return {
-            "way": self.choice,
-            "visual": self.num_visual_tokens,
-            "kept": self.num_compressed_tokens,
-            "numbers": numbers,
-            "grids": grids,
+            "choice": self.choice,
+            "num_visual_tokens": self.num_visual_tokens,
+            "num_compressed_tokens": self.num_compressed_tokens,
+            "kept_indices": None if self.kept_indices is None else list(self.kept_indices),
+            "grids": [asdict(grid) for grid in self.grids],
         }
 
 
 def compressor_label(compressor: Compressor) -> str:
-    """Its name, with the number of tokens if that can be chosen: "pool:49", "drop"."""
-    fixed = compressor.max_tokens in (0, NO_LIMIT)
-    return compressor.name if fixed else f"{compressor.name}:{compressor.max_tokens}"
+    """Name of a compressor, with the number of tokens if it takes one: "pool:49", "drop"."""
+    takes_no_number = compressor.max_tokens in (0, NO_LIMIT)
+    return compressor.name if takes_no_number else f"{compressor.name}:{compressor.max_tokens}"
 
 
 class RecordingCompressor:
-    """A compressor that notes what another one keeps, for one call.
+    """A compressor that delegates to another one and records its result, for one call.
 
     Attributes:
-        guard: makes the context in which the other one works.
+        inner: the compressor that it delegates to.
+        context_factory: returns the context in which `inner` runs.
     """
 
     def __init__(self, inner: Compressor) -> None:
-        self.inner, self.name, self.max_tokens = inner, inner.name, inner.max_tokens
+        self.inner = inner
+        self.name = inner.name
+        self.max_tokens = inner.max_tokens
         self.context_factory: Callable[[], AbstractContextManager[Any]] = nullcontext
-        self._ways: tuple[str, ...] = ()
-        self._noted: tuple[Tensor, Tensor, Tensor] | None = None
+        self._choices: tuple[str, ...] = ()
+        self._result: tuple[Tensor, Tensor, Tensor] | None = None  # (tokens per row, mask, source indices)
         self._grids: tuple[VisualGrid, ...] = ()
 
     def compress(self, visual_tokens: VisualTokens, query: Tensor | None, max_tokens: int) -> VisualTokens:
         """See `mmspec.interfaces.Compressor`."""
-        if isinstance(self.inner, nn.Module):  # made where its file was read, or fresh from its class
+        if isinstance(self.inner, nn.Module):  # loaded on the CPU, or in train mode
             self.inner.to(visual_tokens.hidden_states.device).eval()
         with self.context_factory():
-            few = self.inner.compress(visual_tokens, query, max_tokens)
-        origin = few.source_indices
-        if few is visual_tokens:
-            origin = torch.arange(few.mask.shape[1], device=few.mask.device).expand(few.mask.shape)
-        if origin is None:
-            origin = torch.full_like(few.mask, -1, dtype=torch.long)
-        self._ways = few.choices or (compressor_label(self.inner),) * len(few.mask)
-        self._noted = visual_tokens.mask.sum(1), few.mask, origin
+            compressed = self.inner.compress(visual_tokens, query, max_tokens)
+        mask = compressed.mask
+        source_indices = compressed.source_indices
+        if compressed is visual_tokens:
+            source_indices = torch.arange(mask.shape[1], device=mask.device).expand(mask.shape)
+        if source_indices is None:
+            source_indices = torch.full_like(mask, _MIXTURE, dtype=torch.long)
+        self._choices = compressed.choices or (compressor_label(self.inner),) * len(mask)
+        self._result = visual_tokens.mask.sum(1), mask, source_indices
         self._grids = visual_tokens.grids
-        return few
+        return compressed
 
     def records(self) -> list[CompressionRecord]:
-        """What was noted; empty if nothing was asked. Waits for the device."""
-        if self._noted is None:
+        """One record per row; empty if `compress` was not called. Synchronises with the device."""
+        if self._result is None:
             return []
-        counts, mask, origin = self._noted
-        # In one copy: the count, and of each token its number, -1 for a mixture, -2 where none stands.
-        host = torch.cat((counts[:, None], torch.where(mask, origin, -2)), dim=1).tolist()
-        return [self._shown(row, *numbers) for row, numbers in enumerate(host)]
+        num_visual, mask, source_indices = self._result
+        # One copy to the host per call: [B, 1 + K], the number of visual tokens and the source indices.
+        host = torch.cat((num_visual[:, None], torch.where(mask, source_indices, _PADDING)), dim=1).tolist()
+        return [self._record(row, *numbers) for row, numbers in enumerate(host)]
 
-    def _shown(self, row: int, visual: int, *numbers: int) -> CompressionRecord:
-        kept = tuple(number for number in numbers if number > -2)
-        grids = tuple(one for one in self._grids if one.row == row)
-        return CompressionRecord(self._ways[row], visual, len(kept), None if -1 in kept else kept, grids)
+    def _record(self, row: int, num_visual: int, *source_indices: int) -> CompressionRecord:
+        indices = tuple(index for index in source_indices if index != _PADDING)
+        grids = tuple(grid for grid in self._grids if grid.row == row)
+        kept_indices = None if _MIXTURE in indices else indices
+        return CompressionRecord(self._choices[row], num_visual, len(indices), kept_indices, grids)
 
 
 __all__ = ["CompressionRecord", "RecordingCompressor", "compressor_label"]

@@ -1,7 +1,8 @@
-"""Counters of what the loop did, phase times, and the numbers derived from them."""
+"""Counters and phase times of the decode loop, and the metrics derived from them."""
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from dataclasses import dataclass, field, fields
 from itertools import pairwise
@@ -10,26 +11,54 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mmspec.metrics.compression_stats import CompressionRecord
 
+DEPRECATED_ATTRIBUTES = {
+    "acceptance": "acceptance_rate",
+    "accepted": "num_accepted_tokens",
+    "drafted": "num_draft_tokens",
+    "fallback": "fallback_reason",
+    "kept_at_depth": "acceptance_by_depth",
+    "lengths": "accept_length_hist",
+    "nodes": "tree_size_hist",
+    "plain_calls": "fallback_calls",
+    "rest_s": "overhead_s",
+    "shown": "compression",
+    "visual": "num_visual_tokens",
+    "visual_kept": "num_compressed_tokens",
+    "ways": "compressor_choices",
+}
+"""Former names of attributes of `Stats`, readable for one release: {old: new}."""
+
 
 @dataclass
 class Stats:
-    """What happened in one call, or in all calls since `patch`. Times are seconds of wall clock.
+    """Counters of one call, or of all calls since `patch`. Times are wall-clock seconds.
 
     Attributes:
-        calls: calls of `generate`. plain_calls: those of them that transformers served alone.
-        fallback: why the last plain call went that way, or None.
-        tokens: tokens in the output, padding after a row's end not counted.
-        rounds: forwards after the prefill. row_rounds: the same, counted per row that was still being decoded.
-        drafted, accepted: guessed tokens that were scored, and how many of them were kept.
-        lengths: {tokens emitted by one row in one round: how often}. nodes: {tree size: rounds}.
-        prefill_s: vision encoding by transformers not included. draft_s: proposing and learning. score_s: the target's
-            forward, picking and the one copy to the host. rest_s: everything else in the loop.
-        ttft_s: from the start of `generate` to the first token (vision encoding included), summed over calls.
-        decode_s: from the first token to the last, summed over calls. total_s: whole calls.
-        visual, visual_kept: visual tokens of prompts that a compressor was given, and how many it showed the drafter.
-        ways: {what the compressor did: rows}.
-        row_tokens, row_forwards: per row of the last call. shown: the same for what the drafter was shown of the
-            pictures; empty if no compressor was asked.
+        calls: calls of `generate`.
+        fallback_calls: calls that transformers decoded alone.
+        fallback_reason: reason of the last such call, or None.
+        tokens: output tokens, padding after a row's end excluded.
+        rounds: forwards of the target after the prefill.
+        drafted_rounds: those of `rounds` that scored at least one draft token.
+        row_rounds: the same, counted once per active row.
+        num_draft_tokens: draft tokens that were scored.
+        num_accepted_tokens: draft tokens that were accepted.
+        accept_length_hist: {tokens emitted by one row in one round: count}.
+        tree_size_hist: {nodes of the scored tree: rounds}.
+        prefill_s: prefill of the target, vision encoding excluded.
+        draft_s: `Drafter.propose` and `observe`.
+        score_s: the target's forward, sampling, and the copy to the host.
+        overhead_s: everything else in the loop.
+        ttft_s: from the start of `generate` to the first token, vision encoding included; summed over calls.
+        decode_s: from the first token to the last; summed over calls.
+        total_s: whole calls.
+        first_tokens: tokens that the prefill emitted (one per row and call).
+        num_visual_tokens: visual tokens of prompts that a compressor was applied to.
+        num_compressed_tokens: tokens that the drafter read instead of these.
+        compressor_choices: {label such as "pool:49": rows}.
+        row_tokens: `tokens` of each row of the last call.
+        row_forwards: `row_rounds` of each row of the last call.
+        compression: result of the compressor for each row of the last call; empty if none was applied.
     """
 
     calls: int = 0
@@ -38,6 +67,7 @@ class Stats:
     tokens: int = 0
     rounds: int = 0
     row_rounds: int = 0
+    drafted_rounds: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     accept_length_hist: Counter[int] = field(default_factory=Counter)
@@ -59,19 +89,25 @@ class Stats:
 
     @property
     def tau(self) -> float:
-        """Tokens emitted per forward of a live row, correction included, prefill excluded (1.0 is plain decoding)."""
+        """Mean tokens emitted per active row and round, the target's own token included (1.0 is plain decoding).
+
+        The prefill is not counted. Block efficiency in the papers (Leviathan et al., arXiv 2211.17192).
+        """
         return (self.tokens - self.first_tokens) / self.row_rounds if self.row_rounds else 1.0
 
     @property
     def acceptance_rate(self) -> float:
-        """Share of the drafted nodes that were kept."""
+        """Accepted draft tokens as a fraction of the scored ones."""
         return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
 
     @property
     def acceptance_by_depth(self) -> list[float]:
-        """Of the rounds that kept a guess at every depth before, the share that kept one at depth 1, 2, ... too."""
-        longest = max(self.accept_length_hist, default=0)
-        reached = [sum(n for size, n in self.accept_length_hist.items() if size > depth) for depth in range(longest)]
+        """Conditional acceptance at depth 1, 2, ...: of the rounds that accepted all depths before, the fraction."""
+        max_length = max(self.accept_length_hist, default=0)
+        reached = [
+            sum(count for length, count in self.accept_length_hist.items() if length > depth)
+            for depth in range(max_length)
+        ]
         return [after / before for before, after in pairwise(reached) if before]
 
     @property
@@ -81,18 +117,18 @@ class Stats:
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens after the first per second, from the first token to the last."""
+        """Tokens per second from the first token to the last, the first ones excluded."""
         return (self.tokens - self.first_tokens) / self.decode_s if self.decode_s else 0.0
 
-    def add_compression(self, shown: list[CompressionRecord]) -> None:
-        """Take in what the drafter was shown in this call."""
-        self.compression = shown
-        self.num_visual_tokens += sum(row.num_visual_tokens for row in shown)
-        self.num_compressed_tokens += sum(row.num_compressed_tokens for row in shown)
-        self.compressor_choices.update(row.choice for row in shown)
+    def add_compression(self, records: list[CompressionRecord]) -> None:
+        """Add the compressor's results of this call."""
+        self.compression = records
+        self.num_visual_tokens += sum(record.num_visual_tokens for record in records)
+        self.num_compressed_tokens += sum(record.num_compressed_tokens for record in records)
+        self.compressor_choices.update(record.choice for record in records)
 
     def add(self, call: Stats) -> None:
-        """Take in the numbers of one more call."""
+        """Add the counters of one more call; per-row lists and the fallback reason become those of that call."""
         for item in fields(self):
             old, new = getattr(self, item.name), getattr(call, item.name)
             if isinstance(old, Counter):
@@ -105,23 +141,35 @@ class Stats:
                 setattr(self, item.name, old + new)
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything, derived numbers included, ready for JSON."""
-        plain = {item.name: getattr(self, item.name) for item in fields(self)}
-        plain["accept_length_hist"] = {str(key): value for key, value in sorted(self.accept_length_hist.items())}
-        plain["tree_size_hist"] = {str(key): value for key, value in sorted(self.tree_size_hist.items())}
-        plain["compressor_choices"] = dict(sorted(self.compressor_choices.items()))
-        plain["compression"] = [row.as_dict() for row in self.compression]
+        """All fields and derived metrics, ready for JSON."""
+        values = {item.name: getattr(self, item.name) for item in fields(self)}
+        for name in ("accept_length_hist", "tree_size_hist"):
+            values[name] = {str(key): count for key, count in sorted(values[name].items())}
+        values["compressor_choices"] = dict(sorted(self.compressor_choices.items()))
+        values["compression"] = [record.as_dict() for record in self.compression]
         derived = ("tau", "acceptance_rate", "acceptance_by_depth", "round_s", "tokens_per_s")
-        return plain | {name: getattr(self, name) for name in derived}
+        return values | {name: getattr(self, name) for name in derived}
+
+    def __getattr__(self, name: str) -> Any:
+        """Former attribute names, with a `DeprecationWarning`."""
+        new = DEPRECATED_ATTRIBUTES.get(name)
+        if new is None:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        warnings.warn(f"Stats.{name} is now called Stats.{new}.", DeprecationWarning, stacklevel=2)
+        return getattr(self, new)
 
     def __str__(self) -> str:
-        how = f", last plain call because of {self.fallback_reason}" if self.fallback_reason else ""
-        seen = (
-            f", {self.num_compressed_tokens}/{self.num_visual_tokens} visual tokens shown to it"
+        reason = f", last reason: {self.fallback_reason}" if self.fallback_reason else ""
+        compression = (
+            f", drafter read {self.num_compressed_tokens}/{self.num_visual_tokens} visual tokens"
             if self.num_visual_tokens
             else ""
         )
         return (
-            f"{self.calls} calls ({self.fallback_calls} plain{how}), {self.tokens} tokens, tau {self.tau:.2f}, "
-            f"{self.tokens_per_s:.1f} tokens/s, {self.num_accepted_tokens}/{self.num_draft_tokens} drafted tokens kept{seen}"
+            f"{self.calls} calls ({self.fallback_calls} decoded by transformers{reason}), {self.tokens} tokens, "
+            f"tau {self.tau:.2f}, {self.tokens_per_s:.1f} tokens/s, "
+            f"{self.num_accepted_tokens}/{self.num_draft_tokens} draft tokens accepted{compression}"
         )
+
+
+__all__ = ["DEPRECATED_ATTRIBUTES", "Stats"]

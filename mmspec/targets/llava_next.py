@@ -1,4 +1,4 @@
-"""LLaVA-NeXT (1.6): a base grid, then the tiles' grid with a newline token at the end of each line."""
+"""LLaVA-NeXT (1.6): a base grid, then the grid of all tiles with a newline token after each line."""
 
 from __future__ import annotations
 
@@ -9,101 +9,115 @@ import torch
 from torch import Tensor
 
 from mmspec.interfaces import VisualGrid
-from mmspec.targets.hf import ModelAdapter
+from mmspec.targets.base import ModelAdapter
 from mmspec.targets.vision_attention import AttentionCapture, capture_attention
 
-Grid = tuple[int, int]
+GridSize = tuple[int, int]
+"""(height, width) in tokens"""
 
 
 def anyres_grids(
-    segments: list[VisualGrid], row: int, start: int, base: int, length: int, source: int, grid: Grid | None
-) -> bool:
-    """Add the segments of one any-resolution picture of `length` tokens. False if the numbers do not fit.
+    row: int, start: int, length: int, media_index: int, base_side: int, tiles: GridSize | None
+) -> list[VisualGrid] | None:
+    """The grids of one any-resolution image; None if its number of tokens fits none.
 
     Args:
-        base: edge of the base grid. grid: (height, width) of the tiles without their padding, if known.
+        row: batch row.
+        start: index of the image's first token.
+        length: number of the image's tokens.
+        media_index: index of the image in the batch.
+        base_side: height and width of the base grid.
+        tiles: size of the unpadded grid of tiles, if known.
     """
-    segments.append(VisualGrid(row, start, base, base, source))
-    rest = length - base * base
+    grids = [VisualGrid(row, start, base_side, base_side, media_index)]
+    rest = length - base_side * base_side
+    start += base_side * base_side
     if rest == 0:
-        return True
+        return grids
     if rest == 1:
-        segments.append(VisualGrid(row, start + base * base, 1, 1, source, role="newline"))
-        return True
-    if grid is None or grid[0] * (grid[1] + 1) != rest:
-        # Made smaller (OneVision), or of unknown size: of all grids with a newline per line, the one most like it.
-        wanted = grid[0] / grid[1] if grid is not None else 1.0
-        grids = [(height, rest // height - 1) for height in range(1, rest // 2 + 1) if rest % height == 0]
-        if not grids:
-            return False
-        grid = min(grids, key=lambda one: abs(one[0] / one[1] - wanted))
-    height, width = grid
-    segments.append(VisualGrid(row, start + base * base, height, width, source, role="tiles", has_newlines=True))
-    return True
+        return [*grids, VisualGrid(row, start, 1, 1, media_index, role="newline")]
+    if tiles is None or tiles[0] * (tiles[1] + 1) != rest:
+        # Downscaled (LLaVA-OneVision) or of unknown size: the grid of that many tokens with the most similar ratio.
+        ratio = tiles[0] / tiles[1] if tiles is not None else 1.0
+        sizes = [(height, rest // height - 1) for height in range(1, rest // 2 + 1) if rest % height == 0]
+        if not sizes:
+            return None
+        tiles = min(sizes, key=lambda size: abs(size[0] / size[1] - ratio))
+    height, width = tiles
+    return [*grids, VisualGrid(row, start, height, width, media_index, role="tiles", has_newlines=True)]
 
 
 def clip_spans(
-    runs: Sequence[tuple[int, int, int]], pixels: Any, frame: int, end: int = 0
+    runs: Sequence[tuple[int, int, int]], pixel_values: Any, frame_tokens: int, end_tokens: int = 0
 ) -> list[tuple[int, int, int]] | None:
-    """(row, start, frames) of each clip, or None if the numbers do not fit.
+    """(row, start, number of frames) of each video; None if the numbers of tokens do not match.
 
-    Clips may stand side by side if their pixels are known; without them each run is one clip.
+    Videos may be adjacent if `pixel_values` is known; otherwise each run is one video.
 
     Args:
-        runs: (row, start, length) of the runs of placeholders. pixels: [clips, frames, 3, height, width] or None.
-        frame: tokens of a frame. end: tokens that follow the last frame of a clip.
+        runs: (row, start, length) of the runs of video placeholders.
+        pixel_values: [videos, frames, 3, height, width], or None.
+        frame_tokens: tokens per frame.
+        end_tokens: tokens after the last frame of each video.
     """
-    known = isinstance(pixels, Tensor) and pixels.dim() == 5
-    found: list[tuple[int, int, int]] = []
+    is_known = isinstance(pixel_values, Tensor) and pixel_values.dim() == 5
+    spans: list[tuple[int, int, int]] = []
     for row, start, length in runs:
-        frames = int(pixels.shape[1]) if known else (length - end) // max(1, frame)
-        each = frames * frame + end
-        if frames < 1 or frame < 1 or length % each or not (known or length == each):
+        num_frames = int(pixel_values.shape[1]) if is_known else (length - end_tokens) // max(1, frame_tokens)
+        clip_tokens = num_frames * frame_tokens + end_tokens
+        if num_frames < 1 or frame_tokens < 1 or length % clip_tokens or not (is_known or length == clip_tokens):
             return None
-        found += [(row, begin, frames) for begin in range(start, start + length, each)]
-    return None if known and len(found) != pixels.shape[0] else found
+        spans += [(row, clip_start, num_frames) for clip_start in range(start, start + length, clip_tokens)]
+    return None if is_known and len(spans) != pixel_values.shape[0] else spans
 
 
-def frame_grids(row: int, start: int, frames: int, side: int, source: int) -> list[VisualGrid]:
-    """The square grids of a clip's frames, which follow each other without a gap."""
-    return [VisualGrid(row, start + t * side * side, side, side, source, role="frame", frame=t) for t in range(frames)]
+def frame_grids(row: int, start: int, num_frames: int, side: int, media_index: int) -> list[VisualGrid]:
+    """The square grids of a video's adjacent frames."""
+    return [
+        VisualGrid(row, start + frame * side * side, side, side, media_index, role="frame", frame=frame)
+        for frame in range(num_frames)
+    ]
 
 
 class LlavaNextAdapter(ModelAdapter):
-    """`LlavaNextForConditionalGeneration`. Pictures of one row are told apart by text between them."""
+    """`LlavaNextForConditionalGeneration`. Images of one row must be separated by text."""
 
     model_type = "llava_next"
     vision_args: tuple[str, ...] = ("image_sizes",)
     packing_config_keys: tuple[str, ...] = ("vision_feature_select_strategy",)
-    """What transformers' packing of features wants from the config."""
+    """Config values that `pack_image_features` of transformers takes."""
 
     def grids(self, input_ids: Tensor, vision: Mapping[str, Any]) -> tuple[VisualGrid, ...]:
-        """Base and tile grids; none if the placeholders cannot be told apart."""
+        """Base and tile grids; empty if the placeholders cannot be assigned to images."""
         return tuple(self.image_grids(input_ids, vision) or ())
 
     def image_grids(self, input_ids: Tensor, vision: Mapping[str, Any]) -> list[VisualGrid] | None:
-        """The segments of all pictures, or None if the numbers do not fit."""
+        """The grids of all images; None if the numbers of tokens do not match."""
         config = self.model.config.vision_config
-        base = config.image_size // config.patch_size
+        base_side = config.image_size // config.patch_size
         sizes = vision.get("image_sizes")
         runs = self.placeholder_runs(input_ids, self.model.config.image_token_id)
         if sizes is not None and len(sizes) != len(runs):
             return None
-        found: list[VisualGrid] = []
-        for source, (row, start, length) in enumerate(runs):
-            grid = None if sizes is None else self.unpadded_grid(sizes[source])
-            if length < base * base or not anyres_grids(found, row, start, base, length, source, grid):
+        grids: list[VisualGrid] = []
+        for media_index, (row, start, length) in enumerate(runs):
+            if length < base_side * base_side:
                 return None
-        return found
+            tiles = None if sizes is None else self.unpadded_grid(sizes[media_index])
+            image = anyres_grids(row, start, length, media_index, base_side, tiles)
+            if image is None:
+                return None
+            grids += image
+        return grids
 
     def attention_capture(self) -> AttentionCapture | None:
-        """As of LLaVA 1.5, tile by tile."""
+        """As for LLaVA 1.5, per tile."""
         config = self.model.config
-        first = config.vision_feature_select_strategy == "default"
-        return capture_attention(self.model.model.vision_tower, config.vision_feature_layer, first)
+        has_class_token = config.vision_feature_select_strategy == "default"
+        return capture_attention(self.model.model.vision_tower, config.vision_feature_layer, has_class_token)
 
     def token_saliency(self, shares: Tensor, vision: Mapping[str, Any]) -> Tensor | None:
-        """Laid out by transformers' own packing of features; a newline token shows nothing: 0."""
+        """Arranged by transformers' own `pack_image_features`; newline tokens have saliency 0."""
         sizes = vision.get("image_sizes")
         if sizes is None:
             return None
@@ -114,25 +128,26 @@ class LlavaNextAdapter(ModelAdapter):
             list(shares[..., None].split(tiles)),
             image_sizes=sizes,
             image_newline=shares.new_zeros(1),
-            **{name: getattr(self.model.config, name) for name in self.packing_config_keys},
+            **{key: getattr(self.model.config, key) for key in self.packing_config_keys},
         )
         return torch.cat(list(packed)).flatten()
 
     def tiles_per_image(self, sizes: Any, vision: Mapping[str, Any]) -> list[int]:
-        """How many tiles each picture is read as, the whole of it counted."""
+        """Number of tiles that each image is encoded as, the downscaled whole image included."""
         from transformers.models.llava_next.modeling_llava_next import image_size_to_num_patches
 
         config = self.model.config
-        edge = config.vision_config.image_size
-        return [image_size_to_num_patches(size, config.image_grid_pinpoints, edge) for size in sizes]
+        tile_size = config.vision_config.image_size
+        return [image_size_to_num_patches(size, config.image_grid_pinpoints, tile_size) for size in sizes]
 
-    def unpadded_grid(self, size: Any) -> Grid:
-        """(height, width) of the tiles' grid of a picture of `size` pixels, by transformers' own arithmetic."""
+    def unpadded_grid(self, size: Any) -> GridSize:
+        """Size of the tile grid of an image of `size` (height, width) pixels, by transformers' own arithmetic."""
         from transformers.models.llava_next.modeling_llava_next import get_anyres_image_grid_shape, unpad_image
 
         config = self.model.config
-        edge, patch = config.vision_config.image_size, config.vision_config.patch_size
-        high, wide = get_anyres_image_grid_shape(size, config.image_grid_pinpoints, edge)
-        canvas = torch.empty(1, high * (edge // patch), wide * (edge // patch), device="meta")
-        _, height, width = unpad_image(canvas, size).shape
+        tile_size = config.vision_config.image_size
+        tile_side = tile_size // config.vision_config.patch_size
+        rows, columns = get_anyres_image_grid_shape(size, config.image_grid_pinpoints, tile_size)
+        padded = torch.empty(1, rows * tile_side, columns * tile_side, device="meta")
+        _, height, width = unpad_image(padded, size).shape
         return height, width

@@ -1,4 +1,4 @@
-"""LLaVA-NeXT-Video: pictures as in LLaVA-NeXT, clips as one pooled grid per frame with nothing in between."""
+"""LLaVA-NeXT-Video: images as in LLaVA-NeXT, videos as one pooled grid per frame without separators."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from mmspec.targets.llava_next import LlavaNextAdapter, clip_spans, frame_grids
 
 
 class LlavaNextVideoAdapter(LlavaNextAdapter):
-    """`LlavaNextVideoForConditionalGeneration`. All clips of a call have the same number of frames."""
+    """`LlavaNextVideoForConditionalGeneration`. All videos of a call have the same number of frames."""
 
     model_type = "llava_next_video"
     vision_args = ("image_sizes", "pixel_values_videos")
 
     def token_saliency(self, shares: Tensor, vision: Mapping[str, Any]) -> Tensor | None:
-        """Of pictures as in LLaVA-NeXT; of clips the mean of the patches a token was pooled from; not of both."""
+        """Images as in LLaVA-NeXT; videos: mean over the pooled patches; None for images and videos in one call."""
         if vision.get("pixel_values_videos") is None:
             return super().token_saliency(shares, vision)
         if vision.get("image_sizes") is not None:
@@ -30,15 +30,17 @@ class LlavaNextVideoAdapter(LlavaNextAdapter):
         return functional.avg_pool2d(shares.view(-1, 1, edge, edge), stride, stride).flatten()
 
     def grids(self, input_ids: Tensor, vision: Mapping[str, Any]) -> tuple[VisualGrid, ...]:
-        """Base and tile grids of pictures, then a grid per frame of the clips; none if the numbers do not fit."""
-        found, config = self.image_grids(input_ids, vision), self.model.config
-        base = config.vision_config.image_size // config.vision_config.patch_size
-        side = base // config.spatial_pool_stride  # pooling leaves out what does not fill a block
-        pixels, runs = vision.get("pixel_values_videos"), self.placeholder_runs(input_ids, config.video_token_id)
-        shown = clip_spans(runs, pixels, side * side)
-        if found is None or shown is None:
+        """Base and tile grids of images, then a grid per frame of videos; empty if the token numbers do not match."""
+        config = self.model.config
+        grids = self.image_grids(input_ids, vision)
+        base_side = config.vision_config.image_size // config.vision_config.patch_size
+        side = base_side // config.spatial_pool_stride  # pooling drops incomplete blocks
+        pixel_values = vision.get("pixel_values_videos")
+        runs = self.placeholder_runs(input_ids, config.video_token_id)
+        spans = clip_spans(runs, pixel_values, side * side)
+        if grids is None or spans is None:
             return ()
-        first = 1 + max((segment.media_index for segment in found), default=-1)
-        for source, (row, start, frames) in enumerate(shown, first):
-            found += frame_grids(row, start, frames, side, source)
-        return tuple(found)
+        num_images = 1 + max((grid.media_index for grid in grids), default=-1)
+        for media_index, (row, start, num_frames) in enumerate(spans, num_images):
+            grids += frame_grids(row, start, num_frames, side, media_index)
+        return tuple(grids)

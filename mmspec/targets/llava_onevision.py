@@ -1,4 +1,4 @@
-"""LLaVA-OneVision: pictures as in LLaVA-NeXT (several pictures: base grids only), clips as pooled frames."""
+"""LLaVA-OneVision: images as in LLaVA-NeXT (several images: base grids only), videos as pooled frames."""
 
 from __future__ import annotations
 
@@ -18,37 +18,41 @@ class LlavaOnevisionAdapter(LlavaNextAdapter):
     model_type = "llava_onevision"
     vision_args = ("image_sizes", "image_sizes_videos", "batch_num_images", "pixel_values_videos")
 
-    packing = ("vision_aspect_ratio",)
+    packing_config_keys = ("vision_aspect_ratio",)
 
     def tiles_per_image(self, sizes: Any, vision: Mapping[str, Any]) -> list[int]:
-        """One for each of several pictures in a row."""
-        tiles, numbers = super().tiles_per_image(sizes, vision), vision.get("batch_num_images")
-        if numbers is None:
+        """As for LLaVA-NeXT; 1 for images of a row with several."""
+        tiles = super().tiles_per_image(sizes, vision)
+        images_per_row = vision.get("batch_num_images")
+        if images_per_row is None:
             return tiles
-        alone = [int(number) == 1 for number in numbers for _ in range(int(number))]
-        return [count if one else 1 for count, one in zip(tiles, alone, strict=False)]
+        is_single = [int(count) == 1 for count in images_per_row for _ in range(int(count))]
+        return [count if single else 1 for count, single in zip(tiles, is_single, strict=False)]
 
     def token_saliency(self, shares: Tensor, vision: Mapping[str, Any]) -> Tensor | None:
-        """By transformers' own packing and pooling; not of pictures and clips in one call."""
-        pixels = vision.get("pixel_values_videos")
-        if pixels is None:
+        """Arranged by transformers' own packing and pooling; None for images and videos in one call."""
+        pixel_values = vision.get("pixel_values_videos")
+        if pixel_values is None:
             return super().token_saliency(shares, vision)
         if vision.get("image_sizes") is not None:
             return None
-        pooled = self.model.model.apply_pooling(shares[..., None]).reshape(len(pixels), -1)
-        return functional.pad(pooled, (0, 1)).flatten()  # the newline token behind a clip shows nothing
+        pooled = self.model.model.apply_pooling(shares[..., None]).reshape(len(pixel_values), -1)
+        return functional.pad(pooled, (0, 1)).flatten()  # the newline token after each video
 
     def grids(self, input_ids: Tensor, vision: Mapping[str, Any]) -> tuple[VisualGrid, ...]:
-        """Base and tile grids of pictures, one grid per frame and a newline token for clips."""
-        found, config = self.image_grids(input_ids, vision), self.model.config
-        base = config.vision_config.image_size // config.vision_config.patch_size
-        side = -(-base // 2)
-        pixels, runs = vision.get("pixel_values_videos"), self.placeholder_runs(input_ids, config.video_token_id)
-        shown = clip_spans(runs, pixels, side * side, end=1)
-        if found is None or shown is None:
+        """Base and tile grids of images, one grid per frame and a newline token for videos."""
+        config = self.model.config
+        grids = self.image_grids(input_ids, vision)
+        base_side = config.vision_config.image_size // config.vision_config.patch_size
+        side = -(-base_side // 2)
+        pixel_values = vision.get("pixel_values_videos")
+        runs = self.placeholder_runs(input_ids, config.video_token_id)
+        spans = clip_spans(runs, pixel_values, side * side, end_tokens=1)
+        if grids is None or spans is None:
             return ()
-        first = 1 + max((segment.media_index for segment in found), default=-1)
-        for source, (row, start, frames) in enumerate(shown, first):
-            found += frame_grids(row, start, frames, side, source)
-            found.append(VisualGrid(row, start + frames * side * side, 1, 1, source, role="newline", frame=frames - 1))
-        return tuple(found)
+        num_images = 1 + max((grid.media_index for grid in grids), default=-1)
+        for media_index, (row, start, num_frames) in enumerate(spans, num_images):
+            grids += frame_grids(row, start, num_frames, side, media_index)
+            end = start + num_frames * side * side
+            grids.append(VisualGrid(row, end, 1, 1, media_index, role="newline", frame=num_frames - 1))
+        return tuple(grids)

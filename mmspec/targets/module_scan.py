@@ -1,7 +1,7 @@
-"""One pass over the modules of a model: everything that decides how a call of `generate` may be decoded.
+"""One pass over a model's modules, for the properties that decide how a call of `generate` may be decoded.
 
-Reads attributes only, runs nothing. Modules that run once per call (the vision tower and its projector) may be of any
-kind; what counts is the decoder, the output embeddings and the modules around them, which run in every forward.
+Reads attributes only; runs nothing. Modules that run once per call (vision tower, projector) may be of any class.
+Checked are the modules that run in every forward: decoder, output embeddings, and the modules that contain them.
 """
 
 from __future__ import annotations
@@ -20,124 +20,135 @@ from torch.nn.modules import module as torch_module
 from mmspec.cpu.linear import is_replaced
 
 LIBRARIES = ("transformers", "torch", "peft", "accelerate", "bitsandbytes", "mmspec")
-"""Packages whose hooks and functions do the same to a token whatever else is in the forward."""
+"""Packages whose hooks and functions treat a token independently of the other tokens of a forward."""
 MODULES = ("transformers", "torch.nn", "peft", "accelerate", "bitsandbytes", "mmspec")
-"""Packages whose modules do. `torch.ao` is none of them: its dynamic layers share one scale among all tokens."""
+"""Packages whose modules do so. Not `torch.ao`: its dynamically quantised layers use one scale for all tokens."""
 PARAMETERS = ("transformers", "torch.nn", "torch.distributed", "peft", "accelerate", "bitsandbytes")
-"""Packages whose parameters do; those of torchao may quantise activations, which the self-test finds out."""
+"""Packages whose parameter classes do so. Those of torchao may quantise activations: left to the self-test."""
 SAME_IN_TRAINING = (nn.Linear, nn.Embedding)
-"""Modules that do the same in train mode; `resize_token_embeddings` leaves new ones in it."""
-LEAVE_NOTHING = ("transformers.utils.output_capturing", "mmspec.targets.vision_attention")
-"""Modules whose hooks may run in inference mode: none of their tensors outlives a call."""
+"""Modules without a train mode; `resize_token_embeddings` creates them with `training=True`."""
+INFERENCE_SAFE_HOOKS = ("transformers.utils.output_capturing", "mmspec.targets.vision_attention")
+"""Python modules whose hooks may run in inference mode: none of their tensors outlives a call."""
 
 
 @dataclass(frozen=True)
 class ModuleScan:
-    """What one pass over a model's modules found.
+    """Result of `scan_modules`.
 
     Attributes:
-        training: the first module in train mode, or None. compiled: whether a part is compiled.
-        hook: the first hook or replaced forward of user code in the decoder, or None; it may count its calls.
-        foreign: modules in the decoder that no known library wrote or that hold parameters of an unknown kind.
-        quiet: whether a forward creates no tensor that outlives it, so that it may run in inference mode.
-        linears: the `nn.Linear` layers of the decoder and of the output embeddings.
+        training: description of the first module in train mode, or None.
+        compiled: whether any module is compiled.
+        hook: description of the first user hook or stateful replaced forward in the decoder, or None.
+        foreign: decoder modules of unknown classes or with parameters of unknown classes (see `selftest`).
+        can_use_inference_mode: whether no tensor created in a forward outlives it.
+        linear_layers: the `nn.Linear` layers of the decoder and of the output embeddings.
     """
 
     training: str | None = None
     compiled: bool = False
     hook: str | None = None
     foreign: tuple[nn.Module, ...] = ()
-    quiet: bool = True
-    linears: tuple[nn.Linear, ...] = ()
+    can_use_inference_mode: bool = True
+    linear_layers: tuple[nn.Linear, ...] = ()
 
 
 @dataclass
-class _Pass:
-    """What is collected on the way; (module, what it is) pairs are few."""
+class _ScanState:
+    """Results collected during the pass; `hooked` has (module, description) pairs."""
 
     training: nn.Module | None = None
     compiled: bool = False
-    quiet: bool = True
+    can_use_inference_mode: bool = True
     hooked: list[tuple[nn.Module, str]] = field(default_factory=list)
     foreign: list[nn.Module] = field(default_factory=list)
-    linears: list[nn.Linear] = field(default_factory=list)
-    types: dict[type, str] = field(default_factory=dict)
+    linear_layers: list[nn.Linear] = field(default_factory=list)
+    origins: dict[type, str] = field(default_factory=dict)
 
-    def visit(self, module: nn.Module, decoding: bool) -> None:
-        """Look at one module. `decoding`: it is the decoder, the output embeddings, or a part of them."""
+    def visit(self, module: nn.Module, in_decoder: bool) -> None:
+        """Check one module.
+
+        Args:
+            module: the module.
+            in_decoder: whether it is the decoder, the output embeddings, or a part of them.
+        """
         kind = type(module)
         if self.training is None and module.training and kind not in SAME_IN_TRAINING:
             self.training = module
-        if decoding and kind is nn.Linear:
-            self.linears.append(module)  # type: ignore[arg-type]
-        self._forward(module)
+        if in_decoder and isinstance(module, nn.Linear) and kind is nn.Linear:
+            self.linear_layers.append(module)
+        self._check_forward(module)
         if module._forward_hooks or module._forward_pre_hooks or "_hf_hook" in module.__dict__:
-            self._hooks(module)
-        if kind not in self.types:
-            self.types[kind] = _judged(kind)
-        judged = self.types[kind]
-        if judged == "replaced":
-            self.hooked.append((module, f"a forward that refers to variables around it ({name_of(kind.forward)})"))
-        elif judged == "foreign" or any(map(_is_foreign, module._parameters.values())):
+            self._check_hooks(module)
+        if kind not in self.origins:
+            self.origins[kind] = _class_origin(kind)
+        origin = self.origins[kind]
+        if origin == "stateful":
+            name = callable_name(kind.forward)
+            self.hooked.append((module, f"a forward that refers to variables around it ({name})"))
+        elif origin == "foreign" or any(map(_is_foreign, module._parameters.values())):
             self.foreign.append(module)
 
-    def _forward(self, module: nn.Module) -> None:
-        """`module.compile()`, `torch.compile` and forwards replaced on the instance."""
+    def _check_forward(self, module: nn.Module) -> None:
+        """Detect `module.compile()`, `torch.compile` and forwards replaced on the instance."""
         forward = module.__dict__.get("forward")
         if module._compiled_call_impl is not None or hasattr(forward, "_torchdynamo_orig_callable"):
             self.compiled = True
         if forward is None or is_replaced(module):
             return
-        self.quiet = False
+        self.can_use_inference_mode = False
         if is_library_code(forward):
             return
-        if isinstance(forward, types.MethodType) and not _has_memory(forward.__func__):
+        if isinstance(forward, types.MethodType) and not _may_hold_state(forward.__func__):
             self.foreign.append(module)
         else:
-            self.hooked.append((module, f"a replaced forward ({name_of(forward)})"))
+            self.hooked.append((module, f"a replaced forward ({callable_name(forward)})"))
 
-    def _hooks(self, module: nn.Module) -> None:
-        self.quiet = self.quiet and "_hf_hook" not in module.__dict__
+    def _check_hooks(self, module: nn.Module) -> None:
+        """Detect user hooks, and library hooks that may store tensors."""
+        self.can_use_inference_mode = self.can_use_inference_mode and "_hf_hook" not in module.__dict__
         for kind, hooks in (("hook", module._forward_hooks), ("pre-hook", module._forward_pre_hooks)):
             for hook in hooks.values():
-                self.quiet = self.quiet and getattr(hook, "__module__", None) in LEAVE_NOTHING
+                self.can_use_inference_mode = (
+                    self.can_use_inference_mode and getattr(hook, "__module__", None) in INFERENCE_SAFE_HOOKS
+                )
                 if not is_library_code(hook):
-                    self.hooked.append((module, f"a forward {kind} ({name_of(hook)})"))
+                    self.hooked.append((module, f"a forward {kind} ({callable_name(hook)})"))
         device_hook = module.__dict__.get("_hf_hook")
         for part in getattr(device_hook, "hooks", (device_hook,)):
             if part is not None and not is_library_code(part):
-                self.hooked.append((module, f"a forward hook ({name_of(part)})"))
+                self.hooked.append((module, f"a forward hook ({callable_name(part)})"))
 
 
-def scan(model: Any) -> ModuleScan:
-    """Look at every module of a transformers model once."""
+def scan_modules(model: Any) -> ModuleScan:
+    """Check every module of a transformers model once."""
     roots = [part for part in (model.get_decoder() or model, model.get_output_embeddings()) if part is not None]
-    known, found = {id(root) for root in roots}, _Pass()
-    for module, decoding in _modules(model, known):
-        found.visit(module, decoding)
+    state = _ScanState()
+    for module, in_decoder in _walk_modules(model, {id(root) for root in roots}):
+        state.visit(module, in_decoder)
     hooks = {**torch_module._global_forward_hooks, **torch_module._global_forward_pre_hooks}
-    strange = [hook for hook in hooks.values() if not is_library_code(hook)]
-    hook = f"a global forward hook ({name_of(strange[0])})" if strange else None
+    user_hooks = [hook for hook in hooks.values() if not is_library_code(hook)]
+    hook = f"a global forward hook ({callable_name(user_hooks[0])})" if user_hooks else None
     foreign: list[nn.Module] = []
-    if found.hooked or found.foreign:
-        running = {id(module) for module in _running(model, roots)}
-        foreign = [module for module in found.foreign if id(module) in running]
-        hooked = [(module, what) for module, what in found.hooked if id(module) in running]
+    if state.hooked or state.foreign:
+        running = {id(module) for module in _modules_of_every_forward(model, roots)}
+        foreign = [module for module in state.foreign if id(module) in running]
+        hooked = [(module, description) for module, description in state.hooked if id(module) in running]
         if hooked and hook is None:
-            hook = f"{hooked[0][1]} on {described(model, hooked[0][0])}"
-    kept = getattr(model, "hf_quantizer", None) is not None or hasattr(model, "hf_device_map") or bool(hooks)
+            hook = f"{hooked[0][1]} on {describe_module(model, hooked[0][0])}"
+    is_quantised = getattr(model, "hf_quantizer", None) is not None
+    may_store_tensors = is_quantised or hasattr(model, "hf_device_map") or bool(hooks) or bool(foreign)
     return ModuleScan(
-        training=None if found.training is None else described(model, found.training),
-        compiled=found.compiled,
+        training=None if state.training is None else describe_module(model, state.training),
+        compiled=state.compiled,
         hook=hook,
         foreign=tuple(foreign),
-        quiet=found.quiet and not kept and not foreign,
-        linears=tuple(found.linears),
+        can_use_inference_mode=state.can_use_inference_mode and not may_store_tensors,
+        linear_layers=tuple(state.linear_layers),
     )
 
 
-def described(model: nn.Module, module: nn.Module) -> str:
-    """Name and class of a module, and the classes of unknown parameters, for messages."""
+def describe_module(model: nn.Module, module: nn.Module) -> str:
+    """Name and class of a module, and its unknown parameter classes, for messages."""
     name = next((name for name, part in model.named_modules() if part is module), "")
     weights = sorted({type(weight).__name__ for weight in module._parameters.values() if _is_foreign(weight)})
     kind = ", ".join([type(module).__name__, *weights])
@@ -145,44 +156,44 @@ def described(model: nn.Module, module: nn.Module) -> str:
 
 
 def is_library_code(code: Any) -> bool:
-    """Whether a function, with all that it wraps, or the class of a callable is of a known library."""
+    """Whether a function, with all functions that it wraps, or the class of a callable is of a known library."""
     pending = [code]
     while pending:
-        one = pending.pop()
-        if "__wrapped__" in getattr(one, "__dict__", {}):
-            pending.append(one.__wrapped__)
-        if isinstance(one, functools.partial):
-            pending.append(one.func)
-        elif isinstance(one, types.MethodType):
-            pending.append(one.__func__)
-        elif not _within(_origin(one), LIBRARIES):
+        current = pending.pop()
+        if "__wrapped__" in getattr(current, "__dict__", {}):
+            pending.append(current.__wrapped__)
+        if isinstance(current, functools.partial):
+            pending.append(current.func)
+        elif isinstance(current, types.MethodType):
+            pending.append(current.__func__)
+        elif not _is_in_packages(_python_module(current), LIBRARIES):
             return False
     return True
 
 
-def name_of(code: Any) -> str:
+def callable_name(code: Any) -> str:
     """Name of a function or of the class of a callable, for messages."""
     while isinstance(code, functools.partial):
         code = code.func
     return str(getattr(code, "__qualname__", type(code).__name__)).replace("<locals>.", "")
 
 
-def _modules(model: nn.Module, roots: set[int]) -> Iterator[tuple[nn.Module, bool]]:
-    """Every module once, and whether it is one of the roots or below one."""
-    seen: set[int] = set()
+def _walk_modules(model: nn.Module, roots: set[int]) -> Iterator[tuple[nn.Module, bool]]:
+    """(module, whether it is a root or part of one) of every module once; `roots` are ids of modules."""
+    visited: set[int] = set()
     pending = [(model, id(model) in roots)]
     while pending:
         module, inside = pending.pop()
-        if id(module) in seen:
+        if id(module) in visited:
             continue
-        seen.add(id(module))
+        visited.add(id(module))
         yield module, inside
-        parts = [part for part in module._modules.values() if part is not None]
-        pending += [(part, inside or id(part) in roots) for part in reversed(parts)]
+        children = [child for child in module._modules.values() if child is not None]
+        pending += [(child, inside or id(child) in roots) for child in reversed(children)]
 
 
-def _running(model: nn.Module, roots: Sequence[nn.Module]) -> Iterator[nn.Module]:
-    """The modules that run in every forward: the roots, what is below them, and what is around them."""
+def _modules_of_every_forward(model: nn.Module, roots: Sequence[nn.Module]) -> Iterator[nn.Module]:
+    """The roots, their parts, and the modules that contain them."""
     for root in roots:
         yield from root.modules()
     for module in model.modules():
@@ -191,21 +202,21 @@ def _running(model: nn.Module, roots: Sequence[nn.Module]) -> Iterator[nn.Module
 
 
 def _is_foreign(weight: nn.Parameter | None) -> bool:
-    """Whether a parameter is of a class that no known library made."""
+    """Whether a parameter's class is not of a known library."""
     kind = type(weight)
-    return kind is not nn.Parameter and weight is not None and not _within(kind.__module__, PARAMETERS)
+    return kind is not nn.Parameter and weight is not None and not _is_in_packages(kind.__module__, PARAMETERS)
 
 
-def _judged(kind: type) -> str:
-    """`known`, `foreign` (someone else's), or `replaced` (its forward is a function with a memory of its own)."""
+def _class_origin(kind: type) -> str:
+    """`known` (a known library), `foreign` (any other), or `stateful` (its forward may store state unseen)."""
     forward = kind.forward  # type: ignore[attr-defined]
     if not is_library_code(forward):
-        return "replaced" if _has_memory(forward) else "foreign"
-    return "known" if _within(kind.__module__, MODULES) else "foreign"
+        return "stateful" if _may_hold_state(forward) else "foreign"
+    return "known" if _is_in_packages(kind.__module__, MODULES) else "foreign"
 
 
-def _has_memory(function: Any) -> bool:
-    """Whether a function may keep state where nobody finds it: in variables around it or in its defaults."""
+def _may_hold_state(function: Any) -> bool:
+    """Whether a function may store state that no module holds: in closures, globals or mutable defaults."""
     code = getattr(function, "__code__", None)
     if code is None or not set(code.co_freevars) <= {"__class__"} or _writes_globals(code):
         return True
@@ -215,15 +226,15 @@ def _has_memory(function: Any) -> bool:
 
 @functools.lru_cache(maxsize=256)
 def _writes_globals(code: types.CodeType) -> bool:
-    return any(step.opname in ("STORE_GLOBAL", "DELETE_GLOBAL") for step in dis.get_instructions(code))
+    return any(one.opname in ("STORE_GLOBAL", "DELETE_GLOBAL") for one in dis.get_instructions(code))
 
 
-def _origin(code: Any) -> str:
-    """The Python module that a function's code, or a callable's class, is of. Decorators do not change it."""
+def _python_module(code: Any) -> str:
+    """Python module of a function's code or of a callable's class. Decorators do not change it."""
     if isinstance(code, types.FunctionType):
         return str(code.__globals__.get("__name__", ""))
     return str((code if isinstance(code, type) else type(code)).__module__)
 
 
-def _within(module: str | None, packages: Sequence[str]) -> bool:
+def _is_in_packages(module: str | None, packages: Sequence[str]) -> bool:
     return any(module == package or (module or "").startswith(package + ".") for package in packages)

@@ -1,4 +1,4 @@
-"""Qwen2.5-VL: grids of any size for pictures and clips, three position axes (M-RoPE)."""
+"""Qwen2.5-VL: grids of any size for images and videos, three position axes (M-RoPE)."""
 
 from __future__ import annotations
 
@@ -8,40 +8,41 @@ from typing import Any
 from torch import Tensor
 
 from mmspec.interfaces import VisualGrid
-from mmspec.targets.hf import ModelAdapter
+from mmspec.targets.base import ModelAdapter
 
 
 class Qwen25VLAdapter(ModelAdapter):
-    """`Qwen2_5_VLForConditionalGeneration`. The grids come with the inputs (`*_grid_thw`, before spatial merging)."""
+    """`Qwen2_5_VLForConditionalGeneration`. Grid sizes are inputs (`*_grid_thw`, before merging)."""
 
     model_type = "qwen2_5_vl"
     vision_args = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")
 
     def grids(self, input_ids: Tensor, vision: Mapping[str, Any]) -> tuple[VisualGrid, ...]:
-        """One grid per picture and per time step of a clip."""
+        """One grid per image and per time step of a video; empty if the token numbers do not match."""
         config = self.model.config
         merge = config.vision_config.spatial_merge_size
-        found: list[VisualGrid] = []
-        source = 0
-        for token, name, role in (
+        grids: list[VisualGrid] = []
+        media_index = 0
+        for token, argument, role in (
             (config.image_token_id, "image_grid_thw", "base"),
             (config.video_token_id, "video_grid_thw", "frame"),
         ):
-            grids = vision.get(name)
-            grids = [] if grids is None else [tuple(int(n) for n in grid) for grid in grids]
+            values = vision.get(argument)
+            sizes = [] if values is None else [tuple(int(value) for value in size) for size in values]
             for row, start, length in self.placeholder_runs(input_ids, token):
                 end = start + length
-                while start < end:  # several grids may stand side by side
-                    if not grids:
+                while start < end:  # several grids may be adjacent
+                    if not sizes:
                         return ()
-                    times, height, width = grids.pop(0)
-                    height, width = height // merge, width // merge
-                    for time in range(times):
-                        found.append(VisualGrid(row, start, height, width, source, role=role, frame=time))
+                    num_frames, height, width = sizes.pop(0)
+                    height //= merge
+                    width //= merge
+                    for frame in range(num_frames):
+                        grids.append(VisualGrid(row, start, height, width, media_index, role=role, frame=frame))
                         start += height * width
-                    source += 1
+                    media_index += 1
                 if start != end:
                     return ()
-            if grids:
+            if sizes:
                 return ()
-        return tuple(found)
+        return tuple(grids)

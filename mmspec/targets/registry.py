@@ -1,4 +1,4 @@
-"""Which model families are supported: `model_type` -> adapter. Adding one: `docs/adding-a-family.md`."""
+"""Supported model families: `model_type` -> adapter. To add one see `docs/extending.md`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from mmspec.targets.hf import ModelAdapter
+from mmspec.targets.base import ModelAdapter
 from mmspec.targets.llava import LlavaAdapter
 from mmspec.targets.llava_next import LlavaNextAdapter
 from mmspec.targets.llava_next_video import LlavaNextVideoAdapter
@@ -14,33 +14,34 @@ from mmspec.targets.llava_onevision import LlavaOnevisionAdapter
 from mmspec.targets.qwen2_5_vl import Qwen25VLAdapter
 
 ADAPTERS: dict[str, type[ModelAdapter]] = {
-    family.model_type: family
-    for family in (LlavaAdapter, LlavaNextAdapter, LlavaNextVideoAdapter, LlavaOnevisionAdapter, Qwen25VLAdapter)
+    adapter.model_type: adapter
+    for adapter in (LlavaAdapter, LlavaNextAdapter, LlavaNextVideoAdapter, LlavaOnevisionAdapter, Qwen25VLAdapter)
 }
 
 
 class UnsupportedModelError(ValueError):
-    """The model's family has no adapter."""
+    """There is no adapter for the model's family."""
 
 
 def supported() -> tuple[str, ...]:
-    """The `model_type`s that `patch` accepts."""
+    """The values of `config.model_type` that `patch` accepts."""
     return tuple(sorted(ADAPTERS))
 
 
 def find_adapter(model: Any) -> ModelAdapter:
-    """The adapter for a model.
+    """A new adapter of the model's family.
 
     Raises:
-        TypeError: not a transformers model that can generate. UnsupportedModelError: no adapter for its family.
+        TypeError: not a transformers model that can generate.
+        UnsupportedModelError: no adapter for its family.
     """
     if "_orig_mod" in getattr(model, "__dict__", {}).get("_modules", {}):
         raise TypeError(
-            f"mmspec patches the transformers model itself; got {type(model).__name__}, a wrapper that torch.compile "
-            "makes. Pass what is inside: mmspec.patch(model._orig_mod)."
+            f"mmspec patches the transformers model itself; got {type(model).__name__}, a wrapper created by "
+            "torch.compile. Patch the wrapped model: mmspec.patch(model._orig_mod)."
         )
-    kind = getattr(getattr(model, "config", None), "model_type", None)
-    if kind is None or not hasattr(model, "forward") or not callable(getattr(type(model), "generate", None)):
+    model_type = getattr(getattr(model, "config", None), "model_type", None)
+    if model_type is None or not hasattr(model, "forward") or not callable(getattr(type(model), "generate", None)):
         raise TypeError(
             f"mmspec patches a transformers vision-language model that can generate; got {type(model).__name__}. "
             "Load one with AutoModelForImageTextToText.from_pretrained(...)."
@@ -48,11 +49,11 @@ def find_adapter(model: Any) -> ModelAdapter:
     if not isinstance(model, PreTrainedModel):
         raise TypeError(
             f"mmspec patches the transformers model itself; got {type(model).__name__}, a wrapper around one. Patch "
-            "what is inside (model.get_base_model() of PEFT, model._orig_mod of torch.compile)."
+            "the wrapped model (model.get_base_model() of PEFT, model._orig_mod of torch.compile)."
         )
-    if kind not in ADAPTERS:
+    if model_type not in ADAPTERS:
         raise UnsupportedModelError(
-            f"mmspec has no adapter for model_type {kind!r} ({type(model).__name__}); "
-            f"supported: {', '.join(supported())}."
+            f"mmspec has no adapter for model_type={model_type!r} ({type(model).__name__}); supported are "
+            f"{', '.join(supported())}. Use another model, or add an adapter (docs/extending.md)."
         )
-    return ADAPTERS[kind](model)
+    return ADAPTERS[model_type](model)

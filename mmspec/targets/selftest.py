@@ -1,7 +1,7 @@
-"""Finds out whether modules of unknown kind give a token the same logits whatever else is in the forward.
+"""Self-test of modules of unknown classes: do a token's logits depend on the other tokens of a forward?
 
-One small tree is scored in one forward and its paths token by token. Nothing of it stays: the generators and the state
-of the modules in question are put back.
+Scores a small tree in one forward, and its paths token by token, and compares the logits. Random generators and the
+state of the modules under test are restored.
 """
 
 from __future__ import annotations
@@ -18,174 +18,189 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from mmspec.engine.sampler import RngGuard
+from mmspec.engine.rng import RngGuard
 from mmspec.engine.tree import DraftTree, root_only, sanitize
 from mmspec.interfaces import VerifyResult
-from mmspec.targets.hf import TOKEN_TYPE_INPUTS, HFTarget, ModelAdapter
-from mmspec.targets.module_scan import described
+from mmspec.targets.base import ModelAdapter
+from mmspec.targets.hf import TOKEN_TYPE_INPUTS, HFTarget
+from mmspec.targets.module_scan import describe_module
 
 PARENTS = (-1, 0, 1, 2, 0, 4, 1, 6)
+"""Parent of each node of the tree."""
 PATHS = ((0, 1, 2, 3), (0, 4, 5), (0, 1, 6, 7))
-PROMPT = 12
-"""Tokens of the prompt before the tree."""
+"""Its paths from the root to a leaf."""
+PROMPT_LENGTH = 12
+"""Prompt tokens before the tree."""
 TOLERANCE = 1e-4
-"""Largest difference of logits, as a share of their spread, in float32."""
+"""Largest accepted difference of float32 logits, relative to their range."""
 HALF_MEAN, HALF_MARGIN = 1, 4
-"""In half precision, in units of its resolution: the largest mean difference of a token's logits, and the largest
-margin of a best token that another one replaces."""
-NAMED = 3
+"""Accepted in half precision, in units of its resolution relative to the range of the logits: mean difference of a
+token's logits, and margin of a best token that becomes second."""
+MAX_NAMED_MODULES = 3
 """Modules that a message names."""
 
 
-def refusal(
-    family: ModelAdapter, foreign: Sequence[nn.Module], model_kwargs: Mapping[str, Any], config: Any
+def failure_reason(
+    adapter: ModelAdapter, foreign: Sequence[nn.Module], model_kwargs: Mapping[str, Any], config: Any
 ) -> str | None:
     """Why a model with these modules must be decoded by transformers alone; None if the self-test passes.
 
     Args:
-        foreign: modules that the test is about. model_kwargs, config: what transformers prepared for a call, of which
-            the form of the inputs is taken.
+        adapter: of the model.
+        foreign: modules under test.
+        model_kwargs: model inputs that transformers prepared for a call; the test's inputs have the same form.
+        config: the prepared generation config.
     """
-    names = [described(family.model, module) for module in foreign[:NAMED]]
-    names += [f"{len(foreign) - NAMED} more"] * (len(foreign) > NAMED)
+    names = [describe_module(adapter.model, module) for module in foreign[:MAX_NAMED_MODULES]]
+    names += [f"{len(foreign) - MAX_NAMED_MODULES} more"] * (len(foreign) > MAX_NAMED_MODULES)
     where = ", ".join(names)
     opaque = [name for module in foreign for name, value in vars(module).items() if _is_opaque(value)]
     if opaque:
-        return f"{where}: holds an iterator or a generator ({opaque[0]}), which no test can put back"
+        return f"{where}: holds an iterator or a generator ({opaque[0]}), which no test can restore"
     positions: Tensor = model_kwargs["position_ids"]
-    undo = RngGuard(positions.device, family.model.device)
+    rng_guard = RngGuard(positions.device, adapter.model.device)
     try:
-        with undo, _restored(foreign) as changed:
-            fault = _fault(family, model_kwargs, config)
-            fault = changed() or fault
-    except Exception as error:  # user code may raise anything on inputs that it does not expect
+        with rng_guard, _restore_state(foreign) as state_change:
+            failure = _find_failure(adapter, model_kwargs, config)
+            failure = state_change() or failure
+    except Exception as error:  # user code may raise anything on unexpected inputs
         return f"{where}: fails the self-test ({type(error).__name__}: {error})"
-    if undo.rng_was_used:
+    if rng_guard.rng_was_used:
         return f"{where}: a forward that draws random numbers"
-    return None if fault is None else f"{where}: {fault}"
+    return None if failure is None else f"{where}: {failure}"
 
 
-def fingerprint(modules: Sequence[nn.Module]) -> tuple[Any, ...]:
-    """What a result of the self-test holds for: these modules, their code, and their settings."""
-    simple = (bool, int, float, str, type(None))
+def modules_fingerprint(modules: Sequence[nn.Module]) -> tuple[Any, ...]:
+    """Key of a self-test result: the modules, their classes, forwards and simple attributes."""
+    simple_types = (bool, int, float, str, type(None))
     return tuple(
         (
             id(module),
             type(module),
             type(module).forward,
             *(type(weight) for weight in module._parameters.values()),
-            *((name, value) for name, value in vars(module).items() if isinstance(value, simple)),
+            *((name, value) for name, value in vars(module).items() if isinstance(value, simple_types)),
         )
         for module in modules
     )
 
 
-def _fault(family: ModelAdapter, model_kwargs: Mapping[str, Any], config: Any) -> str | None:
+def _find_failure(adapter: ModelAdapter, model_kwargs: Mapping[str, Any], config: Any) -> str | None:
+    """Score the paths token by token, then the tree at once; the difference found, or None."""
     device = model_kwargs["position_ids"].device
-    ids, tokens = _ids(family, device)
+    prompt_ids, node_ids = _token_ids(adapter, device)
 
-    def target() -> HFTarget:
-        kwargs = _inputs(family, ids, model_kwargs)
-        return HFTarget(family, ids, kwargs, config, most=len(PARENTS), quiet=False)
+    def prefilled_target() -> HFTarget:
+        kwargs = _model_inputs(adapter, prompt_ids, model_kwargs)
+        target = HFTarget(adapter, prompt_ids, kwargs, config, max_new_tokens=len(PARENTS), inference_mode=False)
+        target.prefill()
+        return target
 
-    allowed = torch.ones(family.num_embeddings, dtype=torch.bool, device=device)
-    apart = torch.empty(0)
-    for path in PATHS:  # before the tree, so that nothing that it leaves behind is taken for the truth
-        one = target()
-        one.prefill()
+    draftable = torch.ones(adapter.num_embeddings, dtype=torch.bool, device=device)
+    expected = torch.empty(0)
+    for path in PATHS:  # before the tree, so that state left by the tree cannot affect the expected logits
+        target = prefilled_target()
         for node in path:
-            root = sanitize(root_only(1, device), tokens[:, node], allowed)
-            logits = one.score(root)[0][0, 0].float()
-            if not len(apart):
-                apart = logits.new_full((len(PARENTS), len(logits)), torch.nan)
-            if not apart[node].isnan().all() and not _same(apart[node], logits, one.model.dtype):
-                return "a forward that gives something else the next time"
-            apart[node] = logits
-            one.commit(_step(root))
-    whole = target()
-    whole.prefill()
+            root = sanitize(root_only(1, device), node_ids[:, node], draftable)
+            logits = target.score(root)[0][0, 0].float()
+            if not len(expected):
+                expected = logits.new_full((len(PARENTS), len(logits)), torch.nan)
+            if not expected[node].isnan().all() and not _equal_logits(expected[node], logits, target.model.dtype):
+                return "a forward that is not repeatable"
+            expected[node] = logits
+            target.commit(_accept_root(root))
+    target = prefilled_target()
     parents = torch.tensor([PARENTS], device=device)
-    tree = sanitize(DraftTree(tokens, parents, torch.ones_like(parents, dtype=torch.bool)), tokens[:, 0], allowed)
-    scored = whole.score(tree)[0][0]
-    together, again = scored.float(), whole.score(tree)[0][0].float()
-    if not _same(together, again, scored.dtype):
-        return "a forward that gives something else the next time"
-    if not _same(apart, together, scored.dtype):
-        return "a forward that depends on what else is in it"
+    tree = DraftTree(node_ids, parents, torch.ones_like(parents, dtype=torch.bool))
+    tree = sanitize(tree, node_ids[:, 0], draftable)
+    first = target.score(tree)[0][0]
+    second = target.score(tree)[0][0]
+    if not _equal_logits(first.float(), second.float(), first.dtype):
+        return "a forward that is not repeatable"
+    if not _equal_logits(expected, first.float(), first.dtype):
+        return "a forward whose logits depend on its other tokens"
     return None
 
 
-def _same(wanted: Tensor, found: Tensor, dtype: torch.dtype) -> bool:
-    """Whether logits [..., V] differ by rounding only. In half precision near-ties may change the best token."""
-    spread = wanted.amax(-1, keepdim=True) - wanted.amin(-1, keepdim=True)
-    difference = (wanted - found).abs() / spread.clamp(min=torch.finfo(torch.float32).tiny)
+def _equal_logits(expected: Tensor, found: Tensor, dtype: torch.dtype) -> bool:
+    """Whether logits [..., V] are equal up to rounding. In half precision the best of two near-ties may differ."""
+    value_range = expected.amax(-1, keepdim=True) - expected.amin(-1, keepdim=True)
+    difference = (expected - found).abs() / value_range.clamp(min=torch.finfo(torch.float32).tiny)
     if bool(difference.isnan().any()):
-        return bool((wanted.isnan() == found.isnan()).all())
+        return bool((expected.isnan() == found.isnan()).all())
     if dtype not in (torch.float16, torch.bfloat16):
         return bool((difference <= TOLERANCE).all())
     resolution = torch.finfo(dtype).eps
-    best = wanted.topk(2, dim=-1).values
-    margin = (best[..., 0] - best[..., 1]) / spread[..., 0]
-    flipped = (wanted.argmax(-1) != found.argmax(-1)) & (margin > HALF_MARGIN * resolution)
+    top = expected.topk(2, dim=-1).values
+    margin = (top[..., 0] - top[..., 1]) / value_range[..., 0]
+    flipped = (expected.argmax(-1) != found.argmax(-1)) & (margin > HALF_MARGIN * resolution)
     return not bool(flipped.any()) and bool((difference.mean(-1) <= HALF_MEAN * resolution).all())
 
 
-def _ids(family: ModelAdapter, device: torch.device) -> tuple[Tensor, Tensor]:
-    """A prompt [1, PROMPT] and the tokens [1, N] of the tree: ordinary ids, all different, the same in every run."""
+def _token_ids(adapter: ModelAdapter, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Prompt [1, PROMPT_LENGTH] and tree tokens [1, N]: distinct ids of text tokens, the same in every run."""
     rng = torch.Generator().manual_seed(0)
     usable = [
-        token for token in range(min(family.num_embeddings, family.vocab_size)) if token not in family.media_token_ids
+        token
+        for token in range(min(adapter.num_embeddings, adapter.vocab_size))
+        if token not in adapter.media_token_ids
     ]
-    chosen = torch.randperm(len(usable), generator=rng)[None, : PROMPT + len(PARENTS)]
-    ids = torch.tensor(usable)[chosen].to(device)
-    return ids[:, :PROMPT], ids[:, PROMPT:]
+    order = torch.randperm(len(usable), generator=rng)[None, : PROMPT_LENGTH + len(PARENTS)]
+    ids = torch.tensor(usable)[order].to(device)
+    return ids[:, :PROMPT_LENGTH], ids[:, PROMPT_LENGTH:]
 
 
-def _inputs(family: ModelAdapter, ids: Tensor, model_kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """What transformers would have prepared for a prompt of text alone."""
+def _model_inputs(adapter: ModelAdapter, ids: Tensor, model_kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The model inputs that transformers would prepare for a text-only prompt."""
     axes = model_kwargs["position_ids"].shape[:-2]
-    positions = torch.arange(ids.shape[1], device=ids.device).expand(*axes, *ids.shape)
-    made: dict[str, Any] = {
-        "position_ids": positions,
+    position_ids = torch.arange(ids.shape[1], device=ids.device).expand(*axes, *ids.shape)
+    inputs: dict[str, Any] = {
+        "position_ids": position_ids,
         "attention_mask": torch.ones_like(ids),
-        "past_key_values": DynamicCache(config=family.text_config),
+        "past_key_values": DynamicCache(config=adapter.text_config),
     }
-    made |= {name: torch.zeros_like(ids) for name in TOKEN_TYPE_INPUTS if name in model_kwargs}
-    return made | {name: model_kwargs[name] for name in ("use_cache", "logits_to_keep") if name in model_kwargs}
+    inputs |= {name: torch.zeros_like(ids) for name in TOKEN_TYPE_INPUTS if name in model_kwargs}
+    return inputs | {name: model_kwargs[name] for name in ("use_cache", "logits_to_keep") if name in model_kwargs}
 
 
-def _step(root: DraftTree) -> VerifyResult:
-    """A verdict that walks the root and nothing else."""
+def _accept_root(root: DraftTree) -> VerifyResult:
+    """The result of verifying a root-only tree."""
     return VerifyResult(
         root, torch.zeros_like(root.tokens), torch.ones_like(root.tokens[:, 0]), root.tokens, [[0]], [[0]]
     )
 
 
 @contextmanager
-def _restored(modules: Sequence[nn.Module]) -> Iterator[Any]:
-    """Puts attributes and buffers of modules and Python's generators back; gives a function that says what changed."""
-    saved = [(module, _state(module)) for module in modules]
-    numpy = sys.modules.get("numpy")
-    drawn, numbers = random.getstate(), None if numpy is None else numpy.random.get_state()
+def _restore_state(modules: Sequence[nn.Module]) -> Iterator[Any]:
+    """Restore attributes and buffers of modules and Python's random generators afterwards.
 
-    def changed() -> str | None:
-        if random.getstate() != drawn or (numpy is not None and repr(numpy.random.get_state()) != repr(numbers)):
+    Yields:
+        A function that describes what has changed since, or returns None.
+    """
+    saved = [(module, _copy_state(module)) for module in modules]
+    numpy = sys.modules.get("numpy")
+    python_state = random.getstate()
+    numpy_state = None if numpy is None else numpy.random.get_state()
+
+    def state_change() -> str | None:
+        numpy_changed = numpy is not None and repr(numpy.random.get_state()) != repr(numpy_state)
+        if random.getstate() != python_state or numpy_changed:
             return "a forward that draws random numbers"
-        kept = any(not _equal(before, _state(module)) for module, before in saved)
-        return "a forward that keeps state for the next one" if kept else None
+        stateful = any(not _equal(before, _copy_state(module)) for module, before in saved)
+        return "a forward that keeps state for the next one" if stateful else None
 
     try:
-        yield changed
+        yield state_change
     finally:
-        random.setstate(drawn)
+        random.setstate(python_state)
         if numpy is not None:
-            numpy.random.set_state(numbers)
+            numpy.random.set_state(numpy_state)
         for module, before in saved:
-            _put_back(module, before)
+            _restore_module(module, before)
 
 
-def _state(module: nn.Module) -> dict[str, Any]:
-    """A copy of everything a module may write to but its weights and its submodules."""
+def _copy_state(module: nn.Module) -> dict[str, Any]:
+    """A copy of a module's data attributes and buffers, without parameters and submodules."""
     describe_skipped = ("_modules", "_parameters", "_buffers")
     own = {name: value for name, value in module.__dict__.items() if name not in describe_skipped and _is_data(value)}
     state: dict[str, Any] = copy.deepcopy(own)
@@ -193,8 +208,8 @@ def _state(module: nn.Module) -> dict[str, Any]:
     return state
 
 
-def _put_back(module: nn.Module, before: Mapping[str, Any]) -> None:
-    now = _state(module)
+def _restore_module(module: nn.Module, before: Mapping[str, Any]) -> None:
+    now = _copy_state(module)
     for name in set(now) - set(before):
         container = module._buffers if name.startswith("_buffers.") else module.__dict__
         container.pop(name.removeprefix("_buffers."), None)
@@ -203,12 +218,12 @@ def _put_back(module: nn.Module, before: Mapping[str, Any]) -> None:
             continue
         container = module._buffers if name.startswith("_buffers.") else module.__dict__
         name = name.removeprefix("_buffers.")
-        if not _refilled(container.get(name), value):
+        if not _restore_in_place(container.get(name), value):
             container[name] = value
 
 
-def _refilled(current: Any, value: Any) -> bool:
-    """Put a value back into the same object, which others may hold too; False where that is not possible."""
+def _restore_in_place(current: Any, value: Any) -> bool:
+    """Restore a value in the same object, which may be shared; False where that is not possible."""
     if type(current) is not type(value):
         return False
     if isinstance(value, Tensor) and current.shape == value.shape and current.dtype == value.dtype:
@@ -227,12 +242,12 @@ def _refilled(current: Any, value: Any) -> bool:
 
 
 def _is_opaque(value: Any) -> bool:
-    """Whether using a value changes it in a way that cannot be undone."""
+    """Whether using a value changes it irreversibly."""
     return hasattr(value, "__next__") or isinstance(value, (torch.Generator, random.Random))
 
 
 def _is_data(value: Any) -> bool:
-    """Whether a value is data through and through, not a function, a config or another object of code."""
+    """Whether a value consists of plain data, without functions or objects of other classes."""
     if isinstance(value, (list, tuple, set, frozenset, deque)):
         return all(_is_data(part) for part in value)
     if isinstance(value, Mapping):

@@ -1,9 +1,9 @@
-"""How much a vision tower looks at each patch of a picture, heard while transformers encodes the pictures of a call.
+"""Attention that a vision tower pays to each patch, captured while transformers encodes the images of a call.
 
-The usual attention kernels do not return their weights, so a hook keeps what the tower's last used layer was fed, and
-the weights are computed from that once more, for that layer alone. Where a class token stands first and is dropped
-(CLIP), a patch scores what that token gives it (FasterVLM, arXiv 2412.01818; VisionZip, arXiv 2412.04467); else the
-mean over all patches.
+The usual attention kernels do not return their weights, so a hook stores the input of the last used layer, and the
+weights are recomputed for that layer alone. If a class token comes first and is dropped (CLIP), a patch's share is the
+class token's attention to it (FasterVLM, arXiv 2412.01818; VisionZip, arXiv 2412.04467); otherwise the mean attention
+of all patches to it.
 """
 
 from __future__ import annotations
@@ -16,70 +16,78 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_hearer: ContextVar[AttentionCapture | None] = ContextVar("mmspec_tower", default=None)
+_active_capture: ContextVar[AttentionCapture | None] = ContextVar("mmspec_attention_capture", default=None)
 
 
 class AttentionCapture:
-    """What one call's pictures were fed to an attention layer as.
+    """Inputs of one attention layer during one call.
 
     Attributes:
-        layer: an attention module with `q_proj`, `k_proj`, `num_heads` and `scale`. first: a class token stands first.
+        layer: an attention module with `q_proj`, `k_proj`, `num_heads` and `scale`.
+        has_class_token: whether the first token is a class token.
     """
 
-    def __init__(self, layer: nn.Module, first: bool) -> None:
-        self.layer, self.has_class_token = layer, first
-        self._fed: list[Tensor] = []
+    def __init__(self, layer: nn.Module, has_class_token: bool) -> None:
+        self.layer = layer
+        self.has_class_token = has_class_token
+        self._inputs: list[Tensor] = []  # [P, 1 + N or N, D] each
 
     @contextmanager
     def active(self) -> Iterator[AttentionCapture]:
-        """Hears what this thread feeds the layer. Other threads may use the model meanwhile; theirs is not heard."""
+        """Capture the layer's inputs in the current thread; forwards of other threads are ignored."""
 
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if _hearer.get() is self:
-                self._fed.append((args[0] if args else kwargs["hidden_states"]).detach())
+            if _active_capture.get() is self:
+                self._inputs.append((args[0] if args else kwargs["hidden_states"]).detach())
 
-        handle, token = self.layer.register_forward_pre_hook(hook, with_kwargs=True), _hearer.set(self)
+        handle = self.layer.register_forward_pre_hook(hook, with_kwargs=True)
+        token = _active_capture.set(self)
         try:
             yield self
         finally:
-            _hearer.reset(token)
+            _active_capture.reset(token)
             handle.remove()
 
     @torch.no_grad()
     def scores(self) -> Tensor | None:
-        """[P, N] float32 of each picture (or tile) and patch, its share of attention; None if none was fed."""
-        if not self._fed or len({part.shape[1:] for part in self._fed}) > 1:
+        """[P, N] float32, attention share of each patch of each image or tile; None if nothing was captured."""
+        if not self._inputs or len({part.shape[1:] for part in self._inputs}) > 1:
             return None
-        # Picture by picture: a square of patches for each head is kept for no longer than its sums.
-        return torch.stack([self._of(picture) for part in self._fed for picture in part])
+        # One image at a time: the [heads, N, N] weights are large.
+        return torch.stack([self._attention_shares(image) for part in self._inputs for image in part])
 
-    def _of(self, fed: Tensor) -> Tensor:
+    def _attention_shares(self, hidden_states: Tensor) -> Tensor:
+        """[N] attention to each patch, from the layer's input [1 + N or N, D] for one image."""
         layer: Any = self.layer
-        heads, count = int(layer.num_heads), len(fed)
-        fed = fed.to(layer.q_proj.weight.dtype)  # another one under autocast
-        asking = fed[:1] if self.has_class_token else fed
-        queries = layer.q_proj(asking).view(len(asking), heads, -1).transpose(0, 1).float()
-        keys = layer.k_proj(fed).view(count, heads, -1).transpose(0, 1).float()
-        given = (queries @ keys.mT * layer.scale).softmax(-1).mean((0, 1))
-        return given[1:] if self.has_class_token else given
+        num_heads = int(layer.num_heads)
+        hidden_states = hidden_states.to(layer.q_proj.weight.dtype)  # may differ under autocast
+        query_states = hidden_states[:1] if self.has_class_token else hidden_states
+        queries = layer.q_proj(query_states).view(len(query_states), num_heads, -1).transpose(0, 1).float()
+        keys = layer.k_proj(hidden_states).view(len(hidden_states), num_heads, -1).transpose(0, 1).float()
+        shares = (queries @ keys.mT * layer.scale).softmax(-1).mean((0, 1))
+        return shares[1:] if self.has_class_token else shares
 
 
-def capture_attention(tower: nn.Module, feature_layer: int | Sequence[int], first: bool) -> AttentionCapture | None:
-    """For the layer whose output the projector is given; None where the tower is built otherwise.
+def capture_attention(
+    tower: nn.Module, feature_layer: int | Sequence[int], has_class_token: bool
+) -> AttentionCapture | None:
+    """A capture of the layer whose output the projector reads; None if the tower has no such attention layer.
 
     Args:
-        feature_layer: `vision_feature_layer` of the config, a number or several. first: a class token is dropped.
+        tower: the vision tower.
+        feature_layer: `config.vision_feature_layer`, an index into `hidden_states`, or several (the last counts).
+        has_class_token: whether the first token is a class token, which is dropped.
     """
-    number = feature_layer if isinstance(feature_layer, int) else feature_layer[-1]
-    place = number if number < 0 else number - 1  # state 0 is what goes into the first layer
+    state_index = feature_layer if isinstance(feature_layer, int) else feature_layer[-1]
+    layer_index = state_index if state_index < 0 else state_index - 1  # hidden state 0 is the first layer's input
     for name, layers in tower.named_modules():
         if name.rpartition(".")[2] != "layers" or not isinstance(layers, nn.ModuleList):
             continue
-        if not number or not -len(layers) <= place < len(layers):
+        if not state_index or not -len(layers) <= layer_index < len(layers):
             return None
-        attention: Any = getattr(layers[place], "self_attn", None)
+        attention: Any = getattr(layers[layer_index], "self_attn", None)
         if all(hasattr(attention, part) for part in ("q_proj", "k_proj", "num_heads", "scale")):
-            return AttentionCapture(attention, first)
+            return AttentionCapture(attention, has_class_token)
     return None
 
 

@@ -8,19 +8,33 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_heads
+import tiny_models
 import torch
 
 import mmspec
 from mmspec.app.bench import command as bench
-from mmspec.app.bench.measure import Run, System, clone, endless, once, results, systems
-from mmspec.app.bench.requests import pictures, requests_of
-from mmspec.app.cli.main import main
+from mmspec.app.bench import specs
+from mmspec.app.bench.forced_tree import ForcedTree, add_forced_tree, format_not_used, is_probe_needed
+from mmspec.app.bench.measure import (
+    Contestant,
+    TimedRun,
+    build_contestants,
+    build_result_rows,
+    clone,
+    disable_eos,
+    run_once,
+)
+from mmspec.app.bench.requests import bench_images, build_requests
+from mmspec.app.bench.rows import current_keys
+from mmspec.app.cli.main import build_parser, main
 from mmspec.app.errors import UsageError
 from mmspec.app.modeling.captioner import Captioner
 from mmspec.app.modeling.random_models import random_model
+from mmspec.control.tree_size import TreeSizeController
 from mmspec.metrics.stats import Stats
 
-KEYS = """drafter batch tau R tokens_per_s speedup_hf speedup_own speedup_e2e identical score_ms draft_ms rest_ms
+KEYS = """drafter batch tau R tokens_per_s speedup_hf speedup_own speedup_e2e identical score_ms draft_ms overhead_ms
 ttft_ms speedup_hf_ci speedup_e2e_pooled accepted_at_position tokens_min draft_mib of_target block"""
 
 
@@ -73,7 +87,7 @@ def test_sampled_bench_is_identical(capsys: Any) -> None:
     [
         (["--drafters", "magic"], "unknown drafter 'magic'"),
         (["--drafters", "msd@0"], "a depth is 1 to 63"),
-        (["--drafters", "fused@3"], "which 'fused' does not"),
+        (["--drafters", "fused@3"], "which 'hybrid' does not"),
         (["--nodes", "65"], "--nodes is 1 to 64"),
         (["--new-tokens", "1"], "2 or more"),
         (["--json", "/no/such/folder/x.json"], "cannot write"),
@@ -92,7 +106,7 @@ def test_a_missing_matplotlib_is_said(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_clones_share_weights_and_nothing_else(tiny: Captioner) -> None:
-    twin = endless(clone(tiny.model))
+    twin = disable_eos(clone(tiny.model))
     assert all(a is b for a, b in zip(tiny.model.parameters(), twin.parameters(), strict=True))
     mmspec.patch(twin, "none")
     assert mmspec.is_patched(twin) and not mmspec.is_patched(tiny.model)
@@ -100,20 +114,20 @@ def test_clones_share_weights_and_nothing_else(tiny: Captioner) -> None:
 
 
 def test_rows_never_end_early(tiny: Captioner) -> None:
-    inputs = requests_of(tiny, pictures([], 3, 0), "a", 3, 0, 1, 0)[0]
+    inputs = build_requests(tiny, bench_images([], 3, 0), "a", 3, 0, 1, 0)[0]
     model = clone(tiny.model)
     ended = model.generate(**inputs, max_new_tokens=1, do_sample=False)[:, -1]
     model.generation_config.eos_token_id = ended.tolist()
-    plain = once(System("hf", endless(model)), inputs, 9, 0.0, 0)
-    ours = once(System("none", mmspec.patch(endless(clone(model)), "none")), inputs, 9, 0.0, 0)
-    assert plain.ids.shape == (3, 9) and torch.equal(plain.ids, ours.ids)
+    plain = run_once(Contestant("hf", disable_eos(model)), inputs, 9, 0.0, 0)
+    ours = run_once(Contestant("none", mmspec.patch(disable_eos(clone(model)), "none")), inputs, 9, 0.0, 0)
+    assert plain.output_ids.shape == (3, 9) and torch.equal(plain.output_ids, ours.output_ids)
     assert ours.stats is not None and ours.stats.rounds == 8
     assert 0 < plain.ttft_s < plain.total_s and plain.ttft_s + plain.decode_s <= plain.total_s
 
 
 @pytest.mark.parametrize("wanted", [0, 40, 100, 333])
 def test_prompts_have_the_wanted_length_and_differ(tiny: Captioner, wanted: int) -> None:
-    requests = requests_of(tiny, pictures([], 6, 0), "describe the image", 2, wanted, 3, 0)
+    requests = build_requests(tiny, bench_images([], 6, 0), "describe the image", 2, wanted, 3, 0)
     length = requests[0]["attention_mask"].sum(1)[0].item()
     assert wanted <= length < max(wanted, 36) + 8
     prompts = {tuple(row.tolist()) for request in requests for row in request["input_ids"]}
@@ -122,18 +136,18 @@ def test_prompts_have_the_wanted_length_and_differ(tiny: Captioner, wanted: int)
 
 
 def test_ratios_are_those_of_paired_runs() -> None:
-    def runs(seconds: list[float], stats: bool) -> list[Run]:
+    def runs(seconds: list[float], stats: bool) -> list[TimedRun]:
         made = Stats(rounds=4, decode_s=0.0, tokens=5, first_tokens=1, row_rounds=4)
         given = [Stats(**{**vars(made), "decode_s": s}) if stats else None for s in seconds]
-        return [Run(s + 1, 1.0, s, torch.zeros(1, 5), 5, g) for s, g in zip(seconds, given, strict=True)]
+        return [TimedRun(s + 1, 1.0, s, torch.zeros(1, 5), 5, g) for s, g in zip(seconds, given, strict=True)]
 
     field = [
-        System("hf", None, runs([1.0, 2.0, 4.0], False)),
-        System("hf-again", None, runs([1.0, 1.0, 1.0], False)),
-        System("none", None, runs([1.0, 2.0, 4.0], True)),
-        System("x", None, runs([0.5, 4.0, 1.0], True)),
+        Contestant("hf", None, runs([1.0, 2.0, 4.0], False)),
+        Contestant("hf-again", None, runs([1.0, 1.0, 1.0], False)),
+        Contestant("none", None, runs([1.0, 2.0, 4.0], True)),
+        Contestant("x", None, runs([0.5, 4.0, 1.0], True)),
     ]
-    rows = {row["drafter"]: row for row in results(field)}
+    rows = {row["drafter"]: row for row in build_result_rows(field)}
     assert rows["x"]["speedup_hf"] == 2.0 and (rows["x"]["speedup_hf_lo"], rows["x"]["speedup_hf_hi"]) == (0.5, 4.0)
     assert rows["x"]["R"] == 0.5 and rows["none"]["R"] == 1.0 and rows["x"]["tau"] == 1.0
     assert rows["hf-again"]["speedup_hf"] == 2.0 and rows["hf-again"]["R"] is None
@@ -143,36 +157,116 @@ def test_ratios_are_those_of_paired_runs() -> None:
 def test_acceptance_per_position_is_of_all_rounds() -> None:
     made = Stats(rounds=10, decode_s=1.0, tokens=19, first_tokens=1, row_rounds=10)
     made.accept_length_hist.update({1: 5, 2: 2, 3: 3})
-    runs = [Run(1.0, 0.1, 0.9, torch.zeros(1, 5), 5, made if ours else None, 5) for ours in (False, True)]
-    rows = list(results([System("hf", None, runs[:1]), System("none", None, runs[1:])]))
-    assert rows[1]["kept_at_depth"] == [0.5, 0.6] and rows[1]["accepted_at_position"] == [0.5, 0.3]
-    assert "  50 30  " in bench.table([dict.fromkeys(bench.COLUMNS) | {"drafter": "x"} | rows[1]])
+    runs = [TimedRun(1.0, 0.1, 0.9, torch.zeros(1, 5), 5, made if ours else None, 5) for ours in (False, True)]
+    rows = list(build_result_rows([Contestant("hf", None, runs[:1]), Contestant("none", None, runs[1:])]))
+    assert rows[1]["acceptance_by_depth"] == [0.5, 0.6] and rows[1]["accepted_at_position"] == [0.5, 0.3]
+    assert "  50 30  " in bench.format_table([dict.fromkeys(bench.COLUMNS) | {"drafter": "x"} | rows[1]])
 
 
 def test_trees_of_one_size_and_none_stays_plain(tiny: Captioner) -> None:
-    inputs = requests_of(tiny, pictures([], 1, 0), "a", 1, 0, 1, 0)[0]
-    field = {one.name: one for one in systems(tiny.model, ["recycling"], tiny.processor, nodes=4)}
-    nodes = {name: once(field[name], inputs, 8, 0.0, 0).stats.tree_size_hist for name in ("none", "recycling")}
+    inputs = build_requests(tiny, bench_images([], 1, 0), "a", 1, 0, 1, 0)[0]
+    field = {one.name: one for one in build_contestants(tiny.model, ["recycling"], tiny.processor, nodes=4)}
+    nodes = {name: run_once(field[name], inputs, 8, 0.0, 0).stats.tree_size_hist for name in ("none", "recycling")}
     assert set(nodes["none"]) == {1} and set(nodes["recycling"]) == {4}
 
 
 def test_how_linear_layers_are_computed_is_found_out_together(tiny: Captioner) -> None:
-    inputs = requests_of(tiny, pictures([], 1, 0), "a", 1, 0, 1, 0)[0]
-    field = systems(tiny.model, ["recycling", "lookup"], tiny.processor, nodes=4)
-    packs = [one.model.__dict__["_mmspec"].packs for one in field if mmspec.is_patched(one.model)]
-    assert len(packs) == 3 and len({id(one) for one in packs}) == 3 and not packs[0].trials
-    once(field[3], inputs, 8, 0.0, 0)
-    assert packs[0].trials and all(one.trials is packs[0].trials for one in packs)
+    inputs = build_requests(tiny, bench_images([], 1, 0), "a", 1, 0, 1, 0)[0]
+    field = build_contestants(tiny.model, ["recycling", "lookup"], tiny.processor, nodes=4)
+    packs = [one.model.__dict__["_mmspec"].autotuner for one in field if mmspec.is_patched(one.model)]
+    assert len(packs) == 3 and len({id(one) for one in packs}) == 3 and not packs[0].timings
+    run_once(field[3], inputs, 8, 0.0, 0)
+    assert packs[0].timings and all(one.timings is packs[0].timings for one in packs)
 
 
 def test_pictures_from_files(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_text("no picture")
     with pytest.raises(UsageError, match="not an image"):
-        pictures([str(tmp_path)], 2, 0)
+        bench_images([str(tmp_path)], 2, 0)
 
 
 def test_number_lists() -> None:
-    assert bench.numbers("1, 8") == [1, 8]
+    assert bench.parse_ints("1, 8") == [1, 8]
     for text in ("", "1,,2", "x", "0"):
         with pytest.raises(argparse.ArgumentTypeError):
-            bench.numbers(text)
+            bench.parse_ints(text)
+
+
+# --- what the controller declined -------------------------------------------------------------------------------------
+
+
+def use_random_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `recycling` be a random EAGLE head, which drafts in every round."""
+    model, _ = random_model("tiny")
+    text = model.config.get_text_config(decoder=True)
+    spec = tiny_models.ModelSpec("llava", hidden=text.hidden_size, layers=text.num_hidden_layers)
+    vocab_size = model.get_output_embeddings().weight.shape[0]
+    resolve = specs.resolve_drafter
+
+    def resolve_drafter(name: Any, *args: Any) -> Any:
+        is_head = name == "recycling"
+        return tiny_heads.build_drafter("decoupled", spec, vocab_size=vocab_size) if is_head else resolve(name, *args)
+
+    monkeypatch.setattr(specs, "resolve_drafter", resolve_drafter)
+
+
+def test_a_drafter_that_was_left_out_is_named_with_its_tau(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """The controller never drafts; the forced tree measures what that drafter would accept."""
+    use_random_head(monkeypatch)
+    is_fixed = property(lambda controller: controller.drafts and controller.fixed_tree_size is not None)
+    monkeypatch.setattr(TreeSizeController, "should_draft", is_fixed)
+    file = tmp_path / "b.json"
+    args = ["--model", "tiny", "--drafters", "recycling", "--new-tokens", "24", "--repeats", "2", "--json", str(file)]
+    assert main(["bench", *args]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    row = json.loads(file.read_text())[-1]
+    assert (row["drafter"], row["tau"], row["drafted_share"], row["not_used"]) == ("recycling", 1.0, 0.0, True)
+    forced = row["forced_tree"]
+    assert forced["tree_size"] == 16 and forced["drafted_share"] > 0.5 and forced["speedup_own"] > 0
+    assert len(lines) == 6 and lines[-1].startswith("recycling (batch 1, prompt ")
+    assert "not used: drafting did not pay here (0% of rounds drafted, estimated " in lines[-1]
+    assert f"tau {forced['tau']:.2f} with trees of 16 nodes" in lines[-1]
+
+
+def test_a_fixed_tree_is_used_in_every_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    use_random_head(monkeypatch)
+    file = tmp_path / "b.json"
+    args = ["--model", "tiny", "--drafters", "recycling", "--new-tokens", "24", "--repeats", "1", "--nodes", "4"]
+    assert main(["bench", *args, "--json", str(file)]) == 0
+    rows = {row["drafter"]: row for row in json.loads(file.read_text())}
+    assert rows["recycling"]["drafted_share"] > 0.8 and rows["none"]["drafted_share"] == 0
+    assert rows["hf"]["drafted_share"] is None and not any(row["not_used"] for row in rows.values())
+    assert "not used" not in capsys.readouterr().out
+
+
+def test_a_drafter_without_drafts_is_not_declined() -> None:
+    """A lookup that finds no match drafts in few rounds of its own accord."""
+    row: dict[str, Any] = {"drafter": "lookup", "drafted_share": 0.3}
+    assert is_probe_needed(row)
+    add_forced_tree(row, ForcedTree(16, 1.3, 1.1, 0.31))
+    assert row["not_used"] is False and format_not_used(row) == ""
+    add_forced_tree(row, ForcedTree(16, 2.42, 0.82, 0.9))
+    assert format_not_used(row) == (
+        "not used: drafting did not pay here (30% of rounds drafted, estimated loss 18%); tau 2.42 with trees of 16 "
+        "nodes in every round"
+    )
+
+
+def test_old_keys_of_bench_files_are_read() -> None:
+    old = {"drafter": "msd", "rest_ms": 1.0, "kept_at_depth": [0.5], "first_seed": 3}
+    new = {"drafter": "msd", "overhead_ms": 1.0, "acceptance_by_depth": [0.5], "scene_seed": 3}
+    assert current_keys(old) == new == current_keys(new)
+    assert current_keys({"rest_ms": 1.0, "overhead_ms": 2.0}) == {"overhead_ms": 2.0}
+
+
+def test_the_old_spelling_of_a_flag_warns_once(capsys: Any) -> None:
+    args = build_parser().parse_args(["bench", "--first-seed", "50000001"])
+    assert args.scene_seed == 50_000_001
+    assert capsys.readouterr().err == "mmspec: --first-seed is deprecated; use --scene-seed\n"
+    assert build_parser().parse_args(["bench", "--scene-seed", "7"]).scene_seed == 7
+    assert build_parser().parse_args(["bench"]).scene_seed is None and capsys.readouterr().err == ""
+    with pytest.raises(SystemExit):
+        build_parser().parse_args(["bench", "--help"])
+    assert "--first-seed S" not in capsys.readouterr().out

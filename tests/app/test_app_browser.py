@@ -104,9 +104,9 @@ def settings(page: Any, name: str = "compare", tokens: int | None = None, **chos
         page.get_by_role("option", name=option, exact=True).click()
     if tokens is not None:
         # What is typed in the first milliseconds of a slider is shown and not taken note of: the handle stays.
-        handle = area.get_by_label("range slider for Most new tokens")
+        handle = area.get_by_label("range slider for Max new tokens")
         for _ in range(20):
-            area.get_by_label("number input for Most new tokens").fill(str(tokens))
+            area.get_by_label("number input for Max new tokens").fill(str(tokens))
             page.keyboard.press("Tab")
             page.wait_for_timeout(50)
             if handle.input_value() == str(tokens):
@@ -228,9 +228,9 @@ def test_a_conversation_goes_on_until_the_picture_changes(page: Any) -> None:
         ask(page, question)
         page.wait_for_function(f"document.querySelector('#mm-plain').innerText.includes('{question}')")
         finish(page)
-    assert page.locator("#mm-mmspec .mm-asked").all_inner_texts() == ["what is it?", "how many?"]
+    assert page.locator("#mm-mmspec .mm-turn-question").all_inner_texts() == ["what is it?", "how many?"]
     page.locator("#mm-examples button").nth(1).click()
-    page.wait_for_function("document.querySelectorAll('.mm-asked').length == 0")
+    page.wait_for_function("document.querySelectorAll('.mm-turn-question').length == 0")
     assert page.locator("#mm-replay").is_disabled()
 
 
@@ -334,7 +334,7 @@ def test_nothing_that_is_written_becomes_html(page: Any) -> None:
     settings(page, tokens=8)
     ask(page, NASTY)
     finish(page)
-    assert page.locator("#mm-plain .mm-asked").inner_text() == NASTY
+    assert page.locator("#mm-plain .mm-turn-question").inner_text() == NASTY
     page.get_by_role("tab", name="Inside").click()
     page.wait_for_selector("#mm-inside svg")
     assert page.evaluate("window.hacked") is None
@@ -357,7 +357,7 @@ def test_a_second_user_waits_and_nothing_is_mixed(open_page: Callable[..., Any],
     finish(first)
     finish(second)
     assert "all 40 tokens" in text(first, ".mm-badge") and "all 17 tokens" in text(second, ".mm-badge")
-    assert text(first, "#mm-plain .mm-asked") != text(second, "#mm-plain .mm-asked")
+    assert text(first, "#mm-plain .mm-turn-question") != text(second, "#mm-plain .mm-turn-question")
 
 
 def test_closing_the_page_ends_the_run(
@@ -571,11 +571,11 @@ def test_what_only_a_trained_drafter_shows(browser: Any, request: pytest.Fixture
         kept = page.locator("#mm-mmspec .mm-accepted")
         assert kept.count() > 20 and page.locator("#mm-mmspec .mm-corrected").count() > 3
         assert kept.first.evaluate("one => getComputedStyle(one).backgroundColor") == "rgb(211, 240, 218)"
-        assert page.locator(".mm-seen img").count() == 1 and "144" in text(page, ".mm-seen")
+        assert page.locator(".mm-visible-tokens img").count() == 1 and "144" in text(page, ".mm-visible-tokens")
         race(page, request)
         page.get_by_role("tab", name="Inside").click()
-        page.wait_for_selector("#mm-inside .mm-chance")
-        assert "%" in page.locator("#mm-inside .mm-node.mm-kept .mm-chance").first.text_content()
+        page.wait_for_selector("#mm-inside .mm-probability")
+        assert "%" in page.locator("#mm-inside .mm-node.mm-node-accepted .mm-probability").first.text_content()
         page.close()
 
 

@@ -19,23 +19,23 @@ import pytest
 pytest.importorskip("gradio")
 
 import corpus_http
-import edge_server as edge_server
+import edge_server
 from corpus_http import API, FORM, JSON, Got, Sent, form, request, send
-from edge_server import Server
+from edge_server import ServerProcess
 
 from mmspec.app.cli.main import main
 from mmspec.app.errors import UsageError
 from mmspec.app.scenes.examples import list_example_files
 from mmspec.app.ui.context import Context
-from mmspec.app.ui.edge.bodies import Bounds, Parts, RefusedError, Uploads, parsed
-from mmspec.app.ui.edge.hosts import Hosts, Request
-from mmspec.app.ui.edge.routes import door_of
+from mmspec.app.ui.middleware.bodies import PartCounter, RefusedError, RequestLimits, UploadFolder, parse_json_object
+from mmspec.app.ui.middleware.hosts import HostPolicy, RequestInfo
+from mmspec.app.ui.middleware.routes import find_route
 from mmspec.app.ui.model_store import ModelStore
 from mmspec.app.ui.report import TempStorage
 from mmspec.app.ui.server import build_app
 from mmspec.app.ui.tabs.batch import stream_batch as batch_steps
 from mmspec.app.ui.tabs.compare import Conversation, stream_comparison
-from mmspec.app.ui.worker import MOST_WAITING, CancelSignal, LeftError, Worker
+from mmspec.app.ui.worker import MAX_QUEUED_RUNS, CancelSignal, Client, LeftQueueError, Worker
 
 HAMMER_S = float(os.environ.get("MMSPEC_HAMMER_S", "300"))
 """Seconds of the slow test with two clients."""
@@ -43,8 +43,8 @@ SITE = ("127.0.0.1", 7860)
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with edge_server.running(tmp_path_factory.mktemp("edge") / "log.txt") as running:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    with edge_server.run_server(tmp_path_factory.mktemp("edge") / "log.txt") as running:
         yield running
 
 
@@ -56,11 +56,13 @@ def context() -> Iterator[Context]:
     made.temp_storage.close()
 
 
-def get(server: Server, path: str, *headers: tuple[str, str], method: str = "GET", host: str | None = None) -> Got:
+def get(
+    server: ServerProcess, path: str, *headers: tuple[str, str], method: str = "GET", host: str | None = None
+) -> Got:
     return send(server.port, Sent(path, request(method, path, server.host if host is None else host, headers)), 500_000)
 
 
-def post(server: Server, path: str, body: bytes, *headers: tuple[str, str]) -> Got:
+def post(server: ServerProcess, path: str, body: bytes, *headers: tuple[str, str]) -> Got:
     return send(server.port, Sent(path, request("POST", path, server.host, headers, body)))
 
 
@@ -72,7 +74,7 @@ def file_part(content: bytes, name: str = "a.png") -> tuple[str, bytes]:
     return f'form-data; name="files"; filename="{name}"', content
 
 
-def no_trace(server: Server) -> None:
+def no_trace(server: ServerProcess) -> None:
     log = server.log.read_text(errors="replace")
     assert "Traceback" not in log and "Exception in ASGI" not in log, log[log.find("Traceback") - 500 :][:3000]
 
@@ -107,55 +109,57 @@ def no_trace(server: Server) -> None:
     ],
 )
 def test_names_that_are_served(host: str, bound: str, server: tuple[str, int], good: bool) -> None:
-    hosts = Hosts(bound, ["demo.example.org", "one.example.org:444"])
-    refusal = hosts.refusal({"host": [host]}, server, Request("GET", "/"))
+    hosts = HostPolicy(bound, ["demo.example.org", "one.example.org:444"])
+    refusal = hosts.check({"host": [host]}, server, RequestInfo("GET", "/"))
     assert (refusal is None) == good and (good or refusal is None or refusal.status == 421)
 
 
 @pytest.mark.parametrize(
     ("headers", "request_", "good"),
     [
-        ({}, Request("POST", "/x"), True),
-        ({"origin": ["http://localhost:7860"]}, Request("POST", "/x"), True),
-        ({"origin": ["http://127.0.0.1:7860"], "sec-fetch-site": ["same-origin"]}, Request("POST", "/x"), True),
-        ({"origin": ["https://demo.example.org"], "sec-fetch-site": ["cross-site"]}, Request("POST", "/x"), True),
-        ({"origin": ["http://localhost:3000"]}, Request("GET", "/x"), False),
-        ({"origin": ["http://localhost"]}, Request("GET", "/x"), False),
-        ({"origin": ["null"]}, Request("GET", "/"), False),
-        ({"origin": ["http://evil.example"]}, Request("GET", "/"), False),
-        ({"origin": ["http://localhost:7860", "http://evil.example"]}, Request("POST", "/x"), False),
-        ({"sec-fetch-site": ["cross-site"]}, Request("POST", "/x"), False),
-        ({"sec-fetch-site": ["same-site"]}, Request("GET", "/x"), False),
+        ({}, RequestInfo("POST", "/x"), True),
+        ({"origin": ["http://localhost:7860"]}, RequestInfo("POST", "/x"), True),
+        ({"origin": ["http://127.0.0.1:7860"], "sec-fetch-site": ["same-origin"]}, RequestInfo("POST", "/x"), True),
+        ({"origin": ["https://demo.example.org"], "sec-fetch-site": ["cross-site"]}, RequestInfo("POST", "/x"), True),
+        ({"origin": ["http://localhost:3000"]}, RequestInfo("GET", "/x"), False),
+        ({"origin": ["http://localhost"]}, RequestInfo("GET", "/x"), False),
+        ({"origin": ["null"]}, RequestInfo("GET", "/"), False),
+        ({"origin": ["http://evil.example"]}, RequestInfo("GET", "/"), False),
+        ({"origin": ["http://localhost:7860", "http://evil.example"]}, RequestInfo("POST", "/x"), False),
+        ({"sec-fetch-site": ["cross-site"]}, RequestInfo("POST", "/x"), False),
+        ({"sec-fetch-site": ["same-site"]}, RequestInfo("GET", "/x"), False),
         ({"sec-fetch-site": ["cross-site"], "sec-fetch-mode": ["navigate"], "sec-fetch-dest": ["document"]},
-        Request("GET", "/"), True),
+        RequestInfo("GET", "/"), True),
         ({"sec-fetch-site": ["cross-site"], "sec-fetch-mode": ["navigate"], "sec-fetch-dest": ["iframe"]},
-        Request("GET", "/"), False),
+        RequestInfo("GET", "/"), False),
         ({"sec-fetch-site": ["cross-site"], "sec-fetch-mode": ["navigate"], "sec-fetch-dest": ["document"]},
-        Request("POST", "/"), False),
+        RequestInfo("POST", "/"), False),
     ],
 )  # fmt: skip
-def test_origins_that_are_served(headers: dict[str, list[str]], request_: Request, good: bool) -> None:
-    refusal = Hosts("127.0.0.1", ["demo.example.org"]).refusal({"host": ["localhost:7860"], **headers}, SITE, request_)
+def test_origins_that_are_served(headers: dict[str, list[str]], request_: RequestInfo, good: bool) -> None:
+    refusal = HostPolicy("127.0.0.1", ["demo.example.org"]).check(
+        {"host": ["localhost:7860"], **headers}, SITE, request_
+    )
     assert (refusal is None) == good and (good or refusal is None or refusal.status == 403)
 
 
 def test_allowed_hosts_are_names(capsys: pytest.CaptureFixture[str]) -> None:
     for wrong in ("http://x.example", "*", "*.example.org", "a b", "x.example/", "", "x:99999"):
         with pytest.raises(ValueError, match="must be a host name"):
-            Hosts("0.0.0.0", [wrong])
+            HostPolicy("0.0.0.0", [wrong])
         with pytest.raises(SystemExit):
             main(["demo", "--allowed-host", wrong])
         assert "must be a host name" in capsys.readouterr().err
 
 
-def test_another_name_is_not_answered(server: Server) -> None:
+def test_another_name_is_not_answered(server: ServerProcess) -> None:
     assert get(server, "/").status == 200 and get(server, "/config").status == 200
     for path in ("/", "/config", f"{API}/info", f"{API}/queue/status", "/monitoring"):
         assert one_line(get(server, path, host=f"evil.example:{server.port}"), 421)
     assert get(server, "/config", host="demo.example.org").status == 200
 
 
-def test_no_origin_is_reflected(server: Server) -> None:
+def test_no_origin_is_reflected(server: ServerProcess) -> None:
     ours = f"http://127.0.0.1:{server.port}"
     wanted = b"access-control-allow-origin: "
     for origin in ("http://evil.example", "http://localhost:3000", "null"):
@@ -173,14 +177,14 @@ def test_no_origin_is_reflected(server: Server) -> None:
     assert one_line(post(server, f"{API}/cancel", b"{}", JSON, ("Sec-Fetch-Site", "cross-site")), 403)
 
 
-def test_a_header_cannot_name_the_address_of_the_app(server: Server) -> None:
-    for name, value in (("X-Forwarded-Host", "evil.example"), ("X-Gradio-Server", "http://evil.example")):
+def test_a_header_cannot_name_the_address_of_the_app(server: ServerProcess) -> None:
+    for name, value in (("X-Forwarded-Host", "evil.example"), ("X-Gradio-ServerProcess", "http://evil.example")):
         got = get(server, "/config", (name, value))
         assert got.status == 200 and b"evil.example" not in got.body
     assert b"demo.example.org" in get(server, "/config", ("X-Forwarded-Host", "demo.example.org")).body
 
 
-def test_a_form_of_another_site_is_no_json(server: Server) -> None:
+def test_a_form_of_another_site_is_no_json(server: ServerProcess) -> None:
     for kind in ("text/plain", "application/x-www-form-urlencoded"):
         body = json.dumps({"session_hash": "a", "fn_index": 0, "data": [None]}).encode()
         assert one_line(post(server, f"{API}/queue/join", body, ("Content-Type", kind)), 415)
@@ -212,14 +216,14 @@ def registered(routes: Any) -> Iterator[tuple[str, str]]:
             yield from ((method, route.path) for method in getattr(route, "methods", None) or ())
 
 
-def test_every_route_of_gradio_is_listed_or_closed(server: Server, context: Context) -> None:
+def test_every_route_of_gradio_is_listed_or_closed(server: ServerProcess, context: Context) -> None:
     from gradio.routes import App
 
     found = list(registered(App.create_app(build_app(context)).routes))
     assert len(found) > 60 and {path for _, path in found} >= OPEN
     for method, template in found:
         path = re.sub(r"\{[^}]*\}", "x", template)
-        door = door_of(path)
+        door = find_route(path)
         assert (door is not None) == (template in OPEN), template
         if template not in OPEN:
             assert one_line(get(server, path, method=method), 404) or method == "HEAD", template
@@ -229,7 +233,7 @@ def test_every_route_of_gradio_is_listed_or_closed(server: Server, context: Cont
             assert all(get(server, path, method=other).status == 405 for other in others), template
 
 
-def test_what_waits_in_line_is_not_run_past_it(server: Server) -> None:
+def test_what_waits_in_line_is_not_run_past_it(server: ServerProcess) -> None:
     sent = post(server, f"{API}/upload", form([file_part(list_example_files()[0].read_bytes())]), FORM)
     file = {"path": json.loads(sent.body)[0], "meta": {"_type": "gradio.FileData"}}
     compare, answer = server.events["compare"], server.events["answer"]
@@ -245,7 +249,7 @@ def test_what_waits_in_line_is_not_run_past_it(server: Server) -> None:
             assert got.status == 404, (route, index, got)
 
 
-def test_a_stream_is_for_who_has_asked(server: Server) -> None:
+def test_a_stream_is_for_who_has_asked(server: ServerProcess) -> None:
     for path in ("/queue/data?session_hash=nobody", "/queue/data", "/call/compare/nobody", "/call/v2/compare/nobody"):
         assert one_line(get(server, API + path), 404)
     no_trace(server)
@@ -254,7 +258,7 @@ def test_a_stream_is_for_who_has_asked(server: Server) -> None:
 # bodies
 
 
-def raw(server: Server, head: str, body: Iterator[bytes], pause_s: float = 0.0) -> tuple[int | None, int]:
+def raw(server: ServerProcess, head: str, body: Iterator[bytes], pause_s: float = 0.0) -> tuple[int | None, int]:
     """Send a body piece by piece until an answer comes: its status, and the bytes that were sent."""
     sent = 0
     with socket.create_connection(("127.0.0.1", server.port), timeout=60) as line:
@@ -283,7 +287,7 @@ def raw(server: Server, head: str, body: Iterator[bytes], pause_s: float = 0.0) 
     return (int(answer.split(b" ", 2)[1]) if answer else None), sent
 
 
-def head_of(server: Server, *lines: str) -> str:
+def head_of(server: ServerProcess, *lines: str) -> str:
     fixed = ("POST /gradio_api/upload HTTP/1.1", f"Host: {server.host}", ": ".join(FORM), *lines)
     return "\r\n".join([*fixed, "", ""])
 
@@ -298,7 +302,7 @@ def endless(chunked: bool) -> Iterator[bytes]:
         yield b"%x\r\n%s\r\n" % (len(part), part) if chunked else part
 
 
-def test_the_upload_limit_is_the_servers_own(server: Server) -> None:
+def test_the_upload_limit_is_the_servers_own(server: ServerProcess) -> None:
     good = post(server, f"{API}/upload", form([file_part(b"x" * 1_500_000)]), FORM)
     assert good.status == 200 and json.loads(good.body)[0].endswith("a.png")
     before = settled(server)
@@ -319,11 +323,11 @@ def test_the_upload_limit_is_the_servers_own(server: Server) -> None:
     no_trace(server)
 
 
-def test_bodies_that_do_not_come(server: Server) -> None:
+def test_bodies_that_do_not_come(server: ServerProcess) -> None:
     before = settled(server)
     began = time.monotonic()
     status, _ = raw(server, head_of(server, "Content-Length: 100000"), iter([OPENING + b"x" * 500]))
-    assert status == 408 and time.monotonic() - began < edge_server.IDLE_S + 5, "less than announced"
+    assert status == 408 and time.monotonic() - began < edge_server.IDLE_TIMEOUT_S + 5, "less than announced"
     drip = (OPENING[place : place + 1] for place in range(len(OPENING)))
     status, _ = raw(server, head_of(server, "Content-Length: 100000"), drip, pause_s=0.2)
     assert status == 408 and time.monotonic() - began < 30, "a byte now and then"
@@ -340,13 +344,13 @@ def test_bodies_that_do_not_come(server: Server) -> None:
     no_trace(server)
 
 
-def settled(server: Server) -> set[Path]:
+def settled(server: ServerProcess) -> set[Path]:
     """The uploads, once the server has tidied up after a request."""
     time.sleep(0.5)
     return set(server.files())
 
 
-def test_the_server_fetches_nothing(server: Server) -> None:
+def test_the_server_fetches_nothing(server: ServerProcess) -> None:
     meta = {"_type": "gradio.FileData"}
     for path in (
         "http://192.0.2.1/a.png",
@@ -360,20 +364,20 @@ def test_the_server_fetches_nothing(server: Server) -> None:
             assert one_line(post(server, f"{API}/call/compare", body, JSON), 422)
 
 
-def test_headers_have_a_limit(server: Server) -> None:
+def test_headers_have_a_limit(server: ServerProcess) -> None:
     for headers in ([("X", "y" * 40_000)], [("X-Y", "z" * 100)] * 400, [("X", "y" * 400_000)]):
         assert get(server, "/", *headers).status in (400, 431)
     assert get(server, "/?" + "q" * 50_000).status in (400, 431)
 
 
-def test_uploads_together_have_a_limit(server: Server, tmp_path: Path) -> None:
+def test_uploads_together_have_a_limit(server: ServerProcess, tmp_path: Path) -> None:
     folder = tmp_path / "uploads"
-    uploads = Uploads(folder, Bounds(held=1000, spare=0), 5)
-    assert uploads.room() == 1000
+    uploads = UploadFolder(folder, RequestLimits(max_stored_bytes=1000, min_free_bytes=0), 5)
+    assert uploads.free_bytes() == 1000
     (folder / "sha").mkdir(parents=True)
     (folder / "sha" / "a.png").write_bytes(b"x" * 1001)
     (folder / "tmp1").write_bytes(b"x")
-    assert uploads.room() < 0
+    assert uploads.free_bytes() < 0
     uploads.begin()
     uploads.begin()
     uploads.end()
@@ -387,17 +391,17 @@ def test_parts_are_counted_wherever_the_body_is_cut() -> None:
     for size in (1, 3, 7, 50, 10_000):
         pieces = [body[place : place + size] for place in range(0, len(body), size)]
         for most, good in ((6, True), (5, False)):
-            parts = Parts(b"bound", most)
+            parts = PartCounter(b"bound", most)
             try:
                 for piece in pieces:
-                    parts.passes(piece)
+                    parts.feed(piece)
                 assert good
             except RefusedError:
                 assert not good
 
 
 def test_bodies_that_are_no_json() -> None:
-    assert parsed(b'{"a": [1e400, "\xc3\xa9"]}')["a"][1] == "\xe9"
+    assert parse_json_object(b'{"a": [1e400, "\xc3\xa9"]}')["a"][1] == "\xe9"
     for wrong in (
         b"",
         b"[]",
@@ -410,7 +414,7 @@ def test_bodies_that_are_no_json() -> None:
         b'{"a":' * 10**5,
     ):
         with pytest.raises(RefusedError):
-            parsed(wrong)
+            parse_json_object(wrong)
 
 
 # the line for the device
@@ -426,12 +430,12 @@ def test_who_waits_sees_his_place_and_leaves_at_once(context: Context) -> None:
     assert "2 runs ahead" in next(run)[0] and "2 runs ahead" in next(run)[0]
     context.sessions.begin("other")
     batch = batch_steps(context, [str(list_example_files()[0])], "", chosen, "other")
-    assert next(batch)[0].ahead == 3
+    assert next(batch)[0].num_ahead == 3
     began = time.monotonic()
     context.sessions.cancel("me")
     assert list(run) == [] and time.monotonic() - began < 2 and context.sessions.take_result("me") is None
     next(batch)
-    assert next(batch)[0].ahead == 2, "one has left"
+    assert next(batch)[0].num_ahead == 2, "one has left"
     context.sessions.cancel("other")
     last, busy = list(batch)[-1]
     assert last.cancelled and not busy and not last.input_folder.exists() and time.monotonic() - began < 4
@@ -440,12 +444,61 @@ def test_who_waits_sees_his_place_and_leaves_at_once(context: Context) -> None:
 
 def test_the_line_has_an_end() -> None:
     worker, gate = Worker(), threading.Event()
-    for _ in range(MOST_WAITING + 1):
+    for _ in range(MAX_QUEUED_RUNS + 1):
         worker.submit(lambda: gate.wait(60))
-    with pytest.raises(UsageError, match="20 questions are waiting"):
+    with pytest.raises(UsageError, match="20 runs are waiting"):
         next(worker.submit_and_poll(lambda: 1, CancelSignal()))
     gate.set()
     worker.close()
+
+
+def test_one_session_has_at_most_three_queued_runs() -> None:
+    worker, gate = Worker(), threading.Event()
+    worker.submit(lambda: gate.wait(60))
+    client = Client("one", "192.0.2.1")
+    queued = [worker.submit_and_poll(lambda: 1, CancelSignal(), 0.01, client=client) for _ in range(3)]
+    for run in queued:
+        next(run)
+    with pytest.raises(UsageError, match="3 runs of this session are waiting already"):
+        next(worker.submit_and_poll(lambda: 1, CancelSignal(), 0.01, client=client))
+    other = worker.submit_and_poll(lambda: 1, CancelSignal(), 0.01, client=Client("two", "192.0.2.1"))
+    assert next(other) == 4, "another session still gets in"
+    queued.pop().close()
+    again = worker.submit_and_poll(lambda: 1, CancelSignal(), 0.01, client=client)
+    assert next(again) == 4, "a run that left the queue does not count"
+    gate.set()
+    worker.close()
+
+
+def test_one_address_cannot_fill_the_queue_with_new_sessions() -> None:
+    worker, gate = Worker(), threading.Event()
+    worker.submit(lambda: gate.wait(60))
+    clients = [Client(f"session {number}", "192.0.2.1") for number in range(MAX_QUEUED_RUNS)]
+    runs = [worker.submit_and_poll(lambda: 1, CancelSignal(), 0.01, client=client) for client in clients]
+    for run in runs[:10]:
+        next(run)
+    with pytest.raises(UsageError, match="10 runs from your network address are waiting already"):
+        next(runs[10])
+    assert next(worker.submit_and_poll(lambda: 1, CancelSignal(), 0.01, client=Client("x", "192.0.2.2"))) == 11
+    gate.set()
+    worker.close()
+
+
+def test_pages_and_endpoints_submit_with_their_session(server: ServerProcess) -> None:
+    """Through HTTP: the fifth concurrent call of one session (one runs, three wait) is refused with the reason."""
+    body = form([file_part(list_example_files()[0].read_bytes())])
+    path = json.loads(post(server, f"{API}/upload", body, FORM).body)[0]
+    file = {"path": path, "meta": {"_type": "gradio.FileData"}}
+    data = [file, "what is it?", "tiny", "auto", "none", 0, 0, 64]
+    call = {"data": data, "fn_index": server.events["compare"], "session_hash": secrets.token_hex(8)}
+    for _ in range(12):
+        assert post(server, f"{API}/queue/join", json.dumps(call).encode(), JSON).status == 200
+    events, end = "", time.monotonic() + corpus_http.PATIENCE_S
+    with socket.create_connection(("127.0.0.1", server.port), timeout=corpus_http.PATIENCE_S) as connection:
+        connection.sendall(request("GET", f"{API}/queue/data?session_hash={call['session_hash']}", server.host))
+        while events.count("process_completed") < 12 and time.monotonic() < end:
+            events += connection.recv(65_536).decode(errors="replace")
+    assert "3 runs of this session are waiting already" in events and '"success":true' in events
 
 
 def test_leaving_is_told_from_ending() -> None:
@@ -454,7 +507,7 @@ def test_leaving_is_told_from_ending() -> None:
     run = worker.submit_and_poll(lambda: 1, halt, interval_s=0.01)
     assert next(run) == 1
     halt.cancel()
-    with pytest.raises(LeftError):
+    with pytest.raises(LeftQueueError):
         next(run)
     gate.set()
     worker.close()
@@ -463,7 +516,7 @@ def test_leaving_is_told_from_ending() -> None:
 # the corpus
 
 
-def survive(server: Server, sent: Sent) -> Got:
+def survive(server: ServerProcess, sent: Sent) -> Got:
     """Send one; it is answered in time, with no failure of the server."""
     got = send(server.port, sent)
     assert got.seconds < corpus_http.PATIENCE_S, sent.name
@@ -473,7 +526,7 @@ def survive(server: Server, sent: Sent) -> Got:
     return got
 
 
-def corpus(server: Server, seed: int, count: int) -> None:
+def corpus(server: ServerProcess, seed: int, count: int) -> None:
     statuses: dict[int | None, int] = {}
     for sent in corpus_http.requests(seed, count, server.host):
         got = survive(server, sent)
@@ -483,24 +536,27 @@ def corpus(server: Server, seed: int, count: int) -> None:
     assert get(server, "/config").status == 200
     no_trace(server)
     assert server.peak_mb() < 1000
-    assert sum(path.stat().st_size for path in server.files()) <= edge_server.HELD + 2 * edge_server.REQUEST
+    assert (
+        sum(path.stat().st_size for path in server.files())
+        <= edge_server.MAX_STORED_BYTES + 2 * edge_server.MAX_REQUEST_BYTES
+    )
 
 
-def test_the_corpus_knows_the_events_of_the_pages(server: Server) -> None:
+def test_the_corpus_knows_the_events_of_the_pages(server: ServerProcess) -> None:
     assert server.inputs == corpus_http.EVENTS
 
 
-def test_hostile_requests_are_refused(server: Server) -> None:
+def test_hostile_requests_are_refused(server: ServerProcess) -> None:
     corpus(server, 1, 150)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_thousands_of_hostile_requests_are_refused(server: Server) -> None:
+def test_thousands_of_hostile_requests_are_refused(server: ServerProcess) -> None:
     corpus(server, 2, 4000)
 
 
-def visit(server: Server, number: int) -> None:
+def visit(server: ServerProcess, number: int) -> None:
     """A valid visitor's question, from the upload to the answer."""
     body = form([file_part(list_example_files()[number % 3].read_bytes(), "a.png")])
     sent = post(server, f"{API}/upload", body, FORM)
@@ -517,7 +573,7 @@ def visit(server: Server, number: int) -> None:
         assert '"success":true' in answer or "waiting already" in answer, answer[-500:]
 
 
-def follow(server: Server, path: str) -> str:
+def follow(server: ServerProcess, path: str) -> str:
     """An event stream until the run has ended; at most a minute."""
     got, end = b"", time.monotonic() + corpus_http.PATIENCE_S
     with socket.create_connection(("127.0.0.1", server.port), timeout=corpus_http.PATIENCE_S) as line:
@@ -531,7 +587,7 @@ def follow(server: Server, path: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.timeout(HAMMER_S + 600)
-def test_two_clients_hammer_and_everyone_is_answered(server: Server) -> None:
+def test_two_clients_hammer_and_everyone_is_answered(server: ServerProcess) -> None:
     end, wrong, counts = time.monotonic() + HAMMER_S, [], [0, 0]
 
     def client(seed: int) -> None:

@@ -16,7 +16,7 @@ from PIL import Image
 from mmspec.app import examples as demo
 from mmspec.app.bench import command as bench
 from mmspec.app.bench.measure import count_tokens
-from mmspec.app.bench.requests import world_requests
+from mmspec.app.bench.requests import build_scene_requests
 from mmspec.app.cli.main import main
 from mmspec.app.io.images import ImageError
 from mmspec.app.io.videos import load_video
@@ -175,7 +175,7 @@ def test_tasks_draw_from_the_held_out_world() -> None:
 def test_requests_use_the_given_seeds() -> None:
     model, processor = random_model("tiny")
     maker = Captioner(model, processor)
-    results = world_requests(maker, "describe", FIRST_HELD_OUT_SEED, 2, 2)
+    results = build_scene_requests(maker, "describe", FIRST_HELD_OUT_SEED, 2, 2)
     drawn = list(islice(tasks.generate_requests("describe", FIRST_HELD_OUT_SEED), 6))
     assert [inputs["input_ids"].shape[0] for inputs in results] == [2, 2, 2]
     expected = maker.build_inputs([one.images for one in drawn[:2]], [one.question for one in drawn[:2]])

@@ -14,7 +14,7 @@ from mmspec.app.modeling.load import load_model
 from mmspec.app.modeling.random_models import tiny_model
 from mmspec.app.modeling.synthetic_images import write_images
 from mmspec.drafters import hub
-from mmspec.drafters.registry import make
+from mmspec.drafters.registry import build_drafter
 
 MAX_SECONDS = 10.0
 
@@ -64,7 +64,7 @@ def test_a_hub_that_does_not_answer_is_reported_in_time(
 def test_a_drafter_on_that_hub_too(dead_hub: str) -> None:
     start = time.monotonic()
     with pytest.raises(OSError, match="cannot be reached"):
-        make("no-owner/no-drafter")
+        build_drafter("no-owner/no-drafter")
     assert time.monotonic() - start < MAX_SECONDS
 
 

@@ -9,25 +9,32 @@ from typing import Any
 import pytest
 
 from mmspec.app.bench.rounds import Round
-from mmspec.app.bench.specs import patched
+from mmspec.app.bench.specs import patch_model
 from mmspec.app.scenes.training.build_model import train_tokenizer
 from mmspec.app.scenes.training.data import generate_corpus
 from mmspec.app.studies import blocks as study_blocks
 from mmspec.app.studies import token_classes as study
-from mmspec.app.studies.word_classes import CLASSES, Answer, answer_of, class_of, classes_of, interval
+from mmspec.app.studies.word_classes import (
+    CLASSES,
+    AnswerCounts,
+    classify_word,
+    count_answer,
+    metric_interval,
+    word_class_per_token,
+)
 
 
 def test_classes() -> None:
     kinds = {"dog": "names", "Dogs": "names", "upper": "places", "striped": "looks", "Large": "looks", "waits": "other"}
     kinds |= {"the": "function", "A": "function", "In": "function"}
     kinds |= dict.fromkeys(("STAR", "DOG", "RED", "LEFT", "NO"), "other")  # words of signs
-    assert {word: class_of(word) for word in kinds} == kinds
+    assert {word: classify_word(word) for word in kinds} == kinds
 
 
 def test_a_word_of_several_tokens_is_one_word() -> None:
     tokenizer = train_tokenizer(generate_corpus(200))
     ids = tokenizer(" In the upper left waits a small flamingo, smaller.", add_special_tokens=False).input_ids
-    found = dict(zip(map(tokenizer.decode, ids), classes_of(tokenizer, ids), strict=True))
+    found = dict(zip(map(tokenizer.decode, ids), word_class_per_token(tokenizer, ids), strict=True))
     assert found[" upper"] == found[" left"] == "places" and found[" small"] == found[" smaller"] == "looks"
     assert found[" the"] == "function" and found[","] == found["."] == "other"
     name = [kind for token, kind in found.items() if len(token.strip()) > 1 and token.strip() in "flamingo"]
@@ -43,9 +50,9 @@ def one(emitted: list[int], guesses: bool = True) -> Round:
 def test_what_counts_as_guessed() -> None:
     tokenizer = train_tokenizer(generate_corpus(200))
     ids = tokenizer(" In the left a dog waits", add_special_tokens=False).input_ids
-    kinds = classes_of(tokenizer, ids)
+    kinds = word_class_per_token(tokenizer, ids)
     assert [tokenizer.decode(i) for i in ids][:4] == [" In", " the", " left", " a"] and len(ids) >= 6
-    made = answer_of([one(ids[:1], False), one(ids[1:4]), one([]), one(ids[4:], False), one([2])], tokenizer, [2])
+    made = count_answer([one(ids[:1], False), one(ids[1:4]), one([]), one(ids[4:], False), one([2])], tokenizer, [2])
     assert (made.tokens, made.forwards) == (len(ids), 3)
     assert made.total["places"] == made.guessed["places"] == 1, "in the middle of a round"
     assert made.total["other"] == kinds[1:].count("other") and made.guessed["other"] <= made.total["other"]
@@ -55,25 +62,27 @@ def test_what_counts_as_guessed() -> None:
 
 
 def test_intervals_hold_the_value() -> None:
-    answers = [Answer(10 + n % 3, 5, {"names": 4}, {"names": n % 5}) for n in range(40)]
+    answers = [AnswerCounts(10 + n % 3, 5, {"names": 4}, {"names": n % 5}) for n in range(40)]
     for name in ("tau", "names", "names_tau"):
-        value, low, high = interval(answers, name)
+        value, low, high = metric_interval(answers, name)
         assert low < value < high
-    assert interval(answers, "tau")[0] == pytest.approx(sum(10 + n % 3 for n in range(40)) / 200)
-    assert interval(answers, "names")[0] == 80 / 160 and interval(answers, "names_tau")[0] == 160 / 80
+    assert metric_interval(answers, "tau")[0] == pytest.approx(sum(10 + n % 3 for n in range(40)) / 200)
+    assert metric_interval(answers, "names")[0] == 80 / 160 and metric_interval(answers, "names_tau")[0] == 160 / 80
 
 
 def test_the_accepted_share_leaves_out_what_nobody_guessed() -> None:
-    answers = [Answer(9, 5, {"names": 8}, {"names": 3}, {"names": 1})] * 4
-    assert interval(answers, "names") == (3 / 8,) * 3 and interval(answers, "names_accepted") == (3 / 4,) * 3
+    answers = [AnswerCounts(9, 5, {"names": 8}, {"names": 3}, {"names": 1})] * 4
+    assert (
+        metric_interval(answers, "names") == (3 / 8,) * 3 and metric_interval(answers, "names_accepted") == (3 / 4,) * 3
+    )
 
 
 def test_differences_are_of_the_same_requests() -> None:
-    first = [Answer(10, 5, {"names": 10}, {"names": n % 10}) for n in range(40)]
-    other = [Answer(10, 5, {"names": 10}, {"names": n % 10 + 1}) for n in range(40)]
-    value, low, high = interval(other, "names", first)
+    first = [AnswerCounts(10, 5, {"names": 10}, {"names": n % 10}) for n in range(40)]
+    other = [AnswerCounts(10, 5, {"names": 10}, {"names": n % 10 + 1}) for n in range(40)]
+    value, low, high = metric_interval(other, "names", first)
     assert value == pytest.approx(0.1) and low == pytest.approx(0.1) and high == pytest.approx(0.1)
-    assert interval(first, "names", first) == (0, 0, 0)
+    assert metric_interval(first, "names", first) == (0, 0, 0)
 
 
 def test_the_study_from_the_command_line(tmp_path: Path, capsys: Any) -> None:
@@ -98,7 +107,7 @@ def test_the_study_from_the_command_line(tmp_path: Path, capsys: Any) -> None:
 
 def test_a_drafter_learns_from_request_to_request(monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
-    monkeypatch.setattr(study, "patched", lambda *given: made.append(given) or patched(*given))
+    monkeypatch.setattr(study, "patch_model", lambda *given: made.append(given) or patch_model(*given))
     assert (
         study.main(["recycling", "none", "--model", "tiny", "--count", "3", "--task", "answer", "--no-progress"]) == 0
     )
@@ -110,7 +119,7 @@ def test_a_drafter_learns_from_request_to_request(monkeypatch: pytest.MonkeyPatc
     [
         (["none", "--against", "fused"], "--against is one of the drafters"),
         (["magic@3"], "unknown drafter 'magic'"),
-        (["fused@3", "--model", "tiny"], "which 'fused' does not"),
+        (["fused@3", "--model", "tiny"], "which 'hybrid' does not"),
     ],
 )
 def test_bad_requests_end_in_a_line(given: list[str], words: str, capsys: Any) -> None:
@@ -142,7 +151,7 @@ def test_the_study_of_blocks(tmp_path: Path, capsys: Any) -> None:
     assert "**batch 8, temperature 1, trees as the controller has them**" in told and "| hf |" not in told
     line = "| k2/flash | 3.00 | 0.75 | 80 61 | 4.0 | 0.40 | 20.0 | 2.50 | 1.60 | 2.00 [1.90, 2.20] | 1.00 | yes |"
     assert told.count(line) == 2 and told.count("| NO |") == 2
-    apart = study_blocks.settings(study_blocks.read(files[0]))
+    apart = study_blocks.group_by_setting(study_blocks.read_rows(files[0]))
     sizes = {row["name"]: (row["kind"], row["size"]) for row in apart[1, 0.0, 16]}
     assert sizes == {
         "none": ("none", None),

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from mmspec.app.bench.specs import drafter_of, patched
+from mmspec.app.bench.specs import get_drafter, patch_model
 from mmspec.app.modeling.random_models import random_model
 from mmspec.app.studies import chooser_report as choices
 from mmspec.app.studies import prefill as study_prefill
 from mmspec.app.studies import visual as study_visual
-from mmspec.app.studies.scenarios import SHAPES, asked, fitting
-from mmspec.app.studies.visual import contest, field_of, rows_of, ways_of
-from mmspec.app.studies.word_classes import Answer, multiple
-from mmspec.drafters.checkpoints.format import Made, fingerprint, save
+from mmspec.app.studies.scenarios import SCENARIOS, fit_to_context, generate_scenario
+from mmspec.app.studies.visual import build_rows, build_runs, plan_runs, run_contest
+from mmspec.app.studies.word_classes import AnswerCounts, metric_ratio_interval
+from mmspec.drafters.checkpoints.format import HeadMetadata, save_head, tokenizer_fingerprint
 from mmspec.drafters.eagle.head import EagleHead, HeadConfig
 from mmspec.vision.compressors.elastic import Elastic
 
@@ -32,10 +32,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
         torch.default_generator.manual_seed(0)
         head, elastic = EagleHead(config), Elastic(64, 8)
     place = tmp_path_factory.mktemp("heads")
-    with_elastic = {"name": "elastic", "tokens": 8}, elastic.state_dict()
+    with_elastic = {"name": "elastic", "max_tokens": 8}, elastic.state_dict()
     for name, compressor in (("mine", None), ("chosen", with_elastic)):
-        made = Made(config, "decoupled", 2, "llava", fingerprint(processor.tokenizer), compressor=compressor)
-        save(place / name, head, made)
+        made = HeadMetadata(
+            config, "decoupled", 2, "llava", tokenizer_fingerprint(processor.tokenizer), compressor=compressor
+        )
+        save_head(place / name, head, made)
     return place
 
 
@@ -45,23 +47,23 @@ def folder(folders: Path) -> Path:
 
 
 def test_what_is_shown() -> None:
-    for shape, pictures in SHAPES.items():
+    for shape, pictures in SCENARIOS.items():
         if shape == "clip32":  # takes seconds to draw
             continue
-        one, two = islice(asked(shape, 0), 2)
+        one, two = islice(generate_scenario(shape, 0), 2)
         assert len(one.images) == len(two.images) == pictures
-        again = next(asked(shape, 0))
+        again = next(generate_scenario(shape, 0))
         assert again.question == one.question and again.images[0].tobytes() == one.images[0].tobytes()
-    four = list(islice(asked("four", 0), 2))
+    four = list(islice(generate_scenario("four", 0), 2))
     assert len({picture.tobytes() for one in four for picture in one.images}) == 8, "eight different pictures"
 
 
 def test_the_ways() -> None:
-    assert ways_of(["d", "e"], ["pool", "own"], [2, 16, 0], 64) == {
+    assert plan_runs(["d", "e"], ["pool", "own"], [2, 16, 0], 64) == {
         "d": [], "e": [], "d+pool:32": [2], "d+pool:4": [16], "d+pool:1": [0], "d+own:32": [2], "d+own:4": [16],
         "d+own:1": [0],
     }  # fmt: skip
-    assert ways_of(["d"], ["pool"], [16, 0], 8) == {"d": [], "d+pool:1": [16, 0]}, "no way twice, at least one token"
+    assert plan_runs(["d"], ["pool"], [16, 0], 8) == {"d": [], "d+pool:1": [16, 0]}, "no way twice, at least one token"
 
 
 def test_from_the_command_line(folder: Path, tmp_path: Path, capsys: Any) -> None:
@@ -135,10 +137,10 @@ def made(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Any]]:
     found: dict[str, list[Any]] = {}
 
     def noted(model: Any, name: str, *given: Any) -> Any:
-        found.setdefault(Path(name).name, []).append(patched(model, name, *given))
+        found.setdefault(Path(name).name, []).append(patch_model(model, name, *given))
         return found[Path(name).name][-1]
 
-    monkeypatch.setattr(study_visual, "patched", noted)
+    monkeypatch.setattr(study_visual, "patch_model", noted)
     return found
 
 
@@ -146,61 +148,66 @@ def test_operations_are_of_the_way_that_was_used_and_are_not_learned_from(
     folder: Path, made: dict[str, list[Any]]
 ) -> None:
     model, processor = random_model("tiny")
-    field_ = field_of(model, processor, {str(folder): [], f"{folder}+measured": []})
-    contest(field_, processor, "one", 0, 2, 40, lambda done: None)
+    field_ = build_runs(model, processor, {str(folder): [], f"{folder}+cost-based": []})
+    run_contest(field_, processor, "one", 0, 2, 40, lambda done: None)
     whole, chose = field_[2:]
-    kept = [run.stats.num_compressed_tokens for run in chose.system.runs if run.stats]
+    kept = [run.stats.num_compressed_tokens for run in chose.contestant.runs if run.stats]
     assert kept == [16, 4], "all, then fewer, to see what that costs"
     each = 2 * 64 * 2 * 2 * whole.drafter.head.config.head_dim  # type: ignore[union-attr]
-    saved = [a.flops - b.flops for a, b in zip(whole.readings, chose.readings, strict=True)]
-    assert saved == [0, 12 * each] and whole.readings[0].flops > 0
-    assert drafter_of(made["mine+measured"][0]).pace.tallies[1].prompts == 3, "the calls, and nothing else"
-    told = {row["way"]: row for row in rows_of(field_, "one", str(folder))}
-    mine, others = told["mine+measured"], told["mine"]
+    saved = [a.flops - b.flops for a, b in zip(whole.prefill_costs, chose.prefill_costs, strict=True)]
+    assert saved == [0, 12 * each] and whole.prefill_costs[0].flops > 0
+    assert get_drafter(made["mine+cost-based"][0]).cost_model.by_batch[1].num_prompts == 3, (
+        "the calls, and nothing else"
+    )
+    told = {row["way"]: row for row in build_rows(field_, "one", str(folder))}
+    mine, others = told["mine+cost-based"], told["mine"]
     assert 1e6 * (others["mflops"] - mine["mflops"]) == pytest.approx(6 * each), "in the mean over requests"
 
 
 def test_who_is_named_lives_through_all_shapes(folder: Path, made: dict[str, list[Any]]) -> None:
-    given = [str(folder), f"{folder}+measured", "--model", "tiny", "--compressors", "pool", "--shares", "4"]
+    given = [str(folder), f"{folder}+cost-based", "--model", "tiny", "--compressors", "pool", "--shares", "4"]
     given += ["--count", "1", "--max-new-tokens", "6", "--no-progress"]
     assert study_visual.main([*given, "--shapes", "one,clip3,short"]) == 0
     assert {name: len(models) for name, models in made.items()} == {
-        "none": 1, "mine": 1, "mine+measured": 1, "mine+pool:4": 2, "mine+pool:12": 1
+        "none": 1, "mine": 1, "mine+cost-based": 1, "mine+pool:4": 2, "mine+pool:12": 1
     }  # fmt: skip
-    assert drafter_of(made["mine+measured"][0]).pace.tallies[1].prompts == 6
+    assert get_drafter(made["mine+cost-based"][0]).cost_model.by_batch[1].num_prompts == 6
 
 
 def test_figures_of_one_shape_are_not_those_of_another(folder: Path) -> None:
     model, processor = random_model("tiny")
-    first = field_of(model, processor, {str(folder): []})
-    contest(first, processor, "one", 0, 1, 4, lambda done: None)
-    again = field_of(model, processor, {str(folder): []}, before=first)
-    assert [way.system.model for way in again] == [way.system.model for way in first]
+    first = build_runs(model, processor, {str(folder): []})
+    run_contest(first, processor, "one", 0, 1, 4, lambda done: None)
+    again = build_runs(model, processor, {str(folder): []}, before=first)
+    assert [way.contestant.model for way in again] == [way.contestant.model for way in first]
     assert [way.drafter for way in again] == [way.drafter for way in first]
-    assert not any(way.system.runs or way.answers or way.readings for way in again)
+    assert not any(way.contestant.runs or way.answers or way.prefill_costs for way in again)
 
 
 def test_tau_is_told_over_that_of_the_first_drafter(folder: Path) -> None:
     model, processor = random_model("tiny")
-    field_ = field_of(model, processor, {str(folder): [], f"{folder}+drop": []})
-    contest(field_, processor, "one", 0, 2, 4, lambda done: None)
-    field_[2].answers, field_[3].answers = [Answer(20, 10)] * 2, [Answer(20, 4, {"names": 6}, {"names": 3})] * 2
-    drop = list(rows_of(field_, "one", str(folder)))[-1] | {"visual": 16}
+    field_ = build_runs(model, processor, {str(folder): [], f"{folder}+drop": []})
+    run_contest(field_, processor, "one", 0, 2, 4, lambda done: None)
+    field_[2].answers, field_[3].answers = (
+        [AnswerCounts(20, 10)] * 2,
+        [AnswerCounts(20, 4, {"names": 6}, {"names": 3})] * 2,
+    )
+    drop = list(build_rows(field_, "one", str(folder)))[-1] | {"visual": 16}
     assert (drop["tau"], drop["tau_over"], drop["names_tau"]) == ((5,) * 3, (2.5,) * 3, (2,) * 3)
     table = study_visual.markdown([drop])
     assert "| 5.00 [5.00, 5.00] | 2.50 [2.50, 2.50] | 50% | 2.00 [2.00, 2.00] |" in table
-    assert "tau 5.00 [5.00, 5.00], x2.50 [2.50, 2.50]  names 0.50, tau 2.00" in study_visual.line_of(drop)
+    assert "tau 5.00 [5.00, 5.00], x2.50 [2.50, 2.50]  names 0.50, tau 2.00" in study_visual.format_row(drop)
 
 
 def test_tau_over_is_of_all_tokens_by_all_forwards_of_the_same_requests() -> None:
-    base = [Answer(10 * n, 5) for n in range(1, 9)]
-    mine = [Answer(10 * n, 2) for n in range(1, 9)]
-    assert multiple(mine, "tau", base) == pytest.approx((2.5, 2.5, 2.5)), "request paired with request"
-    mine[0] = Answer(10, 26)  # eight requests, 40 forwards each: a mean of ratios would differ
-    value, low, high = multiple(mine, "tau", base)
+    base = [AnswerCounts(10 * n, 5) for n in range(1, 9)]
+    mine = [AnswerCounts(10 * n, 2) for n in range(1, 9)]
+    assert metric_ratio_interval(mine, "tau", base) == pytest.approx((2.5, 2.5, 2.5)), "request paired with request"
+    mine[0] = AnswerCounts(10, 26)  # eight requests, 40 forwards each: a mean of ratios would differ
+    value, low, high = metric_ratio_interval(mine, "tau", base)
     assert value == pytest.approx(1.0) and low < 1 < high
-    nothing = [Answer(0, 0)] * 3
-    assert multiple(nothing, "tau", nothing) == (1, 1, 1), "answers of one token"
+    nothing = [AnswerCounts(0, 0)] * 3
+    assert metric_ratio_interval(nothing, "tau", nothing) == (1, 1, 1), "answers of one token"
 
 
 def test_ways_that_choose_are_told_against_fixed_ones(folders: Path, tmp_path: Path, capsys: Any) -> None:
@@ -229,15 +236,17 @@ def test_the_best_fixed_way_and_the_best_way_for_each_request() -> None:
         row("none", "identity", [0.1, 0.1], [1, 1]) | {"prefill_ms": None},
     ]
     del rows[-1]["prefill_ms"]
-    told = choices.against(rows)["e"]
+    told = choices.compare_adaptive(rows)["e"]
     assert told["best_fixed"] == "d+pool at 1/4" and told["over_best_fixed"][0] == 4 / 3
     assert told["over_best_fixed_forwards"][0] == 28 / 30
     assert told["over_best_each_forwards"][0] == 25 / 30, "9 and, of two with 16, the one that is shown less"
     assert told["over_best_each"][0] == 2.0 and told["over_optimistic_bound"][0] == 4 / 3
-    assert choices.names_of(rows[2]) == ["d+pool at 1/16", "d+pool:1"]
+    assert choices.run_names(rows[2]) == ["d+pool at 1/16", "d+pool:1"]
     other = [one | {"shape": "two"} for one in rows if one["way"] != "d+pool:4"]
-    assert choices.against([*rows, *other])["e"]["best_fixed"] == "d+pool at 1/16", "only what was run on every shape"
-    assert choices.against(rows[:3]) == {}
+    assert choices.compare_adaptive([*rows, *other])["e"]["best_fixed"] == "d+pool at 1/16", (
+        "only what was run on every shape"
+    )
+    assert choices.compare_adaptive(rows[:3]) == {}
 
 
 def test_long_answers_do_not_outweigh_short_ones() -> None:
@@ -251,7 +260,7 @@ def test_long_answers_do_not_outweigh_short_ones() -> None:
         row("d+drop", "drop", [0.2, 0.2], [5, 5]),
         row("d+drop", "drop", [100.0, 100.0], [5, 5], shape="clip"),
     ]
-    told = choices.against(rows)["e"]
+    told = choices.compare_adaptive(rows)["e"]
     assert told["best_fixed"] == "d" and told["over_best_fixed"][0] == pytest.approx(80.8 / 100.4)
     assert told["best_fixed_by_shape"] == "d", "0.4 * 40 is less than 0.4 * 50"
     value, low, high = told["over_best_fixed_by_shape"]
@@ -259,21 +268,27 @@ def test_long_answers_do_not_outweigh_short_ones() -> None:
     assert high == pytest.approx(2**0.5), "each shape keeps its requests when they are drawn anew"
     assert told["over_optimistic_bound"][0] == pytest.approx(80.4 / 100.4), "of each request the least"
     rows[0]["seconds"] = [0.6, 0.6]
-    told = choices.against(rows)["e"]
+    told = choices.compare_adaptive(rows)["e"]
     assert told["best_fixed"] == "d" and told["best_fixed_by_shape"] != "d", "seconds of clips alone made it the best"
-    said = choices.line_of("e", told)
+    said = choices.format_comparison("e", told)
     assert "the best fixed way in the mean over shapes: seconds x" in said and "an optimistic bound: seconds x" in said
 
 
 def test_clips_are_as_long_as_the_model_has_positions() -> None:
     model, processor = random_model("tiny")
     text = model.config.get_text_config(decoder=True)
-    assert fitting("clip32", model, processor, 128) == "clip32" and fitting("one", model, processor, 9999) == "one"
+    assert (
+        fit_to_context("clip32", model, processor, 128) == "clip32"
+        and fit_to_context("one", model, processor, 9999) == "one"
+    )
     length = 46 + 9 * 17  # of ten frames and such a question
     text.max_position_embeddings = length + 8 + 20
-    assert fitting("clip32", model, processor, 8) == "clip10" and fitting("clip4", model, processor, 8) == "clip4"
+    assert (
+        fit_to_context("clip32", model, processor, 8) == "clip10"
+        and fit_to_context("clip4", model, processor, 8) == "clip4"
+    )
     with pytest.raises(ValueError, match="two frames alone are a prompt of"):
-        fitting("clip32", model, processor, length)
+        fit_to_context("clip32", model, processor, length)
 
 
 @pytest.mark.parametrize(
@@ -322,7 +337,7 @@ def test_what_reading_a_prompt_costs_a_head_of_any_shape(tmp_path: Path, capsys:
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        (["--compressors", "squeeze:3"], "no compressor is called 'squeeze:3'"),
+        (["--compressors", "squeeze:3"], "unknown compressor 'squeeze:3'"),
         (["--frames", "1,0"], "must be a whole number above 0, got '0'"),
         (["--heads", "3"], "--hidden must be a multiple of --heads"),
         (["--device", "abacus"], "abacus"),

@@ -16,7 +16,13 @@ from mmspec.app.scenes.render import render_scene
 from mmspec.app.scenes.world import generate_scene
 from mmspec.app.train import command as train
 from mmspec.app.train import heads as pupils
-from mmspec.app.train.data import FileData, Order, Request, Teacher, WithText, share_of_pictures
+from mmspec.app.train import progress, report, setup
+from mmspec.app.train.config import TrainOptions
+from mmspec.app.train.data import Teacher
+from mmspec.app.train.datasets import FileData, Request, TextOnlyAugmented, image_fraction
+from mmspec.app.train.sampler import LengthGroupedSampler
+from mmspec.control.tree_size import TreeSizeController
+from mmspec.drafters.training.trainer import DistributedContext
 
 
 @pytest.fixture
@@ -55,22 +61,35 @@ def test_a_run_from_the_command_line(tmp_path: Path, capsys: Any) -> None:
         "30",
     ]
     assert main(args) == 0
-    told = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in told] == [str(out / "msd"), str(out / "eagle-textual")] and "tau" in told[0]
+    captured = capsys.readouterr()
+    lines = captured.out.splitlines()
+    heads = [line for line in lines if not line.startswith("  ")]
+    assert [line.split(":")[0] for line in heads] == [str(out / "msd"), str(out / "eagle-textual")]
+    assert all("on 2 held-out requests, trees of 16 nodes" in line for line in heads)
+    commands = [line for line in lines if line.startswith("  next: ")]
+    assert commands[0] == f"  next: mmspec bench --drafters {out / 'msd'} --model tiny --images {data}"
+    assert sum(line.startswith("  acceptance at depth 1, 2, ...: ") for line in lines) == 2
+    assert "mmspec: answers: 18 of 18 texts" in captured.err and "mmspec: train: 4 of 4 steps" in captured.err
     config = json.loads((out / "msd" / "config.json").read_text())
-    assert (config["rule"], config["target"]["model_type"], config["target"]["layers"]) == ("decoupled", "llava", 2)
-    assert config["facts"] == {"target": "tiny"} and train.named(str(tmp_path / "data")) == "data"
+    assert (config["visual_mode"], config["target"]["model_type"], config["target"]["num_layers"]) == (
+        "decoupled",
+        "llava",
+        2,
+    )
+    assert config["facts"] == {"target": "tiny"} and report.target_name(str(tmp_path / "data")) == "data"
     provenance = json.loads((out / "msd" / "provenance.json").read_text())
     assert provenance["command"].startswith("mmspec train --target tiny") and provenance["seed"] == 0
     assert {"commit", "torch", "transformers", "mmspec"} <= set(provenance)
     evaluation = json.loads((out / "msd" / "evaluation.json").read_text())
     assert evaluation["tau"] >= 1 and evaluation["held_out"] is True and evaluation["requests"] == 2
+    assert evaluation["acceptance_by_depth"] and evaluation["speed"]["identical"] is True
+    assert 0 <= evaluation["speed"]["drafted_share"] <= 1 and evaluation["speed"]["requests"] == 2
     assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")
     answers = [json.loads(line) for line in (out / "answers.jsonl").read_text().splitlines()]
     assert sorted(row["number"] for row in answers) == list(range(18)), "the last two are kept back"
     model, processor = random_model("tiny")
     mmspec.patch(model, str(out / "msd"), processor=processor)
-    drafter = model.__dict__["_mmspec"].options.drafter
+    drafter = model.__dict__["_mmspec"].config.drafter
     assert drafter.name == "msd" and len(drafter.draft_ids) <= 30 and 2 in drafter.draft_ids.tolist()
 
 
@@ -86,7 +105,7 @@ def test_a_run_that_is_cut_goes_on(data: Path, tmp_path: Path, capsys: Any) -> N
     whole, cut = (load_file(tmp_path / name / "msd" / "model.safetensors") for name in ("whole", "cut"))
     assert all(torch.allclose(whole[name].float(), cut[name].float(), atol=1e-2) for name in whole)
     assert main([*args, "--out", str(tmp_path / "cut"), "--lr", "0.5"]) == 2
-    assert "other settings (plan)" in capsys.readouterr().err
+    assert "other settings (config)" in capsys.readouterr().err
 
 
 def test_answers_of_another_run_are_not_taken(
@@ -107,8 +126,8 @@ def test_answers_of_another_run_are_not_taken(
         assert main(args) == 130
     kept = (out / "answers.jsonl").read_bytes()
     assert kept.count(b"\n") == 2 and not (out / "state.pt").exists()
-    assert main([*args, "--first-seed", "7"]) == 2
-    assert "other settings (first_seed)" in capsys.readouterr().err
+    assert main([*args, "--scene-seed", "7"]) == 2
+    assert "other settings (scene_seed)" in capsys.readouterr().err
     first = data.read_text()
     data.write_text(first.replace("what is this 4", "who is this 4"))
     assert main(args) == 2
@@ -120,14 +139,14 @@ def test_answers_of_another_run_are_not_taken(
 
 
 def test_text_only_shows_no_picture(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    out, lesson, visual = tmp_path / "run", Teacher.lesson, list[bool]()
+    out, lesson, visual = tmp_path / "run", Teacher.make_batch, list[bool]()
 
     def seen(self: Teacher, numbers: list[int]) -> Any:
         made = lesson(self, numbers)
-        visual.append(bool(made.visual.any()))
+        visual.append(bool(made.visual_mask.any()))
         return made
 
-    monkeypatch.setattr(Teacher, "lesson", seen)
+    monkeypatch.setattr(Teacher, "make_batch", seen)
     args = ["train", *ARGS, "--data", str(data), "--drafter", "msd", "--evaluate", "0", "--out", str(out)]
     assert main([*args, "--text-only"]) == 0
     assert visual == [False] * 4
@@ -135,7 +154,7 @@ def test_text_only_shows_no_picture(data: Path, tmp_path: Path, monkeypatch: pyt
     assert sorted(answers) == list(range(5, 10)), "with pictures nothing is asked"
     settings = torch.load(out / "state.pt", weights_only=True)["settings"]
     assert settings["text_only"] is True
-    plain = train.facts_of(build_parser().parse_args(args))
+    plain = setup.train_settings(TrainOptions.from_args(build_parser().parse_args(args)))
     assert plain == {"text_first": False}, "nothing new is told of runs as they were, so they go on"
     with pytest.raises(SystemExit):
         main([*args, "--text-only", "--text-first"])
@@ -195,7 +214,7 @@ def test_a_run_begins_with_trained_weights(data: Path, tmp_path: Path, capsys: A
 def test_answers_that_were_cut_are_made_again(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, processor = random_model("tiny")
     teacher = Teacher(model, processor, FileData([str(data)]))
-    teacher.answer_all(tmp_path, 2, 8)
+    teacher.generate_answers(tmp_path, 2, 8)
     file = tmp_path / "answers.jsonl"
     whole = file.read_text()
     assert [json.loads(line)["number"] for line in whole.splitlines()] == list(range(5))
@@ -209,10 +228,10 @@ def test_answers_that_were_cut_are_made_again(data: Path, tmp_path: Path, monkey
     with monkeypatch.context() as patch:
         patch.setattr("os.fsync", full)
         with pytest.raises(OSError, match="No space"):
-            again.answer_all(tmp_path, 2, 8)
+            again.generate_answers(tmp_path, 2, 8)
     assert file.read_text() == half and len(list(tmp_path.iterdir())) == 2, "data and answers"
     done: list[int] = []
-    again.answer_all(tmp_path, 2, 8, done.append)
+    again.generate_answers(tmp_path, 2, 8, done.append)
     assert again.answers == teacher.answers and sum(done) == 5 and done[0] > 0
     tokens = processor.tokenizer(" a red house", add_special_tokens=False).input_ids
     assert teacher.answers[2] == [*tokens, 2], "an answer that was given is taken"
@@ -222,24 +241,24 @@ def test_a_lesson_is_what_the_target_saw(data: Path, tmp_path: Path) -> None:
     """States by one forward over the whole text are those of decoding, picture and all."""
     model, processor = random_model("tiny")
     teacher = Teacher(model, processor, FileData([str(data)]))
-    teacher.answer_all(tmp_path, 4, 8)
-    lesson = teacher.lesson([0, 2, 4])
+    teacher.generate_answers(tmp_path, 4, 8)
+    lesson = teacher.make_batch([0, 2, 4])
     for row, number in enumerate([0, 2, 4]):
-        inputs = teacher.maker.build_inputs([teacher.data[number].shown], [teacher.data[number].question])
+        inputs = teacher.captioner.build_inputs([teacher.data[number].media], [teacher.data[number].question])
         answer = torch.tensor(teacher.answers[number])
         ids = torch.cat([inputs["input_ids"][0], answer])
-        assert torch.equal(lesson.ids[row, : len(ids)], ids) and lesson.real[row].sum() == len(ids)
-        assert lesson.answer[row].nonzero().flatten().tolist() == list(range(len(ids) - len(answer), len(ids)))
+        assert torch.equal(lesson.input_ids[row, : len(ids)], ids) and lesson.attention_mask[row].sum() == len(ids)
+        assert lesson.response_mask[row].nonzero().flatten().tolist() == list(range(len(ids) - len(answer), len(ids)))
         whole = {**inputs, "input_ids": ids[None], "attention_mask": torch.ones_like(ids)[None]}
         with torch.no_grad():
             seen = model(**whole, output_hidden_states=True)
-        assert torch.allclose(lesson.embedded[row, : len(ids)], seen.hidden_states[0][0], atol=3e-2)
-        far = (lesson.states[row, : len(ids)] - seen.hidden_states[-1][0]).abs().max()
+        assert torch.allclose(lesson.inputs_embeds[row, : len(ids)], seen.hidden_states[0][0], atol=3e-2)
+        far = (lesson.hidden_states[row, : len(ids)] - seen.hidden_states[-1][0]).abs().max()
         assert far < 0.15, "bfloat16 on a CPU"
-        said = model.get_output_embeddings()(lesson.states[row]).argmax(-1)
+        said = model.get_output_embeddings()(lesson.hidden_states[row]).argmax(-1)
         agree = (said[len(ids) - len(answer) - 1 : len(ids) - 1] == answer).float().mean()
         assert number == 2 or agree > 0.6
-    assert lesson.visual.sum() == 3 * 16
+    assert lesson.visual_mask.sum() == 3 * 16
 
 
 def test_states_are_made_once_as_far_as_there_is_room(data: Path, tmp_path: Path) -> None:
@@ -247,48 +266,156 @@ def test_states_are_made_once_as_far_as_there_is_room(data: Path, tmp_path: Path
     teachers = [Teacher(model, processor, FileData([str(data)]), room) for room in (0, 1 << 30, 60_000)]
     seen: list[list[int]] = []
     for teacher in teachers:
-        teacher.answer_all(tmp_path, 5, 8)
-        own = teacher._seen
-        teacher._seen = lambda numbers, own=own: seen.append(list(numbers)) or own(numbers)  # type: ignore[func-returns-value,method-assign]
-    plain, kept, some = ([teacher.lesson(numbers) for numbers in ([0, 2], [2, 3, 2], [3, 0])] for teacher in teachers)
+        teacher.generate_answers(tmp_path, 5, 8)
+        own = teacher._forward
+        teacher._forward = lambda numbers, own=own: seen.append(list(numbers)) or own(numbers)  # type: ignore[func-returns-value,method-assign]
+    plain, kept, some = (
+        [teacher.make_batch(numbers) for numbers in ([0, 2], [2, 3, 2], [3, 0])] for teacher in teachers
+    )
     assert seen[:3] == [[0, 2], [2, 3], [3, 0]]
     assert seen[3:5] == [[0, 2], [3]]
-    assert 0 < len(teachers[2]._kept) < 3 and 0 <= teachers[2].room < 60_000
+    assert 0 < len(teachers[2]._cache) < 3 and 0 <= teachers[2].cache_bytes < 60_000
     for other in (kept, some):
         for one, two in zip(plain, other, strict=True):
-            for a, b in zip(one.parts(), two.parts(), strict=True):
+            for a, b in zip(one.tensors(), two.tensors(), strict=True):
                 assert a.dtype == b.dtype and torch.allclose(a.float(), b.float(), atol=0.1), "bfloat16 on a CPU"
-            assert torch.equal(one.ids, two.ids) and torch.equal(one.answer, two.answer)
+            assert torch.equal(one.input_ids, two.input_ids) and torch.equal(one.response_mask, two.response_mask)
 
 
 def test_the_same_questions_without_pictures(data: Path, tmp_path: Path) -> None:
     model, processor = random_model("tiny")
-    both = WithText(FileData([str(data)]))
+    both = TextOnlyAugmented(FileData([str(data)]))
     assert len(both) == 10 and both[7] == Request((), "what is this 2")
     teacher = Teacher(model, processor, both)
-    teacher.answer_all(tmp_path, 10, 6)
-    lesson = teacher.lesson([0, 7])
-    assert lesson.visual[0].any() and not lesson.visual[1].any()
+    teacher.generate_answers(tmp_path, 10, 6)
+    lesson = teacher.make_batch([0, 7])
+    assert lesson.visual_mask[0].any() and not lesson.visual_mask[1].any()
 
 
 def test_schedules() -> None:
-    assert [share_of_pictures(done) for done in (0, 0.5, 0.75, 1)] == [0, 0, 0.5, 1]
-    one = [Order(7, 3, 0).numbers(step) for step in range(7)]
+    assert [image_fraction(done) for done in (0, 0.5, 0.75, 1)] == [0, 0, 0.5, 1]
+    one = [LengthGroupedSampler(7, 3, 0).batch_indices(step) for step in range(7)]
     assert sorted(number for row in one for number in row) == sorted(3 * list(range(7)))
-    again = Order(7, 3, 0)
-    assert one == [again.numbers(step) for step in range(7)] and one[1] == again.numbers(1), "back and forth"
-    assert all(number >= 7 for number in Order(7, 5, 0).numbers(2, shown=0.0))
-    mixed = [number >= 7 for step in range(40) for number in Order(7, 5, 0).numbers(step, shown=0.5)]
+    again = LengthGroupedSampler(7, 3, 0)
+    assert one == [again.batch_indices(step) for step in range(7)] and one[1] == again.batch_indices(1), (
+        "back and forth"
+    )
+    assert all(number >= 7 for number in LengthGroupedSampler(7, 5, 0).batch_indices(2, with_images=0.0))
+    mixed = [
+        number >= 7
+        for step in range(40)
+        for number in LengthGroupedSampler(7, 5, 0).batch_indices(step, with_images=0.5)
+    ]
     assert 0.35 < sum(mixed) / len(mixed) < 0.65
 
 
 def test_texts_of_a_length_come_together() -> None:
     sizes = {number: 1000 if number % 20 == 7 else number % 5 for number in range(320)}
-    for order in (Order(320, 16, 0, sizes), Order(333, 16, 1, sizes)):
-        steps = [order.numbers(step) for step in range(40)]
+    for order in (LengthGroupedSampler(320, 16, 0, sizes), LengthGroupedSampler(333, 16, 1, sizes)):
+        steps = [order.batch_indices(step) for step in range(40)]
         assert sum(any(sizes.get(n, 0) == 1000 for n in one) for one in steps) <= 8, "else nearly every batch"
         first = [number for one in steps for number in one][: order.count]
         assert sorted(first) == list(range(order.count))
+
+
+def test_a_line_every_so_often_without_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
+    with progress.ProgressReporter("train", 100, "step") as reporter:
+        reporter.resume(10)
+        for _ in range(50):
+            clock[0] += 2.0
+            reporter.update(1, {"loss": 0.5})
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == [
+        "mmspec: train: 25 of 100 steps, loss 0.500, 0.50 steps/s, about 2 min left",
+        "mmspec: train: 40 of 100 steps, loss 0.500, 0.50 steps/s, about 2 min left",
+        "mmspec: train: 55 of 100 steps, loss 0.500, 0.50 steps/s, about 90 s left",
+        "mmspec: train: 60 of 100 steps, 100 s",
+    ]
+    for silent in ({"show_bar": False}, {"is_silent": True}):
+        with progress.ProgressReporter("train", 100, "step", **silent) as reporter:
+            clock[0] += 100.0
+            reporter.update()
+    assert capsys.readouterr().err == ""
+
+
+def test_the_first_checkpoint_is_early(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trainer alone would write its first checkpoint after minutes; here the first step is enough."""
+    out, make_batch, found = tmp_path / "run", Teacher.make_batch, list[bool]()
+
+    def watched(self: Teacher, indices: list[int]) -> Any:
+        found.append((out / "state.pt").exists())
+        return make_batch(self, indices)
+
+    monkeypatch.setattr(Teacher, "make_batch", watched)
+    monkeypatch.setattr(train, "FIRST_CHECKPOINT_S", 0.0)
+    args = ["train", *ARGS, "--data", str(data), "--drafter", "msd", "--evaluate", "0", "--out", str(out)]
+    assert train.FIRST_CHECKPOINT_S < 60 and main(args) == 0
+    assert found == [False, True, True, True]
+
+
+def test_the_summary_agrees_with_bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """Where the controller drafts nothing, train says what bench says of the same head."""
+    is_fixed = property(lambda controller: controller.drafts and controller.fixed_tree_size is not None)
+    monkeypatch.setattr(TreeSizeController, "should_draft", is_fixed)
+    out, data = tmp_path / "run", listed(tmp_path / "data", 20)
+    assert main(["train", *ARGS, "--data", str(data), "--drafter", "msd", "--out", str(out)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    evaluation = json.loads((out / "msd" / "evaluation.json").read_text())
+    speed = evaluation["speed"]
+    assert (speed["tau"], speed["drafted_share"], speed["not_used"]) == (1.0, 0.0, True)
+    assert any(line.startswith("  speed on this machine: x") and "0% of rounds drafted" in line for line in lines)
+    assert any("not used: drafting did not pay here (0% of rounds drafted" in line for line in lines)
+    next_command = lines[-1].removeprefix("  next: mmspec ").split()
+    assert main([*next_command, "--new-tokens", "8", "--repeats", "1"]) == 0
+    assert "not used: drafting did not pay here (0% of rounds drafted" in capsys.readouterr().out
+
+
+def test_curves_have_titles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from matplotlib.figure import Figure
+
+    figures: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **options: figures.append(figure))
+    (tmp_path / "log.jsonl").write_text('{"step": 10, "agree0": 0.5, "loss": 2.0, "words": 3.0, "s": 1.0}\n')
+    report.write_curves(tmp_path, "msd for tiny")
+    left, right = figures[0].axes
+    assert figures[0].get_suptitle() == "msd for tiny"
+    assert (left.get_title(), right.get_title()) == ("Agreement with the target", "Loss")
+    assert left.get_xlabel() == right.get_xlabel() == "training step"
+    assert left.get_ylabel() == "share of tokens" and len(left.lines) == 1 and len(right.lines) == 2
+
+
+def test_settings_of_older_runs_are_read(data: Path, tmp_path: Path, capsys: Any) -> None:
+    args = ["train", *ARGS, "--data", str(data), "--drafter", "msd", "--evaluate", "0", "--out", str(tmp_path / "run")]
+    assert main(args) == 0
+    file = tmp_path / "run" / "run.json"
+    file.write_text(file.read_text().replace("scene_seed", "first_seed"))
+    assert setup.current_settings(json.loads(file.read_text()))["scene_seed"] == 10_000_000
+    setup.check_run_settings(
+        tmp_path / "run", setup.current_settings(json.loads(file.read_text())), DistributedContext()
+    )
+
+
+OLD_FLAGS = {
+    "--first-seed": ("--scene-seed", "7", 7),
+    "--keep-states": ("--cache-gib", "0.5", 0.5),
+    "--states-weight": ("--hidden-loss", "0.5", 0.5),
+    "--words-weight": ("--logits-loss", "0.5", 0.5),
+    "--rollout": ("--ttt-steps", "1", 1),
+    "--rule": ("--visual-mode", "coupled", "coupled"),
+}
+
+
+@pytest.mark.parametrize("old", OLD_FLAGS)
+def test_old_flags_warn_once_and_work(old: str, capsys: Any) -> None:
+    new, text, value = OLD_FLAGS[old]
+    args = build_parser().parse_args(["train", "--out", "x", old, text])
+    assert getattr(TrainOptions.from_args(args), new[2:].replace("-", "_")) == value
+    assert capsys.readouterr().err == f"mmspec: {old} is deprecated; use {new}\n"
+    args = build_parser().parse_args(["train", "--out", "x", new, text])
+    assert getattr(TrainOptions.from_args(args), new[2:].replace("-", "_")) == value
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize(
@@ -296,7 +423,7 @@ def test_texts_of_a_length_come_together() -> None:
     [
         (["--target", "tiny"], "--target tiny needs --data"),
         (["--target", "tiny", "--data", "nowhere"], "no such file or folder: nowhere"),
-        (["--first-seed", "50000000"], "held out"),
+        (["--scene-seed", "50000000"], "held out"),
     ],
 )
 def test_bad_requests_are_refused(args: list[str], words: str, tmp_path: Path, capsys: Any) -> None:
@@ -322,8 +449,8 @@ def test_a_picture_without_its_file_is_one_line(tmp_path: Path, capsys: Any) -> 
 
 def test_heads_of_one_run_begin_alike() -> None:
     model, _ = random_model("tiny")
-    config = pupils.config_of(model, 48)
-    a, b = pupils.new_head(config, 3), pupils.new_head(config, 3)
+    config = pupils.target_head_config(model, 48)
+    a, b = pupils.init_head(config, 3), pupils.init_head(config, 3)
     assert all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters(), strict=True))
     assert (config.hidden_size, config.intermediate_size, config.num_key_value_heads) == (64, 48, 2)
 
@@ -354,4 +481,4 @@ def test_several_processes_train_as_one(data: Path, tmp_path: Path) -> None:
 def test_rules_are_named_as_drafters_name_them() -> None:
     from mmspec.drafters.eagle import visual_inputs as rules
 
-    assert tuple(rules.RULES) == train.RULES
+    assert tuple(rules.VISUAL_MODES) == train.VISUAL_MODES

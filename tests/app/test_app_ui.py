@@ -23,7 +23,7 @@ import torch
 from PIL import Image
 
 import mmspec
-from mmspec.app.bench.rounds import ACCEPTED, CORRECTED, PLAIN, Round, kinds_of
+from mmspec.app.bench.rounds import ACCEPTED, CORRECTED, PLAIN, Round, classify_tokens
 from mmspec.app.cli.main import main
 from mmspec.app.errors import UsageError
 from mmspec.app.modeling.chat import Turn, build_inputs, encode_media
@@ -39,7 +39,7 @@ from mmspec.app.ui.report import Report, TempStorage, build_report
 from mmspec.app.ui.run_comparison import measure_logit_margin
 from mmspec.app.ui.streamer import IncrementalDetokenizer, TimingStreamer, detokenize
 from mmspec.app.ui.worker import CancelSignal, SessionRegistry, Worker
-from mmspec.vision.registry import make
+from mmspec.vision.registry import build_compressor
 
 NASTY = "<script>window.hacked=1</script><img src=x onerror='window.hacked=1'> **bold** ${1+1} {{value}}"
 
@@ -112,7 +112,7 @@ def test_pieces_of_a_growing_text_stay_as_they_were(shelf: ModelStore) -> None:
 
 
 @pytest.mark.parametrize(
-    "chosen", [{}, {"nodes": 8, "temperature": 0.8, "seed": 4}, {"drafter": "recycling", "nodes": 8}]
+    "chosen", [{}, {"tree_size": 8, "temperature": 0.8, "seed": 4}, {"drafter": "recycling", "tree_size": 8}]
 )
 def test_both_sides_say_the_same_and_the_figures_are_those_of_stats(shelf: ModelStore, chosen: dict[str, Any]) -> None:
     race = race_of(shelf, **chosen).run()
@@ -129,7 +129,7 @@ def test_both_sides_say_the_same_and_the_figures_are_those_of_stats(shelf: Model
     )
     assert made.metrics["speedup_decode"] == pytest.approx(stats.tau / made.metrics["R"])
     drawn = render.render_results(made)
-    for name in ("prefill", "draft", "score", "rest"):
+    for name in ("prefill", "draft", "score", "overhead"):
         assert f"{1000 * getattr(stats, f'{name}_s'):.1f} ms" in drawn
     assert sum(stats.accept_length_hist.values()) == stats.rounds
     assert all(f"<b>{count:.0f} rounds</b>" in drawn for count in stats.accept_length_hist.values())
@@ -137,23 +137,23 @@ def test_both_sides_say_the_same_and_the_figures_are_those_of_stats(shelf: Model
 
 
 def test_rounds_tell_what_was_emitted(shelf: ModelStore) -> None:
-    race = race_of(shelf, drafter="recycling", nodes=8, max_new_tokens=60).run()
+    race = race_of(shelf, drafter="recycling", tree_size=8, max_new_tokens=60).run()
     assert [token for one in race.rounds for token in one.emitted] == race.mmspec.streamer.token_ids
     for one in race.rounds:
         assert one.parents[0] == -1 and all(0 <= parent < node for node, parent in enumerate(one.parents) if node)
-        assert [one.tokens[node] for node in one.walked[1:]] == list(one.emitted[:-1])
-        assert all(one.parents[b] == a for a, b in itertools.pairwise(one.walked))
-    kinds = kinds_of(race.rounds, 60)
+        assert [one.tokens[node] for node in one.accepted_nodes[1:]] == list(one.emitted[:-1])
+        assert all(one.parents[b] == a for a, b in itertools.pairwise(one.accepted_nodes))
+    kinds = classify_tokens(race.rounds, 60)
     assert kinds.count(ACCEPTED) == race.stats.num_accepted_tokens > 0 and CORRECTED in kinds
-    assert sum(one.guesses for one in race.rounds) == race.stats.num_draft_tokens
+    assert sum(one.num_draft_tokens for one in race.rounds) == race.stats.num_draft_tokens
 
 
 def test_kinds_of_tokens() -> None:
     tree = Round(1, (9, 5, 6, 7), (-1, 0, 0, 1), None, (0, 1), (5, 8))
-    assert tree.kinds == (ACCEPTED, CORRECTED)
-    assert replace(tree, walked=(0, 2), emitted=(6, 8)).kinds == (ACCEPTED, PLAIN)  # nothing hung below it
-    assert Round(0, (9,), (-1,), None, (0,), (5,)).kinds == (PLAIN,)
-    assert kinds_of([tree], 3) == [ACCEPTED, CORRECTED, PLAIN] and kinds_of([tree], 1) == [ACCEPTED]
+    assert tree.token_kinds == (ACCEPTED, CORRECTED)
+    assert replace(tree, walked=(0, 2), emitted=(6, 8)).token_kinds == (ACCEPTED, PLAIN)  # nothing hung below it
+    assert Round(0, (9,), (-1,), None, (0,), (5,)).token_kinds == (PLAIN,)
+    assert classify_tokens([tree], 3) == [ACCEPTED, CORRECTED, PLAIN] and classify_tokens([tree], 1) == [ACCEPTED]
 
 
 def test_the_picture_is_looked_at_once(shelf: ModelStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,7 +179,7 @@ def test_a_race_is_what_the_model_says_alone(shelf: ModelStore) -> None:
 
 
 def test_no_run_learns_from_another(shelf: ModelStore) -> None:
-    first, second = (race_of(shelf, drafter="recycling", nodes=8).run() for _ in range(2))
+    first, second = (race_of(shelf, drafter="recycling", tree_size=8).run() for _ in range(2))
     assert first.stats.num_accepted_tokens == second.stats.num_accepted_tokens
 
 
@@ -191,7 +191,7 @@ class Counted(CancelSignal):
         self.left = most
 
     @property
-    def asked(self) -> bool:
+    def cancel_requested(self) -> bool:
         self.left -= 1
         return self.left < 0
 
@@ -203,7 +203,7 @@ def test_stopping_stops_generate(shelf: ModelStore, most: int, plain: int, ours:
     assert abs(len(race.plain.streamer.token_ids) - plain) <= 1 and abs(len(race.mmspec.streamer.token_ids) - ours) <= 2
     if most:
         told = build_report(race)
-        assert ("identical as far" in told.verdict) == (ours > 0) and told.metrics["speedup_e2e"] is None
+        assert ("identical up to token" in told.verdict) == (ours > 0) and told.metrics["speedup_e2e"] is None
         assert told.identical is (True if ours else None)
 
 
@@ -240,7 +240,7 @@ def test_a_prompt_beyond_the_positions_is_refused(shelf: ModelStore) -> None:
 
 def test_a_drafter_without_eyes_says_so(shelf: ModelStore) -> None:
     made = report(shelf)
-    assert "words alone" in made.metrics["drafter_saw"]["text"] and made.image_uris == ()
+    assert "text alone" in made.metrics["drafter_saw"]["text"] and made.image_uris == ()
 
 
 @pytest.mark.parametrize(
@@ -262,7 +262,7 @@ def test_tokens_that_a_trained_drafter_saw_are_marked(
     spec = SimpleNamespace(hidden=64, heads=4, kv_heads=2, vocab=384, layers=2)
     drafter = heads.build_drafter(kind, spec)  # type: ignore[arg-type]
     monkeypatch.setitem(shelf.get("tiny")._drafters, "auto", drafter)
-    race = race_of(shelf, compressor=compressor, nodes=4).run()
+    race = race_of(shelf, compressor=compressor, tree_size=4).run()
     made = build_report(race)
     told = made.metrics["drafter_saw"]
     assert made.identical and told["shown"] == shown and told["total"] == 16
@@ -275,10 +275,10 @@ def test_a_drafter_that_brings_its_own_compressor_is_told(shelf: ModelStore, mon
 
     spec = SimpleNamespace(hidden=64, heads=4, kv_heads=2, vocab=384, layers=2)
     drafter = heads.build_drafter("decoupled", spec)  # type: ignore[arg-type]
-    drafter.compressor = make("pool:4")
+    drafter.compressor = build_compressor("pool:4")
     monkeypatch.setitem(shelf.get("tiny")._drafters, "auto", drafter)
     for chosen, shown in ((None, 4), ("relevant:5", 5)):
-        told = build_report(race_of(shelf, compressor=chosen, nodes=4).run()).metrics["drafter_saw"]
+        told = build_report(race_of(shelf, compressor=chosen, tree_size=4).run()).metrics["drafter_saw"]
         assert told["shown"] == shown and told["total"] == 16
 
 
@@ -453,12 +453,12 @@ def test_errors_of_a_job_reach_who_waits() -> None:
 def test_a_page_has_one_run_at_a_time() -> None:
     sessions = SessionRegistry()
     first = sessions.begin("a")
-    with pytest.raises(UsageError, match="still going"):
+    with pytest.raises(UsageError, match="still active"):
         sessions.begin("a")
     other = sessions.begin("b")
     assert sessions.get_signal("a") is first
     first._renewed_at -= 1000  # in the queue nobody looks at it
-    with pytest.raises(UsageError, match="still going"):
+    with pytest.raises(UsageError, match="still active"):
         sessions.begin("a")
     sessions.cancel("a")
     sessions.cancel("nobody")
@@ -471,9 +471,11 @@ def test_a_page_has_one_run_at_a_time() -> None:
 
 
 def test_nothing_that_was_written_becomes_html(shelf: ModelStore) -> None:
-    made = replace(report(shelf, nodes=8), question=NASTY)
+    made = replace(report(shelf, tree_size=8), question=NASTY)
     made = replace(
-        made, mmspec=replace(made.mmspec, pieces=(NASTY,) * 32), names=dict.fromkeys(made.token_labels, NASTY)
+        made,
+        mmspec=replace(made.mmspec, token_texts=(NASTY,) * 32),
+        token_labels=dict.fromkeys(made.token_labels, NASTY),
     )
     turns = (Turn(NASTY, NASTY),)
     row = {"file_name": NASTY, "caption": NASTY, "error": None, "n_new_tokens": 1, "tau": 1.0, "seconds": 0.1}
@@ -481,7 +483,7 @@ def test_nothing_that_was_written_becomes_html(shelf: ModelStore) -> None:
     drawn = [
         render.render_answer(made.mmspec, turns, NASTY, NASTY),
         render.render_partial_answer("plain", turns, NASTY, NASTY, NASTY, True),
-        render.render_verdict(replace(made, badge=NASTY)),
+        render.render_verdict(replace(made, verdict=NASTY)),
         render.render_captions([row, failed]),
         render.render_status(NASTY),
         *(render.render_round(made, number) for number in range(len(made.rounds))),
@@ -495,7 +497,7 @@ def test_trees_are_drawn_without_overlaps(shelf: ModelStore) -> None:
     depths, lines = render.layout_tree([-1, 0, 0, 1, 1, 2, 3])
     assert depths == [0, 1, 1, 2, 2, 2, 3]
     assert len(set(zip(depths, lines, strict=True))) == 7 and lines[0] == (lines[1] + lines[2]) / 2
-    made = report(shelf, drafter="recycling", nodes=16, max_new_tokens=40)
+    made = report(shelf, drafter="recycling", tree_size=16, max_new_tokens=40)
     for one in made.rounds:
         drawn = render.render_tree(one, made.token_labels)
         nodes = xml.fromstring(drawn).findall(".//{http://www.w3.org/2000/svg}rect")
@@ -504,7 +506,7 @@ def test_trees_are_drawn_without_overlaps(shelf: ModelStore) -> None:
 
 
 def test_a_report_is_json_and_complete(shelf: ModelStore, space: TempStorage) -> None:
-    made = report(shelf, nodes=8)
+    made = report(shelf, tree_size=8)
     read = json.loads(space.write_report(made).read_text(encoding="utf-8"))
     assert read["mmspec"]["answer"] == made.mmspec.text and len(read["plain"]["tokens"]) == 32
     assert read["identical"] is True and read["choice"]["drafter"] == "auto" and read["run"]["dtype"] == "float32"
@@ -619,12 +621,12 @@ def test_pages_are_served_before_torch_is_imported() -> None:
     code = """
 import inspect, sys
 find = inspect.getfile
-from mmspec.app.ui.server import build
+from mmspec.app.ui.server import build_app
 from mmspec.app.ui.context import Context
-from mmspec.app.ui.report import Space
-from mmspec.app.ui.model_store import Shelf
-space = Space()
-build(Context(Shelf(), space))
+from mmspec.app.ui.report import TempStorage
+from mmspec.app.ui.model_store import ModelStore
+space = TempStorage()
+build_app(Context(ModelStore(), space))
 space.close()
 assert inspect.getfile is find, "what gradio's import was told is taken back"
 print(*sys.modules)
@@ -671,7 +673,9 @@ def test_steps_of_a_conversation(shelf: ModelStore, space: TempStorage) -> None:
         shown = build_final_updates(context, parts, "run", context.sessions.take_result("me"))
         assert context.sessions.take_result("me") is None, "once"
         for now, then in zip(last[1:], (shown["plain"], shown["mmspec"]), strict=True):
-            assert now.count("mm-asked") == then.count("mm-asked"), "what was growing is what is shown in the end"
+            assert now.count("mm-turn-question") == then.count("mm-turn-question"), (
+                "what was growing is what is shown in the end"
+            )
         return shown
 
     first = ask("what is it?", Conversation())

@@ -43,7 +43,7 @@ from mmspec.app.modeling.captioner import Captioner
 from mmspec.app.modeling.chat import Turn, accepts_videos, build_inputs, encode_media, to_model_device
 from mmspec.app.modeling.random_models import random_model
 from mmspec.vision.video import decoder_pool as isolated
-from mmspec.vision.video.decoder_pool import Isolated
+from mmspec.vision.video.decoder_pool import DecoderPool
 
 TEMPLATE = (
     "{% for message in messages %}{% for part in message['content'] %}{% if part['type'] == 'text' %}{{ part['text'] }}"
@@ -254,17 +254,17 @@ def spied(monkeypatch: pytest.MonkeyPatch, code: str = "") -> list[None]:
     """Plant something in the processes that decode; one entry for each that is started."""
     started, command = list[None](), decoder_command_running(code)
 
-    def spy(limit_s: float, memory: int) -> list[str]:
+    def spy(timeout_s: float, memory: int) -> list[str]:
         started.append(None)
-        return command(limit_s, memory)
+        return command(timeout_s, memory)
 
-    monkeypatch.setattr(isolated, "command", spy)
+    monkeypatch.setattr(isolated, "worker_command", spy)
     return started
 
 
 def test_a_crash_is_a_row_and_the_job_goes_on(clips: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     started = spied(monkeypatch, FAULTY_BACKENDS)
-    monkeypatch.setattr(jobs, "Isolated", partial(Isolated, limit_s=8))
+    monkeypatch.setattr(jobs, "DecoderPool", partial(DecoderPool, timeout_s=8))
     for name in ("abort", "hang", "segv"):
         (clips / f"{name}.mp4").write_bytes((clips / "a.mp4").read_bytes())
     write_video(clips / "z.mp4", 5)

@@ -1,8 +1,9 @@
-"""Linear layers in other ways: the same products, never a stale weight, nothing left behind, nobody else affected."""
+"""Replaced linear layers: same products by every kernel, never a stale weight, no effect outside the context."""
 
 from __future__ import annotations
 
 import copy
+import gc
 import threading
 from typing import Any
 
@@ -42,55 +43,56 @@ def rows(count: int, seed: int = 1) -> Tensor:
 
 @pytest.fixture
 def spied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Rows of every product that was not computed in the plain way."""
-    seen: list[int] = []
-    original = LinearAutotuner._in_way
+    """Number of rows of every product that was not computed by the plain kernel."""
+    num_rows: list[int] = []
+    original = LinearAutotuner._run_kernel
 
-    def spy(self: LinearAutotuner, way: str, layer: nn.Linear, rows: Tensor) -> Tensor:
-        if way != "plain":
-            seen.append(rows.shape[-2])
-        return original(self, way, layer, rows)
+    def spy(self: LinearAutotuner, kernel: str, layer: nn.Linear, rows: Tensor) -> Tensor:
+        if kernel != "plain":
+            num_rows.append(rows.shape[-2])
+        return original(self, kernel, layer, rows)
 
-    monkeypatch.setattr(LinearAutotuner, "_in_way", spy)
-    return seen
+    monkeypatch.setattr(LinearAutotuner, "_run_kernel", spy)
+    return num_rows
 
 
 @pytest.fixture
-def copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever may be copied is computed from the copy."""
-    monkeypatch.setattr(KernelTiming, "next", lambda self: self.ways[-1])
+def packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every product uses the packed copy."""
+    monkeypatch.setattr(KernelTiming, "next_kernel", lambda self: self.kernels[-1])
 
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("count", [1, 2, 8, 33, MAX_ROWS])
-@pytest.mark.parametrize("way", KernelTiming().kernels)
-def test_all_ways_lead_to_the_product(
-    way: str, bias: bool, count: int, monkeypatch: pytest.MonkeyPatch, spied: list[int]
+@pytest.mark.parametrize("kernel", KernelTiming().kernels)
+def test_every_kernel_computes_the_product(
+    kernel: str, bias: bool, count: int, monkeypatch: pytest.MonkeyPatch, spied: list[int]
 ) -> None:
-    many = 1 if count == 1 else 2  # one row, or several that are no plain block of memory
-    one, given = layer(bias=bias), rows(many * count).view(many, count, 16).transpose(0, 1)
-    monkeypatch.setattr(KernelTiming, "next", lambda self: way)
+    batch = 1 if count == 1 else 2  # several rows are not contiguous
+    linear = layer(bias=bias)
+    inputs = rows(batch * count).view(batch, count, 16).transpose(0, 1)
+    monkeypatch.setattr(KernelTiming, "next_kernel", lambda self: kernel)
     monkeypatch.setattr(cpu, "MAX_ROWS", 2 * MAX_ROWS)
-    with torch.no_grad(), use_fast_linears(LinearAutotuner(), [one], copies=True):
-        got = one(given)
-    want = functional.linear(given, one.weight, one.bias)
+    with torch.no_grad(), use_fast_linears(LinearAutotuner(), [linear], allow_packing=True):
+        got = linear(inputs)
+    want = functional.linear(inputs, linear.weight, linear.bias)
     assert torch.allclose(got, want, atol=1e-5) and got.stride() == want.stride()
-    assert len(spied) == (way != "plain")
+    assert len(spied) == (kernel != "plain")
 
 
-@pytest.mark.parametrize("copies", [True, False])
-def test_copies_are_made_only_if_they_may_be(copies: bool) -> None:
-    one, packs = layer(), LinearAutotuner()
-    with torch.no_grad(), use_fast_linears(packs, [one], copies=copies):
+@pytest.mark.parametrize("allowed", [True, False])
+def test_weights_are_packed_only_if_allowed(allowed: bool) -> None:
+    one, autotuner = layer(), LinearAutotuner()
+    with torch.no_grad(), use_fast_linears(autotuner, [one], allow_packing=allowed):
         for _ in range(3 * TIMED_CALLS):
             one(rows(4))
-    assert bool(packs.packed_weights) is copies and packs.timings[24, 16, 4].best is not None
-    assert ("packed" in packs.timings[24, 16, 4].kernels) is copies
+    assert bool(autotuner.packed_weights) is allowed and autotuner.timings[24, 16, 4].best is not None
+    assert ("packed" in autotuner.timings[24, 16, 4].kernels) is allowed
 
 
-def test_which_products_stay_plain(spied: list[int]) -> None:
+def test_products_that_stay_plain(spied: list[int]) -> None:
     one = layer()
-    with use_fast_linears(LinearAutotuner(), [one], fixed=True):
+    with use_fast_linears(LinearAutotuner(), [one], deterministic=True):
         with torch.no_grad():
             one(rows(1))
             one(rows(MAX_ROWS + 1))
@@ -103,19 +105,19 @@ def test_which_products_stay_plain(spied: list[int]) -> None:
     assert spied == []
 
 
-def test_an_edit_in_place_is_noticed(spied: list[int], copied: None) -> None:
-    one, packs = layer(), LinearAutotuner()
-    with torch.no_grad(), use_fast_linears(packs, [one], copies=True):
+def test_an_edit_in_place_invalidates_the_packed_copy(spied: list[int], packed: None) -> None:
+    one, autotuner = layer(), LinearAutotuner()
+    with torch.no_grad(), use_fast_linears(autotuner, [one], allow_packing=True):
         first = one(rows(4))
-        copy_ = packs.packed_weights[one].weight
-        assert torch.equal(one(rows(4)), first) and packs.packed_weights[one].weight is copy_, "packed once"
+        copy_ = autotuner.packed_weights[one].weight
+        assert torch.equal(one(rows(4)), first) and autotuner.packed_weights[one].weight is copy_, "packed once"
         one.weight.mul_(2)  # as a LoRA merge does
         assert torch.allclose(one(rows(4)) - one.bias, 2 * (first - one.bias), atol=1e-5)
         one.weight.data = one.weight.data.clone().zero_()
         assert torch.allclose(one(rows(4)), one.bias.expand(1, 4, -1))
         one.weight = nn.Parameter(torch.ones(24, 16))
         assert torch.allclose(one(rows(4))[0, :, 0] - one.bias[0], rows(4)[0].sum(-1), atol=1e-5)
-    assert spied == [4] * 5 and packs.nbytes == 24 * 16 * 4
+    assert spied == [4] * 5 and autotuner.nbytes == 24 * 16 * 4
 
 
 @pytest.mark.parametrize(
@@ -126,42 +128,56 @@ def test_an_edit_in_place_is_noticed(spied: list[int], copied: None) -> None:
         lambda weight: weight.data.copy_(weight.data.flip(1)),
     ],
 )
-def test_an_edit_that_torch_does_not_count_is_noticed_by_the_next_call(edit: Any, copied: None) -> None:
-    one, packs = layer(), LinearAutotuner()
+def test_an_edit_without_a_version_is_detected_by_the_next_call(edit: Any, packed: None) -> None:
+    one, autotuner = layer(), LinearAutotuner()
     for _ in range(2):
-        with torch.no_grad(), use_fast_linears(packs, [one], copies=True):
+        with torch.no_grad(), use_fast_linears(autotuner, [one], allow_packing=True):
             got = one(rows(4))
-        assert packs.packed_weights and torch.allclose(got, functional.linear(rows(4), one.weight, one.bias), atol=1e-5)
+        assert autotuner.packed_weights and torch.allclose(
+            got, functional.linear(rows(4), one.weight, one.bias), atol=1e-5
+        )
         version = one.weight._version
         edit(one.weight)
         assert one.weight._version == version
 
 
-def test_nothing_is_left_behind_and_nobody_else_is_served(spied: list[int]) -> None:
-    one, told = layer(), list[Any]()
-    with torch.no_grad(), use_fast_linears(LinearAutotuner(), [one], fixed=True):
+def test_forwards_are_restored_and_other_threads_are_not_affected(spied: list[int]) -> None:
+    one, results = layer(), list[Any]()
+    with torch.no_grad(), use_fast_linears(LinearAutotuner(), [one], deterministic=True):
         assert is_replaced(one)
 
         def other() -> None:
             with torch.no_grad():
-                told.append(one(rows(4)))
+                results.append(one(rows(4)))
 
         thread = threading.Thread(target=other)
         thread.start()
         thread.join()
-        assert spied == [] and len(told) == 1
-        with use_fast_linears(LinearAutotuner(), [one], fixed=True):
+        assert spied == [] and len(results) == 1
+        with use_fast_linears(LinearAutotuner(), [one], deterministic=True):
             pass
-        assert is_replaced(one), "a call inside must not take the layer away from the call around it"
+        assert is_replaced(one), "an inner context must not restore the layer for the outer one"
         twin = copy.deepcopy(one)
         twin.weight.zero_()
         assert torch.allclose(twin(rows(4)), twin.bias.expand(1, 4, -1)), "a copy computes with its own weight"
         with pytest.raises(ValueError, match="on purpose"), use_fast_linears(LinearAutotuner(), [one]):
             raise ValueError("on purpose")
-    assert not is_replaced(one) and "forward" not in one.__dict__
+    assert not is_replaced(one) and "forward" not in one.__dict__ and one not in cpu._USERS
 
 
-def test_which_layers_are_taken() -> None:
+def test_layers_are_not_mixed_up_with_collected_ones() -> None:
+    """Counts are keyed by the layer, not by its address, which a later layer may get."""
+    one = layer()
+    context = use_fast_linears(LinearAutotuner(), [one])
+    context.__enter__()
+    assert cpu._USERS[one] == 1
+    one.__dict__.pop("forward")
+    del one, context
+    gc.collect()
+    assert len(cpu._USERS) == 0
+
+
+def test_eligible_layers() -> None:
     class Own(nn.Linear):
         pass
 
@@ -176,58 +192,61 @@ def test_which_layers_are_taken() -> None:
 
 
 @pytest.mark.parametrize("fast", KernelTiming().kernels)
-def test_shapes_are_decided_by_real_calls(fast: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    now, gone, original = [0.0], list[str](), LinearAutotuner._in_way
+def test_shapes_are_decided_by_timed_calls(fast: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, used, original = [0.0], list[str](), LinearAutotuner._run_kernel
 
-    def timed(self: LinearAutotuner, way: str, layer: nn.Linear, given: Tensor) -> Tensor:
-        now[0] += 1.0 if way == fast else 9.0
-        gone.append(way)
-        return original(self, way, layer, given)
+    def timed(self: LinearAutotuner, kernel: str, layer: nn.Linear, inputs: Tensor) -> Tensor:
+        now[0] += 1.0 if kernel == fast else 9.0
+        used.append(kernel)
+        return original(self, kernel, layer, inputs)
 
-    monkeypatch.setattr(LinearAutotuner, "_in_way", timed)
+    monkeypatch.setattr(LinearAutotuner, "_run_kernel", timed)
     monkeypatch.setattr(cpu.time, "perf_counter", lambda: now[0])
-    one, packs = layer(), LinearAutotuner()
-    with torch.no_grad(), use_fast_linears(packs, [one], copies=True):
+    one, autotuner = layer(), LinearAutotuner()
+    with torch.no_grad(), use_fast_linears(autotuner, [one], allow_packing=True):
         for _ in range(3 * TIMED_CALLS + 5):
             one(rows(4))
-        assert one(rows(1)).shape == (1, 1, 24) and (24, 16, 1) in packs.timings
-    assert sorted(gone[: 3 * TIMED_CALLS]) == sorted(TIMED_CALLS * KernelTiming().kernels) and gone[
+        assert one(rows(1)).shape == (1, 1, 24) and (24, 16, 1) in autotuner.timings
+    assert sorted(used[: 3 * TIMED_CALLS]) == sorted(TIMED_CALLS * KernelTiming().kernels) and used[
         3 * TIMED_CALLS : -1
     ] == 5 * [fast]
 
 
-def test_trials_go_by_the_median() -> None:
-    trial = KernelTiming()
+def test_the_kernel_with_the_lowest_median_is_chosen() -> None:
+    timing = KernelTiming()
     for number in range(TIMED_CALLS):
-        trial.add("plain", 2.0)
-        trial.add("turned", 99.0 if number == 0 else 1.0)  # an outlier
-        trial.add("packed", 3.0)
-    assert trial.best == "turned"
+        timing.add("plain", 2.0)
+        timing.add("transposed", 99.0 if number == 0 else 1.0)  # an outlier
+        timing.add("packed", 3.0)
+    assert timing.best == "transposed"
 
 
-def test_a_torch_that_cannot_pack_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_torch_that_cannot_pack_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:
     class Nothing:
         def __getattr__(self, name: str) -> Any:
             raise AttributeError(name)
 
     monkeypatch.setattr(torch.ops, "mkldnn", Nothing())
-    one, packs = layer(), LinearAutotuner()
-    with torch.no_grad(), use_fast_linears(packs, [one], copies=True):
+    one, autotuner = layer(), LinearAutotuner()
+    with torch.no_grad(), use_fast_linears(autotuner, [one], allow_packing=True):
         for _ in range(3 * TIMED_CALLS):
             assert torch.allclose(one(rows(4)), functional.linear(rows(4), one.weight, one.bias), atol=1e-6)
-    assert packs.cannot_pack and not packs.packed_weights
-    assert packs.timings[24, 16, 4].kernels == ("plain", "turned") and packs.timings[24, 16, 4].best is not None
+    assert autotuner.cannot_pack and not autotuner.packed_weights
+    assert (
+        autotuner.timings[24, 16, 4].kernels == ("plain", "transposed")
+        and autotuner.timings[24, 16, 4].best is not None
+    )
 
 
 @pytest.mark.parametrize("choice", [None, True, False])
-def test_generate_is_the_same_in_other_ways(choice: bool | None, spied: list[int]) -> None:
+def test_generate_is_the_same_with_every_setting(choice: bool | None, spied: list[int]) -> None:
     model, processor = random_model("tiny")
     maker = Captioner(model, processor)
     inputs = maker.build_inputs([render_scene(generate_scene(i)) for i in range(2)], ["a", "what is it"])
     for options in ({"do_sample": False}, {"do_sample": True}):
         torch.manual_seed(0)
         plain = model.generate(**inputs, max_new_tokens=20, **options)
-        mmspec.patch(model, "fused", nodes=8, packed=choice)
+        mmspec.patch(model, "fused", tree_size=8, cpu_pack_weights=choice)
         torch.manual_seed(0)
         assert torch.equal(model.generate(**inputs, max_new_tokens=20, **options), plain)
         mmspec.unpatch(model)
@@ -238,10 +257,10 @@ def test_generate_is_the_same_in_other_ways(choice: bool | None, spied: list[int
     assert spied == []
 
 
-def test_a_copy_that_was_trained_on_is_not_stale() -> None:
+def test_a_packed_copy_of_trained_weights_is_renewed() -> None:
     model, processor = random_model("tiny")
     inputs = Captioner(model, processor).build_inputs([render_scene(generate_scene(1))], ["a"])
-    mmspec.patch(model, "fused", nodes=8, packed=True)
+    mmspec.patch(model, "fused", tree_size=8, cpu_pack_weights=True)
     model.generate(**inputs, max_new_tokens=6, do_sample=False)
     with torch.no_grad():
         for weight in model.model.language_model.parameters():
@@ -249,15 +268,3 @@ def test_a_copy_that_was_trained_on_is_not_stale() -> None:
     changed = model.generate(**inputs, max_new_tokens=12, do_sample=False)
     with mmspec.disabled():
         assert torch.equal(model.generate(**inputs, max_new_tokens=12, do_sample=False), changed)
-
-
-@pytest.mark.parametrize("faster", [True, False])
-def test_bfloat16_is_left_alone_where_a_cpu_is_slower_in_it(faster: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert cpu.bf16_is_faster(torch.device("cuda")) and cpu.bf16_is_faster(torch.device("mps"))
-    there = torch.device("cpu")
-    assert cpu._seconds(torch.float32) > 0
-    monkeypatch.setattr(cpu, "_seconds", lambda dtype: 1.0 if (dtype == torch.bfloat16) == faster else 2.0)
-    native = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    assert cpu.bf16_is_faster(there) == (native and faster)
-    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
-    assert not cpu.bf16_is_faster(there), "a torch without oneDNN has no products of bfloat16"

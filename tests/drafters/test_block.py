@@ -27,22 +27,24 @@ from fake_target import (
 )
 from torch import Tensor, nn
 
-from mmspec.drafters.architectures import KINDS
-from mmspec.drafters.block.block_tree import STEP, Table, best, paths
+from mmspec.drafters.architectures import ARCHITECTURES
+from mmspec.drafters.block.base import BlockDrafter
+from mmspec.drafters.block.block_tree import LEVEL_PENALTY, PathTable, candidate_paths, select_nodes
 from mmspec.drafters.block.falcon import FalconDrafter, FalconHead
-from mmspec.drafters.block.flash import BlockDrafter, FlashDrafter, FlashHead
+from mmspec.drafters.block.flash import FlashDrafter, FlashHead
 from mmspec.drafters.block.parallel import ParallelDrafter, ParallelHead
-from mmspec.drafters.checkpoints.format import Made, load, save
-from mmspec.drafters.checkpoints.load import trained
+from mmspec.drafters.checkpoints.format import HeadMetadata, load_head, save_head
+from mmspec.drafters.checkpoints.load import load_trained
 from mmspec.drafters.eagle.drafter import EagleDrafter
 from mmspec.drafters.eagle.head import EagleHead
-from mmspec.drafters.eagle.visual_inputs import RULES
-from mmspec.drafters.training.losses import Weights, When, rows_of
-from mmspec.drafters.training.trainer import Plan, Pupil, Training
+from mmspec.drafters.eagle.visual_inputs import VISUAL_MODES
+from mmspec.drafters.training.batch import DraftModel, build_targets
+from mmspec.drafters.training.losses import LossWeights, Progress
+from mmspec.drafters.training.trainer import TrainConfig, Trainer
 from mmspec.engine.tree import root_only
 
-FLASH = replace(HEAD_CONFIG, intermediate_size=0, block=4, inner=40)
-PARALLEL = replace(HEAD_CONFIG, block=4)
+FLASH = replace(HEAD_CONFIG, intermediate_size=0, block_size=4, block_ffn_size=40)
+PARALLEL = replace(HEAD_CONFIG, block_size=4)
 SORTS = ("flash", "chained", "parallel", "linked", "falcon2", "falcon3")
 
 
@@ -52,16 +54,16 @@ def new_head(sort: str) -> EagleHead:
         torch.default_generator.manual_seed(4)
         head: EagleHead
         if sort in ("flash", "chained"):
-            head = FlashHead(replace(FLASH, chain=12 if sort == "chained" else 0))
-            if head.chain is not None:
-                head.chain.say.weight.data.normal_(0, 0.5)
+            head = FlashHead(replace(FLASH, markov_rank=12 if sort == "chained" else 0))
+            if head.markov_head is not None:
+                head.markov_head.vocab_proj.weight.data.normal_(0, 0.5)
         elif sort.startswith("falcon"):
-            head = FalconHead(replace(HEAD_CONFIG, block=int(sort[-1])))
+            head = FalconHead(replace(HEAD_CONFIG, block_size=int(sort[-1])))
         else:
-            head = ParallelHead(replace(PARALLEL, inner=20 if sort == "linked" else 0))
-            head.slots.data.normal_()
-            if head.link is not None:
-                head.link.down.weight.data.normal_(0, 0.5)
+            head = ParallelHead(replace(PARALLEL, block_ffn_size=20 if sort == "linked" else 0))
+            head.mask_embeddings.data.normal_()
+            if head.token_correction is not None:
+                head.token_correction.down_proj.weight.data.normal_(0, 0.5)
     for weight in head.parameters():
         weight.data.mul_(1.5)
     return head.eval()
@@ -73,7 +75,7 @@ def kind_of(sort: str) -> str:
 
 
 def drafter(sort: str, rule: str = "decoupled", **more: Any) -> Any:
-    return KINDS[kind_of(sort)].drafter(new_head(sort), rule, layers=NUM_LAYERS, width=3, **more)
+    return ARCHITECTURES[kind_of(sort)].drafter(new_head(sort), rule, num_layers=NUM_LAYERS, beam_width=3, **more)
 
 
 # --- trees ------------------------------------------------------------------------------------------------------------
@@ -81,7 +83,7 @@ def drafter(sort: str, rule: str = "decoupled", **more: Any) -> Any:
 
 @pytest.mark.parametrize(("slots", "nodes"), [(1, 5), (2, 7), (3, 15), (5, 15), (8, 4), (4, 31)])
 def test_the_table_holds_every_candidate_and_no_more(slots: int, nodes: int) -> None:
-    listed = paths(slots, nodes)
+    listed = candidate_paths(slots, nodes)
     brute = []
     for depth in range(1, slots + 1):
         for path in product(range(nodes), repeat=depth) if nodes**depth < 1e5 else ():
@@ -98,9 +100,9 @@ def test_the_tree_is_the_best_there_is(seed: int) -> None:
     rng = torch.Generator().manual_seed(seed)
     slots, nodes, vocab = 2 + seed % 4, (4, 8, 16, 32)[seed % 4], (6, 40)[seed % 2]
     chances = (torch.randn(2, slots, vocab, generator=rng) * (1 + seed)).log_softmax(-1)
-    table = Table.of(slots, nodes - 1, vocab, torch.device("cpu"))
-    tokens, totals, _ = table.offers(chances[:, None], torch.zeros(2, 1))
-    tree = best(None, tokens[:, 0], totals[:, 0], table.parent.expand(2, -1), nodes=nodes)
+    table = PathTable.build(slots, nodes - 1, vocab, torch.device("cpu"))
+    tokens, totals, _ = table.score_paths(chances[:, None], torch.zeros(2, 1))
+    tree = select_nodes(None, tokens[:, 0], totals[:, 0], table.parents.expand(2, -1), num_nodes=nodes)
     for row in range(2):
         found = {path: math.log(score) for path, score in scores_by_path(tree, row).items()}
         heap: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
@@ -111,7 +113,7 @@ def test_the_tree_is_the_best_there_is(seed: int) -> None:
                 expected[path] = -cost
             if len(path) < slots:
                 for token in range(vocab):
-                    heapq.heappush(heap, (cost - float(chances[row, len(path), token]) + STEP, (*path, token)))
+                    heapq.heappush(heap, (cost - float(chances[row, len(path), token]) + LEVEL_PENALTY, (*path, token)))
         expected = dict(list(expected.items())[: nodes - 1])
         assert list(found.values()) == pytest.approx(list(expected.values()), abs=1e-4)
         assert set(found) == set(expected)
@@ -129,19 +131,19 @@ def slow(world: FakeTarget, head: EagleHead, rule: str, row: int, n: int, path: 
         feature = _falcon(world, head, rows, places, path)
     else:
         assert isinstance(head, ParallelHead)
-        rows += list(head.slots[: len(path)])
+        rows += list(head.mask_embeddings[: len(path)])
         places += range(n, n + len(path))
         feature = reference_forward(head, torch.stack(rows), torch.tensor(places))[-1]
-        if head.link is not None and path:
-            link, word = head.link, world.shared_embeddings.embed_tokens(torch.tensor(path[-1]))
-            gate, up = link.gate_up(torch.cat([_normed(feature) * link.norm.weight, word])).chunk(2)
-            feature = feature + link.down(torch.nn.functional.silu(gate) * up)
+        if head.token_correction is not None and path:
+            link, word = head.token_correction, world.shared_embeddings.embed_tokens(torch.tensor(path[-1]))
+            gate, up = link.gate_up_proj(torch.cat([_normed(feature) * link.norm.weight, word])).chunk(2)
+            feature = feature + link.down_proj(torch.nn.functional.silu(gate) * up)
     logits = world.shared_embeddings.lm_head(feature)
-    if isinstance(head, FlashHead) and head.chain is not None and path:
-        chain, word = head.chain, world.shared_embeddings.embed_tokens(torch.tensor(path[-1]))
-        both = chain.see.weight @ (_normed(feature) * chain.norm.weight)
-        both = both + chain.hear.weight @ (_normed(word) * chain.word_norm.weight)
-        logits = logits + chain.say.weight @ torch.nn.functional.silu(both)
+    if isinstance(head, FlashHead) and head.markov_head is not None and path:
+        chain, word = head.markov_head, world.shared_embeddings.embed_tokens(torch.tensor(path[-1]))
+        both = chain.feature_proj.weight @ (_normed(feature) * chain.norm.weight)
+        both = both + chain.token_proj.weight @ (_normed(word) * chain.token_norm.weight)
+        logits = logits + chain.vocab_proj.weight @ torch.nn.functional.silu(both)
     logits[[0, IMAGE_TOKEN_ID]] = float("-inf")
     result: Tensor = logits.log_softmax(-1)
     return result
@@ -152,13 +154,13 @@ def _normed(row: Tensor) -> Tensor:
 
 
 def _spread(head: FlashHead, out: Tensor) -> list[Tensor]:
-    inside = torch.nn.functional.silu(head.widen.weight @ (_normed(out) * head.norm.weight))
-    return [out + head.spread.weight[32 * i : 32 * (i + 1)] @ inside for i in range(head.config.block)]
+    inside = torch.nn.functional.silu(head.up_proj.weight @ (_normed(out) * head.norm.weight))
+    return [out + head.block_proj.weight[32 * i : 32 * (i + 1)] @ inside for i in range(head.config.block_size)]
 
 
 def _falcon(world: FakeTarget, head: FalconHead, rows: list[Tensor], places: list[int], path: list[int]) -> Tensor:
     """Blocks of k, the newest of which ends where the text does."""
-    k, count = head.config.block, len(rows)
+    k, count = head.config.block_size, len(rows)
     blocks = [(i - count) // k for i in range(count)]
     for block in range(len(path) // k + 1):
         sees = torch.tensor([[theirs <= mine for theirs in blocks] for mine in blocks])
@@ -175,7 +177,7 @@ def _falcon(world: FakeTarget, head: FalconHead, rows: list[Tensor], places: lis
 
 
 @pytest.mark.parametrize("sort", SORTS)
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", VISUAL_MODES)
 @pytest.mark.parametrize("pads", [(0, 0), (0, 4)])
 def test_drafts_are_those_of_the_slow_reference(world: FakeTarget, sort: str, rule: str, pads: tuple[int, int]) -> None:
     world.shared_embeddings.lm_head.weight.data.mul_(2)  # type: ignore[operator,union-attr]
@@ -201,7 +203,7 @@ def test_drafts_are_those_of_the_slow_reference(world: FakeTarget, sort: str, ru
 
 
 @pytest.mark.parametrize("sort", SORTS)
-@pytest.mark.parametrize("rule", ["decoupled", "textual"])
+@pytest.mark.parametrize("rule", ["decoupled", "text_only"])
 def test_after_rounds_it_reads_what_the_target_saw(world: FakeTarget, sort: str, rule: str) -> None:
     """Rounds with drafts, rounds without and rows that stand still come to the same as one long prompt."""
     made = drafter(sort, rule)
@@ -256,9 +258,9 @@ def test_any_budget_is_served(world: FakeTarget, sort: str, budget: int) -> None
     """Also one that is smaller than a block."""
     made = drafter(sort)
     tree = made.propose(begin_decoding(world, made, build_prompt(world, 11)), budget, [True, True])
-    assert tree.nodes <= budget and tree.valid[:, 1].all()
-    assert len(scores_by_path(tree, 0)) == tree.nodes - 1
-    assert made.propose(begin_decoding(world, made, build_prompt(world, 11)), 1, [True, True]).nodes == 1
+    assert tree.num_nodes <= budget and tree.valid[:, 1].all()
+    assert len(scores_by_path(tree, 0)) == tree.num_nodes - 1
+    assert made.propose(begin_decoding(world, made, build_prompt(world, 11)), 1, [True, True]).num_nodes == 1
 
 
 @pytest.mark.parametrize("sort", SORTS)
@@ -287,36 +289,36 @@ def test_drafting_never_looks_at_a_value(world: FakeTarget, sort: str, noisy: bo
 
 
 @pytest.mark.parametrize("sort", SORTS)
-@pytest.mark.parametrize("rule", ["decoupled", "textual"])
-def test_what_it_is_taught_is_what_it_drafts(
+@pytest.mark.parametrize("rule", ["decoupled", "text_only"])
+def test_training_features_are_those_of_drafting(
     world: FakeTarget, sort: str, rule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every feature that a loss judges is one that drafting makes there, after the true words so far."""
     head, lesson = new_head(sort), build_train_batch(world)
     judged: list[tuple[int, Tensor, Tensor, Tensor]] = []
-    from mmspec.drafters.training.losses import Sum
+    from mmspec.drafters.training.losses import LossAccumulator
 
-    def keep(self: Sum, part: int, out: Tensor, goal: Tensor, added: Tensor | None = None) -> None:
+    def keep(self: LossAccumulator, part: int, out: Tensor, goal: Tensor, added: Tensor | None = None) -> None:
         judged.append((part, out, goal, torch.zeros(len(out), 1) if added is None else added))
 
-    monkeypatch.setattr(Sum, "add", keep)
-    monkeypatch.setattr(Sum, "result", lambda self: (torch.zeros(()), {}))
+    monkeypatch.setattr(LossAccumulator, "add", keep)
+    monkeypatch.setattr(LossAccumulator, "result", lambda self: (torch.zeros(()), {}))
     placeholder = world.shared_embeddings.embed_tokens(torch.tensor(IMAGE_TOKEN_ID))
     with torch.no_grad():
         for seed in range(3):  # where the grid of blocks begins
-            when = When(1.0, torch.Generator().manual_seed(seed))  # nothing is shown any more
-            KINDS[kind_of(sort)].losses(
-                Pupil(head, rule), lesson, world.shared_embeddings, placeholder, Weights(rollout=1), when
+            when = Progress(1.0, torch.Generator().manual_seed(seed))  # nothing is shown any more
+            ARCHITECTURES[kind_of(sort)].compute_loss(
+                DraftModel(head, rule), lesson, world.shared_embeddings, placeholder, LossWeights(ttt_steps=1), when
             )
-        data = rows_of(Pupil(head, rule), lesson, placeholder)
-    states = {tuple(lesson.states[b, p].tolist()): (b, p) for b in range(2) for p in range(14)}
+        data = build_targets(DraftModel(head, rule), lesson, placeholder)
+    states = {tuple(lesson.hidden_states[b, p].tolist()): (b, p) for b in range(2) for p in range(14)}
     checked = set()
     for part, out, goal, added in judged:
         for said, meant, more in zip(out, goal, added.expand(len(out), -1), strict=True):
             # What should have been said stands `part` places after what follows the last word that was read.
             b, p = states[tuple(meant.tolist())]
             n = p - part
-            assert data.learn[b].any() and n >= 7
+            assert data.loss_mask[b].any() and n >= 7
             path = world.input_ids[b, n + 1 : n + 1 + part].tolist()
             with torch.no_grad():
                 expected = slow(world, head, rule, b, n, path)
@@ -324,22 +326,22 @@ def test_what_it_is_taught_is_what_it_drafts(
             got[[0, IMAGE_TOKEN_ID]] = float("-inf")
             assert torch.allclose(got.log_softmax(-1), expected, atol=4e-3), (part, b, n)
             checked.add(part)
-    deepest = 2 * head.config.block if sort.startswith("falcon") else head.config.block
+    deepest = 2 * head.config.block_size if sort.startswith("falcon") else head.config.block_size
     assert checked == set(range(deepest))
 
 
 @pytest.mark.parametrize("sort", SORTS)
 def test_heads_learn(world: FakeTarget, sort: str, tmp_path: Path) -> None:
     told: list[dict[str, float]] = []
-    pupils = {"one": Pupil(new_head(sort), "decoupled", kind_of(sort))}
+    pupils = {"one": DraftModel(new_head(sort), "decoupled", kind_of(sort))}
     for part in (world.shared_embeddings.embed_tokens, world.shared_embeddings.lm_head):
         part.requires_grad_(False)
     placeholder = world.shared_embeddings.embed_tokens(torch.tensor(IMAGE_TOKEN_ID)).detach()
-    plan = Plan(steps=60, batch=2, rate=3e-3, warmup=2)
-    training = Training(
+    plan = TrainConfig(max_steps=60, batch_size=2, learning_rate=3e-3, warmup_steps=2)
+    training = Trainer(
         tmp_path, pupils, plan, world.shared_embeddings, lambda step: build_train_batch(world), placeholder, {}
     )
-    assert training.run(tick=told.append)
+    assert training.run(on_step=told.append)
     assert told[-1]["loss"] < 0.6 * told[0]["loss"] and told[-1]["agree1"] > told[0]["agree1"]
 
 
@@ -347,18 +349,20 @@ def test_glancing_shows_a_first_part_of_blocks_and_less_and_less(world: FakeTarg
     from mmspec.drafters.training import block_losses as training_blocks
 
     head, lesson = new_head("falcon3"), build_train_batch(world)
-    data = rows_of(Pupil(head, "decoupled"), lesson, world.shared_embeddings.embed_tokens(torch.tensor(IMAGE_TOKEN_ID)))
-    block = torch.arange(data.rows.shape[1]) // 3
-    learn = training_blocks.learned(data, 2)
+    data = build_targets(
+        DraftModel(head, "decoupled"), lesson, world.shared_embeddings.embed_tokens(torch.tensor(IMAGE_TOKEN_ID))
+    )
+    block = torch.arange(data.inputs.shape[1]) // 3
+    learn = training_blocks.shifted_loss_mask(data, 2)
     counts = []
     for share in (0.4, 0.2, 0.01):
         shown = torch.zeros_like(learn, dtype=torch.long)
         for seed in range(60):
-            one = training_blocks._glanced(
-                data.rows, data, world.shared_embeddings, block, 3, share, torch.Generator().manual_seed(seed)
+            one = training_blocks._glance_mask(
+                data.inputs, data, world.shared_embeddings, block, 3, share, torch.Generator().manual_seed(seed)
             )
             assert not (one & ~learn).any()
-            for start in range(0, data.rows.shape[1] - 2, 3):
+            for start in range(0, data.inputs.shape[1] - 2, 3):
                 mine, may = one[:, start : start + 3], learn[:, start : start + 3]
                 assert not (mine[:, 1:] & ~mine[:, :-1] & may[:, :-1]).any(), "a later row is shown, an earlier is not"
                 assert not one[:, start + 2].any(), "the last row of a block is never shown"
@@ -368,12 +372,18 @@ def test_glancing_shows_a_first_part_of_blocks_and_less_and_less(world: FakeTarg
 
 
 def test_nothing_to_learn_is_no_error(world: FakeTarget, tmp_path: Path) -> None:
-    lesson = replace(build_train_batch(world), answer=torch.zeros(2, 14, dtype=torch.bool))
+    lesson = replace(build_train_batch(world), response_mask=torch.zeros(2, 14, dtype=torch.bool))
     placeholder = world.shared_embeddings.embed_tokens(torch.tensor(IMAGE_TOKEN_ID)).detach()
-    pupils = {sort: Pupil(new_head(sort), "decoupled", kind_of(sort)) for sort in SORTS}
+    pupils = {sort: DraftModel(new_head(sort), "decoupled", kind_of(sort)) for sort in SORTS}
     before = new_head("flash").state_dict()
-    training = Training(
-        tmp_path, pupils, Plan(steps=1, batch=2), world.shared_embeddings, lambda step: lesson, placeholder, {}
+    training = Trainer(
+        tmp_path,
+        pupils,
+        TrainConfig(max_steps=1, batch_size=2),
+        world.shared_embeddings,
+        lambda step: lesson,
+        placeholder,
+        {},
     )
     assert training.run()
     assert all(torch.equal(value, before[name]) for name, value in pupils["flash"].head.state_dict().items())
@@ -385,12 +395,17 @@ def test_nothing_to_learn_is_no_error(world: FakeTarget, tmp_path: Path) -> None
 @pytest.mark.parametrize("sort", SORTS)
 def test_a_head_comes_back_from_its_folder(sort: str, tmp_path: Path) -> None:
     head = new_head(sort)
-    save(tmp_path, head, Made(head.config, "textual", NUM_LAYERS, "llava", "abc", kind=kind_of(sort)), torch.float32)
-    again, made = load(tmp_path)
-    assert type(again) is type(head) and made.kind == kind_of(sort) and made.config == head.config
+    save_head(
+        tmp_path,
+        head,
+        HeadMetadata(head.config, "text_only", NUM_LAYERS, "llava", "abc", architecture=kind_of(sort)),
+        torch.float32,
+    )
+    again, made = load_head(tmp_path)
+    assert type(again) is type(head) and made.architecture == kind_of(sort) and made.config == head.config
     for name, value in head.state_dict().items():
         assert torch.equal(value, again.state_dict()[name]), name
-    assert type(trained(tmp_path)) is type(drafter(sort))
+    assert type(load_trained(tmp_path)) is type(drafter(sort))
 
 
 Call = Callable[[], object]
@@ -399,14 +414,14 @@ Call = Callable[[], object]
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: drafter("flash", block=5), "block must be 1 to 4, for which this head was trained; got 5"),
-        (lambda: drafter("parallel", block=0), "block must be 1 to 4.*got 0"),
-        (lambda: drafter("falcon3", block=2), "looks 3 places ahead.*got 2"),
+        (lambda: drafter("flash", block_size=5), "block_size must be 1 to 4, for which this head was trained; got 5"),
+        (lambda: drafter("parallel", block_size=0), "block_size must be 1 to 4.*got 0"),
+        (lambda: drafter("falcon3", block_size=2), "block_size must be 3, how far.*got 2"),
         (lambda: drafter("falcon2", passes=0), "passes must be at least 1; got 0"),
-        (lambda: FlashHead(replace(FLASH, inner=0)), r"a width \(inner\) of at least 1; got 0"),
-        (lambda: FalconHead(HEAD_CONFIG), "at least 2 tokens a pass; got 1"),
-        (lambda: replace(HEAD_CONFIG, block=0), "block must be 1 to 16 tokens a pass; got 0"),
-        (lambda: replace(HEAD_CONFIG, block=17), "block must be 1 to 16 tokens a pass; got 17"),
+        (lambda: FlashHead(replace(FLASH, block_ffn_size=0)), "block_ffn_size of at least 1; got 0"),
+        (lambda: FalconHead(HEAD_CONFIG), "block_size of at least 2; got 1"),
+        (lambda: replace(HEAD_CONFIG, block_size=0), "block_size must be 1 to 16 tokens per forward; got 0"),
+        (lambda: replace(HEAD_CONFIG, block_size=17), "block_size must be 1 to 16 tokens per forward; got 17"),
     ],
 )
 def test_block_sizes_that_do_not_fit_are_refused(call: Call, words: str) -> None:
@@ -420,7 +435,7 @@ def test_a_shorter_block_is_a_part_of_the_longer(world: FakeTarget) -> None:
             begin_decoding(world, made := drafter(sort), build_prompt(world, 11)), 64, [True, True]
         )
         del made
-        short_drafter = drafter(sort, block=2)
+        short_drafter = drafter(sort, block_size=2)
         short = short_drafter.propose(begin_decoding(world, short_drafter, build_prompt(world, 11)), 64, [True, True])
         both = scores_by_path(long, 0).keys() & scores_by_path(short, 0).keys()
         assert max(map(len, scores_by_path(short, 0))) == 2 and len(both) > 5
@@ -430,5 +445,5 @@ def test_a_shorter_block_is_a_part_of_the_longer(world: FakeTarget) -> None:
 
 def test_kinds_are_what_they_say() -> None:
     assert issubclass(FlashDrafter, BlockDrafter) and issubclass(FalconDrafter, EagleDrafter)
-    assert set(KINDS) == {"eagle", "flash", "parallel", "falcon"}
+    assert set(ARCHITECTURES) == {"eagle", "flash", "parallel", "falcon"}
     assert isinstance(drafter("linked"), ParallelDrafter) and isinstance(new_head("linked"), nn.Module)

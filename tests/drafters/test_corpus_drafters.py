@@ -17,7 +17,7 @@ from mmspec.app.cli.main import main
 from mmspec.app.modeling.load import load_model
 from mmspec.app.modeling.synthetic_images import write_images
 from mmspec.drafters.checkpoints.validate import FLOATS, INTEGERS, OBJECTS, check_config, parse_json
-from mmspec.drafters.registry import SHIPPED, make
+from mmspec.drafters.registry import WEIGHTS_DIR, build_drafter
 from mmspec.interfaces import TargetInfo
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
@@ -44,7 +44,7 @@ def model() -> Any:
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Whole folders: the bundled heads, and the published layouts."""
-    folders = {file.parent.name: file.parent for file in SHIPPED.glob("*/config.json")}
+    folders = {file.parent.name: file.parent for file in WEIGHTS_DIR.glob("*/config.json")}
     root = tmp_path_factory.mktemp("published")
     for kind, values in PUBLISHED.items():
         tensors = load_file(FIXTURES / f"{kind}.safetensors")
@@ -61,7 +61,7 @@ def load(base: str, folder: Path, model: Any) -> str | None:
     start = time.monotonic()
     try:
         if base in PUBLISHED:
-            make(str(folder), PUBLISHED_TARGET)
+            build_drafter(str(folder), PUBLISHED_TARGET)
         else:
             mmspec.patch(model[0], str(folder), processor=model[1])
             mmspec.unpatch(model[0])
@@ -119,7 +119,7 @@ def test_thousands_of_hostile_folders_are_refused(bases: dict[str, Path], model:
         ({"facts": 3}, "facts must be an object"),
         ({"compressor": "elastic"}, "compressor must be an object"),
         ({"compressor": {"name": 3, "tokens": 9}}, "compressor.name must be a string"),
-        ({"compressor": {"name": "elastic"}}, "compressor.tokens is missing"),
+        ({"compressor": {"name": "elastic"}}, "compressor.max_tokens is missing"),
     ],
 )
 def test_a_bad_config_exits_2_with_file_and_key(

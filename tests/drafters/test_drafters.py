@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from mmspec.drafters import registry
-from mmspec.drafters.ngram.base import BARRIER, BestFirst, Calibration, Text
-from mmspec.drafters.ngram.hybrid import fused
-from mmspec.drafters.ngram.lookup import LONGEST, CopyGuesser, History, lookup
-from mmspec.drafters.ngram.recycling import WIDTH, TableGuesser, recycling
+from mmspec.drafters.ngram.base import BARRIER, BestFirstDrafter, Calibration, PromptText
+from mmspec.drafters.ngram.hybrid import hybrid
+from mmspec.drafters.ngram.lookup import MAX_MATCH, NgramIndex, PromptLookup, lookup
+from mmspec.drafters.ngram.recycling import TOP_K, SuccessorTable, recycling
 from mmspec.drafters.none import NoDrafter
-from mmspec.drafters.registry import DRAFTERS, make
+from mmspec.drafters.registry import DRAFTERS, build_drafter
 from mmspec.engine.tree import DraftTree, bucket_size, root_only
 from mmspec.interfaces import Drafter, Prompt, VerifyResult
 
@@ -85,10 +85,10 @@ def paths(tree: DraftTree, row: int = 0) -> set[tuple[int, ...]]:
     return set(found.values()) - {()}
 
 
-def sure(drafter: BestFirst, rate: float = 0.9) -> BestFirst:
+def sure(drafter: BestFirstDrafter, rate: float = 0.9) -> BestFirstDrafter:
     """The drafter with every guess trusted, so that the floor hides nothing."""
-    for key in drafter.calibration.rates:
-        drafter.calibration.rates[key] = rate
+    for key in drafter.calibration.probs:
+        drafter.calibration.probs[key] = rate
     return drafter
 
 
@@ -144,7 +144,7 @@ def slow_pointers(text: list[int]) -> list[tuple[int, int]]:
     found = []
     for end in range(1, len(text)):
         matched = 0
-        while matched < min(LONGEST, end) and text[end - 1 - matched] == text[-1 - matched] != BARRIER:
+        while matched < min(MAX_MATCH, end) and text[end - 1 - matched] == text[-1 - matched] != BARRIER:
             matched += 1
         if matched >= 2:
             found.append((end, matched))
@@ -164,19 +164,19 @@ def test_the_index_grown_by_and_by_equals_one_made_by_brute_force() -> None:
     for _ in range(60):
         size = rng.choice((3, 5, 8))
         text = [BARRIER if rng.random() < 0.05 else rng.randrange(size) for _ in range(rng.randrange(30))]
-        history = History([], list(text))
+        history = NgramIndex([], list(text))
         for _ in range(30):
             tokens = [rng.randrange(size) for _ in range(rng.randrange(1, 4))]
             history.extend(tokens)
             text += tokens
-            assert history.text == text
+            assert history.tokens == text
             if len(text) < 40:  # so that no place is beyond the number looked at
-                assert [(p.at, p.matched) for p in history.pointers()] == slow_pointers(text)
+                assert [(p.position, p.length) for p in history.find_matches()] == slow_pointers(text)
 
 
 def test_long_matches_are_found_behind_many_short_ones() -> None:
     text = [1, 2, 3, 4, 9] + [8, 3, 4, 7] * 40 + [1, 2, 3, 4]
-    assert History([], text).pointers()[0] == (4, 4, 4)
+    assert NgramIndex([], text).find_matches()[0] == (4, 4, 4)
 
 
 def test_a_reference_is_followed_from_its_first_token_and_found_again() -> None:
@@ -224,7 +224,7 @@ def random_verdict(rng: random.Random, last: list[int]) -> VerifyResult:
     tokens = [[rng.randrange(VOCAB) for _ in range(nodes)] for _ in range(batch)]
     parents = [[-1, *(rng.randrange(i) for i in range(1, nodes))] for _ in range(batch)]
     valid = [[i == 0 or rng.random() < 0.8 for i in range(nodes)] for _ in range(batch)]
-    top_ids = [[rng.sample(range(-1, VOCAB + 2), WIDTH) for _ in range(nodes)] for _ in range(batch)]
+    top_ids = [[rng.sample(range(-1, VOCAB + 2), TOP_K) for _ in range(nodes)] for _ in range(batch)]
     rows: list[list[int]] = []
     walked: list[list[int]] = []
     for b in range(batch):
@@ -243,14 +243,14 @@ def random_verdict(rng: random.Random, last: list[int]) -> VerifyResult:
 
 def test_the_table_equals_a_slow_reference_after_scripted_rounds() -> None:
     rng = random.Random(2)
-    table = TableGuesser()
+    table = SuccessorTable()
     texts = [[1, 2, 3, 1, 4], [5, BARRIER, 6]]
-    state = table.start(Text(texts, [[], []], VOCAB))
+    state = table.start(PromptText(texts, [[], []], VOCAB))
     slow: dict[int, list[int]] = {1: [4, 2], 2: [3], 3: [1]}
     last = [4, 6]
     for _ in range(200):
         verdict = random_verdict(rng, last)
-        table.learn(state, verdict)
+        table.update(state, verdict)
         entries = []
         for b, emitted in enumerate(verdict.emitted_ids):
             for i in range(verdict.tree.num_nodes):
@@ -274,8 +274,8 @@ def test_without_top_ids_the_emitted_tokens_teach() -> None:
     drafter = recycling()
     state = drafter.begin(make_prompt([1]))
     emit(drafter, state, [2, 1, 3])
-    table = drafter.guessers[0]
-    assert isinstance(table, TableGuesser)
+    table = drafter.sources[0]
+    assert isinstance(table, SuccessorTable)
     assert (table.successors(1), table.successors(2)) == ((3, 2), (1,))
 
 
@@ -291,17 +291,17 @@ def test_the_table_is_shared_across_calls_and_belongs_to_one_vocabulary() -> Non
 
 
 def test_save_and_load(tmp_path: Path) -> None:
-    table = TableGuesser()
-    state = table.start(Text([[1, 2, 3, 1, 4]], [[]], VOCAB))
+    table = SuccessorTable()
+    state = table.start(PromptText([[1, 2, 3, 1, 4]], [[]], VOCAB))
     for _ in range(20):
-        table.learn(state, random_verdict(random.Random(3), [4]))
+        table.update(state, random_verdict(random.Random(3), [4]))
     table.save(tmp_path / "table.safetensors")
-    again = TableGuesser().load(tmp_path / "table.safetensors")
+    again = SuccessorTable().load(tmp_path / "table.safetensors")
     assert again.vocab_size == VOCAB and len(again) == len(table) > 3
     assert all(list(again.expand(token)) == list(table.expand(token)) for token in range(VOCAB))
-    assert recycling(again).vocab_size == fused(again).vocab_size == VOCAB
+    assert recycling(again).vocab_size == hybrid(again).vocab_size == VOCAB
     with pytest.raises(ValueError, match=rf"{VOCAB} tokens.*{VOCAB + 5}"):
-        TableGuesser(VOCAB + 5).load(tmp_path / "table.safetensors")
+        SuccessorTable(VOCAB + 5).load(tmp_path / "table.safetensors")
     table.reset()
     table.save(tmp_path / "table.safetensors")
     assert len(table) == len(again.load(tmp_path / "table.safetensors")) == 0
@@ -310,7 +310,7 @@ def test_save_and_load(tmp_path: Path) -> None:
 # --- the drafter over both ------------------------------------------------------------------------------------------
 
 
-def loaded(drafter: BestFirst) -> tuple[BestFirst, Any]:
+def loaded(drafter: BestFirstDrafter) -> tuple[BestFirstDrafter, Any]:
     """A drafter that has much to say after a prompt that repeats itself, and its state."""
     rng = random.Random(4)
     row = [rng.randrange(6) for _ in range(60)]
@@ -324,8 +324,8 @@ def loaded(drafter: BestFirst) -> tuple[BestFirst, Any]:
 @pytest.mark.parametrize("name", sorted(DRAFTERS))
 @pytest.mark.parametrize("budget", [1, 2, 4, 6, 8, 32, 64, 100])
 def test_every_tree_is_in_order_and_within_budget(name: str, budget: int) -> None:
-    drafter = make(name)
-    if not isinstance(drafter, BestFirst):
+    drafter = build_drafter(name)
+    if not isinstance(drafter, BestFirstDrafter):
         assert drafter.propose(drafter.begin(make_prompt([1])), budget, [True]).num_nodes == 1
         return
     drafter, state = loaded(drafter)
@@ -347,16 +347,16 @@ def test_every_tree_is_in_order_and_within_budget(name: str, budget: int) -> Non
 
 
 def test_fused_is_the_union_when_the_budget_is_large() -> None:
-    table = TableGuesser(VOCAB)
+    table = SuccessorTable(VOCAB)
     row = [1, 2, 3, 20, 1, 2, 4, 21, 1, 2]
 
-    def tree_of(drafter: BestFirst) -> set[tuple[int, ...]]:
+    def tree_of(drafter: BestFirstDrafter) -> set[tuple[int, ...]]:
         state = sure(drafter, 0.5).begin(make_prompt(row))
         found = paths(drafter.propose(state, 64, [True]))
         assert len(found) < 63, "the budget was not large"
         return found
 
-    found = tree_of(fused(table))
+    found = tree_of(hybrid(table))
     assert found >= tree_of(lookup()) | tree_of(recycling(table))
     # Nothing else than the table going on from any node, and copying on from paths that were copied.
     copied = tree_of(lookup())
@@ -366,8 +366,8 @@ def test_fused_is_the_union_when_the_budget_is_large() -> None:
 
 
 def test_the_most_trusted_source_decides_about_a_token() -> None:
-    drafter = fused()
-    rates = drafter.calibration.rates
+    drafter = hybrid()
+    rates = drafter.calibration.probs
     for key in rates:
         rates[key] = 0.3 if key[0] == "table" else 0.6  # type: ignore[index]
     state = drafter.begin(make_prompt([1, 2, 3, 1, 2]))
@@ -376,10 +376,10 @@ def test_the_most_trusted_source_decides_about_a_token() -> None:
     assert (int(tree.tokens[0, 1]), round(float(tree.scores[0, 1]), 4)) == (3, 0.6)
 
 
-@pytest.mark.parametrize("name", ["lookup", "recycling", "fused"])
+@pytest.mark.parametrize("name", ["lookup", "recycling", "hybrid"])
 def test_banned_ids_are_never_proposed(name: str) -> None:
-    drafter = make(name)
-    assert isinstance(drafter, BestFirst)
+    drafter = build_drafter(name)
+    assert isinstance(drafter, BestFirstDrafter)
     sure(drafter, 0.5)
     banned = {3, 5}
     state = drafter.begin(make_prompt([1, 2, 3, 4, 1, 2, 6, 5, 1, 2, 7, 8, 1], reference=([5, 6],), banned=banned))
@@ -392,7 +392,7 @@ def test_banned_ids_are_never_proposed(name: str) -> None:
 
 def test_nothing_to_say_is_a_bare_tree() -> None:
     for name in DRAFTERS:
-        drafter = make(name)
+        drafter = build_drafter(name)
         state = drafter.begin(make_prompt([IMAGE, IMAGE], [IMAGE, 1]))
         assert drafter.propose(state, 8, [True, True]).num_nodes == 1
     drafter = sure(lookup(), 0.01)  # below the floor
@@ -407,14 +407,14 @@ def test_calibration_converges_and_adapts() -> None:
     calibration = Calibration({"good": 0.1, "bad": 0.5})
     for _ in range(600):
         calibration.update([("good", rng.random() < 0.8), ("bad", rng.random() < 0.05), ("new", rng.random() < 0.4)])
-    assert abs(calibration.rate("good") - 0.8) < 0.12
-    assert abs(calibration.rate("bad") - 0.05) < 0.07
-    assert abs(calibration.rate("new") - 0.4) < 0.15
+    assert abs(calibration.prob("good") - 0.8) < 0.12
+    assert abs(calibration.prob("bad") - 0.05) < 0.07
+    assert abs(calibration.prob("new") - 0.4) < 0.15
     for _ in range(400):
         calibration.update([("good", False)])
-    assert calibration.rate("good") < 0.03
+    assert calibration.prob("good") < 0.03
     calibration.reset()
-    assert calibration.rate("good") == 0.1
+    assert calibration.prob("good") == 0.1
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 8])
@@ -425,9 +425,9 @@ def test_feedback_is_complete_also_when_the_tree_was_trimmed(nodes: int) -> None
     tree = drafter.propose(state, 8, [True]).trim(nodes)
     emitted, walked = walk(tree, 0, [3, 4, 9])
     assert len(walked) == {1: 1, 2: 2, 8: 3}[nodes]
-    before = dict(drafter.calibration.rates)
+    before = dict(drafter.calibration.probs)
     drafter.observe(state, make_verdict(tree, [emitted], [walked]), {})
-    changed = {key: rate > before[key] for key, rate in drafter.calibration.rates.items() if rate != before[key]}
+    changed = {key: rate > before[key] for key, rate in drafter.calibration.probs.items() if rate != before[key]}
     first, second, third = (("lookup", 0, bucket, False) for bucket in (2, 3, 4))  # 2, 3, 4 tokens matched, undisputed
     expected = {
         1: {first: True},
@@ -449,9 +449,9 @@ def test_guesses_below_the_floor_are_still_scored() -> None:
 def test_rounds_without_a_proposal_score_nothing() -> None:
     drafter = lookup()
     state = drafter.begin(make_prompt([1, 2] * 3))
-    before = dict(drafter.calibration.rates)
+    before = dict(drafter.calibration.probs)
     emit(drafter, state, [1, 2, 1])
-    assert drafter.calibration.rates == before
+    assert drafter.calibration.probs == before
 
 
 # --- calls, threads, copies -----------------------------------------------------------------------------------------
@@ -468,17 +468,17 @@ def test_two_states_do_not_mix() -> None:
     assert int(drafter.propose(two, 8, [True]).tokens[0, 1]) == 4
 
 
-@pytest.mark.parametrize("name", ["lookup", "recycling", "fused"])
+@pytest.mark.parametrize("name", ["lookup", "recycling", "hybrid"])
 def test_a_deep_copy_goes_its_own_way(name: str) -> None:
-    drafter = make(name)
-    assert isinstance(drafter, BestFirst)
+    drafter = build_drafter(name)
+    assert isinstance(drafter, BestFirstDrafter)
     drafter, _ = loaded(drafter)
     other = copy.deepcopy(drafter)
-    assert other.calibration.rates == drafter.calibration.rates and other.vocab_size == drafter.vocab_size
+    assert other.calibration.probs == drafter.calibration.probs and other.vocab_size == drafter.vocab_size
 
-    def knowledge(drafter: BestFirst) -> list[object]:
-        tables = [guesser for guesser in drafter.guessers if isinstance(guesser, TableGuesser)]
-        return [dict(drafter.calibration.rates), [[table.successors(t) for t in range(VOCAB)] for table in tables]]
+    def knowledge(drafter: BestFirstDrafter) -> list[object]:
+        tables = [guesser for guesser in drafter.sources if isinstance(guesser, SuccessorTable)]
+        return [dict(drafter.calibration.probs), [[table.successors(t) for t in range(VOCAB)] for table in tables]]
 
     before = knowledge(drafter)
     assert knowledge(other) == before
@@ -490,7 +490,7 @@ def test_a_deep_copy_goes_its_own_way(name: str) -> None:
 
 
 def test_threads_on_one_drafter_and_no_global_randomness() -> None:
-    drafter = fused()
+    drafter = hybrid()
     before = torch.get_rng_state(), random.getstate()
     failures: list[BaseException] = []
 
@@ -506,7 +506,7 @@ def test_threads_on_one_drafter_and_no_global_randomness() -> None:
                 emitted = emitted or text[at : at + 1]
                 drafter.observe(state, make_verdict(tree, [emitted], [walked], [[[text[at]]] * tree.num_nodes]), {})
                 at += len(emitted)
-            assert state.sources[0][0].text == text
+            assert state.source_states[0][0].tokens == text
         except BaseException as error:
             failures.append(error)
 
@@ -523,30 +523,30 @@ def test_threads_on_one_drafter_and_no_global_randomness() -> None:
 
 
 def test_drafters_by_name() -> None:
-    assert {name: make(name).name for name in DRAFTERS} == {
+    assert {name: build_drafter(name).name for name in DRAFTERS} == {
         "none": "none",
         "lookup": "lookup",
         "recycling": "recycling",
-        "fused": "fused",
-        "auto": "fused",
+        "hybrid": "hybrid",
+        "auto": "hybrid",
     }
-    assert all(isinstance(make(name), Drafter) for name in DRAFTERS)
-    assert make("fused") is not make("fused")
+    assert all(isinstance(build_drafter(name), Drafter) for name in DRAFTERS)
+    assert build_drafter("hybrid") is not build_drafter("hybrid")
     assert (
-        make("recycling").requirements.top_k == make("auto").requirements.top_k == WIDTH
-        and make("lookup").requirements.top_k == 0
+        build_drafter("recycling").requirements.top_k == build_drafter("auto").requirements.top_k == TOP_K
+        and build_drafter("lookup").requirements.top_k == 0
     )
     mine = NoDrafter()
-    assert make(mine) is mine
+    assert build_drafter(mine) is mine
 
 
 def test_wrong_drafters_are_named() -> None:
-    with pytest.raises(ValueError, match=r"'medusa'.*'none', 'lookup', 'recycling', 'fused', 'auto'"):
-        make("medusa")
-    with pytest.raises(TypeError, match=r"CopyGuesser.*'name'"):
-        make(CopyGuesser())
+    with pytest.raises(ValueError, match=r"'medusa'.*'none', 'lookup', 'recycling', 'hybrid', 'auto'"):
+        build_drafter("medusa")
+    with pytest.raises(TypeError, match=r"PromptLookup.*'name'"):
+        build_drafter(PromptLookup())
     with pytest.raises(TypeError, match=r"NoDrafter\(\)"):
-        make(NoDrafter)
+        build_drafter(NoDrafter)
 
 
 def test_trained_drafters_that_ship_are_names(tmp_path: Path, monkeypatch: Any) -> None:
@@ -554,11 +554,11 @@ def test_trained_drafters_that_ship_are_names(tmp_path: Path, monkeypatch: Any) 
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text("{}")
     (tmp_path / "empty").mkdir()
-    monkeypatch.setattr(registry, "SHIPPED", tmp_path)
-    assert list(registry.shipped()) == ["msd", "parallel", "aardvark"], "the fastest first"
-    monkeypatch.setitem(registry.FASTEST, "cuda", ("parallel", "msd"))
-    assert list(registry.shipped("cuda")) == ["parallel", "msd", "aardvark"], "there"
-    assert list(registry.shipped("mps")) == ["msd", "parallel", "aardvark"], "nobody measured it"
-    assert registry.known("msd") and not registry.known("empty")
-    with pytest.raises(ValueError, match="'recycling', 'fused', 'auto', 'msd', 'parallel', 'aardvark', a folder"):
-        make("nonsense")
+    monkeypatch.setattr(registry, "WEIGHTS_DIR", tmp_path)
+    assert list(registry.bundled_drafters()) == ["msd", "parallel", "aardvark"], "the fastest first"
+    monkeypatch.setitem(registry.AUTO_ORDER, "cuda", ("parallel", "msd"))
+    assert list(registry.bundled_drafters("cuda")) == ["parallel", "msd", "aardvark"], "there"
+    assert list(registry.bundled_drafters("mps")) == ["msd", "parallel", "aardvark"], "nobody measured it"
+    assert registry.is_known_drafter("msd") and not registry.is_known_drafter("empty")
+    with pytest.raises(ValueError, match="'recycling', 'hybrid', 'auto', 'msd', 'parallel', 'aardvark', a folder"):
+        build_drafter("nonsense")

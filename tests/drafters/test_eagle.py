@@ -35,22 +35,24 @@ from mmspec.app.modeling.random_models import random_model
 from mmspec.app.scenes.render import render_scene
 from mmspec.app.scenes.world import generate_scene
 from mmspec.config import MAX_CACHED_DRAFTERS
-from mmspec.control.depth import Depth
+from mmspec.control.depth import DepthController
 from mmspec.drafters import registry
 from mmspec.drafters.checkpoints import format as checkpoint
-from mmspec.drafters.checkpoints.format import Made, load, save
+from mmspec.drafters.checkpoints.format import HeadMetadata, load_head, save_head
+from mmspec.drafters.checkpoints.state_dict import from_eagle_state_dict, to_eagle_state_dict
 from mmspec.drafters.eagle.drafter import EagleDrafter
-from mmspec.drafters.eagle.head import EagleHead, HeadConfig, Layer, from_published, published
-from mmspec.drafters.eagle.visual_inputs import RULES, Sight, pack
-from mmspec.drafters.registry import make
-from mmspec.drafters.training.losses import Weights, When, losses, rows_of
-from mmspec.drafters.training.trainer import Plan, Pupil, SettingsError, Training
+from mmspec.drafters.eagle.head import DecoderLayer, EagleHead, HeadConfig
+from mmspec.drafters.eagle.visual_inputs import VISUAL_MODES, DraftInputs, left_pack
+from mmspec.drafters.registry import build_drafter
+from mmspec.drafters.training.batch import DraftModel, build_targets
+from mmspec.drafters.training.losses import LossWeights, Progress, eagle_loss
+from mmspec.drafters.training.trainer import SettingsError, TrainConfig, Trainer
 from mmspec.engine.tree import root_only
 from mmspec.interfaces import TargetInfo
 
 
 def drafter(world: FakeTarget, rule: str = "decoupled", **more: Any) -> EagleDrafter:
-    return EagleDrafter(world.head, rule, layers=NUM_LAYERS, **{"depth": 3, "width": 3, **more})
+    return EagleDrafter(world.head, rule, num_layers=NUM_LAYERS, **{"max_depth": 3, "beam_width": 3, **more})
 
 
 # --- a slow reference -------------------------------------------------------------------------------------------------
@@ -73,7 +75,7 @@ def slow(world: FakeTarget, rule: str, row: int, n: int, path: list[int]) -> Ten
     return result
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", VISUAL_MODES)
 @pytest.mark.parametrize("pads", [(0, 0), (0, 4)])
 @pytest.mark.parametrize("right", [False, True])
 def test_drafts_are_those_of_the_slow_reference(
@@ -104,7 +106,7 @@ def test_nodes_come_in_falling_order_and_none_better_is_left_out(world: FakeTarg
         assert list(scores_by_path(small, row)) == list(scores_by_path(tree, row))[:7]
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", VISUAL_MODES)
 def test_after_rounds_it_reads_what_the_target_saw(world: FakeTarget, rule: str) -> None:
     """Rounds with drafts and rounds without come to the same as one long prompt."""
     made = drafter(world, rule)
@@ -135,7 +137,7 @@ def test_finished_rows_are_left_alone(world: FakeTarget) -> None:
     taps = {NUM_LAYERS: torch.randn(2, 1, 32)}
     made.observe(state, build_result(root_only(2), [[0], []], [[7], []]), taps)
     tree = made.propose(state, 8, [True, False])
-    assert tree.valid[0].sum() == 8 and tree.valid[1].sum() == 0 and torch.isfinite(state.last).all()
+    assert tree.valid[0].sum() == 8 and tree.valid[1].sum() == 0 and torch.isfinite(state.last_hidden).all()
     assert made.propose(state, 8, [False, False]).num_nodes == made.propose(state, 1, [True, True]).num_nodes == 1
 
 
@@ -150,7 +152,7 @@ def test_a_trimmed_vocabulary_drafts_only_its_own(world: FakeTarget) -> None:
 
 def test_with_noise_it_proposes_what_the_noise_will_pick(world: FakeTarget) -> None:
     noise = torch.empty(2, 3, 40).exponential_(generator=torch.Generator().manual_seed(1))
-    made = drafter(world, width=2)
+    made = drafter(world, beam_width=2)
     prompt = build_prompt(world, 11, noise=lambda depth: noise[:, :depth], temperature=0.7)
     tree = made.propose(begin_decoding(world, made, prompt), 8, [True, True])
     with torch.no_grad():
@@ -170,29 +172,29 @@ def test_what_each_rule_reads(world: FakeTarget) -> None:
     state."""
     prompt = build_prompt(world, 8)
     following, states = prompt.hidden_states[0].roll(-1, 1), prompt.hidden_states[NUM_LAYERS]
-    sight = Sight(
+    sight = DraftInputs(
         following,
         states,
         prompt.visual_mask.roll(-1, 1),
         world.shared_embeddings.embed_tokens(torch.tensor(IMAGE_TOKEN_ID)),
     )
     fuse = world.head.fuse
-    rows, keep = RULES["decoupled"](world.head, sight)
+    rows, keep = VISUAL_MODES["decoupled"](world.head, sight)
     assert keep is None
     for k in range(3):  # the patches stand at 2, 3, 4
         assert torch.equal(rows[:, 1 + k], prompt.hidden_states[0][:, 2 + k])
     assert torch.allclose(rows[:, 4], fuse(prompt.hidden_states[0][:, 5], states[:, 4]), atol=1e-6)
-    rows, keep = RULES["coupled"](world.head, sight)
+    rows, keep = VISUAL_MODES["coupled"](world.head, sight)
     assert keep is None and torch.allclose(rows[:, 1], fuse(prompt.hidden_states[0][:, 2], states[:, 1]), atol=1e-6)
-    rows, keep = RULES["blind"](world.head, sight)
-    assert torch.allclose(rows[:, 1], fuse(sight.placeholder.expand(2, -1), states[:, 1]), atol=1e-6)
-    rows, keep = RULES["textual"](world.head, sight)
+    rows, keep = VISUAL_MODES["placeholder"](world.head, sight)
+    assert torch.allclose(rows[:, 1], fuse(sight.placeholder_embed.expand(2, -1), states[:, 1]), atol=1e-6)
+    rows, keep = VISUAL_MODES["text_only"](world.head, sight)
     assert keep is not None and keep[0].tolist() == [True, False, False, False, True, True, True, True]
 
 
 def test_packing() -> None:
     keep = torch.tensor([[False, True, True, False], [True, False, False, True]])
-    counts, moved, index = pack(keep, torch.arange(16).view(2, 4, 2), torch.arange(4).expand(2, 4))
+    counts, moved, index = left_pack(keep, torch.arange(16).view(2, 4, 2), torch.arange(4).expand(2, 4))
     assert counts.tolist() == [2, 2] and index[:, :2].tolist() == [[1, 2], [0, 3]]
     assert moved[:, :2].tolist() == [[[2, 3], [4, 5]], [[8, 9], [14, 15]]]
 
@@ -200,7 +202,7 @@ def test_packing() -> None:
 # --- training ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", VISUAL_MODES)
 def test_the_rollout_is_what_drafting_does(world: FakeTarget, rule: str) -> None:
     """What the head says in training at step i is what it says when a tree follows the true words to depth i."""
     lesson = build_train_batch(world)
@@ -216,18 +218,23 @@ def test_the_rollout_is_what_drafting_does(world: FakeTarget, rule: str) -> None
     placeholder = world.shared_embeddings.embed_tokens(torch.tensor(IMAGE_TOKEN_ID))
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
         patch.setattr(nn.Linear, "forward", spy)
-        _, figures = losses(
-            Pupil(world.head, rule), lesson, world.shared_embeddings, placeholder, Weights(rollout=2), When()
+        _, figures = eagle_loss(
+            DraftModel(world.head, rule),
+            lesson,
+            world.shared_embeddings,
+            placeholder,
+            LossWeights(ttt_steps=2),
+            Progress(),
         )
-        data = rows_of(Pupil(world.head, rule), lesson, placeholder)
+        data = build_targets(DraftModel(world.head, rule), lesson, placeholder)
     assert {"agree0", "agree1", "agree2", "states", "words"} <= set(figures)
-    rows = [(b, int(p)) for b, p in data.learn.nonzero().tolist()]
+    rows = [(b, int(p)) for b, p in data.loss_mask.nonzero().tolist()]
     for step in range(3):
         mine = said[2 * step]
         kept = [(b, p) for b, p in rows if (b, p + step) in rows]
         assert len(mine) == len(kept)
         for out, (b, p) in list(zip(mine, kept, strict=True))[::3]:
-            n = int(data.positions[b, p]) + 1
+            n = int(data.position_ids[b, p]) + 1
             path = world.input_ids[b, n + 1 : n + 1 + step].tolist()
             with torch.no_grad():
                 expected = slow(world, rule, b, n, path)
@@ -236,16 +243,16 @@ def test_the_rollout_is_what_drafting_does(world: FakeTarget, rule: str) -> None
             assert torch.allclose(got.log_softmax(-1), expected, atol=3e-3)
 
 
-def training(world: FakeTarget, folder: Path, steps: int = 6, **more: Any) -> Training:
+def training(world: FakeTarget, folder: Path, steps: int = 6, **more: Any) -> Trainer:
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(1)
         heads = {"a": EagleHead(HEAD_CONFIG), "b": EagleHead(HEAD_CONFIG)}
-    pupils = {"a": Pupil(heads["a"], "decoupled"), "b": Pupil(heads["b"], "textual")}
-    plan = Plan(steps=steps, batch=2, rate=3e-3, warmup=2, **more)
+    pupils = {"a": DraftModel(heads["a"], "decoupled"), "b": DraftModel(heads["b"], "text_only")}
+    plan = TrainConfig(max_steps=steps, batch_size=2, learning_rate=3e-3, warmup_steps=2, **more)
     placeholder = world.shared_embeddings.embed_tokens(torch.tensor(IMAGE_TOKEN_ID)).detach()
     for part in (world.shared_embeddings.embed_tokens, world.shared_embeddings.lm_head):
         part.requires_grad_(False)
-    return Training(
+    return Trainer(
         folder,
         pupils,
         plan,
@@ -258,8 +265,8 @@ def training(world: FakeTarget, folder: Path, steps: int = 6, **more: Any) -> Tr
 
 def test_heads_learn_and_a_run_that_is_cut_goes_on(world: FakeTarget, tmp_path: Path) -> None:
     told: list[dict[str, float]] = []
-    whole = training(world, tmp_path / "whole", steps=40, noise=0.0)
-    assert whole.run(tick=told.append)
+    whole = training(world, tmp_path / "whole", steps=40, hidden_noise=0.0)
+    assert whole.run(on_step=told.append)
     assert told[-1]["a/loss"] < 0.6 * told[0]["a/loss"] and told[-1]["b/loss"] < 0.6 * told[0]["b/loss"]
     log = [json.loads(line) for line in (tmp_path / "whole" / "log.jsonl").read_text().splitlines()]
     assert [row["step"] for row in log] == [10, 20, 30, 40]
@@ -267,11 +274,11 @@ def test_heads_learn_and_a_run_that_is_cut_goes_on(world: FakeTarget, tmp_path: 
     assert short.run()
     for _ in range(9):
         cut = training(world, tmp_path / "cut", steps=6)
-        if cut.run(seconds=0.0):
+        if cut.run(max_seconds=0.0):
             break
     assert cut.step == 6
-    for name, value in short.pupils["a"].head.state_dict().items():
-        assert torch.allclose(value, cut.pupils["a"].head.state_dict()[name], atol=1e-5), name
+    for name, value in short.draft_models["a"].head.state_dict().items():
+        assert torch.allclose(value, cut.draft_models["a"].head.state_dict()[name], atol=1e-5), name
 
 
 def test_other_settings_are_refused_and_a_full_disk_keeps_the_last_checkpoint(
@@ -279,7 +286,7 @@ def test_other_settings_are_refused_and_a_full_disk_keeps_the_last_checkpoint(
 ) -> None:
     run = training(world, tmp_path, steps=4)
     run.run()
-    with pytest.raises(SettingsError, match=r"other settings \(plan\)"):
+    with pytest.raises(SettingsError, match=r"other settings \(config\)"):
         training(world, tmp_path, steps=5)
     before = (tmp_path / "state.pt").read_bytes()
 
@@ -294,23 +301,25 @@ def test_other_settings_are_refused_and_a_full_disk_keeps_the_last_checkpoint(
 
 
 def test_noise_is_the_same_in_every_run(world: FakeTarget, tmp_path: Path) -> None:
-    run = training(world, tmp_path, noise=0.2)
-    a, b = run._noisy(build_train_batch(world)), run._noisy(build_train_batch(world))
-    assert torch.equal(a.states, b.states) and not torch.equal(a.states, build_train_batch(world).states)
-    assert float((a.states - build_train_batch(world).states).abs().max()) <= 0.1 * 512 / 14 + 1e-6
+    run = training(world, tmp_path, hidden_noise=0.2)
+    a, b = run._add_noise(build_train_batch(world)), run._add_noise(build_train_batch(world))
+    assert torch.equal(a.hidden_states, b.hidden_states) and not torch.equal(
+        a.hidden_states, build_train_batch(world).hidden_states
+    )
+    assert float((a.hidden_states - build_train_batch(world).hidden_states).abs().max()) <= 0.1 * 512 / 14 + 1e-6
 
 
 # --- on disk ----------------------------------------------------------------------------------------------------------
 
 
-def made_of(**more: Any) -> Made:
-    return Made(HEAD_CONFIG, "decoupled", NUM_LAYERS, "llava", "abc", **more)
+def made_of(**more: Any) -> HeadMetadata:
+    return HeadMetadata(HEAD_CONFIG, "decoupled", NUM_LAYERS, "llava", "abc", **more)
 
 
 def test_a_head_is_kept_under_the_published_names(world: FakeTarget, tmp_path: Path) -> None:
-    save(tmp_path, world.head, made_of(draft_ids=torch.tensor([1, 5, 7])), dtype=torch.float32)
-    head, made = load(tmp_path)
-    assert made.rule == "decoupled" and made.layers == NUM_LAYERS and made.draft_ids is not None
+    save_head(tmp_path, world.head, made_of(draft_ids=torch.tensor([1, 5, 7])), dtype=torch.float32)
+    head, made = load_head(tmp_path)
+    assert made.visual_mode == "decoupled" and made.num_layers == NUM_LAYERS and made.draft_ids is not None
     assert made.draft_ids.tolist() == [1, 5, 7] and made.config == HEAD_CONFIG
     assert all(
         torch.equal(a, b) for a, b in zip(head.state_dict().values(), world.head.state_dict().values(), strict=True)
@@ -322,7 +331,7 @@ def test_a_head_is_kept_under_the_published_names(world: FakeTarget, tmp_path: P
         "layers.0.self_attn.v_proj.bias", "layers.0.self_attn.o_proj.weight", "layers.0.mlp.gate_proj.weight",
         "layers.0.mlp.up_proj.weight", "layers.0.mlp.down_proj.weight", "layers.0.post_attention_layernorm.weight",
     }  # fmt: skip
-    assert published(world.head)["layers.0.self_attn.k_proj.weight"].shape == (16, 32)
+    assert to_eagle_state_dict(world.head)["layers.0.self_attn.k_proj.weight"].shape == (16, 32)
 
 
 Change = Callable[[dict[str, Tensor]], object]
@@ -332,69 +341,70 @@ Change = Callable[[dict[str, Tensor]], object]
     ("change", "words"),
     [
         (lambda w: w.pop("fc.bias"), "lacks fc.bias"),
-        (lambda w: w.update(extra=torch.zeros(1)), "should not have: extra"),
+        (lambda w: w.update(extra=torch.zeros(1)), "unexpected tensors extra"),
         (lambda w: w.update({"fc.weight": torch.zeros(2, 2)}), r"fc.weight must be \[32, 64\].*got \[2, 2\]"),
         (lambda w: w["fc.weight"].fill_(float("nan")), "fc.weight holds values that are not finite"),
-        (lambda w: w.update(draft_ids=torch.tensor([5, 1])), "rising ids below 40"),
-        (lambda w: w.update(draft_ids=torch.tensor([5, 99])), "rising ids below 40"),
+        (lambda w: w.update(draft_ids=torch.tensor([5, 1])), "increasing ids below 40"),
+        (lambda w: w.update(draft_ids=torch.tensor([5, 99])), "increasing ids below 40"),
     ],
 )
 def test_damaged_weights_are_named(world: FakeTarget, tmp_path: Path, change: Change, words: str) -> None:
-    save(tmp_path, world.head, made_of())
+    save_head(tmp_path, world.head, made_of())
     weights = load_file(tmp_path / "model.safetensors")
     change(weights)
     save_file(weights, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=words) as failed:
-        load(tmp_path)
+        load_head(tmp_path)
     assert str(tmp_path) in str(failed.value)
 
 
 def test_files_that_are_no_heads(world: FakeTarget, tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"config\.json is missing"):
-        load(tmp_path)
-    save(tmp_path, world.head, made_of())
+        load_head(tmp_path)
+    save_head(tmp_path, world.head, made_of())
     weights = (tmp_path / "model.safetensors").read_bytes()
     (tmp_path / "model.safetensors").write_bytes(weights[:1000])
     with pytest.raises(ValueError, match=r"model\.safetensors is damaged"):
-        load(tmp_path)
+        load_head(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(FileNotFoundError, match=r"model\.safetensors is missing"):
-        load(tmp_path)
+        load_head(tmp_path)
     for text, words in (
         ("{", "is not JSON"),
-        ("[]", "no.* JSON object"),
-        ('{"model_type": "llava"}', "of model_type 'llava'"),
+        ("[]", "not a JSON object"),
+        ('{"model_type": "llava"}', "has model_type 'llava'"),
     ):
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(ValueError, match=words):
-            load(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": checkpoint.MODEL_TYPE, "rule": "magic"}))
-    with pytest.raises(ValueError, match="rule must be one of decoupled"):
-        load(tmp_path)
+            load_head(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": checkpoint.MODEL_TYPE, "visual_mode": "magic"}))
+    with pytest.raises(ValueError, match="visual_mode must be one of decoupled"):
+        load_head(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"block": "many"}, "config.json: a draft head's block is of type int; got 'many'"),
-        ({"hidden_size": True}, "hidden_size is of type int; got True"),
-        ({"bias": 1}, "bias is of type bool; got 1"),
-        ({"rms_norm_eps": "small"}, "rms_norm_eps is of type float; got 'small'"),
-        ({"vocab_size": None}, "lacks something: .*vocab_size"),
-        ({"block": 99}, "block must be 1 to 16 tokens a pass; got 99"),
+        ({"block_size": "many"}, "config.json: a draft head's block_size must be of type int; got 'many'"),
+        ({"hidden_size": True}, "hidden_size must be of type int; got True"),
+        ({"bias": 1}, "bias must be of type bool; got 1"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps must be of type float; got 'small'"),
+        ({"vocab_size": None}, "is incomplete: .*vocab_size"),
+        ({"block_size": 99}, "block_size must be 1 to 16 tokens per forward; got 99"),
     ],
 )
 def test_configs_that_cannot_be_are_named(
     world: FakeTarget, tmp_path: Path, caplog: Any, monkeypatch: Any, change: dict[str, Any], words: str
 ) -> None:
-    save(tmp_path / "mine", world.head, made_of())
+    save_head(tmp_path / "mine", world.head, made_of())
     file = tmp_path / "mine" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
     with pytest.raises(ValueError, match=words):
-        load(tmp_path / "mine")
-    monkeypatch.setattr(registry, "SHIPPED", tmp_path)
+        load_head(tmp_path / "mine")
+    monkeypatch.setattr(registry, "WEIGHTS_DIR", tmp_path)
     assert (
-        make("auto", TargetInfo("llava", 32, 40, NUM_LAYERS)).name == "fused" and "mine cannot be read" in caplog.text
+        build_drafter("auto", TargetInfo("llava", 32, 40, NUM_LAYERS)).name == "hybrid"
+        and "mine cannot be read" in caplog.text
     )
 
 
@@ -403,7 +413,7 @@ def test_shapes_of_the_published_checkpoint_of_llava_7b() -> None:
     config = HeadConfig(4096, 11008, 32, 32, 32000)
     with torch.device("meta"):
         head = EagleHead(config)
-        shapes = {name: tuple(value.shape) for name, value in published(head).items()}
+        shapes = {name: tuple(value.shape) for name, value in to_eagle_state_dict(head).items()}
         weights = {name: torch.empty(shape) for name, shape in shapes.items()}
     assert shapes["fc.weight"] == (4096, 8192) and shapes["fc.bias"] == (4096,)
     assert shapes["layers.0.mlp.down_proj.weight"] == (4096, 11008) and len(shapes) == 10
@@ -412,7 +422,7 @@ def test_shapes_of_the_published_checkpoint_of_llava_7b() -> None:
 
 
 def test_the_names_lead_back(world: FakeTarget) -> None:
-    state = from_published(HEAD_CONFIG, published(world.head))
+    state = from_eagle_state_dict(HEAD_CONFIG, to_eagle_state_dict(world.head))
     assert all(torch.equal(value, world.head.state_dict()[name]) for name, value in state.items())
     assert set(state) == set(world.head.state_dict())
 
@@ -431,18 +441,18 @@ def tiny_head(seed: int = 0) -> EagleHead:
         return EagleHead(HeadConfig(64, 128, 4, 2, 384))
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", VISUAL_MODES)
 @pytest.mark.parametrize("sample", [False, True])
 def test_a_head_never_changes_a_word(tiny: Captioner, rule: str, sample: bool) -> None:
     model = tiny.model
-    inputs = tiny.build_inputs(
+    inputs = tiny.inputs(
         [render_scene(generate_scene(i)) for i in range(3)], ["a", "what is this thing", "list the colors please"]
     )
     options = {"max_new_tokens": 24, "do_sample": sample}
     torch.manual_seed(3)
     plain = model.generate(**inputs, **options)
     for more in ({}, {"draft_ids": torch.arange(0, 384, 2)}):
-        mmspec.patch(model, EagleDrafter(tiny_head(), rule, layers=2, depth=4, width=4, **more), nodes=16)
+        mmspec.patch(model, EagleDrafter(tiny_head(), rule, num_layers=2, max_depth=4, beam_width=4, **more), nodes=16)
         try:
             torch.manual_seed(3)
             assert torch.equal(model.generate(**inputs, **options), plain)
@@ -452,22 +462,22 @@ def test_a_head_never_changes_a_word(tiny: Captioner, rule: str, sample: bool) -
 
 
 def test_a_folder_is_a_drafter_and_is_checked(tiny: Captioner, tmp_path: Path) -> None:
-    from mmspec.drafters.checkpoints.format import fingerprint
+    from mmspec.drafters.checkpoints.format import tokenizer_fingerprint
 
-    made = Made(tiny_head().config, "textual", 2, "llava", fingerprint(tiny.processor.tokenizer))
-    save(tmp_path / "mine", tiny_head(), made)
+    made = HeadMetadata(tiny_head().config, "text_only", 2, "llava", tokenizer_fingerprint(tiny.processor.tokenizer))
+    save_head(tmp_path / "mine", tiny_head(), made)
     mmspec.patch(tiny.model, str(tmp_path / "mine"), processor=tiny.processor)
     try:
-        assert "mine" in repr(tiny.model.__dict__["_mmspec"].options.drafter.name)
+        assert "mine" in repr(tiny.model.__dict__["_mmspec"].config.drafter.name)
     finally:
         mmspec.unpatch(tiny.model)
-    for change, words in (({"layers": 5}, "layers 5"), ({"tokenizer": "other"}, "tokenizer other")):
-        save(tmp_path / "other", tiny_head(), replace(made, **change))  # type: ignore[arg-type]
+    for change, words in (({"num_layers": 5}, "num_layers 5"), ({"tokenizer": "other"}, "tokenizer other")):
+        save_head(tmp_path / "other", tiny_head(), replace(made, **change))  # type: ignore[arg-type]
         with pytest.raises(ValueError, match=f"another target: {words}"):
             mmspec.patch(tiny.model, str(tmp_path / "other"), processor=tiny.processor)
     facts = TargetInfo("llava", 32, 384, 2)
     with pytest.raises(ValueError, match=r"hidden_size 64 \(the target: 32\)"):
-        make(str(tmp_path / "mine"), facts)
+        build_drafter(str(tmp_path / "mine"), facts)
 
 
 def test_auto_passes_over_what_is_for_others_and_says_what_is_damaged(
@@ -475,14 +485,20 @@ def test_auto_passes_over_what_is_for_others_and_says_what_is_damaged(
 ) -> None:
     from mmspec.drafters import registry
 
-    monkeypatch.setattr(registry, "SHIPPED", tmp_path)
+    monkeypatch.setattr(registry, "WEIGHTS_DIR", tmp_path)
     mine, other = TargetInfo("llava", 64, 384, 2), TargetInfo("llava", 32, 384, 2)
-    save(tmp_path / "mine", tiny_head(), Made(tiny_head().config, "textual", 2, "llava"))
-    assert make("auto", mine).name == "mine" and make("auto", other).name == "fused" and not caplog.records
+    save_head(tmp_path / "mine", tiny_head(), HeadMetadata(tiny_head().config, "text_only", 2, "llava"))
+    assert (
+        build_drafter("auto", mine).name == "mine"
+        and build_drafter("auto", other).name == "hybrid"
+        and not caplog.records
+    )
     file = tmp_path / "mine" / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
-    assert make("auto", other).name == "fused" and not caplog.records, "of what is for others no weights are read"
-    assert make("auto", mine).name == "fused"
+    assert build_drafter("auto", other).name == "hybrid" and not caplog.records, (
+        "of what is for others no weights are read"
+    )
+    assert build_drafter("auto", mine).name == "hybrid"
     assert "mine cannot be read" in caplog.text and "damaged" in caplog.text and "\n" not in caplog.messages[0]
 
 
@@ -490,13 +506,13 @@ def test_a_call_that_names_a_folder_reads_it_once(
     tiny: Captioner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from mmspec.drafters.checkpoints import load as trained
-    from mmspec.drafters.checkpoints.format import fingerprint
+    from mmspec.drafters.checkpoints.format import tokenizer_fingerprint
 
-    made = Made(tiny_head().config, "textual", 2, "llava", fingerprint(tiny.processor.tokenizer))
-    folder, read, original = tmp_path / "mine", [], trained.trained
-    save(folder, tiny_head(), made)
-    monkeypatch.setattr(trained, "trained", lambda *given: read.append(given[0]) or original(*given))  # type: ignore[func-returns-value]
-    inputs = tiny.build_inputs([render_scene(generate_scene(0))], ["a"])
+    made = HeadMetadata(tiny_head().config, "text_only", 2, "llava", tokenizer_fingerprint(tiny.processor.tokenizer))
+    folder, read, original = tmp_path / "mine", [], trained.load_trained
+    save_head(folder, tiny_head(), made)
+    monkeypatch.setattr(trained, "load_trained", lambda *given: read.append(given[0]) or original(*given))  # type: ignore[func-returns-value]
+    inputs = tiny.inputs([render_scene(generate_scene(0))], ["a"])
 
     def call(name: object = str(folder)) -> None:
         tiny.model.generate(**inputs, max_new_tokens=3, do_sample=False, mmspec={"drafter": name})
@@ -506,20 +522,20 @@ def test_a_call_that_names_a_folder_reads_it_once(
         call()
         call()
         assert len(read) == 1
-        save(folder, tiny_head(1), replace(made, rule="coupled"))  # another, under the same name
+        save_head(folder, tiny_head(1), replace(made, visual_mode="coupled"))  # another, under the same name
         call()
         assert len(read) == 2
         for other in range(6):  # only a few are kept
-            save(tmp_path / str(other), tiny_head(other), made)
+            save_head(tmp_path / str(other), tiny_head(other), made)
             call(str(tmp_path / str(other)))
-        assert len(tiny.model.__dict__["_mmspec"].kept._made) == MAX_CACHED_DRAFTERS
+        assert len(tiny.model.__dict__["_mmspec"].drafter_cache._made) == MAX_CACHED_DRAFTERS
     finally:
         mmspec.unpatch(tiny.model)
 
 
 def test_an_unknown_rule_is_refused(world: FakeTarget) -> None:
-    with pytest.raises(ValueError, match="rule must be one of"):
-        EagleDrafter(world.head, "magic", layers=3)
+    with pytest.raises(ValueError, match="visual_mode must be one of"):
+        EagleDrafter(world.head, "magic", num_layers=3)
 
 
 # --- how deep ---------------------------------------------------------------------------------------------------------
@@ -529,14 +545,14 @@ def played(hit: float, level_s: float, rounds: int = 300, most: int = 8) -> floa
     """Mean depth at the end, if each level goes on with this probability and costs that much of a round."""
     import random
 
-    rng, depth, chosen = random.Random(0), Depth(most), []
+    rng, depth, chosen = random.Random(0), DepthController(most), []
     for _ in range(rounds):
         levels = depth.choose(1)
         chosen.append(levels)
         kept = 0
         while kept < levels and rng.random() < hit:
             kept += 1
-        depth.learn(1, levels, [kept], level_s, 1.0)
+        depth.record(1, levels, [kept], level_s, 1.0)
     return sum(chosen[-100:]) / 100
 
 
@@ -548,35 +564,35 @@ def test_depth_follows_what_is_reached_and_what_a_level_costs() -> None:
 
 
 def test_rounds_of_one_level_say_nothing_about_what_a_further_one_costs() -> None:
-    depth = Depth(3, each=2)
-    depth.learn(1, 3, [0], 5.0, 10.0)
+    depth = DepthController(3, steps_per_level=2)
+    depth.record(1, 3, [0], 5.0, 10.0)
     for _ in range(50):
-        depth.learn(1, 1, [2], 0.0, 10.0)
-    assert depth.tallies[1].pass_s == 5.0
+        depth.record(1, 1, [2], 0.0, 10.0)
+    assert depth.by_batch[1].pass_s == 5.0
 
 
 @pytest.mark.parametrize(("levels", "per_pass"), [(1, 0.0), (3, 0.5)])
 def test_what_drafting_took_is_told_by_pass(
     world: FakeTarget, monkeypatch: pytest.MonkeyPatch, levels: int, per_pass: float
 ) -> None:
-    made = drafter(world, depth=levels)
-    state = begin_decoding(world, made, build_prompt(world, 11, fixed=True))
+    made = drafter(world, max_depth=levels)
+    state = begin_decoding(world, made, build_prompt(world, 11, static_shapes=True))
     tree = made.propose(state, 16, [True, True])
     told: list[Any] = []
-    monkeypatch.setattr(made.depth, "learn", lambda *given: told.extend(given))
-    state.since, state.drafting_s = time.perf_counter() - 100.0, 1.0
+    monkeypatch.setattr(made.depth_controller, "learn", lambda *given: told.extend(given))
+    state.start_time, state.draft_s = time.perf_counter() - 100.0, 1.0
     made.observe(state, build_result(tree, [[0], [0]], [[5], [7]]), {NUM_LAYERS: torch.randn(2, tree.num_nodes, 32)})
     assert told[1] == levels and told[3] == per_pass and told[4] == pytest.approx(100.0 - (levels > 1), abs=1.0)
 
 
 def test_depth_comes_back_when_text_becomes_easy() -> None:
-    depth = Depth(6)
+    depth = DepthController(6)
     for _ in range(200):
-        depth.learn(1, depth.choose(1), [0], 0.1, 1.0)
+        depth.record(1, depth.choose(1), [0], 0.1, 1.0)
     assert depth.choose(1) <= 2
     for _ in range(400):
         levels = depth.choose(1)
-        depth.learn(1, levels, [levels], 0.1, 1.0)
+        depth.record(1, levels, [levels], 0.1, 1.0)
     assert depth.choose(1) == 6
 
 
@@ -584,14 +600,14 @@ def test_depth_comes_back_from_a_hard_passage() -> None:
     """Deep levels were hardly ever reached; when the text goes on better they are tried again soon."""
     import random
 
-    rng, depth, chosen = random.Random(1), Depth(6), list[int]()
+    rng, depth, chosen = random.Random(1), DepthController(6), list[int]()
     for hit, rounds in ((0.4, 200), (0.85, 120)):
         for _ in range(rounds):
             chosen.append(depth.choose(1))
             kept = 0
             while kept < chosen[-1] and rng.random() < hit:
                 kept += 1
-            depth.learn(1, chosen[-1], [kept], 2.5, 30.0)
+            depth.record(1, chosen[-1], [kept], 2.5, 30.0)
     assert sum(chosen[150:200]) / 50 < 4.5 and sum(chosen[-30:]) / 30 > 5.5
 
 
@@ -600,18 +616,18 @@ def test_a_prompt_is_read_when_a_draft_is_wanted(world: FakeTarget) -> None:
     prompt = build_prompt(world, 11)
     state = made.begin(prompt)
     made.observe(state, build_first_result([1, 2]), {})
-    assert not any(state.buffer.seq_lens), "nobody asked for a draft yet"
-    assert made.propose(state, 1, [True, True]).num_nodes == 1 and not any(state.buffer.seq_lens)
+    assert not any(state.kv_cache.seq_lens), "nobody asked for a draft yet"
+    assert made.propose(state, 1, [True, True]).num_nodes == 1 and not any(state.kv_cache.seq_lens)
     made.propose(state, 8, [True, True])
-    assert all(state.buffer.seq_lens) and state.prompt is None
+    assert all(state.kv_cache.seq_lens) and state.prompt is None
 
 
 def test_fixed_shapes_never_hang_on_timing(world: FakeTarget) -> None:
     made = drafter(world)
     for _ in range(100):
-        made.depth.learn(2, 3, [0, 0], 9.0, 1.0)
-    assert made.depth.choose(2) == 1
-    fixed = made.propose(begin_decoding(world, made, build_prompt(world, 11, fixed=True)), 16, [True, True])
+        made.depth_controller.record(2, 3, [0, 0], 9.0, 1.0)
+    assert made.depth_controller.choose(2) == 1
+    fixed = made.propose(begin_decoding(world, made, build_prompt(world, 11, static_shapes=True)), 16, [True, True])
     free = made.propose(begin_decoding(world, made, build_prompt(world, 11)), 16, [True, True])
     assert max(map(len, scores_by_path(fixed, 0))) == 3 and max(map(len, scores_by_path(free, 0))) == 1
 
@@ -639,16 +655,16 @@ def test_drafting_never_looks_at_a_value(world: FakeTarget, pads: tuple[int, int
 
 
 @pytest.mark.parametrize(
-    "shape", [{}, {"num_key_value_heads": 2, "qkv_bias": True}, {"input_norm": True}, {"wide": True}]
+    "shape", [{}, {"num_key_value_heads": 2, "qkv_bias": True}, {"input_norm": True}, {"eagle3_input": True}]
 )
 def test_rows_that_are_asked_alone_say_the_same(shape: dict[str, Any]) -> None:
     """Of a prompt only the last row is asked: keys and values of all rows, outputs of some, as in a whole pass."""
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 4}
     config = HeadConfig(**{**sizes, "vocab_size": 64, **shape})
     torch.manual_seed(3)
-    layer, head = Layer(config).eval(), EagleHead(config)
-    rows = torch.randn(2, 7, 64 if config.wide else 32)
-    cos, sin = (part[None, None] for part in head.angles(torch.arange(7), torch.float32))
+    layer, head = DecoderLayer(config).eval(), EagleHead(config)
+    rows = torch.randn(2, 7, 64 if config.eagle3_input else 32)
+    cos, sin = (part[None, None] for part in head.rotary_embedding(torch.arange(7), torch.float32))
     kept: list[tuple[Tensor, Tensor]] = []
 
     def attend(mask: Tensor) -> Any:

@@ -20,12 +20,13 @@ from mmspec.app.modeling.random_models import random_model
 from mmspec.app.scenes.render import render_scene
 from mmspec.app.scenes.world import generate_scene
 from mmspec.config import target_info
-from mmspec.control.depth import Depth
-from mmspec.drafters.checkpoints.published import export_speculators, published
+from mmspec.control.depth import DepthController
+from mmspec.drafters.checkpoints.published import load_published
+from mmspec.drafters.checkpoints.speculators import export_speculators
 from mmspec.drafters.eagle.drafter import EagleDrafter
 from mmspec.drafters.eagle.head import Eagle3Head, EagleHead
 from mmspec.drafters.eagle.vispec import VispecDrafter
-from mmspec.drafters.registry import make
+from mmspec.drafters.registry import build_drafter
 from mmspec.engine.tree import root_only
 from mmspec.interfaces import Prompt, SharedEmbeddings, TargetInfo, VerifyResult
 from mmspec.targets.registry import find_adapter
@@ -80,7 +81,7 @@ class Pointing(nn.Module):
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_forward_parity_with_the_published_code(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Through our whole drafter: prompt, a round that kept one draft, and the siblings of the next tree."""
-    drafter = published(folder_of(kind, tmp_path), TARGET)
+    drafter = load_published(folder_of(kind, tmp_path), TARGET)
     _, data = kept(kind)
     pictures = kind in ("msd", "vispec")
     order = data["tree"].tolist()
@@ -97,7 +98,7 @@ def test_forward_parity_with_the_published_code(kind: str, tmp_path: Path, monke
         places = {int(token): place for place, token in enumerate(drafter.draft_ids.tolist())}  # type: ignore[union-attr]
         own = Pointing([places[token] for token in order])
         monkeypatch.setattr(drafter.head, "logits", lambda out, words, rows: own(out)[..., :20])
-    drafter.depth, drafter.width = Depth(2), 3
+    drafter.depth_controller, drafter.beam_width = DepthController(2), 3
     ids, n = data["ids"], 10
     embedded = data["embedded"] if pictures else data["embedding"][ids]
     visual = data["visual"] if pictures else torch.zeros(n, dtype=torch.bool)
@@ -110,7 +111,7 @@ def test_forward_parity_with_the_published_code(kind: str, tmp_path: Path, monke
     one = torch.ones(1, dtype=torch.long)
     first = data["first"].view(1, 1)
     drafter.observe(state, VerifyResult(root_only(1), one[None] * 0, one, first, [first[0].tolist()], [[0]]), {})
-    drafter.read(state)
+    drafter.sync(state)
     left = data["prefill"].abs().sum(-1) > 0  # ViSpec puts zeros where it took rows out
     assert left.sum() == (8 if kind == "vispec" else 10)
     # Of a prompt only the last row's output is made; the others' keys and values show in the step below.
@@ -133,11 +134,11 @@ def test_forward_parity_with_the_published_code(kind: str, tmp_path: Path, monke
 def _split(drafter: EagleDrafter, states: Tensor) -> dict[int, Tensor]:
     """{tap: [1, n, H]}"""
     parts = states[None].split(H, dim=-1)
-    return dict(zip(drafter.taps, parts, strict=True))
+    return dict(zip(drafter.hidden_state_indices, parts, strict=True))
 
 
 def test_eagle3_speaks_by_its_own_norm_and_head(tmp_path: Path) -> None:
-    drafter = published(folder_of("eagle3", tmp_path), TARGET)
+    drafter = load_published(folder_of("eagle3", tmp_path), TARGET)
     _, data = kept("eagle3")
     assert isinstance(drafter.head, Eagle3Head) and drafter.draft_ids is not None
     words = SharedEmbeddings(nn.Embedding(V, H), nn.Linear(H, V))
@@ -145,7 +146,7 @@ def test_eagle3_speaks_by_its_own_norm_and_head(tmp_path: Path) -> None:
     weights, _ = kept("eagle3")
     assert drafter.draft_ids.tolist() == (torch.arange(20) + weights["d2t"]).tolist()
     assert weights["t2d"].nonzero().flatten().tolist() == drafter.draft_ids.tolist()
-    assert drafter.taps == (2, 4, 5) and drafter.requirements.hidden_state_indices == (0, 2, 4, 5)
+    assert drafter.hidden_state_indices == (2, 4, 5) and drafter.requirements.hidden_state_indices == (0, 2, 4, 5)
 
 
 def test_what_each_layout_becomes(tmp_path: Path) -> None:
@@ -155,8 +156,13 @@ def test_what_each_layout_becomes(tmp_path: Path) -> None:
         "vispec": ("coupled", VispecDrafter),
     }
     for kind, (rule, form) in kinds.items():
-        drafter = published(folder_of(kind, tmp_path / kind), TARGET)
-        assert type(drafter) is form and drafter.rule == rule and drafter.name == kind and drafter.known is None
+        drafter = load_published(folder_of(kind, tmp_path / kind), TARGET)
+        assert (
+            type(drafter) is form
+            and drafter.visual_mode == rule
+            and drafter.name == kind
+            and drafter.vocab_limit is None
+        )
         state, weights = drafter.head.state_dict(), kept(kind)[0]
         assert torch.equal(state["fc.weight"], weights["fc.weight"])
         joined = [weights[f"layers.0.self_attn.{name}_proj.weight"] for name in "qkv"]
@@ -169,7 +175,7 @@ def test_a_pickle_is_read_without_running_it(tmp_path: Path) -> None:
     weights = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
     torch.save(weights, folder / "pytorch_model.bin")
-    drafter = published(folder, TARGET)
+    drafter = load_published(folder, TARGET)
     assert torch.equal(drafter.head.fc.weight, weights["fc.weight"])
 
     class Harm:
@@ -179,25 +185,25 @@ def test_a_pickle_is_read_without_running_it(tmp_path: Path) -> None:
     with (folder / "pytorch_model.bin").open("wb") as file:
         pickle.dump({"fc.weight": Harm()}, file)
     with pytest.raises(ValueError, match="damaged, or holds more than tensors"):
-        published(folder, TARGET)
+        load_published(folder, TARGET)
     torch.save({"fc.weight": Harm()}, folder / "pytorch_model.bin")
     with pytest.raises(ValueError, match="damaged, or holds more than tensors"):
-        published(folder, TARGET)
+        load_published(folder, TARGET)
     assert not (tmp_path / "harm.txt").exists()
     torch.save([1, 2], folder / "pytorch_model.bin")
     with pytest.raises(ValueError, match="must hold a dict of tensors"):
-        published(folder, TARGET)
+        load_published(folder, TARGET)
     (folder / "pytorch_model.bin").write_bytes((folder / "pytorch_model.bin").read_bytes()[:50])
     with pytest.raises(ValueError, match="damaged"):
-        published(folder, TARGET)
+        load_published(folder, TARGET)
 
 
 def test_a_smaller_vocabulary_is_the_targets_beginning(tmp_path: Path) -> None:
     """LLaVA: the drafter knows 32,000 ids, transformers' target has 32,064."""
     folder = folder_of("msd", tmp_path)
-    assert published(folder, TargetInfo("llava", H, V + 64, 8)).known == V
+    assert load_published(folder, TargetInfo("llava", H, V + 64, 8)).vocab_limit == V
     with pytest.raises(ValueError, match="not the same vocabulary"):
-        published(folder, TargetInfo("llava", H, V + 5000, 8))
+        load_published(folder, TargetInfo("llava", H, V + 5000, 8))
 
 
 Change = Callable[[dict[str, Tensor]], object]
@@ -207,7 +213,7 @@ Change = Callable[[dict[str, Tensor]], object]
     ("kind", "change", "config", "words"),
     [
         ("msd", lambda w: w.pop("layers.0.self_attn.o_proj.weight"), {}, "lacks layers.0.self_attn.o_proj.weight"),
-        ("msd", lambda w: w.update(more=torch.zeros(1)), {}, "should not have: more"),
+        ("msd", lambda w: w.update(more=torch.zeros(1)), {}, "unexpected tensors more"),
         ("msd", lambda w: w["fc.bias"].fill_(float("inf")), {}, "fc.bias holds values that are not finite"),
         ("msd", lambda w: w.update({"fc.weight": torch.zeros(H, H)}), {}, r"fc.weight must be \[16, 32\]"),
         (
@@ -230,8 +236,8 @@ Change = Callable[[dict[str, Tensor]], object]
         ("vispec", lambda w: w["imadpt.q"].fill_(float("nan")), {}, "imadpt.q must be finite"),
         ("vispec", lambda w: w["fc.weight"].fill_(float("nan")), {}, "fc.weight holds values that are not finite"),
         ("eagle3", lambda w: w["norm.weight"].fill_(float("nan")), {}, "norm.weight holds values that are not finite"),
-        ("msd", len, {"image_token_index": 7}, "image_token_index 7; the target's visual tokens are 4"),
-        ("eagle3", len, {"image_token_id": 7}, "image_token_id 7; the target's visual tokens are 4"),
+        ("msd", len, {"image_token_index": 7}, "image_token_index 7; the target's media token ids are 4"),
+        ("eagle3", len, {"image_token_id": 7}, "image_token_id 7; the target's media token ids are 4"),
         ("eagle3", len, {"fc_norm": True}, "fc_norm is not supported"),
         ("eagle3", len, {"target_hidden_size": 64}, "hidden_size 64"),
         ("eagle3", len, {"speculators_model_type": "dflash"}, "'dflash' is not supported"),
@@ -243,24 +249,24 @@ def test_what_does_not_fit_is_named(
 ) -> None:
     folder = folder_of(kind, tmp_path, change, **config)
     with pytest.raises(ValueError, match=words) as failed:
-        published(folder, TARGET)
+        load_published(folder, TARGET)
     assert str(folder) in str(failed.value)
 
 
 def test_missing_and_cut_files(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"config\.json"):
-        published(tmp_path, TARGET)
+        load_published(tmp_path, TARGET)
     folder = folder_of("msd", tmp_path)
     (folder / "model.safetensors").write_bytes(b"\0" * 40)
     with pytest.raises(ValueError, match=r"model\.safetensors is damaged"):
-        published(folder, TARGET)
+        load_published(folder, TARGET)
     (folder / "model.safetensors").unlink()
     with pytest.raises(FileNotFoundError, match="holds neither model"):
-        published(folder, TARGET)
+        load_published(folder, TARGET)
 
 
 def test_an_export_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    drafter = published(folder_of("eagle3", tmp_path / "flat"), TARGET)
+    drafter = load_published(folder_of("eagle3", tmp_path / "flat"), TARGET)
     export_speculators(tmp_path / "out", drafter, TARGET)
     before = {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()}
 
@@ -296,13 +302,13 @@ def test_auto_takes_what_was_published_if_it_is_in_the_cache(tmp_path: Path, mon
         raise RuntimeError("not in the cache")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", cache)
-    assert isinstance(make("auto", KNOWN_TARGET), EagleDrafter)
-    assert make("auto", TARGET).name == "fused", "nothing was published for it"
-    assert isinstance(make("lucylyn/MSD-LLaVA1.5-7B", KNOWN_TARGET), EagleDrafter)
+    assert isinstance(build_drafter("auto", KNOWN_TARGET), EagleDrafter)
+    assert build_drafter("auto", TARGET).name == "hybrid", "nothing was published for it"
+    assert isinstance(build_drafter("lucylyn/MSD-LLaVA1.5-7B", KNOWN_TARGET), EagleDrafter)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", empty)
-    assert make("auto", KNOWN_TARGET).name == "fused"
-    with pytest.raises(OSError, match=r"'a/b' is not in the local cache and cannot be fetched: not in the cache"):
-        make("a/b", KNOWN_TARGET)
+    assert build_drafter("auto", KNOWN_TARGET).name == "hybrid"
+    with pytest.raises(OSError, match=r"'a/b' is not in the local cache and cannot be downloaded: not in the cache"):
+        build_drafter("a/b", KNOWN_TARGET)
     hub = "lucylyn/MSD-LLaVA1.5-7B"
     assert asked == [(hub, True), (hub, False), (hub, True), ("a/b", False)], "auto never fetches anything"
 
@@ -310,12 +316,12 @@ def test_auto_takes_what_was_published_if_it_is_in_the_cache(tmp_path: Path, mon
 def test_offline_is_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(OSError, match="'nobody/nothing-of-mmspec' is not in the local cache"):
-        make("nobody/nothing-of-mmspec", TARGET)
+        build_drafter("nobody/nothing-of-mmspec", TARGET)
 
 
 @pytest.mark.parametrize("normed", [False, True])
 def test_eagle3_in_the_speculators_layout_and_back(normed: bool, tmp_path: Path) -> None:
-    first = published(folder_of("eagle3", tmp_path / "flat", norm_before_residual=normed), TARGET)
+    first = load_published(folder_of("eagle3", tmp_path / "flat", norm_before_residual=normed), TARGET)
     export_speculators(tmp_path / "out", first, TARGET)
     values = json.loads((tmp_path / "out" / "config.json").read_text())
     assert values["speculators_model_type"] == "eagle3" and values["eagle_aux_hidden_state_layer_ids"] == [2, 4, 5]
@@ -324,12 +330,12 @@ def test_eagle3_in_the_speculators_layout_and_back(normed: bool, tmp_path: Path)
     renamed = {name.replace("midlayer.", "layers.0."): value for name, value in flat.items()}
     assert set(weights) == set(renamed)
     assert all(torch.equal(weights[name].float(), value.float()) for name, value in renamed.items())
-    second = published(tmp_path / "out", TARGET)
-    assert second.head.config == first.head.config and second.taps == first.taps
+    second = load_published(tmp_path / "out", TARGET)
+    assert second.head.config == first.head.config and second.hidden_state_indices == first.hidden_state_indices
     for name, value in first.head.state_dict().items():
         assert torch.equal(value, second.head.state_dict()[name])
-    with pytest.raises(TypeError, match="only EAGLE-3 heads"):
-        export_speculators(tmp_path / "no", published(folder_of("msd", tmp_path / "msd"), TARGET), TARGET)
+    with pytest.raises(TypeError, match="EAGLE-3 heads only"):
+        export_speculators(tmp_path / "no", load_published(folder_of("msd", tmp_path / "msd"), TARGET), TARGET)
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
@@ -358,12 +364,12 @@ def test_a_published_drafter_never_changes_a_word(kind: str, tmp_path: Path) -> 
         with pytest.raises(ValueError, match="has 0 to 2"):
             mmspec.patch(model, str(tmp_path), processor=processor)
         facts = TargetInfo("llava", 64, 384, 8)
-        drafter = published(tmp_path, facts)
-        drafter.tap((0, 1, 2), 2)
+        drafter = load_published(tmp_path, facts)
+        drafter.set_hidden_state_indices((0, 1, 2), 2)
     else:
-        drafter = published(tmp_path, TargetInfo("llava", 64, 384, 2))
+        drafter = load_published(tmp_path, TargetInfo("llava", 64, 384, 2))
     maker = Captioner(model, processor)
-    inputs = maker.build_inputs(
+    inputs = maker.inputs(
         [[render_scene(generate_scene(1)), render_scene(generate_scene(2))], render_scene(generate_scene(3))],
         ["a", "what is this thing"],
     )

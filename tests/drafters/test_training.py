@@ -13,21 +13,21 @@ from torch import Tensor, nn
 from mmspec.drafters.checkpoints import format as checkpoint
 from mmspec.drafters.eagle.drafter import EagleDrafter
 from mmspec.drafters.eagle.head import EagleHead, HeadConfig
-from mmspec.drafters.training.losses import Lesson
-from mmspec.drafters.training.trainer import Party, Plan, Pupil, Training
+from mmspec.drafters.training.batch import DraftModel, TrainBatch
+from mmspec.drafters.training.trainer import DistributedContext, TrainConfig, Trainer
 from mmspec.interfaces import SharedEmbeddings
 
 CONFIG = HeadConfig(16, 24, 2, 2, 40)
 FULL = (OSError(28, "No space left on device"), RuntimeError("PytorchStreamWriter failed writing file"))
 
 
-def training(folder: Path, taught: bool = True, party: Party | None = None) -> Training:
+def training(folder: Path, taught: bool = True, party: DistributedContext | None = None) -> Trainer:
     """A run over three words; `taught` False: none of them is an answer."""
     words = SharedEmbeddings(nn.Embedding(40, 16).requires_grad_(False), nn.Linear(16, 40).requires_grad_(False))
     ids = torch.tensor([[3, 5, 7, 9, 11]])
-    lesson = Lesson(ids, ids > 0, ids < 0, (ids > 3) & taught, words.embed_tokens(ids), torch.randn(1, 5, 16))
-    pupils = {"a": Pupil(EagleHead(CONFIG), "decoupled")}
-    return Training(folder, pupils, Plan(2, 1), words, lambda step: lesson, torch.zeros(16), {}, party)
+    lesson = TrainBatch(ids, ids > 0, ids < 0, (ids > 3) & taught, words.embed_tokens(ids), torch.randn(1, 5, 16))
+    pupils = {"a": DraftModel(EagleHead(CONFIG), "decoupled")}
+    return Trainer(folder, pupils, TrainConfig(2, 1), words, lambda step: lesson, torch.zeros(16), {}, party)
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -61,12 +61,12 @@ def test_a_full_disk_keeps_the_last_checkpoint_and_says_so(
 
 @pytest.mark.parametrize("fails", ["save_file", "os.replace"])
 def test_a_head_is_written_whole_or_not_at_all(fails: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    checkpoint.save(tmp_path, EagleHead(CONFIG), checkpoint.Made(CONFIG, "decoupled", 2))
+    checkpoint.save_head(tmp_path, EagleHead(CONFIG), checkpoint.HeadMetadata(CONFIG, "decoupled", 2))
     before = files(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(f"mmspec.drafters.checkpoints.format.{fails}", half(FULL[0]))
         with pytest.raises(OSError, match="No space"):
-            checkpoint.save(tmp_path, EagleHead(CONFIG), checkpoint.Made(CONFIG, "coupled", 2))
+            checkpoint.save_head(tmp_path, EagleHead(CONFIG), checkpoint.HeadMetadata(CONFIG, "coupled", 2))
     assert files(tmp_path) == before
 
 
@@ -79,22 +79,22 @@ def test_every_process_joins_every_mean(taught: bool, tmp_path: Path) -> None:
         joined.append(value.shape)
         return value
 
-    run = training(tmp_path, taught, Party(0, 2, mean))
-    figures = run._step()
+    run = training(tmp_path, taught, DistributedContext(0, 2, mean))
+    figures = run._train_step()
     assert (figures["norm"] > 0) is taught
-    assert joined == [weight.shape for weight in run.pupils["a"].parts().parameters()]
+    assert joined == [weight.shape for weight in run.draft_models["a"].modules().parameters()]
 
 
 def test_a_tree_has_a_level_and_a_node_to_follow() -> None:
-    with pytest.raises(ValueError, match="depth must be at least 1; got 0"):
-        EagleDrafter(EagleHead(CONFIG), layers=2, depth=0)
-    with pytest.raises(ValueError, match=r"width must be at least 1.*; got 0"):
-        EagleDrafter(EagleHead(CONFIG), layers=2, width=0)
+    with pytest.raises(ValueError, match="max_depth must be at least 1; got 0"):
+        EagleDrafter(EagleHead(CONFIG), num_layers=2, max_depth=0)
+    with pytest.raises(ValueError, match=r"beam_width must be at least 1.*; got 0"):
+        EagleDrafter(EagleHead(CONFIG), num_layers=2, beam_width=0)
 
 
 @pytest.mark.parametrize("native", [True, False])
 def test_bfloat16_is_for_devices_that_have_it(native: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mmspec.drafters.training.trainer.halves", lambda device: native)
+    monkeypatch.setattr("mmspec.drafters.training.trainer.bf16_is_faster", lambda device: native)
     found, original = set[bool](), torch.nn.functional.linear
 
     def spy(*args: Any, **kwargs: Any) -> Tensor:

@@ -42,17 +42,17 @@ def test_case_of_a_later_family(family: str, seed: int) -> None:
     assert not result.differences, result.report()
 
 
-def test_the_cases_show_clips() -> None:
-    """Of every family that takes them: alone, beside pictures, and in batches in which some rows have none."""
+def test_the_cases_contain_videos() -> None:
+    """For every family with videos: alone, with images, and in batches in which some rows have none."""
     drawn = [
         *map(fuzz.draw_case, SLICE),
         *(fuzz.draw_case(seed, family) for family in fuzz.LATER_FAMILIES for seed in range(40)),
     ]
     for family in tiny.VIDEO_FAMILIES:
-        shown = [case for case in drawn if case.spec.family == family and case.videos]
-        assert len(shown) >= 5 and {case.options["do_sample"] for case in shown} == {True, False}
+        video_cases = [case for case in drawn if case.spec.family == family and case.videos]
+        assert len(video_cases) >= 5 and {case.options["do_sample"] for case in video_cases} == {True, False}
         kinds = Counter[tuple[bool, bool]]()
-        for case in shown:
+        for case in video_cases:
             ids, special = fuzz._inputs(case, tiny.build_model(case.spec))[0]["input_ids"], tiny.special_ids(case.spec)
             for row in ids:
                 kinds[bool((row == special.image).any()), bool((row == special.video).any())] += 1
@@ -60,7 +60,7 @@ def test_the_cases_show_clips() -> None:
 
 
 def test_the_slice_drafts_and_accepts() -> None:
-    """A loop that never speculates would pass everything above."""
+    """A loop that never drafts would pass the tests above."""
     drawn = [
         case for case in map(fuzz.draw_case, SLICE) if case.drafter in ("oracle", "bush", "chaos") and not case.override
     ]
@@ -69,15 +69,15 @@ def test_the_slice_drafts_and_accepts() -> None:
     for case in drawn[:15]:
         result = fuzz.run_case(case)
         assert not result.differences, result.report()
-        sums["drafted"] += result.stats["drafted"]
-        sums["accepted"] += result.stats["accepted"]
+        sums["drafted"] += result.stats["num_draft_tokens"]
+        sums["accepted"] += result.stats["num_accepted_tokens"]
         sums["fallbacks"] += bool(result.fallback)
     assert sums["drafted"] > 150 and sums["accepted"] > 40 and not sums["fallbacks"], sums
 
 
 @pytest.mark.parametrize("kind", heads.DRAFTER_KINDS)
 def test_draft_heads(kind: str) -> None:
-    """Random requests with each kind of trained drafter; its weights are noise, since only the machinery can err."""
+    """Random requests with each kind of trained drafter; its weights are random."""
     drafted = 0
     for seed in range(len(heads.COMPRESSOR_SPECS) if kind == "compressed" else 8):  # each compressor once
         case = replace(
@@ -85,7 +85,7 @@ def test_draft_heads(kind: str) -> None:
         )
         result = fuzz.run_case(case)
         assert not result.differences, result.report()
-        drafted += result.stats.get("drafted", 0)
+        drafted += result.stats.get("num_draft_tokens", 0)
     assert drafted > 50
 
 
@@ -96,8 +96,8 @@ def test_draft_heads(kind: str) -> None:
         *((heads.DRAFTER_KINDS[-1], seed) for seed in range(len(heads.COMPRESSOR_SPECS))),
     ],
 )
-def test_what_draft_heads_guess_right_is_kept(kind: str, seed: int) -> None:
-    """Heads that lean to what is said next, and plain requests: above hardly a guess is right, if there is one."""
+def test_correct_drafts_of_heads_are_accepted(kind: str, seed: int) -> None:
+    """Heads that often predict the next token, on simple calls; random heads are hardly ever accepted."""
     case = fuzz.draw_case(900 + 10 * heads.DRAFTER_KINDS.index(kind) + seed)
     case = replace(
         case, spec=replace(case.spec, calm=True, vocab=40), batch=4, drafter=f"head-{heads.ECHOING_PREFIX}{kind}"
@@ -106,8 +106,10 @@ def test_what_draft_heads_guess_right_is_kept(kind: str, seed: int) -> None:
     odd = ("override", "turns", "processor", "prefix", "criterion", "streamer", "cache")
     result = fuzz.run_case(replace(case, biased=(), **dict.fromkeys(odd, "")))
     assert not result.differences, result.report()
-    assert result.stats["accepted"] > 0
-    assert bool(result.stats["ways"]) == (kind in ("latent", "measured", "compressed")), "asked, if there is one"
+    assert result.stats["num_accepted_tokens"] > 0
+    assert bool(result.stats["compressor_choices"]) == (kind in ("latent", "measured", "compressed")), (
+        "a compressor was called"
+    )
 
 
 @pytest.mark.slow
@@ -138,7 +140,7 @@ def _half(seed: int) -> fuzz.Case:
     return replace(case, spec=spec, options=options, drafter=drafter, stop_strings=False, biased=(), nodes=8, **clean)
 
 
-def test_bf16_parts_only_at_near_ties(record_property: Any) -> None:
+def test_bf16_diverges_only_at_near_ties(record_property: Any) -> None:
     margins, total = [], 0
     for seed in BF16:
         result = fuzz.run_case(_half(seed))
@@ -150,18 +152,18 @@ def test_bf16_parts_only_at_near_ties(record_property: Any) -> None:
     record_property("identical", f"{total - len(margins)}/{total}")
     record_property("margins", [round(margin, 4) for margin in margins])
     print(f"bf16: {total - len(margins)} of {total} identical, margins where not: {[f'{m:.3f}' for m in margins]}")
-    # bf16 keeps 8 bits: logits around 8 are 1/32 apart, and a pick is right to a few such steps.
+    # bf16 keeps 8 bits: logits around 8 are 1/32 apart, and an argmax is exact up to a few such steps.
     assert all(margin < 0.3 for margin in margins), margins
     assert len(margins) < total
 
 
 # --- the distribution -------------------------------------------------------------------------------------------------
 
-STEPS, KEPT = 3, 3
+STEPS, TOP_K = 3, 3
 
 
 class Everything(adversarial.AdversarialDrafter):
-    """Proposes every continuation that can be sampled, two deep: something is always accepted."""
+    """Proposes every continuation that can be sampled, to depth 2: a draft token is always accepted."""
 
     name = "everything"
 
@@ -172,37 +174,37 @@ class Everything(adversarial.AdversarialDrafter):
     def begin(self, prompt: Prompt) -> adversarial.DrafterState:
         return adversarial.DrafterState(prompt, fuzz.random.Random(0), [[] for _ in range(prompt.input_ids.shape[0])])
 
-    def propose_tree(self, state: adversarial.DrafterState, budget: int, live: Sequence[bool]) -> DraftTree:
-        return adversarial.build_raw_tree([self._row(tuple(said), budget - 1) for said in state.generated])
+    def propose_tree(self, state: adversarial.DrafterState, max_nodes: int, active: Sequence[bool]) -> DraftTree:
+        return adversarial.build_raw_tree([self._row(tuple(prefix), max_nodes - 1) for prefix in state.generated])
 
-    def _row(self, said: tuple[int, ...], nodes: int) -> list[tuple[int, int]]:
-        first = [(token, 0) for token in self._next(said)]
-        second = [(token, i) for i, (above, _) in enumerate(first, 1) for token in self._next((*said, above))]
+    def _row(self, prefix: tuple[int, ...], nodes: int) -> list[tuple[int, int]]:
+        first = [(token, 0) for token in self._next(prefix)]
+        second = [(token, i) for i, (above, _) in enumerate(first, 1) for token in self._next((*prefix, above))]
         return (first + second)[:nodes]
 
-    def _next(self, said: tuple[int, ...]) -> list[int]:
-        return self.table[said].nonzero().flatten().tolist() if said in self.table else []
+    def _next(self, prefix: tuple[int, ...]) -> list[int]:
+        return self.table[prefix].nonzero().flatten().tolist() if prefix in self.table else []
 
 
 def _world() -> tuple[PreTrainedModel, tiny.Inputs, dict[str, Any]]:
     model = tiny.build_model(tiny.ModelSpec("llava", vocab=8, seed=5))
     model.generation_config.eos_token_id = None
-    given = tiny.build_inputs(model, 3, 1, images=[1], padding="none")
-    return model, given, {"do_sample": True, "temperature": 1.5, "top_k": KEPT, "max_new_tokens": STEPS}
+    inputs = tiny.build_inputs(model, 3, 1, images=[1], padding="none")
+    return model, inputs, {"do_sample": True, "temperature": 1.5, "top_k": TOP_K, "max_new_tokens": STEPS}
 
 
-def _table(model: PreTrainedModel, given: tiny.Inputs, options: dict[str, Any]) -> dict[tuple[int, ...], Tensor]:
+def _table(model: PreTrainedModel, inputs: tiny.Inputs, options: dict[str, Any]) -> dict[tuple[int, ...], Tensor]:
     """The exact distribution of the next token after each prefix that can be sampled."""
     table: dict[tuple[int, ...], Tensor] = {}
     for depth in range(STEPS):
-        for said in product(range(8), repeat=depth):
-            if depth and table.get(said[:-1], torch.zeros(8))[said[-1]] == 0:
+        for prefix in product(range(8), repeat=depth):
+            if depth and table.get(prefix[:-1], torch.zeros(8))[prefix[-1]] == 0:
                 continue
-            ids = torch.cat([given["input_ids"], torch.tensor([said], dtype=torch.long)], 1)
+            ids = torch.cat([inputs["input_ids"], torch.tensor([prefix], dtype=torch.long)], 1)
             with torch.no_grad():
-                logits = model(input_ids=ids, pixel_values=given["pixel_values"]).logits[0, -1].float()
-            top = (logits / options["temperature"]).topk(KEPT)
-            table[said] = torch.zeros(8).scatter(0, top.indices, top.values.softmax(-1))
+                logits = model(input_ids=ids, pixel_values=inputs["pixel_values"]).logits[0, -1].float()
+            top = (logits / options["temperature"]).topk(TOP_K)
+            table[prefix] = torch.zeros(8).scatter(0, top.indices, top.values.softmax(-1))
     return table
 
 
@@ -210,71 +212,75 @@ def _joint(table: dict[tuple[int, ...], Tensor]) -> dict[tuple[int, ...], float]
     joint: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(STEPS):
         joint = {
-            (*said, token): chance * float(table[said][token])
-            for said, chance in joint.items()
-            for token in table[said].nonzero().flatten().tolist()
+            (*prefix, token): prob * float(table[prefix][token])
+            for prefix, prob in joint.items()
+            for token in table[prefix].nonzero().flatten().tolist()
         }
     return joint
 
 
-def surprise(samples: Sequence[tuple[int, ...]], joint: dict[tuple[int, ...], float]) -> float:
+def g_test_p_value(samples: Sequence[tuple[int, ...]], joint: dict[tuple[int, ...], float]) -> float:
     """p-value of a G-test of samples against a distribution; rare outcomes are pooled, impossible ones give 0."""
-    seen, total = Counter(samples), len(samples)
-    if set(seen) - set(joint):
+    counts, total = Counter(samples), len(samples)
+    if set(counts) - set(joint):
         return 0.0
     cells: list[tuple[float, float]] = []
     pool = [0.0, 0.0]
-    for outcome, chance in joint.items():
-        if chance * total >= 5:
-            cells.append((seen[outcome], chance * total))
+    for outcome, prob in joint.items():
+        if prob * total >= 5:
+            cells.append((counts[outcome], prob * total))
         else:
-            pool = [pool[0] + seen[outcome], pool[1] + chance * total]
+            pool = [pool[0] + counts[outcome], pool[1] + prob * total]
     cells += [(pool[0], pool[1])] if pool[1] > 0 else []
     g = 2 * sum(o * float(torch.tensor(o / e).log()) for o, e in cells if o)
     freedom = torch.tensor((len(cells) - 1) / 2)
     return float(torch.special.gammaincc(freedom, torch.tensor(max(g, 0.0) / 2)))
 
 
-def _rows(model: PreTrainedModel, given: tiny.Inputs, options: dict[str, Any], calls: int) -> Iterator[tuple[int, ...]]:
+def _rows(
+    model: PreTrainedModel, inputs: tiny.Inputs, options: dict[str, Any], calls: int
+) -> Iterator[tuple[int, ...]]:
     for _ in range(calls):
-        said = model.generate(**given, **options, num_return_sequences=40)
-        yield from map(tuple, said[:, given["input_ids"].shape[1] :].tolist())
+        prefix = model.generate(**inputs, **options, num_return_sequences=40)
+        yield from map(tuple, prefix[:, inputs["input_ids"].shape[1] :].tolist())
 
 
 @pytest.mark.parametrize("drafter", ["everything", "chaos", "lookup"])
 def test_sampling_has_the_targets_distribution(drafter: str) -> None:
-    model, given, options = _world()
-    table = _table(model, given, options)
-    made: Any = {"everything": Everything(table), "chaos": adversarial.MalformedDrafter(1)}.get(drafter, drafter)
+    model, inputs, options = _world()
+    table = _table(model, inputs, options)
+    drafter_argument: Any = {"everything": Everything(table), "chaos": adversarial.MalformedDrafter(1)}.get(
+        drafter, drafter
+    )
     torch.manual_seed(2024)
-    with fuzz.patch_model(model, made, nodes=16):
-        samples = list(_rows(model, given, options, 75))
-    assert surprise(samples, _joint(table)) > 1e-3
+    with fuzz.patch_model(model, drafter_argument, tree_size=16):
+        samples = list(_rows(model, inputs, options, 75))
+    assert g_test_p_value(samples, _joint(table)) > 1e-3
 
 
-def test_that_test_has_teeth() -> None:
-    """Bugs that schemes with acceptance rules have, played with the exact table: each must be noticed."""
-    model, given, options = _world()
-    table, rng = _table(model, given, options), torch.Generator().manual_seed(1)
+def test_the_g_test_detects_typical_bugs() -> None:
+    """Typical bugs of acceptance rules, simulated with the exact table: each must be detected."""
+    model, inputs, options = _world()
+    table, rng = _table(model, inputs, options), torch.Generator().manual_seed(1)
     joint = _joint(table)
 
     def play(bug: str) -> Iterator[tuple[int, ...]]:
         for _ in range(3000):
-            said: tuple[int, ...] = ()
+            prefix: tuple[int, ...] = ()
             noise = torch.empty(8).exponential_(generator=rng)
             for _ in range(STEPS):
-                if bug != "one noise for all columns":
+                if bug != "one noise for all steps":
                     noise = torch.empty(8).exponential_(generator=rng)
-                pick = int((table[said] / noise).argmax())
-                if bug == "typical acceptance" and table[said].max() > 0.6 and torch.rand((), generator=rng) < 0.2:
-                    pick = int(table[said].argmax())
+                pick = int((table[prefix] / noise).argmax())
+                if bug == "typical acceptance" and table[prefix].max() > 0.6 and torch.rand((), generator=rng) < 0.2:
+                    pick = int(table[prefix].argmax())
                 if bug == "no residual":
-                    draft = int(table[said].argsort()[-2])
-                    if torch.rand((), generator=rng) < table[said][draft]:
+                    draft = int(table[prefix].argsort()[-2])
+                    if torch.rand((), generator=rng) < table[prefix][draft]:
                         pick = draft
-                said = (*said, pick)
-            yield said
+                prefix = (*prefix, pick)
+            yield prefix
 
-    assert surprise(list(play("")), joint) > 1e-3
-    for bug in ("one noise for all columns", "typical acceptance", "no residual"):
-        assert surprise(list(play(bug)), joint) < 1e-6, bug
+    assert g_test_p_value(list(play("")), joint) > 1e-3
+    for bug in ("one noise for all steps", "typical acceptance", "no residual"):
+        assert g_test_p_value(list(play(bug)), joint) < 1e-6, bug

@@ -1,4 +1,4 @@
-"""The key-value buffer against lists of rows, over random sequences of what the loop does with it."""
+"""`RaggedKVCache` against lists of positions, over random sequences of the calls that the loop makes."""
 
 from __future__ import annotations
 
@@ -15,40 +15,40 @@ HEADS, SIZE = 2, 3
 BUCKETS = (1, 2, 4, 8, 16)
 
 
-class Rows:
-    """The slow way: for every layer and row a list of what each position holds."""
+class ReferenceCache:
+    """The slow reference: for every layer and row a list of positions."""
 
     def __init__(self, layers: int, batch: int) -> None:
-        self.kept: list[list[list[Tensor]]] = [[[] for _ in range(batch)] for _ in range(layers)]
-        self.fresh: list[Tensor] = []
+        self.positions: list[list[list[Tensor]]] = [[[] for _ in range(batch)] for _ in range(layers)]
+        self.new: list[Tensor] = []
 
     def lengths(self) -> list[int]:
         """Positions of each row."""
-        return [len(row) for row in self.kept[0]]
+        return [len(row) for row in self.positions[0]]
 
     def check(self, layer: int, keys: Tensor, values: Tensor, new: Tensor | None = None) -> None:
-        """Compare views [B, H, end, D] with every kept position, and the `new` ones [2, B, H, n, D] behind them."""
-        held = torch.stack([keys, values])
-        for b, row in enumerate(self.kept[layer]):
+        """Compare views [B, H, kv_len, D] with all committed positions, and `new` [2, B, H, n, D] behind them."""
+        views = torch.stack([keys, values])
+        for b, row in enumerate(self.positions[layer]):
             if row:
-                assert torch.equal(held[:, b, :, : len(row)], torch.stack(row, dim=-2))
+                assert torch.equal(views[:, b, :, : len(row)], torch.stack(row, dim=-2))
             if new is not None:
-                assert torch.equal(held[:, b, :, len(row) : len(row) + new.shape[3]], new[:, b])
-        assert held.isfinite().all(), "what is masked must still be finite: 0 * nan is nan"
+                assert torch.equal(views[:, b, :, len(row) : len(row) + new.shape[3]], new[:, b])
+        assert views.isfinite().all(), "masked positions must be finite: 0 * nan is nan"
 
-    def keep(self, news: list[Tensor], walked: list[list[int]]) -> None:
-        """Append the walked nodes of the last forward, of [2, B, H, n, D] for each layer."""
-        for layer, new in zip(self.kept, news, strict=True):
-            for b, nodes in enumerate(walked):
+    def keep(self, news: list[Tensor], accepted_nodes: list[list[int]]) -> None:
+        """Append the accepted nodes of the last forward, of [2, B, H, n, D] for each layer."""
+        for layer, new in zip(self.positions, news, strict=True):
+            for b, nodes in enumerate(accepted_nodes):
                 layer[b] += [new[:, b, :, node] for node in nodes]
 
 
-def written(buffer: RaggedKVCache, rows: Rows, nodes: int, rng: torch.Generator) -> list[Tensor]:
-    """One forward: open, write random values to every layer, check the views."""
+def write_forward(buffer: RaggedKVCache, rows: ReferenceCache, nodes: int, rng: torch.Generator) -> list[Tensor]:
+    """One forward: write random values to every layer, check the views."""
     batch = len(buffer.seq_lens)
     buffer.begin_forward(nodes)
     assert buffer.kv_len == max(rows.lengths()) + nodes
-    news = [torch.randn(2, batch, HEADS, nodes, SIZE, generator=rng) for _ in rows.kept]
+    news = [torch.randn(2, batch, HEADS, nodes, SIZE, generator=rng) for _ in rows.positions]
     for layer, new in enumerate(news):
         keys, values = buffer.write(layer, new[0], new[1])
         assert keys.shape == values.shape == (batch, HEADS, buffer.kv_len, SIZE)
@@ -56,61 +56,61 @@ def written(buffer: RaggedKVCache, rows: Rows, nodes: int, rng: torch.Generator)
     return news
 
 
-def ragged_walk(rng: random.Random, batch: int, nodes: int) -> tuple[Tensor, Tensor, list[list[int]]]:
-    """Nodes as a walk gives them: rising, node 0 first; none for rows that wait. What lies behind is noise."""
-    kind, walked = rng.choice(("chain", "ragged", "level", "root")), []
+def random_path(rng: random.Random, batch: int, nodes: int) -> tuple[Tensor, Tensor, list[list[int]]]:
+    """Accepted nodes: ascending, node 0 first; none for rows that wait. The rest of `path` is random."""
+    kind, accepted_nodes = rng.choice(("chain", "ragged", "level", "root")), []
     for _ in range(batch):
         count = rng.choice((0, 1, rng.randint(0, nodes))) if kind == "ragged" else rng.randint(1, nodes)
         count = 1 if kind == "root" else nodes if kind == "level" else count
         row = [0, *sorted(rng.sample(range(1, nodes), count - 1))] if count else []
-        walked.append(list(range(count)) if kind == "chain" else row)
-    path = torch.tensor([row + [rng.randrange(nodes) for _ in range(nodes - len(row))] for row in walked])
-    return path, torch.tensor([len(row) for row in walked]), walked
+        accepted_nodes.append(list(range(count)) if kind == "chain" else row)
+    path = torch.tensor([row + [rng.randrange(nodes) for _ in range(nodes - len(row))] for row in accepted_nodes])
+    return path, torch.tensor([len(row) for row in accepted_nodes]), accepted_nodes
 
 
 @pytest.mark.parametrize("batch", [1, 2, 5])
 @pytest.mark.parametrize("seed", range(6))
-def test_any_sequence_of_steps_equals_the_slow_way(batch: int, seed: int) -> None:
+def test_any_sequence_of_calls_equals_the_reference(batch: int, seed: int) -> None:
     rng, noise = random.Random(f"kv {seed} {batch}"), torch.Generator().manual_seed(seed)
     layers, limit = rng.choice((1, 3)), 300
-    buffer, rows = RaggedKVCache(batch, limit), Rows(layers, batch)
+    buffer, rows = RaggedKVCache(batch, limit), ReferenceCache(layers, batch)
     prompt = rng.randint(1, 40)
-    news = written(buffer, rows, prompt, noise)
+    news = write_forward(buffer, rows, prompt, noise)
     buffer.advance(prompt)
     rows.keep(news, [list(range(prompt))] * batch)
     while max(rows.lengths()) + max(BUCKETS) <= limit:
         nodes = rng.choice(BUCKETS)
-        news = written(buffer, rows, nodes, noise)
-        path, counts, walked = ragged_walk(rng, batch, nodes)
-        buffer.keep_path(path, counts, walked)
-        rows.keep(news, walked)
+        news = write_forward(buffer, rows, nodes, noise)
+        path, counts, accepted_nodes = random_path(rng, batch, nodes)
+        buffer.keep_path(path, counts, accepted_nodes)
+        rows.keep(news, accepted_nodes)
         assert buffer.seq_lens == rows.lengths() and buffer.is_uniform == (len(set(rows.lengths())) == 1)
         if rng.random() < 0.2:
             cut = [max(0, n - rng.choice((-3, 0, 1, 5))) for n in rows.lengths()]
             buffer.crop(cut)
-            for kept in rows.kept:
-                for row, most in zip(kept, cut, strict=True):
-                    del row[most:]
+            for positions in rows.positions:
+                for row, length in zip(positions, cut, strict=True):
+                    del row[length:]
             assert buffer.seq_lens == rows.lengths()
     assert len(buffer) == layers
     for layer in range(layers):
         rows.check(layer, *buffer.read(layer, max(rows.lengths())))
 
 
-def test_keeping_a_path_moves_it_to_the_front() -> None:
+def test_keep_path_moves_the_path_to_the_front() -> None:
     buffer = RaggedKVCache(2, 20)
     buffer.begin_forward(4)
     new = torch.arange(2.0 * 4).reshape(2, 1, 4, 1)
     buffer.write(0, new, -new)
-    walked = [[0, 2, 3], [0]]
-    buffer.keep_path(torch.tensor([[0, 2, 3, 0], [0, 3, 3, 3]]), torch.tensor([3, 1]), walked)
+    accepted_nodes = [[0, 2, 3], [0]]
+    buffer.keep_path(torch.tensor([[0, 2, 3, 0], [0, 3, 3, 3]]), torch.tensor([3, 1]), accepted_nodes)
     keys, values = buffer.read(0, 4)
     assert keys[0, 0, :3, 0].tolist() == [0, 2, 3] and values[0, 0, :3, 0].tolist() == [0, -2, -3]
     assert keys[1, 0, :1, 0].tolist() == [4] and buffer.seq_lens == [3, 1]
-    assert keys[1, 0, 1:3, 0].tolist() == [5, 6], "a row's own nodes stay put behind what it keeps"
+    assert keys[1, 0, 1:3, 0].tolist() == [5, 6], "nodes behind the accepted ones do not move"
 
 
-def test_a_row_that_waits_keeps_nothing() -> None:
+def test_a_row_that_waits_commits_nothing() -> None:
     buffer = RaggedKVCache(2, 20)
     for _ in range(3):
         buffer.begin_forward(2)
@@ -119,24 +119,24 @@ def test_a_row_that_waits_keeps_nothing() -> None:
     assert buffer.seq_lens == [6, 0] and not buffer.is_uniform
 
 
-def test_growth_loses_nothing_and_stops_at_the_limit() -> None:
+def test_growth_copies_everything_and_stops_at_the_limit() -> None:
     limit, buffer = 1000, RaggedKVCache(3, 1000)
-    noise, kept, sizes = torch.Generator().manual_seed(0), list[Tensor](), list[int]()
+    noise, positions, sizes = torch.Generator().manual_seed(0), list[Tensor](), list[int]()
     one = 3 * HEADS * SIZE * 4 * 2  # bytes of a position
     for step in range(limit):
         buffer.begin_forward(1)
-        kept.append(torch.randn(3, HEADS, 1, SIZE, generator=noise))
-        buffer.write(0, kept[-1], 2 * kept[-1])
+        positions.append(torch.randn(3, HEADS, 1, SIZE, generator=noise))
+        buffer.write(0, positions[-1], 2 * positions[-1])
         buffer.advance(1)
         sizes.append(buffer.nbytes)
         assert (step + 1) * one <= buffer.nbytes <= min(limit, 1.25 * (step + 1) + 16) * one
     keys, values = buffer.read(0, limit)
-    assert torch.equal(keys, torch.cat(kept, dim=2)) and torch.equal(values, 2 * keys)
+    assert torch.equal(keys, torch.cat(positions, dim=2)) and torch.equal(values, 2 * keys)
     assert len(set(sizes)) < 25, "grown in too many steps"
     assert sizes[-1] == limit * one
 
 
-def test_an_explicit_need_beyond_the_limit_is_met() -> None:
+def test_a_write_beyond_the_limit_succeeds() -> None:
     """The limit bounds what is allocated ahead; it never makes a write fail."""
     buffer = RaggedKVCache(1, 4)
     buffer.begin_forward(9)
@@ -144,7 +144,7 @@ def test_an_explicit_need_beyond_the_limit_is_met() -> None:
     assert keys.shape[2] == 9 and buffer.nbytes == 2 * 9 * 4
 
 
-def test_rewinding_never_lengthens() -> None:
+def test_crop_never_lengthens() -> None:
     buffer = RaggedKVCache(3, 50)
     buffer.begin_forward(10)
     buffer.write(0, torch.ones(3, 1, 10, 1), torch.ones(3, 1, 10, 1))
@@ -178,8 +178,8 @@ def test_memory_is_that_of_the_static_cache_and_a_tree(length: int) -> None:
             buffer.advance(nodes)
         else:
             counts = [min(rng.randint(0, 4), nodes, length - have) for have in buffer.seq_lens]
-            walked = [list(range(count)) for count in counts]
-            buffer.keep_path(torch.arange(nodes).expand(batch, nodes), torch.tensor(counts), walked)
+            accepted_nodes = [list(range(count)) for count in counts]
+            buffer.keep_path(torch.arange(nodes).expand(batch, nodes), torch.tensor(counts), accepted_nodes)
         if min(buffer.seq_lens) == length:
             break
         nodes = rng.choice((1, 8, 64))

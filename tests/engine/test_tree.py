@@ -1,4 +1,4 @@
-"""Draft trees: sealing against a slow reference, shapes, and best-first growth against brute force. No model here."""
+"""Draft trees: `sanitize` against a slow reference, shapes, and best-first growth against brute force. No model."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from mmspec.engine.tree import (
     sanitize,
 )
 
-FAR = (-1, -2, -7, 2**40, -(2**40), 2**62)
-"""Values that are no index of anything."""
+INVALID_INDICES = (-1, -2, -7, 2**40, -(2**40), 2**62)
+"""Values that are out of range for every index."""
 
 
-def fields_of(tree: DraftTree) -> dict[str, Tensor]:
+def copy_fields(tree: DraftTree) -> dict[str, Tensor]:
     """Copies of all tensors of a tree."""
     return {name: part.clone() for name, part in vars(tree).items() if part is not None}
 
 
-def above(parents: list[int], node: int) -> list[int]:
-    """The node itself and everything above it, node 0 last."""
+def ancestors(parents: list[int], node: int) -> list[int]:
+    """The node and its ancestors, node 0 last."""
     found = [node]
     while node > 0:
         node = parents[node]
@@ -41,143 +41,145 @@ def above(parents: list[int], node: int) -> list[int]:
     return found
 
 
-# --- seal -------------------------------------------------------------------------------------------------------------
+# --- sanitize ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Row:
-    """What a sealed row should be: which nodes live on."""
+    """The expected sanitized row, and which nodes stay valid."""
 
     tokens: list[int]
     parents: list[int]
     alive: list[bool]
 
 
-def slow_seal(tokens: list[int], parents: list[int], valid: list[bool], root: int, allowed: list[bool]) -> Row:
-    """One row, node by node, as the docstring of `seal` has it."""
-    fit = [False] * len(tokens)
+def slow_sanitize(tokens: list[int], parents: list[int], valid: list[bool], root: int, draftable: list[bool]) -> Row:
+    """One row, node by node, as the docstring of `sanitize` says."""
+    well_formed = [False] * len(tokens)
     alive = [False] * len(tokens)
     alive[0] = True
     for i in range(1, len(tokens)):
-        known = 0 <= tokens[i] < len(allowed) and allowed[tokens[i]]
-        fit[i] = valid[i] and known and 0 <= parents[i] < i
-        twin = any(fit[j] and (parents[j], tokens[j]) == (parents[i], tokens[i]) for j in range(1, i))
-        alive[i] = fit[i] and not twin and alive[parents[i]]
+        known = 0 <= tokens[i] < len(draftable) and draftable[tokens[i]]
+        well_formed[i] = valid[i] and known and 0 <= parents[i] < i
+        twin = any(well_formed[j] and (parents[j], tokens[j]) == (parents[i], tokens[i]) for j in range(1, i))
+        alive[i] = well_formed[i] and not twin and alive[parents[i]]
     return Row([root, *tokens[1:]], [-1, *parents[1:]], alive)
 
 
-def random_tree(rng: random.Random, batch: int, nodes: int, vocab: int, malice: float) -> DraftTree:
-    """Trees with many twins; a share of `malice` of all values is nonsense."""
+def random_tree(rng: random.Random, batch: int, nodes: int, vocab: int, invalid_rate: float) -> DraftTree:
+    """Trees with many duplicate siblings; a share of `invalid_rate` of all values is out of range."""
 
     def token() -> int:
-        return rng.choice((*FAR, vocab, vocab + 1)) if rng.random() < malice else rng.randrange(vocab)
+        return rng.choice((*INVALID_INDICES, vocab, vocab + 1)) if rng.random() < invalid_rate else rng.randrange(vocab)
 
     def parent(i: int) -> int:
-        if rng.random() < malice:
-            return rng.choice((*FAR, i, i + 1, nodes - 1, nodes, nodes + 3))
+        if rng.random() < invalid_rate:
+            return rng.choice((*INVALID_INDICES, i, i + 1, nodes - 1, nodes, nodes + 3))
         return rng.randrange(max(1, i))
 
     return DraftTree(
         tokens=torch.tensor([[token() for _ in range(nodes)] for _ in range(batch)]),
         parents=torch.tensor([[parent(i) for i in range(nodes)] for _ in range(batch)]),
-        valid=torch.tensor([[rng.random() > malice for _ in range(nodes)] for _ in range(batch)]),
+        valid=torch.tensor([[rng.random() > invalid_rate for _ in range(nodes)] for _ in range(batch)]),
         scores=rng.choice((None, torch.full((batch, nodes), math.nan), torch.full((batch, nodes), 0.5))),
     )
 
 
-def check_sealed(tree: DraftTree, sealed: DraftTree, roots: list[int], allowed: list[bool]) -> int:
-    """Compare with the slow way; how many nodes live on."""
-    assert sealed.ancestor_mask is not None and sealed.depths is not None
-    kept = 0
-    for b, root in enumerate(roots):
-        want = slow_seal(tree.tokens[b].tolist(), tree.parents[b].tolist(), tree.valid[b].tolist(), root, allowed)
-        tokens, parents = sealed.tokens[b].tolist(), sealed.parents[b].tolist()
-        assert sealed.valid[b].tolist() == want.alive
+def check_sanitized(tree: DraftTree, sanitized: DraftTree, root_ids: list[int], draftable: list[bool]) -> int:
+    """Compare with the reference; returns the number of valid nodes."""
+    assert sanitized.ancestor_mask is not None and sanitized.depths is not None
+    num_kept = 0
+    for b, root in enumerate(root_ids):
+        want = slow_sanitize(tree.tokens[b].tolist(), tree.parents[b].tolist(), tree.valid[b].tolist(), root, draftable)
+        tokens, parents = sanitized.tokens[b].tolist(), sanitized.parents[b].tolist()
+        assert sanitized.valid[b].tolist() == want.alive
         assert tokens[0] == root and parents[0] == -1
-        assert all(0 <= token < len(allowed) for token in tokens[1:]), "an id that the embedding does not have"
+        assert all(0 <= token < len(draftable) for token in tokens[1:]), "an id without an embedding"
         assert all(0 <= parent < i for i, parent in enumerate(parents) if i)
         for i, alive in enumerate(want.alive):
             if alive:
                 assert (tokens[i], parents[i]) == (want.tokens[i], want.parents[i])
-                assert i == 0 or allowed[tokens[i]]
-            # Dropped nodes are scored too, so their masks must make sense as well.
-            line = above(parents, i)
-            assert sealed.ancestor_mask[b, i].nonzero().flatten().tolist() == sorted(line)
-            assert int(sealed.depths[b, i]) == len(line) - 1
-        living = [(parents[i], tokens[i]) for i, alive in enumerate(want.alive) if alive]
-        assert len(set(living)) == len(living), "twins"
-        kept += sum(want.alive)
-    return kept
+                assert i == 0 or draftable[tokens[i]]
+            # Dropped nodes are scored too, so their masks must be consistent as well.
+            path = ancestors(parents, i)
+            assert sanitized.ancestor_mask[b, i].nonzero().flatten().tolist() == sorted(path)
+            assert int(sanitized.depths[b, i]) == len(path) - 1
+        valid = [(parents[i], tokens[i]) for i, alive in enumerate(want.alive) if alive]
+        assert len(set(valid)) == len(valid), "duplicate siblings"
+        num_kept += sum(want.alive)
+    return num_kept
 
 
-@pytest.mark.parametrize("malice", [0.0, 0.05, 0.3, 0.9])
-def test_seal_equals_the_slow_way(malice: float) -> None:
-    rng, kept, total = random.Random(f"seal {malice}"), 0, 0
+@pytest.mark.parametrize("invalid_rate", [0.0, 0.05, 0.3, 0.9])
+def test_sanitize_equals_the_reference(invalid_rate: float) -> None:
+    rng, num_kept, total = random.Random(f"seal {invalid_rate}"), 0, 0
     for _ in range(150):
         batch, nodes, vocab = rng.choice((1, 2, 4)), rng.choice((1, 2, 3, 4, 7, 8, 16, 20)), rng.choice((2, 3, 9))
-        allowed = [rng.random() > 0.5 * malice for _ in range(vocab)]
-        tree = random_tree(rng, batch, nodes, vocab, malice)
-        before, roots = fields_of(tree), [rng.randrange(vocab) for _ in range(batch)]
-        sealed = sanitize(tree, torch.tensor(roots), torch.tensor(allowed))
-        kept += check_sealed(tree, sealed, roots, allowed)
+        draftable = [rng.random() > 0.5 * invalid_rate for _ in range(vocab)]
+        tree = random_tree(rng, batch, nodes, vocab, invalid_rate)
+        before, root_ids = copy_fields(tree), [rng.randrange(vocab) for _ in range(batch)]
+        sanitized = sanitize(tree, torch.tensor(root_ids), torch.tensor(draftable))
+        num_kept += check_sanitized(tree, sanitized, root_ids, draftable)
         total += batch * nodes
-        after = fields_of(tree)
-        assert before.keys() == after.keys(), "seal fills in the tree it was given"
-        assert all(torch.equal(before[k].nan_to_num(), after[k].nan_to_num()) for k in before), "seal wrote into it"
-    assert total / 20 < kept < total  # neither all nor nothing was dropped
+        after = copy_fields(tree)
+        assert before.keys() == after.keys(), "sanitize added fields to its argument"
+        assert all(torch.equal(before[k].nan_to_num(), after[k].nan_to_num()) for k in before), (
+            "sanitize wrote into its argument"
+        )
+    assert total / 20 < num_kept < total  # neither all nor nothing was dropped
 
 
-def test_seal_at_full_size_and_depth() -> None:
-    """A chain of 64 nodes needs every squaring of the reach."""
+def test_sanitize_at_full_size_and_depth() -> None:
+    """A chain of 64 nodes needs every squaring of the ancestor matrix."""
     for nodes in (2, 3, 33, 63, 64):
         parents = torch.arange(-1, nodes - 1)[None]
         tree = DraftTree(torch.full((1, nodes), 3), parents, torch.ones(1, nodes, dtype=torch.bool))
-        sealed = sanitize(tree, torch.tensor([5]), torch.ones(9, dtype=torch.bool))
-        assert sealed.valid.all() and sealed.depths is not None and sealed.ancestor_mask is not None
-        assert sealed.depths[0].tolist() == list(range(nodes))
-        assert torch.equal(sealed.ancestor_mask[0], torch.ones(nodes, nodes, dtype=torch.bool).tril())
+        sanitized = sanitize(tree, torch.tensor([5]), torch.ones(9, dtype=torch.bool))
+        assert sanitized.valid.all() and sanitized.depths is not None and sanitized.ancestor_mask is not None
+        assert sanitized.depths[0].tolist() == list(range(nodes))
+        assert torch.equal(sanitized.ancestor_mask[0], torch.ones(nodes, nodes, dtype=torch.bool).tril())
 
 
-def test_only_the_first_twin_lives_and_the_other_takes_its_children_along() -> None:
+def test_duplicate_siblings_are_dropped_with_their_descendants() -> None:
     #             0
-    #      1(7)  2(8)  3(7, twin of 1)
-    #      4(9)        5(9, below the twin)  6(8, no twin: another parent)
+    #      1(7)  2(8)  3(7, duplicate of 1)
+    #      4(9)        5(9, below the duplicate)  6(8, another parent: valid)
     rows: list[Node] = [(7, 0, 0.9), (8, 0, 0.8), (7, 0, 0.7), (9, 1, 0.6), (9, 3, 0.5), (8, 1, 0.4)]
-    sealed = sanitize(build_tree([rows]), torch.tensor([1]), torch.ones(10, dtype=torch.bool))
-    assert sealed.valid[0].tolist() == [True, True, True, False, True, False, True, False]
+    sanitized = sanitize(build_tree([rows]), torch.tensor([1]), torch.ones(10, dtype=torch.bool))
+    assert sanitized.valid[0].tolist() == [True, True, True, False, True, False, True, False]
 
 
-def test_a_twin_of_a_dropped_node_lives() -> None:
+def test_a_duplicate_of_a_dropped_node_is_valid() -> None:
     tree = DraftTree(
         tokens=torch.tensor([[0, 7, 7, 7]]),
         parents=torch.tensor([[-1, 0, 0, 0]]),
         valid=torch.tensor([[True, False, True, True]]),
     )
-    sealed = sanitize(tree, torch.tensor([1]), torch.ones(10, dtype=torch.bool))
-    assert sealed.valid[0].tolist() == [True, False, True, False]
+    sanitized = sanitize(tree, torch.tensor([1]), torch.ones(10, dtype=torch.bool))
+    assert sanitized.valid[0].tolist() == [True, False, True, False]
 
 
-def test_ids_that_must_not_be_drafted_are_dropped_with_all_below() -> None:
-    allowed = torch.ones(10, dtype=torch.bool)
-    allowed[3] = False
+def test_undraftable_ids_are_dropped_with_their_descendants() -> None:
+    draftable = torch.ones(10, dtype=torch.bool)
+    draftable[3] = False
     chain: list[Node] = [(2, 0, 0.9), (3, 1, 0.8), (2, 2, 0.7)]
     beyond: list[Node] = [(10, 0, 0.9), (2, 1, 0.8), (-1, 0, 0.7)]
-    sealed = sanitize(build_tree([chain, beyond]), torch.tensor([3, 9]), allowed)
-    assert sealed.valid.tolist() == [[True, True, False, False], [True, False, False, False]]
-    assert sealed.tokens[:, 0].tolist() == [3, 9], "the root is what was emitted, allowed or not"
+    sanitized = sanitize(build_tree([chain, beyond]), torch.tensor([3, 9]), draftable)
+    assert sanitized.valid.tolist() == [[True, True, False, False], [True, False, False, False]]
+    assert sanitized.tokens[:, 0].tolist() == [3, 9], "the root is what was emitted, allowed or not"
 
 
-def test_sealing_twice_changes_nothing() -> None:
+def test_sanitize_is_idempotent() -> None:
     rng = random.Random(3)
-    allowed, roots = torch.ones(5, dtype=torch.bool), torch.tensor([1, 2, 3])
+    draftable, root_ids = torch.ones(5, dtype=torch.bool), torch.tensor([1, 2, 3])
     for _ in range(20):
-        once = sanitize(random_tree(rng, 3, 12, 5, 0.2), roots, allowed)
-        twice = sanitize(once, roots, allowed)
+        once = sanitize(random_tree(rng, 3, 12, 5, 0.2), root_ids, draftable)
+        twice = sanitize(once, root_ids, draftable)
         assert torch.equal(once.valid, twice.valid)
-        living = once.valid
-        assert torch.equal(once.tokens[living], twice.tokens[living])
+        valid = once.valid
+        assert torch.equal(once.tokens[valid], twice.tokens[valid])
         assert once.ancestor_mask is not None and twice.ancestor_mask is not None
-        assert torch.equal(once.ancestor_mask[living], twice.ancestor_mask[living])
+        assert torch.equal(once.ancestor_mask[valid], twice.ancestor_mask[valid])
 
 
 # --- shapes -----------------------------------------------------------------------------------------------------------
@@ -196,11 +198,11 @@ def test_build_pads_ragged_rows_to_a_bucket() -> None:
     assert tree.tokens[0, 1:5].tolist() == [5, 6, 7, 8] and tree.parents[0, :5].tolist() == [-1, 0, 1, 0, 3]
     assert tree.parents[:, 0].tolist() == [-1, -1, -1]
     assert tree.scores is not None and tree.scores[0].tolist() == [1.0, 0.5, 0.25, 0.125, 0.0, 0, 0, 0]
-    sealed = sanitize(tree, torch.tensor([1, 2, 3]), torch.ones(10, dtype=torch.bool))
-    assert torch.equal(sealed.valid, tree.valid)
+    sanitized = sanitize(tree, torch.tensor([1, 2, 3]), torch.ones(10, dtype=torch.bool))
+    assert torch.equal(sanitized.valid, tree.valid)
 
 
-def test_build_of_nothing_is_bare() -> None:
+def test_build_of_empty_rows_is_root_only() -> None:
     assert build_tree([[], []]).tokens.shape == (2, 1) and build_tree([[], []]).ancestor_mask is not None
     assert build_tree([]).tokens.shape == (0, 1)
     with pytest.raises(ValueError, match="at most 64 nodes"):
@@ -208,33 +210,36 @@ def test_build_of_nothing_is_bare() -> None:
     assert build_tree([[(1, 0, 1.0)] * 63]).num_nodes == 64
 
 
-def test_bare_is_shared_and_survives_use() -> None:
+def test_root_only_shares_nothing_between_calls() -> None:
+    """A drafter that writes into its tree must not change the trees of later rounds."""
     tree = root_only(3)
-    before = fields_of(tree)
-    assert root_only(3) is tree and root_only(2) is not tree and tree.num_nodes == 1
-    roots = torch.tensor([4, 5, 6])
-    sealed = sanitize(tree, roots, torch.ones(10, dtype=torch.bool))
-    assert sealed.tokens[:, 0].tolist() == [4, 5, 6] and sealed.valid.all()
-    longer = sanitize(tree.pad(4), roots, torch.ones(10, dtype=torch.bool))
+    before = copy_fields(tree)
+    for part in vars(root_only(3)).values():
+        part.fill_(1)
+    assert tree.num_nodes == 1
+    root_ids = torch.tensor([4, 5, 6])
+    sanitized = sanitize(tree, root_ids, torch.ones(10, dtype=torch.bool))
+    assert sanitized.tokens[:, 0].tolist() == [4, 5, 6] and sanitized.valid.all()
+    longer = sanitize(tree.pad(4), root_ids, torch.ones(10, dtype=torch.bool))
     replace_with_chain(longer, torch.tensor([True, False, True]), torch.tensor(0))
     assert longer.valid.sum(1).tolist() == [1, 1, 1]
-    assert all(torch.equal(before[name], part) for name, part in fields_of(root_only(3)).items())
+    assert all(torch.equal(before[name], part) for name, part in copy_fields(root_only(3)).items())
 
 
-@pytest.mark.parametrize("sealed", [False, True])
-def test_trim_keeps_a_connected_tree(sealed: bool) -> None:
+@pytest.mark.parametrize("sanitized", [False, True])
+def test_trim_keeps_a_connected_tree(sanitized: bool) -> None:
     rng = random.Random(5)
     tree = random_tree(rng, 2, 16, 4, 0.1)
     tree.scores = torch.linspace(1, 0, 32).reshape(2, 16)
-    allowed, roots = torch.ones(4, dtype=torch.bool), torch.tensor([1, 2])
-    if sealed:
-        tree = sanitize(tree, roots, allowed)
+    draftable, root_ids = torch.ones(4, dtype=torch.bool), torch.tensor([1, 2])
+    if sanitized:
+        tree = sanitize(tree, root_ids, draftable)
     for nodes in (1, 2, 5, 15):
         small = tree.trim(nodes)
         assert small.num_nodes == nodes and small.scores is not None and small.scores.shape == (2, nodes)
-        assert (small.ancestor_mask is not None) == sealed
+        assert (small.ancestor_mask is not None) == sanitized
         assert torch.equal(small.tokens, tree.tokens[:, :nodes]) and torch.equal(small.valid, tree.valid[:, :nodes])
-        if sealed:
+        if sanitized:
             assert small.ancestor_mask is not None and tree.ancestor_mask is not None
             assert torch.equal(small.ancestor_mask.sum(-1), tree.ancestor_mask[:, :nodes].sum(-1)), (
                 "an ancestor was cut off"
@@ -242,7 +247,7 @@ def test_trim_keeps_a_connected_tree(sealed: bool) -> None:
     assert tree.trim(16) is tree and tree.trim(99) is tree
 
 
-def test_pad_adds_empty_places_and_forgets_what_seal_made() -> None:
+def test_pad_adds_invalid_nodes_and_drops_the_mask() -> None:
     tree = build_tree([[(5, 0, 0.5)], []])
     assert tree.pad(2) is tree and tree.pad(1) is tree
     wide = tree.pad(8)
@@ -250,8 +255,8 @@ def test_pad_adds_empty_places_and_forgets_what_seal_made() -> None:
     assert wide.scores[:, 2:].sum() == 0 and wide.ancestor_mask is None and wide.depths is None
     no_scores = DraftTree(tree.tokens, tree.parents, tree.valid).pad(4)
     assert no_scores.scores is None
-    sealed = sanitize(tree, torch.tensor([1, 2]), torch.ones(9, dtype=torch.bool)).pad(4)
-    assert sealed.ancestor_mask is None and sealed.depths is None
+    sanitized = sanitize(tree, torch.tensor([1, 2]), torch.ones(9, dtype=torch.bool)).pad(4)
+    assert sanitized.ancestor_mask is None and sanitized.depths is None
 
 
 def test_to_the_same_device_is_the_tree_itself() -> None:
@@ -261,17 +266,19 @@ def test_to_the_same_device_is_the_tree_itself() -> None:
     assert moved.tokens.device.type == moved.valid.device.type == "meta" and moved.ancestor_mask is None
 
 
-def test_force_makes_chains_of_some_rows_only() -> None:
+def test_replace_with_chain_changes_only_the_given_rows() -> None:
     rng = random.Random(6)
     tree = sanitize(random_tree(rng, 3, 8, 4, 0.2), torch.tensor([1, 2, 3]), torch.ones(4, dtype=torch.bool))
-    made = replace_with_chain(tree, torch.tensor([True, False, True]), torch.tensor(9))
-    assert made.ancestor_mask is not None and made.depths is not None
+    replaced = replace_with_chain(tree, torch.tensor([True, False, True]), torch.tensor(9))
+    assert replaced.ancestor_mask is not None and replaced.depths is not None
     for row in (0, 2):
-        assert made.tokens[row].tolist() == [row + 1] + [9] * 7 and made.valid[row].all()
-        assert made.parents[row].tolist() == list(range(-1, 7)) and made.depths[row].tolist() == list(range(8))
-        assert torch.equal(made.ancestor_mask[row], torch.ones(8, 8, dtype=torch.bool).tril())
-    for name, part in fields_of(tree).items():
-        assert torch.equal(part[1].nan_to_num(), getattr(made, name)[1].nan_to_num()), f"{name} of another row changed"
+        assert replaced.tokens[row].tolist() == [row + 1] + [9] * 7 and replaced.valid[row].all()
+        assert replaced.parents[row].tolist() == list(range(-1, 7)) and replaced.depths[row].tolist() == list(range(8))
+        assert torch.equal(replaced.ancestor_mask[row], torch.ones(8, 8, dtype=torch.bool).tril())
+    for name, part in copy_fields(tree).items():
+        assert torch.equal(part[1].nan_to_num(), getattr(replaced, name)[1].nan_to_num()), (
+            f"{name} of another row changed"
+        )
 
 
 # --- growth -----------------------------------------------------------------------------------------------------------
@@ -279,14 +286,14 @@ def test_force_makes_chains_of_some_rows_only() -> None:
 World = dict[tuple[int, ...], list[tuple[int, float]]]
 
 
-def random_world(rng: random.Random, depth: int, most: int) -> World:
-    """Children of every node, with probabilities that add up to at most one; a cursor is the path of tokens."""
+def random_world(rng: random.Random, depth: int, max_children: int) -> World:
+    """Children of every node, with probabilities that sum to at most one; the state of a node is its path of tokens."""
     world: World = {}
     level: list[tuple[int, ...]] = [()]
     for _ in range(depth):
         following: list[tuple[int, ...]] = []
         for path in level:
-            shares = [rng.random() for _ in range(rng.randint(0, most))]
+            shares = [rng.random() for _ in range(rng.randint(0, max_children))]
             total = sum(shares) * rng.uniform(1.0, 1.5) or 1.0
             world[path] = [(rng.randrange(10**9), share / total) for share in shares]
             following += [(*path, token) for token, _ in world[path]]
@@ -294,13 +301,13 @@ def random_world(rng: random.Random, depth: int, most: int) -> World:
     return world
 
 
-def expand_in(world: World, asked: list[Any] | None = None) -> Any:
-    """The `expand` that reads a world, noting the cursors it was asked for."""
+def expand_in(world: World, expanded: list[Any] | None = None) -> Any:
+    """An `expand` that reads a world and records the states it is called with."""
 
     def expand(path: tuple[int, ...]) -> list[tuple[int, float, tuple[int, ...]]]:
-        if asked is not None:
-            asked.append(path)
-        return [(token, chance, (*path, token)) for token, chance in world.get(path, [])]
+        if expanded is not None:
+            expanded.append(path)
+        return [(token, prob, (*path, token)) for token, prob in world.get(path, [])]
 
     return expand
 
@@ -309,54 +316,54 @@ def all_nodes(world: World) -> dict[tuple[int, ...], float]:
     """Every node of a world and the probability that it is reached."""
     reached: dict[tuple[int, ...], float] = {}
     for path, children in world.items():
-        for token, chance in children:
-            reached[(*path, token)] = (reached[path] if path else 1.0) * chance
+        for token, prob in children:
+            reached[(*path, token)] = (reached[path] if path else 1.0) * prob
     return reached
 
 
-@pytest.mark.parametrize("floor", [0.0, 0.02, 0.2])
-def test_grow_takes_the_likeliest_nodes_in_order(floor: float) -> None:
-    rng = random.Random(f"grow {floor}")
+@pytest.mark.parametrize("min_score", [0.0, 0.02, 0.2])
+def test_best_first_returns_the_most_probable_nodes_in_order(min_score: float) -> None:
+    rng = random.Random(f"grow {min_score}")
     for _ in range(80):
-        world, nodes = random_world(rng, depth=4, most=3), rng.choice((1, 2, 3, 8, 16, 64))
-        asked: list[Any] = []
-        grown = best_first((), expand_in(world, asked), nodes, floor)
+        world, nodes = random_world(rng, depth=4, max_children=3), rng.choice((1, 2, 3, 8, 16, 64))
+        expanded: list[Any] = []
+        tree = best_first((), expand_in(world, expanded), nodes, min_score)
         paths: list[tuple[int, ...]] = [()]
-        for i, (token, parent, _) in enumerate(grown, 1):
+        for i, (token, parent, _) in enumerate(tree, 1):
             assert 0 <= parent < i, "a child before its parent"
             paths.append((*paths[parent], token))
-        reached = {path: chance for path, chance in all_nodes(world).items() if chance >= floor}
+        reached = {path: prob for path, prob in all_nodes(world).items() if prob >= min_score}
         best = sorted(reached, key=lambda path: -reached[path])[: nodes - 1]
-        assert paths[1:] == best  # ties have no chance among random numbers
-        assert all(score == pytest.approx(reached[path]) for path, (_, _, score) in zip(best, grown, strict=True))
-        assert len(asked) <= max(1, nodes - 1), "nodes were expanded for nothing"
+        assert paths[1:] == best  # random probabilities have no ties
+        assert all(score == pytest.approx(reached[path]) for path, (_, _, score) in zip(best, tree, strict=True))
+        assert len(expanded) <= max(1, nodes - 1), "nodes were expanded needlessly"
 
 
-def test_every_prefix_of_a_growth_is_what_a_smaller_budget_grows() -> None:
-    world = random_world(random.Random(3), depth=6, most=4)
+def test_every_prefix_equals_the_result_of_a_smaller_budget() -> None:
+    world = random_world(random.Random(3), depth=6, max_children=4)
     large = best_first((), expand_in(world), 64, 0.0)
     assert len(large) > 20
     for nodes in BUCKETS:
         assert best_first((), expand_in(world), nodes, 0.0) == large[: nodes - 1]
 
 
-def test_ties_go_to_the_better_ranked_and_the_shallower() -> None:
+def test_ties_prefer_the_better_ranked_and_shallower_node() -> None:
     even: World = {(): [(1, 0.5), (2, 0.5)], (1,): [(3, 1.0)], (2,): [(4, 1.0)], (1, 3): [(5, 1.0)]}
     assert [token for token, _, _ in best_first((), expand_in(even), 8)] == [1, 2, 3, 4, 5]
 
 
-def test_the_floor_and_odd_probabilities() -> None:
+def test_min_score_and_invalid_probabilities() -> None:
     world: World = {(): [(1, 0.5), (2, 0.0199), (3, 0.02), (4, math.nan), (5, -1.0)], (1,): [(6, 0.03)]}
     assert [token for token, _, _ in best_first((), expand_in(world), 64)] == [1, 3]
     assert best_first((), expand_in(world), 1) == [] and best_first((), expand_in({}), 64) == []
 
 
-def test_what_was_grown_can_be_built_and_sealed() -> None:
+def test_best_first_trees_can_be_built_and_sanitized() -> None:
     rng = random.Random(8)
-    worlds = [random_world(rng, depth=4, most=3) for _ in range(3)]
+    worlds = [random_world(rng, depth=4, max_children=3) for _ in range(3)]
     rows = [[(t % 50, p, s) for t, p, s in best_first((), expand_in(world), 16)] for world in worlds]
     tree = build_tree(rows)
-    sealed = sanitize(tree, torch.zeros(3, dtype=torch.long), torch.ones(50, dtype=torch.bool))
-    assert sealed.scores is not None and sealed.num_nodes == 16
-    assert (sealed.valid <= tree.valid).all()
-    assert (sealed.scores[:, 1:] <= sealed.scores[:, :-1]).all(), "not in falling order"
+    sanitized = sanitize(tree, torch.zeros(3, dtype=torch.long), torch.ones(50, dtype=torch.bool))
+    assert sanitized.scores is not None and sanitized.num_nodes == 16
+    assert (sanitized.valid <= tree.valid).all()
+    assert (sanitized.scores[:, 1:] <= sanitized.scores[:, :-1]).all(), "not in descending order"

@@ -1,4 +1,4 @@
-"""The buffer as a transformers cache: same logits as a `DynamicCache`, and the way from and to a user's own."""
+"""`TreeCache`: same logits as a `DynamicCache`, and import from and export to a user's cache."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ SPECS = {
 ALL = pytest.mark.parametrize("name", SPECS)
 
 
-def words(count: int, batch: int = 2, seed: int = 0) -> Tensor:
+def random_ids(count: int, batch: int = 2, seed: int = 0) -> Tensor:
     """[batch, count] random text ids."""
     return torch.randint(7, 100, (batch, count), generator=torch.Generator().manual_seed(seed))
 
 
 @torch.no_grad()
 def forward(model: PreTrainedModel, ids: Tensor, cache: Any, past: int) -> Tensor:
-    """Logits of `ids` behind `past` positions, by the model's own forward; transformers makes the masks."""
+    """Logits of `ids` behind `past` positions, by the model's own forward; transformers builds the masks."""
     positions = torch.arange(past, past + ids.shape[1]).expand(ids.shape)
     if model.config.model_type == "qwen2_5_vl":
         positions = positions.expand(3, *ids.shape)
@@ -41,7 +41,7 @@ def forward(model: PreTrainedModel, ids: Tensor, cache: Any, past: int) -> Tenso
 
 
 def dynamic(model: PreTrainedModel, bare: bool = False) -> DynamicCache:
-    """An empty cache as `generate` would make it, or as users do."""
+    """An empty cache as `generate` builds it, or without a config as users do."""
     return DynamicCache() if bare else DynamicCache(config=model.config.get_text_config())
 
 
@@ -51,7 +51,7 @@ def contents(cache: Any) -> list[Tensor]:
 
 
 def same_contents(a: Any, b: Any) -> None:
-    """Types, lengths and all numbers agree."""
+    """Assert that types, lengths, keys and values agree."""
     assert [type(layer) for layer in a.layers] == [type(layer) for layer in b.layers]
     assert a.get_seq_length() == b.get_seq_length()
     assert [layer.get_mask_sizes(3) for layer in a.layers] == [layer.get_mask_sizes(3) for layer in b.layers]
@@ -62,7 +62,7 @@ def same_contents(a: Any, b: Any) -> None:
 @ALL
 def test_logits_are_those_of_a_dynamic_cache(name: str) -> None:
     model = tiny.build_model(SPECS[name])
-    ids, layers = words(26), model.config.get_text_config().num_hidden_layers
+    ids, layers = random_ids(26), model.config.get_text_config().num_hidden_layers
     buffer = RaggedKVCache(2, 40)
     cache, plain = TreeCache(buffer, layers), dynamic(model)
     assert cache.get_seq_length() == 0
@@ -81,18 +81,20 @@ def test_logits_are_those_of_a_dynamic_cache(name: str) -> None:
 @ALL
 @pytest.mark.parametrize("bare", [False, True])
 @pytest.mark.parametrize("prompt", [3, WINDOW - 1, WINDOW, 15])
-def test_adopted_and_given_back(name: str, bare: bool, prompt: int) -> None:
-    """A conversation goes on from a user's cache, and the cache afterwards is as if transformers had filled it."""
+def test_load_and_export(name: str, bare: bool, prompt: int) -> None:
+    """Decoding continues from a user's cache, and the exported cache equals that of transformers."""
     model = tiny.build_model(SPECS[name])
-    ids, layers = words(prompt + 9, seed=1), model.config.get_text_config().num_hidden_layers
+    ids, layers = random_ids(prompt + 9, seed=1), model.config.get_text_config().num_hidden_layers
     plain = dynamic(model, bare)
     forward(model, ids[:, :prompt], plain, 0)
-    users = copy.deepcopy(plain)
-    before = [part.clone() for part in contents(users)]
+    user_cache = copy.deepcopy(plain)
+    before = [part.clone() for part in contents(user_cache)]
     buffer = RaggedKVCache(2, prompt + 12)
-    load_dynamic_cache(users, buffer)
+    load_dynamic_cache(user_cache, buffer)
     assert buffer.seq_lens == [prompt, prompt]
-    assert all(torch.equal(a, b) for a, b in zip(before, contents(users), strict=True)), "adopting changed the cache"
+    assert all(torch.equal(a, b) for a, b in zip(before, contents(user_cache), strict=True)), (
+        "loading changed the cache"
+    )
     cache = TreeCache(buffer, layers)
     for past in range(prompt, prompt + 8):
         new = ids[:, past : past + 1]
@@ -100,45 +102,49 @@ def test_adopted_and_given_back(name: str, bare: bool, prompt: int) -> None:
         mine = forward(model, new, cache, past)
         buffer.advance(1)
         torch.testing.assert_close(mine, forward(model, new, plain, past), rtol=1e-4, atol=1e-4)
-    export_dynamic_cache(buffer, prompt + 8, users)
-    same_contents(users, plain)
-    last = [forward(model, ids[:, -1:], given, prompt + 8) for given in (users, plain)]
+    export_dynamic_cache(buffer, prompt + 8, user_cache)
+    same_contents(user_cache, plain)
+    last = [forward(model, ids[:, -1:], inputs, prompt + 8) for inputs in (user_cache, plain)]
     torch.testing.assert_close(*last, rtol=1e-4, atol=1e-4)
-    same_contents(users, plain)
+    same_contents(user_cache, plain)
 
 
 @ALL
 def test_an_empty_cache_is_filled(name: str) -> None:
     model = tiny.build_model(SPECS[name])
-    ids, layers = words(12), model.config.get_text_config().num_hidden_layers
+    ids, layers = random_ids(12), model.config.get_text_config().num_hidden_layers
     for bare in (False, True):
-        users, plain, buffer = dynamic(model, bare), dynamic(model, bare), RaggedKVCache(2, 20)
-        load_dynamic_cache(users, buffer)
+        user_cache, plain, buffer = dynamic(model, bare), dynamic(model, bare), RaggedKVCache(2, 20)
+        load_dynamic_cache(user_cache, buffer)
         assert buffer.seq_lens == [0, 0] and len(buffer) == 0
         buffer.begin_forward(12)
         forward(model, ids, TreeCache(buffer, layers), 0)
         buffer.advance(12)
-        export_dynamic_cache(buffer, 11, users)
+        export_dynamic_cache(buffer, 11, user_cache)
         forward(model, ids[:, :11], plain, 0)
-        same_contents(users, plain)
+        same_contents(user_cache, plain)
 
 
-def test_what_is_given_back_is_the_users_alone() -> None:
+def test_exported_tensors_are_copies() -> None:
     model = tiny.build_model(SPECS["some windows"])
-    buffer, users = RaggedKVCache(2, 40), dynamic(model)
+    buffer, user_cache = RaggedKVCache(2, 40), dynamic(model)
     buffer.begin_forward(20)
-    forward(model, words(20), TreeCache(buffer, 2), 0)
+    forward(model, random_ids(20), TreeCache(buffer, 2), 0)
     buffer.advance(20)
-    export_dynamic_cache(buffer, 20, users)
-    kept = [part.clone() for part in contents(users)]
+    export_dynamic_cache(buffer, 20, user_cache)
+    before = [part.clone() for part in contents(user_cache)]
     for layer in range(2):
         for part in buffer.read(layer, 20):
             part.fill_(7.0)
-    assert all(torch.equal(a, b) for a, b in zip(kept, contents(users), strict=True))
-    assert all(part.is_contiguous() for part in contents(users))
-    held = {layer.is_sliding: sum(part.nbytes for part in (layer.keys, layer.values)) for layer in users.layers}
-    assert held[True] < held[False], "a layer with a window keeps no more than its window"
-    assert all(part.untyped_storage().nbytes() == part.nbytes for part in contents(users)), "memory kept alive unseen"
+    assert all(torch.equal(a, b) for a, b in zip(before, contents(user_cache), strict=True))
+    assert all(part.is_contiguous() for part in contents(user_cache))
+    num_bytes = {
+        layer.is_sliding: sum(part.nbytes for part in (layer.keys, layer.values)) for layer in user_cache.layers
+    }
+    assert num_bytes[True] < num_bytes[False], "a layer with a window stores only its window"
+    assert all(part.untyped_storage().nbytes() == part.nbytes for part in contents(user_cache)), (
+        "exported tensors are views of larger ones"
+    )
 
 
 class OwnCache(DynamicCache):
@@ -168,7 +174,7 @@ def test_caches_that_cannot_be_adopted() -> None:
     odd, mixed = DynamicCache(), DynamicCache(config=config)
     odd.layers = [OwnLayer(), OwnLayer()]
     mixed.layers[1] = Quantised()
-    given: dict[str, Any] = {
+    inputs: dict[str, Any] = {
         "no key-value cache": None,
         "a StaticCache": StaticCache(config=config, max_cache_len=50),
         "a OwnCache": OwnCache(config=config),
@@ -180,7 +186,7 @@ def test_caches_that_cannot_be_adopted() -> None:
         "a DynamicCache of 2 layers for a model of 3": (DynamicCache(config=config), 3),
         "a tuple": ((torch.zeros(1), torch.zeros(1)),),
     }
-    for reason, cache in given.items():
+    for reason, cache in inputs.items():
         layers = 2
         if isinstance(cache, tuple) and cache[-1] == 3:
             cache, layers = cache
@@ -204,13 +210,13 @@ def test_caches_that_cannot_be_adopted() -> None:
     assert unsupported_reason(windowed, 2, 1, torch.float32, 4) is None
 
 
-def test_caches_that_can_be_adopted() -> None:
+def test_supported_caches() -> None:
     for name, spec in SPECS.items():
         model = tiny.build_model(spec)
         config = model.config.get_text_config()
         layers, window = config.num_hidden_layers, spec.window or None
         filled = dynamic(model)
-        forward(model, words(10), filled, 0)
+        forward(model, random_ids(10), filled, 0)
         for cache in (DynamicCache(), DynamicCache(config=config), filled):
             assert unsupported_reason(cache, layers, 2, torch.float32, window) is None, name
         kinds = {type(layer) for layer in filled.layers}

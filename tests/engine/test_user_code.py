@@ -1,7 +1,4 @@
-"""Calls that an attack on the API found to differ: autocast, interruptions, user code that writes or looks around.
-
-Every test compares with the plain model.
-"""
+"""Calls with autocast, interruptions, and user code that writes into ids or caches, compared with the plain model."""
 
 from __future__ import annotations
 
@@ -56,7 +53,7 @@ def two(family: str, **more: Any) -> PreTrainedModel:
     return get_model(family, **SIZES[family], **more)
 
 
-def held(cache: Any) -> tuple[int, list[tuple[torch.dtype, Tensor, Tensor]]]:
+def copy_cache(cache: Any) -> tuple[int, list[tuple[torch.dtype, Tensor, Tensor]]]:
     """Length and contents of a cache, copied."""
     layers = [layer for layer in cache.layers if layer.is_initialized]
     return cache.get_seq_length(), [(layer.keys.dtype, layer.keys.clone(), layer.values.clone()) for layer in layers]
@@ -74,21 +71,21 @@ def same_cache(mine: Any, plain: Any) -> None:
 # --- autocast ---------------------------------------------------------------------------------------------------------
 
 
-def tied(model: PreTrainedModel, given: tiny.Inputs, kwargs: Kwargs) -> bool:
+def agree_up_to_near_ties(model: PreTrainedModel, inputs: tiny.Inputs, kwargs: Kwargs) -> bool:
     """Assert that plain and patched agree up to a near-tie of the plain model; whether they agree altogether.
 
     Autocast computes in bfloat16, where the products of a tree and of one token round differently.
     """
     margins: list[list[float]] = []
     with fuzz.record_margins(margins):
-        plain = generate_plain(model, given, **kwargs)
+        plain = generate_plain(model, inputs, **kwargs)
     with speculate(model, "bush", plain):
-        mine = generate_plain(model, given, **kwargs)
+        mine = generate_plain(model, inputs, **kwargs)
         assert mmspec.stats(model, last=True).num_accepted_tokens > 0
     assert mine.shape == plain.shape
     for row, column in (mine != plain).nonzero().tolist():
         if torch.equal(mine[row, :column], plain[row, :column]):
-            assert margins[column - given["input_ids"].shape[1]][row] < 0.3, "no near-tie"  # the bound of bfloat16
+            assert margins[column - inputs["input_ids"].shape[1]][row] < 0.3, "no near-tie"  # the bound of bfloat16
     return torch.equal(mine, plain)
 
 
@@ -100,7 +97,11 @@ def test_autocast_with_rows_of_different_length(mode: Kwargs, family: str, atten
     mode = {**mode, "max_new_tokens": 10, "eos_token_id": None}
     several: Kwargs = {**SAMPLED, **mode, "do_sample": True, "num_return_sequences": 2}
     with torch.autocast("cpu", torch.bfloat16):
-        same_ones = [tied(model, tiny.build_inputs(model, seed, 2), kw) for seed in (1, 2, 3) for kw in (mode, several)]
+        same_ones = [
+            agree_up_to_near_ties(model, tiny.build_inputs(model, seed, 2), kw)
+            for seed in (1, 2, 3)
+            for kw in (mode, several)
+        ]
     assert sum(same_ones) >= 3, same_ones
 
 
@@ -125,24 +126,24 @@ def test_keys_and_values_have_the_types_of_a_dynamic_cache(
         keys, values = buffer.write(0, *new)
         # The second row keeps `ahead` more nodes than the first.
         for row, cache in enumerate(caches):
-            kept = count + ahead * row
-            wanted = cache.update(*(part[row : row + 1, :, :kept] for part in new), 0)
+            num_kept = count + ahead * row
+            wanted = cache.update(*(part[row : row + 1, :, :num_kept] for part in new), 0)
             length = cache.get_seq_length()
             for mine, plain in zip((keys, values), wanted, strict=True):
                 assert mine.dtype == plain.dtype
                 assert torch.equal(mine[row : row + 1, :, :length], plain)
-        walked = [list(range(count)), list(range(nodes))]
-        buffer.keep_path(torch.arange(nodes).expand(2, -1), torch.tensor([count, nodes]), walked)
+        accepted_nodes = [list(range(count)), list(range(nodes))]
+        buffer.keep_path(torch.arange(nodes).expand(2, -1), torch.tensor([count, nodes]), accepted_nodes)
 
 
 @TWO
 def test_a_cache_filled_under_autocast_has_the_types_of_a_dynamic_cache(family: str) -> None:
     model = get_model(family, seed=3)
-    given = tiny.build_inputs(model, 1, 2)
+    inputs = tiny.build_inputs(model, 1, 2)
     with torch.autocast("cpu", torch.bfloat16):
-        plain = generate_plain(model, given, **GREEDY, return_dict_in_generate=True)
+        plain = generate_plain(model, inputs, **GREEDY, return_dict_in_generate=True)
         with speculate(model, "bush", plain):
-            mine = generate_plain(model, given, **GREEDY, return_dict_in_generate=True)
+            mine = generate_plain(model, inputs, **GREEDY, return_dict_in_generate=True)
             assert mmspec.stats(model, last=True).num_accepted_tokens > 0
     types = [[(layer.keys.dtype, layer.values.dtype) for layer in r.past_key_values.layers] for r in (mine, plain)]
     assert types[0] == types[1]
@@ -152,7 +153,7 @@ def test_a_cache_filled_under_autocast_has_the_types_of_a_dynamic_cache(family: 
 
 
 class Interrupting(BaseStreamer):
-    """Raises at its `at`-th put of a column, or at the end."""
+    """Raises at its `at`-th put of a step, or at the end."""
 
     def __init__(self, at: int, error: type[BaseException]) -> None:
         self.at, self.error, self.count = at, error, -1  # the prompt is put first
@@ -214,22 +215,22 @@ def test_an_interrupted_call_leaves_the_cache_filled(
 ) -> None:
     model = two(family, seed=17)
     batch = 1 if where == "streamer" else 2
-    given = tiny.build_inputs(model, 14, batch, images=[1] * batch)
+    inputs = tiny.build_inputs(model, 14, batch, images=[1] * batch)
     mode = {**GREEDY, "eos_token_id": None}
-    plain = generate_plain(model, given, **mode)
+    plain = generate_plain(model, inputs, **mode)
 
     def attempt(cache: DynamicCache) -> Any:
         with pytest.raises(error):
-            model.generate(**given, **mode, past_key_values=cache, **interrupted(where, at, error))
-        found = held(cache)
-        more = tiny.build_next_turn(given, plain[:, : found[0] + 1], 3, model.tiny_spec)
+            model.generate(**inputs, **mode, past_key_values=cache, **interrupted(where, at, error))
+        found = copy_cache(cache)
+        more = tiny.build_next_turn(inputs, plain[:, : found[0] + 1], 3, model.tiny_spec)
         return found, model.generate(**more, past_key_values=cache, **mode)
 
     def cache() -> DynamicCache:
         return DynamicCache() if bare else DynamicCache(config=model.config.get_text_config())
 
     wanted, answer = attempt(cache())
-    assert wanted[0] >= given["input_ids"].shape[1]
+    assert wanted[0] >= inputs["input_ids"].shape[1]
     with speculate(model, "oracle", plain):
         mine, again = attempt(cache())
     same_cache(mine, wanted)
@@ -238,9 +239,9 @@ def test_an_interrupted_call_leaves_the_cache_filled(
 
 def test_a_second_turn_that_is_interrupted() -> None:
     model = two("llava", seed=17)
-    given = tiny.build_inputs(model, 14, 1, images=[1])
-    first = model.generate(**given, **GREEDY, eos_token_id=None, return_dict_in_generate=True)
-    more = tiny.build_next_turn(given, first.sequences, 3, model.tiny_spec)
+    inputs = tiny.build_inputs(model, 14, 1, images=[1])
+    first = model.generate(**inputs, **GREEDY, eos_token_id=None, return_dict_in_generate=True)
+    more = tiny.build_next_turn(inputs, first.sequences, 3, model.tiny_spec)
     plain = model.generate(**more, **GREEDY, eos_token_id=None, past_key_values=copy.deepcopy(first.past_key_values))
     found = []
     for patched in (False, True):
@@ -248,7 +249,7 @@ def test_a_second_turn_that_is_interrupted() -> None:
         options = {"past_key_values": cache, "streamer": streamer, "mmspec": {"enabled": patched}}
         with speculate(model, "oracle", plain), pytest.raises(KeyboardInterrupt):
             model.generate(**more, **GREEDY, eos_token_id=None, **options)
-        found.append(held(cache))
+        found.append(copy_cache(cache))
     same_cache(found[1], found[0])
 
 
@@ -276,13 +277,13 @@ WINDOWS = pytest.mark.parametrize(
 @pytest.mark.parametrize("window", [3, 9])
 def test_a_sliding_window_changed_after_patch(mode: Kwargs, family: str, mixed: bool, window: int) -> None:
     model = get_model(family, window=5, mixed=mixed, seed=4)
-    given = tiny.build_inputs(model, 2, 2)
-    before = generate_plain(model, given, **mode, eos_token_id=None)
+    inputs = tiny.build_inputs(model, 2, 2)
+    before = generate_plain(model, inputs, **mode, eos_token_id=None)
     with windowed(model, window):
-        wanted = generate_plain(model, given, **mode, eos_token_id=None)
+        wanted = generate_plain(model, inputs, **mode, eos_token_id=None)
     assert not torch.equal(before, wanted), "the window must matter"
     with speculate(model, "oracle", wanted), windowed(model, window):
-        mine = generate_plain(model, given, **mode, eos_token_id=None)
+        mine = generate_plain(model, inputs, **mode, eos_token_id=None)
         assert mmspec.stats(model, last=True).num_accepted_tokens > 0
     assert torch.equal(mine, wanted)
 
@@ -290,31 +291,31 @@ def test_a_sliding_window_changed_after_patch(mode: Kwargs, family: str, mixed: 
 def test_a_sliding_window_taken_off_or_put_on_after_patch() -> None:
     for window, other in ((5, None), (0, 5)):
         model = get_model("llava_next", window=window, seed=4)
-        given = tiny.build_inputs(model, 2, 2)
+        inputs = tiny.build_inputs(model, 2, 2)
         with windowed(model, other):
-            wanted = generate_plain(model, given, **GREEDY)
+            wanted = generate_plain(model, inputs, **GREEDY)
         with speculate(model, "oracle", wanted):
-            model.generate(**given, **GREEDY)
+            model.generate(**inputs, **GREEDY)
             with windowed(model, other):
-                assert torch.equal(generate_plain(model, given, **GREEDY), wanted)
+                assert torch.equal(generate_plain(model, inputs, **GREEDY), wanted)
 
 
 def test_the_attribute_of_an_attention_layer_changes_nothing_in_either_kernel() -> None:
     for attention in ("sdpa", "eager"):
         model = tiny.build_model(tiny.ModelSpec("qwen2_5_vl", window=5, seed=4, attention=attention))
-        given = tiny.build_inputs(model, 2, 2)
+        inputs = tiny.build_inputs(model, 2, 2)
         for layer in model.model.language_model.layers:
             layer.self_attn.sliding_window = 2
-        assert_parity(model, given, **GREEDY)
+        assert_parity(model, inputs, **GREEDY)
 
 
 @pytest.mark.parametrize("window", [3, 9, None])
 def test_a_cache_of_another_window_goes_the_plain_way(window: int | None) -> None:
     model = get_model("llava_next", window=5, seed=4)
-    given = tiny.build_inputs(model, 2, 2)
-    first = generate_plain(model, given, **GREEDY, return_dict_in_generate=True)
+    inputs = tiny.build_inputs(model, 2, 2)
+    first = generate_plain(model, inputs, **GREEDY, return_dict_in_generate=True)
     assert all(isinstance(layer, DynamicSlidingWindowLayer) for layer in first.past_key_values.layers)
-    more = tiny.build_next_turn(given, first.sequences, 3, model.tiny_spec)
+    more = tiny.build_next_turn(inputs, first.sequences, 3, model.tiny_spec)
     with windowed(model, window):
         wanted = generate_plain(model, more, past_key_values=copy.deepcopy(first.past_key_values), **GREEDY)
         with speculate(model, "oracle", wanted):
@@ -336,8 +337,8 @@ class Scribbling(StoppingCriteria):
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
         self.count += 1
         if self.count in (self.at, self.at + 3):
-            place = {"newest": -1, "older": -2, "prompt": 1}[self.what]
-            input_ids[-1 if self.count == self.at else 0, place] = self.token
+            index = {"newest": -1, "older": -2, "prompt": 1}[self.what]
+            input_ids[-1 if self.count == self.at else 0, index] = self.token
         self.read.append(input_ids.tolist())
         return torch.zeros(len(input_ids), dtype=torch.bool)
 
@@ -358,17 +359,17 @@ class Scrawling(LogitsProcessor):
 WRITES = pytest.mark.parametrize("what", ["newest", "older", "prompt"])
 
 
-def copied(given: tiny.Inputs) -> tiny.Inputs:
+def copied(inputs: tiny.Inputs) -> tiny.Inputs:
     """Fresh tensors, since the prompt may be written into."""
-    return {name: value.clone() for name, value in given.items()}
+    return {name: value.clone() for name, value in inputs.items()}
 
 
-def both(model: PreTrainedModel, given: tiny.Inputs, make: Callable[[], Kwargs], mode: Kwargs) -> mmspec.Stats:
+def both(model: PreTrainedModel, inputs: tiny.Inputs, make: Callable[[], Kwargs], mode: Kwargs) -> mmspec.Stats:
     """Assert that plain and patched agree, also in what becomes of the prompt."""
-    unwritten = generate_plain(model, copied(given), 5, **mode)
+    unwritten = generate_plain(model, copied(inputs), 5, **mode)
     outcomes = []
     for patched in (False, True):
-        mine, more = copied(given), make()
+        mine, more = copied(inputs), make()
         with speculate(model, "oracle", unwritten):
             result = generate_plain(model, mine, 5, **mode, **more, mmspec={"enabled": patched})
             stats = mmspec.stats(model, last=True)
@@ -388,10 +389,10 @@ def both(model: PreTrainedModel, given: tiny.Inputs, make: Callable[[], Kwargs],
 @pytest.mark.parametrize("penalty", [1.0, 1.6])
 def test_a_criterion_that_writes_into_the_ids(mode: Kwargs, family: str, what: str, at: int, penalty: float) -> None:
     model = two(family, seed=21)
-    given = tiny.build_inputs(model, 5, 2)
+    inputs = tiny.build_inputs(model, 5, 2)
     mode = {**mode, "repetition_penalty": penalty, "eos_token_id": None}
     make = lambda: {"stopping_criteria": StoppingCriteriaList([Scribbling(what, at, 40)])}  # noqa: E731
-    both(model, given, make, mode)
+    both(model, inputs, make, mode)
 
 
 @MODES
@@ -400,9 +401,9 @@ def test_a_criterion_that_writes_into_the_ids(mode: Kwargs, family: str, what: s
 @pytest.mark.parametrize("at", [1, 2, 5])
 def test_a_processor_that_writes_into_the_ids(mode: Kwargs, family: str, what: str, at: int) -> None:
     model = two(family, seed=21)
-    given = tiny.build_inputs(model, 5, 2)
+    inputs = tiny.build_inputs(model, 5, 2)
     mode = {**mode, "repetition_penalty": 1.6, "eos_token_id": None}
-    both(model, given, lambda: {"logits_processor": LogitsProcessorList([Scrawling(what, at, 40)])}, mode)
+    both(model, inputs, lambda: {"logits_processor": LogitsProcessorList([Scrawling(what, at, 40)])}, mode)
 
 
 @MODES
@@ -411,8 +412,8 @@ def test_a_processor_that_writes_into_the_ids(mode: Kwargs, family: str, what: s
 def test_a_criterion_that_writes_the_stop_token(mode: Kwargs, first: bool, to_eos: bool) -> None:
     """Before or behind the eos criterion; a row that would end goes on, or one that would go on ends."""
     model = two("llava", seed=21)
-    given = tiny.build_inputs(model, 5, 2)
-    tokens = generate_tokens(model, given, **{**mode, "max_new_tokens": 20})
+    inputs = tiny.build_inputs(model, 5, 2)
+    tokens = generate_tokens(model, inputs, **{**mode, "max_new_tokens": 20})
     at = next(
         i for i in range(2, 12) if tokens[-1][i] not in tokens[-1][:i] and tokens[-1][i] not in tokens[0][: i + 1]
     )
@@ -423,7 +424,7 @@ def test_a_criterion_that_writes_the_stop_token(mode: Kwargs, first: bool, to_eo
         ends = EosTokenCriteria(torch.tensor([eos]))
         return {"stopping_criteria": StoppingCriteriaList([*own, ends] if first else [ends, *own])}
 
-    both(model, given, make, {**mode, "eos_token_id": eos})
+    both(model, inputs, make, {**mode, "eos_token_id": eos})
 
 
 @MODES
@@ -448,14 +449,14 @@ class Looking(BaseStreamer):
         self.cache, self.found = cache, list[Any]()
 
     def __call__(self, input_ids: Tensor, scores: Any) -> Any:
-        self.found.append(held(self.cache))
+        self.found.append(copy_cache(self.cache))
         return scores if isinstance(scores, Tensor) else torch.zeros(len(input_ids), dtype=torch.bool)
 
     def put(self, value: Tensor) -> None:
-        self.found.append(held(self.cache))
+        self.found.append(copy_cache(self.cache))
 
     def end(self) -> None:
-        self.found.append(held(self.cache))
+        self.found.append(copy_cache(self.cache))
 
 
 def looks(where: str, looking: Looking) -> Kwargs:
@@ -474,22 +475,22 @@ def looks(where: str, looking: Looking) -> Kwargs:
 def test_what_user_code_finds_in_its_cache(mode: Kwargs, family: str, where: str, turns: int) -> None:
     model = two(family, seed=23)
     batch = 1 if where == "streamer" else 2
-    given = tiny.build_inputs(model, 6, batch, images=[1] * batch)
+    inputs = tiny.build_inputs(model, 6, batch, images=[1] * batch)
     mode = {**mode, "eos_token_id": None}
     cache = DynamicCache(config=model.config.get_text_config())
     if turns == 2:
-        first = generate_plain(model, given, past_key_values=cache, **mode)
-        given = tiny.build_next_turn(given, first, 3, model.tiny_spec)
-    plain = generate_plain(model, given, 1, past_key_values=copy.deepcopy(cache), **mode)
+        first = generate_plain(model, inputs, past_key_values=cache, **mode)
+        inputs = tiny.build_next_turn(inputs, first, 3, model.tiny_spec)
+    plain = generate_plain(model, inputs, 1, past_key_values=copy.deepcopy(cache), **mode)
     found = []
     for patched in (False, True):
         looking = Looking(copy.deepcopy(cache))
         with speculate(model, "oracle", plain):
             options = {"past_key_values": looking.cache, "mmspec": {"enabled": patched}}
-            result = generate_plain(model, given, 1, **mode, **looks(where, looking), **options)
+            result = generate_plain(model, inputs, 1, **mode, **looks(where, looking), **options)
             assert not patched or where == "processor" or mmspec.stats(model, last=True).num_accepted_tokens > 0
         assert torch.equal(result, plain)
-        found.append([*looking.found, held(looking.cache)])
+        found.append([*looking.found, copy_cache(looking.cache)])
     assert len(found[0]) == len(found[1]) >= mode["max_new_tokens"]
     for wanted, mine in zip(*found, strict=True):
         same_cache(mine, wanted)
@@ -523,13 +524,15 @@ class Cropping(Erasing):
 def test_code_that_writes_into_its_cache(family: str) -> None:
     """What was decoded ahead is decoded anew."""
     model = get_model(family, seed=23)
-    given, mode = tiny.build_inputs(model, 6, 2), {**GREEDY, "eos_token_id": None}
-    unwritten, results = generate_plain(model, given, **mode), []
+    inputs, mode = tiny.build_inputs(model, 6, 2), {**GREEDY, "eos_token_id": None}
+    unwritten, results = generate_plain(model, inputs, **mode), []
     for patched in (False, True):
         cache = DynamicCache()
         more = {"past_key_values": cache, "stopping_criteria": StoppingCriteriaList([Erasing(cache)])}
         with speculate(model, "oracle", unwritten):
-            results.append((generate_plain(model, given, **mode, **more, mmspec={"enabled": patched}), held(cache)))
+            results.append(
+                (generate_plain(model, inputs, **mode, **more, mmspec={"enabled": patched}), copy_cache(cache))
+            )
     (wanted, wanted_cache), (mine, cached) = results
     assert torch.equal(mine, wanted) and not torch.equal(wanted, unwritten)
     same_cache(cached, wanted_cache)
@@ -537,11 +540,11 @@ def test_code_that_writes_into_its_cache(family: str) -> None:
 
 def test_code_that_crops_its_cache_is_an_error_that_names_it() -> None:
     model = two("llava", seed=23)
-    given, cache = tiny.build_inputs(model, 6, 1), DynamicCache()
+    inputs, cache = tiny.build_inputs(model, 6, 1), DynamicCache()
     mode = {**GREEDY, "eos_token_id": None, "past_key_values": cache}
-    criteria, words = StoppingCriteriaList([Cropping(cache)]), r"past_key_values was .* mmspec=dict\(enabled=False\)"
-    with fuzz.patch_model(model, "none"), pytest.raises(RuntimeError, match=words):
-        model.generate(**given, **mode, stopping_criteria=criteria)
+    criteria, message = StoppingCriteriaList([Cropping(cache)]), r"past_key_values was .* mmspec=dict\(enabled=False\)"
+    with fuzz.patch_model(model, "none"), pytest.raises(RuntimeError, match=message):
+        model.generate(**inputs, **mode, stopping_criteria=criteria)
 
 
 # --- `generate` taken before `unpatch` --------------------------------------------------------------------------------
@@ -550,10 +553,10 @@ def test_code_that_crops_its_cache_is_an_error_that_names_it() -> None:
 @TWO
 def test_a_generate_that_outlives_the_patch(family: str) -> None:
     model = two(family, seed=23)
-    given = tiny.build_inputs(model, 6, 2)
-    plain = generate_plain(model, given, **ALL_OUTPUTS, **GREEDY).sequences
+    inputs = tiny.build_inputs(model, 6, 2)
+    plain = generate_plain(model, inputs, **ALL_OUTPUTS, **GREEDY).sequences
     with speculate(model, "oracle", plain):
         taken = model.generate
     assert not mmspec.is_patched(model)
-    assert torch.equal(taken(**given, **GREEDY), plain)
-    assert torch.equal(taken(**given, **GREEDY, mmspec={"deterministic": True}), plain)
+    assert torch.equal(taken(**inputs, **GREEDY), plain)
+    assert torch.equal(taken(**inputs, **GREEDY, mmspec={"deterministic": True}), plain)

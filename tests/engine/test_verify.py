@@ -1,4 +1,4 @@
-"""The walk through a scored tree against a slow reference, row by row. No model here."""
+"""`accept_path` against a slow reference, row by row. No model."""
 
 from __future__ import annotations
 
@@ -12,71 +12,75 @@ from mmspec.engine.tree import DraftTree, build_tree, replace_with_chain, root_o
 from mmspec.engine.verify import accept_path
 
 
-def slow_walk(
-    tree: DraftTree, row: int, picks: list[int], limit: int, stops: set[int], ended: bool
+def slow_accept_path(
+    tree: DraftTree, row: int, sampled_ids: list[int], row_limit: int, stop_ids: set[int], finished: bool
 ) -> tuple[list[int], list[int]]:
-    """(nodes walked, tokens emitted) of one row, one step at a time."""
+    """(accepted nodes, emitted tokens) of one row, one step at a time."""
     tokens, parents, valid = tree.tokens[row].tolist(), tree.parents[row].tolist(), tree.valid[row].tolist()
     path: list[int] = []
     emitted: list[int] = []
     node: int | None = 0
-    while node is not None and len(emitted) < limit:
+    while node is not None and len(emitted) < row_limit:
         path.append(node)
-        emitted.append(picks[node])
-        if emitted[-1] in stops and not ended:
+        emitted.append(sampled_ids[node])
+        if emitted[-1] in stop_ids and not finished:
             break
         fits = [i for i, t in enumerate(tokens) if i and valid[i] and parents[i] == node and t == emitted[-1]]
-        assert len(fits) <= 1, "twins in a sealed tree"
+        assert len(fits) <= 1, "duplicate siblings in a sanitized tree"
         node = fits[0] if fits else None
     return path, emitted
 
 
 def check(
-    tree: DraftTree, picks: Tensor, limits: Tensor, stops: Tensor | None = None, ended: Tensor | None = None
+    tree: DraftTree,
+    sampled_ids: Tensor,
+    max_emit: Tensor,
+    stop_ids: Tensor | None = None,
+    finished: Tensor | None = None,
 ) -> list[int]:
-    """Compare all rows with the slow way; the counts."""
-    inputs = [part.clone() for part in (picks, limits, tree.tokens)]
-    path, counts, tokens = accept_path(tree, picks, limits, stops, ended)
-    assert path.shape == tokens.shape == picks.shape and counts.shape == limits.shape
+    """Compare all rows with the reference; returns the counts."""
+    inputs = [part.clone() for part in (sampled_ids, max_emit, tree.tokens)]
+    path, counts, tokens = accept_path(tree, sampled_ids, max_emit, stop_ids, finished)
+    assert path.shape == tokens.shape == sampled_ids.shape and counts.shape == max_emit.shape
     assert {path.dtype, counts.dtype, tokens.dtype} == {torch.long}
-    assert all(torch.equal(a, b) for a, b in zip(inputs, (picks, limits, tree.tokens), strict=True))
-    ends = set() if stops is None else set(stops.tolist())
-    for row in range(picks.shape[0]):
-        over = ended is not None and bool(ended[row])
-        want = slow_walk(tree, row, picks[row].tolist(), int(limits[row]), ends, over)
+    assert all(torch.equal(a, b) for a, b in zip(inputs, (sampled_ids, max_emit, tree.tokens), strict=True))
+    stop_set = set() if stop_ids is None else set(stop_ids.tolist())
+    for row in range(sampled_ids.shape[0]):
+        is_finished = finished is not None and bool(finished[row])
+        want = slow_accept_path(tree, row, sampled_ids[row].tolist(), int(max_emit[row]), stop_set, is_finished)
         count = int(counts[row])
         assert (path[row, :count].tolist(), tokens[row, :count].tolist()) == want
-    assert ((path >= 0) & (path < tree.num_nodes)).all(), "indices that nothing can be gathered with"
+    assert ((path >= 0) & (path < tree.num_nodes)).all(), "indices out of range"
     return counts.tolist()
 
 
-def random_sealed(rng: random.Random, batch: int, nodes: int, vocab: int) -> DraftTree:
-    """Sealed trees with all sorts of dropped nodes."""
+def random_sanitized(rng: random.Random, batch: int, nodes: int, vocab: int) -> DraftTree:
+    """Sanitized trees with dropped nodes of every kind."""
     tokens = torch.tensor([[rng.randrange(-1, vocab + 1) for _ in range(nodes)] for _ in range(batch)])
     deep = rng.random()
-    above = [[i - 1 if rng.random() < deep else rng.randrange(-1, i + 1) for i in range(nodes)] for _ in range(batch)]
+    parents = [[i - 1 if rng.random() < deep else rng.randrange(-1, i + 1) for i in range(nodes)] for _ in range(batch)]
     valid = torch.tensor([[rng.random() < 0.9 for _ in range(nodes)] for _ in range(batch)])
-    roots = torch.tensor([rng.randrange(vocab) for _ in range(batch)])
-    return sanitize(DraftTree(tokens, torch.tensor(above), valid), roots, torch.ones(vocab, dtype=torch.bool))
+    root_ids = torch.tensor([rng.randrange(vocab) for _ in range(batch)])
+    return sanitize(DraftTree(tokens, torch.tensor(parents), valid), root_ids, torch.ones(vocab, dtype=torch.bool))
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 3, 4, 8, 16])
 @pytest.mark.parametrize("vocab", [2, 4])
-def test_walk_equals_the_slow_way(nodes: int, vocab: int) -> None:
-    rng, seen = random.Random(f"walk {nodes} {vocab}"), set[int]()
+def test_accept_path_equals_the_reference(nodes: int, vocab: int) -> None:
+    rng, counts = random.Random(f"walk {nodes} {vocab}"), set[int]()
     for number in range(40):
         batch = rng.choice((1, 3, 16))
-        tree = random_sealed(rng, batch, nodes, vocab)
-        ended = torch.tensor([rng.random() < 0.3 for _ in range(batch)]) if number % 2 else None
-        if ended is not None and number % 4 == 1 and nodes > 1:
-            tree = replace_with_chain(tree, ended, torch.tensor(1))
-        picks = torch.tensor([[rng.randrange(vocab) for _ in range(nodes)] for _ in range(batch)])
-        if ended is not None:
-            picks = torch.where(ended[:, None], 1, picks)
-        limits = torch.tensor([rng.randint(0, nodes) for _ in range(batch)])
-        stops = rng.choice((None, torch.tensor([0]), torch.tensor([1]), torch.tensor([0, 1]), torch.tensor([77])))
-        seen.update(check(tree, picks, limits, stops, ended))
-    assert len(seen) > min(nodes, 4), f"only counts {seen}"
+        tree = random_sanitized(rng, batch, nodes, vocab)
+        finished = torch.tensor([rng.random() < 0.3 for _ in range(batch)]) if number % 2 else None
+        if finished is not None and number % 4 == 1 and nodes > 1:
+            tree = replace_with_chain(tree, finished, torch.tensor(1))
+        sampled_ids = torch.tensor([[rng.randrange(vocab) for _ in range(nodes)] for _ in range(batch)])
+        if finished is not None:
+            sampled_ids = torch.where(finished[:, None], 1, sampled_ids)
+        max_emit = torch.tensor([rng.randint(0, nodes) for _ in range(batch)])
+        stop_ids = rng.choice((None, torch.tensor([0]), torch.tensor([1]), torch.tensor([0, 1]), torch.tensor([77])))
+        counts.update(check(tree, sampled_ids, max_emit, stop_ids, finished))
+    assert len(counts) > min(nodes, 4), f"only counts {counts}"
 
 
 def chain(tokens: list[int]) -> DraftTree:
@@ -101,20 +105,20 @@ def test_a_node_that_agrees_below_one_that_does_not_is_not_reached() -> None:
     assert counts.tolist() == [2] and tokens[0, :2].tolist() == [1, 50]
 
 
-@pytest.mark.parametrize("limit", range(5))
-def test_limits_cut_a_path(limit: int) -> None:
-    picks = torch.tensor([[1, 2, 3, 4]])
-    path, counts, tokens = accept_path(chain([1, 2, 3]), picks, torch.tensor([limit]))
-    assert counts.tolist() == [limit] and tokens[0, :limit].tolist() == [1, 2, 3, 4][:limit]
-    assert path[0, :limit].tolist() == [0, 1, 2, 3][:limit]
+@pytest.mark.parametrize("row_limit", range(5))
+def test_limits_cut_a_path(row_limit: int) -> None:
+    sampled_ids = torch.tensor([[1, 2, 3, 4]])
+    path, counts, tokens = accept_path(chain([1, 2, 3]), sampled_ids, torch.tensor([row_limit]))
+    assert counts.tolist() == [row_limit] and tokens[0, :row_limit].tolist() == [1, 2, 3, 4][:row_limit]
+    assert path[0, :row_limit].tolist() == [0, 1, 2, 3][:row_limit]
 
 
 def test_a_stop_in_mid_path_is_the_last_token() -> None:
-    picks = torch.tensor([[1, 2, 3, 4]])
+    sampled_ids = torch.tensor([[1, 2, 3, 4]])
     for stop, count in ((1, 1), (2, 2), (3, 3), (4, 4), (5, 4)):
-        assert check(chain([1, 2, 3]), picks, torch.tensor([4]), torch.tensor([stop])) == [count]
-    assert check(chain([1, 2, 3]), picks, torch.tensor([4]), torch.tensor([3, 2, 4])) == [2]
-    assert check(chain([1, 2, 3]), picks, torch.tensor([1]), torch.tensor([2])) == [1], "the limit comes first"
+        assert check(chain([1, 2, 3]), sampled_ids, torch.tensor([4]), torch.tensor([stop])) == [count]
+    assert check(chain([1, 2, 3]), sampled_ids, torch.tensor([4]), torch.tensor([3, 2, 4])) == [2]
+    assert check(chain([1, 2, 3]), sampled_ids, torch.tensor([1]), torch.tensor([2])) == [1], "the limit comes first"
 
 
 def test_a_stop_on_a_node_that_is_not_reached_stops_nothing() -> None:
@@ -125,13 +129,13 @@ def test_a_stop_on_a_node_that_is_not_reached_stops_nothing() -> None:
 
 def test_ended_rows_emit_pads_even_if_the_pad_is_a_stop() -> None:
     tree = sanitize(root_only(2).pad(4), torch.tensor([0, 0]), torch.ones(100, dtype=torch.bool))
-    ended = torch.tensor([True, False])
-    tree = replace_with_chain(tree, ended, torch.tensor(0))
-    picks = torch.tensor([[0, 0, 0, 0], [0, 5, 5, 5]])
-    assert check(tree, picks, torch.tensor([3, 4]), torch.tensor([0]), ended) == [3, 1]
+    finished = torch.tensor([True, False])
+    tree = replace_with_chain(tree, finished, torch.tensor(0))
+    sampled_ids = torch.tensor([[0, 0, 0, 0], [0, 5, 5, 5]])
+    assert check(tree, sampled_ids, torch.tensor([3, 4]), torch.tensor([0]), finished) == [3, 1]
 
 
-def test_a_bare_tree_is_one_step() -> None:
+def test_root_only_is_one_step() -> None:
     path, counts, tokens = accept_path(
         root_only(3), torch.tensor([[4], [5], [6]]), torch.tensor([1, 0, 9]), torch.tensor([4])
     )

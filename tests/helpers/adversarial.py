@@ -1,6 +1,6 @@
-"""What a user may hand in that lies, watches or meddles: drafters, logits processors, stopping criteria, streamers.
+"""Adversarial user code for tests: drafters, logits processors, stopping criteria and streamers.
 
-Drafters keep to the `Drafter` protocol in form only: their trees may be nonsense. Nothing here knows the engine.
+The drafters implement the `Drafter` protocol, but their trees may be malformed. Independent of the engine.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mmspec.interfaces import DrafterRequirements, Prompt, VerifyResult
 
 @dataclass
 class DrafterState:
-    """What a liar remembers of one call: the prompt, what each row has said, and the right answer if it knows it."""
+    """State of a call: the prompt, the generated tokens of each row, and the reference output if known."""
 
     prompt: Prompt
     rng: random.Random
@@ -34,7 +34,7 @@ class DrafterState:
 
 
 def build_raw_tree(rows: list[list[tuple[int, int]]]) -> DraftTree:
-    """Trees from (token, parent) lists, taken as they are; short rows are filled with invalid nodes."""
+    """Unchecked trees from lists of (token, parent); short rows are padded with invalid nodes."""
     size = 1 + max(map(len, rows))
     tokens = torch.zeros(len(rows), size, dtype=torch.long)
     parents, valid = torch.zeros_like(tokens), torch.zeros_like(tokens, dtype=torch.bool)
@@ -46,9 +46,9 @@ def build_raw_tree(rows: list[list[tuple[int, int]]]) -> DraftTree:
 
 
 class AdversarialDrafter:
-    """A drafter that proposes nothing, and keeps the books that its children lie with.
+    """A drafter that proposes nothing and tracks the generated tokens; base class of the others.
 
-    `answers` are whole sequences that plain calls returned, in order; a call takes the next one with its prompt.
+    `references` are the sequences that plain calls returned, in order. A call takes the next one with its prompt.
     """
 
     name = "empty"
@@ -76,75 +76,77 @@ class AdversarialDrafter:
         state.active = list(active)
         return self.propose_tree(state, max_nodes, active)
 
-    def propose_tree(self, state: DrafterState, budget: int, live: Sequence[bool]) -> DraftTree:
-        return root_only(len(live))
+    def propose_tree(self, state: DrafterState, max_nodes: int, active: Sequence[bool]) -> DraftTree:
+        return root_only(len(active))
 
     def observe(self, state: DrafterState, result: VerifyResult, hidden_states: Mapping[int, Tensor]) -> None:
-        for said, new in zip(state.generated, result.emitted_ids, strict=True):
-            said.extend(new)
+        for generated, new in zip(state.generated, result.emitted_ids, strict=True):
+            generated.extend(new)
 
     def upcoming_tokens(self, state: DrafterState, row: int, count: int) -> list[int]:
-        """The next `count` tokens of the right answer, fewer at its end."""
+        """The next `count` tokens of the reference, fewer at its end."""
         done = len(state.generated[row])
         return state.reference[row][done : done + count] if state.reference else []
 
 
 class OracleDrafter(AdversarialDrafter):
-    """Always right as far as it goes: a chain of the coming tokens, of random length or as long as may be."""
+    """Always correct: a chain of the next reference tokens, of random or maximal length."""
 
     name = "oracle"
 
-    def propose_tree(self, state: DrafterState, budget: int, live: Sequence[bool]) -> DraftTree:
-        depth = budget - 1 if self.seed % 2 else state.rng.randint(0, budget - 1)
-        rows = [self.upcoming_tokens(state, row, depth) if alive else [] for row, alive in enumerate(live)]
+    def propose_tree(self, state: DrafterState, max_nodes: int, active: Sequence[bool]) -> DraftTree:
+        depth = max_nodes - 1 if self.seed % 2 else state.rng.randint(0, max_nodes - 1)
+        rows = [self.upcoming_tokens(state, row, depth) if is_active else [] for row, is_active in enumerate(active)]
         return build_raw_tree([[(token, i) for i, token in enumerate(row)] for row in rows])
 
 
 class BranchingDrafter(AdversarialDrafter):
-    """The right path somewhere in a bush of wrong siblings; sometimes it breaks off and goes on wrongly."""
+    """The reference path among wrong siblings; sometimes it is wrong from some depth on."""
 
     name = "bush"
 
-    def propose_tree(self, state: DrafterState, budget: int, live: Sequence[bool]) -> DraftTree:
-        return build_raw_tree([self._row(state, row, budget - 1) if alive else [] for row, alive in enumerate(live)])
+    def propose_tree(self, state: DrafterState, max_nodes: int, active: Sequence[bool]) -> DraftTree:
+        return build_raw_tree(
+            [self._row(state, row, max_nodes - 1) if is_active else [] for row, is_active in enumerate(active)]
+        )
 
     def _row(self, state: DrafterState, row: int, nodes: int) -> list[tuple[int, int]]:
-        rng, path, made = state.rng, self.upcoming_tokens(state, row, nodes), []
+        rng, path, row_nodes = state.rng, self.upcoming_tokens(state, row, nodes), []
         tip, step, vocab = 0, 0, state.prompt.vocab_size or 100
         stop = rng.randint(0, nodes)
-        while len(made) < nodes:
+        while len(row_nodes) < nodes:
             if step < len(path) and rng.random() < 0.5:
                 token = path[step] if step != stop else (path[step] + 1) % vocab
-                made.append((token, tip))
-                tip, step = len(made), step + 1
+                row_nodes.append((token, tip))
+                tip, step = len(row_nodes), step + 1
             else:
                 wrong = rng.choice(path) if path and rng.random() < 0.5 else rng.randrange(vocab)
-                made.append((wrong, rng.randint(0, len(made))))
-        return made
+                row_nodes.append((wrong, rng.randint(0, len(row_nodes))))
+        return row_nodes
 
 
 class WrongDrafter(AdversarialDrafter):
-    """Never right: the next token is always another one, with the right continuation below it."""
+    """Never correct: the next token is wrong, with the correct continuation below it."""
 
     name = "wrong"
 
-    def propose_tree(self, state: DrafterState, budget: int, live: Sequence[bool]) -> DraftTree:
+    def propose_tree(self, state: DrafterState, max_nodes: int, active: Sequence[bool]) -> DraftTree:
         vocab, rows = state.prompt.vocab_size or 100, []
-        for row, alive in enumerate(live):
-            path = self.upcoming_tokens(state, row, budget - 1) if alive else []
+        for row, is_active in enumerate(active):
+            path = self.upcoming_tokens(state, row, max_nodes - 1) if is_active else []
             false = [(path[0] + state.rng.randint(1, vocab - 1)) % vocab, *path[1:]] if path else []
             rows.append([(token, i) for i, token in enumerate(false)])
         return build_raw_tree(rows)
 
 
 class MalformedDrafter(AdversarialDrafter):
-    """Random trees with every fault: twins, parents out of order, ids out of range, placeholders, wrong masks."""
+    """Random trees with every fault: duplicate siblings, parents out of order, ids out of range, placeholders."""
 
     name = "chaos"
 
-    def propose_tree(self, state: DrafterState, budget: int, live: Sequence[bool]) -> DraftTree:
-        rng, batch = state.rng, len(live)
-        nodes = rng.choice((1, 2, budget, rng.randint(1, budget), budget + rng.randint(1, 70)))
+    def propose_tree(self, state: DrafterState, max_nodes: int, active: Sequence[bool]) -> DraftTree:
+        rng, batch = state.rng, len(active)
+        nodes = rng.choice((1, 2, max_nodes, rng.randint(1, max_nodes), max_nodes + rng.randint(1, 70)))
         tokens = [[self._token(state, row) for _ in range(nodes)] for row in range(batch)]
         parents = [[self._parent(rng, i, nodes) for i in range(nodes)] for _ in range(batch)]
         valid = torch.tensor([[rng.random() < 0.9 for _ in range(nodes)] for _ in range(batch)])
@@ -171,11 +173,11 @@ class MalformedDrafter(AdversarialDrafter):
 
 
 class InjectedError(RuntimeError):
-    """What a faulty part of a user's code raises here."""
+    """The exception that faulty user code raises in tests."""
 
 
 class RaisingDrafter(BranchingDrafter):
-    """A useful drafter that raises at a random round, in a random method, of each call."""
+    """A correct drafter that raises in a random round and method of each call."""
 
     name = "raising"
 
@@ -187,10 +189,10 @@ class RaisingDrafter(BranchingDrafter):
         )
         return state
 
-    def propose_tree(self, state: DrafterState, budget: int, live: Sequence[bool]) -> DraftTree:
+    def propose_tree(self, state: DrafterState, max_nodes: int, active: Sequence[bool]) -> DraftTree:
         if self.failing_method == "propose" and state.rounds == self.failing_round:
             raise InjectedError(f"propose, round {self.failing_round}")
-        return super().propose_tree(state, budget, live)
+        return super().propose_tree(state, max_nodes, active)
 
     def observe(self, state: DrafterState, result: VerifyResult, hidden_states: Mapping[int, Tensor]) -> None:
         super().observe(state, result, hidden_states)
@@ -199,22 +201,22 @@ class RaisingDrafter(BranchingDrafter):
 
 
 class NoisePeekingDrafter(BranchingDrafter):
-    """Asks for the noise of the coming columns, and proposes what it favours; a bush when nothing is sampled."""
+    """Reads the noise of the next steps and proposes the tokens it favours; branching when decoding greedily."""
 
     name = "nosy"
 
-    def propose_tree(self, state: DrafterState, budget: int, live: Sequence[bool]) -> DraftTree:
-        noise, depth = state.prompt.noise, min(3, budget - 1)
+    def propose_tree(self, state: DrafterState, max_nodes: int, active: Sequence[bool]) -> DraftTree:
+        noise, depth = state.prompt.noise, min(3, max_nodes - 1)
         if noise is None or depth < 1:
-            return super().propose_tree(state, budget, live)
+            return super().propose_tree(state, max_nodes, active)
         likely = noise(depth).argmin(-1).tolist()
-        rows = [row if alive else [] for row, alive in zip(likely, live, strict=True)]
+        rows = [row if is_active else [] for row, is_active in zip(likely, active, strict=True)]
         return build_raw_tree([[(token, i) for i, token in enumerate(row)] for row in rows])
 
 
 @dataclass
 class ObservedState:
-    """The states of one fed token, and the ids of the largest logits there."""
+    """The hidden states of one fed token, and the ids of its largest logits."""
 
     call_index: int
     row: int
@@ -225,7 +227,7 @@ class ObservedState:
 
 
 class HiddenStateDrafter(BranchingDrafter):
-    """Asks for taps and the largest logits, keeps them for `fuzz.check_taps`, and checks the verdicts."""
+    """Requires hidden states and top ids, records them for `fuzz.check_hidden_states`, and checks the results."""
 
     name = "tapper"
 
@@ -243,27 +245,29 @@ class HiddenStateDrafter(BranchingDrafter):
         return super().begin(prompt)
 
     def observe(self, state: DrafterState, result: VerifyResult, hidden_states: Mapping[int, Tensor]) -> None:
-        for row, (walked, new) in enumerate(zip(result.accepted_nodes, result.emitted_ids, strict=True)):
+        for row, (accepted_nodes, new) in enumerate(zip(result.accepted_nodes, result.emitted_ids, strict=True)):
             if state.active and not state.active[row]:
-                continue  # what a finished row is fed says nothing about its text
-            self._check(state, result, row, walked, new)
+                continue  # a finished row is fed padding
+            self._check(state, result, row, accepted_nodes, new)
             if state.rounds and new and hidden_states:
                 fed, tokens = len(state.generated[row]) - 1, [state.generated[row][-1], *new]
-                for k, node in enumerate(walked):
-                    states = {i: tap[row, node].clone() for i, tap in hidden_states.items()}
+                for k, node in enumerate(accepted_nodes):
+                    states = {i: hidden[row, node].clone() for i, hidden in hidden_states.items()}
                     top = result.top_ids[row][node] if result.top_ids is not None else []
                     self.observed.append(
                         ObservedState(len(self.prompts) - 1, row, fed + k, tokens[k], states, list(top))
                     )
         super().observe(state, result, hidden_states)
 
-    def _check(self, state: DrafterState, verdict: VerifyResult, row: int, walked: list[int], new: list[int]) -> None:
-        count, tokens = int(verdict.counts[row]), verdict.tokens[row].tolist()
-        if not len(walked) == len(new) == count:
-            self.faults.append(f"row {row}: walked {walked}, rows {new}, counts {count} differ in length")
-        if tokens[:count] != new or verdict.path[row].tolist()[:count] != walked:
-            self.faults.append(f"row {row}: host copies {new}, {walked} differ from tensors {tokens[:count]}")
-        nodes = [int(verdict.tree.tokens[row, node]) for node in walked]
+    def _check(
+        self, state: DrafterState, result: VerifyResult, row: int, accepted_nodes: list[int], new: list[int]
+    ) -> None:
+        count, tokens = int(result.counts[row]), result.tokens[row].tolist()
+        if not len(accepted_nodes) == len(new) == count:
+            self.faults.append(f"row {row}: accepted {accepted_nodes}, rows {new}, counts {count} differ in length")
+        if tokens[:count] != new or result.path[row].tolist()[:count] != accepted_nodes:
+            self.faults.append(f"row {row}: host copies {new}, {accepted_nodes} differ from tensors {tokens[:count]}")
+        nodes = [int(result.tree.tokens[row, node]) for node in accepted_nodes]
         if state.rounds and new and nodes != [state.generated[row][-1], *new[:-1]]:
             self.faults.append(f"row {row}: walked tokens {nodes}, emitted {new} after {state.generated[row][-1:]}")
 
@@ -287,13 +291,13 @@ DRAFTERS: dict[str, type[AdversarialDrafter]] = {
 
 @dataclass
 class CallLog:
-    """What a watcher was called with, call by call."""
+    """The arguments of every call."""
 
     calls: list[Any] = field(default_factory=list)
 
 
 class Counting(LogitsProcessor):
-    """Changes nothing, and notes every call."""
+    """Changes nothing and records every call."""
 
     def __init__(self, log: CallLog) -> None:
         self.log = log
@@ -304,7 +308,7 @@ class Counting(LogitsProcessor):
 
 
 class Stepping(Counting):
-    """What it does depends on how often it was called."""
+    """Its result depends on the number of calls."""
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         super().__call__(input_ids, scores)
@@ -313,7 +317,7 @@ class Stepping(Counting):
 
 
 class Coupling(Counting):
-    """Every row looks at the scores of all rows."""
+    """The scores of every row depend on all rows."""
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         super().__call__(input_ids, scores)
@@ -329,7 +333,7 @@ class Drawing(Counting):
 
 
 class Twisted(RepetitionPenaltyLogitsProcessor):
-    """A known processor's child that does something else: must not be taken for its parent."""
+    """A subclass of a known processor with another behaviour: must not be treated like its base class."""
 
     def __init__(self, log: CallLog) -> None:
         super().__init__(1.5)
@@ -346,7 +350,7 @@ class Failing(Counting):
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         super().__call__(input_ids, scores)
         if len(self.log.calls) == 5:
-            raise InjectedError("the processor broke at call 5")
+            raise InjectedError("the processor failed at call 5")
         return scores
 
 
@@ -356,7 +360,7 @@ PROCESSORS: dict[str, type[Any]] = {
 
 
 class PrefixConstraint:
-    """A `prefix_allowed_tokens_fn`: by row and last token if pure, else also by the number of calls. Notes calls."""
+    """A `prefix_allowed_tokens_fn` of row and last token, and of the number of calls if not pure. Records calls."""
 
     def __init__(self, log: CallLog, vocab_size: int, is_pure: bool) -> None:
         self.log, self.vocab_size, self.is_pure = log, vocab_size, is_pure
@@ -371,7 +375,7 @@ class PrefixConstraint:
 
 
 class Watching(StoppingCriteria):
-    """Never stops, and notes every call."""
+    """Never stops and records every call."""
 
     def __init__(self, log: CallLog, start: int, seed: int) -> None:
         self.log, self.start, self.seed = log, start, seed
@@ -385,7 +389,7 @@ class Watching(StoppingCriteria):
 
 
 class Neighbours(Watching):
-    """Stops all rows when the last tokens of all rows agree modulo 5, or one row said the same token three times."""
+    """Stops all rows when the last tokens of all rows agree modulo 5, or a row has the same token three times."""
 
     def stop(self, input_ids: Tensor) -> Any:
         last = input_ids[:, -1] % 5
@@ -411,7 +415,7 @@ class Gambling(Watching):
 
 
 class Plain(Watching):
-    """Returns a bool for the whole batch, as many a criterion on the web does."""
+    """Returns a bool for the whole batch, as many published criteria do."""
 
     def stop(self, input_ids: Tensor) -> Any:
         return input_ids.shape[1] >= self.start + 5 + self.seed % 9
@@ -422,7 +426,7 @@ class Tripping(Watching):
 
     def stop(self, input_ids: Tensor) -> Any:
         if len(self.log.calls) == 4:
-            raise InjectedError("the criterion broke at call 4")
+            raise InjectedError("the criterion failed at call 4")
         return super().stop(input_ids)
 
 
@@ -432,7 +436,7 @@ CRITERIA: dict[str, type[Watching]] = {
 
 
 class RecordingStreamer(BaseStreamer):
-    """Notes what it is handed."""
+    """Records every call."""
 
     def __init__(self, log: CallLog) -> None:
         self.log = log
@@ -450,7 +454,7 @@ class FailingStreamer(RecordingStreamer):
     def put(self, value: Tensor) -> None:
         super().put(value)
         if len(self.log.calls) == 3:
-            raise InjectedError("the streamer broke at put 3")
+            raise InjectedError("the streamer failed at put 3")
 
 
 class RngStreamer(RecordingStreamer):

@@ -1,4 +1,4 @@
-"""Images, clips and manifests, damaged and hostile, each made from a seed; and a watch over what is opened."""
+"""Seeded images, videos and manifests, damaged and hostile, and a watcher of opened files and connections."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from PIL import Image
 from video_files import write_video
 
 CANARY = "canary.mp4"
-"""A whole clip beside the file that is read: hostile files refer to it."""
+"""A valid video next to the file under test; hostile files refer to it."""
 URL = "http://127.0.0.1:{port}/canary.mp4"
 
 
@@ -32,9 +32,10 @@ def _noise(seed: int, height: int = 24, width: int = 32) -> Image.Image:
 
 
 @lru_cache(maxsize=1)
-def images() -> dict[str, bytes]:
-    """Whole pictures, by name."""
-    made, options = dict[str, bytes](), {"gif": {"save_all": True, "append_images": [_noise(1), _noise(2)]}}
+def valid_images() -> dict[str, bytes]:
+    """Content of valid image files, by file name."""
+    files = dict[str, bytes]()
+    options = {"gif": {"save_all": True, "append_images": [_noise(1), _noise(2)]}}
     for suffix, name in (
         ("png", "PNG"),
         ("jpg", "JPEG"),
@@ -45,21 +46,21 @@ def images() -> dict[str, bytes]:
         ("ppm", "PPM"),
         ("avif", "AVIF"),
     ):
-        buffer, more = io.BytesIO(), options.get(suffix, {})
-        _noise(0).save(buffer, name, **more)  # type: ignore[arg-type]
-        made[f"a.{suffix}"] = buffer.getvalue()
+        buffer = io.BytesIO()
+        _noise(0).save(buffer, name, **options.get(suffix, {}))  # type: ignore[arg-type]
+        files[f"a.{suffix}"] = buffer.getvalue()
     for compression in ("jpeg", "tiff_lzw", "tiff_adobe_deflate", "packbits"):
         buffer = io.BytesIO()
         _noise(0).save(buffer, "TIFF", compression=compression)
-        made[f"{compression}.tif"] = buffer.getvalue()
-    return made
+        files[f"{compression}.tif"] = buffer.getvalue()
+    return files
 
 
 @lru_cache(maxsize=1)
-def clips() -> dict[str, bytes]:
-    """Whole clips, by name."""
-    made = dict[str, bytes]()
-    kinds = {
+def valid_videos() -> dict[str, bytes]:
+    """Content of valid video files, by file name."""
+    files = dict[str, bytes]()
+    codecs = {
         "mp4": "libx264",
         "mov": "mpeg4",
         "mkv": "libx264",
@@ -72,17 +73,17 @@ def clips() -> dict[str, bytes]:
         "3gp": "mpeg4",
     }
     with tempfile.TemporaryDirectory() as folder:
-        for suffix, codec in kinds.items():
-            made[f"a.{suffix}"] = write_video(Path(folder, f"a.{suffix}"), 6, codec, fps=25).read_bytes()
-    made["a.gif"] = images()["a.gif"]
-    return made
+        for suffix, codec in codecs.items():
+            files[f"a.{suffix}"] = write_video(Path(folder, f"a.{suffix}"), 6, codec, fps=25).read_bytes()
+    files["a.gif"] = valid_images()["a.gif"]
+    return files
 
 
 EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 99 99\n%%EndComments\n{ } loop\n"
 
 
-def referring(canary: str, port: int) -> dict[str, bytes]:
-    """Files that make FFmpeg, or Pillow, open something else, by name."""
+def files_with_references(canary: str, port: int) -> dict[str, bytes]:
+    """Content of files that make FFmpeg or Pillow open another file or URL, by file name."""
     url = URL.format(port=port)
     texts = dict[str, str]()
     for kind, target in (("file", canary), ("url", url)):
@@ -104,19 +105,19 @@ def referring(canary: str, port: int) -> dict[str, bytes]:
         f"o=- 0 0 IN IP4 127.0.0.1\ns=x\nc=IN IP4 127.0.0.1\nt=0 0\nm=video {port} RTP/AVP 96\na=rtpmap:96 H264/90000\n"
     )
     texts["session.mp4"] = "v=0\n" + media
-    made = {name: text.encode() for name, text in texts.items()}
+    files = {name: text.encode() for name, text in texts.items()}
     packets = bytearray(f"G\n{media}".encode().ljust(188 * 4, b" "))
     packets[188::188] = b"G" * 3
-    made["session-in-packets.mpg"] = bytes(packets)
-    made["dash-in-ebml.mkv"] = b"\x1a\x45\xdf\xa3\xffmatroska" + texts["dash-file.mp4"].encode()
-    made["dash-in-riff.avi"] = b"RIFF\x7f\x7f\x7f\x7fAVI " + texts["dash-file.mp4"].encode()
-    made["dash-in-gif.gif"] = b"GIF89a" + texts["dash-url.mp4"].encode()
-    made["external.mov"] = external(clips()["a.mov"], canary)
-    return made
+    files["session-in-packets.mpg"] = bytes(packets)
+    files["dash-in-ebml.mkv"] = b"\x1a\x45\xdf\xa3\xffmatroska" + texts["dash-file.mp4"].encode()
+    files["dash-in-riff.avi"] = b"RIFF\x7f\x7f\x7f\x7fAVI " + texts["dash-file.mp4"].encode()
+    files["dash-in-gif.gif"] = b"GIF89a" + texts["dash-url.mp4"].encode()
+    files["external.mov"] = movie_with_external_samples(valid_videos()["a.mov"], canary)
+    return files
 
 
-def external(movie: bytes, target: str) -> bytes:
-    """A QuickTime movie whose samples lie in another file, by an alias in `dref`; the index is its last box."""
+def movie_with_external_samples(movie: bytes, target: str) -> bytes:
+    """A QuickTime movie whose samples are in another file, through an alias in `dref`; `moov` must be the last box."""
     name, volume = os.path.basename(target).encode(), b"disk"
     path = volume + target.replace("/", ":").encode()
     path += b"\0" * (len(path) % 2)
@@ -124,28 +125,27 @@ def external(movie: bytes, target: str) -> bytes:
     alias += name.ljust(63, b"\0") + bytes(16) + struct.pack(">HH", 1, 1) + bytes(16)
     alias += struct.pack(">HH", 2, len(path)) + path + b"\xff\xff\0\0"
     entry = struct.pack(">I", 12 + len(alias)) + b"alis" + bytes(4) + alias
-    data, more = bytearray(movie), 0
+    data = bytearray(movie)
     at = movie.index(b"dref") + 4 + 8
-    old = int.from_bytes(movie[at : at + 4], "big")
-    more = len(entry) - old
-    data[at : at + old] = entry
-    end = 0
+    old_size = int.from_bytes(movie[at : at + 4], "big")
+    growth = len(entry) - old_size
+    data[at : at + old_size] = entry
     for box in (b"moov", b"trak", b"mdia", b"minf", b"dinf", b"dref"):
         end = movie.index(b"dref") if box == b"dref" else movie.rindex(box, 0, at)
         size = int.from_bytes(movie[end - 4 : end], "big")
-        data[end - 4 : end] = struct.pack(">I", size + more)
+        data[end - 4 : end] = struct.pack(">I", size + growth)
     return bytes(data)
 
 
-def damaged(rng: random.Random, whole: bytes, other: bytes) -> bytes:
-    """One to four kinds of damage."""
-    data = bytearray(whole)
+def damage(rng: random.Random, content: bytes, other: bytes) -> bytes:
+    """Apply one to four random kinds of damage to a file's content."""
+    data = bytearray(content)
     for _ in range(rng.randint(1, 4)):
         at = rng.randrange(len(data)) if data else 0
         kind = rng.randrange(7)
         if kind == 0:
-            for place in rng.choices(range(max(1, len(data))), k=rng.choice((1, 4, 30))):
-                data[place : place + 1] = bytes([rng.randrange(256)])
+            for index in rng.choices(range(max(1, len(data))), k=rng.choice((1, 4, 30))):
+                data[index : index + 1] = bytes([rng.randrange(256)])
         elif kind == 1:
             del data[at:]
         elif kind == 2:
@@ -156,34 +156,34 @@ def damaged(rng: random.Random, whole: bytes, other: bytes) -> bytes:
             data[at:] = other[rng.randrange(len(other)) :]
         elif kind == 5:
             del data[at : at + rng.randint(1, 64)]
-        else:  # near the header, where sizes are
-            place = rng.randrange(min(64, len(data)) or 1)
-            data[place : place + 2] = rng.randbytes(2)
+        else:  # near the header, which contains sizes
+            index = rng.randrange(min(64, len(data)) or 1)
+            data[index : index + 2] = rng.randbytes(2)
     return bytes(data)
 
 
-def image(seed: int, canary: str = CANARY, port: int = 9) -> tuple[str, bytes]:
-    """A name and what is in the file: damaged, hostile, or of another kind than it is named."""
-    return _file(random.Random(f"image {seed}"), images(), canary, port)
+def make_image(seed: int, canary: str = CANARY, port: int = 9) -> tuple[str, bytes]:
+    """Name and content of an image file: damaged, hostile, or of another format than its name says."""
+    return _make_file(random.Random(f"image {seed}"), valid_images(), canary, port)
 
 
-def clip(seed: int, canary: str = CANARY, port: int = 9) -> tuple[str, bytes]:
-    """The same of clips."""
-    return _file(random.Random(f"clip {seed}"), clips(), canary, port)
+def make_video(seed: int, canary: str = CANARY, port: int = 9) -> tuple[str, bytes]:
+    """Likewise for a video file."""
+    return _make_file(random.Random(f"clip {seed}"), valid_videos(), canary, port)
 
 
-def _file(rng: random.Random, whole: dict[str, bytes], canary: str, port: int) -> tuple[str, bytes]:
-    name = rng.choice(list(whole))
+def _make_file(rng: random.Random, valid: dict[str, bytes], canary: str, port: int) -> tuple[str, bytes]:
+    name = rng.choice(list(valid))
     if rng.random() < 0.1:
-        hostile = referring(canary, port)
+        hostile = files_with_references(canary, port)
         return name, hostile[rng.choice(list(hostile))]
     if rng.random() < 0.03:
         return name, rng.randbytes(rng.choice((1, 7, 900)))
-    other = rng.choice(list({**images(), **clips()}.values()))
-    return name, damaged(rng, whole[name], other)
+    other = rng.choice(list({**valid_images(), **valid_videos()}.values()))
+    return name, damage(rng, valid[name], other)
 
 
-NAMES: tuple[Any, ...] = (
+FILE_NAMES: tuple[Any, ...] = (
     "a.png",
     "../a.png",
     "/etc/passwd",
@@ -209,17 +209,17 @@ NAMES: tuple[Any, ...] = (
 )
 
 
-def manifest(seed: int) -> tuple[str, bytes]:
-    """A name and what is in it."""
+def make_manifest(seed: int) -> tuple[str, bytes]:
+    """Name and content of a manifest."""
     rng = random.Random(f"manifest {seed}")
     suffix = rng.choice(("jsonl", "csv", "txt"))
     rows = []
-    for number in range(rng.randint(0, 4)):
-        name = rng.choice(NAMES) if rng.random() < 0.3 else f"{number}.png"
+    for index in range(rng.randint(0, 4)):
+        name = rng.choice(FILE_NAMES) if rng.random() < 0.3 else f"{index}.png"
         row: dict[str, Any] = {rng.choice(("file_name", "image", "path", "file", "file_name")): name}
         for key in ("prompt", "id", "answer"):
             if rng.random() < 0.1:
-                row[key] = rng.choice((*NAMES, "x" * 100_000, number, 10**400))
+                row[key] = rng.choice((*FILE_NAMES, "x" * 100_000, index, 10**400))
         rows.append(row)
     if suffix == "jsonl":
         text = "\n".join(json.dumps(row) for row in rows)
@@ -232,15 +232,15 @@ def manifest(seed: int) -> tuple[str, bytes]:
         text = "\n".join(str(value) for row in rows for value in row.values())
     data = text.encode("utf-8", "surrogatepass")
     if rng.random() < 0.5 and data:
-        data = damaged(rng, data, b'{"file_name": "a.png"}\n\0\xff\xfe,,""')
+        data = damage(rng, data, b'{"file_name": "a.png"}\n\0\xff\xfe,,""')
     return f"m.{suffix}", data
 
 
-# --- what is opened ---------------------------------------------------------------------------------------------------
+# --- opened files ----------------------------------------------------------------------------------------------------
 
 
-class Watch:
-    """Names of the files of one folder that any process opens (Linux), and connections to a port of this machine."""
+class OpenWatcher:
+    """Records files of one folder that any process opens (Linux inotify), and connections to a local port."""
 
     def __init__(self, folder: Path) -> None:
         self._libc = ctypes.CDLL(None, use_errno=True)
@@ -252,8 +252,8 @@ class Watch:
         self._socket.setblocking(False)
         self.port = int(self._socket.getsockname()[1])
 
-    def opened(self) -> set[str]:
-        """Since the last time."""
+    def opened_files(self) -> set[str]:
+        """Names of files opened since the last call."""
         names = set[str]()
         while self._events >= 0:
             try:
@@ -267,29 +267,29 @@ class Watch:
         return names - {""}
 
     def connections(self) -> int:
-        """Since the last time."""
-        many = 0
+        """Number of connections since the last call."""
+        count = 0
         while True:
             try:
                 self._socket.accept()[0].close()
             except BlockingIOError:
-                return many
-            many += 1
+                return count
+            count += 1
 
     def close(self) -> None:
-        """Stop."""
+        """Stop watching."""
         self._socket.close()
         if self._events >= 0:
             os.close(self._events)
 
 
 @contextmanager
-def watched(folder: Path) -> Iterator[Watch]:
-    """A `Watch` over a folder that holds the canary."""
+def watch_folder(folder: Path) -> Iterator[OpenWatcher]:
+    """An `OpenWatcher` of a folder that contains the canary."""
     write_video(folder / CANARY, 6)
-    watch = Watch(folder)
-    watch.opened()
+    watcher = OpenWatcher(folder)
+    watcher.opened_files()
     try:
-        yield watch
+        yield watcher
     finally:
-        watch.close()
+        watcher.close()

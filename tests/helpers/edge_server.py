@@ -1,4 +1,4 @@
-"""`mmspec demo` with small bounds, in a process of its own whose stderr and memory can be looked at."""
+"""`mmspec demo` with small limits, in a child process whose stderr and memory a test can inspect."""
 
 from __future__ import annotations
 
@@ -12,15 +12,24 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-IDLE_S = 2.0
-MEGABYTES = 2
-REQUEST = 5_000_000
-HELD = 30_000_000
+IDLE_TIMEOUT_S = 2.0
+MAX_FILE_MB = 2
+MAX_REQUEST_BYTES = 5_000_000
+MAX_STORED_BYTES = 30_000_000
 
 
 @dataclass(frozen=True)
-class Server:
-    """One that runs. root: of its files. log: all that it wrote to stderr."""
+class ServerProcess:
+    """A running server.
+
+    Attributes:
+        port: of 127.0.0.1.
+        pid: of the process.
+        root: folder of its temporary files.
+        log: file with its stderr.
+        events: {handler name: number of the event}.
+        inputs: {number of the event: number of inputs}.
+    """
 
     port: int
     pid: int
@@ -31,23 +40,23 @@ class Server:
 
     @property
     def host(self) -> str:
-        """As `Host` has it."""
+        """Value of `Host`."""
         return f"127.0.0.1:{self.port}"
 
     def peak_mb(self) -> float:
-        """The most memory it ever had."""
-        found = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{self.pid}/status").read_text())
-        assert found is not None
-        return int(found[1]) / 1000
+        """Peak resident memory in MB."""
+        match = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{self.pid}/status").read_text())
+        assert match is not None
+        return int(match[1]) / 1000
 
     def files(self) -> list[Path]:
-        """The uploads."""
+        """All stored uploads."""
         return [path for path in (self.root / "uploads").rglob("*") if path.is_file()]
 
 
 @contextmanager
-def running(log: Path) -> Iterator[Server]:
-    """Serve until the block is left."""
+def run_server(log: Path) -> Iterator[ServerProcess]:
+    """Serve until the block is left; stderr goes to `log`."""
     command = [sys.executable, str(Path(__file__))]
     with (
         log.open("wb") as stderr,
@@ -57,10 +66,11 @@ def running(log: Path) -> Iterator[Server]:
         try:
             line = process.stdout.readline()
             assert line, log.read_text()
-            told = json.loads(line)
-            yield Server(told["port"], process.pid, Path(told["root"]), log, told["events"], dict(told["inputs"]))
+            info = json.loads(line)
+            inputs = dict(info["inputs"])
+            yield ServerProcess(info["port"], process.pid, Path(info["root"]), log, info["events"], inputs)
         finally:
-            process.stdin.close()  # ends it
+            process.stdin.close()  # ends the server
             try:
                 process.wait(timeout=60)
             finally:
@@ -68,26 +78,31 @@ def running(log: Path) -> Iterator[Server]:
 
 
 def main() -> None:
-    """Serve until stdin is closed."""
-    from mmspec.app.ui.edge.bodies import Bounds
+    """Serve until stdin is closed; the first line on stdout describes the server as JSON."""
     from mmspec.app.ui.limits import Limits
+    from mmspec.app.ui.middleware.bodies import RequestLimits
     from mmspec.app.ui.model_store import ModelStore
     from mmspec.app.ui.server import serve
 
     logging.basicConfig(level=logging.INFO)
-    bounds = Bounds(request=REQUEST, held=HELD, spare=0, idle_s=IDLE_S, slow_s=6.0)
-    limits = Limits(max_file_mb=MEGABYTES, max_new_tokens=64, max_files=20)
-    with serve(ModelStore("tiny"), limits=limits, bounds=bounds, port=0, allowed=["demo.example.org"]) as site:
-        site.context.worker.submit(lambda: None).result()
-        events = {getattr(fn.fn, "__name__", ""): number for number, fn in site.app.fns.items()}
-        inputs = [(number, len(fn.inputs)) for number, fn in site.app.fns.items()]
-        told = {
-            "port": site.app.server_port,
-            "root": str(site.context.temp_storage.root),
-            "events": events,
-            "inputs": inputs,
+    request_limits = RequestLimits(
+        max_request_bytes=MAX_REQUEST_BYTES,
+        max_stored_bytes=MAX_STORED_BYTES,
+        min_free_bytes=0,
+        idle_timeout_s=IDLE_TIMEOUT_S,
+        base_timeout_s=6.0,
+    )
+    limits = Limits(max_file_mb=MAX_FILE_MB, max_new_tokens=64, max_files=20)
+    store = ModelStore("tiny")
+    with serve(store, limits=limits, request_limits=request_limits, port=0, allowed=["demo.example.org"]) as server:
+        server.context.worker.submit(lambda: None).result()
+        info = {
+            "port": server.app.server_port,
+            "root": str(server.context.temp_storage.root),
+            "events": {getattr(fn.fn, "__name__", ""): number for number, fn in server.app.fns.items()},
+            "inputs": [(number, len(fn.inputs)) for number, fn in server.app.fns.items()],
         }
-        print(json.dumps(told), flush=True)
+        print(json.dumps(info), flush=True)
         sys.stdin.read()
 
 

@@ -1,4 +1,4 @@
-"""A target that was never there: words, states, prompts and rounds for tests of draft heads; and their layer, slow."""
+"""A fake target for tests of draft heads: embeddings, hidden states, prompts, results; and a slow reference layer."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmspec.drafters.eagle.drafter import EagleDrafter, State
+from mmspec.drafters.eagle.drafter import EagleDrafter
 from mmspec.drafters.eagle.head import EagleHead, HeadConfig
-from mmspec.drafters.training.losses import Lesson
+from mmspec.drafters.eagle.state import EagleState
+from mmspec.drafters.training.batch import TrainBatch
 from mmspec.engine.tree import DraftTree, root_only
 from mmspec.interfaces import Prompt, SharedEmbeddings, VerifyResult
 
@@ -21,7 +22,7 @@ NUM_LAYERS, IMAGE_TOKEN_ID = 3, 39
 
 @dataclass
 class FakeTarget:
-    """A target that was never there: words, and states for every position of some texts."""
+    """Embeddings, and random hidden states for every position of two texts."""
 
     shared_embeddings: SharedEmbeddings
     head: EagleHead
@@ -35,33 +36,33 @@ class FakeTarget:
 
 
 def build_fake_target() -> FakeTarget:
-    """Always the same."""
+    """The fake target, the same in every call."""
     rng = torch.Generator().manual_seed(3)
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
-        words = SharedEmbeddings(nn.Embedding(40, 32), nn.Linear(32, 40, bias=False))
+        embeddings = SharedEmbeddings(nn.Embedding(40, 32), nn.Linear(32, 40, bias=False))
         head = EagleHead(HEAD_CONFIG)
     for weight in head.parameters():
         weight.data.mul_(1.5)
-    words.lm_head.weight.data.mul_(3)  # type: ignore[operator,union-attr]
+    embeddings.lm_head.weight.data.mul_(3)  # type: ignore[operator,union-attr]
     ids = torch.randint(3, 38, (2, 16), generator=rng)
-    return FakeTarget(words, head.eval(), ids, torch.randn(2, 16, 32, generator=rng))
+    return FakeTarget(embeddings, head.eval(), ids, torch.randn(2, 16, 32, generator=rng))
 
 
 def build_prompt(
-    target: FakeTarget, length: int, num_pads: tuple[int, int] = (0, 0), pad_right: bool = False, **more: Any
+    target: FakeTarget, length: int, num_pads: tuple[int, int] = (0, 0), pad_right: bool = False, **kwargs: Any
 ) -> Prompt:
-    """Row b: the first `length - pads[b]` words of its text, of which 2 to 4 are a picture, and padding."""
+    """Row b: the first `length - num_pads[b]` tokens of its text (2 to 4 are visual), and padding."""
     visual = torch.zeros(2, 16, dtype=torch.bool)
     visual[:, 2:5] = True
     embedded = target.merge_embeddings(visual)
     parts: dict[str, list[Tensor]] = {"ids": [], "padding": [], "visual": [], "embedded": [], "states": []}
     for row, count in enumerate(num_pads):
         n = length - count
-        real = torch.ones(n, dtype=torch.bool)
+        attention_mask = torch.ones(n, dtype=torch.bool)
         whole = {
             "ids": torch.where(visual, IMAGE_TOKEN_ID, target.input_ids)[row, :n],
-            "padding": real,
+            "padding": attention_mask,
             "visual": visual[row, :n],
         }
         whole |= {"embedded": embedded[row, :n], "states": target.hidden_states[row, :n]}
@@ -70,10 +71,16 @@ def build_prompt(
             parts[name].append(torch.cat([value, fill] if pad_right else [fill, value]))
     joined = {name: torch.stack(values) for name, values in parts.items()}
     return Prompt(
-        input_ids=joined["ids"], attention_mask=joined["padding"], visual_mask=joined["visual"], position_ids=joined["ids"],
-        hidden_states={0: joined["embedded"], NUM_LAYERS: joined["states"]}, vocab_size=40, banned_ids=frozenset((0, IMAGE_TOKEN_ID)),
-        shared_embeddings=target.shared_embeddings, **more,
-    )  # fmt: skip
+        input_ids=joined["ids"],
+        attention_mask=joined["padding"],
+        visual_mask=joined["visual"],
+        position_ids=joined["ids"],
+        hidden_states={0: joined["embedded"], NUM_LAYERS: joined["states"]},
+        vocab_size=40,
+        banned_ids=frozenset((0, IMAGE_TOKEN_ID)),
+        shared_embeddings=target.shared_embeddings,
+        **kwargs,
+    )
 
 
 def build_first_result(tokens: list[int]) -> VerifyResult:
@@ -84,7 +91,7 @@ def build_first_result(tokens: list[int]) -> VerifyResult:
 
 
 def build_result(tree: DraftTree, accepted_nodes: list[list[int]], tokens: list[list[int]]) -> VerifyResult:
-    """A round that walked these nodes and emitted these tokens."""
+    """The result of a round with these accepted nodes and emitted tokens."""
     longest = max(map(len, tokens))
     fill = (
         [[*row, *[0] * (longest - len(row))] for row in tokens],
@@ -94,36 +101,36 @@ def build_result(tree: DraftTree, accepted_nodes: list[list[int]], tokens: list[
     return VerifyResult(tree, torch.tensor(fill[1]), counts, torch.tensor(fill[0]), tokens, accepted_nodes)
 
 
-def begin_decoding(target: FakeTarget, drafter: EagleDrafter, prompt: Prompt) -> State:
-    """After the prompt was read, with the words that follow in the texts."""
+def begin_decoding(target: FakeTarget, drafter: EagleDrafter, prompt: Prompt) -> EagleState:
+    """The drafter's state after the prompt, with the next tokens of the texts as first tokens."""
     state = drafter.begin(prompt)
     lengths = prompt.attention_mask.sum(1).tolist()
     drafter.observe(state, build_first_result([int(target.input_ids[row, n]) for row, n in enumerate(lengths)]), {})
-    drafter.read(state)
+    drafter.sync(state)
     return state
 
 
 def reference_draft_inputs(
     target: FakeTarget, head: EagleHead, visual_mode: str, row: int, n: int
 ) -> tuple[list[Tensor], list[int]]:
-    """What a head reads by a rule of the first n words of a text, when the n-th is known, and the rows' positions."""
+    """The head's inputs for the first n tokens of a text in a visual mode, token n being known, and their positions."""
     visual = torch.zeros(2, 16, dtype=torch.bool)
     visual[:, 2:5] = True
     embed = target.shared_embeddings.embed_tokens
     embedded = target.merge_embeddings(visual)[row]
     after = embed(target.input_ids[row, n])
-    rows, places = [], []
+    rows, positions = [], []
     for p in range(n):
-        following = embedded[p + 1] if p + 1 < n else after
-        seen = p + 1 < n and bool(visual[row, p + 1])
-        if visual_mode == "textual" and seen:
+        next_embeds = embedded[p + 1] if p + 1 < n else after
+        visible = p + 1 < n and bool(visual[row, p + 1])
+        if visual_mode == "text_only" and visible:
             continue
-        if visual_mode == "blind" and seen:
-            following = embed(torch.tensor(IMAGE_TOKEN_ID))
-        fused = head.fc(torch.cat([following, target.hidden_states[row, p]]))
-        rows.append(following if visual_mode == "decoupled" and seen else fused)
-        places.append(p)
-    return rows, places
+        if visual_mode == "placeholder" and visible:
+            next_embeds = embed(torch.tensor(IMAGE_TOKEN_ID))
+        fused = head.fc(torch.cat([next_embeds, target.hidden_states[row, p]]))
+        rows.append(next_embeds if visual_mode == "decoupled" and visible else fused)
+        positions.append(p)
+    return rows, positions
 
 
 def reference_forward(
@@ -137,19 +144,19 @@ def reference_forward(
     angle = position_ids[:, None] * steps
     turn = torch.polar(torch.ones_like(angle), angle)[:, None]
 
-    def turned(v: Tensor) -> Tensor:
+    def rotate(v: Tensor) -> Tensor:
         pairs = torch.complex(v[..., : d // 2], v[..., d // 2 :]) * turn
         return torch.cat([pairs.real, pairs.imag], -1)
 
-    queries, keys = turned(queries), turned(keys)
+    queries, keys = rotate(queries), rotate(keys)
     out = torch.zeros(n, 4, d)
     for i in range(n):
         for h in range(4):
-            seen = torch.arange(n) <= i if attention_mask is None else attention_mask[i]
-            shares = (keys[seen, h // 2] @ queries[i, h] / math.sqrt(d)).softmax(0)
-            out[i, h] = shares @ values[seen, h // 2]
+            visible = torch.arange(n) <= i if attention_mask is None else attention_mask[i]
+            shares = (keys[visible, h // 2] @ queries[i, h] / math.sqrt(d)).softmax(0)
+            out[i, h] = shares @ values[visible, h // 2]
     inputs = inputs + layer.o_proj(out.flatten(1))
-    if not layer.feeds:
+    if not layer.has_mlp:
         return inputs
     normed = inputs * (inputs.pow(2).mean(-1, keepdim=True) + 1e-5).rsqrt() * layer.post_norm.weight
     gate, up = layer.gate_up_proj(normed).chunk(2, -1)
@@ -172,16 +179,16 @@ def scores_by_path(tree: DraftTree, row: int) -> dict[tuple[int, ...], float]:
     return found
 
 
-def build_train_batch(target: FakeTarget, seed: int = 0, length: int = 14) -> Lesson:
+def build_train_batch(target: FakeTarget, seed: int = 0, length: int = 14) -> TrainBatch:
     visual = torch.zeros(2, 16, dtype=torch.bool)
     visual[:, 2:5] = True
     index = torch.arange(16)[:length]
     answer = (index >= 7) & (index < torch.tensor([[14], [12]]))
-    real = index < torch.tensor([[14], [12]])
+    attention_mask = index < torch.tensor([[14], [12]])
     ids = torch.where(visual, IMAGE_TOKEN_ID, target.input_ids)[:, :length]
-    return Lesson(
+    return TrainBatch(
         ids,
-        real,
+        attention_mask,
         visual[:, :length],
         answer,
         target.merge_embeddings(visual)[:, :length],

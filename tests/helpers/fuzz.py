@@ -1,6 +1,7 @@
-"""Random cases of `generate`, run on the plain and on the patched model and compared in everything a caller can see.
+"""Random calls of `generate`, run on the plain and on the patched model, with all outputs compared.
 
-`Case` is drawn from a seed and says all there is to know. As a script: `python tests/helpers/fuzz.py --count 2000 --json out`.
+A `Case` is drawn from a seed and describes the calls completely. As a script:
+`python tests/helpers/fuzz.py --count 2000 --json out`.
 """
 
 from __future__ import annotations
@@ -39,8 +40,10 @@ from transformers import (
     TopKLogitsWarper,
 )
 
+from mmspec.interfaces import Prompt
+
 FAMILIES = tiny.FAMILIES[:4]
-"""What a seed chooses from. Families that came later are asked for by name, so that a seed keeps its meaning."""
+"""The families that a seed chooses from. Later ones are selected by name, so that seeds stay reproducible."""
 LATER_FAMILIES = tiny.FAMILIES[4:]
 BUILT_IN_DRAFTERS = ("none", "lookup", "recycling", "fused", "auto")
 TOLERANCE = 1e-4
@@ -48,7 +51,7 @@ TOLERANCE = 1e-4
 
 @dataclass(frozen=True)
 class Case:
-    """One case: a model, a few calls, and what they are called with. `options` are what a GenerationConfig can hold."""
+    """A model, one or two calls and their arguments. `options` are fields of a `GenerationConfig`."""
 
     seed: int
     spec: tiny.ModelSpec
@@ -75,13 +78,13 @@ class Case:
     pad: str
 
     def describe(self) -> str:
-        """Everything but the defaults, in a line."""
+        """All values that are not defaults, in one line."""
         model = {k: v for k, v in asdict(self.spec).items() if v != getattr(tiny.ModelSpec(), k)}
         rest = {k: v for k, v in asdict(self).items() if k != "spec" and v not in ("", None, False, (), {})}
         return f"{rest} on {model}"
 
 
-# --- drawing a case ---------------------------------------------------------------------------------------------------
+# --- draw a case ------------------------------------------------------------------------------------------------------
 
 
 def _spec(rng: random.Random, family: str) -> tiny.ModelSpec:
@@ -151,7 +154,7 @@ def _processors(rng: random.Random, vocab: int) -> dict[str, Any]:
 
 
 def _length(rng: random.Random) -> dict[str, Any]:
-    """`max_length` counts from the end of the first prompt until `stage` knows how long that is."""
+    """`max_length` is relative to the end of the first prompt; `prepare_case` makes it absolute."""
     kind = rng.random()
     if kind < 0.85:
         return {"max_new_tokens": rng.choice((1, 2, 3, rng.randint(4, 12), rng.randint(8, 24), rng.randint(12, 40)))}
@@ -170,7 +173,7 @@ def _choose_with_rate(rng: random.Random, rate: float, choices: Sequence[str]) -
 
 
 def draw_case(seed: int, family: str = "") -> Case:
-    """The case of `seed`, with a model of `family` in place of the one drawn."""
+    """The case of `seed`, with a model of `family` instead of the drawn one."""
     rng = random.Random(f"mmspec {seed}")
     spec = _spec(rng, family)
     options = {**_sampling(rng), **_processors(rng, spec.vocab), **_length(rng), **_returns(rng)}
@@ -216,7 +219,7 @@ def draw_case(seed: int, family: str = "") -> Case:
 
 @dataclass
 class CallOutcome:
-    """What one call gave, everything a caller can see."""
+    """All outputs of one call."""
 
     sequences: Tensor | None = None
     type_name: str = ""
@@ -232,7 +235,7 @@ class CallOutcome:
 
 @dataclass
 class PreparedCase:
-    """A case made concrete: the model, the inputs of its turns, and the options that hang on what the model says."""
+    """A case with its model, the inputs of its turns, and the options that depend on the model's output."""
 
     case: Case
     model: PreTrainedModel
@@ -243,51 +246,51 @@ class PreparedCase:
 
 def _inputs(case: Case, model: PreTrainedModel) -> list[tiny.Inputs]:
     rng = random.Random(case.seed)
-    made = []
+    turns = []
     for turn in range(2 if case.turns == "other" else 1):
         batch = case.batch if turn == 0 else rng.choice([b for b in (1, 2, 3) if b != case.batch])
         clips = [rng.randint(0, 1) for _ in range(batch)] if case.videos else None
         clips = clips if clips and any(clips) else None
         images = [rng.randint(0, 2) for _ in range(batch)] if clips or rng.random() < 0.4 else None
-        few = rng.choice((5, 30))
+        num_distinct_ids = rng.choice((5, 30))
         seed = rng.randrange(10**6)
-        args: dict[str, Any] = {"padding": case.padding, "mask": case.mask, "num_distinct_ids": few}
-        made.append(tiny.build_inputs(model, seed, batch, images=images, videos=clips, **args))
-    return made * 2 if case.turns == "again" else made
+        args: dict[str, Any] = {"padding": case.padding, "mask": case.mask, "num_distinct_ids": num_distinct_ids}
+        turns.append(tiny.build_inputs(model, seed, batch, images=images, videos=clips, **args))
+    return turns * 2 if case.turns == "again" else turns
 
 
 def _generate_freely(case: Case, model: PreTrainedModel, given: tiny.Inputs) -> list[list[int]]:
-    """What the model says with no stop conditions: rows of generated tokens."""
+    """Rows of generated tokens without stop conditions."""
     free = {k: v for k, v in case.options.items() if k in ("do_sample", "temperature", "top_k", "top_p")}
     torch.manual_seed(case.seed)
     with override_generation_config(model, None):
-        said = model.generate(**given, **free, max_new_tokens=16)
-    return said[:, given["input_ids"].shape[1] :].tolist()
+        sequences = model.generate(**given, **free, max_new_tokens=16)
+    return sequences[:, given["input_ids"].shape[1] :].tolist()
 
 
 def prepare_case(case: Case) -> PreparedCase:
-    """Build the model, the inputs, and stop conditions and biases that concern what this model is about to say."""
+    """Build the model, the inputs, and stop conditions and biases that affect this model's output."""
     model, rng = tiny.build_model(case.spec), random.Random(case.seed + 1)
     inputs = _inputs(case, model)
     probe = _generate_freely(case, model, inputs[0])
-    said = [token for row in probe for token in row[1:]]
-    spelled = tiny.token_texts(case.spec)
+    generated = [token for row in probe for token in row[1:]]
+    texts_by_id = tiny.token_texts(case.spec)
     found: dict[str, Any] = {}
     if case.stop_strings:
-        texts = ["".join(spelled[token] for token in row[1:]) for row in probe]
+        texts = ["".join(texts_by_id[token] for token in row[1:]) for row in probe]
         begins = [(text, rng.randrange(len(text) - 5)) for text in rng.choices(texts, k=2)]
         stops = [text[begin : begin + rng.randint(2, 5)] for text, begin in begins]
         found["stop_strings"] = stops if rng.random() < 0.7 else stops[0]
     if "bad_words_ids" in case.biased:
-        found["bad_words_ids"] = [[said[0]], said[3:5], [probe[0][4], probe[0][5], probe[0][6]]]
+        found["bad_words_ids"] = [[generated[0]], generated[3:5], [probe[0][4], probe[0][5], probe[0][6]]]
     if "sequence_bias" in case.biased:
-        found["sequence_bias"] = [[[said[1]], -4.0], [probe[0][2:4], -9.0], [[said[5], said[6]], 6.0]]
+        found["sequence_bias"] = [[[generated[1]], -4.0], [probe[0][2:4], -9.0], [[generated[5], generated[6]], 6.0]]
     if "forced_eos_token_id" in case.biased:
-        free = [token for token in said if token not in case.options.get("suppress_tokens", ())]
+        free = [token for token in generated if token not in case.options.get("suppress_tokens", ())]
         found["forced_eos_token_id"] = rng.choice(free or [tiny.special_ids(case.spec).eos])
     if "max_length" in case.options:
         found["max_length"] = inputs[0]["input_ids"].shape[1] + case.options["max_length"]
-    some = rng.choices(said, k=3)
+    some = rng.choices(generated, k=3)
     own = tiny.special_ids(case.spec).eos
     choices = {"one": [own], "first": [some[0]], "several": [own, *some[: rng.randint(1, 3)]], "none": None}
     return PreparedCase(case, model, inputs, found, choices[case.eos])
@@ -297,9 +300,9 @@ def prepare_case(case: Case) -> PreparedCase:
 def override_generation_config(
     model: PreTrainedModel, eos_token_ids: list[int] | None, options: dict[str, Any] | None = None, pad: str = ""
 ) -> Iterator[None]:
-    """The model's own generation config, changed for a while; a changed copy left behind would be a fault."""
-    kept = model.generation_config
-    model.generation_config = copy.deepcopy(kept)
+    """The model's own generation config, changed within the context. Asserts that `generate` does not change it."""
+    original = model.generation_config
+    model.generation_config = copy.deepcopy(original)
     model.generation_config.eos_token_id = (
         eos_token_ids if eos_token_ids is None or len(eos_token_ids) > 1 else eos_token_ids[0]
     )
@@ -312,40 +315,42 @@ def override_generation_config(
         yield
         assert model.generation_config.to_dict() == before, "the model's generation config was changed"
     finally:
-        model.generation_config = kept
+        model.generation_config = original
 
 
 def _arguments(
-    stage: PreparedCase, given: tiny.Inputs, cache: Any, logs: dict[str, adversarial.CallLog], spy: bool
+    prepared: PreparedCase, inputs: tiny.Inputs, cache: Any, logs: dict[str, adversarial.CallLog], spy: bool
 ) -> dict[str, Any]:
     """The keyword arguments of one call, with fresh processors, criteria, streamers and logs."""
-    case, made = stage.case, dict(given)
-    options = copy.deepcopy({**case.options, **stage.output_options})
+    case, arguments = prepared.case, dict(inputs)
+    options = copy.deepcopy({**case.options, **prepared.output_options})
     if spy:
         options |= {"return_dict_in_generate": True, "output_hidden_states": True, "output_logits": True}
     if case.where == "config":
-        made["generation_config"] = GenerationConfig(**options)
+        arguments["generation_config"] = GenerationConfig(**options)
     elif case.where == "call" or spy:
-        made |= options
+        arguments |= options
     if case.stop_strings:
-        made["tokenizer"] = tiny.build_tokenizer(case.spec)
+        arguments["tokenizer"] = tiny.build_tokenizer(case.spec)
     if cache is not None:
-        made["past_key_values"] = cache
-    length, name = given["input_ids"].shape[1], case.processor
+        arguments["past_key_values"] = cache
+    length, name = inputs["input_ids"].shape[1], case.processor
     if name == "known":
         known = (TopKLogitsWarper(4), TemperatureLogitsWarper(0.6), RepetitionPenaltyLogitsProcessor(1.2))
-        made["logits_processor"] = LogitsProcessorList([known[case.seed % 3]])
+        arguments["logits_processor"] = LogitsProcessorList([known[case.seed % 3]])
     elif name:
-        made["logits_processor"] = LogitsProcessorList(
+        arguments["logits_processor"] = LogitsProcessorList(
             [adversarial.PROCESSORS[name](logs.setdefault(name, adversarial.CallLog()))]
         )
     if case.prefix:
-        watch = logs.setdefault("prefix", adversarial.CallLog())
-        made["prefix_allowed_tokens_fn"] = adversarial.PrefixConstraint(watch, case.spec.vocab, case.prefix == "pure")
+        log = logs.setdefault("prefix", adversarial.CallLog())
+        arguments["prefix_allowed_tokens_fn"] = adversarial.PrefixConstraint(
+            log, case.spec.vocab, case.prefix == "pure"
+        )
     if case.criterion:
-        watch = logs.setdefault(case.criterion, adversarial.CallLog())
-        made["stopping_criteria"] = StoppingCriteriaList(
-            [adversarial.CRITERIA[case.criterion](watch, length, case.seed)]
+        log = logs.setdefault(case.criterion, adversarial.CallLog())
+        arguments["stopping_criteria"] = StoppingCriteriaList(
+            [adversarial.CRITERIA[case.criterion](log, length, case.seed)]
         )
     if case.streamer:
         streamer = {
@@ -353,19 +358,19 @@ def _arguments(
             "failing": adversarial.FailingStreamer,
             "gambling": adversarial.RngStreamer,
         }[case.streamer]
-        made["streamer"] = streamer(logs.setdefault("streamer", adversarial.CallLog()))
-    return made
+        arguments["streamer"] = streamer(logs.setdefault("streamer", adversarial.CallLog()))
+    return arguments
 
 
 def clone_cache_tensors(cache: Any) -> tuple[Tensor, ...]:
     return tuple(x.clone() for layer in cache.layers for x in (layer.keys, layer.values) if x is not None)
 
 
-def _call(model: PreTrainedModel, made: dict[str, Any], logs: dict[str, adversarial.CallLog]) -> CallOutcome:
-    outcome, cache = CallOutcome(), made.get("past_key_values")
-    tensors = {name: value.clone() for name, value in made.items() if isinstance(value, Tensor)}
+def _call(model: PreTrainedModel, arguments: dict[str, Any], logs: dict[str, adversarial.CallLog]) -> CallOutcome:
+    outcome, cache = CallOutcome(), arguments.get("past_key_values")
+    tensors = {name: value.clone() for name, value in arguments.items() if isinstance(value, Tensor)}
     try:
-        result = model.generate(**made)
+        result = model.generate(**arguments)
     except AssertionError:
         raise
     except Exception as error:
@@ -380,28 +385,28 @@ def _call(model: PreTrainedModel, made: dict[str, Any], logs: dict[str, adversar
             outcome.type_name += f" {type(cache).__name__} {[type(layer).__name__ for layer in cache.layers]}"
             outcome.tensors["cache"], outcome.cache_length = clone_cache_tensors(cache), cache.get_seq_length()
             outcome.past_key_values = cache
-    changed = [name for name, value in tensors.items() if not torch.equal(value, made[name])]
+    changed = [name for name, value in tensors.items() if not torch.equal(value, arguments[name])]
     assert not changed, f"inputs {changed} were changed in place"
     outcome.rng_state = torch.get_rng_state()
     outcome.logs = {name: log.calls for name, log in logs.items()}
     return outcome
 
 
-def _next_inputs(stage: PreparedCase, turn: int, before: CallOutcome | None) -> tuple[tiny.Inputs, Any]:
+def _next_inputs(prepared: PreparedCase, turn: int, before: CallOutcome | None) -> tuple[tiny.Inputs, Any]:
     """Inputs and cache of a turn; continued conversations build on the outcome before."""
-    case = stage.case
+    case = prepared.case
     if turn and case.turns in ("continue", "tail"):
         assert before is not None and before.sequences is not None
         given = tiny.build_next_turn(
-            stage.inputs[0], before.sequences, case.seed, case.spec, hide_pads=case.seed % 3 == 0
+            prepared.inputs[0], before.sequences, case.seed, case.spec, hide_pads=case.seed % 3 == 0
         )
         if case.turns == "tail" and before.cache_length:
             given["input_ids"] = given["input_ids"][:, before.cache_length :]
         return given, before.past_key_values
     if case.cache and not (turn and case.turns == "continue"):
-        text = stage.model.config.get_text_config()
-        return stage.inputs[turn], DynamicCache() if case.cache == "bare" else DynamicCache(config=text)
-    return stage.inputs[turn], None
+        text = prepared.model.config.get_text_config()
+        return prepared.inputs[turn], DynamicCache() if case.cache == "bare" else DynamicCache(config=text)
+    return prepared.inputs[turn], None
 
 
 def run_calls(
@@ -410,12 +415,13 @@ def run_calls(
     return_states: bool = False,
     rng_states: Sequence[Tensor | None] = (),
 ) -> list[CallOutcome]:
-    """All calls of a case, one after the other, on whatever the model's `generate` is now.
+    """Run all calls of a case with the model's current `generate`.
 
     Args:
-        extra: more keyword arguments of each call.
-        spy: ask for hidden states and logits as well, by keywords.
-        states: generator states to set after each call, where they are not to carry over.
+        prepared: the case.
+        extra_kwargs: more keyword arguments of each call.
+        return_states: also return hidden states and logits.
+        rng_states: generator states to set after each call; by default the state carries over.
     """
     case, outcomes = prepared.case, list[CallOutcome]()
     options = (
@@ -430,8 +436,8 @@ def run_calls(
                 break
             given, cache = _next_inputs(prepared, turn, before)
             logs: dict[str, adversarial.CallLog] = {}
-            made = _arguments(prepared, given, cache, logs, return_states)
-            outcomes.append(_call(prepared.model, {**made, **extra_kwargs[turn]}, logs))
+            arguments = _arguments(prepared, given, cache, logs, return_states)
+            outcomes.append(_call(prepared.model, {**arguments, **extra_kwargs[turn]}, logs))
             if turn < len(rng_states):
                 torch.set_rng_state(rng_states[turn])
     return outcomes
@@ -442,7 +448,7 @@ def run_calls(
 
 @dataclass
 class Difference:
-    """One thing that came out differently; `margin` is the plain model's top-2 margin where sequences part."""
+    """One difference; `margin` is the plain model's top-2 margin where the sequences diverge."""
 
     kind: str
     turn: int
@@ -452,7 +458,7 @@ class Difference:
 
 @dataclass
 class CaseResult:
-    """What became of a case."""
+    """The result of a case."""
 
     case: Case
     differences: list[Difference]
@@ -464,7 +470,7 @@ class CaseResult:
     seconds: float
 
     def report(self) -> str:
-        """The failures of this case, and how to see them again."""
+        """The differences of this case, and the command that reproduces them."""
         later = f" --family {self.case.spec.family}" if self.case.spec.family in LATER_FAMILIES else ""
         lines = [f"seed {self.case.seed}: python tests/helpers/fuzz.py --first-seed {self.case.seed} --count 1{later}"]
         lines += [f"  case: {self.case.describe()}"]
@@ -513,7 +519,7 @@ def _compare_logs(a: list[Any], b: list[Any]) -> str:
 
 
 def _strip_tensor(error: str) -> str:
-    """An error without the tensor that some of HF's messages print: ours has a row per node."""
+    """An error without the tensor that some messages print: with drafts it has a row per node."""
     return error.split("(Tensor of shape")[0]
 
 
@@ -539,7 +545,7 @@ def compare_outcomes(plain: CallOutcome, patched: CallOutcome, turn: int) -> lis
 
 @contextmanager
 def record_margins(margins: list[list[float]]) -> Iterator[None]:
-    """Note for every column how far, in log space, each row's pick was ahead of the second."""
+    """Record for every step the margin, in log space, of each row's sampled id over the second."""
     multinomial, argmax = torch.multinomial, torch.argmax
 
     def watch(chances: Tensor) -> None:
@@ -565,8 +571,8 @@ def record_margins(margins: list[list[float]]) -> Iterator[None]:
         torch.multinomial, torch.argmax = multinomial, argmax
 
 
-def _margin(stage: PreparedCase, turn: int, plain: CallOutcome, patched: CallOutcome) -> float | None:
-    """The plain model's margin at the first column in which the sequences of a turn differ, run again to see it."""
+def _margin(prepared: PreparedCase, turn: int, plain: CallOutcome, patched: CallOutcome) -> float | None:
+    """The plain model's margin at the first step at which the sequences of a turn differ. Runs the calls again."""
     assert plain.sequences is not None and patched.sequences is not None
     length = min(plain.sequences.shape[1], patched.sequences.shape[1])
     off = (plain.sequences[:, :length] != patched.sequences[:, :length]).nonzero().tolist()
@@ -574,53 +580,57 @@ def _margin(stage: PreparedCase, turn: int, plain: CallOutcome, patched: CallOut
         return None
     row, column = min(off, key=lambda x: x[1])
     margins: list[list[float]] = []
-    torch.manual_seed(stage.case.seed)
+    torch.manual_seed(prepared.case.seed)
     with record_margins(margins):
-        again = run_calls(stage)[turn]
+        again = run_calls(prepared)[turn]
     assert again.sequences is not None
     step = len(margins) - (again.sequences.shape[1] - column)
     return margins[step][row] if 0 <= step < len(margins) and row < len(margins[step]) else None
 
 
 def check_hidden_states(prepared: PreparedCase, drafter: adversarial.HiddenStateDrafter) -> list[Difference]:
-    """Compare what a drafter was shown with the hidden states and logits of plain calls."""
+    """Compare the hidden states and top ids that a drafter received with those of plain calls."""
     torch.manual_seed(prepared.case.seed)
     plain = run_calls(prepared, return_states=True)
-    faults = [Difference("taps", 0, fault) for fault in drafter.faults]
-    for seen in drafter.observed:
+    faults = [Difference("hidden states", 0, fault) for fault in drafter.faults]
+    for entry in drafter.observed:
         if (
-            seen.call_index >= len(plain)
-            or plain[seen.call_index].error
-            or seen.step + 1 >= len(plain[seen.call_index].hidden_states)
+            entry.call_index >= len(plain)
+            or plain[entry.call_index].error
+            or entry.step + 1 >= len(plain[entry.call_index].hidden_states)
         ):
             continue
-        sequences = plain[seen.call_index].sequences
-        start = sequences.shape[1] - len(plain[seen.call_index].hidden_states)
-        if int(sequences[seen.row, start + seen.step]) != seen.token:
+        sequences = plain[entry.call_index].sequences
+        start = sequences.shape[1] - len(plain[entry.call_index].hidden_states)
+        if int(sequences[entry.row, start + entry.step]) != entry.token:
             continue  # scored ahead, and cut later
         states, logits = (
-            plain[seen.call_index].hidden_states[seen.step + 1],
-            plain[seen.call_index].tensors["logits"][seen.step + 1],
+            plain[entry.call_index].hidden_states[entry.step + 1],
+            plain[entry.call_index].tensors["logits"][entry.step + 1],
         )
-        for i, tap in seen.hidden_states.items():
-            off = (states[i][seen.row, -1] - tap).abs().max()
-            if not off < TOLERANCE * max(1.0, float(tap.abs().max())):
-                where = f"row {seen.row}, column {seen.step}, tap {i}"
-                faults.append(Difference("taps", seen.call_index, f"{where}: off {off:.1e}"))
-        row = logits[seen.row]
-        if not torch.allclose(row[seen.top_ids], row.topk(len(seen.top_ids)).values, atol=TOLERANCE, rtol=TOLERANCE):
-            faults.append(Difference("top_ids", seen.call_index, f"row {seen.row}, column {seen.step}: {seen.top_ids}"))
+        for i, hidden in entry.hidden_states.items():
+            off = (states[i][entry.row, -1] - hidden).abs().max()
+            if not off < TOLERANCE * max(1.0, float(hidden.abs().max())):
+                where = f"row {entry.row}, step {entry.step}, hidden state {i}"
+                faults.append(Difference("hidden states", entry.call_index, f"{where}: off {off:.1e}"))
+        row = logits[entry.row]
+        if not torch.allclose(row[entry.top_ids], row.topk(len(entry.top_ids)).values, atol=TOLERANCE, rtol=TOLERANCE):
+            faults.append(
+                Difference("top_ids", entry.call_index, f"row {entry.row}, step {entry.step}: {entry.top_ids}")
+            )
     for call, prompt in enumerate(drafter.prompts[: len(plain)]):
         faults += [Difference("prompt", call, fault) for fault in _prompt_faults(prepared, prompt, plain[call])]
     return faults[:5]
 
 
-def _prompt_faults(stage: PreparedCase, prompt: Prompt, plain: CallOutcome) -> Iterator[str]:
-    special, ids = tiny.special_ids(stage.case.spec), prompt.input_ids
-    placeholders = {special.image, special.video} if hasattr(stage.model.config, "video_token_id") else {special.image}
-    if prompt.vocab_size != stage.case.spec.vocab:
-        yield f"vocab_size {prompt.vocab_size} instead of {stage.case.spec.vocab}"
-    pads = set() if stage.case.pad or special.pad in (stage.eos_token_ids or ()) else {special.pad}
+def _prompt_faults(prepared: PreparedCase, prompt: Prompt, plain: CallOutcome) -> Iterator[str]:
+    special, ids = tiny.special_ids(prepared.case.spec), prompt.input_ids
+    placeholders = (
+        {special.image, special.video} if hasattr(prepared.model.config, "video_token_id") else {special.image}
+    )
+    if prompt.vocab_size != prepared.case.spec.vocab:
+        yield f"vocab_size {prompt.vocab_size} instead of {prepared.case.spec.vocab}"
+    pads = set() if prepared.case.pad or special.pad in (prepared.eos_token_ids or ()) else {special.pad}
     if not placeholders | pads <= prompt.banned_ids:
         yield f"banned {sorted(prompt.banned_ids)} misses placeholders or pad"
     if (
@@ -636,13 +646,13 @@ def _prompt_faults(stage: PreparedCase, prompt: Prompt, plain: CallOutcome) -> I
         yield "segments do not cover the visual tokens exactly"
     if plain.hidden_states is None:
         return
-    for i, tap in prompt.hidden_states.items():
+    for i, hidden in prompt.hidden_states.items():
         state = plain.hidden_states[0][i]
         keep = prompt.attention_mask[:, -state.shape[1] :]  # a continued conversation reads only what is new
-        if state.shape != tap.shape:
-            yield f"prompt tap {i} has shape {list(tap.shape)} instead of {list(state.shape)}"
-        elif (state - tap)[keep].abs().max() > TOLERANCE * max(1.0, float(tap.abs().max())):
-            yield f"prompt tap {i} is off by {(state - tap)[keep].abs().max():.1e}"
+        if state.shape != hidden.shape:
+            yield f"hidden state {i} of the prompt has shape {list(hidden.shape)} instead of {list(state.shape)}"
+        elif (state - hidden)[keep].abs().max() > TOLERANCE * max(1.0, float(hidden.abs().max())):
+            yield f"hidden state {i} of the prompt is off by {(state - hidden)[keep].abs().max():.1e}"
 
 
 def _grid_mask(prompt: Prompt) -> Tensor:
@@ -668,28 +678,28 @@ def _build_drafter(case: Case, answers: list[Tensor]) -> Any:
     return adversarial.DRAFTERS[case.drafter](case.seed, answers)
 
 
-def _per_call_options(case: Case, answers: list[Tensor], stage: PreparedCase) -> list[dict[str, Any]]:
+def _per_call_options(case: Case, answers: list[Tensor], prepared: PreparedCase) -> list[dict[str, Any]]:
     """The `mmspec=` argument of each call, if the case has one."""
-    made: list[dict[str, Any]] = [{}, {}]
+    options: list[dict[str, Any]] = [{}, {}]
     if (
         case.override == "reference"
         and case.drafter in BUILT_IN_DRAFTERS
         and len(answers)
         and "num_return_sequences" not in case.options
     ):
-        made[0] = {"mmspec": {"reference_ids": answers[0].tolist()}}
+        options[0] = {"mmspec": {"reference_ids": answers[0].tolist()}}
     elif case.override == "drafter":
-        made[case.seed % 2] = {"mmspec": {"drafter": adversarial.MalformedDrafter(case.seed, answers)}}
+        options[case.seed % 2] = {"mmspec": {"drafter": adversarial.MalformedDrafter(case.seed, answers)}}
     elif case.override == "deterministic":
-        made = [{"mmspec": {"deterministic": True}}] * 2
+        options = [{"mmspec": {"deterministic": True}}] * 2
     elif case.override == "enabled":
-        made[case.seed % 2] = {"mmspec": {"enabled": bool(case.seed % 4 < 2)}}
-    return made
+        options[case.seed % 2] = {"mmspec": {"enabled": bool(case.seed % 4 < 2)}}
+    return options
 
 
 @contextmanager
 def patch_model(model: PreTrainedModel, drafter: Any, **options: Any) -> Iterator[None]:
-    """The model with mmspec, for a while."""
+    """Context in which the model is patched."""
     import mmspec
 
     own = set(model.__dict__)
@@ -704,7 +714,7 @@ def patch_model(model: PreTrainedModel, drafter: Any, **options: Any) -> Iterato
 
 
 def _run_patched(
-    case: Case, stage: PreparedCase, plain: list[CallOutcome]
+    case: Case, prepared: PreparedCase, plain: list[CallOutcome]
 ) -> tuple[list[CallOutcome], Any, dict[str, Any]]:
     import mmspec
 
@@ -712,45 +722,47 @@ def _run_patched(
     drafter = _build_drafter(case, answers)
     if case.seeded == "before":
         torch.manual_seed(case.seed)
-    with patch_model(stage.model, drafter, deterministic=case.deterministic, nodes=case.nodes):
+    with patch_model(prepared.model, drafter, deterministic=case.deterministic, tree_size=case.nodes):
         if case.seeded == "after":
             torch.manual_seed(case.seed)
         if case.override == "disabled":
             with mmspec.disabled():
-                run_calls(stage)
+                run_calls(prepared)
             torch.manual_seed(case.seed)
         states = [outcome.rng_state for outcome in plain] if case.drafter == "raising" else []
-        outcomes = run_calls(stage, _per_call_options(case, answers, stage), rng_states=states)
-        stats = mmspec.stats(stage.model).as_dict()
+        outcomes = run_calls(prepared, _per_call_options(case, answers, prepared), rng_states=states)
+        stats = mmspec.stats(prepared.model).as_dict()
     return outcomes, drafter, stats
 
 
 def run_case(case: Case, identity: bool = False) -> CaseResult:
     """Run a case on the plain model, then on the same model patched, and compare. `identity` leaves out the patch."""
-    began = time.perf_counter()
-    made = prepare_case(case)
+    start_time = time.perf_counter()
+    prepared = prepare_case(case)
     torch.manual_seed(case.seed)
-    plain = run_calls(made)
+    plain = run_calls(prepared)
     drafter: Any = None
     stats: dict[str, Any] = {}
     if identity:
         torch.manual_seed(case.seed)
-        outcomes = run_calls(made)
+        outcomes = run_calls(prepared)
     else:
-        outcomes, drafter, stats = _run_patched(case, made, plain)
-    differences = _find_differences(case, made, plain, outcomes)
+        outcomes, drafter, stats = _run_patched(case, prepared, plain)
+    differences = _find_differences(case, prepared, plain, outcomes)
     if isinstance(drafter, adversarial.HiddenStateDrafter) and not differences:
-        differences += check_hidden_states(made, drafter)
-    spent = time.perf_counter() - began
+        differences += check_hidden_states(prepared, drafter)
+    spent = time.perf_counter() - start_time
     errors = [outcome.error for outcome in plain if outcome.error]
     tokens = sum(
-        x.sequences[:, made.inputs[0]["input_ids"].shape[1] :].numel() for x in plain if x.sequences is not None
+        x.sequences[:, prepared.inputs[0]["input_ids"].shape[1] :].numel() for x in plain if x.sequences is not None
     )
-    return CaseResult(case, differences, errors, len(plain), tokens, stats, str(stats.get("fallback") or ""), spent)
+    return CaseResult(
+        case, differences, errors, len(plain), tokens, stats, str(stats.get("fallback_reason") or ""), spent
+    )
 
 
 def _find_differences(
-    case: Case, made: PreparedCase, plain: list[CallOutcome], outcomes: list[CallOutcome]
+    case: Case, prepared: PreparedCase, plain: list[CallOutcome], outcomes: list[CallOutcome]
 ) -> list[Difference]:
     differences: list[Difference] = []
     for turn, (a, b) in enumerate(zip(plain, outcomes, strict=False)):
@@ -759,7 +771,7 @@ def _find_differences(
         found = compare_outcomes(a, b, turn)
         for difference in found:
             if difference.kind == "sequences":
-                difference.margin = _margin(made, turn, a, b)
+                difference.margin = _margin(prepared, turn, a, b)
         differences += found
         if found or a.error:
             break  # what follows builds on what differs, or on a generator state that nobody promised
@@ -780,7 +792,7 @@ def _time_limit(seconds: int) -> Iterator[None]:
 
 
 def run_seed(seed: int, identity: bool = False, timeout_s: int = 120, family: str = "") -> CaseResult:
-    """`run_case(draw(seed, family))`, with a time limit, and with whatever escapes it as a difference."""
+    """`run_case(draw_case(seed, family))` with a time limit; an exception becomes a difference."""
     case = draw_case(seed, family)
     try:
         with _time_limit(timeout_s), warnings.catch_warnings():
@@ -793,13 +805,13 @@ def run_seed(seed: int, identity: bool = False, timeout_s: int = 120, family: st
 
 
 def init_worker() -> None:
-    """One thread, and no chatter from transformers."""
+    """One thread, and only errors from transformers."""
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
 
 
 def summarize(results: Sequence[CaseResult]) -> dict[str, Any]:
-    """Counts over all cases, by family, drafter, mode, batch and so on, and what the drafters achieved."""
+    """Counts over all cases, by family, drafter, mode, batch and so on, and sums per drafter."""
 
     def count(key: Callable[[CaseResult], str]) -> dict[str, str]:
         total, bad = Counter(map(key, results)), Counter(key(r) for r in results if r.differences)
@@ -808,7 +820,7 @@ def summarize(results: Sequence[CaseResult]) -> dict[str, Any]:
     drafted: dict[str, list[int]] = {}
     for r in results:
         sums = drafted.setdefault(r.case.drafter, [0, 0, 0])
-        for i, name in enumerate(("rounds", "drafted", "accepted")):
+        for i, name in enumerate(("rounds", "num_draft_tokens", "num_accepted_tokens")):
             sums[i] += int(r.stats.get(name) or 0)
     return {
         "cases": len(results),

@@ -1,4 +1,4 @@
-"""The same request on the plain model and on the patched one, and everything there is to compare."""
+"""Run the same call on the plain and on the patched model, and compare all outputs."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ Kwargs = dict[str, Any]
 
 @lru_cache(maxsize=32)
 def build_cached_model(spec: tiny.ModelSpec) -> PreTrainedModel:
-    """A model that is made once."""
+    """A model, built once per spec."""
     return tiny.build_model(spec)
 
 
 def get_model(family: str = "llava", **changes: Any) -> PreTrainedModel:
-    """A model that tests share; whatever a test does to it, it undoes."""
+    """A model shared between tests; a test must undo its changes."""
     return build_cached_model(tiny.ModelSpec(family, **changes))
 
 
 def generate_plain(model: PreTrainedModel, inputs: tiny.Inputs, seed: int = 0, /, **kwargs: Any) -> Any:
-    """What the plain model returns after `torch.manual_seed(seed)`."""
+    """The output of `generate` after `torch.manual_seed(seed)`."""
     torch.manual_seed(seed)
     return model.generate(**inputs, **kwargs)
 
@@ -45,11 +45,11 @@ def generate_tokens(model: PreTrainedModel, inputs: tiny.Inputs, **kwargs: Any) 
 
 @contextmanager
 def speculate(model: PreTrainedModel, drafter: Any = "oracle", reference: Any = None, **options: Any) -> Iterator[Any]:
-    """The model patched with a drafter by name; liars know `answer`, the plain output."""
+    """Context with the model patched; adversarial drafters know `reference`, the plain output."""
     answers = [] if reference is None else [reference if isinstance(reference, Tensor) else reference.sequences]
     if drafter in adversarial.DRAFTERS:
         drafter = adversarial.DRAFTERS[drafter](1, answers)
-    options.setdefault("nodes", 8)
+    options.setdefault("tree_size", 8)
     with fuzz.patch_model(model, drafter, **options):
         yield drafter
 
@@ -62,9 +62,9 @@ def assert_parity(
     patch_options: Kwargs | None = None,
     **kwargs: Any,
 ) -> mmspec.Stats:
-    """Assert that plain and patched agree in tokens, scores, cache and generator state; the statistics of the call.
+    """Assert that plain and patched agree in tokens, scores, cache and generator state; returns the statistics.
 
-    `drafter` may be a function that makes one from the plain ids.
+    `drafter` may be a function from the plain sequences to a drafter.
     """
     plain = generate_plain(model, inputs, seed, **call_factories(kwargs))
     state = torch.get_rng_state()
@@ -72,7 +72,7 @@ def assert_parity(
         drafter = drafter(plain if isinstance(plain, Tensor) else plain.sequences)
     with speculate(model, drafter, plain, **(patch_options or {})):
         mine = generate_plain(model, inputs, seed, **call_factories(kwargs))
-        assert torch.equal(torch.get_rng_state(), state), "the generator is in another state afterwards"
+        assert torch.equal(torch.get_rng_state(), state), "the generator state differs"
         stats = mmspec.stats(model, last=True)
     outcomes = [build_outcome(result, state) for result in (plain, mine)]
     differences = fuzz.compare_outcomes(*outcomes, turn=0)
@@ -81,7 +81,7 @@ def assert_parity(
 
 
 FACTORY_ARGUMENTS = ("logits_processor", "stopping_criteria", "past_key_values", "prefix_allowed_tokens_fn")
-"""Arguments that may be given as a factory, since they have a memory."""
+"""Arguments that may be passed as a factory, because they are stateful."""
 
 
 def call_factories(kwargs: Kwargs) -> Kwargs:
@@ -89,13 +89,13 @@ def call_factories(kwargs: Kwargs) -> Kwargs:
 
 
 def build_outcome(result: Any, state: Tensor) -> fuzz.CallOutcome:
-    made = fuzz.CallOutcome(type_name=type(result).__name__, rng_state=state)
-    made.sequences = result if isinstance(result, Tensor) else result.sequences
+    outcome = fuzz.CallOutcome(type_name=type(result).__name__, rng_state=state)
+    outcome.sequences = result if isinstance(result, Tensor) else result.sequences
     if not isinstance(result, Tensor):
-        made.tensors = {k: tuple(result[k]) for k in ("scores", "logits") if result.get(k) is not None}
+        outcome.tensors = {k: tuple(result[k]) for k in ("scores", "logits") if result.get(k) is not None}
         if (cache := result.past_key_values) is not None:
-            made.tensors["cache"], made.cache_length = fuzz.clone_cache_tensors(cache), cache.get_seq_length()
-    return made
+            outcome.tensors["cache"], outcome.cache_length = fuzz.clone_cache_tensors(cache), cache.get_seq_length()
+    return outcome
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Draft heads with random weights, in the shape of a tiny target: their guesses are noise, their machinery is not."""
+"""Draft heads with random weights for a tiny target: the drafts are random, the code paths are real."""
 
 from __future__ import annotations
 
@@ -14,81 +14,94 @@ from mmspec.drafters.block.parallel import ParallelDrafter, ParallelHead
 from mmspec.drafters.eagle.drafter import EagleDrafter
 from mmspec.drafters.eagle.head import Eagle3Head, EagleHead, HeadConfig
 from mmspec.drafters.eagle.vispec import VispecDrafter, VispecHead
-from mmspec.drafters.eagle.visual_inputs import RULES
-from mmspec.vision.compressors.cost_based import Measured
+from mmspec.drafters.eagle.visual_inputs import VISUAL_MODES
+from mmspec.vision.compressors.cost_based import CostBased
 from mmspec.vision.compressors.latent import LatentCompressor
-from mmspec.vision.registry import new
+from mmspec.vision.registry import init_compressor
 
 BLOCK_DRAFTERS = ("flash", "chained", "parallel", "linked", "falcon")
 SELECTING_COMPRESSORS = ("stride:3", "random:3", "relevant:3", "salient:3", "diverse:3", "identity", "drop")
 COMPRESSOR_SPECS = ("conv:3", "resampler:2", "elastic:4", "pool:3", *SELECTING_COMPRESSORS)
-DRAFTER_KINDS = (*RULES, "trimmed", "eagle3", "vispec", *BLOCK_DRAFTERS, "latent", "measured", "compressed")
+DRAFTER_KINDS = (*VISUAL_MODES, "trimmed", "eagle3", "vispec", *BLOCK_DRAFTERS, "latent", "measured", "compressed")
 ECHOING_PREFIX = "leaning-"
-"""Before a kind: its head says much of the time what a target that looks back little says after the last word."""
+"""Prefix of a kind: its head often predicts what a target with weak attention generates after the last token."""
 
 
 def build_drafter(kind: str, spec: tiny.ModelSpec, seed: int = 0, vocab_size: int = 0) -> EagleDrafter:
-    """A drafter of that kind for the target of `spec`; another size of vocabulary may be said."""
+    """A drafter of the kind for the target of `spec`; `vocab_size` 0 is that of the target."""
     if kind.startswith(ECHOING_PREFIX):
-        made = build_drafter(kind.removeprefix(ECHOING_PREFIX), spec, seed, vocab_size)
-        weight, lean = made.head.fc.weight.data, 3 * torch.eye(spec.hidden)
-        if isinstance(made.head, Eagle3Head):
-            weight[:, -spec.hidden :] += lean
-            made.head.lm_head.weight.data = tiny.build_model(spec).get_output_embeddings().weight.data[made.draft_ids]
+        drafter = build_drafter(kind.removeprefix(ECHOING_PREFIX), spec, seed, vocab_size)
+        weight, identity = drafter.head.fc.weight.data, 3 * torch.eye(spec.hidden)
+        if isinstance(drafter.head, Eagle3Head):
+            weight[:, -spec.hidden :] += identity
+            drafter.head.lm_head.weight.data = (
+                tiny.build_model(spec).get_output_embeddings().weight.data[drafter.draft_ids]
+            )
         else:
-            weight[:, : spec.hidden] += lean
-        return made
+            weight[:, : spec.hidden] += identity
+        return drafter
     vocab_size = vocab_size or spec.vocab
     wide = kind == "eagle3"
     config = HeadConfig(
-        spec.hidden, 2 * spec.hidden, spec.heads, spec.kv_heads, vocab_size, wide=wide, qkv_bias=bool(seed % 2)
+        spec.hidden, 2 * spec.hidden, spec.heads, spec.kv_heads, vocab_size, eagle3_input=wide, qkv_bias=bool(seed % 2)
     )
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         if kind == "vispec":
-            return VispecDrafter(VispecHead(config, 2 + seed % 3), layers=spec.layers, depth=3, width=3)
+            return VispecDrafter(VispecHead(config, 2 + seed % 3), num_layers=spec.layers, max_depth=3, beam_width=3)
         if kind == "eagle3":
             head = Eagle3Head(config, vocab_size // 2, spec.hidden)
-            made = EagleDrafter(
-                head, "coupled", layers=8, depth=4, width=3, draft_ids=torch.arange(1, vocab_size // 2 + 1)
+            drafter = EagleDrafter(
+                head, "coupled", num_layers=8, max_depth=4, beam_width=3, draft_ids=torch.arange(1, vocab_size // 2 + 1)
             )
-            made.tap((0, 1, spec.layers), spec.layers)
-            return made
+            drafter.set_hidden_state_indices((0, 1, spec.layers), spec.layers)
+            return drafter
         if kind in BLOCK_DRAFTERS:
             return build_block_drafter(kind, config, spec.layers, seed)
         if kind == "latent":
-            made = build_block_drafter(BLOCK_DRAFTERS[seed % 5], config, spec.layers, seed)
-            made.compressor = LatentCompressor(spec.hidden, 1 + seed % 5).eval()
-            return made
+            drafter = build_block_drafter(BLOCK_DRAFTERS[seed % 5], config, spec.layers, seed)
+            drafter.compressor = LatentCompressor(spec.hidden, 1 + seed % 5).eval()
+            return drafter
         if kind == "measured":
-            made = EagleDrafter(EagleHead(config), list(RULES)[seed % 2], layers=spec.layers, depth=3, width=3)
-            made.compressor = Measured()
-            return made
+            drafter = EagleDrafter(
+                EagleHead(config), list(VISUAL_MODES)[seed % 2], num_layers=spec.layers, max_depth=3, beam_width=3
+            )
+            drafter.compressor = CostBased()
+            return drafter
         if kind == "compressed":
-            made = EagleDrafter(EagleHead(config), list(RULES)[seed % 2], layers=spec.layers, depth=3, width=3)
-            made.compressor = new(COMPRESSOR_SPECS[seed % len(COMPRESSOR_SPECS)], spec.hidden)
-            for name, weight in made.compressor.named_parameters() if isinstance(made.compressor, Module) else ():
-                weight.data.normal_(0, 2 if name.startswith("gate") else 0.3)  # each row its own way
-            if isinstance(made.compressor, Module):
-                made.compressor.eval()
-            return made
+            drafter = EagleDrafter(
+                EagleHead(config), list(VISUAL_MODES)[seed % 2], num_layers=spec.layers, max_depth=3, beam_width=3
+            )
+            drafter.compressor = init_compressor(COMPRESSOR_SPECS[seed % len(COMPRESSOR_SPECS)], spec.hidden)
+            for name, weight in drafter.compressor.named_parameters() if isinstance(drafter.compressor, Module) else ():
+                weight.data.normal_(0, 2 if name.startswith("gate") else 0.3)  # each row chooses another branch
+            if isinstance(drafter.compressor, Module):
+                drafter.compressor.eval()
+            return drafter
         ids = torch.arange(0, vocab_size, 2) if kind == "trimmed" else None
         rule = "decoupled" if kind == "trimmed" else kind
-        return EagleDrafter(EagleHead(config), rule, layers=spec.layers, depth=4, width=4, draft_ids=ids)
+        return EagleDrafter(EagleHead(config), rule, num_layers=spec.layers, max_depth=4, beam_width=4, draft_ids=ids)
 
 
 def build_block_drafter(kind: str, config: HeadConfig, layers: int, seed: int) -> EagleDrafter:
-    """Those that draft several tokens a pass."""
-    rule, ids = list(RULES)[seed % len(RULES)], None if seed % 3 else torch.arange(0, config.vocab_size, 2)
+    """A drafter of a kind that drafts several tokens per forward."""
+    rule, ids = (
+        list(VISUAL_MODES)[seed % len(VISUAL_MODES)],
+        None if seed % 3 else torch.arange(0, config.vocab_size, 2),
+    )
     size = (2, 3, 4, 5, 8)[seed % 5]
     if kind in ("flash", "chained"):
-        wide = replace(config, intermediate_size=0, block=size, inner=24, chain=12 if kind == "chained" else 0)
+        wide = replace(
+            config, intermediate_size=0, block_size=size, block_ffn_size=24, markov_rank=12 if kind == "chained" else 0
+        )
         head = FlashHead(wide)
-        if head.chain is not None:
-            head.chain.say.weight.data.normal_()
-        return FlashDrafter(head, rule, layers=layers, draft_ids=ids)
+        if head.markov_head is not None:
+            head.markov_head.vocab_proj.weight.data.normal_()
+        return FlashDrafter(head, rule, num_layers=layers, draft_ids=ids)
     if kind == "falcon":
-        falcon = FalconHead(replace(config, block=size))
-        return FalconDrafter(falcon, rule, layers=layers, passes=1 + seed % 3, width=3, draft_ids=ids)
-    parallel = ParallelHead(replace(config, block=size if seed % 7 else 1, inner=16 if kind == "linked" else 0))
-    return ParallelDrafter(parallel, rule, layers=layers, width=3, draft_ids=ids)
+        falcon = FalconHead(replace(config, block_size=size))
+        return FalconDrafter(falcon, rule, num_layers=layers, passes=1 + seed % 3, beam_width=3, draft_ids=ids)
+    parallel = ParallelHead(
+        replace(config, block_size=size if seed % 7 else 1, block_ffn_size=16 if kind == "linked" else 0)
+    )
+    return ParallelDrafter(parallel, rule, num_layers=layers, beam_width=3, draft_ids=ids)

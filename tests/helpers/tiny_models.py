@@ -1,6 +1,6 @@
-"""Tiny random vision-language models, inputs for them at tensor level, and a tokenizer that splits words anywhere.
+"""Tiny random vision-language models, their inputs as tensors, and a tokenizer whose tokens do not end at spaces.
 
-Everything follows from a `Spec` and a seed; nothing is downloaded. Knows transformers only, nothing of mmspec.
+Everything is computed from a `ModelSpec` and a seed; nothing is downloaded. Independent of mmspec.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from transformers import (
 )
 
 FAMILIES = ("llava", "llava_next", "llava_onevision", "qwen2_5_vl", "llava_next_video")
-"""New ones are added at the end: `fuzz.draw` chooses among the first four, so that a seed keeps its meaning."""
+"""Append new families: `fuzz.draw_case` chooses among the first four, so that seeds stay reproducible."""
 VIDEO_FAMILIES = ("llava_onevision", "qwen2_5_vl", "llava_next_video")
 TEXT_MODELS = {
     "llava": "llama",
@@ -56,7 +56,7 @@ Inputs = dict[str, Tensor]
 class ModelSpec:
     """One tiny model. `text` "" is the family's usual one; `window` 0 is none; `tail` puts the special ids last.
 
-    A `calm` model looks back little, so that its greedy text soon runs in circles.
+    A `calm` model has weak attention, so that its greedy output soon repeats.
     """
 
     family: str = "llava"
@@ -78,7 +78,7 @@ class ModelSpec:
 
 @dataclass(frozen=True)
 class SpecialIds:
-    """Where the special tokens of a model lie; `text` are all the others."""
+    """The special ids of a model; `text` are all others."""
 
     pad: int
     bos: int
@@ -171,7 +171,7 @@ def _build(spec: ModelSpec) -> PreTrainedModel:
 
 
 def _randomize_weights(model: PreTrainedModel, seed: int, calm: bool) -> None:
-    """Weights large enough that what is attended to, seen and said so far all change the next token."""
+    """Weights large enough that attention, images and history all change the next token."""
     rng = torch.Generator().manual_seed(seed)
     tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
     for name, weight in sorted(model.named_parameters()):
@@ -191,14 +191,14 @@ def _randomize_weights(model: PreTrainedModel, seed: int, calm: bool) -> None:
 def build_model(spec: ModelSpec) -> PreTrainedModel:
     """A new model of `spec`, in eval mode; its generation config knows the special ids and nothing else."""
     state = torch.get_rng_state()
-    made = _build(spec)
+    model = _build(spec)
     torch.set_rng_state(state)
-    _randomize_weights(made, spec.seed, spec.calm)
+    _randomize_weights(model, spec.seed, spec.calm)
     special = special_ids(spec)
-    config = made.generation_config
+    config = model.generation_config
     config.pad_token_id, config.bos_token_id, config.eos_token_id = special.pad, special.bos, special.eos
-    made.tiny_spec = spec
-    return made.to(getattr(torch, spec.dtype)).eval()
+    model.tiny_spec = spec
+    return model.to(getattr(torch, spec.dtype)).eval()
 
 
 def _noise(shape: Sequence[int], rng: torch.Generator, target: PreTrainedModel) -> Tensor:
@@ -243,14 +243,16 @@ def _video_inputs(target: PreTrainedModel, count: int, rng: random.Random, seed:
     return given, (grid.prod(-1) // 4).tolist()
 
 
-def _build_row(special: SpecialIds, media: list[list[int]], words: int, rng: random.Random, few: int) -> list[int]:
-    """A prompt row: `words` text tokens out of the first `few` text ids, with the runs of placeholders in between."""
-    text = [rng.choice(special.text[:few]) for _ in range(words)]
-    if len(text) >= 6 and rng.random() < 0.6:  # repeat something, so that a lookup has what to find
+def _build_row(
+    special: SpecialIds, media: list[list[int]], num_tokens: int, rng: random.Random, num_ids: int
+) -> list[int]:
+    """A prompt row: `num_tokens` ids out of the first `num_ids` text ids, with the placeholder runs in between."""
+    text = [rng.choice(special.text[:num_ids]) for _ in range(num_tokens)]
+    if len(text) >= 6 and rng.random() < 0.6:  # a repeated n-gram for prompt lookup
         text[-3:] = text[:3]
-    cuts = sorted(rng.randint(0, max(0, words - 1)) for _ in media)
+    cuts = sorted(rng.randint(0, max(0, num_tokens - 1)) for _ in media)
     row: list[int] = []
-    for begin, end, run in zip([0, *cuts], [*cuts, words], [*media, []], strict=True):
+    for begin, end, run in zip([0, *cuts], [*cuts, num_tokens], [*media, []], strict=True):
         row += text[begin:end] + run
     return row
 
@@ -259,9 +261,9 @@ def _pad(rows: list[list[int]], pad: int, side: str, extra: int) -> tuple[Tensor
     length = max(len(row) for row in rows) + extra
     gaps = [length - len(row) for row in rows]
     before = [gap if side == "left" else 0 for gap in gaps]
-    made = [[pad] * b + row + [pad] * (g - b) for row, b, g in zip(rows, before, gaps, strict=True)]
+    padded = [[pad] * b + row + [pad] * (g - b) for row, b, g in zip(rows, before, gaps, strict=True)]
     mask = [[0] * b + [1] * len(row) + [0] * (g - b) for row, b, g in zip(rows, before, gaps, strict=True)]
-    return torch.tensor(made), torch.tensor(mask)
+    return torch.tensor(padded), torch.tensor(mask)
 
 
 def build_inputs(
@@ -282,7 +284,8 @@ def build_inputs(
         images, videos: how many in each row; None draws 0 to 3 images, one at least in the batch, and no video.
         padding: "left", "right" (both with at least one pad somewhere if anything is ragged), "none" (equal lengths).
         mask: False leaves `attention_mask` to HF.
-        words: bounds of the number of text tokens of a row; `few`: how many different ones.
+        num_text_tokens: bounds of the number of text tokens of a row.
+        num_distinct_ids: number of different text ids.
     """
     rng, spec = random.Random(seed), target.tiny_spec
     special, family = special_ids(spec), spec.family
@@ -299,27 +302,27 @@ def build_inputs(
         media.append(runs + [wrap[0] + [special.video] * next(moving) + wrap[1] for _ in range(clip)])
     lengths = [rng.randint(*num_text_tokens) for _ in range(batch)]
     if padding == "none":
-        seen = [sum(map(len, runs)) for runs in media]
-        lengths = [max(seen) + lengths[0] - own for own in seen]
+        visual_lengths = [sum(map(len, runs)) for runs in media]
+        lengths = [max(visual_lengths) + lengths[0] - own for own in visual_lengths]
     rows = [_build_row(special, runs, size, rng, num_distinct_ids) for runs, size in zip(media, lengths, strict=True)]
     extra = 0 if padding == "none" else rng.randint(0, 2)
     prompt, padded = _pad(rows, special.pad, padding, extra)
-    made = {"input_ids": prompt, **given, **more}
+    inputs = {"input_ids": prompt, **given, **more}
     if mask:
-        made["attention_mask"] = padded
+        inputs["attention_mask"] = padded
     if family == "qwen2_5_vl":
-        made["mm_token_type_ids"] = (prompt == special.image).int() + 2 * (prompt == special.video).int()
-    return made
+        inputs["mm_token_type_ids"] = (prompt == special.image).int() + 2 * (prompt == special.video).int()
+    return inputs
 
 
 def build_next_turn(
     previous: Inputs, sequences: Tensor, seed: int, spec: ModelSpec, *, hide_pads: bool = False
 ) -> Inputs:
-    """The next turn of a conversation: everything so far, and a few words more. Images stay in the cache."""
+    """Inputs of the next turn: all tokens so far and a few random ones. The images are in the cache."""
     rng, special = random.Random(seed), special_ids(spec)
     batch, longer = sequences.shape[0], rng.randint(2, 5)
-    words = torch.tensor([[rng.choice(special.text[:40]) for _ in range(longer)] for _ in range(batch)])
-    prompt = torch.cat([sequences, words], dim=1)
+    new_ids = torch.tensor([[rng.choice(special.text[:40]) for _ in range(longer)] for _ in range(batch)])
+    prompt = torch.cat([sequences, new_ids], dim=1)
     mask = torch.ones_like(prompt)
     old = previous.get("attention_mask", (previous["input_ids"] != special.pad).long())
     mask[:, : old.shape[1]] = old.repeat_interleave(batch // old.shape[0], dim=0)
@@ -329,17 +332,17 @@ def build_next_turn(
 
 
 def token_texts(spec: ModelSpec) -> list[str]:
-    """The text of each id: one to three letters of a to f, lengths mixed, so that words span tokens."""
+    """The text of each id: one to three letters of a to f, lengths mixed, so that stop strings span tokens."""
     special = special_ids(spec)
-    words = list("abcdef") + ["".join(w) for n in (2, 3) for w in product("abcdef", repeat=n)]
-    random.Random(7).shuffle(words)
-    text = words[: len(special.text)]
+    strings = list("abcdef") + ["".join(w) for n in (2, 3) for w in product("abcdef", repeat=n)]
+    random.Random(7).shuffle(strings)
+    text = strings[: len(special.text)]
     for letter in "abcdef":
         if letter not in text:
-            text[next(i for i, word in enumerate(text) if len(word) == 3)] = letter
+            text[next(i for i, string in enumerate(text) if len(string) == 3)] = letter
     spelled = [""] * spec.vocab
-    for i, word in zip(special.text, text, strict=True):
-        spelled[i] = word
+    for i, string in zip(special.text, text, strict=True):
+        spelled[i] = string
     for name in ("pad", "bos", "eos", "image", "video", "start", "end"):
         spelled[getattr(special, name)] = f"<{name}>"
     return spelled

@@ -1,4 +1,4 @@
-"""Video files for tests, good and bad ones, and readers that crash, hang or lie in the process that decodes."""
+"""Video files for tests, valid and broken, and backends that crash or hang in the decoder process."""
 
 from __future__ import annotations
 
@@ -12,31 +12,39 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from mmspec.vision.video import decoder_pool as isolated
+from mmspec.vision.video import decoder_pool
 
 av = pytest.importorskip("av")
 
 
-def grey_frame(number: int, side: int = 64) -> np.ndarray:
-    """8 n + 8 all over."""
-    return np.full((side, side, 3), 8 * number + 8, dtype=np.uint8)
+def grey_frame(index: int, side: int = 64) -> np.ndarray:
+    """[side, side, 3] uint8, every value 8 * index + 8."""
+    return np.full((side, side, 3), 8 * index + 8, dtype=np.uint8)
 
 
 def write_video(
-    path: Path, frames: int | Sequence[np.ndarray], codec: str = "h264", fps: int = 10, **more: Any
+    path: Path, frames: int | Sequence[np.ndarray], codec: str = "h264", fps: int = 10, **options: Any
 ) -> Path:
-    """A clip, of greys if only a number is given. `pts`: milliseconds; `options` of the codec, `format` of the file."""
-    pictures = [grey_frame(number) for number in range(frames)] if isinstance(frames, int) else frames
-    with av.open(str(path), "w", options=more.get("format", {})) as container:
-        stream = container.add_stream(codec, rate=fps, options=more.get("options", {}))
+    """Encode a video.
+
+    Args:
+        path: Output file.
+        frames: [height, width, 3] uint8 frames, or a number of grey frames.
+        codec: Name of the encoder.
+        fps: Frame rate.
+        options: `pts` (timestamps in milliseconds), `options` (of the codec), `format` (of the container).
+    """
+    pictures = [grey_frame(index) for index in range(frames)] if isinstance(frames, int) else frames
+    with av.open(str(path), "w", options=options.get("format", {})) as container:
+        stream = container.add_stream(codec, rate=fps, options=options.get("options", {}))
         stream.height, stream.width = pictures[0].shape[:2]
         stream.pix_fmt = "yuv420p"
-        if "pts" in more:
+        if "pts" in options:
             stream.codec_context.time_base = Fraction(1, 1000)
-        for number, picture in enumerate(pictures):
+        for index, picture in enumerate(pictures):
             frame = av.VideoFrame.from_ndarray(picture, format="rgb24")
-            if "pts" in more:
-                frame.pts, frame.time_base = more["pts"][number], Fraction(1, 1000)
+            if "pts" in options:
+                frame.pts, frame.time_base = options["pts"][index], Fraction(1, 1000)
             for packet in stream.encode(frame):
                 container.mux(packet)
         for packet in stream.encode():
@@ -45,7 +53,7 @@ def write_video(
 
 
 def write_audio_only(path: Path) -> Path:
-    """A file with sound alone."""
+    """A file with an audio stream only."""
     with av.open(str(path), "w") as container:
         stream = container.add_stream("aac", rate=16000)
         for start in range(0, 16000, 1024):
@@ -59,7 +67,7 @@ def write_audio_only(path: Path) -> Path:
 
 
 def write_empty_video(path: Path) -> Path:
-    """A video of no frames, of no length."""
+    """A video without frames, of duration 0."""
     with av.open(str(path), "w") as container:
         stream = container.add_stream("h264", rate=2)
         stream.width = stream.height = 64
@@ -68,62 +76,61 @@ def write_empty_video(path: Path) -> Path:
 
 
 def grey_frame_numbers(images: list[Image.Image]) -> list[int]:
-    """Which frame of a clip of greys each picture is."""
+    """Index of each image in a video of grey frames."""
     return [round((float(np.asarray(image).mean()) - 8) / 8) for image in images]
 
 
-_CHILD = """
+_WORKER = """
 import json, os, signal, sys, time
-given = json.loads(sys.argv[1])
-sys.path[:] = given.pop("path")
-from mmspec.vision.video import decode_worker as child
-from mmspec.vision.video import backends as readers
-{plant}
-child.main(**given)
+options = json.loads(sys.argv[1])
+sys.path[:] = options.pop("path")
+from mmspec.vision.video import backends, decode_worker
+{code}
+decode_worker.run_worker(**options)
 """
 FAULTY_BACKENDS = """
-def wild(name):
-    honest = readers.READERS[name]
+def add_faults(name):
+    original = backends.BACKENDS[name]
 
-    class Later:
+    class CrashesOnRead:
         def __init__(self, source):
-            self.inner = honest(source)
-            self.about = self.inner.about
-        def read(self, chosen, size):
+            self.inner = original(source)
+            self.info = self.inner.info
+        def read(self, indices, size):
             os.abort()
         def close(self):
             pass
 
-    def make(source):
-        word = os.path.basename(source).split(".")[0] if isinstance(source, str) else ""
-        if word == "segv" or word == "first" and name == next(iter(readers.READERS)):
+    def open_video(source):
+        fault = os.path.basename(source).split(".")[0] if isinstance(source, str) else ""
+        if fault == "segv" or fault == "first" and name == next(iter(backends.BACKENDS)):
             os.kill(os.getpid(), signal.SIGSEGV)
-        if word == "abort":
+        if fault == "abort":
             os.abort()
-        if word == "exit":
+        if fault == "exit":
             os._exit(3)
-        if word == "hang":
+        if fault == "hang":
             time.sleep(600)
-        if word == "greedy":
-            bytearray(2 * given["memory"])
-        if word == "loud":
-            os.write(1, b"a library says this")
-        return Later(source) if word == "later" else honest(source)
+        if fault == "greedy":
+            bytearray(2 * options["memory"])
+        if fault == "loud":
+            os.write(1, b"output of a library")
+        return CrashesOnRead(source) if fault == "later" else original(source)
 
-    readers.READERS[name] = make
+    backends.BACKENDS[name] = open_video
 
-for name in list(readers.READERS):
-    wild(name)
+for name in list(backends.BACKENDS):
+    add_faults(name)
 """
-"""What a file is called is what happens when it is opened: segv, abort, exit, hang, greedy, loud; later: when read;
-first: a crash of the first reader alone."""
+"""The stem of a file's name selects the fault on opening it: segv, abort, exit, hang, greedy (memory), loud (prints);
+later: on reading; first: a crash of the first backend only."""
 
 
 def decoder_command_running(code: str) -> Callable[[float, int], list[str]]:
-    """Stands in for `mmspec.vision.video.decoder_pool.command`: the process runs `code` before it answers anything."""
-    usual = isolated.command
+    """Replacement of `mmspec.vision.video.decoder_pool.worker_command`: the worker runs `code` before it serves."""
+    original = decoder_pool.worker_command
 
-    def command(limit_s: float, memory: int) -> list[str]:
-        return [sys.executable, "-P", "-c", _CHILD.format(plant=code), usual(limit_s, memory)[-1]]
+    def command(timeout_s: float, memory: int) -> list[str]:
+        return [sys.executable, "-P", "-c", _WORKER.format(code=code), original(timeout_s, memory)[-1]]
 
     return command

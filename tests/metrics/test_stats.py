@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 from collections import Counter
 from dataclasses import fields
 from functools import lru_cache
@@ -17,7 +19,7 @@ from transformers import PreTrainedModel, StoppingCriteriaList
 import mmspec
 from mmspec.interfaces import VisualGrid
 from mmspec.metrics.compression_stats import CompressionRecord
-from mmspec.metrics.stats import Stats
+from mmspec.metrics.stats import DEPRECATED_ATTRIBUTES, Stats
 
 
 def filled(scale: int = 1) -> Stats:
@@ -60,7 +62,7 @@ def test_nothing_yet() -> None:
     stats = Stats()
     assert (stats.tau, stats.acceptance_rate, stats.round_s, stats.tokens_per_s) == (1.0, 0.0, 0.0, 0.0)
     assert json.loads(json.dumps(stats.as_dict()))["tau"] == 1.0
-    assert str(stats).startswith("0 calls (0 plain), 0 tokens, tau 1.00")
+    assert str(stats).startswith("0 calls (0 decoded by transformers), 0 tokens, tau 1.00")
 
 
 def test_derived_figures() -> None:
@@ -75,9 +77,9 @@ def test_adding_up_and_lists_of_the_last_call() -> None:
     total.add(second)
     for item in fields(Stats):
         value = getattr(total, item.name)
-        if item.name in ("row_tokens", "row_forwards", "shown"):
+        if item.name in ("row_tokens", "row_forwards", "compression"):
             assert value == getattr(second, item.name)
-        elif item.name != "fallback":
+        elif item.name != "fallback_reason":
             assert value == getattr(filled(4), item.name), item.name
     assert total.tau == first.tau
     total.row_tokens.append(9)
@@ -90,21 +92,40 @@ def test_the_reason_of_the_last_plain_call_is_kept() -> None:
     for reason in (None, "num_beams=2", None):
         total.add(Stats(calls=1, fallback_calls=int(reason is not None), fallback_reason=reason))
     assert total.fallback_reason == "num_beams=2" and total.fallback_calls == 1
-    assert "visual" not in str(total) and "5/18 visual tokens shown to it" in str(filled())
-    assert "(1 plain, last plain call because of num_beams=2)" in str(total)
+    assert "visual" not in str(total) and "drafter read 5/18 visual tokens" in str(filled())
+    assert "(1 decoded by transformers, last reason: num_beams=2)" in str(total)
 
 
 def test_as_dict_has_everything_for_json() -> None:
-    made = filled().as_dict()
-    assert json.loads(json.dumps(made)) == made
-    derived = {"tau", "acceptance", "kept_at_depth", "round_s", "tokens_per_s"}
-    assert set(made) == {item.name for item in fields(Stats)} | derived
-    assert made["kept_at_depth"] == [0.5, 1.0], "of 14 rounds 7 emitted one token, 7 three"
-    assert made["lengths"] == {"1": 7, "3": 7} and made["nodes"] == {"1": 2, "8": 8}
-    assert made["ways"] == {"pool:4": 1, "stride:4": 1} and made["shown"][1]["numbers"] == [1, 4]
-    assert made["shown"][0]["numbers"] is None and made["shown"][1]["grids"][0]["height"] == 3
-    wide = Stats(tree_size_hist=Counter({16: 1, 8: 1, 1: 1}))
-    assert list(wide.as_dict()["nodes"]) == ["1", "8", "16"], "sorted by size"
+    values = filled().as_dict()
+    assert json.loads(json.dumps(values)) == values
+    derived = {"tau", "acceptance_rate", "acceptance_by_depth", "round_s", "tokens_per_s"}
+    assert set(values) == {item.name for item in fields(Stats)} | derived
+    assert values["acceptance_by_depth"] == [0.5, 1.0], "of 14 rounds 7 emitted one token, 7 three"
+    assert values["accept_length_hist"] == {"1": 7, "3": 7} and values["tree_size_hist"] == {"1": 2, "8": 8}
+    assert values["compressor_choices"] == {"pool:4": 1, "stride:4": 1}
+    first, second = values["compression"]
+    assert first["choice"] == "pool:4" and first["kept_indices"] is None
+    assert second["kept_indices"] == [1, 4] and second["grids"][0]["height"] == 3
+    assert (second["num_visual_tokens"], second["num_compressed_tokens"]) == (9, 2)
+    unsorted = Stats(tree_size_hist=Counter({16: 1, 8: 1, 1: 1}))
+    assert list(unsorted.as_dict()["tree_size_hist"]) == ["1", "8", "16"], "sorted by size"
+
+
+@pytest.mark.parametrize("old", DEPRECATED_ATTRIBUTES)
+def test_former_attribute_names_warn(old: str) -> None:
+    stats = filled()
+    new = DEPRECATED_ATTRIBUTES[old]
+    with pytest.warns(DeprecationWarning, match=f"Stats.{old} is now called Stats.{new}") as caught:
+        value = getattr(stats, old)
+    assert value == getattr(stats, new) and caught[0].filename == __file__
+    assert old not in stats.as_dict()
+
+
+def test_unknown_attributes_are_an_error_and_copies_work() -> None:
+    with pytest.raises(AttributeError, match="'Stats' object has no attribute 'speed'"):
+        _ = Stats().speed
+    assert copy.deepcopy(filled()) == filled() == pickle.loads(pickle.dumps(filled()))
 
 
 # --- real calls -------------------------------------------------------------------------------------------------------
@@ -159,7 +180,7 @@ def test_figures_add_up(model: PreTrainedModel, drafter: str, batch: int, sample
     torch.manual_seed(0)
     plain = model.generate(**given, **options)
     liar = drafter if drafter == "none" else adversarial.DRAFTERS[drafter](1, [plain])
-    mmspec.patch(model, drafter=liar, nodes=None if drafter == "none" else 8)
+    mmspec.patch(model, drafter=liar, tree_size=None if drafter == "none" else 8)
     torch.manual_seed(0)
     assert torch.equal(model.generate(**given, **options), plain)
     stats = mmspec.stats(model, last=True)
@@ -196,7 +217,7 @@ def test_rows_that_finish_early(model: PreTrainedModel, returned: dict[str, Any]
         assert set(row[ends[-1] :]) <= {pad}
     assert ends[1] <= 5 < max(ends)
     for drafter, nodes in (("none", None), (adversarial.BranchingDrafter(1), 8), ("auto", 8)):
-        mmspec.patch(model, drafter=drafter, nodes=nodes)
+        mmspec.patch(model, drafter=drafter, tree_size=nodes)
         model.generate(**given, max_new_tokens=24, do_sample=False, **returned)
         stats = mmspec.stats(model, last=True)
         check(stats, 3)
@@ -212,7 +233,7 @@ def test_tokens_that_a_criterion_cut_are_not_counted(model: PreTrainedModel) -> 
     stop = StoppingCriteriaList(
         [adversarial.Plain(adversarial.CallLog(), given["input_ids"].shape[1], 0)]
     )  # after five columns
-    mmspec.patch(model, drafter=adversarial.OracleDrafter(1, [plain]), nodes=8)
+    mmspec.patch(model, drafter=adversarial.OracleDrafter(1, [plain]), tree_size=8)
     short = model.generate(**given, max_new_tokens=24, do_sample=False, stopping_criteria=stop)
     stats = mmspec.stats(model, last=True)
     check(stats, 2)
@@ -232,7 +253,7 @@ def test_one_token_needs_no_round(model: PreTrainedModel) -> None:
 def test_calls_are_summed_and_plain_ones_marked(model: PreTrainedModel) -> None:
     given, other = tiny.build_inputs(model, 9, 1), tiny.build_inputs(model, 10, 2)
     options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
-    mmspec.patch(model, drafter=adversarial.BranchingDrafter(1), nodes=4)
+    mmspec.patch(model, drafter=adversarial.BranchingDrafter(1), tree_size=4)
     assert mmspec.stats(model) == mmspec.stats(model, last=True) == Stats()
     seen = []
     for inputs in (given, other, given):
@@ -241,7 +262,9 @@ def test_calls_are_summed_and_plain_ones_marked(model: PreTrainedModel) -> None:
     total = mmspec.stats(model)
     assert total.calls == 3 and total.tokens == 8 + 16 + 8 and total.first_tokens == 4
     assert total.row_rounds == sum(stats.row_rounds for stats in seen)
-    assert total.accept_length_hist == seen[0].lengths + seen[1].lengths + seen[2].lengths
+    assert (
+        total.accept_length_hist == seen[0].accept_length_hist + seen[1].accept_length_hist + seen[2].accept_length_hist
+    )
     assert total.row_tokens == [8]
     with mmspec.disabled():
         model.generate(**given, **options)

@@ -1,4 +1,4 @@
-"""The model that ships: it loads without mmspec, sees what is there, and is what the commands use by default."""
+"""The bundled scenes model: it loads without mmspec, answers correctly, and is the default of the commands."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ import pytest
 import torch
 
 import mmspec
-from mmspec.app import examples as demo
-from mmspec.app import scenes
+from mmspec.app import examples, scenes
 from mmspec.app.caption.command import build_captioner
 from mmspec.app.cli.main import main
 from mmspec.app.modeling.captioner import Captioner
-from mmspec.app.scenes import WEIGHTS_FOLDER, verify_checksums
+from mmspec.app.scenes import WEIGHTS_FOLDER, model_card, verify_checksums
 from mmspec.app.scenes.examples import list_example_files
 from mmspec.app.scenes.model_card import TRAINING_FILE
+from mmspec.app.scenes.objects import OBJECT_KINDS
 from mmspec.app.scenes.tasks import generate_requests
-from mmspec.app.scenes.training import evaluate
+from mmspec.app.scenes.training import eval_questions, evaluate
 from mmspec.app.scenes.training.build_model import format_prompt
 from mmspec.app.scenes.training.stages import STAGES
 from mmspec.app.scenes.world import FIRST_HELD_OUT_SEED, generate_clip, generate_scene
@@ -33,23 +33,34 @@ from mmspec.vision.compressors.elastic import Elastic
 
 
 @pytest.fixture(scope="module")
-def shipped() -> tuple[Any, Any]:
+def bundled_model() -> tuple[Any, Any]:
     return scenes.load_scenes_model()
 
 
-def test_it_is_whole_and_small_enough() -> None:
+def test_checksums_and_size() -> None:
     verify_checksums(WEIGHTS_FOLDER)
     size = sum(file.stat().st_size for file in WEIGHTS_FOLDER.iterdir())
-    assert size < 44e6, "38 MB of text, 6 of vision"
-    assert "Accuracy" in (WEIGHTS_FOLDER / "README.md").read_text(encoding="utf-8")
+    assert size < 44e6, "38 MB of text model, 6 of vision tower"
 
 
-def test_the_card_tells_the_recipe_that_ships() -> None:
-    facts = json.loads((WEIGHTS_FOLDER / TRAINING_FILE).read_text(encoding="utf-8"))
-    told = [(stage["name"], stage["steps"], stage["batch"], stage["rate"]) for stage in facts["stages"]]
-    card = (WEIGHTS_FOLDER / "README.md").read_text(encoding="utf-8")
-    if told != [(stage.name, stage.steps, stage.batch, stage.rate) for stage in STAGES]:
-        assert facts["note"] in card, "weights that were made in another way than by the recipe say so"
+def test_model_card_agrees_with_its_generator(bundled_model: tuple[Any, Any]) -> None:
+    model, _ = bundled_model
+    training = json.loads((WEIGHTS_FOLDER / TRAINING_FILE).read_text(encoding="utf-8"))
+    card = (WEIGHTS_FOLDER / model_card.CARD_FILE).read_text(encoding="utf-8")
+    num_parameters = sum(weight.numel() for weight in model.parameters())
+    header = model_card.CARD_HEADER.format(parameters=num_parameters / 1e6, kinds=len(OBJECT_KINDS))
+    start = "\n".join([header, model_card.format_training(training), "## Accuracy\n"])
+    assert card.startswith(start) and card.endswith("\n" + model_card.LIMITATIONS)
+    rows = re.findall(r"^\| (.+) \| [0-9.]+% \| [0-9.]+% \| [0-9,]+ \|$", card, re.MULTILINE)
+    assert rows == list(model_card.METRIC_LABELS.values())
+
+
+def test_model_card_documents_the_training_of_the_bundled_weights() -> None:
+    training = json.loads((WEIGHTS_FOLDER / TRAINING_FILE).read_text(encoding="utf-8"))
+    recorded = [(stage["name"], stage["steps"], stage["batch"], stage["rate"]) for stage in training["stages"]]
+    card = (WEIGHTS_FOLDER / model_card.CARD_FILE).read_text(encoding="utf-8")
+    if recorded != [(stage.name, stage.steps, stage.batch, stage.rate) for stage in STAGES]:
+        assert training["note"] in card, "weights that differ from the recipe need a note"
 
 
 def test_it_loads_without_mmspec() -> None:
@@ -67,121 +78,126 @@ print(type(model).__name__, model.dtype, type(processor).__name__)
     assert done.stdout.split() == ["LlavaForConditionalGeneration", "torch.float32", "LlavaProcessor"]
 
 
-def test_it_sees(shipped: tuple[Any, Any]) -> None:
-    """A handful of scenes, to notice weights that are not what they were; the table is in docs/results."""
-    result = evaluate.evaluate_scenes_model(*shipped, FIRST_HELD_OUT_SEED + 7000, 2, batch_size=16)
+def test_accuracy_on_held_out_scenes(bundled_model: tuple[Any, Any]) -> None:
+    """Two scenes, to detect wrong weights; the full evaluation is in the model card."""
+    result = evaluate.evaluate_scenes_model(*bundled_model, FIRST_HELD_OUT_SEED + 7000, 2, batch_size=16)
     for name in ("things_named", "named_are_there", "places", "yes_no", "backgrounds"):
         assert result[name] > 0.8, (name, result)
     assert result["control_things_named"] < 0.3 and result["control_backgrounds"] < 0.4
 
 
-def test_pictures_that_questions_share_are_read_once_and_change_no_answer(
-    shipped: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+def test_shared_images_are_encoded_once_and_answers_are_unchanged(
+    bundled_model: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Against `generate` of each question alone, with nothing in its cache."""
-    model, processor = shipped
-    items = [
-        item
+    """Reference: `generate` of each question alone, without a prefilled cache."""
+    model, processor = bundled_model
+    questions = [
+        question
         for seed in (0, 1)
-        for item in evaluate.build_scene_questions(generate_scene(FIRST_HELD_OUT_SEED + seed), random.Random(seed))
+        for question in eval_questions.build_scene_questions(
+            generate_scene(FIRST_HELD_OUT_SEED + seed), random.Random(seed)
+        )
     ]
-    items.append(evaluate.build_clip_question(generate_clip(FIRST_HELD_OUT_SEED), random.Random(0)))
-    read, original = list[int](), type(model.model).get_image_features
+    questions.append(eval_questions.build_clip_question(generate_clip(FIRST_HELD_OUT_SEED), random.Random(0)))
+    num_encoded: list[int] = []
+    original = type(model.model).get_image_features
 
     def spy(self: Any, pixel_values: torch.Tensor, **kwargs: Any) -> Any:
-        read.append(len(pixel_values))
+        num_encoded.append(len(pixel_values))
         return original(self, pixel_values, **kwargs)
 
     monkeypatch.setattr(type(model.model), "get_image_features", spy)
-    said = evaluate.generate_answers(model, processor, items, 8, lambda count: None)
-    frames = len(items[-1].images)
-    assert sum(read) < len(items) / 2 + frames, "pictures of one scene that stand in one batch"
-    for item, answer in zip(items, said, strict=True):
-        text = "<s>" + format_prompt(item.question, len(item.images))
-        given = processor(images=[list(item.images)], text=[text], return_tensors="pt")
-        out = model.generate(**given, max_new_tokens=item.max_new_tokens, do_sample=False)
-        alone = processor.tokenizer.decode(out[0, given["input_ids"].shape[1] :], skip_special_tokens=True).strip()
-        assert answer == alone, item.question
+    answers = evaluate.generate_answers(model, processor, questions, 8, lambda count: None)
+    num_frames = len(questions[-1].images)
+    assert sum(num_encoded) < len(questions) / 2 + num_frames, "images that questions of one batch share"
+    for question, answer in zip(questions, answers, strict=True):
+        text = "<s>" + format_prompt(question.question, len(question.images))
+        inputs = processor(images=[list(question.images)], text=[text], return_tensors="pt")
+        output_ids = model.generate(**inputs, max_new_tokens=question.max_new_tokens, do_sample=False)
+        new_ids = output_ids[0, inputs["input_ids"].shape[1] :]
+        assert answer == processor.tokenizer.decode(new_ids, skip_special_tokens=True).strip(), question.question
 
 
-def test_auto_is_a_drafter_that_ships(shipped: tuple[Any, Any]) -> None:
-    model, processor = shipped
+def test_default_drafter_is_bundled(bundled_model: tuple[Any, Any]) -> None:
+    model, processor = bundled_model
     mmspec.patch(model, processor=processor)
     try:
-        drafter = model.__dict__["_mmspec"].options.drafter
+        drafter = model.__dict__["_mmspec"].config.drafter
     finally:
         mmspec.unpatch(model)
-    assert drafter.name == next(iter(registry.shipped()))
-    assert size_of(drafter.head) <= 0.15 * size_of(model)
+    assert drafter.name == next(iter(registry.bundled_drafters()))
+    assert num_bytes(drafter.head) <= 0.15 * num_bytes(model)
 
 
-def size_of(module: Any) -> int:
-    """Bytes of its weights."""
+def num_bytes(module: torch.nn.Module) -> int:
+    """Size of a module's parameters in bytes."""
     return sum(weight.numel() * weight.element_size() for weight in module.parameters())
 
 
-def test_drafters_that_ship_guess_well_and_change_no_word(shipped: tuple[Any, Any]) -> None:
-    model, processor = shipped
-    maker, asked = (
-        Captioner(model, processor),
-        list(islice(generate_requests("describe", FIRST_HELD_OUT_SEED + 300), 3)),
-    )
+def test_bundled_drafters_reach_their_tau_and_keep_the_output(bundled_model: tuple[Any, Any]) -> None:
+    model, processor = bundled_model
+    caption_model = Captioner(model, processor)
+    requests = list(islice(generate_requests("describe", FIRST_HELD_OUT_SEED + 300), 3))
 
-    def said(inputs: dict[str, Any], sample: bool) -> Any:
+    def generate(inputs: dict[str, Any], sample: bool) -> Any:
         torch.manual_seed(5)
         return model.generate(**inputs, max_new_tokens=32, do_sample=sample)
 
-    for batch, sample in product((asked[:1], asked), (False, True)):
-        inputs = maker.build_inputs([one.images for one in batch], [one.question for one in batch])
-        plain = said(inputs, sample)
-        for name in registry.shipped():
+    for batch, sample in product((requests[:1], requests), (False, True)):
+        inputs = caption_model.build_inputs(
+            [request.images for request in batch], [request.question for request in batch]
+        )
+        reference = generate(inputs, sample)
+        for name in registry.bundled_drafters():
             mmspec.patch(model, name, processor=processor, nodes=16)
             try:
-                assert torch.equal(said(inputs, sample), plain), (name, len(batch), sample)
+                assert torch.equal(generate(inputs, sample), reference), (name, len(batch), sample)
                 tau = mmspec.stats(model).tau
             finally:
                 mmspec.unpatch(model)
             assert tau > (1.0 if sample else 2.5), (name, len(batch), sample, tau)
 
 
-def test_a_gate_that_ships_chooses(shipped: tuple[Any, Any]) -> None:
-    """With its drafter, whether it is asked for or not; beside another drafter `elastic` goes by costs."""
-    model, processor = shipped
-    maker = Captioner(model, processor)
-    [one] = islice(generate_requests("clip", FIRST_HELD_OUT_SEED), 1)
-    inputs = maker.build_inputs([one.images], [one.question])
-    ways: dict[str, tuple[str, int]] = {}
+def test_bundled_gate_chooses_a_compressor(bundled_model: tuple[Any, Any]) -> None:
+    """The gate is active with its drafter, named or not; with another drafter `elastic` chooses by cost."""
+    model, processor = bundled_model
+    [request] = islice(generate_requests("clip", FIRST_HELD_OUT_SEED), 1)
+    inputs = Captioner(model, processor).build_inputs([request.images], [request.question])
+    choices: dict[str, tuple[str, int]] = {}
     for drafter, compressor in (("msd-elastic", None), ("msd-elastic", "elastic"), ("msd", "elastic")):
         mmspec.patch(model, drafter, compressor=compressor, processor=processor, nodes=16)
         try:
             model.generate(**inputs, max_new_tokens=4, do_sample=False)
             [row] = mmspec.stats(model, last=True).compression
-            ways[f"{drafter}, {compressor}"] = row.choice, row.num_compressed_tokens
+            choices[f"{drafter}, {compressor}"] = row.choice, row.num_compressed_tokens
             gate = getattr(model.__dict__["_mmspec"].config.drafter, "compressor", None)
             assert isinstance(gate, Elastic) == (drafter == "msd-elastic")
             if isinstance(gate, Elastic):
                 assert (
-                    row.choice in gate.labels() and row.num_compressed_tokens <= gate.max_tokens < row.num_visual_tokens
+                    row.choice in gate.branch_labels()
+                    and row.num_compressed_tokens <= gate.max_tokens < row.num_visual_tokens
                 )
         finally:
             mmspec.unpatch(model)
-    assert ways["msd-elastic, None"] == ways["msd-elastic, elastic"]
-    assert ways["msd, elastic"][0].startswith("salient:")
+    assert choices["msd-elastic, None"] == choices["msd-elastic, elastic"]
+    assert choices["msd, elastic"][0].startswith("salient:")
 
 
-def test_the_demo(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    makers: list[Captioner] = []
-    monkeypatch.setattr(demo, "build_captioner", lambda *args: makers.append(build_captioner(*args)) or makers[-1])
-    assert demo.main([str(list_example_files()[0]), str(list_example_files()[-1]), "--max-new-tokens", "40"]) == 0
-    told = capsys.readouterr().out
-    assert "2 of 2 texts identical to plain generate" in told
-    assert told.count("plain ") >= 2 and told.count("identical; ") == 2 and "tokens/s" in told
-    assert makers[0].model.__dict__["_mmspec"].options.drafter.name == next(iter(registry.shipped()))
-    assert float(re.findall(r"tau ([0-9.]+)", told)[-1]) >= 1  # how much hangs on this machine's times
+def test_examples_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    captioners: list[Captioner] = []
+    monkeypatch.setattr(
+        examples, "build_captioner", lambda *args: captioners.append(build_captioner(*args)) or captioners[-1]
+    )
+    assert examples.main([str(list_example_files()[0]), str(list_example_files()[-1]), "--max-new-tokens", "40"]) == 0
+    output = capsys.readouterr().out
+    assert "2 of 2 texts identical to plain generate" in output
+    assert output.count("plain ") >= 2 and output.count("identical; ") == 2 and "tokens/s" in output
+    assert captioners[0].model.__dict__["_mmspec"].config.drafter.name == next(iter(registry.bundled_drafters()))
+    assert float(re.findall(r"tau ([0-9.]+)", output)[-1]) >= 1  # the value depends on this machine's timings
 
 
-def test_it_is_the_default_of_the_commands(tmp_path: Path, capsys: Any) -> None:
-    out = tmp_path / "o.jsonl"
+def test_scenes_model_is_the_default_of_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "captions.jsonl"
     assert (
         main(
             [

@@ -79,7 +79,7 @@ def test_a_run_that_is_cut_goes_on_where_it_was(run: ScenesTrainer, place: Path)
 
 def test_a_run_that_is_cut_between_two_stages_goes_on(place: Path) -> None:
     class Cut(ScenesTrainer):
-        def part(self, stage: TrainingStage) -> Any:
+        def build_module(self, stage: TrainingStage) -> Any:
             if stage.name == "talk":
                 raise KeyboardInterrupt
             return super().build_module(stage)
@@ -144,7 +144,7 @@ def test_an_evaluation_that_was_cut_goes_on(
         asked.extend(answers.values())
         original(self, of, answers)
 
-    monkeypatch.setattr(evaluate.AnswerLog, "append", spy)
+    monkeypatch.setattr(evaluate.AnswerLog, "add", spy)
     file = tmp_path / "answers.jsonl"
     args = ["--model", str(run.run_folder / "model"), "--count", "2", "--answers", str(file)]
     evaluate.main(args)

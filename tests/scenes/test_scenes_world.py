@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import torch
 
-from mmspec.app.scenes import WEIGHTS_FOLDER, grammar
+from mmspec.app.scenes import WEIGHTS_FOLDER, grammar, phrases
 from mmspec.app.scenes.objects import KIND_BY_NAME, OBJECT_KINDS
 from mmspec.app.scenes.render import build_layers, render_scene
 from mmspec.app.scenes.sign_words import SIGN_WORDS
 from mmspec.app.scenes.sprites import SIGN_CHARACTERS, get_glyph, get_sprite
-from mmspec.app.scenes.training import evaluate
+from mmspec.app.scenes.training import eval_questions
 from mmspec.app.scenes.training.build_model import (
     GRID_SIZE,
     IMAGE_TOKEN_ID,
@@ -29,27 +29,30 @@ from mmspec.app.scenes.training.data import (
     ABOUT_ABSENT,
     ABOUT_ACTION,
     ABOUT_TOTAL,
-    ACTIONS,
-    BACKGROUND_CLASS,
-    IGNORE_INDEX,
-    SIGN_CLASS,
     ChatDataset,
     PatchDataset,
     choose_num_things,
     collate_chats,
     encode_turns,
     generate_corpus,
-    label_actions,
-    render_with_labels,
     sample_turns,
 )
 from mmspec.app.scenes.training.models import build_turn_mask, build_turn_position_ids
+from mmspec.app.scenes.training.patch_labels import (
+    ACTIONS,
+    BACKGROUND_CLASS,
+    IGNORE_INDEX,
+    SIGN_CLASS,
+    label_actions,
+    render_with_labels,
+)
 from mmspec.app.scenes.world import (
     FIRST_HELD_OUT_SEED,
     IMAGE_SIZE,
     REGION_MARGIN,
     REGIONS,
     SIZE_CLASSES,
+    Scene,
     generate_clip,
     generate_scene,
     is_held_out_pair,
@@ -160,16 +163,16 @@ def test_clips_show_what_they_say() -> None:
 
 def test_true_answers_are_read_as_true_and_others_as_false() -> None:
     """The readers that mark the model, on the grammar's own answers: right ones to this picture, and to another."""
-    right: evaluate.MetricOutcomes = defaultdict(list)
-    wrong: evaluate.MetricOutcomes = defaultdict(list)
+    right: eval_questions.MetricOutcomes = defaultdict(list)
+    wrong: eval_questions.MetricOutcomes = defaultdict(list)
     for seed in range(FIRST_HELD_OUT_SEED, FIRST_HELD_OUT_SEED + 120):
         made, other = generate_scene(seed), generate_scene(seed + 5000)
-        for item in evaluate.build_scene_questions(made, random.Random(seed)):
+        for item in eval_questions.build_scene_questions(made, random.Random(seed)):
             for truth, marks in ((made, right), (other, wrong)):
                 for name, values in item.score(_answer(truth, item.question)).items():
                     marks[name] += values
         moving = generate_clip(seed)
-        item = evaluate.build_clip_question(moving, random.Random(seed))
+        item = eval_questions.build_clip_question(moving, random.Random(seed))
         for truth_, marks in ((moving, right), (generate_clip(seed + 5000), wrong)):
             for name, values in item.score(grammar.ask_clip(truth_, random.Random(0)).answer).items():
                 marks[name] += values
@@ -186,7 +189,7 @@ def test_what_happens_in_a_clip_is_read_strictly() -> None:
     made = next(
         one for one in map(generate_clip, range(1000)) if one.event.way == "left" and len(one.frames[0].things) == 2
     )
-    mark = evaluate.build_clip_question(made, random.Random(0)).score
+    mark = eval_questions.build_clip_question(made, random.Random(0)).score
     (other,) = [thing.name for thing in made.frames[0].things if thing.kind != made.hero.kind]
     name = made.hero.name
     for answer, event, motion in (
@@ -201,21 +204,21 @@ def test_what_happens_in_a_clip_is_read_strictly() -> None:
         assert mark(answer) == {"events": [event], "clip_things": [True], "motion": [motion]}, answer
     for what, word in (("stays", "stays"), ("appears", "appears"), ("leaves", "disappears")):
         one = next(one for one in map(generate_clip, range(1000)) if one.event.what == what)
-        mark = evaluate.build_clip_question(one, random.Random(0)).score
+        mark = eval_questions.build_clip_question(one, random.Random(0)).score
         for said in ("stays", "appears", "disappears", "moves up"):
             assert mark(f"A {one.hero.name} {said}.")["events"] == [said == word]
 
 
-def _answer(truth: grammar.Scene, question: str) -> str:
+def _answer(truth: Scene, question: str) -> str:
     """What the grammar would say about `truth`, whatever the question assumes."""
     rng = random.Random(0)
     words = question.lower()
-    named = sorted(evaluate.find_kinds(question))
+    named = sorted(eval_questions.find_kinds(question))
     things = {thing.kind: thing for thing in truth.things}
     if "detail" in words or "describe the image" in words:
         return grammar.ask_description(truth, rng).answer
     if words.startswith("where is"):
-        return f"It is {grammar.format_region(things[named[0]].region)}." if named[0] in things else "It is not there."
+        return f"It is {phrases.format_region(things[named[0]].region)}." if named[0] in things else "It is not there."
     if "how many things" in words:
         return grammar.answer_total_count(truth)
     if words.startswith("how many"):
@@ -290,13 +293,13 @@ def test_what_patches_show() -> None:
                 near = min((t for t in made.things if t.kind == kind), key=lambda t: abs(t.x - x) + abs(t.y - y))
                 assert min(abs(t.x - x - offset[0]) + abs(t.y - y - offset[1]) for t in made.things) < 1
                 assert abs(near.x - x) <= near.size and abs(near.y - y) <= near.size
-                place = [name for line in REGIONS for name in line][int(patches.place[number])]
+                place = [name for line in REGIONS for name in line][int(patches.region[number])]
                 assert place in {thing.region for thing in made.things if thing.kind == kind}
-                assert patches.alike[number] == made.count(kind) - 1
+                assert patches.num_others[number] == made.count(kind) - 1
                 assert made.reading_order()[int(patches.rank[number])].kind == kind
             else:
-                assert patches.alike[number] == patches.rank[number] == IGNORE_INDEX or kind == IGNORE_INDEX
-        assert set(patches.total.tolist()) == {len(made.things)} and (patches.since == IGNORE_INDEX).all()
+                assert patches.num_others[number] == patches.rank[number] == IGNORE_INDEX or kind == IGNORE_INDEX
+        assert set(patches.total.tolist()) == {len(made.things)} and (patches.action == IGNORE_INDEX).all()
         centres = {(t.x // PATCH_SIZE, t.y // PATCH_SIZE) for t in made.things}
         assert centres == {
             (number % GRID_SIZE, number // GRID_SIZE) for number in patches.centre.nonzero().flatten().tolist()
@@ -307,10 +310,10 @@ def test_what_patches_show() -> None:
             assert (patches.letter > 0).sum() <= len(made.sign.text) and (patches.kind == SIGN_CLASS).any()
             told = {
                 "".join(" ABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"[c] for c in row if c > 0)
-                for row in patches.spelled[patches.kind == SIGN_CLASS].tolist()
+                for row in patches.spelling[patches.kind == SIGN_CLASS].tolist()
             }
             assert told == {made.sign.text}
-        assert (patches.spelled[patches.kind != SIGN_CLASS] == IGNORE_INDEX).all()
+        assert (patches.spelling[patches.kind != SIGN_CLASS] == IGNORE_INDEX).all()
     assert (render_with_labels(generate_clip(5).frames[0])[1].kind != IGNORE_INDEX).any()
 
 
@@ -425,17 +428,17 @@ def test_what_clips_are_asked_is_true() -> None:
             seen_tasks[turn.task] += 1
             words, number = turn.question.rstrip("?").split(), turn.question.rstrip("?").split()[-1]
             if turn.task == "pictures":
-                assert f" {grammar.NUMBER_WORDS[len(made.frames)]} " in turn.answer
+                assert f" {phrases.NUMBER_WORDS[len(made.frames)]} " in turn.answer
             elif turn.task == "way":
                 assert turn.answer == "It does not move." or f" {made.event.way}." in turn.answer
-                moves = made.event.what == "moves" and evaluate.find_kinds(turn.question) == {made.hero.kind}
+                moves = made.event.what == "moves" and eval_questions.find_kinds(turn.question) == {made.hero.kind}
                 assert moves == (turn.answer != "It does not move.")
             else:
                 here = [t for t in made.frames[int(number) - 1].things if t.kind == made.hero.kind]
                 if words[0] == "Is":
                     assert turn.answer.startswith("Yes" if here else "No")
                 else:
-                    assert evaluate.find_region_name(turn.answer) == here[0].region
+                    assert eval_questions.find_region_name(turn.answer) == here[0].region
     assert set(seen_tasks) == {"pictures", "way", "when"} and seen_tasks["when"] > 600
 
 
@@ -456,14 +459,14 @@ def test_even_drills_ask_for_numbers_of_all_kinds_alike() -> None:
     asked: dict[bool, list[bool]] = {False: [], True: []}
     for seed in range(200):
         made = generate_scene(seed)
-        if len({count for _, count in grammar.count_kinds(made)}) < 2:
+        if len({count for _, count in phrases.count_kinds(made)}) < 2:
             continue  # only where there are several of one kind and one of another
         for even, found in asked.items():
             for turn in grammar.generate_qa_turns(made, random.Random(seed), 10, even, independent=True):
                 if turn.task == "count" and " all." not in turn.answer:
                     found.append(" one " in turn.answer)
-                    kinds = evaluate.find_kinds(turn.question)
-                    assert [evaluate.find_number(turn.answer)] == [made.count(kind) for kind in kinds]
+                    kinds = eval_questions.find_kinds(turn.question)
+                    assert [eval_questions.find_number(turn.answer)] == [made.count(kind) for kind in kinds]
     shares = {even: sum(found) / len(found) for even, found in asked.items()}
     assert len(asked[True]) > 1.3 * len(asked[False]) > 50
     assert shares[False] < 0.45 < shares[True], shares
@@ -473,16 +476,16 @@ def test_who_counts_says_the_number_on_the_way() -> None:
     """Each thing with its place, in reading order; those that are counted with how many it has been so far."""
     for seed in range(300):
         made = generate_scene(seed)
-        groups = grammar.count_kinds(made)
+        groups = phrases.count_kinds(made)
         asked = [({kind}, grammar.answer_kind_count(made, kind), count) for kind, count in groups]
         asked.append(({kind for kind, _ in groups}, grammar.answer_total_count(made), len(made.things)))
         for counted, answer, count in asked:
             said, sum_ = answer.rstrip(".").split(": ")
-            numbers = iter(grammar.NUMBER_WORDS[1:])
+            numbers = iter(phrases.NUMBER_WORDS[1:])
             for part, thing in zip(said.split(", "), made.reading_order(), strict=True):
                 rest = part.lower().removeprefix(thing.region).split()
                 assert rest == [thing.name, *([next(numbers)] if thing.kind in counted else [])], answer
-            assert sum_.split()[0] == grammar.NUMBER_WORDS[count] and evaluate.find_number(answer) == count
+            assert sum_.split()[0] == phrases.NUMBER_WORDS[count] and eval_questions.find_number(answer) == count
 
 
 def test_pictures_of_an_even_stage_are_as_the_world_has_them() -> None:
@@ -569,8 +572,8 @@ def test_patches_of_clips_say_what_has_happened_since_the_picture_before() -> No
     sample = next(
         s for s in map(ChatDataset(tokenizer, 0, 60, clip_share=1.0).__getitem__, range(9)) if len(s.patches) > 1
     )
-    assert (sample.patches[0].since == IGNORE_INDEX).all(), "there is none before the first"
-    assert any((part.since != IGNORE_INDEX).any() for part in sample.patches[1:])
+    assert (sample.patches[0].action == IGNORE_INDEX).all(), "there is none before the first"
+    assert any((part.action != IGNORE_INDEX).any() for part in sample.patches[1:])
 
 
 def test_signs_and_moves_are_practised_more_than_they_come() -> None:

@@ -1,4 +1,4 @@
-"""Models whose forward may depend on what else is in it: hooks, foreign modules, quantised layers, an own `generate`.
+"""Models whose logits may depend on the other tokens of a forward: hooks, unknown modules, quantised layers.
 
 Every call is compared with plain `generate` on the same model: tokens and generator.
 """
@@ -25,7 +25,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from transformers import GenerationMixin, PreTrainedModel
 
 import mmspec
-from mmspec.targets.module_scan import is_library_code, scan
+from mmspec.targets.module_scan import is_library_code, scan_modules
 
 MODES: list[dict[str, Any]] = [
     {"do_sample": False, "max_new_tokens": 16},
@@ -56,7 +56,7 @@ def check(model: PreTrainedModel, reset: Callable[[], Any] = lambda: None) -> li
             torch.manual_seed(2)
             random.seed(2)
             if patched:
-                with fuzz.patch_model(model, adversarial.BranchingDrafter(1), nodes=8):
+                with fuzz.patch_model(model, adversarial.BranchingDrafter(1), tree_size=8):
                     text = model.generate(**given, **mode)
                     found.append(mmspec.stats(model, last=True))
             else:
@@ -260,14 +260,14 @@ def swapped(kind: type, **changes: Any) -> PreTrainedModel:
 @FAMILIES
 def test_a_foreign_module_that_passes_is_drafted(family: str) -> None:
     model = swapped(Same, family=family)
-    assert len(scan(model).foreign) == 1
+    assert len(scan_modules(model).foreign) == 1
     drafted(check(model))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
 def test_a_foreign_module_in_another_precision(dtype: str) -> None:
     model = swapped(Same, dtype=dtype)
-    with fuzz.patch_model(model, adversarial.BranchingDrafter(1), nodes=8):
+    with fuzz.patch_model(model, adversarial.BranchingDrafter(1), tree_size=8):
         model.generate(**tiny.build_inputs(model, 27, 2, images=[1, 1]), **MODES[0])
         drafted([mmspec.stats(model, last=True)])
 
@@ -276,7 +276,7 @@ def test_a_foreign_module_in_another_precision(dtype: str) -> None:
 @pytest.mark.parametrize("family", ["llava", "qwen2_5_vl"])
 def test_a_module_that_depends_on_the_rest_of_the_forward(kind: type, family: str) -> None:
     found = check(swapped(kind, family=family))
-    went_plain(found, f"layers.0.mlp.down_proj ({kind.__name__})", "depends on what else is in it")
+    went_plain(found, f"layers.0.mlp.down_proj ({kind.__name__})", "logits depend on its other tokens")
 
 
 @pytest.mark.parametrize("kind", [Scaled, LastPosition])
@@ -314,11 +314,11 @@ def test_the_self_test_runs_once_and_again_when_something_changes(monkeypatch: p
     from mmspec.targets import selftest
 
     runs: list[int] = []
-    fault = selftest._fault
-    monkeypatch.setattr(selftest, "_fault", lambda *args: (runs.append(1), fault(*args))[1])
+    find_failure = selftest._find_failure
+    monkeypatch.setattr(selftest, "_find_failure", lambda *args: (runs.append(1), find_failure(*args))[1])
     model = swapped(Same)
     given = tiny.build_inputs(model, 27, 1, images=[1])
-    with fuzz.patch_model(model, adversarial.BranchingDrafter(1), nodes=8):
+    with fuzz.patch_model(model, adversarial.BranchingDrafter(1), tree_size=8):
         for _ in range(3):
             model.generate(**given, **MODES[0])
         assert len(runs) == 1
@@ -333,7 +333,7 @@ def test_dynamic_quantisation() -> None:
         model = torch.ao.quantization.quantize_dynamic(fresh_model(), {nn.Linear}, dtype=torch.qint8).eval()
         model.tiny_spec = tiny.ModelSpec(seed=29)
         assert any("quantized.dynamic" in type(part).__module__ for part in model.modules())
-        went_plain(check(model), "model.language_model.layers.0.", "(Linear)", "depends on what else is in it")
+        went_plain(check(model), "model.language_model.layers.0.", "(Linear)", "logits depend on its other tokens")
 
 
 class Weight(nn.Parameter):
@@ -357,9 +357,11 @@ def test_quantised_parameters(act: bool) -> None:
         part = layer.mlp.up_proj
         part.weight = Weight(part.weight.detach(), requires_grad=False)
         part.weight.act = act
-    assert len(scan(model).foreign) == 2
+    assert len(scan_modules(model).foreign) == 2
     if act:
-        went_plain(check(model), "layers.0.mlp.up_proj (Linear, Weight)", "layers.1.mlp.up_proj", "what else is in it")
+        went_plain(
+            check(model), "layers.0.mlp.up_proj (Linear, Weight)", "layers.1.mlp.up_proj", "depend on its other tokens"
+        )
     else:
         drafted(check(model))
 
@@ -384,8 +386,8 @@ def test_adapters_of_peft_are_known() -> None:
     model = fresh_model()
     for layer in decoder(model).layers:
         layer.self_attn.q_proj = Adapted(layer.self_attn.q_proj).eval()
-    found = scan(model)
-    assert not found.foreign and not found.hook and found.quiet
+    found = scan_modules(model)
+    assert not found.foreign and not found.hook and found.can_use_inference_mode
     drafted(check(model))
 
 
@@ -446,7 +448,7 @@ def test_kernels_bound_to_an_instance_are_tested() -> None:
     model = fresh_model()
     for layer in decoder(model).layers:
         layer.mlp.forward = types.MethodType(_same_forward, layer.mlp)
-    assert len(scan(model).foreign) == 2
+    assert len(scan_modules(model).foreign) == 2
     drafted(check(model))
 
 
@@ -492,7 +494,10 @@ def test_a_generate_of_ones_own(override: Any, late: bool, caplog: pytest.LogCap
     model.__class__ = own
     plain = model.generate(*first, **given, **options)
     model.__class__ = base if late else own
-    with caplog.at_level(logging.WARNING, "mmspec"), fuzz.patch_model(model, adversarial.BranchingDrafter(1), nodes=8):
+    with (
+        caplog.at_level(logging.WARNING, "mmspec"),
+        fuzz.patch_model(model, adversarial.BranchingDrafter(1), tree_size=8),
+    ):
         model.__class__ = own
         assert torch.equal(model.generate(*first, **given, **options), plain)
         stats = mmspec.stats(model, last=True)
@@ -509,9 +514,9 @@ def test_one_pass_over_the_modules_per_call(monkeypatch: pytest.MonkeyPatch) -> 
 
     passes: list[Any] = []
     for room in (calls, module_scan):
-        monkeypatch.setattr(room, "scan", lambda model: (passes.append(model), scan(model))[1])
+        monkeypatch.setattr(room, "scan_modules", lambda model: (passes.append(model), scan_modules(model))[1])
     model = fresh_model()
-    with fuzz.patch_model(model, adversarial.BranchingDrafter(1), nodes=8):
+    with fuzz.patch_model(model, adversarial.BranchingDrafter(1), tree_size=8):
         walks: list[Any] = []
         modules = nn.Module.modules
         monkeypatch.setattr(nn.Module, "modules", lambda self, *args: (walks.append(self), modules(self, *args))[1])

@@ -55,7 +55,7 @@ def inside(model: PreTrainedModel, given: tiny.Inputs, use: Callable[[HFTarget],
     def loop(
         self: Any, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any, **kw: Any
     ) -> Tensor:
-        use(HFTarget(find_adapter(model), input_ids, kw, generation_config, most=36))
+        use(HFTarget(find_adapter(model), input_ids, kw, generation_config, max_new_tokens=36))
         return input_ids
 
     options.setdefault("do_sample", False)
@@ -381,7 +381,7 @@ def check_segments(model: PreTrainedModel, given: tiny.Inputs, prompt: Prompt, r
     for number, feature in enumerate(features):
         parts = sources[number]
         assert len({part.row for part in parts}) == 1, "a picture in two rows"
-        ends = [part.start + part.length for part in parts]
+        ends = [part.start + part.num_tokens for part in parts]
         assert [part.start for part in parts[1:]] == ends[:-1], "parts out of order"
         states = prompt.hidden_states[0][parts[0].row, parts[0].start : ends[-1]]
         states = states[: len(feature)]  # OneVision ends a clip with a newline token of its own
@@ -446,7 +446,7 @@ def test_clips_alone_and_side_by_side(family: str) -> None:
         assert sorted(clips) == [0, 1, 2] and [frames[0].row for frames in clips.values()] == [0, 0, 1]
         lengths = given["video_grid_thw"][:, 0].tolist() if family == "qwen2_5_vl" else [pixels.shape[1]] * 3
         for length, frames in zip(lengths, clips.values(), strict=True):
-            assert [frame.time for frame in frames] == list(range(length))
+            assert [frame.frame for frame in frames] == list(range(length))
             assert len({(frame.height, frame.width) for frame in frames}) == 1
 
 
@@ -460,11 +460,11 @@ def test_a_frame_stands_where_its_segment_says(family: str) -> None:
     for frame in frames:
         changed = {**given, "pixel_values_videos": given["pixel_values_videos"].clone()}
         pixels = changed["pixel_values_videos"]
-        part = pixels.view(len(frames), -1)[frame.time]  # Qwen's patches are in the order of time too
+        part = pixels.view(len(frames), -1)[frame.frame]  # Qwen's patches are in the order of time too
         part.neg_()
         after = shown(model, changed)
         moved = (before.hidden_states[0] - after.hidden_states[0]).abs().amax(-1)[0] > 1e-6
-        places = range(frame.start, frame.start + frame.length)
+        places = range(frame.start, frame.start + frame.num_tokens)
         assert moved.nonzero().flatten().tolist() == list(places)
 
 
@@ -650,7 +650,7 @@ def test_flash_attention_is_switched_and_restored(family: str, monkeypatch: pyte
         monkeypatch.setattr(PreTrainedModel, check, believe)
     model.set_attn_implementation({"text_config": "flash_attention_2"})
     vision = model.config.vision_config._attn_implementation
-    mmspec.patch(model, drafter=adversarial.BranchingDrafter(1), nodes=8)
+    mmspec.patch(model, drafter=adversarial.BranchingDrafter(1), tree_size=8)
     assert model.config.text_config._attn_implementation == "sdpa"
     assert model.config.vision_config._attn_implementation == vision
     assert torch.equal(model.generate(**given, max_new_tokens=8, do_sample=False), plain)

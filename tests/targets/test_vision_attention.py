@@ -23,8 +23,8 @@ from mmspec.drafters.eagle.head import EagleHead, HeadConfig
 from mmspec.interfaces import DrafterRequirements, Prompt, VisualTokens
 from mmspec.targets.registry import find_adapter
 from mmspec.vision.compressors.elastic import Elastic
-from mmspec.vision.compressors.select import Identity, Prune, distinctness
-from mmspec.vision.registry import make
+from mmspec.vision.compressors.select import Identity, TopScore, saliency
+from mmspec.vision.registry import build_compressor
 
 
 class Asking(Identity):
@@ -210,8 +210,8 @@ def test_several_pictures_of_onevision_are_read_whole() -> None:
     model = get_model("llava_onevision")
     sizes, numbers = torch.tensor([[16, 16]] * 3), torch.tensor([2, 1])
     family = find_adapter(model)
-    assert family.tiles_of(sizes, {"batch_num_images": numbers}) == [1, 1, 5]  # type: ignore[attr-defined]
-    assert family.tiles_of(sizes, {}) == [5, 5, 5]  # type: ignore[attr-defined]
+    assert family.tiles_per_image(sizes, {"batch_num_images": numbers}) == [1, 1, 5]  # type: ignore[attr-defined]
+    assert family.tiles_per_image(sizes, {}) == [5, 5, 5]  # type: ignore[attr-defined]
 
 
 def test_what_cannot_be_told() -> None:
@@ -263,7 +263,7 @@ class Spy:
     attends = True
 
     def __init__(self, inner: Any) -> None:
-        self.inner, self.name, self.max_tokens = inner, inner.name, inner.tokens
+        self.inner, self.name, self.max_tokens = inner, inner.name, inner.max_tokens
         self.seen: list[tuple[VisualTokens, VisualTokens]] = []
 
     def compress(self, visual_tokens: VisualTokens, query: Tensor | None, max_tokens: int) -> VisualTokens:
@@ -276,12 +276,12 @@ class Spy:
 @pytest.mark.parametrize("padding", ["left", "right"])
 def test_a_drafter_is_shown_what_the_tower_attends_to(padding: str) -> None:
     """Scores stand at their own tokens, and `salient` keeps the highest; the text stays what it is."""
-    drafter = EagleDrafter(EagleHead(HeadConfig(32, 64, 4, 2, 120)), "decoupled", layers=2)
-    model, spy = MODELS["llava"](), Spy(make("salient:3"))
+    drafter = EagleDrafter(EagleHead(HeadConfig(32, 64, 4, 2, 120)), "decoupled", num_layers=2)
+    model, spy = MODELS["llava"](), Spy(build_compressor("salient:3"))
     given = tiny.build_inputs(model, 5, 3, images=[2, 1, 1], padding=padding)
     plain = model.generate(**given, max_new_tokens=12, do_sample=False)
     wanted = slow(model, given)[1].split([18, 9, 9])
-    mmspec.patch(model, drafter=drafter, compressor=spy, nodes=8)
+    mmspec.patch(model, drafter=drafter, compressor=spy, tree_size=8)
     try:
         assert torch.equal(model.generate(**given, max_new_tokens=12, do_sample=False), plain)
         kept = mmspec.stats(model, last=True).compression
@@ -297,7 +297,7 @@ def test_a_drafter_is_shown_what_the_tower_attends_to(padding: str) -> None:
 
 
 def test_who_asks() -> None:
-    assert make("salient:3").attends and not make("relevant:3").attends  # type: ignore[attr-defined]
+    assert build_compressor("salient:3").attends and not build_compressor("relevant:3").attends  # type: ignore[attr-defined]
     with torch.random.fork_rng(devices=[]):
-        ways = [Identity(), Prune(2, "salient", distinctness, attends=True)]
+        ways = [Identity(), TopScore(2, "salient", saliency, attends=True)]
         assert Elastic(8, 2).attends and Elastic(8, 2, ways).attends and not Elastic(8, 2, ways[:1]).attends

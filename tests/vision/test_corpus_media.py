@@ -1,6 +1,6 @@
-"""Damaged and hostile images, clips and manifests by the thousand: each is read, or refused in one line.
+"""Thousands of damaged and hostile images, videos and manifests: each is read, or refused with a one-line message.
 
-`MMSPEC_CORPUS` says how many inputs the slow run takes in all.
+`MMSPEC_CORPUS` sets the total number of inputs of the slow test.
 """
 
 from __future__ import annotations
@@ -14,72 +14,72 @@ from pathlib import Path
 
 import corpus_media as corpus
 import pytest
-from corpus_media import CANARY, Watch, watched
+from corpus_media import CANARY, OpenWatcher, watch_folder
 
 from mmspec.app.errors import UsageError
 from mmspec.app.io.images import ImageError, load_image
 from mmspec.app.io.sources import collect_items
 from mmspec.app.io.videos import load_video
-from mmspec.vision.video.decoder_pool import Isolated
+from mmspec.vision.video.decoder_pool import DecoderPool
 
-Make = Callable[..., tuple[str, bytes]]
-MANY = int(os.environ.get("MMSPEC_CORPUS", "10000"))
-HANGS_S = 60.0
-MEMORY = 1_000_000_000
+Generator = Callable[..., tuple[str, bytes]]
+NUM_INPUTS = int(os.environ.get("MMSPEC_CORPUS", "10000"))
+TIMEOUT_S = 60.0
+MAX_MEMORY_BYTES = 1_000_000_000
 
 
 @pytest.fixture
-def watch(tmp_path: Path) -> Iterator[Watch]:
-    with watched(tmp_path) as watch:
-        yield watch
+def watcher(tmp_path: Path) -> Iterator[OpenWatcher]:
+    with watch_folder(tmp_path) as watcher:
+        yield watcher
 
 
 class Run:
-    """Inputs of one kind, one after the other, and what came of them."""
+    """Processes inputs of one kind and counts the outcomes."""
 
-    def __init__(self, folder: Path, watch: Watch) -> None:
-        self.folder, self.watch, self.isolated = folder, watch, Isolated(limit_s=30)
-        for number in range(3):  # what manifests name
-            (folder / f"{number}.png").write_bytes(corpus.images()["a.png"])
+    def __init__(self, folder: Path, watcher: OpenWatcher) -> None:
+        self.folder, self.watcher, self.pool = folder, watcher, DecoderPool(timeout_s=30)
+        for number in range(3):  # the files that manifests name
+            (folder / f"{number}.png").write_bytes(corpus.valid_images()["a.png"])
         self.outcomes, self.slowest, self.memory = Counter[str](), 0.0, 0
 
-    def one(self, make: Make, seed: int) -> None:
-        """Make an input, read it, and look at what happened."""
-        port, canary = self.watch.port, str(self.folder / CANARY)
-        name, content = make(seed) if make is corpus.manifest else make(seed, canary, port)
+    def process(self, generate: Generator, seed: int) -> None:
+        """Generate an input, read it, and check the outcome."""
+        port, canary = self.watcher.port, str(self.folder / CANARY)
+        name, content = generate(seed) if generate is corpus.make_manifest else generate(seed, canary, port)
         file = self.folder / name
         file.write_bytes(content)
-        self.watch.opened()
-        began, outcome = time.monotonic(), "read"
+        self.watcher.opened_files()
+        start, outcome = time.monotonic(), "read"
         try:
-            if make is corpus.manifest:
+            if generate is corpus.make_manifest:
                 collect_items([str(file)], self.folder)
-            elif make is corpus.clip:
-                load_video(file, 3, isolated=self.isolated)
+            elif generate is corpus.make_video:
+                load_video(file, 3, isolated=self.pool)
             else:
-                load_image(file if seed % 2 else content, isolated=self.isolated)
+                load_image(file if seed % 2 else content, isolated=self.pool)
         except (ImageError, UsageError) as error:
             outcome = getattr(error, "kind", "UsageError")
             wrong = [] if "\n" not in str(error) and len(str(error)) < 20_000 else [str(error)]
             assert not wrong, f"seed {seed}: the message is one line"
-        self.slowest = max(self.slowest, time.monotonic() - began)
+        self.slowest = max(self.slowest, time.monotonic() - start)
         self.outcomes[outcome] += 1
-        assert self.slowest < HANGS_S, f"seed {seed} took {self.slowest:.0f} s"
-        assert self.watch.opened() <= {name}, f"seed {seed}"
+        assert self.slowest < TIMEOUT_S, f"seed {seed} took {self.slowest:.0f} s"
+        assert self.watcher.opened_files() <= {name}, f"seed {seed}"
         file.unlink()
-        for child in list(self.isolated._all):
-            self.memory = max(self.memory, high_water(child._process.pid))
+        for worker in list(self.pool._all):
+            self.memory = max(self.memory, peak_memory(worker._process.pid))
 
-    def figures(self) -> str:
-        """Check what is of all inputs together, and say how they went."""
-        assert not self.watch.connections()
-        self.isolated.close()
-        assert self.memory < MEMORY
+    def summary(self) -> str:
+        """Check the totals over all inputs and summarise them."""
+        assert not self.watcher.connections()
+        self.pool.close()
+        assert self.memory < MAX_MEMORY_BYTES
         return f"slowest {self.slowest:.1f} s, {self.memory / 1e6:.0f} MB, {dict(self.outcomes.most_common())}"
 
 
-def high_water(pid: int) -> int:
-    """The most memory that a process had, in bytes; 0 where it is not known."""
+def peak_memory(pid: int) -> int:
+    """Peak memory of a process in bytes; 0 where it is unknown."""
     if sys.platform != "linux":
         return 0
     try:
@@ -89,25 +89,25 @@ def high_water(pid: int) -> int:
     return max((int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM")), default=0)
 
 
-MAKERS: list[Make] = [corpus.image, corpus.clip, corpus.manifest]
+GENERATORS: list[Generator] = [corpus.make_image, corpus.make_video, corpus.make_manifest]
 
 
-@pytest.mark.parametrize("make", MAKERS, ids=lambda make: str(make.__name__))
-def test_a_sample_of_each(make: Make, watch: Watch, tmp_path: Path) -> None:
-    run = _all(make, range(150), watch, tmp_path)
-    assert len(run.outcomes) > 1, "some are read, some are not"
-    print(run.figures())
+@pytest.mark.parametrize("generate", GENERATORS, ids=lambda generate: str(generate.__name__))
+def test_sample(generate: Generator, watcher: OpenWatcher, tmp_path: Path) -> None:
+    run = _all(generate, range(150), watcher, tmp_path)
+    assert len(run.outcomes) > 1, "some are read, some refused"
+    print(run.summary())
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", MAKERS, ids=lambda make: str(make.__name__))
-def test_many_of_each(make: Make, watch: Watch, tmp_path: Path) -> None:
-    """`MANY` over the three doors."""
-    print(make.__name__, _all(make, range(1000, 1000 + -(-MANY // 3)), watch, tmp_path).figures())
+@pytest.mark.parametrize("generate", GENERATORS, ids=lambda generate: str(generate.__name__))
+def test_full_corpus(generate: Generator, watcher: OpenWatcher, tmp_path: Path) -> None:
+    """`NUM_INPUTS` over the three kinds of inputs."""
+    print(generate.__name__, _all(generate, range(1000, 1000 + -(-NUM_INPUTS // 3)), watcher, tmp_path).summary())
 
 
-def _all(make: Make, seeds: range, watch: Watch, folder: Path) -> Run:
-    run = Run(folder, watch)
+def _all(generate: Generator, seeds: range, watcher: OpenWatcher, folder: Path) -> Run:
+    run = Run(folder, watcher)
     for seed in seeds:
-        run.one(make, seed)
+        run.process(generate, seed)
     return run

@@ -1,4 +1,4 @@
-"""The compressor that goes by measured costs: what it chooses, what is measured and how, what `stats` says of it."""
+"""Cost-based compressor: its choice, the measurement of costs, and the statistics of compression."""
 
 from __future__ import annotations
 
@@ -28,35 +28,35 @@ from mmspec.app.scenes.render import render_scene
 from mmspec.app.scenes.world import generate_scene
 from mmspec.control.draft_cost import EXPLORE_EVERY, CallTimer, CostByLength, DraftCostModel, DraftCosts, elapsed
 from mmspec.control.tree_size import TreeSizeController
-from mmspec.drafters.checkpoints.format import Made, save
+from mmspec.drafters.checkpoints.format import HeadMetadata, save_head
 from mmspec.drafters.eagle.drafter import EagleDrafter
 from mmspec.drafters.eagle.head import EagleHead, HeadConfig
 from mmspec.interfaces import CompressionContext, VisualGrid, VisualTokens
 from mmspec.metrics.compression_stats import CompressionRecord, RecordingCompressor
-from mmspec.vision.compressors.cost_based import FEW, Measured, Way, choose
-from mmspec.vision.registry import make, new, parse
+from mmspec.vision.compressors.cost_based import DEFAULT_MAX_TOKENS, Choice, CostBased, choose_compressor
+from mmspec.vision.registry import build_compressor, init_compressor, parse_compressor
 
-GPU = DraftCosts(read_s=5e-6, draft_s=5e-8, round_s=0.03, tokens_per_round=3.0)
-"""A large model: looking costs next to nothing."""
-SLOW = DraftCosts(read_s=1e-3, draft_s=1e-5, round_s=0.03, tokens_per_round=3.0)
+GPU = DraftCosts(prefill_token_s=5e-6, draft_token_s=5e-8, round_s=0.03, tokens_per_round=3.0)
+"""A large model: visual tokens cost the drafter very little."""
+SLOW = DraftCosts(prefill_token_s=1e-3, draft_token_s=1e-5, round_s=0.03, tokens_per_round=3.0)
 
 
-# --- what is chosen ---------------------------------------------------------------------------------------------------
+# --- choice -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("visual", "answer", "rates", "way"),
+    ("num_visual_tokens", "max_new_tokens", "costs", "choice"),
     [
         (0, 128, None, "identity"),
-        (FEW, 128, None, "identity"),  # by the number of tokens alone
-        (FEW + 1, 128, None, "salient:65"),
+        (DEFAULT_MAX_TOKENS, 128, None, "identity"),  # no costs: by the number of tokens
+        (DEFAULT_MAX_TOKENS + 1, 128, None, "salient:65"),
         (576, 128, None, "salient:144"),
         (2880, 128, None, "salient:180"),
         (40000, 128, None, "salient:625"),
         (576, None, None, "salient:144"),
         (576, 128, GPU, "identity"),
         (2880, 128, GPU, "identity"),
-        (2880, 8, GPU, "salient:720"),  # few rounds do not pay for reading it all
+        (2880, 8, GPU, "salient:720"),  # too compressed rounds to pay for reading all tokens
         (40000, 128, GPU, "salient:2500"),
         (196, 128, SLOW, "salient:13"),
         (196, 8, SLOW, "salient:13"),
@@ -65,95 +65,103 @@ SLOW = DraftCosts(read_s=1e-3, draft_s=1e-5, round_s=0.03, tokens_per_round=3.0)
         (1, 1000, SLOW, "identity"),
     ],
 )
-def test_the_way_for_a_prompt(visual: int, answer: int | None, rates: DraftCosts | None, way: str) -> None:
-    assert str(choose(visual, answer, rates)) == way
+def test_choice(num_visual_tokens: int, max_new_tokens: int | None, costs: DraftCosts | None, choice: str) -> None:
+    assert str(choose_compressor(num_visual_tokens, max_new_tokens, costs)) == choice
 
 
-def test_it_is_the_one_that_costs_least() -> None:
-    """Written out: reading, longer drafts, and more rounds where less is seen."""
+def test_choice_minimises_the_expected_cost() -> None:
+    """Against the formula, written out for every candidate size."""
     rng = torch.Generator().manual_seed(0)
     for _ in range(300):
-        visual, answer = (int(torch.randint(1, most, (), generator=rng)) for most in (5000, 300))
+        visual, answer = (int(torch.randint(1, limit, (), generator=rng)) for limit in (5000, 300))
         read, draft, round_s, more = torch.rand(4, generator=rng).tolist()
         rates = DraftCosts(1e-4 * read**3, 1e-6 * draft**3, 0.02 + 0.05 * round_s, 1 + 3 * more)
-        way, rounds = choose(visual, answer, rates), answer / rates.tokens_per_round
+        choice, rounds = choose_compressor(visual, answer, rates), answer / rates.tokens_per_round
         missed = {visual: 0.0, -(-visual // 4): 0.02, -(-visual // 16): 0.06, -(-visual // 64): 0.2, 0: 0.23}
         whole = {
-            size: size * rates.read_s + rounds * (size * rates.draft_s + less * rates.round_s)
+            size: size * rates.prefill_token_s + rounds * (size * rates.draft_token_s + less * rates.round_s)
             for size, less in reversed(missed.items())
         }
-        assert whole[way.tokens] == pytest.approx(min(whole.values())) and way == choose(visual, answer, rates)
+        assert whole[choice.tokens] == pytest.approx(min(whole.values())) and choice == choose_compressor(
+            visual, answer, rates
+        )
 
 
-@pytest.mark.parametrize(("lean", "way"), [(1, "salient:36"), (0, "salient:144"), (-1, "identity")])
-def test_leaning(lean: int, way: str) -> None:
-    assert str(choose(576, 128, None, lean)) == way
-    assert str(choose(10, 128, None, -1)) == "identity"
-    assert str(choose(40000, 1, SLOW, -1)) == "drop"
+@pytest.mark.parametrize(("exploration", "choice"), [(1, "salient:36"), (0, "salient:144"), (-1, "identity")])
+def test_exploration(exploration: int, choice: str) -> None:
+    assert str(choose_compressor(576, 128, None, exploration)) == choice
+    assert str(choose_compressor(10, 128, None, -1)) == "identity"
+    assert str(choose_compressor(40000, 1, SLOW, -1)) == "drop"
 
 
-def tokens_of(counts: list[int], outlook: CompressionContext | None = None) -> VisualTokens:
-    """Random tokens; each row is a square of them if it can be."""
-    rng, most = torch.Generator().manual_seed(0), max(counts)
-    mask = torch.arange(most) < torch.tensor(counts)[:, None]
-    parts = (torch.randn(len(counts), most, 8, generator=rng) for _ in range(2))
+def tokens_of(counts: list[int], context: CompressionContext | None = None) -> VisualTokens:
+    """Random visual tokens; each row is a square grid where its number of tokens allows."""
+    rng = torch.Generator().manual_seed(0)
+    length = max(counts)
+    mask = torch.arange(length) < torch.tensor(counts)[:, None]
+    parts = (torch.randn(len(counts), length, 8, generator=rng) for _ in range(2))
     sides = [int(count**0.5) for count in counts]
     grids = tuple(VisualGrid(row, 0, side, side, row) for row, side in enumerate(sides) if side)
-    positions = torch.arange(most).expand(mask.shape) + 3
-    return VisualTokens(*parts, mask, positions, grids, context=outlook)
+    positions = torch.arange(length).expand(mask.shape) + 3
+    return VisualTokens(*parts, mask, positions, grids, context=context)
 
 
 @pytest.mark.parametrize("counts", [[576], [576, 100, 0], [400, 400], [0, 0], [100, 225]])
 @pytest.mark.parametrize("answer", [8, 128, None])
-def test_each_row_is_what_its_way_makes_of_it_alone(counts: list[int], answer: int | None) -> None:
-    outlook = CompressionContext(answer)
-    visual, query = tokens_of(counts, outlook), torch.randn(len(counts), 8)
-    few = Measured().compress(visual, query, 1 << 30)
-    expected = [str(choose(count, answer)) for count in counts]
-    assert few.choices == tuple(expected)
-    for row, (count, way) in enumerate(zip(counts, expected, strict=True)):
+def test_each_row_equals_its_choice_alone(counts: list[int], answer: int | None) -> None:
+    context = CompressionContext(answer)
+    visual, query = tokens_of(counts, context), torch.randn(len(counts), 8)
+    compressed = CostBased().compress(visual, query, 1 << 30)
+    expected = [str(choose_compressor(count, answer)) for count in counts]
+    assert compressed.choices == tuple(expected)
+    for row, (count, choice) in enumerate(zip(counts, expected, strict=True)):
         alone = tokens_of(counts).inputs_embeds[row : row + 1, :count], visual.hidden_states[row : row + 1, :count]
         mask = torch.ones(1, count, dtype=torch.bool)
         grids = tuple(replace(s, row=0) for s in visual.grids if s.row == row)
         one = VisualTokens(*alone, mask, visual.position_ids[row : row + 1, :count], grids)
-        made = make(way)
-        theirs = made.compress(one, query[row : row + 1], made.max_tokens)
-        mine = few.mask[row]
-        assert int(mine.sum()) == int(theirs.mask.sum()) and bool(mine.int().diff().le(0).all()), "tokens come first"
-        assert torch.allclose(few.inputs_embeds[row][mine], theirs.inputs_embeds[0])
-        assert torch.allclose(few.hidden_states[row][mine], theirs.hidden_states[0])
-        assert torch.equal(few.position_ids[row][mine], theirs.position_ids[0])
-        assert few.source_indices is not None and theirs.source_indices is not None
-        assert torch.equal(few.source_indices[row][mine], theirs.source_indices[0])
+        built = build_compressor(choice)
+        expected_tokens = built.compress(one, query[row : row + 1], built.max_tokens)
+        mask_row = compressed.mask[row]
+        assert int(mask_row.sum()) == int(expected_tokens.mask.sum()) and bool(mask_row.int().diff().le(0).all()), (
+            "tokens come first"
+        )
+        assert torch.allclose(compressed.inputs_embeds[row][mask_row], expected_tokens.inputs_embeds[0])
+        assert torch.allclose(compressed.hidden_states[row][mask_row], expected_tokens.hidden_states[0])
+        assert torch.equal(compressed.position_ids[row][mask_row], expected_tokens.position_ids[0])
+        assert compressed.source_indices is not None and expected_tokens.source_indices is not None
+        assert torch.equal(compressed.source_indices[row][mask_row], expected_tokens.source_indices[0])
 
 
-def test_without_a_question_or_a_word_about_the_call() -> None:
+def test_without_query_and_without_context() -> None:
     visual = tokens_of([576], CompressionContext(8))
-    assert Measured().compress(visual, None, 1 << 30).choices == ("salient:144",)
-    assert Measured().compress(tokens_of([576, 9]), None, 1 << 30).choices == ("salient:144", "identity")
+    assert CostBased().compress(visual, None, 1 << 30).choices == ("salient:144",)
+    assert CostBased().compress(tokens_of([576, 9]), None, 1 << 30).choices == ("salient:144", "identity")
     axes = replace(visual, position_ids=visual.position_ids.expand(3, -1, -1))
-    assert Measured().compress(axes, None, 1 << 30).position_ids.shape == (3, 1, 144)
+    assert CostBased().compress(axes, None, 1 << 30).position_ids.shape == (3, 1, 144)
     several = tokens_of([576, 9])
     several = replace(several, position_ids=several.position_ids.expand(3, -1, -1))
-    assert Measured().compress(several, None, 1 << 30).position_ids.shape == (3, 2, 144)
+    assert CostBased().compress(several, None, 1 << 30).position_ids.shape == (3, 2, 144)
 
 
-def test_its_name() -> None:
-    assert parse("measured") == ("measured", 0) and isinstance(make("measured"), Measured)
-    assert isinstance(new("measured", 8), Measured) and str(Way("salient", 3)) == "salient:3"
-    with pytest.raises(ValueError, match="no compressor is called 'measured:64'; known: identity, drop, measured"):
-        make("measured:64")
+def test_names() -> None:
+    for name in ("cost-based", "measured"):
+        assert parse_compressor(name) == ("cost-based", 0)
+        compressor = build_compressor(name)
+        assert isinstance(compressor, CostBased) and compressor.name == "cost-based"
+    assert isinstance(init_compressor("measured", 8), CostBased) and str(Choice("salient", 3)) == "salient:3"
+    with pytest.raises(ValueError, match="unknown compressor 'measured:64'; available: identity, drop, cost-based"):
+        build_compressor("measured:64")
 
 
-# --- what is measured -------------------------------------------------------------------------------------------------
+# --- measurement -----------------------------------------------------------------------------------------------------
 
 
-def test_the_slope_is_known_from_two_widths() -> None:
+def test_slope_needs_two_lengths() -> None:
     widths = CostByLength()
     assert widths.slope() is None
     widths.update(100, 1.0)
     widths.update(110, 1.0)
-    assert widths.slope() is None, "about the same"
+    assert widths.slope() is None, "too little difference"
     widths.update(400, 7.0)
     low = widths.means[min(widths.means)][0]
     assert widths.slope() == pytest.approx(6.0 / (400 - low))
@@ -164,35 +172,35 @@ def test_the_slope_is_known_from_two_widths() -> None:
     assert widths.means[max(widths.means)][1] <= 7.0 * 1.2**6, "an outlier counts for no more than twice the mean"
     for _ in range(30):
         widths.update(400, 0.5)
-    assert widths.slope() == 0.0, "more tokens never cost less than nothing"
+    assert widths.slope() == 0.0, "the slope is never negative"
 
 
-def test_a_pace_learns_after_the_first_prompt_and_then_looks_at_another_width() -> None:
-    pace, leans = DraftCostModel(), []
+def test_cost_model_skips_the_first_prompt_and_explores() -> None:
+    cost_model, explorations = DraftCostModel(), []
     for number in range(2 * EXPLORE_EVERY + 1):
-        leans.append(pace.exploration(3))
-        pace.record_prefill(3, 1000 if number else 7, 99.0 if not number else 1.0)
-    assert leans[2] == 1 and leans[EXPLORE_EVERY] == leans[2 * EXPLORE_EVERY] == -1
-    assert sum(map(abs, leans)) == 3 and pace.costs(3) is None, "one width"
-    pace.record_prefill(3, 500, 0.75)
-    assert pace.costs(3) is None, "no round yet"
-    pace.record_round(3, 0.1, 2.0)
-    found = pace.costs(3)
-    assert found is not None and found.read_s == pytest.approx(0.25 / 500) and found.draft_s == 0.0
+        explorations.append(cost_model.exploration(3))
+        cost_model.record_prefill(3, 1000 if number else 7, 99.0 if not number else 1.0)
+    assert explorations[2] == 1 and explorations[EXPLORE_EVERY] == explorations[2 * EXPLORE_EVERY] == -1
+    assert sum(map(abs, explorations)) == 3 and cost_model.costs(3) is None, "one width"
+    cost_model.record_prefill(3, 500, 0.75)
+    assert cost_model.costs(3) is None, "no round yet"
+    cost_model.record_round(3, 0.1, 2.0)
+    found = cost_model.costs(3)
+    assert found is not None and found.prefill_token_s == pytest.approx(0.25 / 500) and found.draft_token_s == 0.0
     assert (found.round_s, found.tokens_per_round) == (0.1, 2.0)
-    pace.record_draft(3, 1000, 4, 0.4)
-    pace.record_draft(3, 500, 4, 0.2)
-    found = pace.costs(3)
-    assert found is not None and found.draft_s == pytest.approx(4 * 0.05 / 500)
-    assert pace.costs(2) is None, "batch sizes are apart"
-    assert copy.deepcopy(pace).costs(3) is None, "a copy of a model measures anew"
+    cost_model.record_draft(3, 1000, 4, 0.4)
+    cost_model.record_draft(3, 500, 4, 0.2)
+    found = cost_model.costs(3)
+    assert found is not None and found.draft_token_s == pytest.approx(4 * 0.05 / 500)
+    assert cost_model.costs(2) is None, "batch sizes are apart"
+    assert copy.deepcopy(cost_model).costs(3) is None, "a copy of a model measures anew"
 
 
 class Event:
-    """Stands for one in a GPU's stream: the device is at `now`."""
+    """A CUDA event of a simulated stream that has executed up to `now`."""
 
     now = 0.0
-    asked = 0
+    num_queries = 0
 
     def __init__(self, enable_timing: bool = False) -> None:
         assert enable_timing
@@ -202,41 +210,45 @@ class Event:
         self.at = Event.next
 
     def query(self) -> bool:
-        Event.asked += 1
+        Event.num_queries += 1
         return Event.now >= self.at
 
     def elapsed_time(self, other: Event) -> float:
-        assert other.query(), "asked before the device was there"
+        assert other.query(), "elapsed_time before the device reached the event"
         return 1e3 * (other.at - self.at)
 
     def synchronize(self) -> None:
-        raise AssertionError("nobody waits for the device")
+        raise AssertionError("the host synchronised with the device")
 
     next = 0.0
 
 
-def test_on_a_gpu_nobody_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_timing_on_a_gpu_does_not_synchronise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda *args: pytest.fail("nobody waits for the device"))
-    pace, found = DraftCostModel(), []
-    monkeypatch.setattr(pace, "record_prefill", lambda batch, width, seconds: found.append(("read", width, seconds)))
-    monkeypatch.setattr(pace, "record_draft", lambda batch, width, levels, s: found.append(("draft", width, levels, s)))
-    meter = CallTimer(pace, 2, torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *args: pytest.fail("the host synchronised with the device"))
+    cost_model, found = DraftCostModel(), []
+    monkeypatch.setattr(
+        cost_model, "record_prefill", lambda batch, width, seconds: found.append(("read", width, seconds))
+    )
+    monkeypatch.setattr(
+        cost_model, "record_draft", lambda batch, width, levels, s: found.append(("draft", width, levels, s))
+    )
+    timer = CallTimer(cost_model, 2, torch.device("cuda"))
     Event.now, Event.next = 0.0, 1.0
-    began = meter.now()
+    start = timer.now()
     Event.next = 1.5
-    meter.record_prefill(began, 700)
-    assert not found, "the device has not come that far"
+    timer.record_prefill(start, 700)
+    assert not found, "the device has not reached the event"
     Event.next = 2.0
-    began = meter.now()
+    start = timer.now()
     Event.next = 2.25
-    meter.record_draft(began, 710, 3)
+    timer.record_draft(start, 710, 3)
     Event.now = 2.0
-    meter.drain()
+    timer.drain()
     assert found == [("read", 700, 0.5)]
     Event.now = 3.0
-    meter.drain()
+    timer.drain()
     assert found[1:] == [("draft", 710, 3, 0.25)]
     assert elapsed(1.0, 1.5) == 0.5
 
@@ -249,87 +261,87 @@ def world() -> FakeTarget:
 def drafter() -> EagleDrafter:
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(4)
-        return EagleDrafter(EagleHead(HEAD_CONFIG), "coupled", layers=NUM_LAYERS, depth=3, width=3)
+        return EagleDrafter(EagleHead(HEAD_CONFIG), "coupled", num_layers=NUM_LAYERS, max_depth=3, beam_width=3)
 
 
-def a_round(made: EagleDrafter, state: Any) -> None:
-    tree = made.propose(state, 8, [True, True])
-    made.observe(
+def run_round(built: EagleDrafter, state: Any) -> None:
+    tree = built.propose(state, 8, [True, True])
+    built.observe(
         state, build_result(tree, [[0, 1], [0]], [[5, 6], [7]]), {NUM_LAYERS: torch.randn(2, tree.num_nodes, 32)}
     )
 
 
-def test_a_drafter_measures_its_own_calls(world: FakeTarget) -> None:
-    made, widths = drafter(), []
+def test_drafter_measures_its_calls(world: FakeTarget) -> None:
+    built, widths = drafter(), []
     for length in (6, 14, 9):
-        state = begin_decoding(world, made, build_prompt(world, length, compressor=Measured()))
-        widths.append(max(state.buffer.seq_lens))
-        a_round(made, state)
-    tally = made.pace.by_batch[2]
-    assert widths[:2] == [6, 14] and widths[2] < 9, "the third prompt is looked at with fewer tokens"
+        state = begin_decoding(world, built, build_prompt(world, length, compressor=CostBased()))
+        widths.append(max(state.kv_cache.seq_lens))
+        run_round(built, state)
+    tally = built.cost_model.by_batch[2]
+    assert widths[:2] == [6, 14] and widths[2] < 9, "the third prompt explores fewer tokens"
     assert tally.num_prompts == 3 and len(tally.prefill.means) == 2 and tally.round_s > 0
     assert tally.tokens_per_round == pytest.approx(1.5) and 1 <= tally.levels <= 3
-    assert made.pace.costs(2) is not None
+    assert built.cost_model.costs(2) is not None
 
 
-def test_nothing_is_measured_without_a_compressor_and_nothing_chosen_by_timing_where_shapes_are_fixed(
+def test_no_costs_without_a_compressor_or_with_static_shapes(
     world: FakeTarget,
 ) -> None:
-    made = drafter()
-    state = begin_decoding(world, made, build_prompt(world, 11))
-    a_round(made, state)
-    assert not made.pace.by_batch and state.meter.cost_model is None
-    made.pace.record_prefill(2, 1000, 1.0)
-    made.pace.record_prefill(2, 1000, 1.0)
-    seen: list[CompressionContext | None] = []
+    built = drafter()
+    state = begin_decoding(world, built, build_prompt(world, 11))
+    run_round(built, state)
+    assert not built.cost_model.by_batch and state.timer.cost_model is None
+    built.cost_model.record_prefill(2, 1000, 1.0)
+    built.cost_model.record_prefill(2, 1000, 1.0)
+    contexts: list[CompressionContext | None] = []
 
-    class Spy(Measured):
+    class Spy(CostBased):
         def compress(self, visual: VisualTokens, query: Tensor | None, budget: int) -> VisualTokens:
-            seen.append(visual.context)
+            contexts.append(visual.context)
             return super().compress(visual, query, budget)
 
-    made.begin(build_prompt(world, 11))
-    begin_decoding(world, made, build_prompt(world, 11, compressor=Spy(), fixed=True, answer=9))
-    begin_decoding(world, made, build_prompt(world, 11, compressor=Spy(), answer=9))
-    fixed, free = seen
+    built.begin(build_prompt(world, 11))
+    begin_decoding(world, built, build_prompt(world, 11, compressor=Spy(), static_shapes=True, max_new_tokens=9))
+    begin_decoding(world, built, build_prompt(world, 11, compressor=Spy(), max_new_tokens=9))
+    fixed, free = contexts
     assert fixed is not None and (fixed.costs, fixed.exploration, fixed.max_new_tokens) == (None, 0, 9)
     assert free is not None and (free.exploration, free.max_new_tokens) == (0, 9)
 
 
-# --- what stats says --------------------------------------------------------------------------------------------------
+# --- statistics -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("name", "way", "kept"),
+    ("name", "choice", "kept"),
     [
         ("identity", "identity", [[*range(16)], [*range(4)], []]),
         ("drop", "drop", [[], [], []]),
         ("stride:4", "stride:4", [[2, 6, 10, 14], [0, 1, 2, 3], []]),
         ("pool:4", "pool:4", [4, [0, 1, 2, 3], []]),
         ("pool:16", "pool:16", [[*range(16)], [*range(4)], []]),
-        ("measured", "identity", [[*range(16)], [*range(4)], []]),
+        ("cost-based", "identity", [[*range(16)], [*range(4)], []]),
     ],
 )
-def test_what_was_shown_is_noted(name: str, way: str, kept: list[Any]) -> None:
-    watch = RecordingCompressor(make(name))
-    assert watch.records() == [] and watch.name == name.partition(":")[0]
-    watch.compress(tokens_of([16, 4, 0]), None, watch.max_tokens)
-    for row, (shown, wanted) in enumerate(zip(watch.records(), kept, strict=True)):
-        numbers = None if isinstance(wanted, int) else tuple(wanted)
-        count = wanted if isinstance(wanted, int) else len(wanted)
-        assert (shown.choice, shown.num_visual_tokens, shown.num_compressed_tokens, shown.kept_indices) == (
-            way,
+def test_compression_records(name: str, choice: str, kept: list[Any]) -> None:
+    recorder = RecordingCompressor(build_compressor(name))
+    assert recorder.records() == [] and recorder.name == name.partition(":")[0]
+    recorder.compress(tokens_of([16, 4, 0]), None, recorder.max_tokens)
+    for row, (record, expected) in enumerate(zip(recorder.records(), kept, strict=True)):
+        indices = None if isinstance(expected, int) else tuple(expected)
+        count = expected if isinstance(expected, int) else len(expected)
+        assert (record.choice, record.num_visual_tokens, record.num_compressed_tokens, record.kept_indices) == (
+            choice,
             (16, 4, 0)[row],
             count,
-            numbers,
+            indices,
         )
-        assert [one.height for one in shown.grids] == [[4], [2], []][row]
-        assert json.loads(json.dumps(shown.as_dict()))["numbers"] == (None if numbers is None else list(numbers))
+        assert [one.height for one in record.grids] == [[4], [2], []][row]
+        assert json.loads(json.dumps(record.as_dict()))["kept_indices"] == (None if indices is None else list(indices))
 
 
-def test_a_compressor_that_does_not_say_what_it_kept() -> None:
+def test_records_of_a_compressor_without_source_indices() -> None:
     class Own:
-        name, tokens = "own", 3
+        name, max_tokens = "own", 3
 
         def compress(self, visual: VisualTokens, query: Tensor | None, budget: int) -> VisualTokens:
             return replace(visual, inputs_embeds=-visual.inputs_embeds)
@@ -338,10 +350,10 @@ def test_a_compressor_that_does_not_say_what_it_kept() -> None:
         def compress(self, visual: VisualTokens, query: Tensor | None, budget: int) -> VisualTokens:
             return visual
 
-    for made, numbers in ((Own(), None), (Same(), (0, 1, 2))):
-        watch = RecordingCompressor(made)
-        watch.compress(tokens_of([3]), None, 3)
-        assert watch.records()[0].kept_indices == numbers and watch.records()[0].choice == "own:3"
+    for built, numbers in ((Own(), None), (Same(), (0, 1, 2))):
+        recorder = RecordingCompressor(built)
+        recorder.compress(tokens_of([3]), None, 3)
+        assert recorder.records()[0].kept_indices == numbers and recorder.records()[0].choice == "own:3"
 
 
 @pytest.fixture(scope="module")
@@ -351,27 +363,27 @@ def tiny() -> Captioner:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("head")
+    path = tmp_path_factory.mktemp("head")
     config = HeadConfig(64, 128, 4, 2, 384)
-    save(place, EagleHead(config), Made(config, "decoupled", 2, "llava"))
-    return place
+    save_head(path, EagleHead(config), HeadMetadata(config, "decoupled", 2, "llava"))
+    return path
 
 
 @pytest.mark.parametrize("sample", [False, True])
-def test_the_text_is_the_same_and_stats_say_what_was_shown(
+def test_output_is_unchanged_and_stats_report_compression(
     tiny: Captioner, folder: Path, sample: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny.model
     monkeypatch.setattr(
         TreeSizeController, "should_draft", True
-    )  # a drafter that sleeps through a call is shown nothing
+    )  # a drafter that is disabled for a call reads no tokens
     inputs = tiny.build_inputs(
         [render_scene(generate_scene(i)) for i in range(2)], ["a", "what is this thing, and what colour has it"]
     )
     options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": sample}
     torch.manual_seed(1)
     plain = model.generate(**inputs, **options)
-    mmspec.patch(model, str(folder), "measured", nodes=None)
+    mmspec.patch(model, str(folder), "measured", tree_size=None)
     try:
         for _ in range(4):
             torch.manual_seed(1)
@@ -385,11 +397,10 @@ def test_the_text_is_the_same_and_stats_say_what_was_shown(
             and total.num_compressed_tokens < 4 * 32
         )
         assert (
-            f"{total.num_compressed_tokens}/128 visual tokens shown" in str(total)
-            and total.compression == found.compression
+            f"{total.num_compressed_tokens}/128 visual tokens" in str(total) and total.compression == found.compression
         )
-        told = json.loads(json.dumps(found.as_dict()))
-        assert [row["way"] for row in told["shown"]] == [row.choice for row in found.compression]
+        stored = json.loads(json.dumps(found.as_dict()))
+        assert [row["choice"] for row in stored["compression"]] == [row.choice for row in found.compression]
         model.generate(**inputs, **options, mmspec={"compressor": "stride:4"})
         found = mmspec.stats(model, last=True)
         assert [row.kept_indices for row in found.compression] == [(2, 6, 10, 14)] * 2 and found.compressor_choices == {
@@ -398,31 +409,31 @@ def test_the_text_is_the_same_and_stats_say_what_was_shown(
         model.generate(**inputs, **options, mmspec={"compressor": None})
         assert mmspec.stats(model, last=True).compression == [] and "visual" not in str(mmspec.stats(model, last=True))
         model.generate(**inputs, **options, mmspec={"drafter": "lookup"})
-        assert mmspec.stats(model, last=True).compression == [], "a drafter that looks at nothing was shown nothing"
+        assert mmspec.stats(model, last=True).compression == [], "a drafter without visual input"
     finally:
         mmspec.unpatch(model)
 
 
-def test_the_examples_of_the_docs(tiny: Captioner, folder: Path, tmp_path: Path) -> None:
+def test_examples_of_the_docs(tiny: Captioner, folder: Path, tmp_path: Path) -> None:
     page = (Path(__file__).parent.parent.parent / "docs" / "compressors.md").read_text("utf-8")
     code = page.split("```python\n")[1].split("```")[0]
     picture = render_scene(generate_scene(0))
     inputs = tiny.build_inputs([picture], ["a"])
     names: dict[str, Any] = {"model": tiny.model, "inputs": inputs, "image": picture, "FOLDER": str(folder)}
-    here = tmp_path / "kept.png"
+    output = tmp_path / "kept.png"
     try:
-        exec(code.replace('"kept.png"', repr(str(here))), names)
+        exec(code.replace('"kept.png"', repr(str(output))), names)
     finally:
         mmspec.unpatch(tiny.model)
     assert (
-        here.stat().st_size > 500
-        and isinstance(names["shown"], CompressionRecord)
-        and names["shown"].kept_indices is not None
+        output.stat().st_size > 500
+        and isinstance(names["record"], CompressionRecord)
+        and names["record"].kept_indices is not None
     )
     try:
         exec(page.split("```python\n")[2].split("```")[0], names)
         tiny.model.generate(**inputs, max_new_tokens=4, do_sample=False)
-        shown = mmspec.stats(tiny.model, last=True).compression[0]
+        record = mmspec.stats(tiny.model, last=True).compression[0]
     finally:
         mmspec.unpatch(tiny.model)
-    assert (shown.choice, shown.num_visual_tokens, shown.num_compressed_tokens) == ("loud:16", 16, 16)
+    assert (record.choice, record.num_visual_tokens, record.num_compressed_tokens) == ("longest:16", 16, 16)

@@ -1,4 +1,4 @@
-"""Videos decoded in another process: the same frames and errors, and nothing that a decoder does reaches this one."""
+"""DecoderPool: the same frames and errors as in this process, and isolation from faults of decoders."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import video_files
 from torch import Tensor
 from video_files import (
     FAULTY_BACKENDS,
@@ -22,13 +23,13 @@ from video_files import (
     write_video,
 )
 
-from mmspec.vision.video import decoder_pool as room
+from mmspec.vision.video import decoder_pool
 from mmspec.vision.video.frames import (
-    ByRate,
     DecoderCrashedError,
     DecoderHungError,
-    Differing,
-    Isolated,
+    DecoderPool,
+    Fps,
+    MostDifferent,
     Uniform,
     read_frames,
 )
@@ -42,13 +43,13 @@ def clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def wild(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files whose names say what they do to a decoder."""
-    monkeypatch.setattr(room, "command", decoder_command_running(FAULTY_BACKENDS))
+def faulty_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers in which the name of a file selects a fault (see `FAULTY_BACKENDS`)."""
+    monkeypatch.setattr(decoder_pool, "worker_command", decoder_command_running(FAULTY_BACKENDS))
 
 
-def gone(pid: int, seconds: float = 20.0) -> bool:
-    """Whether a process is no more, or ends in time."""
+def has_ended(pid: int, seconds: float = 20.0) -> bool:
+    """Whether a process has ended, or ends within `seconds`."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         try:
@@ -61,49 +62,50 @@ def gone(pid: int, seconds: float = 20.0) -> bool:
     return False
 
 
-# --- the same as in this process --------------------------------------------------------------------------------------
+# --- equal to in-process decoding -------------------------------------------------------------------------------------
 
 
-class Mine:
-    """A sampler that no other process could be sent: it holds a lock."""
+class UnpicklableSampler:
+    """A sampler that cannot be sent to another process: it holds a lock."""
 
     def __init__(self) -> None:
-        self.lock, self.seen = threading.Lock(), 0
+        self.lock = threading.Lock()
+        self.num_thumbnails = 0
 
     def sample(self, total: int, fps: float) -> list[int]:
         return list(range(0, total, 2))
 
     def select(self, indices: list[int], thumbnails: Tensor) -> list[int]:
         with self.lock:
-            self.seen = len(thumbnails)
+            self.num_thumbnails = len(thumbnails)
         return indices[1:3]
 
 
 @pytest.mark.parametrize("backend", ["auto", "decord", "pyav"])
-def test_the_same_frames(backend: str, clip: Path) -> None:
+def test_same_frames(backend: str, clip: Path) -> None:
     if backend == "decord":
         pytest.importorskip("decord")
-    with Isolated() as isolated:
+    with DecoderPool() as pool:
         for source in (clip, str(clip), clip.read_bytes()):
-            for sampler in (None, Uniform(3), ByRate(4), Differing(3), Mine()):
-                mine = read_frames(source, sampler, backend=backend)
-                theirs = read_frames(source, sampler, backend=backend, isolated=isolated)
-                assert (mine.array() == theirs.array()).all()
-                assert (mine.times, mine.metadata) == (theirs.times, theirs.metadata)
+            for sampler in (None, Uniform(3), Fps(4), MostDifferent(3), UnpicklableSampler()):
+                local = read_frames(source, sampler, backend=backend)
+                remote = read_frames(source, sampler, backend=backend, isolated=pool)
+                assert (local.array() == remote.array()).all()
+                assert (local.timestamps, local.metadata) == (remote.timestamps, remote.metadata)
     alone = read_frames(clip, num_frames=4, max_pixels=900, backend=backend, isolated=True)
     assert grey_frame_numbers(alone.images) == [0, 3, 6, 9] and alone.images[0].size == (30, 30)
 
 
-def test_the_same_errors(clip: Path, tmp_path: Path) -> None:
+def test_same_errors(clip: Path, tmp_path: Path) -> None:
     (tmp_path / "text.mp4").write_text("no video")
     write_empty_video(tmp_path / "none.mp4")
     write_audio_only(tmp_path / "song.mp4")
 
     class Broken(Uniform):
         def sample(self, total: int, fps: float) -> list[int]:
-            raise KeyError("mine")
+            raise KeyError("raised by the sampler")
 
-    asked: list[tuple[Any, dict[str, Any]]] = [
+    cases: list[tuple[Any, dict[str, Any]]] = [
         (tmp_path / "text.mp4", {}),
         (tmp_path / "none.mp4", {"backend": "pyav"}),
         (tmp_path / "song.mp4", {"backend": "pyav"}),
@@ -112,34 +114,36 @@ def test_the_same_errors(clip: Path, tmp_path: Path) -> None:
         (clip, {"sampler": Broken()}),
         (clip, {"num_frames": 0}),
     ]
-    with Isolated() as isolated:
-        for source, options in asked:
-            told = []
-            for way in (False, isolated):
+    with DecoderPool() as pool:
+        for source, options in cases:
+            errors = []
+            for isolated in (False, pool):
                 with pytest.raises((ValueError, FileNotFoundError, KeyError)) as failed:
-                    read_frames(source, **options, isolated=way)
-                told.append((type(failed.value), str(failed.value)))
-            assert told[0] == told[1]
-        assert grey_frame_numbers(read_frames(clip, Uniform(2), isolated=isolated).images) == [3, 9]
+                    read_frames(source, **options, isolated=isolated)
+                errors.append((type(failed.value), str(failed.value)))
+            assert errors[0] == errors[1]
+        assert grey_frame_numbers(read_frames(clip, Uniform(2), isolated=pool).images) == [3, 9]
 
 
-def test_a_file_that_ends_early(tmp_path: Path) -> None:
+def test_truncated_file(tmp_path: Path) -> None:
     file = write_video(tmp_path / "clip.mp4", 30, format={"movflags": "faststart"}, options={"g": "1"})
     file.write_bytes(file.read_bytes()[: int(file.stat().st_size * 0.7)])
-    mine, theirs = (read_frames(file, Uniform(30), isolated=way) for way in (False, True))
-    assert 0 < len(mine.images) < 30 and mine.metadata == theirs.metadata and (mine.array() == theirs.array()).all()
+    local, remote = (read_frames(file, Uniform(30), isolated=isolated) for isolated in (False, True))
+    assert 0 < len(local.images) < 30 and local.metadata == remote.metadata and (local.array() == remote.array()).all()
 
 
-def test_a_reader_that_is_not_installed(clip: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backend_that_is_not_installed(clip: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        room, "command", decoder_command_running("sys.modules['decord'] = sys.modules['torchcodec'] = None")
+        decoder_pool,
+        "worker_command",
+        decoder_command_running("sys.modules['decord'] = sys.modules['torchcodec'] = None"),
     )
-    assert read_frames(clip, isolated=True).metadata.backend == "pyav"
+    assert read_frames(clip, isolated=True).metadata.video_backend == "pyav"
     with pytest.raises(ImportError, match="backend='decord' is not installed; pip install decord"):
         read_frames(clip, isolated=True, backend="decord")
 
 
-# --- what a decoder may do --------------------------------------------------------------------------------------------
+# --- faults of decoders ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -151,23 +155,23 @@ def test_a_reader_that_is_not_installed(clip: Path, monkeypatch: pytest.MonkeyPa
         ("exit", "exit code 3"),
     ],
 )
-def test_a_crash_costs_one_file(name: str, cause: str, wild: None, clip: Path) -> None:
+def test_a_crash_affects_one_file(name: str, cause: str, faulty_workers: None, clip: Path) -> None:
     bad = clip.with_name(f"{name}.mp4")
     bad.write_bytes(clip.read_bytes())
-    with Isolated() as isolated:
+    with DecoderPool() as pool:
         for _ in range(2):
             with pytest.raises(DecoderCrashedError) as failed:
-                read_frames(bad, isolated=isolated, backend="pyav")
+                read_frames(bad, isolated=pool, backend="pyav")
             assert str(failed.value) == f"the decoder crashed on {bad} (pyav: {cause})"
-            assert grey_frame_numbers(read_frames(clip, Uniform(2), isolated=isolated).images) == [3, 9]
+            assert grey_frame_numbers(read_frames(clip, Uniform(2), isolated=pool).images) == [3, 9]
         with pytest.raises(DecoderCrashedError, match=rf"pyav: {cause}"):
-            read_frames(bad, isolated=isolated)
+            read_frames(bad, isolated=pool)
     with pytest.raises(ValueError, match="the decoder crashed on"):
         read_frames(bad, isolated=True)
 
 
-def test_what_crashes_one_reader_another_may_read(
-    wild: None, clip: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_crash_falls_back_to_the_next_backend(
+    faulty_workers: None, clip: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = clip.with_name("first.mp4")
     file.write_bytes(clip.read_bytes())
@@ -175,51 +179,55 @@ def test_what_crashes_one_reader_another_may_read(
     assert f"decord crashed on {file} (signal 11, SIGSEGV)" in caplog.text
 
 
-def test_a_decoder_that_hangs_is_ended(wild: None, clip: Path) -> None:
+def test_timeout(faulty_workers: None, clip: Path) -> None:
     bad = clip.with_name("hang.mp4")
     bad.write_bytes(clip.read_bytes())
-    with Isolated(limit_s=1.5) as isolated:
+    with DecoderPool(timeout_s=1.5) as pool:
         with pytest.raises(DecoderHungError) as failed:
-            read_frames(bad, isolated=isolated)
+            read_frames(bad, isolated=pool)
         assert str(failed.value) == f"the decoder took too long on {bad} (decord: more than 1.5 seconds)"
-        isolated.limit_s = 60
-        assert grey_frame_numbers(read_frames(clip, Uniform(2), isolated=isolated).images) == [3, 9]
+        pool.timeout_s = 60
+        assert grey_frame_numbers(read_frames(clip, Uniform(2), isolated=pool).images) == [3, 9]
 
 
-def test_a_process_that_does_not_listen(clip: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """More is sent than a pipe holds."""
-    monkeypatch.setattr(room, "command", lambda *_: [sys.executable, "-c", "import time; time.sleep(600)"])
-    with Isolated(limit_s=1) as isolated, pytest.raises(DecoderHungError, match="more than 1 seconds"):
-        read_frames(clip.read_bytes() * 500, isolated=isolated, backend="pyav")
+def test_worker_that_does_not_read(clip: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The request is larger than the buffer of a pipe."""
+    monkeypatch.setattr(
+        decoder_pool, "worker_command", lambda *_: [sys.executable, "-c", "import time; time.sleep(600)"]
+    )
+    with DecoderPool(timeout_s=1) as pool, pytest.raises(DecoderHungError, match="more than 1 seconds"):
+        read_frames(clip.read_bytes() * 500, isolated=pool, backend="pyav")
 
 
-@pytest.mark.parametrize("said", ["hello\\n", "[1]\\n", "{}\\n", '{"total": 1}\\n', ""])
-def test_answers_that_make_no_sense(said: str, clip: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "ENDS_S", 0.2)
-    code = f"import os, sys, time; sys.stdout.write('{said}'); sys.stdout.flush(); os.close(1); time.sleep(600)"
-    monkeypatch.setattr(room, "command", lambda *_: [sys.executable, "-c", code])
-    with Isolated(limit_s=20) as isolated, pytest.raises(DecoderCrashedError, match="its answer makes no sense"):
-        read_frames(clip, isolated=isolated, backend="pyav")
+@pytest.mark.parametrize("output", ["hello\\n", "[1]\\n", "{}\\n", '{"num_frames": 1}\\n', ""])
+def test_malformed_answers(output: str, clip: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoder_pool, "EXIT_TIMEOUT_S", 0.2)
+    code = f"import os, sys, time; sys.stdout.write('{output}'); sys.stdout.flush(); os.close(1); time.sleep(600)"
+    monkeypatch.setattr(decoder_pool, "worker_command", lambda *_: [sys.executable, "-c", code])
+    with DecoderPool(timeout_s=20) as pool, pytest.raises(DecoderCrashedError, match="malformed answer"):
+        read_frames(clip, isolated=pool, backend="pyav")
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="memory is bounded there")
-def test_a_decoder_that_wants_too_much_memory(wild: None, clip: Path) -> None:
+@pytest.mark.skipif(sys.platform != "linux", reason="memory limits")
+def test_memory_limit(faulty_workers: None, clip: Path) -> None:
     bad = clip.with_name("greedy.mp4")
     bad.write_bytes(clip.read_bytes())
-    with Isolated(memory=1 << 30) as isolated:
+    with DecoderPool(memory=1 << 30) as pool:
         with pytest.raises(MemoryError):
-            read_frames(bad, isolated=isolated)
-        assert grey_frame_numbers(read_frames(clip, Uniform(2), isolated=isolated).images) == [3, 9]
+            read_frames(bad, isolated=pool)
+        assert grey_frame_numbers(read_frames(clip, Uniform(2), isolated=pool).images) == [3, 9]
 
 
-def test_what_a_library_prints_is_no_answer(wild: None, clip: Path) -> None:
+def test_output_of_libraries_is_ignored(faulty_workers: None, clip: Path) -> None:
     file = clip.with_name("loud.mp4")
     file.write_bytes(clip.read_bytes())
     assert grey_frame_numbers(read_frames(file, Uniform(2), isolated=True).images) == [3, 9]
 
 
-def test_nothing_in_the_current_folder_is_run(clip: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder of clips may hold anything."""
+def test_modules_in_the_current_folder_are_not_imported(
+    clip: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The current folder may contain modules."""
     monkeypatch.chdir(tmp_path)
     for name in ("json", "PIL", "mmspec", "decord", "av"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit(9)")
@@ -230,7 +238,7 @@ def test_nothing_in_the_current_folder_is_run(clip: Path, tmp_path: Path, monkey
 # --- processes --------------------------------------------------------------------------------------------------------
 
 
-def test_processes_are_few_and_none_is_left(wild: None, clip: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_are_reused_and_terminated(faulty_workers: None, clip: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started = list[subprocess.Popen[bytes]]()
 
     class Spy(subprocess.Popen[bytes]):
@@ -241,50 +249,50 @@ def test_processes_are_few_and_none_is_left(wild: None, clip: Path, monkeypatch:
     monkeypatch.setattr(subprocess, "Popen", Spy)
     bad = clip.with_name("segv.mp4")
     bad.write_bytes(clip.read_bytes())
-    with Isolated() as isolated:
-        assert started == [], "none before it is needed"
+    with DecoderPool() as pool:
+        assert started == [], "no worker before it is needed"
         for _ in range(3):
-            read_frames(clip, isolated=isolated)
-        assert len(started) == 1, "kept for the next file"
-        made = dict[int, list[int]]()
+            read_frames(clip, isolated=pool)
+        assert len(started) == 1, "reused for the next file"
+        results = dict[int, list[int]]()
 
         def work(number: int) -> None:
-            made[number] = grey_frame_numbers(read_frames(clip, Uniform(2), isolated=isolated).images)
+            results[number] = grey_frame_numbers(read_frames(clip, Uniform(2), isolated=pool).images)
 
         threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        assert list(made.values()) == [[3, 9]] * 3 and len(started) <= 3
+        assert list(results.values()) == [[3, 9]] * 3 and len(started) <= 3
         with pytest.raises(DecoderCrashedError):
-            read_frames(bad, isolated=isolated, backend="pyav")
-        read_frames(clip, isolated=isolated)
+            read_frames(bad, isolated=pool, backend="pyav")
+        read_frames(clip, isolated=pool)
     assert all(one.returncode is not None for one in started)
     assert all(one.stdin is not None and one.stdin.closed for one in started)
-    isolated.close()
-    with pytest.raises(ValueError, match="these processes were closed"):
-        read_frames(clip, isolated=isolated)
+    pool.close()
+    with pytest.raises(ValueError, match="the DecoderPool is closed"):
+        read_frames(clip, isolated=pool)
 
 
-def test_closing_ends_what_is_at_work(wild: None, clip: Path) -> None:
-    bad, told = clip.with_name("hang.mp4"), list[str]()
+def test_close_terminates_busy_workers(faulty_workers: None, clip: Path) -> None:
+    bad, errors = clip.with_name("hang.mp4"), list[str]()
     bad.write_bytes(clip.read_bytes())
-    isolated = Isolated()
+    pool = DecoderPool()
 
     def work() -> None:
         with pytest.raises(ValueError, match="hang") as failed:
-            read_frames(bad, isolated=isolated, backend="pyav")
-        told.append(str(failed.value))
+            read_frames(bad, isolated=pool, backend="pyav")
+        errors.append(str(failed.value))
 
     thread = threading.Thread(target=work)
     thread.start()
-    while not isolated._all:
+    while not pool._all:
         time.sleep(0.01)
     time.sleep(0.2)
-    isolated.close()
+    pool.close()
     thread.join(20)
-    assert not thread.is_alive() and told and not isolated._all
+    assert not thread.is_alive() and errors and not pool._all
 
 
 SCRIPT = """
@@ -294,10 +302,10 @@ print("once", len(read_frames(sys.argv[1], isolated=True).images))
 """
 
 
-@pytest.mark.parametrize("way", ["-c", "file"])
-def test_a_script_without_a_guard(way: str, clip: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("isolated", ["-c", "file"])
+def test_script_without_main_guard(isolated: str, clip: Path, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
-    script = ["-c", SCRIPT] if way == "-c" else [str(tmp_path / "script.py")]
+    script = ["-c", SCRIPT] if isolated == "-c" else [str(tmp_path / "script.py")]
     done = subprocess.run(
         [sys.executable, *script, str(clip)], capture_output=True, text=True, cwd=tmp_path, check=True
     )
@@ -307,33 +315,33 @@ def test_a_script_without_a_guard(way: str, clip: Path, tmp_path: Path) -> None:
 ORPHAN = """
 import os, sys, threading
 sys.path.insert(0, sys.argv[2])
-from video_files import WILD, planted
-from mmspec.vision.video import decoder_pool as isolated
-isolated.command = planted(WILD + "child.GRACE_S = 0")
-one = isolated.Isolated(limit_s=3)
-threading.Thread(target=lambda: one.open("pyav", sys.argv[1]), daemon=True).start()
-while not one._all:
+from video_files import FAULTY_BACKENDS, decoder_command_running
+from mmspec.vision.video import decoder_pool
+decoder_pool.worker_command = decoder_command_running(FAULTY_BACKENDS + "decode_worker.GRACE_S = 0")
+pool = decoder_pool.DecoderPool(timeout_s=3)
+threading.Thread(target=lambda: pool.open_video("pyav", sys.argv[1]), daemon=True).start()
+while not pool._all:
     pass
-print(next(iter(one._all))._process.pid, flush=True)
+print(next(iter(pool._all))._process.pid, flush=True)
 threading.Event().wait()
 """
 
 
-@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="processes end themselves where there are alarms")
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs signal.setitimer")
 @pytest.mark.parametrize("name", ["clip", "hang"])
-def test_who_started_it_may_be_killed(name: str, clip: Path) -> None:
-    """Then it ends with its pipe, or, if it hangs, by its own alarm."""
+def test_worker_ends_after_its_parent(name: str, clip: Path) -> None:
+    """The worker ends with its pipe, or, if it hangs, by its alarm."""
     file = clip.with_name(f"{name}.mp4")
     file.write_bytes(clip.read_bytes())
-    command = [sys.executable, "-c", ORPHAN, str(file), str(Path(__file__).parent)]
+    command = [sys.executable, "-c", ORPHAN, str(file), str(Path(video_files.__file__).parent)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True) as run:
         assert run.stdout is not None
         pid = int(run.stdout.readline())
         run.kill()
-    assert gone(pid)
+    assert has_ended(pid)
 
 
-@pytest.mark.parametrize("asked", [{"limit_s": 0}, {"limit_s": -1}, {"limit_s": float("inf")}, {"memory": 0}])
-def test_limits_that_make_no_sense(asked: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="limit_s and memory must be positive and finite"):
-        Isolated(**asked)
+@pytest.mark.parametrize("options", [{"timeout_s": 0}, {"timeout_s": -1}, {"timeout_s": float("inf")}, {"memory": 0}])
+def test_invalid_limits(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="timeout_s and memory must be positive and finite"):
+        DecoderPool(**options)

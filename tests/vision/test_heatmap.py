@@ -1,4 +1,4 @@
-"""Pictures of what was kept: marks lie in the right cells, lighter is more, and what does not fit is refused."""
+"""Heatmaps: marks are in the right cells, higher scores are lighter, invalid input is refused."""
 
 from __future__ import annotations
 
@@ -9,26 +9,37 @@ import pytest
 from PIL import Image
 
 from mmspec.interfaces import VisualGrid
-from mmspec.vision.heatmap import CELL, GAP, MARK, SIDE, cells_of, colours, heatmap, heatmaps, square, strip
+from mmspec.vision.heatmap import (
+    KEPT_EDGE_COLOR,
+    MIN_CELL_PX,
+    STRIP_GAP_PX,
+    TARGET_SIDE_PX,
+    center_square,
+    colormap,
+    heatmap,
+    heatmaps,
+    kept_cells,
+    strip,
+)
 
-GREEN = np.array(MARK)
+GREEN = np.array(KEPT_EDGE_COLOR)
 
 
-def photo(width: int = 40, height: int = 30, colour: tuple[int, int, int] = (200, 40, 40)) -> Image.Image:
+def solid_image(width: int = 40, height: int = 30, colour: tuple[int, int, int] = (200, 40, 40)) -> Image.Image:
     return Image.new("RGB", (width, height), colour)
 
 
-def middles(made: Image.Image, grid: tuple[int, int]) -> np.ndarray:
-    """[lines, columns, 3] colours in the middle of each cell."""
-    pixels, cell = np.asarray(made).astype(int), made.height // grid[0]
-    assert made.size == (grid[1] * cell, grid[0] * cell)
+def middles(drawn: Image.Image, grid: tuple[int, int]) -> np.ndarray:
+    """[height, width, 3] colours at the centre of each cell."""
+    pixels, cell = np.asarray(drawn).astype(int), drawn.height // grid[0]
+    assert drawn.size == (grid[1] * cell, grid[0] * cell)
     result: np.ndarray = pixels[cell // 2 :: cell, cell // 2 :: cell]
     return result
 
 
-def corners(made: Image.Image, grid: tuple[int, int]) -> np.ndarray:
-    """The same of their upper left corners, where the lines are."""
-    pixels, cell = np.asarray(made).astype(int), made.height // grid[0]
+def corners(drawn: Image.Image, grid: tuple[int, int]) -> np.ndarray:
+    """[height, width, 3] colours at the upper left corner of each cell, where frames are drawn."""
+    pixels, cell = np.asarray(drawn).astype(int), drawn.height // grid[0]
     result: np.ndarray = pixels[::cell, ::cell]
     return result
 
@@ -53,39 +64,41 @@ GRIDS: list[tuple[tuple[int, int], list[int]]] = [
 
 
 @pytest.mark.parametrize(("grid", "kept"), GRIDS)
-def test_what_was_kept_is_lined_and_what_was_not_is_faded(grid: tuple[int, int], kept: list[int]) -> None:
-    made = heatmap(photo(), grid, kept=kept)
-    assert made.mode == "RGB" and max(made.size) == max(grid) * max(CELL, SIDE // max(grid))
-    wanted = np.zeros(grid[0] * grid[1], dtype=bool)
-    wanted[kept] = True
-    wanted = wanted.reshape(grid)
-    assert ((corners(made, grid) == GREEN).all(-1) == wanted).all()
-    inside = middles(made, grid)
-    assert (inside[wanted] == (200, 40, 40)).all()
-    assert (np.ptp(inside[~wanted], axis=-1) == 0).all() and (inside[~wanted] > 150).all(), "grey and light"
-    again = heatmap(photo(), grid, kept=wanted)
-    assert again.tobytes() == made.tobytes(), "truth values say the same as numbers"
+def test_kept_cells_are_outlined_and_others_faded(grid: tuple[int, int], kept: list[int]) -> None:
+    drawn = heatmap(solid_image(), grid, kept=kept)
+    assert drawn.mode == "RGB" and max(drawn.size) == max(grid) * max(MIN_CELL_PX, TARGET_SIDE_PX // max(grid))
+    expected = np.zeros(grid[0] * grid[1], dtype=bool)
+    expected[kept] = True
+    expected = expected.reshape(grid)
+    assert ((corners(drawn, grid) == GREEN).all(-1) == expected).all()
+    inside = middles(drawn, grid)
+    assert (inside[expected] == (200, 40, 40)).all()
+    assert (np.ptp(inside[~expected], axis=-1) == 0).all() and (inside[~expected] > 150).all(), "grey and light"
+    from_mask = heatmap(solid_image(), grid, kept=expected)
+    assert from_mask.tobytes() == drawn.tobytes(), "a mask equals indices"
 
 
 @pytest.mark.parametrize(("grid", "kept"), GRIDS)
-def test_scores_are_colours_and_what_was_kept_is_framed(grid: tuple[int, int], kept: list[int]) -> None:
+def test_scores_are_colours_and_kept_cells_framed(grid: tuple[int, int], kept: list[int]) -> None:
     scores = np.random.default_rng(0).permutation(grid[0] * grid[1]).astype(float)
-    made = heatmap(photo(colour=(90, 90, 90)), grid, scores=scores, kept=kept)
-    light = luminance(middles(made, grid)).ravel()
-    assert (np.diff(light[scores.argsort()]) > -0.005).all(), "a higher score is never darker, but for rounding"
+    drawn = heatmap(solid_image(colour=(90, 90, 90)), grid, scores=scores, kept=kept)
+    light = luminance(middles(drawn, grid)).ravel()
+    assert (np.diff(light[scores.argsort()]) > -0.005).all(), "a higher score is never darker, up to rounding"
     assert len(light) == 1 or light.max() > 2 * light.min()
-    wanted = np.zeros(len(scores), dtype=bool)
-    wanted[kept] = True
-    framed = (corners(made, grid) == 0).all(-1).ravel()
-    assert (framed == wanted).all()
-    pixels, cell = np.asarray(made), made.height // grid[0]
-    assert ((pixels[1::cell, 1::cell] == 255).all(-1).ravel() == wanted).all(), "white within black: seen on any ground"
-    bare = heatmap(photo(colour=(90, 90, 90)), grid, scores=scores)
-    assert (middles(bare, grid) == middles(made, grid)).all()
+    expected = np.zeros(len(scores), dtype=bool)
+    expected[kept] = True
+    framed = (corners(drawn, grid) == 0).all(-1).ravel()
+    assert (framed == expected).all()
+    pixels, cell = np.asarray(drawn), drawn.height // grid[0]
+    assert ((pixels[1::cell, 1::cell] == 255).all(-1).ravel() == expected).all(), (
+        "white within black: visible on any background"
+    )
+    bare = heatmap(solid_image(colour=(90, 90, 90)), grid, scores=scores)
+    assert (middles(bare, grid) == middles(drawn, grid)).all()
 
 
-def test_colours_are_in_order_and_far_from_each_other() -> None:
-    found = colours(np.linspace(0, 1, 257))
+def test_colormap_is_monotone_and_even() -> None:
+    found = colormap(np.linspace(0, 1, 257))
     assert found.min() >= 0 and found.max() <= 255
     lightness = 116 * np.cbrt(luminance(found)) - 16
     steps = np.diff(lightness)
@@ -93,24 +106,24 @@ def test_colours_are_in_order_and_far_from_each_other() -> None:
     assert lightness[0] < 20 and lightness[-1] > 90
 
 
-def test_scores_that_are_all_the_same_and_a_span_of_ones_own() -> None:
-    flat = heatmap(photo(), (2, 2), scores=[3, 3, 3, 3])
+def test_constant_scores_and_explicit_span() -> None:
+    flat = heatmap(solid_image(), (2, 2), scores=[3, 3, 3, 3])
     assert (middles(flat, (2, 2)) == middles(flat, (2, 2))[0, 0]).all()
-    half = middles(heatmap(photo(), (1, 2), scores=[0, 1], span=(0, 2)), (1, 2))
-    whole = middles(heatmap(photo(), (1, 2), scores=[0, 1]), (1, 2))
+    half = middles(heatmap(solid_image(), (1, 2), scores=[0, 1], span=(0, 2)), (1, 2))
+    whole = middles(heatmap(solid_image(), (1, 2), scores=[0, 1]), (1, 2))
     assert (half[0, 0] == whole[0, 0]).all() and luminance(half[0, 1]) < luminance(whole[0, 1])
 
 
 FRAMES = [VisualGrid(0, 4 * t, 2, 2, 0, role="frame", frame=t) for t in range(3)]
 
 
-def test_one_picture_for_each_frame_with_its_own_tokens_and_one_span() -> None:
-    frames = [photo(20, 20, (60 * n, 0, 0)) for n in range(3)]
-    made = heatmaps(frames, FRAMES, kept=[0, 5, 6, 11])
-    assert [(corners(one, (2, 2)) == GREEN).all(-1).ravel().tolist() for one in made] == [
+def test_one_image_per_frame_with_a_common_range() -> None:
+    frames = [solid_image(20, 20, (60 * n, 0, 0)) for n in range(3)]
+    drawn = heatmaps(frames, FRAMES, kept=[0, 5, 6, 11])
+    assert [(corners(one, (2, 2)) == GREEN).all(-1).ravel().tolist() for one in drawn] == [
         [True, False, False, False], [False, True, True, False], [False, False, False, True],
     ]  # fmt: skip
-    assert [int(middles(one, (2, 2)).reshape(-1, 3)[at, 0]) for one, at in zip(made, (0, 1, 3), strict=True)] == [
+    assert [int(middles(one, (2, 2)).reshape(-1, 3)[at, 0]) for one, at in zip(drawn, (0, 1, 3), strict=True)] == [
         0, 60, 120,
     ]  # fmt: skip
     scored = heatmaps(frames, FRAMES, scores=np.arange(12))
@@ -129,45 +142,45 @@ def test_one_picture_for_each_frame_with_its_own_tokens_and_one_span() -> None:
         (0, 3, []),
     ],
 )
-def test_a_step_of_a_clip_is_shown_by_its_first_frame(count: int, times: int, first: list[int]) -> None:
-    frames = [photo(20, 20, (30 * n, 0, 0)) for n in range(count)]
+def test_a_time_step_is_drawn_on_its_first_frame(count: int, times: int, first: list[int]) -> None:
+    frames = [solid_image(20, 20, (30 * n, 0, 0)) for n in range(count)]
     grids = [VisualGrid(0, 4 * t, 2, 2, 0, role="frame", frame=t) for t in range(times)]
-    made = heatmaps(frames, grids, kept=range(4 * times))
-    assert [int(middles(one, (2, 2))[0, 0, 0]) for one in made] == [30 * n for n in first]
+    drawn = heatmaps(frames, grids, kept=range(4 * times))
+    assert [int(middles(one, (2, 2))[0, 0, 0]) for one in drawn] == [30 * n for n in first]
 
 
 @pytest.mark.parametrize("row", [0, 1, 12])
-def test_the_clip_of_any_row_of_a_batch(row: int) -> None:
-    """Row 0 has a picture besides, which takes the first number; a clip ends with a token that is no frame."""
+def test_video_of_any_batch_row(row: int) -> None:
+    """Row 0 also has an image, whose tokens come first; a video ends with a newline token."""
     grids = [VisualGrid(0, 0, 1, 3, 0)]
     for number in range(13):
         start = 3 if number == 0 else 0
         grids += [VisualGrid(number, start + 4 * t, 2, 2, 1 + number, role="frame", frame=t) for t in range(8)]
         grids.append(VisualGrid(number, start + 32, 1, 1, 1 + number, role="newline", frame=7))
-    frames = [photo(20, 20, (30 * n, 0, 0)) for n in range(8)]
+    frames = [solid_image(20, 20, (30 * n, 0, 0)) for n in range(8)]
     first = 3 if row == 0 else 0
-    made = heatmaps(frames, grids, kept=[first + 4 * t + t % 4 for t in range(8)], row=row)
-    for n, one in enumerate(made):
+    drawn = heatmaps(frames, grids, kept=[first + 4 * t + t % 4 for t in range(8)], row=row)
+    for n, one in enumerate(drawn):
         assert (corners(one, (2, 2)) == GREEN).all(-1).ravel().tolist() == [n % 4 == cell for cell in range(4)]
         assert int(middles(one, (2, 2)).reshape(-1, 3)[n % 4, 0]) == 30 * n
-    assert len(made) == 8
+    assert len(drawn) == 8
 
 
-def test_the_clips_of_one_row_follow_each_other() -> None:
+def test_several_videos_in_a_row() -> None:
     grids = [VisualGrid(0, 8 * clip + 4 * t, 2, 2, clip, role="frame", frame=t) for clip in range(2) for t in range(2)]
-    made = heatmaps([photo(20, 20, (60 * n, 0, 0)) for n in range(4)], grids, kept=range(16))
-    assert [int(middles(one, (2, 2))[0, 0, 0]) for one in made] == [0, 60, 120, 180]
+    drawn = heatmaps([solid_image(20, 20, (60 * n, 0, 0)) for n in range(4)], grids, kept=range(16))
+    assert [int(middles(one, (2, 2))[0, 0, 0]) for one in drawn] == [0, 60, 120, 180]
 
 
-def test_several_pictures_tiles_and_newlines() -> None:
-    """Numbers run on through grids that are not drawn; tokens that end a line are no cells."""
+def test_several_images_tiles_and_newlines() -> None:
+    """Indices count tokens of grids that are not drawn; newline tokens are no cells."""
     grids = [
         VisualGrid(0, 5, 2, 2, 0),
         VisualGrid(0, 9, 2, 2, 0, role="tiles", has_newlines=True),
         VisualGrid(0, 15, 1, 3, 1, has_newlines=True),
         VisualGrid(1, 3, 1, 1, 2),
     ]
-    images = [photo(colour=(250, 0, 0)), photo(colour=(0, 250, 0)), photo(colour=(0, 0, 250))]
+    images = [solid_image(colour=(250, 0, 0)), solid_image(colour=(0, 250, 0)), solid_image(colour=(0, 0, 250))]
     first, second = heatmaps(images, grids, kept=[1, 5, 11])
     assert (corners(first, (2, 2)) == GREEN).all(-1).ravel().tolist() == [False, True, False, False]
     assert (corners(second, (1, 3)) == GREEN).all(-1).ravel().tolist() == [False, True, False]
@@ -176,45 +189,45 @@ def test_several_pictures_tiles_and_newlines() -> None:
     assert middles(other, (1, 1))[0, 0].tolist() == [0, 0, 250]
     assert heatmaps(images, [], kept=[]) == []
     lines = VisualGrid(0, 7, 2, 3, 0, has_newlines=True)
-    assert cells_of(lines, 10, {10, 12, 13, 15}).tolist() == [[True, False, True], [False, True, False]]
+    assert kept_cells(lines, 10, {10, 12, 13, 15}).tolist() == [[True, False, True], [False, True, False]]
 
 
-def test_the_middle_square_is_what_a_model_saw() -> None:
+def test_center_crop() -> None:
     wide = Image.new("RGB", (90, 30), "red")
     wide.paste((0, 0, 255), (30, 0, 60, 30))
-    assert np.asarray(square(wide)).reshape(-1, 3).tolist() == [[0, 0, 255]] * 900
-    (made,) = heatmaps([wide], [VisualGrid(0, 0, 2, 2, 0)], kept=[0, 1, 2, 3], cropped=True)
-    assert (middles(made, (2, 2)) == (0, 0, 255)).all()
+    assert np.asarray(center_square(wide)).reshape(-1, 3).tolist() == [[0, 0, 255]] * 900
+    (drawn,) = heatmaps([wide], [VisualGrid(0, 0, 2, 2, 0)], kept=[0, 1, 2, 3], cropped=True)
+    assert (middles(drawn, (2, 2)) == (0, 0, 255)).all()
 
 
-def test_strips() -> None:
-    made = strip([photo(10, 20), photo(30, 10), photo(5, 5)], columns=2)
-    assert made.size == (40 + GAP, 25 + GAP) and made.getpixel((0, 0)) == (200, 40, 40)
-    assert made.getpixel((10, 0)) == (255, 255, 255) and made.getpixel((10 + GAP, 0)) == (200, 40, 40)
-    assert strip([photo(10, 20)] * 3).size == (30 + 2 * GAP, 20)
-    with pytest.raises(ValueError, match="at least one picture; got none"):
+def test_strip() -> None:
+    drawn = strip([solid_image(10, 20), solid_image(30, 10), solid_image(5, 5)], columns=2)
+    assert drawn.size == (40 + STRIP_GAP_PX, 25 + STRIP_GAP_PX) and drawn.getpixel((0, 0)) == (200, 40, 40)
+    assert drawn.getpixel((10, 0)) == (255, 255, 255) and drawn.getpixel((10 + STRIP_GAP_PX, 0)) == (200, 40, 40)
+    assert strip([solid_image(10, 20)] * 3).size == (30 + 2 * STRIP_GAP_PX, 20)
+    with pytest.raises(ValueError, match="at least one image; got none"):
         strip([])
     with pytest.raises(ValueError, match="at least one column; got 0"):
-        strip([photo()], columns=0)
+        strip([solid_image()], columns=0)
 
 
 @pytest.mark.parametrize(
-    ("grid", "given", "words"),
+    ("grid", "options", "message"),
     [
-        ((2, 2), {}, "give kept=, scores=, or both"),
-        ((0, 2), {"kept": []}, r"at least one line and one column; got \(0, 2\)"),
-        ((2, 2), {"kept": [4]}, "go from 0 to 3; got 4"),
-        ((2, 2), {"kept": [-1]}, "go from 0 to 3; got -1"),
-        ((2, 2), {"kept": np.zeros((3, 2), bool)}, r"kept must be \[2, 2\], as the grid is; got \[3, 2\]"),
-        ((2, 2), {"scores": [1, 2, 3]}, r"one score per token, 4 of them; got \[3\]"),
+        ((2, 2), {}, "heatmap needs kept=, scores=, or both"),
+        ((0, 2), {"kept": []}, r"at least one row and one column; got \(0, 2\)"),
+        ((2, 2), {"kept": [4]}, "range from 0 to 3; got 4"),
+        ((2, 2), {"kept": [-1]}, "range from 0 to 3; got -1"),
+        ((2, 2), {"kept": np.zeros((3, 2), bool)}, r"kept must have the shape of the grid, \[2, 2\]; got \[3, 2\]"),
+        ((2, 2), {"scores": [1, 2, 3]}, r"one value per token, 4; got \[3\]"),
         ((1, 2), {"scores": [1, float("nan")]}, "scores must be finite; got nan"),
     ],
 )
-def test_what_does_not_fit_is_refused(grid: tuple[int, int], given: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        heatmap(photo(), grid, **given)
+def test_invalid_arguments(grid: tuple[int, int], options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        heatmap(solid_image(), grid, **options)
 
 
 @pytest.mark.parametrize("mode", ["L", "RGBA", "P", "1"])
-def test_images_of_any_mode(mode: str) -> None:
-    assert heatmap(photo().convert(mode), (2, 3), kept=[0]).mode == "RGB"
+def test_image_modes(mode: str) -> None:
+    assert heatmap(solid_image().convert(mode), (2, 3), kept=[0]).mode == "RGB"

@@ -1,7 +1,6 @@
-"""Hostile pictures and clips: refused by content in one line, and nothing but the file itself is opened.
+"""Hostile images and videos: refused by content with a one-line message, and no other file is opened.
 
-What is opened is seen by inotify, which also sees what native code and other processes do; a socket waits for
-connections.
+inotify reports the opened files, also those of native code and of other processes; a socket accepts connections.
 """
 
 from __future__ import annotations
@@ -19,41 +18,40 @@ from typing import Any
 import corpus_media as corpus
 import numpy as np
 import pytest
-from corpus_media import CANARY, Watch, watched
+from corpus_media import CANARY, OpenWatcher, watch_folder
 from PIL import Image
 from video_files import decoder_command_running, write_video
 
 from mmspec.app.io.images import ImageError, load_image
 from mmspec.app.io.videos import load_media
-from mmspec.vision import images as stills
-from mmspec.vision.video import backends as readers
-from mmspec.vision.video import decoder_pool as room
-from mmspec.vision.video.containers import CONTAINERS, ContainerError, Input, container_of
-from mmspec.vision.video.frames import Isolated, read_frames
+from mmspec.vision import images
+from mmspec.vision.video import backends, decoder_pool
+from mmspec.vision.video.containers import CONTAINERS, ContainerError, ContainerFile, detect_container
+from mmspec.vision.video.frames import DecoderPool, read_frames
 
 LINUX = sys.platform == "linux"
 BACKENDS = [name for name, module in (("decord", "decord"), ("pyav", "av")) if importlib.util.find_spec(module)]
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[Isolated]:
-    with Isolated(limit_s=20) as isolated:
+def pool() -> Iterator[DecoderPool]:
+    with DecoderPool(timeout_s=20) as isolated:
         yield isolated
 
 
 @pytest.fixture
-def watch(tmp_path: Path) -> Iterator[Watch]:
-    with watched(tmp_path) as watch:
-        yield watch
+def watcher(tmp_path: Path) -> Iterator[OpenWatcher]:
+    with watch_folder(tmp_path) as watcher:
+        yield watcher
 
 
 # --- containers -------------------------------------------------------------------------------------------------------
 
 
-def test_real_containers_are_known_and_read(pool: Isolated, tmp_path: Path) -> None:
+def test_containers_are_detected_and_read(pool: DecoderPool, tmp_path: Path) -> None:
     found = set[str]()
-    for name, content in corpus.clips().items():
-        container = container_of(content[:4096])
+    for name, content in corpus.valid_videos().items():
+        container = detect_container(content[:4096])
         (tmp_path / name).write_bytes(content)
         for source in (tmp_path / name, content):
             frames = [read_frames(source, num_frames=3, isolated=way) for way in (False, pool)]
@@ -61,39 +59,39 @@ def test_real_containers_are_known_and_read(pool: Isolated, tmp_path: Path) -> N
             assert (frames[0].array() == frames[1].array()).all(), name
         found.add(container.name)
     assert found == {container.name for container in CONTAINERS} - {"Ogg"}
-    assert container_of(b"OggS\0\2").name == "Ogg"
+    assert detect_container(b"OggS\0\2").name == "Ogg"
 
 
 @pytest.mark.parametrize("way", ["path", "bytes"])
-@pytest.mark.parametrize("apart", [False, True])
-def test_playlists_and_the_like_open_nothing(
-    way: str, apart: bool, watch: Watch, pool: Isolated, tmp_path: Path
+@pytest.mark.parametrize("isolated", [False, True])
+def test_files_with_references_open_nothing(
+    way: str, isolated: bool, watcher: OpenWatcher, pool: DecoderPool, tmp_path: Path
 ) -> None:
-    """By each reader, in this process and in the other one."""
-    hostile = corpus.referring(str(tmp_path / CANARY), watch.port)
+    """With each backend, in this process and in a worker."""
+    hostile = corpus.files_with_references(str(tmp_path / CANARY), watcher.port)
     for name, content in hostile.items():
         file = tmp_path / name
         file.write_bytes(content)
-        watch.opened()
+        watcher.opened_files()
         for backend in ("auto", *BACKENDS):
             with pytest.raises(ValueError, match=r"^[^\n]*$"):
-                read_frames(file if way == "path" else content, backend=backend, isolated=pool if apart else False)
-        assert watch.opened() <= {name} and not watch.connections(), name
+                read_frames(file if way == "path" else content, backend=backend, isolated=pool if isolated else False)
+        assert watcher.opened_files() <= {name} and not watcher.connections(), name
 
 
-def test_what_is_refused_is_named(tmp_path: Path) -> None:
-    hostile = corpus.referring("x.mp4", 9)
+def test_the_message_names_the_format(tmp_path: Path) -> None:
+    hostile = corpus.files_with_references("x.mp4", 9)
     names = {"hls-file": "an HLS playlist", "concat-url": "a concat script", "dash-file": "a DASH manifest"}
     names |= {"session": "an SDP file", "drawing-file": "an SVG drawing", "run-file": "an EPS or PostScript file"}
-    for name, words in names.items():
+    for name, message in names.items():
         content = next(content for key, content in hostile.items() if key.startswith(f"{name}."))
-        with pytest.raises(ValueError, match=rf"allowed containers: MP4/MOV, .*; received {words}\)$"):
+        with pytest.raises(ValueError, match=rf"allowed containers: MP4/MOV, .*; received {message}\)$"):
             read_frames(content)
 
 
 @pytest.mark.skipif(not LINUX, reason="inotify")
-def test_the_watch_sees_what_an_open_demuxer_would_do(watch: Watch, tmp_path: Path) -> None:
-    """FFmpeg itself follows these files, so the tests above are not empty."""
+def test_watcher_detects_what_ffmpeg_opens(watcher: OpenWatcher, tmp_path: Path) -> None:
+    """FFmpeg alone follows these files, so the tests above are effective."""
     av = pytest.importorskip("av")
     followed = set[str]()
     external = {"enable_drefs": "1", "use_absolute_path": "1"}
@@ -102,8 +100,8 @@ def test_the_watch_sees_what_an_open_demuxer_would_do(watch: Watch, tmp_path: Pa
     options["concat-file.mkv"] = {"safe": "0"}
     for name, more in options.items():
         file = tmp_path / name
-        file.write_bytes(corpus.referring(str(tmp_path / CANARY), watch.port)[name])
-        watch.opened()
+        file.write_bytes(corpus.files_with_references(str(tmp_path / CANARY), watcher.port)[name])
+        watcher.opened_files()
         try:
             with av.open(
                 str(file), format=formats.get(name), options={**more, "protocol_whitelist": "file"}
@@ -111,56 +109,56 @@ def test_the_watch_sees_what_an_open_demuxer_would_do(watch: Watch, tmp_path: Pa
                 next(container.decode(video=0))
         except (av.error.FFmpegError, StopIteration):
             pass
-        if CANARY in watch.opened():
+        if CANARY in watcher.opened_files():
             followed.add(name)
     assert followed == set(options)
 
 
-def test_a_demuxer_is_refused_what_it_asks_for(tmp_path: Path) -> None:
-    """Even if the check of the content let a playlist through."""
-    with pytest.raises(OSError, match="read from its own file only"):
-        readers._refuse("http://localhost/a.mp4", 1, {})
+def test_io_open_is_refused(tmp_path: Path) -> None:
+    """Independent of the container check."""
+    with pytest.raises(OSError, match="references to other files are not followed"):
+        backends._refuse_io_open("http://localhost/a.mp4", 1, {})
 
 
 @pytest.mark.parametrize(
     "head", [b"", b"RIFF\0\0\0\0WAVE", b"\x1a\x45\xdf\xa3 text", b"FLV\1\5text", b"OggS text", b"GIF88a"]
 )
-def test_what_only_resembles_a_container(head: bytes) -> None:
+def test_headers_that_resemble_a_container(head: bytes) -> None:
     with pytest.raises(ContainerError, match="allowed containers"):
-        container_of(head)
+        detect_container(head)
 
 
-def test_libraries_that_probe_are_not_given_transport_streams() -> None:
-    source = Input(corpus.clips()["a.ts"])
-    with pytest.raises(ContainerError, match="MPEG-TS with such a header is read by PyAV only"):
-        source.native()
+def test_transport_streams_are_read_by_pyav_only() -> None:
+    source = ContainerFile(corpus.valid_videos()["a.ts"])
+    with pytest.raises(ContainerError, match="MPEG-TS with such a header can be read by PyAV only"):
+        source.native_source()
 
 
 @pytest.mark.skipif(not LINUX, reason="a link to the open file")
-def test_a_file_that_is_replaced_after_the_check_is_not_opened(tmp_path: Path) -> None:
+def test_a_file_replaced_after_the_check_is_not_opened(tmp_path: Path) -> None:
     file = write_video(tmp_path / "a.mp4", 4)
-    source = Input(str(file))
+    source = ContainerFile(str(file))
     (tmp_path / "b").write_text("#EXTM3U\n")
     os.replace(tmp_path / "b", file)
-    link = source.native()
+    link = source.native_source()
     assert isinstance(link, str) and Path(link).read_bytes()[4:8] == b"ftyp"
     source.close()
 
 
-def test_a_name_is_never_a_protocol_or_a_pattern(
-    watch: Watch, pool: Isolated, tmp_path: Path, monkeypatch: Any
+def test_file_names_are_not_protocols_or_patterns(
+    watcher: OpenWatcher, pool: DecoderPool, tmp_path: Path, monkeypatch: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("concat:canary.mp4", "subfile,,start,0,end,0,,:canary.mp4", "%03d.mp4", "file:canary.mp4"):
-        (tmp_path / name).write_bytes(corpus.clips()["a.avi"])
+        (tmp_path / name).write_bytes(corpus.valid_videos()["a.avi"])
         for way in (False, pool):
-            watch.opened()
+            watcher.opened_files()
             assert len(read_frames(name, num_frames=2, isolated=way).images) == 2
-            assert watch.opened() == {name}
+            assert watcher.opened_files() == {name}
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="named pipes")
-def test_a_pipe_is_not_waited_for(pool: Isolated, tmp_path: Path) -> None:
+def test_named_pipes_do_not_block(pool: DecoderPool, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.mp4")
     with pytest.raises(FileNotFoundError):
         read_frames(tmp_path / "pipe.mp4")
@@ -169,47 +167,49 @@ def test_a_pipe_is_not_waited_for(pool: Isolated, tmp_path: Path) -> None:
         with pytest.raises(ImageError, match="not a regular file"):
             load_media(tmp_path / f"pipe.{suffix}", isolated=pool)
     with pytest.raises(OSError, match="not a regular file"):
-        Input(str(tmp_path / "pipe.mp4"))
+        ContainerFile(str(tmp_path / "pipe.mp4"))
 
 
-# --- the process that decodes -----------------------------------------------------------------------------------------
+# --- limits of a worker -----------------------------------------------------------------------------------------------
 
-NOSY = """
+OPENS_OTHER_FILES = """
 import resource, socket, subprocess
-def nosy(source):
+def open_other_files(source):
     attempts = [lambda: open(__file__), socket.socket, os.pipe, lambda: subprocess.run(["true"]),
         lambda: os.posix_spawn("/bin/true", ["true"], {}, file_actions=[(os.POSIX_SPAWN_OPEN, 1, "/dev/null", 1, 0)])]
-    went = []
+    succeeded = []
     for number, attempt in enumerate(attempts[:4]):
         try:
             attempt()
-            went.append(number)
+            succeeded.append(number)
         except OSError:
             pass
     names = ("FSIZE", "CORE", "CPU", "AS")
     limits = {name: resource.getrlimit(getattr(resource, "RLIMIT_" + name))[0] for name in names}
-    raise RuntimeError(f"went {went}, limits {limits}, network {os.readlink('/proc/self/ns/net')}")
-__file__ = os.path.abspath(readers.__file__)
-readers.READERS["pyav"] = nosy
+    raise RuntimeError(f"succeeded {succeeded}, limits {limits}, network {os.readlink('/proc/self/ns/net')}")
+__file__ = os.path.abspath(backends.__file__)
+backends.BACKENDS["pyav"] = open_other_files
 """
 
 
-@pytest.mark.skipif(not LINUX, reason="bounds of processes")
-def test_while_a_file_is_decoded_nothing_can_be_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "command", decoder_command_running(NOSY))
-    with pytest.raises(ValueError, match=r"went \[\], limits {'FSIZE': 0, 'CORE': 0, 'CPU': \d+, 'AS': \d+}") as failed:
-        read_frames(corpus.clips()["a.mp4"], backend="pyav", isolated=True)
+@pytest.mark.skipif(not LINUX, reason="resource limits")
+def test_nothing_can_be_opened_while_decoding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoder_pool, "worker_command", decoder_command_running(OPENS_OTHER_FILES))
+    with pytest.raises(
+        ValueError, match=r"succeeded \[\], limits {'FSIZE': 0, 'CORE': 0, 'CPU': \d+, 'AS': \d+}"
+    ) as failed:
+        read_frames(corpus.valid_videos()["a.mp4"], backend="pyav", isolated=True)
     code = "import ctypes; print(ctypes.CDLL(None).unshare(0x40000000))"
     if subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "0\n":
         assert os.readlink("/proc/self/ns/net") not in str(failed.value)
 
 
-# --- pictures ---------------------------------------------------------------------------------------------------------
+# --- images -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def ghostscript(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A `gs` on the path that leaves a trace when it is started."""
+    """The file that a fake `gs` on the PATH writes when it is started."""
     trace, folder = tmp_path / "started", tmp_path / "bin"
     folder.mkdir()
     (folder / "gs").write_text(f"#!/bin/sh\necho x >> {trace}\n")
@@ -219,7 +219,7 @@ def ghostscript(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 started = list[str]()
-"""Programs that this process started."""
+"""Programs started by this process."""
 sys.addaudithook(lambda event, args: started.append(str(args[0])) if event == "subprocess.Popen" else None)
 
 
@@ -239,24 +239,24 @@ def test_eps_never_starts_ghostscript(ghostscript: Path, tmp_path: Path) -> None
     assert not ghostscript.exists()
 
 
-def test_every_open_of_pillow_has_the_list() -> None:
-    root = Path(stills.__file__).resolve().parent.parent
+def test_image_open_is_called_in_one_module() -> None:
+    root = Path(images.__file__).resolve().parent.parent
     calls = [
         path.name
         for folder in ("app", "vision", "mmspec", "drafters")
         for path in (root / folder).rglob("*.py")
         if "Image.open(" in path.read_text("utf-8")
     ]
-    assert calls == ["stills.py"] and "EPS" not in stills.formats() and "PNG" in stills.formats()
+    assert calls == ["images.py"] and "EPS" not in images.available_formats() and "PNG" in images.available_formats()
 
 
 @pytest.mark.parametrize("suffix", ["png", "jpg", "webp", "gif", "bmp", "tif", "ppm", "avif"])
-def test_the_same_picture_from_the_other_process(suffix: str, pool: Isolated, tmp_path: Path) -> None:
-    content = corpus.images()[f"a.{suffix}"]
+def test_same_image_from_a_worker(suffix: str, pool: DecoderPool, tmp_path: Path) -> None:
+    content = corpus.valid_images()[f"a.{suffix}"]
     (tmp_path / "a").write_bytes(content)
-    mine = np.asarray(load_image(content))
+    actual = np.asarray(load_image(content))
     for source in (content, tmp_path / "a", str(tmp_path / "a")):
-        assert (np.asarray(load_image(source, isolated=pool)) == mine).all()
+        assert (np.asarray(load_image(source, isolated=pool)) == actual).all()
 
 
 def saved(image: Image.Image, kind: str, **options: Any) -> bytes:
@@ -274,9 +274,9 @@ def text_bomb() -> bytes:
 
 
 def many_frames() -> bytes:
-    whole = corpus.images()["a.gif"]
-    frame = whole[whole.rindex(b"\x2c\0\0\0\0\x20\0\x18\0") : -1]
-    return whole[:-1] + frame * (1 + 30_000_000 // len(frame)) + b";"
+    content = corpus.valid_images()["a.gif"]
+    frame = content[content.rindex(b"\x2c\0\0\0\0\x20\0\x18\0") : -1]
+    return content[:-1] + frame * (1 + 30_000_000 // len(frame)) + b";"
 
 
 def large(content: bytes, small: bytes, big: bytes) -> bytes:
@@ -285,11 +285,11 @@ def large(content: bytes, small: bytes, big: bytes) -> bytes:
 
 
 def huge_tag() -> bytes:
-    """A TIFF that is said to have 4 billion strips."""
-    whole = bytearray(corpus.images()["a.tif"])
-    at = whole.index(b"\x11\x01\x04\0")
-    whole[at + 4 : at + 8] = b"\xf0\xff\xff\xff"
-    return bytes(whole)
+    """A TIFF that declares 4 billion strips."""
+    content = bytearray(corpus.valid_images()["a.tif"])
+    at = content.index(b"\x11\x01\x04\0")
+    content[at + 4 : at + 8] = b"\xf0\xff\xff\xff"
+    return bytes(content)
 
 
 def deep_heic() -> bytes:
@@ -300,76 +300,82 @@ BOMBS: dict[str, tuple[Callable[[], bytes], str | None]] = {
     "text in a PNG": (text_bomb, "cannot be decoded"),
     "no end of frames in a GIF": (many_frames, None),
     "AVIF": (
-        lambda: large(corpus.images()["a.avif"], b"\0\0\0\x20\0\0\0\x18", b"\0\0\x75\x30\0\0\x75\x30"),
+        lambda: large(corpus.valid_images()["a.avif"], b"\0\0\0\x20\0\0\0\x18", b"\0\0\x75\x30\0\0\x75\x30"),
         "more than|decoded|not an image",
     ),
-    "BMP": (lambda: large(corpus.images()["a.bmp"], b"\x20\0\0\0\x18\0\0\0", b"\x30\x75\0\0\x30\x75\0\0"), "more than"),
-    "GIF": (lambda: large(corpus.images()["a.gif"], b"GIF87a\x20\0\x18\0", b"GIF87a\xff\xff\xff\xff"), "more than"),
+    "BMP": (
+        lambda: large(corpus.valid_images()["a.bmp"], b"\x20\0\0\0\x18\0\0\0", b"\x30\x75\0\0\x30\x75\0\0"),
+        "more than",
+    ),
+    "GIF": (
+        lambda: large(corpus.valid_images()["a.gif"], b"GIF87a\x20\0\x18\0", b"GIF87a\xff\xff\xff\xff"),
+        "more than",
+    ),
     "PPM": (lambda: b"P6 30000 30000 255 ", "more than"),
     "TIFF": (huge_tag, "cannot be decoded"),
     "PDF": (lambda: b"%PDF-1.4\n" * 9, "not an image.*a PDF file"),
     "SVG": (lambda: b'<?xml version="1.0"?><svg></svg>', "not an image.*an SVG drawing"),
-    "HEIC": (deep_heic, "a HEIC picture .install pillow-heif to read it.|cannot be decoded"),
+    "HEIC": (deep_heic, "a HEIC image .install pillow-heif to read it.|cannot be decoded"),
     "WMF": (lambda: b"\xd7\xcd\xc6\x9a\0\0" + bytes(50), "not an image"),
 }
 
 
 @pytest.mark.parametrize("name", BOMBS)
-def test_bombs(name: str, pool: Isolated) -> None:
-    make, words = BOMBS[name]
-    content, began = make(), time.monotonic()
+def test_bombs(name: str, pool: DecoderPool) -> None:
+    make, message = BOMBS[name]
+    content, start = make(), time.monotonic()
     for way in (False, pool):
-        if words is None:
+        if message is None:
             assert load_image(content, isolated=way).size[0] > 0
             continue
-        with pytest.raises(ImageError, match=words) as failed:
+        with pytest.raises(ImageError, match=message) as failed:
             load_image(content, isolated=way)
         assert "\n" not in str(failed.value)
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - start < 20
     assert peaks(pool) < 1 << 30
 
 
-def peaks(pool: Isolated) -> int:
-    """The most memory that one of its processes had, in bytes."""
+def peaks(pool: DecoderPool) -> int:
+    """Peak memory of a worker, in bytes; the maximum over the workers."""
     if not LINUX:
         return 0
-    most = 0
-    for child in list(pool._all):
-        text = Path(f"/proc/{child._process.pid}/status").read_text()
-        most = max([most, *(int(line.split()[1]) << 10 for line in text.splitlines() if line.startswith("VmHWM"))])
-    return most
+    peak = 0
+    for worker in list(pool._all):
+        text = Path(f"/proc/{worker._process.pid}/status").read_text()
+        peak = max([peak, *(int(line.split()[1]) << 10 for line in text.splitlines() if line.startswith("VmHWM"))])
+    return peak
 
 
 @pytest.mark.parametrize("kind", ["WEBP", "PNG"])
-def test_the_largest_pictures_that_are_allowed_fit(kind: str) -> None:
-    """Transparent ones, which take most: WebP when it is opened, PNG when it goes on white."""
+def test_largest_allowed_images_fit_the_memory_limit(kind: str) -> None:
+    """Transparent images, which need the largest amount of memory: WebP on opening, PNG when composed on white."""
     quick: dict[str, Any] = {"compress_level": 1} if kind == "PNG" else {"method": 0}
     content = saved(Image.new("RGBA", (8000, 8000), (9, 9, 9, 9)), kind, **quick)
-    with Isolated() as isolated:
+    with DecoderPool() as isolated:
         assert load_image(content, isolated=isolated).size == (8000, 8000)
 
 
 SLOW = """
-from mmspec.vision import images as stills
+from mmspec.vision import images
 def slow(content, *rest):
     if content.startswith(b"P6 2"):
         os.abort()
     if content.startswith(b"P6 3"):
         bytearray(1500 << 20)
     time.sleep(600)
-stills.read_still = slow
+images.decode_image = slow
 """
 
 
-def test_a_picture_has_bounds_of_time_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "command", decoder_command_running(SLOW))
-    monkeypatch.setattr(room, "STILL_S", 1.0)
-    with Isolated() as isolated:
-        for content, kind, words in (
+def test_time_and_memory_limits_of_images(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoder_pool, "worker_command", decoder_command_running(SLOW))
+    monkeypatch.setattr(decoder_pool, "IMAGE_TIMEOUT_S", 1.0)
+    with DecoderPool() as isolated:
+        for content, kind, message in (
             (b"P6 1", "DecoderHung", "the decoder took too long .more than 1 seconds"),
             (b"P6 2", "DecoderCrashed", "the decoder crashed .signal 6"),
             *([(b"P6 3", "OutOfMemory", "not enough memory")] if LINUX else []),
         ):
-            with pytest.raises(ImageError, match=words) as failed:
+            with pytest.raises(ImageError, match=message) as failed:
                 load_image(content, isolated=isolated)
             assert failed.value.kind == kind

@@ -1,1 +1,1 @@
-"""Compressors of the visual tokens that a drafter reads."""
+"""Compressors: reduce the visual tokens that a drafter reads."""

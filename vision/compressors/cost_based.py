@@ -1,24 +1,26 @@
-"""How much a drafter is shown by what looking costs here: for each prompt one of a few ways, without weights.
+"""Compressor that chooses the number of visual tokens per prompt from measured costs, without weights.
 
-Showing a drafter K visual tokens costs it, over one answer,
+Reading K visual tokens costs a drafter, over one generation,
 
-    look(K) = K * (read_s + rounds * draft_s)            rounds = answer / gained
+    drafter_cost(K) = K * (prefill_token_s + rounds * draft_token_s)      rounds = max_new_tokens / tokens_per_round
 
-seconds: each token is read once, and lengthens the drafting of every round. Showing it fewer costs rounds:
+seconds: each token is read once and lengthens the drafter's context in every round. Fewer tokens lower the accept
+length tau, which costs additional rounds:
 
-    miss(K) = MISSED[K] * rounds * round_s
+    lost_rounds(K) = ACCEPT_LENGTH_LOSS[K] * rounds * round_s
 
-and the way is the one with the least look(K) + miss(K), of all tokens, a fourth, a sixteenth, a sixty-fourth, none.
-read_s, draft_s, round_s and gained are measured in this process (`mmspec.control.draft_cost`); answer is how many new tokens there
-may be. What is missed is about what the scenes model misses (docs/results): with a fourth of its visual tokens 0% to
-4% of tau, with a sixteenth 0% to 5%, with none 23% to 36%. Larger models say more of a picture in the states of their
-words (in SpecVLM's ablation, arXiv 2509.11815, keeping half and keeping a twentieth differ by 4% in speed, and the
-twentieth is ahead), so it is rather too careful. Before anything is measured, and where shapes must not hang on timing
-(`deterministic=True`), it is the one with the most tokens up to FEW, or the sixty-fourth.
+The choice is the K with the least sum, out of all tokens, 1/4, 1/16, 1/64 and none. prefill_token_s, draft_token_s,
+round_s and tokens_per_round are measured in this process (`mmspec.control.draft_cost`).
 
-Which tokens: those that the vision tower attends to (`salient`). An eighth of a picture chosen so costs 2% of tau in
-descriptions and 4% in short answers, where `pool` costs 12% and 11%, `relevant` 10% and 11%. Only speed hangs on it,
-never the text. The same numbers always give the same way.
+`ACCEPT_LENGTH_LOSS` follows the scenes model (docs/results): 0% to 4% of tau with a fourth of the visual tokens, 0% to
+5% with a sixteenth, 23% to 36% with none. Larger models carry more of the image in the hidden states of text tokens (in
+SpecVLM's ablation, arXiv 2509.11815, keeping 1/2 and 1/20 differ by 4% in speed, in favour of 1/20), so the constants
+are conservative for them. Without measurements, and where tensor shapes must not depend on timing
+(`deterministic=True`), the choice is the largest K up to `DEFAULT_MAX_TOKENS`, or 1/64.
+
+Tokens are selected by `saliency`. An eighth of an image selected so costs 2% of tau in descriptions and 4% in short
+answers; `pool` costs 12% and 11%, `relevant` 10% and 11%. The choice affects speed only, never the output, and is a
+deterministic function of its inputs.
 """
 
 from __future__ import annotations
@@ -30,93 +32,119 @@ from torch import Tensor
 
 from mmspec.control.draft_cost import DraftCosts
 from mmspec.interfaces import NO_LIMIT, CompressionContext, Compressor, VisualTokens
-from mmspec.vision.compressors.row_groups import some, together
-from mmspec.vision.compressors.select import Drop, Identity, Prune, distinctness
+from mmspec.vision.compressors.row_groups import concat_rows, select_rows
+from mmspec.vision.compressors.select import Drop, Identity, TopScore, saliency
 
-SHARES = (1, 4, 16, 64)
-"""A drafter is shown all tokens, or one of so many."""
-FEW = 256
-"""Visual tokens that are shown without a thought before costs are known."""
-MISSED = (0.0, 0.02, 0.06, 0.2, 0.23)
-"""What a drafter that is shown so much, or at last nothing, loses of its tau."""
-SALIENT = "salient"
-LONG = 128
-"""Tokens of an answer of which nobody said how long it may be."""
+REDUCTION_FACTORS = (1, 4, 16, 64)
+"""Candidate sizes: the number of visual tokens divided by these, rounded up; and 0."""
+DEFAULT_MAX_TOKENS = 256
+"""Largest number of visual tokens kept as long as no costs are known."""
+ACCEPT_LENGTH_LOSS = (0.0, 0.02, 0.06, 0.2, 0.23)
+"""Relative loss of tau at each candidate size, the last one for no tokens."""
+DEFAULT_NEW_TOKENS = 128
+"""Assumed length of a generation without `max_new_tokens`."""
+_SALIENT = "salient"
 
 
 @dataclass(frozen=True)
-class Way:
-    """A compressor by name, and how many tokens it is to keep."""
+class Choice:
+    """The compressor of one row: its name and its number of tokens."""
 
     name: str
     tokens: int
 
     def __str__(self) -> str:
-        return f"{self.name}:{self.tokens}" if self.name == SALIENT else self.name
+        return f"{self.name}:{self.tokens}" if self.name == _SALIENT else self.name
 
-    def made(self) -> Compressor:
-        """The compressor itself."""
-        if self.name == SALIENT:
-            return Prune(self.tokens, SALIENT, distinctness, attends=True)
+    def build(self) -> Compressor:
+        """The compressor object."""
+        if self.name == _SALIENT:
+            return TopScore(self.tokens, _SALIENT, saliency, attends=True)
         return Drop() if self.name == "drop" else Identity()
 
 
-def choose(visual: int, answer: int | None, rates: DraftCosts | None = None, lean: int = 0) -> Way:
-    """What to show of a prompt with so many visual tokens.
+def choose_compressor(
+    num_visual_tokens: int, max_new_tokens: int | None, costs: DraftCosts | None = None, exploration: int = 0
+) -> Choice:
+    """Choose the compressor of a prompt with `num_visual_tokens` visual tokens.
 
     Args:
-        answer: new tokens at most, or None. rates: what is measured. lean: ways to go on towards fewer tokens.
+        num_visual_tokens: Visual tokens of the prompt.
+        max_new_tokens: Limit of the generation, or None.
+        costs: Measured costs, or None.
+        exploration: Steps to move from the best choice towards fewer tokens (negative: more), to measure other sizes.
     """
-    if not visual:
-        return Way("identity", 0)
-    sizes = [-(-visual // share) for share in SHARES] + [0]
-    if rates is None:
-        best = next((place for place, size in enumerate(sizes[:-1]) if size <= FEW), len(SHARES) - 1)
+    if not num_visual_tokens:
+        return Choice("identity", 0)
+    sizes = [-(-num_visual_tokens // factor) for factor in REDUCTION_FACTORS] + [0]
+    last = len(REDUCTION_FACTORS) - 1
+    if costs is None:
+        best = next((i for i, size in enumerate(sizes[:-1]) if size <= DEFAULT_MAX_TOKENS), last)
     else:
-        best = min(range(len(sizes)), key=lambda place: cost(sizes[place], MISSED[place], answer, rates))
-    if lean and sizes[best]:  # what shows nothing is not left for the sake of a measurement
-        best = min(max(best + lean, 0), len(SHARES) - 1)
+        best = min(
+            range(len(sizes)), key=lambda i: expected_cost(sizes[i], ACCEPT_LENGTH_LOSS[i], max_new_tokens, costs)
+        )
+    if exploration and sizes[best]:  # a choice without tokens is not given up for a measurement
+        best = min(max(best + exploration, 0), last)
     if not best:
-        return Way("identity", visual)
-    return Way(SALIENT if sizes[best] else "drop", sizes[best])
+        return Choice("identity", num_visual_tokens)
+    return Choice(_SALIENT if sizes[best] else "drop", sizes[best])
 
 
-def cost(tokens: int, missed: float, answer: int | None, rates: DraftCosts) -> float:
-    """Seconds over one answer that so many visual tokens cost a drafter, and that it misses for want of the others."""
-    rounds = (LONG if answer is None else answer) / rates.tokens_per_round
-    return tokens * (rates.read_s + rounds * rates.draft_s) + missed * rounds * rates.round_s
+def expected_cost(num_tokens: int, accept_length_loss: float, max_new_tokens: int | None, costs: DraftCosts) -> float:
+    """Seconds per generation: the drafter's cost of `num_tokens` visual tokens and that of the lost accept length."""
+    rounds = (DEFAULT_NEW_TOKENS if max_new_tokens is None else max_new_tokens) / costs.tokens_per_round
+    return (
+        num_tokens * (costs.prefill_token_s + rounds * costs.draft_token_s)
+        + accept_length_loss * rounds * costs.round_s
+    )
 
 
-class Measured:
-    """Chooses for each row by `choose`. Keeps nothing between calls: what was measured comes with the tokens."""
+class CostBased:
+    """Chooses a compressor for each row with `choose_compressor`. Stateless: costs come with the visual tokens."""
 
     max_tokens, attends = NO_LIMIT, True
 
-    def __init__(self, name: str = "measured") -> None:
-        self.name = name  # "elastic" where it stands in for a gate that was not trained
+    def __init__(self, name: str = "cost-based") -> None:
+        """
+        Args:
+            name: Name in messages and statistics; "elastic" where it replaces an untrained gate.
+        """
+        self.name = name
 
     def compress(self, visual_tokens: VisualTokens, query: Tensor | None, max_tokens: int) -> VisualTokens:
-        """Each row its own way."""
-        rows: dict[str, list[int]] = {}
-        ways, sizes = self._ways(visual_tokens.context, visual_tokens.mask.sum(1))
-        for row, way in enumerate(ways):
-            rows.setdefault(str(way), []).append(row)
-        if len(rows) == 1:
-            few = ways[0].made().compress(visual_tokens, query, min(max_tokens, ways[0].tokens))
-            return replace(few, choices=tuple(map(str, ways)))
+        """Each row by its own choice; rows with the same choice are compressed together."""
+        choices, sizes = self._choose(visual_tokens.context, visual_tokens.mask.sum(1))
+        rows_by_choice: dict[str, list[int]] = {}
+        for row, choice in enumerate(choices):
+            rows_by_choice.setdefault(str(choice), []).append(row)
+        if len(rows_by_choice) == 1:
+            compressed = choices[0].build().compress(visual_tokens, query, min(max_tokens, choices[0].tokens))
+            return replace(compressed, choices=tuple(map(str, choices)))
         parts = []
-        for mine in rows.values():
-            way = ways[mine[0]]
-            asked = None if query is None else query[torch.tensor(mine, device=query.device)]
-            part = some(visual_tokens, mine, max(sizes[row] for row in mine))
-            parts.append(way.made().compress(part, asked, min(max_tokens, way.tokens)))
-        few = together(parts, list(rows.values()))
-        return replace(few, choices=tuple(map(str, ways)))
+        for rows in rows_by_choice.values():
+            choice = choices[rows[0]]
+            row_query = None if query is None else query[torch.tensor(rows, device=query.device)]
+            part = select_rows(visual_tokens, rows, max(sizes[row] for row in rows))
+            parts.append(choice.build().compress(part, row_query, min(max_tokens, choice.tokens)))
+        compressed = concat_rows(parts, list(rows_by_choice.values()))
+        return replace(compressed, choices=tuple(map(str, choices)))
 
-    def _ways(self, outlook: CompressionContext | None, counts: Tensor) -> tuple[list[Way], list[int]]:
-        """Of each row its way and its number of tokens. counts: [B]."""
-        sizes, known = counts.tolist(), outlook or CompressionContext()  # once per prompt, not per round
-        return [choose(size, known.max_new_tokens, known.costs, known.exploration) for size in sizes], sizes
+    def _choose(self, context: CompressionContext | None, counts: Tensor) -> tuple[list[Choice], list[int]]:
+        """The choice and the number of visual tokens of each row. counts: [B] int64."""
+        sizes = counts.tolist()  # synchronises with the device, once per prompt and not per round
+        known = context or CompressionContext()
+        choices = [choose_compressor(size, known.max_new_tokens, known.costs, known.exploration) for size in sizes]
+        return choices, sizes
 
 
-__all__ = ["FEW", "LONG", "MISSED", "SHARES", "Measured", "Way", "choose", "cost"]
+__all__ = [
+    "ACCEPT_LENGTH_LOSS",
+    "DEFAULT_MAX_TOKENS",
+    "DEFAULT_NEW_TOKENS",
+    "REDUCTION_FACTORS",
+    "Choice",
+    "CostBased",
+    "choose_compressor",
+    "expected_cost",
+]

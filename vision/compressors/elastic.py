@@ -1,9 +1,10 @@
-"""SpecVLM's elastic compressor (arXiv 2509.11815, section 3.2): per prompt, a light gate picks one of several ways.
+"""SpecVLM's elastic compressor (arXiv 2509.11815, section 3.2): a small gate picks one of several compressors per row.
 
-The gate reads the prompt's last state and how many visual tokens there are. Training draws its choice with Gumbel noise
-and lets gradients through the chosen share; it also charges the gate for what it shows, which the paper does not: its
-loss has nothing that asks for fewer tokens. At the end the gate is told what each way cost (`learn`), which the paper
-does not do either. In use the likeliest is taken, and only what some row chose is computed.
+The gate reads the last hidden state of the prompt and the number of visual tokens. In training its choice is drawn with
+Gumbel noise (straight-through), so gradients reach it. Two differences from the paper, whose loss contains no term that
+favours fewer tokens: the loss is increased by `BUDGET_PENALTY` per share of the tokens kept, and at the end of training
+the gate is fitted to the measured cost of each branch (`fit_gate`). In inference the most probable branch is used, and
+only branches that some row uses are computed.
 """
 
 from __future__ import annotations
@@ -21,175 +22,203 @@ from mmspec.interfaces import Compressor, GateObservation, VisualTokens
 from mmspec.metrics.compression_stats import compressor_label
 from mmspec.vision.compressors.pooling import Conv, Pool
 from mmspec.vision.compressors.resampler import Resampler
-from mmspec.vision.compressors.row_groups import origin_of, padded
-from mmspec.vision.compressors.select import Drop, Prune, Stride, distinctness, relevance
+from mmspec.vision.compressors.row_groups import pad_tokens, source_indices_or_mixture
+from mmspec.vision.compressors.select import Drop, Stride, TopScore, query_similarity, saliency
 
-CHARGE = 0.02
-"""What the loss grows by if a gate shows every visual token: of a clip that is 1% to 5% of a call on two CPU cores, and
-a head whose loss is higher by 0.01 accepts about 1% less."""
-SURE = 100.0
-"""What costs are multiplied by in a gate that was told them: a difference of 0.01 of loss counts."""
-SHRINKS = [10.0**power for power in range(-2, 9)]
+BUDGET_PENALTY = 0.02
+"""Increase of the loss for keeping all visual tokens. Keeping all of a video takes 1% to 5% of a call on two CPU cores,
+and a head whose loss is higher by 0.01 accepts about 1% less."""
+LOGIT_SCALE = 100.0
+"""Factor from costs to logits in a fitted gate: a difference of 0.01 in loss is decisive."""
+RIDGE_LAMBDAS = [10.0**power for power in range(-2, 9)]
+"""Candidate regularisation strengths of `fit_gate`."""
 
 
 class Elastic(nn.Module):
-    """Chooses among ways for each row.
+    """Chooses one of several compressors (branches) for each row.
 
     Attributes:
-        chosen: after a call, the way of each row by name, on the host; None before.
-        cost: after a call in training, what the loss is to grow by for what the gate likes to show; else None.
+        branches: The compressors it chooses among.
+        choices: The label of each row's branch in the last call; None before the first.
+        cost: [] float, the budget penalty of the last call in training mode; else None.
     """
 
     name = "elastic"
 
-    def __init__(self, hidden_size: int, tokens: int, ways: Sequence[Compressor] = ()) -> None:
+    def __init__(self, hidden_size: int, max_tokens: int, branches: Sequence[Compressor] = ()) -> None:
         """
         Args:
-            ways: what is chosen among; by default nothing, pooling and pruning by what the vision tower attends to (to
-                the budget and to a fourth of it), every n-th token, the most relevant ones, a convolution, a resampler.
+            hidden_size: Width D of the states.
+            max_tokens: Largest number of tokens that a default branch keeps.
+            branches: Compressors to choose among; `default_branches` if empty.
 
         Raises:
-            ValueError: fewer than one token.
+            ValueError: `max_tokens` is below 1.
         """
         super().__init__()
-        if tokens < 1:
-            raise ValueError(f"an elastic compressor keeps at least 1 token; got {tokens}.")
-        self.hidden_size, self.max_tokens = hidden_size, tokens
-        self.branches: list[Compressor] = list(ways) or _ways(hidden_size, tokens)
-        # Registered besides, since a list of protocols is no ModuleList.
-        self.learned = nn.ModuleList([way for way in self.branches if isinstance(way, nn.Module)])
+        if max_tokens < 1:
+            raise ValueError(f"an elastic compressor needs at least 1 token; got {max_tokens}.")
+        self.hidden_size = hidden_size
+        self.max_tokens = max_tokens
+        self.branches: list[Compressor] = list(branches) or default_branches(hidden_size, max_tokens)
+        # Registers the trainable branches; `branches` is a plain list, since not all branches are modules.
+        self.learned = nn.ModuleList([branch for branch in self.branches if isinstance(branch, nn.Module)])
         self.gate = nn.Linear(hidden_size + 1, len(self.branches))
         nn.init.zeros_(self.gate.weight)
         nn.init.zeros_(self.gate.bias)
-        self.attends = any(getattr(way, "attends", False) for way in self.branches)
-        self.chosen: list[str] | None = None
+        self.attends = any(getattr(branch, "attends", False) for branch in self.branches)
+        self.choices: list[str] | None = None
         self.cost: Tensor | None = None
-        self._only: tuple[int, list[GateObservation]] | None = None
+        self._forced: tuple[int, list[GateObservation]] | None = None
 
     def train(self, mode: bool = True) -> Elastic:
-        """Puts the gate into training. The ways stay as they are in use, so that each keeps what its name says."""
+        """Set the gate's mode. Branches stay in eval mode, so that each keeps as many tokens as its label says."""
         super().train(mode)
         self.learned.eval()
         return self
 
-    def labels(self) -> list[str]:
-        """The ways by name, with what each keeps."""
-        return [compressor_label(way) for way in self.branches]
+    def branch_labels(self) -> list[str]:
+        """The label of each branch, as in "pool:49"."""
+        return [compressor_label(branch) for branch in self.branches]
 
     def compress(self, visual_tokens: VisualTokens, query: Tensor | None, max_tokens: int) -> VisualTokens:
-        """Each row by the way that its gate picks, with at most `budget` tokens.
+        """Each row by the branch that its gate picks, with at most `max_tokens` tokens.
 
         Raises:
-            ValueError: there is no question.
+            ValueError: `query` is None.
         """
         if query is None:
-            raise ValueError("an elastic compressor needs the question's last state (query); got None.")
-        sight = _sight(visual_tokens, query)
-        if self._only is not None:
-            way, seen = self._only
-            part = self.branches[way].compress(visual_tokens, query, min(max_tokens, self.branches[way].max_tokens))
-            seen.append(GateObservation(sight, CHARGE * part.mask.sum(1) / visual_tokens.mask.sum(1).clamp(min=1)))
-            return part
-        logits = self.gate(sight).float()
-        # Drawn on the host, so that a seed means the same on every device.
-        shares = functional.gumbel_softmax(logits.cpu(), hard=True).to(logits) if self.training else _hard(logits)
-        picked = shares.argmax(1)
-        names = picked.tolist()  # once per prompt, not per round
-        self.chosen = [self.labels()[way] for way in names]
-        # In training the ways that were not chosen tell the gate what they would have given.
-        wanted = range(len(self.branches)) if self.training else sorted(set(names))
-        few = {
-            n: self.branches[n].compress(visual_tokens, query, min(max_tokens, self.branches[n].max_tokens))
-            for n in wanted
-        }
-        self.cost = _charge(logits, [few[n].mask for n in wanted], visual_tokens.mask) if self.training else None
-        return self._joined(visual_tokens, few, names, shares)
+            raise ValueError("an elastic compressor needs the last hidden state of the prompt (query); got None.")
+        features = gate_features(visual_tokens, query)
+        if self._forced is not None:
+            index, observations = self._forced
+            compressed = self._run_branch(index, visual_tokens, query, max_tokens)
+            share = compressed.mask.sum(1) / visual_tokens.mask.sum(1).clamp(min=1)
+            observations.append(GateObservation(features, BUDGET_PENALTY * share))
+            return compressed
+        logits = self.gate(features).float()
+        # Drawn on the CPU, so that a seed gives the same choice on every device.
+        weights = (
+            functional.gumbel_softmax(logits.cpu(), hard=True).to(logits) if self.training else _one_hot_argmax(logits)
+        )
+        picked = weights.argmax(1).tolist()  # synchronises with the device, once per prompt and not per round
+        labels = self.branch_labels()
+        self.choices = [labels[index] for index in picked]
+        # In training all branches run, since the gate's gradient needs their outputs.
+        needed = range(len(self.branches)) if self.training else sorted(set(picked))
+        outputs = {index: self._run_branch(index, visual_tokens, query, max_tokens) for index in needed}
+        self.cost = None
+        if self.training:
+            self.cost = _budget_loss(logits, [outputs[index].mask for index in needed], visual_tokens.mask)
+        return self._merge_branches(outputs, picked, weights)
+
+    def _run_branch(self, index: int, visual_tokens: VisualTokens, query: Tensor, max_tokens: int) -> VisualTokens:
+        branch = self.branches[index]
+        return branch.compress(visual_tokens, query, min(max_tokens, branch.max_tokens))
 
     @contextmanager
-    def force_branch(self, way: int) -> Iterator[list[GateObservation]]:
-        """See `mmspec.interfaces.GatedCompressor`; for training, not for calls of several threads."""
-        seen: list[GateObservation] = []
-        self._only = way, seen
+    def force_branch(self, branch: int) -> Iterator[list[GateObservation]]:
+        """See `mmspec.interfaces.GatedCompressor`. For training; not thread-safe."""
+        observations: list[GateObservation] = []
+        self._forced = branch, observations
         try:
-            yield seen
+            yield observations
         finally:
-            self._only = None
+            self._forced = None
 
     @torch.no_grad()
-    def fit_gate(self, sights: Tensor, costs: Tensor) -> None:
-        """See `mmspec.interfaces.GatedCompressor`. The gate becomes the ridge regression of the costs, of which the least wins.
+    def fit_gate(self, features: Tensor, costs: Tensor) -> None:
+        """See `mmspec.interfaces.GatedCompressor`. Sets the gate to a ridge regression that predicts the costs.
 
-        How much it shrinks what it was told is chosen by generalised cross-validation: of sights that say nothing about
-        costs, the way stays that is best on the whole.
+        The regularisation strength is chosen by generalised cross-validation; with uninformative features the gate
+        always picks the branch with the lowest mean cost.
+
+        Args:
+            features: [n, F] float, what `gate_features` returned.
+            costs: [n, K] float, the loss with each of the K branches, budget penalty included.
         """
-        x, y = sights.double(), (costs - costs.mean(1, keepdim=True)).double().to(sights.device)
-        middle, level = x.mean(0), y.mean(0)
-        left, sizes, right = torch.linalg.svd(x - middle, full_matrices=False)
-        told = left.T @ (y - level)
+        x = features.double()
+        y = (costs - costs.mean(1, keepdim=True)).double().to(features.device)
+        x_mean = x.mean(0)
+        y_mean = y.mean(0)
+        u, singular, vt = torch.linalg.svd(x - x_mean, full_matrices=False)
+        projected = u.T @ (y - y_mean)
 
-        def kept(shrink: float) -> Tensor:
-            return sizes**2 / (sizes**2 + shrink)
+        def shrinkage(ridge: float) -> Tensor:
+            return singular**2 / (singular**2 + ridge)
 
-        def error(shrink: float) -> float:
-            rest = (y - level - left @ (kept(shrink)[:, None] * told)).square().sum()
-            return float(rest / (1 - (1 + kept(shrink).sum()) / (len(x) + 1)) ** 2)
+        def gcv_error(ridge: float) -> float:
+            residual = (y - y_mean - u @ (shrinkage(ridge)[:, None] * projected)).square().sum()
+            return float(residual / (1 - (1 + shrinkage(ridge).sum()) / (len(x) + 1)) ** 2)
 
-        best = min(SHRINKS, key=error)
-        slope = right.T @ ((kept(best) / sizes.clamp(min=1e-9))[:, None] * told)
-        self.gate.weight.copy_(-SURE * slope.T)
-        self.gate.bias.copy_(-SURE * (level - middle @ slope))
+        best = min(RIDGE_LAMBDAS, key=gcv_error)
+        slope = vt.T @ ((shrinkage(best) / singular.clamp(min=1e-9))[:, None] * projected)
+        self.gate.weight.copy_(-LOGIT_SCALE * slope.T)
+        self.gate.bias.copy_(-LOGIT_SCALE * (y_mean - x_mean @ slope))
 
-    def _joined(
-        self, visual: VisualTokens, few: dict[int, VisualTokens], names: Sequence[int], shares: Tensor
-    ) -> VisualTokens:
-        """Rows of several lengths as one batch; gradients reach the gate through the shares, of which one is 1."""
-        longest = max(part.mask.shape[1] for part in few.values())
-        device = visual.mask.device
-        rows = torch.tensor(names, device=device)
-        out: VisualTokens | None = None
-        for number, part in few.items():
-            part = padded(part, longest)
-            scale = shares[:, number, None, None].to(part.inputs_embeds.dtype) * part.mask[..., None]
+    def _merge_branches(self, outputs: dict[int, VisualTokens], picked: Sequence[int], weights: Tensor) -> VisualTokens:
+        """Rows of different lengths as one batch.
+
+        Args:
+            outputs: Output of each branch that ran.
+            picked: Branch of each row.
+            weights: [B, K] one-hot choice; gradients reach the gate through it.
+        """
+        length = max(part.mask.shape[1] for part in outputs.values())
+        branch_of_row = torch.tensor(picked, device=next(iter(outputs.values())).mask.device)
+        merged: VisualTokens | None = None
+        for index, part in outputs.items():
+            part = pad_tokens(part, length)
+            scale = weights[:, index, None, None].to(part.inputs_embeds.dtype) * part.mask[..., None]
             part = replace(part, inputs_embeds=part.inputs_embeds * scale, hidden_states=part.hidden_states * scale)
-            out = part if out is None else _plus(rows == number, part, out)
-        assert out is not None
-        return replace(out, choices=tuple(self.labels()[way] for way in names))
+            merged = part if merged is None else _add_branch(branch_of_row == index, part, merged)
+        assert merged is not None
+        labels = self.branch_labels()
+        return replace(merged, choices=tuple(labels[index] for index in picked))
 
 
-def _ways(hidden_size: int, tokens: int) -> list[Compressor]:
-    some = max(1, tokens // 4)
-    ways: list[Compressor] = [Drop(), Stride(some), Prune(some, "relevant", relevance)]
-    for size in sorted({some, tokens}):
-        ways += [Pool(size), Prune(size, "salient", distinctness, attends=True)]
-    return [*ways, Conv(hidden_size, tokens), Resampler(hidden_size, min(2, tokens))]
+def default_branches(hidden_size: int, max_tokens: int) -> list[Compressor]:
+    """No token; evenly spaced and query-similar tokens (a fourth of `max_tokens`); pooling and the most salient tokens
+    (a fourth, and `max_tokens`); a convolution; a resampler with two queries."""
+    fourth = max(1, max_tokens // 4)
+    branches: list[Compressor] = [Drop(), Stride(fourth), TopScore(fourth, "relevant", query_similarity)]
+    for size in sorted({fourth, max_tokens}):
+        branches += [Pool(size), TopScore(size, "salient", saliency, attends=True)]
+    return [*branches, Conv(hidden_size, max_tokens), Resampler(hidden_size, min(2, max_tokens))]
 
 
-def _sight(visual: VisualTokens, query: Tensor) -> Tensor:
-    """[B, D + 1] what the gate reads: the question's last state, normed, and the log of the number of tokens."""
-    count = visual.mask.sum(1, keepdim=True).float()
+def gate_features(visual_tokens: VisualTokens, query: Tensor) -> Tensor:
+    """[B, D + 1] input of the gate: the layer-normalised query [B, D] and the log of the number of visual tokens."""
+    count = visual_tokens.mask.sum(1, keepdim=True).float()
     state = functional.layer_norm(query.float(), query.shape[-1:])
     return torch.cat([state, (1 + count).log() / math.log(1000)], dim=1)
 
 
-def _hard(logits: Tensor) -> Tensor:
+def _one_hot_argmax(logits: Tensor) -> Tensor:
     return functional.one_hot(logits.argmax(1), logits.shape[1]).float()
 
 
-def _charge(logits: Tensor, kept: Sequence[Tensor], mask: Tensor) -> Tensor:
-    """[] of the tokens [B, M] the share that ways [B, K] keep, in the mean over what the gate may pick."""
-    shares = torch.stack([part.sum(1) for part in kept], dim=1) / mask.sum(1, keepdim=True).clamp(min=1)
-    return CHARGE * (logits.softmax(1) * shares).sum(1).mean()
+def _budget_loss(logits: Tensor, kept_masks: Sequence[Tensor], mask: Tensor) -> Tensor:
+    """[] expected budget penalty over the branches, averaged over rows.
+
+    Args:
+        logits: [B, K] of the gate.
+        kept_masks: K masks of the branches' outputs.
+        mask: [B, M] of the input.
+    """
+    shares = torch.stack([kept.sum(1) for kept in kept_masks], dim=1) / mask.sum(1, keepdim=True).clamp(min=1)
+    return BUDGET_PENALTY * (logits.softmax(1) * shares).sum(1).mean()
 
 
-def _plus(rows: Tensor, one: VisualTokens, other: VisualTokens) -> VisualTokens:
-    """The sum; what stands where, in the rows [B] as in one, in the rest as in another."""
+def _add_branch(rows: Tensor, part: VisualTokens, merged: VisualTokens) -> VisualTokens:
+    """Sum of the scaled embeddings and states; mask and positions of `part` in `rows` [B] bool, else of `merged`."""
     return VisualTokens(
-        one.inputs_embeds + other.inputs_embeds,
-        one.hidden_states + other.hidden_states,
-        torch.where(rows[:, None], one.mask, other.mask),
-        torch.where(rows[:, None], one.position_ids, other.position_ids),
-        source_indices=torch.where(rows[:, None], origin_of(one), origin_of(other)),
+        part.inputs_embeds + merged.inputs_embeds,
+        part.hidden_states + merged.hidden_states,
+        torch.where(rows[:, None], part.mask, merged.mask),
+        torch.where(rows[:, None], part.position_ids, merged.position_ids),
+        source_indices=torch.where(rows[:, None], source_indices_or_mixture(part), source_indices_or_mixture(merged)),
     )
 
 
-__all__ = ["Elastic"]
+__all__ = ["Elastic", "default_branches", "gate_features"]

@@ -1,8 +1,8 @@
-"""Compressors that merge neighbours: means over windows of the grid, and a learned depthwise convolution.
+"""Compressors that merge neighbouring tokens: means over windows of the grid, and a learned depthwise convolution.
 
-Frames of a clip are merged over time as well, and pictures that follow each other where there are more of them than
-tokens to keep. Ragged edges are means of what is there. Where the target's family cannot say how its tokens lie (no
-segments), a row counts as a single line. A merged token stands at the mean position of its members, rounded.
+Windows also cover several frames of a video, and several images where there are more images than tokens. A window at
+the edge of a grid averages the tokens it covers. If the model family does not report the grids, a row is treated as a
+single line of tokens. A merged token gets the rounded mean of its members' position ids.
 """
 
 from __future__ import annotations
@@ -26,223 +26,264 @@ logger = logging.getLogger("mmspec")
 
 @dataclass(frozen=True)
 class Window:
-    """So many frames, lines and columns become one token."""
+    """Size of a pooling window: `frames` x `height` x `width` tokens become one."""
 
     frames: int
-    lines: int
-    columns: int
+    height: int
+    width: int
 
 
 @dataclass(frozen=True)
-class Block:
-    """Visual tokens that lie together: `times` grids of height x width of one row, from `start` on.
+class GridBlock:
+    """Consecutive grids of equal size in one row: an image, or the frames of a video.
 
     Attributes:
-        width: newline tokens counted.
+        row: Batch row.
+        start: Index of the first token in the row.
+        num_frames: Number of grids.
+        height: Lines of each grid.
+        width: Tokens per line, newline token included.
     """
 
     row: int
     start: int
-    times: int
+    num_frames: int
     height: int
     width: int
 
-    def cells(self, window: Window) -> int:
-        """Tokens that are left."""
-        sizes = (self.times, window.frames), (self.height, window.lines), (self.width, window.columns)
+    def num_cells(self, window: Window) -> int:
+        """Number of merged tokens under `window`."""
+        sizes = (self.num_frames, window.frames), (self.height, window.height), (self.width, window.width)
         return math.prod(math.ceil(size / step) for size, step in sizes)
 
 
-def blocks_of(segments: Sequence[VisualGrid], counts: Sequence[int]) -> list[Block]:
-    """Grids of the same size that follow each other in one clip are one block.
-
-    A row without segments, or whose segments do not come to its number of tokens (`counts`), is one line.
-    """
-    found = []
-
-    def same(one: VisualGrid) -> tuple[int, ...]:
-        clip = one.role == "frame"
-        return (one.media_index if clip else -1 - one.start, one.height, one.width + int(one.has_newlines))
-
-    for row, count in enumerate(counts):
-        mine = sorted((one for one in segments if one.row == row), key=lambda one: one.start)
-        held = sum(one.num_tokens for one in mine)
-        if mine and held != count:
-            logger.warning(
-                "mmspec: the grids of row %d hold %d tokens, it has %d: they count as a line", row, held, count
-            )
-        if held != count:
-            found.append(Block(row, 0, 1, 1, count))
-            continue
-        for (_, height, width), group in groupby(mine, key=same):
-            frames = list(group)
-            found.append(Block(row, frames[0].start, len(frames), height, width))
-    return found
-
-
-def window_for(blocks: Sequence[Block], budget: int) -> Window:
-    """The window that leaves the most tokens of one row's blocks, of those that leave at most `budget`.
-
-    Of n x n or n lines x (n + 1) columns, and frames as they go: 1 x 1, then two frames, then 1 x 2, 2 x 2, three
-    frames, and so on. Where two leave as many tokens, the more square one; at the end each block is one token, and
-    `cells_of` has to do the rest.
-    """
-
-    def left(step: int) -> int:
-        window = _step(step)
-        return sum(block.cells(window) for block in blocks)
-
-    last = 3 * max((max(block.times, block.height, block.width) - 1 for block in blocks), default=0)
-    # No step leaves more tokens than the one before.
-    step = bisect_left(range(last), True, key=lambda one: left(one) <= budget)
-    oblong = step % 3 == 2
-    return _step(step + 1 if oblong and left(step + 1) == left(step) else step)
-
-
-def _step(step: int) -> Window:
-    """The windows by rising size, from 0."""
-    side, more = divmod(step, 3)
-    return Window(side + 1 + (more > 0), side + 1, side + 1 + (more == 2))
-
-
-def windows_for(blocks: Sequence[Block], budget: int, batch: int) -> list[Window]:
-    """Of each row its own, so that it does not hang on its neighbours."""
-    rows: list[list[Block]] = [[] for _ in range(batch)]
-    for block in blocks:
-        rows[block.row].append(block)
-    return [window_for(row, budget) for row in rows]
-
-
-def cells_of(blocks: Sequence[Block], windows: Sequence[Window], budget: int, count: int) -> tuple[Tensor, list[int]]:
-    """[B, M] int64, which merged token of its row each token belongs to, and how many each row has. -1: none.
-
-    A row of which its window leaves more than `budget` tokens has neighbours merged, as evenly as can be.
-    """
-    cells, made = torch.full((len(windows), count), -1), [0] * len(windows)
-    for block in blocks:
-        window = windows[block.row]
-        cell = _cells(block.times, block.height, block.width, window)
-        cells[block.row, block.start : block.start + len(cell)] = made[block.row] + cell
-        made[block.row] += block.cells(window)
-    for row, many in enumerate(made):
-        if many > budget:
-            cells[row] = torch.where(cells[row] < 0, -1, cells[row] * budget // many)
-            made[row] = budget
-    return cells, made
-
-
-@lru_cache(maxsize=64)
-def layout(blocks: tuple[Block, ...], budget: int, batch: int, count: int) -> tuple[list[Window], Tensor, list[int]]:
-    """What `windows_for` and `cells_of` say. Kept, since clips of one length lie alike: not to be written to."""
-    windows = windows_for(blocks, budget, batch)
-    return windows, *cells_of(blocks, windows, budget, count)
-
-
-@lru_cache(maxsize=64)
-def _cells(times: int, height: int, width: int, window: Window) -> Tensor:
-    """[times * height * width] int64, the cell of each token of a block. Shared: not to be written to."""
-    t, y, x = torch.meshgrid(
-        torch.arange(times) // window.frames,
-        torch.arange(height) // window.lines,
-        torch.arange(width) // window.columns,
-        indexing="ij",
-    )
-    down, across = math.ceil(height / window.lines), math.ceil(width / window.columns)
-    return ((t * down + y) * across + x).flatten()
-
-
-def merged(visual: VisualTokens, cells: Tensor, made: Sequence[int], weights: Tensor | None = None) -> VisualTokens:
-    """Sums over cells, divided by how much there was to sum.
+def group_grids(grids: Sequence[VisualGrid], counts: Sequence[int]) -> list[GridBlock]:
+    """Group consecutive frames of the same video and size into blocks; each image is a block.
 
     Args:
-        cells: [B, M] of `cells_of`. weights: [B, M, D] of each token in its sum; 1 if None.
+        grids: Grids of all rows.
+        counts: Number of visual tokens of each row. A row whose grids do not add up to it becomes one line.
     """
-    batch, kept = len(made), max(made, default=0)
-    cells = cells.to(visual.mask.device)
-    place = torch.where((cells >= 0) & visual.mask, cells, kept)
+    blocks = []
 
-    def total(part: Tensor) -> Tensor:
-        return scatter_sum(part, place, kept + 1)[:, :kept]
+    def block_key(grid: VisualGrid) -> tuple[int, ...]:
+        is_frame = grid.role == "frame"
+        return (grid.media_index if is_frame else -1 - grid.start, grid.height, grid.width + int(grid.has_newlines))
 
-    sizes = total(visual.mask[..., None].float())
-    members = sizes.clamp(min=1)
-    positions = visual.position_ids.float()
+    for row, count in enumerate(counts):
+        row_grids = sorted((grid for grid in grids if grid.row == row), key=lambda grid: grid.start)
+        total = sum(grid.num_tokens for grid in row_grids)
+        if row_grids and total != count:
+            logger.warning(
+                "mmspec: the grids of row %d have %d tokens, the row has %d; pooling treats it as one line",
+                row,
+                total,
+                count,
+            )
+        if total != count:
+            blocks.append(GridBlock(row, 0, 1, 1, count))
+            continue
+        for (_, height, width), group in groupby(row_grids, key=block_key):
+            frames = list(group)
+            blocks.append(GridBlock(row, frames[0].start, len(frames), height, width))
+    return blocks
+
+
+def choose_window(blocks: Sequence[GridBlock], max_tokens: int) -> Window:
+    """The smallest window that leaves at most `max_tokens` tokens of one row's blocks.
+
+    Windows are tried in rising order (frames, height, width): (1, 1, 1), (2, 1, 1), (2, 1, 2), (2, 2, 2), (3, 2, 2),
+    and so on. Of two that leave equally many tokens the square one is chosen. If there are more blocks than
+    `max_tokens`, each block becomes one token and `assign_cells` merges further.
+    """
+
+    def num_left(step: int) -> int:
+        window = _window_at(step)
+        return sum(block.num_cells(window) for block in blocks)
+
+    last = 3 * max((max(block.num_frames, block.height, block.width) - 1 for block in blocks), default=0)
+    # The number of tokens left does not rise with the step, so bisection applies.
+    step = bisect_left(range(last), True, key=lambda i: num_left(i) <= max_tokens)
+    is_oblong = step % 3 == 2
+    return _window_at(step + 1 if is_oblong and num_left(step + 1) == num_left(step) else step)
+
+
+def _window_at(step: int) -> Window:
+    """The window number `step` in rising order of size, from 0."""
+    side, remainder = divmod(step, 3)
+    return Window(side + 1 + (remainder > 0), side + 1, side + 1 + (remainder == 2))
+
+
+def choose_windows(blocks: Sequence[GridBlock], max_tokens: int, batch: int) -> list[Window]:
+    """`choose_window` for each row, independent of the other rows."""
+    rows: list[list[GridBlock]] = [[] for _ in range(batch)]
+    for block in blocks:
+        rows[block.row].append(block)
+    return [choose_window(row, max_tokens) for row in rows]
+
+
+def assign_cells(
+    blocks: Sequence[GridBlock], windows: Sequence[Window], max_tokens: int, count: int
+) -> tuple[Tensor, list[int]]:
+    """Assign every token to a cell (a merged token).
+
+    Args:
+        blocks: Blocks of all rows.
+        windows: Window of each row.
+        max_tokens: Limit per row; where the window leaves more, neighbouring cells are merged evenly.
+        count: Length M of the token dimension.
+
+    Returns:
+        cells [B, M] int64, the cell of each token, -1 for none; and the number of cells of each row.
+    """
+    cells = torch.full((len(windows), count), -1)
+    num_cells = [0] * len(windows)
+    for block in blocks:
+        window = windows[block.row]
+        block_cells = _block_cells(block.num_frames, block.height, block.width, window)
+        cells[block.row, block.start : block.start + len(block_cells)] = num_cells[block.row] + block_cells
+        num_cells[block.row] += block.num_cells(window)
+    for row, num in enumerate(num_cells):
+        if num > max_tokens:
+            cells[row] = torch.where(cells[row] < 0, -1, cells[row] * max_tokens // num)
+            num_cells[row] = max_tokens
+    return cells, num_cells
+
+
+@lru_cache(maxsize=64)
+def plan_pooling(
+    blocks: tuple[GridBlock, ...], max_tokens: int, batch: int, count: int
+) -> tuple[list[Window], Tensor, list[int]]:
+    """`choose_windows` and `assign_cells`, cached: prompts of one shape recur. Read-only, since the cache shares it."""
+    windows = choose_windows(blocks, max_tokens, batch)
+    return windows, *assign_cells(blocks, windows, max_tokens, count)
+
+
+@lru_cache(maxsize=64)
+def _block_cells(num_frames: int, height: int, width: int, window: Window) -> Tensor:
+    """[num_frames * height * width] int64, the cell of each token of a block. Read-only, since the cache shares it."""
+    t, y, x = torch.meshgrid(
+        torch.arange(num_frames) // window.frames,
+        torch.arange(height) // window.height,
+        torch.arange(width) // window.width,
+        indexing="ij",
+    )
+    cell_rows = math.ceil(height / window.height)
+    cell_columns = math.ceil(width / window.width)
+    return ((t * cell_rows + y) * cell_columns + x).flatten()
+
+
+def merge_cells(
+    visual_tokens: VisualTokens, cells: Tensor, num_cells: Sequence[int], weights: Tensor | None = None
+) -> VisualTokens:
+    """Mean of each cell's tokens, or their weighted sum.
+
+    Args:
+        visual_tokens: M tokens per row.
+        cells: [B, M] int64 from `assign_cells`.
+        num_cells: Number of cells of each row.
+        weights: [B, M, D] weights of a sum; the mean if None.
+    """
+    batch = len(num_cells)
+    max_cells = max(num_cells, default=0)
+    cells = cells.to(visual_tokens.mask.device)
+    # Tokens of no cell are summed into an extra one, which is cut off.
+    target = torch.where((cells >= 0) & visual_tokens.mask, cells, max_cells)
+
+    def cell_sum(part: Tensor) -> Tensor:
+        return scatter_sum(part, target, max_cells + 1)[:, :max_cells]
+
+    sizes = cell_sum(visual_tokens.mask[..., None].float())
+    divisor = sizes.clamp(min=1)
+    positions = visual_tokens.position_ids.float()
     axes = positions if positions.dim() == 3 else positions[None]
-    spots = torch.stack([(total(axis[..., None]) / members)[..., 0] for axis in axes]).round().long()
+    merged_positions = torch.stack([(cell_sum(axis[..., None]) / divisor)[..., 0] for axis in axes]).round().long()
 
-    def shrunk(part: Tensor) -> Tensor:
+    def merge(part: Tensor) -> Tensor:
         if weights is None:
-            return total(part) / members.to(part.dtype)
-        return total(part * weights.to(part.dtype))
+            return cell_sum(part) / divisor.to(part.dtype)
+        return cell_sum(part * weights.to(part.dtype))
 
-    # A mean of one is that token; with weights it is not.
-    numbers = torch.arange(place.shape[1], device=place.device).expand(place.shape)
-    alone = place.new_full((batch, kept + 1), -1).scatter(1, place, numbers)[:, :kept]
+    # The mean of a single token is that token; a weighted sum is not.
+    indices = torch.arange(target.shape[1], device=target.device).expand(target.shape)
+    member = target.new_full((batch, max_cells + 1), -1).scatter(1, target, indices)[:, :max_cells]
     return VisualTokens(
-        inputs_embeds=shrunk(visual.inputs_embeds),
-        hidden_states=shrunk(visual.hidden_states),
-        mask=torch.arange(kept, device=place.device) < torch.tensor(made, device=place.device)[:, None],
-        position_ids=spots if positions.dim() == 3 else spots[0],
-        source_indices=None if weights is not None else torch.where(sizes[..., 0] == 1, alone, -1),
+        inputs_embeds=merge(visual_tokens.inputs_embeds),
+        hidden_states=merge(visual_tokens.hidden_states),
+        mask=torch.arange(max_cells, device=target.device) < torch.tensor(num_cells, device=target.device)[:, None],
+        position_ids=merged_positions if positions.dim() == 3 else merged_positions[0],
+        source_indices=None if weights is not None else torch.where(sizes[..., 0] == 1, member, -1),
     )
 
 
 @dataclass(frozen=True)
 class Pool:
-    """Means over windows of the grid, of each row as large as the budget asks."""
+    """Average pooling over windows of the grid; the window is chosen per row from `max_tokens`."""
 
     max_tokens: int
     name: str = "pool"
 
     def compress(self, visual_tokens: VisualTokens, query: Tensor | None, max_tokens: int) -> VisualTokens:
-        """At most `budget` tokens of each row."""
-        blocks = blocks_of(visual_tokens.grids, visual_tokens.mask.sum(1).tolist())
-        _, cells, made = layout(tuple(blocks), max_tokens, *visual_tokens.mask.shape)
-        return merged(visual_tokens, cells, made)
+        """Means over windows, at most `max_tokens` per row."""
+        blocks = group_grids(visual_tokens.grids, visual_tokens.mask.sum(1).tolist())
+        _, cells, num_cells = plan_pooling(tuple(blocks), max_tokens, *visual_tokens.mask.shape)
+        return merge_cells(visual_tokens, cells, num_cells)
 
 
 class Conv(nn.Module):
-    """A depthwise convolution whose stride is its size, after the mean over time. It begins as the mean.
+    """Depthwise convolution with stride equal to its window, after the mean over frames (SpecVLM). Starts as the mean.
 
-    The kernel is learned at one size and stretched to the window that the budget asks, so any grid is served.
+    The kernel has one trained size and is stretched (nearest neighbour) to the window, so it applies to any grid.
     """
 
     name = "conv"
-    SIZE = 4
+    KERNEL_SIZE = 4
 
-    def __init__(self, hidden_size: int, tokens: int) -> None:
+    def __init__(self, hidden_size: int, max_tokens: int) -> None:
         """
         Raises:
-            ValueError: fewer than one token.
+            ValueError: `max_tokens` is below 1.
         """
         super().__init__()
-        if tokens < 1:
-            raise ValueError(f"a convolution keeps at least 1 token; got {tokens}.")
-        self.hidden_size, self.max_tokens = hidden_size, tokens
-        self.kernel = nn.Parameter(torch.ones(hidden_size, self.SIZE, self.SIZE))
+        if max_tokens < 1:
+            raise ValueError(f"a convolution needs at least 1 token; got {max_tokens}.")
+        self.hidden_size = hidden_size
+        self.max_tokens = max_tokens
+        self.kernel = nn.Parameter(torch.ones(hidden_size, self.KERNEL_SIZE, self.KERNEL_SIZE))
 
     def compress(self, visual_tokens: VisualTokens, query: Tensor | None, max_tokens: int) -> VisualTokens:
-        """As `Pool`, every member weighted by where in its window it lies."""
-        blocks = blocks_of(visual_tokens.grids, visual_tokens.mask.sum(1).tolist())
-        windows, cells, made = layout(tuple(blocks), max_tokens, *visual_tokens.mask.shape)
-        return merged(visual_tokens, cells, made, self._weights(blocks, windows, cells))
+        """As `Pool`, each member weighted by its position in the window."""
+        blocks = group_grids(visual_tokens.grids, visual_tokens.mask.sum(1).tolist())
+        windows, cells, num_cells = plan_pooling(tuple(blocks), max_tokens, *visual_tokens.mask.shape)
+        return merge_cells(visual_tokens, cells, num_cells, self._weights(blocks, windows, cells))
 
-    def _weights(self, blocks: Sequence[Block], windows: Sequence[Window], cells: Tensor) -> Tensor:
+    def _weights(self, blocks: Sequence[GridBlock], windows: Sequence[Window], cells: Tensor) -> Tensor:
+        """[B, M, D] kernel value of each token, divided by the number of tokens of its cell."""
         batch, count = cells.shape
-        spot = torch.zeros(batch, count, dtype=torch.long)
+        kernel_index = torch.zeros(batch, count, dtype=torch.long)
         for block in blocks:
             window = windows[block.row]
             _, y, x = torch.meshgrid(
-                *(torch.arange(n) for n in (block.times, block.height, block.width)), indexing="ij"
+                *(torch.arange(size) for size in (block.num_frames, block.height, block.width)), indexing="ij"
             )
-            y = (y % window.lines) * self.SIZE // window.lines
-            x = (x % window.columns) * self.SIZE // window.columns
-            spot[block.row, block.start : block.start + y.numel()] = (y * self.SIZE + x).flatten()
-        weights = self.kernel.flatten(1).t()[spot.to(self.kernel.device)]
-        ones = torch.zeros(batch, max(1, int(cells.max()) + 2) if count else 1)
-        place = torch.where(cells >= 0, cells, ones.shape[1] - 1)
-        members = ones.scatter_add(1, place, torch.ones_like(place, dtype=ones.dtype)).gather(1, place)
-        return weights / members[..., None].to(weights.device)
+            y = (y % window.height) * self.KERNEL_SIZE // window.height
+            x = (x % window.width) * self.KERNEL_SIZE // window.width
+            kernel_index[block.row, block.start : block.start + y.numel()] = (y * self.KERNEL_SIZE + x).flatten()
+        weights = self.kernel.flatten(1).t()[kernel_index.to(self.kernel.device)]
+        sizes = torch.zeros(batch, max(1, int(cells.max()) + 2) if count else 1)
+        target = torch.where(cells >= 0, cells, sizes.shape[1] - 1)
+        divisor = sizes.scatter_add(1, target, torch.ones_like(target, dtype=sizes.dtype)).gather(1, target)
+        return weights / divisor[..., None].to(weights.device)
 
 
-__all__ = ["Block", "Conv", "Pool", "Window", "blocks_of", "cells_of", "merged", "window_for", "windows_for"]
+__all__ = [
+    "Conv",
+    "GridBlock",
+    "Pool",
+    "Window",
+    "assign_cells",
+    "choose_window",
+    "choose_windows",
+    "group_grids",
+    "merge_cells",
+]

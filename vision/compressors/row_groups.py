@@ -1,4 +1,4 @@
-"""Rows of a batch of visual tokens: some of them by themselves, longer ones, and all together again."""
+"""Batch operations on visual tokens: select rows, pad to a length, concatenate groups of rows."""
 
 from __future__ import annotations
 
@@ -12,53 +12,63 @@ from torch.nn import functional
 from mmspec.interfaces import VisualTokens
 
 
-def some(visual: VisualTokens, rows: Sequence[int], most: int) -> VisualTokens:
-    """The batch that these rows are, none of which has more than `most` tokens."""
-    index = torch.tensor(rows, device=visual.mask.device)
-    number = {row: place for place, row in enumerate(rows)}
+def select_rows(visual_tokens: VisualTokens, rows: Sequence[int], max_tokens: int) -> VisualTokens:
+    """The given batch rows, cut to `max_tokens` tokens; the caller ensures that none of them has more."""
+    index = torch.tensor(rows, device=visual_tokens.mask.device)
+    new_row = {row: i for i, row in enumerate(rows)}
+    saliency = visual_tokens.saliency
+    source_indices = visual_tokens.source_indices
+    choices = visual_tokens.choices
     return replace(
-        visual,
-        inputs_embeds=visual.inputs_embeds[index, :most],
-        hidden_states=visual.hidden_states[index, :most],
-        mask=visual.mask[index, :most],
-        position_ids=visual.position_ids[..., index, :most],
-        grids=tuple(replace(one, row=number[one.row]) for one in visual.grids if one.row in number),
-        saliency=None if visual.saliency is None else visual.saliency[index, :most],
-        source_indices=None if visual.source_indices is None else visual.source_indices[index, :most],
-        choices=None if visual.choices is None else tuple(visual.choices[row] for row in rows),
+        visual_tokens,
+        inputs_embeds=visual_tokens.inputs_embeds[index, :max_tokens],
+        hidden_states=visual_tokens.hidden_states[index, :max_tokens],
+        mask=visual_tokens.mask[index, :max_tokens],
+        position_ids=visual_tokens.position_ids[..., index, :max_tokens],
+        grids=tuple(replace(grid, row=new_row[grid.row]) for grid in visual_tokens.grids if grid.row in new_row),
+        saliency=None if saliency is None else saliency[index, :max_tokens],
+        source_indices=None if source_indices is None else source_indices[index, :max_tokens],
+        choices=None if choices is None else tuple(choices[row] for row in rows),
     )
 
 
-def origin_of(part: VisualTokens) -> Tensor:
-    """Its `origin`, -1 throughout if it does not say."""
-    return torch.full_like(part.mask, -1, dtype=torch.long) if part.source_indices is None else part.source_indices
+def source_indices_or_mixture(visual_tokens: VisualTokens) -> Tensor:
+    """[B, M] int64 `source_indices`; -1 (a mixture) for all tokens where the compressor sets none."""
+    if visual_tokens.source_indices is None:
+        return torch.full_like(visual_tokens.mask, -1, dtype=torch.long)
+    return visual_tokens.source_indices
 
 
-def padded(part: VisualTokens, length: int) -> VisualTokens:
-    """The same with more places, at which nothing stands. Its grids are grids no more."""
-    missing = length - part.mask.shape[1]
+def pad_tokens(visual_tokens: VisualTokens, length: int) -> VisualTokens:
+    """The same tokens, padded on the right to `length` (mask False). The grids are dropped."""
+    padding = length - visual_tokens.mask.shape[1]
     return VisualTokens(
-        inputs_embeds=functional.pad(part.inputs_embeds, (0, 0, 0, missing)),
-        hidden_states=functional.pad(part.hidden_states, (0, 0, 0, missing)),
-        mask=functional.pad(part.mask, (0, missing)),
-        position_ids=functional.pad(part.position_ids, (0, missing)),
-        source_indices=functional.pad(origin_of(part), (0, missing), value=-1),
-        choices=part.choices,
+        inputs_embeds=functional.pad(visual_tokens.inputs_embeds, (0, 0, 0, padding)),
+        hidden_states=functional.pad(visual_tokens.hidden_states, (0, 0, 0, padding)),
+        mask=functional.pad(visual_tokens.mask, (0, padding)),
+        position_ids=functional.pad(visual_tokens.position_ids, (0, padding)),
+        source_indices=functional.pad(source_indices_or_mixture(visual_tokens), (0, padding), value=-1),
+        choices=visual_tokens.choices,
     )
 
 
-def together(parts: Sequence[VisualTokens], rows: Sequence[Sequence[int]]) -> VisualTokens:
-    """One batch of several, of which each has these rows of it."""
-    longest = max(part.mask.shape[1] for part in parts)
-    back = torch.tensor([row for part in rows for row in part], device=parts[0].mask.device).argsort()
-    even = [padded(part, longest) for part in parts]
+def concat_rows(parts: Sequence[VisualTokens], rows: Sequence[Sequence[int]]) -> VisualTokens:
+    """One batch from several.
+
+    Args:
+        parts: Batches of rows; padded to the longest.
+        rows: For each part, the row of the result that each of its rows becomes.
+    """
+    length = max(part.mask.shape[1] for part in parts)
+    order = torch.tensor([row for part in rows for row in part], device=parts[0].mask.device).argsort()
+    padded = [pad_tokens(part, length) for part in parts]
     return VisualTokens(
-        inputs_embeds=torch.cat([part.inputs_embeds for part in even])[back],
-        hidden_states=torch.cat([part.hidden_states for part in even])[back],
-        mask=torch.cat([part.mask for part in even])[back],
-        position_ids=torch.cat([part.position_ids for part in even], dim=-2)[..., back, :],
-        source_indices=torch.cat([origin_of(part) for part in even])[back],
+        inputs_embeds=torch.cat([part.inputs_embeds for part in padded])[order],
+        hidden_states=torch.cat([part.hidden_states for part in padded])[order],
+        mask=torch.cat([part.mask for part in padded])[order],
+        position_ids=torch.cat([part.position_ids for part in padded], dim=-2)[..., order, :],
+        source_indices=torch.cat([source_indices_or_mixture(part) for part in padded])[order],
     )
 
 
-__all__ = ["origin_of", "padded", "some", "together"]
+__all__ = ["concat_rows", "pad_tokens", "select_rows", "source_indices_or_mixture"]

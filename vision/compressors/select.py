@@ -1,7 +1,7 @@
-"""Compressors without weights that keep some of the tokens as they are: all, none, evenly, by chance, by a score.
+"""Compressors without weights that keep a subset of the visual tokens unchanged: all, none, evenly, random, by score.
 
-What is kept keeps its position. Scores are relevance to the question, distinctness from the rest of the picture, or
-spread (the kept ones as unlike each other as can be: DivPrune, arXiv 2503.02175).
+Kept tokens keep their position ids. `TopScore` ranks tokens by similarity to the query or by saliency; `Diverse` keeps
+tokens that differ from each other (DivPrune, arXiv 2503.02175).
 """
 
 from __future__ import annotations
@@ -16,39 +16,54 @@ from torch.nn import functional
 from mmspec.engine.gather import gather_rows
 from mmspec.interfaces import NO_LIMIT, VisualTokens
 
-STRETCH = 256
-"""Tokens that are compared with all others at a time, so that memory does not grow with the square of their number."""
+CHUNK_SIZE = 256
+"""Tokens whose distances to all others are computed at a time; bounds memory to linear in the number of tokens."""
 
 
-def take(visual: VisualTokens, index: Tensor, mask: Tensor) -> VisualTokens:
-    """Some of the tokens: index, mask [B, K]. Their grids are grids no more."""
-    positions = visual.position_ids
-    spots = index if positions.dim() == 2 else index.expand(positions.shape[0], -1, -1)
+def gather_tokens(visual_tokens: VisualTokens, index: Tensor, mask: Tensor) -> VisualTokens:
+    """A subset of the tokens; the grids are dropped.
+
+    Args:
+        visual_tokens: M tokens per row.
+        index: [B, K] int64 indices into M.
+        mask: [B, K] bool, True where `index` is a token.
+    """
+    positions = visual_tokens.position_ids
+    position_index = index if positions.dim() == 2 else index.expand(positions.shape[0], -1, -1)
     return VisualTokens(
-        inputs_embeds=gather_rows(visual.inputs_embeds, index),
-        hidden_states=gather_rows(visual.hidden_states, index),
+        inputs_embeds=gather_rows(visual_tokens.inputs_embeds, index),
+        hidden_states=gather_rows(visual_tokens.hidden_states, index),
         mask=mask,
-        position_ids=positions.gather(-1, spots),
-        saliency=None if visual.saliency is None else visual.saliency.gather(1, index),
+        position_ids=positions.gather(-1, position_index),
+        saliency=None if visual_tokens.saliency is None else visual_tokens.saliency.gather(1, index),
         source_indices=index,
     )
 
 
-def highest(scores: Tensor, mask: Tensor, budget: int) -> tuple[Tensor, Tensor]:
-    """(index, mask) [B, K] of the `budget` tokens with the highest scores [B, M], in their own order."""
-    count = min(budget, scores.shape[1])
-    chosen = scores.masked_fill(~mask, float("-inf")).topk(count, dim=1).indices
-    index = chosen.sort(dim=1).values
+def top_score_indices(scores: Tensor, mask: Tensor, max_tokens: int) -> tuple[Tensor, Tensor]:
+    """The tokens with the highest scores, in their original order.
+
+    Args:
+        scores: [B, M] float.
+        mask: [B, M] bool.
+        max_tokens: Limit per row.
+
+    Returns:
+        index [B, K] int64 and mask [B, K] bool, as `gather_tokens` takes them.
+    """
+    count = min(max_tokens, scores.shape[1])
+    top = scores.masked_fill(~mask, float("-inf")).topk(count, dim=1).indices
+    index = top.sort(dim=1).values
     return index, mask.gather(1, index)
 
 
 class Identity:
-    """Shows everything."""
+    """Keeps all tokens."""
 
     name, max_tokens = "identity", NO_LIMIT
 
     def compress(self, visual_tokens: VisualTokens, query: Tensor | None, max_tokens: int) -> VisualTokens:
-        """The tokens themselves."""
+        """The tokens unchanged."""
         shape = visual_tokens.mask.shape
         return replace(
             visual_tokens, source_indices=torch.arange(shape[1], device=visual_tokens.mask.device).expand(shape)
@@ -56,142 +71,154 @@ class Identity:
 
 
 class Drop:
-    """Shows nothing: the drafter sees text alone."""
+    """Keeps no token: the drafter reads the text only."""
 
     name, max_tokens = "drop", 0
 
     def compress(self, visual_tokens: VisualTokens, query: Tensor | None, max_tokens: int) -> VisualTokens:
-        """No token."""
-        none = torch.zeros(len(visual_tokens.mask), 0, dtype=torch.long, device=visual_tokens.mask.device)
-        return take(visual_tokens, none, none.bool())
+        """No tokens, K = 0."""
+        empty = torch.zeros(len(visual_tokens.mask), 0, dtype=torch.long, device=visual_tokens.mask.device)
+        return gather_tokens(visual_tokens, empty, empty.bool())
 
 
 @dataclass(frozen=True)
 class Stride:
-    """Tokens at even distances of each row. Frames of a clip count as one long row."""
+    """Keeps evenly spaced tokens of each row. The frames of a video form one sequence."""
 
     max_tokens: int
     name: str = "stride"
 
     def compress(self, visual_tokens: VisualTokens, query: Tensor | None, max_tokens: int) -> VisualTokens:
-        """From the middle of each of `budget` equal stretches."""
+        """The middle token of each of `max_tokens` intervals of equal length."""
         counts = visual_tokens.mask.sum(1, keepdim=True)
-        kept = counts.clamp(max=max_tokens)
+        num_kept = counts.clamp(max=max_tokens)
         step = torch.arange(min(max_tokens, visual_tokens.mask.shape[1]), device=counts.device)
-        index = (2 * step + 1) * counts // (2 * kept).clamp(min=1)
-        # A row begins with its tokens (`VisualTokens.mask`), so the n-th token stands at n.
-        return take(visual_tokens, index.clamp(max=max(0, visual_tokens.mask.shape[1] - 1)), step < kept)
+        index = (2 * step + 1) * counts // (2 * num_kept).clamp(min=1)
+        # Rows are padded on the right (`VisualTokens.mask`), so the n-th token is at index n.
+        return gather_tokens(visual_tokens, index.clamp(max=max(0, visual_tokens.mask.shape[1] - 1)), step < num_kept)
 
 
 @dataclass(frozen=True)
-class Chance:
-    """Tokens drawn by chance, the same in every run (SpecVLM's pruning, arXiv 2509.11815)."""
+class Random:
+    """Keeps random tokens, the same in every run (SpecVLM's pruning baseline, arXiv 2509.11815)."""
 
     max_tokens: int
     name: str = "random"
     seed: int = 0
 
     def compress(self, visual_tokens: VisualTokens, query: Tensor | None, max_tokens: int) -> VisualTokens:
-        """`budget` of each row's tokens; a row's choice hangs on its number of tokens, not on its neighbours."""
+        """Up to `max_tokens` of each row; the choice depends on the row's number of tokens, not on other rows."""
         rng = torch.Generator().manual_seed(self.seed)
         scores = torch.rand(visual_tokens.mask.shape[1], generator=rng).to(visual_tokens.mask.device)
-        return take(visual_tokens, *highest(scores.expand(visual_tokens.mask.shape), visual_tokens.mask, max_tokens))
+        index, mask = top_score_indices(scores.expand(visual_tokens.mask.shape), visual_tokens.mask, max_tokens)
+        return gather_tokens(visual_tokens, index, mask)
 
 
-Score = Callable[[VisualTokens, Tensor | None], Tensor]
-"""(tokens, question) -> [B, M] float32, higher is kept."""
+ScoreFunction = Callable[[VisualTokens, Tensor | None], Tensor]
+"""(visual_tokens, query [B, D] or None) -> scores [B, M] float32; the highest are kept."""
 
 
-def relevance(visual: VisualTokens, query: Tensor | None) -> Tensor:
-    """Cosine between the target's state at a token and the question's last state.
+def query_similarity(visual_tokens: VisualTokens, query: Tensor | None) -> Tensor:
+    """[B, M] cosine similarity of each token's hidden state and the last hidden state of the prompt.
 
     Raises:
-        ValueError: there is no question.
+        ValueError: `query` is None.
     """
     if query is None:
-        raise ValueError("relevance needs the question's last state (query); got None.")
-    return functional.cosine_similarity(visual.hidden_states.float(), query[:, None].float(), dim=-1)
+        raise ValueError("query_similarity needs the last hidden state of the prompt (query); got None.")
+    return functional.cosine_similarity(visual_tokens.hidden_states.float(), query[:, None].float(), dim=-1)
 
 
-def distinctness(visual: VisualTokens, query: Tensor | None) -> Tensor:
-    """How much the vision tower attends to each, where the family can tell (all of LLaVA); else how far an embedding is
-    from the mean of its row."""
-    if visual.saliency is not None:
-        return visual.saliency
-    embeddings, on = visual.inputs_embeds.float(), visual.mask[..., None]
-    mean = (embeddings * on).sum(1, keepdim=True) / on.sum(1, keepdim=True).clamp(min=1)
+def saliency(visual_tokens: VisualTokens, query: Tensor | None) -> Tensor:
+    """[B, M] attention that each token receives in the vision tower, where available (all LLaVA families).
+
+    Otherwise the negative cosine similarity of each embedding and the mean embedding of its row.
+    """
+    if visual_tokens.saliency is not None:
+        return visual_tokens.saliency
+    embeddings = visual_tokens.inputs_embeds.float()
+    mask = visual_tokens.mask[..., None]
+    mean = (embeddings * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
     return -functional.cosine_similarity(embeddings, mean, dim=-1)
 
 
 @dataclass(frozen=True)
-class Prune:
-    """The tokens with the highest scores.
+class TopScore:
+    """Keeps the tokens with the highest scores.
 
     Attributes:
-        attends: goes by `VisualTokens.scores`, which are computed for those alone that say so.
+        max_tokens: Limit per row.
+        name: Name in messages and statistics.
+        score: The score of each token.
+        attends: Whether `VisualTokens.saliency` is used; it is computed only for compressors that set this.
     """
 
     max_tokens: int
     name: str
-    score: Score
+    score: ScoreFunction
     attends: bool = False
 
     def compress(self, visual_tokens: VisualTokens, query: Tensor | None, max_tokens: int) -> VisualTokens:
-        """The best `budget` of each row."""
-        return take(visual_tokens, *highest(self.score(visual_tokens, query), visual_tokens.mask, max_tokens))
+        """The `max_tokens` tokens of each row with the highest scores."""
+        index, mask = top_score_indices(self.score(visual_tokens, query), visual_tokens.mask, max_tokens)
+        return gather_tokens(visual_tokens, index, mask)
 
 
 @dataclass(frozen=True)
 class Diverse:
-    """The tokens that are least like each other: the one farthest from its nearest, then always the one farthest from
-    all that are kept."""
+    """Keeps tokens that differ from each other (DivPrune): greedy max-min selection by cosine distance.
+
+    The first token is the one with the largest distance to its nearest neighbour, each further one has the largest
+    distance to the nearest token selected so far.
+    """
 
     max_tokens: int
     name: str = "diverse"
 
     def compress(self, visual_tokens: VisualTokens, query: Tensor | None, max_tokens: int) -> VisualTokens:
-        """Greedily `budget` of each row, by cosine distance of embeddings."""
+        """Up to `max_tokens` of each row, by cosine distance of `inputs_embeds`."""
         batch, count = visual_tokens.mask.shape
-        kept = min(max_tokens, count)
-        if not kept:
-            return take(
-                visual_tokens, visual_tokens.mask.new_zeros(batch, 0, dtype=torch.long), visual_tokens.mask[:, :0]
-            )
+        num_kept = min(max_tokens, count)
+        if not num_kept:
+            empty = visual_tokens.mask.new_zeros(batch, 0, dtype=torch.long)
+            return gather_tokens(visual_tokens, empty, visual_tokens.mask[:, :0])
         unit = functional.normalize(visual_tokens.inputs_embeds.float(), dim=-1)
-        # Before the first choice the distances are to the nearest of all, after it to what is kept.
-        nearest = _nearest(unit, visual_tokens.mask).masked_fill(~visual_tokens.mask, float("-inf"))
-        chosen: list[Tensor] = []
-        for _ in range(kept):
-            one = nearest.argmax(1, keepdim=True)
-            apart = 1 - (unit @ gather_rows(unit, one).mT)[..., 0]
-            nearest = nearest.minimum(apart) if chosen else apart.masked_fill(~visual_tokens.mask, float("-inf"))
-            nearest.scatter_(1, one, float("-inf"))
-            chosen.append(one)
-        mask = torch.arange(kept, device=unit.device) < visual_tokens.mask.sum(1, keepdim=True)
-        # What was chosen after a row's last token is no token of it: it goes to the end, and stays out.
-        index = torch.cat(chosen, 1).masked_fill(~mask, count).sort(1).values
-        return take(visual_tokens, index.clamp(max=count - 1), mask)
+        # Before the first selection: the distance to the nearest of all tokens; after it, of the selected ones.
+        nearest = _nearest_distance(unit, visual_tokens.mask).masked_fill(~visual_tokens.mask, float("-inf"))
+        selected: list[Tensor] = []
+        for _ in range(num_kept):
+            best = nearest.argmax(1, keepdim=True)
+            distance = 1 - (unit @ gather_rows(unit, best).mT)[..., 0]
+            nearest = (
+                nearest.minimum(distance) if selected else distance.masked_fill(~visual_tokens.mask, float("-inf"))
+            )
+            nearest.scatter_(1, best, float("-inf"))
+            selected.append(best)
+        mask = torch.arange(num_kept, device=unit.device) < visual_tokens.mask.sum(1, keepdim=True)
+        # Selections beyond a row's number of tokens are no tokens: sort them to the end, where the mask is False.
+        index = torch.cat(selected, 1).masked_fill(~mask, count).sort(1).values
+        return gather_tokens(visual_tokens, index.clamp(max=count - 1), mask)
 
 
-def _nearest(unit: Tensor, mask: Tensor) -> Tensor:
-    """[B, M] cosine distance of rows [B, M, D] of length 1 to the nearest other one of their batch row; inf if none."""
-    found = []
-    for start in range(0, unit.shape[1], STRETCH):
-        apart = 1 - unit[:, start : start + STRETCH] @ unit.mT
-        apart.masked_fill_(~mask[:, None], float("inf")).diagonal(start, 1, 2).fill_(float("inf"))
-        found.append(apart.amin(2))
-    return torch.cat(found, 1)
+def _nearest_distance(unit: Tensor, mask: Tensor) -> Tensor:
+    """[B, M] cosine distance of each unit vector [B, M, D] to the nearest other one of its row; inf if none."""
+    parts = []
+    for start in range(0, unit.shape[1], CHUNK_SIZE):
+        distance = 1 - unit[:, start : start + CHUNK_SIZE] @ unit.mT
+        distance.masked_fill_(~mask[:, None], float("inf")).diagonal(start, 1, 2).fill_(float("inf"))
+        parts.append(distance.amin(2))
+    return torch.cat(parts, 1)
 
 
 __all__ = [
-    "Chance",
     "Diverse",
     "Drop",
     "Identity",
-    "Prune",
+    "Random",
     "Stride",
-    "distinctness",
-    "highest",
-    "relevance",
-    "take",
+    "TopScore",
+    "gather_tokens",
+    "query_similarity",
+    "saliency",
+    "top_score_indices",
 ]

@@ -1,7 +1,7 @@
-"""Three ways to decode a video file: decord, torchcodec, PyAV. All number frames as a viewer sees them, from 0.
+"""Decoding backends: decord, torchcodec, PyAV. All number frames in presentation order, from 0.
 
-A reader says what a file holds, and decodes the frames it is asked for, at the size it is asked for, so that memory
-hangs on what is read and not on the file. Which frames, and which reader, is decided elsewhere.
+A reader reports the properties of a video and decodes the requested frames at the requested size, so memory depends on
+what is read and not on the file. Frame selection and the choice of the backend are elsewhere.
 """
 
 from __future__ import annotations
@@ -15,284 +15,322 @@ from typing import Any, Protocol
 
 from PIL import Image
 
-from mmspec.vision.video.containers import Input
-from mmspec.vision.video.sandbox import files
+from mmspec.vision.video.containers import ContainerFile
+from mmspec.vision.video.sandbox import allow_open
 
-Source = str | bytes
-"""A path, or what is in a file."""
-Size = tuple[int, int]
-"""Width and height in pixels."""
+VideoSource = str | bytes
+"""A path, or the content of a file."""
+FrameSize = tuple[int, int]
+"""(width, height) in pixels."""
 
-NEAR = 1000
-"""Frames that decord reads in a row rather than jump: seconds at worst."""
-MOST_PIXELS = 64_000_000
-"""Pixels that one frame of a file may have: 8K is 33 million."""
-THUMBNAIL = 32
-"""Edge of a picture that tells frames apart."""
-NO_STREAM = "a video without frames: there is no video stream in it"
-# What FFmpeg says when it finds no stream of a kind, and when it has no decoder for the one it finds.
+MAX_SEQUENTIAL_FRAMES = 1000
+"""Distance in frames up to which decord decodes sequentially instead of seeking: seconds at worst."""
+MAX_FRAME_PIXELS = 64_000_000
+"""Largest frame in pixels; 8K has 33 million."""
+THUMBNAIL_SIZE = 32
+"""Side of a thumbnail in pixels."""
+NO_STREAM_MESSAGE = "a video without frames: it has no video stream"
+# FFmpeg's AVERROR_STREAM_NOT_FOUND and AVERROR_DECODER_NOT_FOUND.
 _STREAM_NOT_FOUND, _DECODER_NOT_FOUND = "-1381258232", "-1128613112"
 
 
 class NoFramesError(Exception):
-    """There is nothing to return, and no other reader would find more."""
+    """No frame can be returned, and no other backend would find one."""
 
 
 class EndedEarlyError(Exception):
-    """Fewer frames can be decoded than the file promises. `total` is how many."""
+    """Fewer frames can be decoded than the container declares.
 
-    def __init__(self, total: int) -> None:
-        super().__init__(f"only {total} frames can be decoded")
-        self.total = total
+    Attributes:
+        num_frames: Number of frames that can be decoded.
+    """
+
+    def __init__(self, num_frames: int) -> None:
+        super().__init__(f"only {num_frames} frames can be decoded")
+        self.num_frames = num_frames
 
 
 @dataclass(frozen=True)
-class About:
-    """What a file holds: frames, frames a second (the average; 0 if unknown), seconds, and pixels as shown, upright."""
+class VideoInfo:
+    """Properties of a video.
 
-    total: int
+    Attributes:
+        num_frames: Number of frames.
+        fps: Average frame rate; 0 if unknown.
+        duration: In seconds.
+        width: In pixels, after rotation.
+        height: In pixels, after rotation.
+    """
+
+    num_frames: int
     fps: float
     duration: float
     width: int
     height: int
 
 
-class Reader(Protocol):
+class VideoReader(Protocol):
     """An open video."""
 
-    about: About
+    info: VideoInfo
 
-    def read(self, chosen: Sequence[int], size: Size) -> tuple[list[Image.Image], list[float]]:
-        """Frames by rising number as RGB pictures of `size`, and the second of each, counted from the first frame.
+    def read(self, indices: Sequence[int], size: FrameSize) -> tuple[list[Image.Image], list[float]]:
+        """Decode frames.
+
+        Args:
+            indices: Frame indices in rising order.
+            size: Size of the returned images.
+
+        Returns:
+            RGB images, and their timestamps in seconds from the first frame of the video.
 
         Raises:
-            EndedEarlyError: there are fewer frames. Anything else: the decoder's own errors.
+            EndedEarlyError: The video has fewer frames.
+            Exception: Any error of the decoder.
         """
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
 
 
-class Decord:
-    """decord: quick at jumping, turns phone videos upright. Cannot decode AV1.
+class DecordReader:
+    """decord: fast seeking, applies the rotation of phone videos. Cannot decode AV1.
 
-    Its jumps are not to be trusted: where frames after a key frame are shown before it (open groups of pictures, usual
-    in H.265) they land a few frames late. So frames lie in a row unless that is far and a few jumps prove right.
+    Its seeking is inexact for open GOPs (usual in H.265), where frames after a key frame are presented before it: it
+    lands a few frames late. So frames are decoded sequentially, unless the distance is large and test seeks are exact.
     """
 
-    def __init__(self, source: Source) -> None:
-        self._input = Input(source)
+    def __init__(self, source: VideoSource) -> None:
+        self._file = ContainerFile(source)
         self._video: Any = self._open()
-        total, fps = len(self._video), float(self._video.get_avg_fps())
+        num_frames = len(self._video)
+        fps = float(self._video.get_avg_fps())
         height, width = self._video.next().shape[:2]
-        self._size, self._next = (width, height), 1
-        self.about = About(total, fps, _seconds(total, fps), width, height)
+        self._size = (width, height)
+        self._next_index = 1
+        self.info = VideoInfo(num_frames, fps, _duration(num_frames, fps), width, height)
 
     def _open(self, width: int = -1, height: int = -1) -> Any:
         import decord
 
-        native = self._input.native()
+        native = self._file.native_source()
         source = io.BytesIO(native) if isinstance(native, bytes) else native
         try:
-            with files(0 if isinstance(native, bytes) else 1):
+            with allow_open(0 if isinstance(native, bytes) else 1):
                 return decord.VideoReader(source, width=width, height=height, num_threads=1)
         except Exception as error:
             if _STREAM_NOT_FOUND in str(error):
-                raise NoFramesError(NO_STREAM) from error
+                raise NoFramesError(NO_STREAM_MESSAGE) from error
             if _DECODER_NOT_FOUND in str(error):
-                raise ValueError("it has no decoder for this kind of video") from error
+                raise ValueError("it has no decoder for this codec") from error
             raise
 
-    def read(self, chosen: Sequence[int], size: Size) -> tuple[list[Image.Image], list[float]]:
-        """See `Reader`."""
+    def read(self, indices: Sequence[int], size: FrameSize) -> tuple[list[Image.Image], list[float]]:
+        """See `VideoReader`."""
         if size != self._size:
-            self._video = None  # first: it holds a queue of large frames
-            self._video, self._size, self._next = self._open(*size), size, 0
+            self._video = None  # released first: it holds a queue of large frames
+            self._video = self._open(*size)
+            self._size = size
+            self._next_index = 0
         images = list[Image.Image]()
-        for index in chosen:
-            self._go(index)
-            images.append(_picture(self._video.next(), size))
-            self._next = index + 1
-        return images, [float(begin) for begin, _ in self._video.get_frame_timestamp(list(chosen))]
+        for index in indices:
+            self._seek(index)
+            images.append(_decord_image(self._video.next(), size))
+            self._next_index = index + 1
+        return images, [float(start) for start, _ in self._video.get_frame_timestamp(list(indices))]
 
-    def _go(self, index: int) -> None:
-        if index < self._next:
+    def _seek(self, index: int) -> None:
+        if index < self._next_index:
             self._video.seek(0)
-            self._next = 0
-        if index - self._next > NEAR and self._jumps_well:
+            self._next_index = 0
+        if index - self._next_index > MAX_SEQUENTIAL_FRAMES and self._seek_is_exact:
             self._video.seek_accurate(index)
             return
-        for _ in range(index - self._next):  # `skip_frames` jumps too
+        for _ in range(index - self._next_index):  # `skip_frames` seeks inexactly too
             self._video.next()
 
     @cached_property
-    def _jumps_well(self) -> bool:
-        """Whether jumps to the first key frames land where reading in a row does."""
-        keys = [key for key in self._video.get_key_indices() if 0 < key <= NEAR][:3]
-        inch, at = (THUMBNAIL, THUMBNAIL), 0
-        row, jumping = self._open(*inch), self._open(*inch)
+    def _seek_is_exact(self) -> bool:
+        """Whether seeking to the first key frames gives the same frames as sequential decoding."""
+        keys = [key for key in self._video.get_key_indices() if 0 < key <= MAX_SEQUENTIAL_FRAMES][:3]
+        size = (THUMBNAIL_SIZE, THUMBNAIL_SIZE)
+        sequential = self._open(*size)
+        seeking = self._open(*size)
+        next_index = 0
         for key in keys:
-            for _ in range(key - at):
-                row.next()
-            jumping.seek_accurate(key)
-            if _picture(row.next(), inch) != _picture(jumping.next(), inch):
+            for _ in range(key - next_index):
+                sequential.next()
+            seeking.seek_accurate(key)
+            if _decord_image(sequential.next(), size) != _decord_image(seeking.next(), size):
                 return False
-            at = key + 1
+            next_index = key + 1
         return bool(keys)
 
     def close(self) -> None:
-        """See `Reader`. decord lets go with the last reference."""
+        """See `VideoReader`. decord closes the file with the last reference."""
         self._video = None
-        self._input.close()
+        self._file.close()
 
 
-def _picture(frame: Any, size: Size) -> Image.Image:
-    """A frame of decord, which takes the padding of narrow lines for a fourth colour."""
+def _decord_image(frame: Any, size: FrameSize) -> Image.Image:
+    """A frame of decord as an image; decord reports the row padding of narrow frames as a fourth channel."""
     width, height = size
-    lines = frame.asnumpy().reshape(height, -1)[:, : 3 * width]
-    return Image.fromarray(lines.reshape(height, width, 3))
+    rows = frame.asnumpy().reshape(height, -1)[:, : 3 * width]
+    return Image.fromarray(rows.reshape(height, width, 3))
 
 
-class Torchcodec:
-    """torchcodec: exact, upright, and as able as the FFmpeg that it finds."""
+class TorchcodecReader:
+    """torchcodec: exact, applies the rotation; supports the codecs of the installed FFmpeg."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: VideoSource) -> None:
         from torchcodec.decoders import VideoDecoder
 
-        self._input = Input(source)
-        with files(1):
-            self._video: Any = VideoDecoder(
-                self._input.native()
-            )  # looks through the whole file once, so numbers and times are right
-        held = self._video.metadata
-        total, fps = len(self._video), float(held.average_fps or 0)
-        self.about = About(total, fps, float(held.duration_seconds or _seconds(total, fps)), held.width, held.height)
+        self._file = ContainerFile(source)
+        with allow_open(1):
+            # Scans the whole file once, so indices and timestamps are exact.
+            self._video: Any = VideoDecoder(self._file.native_source())
+        metadata = self._video.metadata
+        num_frames = len(self._video)
+        fps = float(metadata.average_fps or 0)
+        duration = float(metadata.duration_seconds or _duration(num_frames, fps))
+        self.info = VideoInfo(num_frames, fps, duration, metadata.width, metadata.height)
 
-    def read(self, chosen: Sequence[int], size: Size) -> tuple[list[Image.Image], list[float]]:
-        """See `Reader`. One frame at a time, since torchcodec decodes at full size."""
-        images, times = list[Image.Image](), list[float]()
-        begin = float(self._video.metadata.begin_stream_seconds or 0)
-        for index in chosen:
+    def read(self, indices: Sequence[int], size: FrameSize) -> tuple[list[Image.Image], list[float]]:
+        """See `VideoReader`. Decodes one frame at a time, since torchcodec decodes at full size."""
+        images = list[Image.Image]()
+        timestamps = list[float]()
+        start = float(self._video.metadata.begin_stream_seconds or 0)
+        for index in indices:
             frame = self._video.get_frame_at(index)
             image = Image.fromarray(frame.data.permute(1, 2, 0).contiguous().numpy())
             images.append(image if image.size == size else image.resize(size, Image.Resampling.BICUBIC))
-            times.append(float(frame.pts_seconds) - begin)
-        return images, times
+            timestamps.append(float(frame.pts_seconds) - start)
+        return images, timestamps
 
     def close(self) -> None:
-        """See `Reader`."""
+        """See `VideoReader`."""
         self._video = None
-        self._input.close()
+        self._file.close()
 
 
-class Pyav:
-    """PyAV: reads most kinds of files, on any machine. Decodes from the start, so that numbers are exact; not quick.
+class PyavReader:
+    """PyAV: supports most files on every platform. Decodes from the start, so indices are exact; slow.
 
-    It is given the open file and the one demuxer of its container, and refuses whatever else a demuxer asks for.
+    It gets the open file and the one demuxer of its container, and refuses any other file that a demuxer requests.
     """
 
-    def __init__(self, source: Source) -> None:
-        self._input = Input(source)
+    def __init__(self, source: VideoSource) -> None:
+        self._file = ContainerFile(source)
         with closing(self._open()) as container:
             stream = _video_stream(container)
-            check_frame(stream.codec_context.width, stream.codec_context.height)
-            total, fps = int(stream.frames), float(stream.average_rate or 0)
-            time = stream.duration * stream.time_base if stream.duration else (container.duration or 0) / 1_000_000
-            total = total or sum(packet.size > 0 for packet in container.demux(stream))  # some containers do not say
-        first = next(self._frames(), None) if total else None
+            check_frame_size(stream.codec_context.width, stream.codec_context.height)
+            num_frames = int(stream.frames)
+            fps = float(stream.average_rate or 0)
+            duration = stream.duration * stream.time_base if stream.duration else (container.duration or 0) / 1_000_000
+            # Some containers do not declare the number of frames.
+            num_frames = num_frames or sum(packet.size > 0 for packet in container.demux(stream))
+        first = next(self._frames(), None) if num_frames else None
         if first is None:
             raise NoFramesError("a video without frames")
-        self._turn = int(getattr(first, "rotation", 0) or 0)  # phones write how to hold a video, not turned pixels
-        self._begin = first.time
-        width, height = (first.height, first.width) if self._turn % 180 else (first.width, first.height)
-        self.about = About(total, fps, float(time) or _seconds(total, fps), width, height)
+        self._rotation = int(getattr(first, "rotation", 0) or 0)  # phones store the orientation as metadata
+        self._start_time = first.time
+        width, height = (first.height, first.width) if self._rotation % 180 else (first.width, first.height)
+        self.info = VideoInfo(num_frames, fps, float(duration) or _duration(num_frames, fps), width, height)
 
     def _open(self) -> Any:
         import av
 
-        demuxer = self._input.container.demuxer
-        options = {"format_whitelist": demuxer, "protocol_whitelist": "", "max_pixels": str(MOST_PIXELS)}
-        stream = self._input.stream()
-        return av.open(stream, format=demuxer, container_options=options, io_open=_refuse, buffer_size=1 << 17)
+        demuxer = self._file.container.demuxer
+        options = {"format_whitelist": demuxer, "protocol_whitelist": "", "max_pixels": str(MAX_FRAME_PIXELS)}
+        stream = self._file.open_stream()
+        return av.open(stream, format=demuxer, container_options=options, io_open=_refuse_io_open, buffer_size=1 << 17)
 
     def _frames(self) -> Iterator[Any]:
-        """All frames that can be decoded, from a file opened anew: seeking to the start is not exact in all of them."""
+        """All decodable frames. Opens the file again, since seeking to the start is not exact in every container."""
         from av.error import InvalidDataError
 
         with closing(self._open()) as container:
-            stream, many, wrong = _video_stream(container), 0, None
+            stream = _video_stream(container)
+            num_decoded = 0
+            last_error = None
             for packet in container.demux(stream):
                 try:
                     frames = packet.decode()
-                except InvalidDataError as error:  # the end of a truncated file, for one
-                    wrong = error
+                except InvalidDataError as error:  # for example the last packet of a truncated file
+                    last_error = error
                     continue
-                many += len(frames)
+                num_decoded += len(frames)
                 yield from frames
-            if wrong is not None and not many:
-                raise wrong
+            if last_error is not None and not num_decoded:
+                raise last_error
 
-    def read(self, chosen: Sequence[int], size: Size) -> tuple[list[Image.Image], list[float]]:
-        """See `Reader`."""
-        wanted, images, times, index = set(chosen), list[Image.Image](), list[float](), -1
-        width, height = reversed(size) if self._turn % 180 else size
+    def read(self, indices: Sequence[int], size: FrameSize) -> tuple[list[Image.Image], list[float]]:
+        """See `VideoReader`."""
+        wanted = set(indices)
+        images = list[Image.Image]()
+        timestamps = list[float]()
+        index = -1
+        width, height = reversed(size) if self._rotation % 180 else size
         for index, frame in enumerate(self._frames()):
             if index in wanted:
                 image = frame.to_image(width=width, height=height)
-                images.append(image.rotate(self._turn, expand=True) if self._turn else image)
-                known = frame.time is not None and self._begin is not None
-                times.append(frame.time - self._begin if known else _seconds(index, self.about.fps))
-            if index >= chosen[-1]:
-                return images, times
+                images.append(image.rotate(self._rotation, expand=True) if self._rotation else image)
+                has_time = frame.time is not None and self._start_time is not None
+                timestamps.append(frame.time - self._start_time if has_time else _duration(index, self.info.fps))
+            if index >= indices[-1]:
+                return images, timestamps
         raise EndedEarlyError(index + 1)
 
     def close(self) -> None:
-        """See `Reader`."""
-        self._input.close()
+        """See `VideoReader`."""
+        self._file.close()
 
 
-def check_frame(width: int, height: int, most: int = MOST_PIXELS) -> None:
-    """Refuse frames that are too large.
-
-    Raises:
-        NoFramesError: more pixels than `most`.
+def check_frame_size(width: int, height: int, max_pixels: int = MAX_FRAME_PIXELS) -> None:
     """
-    if width * height > most:
-        raise NoFramesError(f"frames of {width} x {height} pixels; {most} pixels is the limit")
+    Raises:
+        NoFramesError: The frames have more than `max_pixels`.
+    """
+    if width * height > max_pixels:
+        raise NoFramesError(f"frames of {width} x {height} pixels; the limit is {max_pixels} pixels")
 
 
-def _refuse(url: str, flags: int, options: dict[str, str]) -> Any:
-    """A demuxer that asks for another file is not given it."""
-    raise OSError(f"a video is read from its own file only; it refers to {url[:80]!r}")
+def _refuse_io_open(url: str, flags: int, options: dict[str, str]) -> Any:
+    """Callback of PyAV for a demuxer that requests another file."""
+    raise OSError(f"references to other files are not followed; the video refers to {url[:80]!r}")
 
 
 def _video_stream(container: Any) -> Any:
-    """The first video stream that is no cover picture of a song."""
+    """The first video stream that is not an attached picture (cover art)."""
     from av.stream import Disposition
 
     for stream in container.streams.video:
         if not stream.disposition & Disposition.attached_pic:
             return stream
-    raise NoFramesError(NO_STREAM)
+    raise NoFramesError(NO_STREAM_MESSAGE)
 
 
-def _seconds(frames: int, fps: float) -> float:
-    return frames / fps if fps > 0 else 0.0
+def _duration(num_frames: int, fps: float) -> float:
+    return num_frames / fps if fps > 0 else 0.0
 
 
-READERS: dict[str, Callable[[Source], Reader]] = {"decord": Decord, "torchcodec": Torchcodec, "pyav": Pyav}
-"""By name, in the order in which they are tried."""
+BACKENDS: dict[str, Callable[[VideoSource], VideoReader]] = {
+    "decord": DecordReader,
+    "torchcodec": TorchcodecReader,
+    "pyav": PyavReader,
+}
+"""Readers by name, in the order in which backend="auto" tries them."""
 
 __all__ = [
-    "MOST_PIXELS",
-    "NO_STREAM",
-    "READERS",
-    "THUMBNAIL",
-    "About",
+    "BACKENDS",
+    "MAX_FRAME_PIXELS",
+    "NO_STREAM_MESSAGE",
+    "THUMBNAIL_SIZE",
     "EndedEarlyError",
+    "FrameSize",
     "NoFramesError",
-    "Reader",
-    "Size",
-    "Source",
-    "check_frame",
+    "VideoInfo",
+    "VideoReader",
+    "VideoSource",
+    "check_frame_size",
 ]

@@ -1,12 +1,13 @@
-"""One reading of a video with one reader: asks the sampler, shows it thumbnails if it wants to look, bounds memory.
+"""Reads one video with one reader: runs the sampler (with thumbnails if it is content-aware) and bounds memory.
 
-Knows neither which readers there are nor what is done when one fails.
+Independent of the list of backends and of the fallback from one to the next.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
@@ -17,140 +18,168 @@ from PIL import Image
 
 from mmspec.interfaces import ContentAwareSampler, FrameSampler
 from mmspec.vision.video.backends import (
-    MOST_PIXELS,
-    THUMBNAIL,
+    MAX_FRAME_PIXELS,
+    THUMBNAIL_SIZE,
     EndedEarlyError,
+    FrameSize,
     NoFramesError,
-    Reader,
-    Size,
-    check_frame,
+    VideoReader,
+    check_frame_size,
 )
 
 logger = logging.getLogger("mmspec")
 
-MOST_FRAMES = 256
-"""Frames that one call may read, unless it is told otherwise, and thumbnails that a sampler may look at."""
-PIXELS_A_CALL = 64_000_000
-"""All frames of a call together have no more than these: a quarter of a gigabyte."""
+MAX_FRAMES = 256
+"""Default limit on the frames of one call, and limit on the thumbnails of a content-aware sampler."""
+MAX_TOTAL_PIXELS = 64_000_000
+"""Limit on the pixels of all frames of a call: a quarter of a gigabyte."""
 
 
 @dataclass(frozen=True)
-class Metadata:
-    """What a video is, and which of it was read.
+class FrameMetadata:
+    """Properties of a video and of the frames read from it.
 
     Attributes:
-        fps: frames a second on average, 0 if unknown. total: frames. duration: seconds.
-        width, height: of the video as it is shown, in pixels; the frames that were read may be smaller.
-        backend: who read it. indices: the frames that were read.
+        fps: Average frame rate; 0 if unknown.
+        total_num_frames: Frames of the video.
+        duration: In seconds.
+        width: Of the video in pixels, after rotation; the frames may be smaller.
+        height: Likewise.
+        video_backend: Name of the backend that decoded it.
+        frames_indices: Indices of the frames read.
     """
 
     fps: float
-    total: int
+    total_num_frames: int
     duration: float
     width: int
     height: int
-    backend: str
-    indices: tuple[int, ...]
+    video_backend: str
+    frames_indices: tuple[int, ...]
 
     def for_processor(self) -> dict[str, Any]:
-        """The same by the names of transformers' `VideoMetadata`, which processors take as `video_metadata=`."""
+        """As the fields of transformers' `VideoMetadata`, for a processor's `video_metadata=`."""
         return {
-            "total_num_frames": self.total,
+            "total_num_frames": self.total_num_frames,
             "fps": self.fps or None,
             "duration": self.duration,
             "width": self.width,
             "height": self.height,
-            "video_backend": self.backend,
-            "frames_indices": list(self.indices),
+            "video_backend": self.video_backend,
+            "frames_indices": list(self.frames_indices),
         }
 
 
 @dataclass(frozen=True)
 class Frames:
-    """RGB pictures, the second of each counted from the first frame of the video, and what the video is."""
+    """Frames of a video.
+
+    Attributes:
+        images: RGB images.
+        timestamps: In seconds from the first frame of the video.
+        metadata: Properties of the video.
+    """
 
     images: list[Image.Image]
-    times: list[float]
-    metadata: Metadata
+    timestamps: list[float]
+    metadata: FrameMetadata
 
     def array(self) -> np.ndarray:
-        """[T, height, width, 3] uint8, as processors take a clip."""
+        """[T, height, width, 3] uint8, as processors take a video."""
         return np.stack([np.asarray(image) for image in self.images])
 
 
 class SamplerError(Exception):
-    """A sampler failed: its own error, which no other reader will mend."""
+    """A sampler raised; other backends would not help.
 
-    def __init__(self, inner: Exception) -> None:
-        super().__init__(str(inner))
-        self.inner = inner
+    Attributes:
+        original: The sampler's exception.
+    """
+
+    def __init__(self, original: Exception) -> None:
+        super().__init__(str(original))
+        self.original = original
 
 
-def read_with(reader: Reader, backend: str, name: str, sampler: FrameSampler, most: int, max_pixels: int) -> Frames:
-    """What `sampler` chooses of an open video, which is closed.
+def read_with(
+    reader: VideoReader, backend: str, name: str, sampler: FrameSampler, max_frames: int, max_pixels: int
+) -> Frames:
+    """Read the frames that `sampler` selects, and close the reader.
 
     Args:
-        backend, name: what reader and video are called. most: frames that may be read. max_pixels: of each of them.
+        reader: An open video.
+        backend: Name of the backend, for the metadata.
+        name: Name of the video, for messages.
+        sampler: Selects the frames.
+        max_frames: Limit on their number.
+        max_pixels: Limit on the pixels of each.
 
     Raises:
-        NoFramesError: nothing that may be returned. SamplerError: the sampler failed. Anything else: the reader did.
+        NoFramesError: No frame may be returned.
+        SamplerError: The sampler raised.
+        Exception: Any error of the reader.
     """
     with closing(reader):
-        about = reader.about
-        check_frame(about.width, about.height, MOST_PIXELS)
-        total = about.total
+        info = reader.info
+        check_frame_size(info.width, info.height, MAX_FRAME_PIXELS)
+        total = info.num_frames
         try:
-            chosen, images, times = _chosen(reader, sampler, total, most, max_pixels)
+            indices, images, timestamps = _read_sampled(reader, sampler, total, max_frames, max_pixels)
         except EndedEarlyError as error:
-            total = error.total
-            logger.warning("%s ends early: %d of %d frames can be decoded", name, total, about.total)
-            chosen, images, times = _chosen(reader, sampler, total, most, max_pixels)
-        held = Metadata(about.fps, total, about.duration, about.width, about.height, backend, tuple(chosen))
-        return Frames(images, [round(time, 6) for time in times], held)
+            total = error.num_frames
+            logger.warning("%s ends early: %d of %d frames can be decoded", name, total, info.num_frames)
+            indices, images, timestamps = _read_sampled(reader, sampler, total, max_frames, max_pixels)
+        metadata = FrameMetadata(info.fps, total, info.duration, info.width, info.height, backend, tuple(indices))
+        return Frames(images, [round(time, 6) for time in timestamps], metadata)
 
 
-def _chosen(
-    reader: Reader, sampler: FrameSampler, total: int, most: int, max_pixels: int
+def _read_sampled(
+    reader: VideoReader, sampler: FrameSampler, total: int, max_frames: int, max_pixels: int
 ) -> tuple[list[int], list[Image.Image], list[float]]:
-    """The frames that a sampler chooses out of `total`, their pictures and times."""
+    """Indices, images and timestamps of the frames that a sampler selects out of `total`."""
     if total < 1:
         raise NoFramesError("a video without frames")
-    looks = isinstance(sampler, ContentAwareSampler)
-    chosen = _asked(sampler.sample, total, reader.about.fps)
-    _check(chosen, range(total), MOST_FRAMES if looks else most)
+    is_content_aware = isinstance(sampler, ContentAwareSampler)
+    indices = _call_sampler(sampler.sample, total, reader.info.fps)
+    _check_indices(indices, range(total), MAX_FRAMES if is_content_aware else max_frames)
     if isinstance(sampler, ContentAwareSampler):
-        seen, _ = reader.read(chosen, (THUMBNAIL, THUMBNAIL))
-        looked = chosen
-        chosen = _asked(sampler.select, looked, torch.from_numpy(np.stack([np.asarray(image) for image in seen])))
-        _check(chosen, looked, most)
-    size = _fitted((reader.about.width, reader.about.height), min(max_pixels, PIXELS_A_CALL // len(chosen)))
-    return (chosen, *reader.read(chosen, size))
+        images, _ = reader.read(indices, (THUMBNAIL_SIZE, THUMBNAIL_SIZE))
+        candidates = indices
+        thumbnails = torch.from_numpy(np.stack([np.asarray(image) for image in images]))
+        indices = _call_sampler(sampler.select, candidates, thumbnails)
+        _check_indices(indices, candidates, max_frames)
+    size = _fit_size((reader.info.width, reader.info.height), min(max_pixels, MAX_TOTAL_PIXELS // len(indices)))
+    return (indices, *reader.read(indices, size))
 
 
-def _asked(choose: Any, *args: Any) -> list[int]:
+def _call_sampler(method: Callable[..., list[int]], *args: Any) -> list[int]:
     try:
-        return list(choose(*args))
+        return list(method(*args))
     except Exception as error:
         raise SamplerError(error) from error
 
 
-def _check(chosen: list[int], among: range | list[int], most: int) -> None:
-    if not chosen or len(chosen) > most:
-        raise NoFramesError(f"between 1 and {most} frames can be read; the sampler chose {len(chosen)}")
-    known = among if isinstance(among, range) else set(among)
-    if any(index not in known for index in chosen) or chosen != sorted(set(chosen)):
-        limit = f"below {len(among)}" if isinstance(among, range) else "among those it looked at"
-        raise NoFramesError(f"the sampler must choose rising numbers {limit}; it chose {chosen[:8]}")
+def _check_indices(indices: list[int], candidates: range | list[int], max_frames: int) -> None:
+    """
+    Raises:
+        NoFramesError: There are none or too many, or they are not rising indices out of `candidates`.
+    """
+    if not indices or len(indices) > max_frames:
+        raise NoFramesError(f"a sampler must select between 1 and {max_frames} frames; it selected {len(indices)}")
+    allowed = candidates if isinstance(candidates, range) else set(candidates)
+    if any(index not in allowed for index in indices) or indices != sorted(set(indices)):
+        limit = f"below {len(candidates)}" if isinstance(candidates, range) else "among its candidates"
+        raise NoFramesError(f"a sampler must select rising indices {limit}; it selected {indices[:8]}")
 
 
-def _fitted(size: Size, most: int) -> Size:
-    """The largest size of the same proportions with at most so many pixels."""
+def _fit_size(size: FrameSize, max_pixels: int) -> FrameSize:
+    """The largest size with the same aspect ratio and at most `max_pixels` pixels."""
     width, height = size
-    shrink = math.sqrt(most / (width * height))
-    if shrink >= 1:
+    scale = math.sqrt(max_pixels / (width * height))
+    if scale >= 1:
         return size
-    width = max(1, min(most, int(width * shrink)))  # of a very long strip one edge is 1
-    return width, max(1, min(int(height * shrink), most // width))
+    width = max(1, min(max_pixels, int(width * scale)))  # one side of a very long strip is 1
+    return width, max(1, min(int(height * scale), max_pixels // width))
 
 
-__all__ = ["MOST_FRAMES", "Frames", "Metadata", "SamplerError", "read_with"]
+__all__ = ["MAX_FRAMES", "FrameMetadata", "Frames", "SamplerError", "read_with"]

@@ -1,8 +1,8 @@
-"""The process in which files are decoded for `mmspec.vision.video.decoder_pool`. It may die at any moment: that is its purpose.
+"""Worker process that decodes files for `mmspec.vision.video.decoder_pool`. It is expected to crash on hostile files.
 
-Requests come in and answers go out as a line of JSON and, behind it, bytes: what is in a file, or the colours of
-pictures. Nothing is unpickled on either side. While a file is decoded nothing else can be opened (`bounds`). Knows
-readers; knows neither samplers nor torch nor who asks.
+Requests and answers are one line of JSON, followed by bytes: the content of a file, or the pixels of images. Neither
+side unpickles anything. While a file is decoded the process can open nothing else (`mmspec.vision.video.sandbox`). It
+uses readers, and knows neither samplers nor torch.
 """
 
 from __future__ import annotations
@@ -19,60 +19,63 @@ from typing import IO, Any
 
 from PIL import Image
 
-from mmspec.vision.video import sandbox as bounds
-from mmspec.vision.video.backends import READERS, EndedEarlyError, NoFramesError, Reader, Source
+from mmspec.vision.video import sandbox
+from mmspec.vision.video.backends import BACKENDS, EndedEarlyError, NoFramesError, VideoReader, VideoSource
 
-LINE = 1 << 26
-"""A line is no longer than that."""
+MAX_HEADER_BYTES = 1 << 26
+"""Limit on the JSON line of a message."""
 GRACE_S = 10.0
-"""The process ends itself so long after it should have been ended: whoever started it may be dead."""
-LIBRARIES = {
+"""Seconds after its deadline at which the process ends itself, in case its parent is dead."""
+BACKEND_MODULES = {
     "decord": ("decord",),
     "torchcodec": ("torchcodec.decoders",),
     "pyav": ("av", "av.error", "av.stream", "av.subtitles.stream", "av.video.reformatter"),
-    "picture": ("mmspec.vision.images",),
+    "image": ("mmspec.vision.images",),
 }
-"""What is imported before a file is opened: afterwards nothing can be."""
-STILL_BYTES, STILL_BYTES_A_PIXEL, OPEN_BYTES_A_PIXEL = 512 << 20, 32, 10
-"""Memory for a picture: of the process as such and the file's structures; for each pixel (five images in RGBA and what
-is sent; 23 bytes were measured); and to open one of the largest size (the two canvases of WebP)."""
-KINDS: dict[type[Exception], str] = {
-    NoFramesError: "nothing",
-    EndedEarlyError: "early",
-    ImportError: "missing",
+"""Modules to import before a file is opened; `deny_open` prevents imports afterwards."""
+IMAGE_BASE_BYTES = 512 << 20
+"""Memory for an image independent of its size: the process and the structures of the file."""
+DECODE_BYTES_PER_PIXEL = 32
+"""Memory per pixel of an image: five RGBA copies and the answer; 23 bytes were measured."""
+OPEN_BYTES_PER_PIXEL = 10
+"""Memory per pixel of the largest allowed image to open it: the two canvases of WebP."""
+FAILURE_KINDS: dict[type[Exception], str] = {
+    NoFramesError: "no_frames",
+    EndedEarlyError: "ended_early",
+    ImportError: "not_installed",
     MemoryError: "memory",
 }
-"""What sort of failure is told; all others are "unreadable"."""
+"""Kinds of failures in an answer; all others are "unreadable"."""
 
 
-def send(stream: IO[bytes], head: Mapping[str, Any], parts: Iterable[bytes] = ()) -> None:
-    """Write one message."""
-    stream.write(json.dumps(head).encode() + b"\n")
+def write_message(stream: IO[bytes], header: Mapping[str, Any], parts: Iterable[bytes] = ()) -> None:
+    """Write a message: `header` as a line of JSON, then `parts`."""
+    stream.write(json.dumps(header).encode() + b"\n")
     for part in parts:
         stream.write(part)
     stream.flush()
 
 
-def receive(stream: IO[bytes]) -> dict[str, Any] | None:
-    """The head of the next message, or None if there is no more.
+def read_message(stream: IO[bytes]) -> dict[str, Any] | None:
+    """The header of the next message, or None at the end of the stream.
 
     Raises:
-        ValueError: not a message.
+        ValueError: The line is not a JSON object.
     """
-    line = stream.readline(LINE)
+    line = stream.readline(MAX_HEADER_BYTES)
     if not line:
         return None
-    head = json.loads(line)
-    if not isinstance(head, dict):
-        raise ValueError(f"a message begins with an object; got {line[:40]!r}.")
-    return head
+    header = json.loads(line)
+    if not isinstance(header, dict):
+        raise ValueError(f"a message begins with a JSON object; got {line[:40]!r}.")
+    return header
 
 
-def exactly(stream: IO[bytes], count: int) -> bytes:
+def read_exactly(stream: IO[bytes], count: int) -> bytes:
     """The next `count` bytes.
 
     Raises:
-        EOFError: there are fewer.
+        EOFError: The stream has fewer.
     """
     data = stream.read(count)
     if len(data) < count:
@@ -80,97 +83,102 @@ def exactly(stream: IO[bytes], count: int) -> bytes:
     return data
 
 
-def main(limit_s: float, memory: int) -> None:
-    """Answer requests until there are no more.
+def run_worker(timeout_s: float, memory: int) -> None:
+    """Answer requests on standard input until it is closed.
 
     Args:
-        limit_s: seconds that one request may take. memory: bytes that the process may have.
+        timeout_s: Limit on the seconds of one request.
+        memory: Limit on the bytes of the process.
     """
-    requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what a library prints must not come between two answers
-    os.dup2(1, 2)  # decoders talk; what is wrong is in the answers
-    bounds.confine(memory)
+    requests = sys.stdin.buffer
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # output of libraries must not mix with the answers
+    os.dup2(1, 2)  # decoders log errors there; the answers contain them
+    sandbox.limit_process(memory)
     with suppress(BrokenPipeError, EOFError):
-        _Desk(memory, limit_s).answer_all(requests, answers)
-    os._exit(0)  # at once: decoders have been seen to crash while they tidy up
+        _RequestHandler(memory, timeout_s).serve(requests, answers)
+    os._exit(0)  # without cleanup: decoders can crash in theirs
 
 
-class _Desk:
-    """Answers requests: one video is open at a time."""
+class _RequestHandler:
+    """Answers requests; one video is open at a time."""
 
-    def __init__(self, memory: int, limit_s: float) -> None:
-        self._memory, self._limit_s = memory, limit_s
-        self._reader: Reader | None = None
+    def __init__(self, memory: int, timeout_s: float) -> None:
+        self._memory = memory
+        self._timeout_s = timeout_s
+        self._reader: VideoReader | None = None
 
-    def answer_all(self, requests: IO[bytes], answers: IO[bytes]) -> None:
-        """Until there are no more."""
-        while (asked := receive(requests)) is not None:
-            content: Source = exactly(requests, asked["bytes"]) if "bytes" in asked else str(asked.get("path"))
-            _alarm(self._limit_s + GRACE_S)
-            bounds.cpu((self._limit_s + GRACE_S) * (os.cpu_count() or 1))
+    def serve(self, requests: IO[bytes], answers: IO[bytes]) -> None:
+        """Answer until the end of `requests`."""
+        while (request := read_message(requests)) is not None:
+            content: VideoSource
+            content = read_exactly(requests, request["bytes"]) if "bytes" in request else str(request.get("path"))
+            _set_alarm(self._timeout_s + GRACE_S)
+            sandbox.limit_cpu_time((self._timeout_s + GRACE_S) * (os.cpu_count() or 1))
             try:
-                head, images = self._answer(asked, content)
-            except Exception as error:  # decoders raise anything
-                head, images = _failure(error), []
-            send(answers, head, (image.convert("RGB").tobytes() for image in images))
-            _alarm(0)
+                header, images = self._answer(request, content)
+            except Exception as error:  # decoders raise exceptions of any type
+                header, images = _describe_failure(error), []
+            write_message(answers, header, (image.convert("RGB").tobytes() for image in images))
+            _set_alarm(0)
 
-    def _answer(self, asked: Mapping[str, Any], content: Source) -> tuple[dict[str, Any], list[Image.Image]]:
-        """The head of an answer, and pictures."""
-        if asked["do"] == "picture":
-            return self._picture(content, asked["max_pixels"])
-        if asked["do"] == "open":
-            self._import(asked["reader"])
-            with bounds.sealed():
-                self._reader = READERS[asked["reader"]](content)
-            return asdict(self._reader.about), []
-        if self._reader is not None and asked["do"] == "read":
-            with bounds.sealed():
-                images, times = self._reader.read(asked["chosen"], (asked["width"], asked["height"]))
-            return {"times": times}, images
+    def _answer(self, request: Mapping[str, Any], content: VideoSource) -> tuple[dict[str, Any], list[Image.Image]]:
+        """The header of an answer, and images."""
+        if request["op"] == "image":
+            return self._decode_image(content, request["max_pixels"])
+        if request["op"] == "open":
+            self._import(request["backend"])
+            with sandbox.deny_open():
+                self._reader = BACKENDS[request["backend"]](content)
+            return asdict(self._reader.info), []
+        if self._reader is not None and request["op"] == "read":
+            with sandbox.deny_open():
+                images, timestamps = self._reader.read(request["indices"], (request["width"], request["height"]))
+            return {"timestamps": timestamps}, images
         if self._reader is not None:
             self._reader.close()
             self._reader = None
         return {}, []
 
-    def _picture(self, content: Source, max_pixels: int) -> tuple[dict[str, Any], list[Image.Image]]:
-        self._import("picture")
-        from mmspec.vision import images as stills
+    def _decode_image(self, content: VideoSource, max_pixels: int) -> tuple[dict[str, Any], list[Image.Image]]:
+        self._import("image")
+        from mmspec.vision import images
 
-        stills.formats()
+        images.available_formats()
         try:
-            with bounds.sealed(), stills.pixel_limit(max_pixels, strict=False):
-                held = content if isinstance(content, bytes) else stills.content_of(content)
-                room = STILL_BYTES + len(held)
-                bounds.memory(min(self._memory, room + OPEN_BYTES_A_PIXEL * max_pixels))
+            with sandbox.deny_open(), images.pixel_limit(max_pixels, strict=False):
+                data = content if isinstance(content, bytes) else images.read_image_bytes(content)
+                base = IMAGE_BASE_BYTES + len(data)
+                sandbox.limit_memory(min(self._memory, base + OPEN_BYTES_PER_PIXEL * max_pixels))
 
-                def grant(pixels: int) -> None:
-                    bounds.memory(min(self._memory, room + STILL_BYTES_A_PIXEL * min(pixels, max_pixels)))
+                def raise_limit(num_pixels: int) -> None:
+                    needed = base + DECODE_BYTES_PER_PIXEL * min(num_pixels, max_pixels)
+                    sandbox.limit_memory(min(self._memory, needed))
 
-                image = stills.read_still(held, max_pixels, grant)
-        except stills.ImageError as error:
-            return {"failed": "picture", "kind": error.kind, "told": str(error)}, []
+                image = images.decode_image(data, max_pixels, raise_limit)
+        except images.ImageError as error:
+            return {"failed": "image", "kind": error.kind, "message": str(error)}, []
         finally:
-            bounds.memory(self._memory)
+            sandbox.limit_memory(self._memory)
         return {"width": image.width, "height": image.height}, [image]
 
-    def _import(self, what: str) -> None:
-        """Import what a reader uses; one that is not known here imports by itself."""
-        for name in LIBRARIES.get(what, ()):
+    def _import(self, backend: str) -> None:
+        """Import the modules of a backend; one that is not listed imports them itself."""
+        for name in BACKEND_MODULES.get(backend, ()):
             importlib.import_module(name)
 
 
-def _failure(error: Exception) -> dict[str, Any]:
-    """How an error is told."""
-    kind = next((kind for one, kind in KINDS.items() if isinstance(error, one)), "unreadable")
-    told = str(error).strip() or type(error).__name__
-    return {"failed": kind, "told": told[-2000:], "total": getattr(error, "total", 0)}
+def _describe_failure(error: Exception) -> dict[str, Any]:
+    """The header of an answer that reports `error`."""
+    kind = next((kind for error_type, kind in FAILURE_KINDS.items() if isinstance(error, error_type)), "unreadable")
+    message = str(error).strip() or type(error).__name__
+    return {"failed": kind, "message": message[-2000:], "num_frames": getattr(error, "num_frames", 0)}
 
 
-def _alarm(seconds: float) -> None:
-    """End the process, in whatever code it is by then, unless told otherwise in time; 0 tells otherwise."""
+def _set_alarm(seconds: float) -> None:
+    """End the process after `seconds`, whatever code it runs by then; 0 cancels the alarm."""
     if hasattr(signal, "setitimer"):
         signal.setitimer(signal.ITIMER_REAL, seconds)
 
 
-__all__ = ["exactly", "main", "receive", "send"]
+__all__ = ["read_exactly", "read_message", "run_worker", "write_message"]

@@ -1,8 +1,8 @@
-"""Videos and pictures decoded in processes of their own: a hostile file may crash a decoder, or hang it.
+"""Decodes videos and images in worker processes: a hostile file may crash a decoder or make it hang.
 
-`Isolated` opens videos as `mmspec.vision.video.backends` does, with the same errors and two more: the process died, or it took
-too long. Samplers run here, so any will do. What these processes may do is in `mmspec.vision.video.sandbox`. Knows nothing of
-which reader is tried, or why.
+`DecoderPool` opens videos like `mmspec.vision.video.backends`, with the same exceptions and two more: the worker
+crashed, or it timed out. Samplers run in this process, so any sampler works. What a worker may do is limited by
+`mmspec.vision.video.sandbox`. The choice of the backend is elsewhere.
 """
 
 from __future__ import annotations
@@ -23,265 +23,307 @@ from typing import Any
 from PIL import Image
 
 from mmspec.vision.images import ImageError
-from mmspec.vision.video.backends import About, EndedEarlyError, NoFramesError, Reader, Size, Source
-from mmspec.vision.video.decode_worker import exactly, receive, send
+from mmspec.vision.video.backends import (
+    EndedEarlyError,
+    FrameSize,
+    NoFramesError,
+    VideoInfo,
+    VideoReader,
+    VideoSource,
+)
+from mmspec.vision.video.decode_worker import read_exactly, read_message, write_message
 
-LIMIT_S = 300.0
-"""Seconds that one reader may spend on one file."""
-STILL_S = 30.0
-"""Seconds that one picture may take."""
-MEMORY = 8 << 30
-"""Bytes that one process may have: several frames of the largest size that is read, and what the decoder keeps."""
-ENDS_S = 5.0
-"""Seconds for a process to be gone that has closed its end of the pipe."""
-ABOUT = tuple(field.name for field in fields(About))
-_CODE = "import json, sys; given = json.loads(sys.argv[1]); sys.path[:] = given.pop('path'); "
-_CODE += "from mmspec.vision.video.decode_worker import main; main(**given)"
+DEFAULT_TIMEOUT_S = 300.0
+"""Seconds that one backend may spend on one file."""
+IMAGE_TIMEOUT_S = 30.0
+"""Seconds that one image may take."""
+DEFAULT_MEMORY_BYTES = 8 << 30
+"""Memory of one worker: several frames of the largest allowed size, and the decoder's buffers."""
+EXIT_TIMEOUT_S = 5.0
+"""Seconds to wait for the exit of a worker that closed its end of the pipe."""
+INFO_FIELDS = tuple(field.name for field in fields(VideoInfo))
+_WORKER_CODE = (
+    "import json, sys; options = json.loads(sys.argv[1]); sys.path[:] = options.pop('path'); "
+    "from mmspec.vision.video.decode_worker import run_worker; run_worker(**options)"
+)
 
 
 class DecoderCrashedError(ValueError):
-    """The process that decoded a file died."""
+    """The worker process crashed while it decoded a file."""
 
 
 class DecoderHungError(ValueError):
-    """The process that decoded a file was ended because it took too long."""
+    """The worker process exceeded its time limit and was killed."""
 
 
-def command(limit_s: float, memory: int) -> list[str]:
-    """What starts a process. It looks for modules where this one does; the user's own script is not run again."""
-    given = {"path": sys.path, "limit_s": limit_s, "memory": memory}
-    return [sys.executable, "-P", "-c", _CODE, json.dumps(given)]
+def worker_command(timeout_s: float, memory: int) -> list[str]:
+    """The command line of a worker. It uses this process's module path; the user's main script is not run again."""
+    options = {"path": sys.path, "timeout_s": timeout_s, "memory": memory}
+    return [sys.executable, "-P", "-c", _WORKER_CODE, json.dumps(options)]
 
 
-class Isolated:
-    """Opens videos in processes that are started when needed, kept for the next file, and replaced if they die.
+class DecoderPool:
+    """Worker processes that decode files. They start on demand, are reused for further files, and replaced if they die.
 
-    One process serves one video at a time; threads that read at once have one each. Close it, or use it with `with`.
+    A worker serves one video at a time; concurrent threads get one each. Close the pool, or use it with `with`:
 
-        with Isolated() as isolated:
+        with DecoderPool() as pool:
             for path in paths:
-                frames = read_frames(path, isolated=isolated)
+                frames = read_frames(path, isolated=pool)
 
     Args:
-        limit_s: seconds that one reader may spend on one file. memory: bytes that one process may have, where the
-            system can bound that.
+        timeout_s: Seconds that one backend may spend on one file.
+        memory: Bytes that one worker may use, where the system can limit that.
 
     Raises:
-        ValueError: a limit that is not positive.
+        ValueError: A limit is not positive and finite.
     """
 
-    def __init__(self, limit_s: float = LIMIT_S, memory: int = MEMORY) -> None:
-        if not 0 < limit_s < float("inf") or memory < 1:
-            raise ValueError(f"limit_s and memory must be positive and finite; got {limit_s} and {memory}.")
-        self.limit_s, self.memory = limit_s, memory
-        self._idle, self._all = list[_Child](), set[_Child]()
-        self._lock, self._closed = threading.Lock(), False
+    def __init__(self, timeout_s: float = DEFAULT_TIMEOUT_S, memory: int = DEFAULT_MEMORY_BYTES) -> None:
+        if not 0 < timeout_s < float("inf") or memory < 1:
+            raise ValueError(f"timeout_s and memory must be positive and finite; got {timeout_s} and {memory}.")
+        self.timeout_s = timeout_s
+        self.memory = memory
+        self._idle = list[_WorkerProcess]()
+        self._all = set[_WorkerProcess]()
+        self._lock = threading.Lock()
+        self._closed = False
 
-    def open(self, reader: str, source: Source) -> Reader:
-        """A video, opened in another process with the reader of that name.
-
-        Raises:
-            DecoderCrashedError, DecoderHungError: see there; also while reading. ImportError: the reader is not
-                installed. NoFramesError, MemoryError: as the reader says. RuntimeError: any other of its errors.
-        """
-        return _Remote(self, self._take(), reader, source)
-
-    def picture(self, source: Source, max_pixels: int) -> Image.Image:
-        """A picture, decoded in another process: see `mmspec.vision.images.read_still`.
+    def open_video(self, backend: str, source: VideoSource) -> VideoReader:
+        """Open a video in a worker with the backend of that name.
 
         Raises:
-            ImageError: whatever is wrong with it. DecoderCrashedError, DecoderHungError: see there.
+            DecoderCrashedError: The worker crashed; also raised while reading.
+            DecoderHungError: The worker timed out; also raised while reading.
+            ImportError: The backend is not installed.
+            NoFramesError: As the reader.
+            MemoryError: As the reader.
+            RuntimeError: Any other error of the reader, or the pool is closed.
         """
-        child = self._take()
+        return _RemoteReader(self, self._acquire(), backend, source)
+
+    def decode_image(self, source: VideoSource, max_pixels: int) -> Image.Image:
+        """Decode an image in a worker, as `mmspec.vision.images.decode_image`.
+
+        Raises:
+            ImageError: It is not a usable image.
+            DecoderCrashedError: The worker crashed.
+            DecoderHungError: The worker timed out.
+        """
+        worker = self._acquire()
         try:
-            head: dict[str, Any] = {"do": "picture", "max_pixels": max_pixels}
-            body = source if isinstance(source, bytes) else b""
-            head |= {"bytes": len(body)} if isinstance(source, bytes) else {"path": os.path.abspath(source)}
+            header, body = _request_with_source({"op": "image", "max_pixels": max_pixels}, source)
             size = (0, 0)
 
-            def parts(answer: dict[str, Any]) -> tuple[int, int]:
+            def answer_size(answer: dict[str, Any]) -> tuple[int, int]:
                 nonlocal size
                 size = int(answer["width"]), int(answer["height"])
                 if min(size) < 1 or size[0] * size[1] > max_pixels:
                     raise ValueError(f"an answer has at most {max_pixels} pixels; got {size[0]} x {size[1]}.")
                 return 1, 3 * size[0] * size[1]
 
-            limit = min(self.limit_s, STILL_S)
-            _, data = child.ask(head, time.monotonic() + limit, ("width", "height"), body, parts=parts, limit_s=limit)
+            timeout_s = min(self.timeout_s, IMAGE_TIMEOUT_S)
+            deadline = time.monotonic() + timeout_s
+            _, data = worker.request(
+                header, deadline, ("width", "height"), body, answer_size=answer_size, timeout_s=timeout_s
+            )
             return Image.frombytes("RGB", size, data[0])
         finally:
-            self.give_back(child)
+            self.release(worker)
 
-    def _take(self) -> _Child:
-        """A process that has nothing to do."""
+    def _acquire(self) -> _WorkerProcess:
+        """An idle worker; starts one if there is none."""
         with self._lock:
             if self._closed:
-                raise RuntimeError("these processes were closed; make a new Isolated().")
+                raise RuntimeError("the DecoderPool is closed; create a new one.")
             while self._idle:
-                child = self._idle.pop()
-                if child.alive:
-                    return child
-                self._drop(child)
-            child = _Child(command(self.limit_s, self.memory), self.limit_s)
-            self._all.add(child)
-            return child
+                worker = self._idle.pop()
+                if worker.is_alive:
+                    return worker
+                self._drop(worker)
+            worker = _WorkerProcess(worker_command(self.timeout_s, self.memory), self.timeout_s)
+            self._all.add(worker)
+            return worker
 
-    def give_back(self, child: _Child) -> None:
-        """It has nothing to do any more, or is dead."""
+    def release(self, worker: _WorkerProcess) -> None:
+        """Return a worker, idle or dead, to the pool."""
         with self._lock:
-            if child.alive and not self._closed:
-                self._idle.append(child)
+            if worker.is_alive and not self._closed:
+                self._idle.append(worker)
             else:
-                self._drop(child)
+                self._drop(worker)
 
-    def _drop(self, child: _Child) -> None:
-        child.end()
-        self._all.discard(child)
+    def _drop(self, worker: _WorkerProcess) -> None:
+        worker.terminate()
+        self._all.discard(worker)
 
     def close(self) -> None:
-        """End all processes, also those at work."""
+        """Kill all workers, busy ones included."""
         with self._lock:
             self._closed = True
             self._idle.clear()
-            for child in list(self._all):
-                self._drop(child)
+            for worker in list(self._all):
+                self._drop(worker)
 
-    def __enter__(self) -> Isolated:
+    def __enter__(self) -> DecoderPool:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         self.close()
 
 
-class _Child:
-    """One process, and how to ask it. One thread asks at a time; any may end it."""
+class _WorkerProcess:
+    """One worker and its pipes. One thread at a time sends requests; any thread may terminate it."""
 
-    def __init__(self, command: Sequence[str], limit_s: float) -> None:
-        alone = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # nothing is computed there
+    def __init__(self, command: Sequence[str], timeout_s: float) -> None:
+        single_thread = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # workers do no numerical work
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=os.environ | alone,
-            start_new_session=True,  # Ctrl-C is for whoever started it
+            env=os.environ | single_thread,
+            start_new_session=True,  # Ctrl-C goes to the parent only
         )
-        self._limit_s, self._hung = limit_s, False
+        self._timeout_s = timeout_s
+        self._timed_out = False
 
     @property
-    def alive(self) -> bool:
-        """Whether it may be asked."""
-        return not self._hung and self._process.poll() is None
+    def is_alive(self) -> bool:
+        """Whether it accepts requests."""
+        return not self._timed_out and self._process.poll() is None
 
-    def ask(
+    def request(
         self,
-        head: dict[str, Any],
+        header: dict[str, Any],
         deadline: float,
-        wanted: Sequence[str],
+        expected_keys: Sequence[str],
         body: bytes = b"",
         *,
-        parts: Callable[[dict[str, Any]], tuple[int, int]] = lambda answer: (0, 0),
-        limit_s: float | None = None,
+        answer_size: Callable[[dict[str, Any]], tuple[int, int]] = lambda answer: (0, 0),
+        timeout_s: float | None = None,
     ) -> tuple[dict[str, Any], list[bytes]]:
-        """The answer to a request: what is `wanted` of it, and so many times so many bytes, as `parts` says of it.
+        """Send a request and wait for the answer.
+
+        Args:
+            header: Header of the request.
+            deadline: By `time.monotonic`; the worker is killed then.
+            expected_keys: Keys that the answer must have.
+            body: Bytes after the header.
+            answer_size: Maps the answer's header to (number of parts, bytes of each).
+            timeout_s: Time limit that the error message names; that of the worker if None.
+
+        Returns:
+            The expected keys of the answer's header, and the parts after it.
 
         Raises:
-            DecoderCrashedError, DecoderHungError, and what `_raise` makes of a failure that is told.
+            DecoderCrashedError: The worker crashed, or its answer is malformed.
+            DecoderHungError: The deadline passed.
+            Exception: What `_raise_failure` makes of a failure that the worker reports.
         """
         assert self._process.stdin is not None and self._process.stdout is not None
-        watch = threading.Timer(max(0.0, deadline - time.monotonic()), self._expire)
-        watch.daemon = True
-        watch.start()
+        timer = threading.Timer(max(0.0, deadline - time.monotonic()), self._expire)
+        timer.daemon = True
+        timer.start()
         try:
-            send(self._process.stdin, head, [body])
-            answer = receive(self._process.stdout)
+            write_message(self._process.stdin, header, [body])
+            answer = read_message(self._process.stdout)
             if answer is None:
                 raise EOFError
-            if "failed" not in answer and set(wanted) - set(answer):
-                raise ValueError(f"an answer holds {', '.join(wanted)}; got {', '.join(answer)}.")
-            many, size = (0, 0) if "failed" in answer else parts(answer)
-            data = [exactly(self._process.stdout, size) for _ in range(many)]
+            if "failed" not in answer and set(expected_keys) - set(answer):
+                raise ValueError(f"an answer needs the keys {', '.join(expected_keys)}; got {', '.join(answer)}.")
+            count, size = (0, 0) if "failed" in answer else answer_size(answer)
+            parts = [read_exactly(self._process.stdout, size) for _ in range(count)]
         except (OSError, EOFError, ValueError) as error:
-            raise self._death(limit_s or self._limit_s) from error
+            raise self._termination_error(timeout_s or self._timeout_s) from error
         finally:
-            watch.cancel()
-            watch.join()  # it may be at work: whoever takes this process next must see that it is dead
+            timer.cancel()
+            timer.join()  # it may be running: the next user of this worker must find `is_alive` up to date
         if "failed" in answer:
-            _raise(answer)
-        return {name: answer[name] for name in wanted}, data
+            _raise_failure(answer)
+        return {name: answer[name] for name in expected_keys}, parts
 
     def _expire(self) -> None:
-        self._hung = True
+        self._timed_out = True
         self._process.kill()
 
-    def _death(self, limit_s: float) -> Exception:
-        """What became of it; it is gone afterwards."""
+    def _termination_error(self, timeout_s: float) -> Exception:
+        """Terminate the worker and return the exception that says why it failed."""
         try:
-            code: int | None = self._process.wait(ENDS_S)
+            code: int | None = self._process.wait(EXIT_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             code = None
-        self.end()
-        if self._hung:
-            return DecoderHungError(f"more than {limit_s:g} seconds")
-        return DecoderCrashedError(_cause(code))
+        self.terminate()
+        if self._timed_out:
+            return DecoderHungError(f"more than {timeout_s:g} seconds")
+        return DecoderCrashedError(_describe_exit(code))
 
-    def end(self) -> None:
-        """End it, whatever it does."""
+    def terminate(self) -> None:
+        """Kill the process and close its pipes."""
         self._process.kill()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
-            with suppress(OSError):  # what was still to be written
+            with suppress(OSError):  # data that was not written yet
                 pipe.close()
 
 
-class _Remote:
-    """A video that is open in another process: a `Reader`."""
+class _RemoteReader:
+    """A `VideoReader` of a video that is open in a worker."""
 
-    def __init__(self, home: Isolated, child: _Child, reader: str, source: Source) -> None:
-        self._home, self._child = home, child
-        self._deadline = time.monotonic() + home.limit_s
-        head: dict[str, Any] = {"do": "open", "reader": reader}
-        body = source if isinstance(source, bytes) else b""
-        head |= {"bytes": len(body)} if body else {"path": os.path.abspath(source)}
+    def __init__(self, pool: DecoderPool, worker: _WorkerProcess, backend: str, source: VideoSource) -> None:
+        self._pool = pool
+        self._worker = worker
+        self._deadline = time.monotonic() + pool.timeout_s
+        header, body = _request_with_source({"op": "open", "backend": backend}, source)
         try:
-            self.about = About(**child.ask(head, self._deadline, ABOUT, body)[0])
+            self.info = VideoInfo(**worker.request(header, self._deadline, INFO_FIELDS, body)[0])
         except BaseException:
-            home.give_back(child)
+            pool.release(worker)
             raise
 
-    def read(self, chosen: Sequence[int], size: Size) -> tuple[list[Image.Image], list[float]]:
-        """See `Reader`."""
+    def read(self, indices: Sequence[int], size: FrameSize) -> tuple[list[Image.Image], list[float]]:
+        """See `VideoReader`."""
         width, height = size
-        head = {"do": "read", "chosen": [int(index) for index in chosen], "width": width, "height": height}
-        expected = len(chosen), 3 * width * height
-        answer, data = self._child.ask(head, self._deadline, ("times",), parts=lambda _: expected)
-        return [Image.frombytes("RGB", size, part) for part in data], [float(time) for time in answer["times"]]
+        header = {"op": "read", "indices": [int(index) for index in indices], "width": width, "height": height}
+        expected = len(indices), 3 * width * height
+        answer, parts = self._worker.request(header, self._deadline, ("timestamps",), answer_size=lambda _: expected)
+        images = [Image.frombytes("RGB", size, part) for part in parts]
+        return images, [float(timestamp) for timestamp in answer["timestamps"]]
 
     def close(self) -> None:
-        """See `Reader`. The process is kept for the next video."""
-        if self._child.alive:
-            with suppress(DecoderCrashedError, DecoderHungError, RuntimeError):  # what was wanted has been read
-                self._child.ask({"do": "close"}, self._deadline, ())
-        self._home.give_back(self._child)
+        """See `VideoReader`. The worker returns to the pool."""
+        if self._worker.is_alive:
+            with suppress(DecoderCrashedError, DecoderHungError, RuntimeError):  # all frames have been read
+                self._worker.request({"op": "close"}, self._deadline, ())
+        self._pool.release(self._worker)
 
 
-def _raise(answer: dict[str, Any]) -> None:
-    """The error that was told."""
-    told = str(answer.get("told", ""))
-    known: dict[str, Callable[[], Exception]] = {
-        "nothing": lambda: NoFramesError(told),
-        "early": lambda: EndedEarlyError(int(answer.get("total", 0))),
-        "missing": lambda: ImportError(told),
+def _request_with_source(header: dict[str, Any], source: VideoSource) -> tuple[dict[str, Any], bytes]:
+    """Header and body of a request: bytes are sent, a path is named."""
+    if isinstance(source, bytes):
+        return header | {"bytes": len(source)}, source
+    return header | {"path": os.path.abspath(source)}, b""
+
+
+def _raise_failure(answer: dict[str, Any]) -> None:
+    """Raise the exception that a worker reports."""
+    message = str(answer.get("message", ""))
+    exceptions: dict[str, Callable[[], Exception]] = {
+        "no_frames": lambda: NoFramesError(message),
+        "ended_early": lambda: EndedEarlyError(int(answer.get("num_frames", 0))),
+        "not_installed": lambda: ImportError(message),
         "memory": MemoryError,
-        "picture": lambda: ImageError(str(answer.get("kind", "BrokenImage")), told),
+        "image": lambda: ImageError(str(answer.get("kind", "BrokenImage")), message),
     }
-    raise known.get(str(answer["failed"]), lambda: RuntimeError(told))()
+    raise exceptions.get(str(answer["failed"]), lambda: RuntimeError(message))()
 
 
-def _cause(code: int | None) -> str:
-    """Why a process ended, by its exit code."""
+def _describe_exit(code: int | None) -> str:
+    """Why a process ended, from its exit code; None if it still ran."""
     if code is None:
-        return "its answer makes no sense"
+        return "malformed answer"
     if code >= 0:
         return f"exit code {code}"
     try:
@@ -290,4 +332,10 @@ def _cause(code: int | None) -> str:
         return f"signal {-code}"
 
 
-__all__ = ["LIMIT_S", "MEMORY", "DecoderCrashedError", "DecoderHungError", "Isolated"]
+__all__ = [
+    "DEFAULT_MEMORY_BYTES",
+    "DEFAULT_TIMEOUT_S",
+    "DecoderCrashedError",
+    "DecoderHungError",
+    "DecoderPool",
+]

@@ -1,8 +1,8 @@
-"""Frames out of a video: decord where it is installed and can read the file, else torchcodec, else PyAV.
+"""Reads frames of a video: with decord where it is installed and supports the file, else torchcodec, else PyAV.
 
-Which frames is a sampler's business (`mmspec.interfaces.FrameSampler`). Runs before target and drafter, so that plain
-and sped-up decoding see the same frames. On request the file is decoded in another process (`mmspec.vision.video.decoder_pool`).
-Knows nothing of models.
+Frames are selected by a sampler (`mmspec.interfaces.FrameSampler`), before target and drafter run, so speculative
+decoding and the baseline see the same frames. Files can be decoded in another process
+(`mmspec.vision.video.decoder_pool`). Independent of the models.
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from mmspec.interfaces import FrameSampler
-from mmspec.vision.video.backends import READERS, NoFramesError, Reader
-from mmspec.vision.video.containers import HEAD, ContainerError, container_of, head_of
-from mmspec.vision.video.decode import MOST_FRAMES, Frames, Metadata, SamplerError, read_with
-from mmspec.vision.video.decoder_pool import DecoderCrashedError, DecoderHungError, Isolated
-from mmspec.vision.video.samplers import ByRate, Differing, Uniform, check_count, check_rate
+from mmspec.vision.video.backends import BACKENDS, NoFramesError, VideoReader
+from mmspec.vision.video.containers import HEADER_BYTES, ContainerError, detect_container, read_header
+from mmspec.vision.video.decode import MAX_FRAMES, FrameMetadata, Frames, SamplerError, read_with
+from mmspec.vision.video.decoder_pool import DecoderCrashedError, DecoderHungError, DecoderPool
+from mmspec.vision.video.samplers import Fps, MostDifferent, Uniform, check_positive_int, check_positive_number
 
 logger = logging.getLogger("mmspec")
 
-PIXELS_A_FRAME = 1_000_000
-"""Frames are read no larger than that, unless told otherwise: no supported model looks at more of a clip."""
+DEFAULT_MAX_PIXELS = 1_000_000
+"""Default limit on the pixels of a frame: no supported model uses a higher resolution for videos."""
+_PIP_NAMES = {"decord": "decord", "torchcodec": "torchcodec", "pyav": "av"}
 
 
 def read_frames(
@@ -33,152 +34,177 @@ def read_frames(
     *,
     num_frames: int | None = None,
     fps: float | None = None,
-    max_frames: int = MOST_FRAMES,
+    max_frames: int = MAX_FRAMES,
     backend: str = "auto",
-    max_pixels: int = PIXELS_A_FRAME,
-    isolated: bool | Isolated = False,
+    max_pixels: int = DEFAULT_MAX_PIXELS,
+    isolated: bool | DecoderPool = False,
 ) -> Frames:
-    """Some frames of a video, in order.
+    """Read frames of a video, in order.
 
     Args:
-        source: a file, or what is in one.
-        sampler: chooses the frames; without it, and without the next two, eight evenly spread.
-        num_frames, fps: so many frames, or so many a second (`max_frames` at most), the very ones that transformers'
-            `load_video` takes. Of a shorter video all frames, where transformers refuses.
-        max_frames: how many may be read.
+        source: A path, or the content of a file, in one of the containers of `mmspec.vision.video.containers` (detected
+            by content). Playlists and other files that refer to files are refused.
+        sampler: Selects the frames. Default without `num_frames` and `fps`: eight evenly spaced frames.
+        num_frames: Number of frames; the same ones as transformers' `load_video`. All frames of a shorter video, where
+            transformers raises.
+        fps: Frames per second, `max_frames` at most; the same ones as transformers' `load_video`.
+        max_frames: Limit on the number of frames.
         backend: "decord", "torchcodec", "pyav", or "auto": the first of these that is installed and can read it.
-        max_pixels: larger frames are read at a size that has no more, in the same proportions. 64 million pixels is
-            the limit for all frames together.
-        isolated: decode in another process, so that a file that crashes a decoder, or hangs it, costs that process
-            and not this one. True starts one for this call; an `Isolated` keeps one for the next file.
+        max_pixels: Larger frames are scaled down to this number of pixels, aspect ratio preserved. All frames together
+            are limited to 64 million pixels.
+        isolated: Decode in another process, so that a file that crashes a decoder, or makes it hang, does not affect
+            this one. True starts a process for this call; a `DecoderPool` reuses its processes.
 
     Raises:
-        FileNotFoundError: no such file. ValueError: not a video that can be read, or one without frames, or options or
-            a sampler that make no sense. A video is one of the containers of `mmspec.vision.video.containers`, by its
-            content; a playlist, or any other file that names files, is none. ImportError: no reader is installed.
-            TypeError: neither a path nor bytes.
-        DecoderCrashedError, DecoderHungError: ValueErrors, and what became of the other process.
+        FileNotFoundError: There is no such file.
+        ValueError: The source is not a readable video or has no frames, or an option or the sampler is invalid.
+        ImportError: No backend is installed.
+        TypeError: `source` is neither a path nor bytes.
+        DecoderCrashedError: A ValueError; the decoder of an isolated call crashed.
+        DecoderHungError: A ValueError; it timed out.
     """
-    sampler = _sampler(sampler, num_frames, fps, max_frames)
-    check_count("max_pixels", max_pixels)
-    names = _names(backend)
-    content, name = _content(source)
+    sampler = _resolve_sampler(sampler, num_frames, fps, max_frames)
+    check_positive_int("max_pixels", max_pixels)
+    names = _backend_names(backend)
+    content, name = _resolve_source(source)
 
-    def read(reader: str, opened: Reader) -> Frames:
-        return read_with(opened, reader, name, sampler, max_frames, max_pixels)
+    def read_all(reader: VideoReader, backend_name: str) -> Frames:
+        return read_with(reader, backend_name, name, sampler, max_frames, max_pixels)
 
     if not isolated:
-        return _first(names, lambda reader: read(reader, READERS[reader](content)), name, backend)
-    with nullcontext(isolated) if isinstance(isolated, Isolated) else Isolated() as other:
-        return _first(names, lambda reader: read(reader, other.open(reader, content)), name, backend)
+        return _read_with_fallback(names, lambda key: read_all(BACKENDS[key](content), key), name, backend)
+    with nullcontext(isolated) if isinstance(isolated, DecoderPool) else DecoderPool() as pool:
+        return _read_with_fallback(names, lambda key: read_all(pool.open_video(key, content), key), name, backend)
 
 
-def _first(names: Sequence[str], read: Callable[[str], Frames], name: str, backend: str) -> Frames:
-    """The frames as the first of the readers reads them that can."""
-    missing, failed, crashed = [], [], False
-    for reader in names:
+def _read_with_fallback(names: Sequence[str], read: Callable[[str], Frames], name: str, backend: str) -> Frames:
+    """The frames from the first backend that can read the video.
+
+    Args:
+        names: Backends in order.
+        read: Reads the frames with the backend of that name.
+        name: Name of the video, for messages.
+        backend: The backend argument of the call.
+    """
+    missing = list[str]()
+    failures = list[str]()
+    crashed = False
+    for key in names:
         try:
-            return read(reader)
+            return read(key)
         except ImportError as error:
-            missing.append(reader)
-            logger.debug("%s is not installed: %s", reader, error)
+            missing.append(key)
+            logger.debug("%s is not installed: %s", key, error)
         except NoFramesError as error:
             raise ValueError(f"{name}: {error}") from error
         except SamplerError as error:
-            raise error.inner from error.inner.__cause__
+            raise error.original from error.original.__cause__
         except MemoryError:
             raise
-        except DecoderHungError as error:  # the others are slower, if anything
-            raise DecoderHungError(f"the decoder took too long on {name} ({reader}: {error})") from error
+        except DecoderHungError as error:  # the remaining backends are not faster
+            raise DecoderHungError(f"the decoder took too long on {name} ({key}: {error})") from error
         except DecoderCrashedError as error:
-            failed.append(f"{reader}: {error}")
+            failures.append(f"{key}: {error}")
             crashed = True
-            logger.warning("%s crashed on %s (%s)", reader, name, error)
+            logger.warning("%s crashed on %s (%s)", key, name, error)
         except Exception as error:  # decord raises its own types
-            failed.append(f"{reader}: {_told(error)}")
-            logger.debug("%s cannot read %s: %s", reader, name, error)
+            failures.append(f"{key}: {_last_line(error)}")
+            logger.debug("%s cannot read %s: %s", key, name, error)
     if crashed:
-        raise DecoderCrashedError(f"the decoder crashed on {name} ({'; '.join(failed)[:300]})")
-    if failed:
-        more = "; PyAV reads more kinds of files: pip install av" if "pyav" in missing else ""
-        raise ValueError(f"{name} is not a video that can be read ({'; '.join(failed)[:300]}{more})")
+        raise DecoderCrashedError(f"the decoder crashed on {name} ({'; '.join(failures)[:300]})")
+    if failures:
+        hint = "; PyAV reads more kinds of files: pip install av" if "pyav" in missing else ""
+        raise ValueError(f"{name} is not a video that can be read ({'; '.join(failures)[:300]}{hint})")
     if backend != "auto":
-        raise ImportError(f"backend={backend!r} is not installed; pip install {_PACKAGES[backend]}, or take 'auto'")
+        raise ImportError(f"backend={backend!r} is not installed; pip install {_PIP_NAMES[backend]}, or use 'auto'")
     raise ImportError(f"reading videos needs one of {', '.join(missing)}: pip install 'mmspec[video]'")
 
 
-def _told(error: Exception) -> str:
-    """The last line of an error, without decord's time and place."""
-    words = str(error).strip().splitlines() or [type(error).__name__]
-    return re.sub(r"^\[[\d:]+\] \S+:\d+: ", "", words[-1])
+def _last_line(error: Exception) -> str:
+    """The last line of an exception's message, without decord's prefix of time and source line."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return re.sub(r"^\[[\d:]+\] \S+:\d+: ", "", lines[-1])
 
 
-_PACKAGES = {"decord": "decord", "torchcodec": "torchcodec", "pyav": "av"}
+def _resolve_sampler(
+    sampler: FrameSampler | None, num_frames: int | None, fps: float | None, max_frames: int
+) -> FrameSampler:
+    """The sampler that the arguments of `read_frames` specify.
+
+    Raises:
+        ValueError: More than one of `sampler`, `num_frames` and `fps` is set, or a value is invalid.
+    """
+    check_positive_int("max_frames", max_frames)
+    options = {"sampler": sampler, "num_frames": num_frames, "fps": fps}
+    used = [name for name, value in options.items() if value is not None]
+    if len(used) > 1:
+        raise ValueError(f"{' and '.join(used)} exclude each other; use one of them.")
+    if num_frames is not None:
+        check_positive_int("num_frames", num_frames)
+        if num_frames > max_frames:
+            raise ValueError(f"num_frames={num_frames} is more than max_frames={max_frames}; raise max_frames.")
+        return Uniform(num_frames, hf=True)
+    if fps is not None:
+        check_positive_number("fps", fps)
+        return Fps(fps, max_frames, hf=True)
+    return Uniform(min(Uniform().num_frames, max_frames)) if sampler is None else sampler
 
 
-def _sampler(sampler: FrameSampler | None, count: int | None, rate: float | None, most: int) -> FrameSampler:
-    """The one way to choose that was asked for."""
-    check_count("max_frames", most)
-    asked = {"sampler": sampler, "num_frames": count, "fps": rate}
-    given = [name for name, value in asked.items() if value is not None]
-    if len(given) > 1:
-        raise ValueError(f"{' and '.join(given)} each say which frames to read; give one of them.")
-    if count is not None:
-        check_count("num_frames", count)
-        if count > most:
-            raise ValueError(f"num_frames={count} is more than max_frames={most}; raise max_frames to read as many.")
-        return Uniform(count, hf=True)
-    if rate is not None:
-        check_rate("fps", rate)
-        return ByRate(rate, most, hf=True)
-    return Uniform(min(Uniform().count, most)) if sampler is None else sampler
-
-
-def _names(backend: str) -> tuple[str, ...]:
+def _backend_names(backend: str) -> tuple[str, ...]:
     if backend == "auto":
-        return tuple(READERS)
-    if backend not in READERS:
-        raise ValueError(f"no backend is called {backend!r}; known: auto, {', '.join(READERS)}.")
+        return tuple(BACKENDS)
+    if backend not in BACKENDS:
+        raise ValueError(f"unknown backend {backend!r}; available: auto, {', '.join(BACKENDS)}.")
     return (backend,)
 
 
-def _content(source: str | os.PathLike[str] | bytes) -> tuple[str | bytes, str]:
-    """What readers are given, and what messages call it."""
+def _resolve_source(source: str | os.PathLike[str] | bytes) -> tuple[str | bytes, str]:
+    """The input of the readers, and the name of the video in messages.
+
+    Raises:
+        ValueError: It is empty, or in no allowed container.
+        TypeError: It is neither a path nor bytes.
+        FileNotFoundError: There is no such file.
+    """
     if isinstance(source, (bytes, bytearray, memoryview)):
         content = bytes(source)
         if not content:
-            raise ValueError("0 bytes is not a video that can be read; give what is in a file, or its path.")
+            raise ValueError("0 bytes is not a video that can be read; pass the content of a file, or its path.")
         name = f"a video of {len(content)} bytes"
-        _check_container(content[:HEAD], name)
+        _check_container(content[:HEADER_BYTES], name)
         return content, name
     if not isinstance(source, (str, os.PathLike)):
-        raise TypeError(f"a video is given as a path or as bytes; got {type(source).__name__}.")
+        raise TypeError(f"a video must be a path or bytes; got {type(source).__name__}.")
     file = Path(source)
     if not file.is_file():
         raise FileNotFoundError(f"no such video: {file}")
     if file.stat().st_size == 0:
         raise ValueError(f"{file} is not a video that can be read (it is empty)")
-    _check_container(head_of(str(file)), str(file))
+    _check_container(read_header(str(file)), str(file))
     return str(file), str(file)
 
 
-def _check_container(head: bytes, name: str) -> None:
-    """Refuse what is no allowed container before any reader is started; readers check what they open once more."""
+def _check_container(header: bytes, name: str) -> None:
+    """Refuse other containers before a reader starts; readers check the file that they open again.
+
+    Raises:
+        ValueError: The header is of no allowed container.
+    """
     try:
-        container_of(head)
+        detect_container(header)
     except ContainerError as error:
         raise ValueError(f"{name} is not a video that can be read ({error})") from error
 
 
 __all__ = [
-    "MOST_FRAMES",
-    "ByRate",
+    "MAX_FRAMES",
     "DecoderCrashedError",
     "DecoderHungError",
-    "Differing",
+    "DecoderPool",
+    "Fps",
+    "FrameMetadata",
     "Frames",
-    "Isolated",
-    "Metadata",
+    "MostDifferent",
     "Uniform",
     "read_frames",
 ]

@@ -1,6 +1,7 @@
-"""Which frames of a video are read: evenly, by the second, or those that differ from each other.
+"""Frame samplers: evenly spaced, at a frame rate, or frames that differ from each other.
 
-Samplers know how many frames there are and how fast they follow, some look at thumbnails; none knows files or decoders.
+A sampler knows the number of frames and the frame rate; content-aware ones also get thumbnails. It depends neither on
+files nor on decoders.
 """
 
 from __future__ import annotations
@@ -10,116 +11,134 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-MOST_LOOKS = 256
-"""Thumbnails that a sampler may ask for."""
+MAX_CANDIDATES = 256
+"""Largest number of thumbnails that a sampler may request."""
 
 
 @dataclass(frozen=True)
 class Uniform:
-    """`count` frames, one of each of `count` equal stretches; all of them if there are no more.
+    """One frame from each of `num_frames` intervals of equal length; all frames if there are no more.
 
     Attributes:
-        hf: the first frame of each stretch, as transformers' `default_sample_indices_fn` (which refuses to read more
-            frames than there are); otherwise the one in the middle, so that the end of a clip is seen too.
+        num_frames: Number of frames.
+        hf: Take the first frame of each interval, as transformers' `default_sample_indices_fn` (which refuses to sample
+            more frames than there are); otherwise the middle one.
 
     Raises:
-        ValueError: a count below 1.
+        ValueError: `num_frames` is below 1.
     """
 
-    count: int = 8
+    num_frames: int = 8
     hf: bool = False
 
     def __post_init__(self) -> None:
-        check_count("count", self.count)
+        check_positive_int("num_frames", self.num_frames)
 
     def sample(self, total: int, fps: float) -> list[int]:
         """See `mmspec.interfaces.FrameSampler`."""
-        count = min(self.count, total)
+        count = min(self.num_frames, total)
         if self.hf:
-            return [number * total // count for number in range(count)]
-        return [(2 * number + 1) * total // (2 * count) for number in range(count)]
+            return [i * total // count for i in range(count)]
+        return [(2 * i + 1) * total // (2 * count) for i in range(count)]
 
 
 @dataclass(frozen=True)
-class ByRate:
-    """`rate` frames for each second of the video, evenly: at least one, `most` at most, and none twice.
+class Fps:
+    """`fps` frames per second of video, evenly spaced: at least one, `max_frames` at most, none twice.
 
-    Seconds are reckoned by the average rate. Where frames follow each other unevenly, so do the times of those chosen.
+    The duration is computed from the average frame rate; in a video with a variable frame rate the sampled timestamps
+    vary accordingly.
 
     Attributes:
-        hf: the first frame of each stretch, as in `Uniform`; how many there are is transformers' number either way.
+        fps: Frames per second to sample.
+        max_frames: Limit on the number of frames.
+        hf: As in `Uniform`. The number of frames is that of transformers either way.
 
     Raises:
-        ValueError: a rate that is not positive, or `most` below 1.
+        ValueError: `fps` is not positive and finite, or `max_frames` is below 1.
     """
 
-    rate: float = 1.0
-    most: int = 64
+    fps: float = 1.0
+    max_frames: int = 64
     hf: bool = False
 
     def __post_init__(self) -> None:
-        check_rate("rate", self.rate)
-        check_count("most", self.most)
+        check_positive_number("fps", self.fps)
+        check_positive_int("max_frames", self.max_frames)
 
     def sample(self, total: int, fps: float) -> list[int]:
-        """See `mmspec.interfaces.FrameSampler`."""
+        """See `mmspec.interfaces.FrameSampler`.
+
+        Raises:
+            ValueError: The frame rate of the video is unknown.
+        """
         if not fps > 0:
-            raise ValueError(f"frames by the second need a video that says how fast it is; fps is {fps}. Give a count.")
-        wanted = max(1, int(total / fps * self.rate))
-        return Uniform(min(wanted, self.most), self.hf).sample(total, fps)
+            raise ValueError(f"sampling by fps needs a video with a known frame rate; got {fps}. Use num_frames.")
+        count = max(1, int(total / fps * self.fps))
+        return Uniform(min(count, self.max_frames), self.hf).sample(total, fps)
 
 
 @dataclass(frozen=True)
-class Differing:
-    """`count` frames that differ from each other: what is shown only briefly is kept, what stands still comes once.
+class MostDifferent:
+    """`num_frames` frames that differ from each other: brief events are included, static scenes appear once.
 
-    Looks at thumbnails of `looks` frames, evenly spread. Takes the most typical one, then again and again the one
-    that is least like any taken so far (Gonzalez 1985, farthest-first traversal). A clip in which nothing moves is
-    taken evenly.
+    Compares thumbnails of `num_candidates` evenly spaced frames: starts with the most typical one, then repeatedly
+    takes the one farthest from all selected so far (farthest-first traversal, Gonzalez 1985). In a static video the
+    result is evenly spaced.
+
+    Attributes:
+        num_frames: Number of frames.
+        num_candidates: Number of thumbnails.
 
     Raises:
-        ValueError: a count below 1, or fewer looks than that, or more than 256.
+        ValueError: `num_frames` is below 1, or `num_candidates` is not between it and `MAX_CANDIDATES`.
     """
 
-    count: int = 8
-    looks: int = 64
+    num_frames: int = 8
+    num_candidates: int = 64
 
     def __post_init__(self) -> None:
-        check_count("count", self.count)
-        if not self.count <= self.looks <= MOST_LOOKS:
+        check_positive_int("num_frames", self.num_frames)
+        if not self.num_frames <= self.num_candidates <= MAX_CANDIDATES:
             raise ValueError(
-                f"looks must lie between count ({self.count}) and {MOST_LOOKS}: frames are chosen among those looked "
-                f"at; got {self.looks}."
+                f"num_candidates must lie between num_frames ({self.num_frames}) and {MAX_CANDIDATES}; "
+                f"got {self.num_candidates}."
             )
 
     def sample(self, total: int, fps: float) -> list[int]:
-        """The frames to look at."""
-        return Uniform(self.looks).sample(total, fps)
+        """Indices of the candidates."""
+        return Uniform(self.num_candidates).sample(total, fps)
 
     def select(self, indices: list[int], thumbnails: Tensor) -> list[int]:
         """See `mmspec.interfaces.ContentAwareSampler`."""
-        seen = thumbnails.flatten(1).float()
-        apart = torch.cdist(seen, seen, p=1) / seen.shape[1]  # mean difference of a colour value, 0 to 255
-        when = torch.tensor(indices, dtype=torch.float32)
-        when = when / max(1.0, float(when.max()))
-        # Less than a step of one colour value, so that time decides only between frames that look the same.
-        apart = apart + 0.5 * (when[:, None] - when[None]).abs()
-        taken = [int(apart.sum(1).argmin())]
-        while len(taken) < min(self.count, len(indices)):
-            taken.append(int(apart[:, taken].amin(1).argmax()))
-        return [indices[place] for place in sorted(taken)]
+        pixels = thumbnails.flatten(1).float()
+        distance = torch.cdist(pixels, pixels, p=1) / pixels.shape[1]  # mean absolute difference, 0 to 255
+        time = torch.tensor(indices, dtype=torch.float32)
+        time = time / max(1.0, float(time.max()))
+        # Below one step of a colour value, so that time decides only between frames that look the same.
+        distance = distance + 0.5 * (time[:, None] - time[None]).abs()
+        selected = [int(distance.sum(1).argmin())]
+        while len(selected) < min(self.num_frames, len(indices)):
+            selected.append(int(distance[:, selected].amin(1).argmax()))
+        return [indices[i] for i in sorted(selected)]
 
 
-def check_count(name: str, value: int) -> None:
-    """Refuse what is no whole number of at least 1."""
+def check_positive_int(name: str, value: int) -> None:
+    """
+    Raises:
+        ValueError: `value` is not an integer of at least 1.
+    """
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} must be a whole number of at least 1; got {value!r}.")
+        raise ValueError(f"{name} must be an integer of at least 1; got {value!r}.")
 
 
-def check_rate(name: str, value: float) -> None:
-    """Refuse what is no positive, finite number."""
+def check_positive_number(name: str, value: float) -> None:
+    """
+    Raises:
+        ValueError: `value` is not a positive, finite number.
+    """
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
-        raise ValueError(f"{name} must be a positive number of frames a second; got {value!r}.")
+        raise ValueError(f"{name} must be positive and finite; got {value!r}.")
 
 
-__all__ = ["ByRate", "Differing", "Uniform", "check_count", "check_rate"]
+__all__ = ["MAX_CANDIDATES", "Fps", "MostDifferent", "Uniform", "check_positive_int", "check_positive_number"]

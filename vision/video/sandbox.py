@@ -1,7 +1,7 @@
-"""What the process that decodes may do: memory, CPU time, open files, network. Where the system can bound that.
+"""Limits of the process that decodes files: memory, CPU time, open files, network. As far as the system supports them.
 
-Outside of such a process these functions do nothing. While a process is sealed it cannot open anything, neither a file
-nor a connection, except within `files`: a new descriptor would lie above the limit.
+Outside of such a process these functions do nothing. Within `deny_open` the process can open neither a file nor a
+connection, except within `allow_open`: a new descriptor would exceed RLIMIT_NOFILE.
 """
 
 from __future__ import annotations
@@ -19,103 +19,104 @@ try:
 except ImportError:  # Windows
     resource = None  # type: ignore[assignment]
 
-ADDRESSES = 16 << 30
-"""Bytes of address space beyond the memory limit: mapped libraries, reserved arenas and stacks of threads."""
-_NEW_USER, _NEW_NETWORK = 0x10000000, 0x40000000
+ADDRESS_SPACE_MARGIN = 16 << 30
+"""Bytes of address space beyond the memory limit: mapped libraries, reserved arenas, thread stacks."""
+_CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000
 
-_sealed = False
+_open_denied = False
 
 
-def confine(memory: int) -> None:
-    """Bound this process for good: memory, no core files, no writing to files, no network. Call it before any thread.
+def limit_process(memory_bytes: int) -> None:
+    """Permanently limit this process: memory, no core files, no writes to files, no network. Call before any thread.
 
     Args:
-        memory: bytes of data; the address space may have `ADDRESSES` more.
+        memory_bytes: Limit on data; the address space may be larger by `ADDRESS_SPACE_MARGIN`.
     """
     if resource is None:
         return
-    bounds = [("RLIMIT_DATA", memory), ("RLIMIT_AS", memory + ADDRESSES), ("RLIMIT_CORE", 0), ("RLIMIT_FSIZE", 0)]
-    for name, most in bounds:
-        _limit(name, most, hard=True)
-    _leave_network()
+    _set_limit("RLIMIT_DATA", memory_bytes, hard=True)
+    _set_limit("RLIMIT_AS", memory_bytes + ADDRESS_SPACE_MARGIN, hard=True)
+    _set_limit("RLIMIT_CORE", 0, hard=True)
+    _set_limit("RLIMIT_FSIZE", 0, hard=True)
+    _unshare_network()
 
 
-def _leave_network() -> None:
-    """On Linux, a network of its own, without an interface. A user that may not have one keeps the usual one.
+def _unshare_network() -> None:
+    """On Linux, enter a network namespace without interfaces; without the permission, stay in the current one.
 
-    A namespace of users is only made where nothing depends on the rights of root.
+    A user namespace is created only for unprivileged users, so nothing loses the rights of root.
     """
     if sys.platform != "linux":
         return
     with suppress(OSError, AttributeError):
         unshare = ctypes.CDLL(None, use_errno=True).unshare
-        if unshare(_NEW_NETWORK) and os.geteuid():
-            unshare(_NEW_USER | _NEW_NETWORK)
+        if unshare(_CLONE_NEWNET) and os.geteuid():
+            unshare(_CLONE_NEWUSER | _CLONE_NEWNET)
 
 
-def _limit(name: str, most: int, hard: bool = False) -> None:
-    """Set a limit that the system knows; one that is lower already stays."""
-    what = getattr(resource, name, None)
-    if what is None:
+def _set_limit(name: str, value: int, hard: bool = False) -> None:
+    """Set a resource limit if the system has it; never above the current hard limit."""
+    kind = getattr(resource, name, None)
+    if kind is None:
         return
     with suppress(ValueError, OSError):
-        highest: Any = resource.getrlimit(what)[1]
-        if highest != resource.RLIM_INFINITY:
-            most = min(most, highest)
-        resource.setrlimit(what, (most, most if hard else highest))
+        current: Any = resource.getrlimit(kind)[1]
+        if current != resource.RLIM_INFINITY:
+            value = min(value, current)
+        resource.setrlimit(kind, (value, value if hard else current))
 
 
-def memory(most: int) -> None:
-    """Bytes of data that this process may have from now on, up to the limit of `confine`."""
+def limit_memory(max_bytes: int) -> None:
+    """Set the data limit of this process from now on, up to that of `limit_process`."""
     if resource is not None:
-        _limit("RLIMIT_DATA", most)
+        _set_limit("RLIMIT_DATA", max_bytes)
 
 
-def cpu(seconds: float) -> None:
-    """CPU time that this process may use from now on, in seconds of one core; more ends it."""
+def limit_cpu_time(seconds: float) -> None:
+    """End this process when it has used `seconds` more of CPU time (one core)."""
     if resource is not None:
         used = resource.getrusage(resource.RUSAGE_SELF)
-        _limit("RLIMIT_CPU", math.ceil(used.ru_utime + used.ru_stime + seconds))
+        _set_limit("RLIMIT_CPU", math.ceil(used.ru_utime + used.ru_stime + seconds))
 
 
 @contextmanager
-def sealed() -> Iterator[None]:
-    """Open nothing meanwhile."""
-    global _sealed
+def deny_open() -> Iterator[None]:
+    """Within the context no file or socket can be opened."""
+    global _open_denied
     if resource is None:
         yield
         return
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    _sealed = True
-    _allow(0)
+    _open_denied = True
+    _set_free_descriptors(0)
     try:
         yield
     finally:
-        _sealed = False
+        _open_denied = False
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 @contextmanager
-def files(count: int) -> Iterator[None]:
-    """Let this process open so many files meanwhile, if it is sealed."""
-    if not _sealed:
+def allow_open(count: int) -> Iterator[None]:
+    """Within the context `count` files can be opened despite `deny_open`."""
+    if not _open_denied:
         yield
         return
-    _allow(count)
+    _set_free_descriptors(count)
     try:
         yield
     finally:
-        _allow(0)
+        _set_free_descriptors(0)
 
 
-def _allow(count: int) -> None:
-    """Set the limit to the first descriptor that is free, plus `count`."""
-    highest = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    wide = 1 << 10 if highest == resource.RLIM_INFINITY else min(1 << 10, highest)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (wide, highest))
-    free = os.dup(0)
-    os.close(free)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(wide, free + count), highest))
+def _set_free_descriptors(count: int) -> None:
+    """Set RLIMIT_NOFILE to the lowest free descriptor plus `count`."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    upper = 1 << 10 if hard == resource.RLIM_INFINITY else min(1 << 10, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (upper, hard))
+    lowest_free = os.dup(0)
+    os.close(lowest_free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(upper, lowest_free + count), hard))
 
 
-__all__ = ["confine", "cpu", "files", "memory", "sealed"]
+__all__ = ["allow_open", "deny_open", "limit_cpu_time", "limit_memory", "limit_process"]

@@ -1,4 +1,4 @@
-"""The scenes model before training: stock transformers classes, a real processor, chat template and fast tokenizer."""
+"""The untrained scenes model: stock LLaVA classes of transformers, processor, chat template and fast tokenizer."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from typing import Any
 from mmspec.app.scenes.world import IMAGE_SIZE
 
 PATCH_SIZE = 16
+"""Edge of a vision patch in pixels."""
 GRID_SIZE = IMAGE_SIZE // PATCH_SIZE
 NUM_VISUAL_TOKENS = GRID_SIZE * GRID_SIZE
-"""Visual tokens of a picture."""
+"""Visual tokens of one image."""
 VOCAB_SIZE = 1536
 NUM_LOWER_LAYERS = 5
-"""Layers of the text model that learn first."""
+"""Text layers in use in the early stages; the layers above start as identity."""
 SCENES_SPECIAL_TOKENS = ("<pad>", "<s>", "</s>", "<unk>", "<image>")
 PAD_TOKEN_ID, BOS_TOKEN_ID, EOS_TOKEN_ID, _UNK, IMAGE_TOKEN_ID = range(len(SCENES_SPECIAL_TOKENS))
 SCENES_CHAT_TEMPLATE = (
@@ -26,16 +27,16 @@ SCENES_CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}ASSISTANT:{% endif %}"
 )
 CHARACTER_SPLIT_PATTERN = "[A-Z0-9](?=[A-Z0-9])|(?<=[A-Z0-9])[A-Z0-9]"
-"""Words in capitals and numbers are spelled letter by letter, since signs are read, not known by heart."""
+"""Splits capitals and digits into single-character tokens, so that the model spells a sign instead of recalling it."""
 
 
 def format_prompt(question: str, num_images: int = 1) -> str:
-    """One question as the chat template writes it, without the beginning of the conversation."""
+    """Return one question as `SCENES_CHAT_TEMPLATE` formats it, without the BOS token."""
     return f"USER: {'<image>' * num_images}{question} ASSISTANT:"
 
 
 def train_tokenizer(texts: Iterable[str]) -> Any:
-    """A byte-level BPE tokenizer learned from texts of the grammar."""
+    """Train a byte-level BPE tokenizer of `VOCAB_SIZE` tokens; padding is on the left."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -69,7 +70,7 @@ def train_tokenizer(texts: Iterable[str]) -> Any:
 
 
 def build_scenes_processor(tokenizer: Any) -> Any:
-    """Pictures are stretched to a square: a picture of any size and mode is accepted."""
+    """Return the LLaVA processor; images of any size and mode are converted to RGB and stretched to a square."""
     from transformers import LlavaProcessor
     from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
@@ -85,7 +86,7 @@ def build_scenes_processor(tokenizer: Any) -> Any:
 
 
 def build_scenes_config() -> Any:
-    """About 2.4 M parameters that see, 18.5 M that speak."""
+    """Return the LLaVA config: about 2.4 M parameters of vision tower, 18.5 M of text model."""
     from transformers import LlamaConfig, LlavaConfig, SiglipVisionConfig
 
     vision = SiglipVisionConfig(
@@ -122,17 +123,22 @@ def build_scenes_config() -> Any:
 
 
 def init_scenes_model(seed: int = 0) -> Any:
-    """The model with fresh weights; torch's generators stay as they are."""
+    """Return the model with random weights; torch's global generators are unchanged.
+
+    Args:
+        seed: Seed of the weights.
+    """
     import torch
     from transformers import LlavaForConditionalGeneration
 
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         model = LlavaForConditionalGeneration(build_scenes_config())
-    with torch.no_grad():  # the upper layers do nothing until they learn to
+    with torch.no_grad():  # the upper layers start as identity
         for layer in model.model.language_model.layers[NUM_LOWER_LAYERS:]:
             layer.self_attn.o_proj.weight.zero_()
             layer.mlp.down_proj.weight.zero_()
-    ids = model.generation_config
-    ids.pad_token_id, ids.bos_token_id, ids.eos_token_id = PAD_TOKEN_ID, BOS_TOKEN_ID, EOS_TOKEN_ID
+    model.generation_config.pad_token_id = PAD_TOKEN_ID
+    model.generation_config.bos_token_id = BOS_TOKEN_ID
+    model.generation_config.eos_token_id = EOS_TOKEN_ID
     return model

@@ -1,4 +1,8 @@
-"""What is trained of the scenes model, with heads that are thrown away afterwards: `Eyes` looks, `Mouth` answers."""
+"""Training modules: the vision tower with patch heads, and the whole model with auxiliary heads.
+
+All heads are discarded after training; the exported model is a stock LLaVA. Shapes: B conversations, S tokens, F
+images, P patches (visual tokens) per image, D text width.
+"""
 
 from __future__ import annotations
 
@@ -10,56 +14,103 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mmspec.app.scenes.sprites import SIGN_CHARACTERS
-from mmspec.app.scenes.training.data import (
+from mmspec.app.scenes.training.data import NUM_ABOUT_CLASSES
+from mmspec.app.scenes.training.patch_labels import (
     ACTIONS,
     BACKGROUND_CLASS,
     IGNORE_INDEX,
     MAX_SIGN_LENGTH,
     MAX_THINGS,
-    NUM_ABOUT_CLASSES,
     NUM_PATCH_CLASSES,
+    REGION_INDEX,
     SIGN_CLASS,
 )
 from mmspec.app.scenes.training.stages import TrainingStage
 from mmspec.app.scenes.world import BACKGROUND_COLOURS, BACKGROUND_TEXTURES, SIZE_CLASSES
 
 PATCH_HEAD_SHAPES: dict[str, tuple[int, ...]] = {
-    "bulk": (),
-    "place": (),
+    "size_class": (),
+    "region": (),
     "centre": (),
-    "alike": (),
+    "num_others": (),
     "rank": (),
     "total": (),
     "letter": (),
-    "nth": (),
-    "spelled": (MAX_SIGN_LENGTH,),
+    "letter_index": (),
+    "spelling": (MAX_SIGN_LENGTH,),
 }
-"""What a patch of the tower, and later each visual token, is asked besides its kind -> how many questions that is."""
+"""Auxiliary target of a patch (a field of `PatchLabels`) -> shape of the target per patch."""
 HEAD_NUM_CLASSES = {
-    "bulk": len(SIZE_CLASSES),
-    "place": 9,
+    "size_class": len(SIZE_CLASSES),
+    "region": len(REGION_INDEX),
     "centre": 2,
-    "alike": MAX_THINGS,
+    "num_others": MAX_THINGS,
     "rank": MAX_THINGS,
     "total": MAX_THINGS + 1,
     "letter": len(SIGN_CHARACTERS) + 1,
-    "nth": MAX_SIGN_LENGTH,
-    "spelled": len(SIGN_CHARACTERS) + 1,
+    "letter_index": MAX_SIGN_LENGTH,
+    "spelling": len(SIGN_CHARACTERS) + 1,
 }
+"""Auxiliary target -> number of classes."""
+VISION_LOSS_WEIGHTS = {
+    "kind": 1.0,
+    "offset": 2.0,
+    "size_class": 0.3,
+    "letter": 0.5,
+    "colour": 0.2,
+    "texture": 0.2,
+    "region": 0.3,
+    "centre": 0.5,
+    "letter_index": 0.5,
+    "spelling": 0.5,
+    "num_others": 0.3,
+    "rank": 0.3,
+    "total": 0.3,
+}
+"""Weight of each loss of `VisionPretrainer`."""
 PROBE_LAYER = 3
-"""After so many layers of the text model words are asked what they know: those above can read it from them, and what a
-word finds out in the last layer, no later word can read."""
+"""Number of text layers before the auxiliary heads `about` and `action`. The layers above can attend to what those
+heads require; later tokens cannot attend to the output of the last layer."""
+
+
+FORMER_HEAD_NAMES = {
+    "alike": "num_others",
+    "bulk": "size_class",
+    "nth": "letter_index",
+    "place": "region",
+    "since": "action",
+    "spelled": "spelling",
+}
+"""Head names in checkpoints of 0.1 -> current names; read for one release."""
+
+
+def aux_head_weights(module: nn.Module) -> dict[str, Tensor]:
+    """Return the weights of the auxiliary heads, which a checkpoint holds apart from the exported model."""
+    groups = ("heads", "ground", "norm")
+    return {name: value for name, value in module.state_dict().items() if name.split(".")[0] in groups}
+
+
+def rename_former_heads(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return auxiliary head weights under current names, such as `heads.region.bias` for `heads.place.bias`."""
+    renamed: dict[str, Tensor] = {}
+    for name, value in weights.items():
+        group, head, *rest = name.split(".")
+        renamed[".".join((group, FORMER_HEAD_NAMES.get(head, head), *rest))] = value
+    return renamed
 
 
 def build_head(name: str, width: int) -> nn.Linear:
-    """What answers one of the questions of `ASKED`."""
+    """Return the linear head of a target of `PATCH_HEAD_SHAPES`."""
     return nn.Linear(width, math.prod(PATCH_HEAD_SHAPES[name]) * HEAD_NUM_CLASSES[name])
 
 
 def head_loss(name: str, logits: Tensor, labels: Tensor) -> Tensor:
-    """The loss of what such a head said: [n, questions x answers], [n, *questions]; 0 if nothing is known.
+    """Return the cross-entropy of a patch head; 0 if all labels are ignored.
 
-    Centres are rare, so they count more.
+    Args:
+        name: A key of `PATCH_HEAD_SHAPES`. Patches with a centre are rare and have weight 8.
+        logits: [N, targets x classes].
+        labels: [N, *`PATCH_HEAD_SHAPES[name]`] int64.
     """
     if not (labels != IGNORE_INDEX).any():
         return logits.new_zeros(())
@@ -69,9 +120,14 @@ def head_loss(name: str, logits: Tensor, labels: Tensor) -> Tensor:
 
 
 class VisionPretrainer(nn.Module):
-    """The tower with heads that say what each patch shows. The heads are thrown away afterwards."""
+    """The vision tower with one head per patch label."""
 
     def __init__(self, tower: Any, width: int) -> None:
+        """
+        Args:
+            tower: The SigLIP tower; trained in place.
+            width: Its hidden size.
+        """
         super().__init__()
         self.tower = tower
         self.norm = nn.LayerNorm(width)
@@ -82,141 +138,183 @@ class VisionPretrainer(nn.Module):
         )
 
     def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, float]]:
-        """The loss, and figures for the log."""
-        states = self.tower(batch["pixel_values"], output_hidden_states=True).hidden_states[-1]
-        states = self.norm(states.float())
-        said = {name: head(states) for name, head in self.heads.items()}
+        """Return the weighted loss (scalar) and metrics for the log, for a batch of `PatchDataset`."""
+        hidden_states = self.tower(batch["pixel_values"], output_hidden_states=True).hidden_states[-1]
+        hidden_states = self.norm(hidden_states.float())
+        outputs = {name: head(hidden_states) for name, head in self.heads.items()}
         kind = batch["kind"]
-        thing = (kind >= 0) & (kind < BACKGROUND_CLASS)
-        owned, sign = (kind >= 0) & (kind != BACKGROUND_CLASS), kind == SIGN_CLASS
+        is_thing = (kind >= 0) & (kind < BACKGROUND_CLASS)
+        is_foreground = (kind >= 0) & (kind != BACKGROUND_CLASS)
+        is_sign = kind == SIGN_CLASS
+        has_sign = bool(is_sign.any())
         losses = {
-            "kind": functional.cross_entropy(said["kind"].flatten(0, 1), kind.flatten(), ignore_index=IGNORE_INDEX),
-            "offset": functional.smooth_l1_loss(said["offset"][owned], batch["offset"][owned], beta=0.1),
-            "letter": functional.cross_entropy(said["letter"][sign], batch["letter"][sign]) if sign.any() else 0.0,
+            "kind": functional.cross_entropy(outputs["kind"].flatten(0, 1), kind.flatten(), ignore_index=IGNORE_INDEX),
+            "offset": functional.smooth_l1_loss(
+                outputs["offset"][is_foreground], batch["offset"][is_foreground], beta=0.1
+            ),
+            "letter": functional.cross_entropy(outputs["letter"][is_sign], batch["letter"][is_sign])
+            if has_sign
+            else 0.0,
         }
         for name in [name for name in PATCH_HEAD_SHAPES if name != "letter"]:
-            losses[name] = head_loss(name, said[name].flatten(0, 1), batch[name].flatten(0, 1))
-        pooled = states.mean(1)
+            losses[name] = head_loss(name, outputs[name].flatten(0, 1), batch[name].flatten(0, 1))
+        pooled = hidden_states.mean(1)
         for name, head in self.ground.items():
             losses[name] = functional.cross_entropy(head(pooled), batch[name])
-        weights = {"kind": 1.0, "offset": 2.0, "bulk": 0.3, "letter": 0.5, "colour": 0.2, "texture": 0.2}
-        weights |= {"place": 0.3, "centre": 0.5, "nth": 0.5, "spelled": 0.5, "alike": 0.3, "rank": 0.3, "total": 0.3}
-        loss = torch.stack([weights[name] * torch.as_tensor(part) for name, part in losses.items()]).sum()
+        loss = torch.stack([VISION_LOSS_WEIGHTS[name] * torch.as_tensor(value) for name, value in losses.items()]).sum()
         with torch.no_grad():
-            right = (said["kind"].argmax(-1) == kind)[thing].float().mean()
-            read = (said["letter"].argmax(-1) == batch["letter"])[sign].float().mean() if sign.any() else torch.nan
-        figures = {"things": float(right), "letters": float(read)}
-        return loss, figures | {name: float(torch.as_tensor(part).detach()) for name, part in losses.items()}
+            kind_accuracy = (outputs["kind"].argmax(-1) == kind)[is_thing].float().mean()
+            letter_hits = (outputs["letter"].argmax(-1) == batch["letter"])[is_sign].float()
+        metrics = {"things": float(kind_accuracy), "letters": float(letter_hits.mean()) if has_sign else math.nan}
+        return loss, metrics | {name: float(torch.as_tensor(value).detach()) for name, value in losses.items()}
 
 
 class VlmTrainer(nn.Module):
-    """The whole model, learning to answer. The tower's gradient is cut unless it is to learn."""
+    """The whole model with the answer loss and the auxiliary losses; no gradient reaches a tower at rate 0."""
 
-    def __init__(self, model: Any, names: Tensor, stage: TrainingStage) -> None:
+    def __init__(self, model: Any, name_token_ids: Tensor, stage: TrainingStage) -> None:
         """
         Args:
-            names: [kinds] the token that begins each kind's name.
+            model: The LLaVA; trained in place.
+            name_token_ids: [object kinds] int64, the first token of each kind's name.
+            stage: Number of text layers, weight of the auxiliary losses, whether the tower is frozen.
         """
         super().__init__()
-        self.names: Tensor
-        self.model, self.aux_loss_weight, self.tower_frozen, self.num_layers = (
-            model,
-            stage.named,
-            stage.eyes == 0,
-            stage.layers,
-        )
-        self.register_buffer("names", names, persistent=False)
+        self.name_token_ids: Tensor
+        self.model = model
+        self.aux_loss_weight = stage.named
+        self.tower_frozen = stage.eyes == 0
+        self.num_layers = stage.layers
+        self.register_buffer("name_token_ids", name_token_ids, persistent=False)
         width = model.config.text_config.hidden_size
         self.heads = nn.ModuleDict({name: build_head(name, width) for name in PATCH_HEAD_SHAPES})
         self.heads["about"] = nn.Linear(width, NUM_ABOUT_CLASSES)
-        self.heads["since"] = nn.Linear(width, len(ACTIONS))
+        self.heads["action"] = nn.Linear(width, len(ACTIONS))
 
     def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, float]]:
-        """The loss, and figures for the log."""
+        """Return the loss (scalar) and metrics for the log, for a batch of `collate_chats`.
+
+        The loss is the cross-entropy of the answers plus `aux_loss_weight` times four auxiliary losses: the name of the
+        thing at each visual token, read with the model's own `lm_head`; the other patch labels; the class of each token
+        that names a thing (`about`); the action at each visual token of a clip.
+        """
         core = self.model.model
-        text = core.language_model
         with torch.set_grad_enabled(not self.tower_frozen):
             states = core.vision_tower(batch["pixel_values"], output_hidden_states=True).hidden_states[-1]
         visual = core.multi_modal_projector(states)
-        embedded = core.get_input_embeddings()(batch["input_ids"])
-        place = batch["input_ids"] == self.model.config.image_token_index
-        embedded = embedded.masked_scatter(place[:, :, None], visual.to(embedded.dtype))
-        early, hidden = self._run_text_model(text, embedded, batch["turns"])
-        labels = batch["labels"][:, 1:]
-        learn = labels != IGNORE_INDEX
-        logits = self.model.lm_head(hidden[:, :-1][learn]).float()
-        told = functional.cross_entropy(logits, labels[learn])
-        kinds = batch["kind"]
-        thing = (kinds >= 0) & (kinds < BACKGROUND_CLASS)
-        read = self.model.lm_head(visual[thing]).float()
-        names = self.names[kinds[thing]]
-        named = functional.cross_entropy(read, names)
+        inputs_embeds = core.get_input_embeddings()(batch["input_ids"])
+        visual_mask = batch["input_ids"] == self.model.config.image_token_index
+        inputs_embeds = inputs_embeds.masked_scatter(visual_mask[:, :, None], visual.to(inputs_embeds.dtype))
+        probed, hidden_states = self._run_text_model(core.language_model, inputs_embeds, batch["turns"])
+
+        answer_loss, metrics = self._answer_loss(hidden_states, batch["labels"])
+        name_loss, name_metrics = self._name_loss(visual, batch["kind"])
+        patch_losses = {name: self._patch_loss(name, visual, batch[name], batch["kind"]) for name in PATCH_HEAD_SHAPES}
+        # Answers to questions by name need the named thing's region early; the answer loss alone teaches that late.
+        about_loss, about_accuracy = self._probe_loss("about", probed, batch["about"])
+        # Only the text model attends to more than one frame, so actions are probed there and not in the tower.
+        action_loss, action_accuracy = self._probe_loss("action", probed[visual_mask], batch["action"].flatten())
+
+        metrics |= name_metrics
+        metrics |= {name: float(loss.detach()) for name, loss in patch_losses.items()}
+        for name, accuracy in (("about", about_accuracy), ("action", action_accuracy)):
+            if accuracy is not None:
+                metrics[name] = accuracy
+        patch_loss = torch.stack(list(patch_losses.values())).sum()
+        aux_loss = name_loss + patch_loss + about_loss + action_loss
+        return answer_loss + self.aux_loss_weight * aux_loss, metrics
+
+    def _answer_loss(self, hidden_states: Tensor, labels: Tensor) -> tuple[Tensor, dict[str, float]]:
+        """Cross-entropy of the next token from [B, S, D] and labels [B, S], and the accuracies."""
+        labels = labels[:, 1:]
+        loss_mask = labels != IGNORE_INDEX
+        targets = labels[loss_mask]
+        logits = self.model.lm_head(hidden_states[:, :-1][loss_mask]).float()
+        loss = functional.cross_entropy(logits, targets)
         with torch.no_grad():
-            right = (logits.argmax(-1) == labels[learn]).float()
-            is_name = torch.isin(labels[learn], self.names)
-            figures = {
-                "told": float(told.detach()),
-                "named": float(named.detach()),
-                "tokens": float(right.mean()),
-                "names": float(right[is_name].mean()) if is_name.any() else math.nan,
-                "patches": float((read.argmax(-1) == names).float().mean()),
+            hits = (logits.argmax(-1) == targets).float()
+            is_name = torch.isin(targets, self.name_token_ids)
+            metrics = {
+                "answer_loss": float(loss.detach()),
+                "tokens": float(hits.mean()),
+                "names": float(hits[is_name].mean()) if is_name.any() else math.nan,
             }
-        answers = {name: self._patch_loss(name, visual, batch[name], kinds) for name in PATCH_HEAD_SHAPES}
-        further = torch.stack(list(answers.values())).sum()
-        figures |= {name: float(loss.detach()) for name, loss in answers.items()}
-        # Every word that names a thing says where that is: questions need to find by name, and text teaches that late.
-        where = batch["about"]
-        meant = self.heads["about"](early[where != IGNORE_INDEX]).float()
-        found = functional.cross_entropy(meant, where[where != IGNORE_INDEX]) if len(meant) else told.new_zeros(())
-        if len(meant):
-            figures["about"] = float((meant.argmax(-1) == where[where != IGNORE_INDEX]).float().mean())
-        # In a clip each visual token says what its thing has done since the picture before, which only the text model
-        # can know: it is the first to see two pictures.
-        since = batch["since"].flatten()
-        done = self.heads["since"](early[place][since != IGNORE_INDEX]).float()
-        changed = functional.cross_entropy(done, since[since != IGNORE_INDEX]) if len(done) else told.new_zeros(())
-        if len(done):
-            figures["since"] = float((done.argmax(-1) == since[since != IGNORE_INDEX]).float().mean())
-        return told + self.aux_loss_weight * (named + further + found + changed), figures
+        return loss, metrics
 
-    def _run_text_model(self, text: Any, rows: Tensor, turns: Tensor) -> tuple[Tensor, Tensor]:
-        """What the text model has found out after `READ` layers and after all, both normed; [B, n, D]."""
-        every, norm = text.layers, text.norm
-        given: dict[str, Any] = {"use_cache": False}
-        if turns.any():  # else, padded on the right, what is causal needs no mask
-            given |= {"attention_mask": build_turn_mask(turns), "position_ids": build_turn_position_ids(turns)}
+    def _name_loss(self, visual: Tensor, kinds: Tensor) -> tuple[Tensor, dict[str, float]]:
+        """Cross-entropy of the things' names at their visual tokens [F, P, D], with the model's `lm_head`."""
+        is_thing = (kinds >= 0) & (kinds < BACKGROUND_CLASS)
+        logits = self.model.lm_head(visual[is_thing]).float()
+        targets = self.name_token_ids[kinds[is_thing]]
+        loss = functional.cross_entropy(logits, targets)
+        accuracy = (logits.detach().argmax(-1) == targets).float().mean()
+        return loss, {"name_loss": float(loss.detach()), "patches": float(accuracy)}
+
+    def _probe_loss(self, name: str, hidden_states: Tensor, labels: Tensor) -> tuple[Tensor, float | None]:
+        """Cross-entropy and accuracy of a head on [..., D] where labels [...] are defined; (0, None) if none is."""
+        known = labels != IGNORE_INDEX
+        logits = self.heads[name](hidden_states[known]).float()
+        if not len(logits):
+            return logits.new_zeros(()), None
+        accuracy = float((logits.detach().argmax(-1) == labels[known]).float().mean())
+        return functional.cross_entropy(logits, labels[known]), accuracy
+
+    def _patch_loss(self, name: str, visual: Tensor, labels: Tensor, kinds: Tensor) -> Tensor:
+        """Loss of one patch label at the visual tokens [F, P, D]."""
+        if name == "letter":  # letters occur only on signs
+            labels = labels.masked_fill(kinds != SIGN_CLASS, IGNORE_INDEX)
+        known = (labels != IGNORE_INDEX).flatten(2).any(-1) if labels.ndim > 2 else labels != IGNORE_INDEX
+        return head_loss(name, self.heads[name](visual[known]).float(), labels[known])
+
+    def _run_text_model(self, text_model: Any, inputs_embeds: Tensor, turn_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the normed hidden states after `PROBE_LAYER` layers and after `num_layers`, [B, S, D] each.
+
+        With at most `PROBE_LAYER` layers both are those after the last layer.
+        """
+        layers = text_model.layers
+        norm = text_model.norm
+        kwargs: dict[str, Any] = {"use_cache": False}
+        if turn_ids.any():  # otherwise the default causal mask is right: padding is on the right
+            kwargs["attention_mask"] = build_turn_mask(turn_ids)
+            kwargs["position_ids"] = build_turn_position_ids(turn_ids)
+        has_probe = self.num_layers > PROBE_LAYER
+        probed = inputs_embeds
         try:
-            if self.num_layers > PROBE_LAYER:
-                text.layers, text.norm = every[:PROBE_LAYER], nn.Identity()
-                rows = text(inputs_embeds=rows, **given).last_hidden_state
-            text.layers, text.norm = every[PROBE_LAYER if self.num_layers > PROBE_LAYER else 0 : self.num_layers], norm
-            hidden = text(inputs_embeds=rows, **given).last_hidden_state
+            if has_probe:
+                text_model.layers = layers[:PROBE_LAYER]
+                text_model.norm = nn.Identity()
+                probed = text_model(inputs_embeds=inputs_embeds, **kwargs).last_hidden_state
+            text_model.layers = layers[PROBE_LAYER if has_probe else 0 : self.num_layers]
+            text_model.norm = norm
+            hidden_states = text_model(inputs_embeds=probed, **kwargs).last_hidden_state
         finally:
-            text.layers, text.norm = every, norm
-        return (norm(rows) if self.num_layers > PROBE_LAYER else hidden), hidden
-
-    def _patch_loss(self, name: str, visual: Tensor, answers: Tensor, kinds: Tensor) -> Tensor:
-        """The loss on what visual tokens say of their patches besides the name, by heads that are thrown away."""
-        if name == "letter":  # there are none but on signs
-            answers = answers.masked_fill(kinds != SIGN_CLASS, IGNORE_INDEX)
-        known = (answers != IGNORE_INDEX).flatten(2).any(-1) if answers.ndim > 2 else answers != IGNORE_INDEX
-        return head_loss(name, self.heads[name](visual[known]).float(), answers[known])
+            text_model.layers = layers
+            text_model.norm = norm
+        return (norm(probed) if has_probe else hidden_states), hidden_states
 
 
 def build_turn_mask(turn_ids: Tensor) -> Tensor:
-    """[B, 1, n, n] bool: what each token may see, for `Sample.turns` [B, n]: of what stands before it (or is itself)
-    what belongs to no turn, and its own."""
+    """Return the attention mask of independent turns.
+
+    Args:
+        turn_ids: [B, S] int64, as in `ChatSample`.
+
+    Returns:
+        [B, 1, S, S] bool, True where the query attends to the key: keys up to the query's index, of turn 0 or of the
+        query's turn.
+    """
     length = turn_ids.size(1)
     causal = torch.ones(length, length, dtype=torch.bool, device=turn_ids.device).tril()
-    here, there = turn_ids[:, :, None], turn_ids[:, None, :]
-    return ((here == there) | (there == 0)).logical_and(causal)[:, None]
+    query = turn_ids[:, :, None]
+    key = turn_ids[:, None, :]
+    return ((query == key) | (key == 0)).logical_and(causal)[:, None]
 
 
 def build_turn_position_ids(turn_ids: Tensor) -> Tensor:
-    """[B, n] positions: each turn goes on where what all of them share ends."""
-    at = torch.arange(turn_ids.size(1), device=turn_ids.device).expand_as(turn_ids)
-    begins = torch.ones_like(turn_ids, dtype=torch.bool)
-    begins[:, 1:] = turn_ids[:, 1:] != turn_ids[:, :-1]
-    start = torch.where(begins, at, 0).cummax(1).values
-    shared = torch.where(turn_ids > 0, at, turn_ids.size(1)).amin(1, keepdim=True)
-    return torch.where(turn_ids > 0, at - start + shared, at)
+    """Return [B, S] position ids: every turn continues from the end of the shared prefix (turn 0)."""
+    index = torch.arange(turn_ids.size(1), device=turn_ids.device).expand_as(turn_ids)
+    is_start = torch.ones_like(turn_ids, dtype=torch.bool)
+    is_start[:, 1:] = turn_ids[:, 1:] != turn_ids[:, :-1]
+    start = torch.where(is_start, index, 0).cummax(1).values
+    prefix_length = torch.where(turn_ids > 0, index, turn_ids.size(1)).amin(1, keepdim=True)
+    return torch.where(turn_ids > 0, index - start + prefix_length, index)

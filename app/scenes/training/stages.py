@@ -1,4 +1,4 @@
-"""The stages of the training of the scenes model: how long, how fast, and what learns at which rate."""
+"""The training stages of the scenes model (steps, learning rates, data mixture) and the optimizer, Muon with AdamW."""
 
 from __future__ import annotations
 
@@ -11,23 +11,32 @@ import torch
 from torch import Tensor, nn
 
 from mmspec.app.scenes.training.build_model import NUM_LOWER_LAYERS
-from mmspec.cpu.linear import bf16_is_faster
+from mmspec.cpu.bf16 import bf16_is_faster
+from mmspec.drafters.training.schedule import warmup_cosine
 
 
 @dataclass(frozen=True)
 class TrainingStage:
-    """One part of the training.
+    """One training stage. The fields are also the keys of a stage in `training.json`.
 
     Attributes:
-        first: the seed of its first sample. eyes: learning rate of the tower, in shares of `rate`; 0 freezes it.
-        last: the learning rate falls to this share of `rate`. named: weight of the losses on visual tokens.
-        layers: how many layers of the text model are there; those that are added later begin as doing nothing, so that
-            much is learned at a fraction of the cost.
-        upper: learning rate of the layers from `LOWER` on, in shares of `rate`. Their first steps are large and blind.
-        clips: share of the batches that are clips, which are several times as long.
-        full: half of the pictures of chats have four to six things, which teaches more names; else they are as the
-            world has them and numbers are asked more often and of all kinds alike, which teaches how often there is but
-            one.
+        name: Name of the stage; "see" trains the vision tower alone, every other name the whole model.
+        steps: Number of optimizer steps.
+        batch: Samples per step.
+        rate: Peak learning rate.
+        first: Seed of the first sample.
+        warmup: Steps of linear warm-up.
+        eyes: Learning rate of the vision tower as a share of `rate`; 0 freezes it.
+        last: Learning rate at the last step as a share of `rate`.
+        named: Weight of the auxiliary losses on visual tokens and named things.
+        layers: Number of text layers in use. Layers added by a later stage start as identity, so the early stages cost
+            a fraction of the full depth.
+        upper: Learning rate of the layers from `NUM_LOWER_LAYERS` on as a share of `rate`; their first updates are
+            large and noisy.
+        clips: Share of the batches that are clips, which are several times as long as scenes.
+        full: Half of the scenes have four to six things, which teaches more names. If False, scenes follow the world's
+            distribution and counting questions are more frequent and balanced over kinds, which teaches that one is the
+            usual count.
     """
 
     name: str
@@ -56,14 +65,13 @@ STAGES = (
 
 def learning_rate_at(stage: TrainingStage, step: int) -> float:
     """Warm-up, then a cosine down to the last."""
-    if step < stage.warmup:
-        return stage.rate * (step + 1) / stage.warmup
-    done = (step - stage.warmup) / max(1, stage.steps - stage.warmup)
-    return stage.rate * (stage.last + (1 - stage.last) * 0.5 * (1 + math.cos(math.pi * min(1.0, done))))
+    return warmup_cosine(
+        step, peak=stage.rate, warmup_steps=stage.warmup, max_steps=stage.steps, final_scale=stage.last
+    )
 
 
 def learning_rate_scale(name: str, stage: TrainingStage) -> float:
-    """The learning rate of a weight, in shares of the stage's."""
+    """Return the factor on the stage's learning rate for the parameter of that name."""
     if "vision_tower" in name or name.startswith("tower"):
         return stage.eyes
     layer = re.search(r"language_model\.layers\.(\d+)\.", name)
@@ -71,16 +79,17 @@ def learning_rate_scale(name: str, stage: TrainingStage) -> float:
 
 
 class Muon(torch.optim.Muon):
-    """`torch.optim.Muon`, in float32 where that is faster (`halves`); where bfloat16 is emulated a step takes minutes.
+    """`torch.optim.Muon` that computes in float32 on devices where bfloat16 is emulated.
 
-    Muon (K. Jordan et al. 2024, scaled as in arXiv 2502.16982) makes the update of a matrix orthogonal; it needs fewer
-    steps than AdamW at the same rates. State is that of the parent; settings are to be those of
-    `Optimisers`: Nesterov's momentum, "match_rms_adamw".
+    Muon (K. Jordan et al. 2024, with the scaling of arXiv 2502.16982) orthogonalises the update of a matrix. The
+    orthogonalisation of `torch.optim.Muon` runs in bfloat16, which takes minutes per step where `cpu.linear` finds no
+    native support. State is that of the parent class; the float32 path implements only the settings of `MuonAdamW`:
+    Nesterov momentum and `adjust_lr_fn="match_rms_adamw"`.
     """
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """One step; decay is independent of the update."""
+        """Run one optimizer step, with decoupled weight decay."""
         if all(bf16_is_faster(weight.device) for group in self.param_groups for weight in group["params"]):
             super().step()
             return
@@ -98,7 +107,13 @@ class Muon(torch.optim.Muon):
 
 
 def orthogonalize(matrix: Tensor, coefficients: tuple[float, float, float], steps: int) -> Tensor:
-    """The nearest matrix with singular values of about one, by Newton and Schulz; [m, n] as given."""
+    """Return the [m, n] matrix with the singular vectors of `matrix` and singular values of about one.
+
+    Args:
+        matrix: [m, n].
+        coefficients: Coefficients a, b, c of the Newton-Schulz polynomial a X + b X X^T X + c (X X^T)^2 X.
+        steps: Number of iterations.
+    """
     a, b, c = coefficients
     wide = matrix.T if matrix.size(0) > matrix.size(1) else matrix
     wide = wide / wide.norm().clamp(min=1e-7)
@@ -109,40 +124,45 @@ def orthogonalize(matrix: Tensor, coefficients: tuple[float, float, float], step
 
 
 class MuonAdamW:
-    """Muon for the matrices of the layers, AdamW for all else; the tower may have a share of the rate."""
+    """Muon for the weight matrices of transformer layers, AdamW for all other parameters."""
 
     def __init__(self, stage: TrainingStage, module: nn.Module) -> None:
+        """
+        Args:
+            stage: Learning rate and its factors per group of parameters.
+            module: What is trained. `requires_grad` of its parameters is set: False where the factor is 0.
+        """
         groups: dict[tuple[bool, float], list[nn.Parameter]] = {}
         for name, weight in module.named_parameters():
             share = learning_rate_scale(name, stage)
             weight.requires_grad_(share > 0)
             if share:
                 groups.setdefault((weight.ndim == 2 and ".layers." in name, share), []).append(weight)
-        made: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
-        for (matrix, share), weights in groups.items():
-            made[matrix].append({"params": weights, "share": share})
+        param_groups: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
+        for (use_muon, share), weights in groups.items():
+            param_groups[use_muon].append({"params": weights, "share": share})
         self.optimizers: list[torch.optim.Optimizer] = [
-            Muon(made[True], lr=stage.rate, weight_decay=0.02, adjust_lr_fn="match_rms_adamw"),
-            torch.optim.AdamW(made[False], lr=stage.rate, betas=(0.9, 0.98), weight_decay=0.02),
+            Muon(param_groups[True], lr=stage.rate, weight_decay=0.02, adjust_lr_fn="match_rms_adamw"),
+            torch.optim.AdamW(param_groups[False], lr=stage.rate, betas=(0.9, 0.98), weight_decay=0.02),
         ]
 
     def step(self, learning_rate: float) -> None:
-        """One step at this learning rate."""
-        for optimiser in self.optimizers:
-            for group in optimiser.param_groups:
+        """Run one step at this learning rate; each group applies its factor."""
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
                 group["lr"] = learning_rate * group["share"]
-            optimiser.step()
+            optimizer.step()
 
     def zero_grad(self) -> None:
-        """Forget the gradients."""
-        for optimiser in self.optimizers:
-            optimiser.zero_grad(set_to_none=True)
+        """Set all gradients to None."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
 
     def state_dict(self) -> list[dict[str, Any]]:
-        """What a checkpoint keeps."""
-        return [optimiser.state_dict() for optimiser in self.optimizers]
+        """Return the states of both optimizers, for `load_state_dict`."""
+        return [optimizer.state_dict() for optimizer in self.optimizers]
 
     def load_state_dict(self, states: list[dict[str, Any]]) -> None:
-        """Go on from a checkpoint."""
-        for optimiser, state in zip(self.optimizers, states, strict=True):
-            optimiser.load_state_dict(state)
+        """Restore the states of both optimizers."""
+        for optimizer, state in zip(self.optimizers, states, strict=True):
+            optimizer.load_state_dict(state)

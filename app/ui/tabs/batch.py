@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,40 +12,54 @@ import gradio as gr
 
 from mmspec.app.caption.config import PROMPT
 from mmspec.app.errors import UsageError
-from mmspec.app.io import images
-from mmspec.app.io import videos as clips
+from mmspec.app.io import images, videos
 from mmspec.app.io.sources import MANIFESTS
 from mmspec.app.scenes.examples import list_example_files
-from mmspec.app.ui import render as render
+from mmspec.app.ui import render
 from mmspec.app.ui.batch import CaptionBatch
 from mmspec.app.ui.context import (
+    DEVICE_QUEUE,
     FAILURE_MESSAGE,
-    IN_LINE,
     PRIVATE_API,
     UNQUEUED,
-    VALIDATING,
+    VALIDATION,
     Context,
+    Controls,
     build_controls,
-    queued,
+    format_queue_position,
+    get_client,
     report_errors,
 )
-from mmspec.app.ui.worker import LeftError
+from mmspec.app.ui.worker import Client, LeftQueueError
+
+
+@dataclass(frozen=True)
+class BatchComponents:
+    """Components of the tab that its events read or update."""
+
+    uploads: Any
+    prompt: Any
+    start: Any
+    cancel: Any
+    download: Any
+    status: Any
+    table: Any
 
 
 def build_batch_tab(context: Context) -> None:
-    """Draw the tab."""
+    """Create the tab and connect its events."""
     with gr.Row():
         with gr.Column(scale=2, min_width=300):
             uploads = gr.File(
                 file_count="multiple",
-                file_types=sorted(images.SUFFIXES | clips.SUFFIXES | MANIFESTS),
+                file_types=sorted(images.SUFFIXES | videos.SUFFIXES | MANIFESTS),
                 label="Pictures, clips, or a list with them",
                 height=220,
                 elem_id="mm-files",
             )
-            examples = gr.Button("Take the example files", elem_id="mm-take-examples")
+            examples = gr.Button("Use the example files", elem_id="mm-take-examples")
             prompt = gr.Textbox(
-                "", label="Prompt", placeholder=f"{PROMPT} (a list may bring its own)", elem_id="mm-prompt"
+                "", label="Prompt", placeholder=f"{PROMPT} (a list may contain its own)", elem_id="mm-prompt"
             )
             settings = build_controls(context, 64, "batch")
         with gr.Column(scale=5, min_width=320):
@@ -53,86 +69,102 @@ def build_batch_tab(context: Context) -> None:
                 download = gr.DownloadButton("Download JSONL", interactive=False, elem_id="mm-rows", min_width=90)
             status = gr.HTML(render.render_status("Drop some files."), elem_id="mm-batch-status")
             table = gr.HTML(render.render_captions([]), elem_id="mm-captions")
-
     examples.click(lambda: [str(path) for path in list_example_files()], None, uploads, **UNQUEUED)
+    _connect_events(context, BatchComponents(uploads, prompt, start, cancel, download, status, table), settings)
 
+
+def _connect_events(context: Context, parts: BatchComponents, settings: Controls) -> None:
     @report_errors
     def begin(request: gr.Request) -> tuple[Any, Any]:
         context.sessions.begin(str(request.session_hash))
         return gr.update(interactive=False), gr.update(interactive=True)
 
     @report_errors
-    def work(request: gr.Request, paths: Any, asked: Any, *chosen: Any) -> Iterator[dict[Any, Any]]:
-        drawn = -1
-        for batch, busy in stream_batch(context, paths, asked, chosen, str(request.session_hash)):
-            values = {
-                status: render.render_status(queued(batch.ahead) if batch.ahead else format_progress(batch, busy))
-            }
-            if len(batch.rows) != drawn:
-                drawn = len(batch.rows)
-                values[table] = render.render_captions(batch.rows)
-            if not busy:
-                values[download] = gr.update(value=str(batch.output_file) if drawn else None, interactive=drawn > 0)
-            yield values
+    def work(request: gr.Request, paths: Any, prompt: Any, *values: Any) -> Iterator[dict[Any, Any]]:
+        num_rendered = -1
+        client = get_client(request)
+        for batch, is_running in stream_batch(context, paths, prompt, values, client.session, client.address):
+            text = format_queue_position(batch.num_ahead) if batch.num_ahead else format_progress(batch, is_running)
+            updates: dict[Any, Any] = {parts.status: render.render_status(text)}
+            if len(batch.rows) != num_rendered:
+                num_rendered = len(batch.rows)
+                updates[parts.table] = render.render_captions(batch.rows)
+            if not is_running:
+                file = str(batch.output_file) if num_rendered else None
+                updates[parts.download] = gr.update(value=file, interactive=num_rendered > 0)
+            yield updates
 
     def end(request: gr.Request) -> tuple[Any, Any]:
         context.sessions.end(str(request.session_hash))
         return gr.update(interactive=True), gr.update(interactive=False)
 
-    def failed(request: gr.Request) -> tuple[Any, Any, str]:
+    def fail(request: gr.Request) -> tuple[Any, Any, str]:
         return (*end(request), render.render_status(FAILURE_MESSAGE))
 
-    def halt(request: gr.Request) -> None:
+    def cancel_run(request: gr.Request) -> None:
         context.sessions.cancel(request.session_hash)
 
-    started = start.click(begin, None, [start, cancel], **VALIDATING)
+    buttons = [parts.start, parts.cancel]
+    started = parts.start.click(begin, None, buttons, **VALIDATION)
     running = started.success(
         work,
-        [uploads, prompt, *settings.inputs],
-        [status, table, download],
+        [parts.uploads, parts.prompt, *settings.inputs],
+        [parts.status, parts.table, parts.download],
         show_progress="minimal",
-        show_progress_on=[status],
-        **IN_LINE,
+        show_progress_on=[parts.status],
+        **DEVICE_QUEUE,
         **PRIVATE_API,
     )
-    running.then(end, None, [start, cancel], **UNQUEUED)
-    running.failure(failed, None, [start, cancel, status], **UNQUEUED)  # gradio 6.31 leaves `then` out after an error
-    cancel.click(halt, None, None, **UNQUEUED)
+    running.then(end, None, buttons, **UNQUEUED)
+    running.failure(fail, None, [*buttons, parts.status], **UNQUEUED)  # Gradio 6.31 skips `then` after an error
+    parts.cancel.click(cancel_run, None, None, **UNQUEUED)
 
 
 def stream_batch(
-    context: Context, paths: Any, prompt: str | None, chosen: tuple[Any, ...], session: str
+    context: Context, paths: Any, prompt: str | None, settings: tuple[Any, ...], session: str, address: str = ""
 ) -> Iterator[tuple[CaptionBatch, bool]]:
-    """Caption the files; yields the batch now and then, and whether it is still going.
+    """Caption the files; yields the batch at every poll, and whether it is still running.
+
+    Args:
+        context: the app.
+        paths: uploaded files.
+        prompt: for files without their own; empty for the default.
+        settings: values of the controls, as `Context.parse_settings` takes them.
+        session: name of the page.
+        address: network address of the client.
 
     Raises:
-        UsageError: the files, the prompt or the settings do not do.
+        UsageError: the files, the prompt or the settings are refused, or the queue is full.
     """
-    limits, halt = context.limits, context.sessions.get_signal(session)
-    given = limits.check_files([Path(path) for path in paths or ()])
-    asked = limits.check_question(prompt) if (prompt or "").strip() else None
-    batch = CaptionBatch(
-        context.model_store, given, asked, context.parse_settings(*chosen), limits, context.temp_storage.new_folder()
-    )
+    limits = context.limits
+    cancel_signal = context.sessions.get_signal(session)
+    files = limits.check_files([Path(path) for path in paths or ()])
+    checked_prompt = limits.check_question(prompt) if (prompt or "").strip() else None
+    run_settings = context.parse_settings(*settings)
+    folder = context.temp_storage.new_folder()
+    batch = CaptionBatch(context.model_store, files, checked_prompt, run_settings, limits, folder)
+    work = functools.partial(batch.run, cancel_signal)
+    client = Client(session, address)
     try:
-        for ahead in context.worker.submit_and_poll(lambda: batch.run(halt), halt, first=True):
-            batch.ahead = ahead
+        for num_ahead in context.worker.submit_and_poll(work, cancel_signal, yield_first=True, client=client):
+            batch.num_ahead = num_ahead
             yield batch, True
-    except LeftError:
-        batch.leave()
+    except LeftQueueError:
+        batch.discard()
     except UsageError:
-        batch.leave()
+        batch.discard()
         raise
     yield batch, False
 
 
-def format_progress(batch: CaptionBatch, busy: bool) -> str:
-    """How far a batch has come."""
-    done, failed = len(batch.rows), sum(1 for row in batch.rows if row["error"])
-    text = f"{done} of {batch.total} done" + (f", {failed} failed" if failed else "")
-    if busy:
-        return f"{text}; working."
-    return f"{text}; cancelled, what is done can be downloaded." if batch.cancelled else f"{text}."
+def format_progress(batch: CaptionBatch, is_running: bool) -> str:
+    """Number of rows that are done and that failed."""
+    num_done = len(batch.rows)
+    num_failed = sum(1 for row in batch.rows if row["error"])
+    text = f"{num_done} of {batch.total} done" + (f", {num_failed} failed" if num_failed else "")
+    if is_running:
+        return f"{text}; running."
+    return f"{text}; cancelled, finished rows can be downloaded." if batch.cancelled else f"{text}."
 
 
 __all__ = ["build_batch_tab", "format_progress", "stream_batch"]

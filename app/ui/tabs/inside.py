@@ -59,7 +59,7 @@ def clamp_round(report: Report, round_index: float) -> int:
 
 def next_round_with_tree(report: Report, round_index: int) -> int:
     """The next round with a tree; the first such after the last; `number` if no round has one."""
-    trees = [place for place, one in enumerate(report.rounds) if one.guesses]
+    trees = [place for place, one in enumerate(report.rounds) if one.num_draft_tokens]
     return next((place for place in trees if place > round_index), trees[0] if trees else round_index)
 
 

@@ -1,0 +1,113 @@
+"""Settings of `mmspec bench`, resolved and validated."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+
+from mmspec.app.caption.config import PROMPT, SCENES_MODEL
+from mmspec.app.errors import UsageError
+from mmspec.app.scenes.world import FIRST_HELD_OUT_SEED
+
+MAX_TREE_SIZE = 64
+"""`MAX_NODES` of mmspec.engine.tree, which is too slow to import here."""
+
+
+@dataclass(frozen=True)
+class BenchConfig:
+    """What is measured.
+
+    Attributes:
+        model: hub id, folder or built-in name. dtype, device: of the model.
+        drafters: specs as `mmspec.app.bench.specs.parse_spec` reads them.
+        nodes: size of every tree; None lets the controller choose.
+        batch_sizes: rows per call, one series of measurements for each.
+        prompt_tokens: lengths that prompts are padded to; empty for prompts as they are.
+        task: scenes task; None for images with one prompt.
+        scene_seed: of the first scene, with `task`. count: scenes; None for `repeats` batches.
+        new_tokens: per row; a maximum with `task`, exact without.
+        temperature: 0 is greedy. seed: of prompts, images and sampling. repeats: rounds after the warm-up.
+        images: paths of images; empty for synthetic ones. prompt: text before the padding.
+    """
+
+    model: str
+    dtype: str
+    device: str
+    drafters: tuple[str, ...]
+    nodes: int | None
+    batch_sizes: tuple[int, ...]
+    prompt_tokens: tuple[int, ...]
+    task: str | None
+    scene_seed: int | None
+    count: int | None
+    new_tokens: int
+    temperature: float
+    seed: int
+    repeats: int
+    images: tuple[str, ...]
+    prompt: str
+
+    @classmethod
+    def from_args(cls, args: argparse.Namespace) -> BenchConfig:
+        """Fill in defaults that depend on other options.
+
+        Raises:
+            UsageError: options that exclude each other, or a value out of range.
+        """
+        image_options = {"--images": args.images, "--prompt": args.prompt, "--prompt-tokens": args.prompt_tokens}
+        used = [name for name, value in image_options.items() if value]
+        task = "describe" if args.task is None and args.model == SCENES_MODEL and not used else args.task
+        if task is not None and used:
+            raise UsageError(f"--task brings images and questions of its own; leave out {used[0]}")
+        if task is not None and args.count is not None and args.count < max(args.batch_sizes):
+            raise UsageError(f"--count {args.count} does not fill a batch of {max(args.batch_sizes)}")
+        if task is None and (args.scene_seed is not None or args.count is not None):
+            raise UsageError("--scene-seed and --count go with --task")
+        if args.nodes is not None and args.nodes > MAX_TREE_SIZE:
+            raise UsageError(f"--nodes is 1 to {MAX_TREE_SIZE}, the root included; got {args.nodes}")
+        new_tokens = args.new_tokens or (160 if task else 64)
+        if new_tokens < 2:
+            raise UsageError(f"--new-tokens must be 2 or more, or there is nothing to decode; got {new_tokens}")
+        scene_seed = FIRST_HELD_OUT_SEED if task and args.scene_seed is None else args.scene_seed
+        return cls(
+            model=args.model,
+            dtype=args.dtype,
+            device=args.device,
+            drafters=tuple(args.drafters),
+            nodes=args.nodes,
+            batch_sizes=tuple(args.batch_sizes),
+            prompt_tokens=tuple(args.prompt_tokens or ()),
+            task=task,
+            scene_seed=scene_seed,
+            count=args.count,
+            new_tokens=new_tokens,
+            temperature=args.temperature,
+            seed=args.seed,
+            repeats=args.repeats,
+            images=tuple(args.images),
+            prompt=args.prompt or PROMPT,
+        )
+
+    def rounds_of(self, batch: int) -> int:
+        """Measured rounds at a batch size, the warm-up not included."""
+        return self.count // batch if self.count else self.repeats
+
+
+def check_writable(file: str) -> None:
+    """Refuse a result file that cannot be written, before an hour of measuring.
+
+    Raises:
+        UsageError: the file cannot be opened for writing.
+    """
+    try:
+        is_new = not Path(file).exists()
+        with Path(file).open("ab"):
+            pass
+        if is_new:
+            Path(file).unlink()
+    except OSError as error:
+        raise UsageError(f"cannot write {file}: {error.strerror}") from error
+
+
+__all__ = ["MAX_TREE_SIZE", "BenchConfig", "check_writable"]

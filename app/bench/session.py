@@ -1,0 +1,119 @@
+"""One run of `mmspec bench`: loads the model, measures every batch size and prompt length, returns the rows."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from mmspec.app.bench.config import BenchConfig
+from mmspec.app.bench.forced_tree import add_forced_tree, is_probe_needed, probe_forced_tree
+from mmspec.app.bench.measure import NO_DRAFT, Contestant, build_contestants, build_result_rows, run_rounds
+from mmspec.app.bench.requests import bench_images, build_requests, build_scene_requests
+from mmspec.app.caption.config import SCENES_MODEL
+from mmspec.app.errors import UsageError, one_line
+from mmspec.app.modeling.captioner import Captioner
+from mmspec.app.modeling.load import load_model
+from mmspec.app.scenes.domain_check import warn_if_out_of_domain
+from mmspec.app.versions import commit, mmspec_version, version
+
+Requests = Sequence[Mapping[str, Any]]
+
+
+def measure_bench(config: BenchConfig, command: str, progress: bool | None = None) -> list[dict[str, Any]]:
+    """All rows, batch size by batch size and prompt length by prompt length.
+
+    Args:
+        command: the command line, for `run.command` of the rows.
+        progress: show a progress bar; None for only if standard error is a terminal.
+
+    Raises:
+        UsageError: the model, a drafter or an image cannot be used.
+    """
+    num_images = max(config.batch_sizes) * (config.repeats + 1)
+    images = [] if config.task else bench_images(config.images, num_images, config.seed)
+    if config.model == SCENES_MODEL and images:
+        warn_if_out_of_domain(images[0], "what --images names" if config.images else "the synthetic image")
+    model, processor = load_model(config.model, config.dtype, config.device)
+    stop_at_eos = config.task is not None
+    try:
+        contestants = build_contestants(model, config.drafters, processor, stop_at_eos, config.nodes)
+    except (OSError, TypeError, ValueError) as error:
+        raise UsageError(f"--model {config.model}: {one_line(error, 600)}") from error
+    captioner = Captioner(model, processor)
+    keys = ("model", "task", "scene_seed", "new_tokens", "temperature", "nodes")
+    shared = {key: getattr(config, key) for key in keys}
+    shared |= {"dtype": captioner.dtype, "run": provenance(command, model.device)}
+    lengths = config.prompt_tokens or (0,)
+    num_calls = len(lengths) * len(contestants) * sum(config.rounds_of(batch) + 1 for batch in config.batch_sizes)
+    is_hidden = not (sys.stderr.isatty() if progress is None else progress)
+    rows: list[dict[str, Any]] = []
+    with tqdm(total=num_calls, desc="bench", unit="call", disable=is_hidden, file=sys.stderr) as bar:
+        for batch in config.batch_sizes:
+            for length in lengths:
+                requests = _build_requests(config, captioner, images, batch, length)
+                found = _measure(config, contestants, requests, model, processor, bar.update)
+                prompt_tokens = requests[0]["input_ids"].shape[1]
+                found = [row | {"prompt_tokens": prompt_tokens, "repeats": config.rounds_of(batch)} for row in found]
+                rows += [row | shared for row in found]
+    return rows
+
+
+def _build_requests(
+    config: BenchConfig, captioner: Captioner, images: Sequence[Any], batch: int, length: int
+) -> Requests:
+    """A warm-up request and one for each measured round."""
+    count = config.rounds_of(batch)
+    if config.task and config.scene_seed is not None:
+        return build_scene_requests(captioner, config.task, config.scene_seed, batch, count)
+    return build_requests(captioner, images, config.prompt, batch, length, count + 1, config.seed)
+
+
+def _measure(
+    config: BenchConfig,
+    contestants: Sequence[Contestant],
+    requests: Requests,
+    model: Any,
+    processor: Any,
+    tick: Callable[[], Any],
+) -> list[dict[str, Any]]:
+    """Rows of one batch size and prompt length; a drafter that the controller left out is probed with a forced tree."""
+    run_rounds(contestants, requests, config.new_tokens, config.temperature, config.seed, tick)
+    own = next(one for one in contestants if one.name == NO_DRAFT)
+    rows = list(build_result_rows(contestants))
+    for row in rows:
+        forced = None
+        if config.nodes is None and is_probe_needed(row):
+            forced = probe_forced_tree(
+                own,
+                row["drafter"],
+                processor,
+                requests,
+                config.new_tokens,
+                config.temperature,
+                config.seed,
+                model=model,
+                stop_at_eos=config.task is not None,
+            )
+        add_forced_tree(row, forced)
+    return rows
+
+
+def provenance(command: str, device: torch.device) -> dict[str, Any]:
+    """Versions, commit, command line and device (the one measured on) of a result."""
+    card = torch.cuda.get_device_name(device) if device.type == "cuda" else None
+    return {
+        "command": command,
+        "mmspec": mmspec_version(),
+        "commit": commit(),
+        "torch": version("torch"),
+        "transformers": version("transformers"),
+        "device": card or device.type,
+        "threads": torch.get_num_threads(),
+    }
+
+
+__all__ = ["measure_bench", "provenance"]

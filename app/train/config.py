@@ -1,0 +1,64 @@
+"""Options of `mmspec train`, typed."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """The options of one run; each field is the flag of the same name (`--max-new-tokens` is `max_new_tokens`).
+
+    Attributes:
+        command: the command line, for provenance.json.
+        drafter: names of recipes that are trained side by side.
+        ttt_steps: further training-time-test steps (EAGLE-3, section 3.2) over the head's own outputs.
+        ffn: width of the feed-forward network; None for that of the target.
+        block: tokens of one pass; None for that of the recipe.
+        visual_mode: how visual tokens enter the head; None for that of the recipe.
+        minutes: time limit of one call; the run goes on when the command is repeated.
+    """
+
+    command: str
+    target: str
+    drafter: list[str]
+    data: list[str]
+    out: Path
+    dtype: str
+    device: str
+    count: int
+    scene_seed: int
+    max_new_tokens: int
+    steps: int
+    batch_size: int
+    answer_batch: int | None
+    cache_gib: float
+    lr: float
+    hidden_loss: float
+    logits_loss: float
+    ttt_steps: int
+    text_first: bool
+    text_only: bool
+    noise: float
+    ffn: int | None
+    block: int | None
+    visual_mode: str | None
+    compressor: str | None
+    start_from: str | None
+    draft_vocab: int | None
+    evaluate: int
+    seed: int
+    minutes: float
+    progress: bool | None
+
+    @classmethod
+    def from_args(cls, args: argparse.Namespace) -> TrainOptions:
+        """The parsed command line."""
+        values: dict[str, Any] = {item.name: getattr(args, item.name, "") for item in fields(cls)}
+        return cls(**values)
+
+
+__all__ = ["TrainOptions"]

@@ -1,0 +1,157 @@
+"""What `mmspec train` builds before the first step: data, settings to compare on resume, processes, the trainer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mmspec.app.caption.config import SCENES_MODEL, ProcessInfo
+from mmspec.app.errors import UsageError
+from mmspec.app.io.jsonl import replace_file
+from mmspec.app.scenes.world import FIRST_HELD_OUT_SEED
+from mmspec.app.train.config import TrainOptions
+from mmspec.app.train.data import Teacher
+from mmspec.app.train.datasets import FileData, RequestDataset, ScenesData, Subset, image_fraction
+from mmspec.app.train.heads import RECIPES, build_parts, target_head_config
+from mmspec.app.train.sampler import LengthGroupedSampler
+from mmspec.drafters.training.batch import DraftModel, TrainBatch
+from mmspec.drafters.training.losses import LossWeights
+from mmspec.drafters.training.trainer import DistributedContext, SettingsError, TrainConfig, Trainer, check_resume
+from mmspec.interfaces import SharedEmbeddings
+
+RUN_FILE = "run.json"
+"""Settings of the answers in a folder."""
+
+
+def split_data(options: TrainOptions) -> tuple[Subset | ScenesData, RequestDataset]:
+    """(training requests, held-out requests).
+
+    Raises:
+        UsageError: another target than the scenes model without --data, or scenes that are held out.
+    """
+    if options.data:
+        files = FileData(options.data)
+        num_train = len(files) - min(options.evaluate, len(files) // 10)
+        return Subset(files, range(num_train)), Subset(files, range(num_train, len(files)))
+    if options.target != SCENES_MODEL:
+        raise UsageError(f"--target {options.target} needs --data: images, folders or manifests")
+    if options.scene_seed + 2 * options.count > FIRST_HELD_OUT_SEED:
+        raise UsageError(
+            f"seeds from {FIRST_HELD_OUT_SEED} on are held out: --scene-seed {options.scene_seed} is too high"
+        )
+    return ScenesData(options.count, options.scene_seed), ScenesData(options.evaluate, FIRST_HELD_OUT_SEED)
+
+
+def data_settings(options: TrainOptions, data: RequestDataset, held_out: RequestDataset) -> dict[str, Any]:
+    """Settings that determine the answers; answers of an earlier run are reused only if these are equal."""
+    settings: dict[str, Any] = {
+        "target": options.target,
+        "data": list(options.data),
+        "count": len(data),
+        "scene_seed": options.scene_seed,
+        "max_new_tokens": options.max_new_tokens,
+    }
+    return settings | ({"held_back": len(held_out)} if options.data and len(held_out) else {})
+
+
+def train_settings(options: TrainOptions) -> dict[str, Any]:
+    """Further settings that must be equal on resume. Options newer than a run are left out where they are unused."""
+    settings: dict[str, Any] = {"text_first": options.text_first}
+    settings |= {"text_only": True} if options.text_only else {}
+    return settings | ({} if options.start_from is None else {"start_from": options.start_from})
+
+
+def check_run_settings(folder: Path, settings: Mapping[str, Any], distributed: DistributedContext) -> None:
+    """Write the settings of the answers to run.json, or compare them with those of the run in the folder.
+
+    Raises:
+        UsageError: the folder holds the answers of a run with other settings.
+    """
+    file = folder / RUN_FILE
+    if not file.exists():
+        if not distributed.rank:
+            replace_file(file, json.dumps(settings, indent=1).encode() + b"\n")
+        return
+    found = current_settings(json.loads(file.read_text(encoding="utf-8")))
+    try:
+        check_resume(folder, found, settings)
+    except SettingsError as error:
+        raise UsageError(str(error)) from error
+
+
+def current_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of run.json; `first_seed` of older versions is `scene_seed`."""
+    return {"scene_seed" if key == "first_seed" else key: value for key, value in settings.items()}
+
+
+def distributed_context(options: TrainOptions, process: ProcessInfo) -> tuple[Callable[[], None], DistributedContext]:
+    """(barrier, the processes that train together), as `accelerate launch` has set them up."""
+    if process.world_size == 1:
+        return (lambda: None), DistributedContext()
+    from accelerate import PartialState
+    from accelerate.utils import reduce
+
+    state = PartialState(cpu=options.device == "cpu")
+    context = DistributedContext(process.rank, process.world_size, lambda value: reduce(value, "mean"))
+    return state.wait_for_everyone, context
+
+
+def build_trainer(
+    options: TrainOptions,
+    teacher: Teacher,
+    num_requests: int,
+    settings: Mapping[str, Any],
+    distributed: DistributedContext,
+) -> Trainer:
+    """The trainer of the run in the folder, at its last checkpoint if there is one.
+
+    Raises:
+        UsageError: the folder holds a run with other settings, or `--start-from` cannot be used.
+    """
+    model = teacher.model
+    embeddings = SharedEmbeddings(model.get_input_embeddings(), model.get_output_embeddings())
+    head_config = target_head_config(model, options.ffn)
+    draft_models = {}
+    for name in options.drafter:
+        recipe = RECIPES[name]
+        head, compressor = build_parts(options, name, head_config, teacher)
+        visual_mode = options.visual_mode or recipe.visual_mode
+        draft_models[name] = DraftModel(head, visual_mode, recipe.architecture, compressor)
+        draft_models[name].modules().to(model.device)
+    config = TrainConfig(
+        options.steps,
+        options.batch_size,
+        options.lr,
+        hidden_noise=options.noise,
+        seed=options.seed,
+        weights=LossWeights(options.hidden_loss, options.logits_loss, options.ttt_steps),
+    )
+    placeholder_id = torch.tensor(teacher.media_token_ids[0], device=model.device)
+    placeholder = embeddings.embed_tokens(placeholder_id).float()
+    sampler = LengthGroupedSampler(num_requests, config.batch_size, config.seed, teacher.text_lengths)
+
+    def get_batch(step: int) -> TrainBatch:
+        """This process's share of the batch of a step."""
+        with_images = image_fraction(step / config.max_steps) if options.text_first else float(not options.text_only)
+        indices = sampler.batch_indices(step, with_images)
+        return teacher.make_batch(indices[distributed.rank :: distributed.world_size])
+
+    try:
+        return Trainer(options.out, draft_models, config, embeddings, get_batch, placeholder, settings, distributed)
+    except SettingsError as error:
+        raise UsageError(str(error)) from error
+
+
+__all__ = [
+    "build_trainer",
+    "check_run_settings",
+    "current_settings",
+    "data_settings",
+    "distributed_context",
+    "split_data",
+    "train_settings",
+]

@@ -1,1 +1,0 @@
-"""Request filtering in front of Gradio: hosts, origins, routes, body limits."""

@@ -1,0 +1,190 @@
+"""EAGLE-3 heads in the layout of the EAGLE code and of `speculators` (vLLM): reading both, writing the latter."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmspec.drafters.checkpoints.format import write_checkpoint
+from mmspec.drafters.checkpoints.head_config import parse_published_config
+from mmspec.drafters.checkpoints.state_dict import check_tensors, drop_unused
+from mmspec.drafters.eagle.drafter import EagleDrafter
+from mmspec.drafters.eagle.head import Eagle3Head
+from mmspec.interfaces import TargetInfo
+
+EAGLE3_NAMES = {
+    "layer.o_proj": "self_attn.o_proj",
+    "layer.down_proj": "mlp.down_proj",
+    "layer.input_norm": "input_layernorm",
+    "layer.hidden_norm": "hidden_norm",
+    "layer.post_norm": "post_attention_layernorm",
+}
+"""Module of `Eagle3Head` -> module below `layers.0` on disk."""
+EAGLE3_FUSED = {
+    "layer.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "layer.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
+}
+"""Fused module of `Eagle3Head` -> the projections below `layers.0` on disk."""
+UNSUPPORTED = ("norm_before_fc", "fc_norm", "norm_output")
+"""Settings of `speculators` heads that change the network and are not implemented."""
+
+
+def load_eagle3(
+    values: Mapping[str, Any], weights: Mapping[str, Tensor], target: TargetInfo, name: str
+) -> EagleDrafter:
+    """The drafter of an EAGLE-3 head.
+
+    Args:
+        values: its config, flat (EAGLE code) or with a `transformer_layer_config` (`speculators`).
+        weights: its tensors.
+        target: facts about the target.
+        name: of the drafter.
+
+    Raises:
+        ValueError: the head does not fit the target, is incomplete, or uses an unsupported setting.
+    """
+    layer_values = dict(values.get("transformer_layer_config") or values)
+    for option in UNSUPPORTED:
+        if values.get(option):
+            raise ValueError(f"{option} is not supported in an EAGLE-3 head.")
+    own_size = layer_values.get("hidden_size")
+    target_size = values.get("target_hidden_size") or own_size
+    if target_size != target.hidden_size or own_size != target.hidden_size:
+        raise ValueError(
+            f"this drafter is for a target of hidden_size {target_size} (its own: {own_size}); the target has "
+            f"{target.hidden_size}."
+        )
+    weights = {key.replace("midlayer.", "layers.0."): value for key, value in weights.items()}
+    config = replace(
+        parse_published_config(layer_values, target),
+        eagle3_input=True,
+        norm_before_residual=bool(values.get("norm_before_residual", False)),
+        qkv_bias="layers.0.self_attn.q_proj.bias" in weights,
+    )
+    vocab_size = int(values.get("draft_vocab_size") or layer_values.get("vocab_size") or target.vocab_size)
+    has_map = "d2t" in weights
+    draft_ids = _parse_draft_ids(weights.pop("d2t", None), weights.pop("t2d", None), vocab_size, target.vocab_size)
+    with torch.device("meta"):
+        head = Eagle3Head(config, vocab_size, target.hidden_size)
+    state_dict = _to_state_dict(head, drop_unused(weights))
+    head.load_state_dict({key: value.float() for key, value in state_dict.items()}, assign=True)
+    drafter = EagleDrafter(
+        head,
+        "coupled",
+        num_layers=target.num_layers,
+        name=name,
+        draft_ids=draft_ids if has_map else None,
+        max_depth=5,
+    )
+    indices = values.get("eagle_aux_hidden_state_layer_ids")
+    if indices is not None and tuple(indices) != drafter.hidden_state_indices:
+        drafter.set_hidden_state_indices(tuple(indices), target.num_layers)
+    return drafter
+
+
+def _parse_draft_ids(d2t: Tensor | None, t2d: Tensor | None, vocab_size: int, target_vocab_size: int) -> Tensor:
+    """[V'] int64 target ids of the draft vocabulary, from its offsets `d2t`, checked against the mask `t2d`."""
+    if d2t is not None and d2t.shape != (vocab_size,):
+        raise ValueError(f"d2t must be [{vocab_size}], as draft_vocab_size says; got {list(d2t.shape)}.")
+    ids = torch.arange(vocab_size) if d2t is None else torch.arange(vocab_size) + d2t.long()
+    if int(ids.min()) < 0 or int(ids.max()) >= target_vocab_size:
+        raise ValueError(f"d2t leads to id {int(ids.max())}; the target has {target_vocab_size}.")
+    if t2d is not None and (t2d.dim() != 1 or int(t2d.sum()) != len(ids.unique()) or not bool(t2d[ids].all())):
+        raise ValueError("t2d and d2t name different ids.")
+    return ids
+
+
+def _stored_names(head: Eagle3Head) -> dict[str, tuple[str, ...]]:
+    """Name in the state dict -> the names on disk that it consists of."""
+    names: dict[str, tuple[str, ...]] = {}
+    for name in head.state_dict():
+        module, _, suffix = name.rpartition(".")
+        if module in EAGLE3_FUSED:
+            names[name] = tuple(f"layers.0.{part}.{suffix}" for part in EAGLE3_FUSED[module])
+        elif module in EAGLE3_NAMES:
+            names[name] = (f"layers.0.{EAGLE3_NAMES[module]}.{suffix}",)
+        else:
+            names[name] = (name,)
+    return names
+
+
+def _split_sizes(head: Eagle3Head, name: str, num_rows: int) -> list[int]:
+    """Rows of each tensor on disk that a tensor of the state dict consists of."""
+    config = head.config
+    num_q, num_kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+    sizes = {"layer.qkv_proj": [num_q, num_kv, num_kv], "layer.gate_up_proj": [config.intermediate_size] * 2}
+    return sizes.get(name.rpartition(".")[0], [num_rows])
+
+
+def _to_state_dict(head: Eagle3Head, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A state dict of `head` from the tensors on disk, checked."""
+    names, own = _stored_names(head), head.state_dict()
+    shapes = {
+        part: torch.Size((size, *own[name].shape[1:]))
+        for name, parts in names.items()
+        for part, size in zip(parts, _split_sizes(head, name, own[name].shape[0]), strict=True)
+    }
+    check_tensors(weights, shapes, "an EAGLE-3 head")
+    return {name: torch.cat([weights[part] for part in parts]) for name, parts in names.items()}
+
+
+def export_speculators(folder: str | os.PathLike[str], drafter: EagleDrafter, target: TargetInfo) -> None:
+    """Write an EAGLE-3 head in the `speculators` layout, which vLLM and SGLang read.
+
+    Raises:
+        TypeError: another architecture, which that layout cannot represent.
+    """
+    head = drafter.head
+    if not isinstance(head, Eagle3Head):
+        raise TypeError(f"the speculators layout holds EAGLE-3 heads only; got a {type(head).__name__}.")
+    weights: dict[str, Tensor] = {}
+    for name, parts in _stored_names(head).items():
+        value = head.state_dict()[name].detach().cpu()
+        pieces = value.split(_split_sizes(head, name, value.shape[0]))
+        weights |= {part: piece.contiguous() for part, piece in zip(parts, pieces, strict=True)}
+    if drafter.draft_ids is not None:
+        draft_ids = drafter.draft_ids.cpu()
+        weights["d2t"] = draft_ids - torch.arange(head.lm_head.out_features)
+        weights["t2d"] = torch.zeros(target.vocab_size, dtype=torch.bool).index_fill_(0, draft_ids, True)
+    write_checkpoint(Path(folder), weights, _speculators_config(head, drafter, target))
+
+
+def _speculators_config(head: Eagle3Head, drafter: EagleDrafter, target: TargetInfo) -> dict[str, Any]:
+    config = head.config
+    layer = {
+        "model_type": "llama",
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads,
+        "head_dim": config.head_dim,
+        "num_hidden_layers": 1,
+        "vocab_size": target.vocab_size,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_theta": config.rope_theta,
+    }
+    proposal = {"proposal_type": "greedy", "speculative_tokens": 3, "verifier_accept_k": 1, "accept_tolerance": 0.0}
+    return {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "draft_vocab_size": head.lm_head.out_features,
+        "norm_before_residual": config.norm_before_residual,
+        "target_hidden_size": target.hidden_size,
+        "eagle_aux_hidden_state_layer_ids": list(drafter.hidden_state_indices),
+        "transformer_layer_config": layer,
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [proposal],
+            "verifier": {"name_or_path": target.name or None, "architectures": []},
+        },
+    }
+
+
+__all__ = ["export_speculators", "load_eagle3"]

@@ -1,0 +1,99 @@
+"""State of one `generate` call of a trained drafter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from mmspec.control.draft_cost import CallTimer
+from mmspec.engine.kv_cache import RaggedKVCache
+from mmspec.interfaces import Prompt, SharedEmbeddings
+
+
+@dataclass
+class Pending:
+    """Tokens emitted in one round that the head has not processed yet.
+
+    Attributes:
+        tokens: [B, A] int64.
+        hidden_states: [B, A, S] target hidden states at the position before each token.
+        counts: number of tokens of each row; further columns are padding.
+    """
+
+    tokens: Tensor
+    hidden_states: Tensor
+    counts: list[int]
+
+    @classmethod
+    def concatenate(cls, parts: Sequence[Pending]) -> Pending:
+        """Several rounds as one, without the padding in between."""
+        if len(parts) == 1:
+            return parts[0]
+        tokens = torch.cat([part.tokens for part in parts], dim=1)
+        hidden_states = torch.cat([part.hidden_states for part in parts], dim=1)
+        columns = [list[int]() for _ in parts[0].counts]  # of the tokens of each row
+        offset = 0
+        for part in parts:
+            for row, count in zip(columns, part.counts, strict=True):
+                row.extend(range(offset, offset + count))
+            offset += part.tokens.shape[1]
+        counts = [len(row) for row in columns]
+        longest = max(counts)
+        index = torch.tensor([row + [0] * (longest - len(row)) for row in columns], device=tokens.device)
+        hidden_states = hidden_states.gather(1, index[..., None].expand(-1, -1, hidden_states.shape[-1]))
+        return cls(tokens.gather(1, index), hidden_states, counts)
+
+
+@dataclass
+class EagleState:
+    """State of one call; created by `EagleDrafter.begin`.
+
+    Attributes:
+        shared_embeddings: the target's input embedding and LM head.
+        kv_cache: keys and values of the head's own layer.
+        logit_bias: [V'] float32, -inf for ids that must not be drafted, else 0.
+        prompt: the prompt until the head has processed it, then None.
+        next_positions: position id of each row's next input.
+        last_hidden: [B, D] the head's output at each row's last input.
+        pending: tokens emitted since the head's last forward.
+        noise: as in `Prompt`.
+        temperature: as in `Prompt`.
+        cos: [P, d] rotary table, None before the first forward.
+        sin: [P, d] rotary table, None before the first forward.
+        static_shapes: always draft the maximum depth, so that shapes do not depend on timing.
+        first_ids: [B] first emitted tokens, None until the target has sampled them.
+        depth: number of levels of the last draft.
+        draft_s: seconds that the last draft took.
+        start_time: `time.perf_counter()` at the start of the last draft.
+        draft_ids: [V'] int64, target ids of the draft vocabulary; None if it is the target's vocabulary.
+        draft_lm_head: [V', D] rows of the LM head for `draft_ids`, or None.
+        extra: [B, ...] further state of an architecture (ViSpec, ParallelSpec, Falcon).
+        timer: measures prefill and draft time; a no-op unless a compressor uses the costs.
+    """
+
+    shared_embeddings: SharedEmbeddings
+    kv_cache: RaggedKVCache
+    logit_bias: Tensor
+    prompt: Prompt | None
+    next_positions: list[int]
+    last_hidden: Tensor
+    pending: list[Pending] = field(default_factory=list)
+    noise: Callable[[int], Tensor] | None = None
+    temperature: float = 1.0
+    cos: Tensor | None = None
+    sin: Tensor | None = None
+    static_shapes: bool = False
+    first_ids: Tensor | None = None
+    depth: int = 0
+    draft_s: float = 0.0
+    start_time: float = 0.0
+    draft_ids: Tensor | None = None
+    draft_lm_head: Tensor | None = None
+    extra: Tensor | None = None
+    timer: CallTimer = field(default_factory=CallTimer)
+
+
+__all__ = ["EagleState", "Pending"]

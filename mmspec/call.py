@@ -1,0 +1,75 @@
+"""The data of one call: what the wrapper of `generate` knows, and what transformers prepared for the decode loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from mmspec.config import SpecConfig
+from mmspec.control.tree_size import CostModel
+from mmspec.cpu.linear import LinearAutotuner
+from mmspec.metrics.stats import Stats
+from mmspec.targets.base import ModelAdapter
+from mmspec.targets.module_scan import ModuleScan
+from mmspec.targets.vision_attention import AttentionCapture
+
+
+class FallbackRequired(Exception):
+    """transformers must decode this call. Raised before anything of the call was changed."""
+
+
+@dataclass
+class CallContext:
+    """One call of `generate`, as the wrapper sees it.
+
+    Attributes:
+        adapter: the model and its family.
+        config: the options of this call.
+        tokenizer: the tokenizer, or None.
+        autotuner: chooses the kernels of linear layers on CPU.
+        costs: measured times of rounds with this drafter.
+        start_time: `time.perf_counter()` at the start of `generate`.
+        streamer: the `streamer` argument, which transformers does not pass to a custom loop.
+        vision_inputs: the arguments in `adapter.vision_args`, which transformers drops as well.
+        num_return_sequences: rows per prompt.
+        warn: logs a message once per model.
+        attention_capture: attention of the vision tower in this call, if the compressor uses it.
+        modules: result of the scan over the model's modules.
+        stats: counters and times of this call.
+    """
+
+    adapter: ModelAdapter
+    config: SpecConfig
+    tokenizer: Any
+    autotuner: LinearAutotuner
+    costs: CostModel
+    start_time: float
+    streamer: Any
+    vision_inputs: Mapping[str, Any]
+    num_return_sequences: int
+    warn: Callable[[str], None]
+    attention_capture: AttentionCapture | None = None
+    modules: ModuleScan | None = None
+    stats: Stats = field(default_factory=Stats)
+
+
+@dataclass
+class PreparedInputs:
+    """The arguments of `GenerationMixin._sample` for this call.
+
+    Attributes:
+        input_ids: [B, L] int64, `num_return_sequences` rows per prompt.
+        processors: the logits processors.
+        criteria: the stopping criteria.
+        config: the generation config.
+        model_kwargs: the other arguments of the model's forward.
+    """
+
+    input_ids: Tensor
+    processors: Any
+    criteria: Any
+    config: Any
+    model_kwargs: dict[str, Any]

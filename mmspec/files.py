@@ -1,0 +1,48 @@
+"""Atomic file replacement: at any moment a path holds the old content or the complete new content.
+
+Knows nothing of what is written; used for checkpoints, weights and results.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def atomic_write(path: Path) -> Iterator[Path]:
+    """Yield a temporary path in the folder of `path`; on normal exit it is flushed to disk and renamed to `path`.
+
+    After an exception `path` is unchanged and the temporary file is removed.
+
+    Raises:
+        OSError: the file cannot be flushed or renamed (full disk, missing permission).
+    """
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        yield part
+        with part.open("r+b") as file:
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Flush new names in `folder` to disk, on systems that support it."""
+    try:
+        handle = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return
+    try:
+        os.fsync(handle)
+    except OSError:
+        pass
+    finally:
+        os.close(handle)
+
+
+__all__ = ["atomic_write", "sync_folder"]

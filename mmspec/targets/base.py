@@ -1,0 +1,176 @@
+"""`ModelAdapter`: the differences between model families that mmspec depends on.
+
+Subclasses, one per family, are in `mmspec/targets/<family>.py` and listed in `registry`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from mmspec.interfaces import VisualGrid
+from mmspec.targets.module_scan import scan_modules
+from mmspec.targets.vision_attention import AttentionCapture
+
+TREE_ATTENTION_KERNELS = ("sdpa", "eager")
+"""Attention implementations that accept a separate mask per node."""
+STATIC_ROPE_TYPES = frozenset(("default", "axial", "mrope", "linear", "llama3", "yarn", "proportional"))
+"""Rotary scalings whose frequencies do not depend on the positions of a forward."""
+_MEDIA_TOKEN_KEYS = ("image_token_id", "video_token_id", "image_token_index", "video_token_index")
+
+
+class ModelAdapter:
+    """Properties of one model of one family. One object per patched model, without per-call state.
+
+    Subclasses derive the grids of visual tokens (`grids`) from the inputs named in `vision_args`.
+
+    Attributes:
+        model_type: `config.model_type` of the family.
+        vision_args: arguments of `generate` that describe visual inputs; transformers does not pass them to the
+            decoding loop.
+        model: the transformers model.
+        num_layers: decoder layers of the text model.
+        vocab_size: V of the text model.
+        media_token_ids: ids of the image and video placeholders.
+    """
+
+    model_type: str = ""
+    vision_args: tuple[str, ...] = ()
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.num_layers: int = self.text_config.num_hidden_layers
+        self.vocab_size: int = self.text_config.vocab_size
+        ids = (getattr(model.config, key, None) for key in _MEDIA_TOKEN_KEYS)
+        self.media_token_ids = tuple(dict.fromkeys(token for token in ids if isinstance(token, int)))
+
+    @property
+    def text_config(self) -> Any:
+        """Config of the text model. Read at each use, since `model` of a copied adapter is replaced."""
+        return self.model.config.get_text_config(decoder=True)
+
+    @property
+    def text_model(self) -> Any:
+        """The decoder module, or the whole model where transformers does not name one."""
+        return self.model.get_decoder() or self.model
+
+    @property
+    def attention(self) -> str:
+        """Attention implementation of the text model. Read at each use, since users may switch it."""
+        return str(self.text_config._attn_implementation)
+
+    @property
+    def sliding_window(self) -> int | None:
+        """Window of the sliding-window layers, in positions, or None. Read at each use, since users may change it."""
+        return _attention_windows(self._mask_config)[0]
+
+    @property
+    def layer_types(self) -> frozenset[str]:
+        """Attention types of the decoder layers, as transformers names them. Read at each use."""
+        return _attention_windows(self._mask_config)[1]
+
+    @property
+    def _mask_config(self) -> Any:
+        """The config that the text model builds its masks from: its own, which may differ from the whole model's."""
+        own = getattr(self.text_model, "config", None)
+        return self.text_config if own is None or self.text_model is self.model else own
+
+    @property
+    def num_embeddings(self) -> int:
+        """Number of ids that have an input embedding."""
+        return int(self.model.get_input_embeddings().weight.shape[0])
+
+    def unsupported_reason(self) -> str | None:
+        """Why the model in its present state cannot be decoded exactly in trees; None if it can."""
+        if getattr(self.model, "_is_stateful", False):
+            return "a stateful model"
+        if unknown := self.layer_types - {"full_attention", "sliding_attention"}:
+            return f"layers of type {', '.join(sorted(unknown))}"
+        if scaling := _rope_types(self.text_config) - STATIC_ROPE_TYPES:
+            return f"rope_type={min(scaling)!r} (its frequencies depend on the longest position of a forward)"
+        if self.attention not in TREE_ATTENTION_KERNELS:
+            return f"attn_implementation={self.attention!r} of the text model (it cannot take a mask per node)"
+        return None
+
+    def can_use_inference_mode(self) -> bool:
+        """Whether no tensor created in a forward outlives it, so that forwards may run in inference mode.
+
+        Inference mode saves about a tenth of the time of launch-bound steps, but its tensors can never be trained
+        with. Quantised or offloaded weights, replaced forwards and user hooks may store such tensors.
+        """
+        return scan_modules(self.model).can_use_inference_mode
+
+    def grids(self, input_ids: Tensor, vision: Mapping[str, Any]) -> tuple[VisualGrid, ...]:
+        """The grids that the visual tokens of a prompt form; empty if they cannot be derived.
+
+        Args:
+            input_ids: [B, L].
+            vision: {name: value} of the `vision_args` that were passed to `generate`.
+        """
+        return ()
+
+    def attention_capture(self) -> AttentionCapture | None:
+        """A capture of the vision tower's attention; None where it cannot be assigned to visual tokens."""
+        return None
+
+    def token_saliency(self, shares: Tensor, vision: Mapping[str, Any]) -> Tensor | None:
+        """[M] saliency of the visual tokens of all rows, in prompt order; None if the numbers do not match.
+
+        Args:
+            shares: [P, N] attention shares of the N patches of each of P images or tiles, as the tower encodes them.
+            vision: see `grids`.
+        """
+        return shares.flatten()
+
+    def visual_saliency(
+        self, capture: AttentionCapture | None, visual_mask: Tensor, vision: Mapping[str, Any]
+    ) -> Tensor | None:
+        """[B, L] float32, saliency of each visual token, 0 elsewhere; None if it cannot be computed.
+
+        Args:
+            capture: the capture that was active while the images were encoded, or None.
+            visual_mask: [B, L] bool.
+            vision: see `grids`.
+        """
+        shares = None if capture is None else capture.scores()
+        saliency = None if shares is None else self.token_saliency(shares, vision)
+        if saliency is None or len(saliency) != int(visual_mask.sum()):  # synchronises, once per prompt
+            return None
+        saliency = saliency.to(visual_mask.device)
+        return saliency.new_zeros(visual_mask.shape).masked_scatter_(visual_mask, saliency)
+
+    def placeholder_runs(self, input_ids: Tensor, token: int) -> list[tuple[int, int, int]]:
+        """(row, start, length) of each contiguous run of a placeholder token, in prompt order."""
+        runs: list[tuple[int, int, int]] = []
+        for row, ids in enumerate(input_ids.tolist()):
+            start = None
+            for index, value in enumerate([*ids, None]):
+                if value == token and start is None:
+                    start = index
+                elif value != token and start is not None:
+                    runs.append((row, start, index - start))
+                    start = None
+        return runs
+
+
+def _rope_types(text_config: Any) -> set[str]:
+    """Rotary scalings of a text model; some models have one per layer type."""
+    rope = getattr(text_config, "rope_parameters", None) or {}
+    parameters = [value for value in rope.values() if isinstance(value, dict)] or [rope]
+    return {str(one.get("rope_type", one.get("type", "default"))) for one in parameters}
+
+
+def _attention_windows(text_config: Any) -> tuple[int | None, frozenset[str]]:
+    """(sliding window or None, attention types of the layers) of a text model."""
+    window = getattr(text_config, "sliding_window", None)
+    types = getattr(text_config, "layer_types", None)
+    if types is None:
+        types = ["sliding_attention" if window is not None else "full_attention"]
+    if getattr(text_config, "attention_chunk_size", None) is not None and "chunked_attention" not in types:
+        types = [*types, "chunked_attention"]
+    return window, frozenset(types)
+
+
+__all__ = ["STATIC_ROPE_TYPES", "TREE_ATTENTION_KERNELS", "ModelAdapter"]

@@ -1,0 +1,73 @@
+"""Relative links and file paths in the documentation refer to files of the repository."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")] + sorted(
+    (ROOT / "docs").glob("*.md")
+)
+"""Not docs/dev/ and CHANGELOG.md: they describe former states of the tree."""
+
+FENCE = re.compile(r"^(```|~~~).*?^\1", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"!?\[[^\]]*\]\(\s*<?([^)\s>]+)>?[^)]*\)|^\[[^\]]+\]:\s*(\S+)", re.MULTILINE)
+CODE = re.compile(r"`([^`\n]+)`")
+FILE_PATH = re.compile(r"(?:[\w.-]+/)+[\w.-]*\.(?:py|md|toml|json|yml|yaml|txt|jinja|sh|png|mp4|cpp|html|js|css)")
+PATH_ROOTS = ("app", "docs", "drafters", "mmspec", "tests", "vision", ".github")
+"""Python files and paths into these folders are checked; other paths in backticks name files of the reader."""
+
+
+def relative_links(text: str) -> Iterator[str]:
+    """Yield the targets of Markdown links without anchors, except URLs and links within the document."""
+    for match in LINK.finditer(FENCE.sub("", text)):
+        target = (match[1] or match[2]).split("#")[0]
+        if target and not re.match(r"[a-z][a-z0-9+.-]*:", target):
+            yield target
+
+
+def code_paths(text: str) -> Iterator[str]:
+    """Yield the file paths in inline code that must exist; of `path::name` and `path:line` the path."""
+    for match in CODE.finditer(FENCE.sub("", text)):
+        path = match[1].split(":")[0].strip()
+        if FILE_PATH.fullmatch(path) and (path.endswith(".py") or path.split("/")[0] in PATH_ROOTS):
+            yield path
+
+
+def read_document(document: Path) -> str:
+    """Return the text of a document; a missing one is a failure."""
+    assert document.is_file(), f"{document.relative_to(ROOT)} is missing"
+    return document.read_text(encoding="utf-8")
+
+
+def resolves(path: str, document: Path) -> bool:
+    """Whether a path exists below the root, `mmspec/`, the document's folder, or as imported (`mmspec/app` is `app`)."""
+    candidates = [ROOT / path, ROOT / "mmspec" / path, document.parent / path]
+    if path.startswith("mmspec/"):
+        candidates.append(ROOT / path.removeprefix("mmspec/"))
+    return any(candidate.exists() for candidate in candidates)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_relative_links_resolve(document: Path) -> None:
+    text = read_document(document)
+    missing = [link for link in relative_links(text) if not (document.parent / link).exists()]
+    assert not missing, f"{document.relative_to(ROOT)} links to missing files: {missing}"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_file_paths_in_backticks_exist(document: Path) -> None:
+    text = read_document(document)
+    missing = [path for path in code_paths(text) if not resolves(path, document)]
+    assert not missing, f"{document.relative_to(ROOT)} names missing files: {missing}"
+
+
+def test_extraction_of_links_and_paths() -> None:
+    text = "[a](b/c.md#top) ![i](<d.png>) [u](https://x.org/y.md) [here](#s)\n[r]: e.md\n```\n[no](f.md)\n```\n"
+    assert list(relative_links(text)) == ["b/c.md", "d.png", "e.md"]
+    code = "`app/x.py` `tests/t.py::test_a` `mmspec/y.py:12` `out/z.jsonl` `folder/own.json` `a / b`"
+    assert list(code_paths(code)) == ["app/x.py", "tests/t.py", "mmspec/y.py"]
