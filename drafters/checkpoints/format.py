@@ -23,6 +23,7 @@ from torch import Tensor
 from mmspec.drafters.architectures import ARCHITECTURES
 from mmspec.drafters.checkpoints.head_config import parse_head_config, upgrade_config
 from mmspec.drafters.checkpoints.state_dict import from_eagle_state_dict, to_eagle_state_dict
+from mmspec.drafters.checkpoints.validate import check_config, check_head_shape, parse_json
 from mmspec.drafters.eagle.head import EagleHead, HeadConfig
 from mmspec.drafters.eagle.visual_inputs import VISUAL_MODES
 from mmspec.files import atomic_write
@@ -144,14 +145,14 @@ def read_metadata(folder: str | os.PathLike[str]) -> HeadMetadata:
         config = parse_head_config(values)
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
-    target = values.get("target", {})
+    target = values.get("target") or {}
     return HeadMetadata(
         config,
         visual_mode,
-        int(target.get("num_layers", 0)),
+        int(target.get("num_layers") or 0),
         str(target.get("model_type", "")),
         target.get("tokenizer"),
-        facts=values.get("facts", {}),
+        facts=values.get("facts") or {},
         architecture=architecture,
         compressor=(values["compressor"], {}) if isinstance(values.get("compressor"), dict) else None,
     )
@@ -216,11 +217,16 @@ def read_config(folder: Path) -> dict[str, Any]:
     if file.stat().st_size > MAX_CONFIG_BYTES:
         raise ValueError(f"{file} must have at most {MAX_CONFIG_BYTES} bytes; got {file.stat().st_size}.")
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
+        values = parse_json(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{file} is not JSON: {error}") from error
     if not isinstance(values, dict):
         raise ValueError(f"{file} is not a JSON object.")
+    try:
+        check_config(values)
+        check_head_shape(values)
+    except ValueError as error:
+        raise ValueError(f"{file} of a drafter: {error}") from error
     return values
 
 

@@ -112,7 +112,7 @@ def parse_published_config(values: Mapping[str, Any], target: TargetInfo) -> Hea
         num_key_value_heads=values.get("num_key_value_heads") or values["num_attention_heads"],
         vocab_size=target.vocab_size,
         head_dim=values.get("head_dim") or 0,
-        rms_norm_eps=values.get("rms_norm_eps", 1e-6),
+        rms_norm_eps=values.get("rms_norm_eps") or 1e-6,
         rope_theta=float(values.get("rope_theta") or rope_parameters.get("rope_theta") or 10000.0),
     )
 

@@ -13,6 +13,7 @@ from mmspec.drafters.checkpoints.format import (
     read_metadata,
     tokenizer_fingerprint,
 )
+from mmspec.drafters.checkpoints.validate import explain_damage
 from mmspec.drafters.eagle.drafter import EagleDrafter
 from mmspec.interfaces import TargetInfo
 
@@ -29,6 +30,11 @@ def load_trained(folder: str | os.PathLike[str], target: TargetInfo | None = Non
         TargetMismatch: the head was trained for another target.
         ValueError: the files are not a draft head's, or damaged, or `target` is required.
     """
+    with explain_damage(folder):
+        return _load(folder, target)
+
+
+def _load(folder: str | os.PathLike[str], target: TargetInfo | None) -> EagleDrafter:
     if read_config(Path(folder)).get("model_type") != MODEL_TYPE:
         from mmspec.drafters.checkpoints.published import load_published
 

@@ -55,7 +55,7 @@ def load_weights(folder: Path) -> dict[str, Tensor]:
         weights = torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise ValueError(f"{file} is not loaded: it is damaged, or holds more than tensors.") from error
-    except (RuntimeError, EOFError, OSError, KeyError) as error:
+    except (AttributeError, EOFError, LookupError, OSError, RuntimeError, TypeError, ValueError) as error:
         raise ValueError(f"{file} is damaged: {str(error).splitlines()[0][:200]}") from error
     if not isinstance(weights, dict) or not all(isinstance(value, Tensor) for value in weights.values()):
         raise ValueError(f"{file} must hold a dict of tensors.")

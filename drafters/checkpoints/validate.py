@@ -39,6 +39,7 @@ INTEGERS: dict[str, tuple[int, int]] = {
     "tokens": (1, MAX_SIZE),  # old key of `max_tokens`
     "max_tokens": (1, MAX_SIZE),
     "layers": (0, MAX_LAYERS),
+    "num_layers": (0, MAX_LAYERS),
 }
 """Key -> smallest and largest value."""
 FLOATS: dict[str, tuple[float, float]] = {
@@ -46,7 +47,18 @@ FLOATS: dict[str, tuple[float, float]] = {
     "rope_theta": (1e-6, 1e18),
 }
 OBJECTS = ("target", "facts", "compressor", "rope_scaling", "rope_parameters", "transformer_layer_config")
-STRINGS = ("model_type", "kind", "rule", "speculators_model_type", "tokenizer", "rope_type", "type", "name")
+STRINGS = (
+    "model_type",
+    "kind",
+    "rule",
+    "architecture",
+    "visual_mode",
+    "speculators_model_type",
+    "tokenizer",
+    "rope_type",
+    "type",
+    "name",
+)
 BOOLEANS = ("bias", "qkv_bias", "input_norm", "wide", "eagle3_input", "norm_before_residual")
 NESTED = ("target", "rope_scaling", "rope_parameters", "transformer_layer_config", "compressor")
 """Objects whose keys are checked by the same rules."""

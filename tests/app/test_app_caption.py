@@ -39,8 +39,8 @@ def rows(path: Path) -> list[dict[str, Any]]:
 def test_rows_are_right_and_identical_to_plain_generate(pictures: Path, tmp_path: Path, capsys: Any) -> None:
     out = tmp_path / "out.jsonl"
     assert caption(pictures, "--model", "tiny", "--out", out, "--max-new-tokens", 24, "--compare") == 0
-    told = capsys.readouterr()
-    assert told.out == "" and "identical: 10/10" in told.err
+    captured = capsys.readouterr()
+    assert captured.out == "" and "identical: 10/10" in captured.err
     found = rows(out)
     assert len(found) == 10 and all(set(row) == set(COLUMNS.split()) for row in found)
     assert all(row["identical"] and row["error"] is None for row in found)
@@ -101,8 +101,8 @@ def test_stdout_holds_nothing_but_rows(pictures: Path, capfdbinary: Any) -> None
 def test_manifest_prompts_and_ids(pictures: Path, tmp_path: Path) -> None:
     names = sorted(path.name for path in pictures.iterdir())
     manifest = pictures / "m.jsonl"
-    asked = [{"file_name": names[0], "prompt": "what is it ?", "id": "a"}, {"file_name": names[0], "id": "b"}]
-    manifest.write_text("".join(json.dumps(row) + "\n" for row in asked))
+    manifest_rows = [{"file_name": names[0], "prompt": "what is it ?", "id": "a"}, {"file_name": names[0], "id": "b"}]
+    manifest.write_text("".join(json.dumps(row) + "\n" for row in manifest_rows))
     try:
         assert caption(manifest, "--model", "tiny", "--out", tmp_path / "o.jsonl", "--max-new-tokens", 8) == 0
     finally:
@@ -136,7 +136,7 @@ def test_every_kind_of_bad_file(pictures: Path, tmp_path: Path, capsys: Any) -> 
 
 
 @pytest.mark.parametrize(
-    ("args", "words"),
+    ("args", "expected"),
     [
         (["nowhere", "--model", "tiny"], "no such file or folder: nowhere"),
         (["EMPTY", "--model", "tiny"], "no images or videos in"),
@@ -157,7 +157,7 @@ def test_every_kind_of_bad_file(pictures: Path, tmp_path: Path, capsys: Any) -> 
     ],
 )
 def test_wrong_usage_is_one_line_and_code_2(
-    args: list[str], words: str, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    args: list[str], expected: str, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -168,7 +168,7 @@ def test_wrong_usage_is_one_line_and_code_2(
     except SystemExit as error:  # argparse's way
         code = int(error.code or 0)
     err = capsys.readouterr().err
-    assert code == 2 and err.startswith("mmspec: error: ") and words in err and err.count("\n") == 1
+    assert code == 2 and err.startswith("mmspec: error: ") and expected in err and err.count("\n") == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty"]
 
 
@@ -216,42 +216,42 @@ IMAGES = [Image.new("RGB", (40, 30), colour) for colour in ("red", "blue", "whit
 def test_finish_reasons(captioner: Captioner) -> None:
     prompts = ["describe the image", "what is it ?", "a"]
     free = captioner.caption(IMAGES, prompts, 0)
-    assert {made.finish_reason for made in free} == {"length"} and {made.n_new_tokens for made in free} == {12}
-    words = free[0].caption.split()
-    captioner.stop = (f" {words[3]}",)
+    assert {result.finish_reason for result in free} == {"length"} and {result.n_new_tokens for result in free} == {12}
+    pieces = free[0].caption.split()
+    captioner.stop = (f" {pieces[3]}",)
     stopped = captioner.caption(IMAGES, prompts, 0, [True] * 3)
-    assert stopped[0].finish_reason == "stop" and stopped[0].caption == " ".join(words[:3])
-    assert stopped[0].n_new_tokens < 12 and all(made.identical for made in stopped)
+    assert stopped[0].finish_reason == "stop" and stopped[0].caption == " ".join(pieces[:3])
+    assert stopped[0].n_new_tokens < 12 and all(result.identical for result in stopped)
     captioner.stop = ()
     inputs = captioner.build_inputs(IMAGES, prompts)
     token = captioner.model.generate(**inputs, max_new_tokens=12)[0, inputs["input_ids"].shape[1] + 4].item()
     captioner.model.generation_config.eos_token_id = [2, token]
     ended = captioner.caption(IMAGES, prompts, 0, [True] * 3)
-    assert ended[0].finish_reason == "eos" and ended[0].n_new_tokens <= 5 and all(made.identical for made in ended)
+    assert ended[0].finish_reason == "eos" and ended[0].n_new_tokens <= 5 and all(result.identical for result in ended)
 
 
 def test_rows_of_a_ragged_batch_are_those_of_single_calls(captioner: Captioner) -> None:
     prompts = ["a", "describe the image in one long sentence please", "what is it ?"]
     together = captioner.caption(IMAGES, prompts, 0)
     alone = [captioner.caption([image], [prompt], 0)[0] for image, prompt in zip(IMAGES, prompts, strict=True)]
-    assert [made.caption for made in together] == [made.caption for made in alone]
-    assert [made.n_prompt_tokens for made in together] == [made.n_prompt_tokens for made in alone]
+    assert [result.caption for result in together] == [result.caption for result in alone]
+    assert [result.n_prompt_tokens for result in together] == [result.n_prompt_tokens for result in alone]
 
 
 def test_a_planted_difference_is_found_and_located(captioner: Captioner, monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = Captioner._generate
+    original = Captioner._generate
 
-    def lying(self: Captioner, inputs: dict[str, Any], seed: int) -> tuple[torch.Tensor, float]:
-        ids, seconds = honest(self, inputs, seed)
-        if mmspec.stats(self.model).calls == 1 and not lied:
-            lied.append(True)
+    def generate_with_fault(self: Captioner, inputs: dict[str, Any], seed: int) -> tuple[torch.Tensor, float]:
+        ids, seconds = original(self, inputs, seed)
+        if mmspec.stats(self.model).calls == 1 and not faults:
+            faults.append(True)
             ids[1, -3] += 1
         return ids, seconds
 
-    lied: list[bool] = []
-    monkeypatch.setattr(Captioner, "_generate", lying)
-    made = captioner.caption(IMAGES, ["a"] * 3, 0, [True] * 3)
-    assert [one.identical for one in made] == [True, False, True]
+    faults: list[bool] = []
+    monkeypatch.setattr(Captioner, "_generate", generate_with_fault)
+    result = captioner.caption(IMAGES, ["a"] * 3, 0, [True] * 3)
+    assert [one.identical for one in result] == [True, False, True]
     assert (captioner.comparison.rows, captioner.comparison.identical) == (
         3,
         2,

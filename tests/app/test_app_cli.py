@@ -1,4 +1,4 @@
-"""The command as such: help, errors, `env`, and the demo."""
+"""The command line itself: help, errors, exit codes, `env`, `examples`."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from mmspec.app.cli import main as cli
 from mmspec.app.errors import UsageError, one_line
 
 
-def test_help_teaches(capsys: Any) -> None:
-    for args, words in (
+def test_help_of_every_command(capsys: Any) -> None:
+    for args, expected in (
         (["--help"], "start here"),
         (["caption", "--help"], "resuming"),
         (["bench", "--help"], "noise band"),
@@ -27,7 +27,7 @@ def test_help_teaches(capsys: Any) -> None:
         with pytest.raises(SystemExit) as left:
             cli.main(args)
         assert left.value.code == 0
-        assert words in capsys.readouterr().out
+        assert expected in capsys.readouterr().out
 
 
 def test_the_command_line_itself_imports_nothing_heavy() -> None:
@@ -57,15 +57,15 @@ def test_wrong_usage_is_one_line(capsys: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "code", "words"),
+    ("error", "code", "expected"),
     [
         (UsageError("no such\nthing"), 2, "mmspec: error: no such thing\n"),
         (ZeroDivisionError("by zero"), 1, "ZeroDivisionError: by zero (--debug shows the traceback)"),
         (KeyboardInterrupt(), 130, "interrupted"),
     ],
 )
-def test_how_errors_end(
-    error: BaseException, code: int, words: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
+def test_exit_code_of_each_error(
+    error: BaseException, code: int, expected: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     def fail(args: argparse.Namespace) -> int:
         raise error
@@ -73,7 +73,7 @@ def test_how_errors_end(
     monkeypatch.setattr("mmspec.app.cli.env.run", fail)
     assert cli.main(["env"]) == code
     err = capsys.readouterr().err
-    assert words in err and "Traceback" not in err
+    assert expected in err and "Traceback" not in err
     for args in (["env", "--debug"], ["--debug", "env"]):
         assert cli.main(args) == code
         assert "Traceback" in capsys.readouterr().err

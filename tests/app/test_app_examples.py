@@ -1,4 +1,4 @@
-"""The way in to the scenes world: clips, examples, tasks of the bench, and what is said of a photograph."""
+"""The way in to the scenes world: clips, examples, tasks of the bench, and the warning about photographs."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def photograph(seed: int = 0) -> Image.Image:
 
 def test_the_examples_are_what_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("av")
-    made = examples.write_examples(tmp_path)
-    assert sorted(path.name for path in made) == sorted(path.name for path in examples.list_example_files())
+    results = examples.write_examples(tmp_path)
+    assert sorted(path.name for path in results) == sorted(path.name for path in examples.list_example_files())
     assert sum(path.stat().st_size for path in examples.list_example_files()) < 300_000
     for path in examples.list_example_files():
         if path.suffix == ".png":
@@ -58,8 +58,8 @@ def test_the_examples_are_what_is_drawn(tmp_path: Path) -> None:
             assert len(mine) == len(again) and all(near(a, b) for a, b in zip(mine, again, strict=True))
 
 
-def near(a: Image.Image, b: Image.Image, most: float = 4.0) -> bool:
-    return float(np.abs(np.asarray(a).astype(int) - np.asarray(b).astype(int)).mean()) < most
+def near(a: Image.Image, b: Image.Image, tolerance: float = 4.0) -> bool:
+    return float(np.abs(np.asarray(a).astype(int) - np.asarray(b).astype(int)).mean()) < tolerance
 
 
 def test_the_clips_hold_all_frames() -> None:
@@ -84,7 +84,7 @@ def test_pictures_and_clips_in_one_job(tmp_path: Path, capsys: Any) -> None:
     assert "identical: 3/3" in capsys.readouterr().err
     found = {row["file_name"]: row for row in rows(out)}
     assert all(row["identical"] and row["plain"] == row["caption"] for row in found.values())
-    assert len({row["prompt_sha1"] for row in found.values()}) == 2, "clips are asked about as clips"
+    assert len({row["prompt_sha1"] for row in found.values()}) == 2, "videos have their own prompt"
     alone = found["in/a.png"]["n_prompt_tokens"]
     assert found["in/b.mp4"]["n_prompt_tokens"] > alone + 4 * 15 and found["in/C.MP4"]["n_prompt_tokens"] > alone + 45
 
@@ -113,7 +113,7 @@ def test_a_clip_without_frames_says_so(tmp_path: Path) -> None:
     assert rows(tmp_path / "o.jsonl")[0]["error"]["type"] == "BrokenVideo"
 
 
-def test_no_video_reader_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_video_reader_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("decord", "torchcodec", "av"):
         monkeypatch.setitem(__import__("sys").modules, name, None)
     with pytest.raises(ImageError, match=r"pip install 'mmspec\[video\]'"):
@@ -132,7 +132,7 @@ def test_scenes_look_like_scenes_and_photographs_do_not(tmp_path: Path) -> None:
         assert not looks_like_scene(photograph(seed)), seed
 
 
-def test_a_photograph_is_answered_with_advice_once(tmp_path: Path, capsys: Any) -> None:
+def test_a_photograph_causes_one_warning(tmp_path: Path, capsys: Any) -> None:
     from mmspec.app.caption.config import CaptionConfig
     from mmspec.app.caption.job import CaptionJob
     from mmspec.app.io.output import FileOutput
@@ -145,12 +145,12 @@ def test_a_photograph_is_answered_with_advice_once(tmp_path: Path, capsys: Any) 
 
     model, processor = random_model("tiny")
     maker = Captioner(mmspec.patch(model, "none"), processor, max_new_tokens=4)
-    for name, told in (("scenes", 1), ("tiny", 0)):
+    for name, num_hints in (("scenes", 1), ("tiny", 0)):
         settings = CaptionConfig((str(tmp_path / "in"),), name, str(tmp_path / f"{name}.jsonl"), progress=False)
         assert CaptionJob(settings, FileOutput(Path(settings.out), settings.fingerprint(1)), lambda: maker).run() == 0
         err = capsys.readouterr().err
-        assert err.count(OUT_OF_DOMAIN_HINT) == told
-        assert not told or "in/b0.png does not look like" in err
+        assert err.count(OUT_OF_DOMAIN_HINT) == num_hints
+        assert not num_hints or "in/b0.png does not look like" in err
 
 
 # --- the bench on the world -------------------------------------------------------------------------------------------
@@ -172,14 +172,14 @@ def test_tasks_draw_from_the_held_out_world() -> None:
         next(tasks.generate_requests("dance", 0))
 
 
-def test_requests_of_the_world_measure_the_seeds_that_were_asked_for() -> None:
+def test_requests_use_the_given_seeds() -> None:
     model, processor = random_model("tiny")
     maker = Captioner(model, processor)
-    made = build_scene_requests(maker, "describe", FIRST_HELD_OUT_SEED, 2, 2)
+    results = build_scene_requests(maker, "describe", FIRST_HELD_OUT_SEED, 2, 2)
     drawn = list(islice(tasks.generate_requests("describe", FIRST_HELD_OUT_SEED), 6))
-    assert [given["input_ids"].shape[0] for given in made] == [2, 2, 2]
+    assert [inputs["input_ids"].shape[0] for inputs in results] == [2, 2, 2]
     expected = maker.build_inputs([one.images for one in drawn[:2]], [one.question for one in drawn[:2]])
-    assert all((made[1][name] == value).all() for name, value in expected.items())
+    assert all((results[1][name] == value).all() for name, value in expected.items())
 
 
 def test_bench_with_a_task(tmp_path: Path, capsys: Any) -> None:
@@ -192,7 +192,7 @@ def test_bench_with_a_task(tmp_path: Path, capsys: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("args", "words"),
+    ("args", "expected"),
     [
         (["--task", "short", "--prompt", "Hello"], "leave --prompt away"),
         (["--task", "short", "--images", "x.png"], "leave --images away"),
@@ -200,9 +200,9 @@ def test_bench_with_a_task(tmp_path: Path, capsys: Any) -> None:
         (["--first-seed", "7"], "go with --task"),
     ],
 )
-def test_what_does_not_go_together_is_refused(args: list[str], words: str, capsys: Any) -> None:
+def test_what_does_not_go_together_is_refused(args: list[str], expected: str, capsys: Any) -> None:
     assert main(["bench", "--model", "tiny", *args]) == 2
-    assert words in capsys.readouterr().err
+    assert expected in capsys.readouterr().err
 
 
 def test_tokens_up_to_the_end() -> None:
@@ -212,13 +212,15 @@ def test_tokens_up_to_the_end() -> None:
     assert count_tokens(ids, 2) == count_tokens(ids, [2, 3]) == 3 + 5 + 1 and count_tokens(ids, None) == 15
 
 
-def test_the_demo_shows_both_texts(capsys: Any) -> None:
+def test_examples_print_both_texts(capsys: Any) -> None:
     names = [str(path) for path in (examples.list_example_files()[0], CLIPS[0])]
     assert demo.main([*names, "--model", "tiny", "--max-new-tokens", "12"]) == 0
-    told = capsys.readouterr().out
-    assert "2 of 2 texts identical to plain generate" in told and "noise" in told
-    assert told.count("  plain ") == told.count("  mmspec ") == told.count("identical; ") == 2
-    assert "Describe the image." in told and "Describe the video." in told and "tokens/s" in told and "tau" in told
+    output = capsys.readouterr().out
+    assert "2 of 2 texts identical to plain generate" in output and "noise" in output
+    assert output.count("  plain ") == output.count("  mmspec ") == output.count("identical; ") == 2
+    assert (
+        "Describe the image." in output and "Describe the video." in output and "tokens/s" in output and "tau" in output
+    )
     assert demo.main(["nowhere.png"]) == 2
     assert "no such file" in capsys.readouterr().err
 
@@ -234,7 +236,7 @@ def test_a_damaged_model_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_the_world_is_drawn_as_it_was() -> None:
-    """The atlas is what pictures are made of; sizes and places are in `test_scenes_world`."""
+    """The atlas is the source of all images; sizes and positions are in `test_scenes_world`."""
     from mmspec.app import scenes
 
     atlas = Path(scenes.__file__).parent / "data" / "atlas.png"

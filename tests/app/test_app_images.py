@@ -45,8 +45,8 @@ def test_formats(tmp_path: Path, suffix: str) -> None:
 )
 def test_every_mode_becomes_rgb(mode: str) -> None:
     image = Image.new("I", (4, 3)).convert("I;16") if mode == "I;16" else Image.new(mode, (4, 3))
-    made = to_rgb(image)
-    assert (made.mode, made.size) == ("RGB", (4, 3))
+    result = to_rgb(image)
+    assert (result.mode, result.size) == ("RGB", (4, 3))
 
 
 def test_cmyk_jpeg(tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ def test_exif_rotation(tmp_path: Path) -> None:
     image = Image.new("RGB", (20, 10), (0, 0, 0))
     image.paste(RED, (0, 0, 5, 10))  # red on the left
     exif = Image.Exif()
-    exif[0x0112] = 6  # shown turned by 90 degrees clockwise
+    exif[0x0112] = 6  # display rotated by 90 degrees clockwise
     upright = load_image(save(tmp_path / "a.jpg", image, exif=exif, quality=95))
     assert upright.size == (10, 20)
     assert near(upright, RED, (5, 0), 25) and near(upright, (0, 0, 0), (5, 19), 25)
@@ -118,7 +118,7 @@ def test_every_orientation(tmp_path: Path, orientation: int, suffix: str) -> Non
 
 
 @pytest.mark.parametrize("exif", [b"Exif\0\0garbage of some length", b"Exif\0\0II", b"Exif\0\0II*\0\x08\0\0\0\xff\xff"])
-def test_exif_that_cannot_be_read_says_nothing(tmp_path: Path, exif: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_exif_is_ignored(tmp_path: Path, exif: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     path = save(tmp_path / "a.jpg", Image.new("RGB", (20, 10), RED), exif=exif)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -148,8 +148,8 @@ def test_a_picture_by_any_way_in(tmp_path: Path) -> None:
         assert opened.size == (9, 12) and opened.getexif()[0x0112] == 6
     before = values.copy()
     assert np.array_equal(np.asarray(load_image(values)), values)
-    made = load_image(values)
-    made.putpixel((0, 0), (1, 2, 3))
+    result = load_image(values)
+    result.putpixel((0, 0), (1, 2, 3))
     assert np.array_equal(values, before)
     given = Image.new("RGB", (3, 3), RED)
     load_image(given).putpixel((0, 0), (1, 2, 3))
@@ -177,8 +177,8 @@ ARRAYS: dict[str, tuple[np.ndarray, list[list[int]]]] = {
 @pytest.mark.parametrize("name", ARRAYS)
 def test_arrays(name: str) -> None:
     values, pixels = ARRAYS[name]
-    made = load_image(values)
-    assert made.mode == "RGB" and np.asarray(made)[0].tolist() == pixels
+    result = load_image(values)
+    assert result.mode == "RGB" and np.asarray(result)[0].tolist() == pixels
 
 
 @pytest.mark.parametrize("mode", ["1", "L", "P", "RGBA", "CMYK", "YCbCr", "LA", "I", "F", "I;16"])
@@ -215,9 +215,9 @@ WRONG: dict[str, tuple[Callable[[Path], object], str, str]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_is_no_picture_says_so_in_one_line(tmp_path: Path, name: str) -> None:
-    make, kind, words = WRONG[name]
-    with pytest.raises(ImageError, match=words) as caught:
+def test_a_wrong_source_is_refused_in_one_line(tmp_path: Path, name: str) -> None:
+    make, kind, message = WRONG[name]
+    with pytest.raises(ImageError, match=message) as caught:
         load_image(make(tmp_path))  # type: ignore[arg-type]
     assert caught.value.kind == kind and "\n" not in str(caught.value)
 
@@ -250,11 +250,11 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("kind", BAD)
-def test_bad_files_say_what_is_wrong_in_one_line(tmp_path: Path, kind: str) -> None:
-    make, words = BAD[kind]
+def test_bad_files_are_refused_in_one_line(tmp_path: Path, kind: str) -> None:
+    make, message = BAD[kind]
     path = tmp_path / "a.png"
     make(path)
-    with pytest.raises(ImageError, match=words) as caught:
+    with pytest.raises(ImageError, match=message) as caught:
         load_image(path)
     assert caught.value.kind == kind
     assert "\n" not in str(caught.value)
@@ -268,8 +268,8 @@ def test_a_folder_is_not_an_image(tmp_path: Path) -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_damage_never_escapes_as_another_error(tmp_path: Path, seed: int) -> None:
     rng, data = np.random.default_rng(seed), bytearray(jpeg() if seed % 2 else png(40, 30))
-    for place in rng.integers(0, len(data), 12):
-        data[place] = rng.integers(0, 256)
+    for index in rng.integers(0, len(data), 12):
+        data[index] = rng.integers(0, 256)
     (tmp_path / "a").write_bytes(data)
     with contextlib.suppress(ImageError):
         assert load_image(tmp_path / "a").mode == "RGB"
@@ -282,7 +282,7 @@ def test_own_pixel_limit(tmp_path: Path) -> None:
     assert load_image(path, 1200).size == (40, 30)
 
 
-def test_pillow_is_made_strict_only_within_the_limit() -> None:
+def test_pillow_is_strict_only_within_the_limit() -> None:
     before, filters = Image.MAX_IMAGE_PIXELS, list(warnings.filters)
     with pixel_limit(1000):
         assert Image.MAX_IMAGE_PIXELS == 1000
@@ -304,12 +304,12 @@ def test_decoding_ahead_keeps_the_order_and_its_bounds() -> None:
             raise ImageError("Empty", "nothing in it")
         return key * key
 
-    seen = []
+    received = []
     for key, value in decode_ahead(range(30), slow, threads=3, ahead=5):
-        seen.append(key)
-        assert len(started) <= len(seen) + 5
+        received.append(key)
+        assert len(started) <= len(received) + 5
         assert isinstance(value, ImageError) if key == 7 else value == key * key
-    assert seen == list(range(30))
+    assert received == list(range(30))
 
 
 def test_decoding_ahead_can_be_left_early() -> None:

@@ -1,4 +1,4 @@
-"""Caption jobs with a stand-in for the model: resuming, refusing, retrying, sharing, and failing well."""
+"""Caption jobs with a stand-in for the model: resuming, refusals, retries, shards and ranks, failures."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def job(folder: Path, fake: Fake | None = None, place: ProcessInfo | None = None, **options: Any) -> CaptionJob:
-    place = place or ProcessInfo()
+def job(folder: Path, fake: Fake | None = None, process: ProcessInfo | None = None, **options: Any) -> CaptionJob:
+    process = process or ProcessInfo()
     base = {"paths": (str(folder / "p"),), "model": "m", "out": str(folder / "out.jsonl"), "batch_size": 4}
-    settings = CaptionConfig(**(base | options))
-    mark = settings.fingerprint(place.world_size)
+    config = CaptionConfig(**(base | options))
+    fingerprint = config.fingerprint(process.world_size)
     output = FileOutput(
-        Path(settings.out), mark, rank=place.rank, world_size=place.world_size, overwrite=settings.overwrite
+        Path(config.out), fingerprint, rank=process.rank, world_size=process.world_size, overwrite=config.overwrite
     )
 
     def load() -> Fake:
@@ -72,7 +72,7 @@ def job(folder: Path, fake: Fake | None = None, place: ProcessInfo | None = None
             raise AssertionError("the model was loaded although there was nothing to do")
         return fake
 
-    return CaptionJob(settings, output, load, place)
+    return CaptionJob(config, output, load, process)
 
 
 def rows(folder: Path, name: str = "out.jsonl") -> list[Row]:
@@ -89,8 +89,8 @@ def test_all_rows_in_order(folder: Path, capsys: pytest.CaptureFixture[str]) -> 
     found = rows(folder)
     assert complete(found) and fake.calls == [[10, 11, 12, 13], [14, 15, 16, 17], [18, 19]]
     assert found[0]["file_name"] == "p/0.png" and found[0]["caption"] == "10 hi" and found[0]["error"] is None
-    told = capsys.readouterr()
-    assert told.out == "" and "10 captioned, 0 failed, 0 skipped" in told.err and "tau 1.00" in told.err
+    captured = capsys.readouterr()
+    assert captured.out == "" and "10 captioned, 0 failed, 0 skipped" in captured.err and "tau 1.00" in captured.err
 
 
 def test_finished_rows_are_skipped_without_loading_a_model(folder: Path) -> None:
@@ -109,7 +109,7 @@ def test_a_torn_file_is_completed(folder: Path, keep: int) -> None:
     assert (folder / "out.jsonl").read_bytes() == whole
 
 
-def test_a_last_line_without_its_line_feed_is_kept(folder: Path) -> None:
+def test_a_last_line_without_its_line_feed_remains(folder: Path) -> None:
     job(folder, Fake()).run()
     whole = (folder / "out.jsonl").read_bytes()
     (folder / "out.jsonl").write_bytes(whole[:-1])
@@ -252,7 +252,7 @@ def test_out_of_memory_again_is_an_error_row(folder: Path) -> None:
     assert rows(folder)[0]["error"] == {"type": "OutOfMemory", "message": "MemoryError"}
 
 
-def test_one_picture_that_upsets_the_model_spoils_only_itself(folder: Path) -> None:
+def test_an_image_that_the_model_rejects_fails_alone(folder: Path) -> None:
     def upset(widths: list[int]) -> None:
         if 15 in widths:
             raise ValueError("absolute aspect ratio\nmust be smaller than 200")
@@ -373,7 +373,7 @@ def test_ranks_cannot_overwrite(folder: Path) -> None:
 def test_a_difference_in_float32_fails_and_in_half_precision_is_reported(folder: Path) -> None:
     class Odd(Fake):
         def caption(self, *args: Any) -> list[Caption]:
-            return [dataclasses.replace(made, identical=False) for made in super().caption(*args)]
+            return [dataclasses.replace(one, identical=False) for one in super().caption(*args)]
 
     assert job(folder, Odd(), compare=-1).run() == 1
     assert job(folder, Odd(dtype="bfloat16"), compare=-1, out=str(folder / "half.jsonl")).run() == 0
@@ -384,7 +384,7 @@ def test_compare_the_first_n(folder: Path) -> None:
     assert [row["identical"] for row in rows(folder)] == [True] * 6 + [None] * 4
 
 
-def test_places() -> None:
+def test_process_info_from_env() -> None:
     assert ProcessInfo.from_env({"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}) == ProcessInfo(2, 4, 1)
     assert ProcessInfo.from_env({}) == ProcessInfo()
     for environ in ({"RANK": "x"}, {"RANK": "1"}, {"RANK": "-1", "WORLD_SIZE": "2"}):

@@ -58,9 +58,9 @@ def test_two_ranks_make_one_file(tmp_path: Path) -> None:
         start(*args, "--out", tmp_path / "out.jsonl", environ={"RANK": str(rank), "WORLD_SIZE": "2"}) for rank in (0, 1)
     ]
     assert main(["caption", *map(str, args), "--model", "tiny", "--out", str(tmp_path / "one.jsonl")]) == 0
-    told = [rank.communicate(timeout=120)[1] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], told
-    assert "mmspec rank 0: 5 captioned" in told[0] and "mmspec rank 1: 4 captioned" in told[1]
+    stderr = [rank.communicate(timeout=120)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], stderr
+    assert "mmspec rank 0: 5 captioned" in stderr[0] and "mmspec rank 1: 4 captioned" in stderr[1]
     assert [row["index"] for row in rows(tmp_path / "out.jsonl")] == list(range(9))
     assert essence(tmp_path / "out.jsonl") == essence(tmp_path / "one.jsonl")
     assert not list(tmp_path.glob("*.rank*"))
@@ -73,20 +73,20 @@ def test_accelerate_launch(tmp_path: Path) -> None:
     launcher = ("-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1",
                 "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0")  # fmt: skip
     run = start(tmp_path / "p", "--max-new-tokens", 8, "--out", tmp_path / "out.jsonl", launcher=launcher)
-    told = run.communicate(timeout=240)[1]
-    assert [row["index"] for row in rows(tmp_path / "out.jsonl")] == list(range(10)), told
+    stderr = run.communicate(timeout=240)[1]
+    assert [row["index"] for row in rows(tmp_path / "out.jsonl")] == list(range(10)), stderr
     assert [bool(row["error"]) for row in rows(tmp_path / "out.jsonl")] == [False] * 9 + [True]
     assert run.returncode == 1 and not list(tmp_path.glob("*.rank*"))
 
 
-def test_ctrl_c_finishes_the_batch_and_says_how_to_go_on(tmp_path: Path) -> None:
+def test_ctrl_c_finishes_the_batch_and_explains_how_to_continue(tmp_path: Path) -> None:
     write_images(tmp_path / "p", 40)
     out = tmp_path / "out.jsonl"
     run = start(tmp_path / "p", "--max-new-tokens", 100, "--batch-size", 2, "--out", out)
     wait_for(out, 1, run)
     run.send_signal(signal.SIGINT)
-    told = run.communicate(timeout=60)[1]
-    assert run.returncode == 130 and "run the same command again" in told and "Traceback" not in told
+    stderr = run.communicate(timeout=60)[1]
+    assert run.returncode == 130 and "run the same command again" in stderr and "Traceback" not in stderr
     assert 0 < len(rows(out)) < 40 and len(rows(out)) % 2 == 0
 
 

@@ -51,7 +51,7 @@ def test_a_folder_is_read_with_its_sub_folders(here: Path) -> None:
     assert names(collect_items(["p"], Path())) == ["p/img1.JPG", "p/img2.png", "p/img10.png", "p/sub/a.png"]
 
 
-def test_order_of_paths_is_kept_and_nothing_comes_twice(here: Path) -> None:
+def test_paths_keep_their_order_without_duplicates(here: Path) -> None:
     assert names(collect_items(["p/sub", "p/img2.png", "p", "p/./img2.png"], Path()))[:2] == [
         "p/sub/a.png",
         "p/img2.png",
@@ -110,7 +110,7 @@ def test_a_manifest_cannot_lead_out_of_its_folder(here: Path, name: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "message"),
     [
         ('{"file_name": "img2.png"}\n{"file_name": ', "line 2 is not JSON"),
         ("[1]\n", "not a JSON object"),
@@ -123,14 +123,14 @@ def test_a_manifest_cannot_lead_out_of_its_folder(here: Path, name: str) -> None
         ("\x00\ud800", "not UTF-8"),
     ],
 )
-def test_bad_manifests_name_the_line(here: Path, text: str, words: str) -> None:
+def test_bad_manifests_name_the_line(here: Path, text: str, message: str) -> None:
     (here / "p" / "m.jsonl").write_bytes(text.encode(errors="surrogatepass"))
-    with pytest.raises(UsageError, match=words):
+    with pytest.raises(UsageError, match=message):
         collect_items(["p/m.jsonl"], Path())
 
 
 @pytest.mark.parametrize(
-    ("path", "words"),
+    ("path", "message"),
     [
         ("empty", "no images or videos in empty"),
         ("nowhere", "no such file or folder: nowhere"),
@@ -139,9 +139,9 @@ def test_bad_manifests_name_the_line(here: Path, text: str, words: str) -> None:
         ("*.gif", "nothing matches"),
     ],
 )
-def test_nothing_to_do_is_an_error(here: Path, path: str, words: str) -> None:
+def test_nothing_to_do_is_an_error(here: Path, path: str, message: str) -> None:
     (here / "empty").mkdir()
-    with pytest.raises(UsageError, match=words):
+    with pytest.raises(UsageError, match=message):
         collect_items([path], Path())
 
 
@@ -149,7 +149,7 @@ def test_one_missing_file_among_others_is_left_to_the_job(here: Path) -> None:
     assert len(collect_items(["p", "gone.png"], Path())) == 5
 
 
-def test_files_that_are_left_out_are_counted_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_skipped_files_are_counted_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mmspec.app.io.sources.SUFFIXES", frozenset({".png", ".mp4"}))
     for name in ("a.png", "b.heic", "sub/c.HEIC", "d.svg", "rows.jsonl", "out.json", ".hidden.pdf", "LICENSE"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -165,7 +165,7 @@ def test_files_that_are_left_out_are_counted_and_named(tmp_path: Path, monkeypat
         collect_items([str(tmp_path / "sub")], Path())
 
 
-def test_files_that_a_glob_matches_and_nobody_reads_are_named(tmp_path: Path) -> None:
+def test_skipped_files_of_a_glob_are_counted_and_named(tmp_path: Path) -> None:
     for name in ("a.png", "b.svg", "c.pdf", "d.pdf", "e.pdf", "sub/f.pdf"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()

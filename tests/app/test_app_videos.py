@@ -1,4 +1,4 @@
-"""Videos in `mmspec caption`: shown as videos to models that take them; bad ones are rows with an error.
+"""Videos in `mmspec caption`: passed as videos to models that take them; bad ones are rows with an error.
 
 The processors of such models want torchvision, which is no dependency: their picture part is played here, so that what
 is tested is the part that is ours and transformers' own handling of chats and placeholders.
@@ -122,11 +122,11 @@ def clips(tmp_path: Path) -> Path:
 def test_what_is_named_like_a_video_is_one(suffix: str, codec: str, tmp_path: Path) -> None:
     file = write_video(tmp_path / f"clip.{suffix}", 8, codec, fps=25)
     assert [item.path for item in collect_items([str(tmp_path)], tmp_path)] == [file]
-    shown = load_media(file, 4)
-    assert isinstance(shown, Video) and grey_frame_numbers(list(shown.frames)) == [1, 3, 5, 7]
+    media = load_media(file, 4)
+    assert isinstance(media, Video) and grey_frame_numbers(list(media.frames)) == [1, 3, 5, 7]
 
 
-def test_a_model_that_takes_videos_is_given_videos(clips: Path, family: tuple[Any, Any], capsys: Any) -> None:
+def test_a_model_that_takes_videos_gets_videos(clips: Path, family: tuple[Any, Any], capsys: Any) -> None:
     _, processor = family
     out = clips.parent / "o.jsonl"
     assert caption(clips, "--model", "tiny", "--out", out, "--frames", 4, "--compare") == 0
@@ -137,8 +137,8 @@ def test_a_model_that_takes_videos_is_given_videos(clips: Path, family: tuple[An
     assert about["frames_indices"] == [1, 4, 7, 10] and (about["fps"], later["fps"]) == (10, 4)
     assert later["total_num_frames"] == 12 and (later["width"], later["height"]) == (80, 48)
     found = rows(out)
-    words = found["a.mp4"]["n_prompt_tokens"] - 4 * 4
-    assert 0 < words < 20 and found["c.mkv"]["n_prompt_tokens"] == words + 16, "four tokens a frame"
+    num_text_tokens = found["a.mp4"]["n_prompt_tokens"] - 4 * 4
+    assert 0 < num_text_tokens < 20 and found["c.mkv"]["n_prompt_tokens"] == num_text_tokens + 16, "four tokens a frame"
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_frames_by_the_second_and_those_that_differ(
 
 
 @pytest.mark.parametrize(
-    ("flags", "told"),
+    ("flags", "message"),
     [
         (("--fps", 0), "must be frames per second, a number above 0, got '0'"),
         (("--fps", "nan"), "number above 0"),
@@ -168,12 +168,12 @@ def test_frames_by_the_second_and_those_that_differ(
         (("--sampler", "best"), "invalid choice"),
     ],
 )
-def test_invalid_frame_options(flags: tuple[Any, ...], told: str, clips: Path, capsys: Any) -> None:
+def test_invalid_frame_options(flags: tuple[Any, ...], message: str, clips: Path, capsys: Any) -> None:
     try:
         code: object = caption(clips, "--model", "tiny", "--out", clips.parent / "o.jsonl", *flags)
     except SystemExit as left:
         code = left.code
-    assert code == 2 and told in capsys.readouterr().err and not (clips.parent / "o.jsonl").exists()
+    assert code == 2 and message in capsys.readouterr().err and not (clips.parent / "o.jsonl").exists()
 
 
 def test_jobs_of_versions_without_frame_options_resume() -> None:
@@ -192,31 +192,31 @@ def test_a_video_is_not_so_many_pictures(clips: Path, family: tuple[Any, Any]) -
         inputs = maker.build_inputs([video, video.frames[:1], video.frames], ["abc", "abcd", "a"])
         assert (inputs["input_ids"] == tiny.special_ids(model.tiny_spec).video).sum(1).tolist() == [16, 0, 0]
         assert inputs["pixel_values_videos"].shape == (1, 4, 3, 16, 16) and len(inputs["pixel_values"]) == 5
-        made = maker.caption([video, video.frames[:1], video.frames], ["abc", "abcd", "a"], 0, [True] * 3)
-        assert all(one.identical for one in made)
+        captions = maker.caption([video, video.frames[:1], video.frames], ["abc", "abcd", "a"], 0, [True] * 3)
+        assert all(one.identical for one in captions)
     processor.chat_template = TEMPLATE.replace("video", "film")
     assert not accepts_videos(processor), "its template would leave them out"
     assert "pixel_values_videos" not in maker.build_inputs([video], ["a"])
 
 
 @pytest.mark.parametrize("template", [TEMPLATE, None])
-def test_a_conversation_about_a_video_shows_it_once(clips: Path, family: tuple[Any, Any], template: str | None) -> None:
+def test_a_conversation_contains_its_video_once(clips: Path, family: tuple[Any, Any], template: str | None) -> None:
     model, processor = family
     processor.chat_template = template
     video = load_video(clips / "a.mp4", 4)
     inputs = build_inputs(model, processor, [video], ["abcd"], [(Turn("abc", "cab"), Turn("bc", "a"))])
     assert (inputs["input_ids"] == tiny.special_ids(model.tiny_spec).video).sum() == 16
     assert inputs["pixel_values_videos"].shape == (1, 4, 3, 16, 16) and "pixel_values" not in inputs
-    told = processor.tokenizer.decode(inputs["input_ids"][0], skip_special_tokens=True)
-    places = [told.find(part) for part in ("abc", "cab", "bc", "abcd")]
-    assert -1 not in places and places[0] < places[1] < told.rfind("abcd")
+    text = processor.tokenizer.decode(inputs["input_ids"][0], skip_special_tokens=True)
+    positions = [text.find(part) for part in ("abc", "cab", "bc", "abcd")]
+    assert -1 not in positions and positions[0] < positions[1] < text.rfind("abcd")
     request, seconds = encode_media(model, inputs)
     assert seconds > 0 and "pixel_values_videos" not in request
     options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
     assert torch.equal(model.generate(**request, **options), model.generate(**inputs, **options))
 
 
-def test_videos_of_different_lengths_are_shown_alone(clips: Path, family: tuple[Any, Any]) -> None:
+def test_videos_of_different_lengths_run_alone(clips: Path, family: tuple[Any, Any]) -> None:
     """LLaVA-NeXT-Video cannot take them together."""
     write_video(clips / "d.mp4", 3)
     out = clips.parent / "o.jsonl"
@@ -226,7 +226,7 @@ def test_videos_of_different_lengths_are_shown_alone(clips: Path, family: tuple[
     assert found["a.mp4"]["n_prompt_tokens"] - found["d.mp4"]["n_prompt_tokens"] == 4 * (8 - 3)
 
 
-def test_a_model_for_pictures_is_given_pictures(clips: Path) -> None:
+def test_a_model_for_images_gets_images(clips: Path) -> None:
     model, processor = random_model("tiny")
     maker, video = Captioner(model, processor, max_new_tokens=6), load_video(clips / "a.mp4", 4)
     assert isinstance(video, Video) and not accepts_videos(processor)
@@ -276,10 +276,10 @@ def test_a_crash_is_a_row_and_the_job_goes_on(clips: Path, monkeypatch: pytest.M
     assert all(found[name]["caption"] for name in ("a.mp4", "b.png", "c.mkv", "z.mp4"))
     kinds = {"abort.mp4": "DecoderCrashed", "hang.mp4": "DecoderHung", "segv.mp4": "DecoderCrashed"}
     assert {name: error["type"] for name, error in errors.items() if error} == kinds
-    told = {name: error["message"] for name, error in errors.items() if error}
-    assert told["segv.mp4"].startswith("the decoder crashed on segv.mp4 (") and "signal 11" in told["segv.mp4"]
-    assert "signal 6" in told["abort.mp4"] and "more than 8 seconds" in told["hang.mp4"]
-    assert all("\n" not in text for text in told.values()) and len(started) <= 9
+    messages = {name: error["message"] for name, error in errors.items() if error}
+    assert messages["segv.mp4"].startswith("the decoder crashed on segv.mp4 (") and "signal 11" in messages["segv.mp4"]
+    assert "signal 6" in messages["abort.mp4"] and "more than 8 seconds" in messages["hang.mp4"]
+    assert all("\n" not in text for text in messages.values()) and len(started) <= 9
     assert "4 captioned, 3 failed" in capsys.readouterr().err
 
 
@@ -359,11 +359,11 @@ def test_every_kind_of_bad_video(
     found = rows(out)
     assert found.pop("gone.mp4")["error"] == {"type": "Missing", "message": "no such file"}
     for name, row in found.items():
-        _, kind, words = BAD[name]
+        _, kind, message = BAD[name]
         assert (row["error"] or {}).get("type") == kind, (name, row["error"])
         assert bool(row["caption"]) == (kind is None) and row["file_name"].endswith(name)
         if kind:
-            assert row["error"]["message"].startswith(words) and "\n" not in row["error"]["message"]
+            assert row["error"]["message"].startswith(message) and "\n" not in row["error"]["message"]
             assert str(tmp_path) not in row["error"]["message"], "the row names the file already"
     err = capsys.readouterr().err
     assert "3 captioned, 8 failed" in err and "Traceback" not in err
