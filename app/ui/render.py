@@ -196,15 +196,6 @@ def layout_tree(parents: Sequence[int]) -> tuple[list[int], list[float]]:
     return depths, rows
 
 
-<<<<<<< HEAD
-def render_tree(one: Round, token_labels: Mapping[int, str]) -> str:
-    """The tree as SVG: kept path, rejected branches, how likely the drafter thought each, and the model's own word."""
-    count, kept = len(one.tokens), set(one.accepted_nodes[1:])
-    parents = [*one.parents, *([one.accepted_nodes[len(one.emitted) - 1]] if one.emitted else [])]
-    spots = [_node_position(depth, line) for depth, line in zip(*layout_tree(parents), strict=True)]
-    own = "mm-node-correction" if one.token_kinds[-1:] == (CORRECTED,) else "mm-node-bonus"
-    kinds = ["mm-root" if not node else "mm-node-accepted" if node in kept else "mm-rejected" for node in range(count)]
-=======
 def render_tree(item: Round, token_labels: Mapping[int, str]) -> str:
     """The draft tree as SVG: accepted path, rejected branches, draft probabilities, and the token of the model.
 
@@ -213,13 +204,12 @@ def render_tree(item: Round, token_labels: Mapping[int, str]) -> str:
         token_labels: {token id: label}.
     """
     num_nodes = len(item.tokens)
-    accepted = set(item.walked[1:])
-    parents = [*item.parents, *([item.walked[len(item.emitted) - 1]] if item.emitted else [])]
+    accepted = set(item.accepted_nodes[1:])
+    parents = [*item.parents, *([item.accepted_nodes[len(item.emitted) - 1]] if item.emitted else [])]
     positions = [_node_position(depth, row) for depth, row in zip(*layout_tree(parents), strict=True)]
-    model_kind = "mm-node-correction" if item.kinds[-1:] == (CORRECTED,) else "mm-node-bonus"
+    model_kind = "mm-node-correction" if item.token_kinds[-1:] == (CORRECTED,) else "mm-node-bonus"
     kinds = ["mm-node-accepted" if node in accepted else "mm-rejected" for node in range(num_nodes)]
     kinds[0] = "mm-root"
->>>>>>> b_ui
     labels = [
         (token_labels.get(token, str(token)), _format_probability(item, node)) for node, token in enumerate(item.tokens)
     ]
@@ -231,16 +221,10 @@ def render_tree(item: Round, token_labels: Mapping[int, str]) -> str:
         for node, parent in enumerate(parents)
         if parent >= 0
     ]
-<<<<<<< HEAD
-    nodes = [_render_node(spot, *label, kind) for spot, label, kind in zip(spots, labels, kinds, strict=True)]
-    width, height = max(x for x, _ in spots) + NODE_WIDTH + TREE_MARGIN, max(y for _, y in spots) + ROW_HEIGHT
-    told = f"Draft tree of {one.num_draft_tokens} guesses, {one.num_accepted_tokens} of them kept"
-=======
     boxes = zip(positions, labels, kinds, strict=True)
     nodes = [_render_node(position, *label, kind) for position, label, kind in boxes]
     width, height = max(x for x, _ in positions) + NODE_WIDTH + TREE_MARGIN, max(y for _, y in positions) + ROW_HEIGHT
-    title = f"Draft tree: {item.guesses} draft tokens, {item.kept} accepted"
->>>>>>> b_ui
+    title = f"Draft tree: {item.num_draft_tokens} draft tokens, {item.num_accepted_tokens} accepted"
     return (
         f'<div class="mm-tree"><svg role="img" aria-label="{title}" width="{width:.0f}" height="{height:.0f}" '
         f'viewBox="0 0 {width:.0f} {height:.0f}" xmlns="http://www.w3.org/2000/svg"><title>{title}</title>'
@@ -271,48 +255,28 @@ def _render_node(position: tuple[float, float], name: str, note: str, kind: str)
     )
 
 
-<<<<<<< HEAD
-def _format_probability(one: Round, node: int) -> str:
-    if not node or one.scores is None:
-        return ""
-    above = one.scores[one.parents[node]]
-    return f"{100 * min(1.0, one.scores[node] / above):.0f}%" if above > 0 else ""
-=======
 def _format_probability(item: Round, node: int) -> str:
     """Conditional draft probability of a node in percent; empty for the root or where the drafter gives none."""
-    if not node or item.reached is None:
+    if not node or item.scores is None:
         return ""
-    parent = item.reached[item.parents[node]]
-    return f"{100 * min(1.0, item.reached[node] / parent):.0f}%" if parent > 0 else ""
->>>>>>> b_ui
+    parent = item.scores[item.parents[node]]
+    return f"{100 * min(1.0, item.scores[node] / parent):.0f}%" if parent > 0 else ""
 
 
 def render_round(report: Report, round_index: int) -> str:
     """Summary of a round, its tree, and the answer with the tokens of the round marked."""
     item = report.rounds[round_index]
     if not round_index:
-<<<<<<< HEAD
-        said = "The prompt's own forward gives the first token; nothing is guessed there."
-    elif one.num_proposed is None:
-        said = "The drafter was not asked: of late its guesses did not pay. One forward, one token."
-    elif not one.num_draft_tokens:
-        said = f"The drafter proposed {_pluralize(one.num_proposed - 1, 'guess', 'guesses')}; none was worth its cost. One token."
-    else:
-        said = (
-            f"{_pluralize(one.num_draft_tokens, 'guess', 'guesses')} scored in one forward, {one.num_accepted_tokens} kept; "
-            f"with the model's own word {_pluralize(len(one.emitted), 'token', 'tokens')}."
-=======
         summary = "Prefill: the forward of the prompt gives the first token; nothing is drafted."
-    elif item.proposed is None:
+    elif item.num_proposed is None:
         summary = "The controller did not draft: recent drafts did not pay. One forward, one token."
-    elif not item.guesses:
-        num_proposed = _pluralize(item.proposed - 1, "draft token", "draft tokens")
+    elif not item.num_draft_tokens:
+        num_proposed = _pluralize(item.num_proposed - 1, "draft token", "draft tokens")
         summary = f"The drafter proposed {num_proposed}; none was expected to pay its cost. One token."
     else:
         summary = (
-            f"{_pluralize(item.guesses, 'draft token', 'draft tokens')} verified in one forward, {item.kept} accepted; "
+            f"{_pluralize(item.num_draft_tokens, 'draft token', 'draft tokens')} verified in one forward, {item.num_accepted_tokens} accepted; "
             f"with the token of the model {_pluralize(len(item.emitted), 'token', 'tokens')}."
->>>>>>> b_ui
         )
     title = f"<b>Round {round_index} of {len(report.rounds) - 1}.</b>"
     head = f'<p class="mm-status" role="status">{title} {escape(summary)}</p>'

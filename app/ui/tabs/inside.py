@@ -64,15 +64,9 @@ def clamp_round(report: Report, round_index: float) -> int:
 
 
 def next_round_with_tree(report: Report, round_index: int) -> int:
-<<<<<<< HEAD
-    """The next round with a tree; the first such after the last; `number` if no round has one."""
-    trees = [place for place, one in enumerate(report.rounds) if one.num_draft_tokens]
-    return next((place for place in trees if place > round_index), trees[0] if trees else round_index)
-=======
     """Index of the next round with draft tokens, wrapping around; `round_index` if no round has any."""
-    indices = [index for index, item in enumerate(report.rounds) if item.guesses]
+    indices = [index for index, item in enumerate(report.rounds) if item.num_draft_tokens]
     return next((index for index in indices if index > round_index), indices[0] if indices else round_index)
->>>>>>> b_ui
 
 
 __all__ = ["build_inside_tab", "clamp_round", "next_round_with_tree"]
