@@ -1,4 +1,4 @@
-"""`python -m mmspec`, and what `accelerate launch -m mmspec` starts."""
+"""Entry point of `python -m mmspec` and `accelerate launch -m mmspec`."""
 
 from mmspec.app.cli.main import main
 

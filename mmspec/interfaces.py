@@ -3,6 +3,8 @@
 Depends on neither transformers, a KV cache nor the decode loop. Shape symbols used in the whole project: B batch rows,
 L prompt length, S committed length, N nodes of a draft tree, A accepted nodes, V vocabulary size, D hidden size,
 M visual tokens before compression, K visual tokens after it.
+
+Longer than other files, since these definitions refer to each other and are read together.
 """
 
 from __future__ import annotations

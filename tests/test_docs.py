@@ -45,7 +45,7 @@ def read_document(document: Path) -> str:
 
 
 def resolves(path: str, document: Path) -> bool:
-    """Whether a path exists below the root, `mmspec/`, the document's folder, or as imported (`mmspec/app` is `app`)."""
+    """Whether a path exists below the root, `mmspec/` or the document's folder; `mmspec/app` also means `app`."""
     candidates = [ROOT / path, ROOT / "mmspec" / path, document.parent / path]
     if path.startswith("mmspec/"):
         candidates.append(ROOT / path.removeprefix("mmspec/"))

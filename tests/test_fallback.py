@@ -1,4 +1,4 @@
-"""Requests that go the plain way: nothing is different but one warning that says why."""
+"""Requests that transformers decodes alone: same output, and one warning that names the reason."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from transformers import (
 
 import mmspec
 
-# --- requests that go the plain way -----------------------------------------------------------------------------------
+# --- requests that transformers decodes alone -------------------------------------------------------------------------
 
 
 def _kernel(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any) -> Any:

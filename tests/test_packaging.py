@@ -140,3 +140,23 @@ assert callable(entry.load())
         [sys.executable, "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_public_names_are_loaded_on_first_use() -> None:
+    script = """
+import sys, types
+import mmspec
+assert "torch" not in sys.modules and type(mmspec) is types.ModuleType
+assert {"patch", "compare", "stats", "Stats", "supported"} <= set(dir(mmspec))
+import mmspec.comparison, mmspec.metrics.stats
+assert isinstance(mmspec.compare, types.FunctionType) and isinstance(mmspec.stats, types.FunctionType)
+assert mmspec.Stats is mmspec.metrics.stats.Stats and "llava" in mmspec.supported()
+try:
+    mmspec.speed
+except AttributeError as error:
+    assert "no attribute 'speed'" in str(error)
+else:
+    raise AssertionError
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -302,7 +302,7 @@ def test_unknown_arguments_of_patch_are_refused(model: PreTrainedModel) -> None:
     with pytest.raises(TypeError, match="unexpected keyword argument 'node'"):
         mmspec.patch(model, node=4)
     with pytest.raises(TypeError, match="nodes is the former name of tree_size; got both"):
-        mmspec.patch(model, nodes=4, tree_size=4)
+        mmspec.patch(model, tree_size=4, tree_size=4)
     assert not mmspec.is_patched(model)
 
 

@@ -1,11 +1,10 @@
-"""Plain `generate`, our loop without drafts, and each drafter, in turn and in one process; ratios of paired runs.
+"""Plain `generate`, the loop without drafts and each drafter, interleaved in one process; ratios of paired runs.
 
-How time is taken: each system is a clone of the model that shares its weights; the plain one is never patched. Total
-is the wall clock of the whole call on a synchronised device. On the plain side a stopping criterion that stops nothing
-notes when each token was there; our loop counts by itself. Decode is from the first token to the last, so that image
-encoding and prefill are left out; `ttft` is all before. Made-up requests do not end before `new_tokens`: the end token
-is given an id that no token has, on all sides, so that everybody makes the same number of tokens with the same
-machinery. Requests from the scenes world end where the model ends them.
+Timing: each contestant is a clone of the model that shares its weights; the plain one is never patched. `total_s` is
+the wall clock of the whole call on a synchronised device. For plain generate a stopping criterion records the time of
+each token; the mmspec loop measures itself. `decode_s` is from the first token to the last, without image encoding and
+prefill, which `ttft_s` contains. Synthetic requests do not end before `new_tokens`: the end token gets an id outside
+the vocabulary on all sides, so that every contestant emits the same number of tokens. Scene requests end at the end token.
 """
 
 from __future__ import annotations
@@ -37,13 +36,20 @@ from mmspec.patching import KEY
 
 HF, HF_AGAIN, NO_DRAFT = "hf", "hf-again", "none"
 NUM_RESAMPLES = 1000
-"""Times that a bootstrap draws its runs or requests anew."""
+"""Bootstrap resamples of runs or requests."""
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class TimedRun:
-    """One call. `tokens`: new ones, padding not counted; `fewest`: of a row. `stats` is None on the plain side."""
+    """One call of `generate`, timed.
+
+    Attributes:
+        total_s: seconds of the call. ttft_s: until the first token. decode_s: from the first token to the last.
+        output_ids: [B, T] new tokens.
+        num_tokens: new tokens of all rows, padding not counted. min_row_tokens: of the shortest row.
+        stats: of the mmspec loop; None for plain generate.
+    """
 
     total_s: float
     ttft_s: float
@@ -61,7 +67,7 @@ class TimedRun:
 
 @dataclass
 class Contestant:
-    """One contender: a name, a model that may be patched, its runs."""
+    """A name, a model that may be patched, and its runs."""
 
     name: str
     model: Any
@@ -75,7 +81,7 @@ def clone(model: Any) -> Any:
 
 
 def disable_eos(model: Any) -> Any:
-    """Make rows go on until `max_new_tokens`: the end token gets an id that no token has."""
+    """Let rows continue to `max_new_tokens`: the end token gets an id outside the vocabulary."""
     config = model.generation_config
     if config.pad_token_id is None:
         eos = config.eos_token_id
@@ -107,10 +113,9 @@ def build_contestants(
 
 
 def share_kernel_timings(models: Sequence[Any]) -> None:
-    """Lets models that are patched find out together how linear layers of a shape are fastest here.
+    """Share the kernel timings of linear layers between patched models.
 
-    That does not hang on the drafter; left to itself, each would go by a few noisy calls of its own for good, and the
-    same drafter twice differed by up to 7%.
+    They do not depend on the drafter; separate noisy timings let the same drafter differ by up to 7% from itself.
     """
     packs = [model.__dict__[KEY].autotuner for model in models if mmspec.is_patched(model)]
     for other in packs[1:]:
@@ -119,7 +124,7 @@ def share_kernel_timings(models: Sequence[Any]) -> None:
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """What is there already is left out of the collections before each run, which would take longer than small runs."""
+    """Exclude existing objects from garbage collection, which would take longer than small runs."""
     gc.collect()
     gc.freeze()
     try:
@@ -187,9 +192,9 @@ def run_rounds(
     seed: int,
     tick: Callable[[], None],
 ) -> None:
-    """A round for each request, in which everybody runs once, the order rotating; the first one warms up.
+    """One round per request, in which every contestant runs once, in rotating order; the first round warms up.
 
-    Requests should all differ: a drafter that learns from call to call would know the answers otherwise.
+    Requests must differ: a drafter that learns from call to call knows the answers otherwise.
     """
     for system in contestants:
         system.runs.clear()
@@ -203,7 +208,7 @@ def run_rounds(
 
 
 def build_result_rows(contestants: Sequence[Contestant]) -> Iterator[Row]:
-    """A row per system, from its runs and those it is paired with."""
+    """A row per contestant, from its runs and the runs of `hf` and `none` on the same requests."""
     by_name = {system.name: system for system in contestants}
     plain, own = by_name[HF].runs, by_name[NO_DRAFT].runs
     for system in contestants:
@@ -246,7 +251,7 @@ def build_result_rows(contestants: Sequence[Contestant]) -> Iterator[Row]:
 
 
 def phase_times_ms(stats: Sequence[Stats]) -> dict[str, float | None]:
-    """Milliseconds of a round, of scoring, drafting and the rest: medians of calls."""
+    """Milliseconds per round of target forward and sampling, drafting, overhead: medians over calls."""
 
     def typical(phase: str) -> float | None:
         return _median([1e3 * getattr(one, f"{phase}_s") / one.rounds for one in stats if one.rounds])
@@ -254,20 +259,22 @@ def phase_times_ms(stats: Sequence[Stats]) -> dict[str, float | None]:
     return {f"{phase}_ms": typical(phase) for phase in ("score", "draft", "overhead")}
 
 
-def bootstrap_interval(told: Callable[[Sequence[int]], float], count: int) -> tuple[float, float, float]:
-    """(value, low, high) of what is told of `count` runs by their numbers; 95% of resampled sets lie within."""
+def bootstrap_interval(statistic: Callable[[Sequence[int]], float], count: int) -> tuple[float, float, float]:
+    """(value, low, high) of a statistic of `count` runs, given by index; 95% of the resamples lie within."""
     rng, every = random.Random(0), range(count)
-    spread = sorted(told(rng.choices(every, k=count)) for _ in range(NUM_RESAMPLES))
-    return told(every), spread[NUM_RESAMPLES // 40], spread[-NUM_RESAMPLES // 40]
+    spread = sorted(statistic(rng.choices(every, k=count)) for _ in range(NUM_RESAMPLES))
+    return statistic(every), spread[NUM_RESAMPLES // 40], spread[-NUM_RESAMPLES // 40]
 
 
 def median_interval(values: Sequence[float]) -> list[float]:
     """[low, high] of the median, 95% by bootstrap; empty if there are no values."""
-    return list(bootstrap_interval(lambda places: median(values[i] for i in places), len(values))[1:]) if values else []
+    return (
+        list(bootstrap_interval(lambda indices: median(values[i] for i in indices), len(values))[1:]) if values else []
+    )
 
 
 def _ratio(above: float, below: float) -> float:
-    """NaN where an answer of one token left nothing to decode."""
+    """`above / below`; NaN where an answer of one token leaves nothing to decode."""
     return above / below if below else math.nan
 
 

@@ -1,4 +1,4 @@
-"""`RecordingDrafter`: a drafter that does what another one does and keeps the verdicts of its rounds.
+"""`RecordingDrafter`: wraps a drafter and stores the verification results of its rounds.
 
 Nothing is copied to the host while it runs; `rounds` does that afterwards. For a single row.
 """
@@ -16,7 +16,7 @@ from mmspec.interfaces import CompressingDrafter, Drafter, Prompt, TrainedDrafte
 
 
 class RecordingDrafter:
-    """A drafter that keeps what every round decided, and otherwise is another one."""
+    """Delegates to another drafter and stores the result of every round."""
 
     def __init__(self, inner: Drafter) -> None:
         self.inner = inner
@@ -56,28 +56,28 @@ class RecordingDrafter:
         return 0 if self._visual is None else int(self._visual.sum())
 
     def rounds(self) -> list[Round]:
-        """All rounds so far that emitted something, the prompt's first."""
-        made: list[Round] = []
+        """All rounds so far that emitted tokens, that of the prefill first."""
+        rounds: list[Round] = []
         for verdict, proposed in list(self._results):
             if verdict.emitted_ids[0]:
-                start = made[-1].start + len(made[-1].emitted) if made else 0
-                made.append(_round(verdict, start, proposed))
-        return made
+                start = rounds[-1].start + len(rounds[-1].emitted) if rounds else 0
+                rounds.append(_round(verdict, start, proposed))
+        return rounds
 
 
 def _round(verdict: VerifyResult, start: int, proposed: int | None) -> Round:
-    """The scored nodes that are there, renumbered without gaps."""
+    """The valid nodes of the scored tree, renumbered without gaps."""
     tree = verdict.tree
     valid = tree.valid[0].tolist()
-    there = [node for node, on in enumerate(valid) if on]
-    number = {node: place for place, node in enumerate(there)} | {-1: -1}
+    nodes = [node for node, on in enumerate(valid) if on]
+    number = {node: index for index, node in enumerate(nodes)} | {-1: -1}
     tokens, parents = tree.tokens[0].tolist(), tree.parents[0].tolist()
     scores = None if tree.scores is None else tree.scores[0].tolist()
     return Round(
         start=start,
-        tokens=tuple(tokens[node] for node in there),
-        parents=tuple(number[parents[node]] for node in there),
-        scores=None if scores is None or len(there) == 1 else tuple(scores[node] for node in there),
+        tokens=tuple(tokens[node] for node in nodes),
+        parents=tuple(number[parents[node]] for node in nodes),
+        scores=None if scores is None or len(nodes) == 1 else tuple(scores[node] for node in nodes),
         accepted_nodes=tuple(number[node] for node in verdict.accepted_nodes[0]),
         emitted=tuple(verdict.emitted_ids[0]),
         num_proposed=proposed,

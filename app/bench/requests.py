@@ -1,4 +1,4 @@
-"""Inputs for benchmarks: pictures and prompts of a wanted length whose rows all differ, or scenes and questions."""
+"""Inputs for benchmarks: images with prompts of a given length, all different, or generated scenes with questions."""
 
 from __future__ import annotations
 
@@ -21,14 +21,12 @@ from mmspec.vision.video.decoder_pool import DecoderPool
 
 
 def bench_images(paths: Sequence[str], count: int, seed: int) -> list[Image.Image]:
-    """`count` different pictures, made up or from `paths`; with a warning if there are fewer."""
+    """`count` different images, synthetic or from `paths`; with a warning if there are fewer."""
     if not paths:
         return [draw_image(seed + number)[0] for number in range(count)]
     items = collect_items(paths, Path())[:count]
     if len(items) < count:
-        print_stderr(
-            f"mmspec: {len(items)} pictures for {count} places: drafters that remember will see some answers again"
-        )
+        print_stderr(f"mmspec: {len(items)} images for {count} requests: drafters that learn see some answers again")
     try:
         with DecoderPool() as isolated:
             loaded = [load_image(item.path, isolated=isolated) for item in items]
@@ -40,7 +38,7 @@ def bench_images(paths: Sequence[str], count: int, seed: int) -> list[Image.Imag
 def build_requests(
     maker: Captioner, images: Sequence[Image.Image], prompt: str, batch: int, tokens: int, count: int, seed: int
 ) -> list[dict[str, Any]]:
-    """`count` different batches of prompts, brought to about `tokens` prompt tokens (0: as they are)."""
+    """`count` different batches of prompts, padded with words to about `tokens` prompt tokens (0: unpadded)."""
 
     def text(number: int, words: int) -> str:
         rng = random.Random(f"{seed}:{number}")
@@ -55,17 +53,17 @@ def build_requests(
 
 
 def build_scene_requests(maker: Captioner, task: str, first: int, batch: int, rounds: int) -> list[dict[str, Any]]:
-    """A batch to warm up with, then `rounds` batches about the scenes from seed `first` on."""
+    """A warm-up batch, then `rounds` batches about the scenes from seed `first` on."""
     from mmspec.app.scenes.tasks import generate_requests
 
     drawn = list(islice(generate_requests(task, first), batch * (rounds + 1)))
-    drawn = drawn[-batch:] + drawn[:-batch]  # the seeds that were asked for are those that are measured
+    drawn = drawn[-batch:] + drawn[:-batch]  # the first seeds are measured, the last ones warm up
     groups = [drawn[start : start + batch] for start in range(0, len(drawn), batch)]
     return [maker.build_inputs([one.images for one in group], [one.question for one in group]) for group in groups]
 
 
 def _least(length: Callable[[int], int], wanted: int) -> int:
-    """Fewest words with which a prompt is at least `wanted` tokens long."""
+    """Smallest number of words with which a prompt has at least `wanted` tokens."""
     low, high = 0, 1
     if length(0) >= wanted:
         return 0

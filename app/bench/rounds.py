@@ -1,6 +1,6 @@
-"""What happened in every round: the tree that was scored, the path that was kept, the tokens that came out.
+"""Rounds of one row as plain data: the scored tree, the accepted path, the emitted tokens.
 
-As plain data, of a single row. `mmspec.app.bench.recorder` notes it.
+`mmspec.app.bench.recorder` collects them.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ class Round:
     """One forward of the target, or, as the first, the prompt's.
 
     Attributes:
-        start: number of the first token it emitted, counted from 0.
-        tokens: of the scored nodes; node 0 is the token before `start`. parents: of each node, -1 for node 0.
-        reached: how likely the drafter thought each node, or None where it does not say.
-        walked: the nodes that were kept, node 0 first. emitted: tokens; `emitted[i]` was picked at `walked[i]`.
-        proposed: nodes that the drafter guessed, before the budget chose; None if it was not asked.
+        start: index of its first emitted token in the answer.
+        tokens: ids of the scored nodes; node 0 is the token before `start`.
+        parents: parent index of each node, -1 for node 0.
+        scores: the drafter's probability of each node's path, or None where it gives none.
+        accepted_nodes: nodes of the accepted path, node 0 first.
+        emitted: ids; `emitted[i]` was sampled at `accepted_nodes[i]`.
+        num_proposed: nodes that the drafter proposed, before the controller chose a size; None if it was not called.
     """
 
     start: int
@@ -33,17 +35,17 @@ class Round:
 
     @property
     def num_draft_tokens(self) -> int:
-        """Scored nodes but node 0."""
+        """Scored nodes other than node 0."""
         return len(self.tokens) - 1
 
     @property
     def num_accepted_tokens(self) -> int:
-        """Guesses that were right."""
+        """Draft tokens that were accepted."""
         return max(0, len(self.emitted) - 1)
 
     @property
     def token_kinds(self) -> tuple[str, ...]:
-        """Of each emitted token: guessed and kept, said instead of what was guessed, or said where nothing was."""
+        """Of each emitted token: an accepted draft, a correction of rejected drafts, or plain (no draft)."""
         if not self.emitted:
             return ()
         last = CORRECTED if self.accepted_nodes[len(self.emitted) - 1] in self.parents else PLAIN
@@ -51,7 +53,7 @@ class Round:
 
 
 def classify_tokens(rounds: Sequence[Round], count: int) -> list[str]:
-    """The kind of each of the first `count` tokens; plain where no round tells."""
+    """The kind of each of the first `count` tokens; plain where no round covers it."""
     kinds = [kind for one in rounds for kind in one.token_kinds][:count]
     return kinds + [PLAIN] * (count - len(kinds))
 

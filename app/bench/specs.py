@@ -1,7 +1,7 @@
-"""What `mmspec bench` and the studies measure, by name: `DRAFTER@DEPTH+COMPRESSOR`.
+"""Specs of drafters for `mmspec bench` and the studies: `DRAFTER@DEPTH+COMPRESSOR`.
 
-DEPTH fixes how many levels of its tree a drafter drafts (passes, of falcon), where it would choose else. COMPRESSOR
-shows it fewer visual tokens; `own:N` lets the one that a drafter was trained with keep N. Measures nothing.
+DEPTH fixes the number of draft levels (passes of falcon), which the depth controller chooses otherwise. COMPRESSOR
+compresses the visual tokens of the drafter; `own:N` sets the budget of the one that the drafter was trained with.
 """
 
 from __future__ import annotations
@@ -30,7 +30,12 @@ MAX_DEPTH = 63
 
 @dataclass(frozen=True)
 class BenchSpec:
-    """What a name asks for. `keep`: visual tokens that the drafter's own compressor shows it, None for as trained."""
+    """A parsed spec.
+
+    Attributes:
+        drafter: name or folder. depth: fixed number of levels. compressor: as for `mmspec.patch`.
+        own_tokens: budget of the compressor that the drafter was trained with; None for that of the training.
+    """
 
     drafter: str
     depth: int | None = None
@@ -39,18 +44,18 @@ class BenchSpec:
 
 
 class FixedDepth(DepthController):
-    """Always all levels."""
+    """Drafts the same number of levels in every round."""
 
     def choose(self, batch: int) -> int:
-        """The same number for every round."""
+        """Levels of the next round."""
         return self.max_levels
 
 
 def parse_spec(name: str) -> BenchSpec:
-    """What a name asks for.
+    """Parse `DRAFTER[@DEPTH][+COMPRESSOR]`.
 
     Raises:
-        UsageError: a depth or a number of tokens that cannot be.
+        UsageError: a depth or a number of tokens out of range.
     """
     found = SPEC_PATTERN.fullmatch(name)
     if found is None:
@@ -74,7 +79,7 @@ def check_spec(name: str) -> None:
 
 
 def short_labels(names: Sequence[str]) -> list[str]:
-    """Names with the last part of their path alone, or two parts where one would not tell two folders apart."""
+    """Specs with only the last part of a folder, or the last two where one is ambiguous."""
     folders = [name[: SPEC_PATTERN.fullmatch(name).end("drafter")] for name in names]  # type: ignore[union-attr]
     last = [Path(folder).name for folder in dict.fromkeys(folders)]
 
@@ -85,7 +90,7 @@ def short_labels(names: Sequence[str]) -> list[str]:
 
 
 def patch_model(model: Any, name: str, processor: Any, nodes: int | None = None) -> Any:
-    """Patch a model with what a name asks for, trees of `nodes` if given. Drafter `none` decodes plainly all the same.
+    """Patch a model as a spec says, with a fixed tree size `nodes` if given.
 
     Raises:
         UsageError: the drafter has no depth to fix, or no compressor of its own. Else as `mmspec.patch`.
@@ -106,13 +111,13 @@ def get_drafter(model: Any) -> Any:
 
 
 def get_compressor(model: Any) -> Any:
-    """What shows the drafter of a patched model fewer visual tokens: chosen, or its own; None if nothing does."""
+    """The compressor of a patched model, chosen or bundled with the drafter; None if there is none."""
     config = model.__dict__["_mmspec"].config
     return config.compressor or getattr(config.drafter, "compressor", None)
 
 
 def weight_sizes(model: Any) -> dict[str, float | None]:
-    """MiB of weights that the drafter of a model and its compressor add, and their share of the target's; else None."""
+    """`draft_mib`: weights added by drafter and compressor in MiB; `of_target`: their share of the target's weights."""
     if not mmspec.is_patched(model):
         return {"draft_mib": None, "of_target": None}
     parts = [part for name, part in vars(get_drafter(model)).items() if name != "compressor"] + [get_compressor(model)]
@@ -123,7 +128,7 @@ def weight_sizes(model: Any) -> dict[str, float | None]:
 
 
 def get_block_size(model: Any) -> int | None:
-    """Tokens that one pass of a patched model's drafter says; None if it has no head, or there is no drafter."""
+    """Tokens that one pass of the drafter drafts; None without a drafter or a head."""
     head = getattr(get_drafter(model), "head", None) if mmspec.is_patched(model) else None
     return None if head is None else getattr(head.config, "block_size", None) or 1
 

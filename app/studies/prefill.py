@@ -1,6 +1,6 @@
-"""What reading a prompt costs a draft head of any shape, with and without a compressor: time, operations, memory.
+"""Prefill cost of a draft head of any shape, with and without a compressor: time, operations, memory.
 
-Weights and prompts are random: none of the three hangs on them. By default the head is that of a 7B LLaVA.
+Weights and prompts are random: none of the three depends on them. The default shape is that of a 7B LLaVA.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ examples
 """
 NUM_LAYERS, VOCAB_SIZE = 2, 256
 NO_COMPRESSOR = "-"
-"""The way without a compressor."""
+"""Row without a compressor."""
 
 
 def build_prompt(frames: int, grid: int, text: int, hidden: int, like: dict[str, Any]) -> Prompt:
-    """A picture's or clip's prompt: half of the words, the visual tokens, the other half."""
+    """A prompt of `text` text tokens around the visual tokens of `frames` grids of `grid` x `grid`."""
     visual = frames * grid * grid
     rng = torch.Generator().manual_seed(0)
     with torch.random.fork_rng(devices=[]):
@@ -72,13 +72,13 @@ def build_prompt(frames: int, grid: int, text: int, hidden: int, like: dict[str,
 
 
 def first_result(device: torch.device) -> VerifyResult:
-    """The prompt was read, and some word came out."""
+    """The result of the target's prefill: one emitted token."""
     word = torch.zeros(1, 1, dtype=torch.long, device=device)
     return VerifyResult(root_only(1, device), word, word[0] + 1, word, [[0]], [[0]])
 
 
 def measure_prefill(drafter: EagleDrafter, prompt: Prompt, device: torch.device, count: bool) -> PrefillCost:
-    """One prompt, read anew."""
+    """Prefill of one prompt with a fresh state."""
     reader = PrefillRecorder(drafter, device)
     reader.observe(reader.begin(prompt), first_result(device), {})
     if count:

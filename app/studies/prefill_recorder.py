@@ -1,4 +1,4 @@
-"""What it costs a drafter to read a prompt: time, work and memory. For a single row."""
+"""Cost of the drafter's own prefill: time, floating-point operations, memory. For a single row."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mmspec.interfaces import Prompt, VerifyResult
 
 @dataclass
 class PrefillCost:
-    """What a drafter's prefill cost: seconds, floating-point operations (if counted), bytes of keys and values."""
+    """Cost of one prefill: seconds, floating-point operations (0 if not counted), bytes of keys and values."""
 
     seconds: float = 0.0
     flops: int = 0
@@ -28,7 +28,7 @@ class PrefillCost:
 
 
 class PrefillRecorder(RecordingDrafter):
-    """A `RecordingDrafter` that measures how the drafter reads its prompt, on a device that it waits for."""
+    """A `RecordingDrafter` that measures the drafter's prefill on a synchronised device."""
 
     def __init__(self, inner: Any, device: torch.device) -> None:
         super().__init__(inner)

@@ -1,7 +1,8 @@
-"""What the study of compressors shows: one picture, four, or a clip; and how long a clip the model has places for."""
+"""Scenarios of the compressor study: one image, four images or a clip, and the longest clip that fits the context."""
 
 from __future__ import annotations
 
+import argparse
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,17 +18,17 @@ from mmspec.app.scenes.world import generate_clip
 from mmspec.targets.registry import find_adapter
 
 SCENARIOS = {"short": 1, "one": 1, "four": 4, "clip8": 8, "clip32": 32}
-"""How many pictures that is; clips of other lengths may be asked for. `short` and `one` differ in the question."""
+"""{scenario: images}; clips of other lengths are accepted too. `short` and `one` differ in the question."""
 CLIP_PATTERN = re.compile(r"clip([2-9]|[1-9]\d+)")
 RESERVED_POSITIONS = 16
-"""Positions left free: questions differ by some words, and drafts look ahead."""
+"""Positions left free: questions differ in length, and drafts extend past the answer."""
 
 
 def count_images(shape: str) -> int:
-    """How many pictures a shape has.
+    """Number of images of a scenario.
 
     Raises:
-        ValueError: no such shape.
+        ValueError: unknown scenario.
     """
     found = CLIP_PATTERN.fullmatch(shape)
     if found is None and shape not in SCENARIOS:
@@ -38,7 +39,7 @@ def count_images(shape: str) -> int:
 
 
 def generate_scenario(shape: str, first: int) -> Iterator[SceneRequest]:
-    """Requests of a shape without end, from a seed on."""
+    """Endless requests of a scenario, from a seed on."""
     pictures = count_images(shape)
     if shape == "short":
         yield from generate_requests("answer", first)
@@ -55,17 +56,17 @@ def generate_scenario(shape: str, first: int) -> Iterator[SceneRequest]:
 
 
 def count_prompt_tokens(model: Any, processor: Any, request: SceneRequest) -> tuple[int, int]:
-    """Visual tokens of a request's prompt, and all its tokens."""
+    """(visual tokens, all tokens) of the prompt of a request."""
     ids = Captioner(model, processor).build_inputs([request.images], [request.question])["input_ids"]
     placeholders = torch.tensor(find_adapter(model).media_token_ids, device=ids.device)
     return int(torch.isin(ids, placeholders).sum()), ids.shape[1]
 
 
 def fit_to_context(shape: str, model: Any, processor: Any, new_tokens: int) -> str:
-    """The shape, or the longest clip whose prompt and answer have places in the model if a longer one was asked for.
+    """The scenario, or the longest clip whose prompt and answer fit the context of the model.
 
     Raises:
-        ValueError: not even a clip of two frames has.
+        ValueError: not even a clip of two frames fits.
     """
     places = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     if CLIP_PATTERN.fullmatch(shape) is None or places is None:
@@ -92,4 +93,39 @@ def fit_to_context(shape: str, model: Any, processor: Any, new_tokens: int) -> s
     return f"clip{frames}"
 
 
-__all__ = ["SCENARIOS", "count_images", "count_prompt_tokens", "fit_to_context", "generate_scenario"]
+def split_commas(text: str) -> list[str]:
+    """Comma-separated names."""
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
+def parse_shapes(text: str) -> list[str]:
+    """Comma-separated shapes."""
+    for name in split_commas(text):
+        try:
+            count_images(name)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+    return split_commas(text)
+
+
+def parse_shares(text: str) -> list[int]:
+    """Comma-separated numbers from 0 on."""
+    try:
+        values = [int(word) for word in split_commas(text)]
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"shares are whole numbers; got {text!r}") from error
+    if min(values, default=0) < 0:
+        raise argparse.ArgumentTypeError(f"shares are 0 (one token) or more; got {text!r}")
+    return values
+
+
+__all__ = [
+    "SCENARIOS",
+    "count_images",
+    "count_prompt_tokens",
+    "fit_to_context",
+    "generate_scenario",
+    "parse_shapes",
+    "parse_shares",
+    "split_commas",
+]

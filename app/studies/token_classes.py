@@ -29,6 +29,7 @@ from mmspec.app.modeling.captioner import Captioner
 from mmspec.app.modeling.load import load_model
 from mmspec.app.scenes.tasks import REQUEST_TASKS, generate_requests
 from mmspec.app.scenes.world import FIRST_HELD_OUT_SEED
+from mmspec.app.studies.intervals import format_ci
 from mmspec.app.studies.word_classes import CLASSES, AnswerCounts, count_answer, metric_interval
 
 MAX_NEW_TOKENS = 160
@@ -102,22 +103,16 @@ def build_row(entry: DrafterRun, against: DrafterRun | None = None) -> dict[str,
     return row | phase_times_ms([run.stats for run in runs if run.stats]) | weight_sizes(entry.contestant.model)
 
 
-def format_ci3(value: Sequence[float], sign: bool = False) -> str:
-    """A value and its interval."""
-    form = "{:+.3f} [{:+.3f}, {:+.3f}]" if sign else "{:.3f} [{:.3f}, {:.3f}]"
-    return form.format(*value)
-
-
 def format_token_class_row(row: dict[str, Any]) -> str:
     """A row as it is printed."""
-    cells = [f"tau {format_ci3(row['tau'])}"]
-    cells += [f"{kind} {format_ci3(row[kind])} (accepted {row[f'{kind}_accepted'][0]:.3f})" for kind in CLASSES]
+    cells = [f"tau {format_ci(row['tau'], 3)}"]
+    cells += [f"{kind} {format_ci(row[kind], 3)} (accepted {row[f'{kind}_accepted'][0]:.3f})" for kind in CLASSES]
     if row["draft_ms"] is not None:
         cells.append("draft {draft_ms:.1f} ms, score {score_ms:.1f}, overhead {overhead_ms:.1f}".format(**row))
     cells.append(f"{row['draft_mib']:.1f} MiB ({row['of_target']:.1%} of the target)")
     lines = [f"{row['drafter']:<16} " + "  ".join(cells)]
     if "against" in row:
-        over = "  ".join(f"{name} {format_ci3(row[f'{name}_over'], sign=True)}" for name in ("tau", *CLASSES))
+        over = "  ".join(f"{name} {format_ci(row[f'{name}_over'], 3, sign=True)}" for name in ("tau", *CLASSES))
         lines.append(f"{'':<16} over {row['against']}: {over}")
     return "\n".join(lines)
 
@@ -131,7 +126,7 @@ def markdown(rows: Sequence[dict[str, Any]]) -> str:
 
     def classes(title: str, suffix: str, names: Sequence[str] = CLASSES, sign: bool = False) -> str:
         return table(
-            title, names, [[r["drafter"], *(format_ci3(r[f"{n}{suffix}"], sign) for n in names)] for r in rows]
+            title, names, [[r["drafter"], *(format_ci(r[f"{n}{suffix}"], 3, sign) for n in names)] for r in rows]
         )
 
     def costs(row: dict[str, Any]) -> list[str]:

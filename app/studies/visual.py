@@ -45,7 +45,16 @@ from mmspec.app.modeling.load import load_model
 from mmspec.app.scenes.world import FIRST_HELD_OUT_SEED
 from mmspec.app.studies import chooser_report as choices
 from mmspec.app.studies.prefill_recorder import PrefillCost, PrefillRecorder
-from mmspec.app.studies.scenarios import SCENARIOS, count_images, count_prompt_tokens, fit_to_context, generate_scenario
+from mmspec.app.studies.scenarios import (
+    SCENARIOS,
+    count_prompt_tokens,
+    fit_to_context,
+    generate_scenario,
+    parse_shapes,
+    parse_shares,
+    split_commas,
+)
+from mmspec.app.studies.visual_report import format_row, markdown
 from mmspec.app.studies.word_classes import AnswerCounts, count_answer, metric_interval, metric_ratio_interval
 from mmspec.interfaces import Drafter
 from mmspec.metrics.stats import Stats
@@ -73,10 +82,6 @@ examples
   python -m mmspec.app.studies.visual out/msd out/msd+cost-based out/msd-latent --shapes short,one,clip8
   python -m mmspec.app.studies.visual out/msd-latent --compressors own --nodes 16
 """
-HEADINGS = ["way", "shown", "tau", "over", "names guessed", "names' tau", "prefill ms", "over", "operations over"]
-HEADINGS += ["KV KiB", "over", "decode speed over", "call speed over", "decode speed over hf", "identical"]
-"""Of the tables."""
-TITLE = "**{shape}: {visual} visual tokens, {requests} requests; over: in multiples of what {base} has**"
 
 
 @dataclass
@@ -227,76 +232,6 @@ def _family(way: CompressorRun) -> str:
     """What shows the drafter fewer visual tokens, without their number."""
     shows = get_compressor(way.contestant.model)
     return "identity" if shows is None else str(shows.name)
-
-
-def format_ci(value: Sequence[float]) -> str:
-    """A value and its interval."""
-    return "{:.2f} [{:.2f}, {:.2f}]".format(*value)
-
-
-def format_row(row: Mapping[str, Any]) -> str:
-    """A row as it is printed."""
-    kept = "" if row["kept"] is None else f"{row['kept']:.0f} ({row['share']:.1%})"
-    cells = [
-        f"{row['shape']:<7} {row['way']:<28} {kept:>12}",
-        f"tau {format_ci(row['tau'])}, x{format_ci(row['tau_over'])}",
-    ]
-    cells.append(f"names {row['names'][0]:.2f}, tau {row['names_tau'][0]:.2f}")
-    if "prefill_ms" in row:
-        form = "prefill {prefill_ms:.1f} ms (x{prefill_over:.2f}), operations x{mflops_over:.3f}, KV x{kv_over:.3f}"
-        cells.append(form.format(**row))
-    cells.append("decode x{speedup_decode:.2f}, call x{speedup_e2e:.2f}, hf x{speedup_hf:.2f}".format(**row))
-    return "  ".join(cells) + ("" if row["identical"] else "  DIFFERS")
-
-
-def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
-    """A table for each shape."""
-    parts = []
-    for shape in dict.fromkeys(row["shape"] for row in rows):
-        mine = [row for row in rows if row["shape"] == shape]
-        lines = [HEADINGS, ["---"] * len(HEADINGS), *map(_cells, mine)]
-        parts.append("\n".join([TITLE.format(**mine[0]), "", *(f"| {' | '.join(line)} |" for line in lines)]))
-    return "\n\n".join(parts) + "\n"
-
-
-def _cells(row: Mapping[str, Any]) -> list[str]:
-    """A row of its shape's table, as `HEADINGS` has it."""
-    shown = row["visual"] if row["kept"] is None else row["kept"]
-    cells = [row["way"], "-" if row["share"] is None else f"{shown:.0f} ({row['share']:.1%})"]
-    cells += [format_ci(row["tau"]), format_ci(row["tau_over"]), f"{row['names'][0]:.0%}", format_ci(row["names_tau"])]
-    if "prefill_ms" in row:
-        form = "{prefill_ms:.1f}|{prefill_over:.2f}|{mflops_over:.3f}|{kv_kib:.1f}|{kv_over:.3f}"
-        cells += form.format(**row).split("|")
-    else:
-        cells += ["-"] * 5
-    cells += [format_ci((row[name], *row[f"{name}_ci"])) for name in ("speedup_decode", "speedup_e2e")]
-    return [*cells, f"{row['speedup_hf']:.2f}", "yes" if row["identical"] else "NO"]
-
-
-def split_commas(text: str) -> list[str]:
-    """Comma-separated names."""
-    return [word.strip() for word in text.split(",") if word.strip()]
-
-
-def parse_shapes(text: str) -> list[str]:
-    """Comma-separated shapes."""
-    for name in split_commas(text):
-        try:
-            count_images(name)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from error
-    return split_commas(text)
-
-
-def parse_shares(text: str) -> list[int]:
-    """Comma-separated numbers from 0 on."""
-    try:
-        values = [int(word) for word in split_commas(text)]
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"shares are whole numbers; got {text!r}") from error
-    if min(values, default=0) < 0:
-        raise argparse.ArgumentTypeError(f"shares are 0 (one token) or more; got {text!r}")
-    return values
 
 
 def parser() -> argparse.ArgumentParser:

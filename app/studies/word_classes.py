@@ -1,7 +1,7 @@
-"""Which words of an answer were guessed, class by class, and how sure that is: intervals over requests (bootstrap).
+"""Accepted draft tokens by class of word, with bootstrap intervals over requests.
 
-A token counts as guessed if it was drafted and kept, so that it cost no forward of its own. Words in capitals are those
-of signs. Knows no drafter and no command.
+A token counts as guessed if it was drafted and accepted, so that it cost no target forward of its own. Words in
+capitals are text on signs. Depends on no drafter and no command.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ CLASSES = ("names", "places", "looks", "function", "other")
 
 
 def classify_word(word: str) -> str:
-    """Which class a word belongs to."""
+    """The class of a word."""
     low = word.lower()
     if len(word) > 1 and word.isupper():
         return "other"
@@ -72,10 +72,10 @@ def word_class_per_token(tokenizer: Any, ids: Sequence[int]) -> list[str]:
 
 @dataclass
 class AnswerCounts:
-    """One answer: tokens after the first, forwards after the prompt's.
+    """Counts of one answer: tokens after the first, target forwards after the prefill.
 
     Attributes:
-        total, guessed, corrected: per class tokens, those that were guessed, those said instead of a guess.
+        total: tokens per class. guessed: accepted drafts per class. corrected: tokens emitted after a rejected draft.
     """
 
     tokens: int
@@ -142,7 +142,7 @@ METRICS: dict[str, Value] = {
     **{f"{kind}_accepted": _accepted(kind) for kind in CLASSES},
     **{f"{kind}_tau": _tau_of(kind) for kind in CLASSES},
 }
-"""What is told of answers: tau, and of each class the share that was guessed, the accepted share, and tau."""
+"""Metrics of answers: tau, and per class the guessed share, the acceptance rate and tau."""
 
 
 def metric_interval(
@@ -155,11 +155,11 @@ def metric_interval(
     """
     value = METRICS[name]
 
-    def told(places: Sequence[int]) -> float:
-        mine = value([answers[place] for place in places])
-        return mine if over is None else mine - value([over[place] for place in places])
+    def resampled(indices: Sequence[int]) -> float:
+        mine = value([answers[index] for index in indices])
+        return mine if over is None else mine - value([over[index] for index in indices])
 
-    return bootstrap_interval(told, len(answers))
+    return bootstrap_interval(resampled, len(answers))
 
 
 def metric_ratio_interval(
@@ -171,11 +171,11 @@ def metric_ratio_interval(
     """
     value = METRICS[name]
 
-    def told(places: Sequence[int]) -> float:
-        theirs = value([of[place] for place in places])
-        return value([answers[place] for place in places]) / theirs if theirs else 1.0
+    def resampled(indices: Sequence[int]) -> float:
+        theirs = value([of[index] for index in indices])
+        return value([answers[index] for index in indices]) / theirs if theirs else 1.0
 
-    return bootstrap_interval(told, len(answers))
+    return bootstrap_interval(resampled, len(answers))
 
 
 __all__ = [

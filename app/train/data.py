@@ -30,7 +30,7 @@ ANSWERS = "answers.jsonl"
 
 
 class Teacher:
-    """A target that answers, and shows its states. Both are made once, as far as there is room."""
+    """A target that generates answers and hidden states; both are computed once, hidden states within `cache_bytes`."""
 
     def __init__(self, model: Any, processor: Any, data: RequestDataset, room: int = 0) -> None:
         """
@@ -46,12 +46,12 @@ class Teacher:
 
     @property
     def media_token_ids(self) -> tuple[int, ...]:
-        """Ids that stand for visual tokens."""
+        """Placeholder ids of visual tokens."""
         return self.adapter.media_token_ids
 
     @property
     def fingerprint(self) -> str:
-        """Of the tokenizer."""
+        """Hash of the tokenizer."""
         return tokenizer_fingerprint(self.tokenizer)
 
     def most_common_ids(self, count: int) -> Tensor:
@@ -70,7 +70,7 @@ class Teacher:
         share: tuple[int, int] = (0, 1),
         since: int = 0,
     ) -> None:
-        """Let the target answer every request that has no answer; what is there already is read, not made again.
+        """Generate an answer for every request that has none; answers in the folder are read, not generated again.
 
         Args:
             share: (rank, processes): each does its part, in a file of its own; `read_answers` brings them together.
@@ -96,7 +96,7 @@ class Teacher:
                 tick(len(numbers))
 
     def read_answers(self, folder: Path) -> None:
-        """Take in what all processes have answered so far."""
+        """Read the answers of all processes so far."""
         for file in sorted(folder.glob("answers*.jsonl")):
             self._read(file)
 
@@ -153,7 +153,7 @@ class Teacher:
         return result
 
     def make_batch(self, numbers: Sequence[int]) -> TrainBatch:
-        """The target's states over the prompts of these requests and its answers."""
+        """The target's hidden states over prompt and answer of these requests."""
         new = [number for number in dict.fromkeys(numbers) if number not in self._cache]
         made = dict(zip(new, self._forward(new).split(), strict=True)) if new else {}
         rows = [self._cache[number] if number in self._cache else made[number] for number in numbers]
@@ -166,7 +166,7 @@ class Teacher:
         return TrainBatch.collate([row.to(device) for row in rows])
 
     def _forward(self, numbers: Sequence[int]) -> TrainBatch:
-        """The target reads the texts."""
+        """One forward of the target over prompts and answers."""
         requests = [self.data[number] for number in numbers]
         inputs = self.captioner.build_inputs([one.media for one in requests], [one.question for one in requests])
         whole, answer = self._join(inputs, [self.answers[number] for number in numbers])

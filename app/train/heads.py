@@ -1,4 +1,4 @@
-"""The networks of `mmspec train`: which drafters can be trained, their shapes, their fresh or trained weights."""
+"""The networks of `mmspec train`: recipes of drafters, shapes of heads, initial or trained weights."""
 
 from __future__ import annotations
 

@@ -10,22 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from mmspec.app.errors import UsageError
-<<<<<<< HEAD
-from mmspec.app.io import images
-from mmspec.app.io import videos as clips
+from mmspec.app.io import images, videos
 from mmspec.app.io.images import ImageError, Media
 from mmspec.vision.video.decoder_pool import DecoderPool
 
 DECODERS = DecoderPool(timeout_s=40.0)
-"""Processes that decode what visitors choose. A visitor waits no longer for one file."""
-=======
-from mmspec.app.io import images, videos
-from mmspec.app.io.images import ImageError, Shown
-from mmspec.vision.video.decoder_pool import Isolated
-
-DECODERS = Isolated(limit_s=40.0)
-"""Processes that decode uploaded files, at most `limit_s` seconds per file."""
->>>>>>> b_ui
+"""Processes that decode uploaded files, at most `timeout_s` seconds per file."""
 atexit.register(DECODERS.close)
 
 
@@ -96,26 +86,16 @@ class Limits:
         self.check_file_size(file)
         return file
 
-<<<<<<< HEAD
     def load_media(self, path: str | Path | None) -> Media:
-        """The picture in a file, or the frames of a clip.
-=======
-    def load_media(self, path: str | Path | None) -> Shown:
         """The decoded picture, or the frames of a clip.
->>>>>>> b_ui
 
         Raises:
             UsageError: there is none, or it cannot be decoded within the limits.
         """
         file = self.check_media_path(path)
         try:
-<<<<<<< HEAD
-            if file.suffix.lower() in clips.SUFFIXES:
-                return clips.load_video(file, self.num_frames, self.max_pixels, isolated=DECODERS)
-=======
             if file.suffix.lower() in videos.SUFFIXES:
-                return videos.load_clip(file, self.num_frames, self.max_pixels, isolated=DECODERS)
->>>>>>> b_ui
+                return videos.load_video(file, self.num_frames, self.max_pixels, isolated=DECODERS)
             return images.load_image(file, self.max_pixels, DECODERS)
         except ImageError as error:
             message = str(error).replace("; raise --max-pixels if you trust it", "")

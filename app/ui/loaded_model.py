@@ -66,24 +66,13 @@ class LoadedModel:
             raise UsageError(one_line(error)) from error
 
     def warm_up(self) -> None:
-<<<<<<< HEAD
-        """Run both ways once, so that nobody's first answer pays for what is done once."""
-        maker = Captioner(self.model, self.processor, WARMUP_TOKENS)
-        inputs = maker.build_inputs([Image.new("RGB", (64, 64), "gray")], ["Describe the image."])
-        self.model.generate(
-            **inputs, **maker.generation_kwargs(), mmspec={"drafter": self.get_drafter("hybrid"), "tree_size": 4}
-        )
-        with mmspec.disabled(self.model):
-            self.model.generate(**inputs, **maker.generation_kwargs())
-=======
         """Generate once with and without mmspec, so that one-time costs are not part of a measured run."""
         captioner = Captioner(self.model, self.processor, WARMUP_TOKENS)
-        inputs = captioner.inputs([Image.new("RGB", (64, 64), "gray")], ["Describe the image."])
-        options = {"drafter": self.get_drafter("fused"), "tree_size": 4}
-        self.model.generate(**inputs, **captioner.options(), mmspec=options)
+        inputs = captioner.build_inputs([Image.new("RGB", (64, 64), "gray")], ["Describe the image."])
+        options = {"drafter": self.get_drafter("hybrid"), "tree_size": 4}
+        self.model.generate(**inputs, **captioner.generation_kwargs(), mmspec=options)
         with mmspec.disabled(self.model):
-            self.model.generate(**inputs, **captioner.options())
->>>>>>> b_ui
+            self.model.generate(**inputs, **captioner.generation_kwargs())
 
 
 def load_patched_model(name: str, dtype: str, device: str) -> LoadedModel:
@@ -92,11 +81,7 @@ def load_patched_model(name: str, dtype: str, device: str) -> LoadedModel:
     Raises:
         UsageError: it cannot be loaded, or its family is not supported.
     """
-<<<<<<< HEAD
-    desk = LoadedModel(name, *load_model(name, dtype, device))
-=======
-    loaded = LoadedModel(name, *load(name, dtype, device))
->>>>>>> b_ui
+    loaded = LoadedModel(name, *load_model(name, dtype, device))
     try:
         mmspec.patch(loaded.model, "none", processor=loaded.processor)
     except (TypeError, ValueError) as error:

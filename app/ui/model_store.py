@@ -54,13 +54,8 @@ class ModelStore:
     def __init__(
         self, model: str = DEFAULT_MODEL, drafter: str = "auto", *, dtype: str = "auto", device: str = "auto"
     ) -> None:
-<<<<<<< HEAD
-        """`model` and `drafter`: what the command line names, offered first."""
-        self.model_names = list(dict.fromkeys([model, SCENES_MODEL, *SIZES]))
-=======
         """`model` and `drafter` of the command line are the defaults; `dtype` and `device` hold for all models."""
-        self.model_names = list(dict.fromkeys([model, MODEL, *SIZES]))
->>>>>>> b_ui
+        self.model_names = list(dict.fromkeys([model, SCENES_MODEL, *SIZES]))
         self.drafter_names = list(dict.fromkeys([drafter, *drafter_names()]))
         self.dtype, self.device = dtype, device
         self.is_loading = False  # while a model is loaded and warmed up

@@ -1,6 +1,6 @@
-"""What the pages show, as HTML and SVG. Whatever anyone wrote or a model said is escaped here, without exception.
+"""HTML and SVG of the pages. All text of users and models is escaped here.
 
-Knows reports and rounds, and no pages. Colours and sizes are in `styles.css`.
+Depends on reports and rounds, not on gradio. Colours and sizes are in `static/styles.css`.
 """
 
 from __future__ import annotations
@@ -14,86 +14,88 @@ from mmspec.app.modeling.chat import Turn
 from mmspec.app.ui.report import AnswerTrace, Report
 
 COLUMN_WIDTH, ROW_HEIGHT, NODE_WIDTH, TREE_MARGIN = 146, 36, 120, 12
-"""Pixels of a drawn tree: from one depth to the next, from one leaf to the next, width of a node, edge."""
+"""Layout of a drawn tree in pixels: distance of two depths, distance of two leaves, width of a node, margin."""
 MAX_LABEL_CHARS = 11
-"""Of a token, in its node."""
+"""Characters of a token in its node; longer labels are cut."""
 LEGEND = (
-    '<p class="mm-legend"><span class="mm-accepted">guessed and kept</span> '
-    '<span class="mm-corrected">said instead of the guess</span> '
-    '<span class="mm-plain">said where nothing was guessed</span></p>'
+    '<p class="mm-legend"><span class="mm-accepted">draft token accepted</span> '
+    '<span class="mm-corrected">draft token rejected, corrected by the model</span> '
+    '<span class="mm-plain">nothing drafted</span></p>'
 )
 SIDE_TITLES = {"plain": "plain generate", "mmspec": "mmspec"}
 
 
 def render_conversation(turns: Sequence[Turn]) -> str:
-    """What was said before."""
+    """Previous turns."""
     return "".join(
-        f'<div class="mm-turn-question">{escape(turn.question)}</div><div class="mm-turn-answer">{escape(turn.answer.strip())}</div>'
+        f'<div class="mm-turn-question">{escape(turn.question)}</div>'
+        f'<div class="mm-turn-answer">{escape(turn.answer.strip())}</div>'
         for turn in turns
     )
 
 
 def render_panel(name: str, body: str, timing: str = "") -> str:
-    """One of the two sides."""
+    """The panel of one side."""
     return (
         f'<section class="mm-side" data-side="{name}" aria-label="{SIDE_TITLES[name]}">'
         f'<header><b>{SIDE_TITLES[name]}</b> <span class="mm-clock">{escape(timing)}</span></header>{body}</section>'
     )
 
 
-def render_partial_answer(name: str, turns: Sequence[Turn], question: str, text: str, timing: str, busy: bool) -> str:
-    """A side whose answer is still growing."""
-    caret = '<span class="mm-caret" aria-hidden="true"></span>' if busy else ""
-    asked = f'<div class="mm-turn-question">{escape(question)}</div>' if question else ""
-    said = f'<div class="mm-turn-answer mm-now">{escape(text.lstrip())}{caret}</div>' if question else ""
-    empty = "" if question or turns else '<p class="mm-empty">Nothing asked yet.</p>'
-    return render_panel(name, render_conversation(turns) + asked + said + empty, timing)
+def render_partial_answer(
+    name: str, turns: Sequence[Turn], question: str, text: str, timing: str, is_active: bool
+) -> str:
+    """A side whose answer is still being generated."""
+    caret = '<span class="mm-caret" aria-hidden="true"></span>' if is_active else ""
+    question_html = f'<div class="mm-turn-question">{escape(question)}</div>' if question else ""
+    answer_html = f'<div class="mm-turn-answer mm-now">{escape(text.lstrip())}{caret}</div>' if question else ""
+    empty = "" if question or turns else '<p class="mm-empty">No question yet.</p>'
+    return render_panel(name, render_conversation(turns) + question_html + answer_html + empty, timing)
 
 
 def render_answer(trace: AnswerTrace, turns: Sequence[Turn], question: str, timing: str) -> str:
-    """A side whose answer is there: every token with its kind, and its time for the replay."""
-    pieces = [piece if place else piece.lstrip() for place, piece in enumerate(trace.token_texts)]
-    rows = zip(pieces, trace.token_times, trace.token_kinds, strict=True)
-    spans = "".join(f'<span class="mm-{kind}" data-t="{at:.4f}">{escape(text)}</span>' for text, at, kind in rows)
-    said = f'<div class="mm-turn-answer mm-now" data-total="{trace.total_s:.4f}">{spans}</div>'
-    return render_panel(
-        trace.name,
-        render_conversation(turns) + f'<div class="mm-turn-question">{escape(question)}</div>' + said,
-        timing,
-    )
+    """A side whose answer is complete: every token with its kind, and its time for the replay."""
+    texts = [text if index else text.lstrip() for index, text in enumerate(trace.token_texts)]
+    rows = zip(texts, trace.token_times, trace.token_kinds, strict=True)
+    spans = "".join(f'<span class="mm-{kind}" data-t="{at_s:.4f}">{escape(text)}</span>' for text, at_s, kind in rows)
+    question_html = f'<div class="mm-turn-question">{escape(question)}</div>'
+    answer_html = f'<div class="mm-turn-answer mm-now" data-total="{trace.total_s:.4f}">{spans}</div>'
+    return render_panel(trace.name, render_conversation(turns) + question_html + answer_html, timing)
 
 
 def render_verdict(report: Report) -> str:
-    """Whether both sides said the same."""
+    """Whether both answers are equal."""
     kind = {True: "same", False: "differs", None: "open"}[report.identical]
     sign = {True: "✓", False: "≠", None: "…"}[report.identical]
-    return f'<p class="mm-badge mm-{kind}" role="status"><span aria-hidden="true">{sign}</span> {escape(report.verdict)}</p>'
+    text = f'<span aria-hidden="true">{sign}</span> {escape(report.verdict)}'
+    return f'<p class="mm-badge mm-{kind}" role="status">{text}</p>'
 
 
 def render_status(text: str, kind: str = "") -> str:
-    """A line on what goes on."""
+    """The status line."""
     return f'<p class="mm-status {kind}" role="status">{escape(text)}</p>'
 
 
 def render_results(report: Report) -> str:
-    """All that is told about a finished race."""
-    return f'<div class="mm-results">{render_verdict(report)}{render_headline(report)}{render_metrics_table(report)}{render_plots(report)}{render_visible_tokens(report)}</div>'
+    """All results of a finished run."""
+    sections = (render_verdict, render_headline, render_metrics_table, render_plots, render_visible_tokens)
+    return f'<div class="mm-results">{"".join(section(report) for section in sections)}</div>'
 
 
 def render_headline(report: Report) -> str:
-    """The four numbers that matter."""
-    figures = report.metrics
+    """The four main numbers."""
+    metrics = report.metrics
     cells = [
-        ("decode speed-up", _format_ratio(figures["speedup_decode"]), "tokens per second, first token to last"),
-        ("end to end", _format_ratio(figures["speedup_e2e"]), "the whole answer, looking at the picture included"),
-        ("tau", f"{figures['tau']:.2f}", "tokens per forward of the model"),
-        ("R", "-" if figures["R"] is None else f"{figures['R']:.2f}", "cost of a round, in plain steps"),
+        ("decode speed-up", _format_ratio(metrics["speedup_decode"]), "tokens per second, first token to last"),
+        ("end to end", _format_ratio(metrics["speedup_e2e"]), "the whole answer, vision encoding included"),
+        ("tau", f"{metrics['tau']:.2f}", "accepted length: tokens per forward of the model"),
+        ("R", "-" if metrics["R"] is None else f"{metrics['R']:.2f}", "cost of a round in plain decoding steps"),
     ]
     return (
         '<dl class="mm-head">'
         + "".join(
-            f'<div title="{escape(why)}"><dt>{name}</dt><dd>{value}</dd><small>{escape(why)}</small></div>'
-            for name, value, why in cells
+            f'<div title="{escape(note)}"><dt>{name}</dt><dd>{value}</dd><small>{escape(note)}</small></div>'
+            for name, value, note in cells
         )
         + "</dl>"
     )
@@ -104,12 +106,12 @@ def _format_ratio(value: float | None) -> str:
 
 
 def render_metrics_table(report: Report) -> str:
-    """Both sides, number by number."""
+    """Both sides, metric by metric."""
     sides = report.metrics["sides"]
     rows = (
         ("tokens", "n_tokens", "{:d}"),
         ("tokens/s", "tokens_per_s", "{:.1f}"),
-        ("first token after", "ttft_s", "{:.3f} s"),
+        ("time to first token", "ttft_s", "{:.3f} s"),
         ("whole answer", "total_s", "{:.3f} s"),
     )
     body = "".join(
@@ -118,108 +120,121 @@ def render_metrics_table(report: Report) -> str:
         + "</tr>"
         for name, key, form in rows
     )
-    seen = f"{report.metrics['vision_s']:.3f} s, once for both"
-    body += f"<tr><th scope='row'>looking at the picture</th><td colspan='2'>{seen}</td></tr>"
+    encoding = f"{report.metrics['vision_s']:.3f} s, once for both"
+    body += f"<tr><th scope='row'>vision encoding</th><td colspan='2'>{encoding}</td></tr>"
     head = "<tr><td></td><th scope='col'>plain</th><th scope='col'>mmspec</th></tr>"
     return f'<table class="mm-table"><thead>{head}</thead><tbody>{body}</tbody></table>'
 
 
 def render_plots(report: Report) -> str:
-    """How many tokens rounds emitted, and where their time went."""
+    """Histogram of tokens per round, and time per phase."""
     stats = report.metrics["stats"]
     lengths = {int(size): count for size, count in stats["accept_length_hist"].items()}
-    most = max(lengths, default=1)
-    histogram = [(f"{size}", float(lengths.get(size, 0))) for size in range(1, most + 1)] if lengths else []
+    max_length = max(lengths, default=1)
+    histogram = [(f"{size}", float(lengths.get(size, 0))) for size in range(1, max_length + 1)] if lengths else []
     phases = [
-        ("picture", report.metrics["vision_s"]),
-        ("prompt", stats["prefill_s"]),
+        ("vision", report.metrics["vision_s"]),
+        ("prefill", stats["prefill_s"]),
         ("draft", stats["draft_s"]),
-        ("score", stats["score_s"]),
-        ("rest", stats["overhead_s"]),
+        ("verify", stats["score_s"]),
+        ("other", stats["overhead_s"]),
     ]
     times = [(name, 1000 * seconds) for name, seconds in phases]
     return (
         '<div class="mm-plots">'
         + render_bars("Tokens per round", histogram, "{:.0f} rounds")
-        + render_bars("Where mmspec's time went", times, "{:.1f} ms")
+        + render_bars("Time of mmspec by phase", times, "{:.1f} ms")
         + "</div>"
     )
 
 
 def render_visible_tokens(report: Report) -> str:
-    """The picture with the tokens that the drafter saw."""
-    told = report.metrics["drafter_saw"]
-    if told is None:
+    """The pictures with the tokens that the drafter read."""
+    visible = report.metrics["drafter_saw"]
+    if visible is None:
         return ""
-    alt = "The picture; what the drafter did not see of it is grey"
+    alt = "The picture; tokens that the drafter did not read are grey"
     images = "".join(f'<img src="{escape(uri)}" alt="{alt}">' for uri in report.image_uris)
-    return f'<figure class="mm-visible-tokens"><figcaption>{escape(told["text"])}</figcaption>{images}</figure>'
+    return f'<figure class="mm-visible-tokens"><figcaption>{escape(visible["text"])}</figcaption>{images}</figure>'
 
 
 def render_bars(title: str, rows: Sequence[tuple[str, float]], form: str) -> str:
     """A plot of horizontal bars."""
-    top = max((value for _, value in rows), default=0.0) or 1.0
-    drawn = "".join(
-        f'<div class="mm-bar"><span>{escape(name)}</span><i style="width:{100 * value / top:.1f}%"></i>'
+    max_value = max((value for _, value in rows), default=0.0) or 1.0
+    bars = "".join(
+        f'<div class="mm-bar"><span>{escape(name)}</span><i style="width:{100 * value / max_value:.1f}%"></i>'
         f"<b>{form.format(value)}</b></div>"
         for name, value in rows
     )
-    return f'<figure class="mm-plot"><figcaption>{escape(title)}</figcaption>{drawn or "<p>no rounds</p>"}</figure>'
-
-
-# the tree of one round
+    return f'<figure class="mm-plot"><figcaption>{escape(title)}</figcaption>{bars or "<p>no rounds</p>"}</figure>'
 
 
 def layout_tree(parents: Sequence[int]) -> tuple[list[int], list[float]]:
-    """(depth, line) of each node: leaves one below the other, a parent in the middle of its children."""
+    """(depth, row) of each node: one row per leaf, a parent centred on its children.
+
+    Args:
+        parents: index of each node's parent, -1 for the root, parents before children.
+    """
     children: dict[int, list[int]] = {}
     for node, parent in enumerate(parents):
         children.setdefault(parent, []).append(node)
-    depths, lines = [0] * len(parents), [0.0] * len(parents)
+    depths = [0] * len(parents)
+    rows = [0.0] * len(parents)
     for node, parent in enumerate(parents):
         depths[node] = 0 if parent < 0 else depths[parent] + 1
-    free, stack = 0, [0]
-    while stack:  # goes down before it goes on
+    num_leaves, stack = 0, [0]
+    while stack:  # depth first
         node = stack.pop()
-        below = children.get(node, [])
-        if not below:
-            lines[node], free = float(free), free + 1
-        stack.extend(reversed(below))
-    for node in reversed(range(len(parents))):  # children come after their parents
-        if below := children.get(node, []):
-            lines[node] = (lines[below[0]] + lines[below[-1]]) / 2
-    return depths, lines
+        child_nodes = children.get(node, [])
+        if not child_nodes:
+            rows[node] = float(num_leaves)
+            num_leaves += 1
+        stack.extend(reversed(child_nodes))
+    for node in reversed(range(len(parents))):  # children before their parents
+        if child_nodes := children.get(node, []):
+            rows[node] = (rows[child_nodes[0]] + rows[child_nodes[-1]]) / 2
+    return depths, rows
 
 
-def render_tree(one: Round, token_labels: Mapping[int, str]) -> str:
-    """The tree as SVG: kept path, rejected branches, how likely the drafter thought each, and the model's own word."""
-    count, kept = len(one.tokens), set(one.accepted_nodes[1:])
-    parents = [*one.parents, *([one.accepted_nodes[len(one.emitted) - 1]] if one.emitted else [])]
-    spots = [_node_position(depth, line) for depth, line in zip(*layout_tree(parents), strict=True)]
-    own = "mm-node-correction" if one.token_kinds[-1:] == (CORRECTED,) else "mm-node-bonus"
-    kinds = ["mm-root" if not node else "mm-node-accepted" if node in kept else "mm-rejected" for node in range(count)]
+def render_tree(item: Round, token_labels: Mapping[int, str]) -> str:
+    """The draft tree as SVG: accepted path, rejected branches, draft probabilities, and the token of the model.
+
+    Args:
+        item: the round.
+        token_labels: {token id: label}.
+    """
+    num_nodes = len(item.tokens)
+    accepted = set(item.accepted_nodes[1:])
+    parents = [*item.parents, *([item.accepted_nodes[len(item.emitted) - 1]] if item.emitted else [])]
+    positions = [_node_position(depth, row) for depth, row in zip(*layout_tree(parents), strict=True)]
+    model_kind = "mm-node-correction" if item.token_kinds[-1:] == (CORRECTED,) else "mm-node-bonus"
+    kinds = ["mm-node-accepted" if node in accepted else "mm-rejected" for node in range(num_nodes)]
+    kinds[0] = "mm-root"
     labels = [
-        (token_labels.get(token, str(token)), _format_probability(one, node)) for node, token in enumerate(one.tokens)
+        (token_labels.get(token, str(token)), _format_probability(item, node)) for node, token in enumerate(item.tokens)
     ]
-    if one.emitted:
-        kinds.append(own)
-        labels.append((token_labels.get(one.emitted[-1], ""), "model"))
+    if item.emitted:
+        kinds.append(model_kind)
+        labels.append((token_labels.get(item.emitted[-1], ""), "model"))
     edges = [
-        _render_edge(spots[parent], spots[node], kinds[node]) for node, parent in enumerate(parents) if parent >= 0
+        _render_edge(positions[parent], positions[node], kinds[node])
+        for node, parent in enumerate(parents)
+        if parent >= 0
     ]
-    nodes = [_render_node(spot, *label, kind) for spot, label, kind in zip(spots, labels, kinds, strict=True)]
-    width, height = max(x for x, _ in spots) + NODE_WIDTH + TREE_MARGIN, max(y for _, y in spots) + ROW_HEIGHT
-    told = f"Draft tree of {one.num_draft_tokens} guesses, {one.num_accepted_tokens} of them kept"
+    boxes = zip(positions, labels, kinds, strict=True)
+    nodes = [_render_node(position, *label, kind) for position, label, kind in boxes]
+    width, height = max(x for x, _ in positions) + NODE_WIDTH + TREE_MARGIN, max(y for _, y in positions) + ROW_HEIGHT
+    title = f"Draft tree: {item.num_draft_tokens} draft tokens, {item.num_accepted_tokens} accepted"
     return (
-        f'<div class="mm-tree"><svg role="img" aria-label="{told}" width="{width:.0f}" height="{height:.0f}" '
-        f'viewBox="0 0 {width:.0f} {height:.0f}" xmlns="http://www.w3.org/2000/svg"><title>{told}</title>'
+        f'<div class="mm-tree"><svg role="img" aria-label="{title}" width="{width:.0f}" height="{height:.0f}" '
+        f'viewBox="0 0 {width:.0f} {height:.0f}" xmlns="http://www.w3.org/2000/svg"><title>{title}</title>'
         f"{''.join(edges)}{''.join(nodes)}</svg></div>"
     )
 
 
-def _node_position(depth: int, line: float) -> tuple[float, float]:
+def _node_position(depth: int, row: float) -> tuple[float, float]:
     """Upper left corner of a node."""
-    return TREE_MARGIN + depth * COLUMN_WIDTH, TREE_MARGIN + line * ROW_HEIGHT
+    return TREE_MARGIN + depth * COLUMN_WIDTH, TREE_MARGIN + row * ROW_HEIGHT
 
 
 def _render_edge(start: tuple[float, float], end: tuple[float, float], kind: str) -> str:
@@ -229,8 +244,8 @@ def _render_edge(start: tuple[float, float], end: tuple[float, float], kind: str
     return f'<path class="mm-edge {kind}" d="{curve}"/>'
 
 
-def _render_node(at: tuple[float, float], name: str, note: str, kind: str) -> str:
-    x, y = at
+def _render_node(position: tuple[float, float], name: str, note: str, kind: str) -> str:
+    x, y = position
     short = name if len(name) <= MAX_LABEL_CHARS else name[: MAX_LABEL_CHARS - 1] + "…"
     small = f'<tspan class="mm-probability" dx="5">{escape(note)}</tspan>' if note else ""
     return (
@@ -240,54 +255,55 @@ def _render_node(at: tuple[float, float], name: str, note: str, kind: str) -> st
     )
 
 
-def _format_probability(one: Round, node: int) -> str:
-    if not node or one.scores is None:
+def _format_probability(item: Round, node: int) -> str:
+    """Conditional draft probability of a node in percent; empty for the root or where the drafter gives none."""
+    if not node or item.scores is None:
         return ""
-    above = one.scores[one.parents[node]]
-    return f"{100 * min(1.0, one.scores[node] / above):.0f}%" if above > 0 else ""
+    parent = item.scores[item.parents[node]]
+    return f"{100 * min(1.0, item.scores[node] / parent):.0f}%" if parent > 0 else ""
 
 
 def render_round(report: Report, round_index: int) -> str:
-    """What a round did, its tree, and the answer with its tokens marked."""
-    one = report.rounds[round_index]
+    """Summary of a round, its tree, and the answer with the tokens of the round marked."""
+    item = report.rounds[round_index]
     if not round_index:
-        said = "The prompt's own forward gives the first token; nothing is guessed there."
-    elif one.num_proposed is None:
-        said = "The drafter was not asked: of late its guesses did not pay. One forward, one token."
-    elif not one.num_draft_tokens:
-        said = f"The drafter proposed {_pluralize(one.num_proposed - 1, 'guess', 'guesses')}; none was worth its cost. One token."
+        summary = "Prefill: the forward of the prompt gives the first token; nothing is drafted."
+    elif item.num_proposed is None:
+        summary = "The controller did not draft: recent drafts did not pay. One forward, one token."
+    elif not item.num_draft_tokens:
+        num_proposed = _pluralize(item.num_proposed - 1, "draft token", "draft tokens")
+        summary = f"The drafter proposed {num_proposed}; none was expected to pay its cost. One token."
     else:
-        said = (
-            f"{_pluralize(one.num_draft_tokens, 'guess', 'guesses')} scored in one forward, {one.num_accepted_tokens} kept; "
-            f"with the model's own word {_pluralize(len(one.emitted), 'token', 'tokens')}."
+        summary = (
+            f"{_pluralize(item.num_draft_tokens, 'draft token', 'draft tokens')} verified in one forward, {item.num_accepted_tokens} accepted; "
+            f"with the token of the model {_pluralize(len(item.emitted), 'token', 'tokens')}."
         )
-    head = (
-        f'<p class="mm-status" role="status"><b>Round {round_index} of {len(report.rounds) - 1}.</b> {escape(said)}</p>'
-    )
-    return head + render_tree(one, report.token_labels) + LEGEND + _render_answer_so_far(report, one)
+    title = f"<b>Round {round_index} of {len(report.rounds) - 1}.</b>"
+    head = f'<p class="mm-status" role="status">{title} {escape(summary)}</p>'
+    return head + render_tree(item, report.token_labels) + LEGEND + _render_answer_so_far(report, item)
 
 
-def _pluralize(count: int, one: str, more: str) -> str:
-    return f"{count} {one if count == 1 else more}"
+def _pluralize(count: int, singular: str, plural: str) -> str:
+    return f"{count} {singular if count == 1 else plural}"
 
 
-def _render_answer_so_far(report: Report, one: Round) -> str:
-    """The answer: what was there before faint, what this round said marked, the rest left out."""
-    pieces, kinds = report.mmspec.token_texts, report.mmspec.token_kinds
-    before = escape("".join(pieces[: one.start]).lstrip())
-    end = min(one.start + len(one.emitted), len(pieces))
-    now = "".join(f'<span class="mm-{kinds[place]}">{escape(pieces[place])}</span>' for place in range(one.start, end))
-    said = f'<div class="mm-turn-answer mm-now"><span class="mm-past">{before}</span>{now}</div>'
-    return f'<div class="mm-side mm-so-far">{said}</div>'
+def _render_answer_so_far(report: Report, item: Round) -> str:
+    """The answer up to this round: earlier tokens faint, those of the round marked."""
+    texts, kinds = report.mmspec.token_texts, report.mmspec.token_kinds
+    before = escape("".join(texts[: item.start]).lstrip())
+    end = min(item.start + len(item.emitted), len(texts))
+    now = "".join(f'<span class="mm-{kinds[index]}">{escape(texts[index])}</span>' for index in range(item.start, end))
+    answer_html = f'<div class="mm-turn-answer mm-now"><span class="mm-past">{before}</span>{now}</div>'
+    return f'<div class="mm-side mm-so-far">{answer_html}</div>'
 
 
 def render_captions(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The table of a batch."""
+    """The table of captions of a batch."""
     head = "".join(f"<th scope='col'>{name}</th>" for name in ("file", "caption", "tokens", "tau", "seconds"))
     body = "".join(_render_caption_row(row) for row in rows)
     body = body or '<tr><td colspan="5" class="mm-empty">No captions yet.</td></tr>'
-    drawn = f'<table class="mm-table mm-captions"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
-    return f'<div class="mm-wide">{drawn}</div>'
+    table = f'<table class="mm-table mm-captions"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
+    return f'<div class="mm-wide">{table}</div>'
 
 
 def _render_caption_row(row: Mapping[str, Any]) -> str:

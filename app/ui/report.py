@@ -102,13 +102,8 @@ def build_report(comparison: ComparisonRun) -> Report:
     image_uris = draw_visible_tokens(comparison.media, visible, is_cropped) if visible else []
     return Report(
         question=comparison.question,
-<<<<<<< HEAD
-        plain=_build_trace("plain", comparison.plain, tokenizer, [PLAIN] * len(comparison.plain.streamer.token_ids)),
-        mmspec=_build_trace("mmspec", comparison.mmspec, tokenizer, classify_tokens(rounds, ours)),
-=======
         plain=_build_trace("plain", comparison.plain, tokenizer, [PLAIN] * num_plain),
-        mmspec=_build_trace("mmspec", comparison.mmspec, tokenizer, kinds_of(rounds, num_tokens)),
->>>>>>> b_ui
+        mmspec=_build_trace("mmspec", comparison.mmspec, tokenizer, classify_tokens(rounds, num_tokens)),
         rounds=tuple(rounds),
         token_labels={token: token_label(tokenizer, token) for token in token_ids},
         identical=comparison.identical,

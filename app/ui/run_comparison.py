@@ -29,27 +29,15 @@ def run_comparison(comparison: ComparisonRun) -> None:
         comparison.phase, comparison.cancelled = "done", True
         return
     comparison.phase = "loading"
-<<<<<<< HEAD
-    desk = comparison.loaded_model = comparison.model_store.get(choice.model)
-    recorder = comparison.recorder = RecordingDrafter(desk.get_drafter(choice.drafter))
-    compressor = desk.get_compressor(choice.compressor)
-    comparison.phase = "encoding"
-    comparison.load_media()
-    inputs = build_inputs(desk.model, desk.processor, [comparison.media], [comparison.question], [comparison.turns])
-    comparison.prompt_tokens = inputs["input_ids"].shape[1]
-    check_length(desk.model, inputs, choice.max_new_tokens)
-    request, comparison.encode_s = encode_media(desk.model, inputs)
-=======
     loaded = comparison.loaded_model = comparison.model_store.get(settings.model)
-    recorder = comparison.recorder = Recorder(loaded.get_drafter(settings.drafter))
+    recorder = comparison.recorder = RecordingDrafter(loaded.get_drafter(settings.drafter))
     compressor = loaded.get_compressor(settings.compressor)
     comparison.phase = "encoding"
     comparison.load_media()
-    inputs = inputs_of(loaded.model, loaded.processor, [comparison.media], [comparison.question], [comparison.turns])
+    inputs = build_inputs(loaded.model, loaded.processor, [comparison.media], [comparison.question], [comparison.turns])
     comparison.prompt_tokens = inputs["input_ids"].shape[1]
     check_length(loaded.model, inputs, settings.max_new_tokens)
-    request, comparison.encode_s = encoded(loaded.model, inputs)
->>>>>>> b_ui
+    request, comparison.encode_s = encode_media(loaded.model, inputs)
     comparison.phase = "plain"
     with mmspec.disabled(loaded.model):
         _generate(comparison, loaded, request, comparison.plain)
@@ -62,17 +50,10 @@ def run_comparison(comparison: ComparisonRun) -> None:
 
 
 def _speculate(
-<<<<<<< HEAD
-    race: ComparisonRun,
-    desk: LoadedModel,
-    request: dict[str, Any],
-    recorder: RecordingDrafter,
-=======
     comparison: ComparisonRun,
     loaded: LoadedModel,
     request: dict[str, Any],
-    recorder: Recorder,
->>>>>>> b_ui
+    recorder: RecordingDrafter,
     compressor: Compressor | None,
 ) -> None:
     """Generate the answer of mmspec, with its drafter recorded."""
@@ -86,39 +67,22 @@ def _speculate(
 def _generate(
     comparison: ComparisonRun, loaded: LoadedModel, request: dict[str, Any], side: ComparisonSide, **extra_options: Any
 ) -> None:
-<<<<<<< HEAD
-    choice, tape = race.settings, side.streamer
-    maker = Captioner(desk.model, desk.processor, choice.max_new_tokens, choice.temperature)
-    torch.manual_seed(choice.seed)
-    synchronize(desk.model.device)
-    began = time.perf_counter()
-    tape.start()
-    options = maker.generation_kwargs() | more
-    desk.model.generate(
-=======
     settings, streamer = comparison.settings, side.streamer
     captioner = Captioner(loaded.model, loaded.processor, settings.max_new_tokens, settings.temperature)
     torch.manual_seed(settings.seed)
-    synchronise(loaded.model.device)
+    synchronize(loaded.model.device)
     start_time = time.perf_counter()
     streamer.start()
-    options = captioner.options() | extra_options
+    options = captioner.generation_kwargs() | extra_options
     loaded.model.generate(
->>>>>>> b_ui
         **_copy_request(request),
         **options,
         streamer=streamer,
         stopping_criteria=build_stopping_criteria(comparison.cancel_signal),
     )
-<<<<<<< HEAD
-    synchronize(desk.model.device)
-    side.total_s = time.perf_counter() - began
-    race.cancelled = race.cancel_signal.should_stop
-=======
-    synchronise(loaded.model.device)
+    synchronize(loaded.model.device)
     side.total_s = time.perf_counter() - start_time
     comparison.cancelled = comparison.cancel_signal.should_stop
->>>>>>> b_ui
 
 
 def _find_difference(comparison: ComparisonRun, loaded: LoadedModel, request: dict[str, Any]) -> Difference | None:
@@ -163,11 +127,7 @@ def measure_logit_margin(
     with mmspec.disabled(loaded_model.model):
         output = loaded_model.model.generate(
             **_copy_request(request),
-<<<<<<< HEAD
-            **maker.generation_kwargs(),
-=======
-            **captioner.options(),
->>>>>>> b_ui
+            **captioner.generation_kwargs(),
             return_dict_in_generate=True,
             output_logits=True,
             stopping_criteria=build_stopping_criteria(cancel_signal),

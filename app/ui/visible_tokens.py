@@ -42,18 +42,13 @@ class VisibleTokens:
     grids: tuple[VisualGrid, ...] = field(default=(), repr=False)
 
 
-<<<<<<< HEAD
-def find_visible_tokens(recorder: RecordingDrafter, compression: Kept | None) -> VisibleTokens:
-    """What the drafter of a finished run was shown. seen: by a compressor, as `mmspec.stats` has it."""
-=======
-def find_visible_tokens(recorder: Recorder, compression: CompressionRecord | None) -> VisibleTokens:
+def find_visible_tokens(recorder: RecordingDrafter, compression: CompressionRecord | None) -> VisibleTokens:
     """Visual tokens that the drafter of a finished run read.
 
     Args:
         recorder: of the run.
         compression: record of the compressor in `mmspec.stats`; None if none was used.
     """
->>>>>>> b_ui
     from mmspec.drafters.eagle.drafter import EagleDrafter
     from mmspec.drafters.eagle.vispec import VispecDrafter
 
@@ -61,47 +56,26 @@ def find_visible_tokens(recorder: Recorder, compression: CompressionRecord | Non
     if not inner.requirements.hidden_state_indices:
         return VisibleTokens("This drafter reads no visual tokens: it drafts from text alone.", 0, total, frozenset())
     if compression is not None:
-<<<<<<< HEAD
-        given, shown = compression.num_visual_tokens, compression.num_compressed_tokens
-        kept = None if compression.kept_indices is None else frozenset(compression.kept_indices)
-        how = "mixed into" if kept is None else "of which it saw"
-        text = f"The picture is {given} tokens to the model, {how} {shown} for the drafter."
-        return VisibleTokens(text, shown, given, kept, recorder.grids)
-=======
         num_visual, num_visible = compression.num_visual_tokens, compression.num_compressed_tokens
         indices = None if compression.kept_indices is None else frozenset(compression.kept_indices)
         how = "merged into" if indices is None else "reduced to"
         text = f"The picture is {num_visual} tokens for the model, {how} {num_visible} for the drafter."
-        return VisibleTokens(text, num_visible, num_visual, indices, recorder.segments)
->>>>>>> b_ui
+        return VisibleTokens(text, num_visible, num_visual, indices, recorder.grids)
     if isinstance(inner, VispecDrafter):
         return VisibleTokens("This drafter compresses the picture itself.")
     mode = inner.visual_mode if isinstance(inner, EagleDrafter) else None
     if mode in FULL_VISUAL_MODES:
-<<<<<<< HEAD
-        text = f"The drafter saw all {total} tokens of the picture."
+        text = f"The drafter reads all {total} tokens of the picture."
         return VisibleTokens(text, total, total, frozenset(range(total)), recorder.grids)
     if mode in NO_VISUAL_MODES:
         return VisibleTokens(
-            "This drafter was trained to guess without the picture.", 0, total, frozenset(), recorder.grids
-=======
-        text = f"The drafter reads all {total} tokens of the picture."
-        return VisibleTokens(text, total, total, frozenset(range(total)), recorder.segments)
-    if mode in NO_VISUAL_MODES:
-        return VisibleTokens(
-            "This drafter is trained to draft without the picture.", 0, total, frozenset(), recorder.segments
->>>>>>> b_ui
+            "This drafter is trained to draft without the picture.", 0, total, frozenset(), recorder.grids
         )
     return VisibleTokens("It is unknown how much of the picture this drafter reads.")
 
 
-<<<<<<< HEAD
 def draw_visible_tokens(media: Media, visible_tokens: VisibleTokens, cropped: bool) -> list[str]:
-    """The pictures as data URIs, the tokens that the drafter did not see greyed; none where that cannot be told.
-=======
-def draw_visible_tokens(media: Shown, visible_tokens: VisibleTokens, cropped: bool) -> list[str]:
-    """The pictures as data URIs, with tokens that the drafter did not read greyed; empty where that is unknown.
->>>>>>> b_ui
+    """The media_images as data URIs, with tokens that the drafter did not read greyed; empty where that is unknown.
 
     Args:
         media: picture or clip of the run.
@@ -113,15 +87,9 @@ def draw_visible_tokens(media: Shown, visible_tokens: VisibleTokens, cropped: bo
     if not visible_tokens.kept_indices or not visible_tokens.grids:
         return []
     return [
-<<<<<<< HEAD
-        _data_uri(made)
-        for made in heatmaps(
-            media_images(media), visible_tokens.grids, kept=visible_tokens.kept_indices, row=0, cropped=cropped
-=======
         _data_uri(image)
         for image in heatmaps(
-            pictures(media), visible_tokens.grids, kept=visible_tokens.kept_indices, row=0, cropped=cropped
->>>>>>> b_ui
+            media_images(media), visible_tokens.grids, kept=visible_tokens.kept_indices, row=0, cropped=cropped
         )
     ]
 

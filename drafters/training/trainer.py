@@ -125,7 +125,7 @@ def upgrade_settings(settings: Mapping[str, Any], file: Path) -> dict[str, Any]:
     upgraded["config"] = config
     upgraded["draft_models"] = {name: convert_legacy(values)[0] for name, values in settings["pupils"].items()}
     warnings.warn(
-        f"{file} is a checkpoint of an earlier release, which the next one will not read. Finish the run with this one.",
+        f"{file} is a checkpoint of an earlier release, which the next one will not read; finish the run before.",
         FutureWarning,
         stacklevel=2,
     )

@@ -15,6 +15,7 @@ from mmspec.app.modeling.random_models import random_model
 from mmspec.app.studies import chooser_report as choices
 from mmspec.app.studies import prefill as study_prefill
 from mmspec.app.studies import visual as study_visual
+from mmspec.app.studies import visual_report
 from mmspec.app.studies.scenarios import SCENARIOS, fit_to_context, generate_scenario
 from mmspec.app.studies.visual import build_rows, build_runs, plan_runs, run_contest
 from mmspec.app.studies.word_classes import AnswerCounts, metric_ratio_interval
@@ -98,7 +99,9 @@ def test_from_the_command_line(folder: Path, tmp_path: Path, capsys: Any) -> Non
     assert one.startswith("**one: 16 visual tokens, 2 requests; over: in multiples of what mine has**")
     lines = [line[2:-2].split(" | ") for line in clip.splitlines() if line.startswith("|")]
     assert [line[0] for line in lines] == ["way", "---", "none", "mine", "mine+drop", "mine+pool:32"]
-    assert {len(line) for line in lines} == {len(study_visual.HEADINGS)} and {line[-1] for line in lines[2:]} == {"yes"}
+    assert {len(line) for line in lines} == {len(visual_report.HEADINGS)} and {line[-1] for line in lines[2:]} == {
+        "yes"
+    }
     assert [line[1] for line in lines[2:]] == ["-", "128 (100.0%)", "0 (0.0%)", "32 (25.0%)"]
     told = dict(zip(lines[0], lines[5], strict=True))  # of columns of one name the last, the caches
     assert told["operations over"] == f"{pool['mflops_over']:.3f}" and told["over"] == f"{pool['kv_over']:.3f}"
@@ -194,9 +197,9 @@ def test_tau_is_told_over_that_of_the_first_drafter(folder: Path) -> None:
     )
     drop = list(build_rows(field_, "one", str(folder)))[-1] | {"visual": 16}
     assert (drop["tau"], drop["tau_over"], drop["names_tau"]) == ((5,) * 3, (2.5,) * 3, (2,) * 3)
-    table = study_visual.markdown([drop])
+    table = visual_report.markdown([drop])
     assert "| 5.00 [5.00, 5.00] | 2.50 [2.50, 2.50] | 50% | 2.00 [2.00, 2.00] |" in table
-    assert "tau 5.00 [5.00, 5.00], x2.50 [2.50, 2.50]  names 0.50, tau 2.00" in study_visual.format_row(drop)
+    assert "tau 5.00 [5.00, 5.00], x2.50 [2.50, 2.50]  names 0.50, tau 2.00" in visual_report.format_row(drop)
 
 
 def test_tau_over_is_of_all_tokens_by_all_forwards_of_the_same_requests() -> None:

@@ -48,19 +48,19 @@ PARALLEL = replace(HEAD_CONFIG, block_size=4)
 SORTS = ("flash", "chained", "parallel", "linked", "falcon2", "falcon3")
 
 
-def new_head(sort: str) -> EagleHead:
+def new_head(kind: str) -> EagleHead:
     """Loud random weights, so that drafts differ."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(4)
         head: EagleHead
-        if sort in ("flash", "chained"):
-            head = FlashHead(replace(FLASH, markov_rank=12 if sort == "chained" else 0))
+        if kind in ("flash", "chained"):
+            head = FlashHead(replace(FLASH, markov_rank=12 if kind == "chained" else 0))
             if head.markov_head is not None:
                 head.markov_head.vocab_proj.weight.data.normal_(0, 0.5)
-        elif sort.startswith("falcon"):
-            head = FalconHead(replace(HEAD_CONFIG, block_size=int(sort[-1])))
+        elif kind.startswith("falcon"):
+            head = FalconHead(replace(HEAD_CONFIG, block_size=int(kind[-1])))
         else:
-            head = ParallelHead(replace(PARALLEL, block_ffn_size=20 if sort == "linked" else 0))
+            head = ParallelHead(replace(PARALLEL, block_ffn_size=20 if kind == "linked" else 0))
             head.mask_embeddings.data.normal_()
             if head.token_correction is not None:
                 head.token_correction.down_proj.weight.data.normal_(0, 0.5)
@@ -69,20 +69,22 @@ def new_head(sort: str) -> EagleHead:
     return head.eval()
 
 
-def kind_of(sort: str) -> str:
+def kind_of(kind: str) -> str:
     """Of `drafters.kinds`."""
-    return {"linked": "parallel", "chained": "flash"}.get(sort, sort.rstrip("23"))
+    return {"linked": "parallel", "chained": "flash"}.get(kind, kind.rstrip("23"))
 
 
-def drafter(sort: str, rule: str = "decoupled", **more: Any) -> Any:
-    return ARCHITECTURES[kind_of(sort)].drafter(new_head(sort), rule, num_layers=NUM_LAYERS, beam_width=3, **more)
+def drafter(kind: str, visual_mode: str = "decoupled", **options: Any) -> Any:
+    return ARCHITECTURES[kind_of(kind)].drafter(
+        new_head(kind), visual_mode, num_layers=NUM_LAYERS, beam_width=3, **options
+    )
 
 
 # --- trees ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("slots", "nodes"), [(1, 5), (2, 7), (3, 15), (5, 15), (8, 4), (4, 31)])
-def test_the_table_holds_every_candidate_and_no_more(slots: int, nodes: int) -> None:
+def test_path_table_holds_exactly_the_candidates(slots: int, nodes: int) -> None:
     listed = candidate_paths(slots, nodes)
     brute = []
     for depth in range(1, slots + 1):
@@ -95,13 +97,13 @@ def test_the_table_holds_every_candidate_and_no_more(slots: int, nodes: int) -> 
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_the_tree_is_the_best_there_is(seed: int) -> None:
+def test_selected_nodes_are_the_most_likely(seed: int) -> None:
     """Best-first by hand over the whole product, at random sharp and flat distributions."""
     rng = torch.Generator().manual_seed(seed)
     slots, nodes, vocab = 2 + seed % 4, (4, 8, 16, 32)[seed % 4], (6, 40)[seed % 2]
-    chances = (torch.randn(2, slots, vocab, generator=rng) * (1 + seed)).log_softmax(-1)
+    log_probs = (torch.randn(2, slots, vocab, generator=rng) * (1 + seed)).log_softmax(-1)
     table = PathTable.build(slots, nodes - 1, vocab, torch.device("cpu"))
-    tokens, totals, _ = table.score_paths(chances[:, None], torch.zeros(2, 1))
+    tokens, totals, _ = table.score_paths(log_probs[:, None], torch.zeros(2, 1))
     tree = select_nodes(None, tokens[:, 0], totals[:, 0], table.parents.expand(2, -1), num_nodes=nodes)
     for row in range(2):
         found = {path: math.log(score) for path, score in scores_by_path(tree, row).items()}
@@ -113,7 +115,9 @@ def test_the_tree_is_the_best_there_is(seed: int) -> None:
                 expected[path] = -cost
             if len(path) < slots:
                 for token in range(vocab):
-                    heapq.heappush(heap, (cost - float(chances[row, len(path), token]) + LEVEL_PENALTY, (*path, token)))
+                    heapq.heappush(
+                        heap, (cost - float(log_probs[row, len(path), token]) + LEVEL_PENALTY, (*path, token))
+                    )
         expected = dict(list(expected.items())[: nodes - 1])
         assert list(found.values()) == pytest.approx(list(expected.values()), abs=1e-4)
         assert set(found) == set(expected)
@@ -122,25 +126,27 @@ def test_the_tree_is_the_best_there_is(seed: int) -> None:
 # --- slow references --------------------------------------------------------------------------------------------------
 
 
-def slow(world: FakeTarget, head: EagleHead, rule: str, row: int, n: int, path: list[int]) -> Tensor:
+def reference_log_probs(
+    target: FakeTarget, head: EagleHead, visual_mode: str, row: int, n: int, path: list[int]
+) -> Tensor:
     """[V] log probabilities of what follows `path` after the first n words and the n-th."""
-    rows, places = reference_draft_inputs(world, head, rule, row, n)
+    rows, places = reference_draft_inputs(target, head, visual_mode, row, n)
     if isinstance(head, FlashHead):
         feature = _spread(head, reference_forward(head, torch.stack(rows), torch.tensor(places))[-1])[len(path)]
     elif isinstance(head, FalconHead):
-        feature = _falcon(world, head, rows, places, path)
+        feature = _falcon(target, head, rows, places, path)
     else:
         assert isinstance(head, ParallelHead)
         rows += list(head.mask_embeddings[: len(path)])
         places += range(n, n + len(path))
         feature = reference_forward(head, torch.stack(rows), torch.tensor(places))[-1]
         if head.token_correction is not None and path:
-            link, word = head.token_correction, world.shared_embeddings.embed_tokens(torch.tensor(path[-1]))
+            link, word = head.token_correction, target.shared_embeddings.embed_tokens(torch.tensor(path[-1]))
             gate, up = link.gate_up_proj(torch.cat([_normed(feature) * link.norm.weight, word])).chunk(2)
             feature = feature + link.down_proj(torch.nn.functional.silu(gate) * up)
-    logits = world.shared_embeddings.lm_head(feature)
+    logits = target.shared_embeddings.lm_head(feature)
     if isinstance(head, FlashHead) and head.markov_head is not None and path:
-        chain, word = head.markov_head, world.shared_embeddings.embed_tokens(torch.tensor(path[-1]))
+        chain, word = head.markov_head, target.shared_embeddings.embed_tokens(torch.tensor(path[-1]))
         both = chain.feature_proj.weight @ (_normed(feature) * chain.norm.weight)
         both = both + chain.token_proj.weight @ (_normed(word) * chain.token_norm.weight)
         logits = logits + chain.vocab_proj.weight @ torch.nn.functional.silu(both)
@@ -158,7 +164,7 @@ def _spread(head: FlashHead, out: Tensor) -> list[Tensor]:
     return [out + head.block_proj.weight[32 * i : 32 * (i + 1)] @ inside for i in range(head.config.block_size)]
 
 
-def _falcon(world: FakeTarget, head: FalconHead, rows: list[Tensor], places: list[int], path: list[int]) -> Tensor:
+def _falcon(target: FakeTarget, head: FalconHead, rows: list[Tensor], places: list[int], path: list[int]) -> Tensor:
     """Blocks of k, the newest of which ends where the text does."""
     k, count = head.config.block_size, len(rows)
     blocks = [(i - count) // k for i in range(count)]
@@ -169,28 +175,30 @@ def _falcon(world: FakeTarget, head: FalconHead, rows: list[Tensor], places: lis
             return out[len(path) % k]
         for slot in range(k):
             rows.append(
-                head.fuse(world.shared_embeddings.embed_tokens(torch.tensor(path[block * k + slot])), out[slot])
+                head.fuse(target.shared_embeddings.embed_tokens(torch.tensor(path[block * k + slot])), out[slot])
             )
             places.append(places[-1] + 1)
             blocks.append(block)
     raise AssertionError
 
 
-@pytest.mark.parametrize("sort", SORTS)
-@pytest.mark.parametrize("rule", VISUAL_MODES)
+@pytest.mark.parametrize("kind", SORTS)
+@pytest.mark.parametrize("visual_mode", VISUAL_MODES)
 @pytest.mark.parametrize("pads", [(0, 0), (0, 4)])
-def test_drafts_are_those_of_the_slow_reference(world: FakeTarget, sort: str, rule: str, pads: tuple[int, int]) -> None:
-    world.shared_embeddings.lm_head.weight.data.mul_(2)  # type: ignore[operator,union-attr]
-    made = drafter(sort, rule)
-    tree = made.propose(begin_decoding(world, made, build_prompt(world, 11, pads)), 64, [True, True])
+def test_drafts_equal_the_slow_reference(
+    target: FakeTarget, kind: str, visual_mode: str, pads: tuple[int, int]
+) -> None:
+    target.shared_embeddings.lm_head.weight.data.mul_(2)  # type: ignore[operator,union-attr]
+    made = drafter(kind, visual_mode)
+    tree = made.propose(begin_decoding(target, made, build_prompt(target, 11, pads)), 64, [True, True])
     with torch.no_grad():
         for row, count in enumerate(pads):
-            n, found, said = 11 - count, scores_by_path(tree, row), dict[tuple[int, ...], Tensor]()
+            n, found, output = 11 - count, scores_by_path(tree, row), dict[tuple[int, ...], Tensor]()
 
-            def after(path: tuple[int, ...], row: int = row, n: int = n, said: Any = said) -> Tensor:
-                if path not in said:  # paths share beginnings
-                    said[path] = slow(world, made.head, rule, row, n, list(path))
-                return said[path]
+            def after(path: tuple[int, ...], row: int = row, n: int = n, output: Any = output) -> Tensor:
+                if path not in output:  # paths share beginnings
+                    output[path] = reference_log_probs(target, made.head, visual_mode, row, n, list(path))
+                return output[path]
 
             deep = [path for path in found if len(path) > 2]
             assert len(found) > 15 and len(deep) > 2
@@ -202,12 +210,12 @@ def test_drafts_are_those_of_the_slow_reference(world: FakeTarget, sort: str, ru
             assert (likeliest,) in found
 
 
-@pytest.mark.parametrize("sort", SORTS)
-@pytest.mark.parametrize("rule", ["decoupled", "text_only"])
-def test_after_rounds_it_reads_what_the_target_saw(world: FakeTarget, sort: str, rule: str) -> None:
+@pytest.mark.parametrize("kind", SORTS)
+@pytest.mark.parametrize("visual_mode", ["decoupled", "text_only"])
+def test_rounds_feed_the_targets_hidden_states(target: FakeTarget, kind: str, visual_mode: str) -> None:
     """Rounds with drafts, rounds without and rows that stand still come to the same as one long prompt."""
-    made = drafter(sort, rule)
-    state = begin_decoding(world, made, build_prompt(world, 9, (0, 2)))
+    made = drafter(kind, visual_mode)
+    state = begin_decoding(target, made, build_prompt(target, 9, (0, 2)))
     lengths = [9, 7]
     for sizes, drafts in (([1, 2], True), ([2, 1], False), ([1, 0], True), ([1, 1], True)):
         tree = made.propose(state, 8, [True, True]) if drafts else root_only(2)
@@ -216,70 +224,70 @@ def test_after_rounds_it_reads_what_the_target_saw(world: FakeTarget, sort: str,
         for row, size in enumerate(sizes):
             nodes = [0, 5][:size]
             for step, node in enumerate(nodes):
-                states[row, node] = world.hidden_states[row, lengths[row] + step]
+                states[row, node] = target.hidden_states[row, lengths[row] + step]
             walked.append(nodes)
-            tokens.append([int(world.input_ids[row, lengths[row] + 1 + step]) for step in range(size)])
+            tokens.append([int(target.input_ids[row, lengths[row] + 1 + step]) for step in range(size)])
             lengths[row] += size
         made.observe(state, build_result(tree, walked, tokens), {NUM_LAYERS: states})
     mine = made.propose(state, 16, [True, True])
-    fresh = build_prompt(world, max(lengths), tuple(max(lengths) - n for n in lengths))  # type: ignore[arg-type]
-    other = made.propose(begin_decoding(world, made, fresh), 16, [True, True])
+    fresh = build_prompt(target, max(lengths), tuple(max(lengths) - n for n in lengths))  # type: ignore[arg-type]
+    other = made.propose(begin_decoding(target, made, fresh), 16, [True, True])
     for row in range(2):
         assert scores_by_path(mine, row) == pytest.approx(scores_by_path(other, row), rel=1e-3)
 
 
-@pytest.mark.parametrize("sort", SORTS)
-def test_with_noise_it_proposes_what_the_noise_will_pick(world: FakeTarget, sort: str) -> None:
+@pytest.mark.parametrize("kind", SORTS)
+def test_drafts_follow_the_sampling_noise(target: FakeTarget, kind: str) -> None:
     noise = torch.empty(2, 9, 40).exponential_(generator=torch.Generator().manual_seed(1))
-    made = drafter(sort)
-    prompt = build_prompt(world, 11, noise=lambda depth: noise[:, :depth], temperature=0.7)
-    tree = made.propose(begin_decoding(world, made, prompt), 8, [True, True])
+    made = drafter(kind)
+    prompt = build_prompt(target, 11, noise=lambda depth: noise[:, :depth], temperature=0.7)
+    tree = made.propose(begin_decoding(target, made, prompt), 8, [True, True])
     with torch.no_grad():
         for row in range(2):
             path: list[int] = []
             for column in range(2):
-                chances = (slow(world, made.head, "decoupled", row, 11, path) / 0.7).softmax(-1)
-                path.append(int((chances / noise[row, column]).argmax()))
+                log_probs = (reference_log_probs(target, made.head, "decoupled", row, 11, path) / 0.7).softmax(-1)
+                path.append(int((log_probs / noise[row, column]).argmax()))
                 assert column or int(tree.tokens[row, 1]) == path[0]
             assert tuple(path) in scores_by_path(tree, row)
 
 
-@pytest.mark.parametrize("sort", SORTS)
-def test_a_trimmed_vocabulary_drafts_only_its_own(world: FakeTarget, sort: str) -> None:
+@pytest.mark.parametrize("kind", SORTS)
+def test_draft_vocabulary_limits_the_tokens(target: FakeTarget, kind: str) -> None:
     ids = torch.arange(1, 40, 3)
-    made = drafter(sort, draft_ids=ids)
-    tree = made.propose(begin_decoding(world, made, build_prompt(world, 11)), 16, [True, True])
+    made = drafter(kind, draft_ids=ids)
+    tree = made.propose(begin_decoding(target, made, build_prompt(target, 11)), 16, [True, True])
     assert set(tree.tokens[:, 1:].flatten().tolist()) <= set(ids.tolist()) - {IMAGE_TOKEN_ID}
 
 
-@pytest.mark.parametrize("sort", SORTS)
-@pytest.mark.parametrize("budget", [2, 3, 4, 5, 64])
-def test_any_budget_is_served(world: FakeTarget, sort: str, budget: int) -> None:
+@pytest.mark.parametrize("kind", SORTS)
+@pytest.mark.parametrize("max_nodes", [2, 3, 4, 5, 64])
+def test_any_tree_size_works(target: FakeTarget, kind: str, max_nodes: int) -> None:
     """Also one that is smaller than a block."""
-    made = drafter(sort)
-    tree = made.propose(begin_decoding(world, made, build_prompt(world, 11)), budget, [True, True])
-    assert tree.num_nodes <= budget and tree.valid[:, 1].all()
+    made = drafter(kind)
+    tree = made.propose(begin_decoding(target, made, build_prompt(target, 11)), max_nodes, [True, True])
+    assert tree.num_nodes <= max_nodes and tree.valid[:, 1].all()
     assert len(scores_by_path(tree, 0)) == tree.num_nodes - 1
-    assert made.propose(begin_decoding(world, made, build_prompt(world, 11)), 1, [True, True]).num_nodes == 1
+    assert made.propose(begin_decoding(target, made, build_prompt(target, 11)), 1, [True, True]).num_nodes == 1
 
 
-@pytest.mark.parametrize("sort", SORTS)
+@pytest.mark.parametrize("kind", SORTS)
 @pytest.mark.parametrize("noisy", [False, True])
-def test_drafting_never_looks_at_a_value(world: FakeTarget, sort: str, noisy: bool) -> None:
+def test_drafting_needs_no_host_copy(target: FakeTarget, kind: str, noisy: bool) -> None:
     """Fake tensors have shapes and no values: whatever asks for one (`.item()`, an index by condition) raises."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    made = drafter(sort, draft_ids=torch.arange(40) if noisy else None)
-    more = {"noise": lambda depth: torch.ones(2, depth, 40)} if noisy else {}
-    state = begin_decoding(world, made, build_prompt(world, 11, (0, 4), **more))
+    made = drafter(kind, draft_ids=torch.arange(40) if noisy else None)
+    options = {"noise": lambda depth: torch.ones(2, depth, 40)} if noisy else {}
+    state = begin_decoding(target, made, build_prompt(target, 11, (0, 4), **options))
     taps = {NUM_LAYERS: torch.randn(2, 4, 32)}
     made.observe(state, build_result(root_only(2).pad(4), [[0, 2], [0]], [[5, 6], [7]]), taps)
     made.observe(state, build_result(root_only(2).pad(4), [[0], [0]], [[5], [7]]), taps)
     shapes = set()
-    for budget in (16, 16, 8):
+    for max_nodes in (16, 16, 8):
         with FakeTensorMode(allow_non_fake_inputs=True):
-            tree = made.propose(state, budget, [True, False])
-            shapes.add((budget, *tree.tokens.shape))
+            tree = made.propose(state, max_nodes, [True, False])
+            shapes.add((max_nodes, *tree.tokens.shape))
             with pytest.raises(Exception, match="local_scalar_dense"):
                 tree.tokens.tolist()
     assert shapes == {(16, 2, 16), (8, 2, 8)}, "one shape per bucket"
@@ -288,131 +296,138 @@ def test_drafting_never_looks_at_a_value(world: FakeTarget, sort: str, noisy: bo
 # --- learning ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sort", SORTS)
-@pytest.mark.parametrize("rule", ["decoupled", "text_only"])
+@pytest.mark.parametrize("kind", SORTS)
+@pytest.mark.parametrize("visual_mode", ["decoupled", "text_only"])
 def test_training_features_are_those_of_drafting(
-    world: FakeTarget, sort: str, rule: str, monkeypatch: pytest.MonkeyPatch
+    target: FakeTarget, kind: str, visual_mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every feature that a loss judges is one that drafting makes there, after the true words so far."""
-    head, lesson = new_head(sort), build_train_batch(world)
-    judged: list[tuple[int, Tensor, Tensor, Tensor]] = []
+    head, lesson = new_head(kind), build_train_batch(target)
+    recorded: list[tuple[int, Tensor, Tensor, Tensor]] = []
     from mmspec.drafters.training.losses import LossAccumulator
 
-    def keep(self: LossAccumulator, part: int, out: Tensor, goal: Tensor, added: Tensor | None = None) -> None:
-        judged.append((part, out, goal, torch.zeros(len(out), 1) if added is None else added))
+    def keep(
+        self: LossAccumulator, part: int, out: Tensor, target_hidden: Tensor, logit_bias: Tensor | None = None
+    ) -> None:
+        recorded.append((part, out, target_hidden, torch.zeros(len(out), 1) if logit_bias is None else logit_bias))
 
     monkeypatch.setattr(LossAccumulator, "add", keep)
     monkeypatch.setattr(LossAccumulator, "result", lambda self: (torch.zeros(()), {}))
-    placeholder = world.shared_embeddings.embed_tokens(torch.tensor(IMAGE_TOKEN_ID))
+    placeholder = target.shared_embeddings.embed_tokens(torch.tensor(IMAGE_TOKEN_ID))
     with torch.no_grad():
         for seed in range(3):  # where the grid of blocks begins
             when = Progress(1.0, torch.Generator().manual_seed(seed))  # nothing is shown any more
-            ARCHITECTURES[kind_of(sort)].compute_loss(
-                DraftModel(head, rule), lesson, world.shared_embeddings, placeholder, LossWeights(ttt_steps=1), when
+            ARCHITECTURES[kind_of(kind)].compute_loss(
+                DraftModel(head, visual_mode),
+                lesson,
+                target.shared_embeddings,
+                placeholder,
+                LossWeights(ttt_steps=1),
+                when,
             )
-        data = build_targets(DraftModel(head, rule), lesson, placeholder)
+        data = build_targets(DraftModel(head, visual_mode), lesson, placeholder)
     states = {tuple(lesson.hidden_states[b, p].tolist()): (b, p) for b in range(2) for p in range(14)}
     checked = set()
-    for part, out, goal, added in judged:
-        for said, meant, more in zip(out, goal, added.expand(len(out), -1), strict=True):
+    for part, out, target_hidden, logit_bias in recorded:
+        for output, target_output, options in zip(out, target_hidden, logit_bias.expand(len(out), -1), strict=True):
             # What should have been said stands `part` places after what follows the last word that was read.
-            b, p = states[tuple(meant.tolist())]
+            b, p = states[tuple(target_output.tolist())]
             n = p - part
             assert data.loss_mask[b].any() and n >= 7
-            path = world.input_ids[b, n + 1 : n + 1 + part].tolist()
+            path = target.input_ids[b, n + 1 : n + 1 + part].tolist()
             with torch.no_grad():
-                expected = slow(world, head, rule, b, n, path)
-                got = world.shared_embeddings.lm_head(said) + more
+                expected = reference_log_probs(target, head, visual_mode, b, n, path)
+                got = target.shared_embeddings.lm_head(output) + options
             got[[0, IMAGE_TOKEN_ID]] = float("-inf")
             assert torch.allclose(got.log_softmax(-1), expected, atol=4e-3), (part, b, n)
             checked.add(part)
-    deepest = 2 * head.config.block_size if sort.startswith("falcon") else head.config.block_size
+    deepest = 2 * head.config.block_size if kind.startswith("falcon") else head.config.block_size
     assert checked == set(range(deepest))
 
 
-@pytest.mark.parametrize("sort", SORTS)
-def test_heads_learn(world: FakeTarget, sort: str, tmp_path: Path) -> None:
-    told: list[dict[str, float]] = []
-    pupils = {"one": DraftModel(new_head(sort), "decoupled", kind_of(sort))}
-    for part in (world.shared_embeddings.embed_tokens, world.shared_embeddings.lm_head):
+@pytest.mark.parametrize("kind", SORTS)
+def test_heads_learn(target: FakeTarget, kind: str, tmp_path: Path) -> None:
+    metrics: list[dict[str, float]] = []
+    draft_models = {"one": DraftModel(new_head(kind), "decoupled", kind_of(kind))}
+    for part in (target.shared_embeddings.embed_tokens, target.shared_embeddings.lm_head):
         part.requires_grad_(False)
-    placeholder = world.shared_embeddings.embed_tokens(torch.tensor(IMAGE_TOKEN_ID)).detach()
+    placeholder = target.shared_embeddings.embed_tokens(torch.tensor(IMAGE_TOKEN_ID)).detach()
     plan = TrainConfig(max_steps=60, batch_size=2, learning_rate=3e-3, warmup_steps=2)
-    training = Trainer(
-        tmp_path, pupils, plan, world.shared_embeddings, lambda step: build_train_batch(world), placeholder, {}
+    build_trainer = Trainer(
+        tmp_path, draft_models, plan, target.shared_embeddings, lambda step: build_train_batch(target), placeholder, {}
     )
-    assert training.run(on_step=told.append)
-    assert told[-1]["loss"] < 0.6 * told[0]["loss"] and told[-1]["agree1"] > told[0]["agree1"]
+    assert build_trainer.run(on_step=metrics.append)
+    assert metrics[-1]["loss"] < 0.6 * metrics[0]["loss"] and metrics[-1]["agree1"] > metrics[0]["agree1"]
 
 
-def test_glancing_shows_a_first_part_of_blocks_and_less_and_less(world: FakeTarget) -> None:
+def test_glancing_replaces_a_decreasing_first_part_of_blocks(target: FakeTarget) -> None:
     from mmspec.drafters.training import block_losses as training_blocks
 
-    head, lesson = new_head("falcon3"), build_train_batch(world)
+    head, lesson = new_head("falcon3"), build_train_batch(target)
     data = build_targets(
-        DraftModel(head, "decoupled"), lesson, world.shared_embeddings.embed_tokens(torch.tensor(IMAGE_TOKEN_ID))
+        DraftModel(head, "decoupled"), lesson, target.shared_embeddings.embed_tokens(torch.tensor(IMAGE_TOKEN_ID))
     )
     block = torch.arange(data.inputs.shape[1]) // 3
     learn = training_blocks.shifted_loss_mask(data, 2)
     counts = []
     for share in (0.4, 0.2, 0.01):
-        shown = torch.zeros_like(learn, dtype=torch.long)
+        num_glanced = torch.zeros_like(learn, dtype=torch.long)
         for seed in range(60):
             one = training_blocks._glance_mask(
-                data.inputs, data, world.shared_embeddings, block, 3, share, torch.Generator().manual_seed(seed)
+                data.inputs, data, target.shared_embeddings, block, 3, share, torch.Generator().manual_seed(seed)
             )
             assert not (one & ~learn).any()
             for start in range(0, data.inputs.shape[1] - 2, 3):
                 mine, may = one[:, start : start + 3], learn[:, start : start + 3]
                 assert not (mine[:, 1:] & ~mine[:, :-1] & may[:, :-1]).any(), "a later row is shown, an earlier is not"
                 assert not one[:, start + 2].any(), "the last row of a block is never shown"
-            shown += one
-        counts.append(int(shown.sum()))
+            num_glanced += one
+        counts.append(int(num_glanced.sum()))
     assert counts[0] > counts[1] > counts[2]
 
 
-def test_nothing_to_learn_is_no_error(world: FakeTarget, tmp_path: Path) -> None:
-    lesson = replace(build_train_batch(world), response_mask=torch.zeros(2, 14, dtype=torch.bool))
-    placeholder = world.shared_embeddings.embed_tokens(torch.tensor(IMAGE_TOKEN_ID)).detach()
-    pupils = {sort: DraftModel(new_head(sort), "decoupled", kind_of(sort)) for sort in SORTS}
+def test_a_batch_without_a_response_is_no_error(target: FakeTarget, tmp_path: Path) -> None:
+    lesson = replace(build_train_batch(target), response_mask=torch.zeros(2, 14, dtype=torch.bool))
+    placeholder = target.shared_embeddings.embed_tokens(torch.tensor(IMAGE_TOKEN_ID)).detach()
+    draft_models = {kind: DraftModel(new_head(kind), "decoupled", kind_of(kind)) for kind in SORTS}
     before = new_head("flash").state_dict()
-    training = Trainer(
+    build_trainer = Trainer(
         tmp_path,
-        pupils,
+        draft_models,
         TrainConfig(max_steps=1, batch_size=2),
-        world.shared_embeddings,
+        target.shared_embeddings,
         lambda step: lesson,
         placeholder,
         {},
     )
-    assert training.run()
-    assert all(torch.equal(value, before[name]) for name, value in pupils["flash"].head.state_dict().items())
+    assert build_trainer.run()
+    assert all(torch.equal(value, before[name]) for name, value in draft_models["flash"].head.state_dict().items())
 
 
 # --- on disk, and what is refused -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sort", SORTS)
-def test_a_head_comes_back_from_its_folder(sort: str, tmp_path: Path) -> None:
-    head = new_head(sort)
+@pytest.mark.parametrize("kind", SORTS)
+def test_save_and_load_head(kind: str, tmp_path: Path) -> None:
+    head = new_head(kind)
     save_head(
         tmp_path,
         head,
-        HeadMetadata(head.config, "text_only", NUM_LAYERS, "llava", "abc", architecture=kind_of(sort)),
+        HeadMetadata(head.config, "text_only", NUM_LAYERS, "llava", "abc", architecture=kind_of(kind)),
         torch.float32,
     )
     again, made = load_head(tmp_path)
-    assert type(again) is type(head) and made.architecture == kind_of(sort) and made.config == head.config
+    assert type(again) is type(head) and made.architecture == kind_of(kind) and made.config == head.config
     for name, value in head.state_dict().items():
         assert torch.equal(value, again.state_dict()[name]), name
-    assert type(load_trained(tmp_path)) is type(drafter(sort))
+    assert type(load_trained(tmp_path)) is type(drafter(kind))
 
 
 Call = Callable[[], object]
 
 
 @pytest.mark.parametrize(
-    ("call", "words"),
+    ("call", "message"),
     [
         (lambda: drafter("flash", block_size=5), "block_size must be 1 to 4, for which this head was trained; got 5"),
         (lambda: drafter("parallel", block_size=0), "block_size must be 1 to 4.*got 0"),
@@ -424,26 +439,26 @@ Call = Callable[[], object]
         (lambda: replace(HEAD_CONFIG, block_size=17), "block_size must be 1 to 16 tokens per forward; got 17"),
     ],
 )
-def test_block_sizes_that_do_not_fit_are_refused(call: Call, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
+def test_block_sizes_that_do_not_fit_are_refused(call: Call, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         call()
 
 
-def test_a_shorter_block_is_a_part_of_the_longer(world: FakeTarget) -> None:
-    for sort in ("flash", "chained", "parallel", "linked"):
-        long = drafter(sort).propose(
-            begin_decoding(world, made := drafter(sort), build_prompt(world, 11)), 64, [True, True]
+def test_a_shorter_block_is_a_prefix_of_the_longer(target: FakeTarget) -> None:
+    for kind in ("flash", "chained", "parallel", "linked"):
+        long = drafter(kind).propose(
+            begin_decoding(target, made := drafter(kind), build_prompt(target, 11)), 64, [True, True]
         )
         del made
-        short_drafter = drafter(sort, block_size=2)
-        short = short_drafter.propose(begin_decoding(world, short_drafter, build_prompt(world, 11)), 64, [True, True])
+        short_drafter = drafter(kind, block_size=2)
+        short = short_drafter.propose(begin_decoding(target, short_drafter, build_prompt(target, 11)), 64, [True, True])
         both = scores_by_path(long, 0).keys() & scores_by_path(short, 0).keys()
         assert max(map(len, scores_by_path(short, 0))) == 2 and len(both) > 5
         for path in both:
             assert scores_by_path(long, 0)[path] == pytest.approx(scores_by_path(short, 0)[path], rel=1e-3)
 
 
-def test_kinds_are_what_they_say() -> None:
+def test_architectures_build_their_classes() -> None:
     assert issubclass(FlashDrafter, BlockDrafter) and issubclass(FalconDrafter, EagleDrafter)
     assert set(ARCHITECTURES) == {"eagle", "flash", "parallel", "falcon"}
     assert isinstance(drafter("linked"), ParallelDrafter) and isinstance(new_head("linked"), nn.Module)

@@ -60,8 +60,8 @@ def emit(drafter: Drafter, state: Any, *rows: list[int], top_ids: Ids = None) ->
     """Rounds without a draft that emit `rows`, one token at a time."""
     for column in range(max(map(len, rows))):
         step = [row[column : column + 1] for row in rows]
-        verdict = make_verdict(root_only(len(rows)), step, [[0] if row else [] for row in step], top_ids)
-        drafter.observe(state, verdict, {})
+        result = make_verdict(root_only(len(rows)), step, [[0] if row else [] for row in step], top_ids)
+        drafter.observe(state, result, {})
 
 
 def walk(tree: DraftTree, row: int, future: list[int]) -> tuple[list[int], list[int]]:
@@ -92,10 +92,10 @@ def sure(drafter: BestFirstDrafter, rate: float = 0.9) -> BestFirstDrafter:
     return drafter
 
 
-def guesses(row: list[int], reference: list[int] | None = None, budget: int = 32) -> set[tuple[int, ...]]:
+def guesses(row: list[int], reference: list[int] | None = None, max_nodes: int = 32) -> set[tuple[int, ...]]:
     drafter = sure(lookup())
     state = drafter.begin(make_prompt(row, reference=(reference,) if reference else ()))
-    return paths(drafter.propose(state, budget, [True]))
+    return paths(drafter.propose(state, max_nodes, [True]))
 
 
 # --- lookup ---------------------------------------------------------------------------------------------------------
@@ -118,7 +118,7 @@ def test_matches_do_not_touch_barriers(barrier: int) -> None:
     assert not any(token == barrier for path in guesses([2, 1, 7, barrier, 8, 2, 1]) for token in path)
 
 
-def test_pads_around_a_row_are_no_text() -> None:
+def test_padding_is_not_text() -> None:
     for left in (True, False):
         drafter = sure(lookup())
         state = drafter.begin(make_prompt([1, 2, 3, 1, 2], [7] * 9, left=left))
@@ -128,18 +128,18 @@ def test_pads_around_a_row_are_no_text() -> None:
 
 
 def test_a_match_may_overlap_its_own_continuation() -> None:
-    assert (5,) * 7 in guesses([1, 5, 5, 5], budget=8)
-    assert (3, 4, 3, 4, 3, 4, 3) in guesses([3, 4, 3, 4], budget=8)
+    assert (5,) * 7 in guesses([1, 5, 5, 5], max_nodes=8)
+    assert (3, 4, 3, 4, 3, 4, 3) in guesses([3, 4, 3, 4], max_nodes=8)
 
 
 def test_continuations_form_a_trie() -> None:
     row = [1, 2, 3, 4, 1, 2, 3, 5, 1, 2, 6, 1, 2]
-    found = guesses(row, budget=64)
+    found = guesses(row, max_nodes=64)
     assert found >= {(6,), (3,), (3, 4), (3, 5)}
-    assert {path[0] for path in guesses([1, 2, 3, 1, 2, 4, 1, 2, 5, 1, 2, 6, 1, 2], budget=64)} == {4, 5, 6}
+    assert {path[0] for path in guesses([1, 2, 3, 1, 2, 4, 1, 2, 5, 1, 2, 6, 1, 2], max_nodes=64)} == {4, 5, 6}
 
 
-def slow_pointers(text: list[int]) -> list[tuple[int, int]]:
+def reference_matches(text: list[int]) -> list[tuple[int, int]]:
     """[(end, matched)] by brute force: all places that end like the text, longest first, then latest."""
     found = []
     for end in range(1, len(text)):
@@ -159,19 +159,19 @@ def slow_pointers(text: list[int]) -> list[tuple[int, int]]:
     return chosen
 
 
-def test_the_index_grown_by_and_by_equals_one_made_by_brute_force() -> None:
+def test_the_incremental_index_equals_brute_force() -> None:
     rng = random.Random(1)
     for _ in range(60):
         size = rng.choice((3, 5, 8))
         text = [BARRIER if rng.random() < 0.05 else rng.randrange(size) for _ in range(rng.randrange(30))]
-        history = NgramIndex([], list(text))
+        ngram_index = NgramIndex([], list(text))
         for _ in range(30):
             tokens = [rng.randrange(size) for _ in range(rng.randrange(1, 4))]
-            history.extend(tokens)
+            ngram_index.extend(tokens)
             text += tokens
-            assert history.tokens == text
+            assert ngram_index.tokens == text
             if len(text) < 40:  # so that no place is beyond the number looked at
-                assert [(p.position, p.length) for p in history.find_matches()] == slow_pointers(text)
+                assert [(p.position, p.length) for p in ngram_index.find_matches()] == reference_matches(text)
 
 
 def test_long_matches_are_found_behind_many_short_ones() -> None:
@@ -179,7 +179,7 @@ def test_long_matches_are_found_behind_many_short_ones() -> None:
     assert NgramIndex([], text).find_matches()[0] == (4, 4, 4)
 
 
-def test_a_reference_is_followed_from_its_first_token_and_found_again() -> None:
+def test_a_reference_is_followed_and_realigned() -> None:
     drafter = sure(lookup())
     reference = [10, 11, 12, 13, 14, 15, 16]
     state = drafter.begin(make_prompt([1, 2], reference=(reference,)))
@@ -249,19 +249,19 @@ def test_the_table_equals_a_slow_reference_after_scripted_rounds() -> None:
     slow: dict[int, list[int]] = {1: [4, 2], 2: [3], 3: [1]}
     last = [4, 6]
     for _ in range(200):
-        verdict = random_verdict(rng, last)
-        table.update(state, verdict)
+        result = random_verdict(rng, last)
+        table.update(state, result)
         entries = []
-        for b, emitted in enumerate(verdict.emitted_ids):
-            for i in range(verdict.tree.num_nodes):
-                if emitted and verdict.tree.valid[b, i]:
-                    token = last[b] if i == 0 else int(verdict.tree.tokens[b, i])
+        for b, emitted in enumerate(result.emitted_ids):
+            for i in range(result.tree.num_nodes):
+                if emitted and result.tree.valid[b, i]:
+                    token = last[b] if i == 0 else int(result.tree.tokens[b, i])
                     order = (
-                        i in verdict.accepted_nodes[b],
+                        i in result.accepted_nodes[b],
                         b,
-                        verdict.accepted_nodes[b].index(i) if i in verdict.accepted_nodes[b] else i,
+                        result.accepted_nodes[b].index(i) if i in result.accepted_nodes[b] else i,
                     )
-                    entries.append((order, token, verdict.top_ids[b][i]))  # type: ignore[index]
+                    entries.append((order, token, result.top_ids[b][i]))  # type: ignore[index]
             last[b] = emitted[-1] if emitted else last[b]
         for _, token, ids in sorted(entries):
             slow[token] = [i for i in ids if 0 <= i < VOCAB]
@@ -270,7 +270,7 @@ def test_the_table_equals_a_slow_reference_after_scripted_rounds() -> None:
         }
 
 
-def test_without_top_ids_the_emitted_tokens_teach() -> None:
+def test_without_top_ids_emitted_tokens_update_the_table() -> None:
     drafter = recycling()
     state = drafter.begin(make_prompt([1]))
     emit(drafter, state, [2, 1, 3])
@@ -322,16 +322,16 @@ def loaded(drafter: BestFirstDrafter) -> tuple[BestFirstDrafter, Any]:
 
 
 @pytest.mark.parametrize("name", sorted(DRAFTERS))
-@pytest.mark.parametrize("budget", [1, 2, 4, 6, 8, 32, 64, 100])
-def test_every_tree_is_in_order_and_within_budget(name: str, budget: int) -> None:
+@pytest.mark.parametrize("max_nodes", [1, 2, 4, 6, 8, 32, 64, 100])
+def test_every_tree_is_in_order_and_within_budget(name: str, max_nodes: int) -> None:
     drafter = build_drafter(name)
     if not isinstance(drafter, BestFirstDrafter):
-        assert drafter.propose(drafter.begin(make_prompt([1])), budget, [True]).num_nodes == 1
+        assert drafter.propose(drafter.begin(make_prompt([1])), max_nodes, [True]).num_nodes == 1
         return
     drafter, state = loaded(drafter)
-    tree = drafter.propose(state, budget, [True, True, False])
-    assert int(tree.valid.sum(1).max()) <= min(budget, 64) and tree.num_nodes <= bucket_size(min(budget, 64))
-    assert budget == 1 or tree.num_nodes > 1
+    tree = drafter.propose(state, max_nodes, [True, True, False])
+    assert int(tree.valid.sum(1).max()) <= min(max_nodes, 64) and tree.num_nodes <= bucket_size(min(max_nodes, 64))
+    assert max_nodes == 1 or tree.num_nodes > 1
     assert tree.scores is not None
     for row in range(3):
         nodes = int(tree.valid[row].sum())
@@ -346,7 +346,7 @@ def test_every_tree_is_in_order_and_within_budget(name: str, budget: int) -> Non
     assert not tree.valid[2, 1:].any()
 
 
-def test_fused_is_the_union_when_the_budget_is_large() -> None:
+def test_hybrid_is_the_union_when_trees_are_large() -> None:
     table = SuccessorTable(VOCAB)
     row = [1, 2, 3, 20, 1, 2, 4, 21, 1, 2]
 
@@ -390,7 +390,7 @@ def test_banned_ids_are_never_proposed(name: str) -> None:
     assert not banned & proposed
 
 
-def test_nothing_to_say_is_a_bare_tree() -> None:
+def test_no_candidates_give_the_root_only() -> None:
     for name in DRAFTERS:
         drafter = build_drafter(name)
         state = drafter.begin(make_prompt([IMAGE, IMAGE], [IMAGE, 1]))
@@ -418,7 +418,7 @@ def test_calibration_converges_and_adapts() -> None:
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 8])
-def test_feedback_is_complete_also_when_the_tree_was_trimmed(nodes: int) -> None:
+def test_calibration_is_complete_for_trimmed_trees(nodes: int) -> None:
     drafter = lookup()
     row = [1, 2, 3, 4, 5, 1, 2]
     state = drafter.begin(make_prompt(row))
@@ -437,7 +437,7 @@ def test_feedback_is_complete_also_when_the_tree_was_trimmed(nodes: int) -> None
     assert changed == expected[nodes]
 
 
-def test_guesses_below_the_floor_are_still_scored() -> None:
+def test_improbable_candidates_still_calibrate() -> None:
     drafter = sure(lookup(), 0.001)
     state = drafter.begin(make_prompt([1, 2] * 3))
     for token in [1, 2] * 40:
@@ -446,7 +446,7 @@ def test_guesses_below_the_floor_are_still_scored() -> None:
     assert drafter.propose(state, 8, [True]).num_nodes == 8
 
 
-def test_rounds_without_a_proposal_score_nothing() -> None:
+def test_rounds_without_a_proposal_do_not_calibrate() -> None:
     drafter = lookup()
     state = drafter.begin(make_prompt([1, 2] * 3))
     before = dict(drafter.calibration.probs)
@@ -469,7 +469,7 @@ def test_two_states_do_not_mix() -> None:
 
 
 @pytest.mark.parametrize("name", ["lookup", "recycling", "hybrid"])
-def test_a_deep_copy_goes_its_own_way(name: str) -> None:
+def test_a_deep_copy_is_independent(name: str) -> None:
     drafter = build_drafter(name)
     assert isinstance(drafter, BestFirstDrafter)
     drafter, _ = loaded(drafter)
@@ -540,7 +540,7 @@ def test_drafters_by_name() -> None:
     assert build_drafter(mine) is mine
 
 
-def test_wrong_drafters_are_named() -> None:
+def test_invalid_drafters_are_refused() -> None:
     with pytest.raises(ValueError, match=r"'medusa'.*'none', 'lookup', 'recycling', 'hybrid', 'auto'"):
         build_drafter("medusa")
     with pytest.raises(TypeError, match=r"PromptLookup.*'name'"):
@@ -549,7 +549,7 @@ def test_wrong_drafters_are_named() -> None:
         build_drafter(NoDrafter)
 
 
-def test_trained_drafters_that_ship_are_names(tmp_path: Path, monkeypatch: Any) -> None:
+def test_bundled_drafters_are_names(tmp_path: Path, monkeypatch: Any) -> None:
     for name in ("msd", "aardvark", "parallel"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text("{}")

@@ -51,17 +51,17 @@ from mmspec.engine.tree import root_only
 from mmspec.interfaces import TargetInfo
 
 
-def drafter(world: FakeTarget, rule: str = "decoupled", **more: Any) -> EagleDrafter:
-    return EagleDrafter(world.head, rule, num_layers=NUM_LAYERS, **{"max_depth": 3, "beam_width": 3, **more})
+def drafter(target: FakeTarget, rule: str = "decoupled", **more: Any) -> EagleDrafter:
+    return EagleDrafter(target.head, rule, num_layers=NUM_LAYERS, **{"max_depth": 3, "beam_width": 3, **more})
 
 
 # --- a slow reference -------------------------------------------------------------------------------------------------
 
 
-def slow(world: FakeTarget, rule: str, row: int, n: int, path: list[int]) -> Tensor:
+def reference_log_probs(target: FakeTarget, rule: str, row: int, n: int, path: list[int]) -> Tensor:
     """[V] log probabilities of what follows `path` after the first n words and the n-th, one whole pass per level."""
-    embed, head = world.shared_embeddings.embed_tokens, world.head
-    rows, places = reference_draft_inputs(world, head, rule, row, n)
+    embed, head = target.shared_embeddings.embed_tokens, target.head
+    rows, places = reference_draft_inputs(target, head, rule, row, n)
     feature = None
     for depth in range(len(path) + 1):
         if depth:
@@ -69,7 +69,7 @@ def slow(world: FakeTarget, rule: str, row: int, n: int, path: list[int]) -> Ten
             rows.append(head.fc(torch.cat([embed(torch.tensor(path[depth - 1])), feature])))
             places.append(n - 1 + depth)
         feature = reference_forward(head, torch.stack(rows), torch.tensor(places))[-1]
-    logits = world.shared_embeddings.lm_head(feature)
+    logits = target.shared_embeddings.lm_head(feature)
     logits[[0, IMAGE_TOKEN_ID]] = float("-inf")
     result: Tensor = logits.log_softmax(-1)
     return result
@@ -78,39 +78,39 @@ def slow(world: FakeTarget, rule: str, row: int, n: int, path: list[int]) -> Ten
 @pytest.mark.parametrize("rule", VISUAL_MODES)
 @pytest.mark.parametrize("pads", [(0, 0), (0, 4)])
 @pytest.mark.parametrize("right", [False, True])
-def test_drafts_are_those_of_the_slow_reference(
-    world: FakeTarget, rule: str, pads: tuple[int, int], right: bool
-) -> None:
-    made = drafter(world, rule)
-    state = begin_decoding(world, made, build_prompt(world, 11, pads, right))
+def test_drafts_equal_the_slow_reference(target: FakeTarget, rule: str, pads: tuple[int, int], right: bool) -> None:
+    made = drafter(target, rule)
+    state = begin_decoding(target, made, build_prompt(target, 11, pads, right))
     tree = made.propose(state, 16, [True, True])
     with torch.no_grad():
         for row, count in enumerate(pads):
             n, found = 11 - count, scores_by_path(tree, row)
             assert len(found) == 15
             for path, score in found.items():
-                chance = sum(float(slow(world, rule, row, n, list(path[:i]))[path[i]]) for i in range(len(path)))
+                chance = sum(
+                    float(reference_log_probs(target, rule, row, n, list(path[:i]))[path[i]]) for i in range(len(path))
+                )
                 assert math.log(score) == pytest.approx(chance, abs=2e-3), (row, path)
-            best = slow(world, rule, row, n, []).topk(3).indices.tolist()
+            best = reference_log_probs(target, rule, row, n, []).topk(3).indices.tolist()
             assert {path[0] for path in found} <= set(best) and (best[0],) in found
 
 
-def test_nodes_come_in_falling_order_and_none_better_is_left_out(world: FakeTarget) -> None:
-    made = drafter(world)
-    tree = made.propose(begin_decoding(world, made, build_prompt(world, 11)), 32, [True, True])
+def test_nodes_are_sorted_and_complete(target: FakeTarget) -> None:
+    made = drafter(target)
+    tree = made.propose(begin_decoding(target, made, build_prompt(target, 11)), 32, [True, True])
     assert tree.scores is not None
     for row in range(2):
         assert (tree.scores[row].diff() <= 0).all()
-    small = made.propose(begin_decoding(world, made, build_prompt(world, 11)), 8, [True, True])
+    small = made.propose(begin_decoding(target, made, build_prompt(target, 11)), 8, [True, True])
     for row in range(2):
         assert list(scores_by_path(small, row)) == list(scores_by_path(tree, row))[:7]
 
 
 @pytest.mark.parametrize("rule", VISUAL_MODES)
-def test_after_rounds_it_reads_what_the_target_saw(world: FakeTarget, rule: str) -> None:
+def test_rounds_feed_the_targets_hidden_states(target: FakeTarget, rule: str) -> None:
     """Rounds with drafts and rounds without come to the same as one long prompt."""
-    made = drafter(world, rule)
-    state = begin_decoding(world, made, build_prompt(world, 9, (0, 2)))
+    made = drafter(target, rule)
+    state = begin_decoding(target, made, build_prompt(target, 9, (0, 2)))
     lengths = [9, 7]
     for sizes in ([1, 2], [2, 1], [1, 1]):
         tree = made.propose(state, 8, [True, True]) if sizes != [2, 1] else root_only(2)
@@ -119,21 +119,21 @@ def test_after_rounds_it_reads_what_the_target_saw(world: FakeTarget, rule: str)
         for row, size in enumerate(sizes):
             nodes = [0, 5, 3][:size]
             for step, node in enumerate(nodes):
-                states[row, node] = world.hidden_states[row, lengths[row] + step]
+                states[row, node] = target.hidden_states[row, lengths[row] + step]
             walked.append(nodes)
-            tokens.append([int(world.input_ids[row, lengths[row] + 1 + step]) for step in range(size)])
+            tokens.append([int(target.input_ids[row, lengths[row] + 1 + step]) for step in range(size)])
             lengths[row] += size
         made.observe(state, build_result(tree, walked, tokens), {NUM_LAYERS: states})
     mine = made.propose(state, 16, [True, True])
-    fresh = replace(build_prompt(world, max(lengths), tuple(max(lengths) - n for n in lengths)))  # type: ignore[arg-type]
-    other = made.propose(begin_decoding(world, made, fresh), 16, [True, True])
+    fresh = replace(build_prompt(target, max(lengths), tuple(max(lengths) - n for n in lengths)))  # type: ignore[arg-type]
+    other = made.propose(begin_decoding(target, made, fresh), 16, [True, True])
     for row in range(2):
         assert scores_by_path(mine, row) == pytest.approx(scores_by_path(other, row), rel=1e-3)
 
 
-def test_finished_rows_are_left_alone(world: FakeTarget) -> None:
-    made = drafter(world)
-    state = begin_decoding(world, made, build_prompt(world, 9))
+def test_finished_rows_are_not_drafted(target: FakeTarget) -> None:
+    made = drafter(target)
+    state = begin_decoding(target, made, build_prompt(target, 9))
     taps = {NUM_LAYERS: torch.randn(2, 1, 32)}
     made.observe(state, build_result(root_only(2), [[0], []], [[7], []]), taps)
     tree = made.propose(state, 8, [True, False])
@@ -141,58 +141,58 @@ def test_finished_rows_are_left_alone(world: FakeTarget) -> None:
     assert made.propose(state, 8, [False, False]).num_nodes == made.propose(state, 1, [True, True]).num_nodes == 1
 
 
-def test_a_trimmed_vocabulary_drafts_only_its_own(world: FakeTarget) -> None:
+def test_draft_vocabulary_limits_the_tokens(target: FakeTarget) -> None:
     ids = torch.arange(1, 40, 3)
-    made = drafter(world, draft_ids=ids)
-    tree = made.propose(begin_decoding(world, made, build_prompt(world, 11)), 16, [True, True])
+    made = drafter(target, draft_ids=ids)
+    tree = made.propose(begin_decoding(target, made, build_prompt(target, 11)), 16, [True, True])
     assert set(tree.tokens[:, 1:].flatten().tolist()) <= set(ids.tolist()) - {IMAGE_TOKEN_ID}
-    whole = drafter(world).propose(begin_decoding(world, drafter(world), build_prompt(world, 11)), 64, [True, True])
+    whole = drafter(target).propose(begin_decoding(target, drafter(target), build_prompt(target, 11)), 64, [True, True])
     assert not set(whole.tokens[:, 1:].flatten().tolist()) <= set(ids.tolist())
 
 
-def test_with_noise_it_proposes_what_the_noise_will_pick(world: FakeTarget) -> None:
+def test_drafts_follow_the_sampling_noise(target: FakeTarget) -> None:
     noise = torch.empty(2, 3, 40).exponential_(generator=torch.Generator().manual_seed(1))
-    made = drafter(world, beam_width=2)
-    prompt = build_prompt(world, 11, noise=lambda depth: noise[:, :depth], temperature=0.7)
-    tree = made.propose(begin_decoding(world, made, prompt), 8, [True, True])
+    made = drafter(target, beam_width=2)
+    prompt = build_prompt(target, 11, noise=lambda depth: noise[:, :depth], temperature=0.7)
+    tree = made.propose(begin_decoding(target, made, prompt), 8, [True, True])
     with torch.no_grad():
         for row in range(2):
-            chances = (slow(world, "decoupled", row, 11, []) / 0.7).softmax(-1)
-            first = int((chances / noise[row, 0]).argmax())
+            log_probs = (reference_log_probs(target, "decoupled", row, 11, []) / 0.7).softmax(-1)
+            first = int((log_probs / noise[row, 0]).argmax())
             assert int(tree.tokens[row, 1]) == first
-            second = (slow(world, "decoupled", row, 11, [first]) / 0.7).softmax(-1)
+            second = (reference_log_probs(target, "decoupled", row, 11, [first]) / 0.7).softmax(-1)
             assert (first, int((second / noise[row, 1]).argmax())) in scores_by_path(tree, row)
 
 
 # --- rules ------------------------------------------------------------------------------------------------------------
 
 
-def test_what_each_rule_reads(world: FakeTarget) -> None:
+def test_inputs_of_each_visual_mode(target: FakeTarget) -> None:
     """MSD's rows (msd.md, section 3): a patch enters raw, one row early; the first word after it takes the last patch's
     state."""
-    prompt = build_prompt(world, 8)
+    prompt = build_prompt(target, 8)
     following, states = prompt.hidden_states[0].roll(-1, 1), prompt.hidden_states[NUM_LAYERS]
     sight = DraftInputs(
         following,
         states,
         prompt.visual_mask.roll(-1, 1),
-        world.shared_embeddings.embed_tokens(torch.tensor(IMAGE_TOKEN_ID)),
+        target.shared_embeddings.embed_tokens(torch.tensor(IMAGE_TOKEN_ID)),
     )
-    fuse = world.head.fuse
-    rows, keep = VISUAL_MODES["decoupled"](world.head, sight)
+    fuse = target.head.fuse
+    rows, keep = VISUAL_MODES["decoupled"](target.head, sight)
     assert keep is None
     for k in range(3):  # the patches stand at 2, 3, 4
         assert torch.equal(rows[:, 1 + k], prompt.hidden_states[0][:, 2 + k])
     assert torch.allclose(rows[:, 4], fuse(prompt.hidden_states[0][:, 5], states[:, 4]), atol=1e-6)
-    rows, keep = VISUAL_MODES["coupled"](world.head, sight)
+    rows, keep = VISUAL_MODES["coupled"](target.head, sight)
     assert keep is None and torch.allclose(rows[:, 1], fuse(prompt.hidden_states[0][:, 2], states[:, 1]), atol=1e-6)
-    rows, keep = VISUAL_MODES["placeholder"](world.head, sight)
+    rows, keep = VISUAL_MODES["placeholder"](target.head, sight)
     assert torch.allclose(rows[:, 1], fuse(sight.placeholder_embed.expand(2, -1), states[:, 1]), atol=1e-6)
-    rows, keep = VISUAL_MODES["text_only"](world.head, sight)
+    rows, keep = VISUAL_MODES["text_only"](target.head, sight)
     assert keep is not None and keep[0].tolist() == [True, False, False, False, True, True, True, True]
 
 
-def test_packing() -> None:
+def test_left_pack() -> None:
     keep = torch.tensor([[False, True, True, False], [True, False, False, True]])
     counts, moved, index = left_pack(keep, torch.arange(16).view(2, 4, 2), torch.arange(4).expand(2, 4))
     assert counts.tolist() == [2, 2] and index[:, :2].tolist() == [[1, 2], [0, 3]]
@@ -203,77 +203,77 @@ def test_packing() -> None:
 
 
 @pytest.mark.parametrize("rule", VISUAL_MODES)
-def test_the_rollout_is_what_drafting_does(world: FakeTarget, rule: str) -> None:
+def test_the_rollout_equals_drafting(target: FakeTarget, rule: str) -> None:
     """What the head says in training at step i is what it says when a tree follows the true words to depth i."""
-    lesson = build_train_batch(world)
+    lesson = build_train_batch(target)
     said: list[Tensor] = []
     original = nn.Linear.forward
 
     def spy(layer: nn.Linear, rows: Tensor) -> Tensor:
         out = original(layer, rows)
-        if layer is world.shared_embeddings.lm_head:
+        if layer is target.shared_embeddings.lm_head:
             said.append(out)
         return out
 
-    placeholder = world.shared_embeddings.embed_tokens(torch.tensor(IMAGE_TOKEN_ID))
+    placeholder = target.shared_embeddings.embed_tokens(torch.tensor(IMAGE_TOKEN_ID))
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
         patch.setattr(nn.Linear, "forward", spy)
         _, figures = eagle_loss(
-            DraftModel(world.head, rule),
+            DraftModel(target.head, rule),
             lesson,
-            world.shared_embeddings,
+            target.shared_embeddings,
             placeholder,
             LossWeights(ttt_steps=2),
             Progress(),
         )
-        data = build_targets(DraftModel(world.head, rule), lesson, placeholder)
+        data = build_targets(DraftModel(target.head, rule), lesson, placeholder)
     assert {"agree0", "agree1", "agree2", "states", "words"} <= set(figures)
     rows = [(b, int(p)) for b, p in data.loss_mask.nonzero().tolist()]
     for step in range(3):
         mine = said[2 * step]
-        kept = [(b, p) for b, p in rows if (b, p + step) in rows]
-        assert len(mine) == len(kept)
-        for out, (b, p) in list(zip(mine, kept, strict=True))[::3]:
+        num_accepted = [(b, p) for b, p in rows if (b, p + step) in rows]
+        assert len(mine) == len(num_accepted)
+        for out, (b, p) in list(zip(mine, num_accepted, strict=True))[::3]:
             n = int(data.position_ids[b, p]) + 1
-            path = world.input_ids[b, n + 1 : n + 1 + step].tolist()
+            path = target.input_ids[b, n + 1 : n + 1 + step].tolist()
             with torch.no_grad():
-                expected = slow(world, rule, b, n, path)
+                expected = reference_log_probs(target, rule, b, n, path)
             got = out.clone()
             got[[0, IMAGE_TOKEN_ID]] = float("-inf")
             assert torch.allclose(got.log_softmax(-1), expected, atol=3e-3)
 
 
-def training(world: FakeTarget, folder: Path, steps: int = 6, **more: Any) -> Trainer:
+def build_trainer(target: FakeTarget, folder: Path, steps: int = 6, **more: Any) -> Trainer:
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(1)
         heads = {"a": EagleHead(HEAD_CONFIG), "b": EagleHead(HEAD_CONFIG)}
     pupils = {"a": DraftModel(heads["a"], "decoupled"), "b": DraftModel(heads["b"], "text_only")}
     plan = TrainConfig(max_steps=steps, batch_size=2, learning_rate=3e-3, warmup_steps=2, **more)
-    placeholder = world.shared_embeddings.embed_tokens(torch.tensor(IMAGE_TOKEN_ID)).detach()
-    for part in (world.shared_embeddings.embed_tokens, world.shared_embeddings.lm_head):
+    placeholder = target.shared_embeddings.embed_tokens(torch.tensor(IMAGE_TOKEN_ID)).detach()
+    for part in (target.shared_embeddings.embed_tokens, target.shared_embeddings.lm_head):
         part.requires_grad_(False)
     return Trainer(
         folder,
         pupils,
         plan,
-        world.shared_embeddings,
-        lambda step: build_train_batch(world),
+        target.shared_embeddings,
+        lambda step: build_train_batch(target),
         placeholder,
         {"target": "t"},
     )
 
 
-def test_heads_learn_and_a_run_that_is_cut_goes_on(world: FakeTarget, tmp_path: Path) -> None:
-    told: list[dict[str, float]] = []
-    whole = training(world, tmp_path / "whole", steps=40, hidden_noise=0.0)
-    assert whole.run(on_step=told.append)
-    assert told[-1]["a/loss"] < 0.6 * told[0]["a/loss"] and told[-1]["b/loss"] < 0.6 * told[0]["b/loss"]
+def test_heads_learn_and_an_interrupted_run_resumes(target: FakeTarget, tmp_path: Path) -> None:
+    metrics: list[dict[str, float]] = []
+    whole = build_trainer(target, tmp_path / "whole", steps=40, hidden_noise=0.0)
+    assert whole.run(on_step=metrics.append)
+    assert metrics[-1]["a/loss"] < 0.6 * metrics[0]["a/loss"] and metrics[-1]["b/loss"] < 0.6 * metrics[0]["b/loss"]
     log = [json.loads(line) for line in (tmp_path / "whole" / "log.jsonl").read_text().splitlines()]
     assert [row["step"] for row in log] == [10, 20, 30, 40]
-    short = training(world, tmp_path / "short", steps=6)
+    short = build_trainer(target, tmp_path / "short", steps=6)
     assert short.run()
     for _ in range(9):
-        cut = training(world, tmp_path / "cut", steps=6)
+        cut = build_trainer(target, tmp_path / "cut", steps=6)
         if cut.run(max_seconds=0.0):
             break
     assert cut.step == 6
@@ -281,13 +281,13 @@ def test_heads_learn_and_a_run_that_is_cut_goes_on(world: FakeTarget, tmp_path: 
         assert torch.allclose(value, cut.draft_models["a"].head.state_dict()[name], atol=1e-5), name
 
 
-def test_other_settings_are_refused_and_a_full_disk_keeps_the_last_checkpoint(
-    world: FakeTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_other_settings_are_refused_and_a_full_disk_preserves_the_checkpoint(
+    target: FakeTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = training(world, tmp_path, steps=4)
+    run = build_trainer(target, tmp_path, steps=4)
     run.run()
     with pytest.raises(SettingsError, match=r"other settings \(config\)"):
-        training(world, tmp_path, steps=5)
+        build_trainer(target, tmp_path, steps=5)
     before = (tmp_path / "state.pt").read_bytes()
 
     def full(state: Any, file: Path) -> None:
@@ -300,29 +300,29 @@ def test_other_settings_are_refused_and_a_full_disk_keeps_the_last_checkpoint(
     assert (tmp_path / "state.pt").read_bytes() == before and len(list(tmp_path.glob("*.part"))) == 0
 
 
-def test_noise_is_the_same_in_every_run(world: FakeTarget, tmp_path: Path) -> None:
-    run = training(world, tmp_path, hidden_noise=0.2)
-    a, b = run._add_noise(build_train_batch(world)), run._add_noise(build_train_batch(world))
+def test_noise_is_the_same_in_every_run(target: FakeTarget, tmp_path: Path) -> None:
+    run = build_trainer(target, tmp_path, hidden_noise=0.2)
+    a, b = run._add_noise(build_train_batch(target)), run._add_noise(build_train_batch(target))
     assert torch.equal(a.hidden_states, b.hidden_states) and not torch.equal(
-        a.hidden_states, build_train_batch(world).hidden_states
+        a.hidden_states, build_train_batch(target).hidden_states
     )
-    assert float((a.hidden_states - build_train_batch(world).hidden_states).abs().max()) <= 0.1 * 512 / 14 + 1e-6
+    assert float((a.hidden_states - build_train_batch(target).hidden_states).abs().max()) <= 0.1 * 512 / 14 + 1e-6
 
 
 # --- on disk ----------------------------------------------------------------------------------------------------------
 
 
-def made_of(**more: Any) -> HeadMetadata:
+def build_metadata(**more: Any) -> HeadMetadata:
     return HeadMetadata(HEAD_CONFIG, "decoupled", NUM_LAYERS, "llava", "abc", **more)
 
 
-def test_a_head_is_kept_under_the_published_names(world: FakeTarget, tmp_path: Path) -> None:
-    save_head(tmp_path, world.head, made_of(draft_ids=torch.tensor([1, 5, 7])), dtype=torch.float32)
+def test_tensors_have_the_published_names(target: FakeTarget, tmp_path: Path) -> None:
+    save_head(tmp_path, target.head, build_metadata(draft_ids=torch.tensor([1, 5, 7])), dtype=torch.float32)
     head, made = load_head(tmp_path)
     assert made.visual_mode == "decoupled" and made.num_layers == NUM_LAYERS and made.draft_ids is not None
     assert made.draft_ids.tolist() == [1, 5, 7] and made.config == HEAD_CONFIG
     assert all(
-        torch.equal(a, b) for a, b in zip(head.state_dict().values(), world.head.state_dict().values(), strict=True)
+        torch.equal(a, b) for a, b in zip(head.state_dict().values(), target.head.state_dict().values(), strict=True)
     )
     names = set(load_file(tmp_path / "model.safetensors")) - {"draft_ids"}
     assert names == {
@@ -331,14 +331,14 @@ def test_a_head_is_kept_under_the_published_names(world: FakeTarget, tmp_path: P
         "layers.0.self_attn.v_proj.bias", "layers.0.self_attn.o_proj.weight", "layers.0.mlp.gate_proj.weight",
         "layers.0.mlp.up_proj.weight", "layers.0.mlp.down_proj.weight", "layers.0.post_attention_layernorm.weight",
     }  # fmt: skip
-    assert to_eagle_state_dict(world.head)["layers.0.self_attn.k_proj.weight"].shape == (16, 32)
+    assert to_eagle_state_dict(target.head)["layers.0.self_attn.k_proj.weight"].shape == (16, 32)
 
 
 Change = Callable[[dict[str, Tensor]], object]
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "message"),
     [
         (lambda w: w.pop("fc.bias"), "lacks fc.bias"),
         (lambda w: w.update(extra=torch.zeros(1)), "unexpected tensors extra"),
@@ -348,20 +348,20 @@ Change = Callable[[dict[str, Tensor]], object]
         (lambda w: w.update(draft_ids=torch.tensor([5, 99])), "increasing ids below 40"),
     ],
 )
-def test_damaged_weights_are_named(world: FakeTarget, tmp_path: Path, change: Change, words: str) -> None:
-    save_head(tmp_path, world.head, made_of())
+def test_damaged_weights_are_named(target: FakeTarget, tmp_path: Path, change: Change, message: str) -> None:
+    save_head(tmp_path, target.head, build_metadata())
     weights = load_file(tmp_path / "model.safetensors")
     change(weights)
     save_file(weights, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match=words) as failed:
+    with pytest.raises(ValueError, match=message) as failed:
         load_head(tmp_path)
     assert str(tmp_path) in str(failed.value)
 
 
-def test_files_that_are_no_heads(world: FakeTarget, tmp_path: Path) -> None:
+def test_invalid_files_are_refused(target: FakeTarget, tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"config\.json is missing"):
         load_head(tmp_path)
-    save_head(tmp_path, world.head, made_of())
+    save_head(tmp_path, target.head, build_metadata())
     weights = (tmp_path / "model.safetensors").read_bytes()
     (tmp_path / "model.safetensors").write_bytes(weights[:1000])
     with pytest.raises(ValueError, match=r"model\.safetensors is damaged"):
@@ -369,13 +369,13 @@ def test_files_that_are_no_heads(world: FakeTarget, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(FileNotFoundError, match=r"model\.safetensors is missing"):
         load_head(tmp_path)
-    for text, words in (
+    for text, message in (
         ("{", "is not JSON"),
         ("[]", "not a JSON object"),
         ('{"model_type": "llava"}', "has model_type 'llava'"),
     ):
         (tmp_path / "config.json").write_text(text)
-        with pytest.raises(ValueError, match=words):
+        with pytest.raises(ValueError, match=message):
             load_head(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": checkpoint.MODEL_TYPE, "visual_mode": "magic"}))
     with pytest.raises(ValueError, match="visual_mode must be one of decoupled"):
@@ -383,7 +383,7 @@ def test_files_that_are_no_heads(world: FakeTarget, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "message"),
     [
         ({"block_size": "many"}, "config.json: a draft head's block_size must be of type int; got 'many'"),
         ({"hidden_size": True}, "hidden_size must be of type int; got True"),
@@ -393,13 +393,13 @@ def test_files_that_are_no_heads(world: FakeTarget, tmp_path: Path) -> None:
         ({"block_size": 99}, "block_size must be 1 to 16 tokens per forward; got 99"),
     ],
 )
-def test_configs_that_cannot_be_are_named(
-    world: FakeTarget, tmp_path: Path, caplog: Any, monkeypatch: Any, change: dict[str, Any], words: str
+def test_invalid_configs_are_refused(
+    target: FakeTarget, tmp_path: Path, caplog: Any, monkeypatch: Any, change: dict[str, Any], message: str
 ) -> None:
-    save_head(tmp_path / "mine", world.head, made_of())
+    save_head(tmp_path / "mine", target.head, build_metadata())
     file = tmp_path / "mine" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=message):
         load_head(tmp_path / "mine")
     monkeypatch.setattr(registry, "WEIGHTS_DIR", tmp_path)
     assert (
@@ -421,10 +421,10 @@ def test_shapes_of_the_published_checkpoint_of_llava_7b() -> None:
     assert set(weights) == set(shapes)
 
 
-def test_the_names_lead_back(world: FakeTarget) -> None:
-    state = from_eagle_state_dict(HEAD_CONFIG, to_eagle_state_dict(world.head))
-    assert all(torch.equal(value, world.head.state_dict()[name]) for name, value in state.items())
-    assert set(state) == set(world.head.state_dict())
+def test_state_dict_names_round_trip(target: FakeTarget) -> None:
+    state = from_eagle_state_dict(HEAD_CONFIG, to_eagle_state_dict(target.head))
+    assert all(torch.equal(value, target.head.state_dict()[name]) for name, value in state.items())
+    assert set(state) == set(target.head.state_dict())
 
 
 # --- behind the loop --------------------------------------------------------------------------------------------------
@@ -443,7 +443,7 @@ def tiny_head(seed: int = 0) -> EagleHead:
 
 @pytest.mark.parametrize("rule", VISUAL_MODES)
 @pytest.mark.parametrize("sample", [False, True])
-def test_a_head_never_changes_a_word(tiny: Captioner, rule: str, sample: bool) -> None:
+def test_a_head_never_changes_the_output(tiny: Captioner, rule: str, sample: bool) -> None:
     model = tiny.model
     inputs = tiny.inputs(
         [render_scene(generate_scene(i)) for i in range(3)], ["a", "what is this thing", "list the colors please"]
@@ -452,7 +452,9 @@ def test_a_head_never_changes_a_word(tiny: Captioner, rule: str, sample: bool) -
     torch.manual_seed(3)
     plain = model.generate(**inputs, **options)
     for more in ({}, {"draft_ids": torch.arange(0, 384, 2)}):
-        mmspec.patch(model, EagleDrafter(tiny_head(), rule, num_layers=2, max_depth=4, beam_width=4, **more), nodes=16)
+        mmspec.patch(
+            model, EagleDrafter(tiny_head(), rule, num_layers=2, max_depth=4, beam_width=4, **more), tree_size=16
+        )
         try:
             torch.manual_seed(3)
             assert torch.equal(model.generate(**inputs, **options), plain)
@@ -471,16 +473,16 @@ def test_a_folder_is_a_drafter_and_is_checked(tiny: Captioner, tmp_path: Path) -
         assert "mine" in repr(tiny.model.__dict__["_mmspec"].config.drafter.name)
     finally:
         mmspec.unpatch(tiny.model)
-    for change, words in (({"num_layers": 5}, "num_layers 5"), ({"tokenizer": "other"}, "tokenizer other")):
+    for change, message in (({"num_layers": 5}, "num_layers 5"), ({"tokenizer": "other"}, "tokenizer other")):
         save_head(tmp_path / "other", tiny_head(), replace(made, **change))  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match=f"another target: {words}"):
+        with pytest.raises(ValueError, match=f"another target: {message}"):
             mmspec.patch(tiny.model, str(tmp_path / "other"), processor=tiny.processor)
     facts = TargetInfo("llava", 32, 384, 2)
     with pytest.raises(ValueError, match=r"hidden_size 64 \(the target: 32\)"):
         build_drafter(str(tmp_path / "mine"), facts)
 
 
-def test_auto_passes_over_what_is_for_others_and_says_what_is_damaged(
+def test_auto_skips_other_targets_and_warns_of_damage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     from mmspec.drafters import registry
@@ -502,7 +504,7 @@ def test_auto_passes_over_what_is_for_others_and_says_what_is_damaged(
     assert "mine cannot be read" in caplog.text and "damaged" in caplog.text and "\n" not in caplog.messages[0]
 
 
-def test_a_call_that_names_a_folder_reads_it_once(
+def test_a_folder_named_per_call_is_loaded_once(
     tiny: Captioner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from mmspec.drafters.checkpoints import load as trained
@@ -533,37 +535,37 @@ def test_a_call_that_names_a_folder_reads_it_once(
         mmspec.unpatch(tiny.model)
 
 
-def test_an_unknown_rule_is_refused(world: FakeTarget) -> None:
+def test_an_unknown_visual_mode_is_refused(target: FakeTarget) -> None:
     with pytest.raises(ValueError, match="visual_mode must be one of"):
-        EagleDrafter(world.head, "magic", num_layers=3)
+        EagleDrafter(target.head, "magic", num_layers=3)
 
 
 # --- how deep ---------------------------------------------------------------------------------------------------------
 
 
-def played(hit: float, level_s: float, rounds: int = 300, most: int = 8) -> float:
+def simulate_depth(accept_prob: float, step_s: float, rounds: int = 300, most: int = 8) -> float:
     """Mean depth at the end, if each level goes on with this probability and costs that much of a round."""
     import random
 
     rng, depth, chosen = random.Random(0), DepthController(most), []
     for _ in range(rounds):
-        levels = depth.choose(1)
-        chosen.append(levels)
-        kept = 0
-        while kept < levels and rng.random() < hit:
-            kept += 1
-        depth.record(1, levels, [kept], level_s, 1.0)
+        num_levels = depth.choose(1)
+        chosen.append(num_levels)
+        num_accepted = 0
+        while num_accepted < num_levels and rng.random() < accept_prob:
+            num_accepted += 1
+        depth.record(1, num_levels, [num_accepted], step_s, 1.0)
     return sum(chosen[-100:]) / 100
 
 
-def test_depth_follows_what_is_reached_and_what_a_level_costs() -> None:
-    assert played(0.95, 0.02) > 7.5
-    assert played(0.2, 0.1) < 2
-    assert 1 < played(0.7, 0.1) < 6
-    assert played(0.9, 0.5) < played(0.9, 0.05)
+def test_depth_follows_acceptance_and_cost() -> None:
+    assert simulate_depth(0.95, 0.02) > 7.5
+    assert simulate_depth(0.2, 0.1) < 2
+    assert 1 < simulate_depth(0.7, 0.1) < 6
+    assert simulate_depth(0.9, 0.5) < simulate_depth(0.9, 0.05)
 
 
-def test_rounds_of_one_level_say_nothing_about_what_a_further_one_costs() -> None:
+def test_rounds_of_one_level_do_not_measure_the_step_cost() -> None:
     depth = DepthController(3, steps_per_level=2)
     depth.record(1, 3, [0], 5.0, 10.0)
     for _ in range(50):
@@ -571,49 +573,53 @@ def test_rounds_of_one_level_say_nothing_about_what_a_further_one_costs() -> Non
     assert depth.by_batch[1].pass_s == 5.0
 
 
-@pytest.mark.parametrize(("levels", "per_pass"), [(1, 0.0), (3, 0.5)])
-def test_what_drafting_took_is_told_by_pass(
-    world: FakeTarget, monkeypatch: pytest.MonkeyPatch, levels: int, per_pass: float
+@pytest.mark.parametrize(("num_levels", "step_s_expected"), [(1, 0.0), (3, 0.5)])
+def test_draft_time_is_recorded_per_forward(
+    target: FakeTarget, monkeypatch: pytest.MonkeyPatch, num_levels: int, step_s_expected: float
 ) -> None:
-    made = drafter(world, max_depth=levels)
-    state = begin_decoding(world, made, build_prompt(world, 11, static_shapes=True))
+    made = drafter(target, max_depth=num_levels)
+    state = begin_decoding(target, made, build_prompt(target, 11, static_shapes=True))
     tree = made.propose(state, 16, [True, True])
-    told: list[Any] = []
-    monkeypatch.setattr(made.depth_controller, "learn", lambda *given: told.extend(given))
+    metrics: list[Any] = []
+    monkeypatch.setattr(made.depth_controller, "learn", lambda *given: metrics.extend(given))
     state.start_time, state.draft_s = time.perf_counter() - 100.0, 1.0
     made.observe(state, build_result(tree, [[0], [0]], [[5], [7]]), {NUM_LAYERS: torch.randn(2, tree.num_nodes, 32)})
-    assert told[1] == levels and told[3] == per_pass and told[4] == pytest.approx(100.0 - (levels > 1), abs=1.0)
+    assert (
+        metrics[1] == num_levels
+        and metrics[3] == step_s_expected
+        and metrics[4] == pytest.approx(100.0 - (num_levels > 1), abs=1.0)
+    )
 
 
-def test_depth_comes_back_when_text_becomes_easy() -> None:
+def test_depth_recovers_when_acceptance_rises() -> None:
     depth = DepthController(6)
     for _ in range(200):
         depth.record(1, depth.choose(1), [0], 0.1, 1.0)
     assert depth.choose(1) <= 2
     for _ in range(400):
-        levels = depth.choose(1)
-        depth.record(1, levels, [levels], 0.1, 1.0)
+        num_levels = depth.choose(1)
+        depth.record(1, num_levels, [num_levels], 0.1, 1.0)
     assert depth.choose(1) == 6
 
 
-def test_depth_comes_back_from_a_hard_passage() -> None:
+def test_depth_recovers_after_low_acceptance() -> None:
     """Deep levels were hardly ever reached; when the text goes on better they are tried again soon."""
     import random
 
     rng, depth, chosen = random.Random(1), DepthController(6), list[int]()
-    for hit, rounds in ((0.4, 200), (0.85, 120)):
+    for accept_prob, rounds in ((0.4, 200), (0.85, 120)):
         for _ in range(rounds):
             chosen.append(depth.choose(1))
-            kept = 0
-            while kept < chosen[-1] and rng.random() < hit:
-                kept += 1
-            depth.record(1, chosen[-1], [kept], 2.5, 30.0)
+            num_accepted = 0
+            while num_accepted < chosen[-1] and rng.random() < accept_prob:
+                num_accepted += 1
+            depth.record(1, chosen[-1], [num_accepted], 2.5, 30.0)
     assert sum(chosen[150:200]) / 50 < 4.5 and sum(chosen[-30:]) / 30 > 5.5
 
 
-def test_a_prompt_is_read_when_a_draft_is_wanted(world: FakeTarget) -> None:
-    made = drafter(world)
-    prompt = build_prompt(world, 11)
+def test_the_prompt_runs_at_the_first_draft(target: FakeTarget) -> None:
+    made = drafter(target)
+    prompt = build_prompt(target, 11)
     state = made.begin(prompt)
     made.observe(state, build_first_result([1, 2]), {})
     assert not any(state.kv_cache.seq_lens), "nobody asked for a draft yet"
@@ -622,13 +628,13 @@ def test_a_prompt_is_read_when_a_draft_is_wanted(world: FakeTarget) -> None:
     assert all(state.kv_cache.seq_lens) and state.prompt is None
 
 
-def test_fixed_shapes_never_hang_on_timing(world: FakeTarget) -> None:
-    made = drafter(world)
+def test_static_shapes_ignore_timing(target: FakeTarget) -> None:
+    made = drafter(target)
     for _ in range(100):
         made.depth_controller.record(2, 3, [0, 0], 9.0, 1.0)
     assert made.depth_controller.choose(2) == 1
-    fixed = made.propose(begin_decoding(world, made, build_prompt(world, 11, static_shapes=True)), 16, [True, True])
-    free = made.propose(begin_decoding(world, made, build_prompt(world, 11)), 16, [True, True])
+    fixed = made.propose(begin_decoding(target, made, build_prompt(target, 11, static_shapes=True)), 16, [True, True])
+    free = made.propose(begin_decoding(target, made, build_prompt(target, 11)), 16, [True, True])
     assert max(map(len, scores_by_path(fixed, 0))) == 3 and max(map(len, scores_by_path(free, 0))) == 1
 
 
@@ -637,13 +643,13 @@ def test_fixed_shapes_never_hang_on_timing(world: FakeTarget) -> None:
 
 @pytest.mark.parametrize("pads", [(0, 0), (0, 4)])
 @pytest.mark.parametrize("noisy", [False, True])
-def test_drafting_never_looks_at_a_value(world: FakeTarget, pads: tuple[int, int], noisy: bool) -> None:
+def test_drafting_needs_no_host_copy(target: FakeTarget, pads: tuple[int, int], noisy: bool) -> None:
     """Fake tensors have shapes and no values: whatever asks for one (`.item()`, an index by condition) raises."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    made = drafter(world, draft_ids=torch.arange(40) if noisy else None)
+    made = drafter(target, draft_ids=torch.arange(40) if noisy else None)
     more = {"noise": lambda depth: torch.ones(2, depth, 40)} if noisy else {}
-    state = begin_decoding(world, made, build_prompt(world, 11, pads, **more))
+    state = begin_decoding(target, made, build_prompt(target, 11, pads, **more))
     taps = {NUM_LAYERS: torch.randn(2, 4, 32)}
     made.observe(state, build_result(root_only(2).pad(4), [[0, 2], [0]], [[5, 6], [7]]), taps)
     made.observe(state, build_result(root_only(2).pad(4), [[0], [0]], [[5], [7]]), taps)
@@ -657,7 +663,7 @@ def test_drafting_never_looks_at_a_value(world: FakeTarget, pads: tuple[int, int
 @pytest.mark.parametrize(
     "shape", [{}, {"num_key_value_heads": 2, "qkv_bias": True}, {"input_norm": True}, {"eagle3_input": True}]
 )
-def test_rows_that_are_asked_alone_say_the_same(shape: dict[str, Any]) -> None:
+def test_query_index_gives_the_same_outputs(shape: dict[str, Any]) -> None:
     """Of a prompt only the last row is asked: keys and values of all rows, outputs of some, as in a whole pass."""
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 4}
     config = HeadConfig(**{**sizes, "vocab_size": 64, **shape})
@@ -665,20 +671,20 @@ def test_rows_that_are_asked_alone_say_the_same(shape: dict[str, Any]) -> None:
     layer, head = DecoderLayer(config).eval(), EagleHead(config)
     rows = torch.randn(2, 7, 64 if config.eagle3_input else 32)
     cos, sin = (part[None, None] for part in head.rotary_embedding(torch.arange(7), torch.float32))
-    kept: list[tuple[Tensor, Tensor]] = []
+    num_accepted: list[tuple[Tensor, Tensor]] = []
 
     def attend(mask: Tensor) -> Any:
         def seen(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-            kept.append((keys, values))
+            num_accepted.append((keys, values))
             return torch.nn.functional.scaled_dot_product_attention(queries, keys, values, mask, enable_gqa=True)
 
         return seen
 
     causal = torch.ones(7, 7, dtype=torch.bool).tril()
-    ask = torch.tensor([[6, 2], [4, 0]])
+    query_index = torch.tensor([[6, 2], [4, 0]])
     with torch.no_grad():
         whole = layer(rows, cos, sin, attend(causal))
-        some = layer(rows, cos, sin, attend(causal[ask][:, None]), ask)
-    assert torch.allclose(some, whole[torch.arange(2)[:, None], ask], atol=1e-5)
-    for one, other in zip(*kept, strict=True):
+        some = layer(rows, cos, sin, attend(causal[query_index][:, None]), query_index)
+    assert torch.allclose(some, whole[torch.arange(2)[:, None], query_index], atol=1e-5)
+    for one, other in zip(*num_accepted, strict=True):
         assert torch.allclose(one, other, atol=1e-6)

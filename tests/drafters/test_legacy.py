@@ -1,4 +1,4 @@
-"""Names of the first release: configs, checkpoints, visual modes and drafters that use them are read for one release."""
+"""Names of the first release in configs, checkpoints, visual modes and drafter names are read for one release."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_target import HEAD_CONFIG, IMAGE_TOKEN_ID, NUM_LAYERS, FakeTarget, build_fake_target, build_train_batch
+from fake_target import HEAD_CONFIG, IMAGE_TOKEN_ID, NUM_LAYERS, FakeTarget, build_train_batch
 from safetensors.torch import load_file
 
 from mmspec.drafters.block.flash import FlashHead
@@ -27,11 +27,6 @@ from mmspec.drafters.training.trainer import LEGACY_CONFIG_KEYS, LEGACY_WEIGHT_K
 
 FLASH_CONFIG = replace(HEAD_CONFIG, intermediate_size=0, block_size=3, block_ffn_size=24, markov_rank=8)
 PARALLEL_CONFIG = replace(HEAD_CONFIG, block_size=3, block_ffn_size=20)
-
-
-@pytest.fixture
-def target() -> FakeTarget:
-    return build_fake_target()
 
 
 def to_first_release(config: dict[str, Any]) -> dict[str, Any]:

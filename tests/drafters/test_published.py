@@ -47,7 +47,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-def kept(kind: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def load_fixture(kind: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """(weights, everything else) of a fixture."""
     whole = load_file(FIXTURES / f"{kind}.safetensors")
     weights = {name.removeprefix("weights."): value for name, value in whole.items() if name.startswith("weights.")}
@@ -56,7 +56,7 @@ def kept(kind: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 
 def folder_of(kind: str, folder: Path, change: Callable[[dict[str, Tensor]], object] = len, **config: Any) -> Path:
     """A checkpoint as its authors lay it out."""
-    weights, data = kept(kind)
+    weights, data = load_fixture(kind)
     if kind != "eagle3":
         weights["embed_tokens.weight"] = data["embedding"].clone()
     change(weights)
@@ -82,10 +82,10 @@ class Pointing(nn.Module):
 def test_forward_parity_with_the_published_code(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Through our whole drafter: prompt, a round that kept one draft, and the siblings of the next tree."""
     drafter = load_published(folder_of(kind, tmp_path), TARGET)
-    _, data = kept(kind)
+    _, data = load_fixture(kind)
     pictures = kind in ("msd", "vispec")
     order = data["tree"].tolist()
-    words = SharedEmbeddings(nn.Embedding.from_pretrained(data["embedding"]), Pointing(order))
+    shared_embeddings = SharedEmbeddings(nn.Embedding.from_pretrained(data["embedding"]), Pointing(order))
     outs: list[Tensor] = []
     original = EagleHead.forward
 
@@ -97,16 +97,21 @@ def test_forward_parity_with_the_published_code(kind: str, tmp_path: Path, monke
     if kind == "eagle3":  # its own head decides
         places = {int(token): place for place, token in enumerate(drafter.draft_ids.tolist())}  # type: ignore[union-attr]
         own = Pointing([places[token] for token in order])
-        monkeypatch.setattr(drafter.head, "logits", lambda out, words, rows: own(out)[..., :20])
+        monkeypatch.setattr(drafter.head, "logits", lambda out, shared_embeddings, rows: own(out)[..., :20])
     drafter.depth_controller, drafter.beam_width = DepthController(2), 3
     ids, n = data["ids"], 10
     embedded = data["embedded"] if pictures else data["embedding"][ids]
     visual = data["visual"] if pictures else torch.zeros(n, dtype=torch.bool)
     taps = _split(drafter, data["states"])
     prompt = Prompt(
-        input_ids=ids[None], attention_mask=torch.ones(1, n, dtype=torch.bool), visual_mask=visual[None], position_ids=torch.arange(n)[None],
-        hidden_states={0: embedded[None], **taps}, vocab_size=V, shared_embeddings=words,
-    )  # fmt: skip
+        input_ids=ids[None],
+        attention_mask=torch.ones(1, n, dtype=torch.bool),
+        visual_mask=visual[None],
+        position_ids=torch.arange(n)[None],
+        hidden_states={0: embedded[None], **taps},
+        vocab_size=V,
+        shared_embeddings=shared_embeddings,
+    )
     state = drafter.begin(prompt)
     one = torch.ones(1, dtype=torch.long)
     first = data["first"].view(1, 1)
@@ -125,7 +130,7 @@ def test_forward_parity_with_the_published_code(kind: str, tmp_path: Path, monke
     )
     tree = drafter.propose(state, 4, [True])
     assert torch.allclose(outs[1][0], data["step"], atol=2e-5)
-    best = words.lm_head.fixed.topk(3).indices.tolist()  # type: ignore[union-attr,operator]
+    best = shared_embeddings.lm_head.fixed.topk(3).indices.tolist()  # type: ignore[union-attr,operator]
     back = [best.index(token) for token in order]
     assert sorted(tree.tokens[0, 1:].tolist()) == sorted(order)
     assert torch.allclose(outs[2][0][back], data["branch"], atol=2e-5)
@@ -137,19 +142,19 @@ def _split(drafter: EagleDrafter, states: Tensor) -> dict[int, Tensor]:
     return dict(zip(drafter.hidden_state_indices, parts, strict=True))
 
 
-def test_eagle3_speaks_by_its_own_norm_and_head(tmp_path: Path) -> None:
+def test_eagle3_uses_its_own_norm_and_lm_head(tmp_path: Path) -> None:
     drafter = load_published(folder_of("eagle3", tmp_path), TARGET)
-    _, data = kept("eagle3")
+    _, data = load_fixture("eagle3")
     assert isinstance(drafter.head, Eagle3Head) and drafter.draft_ids is not None
-    words = SharedEmbeddings(nn.Embedding(V, H), nn.Linear(H, V))
-    assert torch.allclose(drafter.head.logits(data["prefill"], words, None), data["logits"], atol=1e-5)
-    weights, _ = kept("eagle3")
+    shared_embeddings = SharedEmbeddings(nn.Embedding(V, H), nn.Linear(H, V))
+    assert torch.allclose(drafter.head.logits(data["prefill"], shared_embeddings, None), data["logits"], atol=1e-5)
+    weights, _ = load_fixture("eagle3")
     assert drafter.draft_ids.tolist() == (torch.arange(20) + weights["d2t"]).tolist()
     assert weights["t2d"].nonzero().flatten().tolist() == drafter.draft_ids.tolist()
     assert drafter.hidden_state_indices == (2, 4, 5) and drafter.requirements.hidden_state_indices == (0, 2, 4, 5)
 
 
-def test_what_each_layout_becomes(tmp_path: Path) -> None:
+def test_drafter_of_each_layout(tmp_path: Path) -> None:
     kinds = {
         "eagle": ("coupled", EagleDrafter),
         "msd": ("decoupled", EagleDrafter),
@@ -163,14 +168,14 @@ def test_what_each_layout_becomes(tmp_path: Path) -> None:
             and drafter.name == kind
             and drafter.vocab_limit is None
         )
-        state, weights = drafter.head.state_dict(), kept(kind)[0]
+        state, weights = drafter.head.state_dict(), load_fixture(kind)[0]
         assert torch.equal(state["fc.weight"], weights["fc.weight"])
         joined = [weights[f"layers.0.self_attn.{name}_proj.weight"] for name in "qkv"]
         assert torch.equal(state["layer.qkv_proj.weight"], torch.cat(joined))
         assert torch.equal(state["layer.post_norm.weight"], weights["layers.0.post_attention_layernorm.weight"])
 
 
-def test_a_pickle_is_read_without_running_it(tmp_path: Path) -> None:
+def test_a_pickle_is_loaded_without_executing_it(tmp_path: Path) -> None:
     folder = folder_of("msd", tmp_path)
     weights = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
@@ -198,7 +203,7 @@ def test_a_pickle_is_read_without_running_it(tmp_path: Path) -> None:
         load_published(folder, TARGET)
 
 
-def test_a_smaller_vocabulary_is_the_targets_beginning(tmp_path: Path) -> None:
+def test_a_smaller_vocabulary_is_a_prefix_of_the_targets(tmp_path: Path) -> None:
     """LLaVA: the drafter knows 32,000 ids, transformers' target has 32,064."""
     folder = folder_of("msd", tmp_path)
     assert load_published(folder, TargetInfo("llava", H, V + 64, 8)).vocab_limit == V
@@ -210,10 +215,10 @@ Change = Callable[[dict[str, Tensor]], object]
 
 
 @pytest.mark.parametrize(
-    ("kind", "change", "config", "words"),
+    ("kind", "change", "config", "message"),
     [
         ("msd", lambda w: w.pop("layers.0.self_attn.o_proj.weight"), {}, "lacks layers.0.self_attn.o_proj.weight"),
-        ("msd", lambda w: w.update(more=torch.zeros(1)), {}, "unexpected tensors more"),
+        ("msd", lambda w: w.update(options=torch.zeros(1)), {}, "unexpected tensors options"),
         ("msd", lambda w: w["fc.bias"].fill_(float("inf")), {}, "fc.bias holds values that are not finite"),
         ("msd", lambda w: w.update({"fc.weight": torch.zeros(H, H)}), {}, r"fc.weight must be \[16, 32\]"),
         (
@@ -244,16 +249,16 @@ Change = Callable[[dict[str, Tensor]], object]
         ("eagle3", len, {"eagle_aux_hidden_state_layer_ids": [2, 4, 99]}, "target of 8 layers has 0 to 8"),
     ],
 )
-def test_what_does_not_fit_is_named(
-    kind: str, change: Change, config: dict[str, Any], words: str, tmp_path: Path
+def test_mismatches_are_refused(
+    kind: str, change: Change, config: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     folder = folder_of(kind, tmp_path, change, **config)
-    with pytest.raises(ValueError, match=words) as failed:
+    with pytest.raises(ValueError, match=message) as failed:
         load_published(folder, TARGET)
     assert str(folder) in str(failed.value)
 
 
-def test_missing_and_cut_files(tmp_path: Path) -> None:
+def test_missing_and_truncated_files(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"config\.json"):
         load_published(tmp_path, TARGET)
     folder = folder_of("msd", tmp_path)
@@ -265,12 +270,12 @@ def test_missing_and_cut_files(tmp_path: Path) -> None:
         load_published(folder, TARGET)
 
 
-def test_an_export_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_export_is_atomic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drafter = load_published(folder_of("eagle3", tmp_path / "flat"), TARGET)
     export_speculators(tmp_path / "out", drafter, TARGET)
     before = {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()}
 
-    def full(weights: Any, file: Path, **more: Any) -> None:
+    def full(weights: Any, file: Path, **options: Any) -> None:
         Path(file).write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
@@ -280,7 +285,7 @@ def test_an_export_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.Mon
     assert {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()} == before
 
 
-def test_a_target_tells_its_visual_tokens() -> None:
+def test_target_info_has_the_media_token_ids() -> None:
     model, _ = random_model("tiny")
     assert target_info(find_adapter(model), None).media_token_ids == (4,)
 
@@ -288,17 +293,17 @@ def test_a_target_tells_its_visual_tokens() -> None:
 KNOWN_TARGET = TargetInfo("llava", H, V, 8, name="llava-hf/llava-1.5-7b-hf")
 
 
-def test_auto_takes_what_was_published_if_it_is_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[str, bool]] = []
+def test_auto_uses_a_cached_published_drafter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    requested: list[tuple[str, bool]] = []
     folder = folder_of("msd", tmp_path)
 
     def cache(name: str, *, local_files_only: bool, allow_patterns: list[str]) -> str:
         assert allow_patterns == ["config.json", "model.safetensors", "pytorch_model.bin"]
-        asked.append((name, local_files_only))
+        requested.append((name, local_files_only))
         return str(folder)
 
-    def empty(name: str, **more: Any) -> str:
-        asked.append((name, more["local_files_only"]))
+    def empty(name: str, **options: Any) -> str:
+        requested.append((name, options["local_files_only"]))
         raise RuntimeError("not in the cache")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", cache)
@@ -310,10 +315,10 @@ def test_auto_takes_what_was_published_if_it_is_in_the_cache(tmp_path: Path, mon
     with pytest.raises(OSError, match=r"'a/b' is not in the local cache and cannot be downloaded: not in the cache"):
         build_drafter("a/b", KNOWN_TARGET)
     hub = "lucylyn/MSD-LLaVA1.5-7B"
-    assert asked == [(hub, True), (hub, False), (hub, True), ("a/b", False)], "auto never fetches anything"
+    assert requested == [(hub, True), (hub, False), (hub, True), ("a/b", False)], "auto never fetches anything"
 
 
-def test_offline_is_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offline_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(OSError, match="'nobody/nothing-of-mmspec' is not in the local cache"):
         build_drafter("nobody/nothing-of-mmspec", TARGET)
@@ -326,7 +331,7 @@ def test_eagle3_in_the_speculators_layout_and_back(normed: bool, tmp_path: Path)
     values = json.loads((tmp_path / "out" / "config.json").read_text())
     assert values["speculators_model_type"] == "eagle3" and values["eagle_aux_hidden_state_layer_ids"] == [2, 4, 5]
     assert values["norm_before_residual"] is normed and values["transformer_layer_config"]["hidden_size"] == H
-    weights, flat = load_file(tmp_path / "out" / "model.safetensors"), kept("eagle3")[0]
+    weights, flat = load_file(tmp_path / "out" / "model.safetensors"), load_fixture("eagle3")[0]
     renamed = {name.replace("midlayer.", "layers.0."): value for name, value in flat.items()}
     assert set(weights) == set(renamed)
     assert all(torch.equal(weights[name].float(), value.float()) for name, value in renamed.items())
@@ -339,7 +344,7 @@ def test_eagle3_in_the_speculators_layout_and_back(normed: bool, tmp_path: Path)
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_a_published_drafter_never_changes_a_word(kind: str, tmp_path: Path) -> None:
+def test_a_published_drafter_never_changes_the_output(kind: str, tmp_path: Path) -> None:
     """Random weights in the shape of the tiny target, which has two layers: EAGLE-3 reads others of its states."""
     model, processor = random_model("tiny")
     config = CONFIGS[kind] | {
@@ -350,7 +355,7 @@ def test_a_published_drafter_never_changes_a_word(kind: str, tmp_path: Path) -> 
         config["num_key_value_heads"] = 4
     weights = {}
     rng = torch.Generator().manual_seed(0)
-    for name, value in kept(kind)[0].items():
+    for name, value in load_fixture(kind)[0].items():
         if name in ("d2t", "t2d"):
             continue
         scale = {16: 64, 24: 96, 32: 128, 48: 192, 20: 384}
@@ -376,7 +381,7 @@ def test_a_published_drafter_never_changes_a_word(kind: str, tmp_path: Path) -> 
     for sample in (False, True):
         torch.manual_seed(1)
         plain = model.generate(**inputs, max_new_tokens=16, do_sample=sample)
-        mmspec.patch(model, drafter, nodes=16)
+        mmspec.patch(model, drafter, tree_size=16)
         torch.manual_seed(1)
         assert torch.equal(model.generate(**inputs, max_new_tokens=16, do_sample=sample), plain)
         assert mmspec.stats(model).num_draft_tokens > 100

@@ -21,13 +21,15 @@ CONFIG = HeadConfig(16, 24, 2, 2, 40)
 FULL = (OSError(28, "No space left on device"), RuntimeError("PytorchStreamWriter failed writing file"))
 
 
-def training(folder: Path, taught: bool = True, party: DistributedContext | None = None) -> Trainer:
+def build_trainer(folder: Path, has_response: bool = True, party: DistributedContext | None = None) -> Trainer:
     """A run over three words; `taught` False: none of them is an answer."""
-    words = SharedEmbeddings(nn.Embedding(40, 16).requires_grad_(False), nn.Linear(16, 40).requires_grad_(False))
+    message = SharedEmbeddings(nn.Embedding(40, 16).requires_grad_(False), nn.Linear(16, 40).requires_grad_(False))
     ids = torch.tensor([[3, 5, 7, 9, 11]])
-    lesson = TrainBatch(ids, ids > 0, ids < 0, (ids > 3) & taught, words.embed_tokens(ids), torch.randn(1, 5, 16))
+    lesson = TrainBatch(
+        ids, ids > 0, ids < 0, (ids > 3) & has_response, message.embed_tokens(ids), torch.randn(1, 5, 16)
+    )
     pupils = {"a": DraftModel(EagleHead(CONFIG), "decoupled")}
-    return Trainer(folder, pupils, TrainConfig(2, 1), words, lambda step: lesson, torch.zeros(16), {}, party)
+    return Trainer(folder, pupils, TrainConfig(2, 1), message, lambda step: lesson, torch.zeros(16), {}, party)
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -38,7 +40,7 @@ def files(folder: Path) -> dict[str, bytes]:
 def half(error: Exception) -> Callable[..., None]:
     """A writer that fails on the way, or a renaming that fails."""
 
-    def write(what: object, file: Path, **more: object) -> None:
+    def write(what: object, file: Path, **options: object) -> None:
         if not isinstance(what, Path):
             file.write_bytes(b"half")
         raise error
@@ -47,10 +49,10 @@ def half(error: Exception) -> Callable[..., None]:
 
 
 @pytest.mark.parametrize("error", FULL)
-def test_a_full_disk_keeps_the_last_checkpoint_and_says_so(
+def test_a_full_disk_preserves_the_checkpoint_and_is_reported(
     error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = training(tmp_path)
+    run = build_trainer(tmp_path)
     assert run.run()
     before = files(tmp_path)
     monkeypatch.setattr(torch, "save", half(error))
@@ -60,7 +62,7 @@ def test_a_full_disk_keeps_the_last_checkpoint_and_says_so(
 
 
 @pytest.mark.parametrize("fails", ["save_file", "os.replace"])
-def test_a_head_is_written_whole_or_not_at_all(fails: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_saving_a_head_is_atomic(fails: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint.save_head(tmp_path, EagleHead(CONFIG), checkpoint.HeadMetadata(CONFIG, "decoupled", 2))
     before = files(tmp_path)
     with monkeypatch.context() as patch:
@@ -70,22 +72,22 @@ def test_a_head_is_written_whole_or_not_at_all(fails: str, tmp_path: Path, monke
     assert files(tmp_path) == before
 
 
-@pytest.mark.parametrize("taught", [False, True])
-def test_every_process_joins_every_mean(taught: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_response", [False, True])
+def test_every_process_joins_every_all_reduce(has_response: bool, tmp_path: Path) -> None:
     """A process whose texts teach nothing must not leave the others waiting."""
-    joined: list[torch.Size] = []
+    reduced: list[torch.Size] = []
 
     def mean(value: Tensor) -> Tensor:
-        joined.append(value.shape)
+        reduced.append(value.shape)
         return value
 
-    run = training(tmp_path, taught, DistributedContext(0, 2, mean))
-    figures = run._train_step()
-    assert (figures["norm"] > 0) is taught
-    assert joined == [weight.shape for weight in run.draft_models["a"].modules().parameters()]
+    run = build_trainer(tmp_path, has_response, DistributedContext(0, 2, mean))
+    step_metrics = run._train_step()
+    assert (step_metrics["norm"] > 0) is has_response
+    assert reduced == [weight.shape for weight in run.draft_models["a"].modules().parameters()]
 
 
-def test_a_tree_has_a_level_and_a_node_to_follow() -> None:
+def test_depth_and_beam_width_are_at_least_one() -> None:
     with pytest.raises(ValueError, match="max_depth must be at least 1; got 0"):
         EagleDrafter(EagleHead(CONFIG), num_layers=2, max_depth=0)
     with pytest.raises(ValueError, match=r"beam_width must be at least 1.*; got 0"):
@@ -93,7 +95,7 @@ def test_a_tree_has_a_level_and_a_node_to_follow() -> None:
 
 
 @pytest.mark.parametrize("native", [True, False])
-def test_bfloat16_is_for_devices_that_have_it(native: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_autocast_only_on_devices_with_bfloat16(native: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mmspec.drafters.training.trainer.bf16_is_faster", lambda device: native)
     found, original = set[bool](), torch.nn.functional.linear
 
@@ -102,5 +104,5 @@ def test_bfloat16_is_for_devices_that_have_it(native: bool, tmp_path: Path, monk
         return original(*args, **kwargs)
 
     monkeypatch.setattr(torch.nn.functional, "linear", spy)
-    assert training(tmp_path).run(60)
+    assert build_trainer(tmp_path).run(60)
     assert found == {native}

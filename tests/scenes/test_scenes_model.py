@@ -149,7 +149,7 @@ def test_bundled_drafters_reach_their_tau_and_keep_the_output(bundled_model: tup
         )
         reference = generate(inputs, sample)
         for name in registry.bundled_drafters():
-            mmspec.patch(model, name, processor=processor, nodes=16)
+            mmspec.patch(model, name, processor=processor, tree_size=16)
             try:
                 assert torch.equal(generate(inputs, sample), reference), (name, len(batch), sample)
                 tau = mmspec.stats(model).tau
@@ -165,7 +165,7 @@ def test_bundled_gate_chooses_a_compressor(bundled_model: tuple[Any, Any]) -> No
     inputs = Captioner(model, processor).build_inputs([request.images], [request.question])
     choices: dict[str, tuple[str, int]] = {}
     for drafter, compressor in (("msd-elastic", None), ("msd-elastic", "elastic"), ("msd", "elastic")):
-        mmspec.patch(model, drafter, compressor=compressor, processor=processor, nodes=16)
+        mmspec.patch(model, drafter, compressor=compressor, processor=processor, tree_size=16)
         try:
             model.generate(**inputs, max_new_tokens=4, do_sample=False)
             [row] = mmspec.stats(model, last=True).compression

@@ -135,7 +135,9 @@ def _build_labels(scene: Scene, owner: np.ndarray) -> PatchLabels:
     kinds = np.array([thing.kind for thing in things] + [SIGN_CLASS] * (scene.sign is not None))
     uncovered = np.where(front_coverage < MAX_BACKGROUND_COVERAGE, BACKGROUND_CLASS, IGNORE_INDEX)
     kind = torch.from_numpy(np.where(is_covered, kinds[front_layer], uncovered))
-    layers: list[Thing | Sign] = [*things, *([scene.sign] if scene.sign else [])]
+    layers: list[Thing | Sign] = [*things]
+    if scene.sign is not None:
+        layers.append(scene.sign)
     centres = np.array([(layer.x, layer.y) for layer in layers])
     regions = [layer.region for layer in layers]
     letter, letter_index = _label_letters(scene)

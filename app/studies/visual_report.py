@@ -1,0 +1,55 @@
+"""Rows of `mmspec.app.studies.visual` as lines for the terminal and as Markdown tables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mmspec.app.studies.intervals import format_ci
+
+HEADINGS = ["way", "shown", "tau", "over", "names guessed", "names' tau", "prefill ms", "over", "operations over"]
+HEADINGS += ["KV KiB", "over", "decode speed over", "call speed over", "decode speed over hf", "identical"]
+"""Of the tables."""
+TITLE = "**{shape}: {visual} visual tokens, {requests} requests; over: in multiples of what {base} has**"
+
+
+def format_row(row: Mapping[str, Any]) -> str:
+    """A row as it is printed."""
+    kept = "" if row["kept"] is None else f"{row['kept']:.0f} ({row['share']:.1%})"
+    cells = [
+        f"{row['shape']:<7} {row['way']:<28} {kept:>12}",
+        f"tau {format_ci(row['tau'])}, x{format_ci(row['tau_over'])}",
+    ]
+    cells.append(f"names {row['names'][0]:.2f}, tau {row['names_tau'][0]:.2f}")
+    if "prefill_ms" in row:
+        form = "prefill {prefill_ms:.1f} ms (x{prefill_over:.2f}), operations x{mflops_over:.3f}, KV x{kv_over:.3f}"
+        cells.append(form.format(**row))
+    cells.append("decode x{speedup_decode:.2f}, call x{speedup_e2e:.2f}, hf x{speedup_hf:.2f}".format(**row))
+    return "  ".join(cells) + ("" if row["identical"] else "  DIFFERS")
+
+
+def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
+    """A table for each shape."""
+    parts = []
+    for shape in dict.fromkeys(row["shape"] for row in rows):
+        mine = [row for row in rows if row["shape"] == shape]
+        lines = [HEADINGS, ["---"] * len(HEADINGS), *map(_cells, mine)]
+        parts.append("\n".join([TITLE.format(**mine[0]), "", *(f"| {' | '.join(line)} |" for line in lines)]))
+    return "\n\n".join(parts) + "\n"
+
+
+def _cells(row: Mapping[str, Any]) -> list[str]:
+    """A row of its shape's table, as `HEADINGS` has it."""
+    shown = row["visual"] if row["kept"] is None else row["kept"]
+    cells = [row["way"], "-" if row["share"] is None else f"{shown:.0f} ({row['share']:.1%})"]
+    cells += [format_ci(row["tau"]), format_ci(row["tau_over"]), f"{row['names'][0]:.0%}", format_ci(row["names_tau"])]
+    if "prefill_ms" in row:
+        form = "{prefill_ms:.1f}|{prefill_over:.2f}|{mflops_over:.3f}|{kv_kib:.1f}|{kv_over:.3f}"
+        cells += form.format(**row).split("|")
+    else:
+        cells += ["-"] * 5
+    cells += [format_ci((row[name], *row[f"{name}_ci"])) for name in ("speedup_decode", "speedup_e2e")]
+    return [*cells, f"{row['speedup_hf']:.2f}", "yes" if row["identical"] else "NO"]
+
+
+__all__ = ["HEADINGS", "format_row", "markdown"]
