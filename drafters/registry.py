@@ -107,6 +107,10 @@ def download_drafter(name: str, *, local_files_only: bool = False) -> str:
     """
     from huggingface_hub import snapshot_download
 
+    from mmspec.drafters.hub import unreachable_reason
+
+    problem = None if local_files_only else unreachable_reason()
+    local_files_only = local_files_only or problem is not None
     try:
         return snapshot_download(
             name,
@@ -114,7 +118,9 @@ def download_drafter(name: str, *, local_files_only: bool = False) -> str:
             local_files_only=local_files_only,
         )
     except Exception as error:  # the hub's exception types change between versions
-        raise OSError(f"drafter {name!r} is not in the local cache and cannot be downloaded: {error}") from error
+        raise OSError(
+            f"drafter {name!r} is not in the local cache and cannot be downloaded: {problem or error}"
+        ) from error
 
 
 def resolve_folder(name: str) -> str | Path:
