@@ -55,7 +55,7 @@ def export(
         "commit": commit(),
         "device": teacher.model.device.type,
     }
-    (folder / "provenance.json").write_text(json.dumps(provenance | settings, indent=1) + "\n", encoding="utf-8")
+    (folder / "provenance.json").write_text(json.dumps({**provenance, **settings}, indent=1) + "\n", encoding="utf-8")
 
 
 def target_name(target: str) -> str:
@@ -108,7 +108,7 @@ def measure_speed(
     model, processor = teacher.model, teacher.captioner.processor
     indices = [index % len(held_out) for index in range(1 + min(NUM_SPEED_REQUESTS, len(held_out)))]
     requests = [_inputs(teacher, held_out, index) for index in indices]
-    limits = {"new_tokens": options.max_new_tokens, "temperature": 0.0, "seed": options.seed}
+    limits: dict[str, Any] = {"new_tokens": options.max_new_tokens, "temperature": 0.0, "seed": options.seed}
     try:
         contestants = build_contestants(model, [str(folder)], processor, stop_at_eos=True)
         run_rounds(contestants, requests, **limits, tick=lambda: None)
