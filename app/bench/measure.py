@@ -4,7 +4,8 @@ Timing: each contestant is a clone of the model that shares its weights; the pla
 the wall clock of the whole call on a synchronised device. For plain generate a stopping criterion records the time of
 each token; the mmspec loop measures itself. `decode_s` is from the first token to the last, without image encoding and
 prefill, which `ttft_s` contains. Synthetic requests do not end before `new_tokens`: the end token gets an id outside
-the vocabulary on all sides, so that every contestant emits the same number of tokens. Scene requests end at the end token.
+the vocabulary on all sides, so that every contestant emits the same number of tokens. Scene requests end at the end
+token.
 """
 
 from __future__ import annotations

@@ -112,6 +112,8 @@ def load_head(options: TrainOptions, name: str, teacher: Any) -> tuple[Any, Any]
     from mmspec.drafters.checkpoints.format import CONFIG_NAME, load_head
     from mmspec.drafters.registry import bundled_drafters
 
+    if options.start_from is None:
+        raise ValueError("load_head needs --start-from")
     recipe = RECIPES[name]
     assert options.start_from is not None
     place = Path(bundled_drafters().get(options.start_from, options.start_from))
