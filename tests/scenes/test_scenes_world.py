@@ -192,24 +192,24 @@ def test_scoring_of_clips_is_strict() -> None:
 def _answer(truth: Scene, question: str) -> str:
     """The grammar's answer about `truth`, also where the question assumes another scene."""
     rng = random.Random(0)
-    words = question.lower()
+    lowered = question.lower()
     named = sorted(eval_questions.find_kinds(question))
     things = {thing.kind: thing for thing in truth.things}
-    if "detail" in words or "describe the image" in words:
+    if "detail" in lowered or "describe the image" in lowered:
         return grammar.ask_description(truth, rng).answer
-    if words.startswith("where is"):
+    if lowered.startswith("where is"):
         return f"It is {phrases.format_region(things[named[0]].region)}." if named[0] in things else "It is not there."
-    if "how many things" in words:
+    if "how many things" in lowered:
         return grammar.answer_total_count(truth)
-    if words.startswith("how many"):
+    if lowered.startswith("how many"):
         return grammar.answer_kind_count(truth, named[0])
-    if words.startswith("is there"):
+    if lowered.startswith("is there"):
         return "Yes." if named[0] in things else "No."
-    if "background" in words:
+    if "background" in lowered:
         return grammar.ask_background(truth, rng).answer
-    if "sign" in words:
+    if "sign" in lowered:
         return grammar.ask_sign_text(truth, rng).answer
-    if "bigger" in words or "larger" in words:
+    if "bigger" in lowered or "larger" in lowered:
         there = [things[kind] for kind in named if kind in things]
         return f"The {max(there, key=lambda thing: thing.size).name} is bigger." if there else "Neither."
     return grammar.ask_contents(truth, rng).answer
@@ -348,12 +348,12 @@ def test_counting_answers_hold_a_running_count() -> None:
     for seed in range(300):
         scene = generate_scene(seed)
         groups = phrases.count_kinds(scene)
-        asked = [({kind}, grammar.answer_kind_count(scene, kind), count) for kind, count in groups]
-        asked.append(({kind for kind, _ in groups}, grammar.answer_total_count(scene), len(scene.things)))
-        for counted, answer, count in asked:
-            said, sum_ = answer.rstrip(".").split(": ")
+        cases = [({kind}, grammar.answer_kind_count(scene, kind), count) for kind, count in groups]
+        cases.append(({kind for kind, _ in groups}, grammar.answer_total_count(scene), len(scene.things)))
+        for counted, answer, count in cases:
+            listing, sum_ = answer.rstrip(".").split(": ")
             numbers = iter(phrases.NUMBER_WORDS[1:])
-            for part, thing in zip(said.split(", "), scene.reading_order(), strict=True):
+            for part, thing in zip(listing.split(", "), scene.reading_order(), strict=True):
                 rest = part.lower().removeprefix(thing.region).split()
                 assert rest == [thing.name, *([next(numbers)] if thing.kind in counted else [])], answer
             assert sum_.split()[0] == phrases.NUMBER_WORDS[count] and eval_questions.find_number(answer) == count

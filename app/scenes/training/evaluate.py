@@ -210,11 +210,11 @@ def evaluate_scenes_model(
     left_out = sum(len(scene.things) - len(clearly_visible_things(scene)) for scene in scenes)
     result: dict[str, float] = {"first_seed": first_seed, "count": count, "left_out": left_out}
     for prefix in ("", "control_")[: 1 + control]:
-        asked = shuffle_images(questions) if prefix else questions
+        subset = shuffle_images(questions) if prefix else questions
         split = prefix + "questions"
-        with tqdm(total=len(asked), desc=split, disable=not progress, file=sys.stderr) as bar:
-            answers = generate_answers(model, processor, asked, batch_size, bar.update, answer_log, split)
-        result |= {prefix + name: value for name, value in compute_accuracies(asked, answers).items()}
+        with tqdm(total=len(subset), desc=split, disable=not progress, file=sys.stderr) as bar:
+            answers = generate_answers(model, processor, subset, batch_size, bar.update, answer_log, split)
+        result |= {prefix + name: value for name, value in compute_accuracies(subset, answers).items()}
     return result
 
 
