@@ -2,7 +2,7 @@
 
 With `visual_mode="decoupled"` this is MSD (arXiv 2505.14260). In every round `sync` runs the head over the tokens
 emitted since the last draft, with the target's hidden states; `_draft_tree` then expands levels from its last output;
-the tree's keys and values are dropped. All of it stays on the device, without a copy to the host.
+the tree's keys and values are dropped. No value is copied to the host.
 """
 
 from __future__ import annotations
@@ -321,8 +321,6 @@ class EagleDrafter:
             state.cos, state.sin = self.head.rotary_embedding(table, state.last_hidden.dtype)
         assert state.sin is not None
         return state.cos[position_ids][:, None], state.sin[position_ids][:, None]
-
-    # --- drafting -----------------------------------------------------------------------------------------------------
 
     def _draft_tree(self, state: EagleState, max_nodes: int, depth: int) -> DraftTree:
         """Expand level by level, then re-rank the nodes of all levels (EAGLE-2, section 4)."""

@@ -10,7 +10,6 @@ import json
 import math
 import pickle
 import time
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -21,10 +20,10 @@ from torch import Tensor, nn
 
 from mmspec.cpu.bf16 import bf16_is_faster
 from mmspec.drafters.architectures import ARCHITECTURES
-from mmspec.drafters.checkpoints.head_config import convert_legacy
 from mmspec.drafters.checkpoints.state_dict import current_name
 from mmspec.drafters.training.batch import DraftModel, TrainBatch
 from mmspec.drafters.training.gate import fit_gate_on_batches
+from mmspec.drafters.training.legacy import upgrade_settings
 from mmspec.drafters.training.losses import LossWeights, Progress
 from mmspec.drafters.training.schedule import warmup_cosine
 from mmspec.files import atomic_write
@@ -34,17 +33,6 @@ from mmspec.metrics.compression_stats import compressor_label
 STATE_NAME, LOG_NAME = "state.pt", "log.jsonl"
 GATE_BATCHES = 32
 """Batches on which the gate of a `GatedCompressor` is fitted after the last step."""
-LEGACY_CONFIG_KEYS = {
-    "steps": "max_steps",
-    "batch": "batch_size",
-    "rate": "learning_rate",
-    "warmup": "warmup_steps",
-    "clip": "max_grad_norm",
-    "noise": "hidden_noise",
-}
-"""Key of `TrainConfig` in checkpoints of the first release -> current key; read for one release."""
-LEGACY_WEIGHT_KEYS = {"states": "hidden", "words": "logits", "rollout": "ttt_steps", "decay": "step_decay"}
-"""As `LEGACY_CONFIG_KEYS`, of `LossWeights`."""
 
 
 @dataclass(frozen=True)
@@ -113,23 +101,6 @@ def check_resume(folder: Path, saved: Mapping[str, Any], current: Mapping[str, A
             f"{folder} holds a run with other settings ({', '.join(differs)}); name another folder, or repeat the "
             "settings."
         )
-
-
-def upgrade_settings(settings: Mapping[str, Any], file: Path) -> dict[str, Any]:
-    """Settings of a checkpoint with current keys; one FutureWarning if they are of the first release."""
-    if "plan" not in settings:
-        return dict(settings)
-    upgraded = {key: value for key, value in settings.items() if key not in ("plan", "pupils")}
-    config = {LEGACY_CONFIG_KEYS.get(key, key): value for key, value in settings["plan"].items()}
-    config["weights"] = {LEGACY_WEIGHT_KEYS.get(key, key): value for key, value in config["weights"].items()}
-    upgraded["config"] = config
-    upgraded["draft_models"] = {name: convert_legacy(values)[0] for name, values in settings["pupils"].items()}
-    warnings.warn(
-        f"{file} is a checkpoint of an earlier release, which the next one will not read; finish the run before.",
-        FutureWarning,
-        stacklevel=2,
-    )
-    return upgraded
 
 
 class Trainer:
@@ -363,5 +334,4 @@ __all__ = [
     "TrainConfig",
     "Trainer",
     "check_resume",
-    "upgrade_settings",
 ]

@@ -23,7 +23,8 @@ from mmspec.drafters.eagle.drafter import EagleDrafter
 from mmspec.drafters.eagle.head import EagleHead
 from mmspec.drafters.registry import WEIGHTS_DIR, build_drafter, drafter_names, is_known_drafter
 from mmspec.drafters.training.batch import DraftModel
-from mmspec.drafters.training.trainer import LEGACY_CONFIG_KEYS, LEGACY_WEIGHT_KEYS, SettingsError, TrainConfig, Trainer
+from mmspec.drafters.training.legacy import LEGACY_CONFIG_KEYS, LEGACY_WEIGHT_KEYS
+from mmspec.drafters.training.trainer import SettingsError, TrainConfig, Trainer
 
 FLASH_CONFIG = replace(HEAD_CONFIG, intermediate_size=0, block_size=3, block_ffn_size=24, markov_rank=8)
 PARALLEL_CONFIG = replace(HEAD_CONFIG, block_size=3, block_ffn_size=20)
