@@ -48,17 +48,9 @@ FLOATS: dict[str, tuple[float, float]] = {
 }
 OBJECTS = ("target", "facts", "compressor", "rope_scaling", "rope_parameters", "transformer_layer_config")
 STRINGS = (
-    "model_type",
-    "kind",
-    "rule",
-    "architecture",
-    "visual_mode",
-    "speculators_model_type",
-    "tokenizer",
-    "rope_type",
-    "type",
-    "name",
-)
+    "model_type", "kind", "rule", "architecture", "visual_mode", "speculators_model_type", "tokenizer", "rope_type",
+    "type", "name",
+)  # fmt: skip
 BOOLEANS = ("bias", "qkv_bias", "input_norm", "wide", "eagle3_input", "norm_before_residual")
 NESTED = ("target", "rope_scaling", "rope_parameters", "transformer_layer_config", "compressor")
 """Objects whose keys are checked by the same rules."""
