@@ -1,12 +1,11 @@
-"""`python -m mmspec.app.ui.bench_overhead`: what the pages add to the times that they show, and how soon they can be used.
+"""`python -m mmspec.app.ui.bench_overhead`: overhead of the pages in the times that they report, and startup time.
 
-Each held-out picture is asked about through the served Compare tab (in the worker's thread, every round recorded, drawn
-several times a second and streamed to a process that reads it, as a browser would) and as `mmspec bench` does it, in
-turn, with the same drafter and seed. Told are ratios of paired runs, page over bench, medians with 95% intervals. What
-a browser takes of a machine of few cores for itself is not in it.
+Each held-out picture is answered through the served Compare tab (worker thread, all rounds recorded, HTML rendered
+several times a second and streamed to a client process) and as in `mmspec bench`, alternating, with the same drafter
+and seed. Reports ratios of paired runs, page over bench, as medians with 95% bootstrap intervals. CPU time of a browser
+is not included.
 
-`--start N` measures something else, N times: seconds from starting `mmspec demo` to its pages, to the first word of an
-answer and to its end.
+`--start N` instead measures N starts of `mmspec demo`: seconds to the page, to the first token and to the full answer.
 """
 
 from __future__ import annotations
