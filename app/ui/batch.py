@@ -1,7 +1,7 @@
-"""A batch of uploaded files to rows of captions, through the same job as `mmspec caption`.
+"""Captions of a batch of uploaded files, by the same job as `mmspec caption`.
 
-The files are laid into one folder under their own names, so that names in a list find them and nothing else. May be
-stopped at any token; what is done by then stays.
+The files are linked into one folder under their own names, so that a manifest can name them and nothing else. A batch
+can be cancelled at any token; finished rows remain.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ BATCH_SIZE = 4
 
 
 class RecordingFileOutput(StreamOutput):
-    """Rows to a file, and at hand for whoever shows them meanwhile. File names are relative to `base`."""
+    """Writes rows to a file and keeps them in `rows` for the page. File names are relative to `base`."""
 
     def __init__(self, file: Path, base: Path) -> None:
         super().__init__(file.open("wb"))
@@ -44,10 +44,13 @@ class RecordingFileOutput(StreamOutput):
 
 
 class CaptionBatch:
-    """One batch. `run` is for the worker's thread; `rows` and `total` may be looked at by any.
+    """One batch. `run` is called in the worker's thread; other threads may read the attributes meanwhile.
 
     Attributes:
-        file: where the rows go. stopped: it was halted before its end. ahead: runs before it in the line.
+        output_file: JSONL with the rows.
+        total: number of files to caption.
+        cancelled: the batch ended early.
+        num_ahead: runs ahead of it in the queue.
     """
 
     def __init__(
@@ -59,53 +62,61 @@ class CaptionBatch:
         limits: Limits,
         folder: Path,
     ) -> None:
-        """`place`: an empty folder for this batch alone."""
-        self.model_store, self.prompt, self.settings, self.limits = model_store, prompt, settings, limits
-        self.input_folder, self.output_file = folder / "files", folder / "captions.jsonl"
+        """Link the files into `folder`, an empty folder of this batch alone.
+
+        Raises:
+            UsageError: a manifest is invalid or names too many files.
+        """
+        self.model_store = model_store
+        self.prompt = prompt
+        self.settings = settings
+        self.limits = limits
+        self.input_folder = folder / "files"
+        self.output_file = folder / "captions.jsonl"
         self.input_folder.mkdir()
         paths = link_files(files, self.input_folder)
-        lists = [path for path in paths if path.suffix.lower() in MANIFESTS]
-        self._paths = tuple(str(path) for path in lists or [self.input_folder])
+        manifests = [path for path in paths if path.suffix.lower() in MANIFESTS]
+        self._paths = tuple(str(path) for path in manifests or [self.input_folder])
         self.total = self._count_items()
         self._output = RecordingFileOutput(self.output_file, self.input_folder)
-        self.cancelled, self.num_ahead = False, 0
+        self.cancelled = False
+        self.num_ahead = 0
 
     @property
     def rows(self) -> list[Row]:
-        """Those that are done."""
+        """Finished rows."""
         return list(self._output.rows)
 
     def _count_items(self) -> int:
         try:
             items = collect_items(self._paths, self.input_folder)
         except UsageError as error:
-            raise UsageError(
-                str(error).replace(f"{self.input_folder}{os.sep}", "").replace(str(self.input_folder), "them")
-            ) from None
+            message = str(error).replace(f"{self.input_folder}{os.sep}", "")  # pages must not read server paths
+            raise UsageError(message.replace(str(self.input_folder), "the files")) from None
         if len(items) > self.limits.max_files:
             raise UsageError(f"The list names {len(items)} files; {self.limits.max_files} is the limit.")
         return len(items)
 
     def run(self, cancel_signal: CancelSignal) -> CaptionBatch:
-        """Make the captions; the uploaded files are removed afterwards.
+        """Caption all files; the links to the uploads are removed afterwards.
 
         Raises:
-            UsageError: the model or the drafter does not do.
+            UsageError: the model, drafter or compressor cannot be used.
         """
         from mmspec.app.ui.cancel import RunCancelledError
 
-        choice = self.settings
+        run_settings = self.settings
         settings = CaptionConfig(
             self._paths,
-            model=choice.model,
-            drafter=choice.drafter,
-            compressor=choice.compressor,
+            model=run_settings.model,
+            drafter=run_settings.drafter,
+            compressor=run_settings.compressor,
             prompt=self.prompt,
             frames=self.limits.num_frames,
             batch_size=BATCH_SIZE,
-            max_new_tokens=choice.max_new_tokens,
-            temperature=choice.temperature,
-            seed=choice.seed,
+            max_new_tokens=run_settings.max_new_tokens,
+            temperature=run_settings.temperature,
+            seed=run_settings.seed,
             max_pixels=self.limits.max_pixels,
             threads=1,
             progress=False,
@@ -120,31 +131,32 @@ class CaptionBatch:
         return self
 
     def discard(self) -> None:
-        """It will not be run; the uploaded files are removed."""
-        self.cancelled, self.num_ahead = True, 0
+        """Close a batch that will not run; the links to the uploads are removed."""
+        self.cancelled = True
+        self.num_ahead = 0
         self._output.stream.close()
         shutil.rmtree(self.input_folder, ignore_errors=True)
 
-    def _build_captioner(self, halt: CancelSignal) -> CancellableCaptioner:
+    def _build_captioner(self, cancel_signal: CancelSignal) -> CancellableCaptioner:
         from mmspec.app.ui.cancel import CancellableCaptioner
 
-        choice = self.settings
-        desk = self.model_store.get(choice.model)
-        reject_media_tokens(desk.processor, self.prompt)
+        settings = self.settings
+        loaded = self.model_store.get(settings.model)
+        reject_media_tokens(loaded.processor, self.prompt)
         return CancellableCaptioner(
-            desk.model,
-            desk.processor,
-            choice.max_new_tokens,
-            choice.temperature,
-            cancel_signal=halt,
-            drafter=desk.get_drafter(choice.drafter),
-            compressor=desk.get_compressor(choice.compressor),
+            loaded.model,
+            loaded.processor,
+            settings.max_new_tokens,
+            settings.temperature,
+            cancel_signal=cancel_signal,
+            drafter=loaded.get_drafter(settings.drafter),
+            compressor=loaded.get_compressor(settings.compressor),
         )
 
 
 def link_files(files: Sequence[Path], folder: Path) -> list[Path]:
-    """Put files into a folder under plain names; a second one of the same name gets a number."""
-    made: list[Path] = []
+    """Link files into a folder under sanitized names; a second file of the same name gets a number."""
+    targets: list[Path] = []
     for file in files:
         name = sanitize_file_name(file.name)
         target, number = folder / name, 1
@@ -155,12 +167,12 @@ def link_files(files: Sequence[Path], folder: Path) -> list[Path]:
             os.link(file.resolve(), target)
         except OSError:  # another file system
             shutil.copyfile(file, target)
-        made.append(target)
-    return made
+        targets.append(target)
+    return targets
 
 
 def sanitize_file_name(name: str) -> str:
-    """A file name without what file systems, globs and terminals trip over."""
+    """A file name without characters that are special to file systems, globs or terminals."""
     stem, suffix = Path(name).stem, Path(name).suffix
     clean = re.sub(r"[^\w.,+ -]", "_", stem).strip(" .")[:80]
     return (clean or "file") + re.sub(r"[^\w.]", "", suffix)[:12]

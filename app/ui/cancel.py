@@ -1,4 +1,4 @@
-"""Ways to end `generate` itself when a run is halted, not only what is shown of it."""
+"""Stopping criterion and captioner that end `generate` when a run is cancelled."""
 
 from __future__ import annotations
 
@@ -17,30 +17,36 @@ from mmspec.interfaces import Compressor
 
 
 class CancelCriterion(StoppingCriteria):
-    """Ends every row when the run is halted."""
+    """Ends every row when the run is cancelled."""
 
     def __init__(self, cancel_signal: CancelSignal) -> None:
         self.cancel_signal = cancel_signal
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
-        """[B] bool, the same for all rows."""
+        """Bool tensor [B], equal for all rows."""
         return torch.full(
             (input_ids.shape[0],), self.cancel_signal.should_stop, dtype=torch.bool, device=input_ids.device
         )
 
 
 def build_stopping_criteria(cancel_signal: CancelSignal) -> StoppingCriteriaList:
-    """What `generate` takes as `stopping_criteria`."""
+    """`stopping_criteria` for `generate`."""
     return StoppingCriteriaList([CancelCriterion(cancel_signal)])
 
 
 class RunCancelledError(BaseException):
-    """The run was halted. No `Exception`, since a job answers those by trying each picture alone."""
+    """The run was cancelled. Not an `Exception`: a caption job handles those by retrying each picture alone."""
 
 
 @dataclass
 class CancellableCaptioner(Captioner):
-    """A captioner whose `generate` ends when the run is halted, with a drafter and a compressor of its own."""
+    """A captioner whose `generate` ends when the run is cancelled.
+
+    Attributes:
+        cancel_signal: of the run.
+        drafter: passed to each call.
+        compressor: passed to each call.
+    """
 
     cancel_signal: CancelSignal = field(default_factory=CancelSignal)
     drafter: Any = "none"
@@ -48,11 +54,9 @@ class CancellableCaptioner(Captioner):
 
     def options(self) -> dict[str, Any]:
         """See `Captioner`."""
-        speed = {"drafter": self.drafter, "compressor": self.compressor}
-        return super().generation_kwargs() | {
-            "stopping_criteria": build_stopping_criteria(self.cancel_signal),
-            "mmspec": speed,
-        }
+        mmspec_options = {"drafter": self.drafter, "compressor": self.compressor}
+        criteria = build_stopping_criteria(self.cancel_signal)
+        return super().generation_kwargs() | {"stopping_criteria": criteria, "mmspec": mmspec_options}
 
     def caption(
         self, media: Sequence[Media], prompts: Sequence[str], seed: int, compare: Sequence[bool] = ()
@@ -60,14 +64,14 @@ class CancellableCaptioner(Captioner):
         """See `Captioner`.
 
         Raises:
-            StoppedError: the run was halted, and the captions at hand are cut.
+            RunCancelledError: the run was cancelled, so the captions may be cut short.
         """
         if self.cancel_signal.should_stop:
             raise RunCancelledError
-        made = super().caption(media, prompts, seed, compare)
+        captions = super().caption(media, prompts, seed, compare)
         if self.cancel_signal.should_stop:
             raise RunCancelledError
-        return made
+        return captions
 
 
 __all__ = ["CancellableCaptioner", "RunCancelledError", "build_stopping_criteria"]

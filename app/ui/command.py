@@ -1,4 +1,4 @@
-"""`mmspec demo`: the pages in a browser. Imports nothing heavy before it must."""
+"""`mmspec demo`: the pages in a browser. Torch and gradio are imported after the arguments are checked."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ examples
   mmspec demo --drafter ./my-drafter
   mmspec demo --host 0.0.0.0 --allowed-host demo.example.org
 
-The pages are served to this machine alone, and what is uploaded is removed when the command ends (Ctrl-C).
-Pages may choose among the built-in models and drafters and those named here, and no others.
-mmspec examples does the same in the terminal, without gradio.
+By default the pages are served to this machine only. Uploads are removed when the command stop_at_eos (Ctrl-C).
+Pages may choose the built-in models and drafters and those named here, no others.
+mmspec examples runs the same comparison in the terminal, without gradio.
 """
 DEFAULT_PORT = 7860
 
@@ -28,18 +28,18 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], co
     parser = commands.add_parser(
         "demo",
         parents=[common],
-        help="pages in a browser: plain and sped-up answers side by side",
+        help="pages in a browser: plain and speculative answers side by side",
         description="Ask about pictures and clips in a browser: plain generate and mmspec side by side.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.set_defaults(run=run)
     add = parser.add_argument
-    add("--model", default=DEFAULT_MODEL, metavar="M", help=f"{MODEL_HELP}; default {DEFAULT_MODEL}")
-    add("--drafter", default="auto", metavar="D", help="source of guesses (default auto)")
+    add("--model", default=DEFAULT_MODEL, metavar="M", help=MODEL_HELP)
+    add("--drafter", default="auto", metavar="D", help="drafter (default auto)")
     add("--dtype", default="auto", choices=DTYPES, help="default auto: the checkpoint's, float32 on a CPU")
-    add("--device", default="auto", metavar="DEV", help="default auto: the GPU if there is one")
-    add("--host", default="127.0.0.1", metavar="H", help="address to listen on (default 127.0.0.1: this machine alone)")
+    add("--device", default="auto", metavar="DEV", help="default auto: the GPU if available")
+    add("--host", default="127.0.0.1", metavar="H", help="address to listen on (default 127.0.0.1: this machine only)")
     add(
         "--allowed-host",
         action="append",
@@ -67,7 +67,7 @@ def parse_port(text: str) -> int:
 
 
 def host_name(text: str) -> str:
-    """A host name, perhaps with a port."""
+    """A host name, with or without a port."""
     from mmspec.app.ui.middleware.hosts import parse_allowed_host
 
     try:
@@ -87,13 +87,13 @@ def run(args: argparse.Namespace) -> int:
     from mmspec.app.ui.server import serve
 
     hide_progress_bars(False)
-    if args.device not in ("auto", "cpu"):  # those are always there, and torch can wait
+    if args.device not in ("auto", "cpu"):  # these need no check, which would import torch
         resolve_device(args.device)
     limits = Limits() if args.max_pixels is None else Limits(max_pixels=args.max_pixels)
-    shelf = ModelStore(args.model, args.drafter, dtype=args.dtype, device=args.device)
+    store = ModelStore(args.model, args.drafter, dtype=args.dtype, device=args.device)
     try:
-        with serve(shelf, limits=limits, host=args.host, port=args.port, allowed=args.allowed_host) as site:
-            print(f"mmspec demo: {site.url} (Ctrl-C ends it)", flush=True)
+        with serve(store, limits=limits, host=args.host, port=args.port, allowed=args.allowed_host) as server:
+            print(f"mmspec demo: {server.url} (Ctrl-C ends it)", flush=True)
             wait_for_interrupt()
     except OSError as error:
         raise UsageError(f"cannot serve at port {args.port}: {one_line(error)}") from error
@@ -101,20 +101,20 @@ def run(args: argparse.Namespace) -> int:
 
 
 def require_gradio() -> None:
-    """Say how to get gradio if it is missing."""
+    """Raise `UsageError` with the install command if gradio is missing."""
     if find_spec("gradio") is None:
         raise UsageError("mmspec demo needs gradio: pip install 'mmspec[app]'")
 
 
 def wait_for_interrupt() -> None:
-    """Until Ctrl-C or SIGTERM, both of which end the command in order."""
+    """Block until Ctrl-C or SIGTERM; both end the command cleanly."""
     import signal
     import threading
 
-    over = threading.Event()
+    interrupted = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: over.set())
-    while not over.wait(1.0):
+        signal.signal(number, lambda *_: interrupted.set())
+    while not interrupted.wait(1.0):
         pass
 
 

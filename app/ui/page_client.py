@@ -1,6 +1,6 @@
-"""A page without a browser: uploads, asks, and reads what the server streams, as the script of a page does.
+"""A client that acts as a page without a browser: uploads a file, starts events, reads the event stream.
 
-Imports nothing heavy, since it is run in a process of its own: a browser shares no Python with the server either.
+Runs in a process of its own, as a browser does, so it imports neither torch nor gradio.
 """
 
 from __future__ import annotations
@@ -18,45 +18,51 @@ TIMEOUT_S = 600.0
 
 
 def run_events(url: str, events: Sequence[int], data: list[Any], file_index: int) -> list[Any]:
-    """Start events of the app, one after the other, and follow each to its end.
+    """Run events of the app one after the other, each to its end.
 
     Args:
-        url: of the app, with a slash. events: their numbers. data: inputs of the first; at `place` the path of a file,
-            which is uploaded before. States of the app are None. The others have no inputs.
+        url: of the app, with a slash at the end.
+        events: numbers of the events; all but the first have no inputs.
+        data: inputs of the first event; `gr.State` inputs are None.
+        file_index: index in `data` of a file path, which is uploaded first.
 
     Returns:
-        What the last one gave out last, per output.
+        Last values of the outputs of the last event.
 
     Raises:
-        RuntimeError: it failed.
+        RuntimeError: an event failed.
     """
     session = secrets.token_hex(8)
     with httpx.Client(timeout=TIMEOUT_S) as client:
         file = Path(data[file_index])
         with file.open("rb") as stream:
-            sent = client.post(f"{url}{API}/upload", files={"files": (file.name, stream)}).json()
-        data = [*data[:file_index], {"path": sent[0], "meta": {"_type": "gradio.FileData"}}, *data[file_index + 1 :]]
-        told = _run_event(client, url, {"data": data, "fn_index": events[0], "session_hash": session})
+            uploaded = client.post(f"{url}{API}/upload", files={"files": (file.name, stream)}).json()
+        data = [
+            *data[:file_index],
+            {"path": uploaded[0], "meta": {"_type": "gradio.FileData"}},
+            *data[file_index + 1 :],
+        ]
+        output = _run_event(client, url, {"data": data, "fn_index": events[0], "session_hash": session})
         for event in events[1:]:
-            told = _run_event(client, url, {"data": [], "fn_index": event, "session_hash": session})
-        return told
+            output = _run_event(client, url, {"data": [], "fn_index": event, "session_hash": session})
+        return output
 
 
-def _run_event(client: httpx.Client, url: str, asked: dict[str, Any]) -> list[Any]:
-    asked = asked | {"event_data": None, "trigger_id": None}
-    client.post(f"{url}{API}/queue/join", json=asked).raise_for_status()
-    with client.stream("GET", f"{url}{API}/queue/data", params={"session_hash": asked["session_hash"]}) as answer:
-        for line in answer.iter_lines():
-            told = json.loads(line.removeprefix("data:")) if line.startswith("data:") else {}
-            if told.get("msg") == "process_completed":
-                if not told["success"]:
-                    raise RuntimeError(f"the page failed: {told['output']}")
-                return list(told["output"]["data"])
-    raise RuntimeError("the page said nothing")
+def _run_event(client: httpx.Client, url: str, request: dict[str, Any]) -> list[Any]:
+    request = request | {"event_data": None, "trigger_id": None}
+    client.post(f"{url}{API}/queue/join", json=request).raise_for_status()
+    with client.stream("GET", f"{url}{API}/queue/data", params={"session_hash": request["session_hash"]}) as stream:
+        for line in stream.iter_lines():
+            message = json.loads(line.removeprefix("data:")) if line.startswith("data:") else {}
+            if message.get("msg") == "process_completed":
+                if not message["success"]:
+                    raise RuntimeError(f"the page failed: {message['output']}")
+                return list(message["output"]["data"])
+    raise RuntimeError("the event stream ended without a result")
 
 
 def download_json(url: str, path: str) -> Any:
-    """A JSON file that the app offers."""
+    """Download and parse a JSON file that the app offers."""
     return httpx.get(f"{url}{API}/file={path}", timeout=TIMEOUT_S).raise_for_status().json()
 
 

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,7 +27,7 @@ from edge_server import ServerProcess
 from mmspec.app.cli.main import main
 from mmspec.app.errors import UsageError
 from mmspec.app.scenes.examples import list_example_files
-from mmspec.app.ui.context import Context
+from mmspec.app.ui.context import Context, get_client
 from mmspec.app.ui.middleware.bodies import PartCounter, RefusedError, RequestLimits, UploadFolder, parse_json_object
 from mmspec.app.ui.middleware.hosts import HostPolicy, RequestInfo
 from mmspec.app.ui.middleware.routes import find_route
@@ -484,21 +485,28 @@ def test_one_address_cannot_fill_the_queue_with_new_sessions() -> None:
     worker.close()
 
 
-def test_pages_and_endpoints_submit_with_their_session(server: ServerProcess) -> None:
-    """Through HTTP: the fifth concurrent call of one session (one runs, three wait) is refused with the reason."""
-    body = form([file_part(list_example_files()[0].read_bytes())])
-    path = json.loads(post(server, f"{API}/upload", body, FORM).body)[0]
-    file = {"path": path, "meta": {"_type": "gradio.FileData"}}
-    data = [file, "what is it?", "tiny", "auto", "none", 0, 0, 64]
-    call = {"data": data, "fn_index": server.events["compare"], "session_hash": secrets.token_hex(8)}
-    for _ in range(12):
-        assert post(server, f"{API}/queue/join", json.dumps(call).encode(), JSON).status == 200
-    events, end = "", time.monotonic() + corpus_http.PATIENCE_S
-    with socket.create_connection(("127.0.0.1", server.port), timeout=corpus_http.PATIENCE_S) as connection:
-        connection.sendall(request("GET", f"{API}/queue/data?session_hash={call['session_hash']}", server.host))
-        while events.count("process_completed") < 12 and time.monotonic() < end:
-            events += connection.recv(65_536).decode(errors="replace")
-    assert "3 runs of this session are waiting already" in events and '"success":true' in events
+def test_pages_submit_with_their_session(context: Context) -> None:
+    gate = threading.Event()
+    context.worker.submit(lambda: gate.wait(60))
+    settings = ("tiny", "auto", "none", 0, 0, 8, "automatic")
+    path = str(list_example_files()[0])
+    runs = [
+        stream_comparison(context, path, "what is it?", Conversation(), settings, "me", "192.0.2.1") for _ in range(3)
+    ]
+    for run in runs:
+        assert "ahead of yours" in next(run)[0]
+    batch = batch_steps(context, [path], "", settings, "me", "192.0.2.1")
+    with pytest.raises(UsageError, match="3 runs of this session are waiting already"):
+        next(batch)
+    for run in runs:
+        run.close()
+    gate.set()
+
+
+def test_a_request_names_its_client() -> None:
+    request = SimpleNamespace(session_hash="abc", client=SimpleNamespace(host="192.0.2.1"))
+    assert get_client(request) == Client("abc", "192.0.2.1")  # type: ignore[arg-type]
+    assert get_client(None) == Client("api")
 
 
 def test_leaving_is_told_from_ending() -> None:
