@@ -83,7 +83,11 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], co
     add("--out", type=Path, required=True, metavar="FOLDER", help="folder of the run")
     add("--dtype", default="auto", choices=DTYPES, help="of the target; default as for caption")
     add("--device", default="auto", metavar="DEV", help="default auto: the GPU if there is one")
-    how = parser.add_argument_group("how")
+    _add_training(parser.add_argument_group("how"))
+
+
+def _add_training(how: argparse._ArgumentGroup) -> None:
+    """Data, schedule, losses."""
     add = how.add_argument
     add("--count", type=positive_int, default=2000, metavar="N", help="requests of the scenes world (default 2000)")
     scene_help = "seed of the first scene (default 10,000,000)"
@@ -113,6 +117,12 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], co
     add_renamed(how, "--logits-loss", "--words-weight", type=float, default=0.1, metavar="W", help=logits_help)
     ttt_help = "further training-time-test steps over the head's own outputs (default 2)"
     add_renamed(how, "--ttt-steps", "--rollout", type=int, default=2, metavar="N", help=ttt_help)
+    _add_head(how)
+
+
+def _add_head(how: argparse._ArgumentGroup) -> None:
+    """Batches without images, shape and start of the head, evaluation."""
+    add = how.add_argument
     text = how.add_mutually_exclusive_group().add_argument
     text("--text-first", action="store_true", help="MSD's schedule: text alone for half the steps, then more images")
     text("--text-only", action="store_true", help="questions without their images in all steps")
