@@ -85,7 +85,9 @@ def measure_ratios(args: argparse.Namespace, tick: Any) -> Ratios:
             for side, run in runs.items():
                 page_side = report[side]
                 if page_side["n_tokens"] != run.num_tokens:
-                    raise RuntimeError(f"{side}: {page_side['n_tokens']} tokens on the page, {run.num_tokens} in the bench")
+                    raise RuntimeError(
+                        f"{side}: {page_side['n_tokens']} tokens on the page, {run.num_tokens} in the bench"
+                    )
                 if number and run.decode_s:
                     ratios.setdefault(f"{side} decode", []).append(page_side["decode_s"] / run.decode_s)
                     total_s = report["vision_s"] + page_side["total_s"]
