@@ -52,7 +52,7 @@ class CancellableCaptioner(Captioner):
     drafter: Any = "none"
     compressor: Compressor | None = None
 
-    def options(self) -> dict[str, Any]:
+    def generation_kwargs(self) -> dict[str, Any]:
         """See `Captioner`."""
         mmspec_options = {"drafter": self.drafter, "compressor": self.compressor}
         criteria = build_stopping_criteria(self.cancel_signal)

@@ -275,7 +275,8 @@ def render_round(report: Report, round_index: int) -> str:
         summary = f"The drafter proposed {num_proposed}; none was expected to pay its cost. One token."
     else:
         summary = (
-            f"{_pluralize(item.num_draft_tokens, 'draft token', 'draft tokens')} verified in one forward, {item.num_accepted_tokens} accepted; "
+            f"{_pluralize(item.num_draft_tokens, 'draft token', 'draft tokens')} verified in one forward, "
+            f"{item.num_accepted_tokens} accepted; "
             f"with the token of the model {_pluralize(len(item.emitted), 'token', 'tokens')}."
         )
     title = f"<b>Round {round_index} of {len(report.rounds) - 1}.</b>"

@@ -186,7 +186,7 @@ def test_bench_with_a_task(tmp_path: Path, capsys: Any) -> None:
     args = ["--task", "answer", "--count", "5", "--batch-sizes", "2", "--drafters", "lookup", "--new-tokens", "9"]
     assert main(["bench", "--model", "tiny", *args, "--json", str(tmp_path / "b.json")]) == 0
     for row in json.loads((tmp_path / "b.json").read_text()):
-        assert (row["task"], row["first_seed"], row["repeats"]) == ("answer", FIRST_HELD_OUT_SEED, 2)
+        assert (row["task"], row["scene_seed"], row["repeats"]) == ("answer", FIRST_HELD_OUT_SEED, 2)
         assert row["identical"] and row["tokens"] <= 2 * 2 * 9
     assert " NO " not in capsys.readouterr().out
 
@@ -194,8 +194,8 @@ def test_bench_with_a_task(tmp_path: Path, capsys: Any) -> None:
 @pytest.mark.parametrize(
     ("args", "expected"),
     [
-        (["--task", "short", "--prompt", "Hello"], "leave --prompt away"),
-        (["--task", "short", "--images", "x.png"], "leave --images away"),
+        (["--task", "short", "--prompt", "Hello"], "leave out --prompt"),
+        (["--task", "short", "--images", "x.png"], "leave out --images"),
         (["--task", "short", "--count", "3", "--batch-sizes", "1,4"], "does not fill a batch of 4"),
         (["--first-seed", "7"], "go with --task"),
     ],

@@ -151,7 +151,10 @@ def test_rounds_tell_what_was_emitted(shelf: ModelStore) -> None:
 def test_kinds_of_tokens() -> None:
     tree = Round(1, (9, 5, 6, 7), (-1, 0, 0, 1), None, (0, 1), (5, 8))
     assert tree.token_kinds == (ACCEPTED, CORRECTED)
-    assert replace(tree, walked=(0, 2), emitted=(6, 8)).token_kinds == (ACCEPTED, PLAIN)  # nothing hung below it
+    assert replace(tree, accepted_nodes=(0, 2), emitted=(6, 8)).token_kinds == (
+        ACCEPTED,
+        PLAIN,
+    )  # nothing hung below it
     assert Round(0, (9,), (-1,), None, (0,), (5,)).token_kinds == (PLAIN,)
     assert classify_tokens([tree], 3) == [ACCEPTED, CORRECTED, PLAIN] and classify_tokens([tree], 1) == [ACCEPTED]
 

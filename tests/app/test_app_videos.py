@@ -334,7 +334,7 @@ BAD: dict[str, tuple[Callable[[Path], Any], str | None, str]] = {
     "empty.mp4": (empty, "Empty", "empty file (0 bytes)"),
     "cut.mp4": (cut, "BrokenVideo", "cut.mp4 is not a video that can be read ("),
     "late.mp4": (cut_late, None, ""),
-    "song.mp4": (write_audio_only, "BrokenVideo", "a video without frames: there is no video stream in it"),
+    "song.mp4": (write_audio_only, "BrokenVideo", "a video without frames: it has no video stream"),
     "none.mp4": (write_empty_video, "BrokenVideo", "a video without frames"),
     "text.mp4": (text, "BrokenVideo", "text.mp4 is not a video that can be read ("),
     "kind.mp4": (other_kind, None, ""),

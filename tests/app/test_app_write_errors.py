@@ -79,7 +79,7 @@ def test_a_full_standard_output(command: str, images: Path) -> None:
     command = command.replace("IMAGES", str(images))
     run = run_in_shell(f"{sys.executable} -m mmspec {command} > /dev/full")
     assert run.returncode == EXIT_IO_ERROR
-    assert "cannot write standard output: No space left" in run.stderr
+    assert "mmspec: error: cannot write" in run.stderr and "output: No space left" in run.stderr
     assert "Traceback" not in run.stderr and "Exception ignored" not in run.stderr
 
 

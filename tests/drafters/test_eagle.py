@@ -385,10 +385,13 @@ def test_invalid_files_are_refused(target: FakeTarget, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"block_size": "many"}, "config.json: a draft head's block_size must be of type int; got 'many'"),
-        ({"hidden_size": True}, "hidden_size must be of type int; got True"),
-        ({"bias": 1}, "bias must be of type bool; got 1"),
-        ({"rms_norm_eps": "small"}, "rms_norm_eps must be of type float; got 'small'"),
+        (
+            {"block_size": "many"},
+            "config.json of a drafter: block_size must be an integer from 1 to 16777216; got 'many'",
+        ),
+        ({"hidden_size": True}, "hidden_size must be an integer from 1 to 16777216; got True"),
+        ({"bias": 1}, "bias must be true or false; got 1"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps must be a number from 0 to 1; got 'small'"),
         ({"vocab_size": None}, "is incomplete: .*vocab_size"),
         ({"block_size": 99}, "block_size must be 1 to 16 tokens per forward; got 99"),
     ],
@@ -445,7 +448,7 @@ def tiny_head(seed: int = 0) -> EagleHead:
 @pytest.mark.parametrize("sample", [False, True])
 def test_a_head_never_changes_the_output(tiny: Captioner, rule: str, sample: bool) -> None:
     model = tiny.model
-    inputs = tiny.inputs(
+    inputs = tiny.build_inputs(
         [render_scene(generate_scene(i)) for i in range(3)], ["a", "what is this thing", "list the colors please"]
     )
     options = {"max_new_tokens": 24, "do_sample": sample}
@@ -514,7 +517,7 @@ def test_a_folder_named_per_call_is_loaded_once(
     folder, read, original = tmp_path / "mine", [], trained.load_trained
     save_head(folder, tiny_head(), made)
     monkeypatch.setattr(trained, "load_trained", lambda *given: read.append(given[0]) or original(*given))  # type: ignore[func-returns-value]
-    inputs = tiny.inputs([render_scene(generate_scene(0))], ["a"])
+    inputs = tiny.build_inputs([render_scene(generate_scene(0))], ["a"])
 
     def call(name: object = str(folder)) -> None:
         tiny.model.generate(**inputs, max_new_tokens=3, do_sample=False, mmspec={"drafter": name})
@@ -530,7 +533,7 @@ def test_a_folder_named_per_call_is_loaded_once(
         for other in range(6):  # only a few are kept
             save_head(tmp_path / str(other), tiny_head(other), made)
             call(str(tmp_path / str(other)))
-        assert len(tiny.model.__dict__["_mmspec"].drafter_cache._made) == MAX_CACHED_DRAFTERS
+        assert len(tiny.model.__dict__["_mmspec"].drafter_cache._drafters) == MAX_CACHED_DRAFTERS
     finally:
         mmspec.unpatch(tiny.model)
 
@@ -581,7 +584,7 @@ def test_draft_time_is_recorded_per_forward(
     state = begin_decoding(target, made, build_prompt(target, 11, static_shapes=True))
     tree = made.propose(state, 16, [True, True])
     metrics: list[Any] = []
-    monkeypatch.setattr(made.depth_controller, "learn", lambda *given: metrics.extend(given))
+    monkeypatch.setattr(made.depth_controller, "record", lambda *given: metrics.extend(given))
     state.start_time, state.draft_s = time.perf_counter() - 100.0, 1.0
     made.observe(state, build_result(tree, [[0], [0]], [[5], [7]]), {NUM_LAYERS: torch.randn(2, tree.num_nodes, 32)})
     assert (

@@ -374,7 +374,7 @@ def test_a_published_drafter_never_changes_the_output(kind: str, tmp_path: Path)
     else:
         drafter = load_published(tmp_path, TargetInfo("llava", 64, 384, 2))
     maker = Captioner(model, processor)
-    inputs = maker.inputs(
+    inputs = maker.build_inputs(
         [[render_scene(generate_scene(1)), render_scene(generate_scene(2))], render_scene(generate_scene(3))],
         ["a", "what is this thing"],
     )
