@@ -67,7 +67,7 @@ def patch(
 
     Args:
         model: a vision-language model of transformers, of a supported family, on any device.
-        drafter: `auto`, `none`, `lookup`, `recycling`, `hybrid`, the folder or hub id of a trained drafter, or an object
+        drafter: `auto`, `none`, `lookup`, `recycling`, `hybrid`, the folder or hub id of a draft head, or an object
             that implements `mmspec.Drafter`.
         compressor: name (such as "pool:49") or object that reduces the visual tokens that the drafter reads, or None.
         processor: the model's processor or tokenizer. With it drafts avoid ids that the tokenizer does not have;
