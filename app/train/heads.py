@@ -12,11 +12,15 @@ from mmspec.app.train.config import TrainOptions
 
 @dataclass(frozen=True)
 class HeadRecipe:
-    """A drafter that can be trained: its rule for visual tokens, its kind, and the shape that is its own.
+    """Architecture and shape of a drafter that can be trained.
 
     Attributes:
-        block: tokens of a pass. ffn, inner, chain: what of the width `--ffn` the feed-forward, the spreading part and
-            the chain have.
+        visual_mode: how visual tokens enter the head (`mmspec.drafters.eagle.visual_inputs`).
+        architecture: key of `mmspec.drafters.architectures.ARCHITECTURES`.
+        block_size: tokens per pass.
+        ffn_scale: intermediate size of the feed-forward, as a share of `--ffn`.
+        block_ffn_scale: intermediate size of the block feed-forward (FLASH), as a share of `--ffn`.
+        markov_scale: rank of the Markov head (FLASH), as a share of `--ffn`.
     """
 
     visual_mode: str
@@ -77,16 +81,15 @@ def target_head_config(model: Any, ffn: int | None) -> Any:
 
 
 def resize_config(config: Any, recipe: HeadRecipe, block: int | None) -> Any:
-    """The shape of a drafter: of a head of the target's shape, what is its own changed."""
+    """The head config of a recipe: the target's shape with the sizes of the recipe."""
     block = block if block and recipe.architecture != "eagle" else recipe.block_size
     width = config.intermediate_size
-    inner, chain = round(recipe.block_ffn_scale * width), round(recipe.markov_scale * width)
     return replace(
         config,
         intermediate_size=round(recipe.ffn_scale * width),
         block_size=block,
-        block_ffn_size=inner,
-        markov_rank=chain,
+        block_ffn_size=round(recipe.block_ffn_scale * width),
+        markov_rank=round(recipe.markov_scale * width),
     )
 
 
@@ -104,7 +107,7 @@ def init_head(config: Any, seed: int, kind: str = "eagle") -> Any:
 def load_head(options: TrainOptions, name: str, teacher: Any) -> tuple[Any, Any]:
     """The weights to go on from: of the drafter of that name in a run's folder, or of the one drafter that is named.
 
-    With it, as in `checkpoint.Made`, the compressor that was trained with it, or None.
+    With it, as in `HeadMetadata`, the compressor that was trained with it, or None.
 
     Raises:
         UsageError: there are none. ValueError: they are of another kind or shape, for another target, or damaged.
@@ -156,7 +159,7 @@ def build_compressor(options: TrainOptions, hidden_size: int, kept: Any) -> Any:
     """What `--compressor` asks for, if anything: with the weights that came with the head, else fresh.
 
     Args:
-        kept: as in `checkpoint.Made`.
+        kept: as in `HeadMetadata`.
 
     Raises:
         ValueError: weights of another compressor came with the head, and would be lost.
