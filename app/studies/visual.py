@@ -1,6 +1,6 @@
 """`python -m mmspec.app.studies.visual`: what it costs and what it brings to show a drafter fewer visual tokens.
 
-Each way decodes the same held-out requests, in an order drawn anew: one picture, four pictures, clips. Told are
+Each way decodes the same held-out requests, in an order drawn anew: one picture, four pictures, clips. Reports
 tau, overall and on names of things; the time, the work and the memory of the drafter's own prefill; and the time of
 decoding and of whole calls, as ratios of paired runs. Intervals are over requests (bootstrap). The drafters that are
 named live through all shapes, so one that learns goes on learning.

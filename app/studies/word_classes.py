@@ -151,7 +151,7 @@ def metric_interval(
     """(value, low, high) of one of `VALUES`, 95% over requests.
 
     Args:
-        over: answers to the same requests; told is by how much the value is above theirs, request paired with request.
+        over: answers to the same requests; the difference to theirs, paired by request.
     """
     value = METRICS[name]
 

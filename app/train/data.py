@@ -170,11 +170,11 @@ class Teacher:
         requests = [self.data[number] for number in numbers]
         inputs = self.captioner.build_inputs([one.media for one in requests], [one.question for one in requests])
         whole, answer = self._join(inputs, [self.answers[number] for number in numbers])
-        device, heard = self.model.device, self.adapter.attention_capture()
+        device, capture = self.model.device, self.adapter.attention_capture()
         with (
             torch.no_grad(),
             torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cpu" and bf16_is_faster(device)),
-            nullcontext() if heard is None else heard.active(),
+            nullcontext() if capture is None else capture.active(),
         ):
             seen = self.model(**whole, output_hidden_states=True, logits_to_keep=1, use_cache=False)
         ids, real = whole["input_ids"], whole["attention_mask"].bool()
@@ -189,7 +189,7 @@ class Teacher:
             inputs_embeds=seen.hidden_states[0].float(),
             hidden_states=seen.hidden_states[-1].float(),
             grids=prompt_grids(Prompt(ids, real, visual, position_ids=ids, grids=grids), ids.shape[1]),
-            visual_saliency=self.adapter.visual_saliency(heard, visual, vision),
+            visual_saliency=self.adapter.visual_saliency(capture, visual, vision),
         )
 
     def _join(self, inputs: dict[str, Any], answers: Sequence[list[int]]) -> tuple[dict[str, Any], Tensor]:

@@ -150,7 +150,7 @@ def load_head(options: TrainOptions, name: str, teacher: Any) -> tuple[Any, Any]
 
 
 def ffn_width(head: Any) -> int:
-    """What `--ffn` has made of a head."""
+    """Intermediate size of a head, the value that `--ffn` sets."""
     width: int = head.config.intermediate_size or head.config.block_ffn_size
     return width
 
