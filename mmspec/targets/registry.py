@@ -51,9 +51,4 @@ def find_adapter(model: Any) -> ModelAdapter:
             f"mmspec patches the transformers model itself; got {type(model).__name__}, a wrapper around one. Patch "
             "the wrapped model (model.get_base_model() of PEFT, model._orig_mod of torch.compile)."
         )
-    if model_type not in ADAPTERS:
-        raise UnsupportedModelError(
-            f"mmspec has no adapter for model_type={model_type!r} ({type(model).__name__}); supported are "
-            f"{', '.join(supported())}. Use another model, or add an adapter (docs/extending.md)."
-        )
-    return ADAPTERS[model_type](model)
+    return ADAPTERS.get(model_type, ModelAdapter)(model)

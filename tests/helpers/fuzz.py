@@ -19,7 +19,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from multiprocessing import get_context
 from typing import Any
 
@@ -28,6 +28,7 @@ import tiny_heads as heads
 import tiny_models as tiny
 import torch
 import transformers
+import zoo
 from torch import Tensor
 from transformers import (
     DynamicCache,
@@ -98,7 +99,7 @@ def _spec(rng: random.Random, family: str) -> tiny.ModelSpec:
     text = texts.get(family, ("",))
     slides, exact = rng.random() < 0.3, rng.random() < 0.08
     hidden, heads = rng.choice(((32, 4), (48, 4), (32, 2)))
-    return tiny.ModelSpec(
+    spec = tiny.ModelSpec(
         family=family,
         text=rng.choice(text),
         vocab=rng.choice((100, 120, 160, 40)),
@@ -115,6 +116,15 @@ def _spec(rng: random.Random, family: str) -> tiny.ModelSpec:
         calm=rng.random() < 0.5,
         seed=rng.randrange(1000),
     )
+    return _restrict(spec, zoo.ROWS[family]) if family in zoo.ROWS else spec
+
+
+def _restrict(spec: tiny.ModelSpec, family: zoo.Family) -> tiny.ModelSpec:
+    """The spec without what the family does not have."""
+    window = spec.window if family.has_window else 0
+    dtype = spec.dtype if spec.dtype in family.dtypes else family.dtypes[0]
+    attention = spec.attention if spec.attention in family.attentions else family.attentions[0]
+    return replace(spec, window=window, dtype=dtype, attention=attention)
 
 
 def _sampling(rng: random.Random) -> dict[str, Any]:
@@ -172,6 +182,10 @@ def _choose_with_rate(rng: random.Random, rate: float, choices: Sequence[str]) -
     return rng.choice(tuple(choices)) if rng.random() < rate else ""
 
 
+def _has_videos(family: str) -> bool:
+    return family in tiny.VIDEO_FAMILIES or (family in zoo.ROWS and zoo.ROWS[family].videos is not None)
+
+
 def draw_case(seed: int, family: str = "") -> Case:
     """The case of `seed`, with a model of `family` instead of the drawn one."""
     rng = random.Random(f"mmspec {seed}")
@@ -193,7 +207,7 @@ def draw_case(seed: int, family: str = "") -> Case:
         batch=rng.choice((1, 1, 2, 3, 4)),
         padding=rng.choice(("left", "left", "right", "none")),
         mask=rng.random() < 0.75,
-        videos=spec.family in tiny.VIDEO_FAMILIES and rng.random() < 0.35,
+        videos=_has_videos(spec.family) and rng.random() < 0.35,
         drafter=rng.choice(truthful if liar else BUILT_IN_DRAFTERS),
         deterministic=rng.random() < 0.6,
         nodes=rng.choice((1, 2, 3, 7, 16, 64)) if rng.random() < 0.4 else None,
@@ -471,7 +485,7 @@ class CaseResult:
 
     def report(self) -> str:
         """The differences of this case, and the command that reproduces them."""
-        later = f" --family {self.case.spec.family}" if self.case.spec.family in LATER_FAMILIES else ""
+        later = f" --family {self.case.spec.family}" if self.case.spec.family not in FAMILIES else ""
         lines = [f"seed {self.case.seed}: python tests/helpers/fuzz.py --first-seed {self.case.seed} --count 1{later}"]
         lines += [f"  case: {self.case.describe()}"]
         for d in self.differences:

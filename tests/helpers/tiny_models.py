@@ -12,6 +12,7 @@ from itertools import product
 from typing import Any
 
 import torch
+import zoo
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE
 from torch import Tensor
@@ -129,6 +130,8 @@ def _text_config(spec: ModelSpec) -> PretrainedConfig:
 
 
 def _build(spec: ModelSpec) -> PreTrainedModel:
+    if spec.family in zoo.ROWS:
+        return zoo.ROWS[spec.family].build(spec, special_ids(spec))
     special, text = special_ids(spec), _text_config(spec)
     vision: dict[str, Any] = {
         "hidden_size": 16,
@@ -210,8 +213,34 @@ def _num_crops(count: int, side: int) -> int:
     return 1 + count // (side * side)
 
 
-def _image_inputs(target: PreTrainedModel, count: int, rng: random.Random, seed: int) -> tuple[Inputs, list[int]]:
-    """Pixels of `count` images (and their sizes, as the family wants it), and how many tokens each takes."""
+def _image_inputs(target: PreTrainedModel, count: int, rng: random.Random, seed: int) -> zoo.base.Media:
+    """Inputs of `count` images, and the tokens that stand for each."""
+    special, family = special_ids(target.tiny_spec), target.tiny_spec.family
+    if family in zoo.ROWS:
+        images = zoo.ROWS[family].images
+        assert images is not None
+        return images(target, count, rng, seed)
+    given, sizes = _pixels_of_images(target, count, rng, seed)
+    return given, [_wrap([special.image] * size, special, family) for size in sizes]
+
+
+def _video_inputs(target: PreTrainedModel, count: int, rng: random.Random, seed: int) -> zoo.base.Media:
+    """Inputs of `count` videos, and the tokens that stand for each."""
+    special, family = special_ids(target.tiny_spec), target.tiny_spec.family
+    if family in zoo.ROWS:
+        videos = zoo.ROWS[family].videos
+        assert videos is not None
+        return videos(target, count, rng, seed)
+    given, sizes = _pixels_of_videos(target, count, rng, seed)
+    return given, [_wrap([special.video] * size, special, family) for size in sizes]
+
+
+def _wrap(run: list[int], special: SpecialIds, family: str) -> list[int]:
+    return [special.start, *run, special.end] if family == "qwen2_5_vl" else run
+
+
+def _pixels_of_images(target: PreTrainedModel, count: int, rng: random.Random, seed: int) -> tuple[Inputs, list[int]]:
+    """Pixels of `count` images (and their sizes, as the family wants it), and the number of tokens of each."""
     noise = torch.Generator().manual_seed(seed)
     family = target.config.model_type
     if family == "llava":
@@ -228,8 +257,8 @@ def _image_inputs(target: PreTrainedModel, count: int, rng: random.Random, seed:
     return given, [len(feature) for feature in features]
 
 
-def _video_inputs(target: PreTrainedModel, count: int, rng: random.Random, seed: int) -> tuple[Inputs, list[int]]:
-    """Pixels of `count` clips, and how many tokens each takes."""
+def _pixels_of_videos(target: PreTrainedModel, count: int, rng: random.Random, seed: int) -> tuple[Inputs, list[int]]:
+    """Pixels of `count` clips, and the number of tokens of each."""
     noise = torch.Generator().manual_seed(seed + 1)
     family = target.config.model_type
     if family != "qwen2_5_vl":
@@ -290,16 +319,16 @@ def build_inputs(
     rng, spec = random.Random(seed), target.tiny_spec
     special, family = special_ids(spec), spec.family
     counts = list(images) if images is not None else [rng.randint(0, 3) for _ in range(batch)]
-    if images is None and not any(counts):
+    if family in zoo.ROWS and zoo.ROWS[family].images is None:
+        counts = [0] * batch
+    elif images is None and not any(counts):
         counts[rng.randrange(batch)] = 1
     clips = list(videos) if videos is not None else [0] * batch
-    given, sizes = _image_inputs(target, sum(counts), rng, seed) if any(counts) else ({}, [])
-    more, lengths = _video_inputs(target, sum(clips), rng, seed) if any(clips) else ({}, [])
-    wrap = ([special.start], [special.end]) if family == "qwen2_5_vl" else ([], [])
-    still, moving, media = iter(sizes), iter(lengths), []
+    given, image_runs = _image_inputs(target, sum(counts), rng, seed) if any(counts) else ({}, [])
+    more, video_runs = _video_inputs(target, sum(clips), rng, seed) if any(clips) else ({}, [])
+    still, moving, media = iter(image_runs), iter(video_runs), []
     for count, clip in zip(counts, clips, strict=True):
-        runs = [wrap[0] + [special.image] * next(still) + wrap[1] for _ in range(count)]
-        media.append(runs + [wrap[0] + [special.video] * next(moving) + wrap[1] for _ in range(clip)])
+        media.append([next(still) for _ in range(count)] + [next(moving) for _ in range(clip)])
     lengths = [rng.randint(*num_text_tokens) for _ in range(batch)]
     if padding == "none":
         visual_lengths = [sum(map(len, runs)) for runs in media]
@@ -312,7 +341,7 @@ def build_inputs(
         inputs["attention_mask"] = padded
     if family == "qwen2_5_vl":
         inputs["mm_token_type_ids"] = (prompt == special.image).int() + 2 * (prompt == special.video).int()
-    return inputs
+    return inputs | (zoo.ROWS[family].derived(target, prompt) if family in zoo.ROWS else {})
 
 
 def build_next_turn(
