@@ -70,7 +70,7 @@ def decode(call: CallContext, inputs: PreparedInputs) -> Any:
     try:
         return _decode(call, inputs, prefilled)
     except BaseException:
-        target.leave()
+        target.restore_user_cache()
         raise
 
 
@@ -172,7 +172,7 @@ def _build_output(call: CallContext, inputs: PreparedInputs, target: HFTarget, s
             cache=_returns_cache(config, target),
         ),
         stepwise=bool(sampler.unknown_processors),
-        hooks=UserCodeHooks(before_user_code=target.show, cache_was_written=target.lent.written),
+        hooks=UserCodeHooks(before_user_code=target.sync_user_cache, cache_was_written=target.user_cache_view.written),
     )
 
 

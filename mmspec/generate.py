@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import GenerationConfig
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 
 from mmspec import fallback
@@ -34,6 +35,8 @@ from mmspec.targets import selftest
 from mmspec.targets.base import ModelAdapter
 from mmspec.targets.hf import HFTarget
 from mmspec.targets.module_scan import ModuleScan, scan_modules
+from mmspec.targets.module_state import modules_fingerprint
+from mmspec.targets.selftest import SelfTestResult, judge
 
 logger = logging.getLogger("mmspec")
 
@@ -70,7 +73,7 @@ class PatchState:
         self.last = Stats()
         self.lock = threading.Lock()
         self._selftest_lock = threading.Lock()
-        self._selftest_result: tuple[Any, str | None] | None = None  # (state of the model, reason of the failure)
+        self._selftest_reason: tuple[Any, str | None] | None = None  # (state of the model, reason of the failure)
         self._warned: set[str] = set()
 
     @property
@@ -101,7 +104,7 @@ class PatchState:
         get_option = fallback.option_getter(arguments, self.model)
         modules = scan_modules(self.model)
         reason = fallback.reason_before_prepare(arguments, self.model, get_option, modules)
-        reason = reason or _distributed_reason(self.model)
+        reason = reason or _distributed_reason(self.model) or self._selftest(modules, arguments)
         if reason:
             return self._fall_back(reason, start_time, functools.partial(plain_generate, **arguments))
         vision_args = self.adapter.vision_args
@@ -168,7 +171,6 @@ class PatchState:
             fallback.reason_after_prepare(config, self.model, model_kwargs, pads)
             or self.adapter.unsupported_reason()
             or HFTarget.unsupported_reason(self.adapter, inputs.input_ids, model_kwargs)
-            or self._run_selftest(call.modules, model_kwargs, config)
         )
 
     def cost_model(self, drafter: Drafter) -> CostModel:
@@ -180,16 +182,45 @@ class PatchState:
                 costs = self.costs[drafter.name] = CostModel(kind)
             return costs
 
-    def _run_selftest(self, modules: ModuleScan | None, model_kwargs: dict[str, Any], config: Any) -> str | None:
-        """Why the self-test of unknown modules failed, or None. Runs once for each device, dtype and set of modules."""
-        if modules is None or not modules.foreign:
+    def run_first_selftest(self) -> SelfTestResult | None:
+        """The verdict on the model as it is now; None if calls would be decoded by transformers anyway, so that the
+        test waits for a call that is not."""
+        model = self.model
+        if fallback.reason_before_binding(model) or model.device.type == "meta":
             return None
-        key = str(self.model.device), self.model.dtype, selftest.modules_fingerprint(modules.foreign)
+        modules = scan_modules(model)
+        get_option = fallback.option_getter({}, model)
+        reason = fallback.reason_before_prepare({}, model, get_option, modules) or _distributed_reason(model)
+        if reason or modules.foreign or self.adapter.unsupported_reason():
+            return None
+        result = judge(self.adapter, self.processor)
+        if result.is_conclusive:
+            self._selftest_reason = self._selftest_key(modules), result.failure
+        return result
+
+    def _selftest_key(self, modules: ModuleScan) -> tuple[Any, ...]:
+        """What a verdict depends on, as far as it may change after `patch`."""
+        foreign = modules_fingerprint(modules.foreign)
+        return str(self.model.device), self.model.dtype, self.adapter.attention, foreign
+
+    def _selftest(self, modules: ModuleScan, arguments: dict[str, Any]) -> str | None:
+        """Why the self-test failed on the model in its present state, or None. Runs once for each state."""
+        if self.adapter.unsupported_reason():  # the call is decoded by transformers, with that reason
+            return None
+        key = self._selftest_key(modules)
         with self._selftest_lock:
-            if self._selftest_result is None or self._selftest_result[0] != key:
-                reason = selftest.failure_reason(self.adapter, modules.foreign, model_kwargs, config)
-                self._selftest_result = key, reason
-            return self._selftest_result[1]
+            if self._selftest_reason is None or self._selftest_reason[0] != key:
+                self._selftest_reason = key, self._find_selftest_failure(modules, arguments)
+            return self._selftest_reason[1]
+
+    def _find_selftest_failure(self, modules: ModuleScan, arguments: dict[str, Any]) -> str | None:
+        inputs = _prompt_inputs(arguments, self.model)
+        if modules.foreign:
+            return selftest.foreign_failure(self.adapter, modules.foreign, inputs)
+        result = judge(self.adapter, self.processor)
+        if not result.is_conclusive:  # the model rejects a prompt without an image: use the user's
+            result = selftest.run_selftest(self.adapter, inputs)
+        return None if result.passed else f"a failed self-test ({result.failure})"
 
     def _fall_back(self, reason: str, start_time: float, plain_generate: Callable[[], Any]) -> Any:
         """Let transformers decode the whole call."""
@@ -231,6 +262,15 @@ def _bind(plain_generate: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
     if arguments.get("custom_generate") is None:
         arguments.pop("custom_generate", None)
     return arguments
+
+
+def _prompt_inputs(arguments: dict[str, Any], model: Any) -> dict[str, Any]:
+    """The arguments of `generate` that describe the prompt."""
+    options = {*inspect.signature(type(model).generate).parameters, "past_key_values", *vars(GenerationConfig())}
+    inputs = {name: value for name, value in arguments.items() if name not in options and value is not None}
+    if arguments.get("inputs") is not None:
+        inputs["input_ids"] = arguments["inputs"]
+    return inputs
 
 
 def _build_stop_string_criterion(arguments: dict[str, Any], get_option: fallback.OptionGetter) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from mmspec.generate import DISABLED, PatchState
 from mmspec.interfaces import Compressor, Drafter
 from mmspec.metrics.stats import Stats
 from mmspec.targets.base import TREE_ATTENTION_KERNELS
-from mmspec.targets.registry import find_adapter
+from mmspec.targets.registry import UnsupportedModelError, find_adapter
 
 logger = logging.getLogger("mmspec")
 
@@ -66,7 +66,8 @@ def patch(
     """Make `model.generate` speculative. The output stays the same, token for token. `unpatch` reverts it.
 
     Args:
-        model: a vision-language model of transformers, of a supported family, on any device.
+        model: a vision-language or text model of transformers that decodes with a key-value cache, on any device. A
+            small self-test decides whether it can be decoded in trees (`mmspec.targets.selftest`).
         drafter: `auto`, `none`, `lookup`, `recycling`, `hybrid`, the folder or hub id of a draft head, or an object
             that implements `mmspec.Drafter`.
         compressor: name (such as "pool:49") or object that reduces the visual tokens that the drafter reads, or None.
@@ -86,7 +87,7 @@ def patch(
 
     Raises:
         TypeError: not a model that can generate, or an argument of the wrong type.
-        UnsupportedModelError: no adapter for the model's family.
+        UnsupportedModelError: the self-test fails.
         ValueError: unknown drafter or compressor, another vocabulary, or already patched with other settings.
     """
     if deprecated:
@@ -131,6 +132,7 @@ def patch(
         logger.info(
             "mmspec: text attention switched from %s to sdpa, which takes a mask per node", state.original_attention
         )
+    _check_selftest(state)
     model.__dict__[KEY] = state
     wrapper = functools.wraps(type(model).generate)(_copy_of_generate())
     model.__dict__["generate"] = types.MethodType(wrapper, model)
@@ -177,6 +179,27 @@ def disabled(model: Any = None) -> Iterator[None]:
         yield
     finally:
         DISABLED.reset(token)
+
+
+def _check_selftest(state: PatchState) -> None:
+    """Run the self-test where the model's state allows it; otherwise the first call does.
+
+    Raises:
+        UnsupportedModelError: it fails.
+    """
+    result = state.run_first_selftest()
+    if result is None or not result.is_conclusive:
+        return
+    logger.info("mmspec: self-test %s", result.describe())
+    if not result.passed:
+        if state.original_attention is not None:
+            _set_text_attention(state.model, state.original_attention)
+        traits = "; ".join(f"{name}: {value}" for name, value in state.adapter.traits().items())
+        raise UnsupportedModelError(
+            f"{type(state.model).__name__} cannot be decoded in trees: the self-test found {result.failure} (largest "
+            f"difference {result.max_difference:.1e} of the range of the logits). Traits: {traits}. Use plain "
+            "model.generate, and please report this with the output of `mmspec env --model <model>`."
+        )
 
 
 def _copy_of_generate() -> Any:

@@ -218,14 +218,13 @@ def test_a_model_that_cannot_generate() -> None:
     assert set(inner.__dict__) == before
 
 
-def test_an_unsupported_family_lists_the_supported() -> None:
+def test_a_text_model_is_served() -> None:
     model = _llama()
-    before = set(model.__dict__)
-    with pytest.raises(mmspec.UnsupportedModelError) as failed:
-        mmspec.patch(model)
-    assert isinstance(failed.value, ValueError) and "'llama' (LlamaForCausalLM)" in str(failed.value)
-    assert all(family in str(failed.value) for family in mmspec.supported())
-    assert set(model.__dict__) == before
+    given = {"input_ids": torch.arange(8, 20)[None], "max_new_tokens": 12, "do_sample": False}
+    plain = model.generate(**given)
+    mmspec.patch(model, "lookup")
+    assert torch.equal(model.generate(**given), plain)
+    assert not mmspec.stats(model).fallback_reason
     assert set(mmspec.supported()) >= set(tiny.FAMILIES)
 
 

@@ -155,7 +155,7 @@ class UserCacheView:
         self._views: list[Tensor] = []
         self._versions: list[int] = []
 
-    def show(self, length: int) -> None:
+    def sync(self, length: int) -> None:
         """Fill the cache with views of the first `length` positions.
 
         Raises:
@@ -168,7 +168,7 @@ class UserCacheView:
             self._versions = self._count_writes()
 
     def written(self) -> bool:
-        """Whether user code wrote into the cache since `show`, so that the next forward must use it."""
+        """Whether user code wrote into the cache since `sync`, so that the next forward must use it."""
         return self._versions != self._count_writes()
 
     def check(self) -> None:

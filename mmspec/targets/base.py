@@ -1,6 +1,7 @@
-"""`ModelAdapter`: the differences between model families that mmspec depends on.
+"""`ModelAdapter`: what mmspec depends on in a model, read from its config and modules.
 
-Subclasses, one per family, are in `mmspec/targets/<family>.py` and listed in `registry`.
+Serves any decoder-only model. Subclasses add the grids of visual tokens of a family; they are in
+`mmspec/targets/<family>.py` and listed in `registry`.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ _MEDIA_TOKEN_KEYS = ("image_token_id", "video_token_id", "image_token_index", "v
 
 
 class ModelAdapter:
-    """Properties of one model of one family. One object per patched model, without per-call state.
+    """Properties of one model. One object per patched model, without per-call state.
 
     Subclasses derive the grids of visual tokens (`grids`) from the inputs named in `vision_args`.
 
     Attributes:
-        model_type: `config.model_type` of the family.
+        model_type: `config.model_type` of the family; "" in the general adapter.
         vision_args: arguments of `generate` that describe visual inputs; transformers does not pass them to the
             decoding loop.
         model: the transformers model.
@@ -93,6 +94,21 @@ class ModelAdapter:
         if self.attention not in TREE_ATTENTION_KERNELS:
             return f"attn_implementation={self.attention!r} of the text model (it cannot take a mask per node)"
         return None
+
+    def traits(self) -> dict[str, str]:
+        """{trait: value} of what decoding in trees depends on, for messages and `mmspec env --model`."""
+        window = self.sliding_window
+        layers = ", ".join(sorted(self.layer_types))
+        rope = getattr(self.text_config, "rope_parameters", None) or {}
+        axes = ", several position axes" if "mrope_section" in str(rope) else ""
+        return {
+            "model type": str(self.model.config.model_type),
+            "adapter": type(self).__name__,
+            "layers": f"{self.num_layers} of {layers}" + (f" (window {window})" if "sliding" in layers else ""),
+            "rope": ", ".join(sorted(_rope_types(self.text_config))) + axes,
+            "attention": self.attention,
+            "placeholders": ", ".join(map(str, self.media_token_ids)) or "none (a text model)",
+        }
 
     def can_use_inference_mode(self) -> bool:
         """Whether no tensor created in a forward outlives it, so that forwards may run in inference mode.

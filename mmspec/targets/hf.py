@@ -49,7 +49,7 @@ class HFTarget:
         prompt_length: positions in the cache after the prefill.
         device: device of the forwards.
         inference_mode: whether forwards may run in inference mode.
-        lent: the user's cache while user code can read it.
+        user_cache_view: the user's cache while user code can read it.
     """
 
     def __init__(
@@ -89,10 +89,14 @@ class HFTarget:
             self.device = input_ids.device
         self.inference_mode = adapter.can_use_inference_mode() if inference_mode is None else inference_mode
         # User code that reads the cache during the call may also write into it, which inference tensors forbid.
-        self.lent = UserCacheView(self.user_cache if cache_is_observed and self.keeps_cache else None, self.buffer)
-        self._mode = torch.inference_mode if self.inference_mode and self.lent.cache is None else torch.no_grad
+        self.user_cache_view = UserCacheView(
+            self.user_cache if cache_is_observed and self.keeps_cache else None, self.buffer
+        )
+        self._mode = (
+            torch.inference_mode if self.inference_mode and self.user_cache_view.cache is None else torch.no_grad
+        )
         self._template: dict[str, Any] = {}  # inputs of every round that do not change
-        self._num_columns = 0  # output columns that transformers would have fed to the model so far
+        self._num_steps = 0  # output tokens per row that transformers would have fed to the model so far
         self._window = adapter.sliding_window
         self._layer_types = adapter.layer_types
 
@@ -176,10 +180,10 @@ class HFTarget:
             with self._mode():
                 self.buffer.zero_tail()
 
-    def export_cache(self, columns: int) -> Any:
-        """Fill transformers' cache as after decoding `columns` output columns, and return it."""
-        self.lent.check()
-        export_dynamic_cache(self.buffer, self.prompt_length + columns - 1, self.user_cache)
+    def export_cache(self, num_steps: int) -> Any:
+        """Fill transformers' cache as after decoding `num_steps` output tokens per row, and return it."""
+        self.user_cache_view.check()
+        export_dynamic_cache(self.buffer, self.prompt_length + num_steps - 1, self.user_cache)
         return self.user_cache
 
     @property
@@ -187,15 +191,15 @@ class HFTarget:
         """Whether the cache was passed by the user, who may use it after the call."""
         return bool(getattr(self.user_cache, "_is_user_defined", False))
 
-    def show(self, columns: int) -> None:
-        """Let user code that runs next find `columns` output columns in its cache, as in transformers' loop."""
-        self._num_columns = columns
-        self.lent.show(self.prompt_length + columns)
+    def sync_user_cache(self, num_steps: int) -> None:
+        """Let user code that runs next find `num_steps` output tokens per row in its cache, as in `_sample`."""
+        self._num_steps = num_steps
+        self.user_cache_view.sync(self.prompt_length + num_steps)
 
-    def leave(self) -> None:
+    def restore_user_cache(self) -> None:
         """Fill the user's cache as transformers leaves it when a call is interrupted by an exception."""
         if self.keeps_cache and self.prompt_length:
-            export_dynamic_cache(self.buffer, self.prompt_length + self._num_columns, self.user_cache)
+            export_dynamic_cache(self.buffer, self.prompt_length + self._num_steps, self.user_cache)
 
     @property
     def position_ids(self) -> Tensor:

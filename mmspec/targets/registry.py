@@ -1,4 +1,8 @@
-"""Supported model families: `model_type` -> adapter. To add one see `docs/extending.md`."""
+"""Model types: which adapter serves a model, and which types are tested with random calls.
+
+Every decoder-only model is served by `ModelAdapter` itself; a family has a class of its own where there is more to say,
+such as the grids of its visual tokens. Whether a model can be decoded in trees is decided by `selftest`, not here.
+"""
 
 from __future__ import annotations
 
@@ -18,22 +22,24 @@ ADAPTERS: dict[str, type[ModelAdapter]] = {
     for adapter in (LlavaAdapter, LlavaNextAdapter, LlavaNextVideoAdapter, LlavaOnevisionAdapter, Qwen25VLAdapter)
 }
 
+TESTED = frozenset(ADAPTERS)
+"""Model types whose random calls with images are compared with plain `generate` in the tests."""
+
 
 class UnsupportedModelError(ValueError):
-    """There is no adapter for the model's family."""
+    """The model cannot be decoded in trees: its self-test fails."""
 
 
 def supported() -> tuple[str, ...]:
-    """The values of `config.model_type` that `patch` accepts."""
+    """The values of `config.model_type` whose visual grids are known. `patch` accepts other decoder-only models too."""
     return tuple(sorted(ADAPTERS))
 
 
 def find_adapter(model: Any) -> ModelAdapter:
-    """A new adapter of the model's family.
+    """A new adapter of the model: of its family, or the general one.
 
     Raises:
         TypeError: not a transformers model that can generate.
-        UnsupportedModelError: no adapter for its family.
     """
     if "_orig_mod" in getattr(model, "__dict__", {}).get("_modules", {}):
         raise TypeError(

@@ -1,266 +1,373 @@
-"""Self-test of modules of unknown classes: do a token's logits depend on the other tokens of a forward?
+"""Tree self-test: does one forward over a tree give the logits of decoding its paths token by token?
 
-Scores a small tree in one forward, and its paths token by token, and compares the logits. Random generators and the
-state of the modules under test are restored.
+The judge of every model, instead of a list of names. transformers decodes each path of a small tree with its own loop
+(`GenerationMixin._sample`, forced along the path); then `HFTarget` scores the same trees in one forward, accepts a
+different path in each row, and scores on. All logits must agree up to rounding. Two text rows of different length, or
+one row with an image where the processor is known and the model type is not among those tested with random calls.
+Random generators and the state of the modules under test are restored.
 """
 
 from __future__ import annotations
 
 import copy
-import random
-import sys
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList
 
 from mmspec.engine.rng import RngGuard
 from mmspec.engine.tree import DraftTree, root_only, sanitize
 from mmspec.interfaces import VerifyResult
 from mmspec.targets.base import ModelAdapter
-from mmspec.targets.hf import TOKEN_TYPE_INPUTS, HFTarget
+from mmspec.targets.hf import HFTarget
 from mmspec.targets.module_scan import describe_module
+from mmspec.targets.module_state import is_opaque, restore_state
+from mmspec.targets.registry import TESTED
 
 PARENTS = (-1, 0, 1, 2, 0, 4, 1, 6)
 """Parent of each node of the tree."""
 PATHS = ((0, 1, 2, 3), (0, 4, 5), (0, 1, 6, 7))
 """Its paths from the root to a leaf."""
-PROMPT_LENGTH = 12
-"""Prompt tokens before the tree."""
+NUM_STEPS = 1 + max(map(len, PATHS))
+"""Logits of a path: of the prompt, and of each of its nodes."""
+ACCEPTED = ((0, 1, 6), (0, 4))
+"""Path that each row accepts after the tree has been scored, so that rows differ in length and nodes are moved."""
+NEXT_NODES = (7, 5)
+"""Node of each row that is scored next: the child of the last accepted one."""
+PROMPT_LENGTHS = (12, 7)
+"""Text tokens of each row's prompt; the second row is left-padded."""
 TOLERANCE = 1e-4
 """Largest accepted difference of float32 logits, relative to their range."""
 HALF_MEAN, HALF_MARGIN = 1, 4
 """Accepted in half precision, in units of its resolution relative to the range of the logits: mean difference of a
 token's logits, and margin of a best token that becomes second."""
+MASKED = -1e30
+"""Logits below are masked by the model (placeholders that it never emits)."""
 MAX_NAMED_MODULES = 3
 """Modules that a message names."""
+IMAGE_SIZE = 32
+"""Edge of the test image, in pixels."""
 
 
-def failure_reason(
-    adapter: ModelAdapter, foreign: Sequence[nn.Module], model_kwargs: Mapping[str, Any], config: Any
-) -> str | None:
-    """Why a model with these modules must be decoded by transformers alone; None if the self-test passes.
+MAX_VERDICTS = 256
+_VERDICTS: dict[tuple[Any, ...], SelfTestResult] = {}
+_LOCK = threading.Lock()
+
+
+@dataclass(frozen=True)
+class SelfTestResult:
+    """Verdict of one self-test.
+
+    Attributes:
+        failure: what is wrong, or None.
+        is_conclusive: whether both sides ran; False if the model rejected the test's inputs.
+        max_difference: largest difference of logits found, relative to their range.
+        with_image: whether the prompt had an image.
+        num_forwards: forwards of the text model.
+        seconds: duration.
+    """
+
+    failure: str | None = None
+    is_conclusive: bool = True
+    max_difference: float = 0.0
+    with_image: bool = False
+    num_forwards: int = 0
+    seconds: float = 0.0
+
+    @property
+    def passed(self) -> bool:
+        """Whether trees can be scored exactly."""
+        return self.failure is None
+
+    def describe(self) -> str:
+        """One line for messages and `mmspec env --model`."""
+        inputs = "a row with an image" if self.with_image else "two text rows"
+        cost = f"{inputs}, {self.num_forwards} forwards in {self.seconds:.2f} s"
+        if self.passed:
+            return f"passed (largest difference {self.max_difference:.1e} of the range of the logits; {cost})"
+        return f"{'failed' if self.is_conclusive else 'could not run'}: {self.failure} ({cost})"
+
+
+def run_selftest(
+    adapter: ModelAdapter, inputs: Mapping[str, Any] | None = None, foreign: Sequence[nn.Module] = ()
+) -> SelfTestResult:
+    """Compare one forward over a tree with transformers' own decoding of its paths.
+
+    Args:
+        adapter: of the model; nothing is changed.
+        inputs: arguments of `generate` for the prompt; two text rows (`text_inputs`) if None.
+        foreign: modules of unknown classes, whose state is checked and restored.
+    """
+    start = time.perf_counter()
+    device = adapter.model.device
+    rng_guard = RngGuard(torch.device("cpu"), device)
+    inputs = text_inputs(adapter) if inputs is None else dict(inputs)
+    is_text = not adapter.media_token_ids or not _has_media(adapter, inputs["input_ids"])
+    test = _TreeTest(adapter, inputs)
+    try:
+        with rng_guard, restore_state(foreign) as state_change, torch.no_grad():
+            failure = test.run()
+            failure = state_change() or failure
+    except Exception as error:  # the model may raise anything on unexpected inputs
+        failure = f"{type(error).__name__}: {error}"
+        test.is_conclusive = test.reference is not None
+    if rng_guard.rng_was_used:
+        failure = "a forward that draws random numbers"
+    seconds = time.perf_counter() - start
+    return SelfTestResult(failure, test.is_conclusive, test.max_difference, not is_text, test.num_forwards, seconds)
+
+
+def judge(adapter: ModelAdapter, processor: Any = None) -> SelfTestResult:
+    """The verdict on a model, which depends on its class and config, not on its weights; found once per process.
 
     Args:
         adapter: of the model.
-        foreign: modules under test.
-        model_kwargs: model inputs that transformers prepared for a call; the test's inputs have the same form.
-        config: the prepared generation config.
+        processor: the model's processor or tokenizer; with a processor of images a row with an image is tested, unless
+            the model type is among `TESTED`.
+    """
+    model = adapter.model
+    with_image = hasattr(processor, "image_processor") and model.config.model_type not in TESTED
+    device, config = model.device.type, model.config.to_json_string(use_diff=False)
+    key = type(model), config, model.dtype, device, adapter.attention, with_image
+    with _LOCK:
+        if key not in _VERDICTS:
+            inputs = image_inputs(adapter, processor) if with_image else None
+            result = run_selftest(adapter, inputs)
+            if inputs is not None and not result.is_conclusive:
+                result = run_selftest(adapter)
+            if len(_VERDICTS) >= MAX_VERDICTS:
+                _VERDICTS.pop(next(iter(_VERDICTS)))
+            _VERDICTS[key] = result
+        return _VERDICTS[key]
+
+
+def foreign_failure(adapter: ModelAdapter, foreign: Sequence[nn.Module], inputs: Mapping[str, Any]) -> str | None:
+    """Why a model with modules of unknown classes must be decoded by transformers alone, naming the modules; or None.
+
+    Args:
+        adapter: of the model.
+        foreign: the modules under test.
+        inputs: prompt for models that reject a prompt of text alone.
     """
     names = [describe_module(adapter.model, module) for module in foreign[:MAX_NAMED_MODULES]]
     names += [f"{len(foreign) - MAX_NAMED_MODULES} more"] * (len(foreign) > MAX_NAMED_MODULES)
     where = ", ".join(names)
-    opaque = [name for module in foreign for name, value in vars(module).items() if _is_opaque(value)]
+    opaque = [name for module in foreign for name, value in vars(module).items() if is_opaque(value)]
     if opaque:
         return f"{where}: holds an iterator or a generator ({opaque[0]}), which no test can restore"
-    positions: Tensor = model_kwargs["position_ids"]
-    rng_guard = RngGuard(positions.device, adapter.model.device)
+    result = run_selftest(adapter, foreign=foreign)
+    if not result.is_conclusive:
+        result = run_selftest(adapter, inputs, foreign)
+    return None if result.passed else f"{where}: {result.failure}"
+
+
+def text_inputs(adapter: ModelAdapter) -> dict[str, Tensor]:
+    """Two rows of text tokens of different length, left-padded, the same in every run."""
+    rng = torch.Generator().manual_seed(0)
+    usable = torch.tensor(_usable_ids(adapter))
+    length = max(PROMPT_LENGTHS)
+    rows = [usable[torch.randperm(len(usable), generator=rng)[:length]] for _ in PROMPT_LENGTHS]
+    input_ids = torch.stack([row if len(row) == length else row.repeat(length)[:length] for row in rows])
+    mask = torch.arange(length) >= length - torch.tensor(PROMPT_LENGTHS)[:, None]
+    device = _input_device(adapter)
+    return {"input_ids": input_ids.to(device), "attention_mask": mask.long().to(device)}
+
+
+def image_inputs(adapter: ModelAdapter, processor: Any) -> dict[str, Any] | None:
+    """A prompt with one small image, as the processor builds it; None where that fails or no placeholder results."""
+    from PIL import Image
+
+    pixels = torch.randint(0, 256, (IMAGE_SIZE, IMAGE_SIZE, 3), generator=torch.Generator().manual_seed(0))
+    image = Image.fromarray(pixels.to(torch.uint8).numpy())
+    content = [{"type": "image", "image": image}, {"type": "text", "text": "What is in the image?"}]
     try:
-        with rng_guard, _restore_state(foreign) as state_change:
-            failure = _find_failure(adapter, model_kwargs, config)
-            failure = state_change() or failure
-    except Exception as error:  # user code may raise anything on unexpected inputs
-        return f"{where}: fails the self-test ({type(error).__name__}: {error})"
-    if rng_guard.rng_was_used:
-        return f"{where}: a forward that draws random numbers"
-    return None if failure is None else f"{where}: {failure}"
+        if getattr(processor, "chat_template", None):
+            messages = [{"role": "user", "content": content}]
+            options = {"tokenize": True, "return_dict": True, "return_tensors": "pt", "add_generation_prompt": True}
+            batch = processor.apply_chat_template(messages, **options)
+        else:
+            text = f"{getattr(processor, 'image_token', '<image>')} What is in the image?"
+            batch = processor(images=image, text=text, return_tensors="pt")
+        batch = batch.to(_input_device(adapter), dtype=adapter.model.dtype)
+    except Exception:  # processors differ widely; without an image the test still has its text rows
+        return None
+    return dict(batch) if _has_media(adapter, batch["input_ids"]) else None
 
 
-def modules_fingerprint(modules: Sequence[nn.Module]) -> tuple[Any, ...]:
-    """Key of a self-test result: the modules, their classes, forwards and simple attributes."""
-    simple_types = (bool, int, float, str, type(None))
-    return tuple(
-        (
-            id(module),
-            type(module),
-            type(module).forward,
-            *(type(weight) for weight in module._parameters.values()),
-            *((name, value) for name, value in vars(module).items() if isinstance(value, simple_types)),
+class _ForcedPaths(LogitsProcessor):
+    """Makes transformers' loop emit given tokens."""
+
+    def __init__(self, tokens: Tensor, prompt_length: int) -> None:
+        self.tokens, self.prompt_length = tokens, prompt_length
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """-inf everywhere but at the next token of each row's path."""
+        step = input_ids.shape[1] - self.prompt_length
+        forced = torch.full_like(scores, -torch.inf)
+        return forced.scatter_(1, self.tokens[:, step : step + 1].to(scores.device), 0.0)
+
+
+class _TreeTest:
+    """One comparison. Attributes are results so far, also where an exception ends it."""
+
+    def __init__(self, adapter: ModelAdapter, inputs: Mapping[str, Any]) -> None:
+        self.adapter = adapter
+        self.inputs = inputs
+        self.num_rows: int = inputs["input_ids"].shape[0]
+        device = inputs["input_ids"].device
+        usable = torch.tensor(_usable_ids(adapter), device=device)
+        order = torch.arange(self.num_rows * len(PARENTS), device=device) * 7919 % len(usable)
+        self.node_ids = usable[order].view(self.num_rows, -1)  # [R, N]
+        self.draftable = torch.ones(adapter.num_embeddings, dtype=torch.bool, device=device)
+        self.reference: Tensor | None = None  # [R, P, S, V]
+        self.max_difference = 0.0
+        self.num_forwards = 0
+        self.is_conclusive = True
+
+    def run(self) -> str | None:
+        """The failure found, or None."""
+        self.reference = self._generate(self._decode_paths, num_return_sequences=len(PATHS))
+        failure: str | None = self._generate(self._score_trees, num_return_sequences=1)
+        return failure
+
+    def _generate(self, loop: Any, num_return_sequences: int) -> Any:
+        """Result of `loop(input_ids, config, model_kwargs)` on inputs that transformers has prepared."""
+        model = self.adapter.model
+        defaults = GenerationConfig._get_default_generation_params()
+        defaults.pop("max_length", None)
+        changed = {"do_sample": num_return_sequences > 1, "max_new_tokens": NUM_STEPS, "use_cache": True}
+        changed |= {"num_return_sequences": num_return_sequences, "pad_token_id": int(self.node_ids[0, 0])}
+        config = GenerationConfig(**{**defaults, **changed})
+
+        def custom_generate(
+            model: Any,
+            input_ids: Tensor,
+            logits_processor: Any,
+            stopping_criteria: Any,
+            generation_config: Any,
+            **model_kwargs: Any,
+        ) -> Any:
+            prepared = copy.copy(generation_config)
+            prepared.do_sample, prepared.return_dict_in_generate = False, True
+            prepared.output_logits, prepared.output_scores = True, False
+            return loop(input_ids, prepared, model_kwargs)
+
+        return type(model).generate(model, **self.inputs, generation_config=config, custom_generate=custom_generate)
+
+    def _decode_paths(self, input_ids: Tensor, config: Any, model_kwargs: dict[str, Any]) -> Tensor:
+        """[R, P, S, V] float32 logits of transformers' own loop along each path of each row."""
+        length = input_ids.shape[1]
+        paths = torch.tensor([[*path, *[path[-1]] * (NUM_STEPS - len(path))] for path in PATHS])
+        tokens = self.node_ids[:, paths.to(self.node_ids.device)].flatten(0, 1)
+        model = self.adapter.model
+        output = type(model)._sample(
+            model,
+            input_ids,
+            logits_processor=LogitsProcessorList([_ForcedPaths(tokens, length)]),
+            stopping_criteria=StoppingCriteriaList([MaxLengthCriteria(length + NUM_STEPS)]),
+            generation_config=config,
+            **model_kwargs,
         )
-        for module in modules
-    )
+        self.num_forwards += NUM_STEPS
+        return torch.stack([logits.float() for logits in output.logits], 1).view(
+            self.num_rows, len(PATHS), NUM_STEPS, -1
+        )
+
+    def _score_trees(self, input_ids: Tensor, config: Any, model_kwargs: dict[str, Any]) -> str | None:
+        """Score the tree twice, accept a path in each row, score its continuation."""
+        target = HFTarget(self.adapter, input_ids, model_kwargs, config, max_new_tokens=16, inference_mode=False)
+        dtype = target.model.dtype
+        prompt_logits, _ = target.prefill()
+        assert self.reference is not None
+        differs = [not self._agrees(self.reference[:, 0, 0], prompt_logits, dtype)]
+        parents = torch.tensor([PARENTS] * self.num_rows, device=self.node_ids.device)
+        tree = DraftTree(self.node_ids, parents, torch.ones_like(parents, dtype=torch.bool))
+        tree = sanitize(tree, self.node_ids[:, 0], self.draftable)
+        first, second = (target.score(tree)[0].float() for _ in range(2))
+        if not self._agrees(first, second, dtype):
+            return "a forward that is not repeatable"
+        for index, path in enumerate(PATHS):
+            for step, node in enumerate(path):
+                differs.append(not self._agrees(self.reference[:, index, step + 1], first[:, node], dtype))
+        target.commit(self._accept(tree))
+        rows = range(self.num_rows)
+        next_nodes = torch.tensor([NEXT_NODES[row % 2] for row in rows], device=self.node_ids.device)
+        next_ids = self.node_ids.gather(1, next_nodes[:, None])[:, 0]
+        logits = target.score(sanitize(root_only(self.num_rows, next_ids.device), next_ids, self.draftable))[0][:, 0]
+        expected = torch.stack([self._reference_of(row, NEXT_NODES[row % 2]) for row in rows])
+        differs.append(not self._agrees(expected, logits, dtype))
+        self.num_forwards += 4
+        return "a forward whose logits depend on its other tokens" if any(differs) else None
+
+    def _reference_of(self, row: int, node: int) -> Tensor:
+        """[V] logits of a node of a row."""
+        assert self.reference is not None
+        index = next(index for index, path in enumerate(PATHS) if node in path)
+        return self.reference[row, index, PATHS[index].index(node) + 1]
+
+    def _accept(self, tree: DraftTree) -> VerifyResult:
+        """The result of accepting the path `ACCEPTED` in each row."""
+        accepted = [list(ACCEPTED[row % 2]) for row in range(self.num_rows)]
+        longest = tree.num_nodes
+        path = torch.tensor([row + [0] * (longest - len(row)) for row in accepted], device=tree.tokens.device)
+        counts = torch.tensor([len(row) for row in accepted], device=tree.tokens.device)
+        return VerifyResult(tree, path, counts, tree.tokens.gather(1, path), [list(row) for row in accepted], accepted)
+
+    def _agrees(self, expected: Tensor, found: Tensor, dtype: torch.dtype) -> bool:
+        found = found.to(expected.device, torch.float32)
+        difference = relative_difference(expected, found)
+        if not bool(difference.isnan().any()):
+            self.max_difference = max(self.max_difference, float(difference.max()))
+        return equal_logits(expected, found, dtype)
 
 
-def _find_failure(adapter: ModelAdapter, model_kwargs: Mapping[str, Any], config: Any) -> str | None:
-    """Score the paths token by token, then the tree at once; the difference found, or None."""
-    device = model_kwargs["position_ids"].device
-    prompt_ids, node_ids = _token_ids(adapter, device)
+def relative_difference(expected: Tensor, found: Tensor) -> Tensor:
+    """|expected - found| [..., V], relative to the range of the expected logits of each token.
 
-    def prefilled_target() -> HFTarget:
-        kwargs = _model_inputs(adapter, prompt_ids, model_kwargs)
-        target = HFTarget(adapter, prompt_ids, kwargs, config, max_new_tokens=len(PARENTS), inference_mode=False)
-        target.prefill()
-        return target
-
-    draftable = torch.ones(adapter.num_embeddings, dtype=torch.bool, device=device)
-    expected = torch.empty(0)
-    for path in PATHS:  # before the tree, so that state left by the tree cannot affect the expected logits
-        target = prefilled_target()
-        for node in path:
-            root = sanitize(root_only(1, device), node_ids[:, node], draftable)
-            logits = target.score(root)[0][0, 0].float()
-            if not len(expected):
-                expected = logits.new_full((len(PARENTS), len(logits)), torch.nan)
-            if not expected[node].isnan().all() and not _equal_logits(expected[node], logits, target.model.dtype):
-                return "a forward that is not repeatable"
-            expected[node] = logits
-            target.commit(_accept_root(root))
-    target = prefilled_target()
-    parents = torch.tensor([PARENTS], device=device)
-    tree = DraftTree(node_ids, parents, torch.ones_like(parents, dtype=torch.bool))
-    tree = sanitize(tree, node_ids[:, 0], draftable)
-    first = target.score(tree)[0][0]
-    second = target.score(tree)[0][0]
-    if not _equal_logits(first.float(), second.float(), first.dtype):
-        return "a forward that is not repeatable"
-    if not _equal_logits(expected, first.float(), first.dtype):
-        return "a forward whose logits depend on its other tokens"
-    return None
+    Logits that the model masks (below `MASKED`) count as equal if both are, else as different.
+    """
+    masked = expected < MASKED
+    lowest = expected.masked_fill(masked, torch.inf).amin(-1, keepdim=True)
+    value_range = (expected.amax(-1, keepdim=True) - lowest).clamp(min=torch.finfo(torch.float32).tiny)
+    difference = (expected - found).abs() / value_range
+    return torch.where(masked, (found >= MASKED).float(), difference)
 
 
-def _equal_logits(expected: Tensor, found: Tensor, dtype: torch.dtype) -> bool:
+def equal_logits(expected: Tensor, found: Tensor, dtype: torch.dtype) -> bool:
     """Whether logits [..., V] are equal up to rounding. In half precision the best of two near-ties may differ."""
-    value_range = expected.amax(-1, keepdim=True) - expected.amin(-1, keepdim=True)
-    difference = (expected - found).abs() / value_range.clamp(min=torch.finfo(torch.float32).tiny)
+    difference = relative_difference(expected, found)
     if bool(difference.isnan().any()):
         return bool((expected.isnan() == found.isnan()).all())
     if dtype not in (torch.float16, torch.bfloat16):
         return bool((difference <= TOLERANCE).all())
     resolution = torch.finfo(dtype).eps
+    value_range = expected.amax(-1) - expected.masked_fill(expected < MASKED, torch.inf).amin(-1)
     top = expected.topk(2, dim=-1).values
-    margin = (top[..., 0] - top[..., 1]) / value_range[..., 0]
+    margin = (top[..., 0] - top[..., 1]) / value_range
     flipped = (expected.argmax(-1) != found.argmax(-1)) & (margin > HALF_MARGIN * resolution)
     return not bool(flipped.any()) and bool((difference.mean(-1) <= HALF_MEAN * resolution).all())
 
 
-def _token_ids(adapter: ModelAdapter, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Prompt [1, PROMPT_LENGTH] and tree tokens [1, N]: distinct ids of text tokens, the same in every run."""
-    rng = torch.Generator().manual_seed(0)
-    usable = [
-        token
-        for token in range(min(adapter.num_embeddings, adapter.vocab_size))
-        if token not in adapter.media_token_ids
-    ]
-    order = torch.randperm(len(usable), generator=rng)[None, : PROMPT_LENGTH + len(PARENTS)]
-    ids = torch.tensor(usable)[order].to(device)
-    return ids[:, :PROMPT_LENGTH], ids[:, PROMPT_LENGTH:]
+def _usable_ids(adapter: ModelAdapter) -> list[int]:
+    """Ids that have an embedding and are no placeholders."""
+    media = set(adapter.media_token_ids)
+    return [token for token in range(min(adapter.num_embeddings, adapter.vocab_size)) if token not in media]
 
 
-def _model_inputs(adapter: ModelAdapter, ids: Tensor, model_kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The model inputs that transformers would prepare for a text-only prompt."""
-    axes = model_kwargs["position_ids"].shape[:-2]
-    position_ids = torch.arange(ids.shape[1], device=ids.device).expand(*axes, *ids.shape)
-    inputs: dict[str, Any] = {
-        "position_ids": position_ids,
-        "attention_mask": torch.ones_like(ids),
-        "past_key_values": DynamicCache(config=adapter.text_config),
-    }
-    inputs |= {name: torch.zeros_like(ids) for name in TOKEN_TYPE_INPUTS if name in model_kwargs}
-    return inputs | {name: model_kwargs[name] for name in ("use_cache", "logits_to_keep") if name in model_kwargs}
+def _input_device(adapter: ModelAdapter) -> torch.device:
+    """Device of the test's inputs."""
+    device = adapter.model.device
+    return torch.device("cpu") if device.type == "meta" else device
 
 
-def _accept_root(root: DraftTree) -> VerifyResult:
-    """The result of verifying a root-only tree."""
-    return VerifyResult(
-        root, torch.zeros_like(root.tokens), torch.ones_like(root.tokens[:, 0]), root.tokens, [[0]], [[0]]
-    )
+def _has_media(adapter: ModelAdapter, input_ids: Tensor) -> bool:
+    media = torch.tensor(adapter.media_token_ids, device=input_ids.device)
+    return bool(torch.isin(input_ids, media).any())
 
 
-@contextmanager
-def _restore_state(modules: Sequence[nn.Module]) -> Iterator[Any]:
-    """Restore attributes and buffers of modules and Python's random generators afterwards.
-
-    Yields:
-        A function that describes what has changed since, or returns None.
-    """
-    saved = [(module, _copy_state(module)) for module in modules]
-    numpy = sys.modules.get("numpy")
-    python_state = random.getstate()
-    numpy_state = None if numpy is None else numpy.random.get_state()
-
-    def state_change() -> str | None:
-        numpy_changed = numpy is not None and repr(numpy.random.get_state()) != repr(numpy_state)
-        if random.getstate() != python_state or numpy_changed:
-            return "a forward that draws random numbers"
-        stateful = any(not _equal(before, _copy_state(module)) for module, before in saved)
-        return "a forward that keeps state for the next one" if stateful else None
-
-    try:
-        yield state_change
-    finally:
-        random.setstate(python_state)
-        if numpy is not None:
-            numpy.random.set_state(numpy_state)
-        for module, before in saved:
-            _restore_module(module, before)
-
-
-def _copy_state(module: nn.Module) -> dict[str, Any]:
-    """A copy of a module's data attributes and buffers, without parameters and submodules."""
-    describe_skipped = ("_modules", "_parameters", "_buffers")
-    own = {name: value for name, value in module.__dict__.items() if name not in describe_skipped and _is_data(value)}
-    state: dict[str, Any] = copy.deepcopy(own)
-    state |= {f"_buffers.{name}": None if part is None else part.clone() for name, part in module._buffers.items()}
-    return state
-
-
-def _restore_module(module: nn.Module, before: Mapping[str, Any]) -> None:
-    now = _copy_state(module)
-    for name in set(now) - set(before):
-        container = module._buffers if name.startswith("_buffers.") else module.__dict__
-        container.pop(name.removeprefix("_buffers."), None)
-    for name, value in before.items():
-        if name in now and _equal(now[name], value):
-            continue
-        container = module._buffers if name.startswith("_buffers.") else module.__dict__
-        name = name.removeprefix("_buffers.")
-        if not _restore_in_place(container.get(name), value):
-            container[name] = value
-
-
-def _restore_in_place(current: Any, value: Any) -> bool:
-    """Restore a value in the same object, which may be shared; False where that is not possible."""
-    if type(current) is not type(value):
-        return False
-    if isinstance(value, Tensor) and current.shape == value.shape and current.dtype == value.dtype:
-        with torch.no_grad():
-            current.copy_(value)
-        return True
-    if isinstance(value, (list, deque)):
-        current.clear()
-        current.extend(value)
-        return True
-    if isinstance(value, (dict, set)):
-        current.clear()
-        current.update(value)
-        return True
-    return False
-
-
-def _is_opaque(value: Any) -> bool:
-    """Whether using a value changes it irreversibly."""
-    return hasattr(value, "__next__") or isinstance(value, (torch.Generator, random.Random))
-
-
-def _is_data(value: Any) -> bool:
-    """Whether a value consists of plain data, without functions or objects of other classes."""
-    if isinstance(value, (list, tuple, set, frozenset, deque)):
-        return all(_is_data(part) for part in value)
-    if isinstance(value, Mapping):
-        return all(_is_data(part) for part in value.values())
-    return value is None or isinstance(value, (bool, int, float, complex, str, bytes, Tensor))
-
-
-def _equal(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) or isinstance(other, Tensor):
-        both = isinstance(one, Tensor) and isinstance(other, Tensor)
-        return both and one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return one.keys() == other.keys() and all(_equal(one[name], other[name]) for name in one)
-    if isinstance(one, (list, tuple, deque)) and isinstance(other, (list, tuple, deque)):
-        return len(one) == len(other) and all(map(_equal, one, other))
-    return type(one) is type(other) and (one == other or one != one)
+__all__ = ["SelfTestResult", "equal_logits", "foreign_failure", "image_inputs", "judge", "run_selftest", "text_inputs"]

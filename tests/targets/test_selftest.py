@@ -25,7 +25,9 @@ from torch.nn.modules.module import register_module_forward_hook
 from transformers import GenerationMixin, PreTrainedModel
 
 import mmspec
+from mmspec.targets import selftest
 from mmspec.targets.module_scan import is_library_code, scan_modules
+from mmspec.targets.registry import find_adapter
 
 MODES: list[dict[str, Any]] = [
     {"do_sample": False, "max_new_tokens": 16},
@@ -311,11 +313,9 @@ def test_a_module_with_an_iterator() -> None:
 
 
 def test_the_self_test_runs_once_and_again_when_something_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mmspec.targets import selftest
-
     runs: list[int] = []
-    find_failure = selftest._find_failure
-    monkeypatch.setattr(selftest, "_find_failure", lambda *args: (runs.append(1), find_failure(*args))[1])
+    run_selftest = selftest.run_selftest
+    monkeypatch.setattr(selftest, "run_selftest", lambda *args, **kw: (runs.append(1), run_selftest(*args, **kw))[1])
     model = swapped(Same)
     given = tiny.build_inputs(model, 27, 1, images=[1])
     with fuzz.patch_model(model, adversarial.BranchingDrafter(1), tree_size=8):
@@ -513,10 +513,10 @@ def test_one_pass_over_the_modules_per_call(monkeypatch: pytest.MonkeyPatch) -> 
     from mmspec.targets import module_scan
 
     passes: list[Any] = []
-    for room in (calls, module_scan):
-        monkeypatch.setattr(room, "scan_modules", lambda model: (passes.append(model), scan_modules(model))[1])
     model = fresh_model()
     with fuzz.patch_model(model, adversarial.BranchingDrafter(1), tree_size=8):
+        for place in (calls, module_scan):
+            monkeypatch.setattr(place, "scan_modules", lambda model: (passes.append(model), scan_modules(model))[1])
         walks: list[Any] = []
         modules = nn.Module.modules
         monkeypatch.setattr(nn.Module, "modules", lambda self, *args: (walks.append(self), modules(self, *args))[1])
@@ -529,3 +529,86 @@ def test_library_code() -> None:
     assert is_library_code(GenerationMixin.generate) and is_library_code(functools.partial(nn.functional.relu))
     assert not is_library_code(_wrapped) and not is_library_code(_decorated)
     assert not is_library_code(functools.partial(steer)) and not is_library_code(Counting())
+
+
+# --- the judge of whole models ----------------------------------------------------------------------------------------
+
+
+def in_transformers(function: Any) -> Any:
+    """The function, as if a file of transformers defined it, so that only the self-test can find its fault."""
+    return types.FunctionType(
+        function.__code__, {"torch": torch, "__name__": "transformers.models.faulty"}, closure=function.__closure__
+    )
+
+
+@pytest.fixture
+def faulty(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], PreTrainedModel]:
+    """A function that makes `forward` the MLP of a class of models that claims to be transformers' own."""
+
+    def build(forward: Any, **changes: Any) -> PreTrainedModel:
+        model = fresh_model(hidden=48, vocab=111, **changes)  # a config of its own: verdicts are cached by config
+        kind = type(decoder(model).layers[0].mlp)
+        monkeypatch.setattr(kind, "forward", in_transformers(forward))
+        monkeypatch.setattr(selftest, "_VERDICTS", {})
+        return model
+
+    return build
+
+
+def _one_scale(self: Any, hidden: Tensor) -> Tensor:
+    out: Tensor = self.down_proj(self.act_fn(self.gate_proj(hidden)) * self.up_proj(hidden / hidden.abs().max()))
+    return out
+
+
+def _previous_position(self: Any, hidden: Tensor) -> Tensor:
+    """Mixes the position before, of the same forward: right in a prefill, wrong in a tree."""
+    out: Tensor = self.down_proj(self.act_fn(self.gate_proj(hidden)) * self.up_proj(hidden + hidden.roll(1, 1)))
+    return out
+
+
+@pytest.mark.parametrize("forward", [_one_scale, _previous_position])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_model_that_fails_is_refused(faulty: Any, forward: Any, dtype: str) -> None:
+    model = faulty(forward, dtype=dtype)
+    before = set(model.__dict__)
+    with pytest.raises(mmspec.UnsupportedModelError) as failed:
+        mmspec.patch(model, drafter="lookup")
+    for part in ("LlavaForConditionalGeneration", "logits depend on its other tokens", "largest difference"):
+        assert part in str(failed.value)
+    assert "full_attention" in str(failed.value) and "mmspec env --model" in str(failed.value)
+    assert set(model.__dict__) == before and not mmspec.is_patched(model)
+
+
+def test_the_verdict_is_found_once_per_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[int] = []
+    run = selftest.run_selftest
+    monkeypatch.setattr(selftest, "_VERDICTS", {})
+    monkeypatch.setattr(selftest, "run_selftest", lambda *args, **kw: (runs.append(1), run(*args, **kw))[1])
+    for seed in (1, 2):
+        mmspec.unpatch(mmspec.patch(fresh_model(seed=seed), drafter="lookup"))
+    assert len(runs) == 1, "the verdict does not depend on the weights"
+    mmspec.unpatch(mmspec.patch(fresh_model(seed=1, layers=3), drafter="lookup"))
+    assert len(runs) == 2
+
+
+def test_a_model_in_train_mode_is_judged_at_its_first_call(faulty: Any) -> None:
+    model = faulty(_one_scale).train()
+    with fuzz.patch_model(model, adversarial.BranchingDrafter(1), tree_size=8):
+        model.eval()
+        model.generate(**tiny.build_inputs(model, 27, 1, images=[1]), **MODES[0])
+        went_plain([mmspec.stats(model, last=True)], "failed self-test", "depend on its other tokens")
+
+
+def test_the_self_test_is_cheaper_than_fifteen_tokens() -> None:
+    result = selftest.run_selftest(find_adapter(fresh_model()))
+    assert result.passed and result.num_forwards < 15 and not result.with_image
+    assert "passed" in result.describe() and "two text rows" in result.describe()
+
+
+def test_the_self_test_leaves_generators_and_model_as_they_were() -> None:
+    model = fresh_model()
+    before, state = {name: weight.clone() for name, weight in model.state_dict().items()}, torch.get_rng_state()
+    attributes = set(model.__dict__)
+    selftest.run_selftest(find_adapter(model))
+    assert torch.equal(torch.get_rng_state(), state) and set(model.__dict__) == attributes
+    assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())

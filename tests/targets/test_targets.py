@@ -30,8 +30,9 @@ from transformers.models.llava_next.modeling_llava_next import image_size_to_num
 import mmspec
 from mmspec.engine.tree import DraftTree, sanitize
 from mmspec.interfaces import DrafterRequirements, Prompt, VerifyResult
+from mmspec.targets.base import ModelAdapter
 from mmspec.targets.hf import HFTarget
-from mmspec.targets.registry import ADAPTERS, UnsupportedModelError, find_adapter, supported
+from mmspec.targets.registry import ADAPTERS, find_adapter, supported
 
 FAMILY = pytest.mark.parametrize("family", tiny.FAMILIES)
 CLOSE: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-4}
@@ -683,12 +684,12 @@ def test_the_families() -> None:
         assert (adapter.num_layers, adapter.vocab_size) == (spec.layers, spec.vocab)
 
 
-def test_an_unsupported_family_is_named(fresh: PreTrainedModel) -> None:
-    fresh.config.model_type = "blip-2"
-    with pytest.raises(UnsupportedModelError) as failed:
-        find_adapter(fresh)
-    words = str(failed.value)
-    assert "'blip-2' (LlavaForConditionalGeneration)" in words and all(kind in words for kind in supported())
+def test_a_family_without_an_adapter_class_is_served_by_the_general_one(fresh: PreTrainedModel) -> None:
+    fresh.config.model_type = "newcomer"
+    adapter = find_adapter(fresh)
+    assert type(adapter) is ModelAdapter and adapter.unsupported_reason() is None
+    assert adapter.grids(torch.zeros(1, 1, dtype=torch.long), {}) == ()
+    assert adapter.traits()["model type"] == "newcomer" and "full_attention" in adapter.traits()["layers"]
 
 
 def test_runs_of_placeholders() -> None:
