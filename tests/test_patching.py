@@ -219,7 +219,7 @@ def test_a_model_that_cannot_generate() -> None:
 
 
 def test_a_text_model_is_served() -> None:
-    model = _llama()
+    model = _llama().eval()
     given = {"input_ids": torch.arange(8, 20)[None], "max_new_tokens": 12, "do_sample": False}
     plain = model.generate(**given)
     mmspec.patch(model, "lookup")
