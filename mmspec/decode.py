@@ -22,8 +22,9 @@ from mmspec.call import CallContext, FallbackRequired, PreparedInputs
 from mmspec.config import reference_rows
 from mmspec.control.tree_size import TreeSizeController
 from mmspec.cpu.linear import find_linear_layers, use_fast_linears
+from mmspec.engine.criteria import UNLIMITED_STEPS, is_user_code
 from mmspec.engine.loop import DecodeLoop
-from mmspec.engine.output import UNLIMITED_STEPS, OutputBuffer, ReturnFlags, UserCodeHooks, is_user_code
+from mmspec.engine.output import OutputBuffer, ReturnFlags, UserCodeHooks
 from mmspec.engine.rng import RngGuard, SamplingNoise
 from mmspec.engine.sampler import TreeSampler, unknown
 from mmspec.engine.tree import DraftTree

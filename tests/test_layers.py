@@ -27,7 +27,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "control.draft_cost",
         "targets.vision_attention",
     ),
-    ("engine.sampler", "engine.rng", "interfaces.*", "control.depth"),
+    ("engine.sampler", "engine.rng", "engine.criteria", "interfaces.*", "control.depth"),
     ("engine.verify", "engine.tree_cache", "metrics.*", "control.tree_size", "engine.output"),
     ("drafters", "vision"),
     ("targets.*", "fallback", "config"),
@@ -44,7 +44,7 @@ LOOP_IMPORTS = {
     "engine.verify", "engine.output", "engine.tree", "engine.sampler", "control.tree_size", "metrics.*", "interfaces.*",
 }  # fmt: skip
 KNOW_TRANSFORMERS = {
-    "generate", "decode", "engine.tree_cache", "engine.sampler", "engine.output", "comparison", "targets.*", "app",
+    "generate", "decode", "engine.tree_cache", "engine.sampler", "engine.criteria", "comparison", "targets.*", "app",
 }  # fmt: skip
 KNOW_MEDIA = {"app", "vision"}
 MEDIA = {"gradio", "decord", "av", "matplotlib"}

@@ -202,7 +202,7 @@ class EagleDrafter:
         state.timer.record_draft(timestamp, max(state.kv_cache.seq_lens), state.depth)
         state.draft_s = time.perf_counter() - draft_start
         if not all(active):
-            tree.valid &= torch.tensor(active, device=tree.valid.device)[:, None]
+            tree.node_mask &= torch.tensor(active, device=tree.node_mask.device)[:, None]
         return tree
 
     # --- inputs of the head, overridden by architectures --------------------------------------------------------------

@@ -280,6 +280,6 @@ class TreeSizeController:
         """[N] expected tokens beyond one per row if the first n + 1 nodes are scored, summed over rows."""
         if tree.scores is None or tree.scores.device.type != "cpu":  # reading scores would synchronise the device
             return [0.3 * num_active * node for node in range(tree.num_nodes)]  # `calibration` corrects it
-        scores = torch.where(tree.valid, tree.scores, 0.0)
+        scores = torch.where(tree.node_mask, tree.scores, 0.0)
         scores[:, 0] = 0.0
         return scores.sum(0).cumsum(0).tolist()

@@ -38,7 +38,7 @@ def accept_path(
         return torch.zeros_like(sampled_ids), max_emit.clamp(max=1), sampled_ids
     assert tree.ancestor_mask is not None and tree.depths is not None
     index = torch.arange(nodes, device=sampled_ids.device)
-    matches = (tree.tokens == sampled_ids.gather(1, tree.parents.clamp(min=0))) & tree.valid
+    matches = (tree.tokens == sampled_ids.gather(1, tree.parents.clamp(min=0))) & tree.node_mask
     matches[:, 0] = True
     accepted = ~(tree.ancestor_mask & ~matches[:, None, :]).any(-1)
     # There is one accepted node per depth: write its index at its depth, all others to a column that is dropped.

@@ -155,7 +155,7 @@ def test_a_batch_gains_what_its_rows_gain(batch: int) -> None:
     budget = TreeSizeController(costs, batch, drafts=True)
     assert budget.choose_size(tree_of(GOOD, batch), batch) == 8
     tree = tree_of(GOOD, batch)
-    tree.valid[1:, 1:] = False
+    tree.node_mask[1:, 1:] = False
     if batch > 1:
         assert budget.choose_size(tree, batch) == 1
         assert budget.choose_size(tree, 1) == 8, "one live row: the others cost the same either way"
@@ -163,7 +163,7 @@ def test_a_batch_gains_what_its_rows_gain(batch: int) -> None:
 
 def test_invalid_nodes_promise_nothing() -> None:
     tree = tree_of([0.9] * 15)
-    tree.valid[:, 4:] = False
+    tree.node_mask[:, 4:] = False
     assert TreeSizeController(learned(linear(0.01)), 1, drafts=True).choose_size(tree, 1) == 4
 
 

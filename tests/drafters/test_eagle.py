@@ -137,7 +137,7 @@ def test_finished_rows_are_not_drafted(target: FakeTarget) -> None:
     taps = {NUM_LAYERS: torch.randn(2, 1, 32)}
     made.observe(state, build_result(root_only(2), [[0], []], [[7], []]), taps)
     tree = made.propose(state, 8, [True, False])
-    assert tree.valid[0].sum() == 8 and tree.valid[1].sum() == 0 and torch.isfinite(state.last_hidden).all()
+    assert tree.node_mask[0].sum() == 8 and tree.node_mask[1].sum() == 0 and torch.isfinite(state.last_hidden).all()
     assert made.propose(state, 8, [False, False]).num_nodes == made.propose(state, 1, [True, True]).num_nodes == 1
 
 

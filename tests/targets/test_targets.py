@@ -93,14 +93,14 @@ def bush(rng: random.Random, roots: Sequence[int], nodes: int, text: Sequence[in
     """A random sealed tree per row, deep and wide, a few nodes of it invalid."""
     tokens = torch.tensor([[rng.choice(text) for _ in range(nodes)] for _ in roots])
     parents = torch.tensor([[max(0, i - rng.choice((1, 1, 2, 4))) for i in range(nodes)] for _ in roots])
-    valid = torch.tensor([[rng.random() < 0.85 for _ in range(nodes)] for _ in roots])
-    return sanitize(DraftTree(tokens, parents, valid), torch.tensor(roots), torch.ones(200, dtype=torch.bool))
+    node_mask = torch.tensor([[rng.random() < 0.85 for _ in range(nodes)] for _ in roots])
+    return sanitize(DraftTree(tokens, parents, node_mask), torch.tensor(roots), torch.ones(200, dtype=torch.bool))
 
 
 def lines(tree: DraftTree, row: int) -> list[list[int]]:
     """Nodes from the root down to each leaf of a row, longest first."""
     assert tree.ancestor_mask is not None
-    live = [i for i in range(tree.num_nodes) if tree.valid[row, i]]
+    live = [i for i in range(tree.num_nodes) if tree.node_mask[row, i]]
     inner = {int(tree.parents[row, i]) for i in live}
     ends = [i for i in live if i not in inner]
     return sorted((tree.ancestor_mask[row, end].nonzero().flatten().tolist() for end in ends), key=len, reverse=True)
@@ -284,7 +284,7 @@ def test_nodes_do_not_see_their_siblings() -> None:
             after, _ = target.score(tree)
             assert tree.ancestor_mask is not None
             for row in range(2):
-                for node in tree.valid[row].nonzero().flatten().tolist():
+                for node in tree.node_mask[row].nonzero().flatten().tolist():
                     below = row == 0 and bool(tree.ancestor_mask[row, node, 3])
                     assert torch.equal(before[row, node], after[row, node]) != below
 
