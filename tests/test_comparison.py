@@ -225,7 +225,7 @@ def _trained_drafter() -> Any:
 def test_a_replica_shares_weights_and_copies_what_learns() -> None:
     drafter = _trained_drafter()
     drafter.depth_controller = FixedDepth(6)
-    drafter.depth_controller.record(1, 2, [1], pass_s=0.5, base_s=1.0)
+    drafter.depth_controller.record(1, 2, [1], level_s=0.5, base_s=1.0)
     drafter.cost_model.record_round(1, 0.1, 2.0)
     twin: Any = replicate(drafter)
     assert twin is not drafter and twin.head is drafter.head and twin.compressor is drafter.compressor
