@@ -19,6 +19,7 @@ FOLDERS = ("mmspec", "drafters", "vision", "app")
 LAYERS: tuple[tuple[str, ...], ...] = (
     (
         "files",
+        "reference",
         "engine.tree",
         "engine.kv_cache",
         "engine.gather",
