@@ -152,7 +152,7 @@ def forbidden_room(here: str, use: Import) -> str | None:
     if there in PARTS and here not in KNOW_PARTS:
         return f"{here} must not import {there}: only {' and '.join(sorted(KNOW_PARTS))} do"
     if there in PARTS and here == "patching" and use.eager:
-        return f"patching imports {there} by name inside a function, when it is asked for"
+        return f"patching imports {there} by name inside a function, on demand"
     return f"{here} must not import {there}, which lies above it" if layer(there) > layer(here) else None
 
 
