@@ -11,7 +11,7 @@ One round (`DecodeLoop.round`):
 
 Between rounds `output.advance` calls criteria and streamer, one output step at a time. Compared with assisted
 generation in transformers, one object (`target`) owns the KV cache, rows have lengths of their own, and there is no
-rejection sampling: `mmspec.engine.verify` has the acceptance rule.
+rejection sampling (`mmspec.engine.verify`).
 
 Depends only on the interfaces: not on the model, the drafter, or how an id is sampled. Letters: B rows, N nodes,
 V vocabulary.

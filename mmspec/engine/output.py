@@ -113,8 +113,8 @@ class OutputBuffer:
         """Emitted tokens of each row."""
         return [len(row) for row in self.emitted]
 
-    def max_emit(self, nodes: int) -> list[int]:
-        """Tokens that each row may emit in a round of `nodes` nodes; 0 makes a row wait.
+    def max_emit(self, num_nodes: int) -> list[int]:
+        """Tokens that each row may emit in a round of `num_nodes` nodes; 0 makes a row wait.
 
         Rows wait at the length limit and at the end of the noise window. Finished rows emit padding up to the longest
         unfinished row, so that they do not hold up a step.
@@ -124,8 +124,8 @@ class OutputBuffer:
         if self.noise is not None:
             limit = min(limit, self.steps + self.noise.window)
         longest = max(self._unfinished_lengths(), default=max(lengths))
-        ends = [min(limit, longest + nodes) if finished else limit for finished in self.finished]
-        return [max(0, min(nodes, end - length)) for end, length in zip(ends, lengths, strict=True)]
+        ends = [min(limit, longest + num_nodes) if finished else limit for finished in self.finished]
+        return [max(0, min(num_nodes, end - length)) for end, length in zip(ends, lengths, strict=True)]
 
     @property
     def padding_lag(self) -> int:
@@ -136,9 +136,9 @@ class OutputBuffer:
         padded = [length for length, finished in zip(self.num_emitted, self.finished, strict=True) if finished]
         return max(0, target - min(padded))
 
-    def noise_end(self, nodes: int) -> int:
-        """A round of `nodes` nodes uses the noise of steps below this one."""
-        end = max(self.num_emitted) + nodes
+    def noise_end(self, num_nodes: int) -> int:
+        """A round of `num_nodes` nodes uses the noise of steps below this one."""
+        end = max(self.num_emitted) + num_nodes
         return end if self.noise is None else min(end, self.steps + self.noise.window)
 
     def noise_ahead(self, depth: int) -> Tensor:
@@ -195,9 +195,9 @@ class OutputBuffer:
             row[: len(tokens)] = tokens[: len(row)]
         return True
 
-    def reserve(self, nodes: int) -> None:
-        """Allocate `sequences` for a round of `nodes` nodes."""
-        self._grow(max(self.num_emitted) + nodes)
+    def reserve(self, num_nodes: int) -> None:
+        """Allocate `sequences` for a round of `num_nodes` nodes."""
+        self._grow(max(self.num_emitted) + num_nodes)
 
     def output_lengths(self) -> list[int]:
         """Tokens of each row in the output, without the padding after its end."""

@@ -143,8 +143,8 @@ class TreeSampler:
         """Processed scores [B, N, V], each node with its own history."""
         if not self.processors:
             return logits
-        batch, nodes, vocab = logits.shape
-        scores = logits.reshape(batch * nodes, vocab)
+        batch, num_nodes, vocab = logits.shape
+        scores = logits.reshape(batch * num_nodes, vocab)
         groups: list[NodeGroup] | None = None
         for processor in self.processors:
             if type(processor) in STATELESS_PROCESSORS:
@@ -156,7 +156,7 @@ class TreeSampler:
             for group in groups:
                 flat_index = group.flat_index
                 scores[flat_index] = _for_rows(processor, group.rows)(group.history, scores[flat_index])
-        return scores.reshape(batch, nodes, vocab)
+        return scores.reshape(batch, num_nodes, vocab)
 
 
 def unknown(processors: Sequence[Any]) -> list[str]:

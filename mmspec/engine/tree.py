@@ -18,16 +18,16 @@ BUCKETS = (1, 2, 4, 8, 16, 32, 64)
 """Numbers of nodes that trees are padded to, so that few shapes occur (each may become a captured CUDA graph)."""
 
 
-def bucket_size(nodes: int) -> int:
-    """Smallest bucket of at least `nodes` nodes.
+def bucket_size(num_nodes: int) -> int:
+    """Smallest bucket of at least `num_nodes` nodes.
 
     Raises:
-        ValueError: `nodes` exceeds the largest bucket.
+        ValueError: `num_nodes` exceeds the largest bucket.
     """
     for size in BUCKETS:
-        if nodes <= size:
+        if num_nodes <= size:
             return size
-    raise ValueError(f"a tree has at most {BUCKETS[-1]} nodes, root included; got {nodes}")
+    raise ValueError(f"a tree has at most {BUCKETS[-1]} nodes, root included; got {num_nodes}")
 
 
 @dataclass
@@ -55,18 +55,18 @@ class DraftTree:
         """N, root included."""
         return self.tokens.shape[1]
 
-    def trim(self, nodes: int) -> DraftTree:
-        """The tree of the first `nodes` nodes; connected, since parents come before their children."""
-        if nodes >= self.num_nodes:
+    def trim(self, num_nodes: int) -> DraftTree:
+        """The tree of the first `num_nodes` nodes; connected, since parents come before their children."""
+        if num_nodes >= self.num_nodes:
             return self
         return replace(
             self,
-            tokens=self.tokens[:, :nodes],
-            parents=self.parents[:, :nodes],
-            node_mask=self.node_mask[:, :nodes],
-            scores=None if self.scores is None else self.scores[:, :nodes],
-            ancestor_mask=None if self.ancestor_mask is None else self.ancestor_mask[:, :nodes, :nodes],
-            depths=None if self.depths is None else self.depths[:, :nodes],
+            tokens=self.tokens[:, :num_nodes],
+            parents=self.parents[:, :num_nodes],
+            node_mask=self.node_mask[:, :num_nodes],
+            scores=None if self.scores is None else self.scores[:, :num_nodes],
+            ancestor_mask=None if self.ancestor_mask is None else self.ancestor_mask[:, :num_nodes, :num_nodes],
+            depths=None if self.depths is None else self.depths[:, :num_nodes],
         )
 
     def to(self, device: torch.device) -> DraftTree:
@@ -77,9 +77,9 @@ class DraftTree:
         moved = {name: tensor.to(device) for name, tensor in tensors.items() if tensor is not None}
         return replace(self, **moved)
 
-    def pad(self, nodes: int) -> DraftTree:
-        """The tree padded to `nodes` nodes, with False in `node_mask`."""
-        num_extra = nodes - self.num_nodes
+    def pad(self, num_nodes: int) -> DraftTree:
+        """The tree padded to `num_nodes` nodes, with False in `node_mask`."""
+        num_extra = num_nodes - self.num_nodes
         if num_extra <= 0:
             return self
         return DraftTree(
@@ -130,8 +130,8 @@ Expand = Callable[[Any], Iterable[tuple[int, float, Any]]]
 """State of a node -> (token, probability given its parent, state of the child) of its children, in any order."""
 
 
-def best_first(root: Any, expand: Expand, nodes: int, min_score: float = 0.02) -> list[Node]:
-    """The `nodes` - 1 descendants of the root with the highest probability, best first (DySpec, arXiv 2410.11744).
+def best_first(root: Any, expand: Expand, num_nodes: int, min_score: float = 0.02) -> list[Node]:
+    """The `num_nodes` - 1 descendants of the root with the highest probability, best first (DySpec, arXiv 2410.11744).
 
     A child's probability is at most its parent's, so every prefix of the result is a connected tree, and the best tree
     of its size under the given probabilities.
@@ -139,7 +139,7 @@ def best_first(root: Any, expand: Expand, nodes: int, min_score: float = 0.02) -
     Args:
         root: state of the root, the argument of the first call of `expand`.
         expand: lists the children of a node.
-        nodes: size of the tree, root included.
+        num_nodes: size of the tree, root included.
         min_score: nodes with a smaller probability are left out.
     """
     tree: list[Node] = []
@@ -155,10 +155,10 @@ def best_first(root: Any, expand: Expand, nodes: int, min_score: float = 0.02) -
                 heapq.heappush(heap, (-score, num_pushed, token, parent, child))
 
     push_children(root, 0, 1.0)
-    while heap and len(tree) < nodes - 1:
+    while heap and len(tree) < num_nodes - 1:
         negative_score, _, token, parent, state = heapq.heappop(heap)
         tree.append((token, parent, -negative_score))
-        if len(tree) < nodes - 1:
+        if len(tree) < num_nodes - 1:
             push_children(state, len(tree), -negative_score)
     return tree
 
@@ -174,11 +174,11 @@ def sanitize(tree: DraftTree, root_ids: Tensor, draftable: Tensor) -> DraftTree:
         root_ids: [B] int64, the last emitted tokens.
         draftable: [V] bool, False for ids that must never be drafted.
     """
-    batch, nodes = tree.tokens.shape
+    batch, num_nodes = tree.tokens.shape
     device = root_ids.device
-    if nodes == 1:
+    if num_nodes == 1:
         return root_only(batch, device, root_ids)
-    index = torch.arange(nodes, device=device)
+    index = torch.arange(num_nodes, device=device)
     tokens = tree.tokens.to(device)
     parents = tree.parents.to(device)
     clamped = tokens.clamp(0, draftable.shape[0] - 1)
@@ -193,7 +193,7 @@ def sanitize(tree: DraftTree, root_ids: Tensor, draftable: Tensor) -> DraftTree:
     parents[:, 0] = -1
     ancestor_mask = parents[:, :, None] == index
     ancestor_mask |= index[:, None] == index
-    for _ in range((nodes - 1).bit_length()):  # each squaring doubles the number of generations
+    for _ in range((num_nodes - 1).bit_length()):  # each squaring doubles the number of generations
         ancestor_mask = torch.matmul(ancestor_mask.float(), ancestor_mask.float()) > 0
     node_mask = ~(ancestor_mask & ~well_formed[:, None, :]).any(-1)
     tokens = torch.where(well_formed, clamped, 0)
