@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import operator
 import os
-import reprlib
 import threading
 import warnings
 from collections.abc import Mapping, Sequence
@@ -14,6 +12,7 @@ from typing import Any
 from mmspec.control.tree_size import DEFAULT_TREE_SIZE
 from mmspec.engine.tree import BUCKETS
 from mmspec.interfaces import CompressingDrafter, Compressor, Drafter, SizedCompressor, TargetInfo, TrainedDrafter
+from mmspec.reference import check_reference, resolve_reference_ids
 
 PER_CALL_OPTIONS = (
     "enabled",
@@ -66,7 +65,7 @@ class SpecConfig:
                 f"cpu_pack_weights must be True, False, or None (measure what is fastest); got "
                 f"{self.cpu_pack_weights!r}."
             )
-        _check_reference(self.reference)
+        check_reference(self.reference)
         _check_tree_size(self.tree_size)
         if self.compressor is not None:
             _check_compressor(self.compressor, self.drafter)
@@ -126,24 +125,6 @@ def resolve_tokenizer(processor: Any) -> Any:
     return tokenizer
 
 
-def resolve_reference_ids(rows: Any) -> list[list[int]] | None:
-    """Reference ids as lists of int, or None.
-
-    Raises:
-        TypeError, ValueError: not a non-empty list of lists of token ids.
-    """
-    if rows is None:
-        return None
-    rule = "reference_ids must be a list with one list of token ids per prompt, or with one for all, as [[5, 6, 7]]"
-    try:
-        token_ids = [[_token_id(token) for token in row] for row in rows]
-    except TypeError:
-        raise TypeError(f"{rule}; got {reprlib.repr(rows)}.") from None
-    if not token_ids:
-        raise ValueError(f"{rule}; got {reprlib.repr(rows)}. Omit it if there is no reference.")
-    return token_ids
-
-
 def _check_tree_size(tree_size: Any) -> None:
     if tree_size is None:
         return
@@ -151,23 +132,6 @@ def _check_tree_size(tree_size: Any) -> None:
         raise TypeError(f"tree_size must be an integer from 1 to {BUCKETS[-1]}, or None; got {tree_size!r}.")
     if not 1 <= tree_size <= BUCKETS[-1]:
         raise ValueError(f"tree_size must be 1 to {BUCKETS[-1]} (root included), or None; got {tree_size}.")
-
-
-def _check_reference(reference: Any) -> None:
-    if reference is None or isinstance(reference, str):
-        return
-    rule = "reference must be a string, or a list with one string per prompt"
-    if not isinstance(reference, Sequence) or not all(isinstance(text, str) for text in reference):
-        raise TypeError(f"{rule}; got {reprlib.repr(reference)}. Pass token ids as reference_ids.")
-    if not reference:
-        raise ValueError(f"{rule}; got {reprlib.repr(reference)}. Omit it if there is no reference.")
-
-
-def _token_id(value: Any) -> int:
-    """An integer of any integer type; strings, bools and floats are refused."""
-    if isinstance(value, bool):
-        raise TypeError
-    return operator.index(value)
 
 
 def target_info(adapter: Any, tokenizer: Any) -> TargetInfo:
@@ -246,40 +210,6 @@ def _check_compressor(compressor: Compressor, drafter: Drafter) -> None:
             f"compressor {compressor.name!r} has weights for hidden size {size}, drafter {drafter.name!r} reads "
             f"hidden size {expected}; build it with hidden_size={expected}, or choose one without weights."
         )
-
-
-def reference_rows(config: SpecConfig, tokenizer: Any, batch: int | None, num_return_sequences: int) -> list[list[int]]:
-    """One list of reference ids per row of the expanded batch (prompts times `num_return_sequences`).
-
-    Args:
-        batch: rows of the expanded batch; None validates only and returns an empty list.
-
-    Raises:
-        ValueError: text without a tokenizer, or another number of texts than prompts.
-    """
-    texts = config.reference
-    ids = config.reference_ids
-    if texts is None and ids is None:
-        return [[] for _ in range(batch or 0)]
-    if texts is not None:
-        if tokenizer is None:
-            raise ValueError("reference= is text and needs the tokenizer: pass processor=, or pass reference_ids=.")
-        texts = [texts] if isinstance(texts, str) else list(texts)
-        # Both forms: most tokenizers encode a text after a space differently than at the start of a line.
-        ids = [
-            [token for form in (text, " " + text) for token in tokenizer(form, add_special_tokens=False).input_ids]
-            for text in texts
-        ]
-    assert ids is not None
-    if batch is None:
-        return []
-    if len(ids) == 1:
-        ids = list(ids) * (batch // num_return_sequences)
-    if len(ids) * num_return_sequences != batch:
-        raise ValueError(
-            f"reference has {len(ids)} texts for {batch // num_return_sequences} prompts; pass one, or one per prompt."
-        )
-    return [list(row) for row in ids for _ in range(num_return_sequences)]
 
 
 class DrafterCache:

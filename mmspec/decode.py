@@ -19,17 +19,18 @@ from transformers.generation.stopping_criteria import MaxLengthCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from mmspec.call import CallContext, FallbackRequired, PreparedInputs
-from mmspec.config import reference_rows
 from mmspec.control.tree_size import TreeSizeController
 from mmspec.cpu.linear import find_linear_layers, use_fast_linears
+from mmspec.engine.criteria import UNLIMITED_STEPS, is_user_code
 from mmspec.engine.loop import DecodeLoop
-from mmspec.engine.output import UNLIMITED_STEPS, OutputBuffer, ReturnFlags, UserCodeHooks, is_user_code
+from mmspec.engine.output import OutputBuffer, ReturnFlags, UserCodeHooks
 from mmspec.engine.rng import RngGuard, SamplingNoise
 from mmspec.engine.sampler import TreeSampler, unknown
 from mmspec.engine.tree import DraftTree
 from mmspec.interfaces import Drafter, Prompt, SharedEmbeddings, VerifyResult, VisualGrid
 from mmspec.metrics.compression_stats import RecordingCompressor
 from mmspec.metrics.stats import Stats
+from mmspec.reference import reference_rows
 from mmspec.targets.base import ModelAdapter
 from mmspec.targets.hf import HFTarget
 from mmspec.targets.module_scan import scan_modules
@@ -208,6 +209,7 @@ def _build_prompt(call: CallContext, inputs: PreparedInputs, prefilled: Prefille
     if attention_mask is None:
         attention_mask = torch.ones_like(input_ids)
     model = call.adapter.model
+    config = call.config
     samples = output.noise is not None
     return Prompt(
         input_ids=input_ids,
@@ -218,7 +220,9 @@ def _build_prompt(call: CallContext, inputs: PreparedInputs, prefilled: Prefille
         hidden_states=prefilled.hidden_states,
         vocab_size=prefilled.logits.shape[-1],
         banned_ids=_banned_ids(call, inputs.config, prefilled.logits.shape[-1]),
-        reference_ids=reference_rows(call.config, call.tokenizer, batch, call.num_return_sequences),
+        reference_ids=reference_rows(
+            config.reference, config.reference_ids, call.tokenizer, batch, call.num_return_sequences
+        ),
         noise=output.noise_ahead if samples else None,
         temperature=float(inputs.config.temperature or 1.0) if samples else 1.0,
         shared_embeddings=SharedEmbeddings(model.get_input_embeddings(), model.get_output_embeddings()),

@@ -17,16 +17,15 @@ from typing import Any
 from mmspec.config import (
     DEPRECATED_OPTIONS,
     SpecConfig,
-    reference_rows,
     rename_deprecated,
     resolve_compressor,
     resolve_drafter,
-    resolve_reference_ids,
     resolve_tokenizer,
 )
 from mmspec.generate import DISABLED, PatchState
 from mmspec.interfaces import Compressor, Drafter
 from mmspec.metrics.stats import Stats
+from mmspec.reference import reference_rows, resolve_reference_ids
 from mmspec.targets.base import TREE_ATTENTION_KERNELS
 from mmspec.targets.registry import UnsupportedModelError, find_adapter
 
@@ -124,7 +123,7 @@ def patch(
         deterministic=deterministic,
         cpu_pack_weights=cpu_pack_weights,
     )
-    reference_rows(config, tokenizer, batch=None, num_return_sequences=1)
+    reference_rows(config.reference, config.reference_ids, tokenizer, batch=None, num_return_sequences=1)
     state = PatchState(adapter, config, spec, processor)
     if adapter.attention not in TREE_ATTENTION_KERNELS and "flash" in adapter.attention:
         state.original_attention = adapter.attention

@@ -36,17 +36,17 @@ def _model(family: str) -> PreTrainedModel:
 
 @pytest.fixture
 def model() -> Iterator[PreTrainedModel]:
-    """A patched model that says all its tokens."""
-    made = _model("llava")
-    made.generation_config.eos_token_id = None
-    mmspec.patch(made, drafter=adversarial.MalformedDrafter(1), tree_size=8)
-    yield made
-    mmspec.unpatch(made)
-    made.generation_config.eos_token_id = tiny.special_ids(made.tiny_spec).eos
+    """A patched model without an eos token."""
+    model = _model("llava")
+    model.generation_config.eos_token_id = None
+    mmspec.patch(model, drafter=adversarial.MalformedDrafter(1), tree_size=8)
+    yield model
+    mmspec.unpatch(model)
+    model.generation_config.eos_token_id = tiny.special_ids(model.tiny_spec).eos
 
 
 def plant(monkeypatch: pytest.MonkeyPatch, row: int, column: int, shift: int = 1) -> None:
-    """A bug: the loop picks another token in one place."""
+    """Plant a bug: the loop samples another token at one position."""
     pick = TreeSampler.sample
 
     def wrong(
@@ -109,8 +109,8 @@ def test_dictionaries_stop_strings_and_criteria_of_the_caller(model: PreTrainedM
     found = mmspec.compare(model, given, **GREEDY, stopping_criteria=own, return_dict_in_generate=True)
     assert found.identical and found.plain_ids.shape[1] == length + 5
     assert len(log.calls) == 10 and len(own) == 1
-    words = tiny.token_texts(model.tiny_spec)
-    stop = words[int(found.plain_ids[0, length + 1])]
+    texts = tiny.token_texts(model.tiny_spec)
+    stop = texts[int(found.plain_ids[0, length + 1])]
     found = mmspec.compare(model, given, **GREEDY, stop_strings=stop, tokenizer=tiny.build_tokenizer(model.tiny_spec))
     assert found.identical and found.plain_ids.shape[1] <= length + 12
 
@@ -143,8 +143,8 @@ def test_a_planted_token_is_found(
     assert torch.equal(torch.get_rng_state(), state)
     divergence = found.first_divergence
     assert not found.identical and (found.rows, found.rows_identical) == (3, 2) and divergence is not None
-    place, length = (divergence.row, divergence.column), given["input_ids"].shape[1]
-    assert place == (row, column)
+    position, length = (divergence.row, divergence.column), given["input_ids"].shape[1]
+    assert position == (row, column)
     assert divergence.plain == int(found.plain_ids[row, length + column])
     assert divergence.patched == int(found.patched_ids[row, length + column]) == (divergence.plain + 1) % 120
     with mmspec.disabled(model):
@@ -159,14 +159,14 @@ def test_an_end_that_came_too_early_is_found(model: PreTrainedModel, monkeypatch
     given = tiny.build_inputs(model, 5, 1)
     length = given["input_ids"].shape[1]
     with mmspec.disabled(model):
-        said = model.generate(**given, **GREEDY)[0, length:].tolist()
-    eos = next(token for token in range(120) if token not in said)
+        tokens = model.generate(**given, **GREEDY)[0, length:].tolist()
+    eos = next(token for token in range(120) if token not in tokens)
     model.generation_config.eos_token_id = eos
-    plant(monkeypatch, 0, 3, shift=eos - said[3])
+    plant(monkeypatch, 0, 3, shift=eos - tokens[3])
     found = mmspec.compare(model, given, **GREEDY)
     divergence = found.first_divergence
     assert not found.identical and divergence is not None and found.patched_ids.shape[1] == length + 4
-    assert (divergence.row, divergence.column, divergence.plain, divergence.patched) == (0, 3, said[3], eos)
+    assert (divergence.row, divergence.column, divergence.plain, divergence.patched) == (0, 3, tokens[3], eos)
 
 
 def test_rows_that_differ_only_in_padding_are_the_same(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,7 +225,7 @@ def _trained_drafter() -> Any:
 def test_a_replica_shares_weights_and_copies_what_learns() -> None:
     drafter = _trained_drafter()
     drafter.depth_controller = FixedDepth(6)
-    drafter.depth_controller.record(1, 2, [1], pass_s=0.5, base_s=1.0)
+    drafter.depth_controller.record(1, 2, [1], level_s=0.5, base_s=1.0)
     drafter.cost_model.record_round(1, 0.1, 2.0)
     twin: Any = replicate(drafter)
     assert twin is not drafter and twin.head is drafter.head and twin.compressor is drafter.compressor
@@ -290,17 +290,17 @@ def test_an_error_leaves_the_generator_alone(model: PreTrainedModel) -> None:
 def test_as_dict_and_table(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     given = tiny.build_inputs(model, 5, 2)
     found = mmspec.compare(model, given, repeats=2, **GREEDY)
-    made = json.loads(json.dumps(found.as_dict()))
-    assert made["identical"] is True and made["first_divergence"] is None
-    assert len(made["plain"]) == len(made["patched"]) == 2 and made["stats"]["calls"] == 2
+    values = json.loads(json.dumps(found.as_dict()))
+    assert values["identical"] is True and values["first_divergence"] is None
+    assert len(values["plain"]) == len(values["patched"]) == 2 and values["stats"]["calls"] == 2
     lines = str(found).splitlines()
     assert len(lines) == 4 and lines[1].startswith("plain") and lines[2].startswith("patched")
     assert lines[3].startswith("outputs identical; tau ")
     plant(monkeypatch, 1, 2)
     found = mmspec.compare(model, given, **GREEDY)
-    made = json.loads(json.dumps(found.as_dict()))
-    assert made["rows"] == 2 and made["rows_identical"] == 1
-    assert set(made["first_divergence"]) == {"row", "column", "plain", "patched", "margin"}
+    values = json.loads(json.dumps(found.as_dict()))
+    assert values["rows"] == 2 and values["rows_identical"] == 1
+    assert set(values["first_divergence"]) == {"row", "column", "plain", "patched", "margin"}
     assert "tensor" not in repr(found)
 
 

@@ -84,21 +84,21 @@ PLAIN_WAYS: dict[str, tuple[str, Kwargs]] = {
 
 
 def _arguments(model: PreTrainedModel, more: Kwargs) -> Kwargs:
-    """The arguments of one call, with what must be made afresh."""
-    made = dict(more)
-    if "assistant_model" in made:
-        made["assistant_model"] = made["assistant_model"]()
-    if (kind := made.get("past_key_values")) is not None:
+    """The arguments of one call; models and caches are built anew."""
+    arguments = dict(more)
+    if "assistant_model" in arguments:
+        arguments["assistant_model"] = arguments["assistant_model"]()
+    if (kind := arguments.get("past_key_values")) is not None:
         room = {"max_cache_len": 80} if kind is StaticCache else {}
-        made["past_key_values"] = kind(config=model.config.get_text_config(), **room)
-    return made
+        arguments["past_key_values"] = kind(config=model.config.get_text_config(), **room)
+    return arguments
 
 
 def _attempt(model: PreTrainedModel, given: tiny.Inputs, more: Kwargs, greedy: Kwargs) -> tuple[Any, str, Tensor]:
-    made = _arguments(model, more)
+    arguments = _arguments(model, more)
     torch.manual_seed(2)
     try:
-        result: Any = model.generate(**{**given, **greedy, **made})
+        result: Any = model.generate(**{**given, **greedy, **arguments})
         return result if isinstance(result, Tensor) else result.sequences, "", torch.get_rng_state()
     except Exception as error:
         return None, f"{type(error).__name__}: {error}", torch.get_rng_state()
@@ -131,9 +131,9 @@ def _went_plain(
     if error:
         return  # what HF refuses, it refuses; nothing to be warned of
     assert encoded == images
-    told = [record.getMessage() for record in caplog.records if record.name.startswith("mmspec")]
-    assert len(told) == 1, told
-    assert any(part in told[0] for part in word.split("|")), told
+    messages = [record.getMessage() for record in caplog.records if record.name.startswith("mmspec")]
+    assert len(messages) == 1, messages
+    assert any(part in messages[0] for part in word.split("|")), messages
 
 
 @pytest.mark.parametrize("name", PLAIN_WAYS)

@@ -19,6 +19,7 @@ FOLDERS = ("mmspec", "drafters", "vision", "app")
 LAYERS: tuple[tuple[str, ...], ...] = (
     (
         "files",
+        "reference",
         "engine.tree",
         "engine.kv_cache",
         "engine.gather",
@@ -27,7 +28,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "control.draft_cost",
         "targets.vision_attention",
     ),
-    ("engine.sampler", "engine.rng", "interfaces", "control.depth"),
+    ("engine.sampler", "engine.rng", "engine.criteria", "interfaces.*", "control.depth"),
     ("engine.verify", "engine.tree_cache", "metrics.*", "control.tree_size", "engine.output"),
     ("drafters", "vision"),
     ("targets.*", "fallback", "config"),
@@ -41,10 +42,10 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("__main__",),
 )
 LOOP_IMPORTS = {
-    "engine.verify", "engine.output", "engine.tree", "engine.sampler", "control.tree_size", "metrics.*", "interfaces",
+    "engine.verify", "engine.output", "engine.tree", "engine.sampler", "control.tree_size", "metrics.*", "interfaces.*",
 }  # fmt: skip
 KNOW_TRANSFORMERS = {
-    "generate", "decode", "engine.tree_cache", "engine.sampler", "engine.output", "comparison", "targets.*", "app",
+    "generate", "decode", "engine.tree_cache", "engine.sampler", "engine.criteria", "comparison", "targets.*", "app",
 }  # fmt: skip
 KNOW_MEDIA = {"app", "vision"}
 MEDIA = {"gradio", "decord", "av", "matplotlib"}
@@ -151,7 +152,7 @@ def forbidden_room(here: str, use: Import) -> str | None:
     if there in PARTS and here not in KNOW_PARTS:
         return f"{here} must not import {there}: only {' and '.join(sorted(KNOW_PARTS))} do"
     if there in PARTS and here == "patching" and use.eager:
-        return f"patching imports {there} by name inside a function, when it is asked for"
+        return f"patching imports {there} by name inside a function, on demand"
     return f"{here} must not import {there}, which lies above it" if layer(there) > layer(here) else None
 
 

@@ -65,8 +65,8 @@ def test_weights_stay_small() -> None:
     heads = list((ROOT / "drafters" / "weights").glob("*/model.safetensors"))
     assert heads and max(file.stat().st_size for file in heads) <= 5e6
     tests = (ROOT / "tests").rglob("*.safetensors")
-    kept = [*tests, *(ROOT / file for file in packaged_files() if file.suffix == ".safetensors")]
-    assert sum(file.stat().st_size for file in kept) <= 64e6
+    weights = [*tests, *(ROOT / file for file in packaged_files() if file.suffix == ".safetensors")]
+    assert sum(file.stat().st_size for file in weights) <= 64e6
 
 
 def test_pins_satisfy_the_requirements() -> None:
@@ -103,7 +103,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def pip(*arguments: str) -> None:
-    """Run pip, showing what it said if it fails."""
+    """Run pip; shows its output if it fails."""
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""`patch` and `unpatch` as seen from outside: what they refuse, what they leave alone, and who may share a model."""
+"""Public behaviour of `patch` and `unpatch`: refused arguments, unchanged state, and sharing a model."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ def shared(family: str = "llava") -> PreTrainedModel:
 @pytest.fixture
 def model() -> Iterator[PreTrainedModel]:
     """A plain model; what a test leaves on it is taken off."""
-    made = shared()
-    yield made
-    mmspec.unpatch(made)
+    model = shared()
+    yield model
+    mmspec.unpatch(model)
 
 
 def picture(model: PreTrainedModel) -> dict[str, Any]:
@@ -160,20 +160,20 @@ def test_a_patched_model_can_be_freed() -> None:
 
 @FAMILIES
 def test_what_a_call_returns_can_be_trained_with(family: str) -> None:
-    """The loop may run in inference mode; nothing made in it may reach the caller or stay on the model."""
+    """The loop may run in inference mode; no tensor created in it may reach the caller or stay on the model."""
     model = tiny.build_model(tiny.ModelSpec(family, seed=6))
     given = tiny.build_inputs(model, 1, 2)
     mmspec.patch(model, drafter=adversarial.BranchingDrafter(1), tree_size=8)
     flags = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
     for options, chosen in ((GREEDY, {}), (SAMPLED, {}), (GREEDY, {"drafter": "none"})):
-        said = model.generate(**given, **flags, **options, mmspec=chosen)
-        layers = [part for layer in said.past_key_values.layers for part in (layer.keys, layer.values)]
-        for tensor in (said.sequences, *said.scores, *said.logits, *layers):
+        output = model.generate(**given, **flags, **options, mmspec=chosen)
+        layers = [part for layer in output.past_key_values.layers for part in (layer.keys, layer.values)]
+        for tensor in (output.sequences, *output.scores, *output.logits, *layers):
             assert not tensor.is_inference()
     left = [name for name, part in [*model.named_parameters(), *model.named_buffers()] if part.is_inference()]
     assert not left
     model.train()
-    ids = said.sequences
+    ids = output.sequences
     mask = torch.ones_like(ids)
     rest = {name: part for name, part in given.items() if name not in ("input_ids", "attention_mask")}
     if "mm_token_type_ids" in rest:
@@ -310,9 +310,9 @@ BADLY = pytest.mark.parametrize("name", BAD)
 
 @BADLY
 def test_bad_settings_leave_nothing_behind(model: PreTrainedModel, name: str) -> None:
-    options, error, words = BAD[name]
+    options, error, message = BAD[name]
     before = picture(model)
-    with pytest.raises(error, match=words) as failed:
+    with pytest.raises(error, match=message) as failed:
         mmspec.patch(model, **options)
     assert "\n" not in str(failed.value)
     assert picture(model) == before and not mmspec.is_patched(model)
@@ -321,12 +321,12 @@ def test_bad_settings_leave_nothing_behind(model: PreTrainedModel, name: str) ->
 
 @BADLY
 def test_bad_settings_of_a_call_leave_nothing_behind(model: PreTrainedModel, name: str) -> None:
-    options, error, words = BAD[name]
+    options, error, message = BAD[name]
     given = tiny.build_inputs(model, 1, 1)
     plain = model.generate(**given, **GREEDY)
     mmspec.patch(model, drafter=adversarial.BranchingDrafter(1), tree_size=8)
     before, state = picture(model), torch.get_rng_state()
-    with pytest.raises(error, match=words):
+    with pytest.raises(error, match=message):
         model.generate(**given, **SAMPLED, mmspec=options)
     assert picture(model) == before and torch.equal(torch.get_rng_state(), state)
     assert mmspec.stats(model) == Stats()
@@ -513,13 +513,13 @@ def test_disabled_wins_over_the_options_of_a_call(model: PreTrainedModel) -> Non
 
 def test_disabled_holds_in_its_own_thread(model: PreTrainedModel) -> None:
     mmspec.patch(model, drafter="none")
-    seen: list[bool] = []
+    is_served: list[bool] = []
     with mmspec.disabled():
-        thread = threading.Thread(target=lambda: seen.append(served(model)))
+        thread = threading.Thread(target=lambda: is_served.append(served(model)))
         thread.start()
         thread.join()
         assert not served(model)
-    assert seen == [True]
+    assert is_served == [True]
 
 
 def test_disabled_holds_in_its_own_task(model: PreTrainedModel) -> None:
@@ -556,9 +556,9 @@ def test_two_threads_on_one_model(family: str, drafter: str) -> None:
     def work(i: int) -> None:
         try:
             for _ in range(3):
-                said = model.generate(**given[i], **GREEDY)
-                if not torch.equal(said, plain[i]):
-                    wrong.append((i, said.tolist()))
+                ids = model.generate(**given[i], **GREEDY)
+                if not torch.equal(ids, plain[i]):
+                    wrong.append((i, ids.tolist()))
         except Exception as error:
             wrong.append(error)
 
@@ -580,23 +580,23 @@ def test_two_threads_on_one_model(family: str, drafter: str) -> None:
 
 
 def test_text_streamers(model: PreTrainedModel, capsys: pytest.CaptureFixture[str]) -> None:
-    words, given = tiny.build_tokenizer(tiny.ModelSpec()), tiny.build_inputs(model, 1, 1)
+    tokenizer, given = tiny.build_tokenizer(tiny.ModelSpec()), tiny.build_inputs(model, 1, 1)
     for options in ({"skip_prompt": True}, {"skip_special_tokens": True}):
-        plain = model.generate(**given, **GREEDY, streamer=TextStreamer(words, **options))
+        plain = model.generate(**given, **GREEDY, streamer=TextStreamer(tokenizer, **options))
         text = capsys.readouterr().out
         assert text.strip()
         mmspec.patch(model, drafter=adversarial.OracleDrafter(1, [plain]), tree_size=8)
-        model.generate(**given, **GREEDY, streamer=TextStreamer(words, **options))
+        model.generate(**given, **GREEDY, streamer=TextStreamer(tokenizer, **options))
         assert capsys.readouterr().out == text
         assert mmspec.stats(model).num_accepted_tokens > 0
         mmspec.unpatch(model)
 
 
 def test_streaming_from_a_thread(model: PreTrainedModel) -> None:
-    words, given = tiny.build_tokenizer(tiny.ModelSpec()), tiny.build_inputs(model, 1, 1)
+    tokenizer, given = tiny.build_tokenizer(tiny.ModelSpec()), tiny.build_inputs(model, 1, 1)
 
     def pieces() -> list[str]:
-        streamer = TextIteratorStreamer(words, skip_prompt=True, timeout=60)
+        streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=60)
         thread = threading.Thread(target=lambda: model.generate(**given, **GREEDY, streamer=streamer))
         thread.start()
         got = list(streamer)
@@ -615,22 +615,22 @@ def pipe() -> Any:
     return pipeline("image-text-to-text", model=model, processor=processor)
 
 
-def asked(words: str) -> list[dict[str, Any]]:
-    """A chat with a picture in it."""
+def build_chat(question: str) -> list[dict[str, Any]]:
+    """A chat with one image."""
     image = Image.radial_gradient("L").convert("RGB").resize((40, 50))
-    return [{"role": "user", "content": [{"type": "image", "image": image}, {"type": "text", "text": words}]}]
+    return [{"role": "user", "content": [{"type": "image", "image": image}, {"type": "text", "text": question}]}]
 
 
-def answers(pipe: Any, **options: Any) -> list[Any]:
+def run_pipeline(pipe: Any, **options: Any) -> list[Any]:
     """Generated texts for a single question and for a batch."""
-    made = []
-    for text in (asked("describe the image"), [asked("describe the image"), asked("what is this")]):
+    answers = []
+    for text in (build_chat("describe the image"), [build_chat("describe the image"), build_chat("what is this")]):
         torch.manual_seed(1)
-        said = pipe(text=text, **copy.deepcopy(options))
-        rows = said if isinstance(said[0], dict) else [row for group in said for row in group]
+        output = pipe(text=text, **copy.deepcopy(options))
+        rows = output if isinstance(output[0], dict) else [row for group in output for row in group]
         texts = [row["generated_text"] for row in rows]
-        made.append([text if isinstance(text, str) else text[-1]["content"] for text in texts])
-    return made
+        answers.append([text if isinstance(text, str) else text[-1]["content"] for text in texts])
+    return answers
 
 
 @pytest.mark.parametrize(
@@ -646,10 +646,10 @@ def answers(pipe: Any, **options: Any) -> list[Any]:
 )
 def test_pipelines_just_work(pipe: Any, options: dict[str, Any]) -> None:
     options["max_new_tokens"] = 14
-    plain = answers(pipe, **options)
+    plain = run_pipeline(pipe, **options)
     mmspec.patch(pipe.model, tree_size=8)
     try:
-        assert answers(pipe, **options) == plain
+        assert run_pipeline(pipe, **options) == plain
         stats = mmspec.stats(pipe.model)
         assert stats.calls >= 2 and not stats.fallback_calls and all(all(texts) for texts in plain)
     finally:
@@ -658,11 +658,11 @@ def test_pipelines_just_work(pipe: Any, options: dict[str, Any]) -> None:
 
 def test_a_pipeline_made_of_a_patched_model(pipe: Any) -> None:
     options = {"max_new_tokens": 10, "generate_kwargs": {"do_sample": False}}
-    plain = answers(pipe, **options)
+    plain = run_pipeline(pipe, **options)
     mmspec.patch(pipe.model, tree_size=8, processor=pipe.processor)
     try:
         again = pipeline("image-text-to-text", model=pipe.model, processor=pipe.processor)
-        assert answers(again, **options) == plain and mmspec.stats(pipe.model).calls >= 2
+        assert run_pipeline(again, **options) == plain and mmspec.stats(pipe.model).calls >= 2
     finally:
         mmspec.unpatch(pipe.model)
 
@@ -671,7 +671,7 @@ def test_a_pipeline_made_of_a_patched_model(pipe: Any) -> None:
 
 
 class Clumsy(adversarial.BranchingDrafter):
-    """Raises once, at a chosen place."""
+    """Raises once, in a chosen method."""
 
     def __init__(self, where: str) -> None:
         super().__init__(1)

@@ -68,8 +68,8 @@ class RecordingDrafter:
 def _round(verdict: VerifyResult, start: int, proposed: int | None) -> Round:
     """The valid nodes of the scored tree, renumbered without gaps."""
     tree = verdict.tree
-    valid = tree.valid[0].tolist()
-    nodes = [node for node, on in enumerate(valid) if on]
+    node_mask = tree.node_mask[0].tolist()
+    nodes = [node for node, on in enumerate(node_mask) if on]
     number = {node: index for index, node in enumerate(nodes)} | {-1: -1}
     tokens, parents = tree.tokens[0].tolist(), tree.parents[0].tolist()
     scores = None if tree.scores is None else tree.scores[0].tolist()

@@ -138,8 +138,8 @@ def _fix_depth(drafter: Any, depth: int, name: str) -> None:
     if not isinstance(chosen, DepthController) or chosen.max_levels < 2:
         raise UsageError(f"@DEPTH is for drafters that draft level by level, which {drafter.name!r} does not: {name}")
     drafter.depth_controller, drafter.max_lookahead = (
-        FixedDepth(depth, chosen.steps_per_level),
-        depth * chosen.steps_per_level,
+        FixedDepth(depth, chosen.tokens_per_level),
+        depth * chosen.tokens_per_level,
     )
 
 

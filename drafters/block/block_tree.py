@@ -132,7 +132,7 @@ def select_nodes(
     return DraftTree(
         tokens=functional.pad(tokens, (1, 0)),
         parents=functional.pad(parents, (1, 0), value=-1),
-        valid=functional.pad(scores > float("-inf"), (1, 0), value=True),
+        node_mask=functional.pad(scores > float("-inf"), (1, 0), value=True),
         scores=functional.pad(scores.exp(), (1, 0), value=1.0),
     )
 

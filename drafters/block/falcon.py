@@ -62,7 +62,7 @@ class FalconDrafter(BlockDrafter):
             )
         if passes < 1:
             raise ValueError(f"passes must be at least 1; got {passes}.")
-        self.depth_controller = DepthController(passes, steps_per_level=self.block_size)
+        self.depth_controller = DepthController(passes, tokens_per_level=self.block_size)
         self.max_lookahead = passes * self.block_size
 
     def _forward(self, state: EagleState, inputs: Tensor, position_ids: Tensor, counts: list[int]) -> None:

@@ -180,7 +180,7 @@ class EagleDrafter:
         num_steps = state.depth - 1
         step_s = state.draft_s / num_steps if num_steps else 0.0
         # A tree that is smaller than its depth has no nodes on the last levels.
-        num_levels = -(-(result.tree.num_nodes - 1) // self.depth_controller.steps_per_level)
+        num_levels = -(-(result.tree.num_nodes - 1) // self.depth_controller.tokens_per_level)
         depth = min(state.depth, num_levels)
         self.depth_controller.record(len(counts), depth, num_accepted, step_s, round_s - num_steps * step_s)
         state.timer.record_round(round_s, 1 + sum(num_accepted) / len(num_accepted))
@@ -202,7 +202,7 @@ class EagleDrafter:
         state.timer.record_draft(timestamp, max(state.kv_cache.seq_lens), state.depth)
         state.draft_s = time.perf_counter() - draft_start
         if not all(active):
-            tree.valid &= torch.tensor(active, device=tree.valid.device)[:, None]
+            tree.node_mask &= torch.tensor(active, device=tree.node_mask.device)[:, None]
         return tree
 
     # --- inputs of the head, overridden by architectures --------------------------------------------------------------

@@ -1,6 +1,8 @@
-"""Number of draft levels per round that yields the most tokens per second, from measured costs and acceptance.
+"""Controller of the number of draft levels per round: the highest expected tokens per second.
 
-Learns from the decoding rounds themselves; one object serves all calls of a drafter. Affects speed only.
+One forward of the draft head computes one *level* of the draft tree, which extends paths by `tokens_per_level` tokens;
+the forward of the first level also reads the tokens that were accepted since. Costs and acceptance are learned from the
+decoding rounds themselves; one object serves all calls of a drafter. Affects speed only.
 """
 
 from __future__ import annotations
@@ -25,16 +27,16 @@ class DepthStats:
     """Measurements at one batch size.
 
     Attributes:
-        num_accepted: [d] decayed number of rows whose draft token at depth d was accepted.
-        num_offered: [d] decayed number of rows whose tokens before depth d were all accepted.
-        pass_s: seconds of one level after the first, which includes processing the new tokens.
+        num_accepted: [d] decayed number of rows whose draft token at depth d + 1 was accepted.
+        num_reached: [d] decayed number of rows whose draft tokens up to depth d were all accepted.
+        level_s: seconds of one level after the first.
         base_s: seconds of a round without the levels after the first.
         rounds: number of `choose` calls.
     """
 
     num_accepted: list[float]
-    num_offered: list[float]
-    pass_s: float = 0.0
+    num_reached: list[float]
+    level_s: float = 0.0
     base_s: float = 0.0
     rounds: int = 0
 
@@ -44,14 +46,14 @@ class DepthController:
     """Chooses 1 to `max_levels` levels.
 
     Attributes:
-        max_levels: most levels of a draft.
-        steps_per_level: tokens along a path that one level drafts (block drafters: more than one).
+        max_levels: largest number of levels of a draft.
+        tokens_per_level: tokens by which a level extends a path (block drafters: more than one).
         prior_acceptance: assumed acceptance of each token before anything is measured.
         by_batch: {batch size: measurements}.
     """
 
     max_levels: int
-    steps_per_level: int = 1
+    tokens_per_level: int = 1
     prior_acceptance: float = 0.75
     by_batch: dict[int, DepthStats] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
@@ -68,49 +70,49 @@ class DepthController:
         return twin
 
     def choose(self, batch: int) -> int:
-        """Number of levels of the coming round, for the most expected tokens per second."""
+        """Number of levels of the coming round, for the highest expected tokens per second."""
         with self.lock:
             stats = self._stats(batch)
             stats.rounds += 1
-            if not stats.pass_s or not stats.base_s:
+            if not stats.level_s or not stats.base_s:
                 return self.max_levels
             best, best_rate = 1, 0.0
             expected_tokens = path_probability = 1.0
             for level in range(self.max_levels):
-                for step in range(level * self.steps_per_level, (level + 1) * self.steps_per_level):
-                    path_probability *= stats.num_accepted[step] / stats.num_offered[step]
+                for depth in range(level * self.tokens_per_level, (level + 1) * self.tokens_per_level):
+                    path_probability *= stats.num_accepted[depth] / stats.num_reached[depth]
                     expected_tokens += path_probability
-                rate = expected_tokens / (stats.base_s + level * stats.pass_s)
+                rate = expected_tokens / (stats.base_s + level * stats.level_s)
                 if rate > best_rate:
                     best, best_rate = level + 1, rate
             return min(self.max_levels, best + (stats.rounds % PROBE_EVERY == 0))
 
-    def record(self, batch: int, levels: int, accepted: list[int], pass_s: float, base_s: float) -> None:
+    def record(self, batch: int, num_levels: int, num_accepted: list[int], level_s: float, base_s: float) -> None:
         """Update after a round.
 
         Args:
             batch: batch size.
-            levels: levels that were drafted and scored.
-            accepted: number of accepted draft tokens of each row.
-            pass_s: seconds of one level after the first; 0 if there was none.
+            num_levels: levels that were drafted and scored.
+            num_accepted: number of accepted draft tokens of each row.
+            level_s: seconds of one level after the first; 0 if there was none.
             base_s: seconds of the round without those levels.
         """
         with self.lock:
             stats = self._stats(batch)
-            for step in range(min(levels, self.max_levels) * self.steps_per_level):
-                if offered := sum(count >= step for count in accepted):
-                    stats.num_offered[step] = EVIDENCE_DECAY * stats.num_offered[step] + offered
-                    new = sum(count > step for count in accepted)
-                    stats.num_accepted[step] = EVIDENCE_DECAY * stats.num_accepted[step] + new
-            if pass_s:
-                stats.pass_s = ema(stats.pass_s, pass_s, 0.1, restart_below=0.5)
+            for depth in range(min(num_levels, self.max_levels) * self.tokens_per_level):
+                if reached := sum(count >= depth for count in num_accepted):
+                    accepted = sum(count > depth for count in num_accepted)
+                    stats.num_reached[depth] = EVIDENCE_DECAY * stats.num_reached[depth] + reached
+                    stats.num_accepted[depth] = EVIDENCE_DECAY * stats.num_accepted[depth] + accepted
+            if level_s:
+                stats.level_s = ema(stats.level_s, level_s, 0.1, restart_below=0.5)
             stats.base_s = ema(stats.base_s, base_s, 0.1, restart_below=0.5)
 
     def _stats(self, batch: int) -> DepthStats:
         if batch not in self.by_batch:
-            steps = self.max_levels * self.steps_per_level
+            max_depth = self.max_levels * self.tokens_per_level
             prior = PRIOR_COUNT * self.prior_acceptance
-            self.by_batch[batch] = DepthStats([prior] * steps, [PRIOR_COUNT] * steps)
+            self.by_batch[batch] = DepthStats([prior] * max_depth, [PRIOR_COUNT] * max_depth)
         return self.by_batch[batch]
 
 

@@ -22,7 +22,7 @@ BUCKETS_PER_OCTAVE = 4
 MIN_LENGTH_RATIO = 1.25
 """A slope is estimated once two measured lengths differ by at least this factor."""
 EXPLORE_EVERY = 32
-"""Every so many prompts more tokens are kept than seems best, so that an outdated high cost is measured again."""
+"""Every so many prompts more visual tokens are kept than the estimate prefers, so that high costs are remeasured."""
 MEAN_WEIGHT = 0.1
 """Weight of a new value in the running means of a batch size."""
 
@@ -130,7 +130,7 @@ class DraftCostModel:
             return DraftCosts(prefill_token_s, draft_token_s, measured.round_s, max(1.0, measured.tokens_per_round))
 
     def exploration(self, batch: int) -> int:
-        """1 to keep fewer visual tokens than seems best for the coming prompt, -1 to keep more, else 0.
+        """1 to keep fewer visual tokens than the estimate prefers for the coming prompt, -1 to keep more, else 0.
 
         The first prompt warms up, the second is measured, the third is shorter: then two lengths are measured.
         """

@@ -1,9 +1,9 @@
-"""Controller of the tree size of each round, so that speculation is not slower than plain decoding.
+"""Controller of the tree size of each round, so that speculative decoding is not slower than plain decoding.
 
 Learns, from real rounds of the running process, the seconds of a forward over (B, N) nodes and of a draft. Weighs them
-against the drafter's scores (probabilities that nodes are accepted), calibrated by how many tokens were accepted. When
-drafting has lost time, the drafter is called so rarely that at most `MAX_OVERHEAD` of the time is lost. No separate
-timing pass, no effect on the output. Independent of models and drafters.
+against the drafter's scores (probabilities that nodes are accepted), calibrated by how many tokens were accepted. If
+drafting costs time on average, the drafter is called so rarely that it costs at most `MAX_NET_COST` of the time. No
+separate timing pass, no effect on the output. Independent of models and drafters.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ DEFAULT_NODE_COST = {"cpu": 0.11, "other": 0.01}
 """Assumed cost of one more node by device, as a fraction of a one-node forward, until it is measured."""
 MIN_GAIN = 1.05
 """Factor by which the expected tokens of a larger tree must exceed those of decoding otherwise in the same time."""
-MAX_OVERHEAD = 0.01
-"""Largest share of the time that may be lost by drafting that does not pay."""
+MAX_NET_COST = 0.01
+"""Largest fraction of the decoding time that unprofitable drafting may cost."""
 MAX_BACKOFF = 512
-"""Most rounds without a call of the drafter."""
+"""Largest number of rounds without a call of the drafter."""
 CALIBRATION_DECAY = 0.0005
 """Fraction by which `CostModel.calibration` below 1 recovers in each round without a draft."""
 REMEASURE_EVERY = 128
@@ -37,13 +37,16 @@ COST_WEIGHT = 0.2
 
 
 @dataclass
-class DraftOverhead:
-    """Gain or loss of drafting at one batch size.
+class DraftNetCost:
+    """Whether drafting saves time at one batch size, and how long the drafter is not called if it does not.
+
+    The net cost of a draft is the time that it adds to a round, minus the time in which plain decoding would emit the
+    accepted tokens.
 
     Attributes:
-        mean_s: mean seconds lost per draft; negative if drafting pays.
-        tokens: mean tokens that an active row emits in a round with a draft.
-        seconds: mean seconds of a round with a draft.
+        mean_s: mean net cost of a draft in seconds; negative if drafting saves time.
+        tokens_per_round: mean tokens that an active row emits in a round with a draft.
+        round_s: mean seconds of a round with a draft.
         num_drafts: number of drafts counted.
         backoff: rounds until the drafter is called again.
         rounds_since_plain: rounds since the last one-node round, over all calls.
@@ -52,28 +55,28 @@ class DraftOverhead:
     """
 
     mean_s: float = 0.0
-    tokens: float = 0.0
-    seconds: float = 0.0
+    tokens_per_round: float = 0.0
+    round_s: float = 0.0
     num_drafts: int = 0
     backoff: int = 0
     rounds_since_plain: int = 0
     measured_sizes: set[int] = field(default_factory=set)
 
-    def add(self, lost_s: float, tokens: float, seconds: float) -> None:
+    def add(self, net_cost_s: float, tokens: float, round_s: float) -> None:
         """Count one draft: arithmetic means of the first ten, then exponential ones with weight 0.1."""
         self.num_drafts += 1
         weight = max(1 / self.num_drafts, 0.1)
-        self.mean_s += weight * (lost_s - self.mean_s)
-        self.tokens += weight * (tokens - self.tokens)
-        self.seconds += weight * (seconds - self.seconds)
+        self.mean_s += weight * (net_cost_s - self.mean_s)
+        self.tokens_per_round += weight * (tokens - self.tokens_per_round)
+        self.round_s += weight * (round_s - self.round_s)
 
     def back_off(self, plain_s: float) -> None:
-        """Skip so many rounds that the mean loss is at most `MAX_OVERHEAD` of their time; fewer while evidence is thin.
+        """Skip so many rounds that the mean net cost is at most `MAX_NET_COST` of their time; fewer after few drafts.
 
         Args:
             plain_s: seconds of a round of plain decoding.
         """
-        self.backoff = min(MAX_BACKOFF, 2**self.num_drafts, int(self.mean_s / (MAX_OVERHEAD * plain_s)))
+        self.backoff = min(MAX_BACKOFF, 2**self.num_drafts, int(self.mean_s / (MAX_NET_COST * plain_s)))
 
 
 @dataclass
@@ -84,7 +87,7 @@ class CostModel:
         device: "cpu" or "other", selects the assumed node cost.
         score_s: {(B, N): seconds of the target's forward}.
         overhead_s: {(B, N): seconds of a round outside draft and forward}.
-        draft_overhead: {B: gain or loss of drafting}.
+        draft_net_cost: {B: net cost of drafting}.
         calibration: ratio of accepted tokens to those that the drafter's scores predicted.
         num_calibrations: rounds that `calibration` is based on.
     """
@@ -92,22 +95,22 @@ class CostModel:
     device: str = "cpu"
     score_s: dict[tuple[int, int], float] = field(default_factory=dict)
     overhead_s: dict[tuple[int, int], float] = field(default_factory=dict)
-    draft_overhead: dict[int, DraftOverhead] = field(default_factory=dict)
+    draft_net_cost: dict[int, DraftNetCost] = field(default_factory=dict)
     calibration: float = 1.0
     num_calibrations: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CostModel:
         with self.lock:
-            overheads = {
-                batch: replace(overhead, measured_sizes=set(overhead.measured_sizes))
-                for batch, overhead in self.draft_overhead.items()
+            net_costs = {
+                batch: replace(net_cost, measured_sizes=set(net_cost.measured_sizes))
+                for batch, net_cost in self.draft_net_cost.items()
             }
             return type(self)(
                 self.device,
                 dict(self.score_s),
                 dict(self.overhead_s),
-                overheads,
+                net_costs,
                 self.calibration,
                 self.num_calibrations,
             )
@@ -169,14 +172,14 @@ class TreeSizeController:
         self.drafts = drafts
         self.fixed_tree_size = fixed_tree_size
         self.max_tree_size = fixed_tree_size or max_tree_size
-        self._overhead = costs.draft_overhead.setdefault(batch, DraftOverhead()) if drafts else DraftOverhead()
+        self._net_cost = costs.draft_net_cost.setdefault(batch, DraftNetCost()) if drafts else DraftNetCost()
         self._expected_gain = 0.0  # tokens beyond one per row that the chosen tree is expected to bring, uncalibrated
         self._num_active = 0  # rows that were drafted for in this round
 
     @property
     def should_draft(self) -> bool:
         """Whether the drafter is called in the coming round."""
-        return self.drafts and (self._overhead.backoff == 0 or self.fixed_tree_size is not None)
+        return self.drafts and (self._net_cost.backoff == 0 or self.fixed_tree_size is not None)
 
     def choose_size(self, tree: DraftTree, num_active: int, max_gain: float = math.inf) -> int:
         """Number of nodes of `tree` worth scoring; 1 is plain decoding.
@@ -188,7 +191,7 @@ class TreeSizeController:
         Args:
             tree: the draft.
             num_active: rows that are still being decoded.
-            max_gain: most tokens beyond one each that these rows may still emit.
+            max_gain: upper bound of the tokens beyond one each that these rows may still emit.
         """
         self._expected_gain = 0.0
         if self.fixed_tree_size:
@@ -215,7 +218,7 @@ class TreeSizeController:
         """Count a round without a call of the drafter."""
         if not self.drafts:
             return
-        self._overhead.backoff = max(0, self._overhead.backoff - 1)
+        self._net_cost.backoff = max(0, self._net_cost.backoff - 1)
         with self.costs.lock:  # recovers slowly, so that larger trees are tried again from time to time
             self.costs.calibration += CALIBRATION_DECAY * max(0.0, 1 - self.costs.calibration)
 
@@ -232,29 +235,29 @@ class TreeSizeController:
         if not self.drafts:
             return
         costs = self.costs
-        overhead = self._overhead
+        net_cost = self._net_cost
         costs.update(costs.score_s, (self.batch, num_nodes), score_s)
         costs.update(costs.overhead_s, (self.batch, num_nodes), overhead_s)
-        overhead.rounds_since_plain = 0 if num_nodes == 1 else overhead.rounds_since_plain + 1
-        if overhead.rounds_since_plain > REMEASURE_EVERY:
-            overhead.backoff = max(overhead.backoff, 1)
+        net_cost.rounds_since_plain = 0 if num_nodes == 1 else net_cost.rounds_since_plain + 1
+        if net_cost.rounds_since_plain > REMEASURE_EVERY:
+            net_cost.backoff = max(net_cost.backoff, 1)
         if self._expected_gain > 0:
             costs.calibrate(num_accepted / self._expected_gain)
         if self._num_active:
             round_s = draft_s + score_s + overhead_s
-            self._update_overhead(num_nodes, draft_s, round_s, num_accepted / self._num_active)
+            self._update_net_cost(num_nodes, draft_s, round_s, num_accepted / self._num_active)
         self._expected_gain = 0.0
         self._num_active = 0
 
     def _rate(self, plain_s: float) -> float:
         """Tokens per second and active row: of plain decoding, or of rounds with drafts where these are faster."""
         plain_rate = 1 / plain_s if plain_s else 0.0
-        if not self._overhead.seconds:
+        if not self._net_cost.round_s:
             return plain_rate
-        return max(plain_rate, self._overhead.tokens / self._overhead.seconds)
+        return max(plain_rate, self._net_cost.tokens_per_round / self._net_cost.round_s)
 
-    def _update_overhead(self, num_nodes: int, draft_s: float, round_s: float, gain: float) -> None:
-        """After a draft: if drafting loses time on average, back off.
+    def _update_net_cost(self, num_nodes: int, draft_s: float, round_s: float, gain: float) -> None:
+        """After a draft: back off if drafting costs time on average.
 
         Uses mean costs, not those of this round: single rounds are noisy.
 
@@ -264,22 +267,22 @@ class TreeSizeController:
             round_s: seconds of the whole round.
             gain: tokens beyond one per active row.
         """
-        overhead = self._overhead
-        if num_nodes not in overhead.measured_sizes:
-            overhead.measured_sizes.add(num_nodes)
+        net_cost = self._net_cost
+        if num_nodes not in net_cost.measured_sizes:
+            net_cost.measured_sizes.add(num_nodes)
             return
         plain_s = self.costs.round_s(self.batch, 1)
-        lost_s = draft_s - gain * plain_s
+        net_cost_s = draft_s - gain * plain_s
         if num_nodes > 1:
-            lost_s += self.costs.round_s(self.batch, num_nodes) - plain_s
-        overhead.add(lost_s, 1 + gain, round_s)
-        if lost_s > 0 and overhead.mean_s > 0 and plain_s:
-            overhead.back_off(plain_s)
+            net_cost_s += self.costs.round_s(self.batch, num_nodes) - plain_s
+        net_cost.add(net_cost_s, 1 + gain, round_s)
+        if net_cost_s > 0 and net_cost.mean_s > 0 and plain_s:
+            net_cost.back_off(plain_s)
 
     def _expected_gains(self, tree: DraftTree, num_active: int) -> list[float]:
         """[N] expected tokens beyond one per row if the first n + 1 nodes are scored, summed over rows."""
         if tree.scores is None or tree.scores.device.type != "cpu":  # reading scores would synchronise the device
             return [0.3 * num_active * node for node in range(tree.num_nodes)]  # `calibration` corrects it
-        scores = torch.where(tree.valid, tree.scores, 0.0)
+        scores = torch.where(tree.node_mask, tree.scores, 0.0)
         scores[:, 0] = 0.0
         return scores.sum(0).cumsum(0).tolist()

@@ -1,14 +1,17 @@
-"""The decode loop: rounds of draft, score, verify and commit until every row is finished.
+"""The decode loop: rounds of draft, score, accept and commit until every row is finished.
 
 One round (`DecodeLoop.round`):
 
-    tree = propose(...)                 draft tree, sanitized; the root alone is plain decoding
+    tree = _build_tree(...)             draft tree, sanitized and padded; the root alone is plain decoding
     logits = target.score(tree)         one forward over the nodes of all rows
-    result = verify(tree, logits)       sample an id at every node, accept the path of matching nodes
+    result = _sample_and_accept(...)    sample an id at every node, accept the path of matching nodes, copy to the host
     target.commit(result)               keep the accepted nodes in the KV cache
     output.emit(result)                 append the emitted tokens to each row
     drafter.observe(result)             let the drafter follow
-    output.advance()                    criteria, streamer and scores, one output step at a time
+
+Between rounds `output.advance` calls criteria and streamer, one output step at a time. Compared with assisted
+generation in transformers, one object (`target`) owns the KV cache, rows have lengths of their own, and there is no
+rejection sampling (`mmspec.engine.verify`).
 
 Depends only on the interfaces: not on the model, the drafter, or how an id is sampled. Letters: B rows, N nodes,
 V vocabulary.
@@ -38,8 +41,8 @@ class RoundTimes:
     """Seconds of one round, by phase.
 
     Attributes:
-        draft_s: `propose` and `observe` of the drafter.
-        score_s: the target's forward and verification, with the copy to the host.
+        draft_s: `Drafter.propose` and `observe`, and the checks of the tree.
+        score_s: the target's forward, sampling, acceptance, and the copy to the host.
         overhead_s: everything else.
     """
 
@@ -83,7 +86,8 @@ class DecodeLoop:
         """
         batch = prompt_logits.shape[0]
         self.stats.row_forwards = [0] * batch
-        result, scores, logits = self.verify(root_only(batch, prompt_logits.device), prompt_logits[:, None])
+        root = root_only(batch, prompt_logits.device)
+        result, scores, logits = self._sample_and_accept(root, prompt_logits[:, None])
         state = self.drafter.begin(prompt)
         self.output.emit(result, scores, logits)
         self.drafter.observe(state, result, {})
@@ -95,31 +99,31 @@ class DecodeLoop:
         self.stats.decode_s += time.perf_counter() - first_token_time
 
     def round(self, state: Any) -> None:
-        """One round: draft, score, verify, commit. `state` is the drafter's."""
+        """One round: draft, score, accept, commit. `state` is the drafter's."""
         start = time.perf_counter()
-        tree, has_draft = self.propose(state)
+        tree, has_draft = self._build_tree(state)
         active = self._active_rows(self.output.max_emit(tree.num_nodes))
-        proposed = time.perf_counter()
+        built = time.perf_counter()
         logits, hidden_states = self.target.score(tree, self.drafter.requirements.hidden_state_indices)
         try:
-            result, scores, raw_logits = self.verify(tree, logits, has_draft)
+            result, scores, raw_logits = self._sample_and_accept(tree, logits, with_top_ids=has_draft)
         except Exception as error:
             if self.output.stepwise:
                 raise
-            self._fall_back_to_stepwise(error)
+            self._disable_speculation(error)
             return
-        verified = time.perf_counter()
+        accepted = time.perf_counter()
         self.target.commit(result)
         self.output.emit(result, scores, raw_logits)
         emitted = time.perf_counter()
         result = _drop_inactive_rows(result, active)
-        if not self.output.fell_back:  # emitted tokens were dropped then, and the drafter would see some twice
+        if not self.output.speculation_disabled:  # tokens were dropped then, and the drafter would receive some twice
             self.drafter.observe(state, result, hidden_states)
-        draft_s = (proposed - start) + (time.perf_counter() - emitted)
-        self._record(result, active, has_draft, RoundTimes(draft_s, verified - proposed, emitted - verified))
+        draft_s = (built - start) + (time.perf_counter() - emitted)
+        self._record(result, active, has_draft, RoundTimes(draft_s, accepted - built, emitted - accepted))
 
-    def propose(self, state: Any) -> tuple[DraftTree, bool]:
-        """The sanitized tree of this round, and whether the drafter was called for it."""
+    def _build_tree(self, state: Any) -> tuple[DraftTree, bool]:
+        """The tree to score, sanitized and padded, and whether the drafter was called for it."""
         output = self.output
         device = self.draftable.device
         root_ids = torch.tensor([row[-1] for row in output.emitted], device=device)
@@ -129,7 +133,7 @@ class DecodeLoop:
         else:
             self.controller.skip_draft()
             tree = root_only(len(root_ids), device, root_ids)
-        if not output.stepwise:  # nodes for the padding of finished rows
+        if not output.stepwise:  # nodes for the padding that finished rows still have to emit
             tree = tree.pad(bucket_size(min(output.padding_lag + 1, BUCKETS[-1])))
         if should_draft or tree.num_nodes > 1:
             tree = sanitize(tree, root_ids, self.draftable)
@@ -138,7 +142,7 @@ class DecodeLoop:
             tree = replace_with_chain(tree, finished, torch.tensor(output.pad_token_id, device=device))
         return tree, should_draft
 
-    def verify(
+    def _sample_and_accept(
         self, tree: DraftTree, logits: Tensor, with_top_ids: bool = False
     ) -> tuple[VerifyResult, Tensor, Tensor]:
         """Sample an id at every node, accept the matching path, and copy the result to the host in one transfer.
@@ -154,28 +158,24 @@ class DecodeLoop:
         Raises:
             RuntimeError: no id can be sampled at an accepted node.
         """
-        output, num_nodes = self.output, tree.num_nodes
-        output.reserve(num_nodes)
+        output = self.output
+        output.reserve(tree.num_nodes)
         raw_logits = logits.to(device=output.sequences.device, dtype=torch.float32)
         if raw_logits.is_inference() and output.stepwise:
             raw_logits = raw_logits.clone()  # user code may write into it
-        sampled_ids, scores, invalid = self._sample(tree, raw_logits)
-        finished = torch.tensor(output.finished, device=sampled_ids.device) if any(output.finished) else None
-        if finished is not None:
-            sampled_ids = torch.where(finished[:, None], output.pad_token_id, sampled_ids)
-        max_emit = torch.tensor(output.max_emit(num_nodes), device=sampled_ids.device)
-        path, counts, tokens = accept_path(tree, sampled_ids, max_emit, output.stop_ids, finished)
-        parts = {"counts": counts[:, None], "tokens": tokens, "path": path}
-        if num_nodes > 1:
-            parts["tree_sizes"] = tree.valid.sum(1, keepdim=True)
-        if invalid is not None:
-            parts["invalid"] = invalid.gather(1, path)
+        sampled_ids, scores, is_nan = self._sample(tree, raw_logits)
+        path, counts, tokens = self._accept(tree, sampled_ids)
+        on_device = {"counts": counts[:, None], "tokens": tokens, "path": path}
+        if tree.num_nodes > 1:
+            on_device["tree_sizes"] = tree.node_mask.sum(1, keepdim=True)
+        if is_nan is not None:
+            on_device["is_nan"] = is_nan.gather(1, path)
         if with_top_ids and (top_k := min(self.drafter.requirements.top_k, raw_logits.shape[-1])):
-            parts["scored_ids"] = torch.where(tree.valid, tree.tokens, -1)
-            parts["top_ids"] = raw_logits.topk(top_k).indices.flatten(1)
-        host = _to_host(parts)
+            on_device["scored_ids"] = torch.where(tree.node_mask, tree.tokens, -1)
+            on_device["top_ids"] = raw_logits.topk(top_k).indices.flatten(1)
+        host = _copy_to_host(on_device)
         num_emitted = [count for (count,) in host["counts"]]
-        if any(any(row[:count]) for row, count in zip(host.get("invalid", []), num_emitted, strict=False)):
+        if any(any(row[:count]) for row, count in zip(host.get("is_nan", []), num_emitted, strict=False)):
             raise RuntimeError(self.sampler.nan_message)
         result = VerifyResult(
             tree=tree,
@@ -185,7 +185,7 @@ class DecodeLoop:
             emitted_ids=[row[:count] for row, count in zip(host["tokens"], num_emitted, strict=True)],
             accepted_nodes=[row[:count] for row, count in zip(host["path"], num_emitted, strict=True)],
             tree_sizes=[size for (size,) in host.get("tree_sizes", [[1]] * len(num_emitted))],
-            top_ids=[_split(row, num_nodes) for row in host["top_ids"]] if "top_ids" in host else None,
+            top_ids=[_split(row, tree.num_nodes) for row in host["top_ids"]] if "top_ids" in host else None,
             scored_ids=host.get("scored_ids"),
         )
         return result, scores, raw_logits
@@ -213,10 +213,20 @@ class DecodeLoop:
             output.apply_user_edits()
         return sampled
 
-    def _fall_back_to_stepwise(self, error: Exception) -> None:
-        """Drop what is provisional after an error at a draft: plain decoding might never come to that node."""
+    def _accept(self, tree: DraftTree, sampled_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """`accept_path` within the limits of each row. In finished rows the pad id replaces every sampled id."""
+        output = self.output
+        device = sampled_ids.device
+        finished = torch.tensor(output.finished, device=device) if any(output.finished) else None
+        if finished is not None:
+            sampled_ids = torch.where(finished[:, None], output.pad_token_id, sampled_ids)
+        max_emit = torch.tensor(output.max_emit(tree.num_nodes), device=device)
+        return accept_path(tree, sampled_ids, max_emit, output.stop_ids, finished)
+
+    def _disable_speculation(self, error: Exception) -> None:
+        """After an error at a draft token, which plain decoding might never reach: drop it, and draft no more."""
         self.warn(f"{type(error).__name__} at a draft ({error}); the rest of this call is decoded without drafts")
-        self.output.fall_back_to_stepwise()
+        self.output.disable_speculation()
         self.target.crop(self._cached_lengths(), zero_tail=True)
 
     def _cached_lengths(self) -> list[int]:
@@ -267,13 +277,13 @@ def _drop_inactive_rows(result: VerifyResult, active: list[bool]) -> VerifyResul
     )
 
 
-def _to_host(parts: dict[str, Tensor]) -> dict[str, list[list[int]]]:
+def _copy_to_host(on_device: dict[str, Tensor]) -> dict[str, list[list[int]]]:
     """{name: [B, n] on the device} -> {name: B lists of n}, in one transfer."""
-    rows = torch.cat(list(parts.values()), dim=1).tolist()
+    rows = torch.cat(list(on_device.values()), dim=1).tolist()
     result = {}
     start = 0
-    for name, part in parts.items():
-        end = start + part.shape[1]
+    for name, tensor in on_device.items():
+        end = start + tensor.shape[1]
         result[name] = [row[start:end] for row in rows]
         start = end
     return result

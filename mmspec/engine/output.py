@@ -8,21 +8,17 @@ one it goes on until the whole batch stops. Semantics of `GenerationMixin._sampl
 
 from __future__ import annotations
 
-import math
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.generation import stopping_criteria as hf
 
+from mmspec.engine.criteria import CriterionInputs, StepCriteria
 from mmspec.engine.rng import SamplingNoise
 from mmspec.interfaces import VerifyResult
 
-UNLIMITED_STEPS = 1 << 40
-"""Length limit of a call without a length criterion."""
 INITIAL_STEPS = 256
 """Steps that are allocated at first."""
 
@@ -59,7 +55,7 @@ class OutputBuffer:
         prompt_length: L.
         finished: per row, whether it emits padding from now on.
         stepwise: all rows emit one token per round, which some user code needs for exactness.
-        fell_back: provisional tokens were dropped and this call is decoded without drafts from then on.
+        speculation_disabled: provisional tokens were dropped, and the rest of the call is `stepwise`.
         max_steps: number of steps after which every row stops.
         stop_ids: [E] int64 ids that end a row, or None.
         sync_finished_rows: finished rows emit their padding before a step is complete.
@@ -90,19 +86,16 @@ class OutputBuffer:
         """
         returns = returns or ReturnFlags()
         batch, self.prompt_length = input_ids.shape
-        self.criteria = list(criteria)
+        self.criteria = StepCriteria(criteria, input_ids.device)
         self.streamer = streamer
         self.noise = noise
         self.hooks = hooks or UserCodeHooks()
         self.stepwise = stepwise
-        self.fell_back = False
-        self.pads_finished_rows = any(hasattr(criterion, "eos_token_id") for criterion in self.criteria)
+        self.speculation_disabled = False
         self.pad_token_id = pad_token_id if pad_token_id is not None else 0
         self.sync_finished_rows = returns.scores or returns.logits or returns.cache or stepwise
-        self.max_steps = self._length_limit()
-        eos_ids = [c.eos_token_id.flatten() for c in self.criteria if type(c) is hf.EosTokenCriteria]
-        self.stop_ids = torch.cat(eos_ids).to(input_ids.device) if eos_ids else None
-        self._stop_id_set = frozenset(self.stop_ids.tolist()) if self.stop_ids is not None else frozenset()
+        self.max_steps = self.criteria.max_steps(self.prompt_length)
+        self.stop_ids = self.criteria.stop_ids
         self.emitted: list[list[int]] = [[] for _ in range(batch)]
         self.steps = 0
         self.finished = [False] * batch
@@ -112,8 +105,7 @@ class OutputBuffer:
         self._grow(min(self.max_steps, INITIAL_STEPS) + 1)
         self._scores: list[Tensor] | None = [] if returns.scores else None
         self._logits: list[Tensor] | None = [] if returns.logits else None
-        self._has_user_criteria = any(map(is_user_code, self.criteria))
-        self._checks_rng = noise is not None and (streamer is not None or self._has_user_criteria)
+        self._checks_rng = noise is not None and (streamer is not None or self.criteria.has_user_code)
         self._user_ids = input_ids  # `input_ids` of the last completed step that user code received; it may write there
 
     @property
@@ -121,8 +113,8 @@ class OutputBuffer:
         """Emitted tokens of each row."""
         return [len(row) for row in self.emitted]
 
-    def max_emit(self, nodes: int) -> list[int]:
-        """Tokens that each row may emit in a round of `nodes` nodes; 0 makes a row wait.
+    def max_emit(self, num_nodes: int) -> list[int]:
+        """Tokens that each row may emit in a round of `num_nodes` nodes; 0 makes a row wait.
 
         Rows wait at the length limit and at the end of the noise window. Finished rows emit padding up to the longest
         unfinished row, so that they do not hold up a step.
@@ -132,8 +124,8 @@ class OutputBuffer:
         if self.noise is not None:
             limit = min(limit, self.steps + self.noise.window)
         longest = max(self._unfinished_lengths(), default=max(lengths))
-        ends = [min(limit, longest + nodes) if finished else limit for finished in self.finished]
-        return [max(0, min(nodes, end - length)) for end, length in zip(ends, lengths, strict=True)]
+        ends = [min(limit, longest + num_nodes) if finished else limit for finished in self.finished]
+        return [max(0, min(num_nodes, end - length)) for end, length in zip(ends, lengths, strict=True)]
 
     @property
     def padding_lag(self) -> int:
@@ -144,9 +136,9 @@ class OutputBuffer:
         padded = [length for length, finished in zip(self.num_emitted, self.finished, strict=True) if finished]
         return max(0, target - min(padded))
 
-    def noise_end(self, nodes: int) -> int:
-        """A round of `nodes` nodes uses the noise of steps below this one."""
-        end = max(self.num_emitted) + nodes
+    def noise_end(self, num_nodes: int) -> int:
+        """A round of `num_nodes` nodes uses the noise of steps below this one."""
+        end = max(self.num_emitted) + num_nodes
         return end if self.noise is None else min(end, self.steps + self.noise.window)
 
     def noise_ahead(self, depth: int) -> Tensor:
@@ -163,7 +155,7 @@ class OutputBuffer:
             self._collect(self._logits, logits, result)
         for row, tokens in enumerate(result.emitted_ids):
             self.emitted[row].extend(tokens)
-            if self.pads_finished_rows and tokens and tokens[-1] in self._stop_id_set:
+            if self.criteria.has_eos and tokens and tokens[-1] in self.criteria.stop_id_set:
                 self.finished[row] = True
 
     def advance(self) -> bool:
@@ -178,9 +170,9 @@ class OutputBuffer:
         sequences = self.sequences[:, : self.prompt_length + self.steps].clone()
         return sequences, self._completed(self._scores), self._completed(self._logits)
 
-    def fall_back_to_stepwise(self) -> None:
+    def disable_speculation(self) -> None:
         """Drop the provisional tokens and go on one step at a time, with the errors that transformers would raise."""
-        self.stepwise = self.fell_back = True
+        self.stepwise = self.speculation_disabled = True
         if self.noise is not None:
             self.noise.disable_lookahead(self.steps - 1)
         for row, tokens in enumerate(self.emitted):
@@ -203,9 +195,9 @@ class OutputBuffer:
             row[: len(tokens)] = tokens[: len(row)]
         return True
 
-    def reserve(self, nodes: int) -> None:
-        """Allocate `sequences` for a round of `nodes` nodes."""
-        self._grow(max(self.num_emitted) + nodes)
+    def reserve(self, num_nodes: int) -> None:
+        """Allocate `sequences` for a round of `num_nodes` nodes."""
+        self._grow(max(self.num_emitted) + num_nodes)
 
     def output_lengths(self) -> list[int]:
         """Tokens of each row in the output, without the padding after its end."""
@@ -233,9 +225,9 @@ class OutputBuffer:
                 self._stop_row(row, step + 1)
         if self.streamer is not None:
             self.streamer.put(torch.tensor(tokens, device="cpu"))
-        if (self._has_user_criteria and self.apply_user_edits()) or self.hooks.cache_was_written():
-            self.fall_back_to_stepwise()  # the provisional tokens continue another text
-            if self.pads_finished_rows:
+        if (self.criteria.has_user_code and self.apply_user_edits()) or self.hooks.cache_was_written():
+            self.disable_speculation()  # the provisional tokens continue another text
+            if self.criteria.has_eos:
                 self.finished = list(self._stopped)
         if self._checks_rng:
             self._check_rng()
@@ -246,33 +238,20 @@ class OutputBuffer:
     def _stop_row(self, row: int, length: int) -> None:
         """Stop a row after `length` tokens; with an eos criterion, replace what follows by padding."""
         self._stopped[row] = True
-        if self.pads_finished_rows:
+        if self.criteria.has_eos:
             self.finished[row] = True
             self._stop_step[row] = length
             self._truncate(row, length)
 
     def _run_criteria(self, step: int, tokens: list[int]) -> list[bool]:
-        """The rows that the criteria stop at this step. Every criterion is called, as in transformers."""
+        """The rows that the criteria stop at this step."""
         length = self.prompt_length + step + 1
-        stopped = [False] * len(tokens)
-        results: list[Any] = []
-        input_ids: Tensor | None = None
-        for criterion in self.criteria:
-            if type(criterion) is hf.EosTokenCriteria:
-                if input_ids is not None and self._has_user_criteria:
-                    tokens = input_ids[:, -1].tolist()
-                stopped = [done or token in self._stop_id_set for done, token in zip(stopped, tokens, strict=True)]
-            elif type(criterion) is hf.MaxLengthCriteria and not _exceeds_positions(criterion, length):
-                if length >= criterion.max_length:
-                    stopped = [True] * len(tokens)
-            elif type(criterion) is hf.MaxTimeCriteria:
-                if time.time() - criterion.initial_timestamp > criterion.max_time:
-                    stopped = [True] * len(tokens)
-            else:
-                if input_ids is None:  # one tensor for all: what one criterion writes the next ones read
-                    input_ids = self._user_ids = self._copy_ids(length)
-                results.append(criterion(input_ids, self._completed(self._scores)))
-        return _combine(stopped, results, self.sequences.device) if results else stopped
+
+        def build_inputs() -> CriterionInputs:
+            self._user_ids = self._copy_ids(length)
+            return self._user_ids, self._completed(self._scores)
+
+        return self.criteria.stopped_rows(tokens, length, build_inputs)
 
     def _copy_ids(self, length: int) -> Tensor:
         """[B, length] a new tensor, since user code may keep or change it."""
@@ -285,7 +264,7 @@ class OutputBuffer:
         """Fall back if user code drew from the generator: later steps must be drawn after that."""
         assert self.noise is not None
         if not self.noise.immediate and not self.noise.rng_contended and self.noise.rng_changed():
-            self.fall_back_to_stepwise()
+            self.disable_speculation()
 
     def _truncate(self, row: int, length: int) -> None:
         """Cut a row to `length` tokens."""
@@ -293,7 +272,7 @@ class OutputBuffer:
         del tokens[length:]
         self.sequences[row, self.prompt_length + len(tokens) :] = self.pad_token_id
         if not self._stopped[row]:
-            self.finished[row] = self.pads_finished_rows and bool(tokens) and tokens[-1] in self._stop_id_set
+            self.finished[row] = self.criteria.has_eos and bool(tokens) and tokens[-1] in self.criteria.stop_id_set
 
     def _write(self, result: VerifyResult) -> None:
         """Write the emitted tokens behind each row of `sequences`; its last column takes those that are not emitted."""
@@ -325,27 +304,3 @@ class OutputBuffer:
                 self.sequences[:, -1] = self.pad_token_id
             shape = (self.sequences.shape[0], num_new + (capacity < 0))
             self.sequences = torch.cat([self.sequences, self.sequences.new_full(shape, self.pad_token_id)], dim=1)
-
-    def _length_limit(self) -> int:
-        lengths = [c.max_length for c in self.criteria if type(c) is hf.MaxLengthCriteria]
-        return max(1, math.ceil(min(lengths)) - self.prompt_length) if lengths else UNLIMITED_STEPS
-
-
-def _exceeds_positions(criterion: hf.MaxLengthCriteria, length: int) -> bool:
-    """Whether the criterion warns at this length, so that it must be called: the model's positions are exceeded."""
-    limit = criterion.max_position_embeddings
-    return limit is not None and length > limit
-
-
-def _combine(stopped: list[bool], results: list[Any], device: torch.device) -> list[bool]:
-    """The results of all criteria, combined as transformers does, whatever their shapes and dtypes."""
-    stop = torch.tensor(stopped, device=device)
-    for result in results:
-        stop = stop | result
-    ones = torch.ones(len(stopped), dtype=torch.long, device=device)
-    return [not unfinished for unfinished in (ones & ~stop).tolist()]
-
-
-def is_user_code(criterion: Any) -> bool:
-    """Whether a criterion is user code, which may have any side effect, including drawing random numbers."""
-    return type(criterion) not in (hf.EosTokenCriteria, hf.MaxLengthCriteria, hf.MaxTimeCriteria, hf.StopStringCriteria)

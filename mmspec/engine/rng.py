@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 class GeneratorLock:
-    """Lock for changes to torch's default generators, with a count of the changes that were made under it.
+    """Lock for changes to torch's default generators, with a count of the changes under it.
 
     The generators are global to the process, so the lock is as well: calls in several threads must not interleave
     within a draw, and `RngGuard` must know whether another call changed a generator.
@@ -201,7 +201,7 @@ class RngGuard:
                 generator.set_state(state)
 
     def _num_foreign_updates(self) -> int:
-        """Generator changes made by other calls."""
+        """Generator changes by other calls."""
         own = 0 if self._noise is None else self._noise.num_rng_updates
         return GENERATOR_LOCK.num_updates - own
 

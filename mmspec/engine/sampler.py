@@ -95,16 +95,16 @@ class TreeSampler:
             noise_end: only the noise of steps below it is drawn (`OutputBuffer.noise_end`).
 
         Returns:
-            sampled_ids [B, N] int64, processed scores [B, N, V] float32, and invalid [B, N] bool, True where no id can
-            be sampled (nan, or no id with a positive probability). `invalid` is None where transformers samples the
-            same id or raises the error itself.
+            sampled_ids [B, N] int64, processed scores [B, N, V] float32, and is_nan [B, N] bool, True where the
+            probabilities are nan, so that no id can be sampled. `is_nan` is None where transformers samples the same
+            id or raises the error itself.
         """
         if tree.num_nodes == 1 and len(set(num_emitted)) == 1:  # all rows at the same step, as in transformers
             return self._sample_step(logits, sequences, num_emitted[0], prompt_length, noise_end)
         scores = self._process_nodes(logits, tree, sequences, num_emitted, prompt_length)
         if self.noise is None:
             sampled_ids = scores.argmax(-1)
-            # The loop raises only if an emitted node is invalid: nan after a wrong draft token is no error.
+            # The loop raises only for nan at an emitted node: nan after a wrong draft token is no error.
             return sampled_ids, scores, scores.gather(-1, sampled_ids[:, :, None])[:, :, 0].isnan()
         assert tree.depths is not None and not self.noise.immediate
         self.noise.draw(noise_end)  # after the processors, in the order of transformers
@@ -143,8 +143,8 @@ class TreeSampler:
         """Processed scores [B, N, V], each node with its own history."""
         if not self.processors:
             return logits
-        batch, nodes, vocab = logits.shape
-        scores = logits.reshape(batch * nodes, vocab)
+        batch, num_nodes, vocab = logits.shape
+        scores = logits.reshape(batch * num_nodes, vocab)
         groups: list[NodeGroup] | None = None
         for processor in self.processors:
             if type(processor) in STATELESS_PROCESSORS:
@@ -156,7 +156,7 @@ class TreeSampler:
             for group in groups:
                 flat_index = group.flat_index
                 scores[flat_index] = _for_rows(processor, group.rows)(group.history, scores[flat_index])
-        return scores.reshape(batch, nodes, vocab)
+        return scores.reshape(batch, num_nodes, vocab)
 
 
 def unknown(processors: Sequence[Any]) -> list[str]:
@@ -169,20 +169,20 @@ def unknown(processors: Sequence[Any]) -> list[str]:
 
 
 def _sample_with_noise(scores: Tensor, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(sampled_ids, scores, invalid) of scores [B, N, V] with noise [B, N or 1, V], as `torch.multinomial` computes."""
+    """(sampled_ids, scores, is_nan) of scores [B, N, V] with noise [B, N or 1, V], as `torch.multinomial` computes."""
     best = torch.softmax(scores, dim=-1).div_(noise).max(-1)
     return best.indices, scores, best.values.isnan()
 
 
 def _group_nodes(tree: DraftTree, sequences: Tensor, num_emitted: Sequence[int], prompt_length: int) -> list[NodeGroup]:
-    """The valid nodes of all rows, grouped by the length of their histories, with these histories."""
+    """The nodes of all rows, padding excluded, grouped by the length of their histories, with these histories."""
     assert tree.depths is not None
     parents, tokens = tree.parents.tolist(), tree.tokens.tolist()
-    depths, valid = tree.depths.tolist(), tree.valid.tolist()
+    depths, node_mask = tree.depths.tolist(), tree.node_mask.tolist()
     members: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for row, emitted in enumerate(num_emitted):
         for node in range(tree.num_nodes):
-            if valid[row][node]:
+            if node_mask[row][node]:
                 members[emitted + depths[row][node]].append((row, node))
     groups = []
     for length, nodes in members.items():

@@ -18,16 +18,16 @@ BUCKETS = (1, 2, 4, 8, 16, 32, 64)
 """Numbers of nodes that trees are padded to, so that few shapes occur (each may become a captured CUDA graph)."""
 
 
-def bucket_size(nodes: int) -> int:
-    """Smallest bucket of at least `nodes` nodes.
+def bucket_size(num_nodes: int) -> int:
+    """Smallest bucket of at least `num_nodes` nodes.
 
     Raises:
-        ValueError: `nodes` exceeds the largest bucket.
+        ValueError: `num_nodes` exceeds the largest bucket.
     """
     for size in BUCKETS:
-        if nodes <= size:
+        if num_nodes <= size:
             return size
-    raise ValueError(f"a tree has at most {BUCKETS[-1]} nodes, root included; got {nodes}")
+    raise ValueError(f"a tree has at most {BUCKETS[-1]} nodes, root included; got {num_nodes}")
 
 
 @dataclass
@@ -37,7 +37,7 @@ class DraftTree:
     Attributes:
         tokens: [B, N] int64. Node 0 is overwritten by the loop with the last emitted token.
         parents: [B, N] int64, index of each node's parent, smaller than the node's own index; -1 for node 0.
-        valid: [B, N] bool, False where a row has fewer nodes than N.
+        node_mask: [B, N] bool, False for padding: rows with fewer nodes than N.
         scores: [B, N] float32, probability that the node is accepted (node 0: 1), or None if unknown.
         ancestor_mask: [B, N, N] bool, [b, i, j] is True if node j is node i or one of its ancestors. Set by `sanitize`.
         depths: [B, N] int64, number of edges from node 0. Set by `sanitize`.
@@ -45,7 +45,7 @@ class DraftTree:
 
     tokens: Tensor
     parents: Tensor
-    valid: Tensor
+    node_mask: Tensor
     scores: Tensor | None = None
     ancestor_mask: Tensor | None = None
     depths: Tensor | None = None
@@ -55,18 +55,18 @@ class DraftTree:
         """N, root included."""
         return self.tokens.shape[1]
 
-    def trim(self, nodes: int) -> DraftTree:
-        """The tree of the first `nodes` nodes; connected, since parents come before their children."""
-        if nodes >= self.num_nodes:
+    def trim(self, num_nodes: int) -> DraftTree:
+        """The tree of the first `num_nodes` nodes; connected, since parents come before their children."""
+        if num_nodes >= self.num_nodes:
             return self
         return replace(
             self,
-            tokens=self.tokens[:, :nodes],
-            parents=self.parents[:, :nodes],
-            valid=self.valid[:, :nodes],
-            scores=None if self.scores is None else self.scores[:, :nodes],
-            ancestor_mask=None if self.ancestor_mask is None else self.ancestor_mask[:, :nodes, :nodes],
-            depths=None if self.depths is None else self.depths[:, :nodes],
+            tokens=self.tokens[:, :num_nodes],
+            parents=self.parents[:, :num_nodes],
+            node_mask=self.node_mask[:, :num_nodes],
+            scores=None if self.scores is None else self.scores[:, :num_nodes],
+            ancestor_mask=None if self.ancestor_mask is None else self.ancestor_mask[:, :num_nodes, :num_nodes],
+            depths=None if self.depths is None else self.depths[:, :num_nodes],
         )
 
     def to(self, device: torch.device) -> DraftTree:
@@ -77,15 +77,15 @@ class DraftTree:
         moved = {name: tensor.to(device) for name, tensor in tensors.items() if tensor is not None}
         return replace(self, **moved)
 
-    def pad(self, nodes: int) -> DraftTree:
-        """The tree padded to `nodes` nodes; the new ones are invalid."""
-        num_extra = nodes - self.num_nodes
+    def pad(self, num_nodes: int) -> DraftTree:
+        """The tree padded to `num_nodes` nodes, with False in `node_mask`."""
+        num_extra = num_nodes - self.num_nodes
         if num_extra <= 0:
             return self
         return DraftTree(
             tokens=functional.pad(self.tokens, (0, num_extra)),
             parents=functional.pad(self.parents, (0, num_extra)),
-            valid=functional.pad(self.valid, (0, num_extra)),
+            node_mask=functional.pad(self.node_mask, (0, num_extra)),
             scores=None if self.scores is None else functional.pad(self.scores, (0, num_extra)),
         )
 
@@ -99,13 +99,13 @@ def root_only(batch: int, device: torch.device | str = "cpu", root_ids: Tensor |
         root_ids: [B] int64, the last emitted tokens, on `device`; None for zeros.
     """
     depths = torch.zeros(batch, 1, dtype=torch.long, device=device)
-    valid = torch.ones(batch, 1, dtype=torch.bool, device=device)
+    node_mask = torch.ones(batch, 1, dtype=torch.bool, device=device)
     return DraftTree(
         tokens=torch.zeros_like(depths) if root_ids is None else root_ids[:, None],
         parents=depths - 1,
-        valid=valid,
-        scores=valid.float(),
-        ancestor_mask=valid[:, :, None],
+        node_mask=node_mask,
+        scores=node_mask.float(),
+        ancestor_mask=node_mask[:, :, None],
         depths=depths,
     )
 
@@ -123,23 +123,23 @@ def build_tree(rows: Sequence[Sequence[Node]], device: torch.device | str = "cpu
     ids = torch.tensor([[[node[0], node[1]] for node in nodes] for nodes in padded], device=device)
     scores = torch.tensor([[node[2] for node in nodes] for nodes in padded], device=device)
     tokens, parents = ids.unbind(-1)
-    return DraftTree(tokens=tokens, parents=parents, valid=parents > -2, scores=scores)
+    return DraftTree(tokens=tokens, parents=parents, node_mask=parents > -2, scores=scores)
 
 
 Expand = Callable[[Any], Iterable[tuple[int, float, Any]]]
 """State of a node -> (token, probability given its parent, state of the child) of its children, in any order."""
 
 
-def best_first(root: Any, expand: Expand, nodes: int, min_score: float = 0.02) -> list[Node]:
-    """Best-first growth (DySpec, arXiv 2410.11744): the `nodes` - 1 most probable nodes below the root, best first.
+def best_first(root: Any, expand: Expand, num_nodes: int, min_score: float = 0.02) -> list[Node]:
+    """The `num_nodes` - 1 descendants of the root with the highest probability, best first (DySpec, arXiv 2410.11744).
 
-    A child is never more probable than its parent, so every prefix of the result is a connected tree, and the best tree
+    A child's probability is at most its parent's, so every prefix of the result is a connected tree, and the best tree
     of its size under the given probabilities.
 
     Args:
         root: state of the root, the argument of the first call of `expand`.
         expand: lists the children of a node.
-        nodes: size of the tree, root included.
+        num_nodes: size of the tree, root included.
         min_score: nodes with a smaller probability are left out.
     """
     tree: list[Node] = []
@@ -155,10 +155,10 @@ def best_first(root: Any, expand: Expand, nodes: int, min_score: float = 0.02) -
                 heapq.heappush(heap, (-score, num_pushed, token, parent, child))
 
     push_children(root, 0, 1.0)
-    while heap and len(tree) < nodes - 1:
+    while heap and len(tree) < num_nodes - 1:
         negative_score, _, token, parent, state = heapq.heappop(heap)
         tree.append((token, parent, -negative_score))
-        if len(tree) < nodes - 1:
+        if len(tree) < num_nodes - 1:
             push_children(state, len(tree), -negative_score)
     return tree
 
@@ -174,34 +174,35 @@ def sanitize(tree: DraftTree, root_ids: Tensor, draftable: Tensor) -> DraftTree:
         root_ids: [B] int64, the last emitted tokens.
         draftable: [V] bool, False for ids that must never be drafted.
     """
-    batch, nodes = tree.tokens.shape
+    batch, num_nodes = tree.tokens.shape
     device = root_ids.device
-    if nodes == 1:
+    if num_nodes == 1:
         return root_only(batch, device, root_ids)
-    index = torch.arange(nodes, device=device)
+    index = torch.arange(num_nodes, device=device)
     tokens = tree.tokens.to(device)
     parents = tree.parents.to(device)
-    in_vocab = tokens.clamp(0, draftable.shape[0] - 1)
-    good = tree.valid.to(device) & (in_vocab == tokens) & draftable[in_vocab] & (parents >= 0) & (parents < index)
+    clamped = tokens.clamp(0, draftable.shape[0] - 1)
+    is_known = (clamped == tokens) & draftable[clamped]
+    well_formed = tree.node_mask.to(device) & is_known & (parents >= 0) & (parents < index)
     same_parent = parents[:, :, None] == parents[:, None, :]
-    same_token = in_vocab[:, :, None] == in_vocab[:, None, :]
-    good &= ~(same_parent & same_token & good[:, None, :]).tril(-1).any(-1)
-    good[:, 0] = True
+    same_token = clamped[:, :, None] == clamped[:, None, :]
+    well_formed &= ~(same_parent & same_token & well_formed[:, None, :]).tril(-1).any(-1)
+    well_formed[:, 0] = True
     # Dropped nodes become children of the root, so that their attention masks are not empty. They are never accepted.
-    parents = torch.where(good, parents, 0)
+    parents = torch.where(well_formed, parents, 0)
     parents[:, 0] = -1
     ancestor_mask = parents[:, :, None] == index
     ancestor_mask |= index[:, None] == index
-    for _ in range((nodes - 1).bit_length()):  # each squaring doubles the number of generations
+    for _ in range((num_nodes - 1).bit_length()):  # each squaring doubles the number of generations
         ancestor_mask = torch.matmul(ancestor_mask.float(), ancestor_mask.float()) > 0
-    valid = ~(ancestor_mask & ~good[:, None, :]).any(-1)
-    tokens = torch.where(good, in_vocab, 0)
+    node_mask = ~(ancestor_mask & ~well_formed[:, None, :]).any(-1)
+    tokens = torch.where(well_formed, clamped, 0)
     tokens[:, 0] = root_ids
     return replace(
         tree,
         tokens=tokens,
         parents=parents,
-        valid=valid,
+        node_mask=node_mask,
         ancestor_mask=ancestor_mask,
         depths=ancestor_mask.sum(-1) - 1,
     )
@@ -223,7 +224,7 @@ def replace_with_chain(tree: DraftTree, rows: Tensor, token: Tensor) -> DraftTre
         tree,
         tokens=torch.where(replaced & ~is_root, token, tree.tokens),
         parents=torch.where(replaced, index - 1, tree.parents),
-        valid=tree.valid | replaced,
+        node_mask=tree.node_mask | replaced,
         ancestor_mask=torch.where(replaced[:, :, None], index[:, None] >= index, tree.ancestor_mask),
         depths=torch.where(replaced, index, tree.depths),
     )

@@ -1,8 +1,10 @@
 """Which draft tokens are accepted. A pure function: no model, no cache, no randomness, no transfer to the host.
 
 This is the only acceptance rule of the project. At each node an id was *sampled from the target's own distribution*;
-the path continues with the child that has this id. There is no acceptance test with a ratio of probabilities and no
-residual distribution, so a drafter cannot change the output (coupling of draft and target as in arXiv 2408.07978).
+the path continues with the child that has this id. A rejection sampler (vLLM, assisted generation in
+transformers) accepts a draft token with probability min(1, target / draft), else samples from the residual
+distribution, which preserves the distribution of the output. Sampling at every node preserves the output itself, seed
+for seed, so a drafter cannot change it (coupling of draft and target as in arXiv 2408.07978).
 """
 
 from __future__ import annotations
@@ -33,24 +35,24 @@ def accept_path(
         path [B, N] int64, the accepted nodes, node 0 first; counts [B] int64, number of emitted tokens; tokens [B, N]
         int64, the emitted tokens. `path` and `tokens` are defined up to `counts`.
     """
-    batch, nodes = sampled_ids.shape
-    if nodes == 1:
+    batch, num_nodes = sampled_ids.shape
+    if num_nodes == 1:
         return torch.zeros_like(sampled_ids), max_emit.clamp(max=1), sampled_ids
     assert tree.ancestor_mask is not None and tree.depths is not None
-    index = torch.arange(nodes, device=sampled_ids.device)
-    matches = (tree.tokens == sampled_ids.gather(1, tree.parents.clamp(min=0))) & tree.valid
+    index = torch.arange(num_nodes, device=sampled_ids.device)
+    matches = (tree.tokens == sampled_ids.gather(1, tree.parents.clamp(min=0))) & tree.node_mask
     matches[:, 0] = True
     accepted = ~(tree.ancestor_mask & ~matches[:, None, :]).any(-1)
     # There is one accepted node per depth: write its index at its depth, all others to a column that is dropped.
-    slot = torch.where(accepted, tree.depths, nodes)
-    path = torch.zeros(batch, nodes + 1, dtype=torch.long, device=sampled_ids.device)
-    path = path.scatter_(1, slot, index.expand(batch, nodes))[:, :nodes]
+    slot = torch.where(accepted, tree.depths, num_nodes)
+    path = torch.zeros(batch, num_nodes + 1, dtype=torch.long, device=sampled_ids.device)
+    path = path.scatter_(1, slot, index.expand(batch, num_nodes))[:, :num_nodes]
     tokens = sampled_ids.gather(1, path)
     counts = torch.minimum(accepted.sum(1), max_emit)
     if stop_ids is not None:
         is_stop = torch.isin(tokens, stop_ids)
         if finished is not None:
             is_stop &= ~finished[:, None]
-        first_stop = torch.where(is_stop, index, nodes).amin(1)
+        first_stop = torch.where(is_stop, index, num_nodes).amin(1)
         counts = torch.minimum(counts, first_stop + 1)
     return path, counts, tokens

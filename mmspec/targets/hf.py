@@ -271,7 +271,7 @@ class HFTarget:
         if "sliding_attention" not in self._layer_types:
             return self._to_mask(allowed)
         # Windows count positions of the sequence, padding included, as transformers' own masks do.
-        depths = torch.where(tree.valid, tree.depths, 0)
+        depths = torch.where(tree.node_mask, tree.depths, 0)
         position = index.expand(batch, -1).scatter(1, node_index[:, 0], lengths[:, None] + depths)
         assert self._window is not None
         distance = (lengths[:, None] + tree.depths)[:, :, None] - position[:, None]

@@ -40,14 +40,14 @@ def test_ema_restarts_below_a_fraction_of_the_mean() -> None:
 
 
 def test_a_deep_copy_keeps_class_attributes_and_measurements() -> None:
-    controller = FixedDepth(6, steps_per_level=2, levels=3)
-    controller.record(1, 3, [1], pass_s=0.5, base_s=1.0)
+    controller = FixedDepth(6, tokens_per_level=2, levels=3)
+    controller.record(1, 3, [1], level_s=0.5, base_s=1.0)
     twin = copy.deepcopy(controller)
     assert type(twin) is FixedDepth and twin.levels == 3 and twin.choose(1) == 3
     assert twin.by_batch == controller.by_batch and twin.by_batch[1] is not controller.by_batch[1]
     assert twin.lock is not controller.lock
-    twin.record(1, 3, [0], pass_s=0.1, base_s=1.0)
-    assert controller.by_batch[1].pass_s == 0.5, "the copy learns for itself"
+    twin.record(1, 3, [0], level_s=0.1, base_s=1.0)
+    assert controller.by_batch[1].level_s == 0.5, "the copy learns for itself"
 
 
 def test_a_snapshot_of_draft_costs_is_independent() -> None:

@@ -266,7 +266,7 @@ def test_any_tree_size_works(target: FakeTarget, kind: str, max_nodes: int) -> N
     """Also one that is smaller than a block."""
     made = drafter(kind)
     tree = made.propose(begin_decoding(target, made, build_prompt(target, 11)), max_nodes, [True, True])
-    assert tree.num_nodes <= max_nodes and tree.valid[:, 1].all()
+    assert tree.num_nodes <= max_nodes and tree.node_mask[:, 1].all()
     assert len(scores_by_path(tree, 0)) == tree.num_nodes - 1
     assert made.propose(begin_decoding(target, made, build_prompt(target, 11)), 1, [True, True]).num_nodes == 1
 

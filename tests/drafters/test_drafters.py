@@ -52,7 +52,7 @@ def make_verdict(tree: DraftTree, rows: list[list[int]], walked: list[list[int]]
     width = max(1, *(len(row) for row in rows))
     tokens = torch.tensor([row + [0] * (width - len(row)) for row in rows])
     path = torch.tensor([nodes + [0] * (width - len(nodes)) for nodes in walked])
-    nodes = None if top_ids is None else torch.where(tree.valid, tree.tokens, -1).tolist()
+    nodes = None if top_ids is None else torch.where(tree.node_mask, tree.tokens, -1).tolist()
     return VerifyResult(tree, path, torch.tensor([len(row) for row in rows]), tokens, rows, walked, top_ids, nodes)
 
 
@@ -66,7 +66,7 @@ def emit(drafter: Drafter, state: Any, *rows: list[int], top_ids: Ids = None) ->
 
 def walk(tree: DraftTree, row: int, future: list[int]) -> tuple[list[int], list[int]]:
     """(tokens emitted, nodes walked) if the target goes on to say `future`."""
-    tokens, parents, valid = tree.tokens[row].tolist(), tree.parents[row].tolist(), tree.valid[row].tolist()
+    tokens, parents, valid = tree.tokens[row].tolist(), tree.parents[row].tolist(), tree.node_mask[row].tolist()
     nodes = [0]
     for token in future:
         child = [i for i in range(tree.num_nodes) if valid[i] and parents[i] == nodes[-1] and tokens[i] == token]
@@ -80,7 +80,7 @@ def paths(tree: DraftTree, row: int = 0) -> set[tuple[int, ...]]:
     """The path from the root to each valid node of a row."""
     found: dict[int, tuple[int, ...]] = {0: ()}
     for node in range(1, tree.num_nodes):
-        if tree.valid[row, node]:
+        if tree.node_mask[row, node]:
             found[node] = (*found[int(tree.parents[row, node])], int(tree.tokens[row, node]))
     return set(found.values()) - {()}
 
@@ -254,7 +254,7 @@ def test_the_table_equals_a_slow_reference_after_scripted_rounds() -> None:
         entries = []
         for b, emitted in enumerate(result.emitted_ids):
             for i in range(result.tree.num_nodes):
-                if emitted and result.tree.valid[b, i]:
+                if emitted and result.tree.node_mask[b, i]:
                     token = last[b] if i == 0 else int(result.tree.tokens[b, i])
                     order = (
                         i in result.accepted_nodes[b],
@@ -330,20 +330,20 @@ def test_every_tree_is_in_order_and_within_budget(name: str, max_nodes: int) -> 
         return
     drafter, state = loaded(drafter)
     tree = drafter.propose(state, max_nodes, [True, True, False])
-    assert int(tree.valid.sum(1).max()) <= min(max_nodes, 64) and tree.num_nodes <= bucket_size(min(max_nodes, 64))
+    assert int(tree.node_mask.sum(1).max()) <= min(max_nodes, 64) and tree.num_nodes <= bucket_size(min(max_nodes, 64))
     assert max_nodes == 1 or tree.num_nodes > 1
     assert tree.scores is not None
     for row in range(3):
-        nodes = int(tree.valid[row].sum())
-        assert tree.valid[row, :nodes].all()
+        nodes = int(tree.node_mask[row].sum())
+        assert tree.node_mask[row, :nodes].all()
         assert (tree.scores[row, : nodes - 1] >= tree.scores[row, 1:nodes]).all()
         assert tree.parents[row, 0] == -1
         assert (tree.parents[row, 1:nodes] < torch.arange(1, nodes)).all() and (tree.parents[row, 1:nodes] >= 0).all()
         assert len(paths(tree, row)) == nodes - 1, "siblings with the same token"
         for parent in range(nodes):
-            children = tree.valid[row] & (tree.parents[row] == parent)
+            children = tree.node_mask[row] & (tree.parents[row] == parent)
             assert float(tree.scores[row][children].sum()) <= float(tree.scores[row, parent]) * 0.981
-    assert not tree.valid[2, 1:].any()
+    assert not tree.node_mask[2, 1:].any()
 
 
 def test_hybrid_is_the_union_when_trees_are_large() -> None:

@@ -137,7 +137,7 @@ def test_finished_rows_are_not_drafted(target: FakeTarget) -> None:
     taps = {NUM_LAYERS: torch.randn(2, 1, 32)}
     made.observe(state, build_result(root_only(2), [[0], []], [[7], []]), taps)
     tree = made.propose(state, 8, [True, False])
-    assert tree.valid[0].sum() == 8 and tree.valid[1].sum() == 0 and torch.isfinite(state.last_hidden).all()
+    assert tree.node_mask[0].sum() == 8 and tree.node_mask[1].sum() == 0 and torch.isfinite(state.last_hidden).all()
     assert made.propose(state, 8, [False, False]).num_nodes == made.propose(state, 1, [True, True]).num_nodes == 1
 
 
@@ -569,11 +569,11 @@ def test_depth_follows_acceptance_and_cost() -> None:
 
 
 def test_rounds_of_one_level_do_not_measure_the_step_cost() -> None:
-    depth = DepthController(3, steps_per_level=2)
+    depth = DepthController(3, tokens_per_level=2)
     depth.record(1, 3, [0], 5.0, 10.0)
     for _ in range(50):
         depth.record(1, 1, [2], 0.0, 10.0)
-    assert depth.by_batch[1].pass_s == 5.0
+    assert depth.by_batch[1].level_s == 5.0
 
 
 @pytest.mark.parametrize(("num_levels", "step_s_expected"), [(1, 0.0), (3, 0.5)])

@@ -190,7 +190,7 @@ class BufferRunner:
         """What the loop does when a round fails at a draft."""
         if self.output.stepwise or not self.output.steps:
             raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
-        self.output.fall_back_to_stepwise()
+        self.output.disable_speculation()
 
     def history(self, row: int) -> list[int]:
         """Prompt and emitted tokens; checks that the lists and the tensor of the buffer agree."""

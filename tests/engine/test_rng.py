@@ -101,8 +101,8 @@ def test_immediate_noise_is_drawn_after_user_draws() -> None:
     for step, (drawn, tokens) in enumerate(plain):
         assert torch.equal(torch.rand(3), drawn)
         logits = step_probs(step, 2, 13).log()[:, None]
-        sampled_ids, _, invalid = sampler.sample(logits, root_only(2), sequences, [step] * 2, 1, step + 1)
-        assert sampled_ids[:, 0].tolist() == tokens and invalid is None
+        sampled_ids, _, is_nan = sampler.sample(logits, root_only(2), sequences, [step] * 2, 1, step + 1)
+        assert sampled_ids[:, 0].tolist() == tokens and is_nan is None
         noise.release(step)
     assert torch.equal(torch.get_rng_state(), state)
 

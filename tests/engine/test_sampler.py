@@ -95,8 +95,8 @@ class Scene:
             self.sequences[row, BASE + self.lengths[row] :] = 0
         root_ids = self.sequences[torch.arange(3), torch.tensor(self.lengths) + BASE - 1]
         parents = torch.tensor([[rng.randint(max(0, i - 3), max(0, i - 1)) for i in range(nodes)] for _ in range(3)])
-        valid = torch.tensor([[rng.random() < 0.9 for _ in range(nodes)] for _ in range(3)])
-        tree = DraftTree(random_ids((3, nodes), number), parents, valid)
+        node_mask = torch.tensor([[rng.random() < 0.9 for _ in range(nodes)] for _ in range(3)])
+        tree = DraftTree(random_ids((3, nodes), number), parents, node_mask)
         self.tree = sanitize(tree, root_ids, torch.ones(VOCAB, dtype=torch.bool))
         self.logits = 3 * torch.randn(3, nodes, VOCAB, generator=number)
 
@@ -125,15 +125,15 @@ class Scene:
 
     def valid_nodes(self) -> list[tuple[int, int]]:
         """(row, node) of all valid nodes."""
-        return [(row, node) for row, node in self.tree.valid.nonzero().tolist()]
+        return [(row, node) for row, node in self.tree.node_mask.nonzero().tolist()]
 
 
 def check_scores(scene: Scene, make: Callable[[], list[Any]]) -> bool:
     """Compare all valid nodes; returns whether the processors changed anything."""
     before = [scene.logits.clone(), scene.sequences.clone()]
-    sampled_ids, scores, invalid = scene.sample(make())
+    sampled_ids, scores, is_nan = scene.sample(make())
     assert torch.equal(scene.logits, before[0]) and torch.equal(scene.sequences, before[1]), "inputs were changed"
-    assert (invalid is None or not invalid.any()) and scores.shape == scene.logits.shape
+    assert (is_nan is None or not is_nan.any()) and scores.shape == scene.logits.shape
     for row, node in scene.valid_nodes():
         want = scene.expected(make, row, node)
         assert torch.allclose(scores[row, node], want, rtol=1e-6, atol=1e-6), (row, node)
@@ -236,8 +236,8 @@ def test_sampled_ids_use_the_noise_of_the_nodes_step(nodes: int, level: bool) ->
         torch.manual_seed(seed)
         num_steps = [torch.empty(3, VOCAB).exponential_() for _ in range(max(scene.lengths) + nodes)]
         torch.manual_seed(seed)
-        sampled_ids, scores, invalid = scene.sample(make(), SamplingNoise(3, VOCAB, CPU, 32))
-        assert invalid is not None and not invalid.any() and scene.tree.depths is not None
+        sampled_ids, scores, is_nan = scene.sample(make(), SamplingNoise(3, VOCAB, CPU, 32))
+        assert is_nan is not None and not is_nan.any() and scene.tree.depths is not None
         for row, node in scene.valid_nodes():
             want = scene.expected(make, row, node).softmax(-1)
             step = scene.lengths[row] + int(scene.tree.depths[row, node])
@@ -265,16 +265,16 @@ def test_nodes_that_cannot_be_sampled_are_marked() -> None:
             scene.logits[row, node] = -torch.inf
         else:
             scene.logits[row, node, 4] = torch.nan
-    _, _, invalid = scene.sample([], SamplingNoise(3, VOCAB, CPU, 32))
-    assert invalid is not None
-    assert [(row, node) for row, node in scene.valid_nodes() if invalid[row, node]] == bad
-    sampled_ids, _, invalid = scene.sample([])
+    _, _, is_nan = scene.sample([], SamplingNoise(3, VOCAB, CPU, 32))
+    assert is_nan is not None
+    assert [(row, node) for row, node in scene.valid_nodes() if is_nan[row, node]] == bad
+    sampled_ids, _, is_nan = scene.sample([])
     assert torch.equal(sampled_ids, scene.logits.argmax(-1)), "greedy decoding treats nan as torch does"
-    assert invalid is not None and torch.equal(invalid, scene.logits.isnan().any(-1))
-    sampled_ids, _, invalid = TreeSampler([], None).sample(
+    assert is_nan is not None and torch.equal(is_nan, scene.logits.isnan().any(-1))
+    sampled_ids, _, is_nan = TreeSampler([], None).sample(
         scene.logits[:, :1], root_only(3), scene.sequences, [2] * 3, BASE, 3
     )
-    assert invalid is None, "plain decoding samples the same id"
+    assert is_nan is None, "plain decoding samples the same id"
 
 
 def test_greedy_decoding_draws_nothing() -> None:

@@ -53,14 +53,16 @@ class Row:
     alive: list[bool]
 
 
-def slow_sanitize(tokens: list[int], parents: list[int], valid: list[bool], root: int, draftable: list[bool]) -> Row:
+def slow_sanitize(
+    tokens: list[int], parents: list[int], node_mask: list[bool], root: int, draftable: list[bool]
+) -> Row:
     """One row, node by node, as the docstring of `sanitize` says."""
     well_formed = [False] * len(tokens)
     alive = [False] * len(tokens)
     alive[0] = True
     for i in range(1, len(tokens)):
         known = 0 <= tokens[i] < len(draftable) and draftable[tokens[i]]
-        well_formed[i] = valid[i] and known and 0 <= parents[i] < i
+        well_formed[i] = node_mask[i] and known and 0 <= parents[i] < i
         twin = any(well_formed[j] and (parents[j], tokens[j]) == (parents[i], tokens[i]) for j in range(1, i))
         alive[i] = well_formed[i] and not twin and alive[parents[i]]
     return Row([root, *tokens[1:]], [-1, *parents[1:]], alive)
@@ -80,7 +82,7 @@ def random_tree(rng: random.Random, batch: int, nodes: int, vocab: int, invalid_
     return DraftTree(
         tokens=torch.tensor([[token() for _ in range(nodes)] for _ in range(batch)]),
         parents=torch.tensor([[parent(i) for i in range(nodes)] for _ in range(batch)]),
-        valid=torch.tensor([[rng.random() > invalid_rate for _ in range(nodes)] for _ in range(batch)]),
+        node_mask=torch.tensor([[rng.random() > invalid_rate for _ in range(nodes)] for _ in range(batch)]),
         scores=rng.choice((None, torch.full((batch, nodes), math.nan), torch.full((batch, nodes), 0.5))),
     )
 
@@ -90,9 +92,11 @@ def check_sanitized(tree: DraftTree, sanitized: DraftTree, root_ids: list[int], 
     assert sanitized.ancestor_mask is not None and sanitized.depths is not None
     num_kept = 0
     for b, root in enumerate(root_ids):
-        want = slow_sanitize(tree.tokens[b].tolist(), tree.parents[b].tolist(), tree.valid[b].tolist(), root, draftable)
+        want = slow_sanitize(
+            tree.tokens[b].tolist(), tree.parents[b].tolist(), tree.node_mask[b].tolist(), root, draftable
+        )
         tokens, parents = sanitized.tokens[b].tolist(), sanitized.parents[b].tolist()
-        assert sanitized.valid[b].tolist() == want.alive
+        assert sanitized.node_mask[b].tolist() == want.alive
         assert tokens[0] == root and parents[0] == -1
         assert all(0 <= token < len(draftable) for token in tokens[1:]), "an id without an embedding"
         assert all(0 <= parent < i for i, parent in enumerate(parents) if i)
@@ -104,8 +108,8 @@ def check_sanitized(tree: DraftTree, sanitized: DraftTree, root_ids: list[int], 
             path = ancestors(parents, i)
             assert sanitized.ancestor_mask[b, i].nonzero().flatten().tolist() == sorted(path)
             assert int(sanitized.depths[b, i]) == len(path) - 1
-        valid = [(parents[i], tokens[i]) for i, alive in enumerate(want.alive) if alive]
-        assert len(set(valid)) == len(valid), "duplicate siblings"
+        siblings = [(parents[i], tokens[i]) for i, alive in enumerate(want.alive) if alive]
+        assert len(set(siblings)) == len(siblings), "duplicate siblings"
         num_kept += sum(want.alive)
     return num_kept
 
@@ -135,7 +139,7 @@ def test_sanitize_at_full_size_and_depth() -> None:
         parents = torch.arange(-1, nodes - 1)[None]
         tree = DraftTree(torch.full((1, nodes), 3), parents, torch.ones(1, nodes, dtype=torch.bool))
         sanitized = sanitize(tree, torch.tensor([5]), torch.ones(9, dtype=torch.bool))
-        assert sanitized.valid.all() and sanitized.depths is not None and sanitized.ancestor_mask is not None
+        assert sanitized.node_mask.all() and sanitized.depths is not None and sanitized.ancestor_mask is not None
         assert sanitized.depths[0].tolist() == list(range(nodes))
         assert torch.equal(sanitized.ancestor_mask[0], torch.ones(nodes, nodes, dtype=torch.bool).tril())
 
@@ -146,17 +150,17 @@ def test_duplicate_siblings_are_dropped_with_their_descendants() -> None:
     #      4(9)        5(9, below the duplicate)  6(8, another parent: valid)
     rows: list[Node] = [(7, 0, 0.9), (8, 0, 0.8), (7, 0, 0.7), (9, 1, 0.6), (9, 3, 0.5), (8, 1, 0.4)]
     sanitized = sanitize(build_tree([rows]), torch.tensor([1]), torch.ones(10, dtype=torch.bool))
-    assert sanitized.valid[0].tolist() == [True, True, True, False, True, False, True, False]
+    assert sanitized.node_mask[0].tolist() == [True, True, True, False, True, False, True, False]
 
 
 def test_a_duplicate_of_a_dropped_node_is_valid() -> None:
     tree = DraftTree(
         tokens=torch.tensor([[0, 7, 7, 7]]),
         parents=torch.tensor([[-1, 0, 0, 0]]),
-        valid=torch.tensor([[True, False, True, True]]),
+        node_mask=torch.tensor([[True, False, True, True]]),
     )
     sanitized = sanitize(tree, torch.tensor([1]), torch.ones(10, dtype=torch.bool))
-    assert sanitized.valid[0].tolist() == [True, False, True, False]
+    assert sanitized.node_mask[0].tolist() == [True, False, True, False]
 
 
 def test_undraftable_ids_are_dropped_with_their_descendants() -> None:
@@ -165,7 +169,7 @@ def test_undraftable_ids_are_dropped_with_their_descendants() -> None:
     chain: list[Node] = [(2, 0, 0.9), (3, 1, 0.8), (2, 2, 0.7)]
     beyond: list[Node] = [(10, 0, 0.9), (2, 1, 0.8), (-1, 0, 0.7)]
     sanitized = sanitize(build_tree([chain, beyond]), torch.tensor([3, 9]), draftable)
-    assert sanitized.valid.tolist() == [[True, True, False, False], [True, False, False, False]]
+    assert sanitized.node_mask.tolist() == [[True, True, False, False], [True, False, False, False]]
     assert sanitized.tokens[:, 0].tolist() == [3, 9], "the root is what was emitted, allowed or not"
 
 
@@ -175,11 +179,11 @@ def test_sanitize_is_idempotent() -> None:
     for _ in range(20):
         once = sanitize(random_tree(rng, 3, 12, 5, 0.2), root_ids, draftable)
         twice = sanitize(once, root_ids, draftable)
-        assert torch.equal(once.valid, twice.valid)
-        valid = once.valid
-        assert torch.equal(once.tokens[valid], twice.tokens[valid])
+        assert torch.equal(once.node_mask, twice.node_mask)
+        mask = once.node_mask
+        assert torch.equal(once.tokens[mask], twice.tokens[mask])
         assert once.ancestor_mask is not None and twice.ancestor_mask is not None
-        assert torch.equal(once.ancestor_mask[valid], twice.ancestor_mask[valid])
+        assert torch.equal(once.ancestor_mask[mask], twice.ancestor_mask[mask])
 
 
 # --- shapes -----------------------------------------------------------------------------------------------------------
@@ -194,12 +198,12 @@ def test_buckets() -> None:
 def test_build_pads_ragged_rows_to_a_bucket() -> None:
     tree = build_tree([[(5, 0, 0.5), (6, 1, 0.25), (7, 0, 0.125), (8, 3, 0.0)], [], [(9, 0, 1.0)]])
     assert tree.num_nodes == 8 and tree.tokens.dtype == torch.long and tree.ancestor_mask is None
-    assert tree.valid.sum(1).tolist() == [5, 1, 2]
+    assert tree.node_mask.sum(1).tolist() == [5, 1, 2]
     assert tree.tokens[0, 1:5].tolist() == [5, 6, 7, 8] and tree.parents[0, :5].tolist() == [-1, 0, 1, 0, 3]
     assert tree.parents[:, 0].tolist() == [-1, -1, -1]
     assert tree.scores is not None and tree.scores[0].tolist() == [1.0, 0.5, 0.25, 0.125, 0.0, 0, 0, 0]
     sanitized = sanitize(tree, torch.tensor([1, 2, 3]), torch.ones(10, dtype=torch.bool))
-    assert torch.equal(sanitized.valid, tree.valid)
+    assert torch.equal(sanitized.node_mask, tree.node_mask)
 
 
 def test_build_of_empty_rows_is_root_only() -> None:
@@ -219,10 +223,10 @@ def test_root_only_shares_nothing_between_calls() -> None:
     assert tree.num_nodes == 1
     root_ids = torch.tensor([4, 5, 6])
     sanitized = sanitize(tree, root_ids, torch.ones(10, dtype=torch.bool))
-    assert sanitized.tokens[:, 0].tolist() == [4, 5, 6] and sanitized.valid.all()
+    assert sanitized.tokens[:, 0].tolist() == [4, 5, 6] and sanitized.node_mask.all()
     longer = sanitize(tree.pad(4), root_ids, torch.ones(10, dtype=torch.bool))
     replace_with_chain(longer, torch.tensor([True, False, True]), torch.tensor(0))
-    assert longer.valid.sum(1).tolist() == [1, 1, 1]
+    assert longer.node_mask.sum(1).tolist() == [1, 1, 1]
     assert all(torch.equal(before[name], part) for name, part in copy_fields(root_only(3)).items())
 
 
@@ -238,7 +242,9 @@ def test_trim_keeps_a_connected_tree(sanitized: bool) -> None:
         small = tree.trim(nodes)
         assert small.num_nodes == nodes and small.scores is not None and small.scores.shape == (2, nodes)
         assert (small.ancestor_mask is not None) == sanitized
-        assert torch.equal(small.tokens, tree.tokens[:, :nodes]) and torch.equal(small.valid, tree.valid[:, :nodes])
+        assert torch.equal(small.tokens, tree.tokens[:, :nodes]) and torch.equal(
+            small.node_mask, tree.node_mask[:, :nodes]
+        )
         if sanitized:
             assert small.ancestor_mask is not None and tree.ancestor_mask is not None
             assert torch.equal(small.ancestor_mask.sum(-1), tree.ancestor_mask[:, :nodes].sum(-1)), (
@@ -251,9 +257,9 @@ def test_pad_adds_invalid_nodes_and_drops_the_mask() -> None:
     tree = build_tree([[(5, 0, 0.5)], []])
     assert tree.pad(2) is tree and tree.pad(1) is tree
     wide = tree.pad(8)
-    assert wide.num_nodes == 8 and wide.valid.sum(1).tolist() == [2, 1] and wide.scores is not None
+    assert wide.num_nodes == 8 and wide.node_mask.sum(1).tolist() == [2, 1] and wide.scores is not None
     assert wide.scores[:, 2:].sum() == 0 and wide.ancestor_mask is None and wide.depths is None
-    no_scores = DraftTree(tree.tokens, tree.parents, tree.valid).pad(4)
+    no_scores = DraftTree(tree.tokens, tree.parents, tree.node_mask).pad(4)
     assert no_scores.scores is None
     sanitized = sanitize(tree, torch.tensor([1, 2]), torch.ones(9, dtype=torch.bool)).pad(4)
     assert sanitized.ancestor_mask is None and sanitized.depths is None
@@ -263,7 +269,7 @@ def test_to_the_same_device_is_the_tree_itself() -> None:
     tree = build_tree([[(5, 0, 0.5)]])
     assert tree.to(torch.device("cpu")) is tree
     moved = tree.to(torch.device("meta"))
-    assert moved.tokens.device.type == moved.valid.device.type == "meta" and moved.ancestor_mask is None
+    assert moved.tokens.device.type == moved.node_mask.device.type == "meta" and moved.ancestor_mask is None
 
 
 def test_replace_with_chain_changes_only_the_given_rows() -> None:
@@ -272,7 +278,7 @@ def test_replace_with_chain_changes_only_the_given_rows() -> None:
     replaced = replace_with_chain(tree, torch.tensor([True, False, True]), torch.tensor(9))
     assert replaced.ancestor_mask is not None and replaced.depths is not None
     for row in (0, 2):
-        assert replaced.tokens[row].tolist() == [row + 1] + [9] * 7 and replaced.valid[row].all()
+        assert replaced.tokens[row].tolist() == [row + 1] + [9] * 7 and replaced.node_mask[row].all()
         assert replaced.parents[row].tolist() == list(range(-1, 7)) and replaced.depths[row].tolist() == list(range(8))
         assert torch.equal(replaced.ancestor_mask[row], torch.ones(8, 8, dtype=torch.bool).tril())
     for name, part in copy_fields(tree).items():
@@ -365,5 +371,5 @@ def test_best_first_trees_can_be_built_and_sanitized() -> None:
     tree = build_tree(rows)
     sanitized = sanitize(tree, torch.zeros(3, dtype=torch.long), torch.ones(50, dtype=torch.bool))
     assert sanitized.scores is not None and sanitized.num_nodes == 16
-    assert (sanitized.valid <= tree.valid).all()
+    assert (sanitized.node_mask <= tree.node_mask).all()
     assert (sanitized.scores[:, 1:] <= sanitized.scores[:, :-1]).all(), "not in descending order"

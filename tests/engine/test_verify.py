@@ -16,7 +16,7 @@ def slow_accept_path(
     tree: DraftTree, row: int, sampled_ids: list[int], row_limit: int, stop_ids: set[int], finished: bool
 ) -> tuple[list[int], list[int]]:
     """(accepted nodes, emitted tokens) of one row, one step at a time."""
-    tokens, parents, valid = tree.tokens[row].tolist(), tree.parents[row].tolist(), tree.valid[row].tolist()
+    tokens, parents, node_mask = tree.tokens[row].tolist(), tree.parents[row].tolist(), tree.node_mask[row].tolist()
     path: list[int] = []
     emitted: list[int] = []
     node: int | None = 0
@@ -25,7 +25,7 @@ def slow_accept_path(
         emitted.append(sampled_ids[node])
         if emitted[-1] in stop_ids and not finished:
             break
-        fits = [i for i, t in enumerate(tokens) if i and valid[i] and parents[i] == node and t == emitted[-1]]
+        fits = [i for i, t in enumerate(tokens) if i and node_mask[i] and parents[i] == node and t == emitted[-1]]
         assert len(fits) <= 1, "duplicate siblings in a sanitized tree"
         node = fits[0] if fits else None
     return path, emitted
@@ -59,9 +59,9 @@ def random_sanitized(rng: random.Random, batch: int, nodes: int, vocab: int) -> 
     tokens = torch.tensor([[rng.randrange(-1, vocab + 1) for _ in range(nodes)] for _ in range(batch)])
     deep = rng.random()
     parents = [[i - 1 if rng.random() < deep else rng.randrange(-1, i + 1) for i in range(nodes)] for _ in range(batch)]
-    valid = torch.tensor([[rng.random() < 0.9 for _ in range(nodes)] for _ in range(batch)])
+    node_mask = torch.tensor([[rng.random() < 0.9 for _ in range(nodes)] for _ in range(batch)])
     root_ids = torch.tensor([rng.randrange(vocab) for _ in range(batch)])
-    return sanitize(DraftTree(tokens, torch.tensor(parents), valid), root_ids, torch.ones(vocab, dtype=torch.bool))
+    return sanitize(DraftTree(tokens, torch.tensor(parents), node_mask), root_ids, torch.ones(vocab, dtype=torch.bool))
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 3, 4, 8, 16])

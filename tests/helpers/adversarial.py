@@ -37,12 +37,12 @@ def build_raw_tree(rows: list[list[tuple[int, int]]]) -> DraftTree:
     """Unchecked trees from lists of (token, parent); short rows are padded with invalid nodes."""
     size = 1 + max(map(len, rows))
     tokens = torch.zeros(len(rows), size, dtype=torch.long)
-    parents, valid = torch.zeros_like(tokens), torch.zeros_like(tokens, dtype=torch.bool)
-    parents[:, 0], valid[:, 0] = -1, True
+    parents, node_mask = torch.zeros_like(tokens), torch.zeros_like(tokens, dtype=torch.bool)
+    parents[:, 0], node_mask[:, 0] = -1, True
     for b, row in enumerate(rows):
         for i, (token, parent) in enumerate(row, 1):
-            tokens[b, i], parents[b, i], valid[b, i] = token, parent, True
-    return DraftTree(tokens, parents, valid)
+            tokens[b, i], parents[b, i], node_mask[b, i] = token, parent, True
+    return DraftTree(tokens, parents, node_mask)
 
 
 class AdversarialDrafter:
@@ -149,10 +149,10 @@ class MalformedDrafter(AdversarialDrafter):
         nodes = rng.choice((1, 2, max_nodes, rng.randint(1, max_nodes), max_nodes + rng.randint(1, 70)))
         tokens = [[self._token(state, row) for _ in range(nodes)] for row in range(batch)]
         parents = [[self._parent(rng, i, nodes) for i in range(nodes)] for _ in range(batch)]
-        valid = torch.tensor([[rng.random() < 0.9 for _ in range(nodes)] for _ in range(batch)])
+        node_mask = torch.tensor([[rng.random() < 0.9 for _ in range(nodes)] for _ in range(batch)])
         guesses = torch.rand(batch, nodes, generator=torch.Generator().manual_seed(rng.randrange(2**31)))
         scores = rng.choice((None, torch.full((batch, nodes), torch.nan), guesses))
-        return DraftTree(torch.tensor(tokens), torch.tensor(parents), valid, scores)
+        return DraftTree(torch.tensor(tokens), torch.tensor(parents), node_mask, scores)
 
     def _token(self, state: DrafterState, row: int) -> int:
         rng, prompt, vocab = state.rng, state.prompt, state.prompt.vocab_size or 100

@@ -100,8 +100,8 @@ def requests(seed: int, count: int, host: str) -> Iterator[Sent]:
     kinds = (_plain, _plain, _path, _headers, _json, _json, _event, _event, _upload, _upload, _broken)
     for number in range(count):
         kind = chance.choice(kinds)
-        made = kind(chance, host)
-        yield Sent(f"{seed}/{number} {kind.__name__[1:]}", made.data, made.whole)
+        sent = kind(chance, host)
+        yield Sent(f"{seed}/{number} {kind.__name__[1:]}", sent.data, sent.whole)
 
 
 def request(method: str, path: str, host: str, headers: Any = (), body: bytes | None = None) -> bytes:
@@ -114,11 +114,11 @@ def request(method: str, path: str, host: str, headers: Any = (), body: bytes | 
 
 def form(parts: list[tuple[str, bytes]], boundary: str = "bound") -> bytes:
     """A multipart body. parts: the `Content-Disposition` and the content of each."""
-    made = b"".join(
+    body = b"".join(
         f"--{boundary}\r\nContent-Disposition: {head}\r\n\r\n".encode("latin-1", "replace") + content + b"\r\n"
         for head, content in parts
     )
-    return made + f"--{boundary}--\r\n".encode()
+    return body + f"--{boundary}--\r\n".encode()
 
 
 FORM = ("Content-Type", "multipart/form-data; boundary=bound")
@@ -164,7 +164,7 @@ def _json(chance: random.Random, host: str) -> Sent:
 
 
 def _event(chance: random.Random, host: str) -> Sent:
-    """An event: most with the right number of inputs, so that Gradio and the pages have to judge them."""
+    """An event, often with the right number of inputs, so that Gradio and the pages have to validate them."""
     index: Any = chance.choice(sorted(EVENTS))
     data: Any = [chance.choice(VALUES) for _ in range(EVENTS[index])]
     session: Any = f"s{chance.random()}"
@@ -256,7 +256,7 @@ class Got:
     body: bytes = b""
 
 
-def send(port: int, sent: Sent, most: int = 4000) -> Got:
+def send(port: int, sent: Sent, max_bytes: int = 4000) -> Got:
     """Send it, and read the head of the answer and a little of its body.
 
     Raises:
@@ -271,10 +271,10 @@ def send(port: int, sent: Sent, most: int = 4000) -> Got:
         except OSError:  # refused before all was sent
             pass
         try:
-            while b"\r\n\r\n" not in got and len(got) < most and (part := line.recv(4096)):
+            while b"\r\n\r\n" not in got and len(got) < max_bytes and (part := line.recv(4096)):
                 got += part
             line.settimeout(0.2 if b"event-stream" in got else 5)
-            while len(got) < most and (part := line.recv(4096)):
+            while len(got) < max_bytes and (part := line.recv(4096)):
                 got += part
         except TimeoutError:
             if b"\r\n\r\n" not in got:
@@ -282,6 +282,6 @@ def send(port: int, sent: Sent, most: int = 4000) -> Got:
         except OSError:
             pass
     head, _, body = got.partition(b"\r\n\r\n")
-    words = head.split(b" ", 2)
-    status = int(words[1]) if len(words) > 1 and words[1].isdigit() else None
+    parts = head.split(b" ", 2)
+    status = int(parts[1]) if len(parts) > 1 and parts[1].isdigit() else None
     return Got(status, time.monotonic() - began, head.lower(), body)

@@ -173,7 +173,7 @@ def scores_by_path(tree: DraftTree, row: int) -> dict[tuple[int, ...], float]:
         parent = int(tree.parents[row, node])
         assert 0 <= parent < node, "parents first"
         paths.append((*paths[parent], int(tree.tokens[row, node])))
-        if tree.valid[row, node]:
+        if tree.node_mask[row, node]:
             assert paths[-1] not in found, "twins"
             found[paths[-1]] = float(tree.scores[row, node])
     return found

@@ -400,7 +400,7 @@ def _call(model: PreTrainedModel, arguments: dict[str, Any], logs: dict[str, adv
             outcome.tensors["cache"], outcome.cache_length = clone_cache_tensors(cache), cache.get_seq_length()
             outcome.past_key_values = cache
     changed = [name for name, value in tensors.items() if not torch.equal(value, arguments[name])]
-    assert not changed, f"inputs {changed} were changed in place"
+    assert not changed, f"inputs {changed} were modified"
     outcome.rng_state = torch.get_rng_state()
     outcome.logs = {name: log.calls for name, log in logs.items()}
     return outcome

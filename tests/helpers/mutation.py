@@ -122,7 +122,7 @@ def _draft_token_emitted(original: Any) -> Any:
     def faulty(tree: DraftTree, *args: Any, **kwargs: Any) -> Any:
         path, counts, tokens = original(tree, *args, **kwargs)
         if tree.num_nodes > 1:
-            has_child = tree.valid[:, 1] & (tree.parents[:, 1] == 0)
+            has_child = tree.node_mask[:, 1] & (tree.parents[:, 1] == 0)
             tokens[:, 0] = torch.where(has_child, tree.tokens[:, 1], tokens[:, 0])
         return path, counts, tokens
 

@@ -139,11 +139,11 @@ def _model() -> PreTrainedModel:
 @pytest.fixture
 def model() -> Any:
     """A plain model that tests share."""
-    made = _model()
-    own, made.generation_config.eos_token_id = made.generation_config.eos_token_id, None
-    yield made
-    mmspec.unpatch(made)
-    made.generation_config.eos_token_id = own
+    model = _model()
+    own, model.generation_config.eos_token_id = model.generation_config.eos_token_id, None
+    yield model
+    mmspec.unpatch(model)
+    model.generation_config.eos_token_id = own
 
 
 def check(stats: Stats, batch: int) -> None:
@@ -255,15 +255,16 @@ def test_calls_are_summed_and_plain_ones_marked(model: PreTrainedModel) -> None:
     options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
     mmspec.patch(model, drafter=adversarial.BranchingDrafter(1), tree_size=4)
     assert mmspec.stats(model) == mmspec.stats(model, last=True) == Stats()
-    seen = []
+    calls = []
     for inputs in (given, other, given):
         model.generate(**inputs, **options)
-        seen.append(mmspec.stats(model, last=True))
+        calls.append(mmspec.stats(model, last=True))
     total = mmspec.stats(model)
     assert total.calls == 3 and total.tokens == 8 + 16 + 8 and total.first_tokens == 4
-    assert total.row_rounds == sum(stats.row_rounds for stats in seen)
+    assert total.row_rounds == sum(stats.row_rounds for stats in calls)
     assert (
-        total.accept_length_hist == seen[0].accept_length_hist + seen[1].accept_length_hist + seen[2].accept_length_hist
+        total.accept_length_hist
+        == calls[0].accept_length_hist + calls[1].accept_length_hist + calls[2].accept_length_hist
     )
     assert total.row_tokens == [8]
     with mmspec.disabled():

@@ -178,15 +178,15 @@ def test_hooks_of_accelerate() -> None:
 
 def test_a_replaced_forward() -> None:
     model = fresh_model()
-    part, seen = decoder(model).layers[0].mlp, []
+    part, calls = decoder(model).layers[0].mlp, []
     forward = part.forward
 
     def own(hidden: Tensor) -> Tensor:
-        seen.append(1)
-        return forward(hidden) * (1.0 + (len(seen) > 3))
+        calls.append(1)
+        return forward(hidden) * (1.0 + (len(calls) > 3))
 
     part.forward = own
-    went_plain(check(model, seen.clear), "replaced forward", "own", "layers.0.mlp (LlamaMLP)")
+    went_plain(check(model, calls.clear), "replaced forward", "own", "layers.0.mlp (LlamaMLP)")
 
 
 # --- modules of unknown kind ------------------------------------------------------------------------------------------
@@ -415,9 +415,9 @@ def _global_counter(self: Any, hidden: Tensor) -> Tensor:
     return out
 
 
-def _listed(self: Any, hidden: Tensor, seen: list[int] = []) -> Tensor:  # noqa: B006
-    seen.append(1)
-    out: Tensor = self.down_proj(self.act_fn(self.gate_proj(hidden)) * self.up_proj(hidden)) * (1.0 + (len(seen) > 5))
+def _listed(self: Any, hidden: Tensor, calls: list[int] = []) -> Tensor:  # noqa: B006
+    calls.append(1)
+    out: Tensor = self.down_proj(self.act_fn(self.gate_proj(hidden)) * self.up_proj(hidden)) * (1.0 + (len(calls) > 5))
     return out
 
 

@@ -40,9 +40,9 @@ CLOSE: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-4}
 
 @lru_cache
 def _model(spec: tiny.ModelSpec) -> PreTrainedModel:
-    made = tiny.build_model(spec)
-    made.generation_config.eos_token_id = None
-    return made
+    model = tiny.build_model(spec)
+    model.generation_config.eos_token_id = None
+    return model
 
 
 def model_of(family: str = "llava", **changes: Any) -> PreTrainedModel:
@@ -51,7 +51,7 @@ def model_of(family: str = "llava", **changes: Any) -> PreTrainedModel:
 
 
 def inside(model: PreTrainedModel, given: tiny.Inputs, use: Callable[[HFTarget], Any], **options: Any) -> Any:
-    """Call `use` with a target made of what transformers prepared for this request, where the loop would be."""
+    """Call `use` in place of the decode loop, with the target that transformers' prepared inputs give."""
 
     def loop(
         self: Any, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any, **kw: Any
@@ -63,26 +63,26 @@ def inside(model: PreTrainedModel, given: tiny.Inputs, use: Callable[[HFTarget],
     type(model).generate(model, **given, custom_generate=loop, max_new_tokens=50, **options)
 
 
-class Forced(LogitsProcessor):
-    """Makes plain decoding say what it is told."""
+class ForcedTokens(LogitsProcessor):
+    """Makes plain decoding emit the given tokens."""
 
-    def __init__(self, words: Tensor) -> None:
-        self.words, self.step = words, 0
+    def __init__(self, tokens: Tensor) -> None:
+        self.tokens, self.step = tokens, 0
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        made = torch.full_like(scores, -1e9)
-        if self.step < self.words.shape[1]:
-            made = made.scatter(1, self.words[:, self.step : self.step + 1], 0.0)
+        forced = torch.full_like(scores, -1e9)
+        if self.step < self.tokens.shape[1]:
+            forced = forced.scatter(1, self.tokens[:, self.step : self.step + 1], 0.0)
         self.step += 1
-        return made
+        return forced
 
 
-def told(model: PreTrainedModel, given: tiny.Inputs, rows: Sequence[Sequence[int]], **options: Any) -> Any:
-    """Plain decoding that is made to say these rows: logits and hidden states of every step."""
+def decode_forced(model: PreTrainedModel, given: tiny.Inputs, rows: Sequence[Sequence[int]], **options: Any) -> Any:
+    """Plain decoding forced to emit these rows: logits and hidden states of every step."""
     steps = max(map(len, rows))
-    words = torch.tensor([[*row, *[9] * (steps - len(row))] for row in rows])
+    tokens = torch.tensor([[*row, *[9] * (steps - len(row))] for row in rows])
     flags = {"return_dict_in_generate": True, "output_logits": True, "output_hidden_states": True}
-    forced = LogitsProcessorList([Forced(words)])
+    forced = LogitsProcessorList([ForcedTokens(tokens)])
     kwargs = {**given, **flags, "do_sample": False, **options, "logits_processor": forced}
     return model.generate(**kwargs, max_new_tokens=steps + 1)
 
@@ -91,27 +91,27 @@ def told(model: PreTrainedModel, given: tiny.Inputs, rows: Sequence[Sequence[int
 
 
 def bush(rng: random.Random, roots: Sequence[int], nodes: int, text: Sequence[int]) -> DraftTree:
-    """A random sealed tree per row, deep and wide, a few nodes of it invalid."""
+    """A random sanitized tree per row, deep and wide, with a few masked nodes."""
     tokens = torch.tensor([[rng.choice(text) for _ in range(nodes)] for _ in roots])
     parents = torch.tensor([[max(0, i - rng.choice((1, 1, 2, 4))) for i in range(nodes)] for _ in roots])
-    valid = torch.tensor([[rng.random() < 0.85 for _ in range(nodes)] for _ in roots])
-    return sanitize(DraftTree(tokens, parents, valid), torch.tensor(roots), torch.ones(200, dtype=torch.bool))
+    node_mask = torch.tensor([[rng.random() < 0.85 for _ in range(nodes)] for _ in roots])
+    return sanitize(DraftTree(tokens, parents, node_mask), torch.tensor(roots), torch.ones(200, dtype=torch.bool))
 
 
 def lines(tree: DraftTree, row: int) -> list[list[int]]:
     """Nodes from the root down to each leaf of a row, longest first."""
     assert tree.ancestor_mask is not None
-    live = [i for i in range(tree.num_nodes) if tree.valid[row, i]]
-    inner = {int(tree.parents[row, i]) for i in live}
-    ends = [i for i in live if i not in inner]
+    nodes = [i for i in range(tree.num_nodes) if tree.node_mask[row, i]]
+    inner = {int(tree.parents[row, i]) for i in nodes}
+    ends = [i for i in nodes if i not in inner]
     return sorted((tree.ancestor_mask[row, end].nonzero().flatten().tolist() for end in ends), key=len, reverse=True)
 
 
-def verdict_of(tree: DraftTree, walked: list[list[int]]) -> VerifyResult:
-    """As if these nodes had been walked."""
-    path = torch.tensor([row + [0] * (tree.num_nodes - len(row)) for row in walked])
-    rows = [[1] * len(row) for row in walked]
-    return VerifyResult(tree, path, torch.tensor([len(row) for row in walked]), path, rows, walked)
+def result_of(tree: DraftTree, accepted: list[list[int]]) -> VerifyResult:
+    """The result of accepting these nodes."""
+    path = torch.tensor([row + [0] * (tree.num_nodes - len(row)) for row in accepted])
+    rows = [[1] * len(row) for row in accepted]
+    return VerifyResult(tree, path, torch.tensor([len(row) for row in accepted]), path, rows, accepted)
 
 
 class Probe:
@@ -127,8 +127,8 @@ class Probe:
     def __call__(self, target: HFTarget) -> None:
         first, states = target.prefill(self.taps)
         batch = first.shape[0]
-        self.said: list[list[int]] = [[] for _ in range(batch)]
-        plain = told(self.model, self.given, [[9]] * batch, **self.options)
+        self.emitted: list[list[int]] = [[] for _ in range(batch)]
+        plain = decode_forced(self.model, self.given, [[9]] * batch, **self.options)
         torch.testing.assert_close(first, plain.logits[0], **CLOSE)
         mask = self.given.get("attention_mask", torch.ones_like(self.given["input_ids"])).bool()
         mask = mask.repeat_interleave(batch // mask.shape[0], dim=0)
@@ -137,9 +137,9 @@ class Probe:
             torch.testing.assert_close(states[tap][mask], plain.hidden_states[0][tap][mask], **CLOSE)
         for nodes in (8, 1, 6):
             self.round(target, batch, nodes)
-        kept = [self.rng.randint(1, len(said)) for said in self.said]
-        target.crop(kept)
-        self.said = [said[:keep] for said, keep in zip(self.said, kept, strict=True)]
+        lengths = [self.rng.randint(1, len(row)) for row in self.emitted]
+        target.crop(lengths)
+        self.emitted = [row[:length] for row, length in zip(self.emitted, lengths, strict=True)]
         self.round(target, batch, 4)
 
     def round(self, target: HFTarget, batch: int, nodes: int) -> None:
@@ -151,20 +151,22 @@ class Probe:
         for number in range(max(map(len, paths))):
             chosen = [path[min(number, len(path) - 1)] for path in paths]
             new = [tree.tokens[row, nodes].tolist() for row, nodes in enumerate(chosen)]
-            said = [old + more for old, more in zip(self.said, new, strict=True)]
-            plain = told(self.model, self.given, said, **self.options)
+            emitted = [old + more for old, more in zip(self.emitted, new, strict=True)]
+            plain = decode_forced(self.model, self.given, emitted, **self.options)
             for row, line in enumerate(chosen):
-                for step, node in enumerate(line, len(self.said[row]) + 1):
+                for step, node in enumerate(line, len(self.emitted[row]) + 1):
                     torch.testing.assert_close(logits[row, node], plain.logits[step][row], **CLOSE)
                     for tap in self.taps:
                         state = plain.hidden_states[step][tap][row, -1]
                         torch.testing.assert_close(states[tap][row, node], state, **CLOSE)
                     self.nodes += 1
-        walked = [self.rng.choice(path) for path in paths]
-        walked = [line[: self.rng.randint(1 if not self.said[b] else 0, len(line))] for b, line in enumerate(walked)]
-        target.commit(verdict_of(tree, walked))
-        for row, line in enumerate(walked):
-            self.said[row] += tree.tokens[row, line].tolist()
+        accepted = [self.rng.choice(path) for path in paths]
+        accepted = [
+            line[: self.rng.randint(1 if not self.emitted[b] else 0, len(line))] for b, line in enumerate(accepted)
+        ]
+        target.commit(result_of(tree, accepted))
+        for row, line in enumerate(accepted):
+            self.emitted[row] += tree.tokens[row, line].tolist()
 
 
 SCENES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -214,7 +216,7 @@ def test_several_sequences_per_prompt(family: str) -> None:
     twice: dict[str, Any] = {"do_sample": True, "num_return_sequences": 2}
     probe = Probe(model, tiny.build_inputs(model, 3, 2, num_text_tokens=(3, 6)), 3, **twice)
     inside(model, probe.given, probe, **twice)
-    assert len(probe.said) == 4
+    assert len(probe.emitted) == 4
 
 
 @FAMILY
@@ -226,11 +228,11 @@ def test_a_conversation_that_goes_on(family: str) -> None:
 
         def before(tail: bool = tail) -> tuple[tiny.Inputs, Any]:
             text = model.config.get_text_config()
-            said = told(model, given, [[11, 12, 13]] * 2, past_key_values=DynamicCache(config=text))
-            more = tiny.build_next_turn(given, said.sequences, 1, model.tiny_spec)
+            turn = decode_forced(model, given, [[11, 12, 13]] * 2, past_key_values=DynamicCache(config=text))
+            more = tiny.build_next_turn(given, turn.sequences, 1, model.tiny_spec)
             if tail:
-                more["input_ids"] = more["input_ids"][:, said.past_key_values.get_seq_length() :]
-            return more, said.past_key_values
+                more["input_ids"] = more["input_ids"][:, turn.past_key_values.get_seq_length() :]
+            return more, turn.past_key_values
 
         more, cache = before()
 
@@ -241,7 +243,7 @@ def test_a_conversation_that_goes_on(family: str) -> None:
             paths = [lines(tree, row)[0] for row in range(2)]
             rows = [tree.tokens[row, path].tolist() for row, path in enumerate(paths)]
             again, past = before()
-            plain = told(model, again, rows, past_key_values=past).logits
+            plain = decode_forced(model, again, rows, past_key_values=past).logits
             torch.testing.assert_close(first, plain[0], **CLOSE)
             for row, path in enumerate(paths):
                 for step, node in enumerate(path, 1):
@@ -273,7 +275,7 @@ def test_a_path_is_a_plain_forward_over_all_of_it(family: str) -> None:
 
 
 def test_nodes_do_not_see_their_siblings() -> None:
-    """Changing a node changes what it and those below it say, and nothing else."""
+    """Changing a node changes the logits of it and its descendants, and nothing else."""
     for spec in ({}, {"attention": "eager"}, {"family": "qwen2_5_vl"}, {"family": "llava_next", "window": 10}):
         model = model_of(**spec)
 
@@ -285,37 +287,37 @@ def test_nodes_do_not_see_their_siblings() -> None:
             after, _ = target.score(tree)
             assert tree.ancestor_mask is not None
             for row in range(2):
-                for node in tree.valid[row].nonzero().flatten().tolist():
+                for node in tree.node_mask[row].nonzero().flatten().tolist():
                     below = row == 0 and bool(tree.ancestor_mask[row, node, 3])
                     assert torch.equal(before[row, node], after[row, node]) != below
 
         inside(model, tiny.build_inputs(model, 6, 2), use)
 
 
-def test_what_is_asked_of_the_text_model_is_what_decoding_asks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The arguments of a round are those of a decoding step of transformers, but for ids, positions, mask and cache."""
+def test_a_round_passes_the_arguments_of_a_decoding_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A round passes the arguments of a decoding step of transformers, except for ids, positions, mask and cache."""
     for family in tiny.FAMILIES:
         model = model_of(family)
-        given, seen = tiny.build_inputs(model, 7, 2), list[dict[str, Any]]()
+        given, calls = tiny.build_inputs(model, 7, 2), list[dict[str, Any]]()
         forward = type(model).forward
 
         @functools.wraps(forward)
-        def spy(self: Any, *args: Any, _seen: list[Any] = seen, _forward: Any = forward, **kwargs: Any) -> Any:
-            _seen.append(kwargs)
+        def spy(self: Any, *args: Any, _calls: list[Any] = calls, _forward: Any = forward, **kwargs: Any) -> Any:
+            _calls.append(kwargs)
             return _forward(self, *args, **kwargs)
 
         with monkeypatch.context() as patching:
             patching.setattr(model, "forward", types.MethodType(spy, model))
             model.generate(**given, max_new_tokens=3, do_sample=False)
-            plain = seen[-1]
-            seen.clear()
+            plain = calls[-1]
+            calls.clear()
             inside(
                 model, given, lambda target: (target.prefill(), target.score(bush(random.Random(0), [9, 9], 4, [9])))
             )
         own = {"input_ids", "position_ids", "attention_mask", "past_key_values", "logits_to_keep", "cache_position"}
-        assert set(seen[-1]) - own == set(plain) - own, family
+        assert set(calls[-1]) - own == set(plain) - own, family
         for name in set(plain) - own:
-            mine, theirs = seen[-1][name], plain[name]
+            mine, theirs = calls[-1][name], plain[name]
             if isinstance(theirs, Tensor):
                 assert mine.dtype == theirs.dtype and mine.shape[:-1] == theirs.shape[:-1]
                 assert torch.equal(mine[..., :1], theirs[..., -1:]), (family, name)  # 5.18 passes on the whole of it
@@ -338,10 +340,10 @@ def media(model: PreTrainedModel, given: tiny.Inputs) -> list[Tensor]:
     return found
 
 
-class Looking(adversarial.AdversarialDrafter):
-    """Keeps the prompts it is shown."""
+class PromptRecorder(adversarial.AdversarialDrafter):
+    """Records the prompts that it receives."""
 
-    name = "looking"
+    name = "prompt-recorder"
 
     def __init__(self) -> None:
         super().__init__()
@@ -353,30 +355,30 @@ class Looking(adversarial.AdversarialDrafter):
         return super().begin(prompt)
 
 
-def shown(model: PreTrainedModel, given: tiny.Inputs, **options: Any) -> Prompt:
-    """What a drafter is shown of a call."""
-    looking = Looking()
-    mmspec.patch(model, drafter=looking)
+def get_prompt(model: PreTrainedModel, given: tiny.Inputs, **options: Any) -> Prompt:
+    """The prompt that a drafter receives in a call."""
+    recorder = PromptRecorder()
+    mmspec.patch(model, drafter=recorder)
     try:
         model.generate(**given, max_new_tokens=2, do_sample=bool(options), **options)
         assert not mmspec.stats(model).fallback_calls
     finally:
         mmspec.unpatch(model)
-    return looking.prompts[0]
+    return recorder.prompts[0]
 
 
 def check_segments(model: PreTrainedModel, given: tiny.Inputs, prompt: Prompt, repeats: int = 1) -> None:
-    """They cover the placeholders once, and each source stands where its own features were put."""
+    """Grids cover each placeholder once, and each one the positions of the features of its own image or video."""
     special = tiny.special_ids(model.tiny_spec)
-    places = torch.isin(prompt.input_ids, torch.tensor([special.image, special.video]))
-    assert torch.equal(prompt.visual_mask, places)
+    is_placeholder = torch.isin(prompt.input_ids, torch.tensor([special.image, special.video]))
+    assert torch.equal(prompt.visual_mask, is_placeholder)
     covered, sources = torch.zeros_like(prompt.input_ids), dict[int, list[Any]]()
     for segment in prompt.grids:
         assert segment.num_tokens > 0 and segment.height > 0 and segment.width > 0
         covered[segment.row, segment.start : segment.start + segment.num_tokens] += 1
         if segment.row % repeats == 0:
             sources.setdefault(segment.media_index, []).append(segment)
-    assert torch.equal(covered, places.long()), "not every visual token once"
+    assert torch.equal(covered, is_placeholder.long()), "not every visual token once"
     features = media(model, given)
     assert sorted(sources) == list(range(len(features)))
     for number, feature in enumerate(features):
@@ -397,7 +399,7 @@ def test_segments_cover_the_placeholders_of_their_pictures(family: str, padding:
         given = tiny.build_inputs(
             model, seed, 1 + seed % 3, padding=padding, images=None if seed % 2 else [1] * (1 + seed % 3)
         )
-        prompt = shown(model, given)
+        prompt = get_prompt(model, given)
         if not prompt.grids:  # pictures side by side, which these families cannot tell apart
             assert family in ("llava_next", "llava_onevision", "llava_next_video")
             continue
@@ -418,10 +420,10 @@ def frames_of(prompt: Prompt) -> dict[int, list[Any]]:
 
 @CLIPS
 def test_segments_of_clips(family: str) -> None:
-    model, seen = model_of(family), set[str]()
+    model, roles = model_of(family), set[str]()
     for seed in range(12):
         given = tiny.build_inputs(model, seed, 2, images=[seed % 2, 1], videos=[1, (seed // 2) % 2])
-        prompt = shown(model, given)
+        prompt = get_prompt(model, given)
         if prompt.grids:
             check_segments(model, given, prompt)
             frames = [segment for segment in prompt.grids if segment.role == "frame"]
@@ -429,19 +431,19 @@ def test_segments_of_clips(family: str) -> None:
             for clip in {segment.media_index for segment in frames}:
                 times = [segment.frame for segment in frames if segment.media_index == clip]
                 assert times == list(range(len(times))), "frames out of order"
-            seen |= {segment.role for segment in prompt.grids}
-    assert seen >= {"base", "frame"}
+            roles |= {segment.role for segment in prompt.grids}
+    assert roles >= {"base", "frame"}
 
 
 @CLIPS
 def test_clips_alone_and_side_by_side(family: str) -> None:
-    """As many clips as were given, each with its frames, whether or not words stand between them."""
+    """As many clips as in the input, each with its frames, with or without text between them."""
     model = model_of(family)
     for seed in range(8):
         given = tiny.build_inputs(
             model, seed, 2, images=[0, 0], videos=[2, 1], num_text_tokens=(1, 3) if seed % 2 else (6, 9)
         )
-        prompt = shown(model, given)
+        prompt = get_prompt(model, given)
         check_segments(model, given, prompt)
         clips, pixels = frames_of(prompt), given["pixel_values_videos"]
         assert sorted(clips) == [0, 1, 2] and [frames[0].row for frames in clips.values()] == [0, 0, 1]
@@ -456,17 +458,17 @@ def test_a_frame_stands_where_its_segment_says(family: str) -> None:
     """Changing one frame of a clip changes the embeddings of its segment, and of no other frame."""
     model = model_of(family)
     given = tiny.build_inputs(model, 6, 1, images=[1], videos=[1])
-    before = shown(model, given)
+    before = get_prompt(model, given)
     (frames,) = frames_of(before).values()
     for frame in frames:
         changed = {**given, "pixel_values_videos": given["pixel_values_videos"].clone()}
         pixels = changed["pixel_values_videos"]
         part = pixels.view(len(frames), -1)[frame.frame]  # Qwen's patches are in the order of time too
         part.neg_()
-        after = shown(model, changed)
+        after = get_prompt(model, changed)
         moved = (before.hidden_states[0] - after.hidden_states[0]).abs().amax(-1)[0] > 1e-6
-        places = range(frame.start, frame.start + frame.num_tokens)
-        assert moved.nonzero().flatten().tolist() == list(places)
+        positions = range(frame.start, frame.start + frame.num_tokens)
+        assert moved.nonzero().flatten().tolist() == list(positions)
 
 
 def test_frames_of_llava_next_video_are_pooled_with_the_stride_of_the_config() -> None:
@@ -477,7 +479,7 @@ def test_frames_of_llava_next_video_are_pooled_with_the_stride_of_the_config() -
     given = tiny.build_inputs(model, 1, 1, images=[0], videos=[1])
     with torch.no_grad():
         whole = model.model.vision_resampler(torch.arange(side * side, dtype=torch.float)[None, :, None])[0, :, 0]
-    for segment in shown(model, given).grids:
+    for segment in get_prompt(model, given).grids:
         rows = whole.view(segment.height, segment.width)  # what transformers pools, in reading order
         assert (rows.diff(dim=1) == 2).all() and (rows.diff(dim=0) == 2 * side).all()
 
@@ -512,7 +514,7 @@ def test_clips_whose_pixels_nobody_knows(family: str) -> None:
 def test_segments_of_several_sequences_per_prompt(family: str) -> None:
     model = model_of(family)
     given = tiny.build_inputs(model, 2, 2, images=[1, 1])
-    once, thrice = shown(model, given), shown(model, given, num_return_sequences=3)
+    once, thrice = get_prompt(model, given), get_prompt(model, given, num_return_sequences=3)
     assert thrice.input_ids.shape[0] == 6 and len(thrice.grids) == 3 * len(once.grids) > 0
     check_segments(model, given, thrice, repeats=3)
     for row in range(6):
@@ -526,7 +528,7 @@ def test_grids_of_tiles_end_their_lines_with_a_newline(family: str) -> None:
     model, shapes = model_of(family), set[tuple[int, int]]()
     for seed in range(30):
         given = tiny.build_inputs(model, seed, 1, images=[1])
-        prompt = shown(model, given)
+        prompt = get_prompt(model, given)
         line = model.model.image_newline
         newline = (prompt.hidden_states[0] - line).abs().amax(-1) < 1e-5
         for segment in prompt.grids:
@@ -562,7 +564,7 @@ def test_grids_of_qwen_are_those_of_the_inputs() -> None:
     for seed in range(10):
         given = tiny.build_inputs(model, seed, 2, images=[2, 1])
         grids = [(int(h) // 2, int(w) // 2) for _, h, w in given["image_grid_thw"]]
-        assert [(s.height, s.width) for s in shown(model, given).grids] == grids
+        assert [(s.height, s.width) for s in get_prompt(model, given).grids] == grids
 
 
 @FAMILY

@@ -1,4 +1,4 @@
-"""What the vision tower attends to: heard in a call, against transformers' own attention weights, patch by patch."""
+"""Attention of the vision tower: as captured in a call, against transformers' attention weights, patch by patch."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from mmspec.vision.compressors.select import Identity, TopScore, saliency
 from mmspec.vision.registry import build_compressor
 
 
-class Asking(Identity):
-    """Shows everything, and asks what the tower attends to."""
+class AttendingIdentity(Identity):
+    """Keeps every token and requires the saliency."""
 
     attends = True
 
 
-class Looking(adversarial.AdversarialDrafter):
-    """Keeps the prompts it is shown."""
+class PromptRecorder(adversarial.AdversarialDrafter):
+    """Records the prompts that it receives."""
 
-    name = "looking"
+    name = "prompt-recorder"
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,26 +70,26 @@ def siglip() -> PreTrainedModel:
     )
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(3)
-        made = LlavaForConditionalGeneration(config).eval()
-    made.generation_config = usual.generation_config
-    made.tiny_spec = usual.tiny_spec
-    return made
+        model = LlavaForConditionalGeneration(config).eval()
+    model.generation_config = usual.generation_config
+    model.tiny_spec = usual.tiny_spec
+    return model
 
 
 FAMILIES = ("llava", "llava_next", "llava_next_video", "llava_onevision")
 MODELS = {family: partial(get_model, family) for family in FAMILIES} | {"siglip": siglip}
 
 
-def shown(model: PreTrainedModel, given: tiny.Inputs, compressor: Any, **options: Any) -> Prompt:
-    """What a drafter is shown of a call."""
-    looking = Looking()
-    mmspec.patch(model, drafter=looking, compressor=compressor)
+def get_prompt(model: PreTrainedModel, given: tiny.Inputs, compressor: Any, **options: Any) -> Prompt:
+    """The prompt that a drafter receives in a call."""
+    recorder = PromptRecorder()
+    mmspec.patch(model, drafter=recorder, compressor=compressor)
     try:
         model.generate(**given, max_new_tokens=2, do_sample=bool(options), **options)
         assert not mmspec.stats(model).fallback_calls
     finally:
         mmspec.unpatch(model)
-    return looking.prompts[0]
+    return recorder.prompts[0]
 
 
 def slow(model: PreTrainedModel, given: tiny.Inputs) -> tuple[Tensor, Tensor]:
@@ -126,7 +126,7 @@ def test_it_is_the_attention_of_the_layer_that_is_projected(sort: str, padding: 
         given = tiny.build_inputs(
             model, seed, rows, padding=padding, images=[1 + (row + seed) % 2 for row in range(rows)]
         )
-        prompt = shown(model, given, Asking())
+        prompt = get_prompt(model, given, AttendingIdentity())
         assert prompt.visual_saliency is not None and prompt.visual_saliency.shape == prompt.input_ids.shape
         wanted = expected(model, given, prompt)
         torch.testing.assert_close(prompt.visual_saliency[prompt.visual_mask], wanted, rtol=1e-4, atol=1e-6)
@@ -139,7 +139,10 @@ def test_it_is_the_attention_of_the_layer_that_is_projected(sort: str, padding: 
 def test_several_sequences_per_prompt(sort: str) -> None:
     model = MODELS[sort]()
     given = tiny.build_inputs(model, 3, 2, images=[2, 1])
-    once, thrice = shown(model, given, Asking()), shown(model, given, Asking(), num_return_sequences=3)
+    once, thrice = (
+        get_prompt(model, given, AttendingIdentity()),
+        get_prompt(model, given, AttendingIdentity(), num_return_sequences=3),
+    )
     assert once.visual_saliency is not None and thrice.visual_saliency is not None
     assert torch.equal(thrice.visual_saliency, once.visual_saliency.repeat_interleave(3, 0))
 
@@ -160,8 +163,8 @@ def halved(patches: Tensor) -> Tensor:
     """[ceil(e / 2), ceil(e / 2)] of [e, e], bilinear, point by point."""
     edge, size = len(patches), ceil(len(patches) / 2)
 
-    def at(place: int) -> list[tuple[int, float]]:
-        where = max(0.0, (place + 0.5) * edge / size - 0.5)
+    def at(index: int) -> list[tuple[int, float]]:
+        where = max(0.0, (index + 0.5) * edge / size - 0.5)
         low = min(int(where), edge - 1)
         return [(low, 1 - (where - low)), (min(low + 1, edge - 1), where - low)]
 
@@ -171,8 +174,8 @@ def halved(patches: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("family", ["llava_next_video", "llava_onevision"])
 def test_frames_of_clips(family: str) -> None:
-    """A token made of several patches has what they have in the mean, a newline token nothing."""
-    model, seen = get_model(family), set()
+    """A token pooled from several patches has their mean attention, a newline token none."""
+    model, values = get_model(family), set()
     for seed in range(6):
         given = tiny.build_inputs(model, seed, 2, images=[0, 0], videos=[1, 1 + seed % 2])
         pixels = given["pixel_values_videos"]
@@ -185,11 +188,11 @@ def test_frames_of_clips(family: str) -> None:
         for clip in weights.view(*pixels.shape[:2], edge, edge):
             wanted += [smaller(frame).flatten() for frame in clip]
             wanted += [torch.zeros(1)] if family == "llava_onevision" else []
-        prompt = shown(model, given, Asking())
+        prompt = get_prompt(model, given, AttendingIdentity())
         assert prompt.visual_saliency is not None
         torch.testing.assert_close(prompt.visual_saliency[prompt.visual_mask], torch.cat(wanted), rtol=1e-4, atol=1e-6)
-        seen |= set(prompt.visual_saliency[prompt.visual_mask].tolist())
-    assert len(seen) > 20 or family == "llava_onevision"  # of which a frame is one token here
+        values |= set(prompt.visual_saliency[prompt.visual_mask].tolist())
+    assert len(values) > 20 or family == "llava_onevision"  # of which a frame is one token here
 
 
 @pytest.mark.parametrize("edge", [3, 4, 5, 8])
@@ -214,68 +217,68 @@ def test_several_pictures_of_onevision_are_read_whole() -> None:
     assert family.tiles_per_image(sizes, {}) == [5, 5, 5]  # type: ignore[attr-defined]
 
 
-def test_what_cannot_be_told() -> None:
+def test_unsupported_inputs_have_no_saliency() -> None:
     """A tower of another build, and pictures and clips in one call."""
     model = get_model("qwen2_5_vl")
-    assert shown(model, tiny.build_inputs(model, 1, 2, images=[1, 1]), Asking()).visual_saliency is None
+    assert get_prompt(model, tiny.build_inputs(model, 1, 2, images=[1, 1]), AttendingIdentity()).visual_saliency is None
     for family in ("llava_next_video", "llava_onevision"):
         model = get_model(family)
         given = tiny.build_inputs(model, 1, 2, images=[1, 1], videos=[1, 0])
-        assert shown(model, given, Asking()).visual_saliency is None
+        assert get_prompt(model, given, AttendingIdentity()).visual_saliency is None
 
 
-def test_nobody_asked_or_there_is_no_picture() -> None:
+def test_none_if_not_required_or_without_images() -> None:
     model = get_model("llava")
-    assert shown(model, tiny.build_inputs(model, 1, 2, images=[1, 1]), "relevant:2").visual_saliency is None
-    assert shown(model, tiny.build_inputs(model, 1, 2, images=[0, 0]), Asking()).visual_saliency is None
+    assert get_prompt(model, tiny.build_inputs(model, 1, 2, images=[1, 1]), "relevant:2").visual_saliency is None
+    assert get_prompt(model, tiny.build_inputs(model, 1, 2, images=[0, 0]), AttendingIdentity()).visual_saliency is None
 
 
 def test_layers_that_there_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     model = siglip()
-    for layer, heard in ((-2, True), ([-3, -2], True), (2, True), (0, False), (-9, False), (9, False)):
+    for layer, is_captured in ((-2, True), ([-3, -2], True), (2, True), (0, False), (-9, False), (9, False)):
         monkeypatch.setattr(model.config, "vision_feature_layer", layer)
         found = find_adapter(model).attention_capture()
-        assert (found is not None) == heard, layer
+        assert (found is not None) == is_captured, layer
         layers = model.model.vision_tower.encoder.layers if found else []
         assert found is None or found.layer is layers[1].self_attn, layer
 
 
-def test_the_calls_of_other_threads_are_not_heard() -> None:
+def test_calls_of_other_threads_are_not_captured() -> None:
     """Two calls on one model at the same time, the encoding of one within that of the other."""
     model = MODELS["llava"]()
     first, second = (tiny.build_inputs(model, seed, 1, images=[1]) for seed in (1, 2))
-    listening = find_adapter(model).attention_capture()
-    assert listening is not None
-    with listening.active():
+    capture = find_adapter(model).attention_capture()
+    assert capture is not None
+    with capture.active():
         other = threading.Thread(target=lambda: model.generate(**second, max_new_tokens=2, do_sample=False))
         other.start()
         other.join()
-        assert listening.scores() is None
+        assert capture.scores() is None
         model.generate(**first, max_new_tokens=2, do_sample=False)
-    shares = listening.scores()
+    shares = capture.scores()
     assert shares is not None and shares.shape == (1, 9)
     torch.testing.assert_close(shares[0], slow(model, first)[1], rtol=1e-4, atol=1e-6)
 
 
 class Spy:
-    """A compressor that keeps what another one was given, and what came of it."""
+    """A compressor that records input and output of another one."""
 
     attends = True
 
     def __init__(self, inner: Any) -> None:
         self.inner, self.name, self.max_tokens = inner, inner.name, inner.max_tokens
-        self.seen: list[tuple[VisualTokens, VisualTokens]] = []
+        self.calls: list[tuple[VisualTokens, VisualTokens]] = []
 
     def compress(self, visual_tokens: VisualTokens, query: Tensor | None, max_tokens: int) -> VisualTokens:
         """See `Compressor`."""
         few: VisualTokens = self.inner.compress(visual_tokens, query, max_tokens)
-        self.seen.append((visual_tokens, few))
+        self.calls.append((visual_tokens, few))
         return few
 
 
 @pytest.mark.parametrize("padding", ["left", "right"])
-def test_a_drafter_is_shown_what_the_tower_attends_to(padding: str) -> None:
-    """Scores stand at their own tokens, and `salient` keeps the highest; the text stays what it is."""
+def test_a_compressor_receives_the_attention_of_the_tower(padding: str) -> None:
+    """Scores are at their own tokens, `salient` keeps the highest, and the output is unchanged."""
     drafter = EagleDrafter(EagleHead(HeadConfig(32, 64, 4, 2, 120)), "decoupled", num_layers=2)
     model, spy = MODELS["llava"](), Spy(build_compressor("salient:3"))
     given = tiny.build_inputs(model, 5, 3, images=[2, 1, 1], padding=padding)
@@ -284,20 +287,20 @@ def test_a_drafter_is_shown_what_the_tower_attends_to(padding: str) -> None:
     mmspec.patch(model, drafter=drafter, compressor=spy, tree_size=8)
     try:
         assert torch.equal(model.generate(**given, max_new_tokens=12, do_sample=False), plain)
-        kept = mmspec.stats(model, last=True).compression
+        records = mmspec.stats(model, last=True).compression
     finally:
         mmspec.unpatch(model)
-    [(visual, few)] = spy.seen
+    [(visual, few)] = spy.calls
     assert visual.saliency is not None
     for row, scores in enumerate(wanted):
         mine = visual.saliency[row][visual.mask[row]]
         torch.testing.assert_close(mine, scores[len(scores) - len(mine) :], rtol=1e-4, atol=1e-6)
         best = mine.topk(3).indices.sort().values.tolist()
-        assert list(kept[row].kept_indices or ()) == best and few.mask[row].all()
+        assert list(records[row].kept_indices or ()) == best and few.mask[row].all()
 
 
-def test_who_asks() -> None:
+def test_which_compressors_require_attention() -> None:
     assert build_compressor("salient:3").attends and not build_compressor("relevant:3").attends  # type: ignore[attr-defined]
     with torch.random.fork_rng(devices=[]):
-        ways = [Identity(), TopScore(2, "salient", saliency, attends=True)]
-        assert Elastic(8, 2).attends and Elastic(8, 2, ways).attends and not Elastic(8, 2, ways[:1]).attends
+        branches = [Identity(), TopScore(2, "salient", saliency, attends=True)]
+        assert Elastic(8, 2).attends and Elastic(8, 2, branches).attends and not Elastic(8, 2, branches[:1]).attends

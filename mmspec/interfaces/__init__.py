@@ -1,0 +1,59 @@
+"""Protocols between targets, drafters and compressors, and the data that they exchange.
+
+| module | protocols, the main one first | data |
+|---|---|---|
+| `target` | `Target` | `VerifyResult`, `TargetInfo`, `SharedEmbeddings` |
+| `drafter` | `Drafter`, `CompressingDrafter`, `TrainedDrafter`, `ReplicableDrafter` | `DrafterRequirements`, `Prompt` |
+| `compressor` | `Compressor`, `SizedCompressor`, `SaliencyCompressor`, ... | `VisualTokens`, `VisualGrid` |
+| `video` | `FrameSampler`, `ContentAwareSampler` | |
+
+Depends on neither transformers, a KV cache nor the decode loop. Shape symbols used in the whole project: B batch rows,
+L prompt length, S committed length, N nodes of a draft tree, A accepted nodes, V vocabulary size, D hidden size,
+M visual tokens before compression, K visual tokens after it.
+"""
+
+from mmspec.interfaces.compressor import (
+    NO_LIMIT,
+    CompressionContext,
+    Compressor,
+    GatedCompressor,
+    GateObservation,
+    SaliencyCompressor,
+    SizedCompressor,
+    VisualGrid,
+    VisualTokens,
+)
+from mmspec.interfaces.drafter import (
+    CompressingDrafter,
+    Drafter,
+    DrafterRequirements,
+    Prompt,
+    ReplicableDrafter,
+    TrainedDrafter,
+)
+from mmspec.interfaces.target import SharedEmbeddings, Target, TargetInfo, VerifyResult
+from mmspec.interfaces.video import ContentAwareSampler, FrameSampler
+
+__all__ = [
+    "NO_LIMIT",
+    "CompressingDrafter",
+    "CompressionContext",
+    "Compressor",
+    "ContentAwareSampler",
+    "Drafter",
+    "DrafterRequirements",
+    "FrameSampler",
+    "GateObservation",
+    "GatedCompressor",
+    "Prompt",
+    "ReplicableDrafter",
+    "SaliencyCompressor",
+    "SharedEmbeddings",
+    "SizedCompressor",
+    "Target",
+    "TargetInfo",
+    "TrainedDrafter",
+    "VerifyResult",
+    "VisualGrid",
+    "VisualTokens",
+]

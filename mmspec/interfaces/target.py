@@ -1,0 +1,110 @@
+"""What the decode loop needs of a target: `Target`, and the results and properties that others read of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from mmspec.engine.tree import DraftTree
+
+
+class Target(Protocol):
+    """The model being decoded, behind a KV cache with one length per row."""
+
+    vocab_size: int
+
+    def score(self, tree: DraftTree, hidden_state_indices: Sequence[int] = ()) -> tuple[Tensor, dict[int, Tensor]]:
+        """One forward over the nodes of all rows: logits [B, N, V] and hidden states {index: [B, N, D]}."""
+
+    def commit(self, result: VerifyResult) -> None:
+        """Keep the keys and values of the accepted nodes and discard the others."""
+
+    def crop(self, lengths: Sequence[int], zero_tail: bool = False) -> None:
+        """Truncate each row's cache.
+
+        Args:
+            lengths: per row, largest number of positions after the prompt that remain.
+            zero_tail: also zero what lies beyond: nan there would reach attention outputs (0 * nan is nan).
+        """
+
+
+@dataclass
+class VerifyResult:
+    """Result of one verification: accepted nodes and emitted tokens.
+
+    Attributes:
+        tree: the scored tree.
+        path: [B, N] int64, accepted nodes of each row, node 0 first; valid up to `counts`.
+        counts: [B] int64, tokens emitted by each row; 0 for inactive rows.
+        tokens: [B, N] int64, emitted tokens; valid up to `counts`.
+        emitted_ids: host copy of the emitted tokens, a list per row (empty for inactive rows).
+        accepted_nodes: host copy of `path`, a list per row, same lengths as `emitted_ids`.
+        top_ids: [B][N][k] nested lists, ids of the largest raw logits (`DrafterRequirements.top_k`), or None.
+        scored_ids: [B][N] tokens of the scored nodes, -1 for padding; set together with `top_ids`.
+        tree_sizes: number of nodes of each row's tree, padding excluded, root included.
+    """
+
+    tree: DraftTree
+    path: Tensor
+    counts: Tensor
+    tokens: Tensor
+    emitted_ids: list[list[int]]
+    accepted_nodes: list[list[int]]
+    top_ids: list[list[list[int]]] | None = None
+    scored_ids: list[list[int]] | None = None
+    tree_sizes: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class TargetInfo:
+    """Properties of a target that a drafter trained for one target can be checked against.
+
+    Attributes:
+        model_type: `config.model_type` of the whole model.
+        hidden_size: D of the text model.
+        vocab_size: V of the text model.
+        num_layers: decoder layers of the text model.
+        tokenizer: an object with `get_vocab`, or None.
+        name: hub id or folder that the model was loaded from, or "".
+        media_token_ids: ids of the image and video placeholders.
+        device: device type as torch names it ("cpu", "cuda").
+    """
+
+    model_type: str
+    hidden_size: int
+    vocab_size: int
+    num_layers: int
+    tokenizer: Any = None
+    name: str = ""
+    media_token_ids: tuple[int, ...] = ()
+    device: str = "cpu"
+
+
+@dataclass(frozen=True)
+class SharedEmbeddings:
+    """Input and output embeddings of the target: its own modules, not copies.
+
+    Attributes:
+        embed_tokens: ids [...] -> [..., D].
+        lm_head: output of the final norm [..., D] -> logits [..., V]. Its `weight` is [V, D].
+    """
+
+    embed_tokens: nn.Module
+    lm_head: nn.Module
+
+    def lm_head_rows(self, ids: Tensor) -> Tensor:
+        """[n, D], the rows of the output embedding for ids [n]."""
+        weight = self.lm_head.weight
+        assert isinstance(weight, Tensor)
+        return weight[ids]
+
+
+__all__ = [
+    "SharedEmbeddings",
+    "Target",
+    "TargetInfo",
+    "VerifyResult",
+]

@@ -1,0 +1,28 @@
+"""What the readers of videos need of a sampler of frames."""
+
+from __future__ import annotations
+
+from typing import Protocol, runtime_checkable
+
+from torch import Tensor
+
+
+class FrameSampler(Protocol):
+    """Chooses video frames. Runs before target and drafter, so that plain decoding reads the same frames."""
+
+    def sample(self, total: int, fps: float) -> list[int]:
+        """Rising indices of the frames to decode, out of `total` at `fps` frames per second (0 if unknown)."""
+
+
+@runtime_checkable
+class ContentAwareSampler(FrameSampler, Protocol):
+    """A sampler that chooses by content: `sample` returns the candidates. The video is decoded twice."""
+
+    def select(self, indices: list[int], thumbnails: Tensor) -> list[int]:
+        """The chosen ones of `indices`, rising. `thumbnails` is [n, height, width, 3] uint8, one per index."""
+
+
+__all__ = [
+    "ContentAwareSampler",
+    "FrameSampler",
+]

@@ -1,0 +1,93 @@
+"""The options `reference` and `reference_ids`: texts that the output may repeat, for drafters that copy from them."""
+
+from __future__ import annotations
+
+import operator
+import reprlib
+from collections.abc import Sequence
+from typing import Any
+
+
+def resolve_reference_ids(rows: Any) -> list[list[int]] | None:
+    """Reference ids as lists of int, or None.
+
+    Raises:
+        TypeError, ValueError: not a non-empty list of lists of token ids.
+    """
+    if rows is None:
+        return None
+    rule = "reference_ids must be a list with one list of token ids per prompt, or with one for all, as [[5, 6, 7]]"
+    try:
+        token_ids = [[_token_id(token) for token in row] for row in rows]
+    except TypeError:
+        raise TypeError(f"{rule}; got {reprlib.repr(rows)}.") from None
+    if not token_ids:
+        raise ValueError(f"{rule}; got {reprlib.repr(rows)}. Omit it if there is no reference.")
+    return token_ids
+
+
+def check_reference(reference: Any) -> None:
+    """Validate the option `reference`.
+
+    Raises:
+        TypeError, ValueError: not a string or a non-empty list of strings.
+    """
+    if reference is None or isinstance(reference, str):
+        return
+    rule = "reference must be a string, or a list with one string per prompt"
+    if not isinstance(reference, Sequence) or not all(isinstance(text, str) for text in reference):
+        raise TypeError(f"{rule}; got {reprlib.repr(reference)}. Pass token ids as reference_ids.")
+    if not reference:
+        raise ValueError(f"{rule}; got {reprlib.repr(reference)}. Omit it if there is no reference.")
+
+
+def reference_rows(
+    texts: str | Sequence[str] | None,
+    ids: Sequence[Sequence[int]] | None,
+    tokenizer: Any,
+    batch: int | None,
+    num_return_sequences: int,
+) -> list[list[int]]:
+    """One list of reference ids per row of the expanded batch (prompts times `num_return_sequences`).
+
+    Args:
+        texts: the option `reference`; takes precedence over `ids`.
+        ids: the option `reference_ids`.
+        tokenizer: encodes the texts; None if there is none.
+        batch: rows of the expanded batch; None validates only and returns an empty list.
+        num_return_sequences: rows per prompt.
+
+    Raises:
+        ValueError: text without a tokenizer, or another number of texts than prompts.
+    """
+    if texts is None and ids is None:
+        return [[] for _ in range(batch or 0)]
+    if texts is not None:
+        if tokenizer is None:
+            raise ValueError("reference= is text and needs the tokenizer: pass processor=, or pass reference_ids=.")
+        texts = [texts] if isinstance(texts, str) else list(texts)
+        # Both forms: tokenizers usually encode a text after a space differently than at the start of a line.
+        ids = [
+            [token for form in (text, " " + text) for token in tokenizer(form, add_special_tokens=False).input_ids]
+            for text in texts
+        ]
+    assert ids is not None
+    if batch is None:
+        return []
+    if len(ids) == 1:
+        ids = list(ids) * (batch // num_return_sequences)
+    if len(ids) * num_return_sequences != batch:
+        raise ValueError(
+            f"reference has {len(ids)} texts for {batch // num_return_sequences} prompts; pass one, or one per prompt."
+        )
+    return [list(row) for row in ids for _ in range(num_return_sequences)]
+
+
+def _token_id(value: Any) -> int:
+    """An integer of any integer type; strings, bools and floats are refused."""
+    if isinstance(value, bool):
+        raise TypeError
+    return operator.index(value)
+
+
+__all__ = ["check_reference", "reference_rows", "resolve_reference_ids"]
