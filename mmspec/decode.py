@@ -34,6 +34,7 @@ from mmspec.reference import reference_rows
 from mmspec.targets.base import ModelAdapter
 from mmspec.targets.hf import HFTarget
 from mmspec.targets.module_scan import scan_modules
+from mmspec.targets.recurrent import target_class
 
 NOISE_BYTES = 256 << 20
 """Largest memory for the noise of the steps in flight; rows that are too far ahead wait."""
@@ -122,7 +123,7 @@ def _build_target(call: CallContext, inputs: PreparedInputs) -> HFTarget:
     runs_user_code = bool(
         call.streamer is not None or unknown(inputs.processors) or any(map(is_user_code, inputs.criteria))
     )
-    return HFTarget(
+    return target_class(call.adapter)(
         call.adapter,
         inputs.input_ids,
         inputs.model_kwargs,

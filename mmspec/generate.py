@@ -33,9 +33,9 @@ from mmspec.interfaces import Drafter, SaliencyCompressor
 from mmspec.metrics.stats import Stats
 from mmspec.targets import selftest
 from mmspec.targets.base import ModelAdapter
-from mmspec.targets.hf import HFTarget
 from mmspec.targets.module_scan import ModuleScan, scan_modules
 from mmspec.targets.module_state import modules_fingerprint
+from mmspec.targets.recurrent import target_class
 from mmspec.targets.selftest import SelfTestResult, judge
 
 logger = logging.getLogger("mmspec")
@@ -170,7 +170,7 @@ class PatchState:
         return (
             fallback.reason_after_prepare(config, self.model, model_kwargs, pads)
             or self.adapter.unsupported_reason()
-            or HFTarget.unsupported_reason(self.adapter, inputs.input_ids, model_kwargs)
+            or target_class(self.adapter).unsupported_reason(self.adapter, inputs.input_ids, model_kwargs)
         )
 
     def cost_model(self, drafter: Drafter) -> CostModel:

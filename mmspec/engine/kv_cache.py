@@ -47,7 +47,7 @@ class RaggedKVCache:
     @property
     def nbytes(self) -> int:
         """Allocated bytes."""
-        return sum(layer.nbytes for layer in self._layers if layer is not None)
+        return sum(layer.nbytes for layer in self._allocated())
 
     def begin_forward(self, nodes: int) -> None:
         """Prepare for a forward that writes `nodes` positions per row."""
@@ -87,8 +87,7 @@ class RaggedKVCache:
         """
         if any(node != step for row in accepted_nodes for step, node in enumerate(row)):
             longest = max(len(row) for row in accepted_nodes)
-            for buffer in self._layers:
-                assert buffer is not None
+            for buffer in self._allocated():
                 self._gather(buffer, path[:, :longest].to(buffer.device), counts.to(buffer.device))
         self.seq_lens = [length + len(row) for length, row in zip(self.seq_lens, accepted_nodes, strict=True)]
 
@@ -98,8 +97,7 @@ class RaggedKVCache:
 
     def zero_tail(self) -> None:
         """Set all positions behind the rows' lengths to zero."""
-        for buffer in self._layers:
-            assert buffer is not None
+        for buffer in self._allocated():
             index = torch.arange(buffer.shape[3], device=buffer.device)
             behind = index >= torch.tensor(self.seq_lens, device=buffer.device)[:, None]
             buffer.masked_fill_(behind[None, :, None, :, None], 0)
@@ -111,8 +109,15 @@ class RaggedKVCache:
         keys_dtype, values_dtype = self._dtypes[layer]
         return buffer[0, :, :, :length].to(keys_dtype), buffer[1, :, :, :length].to(values_dtype)
 
+    def has_layer(self, layer: int) -> bool:
+        """Whether keys and values of this layer have been written; recurrent layers have none."""
+        return layer < len(self._layers) and self._layers[layer] is not None
+
     def __len__(self) -> int:
         return len(self._layers)
+
+    def _allocated(self) -> list[Tensor]:
+        return [buffer for buffer in self._layers if buffer is not None]
 
     def _gather(self, buffer: Tensor, path: Tensor, counts: Tensor) -> None:
         """Move the nodes of `path` [B, A] to the front of the new positions; steps from `counts` on do not move."""

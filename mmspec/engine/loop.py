@@ -30,7 +30,7 @@ from torch import Tensor
 from mmspec.control.tree_size import TreeSizeController
 from mmspec.engine.output import OutputBuffer
 from mmspec.engine.sampler import TreeSampler
-from mmspec.engine.tree import BUCKETS, DraftTree, bucket_size, replace_with_chain, root_only, sanitize
+from mmspec.engine.tree import BUCKETS, DraftTree, bucket_size, first_chain, replace_with_chain, root_only, sanitize
 from mmspec.engine.verify import accept_path
 from mmspec.interfaces import Drafter, Prompt, Target, VerifyResult
 from mmspec.metrics.stats import Stats
@@ -196,6 +196,8 @@ class DecodeLoop:
         max_emit = self.output.max_emit(controller.max_tree_size)
         active = self._active_rows([limit - 1 for limit in max_emit])  # a row that may emit one token needs no draft
         tree = self.drafter.propose(state, controller.max_tree_size, active).trim(controller.max_tree_size)
+        if self.target.chains_only:
+            tree = first_chain(tree)
         max_gain = sum(limit - 1 for limit, on in zip(max_emit, active, strict=True) if on)
         size = controller.choose_size(tree, sum(active), max_gain)
         return tree.trim(size).pad(size)

@@ -208,6 +208,37 @@ def sanitize(tree: DraftTree, root_ids: Tensor, draftable: Tensor) -> DraftTree:
     )
 
 
+def first_chain(tree: DraftTree) -> DraftTree:
+    """The chain from the root through the first, so best, child of each node; what is left of N are invalid nodes.
+
+    For targets that can score no branches.
+    """
+    batch, num_nodes = tree.tokens.shape
+    if num_nodes == 1:
+        return tree
+    index = torch.arange(num_nodes, device=tree.tokens.device)
+    parents = tree.parents.clamp(0, num_nodes - 1)
+    valid = tree.node_mask & (tree.parents < index)
+    has_earlier_sibling = ((parents[:, :, None] == parents[:, None, :]) & valid[:, None, :]).tril(-1)[:, :, 1:].any(-1)
+    is_first = valid & ~has_earlier_sibling
+    is_first[:, 0] = True
+    parents[:, 0] = 0
+    ancestor = (
+        parents  # pointer doubling: after the loop a node is in the chain if all its ancestors are first children
+    )
+    for _ in range((num_nodes - 1).bit_length()):
+        is_first = is_first & is_first.gather(1, ancestor)
+        ancestor = ancestor.gather(1, ancestor)
+    order = (~is_first).to(torch.uint8).sort(dim=1, stable=True).indices
+    return replace(
+        tree,
+        tokens=tree.tokens.gather(1, order),
+        parents=(index - 1).expand(batch, -1).contiguous(),
+        node_mask=is_first.gather(1, order),
+        scores=None if tree.scores is None else tree.scores.gather(1, order),
+    )
+
+
 def replace_with_chain(tree: DraftTree, rows: Tensor, token: Tensor) -> DraftTree:
     """Replace the trees of some rows by a chain of one token: the padding of finished rows.
 

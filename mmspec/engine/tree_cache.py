@@ -53,8 +53,18 @@ class TreeLayer(CacheLayerMixin):
 class TreeCache(Cache):
     """`past_key_values` of the target's forward inside the decode loop."""
 
-    def __init__(self, buffer: RaggedKVCache, layers: int) -> None:
-        super().__init__(layers=[TreeLayer(buffer, index) for index in range(layers)])
+    def __init__(self, buffer: RaggedKVCache, num_layers: int, user_cache: Cache | None = None) -> None:
+        """
+        Args:
+            buffer: keys and values of the attention layers.
+            num_layers: number of layers.
+            user_cache: the cache whose recurrent layers are used as they are; None if there are none.
+        """
+        layers: list[Any] = [TreeLayer(buffer, index) for index in range(num_layers)]
+        for index, layer in enumerate([] if user_cache is None else user_cache.layers):
+            if is_recurrent(layer):
+                layers[index] = layer
+        super().__init__(layers=layers)
         self.buffer = buffer
 
     def update(
@@ -62,6 +72,11 @@ class TreeCache(Cache):
     ) -> tuple[Tensor, Tensor]:
         """Write to the buffer directly; this runs once per layer and forward."""
         return self.buffer.write(layer_idx, key_states, value_states)
+
+
+def is_recurrent(layer: Any) -> bool:
+    """Whether a cache layer has a convolution or recurrent state and no keys and values."""
+    return hasattr(layer, "recurrent_states") and not isinstance(layer, DynamicLayer)
 
 
 def unsupported_reason(
@@ -127,7 +142,7 @@ def export_dynamic_cache(buffer: RaggedKVCache, length: int, cache: DynamicCache
         cache: the user's cache, changed in place.
         copy: False stores views of the buffer, for user code that reads the cache during the call.
     """
-    for index in range(len(buffer)):
+    for index in filter(buffer.has_layer, range(len(buffer))):
         keys, values = buffer.read(index, length)
         if len(cache.layers) <= index:
             cache.layers.append(DynamicLayer())

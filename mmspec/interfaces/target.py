@@ -12,9 +12,15 @@ from mmspec.engine.tree import DraftTree
 
 
 class Target(Protocol):
-    """The model being decoded, behind a KV cache with one length per row."""
+    """The model being decoded, behind a KV cache with one length per row.
+
+    Attributes:
+        vocab_size: V.
+        chains_only: whether `score` accepts chains only, no trees with branches.
+    """
 
     vocab_size: int
+    chains_only: bool
 
     def score(self, tree: DraftTree, hidden_state_indices: Sequence[int] = ()) -> tuple[Tensor, dict[int, Tensor]]:
         """One forward over the nodes of all rows: logits [B, N, V] and hidden states {index: [B, N, D]}."""

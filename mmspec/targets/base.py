@@ -19,6 +19,8 @@ TREE_ATTENTION_KERNELS = ("sdpa", "eager")
 """Attention implementations that accept a separate mask per node."""
 STATIC_ROPE_TYPES = frozenset(("default", "axial", "mrope", "linear", "llama3", "yarn", "proportional"))
 """Rotary scalings whose frequencies do not depend on the positions of a forward."""
+RECURRENT_LAYER_TYPES = frozenset(("linear_attention", "conv"))
+"""Layer types with a state instead of keys and values. They are decoded in chains (`RecurrentTarget`)."""
 _MEDIA_TOKEN_KEYS = ("image_token_id", "video_token_id", "image_token_index", "video_token_index")
 
 
@@ -73,6 +75,11 @@ class ModelAdapter:
         return _attention_windows(self._mask_config)[1]
 
     @property
+    def is_recurrent(self) -> bool:
+        """Whether some layers keep a state, so that only chains of one row can be scored."""
+        return bool(self.layer_types & RECURRENT_LAYER_TYPES)
+
+    @property
     def _mask_config(self) -> Any:
         """The config that the text model builds its masks from: its own, which may differ from the whole model's."""
         own = getattr(self.text_model, "config", None)
@@ -85,9 +92,9 @@ class ModelAdapter:
 
     def unsupported_reason(self) -> str | None:
         """Why the model in its present state cannot be decoded exactly in trees; None if it can."""
-        if getattr(self.model, "_is_stateful", False):
+        if getattr(self.model, "_is_stateful", False) and not self.is_recurrent:
             return "a stateful model"
-        if unknown := self.layer_types - {"full_attention", "sliding_attention"}:
+        if unknown := self.layer_types - {"full_attention", "sliding_attention", *RECURRENT_LAYER_TYPES}:
             return f"layers of type {', '.join(sorted(unknown))}"
         if scaling := _rope_types(self.text_config) - STATIC_ROPE_TYPES:
             return f"rope_type={min(scaling)!r} (its frequencies depend on the longest position of a forward)"
@@ -189,4 +196,4 @@ def _attention_windows(text_config: Any) -> tuple[int | None, frozenset[str]]:
     return window, frozenset(types)
 
 
-__all__ = ["STATIC_ROPE_TYPES", "TREE_ATTENTION_KERNELS", "ModelAdapter"]
+__all__ = ["RECURRENT_LAYER_TYPES", "STATIC_ROPE_TYPES", "TREE_ATTENTION_KERNELS", "ModelAdapter"]

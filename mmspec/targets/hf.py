@@ -50,7 +50,10 @@ class HFTarget:
         device: device of the forwards.
         inference_mode: whether forwards may run in inference mode.
         user_cache_view: the user's cache while user code can read it.
+        chains_only: whether `score` accepts chains only, no trees with branches.
     """
+
+    chains_only = False
 
     def __init__(
         self,
@@ -82,7 +85,7 @@ class HFTarget:
         self.max_new_tokens = max_new_tokens
         max_length = self.user_cache.get_seq_length() + input_ids.shape[1] + max_new_tokens + BUCKETS[-1]
         self.buffer = RaggedKVCache(input_ids.shape[0], max_length)
-        self.cache = TreeCache(self.buffer, adapter.num_layers)
+        self.cache = TreeCache(self.buffer, adapter.num_layers, self.user_cache)
         self.prompt_length = 0
         self.device = self.model.device  # transformers allows `input_ids` on another device
         if self.device.type == "meta":  # offloaded weights, loaded layer by layer

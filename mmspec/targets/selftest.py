@@ -1,10 +1,10 @@
 """Tree self-test: does one forward over a tree give the logits of decoding its paths token by token?
 
 The judge of every model, instead of a list of names. transformers decodes each path of a small tree with its own loop
-(`GenerationMixin._sample`, forced along the path); then `HFTarget` scores the same trees in one forward, accepts a
-different path in each row, and scores on. All logits must agree up to rounding. Two text rows of different length, or
-one row with an image where the processor is known and the model type is not among those tested with random calls.
-Random generators and the state of the modules under test are restored.
+(`GenerationMixin._sample`, forced along the path); then the target scores the same trees in one forward, accepts a
+different path in each row, and scores on. All logits must agree up to rounding. The prompt is text, or one row with an
+image where the processor is known and the model type is not among those tested with random calls. Random generators and
+the state of the modules under test are restored.
 """
 
 from __future__ import annotations
@@ -21,26 +21,50 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList
 
 from mmspec.engine.rng import RngGuard
-from mmspec.engine.tree import DraftTree, root_only, sanitize
+from mmspec.engine.tree import DraftTree, sanitize
 from mmspec.interfaces import VerifyResult
 from mmspec.targets.base import ModelAdapter
-from mmspec.targets.hf import HFTarget
 from mmspec.targets.module_scan import describe_module
 from mmspec.targets.module_state import is_opaque, restore_state
+from mmspec.targets.recurrent import target_class
 from mmspec.targets.registry import TESTED
 
-PARENTS = (-1, 0, 1, 2, 0, 4, 1, 6)
-"""Parent of each node of the tree."""
-PATHS = ((0, 1, 2, 3), (0, 4, 5), (0, 1, 6, 7))
-"""Its paths from the root to a leaf."""
-NUM_STEPS = 1 + max(map(len, PATHS))
-"""Logits of a path: of the prompt, and of each of its nodes."""
-ACCEPTED = ((0, 1, 6), (0, 4))
-"""Path that each row accepts after the tree has been scored, so that rows differ in length and nodes are moved."""
-NEXT_NODES = (7, 5)
-"""Node of each row that is scored next: the child of the last accepted one."""
-PROMPT_LENGTHS = (12, 7)
-"""Text tokens of each row's prompt; the second row is left-padded."""
+
+@dataclass(frozen=True)
+class Plan:
+    """The trees of a self-test. Nodes are indices of the tokens of a row.
+
+    Attributes:
+        parents: parent of each node of the first tree.
+        paths: paths from its root, which transformers decodes.
+        accepted: path that each row accepts after the first tree, so that rows differ in length and nodes move.
+        following: chain that each row scores then: what follows the accepted path on one of `paths`.
+        prompt_lengths: text tokens of each row's prompt; shorter rows are left-padded.
+    """
+
+    parents: tuple[int, ...]
+    paths: tuple[tuple[int, ...], ...]
+    accepted: tuple[tuple[int, ...], ...]
+    following: tuple[tuple[int, ...], ...]
+    prompt_lengths: tuple[int, ...]
+
+    @property
+    def num_steps(self) -> int:
+        """Logits of a path: of the prompt, and of each of its nodes."""
+        return 1 + max(map(len, self.paths))
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of a row."""
+        return 1 + max(map(max, self.paths))
+
+
+TREE = Plan(
+    (-1, 0, 1, 2, 0, 4, 1, 6), ((0, 1, 2, 3), (0, 4, 5), (0, 1, 6, 7)), ((0, 1, 6), (0, 4)), ((7,), (5,)), (12, 7)
+)
+"""Of models that score trees."""
+CHAIN = Plan((-1, 0, 1, 2), ((0, 1, 2, 3), (0, 1, 4, 5)), ((0, 1),), ((4, 5),), (12,))
+"""Of models with recurrent layers: one row, of which a part is rolled back."""
 TOLERANCE = 1e-4
 """Largest accepted difference of float32 logits, relative to their range."""
 HALF_MEAN, HALF_MARGIN = 1, 4
@@ -86,7 +110,7 @@ class SelfTestResult:
 
     def describe(self) -> str:
         """One line for messages and `mmspec env --model`."""
-        inputs = "a row with an image" if self.with_image else "two text rows"
+        inputs = "a row with an image" if self.with_image else "text"
         cost = f"{inputs}, {self.num_forwards} forwards in {self.seconds:.2f} s"
         if self.passed:
             return f"passed (largest difference {self.max_difference:.1e} of the range of the logits; {cost})"
@@ -167,15 +191,19 @@ def foreign_failure(adapter: ModelAdapter, foreign: Sequence[nn.Module], inputs:
 
 
 def text_inputs(adapter: ModelAdapter) -> dict[str, Tensor]:
-    """Two rows of text tokens of different length, left-padded, the same in every run."""
-    rng = torch.Generator().manual_seed(0)
-    usable = torch.tensor(_usable_ids(adapter))
-    length = max(PROMPT_LENGTHS)
-    rows = [usable[torch.randperm(len(usable), generator=rng)[:length]] for _ in PROMPT_LENGTHS]
-    input_ids = torch.stack([row if len(row) == length else row.repeat(length)[:length] for row in rows])
-    mask = torch.arange(length) >= length - torch.tensor(PROMPT_LENGTHS)[:, None]
+    """Rows of text tokens of different length, left-padded, the same in every run."""
+    lengths = torch.tensor(plan_of(adapter).prompt_lengths)
+    usable = _usable_ids(adapter)
+    index = torch.arange(len(lengths) * int(lengths.max())) * 31 % len(usable)
+    input_ids = torch.tensor(usable)[index].view(len(lengths), -1)
+    mask = torch.arange(input_ids.shape[1]) >= input_ids.shape[1] - lengths[:, None]
     device = _input_device(adapter)
     return {"input_ids": input_ids.to(device), "attention_mask": mask.long().to(device)}
+
+
+def plan_of(adapter: ModelAdapter) -> Plan:
+    """The trees for models like this one."""
+    return CHAIN if target_class(adapter).chains_only else TREE
 
 
 def image_inputs(adapter: ModelAdapter, processor: Any) -> dict[str, Any] | None:
@@ -218,11 +246,12 @@ class _TreeTest:
     def __init__(self, adapter: ModelAdapter, inputs: Mapping[str, Any]) -> None:
         self.adapter = adapter
         self.inputs = inputs
+        self.plan = plan_of(adapter)
         self.num_rows: int = inputs["input_ids"].shape[0]
         device = inputs["input_ids"].device
         usable = torch.tensor(_usable_ids(adapter), device=device)
-        order = torch.arange(self.num_rows * len(PARENTS), device=device) * 7919 % len(usable)
-        self.node_ids = usable[order].view(self.num_rows, -1)  # [R, N]
+        order = torch.arange(self.num_rows * self.plan.num_tokens, device=device) * 7919 % len(usable)
+        self.node_ids = usable[order].view(self.num_rows, -1)  # [R, T]
         self.draftable = torch.ones(adapter.num_embeddings, dtype=torch.bool, device=device)
         self.reference: Tensor | None = None  # [R, P, S, V]
         self.max_difference = 0.0
@@ -231,7 +260,7 @@ class _TreeTest:
 
     def run(self) -> str | None:
         """The failure found, or None."""
-        self.reference = self._generate(self._decode_paths, num_return_sequences=len(PATHS))
+        self.reference = self._generate(self._decode_paths, num_return_sequences=len(self.plan.paths))
         failure: str | None = self._generate(self._score_trees, num_return_sequences=1)
         return failure
 
@@ -240,7 +269,7 @@ class _TreeTest:
         model = self.adapter.model
         defaults = GenerationConfig._get_default_generation_params()
         defaults.pop("max_length", None)
-        changed = {"do_sample": num_return_sequences > 1, "max_new_tokens": NUM_STEPS, "use_cache": True}
+        changed = {"do_sample": num_return_sequences > 1, "max_new_tokens": self.plan.num_steps, "use_cache": True}
         changed |= {"num_return_sequences": num_return_sequences, "pad_token_id": int(self.node_ids[0, 0])}
         config = GenerationConfig(**{**defaults, **changed})
 
@@ -261,69 +290,79 @@ class _TreeTest:
 
     def _decode_paths(self, input_ids: Tensor, config: Any, model_kwargs: dict[str, Any]) -> Tensor:
         """[R, P, S, V] float32 logits of transformers' own loop along each path of each row."""
-        length = input_ids.shape[1]
-        paths = torch.tensor([[*path, *[path[-1]] * (NUM_STEPS - len(path))] for path in PATHS])
+        length, num_steps = input_ids.shape[1], self.plan.num_steps
+        paths = torch.tensor([[*path, *[path[-1]] * (num_steps - len(path))] for path in self.plan.paths])
         tokens = self.node_ids[:, paths.to(self.node_ids.device)].flatten(0, 1)
         model = self.adapter.model
         output = type(model)._sample(
             model,
             input_ids,
             logits_processor=LogitsProcessorList([_ForcedPaths(tokens, length)]),
-            stopping_criteria=StoppingCriteriaList([MaxLengthCriteria(length + NUM_STEPS)]),
+            stopping_criteria=StoppingCriteriaList([MaxLengthCriteria(length + num_steps)]),
             generation_config=config,
             **model_kwargs,
         )
-        self.num_forwards += NUM_STEPS
-        return torch.stack([logits.float() for logits in output.logits], 1).view(
-            self.num_rows, len(PATHS), NUM_STEPS, -1
-        )
+        self.num_forwards += num_steps
+        logits = torch.stack([logits.float() for logits in output.logits], 1)
+        return logits.view(self.num_rows, len(paths), num_steps, -1)
 
     def _score_trees(self, input_ids: Tensor, config: Any, model_kwargs: dict[str, Any]) -> str | None:
-        """Score the tree twice, accept a path in each row, score its continuation."""
-        target = HFTarget(self.adapter, input_ids, model_kwargs, config, max_new_tokens=16, inference_mode=False)
-        dtype = target.model.dtype
-        prompt_logits, _ = target.prefill()
+        """Score the first tree twice, accept a path in each row, score what follows it."""
         assert self.reference is not None
-        differs = [not self._agrees(self.reference[:, 0, 0], prompt_logits, dtype)]
-        parents = torch.tensor([PARENTS] * self.num_rows, device=self.node_ids.device)
-        tree = DraftTree(self.node_ids, parents, torch.ones_like(parents, dtype=torch.bool))
-        tree = sanitize(tree, self.node_ids[:, 0], self.draftable)
-        first, second = (target.score(tree)[0].float() for _ in range(2))
-        if not self._agrees(first, second, dtype):
-            return "a forward that is not repeatable"
-        for index, path in enumerate(PATHS):
-            for step, node in enumerate(path):
-                differs.append(not self._agrees(self.reference[:, index, step + 1], first[:, node], dtype))
-        target.commit(self._accept(tree))
-        rows = range(self.num_rows)
-        next_nodes = torch.tensor([NEXT_NODES[row % 2] for row in rows], device=self.node_ids.device)
-        next_ids = self.node_ids.gather(1, next_nodes[:, None])[:, 0]
-        logits = target.score(sanitize(root_only(self.num_rows, next_ids.device), next_ids, self.draftable))[0][:, 0]
-        expected = torch.stack([self._reference_of(row, NEXT_NODES[row % 2]) for row in rows])
-        differs.append(not self._agrees(expected, logits, dtype))
+        plan, rows = self.plan, range(self.num_rows)
+        target = target_class(self.adapter)(
+            self.adapter, input_ids, model_kwargs, config, max_new_tokens=16, inference_mode=False
+        )
+        prompt_logits, _ = target.prefill()
+        agreed = [self._agrees(self.reference[:, 0, 0], prompt_logits)]
+        tree = self._build_tree([range(len(plan.parents)) for _ in rows], plan.parents)
+        first = target.score(tree)[0].float()
+        target.crop([0] * self.num_rows)
+        second = target.score(tree)[0].float()
         self.num_forwards += 4
-        return "a forward whose logits depend on its other tokens" if any(differs) else None
+        if not self._agrees(first, second):
+            return "a forward that is not repeatable"
+        for index, path in enumerate(plan.paths):
+            for step, node in enumerate(path):
+                if node < len(plan.parents):
+                    agreed.append(self._agrees(self.reference[:, index, step + 1], first[:, node]))
+        target.commit(self._accept(tree))
+        following = [plan.following[row % len(plan.following)] for row in rows]
+        logits = target.score(self._build_tree(following, tuple(range(-1, len(following[0]) - 1))))[0]
+        expected = torch.stack(
+            [torch.stack([self._reference_of(row, node) for node in following[row]]) for row in rows]
+        )
+        agreed.append(self._agrees(expected, logits))
+        return None if all(agreed) else "a forward whose logits depend on its other tokens"
+
+    def _build_tree(self, nodes: Sequence[Sequence[int]], parents: Sequence[int]) -> DraftTree:
+        """The tree of the same shape in each row, of the tokens of `nodes`."""
+        device = self.node_ids.device
+        tokens = self.node_ids.gather(1, torch.tensor([list(row) for row in nodes], device=device))
+        all_parents = torch.tensor([list(parents)] * self.num_rows, device=device)
+        tree = DraftTree(tokens, all_parents, torch.ones_like(all_parents, dtype=torch.bool))
+        return sanitize(tree, tokens[:, 0], self.draftable)
 
     def _reference_of(self, row: int, node: int) -> Tensor:
         """[V] logits of a node of a row."""
         assert self.reference is not None
-        index = next(index for index, path in enumerate(PATHS) if node in path)
-        return self.reference[row, index, PATHS[index].index(node) + 1]
+        index = next(index for index, path in enumerate(self.plan.paths) if node in path)
+        return self.reference[row, index, self.plan.paths[index].index(node) + 1]
 
     def _accept(self, tree: DraftTree) -> VerifyResult:
-        """The result of accepting the path `ACCEPTED` in each row."""
-        accepted = [list(ACCEPTED[row % 2]) for row in range(self.num_rows)]
-        longest = tree.num_nodes
-        path = torch.tensor([row + [0] * (longest - len(row)) for row in accepted], device=tree.tokens.device)
-        counts = torch.tensor([len(row) for row in accepted], device=tree.tokens.device)
+        """The result of accepting the plan's path in each row."""
+        accepted = [list(self.plan.accepted[row % len(self.plan.accepted)]) for row in range(self.num_rows)]
+        device = tree.tokens.device
+        path = torch.tensor([row + [0] * (tree.num_nodes - len(row)) for row in accepted], device=device)
+        counts = torch.tensor([len(row) for row in accepted], device=device)
         return VerifyResult(tree, path, counts, tree.tokens.gather(1, path), [list(row) for row in accepted], accepted)
 
-    def _agrees(self, expected: Tensor, found: Tensor, dtype: torch.dtype) -> bool:
+    def _agrees(self, expected: Tensor, found: Tensor) -> bool:
         found = found.to(expected.device, torch.float32)
         difference = relative_difference(expected, found)
         if not bool(difference.isnan().any()):
             self.max_difference = max(self.max_difference, float(difference.max()))
-        return equal_logits(expected, found, dtype)
+        return equal_logits(expected, found, self.adapter.model.dtype)
 
 
 def relative_difference(expected: Tensor, found: Tensor) -> Tensor:

@@ -377,7 +377,14 @@ def _arguments(
 
 
 def clone_cache_tensors(cache: Any) -> tuple[Tensor, ...]:
-    return tuple(x.clone() for layer in cache.layers for x in (layer.keys, layer.values) if x is not None)
+    return tuple(x.clone() for layer in cache.layers for x in _layer_tensors(layer) if x is not None)
+
+
+def _layer_tensors(layer: Any) -> list[Tensor | None]:
+    """Keys and values of a cache layer, or its states."""
+    if hasattr(layer, "conv_states"):
+        return [*layer.conv_states.values(), *layer.recurrent_states.values()]
+    return [layer.keys, layer.values]
 
 
 def _call(model: PreTrainedModel, arguments: dict[str, Any], logs: dict[str, adversarial.CallLog]) -> CallOutcome:
