@@ -1,4 +1,4 @@
-"""`mmspec env`: versions, devices and kernels for a bug report."""
+"""`mmspec env`: versions, devices and kernels for a bug report; with `--model` the verdict on a model."""
 
 from __future__ import annotations
 
@@ -22,18 +22,48 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], co
         "env",
         parents=[common],
         help="versions and devices, for bug reports",
-        description="Print versions, devices and kernels, for bug reports. Names no user, host or path.",
-        epilog="example\n  mmspec env",
+        description="Print versions, devices and kernels, for bug reports. Names no user, host or path. With --model: load "
+        "the model and say whether its tokens can be verified in trees (docs/models.md).",
+        epilog="examples\n  mmspec env\n  mmspec env --model Qwen/Qwen3-VL-4B-Instruct",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--model", metavar="MODEL", help="hub id or local folder of a model to judge")
+    parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Carry out the command; returns the exit code."""
-    for name, value in collect_info():
+    lines = list(collect_info())
+    passed = True
+    if args.model is not None:
+        model_lines, passed = judge_model(args.model, args.dtype, args.device)
+        lines += model_lines
+    for name, value in lines:
         print(f"{name + ':':<24}{value}")
-    return 0
+    return 0 if passed else 1
+
+
+def judge_model(name: str, dtype: str, device: str) -> tuple[list[tuple[str, str]], bool]:
+    """The traits of a model and the verdict of its self-test, and whether it can be decoded in trees.
+
+    Raises:
+        UsageError: it cannot be loaded.
+    """
+    from mmspec.app.modeling.load import load_model
+    from mmspec.targets.registry import find_adapter
+    from mmspec.targets.selftest import judge
+
+    model, processor = load_model(name, dtype, device)
+    adapter = find_adapter(model)
+    lines = list(adapter.traits().items())
+    reason = adapter.unsupported_reason()
+    if reason is not None:
+        return [*lines, ("verdict", f"decoded by transformers alone: {reason}")], False
+    result = judge(adapter, processor)
+    verdict = "speculative decoding" if result.passed else "not supported"
+    return [*lines, ("self-test", result.describe()), ("verdict", verdict)], result.passed
 
 
 def collect_info() -> Iterator[tuple[str, str]]:

@@ -1,0 +1,157 @@
+"""The table of model types in `docs/models.md`: self-test, random cases, media, drafters.
+
+`python tests/helpers/model_table.py --cases 100 --jobs 2` (about 12 minutes) rewrites the table and its JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import fuzz as fuzz
+import tiny_heads as heads
+import tiny_models as tiny
+import torch
+import transformers
+import zoo
+
+import mmspec
+from mmspec.targets.base import ModelAdapter
+from mmspec.targets.registry import find_adapter
+from mmspec.targets.selftest import run_selftest
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+DOCUMENT = ROOT / "docs" / "models.md"
+RESULT = ROOT / "docs" / "results" / "models.json"
+BEGIN, END = "<!-- table: python tests/helpers/model_table.py -->", "<!-- end of table -->"
+HEADS = {"MSD": "decoupled", "EAGLE": "coupled", "EAGLE-3": "eagle3", "FLASH": "flash"}
+TRAITS = {
+    "llava_onevision": "tiles with newline tokens",
+    "llava_next": "tiles with newline tokens",
+    "qwen2_5_vl": "M-RoPE",
+}
+"""Traits of the families that are not in `zoo`."""
+
+
+@dataclass
+class Row:
+    """One model type. `identical` of `cases` random calls; `speculated` of them were not left to transformers."""
+
+    model_type: str
+    traits: str
+    media: list[str]
+    selftest: str = ""
+    cases: int = 0
+    identical: int = 0
+    speculated: int = 0
+    reasons: dict[str, int] = field(default_factory=dict)
+    heads: list[str] = field(default_factory=list)
+    grids: bool = False
+    error: str = ""
+
+
+def media_of(family: str) -> list[str]:
+    """What a prompt may contain."""
+    if family in zoo.ROWS:
+        row = zoo.ROWS[family]
+        return [name for name, builder in (("images", row.images), ("videos", row.videos)) if builder is not None]
+    return ["images", "videos"] if family in tiny.VIDEO_FAMILIES else ["images"]
+
+
+def working_heads(family: str) -> list[str]:
+    """Draft heads (with random weights) that draft for a prompt with images and leave the output unchanged."""
+    found = []
+    spec = tiny.ModelSpec(family, seed=4)
+    model = tiny.build_model(spec)
+    with_images = "images" in media_of(family)
+    inputs = tiny.build_inputs(model, 3, 1, images=[1] if with_images else None, padding="none")
+    options: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False}
+    plain = model.generate(**inputs, **options)
+    for name, kind in HEADS.items():
+        drafter = heads.build_drafter(kind, spec)
+        with fuzz.patch_model(model, drafter, tree_size=8):
+            text = model.generate(**inputs, **options)
+            stats = mmspec.stats(model, last=True)
+        if torch.equal(text, plain) and not stats.fallback_reason and stats.num_draft_tokens > 0:
+            found.append(name)
+    return found
+
+
+def measure(family: str, cases: int, pool: Any) -> Row:
+    """Everything about one model type."""
+    row = Row(family, zoo.ROWS[family].traits if family in zoo.ROWS else TRAITS.get(family, ""), media_of(family))
+    try:
+        adapter = find_adapter(tiny.build_model(tiny.ModelSpec(family)))
+        row.grids = type(adapter).grids is not ModelAdapter.grids
+        reason = adapter.unsupported_reason()
+        result = None if reason else run_selftest(adapter)
+        row.selftest = f"not run: {reason}" if result is None else "passed" if result.passed else result.describe()
+        row.heads = working_heads(family)
+    except Exception as error:
+        row.error = f"{type(error).__name__}: {error}"
+    for result in pool.imap(fuzz._RunSeed(False, family), range(cases), chunksize=4):
+        row.cases += 1
+        row.identical += not result.differences
+        row.speculated += not result.fallback
+        if result.fallback:
+            row.reasons[result.fallback] = row.reasons.get(result.fallback, 0) + 1
+    return row
+
+
+def markdown_table(rows: Sequence[Row]) -> str:
+    """The table of the document."""
+    lines = [
+        "| model type | prompt | trait | self-test | identical cases | of them speculated | grids | draft heads |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in sorted(rows, key=lambda row: row.model_type):
+        prompt = " and ".join(["text", *row.media]) if len(row.media) < 2 else "text, images and videos"
+        cells = [
+            f"`{row.model_type}`",
+            prompt,
+            row.traits or "-",
+            row.selftest,
+            f"{row.identical} of {row.cases}",
+            str(row.speculated),
+            "yes" if row.grids else "-",
+            ", ".join(row.heads) if len(row.heads) < len(HEADS) else "all",
+        ]
+        lines.append("| " + " | ".join(cell or "-" for cell in cells) + " |")
+    exact = sum(row.identical == row.cases for row in rows)
+    return "\n".join([f"{exact} of {len(rows)} model types identical in all cases.", "", *lines])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--cases", type=int, default=100, help="random cases of each model type")
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
+    parser.add_argument("--family", action="append", help="only these model types; the document is left as it is")
+    args = parser.parse_args(argv)
+    logging.getLogger("mmspec").setLevel(logging.ERROR)
+    fuzz.init_worker()
+    rows = []
+    with get_context("fork").Pool(args.jobs, initializer=fuzz.init_worker) as pool:
+        for family in args.family or [*tiny.FAMILIES, *zoo.ROWS]:
+            row = measure(family, args.cases, pool)
+            rows.append(row)
+            print(f"{family}: {row.identical} of {row.cases}, {row.selftest} {row.error}", file=sys.stderr, flush=True)
+    print(markdown_table(rows))
+    if not args.family:
+        versions = {"torch": torch.__version__, "transformers": transformers.__version__, "cases": args.cases}
+        RESULT.write_text(json.dumps({**versions, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
+        text = DOCUMENT.read_text()
+        head, tail = text.split(BEGIN)[0], text.split(END)[1]
+        DOCUMENT.write_text(f"{head}{BEGIN}\n{markdown_table(rows)}\n{END}{tail}")
+    return int(any(row.identical < row.cases for row in rows))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
