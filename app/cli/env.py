@@ -22,8 +22,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], co
         "env",
         parents=[common],
         help="versions and devices, for bug reports",
-        description="Print versions, devices and kernels, for bug reports. Names no user, host or path. With --model: load "
-        "the model and say whether its tokens can be verified in trees (docs/models.md).",
+        description="Print versions, devices and kernels, for bug reports. Names no user, host or path. With --model: "
+        "load the model and say whether its tokens can be verified in trees (docs/models.md).",
         epilog="examples\n  mmspec env\n  mmspec env --model Qwen/Qwen3-VL-4B-Instruct",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

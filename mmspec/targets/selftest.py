@@ -60,10 +60,10 @@ class Plan:
 
 
 TREE = Plan(
-    (-1, 0, 1, 2, 0, 4, 1, 6), ((0, 1, 2, 3), (0, 4, 5), (0, 1, 6, 7)), ((0, 1, 6), (0, 4)), ((7,), (5,)), (12, 7)
+    (-1, 0, 1, 2, 0, 4, 1, 6), ((0, 1, 2, 3), (0, 4, 5), (0, 1, 6, 7)), ((0, 1, 6), (0, 4)), ((7,), (5,)), (6, 4)
 )
 """Of models that score trees."""
-CHAIN = Plan((-1, 0, 1, 2), ((0, 1, 2, 3), (0, 1, 4, 5)), ((0, 1),), ((4, 5),), (12,))
+CHAIN = Plan((-1, 0, 1, 2), ((0, 1, 2, 3), (0, 1, 4, 5)), ((0, 1),), ((4, 5),), (6,))
 """Of models with recurrent layers: one row, of which a part is rolled back."""
 TOLERANCE = 1e-4
 """Largest accepted difference of float32 logits, relative to their range."""
