@@ -121,7 +121,7 @@ def _build_target(call: CallContext, inputs: PreparedInputs) -> HFTarget:
     runs_user_code = bool(
         call.streamer is not None or unknown(inputs.processors) or any(map(is_user_code, inputs.criteria))
     )
-    return HFTarget(
+    target = HFTarget(
         call.adapter,
         inputs.input_ids,
         inputs.model_kwargs,
@@ -130,6 +130,9 @@ def _build_target(call: CallContext, inputs: PreparedInputs) -> HFTarget:
         inference_mode=call.modules.can_use_inference_mode,
         cache_is_observed=runs_user_code,
     )
+    if (reason := target.length_reason()) is not None:
+        raise FallbackRequired(reason)
+    return target
 
 
 def _prefill(target: HFTarget, drafter: Drafter) -> Prefilled:
