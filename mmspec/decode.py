@@ -123,7 +123,7 @@ def _build_target(call: CallContext, inputs: PreparedInputs) -> HFTarget:
     runs_user_code = bool(
         call.streamer is not None or unknown(inputs.processors) or any(map(is_user_code, inputs.criteria))
     )
-    return target_class(call.adapter)(
+    target = target_class(call.adapter)(
         call.adapter,
         inputs.input_ids,
         inputs.model_kwargs,
@@ -132,6 +132,9 @@ def _build_target(call: CallContext, inputs: PreparedInputs) -> HFTarget:
         inference_mode=call.modules.can_use_inference_mode,
         cache_is_observed=runs_user_code,
     )
+    if (reason := target.length_reason()) is not None:
+        raise FallbackRequired(reason)
+    return target
 
 
 def _prefill(target: HFTarget, drafter: Drafter) -> Prefilled:

@@ -7,7 +7,7 @@ transformers; drafters use it too.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -15,6 +15,9 @@ from torch import Tensor
 
 class RaggedKVCache:
     """Growing key and value buffers, one tensor [2, B, H, C, D] per layer (C allocated positions).
+
+    Layers may differ in shape. A layer whose keys and values differ in shape (multi-head latent attention) has two
+    tensors [1, B, H, C, D].
 
     Use: `begin_forward(n)` once per forward, `write` once per layer, then `keep_path` (after a prefill: `advance`).
 
@@ -35,7 +38,7 @@ class RaggedKVCache:
         self.max_length = max_length
         self.num_new = 0
         self.kv_len = 0
-        self._layers: list[Tensor | None] = []
+        self._layers: list[tuple[Tensor, ...]] = []  # () until the first write
         self._dtypes: list[tuple[torch.dtype, torch.dtype]] = []  # (keys, values) of each layer
         self._write_indices: dict[torch.device, Tensor] = {}
 
@@ -47,7 +50,7 @@ class RaggedKVCache:
     @property
     def nbytes(self) -> int:
         """Allocated bytes."""
-        return sum(layer.nbytes for layer in self._allocated())
+        return sum(part.nbytes for layer in self._layers for part in layer)
 
     def begin_forward(self, nodes: int) -> None:
         """Prepare for a forward that writes `nodes` positions per row."""
@@ -59,18 +62,18 @@ class RaggedKVCache:
         """Store keys and values [B, H, num_new, D] behind the length of each row.
 
         Returns:
-            Views [B, H, kv_len, D] of all keys and values. Positions behind a row's own are finite but undefined: mask
-            them. Keys and values of different dtypes (autocast) are returned in the dtypes of `DynamicLayer`.
+            Views [B, H, kv_len, D] of all keys and values (H and D may differ). Positions behind a row's own are finite
+            but undefined: mask them. Keys and values of different dtypes (autocast) are returned in the dtypes of
+            `DynamicLayer`.
         """
-        buffer = self._allocate(layer, keys, values)
-        if self.is_uniform:
-            start = self.seq_lens[0]
-            buffer[0, :, :, start : start + self.num_new] = keys
-            buffer[1, :, :, start : start + self.num_new] = values
-        else:
-            index = self._write_index(keys.device)[:, None, :, None].expand(keys.shape)
-            buffer[0].scatter_(2, index, keys.to(buffer.dtype))
-            buffer[1].scatter_(2, index, values.to(buffer.dtype))
+        parts = self._allocate(layer, keys, values)
+        for buffer, new in ((parts[0][0], keys), (parts[-1][-1], values)):
+            if self.is_uniform:
+                start = self.seq_lens[0]
+                buffer[:, :, start : start + self.num_new] = new
+            else:
+                index = self._write_index(new.device)[:, None, :, None].expand(new.shape)
+                buffer.scatter_(2, index, new.to(buffer.dtype))
         return self.read(layer, self.kv_len)
 
     def advance(self, nodes: int) -> None:
@@ -87,7 +90,7 @@ class RaggedKVCache:
         """
         if any(node != step for row in accepted_nodes for step, node in enumerate(row)):
             longest = max(len(row) for row in accepted_nodes)
-            for buffer in self._allocated():
+            for buffer in self._buffers():
                 self._gather(buffer, path[:, :longest].to(buffer.device), counts.to(buffer.device))
         self.seq_lens = [length + len(row) for length, row in zip(self.seq_lens, accepted_nodes, strict=True)]
 
@@ -97,27 +100,28 @@ class RaggedKVCache:
 
     def zero_tail(self) -> None:
         """Set all positions behind the rows' lengths to zero."""
-        for buffer in self._allocated():
+        for buffer in self._buffers():
             index = torch.arange(buffer.shape[3], device=buffer.device)
             behind = index >= torch.tensor(self.seq_lens, device=buffer.device)[:, None]
             buffer.masked_fill_(behind[None, :, None, :, None], 0)
 
     def read(self, layer: int, length: int) -> tuple[Tensor, Tensor]:
         """Views [B, H, length, D] of the keys and values of one layer."""
-        buffer = self._layers[layer]
-        assert buffer is not None
+        parts = self._layers[layer]
         keys_dtype, values_dtype = self._dtypes[layer]
-        return buffer[0, :, :, :length].to(keys_dtype), buffer[1, :, :, :length].to(values_dtype)
+        return parts[0][0, :, :, :length].to(keys_dtype), parts[-1][-1, :, :, :length].to(values_dtype)
 
     def has_layer(self, layer: int) -> bool:
         """Whether keys and values of this layer have been written; recurrent layers have none."""
-        return layer < len(self._layers) and self._layers[layer] is not None
+        return layer < len(self._layers) and bool(self._layers[layer])
 
     def __len__(self) -> int:
         return len(self._layers)
 
-    def _allocated(self) -> list[Tensor]:
-        return [buffer for buffer in self._layers if buffer is not None]
+    def _buffers(self) -> Iterator[Tensor]:
+        """The tensors of all layers, [2, B, H, C, D] or [1, B, H, C, D]."""
+        for parts in self._layers:
+            yield from parts
 
     def _gather(self, buffer: Tensor, path: Tensor, counts: Tensor) -> None:
         """Move the nodes of `path` [B, A] to the front of the new positions; steps from `counts` on do not move."""
@@ -125,7 +129,7 @@ class RaggedKVCache:
         step = torch.arange(longest, device=buffer.device)
         lengths = torch.tensor(self.seq_lens, device=buffer.device)[:, None]
         source = lengths + torch.where(step < counts[:, None], path, step)
-        shape = (2, batch, buffer.shape[2], longest, buffer.shape[4])
+        shape = (buffer.shape[0], batch, buffer.shape[2], longest, buffer.shape[4])
         moved = buffer.gather(3, source[None, :, None, :, None].expand(shape))
         buffer.scatter_(3, (lengths + step)[None, :, None, :, None].expand(shape), moved)
 
@@ -136,26 +140,26 @@ class RaggedKVCache:
             self._write_indices[device] = lengths[:, None] + torch.arange(self.num_new, device=device)
         return self._write_indices[device]
 
-    def _allocate(self, layer: int, keys: Tensor, values: Tensor) -> Tensor:
-        """The buffer of `layer`, grown by a quarter at a time up to `max_length`.
+    def _allocate(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
+        """The tensors of `layer`, grown by a quarter at a time up to `max_length`.
 
         New positions are zero, because a masked position contributes 0 * value, and 0 * nan is nan.
         """
         while len(self._layers) <= layer:
-            self._layers.append(None)
+            self._layers.append(())
             self._dtypes.append((keys.dtype, keys.dtype))  # `DynamicLayer` starts its values with the dtype of the keys
-        buffer = self._layers[layer]
+        parts = self._layers[layer]
         dtype = self._promote_dtype(layer, keys.dtype, values.dtype)
-        is_large_enough = buffer is not None and buffer.shape[3] >= self.kv_len
-        if buffer is not None and is_large_enough and buffer.dtype == dtype:
-            return buffer
+        is_large_enough = bool(parts) and parts[0].shape[3] >= self.kv_len
+        if is_large_enough and parts[0].dtype == dtype:
+            return parts
         capacity = max(self.kv_len, min(self.max_length, self.kv_len + self.kv_len // 4 + 16))
-        if buffer is not None and is_large_enough:
-            capacity = buffer.shape[3]
-        batch, heads, _, head_dim = keys.shape
-        grown = keys.new_zeros(2, batch, heads, capacity, head_dim, dtype=dtype)
-        if buffer is not None:
-            grown[:, :, :, : buffer.shape[3]] = buffer
+        if is_large_enough:
+            capacity = parts[0].shape[3]
+        groups = ((2, keys),) if keys.shape == values.shape else ((1, keys), (1, values))
+        grown = tuple(new.new_zeros(n, *new.shape[:2], capacity, new.shape[3], dtype=dtype) for n, new in groups)
+        for old, new in zip(parts, grown, strict=bool(parts)):
+            new[:, :, :, : old.shape[3]] = old
         self._layers[layer] = grown
         return grown
 

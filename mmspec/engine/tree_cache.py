@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import cache_utils
 from transformers.cache_utils import (
     Cache,
     CacheLayerMixin,
@@ -18,6 +19,9 @@ from transformers.cache_utils import (
 )
 
 from mmspec.engine.kv_cache import RaggedKVCache
+
+DUMMY_LAYER: type | None = getattr(cache_utils, "DummyLayer", None)
+"""Layers of a cache without keys and values: those that read another layer's. Older transformers leaves them out."""
 
 
 class TreeLayer(CacheLayerMixin):
@@ -67,6 +71,11 @@ class TreeCache(Cache):
         super().__init__(layers=layers)
         self.buffer = buffer
 
+    @property
+    def is_initialized(self) -> bool:
+        """Whether there are committed positions. Some models treat a forward without them as the prompt's."""
+        return self.get_seq_length() > 0
+
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
@@ -79,6 +88,11 @@ def is_recurrent(layer: Any) -> bool:
     return hasattr(layer, "recurrent_states") and not isinstance(layer, DynamicLayer)
 
 
+def stored_layers(cache: DynamicCache) -> dict[int, Any]:
+    """{index: layer} of the layers that store keys and values."""
+    return {i: layer for i, layer in enumerate(cache.layers) if DUMMY_LAYER is None or type(layer) is not DUMMY_LAYER}
+
+
 def unsupported_reason(
     cache: Any, layers: int, batch: int, dtype: torch.dtype, window: int | None = None
 ) -> str | None:
@@ -86,7 +100,7 @@ def unsupported_reason(
 
     Args:
         cache: the `past_key_values` of the call.
-        layers: number of layers of the model.
+        layers: number of layers of the model that store keys and values.
         batch: number of rows.
         dtype: dtype of the model.
         window: the model's sliding window, None if it has none.
@@ -97,9 +111,10 @@ def unsupported_reason(
         return f"a {type(cache).__name__}"
     if getattr(cache, "offloading", False):
         return "an offloaded DynamicCache"
-    if len(cache.layers) not in (0, layers):
-        return f"a DynamicCache of {len(cache.layers)} layers for a model of {layers}"
-    for layer in cache.layers:
+    stored = stored_layers(cache)
+    if len(stored) not in (0, layers):
+        return f"a DynamicCache of {len(stored)} layers for a model of {layers}"
+    for layer in stored.values():
         if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
             return f"a DynamicCache with {type(layer).__name__}"
         if getattr(layer, "record_past", False):
@@ -123,7 +138,7 @@ def load_dynamic_cache(cache: DynamicCache, buffer: RaggedKVCache) -> None:
     if length == 0:
         return
     buffer.begin_forward(length)
-    for index, layer in enumerate(cache.layers):
+    for index, layer in stored_layers(cache).items():
         keys, values = layer.keys, layer.values
         missing = length - keys.shape[-2]
         if missing:
@@ -179,7 +194,7 @@ class UserCacheView:
         if self.cache is not None:
             self.check()
             export_dynamic_cache(self.buffer, length, self.cache, copy=False)
-            self._views = [layer.keys for layer in self.cache.layers]
+            self._views = [layer.keys for layer in stored_layers(self.cache).values()]
             self._versions = self._count_writes()
 
     def written(self) -> bool:
@@ -194,7 +209,7 @@ class UserCacheView:
         """
         if self.cache is None or not self._views:
             return
-        if [id(layer.keys) for layer in self.cache.layers] != [id(view) for view in self._views]:
+        if [id(layer.keys) for layer in stored_layers(self.cache).values()] != [id(view) for view in self._views]:
             raise RuntimeError(
                 "past_key_values was cropped, extended or replaced by a criterion, a processor or a streamer while "
                 "generate ran; call generate(..., mmspec=dict(enabled=False)) for that."

@@ -10,7 +10,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
+from transformers import DynamicCache
 
+from mmspec.engine.tree_cache import stored_layers
 from mmspec.interfaces import VisualGrid
 from mmspec.targets.module_scan import scan_modules
 from mmspec.targets.vision_attention import AttentionCapture
@@ -33,6 +35,8 @@ class ModelAdapter:
         model_type: `config.model_type` of the family; "" in the general adapter.
         vision_args: arguments of `generate` that describe visual inputs; transformers does not pass them to the
             decoding loop.
+        accepts_mask_per_layer_type: whether `forward` accepts {layer type: mask}. Without it a model with full and
+            sliding layers is served up to the length of its window.
         model: the transformers model.
         num_layers: decoder layers of the text model.
         vocab_size: V of the text model.
@@ -41,6 +45,7 @@ class ModelAdapter:
 
     model_type: str = ""
     vision_args: tuple[str, ...] = ()
+    accepts_mask_per_layer_type: bool = True
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -58,6 +63,11 @@ class ModelAdapter:
     def text_model(self) -> Any:
         """The decoder module, or the whole model where transformers does not name one."""
         return self.model.get_decoder() or self.model
+
+    @property
+    def num_cache_layers(self) -> int:
+        """Layers that store keys and values: fewer than `num_layers` where layers share them."""
+        return len(stored_layers(DynamicCache(config=self.text_config)))
 
     @property
     def attention(self) -> str:

@@ -83,8 +83,8 @@ class HFTarget:
         self.config = config
         self.user_cache = self.kwargs.pop("past_key_values")
         self.max_new_tokens = max_new_tokens
-        max_length = self.user_cache.get_seq_length() + input_ids.shape[1] + max_new_tokens + BUCKETS[-1]
-        self.buffer = RaggedKVCache(input_ids.shape[0], max_length)
+        self._max_length = self.user_cache.get_seq_length() + input_ids.shape[1] + max_new_tokens
+        self.buffer = RaggedKVCache(input_ids.shape[0], self._max_length + BUCKETS[-1])
         self.cache = TreeCache(self.buffer, adapter.num_layers, self.user_cache)
         self.prompt_length = 0
         self.device = self.model.device  # transformers allows `input_ids` on another device
@@ -102,6 +102,7 @@ class HFTarget:
         self._num_steps = 0  # output tokens per row that transformers would have fed to the model so far
         self._window = adapter.sliding_window
         self._layer_types = adapter.layer_types
+        self._has_one_mask = len(self._layer_types) > 1 and not adapter.accepts_mask_per_layer_type
 
     @staticmethod
     def unsupported_reason(adapter: ModelAdapter, input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> str | None:
@@ -109,7 +110,7 @@ class HFTarget:
         cache = model_kwargs.get("past_key_values")
         window = adapter.sliding_window if "sliding_attention" in adapter.layer_types else None
         batch, length = input_ids.shape
-        reason = unsupported_reason(cache, adapter.num_layers, batch, adapter.model.dtype, window)
+        reason = unsupported_reason(cache, adapter.num_cache_layers, batch, adapter.model.dtype, window)
         if reason is not None:
             return reason
         assert cache is not None
@@ -121,6 +122,15 @@ class HFTarget:
         if mask.shape[1] not in (length, cache.get_seq_length() + length):
             return f"an attention_mask of length {mask.shape[1]} for {length} input ids"
         return None
+
+    def length_reason(self) -> str | None:
+        """Why a call of this maximum length is not supported; None if it is."""
+        if not self._has_one_mask or self._window is None or self._max_length <= self._window:
+            return None
+        return (
+            f"a length limit beyond sliding_window={self._window} (the model accepts one mask for all layers, which is "
+            "exact within the window)"
+        )
 
     def prefill(self, hidden_state_indices: Sequence[int] = ()) -> tuple[Tensor, dict[int, Tensor]]:
         """Forward of the prompt, as `GenerationMixin._prefill` does it.
@@ -223,7 +233,6 @@ class HFTarget:
         step = dict(self.kwargs)
         position_ids = step["position_ids"]
         position_ids = position_ids.expand(*position_ids.shape[:-2], batch, position_ids.shape[-1])
-        self._last_position = position_ids[..., -1:].to(self.device)
         step["position_ids"] = torch.cat([position_ids, position_ids[..., -1:] + 1], dim=-1)
         token_types = [name for name in TOKEN_TYPE_INPUTS if name in step]
         for name in token_types:
@@ -242,7 +251,9 @@ class HFTarget:
         self._token_types = {
             name: step[name][..., -1:].to(self.device) for name in token_types if inputs.pop(name, None) is not None
         }
-        for name in ("input_ids", "position_ids", "attention_mask"):
+        # As the model wants them: some count from 1.
+        self._last_position = inputs.pop("position_ids")[..., -1:].to(self.device) - 1
+        for name in ("input_ids", "attention_mask"):
             inputs.pop(name, None)
         if "logits_to_keep" in inputs:
             inputs["logits_to_keep"] = 0
@@ -271,7 +282,7 @@ class HFTarget:
         node_index = lengths[:, None] + torch.arange(num_nodes, device=self.device)  # [B, N], of the nodes' keys
         node_index = node_index[:, None].expand(batch, num_nodes, num_nodes)
         allowed.scatter_(2, node_index, tree.ancestor_mask)
-        if "sliding_attention" not in self._layer_types:
+        if "sliding_attention" not in self._layer_types or self._has_one_mask:
             return self._to_mask(allowed)
         # Windows count positions of the sequence, padding included, as transformers' own masks do.
         depths = torch.where(tree.node_mask, tree.depths, 0)

@@ -11,15 +11,26 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from mmspec.targets.base import ModelAdapter
+from mmspec.targets.gemma import Gemma3Adapter, Gemma4Adapter
 from mmspec.targets.llava import LlavaAdapter
 from mmspec.targets.llava_next import LlavaNextAdapter
 from mmspec.targets.llava_next_video import LlavaNextVideoAdapter
 from mmspec.targets.llava_onevision import LlavaOnevisionAdapter
+from mmspec.targets.paligemma import PaliGemmaAdapter
 from mmspec.targets.qwen2_5_vl import Qwen25VLAdapter
 
 ADAPTERS: dict[str, type[ModelAdapter]] = {
     adapter.model_type: adapter
-    for adapter in (LlavaAdapter, LlavaNextAdapter, LlavaNextVideoAdapter, LlavaOnevisionAdapter, Qwen25VLAdapter)
+    for adapter in (
+        LlavaAdapter,
+        LlavaNextAdapter,
+        LlavaNextVideoAdapter,
+        LlavaOnevisionAdapter,
+        Qwen25VLAdapter,
+        Gemma3Adapter,
+        Gemma4Adapter,
+        PaliGemmaAdapter,
+    )
 }
 
 TESTED = frozenset(ADAPTERS)

@@ -185,3 +185,31 @@ def test_memory_is_that_of_the_static_cache_and_a_tree(length: int) -> None:
         nodes = rng.choice((1, 8, 64))
     assert peak <= 1.1 * own + tree
     assert peak >= own
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_keys_and_values_may_differ_in_heads_and_size_and_layers_in_both(batch: int) -> None:
+    """Multi-head latent attention, and models with a head size per layer."""
+    rng, noise = random.Random(f"shapes {batch}"), torch.Generator().manual_seed(batch)
+    shapes = [((2, 5), (2, 3)), ((1, 4), (1, 4)), ((2, 3), (4, 3))]
+    buffer = RaggedKVCache(batch, 300)
+    expected = [[[torch.empty(*shape[:1], 0, shape[1])] * batch for shape in layer] for layer in shapes]
+    for nodes in (7, 4, 1, 8, 3, 8):
+        buffer.begin_forward(nodes)
+        path, counts, accepted = random_path(rng, batch, nodes)
+        for layer, layer_shapes in enumerate(shapes):
+            new = [torch.randn(batch, heads, nodes, size, generator=noise) for heads, size in layer_shapes]
+            for part, view in enumerate(buffer.write(layer, new[0], new[1])):
+                for b, length in enumerate(buffer.seq_lens):
+                    assert torch.equal(view[b, :, :length], expected[layer][part][b])
+                    assert torch.equal(view[b, :, length : length + nodes], new[part][b])
+                expected[layer][part] = [
+                    torch.cat([old, new[part][b][:, accepted[b]]], dim=1) for b, old in enumerate(expected[layer][part])
+                ]
+        buffer.keep_path(path, counts, accepted)
+    buffer.zero_tail()
+    for layer in range(len(shapes)):
+        for part, view in enumerate(buffer.read(layer, max(buffer.seq_lens) + 1)):
+            for b, length in enumerate(buffer.seq_lens):
+                assert torch.equal(view[b, :, :length], expected[layer][part][b])
+                assert not view[b, :, length:].any()

@@ -2,6 +2,176 @@
 
 from __future__ import annotations
 
-from zoo.base import Family
+import random
+from typing import Any
 
-ROWS: tuple[Family, ...] = ()
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from zoo.base import Family, Inputs, Media, layer_types, noise, text_values
+
+VISION = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+
+def _alternating(spec: Any, last: str = "") -> dict[str, Any]:
+    """Layer types of a model that always has sliding layers; without `spec.window` their window is never reached."""
+    types = layer_types(spec) if spec.window else [("sliding_attention", "full_attention")[i % 2] for i in range(9)]
+    types = types[: spec.layers]
+    if last:
+        types[-1] = last
+    return {"layer_types": types, "sliding_window": spec.window or 512}
+
+
+def _gemma3(spec: Any, ids: Any) -> PreTrainedModel:
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+
+    text = text_values(spec, ids) | _alternating(spec) | {"query_pre_attn_scalar": spec.hidden // spec.heads}
+    vision = VISION | {"model_type": "siglip_vision_model", "image_size": 16, "patch_size": 4, "vision_use_head": False}
+    config = Gemma3Config(
+        text_config=text | {"model_type": "gemma3_text"},
+        vision_config=vision,
+        mm_tokens_per_image=4,
+        image_token_index=ids.image,
+        boi_token_index=ids.start,
+        eoi_token_index=ids.end,
+        tie_word_embeddings=spec.tied,
+    )
+    return Gemma3ForConditionalGeneration._from_config(config, attn_implementation=spec.attention)
+
+
+def _gemma3_images(model: PreTrainedModel, count: int, rng: random.Random, seed: int) -> Media:
+    config: Any = model.config
+    run = [config.boi_token_index, *[config.image_token_index] * 4, config.eoi_token_index]
+    return {"pixel_values": noise((count, 3, 16, 16), seed, model)}, [run] * count
+
+
+def _image_types(model: PreTrainedModel, input_ids: Tensor) -> Inputs:
+    config: Any = model.config
+    return {"token_type_ids": (input_ids == config.image_token_index).long()}
+
+
+def _paligemma(spec: Any, ids: Any) -> PreTrainedModel:
+    """PaliGemma 1 has Gemma 1 as text model, PaliGemma 2 has Gemma 2 with full and sliding layers: `spec.mixed`."""
+    from transformers import PaliGemmaConfig, PaliGemmaForConditionalGeneration
+
+    text = text_values(spec, ids) | {"model_type": "gemma"}
+    if spec.mixed or spec.window:
+        text |= _alternating(spec) | {"model_type": "gemma2", "query_pre_attn_scalar": spec.hidden // spec.heads}
+    vision = VISION | {"model_type": "siglip_vision_model", "image_size": 12, "patch_size": 4, "vision_use_head": False}
+    config = PaliGemmaConfig(
+        text_config=text,
+        vision_config=vision,
+        image_token_index=ids.image,
+        projection_dim=spec.hidden,
+        hidden_size=spec.hidden,
+        vocab_size=spec.vocab,
+        tie_word_embeddings=spec.tied,
+    )
+    # Gemma 2 has no sdpa attention in transformers, since it caps the logits of the attention.
+    attention = "eager" if text["model_type"] == "gemma2" else spec.attention
+    return PaliGemmaForConditionalGeneration._from_config(config, attn_implementation=attention)
+
+
+def _paligemma_images(model: PreTrainedModel, count: int, rng: random.Random, seed: int) -> Media:
+    config: Any = model.config
+    return {"pixel_values": noise((count, 3, 12, 12), seed, model)}, [[config.image_token_index] * 9] * count
+
+
+def _prefix_types(model: PreTrainedModel, input_ids: Tensor) -> Inputs:
+    return {"token_type_ids": torch.zeros_like(input_ids)}
+
+
+def _gemma4(spec: Any, ids: Any) -> PreTrainedModel:
+    """Three layers: the last one shares the keys and values of the full layer before, whose heads differ in size."""
+    from transformers import Gemma4Config, Gemma4ForConditionalGeneration
+
+    head_dim = spec.hidden // spec.heads
+    types = ["sliding_attention", "full_attention", "full_attention"][: spec.layers]
+    text = text_values(spec, ids) | {"layer_types": types, "sliding_window": spec.window or 512}
+    text |= {"num_kv_shared_layers": spec.layers - 2, "global_head_dim": 2 * head_dim, "use_double_wide_mlp": True}
+    text |= {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": spec.vocab}
+    text |= {"use_bidirectional_attention": "vision", "final_logit_softcapping": 30.0}
+    text |= {"attention_k_eq_v": True, "num_global_key_value_heads": 1}
+    if spec.mixed:
+        text |= {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16}
+    vision = VISION | {"num_key_value_heads": 2, "head_dim": 8, "patch_size": 4, "pooling_kernel_size": 2}
+    config = Gemma4Config(
+        text_config=text,
+        vision_config=vision | {"position_embedding_size": 16},
+        audio_config=None,
+        image_token_id=ids.image,
+        video_token_id=ids.video,
+        boi_token_id=ids.start,
+        eoi_token_id=ids.end,
+        audio_token_id=spec.vocab + 1,
+        tie_word_embeddings=spec.tied,
+    )
+    return Gemma4ForConditionalGeneration._from_config(config, attn_implementation=spec.attention)
+
+
+def _patches(model: PreTrainedModel, sizes: list[tuple[int, int]], seed: int) -> tuple[Tensor, Tensor]:
+    """Patches [M, P, pixels] of images of the sizes (height, width), and their positions (x, y), padded with -1."""
+    longest = max(height * width for height, width in sizes)
+    positions = torch.full((len(sizes), longest, 2), -1)
+    for image, (height, width) in enumerate(sizes):
+        y, x = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
+        positions[image, : height * width] = torch.stack([x, y], dim=-1).flatten(0, 1)
+    return noise((len(sizes), longest, 48), seed, model), positions
+
+
+def _gemma4_images(model: PreTrainedModel, count: int, rng: random.Random, seed: int) -> Media:
+    config: Any = model.config
+    sizes = [(rng.choice((2, 4, 6)), rng.choice((2, 4))) for _ in range(count)]
+    pixels, positions = _patches(model, sizes, seed)
+    runs = [[config.boi_token_id, *[config.image_token_id] * (h * w // 4), config.eoi_token_id] for h, w in sizes]
+    return {"pixel_values": pixels, "image_position_ids": positions}, runs
+
+
+def _gemma4_videos(model: PreTrainedModel, count: int, rng: random.Random, seed: int) -> Media:
+    config: Any = model.config
+    clips = [(rng.choice((1, 2, 3)), rng.choice((2, 4)), rng.choice((2, 4))) for _ in range(count)]
+    pixels, positions = _patches(model, [(h, w) for frames, h, w in clips for _ in range(frames)], seed)
+    frames = {
+        h * w: [config.boi_token_id, *[config.video_token_id] * (h * w // 4), config.eoi_token_id] for _, h, w in clips
+    }
+    inputs = {"pixel_values_videos": pixels, "video_position_ids": positions}
+    inputs |= {"num_frames_per_video": torch.tensor([clip[0] for clip in clips])}
+    return inputs, [frames[h * w] * count for count, h, w in clips]
+
+
+def _media_types(model: PreTrainedModel, input_ids: Tensor) -> Inputs:
+    config: Any = model.config
+    return {"mm_token_type_ids": (input_ids == config.image_token_id).int() + 2 * (input_ids == config.video_token_id)}
+
+
+ROWS: tuple[Family, ...] = (
+    Family(
+        "gemma3",
+        _gemma3,
+        _gemma3_images,
+        derived=_image_types,
+        traits="mask per layer type; images are bidirectional in the prefill",
+        has_window=True,
+    ),
+    Family(
+        "paligemma",
+        _paligemma,
+        _paligemma_images,
+        derived=_prefix_types,
+        traits="positions from 1; the whole prompt is bidirectional; one mask for full and sliding layers (Gemma 2)",
+        has_window=True,
+        dtypes=("float32",),  # eager attention and pads give nan in float64
+    ),
+    Family(
+        "gemma4",
+        _gemma4,
+        _gemma4_images,
+        _gemma4_videos,
+        _media_types,
+        traits="mask per layer type; bidirectional images in the prefill; shared keys and values; head size per layer; "
+        "per-layer inputs from ids",
+        has_window=True,
+        dtypes=("float32",),  # experts have no kernel for float64
+    ),
+)
