@@ -88,7 +88,7 @@ class ModelAdapter:
             return "a stateful model"
         if unknown := self.layer_types - {"full_attention", "sliding_attention"}:
             return f"layers of type {', '.join(sorted(unknown))}"
-        if scaling := _rope_types(self.text_model, self.text_config) - STATIC_ROPE_TYPES:
+        if scaling := _rope_types(self.text_config, self.text_model) - STATIC_ROPE_TYPES:
             return f"rope_type={min(scaling)!r} (its frequencies depend on the longest position of a forward)"
         if self.attention not in TREE_ATTENTION_KERNELS:
             return f"attn_implementation={self.attention!r} of the text model (it cannot take a mask per node)"
@@ -155,7 +155,7 @@ class ModelAdapter:
         return runs
 
 
-def _rope_types(text_model: Any, text_config: Any) -> set[str]:
+def _rope_types(text_config: Any, text_model: Any = None) -> set[str]:
     """Rotary scalings of a text model; some models have one per layer type."""
     if getattr(getattr(text_model, "rotary_emb", None), "rope_type", None) == "ntk_alpha":
         return {"ntk_alpha"}  # of HunYuan, a constant factor; the configs of its checkpoints call it "dynamic"
