@@ -235,6 +235,8 @@ class HFTarget:
         self._token_types = {
             name: step[name][..., -1:].to(self.device) for name in token_types if inputs.pop(name, None) is not None
         }
+        if inputs.get("position_ids") is None:  # the model counts the positions in its cache, padding included
+            self._last_position = torch.full((batch, 1), self.prompt_length - 1, device=self.device)
         for name in ("input_ids", "position_ids", "attention_mask"):
             inputs.pop(name, None)
         if "logits_to_keep" in inputs:
