@@ -19,7 +19,7 @@ from mmspec.targets.vision_attention import AttentionCapture
 
 TREE_ATTENTION_KERNELS = ("sdpa", "eager")
 """Attention implementations that accept a separate mask per node."""
-STATIC_ROPE_TYPES = frozenset(("default", "axial", "mrope", "linear", "llama3", "yarn", "proportional"))
+STATIC_ROPE_TYPES = frozenset(("default", "axial", "mrope", "linear", "llama3", "yarn", "proportional", "ntk_alpha"))
 """Rotary scalings whose frequencies do not depend on the positions of a forward."""
 RECURRENT_LAYER_TYPES = frozenset(("linear_attention", "conv"))
 """Layer types with a state instead of keys and values. They are decoded in chains (`RecurrentTarget`)."""
@@ -106,7 +106,7 @@ class ModelAdapter:
             return "a stateful model"
         if unknown := self.layer_types - {"full_attention", "sliding_attention", *RECURRENT_LAYER_TYPES}:
             return f"layers of type {', '.join(sorted(unknown))}"
-        if scaling := _rope_types(self.text_config) - STATIC_ROPE_TYPES:
+        if scaling := _rope_types(self.text_config, self.text_model) - STATIC_ROPE_TYPES:
             return f"rope_type={min(scaling)!r} (its frequencies depend on the longest position of a forward)"
         if self.attention not in TREE_ATTENTION_KERNELS:
             return f"attn_implementation={self.attention!r} of the text model (it cannot take a mask per node)"
@@ -188,8 +188,10 @@ class ModelAdapter:
         return runs
 
 
-def _rope_types(text_config: Any) -> set[str]:
+def _rope_types(text_config: Any, text_model: Any = None) -> set[str]:
     """Rotary scalings of a text model; some models have one per layer type."""
+    if getattr(getattr(text_model, "rotary_emb", None), "rope_type", None) == "ntk_alpha":
+        return {"ntk_alpha"}  # of HunYuan, a constant factor; the configs of its checkpoints call it "dynamic"
     rope = getattr(text_config, "rope_parameters", None) or {}
     parameters = [value for value in rope.values() if isinstance(value, dict)] or [rope]
     return {str(one.get("rope_type", one.get("type", "default"))) for one in parameters}

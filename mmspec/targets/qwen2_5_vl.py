@@ -1,8 +1,9 @@
-"""Qwen2.5-VL: grids of any size for images and videos, three position axes (M-RoPE)."""
+"""Qwen2-VL, its successors and models with the same inputs: grids of any size, several position axes (M-RoPE)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -10,39 +11,102 @@ from torch import Tensor
 from mmspec.interfaces import VisualGrid
 from mmspec.targets.base import ModelAdapter
 
+MediaSizes = tuple[int, str, list[tuple[int, int, int]]]
+"""Placeholder id, role of the grids, and (time steps, height, width) of each image or video, in tokens."""
+
 
 class Qwen25VLAdapter(ModelAdapter):
-    """`Qwen2_5_VLForConditionalGeneration`. Grid sizes are inputs (`*_grid_thw`, before merging)."""
+    """Models whose grid sizes are inputs (`*_grid_thw`, before merging), with one placeholder per merged patch.
+
+    The placeholders of a video are one run (Qwen2.5-VL), or one run per time step with a timestamp before it
+    (Qwen3-VL).
+
+    Attributes:
+        model_types: `config.model_type` of all families that the class serves.
+    """
 
     model_type = "qwen2_5_vl"
+    model_types: tuple[str, ...] = ("qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "paddleocr_vl")
     vision_args = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
+        self.model_type = model.config.model_type
+
+    def media_sizes(self, vision: Mapping[str, Any]) -> tuple[MediaSizes, MediaSizes]:
+        """Sizes of all images and of all videos of a call.
+
+        Args:
+            vision: see `grids`.
+        """
+        config = self.model.config
+        images, videos = (self._merged_sizes(vision.get(name)) for name in ("image_grid_thw", "video_grid_thw"))
+        return (config.image_token_id, "base", images), (config.video_token_id, "frame", videos)
 
     def grids(self, input_ids: Tensor, vision: Mapping[str, Any]) -> tuple[VisualGrid, ...]:
         """One grid per image and per time step of a video; empty if the token numbers do not match."""
-        config = self.model.config
-        merge = config.vision_config.spatial_merge_size
         grids: list[VisualGrid] = []
-        media_index = 0
-        for token, argument, role in (
-            (config.image_token_id, "image_grid_thw", "base"),
-            (config.video_token_id, "video_grid_thw", "frame"),
-        ):
-            values = vision.get(argument)
-            sizes = [] if values is None else [tuple(int(value) for value in size) for size in values]
-            for row, start, length in self.placeholder_runs(input_ids, token):
-                end = start + length
-                while start < end:  # several grids may be adjacent
-                    if not sizes:
-                        return ()
-                    num_frames, height, width = sizes.pop(0)
-                    height //= merge
-                    width //= merge
-                    for frame in range(num_frames):
-                        grids.append(VisualGrid(row, start, height, width, media_index, role=role, frame=frame))
-                        start += height * width
-                    media_index += 1
-                if start != end:
-                    return ()
-            if sizes:
+        for token, role, sizes in self.media_sizes(vision):
+            num_media = 1 + max((grid.media_index for grid in grids), default=-1)
+            found = _place_grids(self.placeholder_runs(input_ids, token), _grids_of_media(role, sizes, num_media))
+            if found is None:
                 return ()
+            grids += found
         return tuple(grids)
+
+    def _merged_sizes(self, sizes: Any) -> list[tuple[int, int, int]]:
+        merge = self.model.config.vision_config.spatial_merge_size
+        rows = [] if sizes is None else [[int(value) for value in row] for row in sizes]
+        return [(num_steps, height // merge, width // merge) for num_steps, height, width in rows]
+
+
+class Glm4vAdapter(Qwen25VLAdapter):
+    """GLM-4V: videos have image placeholders too, so that a call has either images or videos."""
+
+    model_type = "glm4v"
+    model_types = ("glm4v", "glm46v", "glm_ocr", "glm4v_moe")
+
+    def media_sizes(self, vision: Mapping[str, Any]) -> tuple[MediaSizes, MediaSizes]:
+        """As in the base class, with the token of the images for the videos if there are videos only."""
+        images, (video_token, role, videos) = super().media_sizes(vision)
+        if videos and not images[2]:
+            return (video_token, "base", []), (images[0], role, videos)
+        return images, (video_token, role, videos)
+
+
+class Ernie45VLAdapter(Qwen25VLAdapter):
+    """ERNIE 4.5 VL: consecutive time steps of a video share their visual tokens."""
+
+    model_type = "ernie4_5_vl_moe"
+    model_types = ("ernie4_5_vl_moe",)
+
+    def media_sizes(self, vision: Mapping[str, Any]) -> tuple[MediaSizes, MediaSizes]:
+        """As in the base class, with merged time steps."""
+        images, (token, role, videos) = super().media_sizes(vision)
+        merge = self.model.config.vision_config.temporal_merge_size
+        return images, (token, role, [(num_steps // merge, height, width) for num_steps, height, width in videos])
+
+
+def _grids_of_media(role: str, sizes: Iterable[tuple[int, int, int]], first_index: int) -> Iterator[VisualGrid]:
+    """The grids of images or videos in input order, not yet placed."""
+    for media_index, (num_steps, height, width) in enumerate(sizes, first_index):
+        for step in range(num_steps):
+            yield VisualGrid(0, 0, height, width, media_index, role=role, frame=step)
+
+
+def _place_grids(runs: Iterable[tuple[int, int, int]], grids: Iterator[VisualGrid]) -> list[VisualGrid] | None:
+    """Consecutive grids in the runs (row, start, length) of their placeholders; adjacent grids share a run.
+
+    Returns:
+        None if the numbers of tokens do not match, or a video is in two rows.
+    """
+    placed: list[VisualGrid] = []
+    for row, start, length in runs:
+        end = start + length
+        while start < end:
+            grid = next(grids, None)
+            if grid is None or start + grid.num_tokens > end or (grid.frame and placed[-1].row != row):
+                return None
+            placed.append(replace(grid, row=row, start=start))
+            start += grid.num_tokens
+    return placed if next(grids, None) is None else None

@@ -17,7 +17,7 @@ from mmspec.targets.llava_next import LlavaNextAdapter
 from mmspec.targets.llava_next_video import LlavaNextVideoAdapter
 from mmspec.targets.llava_onevision import LlavaOnevisionAdapter
 from mmspec.targets.paligemma import PaliGemmaAdapter
-from mmspec.targets.qwen2_5_vl import Qwen25VLAdapter
+from mmspec.targets.qwen2_5_vl import Ernie45VLAdapter, Glm4vAdapter, Qwen25VLAdapter
 
 ADAPTERS: dict[str, type[ModelAdapter]] = {
     adapter.model_type: adapter
@@ -32,6 +32,8 @@ ADAPTERS: dict[str, type[ModelAdapter]] = {
         PaliGemmaAdapter,
     )
 }
+for _adapter in (Qwen25VLAdapter, Glm4vAdapter, Ernie45VLAdapter):
+    ADAPTERS |= dict.fromkeys(_adapter.model_types, _adapter)
 
 TESTED = frozenset(ADAPTERS)
 """Model types whose random calls with images are compared with plain `generate` in the tests."""

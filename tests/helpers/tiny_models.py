@@ -324,6 +324,8 @@ def build_inputs(
     elif images is None and not any(counts):
         counts[rng.randrange(batch)] = 1
     clips = list(videos) if videos is not None else [0] * batch
+    if any(clips) and family in zoo.ROWS and not zoo.ROWS[family].mixes_media:
+        counts = [0] * batch
     given, image_runs = _image_inputs(target, sum(counts), rng, seed) if any(counts) else ({}, [])
     more, video_runs = _video_inputs(target, sum(clips), rng, seed) if any(clips) else ({}, [])
     still, moving, media = iter(image_runs), iter(video_runs), []

@@ -16,6 +16,7 @@ import adversarial as adversarial
 import pytest
 import tiny_models as tiny
 import torch
+import zoo
 from torch import Tensor
 from transformers import (
     DynamicCache,
@@ -32,9 +33,13 @@ from mmspec.engine.tree import DraftTree, sanitize
 from mmspec.interfaces import DrafterRequirements, Prompt, VerifyResult
 from mmspec.targets.base import ModelAdapter
 from mmspec.targets.hf import HFTarget
+from mmspec.targets.qwen2_5_vl import Qwen25VLAdapter
 from mmspec.targets.registry import ADAPTERS, find_adapter, supported
 
 FAMILY = pytest.mark.parametrize("family", tiny.FAMILIES)
+GRID_ROWS = [kind for kind in zoo.ROWS if issubclass(ADAPTERS.get(kind, object), Qwen25VLAdapter)]
+"""Rows of the table of model types whose grid sizes are inputs."""
+WITH_GRIDS = pytest.mark.parametrize("family", [*tiny.FAMILIES, *GRID_ROWS])
 CLOSE: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-4}
 
 
@@ -194,6 +199,10 @@ SCENES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "qwen2_5_vl right": ({"family": "qwen2_5_vl"}, {"padding": "right"}),
     "qwen2_5_vl video": ({"family": "qwen2_5_vl"}, {"padding": "left", "videos": [1, 1, 0]}),
     "qwen2_5_vl level": ({"family": "qwen2_5_vl"}, {"padding": "none", "mask": False}),
+    "qwen3_vl video": ({"family": "qwen3_vl", "layers": 3}, {"padding": "left", "videos": [1, 1, 0]}),
+    "glm4v right": ({"family": "glm4v", "attention": "eager"}, {"padding": "right"}),
+    "ernie4_5_vl_moe video": ({"family": "ernie4_5_vl_moe", "layers": 3}, {"padding": "left", "videos": [1, 0, 1]}),
+    "hunyuan_vl left": ({"family": "hunyuan_vl"}, {"padding": "left"}),
     "qwen2_5_vl eager windows": (
         {"family": "qwen2_5_vl", "attention": "eager", "window": 10, "mixed": True},
         {"padding": "left"},
@@ -328,6 +337,10 @@ def test_a_round_passes_the_arguments_of_a_decoding_step(monkeypatch: pytest.Mon
 # --- segments ---------------------------------------------------------------------------------------------------------
 
 
+TIMESTAMPS = ("qwen3_vl", "qwen3_vl_moe", "glm4v", "glm46v", "glm_ocr", "glm4v_moe")
+"""Families with text before each frame of a video."""
+
+
 def media(model: PreTrainedModel, given: tiny.Inputs) -> list[Tensor]:
     """What the vision side makes of each picture, in the order of the inputs: [tokens, D] each."""
     names = ("pixel_values", "image_sizes", "image_grid_thw")
@@ -385,13 +398,17 @@ def check_segments(model: PreTrainedModel, given: tiny.Inputs, prompt: Prompt, r
         parts = sources[number]
         assert len({part.row for part in parts}) == 1, "a picture in two rows"
         ends = [part.start + part.num_tokens for part in parts]
-        assert [part.start for part in parts[1:]] == ends[:-1], "parts out of order"
-        states = prompt.hidden_states[0][parts[0].row, parts[0].start : ends[-1]]
+        gaps = [part.start - end for part, end in zip(parts[1:], ends[:-1], strict=True)]
+        has_timestamps = model.config.model_type in TIMESTAMPS and parts[0].role == "frame"
+        assert all(gap > 0 if has_timestamps else gap == 0 for gap in gaps), "parts out of order"
+        states = torch.cat(
+            [prompt.hidden_states[0][part.row, part.start : end] for part, end in zip(parts, ends, strict=True)]
+        )
         states = states[: len(feature)]  # OneVision ends a clip with a newline token of its own
         torch.testing.assert_close(states, feature.reshape(-1, feature.shape[-1])[: len(states)], **CLOSE)
 
 
-@FAMILY
+@WITH_GRIDS
 @pytest.mark.parametrize("padding", ["left", "right"])
 def test_segments_cover_the_placeholders_of_their_pictures(family: str, padding: str) -> None:
     model = model_of(family)
@@ -406,7 +423,12 @@ def test_segments_cover_the_placeholders_of_their_pictures(family: str, padding:
         check_segments(model, given, prompt)
 
 
-CLIPS = pytest.mark.parametrize("family", tiny.VIDEO_FAMILIES)
+CLIPS = pytest.mark.parametrize("family", [*tiny.VIDEO_FAMILIES, *(row for row in GRID_ROWS if zoo.ROWS[row].videos)])
+
+
+def mixes_media(family: str) -> bool:
+    """Whether one call may have images and videos."""
+    return family not in zoo.ROWS or zoo.ROWS[family].mixes_media
 
 
 def frames_of(prompt: Prompt) -> dict[int, list[Any]]:
@@ -432,7 +454,7 @@ def test_segments_of_clips(family: str) -> None:
                 times = [segment.frame for segment in frames if segment.media_index == clip]
                 assert times == list(range(len(times))), "frames out of order"
             roles |= {segment.role for segment in prompt.grids}
-    assert roles >= {"base", "frame"}
+    assert roles >= ({"base", "frame"} if mixes_media(family) else {"frame"})
 
 
 @CLIPS
@@ -447,7 +469,10 @@ def test_clips_alone_and_side_by_side(family: str) -> None:
         check_segments(model, given, prompt)
         clips, pixels = frames_of(prompt), given["pixel_values_videos"]
         assert sorted(clips) == [0, 1, 2] and [frames[0].row for frames in clips.values()] == [0, 0, 1]
-        lengths = given["video_grid_thw"][:, 0].tolist() if family == "qwen2_5_vl" else [pixels.shape[1]] * 3
+        lengths = [pixels.shape[1]] * 3
+        if "video_grid_thw" in given:
+            merge = getattr(model.config.vision_config, "temporal_merge_size", 1)
+            lengths = (given["video_grid_thw"][:, 0] // merge).tolist()
         for length, frames in zip(lengths, clips.values(), strict=True):
             assert [frame.frame for frame in frames] == list(range(length))
             assert len({(frame.height, frame.width) for frame in frames}) == 1
@@ -493,7 +518,7 @@ def test_clips_that_do_not_fit_give_no_segments(family: str) -> None:
     assert adapter.grids(given["input_ids"], vision)
     assert adapter.grids(given["input_ids"], {name: part[:1] for name, part in vision.items()}) == ()
     special, ids = tiny.special_ids(model.tiny_spec), given["input_ids"].clone()
-    ids[0, (ids[0] == special.video).nonzero()[-1]] = special.text[0]
+    ids[0, torch.isin(ids[0], torch.tensor([special.image, special.video])).nonzero()[-1]] = special.text[0]
     assert adapter.grids(ids, vision) == ()
 
 
@@ -510,7 +535,7 @@ def test_clips_whose_pixels_nobody_knows(family: str) -> None:
         assert adapter.grids(ids, {}) == ()
 
 
-@FAMILY
+@WITH_GRIDS
 def test_segments_of_several_sequences_per_prompt(family: str) -> None:
     model = model_of(family)
     given = tiny.build_inputs(model, 2, 2, images=[1, 1])
@@ -559,15 +584,16 @@ def test_grids_of_tiles_at_the_sizes_of_real_models() -> None:
         assert (lines[:, :-1] == 1).all() and (lines[:, -1] == -1).all(), size
 
 
-def test_grids_of_qwen_are_those_of_the_inputs() -> None:
-    model = model_of("qwen2_5_vl")
+@pytest.mark.parametrize("family", ["qwen2_5_vl", *GRID_ROWS])
+def test_grids_are_those_of_the_inputs(family: str) -> None:
+    model = model_of(family)
     for seed in range(10):
         given = tiny.build_inputs(model, seed, 2, images=[2, 1])
         grids = [(int(h) // 2, int(w) // 2) for _, h, w in given["image_grid_thw"]]
         assert [(s.height, s.width) for s in get_prompt(model, given).grids] == grids
 
 
-@FAMILY
+@WITH_GRIDS
 def test_numbers_that_do_not_fit_give_no_segments(family: str) -> None:
     """Better none than wrong ones: a caller may hand in embeddings of pictures of its own."""
     model = model_of(family)
@@ -677,12 +703,12 @@ def test_other_kernels_are_not_touched(fresh: PreTrainedModel) -> None:
 def test_the_families() -> None:
     assert supported() == tuple(sorted(ADAPTERS)) and set(tiny.FAMILIES) <= set(supported())
     for kind, family in ADAPTERS.items():
-        assert family.model_type == kind and isinstance(family.vision_args, tuple)
+        assert kind in getattr(family, "model_types", (family.model_type,)) and isinstance(family.vision_args, tuple)
     for kind in tiny.FAMILIES:
         adapter, spec = find_adapter(model_of(kind)), model_of(kind).tiny_spec
         special = tiny.special_ids(spec)
         videos = (special.video,) if kind in tiny.VIDEO_FAMILIES else ()
-        assert set(adapter.media_token_ids) == {special.image, *videos}
+        assert set(adapter.media_token_ids) == {special.image, *videos} and adapter.model_type == kind
         assert (adapter.num_layers, adapter.vocab_size) == (spec.layers, spec.vocab)
 
 

@@ -55,6 +55,7 @@ class Family:
         videos: the same for videos; None where the model has no videos.
         derived: (model, input_ids) -> further inputs that are computed from the prompt, such as token types.
         traits: what the family needs beyond a causal mask and 1-D positions, in words, for the table.
+        mixes_media: whether one call may have images and videos.
         has_window: whether `spec.window` and `spec.mixed` change the model.
         dtypes: dtypes that the family's modules support.
         attentions: attention implementations of the text model that the family supports.
@@ -67,6 +68,7 @@ class Family:
     videos: Callable[[PreTrainedModel, int, random.Random, int], Media] | None = None
     derived: Callable[[PreTrainedModel, Tensor], Inputs] = lambda model, input_ids: {}
     traits: str = ""
+    mixes_media: bool = True
     has_window: bool = False
     dtypes: tuple[str, ...] = ("float32", "float64")
     attentions: tuple[str, ...] = ("sdpa", "eager")
