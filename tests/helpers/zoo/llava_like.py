@@ -131,7 +131,8 @@ def _idefics2(model: PreTrainedModel, count: int, rng: random.Random, seed: int)
 
 def _lines(model: PreTrainedModel, count: int, rng: random.Random, seed: int) -> Media:
     """Images of any size with a separator after each line of tokens, another after the last."""
-    sizes = torch.tensor([[rng.choice((8, 16, 24)), rng.choice((8, 16, 24))] for _ in range(count)])
+    # A single image of one token fails in transformers.
+    sizes = torch.tensor([rng.choice(((8, 16), (16, 8), (16, 24), (24, 16), (24, 8))) for _ in range(count)])
     pixels, runs = noise((count, 3, *sizes.amax(0).tolist()), seed, model), []
     for height, width in (sizes // 8).tolist():
         run = [token for _ in range(height) for token in (*_run(model, width), NEWLINE)]
