@@ -7,15 +7,30 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from mmspec.targets.base import ModelAdapter
+from mmspec.targets.idefics3 import Idefics3Adapter, SmolVLMAdapter
+from mmspec.targets.internvl import InternVLAdapter
 from mmspec.targets.llava import LlavaAdapter
 from mmspec.targets.llava_next import LlavaNextAdapter
 from mmspec.targets.llava_next_video import LlavaNextVideoAdapter
 from mmspec.targets.llava_onevision import LlavaOnevisionAdapter
+from mmspec.targets.mistral3 import Mistral3Adapter
 from mmspec.targets.qwen2_5_vl import Qwen25VLAdapter
+from mmspec.targets.vipllava import VipLlavaAdapter
 
 ADAPTERS: dict[str, type[ModelAdapter]] = {
     adapter.model_type: adapter
-    for adapter in (LlavaAdapter, LlavaNextAdapter, LlavaNextVideoAdapter, LlavaOnevisionAdapter, Qwen25VLAdapter)
+    for adapter in (
+        LlavaAdapter,
+        LlavaNextAdapter,
+        LlavaNextVideoAdapter,
+        LlavaOnevisionAdapter,
+        Qwen25VLAdapter,
+        InternVLAdapter,
+        Idefics3Adapter,
+        SmolVLMAdapter,
+        Mistral3Adapter,
+        VipLlavaAdapter,
+    )
 }
 
 
