@@ -266,7 +266,7 @@ def prompt_grids(prompt: Prompt, num_new: int) -> tuple[VisualGrid, ...]:
     for grid in sorted(prompt.grids, key=lambda one: (one.row, one.start)):
         start = offsets.get(grid.row, 0)
         offsets[grid.row] = start + grid.num_tokens
-        grids.append(replace(grid, start=start))
+        grids.append(replace(grid, start=start, line_gap=0))
     return tuple(grids)
 
 

@@ -17,7 +17,7 @@ NO_LIMIT = 1 << 30
 
 @dataclass(frozen=True)
 class VisualGrid:
-    """A contiguous run of visual tokens of one prompt row that forms a grid.
+    """A run of visual tokens of one prompt row that forms a grid. Only separators of lines are in between.
 
     Attributes:
         row: batch row.
@@ -29,6 +29,8 @@ class VisualGrid:
             (a lone separator token, a 1 x 1 grid).
         has_newlines: whether a newline token follows each line (LLaVA-NeXT, LLaVA-OneVision).
         frame: frame index within the video; 0 for images.
+        line_gap: text tokens between two lines, which the grid does not contain ([IMG_BREAK] of Mistral 3). 0 once
+            `start` counts visual tokens only, as for compressors.
     """
 
     row: int
@@ -39,11 +41,19 @@ class VisualGrid:
     role: str = "base"
     has_newlines: bool = False
     frame: int = 0
+    line_gap: int = 0
 
     @property
     def num_tokens(self) -> int:
         """Number of visual tokens, newline tokens included."""
         return self.height * (self.width + int(self.has_newlines))
+
+    @property
+    def token_indices(self) -> tuple[int, ...]:
+        """Index of each visual token in the prompt row, newline tokens included."""
+        line = self.width + int(self.has_newlines)
+        starts = range(self.start, self.start + self.height * (line + self.line_gap), line + self.line_gap)
+        return tuple(index for start in starts for index in range(start, start + line))
 
 
 @dataclass(frozen=True)

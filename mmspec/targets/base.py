@@ -32,7 +32,7 @@ class ModelAdapter:
     Subclasses derive the grids of visual tokens (`grids`) from the inputs named in `vision_args`.
 
     Attributes:
-        model_type: `config.model_type` of the family; "" in the general adapter.
+        model_types: values of `config.model_type` that the class serves; the general adapter serves all others.
         vision_args: arguments of `generate` that describe visual inputs; transformers does not pass them to the
             decoding loop.
         accepts_mask_per_layer_type: whether `forward` accepts {layer type: mask}. Without it a model with full and
@@ -43,7 +43,7 @@ class ModelAdapter:
         media_token_ids: ids of the image and video placeholders.
     """
 
-    model_type: str = ""
+    model_types: tuple[str, ...] = ()
     vision_args: tuple[str, ...] = ()
     accepts_mask_per_layer_type: bool = True
 
@@ -53,6 +53,11 @@ class ModelAdapter:
         self.vocab_size: int = self.text_config.vocab_size
         ids = (getattr(model.config, key, None) for key in _MEDIA_TOKEN_KEYS)
         self.media_token_ids = tuple(dict.fromkeys(token for token in ids if isinstance(token, int)))
+
+    @property
+    def model_type(self) -> str:
+        """`config.model_type` of the whole model."""
+        return str(self.model.config.model_type)
 
     @property
     def text_config(self) -> Any:
@@ -119,7 +124,7 @@ class ModelAdapter:
         rope = getattr(self.text_config, "rope_parameters", None) or {}
         axes = ", several position axes" if "mrope_section" in str(rope) else ""
         return {
-            "model type": str(self.model.config.model_type),
+            "model type": self.model_type,
             "adapter": type(self).__name__,
             "layers": f"{self.num_layers} of {layers}" + (f" (window {window})" if "sliding" in layers else ""),
             "rope": ", ".join(sorted(_rope_types(self.text_config))) + axes,

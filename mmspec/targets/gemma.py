@@ -18,7 +18,7 @@ class Gemma3Adapter(ModelAdapter):
     Crops follow their image with text in between, so that nothing in the prompt tells them from further images.
     """
 
-    model_type = "gemma3"
+    model_types: tuple[str, ...] = ("gemma3",)
 
     def grids(self, input_ids: Tensor, vision: Mapping[str, Any]) -> tuple[VisualGrid, ...]:
         """One square grid per image or crop; empty if a run of placeholders has another length."""
@@ -33,8 +33,8 @@ class Gemma3Adapter(ModelAdapter):
 class Gemma4Adapter(ModelAdapter):
     """`Gemma4ForConditionalGeneration`. Grid sizes follow from the patch positions (`*_position_ids`)."""
 
-    model_type = "gemma4"
-    vision_args = ("image_position_ids", "video_position_ids", "num_frames_per_video")
+    model_types: tuple[str, ...] = ("gemma4",)
+    vision_args: tuple[str, ...] = ("image_position_ids", "video_position_ids", "num_frames_per_video")
 
     def grids(self, input_ids: Tensor, vision: Mapping[str, Any]) -> tuple[VisualGrid, ...]:
         """One grid per image and per frame of a video; empty if the token numbers do not match."""

@@ -16,8 +16,8 @@ from mmspec.targets.vision_attention import AttentionCapture, capture_attention
 class LlavaAdapter(ModelAdapter):
     """`LlavaForConditionalGeneration`. Each image is a run of placeholders; images may be adjacent."""
 
-    model_type = "llava"
-    vision_args = ("image_sizes",)
+    model_types: tuple[str, ...] = ("llava",)
+    vision_args: tuple[str, ...] = ("image_sizes",)
 
     def attention_capture(self) -> AttentionCapture | None:
         """Of the layer whose output the projector reads."""

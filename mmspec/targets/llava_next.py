@@ -82,7 +82,7 @@ def frame_grids(row: int, start: int, num_frames: int, side: int, media_index: i
 class LlavaNextAdapter(ModelAdapter):
     """`LlavaNextForConditionalGeneration`. Images of one row must be separated by text."""
 
-    model_type = "llava_next"
+    model_types: tuple[str, ...] = ("llava_next",)
     vision_args: tuple[str, ...] = ("image_sizes",)
     packing_config_keys: tuple[str, ...] = ("vision_feature_select_strategy",)
     """Config values that `pack_image_features` of transformers takes."""

@@ -16,8 +16,8 @@ from mmspec.targets.llava_next import LlavaNextAdapter, clip_spans, frame_grids
 class LlavaNextVideoAdapter(LlavaNextAdapter):
     """`LlavaNextVideoForConditionalGeneration`. All videos of a call have the same number of frames."""
 
-    model_type = "llava_next_video"
-    vision_args = ("image_sizes", "pixel_values_videos")
+    model_types: tuple[str, ...] = ("llava_next_video",)
+    vision_args: tuple[str, ...] = ("image_sizes", "pixel_values_videos")
 
     def token_saliency(self, shares: Tensor, vision: Mapping[str, Any]) -> Tensor | None:
         """Images as in LLaVA-NeXT; videos: mean over the pooled patches; None for images and videos in one call."""

@@ -15,8 +15,8 @@ from mmspec.targets.llava_next import LlavaNextAdapter, clip_spans, frame_grids
 class LlavaOnevisionAdapter(LlavaNextAdapter):
     """`LlavaOnevisionForConditionalGeneration`."""
 
-    model_type = "llava_onevision"
-    vision_args = ("image_sizes", "image_sizes_videos", "batch_num_images", "pixel_values_videos")
+    model_types: tuple[str, ...] = ("llava_onevision",)
+    vision_args: tuple[str, ...] = ("image_sizes", "image_sizes_videos", "batch_num_images", "pixel_values_videos")
 
     packing_config_keys = ("vision_aspect_ratio",)
 

@@ -11,8 +11,8 @@ class PaliGemmaAdapter(LlavaAdapter):
     `PaliGemmaModel.forward` builds the masks of both layer types from one `attention_mask`.
     """
 
-    model_type = "paligemma"
-    vision_args = ()
+    model_types: tuple[str, ...] = ("paligemma",)
+    vision_args: tuple[str, ...] = ()
     accepts_mask_per_layer_type = False
 
     def attention_capture(self) -> None:

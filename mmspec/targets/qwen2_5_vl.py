@@ -20,18 +20,10 @@ class Qwen25VLAdapter(ModelAdapter):
 
     The placeholders of a video are one run (Qwen2.5-VL), or one run per time step with a timestamp before it
     (Qwen3-VL).
-
-    Attributes:
-        model_types: `config.model_type` of all families that the class serves.
     """
 
-    model_type = "qwen2_5_vl"
     model_types: tuple[str, ...] = ("qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "paddleocr_vl")
-    vision_args = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")
-
-    def __init__(self, model: Any) -> None:
-        super().__init__(model)
-        self.model_type = model.config.model_type
+    vision_args: tuple[str, ...] = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")
 
     def media_sizes(self, vision: Mapping[str, Any]) -> tuple[MediaSizes, MediaSizes]:
         """Sizes of all images and of all videos of a call.
@@ -63,8 +55,7 @@ class Qwen25VLAdapter(ModelAdapter):
 class Glm4vAdapter(Qwen25VLAdapter):
     """GLM-4V: videos have image placeholders too, so that a call has either images or videos."""
 
-    model_type = "glm4v"
-    model_types = ("glm4v", "glm46v", "glm_ocr", "glm4v_moe")
+    model_types: tuple[str, ...] = ("glm4v", "glm46v", "glm_ocr", "glm4v_moe")
 
     def media_sizes(self, vision: Mapping[str, Any]) -> tuple[MediaSizes, MediaSizes]:
         """As in the base class, with the token of the images for the videos if there are videos only."""
@@ -77,8 +68,7 @@ class Glm4vAdapter(Qwen25VLAdapter):
 class Ernie45VLAdapter(Qwen25VLAdapter):
     """ERNIE 4.5 VL: consecutive time steps of a video share their visual tokens."""
 
-    model_type = "ernie4_5_vl_moe"
-    model_types = ("ernie4_5_vl_moe",)
+    model_types: tuple[str, ...] = ("ernie4_5_vl_moe",)
 
     def media_sizes(self, vision: Mapping[str, Any]) -> tuple[MediaSizes, MediaSizes]:
         """As in the base class, with merged time steps."""

@@ -12,28 +12,36 @@ from transformers import PreTrainedModel
 
 from mmspec.targets.base import ModelAdapter
 from mmspec.targets.gemma import Gemma3Adapter, Gemma4Adapter
+from mmspec.targets.idefics3 import Idefics3Adapter, SmolVLMAdapter
+from mmspec.targets.internvl import InternVLAdapter
 from mmspec.targets.llava import LlavaAdapter
 from mmspec.targets.llava_next import LlavaNextAdapter
 from mmspec.targets.llava_next_video import LlavaNextVideoAdapter
 from mmspec.targets.llava_onevision import LlavaOnevisionAdapter
+from mmspec.targets.mistral3 import Mistral3Adapter
 from mmspec.targets.paligemma import PaliGemmaAdapter
 from mmspec.targets.qwen2_5_vl import Ernie45VLAdapter, Glm4vAdapter, Qwen25VLAdapter
+from mmspec.targets.vipllava import VipLlavaAdapter
 
-ADAPTERS: dict[str, type[ModelAdapter]] = {
-    adapter.model_type: adapter
-    for adapter in (
-        LlavaAdapter,
-        LlavaNextAdapter,
-        LlavaNextVideoAdapter,
-        LlavaOnevisionAdapter,
-        Qwen25VLAdapter,
-        Gemma3Adapter,
-        Gemma4Adapter,
-        PaliGemmaAdapter,
-    )
-}
-for _adapter in (Qwen25VLAdapter, Glm4vAdapter, Ernie45VLAdapter):
-    ADAPTERS |= dict.fromkeys(_adapter.model_types, _adapter)
+_ADAPTER_CLASSES: tuple[type[ModelAdapter], ...] = (
+    LlavaAdapter,
+    LlavaNextAdapter,
+    LlavaNextVideoAdapter,
+    LlavaOnevisionAdapter,
+    VipLlavaAdapter,
+    Qwen25VLAdapter,
+    Glm4vAdapter,
+    Ernie45VLAdapter,
+    InternVLAdapter,
+    Idefics3Adapter,
+    SmolVLMAdapter,
+    Mistral3Adapter,
+    Gemma3Adapter,
+    Gemma4Adapter,
+    PaliGemmaAdapter,
+)
+ADAPTERS = {model_type: adapter for adapter in _ADAPTER_CLASSES for model_type in adapter.model_types}
+"""{model type: class} of the families whose visual grids are known."""
 
 TESTED = frozenset(ADAPTERS)
 """Model types whose random calls with images are compared with plain `generate` in the tests."""

@@ -679,7 +679,7 @@ def _prompt_faults(prepared: PreparedCase, prompt: Prompt, plain: CallOutcome) -
 def _grid_mask(prompt: Prompt) -> Tensor:
     covered = torch.zeros_like(prompt.visual_mask, dtype=torch.long)
     for segment in prompt.grids:
-        covered[segment.row, segment.start : segment.start + segment.num_tokens] += 1
+        covered[segment.row, list(segment.token_indices)] += 1
     return covered == 1
 
 

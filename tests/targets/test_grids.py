@@ -1,0 +1,210 @@
+"""Grids of the adapters whose models are in `tests/helpers/zoo`: each visual token once, where its picture put it."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import adversarial
+import pytest
+import tiny_models as tiny
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import mmspec
+from mmspec.drafters.eagle.visual_inputs import prompt_grids
+from mmspec.interfaces import DrafterRequirements, Prompt, VisualGrid
+from mmspec.targets.registry import find_adapter
+
+FAMILIES = ("internvl", "idefics3", "smolvlm", "mistral3", "vipllava")
+FAMILY = pytest.mark.parametrize("family", FAMILIES)
+
+
+@lru_cache
+def build_model(family: str) -> PreTrainedModel:
+    """A model that tests share."""
+    model = tiny.build_model(tiny.ModelSpec(family, seed=8))
+    model.generation_config.eos_token_id = None
+    return model
+
+
+class PromptRecorder(adversarial.AdversarialDrafter):
+    """Stores the prompts it receives, with their embeddings."""
+
+    name = "recorder"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requirements = DrafterRequirements(hidden_state_indices=(0,))
+        self.prompts: list[Prompt] = []
+
+    def begin(self, prompt: Prompt) -> Any:
+        self.prompts.append(prompt)
+        return super().begin(prompt)
+
+
+def prompt_of(model: PreTrainedModel, inputs: tiny.Inputs, **options: Any) -> Prompt:
+    """What a drafter receives for a call."""
+    recorder = PromptRecorder()
+    mmspec.patch(model, drafter=recorder)
+    try:
+        model.generate(**inputs, max_new_tokens=2, do_sample=bool(options), **options)
+        assert not mmspec.stats(model).fallback_calls
+    finally:
+        mmspec.unpatch(model)
+    return recorder.prompts[0]
+
+
+def image_features(model: Any, inputs: tiny.Inputs) -> Tensor:
+    """[N, D] features of all images, in the order of the inputs."""
+    names = ("pixel_values", "pixel_attention_mask", "image_sizes")
+    with torch.no_grad():
+        images = model.get_image_features(**{name: inputs[name] for name in names if name in inputs}, return_dict=True)
+    return torch.cat([image.reshape(-1, image.shape[-1]) for image in images.pooler_output])
+
+
+def grid_states(prompt: Prompt, grid: VisualGrid) -> Tensor:
+    """[tokens, D] embeddings of a grid."""
+    return prompt.hidden_states[0][grid.row, list(grid.token_indices)]
+
+
+@FAMILY
+@pytest.mark.parametrize("padding", ["left", "right"])
+def test_grids_cover_the_placeholders_in_the_order_of_the_features(family: str, padding: str) -> None:
+    model = build_model(family)
+    for seed in range(8):
+        images = None if seed % 2 else [1] * (1 + seed % 3)
+        inputs = tiny.build_inputs(model, seed, 1 + seed % 3, padding=padding, images=images)
+        prompt = prompt_of(model, inputs)
+        covered = torch.zeros_like(prompt.input_ids)
+        for grid in prompt.grids:
+            assert len(grid.token_indices) == grid.num_tokens > 0
+            covered[grid.row, list(grid.token_indices)] += 1
+        assert torch.equal(covered, prompt.visual_mask.long()), "not every visual token once"
+        assert [grid.row for grid in prompt.grids] == sorted(grid.row for grid in prompt.grids)
+        states = torch.cat([grid_states(prompt, grid) for grid in prompt.grids])
+        torch.testing.assert_close(states, image_features(model, inputs), rtol=1e-4, atol=1e-4)
+
+
+@FAMILY
+def test_every_image_has_one_whole_grid(family: str) -> None:
+    model = build_model(family)
+    seen = set[str]()
+    for seed in range(12):
+        inputs = tiny.build_inputs(model, seed, 2, images=[1, 2])
+        prompt = prompt_of(model, inputs)
+        media = [grid.media_index for grid in prompt.grids]
+        assert media == sorted(media) and set(media) == set(range(max(media) + 1))
+        for index in set(media):
+            roles = [grid.role for grid in prompt.grids if grid.media_index == index]
+            assert roles == ["tiles"] * (len(roles) - 1) + ["base"]
+            seen.update(roles)
+        if family in ("idefics3", "smolvlm", "mistral3", "vipllava"):
+            assert max(media) == 2  # InternVL's may be videos, whose frames are images
+    assert seen == ({"base"} if family in ("mistral3", "vipllava") else {"base", "tiles"})
+
+
+@pytest.mark.parametrize("family", ["internvl", "idefics3", "smolvlm"])
+def test_a_tile_fills_its_grid(family: str) -> None:
+    """Other pixels in one tile change the embeddings of one grid."""
+    model, num_tiles = build_model(family), 0
+    for seed in range(4):
+        inputs = tiny.build_inputs(model, seed, 1, images=[2])
+        before = prompt_of(model, inputs)
+        tiles = inputs["pixel_values"].view(-1, 3, 16, 16)
+        filled = [index for index, tile in enumerate(tiles) if tile.any()]
+        assert len(filled) == len(before.grids)
+        num_tiles += len(filled)
+        for index, grid in zip(filled, before.grids, strict=True):
+            changed = inputs["pixel_values"].clone()
+            changed.view(-1, 3, 16, 16)[index].neg_()
+            after = prompt_of(model, {**inputs, "pixel_values": changed})
+            moved = (before.hidden_states[0] - after.hidden_states[0]).abs().amax(-1)[0] > 1e-6
+            assert moved.nonzero().flatten().tolist() == list(grid.token_indices)
+    assert num_tiles > 8
+
+
+@pytest.mark.parametrize("family", ["internvl", "idefics3", "smolvlm"])
+def test_merged_patches_are_in_reading_order(family: str) -> None:
+    model: Any = build_model(family)
+    patches = torch.arange(64.0)[None, :, None]  # 8 x 8
+    if family == "internvl":
+        merged = model.model.pixel_shuffle(patches.view(1, 8, 8, 1), 0.5).flatten(1, 2)
+    else:
+        merged = model.model.connector.pixel_shuffle(patches, 2)
+    corner = merged.amin(-1).view(4, 4)
+    assert torch.equal(corner, 2 * torch.arange(4.0) + 16 * torch.arange(4.0)[:, None])
+
+
+def test_lines_of_mistral3_end_with_a_text_token() -> None:
+    model, shapes = build_model("mistral3"), set[tuple[int, int]]()
+    for seed in range(10):
+        inputs = tiny.build_inputs(model, seed, 2, images=[2, 1])
+        prompt = prompt_of(model, inputs)
+        assert [(8 * g.height, 8 * g.width) for g in prompt.grids] == [tuple(s) for s in inputs["image_sizes"].tolist()]
+        for grid in prompt.grids:
+            assert grid.line_gap == int(grid.height > 1)
+            end = grid.start + grid.height * (grid.width + 1)
+            line = prompt.visual_mask[grid.row, grid.start : end].view(grid.height, grid.width + 1)
+            assert line[:, :-1].all() and not line[:, -1].any()
+            shapes.add((grid.height, grid.width))
+        counted = prompt_grids(prompt, prompt.input_ids.shape[1])
+        assert [(g.start, g.line_gap) for g in counted if g.row == 1] == [(0, 0)]
+        first, second = (g for g in counted if g.row == 0)
+        assert (first.start, second.start, second.line_gap) == (0, first.num_tokens, 0)
+    assert len(shapes) > 3
+
+
+@FAMILY
+def test_grids_of_several_sequences_per_prompt(family: str) -> None:
+    model = build_model(family)
+    inputs = tiny.build_inputs(model, 2, 2, images=[1, 2])
+    once, thrice = prompt_of(model, inputs), prompt_of(model, inputs, num_return_sequences=3)
+    assert thrice.input_ids.shape[0] == 6 and len(thrice.grids) == 3 * len(once.grids) > 0
+    for row in range(6):
+        own = [(g.token_indices, g.height, g.role) for g in thrice.grids if g.row == row]
+        assert own == [(g.token_indices, g.height, g.role) for g in once.grids if g.row == row // 3]
+
+
+@FAMILY
+def test_numbers_that_do_not_fit_give_no_grids(family: str) -> None:
+    model = build_model(family)
+    inputs = tiny.build_inputs(model, 2, 2, images=[1, 1])
+    adapter = find_adapter(model)
+    vision = {name: inputs[name] for name in adapter.vision_args if name in inputs}
+    assert adapter.grids(inputs["input_ids"], vision)
+    special, ids = tiny.special_ids(model.tiny_spec), inputs["input_ids"].clone()
+    row, column = (ids == special.image).nonzero()[0].tolist()
+    ids[row, column] = special.text[0]
+    wrong = adapter.grids(ids, vision)
+    covered = torch.zeros_like(ids)
+    for grid in wrong:
+        covered[grid.row, list(grid.token_indices)] += 1
+    assert not wrong or torch.equal(covered, (ids == special.image).long())
+    if vision:
+        assert adapter.grids(inputs["input_ids"], {name: part[:1] for name, part in vision.items()}) == ()
+        assert adapter.grids(inputs["input_ids"], {}) == ()
+
+
+def test_images_of_idefics3_without_a_common_marker_give_no_grids() -> None:
+    """The last image of each row is a whole one behind the same token."""
+    adapter = find_adapter(build_model("idefics3"))
+    image = [tiny.special_ids(tiny.ModelSpec("idefics3")).image] * 4
+    rows = [[9, 21, *image, 9], [9, 22, *image, 9]]
+    assert adapter.grids(torch.tensor(rows), {}) == ()
+    assert adapter.grids(torch.tensor([[*image, 9]]), {}) == ()
+    assert len(adapter.grids(torch.tensor(rows[:1] * 2), {})) == 2
+
+
+def test_saliency_of_vipllava_has_a_value_per_token() -> None:
+    model = build_model("vipllava")
+    adapter = find_adapter(model)
+    capture = adapter.attention_capture()
+    assert capture is not None and capture.has_class_token
+    inputs = tiny.build_inputs(model, 3, 2, images=[1, 2])
+    with capture.active(), torch.no_grad():
+        model(**inputs)
+    mask = inputs["input_ids"] == tiny.special_ids(model.tiny_spec).image
+    saliency = adapter.visual_saliency(capture, mask, {})
+    assert saliency is not None and bool((saliency[mask] > 0).all()) and not saliency[~mask].any()
