@@ -42,33 +42,12 @@ def _experts(spec: Any) -> dict[str, int]:
 
 
 def _qwen3_5(spec: Any, ids: Any, *, experts: bool = False) -> PreTrainedModel:
-    import transformers as t
-
     text = _gated_delta(spec, ids)
-    text["rope_parameters"] |= {"mrope_section": mrope._mrope_section(spec), "mrope_interleaved": True}
+    text["rope_parameters"] |= {"mrope_section": mrope.mrope_section(spec), "mrope_interleaved": True}
     if experts:
         text |= _experts(spec)
-    vision = {
-        "depth": 2,
-        "hidden_size": 16,
-        "intermediate_size": 32,
-        "num_heads": 2,
-        "patch_size": 4,
-        "out_hidden_size": spec.hidden,
-        "num_position_embeddings": 64,
-    }
-    config_class = t.Qwen3_5MoeConfig if experts else t.Qwen3_5Config
-    model_class = t.Qwen3_5MoeForConditionalGeneration if experts else t.Qwen3_5ForConditionalGeneration
-    config = config_class(
-        text_config=text,
-        vision_config=vision,
-        image_token_id=ids.image,
-        video_token_id=ids.video,
-        vision_start_token_id=ids.start,
-        vision_end_token_id=ids.end,
-        tie_word_embeddings=spec.tied,
-    )
-    return model_class._from_config(config, attn_implementation=spec.attention)
+    vision = mrope.mrope_vision(spec, num_position_embeddings=64)
+    return mrope.mrope_model(spec, ids, "Qwen3_5Moe" if experts else "Qwen3_5", text, vision)
 
 
 def _qwen3_5_moe(spec: Any, ids: Any) -> PreTrainedModel:
@@ -123,9 +102,15 @@ def _lfm2_images(model: PreTrainedModel, count: int, rng: random.Random, seed: i
 
 
 ROWS = (
-    Family("qwen3_5", _qwen3_5, mrope._images, None, mrope._token_types, traits=f"M-RoPE, {STATE}"),
+    Family("qwen3_5", _qwen3_5, mrope.grid_images, mrope.timed_videos, mrope.token_types, traits=f"M-RoPE, {STATE}"),
     Family(
-        "qwen3_5_moe", _qwen3_5_moe, mrope._images, None, mrope._token_types, f"M-RoPE, {STATE}", dtypes=("float32",)
+        "qwen3_5_moe",
+        _qwen3_5_moe,
+        mrope.grid_images,
+        mrope.timed_videos,
+        mrope.token_types,
+        f"M-RoPE, {STATE}",
+        dtypes=("float32",),
     ),
     Family("qwen3_next", _qwen3_next, traits=STATE, dtypes=("float32",)),
     Family("lfm2_vl", _lfm2_vl, _lfm2_images, traits=STATE),
