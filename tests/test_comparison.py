@@ -1,4 +1,4 @@
-"""`compare` on tiny models: it finds nothing where there is nothing, finds what was planted, and disturbs nobody."""
+"""`compare` on tiny models: no false differences, planted differences are found, no side effects."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_identical(family: str, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("options", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-def test_both_sides_are_really_run(model: PreTrainedModel, options: dict[str, Any]) -> None:
+def test_both_runs_take_place(model: PreTrainedModel, options: dict[str, Any]) -> None:
     before = mmspec.stats(model).calls
     given = tiny.build_inputs(model, 3, 1)
     found = mmspec.compare(model, given, repeats=3, **options)
@@ -120,7 +120,7 @@ def test_several_sequences_per_prompt(model: PreTrainedModel) -> None:
     assert found.identical and found.rows == 4 and found.plain[0].tokens == 4 * 11
 
 
-def test_a_request_that_goes_the_plain_way(model: PreTrainedModel) -> None:
+def test_a_request_that_falls_back(model: PreTrainedModel) -> None:
     found = mmspec.compare(model, tiny.build_inputs(model, 3, 1), **GREEDY, num_beams=2)
     assert found.identical and found.stats.fallback_calls == 1 and found.tau == 1.0
     json.dumps(found.as_dict())
@@ -155,7 +155,7 @@ def test_a_planted_token_is_found(
     assert f"2/3 rows identical; row {row} first differs at token {column}" in str(found)
 
 
-def test_an_end_that_came_too_early_is_found(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_early_end_is_found(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     given = tiny.build_inputs(model, 5, 1)
     length = given["input_ids"].shape[1]
     with mmspec.disabled(model):
@@ -169,8 +169,8 @@ def test_an_end_that_came_too_early_is_found(model: PreTrainedModel, monkeypatch
     assert (divergence.row, divergence.column, divergence.plain, divergence.patched) == (0, 3, tokens[3], eos)
 
 
-def test_rows_that_differ_only_in_padding_are_the_same(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One row ends too early, so the batch is shorter; the other row, which had ended before, says the same."""
+def test_padding_is_not_compared(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row ends too early, so the batch is shorter; the other row, which ended before, is identical."""
     given = tiny.build_inputs(model, 5, 2)
     length = given["input_ids"].shape[1]
     with mmspec.disabled(model):
@@ -187,8 +187,8 @@ def test_rows_that_differ_only_in_padding_are_the_same(model: PreTrainedModel, m
     assert found.rows_identical == 1
 
 
-def test_every_pair_of_runs_is_looked_at(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A bug that shows in one run of several must not be talked over by the last one."""
+def test_every_pair_of_runs_is_compared(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A difference in one of several pairs must be reported, whatever the last pair shows."""
     drafter, begun = adversarial.AdversarialDrafter(), list[int]()
     mmspec.unpatch(model)
     mmspec.patch(model, drafter=drafter)
@@ -278,7 +278,7 @@ def test_a_plain_model_cannot_be_compared() -> None:
         mmspec.compare(model, tiny.build_inputs(model, 3, 1))
 
 
-def test_an_error_leaves_the_generator_alone(model: PreTrainedModel) -> None:
+def test_an_error_leaves_the_generator_unchanged(model: PreTrainedModel) -> None:
     state = torch.get_rng_state()
     criteria = StoppingCriteriaList([adversarial.Tripping(adversarial.CallLog(), 0, 0)])
     with pytest.raises(adversarial.InjectedError):

@@ -56,7 +56,7 @@ def _assistant() -> PreTrainedModel:
 
 
 class OwnCache(DynamicCache):
-    """May do anything with what it is given."""
+    """User code with unknown effects."""
 
 
 PLAIN_WAYS: dict[str, tuple[str, Kwargs]] = {
@@ -137,7 +137,7 @@ def _went_plain(
 
 
 @pytest.mark.parametrize("name", PLAIN_WAYS)
-def test_goes_the_plain_way(name: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_falls_back(name: str, caplog: pytest.LogCaptureFixture) -> None:
     word, more = PLAIN_WAYS[name]
     eager = "output_attentions" in more
     model = get_model(seed=29, attention="eager" if eager else "sdpa")
@@ -147,13 +147,13 @@ def test_goes_the_plain_way(name: str, caplog: pytest.LogCaptureFixture) -> None
 
 
 @FAMILIES
-def test_goes_the_plain_way_in_every_family(family: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_falls_back_in_every_family(family: str, caplog: pytest.LogCaptureFixture) -> None:
     model = get_model(family, seed=29)
     given = tiny.build_inputs(model, 27, 2, images=[1, 2])
     _went_plain(model, given, "use_cache", {"use_cache": False}, caplog)
 
 
-def test_an_option_in_a_passed_or_own_config_goes_the_plain_way(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_option_in_a_passed_or_own_config_falls_back(caplog: pytest.LogCaptureFixture) -> None:
     model = get_model(seed=29)
     given = tiny.build_inputs(model, 27, 2, images=[1, 1])
     config = GenerationConfig(num_beams=2, max_new_tokens=8)
@@ -163,14 +163,14 @@ def test_an_option_in_a_passed_or_own_config_goes_the_plain_way(caplog: pytest.L
         _went_plain(model, given, "guidance_scale", {}, caplog)
 
 
-def test_inputs_embeds_as_the_prompt_goes_the_plain_way(caplog: pytest.LogCaptureFixture) -> None:
+def test_inputs_embeds_as_the_prompt_falls_back(caplog: pytest.LogCaptureFixture) -> None:
     model = get_model(seed=29)
     ids = tiny.build_inputs(model, 27, 2, images=[0, 0], padding="none")["input_ids"]
     given = {"inputs_embeds": model.get_input_embeddings()(ids).detach()}
     _went_plain(model, given, "inputs_embeds", {}, caplog, images=0)
 
 
-def test_train_mode_goes_the_plain_way(caplog: pytest.LogCaptureFixture) -> None:
+def test_train_mode_falls_back(caplog: pytest.LogCaptureFixture) -> None:
     model = get_model(seed=29)
     given = tiny.build_inputs(model, 27, 2, images=[1, 1])
     model.train()
@@ -180,7 +180,7 @@ def test_train_mode_goes_the_plain_way(caplog: pytest.LogCaptureFixture) -> None
         model.eval()
 
 
-def test_an_unknown_attention_kernel_goes_the_plain_way(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unknown_attention_kernel_falls_back(caplog: pytest.LogCaptureFixture) -> None:
     from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
     AttentionInterface.register("of_my_own", _kernel)
@@ -201,7 +201,7 @@ def test_a_kernel_changed_after_patch(caplog: pytest.LogCaptureFixture) -> None:
         assert mmspec.stats(model, last=True).num_accepted_tokens > 0
 
 
-def test_what_hf_refuses_it_refuses_with_the_same_words() -> None:
+def test_errors_of_transformers_are_unchanged() -> None:
     model = get_model(seed=29)
     given = tiny.build_inputs(model, 27, 2, images=[1, 1])
     wrong: list[Kwargs] = [
@@ -232,7 +232,7 @@ def _check(model: PreTrainedModel, word: str, caplog: pytest.LogCaptureFixture) 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
 def test_rotary_frequencies_that_follow_the_length(kind: str, caplog: pytest.LogCaptureFixture) -> None:
-    """A tree reaches further than the next token, and would change them for all of its nodes."""
+    """A tree has larger positions than the next token, which would change the frequencies of all nodes."""
     config = copy.deepcopy(get_model(seed=29).config)
     text = config.text_config
     text.max_position_embeddings = 24
@@ -248,8 +248,8 @@ def test_rotary_frequencies_that_follow_the_length(kind: str, caplog: pytest.Log
 
 
 @pytest.mark.parametrize("name", ["_sample", "prepare_inputs_for_generation", "_update_model_kwargs_for_generation"])
-def test_methods_of_ones_own(name: str, caplog: pytest.LogCaptureFixture) -> None:
-    """On the class or on the instance: what they do we do not know."""
+def test_overridden_methods(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """On the class or on the instance: their effect is unknown."""
     model = tiny.build_model(tiny.ModelSpec(seed=29))
     base = type(model)
     original = getattr(base, name)
@@ -262,13 +262,13 @@ def test_methods_of_ones_own(name: str, caplog: pytest.LogCaptureFixture) -> Non
         _check(model, name, caplog)
 
 
-def test_a_part_in_train_mode(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_submodule_in_train_mode(caplog: pytest.LogCaptureFixture) -> None:
     model = tiny.build_model(tiny.ModelSpec(seed=29))
     model.model.language_model.layers[1].mlp.act_fn.train()
     _check(model, "train mode of model.language_model.layers.1.mlp.act_fn (SiLU", caplog)
 
 
-def test_a_compiled_part(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_compiled_submodule(caplog: pytest.LogCaptureFixture) -> None:
     model = tiny.build_model(tiny.ModelSpec(seed=29))
     part = model.model.language_model
     part._compiled_call_impl = part._call_impl
@@ -284,7 +284,7 @@ class Noisy(torch.nn.Linear):
 
 
 def test_a_forward_that_draws_random_numbers(caplog: pytest.LogCaptureFixture) -> None:
-    """It draws once per step of transformers' loop, so that loop it must be, from the state it began with."""
+    """It draws once per step of transformers' loop, so transformers decodes, from the initial generator state."""
     model = tiny.build_model(tiny.ModelSpec(seed=29))
     model.lm_head.__class__ = Noisy
     _check(model, "random numbers", caplog)

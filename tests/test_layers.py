@@ -1,4 +1,4 @@
-"""Imports point one way: app -> patching -> (drafters, vision); engine -> its rooms -> tree, sampling, kv -> torch.
+"""Imports point one way: app -> patching -> decode -> engine.loop -> drafters, vision -> interfaces -> engine.tree.
 
 Reads the sources only; imports nothing of them. The last tests plant violations, so that a blind check cannot pass.
 """
@@ -14,8 +14,8 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("mmspec", "drafters", "vision", "app")
 
-# A room may import rooms of a lower layer, or of its own where that makes no cycle. New rooms are entered here.
-# A module of the core is a room of its own; `folder.*` stands for all modules of a folder.
+# A component may import components of a lower layer, or of its own layer without a cycle. Enter new components here.
+# A module of the core is a component of its own; `folder.*` stands for all modules of a folder.
 LAYERS: tuple[tuple[str, ...], ...] = (
     (
         "files",
@@ -63,14 +63,14 @@ class Import:
     eager: bool
 
 
-def room(module: str) -> str:
-    """The room of a module: `mmspec.engine.loop` -> `engine.loop`, `mmspec.targets.llava` -> `targets.*`."""
+def component(module: str) -> str:
+    """The component of a module: `mmspec.engine.loop` -> `engine.loop`, `mmspec.targets.llava` -> `targets.*`."""
     name = module.removeprefix("mmspec").removeprefix(".")
     top = name.split(".")[0]
     if top in BARE or not name:
         return top or "__init__"
-    rooms = {entry for entries in LAYERS for entry in entries}
-    return name if name in rooms or f"{top}.*" not in rooms else f"{top}.*"
+    components = {entry for entries in LAYERS for entry in entries}
+    return name if name in components or f"{top}.*" not in components else f"{top}.*"
 
 
 def module_name(path: Path) -> str:
@@ -107,25 +107,25 @@ def module_names() -> set[str]:
 
 
 def layer(name: str) -> int:
-    """Number of a room's layer."""
-    for number, rooms in enumerate(LAYERS):
-        if name in rooms:
+    """Number of a component's layer."""
+    for number, components in enumerate(LAYERS):
+        if name in components:
             return number
-    raise AssertionError(f"room {name!r} has no layer: enter it in LAYERS of tests/test_layers.py (design: rooms)")
+    raise AssertionError(f"component {name!r} has no layer: enter it in LAYERS of tests/test_layers.py")
 
 
 def violations(module: str, source: str) -> list[str]:
     """The rules that a module breaks, one line each."""
     tree = ast.parse(source)
-    broken = [f"line {use.line}: {text}" for use in imports(tree) if (text := forbidden(room(module), use))]
+    broken = [f"line {use.line}: {text}" for use in imports(tree) if (text := forbidden(component(module), use))]
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
-    if room(module) != "app":
+    if component(module) != "app":
         broken += [f"line {call.lineno}: print below app/" for call in calls if ast.unparse(call.func) == "print"]
     return [f"{module}, {text}" for text in broken]
 
 
 def forbidden(here: str, use: Import) -> str | None:
-    """Why room `here` may not make this import, or None if it may."""
+    """Why component `here` may not make this import, or None if it may."""
     top = use.module.split(".")[0]
     if top in BARE:
         return f"import mmspec.{use.module}, not {use.module}"
@@ -135,12 +135,12 @@ def forbidden(here: str, use: Import) -> str | None:
         return f"{here} must not know transformers"
     if top in MEDIA and here not in KNOW_MEDIA:
         return f"{here} must not know {top}"
-    return forbidden_room(here, use) if top == "mmspec" else None
+    return forbidden_component(here, use) if top == "mmspec" else None
 
 
-def forbidden_room(here: str, use: Import) -> str | None:
-    """The same for imports among our own rooms."""
-    there = room(use.module)
+def forbidden_component(here: str, use: Import) -> str | None:
+    """The same for imports within mmspec."""
+    there = component(use.module)
     if there == here:
         return None
     if {here, there} == PARTS:
@@ -181,8 +181,8 @@ def sources() -> dict[str, str]:
 
 @pytest.mark.parametrize("module", sources())
 def test_imports_point_one_way(module: str) -> None:
-    if room(module) not in {"engine", "control", "metrics", "cpu", "targets"}:
-        layer(room(module))
+    if component(module) not in {"engine", "control", "metrics", "cpu", "targets"}:
+        layer(component(module))
     assert violations(module, sources()[module]) == []
 
 

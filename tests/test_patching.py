@@ -50,7 +50,7 @@ def shared(family: str = "llava") -> PreTrainedModel:
 
 @pytest.fixture
 def model() -> Iterator[PreTrainedModel]:
-    """A plain model; what a test leaves on it is taken off."""
+    """A plain model, unpatched after the test."""
     model = shared()
     yield model
     mmspec.unpatch(model)
@@ -69,7 +69,7 @@ def picture(model: PreTrainedModel) -> dict[str, Any]:
 
 
 @FAMILIES
-def test_there_and_back(family: str) -> None:
+def test_patch_and_unpatch(family: str) -> None:
     model = shared(family)
     given = tiny.build_inputs(model, 1, 2)
     plain = model.generate(**given, **GREEDY)
@@ -159,7 +159,7 @@ def test_a_patched_model_can_be_freed() -> None:
 
 
 @FAMILIES
-def test_what_a_call_returns_can_be_trained_with(family: str) -> None:
+def test_outputs_can_be_used_in_training(family: str) -> None:
     """The loop may run in inference mode; no tensor created in it may reach the caller or stay on the model."""
     model = tiny.build_model(tiny.ModelSpec(family, seed=6))
     given = tiny.build_inputs(model, 1, 2)
@@ -229,7 +229,7 @@ def test_a_text_model_is_served() -> None:
 
 
 class Tapping(adversarial.AdversarialDrafter):
-    """Asks for states."""
+    """Requires hidden states."""
 
     def __init__(self, *taps: int) -> None:
         super().__init__()
@@ -237,7 +237,7 @@ class Tapping(adversarial.AdversarialDrafter):
 
 
 class Foreign(adversarial.AdversarialDrafter):
-    """Made for another vocabulary."""
+    """For another vocabulary."""
 
     vocab_size = 7
 
@@ -349,7 +349,7 @@ def test_options_of_a_call_are_a_dict(model: PreTrainedModel, given: Any) -> Non
 
 
 @pytest.mark.parametrize("value", ["no", 0, None])
-def test_whether_mmspec_is_on_is_a_bool(model: PreTrainedModel, value: Any) -> None:
+def test_enabled_is_a_bool(model: PreTrainedModel, value: Any) -> None:
     mmspec.patch(model)
     with pytest.raises(TypeError, match=rf"enabled must be True or False; got {value!r}\. .*enabled=False"):
         model.generate(**tiny.build_inputs(model, 1, 1), **GREEDY, mmspec={"enabled": value})
@@ -369,7 +369,7 @@ def test_reference_ids_of_any_integer_type(model: PreTrainedModel, row: Any) -> 
     assert mmspec.patch(model, reference_ids=[[5, 6]]) is model, "the same settings"
 
 
-def test_a_compiled_wrapper_names_what_is_inside(model: PreTrainedModel) -> None:
+def test_a_compiled_wrapper_names_the_model(model: PreTrainedModel) -> None:
     with pytest.raises(TypeError, match=r"got OptimizedModule.*torch\.compile.*mmspec\.patch\(model\._orig_mod\)"):
         mmspec.patch(torch.compile(model))
     assert not mmspec.is_patched(model)
@@ -380,7 +380,7 @@ def test_a_plain_model_does_not_know_the_argument(model: PreTrainedModel) -> Non
         model.generate(**tiny.build_inputs(model, 1, 1), **GREEDY, mmspec={})
 
 
-def test_someone_else_replaced_generate(model: PreTrainedModel) -> None:
+def test_generate_replaced_by_other_code(model: PreTrainedModel) -> None:
     def theirs(*args: Any, **kwargs: Any) -> str:
         return "theirs"
 
@@ -468,7 +468,7 @@ def test_saving_a_patched_model(model: PreTrainedModel, tmp_path: Path) -> None:
 
 
 def served(model: PreTrainedModel) -> bool:
-    """Whether a call now goes through the loop."""
+    """Whether a call is decoded by the loop."""
     before = mmspec.stats(model).calls
     model.generate(**tiny.build_inputs(model, 1, 1), do_sample=False, max_new_tokens=2)
     return mmspec.stats(model).calls > before
@@ -644,7 +644,7 @@ def run_pipeline(pipe: Any, **options: Any) -> list[Any]:
     ],
     ids=["new text", "full text", "sampled", "stop", "batch"],
 )
-def test_pipelines_just_work(pipe: Any, options: dict[str, Any]) -> None:
+def test_pipelines(pipe: Any, options: dict[str, Any]) -> None:
     options["max_new_tokens"] = 14
     plain = run_pipeline(pipe, **options)
     mmspec.patch(pipe.model, tree_size=8)
@@ -656,7 +656,7 @@ def test_pipelines_just_work(pipe: Any, options: dict[str, Any]) -> None:
         mmspec.unpatch(pipe.model)
 
 
-def test_a_pipeline_made_of_a_patched_model(pipe: Any) -> None:
+def test_a_pipeline_of_a_patched_model(pipe: Any) -> None:
     options = {"max_new_tokens": 10, "generate_kwargs": {"do_sample": False}}
     plain = run_pipeline(pipe, **options)
     mmspec.patch(pipe.model, tree_size=8, processor=pipe.processor)

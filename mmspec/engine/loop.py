@@ -208,7 +208,7 @@ class DecodeLoop:
         history = output.sequences
         if output.stepwise:
             output.hooks.before_user_code(output.steps)
-            history = output.history()
+            history = output.user_input_ids()
         noise_end = output.noise_end(tree.num_nodes)
         sampled = self.sampler.sample(logits, tree, history, output.num_emitted, output.prompt_length, noise_end)
         if output.stepwise:

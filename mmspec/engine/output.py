@@ -51,7 +51,7 @@ class OutputBuffer:
     Attributes:
         emitted: emitted ids of each row, the last ones provisional.
         steps: number of completed steps.
-        sequences: [B, L + capacity] int64, prompt, emitted tokens, padding.
+        sequences: [B, L + capacity + 1] int64, prompt, emitted tokens, padding; the last column is scratch memory.
         prompt_length: L.
         finished: per row, whether it emits padding from now on.
         stepwise: all rows emit one token per round, which some user code needs for exactness.
@@ -179,7 +179,7 @@ class OutputBuffer:
             self._truncate(row, self.steps)
             tokens += [self.pad_token_id] * (self.steps - len(tokens))  # finished rows that were not synchronised
 
-    def history(self) -> Tensor:
+    def user_input_ids(self) -> Tensor:
         """`input_ids` [B, L + steps] for processors: the same tensor that the criteria of this step received."""
         if self._user_ids.shape[1] != self.prompt_length + self.steps:
             self._user_ids = self._copy_ids(self.prompt_length + self.steps)

@@ -116,7 +116,7 @@ class TreeSampler:
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """`sample` for one node per row, all rows at the same step: the calls that transformers makes."""
         length = prompt_length + step
-        # The buffer itself if it has the right length: processors may write into it (`OutputBuffer.history`).
+        # The buffer itself if it has the right length: processors may write into it (`OutputBuffer.user_input_ids`).
         history = sequences if sequences.shape[1] == length else sequences[:, :length].contiguous()
         scores = self._process_step(logits, history)
         if self.noise is None:

@@ -180,7 +180,7 @@ def test_calls_that_share_a_generator_never_get_the_same_noise() -> None:
 
 
 def _states(num_steps: int) -> list[Tensor]:
-    """The generator's states after each of the first columns at seed 3."""
+    """The generator's states after each of the first steps at seed 3."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
         noise = SamplingNoise(2, 13, CPU, 8)
@@ -188,7 +188,7 @@ def _states(num_steps: int) -> list[Tensor]:
         return [noise.state_after(step) for step in range(num_steps)]
 
 
-def test_what_a_stranger_draws_is_undone() -> None:
+def test_draws_of_other_code_are_undone() -> None:
     torch.manual_seed(3)
     state = torch.get_rng_state()
     with RngGuard(CPU, CPU) as guard:

@@ -124,12 +124,12 @@ class Scene:
         )
 
     def valid_nodes(self) -> list[tuple[int, int]]:
-        """(row, node) of all valid nodes."""
+        """(row, node) of all nodes, padding excluded."""
         return [(row, node) for row, node in self.tree.node_mask.nonzero().tolist()]
 
 
 def check_scores(scene: Scene, make: Callable[[], list[Any]]) -> bool:
-    """Compare all valid nodes; returns whether the processors changed anything."""
+    """Compare all nodes, padding excluded; returns whether the processors changed anything."""
     before = [scene.logits.clone(), scene.sequences.clone()]
     sampled_ids, scores, is_nan = scene.sample(make())
     assert torch.equal(scene.logits, before[0]) and torch.equal(scene.sequences, before[1]), "inputs were changed"

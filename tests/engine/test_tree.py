@@ -46,7 +46,7 @@ def ancestors(parents: list[int], node: int) -> list[int]:
 
 @dataclass
 class Row:
-    """The expected sanitized row, and which nodes stay valid."""
+    """The expected sanitized row, and which nodes remain."""
 
     tokens: list[int]
     parents: list[int]
@@ -88,7 +88,7 @@ def random_tree(rng: random.Random, batch: int, nodes: int, vocab: int, invalid_
 
 
 def check_sanitized(tree: DraftTree, sanitized: DraftTree, root_ids: list[int], draftable: list[bool]) -> int:
-    """Compare with the reference; returns the number of valid nodes."""
+    """Compare with the reference; returns the number of remaining nodes."""
     assert sanitized.ancestor_mask is not None and sanitized.depths is not None
     num_kept = 0
     for b, root in enumerate(root_ids):
@@ -153,7 +153,7 @@ def test_duplicate_siblings_are_dropped_with_their_descendants() -> None:
     assert sanitized.node_mask[0].tolist() == [True, True, True, False, True, False, True, False]
 
 
-def test_a_duplicate_of_a_dropped_node_is_valid() -> None:
+def test_a_duplicate_of_a_dropped_node_remains() -> None:
     tree = DraftTree(
         tokens=torch.tensor([[0, 7, 7, 7]]),
         parents=torch.tensor([[-1, 0, 0, 0]]),
@@ -253,7 +253,7 @@ def test_trim_keeps_a_connected_tree(sanitized: bool) -> None:
     assert tree.trim(16) is tree and tree.trim(99) is tree
 
 
-def test_pad_adds_invalid_nodes_and_drops_the_mask() -> None:
+def test_pad_adds_masked_nodes_and_drops_the_ancestor_mask() -> None:
     tree = build_tree([[(5, 0, 0.5)], []])
     assert tree.pad(2) is tree and tree.pad(1) is tree
     wide = tree.pad(8)

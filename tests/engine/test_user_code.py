@@ -310,7 +310,7 @@ def test_the_attribute_of_an_attention_layer_changes_nothing_in_either_kernel() 
 
 
 @pytest.mark.parametrize("window", [3, 9, None])
-def test_a_cache_of_another_window_goes_the_plain_way(window: int | None) -> None:
+def test_a_cache_of_another_window_falls_back(window: int | None) -> None:
     model = get_model("llava_next", window=5, seed=4)
     inputs = tiny.build_inputs(model, 2, 2)
     first = generate_plain(model, inputs, **GREEDY, return_dict_in_generate=True)

@@ -89,18 +89,18 @@ def chain(tokens: list[int]) -> DraftTree:
     return sanitize(tree, torch.tensor([9]), torch.ones(100, dtype=torch.bool))
 
 
-def test_everything_accepted_emits_one_more_than_was_drafted() -> None:
+def test_everything_accepted_emits_one_more_token() -> None:
     tree = chain([1, 2, 3])
     path, counts, tokens = accept_path(tree, torch.tensor([[1, 2, 3, 50]]), torch.tensor([4]))
     assert (path.tolist(), counts.tolist(), tokens.tolist()) == ([[0, 1, 2, 3]], [4], [[1, 2, 3, 50]])
 
 
-def test_nothing_accepted_emits_the_pick_not_the_draft() -> None:
+def test_nothing_accepted_emits_the_sampled_id() -> None:
     _, counts, tokens = accept_path(chain([1, 2, 3]), torch.tensor([[50, 2, 3, 4]]), torch.tensor([4]))
     assert counts.tolist() == [1] and tokens[0, 0] == 50
 
 
-def test_a_node_that_agrees_below_one_that_does_not_is_not_reached() -> None:
+def test_a_match_below_a_mismatch_is_not_accepted() -> None:
     _, counts, tokens = accept_path(chain([1, 2, 3]), torch.tensor([[1, 50, 3, 4]]), torch.tensor([4]))
     assert counts.tolist() == [2] and tokens[0, :2].tolist() == [1, 50]
 
@@ -113,7 +113,7 @@ def test_limits_cut_a_path(row_limit: int) -> None:
     assert path[0, :row_limit].tolist() == [0, 1, 2, 3][:row_limit]
 
 
-def test_a_stop_in_mid_path_is_the_last_token() -> None:
+def test_a_stop_id_within_a_path_is_the_last_token() -> None:
     sampled_ids = torch.tensor([[1, 2, 3, 4]])
     for stop, count in ((1, 1), (2, 2), (3, 3), (4, 4), (5, 4)):
         assert check(chain([1, 2, 3]), sampled_ids, torch.tensor([4]), torch.tensor([stop])) == [count]
@@ -121,13 +121,13 @@ def test_a_stop_in_mid_path_is_the_last_token() -> None:
     assert check(chain([1, 2, 3]), sampled_ids, torch.tensor([1]), torch.tensor([2])) == [1], "the limit comes first"
 
 
-def test_a_stop_on_a_node_that_is_not_reached_stops_nothing() -> None:
+def test_a_stop_id_at_a_node_that_is_not_accepted_has_no_effect() -> None:
     tree = build_tree([[(1, 0, 1.0), (2, 0, 1.0), (3, 1, 1.0)]])
     tree = sanitize(tree, torch.tensor([9]), torch.ones(100, dtype=torch.bool))
     assert check(tree, torch.tensor([[1, 3, 7, 8]]), torch.tensor([4]), torch.tensor([7])) == [3]
 
 
-def test_ended_rows_emit_pads_even_if_the_pad_is_a_stop() -> None:
+def test_finished_rows_emit_pads_even_if_the_pad_is_a_stop_id() -> None:
     tree = sanitize(root_only(2).pad(4), torch.tensor([0, 0]), torch.ones(100, dtype=torch.bool))
     finished = torch.tensor([True, False])
     tree = replace_with_chain(tree, finished, torch.tensor(0))

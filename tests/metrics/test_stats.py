@@ -1,4 +1,4 @@
-"""Counters: their sums, their JSON, and that the figures of real calls add up."""
+"""Counters: sums, JSON, and consistency of the metrics of real calls."""
 
 from __future__ import annotations
 
@@ -58,14 +58,14 @@ def filled(scale: int = 1) -> Stats:
 # --- the class --------------------------------------------------------------------------------------------------------
 
 
-def test_nothing_yet() -> None:
+def test_empty_stats() -> None:
     stats = Stats()
     assert (stats.tau, stats.acceptance_rate, stats.round_s, stats.tokens_per_s) == (1.0, 0.0, 0.0, 0.0)
     assert json.loads(json.dumps(stats.as_dict()))["tau"] == 1.0
     assert str(stats).startswith("0 calls (0 decoded by transformers), 0 tokens, tau 1.00")
 
 
-def test_derived_figures() -> None:
+def test_derived_metrics() -> None:
     stats = filled()
     assert stats.tau == (30 - 2) / 14 and stats.acceptance_rate == 14 / 50
     assert stats.round_s == 0.2 and stats.tokens_per_s == 14.0
@@ -87,7 +87,7 @@ def test_adding_up_and_lists_of_the_last_call() -> None:
     assert second == filled(3) and first == filled(), "the calls' own figures were changed"
 
 
-def test_the_reason_of_the_last_plain_call_is_kept() -> None:
+def test_the_last_fallback_reason_is_stored() -> None:
     total = Stats()
     for reason in (None, "num_beams=2", None):
         total.add(Stats(calls=1, fallback_calls=int(reason is not None), fallback_reason=reason))
@@ -147,7 +147,7 @@ def model() -> Any:
 
 
 def check(stats: Stats, batch: int) -> None:
-    """What holds for any single call that the loop served."""
+    """Assert what holds for any single call that the loop decodes."""
     assert stats.calls == 1 and not stats.fallback_calls and stats.fallback_reason is None
     assert len(stats.row_tokens) == len(stats.row_forwards) == stats.first_tokens == batch
     assert stats.tokens == sum(stats.row_tokens)
@@ -174,7 +174,7 @@ def check(stats: Stats, batch: int) -> None:
 @pytest.mark.parametrize("sample", [False, True])
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("drafter", ["none", "oracle", "bush", "wrong"])
-def test_figures_add_up(model: PreTrainedModel, drafter: str, batch: int, sample: bool) -> None:
+def test_metrics_are_consistent(model: PreTrainedModel, drafter: str, batch: int, sample: bool) -> None:
     given = tiny.build_inputs(model, 5, batch)
     options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": sample}
     torch.manual_seed(0)
@@ -206,7 +206,7 @@ def test_figures_add_up(model: PreTrainedModel, drafter: str, batch: int, sample
 
 @pytest.mark.parametrize("returned", [{}, {"return_dict_in_generate": True}])
 def test_rows_that_finish_early(model: PreTrainedModel, returned: dict[str, Any]) -> None:
-    """Padding after a row's end is no token, and no forward of that row, though it is fed."""
+    """Padding after a row's end counts neither as a token nor as a forward of that row."""
     given = tiny.build_inputs(model, 6, 3)
     free = model.generate(**given, max_new_tokens=24, do_sample=False)[:, given["input_ids"].shape[1] :]
     model.generation_config.eos_token_id = int(free[1, 4])
@@ -250,7 +250,7 @@ def test_one_token_needs_no_round(model: PreTrainedModel) -> None:
     assert stats.tokens == 2 and stats.rounds == 0 and stats.tau == 1.0 and stats.tokens_per_s == 0.0
 
 
-def test_calls_are_summed_and_plain_ones_marked(model: PreTrainedModel) -> None:
+def test_calls_are_summed_and_fallbacks_counted(model: PreTrainedModel) -> None:
     given, other = tiny.build_inputs(model, 9, 1), tiny.build_inputs(model, 10, 2)
     options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
     mmspec.patch(model, drafter=adversarial.BranchingDrafter(1), tree_size=4)
@@ -283,7 +283,7 @@ def test_calls_are_summed_and_plain_ones_marked(model: PreTrainedModel) -> None:
     )
 
 
-def test_what_is_handed_out_is_a_copy(model: PreTrainedModel) -> None:
+def test_returned_stats_are_a_copy(model: PreTrainedModel) -> None:
     mmspec.patch(model, drafter="none")
     model.generate(**tiny.build_inputs(model, 11, 1), max_new_tokens=4, do_sample=False)
     stats = mmspec.stats(model)

@@ -69,15 +69,15 @@ def check(model: PreTrainedModel, reset: Callable[[], Any] = lambda: None) -> li
     return found
 
 
-def went_plain(found: list[mmspec.Stats], *names: str) -> None:
-    """Assert that all calls went the plain way, for a reason with these names."""
+def fell_back(found: list[mmspec.Stats], *names: str) -> None:
+    """Assert that all calls fell back, for a reason with these names."""
     for stats in found:
         assert stats.fallback_reason and stats.fallback_calls == 1
         assert all(name in stats.fallback_reason for name in names), stats.fallback_reason
 
 
 def drafted(found: list[mmspec.Stats]) -> None:
-    """Assert that no call went the plain way, and that trees were scored."""
+    """Assert that no call fell back, and that trees were scored."""
     for stats in found:
         assert not stats.fallback_reason and stats.num_draft_tokens > 0
 
@@ -112,33 +112,33 @@ def test_a_hook_on_the_last_position(caplog: pytest.LogCaptureFixture) -> None:
     model = fresh_model()
     decoder(model).layers[0].register_forward_hook(steer)
     with caplog.at_level(logging.WARNING, "mmspec"):
-        went_plain(check(model), "forward hook", "steer", "model.language_model.layers.0 (LlamaDecoderLayer)")
+        fell_back(check(model), "forward hook", "steer", "model.language_model.layers.0 (LlamaDecoderLayer)")
     assert "steer" in caplog.text
 
 
 def test_a_hook_that_counts_its_calls() -> None:
     model, hook = fresh_model(), Counting()
     model.lm_head.register_forward_hook(hook)
-    went_plain(check(model, lambda: setattr(hook, "calls", 0)), "Counting", "lm_head (Linear)")
+    fell_back(check(model, lambda: setattr(hook, "calls", 0)), "Counting", "lm_head (Linear)")
 
 
 def test_a_pre_hook() -> None:
     model = fresh_model()
     decoder(model).layers[1].mlp.register_forward_pre_hook(scaled, with_kwargs=True)
-    went_plain(check(model), "pre-hook", "scaled", "layers.1.mlp (LlamaMLP)")
+    fell_back(check(model), "pre-hook", "scaled", "layers.1.mlp (LlamaMLP)")
 
 
 def test_a_hook_on_the_model_itself() -> None:
     model = fresh_model()
     model.model.register_forward_pre_hook(lambda module, args: None)
-    went_plain(check(model), "pre-hook", "lambda", "model (LlavaModel)")
+    fell_back(check(model), "pre-hook", "lambda", "model (LlavaModel)")
 
 
 def test_a_global_hook() -> None:
     model = fresh_model()
     handle = register_module_forward_hook(lambda module, args, out: None)
     try:
-        went_plain(check(model), "global forward hook", "lambda")
+        fell_back(check(model), "global forward hook", "lambda")
     finally:
         handle.remove()
     drafted(check(model))
@@ -147,7 +147,7 @@ def test_a_global_hook() -> None:
 def test_a_removed_hook_is_forgotten() -> None:
     model = fresh_model()
     handle = decoder(model).layers[0].register_forward_hook(steer)
-    went_plain(check(model), "steer")
+    fell_back(check(model), "steer")
     handle.remove()
     drafted(check(model))
 
@@ -173,7 +173,7 @@ def test_hooks_of_accelerate() -> None:
     add_hook_to_module(decoder(model).layers[0], AlignDevicesHook("cpu"))
     drafted(check(model))
     add_hook_to_module(decoder(model).layers[1], SequentialHook(AlignDevicesHook("cpu"), Steering()))
-    went_plain(check(model), "Steering", "layers.1")
+    fell_back(check(model), "Steering", "layers.1")
 
 
 def test_a_replaced_forward() -> None:
@@ -186,7 +186,7 @@ def test_a_replaced_forward() -> None:
         return forward(hidden) * (1.0 + (len(calls) > 3))
 
     part.forward = own
-    went_plain(check(model, calls.clear), "replaced forward", "own", "layers.0.mlp (LlamaMLP)")
+    fell_back(check(model, calls.clear), "replaced forward", "own", "layers.0.mlp (LlamaMLP)")
 
 
 # --- modules of unknown kind ------------------------------------------------------------------------------------------
@@ -278,18 +278,18 @@ def test_a_foreign_module_in_another_precision(dtype: str) -> None:
 @pytest.mark.parametrize("family", ["llava", "qwen2_5_vl"])
 def test_a_module_that_depends_on_the_rest_of_the_forward(kind: type, family: str) -> None:
     found = check(swapped(kind, family=family))
-    went_plain(found, f"layers.0.mlp.down_proj ({kind.__name__})", "logits depend on its other tokens")
+    fell_back(found, f"layers.0.mlp.down_proj ({kind.__name__})", "logits depend on its other tokens")
 
 
 @pytest.mark.parametrize("kind", [Scaled, LastPosition])
 def test_the_same_in_half_precision(kind: type) -> None:
     model = swapped(kind, dtype="bfloat16")
-    went_plain(check(model), kind.__name__)
+    fell_back(check(model), kind.__name__)
 
 
 @pytest.mark.parametrize("kind", [Drawing, PythonDrawing])
 def test_a_module_that_draws_in_eval_mode(kind: type) -> None:
-    went_plain(check(swapped(kind)), f"down_proj ({kind.__name__})", "random numbers")
+    fell_back(check(swapped(kind)), f"down_proj ({kind.__name__})", "random numbers")
 
 
 def test_a_module_that_keeps_state() -> None:
@@ -302,14 +302,14 @@ def test_a_module_that_keeps_state() -> None:
         part.__dict__.update(calls=0, sizes=sizes)
 
     logs = []
-    went_plain(check(model, lambda: (logs.append(list(sizes)), reset())), "(Remembering)", "keeps state")
+    fell_back(check(model, lambda: (logs.append(list(sizes)), reset())), "(Remembering)", "keeps state")
     assert part.__dict__["sizes"] is sizes and logs[1:] and logs[2] == logs[1], "the self-test left its calls behind"
 
 
 def test_a_module_with_an_iterator() -> None:
     model = swapped(Alternating)
     part = decoder(model).layers[0].mlp.down_proj
-    went_plain(check(model, lambda: part.__dict__.update(steps=itertools.count())), "(Alternating)", "steps")
+    fell_back(check(model, lambda: part.__dict__.update(steps=itertools.count())), "(Alternating)", "steps")
 
 
 def test_the_self_test_runs_once_and_again_when_something_changes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -333,7 +333,7 @@ def test_dynamic_quantisation() -> None:
         model = torch.ao.quantization.quantize_dynamic(fresh_model(), {nn.Linear}, dtype=torch.qint8).eval()
         model.tiny_spec = tiny.ModelSpec(seed=29)
         assert any("quantized.dynamic" in type(part).__module__ for part in model.modules())
-        went_plain(check(model), "model.language_model.layers.0.", "(Linear)", "logits depend on its other tokens")
+        fell_back(check(model), "model.language_model.layers.0.", "(Linear)", "logits depend on its other tokens")
 
 
 class Weight(nn.Parameter):
@@ -359,7 +359,7 @@ def test_quantised_parameters(act: bool) -> None:
         part.weight.act = act
     assert len(scan_modules(model).foreign) == 2
     if act:
-        went_plain(
+        fell_back(
             check(model), "layers.0.mlp.up_proj (Linear, Weight)", "layers.1.mlp.up_proj", "depend on its other tokens"
         )
     else:
@@ -402,7 +402,7 @@ def test_a_class_patched_by_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
         return out
 
     monkeypatch.setattr(kind, "forward", own)
-    went_plain(check(model, calls.clear), "own", "(LlamaMLP)")
+    fell_back(check(model, calls.clear), "own", "(LlamaMLP)")
 
 
 CALLS = 0
@@ -436,7 +436,7 @@ def test_a_forward_with_a_memory_outside_the_module(forward: Any, where: str, mo
         monkeypatch.setattr(type(part), "forward", forward)
     else:
         part.forward = types.MethodType(forward, part)
-    went_plain(check(model, _forget), forward.__name__, "(LlamaMLP)")
+    fell_back(check(model, _forget), forward.__name__, "(LlamaMLP)")
 
 
 def _same_forward(self: Any, hidden: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The adapters: trees scored against transformers' own decoding, positions, masks, taps, segments and refusals.
+"""The adapters: trees scored against transformers' own decoding, positions, masks, hidden states, grids and refusals.
 
 Also run on the oldest supported transformers.
 """
@@ -342,7 +342,7 @@ TIMESTAMPS = ("qwen3_vl", "qwen3_vl_moe", "glm4v", "glm46v", "glm_ocr", "glm4v_m
 
 
 def media(model: PreTrainedModel, given: tiny.Inputs) -> list[Tensor]:
-    """What the vision side makes of each picture, in the order of the inputs: [tokens, D] each."""
+    """Vision features of each image or video, in the order of the inputs: [tokens, D] each."""
     names = ("pixel_values", "image_sizes", "image_grid_thw")
     pictures = {name: given[name] for name in names if name in given}
     with torch.no_grad():
@@ -479,7 +479,7 @@ def test_clips_alone_and_side_by_side(family: str) -> None:
 
 
 @CLIPS
-def test_a_frame_stands_where_its_segment_says(family: str) -> None:
+def test_the_grid_of_a_frame_has_its_positions(family: str) -> None:
     """Changing one frame of a clip changes the embeddings of its segment, and of no other frame."""
     model = model_of(family)
     given = tiny.build_inputs(model, 6, 1, images=[1], videos=[1])
@@ -523,8 +523,8 @@ def test_clips_that_do_not_fit_give_no_segments(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["llava_onevision", "llava_next_video"])
-def test_clips_whose_pixels_nobody_knows(family: str) -> None:
-    """Each run is one clip, whatever its length; none if that cannot be."""
+def test_clips_without_known_sizes(family: str) -> None:
+    """Each run of placeholders is one clip, whatever its length; none where that is impossible."""
     model = model_of(family)
     given, special = tiny.build_inputs(model, 3, 2, images=[0, 0], videos=[1, 1]), tiny.special_ids(model.tiny_spec)
     adapter = find_adapter(model)
@@ -549,7 +549,7 @@ def test_segments_of_several_sequences_per_prompt(family: str) -> None:
 
 @pytest.mark.parametrize("family", ["llava_next", "llava_onevision", "llava_next_video"])
 def test_grids_of_tiles_end_their_lines_with_a_newline(family: str) -> None:
-    """Told apart by the states: every newline token has the same one."""
+    """Recognised by their hidden states: every newline token has the same one."""
     model, shapes = model_of(family), set[tuple[int, int]]()
     for seed in range(30):
         given = tiny.build_inputs(model, seed, 1, images=[1])
@@ -595,7 +595,7 @@ def test_grids_are_those_of_the_inputs(family: str) -> None:
 
 @WITH_GRIDS
 def test_numbers_that_do_not_fit_give_no_segments(family: str) -> None:
-    """Better none than wrong ones: a caller may hand in embeddings of pictures of its own."""
+    """Better none than wrong ones: a caller may pass embeddings of its own."""
     model = model_of(family)
     given = tiny.build_inputs(model, 2, 2, images=[1, 1])
     adapter = find_adapter(model)
@@ -617,7 +617,7 @@ def test_numbers_that_do_not_fit_give_no_segments(family: str) -> None:
 
 @pytest.fixture
 def fresh() -> PreTrainedModel:
-    """A model of one's own, to bend."""
+    """A model that a test may change."""
     return tiny.build_model(tiny.ModelSpec("llava", text="qwen2"))
 
 
@@ -670,7 +670,7 @@ def test_masks_that_are_refused(fresh: PreTrainedModel) -> None:
 
 @FAMILY
 def test_flash_attention_is_switched_and_restored(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the text model only: pictures never meet a tree."""
+    """Of the text model only: the vision tower never scores a tree."""
     model = tiny.build_model(tiny.ModelSpec(family))
     given = tiny.build_inputs(model, 1, 2)
     plain = model.generate(**given, max_new_tokens=8, do_sample=False)

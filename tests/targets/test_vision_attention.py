@@ -119,7 +119,7 @@ def expected(model: PreTrainedModel, given: tiny.Inputs, prompt: Prompt) -> Tens
 
 @pytest.mark.parametrize("sort", list(MODELS))
 @pytest.mark.parametrize("padding", ["left", "right"])
-def test_it_is_the_attention_of_the_layer_that_is_projected(sort: str, padding: str) -> None:
+def test_saliency_is_the_attention_of_the_projected_layer(sort: str, padding: str) -> None:
     model = MODELS[sort]()
     for seed in range(8):
         rows = 1 + seed % 3
@@ -148,7 +148,7 @@ def test_several_sequences_per_prompt(sort: str) -> None:
 
 
 def windows(patches: Tensor, stride: int) -> Tensor:
-    """[e // s, e // s] the mean of each window of [e, e], what does not fill one left out."""
+    """[e // s, e // s] the mean of each window of [e, e], incomplete windows left out."""
     edge = len(patches) // stride
     return torch.stack(
         [
@@ -197,7 +197,7 @@ def test_frames_of_clips(family: str) -> None:
 
 @pytest.mark.parametrize("edge", [3, 4, 5, 8])
 def test_onevision_of_larger_frames(edge: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where half of an edge is no whole number."""
+    """Also where half of an edge is not an integer."""
     model = get_model("llava_onevision")
     monkeypatch.setattr(model.config.vision_config, "image_size", edge * model.config.vision_config.patch_size)
     shares = torch.rand(6, edge * edge, generator=torch.Generator().manual_seed(edge))
@@ -208,8 +208,8 @@ def test_onevision_of_larger_frames(edge: int, monkeypatch: pytest.MonkeyPatch) 
     torch.testing.assert_close(found, wanted)
 
 
-def test_several_pictures_of_onevision_are_read_whole() -> None:
-    """As its processor says it: more than one picture in a row has no tiles."""
+def test_several_images_of_onevision_have_no_tiles() -> None:
+    """As in its processor: rows with more than one image have no tiles."""
     model = get_model("llava_onevision")
     sizes, numbers = torch.tensor([[16, 16]] * 3), torch.tensor([2, 1])
     family = find_adapter(model)
@@ -233,7 +233,7 @@ def test_none_if_not_required_or_without_images() -> None:
     assert get_prompt(model, tiny.build_inputs(model, 1, 2, images=[0, 0]), AttendingIdentity()).visual_saliency is None
 
 
-def test_layers_that_there_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_that_do_not_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     model = siglip()
     for layer, is_captured in ((-2, True), ([-3, -2], True), (2, True), (0, False), (-9, False), (9, False)):
         monkeypatch.setattr(model.config, "vision_feature_layer", layer)
