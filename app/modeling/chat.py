@@ -27,7 +27,7 @@ ContentPart = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Turn:
+class ChatTurn:
     """A question and its answer."""
 
     question: str
@@ -56,7 +56,7 @@ def build_inputs(
     processor: Any,
     media: Sequence[Media],
     questions: Sequence[str],
-    turns: Sequence[Sequence[Turn]] = (),
+    turns: Sequence[Sequence[ChatTurn]] = (),
 ) -> dict[str, Any]:
     """Keyword arguments of `generate`, one row per question, on the model's device and in its dtype.
 
@@ -102,7 +102,7 @@ def _content_parts(media: Media, as_videos: bool) -> list[ContentPart]:
     return [{"type": "image", "image": image} for image in media_images(media)]
 
 
-def _messages(parts: Sequence[ContentPart], turns: Sequence[Turn], question: str) -> list[dict[str, Any]]:
+def _messages(parts: Sequence[ContentPart], turns: Sequence[ChatTurn], question: str) -> list[dict[str, Any]]:
     """The messages of a conversation; the media are in the first one."""
     messages: list[dict[str, Any]] = []
     for turn in turns:
@@ -113,7 +113,7 @@ def _messages(parts: Sequence[ContentPart], turns: Sequence[Turn], question: str
     return messages
 
 
-def _text(processor: Any, parts: Sequence[ContentPart], turns: Sequence[Turn], question: str) -> str:
+def _text(processor: Any, parts: Sequence[ContentPart], turns: Sequence[ChatTurn], question: str) -> str:
     """The same for a processor without a template."""
     kinds = [part["type"] for part in parts]
     placeholders = "".join(getattr(processor, f"{kind}_token", f"<{kind}>") + "\n" for kind in kinds)
@@ -176,7 +176,7 @@ def encode_media(model: PreTrainedModel, inputs: dict[str, Any]) -> tuple[dict[s
 
 __all__ = [
     "PLAIN_TEMPLATE",
-    "Turn",
+    "ChatTurn",
     "accepts_videos",
     "build_inputs",
     "check_length",

@@ -96,8 +96,8 @@ def measure_ratios(args: argparse.Namespace, tick: Any) -> Ratios:
     return ratios
 
 
-def median_interval(values: Sequence[float]) -> dict[str, float]:
-    """The median with its 95% bootstrap_interval interval."""
+def summarize_ratios(values: Sequence[float]) -> dict[str, float]:
+    """The median with its 95% bootstrap interval."""
     bounds = bootstrap_interval(lambda indices: median(values[i] for i in indices), len(values))
     return {name: round(value, 3) for name, value in zip(("median", "low", "high"), bounds, strict=True)}
 
@@ -152,7 +152,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
     else:
         with tqdm(total=args.count + 1, unit="request", disable=not args.progress) as bar:
-            rows = {name: median_interval(values) for name, values in measure_ratios(args, bar.update).items()}
+            rows = {name: summarize_ratios(values) for name, values in measure_ratios(args, bar.update).items()}
         for name, row in rows.items():
             print(f"{name:<20} {row['median']:.3f} [{row['low']:.3f}, {row['high']:.3f}]")
         result |= {"count": args.count, "task": args.task} | rows

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from mmspec.app.bench.rounds import Round
 from mmspec.app.io.images import Media
-from mmspec.app.modeling.chat import Turn
+from mmspec.app.modeling.chat import ChatTurn
 from mmspec.app.ui.model_store import ModelStore, RunSettings
 from mmspec.app.ui.streamer import TimingStreamer
 from mmspec.app.ui.visible_tokens import VisibleTokens, find_visible_tokens
@@ -91,7 +91,7 @@ class ComparisonRun:
         self,
         model_store: ModelStore,
         media: Media | Callable[[], Media],
-        turns: Sequence[Turn],
+        turns: Sequence[ChatTurn],
         question: str,
         settings: RunSettings,
         cancel_signal: CancelSignal,

@@ -10,7 +10,7 @@ from html import escape
 from typing import Any
 
 from mmspec.app.bench.rounds import CORRECTED, Round
-from mmspec.app.modeling.chat import Turn
+from mmspec.app.modeling.chat import ChatTurn
 from mmspec.app.ui.report import AnswerTrace, Report
 
 COLUMN_WIDTH, ROW_HEIGHT, NODE_WIDTH, TREE_MARGIN = 146, 36, 120, 12
@@ -25,7 +25,7 @@ LEGEND = (
 SIDE_TITLES = {"plain": "plain generate", "mmspec": "mmspec"}
 
 
-def render_conversation(turns: Sequence[Turn]) -> str:
+def render_conversation(turns: Sequence[ChatTurn]) -> str:
     """Previous turns."""
     return "".join(
         f'<div class="mm-turn-question">{escape(turn.question)}</div>'
@@ -43,7 +43,7 @@ def render_panel(name: str, body: str, timing: str = "") -> str:
 
 
 def render_partial_answer(
-    name: str, turns: Sequence[Turn], question: str, text: str, timing: str, is_active: bool
+    name: str, turns: Sequence[ChatTurn], question: str, text: str, timing: str, is_active: bool
 ) -> str:
     """A side whose answer is still being generated."""
     caret = '<span class="mm-caret" aria-hidden="true"></span>' if is_active else ""
@@ -53,7 +53,7 @@ def render_partial_answer(
     return render_panel(name, render_conversation(turns) + question_html + answer_html + empty, timing)
 
 
-def render_answer(trace: AnswerTrace, turns: Sequence[Turn], question: str, timing: str) -> str:
+def render_answer(trace: AnswerTrace, turns: Sequence[ChatTurn], question: str, timing: str) -> str:
     """A side whose answer is complete: every token with its kind, and its time for the replay."""
     texts = [text if index else text.lstrip() for index, text in enumerate(trace.token_texts)]
     rows = zip(texts, trace.token_times, trace.token_kinds, strict=True)
@@ -150,12 +150,12 @@ def render_plots(report: Report) -> str:
 
 def render_visible_tokens(report: Report) -> str:
     """The pictures with the tokens that the drafter read."""
-    visible = report.metrics["drafter_saw"]
+    visible = report.metrics["visible_tokens"]
     if visible is None:
         return ""
     alt = "The picture; tokens that the drafter did not read are grey"
     images = "".join(f'<img src="{escape(uri)}" alt="{alt}">' for uri in report.image_uris)
-    return f'<figure class="mm-visible-tokens"><figcaption>{escape(visible["text"])}</figcaption>{images}</figure>'
+    return f'<figure class="mm-visible-tokens"><figcaption>{escape(visible["summary"])}</figcaption>{images}</figure>'
 
 
 def render_bars(title: str, rows: Sequence[tuple[str, float]], form: str) -> str:

@@ -149,7 +149,7 @@ def collect_metrics(comparison: ComparisonRun) -> dict[str, Any]:
         "tau": stats.tau,
         "R": comparison.round_cost,
         "vision_s": comparison.encode_s,
-        "drafter_saw": visible_tokens_to_dict(comparison.visible_tokens) if comparison.visible_tokens else None,
+        "visible_tokens": visible_tokens_to_dict(comparison.visible_tokens) if comparison.visible_tokens else None,
         "prompt_tokens": comparison.prompt_tokens,
         "choice": _settings_to_dict(comparison.settings),
         "stats": stats.as_dict(),

@@ -40,7 +40,7 @@ def run_comparison(comparison: ComparisonRun) -> None:
     request, comparison.encode_s = encode_media(loaded.model, inputs)
     comparison.phase = "plain"
     with mmspec.disabled(loaded.model):
-        _generate(comparison, loaded, request, comparison.plain)
+        _generate_side(comparison, loaded, request, comparison.plain)
     if not comparison.cancelled:
         comparison.phase = "mmspec"
         _speculate(comparison, loaded, request, recorder, compressor)
@@ -59,12 +59,12 @@ def _speculate(
     """Generate the answer of mmspec, with its drafter recorded."""
     options = {"drafter": recorder, "compressor": compressor, "tree_size": comparison.settings.tree_size}
     try:
-        _generate(comparison, loaded, request, comparison.mmspec, mmspec=options)
+        _generate_side(comparison, loaded, request, comparison.mmspec, mmspec=options)
     except ValueError as error:  # the drafter does not take this compressor
         raise UsageError(one_line(error)) from error
 
 
-def _generate(
+def _generate_side(
     comparison: ComparisonRun, loaded: LoadedModel, request: dict[str, Any], side: ComparisonSide, **extra_options: Any
 ) -> None:
     settings, streamer = comparison.settings, side.streamer

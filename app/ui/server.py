@@ -29,6 +29,7 @@ from mmspec.app.ui.middleware.bodies import RequestLimits, UploadFolder
 from mmspec.app.ui.middleware.filtered_app import FilteredApp, suppress_tracebacks
 from mmspec.app.ui.middleware.hosts import HostPolicy
 from mmspec.app.ui.middleware.request_filter import RequestFilter
+from mmspec.app.ui.middleware.sessions import SessionCleaner, SessionLimits
 from mmspec.app.ui.model_store import ModelStore
 from mmspec.app.ui.report import TempStorage
 from mmspec.app.ui.tabs.batch import build_batch_tab
@@ -45,6 +46,8 @@ CLEANUP_INTERVAL_S, UPLOAD_MAX_AGE_S = 600, 3600
 QUEUE_POLL_INTERVAL_S = 0.02
 """Seconds between two polls of Gradio's queue. Its default of a millisecond takes the interpreter lock from the thread
 that decodes."""
+MAX_SESSIONS = 1000
+"""Sessions with components, open pages included, above which Gradio frees the least recently used."""
 
 
 def build_app(context: Context) -> Any:
@@ -71,6 +74,7 @@ def build_app(context: Context) -> Any:
     app.queue(default_concurrency_limit=1, max_size=MAX_QUEUED_RUNS, status_update_rate=1, api_open=False)
     if hasattr(app._queue, "sleep_when_free"):
         app._queue.sleep_when_free = QUEUE_POLL_INTERVAL_S
+    app._queue.ANALYTICS_MAX_EVENTS = 0  # it stores 10,000 events, and evaluates them all with pandas after each one
     return app
 
 
@@ -101,6 +105,7 @@ def serve(
     *,
     limits: Limits | None = None,
     request_limits: RequestLimits | None = None,
+    session_limits: SessionLimits | None = None,
     host: str = "127.0.0.1",
     port: int | None = None,
     allowed: Sequence[str] = (),
@@ -111,6 +116,7 @@ def serve(
         model_store: the offered models.
         limits: of questions, files and answers.
         request_limits: of HTTP requests.
+        session_limits: of what is stored of sessions that nobody reads.
         host: address to listen on.
         port: None takes the first free port from 7860 on; 0 any free port.
         allowed: further host names to answer to, each with or without a port.
@@ -120,61 +126,77 @@ def serve(
         ValueError: an allowed host is not a host name.
     """
     host_policy = HostPolicy(host, allowed)
-    storage = TempStorage(UPLOAD_MAX_AGE_S)
-    previous_dir = os.environ.get("GRADIO_TEMP_DIR")
-    os.environ["GRADIO_TEMP_DIR"] = str(storage.root / "uploads")  # read when components are created
-    context = Context(model_store, storage, limits or Limits())
-    stack = ExitStack()
-    try:
+    limits = limits or Limits()
+    with ExitStack() as stack:
+        storage = TempStorage(UPLOAD_MAX_AGE_S)
+        stack.callback(storage.close)
+        uploads = UploadFolder(storage.root / "uploads", request_limits or RequestLimits(), limits.max_files)
+        stack.enter_context(_gradio_temp_dir(uploads.folder))
+        context = Context(model_store, storage, limits)
+        stack.callback(context.worker.close)
         app = build_app(context)
-        filtered_app = _build_filtered_app(app, context, host_policy, request_limits or RequestLimits())
+        sessions = SessionCleaner(app, session_limits or SessionLimits(), context.sessions.end)
+        filtered_app = FilteredApp(
+            lambda inner: RequestFilter(inner, host_policy, uploads.request_limits, uploads, sessions)
+        )
         load = context.worker.submit(lambda: model_store.get(model_store.model_names[0]))  # while the page is opened
         load.add_done_callback(_log_load_error)
         stack.enter_context(suppress_tracebacks())
-        _, url, _ = app.launch(
-            _app=filtered_app,
-            enable_monitoring=False,
-            mcp_server=False,
-            server_name=host,
-            server_port=_free_port(host) if port == 0 else port,
-            share=False,
-            prevent_thread_lock=True,
-            quiet=True,
-            ssr_mode=False,
-            show_error=False,
-            max_file_size=context.limits.max_file_mb * 1_000_000,
-            allowed_paths=[str(EXAMPLES)],  # uploads and these are the only readable files
-            footer_links=["api"],
-            theme=build_theme(),
-            css_paths=[HERE / "static" / "styles.css"],
-            head=f"<script>{(HERE / 'static' / 'replay.js').read_text(encoding='utf-8')}</script>",
-        )
-        if app.app is not filtered_app:
-            raise RuntimeError(
-                "this version of gradio ignores _app and would serve without the request filter; install the version "
-                "that mmspec[app] requires"
-            )
+        url = _launch(app, filtered_app, context, host, port)
         try:
             yield DemoServer(url, app, context)
         finally:
             context.sessions.cancel_all()
             app.close(verbose=False)
+
+
+@contextmanager
+def _gradio_temp_dir(folder: Path) -> Iterator[None]:
+    """Within this block Gradio stores uploads in `folder`, which it reads when components are created."""
+    previous = os.environ.get("GRADIO_TEMP_DIR")
+    os.environ["GRADIO_TEMP_DIR"] = str(folder)
+    try:
+        yield
     finally:
-        stack.close()
-        context.worker.close()
-        storage.close()
-        if previous_dir is None:
+        if previous is None:
             os.environ.pop("GRADIO_TEMP_DIR", None)
         else:
-            os.environ["GRADIO_TEMP_DIR"] = previous_dir
+            os.environ["GRADIO_TEMP_DIR"] = previous
 
 
-def _build_filtered_app(
-    app: Any, context: Context, host_policy: HostPolicy, request_limits: RequestLimits
-) -> FilteredApp:
-    """The server app for `app`, behind the request filter."""
-    uploads = UploadFolder(context.temp_storage.root / "uploads", request_limits, context.limits.max_files)
-    return FilteredApp(lambda inner: RequestFilter(inner, host_policy, request_limits, uploads, app))
+def _launch(app: Any, filtered_app: FilteredApp, context: Context, host: str, port: int | None) -> str:
+    """Start the server of `app` behind the request filter; returns its URL.
+
+    Raises:
+        OSError: the port is in use.
+        RuntimeError: Gradio would serve without the filter.
+    """
+    _, url, _ = app.launch(
+        _app=filtered_app,
+        enable_monitoring=False,
+        mcp_server=False,
+        server_name=host,
+        server_port=_free_port(host) if port == 0 else port,
+        share=False,
+        prevent_thread_lock=True,
+        quiet=True,
+        ssr_mode=False,
+        show_error=False,
+        max_file_size=context.limits.max_file_mb * 1_000_000,
+        state_session_capacity=MAX_SESSIONS,
+        allowed_paths=[str(EXAMPLES)],  # uploads and these are the only readable files
+        footer_links=["api"],
+        theme=build_theme(),
+        css_paths=[HERE / "static" / "styles.css"],
+        head=f"<script>{(HERE / 'static' / 'replay.js').read_text(encoding='utf-8')}</script>",
+    )
+    if app.app is not filtered_app:
+        app.close(verbose=False)
+        raise RuntimeError(
+            "this version of gradio ignores _app and would serve without the request filter; install the version "
+            "that mmspec[app] requires"
+        )
+    return str(url)
 
 
 def _free_port(host: str) -> int:

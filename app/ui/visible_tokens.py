@@ -75,7 +75,7 @@ def find_visible_tokens(recorder: RecordingDrafter, compression: CompressionReco
 
 
 def draw_visible_tokens(media: Media, visible_tokens: VisibleTokens, cropped: bool) -> list[str]:
-    """The media_images as data URIs, with tokens that the drafter did not read greyed; empty where that is unknown.
+    """The pictures as data URIs, with tokens that the drafter did not read greyed; empty where that is unknown.
 
     Args:
         media: picture or clip of the run.
@@ -109,10 +109,10 @@ def visible_tokens_to_dict(visible_tokens: VisibleTokens) -> dict[str, Any]:
     """The fields as JSON values."""
     indices: Sequence[int] | None = None if visible_tokens.kept_indices is None else sorted(visible_tokens.kept_indices)
     return {
-        "text": visible_tokens.summary,
-        "shown": visible_tokens.num_visible,
-        "total": visible_tokens.num_total,
-        "kept": indices,
+        "summary": visible_tokens.summary,
+        "num_visible": visible_tokens.num_visible,
+        "num_total": visible_tokens.num_total,
+        "visible_indices": indices,
     }
 
 

@@ -28,11 +28,11 @@ from mmspec.app.caption.config import DEFAULT_MODEL, VIDEO_PROMPT
 from mmspec.app.modeling.synthetic_images import write_images
 from mmspec.app.scenes.examples import list_example_files
 from mmspec.app.ui import api as endpoints
+from mmspec.app.ui import comparison_stream
 from mmspec.app.ui.comparison import ComparisonRun
 from mmspec.app.ui.limits import Limits
 from mmspec.app.ui.model_store import ModelStore
 from mmspec.app.ui.server import DemoServer, serve
-from mmspec.app.ui.tabs import compare as page_compare
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(300)]
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -145,7 +145,7 @@ def races(monkeypatch: pytest.MonkeyPatch) -> list[ComparisonRun]:
             super().__init__(*args)
             made.append(self)
 
-    for module in (page_compare, endpoints):
+    for module in (comparison_stream, endpoints):
         monkeypatch.setattr(module, "ComparisonRun", Kept)
     return made
 

@@ -27,6 +27,7 @@ from edge_server import ServerProcess
 from mmspec.app.cli.main import main
 from mmspec.app.errors import UsageError
 from mmspec.app.scenes.examples import list_example_files
+from mmspec.app.ui.comparison_stream import Conversation, stream_comparison
 from mmspec.app.ui.context import Context, get_client
 from mmspec.app.ui.middleware.bodies import PartCounter, RefusedError, RequestLimits, UploadFolder, parse_json_object
 from mmspec.app.ui.middleware.hosts import HostPolicy, RequestInfo
@@ -35,7 +36,6 @@ from mmspec.app.ui.model_store import ModelStore
 from mmspec.app.ui.report import TempStorage
 from mmspec.app.ui.server import build_app
 from mmspec.app.ui.tabs.batch import stream_batch as batch_steps
-from mmspec.app.ui.tabs.compare import Conversation, stream_comparison
 from mmspec.app.ui.worker import MAX_QUEUED_RUNS, CancelSignal, Client, LeftQueueError, Worker
 
 HAMMER_S = float(os.environ.get("MMSPEC_HAMMER_S", "300"))
@@ -427,10 +427,10 @@ def test_who_waits_sees_his_place_and_leaves_at_once(context: Context) -> None:
         context.worker.submit(lambda: gate.wait(60))
     chosen = ("tiny", "auto", "none", 0, 0, 8, "automatic")
     context.sessions.begin("me")
-    run = stream_comparison(context, str(list_example_files()[0]), "what is it?", Conversation(), chosen, "me")
+    run = stream_comparison(context, str(list_example_files()[0]), "what is it?", Conversation(), chosen, Client("me"))
     assert "2 runs ahead" in next(run)[0] and "2 runs ahead" in next(run)[0]
     context.sessions.begin("other")
-    batch = batch_steps(context, [str(list_example_files()[0])], "", chosen, "other")
+    batch = batch_steps(context, [str(list_example_files()[0])], "", chosen, Client("other"))
     assert next(batch)[0].num_ahead == 3
     began = time.monotonic()
     context.sessions.cancel("me")
@@ -490,12 +490,11 @@ def test_pages_submit_with_their_session(context: Context) -> None:
     context.worker.submit(lambda: gate.wait(60))
     settings = ("tiny", "auto", "none", 0, 0, 8, "automatic")
     path = str(list_example_files()[0])
-    runs = [
-        stream_comparison(context, path, "what is it?", Conversation(), settings, "me", "192.0.2.1") for _ in range(3)
-    ]
+    client = Client("me", "192.0.2.1")
+    runs = [stream_comparison(context, path, "what is it?", Conversation(), settings, client) for _ in range(3)]
     for run in runs:
         assert "ahead of yours" in next(run)[0]
-    batch = batch_steps(context, [path], "", settings, "me", "192.0.2.1")
+    batch = batch_steps(context, [path], "", settings, client)
     with pytest.raises(UsageError, match="3 runs of this session are waiting already"):
         next(batch)
     for run in runs:

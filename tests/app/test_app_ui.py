@@ -26,7 +26,7 @@ import mmspec
 from mmspec.app.bench.rounds import ACCEPTED, CORRECTED, PLAIN, Round, classify_tokens
 from mmspec.app.cli.main import main
 from mmspec.app.errors import UsageError
-from mmspec.app.modeling.chat import Turn, build_inputs, encode_media
+from mmspec.app.modeling.chat import ChatTurn, build_inputs, encode_media
 from mmspec.app.modeling.synthetic_images import draw_image, write_images
 from mmspec.app.scenes.examples import list_example_files
 from mmspec.app.ui import render as render
@@ -38,7 +38,7 @@ from mmspec.app.ui.model_store import ModelStore, RunSettings
 from mmspec.app.ui.report import Report, TempStorage, build_report
 from mmspec.app.ui.run_comparison import measure_logit_margin
 from mmspec.app.ui.streamer import IncrementalDetokenizer, TimingStreamer, detokenize
-from mmspec.app.ui.worker import CancelSignal, SessionRegistry, Worker
+from mmspec.app.ui.worker import CancelSignal, Client, SessionRegistry, Worker
 from mmspec.vision.registry import build_compressor
 
 NASTY = "<script>window.hacked=1</script><img src=x onerror='window.hacked=1'> **bold** ${1+1} {{value}}"
@@ -243,7 +243,7 @@ def test_a_prompt_beyond_the_positions_is_refused(shelf: ModelStore) -> None:
 
 def test_a_drafter_without_eyes_says_so(shelf: ModelStore) -> None:
     made = report(shelf)
-    assert "text alone" in made.metrics["drafter_saw"]["text"] and made.image_uris == ()
+    assert "text alone" in made.metrics["visible_tokens"]["summary"] and made.image_uris == ()
 
 
 @pytest.mark.parametrize(
@@ -267,9 +267,9 @@ def test_tokens_that_a_trained_drafter_saw_are_marked(
     monkeypatch.setitem(shelf.get("tiny")._drafters, "auto", drafter)
     race = race_of(shelf, compressor=compressor, tree_size=4).run()
     made = build_report(race)
-    told = made.metrics["drafter_saw"]
-    assert made.identical and told["shown"] == shown and told["total"] == 16
-    assert (told["kept"] if kept is None else len(told["kept"])) == kept
+    told = made.metrics["visible_tokens"]
+    assert made.identical and told["num_visible"] == shown and told["num_total"] == 16
+    assert (told["visible_indices"] if kept is None else len(told["visible_indices"])) == kept
     assert len(made.image_uris) == (1 if kept else 0) and ("<img" in render.render_visible_tokens(made)) == bool(kept)
 
 
@@ -281,8 +281,8 @@ def test_a_drafter_that_brings_its_own_compressor_is_told(shelf: ModelStore, mon
     drafter.compressor = build_compressor("pool:4")
     monkeypatch.setitem(shelf.get("tiny")._drafters, "auto", drafter)
     for chosen, shown in ((None, 4), ("relevant:5", 5)):
-        told = build_report(race_of(shelf, compressor=chosen, tree_size=4).run()).metrics["drafter_saw"]
-        assert told["shown"] == shown and told["total"] == 16
+        told = build_report(race_of(shelf, compressor=chosen, tree_size=4).run()).metrics["visible_tokens"]
+        assert told["num_visible"] == shown and told["num_total"] == 16
 
 
 # conversations
@@ -295,7 +295,7 @@ def test_a_conversation_holds_what_was_said_and_one_picture(
     desk = shelf.get("tiny")
     if not template:
         monkeypatch.setattr(desk.processor, "chat_template", None)
-    turns = (Turn("what is it?", "a red car"), Turn("how many?", "two"))
+    turns = (ChatTurn("what is it?", "a red car"), ChatTurn("how many?", "two"))
     inputs = build_inputs(desk.model, desk.processor, [draw_image(3)[0]], ["which colour?"], [turns])
     ids = inputs["input_ids"][0]
     text = desk.processor.tokenizer.decode(ids, skip_special_tokens=True)
@@ -480,7 +480,7 @@ def test_nothing_that_was_written_becomes_html(shelf: ModelStore) -> None:
         mmspec=replace(made.mmspec, token_texts=(NASTY,) * 32),
         token_labels=dict.fromkeys(made.token_labels, NASTY),
     )
-    turns = (Turn(NASTY, NASTY),)
+    turns = (ChatTurn(NASTY, NASTY),)
     row = {"file_name": NASTY, "caption": NASTY, "error": None, "n_new_tokens": 1, "tau": 1.0, "seconds": 0.1}
     failed = row | {"error": {"type": "X", "message": NASTY}}
     drawn = [
@@ -661,8 +661,9 @@ def test_errors_are_one_sentence_without_html() -> None:
 
 def test_steps_of_a_conversation(shelf: ModelStore, space: TempStorage) -> None:
     pytest.importorskip("gradio")
+    from mmspec.app.ui.comparison_stream import Conversation, stream_comparison
     from mmspec.app.ui.context import Context
-    from mmspec.app.ui.tabs.compare import CompareComponents, Conversation, build_final_updates, stream_comparison
+    from mmspec.app.ui.tabs.compare import CompareComponents, build_final_updates
 
     context = Context(shelf, space)
     parts = CompareComponents(*CompareComponents.__dataclass_fields__)
@@ -672,7 +673,7 @@ def test_steps_of_a_conversation(shelf: ModelStore, space: TempStorage) -> None:
     def ask(
         question: str, talk: Conversation, path: str | None = path, chosen: tuple[Any, ...] = chosen
     ) -> dict[Any, Any]:
-        last = list(stream_comparison(context, path, question, talk, chosen, "me"))[-1]
+        last = list(stream_comparison(context, path, question, talk, chosen, Client("me")))[-1]
         shown = build_final_updates(context, parts, "run", context.sessions.take_result("me"))
         assert context.sessions.take_result("me") is None, "once"
         for now, then in zip(last[1:], (shown["plain"], shown["mmspec"]), strict=True):
@@ -696,7 +697,7 @@ def test_steps_of_a_conversation(shelf: ModelStore, space: TempStorage) -> None:
         with pytest.raises(UsageError):
             ask("what?", Conversation(), path, wrong)
     with pytest.raises(UsageError, match="which is the limit"):
-        ask("what?", Conversation(path, (Turn("q", "a"),) * 16))
+        ask("what?", Conversation(path, (ChatTurn("q", "a"),) * 16))
     context.worker.close()
 
 

@@ -40,7 +40,7 @@ from mmspec.app.io.sources import collect_items
 from mmspec.app.io.videos import load_media, load_video
 from mmspec.app.modeling import load
 from mmspec.app.modeling.captioner import Captioner
-from mmspec.app.modeling.chat import Turn, accepts_videos, build_inputs, encode_media, to_model_device
+from mmspec.app.modeling.chat import ChatTurn, accepts_videos, build_inputs, encode_media, to_model_device
 from mmspec.app.modeling.random_models import random_model
 from mmspec.vision.video import decoder_pool as isolated
 from mmspec.vision.video.decoder_pool import DecoderPool
@@ -204,7 +204,7 @@ def test_a_conversation_contains_its_video_once(clips: Path, family: tuple[Any, 
     model, processor = family
     processor.chat_template = template
     video = load_video(clips / "a.mp4", 4)
-    inputs = build_inputs(model, processor, [video], ["abcd"], [(Turn("abc", "cab"), Turn("bc", "a"))])
+    inputs = build_inputs(model, processor, [video], ["abcd"], [(ChatTurn("abc", "cab"), ChatTurn("bc", "a"))])
     assert (inputs["input_ids"] == tiny.special_ids(model.tiny_spec).video).sum() == 16
     assert inputs["pixel_values_videos"].shape == (1, 4, 3, 16, 16) and "pixel_values" not in inputs
     text = processor.tokenizer.decode(inputs["input_ids"][0], skip_special_tokens=True)

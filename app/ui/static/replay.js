@@ -1,4 +1,4 @@
-// Examples are buttons with nothing but a picture: name them for those who cannot see it.
+// Examples are buttons with nothing but a picture: give them a label for screen readers.
 new MutationObserver(() => {
   for (const button of document.querySelectorAll(".gallery-item:not([aria-label])")) {
     const source = button.querySelector("img, video")?.src;
@@ -8,43 +8,43 @@ new MutationObserver(() => {
   }
 }).observe(document.documentElement, { childList: true, subtree: true });
 
-// Plays both recorded answers again, side by side, each token at its own second. Runs in the page alone: the server
-// is not asked, so nothing is measured or disturbed.
+// Replays both recorded answers side by side, each token at its recorded time. Runs in the page alone: no request is
+// sent, so no measurement is disturbed.
 window.mmspecReplay = (slower) => {
   const sides = [...document.querySelectorAll("#mm-plain .mm-side, #mm-mmspec .mm-side")].map((side) => ({
     side,
     clock: side.querySelector(".mm-clock"),
-    told: side.querySelector(".mm-clock")?.textContent ?? "",
+    finalTiming: side.querySelector(".mm-clock")?.textContent ?? "",
     tokens: [...side.querySelectorAll(".mm-now [data-t]")],
-    shown: 0,
+    numVisible: 0,
   }));
   if (!sides.some((one) => one.tokens.length)) return;
-  const run = (window.mmspecRun = (window.mmspecRun ?? 0) + 1); // a second click starts afresh
-  const at = (one, place) => Number(one.tokens[place].dataset.t);
+  const run = (window.mmspecRun = (window.mmspecRun ?? 0) + 1); // a second click restarts the replay
+  const at = (one, index) => Number(one.tokens[index].dataset.t);
   for (const one of sides) {
     one.side.classList.remove("mm-done");
     one.tokens.forEach((token) => token.classList.add("mm-hidden"));
   }
-  const began = performance.now();
+  const startTime = performance.now();
   const step = () => {
     if (run !== window.mmspecRun || !sides[0].side.isConnected) return;
-    const now = (performance.now() - began) / 1000 / slower;
-    let going = false;
+    const now = (performance.now() - startTime) / 1000 / slower;
+    let isRunning = false;
     for (const one of sides) {
-      while (one.shown < one.tokens.length && at(one, one.shown) <= now) {
-        one.tokens[one.shown++].classList.remove("mm-hidden");
+      while (one.numVisible < one.tokens.length && at(one, one.numVisible) <= now) {
+        one.tokens[one.numVisible++].classList.remove("mm-hidden");
       }
-      if (one.shown < one.tokens.length) {
-        going = true;
-        const spent = one.shown > 1 ? at(one, one.shown - 1) - at(one, 0) : 0;
-        const rate = spent > 0 ? `, ${((one.shown - 1) / spent).toFixed(1)} tokens/s` : "";
-        one.clock.textContent = `${now.toFixed(2)} s, ${one.shown} tokens${rate}`;
+      if (one.numVisible < one.tokens.length) {
+        isRunning = true;
+        const elapsed = one.numVisible > 1 ? at(one, one.numVisible - 1) - at(one, 0) : 0;
+        const rate = elapsed > 0 ? `, ${((one.numVisible - 1) / elapsed).toFixed(1)} tokens/s` : "";
+        one.clock.textContent = `${now.toFixed(2)} s, ${one.numVisible} tokens${rate}`;
       } else if (!one.side.classList.contains("mm-done")) {
         one.side.classList.add("mm-done");
-        one.clock.textContent = one.told;
+        one.clock.textContent = one.finalTiming;
       }
     }
-    if (going) requestAnimationFrame(step);
+    if (isRunning) requestAnimationFrame(step);
   };
   requestAnimationFrame(step);
 };

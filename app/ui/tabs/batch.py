@@ -18,9 +18,6 @@ from mmspec.app.scenes.examples import list_example_files
 from mmspec.app.ui import render
 from mmspec.app.ui.batch import CaptionBatch
 from mmspec.app.ui.context import (
-    DEVICE_QUEUE,
-    FAILURE_MESSAGE,
-    PRIVATE_API,
     UNQUEUED,
     VALIDATION,
     Context,
@@ -30,6 +27,7 @@ from mmspec.app.ui.context import (
     get_client,
     report_errors,
 )
+from mmspec.app.ui.tabs.run_events import RUN_EVENT, RunControls, begin_run, connect_run_end
 from mmspec.app.ui.worker import Client, LeftQueueError
 
 
@@ -70,20 +68,18 @@ def build_batch_tab(context: Context) -> None:
             status = gr.HTML(render.render_status("Drop some files."), elem_id="mm-batch-status")
             table = gr.HTML(render.render_captions([]), elem_id="mm-captions")
     examples.click(lambda: [str(path) for path in list_example_files()], None, uploads, **UNQUEUED)
-    _connect_events(context, BatchComponents(uploads, prompt, start, cancel, download, status, table), settings)
+    _connect_batch_events(context, BatchComponents(uploads, prompt, start, cancel, download, status, table), settings)
 
 
-def _connect_events(context: Context, parts: BatchComponents, settings: Controls) -> None:
+def _connect_batch_events(context: Context, parts: BatchComponents, settings: Controls) -> None:
     @report_errors
     def begin(request: gr.Request) -> tuple[Any, Any]:
-        context.sessions.begin(str(request.session_hash))
-        return gr.update(interactive=False), gr.update(interactive=True)
+        return begin_run(context, request)
 
     @report_errors
     def work(request: gr.Request, paths: Any, prompt: Any, *values: Any) -> Iterator[dict[Any, Any]]:
         num_rendered = -1
-        client = get_client(request)
-        for batch, is_running in stream_batch(context, paths, prompt, values, client.session, client.address):
+        for batch, is_running in stream_batch(context, paths, prompt, values, get_client(request)):
             text = format_queue_position(batch.num_ahead) if batch.num_ahead else format_progress(batch, is_running)
             updates: dict[Any, Any] = {parts.status: render.render_status(text)}
             if len(batch.rows) != num_rendered:
@@ -94,34 +90,20 @@ def _connect_events(context: Context, parts: BatchComponents, settings: Controls
                 updates[parts.download] = gr.update(value=file, interactive=num_rendered > 0)
             yield updates
 
-    def end(request: gr.Request) -> tuple[Any, Any]:
-        context.sessions.end(str(request.session_hash))
-        return gr.update(interactive=True), gr.update(interactive=False)
-
-    def fail(request: gr.Request) -> tuple[Any, Any, str]:
-        return (*end(request), render.render_status(FAILURE_MESSAGE))
-
-    def cancel_run(request: gr.Request) -> None:
-        context.sessions.cancel(request.session_hash)
-
-    buttons = [parts.start, parts.cancel]
-    started = parts.start.click(begin, None, buttons, **VALIDATION)
+    controls = RunControls(parts.start, parts.cancel, parts.status)
+    started = parts.start.click(begin, None, controls.buttons, **VALIDATION)
     running = started.success(
         work,
         [parts.uploads, parts.prompt, *settings.inputs],
         [parts.status, parts.table, parts.download],
-        show_progress="minimal",
         show_progress_on=[parts.status],
-        **DEVICE_QUEUE,
-        **PRIVATE_API,
+        **RUN_EVENT,
     )
-    running.then(end, None, buttons, **UNQUEUED)
-    running.failure(fail, None, [*buttons, parts.status], **UNQUEUED)  # Gradio 6.31 skips `then` after an error
-    parts.cancel.click(cancel_run, None, None, **UNQUEUED)
+    connect_run_end(context, controls, [running])
 
 
 def stream_batch(
-    context: Context, paths: Any, prompt: str | None, settings: tuple[Any, ...], session: str, address: str = ""
+    context: Context, paths: Any, prompt: str | None, settings: tuple[Any, ...], client: Client
 ) -> Iterator[tuple[CaptionBatch, bool]]:
     """Caption the files; yields the batch at every poll, and whether it is still running.
 
@@ -130,21 +112,19 @@ def stream_batch(
         paths: uploaded files.
         prompt: for files without their own; empty for the default.
         settings: values of the controls, as `Context.parse_settings` takes them.
-        session: name of the page.
-        address: network address of the client.
+        client: the page, and its network address.
 
     Raises:
         UsageError: the files, the prompt or the settings are refused, or the queue is full.
     """
     limits = context.limits
-    cancel_signal = context.sessions.get_signal(session)
+    cancel_signal = context.sessions.get_signal(client.session)
     files = limits.check_files([Path(path) for path in paths or ()])
     checked_prompt = limits.check_question(prompt) if (prompt or "").strip() else None
     run_settings = context.parse_settings(*settings)
     folder = context.temp_storage.new_folder()
     batch = CaptionBatch(context.model_store, files, checked_prompt, run_settings, limits, folder)
     work = functools.partial(batch.run, cancel_signal)
-    client = Client(session, address)
     try:
         for num_ahead in context.worker.submit_and_poll(work, cancel_signal, yield_first=True, client=client):
             batch.num_ahead = num_ahead

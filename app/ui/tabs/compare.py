@@ -8,40 +8,25 @@ from typing import Any
 
 import gradio as gr
 
-from mmspec.app.caption.config import PROMPT, SCENES_MODEL, VIDEO_PROMPT, default_prompt
-from mmspec.app.errors import UsageError
-from mmspec.app.io.images import media_images
-from mmspec.app.modeling.chat import Turn
-from mmspec.app.scenes.domain_check import OUT_OF_DOMAIN_HINT, looks_like_scene
+from mmspec.app.caption.config import PROMPT, VIDEO_PROMPT, default_prompt
+from mmspec.app.modeling.chat import ChatTurn
 from mmspec.app.scenes.examples import list_example_files
 from mmspec.app.ui import render
-from mmspec.app.ui.comparison import ComparisonRun, ComparisonSide
+from mmspec.app.ui.comparison_stream import CompareResult, Conversation, format_timing, stream_comparison
 from mmspec.app.ui.context import (
-    DEVICE_QUEUE,
-    FAILURE_MESSAGE,
     PRIVATE_API,
     UNQUEUED,
     VALIDATION,
     Context,
     Controls,
     build_controls,
-    format_queue_position,
     get_client,
     report_errors,
 )
-from mmspec.app.ui.report import AnswerTrace, Report, build_report
-from mmspec.app.ui.streamer import IncrementalDetokenizer
-from mmspec.app.ui.worker import Client, LeftQueueError
+from mmspec.app.ui.report import AnswerTrace, Report
+from mmspec.app.ui.tabs.run_events import RUN_EVENT, RunControls, begin_run, connect_run_end
 
 REPLAY_SPEEDS = {"real time": 1, "4 times slower": 4, "16 times slower": 16}
-PHASE_MESSAGES = {
-    "waiting": "Waiting for the device.",
-    "loading": "Loading the model.",
-    "encoding": "Encoding the picture.",
-    "plain": "Plain generate is answering; mmspec is next.",
-    "mmspec": "mmspec is answering.",
-    "done": "Preparing the results.",
-}
 INITIAL_STATUS = "Choose a picture or a clip, and ask."
 
 
@@ -63,52 +48,6 @@ class CompareComponents:
     conversation: Any
 
 
-def format_timing(num_tokens: int, tokens_per_s: float, ttft_s: float, elapsed_s: float) -> str:
-    """Progress of one side: tokens, tokens per second, time to first token, elapsed time. Zeros are left out."""
-    parts = [f"{num_tokens} tokens"] if num_tokens else []
-    parts += [f"{tokens_per_s:.1f} tokens/s"] if tokens_per_s else []
-    parts += [f"first after {ttft_s:.2f} s"] if ttft_s else []
-    parts += [f"{elapsed_s:.2f} s"] if elapsed_s else []
-    return ", ".join(parts)
-
-
-@dataclass(frozen=True)
-class Conversation:
-    """Turns so far, about the picture or clip at `path`. Another picture starts another conversation."""
-
-    path: str | None = None
-    turns: tuple[Turn, ...] = ()
-
-
-class ComparisonView:
-    """Renders a run in progress."""
-
-    def __init__(self, comparison: ComparisonRun) -> None:
-        self.comparison = comparison
-        self._detokenizers: dict[str, IncrementalDetokenizer] = {}
-
-    def render(self) -> tuple[str, str, str]:
-        """HTML of the status and of both sides. Gradio sends only what has changed."""
-        run = self.comparison
-        phase = "loading" if run.phase == "waiting" and run.model_store.is_loading else run.phase
-        is_queued = phase == "waiting" and run.num_ahead > 0
-        text = format_queue_position(run.num_ahead) if is_queued else PHASE_MESSAGES[phase]
-        return render.render_status(text), self._side("plain", run.plain), self._side("mmspec", run.mmspec)
-
-    def _side(self, name: str, side: ComparisonSide) -> str:
-        run, streamer = self.comparison, side.streamer
-        timing = format_timing(len(streamer.token_ids), streamer.tokens_per_s, side.ttft_s, side.elapsed_s)
-        is_active = run.phase == name
-        return render.render_partial_answer(name, run.turns, run.question, self._text(name, side), timing, is_active)
-
-    def _text(self, name: str, side: ComparisonSide) -> str:
-        model = self.comparison.loaded_model
-        if model is None:
-            return ""
-        detokenizer = self._detokenizers.setdefault(name, IncrementalDetokenizer(model.processor.tokenizer))
-        return "".join(detokenizer.decode(list(side.streamer.token_ids)))
-
-
 def build_compare_tab(context: Context, report: Any) -> CompareComponents:
     """Create the tab and connect its events.
 
@@ -122,7 +61,8 @@ def build_compare_tab(context: Context, report: Any) -> CompareComponents:
             settings = build_controls(context, 128, "compare")
         with gr.Column(scale=5, min_width=320):
             parts = _build_panels(image, video)
-    _connect_events(context, parts, tabs, settings, report)
+    kind = _connect_media_tabs(tabs, parts.question)
+    _connect_compare_events(context, parts, kind, settings, report)
     return parts
 
 
@@ -191,31 +131,32 @@ def _reset_outputs() -> tuple[Any, ...]:
     return (Conversation(), *sides, "", render.render_status(INITIAL_STATUS), disabled, disabled)
 
 
-def _connect_events(context: Context, parts: CompareComponents, tabs: Any, settings: Controls, report: Any) -> None:
+def _connect_media_tabs(tabs: Any, question: Any) -> Any:
+    """Let a default question follow the selected tab; returns the `gr.State` with its kind, "picture" or "clip"."""
     kind = gr.State("picture")
 
-    def select_kind(event: gr.SelectData, question: str) -> tuple[str, str]:
-        """A default question follows the selected tab; an edited one stays."""
+    def select_kind(event: gr.SelectData, text: str) -> tuple[str, str]:
         name = "clip" if event.value == "Clip" else "picture"
-        return name, default_prompt(name == "clip") if question in (PROMPT, VIDEO_PROMPT) else question
+        return name, default_prompt(name == "clip") if text in (PROMPT, VIDEO_PROMPT) else text
 
-    tabs.select(select_kind, parts.question, [kind, parts.question], **UNQUEUED)
+    tabs.select(select_kind, question, [kind, question], **UNQUEUED)
+    return kind
 
+
+def _connect_compare_events(
+    context: Context, parts: CompareComponents, kind: Any, settings: Controls, report: Any
+) -> None:
     @report_errors
     def begin(request: gr.Request, question: str) -> tuple[Any, ...]:
         context.limits.check_question(question)  # before the results of the last run are cleared
-        context.sessions.begin(get_client(request).session)
         disabled = gr.update(interactive=False)
-        return disabled, gr.update(interactive=True), "", disabled, disabled
+        return *begin_run(context, request), "", disabled, disabled
 
     @report_errors
     def answer(request: gr.Request, image: Any, video: Any, kind: Any, *values: Any) -> Iterator[tuple[str, str, str]]:
         question, conversation, *chosen = values
         path = _upload_path(video if kind == "clip" else image)
-        client = get_client(request)
-        yield from stream_comparison(
-            context, path, question, conversation, tuple(chosen), client.session, client.address
-        )
+        yield from stream_comparison(context, path, question, conversation, tuple(chosen), get_client(request))
 
     @report_errors
     def finish(request: gr.Request) -> dict[Any, Any]:
@@ -224,24 +165,14 @@ def _connect_events(context: Context, parts: CompareComponents, tabs: Any, setti
             return {parts.status: render.render_status("Stopped.")}
         return build_final_updates(context, parts, report, result)
 
-    def end(request: gr.Request) -> tuple[Any, Any]:
-        context.sessions.end(get_client(request).session)
-        return gr.update(interactive=True), gr.update(interactive=False)
-
-    def fail(request: gr.Request) -> tuple[Any, Any, str]:
-        return (*end(request), render.render_status(FAILURE_MESSAGE))
-
-    def cancel_run(request: gr.Request) -> None:
-        context.sessions.cancel(request.session_hash)
-
-    buttons = [parts.ask, parts.stop]
     live_outputs = [parts.status, parts.plain, parts.mmspec]
     final_outputs = [parts.results, parts.replay, parts.download]
+    controls = RunControls(parts.ask, parts.stop, parts.status)
     started = gr.on(
         [parts.ask.click, parts.question.submit],
         begin,
         parts.question,
-        [*buttons, *final_outputs],
+        [*controls.buttons, *final_outputs],
         show_progress_on=[parts.status],
         **VALIDATION,
     )
@@ -249,11 +180,9 @@ def _connect_events(context: Context, parts: CompareComponents, tabs: Any, setti
         answer,
         [parts.image, parts.video, kind, parts.question, parts.conversation, *settings.inputs],
         live_outputs,  # no others: Gradio rebuilds every skipped output at each step, in the server's thread
-        show_progress="minimal",
         preprocess=False,  # Gradio would decode the picture without our limits; it still checks that it is an upload
         show_progress_on=[parts.status],
-        **DEVICE_QUEUE,
-        **PRIVATE_API,
+        **RUN_EVENT,
     )
     finished = running.success(
         finish,
@@ -262,81 +191,13 @@ def _connect_events(context: Context, parts: CompareComponents, tabs: Any, setti
         show_progress_on=[parts.status],
         **VALIDATION,
     )
-    finished.then(end, None, buttons, **UNQUEUED)
-    finished.failure(fail, None, [*buttons, parts.status], **UNQUEUED)
-    running.failure(fail, None, [*buttons, parts.status], **UNQUEUED)  # Gradio 6.31 skips `then` after an error
-    parts.stop.click(cancel_run, None, None, **UNQUEUED)
+    connect_run_end(context, controls, [running, finished])
 
 
 def _upload_path(upload: Any) -> str | None:
     """Path of an uploaded file, from the value of an unprocessed component."""
     path = upload.get("path") if isinstance(upload, dict) else None
     return path if isinstance(path, str) else None
-
-
-@dataclass(frozen=True)
-class CompareResult:
-    """Result of one question.
-
-    Attributes:
-        report: both answers and their metrics.
-        conversation: the turns before this question.
-        cancelled: the run ended early.
-        note: appended to the status.
-    """
-
-    report: Report
-    conversation: Conversation
-    cancelled: bool
-    note: str
-
-
-def stream_comparison(
-    context: Context,
-    path: str | None,
-    question: str,
-    conversation: Conversation,
-    settings: tuple[Any, ...],
-    session: str,
-    address: str = "",
-) -> Iterator[tuple[str, str, str]]:
-    """Answer one question; yields HTML of the status and both sides. Stores a `CompareResult` with the session.
-
-    Args:
-        context: the app.
-        path: uploaded picture or clip.
-        question: as typed.
-        conversation: continued if it is about the same file.
-        settings: values of the controls, as `Context.parse_settings` takes them.
-        session: name of the page.
-        address: network address of the client.
-
-    Raises:
-        UsageError: the file, the question or the settings are refused, or the queue is full.
-    """
-    limits = context.limits
-    cancel_signal = context.sessions.get_signal(session)
-    turns = conversation.turns if conversation.path == path else ()
-    run_settings = context.parse_settings(*settings)
-    checked_question = limits.check_question(question)
-    if len(turns) >= limits.max_turns:
-        raise UsageError(f"This conversation has {limits.max_turns} questions, which is the limit; start a new one.")
-    file = limits.check_media_path(path)
-    run = ComparisonRun(
-        context.model_store, lambda: limits.load_media(file), turns, checked_question, run_settings, cancel_signal
-    )
-    view, client = ComparisonView(run), Client(session, address)
-    try:
-        for num_ahead in context.worker.submit_and_poll(run.run, cancel_signal, yield_first=True, client=client):
-            run.num_ahead = num_ahead
-            yield view.render()
-    except LeftQueueError:
-        return
-    if run.loaded_model is not None:
-        is_in_domain = run_settings.model != SCENES_MODEL or looks_like_scene(media_images(run.media)[0])
-        note = "" if is_in_domain else f" The picture {OUT_OF_DOMAIN_HINT}."
-        result = CompareResult(build_report(run), Conversation(path, turns), run.cancelled, note)
-        context.sessions.store_result(session, result)
 
 
 def build_final_updates(
@@ -347,7 +208,7 @@ def build_final_updates(
     turns = conversation.turns
     is_turn = bool(report.plain.text) and not result.cancelled
     if is_turn:
-        conversation = Conversation(conversation.path, (*turns, Turn(report.question, report.plain.text)))
+        conversation = Conversation(conversation.path, (*turns, ChatTurn(report.question, report.plain.text)))
     keeps_question = not is_turn or report.question in (PROMPT, VIDEO_PROMPT)
     has_both = report.identical is not None
     return {
@@ -363,17 +224,10 @@ def build_final_updates(
     }
 
 
-def _render_finished(report: Report, trace: AnswerTrace, turns: tuple[Turn, ...]) -> str:
+def _render_finished(report: Report, trace: AnswerTrace, turns: tuple[ChatTurn, ...]) -> str:
     side = report.metrics["sides"][trace.name]
     timing = format_timing(side["n_tokens"], side["tokens_per_s"], side["ttft_s"], side["total_s"])
     return render.render_answer(trace, turns, report.question, timing)
 
 
-__all__ = [
-    "CompareComponents",
-    "CompareResult",
-    "ComparisonView",
-    "Conversation",
-    "build_compare_tab",
-    "stream_comparison",
-]
+__all__ = ["CompareComponents", "build_compare_tab", "build_final_updates"]
