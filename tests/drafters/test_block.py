@@ -76,7 +76,7 @@ def kind_of(kind: str) -> str:
 
 def drafter(kind: str, visual_mode: str = "decoupled", **options: Any) -> Any:
     return ARCHITECTURES[kind_of(kind)].drafter(
-        new_head(kind), visual_mode, num_layers=NUM_LAYERS, beam_width=3, **options
+        new_head(kind), visual_mode, num_layers=NUM_LAYERS, top_k=3, **options
     )
 
 
@@ -432,7 +432,7 @@ Call = Callable[[], object]
         (lambda: drafter("flash", block_size=5), "block_size must be 1 to 4, for which this head was trained; got 5"),
         (lambda: drafter("parallel", block_size=0), "block_size must be 1 to 4.*got 0"),
         (lambda: drafter("falcon3", block_size=2), "block_size must be 3, how far.*got 2"),
-        (lambda: drafter("falcon2", passes=0), "passes must be at least 1; got 0"),
+        (lambda: drafter("falcon2", max_forwards=0), "max_forwards must be at least 1; got 0"),
         (lambda: FlashHead(replace(FLASH, block_ffn_size=0)), "block_ffn_size of at least 1; got 0"),
         (lambda: FalconHead(HEAD_CONFIG), "block_size of at least 2; got 1"),
         (lambda: replace(HEAD_CONFIG, block_size=0), "block_size must be 1 to 16 tokens per forward; got 0"),

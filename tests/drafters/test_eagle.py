@@ -52,7 +52,7 @@ from mmspec.interfaces import TargetInfo
 
 
 def drafter(target: FakeTarget, rule: str = "decoupled", **more: Any) -> EagleDrafter:
-    return EagleDrafter(target.head, rule, num_layers=NUM_LAYERS, **{"max_depth": 3, "beam_width": 3, **more})
+    return EagleDrafter(target.head, rule, num_layers=NUM_LAYERS, **{"max_depth": 3, "top_k": 3, **more})
 
 
 # --- a slow reference -------------------------------------------------------------------------------------------------
@@ -152,7 +152,7 @@ def test_draft_vocabulary_limits_the_tokens(target: FakeTarget) -> None:
 
 def test_drafts_follow_the_sampling_noise(target: FakeTarget) -> None:
     noise = torch.empty(2, 3, 40).exponential_(generator=torch.Generator().manual_seed(1))
-    made = drafter(target, beam_width=2)
+    made = drafter(target, top_k=2)
     prompt = build_prompt(target, 11, noise=lambda depth: noise[:, :depth], temperature=0.7)
     tree = made.propose(begin_decoding(target, made, prompt), 8, [True, True])
     with torch.no_grad():
@@ -456,7 +456,7 @@ def test_a_head_never_changes_the_output(tiny: Captioner, rule: str, sample: boo
     plain = model.generate(**inputs, **options)
     for more in ({}, {"draft_ids": torch.arange(0, 384, 2)}):
         mmspec.patch(
-            model, EagleDrafter(tiny_head(), rule, num_layers=2, max_depth=4, beam_width=4, **more), tree_size=16
+            model, EagleDrafter(tiny_head(), rule, num_layers=2, max_depth=4, top_k=4, **more), tree_size=16
         )
         try:
             torch.manual_seed(3)

@@ -98,7 +98,7 @@ def test_forward_parity_with_the_published_code(kind: str, tmp_path: Path, monke
         places = {int(token): place for place, token in enumerate(drafter.draft_ids.tolist())}  # type: ignore[union-attr]
         own = Pointing([places[token] for token in order])
         monkeypatch.setattr(drafter.head, "logits", lambda out, shared_embeddings, rows: own(out)[..., :20])
-    drafter.depth_controller, drafter.beam_width = DepthController(2), 3
+    drafter.depth_controller, drafter.top_k = DepthController(2), 3
     ids, n = data["ids"], 10
     embedded = data["embedded"] if pictures else data["embedding"][ids]
     visual = data["visual"] if pictures else torch.zeros(n, dtype=torch.bool)

@@ -87,11 +87,11 @@ def test_every_process_joins_every_all_reduce(has_response: bool, tmp_path: Path
     assert reduced == [weight.shape for weight in run.draft_models["a"].modules().parameters()]
 
 
-def test_depth_and_beam_width_are_at_least_one() -> None:
+def test_depth_and_top_k_are_at_least_one() -> None:
     with pytest.raises(ValueError, match="max_depth must be at least 1; got 0"):
         EagleDrafter(EagleHead(CONFIG), num_layers=2, max_depth=0)
-    with pytest.raises(ValueError, match=r"beam_width must be at least 1.*; got 0"):
-        EagleDrafter(EagleHead(CONFIG), num_layers=2, beam_width=0)
+    with pytest.raises(ValueError, match=r"top_k must be at least 1.*; got 0"):
+        EagleDrafter(EagleHead(CONFIG), num_layers=2, top_k=0)
 
 
 @pytest.mark.parametrize("native", [True, False])

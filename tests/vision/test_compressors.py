@@ -39,7 +39,8 @@ from mmspec.drafters.checkpoints.format import HeadMetadata, load_head, save_hea
 from mmspec.drafters.eagle.drafter import EagleDrafter
 from mmspec.drafters.eagle.head import Eagle3Head, EagleHead, HeadConfig
 from mmspec.drafters.eagle.vispec import VispecDrafter, VispecHead
-from mmspec.drafters.eagle.visual_inputs import VISUAL_MODES, DraftInputs, compressed_inputs, prompt_grids
+from mmspec.drafters.eagle.compressed_inputs import compressed_inputs, prompt_grids
+from mmspec.drafters.eagle.visual_inputs import VISUAL_MODES, DraftInputs
 from mmspec.drafters.training.gate import fit_gate_on_batches
 from mmspec.drafters.training.losses import DraftModel, LossWeights, Progress, build_targets, eagle_loss
 from mmspec.drafters.training.trainer import TrainConfig, Trainer
@@ -533,7 +534,7 @@ def head(kind: str = "eagle") -> EagleHead:
 def drafts(
     world: FakeTarget, visual_mode: str, own_compressor: Any, pads: tuple[int, int] = (0, 3), **options: Any
 ) -> list[Any]:
-    drafter = EagleDrafter(head(), visual_mode, num_layers=NUM_LAYERS, max_depth=3, beam_width=3)
+    drafter = EagleDrafter(head(), visual_mode, num_layers=NUM_LAYERS, max_depth=3, top_k=3)
     drafter.compressor = own_compressor
     tree = drafter.propose(begin_decoding(world, drafter, build_prompt(world, 11, pads, **options)), 16, [True, True])
     return [scores_by_path(tree, row) for row in range(2)]
@@ -600,7 +601,7 @@ def test_positions_beyond_the_compressed_length(world: FakeTarget, visual_mode: 
         vocab_size=40,
         shared_embeddings=world.shared_embeddings,
     )
-    drafter = EagleDrafter(head(), visual_mode, num_layers=NUM_LAYERS, max_depth=1, beam_width=3)
+    drafter = EagleDrafter(head(), visual_mode, num_layers=NUM_LAYERS, max_depth=1, top_k=3)
     drafter.compressor = None if visual_mode == "text_only" else build_compressor("drop")
     state = drafter.begin(prompt)
     drafter.observe(state, build_first_result([7]), {})

@@ -261,7 +261,7 @@ def world() -> FakeTarget:
 def drafter() -> EagleDrafter:
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(4)
-        return EagleDrafter(EagleHead(HEAD_CONFIG), "coupled", num_layers=NUM_LAYERS, max_depth=3, beam_width=3)
+        return EagleDrafter(EagleHead(HEAD_CONFIG), "coupled", num_layers=NUM_LAYERS, max_depth=3, top_k=3)
 
 
 def run_round(built: EagleDrafter, state: Any) -> None:
