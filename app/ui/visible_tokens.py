@@ -89,7 +89,7 @@ def draw_visible_tokens(media: Media, visible_tokens: VisibleTokens, cropped: bo
     return [
         _data_uri(image)
         for image in heatmaps(
-            media_images(media), visible_tokens.grids, kept=visible_tokens.kept_indices, row=0, cropped=cropped
+            media_images(media), visible_tokens.grids, kept_indices=visible_tokens.kept_indices, row=0, cropped=cropped
         )
     ]
 

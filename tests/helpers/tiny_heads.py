@@ -11,6 +11,7 @@ from torch.nn import Module
 from mmspec.drafters.block.falcon import FalconDrafter, FalconHead
 from mmspec.drafters.block.flash import FlashDrafter, FlashHead
 from mmspec.drafters.block.parallel import ParallelDrafter, ParallelHead
+from mmspec.drafters.eagle.base import HeadDrafter
 from mmspec.drafters.eagle.drafter import EagleDrafter
 from mmspec.drafters.eagle.head import Eagle3Head, EagleHead, HeadConfig
 from mmspec.drafters.eagle.vispec import VispecDrafter, VispecHead
@@ -27,7 +28,7 @@ ECHOING_PREFIX = "leaning-"
 """Prefix of a kind: its head often predicts what a target with weak attention generates after the last token."""
 
 
-def build_drafter(kind: str, spec: tiny.ModelSpec, seed: int = 0, vocab_size: int = 0) -> EagleDrafter:
+def build_drafter(kind: str, spec: tiny.ModelSpec, seed: int = 0, vocab_size: int = 0) -> HeadDrafter:
     """A drafter of the kind for the target of `spec`; `vocab_size` 0 is that of the target."""
     if kind.startswith(ECHOING_PREFIX):
         drafter = build_drafter(kind.removeprefix(ECHOING_PREFIX), spec, seed, vocab_size)
@@ -83,7 +84,7 @@ def build_drafter(kind: str, spec: tiny.ModelSpec, seed: int = 0, vocab_size: in
         return EagleDrafter(EagleHead(config), rule, num_layers=spec.layers, max_depth=4, top_k=4, draft_ids=ids)
 
 
-def build_block_drafter(kind: str, config: HeadConfig, layers: int, seed: int) -> EagleDrafter:
+def build_block_drafter(kind: str, config: HeadConfig, layers: int, seed: int) -> HeadDrafter:
     """A drafter of a kind that drafts several tokens per forward."""
     rule, ids = (
         list(VISUAL_MODES)[seed % len(VISUAL_MODES)],

@@ -312,7 +312,7 @@ def test_no_costs_without_a_compressor_or_with_static_shapes(
 
 
 @pytest.mark.parametrize(
-    ("name", "choice", "kept"),
+    ("name", "choice", "kept_indices"),
     [
         ("identity", "identity", [[*range(16)], [*range(4)], []]),
         ("drop", "drop", [[], [], []]),
@@ -322,11 +322,11 @@ def test_no_costs_without_a_compressor_or_with_static_shapes(
         ("cost-based", "identity", [[*range(16)], [*range(4)], []]),
     ],
 )
-def test_compression_records(name: str, choice: str, kept: list[Any]) -> None:
+def test_compression_records(name: str, choice: str, kept_indices: list[Any]) -> None:
     recorder = RecordingCompressor(build_compressor(name))
     assert recorder.records() == [] and recorder.name == name.partition(":")[0]
     recorder.compress(tokens_of([16, 4, 0]), None, recorder.max_tokens)
-    for row, (record, expected) in enumerate(zip(recorder.records(), kept, strict=True)):
+    for row, (record, expected) in enumerate(zip(recorder.records(), kept_indices, strict=True)):
         indices = None if isinstance(expected, int) else tuple(expected)
         count = expected if isinstance(expected, int) else len(expected)
         assert (record.choice, record.num_visual_tokens, record.num_compressed_tokens, record.kept_indices) == (
