@@ -117,8 +117,8 @@ def _add_training(how: argparse._ArgumentGroup) -> None:
     add_renamed(how, "--logits-loss", "--words-weight", type=float, default=0.1, metavar="W", help=logits_help)
     ttt_help = "training-time-test steps: forwards per batch, all but the first on the head's own outputs (default 3)"
     add("--ttt-steps", type=positive_int, default=3, metavar="N", help=ttt_help)
-    former = {"type": rollout_to_ttt_steps, "dest": "ttt_steps", "new_flag": "--ttt-steps N+1 for --rollout N"}
-    add("--rollout", action=DeprecatedFlag, **former)
+    new_flag = "--ttt-steps N+1 for --rollout N"
+    add("--rollout", action=DeprecatedFlag, dest="ttt_steps", type=rollout_to_ttt_steps, new_flag=new_flag)
     _add_head(how)
 
 

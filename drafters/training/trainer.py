@@ -255,8 +255,9 @@ class Trainer:
             batches = (self.get_batch(step).to(self.placeholder.device) for step in range(num_batches))
             with self._autocast():
                 fit_gate_on_batches(model, batches, self.shared_embeddings, self.placeholder, self.config.weights)
-            for weight in model.compressor.parameters():
-                weight.data = self.distributed.mean(weight.data)
+            for name, weight in model.named_parameters():
+                if name.startswith("compressor."):
+                    weight.data = self.distributed.mean(weight.data)
         self.gate_is_fitted = True
 
     def _autocast(self) -> torch.autocast:

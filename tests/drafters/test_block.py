@@ -140,15 +140,15 @@ def reference_log_probs(
         positions += range(n, n + len(path))
         feature = reference_forward(head, torch.stack(rows), torch.tensor(positions))[-1]
         if head.token_correction is not None and path:
-            link, word = head.token_correction, target.shared_embeddings.embed_tokens(torch.tensor(path[-1]))
-            gate, up = link.gate_up_proj(torch.cat([_normed(feature) * link.norm.weight, word])).chunk(2)
-            feature = feature + link.down_proj(torch.nn.functional.silu(gate) * up)
+            correction, embeds = head.token_correction, target.shared_embeddings.embed_tokens(torch.tensor(path[-1]))
+            gate, up = correction.gate_up_proj(torch.cat([_normed(feature) * correction.norm.weight, embeds])).chunk(2)
+            feature = feature + correction.down_proj(torch.nn.functional.silu(gate) * up)
     logits = target.shared_embeddings.lm_head(feature)
     if isinstance(head, FlashHead) and head.markov_head is not None and path:
-        chain, word = head.markov_head, target.shared_embeddings.embed_tokens(torch.tensor(path[-1]))
-        both = chain.feature_proj.weight @ (_normed(feature) * chain.norm.weight)
-        both = both + chain.token_proj.weight @ (_normed(word) * chain.token_norm.weight)
-        logits = logits + chain.vocab_proj.weight @ torch.nn.functional.silu(both)
+        markov_head, embeds = head.markov_head, target.shared_embeddings.embed_tokens(torch.tensor(path[-1]))
+        both = markov_head.feature_proj.weight @ (_normed(feature) * markov_head.norm.weight)
+        both = both + markov_head.token_proj.weight @ (_normed(embeds) * markov_head.token_norm.weight)
+        logits = logits + markov_head.vocab_proj.weight @ torch.nn.functional.silu(both)
     logits[[0, IMAGE_TOKEN_ID]] = float("-inf")
     result: Tensor = logits.log_softmax(-1)
     return result

@@ -190,7 +190,7 @@ def test_a_reference_is_followed_and_realigned() -> None:
     assert tuple(reference[:3]) in paths(drafter.propose(state, 4, [True]))
     emit(drafter, state, [10])
     assert first() == {(11,)}
-    emit(drafter, state, [30])  # as if one word was replaced
+    emit(drafter, state, [30])  # as if one token was replaced
     assert first() == {(12,)}
     emit(drafter, state, [31])  # lost
     assert first() == set()

@@ -169,31 +169,30 @@ def test_drafts_follow_the_sampling_noise(target: FakeTarget) -> None:
             assert (first, int((second / noise[row, 1]).argmax())) in scores_by_path(tree, row)
 
 
-# --- rules ------------------------------------------------------------------------------------------------------------
+# --- visual input modes -----------------------------------------------------------------------------------------------
 
 
 def test_inputs_of_each_visual_mode(target: FakeTarget) -> None:
-    """MSD's rows (msd.md, section 3): a patch enters raw, one row early; the first word after it takes the last patch's
-    state."""
+    """In MSD (section 3) a patch enters alone, one input early, and the text after it with the last patch's state."""
     prompt = build_prompt(target, 8)
-    following, states = prompt.hidden_states[0].roll(-1, 1), prompt.hidden_states[NUM_LAYERS]
-    sight = DraftInputs(
-        following,
+    next_embeds, states = prompt.hidden_states[0].roll(-1, 1), prompt.hidden_states[NUM_LAYERS]
+    aligned = DraftInputs(
+        next_embeds,
         states,
         prompt.visual_mask.roll(-1, 1),
         target.shared_embeddings.embed_tokens(torch.tensor(IMAGE_TOKEN_ID)),
     )
     fuse = target.head.fuse
-    rows, keep = VISUAL_MODES["decoupled"](target.head, sight)
+    inputs, keep = VISUAL_MODES["decoupled"](target.head, aligned)
     assert keep is None
-    for k in range(3):  # the patches stand at 2, 3, 4
-        assert torch.equal(rows[:, 1 + k], prompt.hidden_states[0][:, 2 + k])
-    assert torch.allclose(rows[:, 4], fuse(prompt.hidden_states[0][:, 5], states[:, 4]), atol=1e-6)
-    rows, keep = VISUAL_MODES["coupled"](target.head, sight)
-    assert keep is None and torch.allclose(rows[:, 1], fuse(prompt.hidden_states[0][:, 2], states[:, 1]), atol=1e-6)
-    rows, keep = VISUAL_MODES["placeholder"](target.head, sight)
-    assert torch.allclose(rows[:, 1], fuse(sight.placeholder_embed.expand(2, -1), states[:, 1]), atol=1e-6)
-    rows, keep = VISUAL_MODES["text_only"](target.head, sight)
+    for k in range(3):  # the patches are at positions 2, 3, 4
+        assert torch.equal(inputs[:, 1 + k], prompt.hidden_states[0][:, 2 + k])
+    assert torch.allclose(inputs[:, 4], fuse(prompt.hidden_states[0][:, 5], states[:, 4]), atol=1e-6)
+    inputs, keep = VISUAL_MODES["coupled"](target.head, aligned)
+    assert keep is None and torch.allclose(inputs[:, 1], fuse(prompt.hidden_states[0][:, 2], states[:, 1]), atol=1e-6)
+    inputs, keep = VISUAL_MODES["placeholder"](target.head, aligned)
+    assert torch.allclose(inputs[:, 1], fuse(aligned.placeholder_embed.expand(2, -1), states[:, 1]), atol=1e-6)
+    inputs, keep = VISUAL_MODES["text_only"](target.head, aligned)
     assert keep is not None and keep[0].tolist() == [True, False, False, False, True, True, True, True]
 
 

@@ -865,13 +865,20 @@ def test_fit_gate_gets_the_loss_and_penalty_of_each_branch(world: FakeTarget, mo
     text, progress = build_train_batch(world).split()[1], Progress(1.0)
     for index, branch in enumerate(gate.branches):
         with torch.no_grad():
-            alone = replace(model, compressor=branch)
+            alone = DraftModel(model.head, "decoupled", compressor=branch)
             loss, _ = ARCHITECTURES["eagle"].compute_loss(
-                alone, text, world.shared_embeddings, placeholder, LossWeights(0.0, 1.0, 1, 0.5), progress
+                alone,
+                text,
+                world.shared_embeddings,
+                placeholder,
+                LossWeights(0.0, 1.0, ttt_steps=2, step_decay=0.5),
+                progress,
             )
         num_kept = 0 if branch.name == "drop" else min(3, branch.max_tokens)
         assert float(costs[1, index]) == pytest.approx(float(loss) / 1.5 + BUDGET_PENALTY * num_kept / 3, rel=1e-4)
-    fit_gate_on_batches(replace(model, compressor=Drop()), [], world.shared_embeddings, placeholder, LossWeights())
+    fit_gate_on_batches(
+        DraftModel(model.head, "decoupled", compressor=Drop()), [], world.shared_embeddings, placeholder, LossWeights()
+    )
 
 
 @pytest.mark.parametrize("kind", ARCHITECTURES)
@@ -901,7 +908,7 @@ def test_a_train_batch_has_the_grids_of_its_rows(tiny: Captioner) -> None:
     """Counted in visual tokens of the row; in any batch, also from the teacher's cache."""
     images = [render_scene(generate_scene(index)) for index in range(3)]
     data = [Request(images[0], "what is it"), Request((), "a"), Request(tuple(images[1:]), "list the colors")]
-    teacher = Teacher(tiny.model, tiny.processor, data, room=1 << 30)
+    teacher = Teacher(tiny.model, tiny.processor, data, cache_bytes=1 << 30)
     teacher.answers = {index: [7, 8, 9] for index in range(3)}
     for indices in ([0, 1, 2], [2, 1], [2, 0, 2]):
         batch = teacher.make_batch(indices)
