@@ -22,13 +22,7 @@ from mmspec.drafters.eagle.attention import cached_attention, causal_mask, selec
 from mmspec.drafters.eagle.compressed_inputs import compressed_inputs, prompt_grids
 from mmspec.drafters.eagle.head import EagleHead
 from mmspec.drafters.eagle.state import DraftState, Pending
-from mmspec.drafters.eagle.visual_inputs import (
-    VISUAL_MODES,
-    DraftInputs,
-    align_prompt,
-    left_pack,
-    resolve_visual_mode,
-)
+from mmspec.drafters.eagle.visual_inputs import VISUAL_MODES, DraftInputs, align_prompt, left_pack, resolve_visual_mode
 from mmspec.engine.kv_cache import RaggedKVCache
 from mmspec.engine.tree import BUCKETS, DraftTree, root_only
 from mmspec.interfaces import CompressionContext, Compressor, DrafterRequirements, Prompt, VerifyResult
@@ -39,6 +33,9 @@ DEFAULT_TOP_K = {"cpu": 4}
 
 class HeadDrafter(ABC):
     """A `mmspec.interfaces.Drafter` with a trained head; an architecture defines or overrides its hooks.
+
+    Order of the calls: `begin`, the target samples its first token, `observe`; then in every round `propose` (`sync`,
+    `draft_tree`), the target verifies, `observe`.
 
     Hooks:
         draft_tree: the tree of one draft, after `sync`. Abstract.
@@ -163,25 +160,6 @@ class HeadDrafter(ABC):
         )
 
     @torch.inference_mode()
-    def observe(self, state: DraftState, result: VerifyResult, hidden_states: Mapping[int, Tensor]) -> None:
-        """Store the emitted tokens and their hidden states for the next `sync`; update the depth controller."""
-        if state.first_ids is None:
-            state.first_ids = result.tokens[:, 0].to(state.last_hidden.device)
-            return
-        counts = [len(row) for row in result.emitted_ids]
-        longest = max(counts)
-        if not longest:
-            return
-        state.timer.drain()
-        if state.depth and result.tree.num_nodes > 1:
-            self._record_round(state, result, counts)
-        state.depth = 0
-        path = result.path[:, :longest].to(state.last_hidden.device)
-        scored = self._select_hidden_states(hidden_states)
-        accepted = scored.gather(1, path[..., None].expand(-1, -1, scored.shape[-1]))
-        state.pending.append(Pending(result.tokens[:, :longest].to(path.device), accepted, counts))
-
-    @torch.inference_mode()
     def propose(self, state: DraftState, max_nodes: int, active: Sequence[bool]) -> DraftTree:
         """A tree of at most `max_nodes` nodes, the root included."""
         max_nodes = min(max_nodes, BUCKETS[-1])
@@ -201,11 +179,30 @@ class HeadDrafter(ABC):
             tree.valid &= torch.tensor(active, device=tree.valid.device)[:, None]
         return tree
 
+    @torch.inference_mode()
+    def observe(self, state: DraftState, result: VerifyResult, hidden_states: Mapping[int, Tensor]) -> None:
+        """Store the emitted tokens and their hidden states for the next `sync`; update the depth controller."""
+        if state.first_ids is None:
+            state.first_ids = result.tokens[:, 0].to(state.last_hidden.device)
+            return
+        counts = [len(row) for row in result.emitted_ids]
+        longest = max(counts)
+        if not longest:
+            return
+        state.timer.drain()
+        if state.depth and result.tree.num_nodes > 1:
+            self._record_round(state, result, counts)
+        state.depth = 0
+        path = result.path[:, :longest].to(state.last_hidden.device)
+        scored = self._select_hidden_states(hidden_states)
+        accepted = scored.gather(1, path[..., None].expand(-1, -1, scored.shape[-1]))
+        state.pending.append(Pending(result.tokens[:, :longest].to(path.device), accepted, counts))
+
     def _record_round(self, state: DraftState, result: VerifyResult, counts: list[int]) -> None:
         """Update the depth controller and the cost model with the round that ended."""
         num_accepted = [count - 1 for count in counts if count]
         round_s = time.perf_counter() - state.start_time
-        num_forwards = state.depth - 1
+        num_forwards = state.depth - 1  # the first level needs none after `sync`
         forward_s = state.draft_s / num_forwards if num_forwards else 0.0
         # A tree that is smaller than its depth has no nodes on the last levels.
         num_levels = -(-(result.tree.num_nodes - 1) // self.depth_controller.steps_per_level)
@@ -222,7 +219,7 @@ class HeadDrafter(ABC):
         Args:
             state: of the call; its KV cache is left as it is.
             max_nodes: size of the tree, the root included.
-            depth: number that the depth controller has chosen.
+            depth: number of levels (Falcon: of blocks) that the depth controller has chosen.
         """
 
     def forward(self, state: DraftState, inputs: Tensor, position_ids: Tensor, counts: list[int]) -> None:

@@ -19,7 +19,7 @@ from mmspec.drafters.training.batch import (
     build_inputs_and_labels,
     shift,
 )
-from mmspec.drafters.training.losses import LossAccumulator, LossWeights, Progress, RolloutCache
+from mmspec.drafters.training.losses import LossAccumulator, LossWeights, RolloutCache, TrainProgress
 from mmspec.interfaces import SharedEmbeddings
 
 LossAndMetrics = tuple[Tensor, dict[str, float]]
@@ -31,7 +31,7 @@ def flash_loss(
     shared_embeddings: SharedEmbeddings,
     placeholder: Tensor,
     weights: LossWeights,
-    progress: Progress,
+    progress: TrainProgress,
 ) -> LossAndMetrics:
     """Feature i predicts the hidden state i positions further on (FLASH, section 3.3).
 
@@ -57,7 +57,7 @@ def parallel_loss(
     shared_embeddings: SharedEmbeddings,
     placeholder: Tensor,
     weights: LossWeights,
-    progress: Progress,
+    progress: TrainProgress,
 ) -> LossAndMetrics:
     """Mask positions attend to the context up to their own position and to each other (ParallelSpec, section 3)."""
     head, data = draft_model.head, build_inputs_and_labels(draft_model, batch, placeholder)
@@ -86,7 +86,7 @@ def falcon_loss(
     shared_embeddings: SharedEmbeddings,
     placeholder: Tensor,
     weights: LossWeights,
-    progress: Progress,
+    progress: TrainProgress,
 ) -> LossAndMetrics:
     """Coupled sequential glancing distillation (Falcon, section 3.2).
 

@@ -45,8 +45,8 @@ class LossWeights:
 
 
 @dataclass(frozen=True)
-class Progress:
-    """Progress of a run.
+class TrainProgress:
+    """TrainProgress of a run.
 
     Attributes:
         fraction: share of its steps that are done, 0 to 1.
@@ -112,7 +112,7 @@ def eagle_loss(
     shared_embeddings: SharedEmbeddings,
     placeholder: Tensor,
     weights: LossWeights,
-    progress: Progress,
+    progress: TrainProgress,
 ) -> tuple[Tensor, dict[str, float]]:
     """The loss of a head that predicts one token per forward.
 
@@ -195,4 +195,4 @@ class RolloutCache:
         return outputs
 
 
-__all__ = ["LossAccumulator", "LossWeights", "Progress", "RolloutCache", "eagle_loss"]
+__all__ = ["LossAccumulator", "LossWeights", "RolloutCache", "TrainProgress", "eagle_loss"]

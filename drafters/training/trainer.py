@@ -24,7 +24,7 @@ from mmspec.drafters.checkpoints.state_dict import current_name
 from mmspec.drafters.training.batch import DraftModel, TrainBatch
 from mmspec.drafters.training.gate import fit_gate_on_batches
 from mmspec.drafters.training.legacy import CHECKPOINT_VERSION, upgrade_settings
-from mmspec.drafters.training.losses import LossWeights, Progress
+from mmspec.drafters.training.losses import LossWeights, TrainProgress
 from mmspec.drafters.training.schedule import warmup_cosine
 from mmspec.files import atomic_write
 from mmspec.interfaces import GatedCompressor, SharedEmbeddings
@@ -281,7 +281,7 @@ class Trainer:
     def _train_model(self, model: DraftModel, optimizer: torch.optim.Optimizer, batch: TrainBatch) -> dict[str, float]:
         """One optimizer step of one head; its metrics."""
         seed = self.config.seed * 1_000_003 + self.step
-        progress = Progress(self.step / self.config.max_steps, torch.Generator().manual_seed(seed))
+        progress = TrainProgress(self.step / self.config.max_steps, torch.Generator().manual_seed(seed))
         compute_loss = ARCHITECTURES[model.architecture].compute_loss
         # A compressor draws from torch's default generator, which is seeded for this step and restored.
         with torch.random.fork_rng(devices=[]), self._autocast():

@@ -40,7 +40,7 @@ from mmspec.drafters.eagle.head import EagleHead
 from mmspec.drafters.eagle.visual_inputs import VISUAL_MODES
 from mmspec.drafters.rerank import LEVEL_PENALTY, select_nodes
 from mmspec.drafters.training.batch import DraftModel, build_inputs_and_labels
-from mmspec.drafters.training.losses import LossWeights, Progress
+from mmspec.drafters.training.losses import LossWeights, TrainProgress
 from mmspec.drafters.training.trainer import TrainConfig, Trainer
 from mmspec.engine.tree import root_only
 
@@ -315,7 +315,7 @@ def test_training_features_are_those_of_drafting(
     placeholder = target.shared_embeddings.embed_tokens(torch.tensor(IMAGE_TOKEN_ID))
     with torch.no_grad():
         for seed in range(3):  # offset of the first block
-            progress = Progress(1.0, torch.Generator().manual_seed(seed))  # no label is an input any more
+            progress = TrainProgress(1.0, torch.Generator().manual_seed(seed))  # no label is an input any more
             ARCHITECTURES[kind_of(kind)].compute_loss(
                 DraftModel(head, visual_mode),
                 batch,

@@ -45,7 +45,7 @@ from mmspec.drafters.eagle.head import DecoderLayer, EagleHead, HeadConfig
 from mmspec.drafters.eagle.visual_inputs import VISUAL_MODES, DraftInputs, left_pack
 from mmspec.drafters.registry import build_drafter
 from mmspec.drafters.training.batch import DraftModel, build_inputs_and_labels
-from mmspec.drafters.training.losses import LossWeights, Progress, eagle_loss
+from mmspec.drafters.training.losses import LossWeights, TrainProgress, eagle_loss
 from mmspec.drafters.training.trainer import SettingsError, TrainConfig, Trainer
 from mmspec.engine.tree import root_only
 from mmspec.interfaces import TargetInfo
@@ -228,7 +228,7 @@ def test_the_rollout_equals_drafting(target: FakeTarget, visual_mode: str) -> No
             target.shared_embeddings,
             placeholder,
             LossWeights(ttt_steps=3),
-            Progress(),
+            TrainProgress(),
         )
         data = build_inputs_and_labels(DraftModel(target.head, visual_mode), batch, placeholder)
     assert {"agree0", "agree1", "agree2", "hidden_loss", "logits_loss"} <= set(metrics)

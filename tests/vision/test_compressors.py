@@ -42,7 +42,7 @@ from mmspec.drafters.eagle.head import Eagle3Head, EagleHead, HeadConfig
 from mmspec.drafters.eagle.vispec import VispecDrafter, VispecHead
 from mmspec.drafters.eagle.visual_inputs import VISUAL_MODES, DraftInputs
 from mmspec.drafters.training.gate import fit_gate_on_batches
-from mmspec.drafters.training.losses import DraftModel, LossWeights, Progress, build_inputs_and_labels, eagle_loss
+from mmspec.drafters.training.losses import DraftModel, LossWeights, TrainProgress, build_inputs_and_labels, eagle_loss
 from mmspec.drafters.training.trainer import TrainConfig, Trainer
 from mmspec.interfaces import Compressor, Prompt, VisualGrid, VisualTokens
 from mmspec.metrics.compression_stats import RecordingCompressor
@@ -691,7 +691,7 @@ def test_training_reads_the_same_compressed_tokens_as_drafting(
     placeholder = world.shared_embeddings.embed_tokens(torch.tensor(IMAGE_TOKEN_ID))
     batch = build_train_batch(world)
     with torch.no_grad():
-        eagle_loss(model, batch, world.shared_embeddings, placeholder, LossWeights(ttt_steps=1), Progress())
+        eagle_loss(model, batch, world.shared_embeddings, placeholder, LossWeights(ttt_steps=1), TrainProgress())
         data = build_inputs_and_labels(model, batch, placeholder)
         logits = world.shared_embeddings.lm_head(calls[0][1])
         for row_logits, (b, p) in zip(logits, data.loss_mask.nonzero().tolist(), strict=True):
@@ -732,7 +732,7 @@ def test_training_uses_the_same_grids_as_drafting(
     batch, found = replace(build_train_batch(world), grids=tuple(image_grids)), set()
     with torch.no_grad():
         for seed in range(3):  # where Falcon's blocks begin
-            progress = Progress(1.0, torch.Generator().manual_seed(seed))
+            progress = TrainProgress(1.0, torch.Generator().manual_seed(seed))
             ARCHITECTURES[kind].compute_loss(
                 model, batch, world.shared_embeddings, placeholder, LossWeights(ttt_steps=1), progress
             )
@@ -862,7 +862,7 @@ def test_fit_gate_gets_the_loss_and_penalty_of_each_branch(world: FakeTarget, mo
     )
     [(features, costs)] = calls
     assert features.shape == (4, 33) and costs.shape == (4, len(gate.branches)) and torch.equal(costs[:2], costs[2:])
-    text, progress = build_train_batch(world).split()[1], Progress(1.0)
+    text, progress = build_train_batch(world).split()[1], TrainProgress(1.0)
     for index, branch in enumerate(gate.branches):
         with torch.no_grad():
             alone = DraftModel(model.head, "decoupled", compressor=branch)
@@ -887,7 +887,7 @@ def test_the_budget_penalty_is_part_of_the_loss(world: FakeTarget, kind: str) ->
     gate, placeholder = gated().train(), world.shared_embeddings.embed_tokens(torch.tensor(IMAGE_TOKEN_ID))
     model, free = DraftModel(head(kind), "decoupled", kind, gate), LossWeights(0.0, 0.0)
     loss, metrics = ARCHITECTURES[kind].compute_loss(
-        model, build_train_batch(world), world.shared_embeddings, placeholder, free, Progress()
+        model, build_train_batch(world), world.shared_embeddings, placeholder, free, TrainProgress()
     )
     num_kept = [0 if label == "drop" else int(label.partition(":")[2]) for label in gate.branch_labels()]
     assert (
