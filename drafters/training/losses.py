@@ -58,12 +58,12 @@ class TrainProgress:
 
 
 class LossAccumulator:
-    """Sums the loss over steps and collects metrics.
+    """Sums the loss over the steps of a rollout or the slots of a block, and collects metrics.
 
     Attributes:
         total: the loss so far.
         metrics: `hidden_loss` and `logits_loss` of step 0, unweighted; `agree0`, `agree1`, ..., the share of positions
-            of each step whose argmax is the target's; `compressor_loss`, if there is one.
+            of each step or slot whose argmax is the target's; `compressor_loss`, if there is one.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class LossAccumulator:
         """Add the loss of one step.
 
         Args:
-            step: 0 for the first.
+            step: of the rollout, or slot of a block, from 0.
             hidden_states: [n, D] outputs of the head.
             target_hidden: [n, D] the target's hidden states.
             logit_bias: [n, V] added to the head's logits, or None.
