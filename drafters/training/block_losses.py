@@ -1,8 +1,8 @@
 """Losses of heads that predict several tokens per forward: FLASH, ParallelSpec, Falcon.
 
-A block has k slots; the label of slot i is i positions after that of slot 0. Each function has the arguments and results
-of `eagle_loss` and adds one loss per slot, with `step_decay` to the power of the slot. Only `falcon_loss` has a rollout:
-FLASH and ParallelSpec ignore `ttt_steps`. The module knows tensors only.
+A block has k slots; the label of slot i is i positions after that of slot 0. Each function has the arguments and
+results of `eagle_loss` and adds one loss per slot, with `step_decay` to the power of the slot. Only `falcon_loss` has a
+rollout: FLASH and ParallelSpec ignore `ttt_steps`. The module knows tensors only.
 """
 
 from __future__ import annotations
