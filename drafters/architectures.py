@@ -11,6 +11,7 @@ from torch import Tensor
 from mmspec.drafters.block.falcon import FalconDrafter, FalconHead
 from mmspec.drafters.block.flash import FlashDrafter, FlashHead
 from mmspec.drafters.block.parallel import ParallelDrafter, ParallelHead
+from mmspec.drafters.eagle.base import HeadDrafter
 from mmspec.drafters.eagle.drafter import EagleDrafter
 from mmspec.drafters.eagle.head import EagleHead, HeadConfig
 from mmspec.drafters.training.block_losses import falcon_loss, flash_loss, parallel_loss
@@ -23,12 +24,12 @@ class DraftArchitecture:
 
     Attributes:
         head: constructor of the head.
-        drafter: constructor of the drafter, with the arguments of `EagleDrafter`.
+        drafter: constructor of the drafter, with the arguments of `HeadDrafter`.
         compute_loss: (loss, metrics) of a batch, see `mmspec.drafters.training.losses.eagle_loss`.
     """
 
     head: Callable[[HeadConfig], EagleHead]
-    drafter: Callable[..., EagleDrafter]
+    drafter: Callable[..., HeadDrafter]
     compute_loss: Callable[..., tuple[Tensor, dict[str, Any]]]
 
 

@@ -1,12 +1,15 @@
 """Draw which visual tokens a drafter reads: kept tokens marked on the image, or scores as a colour overlay.
 
 Takes images, grids and numbers, and depends on no model or compressor. The records of `mmspec.stats`
-(`mmspec.metrics.compression_stats.CompressionRecord`) fit: `heatmaps(images, record.grids, kept=record.kept_indices)`.
+(`mmspec.metrics.compression_stats.CompressionRecord`) fit:
+`heatmaps(images, record.grids, kept_indices=record.kept_indices)`.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Sequence
+from typing import TypeVar
 
 import numpy as np
 from PIL import Image
@@ -34,44 +37,49 @@ def heatmap(
     image: Image.Image,
     grid: tuple[int, int],
     *,
-    kept: TokenIndices | None = None,
+    kept_indices: TokenIndices | None = None,
     scores: TokenScores | None = None,
     span: tuple[float, float] | None = None,
+    kept: TokenIndices | None = None,
 ) -> Image.Image:
     """Draw the tokens of one grid on its image.
 
-    With `kept` alone, the other tokens are faded. With `scores`, the image is grey under the score colours (dark blue
-    is low, light yellow is high), and kept tokens have a white frame within a black one.
+    With `kept_indices` alone, the other tokens are faded. With `scores`, the image is grey under the score colours
+    (dark blue is low, light yellow is high), and kept tokens have a white frame within a black one.
 
     Args:
         image: The image that the grid covers.
         grid: (height, width) in tokens.
-        kept: Indices of the kept tokens in row-major order from 0, or [height, width] bool.
+        kept_indices: Indices of the kept tokens in row-major order from 0, or a [height, width] bool mask, as NumPy
+            indexing accepts both.
         scores: One finite number per token, row-major or [height, width].
         span: (lowest, highest) score of the colormap; the range of `scores` if None.
+        kept: Former name of `kept_indices`.
 
     Raises:
-        ValueError: Both `kept` and `scores` are None, or one does not fit the grid.
+        ValueError: Both `kept_indices` and `scores` are None, or one does not fit the grid.
     """
     if grid[0] < 1 or grid[1] < 1:
         raise ValueError(f"a grid needs at least one row and one column; got {tuple(grid)}.")
-    if kept is None and scores is None:
-        raise ValueError("heatmap needs kept=, scores=, or both; got neither.")
-    kept_mask = None if kept is None else _kept_mask(kept, grid)
+    kept_indices = _current_argument(kept_indices, kept)
+    if kept_indices is None and scores is None:
+        raise ValueError("heatmap needs kept_indices=, scores=, or both; got neither.")
+    keep_mask = None if kept_indices is None else _keep_mask(kept_indices, grid)
     if scores is None:
-        assert kept_mask is not None
-        return _draw_faded(image, kept_mask)
-    return _draw_scores(image, _score_grid(scores, grid), kept_mask, span)
+        assert keep_mask is not None
+        return _draw_faded(image, keep_mask)
+    return _draw_scores(image, _score_grid(scores, grid), keep_mask, span)
 
 
 def heatmaps(
     images: Sequence[Image.Image],
     grids: Sequence[VisualGrid],
     *,
-    kept: Collection[int] | None = None,
+    kept_indices: Collection[int] | None = None,
     scores: TokenScores | None = None,
     row: int | None = None,
     cropped: bool = False,
+    kept: Collection[int] | None = None,
 ) -> list[Image.Image]:
     """`heatmap` for every image, or every frame, of one prompt, in order.
 
@@ -79,20 +87,22 @@ def heatmaps(
         images: Images of the call; for a row with videos, the frames of its videos, concatenated.
         grids: Grids of the visual tokens (`CompressionRecord.grids`, `Prompt.grids`). Only base images are drawn, not
             their tiles; in a row with videos only frames.
-        kept: Indices of kept tokens over all visual tokens of the prompt, in the order of the grids, newline tokens
-            counted.
+        kept_indices: Indices of kept tokens over all visual tokens of the prompt, in the order of the grids, newline
+            tokens counted.
         scores: One number for each visual token of the prompt, counted likewise. All images share one colour range.
         row: Batch row; that of the first grid if None.
         cropped: Draw the centre square, for processors that centre-crop.
+        kept: Former name of `kept_indices`.
 
     Raises:
         ValueError: As `heatmap`.
     """
+    kept_indices = _current_argument(kept_indices, kept)
     row_grids = sorted(grids, key=lambda grid: (grid.row, grid.start))
     row_grids = [grid for grid in row_grids if grid.row == (row_grids[0].row if row is None else row)]
     total = sum(grid.num_tokens for grid in row_grids)
     values = None if scores is None else _score_grid(scores, (1, total))[0]
-    kept_indices = None if kept is None else frozenset(_check_indices(kept, total))
+    keep = None if kept_indices is None else frozenset(_check_indices(kept_indices, total))
     has_video = any(grid.role == "frame" for grid in row_grids)
     drawn: list[tuple[VisualGrid, int]] = []
     start = 0
@@ -108,9 +118,9 @@ def heatmaps(
     pictures = []
     for step, ((grid, start), part) in enumerate(zip(drawn, parts, strict=True)):
         image = images[_frame_index(step, len(drawn), len(images)) if has_video else grid.media_index]
-        cells = None if kept_indices is None else kept_cells(grid, start, kept_indices)
-        shape = (grid.height, grid.width)
-        pictures.append(heatmap(center_square(image) if cropped else image, shape, kept=cells, scores=part, span=span))
+        mask = None if keep is None else kept_cells(grid, start, keep)
+        image = center_square(image) if cropped else image
+        pictures.append(heatmap(image, (grid.height, grid.width), kept_indices=mask, scores=part, span=span))
     return pictures
 
 
@@ -139,9 +149,9 @@ def strip(pictures: Sequence[Image.Image], columns: int | None = None) -> Image.
     return canvas
 
 
-def kept_cells(grid: VisualGrid, start: int, kept: Collection[int]) -> np.ndarray:
+def kept_cells(grid: VisualGrid, start: int, kept_indices: Collection[int]) -> np.ndarray:
     """[height, width] bool, True for kept cells of a grid whose first token has index `start`."""
-    return np.isin(_token_indices(grid, start), np.fromiter(kept, dtype=np.int64, count=len(kept)))
+    return np.isin(_token_indices(grid, start), np.fromiter(kept_indices, dtype=np.int64, count=len(kept_indices)))
 
 
 def center_square(image: Image.Image) -> Image.Image:
@@ -194,19 +204,31 @@ def _token_indices(grid: VisualGrid, start: int) -> np.ndarray:
     return start + line * np.arange(grid.height)[:, None] + np.arange(grid.width)
 
 
-def _kept_mask(kept: TokenIndices, grid: tuple[int, int]) -> np.ndarray:
+Indices = TypeVar("Indices")
+
+
+def _current_argument(kept_indices: Indices | None, kept: Indices | None) -> Indices | None:
+    """`kept_indices`, also by its former name `kept`."""
+    if kept is None:
+        return kept_indices
+    warnings.warn("kept= is now called kept_indices=; pass that.", DeprecationWarning, stacklevel=3)
+    return kept
+
+
+def _keep_mask(kept_indices: TokenIndices, grid: tuple[int, int]) -> np.ndarray:
     """[height, width] bool."""
-    if isinstance(kept, np.ndarray) and kept.dtype == np.bool_:
-        if kept.shape != tuple(grid):
-            raise ValueError(f"kept must have the shape of the grid, {list(grid)}; got {list(kept.shape)}.")
-        return kept
+    if isinstance(kept_indices, np.ndarray) and kept_indices.dtype == np.bool_:
+        if kept_indices.shape != tuple(grid):
+            shape = list(kept_indices.shape)
+            raise ValueError(f"a mask of kept tokens must have the shape of the grid, {list(grid)}; got {shape}.")
+        return kept_indices
     mask = np.zeros(grid[0] * grid[1], dtype=bool)
-    mask[_check_indices(kept, len(mask))] = True
+    mask[_check_indices(kept_indices, len(mask))] = True
     return mask.reshape(grid)
 
 
-def _check_indices(kept: TokenIndices, total: int) -> list[int]:
-    indices = [int(index) for index in kept]
+def _check_indices(kept_indices: TokenIndices, total: int) -> list[int]:
+    indices = [int(index) for index in kept_indices]
     invalid = next((index for index in indices if not 0 <= index < total), None)
     if invalid is not None:
         raise ValueError(f"indices of kept tokens range from 0 to {total - 1}; got {invalid}.")
@@ -238,10 +260,10 @@ def _cells_to_pixels(cells: np.ndarray, cell: int) -> np.ndarray:
     return cells.repeat(cell, 0).repeat(cell, 1)
 
 
-def _draw_faded(image: Image.Image, kept: np.ndarray) -> Image.Image:
-    """Fade the cells that are not kept, and draw a thin line around the others."""
-    pixels, cell = _resize_to_grid(image, kept.shape)
-    mask = _cells_to_pixels(kept, cell)
+def _draw_faded(image: Image.Image, keep_mask: np.ndarray) -> Image.Image:
+    """Fade the cells outside the mask, and draw a thin line around those inside."""
+    pixels, cell = _resize_to_grid(image, keep_mask.shape)
+    mask = _cells_to_pixels(keep_mask, cell)
     grey = 0.25 * pixels.mean(2, keepdims=True) + 150
     drawn = np.where(mask[..., None], pixels, grey)
     edge = (np.arange(drawn.shape[0])[:, None] % cell == 0) | (np.arange(drawn.shape[1])[None] % cell == 0)
@@ -250,16 +272,16 @@ def _draw_faded(image: Image.Image, kept: np.ndarray) -> Image.Image:
 
 
 def _draw_scores(
-    image: Image.Image, values: np.ndarray, kept: np.ndarray | None, span: tuple[float, float] | None
+    image: Image.Image, values: np.ndarray, keep_mask: np.ndarray | None, span: tuple[float, float] | None
 ) -> Image.Image:
-    """Draw the score colours over the grey image, and frame kept cells in white within black."""
+    """Draw the score colours over the grey image, and frame the cells of the mask in white within black."""
     pixels, cell = _resize_to_grid(image, values.shape)
     low, high = span or (float(values.min()), float(values.max()))
     scaled = ((values - low) / (high - low or 1.0)).clip(0, 1)
     colors = _cells_to_pixels(colormap(scaled), cell)
     drawn = OVERLAY_ALPHA * colors + (1 - OVERLAY_ALPHA) * pixels.mean(2, keepdims=True)
-    if kept is not None:
-        mask = _cells_to_pixels(kept, cell)
+    if keep_mask is not None:
+        mask = _cells_to_pixels(keep_mask, cell)
         distance = np.minimum(*np.meshgrid(*(_distance_to_cell_edge(size, cell) for size in drawn.shape[1::-1])))
         drawn[mask & (distance == 0)] = 0
         drawn[mask & (distance == 1)] = 255

@@ -37,7 +37,7 @@ def plot_bench(rows: Sequence[dict[str, Any]], file: Path) -> None:
 
 LOG_PANELS = (
     ("Agreement with the target", "share of tokens", ("agree",)),
-    ("Loss", "loss", ("loss", "words", "logits", "states", "hidden")),
+    ("Loss", "loss", ("loss", "words", "logits", "states", "hidden", "compressor")),
 )
 """Panels of `plot_training_log`: title, label of the y axis, prefixes of the metrics."""
 

@@ -1,6 +1,6 @@
 """Specs of drafters for `mmspec bench` and the studies: `DRAFTER@DEPTH+COMPRESSOR`.
 
-DEPTH fixes the number of draft levels (passes of falcon), which the depth controller chooses otherwise. COMPRESSOR
+DEPTH fixes the number of draft levels (forwards of falcon), which the depth controller chooses otherwise. COMPRESSOR
 compresses the visual tokens of the drafter; `own:N` sets the budget of the one that the drafter was trained with.
 """
 

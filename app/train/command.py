@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from mmspec.app.caption.command import MODEL_HELP, hide_progress_bars, positive_int
 from mmspec.app.caption.config import DTYPES, SCENES_MODEL, ProcessInfo
-from mmspec.app.cli.deprecated import add_renamed
+from mmspec.app.cli.deprecated import DeprecatedFlag, add_renamed
 from mmspec.app.errors import UsageError
 from mmspec.app.train.config import TrainOptions
 from mmspec.app.train.heads import RECIPES
@@ -33,12 +33,12 @@ drafters
   eagle           visual tokens are fused with the target's hidden states like text (EAGLE-2)
   eagle-textual   no visual tokens: only text tokens, with the target's hidden states
   eagle-blind     visual tokens are placeholder embeddings (EAGLE as it is for text)
-  flash           5 tokens from one pass, by a wide feed-forward (FLASH), each corrected by the token before it
+  flash           5 tokens per forward, by a wide feed-forward (FLASH), each corrected by the token before it
   flash-free      the same without the correction, as in the paper
-  parallel        5 tokens from one pass over learned mask embeddings, each corrected by the token before it
+  parallel        5 tokens per forward over learned mask embeddings, each corrected by the token before it
                   (ParallelSpec, Hydra)
   parallel-free   the same without the correction
-  falcon          2 tokens from every pass, several passes (Falcon)
+  falcon          2 tokens per forward, several forwards (Falcon)
   Several, separated by commas, train side by side on the same batches: the target runs once for all of them.
 
 data
@@ -97,7 +97,7 @@ def _add_training(how: argparse._ArgumentGroup) -> None:
         type=positive_int,
         default=160,
         metavar="N",
-        help="tokens of an answer at most (default 160)",
+        help="maximum length of an answer in tokens (default 160)",
     )
     add("--steps", type=positive_int, default=1000, metavar="N", help="default 1000")
     add("--batch-size", type=positive_int, default=16, metavar="N", help="sequences per step (default 16)")
@@ -115,8 +115,10 @@ def _add_training(how: argparse._ArgumentGroup) -> None:
     add_renamed(how, "--hidden-loss", "--states-weight", type=float, default=1.0, metavar="W", help=hidden_help)
     logits_help = "weight of soft cross-entropy on the logits (default 0.1)"
     add_renamed(how, "--logits-loss", "--words-weight", type=float, default=0.1, metavar="W", help=logits_help)
-    ttt_help = "further training-time-test steps over the head's own outputs (default 2)"
-    add_renamed(how, "--ttt-steps", "--rollout", type=int, default=2, metavar="N", help=ttt_help)
+    ttt_help = "training-time-test steps: forwards per batch, all but the first on the head's own outputs (default 3)"
+    add("--ttt-steps", type=positive_int, default=3, metavar="N", help=ttt_help)
+    new_flag = "--ttt-steps N+1 for --rollout N"
+    add("--rollout", action=DeprecatedFlag, dest="ttt_steps", type=rollout_to_ttt_steps, new_flag=new_flag)
     _add_head(how)
 
 
@@ -134,14 +136,14 @@ def _add_head(how: argparse._ArgumentGroup) -> None:
         help="uniform noise on hidden states (EAGLE: 0.2; default 0)",
     )
     add("--ffn", type=positive_int, default=None, metavar="N", help="intermediate size (default: the target's)")
-    add("--block", type=positive_int, default=None, metavar="K", help="tokens per pass (flash: 5, falcon: 2)")
+    add("--block", type=positive_int, default=None, metavar="K", help="tokens per forward (flash: 5, falcon: 2)")
     mode_help = "how visual tokens enter the head (default: that of the drafter)"
     add_renamed(
         how, "--visual-mode", "--rule", type=parse_visual_mode, default=None, choices=VISUAL_MODES, help=mode_help
     )
     add(
         "--compressor",
-        type=parse_compressor,
+        type=compressor_spec,
         default=None,
         metavar="NAME:N",
         help="compress visual tokens to N (latent:64)",
@@ -152,7 +154,7 @@ def _add_head(how: argparse._ArgumentGroup) -> None:
         type=positive_int,
         default=None,
         metavar="N",
-        help="draft only the N most frequent ids",
+        help="size of the draft vocabulary: the N most frequent ids",
     )
     add(
         "--evaluate",
@@ -192,8 +194,13 @@ def parse_visual_mode(text: str) -> str:
     return {"blind": "placeholder", "textual": "text_only"}.get(text, text)
 
 
-def parse_compressor(text: str) -> str:
-    """A compressor and how many tokens it keeps."""
+def rollout_to_ttt_steps(text: str) -> int:
+    """`--ttt-steps` from the value of `--rollout`, which did not count the first step."""
+    return 1 + non_negative_int(text)
+
+
+def compressor_spec(text: str) -> str:
+    """NAME:N, a compressor and the number of tokens that it keeps."""
     from mmspec.vision.registry import parse_compressor
 
     try:
@@ -236,12 +243,13 @@ def run(args: argparse.Namespace) -> int:
     trainer = build_trainer(options, teacher, len(data), settings, distributed)
     items = {"items": data.digest} if isinstance(data, Subset) else {}  # the content of a folder may have changed
     check_run_settings(options.out, answer_settings | items, distributed)
-    first = len(data) if options.text_only else 0
+    start_index = len(data) if options.text_only else 0
     is_silent = distributed.rank > 0
-    total = len(teacher.data) - first
+    total = len(teacher.data) - start_index
     with ProgressReporter("answers", total, "text", show_bar=options.progress, is_silent=is_silent) as progress:
-        batch, shard = options.answer_batch or options.batch_size, (distributed.rank, distributed.world_size)
-        teacher.generate_answers(options.out, batch, options.max_new_tokens, progress.update, shard, first)
+        batch_size = options.answer_batch or options.batch_size
+        shard = (distributed.rank, distributed.world_size)
+        teacher.generate_answers(options.out, batch_size, options.max_new_tokens, progress.update, shard, start_index)
     wait_for_everyone()
     teacher.read_answers(options.out)
     with ProgressReporter("train", options.steps, "step", show_bar=options.progress, is_silent=is_silent) as progress:

@@ -15,9 +15,9 @@ class TrainOptions:
     Attributes:
         command: the command line, for provenance.json.
         drafter: names of recipes that are trained side by side.
-        ttt_steps: further training-time-test steps (EAGLE-3, section 3.2) over the head's own outputs.
+        ttt_steps: training-time-test steps, the first included; after it the head reads its own outputs.
         ffn: width of the feed-forward network; None for that of the target.
-        block: tokens of one pass; None for that of the recipe.
+        block: tokens per forward; None for that of the recipe.
         visual_mode: how visual tokens enter the head; None for that of the recipe.
         minutes: time limit of one call; the run goes on when the command is repeated.
     """

@@ -21,7 +21,7 @@ from mmspec.app.modeling.captioner import Captioner
 from mmspec.app.train.datasets import Request, RequestDataset
 from mmspec.cpu.bf16 import bf16_is_faster
 from mmspec.drafters.checkpoints.format import tokenizer_fingerprint
-from mmspec.drafters.eagle.visual_inputs import prompt_grids
+from mmspec.drafters.eagle.compressed_inputs import prompt_grids
 from mmspec.drafters.training.batch import TrainBatch
 from mmspec.interfaces import Prompt
 from mmspec.targets.registry import find_adapter
@@ -30,15 +30,26 @@ ANSWERS = "answers.jsonl"
 
 
 class Teacher:
-    """A target that generates answers and hidden states; both are computed once, hidden states within `cache_bytes`."""
+    """The target that generates the answers and computes hidden states over them.
 
-    def __init__(self, model: Any, processor: Any, data: RequestDataset, room: int = 0) -> None:
+    Attributes:
+        data: the requests.
+        answers: token ids of the answers so far, by request index.
+        text_lengths: approximate number of tokens of prompt and answer, by request index.
+        cache_bytes: host memory that is left for hidden states.
+    """
+
+    def __init__(self, model: Any, processor: Any, data: RequestDataset, cache_bytes: int = 0) -> None:
         """
         Args:
-            room: bytes of states that may be kept on the host for when a text comes again. What comes first is kept:
-                texts come in epochs, so whatever was thrown out last would be wanted next.
+            model: the target.
+            processor: of the target.
+            data: the requests.
+            cache_bytes: host memory for hidden states. Nothing is evicted: requests come in epochs, so the sequence
+                that was used last is the one that will be needed last.
         """
-        self.cache_bytes, self._cache = room, dict[int, TrainBatch]()
+        self.cache_bytes = cache_bytes
+        self._cache: dict[int, TrainBatch] = {}
         self.captioner, self.data, self.adapter = Captioner(model, processor), data, find_adapter(model)
         self.model, self.tokenizer = model, processor.tokenizer
         self.answers: dict[int, list[int]] = {}
@@ -55,161 +66,187 @@ class Teacher:
         return tokenizer_fingerprint(self.tokenizer)
 
     def most_common_ids(self, count: int) -> Tensor:
-        """[count] int64, the ids that the answers use most, rising; the end is always among them."""
-        counted = Counter(token for ids in self.answers.values() for token in ids)
-        ends = self.captioner.eos_ids
-        first = [*ends, *(token for token, _ in counted.most_common() if token not in ends)]
-        return torch.tensor(sorted(first[:count]))
+        """[count] int64, the ids that occur most often in the answers, increasing; end-of-sequence ids always."""
+        counter = Counter(token for ids in self.answers.values() for token in ids)
+        eos_ids = self.captioner.eos_ids
+        ids = [*eos_ids, *(token for token, _ in counter.most_common() if token not in eos_ids)]
+        return torch.tensor(sorted(ids[:count]))
 
     def generate_answers(
         self,
         folder: Path,
-        batch: int,
-        most: int,
-        tick: Callable[[int], None] = lambda done: None,
-        share: tuple[int, int] = (0, 1),
-        since: int = 0,
+        batch_size: int,
+        max_new_tokens: int,
+        on_progress: Callable[[int], None] = lambda count: None,
+        shard: tuple[int, int] = (0, 1),
+        start_index: int = 0,
     ) -> None:
-        """Generate an answer for every request that has none; answers in the folder are read, not generated again.
+        """Generate an answer to every request that has none; answers in the folder are read, not generated again.
 
         Args:
-            share: (rank, processes): each does its part, in a file of its own; `read_answers` brings them together.
-            since: the first request that is asked; those before it are not needed.
+            folder: of the run.
+            batch_size: requests per `generate` call.
+            max_new_tokens: maximum length of an answer.
+            on_progress: called with the number of answers that were read or generated.
+            shard: (rank, world size); each process writes a file of its own, and `read_answers` reads all of them.
+            start_index: index of the first request that needs an answer.
         """
         folder.mkdir(parents=True, exist_ok=True)
-        rank, world = share
-        file = folder / (ANSWERS if world == 1 else f"answers-{rank}.jsonl")
-        self._read(file, mend=True)
+        rank, world_size = shard
+        file = folder / (ANSWERS if world_size == 1 else f"answers-{rank}.jsonl")
+        self._read(file, repair=True)
         self.read_answers(folder)
-        mine = range(since + rank, len(self.data), world)
-        open_ = [number for number in mine if number not in self.answers]
-        tick(len(mine) - len(open_))
+        indices = range(start_index + rank, len(self.data), world_size)
+        missing = [index for index in indices if index not in self.answers]
+        on_progress(len(indices) - len(missing))
         with file.open("a", encoding="utf-8") as out:
-            for start in range(0, len(open_), batch):
-                numbers = open_[start : start + batch]
-                said = self._answer([self.data[n] for n in numbers], most)
-                for number, (ids, prompt) in zip(numbers, said, strict=True):
-                    row = {"number": number, "ids": ids, "prompt": prompt}
-                    self._take(row)
-                    out.write(json.dumps(row) + "\n")
+            for start in range(0, len(missing), batch_size):
+                batch = missing[start : start + batch_size]
+                outputs = self._answer([self.data[index] for index in batch], max_new_tokens)
+                for index, (ids, prompt_length) in zip(batch, outputs, strict=True):
+                    record = {"number": index, "ids": ids, "prompt": prompt_length}
+                    self._add(record)
+                    out.write(json.dumps(record) + "\n")
                 out.flush()
-                tick(len(numbers))
+                on_progress(len(batch))
 
     def read_answers(self, folder: Path) -> None:
         """Read the answers of all processes so far."""
         for file in sorted(folder.glob("answers*.jsonl")):
             self._read(file)
 
-    def _read(self, file: Path, mend: bool = False) -> None:
-        """Answers in a file; with `mend` a last line that was cut is taken out of it."""
+    def _read(self, file: Path, repair: bool = False) -> None:
+        """Read the answers in a file; with `repair`, remove an incomplete last line from it."""
         if not file.exists():
             return
-        good, text = [], file.read_text(encoding="utf-8")
+        lines, text = [], file.read_text(encoding="utf-8")
         for line in text.splitlines():
             try:
-                row = json.loads(line)
+                record = json.loads(line)
             except ValueError:
                 continue
-            self._take(row)
-            good.append(line)
-        whole = "".join(f"{line}\n" for line in good)
-        if mend and whole != text:
-            replace_file(file, whole.encode())  # under another name first: a full disk must not cost the answers
+            self._add(record)
+            lines.append(line)
+        complete = "".join(f"{line}\n" for line in lines)
+        if repair and complete != text:
+            replace_file(file, complete.encode())  # written under another name first, in case the disk is full
 
-    def _take(self, row: dict[str, Any]) -> None:
-        """An answer, and about how long its whole text is."""
-        self.answers[row["number"]] = row["ids"]
-        self.text_lengths[row["number"]] = len(row["ids"]) + row.get("prompt", 0)
+    def _add(self, record: dict[str, Any]) -> None:
+        """Store an answer, and about how many tokens prompt and answer have."""
+        self.answers[record["number"]] = record["ids"]
+        self.text_lengths[record["number"]] = len(record["ids"]) + record.get("prompt", 0)
 
-    def _answer(self, requests: Sequence[Request], most: int) -> list[tuple[list[int], int]]:
-        """Per request the ids of its answer, and the length of its prompt, 0 if nobody had to know it.
+    def _answer(self, requests: Sequence[Request], max_new_tokens: int) -> list[tuple[list[int], int]]:
+        """(ids of the answer, length of the prompt) of each request; length 0 where the data bring the answer.
 
-        Those with as many pictures go together, since whoever stands beside a clip is padded to its length.
+        Requests with the same number of images are generated together: beside a video all others would be padded to its
+        length.
         """
-        said = [(self._ids(one.answer), 0) if one.answer is not None else ([], 0) for one in requests]
+        outputs: list[tuple[list[int], int]] = [([], 0)] * len(requests)
         groups: dict[int, list[int]] = {}
-        for place, one in enumerate(requests):
-            if one.answer is None:
-                groups.setdefault(len(media_images(one.media)), []).append(place)
-        for places in groups.values():
-            for place, answer in zip(places, self._generate([requests[p] for p in places], most), strict=True):
-                said[place] = answer
-        return said
+        for index, request in enumerate(requests):
+            if request.answer is None:
+                groups.setdefault(len(media_images(request.media)), []).append(index)
+            else:
+                outputs[index] = (self._tokenize(request.answer), 0)
+        for group in groups.values():
+            generated = self._generate([requests[index] for index in group], max_new_tokens)
+            for index, output in zip(group, generated, strict=True):
+                outputs[index] = output
+        return outputs
 
-    def _ids(self, answer: str) -> list[int]:
+    def _tokenize(self, answer: str) -> list[int]:
         ids = self.tokenizer(" " + answer.strip(), add_special_tokens=False).input_ids
         return [*ids, *self.captioner.eos_ids[:1]]
 
-    def _generate(self, requests: Sequence[Request], most: int) -> list[tuple[list[int], int]]:
-        inputs = self.captioner.build_inputs([one.media for one in requests], [one.question for one in requests])
-        out = self.model.generate(
-            **inputs, max_new_tokens=most, do_sample=False, temperature=None, top_p=None, top_k=None
+    def _generate(self, requests: Sequence[Request], max_new_tokens: int) -> list[tuple[list[int], int]]:
+        """(ids of the answer up to the end-of-sequence id, length of the prompt) of each request."""
+        inputs = self._build_inputs(requests)
+        sequences = self.model.generate(
+            **inputs, max_new_tokens=max_new_tokens, do_sample=False, temperature=None, top_p=None, top_k=None
         )
-        ends, result = set(self.captioner.eos_ids), []
-        prompts = inputs["attention_mask"].sum(1).tolist()
-        for row, prompt in zip(out[:, inputs["input_ids"].shape[1] :].tolist(), prompts, strict=True):
-            size = next((i + 1 for i, token in enumerate(row) if token in ends), len(row))
-            result.append((row[:size], prompt))
-        return result
+        eos_ids, outputs = set(self.captioner.eos_ids), []
+        prompt_lengths = inputs["attention_mask"].sum(1).tolist()
+        answers = sequences[:, inputs["input_ids"].shape[1] :].tolist()
+        for ids, prompt_length in zip(answers, prompt_lengths, strict=True):
+            length = next((i + 1 for i, token in enumerate(ids) if token in eos_ids), len(ids))
+            outputs.append((ids[:length], prompt_length))
+        return outputs
 
-    def make_batch(self, numbers: Sequence[int]) -> TrainBatch:
+    def _build_inputs(self, requests: Sequence[Request]) -> dict[str, Any]:
+        return self.captioner.build_inputs([one.media for one in requests], [one.question for one in requests])
+
+    def make_batch(self, indices: Sequence[int]) -> TrainBatch:
         """The target's hidden states over prompt and answer of these requests."""
-        new = [number for number in dict.fromkeys(numbers) if number not in self._cache]
-        made = dict(zip(new, self._forward(new).split(), strict=True)) if new else {}
-        rows = [self._cache[number] if number in self._cache else made[number] for number in numbers]
-        for number, row in made.items():
-            size = sum(part.nbytes for part in row.tensors())
+        new = [index for index in dict.fromkeys(indices) if index not in self._cache]
+        computed = dict(zip(new, self._forward(new).split(), strict=True)) if new else {}
+        sequences = [self._cache[index] if index in self._cache else computed[index] for index in indices]
+        for index, sequence in computed.items():
+            size = sum(part.nbytes for part in sequence.tensors())
             if size <= self.cache_bytes:
                 self.cache_bytes -= size
-                self._cache[number] = row.to("cpu")
+                self._cache[index] = sequence.to("cpu")
         device = self.model.device
-        return TrainBatch.collate([row.to(device) for row in rows])
+        return TrainBatch.collate([sequence.to(device) for sequence in sequences])
 
-    def _forward(self, numbers: Sequence[int]) -> TrainBatch:
+    def _forward(self, indices: Sequence[int]) -> TrainBatch:
         """One forward of the target over prompts and answers."""
-        requests = [self.data[number] for number in numbers]
-        inputs = self.captioner.build_inputs([one.media for one in requests], [one.question for one in requests])
-        whole, answer = self._join(inputs, [self.answers[number] for number in numbers])
+        inputs = self._build_inputs([self.data[index] for index in indices])
+        inputs, response_mask = self._append_answers(inputs, [self.answers[index] for index in indices])
         device, capture = self.model.device, self.adapter.attention_capture()
         with (
             torch.no_grad(),
             torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cpu" and bf16_is_faster(device)),
             nullcontext() if capture is None else capture.active(),
         ):
-            seen = self.model(**whole, output_hidden_states=True, logits_to_keep=1, use_cache=False)
-        ids, real = whole["input_ids"], whole["attention_mask"].bool()
-        visual = torch.isin(ids, torch.tensor(self.media_token_ids, device=ids.device))
-        vision = {name: whole[name] for name in self.adapter.vision_args if whole.get(name) is not None}
-        grids = self.adapter.grids(ids, vision)
+            outputs = self.model(**inputs, output_hidden_states=True, logits_to_keep=1, use_cache=False)
+        input_ids, attention_mask = inputs["input_ids"], inputs["attention_mask"].bool()
+        visual_mask = torch.isin(input_ids, torch.tensor(self.media_token_ids, device=input_ids.device))
+        vision = {name: inputs[name] for name in self.adapter.vision_args if inputs.get(name) is not None}
+        prompt = Prompt(
+            input_ids,
+            attention_mask,
+            visual_mask,
+            position_ids=input_ids,
+            grids=self.adapter.grids(input_ids, vision),
+        )
         return TrainBatch(
-            input_ids=ids,
-            attention_mask=real,
-            visual_mask=visual,
-            response_mask=answer,
-            inputs_embeds=seen.hidden_states[0].float(),
-            hidden_states=seen.hidden_states[-1].float(),
-            grids=prompt_grids(Prompt(ids, real, visual, position_ids=ids, grids=grids), ids.shape[1]),
-            visual_saliency=self.adapter.visual_saliency(capture, visual, vision),
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            visual_mask=visual_mask,
+            response_mask=response_mask,
+            inputs_embeds=outputs.hidden_states[0].float(),
+            hidden_states=outputs.hidden_states[-1].float(),
+            grids=prompt_grids(prompt, input_ids.shape[1]),
+            visual_saliency=self.adapter.visual_saliency(capture, visual_mask, vision),
         )
 
-    def _join(self, inputs: dict[str, Any], answers: Sequence[list[int]]) -> tuple[dict[str, Any], Tensor]:
-        """Prompts (padded on the left) and answers to texts padded on the right, and where the answers are."""
-        ids, mask = inputs["input_ids"], inputs["attention_mask"]
-        rows = [row[on.bool()].tolist() for row, on in zip(ids, mask, strict=True)]
-        texts = [prompt + answer for prompt, answer in zip(rows, answers, strict=True)]
-        longest = max(map(len, texts))
-        pad = self.tokenizer.pad_token_id
-        joined = torch.tensor([text + [pad] * (longest - len(text)) for text in texts], device=ids.device)
-        place = torch.arange(longest, device=ids.device)
-        begins = torch.tensor([len(row) for row in rows], device=ids.device)[:, None]
-        ends = torch.tensor([len(text) for text in texts], device=ids.device)[:, None]
-        whole = {name: value for name, value in inputs.items() if name not in ("input_ids", "attention_mask")}
+    def _append_answers(self, inputs: dict[str, Any], answers: Sequence[list[int]]) -> tuple[dict[str, Any], Tensor]:
+        """Prompts (padded on the left) and answers as inputs padded on the right, and the response mask [B, L]."""
+        prompt_ids, prompt_mask = inputs["input_ids"], inputs["attention_mask"].bool()
+        device = prompt_ids.device
+        prompts = _without_padding(prompt_ids, prompt_mask)
+        sequences = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
+        length = max(map(len, sequences))
+        position = torch.arange(length, device=device)
+        starts = torch.tensor([len(prompt) for prompt in prompts], device=device)[:, None]
+        ends = torch.tensor([len(sequence) for sequence in sequences], device=device)[:, None]
+
+        def pad_right(sequences: Sequence[list[int]], value: int) -> Tensor:
+            return torch.tensor([ids + [value] * (length - len(ids)) for ids in sequences], device=device)
+
+        joined = {name: value for name, value in inputs.items() if name not in ("input_ids", "attention_mask")}
         for name in ("token_type_ids", "mm_token_type_ids"):
-            if name in whole:
-                kinds = [row[on.bool()].tolist() for row, on in zip(whole[name], mask, strict=True)]
-                whole[name] = torch.tensor([kind + [0] * (longest - len(kind)) for kind in kinds], device=ids.device)
-        whole |= {"input_ids": joined, "attention_mask": (place < ends).long()}
-        return whole, (place >= begins) & (place < ends)
+            if name in joined:
+                joined[name] = pad_right(_without_padding(joined[name], prompt_mask), 0)
+        joined["input_ids"] = pad_right(sequences, self.tokenizer.pad_token_id)
+        joined["attention_mask"] = (position < ends).long()
+        return joined, (position >= starts) & (position < ends)
+
+
+def _without_padding(values: Tensor, mask: Tensor) -> list[list[int]]:
+    """The values [B, n] of each row where the mask [B, n] is True."""
+    return [row[row_mask].tolist() for row, row_mask in zip(values, mask, strict=True)]
 
 
 __all__ = ["ANSWERS", "Teacher"]

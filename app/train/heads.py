@@ -15,12 +15,12 @@ class HeadRecipe:
     """Architecture and shape of a drafter that can be trained.
 
     Attributes:
-        visual_mode: how visual tokens enter the head (`mmspec.drafters.eagle.visual_inputs`).
-        architecture: key of `mmspec.drafters.architectures.ARCHITECTURES`.
-        block_size: tokens per pass.
-        ffn_scale: intermediate size of the feed-forward, as a share of `--ffn`.
-        block_ffn_scale: intermediate size of the block feed-forward (FLASH), as a share of `--ffn`.
-        markov_scale: rank of the Markov head (FLASH), as a share of `--ffn`.
+        visual_mode: how visual tokens enter the head, a key of `mmspec.drafters.eagle.visual_inputs.VISUAL_MODES`.
+        architecture: a key of `mmspec.drafters.architectures.ARCHITECTURES`.
+        block_size: tokens per forward (`HeadConfig.block_size`); `--block` overrides it.
+        ffn_scale: `HeadConfig.intermediate_size` as a multiple of `--ffn`.
+        block_ffn_scale: `HeadConfig.block_ffn_size` as a multiple of `--ffn`.
+        markov_scale: `HeadConfig.markov_rank` as a multiple of `--ffn`.
     """
 
     visual_mode: str
@@ -36,9 +36,9 @@ RECIPES = {
     "eagle": HeadRecipe("coupled"),
     "eagle-blind": HeadRecipe("placeholder"),
     "eagle-textual": HeadRecipe("text_only"),
-    "flash": HeadRecipe("decoupled", "flash", 5, 0.0, 1.0, 0.25),
-    "flash-free": HeadRecipe("decoupled", "flash", 5, 0.0, 1.0),
-    "parallel": HeadRecipe("decoupled", "parallel", 5, 1.0, 0.5),
+    "flash": HeadRecipe("decoupled", "flash", 5, ffn_scale=0.0, block_ffn_scale=1.0, markov_scale=0.25),
+    "flash-free": HeadRecipe("decoupled", "flash", 5, ffn_scale=0.0, block_ffn_scale=1.0),
+    "parallel": HeadRecipe("decoupled", "parallel", 5, block_ffn_scale=0.5),
     "parallel-free": HeadRecipe("decoupled", "parallel", 5),
     "falcon": HeadRecipe("decoupled", "falcon", 2),
 }
@@ -49,15 +49,15 @@ def build_parts(options: TrainOptions, name: str, config: Any, teacher: Any) -> 
     """(head, compressor or None) of a drafter to be trained: fresh, or with the weights that `--start-from` names.
 
     Raises:
-        UsageError: what is asked for cannot be.
+        UsageError: a size is invalid, or `--start-from` does not fit.
     """
     try:
         if options.start_from is None:
-            recipe, kept = RECIPES[name], None
+            recipe, stored = RECIPES[name], None
             head = init_head(resize_config(config, recipe, options.block), options.seed, recipe.architecture)
         else:
-            head, kept = load_head(options, name, teacher)
-        return head, build_compressor(options, config.hidden_size, kept)
+            head, stored = load_start_head(options, name, teacher)
+        return head, build_train_compressor(options, config.hidden_size, stored)
     except ValueError as error:
         raise UsageError(f"--drafter {name}: {error}") from error
 
@@ -93,7 +93,7 @@ def resize_config(config: Any, recipe: HeadRecipe, block: int | None) -> Any:
     )
 
 
-def init_head(config: Any, seed: int, kind: str = "eagle") -> Any:
+def init_head(config: Any, seed: int, architecture: str = "eagle") -> Any:
     """Fresh weights, the same for every drafter of a run; torch's generators stay as they are."""
     import torch
 
@@ -101,52 +101,58 @@ def init_head(config: Any, seed: int, kind: str = "eagle") -> Any:
 
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
-        return ARCHITECTURES[kind].head(config)
+        return ARCHITECTURES[architecture].head(config)
 
 
-def load_head(options: TrainOptions, name: str, teacher: Any) -> tuple[Any, Any]:
-    """The weights to go on from: of the drafter of that name in a run's folder, or of the one drafter that is named.
+def load_start_head(options: TrainOptions, name: str, teacher: Any) -> tuple[Any, Any]:
+    """The head of `--start-from`, a folder of a run (its drafter of that name) or of one drafter.
 
-    With it, as in `HeadMetadata`, the compressor that was trained with it, or None.
+    Returns:
+        The head, and the compressor that was trained with it as in `HeadMetadata`, or None.
 
     Raises:
-        UsageError: there are none. ValueError: they are of another kind or shape, for another target, or damaged.
+        UsageError: there is none.
+        ValueError: it has another architecture or shape, is for another target, or is damaged.
     """
     from mmspec.drafters.checkpoints.format import CONFIG_NAME, load_head
     from mmspec.drafters.registry import bundled_drafters
 
     if options.start_from is None:
-        raise ValueError("load_head needs --start-from")
-    recipe = RECIPES[name]
-    assert options.start_from is not None
-    place = Path(bundled_drafters().get(options.start_from, options.start_from))
-    if (place / name / CONFIG_NAME).is_file():
-        place /= name
+        raise ValueError("load_start_head needs --start-from")
+    folder = Path(bundled_drafters().get(options.start_from, options.start_from))
+    if (folder / name / CONFIG_NAME).is_file():
+        folder /= name
     elif len(options.drafter) > 1:
-        raise UsageError(f"--start-from {place}: there is no {name}/{CONFIG_NAME} in it")
+        raise UsageError(f"--start-from {folder}: there is no {name}/{CONFIG_NAME} in it")
     try:
-        head, made = load_head(place)
+        head, metadata = load_head(folder)
     except FileNotFoundError as error:
         raise UsageError(f"--start-from {options.start_from}: {error}") from error
-    text = teacher.model.config.get_text_config(decoder=True)
-    made.check_target(
-        hidden_size=text.hidden_size,
-        vocab_size=text.vocab_size,
+    text_config = teacher.model.config.get_text_config(decoder=True)
+    metadata.check_target(
+        hidden_size=text_config.hidden_size,
+        vocab_size=text_config.vocab_size,
         num_layers=teacher.adapter.num_layers,
         tokenizer=teacher.fingerprint,
     )
-    wanted: dict[str, tuple[object, object]] = {"kind": (recipe.architecture, made.architecture)}
-    wanted |= {"rule": (options.visual_mode or recipe.visual_mode, made.visual_mode)}
-    wanted |= (
-        {}
-        if options.ffn is None
-        else {"ffn": (round((recipe.ffn_scale or recipe.block_ffn_scale) * options.ffn), ffn_width(head))}
-    )
-    wanted |= {} if options.block is None else {"block": (options.block, head.config.block_size)}
-    wrong = [f"{what} {there} (wanted: {here})" for what, (here, there) in wanted.items() if here != there]
-    if wrong:
-        raise ValueError(f"{place} is another drafter: {', '.join(wrong)}")
-    return head.train(), made.compressor
+    differences = _start_differences(options, name, head, metadata)
+    if differences:
+        raise ValueError(f"{folder} is another drafter: {', '.join(differences)}")
+    return head.train(), metadata.compressor
+
+
+def _start_differences(options: TrainOptions, name: str, head: Any, metadata: Any) -> list[str]:
+    """What differs between a loaded head and the drafter to be trained."""
+    recipe = RECIPES[name]
+    pairs: dict[str, tuple[object, object]] = {
+        "architecture": (recipe.architecture, metadata.architecture),
+        "visual mode": (options.visual_mode or recipe.visual_mode, metadata.visual_mode),
+    }
+    if options.ffn is not None:
+        pairs["ffn"] = (round((recipe.ffn_scale or recipe.block_ffn_scale) * options.ffn), ffn_width(head))
+    if options.block is not None:
+        pairs["block"] = (options.block, head.config.block_size)
+    return [f"{key} {found} (wanted: {wanted})" for key, (wanted, found) in pairs.items() if wanted != found]
 
 
 def ffn_width(head: Any) -> int:
@@ -155,41 +161,43 @@ def ffn_width(head: Any) -> int:
     return width
 
 
-def build_compressor(options: TrainOptions, hidden_size: int, kept: Any) -> Any:
-    """What `--compressor` asks for, if anything: with the weights that came with the head, else fresh.
+def build_train_compressor(options: TrainOptions, hidden_size: int, stored: Any) -> Any:
+    """The compressor of `--compressor`, or None: with the weights that are stored with the head, else fresh.
 
     Args:
-        kept: as in `HeadMetadata`.
+        options: of the run.
+        hidden_size: of the target.
+        stored: `HeadMetadata.compressor` of the head of `--start-from`, or None.
 
     Raises:
-        ValueError: weights of another compressor came with the head, and would be lost.
+        ValueError: the head was trained with another compressor, whose weights would be lost.
     """
     from mmspec.vision.registry import config_size, load_compressor, parse_compressor
 
-    if kept is None or not kept[1]:
-        return None if options.compressor is None else init_compressor(options.compressor, hidden_size, options.seed)
-    facts, weights = kept
-    if options.compressor is None or parse_compressor(options.compressor) != (facts["name"], config_size(facts)):
+    if stored is None or not stored[1]:
+        return None if options.compressor is None else seeded_compressor(options.compressor, hidden_size, options.seed)
+    config, weights = stored
+    if options.compressor is None or parse_compressor(options.compressor) != (config["name"], config_size(config)):
         raise ValueError(
-            f"{options.start_from} was trained with --compressor {facts['name']}:{config_size(facts)} (wanted: "
-            f"{options.compressor or 'none'}): ask for the same, or start from another drafter"
+            f"{options.start_from} was trained with --compressor {config['name']}:{config_size(config)} (wanted: "
+            f"{options.compressor or 'none'}): pass the same, or start from another drafter"
         )
-    return load_compressor(facts, weights, hidden_size).train()  # type: ignore[attr-defined]
+    return load_compressor(config, weights, hidden_size).train()  # type: ignore[attr-defined]
 
 
-def init_compressor(text: str, hidden_size: int, seed: int) -> Any:
-    """Fresh weights; torch's generators stay as they are."""
+def seeded_compressor(spec: str, hidden_size: int, seed: int) -> Any:
+    """A compressor with fresh weights; torch's generators stay as they are."""
     import torch
 
     from mmspec.vision.registry import init_compressor
 
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
-        return init_compressor(text, hidden_size)
+        return init_compressor(spec, hidden_size)
 
 
 def compressor_state(compressor: Any) -> Any:
-    """What a checkpoint keeps of a compressor."""
+    """A compressor as in `HeadMetadata`, or None."""
     from mmspec.vision.registry import compressor_config
 
     if compressor is None:
@@ -198,4 +206,4 @@ def compressor_state(compressor: Any) -> Any:
     return compressor_config(compressor), weights
 
 
-__all__ = ["RECIPES", "build_parts", "compressor_state", "init_compressor", "init_head", "target_head_config"]
+__all__ = ["RECIPES", "build_parts", "compressor_state", "init_head", "seeded_compressor", "target_head_config"]

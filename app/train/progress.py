@@ -12,7 +12,7 @@ from mmspec.app.caption.progress import print_stderr
 LINE_EVERY_S = 30.0
 """Seconds between lines where standard error is no terminal."""
 NUM_METRICS = 3
-"""Metrics that a line has room for."""
+"""Metrics per line."""
 
 
 class ProgressReporter:
@@ -42,27 +42,27 @@ class ProgressReporter:
         self._start_time = self._last_line = time.monotonic()
 
     def resume(self, count: int) -> None:
-        """Count units of an earlier run, which say nothing about the speed of this one."""
+        """Count units of an earlier run, which do not count for the speed of this one."""
         self.num_resumed += count
         self.done += count
         self._bar.update(count)
 
     def update(self, count: int = 1, metrics: Mapping[str, float] | None = None) -> None:
-        """Count units; `metrics` are shown beside them."""
+        """Count units; the first of `metrics` are printed beside them."""
         self.done += count
-        shown = {name: f"{value:.3f}" for name, value in list((metrics or {}).items())[:NUM_METRICS]}
-        if shown:
-            self._bar.set_postfix(shown, refresh=False)
+        formatted = {name: f"{value:.3f}" for name, value in list((metrics or {}).items())[:NUM_METRICS]}
+        if formatted:
+            self._bar.set_postfix(formatted, refresh=False)
         self._bar.update(count)
         now = time.monotonic()
         if self._has_lines and now - self._last_line >= LINE_EVERY_S:
             self._last_line = now
-            print_stderr(self._line(now - self._start_time, shown))
+            print_stderr(self._line(now - self._start_time, formatted))
 
-    def _line(self, seconds: float, shown: Mapping[str, str]) -> str:
+    def _line(self, seconds: float, formatted: Mapping[str, str]) -> str:
         rate = (self.done - self.num_resumed) / max(seconds, 1e-9)
         cells = [f"mmspec: {self.name}: {self.done} of {self.total} {self.unit}s"]
-        cells += [f"{name} {value}" for name, value in shown.items()]
+        cells += [f"{name} {value}" for name, value in formatted.items()]
         cells.append(f"{rate:.2f} {self.unit}s/s")
         if rate and self.done < self.total:
             cells.append(f"about {_format_seconds((self.total - self.done) / rate)} left")

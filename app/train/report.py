@@ -157,12 +157,12 @@ def summary_lines(options: TrainOptions, folder: Path, evaluation: Mapping[str, 
 
 def next_command(options: TrainOptions, folder: Path) -> str:
     """The command that measures the drafter more thoroughly."""
-    words = ["mmspec", "bench", "--drafters", str(folder)]
+    command = ["mmspec", "bench", "--drafters", str(folder)]
     if options.target != SCENES_MODEL:
-        words += ["--model", options.target, "--images", *options.data]
+        command += ["--model", options.target, "--images", *options.data]
     if options.dtype != "auto":
-        words += ["--dtype", options.dtype]
-    return shlex.join(words)
+        command += ["--dtype", options.dtype]
+    return shlex.join(command)
 
 
 def write_curves(out: Path, title: str) -> None:

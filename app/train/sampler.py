@@ -31,8 +31,8 @@ class LengthGroupedSampler:
         """[batch] request indices of a step.
 
         Args:
-            with_images: share of the requests that keep their images; of the others only the question is asked
-                (`TextOnlyAugmented`, index + count).
+            with_images: share of the requests that keep their images; the others are their questions as
+                text alone (`TextOnlyAugmented`, index + count).
         """
         indices = []
         for position in range(step * self.batch, (step + 1) * self.batch):
@@ -53,7 +53,7 @@ class LengthGroupedSampler:
         return self._epochs[epoch]
 
     def _length(self, index: int) -> int:
-        """Length of a request, or of its text-only form if only that is ever asked."""
+        """Length of a request, or of its text-only form if only that has an answer."""
         return self.lengths.get(index, self.lengths.get(index + self.count, 0))
 
 

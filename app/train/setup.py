@@ -120,8 +120,7 @@ def build_trainer(
         recipe = RECIPES[name]
         head, compressor = build_parts(options, name, head_config, teacher)
         visual_mode = options.visual_mode or recipe.visual_mode
-        draft_models[name] = DraftModel(head, visual_mode, recipe.architecture, compressor)
-        draft_models[name].modules().to(model.device)
+        draft_models[name] = DraftModel(head, visual_mode, recipe.architecture, compressor).to(model.device)
     config = TrainConfig(
         options.steps,
         options.batch_size,

@@ -49,7 +49,7 @@ def find_visible_tokens(recorder: RecordingDrafter, compression: CompressionReco
         recorder: of the run.
         compression: record of the compressor in `mmspec.stats`; None if none was used.
     """
-    from mmspec.drafters.eagle.drafter import EagleDrafter
+    from mmspec.drafters.eagle.base import HeadDrafter
     from mmspec.drafters.eagle.vispec import VispecDrafter
 
     inner, total = recorder.inner, recorder.num_visual_tokens
@@ -63,7 +63,7 @@ def find_visible_tokens(recorder: RecordingDrafter, compression: CompressionReco
         return VisibleTokens(text, num_visible, num_visual, indices, recorder.grids)
     if isinstance(inner, VispecDrafter):
         return VisibleTokens("This drafter compresses the picture itself.")
-    mode = inner.visual_mode if isinstance(inner, EagleDrafter) else None
+    mode = inner.visual_mode if isinstance(inner, HeadDrafter) else None
     if mode in FULL_VISUAL_MODES:
         text = f"The drafter reads all {total} tokens of the picture."
         return VisibleTokens(text, total, total, frozenset(range(total)), recorder.grids)
@@ -89,7 +89,7 @@ def draw_visible_tokens(media: Media, visible_tokens: VisibleTokens, cropped: bo
     return [
         _data_uri(image)
         for image in heatmaps(
-            media_images(media), visible_tokens.grids, kept=visible_tokens.kept_indices, row=0, cropped=cropped
+            media_images(media), visible_tokens.grids, kept_indices=visible_tokens.kept_indices, row=0, cropped=cropped
         )
     ]
 

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mmspec.drafters.block.block_tree import PathTable, select_nodes
-from mmspec.drafters.eagle.drafter import EagleDrafter
+from mmspec.drafters.block.block_tree import PathTable
+from mmspec.drafters.eagle.base import HeadDrafter
+from mmspec.drafters.eagle.expand import LevelExpander, expand_levels
 from mmspec.drafters.eagle.head import EagleHead
-from mmspec.drafters.eagle.state import EagleState
+from mmspec.drafters.eagle.state import DraftState
+from mmspec.drafters.rerank import select_nodes
 from mmspec.engine.tree import DraftTree
 
 
-class BlockDrafter(EagleDrafter, ABC):
-    """Drafts the next k tokens from one forward; subclasses define where the k features come from.
+class BlockDrafter(HeadDrafter):
+    """Drafts the next k tokens from one forward.
+
+    Hooks, besides those of `HeadDrafter`:
+        block_features: features of the k positions. Abstract.
+        expander: level-by-level expansion, if a position depends on the token before it. Default: None, it does not.
 
     Attributes:
         block_size: k, tokens per forward.
@@ -31,7 +37,7 @@ class BlockDrafter(EagleDrafter, ABC):
             head: the draft head.
             visual_mode: a key of `VISUAL_MODES`.
             block_size: tokens per draft; None for the head's.
-            **options: further arguments of `EagleDrafter`, except `max_depth`.
+            **options: further arguments of `HeadDrafter`, except `max_depth`.
 
         Raises:
             ValueError: the head was trained for fewer tokens.
@@ -46,33 +52,39 @@ class BlockDrafter(EagleDrafter, ABC):
         self.path_tables: dict[tuple[int, int, int, torch.device], PathTable] = {}
 
     @abstractmethod
-    def block_features(self, state: EagleState) -> Tensor:
+    def block_features(self, state: DraftState) -> Tensor:
         """[B, k, D] features of the next k positions."""
 
-    @property
-    def is_sequential(self) -> bool:
-        """Whether a position's logits depend on the token before it, so that the tree is expanded level by level."""
-        return False
+    def expander(self, state: DraftState) -> LevelExpander | None:
+        """Expands the tree level by level, if a position's logits depend on the token before it; None if not."""
+        return None
 
-    def path_table(self, state: EagleState, max_nodes: int, block_size: int) -> PathTable:
+    def path_table(self, state: DraftState, max_nodes: int, block_size: int) -> PathTable:
         """Candidate paths for a tree of `max_nodes` nodes, the root included."""
         key = (block_size, max_nodes, state.logit_bias.shape[0], state.logit_bias.device)
         if key not in self.path_tables:
             self.path_tables[key] = PathTable.build(block_size, max_nodes - 1, key[2], key[3])
         return self.path_tables[key]
 
-    def _draft_tree(self, state: EagleState, max_nodes: int, depth: int) -> DraftTree:
-        """Sequential positions level by level; of independent ones the most likely nodes of their product."""
+    def draft_tree(self, state: DraftState, max_nodes: int, depth: int) -> DraftTree:
+        """Level by level if positions are sequential, else the likeliest nodes of the product of their distributions.
+
+        Args:
+            state: of the call.
+            max_nodes: size of the tree, the root included.
+            depth: not used: the block size is the depth.
+        """
         block_size = min(self.block_size, max_nodes - 1)
-        if self.is_sequential:
-            return super()._draft_tree(state, max_nodes, block_size)
+        if (expander := self.expander(state)) is not None:
+            top_k = min(self.top_k_on(state.last_hidden.device), state.logit_bias.shape[0])
+            return expand_levels(state, expander, top_k, max_nodes=max_nodes, depth=block_size)
         logits = self.logits(state, self.block_features(state)[:, :block_size])
-        log_probs = self.log_probs(state, logits, self.log_noise(state, block_size))
+        log_probs = state.log_probs(logits, state.log_noise(block_size))
         table = self.path_table(state, max_nodes, block_size)
         root_scores = log_probs.new_zeros(log_probs.shape[0], 1)
         tokens, scores, _ = table.score_paths(log_probs[:, None], root_scores)
         tokens, scores = tokens[:, 0], scores[:, 0]
-        return select_nodes(state.draft_ids, tokens, scores, table.parents.expand(scores.shape), num_nodes=max_nodes)
+        return select_nodes(state.draft_ids, tokens, scores, table.parents.expand(scores.shape), max_nodes=max_nodes)
 
 
 __all__ = ["BlockDrafter"]

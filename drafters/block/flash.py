@@ -14,7 +14,7 @@ from torch.nn import functional
 from mmspec.drafters.block.base import BlockDrafter
 from mmspec.drafters.eagle.expand import LevelExpander, StatelessExpander
 from mmspec.drafters.eagle.head import EagleHead, HeadConfig, RMSNorm
-from mmspec.drafters.eagle.state import EagleState
+from mmspec.drafters.eagle.state import DraftState
 
 
 class MarkovHead(nn.Module):
@@ -71,25 +71,20 @@ class FlashDrafter(BlockDrafter):
 
     head: FlashHead
 
-    def block_features(self, state: EagleState) -> Tensor:
+    def block_features(self, state: DraftState) -> Tensor:
         """See `BlockDrafter`."""
         return self.head.block_features(state.last_hidden)
 
-    @property
-    def is_sequential(self) -> bool:
+    def expander(self, state: DraftState) -> LevelExpander | None:
         """See `BlockDrafter`."""
-        return self.head.markov_head is not None
-
-    def expander(self, state: EagleState, beam_width: int) -> LevelExpander:
-        """See `EagleDrafter`."""
-        assert self.head.markov_head is not None
-        return MarkovExpander(self, self.head.markov_head, state)
+        markov_head = self.head.markov_head
+        return None if markov_head is None else MarkovExpander(self, markov_head, state)
 
 
 class MarkovExpander(StatelessExpander):
-    """A `LevelExpander` that applies the LM head once for all levels, and the `MarkovHead` at each."""
+    """A `LevelExpander` that applies the LM head once for the whole block, and the `MarkovHead` at each level."""
 
-    def __init__(self, drafter: FlashDrafter, markov_head: MarkovHead, state: EagleState) -> None:
+    def __init__(self, drafter: FlashDrafter, markov_head: MarkovHead, state: DraftState) -> None:
         features = drafter.block_features(state)
         self.markov_head = markov_head
         self.start = features[:, :1]
@@ -98,19 +93,19 @@ class MarkovExpander(StatelessExpander):
         ids = state.draft_ids
         self.draft_vocab_proj = None if ids is None else markov_head.vocab_proj.weight[ids]
 
-    def step(self, level: int, inputs_embeds: Tensor, hidden_states: Tensor) -> Tensor:
+    def expand(self, level: int, inputs_embeds: Tensor, parent_outputs: Tensor) -> Tensor:
         """See `LevelExpander`; [B, W, R]."""
         return self.markov_head.mix(self.features[:, level, None], inputs_embeds)
 
-    def logits(self, level: int, hidden_states: Tensor) -> Tensor:
+    def logits(self, level: int, outputs: Tensor) -> Tensor:
         """See `LevelExpander`."""
         base_logits = self.base_logits[:, level, None]
         if not level:
             return base_logits
         if self.draft_vocab_proj is None:
-            correction: Tensor = self.markov_head.vocab_proj(hidden_states)
+            correction: Tensor = self.markov_head.vocab_proj(outputs)
         else:
-            correction = functional.linear(hidden_states, self.draft_vocab_proj)
+            correction = functional.linear(outputs, self.draft_vocab_proj)
         return base_logits + correction.float()
 
 

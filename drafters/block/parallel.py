@@ -1,9 +1,9 @@
 """ParallelSpec (arXiv 2410.05589): k tokens from one forward over k - 1 learned mask embeddings behind the context.
 
-The mask rows attend to the context and to the mask rows before them; their keys and values are dropped afterwards. The
-tokens emitted since the last draft are processed in the same forward. Independent predictions fit together badly far
-from the root, so a small gated layer can correct each by the token chosen before it, without a further forward (as the
-heads of Hydra do, arXiv 2402.05109).
+The mask positions attend to the context and to the mask positions before them; their keys and values are dropped
+afterwards. The tokens emitted since the last draft are processed in the same forward. Independent predictions fit
+together badly far from the root, so a small gated layer can correct each by the token chosen before it, without a
+further forward (as the heads of Hydra do, arXiv 2402.05109).
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mmspec.drafters.block.base import BlockDrafter
-from mmspec.drafters.eagle.expand import LevelExpander, StatelessExpander, cached_attention, select_last
+from mmspec.drafters.eagle.attention import cached_attention, select_last
+from mmspec.drafters.eagle.expand import LevelExpander, StatelessExpander
 from mmspec.drafters.eagle.head import EagleHead, HeadConfig, RMSNorm
-from mmspec.drafters.eagle.state import EagleState
+from mmspec.drafters.eagle.state import DraftState
 
 
 class TokenCorrection(nn.Module):
@@ -45,78 +46,73 @@ class ParallelHead(EagleHead):
 
 
 class CorrectedExpander(StatelessExpander):
-    """A `LevelExpander` whose levels are the mask rows, each corrected by the token before it."""
+    """A `LevelExpander` whose levels are the mask positions, each corrected by the token before it."""
 
-    def __init__(self, drafter: ParallelDrafter, token_correction: TokenCorrection, state: EagleState) -> None:
+    def __init__(self, drafter: ParallelDrafter, token_correction: TokenCorrection, state: DraftState) -> None:
         self.drafter = drafter
         self.token_correction = token_correction
         self.state = state
         self.features = drafter.block_features(state)
         self.start = self.features[:, :1]
 
-    def step(self, level: int, inputs_embeds: Tensor, hidden_states: Tensor) -> Tensor:
+    def expand(self, level: int, inputs_embeds: Tensor, parent_outputs: Tensor) -> Tensor:
         """See `LevelExpander`."""
         features = self.features[:, level, None].expand(inputs_embeds.shape)
         corrected: Tensor = self.token_correction(features, inputs_embeds)
         return corrected
 
-    def logits(self, level: int, hidden_states: Tensor) -> Tensor:
+    def logits(self, level: int, outputs: Tensor) -> Tensor:
         """See `LevelExpander`."""
-        return self.drafter.logits(self.state, hidden_states)
+        return self.drafter.logits(self.state, outputs)
 
 
 class ParallelDrafter(BlockDrafter):
     """Drafts with a `ParallelHead`.
 
-    `EagleState.extra` is [B, k, D], the features of the last forward; None between the prompt and the first draft.
+    `DraftState.extra` is [B, k, D], the features of the last forward; None between the prompt and the first draft.
     """
 
     head: ParallelHead
 
-    def _forward(self, state: EagleState, inputs: Tensor, position_ids: Tensor, counts: list[int]) -> None:
-        """Run the head over the inputs and, in the same forward, over the mask rows; a prompt runs without them."""
+    def forward(self, state: DraftState, inputs: Tensor, position_ids: Tensor, counts: list[int]) -> None:
+        """One forward over the inputs and the mask positions behind them; a prompt runs without mask positions."""
         kv_cache, n, num_masks = state.kv_cache, inputs.shape[1], self.block_size - 1
         if not any(kv_cache.seq_lens) or not num_masks:
-            super()._forward(state, inputs, position_ids, counts)
+            super().forward(state, inputs, position_ids, counts)
             state.extra = state.last_hidden[:, None] if not num_masks else None
             return
-        device, steps = inputs.device, torch.arange(num_masks, device=inputs.device)
+        device, offsets = inputs.device, torch.arange(num_masks, device=inputs.device)
         seq_lens, num_new = torch.tensor([kv_cache.seq_lens, counts], device=device)[..., None]
         next_positions = torch.tensor(state.next_positions, device=device)[:, None]
-        mask_rows = self.head.mask_embeddings[:num_masks].to(inputs.dtype).expand(len(counts), -1, -1)
+        mask_inputs = self.head.mask_embeddings[:num_masks].to(inputs.dtype).expand(len(counts), -1, -1)
         kv_cache.begin_forward(n + num_masks)
         key_index = torch.arange(kv_cache.kv_len, device=device)
         causal = key_index <= (seq_lens + torch.arange(n, device=device))[..., None]
-        # A mask row attends to the row's valid keys, and to the mask rows from `first_mask` to itself.
+        # A mask position attends to the row's valid keys, and to the mask positions from `first_mask` to itself.
         first_mask = (seq_lens + n)[..., None]
         is_context = key_index < (seq_lens + num_new)[..., None]
-        lookahead = is_context | ((key_index >= first_mask) & (key_index <= first_mask + steps[:, None]))
-        mask_positions = next_positions + num_new + steps
+        lookahead = is_context | ((key_index >= first_mask) & (key_index <= first_mask + offsets[:, None]))
+        mask_positions = next_positions + num_new + offsets
         cos, sin = self.rotary_embedding(state, torch.cat((position_ids, mask_positions), dim=1))
         attend = cached_attention(kv_cache, torch.cat((causal, lookahead), dim=1)[:, None])
-        outputs = self.head(torch.cat((inputs, mask_rows), dim=1), cos, sin, attend)
+        outputs = self.head(torch.cat((inputs, mask_inputs), dim=1), cos, sin, attend)
         kv_cache.seq_lens = [length + count for length, count in zip(kv_cache.seq_lens, counts, strict=True)]
         state.last_hidden = select_last(outputs[:, :n], counts, state.last_hidden) if n else state.last_hidden
         state.extra = torch.cat((state.last_hidden[:, None], outputs[:, n:]), dim=1)
 
-    def block_features(self, state: EagleState) -> Tensor:
-        """See `BlockDrafter`; runs the mask rows alone if no forward has done so yet."""
+    def block_features(self, state: DraftState) -> Tensor:
+        """See `BlockDrafter`; runs the mask positions alone if no forward has done so yet."""
         if state.extra is None:
             batch, hidden = state.last_hidden.shape
             position_ids = torch.zeros(batch, 0, dtype=torch.long, device=state.last_hidden.device)
-            self._forward(state, state.last_hidden.new_zeros(batch, 0, hidden), position_ids, [0] * batch)
+            self.forward(state, state.last_hidden.new_zeros(batch, 0, hidden), position_ids, [0] * batch)
         assert state.extra is not None
         return state.extra
 
-    @property
-    def is_sequential(self) -> bool:
+    def expander(self, state: DraftState) -> LevelExpander | None:
         """See `BlockDrafter`."""
-        return self.head.token_correction is not None
-
-    def expander(self, state: EagleState, beam_width: int) -> LevelExpander:
-        """See `EagleDrafter`."""
-        assert self.head.token_correction is not None
-        return CorrectedExpander(self, self.head.token_correction, state)
+        correction = self.head.token_correction
+        return None if correction is None else CorrectedExpander(self, correction, state)
 
 
 __all__ = ["ParallelDrafter", "ParallelHead", "TokenCorrection"]

@@ -14,11 +14,11 @@ from mmspec.drafters.checkpoints.format import (
     tokenizer_fingerprint,
 )
 from mmspec.drafters.checkpoints.validate import explain_damage
-from mmspec.drafters.eagle.drafter import EagleDrafter
+from mmspec.drafters.eagle.base import HeadDrafter
 from mmspec.interfaces import TargetInfo
 
 
-def load_trained(folder: str | os.PathLike[str], target: TargetInfo | None = None) -> EagleDrafter:
+def load_trained(folder: str | os.PathLike[str], target: TargetInfo | None = None) -> HeadDrafter:
     """The drafter in a folder written by `mmspec train` or published by the authors of a method.
 
     Args:
@@ -34,7 +34,7 @@ def load_trained(folder: str | os.PathLike[str], target: TargetInfo | None = Non
         return _load(folder, target)
 
 
-def _load(folder: str | os.PathLike[str], target: TargetInfo | None) -> EagleDrafter:
+def _load(folder: str | os.PathLike[str], target: TargetInfo | None) -> HeadDrafter:
     if read_config(Path(folder)).get("model_type") != MODEL_TYPE:
         from mmspec.drafters.checkpoints.published import load_published
 

@@ -20,7 +20,7 @@ from mmspec.interfaces import SharedEmbeddings
 MAX_BLOCK_SIZE = 16
 """Largest number of tokens per forward: longer drafts are never accepted, and path tables grow with it."""
 AttentionFn = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""([B, H, m, d] queries, [B, H', n, d] keys, [B, H', n, d] values of the new rows) -> [B, H, m, d] attention output."""
+"""([B, H, m, d] queries, [B, H', n, d] keys, [B, H', n, d] values at the new positions) -> [B, H, m, d] output."""
 
 
 @dataclass(frozen=True)
@@ -115,8 +115,8 @@ class DecoderLayer(nn.Module):
             cos: [B or 1, 1, n or 1, d] rotary embedding of the inputs' positions.
             sin: as `cos`.
             attend: attention over the cache and the new keys and values.
-            query_index: [B, m] int64, the rows whose output is needed; None for all. The others contribute keys and
-                values only, about a third of the work.
+            query_index: [B, m] int64, the positions whose output is needed; None for all. The others contribute keys
+                and values only, about a third of the work.
 
         Returns:
             [B, n or m, D] outputs.
@@ -152,10 +152,10 @@ class DecoderLayer(nn.Module):
     def _project_queries(
         self, normed: Tensor, cos: Tensor, sin: Tensor, query_index: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries of the rows in `query_index`, keys and values of all rows."""
+        """Queries at the positions in `query_index`, keys and values at all positions."""
         size, weight, bias = self.num_heads * self.config.head_dim, self.qkv_proj.weight, self.qkv_proj.bias
-        query_rows = gather_rows(normed, query_index)
-        queries = functional.linear(query_rows, weight[:size], None if bias is None else bias[:size])
+        query_inputs = gather_rows(normed, query_index)
+        queries = functional.linear(query_inputs, weight[:size], None if bias is None else bias[:size])
         keys_values = functional.linear(normed, weight[size:], None if bias is None else bias[size:])
         keys, values = self._split_heads(keys_values).chunk(2, dim=1)
         query_cos, query_sin = (
@@ -190,7 +190,7 @@ class EagleHead(nn.Module):
         return (num_layers,)
 
     def draft_lm_head(self, shared_embeddings: SharedEmbeddings, draft_ids: Tensor) -> Tensor | None:
-        """[V', D] rows of the LM head for these ids, as `logits` takes them."""
+        """[V', D] weights of the LM head for these ids, as `logits` takes them."""
         return shared_embeddings.lm_head_rows(draft_ids)
 
     def logits(
@@ -201,7 +201,7 @@ class EagleHead(nn.Module):
         Args:
             hidden_states: [..., D] outputs of the head.
             shared_embeddings: of the target.
-            draft_lm_head: [V', D] rows of the LM head to use; None for all.
+            draft_lm_head: [V', D] weights of the LM head to use; None for all.
         """
         if draft_lm_head is not None:
             return functional.linear(hidden_states, draft_lm_head)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mmspec.control.draft_cost import CallTimer
+from mmspec.drafters.deprecation import former_names
 from mmspec.engine.kv_cache import RaggedKVCache
 from mmspec.interfaces import Prompt, SharedEmbeddings
 
@@ -48,8 +49,8 @@ class Pending:
 
 
 @dataclass
-class EagleState:
-    """State of one call; created by `EagleDrafter.begin`.
+class DraftState:
+    """State of one call; created by `HeadDrafter.begin`.
 
     Attributes:
         shared_embeddings: the target's input embedding and LM head.
@@ -69,7 +70,7 @@ class EagleState:
         draft_s: seconds that the last draft took.
         start_time: `time.perf_counter()` at the start of the last draft.
         draft_ids: [V'] int64, target ids of the draft vocabulary; None if it is the target's vocabulary.
-        draft_lm_head: [V', D] rows of the LM head for `draft_ids`, or None.
+        draft_lm_head: [V', D] weights of the LM head for `draft_ids`, or None.
         extra: [B, ...] further state of an architecture (ViSpec, ParallelSpec, Falcon).
         timer: measures prefill and draft time; a no-op unless a compressor uses the costs.
     """
@@ -95,5 +96,26 @@ class EagleState:
     extra: Tensor | None = None
     timer: CallTimer = field(default_factory=CallTimer)
 
+    def log_noise(self, depth: int) -> Tensor | None:
+        """[B, depth, V'] log of the noise with which the next tokens will be sampled; None for greedy decoding."""
+        if self.noise is None:
+            return None
+        noise = self.noise(depth).to(self.last_hidden.device)
+        return (noise if self.draft_ids is None else noise[..., self.draft_ids]).log()
 
-__all__ = ["EagleState", "Pending"]
+    def log_probs(self, logits: Tensor, noise: Tensor | None) -> Tensor:
+        """[..., V'] log probability of each next token: of the argmax, or of the sample under the given noise."""
+        if noise is None:
+            return logits.log_softmax(-1)
+        return ((logits / self.temperature).log_softmax(-1) - noise).log_softmax(-1)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """[..., D] embeddings of tokens of the draft vocabulary."""
+        ids = tokens if self.draft_ids is None else self.draft_ids[tokens]
+        embeds: Tensor = self.shared_embeddings.embed_tokens(ids)
+        return embeds
+
+
+__getattr__ = former_names(__name__, {"EagleState": f"{__name__}.DraftState"})
+
+__all__ = ["DraftState", "Pending"]

@@ -1,7 +1,7 @@
 """ViSpec (arXiv 2509.15235): each image is compressed to a few learned tokens and one vector added to all later text.
 
-The head is EAGLE's with two more modules. Text rows keep their position ids; of an image's rows only the last few
-remain.
+The head is EAGLE's with two more modules. Text keeps its position ids; of an image's positions only the last
+few remain.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from mmspec.drafters.eagle.drafter import EagleDrafter
 from mmspec.drafters.eagle.head import EagleHead, HeadConfig
-from mmspec.drafters.eagle.state import EagleState
+from mmspec.drafters.eagle.state import DraftState
 from mmspec.drafters.eagle.visual_inputs import DraftInputs
 
 
@@ -54,7 +54,7 @@ class VispecHead(EagleHead):
 
 
 class VispecDrafter(EagleDrafter):
-    """Drafts with a `VispecHead`. `EagleState.extra` is [B, D], the vector of each row's last image (zeros: none)."""
+    """Drafts with a `VispecHead`. `DraftState.extra` is [B, D], the vector of each row's last image (zeros: none)."""
 
     head: VispecHead
 
@@ -64,11 +64,11 @@ class VispecDrafter(EagleDrafter):
             head: the draft head.
             num_layers: decoder layers of the target.
             name: of the drafter.
-            **options: further arguments of `EagleDrafter`; `max_depth` is 4 by default.
+            **options: further arguments of `HeadDrafter`; `max_depth` is 4 by default.
         """
         super().__init__(head, "coupled", num_layers=num_layers, name=name, **{"max_depth": 4, **options})
 
-    def fuse(self, state: EagleState, inputs_embeds: Tensor, hidden_states: Tensor) -> Tensor:
+    def fuse(self, state: DraftState, inputs_embeds: Tensor, hidden_states: Tensor) -> Tensor:
         """Inputs of text, mixed with the vector of the last image before it."""
         assert state.extra is not None
         return self._fuse_mixed(inputs_embeds, hidden_states, state.extra[:, None].expand(hidden_states.shape))
@@ -77,24 +77,24 @@ class VispecDrafter(EagleDrafter):
         mixed = self.head.img_fc(torch.cat((hidden_states, image_vectors), dim=-1))
         return self.head.fuse(inputs_embeds, mixed)
 
-    def prompt_inputs(self, state: EagleState, inputs: DraftInputs) -> tuple[Tensor, Tensor | None]:
-        """The compressed tokens replace the last rows of each image; its vector is mixed into the text after it."""
+    def prompt_inputs(self, state: DraftState, inputs: DraftInputs) -> tuple[Tensor, Tensor | None]:
+        """Compressed tokens replace the last positions of each image; its vector is mixed into the text after it."""
         next_embeds, visual_mask = inputs.next_embeds, inputs.visual_mask.tolist()
         batch, _, hidden = next_embeds.shape
         keep = ~inputs.visual_mask
-        rows, image_vectors = next_embeds.clone(), torch.zeros_like(next_embeds)
+        layer_inputs, image_vectors = next_embeds.clone(), torch.zeros_like(next_embeds)
         state.extra = next_embeds.new_zeros(batch, hidden)
         for row in range(batch):
             for start, end in _true_runs(visual_mask[row]):
                 compressed = self.head.imadpt(next_embeds[row, start:end])
-                num_rows = min(len(compressed) - 1, end - start)
-                if num_rows:
-                    rows[row, end - num_rows : end] = compressed[:num_rows]
-                    keep[row, end - num_rows : end] = True
+                num_kept = min(len(compressed) - 1, end - start)
+                if num_kept:
+                    layer_inputs[row, end - num_kept : end] = compressed[:num_kept]
+                    keep[row, end - num_kept : end] = True
                 image_vectors[row, end:] = compressed[-1]
                 state.extra[row] = compressed[-1]
         mixed = self._fuse_mixed(next_embeds, inputs.hidden_states, image_vectors)
-        return torch.where(inputs.visual_mask[..., None], rows, mixed), keep
+        return torch.where(inputs.visual_mask[..., None], layer_inputs, mixed), keep
 
 
 def _true_runs(flags: list[bool]) -> list[tuple[int, int]]:

@@ -1,35 +1,35 @@
 """Inputs of a draft head: how text and visual tokens of a prompt enter it.
 
-Input row i pairs the target's hidden state at position i with the embedding of the token at position i + 1, as EAGLE
-does. A visual mode defines the input where the next token is visual. The module knows no tree, cache or target.
+Input i pairs the target's hidden state at position i with the embedding of the token at position i + 1, as EAGLE does.
+A visual mode defines the input where the next token is visual. The module knows no tree, cache or target.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from mmspec.drafters.eagle.head import EagleHead
 from mmspec.engine.gather import gather_rows, scatter_rows
-from mmspec.interfaces import CompressionContext, Compressor, Prompt, SharedEmbeddings, VisualGrid, VisualTokens
+from mmspec.interfaces import Prompt, SharedEmbeddings, VisualGrid
 
 
 @dataclass(frozen=True)
 class DraftInputs:
     """Aligned inputs of a batch of sequences.
 
-    The fields with a default are used by `compressed_inputs` only.
+    A visual mode reads the fields without a default only.
 
     Attributes:
         next_embeds: [B, n, D] embedding of the next token as the target received it (visual tokens projected).
         hidden_states: [B, n, S] hidden states of the target, or outputs of the head.
         visual_mask: [B, n] bool, True where the next token is visual.
         placeholder_embed: [D] embedding of the media placeholder id.
-        attention_mask: [B, n] bool, True at valid rows.
+        attention_mask: [B, n] bool, False at padding.
         position_ids: [B, n] int64.
         grids: of the visual tokens, `start` counted in visual tokens of their row; empty if unknown.
         saliency: [B, n] float32, attention of the vision tower to the next token, or None.
@@ -46,7 +46,7 @@ class DraftInputs:
 
 
 VisualInputMode = Callable[[EagleHead, DraftInputs], tuple[Tensor, Tensor | None]]
-"""(head, inputs) -> [B, n, D] input rows of the decoder layer, and [B, n] bool which of them to keep (None: all)."""
+"""(head, inputs) -> [B, n, D] inputs of the decoder layer, and [B, n] bool which of them to keep (None: all)."""
 
 
 def decoupled(head: EagleHead, inputs: DraftInputs) -> tuple[Tensor, Tensor | None]:
@@ -66,15 +66,15 @@ def placeholder(head: EagleHead, inputs: DraftInputs) -> tuple[Tensor, Tensor | 
 
 
 def text_only(head: EagleHead, inputs: DraftInputs) -> tuple[Tensor, Tensor | None]:
-    """No visual tokens: only rows whose next token is text; they keep their position ids."""
+    """No visual tokens: only positions whose next token is text; they keep their position ids."""
     return _fuse_text(head, inputs), ~inputs.visual_mask
 
 
 def _fuse_text(head: EagleHead, inputs: DraftInputs) -> Tensor:
-    """[B, n, D] fused where the next token is text, else the embedding; the cost is that of the text rows alone."""
+    """[B, n, D] fused where the next token is text, else the embedding; the cost is that of the text alone."""
     is_text = ~inputs.visual_mask
     max_text = int(is_text.sum(1).max())
-    text_index = packed_indices(is_text)[:, :max_text]  # rows with less text include some visual ones
+    text_index = packed_indices(is_text)[:, :max_text]  # of rows with less text, some are visual
     next_embeds = gather_rows(inputs.next_embeds, text_index)
     fused = head.fuse(next_embeds, gather_rows(inputs.hidden_states, text_index))
     fused = torch.where(inputs.visual_mask.gather(1, text_index)[..., None], next_embeds, fused)
@@ -120,7 +120,7 @@ def align_prompt(
         visual_mode: the placeholder's embedding is looked up for "placeholder" only, else it is zeros.
 
     Returns:
-        The inputs, with every optional field but `grids`, and [B] int64 number of valid rows.
+        The inputs, with every optional field but `grids`, and [B] int64 number of valid positions.
     """
     embeds, n = prompt.hidden_states[0], hidden_states.shape[1]
     mask, visual_mask = prompt.attention_mask[:, -n:], prompt.visual_mask[:, -n:]
@@ -150,124 +150,22 @@ def align_prompt(
 
 
 def left_pack(keep: Tensor, *parts: Tensor) -> tuple[Tensor, ...]:
-    """Move the selected columns of each row to its left, in order.
+    """Move the selected positions of each row to its left, in order.
 
     Args:
         keep: [B, n] bool.
         parts: [B, n, ...] each.
 
     Returns:
-        [B] int64 counts, then the parts; columns past the counts hold the unselected ones.
+        [B] int64 counts, then the parts; positions past the counts hold the others.
     """
     order = packed_indices(keep)
     return keep.sum(1), *(gather_rows(part, order) for part in parts)
 
 
 def packed_indices(keep: Tensor) -> Tensor:
-    """[B, n] int64 column indices: of the selected columns [B, n] in order, then of the others."""
+    """[B, n] int64 indices of the selected positions [B, n] in order, then of the others."""
     return (~keep).long().argsort(dim=1, stable=True)
-
-
-def compressed_inputs(
-    head: EagleHead,
-    visual_mode: str,
-    inputs: DraftInputs,
-    compressor: Compressor,
-    query: Tensor | None,
-    context: CompressionContext | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Input rows of a visual mode after a compressor reduced the visual tokens.
-
-    The visual rows come first, then the text; each keeps its position id. A head of one layer sees no other order.
-
-    Args:
-        head: the draft head.
-        visual_mode: a key of `VISUAL_MODES`.
-        inputs: with `attention_mask` and `position_ids`.
-        compressor: reduces the visual tokens.
-        query: [B, S] the prompt's last hidden state, or None.
-        context: facts about the call, for compressors that use measured costs.
-
-    Returns:
-        [B, m, D] rows, [B, m] bool which of them to keep, [B, m] their position ids.
-    """
-    assert inputs.attention_mask is not None and inputs.position_ids is not None
-    is_visual, is_text = inputs.visual_mask & inputs.attention_mask, ~inputs.visual_mask & inputs.attention_mask
-    visual_counts, text_counts = is_visual.sum(1), is_text.sum(1)
-    index = torch.arange(is_visual.shape[1], device=is_visual.device)
-    # Every size that the host needs, in one copy.
-    span = (is_visual[0].int().argmax(), (is_visual[0] * (index + 1)).amax())
-    start, end, max_text, *sizes = torch.cat((torch.stack((*span, text_counts.max())), visual_counts)).tolist()
-    max_visual = max(sizes)
-    is_contiguous = sizes == [end - start]
-    visual_index, text_index = packed_indices(is_visual)[:, :max_visual], packed_indices(is_text)[:, :max_text]
-    text_mask = index[:max_text] < text_counts[:, None]
-
-    def select_visual(part: Tensor) -> Tensor:
-        """Visual columns; a contiguous run of a single row, as of a video, is a view."""
-        return part[:, start:end] if is_contiguous else gather_rows(part, visual_index)
-
-    compressed = compressor.compress(
-        VisualTokens(
-            inputs_embeds=select_visual(inputs.next_embeds),
-            hidden_states=select_visual(inputs.hidden_states),
-            mask=index[:max_visual] < visual_counts[:, None],
-            position_ids=select_visual(inputs.position_ids),
-            grids=_complete_grids(inputs.grids, sizes),
-            saliency=None if inputs.saliency is None else select_visual(inputs.saliency),
-            context=context,
-        ),
-        query,
-        compressor.max_tokens,
-    )
-    visual = DraftInputs(
-        compressed.inputs_embeds,
-        compressed.hidden_states,
-        torch.ones_like(compressed.mask),
-        inputs.placeholder_embed,
-    )
-    text = DraftInputs(
-        gather_rows(inputs.next_embeds, text_index),
-        gather_rows(inputs.hidden_states, text_index),
-        torch.zeros_like(text_mask),
-        inputs.placeholder_embed,
-    )
-    rows, keep = [], []
-    for part, mask in ((visual, compressed.mask), (text, text_mask)):
-        part_rows, part_keep = VISUAL_MODES[visual_mode](head, part)
-        rows.append(part_rows)
-        keep.append(mask if part_keep is None else mask & part_keep)
-    position_ids = (compressed.position_ids, gather_rows(inputs.position_ids, text_index))
-    return torch.cat(rows, dim=1), torch.cat(keep, dim=1), torch.cat(position_ids, dim=1)
-
-
-def _complete_grids(grids: tuple[VisualGrid, ...], sizes: list[int]) -> tuple[VisualGrid, ...]:
-    """Grids of the rows whose visual tokens they cover exactly.
-
-    A row whose first token is visual has one visual token less than its grids, since no input row precedes it.
-    """
-    covered = [0] * len(sizes)
-    for grid in grids:
-        covered[grid.row] += grid.num_tokens
-    return tuple(grid for grid in grids if covered[grid.row] == sizes[grid.row])
-
-
-def prompt_grids(prompt: Prompt, num_new: int) -> tuple[VisualGrid, ...]:
-    """Grids of a prompt with `start` counted in visual tokens of their row; none where a cache is continued.
-
-    Args:
-        prompt: its grids count `start` in tokens of the row, padding included.
-        num_new: number of positions that the target processed in this call.
-    """
-    if num_new != prompt.input_ids.shape[1]:
-        return ()
-    offsets: dict[int, int] = {}
-    grids = []
-    for grid in sorted(prompt.grids, key=lambda one: (one.row, one.start)):
-        start = offsets.get(grid.row, 0)
-        offsets[grid.row] = start + grid.num_tokens
-        grids.append(replace(grid, start=start, line_gap=0))
-    return tuple(grids)
 
 
 __all__ = [
@@ -276,13 +174,11 @@ __all__ = [
     "DraftInputs",
     "VisualInputMode",
     "align_prompt",
-    "compressed_inputs",
     "coupled",
     "decoupled",
     "left_pack",
     "packed_indices",
     "placeholder",
-    "prompt_grids",
     "resolve_visual_mode",
     "text_only",
 ]

@@ -1,4 +1,4 @@
-"""Training batches of draft heads: `TrainBatch`, and the aligned inputs and targets that the losses use."""
+"""Training batches of draft heads: `TrainBatch` of the target, and the inputs and labels of a head for it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from mmspec.drafters.eagle.visual_inputs import VISUAL_MODES, DraftInputs, compressed_inputs, left_pack
+from mmspec.drafters.deprecation import former_names
+from mmspec.drafters.eagle.compressed_inputs import compressed_inputs
+from mmspec.drafters.eagle.visual_inputs import VISUAL_MODES, DraftInputs, left_pack
 from mmspec.engine.gather import gather_rows
 from mmspec.interfaces import VisualGrid
 
@@ -77,37 +79,33 @@ class TrainBatch:
         return cls(*tensors, grids=grids, visual_saliency=pad(saliency) if has_saliency else None)
 
 
-@dataclass
-class DraftModel:
-    """A head in training.
+class DraftModel(nn.Module):
+    """A head in training, and the compressor that is trained with it.
 
     Attributes:
         head: the draft head (`EagleHead` or that of another architecture).
         visual_mode: a key of `VISUAL_MODES`.
         architecture: a key of `mmspec.drafters.architectures.ARCHITECTURES`.
-        compressor: reduces its visual tokens and is trained with it, or None.
+        compressor: reduces the visual tokens of the head's inputs, or None. Its weights, if any, are trained too.
     """
 
-    head: Any
-    visual_mode: str
-    architecture: str = "eagle"
-    compressor: Any = None
-
-    def modules(self) -> nn.ModuleDict:
-        """All modules with weights."""
-        has_weights = isinstance(self.compressor, nn.Module)
-        return nn.ModuleDict({"head": self.head, **({"compressor": self.compressor} if has_weights else {})})
+    def __init__(self, head: Any, visual_mode: str, architecture: str = "eagle", compressor: Any = None) -> None:
+        super().__init__()
+        self.head = head
+        self.visual_mode = visual_mode
+        self.architecture = architecture
+        self.compressor = compressor
 
 
-@dataclass
-class DraftTargets:
-    """Inputs of a head and what follows each of them.
+@dataclass(frozen=True)
+class HeadInputsAndLabels:
+    """Inputs of a head, and the labels of each position.
 
     Attributes:
-        inputs: [B, n, D] input rows.
+        inputs: [B, n, D] inputs of the head.
         next_embeds: [B, n, D] embedding of the next token.
-        target_hidden: [B, n, D] the target's hidden state at the next position.
-        loss_mask: [B, n] bool, True at rows that the loss counts.
+        target_hidden: [B, n, D] label: the target's hidden state at the next position.
+        loss_mask: [B, n] bool, True at positions that the loss counts.
         position_ids: [B, n] int64.
         compressor_loss: scalar that the compressor adds to the loss, or None.
     """
@@ -119,95 +117,99 @@ class DraftTargets:
     position_ids: Tensor
     compressor_loss: Tensor | None = None
 
+    def loss_mask_at(self, distance: int) -> Tensor:
+        """[B, n] bool, positions whose label `distance` positions further on counts."""
+        n = self.loss_mask.shape[1]
+        is_inside = torch.arange(n, device=self.loss_mask.device) < n - distance
+        return self.loss_mask & shift(self.loss_mask, distance) & is_inside
 
-def build_targets(draft_model: DraftModel, batch: TrainBatch, placeholder: Tensor) -> DraftTargets:
-    """The inputs of a head for a batch and their targets; only tokens of the response are learned.
+
+def build_inputs_and_labels(draft_model: DraftModel, batch: TrainBatch, placeholder: Tensor) -> HeadInputsAndLabels:
+    """Align the inputs of a head with their labels; only tokens of the response are learned.
 
     Args:
         draft_model: head, visual mode and compressor.
-        batch: of the teacher.
+        batch: hidden states of the target.
         placeholder: [D] embedding of the media placeholder id.
     """
     length = batch.input_ids.shape[1]
-    index = torch.arange(length, device=batch.input_ids.device).expand(batch.input_ids.shape)
+    position_ids = torch.arange(length, device=batch.input_ids.device).expand(batch.input_ids.shape)
     inputs = DraftInputs(
         next_embeds=batch.inputs_embeds.roll(-1, 1),
         hidden_states=batch.hidden_states,
         visual_mask=batch.visual_mask.roll(-1, 1),
         placeholder_embed=placeholder,
         attention_mask=batch.attention_mask,
-        position_ids=index,
+        position_ids=position_ids,
         grids=batch.grids,
         saliency=None if batch.visual_saliency is None else batch.visual_saliency.roll(-1, 1),
     )
     is_response = batch.response_mask & batch.attention_mask
-    loss_mask = is_response.roll(-1, 1) & is_response.roll(-2, 1) & (index < length - 2)
-    targets = (inputs.next_embeds, batch.hidden_states.roll(-1, 1), loss_mask)
-    if draft_model.compressor is not None:
-        # The state before the response: a drafter does not know later ones when the compressor runs.
-        last = is_response.long().argmax(1).sub(1).clamp(min=0)
-        query = batch.hidden_states.gather(1, last[:, None, None].expand(-1, 1, batch.hidden_states.shape[-1]))[:, 0]
-        rows, keep, index = compressed_inputs(
-            draft_model.head, draft_model.visual_mode, inputs, draft_model.compressor, query
-        )
-        targets = _align_text(batch.attention_mask & ~inputs.visual_mask, targets, rows.shape[1])
-    else:
-        rows, selected = VISUAL_MODES[draft_model.visual_mode](draft_model.head, inputs)
+    loss_mask = is_response.roll(-1, 1) & is_response.roll(-2, 1) & (position_ids < length - 2)
+    labels = (inputs.next_embeds, batch.hidden_states.roll(-1, 1), loss_mask)
+    if draft_model.compressor is None:
+        layer_inputs, selected = VISUAL_MODES[draft_model.visual_mode](draft_model.head, inputs)
         if selected is None:
-            return DraftTargets(rows, *targets, index)
+            return HeadInputsAndLabels(layer_inputs, *labels, position_ids)
         keep = selected & batch.attention_mask
-    counts, *packed = left_pack(keep, rows, *targets, index)
+    else:
+        layer_inputs, keep, position_ids = compressed_inputs(
+            draft_model.head, draft_model.visual_mode, inputs, draft_model.compressor, _last_prompt_hidden(batch)
+        )
+        labels = _align_text(batch.attention_mask & ~inputs.visual_mask, labels, layer_inputs.shape[1])
+    counts, *packed = left_pack(keep, layer_inputs, *labels, position_ids)
     longest = int(counts.max())
-    is_valid = torch.arange(longest, device=rows.device) < counts[:, None]
-    rows, next_embeds, target_hidden, loss_mask, index = (part[:, :longest] for part in packed)
+    is_valid = torch.arange(longest, device=counts.device) < counts[:, None]
+    layer_inputs, next_embeds, target_hidden, loss_mask, position_ids = (part[:, :longest] for part in packed)
     compressor_loss = getattr(draft_model.compressor, "cost", None)
-    return DraftTargets(rows, next_embeds, target_hidden, loss_mask & is_valid, index, compressor_loss)
+    return HeadInputsAndLabels(
+        layer_inputs, next_embeds, target_hidden, loss_mask & is_valid, position_ids, compressor_loss
+    )
+
+
+def _last_prompt_hidden(batch: TrainBatch) -> Tensor:
+    """[B, D] hidden state before the response: when the compressor runs, a drafter does not know later ones."""
+    last = (batch.response_mask & batch.attention_mask).long().argmax(1).sub(1).clamp(min=0)
+    return batch.hidden_states.gather(1, last[:, None, None].expand(-1, 1, batch.hidden_states.shape[-1]))[:, 0]
 
 
 def _align_text(
-    is_text: Tensor, targets: tuple[Tensor, Tensor, Tensor], num_rows: int
+    is_text: Tensor, labels: tuple[Tensor, Tensor, Tensor], num_positions: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Targets of the text rows at the end of `num_rows` rows, as `compressed_inputs` orders them; zeros before."""
-    counts, *packed = left_pack(is_text, *targets)
+    """Labels of the text at the end of `num_positions` positions, as `compressed_inputs` orders them; zeros before."""
+    counts, *packed = left_pack(is_text, *labels)
     max_text = int(counts.max())
-    padding = [part.new_zeros(len(part), num_rows - max_text, *part.shape[2:]) for part in targets]
+    padding = [part.new_zeros(len(part), num_positions - max_text, *part.shape[2:]) for part in labels]
     next_embeds, target_hidden, loss_mask = (
         torch.cat((zeros, part[:, :max_text]), dim=1) for zeros, part in zip(padding, packed, strict=True)
     )
     return next_embeds, target_hidden, loss_mask
 
 
-def shift(part: Tensor, steps: int) -> Tensor:
-    """[B, n, ...] moved `steps` rows to the left; the last rows hold values that the loss mask excludes."""
-    return part.roll(-steps, 1)
-
-
-def shifted_loss_mask(targets: DraftTargets, steps: int) -> Tensor:
-    """[B, n] bool, rows whose target `steps` rows further on counts."""
-    n = targets.loss_mask.shape[1]
-    is_inside = torch.arange(n, device=targets.loss_mask.device) < n - steps
-    return targets.loss_mask & shift(targets.loss_mask, steps) & is_inside
+def shift(part: Tensor, distance: int) -> Tensor:
+    """[B, n, ...] moved to the left by `distance`; `HeadInputsAndLabels.loss_mask_at` excludes the last positions."""
+    return part.roll(-distance, 1)
 
 
 class PackedQueries:
-    """The rows whose outputs the loss needs, packed to the left; other rows contribute keys and values only.
+    """The positions whose outputs the loss needs, packed to the left; others contribute keys and values only.
 
     Attributes:
-        targets: all rows.
-        query_index: [B, m] int64, indices of the packed rows; columns past a row's own repeat others.
-        causal_mask: [B, m, n] bool, True where a packed row attends.
+        data: all positions.
+        query_index: [B, m] int64, indices of the packed positions; those past a row's own repeat others.
+        causal_mask: [B, m, n] bool, True where a packed position attends.
     """
 
-    def __init__(self, targets: DraftTargets, query_mask: Tensor | None = None) -> None:
+    def __init__(self, data: HeadInputsAndLabels, query_mask: Tensor | None = None) -> None:
         """
         Args:
-            targets: all rows.
-            query_mask: [B, n] bool, the rows to pack; None for those of the loss mask.
+            data: all positions.
+            query_mask: [B, n] bool, the positions to pack; None for those of the loss mask.
         """
-        n = targets.loss_mask.shape[1]
-        self.targets = targets
-        index = torch.arange(n, device=targets.loss_mask.device).expand(targets.loss_mask.shape)
-        counts, packed = left_pack(targets.loss_mask if query_mask is None else query_mask, index)
+        n = data.loss_mask.shape[1]
+        self.data = data
+        index = torch.arange(n, device=data.loss_mask.device).expand(data.loss_mask.shape)
+        counts, packed = left_pack(data.loss_mask if query_mask is None else query_mask, index)
         self.query_index = packed[:, : max(1, int(counts.max()))]
         self._is_valid = torch.arange(self.query_index.shape[1], device=packed.device) < counts[:, None]
         self.causal_mask = index[:, None] <= self.query_index[..., None]
@@ -216,17 +218,21 @@ class PackedQueries:
         """[B, n, ...] -> [B, m, ...]."""
         return gather_rows(part, self.query_index)
 
-    def loss_mask(self, steps: int) -> Tensor:
-        """[B, m] bool, `shifted_loss_mask` of the packed rows."""
-        return self.gather(shifted_loss_mask(self.targets, steps)) & self._is_valid
+    def loss_mask_at(self, distance: int) -> Tensor:
+        """[B, m] bool, `HeadInputsAndLabels.loss_mask_at` of the packed positions."""
+        return self.gather(self.data.loss_mask_at(distance)) & self._is_valid
 
+
+__getattr__ = former_names(
+    __name__,
+    {"DraftTargets": f"{__name__}.HeadInputsAndLabels", "build_targets": f"{__name__}.build_inputs_and_labels"},
+)
 
 __all__ = [
     "DraftModel",
-    "DraftTargets",
+    "HeadInputsAndLabels",
     "PackedQueries",
     "TrainBatch",
-    "build_targets",
+    "build_inputs_and_labels",
     "shift",
-    "shifted_loss_mask",
 ]

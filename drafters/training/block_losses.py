@@ -1,7 +1,8 @@
 """Losses of heads that predict several tokens per forward: FLASH, ParallelSpec, Falcon.
 
-Each sums the loss of a single position (`LossAccumulator`) over the positions of a block. The functions have the
-arguments and results of `eagle_loss`. The module knows tensors only.
+A block has k slots; the label of slot i is i positions after that of slot 0. Each function has the arguments and
+results of `eagle_loss` and adds one loss per slot, with `step_decay` to the power of the slot. Only `falcon_loss` has a
+rollout: FLASH and ParallelSpec ignore `ttt_steps`. The module knows tensors only.
 """
 
 from __future__ import annotations
@@ -13,14 +14,13 @@ from torch.nn import functional
 from mmspec.drafters.block.falcon import FalconHead
 from mmspec.drafters.training.batch import (
     DraftModel,
-    DraftTargets,
+    HeadInputsAndLabels,
     PackedQueries,
     TrainBatch,
-    build_targets,
+    build_inputs_and_labels,
     shift,
-    shifted_loss_mask,
 )
-from mmspec.drafters.training.losses import LossAccumulator, LossWeights, Progress, RolloutCache
+from mmspec.drafters.training.losses import LossAccumulator, LossWeights, RolloutCache, TrainProgress
 from mmspec.interfaces import SharedEmbeddings
 
 LossAndMetrics = tuple[Tensor, dict[str, float]]
@@ -32,23 +32,23 @@ def flash_loss(
     shared_embeddings: SharedEmbeddings,
     placeholder: Tensor,
     weights: LossWeights,
-    progress: Progress,
+    progress: TrainProgress,
 ) -> LossAndMetrics:
     """Feature i predicts the hidden state i positions further on (FLASH, section 3.3).
 
     The `MarkovHead` is trained with the target's token before each position.
     """
-    head, targets = draft_model.head, build_targets(draft_model, batch, placeholder)
-    queries = PackedQueries(targets)
-    loss = LossAccumulator(shared_embeddings, weights, targets.compressor_loss)
-    features = head.block_features(RolloutCache(head, queries).forward(targets.inputs, targets.position_ids))
+    head, data = draft_model.head, build_inputs_and_labels(draft_model, batch, placeholder)
+    queries = PackedQueries(data)
+    loss = LossAccumulator(shared_embeddings, weights, data.compressor_loss)
+    features = head.block_features(RolloutCache(head, queries).forward(data.inputs, data.position_ids))
     for slot in range(head.config.block_size):
-        mask, logit_bias = queries.loss_mask(slot), None
+        mask, logit_bias = queries.loss_mask_at(slot), None
         outputs = features[:, :, slot][mask]
         if slot and head.markov_head is not None:
-            embeds = queries.gather(shift(targets.next_embeds, slot))[mask]
+            embeds = queries.gather(shift(data.next_embeds, slot))[mask]
             logit_bias = head.markov_head(outputs, embeds.to(outputs.dtype))
-        loss.add(slot, outputs, queries.gather(shift(targets.target_hidden, slot))[mask], logit_bias)
+        loss.add(slot, outputs, queries.gather(shift(data.target_hidden, slot))[mask], logit_bias)
     return loss.result()
 
 
@@ -58,27 +58,27 @@ def parallel_loss(
     shared_embeddings: SharedEmbeddings,
     placeholder: Tensor,
     weights: LossWeights,
-    progress: Progress,
+    progress: TrainProgress,
 ) -> LossAndMetrics:
-    """Mask rows behind each row attend to the context up to it and to each other (ParallelSpec, section 3)."""
-    head, targets = draft_model.head, build_targets(draft_model, batch, placeholder)
-    queries = PackedQueries(targets)
-    loss = LossAccumulator(shared_embeddings, weights, targets.compressor_loss)
-    cache, inputs = RolloutCache(head, queries), targets.inputs
+    """Mask positions attend to the context up to their own position and to each other (ParallelSpec, section 3)."""
+    head, data = draft_model.head, build_inputs_and_labels(draft_model, batch, placeholder)
+    queries = PackedQueries(data)
+    loss = LossAccumulator(shared_embeddings, weights, data.compressor_loss)
+    cache, inputs = RolloutCache(head, queries), data.inputs
     for slot in range(head.config.block_size):
-        outputs = cache.forward(inputs, targets.position_ids + slot)
+        outputs = cache.forward(inputs, data.position_ids + slot)
         if slot and head.token_correction is not None:
-            embeds = queries.gather(shift(targets.next_embeds, slot))
+            embeds = queries.gather(shift(data.next_embeds, slot))
             outputs = head.token_correction(outputs, embeds.to(outputs.dtype))
-        mask = queries.loss_mask(slot)
-        loss.add(slot, outputs[mask], queries.gather(shift(targets.target_hidden, slot))[mask])
+        mask = queries.loss_mask_at(slot)
+        loss.add(slot, outputs[mask], queries.gather(shift(data.target_hidden, slot))[mask])
         if slot + 1 < head.config.block_size:
-            inputs = head.mask_embeddings[slot].to(targets.inputs.dtype).expand_as(outputs)
+            inputs = head.mask_embeddings[slot].to(data.inputs.dtype).expand_as(outputs)
     return loss.result()
 
 
 GLANCE_RATIO = 0.4
-"""Share of the wrong rows whose inputs are replaced at the start of training; it decreases linearly to 0."""
+"""Share of the wrong positions whose inputs are replaced at the start of training; it decreases linearly to 0."""
 
 
 def falcon_loss(
@@ -87,65 +87,65 @@ def falcon_loss(
     shared_embeddings: SharedEmbeddings,
     placeholder: Tensor,
     weights: LossWeights,
-    progress: Progress,
+    progress: TrainProgress,
 ) -> LossAndMetrics:
     """Coupled sequential glancing distillation (Falcon, section 3.2).
 
-    A first forward counts the rows whose prediction is wrong. A decreasing share of that number of rows receive their
-    own answer as input, so that the others of their block learn with it. Then blocks are drafted behind blocks, as in a
-    tree.
+    A first forward counts the positions whose prediction is wrong. A decreasing share of that number of positions
+    receive their own label as input, so that the others of their block learn with it. Then blocks are drafted behind
+    blocks, as in a tree; at most two, of the `ttt_steps`.
     """
-    head, targets = draft_model.head, build_targets(draft_model, batch, placeholder)
-    k, n, device = head.config.block_size, targets.inputs.shape[1], targets.inputs.device
+    head, data = draft_model.head, build_inputs_and_labels(draft_model, batch, placeholder)
+    k, n, device = head.config.block_size, data.inputs.shape[1], data.inputs.device
     start = int(torch.randint(k, (), generator=progress.rng))
     offset = torch.arange(n, device=device) + start
     block = offset // k
-    glanced = torch.zeros_like(targets.loss_mask)
+    glanced = torch.zeros_like(data.loss_mask)
     if (share := GLANCE_RATIO * (1 - progress.fraction)) > 0:
         with torch.no_grad():
-            outputs = _BlockCache(head, targets, block).forward(targets.inputs, targets.position_ids)
-            glanced = _glance_mask(outputs, targets, shared_embeddings, block, k, share, progress.rng)
-    answers = head.fuse(shift(targets.next_embeds, k), shift(targets.target_hidden, k - 1))
-    inputs = torch.where(glanced[..., None], answers, targets.inputs)
-    cache = _BlockCache(head, targets, block)
-    loss = LossAccumulator(shared_embeddings, weights, targets.compressor_loss)
+            outputs = _BlockCache(head, data, block).forward(data.inputs, data.position_ids)
+            glanced = _glance_mask(outputs, data, shared_embeddings, block, k, share, progress.rng)
+    label_inputs = head.fuse(shift(data.next_embeds, k), shift(data.target_hidden, k - 1))
+    inputs = torch.where(glanced[..., None], label_inputs, data.inputs)
+    cache = _BlockCache(head, data, block)
+    loss = LossAccumulator(shared_embeddings, weights, data.compressor_loss)
     # Each step is a whole block further on; those after the first read the head's own outputs.
-    for step in range(1 + min(1, weights.ttt_steps)):
-        outputs = cache.forward(inputs, targets.position_ids + step * k)
+    for step in range(min(2, weights.ttt_steps)):
+        outputs = cache.forward(inputs, data.position_ids + step * k)
         for slot in range(k):
             distance = k - 1 + step * k
-            mask = shifted_loss_mask(targets, distance) & ~glanced & (offset % k == slot)
-            loss.add(slot + step * k, outputs[mask], shift(targets.target_hidden, distance)[mask])
-        inputs = head.fuse(shift(targets.next_embeds, (step + 1) * k), outputs)
+            mask = data.loss_mask_at(distance) & ~glanced & (offset % k == slot)
+            loss.add(slot + step * k, outputs[mask], shift(data.target_hidden, distance)[mask])
+        inputs = head.fuse(shift(data.next_embeds, (step + 1) * k), outputs)
     return loss.result()
 
 
 def _glance_mask(
     outputs: Tensor,
-    targets: DraftTargets,
+    data: HeadInputsAndLabels,
     shared_embeddings: SharedEmbeddings,
     block: Tensor,
     k: int,
     share: float,
     rng: torch.Generator,
 ) -> Tensor:
-    """[B, n] bool, rows that receive their answer: a first part, never all, of randomly chosen blocks.
+    """[B, n] bool, positions that receive their label: a first part, never all, of randomly chosen blocks.
 
     Args:
         outputs: [B, n, D] of a first forward.
-        targets: of the batch.
+        data: of the batch.
         shared_embeddings: of the target.
-        block: [n] int64 block of each row.
+        block: [n] int64 block of each position.
         k: block size.
-        share: of the wrong rows.
+        share: of the wrong positions.
         rng: random generator.
     """
-    mask, target_hidden = shifted_loss_mask(targets, k - 1), shift(targets.target_hidden, k - 1)
+    mask, target_hidden = data.loss_mask_at(k - 1), shift(data.target_hidden, k - 1)
     lm_head = shared_embeddings.lm_head
     is_wrong = (lm_head(outputs).argmax(-1) != lm_head(target_hidden).argmax(-1)) & mask
     rate = share * is_wrong.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
     num_blocks = int(block[-1]) + 1
-    # A chosen block gives away 1 to k - 1 of its rows, k / 2 in the mean.
+    # A chosen block gives away 1 to k - 1 of its positions, k / 2 in the mean.
     draw = torch.rand(len(outputs), num_blocks, generator=rng).to(outputs.device)
     num_glanced = torch.randint(1, k, (len(outputs), num_blocks), generator=rng).to(outputs.device)
     num_glanced = torch.where(draw < 2 * rate, num_glanced, 0)
@@ -154,13 +154,13 @@ def _glance_mask(
 
 
 class _BlockCache(RolloutCache):
-    """In step 0 a row attends to all blocks up to its own, later also to its block's rows of the steps in between.
+    """In step 0 a position attends to all blocks up to its own, later also to its block in the steps in between.
 
-    All rows are queries.
+    All positions are queries.
     """
 
-    def __init__(self, head: FalconHead, targets: DraftTargets, block: Tensor) -> None:
-        super().__init__(head, PackedQueries(targets, torch.ones_like(targets.loss_mask)))
+    def __init__(self, head: FalconHead, data: HeadInputsAndLabels, block: Tensor) -> None:
+        super().__init__(head, PackedQueries(data, torch.ones_like(data.loss_mask)))
         self.context_mask = block <= block[:, None]
         self.block_mask = block == block[:, None]
 

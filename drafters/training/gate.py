@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mmspec.drafters.architectures import ARCHITECTURES
 from mmspec.drafters.training.batch import DraftModel, TrainBatch
-from mmspec.drafters.training.losses import LossWeights, Progress
+from mmspec.drafters.training.losses import LossWeights, TrainProgress
 from mmspec.interfaces import GatedCompressor, SharedEmbeddings
 
 
@@ -32,13 +32,13 @@ def fit_gate_on_batches(
         batches: to measure the branches on; sequences without visual tokens or without a response are skipped.
         shared_embeddings: of the target.
         placeholder: [D] embedding of the media placeholder id.
-        weights: of the training; only its rollout is used.
+        weights: of the training; only `ttt_steps` and `step_decay` are used.
     """
     compressor = draft_model.compressor
     if not isinstance(compressor, GatedCompressor):
         return
     logits_only = LossWeights(hidden=0.0, logits=1.0, ttt_steps=weights.ttt_steps, step_decay=weights.step_decay)
-    total_weight = sum(weights.step_decay**step for step in range(weights.ttt_steps + 1))
+    total_weight = sum(weights.step_decay**step for step in range(weights.ttt_steps))
     compute_loss = ARCHITECTURES[draft_model.architecture].compute_loss
     costs, features = [], []
     for batch in batches:
@@ -49,7 +49,7 @@ def fit_gate_on_batches(
             for branch in range(len(compressor.branches)):
                 with compressor.force_branch(branch) as observations:
                     loss, _ = compute_loss(
-                        draft_model, sequence, shared_embeddings, placeholder, logits_only, Progress(fraction=1.0)
+                        draft_model, sequence, shared_embeddings, placeholder, logits_only, TrainProgress(fraction=1.0)
                     )
                 branch_costs.append(float(loss) / total_weight + float(observations[0].penalty))
             costs.append(branch_costs)

@@ -22,10 +22,28 @@ LEGACY_WEIGHT_KEYS = {"states": "hidden", "words": "logits", "rollout": "ttt_ste
 """As `LEGACY_CONFIG_KEYS`, of `LossWeights`."""
 
 
-def upgrade_settings(settings: Mapping[str, Any], file: Path) -> dict[str, Any]:
-    """Settings of a checkpoint with current keys; one FutureWarning if they are of the first release."""
-    if "plan" not in settings:
-        return dict(settings)
+CHECKPOINT_VERSION = 2
+"""In version 1, `ttt_steps` (and `rollout` before it) did not count the first step."""
+
+
+def upgrade_settings(settings: Mapping[str, Any], file: Path, version: int) -> dict[str, Any]:
+    """Settings of a checkpoint with current keys and values; one FutureWarning if they are of the first release.
+
+    Args:
+        settings: as stored.
+        file: the checkpoint, for the warning.
+        version: of the checkpoint.
+    """
+    upgraded = _upgrade_names(settings, file) if "plan" in settings else dict(settings)
+    if version < CHECKPOINT_VERSION:
+        weights = dict(upgraded["config"]["weights"])
+        weights["ttt_steps"] += 1
+        upgraded["config"] = {**upgraded["config"], "weights": weights}
+    return upgraded
+
+
+def _upgrade_names(settings: Mapping[str, Any], file: Path) -> dict[str, Any]:
+    """Settings of the first release with current keys."""
     upgraded = {key: value for key, value in settings.items() if key not in ("plan", "pupils")}
     config = {LEGACY_CONFIG_KEYS.get(key, key): value for key, value in settings["plan"].items()}
     config["weights"] = {LEGACY_WEIGHT_KEYS.get(key, key): value for key, value in config["weights"].items()}
@@ -34,9 +52,9 @@ def upgrade_settings(settings: Mapping[str, Any], file: Path) -> dict[str, Any]:
     warnings.warn(
         f"{file} is a checkpoint of an earlier release, which the next one will not read; finish the run before.",
         FutureWarning,
-        stacklevel=2,
+        stacklevel=3,
     )
     return upgraded
 
 
-__all__ = ["LEGACY_CONFIG_KEYS", "LEGACY_WEIGHT_KEYS", "upgrade_settings"]
+__all__ = ["CHECKPOINT_VERSION", "LEGACY_CONFIG_KEYS", "LEGACY_WEIGHT_KEYS", "upgrade_settings"]

@@ -1,8 +1,10 @@
 """Losses of draft heads, over a rollout in which the head reads its own outputs.
 
 Smooth L1 on the hidden states and soft cross-entropy on the logits (EAGLE, arXiv 2401.15077; weights as in MSD), summed
-over the steps of a rollout ("training-time test" of EAGLE-3, arXiv 2503.01840), as the head works below the first level
-of a tree. The module knows tensors only.
+over `ttt_steps` training-time-test steps: in step 0 the head reads the target's hidden states, in later ones its own
+outputs, as it does below the first level of a tree. With a loss on the hidden states in every step, this is the
+harmonized context alignment of HASS (arXiv 2408.15766). EAGLE-3 (arXiv 2503.01840), whose term "training-time test" is
+the common one, has no such loss. The module knows tensors only.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from mmspec.drafters.eagle.head import EagleHead
-from mmspec.drafters.training.batch import DraftModel, PackedQueries, TrainBatch, build_targets, shift
+from mmspec.drafters.training.batch import DraftModel, PackedQueries, TrainBatch, build_inputs_and_labels, shift
 from mmspec.interfaces import SharedEmbeddings
 
 
@@ -25,19 +27,26 @@ class LossWeights:
     Attributes:
         hidden: of smooth L1 on the hidden states (1 in EAGLE and MSD).
         logits: of soft cross-entropy on the logits (0.1 in EAGLE and MSD).
-        ttt_steps: steps of the rollout after the first, in which the head reads its own outputs.
+        ttt_steps: training-time-test steps, which is the number of forwards; 1 for no rollout.
         step_decay: factor of each further step.
+
+    Raises:
+        ValueError: `ttt_steps` below 1.
     """
 
     hidden: float = 1.0
     logits: float = 0.1
-    ttt_steps: int = 2
+    ttt_steps: int = 3
     step_decay: float = 0.8
+
+    def __post_init__(self) -> None:
+        if self.ttt_steps < 1:
+            raise ValueError(f"ttt_steps must be at least 1; got {self.ttt_steps}.")
 
 
 @dataclass(frozen=True)
-class Progress:
-    """Progress of a run.
+class TrainProgress:
+    """TrainProgress of a run.
 
     Attributes:
         fraction: share of its steps that are done, 0 to 1.
@@ -49,12 +58,12 @@ class Progress:
 
 
 class LossAccumulator:
-    """Sums the loss over steps and collects metrics.
+    """Sums the loss over the steps of a rollout or the slots of a block, and collects metrics.
 
     Attributes:
         total: the loss so far.
-        metrics: `states` and `words`, the two losses of the first step; `agree0`, `agree1`, ..., the share of rows of
-            each step whose argmax is the target's; `cost`, the compressor's loss if it has one.
+        metrics: `hidden_loss` and `logits_loss` of step 0, unweighted; `agree0`, `agree1`, ..., the share of positions
+            of each step or slot whose argmax is the target's; `compressor_loss`, if there is one.
     """
 
     def __init__(
@@ -70,7 +79,7 @@ class LossAccumulator:
         """Add the loss of one step.
 
         Args:
-            step: 0 for the first.
+            step: of the rollout, or slot of a block, from 0.
             hidden_states: [n, D] outputs of the head.
             target_hidden: [n, D] the target's hidden states.
             logit_bias: [n, V] added to the head's logits, or None.
@@ -87,13 +96,13 @@ class LossAccumulator:
         agreement = (logits.argmax(-1) == target_logits.argmax(-1)).float().mean()
         self.metrics[f"agree{step}"] = float(agreement)
         if step == 0:
-            self.metrics |= {"states": float(hidden_loss.detach()), "words": float(logits_loss.detach())}
+            self.metrics |= {"hidden_loss": float(hidden_loss.detach()), "logits_loss": float(logits_loss.detach())}
 
     def result(self) -> tuple[Tensor, dict[str, float]]:
         """The loss, a scalar, and the metrics."""
         if self.compressor_loss is not None:
             self.total = self.total + self.compressor_loss
-            self.metrics["cost"] = float(self.compressor_loss.detach())
+            self.metrics["compressor_loss"] = float(self.compressor_loss.detach())
         return torch.as_tensor(self.total), self.metrics
 
 
@@ -103,13 +112,13 @@ def eagle_loss(
     shared_embeddings: SharedEmbeddings,
     placeholder: Tensor,
     weights: LossWeights,
-    progress: Progress,
+    progress: TrainProgress,
 ) -> tuple[Tensor, dict[str, float]]:
     """The loss of a head that predicts one token per forward.
 
     Args:
         draft_model: head, visual mode and compressor.
-        batch: of the teacher.
+        batch: hidden states of the target.
         shared_embeddings: of the target.
         placeholder: [D] embedding of the media placeholder id.
         weights: of the parts of the loss.
@@ -118,24 +127,24 @@ def eagle_loss(
     Returns:
         The loss, a scalar, and the metrics of `LossAccumulator`.
     """
-    head, targets = draft_model.head, build_targets(draft_model, batch, placeholder)
-    queries = PackedQueries(targets)
-    loss = LossAccumulator(shared_embeddings, weights, targets.compressor_loss)
-    cache, inputs = RolloutCache(head, queries), targets.inputs
-    for step in range(weights.ttt_steps + 1):
-        outputs = cache.forward(inputs, targets.position_ids + step)
-        mask = queries.loss_mask(step)
-        loss.add(step, outputs[mask], queries.gather(shift(targets.target_hidden, step))[mask])
-        if step < weights.ttt_steps:
-            inputs = head.fuse(queries.gather(shift(targets.next_embeds, step + 1)), outputs)
+    head, data = draft_model.head, build_inputs_and_labels(draft_model, batch, placeholder)
+    queries = PackedQueries(data)
+    loss = LossAccumulator(shared_embeddings, weights, data.compressor_loss)
+    cache, inputs = RolloutCache(head, queries), data.inputs
+    for step in range(weights.ttt_steps):
+        outputs = cache.forward(inputs, data.position_ids + step)
+        mask = queries.loss_mask_at(step)
+        loss.add(step, outputs[mask], queries.gather(shift(data.target_hidden, step))[mask])
+        if step + 1 < weights.ttt_steps:
+            inputs = head.fuse(queries.gather(shift(data.next_embeds, step + 1)), outputs)
     return loss.result()
 
 
 class RolloutCache:
-    """Keys and values of a rollout (EAGLE-3, section 3.2).
+    """Keys and values of a rollout (harmonized context alignment of HASS).
 
-    In step i a row attends causally to the rows of step 0 and to its own rows of steps 1 to i, as a tree node attends
-    to the context and to its ancestors.
+    In step i a position attends causally to the positions of step 0 and to itself in steps 1 to i, as a tree node
+    attends to the context and to its ancestors.
     """
 
     def __init__(self, head: EagleHead, queries: PackedQueries) -> None:
@@ -145,14 +154,14 @@ class RolloutCache:
         self.values: list[Tensor] = []
 
     def forward(self, inputs: Tensor, position_ids: Tensor) -> Tensor:
-        """Run one step.
+        """Run one forward, which is one step.
 
         Args:
             inputs: [B, n, D] in step 0, [B, m, D] in later steps.
-            position_ids: [B, n] of all rows.
+            position_ids: [B, n] of all positions.
 
         Returns:
-            [B, m, D] outputs of the packed rows.
+            [B, m, D] outputs at the packed positions.
         """
         is_first = not self.keys
         position_ids = position_ids if is_first else self.queries.gather(position_ids)
@@ -173,7 +182,7 @@ class RolloutCache:
         self.values.append(values.repeat_interleave(num_groups, 1))
 
     def _rollout_attention(self, queries: Tensor) -> Tensor:
-        """Attention to step 0 causally, and to the later steps row by row."""
+        """Attention to step 0 causally, and to the later steps at the same position."""
         scale = queries.shape[-1] ** -0.5
         is_hidden = ~self.queries.causal_mask[:, None]
         context = (queries @ self.keys[0].transpose(-1, -2) * scale).masked_fill(is_hidden, float("-inf"))
@@ -186,4 +195,4 @@ class RolloutCache:
         return outputs
 
 
-__all__ = ["LossAccumulator", "LossWeights", "Progress", "RolloutCache", "eagle_loss"]
+__all__ = ["LossAccumulator", "LossWeights", "RolloutCache", "TrainProgress", "eagle_loss"]

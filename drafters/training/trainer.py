@@ -1,4 +1,4 @@
-"""`Trainer`: steps, checkpoints that survive an interruption, and a log. Several heads can share one teacher.
+"""`Trainer`: steps, checkpoints that survive an interruption, and a log. Several heads can share one target.
 
 Batch n is the same in every run and carries the target's hidden states (`TrainBatch`), so none are written to disk. The
 module knows neither the source of the batches nor the drafters.
@@ -23,8 +23,8 @@ from mmspec.drafters.architectures import ARCHITECTURES
 from mmspec.drafters.checkpoints.state_dict import current_name
 from mmspec.drafters.training.batch import DraftModel, TrainBatch
 from mmspec.drafters.training.gate import fit_gate_on_batches
-from mmspec.drafters.training.legacy import upgrade_settings
-from mmspec.drafters.training.losses import LossWeights, Progress
+from mmspec.drafters.training.legacy import CHECKPOINT_VERSION, upgrade_settings
+from mmspec.drafters.training.losses import LossWeights, TrainProgress
 from mmspec.drafters.training.schedule import warmup_cosine
 from mmspec.files import atomic_write
 from mmspec.interfaces import GatedCompressor, SharedEmbeddings
@@ -151,9 +151,7 @@ class Trainer:
         self.gate_is_fitted = False
         folder.mkdir(parents=True, exist_ok=True)
         self.optimizers = {
-            name: torch.optim.AdamW(
-                model.modules().parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
-            )
+            name: torch.optim.AdamW(model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
             for name, model in self.draft_models.items()
         }
         if (folder / STATE_NAME).exists():
@@ -178,9 +176,9 @@ class Trainer:
             raise SettingsError(
                 f"{file} is damaged ({str(error).splitlines()[0][:120]}); delete it to train again from the start."
             ) from error
-        check_resume(self.folder, upgrade_settings(state["settings"], file), self.settings)
+        check_resume(self.folder, upgrade_settings(state["settings"], file, state.get("version", 1)), self.settings)
         for name, model in self.draft_models.items():
-            model.modules().load_state_dict({_current_key(key): value for key, value in state["heads"][name].items()})
+            model.load_state_dict({_current_key(key): value for key, value in state["heads"][name].items()})
             self.optimizers[name].load_state_dict(state["optimisers"][name])
         self.step = state["step"]
         self.gate_is_fitted = state.get("weighed", False)
@@ -194,10 +192,11 @@ class Trainer:
         if self.distributed.rank:
             return
         state = {
+            "version": CHECKPOINT_VERSION,
             "settings": self.settings,
             "step": self.step,
             "weighed": self.gate_is_fitted,
-            "heads": {name: model.modules().state_dict() for name, model in self.draft_models.items()},
+            "heads": {name: model.state_dict() for name, model in self.draft_models.items()},
             "optimisers": {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()},
         }
         file = self.folder / STATE_NAME
@@ -228,7 +227,7 @@ class Trainer:
         """
         start = saved = time.monotonic()
         for model in self.draft_models.values():
-            model.modules().train()
+            model.train()
         while self.step < self.config.max_steps:
             metrics = self._train_step()
             self.step += 1
@@ -251,13 +250,14 @@ class Trainer:
         for model in self.draft_models.values():
             if not isinstance(model.compressor, GatedCompressor):
                 continue
-            model.modules().eval()
+            model.eval()
             num_batches = min(self.config.max_steps, GATE_BATCHES)
             batches = (self.get_batch(step).to(self.placeholder.device) for step in range(num_batches))
             with self._autocast():
                 fit_gate_on_batches(model, batches, self.shared_embeddings, self.placeholder, self.config.weights)
-            for weight in model.modules()["compressor"].parameters():
-                weight.data = self.distributed.mean(weight.data)
+            for name, weight in model.named_parameters():
+                if name.startswith("compressor."):
+                    weight.data = self.distributed.mean(weight.data)
         self.gate_is_fitted = True
 
     def _autocast(self) -> torch.autocast:
@@ -281,7 +281,7 @@ class Trainer:
     def _train_model(self, model: DraftModel, optimizer: torch.optim.Optimizer, batch: TrainBatch) -> dict[str, float]:
         """One optimizer step of one head; its metrics."""
         seed = self.config.seed * 1_000_003 + self.step
-        progress = Progress(self.step / self.config.max_steps, torch.Generator().manual_seed(seed))
+        progress = TrainProgress(self.step / self.config.max_steps, torch.Generator().manual_seed(seed))
         compute_loss = ARCHITECTURES[model.architecture].compute_loss
         # A compressor draws from torch's default generator, which is seeded for this step and restored.
         with torch.random.fork_rng(devices=[]), self._autocast():
@@ -289,9 +289,9 @@ class Trainer:
             loss, metrics = compute_loss(
                 model, batch, self.shared_embeddings, self.placeholder, self.config.weights, progress
             )
-        parameters = list(model.modules().parameters())
+        parameters = list(model.parameters())
         optimizer.zero_grad(set_to_none=True)
-        if loss.requires_grad:  # False if the batch has no row to learn
+        if loss.requires_grad:  # False if the batch has no position to learn
             loss.backward()
         if self.distributed.world_size > 1:
             for weight in parameters:
@@ -319,7 +319,7 @@ class Trainer:
 
 
 def _current_key(key: str) -> str:
-    """Key of `DraftModel.modules().state_dict()` from that of a checkpoint."""
+    """Key of `DraftModel.state_dict()` from that of a checkpoint."""
     part, _, name = key.partition(".")
     return f"{part}.{current_name(name)}" if part == "head" else key
 

@@ -1,4 +1,4 @@
-"""`mmspec train`: from requests to a drafter that `patch` takes; cut, gone on with, refused."""
+"""`mmspec train`: from requests to a drafter that `patch` takes; interrupted, resumed, refused."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from mmspec.app.modeling.random_models import random_model
 from mmspec.app.scenes.render import render_scene
 from mmspec.app.scenes.world import generate_scene
 from mmspec.app.train import command as train
-from mmspec.app.train import heads as pupils
-from mmspec.app.train import progress, report, setup
+from mmspec.app.train import heads, progress, report, setup
 from mmspec.app.train.config import TrainOptions
 from mmspec.app.train.data import Teacher
 from mmspec.app.train.datasets import FileData, Request, TextOnlyAugmented, image_fraction
@@ -27,12 +26,12 @@ from mmspec.drafters.training.trainer import DistributedContext
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
-    """Five pictures with prompts, one with an answer."""
-    return listed(tmp_path / "data", 5)
+    """Five images with prompts, one with an answer."""
+    return write_manifest(tmp_path / "data", 5)
 
 
-def listed(folder: Path, count: int) -> Path:
-    """A manifest of so many."""
+def write_manifest(folder: Path, count: int) -> Path:
+    """A manifest of `count` images."""
     folder.mkdir()
     rows = []
     for number in range(count):
@@ -47,7 +46,7 @@ ARGS = ("--target", "tiny", "--steps", "4", "--batch-size", "2", "--max-new-toke
 
 
 def test_a_run_from_the_command_line(tmp_path: Path, capsys: Any) -> None:
-    out, data = tmp_path / "run", listed(tmp_path / "data", 20)
+    out, data = tmp_path / "run", write_manifest(tmp_path / "data", 20)
     args = [
         "train",
         *ARGS,
@@ -63,9 +62,9 @@ def test_a_run_from_the_command_line(tmp_path: Path, capsys: Any) -> None:
     assert main(args) == 0
     captured = capsys.readouterr()
     lines = captured.out.splitlines()
-    heads = [line for line in lines if not line.startswith("  ")]
-    assert [line.split(":")[0] for line in heads] == [str(out / "msd"), str(out / "eagle-textual")]
-    assert all("on 2 held-out requests, trees of 16 nodes" in line for line in heads)
+    summaries = [line for line in lines if not line.startswith("  ")]
+    assert [line.split(":")[0] for line in summaries] == [str(out / "msd"), str(out / "eagle-textual")]
+    assert all("on 2 held-out requests, trees of 16 nodes" in line for line in summaries)
     commands = [line for line in lines if line.startswith("  next: ")]
     assert commands[0] == f"  next: mmspec bench --drafters {out / 'msd'} --model tiny --images {data}"
     assert sum(line.startswith("  acceptance at depth 1, 2, ...: ") for line in lines) == 2
@@ -83,14 +82,14 @@ def test_a_run_from_the_command_line(tmp_path: Path, capsys: Any) -> None:
     assert 0 <= evaluation["speed"]["drafted_share"] <= 1 and evaluation["speed"]["requests"] == 2
     assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")
     answers = [json.loads(line) for line in (out / "answers.jsonl").read_text().splitlines()]
-    assert sorted(row["number"] for row in answers) == list(range(18)), "the last two are kept back"
+    assert sorted(row["number"] for row in answers) == list(range(18)), "the last two are held out"
     model, processor = random_model("tiny")
     mmspec.patch(model, str(out / "msd"), processor=processor)
     drafter = model.__dict__["_mmspec"].config.drafter
     assert drafter.name == "msd" and len(drafter.draft_ids) <= 30 and 2 in drafter.draft_ids.tolist()
 
 
-def test_a_run_that_is_cut_goes_on(data: Path, tmp_path: Path, capsys: Any) -> None:
+def test_an_interrupted_run_is_resumed(data: Path, tmp_path: Path, capsys: Any) -> None:
     args = ["train", *ARGS, "--data", str(data), "--drafter", "msd", "--evaluate", "0"]
     assert main([*args, "--out", str(tmp_path / "whole")]) == 0
     for _ in range(6):
@@ -105,10 +104,10 @@ def test_a_run_that_is_cut_goes_on(data: Path, tmp_path: Path, capsys: Any) -> N
     assert "other settings (config)" in capsys.readouterr().err
 
 
-def test_answers_of_another_run_are_not_taken(
+def test_answers_of_another_run_are_not_used(
     data: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run that was killed while it answered has no checkpoint to compare settings with."""
+    """A run that was killed while it generated answers has no checkpoint to compare settings with."""
     out, answer, left = tmp_path / "run", Teacher._answer, [True]
 
     def killed(*args: Any) -> Any:
@@ -121,38 +120,38 @@ def test_answers_of_another_run_are_not_taken(
     with monkeypatch.context() as patch:
         patch.setattr(Teacher, "_answer", killed)
         assert main(args) == 130
-    kept = (out / "answers.jsonl").read_bytes()
-    assert kept.count(b"\n") == 2 and not (out / "state.pt").exists()
+    before = (out / "answers.jsonl").read_bytes()
+    assert before.count(b"\n") == 2 and not (out / "state.pt").exists()
     assert main([*args, "--scene-seed", "7"]) == 2
     assert "other settings (scene_seed)" in capsys.readouterr().err
     first = data.read_text()
     data.write_text(first.replace("what is this 4", "who is this 4"))
     assert main(args) == 2
     assert "other settings (items)" in capsys.readouterr().err
-    assert (out / "answers.jsonl").read_bytes() == kept
+    assert (out / "answers.jsonl").read_bytes() == before
     (out / "run.json").unlink()
-    assert main(args) == 0, "answers that were brought by hand are used as they are"
-    assert (out / "answers.jsonl").read_bytes().startswith(kept)
+    assert main(args) == 0, "answers without run.json are used as they are"
+    assert (out / "answers.jsonl").read_bytes().startswith(before)
 
 
-def test_text_only_shows_no_picture(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    out, lesson, visual = tmp_path / "run", Teacher.make_batch, list[bool]()
+def test_text_only_has_no_images(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out, make_batch, has_visual = tmp_path / "run", Teacher.make_batch, list[bool]()
 
-    def seen(self: Teacher, numbers: list[int]) -> Any:
-        made = lesson(self, numbers)
-        visual.append(bool(made.visual_mask.any()))
-        return made
+    def spy(self: Teacher, indices: list[int]) -> Any:
+        batch = make_batch(self, indices)
+        has_visual.append(bool(batch.visual_mask.any()))
+        return batch
 
-    monkeypatch.setattr(Teacher, "make_batch", seen)
+    monkeypatch.setattr(Teacher, "make_batch", spy)
     args = ["train", *ARGS, "--data", str(data), "--drafter", "msd", "--evaluate", "0", "--out", str(out)]
     assert main([*args, "--text-only"]) == 0
-    assert visual == [False] * 4
+    assert has_visual == [False] * 4
     answers = [json.loads(line)["number"] for line in (out / "answers.jsonl").read_text().splitlines()]
-    assert sorted(answers) == list(range(5, 10)), "with pictures nothing is asked"
+    assert sorted(answers) == list(range(5, 10)), "no answers to questions with images"
     settings = torch.load(out / "state.pt", weights_only=True)["settings"]
     assert settings["text_only"] is True
     plain = setup.train_settings(TrainOptions.from_args(build_parser().parse_args(args)))
-    assert plain == {"text_first": False}, "nothing new is told of runs as they were, so they go on"
+    assert plain == {"text_first": False}, "settings of older runs stay equal"
     with pytest.raises(SystemExit):
         main([*args, "--text-only", "--text-first"])
 
@@ -168,8 +167,8 @@ def test_a_trained_compressor_is_not_lost(data: Path, tmp_path: Path, capsys: An
     old, new = (load_file(folder / "msd" / "model.safetensors") for folder in (first, out))
     assert any(name.startswith("compressor.") for name in old) and all(torch.equal(old[key], new[key]) for key in old)
     capsys.readouterr()
-    for asked, name in (([], "none"), (["--compressor", "latent:4"], "latent:4")):
-        assert main([*args, "--start-from", str(first), *asked, "--out", str(tmp_path / "no")]) == 2
+    for flags, name in (([], "none"), (["--compressor", "latent:4"], "latent:4")):
+        assert main([*args, "--start-from", str(first), *flags, "--out", str(tmp_path / "no")]) == 2
         assert f"was trained with --compressor latent:3 (wanted: {name})" in capsys.readouterr().err
 
 
@@ -180,10 +179,11 @@ def test_a_damaged_checkpoint_is_one_line(data: Path, tmp_path: Path, capsys: An
     file.write_bytes(file.read_bytes()[:-1000])
     capsys.readouterr()
     assert main(args) == 2
-    assert f"{file} is damaged" in (told := capsys.readouterr().err) and "delete it" in told and told.count("\n") == 1
+    err = capsys.readouterr().err
+    assert f"{file} is damaged" in err and "delete it" in err and err.count("\n") == 1
 
 
-def test_a_run_begins_with_trained_weights(data: Path, tmp_path: Path, capsys: Any) -> None:
+def test_start_from_trained_weights(data: Path, tmp_path: Path, capsys: Any) -> None:
     from safetensors.torch import load_file
 
     args = ["train", *ARGS, "--data", str(data), "--evaluate", "0"]
@@ -196,19 +196,19 @@ def test_a_run_begins_with_trained_weights(data: Path, tmp_path: Path, capsys: A
         assert all(torch.equal(old[key], new[key]) for key in old)
         assert json.loads((out / name / "provenance.json").read_text())["start_from"] == str(start)
     capsys.readouterr()
-    for more, words in (
-        (["--drafter", "eagle", "--start-from", str(first / "msd")], "rule decoupled (wanted: coupled)"),
-        (["--drafter", "parallel", "--start-from", str(first / "flash")], "kind flash (wanted: parallel)"),
+    for more, message in (
+        (["--drafter", "eagle", "--start-from", str(first / "msd")], "visual mode decoupled (wanted: coupled)"),
+        (["--drafter", "parallel", "--start-from", str(first / "flash")], "architecture flash (wanted: parallel)"),
         (["--drafter", "msd", "--start-from", str(first), "--ffn", "49"], "ffn 48 (wanted: 49)"),
         (["--drafter", "msd,eagle", "--start-from", str(first)], "there is no eagle/config.json"),
         (["--drafter", "msd", "--start-from", str(tmp_path / "nowhere")], "config.json is missing"),
         (["--drafter", "msd", "--start-from", "msd"], "another target: hidden_size 384 (the target: 64)"),
     ):
         assert main([*args, *more, "--out", str(tmp_path / "other")]) == 2
-        assert words in capsys.readouterr().err
+        assert message in capsys.readouterr().err
 
 
-def test_answers_that_were_cut_are_made_again(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_incomplete_answers_are_generated_again(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, processor = random_model("tiny")
     teacher = Teacher(model, processor, FileData([str(data)]))
     teacher.generate_answers(tmp_path, 2, 8)
@@ -231,62 +231,62 @@ def test_answers_that_were_cut_are_made_again(data: Path, tmp_path: Path, monkey
     again.generate_answers(tmp_path, 2, 8, done.append)
     assert again.answers == teacher.answers and sum(done) == 5 and done[0] > 0
     tokens = processor.tokenizer(" a red house", add_special_tokens=False).input_ids
-    assert teacher.answers[2] == [*tokens, 2], "an answer that was given is taken"
+    assert teacher.answers[2] == [*tokens, 2], "an answer of the data is used"
 
 
-def test_a_lesson_is_what_the_target_saw(data: Path, tmp_path: Path) -> None:
-    """States by one forward over the whole text are those of decoding, picture and all."""
+def test_batches_hold_the_states_of_decoding(data: Path, tmp_path: Path) -> None:
+    """Hidden states of one forward over prompt and answer are those of decoding, images included."""
     model, processor = random_model("tiny")
     teacher = Teacher(model, processor, FileData([str(data)]))
     teacher.generate_answers(tmp_path, 4, 8)
-    lesson = teacher.make_batch([0, 2, 4])
+    batch = teacher.make_batch([0, 2, 4])
     for row, number in enumerate([0, 2, 4]):
         inputs = teacher.captioner.build_inputs([teacher.data[number].media], [teacher.data[number].question])
         answer = torch.tensor(teacher.answers[number])
         ids = torch.cat([inputs["input_ids"][0], answer])
-        assert torch.equal(lesson.input_ids[row, : len(ids)], ids) and lesson.attention_mask[row].sum() == len(ids)
-        assert lesson.response_mask[row].nonzero().flatten().tolist() == list(range(len(ids) - len(answer), len(ids)))
+        assert torch.equal(batch.input_ids[row, : len(ids)], ids) and batch.attention_mask[row].sum() == len(ids)
+        assert batch.response_mask[row].nonzero().flatten().tolist() == list(range(len(ids) - len(answer), len(ids)))
         whole = {**inputs, "input_ids": ids[None], "attention_mask": torch.ones_like(ids)[None]}
         with torch.no_grad():
-            seen = model(**whole, output_hidden_states=True)
-        assert torch.allclose(lesson.inputs_embeds[row, : len(ids)], seen.hidden_states[0][0], atol=3e-2)
-        far = (lesson.hidden_states[row, : len(ids)] - seen.hidden_states[-1][0]).abs().max()
-        assert far < 0.15, "bfloat16 on a CPU"
-        said = model.get_output_embeddings()(lesson.hidden_states[row]).argmax(-1)
-        agree = (said[len(ids) - len(answer) - 1 : len(ids) - 1] == answer).float().mean()
+            outputs = model(**whole, output_hidden_states=True)
+        assert torch.allclose(batch.inputs_embeds[row, : len(ids)], outputs.hidden_states[0][0], atol=3e-2)
+        distance = (batch.hidden_states[row, : len(ids)] - outputs.hidden_states[-1][0]).abs().max()
+        assert distance < 0.15, "bfloat16 on a CPU"
+        predicted = model.get_output_embeddings()(batch.hidden_states[row]).argmax(-1)
+        agree = (predicted[len(ids) - len(answer) - 1 : len(ids) - 1] == answer).float().mean()
         assert number == 2 or agree > 0.6
-    assert lesson.visual_mask.sum() == 3 * 16
+    assert batch.visual_mask.sum() == 3 * 16
 
 
-def test_states_are_made_once_as_far_as_there_is_room(data: Path, tmp_path: Path) -> None:
+def test_hidden_states_are_cached_within_the_limit(data: Path, tmp_path: Path) -> None:
     model, processor = random_model("tiny")
-    teachers = [Teacher(model, processor, FileData([str(data)]), room) for room in (0, 1 << 30, 60_000)]
-    seen: list[list[int]] = []
+    teachers = [Teacher(model, processor, FileData([str(data)]), cache_bytes) for cache_bytes in (0, 1 << 30, 60_000)]
+    forwards: list[list[int]] = []
     for teacher in teachers:
         teacher.generate_answers(tmp_path, 5, 8)
         own = teacher._forward
-        teacher._forward = lambda numbers, own=own: seen.append(list(numbers)) or own(numbers)  # type: ignore[func-returns-value,method-assign]
-    plain, kept, some = (
+        teacher._forward = lambda indices, own=own: forwards.append(list(indices)) or own(indices)  # type: ignore[func-returns-value,method-assign]
+    uncached, cached, partly_cached = (
         [teacher.make_batch(numbers) for numbers in ([0, 2], [2, 3, 2], [3, 0])] for teacher in teachers
     )
-    assert seen[:3] == [[0, 2], [2, 3], [3, 0]]
-    assert seen[3:5] == [[0, 2], [3]]
+    assert forwards[:3] == [[0, 2], [2, 3], [3, 0]]
+    assert forwards[3:5] == [[0, 2], [3]]
     assert 0 < len(teachers[2]._cache) < 3 and 0 <= teachers[2].cache_bytes < 60_000
-    for other in (kept, some):
-        for one, two in zip(plain, other, strict=True):
+    for other in (cached, partly_cached):
+        for one, two in zip(uncached, other, strict=True):
             for a, b in zip(one.tensors(), two.tensors(), strict=True):
                 assert a.dtype == b.dtype and torch.allclose(a.float(), b.float(), atol=0.1), "bfloat16 on a CPU"
             assert torch.equal(one.input_ids, two.input_ids) and torch.equal(one.response_mask, two.response_mask)
 
 
-def test_the_same_questions_without_pictures(data: Path, tmp_path: Path) -> None:
+def test_the_same_questions_without_images(data: Path, tmp_path: Path) -> None:
     model, processor = random_model("tiny")
     both = TextOnlyAugmented(FileData([str(data)]))
     assert len(both) == 10 and both[7] == Request((), "what is this 2")
     teacher = Teacher(model, processor, both)
     teacher.generate_answers(tmp_path, 10, 6)
-    lesson = teacher.make_batch([0, 7])
-    assert lesson.visual_mask[0].any() and not lesson.visual_mask[1].any()
+    batch = teacher.make_batch([0, 7])
+    assert batch.visual_mask[0].any() and not batch.visual_mask[1].any()
 
 
 def test_schedules() -> None:
@@ -356,7 +356,7 @@ def test_the_summary_agrees_with_bench(tmp_path: Path, monkeypatch: pytest.Monke
     """Where the controller drafts nothing, train says what bench says of the same head."""
     is_fixed = property(lambda controller: controller.drafts and controller.fixed_tree_size is not None)
     monkeypatch.setattr(TreeSizeController, "should_draft", is_fixed)
-    out, data = tmp_path / "run", listed(tmp_path / "data", 20)
+    out, data = tmp_path / "run", write_manifest(tmp_path / "data", 20)
     assert main(["train", *ARGS, "--data", str(data), "--drafter", "msd", "--out", str(out)]) == 0
     lines = capsys.readouterr().out.splitlines()
     evaluation = json.loads((out / "msd" / "evaluation.json").read_text())
@@ -372,12 +372,12 @@ def test_the_summary_agrees_with_bench(tmp_path: Path, monkeypatch: pytest.Monke
 def test_curves_have_titles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from matplotlib.figure import Figure
 
-    figures: list[Figure] = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **options: figures.append(figure))
+    saved: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **options: saved.append(figure))
     (tmp_path / "log.jsonl").write_text('{"step": 10, "agree0": 0.5, "loss": 2.0, "words": 3.0, "s": 1.0}\n')
     report.write_curves(tmp_path, "msd for tiny")
-    left, right = figures[0].axes
-    assert figures[0].get_suptitle() == "msd for tiny"
+    left, right = saved[0].axes
+    assert saved[0].get_suptitle() == "msd for tiny"
     assert (left.get_title(), right.get_title()) == ("Agreement with the target", "Loss")
     assert left.get_xlabel() == right.get_xlabel() == "training step"
     assert left.get_ylabel() == "share of tokens" and len(left.lines) == 1 and len(right.lines) == 2
@@ -399,7 +399,6 @@ OLD_FLAGS = {
     "--keep-states": ("--cache-gib", "0.5", 0.5),
     "--states-weight": ("--hidden-loss", "0.5", 0.5),
     "--words-weight": ("--logits-loss", "0.5", 0.5),
-    "--rollout": ("--ttt-steps", "1", 1),
     "--rule": ("--visual-mode", "coupled", "coupled"),
 }
 
@@ -415,17 +414,24 @@ def test_old_flags_warn_once_and_work(old: str, capsys: Any) -> None:
     assert capsys.readouterr().err == ""
 
 
+def test_rollout_did_not_count_the_first_step(capsys: Any) -> None:
+    args = build_parser().parse_args(["train", "--out", "x", "--rollout", "2"])
+    default = build_parser().parse_args(["train", "--out", "x"])
+    assert TrainOptions.from_args(args).ttt_steps == TrainOptions.from_args(default).ttt_steps == 3
+    assert capsys.readouterr().err == "mmspec: --rollout is deprecated; use --ttt-steps N+1 for --rollout N\n"
+
+
 @pytest.mark.parametrize(
-    ("args", "words"),
+    ("args", "message"),
     [
         (["--target", "tiny"], "--target tiny needs --data"),
         (["--target", "tiny", "--data", "nowhere"], "no such file or folder: nowhere"),
         (["--scene-seed", "50000000"], "held out"),
     ],
 )
-def test_bad_requests_are_refused(args: list[str], words: str, tmp_path: Path, capsys: Any) -> None:
+def test_bad_requests_are_refused(args: list[str], message: str, tmp_path: Path, capsys: Any) -> None:
     assert main(["train", *args, "--out", str(tmp_path / "x")]) == 2
-    assert words in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_unknown_drafters_are_refused(tmp_path: Path, capsys: Any) -> None:
@@ -444,17 +450,17 @@ def test_a_picture_without_its_file_is_one_line(tmp_path: Path, capsys: Any) -> 
     assert "gone.png: no such file" in err and err.count("\n") == 1
 
 
-def test_heads_of_one_run_begin_alike() -> None:
+def test_heads_of_one_run_have_equal_initial_weights() -> None:
     model, _ = random_model("tiny")
-    config = pupils.target_head_config(model, 48)
-    a, b = pupils.init_head(config, 3), pupils.init_head(config, 3)
+    config = heads.target_head_config(model, 48)
+    a, b = heads.init_head(config, 3), heads.init_head(config, 3)
     assert all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters(), strict=True))
     assert (config.hidden_size, config.intermediate_size, config.num_key_value_heads) == (64, 48, 2)
 
 
 @pytest.mark.slow
 def test_several_processes_train_as_one(data: Path, tmp_path: Path) -> None:
-    """Two processes with half a batch each come to what one comes to with the whole, but for rounding."""
+    """Two processes with half a batch each equal one process with the whole batch, but for rounding."""
     import os
     import subprocess
     import sys
@@ -475,7 +481,7 @@ def test_several_processes_train_as_one(data: Path, tmp_path: Path) -> None:
     assert all(float((first[name].float() - second[name].float()).abs().mean()) < 2e-3 for name in first)
 
 
-def test_rules_are_named_as_drafters_name_them() -> None:
-    from mmspec.drafters.eagle import visual_inputs as rules
+def test_visual_modes_are_those_of_the_drafters() -> None:
+    from mmspec.drafters.eagle import visual_inputs
 
-    assert tuple(rules.VISUAL_MODES) == train.VISUAL_MODES
+    assert tuple(visual_inputs.VISUAL_MODES) == train.VISUAL_MODES

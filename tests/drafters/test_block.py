@@ -29,17 +29,18 @@ from torch import Tensor, nn
 
 from mmspec.drafters.architectures import ARCHITECTURES
 from mmspec.drafters.block.base import BlockDrafter
-from mmspec.drafters.block.block_tree import LEVEL_PENALTY, PathTable, candidate_paths, select_nodes
+from mmspec.drafters.block.block_tree import PathTable, candidate_paths
 from mmspec.drafters.block.falcon import FalconDrafter, FalconHead
 from mmspec.drafters.block.flash import FlashDrafter, FlashHead
 from mmspec.drafters.block.parallel import ParallelDrafter, ParallelHead
 from mmspec.drafters.checkpoints.format import HeadMetadata, load_head, save_head
 from mmspec.drafters.checkpoints.load import load_trained
-from mmspec.drafters.eagle.drafter import EagleDrafter
+from mmspec.drafters.eagle.base import HeadDrafter
 from mmspec.drafters.eagle.head import EagleHead
 from mmspec.drafters.eagle.visual_inputs import VISUAL_MODES
-from mmspec.drafters.training.batch import DraftModel, build_targets
-from mmspec.drafters.training.losses import LossWeights, Progress
+from mmspec.drafters.rerank import LEVEL_PENALTY, select_nodes
+from mmspec.drafters.training.batch import DraftModel, build_inputs_and_labels
+from mmspec.drafters.training.losses import LossWeights, TrainProgress
 from mmspec.drafters.training.trainer import TrainConfig, Trainer
 from mmspec.engine.tree import root_only
 
@@ -74,10 +75,8 @@ def kind_of(kind: str) -> str:
     return {"linked": "parallel", "chained": "flash"}.get(kind, kind.rstrip("23"))
 
 
-def drafter(kind: str, visual_mode: str = "decoupled", **options: Any) -> Any:
-    return ARCHITECTURES[kind_of(kind)].drafter(
-        new_head(kind), visual_mode, num_layers=NUM_LAYERS, beam_width=3, **options
-    )
+def new_drafter(kind: str, visual_mode: str = "decoupled", **options: Any) -> Any:
+    return ARCHITECTURES[kind_of(kind)].drafter(new_head(kind), visual_mode, num_layers=NUM_LAYERS, top_k=3, **options)
 
 
 # --- trees ------------------------------------------------------------------------------------------------------------
@@ -104,7 +103,7 @@ def test_selected_nodes_are_the_most_likely(seed: int) -> None:
     log_probs = (torch.randn(2, slots, vocab, generator=rng) * (1 + seed)).log_softmax(-1)
     table = PathTable.build(slots, nodes - 1, vocab, torch.device("cpu"))
     tokens, totals, _ = table.score_paths(log_probs[:, None], torch.zeros(2, 1))
-    tree = select_nodes(None, tokens[:, 0], totals[:, 0], table.parents.expand(2, -1), num_nodes=nodes)
+    tree = select_nodes(None, tokens[:, 0], totals[:, 0], table.parents.expand(2, -1), max_nodes=nodes)
     for row in range(2):
         found = {path: math.log(score) for path, score in scores_by_path(tree, row).items()}
         heap: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
@@ -129,27 +128,27 @@ def test_selected_nodes_are_the_most_likely(seed: int) -> None:
 def reference_log_probs(
     target: FakeTarget, head: EagleHead, visual_mode: str, row: int, n: int, path: list[int]
 ) -> Tensor:
-    """[V] log probabilities of what follows `path` after the first n words and the n-th."""
-    rows, places = reference_draft_inputs(target, head, visual_mode, row, n)
+    """[V] log probabilities of what follows `path` after the first n tokens and the n-th."""
+    rows, positions = reference_draft_inputs(target, head, visual_mode, row, n)
     if isinstance(head, FlashHead):
-        feature = _spread(head, reference_forward(head, torch.stack(rows), torch.tensor(places))[-1])[len(path)]
+        feature = _spread(head, reference_forward(head, torch.stack(rows), torch.tensor(positions))[-1])[len(path)]
     elif isinstance(head, FalconHead):
-        feature = _falcon(target, head, rows, places, path)
+        feature = _falcon(target, head, rows, positions, path)
     else:
         assert isinstance(head, ParallelHead)
         rows += list(head.mask_embeddings[: len(path)])
-        places += range(n, n + len(path))
-        feature = reference_forward(head, torch.stack(rows), torch.tensor(places))[-1]
+        positions += range(n, n + len(path))
+        feature = reference_forward(head, torch.stack(rows), torch.tensor(positions))[-1]
         if head.token_correction is not None and path:
-            link, word = head.token_correction, target.shared_embeddings.embed_tokens(torch.tensor(path[-1]))
-            gate, up = link.gate_up_proj(torch.cat([_normed(feature) * link.norm.weight, word])).chunk(2)
-            feature = feature + link.down_proj(torch.nn.functional.silu(gate) * up)
+            correction, embeds = head.token_correction, target.shared_embeddings.embed_tokens(torch.tensor(path[-1]))
+            gate, up = correction.gate_up_proj(torch.cat([_normed(feature) * correction.norm.weight, embeds])).chunk(2)
+            feature = feature + correction.down_proj(torch.nn.functional.silu(gate) * up)
     logits = target.shared_embeddings.lm_head(feature)
     if isinstance(head, FlashHead) and head.markov_head is not None and path:
-        chain, word = head.markov_head, target.shared_embeddings.embed_tokens(torch.tensor(path[-1]))
-        both = chain.feature_proj.weight @ (_normed(feature) * chain.norm.weight)
-        both = both + chain.token_proj.weight @ (_normed(word) * chain.token_norm.weight)
-        logits = logits + chain.vocab_proj.weight @ torch.nn.functional.silu(both)
+        markov_head, embeds = head.markov_head, target.shared_embeddings.embed_tokens(torch.tensor(path[-1]))
+        both = markov_head.feature_proj.weight @ (_normed(feature) * markov_head.norm.weight)
+        both = both + markov_head.token_proj.weight @ (_normed(embeds) * markov_head.token_norm.weight)
+        logits = logits + markov_head.vocab_proj.weight @ torch.nn.functional.silu(both)
     logits[[0, IMAGE_TOKEN_ID]] = float("-inf")
     result: Tensor = logits.log_softmax(-1)
     return result
@@ -164,20 +163,20 @@ def _spread(head: FlashHead, out: Tensor) -> list[Tensor]:
     return [out + head.block_proj.weight[32 * i : 32 * (i + 1)] @ inside for i in range(head.config.block_size)]
 
 
-def _falcon(target: FakeTarget, head: FalconHead, rows: list[Tensor], places: list[int], path: list[int]) -> Tensor:
-    """Blocks of k, the newest of which ends where the text does."""
+def _falcon(target: FakeTarget, head: FalconHead, rows: list[Tensor], positions: list[int], path: list[int]) -> Tensor:
+    """Blocks of k, the last of which ends where the context ends."""
     k, count = head.config.block_size, len(rows)
     blocks = [(i - count) // k for i in range(count)]
     for block in range(len(path) // k + 1):
-        sees = torch.tensor([[theirs <= mine for theirs in blocks] for mine in blocks])
-        out = reference_forward(head, torch.stack(rows), torch.tensor(places), sees)[-k:]
+        attention_mask = torch.tensor([[other <= own for other in blocks] for own in blocks])
+        out = reference_forward(head, torch.stack(rows), torch.tensor(positions), attention_mask)[-k:]
         if block == len(path) // k:
             return out[len(path) % k]
         for slot in range(k):
             rows.append(
                 head.fuse(target.shared_embeddings.embed_tokens(torch.tensor(path[block * k + slot])), out[slot])
             )
-            places.append(places[-1] + 1)
+            positions.append(positions[-1] + 1)
             blocks.append(block)
     raise AssertionError
 
@@ -189,15 +188,15 @@ def test_drafts_equal_the_slow_reference(
     target: FakeTarget, kind: str, visual_mode: str, pads: tuple[int, int]
 ) -> None:
     target.shared_embeddings.lm_head.weight.data.mul_(2)  # type: ignore[operator,union-attr]
-    made = drafter(kind, visual_mode)
-    tree = made.propose(begin_decoding(target, made, build_prompt(target, 11, pads)), 64, [True, True])
+    drafter = new_drafter(kind, visual_mode)
+    tree = drafter.propose(begin_decoding(target, drafter, build_prompt(target, 11, pads)), 64, [True, True])
     with torch.no_grad():
         for row, count in enumerate(pads):
             n, found, output = 11 - count, scores_by_path(tree, row), dict[tuple[int, ...], Tensor]()
 
             def after(path: tuple[int, ...], row: int = row, n: int = n, output: Any = output) -> Tensor:
                 if path not in output:  # paths share beginnings
-                    output[path] = reference_log_probs(target, made.head, visual_mode, row, n, list(path))
+                    output[path] = reference_log_probs(target, drafter.head, visual_mode, row, n, list(path))
                 return output[path]
 
             deep = [path for path in found if len(path) > 2]
@@ -213,12 +212,12 @@ def test_drafts_equal_the_slow_reference(
 @pytest.mark.parametrize("kind", SORTS)
 @pytest.mark.parametrize("visual_mode", ["decoupled", "text_only"])
 def test_rounds_feed_the_targets_hidden_states(target: FakeTarget, kind: str, visual_mode: str) -> None:
-    """Rounds with drafts, rounds without and rows that stand still come to the same as one long prompt."""
-    made = drafter(kind, visual_mode)
-    state = begin_decoding(target, made, build_prompt(target, 9, (0, 2)))
+    """Rounds with drafts, rounds without and rows without tokens equal one long prompt."""
+    drafter = new_drafter(kind, visual_mode)
+    state = begin_decoding(target, drafter, build_prompt(target, 9, (0, 2)))
     lengths = [9, 7]
     for sizes, drafts in (([1, 2], True), ([2, 1], False), ([1, 0], True), ([1, 1], True)):
-        tree = made.propose(state, 8, [True, True]) if drafts else root_only(2)
+        tree = drafter.propose(state, 8, [True, True]) if drafts else root_only(2)
         states = torch.zeros(2, 8, 32)
         walked, tokens = [], []
         for row, size in enumerate(sizes):
@@ -228,25 +227,25 @@ def test_rounds_feed_the_targets_hidden_states(target: FakeTarget, kind: str, vi
             walked.append(nodes)
             tokens.append([int(target.input_ids[row, lengths[row] + 1 + step]) for step in range(size)])
             lengths[row] += size
-        made.observe(state, build_result(tree, walked, tokens), {NUM_LAYERS: states})
-    mine = made.propose(state, 16, [True, True])
+        drafter.observe(state, build_result(tree, walked, tokens), {NUM_LAYERS: states})
+    drafted = drafter.propose(state, 16, [True, True])
     fresh = build_prompt(target, max(lengths), tuple(max(lengths) - n for n in lengths))  # type: ignore[arg-type]
-    other = made.propose(begin_decoding(target, made, fresh), 16, [True, True])
+    expected = drafter.propose(begin_decoding(target, drafter, fresh), 16, [True, True])
     for row in range(2):
-        assert scores_by_path(mine, row) == pytest.approx(scores_by_path(other, row), rel=1e-3)
+        assert scores_by_path(drafted, row) == pytest.approx(scores_by_path(expected, row), rel=1e-3)
 
 
 @pytest.mark.parametrize("kind", SORTS)
 def test_drafts_follow_the_sampling_noise(target: FakeTarget, kind: str) -> None:
     noise = torch.empty(2, 9, 40).exponential_(generator=torch.Generator().manual_seed(1))
-    made = drafter(kind)
+    drafter = new_drafter(kind)
     prompt = build_prompt(target, 11, noise=lambda depth: noise[:, :depth], temperature=0.7)
-    tree = made.propose(begin_decoding(target, made, prompt), 8, [True, True])
+    tree = drafter.propose(begin_decoding(target, drafter, prompt), 8, [True, True])
     with torch.no_grad():
         for row in range(2):
             path: list[int] = []
             for column in range(2):
-                log_probs = (reference_log_probs(target, made.head, "decoupled", row, 11, path) / 0.7).softmax(-1)
+                log_probs = (reference_log_probs(target, drafter.head, "decoupled", row, 11, path) / 0.7).softmax(-1)
                 path.append(int((log_probs / noise[row, column]).argmax()))
                 assert column or int(tree.tokens[row, 1]) == path[0]
             assert tuple(path) in scores_by_path(tree, row)
@@ -255,8 +254,8 @@ def test_drafts_follow_the_sampling_noise(target: FakeTarget, kind: str) -> None
 @pytest.mark.parametrize("kind", SORTS)
 def test_draft_vocabulary_limits_the_tokens(target: FakeTarget, kind: str) -> None:
     ids = torch.arange(1, 40, 3)
-    made = drafter(kind, draft_ids=ids)
-    tree = made.propose(begin_decoding(target, made, build_prompt(target, 11)), 16, [True, True])
+    drafter = new_drafter(kind, draft_ids=ids)
+    tree = drafter.propose(begin_decoding(target, drafter, build_prompt(target, 11)), 16, [True, True])
     assert set(tree.tokens[:, 1:].flatten().tolist()) <= set(ids.tolist()) - {IMAGE_TOKEN_ID}
 
 
@@ -264,11 +263,11 @@ def test_draft_vocabulary_limits_the_tokens(target: FakeTarget, kind: str) -> No
 @pytest.mark.parametrize("max_nodes", [2, 3, 4, 5, 64])
 def test_any_tree_size_works(target: FakeTarget, kind: str, max_nodes: int) -> None:
     """Also one that is smaller than a block."""
-    made = drafter(kind)
-    tree = made.propose(begin_decoding(target, made, build_prompt(target, 11)), max_nodes, [True, True])
+    drafter = new_drafter(kind)
+    tree = drafter.propose(begin_decoding(target, drafter, build_prompt(target, 11)), max_nodes, [True, True])
     assert tree.num_nodes <= max_nodes and tree.node_mask[:, 1].all()
     assert len(scores_by_path(tree, 0)) == tree.num_nodes - 1
-    assert made.propose(begin_decoding(target, made, build_prompt(target, 11)), 1, [True, True]).num_nodes == 1
+    assert drafter.propose(begin_decoding(target, drafter, build_prompt(target, 11)), 1, [True, True]).num_nodes == 1
 
 
 @pytest.mark.parametrize("kind", SORTS)
@@ -277,16 +276,16 @@ def test_drafting_needs_no_host_copy(target: FakeTarget, kind: str, noisy: bool)
     """Fake tensors have shapes and no values: whatever asks for one (`.item()`, an index by condition) raises."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    made = drafter(kind, draft_ids=torch.arange(40) if noisy else None)
+    drafter = new_drafter(kind, draft_ids=torch.arange(40) if noisy else None)
     options = {"noise": lambda depth: torch.ones(2, depth, 40)} if noisy else {}
-    state = begin_decoding(target, made, build_prompt(target, 11, (0, 4), **options))
+    state = begin_decoding(target, drafter, build_prompt(target, 11, (0, 4), **options))
     taps = {NUM_LAYERS: torch.randn(2, 4, 32)}
-    made.observe(state, build_result(root_only(2).pad(4), [[0, 2], [0]], [[5, 6], [7]]), taps)
-    made.observe(state, build_result(root_only(2).pad(4), [[0], [0]], [[5], [7]]), taps)
+    drafter.observe(state, build_result(root_only(2).pad(4), [[0, 2], [0]], [[5, 6], [7]]), taps)
+    drafter.observe(state, build_result(root_only(2).pad(4), [[0], [0]], [[5], [7]]), taps)
     shapes = set()
     for max_nodes in (16, 16, 8):
         with FakeTensorMode(allow_non_fake_inputs=True):
-            tree = made.propose(state, max_nodes, [True, False])
+            tree = drafter.propose(state, max_nodes, [True, False])
             shapes.add((max_nodes, *tree.tokens.shape))
             with pytest.raises(Exception, match="local_scalar_dense"):
                 tree.tokens.tolist()
@@ -301,36 +300,36 @@ def test_drafting_needs_no_host_copy(target: FakeTarget, kind: str, noisy: bool)
 def test_training_features_are_those_of_drafting(
     target: FakeTarget, kind: str, visual_mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every feature that a loss judges is one that drafting makes there, after the true words so far."""
-    head, lesson = new_head(kind), build_train_batch(target)
+    """Every feature in a loss equals the one that drafting computes there, after the true tokens so far."""
+    head, batch = new_head(kind), build_train_batch(target)
     recorded: list[tuple[int, Tensor, Tensor, Tensor]] = []
     from mmspec.drafters.training.losses import LossAccumulator
 
-    def keep(
+    def record(
         self: LossAccumulator, part: int, out: Tensor, target_hidden: Tensor, logit_bias: Tensor | None = None
     ) -> None:
         recorded.append((part, out, target_hidden, torch.zeros(len(out), 1) if logit_bias is None else logit_bias))
 
-    monkeypatch.setattr(LossAccumulator, "add", keep)
+    monkeypatch.setattr(LossAccumulator, "add", record)
     monkeypatch.setattr(LossAccumulator, "result", lambda self: (torch.zeros(()), {}))
     placeholder = target.shared_embeddings.embed_tokens(torch.tensor(IMAGE_TOKEN_ID))
     with torch.no_grad():
-        for seed in range(3):  # where the grid of blocks begins
-            when = Progress(1.0, torch.Generator().manual_seed(seed))  # nothing is shown any more
+        for seed in range(3):  # offset of the first block
+            progress = TrainProgress(1.0, torch.Generator().manual_seed(seed))  # no label is an input any more
             ARCHITECTURES[kind_of(kind)].compute_loss(
                 DraftModel(head, visual_mode),
-                lesson,
+                batch,
                 target.shared_embeddings,
                 placeholder,
-                LossWeights(ttt_steps=1),
-                when,
+                LossWeights(ttt_steps=2),
+                progress,
             )
-        data = build_targets(DraftModel(head, visual_mode), lesson, placeholder)
-    states = {tuple(lesson.hidden_states[b, p].tolist()): (b, p) for b in range(2) for p in range(14)}
+        data = build_inputs_and_labels(DraftModel(head, visual_mode), batch, placeholder)
+    states = {tuple(batch.hidden_states[b, p].tolist()): (b, p) for b in range(2) for p in range(14)}
     checked = set()
     for part, out, target_hidden, logit_bias in recorded:
         for output, target_output, options in zip(out, target_hidden, logit_bias.expand(len(out), -1), strict=True):
-            # What should have been said stands `part` places after what follows the last word that was read.
+            # The label is `part` positions after the token that follows the last input.
             b, p = states[tuple(target_output.tolist())]
             n = p - part
             assert data.loss_mask[b].any() and n >= 7
@@ -363,12 +362,12 @@ def test_heads_learn(target: FakeTarget, kind: str, tmp_path: Path) -> None:
 def test_glancing_replaces_a_decreasing_first_part_of_blocks(target: FakeTarget) -> None:
     from mmspec.drafters.training import block_losses as training_blocks
 
-    head, lesson = new_head("falcon3"), build_train_batch(target)
-    data = build_targets(
-        DraftModel(head, "decoupled"), lesson, target.shared_embeddings.embed_tokens(torch.tensor(IMAGE_TOKEN_ID))
+    head, batch = new_head("falcon3"), build_train_batch(target)
+    data = build_inputs_and_labels(
+        DraftModel(head, "decoupled"), batch, target.shared_embeddings.embed_tokens(torch.tensor(IMAGE_TOKEN_ID))
     )
     block = torch.arange(data.inputs.shape[1]) // 3
-    learn = training_blocks.shifted_loss_mask(data, 2)
+    learn = data.loss_mask_at(2)
     counts = []
     for share in (0.4, 0.2, 0.01):
         num_glanced = torch.zeros_like(learn, dtype=torch.long)
@@ -378,16 +377,16 @@ def test_glancing_replaces_a_decreasing_first_part_of_blocks(target: FakeTarget)
             )
             assert not (one & ~learn).any()
             for start in range(0, data.inputs.shape[1] - 2, 3):
-                mine, may = one[:, start : start + 3], learn[:, start : start + 3]
-                assert not (mine[:, 1:] & ~mine[:, :-1] & may[:, :-1]).any(), "a later row is shown, an earlier is not"
-                assert not one[:, start + 2].any(), "the last row of a block is never shown"
+                glanced, learned = one[:, start : start + 3], learn[:, start : start + 3]
+                assert not (glanced[:, 1:] & ~glanced[:, :-1] & learned[:, :-1]).any(), "not a first part"
+                assert not one[:, start + 2].any(), "the last position of a block is never glanced"
             num_glanced += one
         counts.append(int(num_glanced.sum()))
     assert counts[0] > counts[1] > counts[2]
 
 
 def test_a_batch_without_a_response_is_no_error(target: FakeTarget, tmp_path: Path) -> None:
-    lesson = replace(build_train_batch(target), response_mask=torch.zeros(2, 14, dtype=torch.bool))
+    batch = replace(build_train_batch(target), response_mask=torch.zeros(2, 14, dtype=torch.bool))
     placeholder = target.shared_embeddings.embed_tokens(torch.tensor(IMAGE_TOKEN_ID)).detach()
     draft_models = {kind: DraftModel(new_head(kind), "decoupled", kind_of(kind)) for kind in SORTS}
     before = new_head("flash").state_dict()
@@ -396,7 +395,7 @@ def test_a_batch_without_a_response_is_no_error(target: FakeTarget, tmp_path: Pa
         draft_models,
         TrainConfig(max_steps=1, batch_size=2),
         target.shared_embeddings,
-        lambda step: lesson,
+        lambda step: batch,
         placeholder,
         {},
     )
@@ -416,11 +415,11 @@ def test_save_and_load_head(kind: str, tmp_path: Path) -> None:
         HeadMetadata(head.config, "text_only", NUM_LAYERS, "llava", "abc", architecture=kind_of(kind)),
         torch.float32,
     )
-    again, made = load_head(tmp_path)
-    assert type(again) is type(head) and made.architecture == kind_of(kind) and made.config == head.config
+    again, metadata = load_head(tmp_path)
+    assert type(again) is type(head) and metadata.architecture == kind_of(kind) and metadata.config == head.config
     for name, value in head.state_dict().items():
         assert torch.equal(value, again.state_dict()[name]), name
-    assert type(load_trained(tmp_path)) is type(drafter(kind))
+    assert type(load_trained(tmp_path)) is type(new_drafter(kind))
 
 
 Call = Callable[[], object]
@@ -429,10 +428,13 @@ Call = Callable[[], object]
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: drafter("flash", block_size=5), "block_size must be 1 to 4, for which this head was trained; got 5"),
-        (lambda: drafter("parallel", block_size=0), "block_size must be 1 to 4.*got 0"),
-        (lambda: drafter("falcon3", block_size=2), "block_size must be 3, how far.*got 2"),
-        (lambda: drafter("falcon2", passes=0), "passes must be at least 1; got 0"),
+        (
+            lambda: new_drafter("flash", block_size=5),
+            "block_size must be 1 to 4, for which this head was trained; got 5",
+        ),
+        (lambda: new_drafter("parallel", block_size=0), "block_size must be 1 to 4.*got 0"),
+        (lambda: new_drafter("falcon3", block_size=2), "block_size must be 3, how far.*got 2"),
+        (lambda: new_drafter("falcon2", max_forwards=0), "max_forwards must be at least 1; got 0"),
         (lambda: FlashHead(replace(FLASH, block_ffn_size=0)), "block_ffn_size of at least 1; got 0"),
         (lambda: FalconHead(HEAD_CONFIG), "block_size of at least 2; got 1"),
         (lambda: replace(HEAD_CONFIG, block_size=0), "block_size must be 1 to 16 tokens per forward; got 0"),
@@ -446,11 +448,11 @@ def test_block_sizes_that_do_not_fit_are_refused(call: Call, message: str) -> No
 
 def test_a_shorter_block_is_a_prefix_of_the_longer(target: FakeTarget) -> None:
     for kind in ("flash", "chained", "parallel", "linked"):
-        long = drafter(kind).propose(
-            begin_decoding(target, made := drafter(kind), build_prompt(target, 11)), 64, [True, True]
+        long = new_drafter(kind).propose(
+            begin_decoding(target, drafter := new_drafter(kind), build_prompt(target, 11)), 64, [True, True]
         )
-        del made
-        short_drafter = drafter(kind, block_size=2)
+        del drafter
+        short_drafter = new_drafter(kind, block_size=2)
         short = short_drafter.propose(begin_decoding(target, short_drafter, build_prompt(target, 11)), 64, [True, True])
         both = scores_by_path(long, 0).keys() & scores_by_path(short, 0).keys()
         assert max(map(len, scores_by_path(short, 0))) == 2 and len(both) > 5
@@ -459,6 +461,6 @@ def test_a_shorter_block_is_a_prefix_of_the_longer(target: FakeTarget) -> None:
 
 
 def test_architectures_build_their_classes() -> None:
-    assert issubclass(FlashDrafter, BlockDrafter) and issubclass(FalconDrafter, EagleDrafter)
+    assert issubclass(FlashDrafter, BlockDrafter) and issubclass(FalconDrafter, HeadDrafter)
     assert set(ARCHITECTURES) == {"eagle", "flash", "parallel", "falcon"}
-    assert isinstance(drafter("linked"), ParallelDrafter) and isinstance(new_head("linked"), nn.Module)
+    assert isinstance(new_drafter("linked"), ParallelDrafter) and isinstance(new_head("linked"), nn.Module)

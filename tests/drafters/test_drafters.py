@@ -1,4 +1,4 @@
-"""The training-free drafters against slow references, on prompts and verdicts made by hand. No model."""
+"""The training-free drafters against slow references, on hand-written prompts and results. No model."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_continuations_form_a_trie() -> None:
 
 
 def reference_matches(text: list[int]) -> list[tuple[int, int]]:
-    """[(end, matched)] by brute force: all places that end like the text, longest first, then latest."""
+    """[(end, matched)] by brute force: all positions that end like the text, longest first, then latest."""
     found = []
     for end in range(1, len(text)):
         matched = 0
@@ -170,7 +170,7 @@ def test_the_incremental_index_equals_brute_force() -> None:
             ngram_index.extend(tokens)
             text += tokens
             assert ngram_index.tokens == text
-            if len(text) < 40:  # so that no place is beyond the number looked at
+            if len(text) < 40:  # so that no position is beyond the number that is searched
                 assert [(p.position, p.length) for p in ngram_index.find_matches()] == reference_matches(text)
 
 
@@ -190,7 +190,7 @@ def test_a_reference_is_followed_and_realigned() -> None:
     assert tuple(reference[:3]) in paths(drafter.propose(state, 4, [True]))
     emit(drafter, state, [10])
     assert first() == {(11,)}
-    emit(drafter, state, [30])  # as if one word was replaced
+    emit(drafter, state, [30])  # as if one token was replaced
     assert first() == {(12,)}
     emit(drafter, state, [31])  # lost
     assert first() == set()
@@ -536,8 +536,8 @@ def test_drafters_by_name() -> None:
         build_drafter("recycling").requirements.top_k == build_drafter("auto").requirements.top_k == TOP_K
         and build_drafter("lookup").requirements.top_k == 0
     )
-    mine = NoDrafter()
-    assert build_drafter(mine) is mine
+    drafter = NoDrafter()
+    assert build_drafter(drafter) is drafter
 
 
 def test_invalid_drafters_are_refused() -> None:

@@ -1,4 +1,4 @@
-"""Draft heads: what they read, what they draft (against a slow reference), how they learn, and how they are kept."""
+"""Draft heads: inputs, drafts (against a slow reference), training, and storage."""
 
 from __future__ import annotations
 
@@ -44,76 +44,79 @@ from mmspec.drafters.eagle.drafter import EagleDrafter
 from mmspec.drafters.eagle.head import DecoderLayer, EagleHead, HeadConfig
 from mmspec.drafters.eagle.visual_inputs import VISUAL_MODES, DraftInputs, left_pack
 from mmspec.drafters.registry import build_drafter
-from mmspec.drafters.training.batch import DraftModel, build_targets
-from mmspec.drafters.training.losses import LossWeights, Progress, eagle_loss
+from mmspec.drafters.training.batch import DraftModel, build_inputs_and_labels
+from mmspec.drafters.training.losses import LossWeights, TrainProgress, eagle_loss
 from mmspec.drafters.training.trainer import SettingsError, TrainConfig, Trainer
 from mmspec.engine.tree import root_only
 from mmspec.interfaces import TargetInfo
 
 
-def drafter(target: FakeTarget, rule: str = "decoupled", **more: Any) -> EagleDrafter:
-    return EagleDrafter(target.head, rule, num_layers=NUM_LAYERS, **{"max_depth": 3, "beam_width": 3, **more})
+def new_drafter(target: FakeTarget, visual_mode: str = "decoupled", **more: Any) -> EagleDrafter:
+    return EagleDrafter(target.head, visual_mode, num_layers=NUM_LAYERS, **{"max_depth": 3, "top_k": 3, **more})
 
 
 # --- a slow reference -------------------------------------------------------------------------------------------------
 
 
-def reference_log_probs(target: FakeTarget, rule: str, row: int, n: int, path: list[int]) -> Tensor:
-    """[V] log probabilities of what follows `path` after the first n words and the n-th, one whole pass per level."""
+def reference_log_probs(target: FakeTarget, visual_mode: str, row: int, n: int, path: list[int]) -> Tensor:
+    """[V] log probabilities of what follows `path` after the first n tokens and the n-th; one forward per level."""
     embed, head = target.shared_embeddings.embed_tokens, target.head
-    rows, places = reference_draft_inputs(target, head, rule, row, n)
+    rows, positions = reference_draft_inputs(target, head, visual_mode, row, n)
     feature = None
     for depth in range(len(path) + 1):
         if depth:
             assert feature is not None
             rows.append(head.fc(torch.cat([embed(torch.tensor(path[depth - 1])), feature])))
-            places.append(n - 1 + depth)
-        feature = reference_forward(head, torch.stack(rows), torch.tensor(places))[-1]
+            positions.append(n - 1 + depth)
+        feature = reference_forward(head, torch.stack(rows), torch.tensor(positions))[-1]
     logits = target.shared_embeddings.lm_head(feature)
     logits[[0, IMAGE_TOKEN_ID]] = float("-inf")
     result: Tensor = logits.log_softmax(-1)
     return result
 
 
-@pytest.mark.parametrize("rule", VISUAL_MODES)
+@pytest.mark.parametrize("visual_mode", VISUAL_MODES)
 @pytest.mark.parametrize("pads", [(0, 0), (0, 4)])
 @pytest.mark.parametrize("right", [False, True])
-def test_drafts_equal_the_slow_reference(target: FakeTarget, rule: str, pads: tuple[int, int], right: bool) -> None:
-    made = drafter(target, rule)
-    state = begin_decoding(target, made, build_prompt(target, 11, pads, right))
-    tree = made.propose(state, 16, [True, True])
+def test_drafts_equal_the_slow_reference(
+    target: FakeTarget, visual_mode: str, pads: tuple[int, int], right: bool
+) -> None:
+    drafter = new_drafter(target, visual_mode)
+    state = begin_decoding(target, drafter, build_prompt(target, 11, pads, right))
+    tree = drafter.propose(state, 16, [True, True])
     with torch.no_grad():
         for row, count in enumerate(pads):
             n, found = 11 - count, scores_by_path(tree, row)
             assert len(found) == 15
             for path, score in found.items():
                 chance = sum(
-                    float(reference_log_probs(target, rule, row, n, list(path[:i]))[path[i]]) for i in range(len(path))
+                    float(reference_log_probs(target, visual_mode, row, n, list(path[:i]))[path[i]])
+                    for i in range(len(path))
                 )
                 assert math.log(score) == pytest.approx(chance, abs=2e-3), (row, path)
-            best = reference_log_probs(target, rule, row, n, []).topk(3).indices.tolist()
+            best = reference_log_probs(target, visual_mode, row, n, []).topk(3).indices.tolist()
             assert {path[0] for path in found} <= set(best) and (best[0],) in found
 
 
 def test_nodes_are_sorted_and_complete(target: FakeTarget) -> None:
-    made = drafter(target)
-    tree = made.propose(begin_decoding(target, made, build_prompt(target, 11)), 32, [True, True])
+    drafter = new_drafter(target)
+    tree = drafter.propose(begin_decoding(target, drafter, build_prompt(target, 11)), 32, [True, True])
     assert tree.scores is not None
     for row in range(2):
         assert (tree.scores[row].diff() <= 0).all()
-    small = made.propose(begin_decoding(target, made, build_prompt(target, 11)), 8, [True, True])
+    small = drafter.propose(begin_decoding(target, drafter, build_prompt(target, 11)), 8, [True, True])
     for row in range(2):
         assert list(scores_by_path(small, row)) == list(scores_by_path(tree, row))[:7]
 
 
-@pytest.mark.parametrize("rule", VISUAL_MODES)
-def test_rounds_feed_the_targets_hidden_states(target: FakeTarget, rule: str) -> None:
-    """Rounds with drafts and rounds without come to the same as one long prompt."""
-    made = drafter(target, rule)
-    state = begin_decoding(target, made, build_prompt(target, 9, (0, 2)))
+@pytest.mark.parametrize("visual_mode", VISUAL_MODES)
+def test_rounds_feed_the_targets_hidden_states(target: FakeTarget, visual_mode: str) -> None:
+    """Rounds with drafts and rounds without equal one long prompt."""
+    drafter = new_drafter(target, visual_mode)
+    state = begin_decoding(target, drafter, build_prompt(target, 9, (0, 2)))
     lengths = [9, 7]
     for sizes in ([1, 2], [2, 1], [1, 1]):
-        tree = made.propose(state, 8, [True, True]) if sizes != [2, 1] else root_only(2)
+        tree = drafter.propose(state, 8, [True, True]) if sizes != [2, 1] else root_only(2)
         states = torch.zeros(2, 8, 32)
         walked, tokens = [], []
         for row, size in enumerate(sizes):
@@ -123,38 +126,40 @@ def test_rounds_feed_the_targets_hidden_states(target: FakeTarget, rule: str) ->
             walked.append(nodes)
             tokens.append([int(target.input_ids[row, lengths[row] + 1 + step]) for step in range(size)])
             lengths[row] += size
-        made.observe(state, build_result(tree, walked, tokens), {NUM_LAYERS: states})
-    mine = made.propose(state, 16, [True, True])
+        drafter.observe(state, build_result(tree, walked, tokens), {NUM_LAYERS: states})
+    drafted = drafter.propose(state, 16, [True, True])
     fresh = replace(build_prompt(target, max(lengths), tuple(max(lengths) - n for n in lengths)))  # type: ignore[arg-type]
-    other = made.propose(begin_decoding(target, made, fresh), 16, [True, True])
+    expected = drafter.propose(begin_decoding(target, drafter, fresh), 16, [True, True])
     for row in range(2):
-        assert scores_by_path(mine, row) == pytest.approx(scores_by_path(other, row), rel=1e-3)
+        assert scores_by_path(drafted, row) == pytest.approx(scores_by_path(expected, row), rel=1e-3)
 
 
 def test_finished_rows_are_not_drafted(target: FakeTarget) -> None:
-    made = drafter(target)
-    state = begin_decoding(target, made, build_prompt(target, 9))
+    drafter = new_drafter(target)
+    state = begin_decoding(target, drafter, build_prompt(target, 9))
     taps = {NUM_LAYERS: torch.randn(2, 1, 32)}
-    made.observe(state, build_result(root_only(2), [[0], []], [[7], []]), taps)
-    tree = made.propose(state, 8, [True, False])
+    drafter.observe(state, build_result(root_only(2), [[0], []], [[7], []]), taps)
+    tree = drafter.propose(state, 8, [True, False])
     assert tree.node_mask[0].sum() == 8 and tree.node_mask[1].sum() == 0 and torch.isfinite(state.last_hidden).all()
-    assert made.propose(state, 8, [False, False]).num_nodes == made.propose(state, 1, [True, True]).num_nodes == 1
+    assert drafter.propose(state, 8, [False, False]).num_nodes == drafter.propose(state, 1, [True, True]).num_nodes == 1
 
 
 def test_draft_vocabulary_limits_the_tokens(target: FakeTarget) -> None:
     ids = torch.arange(1, 40, 3)
-    made = drafter(target, draft_ids=ids)
-    tree = made.propose(begin_decoding(target, made, build_prompt(target, 11)), 16, [True, True])
+    drafter = new_drafter(target, draft_ids=ids)
+    tree = drafter.propose(begin_decoding(target, drafter, build_prompt(target, 11)), 16, [True, True])
     assert set(tree.tokens[:, 1:].flatten().tolist()) <= set(ids.tolist()) - {IMAGE_TOKEN_ID}
-    whole = drafter(target).propose(begin_decoding(target, drafter(target), build_prompt(target, 11)), 64, [True, True])
+    whole = new_drafter(target).propose(
+        begin_decoding(target, new_drafter(target), build_prompt(target, 11)), 64, [True, True]
+    )
     assert not set(whole.tokens[:, 1:].flatten().tolist()) <= set(ids.tolist())
 
 
 def test_drafts_follow_the_sampling_noise(target: FakeTarget) -> None:
     noise = torch.empty(2, 3, 40).exponential_(generator=torch.Generator().manual_seed(1))
-    made = drafter(target, beam_width=2)
+    drafter = new_drafter(target, top_k=2)
     prompt = build_prompt(target, 11, noise=lambda depth: noise[:, :depth], temperature=0.7)
-    tree = made.propose(begin_decoding(target, made, prompt), 8, [True, True])
+    tree = drafter.propose(begin_decoding(target, drafter, prompt), 8, [True, True])
     with torch.no_grad():
         for row in range(2):
             log_probs = (reference_log_probs(target, "decoupled", row, 11, []) / 0.7).softmax(-1)
@@ -164,31 +169,30 @@ def test_drafts_follow_the_sampling_noise(target: FakeTarget) -> None:
             assert (first, int((second / noise[row, 1]).argmax())) in scores_by_path(tree, row)
 
 
-# --- rules ------------------------------------------------------------------------------------------------------------
+# --- visual input modes -----------------------------------------------------------------------------------------------
 
 
 def test_inputs_of_each_visual_mode(target: FakeTarget) -> None:
-    """MSD's rows (msd.md, section 3): a patch enters raw, one row early; the first word after it takes the last patch's
-    state."""
+    """In MSD (section 3) a patch enters alone, one input early, and the text after it with the last patch's state."""
     prompt = build_prompt(target, 8)
-    following, states = prompt.hidden_states[0].roll(-1, 1), prompt.hidden_states[NUM_LAYERS]
-    sight = DraftInputs(
-        following,
+    next_embeds, states = prompt.hidden_states[0].roll(-1, 1), prompt.hidden_states[NUM_LAYERS]
+    aligned = DraftInputs(
+        next_embeds,
         states,
         prompt.visual_mask.roll(-1, 1),
         target.shared_embeddings.embed_tokens(torch.tensor(IMAGE_TOKEN_ID)),
     )
     fuse = target.head.fuse
-    rows, keep = VISUAL_MODES["decoupled"](target.head, sight)
+    inputs, keep = VISUAL_MODES["decoupled"](target.head, aligned)
     assert keep is None
-    for k in range(3):  # the patches stand at 2, 3, 4
-        assert torch.equal(rows[:, 1 + k], prompt.hidden_states[0][:, 2 + k])
-    assert torch.allclose(rows[:, 4], fuse(prompt.hidden_states[0][:, 5], states[:, 4]), atol=1e-6)
-    rows, keep = VISUAL_MODES["coupled"](target.head, sight)
-    assert keep is None and torch.allclose(rows[:, 1], fuse(prompt.hidden_states[0][:, 2], states[:, 1]), atol=1e-6)
-    rows, keep = VISUAL_MODES["placeholder"](target.head, sight)
-    assert torch.allclose(rows[:, 1], fuse(sight.placeholder_embed.expand(2, -1), states[:, 1]), atol=1e-6)
-    rows, keep = VISUAL_MODES["text_only"](target.head, sight)
+    for k in range(3):  # the patches are at positions 2, 3, 4
+        assert torch.equal(inputs[:, 1 + k], prompt.hidden_states[0][:, 2 + k])
+    assert torch.allclose(inputs[:, 4], fuse(prompt.hidden_states[0][:, 5], states[:, 4]), atol=1e-6)
+    inputs, keep = VISUAL_MODES["coupled"](target.head, aligned)
+    assert keep is None and torch.allclose(inputs[:, 1], fuse(prompt.hidden_states[0][:, 2], states[:, 1]), atol=1e-6)
+    inputs, keep = VISUAL_MODES["placeholder"](target.head, aligned)
+    assert torch.allclose(inputs[:, 1], fuse(aligned.placeholder_embed.expand(2, -1), states[:, 1]), atol=1e-6)
+    inputs, keep = VISUAL_MODES["text_only"](target.head, aligned)
     assert keep is not None and keep[0].tolist() == [True, False, False, False, True, True, True, True]
 
 
@@ -202,42 +206,42 @@ def test_left_pack() -> None:
 # --- training ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rule", VISUAL_MODES)
-def test_the_rollout_equals_drafting(target: FakeTarget, rule: str) -> None:
-    """What the head says in training at step i is what it says when a tree follows the true words to depth i."""
-    lesson = build_train_batch(target)
-    said: list[Tensor] = []
+@pytest.mark.parametrize("visual_mode", VISUAL_MODES)
+def test_the_rollout_equals_drafting(target: FakeTarget, visual_mode: str) -> None:
+    """The head's logits at training-time-test step i are those in a tree that follows the true tokens to level i."""
+    batch = build_train_batch(target)
+    logits_per_call: list[Tensor] = []
     original = nn.Linear.forward
 
     def spy(layer: nn.Linear, rows: Tensor) -> Tensor:
         out = original(layer, rows)
         if layer is target.shared_embeddings.lm_head:
-            said.append(out)
+            logits_per_call.append(out)
         return out
 
     placeholder = target.shared_embeddings.embed_tokens(torch.tensor(IMAGE_TOKEN_ID))
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
         patch.setattr(nn.Linear, "forward", spy)
-        _, figures = eagle_loss(
-            DraftModel(target.head, rule),
-            lesson,
+        _, metrics = eagle_loss(
+            DraftModel(target.head, visual_mode),
+            batch,
             target.shared_embeddings,
             placeholder,
-            LossWeights(ttt_steps=2),
-            Progress(),
+            LossWeights(ttt_steps=3),
+            TrainProgress(),
         )
-        data = build_targets(DraftModel(target.head, rule), lesson, placeholder)
-    assert {"agree0", "agree1", "agree2", "states", "words"} <= set(figures)
-    rows = [(b, int(p)) for b, p in data.loss_mask.nonzero().tolist()]
+        data = build_inputs_and_labels(DraftModel(target.head, visual_mode), batch, placeholder)
+    assert {"agree0", "agree1", "agree2", "hidden_loss", "logits_loss"} <= set(metrics)
+    learned = [(b, int(p)) for b, p in data.loss_mask.nonzero().tolist()]
     for step in range(3):
-        mine = said[2 * step]
-        num_accepted = [(b, p) for b, p in rows if (b, p + step) in rows]
-        assert len(mine) == len(num_accepted)
-        for out, (b, p) in list(zip(mine, num_accepted, strict=True))[::3]:
+        logits = logits_per_call[2 * step]
+        labelled = [(b, p) for b, p in learned if (b, p + step) in learned]
+        assert len(logits) == len(labelled)
+        for out, (b, p) in list(zip(logits, labelled, strict=True))[::3]:
             n = int(data.position_ids[b, p]) + 1
             path = target.input_ids[b, n + 1 : n + 1 + step].tolist()
             with torch.no_grad():
-                expected = reference_log_probs(target, rule, b, n, path)
+                expected = reference_log_probs(target, visual_mode, b, n, path)
             got = out.clone()
             got[[0, IMAGE_TOKEN_ID]] = float("-inf")
             assert torch.allclose(got.log_softmax(-1), expected, atol=3e-3)
@@ -247,14 +251,14 @@ def build_trainer(target: FakeTarget, folder: Path, steps: int = 6, **more: Any)
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(1)
         heads = {"a": EagleHead(HEAD_CONFIG), "b": EagleHead(HEAD_CONFIG)}
-    pupils = {"a": DraftModel(heads["a"], "decoupled"), "b": DraftModel(heads["b"], "text_only")}
+    draft_models = {"a": DraftModel(heads["a"], "decoupled"), "b": DraftModel(heads["b"], "text_only")}
     plan = TrainConfig(max_steps=steps, batch_size=2, learning_rate=3e-3, warmup_steps=2, **more)
     placeholder = target.shared_embeddings.embed_tokens(torch.tensor(IMAGE_TOKEN_ID)).detach()
     for part in (target.shared_embeddings.embed_tokens, target.shared_embeddings.lm_head):
         part.requires_grad_(False)
     return Trainer(
         folder,
-        pupils,
+        draft_models,
         plan,
         target.shared_embeddings,
         lambda step: build_train_batch(target),
@@ -318,9 +322,9 @@ def build_metadata(**more: Any) -> HeadMetadata:
 
 def test_tensors_have_the_published_names(target: FakeTarget, tmp_path: Path) -> None:
     save_head(tmp_path, target.head, build_metadata(draft_ids=torch.tensor([1, 5, 7])), dtype=torch.float32)
-    head, made = load_head(tmp_path)
-    assert made.visual_mode == "decoupled" and made.num_layers == NUM_LAYERS and made.draft_ids is not None
-    assert made.draft_ids.tolist() == [1, 5, 7] and made.config == HEAD_CONFIG
+    head, metadata = load_head(tmp_path)
+    assert metadata.visual_mode == "decoupled" and metadata.num_layers == NUM_LAYERS and metadata.draft_ids is not None
+    assert metadata.draft_ids.tolist() == [1, 5, 7] and metadata.config == HEAD_CONFIG
     assert all(
         torch.equal(a, b) for a, b in zip(head.state_dict().values(), target.head.state_dict().values(), strict=True)
     )
@@ -399,15 +403,15 @@ def test_invalid_files_are_refused(target: FakeTarget, tmp_path: Path) -> None:
 def test_invalid_configs_are_refused(
     target: FakeTarget, tmp_path: Path, caplog: Any, monkeypatch: Any, change: dict[str, Any], message: str
 ) -> None:
-    save_head(tmp_path / "mine", target.head, build_metadata())
-    file = tmp_path / "mine" / "config.json"
+    save_head(tmp_path / "own", target.head, build_metadata())
+    file = tmp_path / "own" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
     with pytest.raises(ValueError, match=message):
-        load_head(tmp_path / "mine")
+        load_head(tmp_path / "own")
     monkeypatch.setattr(registry, "WEIGHTS_DIR", tmp_path)
     assert (
         build_drafter("auto", TargetInfo("llava", 32, 40, NUM_LAYERS)).name == "hybrid"
-        and "mine cannot be read" in caplog.text
+        and "own cannot be read" in caplog.text
     )
 
 
@@ -444,9 +448,9 @@ def tiny_head(seed: int = 0) -> EagleHead:
         return EagleHead(HeadConfig(64, 128, 4, 2, 384))
 
 
-@pytest.mark.parametrize("rule", VISUAL_MODES)
+@pytest.mark.parametrize("visual_mode", VISUAL_MODES)
 @pytest.mark.parametrize("sample", [False, True])
-def test_a_head_never_changes_the_output(tiny: Captioner, rule: str, sample: bool) -> None:
+def test_a_head_never_changes_the_output(tiny: Captioner, visual_mode: str, sample: bool) -> None:
     model = tiny.model
     inputs = tiny.build_inputs(
         [render_scene(generate_scene(i)) for i in range(3)], ["a", "what is this thing", "list the colors please"]
@@ -456,7 +460,7 @@ def test_a_head_never_changes_the_output(tiny: Captioner, rule: str, sample: boo
     plain = model.generate(**inputs, **options)
     for more in ({}, {"draft_ids": torch.arange(0, 384, 2)}):
         mmspec.patch(
-            model, EagleDrafter(tiny_head(), rule, num_layers=2, max_depth=4, beam_width=4, **more), tree_size=16
+            model, EagleDrafter(tiny_head(), visual_mode, num_layers=2, max_depth=4, top_k=4, **more), tree_size=16
         )
         try:
             torch.manual_seed(3)
@@ -469,20 +473,22 @@ def test_a_head_never_changes_the_output(tiny: Captioner, rule: str, sample: boo
 def test_a_folder_is_a_drafter_and_is_checked(tiny: Captioner, tmp_path: Path) -> None:
     from mmspec.drafters.checkpoints.format import tokenizer_fingerprint
 
-    made = HeadMetadata(tiny_head().config, "text_only", 2, "llava", tokenizer_fingerprint(tiny.processor.tokenizer))
-    save_head(tmp_path / "mine", tiny_head(), made)
-    mmspec.patch(tiny.model, str(tmp_path / "mine"), processor=tiny.processor)
+    metadata = HeadMetadata(
+        tiny_head().config, "text_only", 2, "llava", tokenizer_fingerprint(tiny.processor.tokenizer)
+    )
+    save_head(tmp_path / "own", tiny_head(), metadata)
+    mmspec.patch(tiny.model, str(tmp_path / "own"), processor=tiny.processor)
     try:
-        assert "mine" in repr(tiny.model.__dict__["_mmspec"].config.drafter.name)
+        assert "own" in repr(tiny.model.__dict__["_mmspec"].config.drafter.name)
     finally:
         mmspec.unpatch(tiny.model)
     for change, message in (({"num_layers": 5}, "num_layers 5"), ({"tokenizer": "other"}, "tokenizer other")):
-        save_head(tmp_path / "other", tiny_head(), replace(made, **change))  # type: ignore[arg-type]
+        save_head(tmp_path / "other", tiny_head(), replace(metadata, **change))  # type: ignore[arg-type]
         with pytest.raises(ValueError, match=f"another target: {message}"):
             mmspec.patch(tiny.model, str(tmp_path / "other"), processor=tiny.processor)
     facts = TargetInfo("llava", 32, 384, 2)
     with pytest.raises(ValueError, match=r"hidden_size 64 \(the target: 32\)"):
-        build_drafter(str(tmp_path / "mine"), facts)
+        build_drafter(str(tmp_path / "own"), facts)
 
 
 def test_auto_skips_other_targets_and_warns_of_damage(
@@ -491,20 +497,20 @@ def test_auto_skips_other_targets_and_warns_of_damage(
     from mmspec.drafters import registry
 
     monkeypatch.setattr(registry, "WEIGHTS_DIR", tmp_path)
-    mine, other = TargetInfo("llava", 64, 384, 2), TargetInfo("llava", 32, 384, 2)
-    save_head(tmp_path / "mine", tiny_head(), HeadMetadata(tiny_head().config, "text_only", 2, "llava"))
+    own, other = TargetInfo("llava", 64, 384, 2), TargetInfo("llava", 32, 384, 2)
+    save_head(tmp_path / "own", tiny_head(), HeadMetadata(tiny_head().config, "text_only", 2, "llava"))
     assert (
-        build_drafter("auto", mine).name == "mine"
+        build_drafter("auto", own).name == "own"
         and build_drafter("auto", other).name == "hybrid"
         and not caplog.records
     )
-    file = tmp_path / "mine" / "model.safetensors"
+    file = tmp_path / "own" / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
     assert build_drafter("auto", other).name == "hybrid" and not caplog.records, (
-        "of what is for others no weights are read"
+        "no weights of other targets' drafters are read"
     )
-    assert build_drafter("auto", mine).name == "hybrid"
-    assert "mine cannot be read" in caplog.text and "damaged" in caplog.text and "\n" not in caplog.messages[0]
+    assert build_drafter("auto", own).name == "hybrid"
+    assert "own cannot be read" in caplog.text and "damaged" in caplog.text and "\n" not in caplog.messages[0]
 
 
 def test_a_folder_named_per_call_is_loaded_once(
@@ -513,9 +519,11 @@ def test_a_folder_named_per_call_is_loaded_once(
     from mmspec.drafters.checkpoints import load as trained
     from mmspec.drafters.checkpoints.format import tokenizer_fingerprint
 
-    made = HeadMetadata(tiny_head().config, "text_only", 2, "llava", tokenizer_fingerprint(tiny.processor.tokenizer))
-    folder, read, original = tmp_path / "mine", [], trained.load_trained
-    save_head(folder, tiny_head(), made)
+    metadata = HeadMetadata(
+        tiny_head().config, "text_only", 2, "llava", tokenizer_fingerprint(tiny.processor.tokenizer)
+    )
+    folder, read, original = tmp_path / "own", [], trained.load_trained
+    save_head(folder, tiny_head(), metadata)
     monkeypatch.setattr(trained, "load_trained", lambda *given: read.append(given[0]) or original(*given))  # type: ignore[func-returns-value]
     inputs = tiny.build_inputs([render_scene(generate_scene(0))], ["a"])
 
@@ -527,11 +535,11 @@ def test_a_folder_named_per_call_is_loaded_once(
         call()
         call()
         assert len(read) == 1
-        save_head(folder, tiny_head(1), replace(made, visual_mode="coupled"))  # another, under the same name
+        save_head(folder, tiny_head(1), replace(metadata, visual_mode="coupled"))  # another, under the same name
         call()
         assert len(read) == 2
-        for other in range(6):  # only a few are kept
-            save_head(tmp_path / str(other), tiny_head(other), made)
+        for other in range(6):  # the cache is bounded
+            save_head(tmp_path / str(other), tiny_head(other), metadata)
             call(str(tmp_path / str(other)))
         assert len(tiny.model.__dict__["_mmspec"].drafter_cache._drafters) == MAX_CACHED_DRAFTERS
     finally:
@@ -546,11 +554,11 @@ def test_an_unknown_visual_mode_is_refused(target: FakeTarget) -> None:
 # --- how deep ---------------------------------------------------------------------------------------------------------
 
 
-def simulate_depth(accept_prob: float, step_s: float, rounds: int = 300, most: int = 8) -> float:
+def simulate_depth(accept_prob: float, step_s: float, rounds: int = 300, max_depth: int = 8) -> float:
     """Mean depth at the end, if each level goes on with this probability and costs that much of a round."""
     import random
 
-    rng, depth, chosen = random.Random(0), DepthController(most), []
+    rng, depth, chosen = random.Random(0), DepthController(max_depth), []
     for _ in range(rounds):
         num_levels = depth.choose(1)
         chosen.append(num_levels)
@@ -580,13 +588,13 @@ def test_rounds_of_one_level_do_not_measure_the_step_cost() -> None:
 def test_draft_time_is_recorded_per_forward(
     target: FakeTarget, monkeypatch: pytest.MonkeyPatch, num_levels: int, step_s_expected: float
 ) -> None:
-    made = drafter(target, max_depth=num_levels)
-    state = begin_decoding(target, made, build_prompt(target, 11, static_shapes=True))
-    tree = made.propose(state, 16, [True, True])
+    drafter = new_drafter(target, max_depth=num_levels)
+    state = begin_decoding(target, drafter, build_prompt(target, 11, static_shapes=True))
+    tree = drafter.propose(state, 16, [True, True])
     metrics: list[Any] = []
-    monkeypatch.setattr(made.depth_controller, "record", lambda *given: metrics.extend(given))
+    monkeypatch.setattr(drafter.depth_controller, "record", lambda *given: metrics.extend(given))
     state.start_time, state.draft_s = time.perf_counter() - 100.0, 1.0
-    made.observe(state, build_result(tree, [[0], [0]], [[5], [7]]), {NUM_LAYERS: torch.randn(2, tree.num_nodes, 32)})
+    drafter.observe(state, build_result(tree, [[0], [0]], [[5], [7]]), {NUM_LAYERS: torch.randn(2, tree.num_nodes, 32)})
     assert (
         metrics[1] == num_levels
         and metrics[3] == step_s_expected
@@ -606,7 +614,7 @@ def test_depth_recovers_when_acceptance_rises() -> None:
 
 
 def test_depth_recovers_after_low_acceptance() -> None:
-    """Deep levels were hardly ever reached; when the text goes on better they are tried again soon."""
+    """Deep levels were hardly ever reached; when acceptance rises they are tried again soon."""
     import random
 
     rng, depth, chosen = random.Random(1), DepthController(6), list[int]()
@@ -621,23 +629,25 @@ def test_depth_recovers_after_low_acceptance() -> None:
 
 
 def test_the_prompt_runs_at_the_first_draft(target: FakeTarget) -> None:
-    made = drafter(target)
+    drafter = new_drafter(target)
     prompt = build_prompt(target, 11)
-    state = made.begin(prompt)
-    made.observe(state, build_first_result([1, 2]), {})
-    assert not any(state.kv_cache.seq_lens), "nobody asked for a draft yet"
-    assert made.propose(state, 1, [True, True]).num_nodes == 1 and not any(state.kv_cache.seq_lens)
-    made.propose(state, 8, [True, True])
+    state = drafter.begin(prompt)
+    drafter.observe(state, build_first_result([1, 2]), {})
+    assert not any(state.kv_cache.seq_lens), "no draft was requested yet"
+    assert drafter.propose(state, 1, [True, True]).num_nodes == 1 and not any(state.kv_cache.seq_lens)
+    drafter.propose(state, 8, [True, True])
     assert all(state.kv_cache.seq_lens) and state.prompt is None
 
 
 def test_static_shapes_ignore_timing(target: FakeTarget) -> None:
-    made = drafter(target)
+    drafter = new_drafter(target)
     for _ in range(100):
-        made.depth_controller.record(2, 3, [0, 0], 9.0, 1.0)
-    assert made.depth_controller.choose(2) == 1
-    fixed = made.propose(begin_decoding(target, made, build_prompt(target, 11, static_shapes=True)), 16, [True, True])
-    free = made.propose(begin_decoding(target, made, build_prompt(target, 11)), 16, [True, True])
+        drafter.depth_controller.record(2, 3, [0, 0], 9.0, 1.0)
+    assert drafter.depth_controller.choose(2) == 1
+    fixed = drafter.propose(
+        begin_decoding(target, drafter, build_prompt(target, 11, static_shapes=True)), 16, [True, True]
+    )
+    free = drafter.propose(begin_decoding(target, drafter, build_prompt(target, 11)), 16, [True, True])
     assert max(map(len, scores_by_path(fixed, 0))) == 3 and max(map(len, scores_by_path(free, 0))) == 1
 
 
@@ -650,14 +660,14 @@ def test_drafting_needs_no_host_copy(target: FakeTarget, pads: tuple[int, int], 
     """Fake tensors have shapes and no values: whatever asks for one (`.item()`, an index by condition) raises."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    made = drafter(target, draft_ids=torch.arange(40) if noisy else None)
+    drafter = new_drafter(target, draft_ids=torch.arange(40) if noisy else None)
     more = {"noise": lambda depth: torch.ones(2, depth, 40)} if noisy else {}
-    state = begin_decoding(target, made, build_prompt(target, 11, pads, **more))
+    state = begin_decoding(target, drafter, build_prompt(target, 11, pads, **more))
     taps = {NUM_LAYERS: torch.randn(2, 4, 32)}
-    made.observe(state, build_result(root_only(2).pad(4), [[0, 2], [0]], [[5, 6], [7]]), taps)
-    made.observe(state, build_result(root_only(2).pad(4), [[0], [0]], [[5], [7]]), taps)
+    drafter.observe(state, build_result(root_only(2).pad(4), [[0, 2], [0]], [[5, 6], [7]]), taps)
+    drafter.observe(state, build_result(root_only(2).pad(4), [[0], [0]], [[5], [7]]), taps)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        tree = made.propose(state, 16, [True, False])
+        tree = drafter.propose(state, 16, [True, False])
         assert tree.tokens.shape == (2, 16) and isinstance(tree.tokens, type(mode.from_tensor(torch.ones(1))))
         with pytest.raises(Exception, match="local_scalar_dense"):
             tree.tokens.tolist()
@@ -667,7 +677,7 @@ def test_drafting_needs_no_host_copy(target: FakeTarget, pads: tuple[int, int], 
     "shape", [{}, {"num_key_value_heads": 2, "qkv_bias": True}, {"input_norm": True}, {"eagle3_input": True}]
 )
 def test_query_index_gives_the_same_outputs(shape: dict[str, Any]) -> None:
-    """Of a prompt only the last row is asked: keys and values of all rows, outputs of some, as in a whole pass."""
+    """Keys and values of all positions and outputs of some are those of a forward over all of them."""
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 4}
     config = HeadConfig(**{**sizes, "vocab_size": 64, **shape})
     torch.manual_seed(3)
@@ -677,11 +687,11 @@ def test_query_index_gives_the_same_outputs(shape: dict[str, Any]) -> None:
     num_accepted: list[tuple[Tensor, Tensor]] = []
 
     def attend(mask: Tensor) -> Any:
-        def seen(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        def attention(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
             num_accepted.append((keys, values))
             return torch.nn.functional.scaled_dot_product_attention(queries, keys, values, mask, enable_gqa=True)
 
-        return seen
+        return attention
 
     causal = torch.ones(7, 7, dtype=torch.bool).tril()
     query_index = torch.tensor([[6, 2], [4, 0]])

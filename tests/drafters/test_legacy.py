@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from fake_target import HEAD_CONFIG, IMAGE_TOKEN_ID, NUM_LAYERS, FakeTarget, build_train_batch
 from safetensors.torch import load_file
 
+from mmspec.drafters.block.falcon import FalconDrafter, FalconHead
 from mmspec.drafters.block.flash import FlashHead
 from mmspec.drafters.block.parallel import ParallelHead
 from mmspec.drafters.checkpoints.format import HeadMetadata, load_head, save_head
@@ -24,6 +26,7 @@ from mmspec.drafters.eagle.head import EagleHead
 from mmspec.drafters.registry import WEIGHTS_DIR, build_drafter, drafter_names, is_known_drafter
 from mmspec.drafters.training.batch import DraftModel
 from mmspec.drafters.training.legacy import LEGACY_CONFIG_KEYS, LEGACY_WEIGHT_KEYS
+from mmspec.drafters.training.losses import LossWeights
 from mmspec.drafters.training.trainer import SettingsError, TrainConfig, Trainer
 
 FLASH_CONFIG = replace(HEAD_CONFIG, intermediate_size=0, block_size=3, block_ffn_size=24, markov_rank=8)
@@ -102,9 +105,16 @@ def build_trainer(target: FakeTarget, folder: Path, max_steps: int = 4) -> Train
     )
 
 
+def to_version_1(state: dict[str, Any]) -> None:
+    """Edit a trainer's checkpoint as if written when `ttt_steps` did not count the first step."""
+    del state["version"]
+    state["settings"]["config"]["weights"]["ttt_steps"] -= 1
+
+
 def to_first_release_checkpoint(file: Path) -> None:
     """Rewrite a trainer's checkpoint with the names of the first release."""
     state = torch.load(file, weights_only=True)
+    to_version_1(state)
     settings = state["settings"]
     former_config = {current: key for key, current in LEGACY_CONFIG_KEYS.items()}
     former_weights = {current: key for key, current in LEGACY_WEIGHT_KEYS.items()}
@@ -135,6 +145,36 @@ def test_a_run_of_the_first_release_is_resumed(target: FakeTarget, tmp_path: Pat
         assert torch.equal(value, resumed.draft_models["flash"].head.state_dict()[name]), name
     with pytest.warns(FutureWarning), pytest.raises(SettingsError, match=r"other settings \(config\)"):
         build_trainer(target, tmp_path, max_steps=5)
+
+
+def test_a_checkpoint_of_version_1_is_resumed(target: FakeTarget, tmp_path: Path) -> None:
+    build_trainer(target, tmp_path).run(max_seconds=0.0)
+    file = tmp_path / "state.pt"
+    state = torch.load(file, weights_only=True)
+    assert state["settings"]["config"]["weights"]["ttt_steps"] == LossWeights().ttt_steps == 3
+    to_version_1(state)
+    torch.save(state, file)
+    assert build_trainer(target, tmp_path).step == 1
+
+
+def test_former_names_are_accepted_with_one_warning(target: FakeTarget) -> None:
+    with pytest.warns(DeprecationWarning, match="beam_width= is now called top_k=") as caught:
+        assert EagleDrafter(target.head, num_layers=NUM_LAYERS, beam_width=3).top_k == 3
+    assert len(caught) == 1 and caught[0].filename == __file__
+    falcon = FalconHead(replace(HEAD_CONFIG, block_size=2))
+    with pytest.warns(DeprecationWarning, match="passes= is now called max_forwards=") as caught:
+        assert FalconDrafter(falcon, num_layers=NUM_LAYERS, passes=2).max_lookahead == 4
+    assert len(caught) == 1 and caught[0].filename == __file__
+    for module, former, current in (
+        ("eagle.state", "EagleState", "DraftState"),
+        ("training.batch", "DraftTargets", "HeadInputsAndLabels"),
+        ("training.batch", "build_targets", "build_inputs_and_labels"),
+    ):
+        imported = import_module(f"mmspec.drafters.{module}")
+        with pytest.warns(DeprecationWarning, match=f"{former} is now .*{current}"):
+            assert getattr(imported, former) is getattr(imported, current)
+        with pytest.raises(AttributeError, match="no attribute 'unknown'"):
+            _ = imported.unknown
 
 
 def test_former_visual_modes_and_drafter_names_are_accepted(target: FakeTarget) -> None:

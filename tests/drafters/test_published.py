@@ -80,10 +80,10 @@ class Pointing(nn.Module):
 
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_forward_parity_with_the_published_code(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through our whole drafter: prompt, a round that kept one draft, and the siblings of the next tree."""
+    """Through our whole drafter: prompt, a round with one accepted draft, and the siblings of the next tree."""
     drafter = load_published(folder_of(kind, tmp_path), TARGET)
     _, data = load_fixture(kind)
-    pictures = kind in ("msd", "vispec")
+    has_images = kind in ("msd", "vispec")
     order = data["tree"].tolist()
     shared_embeddings = SharedEmbeddings(nn.Embedding.from_pretrained(data["embedding"]), Pointing(order))
     outs: list[Tensor] = []
@@ -95,13 +95,13 @@ def test_forward_parity_with_the_published_code(kind: str, tmp_path: Path, monke
 
     monkeypatch.setattr(EagleHead, "forward", spy)
     if kind == "eagle3":  # its own head decides
-        places = {int(token): place for place, token in enumerate(drafter.draft_ids.tolist())}  # type: ignore[union-attr]
-        own = Pointing([places[token] for token in order])
+        draft_index = {int(token): index for index, token in enumerate(drafter.draft_ids.tolist())}  # type: ignore[union-attr]
+        own = Pointing([draft_index[token] for token in order])
         monkeypatch.setattr(drafter.head, "logits", lambda out, shared_embeddings, rows: own(out)[..., :20])
-    drafter.depth_controller, drafter.beam_width = DepthController(2), 3
+    drafter.depth_controller, drafter.top_k = DepthController(2), 3
     ids, n = data["ids"], 10
-    embedded = data["embedded"] if pictures else data["embedding"][ids]
-    visual = data["visual"] if pictures else torch.zeros(n, dtype=torch.bool)
+    embedded = data["embedded"] if has_images else data["embedding"][ids]
+    visual = data["visual"] if has_images else torch.zeros(n, dtype=torch.bool)
     taps = _split(drafter, data["states"])
     prompt = Prompt(
         input_ids=ids[None],
@@ -119,7 +119,7 @@ def test_forward_parity_with_the_published_code(kind: str, tmp_path: Path, monke
     drafter.sync(state)
     left = data["prefill"].abs().sum(-1) > 0  # ViSpec puts zeros where it took rows out
     assert left.sum() == (8 if kind == "vispec" else 10)
-    # Of a prompt only the last row's output is made; the others' keys and values show in the step below.
+    # Only the output at the last position of a prompt is computed; keys and values of the others matter below.
     assert torch.allclose(outs[0][0], data["prefill"][left][-1:], atol=2e-5)
     later = data["later"]
     path = torch.tensor([[0, 1]])
@@ -160,11 +160,11 @@ def test_drafter_of_each_layout(tmp_path: Path) -> None:
         "msd": ("decoupled", EagleDrafter),
         "vispec": ("coupled", VispecDrafter),
     }
-    for kind, (rule, form) in kinds.items():
+    for kind, (visual_mode, form) in kinds.items():
         drafter = load_published(folder_of(kind, tmp_path / kind), TARGET)
         assert (
             type(drafter) is form
-            and drafter.visual_mode == rule
+            and drafter.visual_mode == visual_mode
             and drafter.name == kind
             and drafter.vocab_limit is None
         )

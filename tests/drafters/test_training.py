@@ -1,4 +1,4 @@
-"""What a training leaves on the disk whatever happens, and what its processes do together."""
+"""Files of a training run after failures, and data-parallel training."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from mmspec.drafters.checkpoints import format as checkpoint
 from mmspec.drafters.eagle.drafter import EagleDrafter
 from mmspec.drafters.eagle.head import EagleHead, HeadConfig
 from mmspec.drafters.training.batch import DraftModel, TrainBatch
+from mmspec.drafters.training.losses import LossWeights
 from mmspec.drafters.training.trainer import DistributedContext, TrainConfig, Trainer
 from mmspec.interfaces import SharedEmbeddings
 
@@ -21,19 +22,21 @@ CONFIG = HeadConfig(16, 24, 2, 2, 40)
 FULL = (OSError(28, "No space left on device"), RuntimeError("PytorchStreamWriter failed writing file"))
 
 
-def build_trainer(folder: Path, has_response: bool = True, party: DistributedContext | None = None) -> Trainer:
-    """A run over three words; `taught` False: none of them is an answer."""
-    message = SharedEmbeddings(nn.Embedding(40, 16).requires_grad_(False), nn.Linear(16, 40).requires_grad_(False))
+def build_trainer(folder: Path, has_response: bool = True, distributed: DistributedContext | None = None) -> Trainer:
+    """A run over five tokens; `has_response` False: none of them is part of a response."""
+    embeddings = SharedEmbeddings(nn.Embedding(40, 16).requires_grad_(False), nn.Linear(16, 40).requires_grad_(False))
     ids = torch.tensor([[3, 5, 7, 9, 11]])
-    lesson = TrainBatch(
-        ids, ids > 0, ids < 0, (ids > 3) & has_response, message.embed_tokens(ids), torch.randn(1, 5, 16)
+    batch = TrainBatch(
+        ids, ids > 0, ids < 0, (ids > 3) & has_response, embeddings.embed_tokens(ids), torch.randn(1, 5, 16)
     )
-    pupils = {"a": DraftModel(EagleHead(CONFIG), "decoupled")}
-    return Trainer(folder, pupils, TrainConfig(2, 1), message, lambda step: lesson, torch.zeros(16), {}, party)
+    draft_models = {"a": DraftModel(EagleHead(CONFIG), "decoupled")}
+    return Trainer(
+        folder, draft_models, TrainConfig(2, 1), embeddings, lambda step: batch, torch.zeros(16), {}, distributed
+    )
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    """What lies in a folder."""
+    """Contents by name."""
     return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
@@ -74,7 +77,7 @@ def test_saving_a_head_is_atomic(fails: str, tmp_path: Path, monkeypatch: pytest
 
 @pytest.mark.parametrize("has_response", [False, True])
 def test_every_process_joins_every_all_reduce(has_response: bool, tmp_path: Path) -> None:
-    """A process whose texts teach nothing must not leave the others waiting."""
+    """A process whose sequences have no response must not leave the others waiting."""
     reduced: list[torch.Size] = []
 
     def mean(value: Tensor) -> Tensor:
@@ -84,14 +87,16 @@ def test_every_process_joins_every_all_reduce(has_response: bool, tmp_path: Path
     run = build_trainer(tmp_path, has_response, DistributedContext(0, 2, mean))
     step_metrics = run._train_step()
     assert (step_metrics["norm"] > 0) is has_response
-    assert reduced == [weight.shape for weight in run.draft_models["a"].modules().parameters()]
+    assert reduced == [weight.shape for weight in run.draft_models["a"].parameters()]
 
 
-def test_depth_and_beam_width_are_at_least_one() -> None:
+def test_depth_and_top_k_are_at_least_one() -> None:
     with pytest.raises(ValueError, match="max_depth must be at least 1; got 0"):
         EagleDrafter(EagleHead(CONFIG), num_layers=2, max_depth=0)
-    with pytest.raises(ValueError, match=r"beam_width must be at least 1.*; got 0"):
-        EagleDrafter(EagleHead(CONFIG), num_layers=2, beam_width=0)
+    with pytest.raises(ValueError, match=r"top_k must be at least 1.*; got 0"):
+        EagleDrafter(EagleHead(CONFIG), num_layers=2, top_k=0)
+    with pytest.raises(ValueError, match="ttt_steps must be at least 1; got 0"):
+        LossWeights(ttt_steps=0)
 
 
 @pytest.mark.parametrize("native", [True, False])

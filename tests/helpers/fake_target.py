@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmspec.drafters.eagle.drafter import EagleDrafter
+from mmspec.drafters.eagle.base import HeadDrafter
 from mmspec.drafters.eagle.head import EagleHead, HeadConfig
-from mmspec.drafters.eagle.state import EagleState
+from mmspec.drafters.eagle.state import DraftState
 from mmspec.drafters.training.batch import TrainBatch
 from mmspec.engine.tree import DraftTree, root_only
 from mmspec.interfaces import Prompt, SharedEmbeddings, VerifyResult
@@ -101,7 +101,7 @@ def build_result(tree: DraftTree, accepted_nodes: list[list[int]], tokens: list[
     return VerifyResult(tree, torch.tensor(fill[1]), counts, torch.tensor(fill[0]), tokens, accepted_nodes)
 
 
-def begin_decoding(target: FakeTarget, drafter: EagleDrafter, prompt: Prompt) -> EagleState:
+def begin_decoding(target: FakeTarget, drafter: HeadDrafter, prompt: Prompt) -> DraftState:
     """The drafter's state after the prompt, with the next tokens of the texts as first tokens."""
     state = drafter.begin(prompt)
     lengths = prompt.attention_mask.sum(1).tolist()

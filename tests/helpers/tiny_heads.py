@@ -11,6 +11,7 @@ from torch.nn import Module
 from mmspec.drafters.block.falcon import FalconDrafter, FalconHead
 from mmspec.drafters.block.flash import FlashDrafter, FlashHead
 from mmspec.drafters.block.parallel import ParallelDrafter, ParallelHead
+from mmspec.drafters.eagle.base import HeadDrafter
 from mmspec.drafters.eagle.drafter import EagleDrafter
 from mmspec.drafters.eagle.head import Eagle3Head, EagleHead, HeadConfig
 from mmspec.drafters.eagle.vispec import VispecDrafter, VispecHead
@@ -27,7 +28,7 @@ ECHOING_PREFIX = "leaning-"
 """Prefix of a kind: its head often predicts what a target with weak attention generates after the last token."""
 
 
-def build_drafter(kind: str, spec: tiny.ModelSpec, seed: int = 0, vocab_size: int = 0) -> EagleDrafter:
+def build_drafter(kind: str, spec: tiny.ModelSpec, seed: int = 0, vocab_size: int = 0) -> HeadDrafter:
     """A drafter of the kind for the target of `spec`; `vocab_size` 0 is that of the target."""
     if kind.startswith(ECHOING_PREFIX):
         drafter = build_drafter(kind.removeprefix(ECHOING_PREFIX), spec, seed, vocab_size)
@@ -48,11 +49,11 @@ def build_drafter(kind: str, spec: tiny.ModelSpec, seed: int = 0, vocab_size: in
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         if kind == "vispec":
-            return VispecDrafter(VispecHead(config, 2 + seed % 3), num_layers=spec.layers, max_depth=3, beam_width=3)
+            return VispecDrafter(VispecHead(config, 2 + seed % 3), num_layers=spec.layers, max_depth=3, top_k=3)
         if kind == "eagle3":
             head = Eagle3Head(config, vocab_size // 2, spec.hidden)
             drafter = EagleDrafter(
-                head, "coupled", num_layers=8, max_depth=4, beam_width=3, draft_ids=torch.arange(1, vocab_size // 2 + 1)
+                head, "coupled", num_layers=8, max_depth=4, top_k=3, draft_ids=torch.arange(1, vocab_size // 2 + 1)
             )
             drafter.set_hidden_state_indices((0, 1, spec.layers), spec.layers)
             return drafter
@@ -64,13 +65,13 @@ def build_drafter(kind: str, spec: tiny.ModelSpec, seed: int = 0, vocab_size: in
             return drafter
         if kind == "measured":
             drafter = EagleDrafter(
-                EagleHead(config), list(VISUAL_MODES)[seed % 2], num_layers=spec.layers, max_depth=3, beam_width=3
+                EagleHead(config), list(VISUAL_MODES)[seed % 2], num_layers=spec.layers, max_depth=3, top_k=3
             )
             drafter.compressor = CostBased()
             return drafter
         if kind == "compressed":
             drafter = EagleDrafter(
-                EagleHead(config), list(VISUAL_MODES)[seed % 2], num_layers=spec.layers, max_depth=3, beam_width=3
+                EagleHead(config), list(VISUAL_MODES)[seed % 2], num_layers=spec.layers, max_depth=3, top_k=3
             )
             drafter.compressor = init_compressor(COMPRESSOR_SPECS[seed % len(COMPRESSOR_SPECS)], spec.hidden)
             for name, weight in drafter.compressor.named_parameters() if isinstance(drafter.compressor, Module) else ():
@@ -80,10 +81,10 @@ def build_drafter(kind: str, spec: tiny.ModelSpec, seed: int = 0, vocab_size: in
             return drafter
         ids = torch.arange(0, vocab_size, 2) if kind == "trimmed" else None
         rule = "decoupled" if kind == "trimmed" else kind
-        return EagleDrafter(EagleHead(config), rule, num_layers=spec.layers, max_depth=4, beam_width=4, draft_ids=ids)
+        return EagleDrafter(EagleHead(config), rule, num_layers=spec.layers, max_depth=4, top_k=4, draft_ids=ids)
 
 
-def build_block_drafter(kind: str, config: HeadConfig, layers: int, seed: int) -> EagleDrafter:
+def build_block_drafter(kind: str, config: HeadConfig, layers: int, seed: int) -> HeadDrafter:
     """A drafter of a kind that drafts several tokens per forward."""
     rule, ids = (
         list(VISUAL_MODES)[seed % len(VISUAL_MODES)],
@@ -100,8 +101,8 @@ def build_block_drafter(kind: str, config: HeadConfig, layers: int, seed: int) -
         return FlashDrafter(head, rule, num_layers=layers, draft_ids=ids)
     if kind == "falcon":
         falcon = FalconHead(replace(config, block_size=size))
-        return FalconDrafter(falcon, rule, num_layers=layers, passes=1 + seed % 3, beam_width=3, draft_ids=ids)
+        return FalconDrafter(falcon, rule, num_layers=layers, max_forwards=1 + seed % 3, top_k=3, draft_ids=ids)
     parallel = ParallelHead(
         replace(config, block_size=size if seed % 7 else 1, block_ffn_size=16 if kind == "linked" else 0)
     )
-    return ParallelDrafter(parallel, rule, num_layers=layers, beam_width=3, draft_ids=ids)
+    return ParallelDrafter(parallel, rule, num_layers=layers, top_k=3, draft_ids=ids)

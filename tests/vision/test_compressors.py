@@ -36,12 +36,13 @@ from mmspec.app.scenes.world import generate_scene
 from mmspec.app.train.data import Request, Teacher
 from mmspec.drafters.architectures import ARCHITECTURES
 from mmspec.drafters.checkpoints.format import HeadMetadata, load_head, save_head
+from mmspec.drafters.eagle.compressed_inputs import compressed_inputs, prompt_grids
 from mmspec.drafters.eagle.drafter import EagleDrafter
 from mmspec.drafters.eagle.head import Eagle3Head, EagleHead, HeadConfig
 from mmspec.drafters.eagle.vispec import VispecDrafter, VispecHead
-from mmspec.drafters.eagle.visual_inputs import VISUAL_MODES, DraftInputs, compressed_inputs, prompt_grids
+from mmspec.drafters.eagle.visual_inputs import VISUAL_MODES, DraftInputs
 from mmspec.drafters.training.gate import fit_gate_on_batches
-from mmspec.drafters.training.losses import DraftModel, LossWeights, Progress, build_targets, eagle_loss
+from mmspec.drafters.training.losses import DraftModel, LossWeights, TrainProgress, build_inputs_and_labels, eagle_loss
 from mmspec.drafters.training.trainer import TrainConfig, Trainer
 from mmspec.interfaces import Compressor, Prompt, VisualGrid, VisualTokens
 from mmspec.metrics.compression_stats import RecordingCompressor
@@ -533,16 +534,16 @@ def head(kind: str = "eagle") -> EagleHead:
 def drafts(
     world: FakeTarget, visual_mode: str, own_compressor: Any, pads: tuple[int, int] = (0, 3), **options: Any
 ) -> list[Any]:
-    drafter = EagleDrafter(head(), visual_mode, num_layers=NUM_LAYERS, max_depth=3, beam_width=3)
+    drafter = EagleDrafter(head(), visual_mode, num_layers=NUM_LAYERS, max_depth=3, top_k=3)
     drafter.compressor = own_compressor
     tree = drafter.propose(begin_decoding(world, drafter, build_prompt(world, 11, pads, **options)), 16, [True, True])
     return [scores_by_path(tree, row) for row in range(2)]
 
 
-@pytest.mark.parametrize("rule", VISUAL_MODES)
-def test_identity_gives_the_same_draft_as_no_compressor(world: FakeTarget, rule: str) -> None:
+@pytest.mark.parametrize("visual_mode", VISUAL_MODES)
+def test_identity_gives_the_same_draft_as_no_compressor(world: FakeTarget, visual_mode: str) -> None:
     for actual, expected in zip(
-        drafts(world, rule, build_compressor("identity")), drafts(world, rule, None), strict=True
+        drafts(world, visual_mode, build_compressor("identity")), drafts(world, visual_mode, None), strict=True
     ):
         assert actual == pytest.approx(expected, rel=1e-3)
 
@@ -600,7 +601,7 @@ def test_positions_beyond_the_compressed_length(world: FakeTarget, visual_mode: 
         vocab_size=40,
         shared_embeddings=world.shared_embeddings,
     )
-    drafter = EagleDrafter(head(), visual_mode, num_layers=NUM_LAYERS, max_depth=1, beam_width=3)
+    drafter = EagleDrafter(head(), visual_mode, num_layers=NUM_LAYERS, max_depth=1, top_k=3)
     drafter.compressor = None if visual_mode == "text_only" else build_compressor("drop")
     state = drafter.begin(prompt)
     drafter.observe(state, build_first_result([7]), {})
@@ -664,14 +665,14 @@ def slow(
     return logits
 
 
-@pytest.mark.parametrize("rule", ["decoupled", "coupled"])
+@pytest.mark.parametrize("visual_mode", ["decoupled", "coupled"])
 @pytest.mark.parametrize("count", [2, 3])
-def test_drafts_with_mixtures_equal_the_reference(world: FakeTarget, rule: str, count: int) -> None:
+def test_drafts_with_mixtures_equal_the_reference(world: FakeTarget, visual_mode: str, count: int) -> None:
     compressor = latent(count, 32)
-    found = drafts(world, rule, compressor)
+    found = drafts(world, visual_mode, compressor)
     with torch.no_grad():
         for row, n in enumerate((11, 8)):
-            logits = slow(world, head(), compressor, rule, row, n)
+            logits = slow(world, head(), compressor, visual_mode, row, n)
             logits[[0, IMAGE_TOKEN_ID]] = float("-inf")
             chances = logits.softmax(-1)
             first = {path[0]: score for path, score in found[row].items() if len(path) == 1}
@@ -690,8 +691,8 @@ def test_training_reads_the_same_compressed_tokens_as_drafting(
     placeholder = world.shared_embeddings.embed_tokens(torch.tensor(IMAGE_TOKEN_ID))
     batch = build_train_batch(world)
     with torch.no_grad():
-        eagle_loss(model, batch, world.shared_embeddings, placeholder, LossWeights(ttt_steps=0), Progress())
-        data = build_targets(model, batch, placeholder)
+        eagle_loss(model, batch, world.shared_embeddings, placeholder, LossWeights(ttt_steps=1), TrainProgress())
+        data = build_inputs_and_labels(model, batch, placeholder)
         logits = world.shared_embeddings.lm_head(calls[0][1])
         for row_logits, (b, p) in zip(logits, data.loss_mask.nonzero().tolist(), strict=True):
             expected = slow(world, head(), model.compressor, visual_mode, b, int(data.position_ids[b, p]) + 1)
@@ -731,9 +732,9 @@ def test_training_uses_the_same_grids_as_drafting(
     batch, found = replace(build_train_batch(world), grids=tuple(image_grids)), set()
     with torch.no_grad():
         for seed in range(3):  # where Falcon's blocks begin
-            progress = Progress(1.0, torch.Generator().manual_seed(seed))
+            progress = TrainProgress(1.0, torch.Generator().manual_seed(seed))
             ARCHITECTURES[kind].compute_loss(
-                model, batch, world.shared_embeddings, placeholder, LossWeights(ttt_steps=0), progress
+                model, batch, world.shared_embeddings, placeholder, LossWeights(ttt_steps=1), progress
             )
         for part, out, goal in calls:
             for output, target in zip(out, goal, strict=True):
@@ -857,20 +858,27 @@ def test_fit_gate_gets_the_loss_and_penalty_of_each_branch(world: FakeTarget, mo
         [build_train_batch(world), build_train_batch(world)],
         world.shared_embeddings,
         placeholder,
-        LossWeights(ttt_steps=1, step_decay=0.5),
+        LossWeights(ttt_steps=2, step_decay=0.5),
     )
     [(features, costs)] = calls
     assert features.shape == (4, 33) and costs.shape == (4, len(gate.branches)) and torch.equal(costs[:2], costs[2:])
-    text, progress = build_train_batch(world).split()[1], Progress(1.0)
+    text, progress = build_train_batch(world).split()[1], TrainProgress(1.0)
     for index, branch in enumerate(gate.branches):
         with torch.no_grad():
-            alone = replace(model, compressor=branch)
+            alone = DraftModel(model.head, "decoupled", compressor=branch)
             loss, _ = ARCHITECTURES["eagle"].compute_loss(
-                alone, text, world.shared_embeddings, placeholder, LossWeights(0.0, 1.0, 1, 0.5), progress
+                alone,
+                text,
+                world.shared_embeddings,
+                placeholder,
+                LossWeights(0.0, 1.0, ttt_steps=2, step_decay=0.5),
+                progress,
             )
         num_kept = 0 if branch.name == "drop" else min(3, branch.max_tokens)
         assert float(costs[1, index]) == pytest.approx(float(loss) / 1.5 + BUDGET_PENALTY * num_kept / 3, rel=1e-4)
-    fit_gate_on_batches(replace(model, compressor=Drop()), [], world.shared_embeddings, placeholder, LossWeights())
+    fit_gate_on_batches(
+        DraftModel(model.head, "decoupled", compressor=Drop()), [], world.shared_embeddings, placeholder, LossWeights()
+    )
 
 
 @pytest.mark.parametrize("kind", ARCHITECTURES)
@@ -878,11 +886,15 @@ def test_the_budget_penalty_is_part_of_the_loss(world: FakeTarget, kind: str) ->
     """With all other weights 0, the loss is the mean share of three tokens that the branches keep."""
     gate, placeholder = gated().train(), world.shared_embeddings.embed_tokens(torch.tensor(IMAGE_TOKEN_ID))
     model, free = DraftModel(head(kind), "decoupled", kind, gate), LossWeights(0.0, 0.0)
-    loss, figures = ARCHITECTURES[kind].compute_loss(
-        model, build_train_batch(world), world.shared_embeddings, placeholder, free, Progress()
+    loss, metrics = ARCHITECTURES[kind].compute_loss(
+        model, build_train_batch(world), world.shared_embeddings, placeholder, free, TrainProgress()
     )
     num_kept = [0 if label == "drop" else int(label.partition(":")[2]) for label in gate.branch_labels()]
-    assert float(loss.detach()) == pytest.approx(BUDGET_PENALTY * sum(num_kept) / len(num_kept) / 3) == figures["cost"]
+    assert (
+        float(loss.detach())
+        == pytest.approx(BUDGET_PENALTY * sum(num_kept) / len(num_kept) / 3)
+        == metrics["compressor_loss"]
+    )
     loss.backward()
     assert gate.gate.bias.grad is not None and int(gate.gate.bias.grad.argmin()) == gate.branch_labels().index("drop")
 
@@ -896,7 +908,7 @@ def test_a_train_batch_has_the_grids_of_its_rows(tiny: Captioner) -> None:
     """Counted in visual tokens of the row; in any batch, also from the teacher's cache."""
     images = [render_scene(generate_scene(index)) for index in range(3)]
     data = [Request(images[0], "what is it"), Request((), "a"), Request(tuple(images[1:]), "list the colors")]
-    teacher = Teacher(tiny.model, tiny.processor, data, room=1 << 30)
+    teacher = Teacher(tiny.model, tiny.processor, data, cache_bytes=1 << 30)
     teacher.answers = {index: [7, 8, 9] for index in range(3)}
     for indices in ([0, 1, 2], [2, 1], [2, 0, 2]):
         batch = teacher.make_batch(indices)

@@ -261,7 +261,7 @@ def world() -> FakeTarget:
 def drafter() -> EagleDrafter:
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(4)
-        return EagleDrafter(EagleHead(HEAD_CONFIG), "coupled", num_layers=NUM_LAYERS, max_depth=3, beam_width=3)
+        return EagleDrafter(EagleHead(HEAD_CONFIG), "coupled", num_layers=NUM_LAYERS, max_depth=3, top_k=3)
 
 
 def run_round(built: EagleDrafter, state: Any) -> None:
@@ -312,7 +312,7 @@ def test_no_costs_without_a_compressor_or_with_static_shapes(
 
 
 @pytest.mark.parametrize(
-    ("name", "choice", "kept"),
+    ("name", "choice", "kept_indices"),
     [
         ("identity", "identity", [[*range(16)], [*range(4)], []]),
         ("drop", "drop", [[], [], []]),
@@ -322,11 +322,11 @@ def test_no_costs_without_a_compressor_or_with_static_shapes(
         ("cost-based", "identity", [[*range(16)], [*range(4)], []]),
     ],
 )
-def test_compression_records(name: str, choice: str, kept: list[Any]) -> None:
+def test_compression_records(name: str, choice: str, kept_indices: list[Any]) -> None:
     recorder = RecordingCompressor(build_compressor(name))
     assert recorder.records() == [] and recorder.name == name.partition(":")[0]
     recorder.compress(tokens_of([16, 4, 0]), None, recorder.max_tokens)
-    for row, (record, expected) in enumerate(zip(recorder.records(), kept, strict=True)):
+    for row, (record, expected) in enumerate(zip(recorder.records(), kept_indices, strict=True)):
         indices = None if isinstance(expected, int) else tuple(expected)
         count = expected if isinstance(expected, int) else len(expected)
         assert (record.choice, record.num_visual_tokens, record.num_compressed_tokens, record.kept_indices) == (

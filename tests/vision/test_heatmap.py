@@ -63,30 +63,30 @@ GRIDS: list[tuple[tuple[int, int], list[int]]] = [
 ]
 
 
-@pytest.mark.parametrize(("grid", "kept"), GRIDS)
-def test_kept_cells_are_outlined_and_others_faded(grid: tuple[int, int], kept: list[int]) -> None:
-    drawn = heatmap(solid_image(), grid, kept=kept)
+@pytest.mark.parametrize(("grid", "kept_indices"), GRIDS)
+def test_kept_cells_are_outlined_and_others_faded(grid: tuple[int, int], kept_indices: list[int]) -> None:
+    drawn = heatmap(solid_image(), grid, kept_indices=kept_indices)
     assert drawn.mode == "RGB" and max(drawn.size) == max(grid) * max(MIN_CELL_PX, TARGET_SIDE_PX // max(grid))
     expected = np.zeros(grid[0] * grid[1], dtype=bool)
-    expected[kept] = True
+    expected[kept_indices] = True
     expected = expected.reshape(grid)
     assert ((corners(drawn, grid) == GREEN).all(-1) == expected).all()
     inside = middles(drawn, grid)
     assert (inside[expected] == (200, 40, 40)).all()
     assert (np.ptp(inside[~expected], axis=-1) == 0).all() and (inside[~expected] > 150).all(), "grey and light"
-    from_mask = heatmap(solid_image(), grid, kept=expected)
+    from_mask = heatmap(solid_image(), grid, kept_indices=expected)
     assert from_mask.tobytes() == drawn.tobytes(), "a mask equals indices"
 
 
-@pytest.mark.parametrize(("grid", "kept"), GRIDS)
-def test_scores_are_colours_and_kept_cells_framed(grid: tuple[int, int], kept: list[int]) -> None:
+@pytest.mark.parametrize(("grid", "kept_indices"), GRIDS)
+def test_scores_are_colours_and_kept_cells_framed(grid: tuple[int, int], kept_indices: list[int]) -> None:
     scores = np.random.default_rng(0).permutation(grid[0] * grid[1]).astype(float)
-    drawn = heatmap(solid_image(colour=(90, 90, 90)), grid, scores=scores, kept=kept)
+    drawn = heatmap(solid_image(colour=(90, 90, 90)), grid, scores=scores, kept_indices=kept_indices)
     light = luminance(middles(drawn, grid)).ravel()
     assert (np.diff(light[scores.argsort()]) > -0.005).all(), "a higher score is never darker, up to rounding"
     assert len(light) == 1 or light.max() > 2 * light.min()
     expected = np.zeros(len(scores), dtype=bool)
-    expected[kept] = True
+    expected[kept_indices] = True
     framed = (corners(drawn, grid) == 0).all(-1).ravel()
     assert (framed == expected).all()
     pixels, cell = np.asarray(drawn), drawn.height // grid[0]
@@ -119,7 +119,7 @@ FRAMES = [VisualGrid(0, 4 * t, 2, 2, 0, role="frame", frame=t) for t in range(3)
 
 def test_one_image_per_frame_with_a_common_range() -> None:
     frames = [solid_image(20, 20, (60 * n, 0, 0)) for n in range(3)]
-    drawn = heatmaps(frames, FRAMES, kept=[0, 5, 6, 11])
+    drawn = heatmaps(frames, FRAMES, kept_indices=[0, 5, 6, 11])
     assert [(corners(one, (2, 2)) == GREEN).all(-1).ravel().tolist() for one in drawn] == [
         [True, False, False, False], [False, True, True, False], [False, False, False, True],
     ]  # fmt: skip
@@ -145,7 +145,7 @@ def test_one_image_per_frame_with_a_common_range() -> None:
 def test_a_time_step_is_drawn_on_its_first_frame(count: int, times: int, first: list[int]) -> None:
     frames = [solid_image(20, 20, (30 * n, 0, 0)) for n in range(count)]
     grids = [VisualGrid(0, 4 * t, 2, 2, 0, role="frame", frame=t) for t in range(times)]
-    drawn = heatmaps(frames, grids, kept=range(4 * times))
+    drawn = heatmaps(frames, grids, kept_indices=range(4 * times))
     assert [int(middles(one, (2, 2))[0, 0, 0]) for one in drawn] == [30 * n for n in first]
 
 
@@ -159,7 +159,7 @@ def test_video_of_any_batch_row(row: int) -> None:
         grids.append(VisualGrid(number, start + 32, 1, 1, 1 + number, role="newline", frame=7))
     frames = [solid_image(20, 20, (30 * n, 0, 0)) for n in range(8)]
     first = 3 if row == 0 else 0
-    drawn = heatmaps(frames, grids, kept=[first + 4 * t + t % 4 for t in range(8)], row=row)
+    drawn = heatmaps(frames, grids, kept_indices=[first + 4 * t + t % 4 for t in range(8)], row=row)
     for n, one in enumerate(drawn):
         assert (corners(one, (2, 2)) == GREEN).all(-1).ravel().tolist() == [n % 4 == cell for cell in range(4)]
         assert int(middles(one, (2, 2)).reshape(-1, 3)[n % 4, 0]) == 30 * n
@@ -168,7 +168,7 @@ def test_video_of_any_batch_row(row: int) -> None:
 
 def test_several_videos_in_a_row() -> None:
     grids = [VisualGrid(0, 8 * clip + 4 * t, 2, 2, clip, role="frame", frame=t) for clip in range(2) for t in range(2)]
-    drawn = heatmaps([solid_image(20, 20, (60 * n, 0, 0)) for n in range(4)], grids, kept=range(16))
+    drawn = heatmaps([solid_image(20, 20, (60 * n, 0, 0)) for n in range(4)], grids, kept_indices=range(16))
     assert [int(middles(one, (2, 2))[0, 0, 0]) for one in drawn] == [0, 60, 120, 180]
 
 
@@ -181,13 +181,13 @@ def test_several_images_tiles_and_newlines() -> None:
         VisualGrid(1, 3, 1, 1, 2),
     ]
     images = [solid_image(colour=(250, 0, 0)), solid_image(colour=(0, 250, 0)), solid_image(colour=(0, 0, 250))]
-    first, second = heatmaps(images, grids, kept=[1, 5, 11])
+    first, second = heatmaps(images, grids, kept_indices=[1, 5, 11])
     assert (corners(first, (2, 2)) == GREEN).all(-1).ravel().tolist() == [False, True, False, False]
     assert (corners(second, (1, 3)) == GREEN).all(-1).ravel().tolist() == [False, True, False]
     assert middles(second, (1, 3))[0, 1].tolist() == [0, 250, 0]
-    (other,) = heatmaps(images, grids, kept=[0], row=1)
+    (other,) = heatmaps(images, grids, kept_indices=[0], row=1)
     assert middles(other, (1, 1))[0, 0].tolist() == [0, 0, 250]
-    assert heatmaps(images, [], kept=[]) == []
+    assert heatmaps(images, [], kept_indices=[]) == []
     lines = VisualGrid(0, 7, 2, 3, 0, has_newlines=True)
     assert kept_cells(lines, 10, {10, 12, 13, 15}).tolist() == [[True, False, True], [False, True, False]]
 
@@ -196,7 +196,7 @@ def test_center_crop() -> None:
     wide = Image.new("RGB", (90, 30), "red")
     wide.paste((0, 0, 255), (30, 0, 60, 30))
     assert np.asarray(center_square(wide)).reshape(-1, 3).tolist() == [[0, 0, 255]] * 900
-    (drawn,) = heatmaps([wide], [VisualGrid(0, 0, 2, 2, 0)], kept=[0, 1, 2, 3], cropped=True)
+    (drawn,) = heatmaps([wide], [VisualGrid(0, 0, 2, 2, 0)], kept_indices=[0, 1, 2, 3], cropped=True)
     assert (middles(drawn, (2, 2)) == (0, 0, 255)).all()
 
 
@@ -214,11 +214,11 @@ def test_strip() -> None:
 @pytest.mark.parametrize(
     ("grid", "options", "message"),
     [
-        ((2, 2), {}, "heatmap needs kept=, scores=, or both"),
-        ((0, 2), {"kept": []}, r"at least one row and one column; got \(0, 2\)"),
-        ((2, 2), {"kept": [4]}, "range from 0 to 3; got 4"),
-        ((2, 2), {"kept": [-1]}, "range from 0 to 3; got -1"),
-        ((2, 2), {"kept": np.zeros((3, 2), bool)}, r"kept must have the shape of the grid, \[2, 2\]; got \[3, 2\]"),
+        ((2, 2), {}, "heatmap needs kept_indices=, scores=, or both"),
+        ((0, 2), {"kept_indices": []}, r"at least one row and one column; got \(0, 2\)"),
+        ((2, 2), {"kept_indices": [4]}, "range from 0 to 3; got 4"),
+        ((2, 2), {"kept_indices": [-1]}, "range from 0 to 3; got -1"),
+        ((2, 2), {"kept_indices": np.zeros((3, 2), bool)}, r"must have the shape of the grid, \[2, 2\]; got \[3, 2\]"),
         ((2, 2), {"scores": [1, 2, 3]}, r"one value per token, 4; got \[3\]"),
         ((1, 2), {"scores": [1, float("nan")]}, "scores must be finite; got nan"),
     ],
@@ -230,4 +230,15 @@ def test_invalid_arguments(grid: tuple[int, int], options: dict[str, Any], messa
 
 @pytest.mark.parametrize("mode", ["L", "RGBA", "P", "1"])
 def test_image_modes(mode: str) -> None:
-    assert heatmap(solid_image().convert(mode), (2, 3), kept=[0]).mode == "RGB"
+    assert heatmap(solid_image().convert(mode), (2, 3), kept_indices=[0]).mode == "RGB"
+
+
+def test_the_former_name_of_kept_indices_is_accepted() -> None:
+    for draw in (
+        lambda **options: heatmap(solid_image(), (2, 3), **options),
+        lambda **options: heatmaps([solid_image()], [VisualGrid(0, 0, 2, 3, 0)], **options)[0],
+    ):
+        with pytest.warns(DeprecationWarning, match="kept= is now called kept_indices=") as caught:
+            drawn = draw(kept=[0])
+        assert len(caught) == 1 and caught[0].filename == __file__
+        assert np.array_equal(np.asarray(drawn), np.asarray(draw(kept_indices=[0])))

@@ -1,0 +1,64 @@
+"""Attention of a head's layer over its KV cache: the attention function, its mask, the last outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from mmspec.drafters.eagle.head import AttentionFn
+from mmspec.engine.kv_cache import RaggedKVCache
+
+
+def cached_attention(kv_cache: RaggedKVCache, mask: Tensor | None, num_cached: int = 0) -> AttentionFn:
+    """Attention over the cache and the new positions, which are appended to it.
+
+    Args:
+        kv_cache: a cache of one layer, after `begin_forward`.
+        mask: [B, 1, n or 1, keys] bool, True where a query attends; None for all keys.
+        num_cached: first positions of the forward whose keys and values are in the cache already; they only bring
+            queries.
+    """
+
+    def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        is_gqa = queries.shape[1] != keys.shape[1]
+        keys, values = kv_cache.write(0, keys[:, :, num_cached:], values[:, :, num_cached:])
+        return functional.scaled_dot_product_attention(queries, keys, values, mask, enable_gqa=is_gqa)
+
+    return attend
+
+
+def causal_mask(kv_cache: RaggedKVCache, n: int, device: torch.device) -> Tensor | None:
+    """Mask for `cached_attention` of n new positions that attend to the cache and to those before them.
+
+    Returns:
+        [B, 1, n, keys] bool, or None if every key may be attended to.
+    """
+    if n == 1 and kv_cache.is_uniform:
+        return None
+    last_key = torch.tensor(kv_cache.seq_lens, device=device)[:, None] + torch.arange(n, device=device)
+    return (torch.arange(kv_cache.kv_len, device=device) <= last_key[..., None])[:, None]
+
+
+def select_last(outputs: Tensor, counts: Sequence[int], previous: Tensor) -> Tensor:
+    """Output at the last valid position of each row.
+
+    Args:
+        outputs: [B, n, D].
+        counts: number of valid positions of each row.
+        previous: [B, D] returned for rows without a valid position.
+
+    Returns:
+        [B, D].
+    """
+    if min(counts) == max(counts):
+        return outputs[:, counts[0] - 1]
+    index = torch.tensor([max(0, count - 1) for count in counts], device=outputs.device)
+    last = outputs.gather(1, index[:, None, None].expand(-1, 1, outputs.shape[-1]))[:, 0]
+    has_output = torch.tensor([count > 0 for count in counts], device=outputs.device)
+    return torch.where(has_output[:, None], last, previous)
+
+
+__all__ = ["cached_attention", "causal_mask", "select_last"]

@@ -1,0 +1,345 @@
+"""`HeadDrafter`: drafts with a trained head that reads the target's hidden states; what all architectures share.
+
+Per round, `propose` lets the head read what the target has emitted since the last draft (`sync`), then `draft_tree`
+builds the tree from the head's last output. Keys and values of the draft are dropped. No value is copied to the host.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmspec.control.depth import DepthController
+from mmspec.control.draft_cost import CallTimer, DraftCostModel
+from mmspec.drafters.deprecation import warn_former_argument
+from mmspec.drafters.eagle.attention import cached_attention, causal_mask, select_last
+from mmspec.drafters.eagle.compressed_inputs import compressed_inputs, prompt_grids
+from mmspec.drafters.eagle.head import EagleHead
+from mmspec.drafters.eagle.state import DraftState, Pending
+from mmspec.drafters.eagle.visual_inputs import VISUAL_MODES, DraftInputs, align_prompt, left_pack, resolve_visual_mode
+from mmspec.engine.kv_cache import RaggedKVCache
+from mmspec.engine.tree import BUCKETS, DraftTree, root_only
+from mmspec.interfaces import CompressionContext, Compressor, DrafterRequirements, Prompt, VerifyResult
+
+DEFAULT_TOP_K = {"cpu": 4}
+"""Default `top_k` by device type; 8 on every other device."""
+
+
+class HeadDrafter(ABC):
+    """A `mmspec.interfaces.Drafter` with a trained head; an architecture defines or overrides its hooks.
+
+    Order of the calls: `begin`, the target samples its first token, `observe`; then in every round `propose` (`sync`,
+    `draft_tree`), the target verifies, `observe`.
+
+    Hooks:
+        draft_tree: the tree of one draft, after `sync`. Abstract.
+        forward: one forward of the head over new positions. Default: causal attention over its KV cache.
+        fuse: inputs of the head at text positions. Default: `EagleHead.fuse`.
+        prompt_inputs: inputs of the head at the positions of a prompt. Default: as the visual mode defines.
+
+    `draft_tree` may use `logits`, `rotary_embedding`, `top_k_on`, and the methods of `DraftState`.
+
+    Attributes:
+        head: the draft head, in eval mode.
+        visual_mode: how visual tokens enter the head, a key of `VISUAL_MODES`.
+        top_k: nodes per level that are expanded, and children of each; None for the device's default.
+        depth_controller: chooses the number of levels per draft.
+        max_lookahead: largest number of positions that a draft reaches beyond the last emitted token.
+        cost_model: measured prefill and draft costs, for compressors that use them.
+        bundled_compressor: (settings, weights) of the compressor that the head was trained with, or None.
+        compressor: that compressor, once `mmspec.config` has built it.
+        hidden_state_indices: the target's hidden states that the head reads.
+    """
+
+    def __init__(
+        self,
+        head: EagleHead,
+        visual_mode: str = "decoupled",
+        *,
+        num_layers: int,
+        name: str = "eagle",
+        max_depth: int = 6,
+        top_k: int | None = None,
+        draft_ids: Tensor | None = None,
+        vocab_limit: int | None = None,
+        beam_width: int | None = None,
+    ) -> None:
+        """
+        Args:
+            head: the draft head.
+            visual_mode: how visual tokens enter the head, a key of `VISUAL_MODES`.
+            num_layers: decoder layers of the target.
+            name: of the drafter, in messages and metrics.
+            max_depth: maximum number of tree levels; the depth controller drafts fewer where that is faster.
+            top_k: nodes per level that are expanded, and children of each. None: `DEFAULT_TOP_K`, else 8.
+            draft_ids: [V'] int64, ids that may be drafted (VocabTrim, or EAGLE-3's draft vocabulary); None for all.
+            vocab_limit: ids from here on are never drafted; None for no limit.
+            beam_width: former name of `top_k`.
+
+        Raises:
+            ValueError: an unknown visual mode, or `max_depth` or `top_k` below 1.
+        """
+        visual_mode = resolve_visual_mode(visual_mode)
+        if max_depth < 1:
+            raise ValueError(f"max_depth must be at least 1; got {max_depth}.")
+        if beam_width is not None:
+            warn_former_argument("beam_width", "top_k")
+            top_k = beam_width
+        if top_k is not None and top_k < 1:
+            raise ValueError(f"top_k must be at least 1, or None for the device's default; got {top_k}.")
+        self.head = head.eval()
+        self.visual_mode = visual_mode
+        self.name = name
+        self.top_k = top_k
+        self.depth_controller = DepthController(max_depth)
+        self.max_lookahead = max_depth
+        self.cost_model = DraftCostModel()
+        self.draft_ids = draft_ids
+        self.vocab_limit = vocab_limit
+        self.bundled_compressor: tuple[Mapping[str, Any], Mapping[str, Tensor]] | None = None
+        self.compressor: Compressor | None = None
+        self.vocab_size: int | None = head.config.vocab_size
+        self.set_hidden_state_indices(head.hidden_state_indices(num_layers), num_layers)
+
+    def set_hidden_state_indices(self, indices: tuple[int, ...], num_layers: int) -> None:
+        """Read these hidden states of the target, concatenated in this order.
+
+        Raises:
+            ValueError: an index outside of 0 to `num_layers`.
+        """
+        if not indices or min(indices) < 0 or max(indices) > num_layers:
+            raise ValueError(
+                f"this head reads hidden states {indices}; a target of {num_layers} layers has 0 to {num_layers}."
+            )
+        self.hidden_state_indices = indices
+        self.requirements = DrafterRequirements(
+            hidden_state_indices=tuple(dict.fromkeys((0, *indices))), max_tree_size=BUCKETS[-2]
+        )
+
+    @property
+    def compresses_visual_tokens(self) -> bool:
+        """See `mmspec.interfaces.TrainedDrafter`."""
+        return self.head.compresses_visual_tokens
+
+    @property
+    def compressor_hidden_size(self) -> int | None:
+        """See `mmspec.interfaces.TrainedDrafter`. Hidden states of EAGLE-3 heads are wider than the embeddings."""
+        return None if self.head.config.eagle3_input else self.head.config.hidden_size
+
+    # --- the Drafter protocol -----------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def begin(self, prompt: Prompt) -> DraftState:
+        """Start a call. The head processes the prompt before the first draft, which may never be requested."""
+        if prompt.shared_embeddings is None:
+            raise ValueError(f"drafter {self.name!r} needs the target's embeddings; got Prompt.shared_embeddings=None.")
+        hidden_states = prompt.hidden_states[self.hidden_state_indices[-1]]
+        weight = self.head.fc.weight
+        if weight.device != hidden_states.device or weight.dtype != hidden_states.dtype:
+            self.head.to(hidden_states.device, hidden_states.dtype)
+        batch = hidden_states.shape[0]
+        logit_bias = hidden_states.new_zeros(prompt.vocab_size, dtype=torch.float32)
+        logit_bias[[token for token in prompt.banned_ids if 0 <= token < prompt.vocab_size]] = float("-inf")
+        logit_bias[self.vocab_limit or prompt.vocab_size :] = float("-inf")
+        return DraftState(
+            shared_embeddings=prompt.shared_embeddings,
+            kv_cache=RaggedKVCache(batch, max_length=1 << 30),
+            logit_bias=logit_bias,
+            prompt=prompt,
+            next_positions=[0] * batch,
+            last_hidden=hidden_states.new_zeros(batch, self.head.config.hidden_size),
+            noise=prompt.noise,
+            temperature=prompt.temperature,
+            static_shapes=prompt.static_shapes,
+        )
+
+    @torch.inference_mode()
+    def propose(self, state: DraftState, max_nodes: int, active: Sequence[bool]) -> DraftTree:
+        """A tree of at most `max_nodes` nodes, the root included."""
+        max_nodes = min(max_nodes, BUCKETS[-1])
+        if max_nodes < 2 or not any(active):
+            return root_only(len(active), state.last_hidden.device)
+        state.start_time = time.perf_counter()
+        self.sync(state)
+        draft_start = time.perf_counter()
+        state.depth = (
+            self.depth_controller.max_levels if state.static_shapes else self.depth_controller.choose(len(active))
+        )
+        timestamp = state.timer.now()
+        tree = self.draft_tree(state, max_nodes, state.depth)
+        state.timer.record_draft(timestamp, max(state.kv_cache.seq_lens), state.depth)
+        state.draft_s = time.perf_counter() - draft_start
+        if not all(active):
+            tree.node_mask &= torch.tensor(active, device=tree.node_mask.device)[:, None]
+        return tree
+
+    @torch.inference_mode()
+    def observe(self, state: DraftState, result: VerifyResult, hidden_states: Mapping[int, Tensor]) -> None:
+        """Store the emitted tokens and their hidden states for the next `sync`; update the depth controller."""
+        if state.first_ids is None:
+            state.first_ids = result.tokens[:, 0].to(state.last_hidden.device)
+            return
+        counts = [len(row) for row in result.emitted_ids]
+        longest = max(counts)
+        if not longest:
+            return
+        state.timer.drain()
+        if state.depth and result.tree.num_nodes > 1:
+            self._record_round(state, result, counts)
+        state.depth = 0
+        path = result.path[:, :longest].to(state.last_hidden.device)
+        scored = self._select_hidden_states(hidden_states)
+        accepted = scored.gather(1, path[..., None].expand(-1, -1, scored.shape[-1]))
+        state.pending.append(Pending(result.tokens[:, :longest].to(path.device), accepted, counts))
+
+    def _record_round(self, state: DraftState, result: VerifyResult, counts: list[int]) -> None:
+        """Update the depth controller and the cost model with the round that ended."""
+        num_accepted = [count - 1 for count in counts if count]
+        round_s = time.perf_counter() - state.start_time
+        num_forwards = state.depth - 1  # the first level needs none after `sync`
+        forward_s = state.draft_s / num_forwards if num_forwards else 0.0
+        # A tree that is smaller than its depth has no nodes on the last levels.
+        num_levels = -(-(result.tree.num_nodes - 1) // self.depth_controller.tokens_per_level)
+        depth = min(state.depth, num_levels)
+        self.depth_controller.record(len(counts), depth, num_accepted, forward_s, round_s - num_forwards * forward_s)
+        state.timer.record_round(round_s, 1 + sum(num_accepted) / len(num_accepted))
+
+    # --- hooks --------------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def draft_tree(self, state: DraftState, max_nodes: int, depth: int) -> DraftTree:
+        """The tree of one draft, from the state after `sync`.
+
+        Args:
+            state: of the call; its KV cache is left as it is.
+            max_nodes: size of the tree, the root included.
+            depth: number of levels (Falcon: of blocks) that the depth controller has chosen.
+        """
+
+    def forward(self, state: DraftState, inputs: Tensor, position_ids: Tensor, counts: list[int]) -> None:
+        """Run the head over new positions: append to its KV cache and set `state.last_hidden`.
+
+        Args:
+            state: of the call.
+            inputs: [B, n, D] padded on the right.
+            position_ids: [B, n].
+            counts: number of valid inputs of each row.
+        """
+        kv_cache, n, device = state.kv_cache, inputs.shape[1], inputs.device
+        kv_cache.begin_forward(n)
+        cos, sin = self.rotary_embedding(state, position_ids)
+        if not any(kv_cache.seq_lens):  # a prompt, of which only the last output is used
+            last = torch.tensor([max(0, count - 1) for count in counts], device=device)[:, None]
+            mask = None if min(counts) == n else (torch.arange(n, device=device) <= last)[:, None, None]
+            outputs = self.head(inputs, cos, sin, cached_attention(kv_cache, mask), last)
+            state.last_hidden = select_last(outputs, [min(count, 1) for count in counts], state.last_hidden)
+        else:
+            outputs = self.head(inputs, cos, sin, cached_attention(kv_cache, causal_mask(kv_cache, n, device)))
+            state.last_hidden = select_last(outputs, counts, state.last_hidden)
+        kv_cache.seq_lens = [length + count for length, count in zip(kv_cache.seq_lens, counts, strict=True)]
+
+    def fuse(self, state: DraftState, inputs_embeds: Tensor, hidden_states: Tensor) -> Tensor:
+        """[B, n, D] head inputs of text positions."""
+        return self.head.fuse(inputs_embeds, hidden_states)
+
+    def prompt_inputs(self, state: DraftState, inputs: DraftInputs) -> tuple[Tensor, Tensor | None]:
+        """[B, n, D] head inputs of a prompt, and [B, n] bool which positions to keep (None: all)."""
+        return VISUAL_MODES[self.visual_mode](self.head, inputs)
+
+    # --- what the head reads ------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def sync(self, state: DraftState) -> None:
+        """Run the head over the prompt, if that is still to be done, and over the pending tokens."""
+        if state.prompt is not None:
+            assert state.first_ids is not None
+            if self.draft_ids is not None:
+                state.draft_ids = self.draft_ids.to(state.logit_bias.device)
+                state.logit_bias = state.logit_bias[state.draft_ids]
+                state.draft_lm_head = self.head.draft_lm_head(state.shared_embeddings, state.draft_ids)
+            self._prefill(state, state.prompt, state.first_ids)
+            state.prompt = None
+        if state.pending:
+            self._forward_pending(state)
+
+    def _prefill(self, state: DraftState, prompt: Prompt, first_ids: Tensor) -> None:
+        """Run the head over the prompt; `first_ids` [B] follow its last position."""
+        hidden_states = self._select_hidden_states(prompt.hidden_states)
+        aligned, counts = align_prompt(prompt, hidden_states, first_ids, state.shared_embeddings, self.visual_mode)
+        attention_mask, position_ids, num_inputs = aligned.attention_mask, aligned.position_ids, counts
+        assert attention_mask is not None and position_ids is not None
+        compressor = prompt.compressor or self.compressor
+        if compressor is None:
+            inputs, keep = self.prompt_inputs(state, aligned)
+            keep = None if keep is None else keep & attention_mask
+        else:
+            state.timer = CallTimer(self.cost_model, len(counts), counts.device)
+            inputs, keep, position_ids = self._compress(prompt, aligned, counts, compressor)
+        if keep is not None:
+            num_inputs, inputs, position_ids = left_pack(keep, inputs, position_ids)
+        next_positions, lengths = torch.stack((counts, num_inputs)).tolist()
+        inputs, position_ids = inputs[:, : max(lengths)], position_ids[:, : max(lengths)]
+        timestamp = state.timer.now()
+        state.next_positions = next_positions  # before the forward: the rotary table must cover gaps in the positions
+        self.forward(state, inputs, position_ids, lengths)
+        state.timer.record_prefill(timestamp, max(lengths))
+
+    def _compress(
+        self, prompt: Prompt, aligned: DraftInputs, counts: Tensor, compressor: Compressor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """`compressed_inputs` of a prompt with `counts` [B] positions per row."""
+        if isinstance(compressor, nn.Module):  # compressors are built on the CPU
+            compressor.to(counts.device)
+        last = (counts - 1)[:, None, None].expand(-1, 1, aligned.hidden_states.shape[-1])
+        query = aligned.hidden_states.gather(1, last)[:, 0]
+        aligned = replace(aligned, grids=prompt_grids(prompt, aligned.hidden_states.shape[1]))
+        context, batch = CompressionContext(prompt.max_new_tokens), len(counts)
+        if not prompt.static_shapes:  # else no measured costs: shapes must not depend on timing
+            costs, exploration = self.cost_model.costs(batch), self.cost_model.exploration(batch)
+            context = replace(context, costs=costs, exploration=exploration)
+        return compressed_inputs(self.head, self.visual_mode, aligned, compressor, query, context)
+
+    def _forward_pending(self, state: DraftState) -> None:
+        """Run the head over the tokens emitted since the last draft."""
+        pending, state.pending = Pending.concatenate(state.pending), []
+        tokens, counts = pending.tokens, pending.counts
+        embeds = state.shared_embeddings.embed_tokens(tokens).to(pending.hidden_states.dtype)
+        inputs = self.fuse(state, embeds, pending.hidden_states)
+        first = torch.tensor(state.next_positions, device=tokens.device)[:, None]
+        self.forward(state, inputs, first + torch.arange(tokens.shape[1], device=tokens.device), counts)
+        state.next_positions = [position + n for position, n in zip(state.next_positions, counts, strict=True)]
+
+    def _select_hidden_states(self, hidden_states: Mapping[int, Tensor]) -> Tensor:
+        """[B, n, S] the hidden states that the head reads, concatenated."""
+        if len(self.hidden_state_indices) == 1:
+            return hidden_states[self.hidden_state_indices[0]]
+        return torch.cat([hidden_states[index] for index in self.hidden_state_indices], dim=-1)
+
+    # --- for `draft_tree` ---------------------------------------------------------------------------------------------
+
+    def top_k_on(self, device: torch.device) -> int:
+        """`top_k`, or the default of this device."""
+        return self.top_k or DEFAULT_TOP_K.get(device.type, 8)
+
+    def logits(self, state: DraftState, hidden_states: Tensor) -> Tensor:
+        """[..., V'] float32 logits of the next token, -inf for ids that must not be drafted."""
+        logits = self.head.logits(hidden_states, state.shared_embeddings, state.draft_lm_head)
+        return logits.float() + state.logit_bias
+
+    def rotary_embedding(self, state: DraftState, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """(cos, sin), each [B, 1, n, d], of position ids [B, n], from a table that grows by half its size."""
+        size = max(state.next_positions) + position_ids.shape[1] + self.max_lookahead + 1
+        if state.cos is None or state.cos.shape[0] < size:
+            table = torch.arange(max(512, size + size // 2), device=position_ids.device)
+            state.cos, state.sin = self.head.rotary_embedding(table, state.last_hidden.dtype)
+        assert state.sin is not None
+        return state.cos[position_ids][:, None], state.sin[position_ids][:, None]
+
+
+__all__ = ["DEFAULT_TOP_K", "HeadDrafter"]
