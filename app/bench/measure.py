@@ -247,7 +247,7 @@ def build_result_rows(contestants: Sequence[Contestant]) -> Iterator[Row]:
         for name, values in ratios.items():
             good = [value for value in values if not math.isnan(value)]
             row |= {f"{name}_lo": min(good, default=None), f"{name}_hi": max(good, default=None)}
-            row[f"{name}_ci"] = [round(limit, 5) for limit in median_interval(good)]
+            row[f"{name}_ci"] = [round(limit, 5) for limit in median_ci(good)]
         yield {key: round(value, 5) if isinstance(value, float) else value for key, value in row.items()}
 
 
@@ -267,7 +267,7 @@ def bootstrap_interval(statistic: Callable[[Sequence[int]], float], count: int) 
     return statistic(every), spread[NUM_RESAMPLES // 40], spread[-NUM_RESAMPLES // 40]
 
 
-def median_interval(values: Sequence[float]) -> list[float]:
+def median_ci(values: Sequence[float]) -> list[float]:
     """[low, high] of the median, 95% by bootstrap; empty if there are no values."""
     return (
         list(bootstrap_interval(lambda indices: median(values[i] for i in indices), len(values))[1:]) if values else []
@@ -297,7 +297,7 @@ __all__ = [
     "count_tokens",
     "disable_eos",
     "gc_paused",
-    "median_interval",
+    "median_ci",
     "phase_times_ms",
     "run_once",
     "run_rounds",

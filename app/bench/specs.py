@@ -24,7 +24,7 @@ from mmspec.targets.registry import find_adapter
 
 SPEC_PATTERN = re.compile(r"(?P<drafter>.+?)(?:@(?P<depth>\d+))?(?:\+(?P<compressor>[^/]+))?")
 OWN_COMPRESSOR = "own"
-MAX_DEPTH = 63
+MAX_FIXED_DEPTH = 63
 """Levels of the largest tree."""
 
 
@@ -61,8 +61,8 @@ def parse_spec(name: str) -> BenchSpec:
     if found is None:
         raise UsageError(f"a contender is DRAFTER, DRAFTER@DEPTH, DRAFTER+COMPRESSOR or all three; got {name!r}")
     depth, compressor = found["depth"], found["compressor"]
-    if depth is not None and not 1 <= int(depth) <= MAX_DEPTH:
-        raise UsageError(f"a depth is 1 to {MAX_DEPTH}; got {name!r}")
+    if depth is not None and not 1 <= int(depth) <= MAX_FIXED_DEPTH:
+        raise UsageError(f"a depth is 1 to {MAX_FIXED_DEPTH}; got {name!r}")
     wanted = BenchSpec(found["drafter"], None if depth is None else int(depth), compressor)
     what, _, tokens = (compressor or "").partition(":")
     if what != OWN_COMPRESSOR:

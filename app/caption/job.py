@@ -23,7 +23,7 @@ from mmspec.app.caption.config import (
     shard_items,
     split_batches,
 )
-from mmspec.app.caption.progress import Progress, comparison_lines, print_stderr
+from mmspec.app.caption.progress import CaptionProgress, comparison_lines, print_stderr
 from mmspec.app.errors import UsageError, one_line
 from mmspec.app.io.images import ImageError, Media, decode_ahead, pixel_limit
 from mmspec.app.io.jsonl import Row
@@ -135,7 +135,7 @@ class CaptionJob:
             self.output.begin(lambda row: config.retry_errors and bool(row["error"]))
             label = f"rank {self.process.rank}" if self.process.world_size > 1 else "caption"
             show = config.progress if self.process.rank == 0 else False
-            with GracefulStop() as stop, Progress(len(mine), len(mine) - num_pending, show, label) as progress:
+            with GracefulStop() as stop, CaptionProgress(len(mine), len(mine) - num_pending, show, label) as progress:
                 self._work(plan, rows, stop, progress)
             complete = not stop.signal
         finally:
@@ -156,7 +156,9 @@ class CaptionJob:
             if row is not None and row["prompt_sha1"] != prompt_sha1(self._prompt(item)):
                 raise UsageError(f"{item.id!r} was captioned with another prompt: use another --out, or --overwrite")
 
-    def _work(self, plan: list[Sequence[Item]], rows: dict[str, Row], stop: GracefulStop, progress: Progress) -> None:
+    def _work(
+        self, plan: list[Sequence[Item]], rows: dict[str, Row], stop: GracefulStop, progress: CaptionProgress
+    ) -> None:
         config = self.config
         sampler = config.frame_sampler()
         with pixel_limit(config.max_pixels), DecoderPool() as isolated:
@@ -245,7 +247,7 @@ class CaptionJob:
         row["error"] = {"type": result.kind, "message": result.message} if failed else None
         return row | {"mmspec_version": mmspec_version(), "index": item.index}
 
-    def _report(self, progress: Progress, skipped: int, stop: GracefulStop) -> None:
+    def _report(self, progress: CaptionProgress, skipped: int, stop: GracefulStop) -> None:
         model = self.model
         lines = progress.summary(skipped, model.acceptance if model else None)
         lines += comparison_lines(model.comparison, model.dtype != "float32") if model else []

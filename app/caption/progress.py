@@ -49,7 +49,7 @@ class Totals:
         return self.later_tokens / self.rounds if self.rounds else 1.0
 
 
-class Progress:
+class CaptionProgress:
     """The progress bar and its totals."""
 
     def __init__(self, total: int, done: int, show: bool | None, label: str) -> None:
@@ -69,7 +69,7 @@ class Progress:
         self._bar.set_postfix_str(f"{rate:.1f} images/s, tau {self.totals.tau:.2f}", refresh=False)
         self._bar.update(len(rows))
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> CaptionProgress:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -103,4 +103,4 @@ def comparison_lines(totals: Any, half_precision: bool) -> list[str]:
     return lines
 
 
-__all__ = ["Progress", "Totals", "comparison_lines", "print_stderr"]
+__all__ = ["CaptionProgress", "Totals", "comparison_lines", "print_stderr"]

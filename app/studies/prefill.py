@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from mmspec.app.bench.config import check_writable
-from mmspec.app.bench.measure import median_interval
+from mmspec.app.bench.measure import median_ci
 from mmspec.app.bench.session import provenance
 from mmspec.app.caption.command import positive_int
 from mmspec.app.errors import UsageError
@@ -111,7 +111,7 @@ def measure_prefill_rows(args: argparse.Namespace, device: torch.device) -> Iter
                 "visual": frames * args.grid**2,
                 "way": name,
                 "prefill_ms": 1e3 * median(one.seconds for one in mine[1:]),
-                "prefill_over": [median(over), *median_interval(over)],
+                "prefill_over": [median(over), *median_ci(over)],
                 "gflops": mine[0].flops / 1e9,
                 "flops_over": mine[0].flops / whole[0].flops,
                 "kv_mib": mine[0].kv_bytes / 2**20,

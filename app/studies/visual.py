@@ -30,7 +30,7 @@ from mmspec.app.bench.measure import (
     TimedRun,
     clone,
     gc_paused,
-    median_interval,
+    median_ci,
     run_once,
     share_kernel_timings,
 )
@@ -195,7 +195,7 @@ def build_rows(field_: Sequence[CompressorRun], shape: str, base: str) -> Iterat
             "speedup_hf_e2e": [p.total_s / r.total_s for r, _, p in pairs],
         }
         for name, values in ratios.items():
-            row |= {name: median(values), f"{name}_ci": median_interval(values)}
+            row |= {name: median(values), f"{name}_ci": median_ci(values)}
         row["total_s"] = mean(run.total_s for run in runs)
         row["seconds"] = [round(run.total_s, 5) for run in runs]
         row["forwards"] = [answer.forwards for answer in way.answers]

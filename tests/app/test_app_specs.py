@@ -12,7 +12,7 @@ import tiny_models as tiny
 import mmspec
 from mmspec.app import versions
 from mmspec.app.bench import specs as contenders
-from mmspec.app.bench.measure import bootstrap_interval, clone, median_interval
+from mmspec.app.bench.measure import bootstrap_interval, clone, median_ci
 from mmspec.app.bench.specs import (
     BenchSpec,
     FixedDepth,
@@ -112,8 +112,8 @@ def test_own_compressors_keep_what_is_asked(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_limits_hold_the_median_and_narrow_with_runs() -> None:
     few, many = [1.0, 2.0, 3.0], [1.0, 2.0, 3.0] * 30
-    assert median_interval([]) == [] and median_interval([2.0]) == [2.0, 2.0]
-    assert median_interval(few)[0] < 2 < median_interval(few)[1] and median_interval(many) == [2.0, 2.0]
+    assert median_ci([]) == [] and median_ci([2.0]) == [2.0, 2.0]
+    assert median_ci(few)[0] < 2 < median_ci(few)[1] and median_ci(many) == [2.0, 2.0]
     assert bootstrap_interval(lambda places: float(len(places)), 5) == (5, 5, 5)
 
 
