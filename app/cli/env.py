@@ -8,6 +8,7 @@ import platform
 import sys
 from collections.abc import Iterator
 
+from mmspec.app.cli.arguments import Commands, add_command
 from mmspec.app.versions import mmspec_version, version
 
 _PACKAGES = """torch transformers accelerate tokenizers pillow safetensors numpy torchvision matplotlib gradio decord av
@@ -16,17 +17,17 @@ PACKAGES = _PACKAGES.split()
 VARIABLES = ("CUDA_VISIBLE_DEVICES", "HF_HUB_OFFLINE", "OMP_NUM_THREADS", "RANK", "WORLD_SIZE", "LOCAL_RANK")
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], common: argparse.ArgumentParser) -> None:
+def add_parser(commands: Commands, common: argparse.ArgumentParser) -> None:
     """Register the command."""
-    parser = commands.add_parser(
+    add_command(
+        commands,
+        common,
         "env",
-        parents=[common],
+        run,
         help="versions and devices, for bug reports",
         description="Print versions, devices and kernels, for bug reports. Names no user, host or path.",
         epilog="example\n  mmspec env",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

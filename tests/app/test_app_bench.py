@@ -27,6 +27,7 @@ from mmspec.app.bench.measure import (
 )
 from mmspec.app.bench.requests import bench_images, build_requests
 from mmspec.app.bench.rows import current_keys
+from mmspec.app.cli.arguments import positive_ints
 from mmspec.app.cli.main import build_parser, main
 from mmspec.app.errors import UsageError
 from mmspec.app.modeling.captioner import Captioner
@@ -186,10 +187,10 @@ def test_pictures_from_files(tmp_path: Path) -> None:
 
 
 def test_number_lists() -> None:
-    assert bench.parse_ints("1, 8") == [1, 8]
+    assert positive_ints("1, 8") == [1, 8]
     for text in ("", "1,,2", "x", "0"):
         with pytest.raises(argparse.ArgumentTypeError):
-            bench.parse_ints(text)
+            positive_ints(text)
 
 
 # --- what the controller declined -------------------------------------------------------------------------------------
