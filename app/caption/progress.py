@@ -7,9 +7,12 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING
 
 from mmspec.app.io.jsonl import Row
+
+if TYPE_CHECKING:
+    from mmspec.app.modeling.captioner import ComparisonTotals
 
 
 def print_stderr(text: str) -> None:
@@ -89,7 +92,7 @@ class CaptionProgress:
         return lines
 
 
-def comparison_lines(totals: Any, half_precision: bool) -> list[str]:
+def comparison_lines(totals: ComparisonTotals | None, half_precision: bool) -> list[str]:
     """The lines about `ComparisonTotals`: how many rows equal plain `generate`, and the first difference."""
     if totals is None or not totals.rows:
         return []
