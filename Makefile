@@ -10,18 +10,18 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 .PHONY: help demo test test-app slow floor clean
 
 help:
-	@echo "make demo   describe the example pictures and clips, plain and sped up"
+	@echo "make demo   caption the example images and videos, with plain generate and with mmspec"
 	@echo "make test   ruff, mypy, pytest"
-	@echo "make test-app  the pages of mmspec demo, in a browser (Chromium) where there is one"
-	@echo "make slow   the tests that take long"
+	@echo "make test-app  the pages of mmspec demo, in a browser if Chromium is installed"
+	@echo "make slow   the slow tests"
 	@echo "make floor  exactness on the oldest supported transformers ($(FLOOR))"
-	@echo "make clean  remove what these made"
+	@echo "make clean  remove environments, caches and build outputs"
 
-# Reinstalled only when a dependency may have changed. `venv` repairs a half-made folder, so a failed run is no harm.
+# Reinstalled only when a dependency may have changed. `venv` repairs an incomplete folder, so a failed run can be repeated.
 # $(1) folder, $(2) constraints, $(3) what to install
 define install
 	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-		{ echo "mmspec needs Python 3.11 or newer; found '$(PYTHON)'. Say which one: make PYTHON=/path/to/python3"; exit 1; }
+		{ echo "mmspec needs Python 3.11 or newer; found '$(PYTHON)'. Choose one: make PYTHON=/path/to/python3"; exit 1; }
 	@test -x $(1)/bin/pip || "$(PYTHON)" -m venv $(1)
 	$(1)/bin/python -m pip install --quiet --quiet --constraint $(2) $(3)
 	@touch $@
@@ -43,7 +43,7 @@ test: .venv/.installed
 	$(BIN)/python tests/typecheck.py
 	$(BIN)/python -m pytest -q -n $(WORKERS)
 
-# In a variable, since a comma would end the argument.
+# In a variable, since a comma ends an argument of `call`.
 APP := --editable '.[app,dev]' playwright
 .venv/.installed-app: .venv/.installed
 	$(call install,.venv,constraints.txt,$(APP))

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mmspec.app.caption.command import build_captioner, hide_progress_bars, validate_drafter
+from mmspec.app.caption.command import build_captioner
 from mmspec.app.caption.config import DEFAULT_MODEL, SCENES_MODEL, CaptionConfig, ProcessInfo
+from mmspec.app.cli.arguments import hide_progress_bars, validate_drafter
 from mmspec.app.errors import UsageError, one_line
 from mmspec.app.io.images import ImageError, Media
 from mmspec.app.io.sources import Item, collect_items
@@ -61,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_command(["examples", *(sys.argv[1:] if argv is None else argv)])
 
 
-def run(config: ExampleConfig) -> int:
+def run_examples(config: ExampleConfig) -> int:
     """Caption and print one example after the other.
 
     Returns:

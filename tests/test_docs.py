@@ -66,6 +66,14 @@ def test_file_paths_in_backticks_exist(document: Path) -> None:
     assert not missing, f"{document.relative_to(ROOT)} names missing files: {missing}"
 
 
+@pytest.mark.parametrize("folder", ["images", "results"])
+def test_every_image_and_result_is_named_by_a_document(folder: str) -> None:
+    files = {file.name for file in (ROOT / "docs" / folder).iterdir()} - {"README.md"}
+    documents = [*DOCUMENTS, ROOT / "docs" / "results" / "README.md"]
+    text = "\n".join(read_document(document) for document in documents)
+    assert files and not {name for name in files if name not in text} and len(files) <= 15
+
+
 def test_extraction_of_links_and_paths() -> None:
     text = "[a](b/c.md#top) ![i](<d.png>) [u](https://x.org/y.md) [here](#s)\n[r]: e.md\n```\n[no](f.md)\n```\n"
     assert list(relative_links(text)) == ["b/c.md", "d.png", "e.md"]

@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from mmspec.app.bench.config import BenchConfig, check_writable
-from mmspec.app.caption.command import MODEL_HELP, hide_progress_bars, parse_temperature, positive_int
-from mmspec.app.caption.config import DEFAULT_MODEL, DTYPES, PROMPT
-from mmspec.app.cli.deprecated import add_renamed
+from mmspec.app.bench.config import BenchConfig
+from mmspec.app.bench.plot import plot_bench
+from mmspec.app.bench.results import ResultFiles, add_result_options
+from mmspec.app.bench.rows import ResultRow
+from mmspec.app.caption.config import PROMPT
+from mmspec.app.cli.arguments import (
+    Commands,
+    add_command,
+    add_device_options,
+    add_model_option,
+    add_progress,
+    add_sampling_options,
+    add_scene_seed,
+    hide_progress_bars,
+    positive_int,
+    positive_ints,
+    split_commas,
+)
 from mmspec.app.scenes.world import FIRST_HELD_OUT_SEED
 
 TASKS = ("describe", "short", "answer", "clip")
@@ -81,91 +93,61 @@ examples
 """
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], common: argparse.ArgumentParser) -> None:
+def add_parser(commands: Commands, common: argparse.ArgumentParser) -> None:
     """Register the command."""
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
+        common,
         "bench",
-        parents=[common],
+        run,
         help="measure speed against plain generate",
         description="Measure decoding speed: plain generate, mmspec without drafts, and each drafter, interleaved.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.set_defaults(run=run)
     add = parser.add_argument
-    add("--model", default=DEFAULT_MODEL, metavar="M", help=MODEL_HELP)
-    add("--drafters", type=parse_names, default=["none", "auto"], metavar="A,B", help="default none,auto")
+    add_model_option(parser)
+    add_device_options(parser)
+    add("--drafters", type=split_commas, default=["none", "auto"], metavar="A,B", help="default none,auto")
     add("--nodes", type=positive_int, default=None, metavar="N", help="fixed tree size (default: what pays)")
-    add("--batch-sizes", type=parse_ints, default=[1], metavar="N,N", help="default 1")
-    add(
-        "--prompt-tokens",
-        type=parse_ints,
-        default=None,
-        metavar="N,N",
-        help="pad prompts with words to this length",
-    )
+    add("--batch-sizes", type=positive_ints, default=[1], metavar="N,N", help="default 1")
+    padding_help = "pad prompts with words to this length"
+    add("--prompt-tokens", type=positive_ints, default=None, metavar="N,N", help=padding_help)
     add("--task", choices=TASKS, default=None, help="question about generated scenes (default describe)")
-    scene_seed_help = f"seed of the first scene (default {FIRST_HELD_OUT_SEED})"
-    add_renamed(parser, "--scene-seed", "--first-seed", type=int, default=None, metavar="S", help=scene_seed_help)
+    add_scene_seed(parser, None, str(FIRST_HELD_OUT_SEED))
     add("--count", type=positive_int, default=None, metavar="N", help="scenes (default: --repeats batches)")
-    add(
-        "--new-tokens",
-        type=positive_int,
-        default=None,
-        metavar="N",
-        help="per row (default 64; with --task at most, 160)",
-    )
-    add("--temperature", type=parse_temperature, default=0.0, metavar="T", help="0 (default) is greedy")
-    add("--seed", type=int, default=0, metavar="N", help="of prompts, images and sampling (default 0)")
+    new_tokens_help = "per row (default 64; with --task at most, 160)"
+    add("--new-tokens", type=positive_int, default=None, metavar="N", help=new_tokens_help)
+    add_sampling_options(parser, "prompts, images and sampling")
     add("--repeats", type=positive_int, default=5, metavar="N", help="rounds after the warm-up (default 5)")
     add("--images", nargs="+", default=[], metavar="PATH", help="images to use (default: synthetic)")
     add("--prompt", default=None, metavar="TEXT", help=f"default {PROMPT!r}")
-    add("--dtype", default="auto", choices=DTYPES, help="default as for caption")
-    add("--device", default="auto", metavar="DEV", help="default auto: the GPU if there is one")
-    add("--json", default=None, metavar="FILE", help="write the rows as a JSON list, with more columns")
-    add("--plot", default=None, metavar="FILE.png", help="write a bar chart (needs matplotlib)")
-    add("--progress", action=argparse.BooleanOptionalAction, default=None, help="default: if on a terminal")
-
-
-def parse_names(text: str) -> list[str]:
-    """Comma-separated drafters."""
-    return [name.strip() for name in text.split(",") if name.strip()]
-
-
-def parse_ints(text: str) -> list[int]:
-    """Comma-separated whole numbers above 0."""
-    return [positive_int(part.strip()) for part in text.split(",")]
+    add_result_options(
+        parser,
+        json_help="write the rows as a JSON list, with more columns",
+        plot_help="write a bar chart (needs matplotlib)",
+    )
+    add_progress(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry out the command."""
+    """Carry out the command; returns the exit code."""
     from mmspec.app.bench.session import measure_bench
     from mmspec.app.bench.specs import check_spec
 
     for name in args.drafters:
         check_spec(name)
-    config = BenchConfig.from_args(args)
-    for file in filter(None, (args.json, args.plot)):
-        check_writable(file)
-    if args.plot:
-        from mmspec.app.bench.plot import require_matplotlib
-
-        require_matplotlib()
+    config, files = BenchConfig.from_args(args), ResultFiles.from_args(args)
+    files.check()
     hide_progress_bars(args.progress)
     rows = measure_bench(config, args.command, args.progress)
     print(format_table(rows))
     for line in not_used_lines(rows):
         print(line)
-    if args.json:
-        Path(args.json).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-    if args.plot:
-        from mmspec.app.bench.plot import plot_bench
-
-        plot_bench(rows, Path(args.plot))
+    files.write(rows, plot=lambda file: plot_bench(rows, file))
     return 0
 
 
-def not_used_lines(rows: Sequence[dict[str, Any]]) -> list[str]:
+def not_used_lines(rows: Sequence[ResultRow]) -> list[str]:
     """A line for each row whose drafter the controller did not use."""
     from mmspec.app.bench.forced_tree import format_not_used
 
@@ -176,7 +158,7 @@ def not_used_lines(rows: Sequence[dict[str, Any]]) -> list[str]:
     ]
 
 
-def format_table(rows: Sequence[dict[str, Any]]) -> str:
+def format_table(rows: Sequence[ResultRow]) -> str:
     """The rows as a table of aligned columns."""
     lines = [list(COLUMNS.values()), *([_cell(row[column]) for column in COLUMNS] for row in rows)]
     first, *widths = (max(map(len, cells)) for cells in zip(*lines, strict=True))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass
-from pathlib import Path
 
 from mmspec.app.caption.config import PROMPT, SCENES_MODEL
+from mmspec.app.cli.arguments import config_from_args
 from mmspec.app.errors import UsageError
 from mmspec.app.scenes.world import FIRST_HELD_OUT_SEED
 
@@ -70,22 +70,13 @@ class BenchConfig:
         if new_tokens < 2:
             raise UsageError(f"--new-tokens must be 2 or more, or there is nothing to decode; got {new_tokens}")
         scene_seed = FIRST_HELD_OUT_SEED if task and args.scene_seed is None else args.scene_seed
-        return cls(
-            model=args.model,
-            dtype=args.dtype,
-            device=args.device,
-            drafters=tuple(args.drafters),
-            nodes=args.nodes,
-            batch_sizes=tuple(args.batch_sizes),
+        return config_from_args(
+            cls,
+            args,
             prompt_tokens=tuple(args.prompt_tokens or ()),
             task=task,
             scene_seed=scene_seed,
-            count=args.count,
             new_tokens=new_tokens,
-            temperature=args.temperature,
-            seed=args.seed,
-            repeats=args.repeats,
-            images=tuple(args.images),
             prompt=args.prompt or PROMPT,
         )
 
@@ -94,20 +85,4 @@ class BenchConfig:
         return self.count // batch if self.count else self.repeats
 
 
-def check_writable(file: str) -> None:
-    """Refuse a result file that cannot be written, before an hour of measuring.
-
-    Raises:
-        UsageError: the file cannot be opened for writing.
-    """
-    try:
-        is_new = not Path(file).exists()
-        with Path(file).open("ab"):
-            pass
-        if is_new:
-            Path(file).unlink()
-    except OSError as error:
-        raise UsageError(f"cannot write {file}: {error.strerror}") from error
-
-
-__all__ = ["MAX_TREE_SIZE", "BenchConfig", "check_writable"]
+__all__ = ["MAX_TREE_SIZE", "BenchConfig"]

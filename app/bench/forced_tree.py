@@ -8,11 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mmspec.app.bench.measure import Contestant, clone, disable_eos, run_once, share_kernel_timings
+from mmspec.app.bench.rows import ResultRow
 from mmspec.app.bench.specs import patch_model
 from mmspec.metrics.stats import Stats
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, ProcessorMixin
 
 PROBE_TREE_SIZE = 16
 """Nodes of the forced tree, the root included."""
@@ -41,13 +45,13 @@ class ForcedTree:
 def probe_forced_tree(
     own: Contestant,
     name: str,
-    processor: Any,
+    processor: ProcessorMixin,
     requests: Sequence[Mapping[str, Any]],
     new_tokens: int,
     temperature: float,
     seed: int,
     *,
-    model: Any,
+    model: PreTrainedModel,
     stop_at_eos: bool,
 ) -> ForcedTree:
     """Decode a few requests with a fresh drafter and a fixed tree size, in turn with the loop without drafts.
@@ -83,7 +87,7 @@ def is_probe_needed(row: Mapping[str, Any]) -> bool:
     return row["drafter"] != "none" and share is not None and share < MIN_DRAFTED_SHARE
 
 
-def add_forced_tree(row: dict[str, Any], forced: ForcedTree | None) -> None:
+def add_forced_tree(row: ResultRow, forced: ForcedTree | None) -> None:
     """Write `forced_tree` and `not_used` into a row; `forced` is None where no probe was needed."""
     row["forced_tree"] = None if forced is None else asdict(forced)
     row["not_used"] = forced is not None and row["drafted_share"] < MIN_DRAFTED_SHARE * forced.drafted_share

@@ -21,13 +21,14 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import mul
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 
 import mmspec
+from mmspec.app.bench.rows import ResultRow
 from mmspec.app.bench.specs import get_block_size, patch_model, weight_sizes
 from mmspec.app.modeling.load import synchronize
 from mmspec.comparison import TimestampCriterion
@@ -35,10 +36,12 @@ from mmspec.interfaces import Drafter
 from mmspec.metrics.stats import Stats
 from mmspec.patching import KEY
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, ProcessorMixin
+
 HF, HF_AGAIN, NO_DRAFT = "hf", "hf-again", "none"
 NUM_RESAMPLES = 1000
 """Bootstrap resamples of runs or requests."""
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -71,17 +74,17 @@ class Contestant:
     """A name, a model that may be patched, and its runs."""
 
     name: str
-    model: Any
+    model: PreTrainedModel
     runs: list[TimedRun] = field(default_factory=list)
 
 
-def clone(model: Any) -> Any:
+def clone(model: PreTrainedModel) -> PreTrainedModel:
     """A second model with the same weight tensors (no copy of them) and its own modules and settings."""
     shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     return copy.deepcopy(model, shared)
 
 
-def disable_eos(model: Any) -> Any:
+def disable_eos(model: PreTrainedModel) -> PreTrainedModel:
     """Let rows continue to `max_new_tokens`: the end token gets an id outside the vocabulary."""
     config = model.generation_config
     if config.pad_token_id is None:
@@ -92,28 +95,33 @@ def disable_eos(model: Any) -> Any:
 
 
 def build_contestants(
-    model: Any, drafters: Sequence[str], processor: Any, stop_at_eos: bool = False, nodes: int | None = None
+    model: PreTrainedModel,
+    drafters: Sequence[str],
+    processor: ProcessorMixin,
+    stop_at_eos: bool = False,
+    nodes: int | None = None,
 ) -> list[Contestant]:
     """Plain twice (the second is the noise band), our loop without drafts, then each drafter.
 
     Args:
-        drafters: as `contenders` reads them (`msd@3+pool:49`).
-        ends: rows end where the model ends them. nodes: of every tree; None lets the controller choose.
+        drafters: as `mmspec.app.bench.specs.parse_spec` reads them (`msd@3+pool:49`).
+        stop_at_eos: rows end at the end token. nodes: size of every tree; None lets the controller choose.
     """
 
-    def copied() -> Any:
+    def copy_model() -> PreTrainedModel:
         return clone(model) if stop_at_eos else disable_eos(clone(model))
 
-    plain = copied()
-    made = [Contestant(HF, plain), Contestant(HF_AGAIN, plain)]
-    made += [
-        Contestant(name, patch_model(copied(), name, processor, nodes)) for name in dict.fromkeys((NO_DRAFT, *drafters))
+    plain = copy_model()
+    contestants = [Contestant(HF, plain), Contestant(HF_AGAIN, plain)]
+    contestants += [
+        Contestant(name, patch_model(copy_model(), name, processor, nodes))
+        for name in dict.fromkeys((NO_DRAFT, *drafters))
     ]
-    share_kernel_timings([system.model for system in made])
-    return made
+    share_kernel_timings([contestant.model for contestant in contestants])
+    return contestants
 
 
-def share_kernel_timings(models: Sequence[Any]) -> None:
+def share_kernel_timings(models: Sequence[PreTrainedModel]) -> None:
     """Share the kernel timings of linear layers between patched models.
 
     They do not depend on the drafter; separate noisy timings let the same drafter differ by up to 7% from itself.
@@ -135,52 +143,53 @@ def gc_paused() -> Iterator[None]:
 
 
 def run_once(
-    system: Contestant,
+    contestant: Contestant,
     inputs: Mapping[str, Any],
     new_tokens: int,
     temperature: float,
     seed: int,
     drafter: Drafter | None = None,
 ) -> TimedRun:
-    """One call of `generate`, timed; `drafter` in place of the patched model's."""
-    model, device = system.model, system.model.device
-    ours, stamp = mmspec.is_patched(model), TimestampCriterion()
+    """One call of `generate`, timed; `drafter` replaces that of the patched model in this call."""
+    model, device = contestant.model, contestant.model.device
+    is_patched, timestamps = mmspec.is_patched(model), TimestampCriterion()
     options: dict[str, Any] = {"max_new_tokens": new_tokens, "do_sample": temperature > 0}
     options |= {"temperature": temperature} if temperature > 0 else dict.fromkeys(("temperature", "top_p", "top_k"))
-    if not ours:
-        options["stopping_criteria"] = StoppingCriteriaList([stamp])
+    if not is_patched:
+        options["stopping_criteria"] = StoppingCriteriaList([timestamps])
     if drafter is not None:
         options["mmspec"] = {"drafter": drafter}
     torch.manual_seed(seed)
     gc.collect()
     synchronize(device)
-    began = time.perf_counter()
+    start_time = time.perf_counter()
     ids = model.generate(**inputs, **options)
     synchronize(device)
-    total = time.perf_counter() - began
+    total_s = time.perf_counter() - start_time
     ids = ids[:, inputs["input_ids"].shape[1] :]
     sizes = count_row_tokens(ids, model.generation_config.eos_token_id)
-    tokens, fewest = sum(sizes), min(sizes)
-    if not ours:
-        return TimedRun(
-            total, stamp.times[0] - began, stamp.times[-1] - stamp.times[0], ids, tokens, min_row_tokens=fewest
-        )
+    num_tokens, min_row_tokens = sum(sizes), min(sizes)
+    if not is_patched:
+        ttft_s, decode_s = timestamps.times[0] - start_time, timestamps.times[-1] - timestamps.times[0]
+        return TimedRun(total_s, ttft_s, decode_s, ids, num_tokens, min_row_tokens=min_row_tokens)
     stats = mmspec.stats(model, last=True)
     if stats.fallback_calls:
-        raise RuntimeError(f"drafter {system.name!r} cannot be measured: {stats.fallback_reason} went the plain way")
-    return TimedRun(total, stats.ttft_s, stats.decode_s, ids, tokens, stats, fewest)
+        raise RuntimeError(
+            f"{contestant.name!r} cannot be measured: fallback to plain generate: {stats.fallback_reason}"
+        )
+    return TimedRun(total_s, stats.ttft_s, stats.decode_s, ids, num_tokens, stats, min_row_tokens)
 
 
-def count_tokens(ids: Tensor, ends: int | list[int] | None) -> int:
-    """Tokens of all rows, each up to its end token."""
-    return sum(count_row_tokens(ids, ends))
+def count_tokens(ids: Tensor, eos_ids: int | list[int] | None) -> int:
+    """Tokens of all rows, each up to its end token, which counts."""
+    return sum(count_row_tokens(ids, eos_ids))
 
 
-def count_row_tokens(ids: Tensor, ends: int | list[int] | None) -> list[int]:
+def count_row_tokens(ids: Tensor, eos_ids: int | list[int] | None) -> list[int]:
     """Tokens of each row, up to its end token."""
-    if ends is None:
+    if eos_ids is None:
         return [ids.shape[1]] * len(ids)
-    end = torch.isin(ids, torch.tensor(ends, device=ids.device)).long()
+    end = torch.isin(ids, torch.tensor(eos_ids, device=ids.device)).long()
     return (end.cumsum(1) == end).sum(1).tolist()  # no end token before
 
 
@@ -191,35 +200,35 @@ def run_rounds(
     new_tokens: int,
     temperature: float,
     seed: int,
-    tick: Callable[[], None],
+    tick: Callable[[], object],
 ) -> None:
     """One round per request, in which every contestant runs once, in rotating order; the first round warms up.
 
     Requests must differ: a drafter that learns from call to call knows the answers otherwise.
     """
-    for system in contestants:
-        system.runs.clear()
+    for contestant in contestants:
+        contestant.runs.clear()
     for number, inputs in enumerate(requests):
         start = number % len(contestants)
-        for system in (*contestants[start:], *contestants[:start]):
-            run = run_once(system, inputs, new_tokens, temperature, seed + number)
+        for contestant in (*contestants[start:], *contestants[:start]):
+            run = run_once(contestant, inputs, new_tokens, temperature, seed + number)
             if number:
-                system.runs.append(run)
+                contestant.runs.append(run)
             tick()
 
 
-def build_result_rows(contestants: Sequence[Contestant]) -> Iterator[Row]:
+def build_result_rows(contestants: Sequence[Contestant]) -> Iterator[ResultRow]:
     """A row per contestant, from its runs and the runs of `hf` and `none` on the same requests."""
-    by_name = {system.name: system for system in contestants}
+    by_name = {contestant.name: contestant for contestant in contestants}
     plain, own = by_name[HF].runs, by_name[NO_DRAFT].runs
-    for system in contestants:
-        runs = system.runs
+    for contestant in contestants:
+        runs = contestant.runs
         batch = len(runs[0].output_ids)
         stats = [run.stats for run in runs if run.stats]
         whole = Stats()
         for one in stats:
             whole.add(one)
-        row: Row = {"drafter": system.name, "batch": batch, "tokens": sum(run.num_tokens for run in runs)}
+        row: ResultRow = {"drafter": contestant.name, "batch": batch, "tokens": sum(run.num_tokens for run in runs)}
         row["tau"] = whole.tau
         row["R"] = (
             _median([_ratio(run.step_s, base.step_s) for run, base in zip(runs, own, strict=True)]) if stats else None
@@ -240,14 +249,14 @@ def build_result_rows(contestants: Sequence[Contestant]) -> Iterator[Row]:
         row["acceptance_by_depth"] = [round(share, 3) for share in whole.acceptance_by_depth]
         row["accepted_at_position"] = [round(share, 3) for share in accumulate(whole.acceptance_by_depth, mul)]
         row["tokens_min"] = min(run.min_row_tokens for run in runs)
-        row |= weight_sizes(system.model) | {"block": get_block_size(system.model)}
+        row |= weight_sizes(contestant.model) | {"block": get_block_size(contestant.model)}
         for name in ("num_visual_tokens", "num_compressed_tokens"):  # before and after the compressor
             row[name] = getattr(whole, name)
         row["ttft_ms"] = median(1e3 * run.ttft_s for run in runs)
         for name, values in ratios.items():
             good = [value for value in values if not math.isnan(value)]
             row |= {f"{name}_lo": min(good, default=None), f"{name}_hi": max(good, default=None)}
-            row[f"{name}_ci"] = [round(limit, 5) for limit in median_interval(good)]
+            row[f"{name}_ci"] = [round(limit, 5) for limit in median_ci(good)]
         yield {key: round(value, 5) if isinstance(value, float) else value for key, value in row.items()}
 
 
@@ -267,7 +276,7 @@ def bootstrap_interval(statistic: Callable[[Sequence[int]], float], count: int) 
     return statistic(every), spread[NUM_RESAMPLES // 40], spread[-NUM_RESAMPLES // 40]
 
 
-def median_interval(values: Sequence[float]) -> list[float]:
+def median_ci(values: Sequence[float]) -> list[float]:
     """[low, high] of the median, 95% by bootstrap; empty if there are no values."""
     return (
         list(bootstrap_interval(lambda indices: median(values[i] for i in indices), len(values))[1:]) if values else []
@@ -297,7 +306,7 @@ __all__ = [
     "count_tokens",
     "disable_eos",
     "gc_paused",
-    "median_interval",
+    "median_ci",
     "phase_times_ms",
     "run_once",
     "run_rounds",

@@ -1,4 +1,4 @@
-"""The bars of `mmspec bench`: decode speed-up over plain `generate`, with its spread and the machine's noise band."""
+"""Figures of `mmspec bench`, of training and of the studies, drawn with matplotlib."""
 
 from __future__ import annotations
 
@@ -6,19 +6,24 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mmspec.app.bench.rows import ResultRow, num_drafter_tokens
 from mmspec.app.errors import UsageError
 
 
 def require_matplotlib() -> None:
-    """Say how to get matplotlib if it is missing."""
+    """Check that matplotlib is installed.
+
+    Raises:
+        UsageError: it is missing, with the command that installs it.
+    """
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
         raise UsageError("--plot needs matplotlib: pip install matplotlib, or leave --plot out") from error
 
 
-def plot_bench(rows: Sequence[dict[str, Any]], file: Path) -> None:
-    """One panel per batch size and prompt length, one bar per system but the plain one."""
+def plot_bench(rows: Sequence[ResultRow], file: Path) -> None:
+    """One panel per batch size and prompt length, one bar per drafter, with the noise band of plain `generate`."""
     require_matplotlib()
     from matplotlib.figure import Figure
 
@@ -68,45 +73,45 @@ def plot_training_log(log: Path, file: Path, title: str) -> None:
     figure.savefig(file, dpi=150)
 
 
-def plot_token_classes(rows: Sequence[dict[str, Any]], classes: Sequence[str], file: Path) -> None:
-    """Tau, and the share of the words of each class that were guessed, with 95% intervals: a line for each drafter."""
+def plot_token_classes(rows: Sequence[ResultRow], classes: Sequence[str], file: Path) -> None:
+    """Tau, and the accepted share of the tokens of each class, with 95% intervals: a line for each drafter."""
     require_matplotlib()
     from matplotlib.figure import Figure
 
     panels = ("tau", *classes)
     figure = Figure(figsize=(2.0 + 1.9 * len(panels), 1.2 + 0.24 * len(rows)), layout="constrained")
-    places = list(range(len(rows)))
+    heights = list(range(len(rows)))
     for axis, name in zip(figure.subplots(1, len(panels), sharey=True), panels, strict=True):
         values, low, high = zip(*(row[name] for row in rows), strict=True)
-        axis.errorbar(values, places, xerr=_spread(values, low, high), fmt="o", markersize=4, capsize=2)
+        axis.errorbar(values, heights, xerr=_spread(values, low, high), fmt="o", markersize=4, capsize=2)
         axis.set_title(name, fontsize=10)
-        axis.set_xlabel("tokens a forward" if name == "tau" else "share guessed", fontsize=8)
+        axis.set_xlabel("tokens per forward" if name == "tau" else "share accepted", fontsize=8)
         axis.tick_params(labelsize=8)
         axis.grid(axis="x", color="0.9")
     first = figure.axes[0]
-    first.set_yticks(places, [row["drafter"] for row in rows])
+    first.set_yticks(heights, [row["drafter"] for row in rows])
     first.set_ylim(len(rows) - 0.5, -0.5)
     figure.savefig(file, dpi=150)
 
 
 MARKERS = "osD^vP*X"
-"""Of the drafters in `plot_kept`, in turn; colours are those of the compressors."""
+"""Of the drafters in `plot_compression`, in turn; colours are those of the compressors."""
 TAB20 = """1f77b4 ff7f0e 2ca02c d62728 9467bd 8c564b e377c2 7f7f7f bcbd22 17becf
 aec7e8 ffbb78 98df8a ff9896 c5b0d5 c49c94 f7b6d2 c7c7c7 dbdb8d 9edae5"""
 COLOURS = [f"#{colour}" for colour in TAB20.split()]
-"""Twenty that can be told apart, the strong ones first."""
+"""Twenty distinct colours, the strong ones first."""
 
 
-def plot_compression(rows: Sequence[dict[str, Any]], file: Path) -> None:
-    """Tau against the visual tokens that the drafter was shown, a panel per shape, with 95% intervals.
+def plot_compression(rows: Sequence[ResultRow], file: Path) -> None:
+    """Tau against the number of visual tokens of the drafter, a panel per shape, with 95% intervals.
 
-    A colour for each family of compressors, a marker for each drafter; what has both in common is one line.
+    A colour for each family of compressors, a marker for each drafter; rows with the same of both are one line.
     """
     require_matplotlib()
     from matplotlib.figure import Figure
 
-    shown = [row for row in rows if "prefill_ms" in row]
-    shapes, families, drafters = (list(dict.fromkeys(r[key] for r in shown)) for key in ("shape", "family", "drafter"))
+    rows = [row for row in rows if "prefill_ms" in row]
+    shapes, families, drafters = (list(dict.fromkeys(r[key] for r in rows)) for key in ("shape", "family", "drafter"))
     wide = min(3, max(1, len(shapes)))
     deep = -(-max(1, len(shapes)) // wide)
     figure = Figure(figsize=(2.5 + 4 * wide, 4 * deep), layout="constrained")
@@ -117,78 +122,73 @@ def plot_compression(rows: Sequence[dict[str, Any]], file: Path) -> None:
         axis.set_ylabel("tau")
     lines: dict[str, Any] = {}
     for axis, shape in zip(axes, shapes, strict=False):
-        groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
-        for row in (row for row in shown if row["shape"] == shape):
+        groups: dict[tuple[str, str], list[ResultRow]] = {}
+        for row in (row for row in rows if row["shape"] == shape):
             groups.setdefault((row["drafter"], row["family"]), []).append(row)
-        for place, ((drafter, family), points) in enumerate(groups.items()):
-            points.sort(key=_seen)
+        for index, ((drafter, family), points) in enumerate(groups.items()):
+            points.sort(key=num_drafter_tokens)
             values, low, high = zip(*(row["tau"] for row in points), strict=True)
             marker, colour = MARKERS[drafters.index(drafter) % len(MARKERS)], COLOURS[families.index(family) % 20]
             style = {"marker": marker, "color": colour, "markersize": 4, "linewidth": 1.2}
             label = family if len(drafters) == 1 else f"{drafter}, {family}"
-            apart = 1.03 ** (place - len(groups) / 2)  # so that intervals do not cover each other
-            kept = [max(0.5, _seen(row)) * apart for row in points]
-            axis.vlines(kept, low, high, color=colour, linewidth=0.5, alpha=0.4)
-            [drawn] = axis.plot(kept, values, **style)
-            lines.setdefault(label, drawn)
-            if any(row["way"] == row["base"] for row in points):
+            offset = 1.03 ** (index - len(groups) / 2)  # so that intervals do not cover each other
+            num_tokens = [max(0.5, num_drafter_tokens(row)) * offset for row in points]
+            axis.vlines(num_tokens, low, high, color=colour, linewidth=0.5, alpha=0.4)
+            [line] = axis.plot(num_tokens, values, **style)
+            lines.setdefault(label, line)
+            if any(row["spec"] == row["base"] for row in points):
                 axis.axhline(values[-1], color="0.8", linewidth=1, zorder=0)
         axis.set_xscale("log", base=2)
         axis.xaxis.set_major_formatter("{x:g}")
-        axis.set_xlabel("visual tokens that the drafter is shown (0 at the left edge)", fontsize=8)
-        axis.set_title(f"{shape}: {points[0]['visual']} visual tokens", fontsize=10)
+        axis.set_xlabel("visual tokens of the drafter (0 at the left edge)", fontsize=8)
+        axis.set_title(f"{shape}: {points[0]['num_visual_tokens']} visual tokens", fontsize=10)
     figure.legend(lines.values(), lines.keys(), loc="outside right upper", fontsize=7)
     figure.savefig(file, dpi=110)
 
 
-def plot_blocks(settings: Mapping[str, Sequence[dict[str, Any]]], file: Path) -> None:
-    """Tau, drafting and speed-up against the tokens of a pass (or levels): panels in a row for each setting.
+def plot_blocks(settings: Mapping[str, Sequence[ResultRow]], file: Path) -> None:
+    """Tau, draft time and speed-up against the tokens per pass (or levels): a row of panels for each setting.
 
     A line for each `kind` of drafter; rows whose `size` is None are left out. Speed-ups have 95% intervals.
     """
     require_matplotlib()
     from matplotlib.figure import Figure
 
-    panels = {"tau": "tau", "draft_ms": "ms of drafting in a round", "speedup_hf": "decode speed-up over plain"}
+    panels = {"tau": "tau", "draft_ms": "draft ms per round", "speedup_hf": "decode speed-up over plain"}
     figure = Figure(figsize=(3.6 * len(panels), 0.6 + 2.9 * len(settings)), layout="constrained")
     grid = figure.subplots(len(settings), len(panels), squeeze=False)
     lines: dict[str, Any] = {}
     kinds = list(dict.fromkeys(row["kind"] for rows in settings.values() for row in rows if row["size"] is not None))
     for (title, rows), axes in zip(settings.items(), grid, strict=True):
         for axis, (name, label) in zip(axes, panels.items(), strict=True):
-            for place, kind in enumerate(kinds):
+            for index, kind in enumerate(kinds):
                 points = sorted((r for r in rows if r["kind"] == kind and r["size"]), key=lambda row: row["size"])
                 if not points:
                     continue
                 values = [row[name] for row in points]
                 limits = list(zip(*(row["speedup_hf_ci"] for row in points), strict=True))
                 spread = _spread(values, *limits) if name == "speedup_hf" else None
-                style = {"marker": MARKERS[place % len(MARKERS)], "color": f"C{place}", "markersize": 4, "capsize": 2}
+                style = {"marker": MARKERS[index % len(MARKERS)], "color": f"C{index}", "markersize": 4, "capsize": 2}
                 lines[kind] = axis.errorbar([r["size"] for r in points], values, yerr=spread, linewidth=1, **style)
             axis.set_ylabel(label, fontsize=8)
             axis.tick_params(labelsize=8)
             axis.grid(axis="y", color="0.9")
         axes[0].set_title(title, fontsize=9, loc="left")
     for axis in grid[-1]:
-        axis.set_xlabel("tokens of a pass (drafters of one token: levels)", fontsize=8)
+        axis.set_xlabel("tokens per pass (drafters of one token: levels)", fontsize=8)
     figure.legend(lines.values(), lines.keys(), loc="outside upper right", ncols=max(1, len(lines)), fontsize=8)
     figure.savefig(file, dpi=150)
 
 
-def _seen(row: dict[str, Any]) -> float:
-    """Visual tokens that the drafter was shown."""
-    return float(row["visual"] if row["kept"] is None else row["kept"])
-
-
 def _spread(values: Sequence[float], low: Sequence[float], high: Sequence[float]) -> list[list[float]]:
-    """What error bars want; never below 0, as a rounded limit may be."""
+    """Distances of the limits from the values, as error bars take them; at least 0, although limits are rounded."""
     return [
         [max(0.0, value - limit) for value, limit in zip(values, low, strict=True)],
         [max(0.0, limit - value) for value, limit in zip(values, high, strict=True)],
     ]
 
 
-def _panel(axis: Any, rows: Sequence[dict[str, Any]]) -> None:
+def _panel(axis: Any, rows: Sequence[ResultRow]) -> None:
     noise = next(row for row in rows if row["drafter"] == "hf-again")
     bars = [row for row in rows if row["drafter"] not in ("hf", "hf-again")]
     axis.axhspan(noise["speedup_hf_lo"], noise["speedup_hf_hi"], color="0.85", label="plain against itself")

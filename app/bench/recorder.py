@@ -58,16 +58,16 @@ class RecordingDrafter:
     def rounds(self) -> list[Round]:
         """All rounds so far that emitted tokens, that of the prefill first."""
         rounds: list[Round] = []
-        for verdict, proposed in list(self._results):
-            if verdict.emitted_ids[0]:
+        for result, proposed in list(self._results):
+            if result.emitted_ids[0]:
                 start = rounds[-1].start + len(rounds[-1].emitted) if rounds else 0
-                rounds.append(_round(verdict, start, proposed))
+                rounds.append(_round(result, start, proposed))
         return rounds
 
 
-def _round(verdict: VerifyResult, start: int, proposed: int | None) -> Round:
+def _round(result: VerifyResult, start: int, proposed: int | None) -> Round:
     """The valid nodes of the scored tree, renumbered without gaps."""
-    tree = verdict.tree
+    tree = result.tree
     node_mask = tree.node_mask[0].tolist()
     nodes = [node for node, on in enumerate(node_mask) if on]
     number = {node: index for index, node in enumerate(nodes)} | {-1: -1}
@@ -78,8 +78,8 @@ def _round(verdict: VerifyResult, start: int, proposed: int | None) -> Round:
         tokens=tuple(tokens[node] for node in nodes),
         parents=tuple(number[parents[node]] for node in nodes),
         scores=None if scores is None or len(nodes) == 1 else tuple(scores[node] for node in nodes),
-        accepted_nodes=tuple(number[node] for node in verdict.accepted_nodes[0]),
-        emitted=tuple(verdict.emitted_ids[0]),
+        accepted_nodes=tuple(number[node] for node in result.accepted_nodes[0]),
+        emitted=tuple(result.emitted_ids[0]),
         num_proposed=proposed,
     )
 

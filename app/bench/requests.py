@@ -28,15 +28,15 @@ def bench_images(paths: Sequence[str], count: int, seed: int) -> list[Image.Imag
     if len(items) < count:
         print_stderr(f"mmspec: {len(items)} images for {count} requests: drafters that learn see some answers again")
     try:
-        with DecoderPool() as isolated:
-            loaded = [load_image(item.path, isolated=isolated) for item in items]
+        with DecoderPool() as decoders:
+            loaded = [load_image(item.path, isolated=decoders) for item in items]
     except ImageError as error:
         raise UsageError(f"--images: {error}") from error
     return [loaded[number % len(loaded)] for number in range(count)]
 
 
 def build_requests(
-    maker: Captioner, images: Sequence[Image.Image], prompt: str, batch: int, tokens: int, count: int, seed: int
+    captioner: Captioner, images: Sequence[Image.Image], prompt: str, batch: int, tokens: int, count: int, seed: int
 ) -> list[dict[str, Any]]:
     """`count` different batches of prompts, padded with words to about `tokens` prompt tokens (0: unpadded)."""
 
@@ -44,25 +44,29 @@ def build_requests(
         rng = random.Random(f"{seed}:{number}")
         return " ".join([prompt, *(rng.choice(WORDS) for _ in range(words))])
 
-    def length(words: int) -> int:
-        return int(maker.build_inputs(images[:1], [text(0, words)])["input_ids"].shape[1])
+    def prompt_length(words: int) -> int:
+        return int(captioner.build_inputs(images[:1], [text(0, words)])["input_ids"].shape[1])
 
-    words = _least(length, tokens)
+    words = _min_num_words(prompt_length, tokens)
     starts = range(0, count * batch, batch)
-    return [maker.build_inputs(images[i : i + batch], [text(i + row, words) for row in range(batch)]) for i in starts]
+    return [
+        captioner.build_inputs(images[i : i + batch], [text(i + row, words) for row in range(batch)]) for i in starts
+    ]
 
 
-def build_scene_requests(maker: Captioner, task: str, first: int, batch: int, rounds: int) -> list[dict[str, Any]]:
-    """A warm-up batch, then `rounds` batches about the scenes from seed `first` on."""
+def build_scene_requests(
+    captioner: Captioner, task: str, scene_seed: int, batch: int, rounds: int
+) -> list[dict[str, Any]]:
+    """A warm-up batch, then `rounds` batches about the scenes from seed `scene_seed` on."""
     from mmspec.app.scenes.tasks import generate_requests
 
-    drawn = list(islice(generate_requests(task, first), batch * (rounds + 1)))
-    drawn = drawn[-batch:] + drawn[:-batch]  # the first seeds are measured, the last ones warm up
-    groups = [drawn[start : start + batch] for start in range(0, len(drawn), batch)]
-    return [maker.build_inputs([one.images for one in group], [one.question for one in group]) for group in groups]
+    requests = list(islice(generate_requests(task, scene_seed), batch * (rounds + 1)))
+    requests = requests[-batch:] + requests[:-batch]  # the first seeds are measured, the last ones warm up
+    groups = [requests[start : start + batch] for start in range(0, len(requests), batch)]
+    return [captioner.build_inputs([one.images for one in group], [one.question for one in group]) for group in groups]
 
 
-def _least(length: Callable[[int], int], wanted: int) -> int:
+def _min_num_words(length: Callable[[int], int], wanted: int) -> int:
     """Smallest number of words with which a prompt has at least `wanted` tokens."""
     low, high = 0, 1
     if length(0) >= wanted:

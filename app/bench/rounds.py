@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-ACCEPTED, CORRECTED, PLAIN = "accepted", "corrected", "plain"
+ACCEPTED, CORRECTED, NOT_DRAFTED = "accepted", "corrected", "plain"
 
 
 @dataclass(frozen=True)
@@ -48,14 +48,14 @@ class Round:
         """Of each emitted token: an accepted draft, a correction of rejected drafts, or plain (no draft)."""
         if not self.emitted:
             return ()
-        last = CORRECTED if self.accepted_nodes[len(self.emitted) - 1] in self.parents else PLAIN
+        last = CORRECTED if self.accepted_nodes[len(self.emitted) - 1] in self.parents else NOT_DRAFTED
         return (ACCEPTED,) * self.num_accepted_tokens + (last,)
 
 
 def classify_tokens(rounds: Sequence[Round], count: int) -> list[str]:
     """The kind of each of the first `count` tokens; plain where no round covers it."""
     kinds = [kind for one in rounds for kind in one.token_kinds][:count]
-    return kinds + [PLAIN] * (count - len(kinds))
+    return kinds + [NOT_DRAFTED] * (count - len(kinds))
 
 
-__all__ = ["ACCEPTED", "CORRECTED", "PLAIN", "Round", "classify_tokens"]
+__all__ = ["ACCEPTED", "CORRECTED", "NOT_DRAFTED", "Round", "classify_tokens"]

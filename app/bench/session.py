@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from PIL import Image
 from tqdm import tqdm
 
 from mmspec.app.bench.config import BenchConfig
 from mmspec.app.bench.forced_tree import add_forced_tree, is_probe_needed, probe_forced_tree
 from mmspec.app.bench.measure import NO_DRAFT, Contestant, build_contestants, build_result_rows, run_rounds
 from mmspec.app.bench.requests import bench_images, build_requests, build_scene_requests
+from mmspec.app.bench.rows import ResultRow
 from mmspec.app.caption.config import SCENES_MODEL
 from mmspec.app.errors import UsageError, one_line
 from mmspec.app.modeling.captioner import Captioner
@@ -20,10 +22,13 @@ from mmspec.app.modeling.load import load_model
 from mmspec.app.scenes.domain_check import warn_if_out_of_domain
 from mmspec.app.versions import commit, mmspec_version, version
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, ProcessorMixin
+
 Requests = Sequence[Mapping[str, Any]]
 
 
-def measure_bench(config: BenchConfig, command: str, progress: bool | None = None) -> list[dict[str, Any]]:
+def measure_bench(config: BenchConfig, command: str, progress: bool | None = None) -> list[ResultRow]:
     """All rows, batch size by batch size and prompt length by prompt length.
 
     Args:
@@ -50,20 +55,19 @@ def measure_bench(config: BenchConfig, command: str, progress: bool | None = Non
     lengths = config.prompt_tokens or (0,)
     num_calls = len(lengths) * len(contestants) * sum(config.rounds_of(batch) + 1 for batch in config.batch_sizes)
     is_hidden = not (sys.stderr.isatty() if progress is None else progress)
-    rows: list[dict[str, Any]] = []
+    rows: list[ResultRow] = []
     with tqdm(total=num_calls, desc="bench", unit="call", disable=is_hidden, file=sys.stderr) as bar:
         for batch in config.batch_sizes:
             for length in lengths:
                 requests = _build_requests(config, captioner, images, batch, length)
-                found = _measure(config, contestants, requests, model, processor, bar.update)
-                prompt_tokens = requests[0]["input_ids"].shape[1]
-                found = [row | {"prompt_tokens": prompt_tokens, "repeats": config.rounds_of(batch)} for row in found]
-                rows += [row | shared for row in found]
+                about = {"prompt_tokens": requests[0]["input_ids"].shape[1], "repeats": config.rounds_of(batch)}
+                measured = _measure(config, contestants, requests, model, processor, bar.update)
+                rows += [row | about | shared for row in measured]
     return rows
 
 
 def _build_requests(
-    config: BenchConfig, captioner: Captioner, images: Sequence[Any], batch: int, length: int
+    config: BenchConfig, captioner: Captioner, images: Sequence[Image.Image], batch: int, length: int
 ) -> Requests:
     """A warm-up request and one for each measured round."""
     count = config.rounds_of(batch)
@@ -76,10 +80,10 @@ def _measure(
     config: BenchConfig,
     contestants: Sequence[Contestant],
     requests: Requests,
-    model: Any,
-    processor: Any,
-    tick: Callable[[], Any],
-) -> list[dict[str, Any]]:
+    model: PreTrainedModel,
+    processor: ProcessorMixin,
+    tick: Callable[[], object],
+) -> list[ResultRow]:
     """Rows of one batch size and prompt length; a drafter that the controller left out is probed with a forced tree."""
     run_rounds(contestants, requests, config.new_tokens, config.temperature, config.seed, tick)
     own = next(one for one in contestants if one.name == NO_DRAFT)
@@ -102,7 +106,7 @@ def _measure(
     return rows
 
 
-def provenance(command: str, device: torch.device) -> dict[str, Any]:
+def provenance(command: str, device: torch.device) -> ResultRow:
     """Versions, commit, command line and device (the one measured on) of a result."""
     card = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     return {

@@ -1,6 +1,6 @@
 """Specs of drafters for `mmspec bench` and the studies: `DRAFTER@DEPTH+COMPRESSOR`.
 
-DEPTH fixes the number of draft levels (forwards of falcon), which the depth controller chooses otherwise. COMPRESSOR
+DEPTH fixes the number of draft levels (passes of falcon), which the depth controller chooses otherwise. COMPRESSOR
 compresses the visual tokens of the drafter; `own:N` sets the budget of the one that the drafter was trained with.
 """
 
@@ -10,21 +10,26 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 import mmspec
-from mmspec.app.caption.command import validate_drafter
+from mmspec.app.cli.arguments import validate_drafter
 from mmspec.app.errors import UsageError
 from mmspec.config import resolve_drafter
 from mmspec.control.depth import DepthController
-from mmspec.interfaces import NO_LIMIT
+from mmspec.drafters.eagle.drafter import EagleDrafter
+from mmspec.interfaces import NO_LIMIT, CompressingDrafter, Compressor, Drafter
+from mmspec.patching import KEY
 from mmspec.targets.registry import find_adapter
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, ProcessorMixin
 
 SPEC_PATTERN = re.compile(r"(?P<drafter>.+?)(?:@(?P<depth>\d+))?(?:\+(?P<compressor>[^/]+))?")
 OWN_COMPRESSOR = "own"
-MAX_DEPTH = 63
+MAX_FIXED_DEPTH = 63
 """Levels of the largest tree."""
 
 
@@ -59,23 +64,23 @@ def parse_spec(name: str) -> BenchSpec:
     """
     found = SPEC_PATTERN.fullmatch(name)
     if found is None:
-        raise UsageError(f"a contender is DRAFTER, DRAFTER@DEPTH, DRAFTER+COMPRESSOR or all three; got {name!r}")
+        raise UsageError(f"a drafter is DRAFTER, DRAFTER@DEPTH, DRAFTER+COMPRESSOR or all three; got {name!r}")
     depth, compressor = found["depth"], found["compressor"]
-    if depth is not None and not 1 <= int(depth) <= MAX_DEPTH:
-        raise UsageError(f"a depth is 1 to {MAX_DEPTH}; got {name!r}")
-    wanted = BenchSpec(found["drafter"], None if depth is None else int(depth), compressor)
+    if depth is not None and not 1 <= int(depth) <= MAX_FIXED_DEPTH:
+        raise UsageError(f"a depth is 1 to {MAX_FIXED_DEPTH}; got {name!r}")
+    spec = BenchSpec(found["drafter"], None if depth is None else int(depth), compressor)
     what, _, tokens = (compressor or "").partition(":")
     if what != OWN_COMPRESSOR:
-        return wanted
+        return spec
     if not tokens.isdecimal() or int(tokens) < 1:
         raise UsageError(f"say how many tokens a drafter's own compressor keeps, as in own:16; got {name!r}")
-    return replace(wanted, compressor=None, own_tokens=int(tokens))
+    return replace(spec, compressor=None, own_tokens=int(tokens))
 
 
 def check_spec(name: str) -> None:
     """Refuse an unknown drafter or compressor before anything is loaded."""
-    wanted = parse_spec(name)
-    validate_drafter(wanted.drafter, wanted.compressor)
+    spec = parse_spec(name)
+    validate_drafter(spec.drafter, spec.compressor)
 
 
 def short_labels(names: Sequence[str]) -> list[str]:
@@ -89,34 +94,36 @@ def short_labels(names: Sequence[str]) -> list[str]:
     return [short(folder) + name[len(folder) :] for name, folder in zip(names, folders, strict=True)]
 
 
-def patch_model(model: Any, name: str, processor: Any, nodes: int | None = None) -> Any:
+def patch_model(
+    model: PreTrainedModel, name: str, processor: ProcessorMixin, nodes: int | None = None
+) -> PreTrainedModel:
     """Patch a model as a spec says, with a fixed tree size `nodes` if given.
 
     Raises:
         UsageError: the drafter has no depth to fix, or no compressor of its own. Else as `mmspec.patch`.
     """
-    wanted = parse_spec(name)
-    drafter = resolve_drafter(wanted.drafter, find_adapter(model), getattr(processor, "tokenizer", processor))
-    if wanted.depth is not None:
-        _fix_depth(drafter, wanted.depth, name)
-    mmspec.patch(model, drafter, wanted.compressor, processor=processor, tree_size=nodes)
-    if wanted.own_tokens is not None:  # after `patch`, which makes a trained compressor anew
-        _keep(drafter, wanted.own_tokens, name)
+    spec = parse_spec(name)
+    drafter = resolve_drafter(spec.drafter, find_adapter(model), getattr(processor, "tokenizer", processor))
+    if spec.depth is not None:
+        _fix_depth(drafter, spec.depth, name)
+    mmspec.patch(model, drafter, spec.compressor, processor=processor, tree_size=nodes)
+    if spec.own_tokens is not None:  # after `patch`, which builds a trained compressor
+        _set_own_budget(drafter, spec.own_tokens, name)
     return model
 
 
-def get_drafter(model: Any) -> Any:
+def get_drafter(model: PreTrainedModel) -> Drafter:
     """The drafter of a patched model."""
-    return model.__dict__["_mmspec"].config.drafter
+    return model.__dict__[KEY].config.drafter
 
 
-def get_compressor(model: Any) -> Any:
+def get_compressor(model: PreTrainedModel) -> Compressor | None:
     """The compressor of a patched model, chosen or bundled with the drafter; None if there is none."""
-    config = model.__dict__["_mmspec"].config
+    config = model.__dict__[KEY].config
     return config.compressor or getattr(config.drafter, "compressor", None)
 
 
-def weight_sizes(model: Any) -> dict[str, float | None]:
+def weight_sizes(model: PreTrainedModel) -> dict[str, float | None]:
     """`draft_mib`: weights added by drafter and compressor in MiB; `of_target`: their share of the target's weights."""
     if not mmspec.is_patched(model):
         return {"draft_mib": None, "of_target": None}
@@ -127,25 +134,23 @@ def weight_sizes(model: Any) -> dict[str, float | None]:
     return {"draft_mib": sum(own.values()) / 2**20, "of_target": sum(own.values()) / sum(target.values())}
 
 
-def get_block_size(model: Any) -> int | None:
+def get_block_size(model: PreTrainedModel) -> int | None:
     """Tokens that one pass of the drafter drafts; None without a drafter or a head."""
     head = getattr(get_drafter(model), "head", None) if mmspec.is_patched(model) else None
     return None if head is None else getattr(head.config, "block_size", None) or 1
 
 
-def _fix_depth(drafter: Any, depth: int, name: str) -> None:
-    chosen = getattr(drafter, "depth_controller", None)
-    if not isinstance(chosen, DepthController) or chosen.max_levels < 2:
+def _fix_depth(drafter: Drafter, depth: int, name: str) -> None:
+    if not isinstance(drafter, EagleDrafter) or drafter.depth_controller.max_levels < 2:
         raise UsageError(f"@DEPTH is for drafters that draft level by level, which {drafter.name!r} does not: {name}")
-    drafter.depth_controller, drafter.max_lookahead = (
-        FixedDepth(depth, chosen.tokens_per_level),
-        depth * chosen.tokens_per_level,
-    )
+    tokens_per_level = drafter.depth_controller.tokens_per_level
+    drafter.depth_controller = FixedDepth(depth, tokens_per_level)
+    drafter.max_lookahead = depth * tokens_per_level
 
 
-def _keep(drafter: Any, tokens: int, name: str) -> None:
-    own = getattr(drafter, "compressor", None)
-    if own is None or own.max_tokens in (0, NO_LIMIT):
+def _set_own_budget(drafter: Drafter, tokens: int, name: str) -> None:
+    own: Any = drafter.compressor if isinstance(drafter, CompressingDrafter) else None
+    if not isinstance(drafter, CompressingDrafter) or own is None or own.max_tokens in (0, NO_LIMIT):
         what = "comes with no compressor" if own is None else f"comes with {own.name!r}, which takes no number"
         raise UsageError(f"own:N is for drafters that were trained with a compressor; {drafter.name!r} {what}: {name}")
     has_weights = isinstance(own, nn.Module)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import argparse
 import os
-from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mmspec.app.caption.config import (
-    DTYPES,
     FRAMES,
     MAX_PIXELS,
     PROMPT,
@@ -18,13 +16,25 @@ from mmspec.app.caption.config import (
     CaptionConfig,
     ProcessInfo,
 )
+from mmspec.app.cli.arguments import (
+    MODEL_HELP,
+    Commands,
+    add_command,
+    add_device_options,
+    add_drafter_options,
+    add_progress,
+    add_sampling_options,
+    config_from_args,
+    hide_progress_bars,
+    positive_int,
+    validate_drafter,
+)
 from mmspec.app.errors import UsageError, one_line
 
 if TYPE_CHECKING:
     from mmspec.app.io.output import Output
     from mmspec.app.modeling.captioner import Captioner
 
-MODEL_HELP = "hub id, folder, or bundled: scenes (a toy model of drawn scenes), tiny, mid (random weights)"
 CHOOSE_MODEL = (
     "--model is missing: name a model, as in --model llava-hf/llava-1.5-7b-hf, or --model scenes for the bundled toy "
     "model, which knows drawn scenes and no photographs"
@@ -70,44 +80,33 @@ exit code
 """
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], common: argparse.ArgumentParser) -> None:
+def add_parser(commands: Commands, common: argparse.ArgumentParser) -> None:
     """Register the command."""
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
+        common,
         "caption",
-        parents=[common],
+        run,
         help="caption images and videos into JSON lines; resumable",
         description="Caption images and videos with a vision-language model and mmspec. One JSON row per file.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.set_defaults(run=run)
     parser.add_argument("paths", nargs="+", metavar="PATH", help="files, folders, globs, manifests (see below)")
     _add_model(parser)
     _add_decoding(parser)
     _add_job(parser)
 
 
-COMPRESSOR_HELP = (
-    "pass fewer visual tokens to the drafter: measured; drop; stride, pool, relevant, salient, diverse with :N"
-)
-
-
 def _add_model(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("model").add_argument
-    add("--model", default=None, metavar="M", help=f"required: {MODEL_HELP}")
-    add(
-        "--drafter",
-        default="auto",
-        metavar="D",
-        help="drafter: a name, folder or hub id (default auto; none: no drafts)",
-    )
-    add("--compressor", default=None, metavar="C", help=COMPRESSOR_HELP)
-    add("--dtype", default="auto", choices=DTYPES, help="default auto: the checkpoint's, float32 on a CPU")
-    add("--device", default="auto", metavar="DEV", help="default auto: the GPU if there is one")
+    group = parser.add_argument_group("model")
+    group.add_argument("--model", default=None, metavar="M", help=f"required: {MODEL_HELP}")
+    add_drafter_options(group)
+    add_device_options(group)
 
 
 def _add_decoding(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("captions").add_argument
+    group = parser.add_argument_group("captions")
+    add = group.add_argument
     add("--prompt", default=None, metavar="TEXT", help=f"default {PROMPT!r}; for videos {VIDEO_PROMPT!r}")
     add(
         "--frames", type=positive_int, default=FRAMES, metavar="N", help=f"frames per video, at most (default {FRAMES})"
@@ -119,13 +118,13 @@ def _add_decoding(parser: argparse.ArgumentParser) -> None:
     add("--sampler", choices=SAMPLERS, default=SAMPLERS[0], help=sampler_help)
     add("--batch-size", type=positive_int, default=8, metavar="N", help="images or videos per batch (default 8)")
     add("--max-new-tokens", type=positive_int, default=128, metavar="N", help="per caption (default 128)")
-    add("--temperature", type=parse_temperature, default=0.0, metavar="T", help="0 (default) is greedy")
-    add("--seed", type=int, default=0, metavar="N", help="for sampling (default 0)")
+    add_sampling_options(group)
     add("--stop", action="append", default=[], metavar="TEXT", help="end a caption at this text; repeatable")
 
 
 def _add_job(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("job").add_argument
+    group = parser.add_argument_group("job")
+    add = group.add_argument
     add("--out", default="-", metavar="FILE", help="JSON lines file; - (default) is standard output")
     add("--overwrite", action="store_true", help="discard the rows in FILE")
     add("--retry-errors", action="store_true", help="repeat the rows that hold an error")
@@ -136,25 +135,7 @@ def _add_job(parser: argparse.ArgumentParser) -> None:
     add("--compare", type=parse_compare, nargs="?", const=-1, default=0, metavar="N", help=compare_help)
     add("--max-pixels", type=positive_int, default=MAX_PIXELS, metavar="N", help="refuse larger images")
     add("--threads", type=positive_int, default=4, metavar="N", help="decoding threads (default 4)")
-    add("--progress", action=argparse.BooleanOptionalAction, help="progress bar (default: on a terminal)")
-
-
-def positive_int(text: str) -> int:
-    """An integer above 0."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number above 0, got {text!r}")
-    return int(text)
-
-
-def parse_temperature(text: str) -> float:
-    """A finite number, 0 or more."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be 0 (greedy) or more, got {text!r}")
-    return value
+    add_progress(group)
 
 
 def parse_fps(text: str) -> float:
@@ -191,8 +172,7 @@ def run(args: argparse.Namespace) -> int:
 
     if args.model is None:
         raise UsageError(CHOOSE_MODEL)
-    options = {field.name: getattr(args, field.name) for field in fields(CaptionConfig)}
-    config = CaptionConfig(**options | {"paths": tuple(args.paths), "stop": tuple(filter(None, args.stop))})
+    config = config_from_args(CaptionConfig, args, stop=tuple(filter(None, args.stop)))
     process = ProcessInfo.from_env(os.environ)
     validate_drafter(config.drafter, config.compressor)
     config.frame_sampler()
@@ -225,25 +205,6 @@ def build_output(config: CaptionConfig, process: ProcessInfo) -> Output:
     return StreamOutput()
 
 
-def validate_drafter(name: str, compressor: str | None = None) -> None:
-    """Refuse an unknown drafter or compressor before anything is loaded.
-
-    Raises:
-        UsageError: an unknown name.
-    """
-    from mmspec.drafters.registry import drafter_names, is_known_drafter
-
-    if not is_known_drafter(name):
-        raise UsageError(f"unknown drafter {name!r}; known are {', '.join(drafter_names())}, a folder, or a hub id")
-    if compressor is not None:
-        from mmspec.vision.registry import build_compressor
-
-        try:
-            build_compressor(compressor)
-        except ValueError as error:
-            raise UsageError(str(error)) from error
-
-
 def build_captioner(config: CaptionConfig, process: ProcessInfo) -> Captioner:
     """Load the model, patch it with the drafter, and wrap both.
 
@@ -262,16 +223,6 @@ def build_captioner(config: CaptionConfig, process: ProcessInfo) -> Captioner:
     except (OSError, TypeError, ValueError) as error:
         raise UsageError(f"--model {config.model} --drafter {config.drafter}: {one_line(error, 600)}") from error
     return Captioner(model, processor, config.max_new_tokens, config.temperature, config.stop)
-
-
-def hide_progress_bars(progress: bool | None) -> None:
-    """Switch off the progress bars of transformers unless `progress`; None: unless standard error is a terminal."""
-    import sys
-
-    from transformers.utils import logging
-
-    if not (sys.stderr.isatty() if progress is None else progress):
-        logging.disable_progress_bar()
 
 
 __all__ = ["add_parser", "run"]

@@ -129,8 +129,8 @@ class ProcessInfo:
 
 def shard_items(items: Sequence[T], shard: tuple[int, int], process: ProcessInfo) -> tuple[Sequence[T], Sequence[T]]:
     """The items of this shard, and those of them that belong to this process."""
-    ours = items[shard[0] :: shard[1]]
-    return ours, ours[process.rank :: process.world_size]
+    in_shard = items[shard[0] :: shard[1]]
+    return in_shard, in_shard[process.rank :: process.world_size]
 
 
 def split_batches(items: Sequence[T], size: int) -> list[Sequence[T]]:

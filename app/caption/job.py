@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from types import FrameType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from mmspec.app.caption.config import (
     SCENES_MODEL,
@@ -23,7 +23,7 @@ from mmspec.app.caption.config import (
     shard_items,
     split_batches,
 )
-from mmspec.app.caption.progress import Progress, comparison_lines, print_stderr
+from mmspec.app.caption.progress import CaptionProgress, comparison_lines, print_stderr
 from mmspec.app.errors import UsageError, one_line
 from mmspec.app.io.images import ImageError, Media, decode_ahead, pixel_limit
 from mmspec.app.io.jsonl import Row
@@ -34,13 +34,21 @@ from mmspec.app.scenes.domain_check import warn_if_out_of_domain
 from mmspec.app.versions import mmspec_version
 from mmspec.vision.video.decoder_pool import DecoderPool
 
+if TYPE_CHECKING:
+    from mmspec.app.modeling.captioner import Caption, ComparisonTotals
+
 Work = Sequence[tuple[Item, Media]]
+
+
+SignalHandler = Callable[[int, FrameType | None], object] | int | None
+"""What `signal.signal` takes and returns."""
 
 
 class CaptionModel(Protocol):
     """What generates captions: `Captioner`, or a stand-in in tests."""
 
-    comparison: Any
+    @property
+    def comparison(self) -> ComparisonTotals | None: ...
 
     @property
     def dtype(self) -> str: ...
@@ -50,7 +58,7 @@ class CaptionModel(Protocol):
 
     def caption(
         self, media: Sequence[Media], prompts: Sequence[str], seed: int, compare: Sequence[bool] = ()
-    ) -> Sequence[Any]: ...
+    ) -> Sequence[Caption]: ...
 
 
 @dataclass(frozen=True)
@@ -66,16 +74,17 @@ class GracefulStop:
 
     def __init__(self) -> None:
         self.signal = 0
-        self._old: dict[int, Any] = {}
+        self._previous_handlers: dict[int, SignalHandler] = {}
 
     def __enter__(self) -> GracefulStop:
         if threading.current_thread() is threading.main_thread():
-            self._old = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._previous_handlers[number] = signal.signal(number, self._on_signal)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, old in self._old.items():
-            signal.signal(number, old)
+        for number, handler in self._previous_handlers.items():
+            signal.signal(number, handler)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.signal:
@@ -119,28 +128,31 @@ class CaptionJob:
         items = collect_items(config.paths, base, self.output.own_files())
         if self.process.rank == 0 and (line := describe_skipped(config.paths, self.output.own_files())):
             print_stderr(f"mmspec: {line}")
-        in_shard, mine = shard_items(items, config.shard, self.process)
+        in_shard, assigned = shard_items(items, config.shard, self.process)
         rows = self.output.open()
         complete = False
         try:
             self._check_prompts(items, rows)
             plan = [
                 batch
-                for batch in split_batches(mine, config.batch_size)
+                for batch in split_batches(assigned, config.batch_size)
                 if any(self._is_pending(i, rows) for i in batch)
             ]
-            num_pending = sum(self._is_pending(item, rows) for item in mine)
+            num_pending = sum(self._is_pending(item, rows) for item in assigned)
             if num_pending:
                 self.model = self.load()
             self.output.begin(lambda row: config.retry_errors and bool(row["error"]))
             label = f"rank {self.process.rank}" if self.process.world_size > 1 else "caption"
             show = config.progress if self.process.rank == 0 else False
-            with GracefulStop() as stop, Progress(len(mine), len(mine) - num_pending, show, label) as progress:
+            with (
+                GracefulStop() as stop,
+                CaptionProgress(len(assigned), len(assigned) - num_pending, show, label) as progress,
+            ):
                 self._work(plan, rows, stop, progress)
             complete = not stop.signal
         finally:
             final = self.output.close((item.id for item in in_shard), complete=complete)
-        self._report(progress, len(mine) - num_pending, stop)
+        self._report(progress, len(assigned) - num_pending, stop)
         return 128 + stop.signal if stop.signal else self._exit_code(final)
 
     def _prompt(self, item: Item) -> str:
@@ -156,7 +168,9 @@ class CaptionJob:
             if row is not None and row["prompt_sha1"] != prompt_sha1(self._prompt(item)):
                 raise UsageError(f"{item.id!r} was captioned with another prompt: use another --out, or --overwrite")
 
-    def _work(self, plan: list[Sequence[Item]], rows: dict[str, Row], stop: GracefulStop, progress: Progress) -> None:
+    def _work(
+        self, plan: list[Sequence[Item]], rows: dict[str, Row], stop: GracefulStop, progress: CaptionProgress
+    ) -> None:
         config = self.config
         sampler = config.frame_sampler()
         with pixel_limit(config.max_pixels), DecoderPool() as isolated:
@@ -179,7 +193,7 @@ class CaptionJob:
         """Rows of one batch. The whole batch runs even if some rows exist: sampling depends on the batch."""
         good = [(item, media) for item, media in decoded if not isinstance(media, ImageError)]
         self._check_domain(good)
-        results: dict[str, Any] = {
+        results: dict[str, Caption | Failure] = {
             item.id: Failure(error.kind, str(error)) for item, error in decoded if isinstance(error, ImageError)
         }
         start = 0
@@ -194,7 +208,7 @@ class CaptionJob:
         for item, media in work:
             self._check_images = self._check_images and not warn_if_out_of_domain(media, item.file_name)
 
-    def _attempt(self, work: Work, may_halve: bool = True) -> list[Any]:
+    def _attempt(self, work: Work, may_halve: bool = True) -> list[Caption | Failure]:
         """Captions or failures of `work`. Out of memory: retried in halves. Any other error: each row alone."""
         from mmspec.app.modeling.captioner import out_of_memory
 
@@ -216,7 +230,7 @@ class CaptionJob:
         parts = [work[start : start + step] for start in range(0, len(work), step)]
         return [result for part in parts for result in self._attempt(part, may_halve=False)]
 
-    def _caption(self, work: Work) -> list[Any]:
+    def _caption(self, work: Work) -> list[Caption | Failure]:
         assert self.model is not None
         config = self.config
         num_compared = len(work) if config.compare < 0 else config.compare
@@ -225,10 +239,9 @@ class CaptionJob:
         seed = derive_seed(config.seed, work[0][0].index)
         return list(self.model.caption([media for _, media in work], prompts, seed, compare))
 
-    def _row(self, item: Item, result: Any) -> Row:
+    def _row(self, item: Item, result: Caption | Failure) -> Row:
         assert self.model is not None
         config = self.config
-        failed = isinstance(result, Failure)
         row: Row = {"id": item.id, "file_name": item.file_name, "caption": None}
         row |= {"model": config.model, "drafter": config.drafter, "prompt_sha1": prompt_sha1(self._prompt(item))}
         row["gen"] = {
@@ -241,11 +254,14 @@ class CaptionJob:
         }
         row |= dict.fromkeys(("n_prompt_tokens", "n_new_tokens", "n_rounds", "tau", "ttft_s", "seconds"))
         row |= {"finish_reason": "error", "identical": None, "plain": None}
-        row |= {} if failed else asdict(result)
-        row["error"] = {"type": result.kind, "message": result.message} if failed else None
+        row["error"] = None
+        if isinstance(result, Failure):
+            row["error"] = {"type": result.kind, "message": result.message}
+        else:
+            row |= asdict(result)
         return row | {"mmspec_version": mmspec_version(), "index": item.index}
 
-    def _report(self, progress: Progress, skipped: int, stop: GracefulStop) -> None:
+    def _report(self, progress: CaptionProgress, skipped: int, stop: GracefulStop) -> None:
         model = self.model
         lines = progress.summary(skipped, model.acceptance if model else None)
         lines += comparison_lines(model.comparison, model.dtype != "float32") if model else []

@@ -7,9 +7,12 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING
 
 from mmspec.app.io.jsonl import Row
+
+if TYPE_CHECKING:
+    from mmspec.app.modeling.captioner import ComparisonTotals
 
 
 def print_stderr(text: str) -> None:
@@ -49,7 +52,7 @@ class Totals:
         return self.later_tokens / self.rounds if self.rounds else 1.0
 
 
-class Progress:
+class CaptionProgress:
     """The progress bar and its totals."""
 
     def __init__(self, total: int, done: int, show: bool | None, label: str) -> None:
@@ -69,7 +72,7 @@ class Progress:
         self._bar.set_postfix_str(f"{rate:.1f} images/s, tau {self.totals.tau:.2f}", refresh=False)
         self._bar.update(len(rows))
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> CaptionProgress:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -89,7 +92,7 @@ class Progress:
         return lines
 
 
-def comparison_lines(totals: Any, half_precision: bool) -> list[str]:
+def comparison_lines(totals: ComparisonTotals | None, half_precision: bool) -> list[str]:
     """The lines about `ComparisonTotals`: how many rows equal plain `generate`, and the first difference."""
     if totals is None or not totals.rows:
         return []
@@ -103,4 +106,4 @@ def comparison_lines(totals: Any, half_precision: bool) -> list[str]:
     return lines
 
 
-__all__ = ["Progress", "Totals", "comparison_lines", "print_stderr"]
+__all__ = ["CaptionProgress", "Totals", "comparison_lines", "print_stderr"]

@@ -8,6 +8,7 @@ import platform
 import sys
 from collections.abc import Iterator
 
+from mmspec.app.cli.arguments import Commands, add_command, add_device_options
 from mmspec.app.versions import mmspec_version, version
 
 _PACKAGES = """torch transformers accelerate tokenizers pillow safetensors numpy torchvision matplotlib gradio decord av
@@ -16,21 +17,20 @@ PACKAGES = _PACKAGES.split()
 VARIABLES = ("CUDA_VISIBLE_DEVICES", "HF_HUB_OFFLINE", "OMP_NUM_THREADS", "RANK", "WORLD_SIZE", "LOCAL_RANK")
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], common: argparse.ArgumentParser) -> None:
+def add_parser(commands: Commands, common: argparse.ArgumentParser) -> None:
     """Register the command."""
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
+        common,
         "env",
-        parents=[common],
+        run,
         help="versions and devices, for bug reports",
         description="Print versions, devices and kernels, for bug reports. Names no user, host or path. With --model: "
         "load the model and say whether its tokens can be verified in trees (docs/models.md).",
         epilog="examples\n  mmspec env\n  mmspec env --model Qwen/Qwen3-VL-4B-Instruct",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--model", metavar="MODEL", help="hub id or local folder of a model to judge")
-    parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps")
-    parser.set_defaults(run=run)
+    parser.add_argument("--model", metavar="M", help="hub id or local folder of a model to judge")
+    add_device_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:

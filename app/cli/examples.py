@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import argparse
 
-from mmspec.app.caption.command import COMPRESSOR_HELP, MODEL_HELP, positive_int
-from mmspec.app.caption.config import DEFAULT_MODEL
+from mmspec.app.cli.arguments import (
+    Commands,
+    add_command,
+    add_drafter_options,
+    add_model_option,
+    config_from_args,
+    positive_int,
+)
 
 EPILOG = """\
 examples
@@ -17,32 +23,29 @@ exit code
 """
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], common: argparse.ArgumentParser) -> None:
+def add_parser(commands: Commands, common: argparse.ArgumentParser) -> None:
     """Register the command."""
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
+        common,
         "examples",
-        parents=[common],
+        run,
         help="caption the bundled examples, plain and speculative, and print both texts",
         description="Caption images and videos with plain generate and with mmspec, in turn; print both texts.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.set_defaults(run=run)
     add = parser.add_argument
     add("paths", nargs="*", metavar="PATH", help="images, videos, folders (default: the bundled examples)")
-    add("--model", default=DEFAULT_MODEL, metavar="M", help=f"{MODEL_HELP}; default {DEFAULT_MODEL}")
-    add("--drafter", default="auto", metavar="D", help="drafter (default auto)")
-    add("--compressor", default=None, metavar="C", help=COMPRESSOR_HELP)
+    add_model_option(parser)
+    add_drafter_options(parser)
     add("--max-new-tokens", type=positive_int, default=160, metavar="N", help="per text (default 160)")
 
 
 def run(args: argparse.Namespace) -> int:
     """Carry out the command; returns the exit code."""
-    from mmspec.app.examples import ExampleConfig
-    from mmspec.app.examples import run as run_examples
+    from mmspec.app.examples import ExampleConfig, run_examples
 
-    config = ExampleConfig(tuple(args.paths), args.model, args.drafter, args.compressor, args.max_new_tokens)
-    return run_examples(config)
+    return run_examples(config_from_args(ExampleConfig, args))
 
 
 __all__ = ["add_parser", "run"]

@@ -34,9 +34,9 @@ from mmspec.vision.images import (
 if TYPE_CHECKING:
     from mmspec.vision.video.decoder_pool import DecoderPool
 
-_SUFFIXES = ".jpg .jpeg .jpe .jfif .png .apng .webp .gif .bmp .dib .tif .tiff .ppm .pgm .pbm .pnm .avif"
+_COMMON_FORMATS = ".jpg .jpeg .jpe .jfif .png .apng .webp .gif .bmp .dib .tif .tiff .ppm .pgm .pbm .pnm .avif"
 _HEIF = ".heic .heif" if find_spec("pillow_heif") else ""
-SUFFIXES = frozenset(f"{_SUFFIXES} {_HEIF}".split())
+IMAGE_SUFFIXES = frozenset(f"{_COMMON_FORMATS} {_HEIF}".split())
 """Suffixes of the allowed formats: see `mmspec.vision.images.FORMATS`."""
 
 
@@ -59,8 +59,8 @@ Media = Image.Image | Sequence[Image.Image] | Video
 """The media of one prompt: an image, several images, or a video."""
 Source = Path | str | bytes | Image.Image | np.ndarray
 """An image as a path, the bytes of a file, a Pillow image, or an array (`from_array`)."""
-Key = TypeVar("Key")
-Value = TypeVar("Value")
+K = TypeVar("K")
+V = TypeVar("V")
 
 
 def load_image(source: Source, max_pixels: int = MAX_PIXELS, isolated: bool | DecoderPool = False) -> Image.Image:
@@ -161,13 +161,13 @@ def media_images(media: Media) -> Sequence[Image.Image]:
 
 
 def decode_ahead(
-    keys: Iterable[Key], load: Callable[[Key], Value], threads: int = 4, ahead: int = 16
-) -> Generator[tuple[Key, Value | ImageError], None, None]:
+    keys: Iterable[K], load: Callable[[K], V], threads: int = 4, ahead: int = 16
+) -> Generator[tuple[K, V | ImageError], None, None]:
     """Yield `(key, load(key))` in order, with up to `ahead` of them loading in `threads` threads meanwhile.
 
     An `ImageError` is yielded instead of the value: one bad file does not stop the others.
     """
-    source, window = iter(keys), deque[tuple[Key, Future[Value]]]()
+    source, window = iter(keys), deque[tuple[K, Future[V]]]()
     with ThreadPoolExecutor(max_workers=threads, thread_name_prefix="mmspec-decode") as pool:
         try:
             for key in source:
@@ -180,7 +180,7 @@ def decode_ahead(
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _result(key: Key, future: Future[Any]) -> tuple[Key, Any]:
+def _result(key: K, future: Future[Any]) -> tuple[K, Any]:
     try:
         return key, future.result()
     except ImageError as error:
@@ -188,7 +188,7 @@ def _result(key: Key, future: Future[Any]) -> tuple[Key, Any]:
 
 
 __all__ = [
-    "SUFFIXES",
+    "IMAGE_SUFFIXES",
     "ImageError",
     "Media",
     "Source",

@@ -20,7 +20,7 @@ from mmspec.app.errors import UsageError, one_line
 from mmspec.app.io import images, videos
 
 MANIFESTS = frozenset({".jsonl", ".txt", ".csv"})
-SUFFIXES = images.SUFFIXES | videos.SUFFIXES
+MEDIA_SUFFIXES = images.IMAGE_SUFFIXES | videos.VIDEO_SUFFIXES
 MAX_SUFFIXES = 8
 """Suffixes of skipped files that a message lists."""
 FILE_NAME_KEYS = ("file_name", "image", "path", "file")
@@ -49,7 +49,7 @@ class Item:
     @property
     def is_video(self) -> bool:
         """Whether the suffix is that of a video."""
-        return self.path.suffix.lower() in videos.SUFFIXES
+        return self.path.suffix.lower() in videos.VIDEO_SUFFIXES
 
     def resolve_prompt(self, default: str | None = None) -> str:
         """Its own prompt, else `default`, else the default of images or videos."""
@@ -77,7 +77,7 @@ def collect_items(paths: Sequence[str], base: Path, skip: Iterable[Path] = ()) -
     if not items:
         skipped = describe_skipped(paths, skip)
         raise UsageError(
-            f"no images or videos in {', '.join(paths)} (supported: {', '.join(sorted(SUFFIXES))})"
+            f"no images or videos in {', '.join(paths)} (supported: {', '.join(sorted(MEDIA_SUFFIXES))})"
             + (f"; {skipped}" if skipped else "")
         )
     if not any(os.path.exists(item.path) for item in items):
@@ -97,7 +97,7 @@ def _named(name: str, excluded: set[str]) -> Iterator[Item]:
         return
     elif path.suffix.lower() in MANIFESTS and (path.exists() or not glob.has_magic(name)):
         yield from _manifest(path)
-    elif path.exists() or (path.suffix.lower() in SUFFIXES and not glob.has_magic(name)):
+    elif path.exists() or (path.suffix.lower() in MEDIA_SUFFIXES and not glob.has_magic(name)):
         yield Item(path)
     elif glob.has_magic(name):
         yield from _globbed(name, excluded)
@@ -112,7 +112,7 @@ def _globbed(name: str, excluded: set[str]) -> Iterator[Item]:
     for match in map(Path, matches):
         if match.is_dir() and not name.rstrip("/").endswith("**"):
             yield from _named(str(match), excluded)
-        elif match.is_file() and match.suffix.lower() in SUFFIXES:
+        elif match.is_file() and match.suffix.lower() in MEDIA_SUFFIXES:
             yield from _files([match], excluded)
 
 
@@ -130,7 +130,7 @@ def _walk(folder: Path) -> Iterator[Path]:
     def fail(error: OSError) -> None:
         raise UsageError(f"cannot read folder {error.filename}: {error.strerror}")
 
-    yield from (file for file in _all_files(folder, fail) if file.suffix.lower() in SUFFIXES)
+    yield from (file for file in _all_files(folder, fail) if file.suffix.lower() in MEDIA_SUFFIXES)
 
 
 def _all_files(folder: Path, fail: Callable[[OSError], None] | None = None) -> Iterator[Path]:
@@ -145,7 +145,7 @@ def describe_skipped(paths: Sequence[str], skip: Iterable[Path] = ()) -> str:
     own = {_real(path) for path in skip}
     groups: dict[str, list[Path]] = {}
     for file in dict.fromkeys(file for name in paths for file in _candidates(name)):
-        if (suffix := file.suffix.lower()) not in SUFFIXES | MANIFESTS and _real(file) not in own:
+        if (suffix := file.suffix.lower()) not in MEDIA_SUFFIXES | MANIFESTS and _real(file) not in own:
             groups.setdefault(suffix or "no suffix", []).append(file)
     if not groups:
         return ""

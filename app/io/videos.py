@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from mmspec.interfaces import FrameSampler
     from mmspec.vision.video.decoder_pool import DecoderPool
 
-_SUFFIXES = ".mp4 .m4v .mov .mkv .webm .avi .mpg .mpeg .ogv .wmv .flv .3gp"
-SUFFIXES = frozenset(_SUFFIXES.split())
+_FORMATS = ".mp4 .m4v .mov .mkv .webm .avi .mpg .mpeg .ogv .wmv .flv .3gp"
+VIDEO_SUFFIXES = frozenset(_FORMATS.split())
 
 
 def load_video(
@@ -53,9 +53,9 @@ def load_media(
     path: Path, frames: int | FrameSampler = FRAMES, max_pixels: int = MAX_PIXELS, isolated: bool | DecoderPool = False
 ) -> Media:
     """The frames of a file with the suffix of a video, else the image in it. Arguments as for `load_video`."""
-    if path.suffix.lower() in SUFFIXES:
+    if path.suffix.lower() in VIDEO_SUFFIXES:
         return load_video(path, frames, max_pixels, isolated)
     return load_image(path, max_pixels, isolated)
 
 
-__all__ = ["SUFFIXES", "load_media", "load_video"]
+__all__ = ["VIDEO_SUFFIXES", "load_media", "load_video"]

@@ -19,7 +19,7 @@ from mmspec.app.modeling.load import synchronize
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, ProcessorMixin
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Captioner:
     """A patched model with its processor and generation settings."""
 
     model: PreTrainedModel
-    processor: Any
+    processor: ProcessorMixin
     max_new_tokens: int = 128
     temperature: float = 0.0
     stop: Sequence[str] = ()

@@ -17,7 +17,7 @@ from mmspec.app.io.images import Media, Video, media_images
 from mmspec.app.modeling.load import synchronize
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, ProcessorMixin
 
 PLAIN_TEMPLATE = "USER: {images}{prompt} ASSISTANT:"
 """The format of LLaVA-1.5, for processors without a chat template."""
@@ -34,7 +34,7 @@ class ChatTurn:
     answer: str
 
 
-def reject_media_tokens(processor: Any, text: str | None, what: str = "The question") -> None:
+def reject_media_tokens(processor: ProcessorMixin, text: str | None, what: str = "The question") -> None:
     """Refuse a text with a placeholder token of images or videos: the media are inserted before it already.
 
     Raises:
@@ -45,7 +45,7 @@ def reject_media_tokens(processor: Any, text: str | None, what: str = "The quest
             raise UsageError(f"{what} must not contain {token}: the image is inserted before it already")
 
 
-def accepts_videos(processor: Any) -> bool:
+def accepts_videos(processor: ProcessorMixin) -> bool:
     """Whether the processor and its template take a video as such, not as images."""
     template = getattr(processor, "chat_template", None)
     return getattr(processor, "video_processor", None) is not None and "video" in str(template or "video")
@@ -53,7 +53,7 @@ def accepts_videos(processor: Any) -> bool:
 
 def build_inputs(
     model: PreTrainedModel,
-    processor: Any,
+    processor: ProcessorMixin,
     media: Sequence[Media],
     questions: Sequence[str],
     turns: Sequence[Sequence[ChatTurn]] = (),
@@ -113,7 +113,7 @@ def _messages(parts: Sequence[ContentPart], turns: Sequence[ChatTurn], question:
     return messages
 
 
-def _text(processor: Any, parts: Sequence[ContentPart], turns: Sequence[ChatTurn], question: str) -> str:
+def _text(processor: ProcessorMixin, parts: Sequence[ContentPart], turns: Sequence[ChatTurn], question: str) -> str:
     """The same for a processor without a template."""
     kinds = [part["type"] for part in parts]
     placeholders = "".join(getattr(processor, f"{kind}_token", f"<{kind}>") + "\n" for kind in kinds)

@@ -16,7 +16,7 @@ from mmspec.drafters.hub import unreachable_reason
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, ProcessorMixin
 
 
 def resolve_device(name: str, local_rank: int = 0) -> torch.device:
@@ -47,7 +47,7 @@ def synchronize(device: torch.device) -> None:
 
 def load_model(
     name: str, dtype: str = "auto", device: str = "auto", local_rank: int = 0
-) -> tuple[PreTrainedModel, Any]:
+) -> tuple[PreTrainedModel, ProcessorMixin]:
     """Model in eval mode on its device, and its processor, padding on the left.
 
     Args:
@@ -69,7 +69,7 @@ def load_model(
     return model.to(target_device).eval(), processor
 
 
-def _scenes(dtype: str) -> tuple[Any, Any]:
+def _scenes(dtype: str) -> tuple[PreTrainedModel, ProcessorMixin]:
     import torch
 
     from mmspec.app import scenes
@@ -81,14 +81,14 @@ def _scenes(dtype: str) -> tuple[Any, Any]:
     return model.to(getattr(torch, "float32" if dtype == "auto" else dtype)), processor
 
 
-def _random(name: str, dtype: str) -> tuple[Any, Any]:
+def _random(name: str, dtype: str) -> tuple[PreTrainedModel, ProcessorMixin]:
     import torch
 
     model, processor = random_model(name)
     return model.to(getattr(torch, "float32" if dtype == "auto" else dtype)), processor
 
 
-def _pretrained(name: str, dtype: str) -> tuple[Any, Any]:
+def _pretrained(name: str, dtype: str) -> tuple[PreTrainedModel, ProcessorMixin]:
     """Model and processor of a local folder or a hub id; without a hub that answers, what is cached of it."""
     from transformers import AutoModelForImageTextToText, AutoProcessor
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from mmspec.app.scenes.model_card import CARD_FILE
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, ProcessorMixin
 
 WEIGHTS_FOLDER = Path(__file__).parent / "weights"
 """Folder of the bundled model."""
@@ -41,7 +44,7 @@ def verify_checksums(folder: Path) -> None:
             raise DamagedModelError(f"{folder / name} is {'damaged' if name in found else 'missing'}: {remedy}.")
 
 
-def load_scenes_model(folder: str | Path | None = None) -> tuple[Any, Any]:
+def load_scenes_model(folder: str | Path | None = None) -> tuple[PreTrainedModel, ProcessorMixin]:
     """Load the scenes model in float32, on the CPU and in eval mode.
 
     Args:

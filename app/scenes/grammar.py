@@ -28,7 +28,7 @@ from mmspec.app.scenes.world import IMAGE_SIZE, REGION_MARGIN, Clip, Scene, Thin
 
 
 @dataclass(frozen=True)
-class Turn:
+class QATurn:
     """One question and its answer.
 
     Attributes:
@@ -42,19 +42,19 @@ class Turn:
     answer: str
 
 
-Task = Callable[[Scene, random.Random], Turn | None]
+Task = Callable[[Scene, random.Random], QATurn | None]
 """Builds a turn about a scene; returns None where the question does not apply."""
 
 
-def ask_contents(scene: Scene, rng: random.Random) -> Turn:
+def ask_contents(scene: Scene, rng: random.Random) -> QATurn:
     """Ask for all things; the answer lists each with its region."""
     question = rng.choice(
         ("What is in the picture?", "What do you see?", "List the things in this picture.", "Name everything here.")
     )
-    return Turn("what", question, capitalize(list_things(scene)) + ".")
+    return QATurn("what", question, capitalize(list_things(scene)) + ".")
 
 
-def ask_caption(scene: Scene, rng: random.Random) -> Turn:
+def ask_caption(scene: Scene, rng: random.Random) -> QATurn:
     """Ask for a caption: the things, the background, the sign."""
     question = rng.choice(("Write a short caption.", "Caption this picture.", "Describe the picture in one sentence."))
     names = join_list([format_count(OBJECT_KINDS[kind], count) for kind, count in count_kinds(scene)])
@@ -70,10 +70,10 @@ def ask_caption(scene: Scene, rng: random.Random) -> Turn:
         text = f"against {format_background(scene)} backdrop, {names}"
     if scene.sign is not None:
         text += f", and a sign that says {scene.sign.text}"
-    return Turn("short", question, capitalize(text) + ".")
+    return QATurn("short", question, capitalize(text) + ".")
 
 
-def ask_description(scene: Scene, rng: random.Random) -> Turn:
+def ask_description(scene: Scene, rng: random.Random) -> QATurn:
     """Ask for a long description (`description.describe_scene`)."""
     question = rng.choice(
         (
@@ -83,10 +83,10 @@ def ask_description(scene: Scene, rng: random.Random) -> Turn:
             "What does this picture show? Be detailed.",
         )
     )
-    return Turn("describe", question, describe_scene(scene))
+    return QATurn("describe", question, describe_scene(scene))
 
 
-def ask_region(scene: Scene, rng: random.Random) -> Turn | None:
+def ask_region(scene: Scene, rng: random.Random) -> QATurn | None:
     """Ask for the region of a thing that is the only one of its kind; None if there is no such thing."""
     single = [thing for thing in scene.things if scene.count(thing.kind) == 1]
     if not single:
@@ -101,10 +101,10 @@ def ask_region(scene: Scene, rng: random.Random) -> Turn | None:
         answer = f"It is {region}."
     else:
         answer = capitalize(region) + "."
-    return Turn("where", question.format(thing.name), answer)
+    return QATurn("where", question.format(thing.name), answer)
 
 
-def ask_count(scene: Scene, rng: random.Random) -> Turn:
+def ask_count(scene: Scene, rng: random.Random) -> QATurn:
     """Ask for the number of a kind, or of all things; repeated kinds are preferred."""
     if rng.random() < 0.25:
         return ask_total_count(scene, rng)
@@ -113,20 +113,20 @@ def ask_count(scene: Scene, rng: random.Random) -> Turn:
     return _ask_kind_count(scene, kind, rng)
 
 
-def ask_total_count(scene: Scene, rng: random.Random) -> Turn:
+def ask_total_count(scene: Scene, rng: random.Random) -> QATurn:
     """Ask for the number of all things."""
     question = rng.choice(("How many things are there?", "How many things do you count in all?"))
-    return Turn("count", question, answer_total_count(scene))
+    return QATurn("count", question, answer_total_count(scene))
 
 
-def ask_uniform_kind_count(scene: Scene, rng: random.Random) -> Turn:
+def ask_uniform_kind_count(scene: Scene, rng: random.Random) -> QATurn:
     """Ask for the number of a kind drawn uniformly from the kinds in the scene; for training."""
     return _ask_kind_count(scene, rng.choice(count_kinds(scene))[0], rng)
 
 
-def _ask_kind_count(scene: Scene, kind: int, rng: random.Random) -> Turn:
+def _ask_kind_count(scene: Scene, kind: int, rng: random.Random) -> QATurn:
     question = rng.choice(("How many {} are there?", "How many {} do you see?", "Count the {}."))
-    return Turn("count", question.format(OBJECT_KINDS[kind].plural), answer_kind_count(scene, kind))
+    return QATurn("count", question.format(OBJECT_KINDS[kind].plural), answer_kind_count(scene, kind))
 
 
 def answer_kind_count(scene: Scene, kind: int) -> str:
@@ -141,18 +141,18 @@ def answer_total_count(scene: Scene) -> str:
     return f"{capitalize(count_aloud(scene))}: {NUMBER_WORDS[len(scene.things)]} in all."
 
 
-def ask_presence(scene: Scene, rng: random.Random) -> Turn:
+def ask_presence(scene: Scene, rng: random.Random) -> QATurn:
     """Ask whether a kind is in the picture; half of the answers are yes."""
     present = {thing.kind for thing in scene.things}
     question = rng.choice(("Is there {} in the picture?", "Do you see {}?", "Can you find {} here?"))
     if rng.random() < 0.5:
         kind = OBJECT_KINDS[rng.choice(sorted(present))]
-        return Turn("yesno", question.format(kind.with_article), f"Yes, there is {kind.with_article}.")
+        return QATurn("yesno", question.format(kind.with_article), f"Yes, there is {kind.with_article}.")
     kind = OBJECT_KINDS[rng.choice([number for number in range(len(OBJECT_KINDS)) if number not in present])]
-    return Turn("yesno", question.format(kind.with_article), f"No, there is no {kind.name}.")
+    return QATurn("yesno", question.format(kind.with_article), f"No, there is no {kind.name}.")
 
 
-def ask_larger(scene: Scene, rng: random.Random) -> Turn | None:
+def ask_larger(scene: Scene, rng: random.Random) -> QATurn | None:
     """Ask which of two things is bigger; None if no two single things differ in size class."""
     pairs = [
         (a, b)
@@ -165,10 +165,10 @@ def ask_larger(scene: Scene, rng: random.Random) -> Turn | None:
     a, b = rng.choice(pairs)
     larger = a if a.size > b.size else b
     question = rng.choice(("Which is bigger, the {} or the {}?", "What is larger, the {} or the {}?"))
-    return Turn("bigger", question.format(a.name, b.name), f"The {larger.name} is bigger.")
+    return QATurn("bigger", question.format(a.name, b.name), f"The {larger.name} is bigger.")
 
 
-def ask_background(scene: Scene, rng: random.Random) -> Turn:
+def ask_background(scene: Scene, rng: random.Random) -> QATurn:
     """Ask for the colour and texture of the background."""
     question = rng.choice(
         ("What is the background like?", "Which color is the background?", "Describe the background.")
@@ -179,19 +179,19 @@ def ask_background(scene: Scene, rng: random.Random) -> Turn:
         if form
         else f"It is {format_background(scene)} background."
     )
-    return Turn("background", question, answer)
+    return QATurn("background", question, answer)
 
 
-def ask_sign_text(scene: Scene, rng: random.Random) -> Turn:
+def ask_sign_text(scene: Scene, rng: random.Random) -> QATurn:
     """Ask for the text on the sign; the answer may be that there is none."""
     question = rng.choice(("What does the sign say?", "Read the sign.", "What is written in the picture?"))
     if scene.sign is None:
-        return Turn("read", question, "There is no sign.")
+        return QATurn("read", question, "There is no sign.")
     form = len(scene.sign.text) % 2
-    return Turn("read", question, f"The sign says {scene.sign.text}." if form else f"It says {scene.sign.text}.")
+    return QATurn("read", question, f"The sign says {scene.sign.text}." if form else f"It says {scene.sign.text}.")
 
 
-def ask_relation(scene: Scene, rng: random.Random) -> Turn | None:
+def ask_relation(scene: Scene, rng: random.Random) -> QATurn | None:
     """Ask for the spatial relation of two things; None if no pair has a clear one."""
     single = [thing for thing in scene.things if scene.count(thing.kind) == 1]
     pairs = [(a, b) for a in single for b in single if a != b and spatial_relation(a, b) is not None]
@@ -199,7 +199,7 @@ def ask_relation(scene: Scene, rng: random.Random) -> Turn | None:
         return None
     a, b = rng.choice(pairs)
     answer = f"The {a.name} is {spatial_relation(a, b)} the {b.name}."
-    return Turn("relation", f"How does the {a.name} lie to the {b.name}?", answer)
+    return QATurn("relation", f"How does the {a.name} lie to the {b.name}?", answer)
 
 
 QA_TASKS: dict[str, Task] = {
@@ -216,7 +216,7 @@ QA_TASKS: dict[str, Task] = {
 }
 
 
-def ask_clip(clip: Clip, rng: random.Random) -> Turn:
+def ask_clip(clip: Clip, rng: random.Random) -> QATurn:
     """Ask what happens in a clip; the answer gives the action of each thing in reading order of the first frame.
 
     Reading order avoids that the model has to find the acting thing before its first token.
@@ -226,7 +226,7 @@ def ask_clip(clip: Clip, rng: random.Random) -> Turn:
     actions = join_list([f"{OBJECT_KINDS[thing.kind].with_article} {_action_phrase(clip, thing)}" for thing in things])
     background = f"on a {clip.frames[0].texture} {clip.frames[0].colour} background"
     answer = f"{background} {actions}" if things[0].kind % 2 else f"{actions}, {background}"
-    return Turn("clip", question, capitalize(answer) + ".")
+    return QATurn("clip", question, capitalize(answer) + ".")
 
 
 def _action_phrase(clip: Clip, thing: Thing) -> str:
@@ -241,7 +241,7 @@ def _action_phrase(clip: Clip, thing: Thing) -> str:
     }[clip.event.what]
 
 
-def generate_clip_qa_turns(clip: Clip, rng: random.Random) -> list[Turn]:
+def generate_clip_qa_turns(clip: Clip, rng: random.Random) -> list[QATurn]:
     """Return short questions about single frames and motion directions, in random order; for training."""
     name = OBJECT_KINDS[clip.hero.kind].name
     with_article = OBJECT_KINDS[clip.hero.kind].with_article
@@ -249,33 +249,33 @@ def generate_clip_qa_turns(clip: Clip, rng: random.Random) -> list[Turn]:
     turns = []
     if num_frames < len(NUMBER_WORDS):
         answer = f"There are {NUMBER_WORDS[num_frames]} pictures."
-        turns.append(Turn("pictures", "How many pictures are there?", answer))
+        turns.append(QATurn("pictures", "How many pictures are there?", answer))
     if clip.event.what == "moves":
         direction = f"to the {clip.event.way}" if clip.event.way in ("left", "right") else clip.event.way
-        turns.append(Turn("way", f"Which way does the {name} move?", f"It moves {direction}."))
+        turns.append(QATurn("way", f"Which way does the {name} move?", f"It moves {direction}."))
     else:
-        turns.append(Turn("way", f"Which way does the {name} move?", "It does not move."))
+        turns.append(QATurn("way", f"Which way does the {name} move?", "It does not move."))
     others = [thing.name for thing in clip.frames[0].things if thing.kind != clip.hero.kind]
-    turns += [Turn("way", f"Which way does the {other} move?", "It does not move.") for other in others[:1]]
+    turns += [QATurn("way", f"Which way does the {other} move?", "It does not move.") for other in others[:1]]
     borders = (IMAGE_SIZE // 3, 2 * IMAGE_SIZE // 3)
     for number, frame in enumerate(clip.frames, 1):
         question = f"Is there {with_article} in picture {number}?"
         present = [thing for thing in frame.things if thing.kind == clip.hero.kind]
         if not present:
-            turns.append(Turn("when", question, f"No, there is no {name}."))
+            turns.append(QATurn("when", question, f"No, there is no {name}."))
             continue
-        turns.append(Turn("when", question, f"Yes, there is {with_article}."))
+        turns.append(QATurn("when", question, f"Yes, there is {with_article}."))
         hero = present[0]
         if all(abs(value - border) >= REGION_MARGIN for value in (hero.x, hero.y) for border in borders):
             question = f"Where is the {name} in picture {number}?"
-            turns.append(Turn("when", question, f"It is {format_region(hero.region)}."))
+            turns.append(QATurn("when", question, f"It is {format_region(hero.region)}."))
     rng.shuffle(turns)
     return turns
 
 
 def generate_qa_turns(
     scene: Scene, rng: random.Random, num_turns: int, balanced: bool = False, independent: bool = False
-) -> list[Turn]:
+) -> list[QATurn]:
     """Return short questions about one scene, drawn with `QA_TASK_WEIGHTS`; for training.
 
     Args:
@@ -288,7 +288,7 @@ def generate_qa_turns(
     """
     weights = QA_TASK_WEIGHTS | BALANCED_QA_TASK_WEIGHTS if balanced else QA_TASK_WEIGHTS
     tasks = QA_TASKS | {"count of any": ask_uniform_kind_count, "total": ask_total_count}
-    turns: list[Turn] = []
+    turns: list[QATurn] = []
     used_keys: set[str] = set()
     for _ in range(4 * num_turns):
         if len(turns) == num_turns:
@@ -326,7 +326,7 @@ LISTING_TASKS = ("what", "count")
 """Tasks whose answers list all things."""
 
 
-def generate_chat(scene: Scene, rng: random.Random, num_turns: int, tasks: Sequence[str] | None = None) -> list[Turn]:
+def generate_chat(scene: Scene, rng: random.Random, num_turns: int, tasks: Sequence[str] | None = None) -> list[QATurn]:
     """Return up to `num_turns` turns of different tasks in random order.
 
     Args:
@@ -337,7 +337,7 @@ def generate_chat(scene: Scene, rng: random.Random, num_turns: int, tasks: Seque
     """
     names = list(tasks or QA_TASKS)
     rng.shuffle(names)
-    turns: list[Turn] = []
+    turns: list[QATurn] = []
     questions: set[str] = set()
     while names and len(turns) < num_turns:
         turn = QA_TASKS[names.pop()](scene, rng)

@@ -65,7 +65,7 @@ def generate_requests(task: str, first_seed: int) -> Iterator[SceneRequest]:
         yield SceneRequest(seed, (render_scene(scene),), turn.question, turn.answer, scene)
 
 
-def _ask(task: str, scene: Scene, rng: random.Random) -> grammar.Turn:
+def _ask(task: str, scene: Scene, rng: random.Random) -> grammar.QATurn:
     if task == "describe":
         return grammar.ask_description(scene, rng)
     if task == "short":

@@ -1,28 +1,30 @@
 """`python -m mmspec.app.studies.blocks`: block drafters against one pass per token, from files of `mmspec bench`.
 
-Measures nothing. Rows of one setting (batch size, temperature, size of trees) make a table and a row of panels: tau,
-milliseconds of drafting in a round, and decode speed-up over plain `generate`, against the tokens that a pass says or,
-for a drafter that says one, the levels that it drafts.
+Measures nothing. Rows of one setting (batch size, temperature, tree size) make a table and a row of panels: tau,
+milliseconds of drafting per round, and decode speed-up over plain `generate`, against the tokens per pass or, for a
+drafter of one token per pass, the levels that it drafts.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
-from mmspec.app.bench.config import check_writable
-from mmspec.app.bench.rows import current_keys
+from mmspec.app.bench.plot import plot_blocks
+from mmspec.app.bench.results import ResultFiles, add_result_options
+from mmspec.app.bench.rows import ResultRow, current_keys
 from mmspec.app.bench.specs import parse_spec, short_labels
+from mmspec.app.cli.arguments import module_parser
 from mmspec.app.errors import UsageError
+from mmspec.app.studies.intervals import format_ci
 
-Row = dict[str, Any]
-SETTING_KEYS = ("batch", "temperature", "nodes")
 REQUIRED_KEYS = (
     "drafter",
-    *SETTING_KEYS,
+    "batch",
+    "temperature",
+    "nodes",
     "block",
     "tau",
     "draft_ms",
@@ -33,6 +35,8 @@ REQUIRED_KEYS = (
 )
 MAX_POSITIONS = 8
 """Positions of a draft that a table shows."""
+BLOCK_HEADINGS = ["drafter", "tau", "of", "accept % at position 1, 2, ...", "draft ms", "of", "score ms", "R"]
+BLOCK_HEADINGS += ["x own", "x hf", "of", "same"]
 EPILOG = """\
 examples
   mmspec bench --drafters msd@3,msd@5,k2/flash,k5/flash --count 24 --repeats 24 --json one.json
@@ -41,8 +45,24 @@ examples
 """
 
 
-def read_rows(file: Path) -> list[Row]:
-    """The rows of a file of `mmspec bench`.
+class BenchSetting(NamedTuple):
+    """What rows of one table have in common.
+
+    Attributes:
+        nodes: size of every tree; None if the controller chose it.
+    """
+
+    batch: int
+    temperature: float
+    nodes: int | None
+
+    def __str__(self) -> str:
+        trees = "tree size chosen by the controller" if self.nodes is None else f"trees of {self.nodes} nodes"
+        return f"batch {self.batch}, {f'temperature {self.temperature:g}' if self.temperature else 'greedy'}, {trees}"
+
+
+def read_bench_rows(file: Path) -> list[ResultRow]:
+    """The rows of a file of `mmspec bench`, without those of plain `generate`.
 
     Raises:
         UsageError: it cannot be read, or is not such a file.
@@ -51,37 +71,30 @@ def read_rows(file: Path) -> list[Row]:
         rows = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UsageError(f"{file}: {error}") from error
-    whole = isinstance(rows, list) and rows and all(isinstance(row, dict) for row in rows)
-    rows = [current_keys(row) for row in rows] if whole else rows
-    missing = [name for row in rows for name in REQUIRED_KEYS if name not in row] if whole else ["rows"]
+    is_list = isinstance(rows, list) and rows and all(isinstance(row, dict) for row in rows)
+    rows = [current_keys(row) for row in rows] if is_list else rows
+    missing = [name for row in rows for name in REQUIRED_KEYS if name not in row] if is_list else ["rows"]
     if missing:
         raise UsageError(f"{file} is not of `mmspec bench --json`, or of an older one: no {missing[0]!r}")
     return [row for row in rows if row["drafter"] not in ("hf", "hf-again")]
 
 
-def group_by_setting(rows: Sequence[Row]) -> dict[tuple[Any, ...], list[Row]]:
-    """Rows by setting, with their names made short; `kind` and `size` are what the panels are drawn by."""
-    apart: dict[tuple[Any, ...], list[Row]] = {}
+def group_by_setting(rows: Sequence[ResultRow]) -> dict[BenchSetting, list[ResultRow]]:
+    """Rows by setting, each with a short `name`, and with the `kind` (line) and `size` (x value) of its point."""
+    groups: dict[BenchSetting, list[ResultRow]] = {}
     for row in rows:
-        apart.setdefault(tuple(row[name] for name in SETTING_KEYS), []).append(row)
-    for part in apart.values():
-        for row, name in zip(part, short_labels([row["drafter"] for row in part]), strict=True):
-            wanted, one = parse_spec(row["drafter"]), row["block"] == 1
-            passes = "" if one or wanted.depth is None else f"@{wanted.depth}"
-            row |= {"name": name, "kind": f"{Path(wanted.drafter).name}{passes}"}
-            row["size"] = wanted.depth if one else row["block"]
-    return apart
+        groups.setdefault(BenchSetting(row["batch"], row["temperature"], row["nodes"]), []).append(row)
+    for group in groups.values():
+        for row, name in zip(group, short_labels([row["drafter"] for row in group]), strict=True):
+            spec, is_single = parse_spec(row["drafter"]), row["block"] == 1
+            num_passes = "" if is_single or spec.depth is None else f"@{spec.depth}"
+            row |= {"name": name, "kind": f"{Path(spec.drafter).name}{num_passes}"}
+            row["size"] = spec.depth if is_single else row["block"]
+    return groups
 
 
-def format_setting(setting: Sequence[Any]) -> str:
-    """A setting in words."""
-    batch, warmth, nodes = setting
-    trees = "trees as the controller has them" if nodes is None else f"trees of {nodes} nodes"
-    return f"batch {batch}, {f'temperature {warmth:g}' if warmth else 'greedy'}, {trees}"
-
-
-def comparison_table(rows: Sequence[Row], against: str) -> str:
-    """A table in Markdown; the columns "of" are shares of what the row called `against` has.
+def comparison_table(rows: Sequence[ResultRow], against: str) -> str:
+    """A table in Markdown; the columns "of" are shares of the values of the row called `against`.
 
     Raises:
         UsageError: there is no such row.
@@ -89,78 +102,55 @@ def comparison_table(rows: Sequence[Row], against: str) -> str:
     base = next((row for row in rows if row["name"] == against), None)
     if base is None:
         raise UsageError(f"--against is one of {', '.join(row['name'] for row in rows)}; got {against!r}")
-    headings = ["drafter", "tau", "of", "kept at place 1, 2, ...", "draft ms", "of", "score ms", "R"]
-    lines = [[*headings, "x own", "x hf", "of", "same"]]
-    lines.append(["---"] * len(lines[0]))
-    lines += [[row["name"], *_cells(row, base)] for row in rows]
+    lines = [BLOCK_HEADINGS, ["---"] * len(BLOCK_HEADINGS), *([row["name"], *_cells(row, base)] for row in rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def _cells(row: Row, base: Row) -> list[str]:
-    low, high = row["speedup_hf_ci"]
-    places = " ".join(f"{100 * share:.0f}" for share in row["accepted_at_position"][:MAX_POSITIONS])
+def _cells(row: ResultRow, base: ResultRow) -> list[str]:
+    acceptance = " ".join(f"{100 * share:.0f}" for share in row["accepted_at_position"][:MAX_POSITIONS])
     return [
         f"{row['tau']:.2f}",
         _share(row, base, "tau"),
-        places or "-",
+        acceptance or "-",
         f"{row['draft_ms']:.1f}",
         _share(row, base, "draft_ms"),
         f"{row['score_ms']:.1f}",
         f"{row['R']:.2f}",
         f"{row['speedup_own']:.2f}",
-        f"{row['speedup_hf']:.2f} [{low:.2f}, {high:.2f}]",
+        format_ci((row["speedup_hf"], *row["speedup_hf_ci"])),
         _share(row, base, "speedup_hf"),
         "yes" if row["identical"] else "NO",
     ]
 
 
-def _share(row: Row, base: Row, name: str) -> str:
+def _share(row: ResultRow, base: ResultRow, name: str) -> str:
     return f"{row[name] / base[name]:.2f}" if base[name] else "-"
 
 
-def markdown(apart: Mapping[tuple[Any, ...], Sequence[Row]], against: str) -> str:
-    """All tables, each under its setting."""
-    return (
-        "\n\n".join(
-            f"**{format_setting(setting)}**\n\n{comparison_table(rows, against)}" for setting, rows in apart.items()
-        )
-        + "\n"
-    )
-
-
-def parser() -> argparse.ArgumentParser:
-    """The flags."""
-    made = argparse.ArgumentParser(
-        prog="python -m mmspec.app.studies.blocks",
-        description=__doc__,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add = made.add_argument
-    add("files", nargs="+", type=Path, metavar="FILE.json", help="of `mmspec bench --json`")
-    add("--against", default="msd@5", metavar="NAME", help="what shares are of (default msd@5)")
-    add("--markdown", metavar="FILE.md")
-    add("--plot", metavar="FILE.png")
-    return made
+def format_block_tables(groups: Mapping[BenchSetting, Sequence[ResultRow]], against: str) -> str:
+    """All tables as Markdown, each under its setting."""
+    parts = [f"**{setting}**\n\n{comparison_table(rows, against)}" for setting, rows in groups.items()]
+    return "\n\n".join(parts) + "\n"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line."""
-    args = parser().parse_args(argv)
+    """Run the command line; returns the exit code."""
+    parser = module_parser("mmspec.app.studies.blocks", __doc__, EPILOG)
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE.json", help="of `mmspec bench --json`")
+    against_help = "drafter whose values the shares refer to (default msd@5)"
+    parser.add_argument("--against", default="msd@5", metavar="NAME", help=against_help)
+    add_result_options(parser, markdown_help="write the tables", plot_help="write the panels (needs matplotlib)")
+    args = parser.parse_args(argv)
+    files = ResultFiles.from_args(args)
     try:
-        apart = group_by_setting([row for file in args.files for row in read_rows(file)])
-        told = markdown(apart, args.against)
-        for file in filter(None, (args.markdown, args.plot)):
-            check_writable(file)
+        groups = group_by_setting([row for file in args.files for row in read_bench_rows(file)])
+        tables = format_block_tables(groups, args.against)
+        files.check()
     except UsageError as error:
-        parser().error(str(error))
-    print(told, end="")
-    if args.markdown:
-        Path(args.markdown).write_text(told, encoding="utf-8")
-    if args.plot:
-        from mmspec.app.bench.plot import plot_blocks
-
-        plot_blocks({format_setting(setting): rows for setting, rows in apart.items()}, Path(args.plot))
+        parser.error(str(error))
+    print(tables, end="")
+    by_title = {str(setting): rows for setting, rows in groups.items()}
+    files.write([], tables, lambda file: plot_blocks(by_title, file))
     return 0
 
 

@@ -6,7 +6,7 @@ import copy
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,7 +15,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from mmspec.app.bench.recorder import RecordingDrafter
 from mmspec.app.modeling.load import synchronize
 from mmspec.control.draft_cost import DraftCostModel
-from mmspec.interfaces import Prompt, VerifyResult
+from mmspec.drafters.eagle.drafter import EagleDrafter
+from mmspec.interfaces import Drafter, Prompt, VerifyResult
+
+ResultT = TypeVar("ResultT")
 
 
 @dataclass
@@ -28,51 +31,57 @@ class PrefillCost:
 
 
 class PrefillRecorder(RecordingDrafter):
-    """A `RecordingDrafter` that measures the drafter's prefill on a synchronised device."""
+    """A `RecordingDrafter` that measures the drafter's prefill on a synchronised device.
 
-    def __init__(self, inner: Any, device: torch.device) -> None:
+    A drafter without a draft head has no prefill: its cost has no bytes and no operations.
+    """
+
+    def __init__(self, inner: Drafter, device: torch.device) -> None:
         super().__init__(inner)
         self.device, self.cost = device, PrefillCost()
         self._prompt: Prompt | None = None
-        self._reads = hasattr(inner, "sync")
-        # What a compressor goes by in this call, for `count`; the drafter's own goes on learning.
-        self._known = DraftCostModel(copy.deepcopy(inner.cost_model.by_batch)) if self._reads else None
+        self._head_drafter = inner if isinstance(inner, EagleDrafter) else None
+        # The costs that a compressor goes by in this call, for `count_flops`; the drafter's own are updated meanwhile.
+        self._cost_model = (
+            DraftCostModel(copy.deepcopy(self._head_drafter.cost_model.by_batch)) if self._head_drafter else None
+        )
 
     def begin(self, prompt: Prompt) -> Any:
         """See `Drafter`."""
         self._prompt = prompt
         return self._timed(lambda: super(PrefillRecorder, self).begin(prompt))
 
-    def observe(self, state: Any, verdict: VerifyResult, taps: Mapping[int, Tensor]) -> None:
-        """See `Drafter`; the first time the prompt is read, whether a draft is asked for or not."""
-        super().observe(state, verdict, taps)
-        if not self._reads or len(self._results) > 1:
+    def observe(self, state: Any, result: VerifyResult, hidden_states: Mapping[int, Tensor]) -> None:
+        """See `Drafter`; the first call runs the prefill, even if no draft follows."""
+        super().observe(state, result, hidden_states)
+        drafter = self._head_drafter
+        if drafter is None or len(self._results) > 1:
             return
-        self._timed(lambda: self.inner.sync(state))  # type: ignore[attr-defined]
-        buffer = getattr(state, "kv_cache", None)
-        if buffer is not None:
-            config = self.inner.head.config  # type: ignore[attr-defined]
-            each = 2 * config.num_key_value_heads * config.head_dim * state.last_hidden.element_size()
-            self.cost.kv_bytes = sum(buffer.seq_lens) * each
+        self._timed(lambda: drafter.sync(state))
+        kv_cache = getattr(state, "kv_cache", None)
+        if kv_cache is not None:
+            config = drafter.head.config
+            position_bytes = 2 * config.num_key_value_heads * config.head_dim * state.last_hidden.element_size()
+            self.cost.kv_bytes = sum(kv_cache.seq_lens) * position_bytes
 
     def count_flops(self) -> None:
-        """After the call, count the operations of reading: of the same once more, from which nothing is learned."""
-        if not self._reads or self._prompt is None:
+        """After the call, count the operations of the prefill in a second one, which updates no costs."""
+        if self._head_drafter is None or self._cost_model is None or self._prompt is None:
             return
-        twin: Any = copy.copy(self.inner)
-        twin.cost_model = self._known
+        twin = copy.copy(self._head_drafter)
+        twin.cost_model = self._cost_model
         with FlopCounterMode(display=False) as counter:
             state = twin.begin(self._prompt)
             twin.observe(state, self._results[0][0], {})
             twin.sync(state)
         self.cost.flops = counter.get_total_flops()
 
-    def _timed(self, do: Callable[[], Any]) -> Any:
+    def _timed(self, function: Callable[[], ResultT]) -> ResultT:
         synchronize(self.device)
-        began = time.perf_counter()
-        result = do()
+        start_time = time.perf_counter()
+        result = function()
         synchronize(self.device)
-        self.cost.seconds += time.perf_counter() - began
+        self.cost.seconds += time.perf_counter() - start_time
         return result
 
 

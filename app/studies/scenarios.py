@@ -7,15 +7,19 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
+from mmspec.app.cli.arguments import split_commas
 from mmspec.app.modeling.captioner import Captioner
 from mmspec.app.scenes.render import render_scene
 from mmspec.app.scenes.tasks import SceneRequest, generate_requests
 from mmspec.app.scenes.world import generate_clip
 from mmspec.targets.registry import find_adapter
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, ProcessorMixin
 
 SCENARIOS = {"short": 1, "one": 1, "four": 4, "clip8": 8, "clip32": 32}
 """{scenario: images}; clips of other lengths are accepted too. `short` and `one` differ in the question."""
@@ -38,64 +42,56 @@ def count_images(shape: str) -> int:
     return int(found[1]) if found else SCENARIOS[shape]
 
 
-def generate_scenario(shape: str, first: int) -> Iterator[SceneRequest]:
-    """Endless requests of a scenario, from a seed on."""
-    pictures = count_images(shape)
+def generate_scenario(shape: str, scene_seed: int) -> Iterator[SceneRequest]:
+    """Endless requests of a scenario; `scene_seed` is the seed of the first scene."""
+    num_images = count_images(shape)
     if shape == "short":
-        yield from generate_requests("answer", first)
+        yield from generate_requests("answer", scene_seed)
     if shape == "one":
-        yield from generate_requests("describe", first)
+        yield from generate_requests("describe", scene_seed)
     if shape == "four":
-        singles = generate_requests("describe", first)
+        single_requests = generate_requests("describe", scene_seed)
         while True:
-            four = list(islice(singles, pictures))
-            yield replace(four[0], images=tuple(one.images[0] for one in four))
-    for one in generate_requests("clip", first):
-        moving = generate_clip(one.seed, pictures)
-        yield replace(one, images=tuple(map(render_scene, moving.frames)), ground_truth=moving)
+            group = list(islice(single_requests, num_images))
+            yield replace(group[0], images=tuple(request.images[0] for request in group))
+    for request in generate_requests("clip", scene_seed):
+        clip = generate_clip(request.seed, num_images)
+        yield replace(request, images=tuple(map(render_scene, clip.frames)), ground_truth=clip)
 
 
-def count_prompt_tokens(model: Any, processor: Any, request: SceneRequest) -> tuple[int, int]:
+def count_prompt_tokens(model: PreTrainedModel, processor: ProcessorMixin, request: SceneRequest) -> tuple[int, int]:
     """(visual tokens, all tokens) of the prompt of a request."""
     ids = Captioner(model, processor).build_inputs([request.images], [request.question])["input_ids"]
     placeholders = torch.tensor(find_adapter(model).media_token_ids, device=ids.device)
     return int(torch.isin(ids, placeholders).sum()), ids.shape[1]
 
 
-def fit_to_context(shape: str, model: Any, processor: Any, new_tokens: int) -> str:
+def fit_to_context(shape: str, model: PreTrainedModel, processor: ProcessorMixin, new_tokens: int) -> str:
     """The scenario, or the longest clip whose prompt and answer fit the context of the model.
 
     Raises:
         ValueError: not even a clip of two frames fits.
     """
-    places = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    if CLIP_PATTERN.fullmatch(shape) is None or places is None:
+    max_positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if CLIP_PATTERN.fullmatch(shape) is None or max_positions is None:
         return shape
 
     def fits(frames: int) -> bool:
-        return (
-            count_prompt_tokens(model, processor, next(generate_scenario(f"clip{frames}", 0)))[1]
-            + new_tokens
-            + RESERVED_POSITIONS
-            <= places
-        )
+        request = next(generate_scenario(f"clip{frames}", 0))
+        _, num_prompt_tokens = count_prompt_tokens(model, processor, request)
+        return num_prompt_tokens + new_tokens + RESERVED_POSITIONS <= max_positions
 
     visual, tokens = count_prompt_tokens(model, processor, next(generate_scenario("clip2", 0)))
-    room = places - (tokens - visual) - new_tokens - RESERVED_POSITIONS
+    room = max_positions - (tokens - visual) - new_tokens - RESERVED_POSITIONS
     frames = min(count_images(shape), 2 * room // max(1, visual))
     while frames > 1 and not fits(frames):
         frames -= 1
     if frames < 2:
         raise ValueError(
-            f"a clip and {new_tokens} new tokens must fit into the {places} positions of this model, and two frames "
-            f"alone are a prompt of {tokens}: ask for fewer new tokens."
+            f"a clip and {new_tokens} new tokens must fit into the {max_positions} positions of this model, and two "
+            f"frames alone are a prompt of {tokens}: ask for fewer new tokens."
         )
     return f"clip{frames}"
-
-
-def split_commas(text: str) -> list[str]:
-    """Comma-separated names."""
-    return [word.strip() for word in text.split(",") if word.strip()]
 
 
 def parse_shapes(text: str) -> list[str]:
@@ -111,7 +107,7 @@ def parse_shapes(text: str) -> list[str]:
 def parse_shares(text: str) -> list[int]:
     """Comma-separated numbers from 0 on."""
     try:
-        values = [int(word) for word in split_commas(text)]
+        values = [int(number) for number in split_commas(text)]
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"shares are whole numbers; got {text!r}") from error
     if min(values, default=0) < 0:
@@ -127,5 +123,4 @@ __all__ = [
     "generate_scenario",
     "parse_shapes",
     "parse_shares",
-    "split_commas",
 ]

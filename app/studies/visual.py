@@ -1,14 +1,13 @@
-"""`python -m mmspec.app.studies.visual`: what it costs and what it brings to show a drafter fewer visual tokens.
+"""`python -m mmspec.app.studies.visual`: costs and benefits of a drafter that sees fewer visual tokens.
 
-Each way decodes the same held-out requests, in an order drawn anew: one picture, four pictures, clips. Reports
-tau, overall and on names of things; the time, the work and the memory of the drafter's own prefill; and the time of
-decoding and of whole calls, as ratios of paired runs. Intervals are over requests (bootstrap). The drafters that are
-named live through all shapes, so one that learns goes on learning.
+Each contestant decodes the same held-out requests, in a random order: one image, four images, clips. Reports tau,
+overall and on names of objects; time, operations and memory of the drafter's own prefill; and the time of decoding and
+of whole calls, as ratios of paired runs. Intervals are over requests (bootstrap). The drafters that the command line
+names persist over all shapes, so one that adapts continues to adapt.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import shlex
@@ -18,11 +17,11 @@ from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from statistics import mean, median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from tqdm import tqdm
 
-from mmspec.app.bench.config import check_writable
 from mmspec.app.bench.measure import (
     HF,
     NO_DRAFT,
@@ -30,66 +29,47 @@ from mmspec.app.bench.measure import (
     TimedRun,
     clone,
     gc_paused,
-    median_interval,
+    median_ci,
     run_once,
     share_kernel_timings,
 )
+from mmspec.app.bench.plot import plot_compression
+from mmspec.app.bench.results import ResultFiles
+from mmspec.app.bench.rows import ResultRow
 from mmspec.app.bench.session import provenance
-from mmspec.app.bench.specs import check_spec, get_compressor, get_drafter, parse_spec, patch_model, short_labels
-from mmspec.app.caption.command import positive_int
-from mmspec.app.caption.config import DEFAULT_MODEL
-from mmspec.app.cli.deprecated import add_renamed
+from mmspec.app.bench.specs import get_compressor, get_drafter, patch_model, short_labels
 from mmspec.app.errors import UsageError, one_line
 from mmspec.app.modeling.captioner import Captioner
 from mmspec.app.modeling.load import load_model
-from mmspec.app.scenes.world import FIRST_HELD_OUT_SEED
-from mmspec.app.studies import chooser_report as choices
+from mmspec.app.studies.chooser_report import compare_adaptive, format_comparison, run_names
 from mmspec.app.studies.prefill_recorder import PrefillCost, PrefillRecorder
-from mmspec.app.studies.scenarios import (
-    SCENARIOS,
-    count_prompt_tokens,
-    fit_to_context,
-    generate_scenario,
-    parse_shapes,
-    parse_shares,
-    split_commas,
-)
-from mmspec.app.studies.visual_report import format_row, markdown
+from mmspec.app.studies.scenarios import count_prompt_tokens, fit_to_context, generate_scenario
+from mmspec.app.studies.visual_config import CompressorStudyConfig, build_study_parser
+from mmspec.app.studies.visual_report import format_compressor_row, format_compressor_tables
 from mmspec.app.studies.word_classes import AnswerCounts, count_answer, metric_interval, metric_ratio_interval
+from mmspec.drafters.eagle.drafter import EagleDrafter
 from mmspec.interfaces import Drafter
 from mmspec.metrics.stats import Stats
 
-EPILOG = """\
-shapes
-  short    a picture and a short question     one      a picture to describe
-  four     four pictures to describe          clip8, clip32, clipN   a clip of so many frames, or of as many as the
-                                              model has positions for
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, ProcessorMixin
 
-compressors
-  as for mmspec.patch; own is the one that a drafter was trained with, which then keeps fewer tokens: --compressors own
-  cost-based depends on the measured cost of prefill here, and so does not work with --nodes
-
-rows
-  *_over are multiples of what the first drafter takes (tau_over: of its tau), speedup_* of its speed, speedup_hf* of
-  that of plain generate, *_ci their 95% intervals; names is the share of their tokens that was guessed, names_tau their
-  tokens for each forward that one of them cost. Without --nodes tau follows a controller that goes by measured times.
-  Ways that choose for each prompt (elastic, cost-based) are compared with the best fixed way, by the sum of all seconds
-  and by the mean over shapes, and against the best way for each request: by forwards, and by seconds (a bound that is
-  too good, picked after the fact from noisy times).
-
-examples
-  python -m mmspec.app.studies.visual out/msd --compressors pool,stride,relevant --json study.json --markdown study.md
-  python -m mmspec.app.studies.visual out/msd out/msd+cost-based out/msd-latent --shapes short,one,clip8
-  python -m mmspec.app.studies.visual out/msd-latent --compressors own --nodes 16
-"""
+RENAMED_STUDY_KEYS = {
+    "first_seed": "scene_seed",
+    "way": "spec",
+    "kept": "num_compressed_tokens",
+    "visual": "num_visual_tokens",
+}
+"""{key of an older version: key now}."""
 
 
 @dataclass
 class CompressorRun:
-    """A drafter, perhaps with a compressor, and what was measured of it, request by request.
+    """A drafter, perhaps with a compressor, and its measurements, request by request.
 
     Attributes:
-        shares: 1/share of the visual tokens were asked for (0: one token); empty for a way that was named.
+        name: spec of the drafter; `HF` for plain `generate`.
+        shares: budgets: 1/share of the visual tokens (0: one token); empty for a drafter of the command line.
     """
 
     name: str
@@ -101,195 +81,181 @@ class CompressorRun:
 
 
 def plan_runs(
-    names: Sequence[str], compressors: Sequence[str], shares: Sequence[int], visual: int
+    names: Sequence[str], compressors: Sequence[str], shares: Sequence[int], num_visual_tokens: int
 ) -> dict[str, list[int]]:
-    """Every drafter alone, then the first with each compressor; {name: 1/shares of the tokens it keeps (0: one)}."""
-    ways: dict[str, list[int]] = {name: [] for name in names}
-    for what in compressors:
+    """Every drafter alone, then the first one with each compressor.
+
+    Returns:
+        {spec: its shares: 1/share of the visual tokens are its budget (0: one token)}.
+    """
+    plan: dict[str, list[int]] = {name: [] for name in names}
+    for compressor in compressors:
         for share in shares:
-            size = 1 if not share else max(1, visual // share)
-            ways.setdefault(f"{names[0]}+{what}:{size}", []).append(share)
-    return ways
+            budget = 1 if not share else max(1, num_visual_tokens // share)
+            plan.setdefault(f"{names[0]}+{compressor}:{budget}", []).append(share)
+    return plan
 
 
 def build_runs(
-    model: Any,
-    processor: Any,
-    ways: Mapping[str, Sequence[int]],
+    model: PreTrainedModel,
+    processor: ProcessorMixin,
+    plan: Mapping[str, Sequence[int]],
     nodes: int | None = None,
-    before: Sequence[CompressorRun] = (),
+    previous: Sequence[CompressorRun] = (),
 ) -> list[CompressorRun]:
-    """Plain `generate`, our loop without drafts, and each way, on clones that share their weights.
+    """Plain `generate`, our loop without drafts, and each spec of `plan`, on clones that share their weights.
 
     Args:
-        before: the field of the shape before; who was in it under the same name stays, with what it has learned.
+        previous: runs of the shape before; a spec that is among them keeps its model, with all that it has adapted.
     """
-    models = {way.name: way.contestant.model for way in before}
-    plain = models[HF] if before else clone(model)
-    made = [CompressorRun(HF, Contestant(HF, plain))]
-    for name in dict.fromkeys((NO_DRAFT, *ways)):
-        ours = models[name] if name in models else patch_model(clone(model), name, processor, nodes)
-        made.append(CompressorRun(name, Contestant(name, ours), get_drafter(ours), ways.get(name, ())))
-    share_kernel_timings([way.contestant.model for way in made])
-    return made
+    models = {run.name: run.contestant.model for run in previous}
+    plain = models[HF] if previous else clone(model)
+    runs = [CompressorRun(HF, Contestant(HF, plain))]
+    for name in dict.fromkeys((NO_DRAFT, *plan)):
+        patched = models[name] if name in models else patch_model(clone(model), name, processor, nodes)
+        runs.append(CompressorRun(name, Contestant(name, patched), get_drafter(patched), plan.get(name, ())))
+    share_kernel_timings([run.contestant.model for run in runs])
+    return runs
 
 
 @gc_paused()
 def run_contest(
-    field_: Sequence[CompressorRun],
-    processor: Any,
+    runs: Sequence[CompressorRun],
+    processor: ProcessorMixin,
     shape: str,
-    first: int,
+    scene_seed: int,
     count: int,
-    most: int,
-    tick: Callable[[int], Any],
+    max_new_tokens: int,
+    tick: Callable[[int], object],
 ) -> None:
-    """Everybody on the same requests; the first request warms up."""
-    maker = Captioner(field_[0].contestant.model, processor)
-    for number, one in enumerate(islice(generate_scenario(shape, first), count + 1)):
-        inputs = maker.build_inputs([one.images], [one.question])
-        for way in random.Random(number).sample(field_, len(field_)):  # so that nobody always follows the same one
-            run, reader = _once(way, inputs, most)
+    """Decode the same requests with every contestant; the first request warms up."""
+    captioner = Captioner(runs[0].contestant.model, processor)
+    for number, request in enumerate(islice(generate_scenario(shape, scene_seed), count + 1)):
+        inputs = captioner.build_inputs([request.images], [request.question])
+        for run in random.Random(number).sample(runs, len(runs)):  # so that no contestant always follows the same one
+            timed, recorder = _run_recorded(run, inputs, max_new_tokens)
             tick(1)
             if not number:
                 continue
-            way.contestant.runs.append(run)
-            if reader is not None:
-                reader.count_flops()
-                way.answers.append(count_answer(reader.rounds(), processor.tokenizer, maker.eos_ids))
-                way.prefill_costs.append(reader.cost)
+            run.contestant.runs.append(timed)
+            if recorder is not None:
+                recorder.count_flops()
+                run.answers.append(count_answer(recorder.rounds(), processor.tokenizer, captioner.eos_ids))
+                run.prefill_costs.append(recorder.cost)
 
 
-def _once(way: CompressorRun, inputs: Mapping[str, Any], most: int) -> tuple[TimedRun, PrefillRecorder | None]:
-    """One call, with the drafter watched."""
-    if way.drafter is None:
-        return run_once(way.contestant, inputs, most, 0.0, 0), None
-    reader = PrefillRecorder(way.drafter, way.contestant.model.device)
-    return run_once(way.contestant, inputs, most, 0.0, 0, drafter=reader), reader
+def _run_recorded(
+    run: CompressorRun, inputs: Mapping[str, Any], max_new_tokens: int
+) -> tuple[TimedRun, PrefillRecorder | None]:
+    """One greedy call, with the drafter recorded if there is one."""
+    if run.drafter is None:
+        return run_once(run.contestant, inputs, max_new_tokens, 0.0, 0), None
+    recorder = PrefillRecorder(run.drafter, run.contestant.model.device)
+    return run_once(run.contestant, inputs, max_new_tokens, 0.0, 0, drafter=recorder), recorder
 
 
-def build_rows(field_: Sequence[CompressorRun], shape: str, base: str) -> Iterator[dict[str, Any]]:
-    """A row per way; times of prefill, decoding and calls as ratios to those of `base`, run by run.
+def build_rows(runs: Sequence[CompressorRun], shape: str, base: str) -> Iterator[ResultRow]:
+    """A row per spec; times of prefill, decoding and calls as ratios to those of `base`, request by request.
 
-    `*_over` are multiples of what the base takes (below 1 is less), `speedup_*` of its speed (above 1 is faster).
+    `*_over` are ratios of costs (below 1 is less), `speedup_*` ratios of speed (above 1 is faster).
     """
-    by_name = {way.name: way for way in field_}
-    ours = [way.name for way in field_ if way.name != HF]
-    short = dict(zip(ours, short_labels(ours), strict=True))
-    plain, whole = by_name[HF].contestant.runs, by_name[base]
-    for way in field_:
-        if way.name == HF:
-            continue
-        runs, stats = way.contestant.runs, [run.stats for run in way.contestant.runs if run.stats]
-        row: dict[str, Any] = {"shape": shape, "way": short[way.name], "base": short[base], "requests": len(runs)}
-        row |= {"drafter": short[way.name].partition("+")[0], "family": _family(way), "shares": list(way.shares)}
-        row |= dict(zip(("kept", "share"), _kept(way, stats), strict=True))
-        row |= {name: metric_interval(way.answers, name) for name in ("tau", "names", "names_tau")}
-        row["tau_over"] = metric_ratio_interval(way.answers, "tau", whole.answers)
-        row |= _reading(way.prefill_costs, whole.prefill_costs)
-        pairs = list(zip(runs, whole.contestant.runs, plain, strict=True))
-        ratios = {
-            "speedup_decode": [w.decode_s / max(r.decode_s, 1e-9) for r, w, _ in pairs],
-            "speedup_e2e": [w.total_s / r.total_s for r, w, _ in pairs],
-            "speedup_hf": [p.decode_s / max(r.decode_s, 1e-9) for r, _, p in pairs],
-            "speedup_hf_e2e": [p.total_s / r.total_s for r, _, p in pairs],
-        }
-        for name, values in ratios.items():
-            row |= {name: median(values), f"{name}_ci": median_interval(values)}
-        row["total_s"] = mean(run.total_s for run in runs)
-        row["seconds"] = [round(run.total_s, 5) for run in runs]
-        row["forwards"] = [answer.forwards for answer in way.answers]
-        row["identical"] = all(torch.equal(r.output_ids, p.output_ids) for r, _, p in pairs)
+    by_name = {run.name: run for run in runs}
+    speculative = [run for run in runs if run.name != HF]
+    names = [run.name for run in speculative]
+    labels = dict(zip(names, short_labels(names), strict=True))
+    plain_runs, base_run = by_name[HF].contestant.runs, by_name[base]
+    for run in speculative:
+        timed_runs = run.contestant.runs
+        stats = [timed.stats for timed in timed_runs if timed.stats]
+        label = labels[run.name]
+        row: ResultRow = {"shape": shape, "spec": label, "base": labels[base], "requests": len(timed_runs)}
+        row |= {"drafter": label.partition("+")[0], "family": _family(run), "shares": list(run.shares)}
+        row["num_compressed_tokens"], row["share"] = _compression(run, stats)
+        row |= {name: metric_interval(run.answers, name) for name in ("tau", "names", "names_tau")}
+        row["tau_over"] = metric_ratio_interval(run.answers, "tau", base_run.answers)
+        row |= _prefill_ratios(run.prefill_costs, base_run.prefill_costs)
+        row |= _speedups(timed_runs, base_run.contestant.runs, plain_runs)
+        row["total_s"] = mean(timed.total_s for timed in timed_runs)
+        row["seconds"] = [round(timed.total_s, 5) for timed in timed_runs]
+        row["forwards"] = [answer.forwards for answer in run.answers]
+        pairs = zip(timed_runs, plain_runs, strict=True)
+        row["identical"] = all(torch.equal(timed.output_ids, plain.output_ids) for timed, plain in pairs)
         yield row
 
 
-def _reading(mine: Sequence[PrefillCost], whole: Sequence[PrefillCost]) -> dict[str, float]:
-    """What reading prompts costs; nothing of a drafter that reads none."""
-    if not any(one.kv_bytes for one in mine):
+def _speedups(runs: Sequence[TimedRun], base_runs: Sequence[TimedRun], plain_runs: Sequence[TimedRun]) -> ResultRow:
+    """Medians of the paired ratios of speed, to the base and to plain `generate`, with their intervals."""
+    triples = list(zip(runs, base_runs, plain_runs, strict=True))
+    ratios = {
+        "speedup_decode": [base.decode_s / max(run.decode_s, 1e-9) for run, base, _ in triples],
+        "speedup_e2e": [base.total_s / run.total_s for run, base, _ in triples],
+        "speedup_hf": [plain.decode_s / max(run.decode_s, 1e-9) for run, _, plain in triples],
+        "speedup_hf_e2e": [plain.total_s / run.total_s for run, _, plain in triples],
+    }
+    row: ResultRow = {}
+    for name, values in ratios.items():
+        row |= {name: median(values), f"{name}_ci": median_ci(values)}
+    return row
+
+
+def _prefill_ratios(costs: Sequence[PrefillCost], base_costs: Sequence[PrefillCost]) -> dict[str, float]:
+    """Costs of the drafter's prefill, and their ratios to those of the base; empty for a drafter without one."""
+    if not any(cost.kv_bytes for cost in costs):
         return {}
-    pairs = list(zip(mine, whole, strict=True))
+    pairs = list(zip(costs, base_costs, strict=True))
     return {
-        "prefill_ms": 1e3 * median(one.seconds for one in mine),
-        "prefill_over": median(one.seconds / other.seconds for one, other in pairs),
-        "kv_kib": mean(one.kv_bytes for one in mine) / 1024,
-        "kv_over": median(one.kv_bytes / other.kv_bytes for one, other in pairs),
-        "mflops": mean(one.flops for one in mine) / 1e6,
-        "mflops_over": median(one.flops / other.flops for one, other in pairs),
+        "prefill_ms": 1e3 * median(cost.seconds for cost in costs),
+        "prefill_over": median(cost.seconds / base.seconds for cost, base in pairs),
+        "kv_kib": mean(cost.kv_bytes for cost in costs) / 1024,
+        "kv_over": median(cost.kv_bytes / base.kv_bytes for cost, base in pairs),
+        "mflops": mean(cost.flops for cost in costs) / 1e6,
+        "mflops_over": median(cost.flops / base.flops for cost, base in pairs),
     }
 
 
-def _kept(way: CompressorRun, stats: Sequence[Stats]) -> tuple[float | None, float | None]:
-    """Visual tokens that the drafter was shown, in the mean, and their share; (None, ...) if it was shown all."""
-    if visual := sum(one.num_visual_tokens for one in stats):
-        kept = sum(one.num_compressed_tokens for one in stats)
-        return kept / len(stats), kept / visual
-    if getattr(way.drafter, "visual_mode", None) == "text_only":
+def _compression(run: CompressorRun, stats: Sequence[Stats]) -> tuple[float | None, float | None]:
+    """Mean number of visual tokens after compression, and their share; (None, ...) without a compressor."""
+    if num_visual := sum(one.num_visual_tokens for one in stats):
+        num_compressed = sum(one.num_compressed_tokens for one in stats)
+        return num_compressed / len(stats), num_compressed / num_visual
+    if isinstance(run.drafter, EagleDrafter) and run.drafter.visual_mode == "text_only":
         return 0.0, 0.0
-    return None, 1.0 if any(reading.kv_bytes for reading in way.prefill_costs) else None
+    return None, 1.0 if any(cost.kv_bytes for cost in run.prefill_costs) else None
 
 
-def _family(way: CompressorRun) -> str:
-    """What shows the drafter fewer visual tokens, without their number."""
-    shows = get_compressor(way.contestant.model)
-    return "identity" if shows is None else str(shows.name)
-
-
-def parser() -> argparse.ArgumentParser:
-    """The flags."""
-    made = argparse.ArgumentParser(
-        prog="python -m mmspec.app.studies.visual",
-        description=__doc__,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add = made.add_argument
-    add("drafters", nargs="+", metavar="D", help="trained drafters; the first is what others are compared with")
-    add("--compressors", type=split_commas, default=[], metavar="C,C", help="with the first drafter, at every share")
-    add("--shares", type=parse_shares, default=[2, 4, 8, 16, 0], metavar="N,N", help="1/N of the tokens; 0: one token")
-    add("--shapes", type=parse_shapes, default=["one", "clip8"], metavar="S,S", help=f"of {', '.join(SCENARIOS)}")
-    add("--model", default=DEFAULT_MODEL)
-    add_renamed(made, "--scene-seed", "--first-seed", type=int, default=FIRST_HELD_OUT_SEED, metavar="S")
-    add("--count", type=positive_int, default=12, metavar="N", help="requests of each shape (default 12)")
-    add("--nodes", type=positive_int, default=None, metavar="N", help="score trees of N nodes (default: what pays)")
-    add("--max-new-tokens", type=positive_int, default=128, metavar="N")
-    add("--json", metavar="FILE")
-    add("--markdown", metavar="FILE.md", help="the tables")
-    add("--plot", metavar="FILE.png", help="tau against tokens kept")
-    add("--also", nargs="+", default=[], metavar="FILE", help="JSON of earlier runs, whose rows go before these")
-    add("--progress", action=argparse.BooleanOptionalAction, default=sys.stderr.isatty())
-    return made
+def _family(run: CompressorRun) -> str:
+    """Name of the compressor without its budget."""
+    compressor = get_compressor(run.contestant.model)
+    return "identity" if compressor is None else str(compressor.name)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line."""
-    given = list(sys.argv[1:] if argv is None else argv)
-    args = parser().parse_args(given)
+    """Run the command line; returns the exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    parser = build_study_parser(__doc__)
+    args = parser.parse_args(arguments)
+    files = ResultFiles.from_args(args)
     try:
         earlier = [row for file in args.also for row in read_earlier_rows(file)]
-        rows = measure_visual(args, shlex.join(["python", "-m", "mmspec.app.studies.visual", *given]))
+        config = CompressorStudyConfig.from_args(args)
+        files.check()
+        rows = measure_compressors(config, f"{parser.prog} {shlex.join(arguments)}")
     except UsageError as error:
-        parser().error(str(error))
-    for way, figures in choices.compare_adaptive(rows).items():
-        print(choices.format_comparison(way, figures))
-        for row in (row for row in rows if way in choices.run_names(row)):
-            row.setdefault("against", {})[way] = figures
+        parser.error(str(error))
+    for spec, comparison in compare_adaptive(rows).items():
+        print(format_comparison(spec, comparison))
+        for row in (row for row in rows if spec in run_names(row)):
+            row.setdefault("against", {})[spec] = comparison
     rows = [*earlier, *rows]
-    if args.json:
-        Path(args.json).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-    if args.markdown:
-        Path(args.markdown).write_text(markdown(rows), encoding="utf-8")
-    if args.plot:
-        from mmspec.app.bench.plot import plot_compression
-
-        plot_compression(rows, Path(args.plot))
+    files.write(rows, format_compressor_tables(rows), lambda file: plot_compression(rows, file))
     return 0
 
 
-def read_earlier_rows(file: str) -> list[dict[str, Any]]:
-    """What an earlier run wrote to --json.
+def read_earlier_rows(file: str) -> list[ResultRow]:
+    """The rows that an earlier run wrote to --json, with the keys of this version.
 
     Raises:
-        UsageError: it did not write that.
+        UsageError: the file cannot be read, or is not of this study.
     """
     try:
         rows = json.loads(Path(file).read_text(encoding="utf-8"))
@@ -297,48 +263,38 @@ def read_earlier_rows(file: str) -> list[dict[str, Any]]:
         raise UsageError(f"--also takes files of --json; {file} cannot be read: {one_line(error)}") from error
     if not isinstance(rows, list) or not all(isinstance(row, dict) and "shape" in row for row in rows):
         raise UsageError(f"--also takes files of --json of this command; {file} is none")
-    return [row | ({"scene_seed": row.pop("first_seed")} if "first_seed" in row else {}) for row in rows]
+    return [{RENAMED_STUDY_KEYS.get(key, key): value for key, value in row.items()} for row in rows]
 
 
-def measure_visual(args: argparse.Namespace, command: str) -> list[dict[str, Any]]:
-    """All rows, printed as they come.
+def measure_compressors(config: CompressorStudyConfig, command: str) -> list[ResultRow]:
+    """All rows, printed as they are measured; `command` is the command line, for `run.command` of the rows.
 
     Raises:
-        UsageError: what was asked cannot be done.
+        UsageError: the model or a drafter cannot be used; the first drafter is not a trained one.
     """
-    from tqdm import tqdm
-
-    first = args.drafters[0]
-    if args.compressors and (parse_spec(first).compressor or parse_spec(first).own_tokens):
-        raise UsageError(f"--compressors go with the first drafter, which has one: {first!r}; put it later")
-    for name in (*args.drafters, *(f"{first}+{what}:1" for what in args.compressors)):
-        check_spec(name)
-    for file in filter(None, (args.json, args.markdown, args.plot)):
-        check_writable(file)
-    model, processor = load_model(args.model)
-    shared = {name: getattr(args, name) for name in ("model", "scene_seed", "max_new_tokens", "nodes")}
+    model, processor = load_model(config.model)
+    shared: ResultRow = {name: getattr(config, name) for name in ("model", "scene_seed", "max_new_tokens", "nodes")}
     shared["run"] = provenance(command, model.device)
-    rows: list[dict[str, Any]] = []
-    field_: list[CompressorRun] = []
-    for wanted in args.shapes:
+    is_hidden = not (sys.stderr.isatty() if config.progress is None else config.progress)
+    rows: list[ResultRow] = []
+    runs: list[CompressorRun] = []
+    for wanted in config.shapes:
         try:
-            shape = fit_to_context(wanted, model, processor, args.max_new_tokens)
-            visual, _ = count_prompt_tokens(model, processor, next(generate_scenario(shape, args.scene_seed)))
-            ways = plan_runs(args.drafters, args.compressors, args.shares, visual)
-            field_ = build_runs(model, processor, ways, args.nodes, field_)
+            shape = fit_to_context(wanted, model, processor, config.max_new_tokens)
+            request = next(generate_scenario(shape, config.scene_seed))
+            num_visual_tokens, _ = count_prompt_tokens(model, processor, request)
+            plan = plan_runs(config.drafters, config.compressors, config.shares, num_visual_tokens)
+            runs = build_runs(model, processor, plan, config.nodes, runs)
         except (OSError, TypeError, ValueError) as error:
             raise UsageError(one_line(error, 600)) from error
-        if not hasattr(next(way.drafter for way in field_ if way.name == args.drafters[0]), "sync"):
-            raise UsageError(
-                f"the first drafter is to be a trained one, which reads its prompt; got {args.drafters[0]!r}"
-            )
-        given = shape, args.scene_seed, args.count, args.max_new_tokens
-        with tqdm(total=(args.count + 1) * len(field_), desc=shape, disable=not args.progress) as bar:
-            run_contest(field_, processor, *given, bar.update)
-        for row in build_rows(field_, shape, first):
-            row |= {"visual": visual} | shared
+        if not isinstance(next(run.drafter for run in runs if run.name == config.base), EagleDrafter):
+            raise UsageError(f"the first drafter must be a trained one, with a prefill; got {config.base!r}")
+        with tqdm(total=(config.count + 1) * len(runs), desc=shape, disable=is_hidden) as bar:
+            run_contest(runs, processor, shape, config.scene_seed, config.count, config.max_new_tokens, bar.update)
+        for row in build_rows(runs, shape, config.base):
+            row |= {"num_visual_tokens": num_visual_tokens} | shared
             rows.append(row)
-            print(format_row(row), flush=True)
+            print(format_compressor_row(row), flush=True)
     return rows
 
 

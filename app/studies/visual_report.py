@@ -5,19 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from mmspec.app.bench.rows import num_drafter_tokens
 from mmspec.app.studies.intervals import format_ci
 
-HEADINGS = ["way", "shown", "tau", "over", "names guessed", "names' tau", "prefill ms", "over", "operations over"]
-HEADINGS += ["KV KiB", "over", "decode speed over", "call speed over", "decode speed over hf", "identical"]
-"""Of the tables."""
-TITLE = "**{shape}: {visual} visual tokens, {requests} requests; over: in multiples of what {base} has**"
+COMPRESSOR_HEADINGS = ["drafter", "visual tokens", "tau", "over", "names accepted", "names' tau", "prefill ms", "over"]
+COMPRESSOR_HEADINGS += ["operations over", "KV KiB", "over", "decode speed over", "call speed over"]
+COMPRESSOR_HEADINGS += ["decode speed over hf", "identical"]
+"""Columns of the tables."""
+TITLE = "**{shape}: {num_visual_tokens} visual tokens, {requests} requests; over: ratio to {base}**"
 
 
-def format_row(row: Mapping[str, Any]) -> str:
+def format_compressor_row(row: Mapping[str, Any]) -> str:
     """A row as it is printed."""
-    kept = "" if row["kept"] is None else f"{row['kept']:.0f} ({row['share']:.1%})"
+    num_compressed = row["num_compressed_tokens"]
+    tokens = "" if num_compressed is None else f"{num_compressed:.0f} ({row['share']:.1%})"
     cells = [
-        f"{row['shape']:<7} {row['way']:<28} {kept:>12}",
+        f"{row['shape']:<7} {row['spec']:<28} {tokens:>12}",
         f"tau {format_ci(row['tau'])}, x{format_ci(row['tau_over'])}",
     ]
     cells.append(f"names {row['names'][0]:.2f}, tau {row['names_tau'][0]:.2f}")
@@ -28,20 +31,19 @@ def format_row(row: Mapping[str, Any]) -> str:
     return "  ".join(cells) + ("" if row["identical"] else "  DIFFERS")
 
 
-def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
-    """A table for each shape."""
+def format_compressor_tables(rows: Sequence[Mapping[str, Any]]) -> str:
+    """A Markdown table for each shape."""
     parts = []
     for shape in dict.fromkeys(row["shape"] for row in rows):
-        mine = [row for row in rows if row["shape"] == shape]
-        lines = [HEADINGS, ["---"] * len(HEADINGS), *map(_cells, mine)]
-        parts.append("\n".join([TITLE.format(**mine[0]), "", *(f"| {' | '.join(line)} |" for line in lines)]))
+        group = [row for row in rows if row["shape"] == shape]
+        lines = [COMPRESSOR_HEADINGS, ["---"] * len(COMPRESSOR_HEADINGS), *map(_cells, group)]
+        parts.append("\n".join([TITLE.format(**group[0]), "", *(f"| {' | '.join(line)} |" for line in lines)]))
     return "\n\n".join(parts) + "\n"
 
 
 def _cells(row: Mapping[str, Any]) -> list[str]:
-    """A row of its shape's table, as `HEADINGS` has it."""
-    shown = row["visual"] if row["kept"] is None else row["kept"]
-    cells = [row["way"], "-" if row["share"] is None else f"{shown:.0f} ({row['share']:.1%})"]
+    """The cells of a row, in the order of `COMPRESSOR_HEADINGS`."""
+    cells = [row["spec"], "-" if row["share"] is None else f"{num_drafter_tokens(row):.0f} ({row['share']:.1%})"]
     cells += [format_ci(row["tau"]), format_ci(row["tau_over"]), f"{row['names'][0]:.0%}", format_ci(row["names_tau"])]
     if "prefill_ms" in row:
         form = "{prefill_ms:.1f}|{prefill_over:.2f}|{mflops_over:.3f}|{kv_kib:.1f}|{kv_over:.3f}"
@@ -52,4 +54,4 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
     return [*cells, f"{row['speedup_hf']:.2f}", "yes" if row["identical"] else "NO"]
 
 
-__all__ = ["HEADINGS", "format_row", "markdown"]
+__all__ = ["COMPRESSOR_HEADINGS", "format_compressor_row", "format_compressor_tables"]

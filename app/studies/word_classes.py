@@ -1,7 +1,7 @@
 """Accepted draft tokens by class of word, with bootstrap intervals over requests.
 
-A token counts as guessed if it was drafted and accepted, so that it cost no target forward of its own. Words in
-capitals are text on signs. Depends on no drafter and no command.
+An accepted draft token costs no target forward of its own. Words in capitals are text on signs. Depends on no drafter
+and no command.
 """
 
 from __future__ import annotations
@@ -10,12 +10,15 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, TypeAlias
 
 from mmspec.app.bench.measure import bootstrap_interval
 from mmspec.app.bench.rounds import ACCEPTED, CORRECTED, Round
 from mmspec.app.scenes.objects import KIND_BY_NAME
 from mmspec.app.scenes.world import BACKGROUND_COLOURS, BACKGROUND_TEXTURES, SIZE_CLASSES
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 POSITION_WORDS = frozenset(("upper", "lower", "left", "right", "top", "bottom", "center", "above", "below"))
 ATTRIBUTE_WORDS = frozenset(
@@ -32,12 +35,12 @@ ATTRIBUTE_WORDS = frozenset(
         "smaller",
     )
 )
-_JOINING = """
+_FUNCTION_WORDS = """
 a an the and of to from in on at with before against beside front it is are there that where all other no does not
 """
-FUNCTION_WORDS = frozenset(_JOINING.split())
-"""Of the grammar's words, those that only join others."""
-CLASSES = ("names", "places", "looks", "function", "other")
+FUNCTION_WORDS = frozenset(_FUNCTION_WORDS.split())
+"""The function words of the grammar."""
+CLASSES = ("names", "positions", "attributes", "function", "other")
 
 
 def classify_word(word: str) -> str:
@@ -48,16 +51,17 @@ def classify_word(word: str) -> str:
     if low in KIND_BY_NAME:
         return "names"
     if low in POSITION_WORDS:
-        return "places"
+        return "positions"
     if low in ATTRIBUTE_WORDS:
-        return "looks"
+        return "attributes"
     return "function" if low in FUNCTION_WORDS else "other"
 
 
-def word_class_per_token(tokenizer: Any, ids: Sequence[int]) -> list[str]:
+def word_class_per_token(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[str]:
     """The class of the word that each token belongs to; a word may be several tokens."""
-    classes, text = [], ""
-    ends = []
+    classes: list[str] = []
+    ends: list[int] = []
+    text = ""
     for number in range(len(ids)):
         text = tokenizer.decode(ids[: number + 1])
         ends.append(len(text))
@@ -75,32 +79,33 @@ class AnswerCounts:
     """Counts of one answer: tokens after the first, target forwards after the prefill.
 
     Attributes:
-        total: tokens per class. guessed: accepted drafts per class. corrected: tokens emitted after a rejected draft.
+        total: tokens per class. accepted: of them, accepted draft tokens. corrected: tokens after a rejected draft.
     """
 
     tokens: int
     forwards: int
     total: dict[str, int] = field(default_factory=lambda: defaultdict(int))
-    guessed: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    accepted: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     corrected: dict[str, int] = field(default_factory=lambda: defaultdict(int))
 
 
-def count_answer(rounds: Sequence[Round], tokenizer: Any, ends: Sequence[int]) -> AnswerCounts:
-    """Count one answer from its rounds, the first of which is the prompt's; end tokens belong to no class."""
+def count_answer(rounds: Sequence[Round], tokenizer: PreTrainedTokenizerBase, eos_ids: Sequence[int]) -> AnswerCounts:
+    """Count one answer from its rounds, the first of which is the prefill's; end tokens belong to no class."""
     classes = word_class_per_token(tokenizer, [token for one in rounds for token in one.emitted])
     later = [one for one in rounds[1:] if one.emitted]
-    made, place = AnswerCounts(sum(len(one.emitted) for one in later), len(later)), len(rounds[0].emitted)
+    counts = AnswerCounts(sum(len(one.emitted) for one in later), len(later))
+    position = len(rounds[0].emitted)
     for one in later:
-        for token, how in zip(one.emitted, one.token_kinds, strict=True):
-            if token not in ends:
-                made.total[classes[place]] += 1
-                made.guessed[classes[place]] += how == ACCEPTED
-                made.corrected[classes[place]] += how == CORRECTED
-            place += 1
-    return made
+        for token, kind in zip(one.emitted, one.token_kinds, strict=True):
+            if token not in eos_ids:
+                counts.total[classes[position]] += 1
+                counts.accepted[classes[position]] += kind == ACCEPTED
+                counts.corrected[classes[position]] += kind == CORRECTED
+            position += 1
+    return counts
 
 
-Value = Callable[[Sequence[AnswerCounts]], float]
+Metric: TypeAlias = Callable[[Sequence[AnswerCounts]], float]
 
 
 def _sum(answers: Sequence[AnswerCounts], what: str, kind: str) -> int:
@@ -111,44 +116,44 @@ def _tau(answers: Sequence[AnswerCounts]) -> float:
     return sum(answer.tokens for answer in answers) / max(1, sum(answer.forwards for answer in answers))
 
 
-def _share(kind: str) -> Value:
-    """Guessed tokens among all of a class."""
-    return lambda answers: _sum(answers, "guessed", kind) / max(1, _sum(answers, "total", kind))
+def _share(kind: str) -> Metric:
+    """Accepted draft tokens among all of a class."""
+    return lambda answers: _sum(answers, "accepted", kind) / max(1, _sum(answers, "total", kind))
 
 
-def _accepted(kind: str) -> Value:
-    """Guessed tokens among those of a class where something was guessed."""
+def _accepted(kind: str) -> Metric:
+    """Accepted draft tokens among those of a class for which something was drafted."""
 
     def value(answers: Sequence[AnswerCounts]) -> float:
-        kept = _sum(answers, "guessed", kind)
-        return kept / max(1, kept + _sum(answers, "corrected", kind))
+        accepted = _sum(answers, "accepted", kind)
+        return accepted / max(1, accepted + _sum(answers, "corrected", kind))
 
     return value
 
 
-def _tau_of(kind: str) -> Value:
+def _tau_of(kind: str) -> Metric:
     """Tokens of a class for each forward that one of them cost."""
 
     def value(answers: Sequence[AnswerCounts]) -> float:
         total = _sum(answers, "total", kind)
-        return total / max(1, total - _sum(answers, "guessed", kind))
+        return total / max(1, total - _sum(answers, "accepted", kind))
 
     return value
 
 
-METRICS: dict[str, Value] = {
+METRICS: dict[str, Metric] = {
     "tau": _tau,
     **{kind: _share(kind) for kind in CLASSES},
     **{f"{kind}_accepted": _accepted(kind) for kind in CLASSES},
     **{f"{kind}_tau": _tau_of(kind) for kind in CLASSES},
 }
-"""Metrics of answers: tau, and per class the guessed share, the acceptance rate and tau."""
+"""Metrics of answers: tau, and per class the accepted share, the acceptance rate and tau."""
 
 
 def metric_interval(
     answers: Sequence[AnswerCounts], name: str, over: Sequence[AnswerCounts] | None = None
 ) -> tuple[float, float, float]:
-    """(value, low, high) of one of `VALUES`, 95% over requests.
+    """(value, low, high) of one of `METRICS`, 95% over requests.
 
     Args:
         over: answers to the same requests; the difference to theirs, paired by request.
@@ -165,9 +170,9 @@ def metric_interval(
 def metric_ratio_interval(
     answers: Sequence[AnswerCounts], name: str, of: Sequence[AnswerCounts]
 ) -> tuple[float, float, float]:
-    """(value, low, high): how many times the value of other answers to the same requests, request paired with request.
+    """(value, low, high) of the ratio to other answers to the same requests, request paired with request.
 
-    1 where theirs is 0, which of tau it is only if there was nothing to guess.
+    1 if theirs is 0: tau is 0 only if every answer is a single token.
     """
     value = METRICS[name]
 

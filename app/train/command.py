@@ -11,8 +11,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mmspec.app.caption.command import MODEL_HELP, hide_progress_bars, positive_int
-from mmspec.app.caption.config import DTYPES, SCENES_MODEL, ProcessInfo
+from mmspec.app.caption.config import ProcessInfo
+from mmspec.app.cli.arguments import (
+    Commands,
+    add_command,
+    add_device_options,
+    add_model_option,
+    add_progress,
+    add_scene_seed,
+    hide_progress_bars,
+    non_negative_int,
+    positive_int,
+    split_commas,
+)
 from mmspec.app.cli.deprecated import DeprecatedFlag, add_renamed
 from mmspec.app.errors import UsageError
 from mmspec.app.train.config import TrainOptions
@@ -65,24 +76,24 @@ examples
 """
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], common: argparse.ArgumentParser) -> None:
+def add_parser(commands: Commands, common: argparse.ArgumentParser) -> None:
     """Register the command."""
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
+        common,
         "train",
-        parents=[common],
+        run,
         help="train a drafter for a model",
         description="Train draft heads on a target's own answers and hidden states.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.set_defaults(run=run)
-    add = parser.add_argument_group("what").add_argument
-    add("--target", default=SCENES_MODEL, metavar="M", help=MODEL_HELP)
+    group = parser.add_argument_group("what")
+    add = group.add_argument
+    add_model_option(group, "--target")
+    add_device_options(group)
     add("--drafter", type=parse_drafters, default=["msd"], metavar="D,D", help=f"of {', '.join(RECIPES)} (default msd)")
     add("--data", nargs="+", default=[], metavar="PATH", help="images, folders, manifests (default: generated scenes)")
     add("--out", type=Path, required=True, metavar="FOLDER", help="folder of the run")
-    add("--dtype", default="auto", choices=DTYPES, help="of the target; default as for caption")
-    add("--device", default="auto", metavar="DEV", help="default auto: the GPU if there is one")
     _add_training(parser.add_argument_group("how"))
 
 
@@ -90,8 +101,7 @@ def _add_training(how: argparse._ArgumentGroup) -> None:
     """Data, schedule, losses."""
     add = how.add_argument
     add("--count", type=positive_int, default=2000, metavar="N", help="requests of the scenes world (default 2000)")
-    scene_help = "seed of the first scene (default 10,000,000)"
-    add_renamed(how, "--scene-seed", "--first-seed", type=int, default=10_000_000, metavar="S", help=scene_help)
+    add_scene_seed(how, 10_000_000, "10,000,000")
     add(
         "--max-new-tokens",
         type=positive_int,
@@ -165,24 +175,12 @@ def _add_head(how: argparse._ArgumentGroup) -> None:
     )
     add("--seed", type=int, default=0, metavar="N")
     add("--minutes", type=float, default=math.inf, metavar="T", help="stop after this long; run again to go on")
-    add(
-        "--progress",
-        action=argparse.BooleanOptionalAction,
-        default=None,
-        help="bar (default: on a terminal, else lines)",
-    )
-
-
-def non_negative_int(text: str) -> int:
-    """A whole number, 0 or more."""
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"must be a whole number of 0 or more, got {text!r}")
-    return int(text)
+    add_progress(how, "bar (default: on a terminal, else lines)")
 
 
 def parse_drafters(text: str) -> list[str]:
     """Comma-separated drafters."""
-    names = [name.strip() for name in text.split(",") if name.strip()]
+    names = split_commas(text)
     for name in names:
         if name not in RECIPES:
             raise argparse.ArgumentTypeError(f"unknown drafter {name!r}; known are {', '.join(RECIPES)}")

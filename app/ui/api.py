@@ -45,7 +45,7 @@ def register_endpoints(context: Context) -> None:
         max_new_tokens: float = 128,
     ) -> Iterator[dict[str, Any] | None]:
         settings = context.parse_settings(model, drafter, compressor, temperature, seed, max_new_tokens)
-        is_clip = Path(file or "").suffix.lower() in videos.SUFFIXES
+        is_clip = Path(file or "").suffix.lower() in videos.VIDEO_SUFFIXES
         prompt = context.limits.check_question(default_prompt(is_clip) if question is None else question)
         path = context.limits.check_media_path(file)
         with open_session(context) as cancel_signal:

@@ -28,8 +28,8 @@ import torch
 from gradio_client import Client, handle_file
 
 from mmspec.app.bench.measure import HF, TimedRun, bootstrap_interval, build_contestants, gc_paused, run_once
-from mmspec.app.caption.command import positive_int
 from mmspec.app.caption.config import DEFAULT_MODEL
+from mmspec.app.cli.arguments import positive_int
 from mmspec.app.modeling.captioner import Captioner
 from mmspec.app.modeling.load import load_model
 from mmspec.app.scenes.examples import list_example_files

@@ -5,8 +5,15 @@ from __future__ import annotations
 import argparse
 from importlib.util import find_spec
 
-from mmspec.app.caption.command import MODEL_HELP, hide_progress_bars, positive_int, validate_drafter
-from mmspec.app.caption.config import DEFAULT_MODEL, DTYPES
+from mmspec.app.cli.arguments import (
+    Commands,
+    add_command,
+    add_device_options,
+    add_model_option,
+    hide_progress_bars,
+    positive_int,
+    validate_drafter,
+)
 from mmspec.app.errors import UsageError, one_line
 
 EPILOG = """\
@@ -23,22 +30,21 @@ mmspec examples runs the same comparison in the terminal, without gradio.
 DEFAULT_PORT = 7860
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], common: argparse.ArgumentParser) -> None:
+def add_parser(commands: Commands, common: argparse.ArgumentParser) -> None:
     """Register the command."""
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
+        common,
         "demo",
-        parents=[common],
+        run,
         help="pages in a browser: plain and speculative answers side by side",
         description="Ask about pictures and clips in a browser: plain generate and mmspec side by side.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.set_defaults(run=run)
     add = parser.add_argument
-    add("--model", default=DEFAULT_MODEL, metavar="M", help=MODEL_HELP)
+    add_model_option(parser)
     add("--drafter", default="auto", metavar="D", help="drafter (default auto)")
-    add("--dtype", default="auto", choices=DTYPES, help="default auto: the checkpoint's, float32 on a CPU")
-    add("--device", default="auto", metavar="DEV", help="default auto: the GPU if available")
+    add_device_options(parser)
     add("--host", default="127.0.0.1", metavar="H", help="address to listen on (default 127.0.0.1: this machine only)")
     add(
         "--allowed-host",

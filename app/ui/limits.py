@@ -94,7 +94,7 @@ class Limits:
         """
         file = self.check_media_path(path)
         try:
-            if file.suffix.lower() in videos.SUFFIXES:
+            if file.suffix.lower() in videos.VIDEO_SUFFIXES:
                 return videos.load_video(file, self.num_frames, self.max_pixels, isolated=DECODERS)
             return images.load_image(file, self.max_pixels, DECODERS)
         except ImageError as error:

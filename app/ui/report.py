@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mmspec.app.bench.rounds import PLAIN, Round, classify_tokens
+from mmspec.app.bench.rounds import NOT_DRAFTED, Round, classify_tokens
 from mmspec.app.ui.comparison import ComparisonRun, ComparisonSide, Difference
 from mmspec.app.ui.model_store import RunSettings
 from mmspec.app.ui.streamer import detokenize, token_label
@@ -102,7 +102,7 @@ def build_report(comparison: ComparisonRun) -> Report:
     image_uris = draw_visible_tokens(comparison.media, visible, is_cropped) if visible else []
     return Report(
         question=comparison.question,
-        plain=_build_trace("plain", comparison.plain, tokenizer, [PLAIN] * num_plain),
+        plain=_build_trace("plain", comparison.plain, tokenizer, [NOT_DRAFTED] * num_plain),
         mmspec=_build_trace("mmspec", comparison.mmspec, tokenizer, classify_tokens(rounds, num_tokens)),
         rounds=tuple(rounds),
         token_labels={token: token_label(tokenizer, token) for token in token_ids},

@@ -27,6 +27,7 @@ from mmspec.app.bench.measure import (
 )
 from mmspec.app.bench.requests import bench_images, build_requests
 from mmspec.app.bench.rows import current_keys
+from mmspec.app.cli.arguments import positive_ints
 from mmspec.app.cli.main import build_parser, main
 from mmspec.app.errors import UsageError
 from mmspec.app.modeling.captioner import Captioner
@@ -83,7 +84,7 @@ def test_sampled_bench_is_identical(capsys: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("args", "words"),
+    ("args", "message"),
     [
         (["--drafters", "magic"], "unknown drafter 'magic'"),
         (["--drafters", "msd@0"], "a depth is 1 to 63"),
@@ -94,12 +95,12 @@ def test_sampled_bench_is_identical(capsys: Any) -> None:
         (["--images", "nowhere"], "no such file or folder"),
     ],
 )
-def test_bad_requests_are_refused_early(args: list[str], words: str, capsys: Any) -> None:
+def test_wrong_usage_is_refused_early(args: list[str], message: str, capsys: Any) -> None:
     assert main(["bench", "--model", "tiny", *args]) == 2
-    assert words in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
-def test_a_missing_matplotlib_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_a_missing_matplotlib_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
     assert main(["bench", "--model", "tiny", "--plot", str(tmp_path / "x.png")]) == 2
     assert "pip install matplotlib" in capsys.readouterr().err
@@ -119,9 +120,9 @@ def test_rows_never_end_early(tiny: Captioner) -> None:
     ended = model.generate(**inputs, max_new_tokens=1, do_sample=False)[:, -1]
     model.generation_config.eos_token_id = ended.tolist()
     plain = run_once(Contestant("hf", disable_eos(model)), inputs, 9, 0.0, 0)
-    ours = run_once(Contestant("none", mmspec.patch(disable_eos(clone(model)), "none")), inputs, 9, 0.0, 0)
-    assert plain.output_ids.shape == (3, 9) and torch.equal(plain.output_ids, ours.output_ids)
-    assert ours.stats is not None and ours.stats.rounds == 8
+    speculative = run_once(Contestant("none", mmspec.patch(disable_eos(clone(model)), "none")), inputs, 9, 0.0, 0)
+    assert plain.output_ids.shape == (3, 9) and torch.equal(plain.output_ids, speculative.output_ids)
+    assert speculative.stats is not None and speculative.stats.rounds == 8
     assert 0 < plain.ttft_s < plain.total_s and plain.ttft_s + plain.decode_s <= plain.total_s
 
 
@@ -137,17 +138,19 @@ def test_prompts_have_the_wanted_length_and_differ(tiny: Captioner, wanted: int)
 
 def test_ratios_are_those_of_paired_runs() -> None:
     def runs(seconds: list[float], stats: bool) -> list[TimedRun]:
-        made = Stats(rounds=4, decode_s=0.0, tokens=5, first_tokens=1, row_rounds=4)
-        given = [Stats(**{**vars(made), "decode_s": s}) if stats else None for s in seconds]
-        return [TimedRun(s + 1, 1.0, s, torch.zeros(1, 5), 5, g) for s, g in zip(seconds, given, strict=True)]
+        counts = {"rounds": 4, "tokens": 5, "first_tokens": 1, "row_rounds": 4}
+        return [
+            TimedRun(s + 1, 1.0, s, torch.zeros(1, 5), 5, Stats(decode_s=s, **counts) if stats else None)
+            for s in seconds
+        ]
 
-    field = [
+    contestants = [
         Contestant("hf", None, runs([1.0, 2.0, 4.0], False)),
         Contestant("hf-again", None, runs([1.0, 1.0, 1.0], False)),
         Contestant("none", None, runs([1.0, 2.0, 4.0], True)),
         Contestant("x", None, runs([0.5, 4.0, 1.0], True)),
     ]
-    rows = {row["drafter"]: row for row in build_result_rows(field)}
+    rows = {row["drafter"]: row for row in build_result_rows(contestants)}
     assert rows["x"]["speedup_hf"] == 2.0 and (rows["x"]["speedup_hf_lo"], rows["x"]["speedup_hf_hi"]) == (0.5, 4.0)
     assert rows["x"]["R"] == 0.5 and rows["none"]["R"] == 1.0 and rows["x"]["tau"] == 1.0
     assert rows["hf-again"]["speedup_hf"] == 2.0 and rows["hf-again"]["R"] is None
@@ -155,9 +158,9 @@ def test_ratios_are_those_of_paired_runs() -> None:
 
 
 def test_acceptance_per_position_is_of_all_rounds() -> None:
-    made = Stats(rounds=10, decode_s=1.0, tokens=19, first_tokens=1, row_rounds=10)
-    made.accept_length_hist.update({1: 5, 2: 2, 3: 3})
-    runs = [TimedRun(1.0, 0.1, 0.9, torch.zeros(1, 5), 5, made if ours else None, 5) for ours in (False, True)]
+    stats = Stats(rounds=10, decode_s=1.0, tokens=19, first_tokens=1, row_rounds=10)
+    stats.accept_length_hist.update({1: 5, 2: 2, 3: 3})
+    runs = [TimedRun(1.0, 0.1, 0.9, torch.zeros(1, 5), 5, stats if is_ours else None, 5) for is_ours in (False, True)]
     rows = list(build_result_rows([Contestant("hf", None, runs[:1]), Contestant("none", None, runs[1:])]))
     assert rows[1]["acceptance_by_depth"] == [0.5, 0.6] and rows[1]["accepted_at_position"] == [0.5, 0.3]
     assert "  50 30  " in bench.format_table([dict.fromkeys(bench.COLUMNS) | {"drafter": "x"} | rows[1]])
@@ -165,17 +168,19 @@ def test_acceptance_per_position_is_of_all_rounds() -> None:
 
 def test_trees_of_one_size_and_none_stays_plain(tiny: Captioner) -> None:
     inputs = build_requests(tiny, bench_images([], 1, 0), "a", 1, 0, 1, 0)[0]
-    field = {one.name: one for one in build_contestants(tiny.model, ["recycling"], tiny.processor, nodes=4)}
-    nodes = {name: run_once(field[name], inputs, 8, 0.0, 0).stats.tree_size_hist for name in ("none", "recycling")}
+    contestants = {one.name: one for one in build_contestants(tiny.model, ["recycling"], tiny.processor, nodes=4)}
+    nodes = {
+        name: run_once(contestants[name], inputs, 8, 0.0, 0).stats.tree_size_hist for name in ("none", "recycling")
+    }
     assert set(nodes["none"]) == {1} and set(nodes["recycling"]) == {4}
 
 
 def test_how_linear_layers_are_computed_is_found_out_together(tiny: Captioner) -> None:
     inputs = build_requests(tiny, bench_images([], 1, 0), "a", 1, 0, 1, 0)[0]
-    field = build_contestants(tiny.model, ["recycling", "lookup"], tiny.processor, nodes=4)
-    packs = [one.model.__dict__["_mmspec"].autotuner for one in field if mmspec.is_patched(one.model)]
+    contestants = build_contestants(tiny.model, ["recycling", "lookup"], tiny.processor, nodes=4)
+    packs = [one.model.__dict__["_mmspec"].autotuner for one in contestants if mmspec.is_patched(one.model)]
     assert len(packs) == 3 and len({id(one) for one in packs}) == 3 and not packs[0].timings
-    run_once(field[3], inputs, 8, 0.0, 0)
+    run_once(contestants[3], inputs, 8, 0.0, 0)
     assert packs[0].timings and all(one.timings is packs[0].timings for one in packs)
 
 
@@ -186,10 +191,10 @@ def test_pictures_from_files(tmp_path: Path) -> None:
 
 
 def test_number_lists() -> None:
-    assert bench.parse_ints("1, 8") == [1, 8]
+    assert positive_ints("1, 8") == [1, 8]
     for text in ("", "1,,2", "x", "0"):
         with pytest.raises(argparse.ArgumentTypeError):
-            bench.parse_ints(text)
+            positive_ints(text)
 
 
 # --- what the controller declined -------------------------------------------------------------------------------------

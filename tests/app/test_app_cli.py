@@ -24,9 +24,9 @@ def test_help_of_every_command(capsys: Any) -> None:
         (["examples", "--help"], "bundled examples"),
         (["env", "--help"], "bug reports"),
     ):
-        with pytest.raises(SystemExit) as left:
+        with pytest.raises(SystemExit) as exited:
             cli.main(args)
-        assert left.value.code == 0
+        assert exited.value.code == 0
         assert expected in capsys.readouterr().out
 
 
@@ -50,10 +50,10 @@ def test_wrong_usage_is_one_line(capsys: Any) -> None:
         ["caption", "x", "--model"],
         ["bench", "--model", "tiny", "--repeats", "0"],
     ):
-        with pytest.raises(SystemExit) as left:
+        with pytest.raises(SystemExit) as exited:
             cli.main(args)
         err = capsys.readouterr().err
-        assert left.value.code == 2 and err.startswith("mmspec: error: ") and err.count("\n") == 1
+        assert exited.value.code == 2 and err.startswith("mmspec: error: ") and err.count("\n") == 1
 
 
 @pytest.mark.parametrize(

@@ -54,8 +54,8 @@ def test_the_examples_are_what_is_drawn(tmp_path: Path) -> None:
         if path.suffix == ".png":
             assert Image.open(path).tobytes() == Image.open(tmp_path / path.name).tobytes()
         else:
-            mine, again = load_video(path).frames, load_video(tmp_path / path.name).frames
-            assert len(mine) == len(again) and all(near(a, b) for a, b in zip(mine, again, strict=True))
+            frames, again = load_video(path).frames, load_video(tmp_path / path.name).frames
+            assert len(frames) == len(again) and all(near(a, b) for a, b in zip(frames, again, strict=True))
 
 
 def near(a: Image.Image, b: Image.Image, tolerance: float = 4.0) -> bool:
@@ -144,10 +144,12 @@ def test_a_photograph_causes_one_warning(tmp_path: Path, capsys: Any) -> None:
     import mmspec
 
     model, processor = random_model("tiny")
-    maker = Captioner(mmspec.patch(model, "none"), processor, max_new_tokens=4)
+    captioner = Captioner(mmspec.patch(model, "none"), processor, max_new_tokens=4)
     for name, num_hints in (("scenes", 1), ("tiny", 0)):
         settings = CaptionConfig((str(tmp_path / "in"),), name, str(tmp_path / f"{name}.jsonl"), progress=False)
-        assert CaptionJob(settings, FileOutput(Path(settings.out), settings.fingerprint(1)), lambda: maker).run() == 0
+        assert (
+            CaptionJob(settings, FileOutput(Path(settings.out), settings.fingerprint(1)), lambda: captioner).run() == 0
+        )
         err = capsys.readouterr().err
         assert err.count(OUT_OF_DOMAIN_HINT) == num_hints
         assert not num_hints or "in/b0.png does not look like" in err
@@ -174,11 +176,11 @@ def test_tasks_draw_from_the_held_out_world() -> None:
 
 def test_requests_use_the_given_seeds() -> None:
     model, processor = random_model("tiny")
-    maker = Captioner(model, processor)
-    results = build_scene_requests(maker, "describe", FIRST_HELD_OUT_SEED, 2, 2)
+    captioner = Captioner(model, processor)
+    results = build_scene_requests(captioner, "describe", FIRST_HELD_OUT_SEED, 2, 2)
     drawn = list(islice(tasks.generate_requests("describe", FIRST_HELD_OUT_SEED), 6))
     assert [inputs["input_ids"].shape[0] for inputs in results] == [2, 2, 2]
-    expected = maker.build_inputs([one.images for one in drawn[:2]], [one.question for one in drawn[:2]])
+    expected = captioner.build_inputs([one.images for one in drawn[:2]], [one.question for one in drawn[:2]])
     assert all((results[1][name] == value).all() for name, value in expected.items())
 
 

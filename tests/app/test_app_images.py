@@ -135,7 +135,7 @@ def test_unreadable_exif_is_ignored(tmp_path: Path, exif: bytes, monkeypatch: py
 
 
 def test_a_picture_by_any_way_in(tmp_path: Path) -> None:
-    """Path, text, bytes, Pillow, array: the same pixels, and what was given is left alone."""
+    """Path, text, bytes, Pillow, array: the same pixels, and the source is not modified."""
     values = np.random.default_rng(5).integers(0, 255, (12, 9, 3), dtype=np.uint8)
     exif = Image.Exif()
     exif[0x0112] = 6
@@ -151,9 +151,9 @@ def test_a_picture_by_any_way_in(tmp_path: Path) -> None:
     result = load_image(values)
     result.putpixel((0, 0), (1, 2, 3))
     assert np.array_equal(values, before)
-    given = Image.new("RGB", (3, 3), RED)
-    load_image(given).putpixel((0, 0), (1, 2, 3))
-    assert given.getpixel((0, 0)) == RED
+    image = Image.new("RGB", (3, 3), RED)
+    load_image(image).putpixel((0, 0), (1, 2, 3))
+    assert image.getpixel((0, 0)) == RED
 
 
 ARRAYS: dict[str, tuple[np.ndarray, list[list[int]]]] = {

@@ -150,7 +150,7 @@ def test_one_missing_file_among_others_is_left_to_the_job(here: Path) -> None:
 
 
 def test_skipped_files_are_counted_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mmspec.app.io.sources.SUFFIXES", frozenset({".png", ".mp4"}))
+    monkeypatch.setattr("mmspec.app.io.sources.MEDIA_SUFFIXES", frozenset({".png", ".mp4"}))
     for name in ("a.png", "b.heic", "sub/c.HEIC", "d.svg", "rows.jsonl", "out.json", ".hidden.pdf", "LICENSE"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()

@@ -1,4 +1,4 @@
-"""The study of guessed words: what belongs to which class, and how answers are counted."""
+"""The studies of token classes and of block drafters: word classes, counts of answers, tables."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from mmspec.app.scenes.training.build_model import train_tokenizer
 from mmspec.app.scenes.training.data import generate_corpus
 from mmspec.app.studies import blocks as study_blocks
 from mmspec.app.studies import token_classes as study
+from mmspec.app.studies.visual import read_earlier_rows
 from mmspec.app.studies.word_classes import (
     CLASSES,
     AnswerCounts,
@@ -25,8 +26,8 @@ from mmspec.app.studies.word_classes import (
 
 
 def test_classes() -> None:
-    kinds = {"dog": "names", "Dogs": "names", "upper": "places", "striped": "looks", "Large": "looks", "waits": "other"}
-    kinds |= {"the": "function", "A": "function", "In": "function"}
+    kinds = {"dog": "names", "Dogs": "names", "upper": "positions", "striped": "attributes", "waits": "other"}
+    kinds |= {"Large": "attributes", "the": "function", "A": "function", "In": "function"}
     kinds |= dict.fromkeys(("STAR", "DOG", "RED", "LEFT", "NO"), "other")  # words of signs
     assert {word: classify_word(word) for word in kinds} == kinds
 
@@ -35,30 +36,33 @@ def test_a_word_of_several_tokens_is_one_word() -> None:
     tokenizer = train_tokenizer(generate_corpus(200))
     ids = tokenizer(" In the upper left waits a small flamingo, smaller.", add_special_tokens=False).input_ids
     found = dict(zip(map(tokenizer.decode, ids), word_class_per_token(tokenizer, ids), strict=True))
-    assert found[" upper"] == found[" left"] == "places" and found[" small"] == found[" smaller"] == "looks"
+    assert found[" upper"] == found[" left"] == "positions"
+    assert found[" small"] == found[" smaller"] == "attributes"
     assert found[" the"] == "function" and found[","] == found["."] == "other"
     name = [kind for token, kind in found.items() if len(token.strip()) > 1 and token.strip() in "flamingo"]
     assert name and set(name) == {"names"}
 
 
-def one(emitted: list[int], guesses: bool = True) -> Round:
-    """A round whose drafts were a chain one longer than what was kept, or no draft at all."""
-    nodes = range(len(emitted) + guesses)
+def build_round(emitted: list[int], has_draft: bool = True) -> Round:
+    """A round whose draft is a chain with one rejected token at its end, or a round without a draft."""
+    nodes = range(len(emitted) + has_draft)
     return Round(0, tuple(nodes), tuple(range(-1, len(nodes) - 1)), None, tuple(range(len(emitted))), tuple(emitted))
 
 
-def test_what_counts_as_guessed() -> None:
+def test_what_counts_as_accepted() -> None:
     tokenizer = train_tokenizer(generate_corpus(200))
     ids = tokenizer(" In the left a dog waits", add_special_tokens=False).input_ids
     kinds = word_class_per_token(tokenizer, ids)
     assert [tokenizer.decode(i) for i in ids][:4] == [" In", " the", " left", " a"] and len(ids) >= 6
-    made = count_answer([one(ids[:1], False), one(ids[1:4]), one([]), one(ids[4:], False), one([2])], tokenizer, [2])
-    assert (made.tokens, made.forwards) == (len(ids), 3)
-    assert made.total["places"] == made.guessed["places"] == 1, "in the middle of a round"
-    assert made.total["other"] == kinds[1:].count("other") and made.guessed["other"] <= made.total["other"]
-    assert sum(made.total.values()) == len(ids) - 1, "neither the prompt's token nor the end"
-    assert sum(made.guessed.values()) == 2 + len(ids) - 5
-    assert dict(made.corrected)["function"] == sum(made.corrected.values()) == 1, "of the last nothing was guessed"
+    rounds = [build_round(ids[:1], has_draft=False), build_round(ids[1:4]), build_round([])]
+    rounds += [build_round(ids[4:], has_draft=False), build_round([2])]
+    counts = count_answer(rounds, tokenizer, [2])
+    assert (counts.tokens, counts.forwards) == (len(ids), 3)
+    assert counts.total["positions"] == counts.accepted["positions"] == 1, "in the middle of a round"
+    assert counts.total["other"] == kinds[1:].count("other") and counts.accepted["other"] <= counts.total["other"]
+    assert sum(counts.total.values()) == len(ids) - 1, "neither the prompt's token nor the end"
+    assert sum(counts.accepted.values()) == 2 + len(ids) - 5
+    assert dict(counts.corrected)["function"] == sum(counts.corrected.values()) == 1, "no draft for the last token"
 
 
 def test_intervals_hold_the_value() -> None:
@@ -70,7 +74,7 @@ def test_intervals_hold_the_value() -> None:
     assert metric_interval(answers, "names")[0] == 80 / 160 and metric_interval(answers, "names_tau")[0] == 160 / 80
 
 
-def test_the_accepted_share_leaves_out_what_nobody_guessed() -> None:
+def test_the_acceptance_rate_counts_only_tokens_with_a_draft() -> None:
     answers = [AnswerCounts(9, 5, {"names": 8}, {"names": 3}, {"names": 1})] * 4
     assert (
         metric_interval(answers, "names") == (3 / 8,) * 3 and metric_interval(answers, "names_accepted") == (3 / 4,) * 3
@@ -86,12 +90,12 @@ def test_differences_are_of_the_same_requests() -> None:
 
 
 def test_the_study_from_the_command_line(tmp_path: Path, capsys: Any) -> None:
-    files = [word for kind in ("json", "plot", "markdown") for word in (f"--{kind}", str(tmp_path / f"s.{kind[:3]}"))]
-    files[3] = str(tmp_path / "s.png")
-    sampled = ["--temperature", "0.9", "--seed", "3"]
-    given = ["none", "fused", "--model", "tiny", "--count", "2", "--task", "answer", "--against", "none", *sampled]
-    assert study.main([*given, "--no-progress", *files]) == 0
-    rows = json.loads((tmp_path / "s.jso").read_text())
+    names = {"json": "s.json", "plot": "s.png", "markdown": "s.md"}
+    files = [f"--{kind}={tmp_path / name}" for kind, name in names.items()]
+    sampling = ["--temperature", "0.9", "--seed", "3"]
+    options = ["none", "fused", "--model", "tiny", "--count", "2", "--task", "answer", "--against", "none", *sampling]
+    assert study.main([*options, "--no-progress", *files]) == 0
+    rows = json.loads((tmp_path / "s.json").read_text())
     assert [row["drafter"] for row in rows] == ["none", "fused"] and rows[0]["tau"] == [1.0, 1.0, 1.0]
     assert set(CLASSES) <= set(rows[0]) and rows[0]["tokens"] == rows[1]["tokens"], "the same text"
     none, fused = rows
@@ -101,58 +105,62 @@ def test_the_study_from_the_command_line(tmp_path: Path, capsys: Any) -> None:
         "python -m mmspec.app.studies.token_classes none fused"
     )
     assert (tmp_path / "s.png").read_bytes().startswith(b"\x89PNG") and "tau 1.000" in capsys.readouterr().out
-    tables = (tmp_path / "s.mar").read_text()
+    tables = (tmp_path / "s.md").read_text()
     assert tables.count("| fused |") == 6 and "| over none | tau | names |" in tables
 
 
 def test_a_drafter_learns_from_request_to_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = []
-    monkeypatch.setattr(study, "patch_model", lambda *given: made.append(given) or patch_model(*given))
-    assert (
-        study.main(["recycling", "none", "--model", "tiny", "--count", "3", "--task", "answer", "--no-progress"]) == 0
-    )
-    assert [given[1] for given in made] == ["recycling", "none"]
+    specs: list[str] = []
+
+    def record_spec(model: Any, spec: str, *args: Any) -> Any:
+        specs.append(spec)
+        return patch_model(model, spec, *args)
+
+    monkeypatch.setattr(study, "patch_model", record_spec)
+    options = ["--model", "tiny", "--count", "3", "--task", "answer", "--no-progress"]
+    assert study.main(["recycling", "none", *options]) == 0
+    assert specs == ["recycling", "none"], "each drafter is built once"
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("arguments", "message"),
     [
         (["none", "--against", "fused"], "--against is one of the drafters"),
         (["magic@3"], "unknown drafter 'magic'"),
         (["fused@3", "--model", "tiny"], "which 'hybrid' does not"),
     ],
 )
-def test_bad_requests_end_in_a_line(given: list[str], words: str, capsys: Any) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        study.main([*given, "--count", "1"])
-    assert stopped.value.code == 2 and words in capsys.readouterr().err
+def test_wrong_usage_is_one_line(arguments: list[str], message: str, capsys: Any) -> None:
+    with pytest.raises(SystemExit) as exited:
+        study.main([*arguments, "--count", "1"])
+    assert exited.value.code == 2 and message in capsys.readouterr().err
 
 
-def row_of_bench(drafter: str, block: int | None, **other: Any) -> dict[str, Any]:
-    """What `mmspec bench --json` says of a drafter, as far as the study of blocks reads it."""
+def bench_row(drafter: str, block: int | None, **other: Any) -> dict[str, Any]:
+    """A row of `mmspec bench --json`, with the keys that the study of blocks reads."""
     row = {"drafter": drafter, "batch": 1, "temperature": 0.0, "nodes": 16, "block": block, "tau": 4.0}
     row |= {"draft_ms": 10.0, "score_ms": 20.0, "R": 2.5, "speedup_own": 1.6, "speedup_hf": 2.0, "identical": True}
     return row | {"speedup_hf_ci": [1.9, 2.2], "accepted_at_position": [0.8, 0.61]} | other
 
 
 def test_the_study_of_blocks(tmp_path: Path, capsys: Any) -> None:
-    one = [row_of_bench("hf", None, draft_ms=None), row_of_bench("none", None, draft_ms=0.0)]
-    one += [row_of_bench("msd@3", 1), row_of_bench("msd@5", 1), row_of_bench("msd", 1)]
-    one += [row_of_bench("out/k2/flash", 2, draft_ms=4.0, tau=3.0), row_of_bench("out/k5/flash", 5, identical=False)]
+    one = [bench_row("hf", None, draft_ms=None), bench_row("none", None, draft_ms=0.0)]
+    one += [bench_row("msd@3", 1), bench_row("msd@5", 1), bench_row("msd", 1)]
+    one += [bench_row("out/k2/flash", 2, draft_ms=4.0, tau=3.0), bench_row("out/k5/flash", 5, identical=False)]
     eight = [row | {"batch": 8, "nodes": None, "temperature": 1.0} for row in one]
     files = [tmp_path / "one.json", tmp_path / "eight.json"]
     for file, rows in zip(files, (one, eight), strict=True):
         file.write_text(json.dumps(rows))
-    made = tmp_path / "b.md", tmp_path / "b.png"
-    assert study_blocks.main([*map(str, files), "--markdown", str(made[0]), "--plot", str(made[1])]) == 0
-    told = made[0].read_text()
-    assert told == capsys.readouterr().out and made[1].read_bytes().startswith(b"\x89PNG")
-    assert "**batch 1, greedy, trees of 16 nodes**" in told
-    assert "**batch 8, temperature 1, trees as the controller has them**" in told and "| hf |" not in told
+    tables_file, plot_file = tmp_path / "b.md", tmp_path / "b.png"
+    assert study_blocks.main([*map(str, files), "--markdown", str(tables_file), "--plot", str(plot_file)]) == 0
+    tables = tables_file.read_text()
+    assert tables == capsys.readouterr().out and plot_file.read_bytes().startswith(b"\x89PNG")
+    assert "**batch 1, greedy, trees of 16 nodes**" in tables
+    assert "**batch 8, temperature 1, tree size chosen by the controller**" in tables and "| hf |" not in tables
     line = "| k2/flash | 3.00 | 0.75 | 80 61 | 4.0 | 0.40 | 20.0 | 2.50 | 1.60 | 2.00 [1.90, 2.20] | 1.00 | yes |"
-    assert told.count(line) == 2 and told.count("| NO |") == 2
-    apart = study_blocks.group_by_setting(study_blocks.read_rows(files[0]))
-    sizes = {row["name"]: (row["kind"], row["size"]) for row in apart[1, 0.0, 16]}
+    assert tables.count(line) == 2 and tables.count("| NO |") == 2
+    groups = study_blocks.group_by_setting(study_blocks.read_bench_rows(files[0]))
+    sizes = {row["name"]: (row["kind"], row["size"]) for row in groups[study_blocks.BenchSetting(1, 0.0, 16)]}
     assert sizes == {
         "none": ("none", None),
         "msd@3": ("msd", 3),
@@ -164,7 +172,7 @@ def test_the_study_of_blocks(tmp_path: Path, capsys: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "message"),
     [
         ("[]", "no 'rows'"),
         ('[{"drafter": "msd"}]', "no 'batch'"),
@@ -173,10 +181,21 @@ def test_the_study_of_blocks(tmp_path: Path, capsys: Any) -> None:
         (None, "No such"),
     ],
 )
-def test_files_that_are_not_of_bench(tmp_path: Path, capsys: Any, text: str | None, words: str) -> None:
+def test_a_file_that_bench_has_not_written_is_refused(
+    tmp_path: Path, capsys: Any, text: str | None, message: str
+) -> None:
     file = tmp_path / "rows.json"
     if text is not None:
         file.write_text(text)
-    with pytest.raises(SystemExit) as stopped:
+    with pytest.raises(SystemExit) as exited:
         study_blocks.main([str(file)])
-    assert stopped.value.code == 2 and words in capsys.readouterr().err
+    assert exited.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_old_keys_of_compressor_studies_are_read(tmp_path: Path) -> None:
+    file = tmp_path / "study.json"
+    file.write_text(json.dumps([{"shape": "one", "way": "msd+pool:4", "kept": 4, "visual": 16, "first_seed": 3}]))
+    row = {"shape": "one", "spec": "msd+pool:4", "num_compressed_tokens": 4, "num_visual_tokens": 16, "scene_seed": 3}
+    assert read_earlier_rows(str(file)) == [row]
+    file.write_text(json.dumps([row]))
+    assert read_earlier_rows(str(file)) == [row]

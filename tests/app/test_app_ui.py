@@ -23,7 +23,7 @@ import torch
 from PIL import Image
 
 import mmspec
-from mmspec.app.bench.rounds import ACCEPTED, CORRECTED, PLAIN, Round, classify_tokens
+from mmspec.app.bench.rounds import ACCEPTED, CORRECTED, NOT_DRAFTED, Round, classify_tokens
 from mmspec.app.cli.main import main
 from mmspec.app.errors import UsageError
 from mmspec.app.modeling.chat import ChatTurn, build_inputs, encode_media
@@ -153,10 +153,10 @@ def test_kinds_of_tokens() -> None:
     assert tree.token_kinds == (ACCEPTED, CORRECTED)
     assert replace(tree, accepted_nodes=(0, 2), emitted=(6, 8)).token_kinds == (
         ACCEPTED,
-        PLAIN,
+        NOT_DRAFTED,
     )  # nothing hung below it
-    assert Round(0, (9,), (-1,), None, (0,), (5,)).token_kinds == (PLAIN,)
-    assert classify_tokens([tree], 3) == [ACCEPTED, CORRECTED, PLAIN] and classify_tokens([tree], 1) == [ACCEPTED]
+    assert Round(0, (9,), (-1,), None, (0,), (5,)).token_kinds == (NOT_DRAFTED,)
+    assert classify_tokens([tree], 3) == [ACCEPTED, CORRECTED, NOT_DRAFTED] and classify_tokens([tree], 1) == [ACCEPTED]
 
 
 def test_the_picture_is_looked_at_once(shelf: ModelStore, monkeypatch: pytest.MonkeyPatch) -> None:

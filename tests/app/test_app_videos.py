@@ -60,16 +60,16 @@ def rows(path: Path) -> dict[str, dict[str, Any]]:
     return {Path(row["file_name"]).name: row for row in found}
 
 
-class Played(BaseVideoProcessor):
-    """Videos to pixels as `LlavaNextVideoVideoProcessor` does, in small; keeps what it was given."""
+class SmallVideoProcessor(BaseVideoProcessor):
+    """Videos to pixels as `LlavaNextVideoVideoProcessor` does, in small; records what it receives."""
 
     def __init__(self) -> None:
-        self.given: list[tuple[np.ndarray, Any]] = []
+        self.received: list[tuple[np.ndarray, Any]] = []
 
     def __call__(self, videos: Any, **options: Any) -> BatchFeature:
         assert options["do_sample_frames"] is False
         flat = make_batched_videos(videos)
-        self.given += zip(flat, options["video_metadata"], strict=True)
+        self.received += zip(flat, options["video_metadata"], strict=True)
         sizes = [np.stack([np.asarray(Image.fromarray(one).resize((16, 16))) for one in video]) for video in flat]
         pixels = [torch.from_numpy(video).permute(0, 3, 1, 2).float() / 128 - 1 for video in sizes]
         return BatchFeature({"pixel_values_videos": torch.stack(pixels)})
@@ -92,7 +92,7 @@ def moving() -> tuple[Any, Any]:
     images = LlavaNextImageProcessorPil(size={"shortest_edge": 16}, crop_size=edge, image_grid_pinpoints=points)
     common: dict[str, Any] = {"patch_size": 4, "vision_feature_select_strategy": "default"}
     common |= {"chat_template": TEMPLATE, "num_additional_image_tokens": 1}
-    return tiny.build_model(spec), Unchecked(Played(), images, tokenizer, **common)
+    return tiny.build_model(spec), Unchecked(SmallVideoProcessor(), images, tokenizer, **common)
 
 
 @pytest.fixture
@@ -131,7 +131,7 @@ def test_a_model_that_takes_videos_gets_videos(clips: Path, family: tuple[Any, A
     out = clips.parent / "o.jsonl"
     assert caption(clips, "--model", "tiny", "--out", out, "--frames", 4, "--compare") == 0
     assert "identical: 3/3" in capsys.readouterr().err
-    (first, about), (second, later) = processor.video_processor.given[:2]
+    (first, about), (second, later) = processor.video_processor.received[:2]
     assert first.shape == (4, 64, 64, 3) and second.shape == (4, 48, 80, 3) and first.dtype == np.uint8
     assert (first == load_video(clips / "a.mp4", 4).array()).all()
     assert about["frames_indices"] == [1, 4, 7, 10] and (about["fps"], later["fps"]) == (10, 4)
@@ -154,7 +154,7 @@ def test_frames_by_the_second_and_those_that_differ(
 ) -> None:
     _, processor = family
     assert caption(clips, "--model", "tiny", "--out", clips.parent / "o.jsonl", "--frames", 12, *flags) == 0
-    found = [about["frames_indices"] for _, about in processor.video_processor.given[:2]]
+    found = [about["frames_indices"] for _, about in processor.video_processor.received[:2]]
     assert (first is None or found[0] == first) and found[1] == second
 
 
@@ -171,8 +171,8 @@ def test_frames_by_the_second_and_those_that_differ(
 def test_invalid_frame_options(flags: tuple[Any, ...], message: str, clips: Path, capsys: Any) -> None:
     try:
         code: object = caption(clips, "--model", "tiny", "--out", clips.parent / "o.jsonl", *flags)
-    except SystemExit as left:
-        code = left.code
+    except SystemExit as exited:
+        code = exited.code
     assert code == 2 and message in capsys.readouterr().err and not (clips.parent / "o.jsonl").exists()
 
 
@@ -185,18 +185,18 @@ def test_jobs_of_versions_without_frame_options_resume() -> None:
 
 def test_a_video_is_not_so_many_pictures(clips: Path, family: tuple[Any, Any]) -> None:
     model, processor = family
-    maker = Captioner(mmspec.patch(model, "lookup", processor=processor), processor, max_new_tokens=6)
+    captioner = Captioner(mmspec.patch(model, "lookup", processor=processor), processor, max_new_tokens=6)
     video = load_video(clips / "a.mp4", 4)
     for template in (TEMPLATE, None):
         processor.chat_template = template
-        inputs = maker.build_inputs([video, video.frames[:1], video.frames], ["abc", "abcd", "a"])
+        inputs = captioner.build_inputs([video, video.frames[:1], video.frames], ["abc", "abcd", "a"])
         assert (inputs["input_ids"] == tiny.special_ids(model.tiny_spec).video).sum(1).tolist() == [16, 0, 0]
         assert inputs["pixel_values_videos"].shape == (1, 4, 3, 16, 16) and len(inputs["pixel_values"]) == 5
-        captions = maker.caption([video, video.frames[:1], video.frames], ["abc", "abcd", "a"], 0, [True] * 3)
+        captions = captioner.caption([video, video.frames[:1], video.frames], ["abc", "abcd", "a"], 0, [True] * 3)
         assert all(one.identical for one in captions)
     processor.chat_template = TEMPLATE.replace("video", "film")
     assert not accepts_videos(processor), "its template would leave them out"
-    assert "pixel_values_videos" not in maker.build_inputs([video], ["a"])
+    assert "pixel_values_videos" not in captioner.build_inputs([video], ["a"])
 
 
 @pytest.mark.parametrize("template", [TEMPLATE, None])
@@ -228,15 +228,20 @@ def test_videos_of_different_lengths_run_alone(clips: Path, family: tuple[Any, A
 
 def test_a_model_for_images_gets_images(clips: Path) -> None:
     model, processor = random_model("tiny")
-    maker, video = Captioner(model, processor, max_new_tokens=6), load_video(clips / "a.mp4", 4)
+    captioner, video = Captioner(model, processor, max_new_tokens=6), load_video(clips / "a.mp4", 4)
     assert isinstance(video, Video) and not accepts_videos(processor)
-    mine, theirs = maker.build_inputs([video], ["a"]), maker.build_inputs([list(video.frames)], ["a"])
-    assert mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
-    assert len(mine["pixel_values"]) == 4 and (mine["input_ids"] == 4).sum() == 4 * 16
+    video_inputs, image_inputs = (
+        captioner.build_inputs([video], ["a"]),
+        captioner.build_inputs([list(video.frames)], ["a"]),
+    )
+    assert video_inputs.keys() == image_inputs.keys() and all(
+        torch.equal(video_inputs[name], image_inputs[name]) for name in video_inputs
+    )
+    assert len(video_inputs["pixel_values"]) == 4 and (video_inputs["input_ids"] == 4).sum() == 4 * 16
 
 
 def test_seconds_keep_their_precision(family: tuple[Any, Any]) -> None:
-    """Qwen2.5-VL reckons positions from them: 0.8333 in bfloat16 is 0.832."""
+    """Qwen2.5-VL computes positions from them: 0.8333 in bfloat16 is 0.832."""
     model = family[0].to(torch.bfloat16)
     assert to_model_device(model, "pixel_values_videos", torch.ones(1)).dtype == torch.bfloat16
     assert to_model_device(model, "second_per_grid_ts", torch.ones(1)).dtype == torch.float32
@@ -284,7 +289,7 @@ def test_a_crash_is_a_row_and_the_job_goes_on(clips: Path, monkeypatch: pytest.M
 
 
 def test_pictures_are_decoded_in_the_same_processes(clips: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another one for each thread at most, whatever there is to decode."""
+    """One process for each thread at most, for images and videos alike."""
     started = spied(monkeypatch)
     out = clips.parent / "both.jsonl"
     assert caption(clips, "--model", "tiny", "--out", out, "--threads", 1) == 0 and len(started) == 1

@@ -1,4 +1,4 @@
-"""Hostile HTTP requests, as bytes on a socket: the same ones for the same seed. And a client that sends them."""
+"""Hostile HTTP requests as bytes, the same ones for the same seed, and a client that sends them over a socket."""
 
 from __future__ import annotations
 
@@ -82,12 +82,12 @@ VALUES: tuple[Any, ...] = (
 )  # fmt: skip
 
 EVENTS = dict(enumerate([1, 1, 1, 0, 1, 1, 12, 0, 0, 0, 0, 0, 2, 2, 2, 2, 1, 0, 0, 9, 0, 0, 0, 8, 8, 0]))
-"""How many inputs each event of the pages takes, as `edge_server` tells them; a test compares."""
+"""{event of the pages: number of its inputs}, as `edge_server` reports them; a test compares."""
 
 
 @dataclass(frozen=True)
 class Sent:
-    """One request. whole: the server has all it needs to answer."""
+    """One request. whole: it is complete, so that the server can answer."""
 
     name: str
     data: bytes
@@ -95,13 +95,13 @@ class Sent:
 
 
 def requests(seed: int, count: int, host: str) -> Iterator[Sent]:
-    """So many requests. host: of the server, with its port."""
-    chance = random.Random(seed)
+    """`count` requests. host: of the server, with its port."""
+    rng = random.Random(seed)
     kinds = (_plain, _plain, _path, _headers, _json, _json, _event, _event, _upload, _upload, _broken)
     for number in range(count):
-        kind = chance.choice(kinds)
-        sent = kind(chance, host)
-        yield Sent(f"{seed}/{number} {kind.__name__[1:]}", sent.data, sent.whole)
+        kind = rng.choice(kinds)
+        drawn = kind(rng, host)
+        yield Sent(f"{seed}/{number} {kind.__name__[1:]}", drawn.data, drawn.whole)
 
 
 def request(method: str, path: str, host: str, headers: Any = (), body: bytes | None = None) -> bytes:
@@ -125,54 +125,52 @@ FORM = ("Content-Type", "multipart/form-data; boundary=bound")
 JSON = ("Content-Type", "application/json")
 
 
-def _plain(chance: random.Random, host: str) -> Sent:
-    return Sent("", request(chance.choice(METHODS), chance.choice(ROUTES), host, body=chance.choice([None, b"{}"])))
+def _plain(rng: random.Random, host: str) -> Sent:
+    return Sent("", request(rng.choice(METHODS), rng.choice(ROUTES), host, body=rng.choice([None, b"{}"])))
 
 
-def _path(chance: random.Random, host: str) -> Sent:
-    path = chance.choice(ROUTES)
-    for _ in range(chance.randint(1, 6)):
-        spot = chance.randint(1, len(path))
-        path = path[:spot] + chance.choice(CLIMBS) + path[spot:]
-    return Sent("", request(chance.choice(METHODS[:3]), path * chance.choice([1, 1, 1, 50]), host))
+def _path(rng: random.Random, host: str) -> Sent:
+    path = rng.choice(ROUTES)
+    for _ in range(rng.randint(1, 6)):
+        spot = rng.randint(1, len(path))
+        path = path[:spot] + rng.choice(CLIMBS) + path[spot:]
+    return Sent("", request(rng.choice(METHODS[:3]), path * rng.choice([1, 1, 1, 50]), host))
 
 
-def _headers(chance: random.Random, host: str) -> Sent:
-    headers = chance.sample(ODD, chance.randint(0, 3))
-    headers += [("Origin", chance.choice(ORIGINS))] * chance.randint(0, 2) + [("X-Y", "z")] * chance.choice(
-        [0, 0, 3000]
-    )
-    names = chance.choice([host, *HOSTS])
-    waits = any(name in ("Content-Length", "Transfer-Encoding", "Expect") for name, _ in headers)
-    path = chance.choice(ROUTES)
-    return Sent("", request(chance.choice(METHODS[:8]), path, names, headers), whole=not waits)
+def _headers(rng: random.Random, host: str) -> Sent:
+    headers = rng.sample(ODD, rng.randint(0, 3))
+    headers += [("Origin", rng.choice(ORIGINS))] * rng.randint(0, 2) + [("X-Y", "z")] * rng.choice([0, 0, 3000])
+    names = rng.choice([host, *HOSTS])
+    is_incomplete = any(name in ("Content-Length", "Transfer-Encoding", "Expect") for name, _ in headers)
+    path = rng.choice(ROUTES)
+    return Sent("", request(rng.choice(METHODS[:8]), path, names, headers), whole=not is_incomplete)
 
 
-def _json(chance: random.Random, host: str) -> Sent:
-    path = chance.choice([path for path in ROUTES if path.startswith(API)])
+def _json(rng: random.Random, host: str) -> Sent:
+    path = rng.choice([path for path in ROUTES if path.startswith(API)])
     bodies = (
-        b"[" * chance.choice([10, 5000, 200_000]), b'{"data":' * 3000 + b"1" + b"}" * 3000, b"NaN", b"[]", b"null", b"",
+        b"[" * rng.choice([10, 5000, 200_000]), b'{"data":' * 3000 + b"1" + b"}" * 3000, b"NaN", b"[]", b"null", b"",
         b'{"data": ["\\ud800"], "session_hash": "a", "fn_index": 1}', b'{"a": 1' + b"0" * 6000 + b"}", b"\xff\xfe{}",
         b'{"session_hash": "' + b"x" * 2_000_000 + b'"}', b'{"data": NaN, "data": []}',
         b"{" + b'"a":1,' * 50_000 + b'"b":2}',
-        chance.randbytes(chance.randint(1, 3000)),
+        rng.randbytes(rng.randint(1, 3000)),
     )  # fmt: skip
-    kind = chance.choice(
+    kind = rng.choice(
         [JSON, JSON, JSON, ("Content-Type", "text/plain"), ("Content-Type", "application/json; charset=x")]
     )
-    return Sent("", request("POST", path, host, [kind], chance.choice(bodies)))
+    return Sent("", request("POST", path, host, [kind], rng.choice(bodies)))
 
 
-def _event(chance: random.Random, host: str) -> Sent:
-    """An event, often with the right number of inputs, so that Gradio and the pages have to validate them."""
-    index: Any = chance.choice(sorted(EVENTS))
-    data: Any = [chance.choice(VALUES) for _ in range(EVENTS[index])]
-    session: Any = f"s{chance.random()}"
-    if chance.random() < 0.4:
-        index = chance.choice([*range(30), -1, 10**9, "1", None])
-        data = chance.choice([data[1:], [*data, 1], *VALUES])
-    if chance.random() < 0.4:
-        session = chance.choice(["victim", "a", "", None, 3, "x" * 400, "../x", "\x00"])
+def _event(rng: random.Random, host: str) -> Sent:
+    """An event, usually with the right number of inputs, so that it passes Gradio and reaches the pages."""
+    index: Any = rng.choice(sorted(EVENTS))
+    data: Any = [rng.choice(VALUES) for _ in range(EVENTS[index])]
+    session: Any = f"s{rng.random()}"
+    if rng.random() < 0.4:
+        index = rng.choice([*range(30), -1, 10**9, "1", None])
+        data = rng.choice([data[1:], [*data, 1], *VALUES])
+    if rng.random() < 0.4:
+        session = rng.choice(["victim", "a", "", None, 3, "x" * 400, "../x", "\x00"])
     body = {"data": data, "fn_index": index, "session_hash": session}
     more = {
         "event_id": "victim",
@@ -182,14 +180,14 @@ def _event(chance: random.Random, host: str) -> Sent:
         "oauth_token": "x",
         "event_data": {},
     }
-    body |= dict(chance.sample(sorted(more.items()), chance.choice([0, 0, 1, 2])))
-    route = chance.choice(["/queue/join"] * 4 + ["/run/x", "/run/predict", "/cancel", "/call/compare", "/call/caption"])
-    if "/call/" in route and chance.random() < 0.8:
-        body["data"] = [chance.choice(VALUES) for _ in range(8)]
+    body |= dict(rng.sample(sorted(more.items()), rng.choice([0, 0, 1, 2])))
+    route = rng.choice(["/queue/join"] * 4 + ["/run/x", "/run/predict", "/cancel", "/call/compare", "/call/caption"])
+    if "/call/" in route and rng.random() < 0.8:
+        body["data"] = [rng.choice(VALUES) for _ in range(8)]
     return Sent("", request("POST", API + route, host, [JSON], json.dumps(body).encode()))
 
 
-def _upload(chance: random.Random, host: str) -> Sent:
+def _upload(rng: random.Random, host: str) -> Sent:
     names = (
         "a.png",
         "../../x.png",
@@ -215,40 +213,40 @@ def _upload(chance: random.Random, host: str) -> Sent:
         b"z" * 2_500_000,
     )
     parts = [
-        (f'form-data; name="{chance.choice(fields)}"; filename="{chance.choice(names)}"', chance.choice(contents))
-        for _ in range(chance.choice([0, 1, 1, 2, 5]))
+        (f'form-data; name="{rng.choice(fields)}"; filename="{rng.choice(names)}"', rng.choice(contents))
+        for _ in range(rng.choice([0, 1, 1, 2, 5]))
     ]
     parts += [
         (head, b"x")
-        for head in chance.sample(["form-data", 'form-data; name="files"', "", "x" * 9000], chance.choice([0, 0, 1]))
+        for head in rng.sample(["form-data", 'form-data; name="files"', "", "x" * 9000], rng.choice([0, 0, 1]))
     ]
-    parts *= chance.choice([1, 1, 1, 1, 300]) if sum(len(content) for _, content in parts) < 10_000 else 1
+    parts *= rng.choice([1, 1, 1, 1, 300]) if sum(len(content) for _, content in parts) < 10_000 else 1
     body = form(parts)
-    if chance.random() < 0.3:
-        body = body[: chance.randint(0, len(body))]  # ends early, and says so
-    kind = chance.choice([FORM, FORM, FORM, FORM, ("Content-Type", "multipart/form-data"), JSON])
-    path = API + chance.choice(["/upload", "/upload?upload_id=u", "/upload?upload_id=" + "u" * 3000])
+    if rng.random() < 0.3:
+        body = body[: rng.randint(0, len(body))]  # ends before its final boundary
+    kind = rng.choice([FORM, FORM, FORM, FORM, ("Content-Type", "multipart/form-data"), JSON])
+    path = API + rng.choice(["/upload", "/upload?upload_id=u", "/upload?upload_id=" + "u" * 3000])
     return Sent("", request("POST", path, host, [kind], body))
 
 
-def _broken(chance: random.Random, host: str) -> Sent:
+def _broken(rng: random.Random, host: str) -> Sent:
     """Not HTTP, or a body that does not come as announced."""
     short = request("POST", f"{API}/upload", host, [FORM, ("Content-Length", "5000")], b"--bound\r\n")
     chunk = request(
         "POST", f"{API}/queue/join", host, [JSON, ("Transfer-Encoding", "chunked")], b"zz\r\n{}\r\n0\r\n\r\n"
     )
     twice = request("POST", f"{API}/cancel", host, [JSON, ("Content-Length", "2"), ("Content-Length", "9")], b"{}")
-    noise = chance.randbytes(chance.randint(1, 4000)) + b"\r\n\r\n"
+    noise = rng.randbytes(rng.randint(1, 4000)) + b"\r\n\r\n"
     good = request("GET", "/", host)
-    cut = good[: chance.randint(1, len(good) - 1)]
+    cut = good[: rng.randint(1, len(good) - 1)]
     return Sent(
-        "", chance.choice([short, chunk, twice, noise, cut, good.replace(b"1.1", b"9.9"), b"\x16\x03\x01" * 50]), False
+        "", rng.choice([short, chunk, twice, noise, cut, good.replace(b"1.1", b"9.9"), b"\x16\x03\x01" * 50]), False
     )
 
 
 @dataclass(frozen=True)
 class Got:
-    """What came back. status: None where the server closed the connection without a word."""
+    """One response. status: None if the server closed the connection without an answer."""
 
     status: int | None
     seconds: float
@@ -257,12 +255,12 @@ class Got:
 
 
 def send(port: int, sent: Sent, max_bytes: int = 4000) -> Got:
-    """Send it, and read the head of the answer and a little of its body.
+    """Send a request, and read the head of the response and up to `max_bytes` of it.
 
     Raises:
         TimeoutError: no answer within a minute.
     """
-    began, got = time.monotonic(), b""
+    start_time, got = time.monotonic(), b""
     with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S) as line:
         try:
             line.sendall(sent.data)
@@ -282,6 +280,6 @@ def send(port: int, sent: Sent, max_bytes: int = 4000) -> Got:
         except OSError:
             pass
     head, _, body = got.partition(b"\r\n\r\n")
-    parts = head.split(b" ", 2)
-    status = int(parts[1]) if len(parts) > 1 and parts[1].isdigit() else None
-    return Got(status, time.monotonic() - began, head.lower(), body)
+    status_line = head.split(b" ", 2)
+    status = int(status_line[1]) if len(status_line) > 1 and status_line[1].isdigit() else None
+    return Got(status, time.monotonic() - start_time, head.lower(), body)

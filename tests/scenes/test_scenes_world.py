@@ -279,7 +279,7 @@ def test_world_and_grammar_are_frozen() -> None:
             *grammar.generate_chat(scene, random.Random(seed), 20),
             grammar.ask_clip(clip, random.Random(seed)),
         ):
-            digest.update(repr(turn).encode())
+            digest.update(repr(turn).removeprefix("QA").encode())  # the digest is older than the name `QATurn`
     assert digest.hexdigest() == WORLD
 
 

@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import mmspec
 from mmspec.app.bench.recorder import RecordingDrafter
-from mmspec.app.caption.command import validate_drafter
+from mmspec.app.cli.arguments import validate_drafter
 from mmspec.app.modeling.captioner import Captioner
 from mmspec.app.modeling.random_models import random_model
 from mmspec.app.scenes.render import render_scene

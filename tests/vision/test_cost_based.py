@@ -420,9 +420,9 @@ def test_examples_of_the_docs(tiny: Captioner, folder: Path, tmp_path: Path) -> 
     picture = render_scene(generate_scene(0))
     inputs = tiny.build_inputs([picture], ["a"])
     names: dict[str, Any] = {"model": tiny.model, "inputs": inputs, "image": picture, "FOLDER": str(folder)}
-    output = tmp_path / "kept.png"
+    output = tmp_path / "heatmaps.png"
     try:
-        exec(code.replace('"kept.png"', repr(str(output))), names)
+        exec(code.replace('"heatmaps.png"', repr(str(output))), names)
     finally:
         mmspec.unpatch(tiny.model)
     assert (

@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING
 
 from mmspec.app.scenes.world import IMAGE_SIZE
+
+if TYPE_CHECKING:
+    from transformers import (
+        LlavaConfig,
+        LlavaForConditionalGeneration,
+        LlavaProcessor,
+        PreTrainedTokenizerBase,
+        PreTrainedTokenizerFast,
+    )
 
 PATCH_SIZE = 16
 """Edge of a vision patch in pixels."""
@@ -35,7 +44,7 @@ def format_prompt(question: str, num_images: int = 1) -> str:
     return f"USER: {'<image>' * num_images}{question} ASSISTANT:"
 
 
-def train_tokenizer(texts: Iterable[str]) -> Any:
+def train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE tokenizer of `VOCAB_SIZE` tokens; padding is on the left."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -69,7 +78,7 @@ def train_tokenizer(texts: Iterable[str]) -> Any:
     )
 
 
-def build_scenes_processor(tokenizer: Any) -> Any:
+def build_scenes_processor(tokenizer: PreTrainedTokenizerBase) -> LlavaProcessor:
     """Return the LLaVA processor; images of any size and mode are converted to RGB and stretched to a square."""
     from transformers import LlavaProcessor
     from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
@@ -85,7 +94,7 @@ def build_scenes_processor(tokenizer: Any) -> Any:
     )
 
 
-def build_scenes_config() -> Any:
+def build_scenes_config() -> LlavaConfig:
     """Return the LLaVA config: about 2.4 M parameters of vision tower, 18.5 M of text model."""
     from transformers import LlamaConfig, LlavaConfig, SiglipVisionConfig
 
@@ -122,7 +131,7 @@ def build_scenes_config() -> Any:
     )
 
 
-def init_scenes_model(seed: int = 0) -> Any:
+def init_scenes_model(seed: int = 0) -> LlavaForConditionalGeneration:
     """Return the model with random weights; torch's global generators are unchanged.
 
     Args:

@@ -260,7 +260,7 @@ def _random_sign_text(rng: random.Random) -> str:
 
 def sample_turns(
     scene: Scene, rng: random.Random, balanced: bool = False, independent: bool = False
-) -> list[grammar.Turn]:
+) -> list[grammar.QATurn]:
     """Return up to ten short turns, or up to four and a long description at a random index.
 
     `balanced` and `independent` are those of `grammar.generate_qa_turns`.
@@ -273,7 +273,7 @@ def sample_turns(
 
 
 def encode_turns(
-    tokenizer: Any, turns: Sequence[grammar.Turn], num_images: int = 1, independent: bool = False
+    tokenizer: Any, turns: Sequence[grammar.QATurn], num_images: int = 1, independent: bool = False
 ) -> tuple[list[int], list[int], list[int]]:
     """Tokenize a conversation.
 

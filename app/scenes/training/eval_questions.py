@@ -37,7 +37,7 @@ MIN_VISIBLE_SHARE = 0.5
 RELATION_PATTERN = re.compile(r"\b(left of|right of|above|below|close to|far from) the (other )?[a-z]+", re.IGNORECASE)
 MetricOutcomes = dict[str, list[bool]]
 """Metric name -> whether each of its checks passed."""
-ScoreFunction = Callable[[str], MetricOutcomes]
+AnswerScorer = Callable[[str], MetricOutcomes]
 """Scores one answer."""
 
 
@@ -54,7 +54,7 @@ class EvalQuestion:
 
     images: tuple[Image.Image, ...]
     question: str
-    score: ScoreFunction
+    score: AnswerScorer
     max_new_tokens: int = 40
 
 
@@ -96,7 +96,7 @@ def clearly_visible_things(scene: Scene) -> list[Thing]:
     ]
 
 
-def _score_names(scene: Scene) -> ScoreFunction:
+def _score_names(scene: Scene) -> AnswerScorer:
     """Recall (`things_named`) and precision (`named_are_there`) of the named kinds."""
     present = {thing.kind for thing in scene.things}
     required = {thing.kind for thing in clearly_visible_things(scene)}
@@ -111,7 +111,7 @@ def _score_names(scene: Scene) -> ScoreFunction:
     return score
 
 
-def _score_description(scene: Scene) -> ScoreFunction:
+def _score_description(scene: Scene) -> AnswerScorer:
     """The names, and per sentence the region of its thing; relations to other things are removed first."""
 
     def score(answer: str) -> MetricOutcomes:
@@ -128,7 +128,7 @@ def _score_description(scene: Scene) -> ScoreFunction:
     return score
 
 
-def _score_single(metric: str, is_correct: Callable[[str], bool]) -> ScoreFunction:
+def _score_single(metric: str, is_correct: Callable[[str], bool]) -> AnswerScorer:
     return lambda answer: {metric: [is_correct(answer)]}
 
 

@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -29,6 +29,9 @@ from mmspec.app.scenes.training.eval_questions import (
     clearly_visible_things,
 )
 from mmspec.app.scenes.world import FIRST_HELD_OUT_SEED, generate_clip, generate_scene
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, ProcessorMixin
 
 
 class AnswerLog:
@@ -79,8 +82,8 @@ class AnswerLog:
 
 
 def generate_answers(
-    model: Any,
-    processor: Any,
+    model: PreTrainedModel,
+    processor: ProcessorMixin,
     questions: Sequence[EvalQuestion],
     batch_size: int,
     on_progress: Callable[[int], None],
@@ -121,7 +124,9 @@ def generate_answers(
 
 
 @torch.no_grad()
-def _prefill_shared_images(model: Any, processor: Any, questions: Sequence[EvalQuestion]) -> dict[str, Any]:
+def _prefill_shared_images(
+    model: PreTrainedModel, processor: ProcessorMixin, questions: Sequence[EvalQuestion]
+) -> dict[str, Any]:
     """Return the arguments of `generate`, one row per question, with the images in the KV cache already.
 
     Shorter questions are padded between the images and the question, so that all rows begin with the cached prefix.
@@ -173,8 +178,8 @@ def shuffle_images(questions: Sequence[EvalQuestion]) -> list[EvalQuestion]:
 
 
 def evaluate_scenes_model(
-    model: Any,
-    processor: Any,
+    model: PreTrainedModel,
+    processor: ProcessorMixin,
     first_seed: int,
     count: int,
     *,

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,8 +16,13 @@ from mmspec.app.scenes.training.build_model import build_scenes_processor
 from mmspec.app.scenes.training.stages import TrainingStage
 from mmspec.app.versions import version
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-def export_model(model: Any, tokenizer: Any, folder: Path, seed: int, stages: Sequence[TrainingStage]) -> None:
+
+def export_model(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, seed: int, stages: Sequence[TrainingStage]
+) -> None:
     """Write the model, its processor, training record, model card and checksums.
 
     The weights are bfloat16 on disk and float32 once loaded. The model's own weights are rounded likewise.

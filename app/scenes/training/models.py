@@ -7,7 +7,7 @@ images, P patches (visual tokens) per image, D text width.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,9 @@ from mmspec.app.scenes.training.patch_labels import (
 )
 from mmspec.app.scenes.training.stages import TrainingStage
 from mmspec.app.scenes.world import BACKGROUND_COLOURS, BACKGROUND_TEXTURES, SIZE_CLASSES
+
+if TYPE_CHECKING:
+    from transformers import LlamaModel, LlavaForConditionalGeneration, SiglipVisionModel
 
 PATCH_HEAD_SHAPES: dict[str, tuple[int, ...]] = {
     "size_class": (),
@@ -122,7 +125,7 @@ def head_loss(name: str, logits: Tensor, labels: Tensor) -> Tensor:
 class VisionPretrainer(nn.Module):
     """The vision tower with one head per patch label."""
 
-    def __init__(self, tower: Any, width: int) -> None:
+    def __init__(self, tower: SiglipVisionModel, width: int) -> None:
         """
         Args:
             tower: The SigLIP tower; trained in place.
@@ -172,7 +175,7 @@ class VisionPretrainer(nn.Module):
 class VlmTrainer(nn.Module):
     """The whole model with the answer loss and the auxiliary losses; no gradient reaches a tower at rate 0."""
 
-    def __init__(self, model: Any, name_token_ids: Tensor, stage: TrainingStage) -> None:
+    def __init__(self, model: LlavaForConditionalGeneration, name_token_ids: Tensor, stage: TrainingStage) -> None:
         """
         Args:
             model: The LLaVA; trained in place.
@@ -266,7 +269,7 @@ class VlmTrainer(nn.Module):
         known = (labels != IGNORE_INDEX).flatten(2).any(-1) if labels.ndim > 2 else labels != IGNORE_INDEX
         return head_loss(name, self.heads[name](visual[known]).float(), labels[known])
 
-    def _run_text_model(self, text_model: Any, inputs_embeds: Tensor, turn_ids: Tensor) -> tuple[Tensor, Tensor]:
+    def _run_text_model(self, text_model: LlamaModel, inputs_embeds: Tensor, turn_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Return the normed hidden states after `PROBE_LAYER` layers and after `num_layers`, [B, S, D] each.
 
         With at most `PROBE_LAYER` layers both are those after the last layer.

@@ -26,13 +26,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from mmspec.app.cli.arguments import module_parser
 from mmspec.app.scenes.objects import OBJECT_KINDS
 from mmspec.app.scenes.training.build_model import init_scenes_model, train_tokenizer
 from mmspec.app.scenes.training.data import ChatDataset, PatchDataset, collate_chats, generate_corpus
@@ -41,6 +42,9 @@ from mmspec.app.scenes.training.models import VisionPretrainer, VlmTrainer, aux_
 from mmspec.app.scenes.training.stages import STAGES, MuonAdamW, TrainingStage, learning_rate_at
 from mmspec.cpu.bf16 import bf16_is_faster
 from mmspec.files import atomic_write
+
+if TYPE_CHECKING:
+    from transformers import LlavaForConditionalGeneration, PreTrainedTokenizerBase
 
 EPILOG = """\
 The run folder holds state.pt (checkpoint), log.jsonl, the tokenizer, tower.safetensors after the first stage and, at
@@ -69,7 +73,7 @@ class ScenesTrainer:
         stages: Sequence[TrainingStage],
         device: str,
         seed: int,
-        build_model: Callable[[int], Any] = init_scenes_model,
+        build_model: Callable[[int], LlavaForConditionalGeneration] = init_scenes_model,
         use_compile: bool = False,
     ) -> None:
         """
@@ -102,7 +106,7 @@ class ScenesTrainer:
             self._resume()
         self.start_time = time.monotonic()
 
-    def _load_or_train_tokenizer(self) -> Any:
+    def _load_or_train_tokenizer(self) -> PreTrainedTokenizerBase:
         from transformers import AutoTokenizer
 
         if (self.run_folder / "tokenizer.json").exists():
@@ -175,7 +179,7 @@ class ScenesTrainer:
         first = stage.first + self.step * stage.batch
         count = (stage.steps - self.step) * stage.batch
         num_workers = 1 if (os.cpu_count() or 1) < 8 else 6
-        dataset: Any = (
+        dataset: PatchDataset | ChatDataset = (
             PatchDataset(first, count)
             if stage.name == "see"
             else ChatDataset(self.tokenizer, first, count, stage.batch, stage.clips, stage.full)
@@ -300,12 +304,7 @@ class ScenesTrainer:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m mmspec.app.scenes.training.train",
-        description=__doc__,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = module_parser("mmspec.app.scenes.training.train", __doc__, EPILOG)
     add = parser.add_argument
     add("--out", type=Path, required=True, help="folder of the run; created if needed")
     add(

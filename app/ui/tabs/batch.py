@@ -50,7 +50,7 @@ def build_batch_tab(context: Context) -> None:
         with gr.Column(scale=2, min_width=300):
             uploads = gr.File(
                 file_count="multiple",
-                file_types=sorted(images.SUFFIXES | videos.SUFFIXES | MANIFESTS),
+                file_types=sorted(images.IMAGE_SUFFIXES | videos.VIDEO_SUFFIXES | MANIFESTS),
                 label="Pictures, clips, or a list with them",
                 height=220,
                 elem_id="mm-files",

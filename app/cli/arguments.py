@@ -1,0 +1,221 @@
+"""What the parsers of several commands share: their skeleton, types of values, options, and checks of parsed values.
+
+Imports nothing heavy at start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+
+from mmspec.app.caption.config import DEFAULT_MODEL, DTYPES
+from mmspec.app.cli.deprecated import add_renamed
+from mmspec.app.errors import UsageError
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+    ConfigT = TypeVar("ConfigT", bound=DataclassInstance)
+
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+"""What `ArgumentParser.add_subparsers` returns."""
+Options: TypeAlias = "argparse._ActionsContainer"
+"""A parser or a group of one."""
+
+MODEL_HELP = "hub id, folder, or bundled: scenes (a toy model of drawn scenes), tiny, mid (random weights)"
+COMPRESSOR_HELP = (
+    "pass fewer visual tokens to the drafter: cost-based; drop; stride, pool, relevant, salient, diverse with :N"
+)
+
+
+def add_command(
+    commands: Commands,
+    common: argparse.ArgumentParser,
+    name: str,
+    run: Callable[[argparse.Namespace], int],
+    *,
+    help: str,
+    description: str,
+    epilog: str,
+) -> argparse.ArgumentParser:
+    """Register a sub-command whose help ends with `epilog` as it is written.
+
+    Args:
+        common: options of all commands.
+        run: carries out the command; returns its exit code.
+    """
+    parser = commands.add_parser(
+        name,
+        parents=[common],
+        help=help,
+        description=description,
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(run=run)
+    return parser
+
+
+def module_parser(module: str, description: str | None, epilog: str) -> argparse.ArgumentParser:
+    """The parser of `python -m MODULE`, whose help keeps the lines of both texts."""
+    return argparse.ArgumentParser(
+        prog=f"python -m {module}",
+        description=description,
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
+def add_model_option(parser: Options, flag: str = "--model", default: str = DEFAULT_MODEL) -> None:
+    """Add the option that names a model."""
+    parser.add_argument(flag, default=default, metavar="M", help=f"{MODEL_HELP}; default {default}")
+
+
+def add_drafter_options(parser: Options) -> None:
+    """Add `--drafter` and `--compressor`."""
+    drafter_help = "drafter: a name, folder or hub id (default auto; none: no drafts)"
+    parser.add_argument("--drafter", default="auto", metavar="D", help=drafter_help)
+    parser.add_argument("--compressor", default=None, metavar="C", help=COMPRESSOR_HELP)
+
+
+def add_device_options(parser: Options) -> None:
+    """Add `--dtype` and `--device` of the model."""
+    dtype_help = "of the model; default auto: the checkpoint's, float32 on a CPU"
+    parser.add_argument("--dtype", default="auto", choices=DTYPES, help=dtype_help)
+    parser.add_argument("--device", default="auto", metavar="DEV", help="default auto: the GPU if there is one")
+
+
+def add_sampling_options(parser: Options, seed_of: str = "sampling") -> None:
+    """Add `--temperature` and `--seed`; `seed_of` is what the seed determines."""
+    add = parser.add_argument
+    add("--temperature", type=parse_temperature, default=0.0, metavar="T", help="0 (default) is greedy")
+    add("--seed", type=int, default=0, metavar="N", help=f"of {seed_of} (default 0)")
+
+
+def add_scene_seed(parser: Options, default: int | None, default_text: str) -> None:
+    """Add `--scene-seed` and its deprecated spelling."""
+    help_ = f"seed of the first scene (default {default_text})"
+    add_renamed(parser, "--scene-seed", "--first-seed", type=int, default=default, metavar="S", help=help_)
+
+
+def add_progress(parser: Options, help: str = "progress bar (default: on a terminal)") -> None:
+    """Add `--progress` and `--no-progress`; the default is None."""
+    parser.add_argument("--progress", action=argparse.BooleanOptionalAction, default=None, help=help)
+
+
+def positive_int(text: str) -> int:
+    """An integer above 0."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number above 0, got {text!r}")
+    return int(text)
+
+
+def non_negative_int(text: str) -> int:
+    """An integer, 0 or more."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"must be a whole number of 0 or more, got {text!r}")
+    return int(text)
+
+
+def parse_temperature(text: str) -> float:
+    """A finite number, 0 or more."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be 0 (greedy) or more, got {text!r}")
+    return value
+
+
+def split_commas(text: str) -> list[str]:
+    """Comma-separated names, without empty ones."""
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def positive_ints(text: str) -> list[int]:
+    """Comma-separated integers above 0."""
+    return [positive_int(part.strip()) for part in text.split(",")]
+
+
+def config_from_args(config_type: type[ConfigT], args: argparse.Namespace, **values: Any) -> ConfigT:
+    """A dataclass whose fields are the flags of the same names; lists become tuples.
+
+    Args:
+        values: fields that differ from the flags, or have none.
+    """
+    found = {field.name: getattr(args, field.name) for field in fields(config_type) if field.name not in values}
+    found = {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
+    return config_type(**found, **values)
+
+
+def hide_progress_bars(progress: bool | None) -> None:
+    """Switch off the progress bars of transformers unless `progress`; None: unless standard error is a terminal."""
+    from transformers.utils import logging
+
+    if not (sys.stderr.isatty() if progress is None else progress):
+        logging.disable_progress_bar()
+
+
+def validate_drafter(name: str, compressor: str | None = None) -> None:
+    """Refuse an unknown drafter or compressor before anything is loaded.
+
+    Raises:
+        UsageError: an unknown name.
+    """
+    from mmspec.drafters.registry import drafter_names, is_known_drafter
+
+    if not is_known_drafter(name):
+        raise UsageError(f"unknown drafter {name!r}; known are {', '.join(drafter_names())}, a folder, or a hub id")
+    if compressor is not None:
+        from mmspec.vision.registry import build_compressor
+
+        try:
+            build_compressor(compressor)
+        except ValueError as error:
+            raise UsageError(str(error)) from error
+
+
+def check_writable(file: Path | str) -> None:
+    """Refuse a result file that cannot be written, before an hour of measuring.
+
+    Raises:
+        UsageError: the file cannot be opened for writing.
+    """
+    try:
+        is_new = not Path(file).exists()
+        with Path(file).open("ab"):
+            pass
+        if is_new:
+            Path(file).unlink()
+    except OSError as error:
+        raise UsageError(f"cannot write {file}: {error.strerror}") from error
+
+
+__all__ = [
+    "COMPRESSOR_HELP",
+    "MODEL_HELP",
+    "Commands",
+    "Options",
+    "add_command",
+    "add_device_options",
+    "add_drafter_options",
+    "add_model_option",
+    "add_progress",
+    "add_sampling_options",
+    "add_scene_seed",
+    "check_writable",
+    "config_from_args",
+    "hide_progress_bars",
+    "module_parser",
+    "non_negative_int",
+    "parse_temperature",
+    "positive_int",
+    "positive_ints",
+    "split_commas",
+    "validate_drafter",
+]
