@@ -24,7 +24,7 @@ from mmspec.app.scenes.phrases import (
     join_list,
     list_things,
 )
-from mmspec.app.scenes.world import IMAGE_SIZE, REGION_MARGIN, Clip, Scene, Thing, spatial_relation
+from mmspec.app.scenes.world import REGION_MARGIN, SCENE_IMAGE_SIZE, Clip, Scene, Thing, spatial_relation
 
 
 @dataclass(frozen=True)
@@ -257,7 +257,7 @@ def generate_clip_qa_turns(clip: Clip, rng: random.Random) -> list[QATurn]:
         turns.append(QATurn("way", f"Which way does the {name} move?", "It does not move."))
     others = [thing.name for thing in clip.frames[0].things if thing.kind != clip.hero.kind]
     turns += [QATurn("way", f"Which way does the {other} move?", "It does not move.") for other in others[:1]]
-    borders = (IMAGE_SIZE // 3, 2 * IMAGE_SIZE // 3)
+    borders = (SCENE_IMAGE_SIZE // 3, 2 * SCENE_IMAGE_SIZE // 3)
     for number, frame in enumerate(clip.frames, 1):
         question = f"Is there {with_article} in picture {number}?"
         present = [thing for thing in frame.things if thing.kind == clip.hero.kind]

@@ -7,14 +7,14 @@ import random
 from PIL import Image, ImageChops, ImageDraw
 
 from mmspec.app.scenes.sprites import GLYPH_SIZE, get_glyph, get_sprite
-from mmspec.app.scenes.world import BACKGROUND_COLOURS, IMAGE_SIZE, Scene, Sign, Thing
+from mmspec.app.scenes.world import BACKGROUND_COLOURS, SCENE_IMAGE_SIZE, Scene, Sign, Thing
 
 SpriteLayer = tuple[Image.Image, tuple[int, int]]
 """An RGBA image and the x, y of its upper left corner in the scene's image."""
 
 
 def render_scene(scene: Scene) -> Image.Image:
-    """Return the RGB image of a scene, `IMAGE_SIZE` x `IMAGE_SIZE`."""
+    """Return the RGB image of a scene, `SCENE_IMAGE_SIZE` x `SCENE_IMAGE_SIZE`."""
     image = render_background(scene)
     for sprite, corner in build_layers(scene):
         image.paste(sprite, corner, sprite)
@@ -30,9 +30,9 @@ def build_layers(scene: Scene) -> list[SpriteLayer]:
 def visible_shares(scene: Scene) -> list[float]:
     """Return for each thing the share of its pixels, 0 to 1, that no layer in front of it hides."""
     shares: list[float] = []
-    front = Image.new("L", (IMAGE_SIZE, IMAGE_SIZE), 0)
+    front = Image.new("L", (SCENE_IMAGE_SIZE, SCENE_IMAGE_SIZE), 0)
     for sprite, corner in reversed(build_layers(scene)):
-        mask = Image.new("L", (IMAGE_SIZE, IMAGE_SIZE), 0)
+        mask = Image.new("L", (SCENE_IMAGE_SIZE, SCENE_IMAGE_SIZE), 0)
         mask.paste(sprite.getchannel("A").point(lambda alpha: 255 if alpha > 127 else 0), corner)
         area = mask.histogram()[255]
         hidden = ImageChops.multiply(mask, front).histogram()[255]
@@ -47,14 +47,14 @@ def render_background(scene: Scene) -> Image.Image:
     rng = random.Random(f"ground {scene.seed}")
     base = _shift_brightness(BACKGROUND_COLOURS[scene.colour], rng.randint(-8, 8))
     accent = _shift_brightness(base, 34 if sum(base) < 330 else -34)
-    image = Image.new("RGB", (IMAGE_SIZE, IMAGE_SIZE), base)
+    image = Image.new("RGB", (SCENE_IMAGE_SIZE, SCENE_IMAGE_SIZE), base)
     draw = ImageDraw.Draw(image)
     pitch = rng.randint(18, 26)
     phase = rng.randint(0, 20)
-    starts = range(phase - 2 * pitch, IMAGE_SIZE, pitch)
+    starts = range(phase - 2 * pitch, SCENE_IMAGE_SIZE, pitch)
     if scene.texture == "striped":
         for top in starts:
-            draw.rectangle((0, top, IMAGE_SIZE, top + pitch // 2 - 1), fill=accent)
+            draw.rectangle((0, top, SCENE_IMAGE_SIZE, top + pitch // 2 - 1), fill=accent)
     elif scene.texture == "dotted":
         for top in starts:
             for left in starts:

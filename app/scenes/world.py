@@ -15,7 +15,7 @@ from itertools import combinations
 from mmspec.app.scenes.objects import OBJECT_KINDS
 from mmspec.app.scenes.sign_words import SIGN_WORDS
 
-IMAGE_SIZE = 192
+SCENE_IMAGE_SIZE = 192
 """Edge of an image in pixels."""
 FIRST_HELD_OUT_SEED = 50_000_000
 """Seeds from here on are held out: never used for training."""
@@ -125,7 +125,7 @@ class Scene:
 
     def reading_order(self) -> list[Thing]:
         """Return the things row by row from the upper left."""
-        return sorted(self.things, key=lambda thing: (3 * thing.y // IMAGE_SIZE, thing.x, thing.y))
+        return sorted(self.things, key=lambda thing: (3 * thing.y // SCENE_IMAGE_SIZE, thing.x, thing.y))
 
     def count(self, kind: int) -> int:
         """Return the number of things of a kind."""
@@ -164,7 +164,7 @@ class Clip:
 
 def find_region(x: int, y: int) -> str:
     """Return the name of the region that holds a pixel."""
-    return REGIONS[min(2, 3 * y // IMAGE_SIZE)][min(2, 3 * x // IMAGE_SIZE)]
+    return REGIONS[min(2, 3 * y // SCENE_IMAGE_SIZE)][min(2, 3 * x // SCENE_IMAGE_SIZE)]
 
 
 def is_held_out_pair(a: int, b: int) -> bool:
@@ -225,9 +225,9 @@ def _sample_kinds(rng: random.Random, count: int) -> list[int]:
 
 def _sample_coordinate(rng: random.Random, cell: int, size: int) -> int:
     """Sample a coordinate in one third of the edge, off the region's borders, with the thing inside the image."""
-    third = IMAGE_SIZE // 3
+    third = SCENE_IMAGE_SIZE // 3
     low = max(third * cell + (REGION_MARGIN if cell else 0), size // 2 + 1)
-    high = min(third * (cell + 1) - 1 - (REGION_MARGIN if cell < 2 else 0), IMAGE_SIZE - size // 2 - 1)
+    high = min(third * (cell + 1) - 1 - (REGION_MARGIN if cell < 2 else 0), SCENE_IMAGE_SIZE - size // 2 - 1)
     return rng.randint(low, high)
 
 
@@ -295,7 +295,7 @@ def _sample_path(rng: random.Random, hero: Thing, event: Event, count: int) -> l
             replace(hero, x=round(start[0] + dx * step * t), y=round(start[1] + dy * step * t)) for t in range(count)
         ]
         margin = hero.size // 2 + 1
-        is_inside = all(margin <= value <= IMAGE_SIZE - margin for moved in path for value in (moved.x, moved.y))
+        is_inside = all(margin <= value <= SCENE_IMAGE_SIZE - margin for moved in path for value in (moved.x, moved.y))
         return list(path) if is_inside else None
     if event.what == "stays":
         return [hero] * count

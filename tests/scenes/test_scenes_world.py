@@ -28,8 +28,8 @@ from mmspec.app.scenes.training.patch_labels import (
 )
 from mmspec.app.scenes.world import (
     FIRST_HELD_OUT_SEED,
-    IMAGE_SIZE,
     REGION_MARGIN,
+    SCENE_IMAGE_SIZE,
     SIZE_CLASSES,
     Scene,
     generate_clip,
@@ -65,12 +65,13 @@ def test_scenes_respect_the_margins_of_sizes_and_regions() -> None:
             assert thing.size_class in SIZE_CLASSES
             for value in (thing.x, thing.y):
                 assert all(
-                    abs(value - border) >= REGION_MARGIN - 1 for border in (IMAGE_SIZE // 3, 2 * IMAGE_SIZE // 3)
+                    abs(value - border) >= REGION_MARGIN - 1
+                    for border in (SCENE_IMAGE_SIZE // 3, 2 * SCENE_IMAGE_SIZE // 3)
                 )
-                assert thing.size // 2 <= value <= IMAGE_SIZE - thing.size // 2
+                assert thing.size // 2 <= value <= SCENE_IMAGE_SIZE - thing.size // 2
         if scene.sign is not None:
             left, right = scene.sign.x - 42, scene.sign.x + 42
-            assert left >= -2 and right <= IMAGE_SIZE + 2
+            assert left >= -2 and right <= SCENE_IMAGE_SIZE + 2
     assert set(counts) == {1, 2, 3, 4, 5, 6}
 
 
@@ -86,12 +87,17 @@ def test_no_thing_is_hidden_by_half() -> None:
 
 def _visible_shares(seed: int) -> list[float]:
     scene = generate_scene(seed)
-    owner, areas = np.full((IMAGE_SIZE, IMAGE_SIZE), -1), []
+    owner, areas = np.full((SCENE_IMAGE_SIZE, SCENE_IMAGE_SIZE), -1), []
     for number, (part, (left, top)) in enumerate(build_layers(scene)):
-        mask = np.zeros((IMAGE_SIZE, IMAGE_SIZE), dtype=bool)
+        mask = np.zeros((SCENE_IMAGE_SIZE, SCENE_IMAGE_SIZE), dtype=bool)
         alpha = np.asarray(part.getchannel("A")) > 127
         rows, columns = np.nonzero(alpha)
-        inside = (rows + top >= 0) & (rows + top < IMAGE_SIZE) & (columns + left >= 0) & (columns + left < IMAGE_SIZE)
+        inside = (
+            (rows + top >= 0)
+            & (rows + top < SCENE_IMAGE_SIZE)
+            & (columns + left >= 0)
+            & (columns + left < SCENE_IMAGE_SIZE)
+        )
         mask[rows[inside] + top, columns[inside] + left] = True
         owner[mask] = number
         areas.append(alpha.sum())
@@ -114,8 +120,8 @@ def test_training_seeds_exclude_held_out_pairs_and_seeds() -> None:
 def test_rendering_is_deterministic() -> None:
     scene = generate_scene(7)
     assert render_scene(scene).tobytes() == render_scene(generate_scene(7)).tobytes() and render_scene(scene).size == (
-        IMAGE_SIZE,
-        IMAGE_SIZE,
+        SCENE_IMAGE_SIZE,
+        SCENE_IMAGE_SIZE,
     )
     assert render_scene(scene).tobytes() == render_with_labels(scene)[0].tobytes()
     assert len({render_scene(generate_scene(seed)).tobytes() for seed in range(50)}) == 50

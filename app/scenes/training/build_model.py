@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from mmspec.app.scenes.world import IMAGE_SIZE
+from mmspec.app.scenes.world import SCENE_IMAGE_SIZE
 
 if TYPE_CHECKING:
     from transformers import (
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 PATCH_SIZE = 16
 """Edge of a vision patch in pixels."""
-GRID_SIZE = IMAGE_SIZE // PATCH_SIZE
+GRID_SIZE = SCENE_IMAGE_SIZE // PATCH_SIZE
 NUM_VISUAL_TOKENS = GRID_SIZE * GRID_SIZE
 """Visual tokens of one image."""
 VOCAB_SIZE = 1536
@@ -83,7 +83,7 @@ def build_scenes_processor(tokenizer: PreTrainedTokenizerBase) -> LlavaProcessor
     from transformers import LlavaProcessor
     from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
-    images = SiglipImageProcessorPil(size={"height": IMAGE_SIZE, "width": IMAGE_SIZE}, do_convert_rgb=True)
+    images = SiglipImageProcessorPil(size={"height": SCENE_IMAGE_SIZE, "width": SCENE_IMAGE_SIZE}, do_convert_rgb=True)
     return LlavaProcessor(
         images,
         tokenizer,
@@ -103,7 +103,7 @@ def build_scenes_config() -> LlavaConfig:
         intermediate_size=576,
         num_hidden_layers=6,
         num_attention_heads=6,
-        image_size=IMAGE_SIZE,
+        image_size=SCENE_IMAGE_SIZE,
         patch_size=PATCH_SIZE,
         vision_use_head=False,
     )

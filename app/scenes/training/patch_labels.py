@@ -21,9 +21,9 @@ from mmspec.app.scenes.training.build_model import GRID_SIZE, NUM_VISUAL_TOKENS,
 from mmspec.app.scenes.world import (
     BACKGROUND_COLOURS,
     BACKGROUND_TEXTURES,
-    IMAGE_SIZE,
     MOTION_VECTORS,
     REGIONS,
+    SCENE_IMAGE_SIZE,
     SIZE_CLASSES,
     Clip,
     Scene,
@@ -105,18 +105,18 @@ class PatchLabels:
 def render_with_labels(scene: Scene) -> tuple[Image.Image, PatchLabels]:
     """Return the image of a scene, equal to `render.render_scene`, and the labels of its patches."""
     image = render_background(scene)
-    owner = np.full((IMAGE_SIZE, IMAGE_SIZE), -1, dtype=np.int64)  # index of the front layer at each pixel
+    owner = np.full((SCENE_IMAGE_SIZE, SCENE_IMAGE_SIZE), -1, dtype=np.int64)  # index of the front layer at each pixel
     for index, (sprite, (left, top)) in enumerate(build_layers(scene)):
         image.paste(sprite, (left, top), sprite)
         mask = np.asarray(sprite.getchannel("A")) > 127
-        x0, x1 = max(0, left), min(IMAGE_SIZE, left + sprite.width)
-        y0, y1 = max(0, top), min(IMAGE_SIZE, top + sprite.height)
+        x0, x1 = max(0, left), min(SCENE_IMAGE_SIZE, left + sprite.width)
+        y0, y1 = max(0, top), min(SCENE_IMAGE_SIZE, top + sprite.height)
         owner[y0:y1, x0:x1][mask[y0 - top : y1 - top, x0 - left : x1 - left]] = index
     return image, _build_labels(scene, owner)
 
 
 def _build_labels(scene: Scene, owner: np.ndarray) -> PatchLabels:
-    """Labels from [IMAGE_SIZE, IMAGE_SIZE] layer indices, -1 for the background."""
+    """Labels from [SCENE_IMAGE_SIZE, SCENE_IMAGE_SIZE] layer indices, -1 for the background."""
     num_layers = len(scene.things) + (scene.sign is not None)
     if not num_layers:  # a clip before its thing appears
         return _build_empty_labels(scene)
