@@ -28,43 +28,8 @@ from mmspec.targets.module_scan import describe_module
 from mmspec.targets.module_state import is_opaque, restore_state
 from mmspec.targets.recurrent import target_class
 from mmspec.targets.registry import TESTED
+from mmspec.targets.selftest_plan import has_media, image_inputs, plan_of, text_inputs, usable_ids
 
-
-@dataclass(frozen=True)
-class Plan:
-    """The trees of a self-test. Nodes are indices of the tokens of a row.
-
-    Attributes:
-        parents: parent of each node of the first tree.
-        paths: paths from its root, which transformers decodes.
-        accepted: path that each row accepts after the first tree, so that rows differ in length and nodes move.
-        following: chain that each row scores then: what follows the accepted path on one of `paths`.
-        prompt_lengths: text tokens of each row's prompt; shorter rows are left-padded.
-    """
-
-    parents: tuple[int, ...]
-    paths: tuple[tuple[int, ...], ...]
-    accepted: tuple[tuple[int, ...], ...]
-    following: tuple[tuple[int, ...], ...]
-    prompt_lengths: tuple[int, ...]
-
-    @property
-    def num_steps(self) -> int:
-        """Logits of a path: of the prompt, and of each of its nodes."""
-        return 1 + max(map(len, self.paths))
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of a row."""
-        return 1 + max(map(max, self.paths))
-
-
-TREE = Plan(
-    (-1, 0, 1, 2, 0, 4, 1, 6), ((0, 1, 2, 3), (0, 4, 5), (0, 1, 6, 7)), ((0, 1, 6), (0, 4)), ((7,), (5,)), (6, 4)
-)
-"""Of models that score trees."""
-CHAIN = Plan((-1, 0, 1, 2), ((0, 1, 2, 3), (0, 1, 4, 5)), ((0, 1),), ((4, 5),), (6,))
-"""Of models with recurrent layers: one row, of which a part is rolled back."""
 TOLERANCE = 1e-4
 """Largest accepted difference of float32 logits, relative to their range."""
 HALF_MEAN, HALF_MARGIN = 1, 4
@@ -74,8 +39,6 @@ MASKED = -1e30
 """Logits below are masked by the model (placeholders that it never emits)."""
 MAX_NAMED_MODULES = 3
 """Modules that a message names."""
-IMAGE_SIZE = 32
-"""Edge of the test image, in pixels."""
 
 
 MAX_VERDICTS = 256
@@ -130,8 +93,8 @@ def run_selftest(
     start = time.perf_counter()
     device = adapter.model.device
     rng_guard = RngGuard(torch.device("cpu"), device)
-    inputs = text_inputs(adapter) if inputs is None else dict(inputs)
-    is_text = not adapter.media_token_ids or not _has_media(adapter, inputs["input_ids"])
+    inputs = text_inputs(adapter, plan_of(adapter).prompt_lengths) if inputs is None else dict(inputs)
+    is_text = not adapter.media_token_ids or not has_media(adapter, inputs["input_ids"])
     test = _TreeTest(adapter, inputs)
     try:
         with rng_guard, restore_state(foreign) as state_change, torch.no_grad():
@@ -190,43 +153,6 @@ def foreign_failure(adapter: ModelAdapter, foreign: Sequence[nn.Module], inputs:
     return None if result.passed else f"{where}: {result.failure}"
 
 
-def text_inputs(adapter: ModelAdapter) -> dict[str, Tensor]:
-    """Rows of text tokens of different length, left-padded, the same in every run."""
-    lengths = torch.tensor(plan_of(adapter).prompt_lengths)
-    usable = _usable_ids(adapter)
-    index = torch.arange(len(lengths) * int(lengths.max())) * 31 % len(usable)
-    input_ids = torch.tensor(usable)[index].view(len(lengths), -1)
-    mask = torch.arange(input_ids.shape[1]) >= input_ids.shape[1] - lengths[:, None]
-    device = _input_device(adapter)
-    return {"input_ids": input_ids.to(device), "attention_mask": mask.long().to(device)}
-
-
-def plan_of(adapter: ModelAdapter) -> Plan:
-    """The trees for models like this one."""
-    return CHAIN if target_class(adapter).chains_only else TREE
-
-
-def image_inputs(adapter: ModelAdapter, processor: Any) -> dict[str, Any] | None:
-    """A prompt with one small image, as the processor builds it; None where that fails or no placeholder results."""
-    from PIL import Image
-
-    pixels = torch.randint(0, 256, (IMAGE_SIZE, IMAGE_SIZE, 3), generator=torch.Generator().manual_seed(0))
-    image = Image.fromarray(pixels.to(torch.uint8).numpy())
-    content = [{"type": "image", "image": image}, {"type": "text", "text": "What is in the image?"}]
-    try:
-        if getattr(processor, "chat_template", None):
-            messages = [{"role": "user", "content": content}]
-            options = {"tokenize": True, "return_dict": True, "return_tensors": "pt", "add_generation_prompt": True}
-            batch = processor.apply_chat_template(messages, **options)
-        else:
-            text = f"{getattr(processor, 'image_token', '<image>')} What is in the image?"
-            batch = processor(images=image, text=text, return_tensors="pt")
-        batch = batch.to(_input_device(adapter), dtype=adapter.model.dtype)
-    except Exception:  # processors differ widely; without an image the test still has its text rows
-        return None
-    return dict(batch) if _has_media(adapter, batch["input_ids"]) else None
-
-
 class _ForcedPaths(LogitsProcessor):
     """Makes transformers' loop emit given tokens."""
 
@@ -249,7 +175,7 @@ class _TreeTest:
         self.plan = plan_of(adapter)
         self.num_rows: int = inputs["input_ids"].shape[0]
         device = inputs["input_ids"].device
-        usable = torch.tensor(_usable_ids(adapter), device=device)
+        usable = torch.tensor(usable_ids(adapter), device=device)
         order = torch.arange(self.num_rows * self.plan.num_tokens, device=device) * 7919 % len(usable)
         self.node_ids = usable[order].view(self.num_rows, -1)  # [R, T]
         self.draftable = torch.ones(adapter.num_embeddings, dtype=torch.bool, device=device)
@@ -392,21 +318,4 @@ def equal_logits(expected: Tensor, found: Tensor, dtype: torch.dtype) -> bool:
     return not bool(flipped.any()) and bool((difference.mean(-1) <= HALF_MEAN * resolution).all())
 
 
-def _usable_ids(adapter: ModelAdapter) -> list[int]:
-    """Ids that have an embedding and are no placeholders."""
-    media = set(adapter.media_token_ids)
-    return [token for token in range(min(adapter.num_embeddings, adapter.vocab_size)) if token not in media]
-
-
-def _input_device(adapter: ModelAdapter) -> torch.device:
-    """Device of the test's inputs."""
-    device = adapter.model.device
-    return torch.device("cpu") if device.type == "meta" else device
-
-
-def _has_media(adapter: ModelAdapter, input_ids: Tensor) -> bool:
-    media = torch.tensor(adapter.media_token_ids, device=input_ids.device)
-    return bool(torch.isin(input_ids, media).any())
-
-
-__all__ = ["SelfTestResult", "equal_logits", "foreign_failure", "image_inputs", "judge", "run_selftest", "text_inputs"]
+__all__ = ["SelfTestResult", "equal_logits", "foreign_failure", "judge", "run_selftest"]
