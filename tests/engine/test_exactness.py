@@ -19,6 +19,7 @@ import pytest
 import tiny_heads as heads
 import tiny_models as tiny
 import torch
+import zoo
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -38,6 +39,14 @@ def test_case(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(40))
 @pytest.mark.parametrize("family", fuzz.LATER_FAMILIES)
 def test_case_of_a_later_family(family: str, seed: int) -> None:
+    result = fuzz.run_seed(seed, family=family)
+    assert not result.differences, result.report()
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("family", zoo.ROWS)
+def test_case_of_a_model_type(family: str, seed: int) -> None:
+    """More cases: `python tests/helpers/model_table.py`, whose result is in `docs/models.md`."""
     result = fuzz.run_seed(seed, family=family)
     assert not result.differences, result.report()
 
