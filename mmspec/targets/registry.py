@@ -11,13 +11,19 @@ from mmspec.targets.llava import LlavaAdapter
 from mmspec.targets.llava_next import LlavaNextAdapter
 from mmspec.targets.llava_next_video import LlavaNextVideoAdapter
 from mmspec.targets.llava_onevision import LlavaOnevisionAdapter
-from mmspec.targets.qwen2_5_vl import Ernie45VLAdapter, Glm4vAdapter, Qwen25VLAdapter
+from mmspec.targets.qwen2_5_vl import (
+    Ernie45VLAdapter,
+    Glm4vAdapter,
+    HunYuanVLAdapter,
+    Qwen25VLAdapter,
+    VideoLlama3Adapter,
+)
 
 ADAPTERS: dict[str, type[ModelAdapter]] = {
     adapter.model_type: adapter
     for adapter in (LlavaAdapter, LlavaNextAdapter, LlavaNextVideoAdapter, LlavaOnevisionAdapter, Qwen25VLAdapter)
 }
-for _adapter in (Qwen25VLAdapter, Glm4vAdapter, Ernie45VLAdapter):
+for _adapter in (Qwen25VLAdapter, Glm4vAdapter, Ernie45VLAdapter, VideoLlama3Adapter, HunYuanVLAdapter):
     ADAPTERS |= dict.fromkeys(_adapter.model_types, _adapter)
 
 
