@@ -271,5 +271,13 @@ ROWS = (
         traits="M-RoPE, MoE with separate experts for vision tokens",
         **MOE,
     ),
-    Family("hunyuan_vl", _hunyuan_vl, _hunyuan_images, None, token_types, traits="M-RoPE of four axes"),
+    Family(
+        "hunyuan_vl",
+        _hunyuan_vl,
+        _hunyuan_images,
+        None,
+        token_types,
+        traits="M-RoPE of four axes",
+        min_transformers="5.23",  # in 5.18 its rotary frequencies change beyond `max_position_embeddings`
+    ),
 )
