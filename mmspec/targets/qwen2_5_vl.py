@@ -22,7 +22,19 @@ class Qwen25VLAdapter(ModelAdapter):
     (Qwen3-VL).
     """
 
-    model_types: tuple[str, ...] = ("qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "paddleocr_vl")
+    model_types: tuple[str, ...] = (
+        "qwen2_5_vl",
+        "qwen2_vl",
+        "qwen3_vl",
+        "qwen3_vl_moe",
+        "qwen2_5_omni_thinker",
+        "qwen3_omni_moe_thinker",
+        "paddleocr_vl",
+        "cosmos3_omni",
+        "cosmos3_edge",
+        "cohere_compass",
+        "hyperclovax_vision_v2",
+    )
     vision_args: tuple[str, ...] = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")
 
     def media_sizes(self, vision: Mapping[str, Any]) -> tuple[MediaSizes, MediaSizes]:
@@ -32,30 +44,51 @@ class Qwen25VLAdapter(ModelAdapter):
             vision: see `grids`.
         """
         config = self.model.config
-        images, videos = (self._merged_sizes(vision.get(name)) for name in ("image_grid_thw", "video_grid_thw"))
-        return (config.image_token_id, "base", images), (config.video_token_id, "frame", videos)
+        images, videos = (self.merged_sizes(vision, name) for name in ("image", "video"))
+        return (config.image_token_id, "base", images), (getattr(config, "video_token_id", -1), "frame", videos)
 
     def grids(self, input_ids: Tensor, vision: Mapping[str, Any]) -> tuple[VisualGrid, ...]:
         """One grid per image and per time step of a video; empty if the token numbers do not match."""
         grids: list[VisualGrid] = []
         for token, role, sizes in self.media_sizes(vision):
             num_media = 1 + max((grid.media_index for grid in grids), default=-1)
-            found = _place_grids(self.placeholder_runs(input_ids, token), _grids_of_media(role, sizes, num_media))
+            found = _place_grids(self.placeholder_runs(input_ids, token), self.media_grids(role, sizes, num_media))
             if found is None:
                 return ()
             grids += found
         return tuple(grids)
 
-    def _merged_sizes(self, sizes: Any) -> list[tuple[int, int, int]]:
-        merge = self.model.config.vision_config.spatial_merge_size
+    def merged_sizes(self, vision: Mapping[str, Any], name: str) -> list[tuple[int, int, int]]:
+        """(time steps, height, width) of each image or video (`name` "image" or "video"), in tokens."""
+        sizes = vision.get(f"{name}_grid_thw")
         rows = [] if sizes is None else [[int(value) for value in row] for row in sizes]
-        return [(num_steps, height // merge, width // merge) for num_steps, height, width in rows]
+        merges = self.spatial_merges(vision, name, len(rows))
+        return [
+            (steps, height // merge, width // merge)
+            for (steps, height, width), merge in zip(rows, merges, strict=False)
+        ]
+
+    def spatial_merges(self, vision: Mapping[str, Any], name: str, count: int) -> list[int]:
+        """Edge, in patches, of what one token of each of `count` images or videos stands for."""
+        return [self.model.config.vision_config.spatial_merge_size] * count
+
+    def media_grids(self, role: str, sizes: Iterable[tuple[int, int, int]], first_index: int) -> Iterator[VisualGrid]:
+        """The grids of images or videos in input order, not yet placed.
+
+        Args:
+            role: of the grids.
+            sizes: see `merged_sizes`.
+            first_index: `media_index` of the first.
+        """
+        for media_index, (num_steps, height, width) in enumerate(sizes, first_index):
+            for step in range(num_steps):
+                yield VisualGrid(0, 0, height, width, media_index, role=role, frame=step)
 
 
 class Glm4vAdapter(Qwen25VLAdapter):
     """GLM-4V: videos have image placeholders too, so that a call has either images or videos."""
 
-    model_types: tuple[str, ...] = ("glm4v", "glm46v", "glm_ocr", "glm4v_moe")
+    model_types: tuple[str, ...] = ("glm4v", "glm46v", "glm_ocr", "glm4v_moe", "glmga")
 
     def media_sizes(self, vision: Mapping[str, Any]) -> tuple[MediaSizes, MediaSizes]:
         """As in the base class, with the token of the images for the videos if there are videos only."""
@@ -77,11 +110,28 @@ class Ernie45VLAdapter(Qwen25VLAdapter):
         return images, (token, role, [(num_steps // merge, height, width) for num_steps, height, width in videos])
 
 
-def _grids_of_media(role: str, sizes: Iterable[tuple[int, int, int]], first_index: int) -> Iterator[VisualGrid]:
-    """The grids of images or videos in input order, not yet placed."""
-    for media_index, (num_steps, height, width) in enumerate(sizes, first_index):
-        for step in range(num_steps):
-            yield VisualGrid(0, 0, height, width, media_index, role=role, frame=step)
+class VideoLlama3Adapter(Qwen25VLAdapter):
+    """VideoLLaMA 3: merged patches per image or video are inputs. Compressed videos have no grids."""
+
+    model_types: tuple[str, ...] = ("video_llama_3",)
+    vision_args: tuple[str, ...] = ("image_grid_thw", "video_grid_thw", "image_merge_sizes", "video_merge_sizes")
+
+    def spatial_merges(self, vision: Mapping[str, Any], name: str, count: int) -> list[int]:
+        """From the inputs; empty if they are missing."""
+        merges = vision.get(f"{name}_merge_sizes")
+        return [] if merges is None else [int(merge) for merge in merges]
+
+
+class HunYuanVLAdapter(Qwen25VLAdapter):
+    """HunYuan-VL: a newline token after each line of an image, and a single token before and after the image."""
+
+    model_types: tuple[str, ...] = ("hunyuan_vl",)
+
+    def media_grids(self, role: str, sizes: Iterable[tuple[int, int, int]], first_index: int) -> Iterator[VisualGrid]:
+        """See the base class."""
+        for grid in super().media_grids(role, sizes, first_index):
+            single = VisualGrid(0, 0, 1, 1, grid.media_index, role="newline")
+            yield from (single, replace(grid, has_newlines=True), single)
 
 
 def _place_grids(runs: Iterable[tuple[int, int, int]], grids: Iterator[VisualGrid]) -> list[VisualGrid] | None:

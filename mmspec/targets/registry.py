@@ -20,7 +20,13 @@ from mmspec.targets.llava_next_video import LlavaNextVideoAdapter
 from mmspec.targets.llava_onevision import LlavaOnevisionAdapter
 from mmspec.targets.mistral3 import Mistral3Adapter
 from mmspec.targets.paligemma import PaliGemmaAdapter
-from mmspec.targets.qwen2_5_vl import Ernie45VLAdapter, Glm4vAdapter, Qwen25VLAdapter
+from mmspec.targets.qwen2_5_vl import (
+    Ernie45VLAdapter,
+    Glm4vAdapter,
+    HunYuanVLAdapter,
+    Qwen25VLAdapter,
+    VideoLlama3Adapter,
+)
 from mmspec.targets.vipllava import VipLlavaAdapter
 
 _ADAPTER_CLASSES: tuple[type[ModelAdapter], ...] = (
@@ -32,6 +38,8 @@ _ADAPTER_CLASSES: tuple[type[ModelAdapter], ...] = (
     Qwen25VLAdapter,
     Glm4vAdapter,
     Ernie45VLAdapter,
+    VideoLlama3Adapter,
+    HunYuanVLAdapter,
     InternVLAdapter,
     Idefics3Adapter,
     SmolVLMAdapter,

@@ -33,9 +33,9 @@ def mrope_vision(spec: Any, **changes: Any) -> dict[str, Any]:
 
 
 def mrope_model(
-    spec: Any, ids: Any, name: str, text: dict[str, Any], vision: dict[str, Any], **more: Any
+    spec: Any, ids: Any, name: str, text: dict[str, Any], vision: dict[str, Any], model_name: str = "", **more: Any
 ) -> PreTrainedModel:
-    """`<name>ForConditionalGeneration`. Token ids that the config does not declare are ignored by the model."""
+    """`<model_name>ForConditionalGeneration` with `<name>Config` and those token ids that it has."""
     tokens = {"image_token_id": ids.image, "video_token_id": ids.video, "tie_word_embeddings": spec.tied}
     tokens |= {"vision_start_token_id": ids.start, "vision_end_token_id": ids.end}
     tokens |= {"im_start_id": ids.start, "im_end_id": ids.end}
@@ -43,7 +43,7 @@ def mrope_model(
     tokens |= {"video_start_token_id": getattr(ids, VIDEO_START), "video_end_token_id": getattr(ids, VIDEO_END)}
     config = getattr(transformers, f"{name}Config")
     tokens = {key: value for key, value in tokens.items() if hasattr(config, key) and key not in more}
-    model = getattr(transformers, f"{name}ForConditionalGeneration")
+    model = getattr(transformers, f"{model_name or name}ForConditionalGeneration")
     built: PreTrainedModel = model._from_config(
         config(text_config=text, vision_config=vision, **tokens, **more), attn_implementation=spec.attention
     )
@@ -177,7 +177,7 @@ def timed_videos(model: PreTrainedModel, count: int, rng: random.Random, seed: i
     return {"pixel_values_videos": pixels, "video_grid_thw": grid}, runs
 
 
-def _glm_videos(model: PreTrainedModel, count: int, rng: random.Random, seed: int) -> Media:
+def glm_videos(model: PreTrainedModel, count: int, rng: random.Random, seed: int) -> Media:
     """As `timed_videos`, but image placeholders, within tokens that start and end the video."""
     given, runs = timed_videos(model, count, rng, seed)
     config: Any = model.config
@@ -222,7 +222,7 @@ def token_types(model: PreTrainedModel, input_ids: Tensor) -> Inputs:
     return {"mm_token_type_ids": types}
 
 
-def _glm_token_types(model: PreTrainedModel, input_ids: Tensor) -> Inputs:
+def glm_token_types(model: PreTrainedModel, input_ids: Tensor) -> Inputs:
     """Image placeholders within a video are of type 2."""
     config: Any = model.config
     starts, ends = (input_ids == token for token in (config.video_start_token_id, config.video_end_token_id))
@@ -248,16 +248,16 @@ ROWS = (
     Family(
         "qwen3_vl_moe", _qwen3_vl_moe, grid_images, timed_videos, token_types, traits="M-RoPE, deepstack, MoE", **MOE
     ),
-    Family("glm4v", _glm4v, grid_images, _glm_videos, _glm_token_types, traits="M-RoPE", mixes_media=False),
-    Family("glm46v", _glm46v, grid_images, _glm_videos, _glm_token_types, traits="M-RoPE", mixes_media=False),
-    Family("glm_ocr", _glm_ocr, grid_images, _glm_videos, _glm_token_types, traits="M-RoPE", mixes_media=False),
+    Family("glm4v", _glm4v, grid_images, glm_videos, glm_token_types, traits="M-RoPE", mixes_media=False),
+    Family("glm46v", _glm46v, grid_images, glm_videos, glm_token_types, traits="M-RoPE", mixes_media=False),
+    Family("glm_ocr", _glm_ocr, grid_images, glm_videos, glm_token_types, traits="M-RoPE", mixes_media=False),
     Family("paddleocr_vl", _paddleocr_vl, _paddle_images, None, token_types, traits="M-RoPE"),
     Family(
         "glm4v_moe",
         _glm4v_moe,
         grid_images,
-        _glm_videos,
-        _glm_token_types,
+        glm_videos,
+        glm_token_types,
         traits="M-RoPE, MoE",
         mixes_media=False,
         **MOE,
@@ -271,5 +271,13 @@ ROWS = (
         traits="M-RoPE, MoE with separate experts for vision tokens",
         **MOE,
     ),
-    Family("hunyuan_vl", _hunyuan_vl, _hunyuan_images, None, token_types, traits="M-RoPE of four axes"),
+    Family(
+        "hunyuan_vl",
+        _hunyuan_vl,
+        _hunyuan_images,
+        None,
+        token_types,
+        traits="M-RoPE of four axes",
+        min_transformers="5.23",  # in 5.18 its rotary frequencies change beyond `max_position_embeddings`
+    ),
 )

@@ -12,6 +12,8 @@ from transformers import PreTrainedModel
 from zoo.base import Family, Media, layer_types
 from zoo.mrope import (
     MOE,
+    glm_token_types,
+    glm_videos,
     grid_images,
     grid_pixels,
     grid_videos,
@@ -81,6 +83,13 @@ def _hyperclovax(spec: Any, ids: Any) -> PreTrainedModel:
     return mrope_model(spec, ids, "HyperCLOVAXVisionV2", text, vision)
 
 
+def _glmga(spec: Any, ids: Any) -> PreTrainedModel:
+    """The model class of GLM-4.6V."""
+    return mrope_model(
+        spec, ids, "Glmga", mrope_text(spec, ids), mrope_vision(spec, image_size=16), model_name="Glm46V"
+    )
+
+
 # --- media ------------------------------------------------------------------------------------------------------------
 
 
@@ -137,6 +146,7 @@ ROWS = (
         traits="M-RoPE with fractions, deepstack, MoE, audio",
         **MOE,
     ),
+    Family("glmga", _glmga, grid_images, glm_videos, glm_token_types, traits="M-RoPE", mixes_media=False),
     Family("cosmos3_omni", _cosmos3_omni, grid_images, timed_videos, token_types, traits="M-RoPE, deepstack"),
     Family("cosmos3_edge", _cosmos3_edge, grid_images, timed_videos, token_types, traits="M-RoPE"),
     Family(
@@ -147,6 +157,7 @@ ROWS = (
         token_types,
         traits="M-RoPE, deepstack, sliding and full layers, the latter without positions",
         has_window=True,
+        min_transformers="5.23",  # 5.18 has it, but rejects pixel values
     ),
     Family("video_llama_3", _video_llama_3, _merged_images, _compressed_videos, has_window=True),
     Family("hyperclovax_vision_v2", _hyperclovax, _bare_images, _bare_videos),
