@@ -17,7 +17,7 @@ class LlavaAdapter(ModelAdapter):
     """`LlavaForConditionalGeneration`. Each image is a run of placeholders; images may be adjacent."""
 
     model_type = "llava"
-    vision_args = ("image_sizes",)
+    vision_args: tuple[str, ...] = ("image_sizes",)
 
     def attention_capture(self) -> AttentionCapture | None:
         """Of the layer whose output the projector reads."""

@@ -226,7 +226,12 @@ _BUILDERS = {
     ),
     "mistral3": _builder("Mistral3", "mistral", _vision("pixtral", image_size=24), _INDEX, spatial_merge_size=2),
     "vipllava": _builder(
-        "VipLlava", "llama", _vision("clip_vision_model"), _INDEX, vision_feature_layer=[-1, -2, 1], image_seq_length=16
+        "VipLlava",
+        "llama",
+        _vision("clip_vision_model"),
+        _INDEX,
+        vision_feature_layers=[-1, -2, 1],
+        image_seq_length=16,
     ),
     "video_llava": _builder(
         "VideoLlava", "llama", _vision("clip_vision_model", image_size=8), _INDEX, "video_token_index"
@@ -275,6 +280,9 @@ _BUILDERS = {
             "model_type": "blip_2_qformer",
             "num_hidden_layers": 1,
             "intermediate_size": 32,
+            "hidden_size": 64,
+            "encoder_hidden_size": 64,
+            "num_attention_heads": 1,
             "cross_attention_frequency": 1,
             "use_qformer_text_input": False,
         },
