@@ -14,6 +14,6 @@ class VipLlavaAdapter(LlavaAdapter):
 
     def attention_capture(self) -> AttentionCapture | None:
         """Of the first of the layers that the projector reads, the deepest one in the published models."""
-        layers = self.model.config.vision_feature_layer
+        layers = self.model.config.vision_feature_layers  # the name in 5.18, an alias later
         layer = layers if isinstance(layers, int) else layers[0]
         return capture_attention(self.model.model.vision_tower, layer, has_class_token=True)

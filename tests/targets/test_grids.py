@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import lru_cache
 from typing import Any
 
@@ -11,6 +12,7 @@ import tiny_models as tiny
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
 
 import mmspec
 from mmspec.drafters.eagle.visual_inputs import prompt_grids
@@ -195,6 +197,37 @@ def test_images_of_idefics3_without_a_common_marker_give_no_grids() -> None:
     assert adapter.grids(torch.tensor(rows), {}) == ()
     assert adapter.grids(torch.tensor([[*image, 9]]), {}) == ()
     assert len(adapter.grids(torch.tensor(rows[:1] * 2), {})) == 2
+
+
+@pytest.mark.parametrize("size", [(0, 0), (1, 1), (2, 3), (3, 1)])
+def test_grids_of_the_layout_of_the_processor(size: tuple[int, int]) -> None:
+    model = build_model("smolvlm")
+    tokens = {"image_token": "<image>", "fake_token_around_image": "<fake>", "global_image_token": "<global-img>"}
+    layout = get_image_prompt_string(*size, 4, **tokens)
+    vocabulary = {"<image>": tiny.special_ids(model.tiny_spec).image}
+    ids = [vocabulary.setdefault(word, 50 + len(vocabulary)) for word in re.findall(r"<.*?>|\n+|\w", f"a{layout}b" * 2)]
+    grids = find_adapter(model).grids(torch.tensor([ids]), {})
+    num_tiles = size[0] * size[1]
+    assert [grid.role for grid in grids] == [*["tiles"] * num_tiles, "base"] * 2
+    assert [grid.media_index for grid in grids] == [0] * (num_tiles + 1) + [1] * (num_tiles + 1)
+    assert all((grid.height, grid.width) == (2, 2) for grid in grids)
+
+
+def test_tags_of_idefics3_may_be_several_tokens() -> None:
+    """As of tokenizers without `<row_1_col_1>` and `<global-img>`."""
+    adapter = find_adapter(build_model("idefics3"))
+    image = [tiny.special_ids(tiny.ModelSpec("idefics3")).image] * 4
+    tiles = [9, 20, 31, 31, 22, *image, 9, 20, 31, 32, 22, *image, 13, 13]
+    whole = [9, 20, 33, 22, *image, 9]
+    for text in ([], [40, 41], [22]):
+        row = [*text, *tiles, *whole, *text, *whole, *tiles, *whole, *text]
+        grids = adapter.grids(torch.tensor([row]), {})
+        assert [(grid.media_index, grid.role) for grid in grids] == [
+            *((0, "tiles"), (0, "tiles"), (0, "base")),
+            (1, "base"),
+            *((2, "tiles"), (2, "tiles"), (2, "base")),
+        ]
+    assert adapter.grids(torch.tensor([[*whole[:-1]]]), {}) == ()
 
 
 def test_saliency_of_vipllava_has_a_value_per_token() -> None:

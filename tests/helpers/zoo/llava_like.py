@@ -3,11 +3,13 @@
 Prompts have the layout that the processor of the family gives them. Its separators (start of an image, end of a line,
 position of a tile, ...) are not in the model's config; ids of ordinary text stand for them here.
 
-Not in the table: fast_vlm and perception_lm, whose vision towers are timm models (timm is no dependency).
+The vision towers of fast_vlm and perception_lm are timm models, which is no dependency; others with outputs of the same
+shape stand for them. They run before decoding only.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
 import random
 from collections.abc import Callable
@@ -49,7 +51,7 @@ def _vision(kind: str, **changes: Any) -> dict[str, Any]:
 
 
 def _builder(
-    name: str, text: str, vision: dict[str, Any], image_key: str = "image_token_id", video_key: str = "", **more: Any
+    name: str, text: str, vision: Any, image_key: str = "image_token_id", video_key: str = "", **more: Any
 ) -> Builder:
     """A builder of `{name}ForConditionalGeneration`; `more` are config values, or functions of the spec."""
 
@@ -58,7 +60,7 @@ def _builder(
         tokens = {image_key: ids.image} | ({video_key: ids.video} if video_key else {})
         config = getattr(transformers, f"{name}Config")(
             text_config=_text(text, spec, ids),
-            vision_config=dict(vision),
+            vision_config=copy.deepcopy(vision),
             tie_word_embeddings=spec.tied,
             **tokens,
             **values,
@@ -146,8 +148,9 @@ def _lighton_ocr(model: PreTrainedModel, count: int, rng: random.Random, seed: i
     return given, [[token for token in run if token in image] for run in runs]
 
 
-def _vipllava(model: PreTrainedModel, count: int, rng: random.Random, seed: int) -> Media:
-    return {"pixel_values": noise((count, 3, 16, 16), seed, model)}, [_run(model, 16)] * count
+def _square(model: PreTrainedModel, count: int, rng: random.Random, seed: int) -> Media:
+    config: Any = model.config
+    return {"pixel_values": noise((count, 3, 16, 16), seed, model)}, [_run(model, config.image_seq_length)] * count
 
 
 def _video_llava_images(model: PreTrainedModel, count: int, rng: random.Random, seed: int) -> Media:
@@ -162,6 +165,12 @@ def _video_llava_videos(model: PreTrainedModel, count: int, rng: random.Random, 
     frames = rng.choice((2, 3))
     pixels = noise((count, frames, 3, 8, 8), seed + 1, model)
     return {"pixel_values_videos": pixels}, [[config.video_token_id] * 5 * frames] * count
+
+
+def _got_ocr2(model: PreTrainedModel, count: int, rng: random.Random, seed: int) -> Media:
+    tiles = [rng.choice((1, 1, 3)) for _ in range(count)]
+    runs = [[START, *_run(model, 4 * n), END] for n in tiles]
+    return {"pixel_values": noise((sum(tiles), 3, 32, 32), seed, model)}, runs
 
 
 def _ovis2(model: PreTrainedModel, count: int, rng: random.Random, seed: int) -> Media:
@@ -206,7 +215,20 @@ def _granite4_vision(model: PreTrainedModel, count: int, rng: random.Random, see
     return given, [_run(model, len(image)) for image in images]
 
 
+def _perception_lm(model: PreTrainedModel, count: int, rng: random.Random, seed: int) -> Media:
+    """The whole image and its tiles; all images of a call have as many."""
+    tiles = rng.choice((1, 2, 3))
+    return {"pixel_values": noise((count, tiles, 3, 16, 16), seed, model)}, [_run(model, 4 * tiles)] * count
+
+
+def _perception_lm_videos(model: PreTrainedModel, count: int, rng: random.Random, seed: int) -> Media:
+    config: Any = model.config
+    given, runs = _perception_lm(model, count, rng, seed + 1)
+    return {"pixel_values_videos": given["pixel_values"]}, [[config.video_token_id] * len(run) for run in runs]
+
+
 _INDEX = "image_token_index"
+_MIXED = "sliding and full layers, the latter without positions"
 _BUILDERS = {
     "internvl": _builder("InternVL", "qwen2", _vision("internvl_vision"), image_seq_length=4),
     "smolvlm": _builder("SmolVLM", "llama", _vision("smolvlm_vision"), scale_factor=2),
@@ -226,7 +248,12 @@ _BUILDERS = {
     ),
     "mistral3": _builder("Mistral3", "mistral", _vision("pixtral", image_size=24), _INDEX, spatial_merge_size=2),
     "vipllava": _builder(
-        "VipLlava", "llama", _vision("clip_vision_model"), _INDEX, vision_feature_layer=[-1, -2, 1], image_seq_length=16
+        "VipLlava",
+        "llama",
+        _vision("clip_vision_model"),
+        _INDEX,
+        vision_feature_layers=[-1, -2, 1],
+        image_seq_length=16,
     ),
     "video_llava": _builder(
         "VideoLlava", "llama", _vision("clip_vision_model", image_size=8), _INDEX, "video_token_index"
@@ -262,6 +289,20 @@ _BUILDERS = {
         _vision("siglip_vision_model", vision_use_head=False),
         alignment_intermediate_size=32,
     ),
+    "perception_lm": _builder(
+        "PerceptionLM",
+        "llama",
+        transformers.CLIPVisionConfig(**_vision("clip_vision_model"), model_args={"embed_dim": 16}),
+        video_key="video_token_id",
+        projector_pooling_ratio=2,
+    ),
+    "fast_vlm": _builder(
+        "FastVlm",
+        "qwen2",
+        transformers.ConvNextConfig(num_stages=2, hidden_sizes=[8, 16], depths=[1, 1], hidden_size=16),
+        _INDEX,
+        image_seq_length=4,
+    ),
     "granite4_vision": _builder(
         "Granite4Vision",
         "granite4_vision_text",
@@ -275,17 +316,14 @@ _BUILDERS = {
             "model_type": "blip_2_qformer",
             "num_hidden_layers": 1,
             "intermediate_size": 32,
+            "hidden_size": 64,
+            "encoder_hidden_size": 64,
+            "num_attention_heads": 1,
             "cross_attention_frequency": 1,
             "use_qformer_text_input": False,
         },
     ),
 }
-
-
-def _got_ocr2(model: PreTrainedModel, count: int, rng: random.Random, seed: int) -> Media:
-    tiles = [rng.choice((1, 1, 3)) for _ in range(count)]
-    runs = [[START, *_run(model, 4 * n), END] for n in tiles]
-    return {"pixel_values": noise((sum(tiles), 3, 32, 32), seed, model)}, runs
 
 
 def _row(model_type: str, images: Any, traits: str = "", **more: Any) -> Family:
@@ -298,12 +336,14 @@ ROWS = (
     _row("idefics3", _split),
     _row("idefics2", _idefics2, has_window=True),
     _row("mistral3", _lines, has_window=True),
-    _row("vipllava", _vipllava),
+    _row("vipllava", _square),
     _row("video_llava", _video_llava_images, videos=_video_llava_videos),
     _row("got_ocr2", _got_ocr2, has_window=True),
     _row("ovis2", _ovis2, has_window=True),
     _row("lighton_ocr", _lighton_ocr, has_window=True),
-    _row("aya_vision", _aya_vision, "sliding and full layers, the latter without positions", has_window=True),
-    _row("cohere2_vision", _cohere2_vision, "sliding and full layers, the latter without positions", has_window=True),
+    _row("aya_vision", _aya_vision, _MIXED, has_window=True),
+    _row("cohere2_vision", _cohere2_vision, _MIXED, has_window=True),
+    _row("perception_lm", _perception_lm, videos=_perception_lm_videos),
+    _row("fast_vlm", _square, has_window=True),
     _row("granite4_vision", _granite4_vision, "deepstack"),
 )
