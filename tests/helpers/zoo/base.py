@@ -56,6 +56,7 @@ class Family:
         derived: (model, input_ids) -> further inputs that are computed from the prompt, such as token types.
         traits: what the family needs beyond a causal mask and 1-D positions, in words, for the table.
         has_window: whether `spec.window` and `spec.mixed` change the model.
+        needs_image: whether the model rejects a batch without an image.
         dtypes: dtypes that the family's modules support.
         attentions: attention implementations of the text model that the family supports.
         min_transformers: the first release that has the family.
@@ -68,6 +69,7 @@ class Family:
     derived: Callable[[PreTrainedModel, Tensor], Inputs] = lambda model, input_ids: {}
     traits: str = ""
     has_window: bool = False
+    needs_image: bool = False
     dtypes: tuple[str, ...] = ("float32", "float64")
     attentions: tuple[str, ...] = ("sdpa", "eager")
     min_transformers: str = "5.18"
