@@ -13,8 +13,11 @@ Reads settings only. A reason names the option, since it is logged once as a war
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
+
+from transformers import GenerationMixin
 
 from mmspec.targets.module_scan import ModuleScan, is_library_code, scan_modules
 
@@ -58,7 +61,11 @@ def option_getter(arguments: Mapping[str, Any], model: Any) -> OptionGetter:
 
 def reason_before_binding(model: Any) -> str | None:
     """Reason to pass the call to the class's own `generate` unchanged, whatever its signature; or None."""
-    return None if is_library_code(type(model).generate) else f"a generate of its own ({type(model).__name__})"
+    generate = type(model).generate
+    # Library models whose `generate` takes no prompt first (BLIP-2) run an inner model on embeddings.
+    if is_library_code(generate) and "inputs" in inspect.signature(generate).parameters:
+        return None
+    return f"a generate of its own ({type(model).__name__})"
 
 
 def reason_before_prepare(
@@ -91,6 +98,8 @@ def reason_before_prepare(
         value = get_option(name)
         if value is not None and is_active(value):
             return f"{name}={value!r}" if isinstance(value, (int, float, str)) else name
+    if get_option("stop_strings") is not None and type(model).generate is not GenerationMixin.generate:
+        return "stop_strings with a generate of its own"  # the wrapper replaces them, which it might undo
     if get_option("cache_implementation") == "paged":
         return "cache_implementation='paged'"
     return None

@@ -109,6 +109,8 @@ class ModelAdapter:
         """Why the model in its present state cannot be decoded exactly in trees; None if it can."""
         if getattr(self.model, "_is_stateful", False) and not self.is_recurrent:
             return "a stateful model"
+        if getattr(self.text_config, "cross_attention_layers", None):
+            return "cross-attention layers (their keys and values are those of the images)"
         if unknown := self.layer_types - {"full_attention", "sliding_attention", *RECURRENT_LAYER_TYPES}:
             return f"layers of type {', '.join(sorted(unknown))}"
         if scaling := _rope_types(self.text_config, self.text_model) - STATIC_ROPE_TYPES:

@@ -251,11 +251,11 @@ class HFTarget:
         self._token_types = {
             name: step[name][..., -1:].to(self.device) for name in token_types if inputs.pop(name, None) is not None
         }
-        position_ids = inputs.pop("position_ids", None)
-        if position_ids is None:  # the model counts the positions in its cache, padding included
-            self._last_position = torch.full((batch, 1), self.prompt_length - 1, device=self.device)
-        else:  # as the model wants them: some count from 1
-            self._last_position = position_ids[..., -1:].to(self.device) - 1
+        # As the model wants them: some count from 1, and some ignore those of `generate` for the cache's positions.
+        next_position = inputs.pop("position_ids", None)
+        if next_position is None:
+            next_position = torch.full((batch, 1), self.prompt_length)
+        self._last_position = next_position[..., -1:].to(self.device) - 1
         for name in ("input_ids", "attention_mask"):
             inputs.pop(name, None)
         if "logits_to_keep" in inputs:

@@ -651,6 +651,8 @@ def _prompt_faults(prepared: PreparedCase, prompt: Prompt, plain: CallOutcome) -
     )
     if prompt.vocab_size != prepared.case.spec.vocab:
         yield f"vocab_size {prompt.vocab_size} instead of {prepared.case.spec.vocab}"
+    if (family := zoo.ROWS.get(prepared.case.spec.family)) is not None and family.images is None:
+        placeholders = set()
     pads = set() if prepared.case.pad or special.pad in (prepared.eos_token_ids or ()) else {special.pad}
     if not placeholders | pads <= prompt.banned_ids:
         yield f"banned {sorted(prompt.banned_ids)} misses placeholders or pad"

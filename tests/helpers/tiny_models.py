@@ -321,7 +321,7 @@ def build_inputs(
     counts = list(images) if images is not None else [rng.randint(0, 3) for _ in range(batch)]
     if family in zoo.ROWS and zoo.ROWS[family].images is None:
         counts = [0] * batch
-    elif images is None and not any(counts):
+    elif not any(counts) and (images is None or (family in zoo.ROWS and zoo.ROWS[family].needs_image)):
         counts[rng.randrange(batch)] = 1
     clips = list(videos) if videos is not None else [0] * batch
     if any(clips) and family in zoo.ROWS and not zoo.ROWS[family].mixes_media:

@@ -38,8 +38,11 @@ from mmspec.targets.qwen2_5_vl import Qwen25VLAdapter
 from mmspec.targets.registry import ADAPTERS, find_adapter, supported
 
 FAMILY = pytest.mark.parametrize("family", tiny.FAMILIES)
-GRID_ROWS = [kind for kind in zoo.ROWS if issubclass(ADAPTERS.get(kind, object), Qwen25VLAdapter)]
-"""Rows of the table of model types whose grid sizes are inputs."""
+GRID_ROWS = [
+    *(kind for kind in zoo.ROWS if issubclass(ADAPTERS.get(kind, object), Qwen25VLAdapter)),
+    *("gemma3", "gemma4", "paligemma"),
+]
+"""Rows of the table of model types whose adapters derive grids, besides those of `test_grids.py`."""
 COMPRESSED = "video_llama_3"
 """Not every feature of its videos has a placeholder."""
 WITH_GRIDS = pytest.mark.parametrize("family", [*tiny.FAMILIES, *GRID_ROWS])
@@ -352,6 +355,7 @@ TIMESTAMPS = (
     "cosmos3_omni",
     "cosmos3_edge",
     "cohere_compass",
+    "gemma4",
     COMPRESSED,
 )
 """Families with text before each frame of a video."""
@@ -359,14 +363,14 @@ TIMESTAMPS = (
 
 def media(model: PreTrainedModel, given: tiny.Inputs) -> list[Tensor]:
     """Vision features of each image or video, in the order of the inputs: [tokens, D] each."""
-    names = ("pixel_values", "image_sizes", "image_grid_thw", "image_merge_sizes")
+    names = ("pixel_values", "image_sizes", "image_grid_thw", "image_merge_sizes", "image_position_ids")
     pictures = {name: given[name] for name in names if name in given}
     owner: Any = model.model if hasattr(model.model, "get_image_features") else model
     with torch.no_grad():
         found = list(owner.get_image_features(**pictures, return_dict=True).pooler_output) if pictures else []
         if "pixel_values_videos" in given:
-            names = ("pixel_values_videos", "video_grid_thw", "video_merge_sizes")
-            clips = {name: given[name] for name in names if name in given}
+            names = ("pixel_values_videos", "video_grid_thw", "video_merge_sizes", "video_position_ids")
+            clips = {name: given[name] for name in (*names, "num_frames_per_video") if name in given}
             found += list(owner.get_video_features(**clips, return_dict=True).pooler_output)
     return found
 
@@ -466,7 +470,7 @@ def frames_of(prompt: Prompt) -> dict[int, list[Any]]:
     return found
 
 
-@CLIPS
+@pytest.mark.parametrize("family", [*tiny.VIDEO_FAMILIES, "gemma4"])
 def test_segments_of_clips(family: str) -> None:
     model, roles = model_of(family), set[str]()
     for seed in range(12):

@@ -57,6 +57,7 @@ class Family:
         traits: what the family needs beyond a causal mask and 1-D positions, in words, for the table.
         mixes_media: whether one call may have images and videos.
         has_window: whether `spec.window` and `spec.mixed` change the model.
+        needs_image: whether the model rejects a batch without an image.
         dtypes: dtypes that the family's modules support.
         attentions: attention implementations of the text model that the family supports.
         min_transformers: the first release that has the family.
@@ -70,6 +71,7 @@ class Family:
     traits: str = ""
     mixes_media: bool = True
     has_window: bool = False
+    needs_image: bool = False
     dtypes: tuple[str, ...] = ("float32", "float64")
     attentions: tuple[str, ...] = ("sdpa", "eager")
     min_transformers: str = "5.18"

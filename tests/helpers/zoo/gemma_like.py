@@ -145,6 +145,48 @@ def _media_types(model: PreTrainedModel, input_ids: Tensor) -> Inputs:
     return {"mm_token_type_ids": (input_ids == config.image_token_id).int() + 2 * (input_ids == config.video_token_id)}
 
 
+def _mllama(spec: Any, ids: Any) -> PreTrainedModel:
+    """The second layer attends to the images, whose keys and values are in its cache layer."""
+    from transformers import MllamaConfig, MllamaForConditionalGeneration
+
+    text = text_values(spec, ids) | {"cross_attention_layers": [1]}
+    vision = VISION | {"image_size": 8, "patch_size": 4, "max_num_tiles": 4, "num_global_layers": 1}
+    config = MllamaConfig(
+        text_config=text,
+        vision_config=vision | {"vision_output_dim": 32, "intermediate_layers_indices": [1]},
+        image_token_index=ids.image,
+        tie_word_embeddings=spec.tied,
+    )
+    return MllamaForConditionalGeneration._from_config(config, attn_implementation=spec.attention)
+
+
+def _mllama_images(model: PreTrainedModel, count: int, rng: random.Random, seed: int) -> Media:
+    """One token per image; the pixels are grouped by row, in `_mllama_rows`."""
+    config: Any = model.config
+    return {}, [[config.image_token_index]] * count
+
+
+def _mllama_rows(model: PreTrainedModel, input_ids: Tensor) -> Inputs:
+    """Pixels [B, M, tiles, ...] of the images of each row, and which tokens attend to them: those that follow."""
+    config: Any = model.config
+    is_image = input_ids == config.image_token_index
+    counts = is_image.sum(-1)
+    if not counts.any():
+        return {}
+    batch, images = len(input_ids), int(counts.max())
+    exists = torch.arange(images) < counts[:, None]
+    follows = is_image.cumsum(-1)[:, :, None] > torch.arange(images)  # [B, L, M]
+    seed = int(input_ids.sum())
+    num_tiles = 1 + torch.randint(2, (batch, images), generator=torch.Generator().manual_seed(seed))
+    tiles = (torch.arange(4) < num_tiles[..., None]) & exists[..., None]  # [B, M, tiles]
+    return {
+        "pixel_values": noise((batch, images, 4, 3, 8, 8), seed, model) * tiles[..., None, None, None],
+        "aspect_ratio_ids": num_tiles * exists,
+        "aspect_ratio_mask": torch.cat([torch.ones_like(tiles[..., :1]), tiles[..., 1:]], dim=-1).long(),
+        "cross_attention_mask": (follows[..., None] & tiles[:, None]).long(),
+    }
+
+
 ROWS: tuple[Family, ...] = (
     Family(
         "gemma3",
@@ -173,5 +215,12 @@ ROWS: tuple[Family, ...] = (
         "per-layer inputs from ids",
         has_window=True,
         dtypes=("float32",),  # experts have no kernel for float64
+    ),
+    Family(
+        "mllama",
+        _mllama,
+        _mllama_images,
+        derived=_mllama_rows,
+        traits="cross-attention to the images, so transformers decodes alone",
     ),
 )

@@ -52,7 +52,9 @@ def _phi3(spec: Any) -> dict[str, Any]:
     half = spec.hidden // spec.heads // 2
     long = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * half, "long_factor": [4.0] * half}
     rope = long if spec.mixed else {"rope_type": "default", "rope_theta": 10000.0}
-    return {"rope_parameters": rope, "original_max_position_embeddings": 32, "sliding_window": spec.window or None}
+    # At `original_max_position_embeddings` transformers computes the cache anew.
+    limit = 32 if spec.mixed else 1024
+    return {"rope_parameters": rope, "original_max_position_embeddings": limit, "sliding_window": spec.window or None}
 
 
 def _gpt_oss(spec: Any) -> dict[str, Any]:
@@ -64,6 +66,15 @@ def _deepseek(spec: Any) -> dict[str, Any]:
     experts |= {"moe_intermediate_size": 16, "first_k_dense_replace": 1}
     latent = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 6}
     return experts | latent | {"num_key_value_heads": spec.heads, "head_dim": 4}
+
+
+def _gemma3n(spec: Any) -> dict[str, Any]:
+    """The last layer shares the keys and values of the one before its kind."""
+    types = ["sliding_attention", "full_attention", "full_attention"][: spec.layers]
+    text = {"layer_types": types, "sliding_window": spec.window or 512, "num_kv_shared_layers": spec.layers - 2}
+    text |= {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": spec.vocab, "altup_num_inputs": 2}
+    sparsity = [0.5, 0.0, 0.0][: spec.layers]
+    return text | {"laurel_rank": 4, "activation_sparsity_pattern": sparsity}
 
 
 ROWS: tuple[Family, ...] = (
@@ -83,6 +94,12 @@ ROWS: tuple[Family, ...] = (
         "gemma3_text",
         _builder("Gemma3", _alternating, "Gemma3TextConfig"),
         traits="mask per layer type",
+        has_window=True,
+    ),
+    Family(
+        "gemma3n_text",
+        _builder("Gemma3n", _gemma3n, "Gemma3nTextConfig"),
+        traits="mask per layer type; shared keys and values; per-layer inputs from ids",
         has_window=True,
     ),
     Family(
