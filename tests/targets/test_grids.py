@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
 
 import mmspec
-from mmspec.drafters.eagle.visual_inputs import prompt_grids
+from mmspec.drafters.eagle.compressed_inputs import prompt_grids
 from mmspec.interfaces import DrafterRequirements, Prompt, VisualGrid
 from mmspec.targets.registry import find_adapter
 

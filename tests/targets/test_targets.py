@@ -38,14 +38,13 @@ from mmspec.targets.qwen2_5_vl import Qwen25VLAdapter
 from mmspec.targets.registry import ADAPTERS, find_adapter, supported
 
 FAMILY = pytest.mark.parametrize("family", tiny.FAMILIES)
-GRID_ROWS = [
-    *(kind for kind in zoo.ROWS if issubclass(ADAPTERS.get(kind, object), Qwen25VLAdapter)),
-    *("gemma3", "gemma4", "paligemma"),
-]
-"""Rows of the table of model types whose adapters derive grids, besides those of `test_grids.py`."""
+GRID_ROWS = [kind for kind in zoo.ROWS if issubclass(ADAPTERS.get(kind, object), Qwen25VLAdapter)]
+"""Rows of the table of model types whose grid sizes are inputs."""
+GEMMA_ROWS = [kind for kind in ("gemma3", "gemma4", "paligemma") if kind in zoo.ROWS]
+"""Rows whose grids follow from the config or the positions of patches. Others are in `test_grids.py`."""
 COMPRESSED = "video_llama_3"
 """Not every feature of its videos has a placeholder."""
-WITH_GRIDS = pytest.mark.parametrize("family", [*tiny.FAMILIES, *GRID_ROWS])
+WITH_GRIDS = pytest.mark.parametrize("family", [*tiny.FAMILIES, *GRID_ROWS, *GEMMA_ROWS])
 CLOSE: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-4}
 
 
@@ -451,9 +450,8 @@ def has_grids_of_videos(family: str) -> bool:
     return zoo.ROWS[family].videos is not None and family != COMPRESSED
 
 
-CLIPS = pytest.mark.parametrize(
-    "family", [*tiny.VIDEO_FAMILIES, *(row for row in GRID_ROWS if has_grids_of_videos(row))]
-)
+CLIP_FAMILIES = [*tiny.VIDEO_FAMILIES, *(row for row in GRID_ROWS if has_grids_of_videos(row))]
+CLIPS = pytest.mark.parametrize("family", CLIP_FAMILIES)
 
 
 def mixes_media(family: str) -> bool:
@@ -470,7 +468,7 @@ def frames_of(prompt: Prompt) -> dict[int, list[Any]]:
     return found
 
 
-@pytest.mark.parametrize("family", [*tiny.VIDEO_FAMILIES, "gemma4"])
+@pytest.mark.parametrize("family", [*CLIP_FAMILIES, *(row for row in GEMMA_ROWS if row == "gemma4")])
 def test_segments_of_clips(family: str) -> None:
     model, roles = model_of(family), set[str]()
     for seed in range(12):
@@ -675,8 +673,10 @@ def test_reasons_to_refuse(fresh: PreTrainedModel, monkeypatch: pytest.MonkeyPat
     assert find_adapter(fresh).unsupported_reason() == "a stateful model"
     monkeypatch.undo()
     text = fresh.config.get_text_config()
+    text.layer_types = ["full_attention", "indexed_attention"]
+    assert find_adapter(fresh).unsupported_reason() == "layers of type indexed_attention"
     text.layer_types = ["full_attention", "linear_attention"]
-    assert find_adapter(fresh).unsupported_reason() == "layers of type linear_attention"
+    assert find_adapter(fresh).unsupported_reason() is None and find_adapter(fresh).is_recurrent
     text.layer_types = ["full_attention", "full_attention"]
     text.attention_chunk_size = 8
     assert find_adapter(fresh).unsupported_reason() == "layers of type chunked_attention"
