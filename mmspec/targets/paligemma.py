@@ -12,7 +12,6 @@ class PaliGemmaAdapter(LlavaAdapter):
     """
 
     model_type = "paligemma"
-    vision_args = ()
     accepts_mask_per_layer_type = False
 
     def attention_capture(self) -> None:
