@@ -11,6 +11,8 @@ from transformers import PreTrainedModel
 
 from zoo.base import Family, Inputs, Media, layer_types, noise, text_values
 
+NO_DOUBLE = ("float32",)
+"""Dtypes of models with experts, which have no kernel for float64."""
 VISION = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 
 
@@ -187,6 +189,103 @@ def _mllama_rows(model: PreTrainedModel, input_ids: Tensor) -> Inputs:
     }
 
 
+def _llama4(spec: Any, ids: Any) -> PreTrainedModel:
+    """Chunked layers, and a full one without positions."""
+    from transformers import Llama4Config, Llama4ForConditionalGeneration
+
+    text = text_values(spec, ids) | {"intermediate_size_mlp": 2 * spec.hidden, "num_local_experts": 2}
+    text |= {"attention_chunk_size": spec.window or 16, "no_rope_layer_interval": 2, "interleave_moe_layer_step": 2}
+    vision = VISION | {"image_size": 16, "patch_size": 4, "vision_output_dim": 16, "projector_input_dim": 16}
+    vision |= {"intermediate_size": 64}  # of four shuffled patches
+    config = Llama4Config(
+        text_config=text,
+        vision_config=vision | {"projector_output_dim": 16},
+        image_token_index=ids.image,
+        boi_token_index=ids.start,
+        eoi_token_index=ids.end,
+        tie_word_embeddings=spec.tied,
+    )
+    return Llama4ForConditionalGeneration._from_config(config, attn_implementation=spec.attention)
+
+
+def _llama4_images(model: PreTrainedModel, count: int, rng: random.Random, seed: int) -> Media:
+    config: Any = model.config
+    return {"pixel_values": noise((count, 3, 16, 16), seed, model)}, [[config.image_token_index] * 4] * count
+
+
+def _exaone(spec: Any, ids: Any) -> PreTrainedModel:
+    """Sliding layers, and a full one without positions."""
+    from transformers import Exaone4_5_Config, Exaone4_5_ForConditionalGeneration
+
+    types = ["sliding_attention", "full_attention", "sliding_attention"][: spec.layers]
+    text = text_values(spec, ids) | {"model_type": "exaone4", "sliding_window": spec.window or 512}
+    text |= {"layer_types": layer_types(spec) if spec.window and spec.mixed else types, "sliding_window_pattern": 2}
+    vision = {"depth": 2, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2, "patch_size": 4}
+    vision |= {
+        "window_size": 16,
+        "out_hidden_size": spec.hidden,
+        "fullatt_block_indexes": [1],
+        "num_key_value_heads": 1,
+    }
+    config = Exaone4_5_Config(
+        text_config=text,
+        vision_config=vision,
+        image_token_id=ids.image,
+        video_token_id=ids.video,
+        tie_word_embeddings=spec.tied,
+    )
+    return Exaone4_5_ForConditionalGeneration._from_config(config, attn_implementation=spec.attention)
+
+
+def _grid_pixels(model: PreTrainedModel, grid: Tensor, seed: int) -> tuple[Tensor, list[int]]:
+    return noise((int(grid.prod(-1).sum()), 96), seed, model), (grid.prod(-1) // 4).tolist()
+
+
+def grid_images(model: PreTrainedModel, count: int, rng: random.Random, seed: int) -> Media:
+    config: Any = model.config
+    grid = torch.tensor([[1, rng.choice((2, 4, 6)), rng.choice((2, 4))] for _ in range(count)])
+    pixels, sizes = _grid_pixels(model, grid, seed)
+    return {"pixel_values": pixels, "image_grid_thw": grid}, [[config.image_token_id] * size for size in sizes]
+
+
+def _grid_videos(model: PreTrainedModel, count: int, rng: random.Random, seed: int) -> Media:
+    config: Any = model.config
+    grid = torch.tensor([[rng.choice((2, 3)), rng.choice((2, 4)), rng.choice((2, 4))] for _ in range(count)])
+    pixels, sizes = _grid_pixels(model, grid, seed)
+    runs = [[config.video_token_id] * size for size in sizes]
+    return {"pixel_values_videos": pixels, "video_grid_thw": grid}, runs
+
+
+def _step3p7(spec: Any, ids: Any) -> PreTrainedModel:
+    """Sliding layers with another number of heads; experts in the second layer."""
+    from transformers import Step3p7Config, Step3p7ForConditionalGeneration
+
+    types = ["sliding_attention", "full_attention", "sliding_attention"][: spec.layers]
+    text = text_values(spec, ids) | {
+        "sliding_window": spec.window or 512,
+        "num_sliding_attention_heads": 2 * spec.heads,
+    }
+    text |= {"layer_types": layer_types(spec) if spec.window and spec.mixed else types, "n_routed_experts": 4}
+    text |= {"mlp_layer_types": ["dense", "sparse", "sparse"][: spec.layers], "num_experts_per_tok": 2}
+    text |= {"moe_intermediate_size": 16, "share_expert_dim": 16}
+    config = Step3p7Config(
+        text_config=text,
+        vision_config=VISION | {"image_size": 32, "patch_size": 4, "mlp_ratio": 2.0, "max_position_embeddings": 64},
+        image_token_id=ids.image,
+    )
+    return Step3p7ForConditionalGeneration._from_config(config, attn_implementation=spec.attention)
+
+
+def _step3p7_images(model: PreTrainedModel, count: int, rng: random.Random, seed: int) -> Media:
+    """Local crops of one token each, and the whole image with four."""
+    config: Any = model.config
+    crops = [rng.choice((0, 1, 2)) for _ in range(count)]
+    inputs = {"pixel_values": noise((count, 3, 32, 32), seed, model), "num_local_patches": torch.tensor(crops)}
+    if sum(crops):
+        inputs["pixel_values_local"] = noise((sum(crops), 3, 16, 16), seed + 1, model)
+    return inputs, [[config.image_token_id] * (number + 4) for number in crops]
+
+
 ROWS: tuple[Family, ...] = (
     Family(
         "gemma3",
@@ -214,7 +313,7 @@ ROWS: tuple[Family, ...] = (
         traits="mask per layer type; bidirectional images in the prefill; shared keys and values; head size per layer; "
         "per-layer inputs from ids",
         has_window=True,
-        dtypes=("float32",),  # experts have no kernel for float64
+        dtypes=NO_DOUBLE,
     ),
     Family(
         "mllama",
@@ -222,5 +321,28 @@ ROWS: tuple[Family, ...] = (
         _mllama_images,
         derived=_mllama_rows,
         traits="cross-attention to the images, so transformers decodes alone",
+    ),
+    Family(
+        "llama4",
+        _llama4,
+        _llama4_images,
+        traits="chunked attention, so transformers decodes alone; experts",
+        dtypes=NO_DOUBLE,
+    ),
+    Family(
+        "exaone4_5",
+        _exaone,
+        grid_images,
+        _grid_videos,
+        traits="mask per layer type; positions of the cache, padding included; no positions in full layers",
+        has_window=True,
+    ),
+    Family(
+        "step3p7",
+        _step3p7,
+        _step3p7_images,
+        traits="mask per layer type; heads per layer; experts",
+        has_window=True,
+        dtypes=NO_DOUBLE,
     ),
 )

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from zoo.base import Family, Inputs, Media, layer_types, noise, text_values
+from zoo.base import Family, Inputs, Media, noise, text_values
+from zoo.gemma_like import grid_images
 
 VISION = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 NO_DOUBLE = ("float32",)
@@ -25,25 +26,6 @@ def _square_images(size: int, tokens: int) -> Any:
         return pixels, [[config.image_token_id] * tokens] * count
 
     return images
-
-
-def _llama4(spec: Any, ids: Any) -> PreTrainedModel:
-    """Chunked layers, and a full one without positions."""
-    from transformers import Llama4Config, Llama4ForConditionalGeneration
-
-    text = text_values(spec, ids) | {"intermediate_size_mlp": 2 * spec.hidden, "num_local_experts": 2}
-    text |= {"attention_chunk_size": spec.window or 16, "no_rope_layer_interval": 2, "interleave_moe_layer_step": 2}
-    vision = VISION | {"image_size": 16, "patch_size": 4, "vision_output_dim": 16, "projector_input_dim": 16}
-    vision |= {"intermediate_size": 64}  # of four shuffled patches
-    config = Llama4Config(
-        text_config=text,
-        vision_config=vision | {"projector_output_dim": 16},
-        image_token_index=ids.image,
-        boi_token_index=ids.start,
-        eoi_token_index=ids.end,
-        tie_word_embeddings=spec.tied,
-    )
-    return Llama4ForConditionalGeneration._from_config(config, attn_implementation=spec.attention)
 
 
 def _aria(spec: Any, ids: Any) -> PreTrainedModel:
@@ -206,49 +188,6 @@ def _instructblip_images(model: PreTrainedModel, count: int, rng: random.Random,
     return pixels | {"qformer_input_ids": torch.tensor([[7, 8, 9, 10 + rng.randrange(9)] for _ in range(count)])}, runs
 
 
-def _exaone(spec: Any, ids: Any) -> PreTrainedModel:
-    """Sliding layers, and a full one without positions."""
-    from transformers import Exaone4_5_Config, Exaone4_5_ForConditionalGeneration
-
-    types = ["sliding_attention", "full_attention", "sliding_attention"][: spec.layers]
-    text = text_values(spec, ids) | {"model_type": "exaone4", "sliding_window": spec.window or 512}
-    text |= {"layer_types": layer_types(spec) if spec.window and spec.mixed else types, "sliding_window_pattern": 2}
-    vision = {"depth": 2, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2, "patch_size": 4}
-    vision |= {
-        "window_size": 16,
-        "out_hidden_size": spec.hidden,
-        "fullatt_block_indexes": [1],
-        "num_key_value_heads": 1,
-    }
-    config = Exaone4_5_Config(
-        text_config=text,
-        vision_config=vision,
-        image_token_id=ids.image,
-        video_token_id=ids.video,
-        tie_word_embeddings=spec.tied,
-    )
-    return Exaone4_5_ForConditionalGeneration._from_config(config, attn_implementation=spec.attention)
-
-
-def _exaone_grid(model: PreTrainedModel, grid: Tensor, seed: int) -> tuple[Tensor, list[int]]:
-    return noise((int(grid.prod(-1).sum()), 96), seed, model), (grid.prod(-1) // 4).tolist()
-
-
-def _exaone_images(model: PreTrainedModel, count: int, rng: random.Random, seed: int) -> Media:
-    config: Any = model.config
-    grid = torch.tensor([[1, rng.choice((2, 4, 6)), rng.choice((2, 4))] for _ in range(count)])
-    pixels, sizes = _exaone_grid(model, grid, seed)
-    return {"pixel_values": pixels, "image_grid_thw": grid}, [[config.image_token_id] * size for size in sizes]
-
-
-def _exaone_videos(model: PreTrainedModel, count: int, rng: random.Random, seed: int) -> Media:
-    config: Any = model.config
-    grid = torch.tensor([[rng.choice((2, 3)), rng.choice((2, 4)), rng.choice((2, 4))] for _ in range(count)])
-    pixels, sizes = _exaone_grid(model, grid, seed)
-    runs = [[config.video_token_id] * size for size in sizes]
-    return {"pixel_values_videos": pixels, "video_grid_thw": grid}, runs
-
-
 def _kimi(spec: Any, ids: Any) -> PreTrainedModel:
     """Multi-head latent attention and experts of DeepSeek V3."""
     from transformers import Kimi_K25Config, Kimi_K25ForConditionalGeneration
@@ -320,36 +259,6 @@ def _molmo2_types(model: PreTrainedModel, input_ids: Tensor) -> Inputs:
     return {"mm_token_type_ids": torch.isin(input_ids, torch.tensor(visual)).long()}
 
 
-def _step3p7(spec: Any, ids: Any) -> PreTrainedModel:
-    """Sliding layers with another number of heads; experts in the second layer."""
-    from transformers import Step3p7Config, Step3p7ForConditionalGeneration
-
-    types = ["sliding_attention", "full_attention", "sliding_attention"][: spec.layers]
-    text = text_values(spec, ids) | {
-        "sliding_window": spec.window or 512,
-        "num_sliding_attention_heads": 2 * spec.heads,
-    }
-    text |= {"layer_types": layer_types(spec) if spec.window and spec.mixed else types, "n_routed_experts": 4}
-    text |= {"mlp_layer_types": ["dense", "sparse", "sparse"][: spec.layers], "num_experts_per_tok": 2}
-    text |= {"moe_intermediate_size": 16, "share_expert_dim": 16}
-    config = Step3p7Config(
-        text_config=text,
-        vision_config=VISION | {"image_size": 32, "patch_size": 4, "mlp_ratio": 2.0, "max_position_embeddings": 64},
-        image_token_id=ids.image,
-    )
-    return Step3p7ForConditionalGeneration._from_config(config, attn_implementation=spec.attention)
-
-
-def _step3p7_images(model: PreTrainedModel, count: int, rng: random.Random, seed: int) -> Media:
-    """Local crops of one token each, and the whole image with four."""
-    config: Any = model.config
-    crops = [rng.choice((0, 1, 2)) for _ in range(count)]
-    inputs = {"pixel_values": noise((count, 3, 32, 32), seed, model), "num_local_patches": torch.tensor(crops)}
-    if sum(crops):
-        inputs["pixel_values_local"] = noise((sum(crops), 3, 16, 16), seed + 1, model)
-    return inputs, [[config.image_token_id] * (number + 4) for number in crops]
-
-
 def _minimax(spec: Any, ids: Any) -> PreTrainedModel:
     """A layer that attends to selected blocks of keys; experts."""
     from transformers import MiniMaxM3SparseForConditionalGeneration, MiniMaxM3VLConfig
@@ -375,13 +284,6 @@ def _minimax(spec: Any, ids: Any) -> PreTrainedModel:
 
 
 ROWS: tuple[Family, ...] = (
-    Family(
-        "llama4",
-        _llama4,
-        _square_images(16, 4),
-        traits="chunked attention, so transformers decodes alone; experts",
-        dtypes=NO_DOUBLE,
-    ),
     Family("aria", _aria, _square_images(16, 4), traits="experts", dtypes=NO_DOUBLE),
     Family("deepseek_vl", _deepseek_vl, _square_images(12, 9)),
     Family("deepseek_vl_hybrid", _deepseek_vl_hybrid, _hybrid_images),
@@ -404,14 +306,6 @@ ROWS: tuple[Family, ...] = (
         needs_image=True,
     ),
     Family(
-        "exaone4_5",
-        _exaone,
-        _exaone_images,
-        _exaone_videos,
-        traits="mask per layer type; positions of the cache, padding included; no positions in full layers",
-        has_window=True,
-    ),
-    Family(
         "kimi_k25",
         _kimi,
         _kimi_images,
@@ -427,17 +321,9 @@ ROWS: tuple[Family, ...] = (
         min_transformers="5.23",
     ),
     Family(
-        "step3p7",
-        _step3p7,
-        _step3p7_images,
-        traits="mask per layer type; heads per layer; experts",
-        has_window=True,
-        dtypes=NO_DOUBLE,
-    ),
-    Family(
         "minimax_m3_vl",
         _minimax,
-        _exaone_images,
+        grid_images,
         traits="attention to selected blocks, so transformers decodes alone; experts",
         dtypes=NO_DOUBLE,
     ),
