@@ -1,6 +1,7 @@
 """The table of model types in `docs/models.md`: self-test, random cases, media, drafters.
 
-`python tests/helpers/model_table.py --cases 100 --jobs 2` (about 12 minutes) rewrites the table and its JSON.
+`python tests/helpers/model_table.py --cases 100 --jobs 2` (about half an hour) rewrites the table and its JSON;
+`python tests/helpers/model_table.py --speed` (some minutes, on an idle machine) measures the loop without drafts again.
 """
 
 from __future__ import annotations
@@ -8,7 +9,9 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import statistics
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from multiprocessing import get_context
@@ -31,6 +34,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 DOCUMENT = ROOT / "docs" / "models.md"
 RESULT = ROOT / "docs" / "results" / "models.json"
 BEGIN, END = "<!-- table: python tests/helpers/model_table.py -->", "<!-- end of table -->"
+SPEED_PAIRS = 7
 HEADS = {"MSD": "decoupled", "EAGLE": "coupled", "EAGLE-3": "eagle3", "FLASH": "flash"}
 TRAITS = {
     "llava_onevision": "tiles with newline tokens",
@@ -42,7 +46,12 @@ TRAITS = {
 
 @dataclass
 class Row:
-    """One model type. `identical` of `cases` random calls; `speculated` of them were not left to transformers."""
+    """One model type.
+
+    Attributes:
+        identical: of `cases` random calls; `speculated` of them were not left to transformers.
+        none_ratio: tokens per second with `drafter="none"` relative to plain `generate`.
+    """
 
     model_type: str
     traits: str
@@ -54,6 +63,7 @@ class Row:
     reasons: dict[str, int] = field(default_factory=dict)
     heads: list[str] = field(default_factory=list)
     grids: bool = False
+    none_ratio: float | None = None
     error: str = ""
 
 
@@ -105,11 +115,36 @@ def measure(family: str, cases: int, pool: Any) -> Row:
     return row
 
 
+def measure_none(family: str) -> float:
+    """Tokens per second of `drafter="none"` relative to plain `generate`: median of interleaved pairs of calls."""
+    model = tiny.build_model(tiny.ModelSpec(family, seed=4))
+    inputs = tiny.build_inputs(model, 3, 1, images=[1] if "images" in media_of(family) else None, padding="none")
+    options: dict[str, Any] = {"max_new_tokens": 48, "do_sample": False, "eos_token_id": None}
+    mmspec.patch(model, "none")
+
+    def seconds(enabled: bool) -> float:
+        start = time.perf_counter()
+        model.generate(**inputs, **options, mmspec={"enabled": enabled})
+        return time.perf_counter() - start
+
+    for enabled in (True, False):
+        seconds(enabled)
+    return statistics.median(seconds(False) / seconds(True) for _ in range(SPEED_PAIRS))
+
+
+def write_results(rows: Sequence[Row], versions: dict[str, Any]) -> None:
+    """The JSON and the table in the document."""
+    RESULT.write_text(json.dumps({**versions, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
+    text = DOCUMENT.read_text()
+    head, tail = text.split(BEGIN)[0], text.split(END)[1]
+    DOCUMENT.write_text(f"{head}{BEGIN}\n{markdown_table(rows)}\n{END}{tail}")
+
+
 def markdown_table(rows: Sequence[Row]) -> str:
     """The table of the document."""
     lines = [
-        "| model type | prompt | trait | self-test | identical cases | of them speculated | grids | draft heads |",
-        "|---|---|---|---|---|---|---|---|",
+        "| model type | prompt | trait | self-test | identical cases | of them speculated | grids | draft heads | `none` |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in sorted(rows, key=lambda row: row.model_type):
         prompt = " and ".join(["text", *row.media]) if len(row.media) < 2 else "text, images and videos"
@@ -122,6 +157,7 @@ def markdown_table(rows: Sequence[Row]) -> str:
             str(row.speculated),
             "yes" if row.grids else "-",
             ", ".join(row.heads) if len(row.heads) < len(HEADS) else "all",
+            "-" if row.none_ratio is None else f"{row.none_ratio:.2f}x",
         ]
         lines.append("| " + " | ".join(cell or "-" for cell in cells) + " |")
     exact = sum(row.identical == row.cases for row in rows)
@@ -134,9 +170,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--cases", type=int, default=100, help="random cases of each model type")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--family", action="append", help="only these model types; the document is left as it is")
+    parser.add_argument("--speed", action="store_true", help="only measure the loop without drafts of all rows")
     args = parser.parse_args(argv)
     logging.getLogger("mmspec").setLevel(logging.ERROR)
     fuzz.init_worker()
+    if args.speed:
+        values = json.loads(RESULT.read_text())
+        rows = [Row(**row) for row in values.pop("rows")]
+        for row in rows:
+            row.none_ratio = round(measure_none(row.model_type), 2)
+            print(f"{row.model_type}: {row.none_ratio}x", file=sys.stderr, flush=True)
+        write_results(rows, values)
+        return 0
     rows = []
     with get_context("fork").Pool(args.jobs, initializer=fuzz.init_worker) as pool:
         for family in args.family or [*tiny.FAMILIES, *zoo.ROWS]:
@@ -145,11 +190,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{family}: {row.identical} of {row.cases}, {row.selftest} {row.error}", file=sys.stderr, flush=True)
     print(markdown_table(rows))
     if not args.family:
-        versions = {"torch": torch.__version__, "transformers": transformers.__version__, "cases": args.cases}
-        RESULT.write_text(json.dumps({**versions, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
-        text = DOCUMENT.read_text()
-        head, tail = text.split(BEGIN)[0], text.split(END)[1]
-        DOCUMENT.write_text(f"{head}{BEGIN}\n{markdown_table(rows)}\n{END}{tail}")
+        write_results(rows, {"torch": torch.__version__, "transformers": transformers.__version__, "cases": args.cases})
     return int(any(row.identical < row.cases for row in rows))
 
 
