@@ -71,6 +71,10 @@ class TreeCache(Cache):
         super().__init__(layers=layers)
         self.buffer = buffer
 
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Committed length of the longest row, the same in all layers."""
+        return max(self.buffer.seq_lens)
+
     @property
     def is_initialized(self) -> bool:
         """Whether there are committed positions. Some models treat a forward without them as the prompt's."""

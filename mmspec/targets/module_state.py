@@ -58,6 +58,27 @@ def restore_state(modules: Sequence[nn.Module]) -> Iterator[Callable[[], str | N
             _restore_module(module, before)
 
 
+@contextmanager
+def restore_call_state(model: nn.Module) -> Iterator[None]:
+    """Restore the tensors that modules keep of the last prompt, such as `rope_deltas`.
+
+    A call that continues the cache of an earlier call reads them.
+    """
+    saved = [(vars(module), _tensor_attributes(module)) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for attributes, before in saved:
+            for name, value in before.items():
+                if attributes.get(name) is not value:
+                    attributes[name] = value
+
+
+def _tensor_attributes(module: nn.Module) -> dict[str, Tensor | None]:
+    """Attributes that hold a tensor or None, without parameters and buffers."""
+    return {name: value for name, value in vars(module).items() if value is None or isinstance(value, Tensor)}
+
+
 def _copy_state(module: nn.Module) -> dict[str, Any]:
     """A copy of a module's data attributes and buffers, without parameters and submodules."""
     describe_skipped = ("_modules", "_parameters", "_buffers")

@@ -25,7 +25,7 @@ from mmspec.engine.tree import DraftTree, sanitize
 from mmspec.interfaces import VerifyResult
 from mmspec.targets.base import ModelAdapter
 from mmspec.targets.module_scan import describe_module
-from mmspec.targets.module_state import is_opaque, restore_state
+from mmspec.targets.module_state import is_opaque, restore_call_state, restore_state
 from mmspec.targets.recurrent import target_class
 from mmspec.targets.registry import TESTED
 from mmspec.targets.selftest_plan import has_media, image_inputs, plan_of, text_inputs, usable_ids
@@ -97,7 +97,12 @@ def run_selftest(
     is_text = not adapter.media_token_ids or not has_media(adapter, inputs["input_ids"])
     test = _TreeTest(adapter, inputs)
     try:
-        with rng_guard, restore_state(foreign) as state_change, torch.no_grad():
+        with (
+            rng_guard,
+            restore_call_state(adapter.model),
+            restore_state(foreign) as state_change,
+            torch.no_grad(),
+        ):
             failure = test.run()
             failure = state_change() or failure
     except Exception as error:  # the model may raise anything on unexpected inputs

@@ -143,7 +143,7 @@ def write_results(rows: Sequence[Row], versions: dict[str, Any]) -> None:
 def markdown_table(rows: Sequence[Row]) -> str:
     """The table of the document."""
     lines = [
-        "| model type | prompt | trait | self-test | identical cases | of them speculated | grids | draft heads | `none` |",
+        "| model type | prompt | trait | self-test | identical cases | speculated | grids | draft heads | `none` |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in sorted(rows, key=lambda row: row.model_type):

@@ -22,7 +22,7 @@ import torch
 from parity import FAMILIES
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import DynamicCache, GenerationMixin, PreTrainedModel
 
 import mmspec
 from mmspec.targets import selftest
@@ -612,3 +612,26 @@ def test_the_self_test_leaves_generators_and_model_as_they_were() -> None:
     selftest.run_selftest(find_adapter(model))
     assert torch.equal(torch.get_rng_state(), state) and set(model.__dict__) == attributes
     assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "glm4v"])
+def test_a_conversation_may_begin_before_the_patch(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """M-RoPE models keep the offset of the last prompt's positions, which the next turn reads."""
+    model = tiny.build_model(tiny.ModelSpec(family, seed=3))
+    model.generation_config.eos_token_id = None
+    first = tiny.build_inputs(model, 4, 1, images=[2], padding="none")
+    options = {"max_new_tokens": 6, "do_sample": False}
+
+    def two_turns(patched: bool) -> Tensor:
+        cache = DynamicCache(config=model.config.get_text_config())
+        turn = model.generate(**first, **options, past_key_values=cache, return_dict_in_generate=True)
+        following = tiny.build_next_turn(first, turn.sequences, 1, model.tiny_spec)
+        if patched:
+            mmspec.patch(model, "lookup")
+        found: Tensor = model.generate(**following, **options, past_key_values=turn.past_key_values)
+        return found
+
+    plain = two_turns(patched=False)
+    monkeypatch.setattr(selftest, "_VERDICTS", {})
+    assert torch.equal(two_turns(patched=True), plain)
+    assert not mmspec.stats(model).fallback_reason
