@@ -647,7 +647,9 @@ def check_hidden_states(prepared: PreparedCase, drafter: adversarial.HiddenState
 def _prompt_faults(prepared: PreparedCase, prompt: Prompt, plain: CallOutcome) -> Iterator[str]:
     special, ids = tiny.special_ids(prepared.case.spec), prompt.input_ids
     placeholders = (
-        {special.image, special.video} if hasattr(prepared.model.config, "video_token_id") else {special.image}
+        {special.image, prepared.model.config.video_token_id}
+        if hasattr(prepared.model.config, "video_token_id")
+        else {special.image}
     )
     if prompt.vocab_size != prepared.case.spec.vocab:
         yield f"vocab_size {prompt.vocab_size} instead of {prepared.case.spec.vocab}"

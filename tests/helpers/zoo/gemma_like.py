@@ -314,6 +314,7 @@ ROWS: tuple[Family, ...] = (
         "per-layer inputs from ids",
         has_window=True,
         dtypes=NO_DOUBLE,
+        min_transformers="5.23",  # older versions take videos in another form
     ),
     Family(
         "mllama",

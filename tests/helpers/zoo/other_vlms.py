@@ -288,7 +288,7 @@ ROWS: tuple[Family, ...] = (
     Family("deepseek_vl", _deepseek_vl, _square_images(12, 9)),
     Family("deepseek_vl_hybrid", _deepseek_vl_hybrid, _hybrid_images),
     Family("janus", _janus, _square_images(12, 9)),
-    Family("fuyu", _fuyu, _fuyu_images),
+    Family("fuyu", _fuyu, _fuyu_images, min_transformers="5.23"),  # older versions call the pixels image_patches
     Family("chameleon", _chameleon, _square_images(8, 4)),
     Family("emu3", _emu3, _emu3_images),
     Family(
