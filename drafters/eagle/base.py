@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from mmspec.control.depth import DepthController
-from mmspec.control.draft_cost import CallTimer, DraftCostModel
+from mmspec.control.draft_cost import CallTimer, HeadCostModel
 from mmspec.drafters.deprecation import warn_former_argument
 from mmspec.drafters.eagle.attention import cached_attention, causal_mask, select_last
 from mmspec.drafters.eagle.compressed_inputs import compressed_inputs, prompt_grids
@@ -99,7 +99,7 @@ class HeadDrafter(ABC):
         self.top_k = top_k
         self.depth_controller = DepthController(max_depth)
         self.max_lookahead = max_depth
-        self.cost_model = DraftCostModel()
+        self.cost_model = HeadCostModel()
         self.draft_ids = draft_ids
         self.vocab_limit = vocab_limit
         self.bundled_compressor: tuple[Mapping[str, Any], Mapping[str, Tensor]] | None = None
