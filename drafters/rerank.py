@@ -23,30 +23,30 @@ class NodePool:
         self.num_nodes = 0
         self._parts: list[tuple[Tensor, Tensor, Tensor]] = []
 
-    def add(self, tokens: Tensor, scores: Tensor, parents: Tensor) -> None:
+    def add(self, tokens: Tensor, path_log_probs: Tensor, parents: Tensor) -> None:
         """Append nodes; arguments [B, n] as in `select_nodes`."""
-        self._parts.append((tokens, scores, parents))
+        self._parts.append((tokens, path_log_probs, parents))
         self.num_nodes += tokens.shape[1]
 
     def select(self, draft_ids: Tensor | None, max_nodes: int) -> DraftTree:
         """The tree of the most likely nodes, see `select_nodes`."""
-        tokens, scores, parents = (torch.cat(parts, dim=1) for parts in zip(*self._parts, strict=True))
-        return select_nodes(draft_ids, tokens, scores, parents, max_nodes=max_nodes)
+        tokens, path_log_probs, parents = (torch.cat(parts, dim=1) for parts in zip(*self._parts, strict=True))
+        return select_nodes(draft_ids, tokens, path_log_probs, parents, max_nodes=max_nodes)
 
 
 def select_nodes(
-    draft_ids: Tensor | None, tokens: Tensor, scores: Tensor, parents: Tensor, *, max_nodes: int
+    draft_ids: Tensor | None, tokens: Tensor, path_log_probs: Tensor, parents: Tensor, *, max_nodes: int
 ) -> DraftTree:
     """The `max_nodes` - 1 most likely nodes, most likely first; a parent must be likelier than its children.
 
     Args:
         draft_ids: [V'] target ids of the draft vocabulary; None if `tokens` are target ids.
         tokens: [B, P] int64.
-        scores: [B, P] log probabilities of the paths from the root.
+        path_log_probs: [B, P] log probabilities of the paths from the root.
         parents: [B, P] int64 indices of nodes, -1 for the root.
         max_nodes: size of the tree, the root included.
     """
-    scores, chosen = scores.topk(min(max_nodes - 1, scores.shape[1]))
+    path_log_probs, chosen = path_log_probs.topk(min(max_nodes - 1, path_log_probs.shape[1]))
     tree_index = torch.arange(1, chosen.shape[1] + 1, device=tokens.device).expand(chosen.shape)
     tree_index_of = torch.zeros_like(tokens).scatter(1, chosen, tree_index)
     parents = parents.gather(1, chosen)
@@ -56,8 +56,8 @@ def select_nodes(
     return DraftTree(
         tokens=functional.pad(tokens, (1, 0)),
         parents=functional.pad(parents, (1, 0), value=-1),
-        node_mask=functional.pad(scores > float("-inf"), (1, 0), value=True),
-        scores=functional.pad(scores.exp(), (1, 0), value=1.0),
+        node_mask=functional.pad(path_log_probs > float("-inf"), (1, 0), value=True),
+        scores=functional.pad(path_log_probs.exp(), (1, 0), value=1.0),
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from mmspec.config import SpecConfig
-from mmspec.control.tree_size import CostModel
+from mmspec.control.tree_size import RoundCostModel
 from mmspec.cpu.linear import LinearAutotuner
 from mmspec.metrics.stats import Stats
 from mmspec.targets.base import ModelAdapter
@@ -27,7 +27,7 @@ class CallContext:
 
     Attributes:
         adapter: the model and its family.
-        config: the options of this call.
+        spec_config: the options of this call.
         tokenizer: the tokenizer, or None.
         autotuner: chooses the kernels of linear layers on CPU.
         costs: measured times of rounds with this drafter.
@@ -42,10 +42,10 @@ class CallContext:
     """
 
     adapter: ModelAdapter
-    config: SpecConfig
+    spec_config: SpecConfig
     tokenizer: Any
     autotuner: LinearAutotuner
-    costs: CostModel
+    costs: RoundCostModel
     start_time: float
     streamer: Any
     vision_inputs: Mapping[str, Any]
@@ -64,12 +64,12 @@ class PreparedInputs:
         input_ids: [B, L] int64, `num_return_sequences` rows per prompt.
         processors: the logits processors.
         criteria: the stopping criteria.
-        config: the generation config.
+        generation_config: the prepared `GenerationConfig`.
         model_kwargs: the other arguments of the model's forward.
     """
 
     input_ids: Tensor
     processors: Any
     criteria: Any
-    config: Any
+    generation_config: Any
     model_kwargs: dict[str, Any]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList
 
-from mmspec.control.draft_cost import DraftCostModel
+from mmspec.control.draft_cost import HeadCostModel
 from mmspec.interfaces import Drafter, ReplicableDrafter
 from mmspec.metrics.stats import Stats
 from mmspec.patching import disabled, is_patched, patch_state, stats
@@ -223,7 +223,7 @@ def _share_modules(drafter: object, memo: dict[int, Any]) -> None:
         visited.add(id(value))
         if isinstance(value, nn.Module):
             memo[id(value)] = value
-        elif isinstance(value, DraftCostModel):
+        elif isinstance(value, HeadCostModel):
             memo[id(value)] = value.snapshot()
         elif isinstance(value, (list, tuple)):
             pending += value

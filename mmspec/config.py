@@ -12,7 +12,7 @@ from typing import Any
 from mmspec.control.tree_size import DEFAULT_TREE_SIZE
 from mmspec.engine.tree import BUCKETS
 from mmspec.interfaces import CompressingDrafter, Compressor, Drafter, SizedCompressor, TargetInfo, TrainedDrafter
-from mmspec.reference import check_reference, resolve_reference_ids
+from mmspec.reference import check_reference, reference_rows, resolve_reference_ids
 
 PER_CALL_OPTIONS = (
     "enabled",
@@ -79,6 +79,23 @@ class SpecConfig:
     def active_compressor(self) -> Compressor | None:
         """The chosen compressor, else the drafter's own, else None."""
         return own_compressor(self.drafter) if self.compressor is None else self.compressor
+
+
+@dataclass(frozen=True)
+class PatchArguments:
+    """The arguments of `patch` under their current names. Equal ones need no second `patch`.
+
+    Attributes: see `mmspec.patch`.
+    """
+
+    drafter: str | Drafter
+    compressor: str | Compressor | None
+    processor: Any
+    reference: str | Sequence[str] | None
+    reference_ids: Sequence[Sequence[int]] | None
+    tree_size: int | None
+    deterministic: bool
+    cpu_pack_weights: bool | None
 
 
 def own_compressor(drafter: Drafter) -> Compressor | None:
@@ -175,6 +192,26 @@ def resolve_drafter(drafter: str | Drafter, adapter: Any, tokenizer: Any = None)
         config, state_dict = resolved.bundled_compressor
         resolved.compressor = load_compressor(config, state_dict, adapter.text_config.hidden_size)
     return resolved
+
+
+def resolve_config(arguments: PatchArguments, adapter: Any) -> SpecConfig:
+    """The options of `patch`, with the drafter and the compressor built and checked against the target.
+
+    Raises:
+        ValueError, TypeError: as `patch`.
+    """
+    tokenizer = resolve_tokenizer(arguments.processor)
+    config = SpecConfig(
+        drafter=resolve_drafter(arguments.drafter, adapter, tokenizer),
+        compressor=resolve_compressor(arguments.compressor),
+        reference=arguments.reference,
+        reference_ids=arguments.reference_ids,
+        tree_size=arguments.tree_size,
+        deterministic=arguments.deterministic,
+        cpu_pack_weights=arguments.cpu_pack_weights,
+    )
+    reference_rows(config.reference, config.reference_ids, tokenizer, batch=None, num_return_sequences=1)
+    return config
 
 
 def resolve_compressor(compressor: str | Compressor | None) -> Compressor | None:

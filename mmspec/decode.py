@@ -7,7 +7,7 @@ and returns the result.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from math import ceil
@@ -26,8 +26,7 @@ from mmspec.engine.loop import DecodeLoop
 from mmspec.engine.output import OutputBuffer, ReturnFlags, UserCodeHooks
 from mmspec.engine.rng import RngGuard, SamplingNoise
 from mmspec.engine.sampler import TreeSampler, unknown
-from mmspec.engine.tree import DraftTree
-from mmspec.interfaces import Drafter, Prompt, SharedEmbeddings, VerifyResult, VisualGrid
+from mmspec.interfaces import Drafter, Prompt, SharedEmbeddings, VisualGrid
 from mmspec.metrics.compression_stats import RecordingCompressor
 from mmspec.metrics.stats import Stats
 from mmspec.reference import reference_rows
@@ -35,6 +34,7 @@ from mmspec.targets.base import ModelAdapter
 from mmspec.targets.hf import HFTarget
 from mmspec.targets.module_scan import scan_modules
 from mmspec.targets.recurrent import target_class
+from mmspec.user_code import RngIsolatedDrafter, is_builtin
 
 NOISE_BYTES = 256 << 20
 """Largest memory for the noise of the steps in flight; rows that are too far ahead wait."""
@@ -67,16 +67,16 @@ def decode(call: CallContext, inputs: PreparedInputs) -> Any:
     """
     start = time.perf_counter()
     target = _build_target(call, inputs)
-    prefilled = _prefill(target, call.config.drafter)
+    prefilled = _prefill(target, call.spec_config.drafter)
     call.stats.prefill_s = time.perf_counter() - start
     try:
-        return _decode(call, inputs, prefilled)
+        return _run_loop(call, inputs, prefilled)
     except BaseException:
         target.restore_user_cache()
         raise
 
 
-def _decode(call: CallContext, inputs: PreparedInputs, prefilled: Prefilled) -> Any:
+def _run_loop(call: CallContext, inputs: PreparedInputs, prefilled: Prefilled) -> Any:
     """Build the loop, run it and return the result."""
     target = prefilled.target
     device = inputs.input_ids.device
@@ -86,7 +86,7 @@ def _decode(call: CallContext, inputs: PreparedInputs, prefilled: Prefilled) -> 
     def rng_guard() -> RngGuard:
         return RngGuard(device, target.device, noise=sampler.noise)
 
-    drafter = call.config.drafter
+    drafter = call.spec_config.drafter
     compressor = _build_compressor(call, rng_guard)
     prompt = replace(_build_prompt(call, inputs, prefilled, output), compressor=compressor)
     loop = DecodeLoop(
@@ -111,7 +111,7 @@ def _decode(call: CallContext, inputs: PreparedInputs, prefilled: Prefilled) -> 
     _count_tokens(call.stats, output)
     if compressor is not None:
         call.stats.add_compression(compressor.records())
-    return _build_result(inputs.config, output, target)
+    return _build_result(inputs.generation_config, output, target)
 
 
 # --- the parts of a call ----------------------------------------------------------------------------------------------
@@ -127,7 +127,7 @@ def _build_target(call: CallContext, inputs: PreparedInputs) -> HFTarget:
         call.adapter,
         inputs.input_ids,
         inputs.model_kwargs,
-        inputs.config,
+        inputs.generation_config,
         _max_new_tokens(inputs),
         inference_mode=call.modules.can_use_inference_mode,
         cache_is_observed=runs_user_code,
@@ -148,7 +148,7 @@ def _prefill(target: HFTarget, drafter: Drafter) -> Prefilled:
 def _build_sampler(call: CallContext, inputs: PreparedInputs, prompt_logits: Tensor) -> TreeSampler:
     """The sampler, with noise if the call samples. User processors draw by transformers' own calls."""
     noise = None
-    if inputs.config.do_sample:
+    if inputs.generation_config.do_sample:
         batch, vocab = prompt_logits.shape
         window = max(2, min(NOISE_STEPS, NOISE_BYTES // (4 * batch * vocab)))
         noise = SamplingNoise(batch, vocab, inputs.input_ids.device, window)
@@ -162,7 +162,7 @@ def _build_sampler(call: CallContext, inputs: PreparedInputs, prompt_logits: Ten
 
 
 def _build_output(call: CallContext, inputs: PreparedInputs, target: HFTarget, sampler: TreeSampler) -> OutputBuffer:
-    config = inputs.config
+    config = inputs.generation_config
     returns_dict = bool(config.return_dict_in_generate)
     pad_token = config._pad_token_tensor
     return OutputBuffer(
@@ -183,22 +183,22 @@ def _build_output(call: CallContext, inputs: PreparedInputs, target: HFTarget, s
 
 def _build_compressor(call: CallContext, rng_guard: Callable[[], RngGuard]) -> RecordingCompressor | None:
     """The call's compressor, recorded; the draws of a user's compressor are undone."""
-    if call.config.active_compressor is None:
+    if call.spec_config.active_compressor is None:
         return None
-    compressor = RecordingCompressor(call.config.active_compressor)
+    compressor = RecordingCompressor(call.spec_config.active_compressor)
     if not is_builtin(compressor.inner):
         compressor.context_factory = rng_guard
     return compressor
 
 
 def _build_controller(call: CallContext, num_rows: int) -> TreeSizeController:
-    drafter = call.config.drafter
+    drafter = call.spec_config.drafter
     return TreeSizeController(
         call.costs,
         num_rows,
         drafts=drafter.name != "none",
         max_tree_size=drafter.requirements.max_tree_size,
-        fixed_tree_size=call.config.fixed_tree_size,
+        fixed_tree_size=call.spec_config.fixed_tree_size,
     )
 
 
@@ -213,7 +213,7 @@ def _build_prompt(call: CallContext, inputs: PreparedInputs, prefilled: Prefille
     if attention_mask is None:
         attention_mask = torch.ones_like(input_ids)
     model = call.adapter.model
-    config = call.config
+    spec_config = call.spec_config
     samples = output.noise is not None
     return Prompt(
         input_ids=input_ids,
@@ -223,14 +223,14 @@ def _build_prompt(call: CallContext, inputs: PreparedInputs, prefilled: Prefille
         grids=_visual_grids(call, input_ids) if prefilled.hidden_states else (),
         hidden_states=prefilled.hidden_states,
         vocab_size=prefilled.logits.shape[-1],
-        banned_ids=_banned_ids(call, inputs.config, prefilled.logits.shape[-1]),
+        banned_ids=_banned_ids(call, inputs.generation_config, prefilled.logits.shape[-1]),
         reference_ids=reference_rows(
-            config.reference, config.reference_ids, call.tokenizer, batch, call.num_return_sequences
+            spec_config.reference, spec_config.reference_ids, call.tokenizer, batch, call.num_return_sequences
         ),
         noise=output.noise_ahead if samples else None,
-        temperature=float(inputs.config.temperature or 1.0) if samples else 1.0,
+        temperature=float(inputs.generation_config.temperature or 1.0) if samples else 1.0,
         shared_embeddings=SharedEmbeddings(model.get_input_embeddings(), model.get_output_embeddings()),
-        static_shapes=call.config.fixed_tree_size is not None,
+        static_shapes=spec_config.fixed_tree_size is not None,
         max_new_tokens=target.max_new_tokens if target.max_new_tokens < UNLIMITED else None,
         visual_saliency=_visual_saliency(call, visual_mask),
     )
@@ -271,20 +271,20 @@ def _draftable_ids(prompt: Prompt, adapter: ModelAdapter, device: torch.device) 
 
 def _fast_linears(call: CallContext) -> AbstractContextManager[None]:
     """Context in which linear layers of the decoding step and of the drafter run in their fastest kernel, on CPU."""
-    config = call.config
+    spec_config = call.spec_config
     layers: list[nn.Linear] = []
-    if config.cpu_pack_weights is not False and call.adapter.model.device.type == "cpu":
+    if spec_config.cpu_pack_weights is not False and call.adapter.model.device.type == "cpu":
         roots: list[nn.Module] = [] if call.modules is None else list(call.modules.linear_layers)
-        roots += [part for part in vars(config.drafter).values() if isinstance(part, nn.Module)]
+        roots += [part for part in vars(spec_config.drafter).values() if isinstance(part, nn.Module)]
         layers = find_linear_layers(roots)
-    return use_fast_linears(call.autotuner, layers, config.deterministic, bool(config.cpu_pack_weights))
+    return use_fast_linears(call.autotuner, layers, spec_config.deterministic, bool(spec_config.cpu_pack_weights))
 
 
 def _max_new_tokens(inputs: PreparedInputs) -> int:
     """Largest number of new tokens of any row, at least 1."""
     lengths = [criterion.max_length for criterion in inputs.criteria if type(criterion) is MaxLengthCriteria]
-    if inputs.config.max_length is not None:
-        lengths.append(inputs.config.max_length)
+    if inputs.generation_config.max_length is not None:
+        lengths.append(inputs.generation_config.max_length)
     return max(1, ceil(min(lengths, default=UNLIMITED_STEPS)) - inputs.input_ids.shape[1])
 
 
@@ -317,37 +317,3 @@ def _as_ids(value: int | Sequence[int] | None) -> tuple[int, ...]:
     if value is None:
         return ()
     return (value,) if isinstance(value, int) else tuple(value)
-
-
-# --- drafters of users ------------------------------------------------------------------------------------------------
-
-
-def is_builtin(part: object) -> bool:
-    """Whether a drafter or compressor is part of mmspec."""
-    return type(part).__module__.startswith("mmspec.")
-
-
-class RngIsolatedDrafter:
-    """A user's drafter whose draws from the default generators are undone, so that it cannot change sampled tokens."""
-
-    def __init__(self, drafter: Drafter, rng_guard: Callable[[], RngGuard]) -> None:
-        self.drafter = drafter
-        self.rng_guard = rng_guard
-        self.name = drafter.name
-        self.requirements = drafter.requirements
-        self.vocab_size = drafter.vocab_size
-
-    def begin(self, prompt: Prompt) -> Any:
-        """See `mmspec.interfaces.Drafter`."""
-        with self.rng_guard():
-            return self.drafter.begin(prompt)
-
-    def propose(self, state: Any, max_nodes: int, active: Sequence[bool]) -> DraftTree:
-        """See `mmspec.interfaces.Drafter`."""
-        with self.rng_guard():
-            return self.drafter.propose(state, max_nodes, active)
-
-    def observe(self, state: Any, result: VerifyResult, hidden_states: Mapping[int, Tensor]) -> None:
-        """See `mmspec.interfaces.Drafter`."""
-        with self.rng_guard():
-            self.drafter.observe(state, result, hidden_states)

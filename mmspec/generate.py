@@ -25,8 +25,8 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList, Stop
 
 from mmspec import fallback
 from mmspec.call import CallContext, FallbackRequired, PreparedInputs
-from mmspec.config import DrafterCache, SpecConfig, resolve_call_config
-from mmspec.control.tree_size import CostModel
+from mmspec.config import DrafterCache, PatchArguments, SpecConfig, resolve_call_config
+from mmspec.control.tree_size import RoundCostModel
 from mmspec.cpu.linear import LinearAutotuner
 from mmspec.decode import decode
 from mmspec.interfaces import Drafter, SaliencyCompressor
@@ -50,8 +50,7 @@ class PatchState:
     Attributes:
         adapter: the model and its family.
         config: the options of `patch`.
-        spec: the arguments of `patch`, to repeat it.
-        processor: the processor or tokenizer, or None.
+        arguments: those of `patch`.
         original_attention: attention kernel of the text model before `patch` changed it, or None.
         costs: {drafter name: measured times}.
         autotuner: chooses the kernels of linear layers on CPU.
@@ -60,20 +59,19 @@ class PatchState:
         lock: held while `costs`, `total` and `last` change.
     """
 
-    def __init__(self, adapter: ModelAdapter, config: SpecConfig, spec: Any, processor: Any) -> None:
+    def __init__(self, adapter: ModelAdapter, config: SpecConfig, arguments: PatchArguments) -> None:
         self.adapter = adapter
         self.config = config
-        self.spec = spec
-        self.processor = processor
+        self.arguments = arguments
         self.original_attention: str | None = None
-        self.costs: dict[str, CostModel] = {}
+        self.costs: dict[str, RoundCostModel] = {}
         self.autotuner = LinearAutotuner()
         self.drafter_cache = DrafterCache()
         self.total = Stats()
         self.last = Stats()
         self.lock = threading.Lock()
         self._selftest_lock = threading.Lock()
-        self._selftest_reason: tuple[Any, str | None] | None = None  # (state of the model, reason of the failure)
+        self._selftest_verdict: tuple[Any, str | None] | None = None  # (state of the model, reason of the failure)
         self._warned: set[str] = set()
 
     @property
@@ -81,10 +79,15 @@ class PatchState:
         """The patched model."""
         return self.adapter.model
 
+    @property
+    def processor(self) -> Any:
+        """The processor or tokenizer that was passed to `patch`, or None."""
+        return self.arguments.processor
+
     def __deepcopy__(self, memo: dict[int, Any]) -> PatchState:
         adapter = copy.copy(self.adapter)
         adapter.model = copy.deepcopy(self.model, memo)  # may be incomplete at this point: do not read from it
-        twin = PatchState(adapter, copy.deepcopy(self.config, memo), self.spec, self.processor)
+        twin = PatchState(adapter, copy.deepcopy(self.config, memo), self.arguments)
         twin.original_attention = self.original_attention
         twin.costs = copy.deepcopy(self.costs, memo)
         return twin
@@ -104,7 +107,7 @@ class PatchState:
         get_option = fallback.option_getter(arguments, self.model)
         modules = scan_modules(self.model)
         reason = fallback.reason_before_prepare(arguments, self.model, get_option, modules)
-        reason = reason or _distributed_reason(self.model) or self._selftest(modules, arguments)
+        reason = reason or _distributed_reason(self.model) or self._selftest_failure_reason(modules, arguments)
         if reason:
             return self._fall_back(reason, start_time, functools.partial(plain_generate, **arguments))
         vision_args = self.adapter.vision_args
@@ -114,7 +117,7 @@ class PatchState:
         capture = self.adapter.attention_capture() if uses_attention else None
         call = CallContext(
             adapter=self.adapter,
-            config=config,
+            spec_config=config,
             tokenizer=tokenizer,
             autotuner=self.autotuner,
             costs=self.cost_model(config.drafter),
@@ -144,7 +147,7 @@ class PatchState:
             **model_kwargs: Any,
         ) -> Any:
             inputs = PreparedInputs(input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
-            reason = self._reason_after_prepare(call, inputs)
+            reason = self._reason_after_prepare(inputs)
             if reason is None:
                 try:
                     return decode(call, inputs)
@@ -163,23 +166,23 @@ class PatchState:
 
         return mmspec_loop
 
-    def _reason_after_prepare(self, call: CallContext, inputs: PreparedInputs) -> str | None:
+    def _reason_after_prepare(self, inputs: PreparedInputs) -> str | None:
         """Why transformers must decode the prepared call, or None."""
-        config, model_kwargs = inputs.config, inputs.model_kwargs
+        model_kwargs = inputs.model_kwargs
         pads = any(hasattr(criterion, "eos_token_id") for criterion in inputs.criteria)
         return (
-            fallback.reason_after_prepare(config, self.model, model_kwargs, pads)
+            fallback.reason_after_prepare(inputs.generation_config, self.model, model_kwargs, pads)
             or self.adapter.unsupported_reason()
             or target_class(self.adapter).unsupported_reason(self.adapter, inputs.input_ids, model_kwargs)
         )
 
-    def cost_model(self, drafter: Drafter) -> CostModel:
+    def cost_model(self, drafter: Drafter) -> RoundCostModel:
         """The measured times of rounds with this drafter, on the model's current kind of device."""
         kind = "cpu" if self.model.device.type == "cpu" else "other"
         with self.lock:
             costs = self.costs.get(drafter.name)
             if costs is None or costs.device != kind:  # the model was moved
-                costs = self.costs[drafter.name] = CostModel(kind)
+                costs = self.costs[drafter.name] = RoundCostModel(kind)
             return costs
 
     def run_first_selftest(self) -> SelfTestResult | None:
@@ -195,7 +198,7 @@ class PatchState:
             return None
         result = judge(self.adapter, self.processor)
         if result.is_conclusive:
-            self._selftest_reason = self._selftest_key(modules), result.failure
+            self._selftest_verdict = self._selftest_key(modules), result.failure
         return result
 
     def _selftest_key(self, modules: ModuleScan) -> tuple[Any, ...]:
@@ -203,15 +206,15 @@ class PatchState:
         foreign = modules_fingerprint(modules.foreign)
         return str(self.model.device), self.model.dtype, self.adapter.attention, foreign
 
-    def _selftest(self, modules: ModuleScan, arguments: dict[str, Any]) -> str | None:
+    def _selftest_failure_reason(self, modules: ModuleScan, arguments: dict[str, Any]) -> str | None:
         """Why the self-test failed on the model in its present state, or None. Runs once for each state."""
         if self.adapter.unsupported_reason():  # the call is decoded by transformers, with that reason
             return None
         key = self._selftest_key(modules)
         with self._selftest_lock:
-            if self._selftest_reason is None or self._selftest_reason[0] != key:
-                self._selftest_reason = key, self._find_selftest_failure(modules, arguments)
-            return self._selftest_reason[1]
+            if self._selftest_verdict is None or self._selftest_verdict[0] != key:
+                self._selftest_verdict = key, self._find_selftest_failure(modules, arguments)
+            return self._selftest_verdict[1]
 
     def _find_selftest_failure(self, modules: ModuleScan, arguments: dict[str, Any]) -> str | None:
         inputs = _prompt_inputs(arguments, self.model)

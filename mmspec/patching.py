@@ -14,18 +14,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from mmspec.config import (
-    DEPRECATED_OPTIONS,
-    SpecConfig,
-    rename_deprecated,
-    resolve_compressor,
-    resolve_drafter,
-    resolve_tokenizer,
-)
+from mmspec.config import DEPRECATED_OPTIONS, PatchArguments, rename_deprecated, resolve_config
 from mmspec.generate import DISABLED, PatchState
 from mmspec.interfaces import Compressor, Drafter
 from mmspec.metrics.stats import Stats
-from mmspec.reference import reference_rows, resolve_reference_ids
+from mmspec.reference import resolve_reference_ids
 from mmspec.targets.base import TREE_ATTENTION_KERNELS
 from mmspec.targets.registry import UnsupportedModelError, find_adapter
 
@@ -89,52 +82,19 @@ def patch(
         UnsupportedModelError: the self-test fails.
         ValueError: unknown drafter or compressor, another vocabulary, or already patched with other settings.
     """
-    if deprecated:
-        if unknown := sorted(set(deprecated) - set(DEPRECATED_OPTIONS)):
-            raise TypeError(f"patch() got an unexpected keyword argument {unknown[0]!r}")
-        current = {"tree_size": tree_size, "cpu_pack_weights": cpu_pack_weights}
-        passed = {name: value for name, value in current.items() if value is not None}
-        renamed = rename_deprecated(passed | deprecated, stacklevel=2)
-        tree_size = renamed.get("tree_size")
-        cpu_pack_weights = renamed.get("cpu_pack_weights")
-    reference_ids = resolve_reference_ids(reference_ids)
-    spec = (drafter, compressor, processor, reference, reference_ids, tree_size, deterministic, cpu_pack_weights)
-    adapter = find_adapter(model)
-    if is_patched(model):
-        if patch_state(model).spec == spec:
-            logger.info("mmspec: the model is already patched with these settings")
-            return model
-        raise ValueError(
-            f"this model is already patched (drafter {patch_state(model).config.drafter.name!r}); call "
-            f"mmspec.unpatch(model) before patching it with drafter={getattr(drafter, 'name', drafter)!r}."
-        )
-    if "generate" in model.__dict__:
-        raise ValueError(
-            f"model.generate is replaced on this instance by {model.__dict__['generate']!r}, which patch would hide. "
-            "Undo that first (del model.generate)."
-        )
-    tokenizer = resolve_tokenizer(processor)
-    config = SpecConfig(
-        drafter=resolve_drafter(drafter, adapter, tokenizer),
-        compressor=resolve_compressor(compressor),
-        reference=reference,
-        reference_ids=reference_ids,
-        tree_size=tree_size,
+    current = _rename_arguments({"tree_size": tree_size, "cpu_pack_weights": cpu_pack_weights}, deprecated)
+    arguments = PatchArguments(
+        drafter,
+        compressor,
+        processor,
+        reference,
+        resolve_reference_ids(reference_ids),
         deterministic=deterministic,
-        cpu_pack_weights=cpu_pack_weights,
+        **current,
     )
-    reference_rows(config.reference, config.reference_ids, tokenizer, batch=None, num_return_sequences=1)
-    state = PatchState(adapter, config, spec, processor)
-    if adapter.attention not in TREE_ATTENTION_KERNELS and "flash" in adapter.attention:
-        state.original_attention = adapter.attention
-        _set_text_attention(model, "sdpa")
-        logger.info(
-            "mmspec: text attention switched from %s to sdpa, which takes a mask per node", state.original_attention
-        )
-    _check_selftest(state)
-    model.__dict__[KEY] = state
-    wrapper = functools.wraps(type(model).generate)(_copy_of_generate())
-    model.__dict__["generate"] = types.MethodType(wrapper, model)
+    adapter = find_adapter(model)
+    if not _is_patched_with(model, arguments):
+        _install(PatchState(adapter, resolve_config(arguments, adapter), arguments))
     return model
 
 
@@ -178,6 +138,54 @@ def disabled(model: Any = None) -> Iterator[None]:
         yield
     finally:
         DISABLED.reset(token)
+
+
+def _rename_arguments(current: dict[str, Any], deprecated: dict[str, Any]) -> dict[str, Any]:
+    """Keyword arguments of `patch` with the values that were passed under former names.
+
+    Raises:
+        TypeError: a name that is none of them, or one given under both names.
+    """
+    if unknown := sorted(set(deprecated) - set(DEPRECATED_OPTIONS)):
+        raise TypeError(f"patch() got an unexpected keyword argument {unknown[0]!r}")
+    passed = {name: value for name, value in current.items() if value is not None}
+    return current | rename_deprecated(passed | deprecated, stacklevel=3)  # of the caller of `patch`
+
+
+def _is_patched_with(model: Any, arguments: PatchArguments) -> bool:
+    """Whether the model is patched with the same arguments.
+
+    Raises:
+        ValueError: it is patched with others, or its `generate` is replaced otherwise.
+    """
+    if is_patched(model):
+        state = patch_state(model)
+        if state.arguments == arguments:
+            logger.info("mmspec: the model is already patched with these settings")
+            return True
+        raise ValueError(
+            f"this model is already patched (drafter {state.config.drafter.name!r}); call mmspec.unpatch(model) before "
+            f"patching it with drafter={getattr(arguments.drafter, 'name', arguments.drafter)!r}."
+        )
+    if "generate" in model.__dict__:
+        raise ValueError(
+            f"model.generate is replaced on this instance by {model.__dict__['generate']!r}, which patch would hide. "
+            "Undo that first (del model.generate)."
+        )
+    return False
+
+
+def _install(state: PatchState) -> None:
+    """Replace `generate` of the model, after the self-test, and a flash attention kernel."""
+    model, kernel = state.model, state.adapter.attention
+    if kernel not in TREE_ATTENTION_KERNELS and "flash" in kernel:
+        state.original_attention = kernel
+        _set_text_attention(model, "sdpa")
+        logger.info("mmspec: text attention switched from %s to sdpa, which takes a mask per node", kernel)
+    _check_selftest(state)
+    model.__dict__[KEY] = state
+    wrapper = functools.wraps(type(model).generate)(_copy_of_generate())
+    model.__dict__["generate"] = types.MethodType(wrapper, model)
 
 
 def _check_selftest(state: PatchState) -> None:

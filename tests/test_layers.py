@@ -33,7 +33,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("engine.verify", "engine.tree_cache", "metrics.*", "control.tree_size", "engine.output"),
     ("drafters", "vision"),
     ("targets.*", "fallback", "config"),
-    ("engine.loop", "call"),
+    ("engine.loop", "call", "user_code"),
     ("decode",),
     ("generate",),
     ("patching",),

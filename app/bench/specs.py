@@ -145,7 +145,7 @@ def _fix_depth(drafter: Drafter, depth: int, name: str) -> None:
         raise UsageError(f"@DEPTH is for drafters that draft level by level, which {drafter.name!r} does not: {name}")
     tokens_per_level = drafter.depth_controller.tokens_per_level
     drafter.depth_controller = FixedDepth(depth, tokens_per_level)
-    drafter.max_lookahead = depth * tokens_per_level
+    drafter.max_depth = depth * tokens_per_level
 
 
 def _set_own_budget(drafter: Drafter, tokens: int, name: str) -> None:

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mmspec.app.bench.recorder import RecordingDrafter
 from mmspec.app.modeling.load import synchronize
-from mmspec.control.draft_cost import DraftCostModel
+from mmspec.control.draft_cost import HeadCostModel
 from mmspec.drafters.eagle.drafter import EagleDrafter
 from mmspec.interfaces import Drafter, Prompt, VerifyResult
 
@@ -43,7 +43,7 @@ class PrefillRecorder(RecordingDrafter):
         self._head_drafter = inner if isinstance(inner, EagleDrafter) else None
         # The costs that a compressor goes by in this call, for `count_flops`; the drafter's own are updated meanwhile.
         self._cost_model = (
-            DraftCostModel(copy.deepcopy(self._head_drafter.cost_model.by_batch)) if self._head_drafter else None
+            HeadCostModel(copy.deepcopy(self._head_drafter.cost_model.by_batch)) if self._head_drafter else None
         )
 
     def begin(self, prompt: Prompt) -> Any:

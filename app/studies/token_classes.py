@@ -57,8 +57,8 @@ columns, for each class of words
 
 examples
   python -m mmspec.app.studies.token_classes none hybrid msd flash --json words.json --plot words.png
-  python -m mmspec.app.studies.token_classes out/msd out/eagle out/eagle-blind out/eagle-textual \\
-      --against out/eagle-blind --markdown words.md
+  python -m mmspec.app.studies.token_classes out/msd out/eagle out/eagle-placeholder out/eagle-text-only \\
+      --against out/eagle-placeholder --markdown words.md
 """
 
 

@@ -27,7 +27,7 @@ from mmspec.app.cli.arguments import (
 from mmspec.app.cli.deprecated import DeprecatedFlag, add_renamed
 from mmspec.app.errors import UsageError
 from mmspec.app.train.config import TrainOptions
-from mmspec.app.train.heads import RECIPES
+from mmspec.app.train.heads import FORMER_RECIPES, RECIPES
 from mmspec.app.train.progress import ProgressReporter
 
 if TYPE_CHECKING:
@@ -40,16 +40,16 @@ FIRST_CHECKPOINT_S = 30.0
 
 EPILOG = """\
 drafters
-  msd             visual tokens enter as their projected embeddings alone (MSD)
-  eagle           visual tokens are fused with the target's hidden states like text (EAGLE-2)
-  eagle-textual   no visual tokens: only text tokens, with the target's hidden states
-  eagle-blind     visual tokens are placeholder embeddings (EAGLE as it is for text)
-  flash           5 tokens per forward, by a wide feed-forward (FLASH), each corrected by the token before it
-  flash-free      the same without the correction, as in the paper
-  parallel        5 tokens per forward over learned mask embeddings, each corrected by the token before it
-                  (ParallelSpec, Hydra)
-  parallel-free   the same without the correction
-  falcon          2 tokens per forward, several forwards (Falcon)
+  msd                visual tokens enter as their projected embeddings alone (MSD)
+  eagle              visual tokens are fused with the target's hidden states like text (EAGLE-2)
+  eagle-text-only    no visual tokens: only text tokens, with the target's hidden states
+  eagle-placeholder  visual tokens are placeholder embeddings (EAGLE as it is for text)
+  flash              5 tokens per forward, by a wide feed-forward (FLASH), each corrected by the token before it
+  flash-free         the same without the correction, as in the paper
+  parallel           5 tokens per forward over learned mask embeddings, each corrected by the token before it
+                     (ParallelSpec, Hydra)
+  parallel-free      the same without the correction
+  falcon             2 tokens per forward, several forwards (Falcon)
   Several, separated by commas, train side by side on the same batches: the target runs once for all of them.
 
 data
@@ -68,7 +68,7 @@ the speed over plain generate on this machine (a short run of what `mmspec bench
 
 examples
   mmspec train --out run                                       msd for the scenes model
-  mmspec train --drafter msd,eagle,eagle-textual --steps 600 --out study
+  mmspec train --drafter msd,eagle,eagle-text-only --steps 600 --out study
   mmspec train --target llava-hf/llava-1.5-7b-hf --data photos/ --dtype bfloat16 --out run
   mmspec train --drafter flash --compressor latent:64 --out run
   mmspec train --start-from msd --steps 500 --out run          from the weights that are bundled
@@ -179,10 +179,12 @@ def _add_head(how: argparse._ArgumentGroup) -> None:
 
 
 def parse_drafters(text: str) -> list[str]:
-    """Comma-separated drafters."""
+    """Comma-separated drafters; former names are accepted with a line that names the current one."""
     names = split_commas(text)
     for name in names:
-        if name not in RECIPES:
+        if name in FORMER_RECIPES:
+            print(f"mmspec: --drafter {name} is deprecated; use {FORMER_RECIPES[name]}", file=sys.stderr)
+        elif name not in RECIPES:
             raise argparse.ArgumentTypeError(f"unknown drafter {name!r}; known are {', '.join(RECIPES)}")
     return list(dict.fromkeys(names))
 

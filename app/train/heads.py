@@ -34,8 +34,8 @@ class HeadRecipe:
 RECIPES = {
     "msd": HeadRecipe("decoupled"),
     "eagle": HeadRecipe("coupled"),
-    "eagle-blind": HeadRecipe("placeholder"),
-    "eagle-textual": HeadRecipe("text_only"),
+    "eagle-placeholder": HeadRecipe("placeholder"),
+    "eagle-text-only": HeadRecipe("text_only"),
     "flash": HeadRecipe("decoupled", "flash", 5, ffn_scale=0.0, block_ffn_scale=1.0, markov_scale=0.25),
     "flash-free": HeadRecipe("decoupled", "flash", 5, ffn_scale=0.0, block_ffn_scale=1.0),
     "parallel": HeadRecipe("decoupled", "parallel", 5, block_ffn_scale=0.5),
@@ -43,6 +43,13 @@ RECIPES = {
     "falcon": HeadRecipe("decoupled", "falcon", 2),
 }
 """Drafters that can be trained."""
+FORMER_RECIPES = {"eagle-blind": "eagle-placeholder", "eagle-textual": "eagle-text-only"}
+"""{former name: current name}. A run under a former name keeps it, so that it can be resumed."""
+
+
+def find_recipe(name: str) -> HeadRecipe:
+    """The recipe of a current or former name."""
+    return RECIPES[FORMER_RECIPES.get(name, name)]
 
 
 def build_parts(options: TrainOptions, name: str, config: Any, teacher: Any) -> tuple[Any, Any]:
@@ -53,7 +60,7 @@ def build_parts(options: TrainOptions, name: str, config: Any, teacher: Any) -> 
     """
     try:
         if options.start_from is None:
-            recipe, stored = RECIPES[name], None
+            recipe, stored = find_recipe(name), None
             head = init_head(resize_config(config, recipe, options.block), options.seed, recipe.architecture)
         else:
             head, stored = load_start_head(options, name, teacher)
@@ -143,7 +150,7 @@ def load_start_head(options: TrainOptions, name: str, teacher: Any) -> tuple[Any
 
 def _start_differences(options: TrainOptions, name: str, head: Any, metadata: Any) -> list[str]:
     """What differs between a loaded head and the drafter to be trained."""
-    recipe = RECIPES[name]
+    recipe = find_recipe(name)
     pairs: dict[str, tuple[object, object]] = {
         "architecture": (recipe.architecture, metadata.architecture),
         "visual mode": (options.visual_mode or recipe.visual_mode, metadata.visual_mode),
@@ -206,4 +213,13 @@ def compressor_state(compressor: Any) -> Any:
     return compressor_config(compressor), weights
 
 
-__all__ = ["RECIPES", "build_parts", "compressor_state", "init_head", "seeded_compressor", "target_head_config"]
+__all__ = [
+    "FORMER_RECIPES",
+    "RECIPES",
+    "build_parts",
+    "compressor_state",
+    "find_recipe",
+    "init_head",
+    "seeded_compressor",
+    "target_head_config",
+]

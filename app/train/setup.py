@@ -16,7 +16,7 @@ from mmspec.app.scenes.world import FIRST_HELD_OUT_SEED
 from mmspec.app.train.config import TrainOptions
 from mmspec.app.train.data import Teacher
 from mmspec.app.train.datasets import FileData, RequestDataset, ScenesData, Subset, image_fraction
-from mmspec.app.train.heads import RECIPES, build_parts, target_head_config
+from mmspec.app.train.heads import build_parts, find_recipe, target_head_config
 from mmspec.app.train.sampler import LengthGroupedSampler
 from mmspec.drafters.training.batch import DraftModel, TrainBatch
 from mmspec.drafters.training.losses import LossWeights
@@ -117,7 +117,7 @@ def build_trainer(
     head_config = target_head_config(model, options.ffn)
     draft_models = {}
     for name in options.drafter:
-        recipe = RECIPES[name]
+        recipe = find_recipe(name)
         head, compressor = build_parts(options, name, head_config, teacher)
         visual_mode = options.visual_mode or recipe.visual_mode
         draft_models[name] = DraftModel(head, visual_mode, recipe.architecture, compressor).to(model.device)

@@ -48,7 +48,7 @@ class BlockDrafter(HeadDrafter):
             raise ValueError(f"block_size must be 1 to {limit}, for which this head was trained; got {block_size}.")
         super().__init__(head, visual_mode, **options | {"max_depth": 1})
         self.block_size = block_size
-        self.max_lookahead = block_size
+        self.max_depth = block_size
         self.path_tables: dict[tuple[int, int, int, torch.device], PathTable] = {}
 
     @abstractmethod
@@ -66,25 +66,26 @@ class BlockDrafter(HeadDrafter):
             self.path_tables[key] = PathTable.build(block_size, max_nodes - 1, key[2], key[3])
         return self.path_tables[key]
 
-    def draft_tree(self, state: DraftState, max_nodes: int, depth: int) -> DraftTree:
+    def draft_tree(self, state: DraftState, max_nodes: int, num_levels: int) -> DraftTree:
         """Level by level if positions are sequential, else the likeliest nodes of the product of their distributions.
 
         Args:
             state: of the call.
             max_nodes: size of the tree, the root included.
-            depth: not used: the block size is the depth.
+            num_levels: not used: the block size is the depth.
         """
         block_size = min(self.block_size, max_nodes - 1)
         if (expander := self.expander(state)) is not None:
             top_k = min(self.top_k_on(state.last_hidden.device), state.logit_bias.shape[0])
-            return expand_levels(state, expander, top_k, max_nodes=max_nodes, depth=block_size)
+            return expand_levels(state, expander, top_k, max_nodes=max_nodes, num_levels=block_size)
         logits = self.logits(state, self.block_features(state)[:, :block_size])
         log_probs = state.log_probs(logits, state.log_noise(block_size))
         table = self.path_table(state, max_nodes, block_size)
-        root_scores = log_probs.new_zeros(log_probs.shape[0], 1)
-        tokens, scores, _ = table.score_paths(log_probs[:, None], root_scores)
-        tokens, scores = tokens[:, 0], scores[:, 0]
-        return select_nodes(state.draft_ids, tokens, scores, table.parents.expand(scores.shape), max_nodes=max_nodes)
+        root_log_probs = log_probs.new_zeros(log_probs.shape[0], 1)
+        tokens, path_log_probs, _ = table.score_paths(log_probs[:, None], root_log_probs)
+        tokens, path_log_probs = tokens[:, 0], path_log_probs[:, 0]
+        parents = table.parents.expand(path_log_probs.shape)
+        return select_nodes(state.draft_ids, tokens, path_log_probs, parents, max_nodes=max_nodes)
 
 
 __all__ = ["BlockDrafter"]

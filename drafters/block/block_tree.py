@@ -89,12 +89,12 @@ class PathTable:
             token_indices=to_tensor(tokens).view(-1, block_size),
         )
 
-    def score_paths(self, log_probs: Tensor, node_scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def score_paths(self, log_probs: Tensor, node_log_probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Score every path below each of W nodes.
 
         Args:
             log_probs: [B, W, k, V'] of the k positions after each node.
-            node_scores: [B, W] log probabilities of the nodes from the root.
+            node_log_probs: [B, W] log probabilities of the nodes from the root.
 
         Returns:
             [B, W, P] last id of each path (index into V'), [B, W, P] log probability from the root, [B, W, k * K] top
@@ -103,8 +103,8 @@ class PathTable:
         values, ids = log_probs.topk(self.top_k)
         ids = ids.flatten(2)
         values = functional.pad(values, (0, 1)).flatten(2)
-        scores = values[..., self.score_indices].sum(-1) + node_scores[..., None] - LEVEL_PENALTY * self.path_lengths
-        return ids[..., self.last_indices], scores, ids
+        path_log_probs = values[..., self.score_indices].sum(-1) + node_log_probs[..., None]
+        return ids[..., self.last_indices], path_log_probs - LEVEL_PENALTY * self.path_lengths, ids
 
 
 __all__ = ["PathTable", "candidate_paths"]

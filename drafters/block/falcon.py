@@ -36,7 +36,7 @@ class FalconHead(EagleHead):
 class FalconDrafter(BlockDrafter):
     """Drafts with a `FalconHead`: up to `max_forwards` blocks, of each of which `top_k` paths are continued.
 
-    The depth that the depth controller chooses is a number of forwards. `DraftState.extra` is [B, 2 k - 1, D]: the
+    A level of the depth controller is a block, which takes one forward. `DraftState.extra` is [B, 2 k - 1, D]: the
     outputs at the last k positions, then the last k - 1 inputs. The layer's keys and values depend on its inputs only,
     so when the block boundaries move, the positions of the last block only need new queries.
     """
@@ -75,9 +75,9 @@ class FalconDrafter(BlockDrafter):
         if max_forwards < 1:
             raise ValueError(f"max_forwards must be at least 1; got {max_forwards}.")
         self.depth_controller = DepthController(max_forwards, tokens_per_level=self.block_size)
-        self.max_lookahead = max_forwards * self.block_size
+        self.max_depth = max_forwards * self.block_size
 
-    def forward(self, state: DraftState, inputs: Tensor, position_ids: Tensor, counts: list[int]) -> None:
+    def extend_context(self, state: DraftState, inputs: Tensor, position_ids: Tensor, counts: list[int]) -> None:
         """Append the inputs to the cache, and compute the outputs of the last block."""
         kv_cache, k, (batch, n, hidden), device = state.kv_cache, self.block_size, inputs.shape, inputs.device
         previous = inputs.new_zeros(batch, k - 1, hidden) if state.extra is None else state.extra[:, k:]
@@ -104,48 +104,48 @@ class FalconDrafter(BlockDrafter):
         assert state.extra is not None
         return state.extra[:, : self.block_size]
 
-    def draft_tree(self, state: DraftState, max_nodes: int, depth: int) -> DraftTree:
+    def draft_tree(self, state: DraftState, max_nodes: int, num_levels: int) -> DraftTree:
         """Block by block: the likeliest paths through a block are the inputs of the next (Falcon, section 3.3).
 
         Args:
             state: of the call.
             max_nodes: size of the tree, the root included.
-            depth: number of forwards.
+            num_levels: number of blocks, which is that of forwards.
         """
         k = self.block_size
         if max_nodes - 1 < k:
             return super().draft_tree(state, max_nodes, 1)
         batch, device = len(state.last_hidden), state.last_hidden.device
         table = self.path_table(state, max_nodes, k)
-        noise = state.log_noise(depth * k)
+        noise = state.log_noise(num_levels * k)
         top_k = min(self.top_k_on(device), len(table.full_paths))
         expander = AutoregressiveExpander(self, state, top_k, positions_per_node=k)
         pool = NodePool()
-        # The W nodes to expand, the root alone at first: score, pool index, features of the k positions after each.
-        node_scores = state.last_hidden.new_zeros(batch, 1, dtype=torch.float32)
+        # The W nodes to expand, the root alone at first: log probability, pool index, features of the next k positions.
+        node_log_probs = state.last_hidden.new_zeros(batch, 1, dtype=torch.float32)
         pool_index = torch.full((batch, 1), -1, device=device)
         features = self.block_features(state)[:, None]
-        for block in range(depth):
+        for block in range(num_levels):
             block_noise = None if noise is None else noise[:, None, block * k : (block + 1) * k]
             log_probs = state.log_probs(self.logits(state, features), block_noise)
-            tokens, scores, top_ids = table.score_paths(log_probs, node_scores)
+            tokens, path_log_probs, top_ids = table.score_paths(log_probs, node_log_probs)
             num_paths, first = len(table.parents), pool.num_nodes
             offsets = first + num_paths * torch.arange(pool_index.shape[1], device=device)[:, None]
             parents = torch.where(table.parents < 0, pool_index[..., None], offsets + table.parents)
-            pool.add(tokens.flatten(1), scores.flatten(1), parents.flatten(1))
-            if block == depth - 1:
+            pool.add(tokens.flatten(1), path_log_probs.flatten(1), parents.flatten(1))
+            if block == num_levels - 1:
                 break
-            node_scores, chosen = scores[..., table.full_paths].flatten(1).topk(top_k)
+            node_log_probs, chosen = path_log_probs[..., table.full_paths].flatten(1).topk(top_k)
             parent, path = chosen // len(table.full_paths), chosen % len(table.full_paths)
             pool_index = first + parent * num_paths + table.full_paths[path]
             path_ids = top_ids.gather(1, parent[..., None].expand(-1, -1, top_ids.shape[-1]))
             path_tokens = path_ids.gather(2, table.token_indices[path]).flatten(1)
-            parent_outputs = features.gather(1, parent[..., None, None].expand(-1, -1, *features.shape[2:]))
+            parent_hidden = features.gather(1, parent[..., None, None].expand(-1, -1, *features.shape[2:]))
             if block:
-                expander.reorder(parent[..., None])
+                expander.select_parents(parent[..., None])
             embeds = state.embed(path_tokens).to(features.dtype)
-            outputs = expander.expand(block + 1, embeds, parent_outputs.flatten(1, 2))
-            features = outputs.unflatten(1, (top_k, k))
+            hidden_states = expander.expand(block + 1, embeds, parent_hidden.flatten(1, 2))
+            features = hidden_states.unflatten(1, (top_k, k))
         expander.close()
         return pool.select(state.draft_ids, max_nodes)
 

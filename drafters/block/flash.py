@@ -87,25 +87,25 @@ class MarkovExpander(StatelessExpander):
     def __init__(self, drafter: FlashDrafter, markov_head: MarkovHead, state: DraftState) -> None:
         features = drafter.block_features(state)
         self.markov_head = markov_head
-        self.start = features[:, :1]
+        self.root_hidden = features[:, :1]
         self.base_logits = drafter.logits(state, features)
         self.features = markov_head.project_features(features)
         ids = state.draft_ids
         self.draft_vocab_proj = None if ids is None else markov_head.vocab_proj.weight[ids]
 
-    def expand(self, level: int, inputs_embeds: Tensor, parent_outputs: Tensor) -> Tensor:
-        """See `LevelExpander`; [B, W, R]."""
+    def expand(self, level: int, inputs_embeds: Tensor, parent_hidden: Tensor) -> Tensor:
+        """See `LevelExpander`; [B, W, R], which `logits` projects."""
         return self.markov_head.mix(self.features[:, level, None], inputs_embeds)
 
-    def logits(self, level: int, outputs: Tensor) -> Tensor:
+    def logits(self, level: int, hidden_states: Tensor) -> Tensor:
         """See `LevelExpander`."""
         base_logits = self.base_logits[:, level, None]
         if not level:
             return base_logits
         if self.draft_vocab_proj is None:
-            correction: Tensor = self.markov_head.vocab_proj(outputs)
+            correction: Tensor = self.markov_head.vocab_proj(hidden_states)
         else:
-            correction = functional.linear(outputs, self.draft_vocab_proj)
+            correction = functional.linear(hidden_states, self.draft_vocab_proj)
         return base_logits + correction.float()
 
 

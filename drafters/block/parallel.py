@@ -53,17 +53,17 @@ class CorrectedExpander(StatelessExpander):
         self.token_correction = token_correction
         self.state = state
         self.features = drafter.block_features(state)
-        self.start = self.features[:, :1]
+        self.root_hidden = self.features[:, :1]
 
-    def expand(self, level: int, inputs_embeds: Tensor, parent_outputs: Tensor) -> Tensor:
+    def expand(self, level: int, inputs_embeds: Tensor, parent_hidden: Tensor) -> Tensor:
         """See `LevelExpander`."""
         features = self.features[:, level, None].expand(inputs_embeds.shape)
         corrected: Tensor = self.token_correction(features, inputs_embeds)
         return corrected
 
-    def logits(self, level: int, outputs: Tensor) -> Tensor:
+    def logits(self, level: int, hidden_states: Tensor) -> Tensor:
         """See `LevelExpander`."""
-        return self.drafter.logits(self.state, outputs)
+        return self.drafter.logits(self.state, hidden_states)
 
 
 class ParallelDrafter(BlockDrafter):
@@ -74,11 +74,11 @@ class ParallelDrafter(BlockDrafter):
 
     head: ParallelHead
 
-    def forward(self, state: DraftState, inputs: Tensor, position_ids: Tensor, counts: list[int]) -> None:
+    def extend_context(self, state: DraftState, inputs: Tensor, position_ids: Tensor, counts: list[int]) -> None:
         """One forward over the inputs and the mask positions behind them; a prompt runs without mask positions."""
         kv_cache, n, num_masks = state.kv_cache, inputs.shape[1], self.block_size - 1
         if not any(kv_cache.seq_lens) or not num_masks:
-            super().forward(state, inputs, position_ids, counts)
+            super().extend_context(state, inputs, position_ids, counts)
             state.extra = state.last_hidden[:, None] if not num_masks else None
             return
         device, offsets = inputs.device, torch.arange(num_masks, device=inputs.device)
@@ -105,7 +105,7 @@ class ParallelDrafter(BlockDrafter):
         if state.extra is None:
             batch, hidden = state.last_hidden.shape
             position_ids = torch.zeros(batch, 0, dtype=torch.long, device=state.last_hidden.device)
-            self.forward(state, state.last_hidden.new_zeros(batch, 0, hidden), position_ids, [0] * batch)
+            self.extend_context(state, state.last_hidden.new_zeros(batch, 0, hidden), position_ids, [0] * batch)
         assert state.extra is not None
         return state.extra
 

@@ -1,7 +1,7 @@
 """`HeadDrafter`: drafts with a trained head that reads the target's hidden states; what all architectures share.
 
-Per round, `propose` lets the head read what the target has emitted since the last draft (`sync`), then `draft_tree`
-builds the tree from the head's last output. Keys and values of the draft are dropped. No value is copied to the host.
+Per round, `propose` lets the head read what the target has emitted (`sync`), then `draft_tree` builds the tree from the
+head's last output and drops its keys and values. Values reach the host a few times per prompt, never in a round.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from mmspec.control.depth import DepthController
-from mmspec.control.draft_cost import CallTimer, DraftCostModel
+from mmspec.control.draft_cost import CallTimer, HeadCostModel
 from mmspec.drafters.deprecation import warn_former_argument
 from mmspec.drafters.eagle.attention import cached_attention, causal_mask, select_last
 from mmspec.drafters.eagle.compressed_inputs import compressed_inputs, prompt_grids
@@ -27,6 +27,8 @@ from mmspec.engine.kv_cache import RaggedKVCache
 from mmspec.engine.tree import BUCKETS, DraftTree, root_only
 from mmspec.interfaces import CompressionContext, Compressor, DrafterRequirements, Prompt, VerifyResult
 
+MAX_HEAD_TREE_SIZE = BUCKETS[-2]
+"""Unless `tree_size` fixes it. The last bucket would double the target's positions for the least likely nodes."""
 DEFAULT_TOP_K = {"cpu": 4}
 """Default `top_k` by device type; 8 on every other device."""
 
@@ -39,8 +41,9 @@ class HeadDrafter(ABC):
 
     Hooks:
         draft_tree: the tree of one draft, after `sync`. Abstract.
-        forward: one forward of the head over new positions. Default: causal attention over its KV cache.
-        fuse: inputs of the head at text positions. Default: `EagleHead.fuse`.
+        extend_context: one forward of the head over committed positions, never over draft nodes. Default: causal
+            attention over its KV cache.
+        fuse: inputs of the head at text positions and at draft nodes. Default: `EagleHead.fuse`.
         prompt_inputs: inputs of the head at the positions of a prompt. Default: as the visual mode defines.
 
     `draft_tree` may use `logits`, `rotary_embedding`, `top_k_on`, and the methods of `DraftState`.
@@ -50,7 +53,7 @@ class HeadDrafter(ABC):
         visual_mode: how visual tokens enter the head, a key of `VISUAL_MODES`.
         top_k: nodes per level that are expanded, and children of each; None for the device's default.
         depth_controller: chooses the number of levels per draft.
-        max_lookahead: largest number of positions that a draft reaches beyond the last emitted token.
+        max_depth: largest depth of a draft node, in tokens below the root.
         cost_model: measured prefill and draft costs, for compressors that use them.
         bundled_compressor: (settings, weights) of the compressor that the head was trained with, or None.
         compressor: that compressor, once `mmspec.config` has built it.
@@ -76,7 +79,7 @@ class HeadDrafter(ABC):
             visual_mode: how visual tokens enter the head, a key of `VISUAL_MODES`.
             num_layers: decoder layers of the target.
             name: of the drafter, in messages and metrics.
-            max_depth: maximum number of tree levels; the depth controller drafts fewer where that is faster.
+            max_depth: largest depth of a draft node; the depth controller drafts fewer levels where that is faster.
             top_k: nodes per level that are expanded, and children of each. None: `DEFAULT_TOP_K`, else 8.
             draft_ids: [V'] int64, ids that may be drafted (VocabTrim, or EAGLE-3's draft vocabulary); None for all.
             vocab_limit: ids from here on are never drafted; None for no limit.
@@ -98,8 +101,8 @@ class HeadDrafter(ABC):
         self.name = name
         self.top_k = top_k
         self.depth_controller = DepthController(max_depth)
-        self.max_lookahead = max_depth
-        self.cost_model = DraftCostModel()
+        self.max_depth = max_depth
+        self.cost_model = HeadCostModel()
         self.draft_ids = draft_ids
         self.vocab_limit = vocab_limit
         self.bundled_compressor: tuple[Mapping[str, Any], Mapping[str, Tensor]] | None = None
@@ -119,7 +122,7 @@ class HeadDrafter(ABC):
             )
         self.hidden_state_indices = indices
         self.requirements = DrafterRequirements(
-            hidden_state_indices=tuple(dict.fromkeys((0, *indices))), max_tree_size=BUCKETS[-2]
+            hidden_state_indices=tuple(dict.fromkeys((0, *indices))), max_tree_size=MAX_HEAD_TREE_SIZE
         )
 
     @property
@@ -147,10 +150,12 @@ class HeadDrafter(ABC):
         logit_bias = hidden_states.new_zeros(prompt.vocab_size, dtype=torch.float32)
         logit_bias[[token for token in prompt.banned_ids if 0 <= token < prompt.vocab_size]] = float("-inf")
         logit_bias[self.vocab_limit or prompt.vocab_size :] = float("-inf")
+        draft_ids = None if self.draft_ids is None else self.draft_ids.to(logit_bias.device)
         return DraftState(
             shared_embeddings=prompt.shared_embeddings,
             kv_cache=RaggedKVCache(batch, max_length=1 << 30),
-            logit_bias=logit_bias,
+            logit_bias=logit_bias if draft_ids is None else logit_bias[draft_ids],
+            draft_ids=draft_ids,
             prompt=prompt,
             next_positions=[0] * batch,
             last_hidden=hidden_states.new_zeros(batch, self.head.config.hidden_size),
@@ -168,12 +173,12 @@ class HeadDrafter(ABC):
         state.start_time = time.perf_counter()
         self.sync(state)
         draft_start = time.perf_counter()
-        state.depth = (
+        state.num_levels = (
             self.depth_controller.max_levels if state.static_shapes else self.depth_controller.choose(len(active))
         )
         timestamp = state.timer.now()
-        tree = self.draft_tree(state, max_nodes, state.depth)
-        state.timer.record_draft(timestamp, max(state.kv_cache.seq_lens), state.depth)
+        tree = self.draft_tree(state, max_nodes, state.num_levels)
+        state.timer.record_draft(timestamp, max(state.kv_cache.seq_lens), state.num_levels)
         state.draft_s = time.perf_counter() - draft_start
         if not all(active):
             tree.node_mask &= torch.tensor(active, device=tree.node_mask.device)[:, None]
@@ -190,9 +195,9 @@ class HeadDrafter(ABC):
         if not longest:
             return
         state.timer.drain()
-        if state.depth and result.tree.num_nodes > 1:
+        if state.num_levels and result.tree.num_nodes > 1:
             self._record_round(state, result, counts)
-        state.depth = 0
+        state.num_levels = 0
         path = result.path[:, :longest].to(state.last_hidden.device)
         scored = self._select_hidden_states(hidden_states)
         accepted = scored.gather(1, path[..., None].expand(-1, -1, scored.shape[-1]))
@@ -202,28 +207,30 @@ class HeadDrafter(ABC):
         """Update the depth controller and the cost model with the round that ended."""
         num_accepted = [count - 1 for count in counts if count]
         round_s = time.perf_counter() - state.start_time
-        num_forwards = state.depth - 1  # the first level needs none after `sync`
+        num_forwards = state.num_levels - 1  # the first level needs none after `sync`
         forward_s = state.draft_s / num_forwards if num_forwards else 0.0
         # A tree that is smaller than its depth has no nodes on the last levels.
-        num_levels = -(-(result.tree.num_nodes - 1) // self.depth_controller.tokens_per_level)
-        depth = min(state.depth, num_levels)
-        self.depth_controller.record(len(counts), depth, num_accepted, forward_s, round_s - num_forwards * forward_s)
+        max_levels = -(-(result.tree.num_nodes - 1) // self.depth_controller.tokens_per_level)
+        num_levels = min(state.num_levels, max_levels)
+        self.depth_controller.record(
+            len(counts), num_levels, num_accepted, forward_s, round_s - num_forwards * forward_s
+        )
         state.timer.record_round(round_s, 1 + sum(num_accepted) / len(num_accepted))
 
     # --- hooks --------------------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def draft_tree(self, state: DraftState, max_nodes: int, depth: int) -> DraftTree:
+    def draft_tree(self, state: DraftState, max_nodes: int, num_levels: int) -> DraftTree:
         """The tree of one draft, from the state after `sync`.
 
         Args:
             state: of the call; its KV cache is left as it is.
             max_nodes: size of the tree, the root included.
-            depth: number of levels (Falcon: of blocks) that the depth controller has chosen.
+            num_levels: levels (Falcon: blocks) to draft, as the depth controller has chosen.
         """
 
-    def forward(self, state: DraftState, inputs: Tensor, position_ids: Tensor, counts: list[int]) -> None:
-        """Run the head over new positions: append to its KV cache and set `state.last_hidden`.
+    def extend_context(self, state: DraftState, inputs: Tensor, position_ids: Tensor, counts: list[int]) -> None:
+        """Run the head over committed positions: append to its KV cache and set `state.last_hidden`.
 
         Args:
             state: of the call.
@@ -259,9 +266,7 @@ class HeadDrafter(ABC):
         """Run the head over the prompt, if that is still to be done, and over the pending tokens."""
         if state.prompt is not None:
             assert state.first_ids is not None
-            if self.draft_ids is not None:
-                state.draft_ids = self.draft_ids.to(state.logit_bias.device)
-                state.logit_bias = state.logit_bias[state.draft_ids]
+            if state.draft_ids is not None:  # a copy of weights, which a call without drafts does not need
                 state.draft_lm_head = self.head.draft_lm_head(state.shared_embeddings, state.draft_ids)
             self._prefill(state, state.prompt, state.first_ids)
             state.prompt = None
@@ -287,7 +292,7 @@ class HeadDrafter(ABC):
         inputs, position_ids = inputs[:, : max(lengths)], position_ids[:, : max(lengths)]
         timestamp = state.timer.now()
         state.next_positions = next_positions  # before the forward: the rotary table must cover gaps in the positions
-        self.forward(state, inputs, position_ids, lengths)
+        self.extend_context(state, inputs, position_ids, lengths)
         state.timer.record_prefill(timestamp, max(lengths))
 
     def _compress(
@@ -312,7 +317,7 @@ class HeadDrafter(ABC):
         embeds = state.shared_embeddings.embed_tokens(tokens).to(pending.hidden_states.dtype)
         inputs = self.fuse(state, embeds, pending.hidden_states)
         first = torch.tensor(state.next_positions, device=tokens.device)[:, None]
-        self.forward(state, inputs, first + torch.arange(tokens.shape[1], device=tokens.device), counts)
+        self.extend_context(state, inputs, first + torch.arange(tokens.shape[1], device=tokens.device), counts)
         state.next_positions = [position + n for position, n in zip(state.next_positions, counts, strict=True)]
 
     def _select_hidden_states(self, hidden_states: Mapping[int, Tensor]) -> Tensor:
@@ -334,7 +339,7 @@ class HeadDrafter(ABC):
 
     def rotary_embedding(self, state: DraftState, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         """(cos, sin), each [B, 1, n, d], of position ids [B, n], from a table that grows by half its size."""
-        size = max(state.next_positions) + position_ids.shape[1] + self.max_lookahead + 1
+        size = max(state.next_positions) + position_ids.shape[1] + self.max_depth + 1
         if state.cos is None or state.cos.shape[0] < size:
             table = torch.arange(max(512, size + size // 2), device=position_ids.device)
             state.cos, state.sin = self.head.rotary_embedding(table, state.last_hidden.dtype)
@@ -342,4 +347,4 @@ class HeadDrafter(ABC):
         return state.cos[position_ids][:, None], state.sin[position_ids][:, None]
 
 
-__all__ = ["DEFAULT_TOP_K", "HeadDrafter"]
+__all__ = ["DEFAULT_TOP_K", "MAX_HEAD_TREE_SIZE", "HeadDrafter"]

@@ -15,11 +15,11 @@ from mmspec.engine.tree import DraftTree
 class EagleDrafter(HeadDrafter):
     """Drafts with an `EagleHead`, level by level."""
 
-    def draft_tree(self, state: DraftState, max_nodes: int, depth: int) -> DraftTree:
-        """Expand the `top_k` most likely nodes of each of `depth` levels, then re-rank (EAGLE-2, section 4)."""
+    def draft_tree(self, state: DraftState, max_nodes: int, num_levels: int) -> DraftTree:
+        """Expand the `top_k` most likely nodes of each of `num_levels` levels, then re-rank (EAGLE-2, section 4)."""
         top_k = min(self.top_k_on(state.last_hidden.device), state.logit_bias.shape[0])
         expander = AutoregressiveExpander(self, state, top_k)
-        return expand_levels(state, expander, top_k, max_nodes=max_nodes, depth=depth)
+        return expand_levels(state, expander, top_k, max_nodes=max_nodes, num_levels=num_levels)
 
 
 __all__ = ["EagleDrafter"]

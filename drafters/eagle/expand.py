@@ -25,34 +25,39 @@ class LevelExpander(Protocol):
     """Computes the distributions of the children of W nodes of one level at a time.
 
     Attributes:
-        start: [B, 1, D] output at the root.
+        root_hidden: [B, 1, D] the head's output at the root.
     """
 
-    start: Tensor
+    root_hidden: Tensor
 
-    def expand(self, level: int, inputs_embeds: Tensor, parent_outputs: Tensor) -> Tensor:
-        """Outputs at the nodes of one level.
+    def expand(self, level: int, inputs_embeds: Tensor, parent_hidden: Tensor) -> Tensor:
+        """Hidden states of the nodes of one level: the head's output at each.
 
         Args:
             level: of the nodes, from 1.
             inputs_embeds: [B, W, D] embeddings of the nodes' tokens.
-            parent_outputs: [B, W, D'] outputs at the nodes' parents.
+            parent_hidden: [B, W, D'] hidden states of the nodes' parents.
 
         Returns:
             [B, W, D'].
         """
 
-    def logits(self, level: int, outputs: Tensor) -> Tensor:
-        """[B, W, V'] logits of the children of W nodes, from the outputs at the nodes, which are of this level."""
+    def logits(self, level: int, hidden_states: Tensor) -> Tensor:
+        """[B, W, V'] logits of the children of W nodes of this level, from the hidden states of the nodes."""
 
-    def reorder(self, parent_index: Tensor) -> None:
-        """Continue below these nodes: [B, W, 1] int64, indices into the nodes of the last `expand`."""
+    def select_parents(self, parent_index: Tensor) -> None:
+        """Continue below these nodes: [B, W, 1] int64, indices into the nodes of the last `expand`.
+
+        Keys and values stay in the order of the forwards; only the attention mask follows the chosen nodes.
+        """
 
     def close(self) -> None:
         """Restore the KV cache as it was before the draft."""
 
 
-def expand_levels(state: DraftState, expander: LevelExpander, top_k: int, *, max_nodes: int, depth: int) -> DraftTree:
+def expand_levels(
+    state: DraftState, expander: LevelExpander, top_k: int, *, max_nodes: int, num_levels: int
+) -> DraftTree:
     """Expand the `top_k` most likely nodes of every level by `top_k` children each, then re-rank all nodes.
 
     Args:
@@ -60,39 +65,38 @@ def expand_levels(state: DraftState, expander: LevelExpander, top_k: int, *, max
         expander: of this draft, for `top_k` nodes per level.
         top_k: nodes per level that are expanded, and children of each.
         max_nodes: size of the tree, the root included.
-        depth: number of levels below the root.
+        num_levels: levels below the root.
     """
     batch, device = len(state.last_hidden), state.last_hidden.device
-    noise = state.log_noise(depth)
+    noise = state.log_noise(num_levels)
 
-    def score_children(level: int, outputs: Tensor) -> tuple[Tensor, Tensor]:
-        """[B, W, top_k] log probabilities and tokens of the best children of nodes of this level."""
+    def best_children(level: int, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        """[B, W, top_k] log probabilities, given their parent, and tokens of the best children of nodes of a level."""
         level_noise = None if noise is None else noise[:, level : level + 1]
-        log_probs = state.log_probs(expander.logits(level, outputs), level_noise)
-        scores, tokens = log_probs.topk(top_k)
-        return scores, tokens
+        log_probs, tokens = state.log_probs(expander.logits(level, hidden_states), level_noise).topk(top_k)
+        return log_probs, tokens
 
-    scores, tokens = (part[:, 0] for part in score_children(0, expander.start))
-    scores = scores - LEVEL_PENALTY
+    log_probs, tokens = (part[:, 0] for part in best_children(0, expander.root_hidden))
+    path_log_probs = log_probs - LEVEL_PENALTY
     pool = NodePool()
-    pool.add(tokens, scores, torch.full_like(tokens, -1))
-    # The nodes to expand: pool index, token, score (log probability from the root) and output of the parent.
+    pool.add(tokens, path_log_probs, torch.full_like(tokens, -1))
+    # The nodes to expand: pool index, token, log probability of the path from the root, hidden state of the parent.
     pool_index = torch.arange(top_k, device=device).expand(batch, top_k)
-    parent_outputs = expander.start.expand(batch, top_k, -1)
-    for level in range(1, depth):
-        embeds = state.embed(tokens).to(parent_outputs.dtype)
-        outputs = expander.expand(level, embeds, parent_outputs)
-        child_scores, children = score_children(level, outputs)
-        child_scores = (scores[..., None] + child_scores).flatten(1) - LEVEL_PENALTY
+    parent_hidden = expander.root_hidden.expand(batch, top_k, -1)
+    for level in range(1, num_levels):
+        embeds = state.embed(tokens).to(parent_hidden.dtype)
+        hidden_states = expander.expand(level, embeds, parent_hidden)
+        log_probs, children = best_children(level, hidden_states)
+        child_log_probs = (path_log_probs[..., None] + log_probs).flatten(1) - LEVEL_PENALTY
         children, first_child = children.flatten(1), pool.num_nodes
-        pool.add(children, child_scores, pool_index.repeat_interleave(top_k, dim=1))
-        if level == depth - 1:
+        pool.add(children, child_log_probs, pool_index.repeat_interleave(top_k, dim=1))
+        if level == num_levels - 1:
             break
-        scores, chosen = child_scores.topk(top_k)
+        path_log_probs, chosen = child_log_probs.topk(top_k)
         tokens, pool_index = children.gather(1, chosen), first_child + chosen
         parent_index = (chosen // top_k)[..., None]
-        parent_outputs = outputs.gather(1, parent_index.expand(-1, -1, outputs.shape[-1]))
-        expander.reorder(parent_index)
+        parent_hidden = hidden_states.gather(1, parent_index.expand(-1, -1, hidden_states.shape[-1]))
+        expander.select_parents(parent_index)
     expander.close()
     return pool.select(state.draft_ids, max_nodes)
 
@@ -113,7 +117,7 @@ class AutoregressiveExpander:
         self.drafter = drafter
         self.state = state
         self.positions_per_node = positions_per_node
-        self.start = state.last_hidden[:, None]
+        self.root_hidden = state.last_hidden[:, None]
         # All trees start behind the longest row, so that one slice of the cache covers them; the gaps are masked.
         self.seq_lens = kv_cache.seq_lens
         kv_cache.seq_lens = [max(self.seq_lens)] * batch
@@ -123,16 +127,16 @@ class AutoregressiveExpander:
         self.context_mask = is_context[:, None].expand(batch, num_nodes, -1)
         # All nodes of a level have the same position ids.
         first = torch.tensor(state.next_positions, device=device)[:, None]
-        self.cos, self.sin = drafter.rotary_embedding(state, first + torch.arange(drafter.max_lookahead, device=device))
+        self.cos, self.sin = drafter.rotary_embedding(state, first + torch.arange(drafter.max_depth, device=device))
         self_mask = torch.eye(num_nodes, dtype=torch.bool, device=device).repeat_interleave(positions_per_node, 1)
         self.self_mask = self_mask.expand(batch, num_nodes, num_nodes * positions_per_node)
         self.ancestor_mask = self.self_mask[..., :0]  # [B, W, drafted keys], True at a node's ancestors and itself
 
-    def expand(self, level: int, inputs_embeds: Tensor, parent_outputs: Tensor) -> Tensor:
+    def expand(self, level: int, inputs_embeds: Tensor, parent_hidden: Tensor) -> Tensor:
         """See `LevelExpander`; all [B, W * positions_per_node, D]."""
         drafter, kv_cache, k = self.drafter, self.state.kv_cache, self.positions_per_node
         self.ancestor_mask = torch.cat((self.ancestor_mask, self.self_mask), dim=-1)
-        inputs = drafter.fuse(self.state, inputs_embeds, parent_outputs)
+        inputs = drafter.fuse(self.state, inputs_embeds, parent_hidden)
         offsets = slice((level - 1) * k, level * k)
         cos, sin = self.cos[:, :, offsets], self.sin[:, :, offsets]
         mask = torch.cat((self.context_mask, self.ancestor_mask), dim=-1)
@@ -140,15 +144,15 @@ class AutoregressiveExpander:
             cos, sin = (part.repeat(1, 1, inputs.shape[1] // k, 1) for part in (cos, sin))
             mask = mask.repeat_interleave(k, 1)
         kv_cache.begin_forward(inputs.shape[1])
-        outputs: Tensor = drafter.head(inputs, cos, sin, cached_attention(kv_cache, mask[:, None]))
+        hidden_states: Tensor = drafter.head(inputs, cos, sin, cached_attention(kv_cache, mask[:, None]))
         kv_cache.advance(inputs.shape[1])
-        return outputs
+        return hidden_states
 
-    def logits(self, level: int, outputs: Tensor) -> Tensor:
+    def logits(self, level: int, hidden_states: Tensor) -> Tensor:
         """See `LevelExpander`."""
-        return self.drafter.logits(self.state, outputs)
+        return self.drafter.logits(self.state, hidden_states)
 
-    def reorder(self, parent_index: Tensor) -> None:
+    def select_parents(self, parent_index: Tensor) -> None:
         """See `LevelExpander`."""
         self.ancestor_mask = self.ancestor_mask.gather(1, parent_index.expand(-1, -1, self.ancestor_mask.shape[-1]))
 
@@ -158,9 +162,9 @@ class AutoregressiveExpander:
 
 
 class StatelessExpander:
-    """Base of a `LevelExpander` that runs no further forward, so it has no cache to reorder or to restore."""
+    """Base of a `LevelExpander` that runs no further forward, so it has no mask to select and no cache to restore."""
 
-    def reorder(self, parent_index: Tensor) -> None:
+    def select_parents(self, parent_index: Tensor) -> None:
         """See `LevelExpander`."""
 
     def close(self) -> None:

@@ -55,7 +55,7 @@ class DraftState:
     Attributes:
         shared_embeddings: the target's input embedding and LM head.
         kv_cache: keys and values of the head's own layer.
-        logit_bias: [V'] float32, -inf for ids that must not be drafted, else 0.
+        logit_bias: [V'] float32 of the draft vocabulary, -inf for ids that must not be drafted, else 0.
         prompt: the prompt until the head has processed it, then None.
         next_positions: position id of each row's next input.
         last_hidden: [B, D] the head's output at each row's last input.
@@ -64,9 +64,9 @@ class DraftState:
         temperature: as in `Prompt`.
         cos: [P, d] rotary table, None before the first forward.
         sin: [P, d] rotary table, None before the first forward.
-        static_shapes: always draft the maximum depth, so that shapes do not depend on timing.
+        static_shapes: always draft all levels, so that shapes do not depend on timing.
         first_ids: [B] first emitted tokens, None until the target has sampled them.
-        depth: number of levels of the last draft.
+        num_levels: levels of the last draft.
         draft_s: seconds that the last draft took.
         start_time: `time.perf_counter()` at the start of the last draft.
         draft_ids: [V'] int64, target ids of the draft vocabulary; None if it is the target's vocabulary.
@@ -88,7 +88,7 @@ class DraftState:
     sin: Tensor | None = None
     static_shapes: bool = False
     first_ids: Tensor | None = None
-    depth: int = 0
+    num_levels: int = 0
     draft_s: float = 0.0
     start_time: float = 0.0
     draft_ids: Tensor | None = None

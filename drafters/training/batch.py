@@ -145,6 +145,16 @@ def build_inputs_and_labels(draft_model: DraftModel, batch: TrainBatch, placehol
         saliency=None if batch.visual_saliency is None else batch.visual_saliency.roll(-1, 1),
     )
     is_response = batch.response_mask & batch.attention_mask
+    # Input i pairs state i with token i + 1 and predicts state i + 1, which scores token i + 2: both must be of the
+    # response. With a prompt of three tokens and a response of two, only input 2 is learned:
+    #
+    #     position            0     1     2     3     4
+    #     token               p0    p1    p2    r3    r4
+    #     input, state        s0    s1    s2    s3    -
+    #     input, next token   p1    p2    r3    r4    -
+    #     label, state        s1    s2    s3    s4    -
+    #     token it scores     p2    r3    r4    -     -
+    #     loss_mask           no    no    yes   no    no
     loss_mask = is_response.roll(-1, 1) & is_response.roll(-2, 1) & (position_ids < length - 2)
     labels = (inputs.next_embeds, batch.hidden_states.roll(-1, 1), loss_mask)
     if draft_model.compressor is None:

@@ -39,16 +39,16 @@ def flash_loss(
     The `MarkovHead` is trained with the target's token before each position.
     """
     head, data = draft_model.head, build_inputs_and_labels(draft_model, batch, placeholder)
-    queries = PackedQueries(data)
+    packed = PackedQueries(data)
     loss = LossAccumulator(shared_embeddings, weights, data.compressor_loss)
-    features = head.block_features(RolloutCache(head, queries).forward(data.inputs, data.position_ids))
+    features = head.block_features(RolloutCache(head, packed).forward(data.inputs, data.position_ids))
     for slot in range(head.config.block_size):
-        mask, logit_bias = queries.loss_mask_at(slot), None
+        mask, logit_bias = packed.loss_mask_at(slot), None
         outputs = features[:, :, slot][mask]
         if slot and head.markov_head is not None:
-            embeds = queries.gather(shift(data.next_embeds, slot))[mask]
+            embeds = packed.gather(shift(data.next_embeds, slot))[mask]
             logit_bias = head.markov_head(outputs, embeds.to(outputs.dtype))
-        loss.add(slot, outputs, queries.gather(shift(data.target_hidden, slot))[mask], logit_bias)
+        loss.add(slot, outputs, packed.gather(shift(data.target_hidden, slot))[mask], logit_bias)
     return loss.result()
 
 
@@ -62,16 +62,16 @@ def parallel_loss(
 ) -> LossAndMetrics:
     """Mask positions attend to the context up to their own position and to each other (ParallelSpec, section 3)."""
     head, data = draft_model.head, build_inputs_and_labels(draft_model, batch, placeholder)
-    queries = PackedQueries(data)
+    packed = PackedQueries(data)
     loss = LossAccumulator(shared_embeddings, weights, data.compressor_loss)
-    cache, inputs = RolloutCache(head, queries), data.inputs
+    cache, inputs = RolloutCache(head, packed), data.inputs
     for slot in range(head.config.block_size):
         outputs = cache.forward(inputs, data.position_ids + slot)
         if slot and head.token_correction is not None:
-            embeds = queries.gather(shift(data.next_embeds, slot))
+            embeds = packed.gather(shift(data.next_embeds, slot))
             outputs = head.token_correction(outputs, embeds.to(outputs.dtype))
-        mask = queries.loss_mask_at(slot)
-        loss.add(slot, outputs[mask], queries.gather(shift(data.target_hidden, slot))[mask])
+        mask = packed.loss_mask_at(slot)
+        loss.add(slot, outputs[mask], packed.gather(shift(data.target_hidden, slot))[mask])
         if slot + 1 < head.config.block_size:
             inputs = head.mask_embeddings[slot].to(data.inputs.dtype).expand_as(outputs)
     return loss.result()
@@ -109,14 +109,14 @@ def falcon_loss(
     inputs = torch.where(glanced[..., None], label_inputs, data.inputs)
     cache = _BlockCache(head, data, block)
     loss = LossAccumulator(shared_embeddings, weights, data.compressor_loss)
-    # Each step is a whole block further on; those after the first read the head's own outputs.
-    for step in range(min(2, weights.ttt_steps)):
-        outputs = cache.forward(inputs, data.position_ids + step * k)
+    # Each `ttt_step` is a whole block further on; those after the first read the head's own outputs.
+    for ttt_step in range(min(2, weights.ttt_steps)):
+        outputs = cache.forward(inputs, data.position_ids + ttt_step * k)
         for slot in range(k):
-            distance = k - 1 + step * k
+            distance = k - 1 + ttt_step * k
             mask = data.loss_mask_at(distance) & ~glanced & (offset % k == slot)
-            loss.add(slot + step * k, outputs[mask], shift(data.target_hidden, distance)[mask])
-        inputs = head.fuse(shift(data.next_embeds, (step + 1) * k), outputs)
+            loss.add(slot + ttt_step * k, outputs[mask], shift(data.target_hidden, distance)[mask])
+        inputs = head.fuse(shift(data.next_embeds, (ttt_step + 1) * k), outputs)
     return loss.result()
 
 
@@ -154,7 +154,7 @@ def _glance_mask(
 
 
 class _BlockCache(RolloutCache):
-    """In step 0 a position attends to all blocks up to its own, later also to its block in the steps in between.
+    """In `ttt_step` 0 a position attends to all blocks up to its own, later also to its block in the steps in between.
 
     All positions are queries.
     """

@@ -1,10 +1,10 @@
 """Losses of draft heads, over a rollout in which the head reads its own outputs.
 
 Smooth L1 on the hidden states and soft cross-entropy on the logits (EAGLE, arXiv 2401.15077; weights as in MSD), summed
-over `ttt_steps` training-time-test steps: in step 0 the head reads the target's hidden states, in later ones its own
-outputs, as it does below the first level of a tree. With a loss on the hidden states in every step, this is the
-harmonized context alignment of HASS (arXiv 2408.15766). EAGLE-3 (arXiv 2503.01840), whose term "training-time test" is
-the common one, has no such loss. The module knows tensors only.
+over `ttt_steps` training-time-test steps: in `ttt_step` 0 the head reads the target's hidden states, in later ones its
+own outputs, as it does below the first level of a tree. With a loss on the hidden states in every `ttt_step`, this is
+the harmonized context alignment of HASS (arXiv 2408.15766). EAGLE-3 (arXiv 2503.01840), whose term "training-time test"
+is the common one, has no such loss. The module knows tensors only.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class LossWeights:
         hidden: of smooth L1 on the hidden states (1 in EAGLE and MSD).
         logits: of soft cross-entropy on the logits (0.1 in EAGLE and MSD).
         ttt_steps: training-time-test steps, which is the number of forwards; 1 for no rollout.
-        step_decay: factor of each further step.
+        step_decay: factor of each further `ttt_step`, or slot of a block.
 
     Raises:
         ValueError: `ttt_steps` below 1.
@@ -46,11 +46,11 @@ class LossWeights:
 
 @dataclass(frozen=True)
 class TrainProgress:
-    """TrainProgress of a run.
+    """How far a training run has come, and its randomness.
 
     Attributes:
-        fraction: share of its steps that are done, 0 to 1.
-        rng: random generator of this step.
+        fraction: share of its optimizer steps that are done, 0 to 1.
+        rng: random generator of this optimizer step.
     """
 
     fraction: float = 0.0
@@ -58,12 +58,12 @@ class TrainProgress:
 
 
 class LossAccumulator:
-    """Sums the loss over the steps of a rollout or the slots of a block, and collects metrics.
+    """Sums the loss over the `ttt_steps` of a rollout or the slots of a block, and collects metrics.
 
     Attributes:
         total: the loss so far.
-        metrics: `hidden_loss` and `logits_loss` of step 0, unweighted; `agree0`, `agree1`, ..., the share of positions
-            of each step or slot whose argmax is the target's; `compressor_loss`, if there is one.
+        metrics: `hidden_loss` and `logits_loss` of `ttt_step` 0, unweighted; `agree0`, `agree1`, ..., the share of
+            positions of each `ttt_step` or slot whose argmax is the target's; `compressor_loss`, if there is one.
     """
 
     def __init__(
@@ -75,11 +75,13 @@ class LossAccumulator:
         self.total: Tensor | float = 0.0
         self.metrics: dict[str, float] = {}
 
-    def add(self, step: int, hidden_states: Tensor, target_hidden: Tensor, logit_bias: Tensor | None = None) -> None:
-        """Add the loss of one step.
+    def add(
+        self, ttt_step: int, hidden_states: Tensor, target_hidden: Tensor, logit_bias: Tensor | None = None
+    ) -> None:
+        """Add the loss of one `ttt_step` or slot.
 
         Args:
-            step: of the rollout, or slot of a block, from 0.
+            ttt_step: of the rollout, or slot of a block, from 0.
             hidden_states: [n, D] outputs of the head.
             target_hidden: [n, D] the target's hidden states.
             logit_bias: [n, V] added to the head's logits, or None.
@@ -91,11 +93,11 @@ class LossAccumulator:
         logits = logits if logit_bias is None else logits + logit_bias.float()
         hidden_loss = functional.smooth_l1_loss(hidden_states.float(), target_hidden.float())
         logits_loss = -(target_logits.softmax(-1) * logits.log_softmax(-1)).sum(-1).mean()
-        scale = self.weights.step_decay**step
+        scale = self.weights.step_decay**ttt_step
         self.total = self.total + scale * (self.weights.hidden * hidden_loss + self.weights.logits * logits_loss)
         agreement = (logits.argmax(-1) == target_logits.argmax(-1)).float().mean()
-        self.metrics[f"agree{step}"] = float(agreement)
-        if step == 0:
+        self.metrics[f"agree{ttt_step}"] = float(agreement)
+        if ttt_step == 0:
             self.metrics |= {"hidden_loss": float(hidden_loss.detach()), "logits_loss": float(logits_loss.detach())}
 
     def result(self) -> tuple[Tensor, dict[str, float]]:
@@ -128,63 +130,63 @@ def eagle_loss(
         The loss, a scalar, and the metrics of `LossAccumulator`.
     """
     head, data = draft_model.head, build_inputs_and_labels(draft_model, batch, placeholder)
-    queries = PackedQueries(data)
+    packed = PackedQueries(data)
     loss = LossAccumulator(shared_embeddings, weights, data.compressor_loss)
-    cache, inputs = RolloutCache(head, queries), data.inputs
-    for step in range(weights.ttt_steps):
-        outputs = cache.forward(inputs, data.position_ids + step)
-        mask = queries.loss_mask_at(step)
-        loss.add(step, outputs[mask], queries.gather(shift(data.target_hidden, step))[mask])
-        if step + 1 < weights.ttt_steps:
-            inputs = head.fuse(queries.gather(shift(data.next_embeds, step + 1)), outputs)
+    cache, inputs = RolloutCache(head, packed), data.inputs
+    for ttt_step in range(weights.ttt_steps):
+        outputs = cache.forward(inputs, data.position_ids + ttt_step)
+        mask = packed.loss_mask_at(ttt_step)
+        loss.add(ttt_step, outputs[mask], packed.gather(shift(data.target_hidden, ttt_step))[mask])
+        if ttt_step + 1 < weights.ttt_steps:
+            inputs = head.fuse(packed.gather(shift(data.next_embeds, ttt_step + 1)), outputs)
     return loss.result()
 
 
 class RolloutCache:
     """Keys and values of a rollout (harmonized context alignment of HASS).
 
-    In step i a position attends causally to the positions of step 0 and to itself in steps 1 to i, as a tree node
+    In `ttt_step` i a position attends causally to the positions of step 0 and to itself in steps 1 to i, as a tree node
     attends to the context and to its ancestors.
     """
 
-    def __init__(self, head: EagleHead, queries: PackedQueries) -> None:
+    def __init__(self, head: EagleHead, packed: PackedQueries) -> None:
         self.head = head
-        self.queries = queries
+        self.packed = packed
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
 
     def forward(self, inputs: Tensor, position_ids: Tensor) -> Tensor:
-        """Run one forward, which is one step.
+        """Run one forward, which is one `ttt_step`.
 
         Args:
-            inputs: [B, n, D] in step 0, [B, m, D] in later steps.
+            inputs: [B, n, D] in `ttt_step` 0, [B, m, D] in later ones.
             position_ids: [B, n] of all positions.
 
         Returns:
             [B, m, D] outputs at the packed positions.
         """
         is_first = not self.keys
-        position_ids = position_ids if is_first else self.queries.gather(position_ids)
+        position_ids = position_ids if is_first else self.packed.gather(position_ids)
         cos, sin = (part[:, None] for part in self.head.rotary_embedding(position_ids, inputs.dtype))
-        outputs: Tensor = self.head(inputs, cos, sin, self._attend, self.queries.query_index if is_first else None)
+        outputs: Tensor = self.head(inputs, cos, sin, self._attend, self.packed.query_index if is_first else None)
         return outputs
 
     def _attend(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         self._append(queries.shape[1] // keys.shape[1], keys, values)
         if len(self.keys) == 1:
-            mask = self.queries.causal_mask[:, None]
+            mask = self.packed.causal_mask[:, None]
             return functional.scaled_dot_product_attention(queries, self.keys[0], self.values[0], mask)
         return self._rollout_attention(queries)
 
     def _append(self, num_groups: int, keys: Tensor, values: Tensor) -> None:
-        """Store the keys and values of a step, each head repeated `num_groups` times (grouped-query attention)."""
+        """Store the keys and values of a `ttt_step`, each head repeated `num_groups` times (grouped queries)."""
         self.keys.append(keys.repeat_interleave(num_groups, 1))
         self.values.append(values.repeat_interleave(num_groups, 1))
 
     def _rollout_attention(self, queries: Tensor) -> Tensor:
-        """Attention to step 0 causally, and to the later steps at the same position."""
+        """Attention to `ttt_step` 0 causally, and to the later ones at the same position."""
         scale = queries.shape[-1] ** -0.5
-        is_hidden = ~self.queries.causal_mask[:, None]
+        is_hidden = ~self.packed.causal_mask[:, None]
         context = (queries @ self.keys[0].transpose(-1, -2) * scale).masked_fill(is_hidden, float("-inf"))
         own = [(queries * keys).sum(-1, keepdim=True) * scale for keys in self.keys[1:]]
         weights = torch.cat([context, *own], dim=-1).float().softmax(-1).to(queries.dtype)

@@ -100,7 +100,7 @@ class BatchCosts:
 
 
 @dataclass
-class DraftCostModel:
+class HeadCostModel:
     """Measured costs of one drafter; one object serves all its calls and threads.
 
     Attributes:
@@ -110,11 +110,11 @@ class DraftCostModel:
     by_batch: dict[int, BatchCosts] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
-    def __deepcopy__(self, memo: dict[int, object]) -> DraftCostModel:
+    def __deepcopy__(self, memo: dict[int, object]) -> HeadCostModel:
         """An empty model: a deep copy of a model may run on another device. See `snapshot`."""
         return type(self)()
 
-    def snapshot(self) -> DraftCostModel:
+    def snapshot(self) -> HeadCostModel:
         """An independent model with the same measurements, for the same device."""
         with self.lock:
             return type(self)(copy.deepcopy(self.by_batch))
@@ -165,7 +165,7 @@ class DraftCostModel:
 
 @dataclass
 class CallTimer:
-    """Measures one call for a `DraftCostModel`; does nothing without one.
+    """Measures one call for a `HeadCostModel`; does nothing without one.
 
     Attributes:
         cost_model: receives the measurements.
@@ -173,7 +173,7 @@ class CallTimer:
         device: device of the draft head; None for the CPU.
     """
 
-    cost_model: DraftCostModel | None = None
+    cost_model: HeadCostModel | None = None
     batch: int = 0
     device: torch.device | None = None
     _pending: list[tuple[Timestamp, Timestamp, int, int]] = field(default_factory=list)
@@ -227,4 +227,4 @@ def elapsed(start: Timestamp, end: Timestamp) -> float | None:
     return start.elapsed_time(end) / 1e3 if end.query() else None
 
 
-__all__ = ["BatchCosts", "CallTimer", "CostByLength", "DraftCostModel", "DraftCosts", "Timestamp", "elapsed"]
+__all__ = ["BatchCosts", "CallTimer", "CostByLength", "DraftCosts", "HeadCostModel", "Timestamp", "elapsed"]

@@ -27,13 +27,13 @@ MAX_NET_COST = 0.01
 MAX_BACKOFF = 512
 """Largest number of rounds without a call of the drafter."""
 CALIBRATION_DECAY = 0.0005
-"""Fraction by which `CostModel.calibration` below 1 recovers in each round without a draft."""
+"""Fraction by which `RoundCostModel.calibration` below 1 recovers in each round without a draft."""
 REMEASURE_EVERY = 128
 """Rounds after which plain decoding is measured again, so that its cost is not overestimated for long."""
 DEFAULT_TREE_SIZE = 8
 """Tree size with `deterministic=True`, and upper bound before anything is measured."""
 COST_WEIGHT = 0.2
-"""Weight of a new measurement in the running means of `CostModel`."""
+"""Weight of a new measurement in the running means of `RoundCostModel`."""
 
 
 @dataclass
@@ -80,7 +80,7 @@ class DraftNetCost:
 
 
 @dataclass
-class CostModel:
+class RoundCostModel:
     """Running means of measured costs, shared by all calls with one drafter on one model.
 
     Attributes:
@@ -100,7 +100,7 @@ class CostModel:
     num_calibrations: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> CostModel:
+    def __deepcopy__(self, memo: dict[int, Any]) -> RoundCostModel:
         with self.lock:
             net_costs = {
                 batch: replace(net_cost, measured_sizes=set(net_cost.measured_sizes))
@@ -157,7 +157,13 @@ class TreeSizeController:
     """Controller of one call. Per round: `should_draft`, then `choose_size` or `skip_draft`, then `record`."""
 
     def __init__(
-        self, costs: CostModel, batch: int, *, drafts: bool, max_tree_size: int = 16, fixed_tree_size: int | None = None
+        self,
+        costs: RoundCostModel,
+        batch: int,
+        *,
+        drafts: bool,
+        max_tree_size: int = 16,
+        fixed_tree_size: int | None = None,
     ) -> None:
         """
         Args:

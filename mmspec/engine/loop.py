@@ -2,7 +2,7 @@
 
 One round (`DecodeLoop.round`):
 
-    tree = _build_tree(...)             draft tree, sanitized and padded; the root alone is plain decoding
+    tree = _build_tree(...)             sanitized draft tree; the root alone is plain decoding
     logits = target.score(tree)         one forward over the nodes of all rows
     result = _sample_and_accept(...)    sample an id at every node, accept the path of matching nodes, copy to the host
     target.commit(result)               keep the accepted nodes in the KV cache
@@ -87,9 +87,9 @@ class DecodeLoop:
         batch = prompt_logits.shape[0]
         self.stats.row_forwards = [0] * batch
         root = root_only(batch, prompt_logits.device)
-        result, scores, logits = self._sample_and_accept(root, prompt_logits[:, None])
+        result, processed_scores, raw_logits = self._sample_and_accept(root, prompt_logits[:, None])
         state = self.drafter.begin(prompt)
-        self.output.emit(result, scores, logits)
+        self.output.emit(result, processed_scores, raw_logits)
         self.drafter.observe(state, result, {})
         first_token_time = time.perf_counter()
         self.stats.ttft_s += first_token_time - self.start_time
@@ -106,7 +106,7 @@ class DecodeLoop:
         built = time.perf_counter()
         logits, hidden_states = self.target.score(tree, self.drafter.requirements.hidden_state_indices)
         try:
-            result, scores, raw_logits = self._sample_and_accept(tree, logits, with_top_ids=has_draft)
+            result, processed_scores, raw_logits = self._sample_and_accept(tree, logits, with_top_ids=has_draft)
         except Exception as error:
             if self.output.stepwise:
                 raise
@@ -114,7 +114,7 @@ class DecodeLoop:
             return
         accepted = time.perf_counter()
         self.target.commit(result)
-        self.output.emit(result, scores, raw_logits)
+        self.output.emit(result, processed_scores, raw_logits)
         emitted = time.perf_counter()
         result = _drop_inactive_rows(result, active)
         if not self.output.speculation_disabled:  # tokens were dropped then, and the drafter would receive some twice
@@ -123,24 +123,33 @@ class DecodeLoop:
         self._record(result, active, has_draft, RoundTimes(draft_s, accepted - built, emitted - accepted))
 
     def _build_tree(self, state: Any) -> tuple[DraftTree, bool]:
-        """The tree to score, sanitized and padded, and whether the drafter was called for it."""
-        output = self.output
+        """The tree to score, and whether the drafter was called for it."""
         device = self.draftable.device
-        root_ids = torch.tensor([row[-1] for row in output.emitted], device=device)
-        should_draft = self.controller.should_draft and not output.stepwise
+        root_ids = torch.tensor([row[-1] for row in self.output.emitted], device=device)
+        should_draft = self.controller.should_draft and not self.output.stepwise
         if should_draft:
-            tree = self._draft(state)
+            tree = sanitize(self._draft(state), root_ids, self.draftable)
         else:
             self.controller.skip_draft()
             tree = root_only(len(root_ids), device, root_ids)
-        if not output.stepwise:  # nodes for the padding that finished rows still have to emit
-            tree = tree.pad(bucket_size(min(output.padding_lag + 1, BUCKETS[-1])))
-        if should_draft or tree.num_nodes > 1:
-            tree = sanitize(tree, root_ids, self.draftable)
-        if any(output.finished) and tree.num_nodes > 1:
-            finished = torch.tensor(output.finished, device=device)
-            tree = replace_with_chain(tree, finished, torch.tensor(output.pad_token_id, device=device))
-        return tree, should_draft
+        return self._add_padding_nodes(tree), should_draft
+
+    def _add_padding_nodes(self, tree: DraftTree) -> DraftTree:
+        """The sanitized tree, in which the rows that are finished have a chain of pad ids.
+
+        With `output_scores`, `output_logits` or a returned cache, pad steps of finished rows must be decoded as well,
+        `padding_lag` of them so far; they ride along as a forced chain. In stepwise decoding every row emits one id per
+        round, so the root alone serves.
+        """
+        output = self.output
+        if output.stepwise or not any(output.finished):
+            return tree
+        tree = tree.pad(bucket_size(min(output.padding_lag + 1, BUCKETS[-1])))
+        if tree.num_nodes == 1:
+            return tree
+        device = tree.tokens.device
+        finished = torch.tensor(output.finished, device=device)
+        return replace_with_chain(tree, finished, torch.tensor(output.pad_token_id, device=device))
 
     def _sample_and_accept(
         self, tree: DraftTree, logits: Tensor, with_top_ids: bool = False
@@ -153,7 +162,8 @@ class DecodeLoop:
             with_top_ids: also return the largest logits' ids, as many as the drafter requires.
 
         Returns:
-            The result, the processed scores [B, N, V] and the raw logits [B, N, V], both float32.
+            The result; the processed scores [B, N, V], which are the logits after the processors (`scores` in what
+            transformers returns); the raw logits [B, N, V]. Both float32.
 
         Raises:
             RuntimeError: no id can be sampled at an accepted node.
@@ -163,7 +173,7 @@ class DecodeLoop:
         raw_logits = logits.to(device=output.sequences.device, dtype=torch.float32)
         if raw_logits.is_inference() and output.stepwise:
             raw_logits = raw_logits.clone()  # user code may write into it
-        sampled_ids, scores, is_nan = self._sample(tree, raw_logits)
+        sampled_ids, processed_scores, is_nan = self._sample(tree, raw_logits)
         path, counts, tokens = self._accept(tree, sampled_ids)
         on_device = {"counts": counts[:, None], "tokens": tokens, "path": path}
         if tree.num_nodes > 1:
@@ -188,7 +198,7 @@ class DecodeLoop:
             top_ids=[_split(row, tree.num_nodes) for row in host["top_ids"]] if "top_ids" in host else None,
             scored_ids=host.get("scored_ids"),
         )
-        return result, scores, raw_logits
+        return result, processed_scores, raw_logits
 
     def _draft(self, state: Any) -> DraftTree:
         """The drafter's tree, trimmed or padded to the size that is worth scoring."""

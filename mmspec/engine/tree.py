@@ -38,7 +38,8 @@ class DraftTree:
         tokens: [B, N] int64. Node 0 is overwritten by the loop with the last emitted token.
         parents: [B, N] int64, index of each node's parent, smaller than the node's own index; -1 for node 0.
         node_mask: [B, N] bool, False for padding: rows with fewer nodes than N.
-        scores: [B, N] float32, probability that the node is accepted (node 0: 1), or None if unknown.
+        scores: [B, N] float32, probability that the node is accepted, cumulative from the root (node 0: 1); or None if
+            unknown.
         ancestor_mask: [B, N, N] bool, [b, i, j] is True if node j is node i or one of its ancestors. Set by `sanitize`.
         depths: [B, N] int64, number of edges from node 0. Set by `sanitize`.
     """
@@ -78,15 +79,22 @@ class DraftTree:
         return replace(self, **moved)
 
     def pad(self, num_nodes: int) -> DraftTree:
-        """The tree padded to `num_nodes` nodes, with False in `node_mask`."""
+        """The tree padded to `num_nodes` nodes: children of the root with False in `node_mask`, as in `sanitize`."""
         num_extra = num_nodes - self.num_nodes
         if num_extra <= 0:
             return self
+        ancestor_mask = self.ancestor_mask
+        if ancestor_mask is not None:
+            ancestor_mask = functional.pad(ancestor_mask, (0, num_extra, 0, num_extra))
+            ancestor_mask |= torch.eye(num_nodes, dtype=torch.bool, device=ancestor_mask.device)
+            ancestor_mask[:, self.num_nodes :, 0] = True
         return DraftTree(
             tokens=functional.pad(self.tokens, (0, num_extra)),
             parents=functional.pad(self.parents, (0, num_extra)),
             node_mask=functional.pad(self.node_mask, (0, num_extra)),
             scores=None if self.scores is None else functional.pad(self.scores, (0, num_extra)),
+            ancestor_mask=ancestor_mask,
+            depths=None if self.depths is None else functional.pad(self.depths, (0, num_extra), value=1),
         )
 
 

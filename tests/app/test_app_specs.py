@@ -65,7 +65,7 @@ def use_head(monkeypatch: pytest.MonkeyPatch, kind: str) -> tuple[Any, Any]:
 def test_a_fixed_depth_does_not_change(monkeypatch: pytest.MonkeyPatch) -> None:
     model, processor = use_head(monkeypatch, "decoupled")
     drafter = get_drafter(patch_model(model, "head@7", processor))
-    assert type(drafter.depth_controller) is FixedDepth and drafter.max_lookahead == 7
+    assert type(drafter.depth_controller) is FixedDepth and drafter.max_depth == 7
     for _ in range(30):
         drafter.depth_controller.record(1, 7, [0], 1.0, 1e-6)  # a level is expensive and nothing is accepted
     assert {drafter.depth_controller.choose(1) for _ in range(30)} == {7}

@@ -53,7 +53,7 @@ def test_a_run_from_the_command_line(tmp_path: Path, capsys: Any) -> None:
         "--data",
         str(data),
         "--drafter",
-        "msd,eagle-textual",
+        "msd,eagle-text-only",
         "--out",
         str(out),
         "--draft-vocab",
@@ -63,7 +63,7 @@ def test_a_run_from_the_command_line(tmp_path: Path, capsys: Any) -> None:
     captured = capsys.readouterr()
     lines = captured.out.splitlines()
     summaries = [line for line in lines if not line.startswith("  ")]
-    assert [line.split(":")[0] for line in summaries] == [str(out / "msd"), str(out / "eagle-textual")]
+    assert [line.split(":")[0] for line in summaries] == [str(out / "msd"), str(out / "eagle-text-only")]
     assert all("on 2 held-out requests, trees of 16 nodes" in line for line in summaries)
     commands = [line for line in lines if line.startswith("  next: ")]
     assert commands[0] == f"  next: mmspec bench --drafters {out / 'msd'} --model tiny --images {data}"
@@ -419,6 +419,13 @@ def test_rollout_did_not_count_the_first_step(capsys: Any) -> None:
     default = build_parser().parse_args(["train", "--out", "x"])
     assert TrainOptions.from_args(args).ttt_steps == TrainOptions.from_args(default).ttt_steps == 3
     assert capsys.readouterr().err == "mmspec: --rollout is deprecated; use --ttt-steps N+1 for --rollout N\n"
+
+
+@pytest.mark.parametrize(("old", "new"), heads.FORMER_RECIPES.items())
+def test_former_names_of_drafters_keep_their_folder(old: str, new: str, tmp_path: Path, capsys: Any) -> None:
+    args = build_parser().parse_args(["train", "--out", str(tmp_path), "--drafter", f"msd,{old}"])
+    assert args.drafter == ["msd", old] and heads.find_recipe(old) is heads.RECIPES[new]
+    assert capsys.readouterr().err == f"mmspec: --drafter {old} is deprecated; use {new}\n"
 
 
 @pytest.mark.parametrize(

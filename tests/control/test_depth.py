@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 
 from mmspec.control.depth import DepthController
-from mmspec.control.draft_cost import DraftCostModel
+from mmspec.control.draft_cost import HeadCostModel
 from mmspec.control.ema import ema
 
 
@@ -51,7 +51,7 @@ def test_a_deep_copy_keeps_class_attributes_and_measurements() -> None:
 
 
 def test_a_snapshot_of_draft_costs_is_independent() -> None:
-    costs = DraftCostModel()
+    costs = HeadCostModel()
     for length in (1000, 1000, 500):
         costs.record_prefill(1, length, length / 1000)
     costs.record_round(1, 0.1, 2.0)

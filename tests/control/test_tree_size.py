@@ -19,7 +19,7 @@ from mmspec.control.tree_size import (
     DEFAULT_TREE_SIZE,
     MAX_BACKOFF,
     MAX_NET_COST,
-    CostModel,
+    RoundCostModel,
     TreeSizeController,
 )
 from mmspec.engine.tree import DraftTree, root_only
@@ -42,9 +42,9 @@ def linear(slope: float) -> Callable[[int], float]:
     return lambda nodes: 1 + slope * (nodes - 1)
 
 
-def measured_costs(forward_s: Callable[[int], float], batch: int = 1) -> CostModel:
+def measured_costs(forward_s: Callable[[int], float], batch: int = 1) -> RoundCostModel:
     """Costs after every size was measured."""
-    costs = CostModel()
+    costs = RoundCostModel()
     for nodes in BUCKETS:
         costs.update(costs.score_s, (batch, nodes), forward_s(nodes))
         costs.update(costs.overhead_s, (batch, nodes), OVERHEAD_S)
@@ -80,7 +80,7 @@ class Simulation:
 
 
 def simulate(
-    costs: CostModel,
+    costs: RoundCostModel,
     rounds: int,
     *,
     draft: float,
@@ -194,20 +194,22 @@ def test_scores_are_not_needed() -> None:
 
 
 def test_unmeasured_costs_are_extrapolated_from_smaller_sizes() -> None:
-    costs = CostModel("cpu", score_s={(2, 1): 1.0, (2, 4): 1.5, (1, 8): 99.0})
+    costs = RoundCostModel("cpu", score_s={(2, 1): 1.0, (2, 4): 1.5, (1, 8): 99.0})
     assert costs.forward_s(2, 1) == 1.0 and costs.forward_s(2, 4) == 1.5
     assert costs.forward_s(2, 2) == pytest.approx(1.11)
     assert costs.forward_s(2, 8) == pytest.approx(1.5 + 4 * 0.5 / 3), "extrapolated from the measured ones"
     assert costs.forward_s(1, 16) == pytest.approx(99.0 * 2.65 / 1.77), "from the only measured size"
-    assert CostModel("cpu", score_s={(1, 1): 2.0, (1, 8): 1.0}).forward_s(1, 16) == 1.0, "more nodes are never cheaper"
+    assert RoundCostModel("cpu", score_s={(1, 1): 2.0, (1, 8): 1.0}).forward_s(1, 16) == 1.0, (
+        "more nodes are never cheaper"
+    )
     assert costs.forward_s(3, 4) == 0.0
     costs.score_s[2, 2] = 9.0
     assert costs.forward_s(2, 2) == 1.5, "at most the cost of a larger size: the first use of a size is slow"
-    assert CostModel("other", score_s={(1, 1): 1.0}).forward_s(1, 64) == pytest.approx(1.63)
+    assert RoundCostModel("other", score_s={(1, 1): 1.0}).forward_s(1, 64) == pytest.approx(1.63)
 
 
 def test_without_measurements_a_default_size_is_tried() -> None:
-    assert TreeSizeController(CostModel(), 1, drafts=True).choose_size(tree_of(GOOD), 1) == DEFAULT_TREE_SIZE
+    assert TreeSizeController(RoundCostModel(), 1, drafts=True).choose_size(tree_of(GOOD), 1) == DEFAULT_TREE_SIZE
 
 
 def test_gain_is_limited_by_the_remaining_length() -> None:
@@ -250,13 +252,13 @@ def test_a_fixed_size_is_not_chosen(fixed: int) -> None:
 
 
 def test_a_drafter_that_never_proposes_is_never_called() -> None:
-    costs = CostModel()
+    costs = RoundCostModel()
     controller = TreeSizeController(costs, 1, drafts=False)
     for _ in range(3):
         assert not controller.should_draft
         controller.skip_draft()
         controller.record(1, draft_s=0.0, score_s=1.0, overhead_s=0.1, num_accepted=0)
-    assert costs == CostModel() or (not costs.score_s and costs.calibration == 1.0)
+    assert costs == RoundCostModel() or (not costs.score_s and costs.calibration == 1.0)
 
 
 # --- cost of useless drafts -------------------------------------------------------------------------------------------
@@ -265,7 +267,7 @@ def test_a_drafter_that_never_proposes_is_never_called() -> None:
 @pytest.mark.parametrize("draft", [0.001, 0.01, 0.05, 0.2, 0.5])
 @pytest.mark.parametrize("scores", [[], [0.01] * 15], ids=["no nodes", "low scores"])
 def test_useless_drafts_take_one_percent_of_the_time(draft: float, scores: list[float]) -> None:
-    run = simulate(CostModel(), 4000, draft=draft, forward_s=linear(0.11), scores=scores, accept_probs=NEVER)
+    run = simulate(RoundCostModel(), 4000, draft=draft, forward_s=linear(0.11), scores=scores, accept_probs=NEVER)
     assert run.draft_fraction <= 1.1 * MAX_NET_COST
     assert run.speedup(linear(0.11)) >= 0.98
     gaps = [b - a for a, b in itertools.pairwise(run.draft_rounds)]
@@ -274,7 +276,7 @@ def test_useless_drafts_take_one_percent_of_the_time(draft: float, scores: list[
 
 @pytest.mark.parametrize("draft", [1.0, 3.0])
 def test_expensive_useless_drafts_take_little_of_the_time(draft: float) -> None:
-    run = simulate(CostModel(), 8000, draft=draft, forward_s=linear(0.11), scores=[], accept_probs=NEVER)
+    run = simulate(RoundCostModel(), 8000, draft=draft, forward_s=linear(0.11), scores=[], accept_probs=NEVER)
     assert run.draft_fraction <= 1.5 * MAX_NET_COST
 
 
@@ -282,13 +284,13 @@ def test_expensive_useless_drafts_take_little_of_the_time(draft: float) -> None:
 @pytest.mark.parametrize("node_score", [0.3, 0.5, 1.0])
 def test_wrong_scores_cost_little(slope: float, node_score: float) -> None:
     """Whatever scores a drafter gives, a run without acceptance is hardly slower than plain decoding."""
-    costs, forward_s = CostModel("other"), linear(slope)
+    costs, forward_s = RoundCostModel("other"), linear(slope)
     run = simulate(costs, 4000, draft=0.01, forward_s=forward_s, scores=[node_score] * 15, accept_probs=NEVER)
     assert run.speedup(forward_s) >= 0.97, run.sizes
 
 
 def test_many_short_calls_share_measurements() -> None:
-    costs = CostModel()
+    costs = RoundCostModel()
     run = simulate(costs, 4000, draft=0.05, forward_s=linear(0.11), scores=GOOD, accept_probs=NEVER, calls=200)
     assert run.speedup(linear(0.11)) >= 0.96
     assert costs.calibration < 0.7
@@ -297,7 +299,7 @@ def test_many_short_calls_share_measurements() -> None:
 @pytest.mark.parametrize("draft", [0.02, 0.05, 0.2])
 def test_a_drafter_that_seldom_proposes_is_still_called(draft: float) -> None:
     """It proposes in three of ten rounds, at random, with correct scores: one empty draft is no reason to back off."""
-    rng, forward_s, costs = random.Random(0), linear(0.11), CostModel()
+    rng, forward_s, costs = random.Random(0), linear(0.11), RoundCostModel()
     controller = TreeSizeController(costs, 1, drafts=True)
     total_s = tokens = always_s = always_tokens = 0.0
     for _ in range(2000):
@@ -320,7 +322,7 @@ def test_a_drafter_that_seldom_proposes_is_still_called(draft: float) -> None:
 
 
 def test_correct_scores_give_a_speedup() -> None:
-    run = simulate(CostModel(), 500, draft=0.05, forward_s=linear(0.11), scores=GOOD, accept_probs=GOOD)
+    run = simulate(RoundCostModel(), 500, draft=0.05, forward_s=linear(0.11), scores=GOOD, accept_probs=GOOD)
     assert run.speedup(linear(0.11)) > 1.9 and run.sizes[8] > 450
 
 
@@ -329,7 +331,7 @@ def test_correct_scores_give_a_speedup() -> None:
 def test_slow_first_uses_do_not_disable_a_good_drafter(slowdown: float, seed: int) -> None:
     """In a new process the first draft and the first forward of every size take `slowdown` times as long; each of five
     tokens is accepted with probability 3/4 after the one before. Drafting must begin within the first 100 tokens."""
-    rng, forward_s, costs, used = random.Random(seed), linear(0.05), CostModel(), set[object]()
+    rng, forward_s, costs, used = random.Random(seed), linear(0.05), RoundCostModel(), set[object]()
     controller = TreeSizeController(costs, 1, drafts=True)
     num_drafts = tokens = 0
 
@@ -395,7 +397,7 @@ def test_empty_drafts_do_not_change_the_calibration() -> None:
 
 
 def test_calibration_recovers_without_drafts() -> None:
-    costs = CostModel(calibration=0.1)
+    costs = RoundCostModel(calibration=0.1)
     controller = TreeSizeController(costs, 1, drafts=True)
     before = costs.calibration
     for _ in range(MAX_BACKOFF):
@@ -407,7 +409,7 @@ def test_calibration_recovers_without_drafts() -> None:
 
 
 def test_means_follow_slow_changes_and_ignore_outliers() -> None:
-    costs = CostModel()
+    costs = RoundCostModel()
     costs.update(costs.score_s, (1, 1), 1.0)
     assert costs.score_s[1, 1] == 1.0
     costs.update(costs.score_s, (1, 1), 1e6)
@@ -421,7 +423,7 @@ def test_means_follow_slow_changes_and_ignore_outliers() -> None:
 
 
 def test_updates_wait_for_the_lock() -> None:
-    costs = CostModel()
+    costs = RoundCostModel()
     thread = threading.Thread(target=costs.update, args=(costs.score_s, (1, 1), 1.0))
     with costs.lock:
         thread.start()
@@ -471,5 +473,7 @@ def test_a_copy_is_independent() -> None:
 
 def test_no_random_numbers_are_drawn() -> None:
     state = torch.get_rng_state()
-    simulate(CostModel(), 300, draft=0.05, forward_s=linear(0.11), scores=GOOD, accept_probs=[0.5 * p for p in GOOD])
+    simulate(
+        RoundCostModel(), 300, draft=0.05, forward_s=linear(0.11), scores=GOOD, accept_probs=[0.5 * p for p in GOOD]
+    )
     assert torch.equal(torch.get_rng_state(), state)

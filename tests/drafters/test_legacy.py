@@ -163,7 +163,7 @@ def test_former_names_are_accepted_with_one_warning(target: FakeTarget) -> None:
     assert len(caught) == 1 and caught[0].filename == __file__
     falcon = FalconHead(replace(HEAD_CONFIG, block_size=2))
     with pytest.warns(DeprecationWarning, match="passes= is now called max_forwards=") as caught:
-        assert FalconDrafter(falcon, num_layers=NUM_LAYERS, passes=2).max_lookahead == 4
+        assert FalconDrafter(falcon, num_layers=NUM_LAYERS, passes=2).max_depth == 4
     assert len(caught) == 1 and caught[0].filename == __file__
     for module, former, current in (
         ("eagle.state", "EagleState", "DraftState"),

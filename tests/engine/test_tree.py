@@ -253,7 +253,7 @@ def test_trim_keeps_a_connected_tree(sanitized: bool) -> None:
     assert tree.trim(16) is tree and tree.trim(99) is tree
 
 
-def test_pad_adds_masked_nodes_and_drops_the_ancestor_mask() -> None:
+def test_pad_adds_masked_nodes() -> None:
     tree = build_tree([[(5, 0, 0.5)], []])
     assert tree.pad(2) is tree and tree.pad(1) is tree
     wide = tree.pad(8)
@@ -261,8 +261,15 @@ def test_pad_adds_masked_nodes_and_drops_the_ancestor_mask() -> None:
     assert wide.scores[:, 2:].sum() == 0 and wide.ancestor_mask is None and wide.depths is None
     no_scores = DraftTree(tree.tokens, tree.parents, tree.node_mask).pad(4)
     assert no_scores.scores is None
-    sanitized = sanitize(tree, torch.tensor([1, 2]), torch.ones(9, dtype=torch.bool)).pad(4)
-    assert sanitized.ancestor_mask is None and sanitized.depths is None
+
+
+def test_padding_a_sanitized_tree_is_sanitizing_a_padded_one() -> None:
+    rng, root_ids, draftable = random.Random(5), torch.tensor([1, 2, 3]), torch.ones(4, dtype=torch.bool)
+    trees = [random_tree(rng, 3, num_nodes, 4, 0.2) for num_nodes in (1, 2, 5, 8) for _ in range(10)]
+    for tree in [root_only(3, root_ids=root_ids), *trees]:
+        after, before = sanitize(tree, root_ids, draftable).pad(16), sanitize(tree.pad(16), root_ids, draftable)
+        for name in ("tokens", "parents", "node_mask", "ancestor_mask", "depths"):
+            assert torch.equal(getattr(after, name), getattr(before, name)), name
 
 
 def test_to_the_same_device_is_the_tree_itself() -> None:

@@ -26,7 +26,7 @@ from mmspec.app.modeling.captioner import Captioner
 from mmspec.app.modeling.random_models import random_model
 from mmspec.app.scenes.render import render_scene
 from mmspec.app.scenes.world import generate_scene
-from mmspec.control.draft_cost import EXPLORE_EVERY, CallTimer, CostByLength, DraftCostModel, DraftCosts, elapsed
+from mmspec.control.draft_cost import EXPLORE_EVERY, CallTimer, CostByLength, DraftCosts, HeadCostModel, elapsed
 from mmspec.control.tree_size import TreeSizeController
 from mmspec.drafters.checkpoints.format import HeadMetadata, save_head
 from mmspec.drafters.eagle.drafter import EagleDrafter
@@ -176,7 +176,7 @@ def test_slope_needs_two_lengths() -> None:
 
 
 def test_cost_model_skips_the_first_prompt_and_explores() -> None:
-    cost_model, explorations = DraftCostModel(), []
+    cost_model, explorations = HeadCostModel(), []
     for number in range(2 * EXPLORE_EVERY + 1):
         explorations.append(cost_model.exploration(3))
         cost_model.record_prefill(3, 1000 if number else 7, 99.0 if not number else 1.0)
@@ -227,7 +227,7 @@ def test_timing_on_a_gpu_does_not_synchronise(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *args: pytest.fail("the host synchronised with the device"))
-    cost_model, found = DraftCostModel(), []
+    cost_model, found = HeadCostModel(), []
     monkeypatch.setattr(
         cost_model, "record_prefill", lambda batch, width, seconds: found.append(("read", width, seconds))
     )
