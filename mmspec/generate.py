@@ -210,7 +210,8 @@ class PatchState:
         key = self._selftest_key(modules)
         with self._selftest_lock:
             if self._selftest_reason is None or self._selftest_reason[0] != key:
-                self._selftest_reason = key, self._find_selftest_failure(modules, arguments)
+                reason = self._find_selftest_failure(modules, arguments)
+                self._selftest_reason = self._selftest_key(modules), reason  # a first forward may pack weights
             return self._selftest_reason[1]
 
     def _find_selftest_failure(self, modules: ModuleScan, arguments: dict[str, Any]) -> str | None:

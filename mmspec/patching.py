@@ -27,7 +27,7 @@ from mmspec.interfaces import Compressor, Drafter
 from mmspec.metrics.stats import Stats
 from mmspec.reference import reference_rows, resolve_reference_ids
 from mmspec.targets.base import TREE_ATTENTION_KERNELS
-from mmspec.targets.registry import UnsupportedModelError, find_adapter
+from mmspec.targets.registry import UnsupportedModelError, find_adapter, unwrap
 
 logger = logging.getLogger("mmspec")
 
@@ -37,7 +37,7 @@ KEY = "_mmspec"
 
 def patch_state(model: Any) -> PatchState:
     """The state of a patched model. Internal: for `compare` and the application."""
-    state: PatchState = model.__dict__[KEY]
+    state: PatchState = unwrap(model).__dict__[KEY]
     return state
 
 
@@ -66,7 +66,8 @@ def patch(
 
     Args:
         model: a vision-language or text model of transformers that decodes with a key-value cache, on any device. A
-            small self-test decides whether it can be decoded in trees (`mmspec.targets.selftest`).
+            small self-test decides whether it can be decoded in trees (`mmspec.targets.selftest`). Of a `PeftModel`
+            the model inside is patched, which the wrapper's `generate` calls.
         drafter: `auto`, `none`, `lookup`, `recycling`, `hybrid`, the folder or hub id of a draft head, or an object
             that implements `mmspec.Drafter`.
         compressor: name (such as "pool:49") or object that reduces the visual tokens that the drafter reads, or None.
@@ -99,11 +100,12 @@ def patch(
         cpu_pack_weights = renamed.get("cpu_pack_weights")
     reference_ids = resolve_reference_ids(reference_ids)
     spec = (drafter, compressor, processor, reference, reference_ids, tree_size, deterministic, cpu_pack_weights)
+    wrapper, model = model, unwrap(model)
     adapter = find_adapter(model)
     if is_patched(model):
         if patch_state(model).spec == spec:
             logger.info("mmspec: the model is already patched with these settings")
-            return model
+            return wrapper
         raise ValueError(
             f"this model is already patched (drafter {patch_state(model).config.drafter.name!r}); call "
             f"mmspec.unpatch(model) before patching it with drafter={getattr(drafter, 'name', drafter)!r}."
@@ -133,24 +135,25 @@ def patch(
         )
     _check_selftest(state)
     model.__dict__[KEY] = state
-    wrapper = functools.wraps(type(model).generate)(_copy_of_generate())
-    model.__dict__["generate"] = types.MethodType(wrapper, model)
-    return model
+    generate = functools.wraps(type(model).generate)(_copy_of_generate())
+    model.__dict__["generate"] = types.MethodType(generate, model)
+    return wrapper
 
 
 def unpatch(model: Any) -> Any:
     """Restore the model's own `generate`. Does nothing to a model that is not patched. Returns the model."""
     if is_patched(model):
-        state = model.__dict__.pop(KEY)
-        del model.__dict__["generate"]
+        patched = unwrap(model)
+        state = patched.__dict__.pop(KEY)
+        del patched.__dict__["generate"]
         if state.original_attention is not None:
-            _set_text_attention(model, state.original_attention)
+            _set_text_attention(patched, state.original_attention)
     return model
 
 
 def is_patched(model: Any) -> bool:
     """Whether this instance is patched."""
-    return KEY in getattr(model, "__dict__", {})
+    return KEY in getattr(unwrap(model), "__dict__", {})
 
 
 def stats(model: Any, last: bool = False) -> Stats:
@@ -173,7 +176,7 @@ def disabled(model: Any = None) -> Iterator[None]:
     Affects the current thread or asyncio task only.
     """
     disabled_ids = DISABLED.get()
-    token = DISABLED.set(None if model is None or disabled_ids is None else disabled_ids | {id(model)})
+    token = DISABLED.set(None if model is None or disabled_ids is None else disabled_ids | {id(unwrap(model))})
     try:
         yield
     finally:

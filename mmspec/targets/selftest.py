@@ -24,7 +24,7 @@ from mmspec.engine.rng import RngGuard
 from mmspec.engine.tree import DraftTree, sanitize
 from mmspec.interfaces import VerifyResult
 from mmspec.targets.base import ModelAdapter
-from mmspec.targets.module_scan import describe_module
+from mmspec.targets.module_scan import describe_module, has_library_class
 from mmspec.targets.module_state import is_opaque, restore_state
 from mmspec.targets.recurrent import target_class
 from mmspec.targets.registry import TESTED
@@ -125,16 +125,16 @@ def run_selftest(
     Args:
         adapter: of the model; nothing is changed.
         inputs: arguments of `generate` for the prompt; two text rows (`text_inputs`) if None.
-        foreign: modules of unknown classes, whose state is checked and restored.
+        foreign: modules of unknown classes; the state of users' own ones is checked and restored.
     """
     start = time.perf_counter()
-    device = adapter.model.device
-    rng_guard = RngGuard(torch.device("cpu"), device)
+    rng_guard = RngGuard(torch.device("cpu"), _input_device(adapter))
     inputs = text_inputs(adapter) if inputs is None else dict(inputs)
     is_text = not adapter.media_token_ids or not _has_media(adapter, inputs["input_ids"])
     test = _TreeTest(adapter, inputs)
+    watched = [module for module in foreign if not has_library_class(module)]
     try:
-        with rng_guard, restore_state(foreign) as state_change, torch.no_grad():
+        with rng_guard, restore_state(watched) as state_change, torch.no_grad():
             failure = test.run()
             failure = state_change() or failure
     except Exception as error:  # the model may raise anything on unexpected inputs
