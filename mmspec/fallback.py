@@ -19,7 +19,7 @@ from typing import Any
 
 from transformers import GenerationMixin
 
-from mmspec.targets.module_scan import ModuleScan, is_library_code, scan_modules
+from mmspec.targets.module_scan import ModuleScan, callable_name, is_library_code, scan_modules
 
 OptionGetter = Callable[[str], Any]
 """Name of a generation option -> its value in this call (keyword, else passed config, else the model's config)."""
@@ -89,11 +89,13 @@ def reason_before_prepare(
         return f"train mode of {modules.training}; call model.eval()"
     overridden = [name for name in _METHODS if not _is_transformers_method(model, name)]
     if overridden:
-        return f"a {overridden[0]} of its own"
+        return f"a {overridden[0]} of its own ({callable_name(getattr(model, overridden[0]))})"
     if modules.compiled:  # every tree size would be compiled anew
         return "a compiled forward"
     if modules.hook is not None:
         return f"{modules.hook}, which may act on a position or count its calls"
+    if modules.quantised_activations is not None:
+        return f"quantised activations of {modules.quantised_activations}, which amplify differences of rounding"
     for name, is_active in _DECODING_MODES.items():
         value = get_option(name)
         if value is not None and is_active(value):
@@ -136,7 +138,8 @@ def reason_after_prepare(config: Any, model: Any, model_kwargs: Mapping[str, Any
 
 def _is_transformers_method(model: Any, name: str) -> bool:
     """Whether a method is defined by a known library, for any model family."""
-    if name in model.__dict__:
-        return False
     method = getattr(type(model), name, None)
+    own = model.__dict__.get(name)
+    if own is not None and not (getattr(own, "__self__", None) is model and own.__func__ is method):
+        return False  # PEFT restores a method as an attribute of the instance, which changes nothing
     return method is not None and is_library_code(method)

@@ -213,7 +213,8 @@ class PatchState:
         key = self._selftest_key(modules)
         with self._selftest_lock:
             if self._selftest_verdict is None or self._selftest_verdict[0] != key:
-                self._selftest_verdict = key, self._find_selftest_failure(modules, arguments)
+                reason = self._find_selftest_failure(modules, arguments)
+                self._selftest_verdict = self._selftest_key(modules), reason  # a first forward may pack weights
             return self._selftest_verdict[1]
 
     def _find_selftest_failure(self, modules: ModuleScan, arguments: dict[str, Any]) -> str | None:

@@ -20,7 +20,7 @@ from mmspec.interfaces import Compressor, Drafter
 from mmspec.metrics.stats import Stats
 from mmspec.reference import resolve_reference_ids
 from mmspec.targets.base import TREE_ATTENTION_KERNELS
-from mmspec.targets.registry import UnsupportedModelError, find_adapter
+from mmspec.targets.registry import UnsupportedModelError, find_adapter, unwrap
 
 logger = logging.getLogger("mmspec")
 
@@ -30,7 +30,7 @@ KEY = "_mmspec"
 
 def patch_state(model: Any) -> PatchState:
     """The state of a patched model. Internal: for `compare` and the application."""
-    state: PatchState = model.__dict__[KEY]
+    state: PatchState = unwrap(model).__dict__[KEY]
     return state
 
 
@@ -59,7 +59,8 @@ def patch(
 
     Args:
         model: a vision-language or text model of transformers that decodes with a key-value cache, on any device. A
-            small self-test decides whether it can be decoded in trees (`mmspec.targets.selftest`).
+            small self-test decides whether it can be decoded in trees (`mmspec.targets.selftest`). Of a `PeftModel`
+            the model inside is patched, which the wrapper's `generate` calls.
         drafter: `auto`, `none`, `lookup`, `recycling`, `hybrid`, the folder or hub id of a draft head, or an object
             that implements `mmspec.Drafter`.
         compressor: name (such as "pool:49") or object that reduces the visual tokens that the drafter reads, or None.
@@ -92,25 +93,27 @@ def patch(
         deterministic=deterministic,
         **current,
     )
+    wrapper, model = model, unwrap(model)
     adapter = find_adapter(model)
     if not _is_patched_with(model, arguments):
         _install(PatchState(adapter, resolve_config(arguments, adapter), arguments))
-    return model
+    return wrapper
 
 
 def unpatch(model: Any) -> Any:
     """Restore the model's own `generate`. Does nothing to a model that is not patched. Returns the model."""
     if is_patched(model):
-        state = model.__dict__.pop(KEY)
-        del model.__dict__["generate"]
+        patched = unwrap(model)
+        state = patched.__dict__.pop(KEY)
+        del patched.__dict__["generate"]
         if state.original_attention is not None:
-            _set_text_attention(model, state.original_attention)
+            _set_text_attention(patched, state.original_attention)
     return model
 
 
 def is_patched(model: Any) -> bool:
     """Whether this instance is patched."""
-    return KEY in getattr(model, "__dict__", {})
+    return KEY in getattr(unwrap(model), "__dict__", {})
 
 
 def stats(model: Any, last: bool = False) -> Stats:
@@ -133,7 +136,7 @@ def disabled(model: Any = None) -> Iterator[None]:
     Affects the current thread or asyncio task only.
     """
     disabled_ids = DISABLED.get()
-    token = DISABLED.set(None if model is None or disabled_ids is None else disabled_ids | {id(model)})
+    token = DISABLED.set(None if model is None or disabled_ids is None else disabled_ids | {id(unwrap(model))})
     try:
         yield
     finally:

@@ -18,13 +18,21 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 from mmspec.cpu.linear import is_replaced
+from mmspec.targets.quantisation import quantises_activations
 
-LIBRARIES = ("transformers", "torch", "peft", "accelerate", "bitsandbytes", "mmspec")
+LIBRARIES = ("transformers", "torch", "peft", "accelerate", "bitsandbytes", "compressed_tensors", "mmspec")
 """Packages whose hooks and functions treat a token independently of the other tokens of a forward."""
-MODULES = ("transformers", "torch.nn", "peft", "accelerate", "bitsandbytes", "mmspec")
-"""Packages whose modules do so. Not `torch.ao`: its dynamically quantised layers use one scale for all tokens."""
-PARAMETERS = ("transformers", "torch.nn", "torch.distributed", "peft", "accelerate", "bitsandbytes")
-"""Packages whose parameter classes do so. Those of torchao may quantise activations: left to the self-test."""
+TOKEN_DEPENDENT = ("peft.tuners.xlora",)
+"""Parts of these packages that do not: X-LoRA computes the weights of its adapters from the whole prompt."""
+POSITION_HOOKS = ("_alora_offsets_pre_forward_hook",)
+"""Library hooks that act on a position: aLoRA adapts the last tokens of a forward."""
+PEFT_MODULES = ("peft.tuners.lora", "peft.tuners.tuners_utils", "peft.utils")
+"""Modules of PEFT that treat tokens independently. Others may not: Lily averages its router over all tokens."""
+MODULES = ("transformers", "torch.nn", *PEFT_MODULES, "accelerate", "mmspec")
+"""Packages whose modules do so. Not `torch.ao`: its dynamically quantised layers use one scale for all tokens. Not
+bitsandbytes: on some CPUs its layers multiply float32 inputs in bfloat16."""
+PARAMETERS = ("transformers", "torch.nn", "torch.distributed", "peft", "accelerate")
+"""Packages whose parameter classes do so. Others (torchao, bitsandbytes) are left to the self-test."""
 SAME_IN_TRAINING = (nn.Linear, nn.Embedding)
 """Modules without a train mode; `resize_token_embeddings` creates them with `training=True`."""
 INFERENCE_SAFE_HOOKS = ("transformers.utils.output_capturing", "mmspec.targets.vision_attention")
@@ -39,6 +47,7 @@ class ModuleScan:
         training: description of the first module in train mode, or None.
         compiled: whether any module is compiled.
         hook: description of the first user hook or stateful replaced forward in the decoder, or None.
+        quantised_activations: description of the first decoder module that quantises its input, or None.
         foreign: decoder modules of unknown classes or with parameters of unknown classes (see `selftest`).
         can_use_inference_mode: whether no tensor created in a forward outlives it.
         linear_layers: the `nn.Linear` layers of the decoder and of the output embeddings.
@@ -47,6 +56,7 @@ class ModuleScan:
     training: str | None = None
     compiled: bool = False
     hook: str | None = None
+    quantised_activations: str | None = None
     foreign: tuple[nn.Module, ...] = ()
     can_use_inference_mode: bool = True
     linear_layers: tuple[nn.Linear, ...] = ()
@@ -60,6 +70,7 @@ class _ScanState:
     compiled: bool = False
     can_use_inference_mode: bool = True
     hooked: list[tuple[nn.Module, str]] = field(default_factory=list)
+    quantisers: list[nn.Module] = field(default_factory=list)
     foreign: list[nn.Module] = field(default_factory=list)
     linear_layers: list[nn.Linear] = field(default_factory=list)
     origins: dict[type, str] = field(default_factory=dict)
@@ -79,6 +90,8 @@ class _ScanState:
         self._check_forward(module)
         if module._forward_hooks or module._forward_pre_hooks or "_hf_hook" in module.__dict__:
             self._check_hooks(module)
+        if quantises_activations(module):
+            self.quantisers.append(module)
         if kind not in self.origins:
             self.origins[kind] = _class_origin(kind)
         origin = self.origins[kind]
@@ -111,7 +124,7 @@ class _ScanState:
                 self.can_use_inference_mode = (
                     self.can_use_inference_mode and getattr(hook, "__module__", None) in INFERENCE_SAFE_HOOKS
                 )
-                if not is_library_code(hook):
+                if not is_library_code(hook) or callable_name(hook) in POSITION_HOOKS:
                     self.hooked.append((module, f"a forward {kind} ({callable_name(hook)})"))
         device_hook = module.__dict__.get("_hf_hook")
         for part in getattr(device_hook, "hooks", (device_hook,)):
@@ -129,9 +142,11 @@ def scan_modules(model: Any) -> ModuleScan:
     user_hooks = [hook for hook in hooks.values() if not is_library_code(hook)]
     hook = f"a global forward hook ({callable_name(user_hooks[0])})" if user_hooks else None
     foreign: list[nn.Module] = []
-    if state.hooked or state.foreign:
+    quantisers: list[nn.Module] = []
+    if state.hooked or state.foreign or state.quantisers:
         running = {id(module) for module in _modules_of_every_forward(model, roots)}
         foreign = [module for module in state.foreign if id(module) in running]
+        quantisers = [module for module in state.quantisers if id(module) in running]
         hooked = [(module, description) for module, description in state.hooked if id(module) in running]
         if hooked and hook is None:
             hook = f"{hooked[0][1]} on {describe_module(model, hooked[0][0])}"
@@ -141,6 +156,7 @@ def scan_modules(model: Any) -> ModuleScan:
         training=None if state.training is None else describe_module(model, state.training),
         compiled=state.compiled,
         hook=hook,
+        quantised_activations=describe_module(model, quantisers[0]) if quantisers else None,
         foreign=tuple(foreign),
         can_use_inference_mode=state.can_use_inference_mode and not may_store_tensors,
         linear_layers=tuple(state.linear_layers),
@@ -166,9 +182,16 @@ def is_library_code(code: Any) -> bool:
             pending.append(current.func)
         elif isinstance(current, types.MethodType):
             pending.append(current.__func__)
-        elif not _is_in_packages(_python_module(current), LIBRARIES):
-            return False
+        else:
+            origin = _python_module(current)
+            if not _is_in_packages(origin, LIBRARIES) or _is_in_packages(origin, TOKEN_DEPENDENT):
+                return False
     return True
+
+
+def has_library_class(module: nn.Module) -> bool:
+    """Whether a module's class is of a known library. State of such modules, such as packed weights, is no output's."""
+    return _is_in_packages(type(module).__module__, LIBRARIES)
 
 
 def callable_name(code: Any) -> str:

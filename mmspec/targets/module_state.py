@@ -24,6 +24,7 @@ def modules_fingerprint(modules: Sequence[nn.Module]) -> tuple[Any, ...]:
             type(module).forward,
             *(type(weight) for weight in module._parameters.values()),
             *((name, value) for name, value in vars(module).items() if isinstance(value, simple_types)),
+            *vars(module).get("_active_adapter", ()),  # names of PEFT's adapters
         )
         for module in modules
     )

@@ -64,12 +64,23 @@ def supported() -> tuple[str, ...]:
     return tuple(sorted(ADAPTERS))
 
 
+def unwrap(model: Any) -> Any:
+    """The transformers model in a wrapper of PEFT, whose `generate` calls the model's; any other model unchanged."""
+    is_peft_wrapper = any(kind.__module__.split(".")[0] == "peft" for kind in type(model).__mro__)
+    if not is_peft_wrapper or isinstance(model, PreTrainedModel):
+        return model
+    base = getattr(model, "base_model", None)
+    # A tuner such as LoRA's `LoraModel` is a second wrapper; with a learned prompt `base_model` is the model itself.
+    return base if base is None or isinstance(base, PreTrainedModel) else getattr(base, "model", base)
+
+
 def find_adapter(model: Any) -> ModelAdapter:
-    """A new adapter of the model: of its family, or the general one.
+    """A new adapter of the model (`unwrap`): of its family, or the general one.
 
     Raises:
         TypeError: not a transformers model that can generate.
     """
+    model = unwrap(model)
     if "_orig_mod" in getattr(model, "__dict__", {}).get("_modules", {}):
         raise TypeError(
             f"mmspec patches the transformers model itself; got {type(model).__name__}, a wrapper created by "
@@ -83,7 +94,7 @@ def find_adapter(model: Any) -> ModelAdapter:
         )
     if not isinstance(model, PreTrainedModel):
         raise TypeError(
-            f"mmspec patches the transformers model itself; got {type(model).__name__}, a wrapper around one. Patch "
-            "the wrapped model (model.get_base_model() of PEFT, model._orig_mod of torch.compile)."
+            f"mmspec patches the transformers model itself; got {type(model).__name__}, which is none. If "
+            "it wraps one, patch the wrapped model."
         )
     return ADAPTERS.get(model_type, ModelAdapter)(model)

@@ -24,11 +24,11 @@ from mmspec.engine.rng import RngGuard
 from mmspec.engine.tree import DraftTree, sanitize
 from mmspec.interfaces import VerifyResult
 from mmspec.targets.base import ModelAdapter
-from mmspec.targets.module_scan import describe_module
+from mmspec.targets.module_scan import describe_module, has_library_class
 from mmspec.targets.module_state import is_opaque, restore_call_state, restore_state
 from mmspec.targets.recurrent import target_class
 from mmspec.targets.registry import TESTED
-from mmspec.targets.selftest_plan import has_media, image_inputs, plan_of, text_inputs, usable_ids
+from mmspec.targets.selftest_plan import has_media, image_inputs, input_device, plan_of, text_inputs, usable_ids
 
 TOLERANCE = 1e-4
 """Largest accepted difference of float32 logits, relative to their range."""
@@ -88,19 +88,19 @@ def run_selftest(
     Args:
         adapter: of the model; nothing is changed.
         inputs: arguments of `generate` for the prompt; two text rows (`text_inputs`) if None.
-        foreign: modules of unknown classes, whose state is checked and restored.
+        foreign: modules of unknown classes; the state of users' own ones is checked and restored.
     """
     start = time.perf_counter()
-    device = adapter.model.device
-    rng_guard = RngGuard(torch.device("cpu"), device)
+    rng_guard = RngGuard(torch.device("cpu"), input_device(adapter))
     inputs = text_inputs(adapter, plan_of(adapter).prompt_lengths) if inputs is None else dict(inputs)
     is_text = not adapter.media_token_ids or not has_media(adapter, inputs["input_ids"])
     test = _TreeTest(adapter, inputs)
+    watched = [module for module in foreign if not has_library_class(module)]
     try:
         with (
             rng_guard,
             restore_call_state(adapter.model),
-            restore_state(foreign) as state_change,
+            restore_state(watched) as state_change,
             torch.no_grad(),
         ):
             failure = test.run()

@@ -65,7 +65,7 @@ def text_inputs(adapter: ModelAdapter, prompt_lengths: Sequence[int]) -> dict[st
     index = torch.arange(len(lengths) * int(lengths.max())) * 31 % len(usable)
     input_ids = torch.tensor(usable)[index].view(len(lengths), -1)
     mask = torch.arange(input_ids.shape[1]) >= input_ids.shape[1] - lengths[:, None]
-    device = _input_device(adapter)
+    device = input_device(adapter)
     return {"input_ids": input_ids.to(device), "attention_mask": mask.long().to(device)}
 
 
@@ -84,7 +84,7 @@ def image_inputs(adapter: ModelAdapter, processor: Any) -> dict[str, Any] | None
         else:
             text = f"{getattr(processor, 'image_token', '<image>')} What is in the image?"
             batch = processor(images=image, text=text, return_tensors="pt")
-        batch = batch.to(_input_device(adapter), dtype=adapter.model.dtype)
+        batch = batch.to(input_device(adapter), dtype=adapter.model.dtype)
     except Exception:  # processors differ widely; without an image the test still has its text rows
         return None
     return dict(batch) if has_media(adapter, batch["input_ids"]) else None
@@ -96,7 +96,7 @@ def usable_ids(adapter: ModelAdapter) -> list[int]:
     return [token for token in range(min(adapter.num_embeddings, adapter.vocab_size)) if token not in media]
 
 
-def _input_device(adapter: ModelAdapter) -> torch.device:
+def input_device(adapter: ModelAdapter) -> torch.device:
     """Device of the test's inputs."""
     device = adapter.model.device
     return torch.device("cpu") if device.type == "meta" else device
@@ -108,4 +108,4 @@ def has_media(adapter: ModelAdapter, input_ids: Tensor) -> bool:
     return bool(torch.isin(input_ids, media).any())
 
 
-__all__ = ["CHAIN", "TREE", "Plan", "has_media", "image_inputs", "plan_of", "text_inputs", "usable_ids"]
+__all__ = ["CHAIN", "TREE", "Plan", "has_media", "image_inputs", "input_device", "plan_of", "text_inputs", "usable_ids"]
