@@ -84,7 +84,22 @@ def reason_before_prepare(
             return name
     if arguments.get("synced_gpus"):
         return "synced_gpus"
-    modules = scan_modules(model) if modules is None else modules
+    reason = _model_reason(model, scan_modules(model) if modules is None else modules)
+    if reason is not None:
+        return reason
+    for name, is_active in _DECODING_MODES.items():
+        value = get_option(name)
+        if value is not None and is_active(value):
+            return f"{name}={value!r}" if isinstance(value, (int, float, str)) else name
+    if get_option("stop_strings") is not None and type(model).generate is not GenerationMixin.generate:
+        return "stop_strings with a generate of its own"  # the wrapper replaces them, which it might undo
+    if get_option("cache_implementation") == "paged":
+        return "cache_implementation='paged'"
+    return None
+
+
+def _model_reason(model: Any, modules: ModuleScan) -> str | None:
+    """Reason that lies in the model's methods or modules; or None."""
     if modules.training is not None:
         return f"train mode of {modules.training}; call model.eval()"
     overridden = [name for name in _METHODS if not _is_transformers_method(model, name)]
@@ -96,14 +111,6 @@ def reason_before_prepare(
         return f"{modules.hook}, which may act on a position or count its calls"
     if modules.quantised_activations is not None:
         return f"quantised activations of {modules.quantised_activations}, which amplify differences of rounding"
-    for name, is_active in _DECODING_MODES.items():
-        value = get_option(name)
-        if value is not None and is_active(value):
-            return f"{name}={value!r}" if isinstance(value, (int, float, str)) else name
-    if get_option("stop_strings") is not None and type(model).generate is not GenerationMixin.generate:
-        return "stop_strings with a generate of its own"  # the wrapper replaces them, which it might undo
-    if get_option("cache_implementation") == "paged":
-        return "cache_implementation='paged'"
     return None
 
 
