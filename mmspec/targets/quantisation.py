@@ -7,6 +7,9 @@ each token has a scale of its own.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
+
 from torch import nn
 
 ACTIVATION_QUANTISERS = (
@@ -20,16 +23,25 @@ WEIGHT_ATTRIBUTES = ("act_quant_kwargs", "act_quant_scale", "activation_quantiza
 
 
 def quantises_activations(module: nn.Module) -> bool:
-    """Whether a module is known to quantise its input: by its class, weights, or compressed-tensors scheme."""
-    if any(_qualified_name(kind) in ACTIVATION_QUANTISERS for kind in type(module).__mro__):
+    """Whether a module is known to quantise its input or output: by its class, its weights, or a scheme.
+
+    The scheme is the `quantization_scheme` of compressed-tensors.
+    """
+    if _is_quantiser(type(module)):
         return True
-    if getattr(module.__dict__.get("quantization_scheme"), "input_activations", None) is not None:
+    scheme = module.__dict__.get("quantization_scheme")
+    if scheme is not None and _is_any_set(scheme, ("input_activations", "output_activations")):
         return True
-    weights = [
-        weight for weight in module._parameters.values() if weight is not None and type(weight) is not nn.Parameter
-    ]
-    return any(getattr(weight, name, None) is not None for weight in weights for name in WEIGHT_ATTRIBUTES)
+    return any(
+        weight is not None and type(weight) is not nn.Parameter and _is_any_set(weight, WEIGHT_ATTRIBUTES)
+        for weight in module._parameters.values()
+    )
 
 
-def _qualified_name(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"
+def _is_any_set(value: object, names: Sequence[str]) -> bool:
+    return any(getattr(value, name, None) is not None for name in names)
+
+
+@functools.lru_cache(maxsize=256)
+def _is_quantiser(kind: type) -> bool:
+    return any(f"{base.__module__}.{base.__qualname__}" in ACTIVATION_QUANTISERS for base in kind.__mro__)
