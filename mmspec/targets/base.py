@@ -46,6 +46,7 @@ class ModelAdapter:
     model_types: tuple[str, ...] = ()
     vision_args: tuple[str, ...] = ()
     accepts_mask_per_layer_type: bool = True
+    response_token_type: int = 0
 
     def __init__(self, model: Any) -> None:
         self.model = model
