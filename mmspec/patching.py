@@ -116,7 +116,7 @@ def patch(
     tokenizer = resolve_tokenizer(processor)
     config = SpecConfig(
         drafter=resolve_drafter(drafter, adapter, tokenizer),
-        compressor=resolve_compressor(compressor),
+        compressor=resolve_compressor(compressor, adapter),
         reference=reference,
         reference_ids=reference_ids,
         tree_size=tree_size,

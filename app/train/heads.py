@@ -49,15 +49,20 @@ def build_parts(options: TrainOptions, name: str, config: Any, teacher: Any) -> 
     """(head, compressor or None) of a drafter to be trained: fresh, or with the weights that `--start-from` names.
 
     Raises:
-        UsageError: a size is invalid, or `--start-from` does not fit.
+        UsageError: a size is invalid, the compressor needs grids that are unknown, or `--start-from` does not fit.
     """
+    from mmspec.config import check_grids
+
     try:
         if options.start_from is None:
             recipe, stored = RECIPES[name], None
             head = init_head(resize_config(config, recipe, options.block), options.seed, recipe.architecture)
         else:
             head, stored = load_start_head(options, name, teacher)
-        return head, build_train_compressor(options, config.hidden_size, stored)
+        compressor = build_train_compressor(options, config.hidden_size, stored)
+        if compressor is not None:
+            check_grids(compressor, teacher.adapter)
+        return head, compressor
     except ValueError as error:
         raise UsageError(f"--drafter {name}: {error}") from error
 

@@ -86,8 +86,8 @@ class LossAccumulator:
         """
         if not len(hidden_states):
             return
-        lm_head = self.shared_embeddings.lm_head
-        logits, target_logits = lm_head(hidden_states).float(), lm_head(target_hidden).float().detach()
+        logits = self.shared_embeddings.logits(hidden_states).float()
+        target_logits = self.shared_embeddings.logits(target_hidden).float().detach()
         logits = logits if logit_bias is None else logits + logit_bias.float()
         hidden_loss = functional.smooth_l1_loss(hidden_states.float(), target_hidden.float())
         logits_loss = -(target_logits.softmax(-1) * logits.log_softmax(-1)).sum(-1).mean()
