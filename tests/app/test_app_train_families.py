@@ -12,7 +12,7 @@ import torch
 import transformers
 import zoo
 from tiny_processor import TinyProcessor
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import mmspec
@@ -30,6 +30,9 @@ TRAINED = ("qwen3_vl", "gemma3", "smolvlm", "internvl", "mistral3", "qwen3_5", "
 GRIDS = ("qwen3_vl", "gemma3", "smolvlm", "internvl", "mistral3")
 IMAGES = [render_scene(generate_scene(number)) for number in range(4)]
 STEPS = 20
+
+
+TIED = ("gemma3", "smolvlm")
 
 
 def build_model(family: str, **changes: Any) -> PreTrainedModel:
@@ -80,7 +83,7 @@ def losses(folder: Path, name: str) -> list[float]:
 
 @pytest.mark.parametrize("family", TRAINED)
 def test_heads_of_other_families_learn_and_draft(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = build_model(family)
+    model = build_model(family, tied=family in TIED)
     assert train(monkeypatch, tmp_path, model, "--drafter", "msd,flash", "--ttt-steps", "2") == 0
     for name in ("msd", "flash"):
         first, *_, last = losses(tmp_path / "run", name)
@@ -235,3 +238,17 @@ def test_the_head_of_a_target_with_different_layers() -> None:
     config = target_head_config(build_model("gemma4"), None)
     assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (4, 1, 16)
     assert config.rope_theta == 1_000_000
+
+
+@pytest.mark.parametrize("rows", [112, 128])
+def test_an_lm_head_with_other_rows_than_the_embedding(
+    rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows are added to multiples that are fast; the embedding has 120."""
+    model: Any = build_model("internvl")
+    lm_head = nn.Linear(model.config.text_config.hidden_size, rows, bias=False)
+    lm_head.weight.data.zero_()[:120] = model.lm_head.weight.data[:rows]
+    model.lm_head = lm_head.requires_grad_(False)
+    assert train(monkeypatch, tmp_path, model, "--drafter", "msd,flash", steps=1) == 0
+    for name in ("msd", "flash"):
+        assert generate_twice(model, tmp_path / "run" / name).num_draft_tokens > 0
