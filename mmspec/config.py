@@ -11,7 +11,15 @@ from typing import Any
 
 from mmspec.control.tree_size import DEFAULT_TREE_SIZE
 from mmspec.engine.tree import BUCKETS
-from mmspec.interfaces import CompressingDrafter, Compressor, Drafter, SizedCompressor, TargetInfo, TrainedDrafter
+from mmspec.interfaces import (
+    CompressingDrafter,
+    Compressor,
+    Drafter,
+    GridCompressor,
+    SizedCompressor,
+    TargetInfo,
+    TrainedDrafter,
+)
 from mmspec.reference import check_reference, reference_rows, resolve_reference_ids
 
 PER_CALL_OPTIONS = (
@@ -203,7 +211,7 @@ def resolve_config(arguments: PatchArguments, adapter: Any) -> SpecConfig:
     tokenizer = resolve_tokenizer(arguments.processor)
     config = SpecConfig(
         drafter=resolve_drafter(arguments.drafter, adapter, tokenizer),
-        compressor=resolve_compressor(arguments.compressor),
+        compressor=resolve_compressor(arguments.compressor, adapter),
         reference=arguments.reference,
         reference_ids=arguments.reference_ids,
         tree_size=arguments.tree_size,
@@ -214,17 +222,34 @@ def resolve_config(arguments: PatchArguments, adapter: Any) -> SpecConfig:
     return config
 
 
-def resolve_compressor(compressor: str | Compressor | None) -> Compressor | None:
+def resolve_compressor(compressor: str | Compressor | None, adapter: Any) -> Compressor | None:
     """The compressor with a name such as "pool:49", or the object itself if it is one; None for None.
 
     Raises:
-        ValueError: unknown name. TypeError: an object that is not a compressor.
+        ValueError: unknown name, or it needs the grids of visual tokens of a family whose grids are unknown.
+        TypeError: an object that is not a compressor.
     """
     if compressor is None:
         return None
     from mmspec.vision.registry import build_compressor
 
-    return build_compressor(compressor)
+    resolved = build_compressor(compressor)
+    check_grids(resolved, adapter)
+    return resolved
+
+
+def check_grids(compressor: Compressor, adapter: Any) -> None:
+    """Refuse a compressor that merges neighbours in a grid for a model whose visual tokens have no known grid.
+
+    Raises:
+        ValueError: it is one.
+    """
+    needs_grids = isinstance(compressor, GridCompressor) and compressor.needs_grids
+    if needs_grids and adapter.media_token_ids and not adapter.has_grids:
+        raise ValueError(
+            f"compressor {compressor.name!r} needs the grids of visual tokens, which are unknown for model_type "
+            f"{adapter.model_type!r}; choose one without grids, such as stride:{compressor.max_tokens}."
+        )
 
 
 def _check_compressor(compressor: Compressor, drafter: Drafter) -> None:
@@ -311,7 +336,7 @@ def resolve_call_config(
     if "drafter" in chosen:
         chosen["drafter"] = cache.get(chosen["drafter"], adapter, tokenizer)
     if "compressor" in chosen:
-        chosen["compressor"] = resolve_compressor(chosen["compressor"])
+        chosen["compressor"] = resolve_compressor(chosen["compressor"], adapter)
     return _with_own_compressor(replace(config, **chosen)), enabled
 
 

@@ -26,7 +26,7 @@ from mmspec.engine.loop import DecodeLoop
 from mmspec.engine.output import OutputBuffer, ReturnFlags, UserCodeHooks
 from mmspec.engine.rng import RngGuard, SamplingNoise
 from mmspec.engine.sampler import TreeSampler, unknown
-from mmspec.interfaces import Drafter, Prompt, SharedEmbeddings, VisualGrid
+from mmspec.interfaces import Drafter, Prompt, VisualGrid
 from mmspec.metrics.compression_stats import RecordingCompressor
 from mmspec.metrics.stats import Stats
 from mmspec.reference import reference_rows
@@ -212,7 +212,6 @@ def _build_prompt(call: CallContext, inputs: PreparedInputs, prefilled: Prefille
     attention_mask = target.kwargs.get("attention_mask")
     if attention_mask is None:
         attention_mask = torch.ones_like(input_ids)
-    model = call.adapter.model
     spec_config = call.spec_config
     samples = output.noise is not None
     return Prompt(
@@ -229,7 +228,7 @@ def _build_prompt(call: CallContext, inputs: PreparedInputs, prefilled: Prefille
         ),
         noise=output.noise_ahead if samples else None,
         temperature=float(inputs.generation_config.temperature or 1.0) if samples else 1.0,
-        shared_embeddings=SharedEmbeddings(model.get_input_embeddings(), model.get_output_embeddings()),
+        shared_embeddings=call.adapter.shared_embeddings,
         static_shapes=spec_config.fixed_tree_size is not None,
         max_new_tokens=target.max_new_tokens if target.max_new_tokens < UNLIMITED else None,
         visual_saliency=_visual_saliency(call, visual_mask),

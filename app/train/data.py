@@ -24,6 +24,7 @@ from mmspec.drafters.checkpoints.format import tokenizer_fingerprint
 from mmspec.drafters.eagle.compressed_inputs import prompt_grids
 from mmspec.drafters.training.batch import TrainBatch
 from mmspec.interfaces import Prompt
+from mmspec.targets.hf import TOKEN_TYPE_INPUTS
 from mmspec.targets.registry import find_adapter
 
 ANSWERS = "answers.jsonl"
@@ -160,7 +161,10 @@ class Teacher:
         return [*ids, *self.captioner.eos_ids[:1]]
 
     def _generate(self, requests: Sequence[Request], max_new_tokens: int) -> list[tuple[list[int], int]]:
-        """(ids of the answer up to the end-of-sequence id, length of the prompt) of each request."""
+        """(ids of the answer up to the end-of-sequence id, length of the prompt) of each request.
+
+        An answer also ends before a placeholder id: there is no image for it when it is read back.
+        """
         inputs = self._build_inputs(requests)
         sequences = self.model.generate(
             **inputs, max_new_tokens=max_new_tokens, do_sample=False, temperature=None, top_p=None, top_k=None
@@ -170,6 +174,7 @@ class Teacher:
         answers = sequences[:, inputs["input_ids"].shape[1] :].tolist()
         for ids, prompt_length in zip(answers, prompt_lengths, strict=True):
             length = next((i + 1 for i, token in enumerate(ids) if token in eos_ids), len(ids))
+            length = next((i for i, token in enumerate(ids[:length]) if token in self.media_token_ids), length)
             outputs.append((ids[:length], prompt_length))
         return outputs
 
@@ -236,9 +241,10 @@ class Teacher:
             return torch.tensor([ids + [value] * (length - len(ids)) for ids in sequences], device=device)
 
         joined = {name: value for name, value in inputs.items() if name not in ("input_ids", "attention_mask")}
-        for name in ("token_type_ids", "mm_token_type_ids"):
+        for name in TOKEN_TYPE_INPUTS:
             if name in joined:
-                joined[name] = pad_right(_without_padding(joined[name], prompt_mask), 0)
+                value = self.adapter.response_token_type if name == "token_type_ids" else 0
+                joined[name] = pad_right(_without_padding(joined[name], prompt_mask), value)
         joined["input_ids"] = pad_right(sequences, self.tokenizer.pad_token_id)
         joined["attention_mask"] = (position < ends).long()
         return joined, (position >= starts) & (position < ends)

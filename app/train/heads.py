@@ -56,35 +56,61 @@ def build_parts(options: TrainOptions, name: str, config: Any, teacher: Any) -> 
     """(head, compressor or None) of a drafter to be trained: fresh, or with the weights that `--start-from` names.
 
     Raises:
-        UsageError: a size is invalid, or `--start-from` does not fit.
+        UsageError: a size is invalid, the compressor needs grids that are unknown, or `--start-from` does not fit.
     """
+    from mmspec.config import check_grids
+
     try:
         if options.start_from is None:
             recipe, stored = find_recipe(name), None
             head = init_head(resize_config(config, recipe, options.block), options.seed, recipe.architecture)
         else:
             head, stored = load_start_head(options, name, teacher)
-        return head, build_train_compressor(options, config.hidden_size, stored)
+        compressor = build_train_compressor(options, config.hidden_size, stored)
+        if compressor is not None:
+            check_grids(compressor, teacher.adapter)
+        return head, compressor
     except ValueError as error:
         raise UsageError(f"--drafter {name}: {error}") from error
 
 
 def target_head_config(model: Any, ffn: int | None) -> Any:
-    """A head of the target's own shape."""
+    """A head with the shape of the target's last decoder layer, dense where that has experts.
+
+    Args:
+        model: the target.
+        ffn: intermediate size; None for that of the target.
+    """
     from mmspec.drafters.eagle.head import HeadConfig
 
     text = model.config.get_text_config(decoder=True)
-    rope = getattr(text, "rope_parameters", None) or {}
+    layers = getattr(text, "per_layer_config", None)  # the sizes of the layers may differ
+    layer = layers[len(layers) - 1] if layers else text
     return HeadConfig(
         hidden_size=text.hidden_size,
-        intermediate_size=ffn or text.intermediate_size,
-        num_attention_heads=text.num_attention_heads,
-        num_key_value_heads=getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
+        intermediate_size=ffn or _intermediate_size(layer),
+        num_attention_heads=layer.num_attention_heads,
+        num_key_value_heads=getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads,
         vocab_size=text.vocab_size,
-        head_dim=getattr(text, "head_dim", None) or 0,
+        head_dim=getattr(layer, "head_dim", None) or 0,
         rms_norm_eps=getattr(text, "rms_norm_eps", 1e-5),
-        rope_theta=float(rope.get("rope_theta", 10000.0)),
+        rope_theta=_rope_theta(text),
     )
+
+
+def _intermediate_size(layer: Any) -> int:
+    """Intermediate size of a layer's feed-forward; of a mixture, what its active experts add up to."""
+    size = getattr(layer, "intermediate_size", None)
+    if size is None:
+        expert = getattr(layer, "moe_intermediate_size", None) or 0
+        return expert * (getattr(layer, "num_experts_per_tok", None) or 1) or 4 * layer.hidden_size
+    return max(size) if isinstance(size, (list, tuple)) else size
+
+
+def _rope_theta(text: Any) -> float:
+    """Base of the rotary embedding, that of the full attention where the layer types differ; 10000 if unknown."""
+    rope = getattr(text, "rope_parameters", None) or {}
+    return float(rope.get("full_attention", rope).get("rope_theta", 10000.0))
 
 
 def resize_config(config: Any, recipe: HeadRecipe, block: int | None) -> Any:

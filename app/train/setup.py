@@ -21,7 +21,6 @@ from mmspec.app.train.sampler import LengthGroupedSampler
 from mmspec.drafters.training.batch import DraftModel, TrainBatch
 from mmspec.drafters.training.losses import LossWeights
 from mmspec.drafters.training.trainer import DistributedContext, SettingsError, TrainConfig, Trainer, check_resume
-from mmspec.interfaces import SharedEmbeddings
 
 RUN_FILE = "run.json"
 """Settings of the answers in a folder."""
@@ -113,7 +112,7 @@ def build_trainer(
         UsageError: the folder holds a run with other settings, or `--start-from` cannot be used.
     """
     model = teacher.model
-    embeddings = SharedEmbeddings(model.get_input_embeddings(), model.get_output_embeddings())
+    embeddings = teacher.adapter.shared_embeddings
     head_config = target_head_config(model, options.ffn)
     draft_models = {}
     for name in options.drafter:
@@ -130,7 +129,7 @@ def build_trainer(
         weights=LossWeights(options.hidden_loss, options.logits_loss, options.ttt_steps),
     )
     placeholder_id = torch.tensor(teacher.media_token_ids[0], device=model.device)
-    placeholder = embeddings.embed_tokens(placeholder_id).float()
+    placeholder = embeddings.embed(placeholder_id).float()
     sampler = LengthGroupedSampler(num_requests, config.batch_size, config.seed, teacher.text_lengths)
 
     def get_batch(step: int) -> TrainBatch:

@@ -48,6 +48,11 @@ class MarkovHead(nn.Module):
         return logits
 
 
+def fit_vocabulary(logits: Tensor, size: int) -> Tensor:
+    """[..., V] -> [..., size]: an LM head may have more or fewer rows than the config's vocabulary has ids."""
+    return functional.pad(logits, (0, size - logits.shape[-1]))  # a negative width crops
+
+
 class FlashHead(EagleHead):
     """`fc`, attention, a feed-forward from one output to k features, and the `MarkovHead` if `markov_rank` is not 0."""
 
@@ -103,10 +108,10 @@ class MarkovExpander(StatelessExpander):
         if not level:
             return base_logits
         if self.draft_vocab_proj is None:
-            correction: Tensor = self.markov_head.vocab_proj(hidden_states)
+            correction: Tensor = fit_vocabulary(self.markov_head.vocab_proj(hidden_states), base_logits.shape[-1])
         else:
             correction = functional.linear(hidden_states, self.draft_vocab_proj)
         return base_logits + correction.float()
 
 
-__all__ = ["FlashDrafter", "FlashHead", "MarkovHead"]
+__all__ = ["FlashDrafter", "FlashHead", "MarkovHead", "fit_vocabulary"]

@@ -314,7 +314,7 @@ class HeadDrafter(ABC):
         """Run the head over the tokens emitted since the last draft."""
         pending, state.pending = Pending.concatenate(state.pending), []
         tokens, counts = pending.tokens, pending.counts
-        embeds = state.shared_embeddings.embed_tokens(tokens).to(pending.hidden_states.dtype)
+        embeds = state.shared_embeddings.embed(tokens).to(pending.hidden_states.dtype)
         inputs = self.fuse(state, embeds, pending.hidden_states)
         first = torch.tensor(state.next_positions, device=tokens.device)[:, None]
         self.extend_context(state, inputs, first + torch.arange(tokens.shape[1], device=tokens.device), counts)

@@ -203,10 +203,7 @@ class EagleHead(nn.Module):
             shared_embeddings: of the target.
             draft_lm_head: [V', D] weights of the LM head to use; None for all.
         """
-        if draft_lm_head is not None:
-            return functional.linear(hidden_states, draft_lm_head)
-        logits: Tensor = shared_embeddings.lm_head(hidden_states)
-        return logits
+        return shared_embeddings.logits(hidden_states, draft_lm_head)
 
     def fuse(self, inputs_embeds: Tensor, hidden_states: Tensor) -> Tensor:
         """[..., D] layer inputs of text: `fc` of [embedding of the next token ; hidden state before it]."""

@@ -112,8 +112,7 @@ class DraftState:
     def embed(self, tokens: Tensor) -> Tensor:
         """[..., D] embeddings of tokens of the draft vocabulary."""
         ids = tokens if self.draft_ids is None else self.draft_ids[tokens]
-        embeds: Tensor = self.shared_embeddings.embed_tokens(ids)
-        return embeds
+        return self.shared_embeddings.embed(ids)
 
 
 __getattr__ = former_names(__name__, {"EagleState": f"{__name__}.DraftState"})

@@ -126,7 +126,7 @@ def align_prompt(
     mask, visual_mask = prompt.attention_mask[:, -n:], prompt.visual_mask[:, -n:]
     saliency = None if prompt.visual_saliency is None else prompt.visual_saliency[:, -n:]
     counts = mask.sum(1)
-    first_embeds = shared_embeddings.embed_tokens(first_ids)[:, None].to(embeds.dtype)
+    first_embeds = shared_embeddings.embed(first_ids)[:, None].to(embeds.dtype)
     if bool(mask.all()):  # one copy to the host per prompt saves packing all of it
         next_embeds = torch.cat((embeds[:, 1:], first_embeds), dim=1)
     else:
@@ -136,7 +136,7 @@ def align_prompt(
     index = torch.arange(n, device=hidden_states.device)
     placeholder_embed = embeds.new_zeros(embeds.shape[-1])
     if visual_mode == "placeholder" and len(placeholder_ids := prompt.input_ids[prompt.visual_mask][:1]):
-        placeholder_embed = shared_embeddings.embed_tokens(placeholder_ids)[0].to(embeds.dtype)
+        placeholder_embed = shared_embeddings.embed(placeholder_ids)[0].to(embeds.dtype)
     inputs = DraftInputs(
         next_embeds=next_embeds,
         hidden_states=hidden_states,

@@ -141,8 +141,8 @@ def _glance_mask(
         rng: random generator.
     """
     mask, target_hidden = data.loss_mask_at(k - 1), shift(data.target_hidden, k - 1)
-    lm_head = shared_embeddings.lm_head
-    is_wrong = (lm_head(outputs).argmax(-1) != lm_head(target_hidden).argmax(-1)) & mask
+    predicted, labels = (shared_embeddings.logits(states).argmax(-1) for states in (outputs, target_hidden))
+    is_wrong = (predicted != labels) & mask
     rate = share * is_wrong.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
     num_blocks = int(block[-1]) + 1
     # A chosen block gives away 1 to k - 1 of its positions, k / 2 in the mean.

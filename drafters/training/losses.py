@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from mmspec.drafters.block.flash import fit_vocabulary
 from mmspec.drafters.eagle.head import EagleHead
 from mmspec.drafters.training.batch import DraftModel, PackedQueries, TrainBatch, build_inputs_and_labels, shift
 from mmspec.interfaces import SharedEmbeddings
@@ -84,13 +85,13 @@ class LossAccumulator:
             ttt_step: of the rollout, or slot of a block, from 0.
             hidden_states: [n, D] outputs of the head.
             target_hidden: [n, D] the target's hidden states.
-            logit_bias: [n, V] added to the head's logits, or None.
+            logit_bias: [n, V] added to the head's logits, or None; fitted to the rows of the target's LM head.
         """
         if not len(hidden_states):
             return
-        lm_head = self.shared_embeddings.lm_head
-        logits, target_logits = lm_head(hidden_states).float(), lm_head(target_hidden).float().detach()
-        logits = logits if logit_bias is None else logits + logit_bias.float()
+        logits = self.shared_embeddings.logits(hidden_states).float()
+        target_logits = self.shared_embeddings.logits(target_hidden).float().detach()
+        logits = logits if logit_bias is None else logits + fit_vocabulary(logit_bias.float(), logits.shape[-1])
         hidden_loss = functional.smooth_l1_loss(hidden_states.float(), target_hidden.float())
         logits_loss = -(target_logits.softmax(-1) * logits.log_softmax(-1)).sum(-1).mean()
         scale = self.weights.step_decay**ttt_step

@@ -136,6 +136,20 @@ class SaliencyCompressor(Compressor, Protocol):
 
 
 @runtime_checkable
+class GridCompressor(Compressor, Protocol):
+    """A compressor that merges neighbours in the grid of an image or frame.
+
+    Attributes:
+        needs_grids: whether it is refused for a model family whose grids are unknown. Rows of other families without
+            grids, as in a continued conversation, are merged as one line.
+    """
+
+    @property
+    def needs_grids(self) -> bool:
+        """Whether neighbours are those of a grid."""
+
+
+@runtime_checkable
 class SizedCompressor(Compressor, Protocol):
     """A compressor with weights for one hidden size."""
 
@@ -182,6 +196,7 @@ __all__ = [
     "Compressor",
     "GateObservation",
     "GatedCompressor",
+    "GridCompressor",
     "SaliencyCompressor",
     "SizedCompressor",
     "VisualGrid",

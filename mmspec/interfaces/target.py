@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torch import Tensor, nn
+from torch.nn import functional
 
 from mmspec.engine.tree import DraftTree
 
@@ -91,15 +92,44 @@ class TargetInfo:
 
 @dataclass(frozen=True)
 class SharedEmbeddings:
-    """Input and output embeddings of the target: its own modules, not copies.
+    """Input and output embeddings of the target: its own modules, not copies, and what the target applies around them.
 
     Attributes:
         embed_tokens: ids [...] -> [..., D].
-        lm_head: output of the final norm [..., D] -> logits [..., V]. Its `weight` is [V, D].
+        lm_head: output of the final norm [..., D] -> [..., V]. Its `weight` is [V, D].
+        embed_scale: factor of the embeddings before the first layer (Granite's `embedding_multiplier`).
+        logit_scale: factor of the logits (Cohere's `logit_scale`).
+        logit_softcap: c of `c * tanh(logits / c)` (Gemma's `final_logit_softcapping`), or None.
     """
 
     embed_tokens: nn.Module
     lm_head: nn.Module
+    embed_scale: float = 1.0
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """[..., D] embeddings of ids [...], as the first layer receives them (index 0 of the hidden states)."""
+        embeds: Tensor = self.embed_tokens(ids)
+        return embeds if self.embed_scale == 1.0 else embeds * self.embed_scale
+
+    def logits(self, hidden_states: Tensor, lm_head_rows: Tensor | None = None) -> Tensor:
+        """Logits as the target returns them.
+
+        Args:
+            hidden_states: [..., D] outputs of the final norm.
+            lm_head_rows: [n, D] of `lm_head_rows`, for the logits [..., n] of some ids; None for all [..., V].
+        """
+        logits: Tensor
+        if lm_head_rows is None:
+            logits = self.lm_head(hidden_states)
+        else:
+            logits = functional.linear(hidden_states, lm_head_rows)
+        if self.logit_scale != 1.0:
+            logits = logits * self.logit_scale
+        if self.logit_softcap is not None:
+            logits = (logits / self.logit_softcap).tanh() * self.logit_softcap
+        return logits
 
     def lm_head_rows(self, ids: Tensor) -> Tensor:
         """[n, D], the rows of the output embedding for ids [n]."""

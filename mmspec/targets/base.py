@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from mmspec.engine.tree_cache import stored_layers
-from mmspec.interfaces import VisualGrid
+from mmspec.interfaces import SharedEmbeddings, VisualGrid
 from mmspec.targets.module_scan import scan_modules
 from mmspec.targets.vision_attention import AttentionCapture
 
@@ -46,6 +46,7 @@ class ModelAdapter:
     model_types: tuple[str, ...] = ()
     vision_args: tuple[str, ...] = ()
     accepts_mask_per_layer_type: bool = True
+    response_token_type: int = 0
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -105,6 +106,20 @@ class ModelAdapter:
         """Number of ids that have an input embedding."""
         return int(self.model.get_input_embeddings().weight.shape[0])
 
+    @property
+    def shared_embeddings(self) -> SharedEmbeddings:
+        """The embeddings that draft heads share, with the scales and caps that the model applies around them."""
+        text = self.text_config
+        softcap = getattr(text, "final_logit_softcapping", None)
+        return SharedEmbeddings(
+            self.model.get_input_embeddings(),
+            self.model.get_output_embeddings(),
+            embed_scale=float(getattr(text, "embedding_multiplier", None) or 1.0),
+            logit_scale=_logit_scale(self.model_type, text),
+            # `Gemma3ForConditionalGeneration` does not apply it.
+            logit_softcap=None if softcap is None or self.model_type == "gemma3" else float(softcap),
+        )
+
     def unsupported_reason(self) -> str | None:
         """Why the model in its present state cannot be decoded exactly in trees; None if it can."""
         if getattr(self.model, "_is_stateful", False) and not self.is_recurrent:
@@ -151,6 +166,11 @@ class ModelAdapter:
         """
         return ()
 
+    @property
+    def has_grids(self) -> bool:
+        """Whether the grids of this family's visual tokens can be derived."""
+        return type(self).grids is not ModelAdapter.grids
+
     def attention_capture(self) -> AttentionCapture | None:
         """A capture of the vision tower's attention; None where it cannot be assigned to visual tokens."""
         return None
@@ -193,6 +213,18 @@ class ModelAdapter:
                     runs.append((row, start, index - start))
                     start = None
         return runs
+
+
+def _logit_scale(model_type: str, text_config: Any) -> float:
+    """Factor that a model applies to the outputs of its LM head; the same setting is read in different ways."""
+    scaling = float(getattr(text_config, "logits_scaling", None) or 1.0)
+    if model_type.startswith("granite"):
+        return 1.0 / scaling
+    if model_type.startswith("hyperclovax"):
+        return scaling
+    if model_type.startswith("cohere") and model_type != "cohere2_vision":
+        return float(getattr(text_config, "logit_scale", None) or 1.0)
+    return 1.0
 
 
 def _rope_types(text_config: Any, text_model: Any = None) -> set[str]:

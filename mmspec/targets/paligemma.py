@@ -14,6 +14,7 @@ class PaliGemmaAdapter(LlavaAdapter):
     model_types: tuple[str, ...] = ("paligemma",)
     vision_args: tuple[str, ...] = ()
     accepts_mask_per_layer_type = False
+    response_token_type = 1  # 0 is the bidirectional prefix
 
     def attention_capture(self) -> None:
         """None: the capture is for towers that LLaVA selects a layer of."""

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -222,6 +223,7 @@ class Pool:
 
     max_tokens: int
     name: str = "pool"
+    needs_grids: ClassVar[bool] = True
 
     def compress(self, visual_tokens: VisualTokens, query: Tensor | None, max_tokens: int) -> VisualTokens:
         """Means over windows, at most `max_tokens` per row."""
@@ -237,6 +239,7 @@ class Conv(nn.Module):
     """
 
     name = "conv"
+    needs_grids = True
     KERNEL_SIZE = 4
 
     def __init__(self, hidden_size: int, max_tokens: int) -> None:
