@@ -17,8 +17,6 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from transformers import GenerationMixin
-
 from mmspec.targets.module_scan import ModuleScan, callable_name, is_library_code, scan_modules
 
 OptionGetter = Callable[[str], Any]
@@ -42,6 +40,9 @@ _DECODING_MODES = {
 
 _METHODS = ("_sample", "_prefill", "_update_model_kwargs_for_generation", "prepare_inputs_for_generation")
 """Methods that the loop replaces or calls in another order; overridden ones might behave differently."""
+
+GENERATE_MODULE = "transformers.generation.utils"
+"""Python module of `GenerationMixin.generate`."""
 
 _OUTPUTS = ("output_attentions", "output_hidden_states")
 
@@ -91,7 +92,7 @@ def reason_before_prepare(
         value = get_option(name)
         if value is not None and is_active(value):
             return f"{name}={value!r}" if isinstance(value, (int, float, str)) else name
-    if get_option("stop_strings") is not None and type(model).generate is not GenerationMixin.generate:
+    if get_option("stop_strings") is not None and type(model).generate.__module__ != GENERATE_MODULE:
         return "stop_strings with a generate of its own"  # the wrapper replaces them, which it might undo
     if get_option("cache_implementation") == "paged":
         return "cache_implementation='paged'"

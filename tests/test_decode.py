@@ -34,6 +34,8 @@ from mmspec.engine.tree import DraftTree
 from mmspec.interfaces import Prompt
 from mmspec.targets.hf import HFTarget
 from mmspec.targets.registry import find_adapter
+from mmspec.targets.selftest import judge
+from mmspec.targets.registry import find_adapter
 
 LONG: Kwargs = {**GREEDY, "max_new_tokens": 30, "eos_token_id": None}
 
@@ -146,6 +148,7 @@ def test_forward_gets_the_arguments_of_transformers(family: str, monkeypatch: py
     model = get_model(family, seed=29)
     inputs = tiny.build_inputs(model, 27, 2, images=[1, 1])
     names: list[list[set[str]]] = [[], []]
+    judge(find_adapter(model))  # not in `patch`, whose forwards would be recorded
     for patched in (0, 1):
         forward = type(model).forward
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 from torch import nn
 
@@ -27,7 +28,8 @@ def quantises_activations(module: nn.Module) -> bool:
 
     The scheme is the `quantization_scheme` of compressed-tensors.
     """
-    if _is_quantiser(type(module)):
+    kind: Any = type(module)
+    if _is_quantiser(kind):
         return True
     scheme = module.__dict__.get("quantization_scheme")
     if scheme is not None and _is_any_set(scheme, ("input_activations", "output_activations")):

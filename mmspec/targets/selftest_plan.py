@@ -12,6 +12,8 @@ from torch import Tensor
 from mmspec.targets.base import ModelAdapter
 from mmspec.targets.recurrent import target_class
 
+MAX_IDS = 256
+"""About so many ids of a large vocabulary are used."""
 IMAGE_SIZE = 32
 """Edge of the test image, in pixels."""
 
@@ -91,9 +93,15 @@ def image_inputs(adapter: ModelAdapter, processor: Any) -> dict[str, Any] | None
 
 
 def usable_ids(adapter: ModelAdapter) -> list[int]:
-    """Ids that have an embedding and are no placeholders."""
+    """Some ids that are no placeholders and have a finite embedding (rows of a padded vocabulary may be anything)."""
     media = set(adapter.media_token_ids)
-    return [token for token in range(min(adapter.num_embeddings, adapter.vocab_size)) if token not in media]
+    size = min(adapter.num_embeddings, adapter.vocab_size)
+    ids = [token for token in range(0, size, max(1, size // MAX_IDS)) if token not in media]
+    weight = adapter.model.get_input_embeddings().weight
+    if weight.is_meta or not weight.is_floating_point():
+        return ids
+    is_finite = weight.detach()[torch.tensor(ids, device=weight.device)].isfinite().all(-1)
+    return [token for token, finite in zip(ids, is_finite.tolist(), strict=True) if finite]
 
 
 def input_device(adapter: ModelAdapter) -> torch.device:
