@@ -35,7 +35,6 @@ from mmspec.interfaces import Prompt
 from mmspec.targets.hf import HFTarget
 from mmspec.targets.registry import find_adapter
 from mmspec.targets.selftest import judge
-from mmspec.targets.registry import find_adapter
 
 LONG: Kwargs = {**GREEDY, "max_new_tokens": 30, "eos_token_id": None}
 
