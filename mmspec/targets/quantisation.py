@@ -7,18 +7,16 @@ each token has a scale of its own.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
-from typing import Any
 
 from torch import nn
 
-ACTIVATION_QUANTISERS = (
-    "bitsandbytes.nn.modules.Linear8bitLt",
-    "transformers.integrations.bitnet.AutoBitLinear",
-    "transformers.integrations.bitnet.BitLinear",
-)
-"""Classes that always do so."""
+ACTIVATION_QUANTISERS = {
+    "Linear8bitLt": "bitsandbytes.nn.modules",
+    "AutoBitLinear": "transformers.integrations.bitnet",
+    "BitLinear": "transformers.integrations.bitnet",
+}
+"""{class: its Python module} of layers that always do so."""
 WEIGHT_ATTRIBUTES = ("act_quant_kwargs", "act_quant_scale", "activation_quantization", "input_quant_func")
 """Attributes of torchao's weights that are not None where the input is quantised too."""
 
@@ -28,8 +26,7 @@ def quantises_activations(module: nn.Module) -> bool:
 
     The scheme is the `quantization_scheme` of compressed-tensors.
     """
-    kind: Any = type(module)
-    if _is_quantiser(kind):
+    if any(ACTIVATION_QUANTISERS.get(kind.__qualname__) == kind.__module__ for kind in type(module).__mro__):
         return True
     scheme = module.__dict__.get("quantization_scheme")
     if scheme is not None and _is_any_set(scheme, ("input_activations", "output_activations")):
@@ -42,8 +39,3 @@ def quantises_activations(module: nn.Module) -> bool:
 
 def _is_any_set(value: object, names: Sequence[str]) -> bool:
     return any(getattr(value, name, None) is not None for name in names)
-
-
-@functools.lru_cache(maxsize=256)
-def _is_quantiser(kind: type) -> bool:
-    return any(f"{base.__module__}.{base.__qualname__}" in ACTIVATION_QUANTISERS for base in kind.__mro__)
