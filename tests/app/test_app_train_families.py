@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import tiny_models as tiny
 import torch
-import transformers
 import zoo
 from tiny_processor import TinyProcessor
 from torch import Tensor, nn
@@ -21,13 +20,25 @@ from mmspec.app.scenes.render import render_scene
 from mmspec.app.scenes.world import generate_scene
 from mmspec.app.train.data import Teacher
 from mmspec.app.train.datasets import Request
-from mmspec.app.train.heads import target_head_config
+from mmspec.app.train.heads import RECIPES, target_head_config
 from mmspec.drafters.checkpoints.format import load_head
 from mmspec.drafters.eagle.head import EagleHead
 from mmspec.targets.registry import find_adapter
 
-TRAINED = ("qwen3_vl", "gemma3", "smolvlm", "internvl", "mistral3", "qwen3_5", "paligemma", "gemma4")
-GRIDS = ("qwen3_vl", "gemma3", "smolvlm", "internvl", "mistral3")
+
+def available(*families: str) -> list[str]:
+    """Those that the installed transformers has."""
+    return [family for family in families if family in zoo.ROWS]
+
+
+GRIDS = available("qwen3_vl", "gemma3", "smolvlm", "internvl", "mistral3")
+TRAINED = [*GRIDS, *available("qwen3_5", "paligemma", "gemma4")]
+READ = [*GRIDS, *available("qwen3_5", "paligemma", "gemma4", "ernie4_5_vl_moe", "glm4v")]
+SCALED = available(
+    *("gemma2", "gemma3", "gemma4", "paligemma", "granite", "granite4_vision", "hyperclovax_vision_v2"),
+    *("cohere2", "cohere_compass", "aya_vision", "cohere2_vision", "qwen3_vl", "mistral3"),
+)
+"""Scaled embeddings, scaled or capped logits, and settings of these that their models ignore."""
 IMAGES = [render_scene(generate_scene(number)) for number in range(4)]
 STEPS = 20
 
@@ -46,13 +57,18 @@ def build_model(family: str, **changes: Any) -> PreTrainedModel:
 
 
 def train(
-    monkeypatch: pytest.MonkeyPatch, folder: Path, model: PreTrainedModel, *flags: str, steps: int = STEPS
+    monkeypatch: pytest.MonkeyPatch,
+    folder: Path,
+    model: PreTrainedModel,
+    *flags: str,
+    steps: int = STEPS,
+    num_images: int = 3,
 ) -> int:
-    """`mmspec train` on three images and an untouched model; the run is in `folder`/run."""
+    """`mmspec train` on images and an untouched model; the run is in `folder`/run."""
     rows = []
-    for number, image in enumerate(IMAGES[:3]):
-        image.save(folder / f"{number}.png")
-        rows.append({"file_name": f"{number}.png", "prompt": "abcd"[number:]})
+    for number in range(num_images):
+        IMAGES[number % len(IMAGES)].save(folder / f"{number}.png")
+        rows.append({"file_name": f"{number}.png", "prompt": "abcd"[number % 3 :]})
     (folder / "list.jsonl").write_text("\n".join(map(json.dumps, rows)))
     monkeypatch.setattr("mmspec.app.train.report.write_curves", lambda *args, **options: None)
     monkeypatch.setattr("mmspec.app.modeling.load.load_model", lambda *args: (model, TinyProcessor(model)))
@@ -107,6 +123,32 @@ def test_compressors_of_other_families(family: str, tmp_path: Path, monkeypatch:
             assert sum(grid.num_tokens for grid in record.grids) == record.num_visual_tokens
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("family", available("qwen3_vl", "gemma3", "smolvlm", "internvl", "qwen3_5"))
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--draft-vocab", "60", "--evaluate", "1"],
+        ["--text-first"],
+        ["--text-only"],
+        ["--compressor", "latent:2"],
+        ["--compressor", "elastic:2"],
+    ],
+    ids=" ".join,
+)
+def test_all_drafters_of_other_families(
+    family: str, flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build_model(family)
+    assert train(monkeypatch, tmp_path, model, "--drafter", ",".join(RECIPES), *flags, steps=2, num_images=10) == 0
+    for name in RECIPES:
+        stats = generate_twice(model, tmp_path / "run" / name)
+        assert stats.num_draft_tokens > 0 and not stats.fallback_calls
+        if "--evaluate" in flags:
+            evaluation = json.loads((tmp_path / "run" / name / "evaluation.json").read_text())
+            assert evaluation["requests"] == 1 and evaluation["speed"]["identical"] is True
+
+
 def test_a_compressor_for_unknown_grids_is_refused_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -124,10 +166,7 @@ def test_a_compressor_for_unknown_grids_is_refused_in_one_line(
     mmspec.patch(model, "lookup", compressor="stride:3")
 
 
-@pytest.mark.parametrize(
-    "family",
-    ["qwen3_vl", "gemma3", "smolvlm", "internvl", "mistral3", "qwen3_5", "paligemma", "ernie4_5_vl_moe", "glm4v"],
-)
+@pytest.mark.parametrize("family", READ)
 def test_training_reads_the_hidden_states_of_decoding(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -172,17 +211,9 @@ def test_answers_end_before_a_placeholder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize(
-    "family",
-    [
-        *("gemma3", "gemma4", "paligemma", "granite4_vision", "hyperclovax_vision_v2", "aya_vision", "cohere2_vision"),
-        *("cohere_compass", "gemma2", "granite", "cohere2", "qwen3_vl", "mistral3"),
-    ],
-)
+@pytest.mark.parametrize("family", SCALED)
 def test_shared_embeddings_are_those_of_the_model(family: str, tied: bool) -> None:
     """Embeddings as the first layer receives them, logits as the model returns them: with their scales and caps."""
-    if family not in zoo.ROWS:
-        pytest.skip(f"transformers {transformers.__version__} has no {family}")
     model = build_model(family, tied=tied)
     adapter = find_adapter(model)
     shared = adapter.shared_embeddings
