@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -135,7 +136,15 @@ class SharedEmbeddings:
         """[n, D], the rows of the output embedding for ids [n]."""
         weight = self.lm_head.weight
         assert isinstance(weight, Tensor)
-        return weight[ids]
+        is_plain = type(weight) in (Tensor, nn.Parameter) and weight.is_floating_point()
+        if is_plain and weight.device.type != "meta":
+            return weight[ids]
+        # Offloaded or quantised: only the module's forward has the weight, which is its output for unit vectors.
+        example = self.embed_tokens(ids[:1])
+        units = torch.eye(example.shape[-1], device=ids.device, dtype=example.dtype)
+        outputs = self.lm_head(torch.cat([torch.zeros_like(units[:1]), units]))
+        rows: Tensor = (outputs[1:] - outputs[:1])[:, ids].t()
+        return rows
 
 
 __all__ = [

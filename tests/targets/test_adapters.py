@@ -24,6 +24,13 @@ from transformers import PreTrainedModel
 import mmspec
 from mmspec.targets.module_scan import scan_modules
 
+
+@pytest.fixture(autouse=True)
+def _same_adapters() -> None:
+    """PEFT draws the weights of adapters from the default generator."""
+    torch.manual_seed(0)
+
+
 LAYERS = ["q_proj", "v_proj", "down_proj"]
 
 
@@ -181,7 +188,9 @@ def test_a_mixture_of_adapters(peft: Any, tmp_path: Path) -> None:
     model.config.use_cache = False
     adapters = {name: str(tmp_path / name) for name in ("0", "1")}
     config = peft.XLoraConfig(task_type="CAUSAL_LM", hidden_size=32, adapters=adapters)
-    assert_plain(check(peft.get_peft_model(model, config).eval()), "forward pre-hook", "XLora")
+    # Without a cache transformers encodes the images again for each token, so that none may be a placeholder.
+    options = {"suppress_tokens": [tiny.special_ids(model.tiny_spec).image]}
+    assert_plain(check(peft.get_peft_model(model, config).eval(), **options), "forward pre-hook", "XLora")
 
 
 def test_a_router_over_all_tokens(peft: Any) -> None:

@@ -9,11 +9,13 @@ from pathlib import Path
 
 import adversarial as adversarial
 import pytest
+import tiny_heads as tiny_heads
 import tiny_models as tiny
 import torch
 from parity import GREEDY, SAMPLED, assert_parity
 from transformers import PreTrainedModel
 
+from mmspec.interfaces.target import SharedEmbeddings
 from mmspec.targets.module_scan import scan_modules
 
 
@@ -83,4 +85,20 @@ def test_drafters_of_an_offloaded_model(drafter: str, tmp_path: Path) -> None:
     disk_offload(model, str(tmp_path), torch.device("cpu"))
     inputs = tiny.build_inputs(model, 27, 1, images=[1])
     stats = assert_parity(model, inputs, drafter, patch_options={"tree_size": 8}, do_sample=False, max_new_tokens=40)
+    assert stats.num_draft_tokens > 0
+
+
+@pytest.mark.parametrize("kind", ["decoupled", "falcon"])
+def test_a_draft_head_that_shares_offloaded_embeddings(kind: str, tmp_path: Path) -> None:
+    from accelerate import disk_offload
+
+    spec = tiny.ModelSpec(seed=29)
+    model, rows = tiny.build_model(spec), torch.tensor([5, 3, 90])
+    expected = model.get_output_embeddings().weight[rows].detach().clone()
+    disk_offload(model, str(tmp_path), torch.device("cpu"))
+    shared = SharedEmbeddings(model.get_input_embeddings(), model.get_output_embeddings())
+    assert torch.allclose(shared.lm_head_rows(rows), expected, atol=1e-6)
+    inputs = tiny.build_inputs(model, 27, 2, images=[1, 1])
+    drafter = tiny_heads.build_drafter(kind, spec)
+    stats = assert_parity(model, inputs, drafter, patch_options={"tree_size": 8}, **GREEDY)
     assert stats.num_draft_tokens > 0
