@@ -5,6 +5,7 @@ Sliding-window layers store all positions as well; the attention mask applies th
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -62,12 +63,12 @@ class TreeCache(Cache):
         Args:
             buffer: keys and values of the attention layers.
             num_layers: number of layers.
-            user_cache: the cache whose recurrent layers are used as they are; None if there are none.
+            user_cache: an empty cache whose recurrent layers are copied; None if there are none.
         """
         layers: list[Any] = [TreeLayer(buffer, index) for index in range(num_layers)]
         for index, layer in enumerate([] if user_cache is None else user_cache.layers):
             if is_recurrent(layer):
-                layers[index] = layer
+                layers[index] = copy.deepcopy(layer)
         super().__init__(layers=layers)
         self.buffer = buffer
 
@@ -150,6 +151,17 @@ def load_dynamic_cache(cache: DynamicCache, buffer: RaggedKVCache) -> None:
             values = torch.nn.functional.pad(values, (0, 0, missing, 0))
         buffer.write(index, keys, values)
     buffer.advance(length)
+
+
+def export_recurrent_layers(source: TreeCache, cache: DynamicCache) -> None:
+    """Put copies of the recurrent layers into a user's cache, as tensors that may be written outside inference mode."""
+    for index, layer in enumerate(source.layers):
+        if is_recurrent(layer):
+            twin = copy.copy(layer)
+            for name in ("conv_states", "recurrent_states"):
+                states = getattr(layer, name)
+                setattr(twin, name, {i: None if state is None else state.clone() for i, state in states.items()})
+            cache.layers[index] = twin
 
 
 def export_dynamic_cache(buffer: RaggedKVCache, length: int, cache: DynamicCache, copy: bool = True) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mmspec.engine.tree import BUCKETS, DraftTree
-from mmspec.engine.tree_cache import is_recurrent
+from mmspec.engine.tree_cache import export_recurrent_layers, is_recurrent
 from mmspec.interfaces import VerifyResult
 from mmspec.targets.base import ModelAdapter
 from mmspec.targets.hf import HFTarget
@@ -107,6 +107,7 @@ class RecurrentTarget(HFTarget):
         self.crop([num_steps - 1])
         if len(self.tokens) > self.state_length:
             self._feed_pending()
+        export_recurrent_layers(self.cache, self.user_cache)
         return super().export_cache(num_steps)
 
     def _feed(self, ids: Tensor, hidden_state_indices: Sequence[int] = ()) -> Any:

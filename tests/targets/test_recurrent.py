@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import adversarial as adversarial
@@ -59,6 +60,21 @@ def test_logits_and_returned_states(family: str) -> None:
     for one, other in pairs:
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
     assert [type(layer) for layer in caches[0].layers] == [type(layer) for layer in caches[1].layers]
+
+
+@FAMILY
+def test_a_returned_cache_can_be_continued(family: str) -> None:
+    """By transformers, outside inference mode; the states belong to the caller."""
+    model = model_of(family)
+    options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
+    first = one_row(model)
+    texts = []
+    for patched in (False, True):
+        with speculate(model, "bush", None) if patched else nullcontext():
+            turn = model.generate(**first, **options, return_dict_in_generate=True)
+            following = tiny.build_next_turn(first, turn.sequences, 2, model.tiny_spec)
+            texts.append(model.generate(**following, **options, past_key_values=turn.past_key_values))
+    assert torch.equal(*texts)
 
 
 class HalfRight(adversarial.AdversarialDrafter):
