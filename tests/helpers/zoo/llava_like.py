@@ -345,5 +345,5 @@ ROWS = (
     _row("cohere2_vision", _cohere2_vision, _MIXED, has_window=True),
     _row("perception_lm", _perception_lm, videos=_perception_lm_videos),
     _row("fast_vlm", _square, has_window=True),
-    _row("granite4_vision", _granite4_vision, "deepstack"),
+    _row("granite4_vision", _granite4_vision, "deepstack", min_transformers="5.23"),
 )
