@@ -21,6 +21,7 @@ PER_CALL_OPTIONS = (
     "tree_size",
     "deterministic",
     "cpu_pack_weights",
+    "compile",
     "reference",
     "reference_ids",
 )
@@ -45,6 +46,8 @@ class SpecConfig:
         deterministic: fix all shapes, so that half-precision runs are bit-identical on one machine.
         cpu_pack_weights: on a CPU, True also tries float32 linear layers in the kernel's packed layout, at the cost of
             a copy of their weights; False never replaces a linear layer; None tries what needs no copy.
+        compile: record the target's rounds once and replay them. True: by CUDA graphs, on a CPU by `torch.compile`, at
+            the cost of a copy of the weights; "auto": on CUDA only; False: never.
     """
 
     drafter: Drafter
@@ -54,8 +57,11 @@ class SpecConfig:
     tree_size: int | None = None
     deterministic: bool = False
     cpu_pack_weights: bool | None = None
+    compile: bool | str = "auto"
 
     def __post_init__(self) -> None:
+        if not isinstance(self.compile, bool) and self.compile != "auto":
+            raise TypeError(f"compile must be 'auto', True or False; got {self.compile!r}.")
         if not isinstance(self.deterministic, bool):
             raise TypeError(
                 f"deterministic must be True (fixed shapes) or False; got {self.deterministic!r}. Pass a bool."

@@ -60,6 +60,7 @@ def patch(
     tree_size: int | None = None,
     deterministic: bool = False,
     cpu_pack_weights: bool | None = None,
+    compile: bool | str = "auto",
     **deprecated: Any,
 ) -> Any:
     """Make `model.generate` speculative. The output stays the same, token for token. `unpatch` reverts it.
@@ -79,6 +80,9 @@ def patch(
         deterministic: fix all shapes, so that half-precision runs are bit-identical on one machine.
         cpu_pack_weights: on a CPU, float32 linear layers run on whichever kernel is fastest in real calls. True: also
             on packed copies, at the cost of the layers' memory. False: leave all linear layers unchanged.
+        compile: record the target's forward once for each shape and replay it. "auto": by CUDA graphs on a GPU, not on
+            a CPU. True: on a CPU too, by `torch.compile`, which takes up to a minute per shape at first and a copy of
+            the weights. False: never. Models or calls that cannot be recorded run as without it.
         deprecated: `nodes` and `packed`, the former names of `tree_size` and `cpu_pack_weights`.
 
     Returns:
@@ -98,7 +102,8 @@ def patch(
         tree_size = renamed.get("tree_size")
         cpu_pack_weights = renamed.get("cpu_pack_weights")
     reference_ids = resolve_reference_ids(reference_ids)
-    spec = (drafter, compressor, processor, reference, reference_ids, tree_size, deterministic, cpu_pack_weights)
+    given = (drafter, compressor, processor, reference, reference_ids, tree_size, deterministic, cpu_pack_weights)
+    spec = (*given, compile)
     adapter = find_adapter(model)
     if is_patched(model):
         if patch_state(model).spec == spec:
@@ -122,6 +127,7 @@ def patch(
         tree_size=tree_size,
         deterministic=deterministic,
         cpu_pack_weights=cpu_pack_weights,
+        compile=compile,
     )
     reference_rows(config.reference, config.reference_ids, tokenizer, batch=None, num_return_sequences=1)
     state = PatchState(adapter, config, spec, processor)
