@@ -13,6 +13,7 @@ from mmspec.control.tree_size import RoundCostModel
 from mmspec.cpu.linear import LinearAutotuner
 from mmspec.metrics.stats import Stats
 from mmspec.targets.base import ModelAdapter
+from mmspec.targets.captured import CapturePool
 from mmspec.targets.module_scan import ModuleScan
 from mmspec.targets.vision_attention import AttentionCapture
 
@@ -31,6 +32,7 @@ class CallContext:
         tokenizer: the tokenizer, or None.
         autotuner: chooses the kernels of linear layers on CPU.
         costs: measured times of rounds with this drafter.
+        captures: recorded rounds of the model.
         start_time: `time.perf_counter()` at the start of `generate`.
         streamer: the `streamer` argument, which transformers does not pass to a custom loop.
         vision_inputs: the arguments in `adapter.vision_args`, which transformers drops as well.
@@ -46,6 +48,7 @@ class CallContext:
     tokenizer: Any
     autotuner: LinearAutotuner
     costs: RoundCostModel
+    captures: CapturePool
     start_time: float
     streamer: Any
     vision_inputs: Mapping[str, Any]

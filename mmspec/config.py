@@ -29,6 +29,7 @@ PER_CALL_OPTIONS = (
     "tree_size",
     "deterministic",
     "cpu_pack_weights",
+    "compile",
     "reference",
     "reference_ids",
 )
@@ -53,6 +54,8 @@ class SpecConfig:
         deterministic: fix all shapes, so that half-precision runs are bit-identical on one machine.
         cpu_pack_weights: on a CPU, True also tries float32 linear layers in the kernel's packed layout, at the cost of
             a copy of their weights; False never replaces a linear layer; None tries what needs no copy.
+        compile: record the target's rounds once and replay them. True: by CUDA graphs, on a CPU by `torch.compile`, at
+            the cost of a copy of the weights; "auto": on CUDA only; False: never.
     """
 
     drafter: Drafter
@@ -62,8 +65,11 @@ class SpecConfig:
     tree_size: int | None = None
     deterministic: bool = False
     cpu_pack_weights: bool | None = None
+    compile: bool | str = "auto"
 
     def __post_init__(self) -> None:
+        if not isinstance(self.compile, bool) and self.compile != "auto":
+            raise TypeError(f"compile must be 'auto', True or False; got {self.compile!r}.")
         if not isinstance(self.deterministic, bool):
             raise TypeError(
                 f"deterministic must be True (fixed shapes) or False; got {self.deterministic!r}. Pass a bool."
@@ -104,6 +110,7 @@ class PatchArguments:
     tree_size: int | None
     deterministic: bool
     cpu_pack_weights: bool | None
+    compile: bool | str
 
 
 def own_compressor(drafter: Drafter) -> Compressor | None:
@@ -217,6 +224,7 @@ def resolve_config(arguments: PatchArguments, adapter: Any) -> SpecConfig:
         tree_size=arguments.tree_size,
         deterministic=arguments.deterministic,
         cpu_pack_weights=arguments.cpu_pack_weights,
+        compile=arguments.compile,
     )
     reference_rows(config.reference, config.reference_ids, tokenizer, batch=None, num_return_sequences=1)
     return config

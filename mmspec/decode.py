@@ -9,31 +9,28 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
-from math import ceil
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.generation.stopping_criteria import MaxLengthCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from mmspec.call import CallContext, FallbackRequired, PreparedInputs
+from mmspec.call import CallContext, PreparedInputs
 from mmspec.control.tree_size import TreeSizeController
 from mmspec.cpu.linear import find_linear_layers, use_fast_linears
-from mmspec.engine.criteria import UNLIMITED_STEPS, is_user_code
+from mmspec.engine.criteria import UNLIMITED_STEPS
 from mmspec.engine.loop import DecodeLoop
 from mmspec.engine.output import OutputBuffer, ReturnFlags, UserCodeHooks
 from mmspec.engine.rng import RngGuard, SamplingNoise
-from mmspec.engine.sampler import TreeSampler, unknown
-from mmspec.interfaces import Drafter, Prompt, VisualGrid
+from mmspec.engine.sampler import TreeSampler
+from mmspec.interfaces import Prompt, VisualGrid
 from mmspec.metrics.compression_stats import RecordingCompressor
 from mmspec.metrics.stats import Stats
+from mmspec.prefill import Prefilled, prefill
 from mmspec.reference import reference_rows
 from mmspec.targets.base import ModelAdapter
 from mmspec.targets.hf import HFTarget
-from mmspec.targets.module_scan import scan_modules
-from mmspec.targets.recurrent import target_class
 from mmspec.user_code import RngIsolatedDrafter, is_builtin
 
 NOISE_BYTES = 256 << 20
@@ -44,21 +41,6 @@ UNLIMITED = UNLIMITED_STEPS >> 1
 """A `max_new_tokens` from here on means that the call has no length limit."""
 
 
-@dataclass
-class Prefilled:
-    """The target after its forward over the prompt.
-
-    Attributes:
-        target: the target, with the prompt in its cache.
-        logits: [B, V] of the last position.
-        hidden_states: {index: [B, L, D]}, those that the drafter requires.
-    """
-
-    target: HFTarget
-    logits: Tensor
-    hidden_states: dict[int, Tensor]
-
-
 def decode(call: CallContext, inputs: PreparedInputs) -> Any:
     """Decode one call; returns what `GenerationMixin._sample` returns.
 
@@ -66,14 +48,13 @@ def decode(call: CallContext, inputs: PreparedInputs) -> Any:
         FallbackRequired: the prefill shows that transformers must decode this call.
     """
     start = time.perf_counter()
-    target = _build_target(call, inputs)
-    prefilled = _prefill(target, call.spec_config.drafter)
-    call.stats.prefill_s = time.perf_counter() - start
-    try:
-        return _run_loop(call, inputs, prefilled)
-    except BaseException:
-        target.restore_user_cache()
-        raise
+    with prefill(call, inputs) as prefilled:
+        call.stats.prefill_s = time.perf_counter() - start
+        try:
+            return _run_loop(call, inputs, prefilled)
+        except BaseException:
+            prefilled.target.restore_user_cache()
+            raise
 
 
 def _run_loop(call: CallContext, inputs: PreparedInputs, prefilled: Prefilled) -> Any:
@@ -115,34 +96,6 @@ def _run_loop(call: CallContext, inputs: PreparedInputs, prefilled: Prefilled) -
 
 
 # --- the parts of a call ----------------------------------------------------------------------------------------------
-
-
-def _build_target(call: CallContext, inputs: PreparedInputs) -> HFTarget:
-    if call.modules is None:
-        call.modules = scan_modules(call.adapter.model)
-    runs_user_code = bool(
-        call.streamer is not None or unknown(inputs.processors) or any(map(is_user_code, inputs.criteria))
-    )
-    target = target_class(call.adapter)(
-        call.adapter,
-        inputs.input_ids,
-        inputs.model_kwargs,
-        inputs.generation_config,
-        _max_new_tokens(inputs),
-        inference_mode=call.modules.can_use_inference_mode,
-        cache_is_observed=runs_user_code,
-    )
-    if (reason := target.length_reason()) is not None:
-        raise FallbackRequired(reason)
-    return target
-
-
-def _prefill(target: HFTarget, drafter: Drafter) -> Prefilled:
-    with RngGuard(target.device, target.input_ids.device) as guard:
-        logits, hidden_states = target.prefill(drafter.requirements.hidden_state_indices)
-    if guard.rng_was_used:
-        raise FallbackRequired("a forward that draws random numbers")
-    return Prefilled(target, logits, hidden_states)
 
 
 def _build_sampler(call: CallContext, inputs: PreparedInputs, prompt_logits: Tensor) -> TreeSampler:
@@ -277,14 +230,6 @@ def _fast_linears(call: CallContext) -> AbstractContextManager[None]:
         roots += [part for part in vars(spec_config.drafter).values() if isinstance(part, nn.Module)]
         layers = find_linear_layers(roots)
     return use_fast_linears(call.autotuner, layers, spec_config.deterministic, bool(spec_config.cpu_pack_weights))
-
-
-def _max_new_tokens(inputs: PreparedInputs) -> int:
-    """Largest number of new tokens of any row, at least 1."""
-    lengths = [criterion.max_length for criterion in inputs.criteria if type(criterion) is MaxLengthCriteria]
-    if inputs.generation_config.max_length is not None:
-        lengths.append(inputs.generation_config.max_length)
-    return max(1, ceil(min(lengths, default=UNLIMITED_STEPS)) - inputs.input_ids.shape[1])
 
 
 # --- the result -------------------------------------------------------------------------------------------------------

@@ -33,6 +33,7 @@ from mmspec.interfaces import Drafter, SaliencyCompressor
 from mmspec.metrics.stats import Stats
 from mmspec.targets import selftest
 from mmspec.targets.base import ModelAdapter
+from mmspec.targets.captured import CapturePool
 from mmspec.targets.module_scan import ModuleScan, scan_modules
 from mmspec.targets.module_state import modules_fingerprint
 from mmspec.targets.recurrent import target_class
@@ -54,6 +55,7 @@ class PatchState:
         original_attention: attention kernel of the text model before `patch` changed it, or None.
         costs: {drafter name: measured times}.
         autotuner: chooses the kernels of linear layers on CPU.
+        captures: recorded rounds.
         drafter_cache: drafters that calls selected by name.
         total, last: statistics of all calls and of the last call.
         lock: held while `costs`, `total` and `last` change.
@@ -66,6 +68,7 @@ class PatchState:
         self.original_attention: str | None = None
         self.costs: dict[str, RoundCostModel] = {}
         self.autotuner = LinearAutotuner()
+        self.captures = CapturePool(self._warn_once)
         self.drafter_cache = DrafterCache()
         self.total = Stats()
         self.last = Stats()
@@ -121,6 +124,7 @@ class PatchState:
             tokenizer=tokenizer,
             autotuner=self.autotuner,
             costs=self.cost_model(config.drafter),
+            captures=self.captures,
             start_time=start_time,
             streamer=arguments.get("streamer"),
             vision_inputs={name: arguments[name] for name in vision_args if arguments.get(name) is not None},

@@ -53,6 +53,7 @@ def patch(
     tree_size: int | None = None,
     deterministic: bool = False,
     cpu_pack_weights: bool | None = None,
+    compile: bool | str = "auto",
     **deprecated: Any,
 ) -> Any:
     """Make `model.generate` speculative. The output stays the same, token for token. `unpatch` reverts it.
@@ -73,6 +74,9 @@ def patch(
         deterministic: fix all shapes, so that half-precision runs are bit-identical on one machine.
         cpu_pack_weights: on a CPU, float32 linear layers run on whichever kernel is fastest in real calls. True: also
             on packed copies, at the cost of the layers' memory. False: leave all linear layers unchanged.
+        compile: record the target's forward once for each shape and replay it. "auto": by CUDA graphs on a GPU, not on
+            a CPU. True: on a CPU too, by `torch.compile`, which takes up to a minute per shape at first and a copy of
+            the weights. False: never. Models or calls that cannot be recorded run as without it.
         deprecated: `nodes` and `packed`, the former names of `tree_size` and `cpu_pack_weights`.
 
     Returns:
@@ -91,6 +95,7 @@ def patch(
         reference,
         resolve_reference_ids(reference_ids),
         deterministic=deterministic,
+        compile=compile,
         **current,
     )
     wrapper, model = model, unwrap(model)

@@ -47,22 +47,22 @@ def model() -> Iterator[PreTrainedModel]:
 
 def plant(monkeypatch: pytest.MonkeyPatch, row: int, column: int, shift: int = 1) -> None:
     """Plant a bug: the loop samples another token at one position."""
-    pick = TreeSampler.sample
+    sample = TreeSampler.sample
 
     def wrong(
         self: TreeSampler,
         logits: Tensor,
         tree: DraftTree,
         sequences: Tensor,
-        lengths: list[int],
-        base: int,
-        horizon: int,
+        num_emitted: list[int],
+        *rest: Any,
+        **options: Any,
     ) -> Any:
-        picks, scores, broken = pick(self, logits, tree, sequences, lengths, base, horizon)
+        sampled_ids, scores, is_nan = sample(self, logits, tree, sequences, num_emitted, *rest, **options)
         assert tree.depths is not None
-        here = tree.depths[row] + lengths[row] == column
-        picks[row] = torch.where(here, (picks[row] + shift) % logits.shape[-1], picks[row])
-        return picks, scores, broken
+        here = tree.depths[row] + num_emitted[row] == column
+        sampled_ids[row] = torch.where(here, (sampled_ids[row] + shift) % logits.shape[-1], sampled_ids[row])
+        return sampled_ids, scores, is_nan
 
     monkeypatch.setattr(TreeSampler, "sample", wrong)
 

@@ -24,16 +24,18 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "engine.tree",
         "engine.kv_cache",
         "engine.gather",
+        "engine.graph",
         "cpu.*",
         "control.ema",
         "control.draft_cost",
         "targets.vision_attention",
     ),
     ("engine.sampler", "engine.rng", "engine.criteria", "interfaces.*", "control.depth"),
-    ("engine.verify", "engine.tree_cache", "metrics.*", "control.tree_size", "engine.output"),
+    ("engine.verify", "engine.static_cache", "engine.tree_cache", "metrics.*", "control.tree_size", "engine.output"),
     ("drafters", "vision"),
     ("targets.*", "fallback", "config"),
     ("engine.loop", "call", "user_code"),
+    ("prefill",),
     ("decode",),
     ("generate",),
     ("patching",),
@@ -46,7 +48,8 @@ LOOP_IMPORTS = {
     "engine.verify", "engine.output", "engine.tree", "engine.sampler", "control.tree_size", "metrics.*", "interfaces.*",
 }  # fmt: skip
 KNOW_TRANSFORMERS = {
-    "generate", "decode", "engine.tree_cache", "engine.sampler", "engine.criteria", "comparison", "targets.*", "app",
+    "generate", "prefill", "decode", "engine.tree_cache", "engine.sampler", "engine.criteria", "comparison",
+    "targets.*", "app",
 }  # fmt: skip
 KNOW_MEDIA = {"app", "vision"}
 MEDIA = {"gradio", "decord", "av", "matplotlib"}

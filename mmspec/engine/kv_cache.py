@@ -34,13 +34,30 @@ class RaggedKVCache:
             batch: B.
             max_length: largest number of positions of a row, tree nodes included. Allocation stops there.
         """
-        self.seq_lens = [0] * batch
+        self._seq_lens = [0] * batch
+        self._device_lengths: dict[torch.device, Tensor] = {}  # copies of `seq_lens`
         self.max_length = max_length
         self.num_new = 0
         self.kv_len = 0
         self._layers: list[tuple[Tensor, ...]] = []  # () until the first write
         self._dtypes: list[tuple[torch.dtype, torch.dtype]] = []  # (keys, values) of each layer
         self._write_indices: dict[torch.device, Tensor] = {}
+
+    @property
+    def seq_lens(self) -> list[int]:
+        """Committed positions of each row. Assign a new list to change them."""
+        return self._seq_lens
+
+    @seq_lens.setter
+    def seq_lens(self, seq_lens: list[int]) -> None:
+        self._seq_lens = seq_lens
+        self._device_lengths.clear()
+
+    def lengths_on(self, device: torch.device) -> Tensor:
+        """[B] int64, `seq_lens` on `device`. Copied from the host only after `seq_lens` was assigned."""
+        if device not in self._device_lengths:
+            self._device_lengths[device] = torch.tensor(self._seq_lens, device=device)
+        return self._device_lengths[device]
 
     @property
     def is_uniform(self) -> bool:
@@ -89,20 +106,22 @@ class RaggedKVCache:
             accepted_nodes: the same nodes on the host.
         """
         if any(node != step for row in accepted_nodes for step, node in enumerate(row)):
-            longest = max(len(row) for row in accepted_nodes)
-            for buffer in self._buffers():
-                self._gather(buffer, path[:, :longest].to(buffer.device), counts.to(buffer.device))
-        self.seq_lens = [length + len(row) for length, row in zip(self.seq_lens, accepted_nodes, strict=True)]
+            self._move_to_front(path[:, : max(len(row) for row in accepted_nodes)], counts)
+        self._seq_lens = [length + len(row) for length, row in zip(self._seq_lens, accepted_nodes, strict=True)]
+        for device, lengths in self._device_lengths.items():
+            self._device_lengths[device] = lengths + counts.to(device)
 
     def crop(self, lengths: Sequence[int]) -> None:
         """Cut row b to at most `lengths[b]` positions."""
-        self.seq_lens = [min(old, new) for old, new in zip(self.seq_lens, lengths, strict=True)]
+        cropped = [min(old, new) for old, new in zip(self.seq_lens, lengths, strict=True)]
+        if cropped != self.seq_lens:
+            self.seq_lens = cropped
 
     def zero_tail(self) -> None:
         """Set all positions behind the rows' lengths to zero."""
         for buffer in self._buffers():
             index = torch.arange(buffer.shape[3], device=buffer.device)
-            behind = index >= torch.tensor(self.seq_lens, device=buffer.device)[:, None]
+            behind = index >= self.lengths_on(buffer.device)[:, None]
             buffer.masked_fill_(behind[None, :, None, :, None], 0)
 
     def read(self, layer: int, length: int) -> tuple[Tensor, Tensor]:
@@ -123,21 +142,26 @@ class RaggedKVCache:
         for parts in self._layers:
             yield from parts
 
-    def _gather(self, buffer: Tensor, path: Tensor, counts: Tensor) -> None:
+    def _move_to_front(self, path: Tensor, counts: Tensor) -> None:
         """Move the nodes of `path` [B, A] to the front of the new positions; steps from `counts` on do not move."""
         batch, longest = path.shape
-        step = torch.arange(longest, device=buffer.device)
-        lengths = torch.tensor(self.seq_lens, device=buffer.device)[:, None]
-        source = lengths + torch.where(step < counts[:, None], path, step)
-        shape = (buffer.shape[0], batch, buffer.shape[2], longest, buffer.shape[4])
-        moved = buffer.gather(3, source[None, :, None, :, None].expand(shape))
-        buffer.scatter_(3, (lengths + step)[None, :, None, :, None].expand(shape), moved)
+        indices: dict[torch.device, tuple[Tensor, Tensor]] = {}  # computed once, not per layer
+        for buffer in self._buffers():
+            device = buffer.device
+            if device not in indices:
+                step = torch.arange(longest, device=device)
+                lengths = self.lengths_on(device)[:, None]
+                source = lengths + torch.where(step < counts.to(device)[:, None], path.to(device), step)
+                indices[device] = source[None, :, None, :, None], (lengths + step)[None, :, None, :, None]
+            source, destination = indices[device]
+            shape = (buffer.shape[0], batch, buffer.shape[2], longest, buffer.shape[4])
+            buffer.scatter_(3, destination.expand(shape), buffer.gather(3, source.expand(shape)))
 
     def _write_index(self, device: torch.device) -> Tensor:
         """[B, num_new] int64 positions that this forward writes, cached per device (layers may be on several)."""
         if device not in self._write_indices:
-            lengths = torch.tensor(self.seq_lens, device=device)
-            self._write_indices[device] = lengths[:, None] + torch.arange(self.num_new, device=device)
+            step = torch.arange(self.num_new, device=device)
+            self._write_indices[device] = self.lengths_on(device)[:, None] + step
         return self._write_indices[device]
 
     def _allocate(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from mmspec.control.tree_size import TreeSizeController
-from mmspec.engine.output import OutputBuffer
+from mmspec.engine.output import OutputBuffer, RowState
 from mmspec.engine.sampler import TreeSampler
 from mmspec.engine.tree import BUCKETS, DraftTree, bucket_size, first_chain, replace_with_chain, root_only, sanitize
 from mmspec.engine.verify import accept_path
@@ -87,7 +87,9 @@ class DecodeLoop:
         batch = prompt_logits.shape[0]
         self.stats.row_forwards = [0] * batch
         root = root_only(batch, prompt_logits.device)
-        result, processed_scores, raw_logits = self._sample_and_accept(root, prompt_logits[:, None])
+        result, processed_scores, raw_logits = self._sample_and_accept(
+            root, prompt_logits[:, None], self.output.row_state(1)
+        )
         state = self.drafter.begin(prompt)
         self.output.emit(result, processed_scores, raw_logits)
         self.drafter.observe(state, result, {})
@@ -101,12 +103,12 @@ class DecodeLoop:
     def round(self, state: Any) -> None:
         """One round: draft, score, accept, commit. `state` is the drafter's."""
         start = time.perf_counter()
-        tree, has_draft = self._build_tree(state)
+        tree, rows, has_draft = self._build_tree(state)
         active = self._active_rows(self.output.max_emit(tree.num_nodes))
         built = time.perf_counter()
         logits, hidden_states = self.target.score(tree, self.drafter.requirements.hidden_state_indices)
         try:
-            result, processed_scores, raw_logits = self._sample_and_accept(tree, logits, with_top_ids=has_draft)
+            result, processed_scores, raw_logits = self._sample_and_accept(tree, logits, rows, with_top_ids=has_draft)
         except Exception as error:
             if self.output.stepwise:
                 raise
@@ -114,51 +116,51 @@ class DecodeLoop:
             return
         accepted = time.perf_counter()
         self.target.commit(result)
-        self.output.emit(result, processed_scores, raw_logits)
+        self.output.emit(result, processed_scores, raw_logits, rows)
         emitted = time.perf_counter()
-        result = _drop_inactive_rows(result, active)
+        result = _drop_inactive_rows(result, active, rows)
         if not self.output.speculation_disabled:  # tokens were dropped then, and the drafter would receive some twice
             self.drafter.observe(state, result, hidden_states)
         draft_s = (built - start) + (time.perf_counter() - emitted)
-        self._record(result, active, has_draft, RoundTimes(draft_s, accepted - built, emitted - accepted))
+        score_s = accepted - built - self.target.setup_s
+        self._record(result, active, has_draft, RoundTimes(draft_s, score_s, emitted - accepted))
 
-    def _build_tree(self, state: Any) -> tuple[DraftTree, bool]:
-        """The tree to score, and whether the drafter was called for it."""
-        device = self.draftable.device
-        root_ids = torch.tensor([row[-1] for row in self.output.emitted], device=device)
+    def _build_tree(self, state: Any) -> tuple[DraftTree, RowState, bool]:
+        """The tree to score, the rows before it, and whether the drafter was called for it."""
         should_draft = self.controller.should_draft and not self.output.stepwise
         if should_draft:
-            tree = sanitize(self._draft(state), root_ids, self.draftable)
+            draft = self._draft(state)
         else:
             self.controller.skip_draft()
-            tree = root_only(len(root_ids), device, root_ids)
-        return self._add_padding_nodes(tree), should_draft
+            draft = root_only(len(self.output.emitted), self.draftable.device)
+        num_nodes = max(draft.num_nodes, self._num_padding_nodes())
+        rows = self.output.row_state(num_nodes)
+        if num_nodes == 1:
+            return root_only(len(rows.root_ids), self.draftable.device, rows.root_ids), rows, should_draft
+        tree = sanitize(draft.pad(num_nodes), rows.root_ids, self.draftable)
+        if rows.finished is not None:
+            tree = replace_with_chain(tree, rows.finished, self.output.pad_token_id)
+        return tree, rows, should_draft
 
-    def _add_padding_nodes(self, tree: DraftTree) -> DraftTree:
-        """The sanitized tree, in which the rows that are finished have a chain of pad ids.
+    def _num_padding_nodes(self) -> int:
+        """Nodes that finished rows need for a chain of pad ids.
 
         With `output_scores`, `output_logits` or a returned cache, pad steps of finished rows must be decoded as well,
         `padding_lag` of them so far; they ride along as a forced chain. In stepwise decoding every row emits one id per
         round, so the root alone serves.
         """
         output = self.output
-        if output.stepwise or not any(output.finished):
-            return tree
-        tree = tree.pad(bucket_size(min(output.padding_lag + 1, BUCKETS[-1])))
-        if tree.num_nodes == 1:
-            return tree
-        device = tree.tokens.device
-        finished = torch.tensor(output.finished, device=device)
-        return replace_with_chain(tree, finished, torch.tensor(output.pad_token_id, device=device))
+        return 1 if output.stepwise else bucket_size(min(output.padding_lag + 1, BUCKETS[-1]))
 
     def _sample_and_accept(
-        self, tree: DraftTree, logits: Tensor, with_top_ids: bool = False
+        self, tree: DraftTree, logits: Tensor, rows: RowState, with_top_ids: bool = False
     ) -> tuple[VerifyResult, Tensor, Tensor]:
         """Sample an id at every node, accept the matching path, and copy the result to the host in one transfer.
 
         Args:
             tree: the sanitized tree that was scored.
             logits: [B, N, V] the target's logits.
+            rows: the rows before this round.
             with_top_ids: also return the largest logits' ids, as many as the drafter requires.
 
         Returns:
@@ -173,8 +175,8 @@ class DecodeLoop:
         raw_logits = logits.to(device=output.sequences.device, dtype=torch.float32)
         if raw_logits.is_inference() and output.stepwise:
             raw_logits = raw_logits.clone()  # user code may write into it
-        sampled_ids, processed_scores, is_nan = self._sample(tree, raw_logits)
-        path, counts, tokens = self._accept(tree, sampled_ids)
+        sampled_ids, processed_scores, is_nan = self._sample(tree, raw_logits, rows)
+        path, counts, tokens = self._accept(tree, sampled_ids, rows)
         on_device = {"counts": counts[:, None], "tokens": tokens, "path": path}
         if tree.num_nodes > 1:
             on_device["tree_sizes"] = tree.node_mask.sum(1, keepdim=True)
@@ -212,7 +214,7 @@ class DecodeLoop:
         size = controller.choose_size(tree, sum(active), max_gain)
         return tree.trim(size).pad(size)
 
-    def _sample(self, tree: DraftTree, logits: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _sample(self, tree: DraftTree, logits: Tensor, rows: RowState) -> tuple[Tensor, Tensor, Tensor | None]:
         """`TreeSampler.sample`. In stepwise decoding processors may be user code, which reads and writes the ids."""
         output = self.output
         history = output.sequences
@@ -220,20 +222,18 @@ class DecodeLoop:
             output.hooks.before_user_code(output.steps)
             history = output.user_input_ids()
         noise_end = output.noise_end(tree.num_nodes)
-        sampled = self.sampler.sample(logits, tree, history, output.num_emitted, output.prompt_length, noise_end)
+        sampled = self.sampler.sample(
+            logits, tree, history, output.num_emitted, output.prompt_length, noise_end, rows.num_emitted
+        )
         if output.stepwise:
             output.apply_user_edits()
         return sampled
 
-    def _accept(self, tree: DraftTree, sampled_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _accept(self, tree: DraftTree, sampled_ids: Tensor, rows: RowState) -> tuple[Tensor, Tensor, Tensor]:
         """`accept_path` within the limits of each row. In finished rows the pad id replaces every sampled id."""
-        output = self.output
-        device = sampled_ids.device
-        finished = torch.tensor(output.finished, device=device) if any(output.finished) else None
-        if finished is not None:
-            sampled_ids = torch.where(finished[:, None], output.pad_token_id, sampled_ids)
-        max_emit = torch.tensor(output.max_emit(tree.num_nodes), device=device)
-        return accept_path(tree, sampled_ids, max_emit, output.stop_ids, finished)
+        if rows.finished is not None:
+            sampled_ids = torch.where(rows.finished[:, None], self.output.pad_token_id, sampled_ids)
+        return accept_path(tree, sampled_ids, rows.max_emit, self.output.stop_ids, rows.finished)
 
     def _disable_speculation(self, error: Exception) -> None:
         """After an error at a draft token, which plain decoding might never reach: drop it, and draft no more."""
@@ -277,7 +277,7 @@ class DecodeLoop:
                 stats.accept_length_hist[len(ids)] += 1
 
 
-def _drop_inactive_rows(result: VerifyResult, active: list[bool]) -> VerifyResult:
+def _drop_inactive_rows(result: VerifyResult, active: list[bool], rows: RowState) -> VerifyResult:
     """The result for the drafter: without the padding that finished rows emit."""
     if all(active):
         return result
@@ -285,7 +285,7 @@ def _drop_inactive_rows(result: VerifyResult, active: list[bool]) -> VerifyResul
         result,
         emitted_ids=[ids if on else [] for ids, on in zip(result.emitted_ids, active, strict=True)],
         accepted_nodes=[nodes if on else [] for nodes, on in zip(result.accepted_nodes, active, strict=True)],
-        counts=torch.where(torch.tensor(active, device=result.counts.device), result.counts, 0),
+        counts=result.counts if rows.finished is None else torch.where(rows.finished, 0, result.counts),
     )
 
 

@@ -45,6 +45,23 @@ class UserCodeHooks:
     cache_was_written: Callable[[], bool] = lambda: False
 
 
+@dataclass(frozen=True)
+class RowState:
+    """The rows before a round, on the sampling device; one transfer from the host.
+
+    Attributes:
+        root_ids: [B] int64, last emitted tokens; 0 before the first.
+        num_emitted: [B] int64, emitted tokens.
+        max_emit: [B] int64, tokens that the row may emit in this round.
+        finished: [B] bool, rows that emit padding; None if there are none.
+    """
+
+    root_ids: Tensor
+    num_emitted: Tensor
+    max_emit: Tensor
+    finished: Tensor | None
+
+
 class OutputBuffer:
     """The growing output of one call.
 
@@ -146,9 +163,23 @@ class OutputBuffer:
         assert self.noise is not None
         return self.noise.lookahead(self.num_emitted, depth, self.noise_end(depth))
 
-    def emit(self, result: VerifyResult, scores: Tensor, logits: Tensor) -> None:
-        """Append the tokens of a round, with its processed scores and raw logits [B, N, V] float32."""
-        self._write(result)
+    def row_state(self, num_nodes: int) -> RowState:
+        """The rows before a round of `num_nodes` nodes."""
+        root_ids = [row[-1] if row else 0 for row in self.emitted]
+        host = [root_ids, self.num_emitted, self.max_emit(num_nodes), self.finished]
+        root, num_emitted, max_emit, finished = _to_device(torch.tensor(host), self.sequences.device).unbind()
+        return RowState(root, num_emitted, max_emit, finished.bool() if any(self.finished) else None)
+
+    def emit(self, result: VerifyResult, scores: Tensor, logits: Tensor, rows: RowState | None = None) -> None:
+        """Append the tokens of a round.
+
+        Args:
+            result: the tokens.
+            scores: [B, N, V] float32 processed scores.
+            logits: [B, N, V] float32 raw logits.
+            rows: the rows before the round; computed if None.
+        """
+        self._write(result, rows)
         if self._scores is not None:
             self._collect(self._scores, scores, result)
         if self._logits is not None:
@@ -274,15 +305,16 @@ class OutputBuffer:
         if not self._stopped[row]:
             self.finished[row] = self.criteria.has_eos and bool(tokens) and tokens[-1] in self.criteria.stop_id_set
 
-    def _write(self, result: VerifyResult) -> None:
+    def _write(self, result: VerifyResult, rows: RowState | None) -> None:
         """Write the emitted tokens behind each row of `sequences`; its last column takes those that are not emitted."""
         lengths = self.num_emitted
         if len(set(lengths)) == 1 and all(len(tokens) == 1 for tokens in result.emitted_ids):
             self.sequences[:, self.prompt_length + lengths[0]] = result.tokens[:, 0]
             return
-        device = self.sequences.device
-        offset = torch.arange(result.tokens.shape[1], device=device)
-        start = torch.tensor(lengths, device=device)[:, None] + self.prompt_length
+        num_nodes = result.tokens.shape[1]
+        offset = torch.arange(num_nodes, device=self.sequences.device)
+        rows = self.row_state(num_nodes) if rows is None else rows
+        start = rows.num_emitted[:, None] + self.prompt_length
         unused = self.sequences.shape[1] - 1
         index = torch.where(offset < result.counts[:, None], start + offset, unused)
         self.sequences.scatter_(1, index, result.tokens)
@@ -304,3 +336,8 @@ class OutputBuffer:
                 self.sequences[:, -1] = self.pad_token_id
             shape = (self.sequences.shape[0], num_new + (capacity < 0))
             self.sequences = torch.cat([self.sequences, self.sequences.new_full(shape, self.pad_token_id)], dim=1)
+
+
+def _to_device(host: Tensor, device: torch.device) -> Tensor:
+    """`host` on `device`. To a GPU from pinned memory: a copy from pageable memory would wait for the device."""
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)

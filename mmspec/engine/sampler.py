@@ -83,6 +83,7 @@ class TreeSampler:
         num_emitted: Sequence[int],
         prompt_length: int,
         noise_end: int,
+        first_step: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Sample an id at every node.
 
@@ -93,6 +94,7 @@ class TreeSampler:
             num_emitted: emitted tokens of each row.
             prompt_length: length of the prompt, pads included.
             noise_end: only the noise of steps below it is drawn (`OutputBuffer.noise_end`).
+            first_step: [B] int64, `num_emitted` on the sampling device; copied from the host if None.
 
         Returns:
             sampled_ids [B, N] int64, processed scores [B, N, V] float32, and is_nan [B, N] bool, True where the
@@ -101,14 +103,16 @@ class TreeSampler:
         """
         if tree.num_nodes == 1 and len(set(num_emitted)) == 1:  # all rows at the same step, as in transformers
             return self._sample_step(logits, sequences, num_emitted[0], prompt_length, noise_end)
-        scores = self._process_nodes(logits, tree, sequences, num_emitted, prompt_length)
+        if first_step is None:
+            first_step = torch.tensor(num_emitted, device=logits.device)
+        scores = self._process_nodes(logits, tree, sequences, num_emitted, first_step, prompt_length)
         if self.noise is None:
             sampled_ids = scores.argmax(-1)
             # The loop raises only for nan at an emitted node: nan after a wrong draft token is no error.
             return sampled_ids, scores, scores.gather(-1, sampled_ids[:, :, None])[:, :, 0].isnan()
         assert tree.depths is not None and not self.noise.immediate
         self.noise.draw(noise_end)  # after the processors, in the order of transformers
-        steps = torch.tensor(num_emitted, device=logits.device)[:, None] + tree.depths
+        steps = first_step[:, None] + tree.depths
         return _sample_with_noise(scores, self.noise.at(steps))
 
     def _sample_step(
@@ -138,7 +142,13 @@ class TreeSampler:
         return scores[:, None]
 
     def _process_nodes(
-        self, logits: Tensor, tree: DraftTree, sequences: Tensor, num_emitted: Sequence[int], prompt_length: int
+        self,
+        logits: Tensor,
+        tree: DraftTree,
+        sequences: Tensor,
+        num_emitted: Sequence[int],
+        first_step: Tensor,
+        prompt_length: int,
     ) -> Tensor:
         """Processed scores [B, N, V], each node with its own history."""
         if not self.processors:
@@ -149,6 +159,13 @@ class TreeSampler:
         for processor in self.processors:
             if type(processor) in STATELESS_PROCESSORS:
                 scores = processor(sequences[:, :0], scores)
+                continue
+            if type(processor) is hf.RepetitionPenaltyLogitsProcessor:
+                view = _for_rows(processor, torch.arange(batch, device=scores.device))
+                lengths = prompt_length + first_step
+                scores = _penalize_repetition(view, scores.reshape(logits.shape), tree, sequences, lengths).flatten(
+                    0, 1
+                )
                 continue
             if groups is None:
                 groups = _group_nodes(tree, sequences, num_emitted, prompt_length)
@@ -198,6 +215,31 @@ def _group_nodes(tree: DraftTree, sequences: Tensor, num_emitted: Sequence[int],
         flat_index = torch.tensor([row * tree.num_nodes + node for row, node in nodes], device=sequences.device)
         groups.append(NodeGroup(flat_index, rows, history))
     return groups
+
+
+def _penalize_repetition(processor: Any, scores: Tensor, tree: DraftTree, sequences: Tensor, lengths: Tensor) -> Tensor:
+    """`RepetitionPenaltyLogitsProcessor` at all nodes at once, by the arithmetic of transformers.
+
+    Args:
+        processor: the processor; `prompt_ignore_length` is an int, None, or one number per row.
+        scores: [B, N, V].
+        tree: the sanitized tree.
+        sequences: [B, L] int64, prompt and emitted tokens.
+        lengths: [B] int64, how many of them each row has.
+    """
+    assert tree.ancestor_mask is not None and tree.depths is not None
+    batch, num_nodes, vocab = scores.shape
+    first = processor.prompt_ignore_length
+    first = first[:, None] if isinstance(first, Tensor) else first or 0  # earlier positions do not count
+    position = torch.arange(sequences.shape[1], device=scores.device)
+    is_history = (position >= first) & (position < lengths[:, None])
+    seen = torch.zeros(batch, vocab + 1, dtype=torch.bool, device=scores.device)  # the last column is dropped
+    seen.scatter_(1, torch.where(is_history, sequences, vocab).clamp(max=vocab), True)
+    is_path = (tree.depths > 0) & (lengths[:, None] + tree.depths - 1 >= first)
+    path_ids = torch.where(tree.ancestor_mask & is_path[:, None], tree.tokens[:, None], vocab).clamp(max=vocab)
+    seen = seen[:, None].repeat(1, num_nodes, 1).scatter_(2, path_ids, True)[..., :vocab]
+    penalized = torch.where(scores < 0, scores * processor.penalty, scores / processor.penalty)
+    return torch.where(seen, penalized, scores)
 
 
 def _for_rows(processor: Any, rows: Tensor) -> Any:

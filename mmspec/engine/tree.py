@@ -247,13 +247,13 @@ def first_chain(tree: DraftTree) -> DraftTree:
     )
 
 
-def replace_with_chain(tree: DraftTree, rows: Tensor, token: Tensor) -> DraftTree:
+def replace_with_chain(tree: DraftTree, rows: Tensor, token: int | Tensor) -> DraftTree:
     """Replace the trees of some rows by a chain of one token: the padding of finished rows.
 
     Args:
         tree: a sanitized tree.
         rows: [B] bool, the rows to replace.
-        token: scalar int64, the pad id.
+        token: the pad id, a number or a scalar int64 tensor.
     """
     index = torch.arange(tree.num_nodes, device=rows.device)
     replaced = rows[:, None]

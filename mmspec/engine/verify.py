@@ -50,7 +50,7 @@ def accept_path(
     tokens = sampled_ids.gather(1, path)
     counts = torch.minimum(accepted.sum(1), max_emit)
     if stop_ids is not None:
-        is_stop = torch.isin(tokens, stop_ids)
+        is_stop = (tokens[..., None] == stop_ids).any(-1)
         if finished is not None:
             is_stop &= ~finished[:, None]
         first_stop = torch.where(is_stop, index, num_nodes).amin(1)

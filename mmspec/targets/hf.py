@@ -51,6 +51,7 @@ class HFTarget:
         inference_mode: whether forwards may run in inference mode.
         user_cache_view: the user's cache while user code can read it.
         chains_only: whether `score` accepts chains only, no trees with branches.
+        setup_s: seconds of the last `score` that no later one of its shape will take.
     """
 
     chains_only = False
@@ -84,7 +85,8 @@ class HFTarget:
         self.user_cache = self.kwargs.pop("past_key_values")
         self.max_new_tokens = max_new_tokens
         self._max_length = self.user_cache.get_seq_length() + input_ids.shape[1] + max_new_tokens
-        self.buffer = RaggedKVCache(input_ids.shape[0], self._max_length + BUCKETS[-1])
+        self.setup_s = 0.0
+        self.buffer = self._new_buffer(input_ids.shape[0])
         self.cache = TreeCache(self.buffer, adapter.num_layers, self.user_cache)
         self.prompt_length = 0
         self.device = self.model.device  # transformers allows `input_ids` on another device
@@ -169,7 +171,7 @@ class HFTarget:
         tree = tree.to(self.device)
         assert tree.depths is not None
         self.buffer.begin_forward(tree.num_nodes)
-        lengths = torch.tensor(self.buffer.seq_lens, device=self.device)
+        lengths = self.buffer.lengths_on(self.device)
         offsets = (lengths - self.prompt_length + 1)[:, None] + tree.depths  # [B, N], from the prompt's last position
         offsets = offsets.clamp(max=self.max_new_tokens)  # drafts past the end may exceed the model's positions
         inputs = dict(self._template)
@@ -219,6 +221,10 @@ class HFTarget:
         """[B, L] or [axes, B, L] position ids of the prompt."""
         position_ids: Tensor = self.kwargs["position_ids"]
         return position_ids
+
+    def _new_buffer(self, batch: int) -> RaggedKVCache:
+        """The empty cache of a call of `batch` rows."""
+        return RaggedKVCache(batch, self._max_length + BUCKETS[-1])
 
     def _forward(self, inputs: dict[str, Any], hidden_state_indices: Sequence[int]) -> Any:
         if hidden_state_indices:

@@ -1,0 +1,112 @@
+"""Record a function of tensors once and run it many times, without Python and without launching each kernel.
+
+A recordable function has static shapes, reads no tensor's value on the host, and keeps what changes between calls in
+tensors. `state` are tensors at fixed addresses, which the function may change in place; `inputs` are new in every call.
+
+- `CudaGraphRecorder`: kernels captured by a CUDA graph, replayed in one launch.
+- `record_compiled`: traced to aten operators, compiled by inductor with constant weights. For a CPU.
+- `record_trace`: traced only. It has the semantics of both (whatever Python computed is constant), for tests.
+- `record_nothing`: calls the function.
+
+Independent of models.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+StaticFunction = Callable[..., tuple[Tensor, ...]]
+"""(*state, *inputs) -> outputs."""
+Replay = Callable[[Sequence[Tensor]], tuple[Tensor, ...]]
+"""inputs -> outputs, which stay valid after the next replay."""
+Recorder = Callable[[StaticFunction, Sequence[Tensor], Sequence[Tensor]], Replay]
+"""(function, state, example inputs) -> its replay. May run the function, which must then be repeatable."""
+
+INDUCTOR_OPTIONS = {"freezing": True, "max_autotune": True}
+"""Weights are constants in the layout of the fastest kernel; kernels are chosen by timing."""
+NUM_WARMUPS = 2
+"""Runs before a capture, in which libraries allocate workspaces and choose kernels."""
+
+_COMPILE_LOCK = threading.Lock()
+
+
+def record_nothing(function: StaticFunction, state: Sequence[Tensor], inputs: Sequence[Tensor]) -> Replay:
+    """The function itself."""
+    return lambda new_inputs: function(*state, *new_inputs)
+
+
+def record_trace(function: StaticFunction, state: Sequence[Tensor], inputs: Sequence[Tensor]) -> Replay:
+    """The aten operators that the function ran, without Python."""
+    graph = trace(function, state, inputs)
+
+    def replay(new_inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        outputs: tuple[Tensor, ...] = graph(*state, *new_inputs)
+        return outputs
+
+    return replay
+
+
+def record_compiled(function: StaticFunction, state: Sequence[Tensor], inputs: Sequence[Tensor]) -> Replay:
+    """The function compiled by inductor, with its weights as constants: they must not change afterwards.
+
+    Takes seconds to a minute. Compiled kernels are cached between processes in inductor's folder
+    (`TORCHINDUCTOR_CACHE_DIR`, by default one per user).
+    """
+    with _COMPILE_LOCK:
+        graph = trace(function, state, inputs)
+        compiled = torch.compile(graph, fullgraph=True, dynamic=False, options=dict(INDUCTOR_OPTIONS))
+        compiled(*state, *inputs)
+
+    def replay(new_inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        outputs: tuple[Tensor, ...] = compiled(*state, *new_inputs)
+        return outputs
+
+    return replay
+
+
+class CudaGraphRecorder:
+    """The function's kernels as a CUDA graph. Weights are read at their addresses in every replay.
+
+    One per owner of a `state`: all its graphs share memory, so that two of them must not run at the same time.
+    """
+
+    def __init__(self) -> None:
+        self._pool: Any = None
+
+    def __call__(self, function: StaticFunction, state: Sequence[Tensor], inputs: Sequence[Tensor]) -> Replay:
+        static_inputs = [tensor.clone() for tensor in inputs]
+        with torch.cuda.device(inputs[0].device):
+            side_stream = torch.cuda.Stream()
+            side_stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side_stream):
+                for _ in range(NUM_WARMUPS):
+                    function(*state, *static_inputs)
+            torch.cuda.current_stream().wait_stream(side_stream)
+            self._pool = self._pool or torch.cuda.graph_pool_handle()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._pool, stream=side_stream, capture_error_mode="thread_local"):
+                static_outputs = function(*state, *static_inputs)
+
+        def replay(new_inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+            for static_input, new_input in zip(static_inputs, new_inputs, strict=True):
+                static_input.copy_(new_input)
+            graph.replay()
+            return tuple(output.clone() for output in static_outputs)  # the next replay overwrites them
+
+        return replay
+
+
+def trace(function: StaticFunction, state: Sequence[Tensor], inputs: Sequence[Tensor]) -> Any:
+    """The function as a graph of aten operators.
+
+    Raises:
+        Exception: of torch, among others where the function reads a tensor's value: traced on tensors without data, so
+            that no value can become a constant.
+    """
+    return make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*state, *inputs)

@@ -1,0 +1,96 @@
+"""The choice of a call's target, and its prefill: the forward over the prompt that transformers prepared."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import ceil
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.generation.stopping_criteria import MaxLengthCriteria
+
+from mmspec.call import CallContext, FallbackRequired, PreparedInputs
+from mmspec.engine.criteria import UNLIMITED_STEPS, is_user_code
+from mmspec.engine.rng import RngGuard
+from mmspec.engine.sampler import unknown
+from mmspec.engine.static_cache import StaticLayoutError
+from mmspec.targets.captured import CapturedTarget, Lane, recorder_for
+from mmspec.targets.hf import HFTarget
+from mmspec.targets.module_scan import scan_modules
+from mmspec.targets.recurrent import target_class
+
+
+@dataclass
+class Prefilled:
+    """The target after its forward over the prompt.
+
+    Attributes:
+        target: the target, with the prompt in its cache.
+        logits: [B, V] of the last position.
+        hidden_states: {index: [B, L, D]}, those that the drafter requires.
+    """
+
+    target: HFTarget
+    logits: Tensor
+    hidden_states: dict[int, Tensor]
+
+
+@contextmanager
+def prefill(call: CallContext, inputs: PreparedInputs) -> Iterator[Prefilled]:
+    """Context with the target of a call after its prefill: one that replays recorded rounds if that is possible.
+
+    Raises:
+        FallbackRequired: transformers must decode this call.
+    """
+    if call.modules is None:
+        call.modules = scan_modules(call.adapter.model)
+    length = inputs.input_ids.shape[1] + max_new_tokens(inputs)
+    cache = inputs.model_kwargs["past_key_values"]
+    recorder = recorder_for(call.adapter.model.device, call.spec_config.compile)
+    if recorder is not None and call.captures.reason(call.adapter, call.modules, cache, length) is not None:
+        recorder = None
+    with call.captures.lease(call.adapter, len(inputs.input_ids), length, recorder) as lane:
+        try:
+            prefilled = _prefill(call, inputs, lane)
+        except (StaticLayoutError, torch.OutOfMemoryError) as error:
+            if lane is None:
+                raise
+            call.captures.fail(error)
+            prefilled = _prefill(call, inputs, None)
+        yield prefilled
+
+
+def _prefill(call: CallContext, inputs: PreparedInputs, lane: Lane | None) -> Prefilled:
+    target = _build_target(call, inputs, lane)
+    with RngGuard(target.device, target.input_ids.device) as guard:
+        logits, hidden_states = target.prefill(call.spec_config.drafter.requirements.hidden_state_indices)
+    if guard.rng_was_used:
+        raise FallbackRequired("a forward that draws random numbers")
+    return Prefilled(target, logits, hidden_states)
+
+
+def _build_target(call: CallContext, inputs: PreparedInputs, lane: Lane | None) -> HFTarget:
+    modules = call.modules
+    assert modules is not None
+    runs_user_code = bool(
+        call.streamer is not None or unknown(inputs.processors) or any(map(is_user_code, inputs.criteria))
+    )
+    arguments = call.adapter, inputs.input_ids, inputs.model_kwargs, inputs.generation_config, max_new_tokens(inputs)
+    options: dict[str, Any] = {"inference_mode": modules.can_use_inference_mode, "cache_is_observed": runs_user_code}
+    if lane is not None:
+        return CapturedTarget(*arguments, **options, lane=lane, pool=call.captures)
+    target = target_class(call.adapter)(*arguments, **options)
+    if (reason := target.length_reason()) is not None:
+        raise FallbackRequired(reason)
+    return target
+
+
+def max_new_tokens(inputs: PreparedInputs) -> int:
+    """Largest number of new tokens of any row, at least 1."""
+    lengths = [criterion.max_length for criterion in inputs.criteria if type(criterion) is MaxLengthCriteria]
+    if inputs.generation_config.max_length is not None:
+        lengths.append(inputs.generation_config.max_length)
+    return max(1, ceil(min(lengths, default=UNLIMITED_STEPS)) - inputs.input_ids.shape[1])

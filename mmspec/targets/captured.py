@@ -1,0 +1,332 @@
+"""`CapturedTarget`: an `HFTarget` whose `score` is recorded once for each shape and replayed in every later round.
+
+`StaticRound` is the recorded function. `Lane` holds the tensors at fixed addresses and the recordings for a number of
+rows; `CapturePool` lends a lane to one call at a time. Whatever is unusual (`CapturePool.reason`) is decoded by
+`HFTarget`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmspec.cpu.linear import ACTIVE_CONTEXT
+from mmspec.engine.graph import CudaGraphRecorder, Recorder, Replay, record_compiled
+from mmspec.engine.static_cache import MAX_NODES, StaticKVCache, length_bucket
+from mmspec.engine.tree import DraftTree
+from mmspec.interfaces import VerifyResult
+from mmspec.targets.base import ModelAdapter
+from mmspec.targets.hf import HFTarget
+from mmspec.targets.module_scan import ModuleScan
+from mmspec.targets.static_round import StaticRound
+
+MAX_LENGTH = 1 << 15
+"""Longest call, prompt and new tokens, that a lane is allocated for."""
+MAX_LANES = 2
+"""Lanes (numbers of rows) that stay allocated per model."""
+BIT_TYPES = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""{bytes: integer type}"""
+PLAIN_CODE = ("transformers.", "torch.nn.")
+"""Packages whose modules have no switches that change a forward without changing a weight."""
+REPLAY_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}
+"""Largest difference between the first replay and a plain run, relative to the range of the logits."""
+HALF_REPLAY_TOLERANCE = 0.1
+"""The same for half precision."""
+
+
+class Lane:
+    """What is recorded for one model and number of rows. Used by one call at a time.
+
+    Attributes:
+        recorder: records the rounds.
+        kv_cache: the keys and values.
+        lock: held by the call that uses the lane.
+    """
+
+    def __init__(self, recorder: Recorder, kv_cache: StaticKVCache) -> None:
+        self.recorder = recorder
+        self.kv_cache = kv_cache
+        self.lock = threading.Lock()
+        self._state: list[Tensor] = []
+        self._replays: dict[Any, Replay] = {}
+
+    @property
+    def state(self) -> list[Tensor]:
+        """The tensors at fixed addresses: `StaticRound.__call__` up to its last three arguments."""
+        assert self.kv_cache.data is not None and self.kv_cache.lengths is not None
+        return [self.kv_cache.data, self.kv_cache.lengths, *self._state]
+
+    def set_state(self, values: Sequence[Tensor]) -> None:
+        """Copy a call's values into the state. If their shapes differ from the last call's, recordings are dropped."""
+        layout = [(value.shape, value.dtype) for value in values]
+        if layout == [(tensor.shape, tensor.dtype) for tensor in self._state]:
+            for tensor, value in zip(self._state, values, strict=True):
+                tensor.copy_(value)
+        else:
+            self._replays.clear()
+            with torch.inference_mode(False):
+                self._state = [value.clone(memory_format=torch.contiguous_format) for value in values]
+
+    def run(self, function: StaticRound, inputs: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], float]:
+        """Replay the function, recorded the first time.
+
+        Args:
+            function: the round.
+            inputs: its last three arguments.
+
+        Returns:
+            Its outputs, and the seconds that recording took.
+
+        Raises:
+            Exception: of the recorder; RuntimeError if the first replay differs from a plain run.
+        """
+        key = inputs[0].shape[1], function.bucket, function.hidden_state_indices, function.token_types
+        replay = self._replays.get(key)
+        if replay is not None:
+            return replay(inputs), 0.0
+        start = time.perf_counter()
+        token = ACTIVE_CONTEXT.set(None)  # the recording contains no timed kernels
+        try:
+            expected = function(*self.state, *inputs)
+            replay = self.recorder(function, self.state, inputs)
+            outputs = replay(inputs)
+        finally:
+            ACTIVE_CONTEXT.reset(token)
+        _check_replay(outputs[0], expected[0])
+        self._replays[key] = replay
+        return outputs, time.perf_counter() - start
+
+
+class CapturePool:
+    """The lanes of one patched model.
+
+    Attributes:
+        failure: why nothing is recorded for the model in its present state; None if something may be.
+    """
+
+    def __init__(self, warn: Callable[[str], None]) -> None:
+        """
+        Args:
+            warn: logs a message once.
+        """
+        self.failure: str | None = None
+        self._warn = warn
+        self._lock = threading.Lock()
+        self._lanes: dict[tuple[int, str], Lane] = {}  # last used at the end
+        self._fingerprint: Any = None
+        self._checksums: list[Tensor] = []
+
+    def reason(self, adapter: ModelAdapter, modules: ModuleScan, cache: Any, max_length: int) -> str | None:
+        """Why a call is not recorded, or None.
+
+        Args:
+            adapter: of the model.
+            modules: result of the scan over its modules.
+            cache: `past_key_values` of the call.
+            max_length: largest length of a row.
+        """
+        if adapter.is_recurrent or adapter.layer_types != {"full_attention"}:
+            return "layers without keys and values, or with a sliding window"
+        if adapter.num_cache_layers != adapter.num_layers:
+            return "layers that share keys and values"
+        if not modules.can_use_inference_mode or modules.foreign or modules.hook is not None:
+            return "quantised, offloaded or replaced modules"
+        if not all(type(module).__module__.startswith(PLAIN_CODE) for module in adapter.text_model.modules()):
+            return "modules of other packages, which may switch their forward"
+        if getattr(cache, "_is_user_defined", False) or cache.get_seq_length():
+            return "past_key_values that was passed to generate"
+        if max_length > MAX_LENGTH:
+            return f"a length limit beyond {MAX_LENGTH}"
+        device = adapter.model.device
+        if len({parameter.device for parameter in adapter.model.parameters()}) > 1 or device.type == "meta":
+            return "weights on several devices"
+        if torch.is_autocast_enabled(device.type):
+            return "autocast"
+        return None
+
+    @contextmanager
+    def lease(
+        self, adapter: ModelAdapter, batch: int, max_length: int, recorder: Callable[[], Recorder] | None
+    ) -> Iterator[Lane | None]:
+        """Context with a lane for one call; None if another call uses it, or if recording failed before.
+
+        Args:
+            adapter: of the model.
+            batch: B.
+            max_length: largest length of a row.
+            recorder: creates the recorder of a new lane; None for no lane.
+        """
+        lane = None if recorder is None else self._find_lane(adapter, batch, max_length, recorder)
+        if lane is None:
+            yield None
+            return
+        try:
+            lane.kv_cache.reset()
+            yield lane
+        finally:
+            lane.lock.release()
+
+    def fail(self, error: BaseException | str) -> None:
+        """Record nothing any more, until the model changes. Logs one line."""
+        text = error if isinstance(error, str) else f"{type(error).__name__}: {str(error).strip().splitlines()[:1]}"
+        self.failure = text
+        self._warn(f"rounds are not recorded, but run as before ({text})")
+
+    def _find_lane(
+        self, adapter: ModelAdapter, batch: int, max_length: int, recorder: Callable[[], Recorder]
+    ) -> Lane | None:
+        """The lane, locked; None if there is none to use."""
+        with self._lock:
+            self._drop_stale(adapter, frozen=recorder is _compiled_recorder)
+            if self.failure is not None:
+                return None
+            key = batch, recorder.__name__
+            lane = self._lanes.pop(key, None)
+            capacity = length_bucket(max_length + MAX_NODES)
+            if lane is None or (lane.kv_cache.capacity < capacity and not lane.lock.locked()):
+                lane = Lane(recorder(), StaticKVCache(batch, capacity, adapter.num_layers))
+            self._lanes[key] = lane
+            for old in list(self._lanes)[:-MAX_LANES]:
+                del self._lanes[old]
+            is_large_enough = lane.kv_cache.capacity >= capacity
+            return lane if is_large_enough and lane.lock.acquire(blocking=False) else None
+
+    def _drop_stale(self, adapter: ModelAdapter, frozen: bool) -> None:
+        """Drop all recordings if the model's weights, buffers, modules or config changed since.
+
+        Args:
+            adapter: of the model.
+            frozen: recordings contain copies of the weights, so that edits in place must be noticed too.
+        """
+        tensors = list(_decoder_tensors(adapter))
+        config = adapter.model.config.to_json_string(use_diff=False)
+        places = [(id(t), t.data_ptr(), 0 if t.is_inference() else t._version) for t in tensors]
+        modules = [id(module) for module in adapter.model.modules()]
+        fingerprint = places, modules, config, adapter.attention
+        checksums = [part for t in tensors for part in _checksums(t)] if frozen else []
+        same = len(checksums) == len(self._checksums) and all(map(torch.equal, checksums, self._checksums))
+        if self._fingerprint != fingerprint or (frozen and not same):
+            self._lanes.clear()
+            self.failure = None
+        self._fingerprint = fingerprint
+        if frozen:
+            self._checksums = checksums
+
+
+class CapturedTarget(HFTarget):
+    """Implements `mmspec.interfaces.Target` with recorded rounds.
+
+    Attributes:
+        setup_s: seconds of the last `score` in which a round was recorded.
+    """
+
+    def __init__(self, *args: Any, lane: Lane, pool: CapturePool, **kwargs: Any) -> None:
+        """As `HFTarget`, with a lane of `CapturePool.lease` and its pool."""
+        self._lane = lane
+        self._pool = pool
+        self._rounds: dict[tuple[int, tuple[int, ...]], StaticRound] = {}
+        super().__init__(*args, **kwargs)
+        self._mode = torch.no_grad  # recorded tensors outlive the call
+
+    def score(self, tree: DraftTree, hidden_state_indices: Sequence[int] = ()) -> tuple[Tensor, dict[int, Tensor]]:
+        """See `mmspec.interfaces.Target.score`."""
+        tree = tree.to(self.device)
+        assert tree.ancestor_mask is not None and tree.depths is not None
+        self._lane.kv_cache.begin_tree(tree.num_nodes)
+        self._lane.kv_cache.lengths_on(self.device)
+        function = self._round(tuple(hidden_state_indices))
+        inputs = (tree.tokens, tree.depths, tree.ancestor_mask)
+        self.setup_s = 0.0
+        with self._mode():
+            outputs = None
+            if self._pool.failure is None:
+                try:
+                    outputs, self.setup_s = self._lane.run(function, inputs)
+                except Exception as error:  # of the compiler, the capture or the replay: only speed is lost
+                    self._pool.fail(error)
+            if outputs is None:
+                outputs = function(*self._lane.state, *inputs)
+        logits, *hidden_states = outputs
+        return logits, dict(zip(hidden_state_indices, hidden_states, strict=True))
+
+    def commit(self, result: VerifyResult) -> None:
+        """See `mmspec.interfaces.Target.commit`."""
+        with self._mode():
+            self._lane.kv_cache.keep_path(result.path, result.counts, result.accepted_nodes)
+
+    def _new_buffer(self, batch: int) -> StaticKVCache:
+        return self._lane.kv_cache
+
+    def _prepare_rounds(self) -> None:
+        """Copy the call's values into the lane's state."""
+        super()._prepare_rounds()
+        batch = self.input_ids.shape[0]
+        padding = torch.ones(batch, self._lane.kv_cache.capacity, dtype=torch.bool, device=self.device)
+        if self._padding is not None:
+            padding[:, : self._padding.shape[1]] = self._padding
+        position_base = self._last_position - self.prompt_length + 1
+        max_position = torch.tensor([self.prompt_length - 1 + self.max_new_tokens], device=self.device)
+        self._lane.set_state([padding, position_base, max_position, *self._token_types.values()])
+
+    def _round(self, hidden_state_indices: tuple[int, ...]) -> StaticRound:
+        key = self._lane.kv_cache.bucket, hidden_state_indices
+        if key not in self._rounds:
+            self._rounds[key] = StaticRound(self.model, self._template, list(self._token_types), *key)
+        return self._rounds[key]
+
+
+def recorder_for(device: torch.device, compile: bool | str) -> Callable[[], Recorder] | None:
+    """Creates the recorder for a device, or None if rounds are not to be recorded.
+
+    Args:
+        device: of the model.
+        compile: the option of `patch`: "auto" records on CUDA only, True on a CPU too.
+    """
+    if compile is False:
+        return None
+    if device.type == "cuda":
+        return CudaGraphRecorder
+    return _compiled_recorder if device.type == "cpu" and compile is True else None
+
+
+def _compiled_recorder() -> Recorder:
+    return record_compiled
+
+
+def _decoder_tensors(adapter: ModelAdapter) -> Iterator[Tensor]:
+    """Parameters and buffers that a round reads."""
+    seen: set[int] = set()
+    for module in (adapter.text_model, adapter.model.get_input_embeddings(), adapter.model.get_output_embeddings()):
+        for tensor in () if module is None else (*module.parameters(), *module.buffers()):
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield tensor
+
+
+def _checksums(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """Sums of the bit patterns along the first and the last dimension. They change where `.data` is edited in place."""
+    bits = torch.atleast_1d(tensor.detach()).contiguous().view(BIT_TYPES.get(tensor.element_size(), torch.uint8))
+    return bits.sum(0, dtype=torch.long), bits.sum(-1, dtype=torch.long)
+
+
+def _check_replay(outputs: Tensor, expected: Tensor) -> None:
+    """Compare the logits of a first replay with those of a plain run.
+
+    Raises:
+        RuntimeError: they differ by more than rounding.
+    """
+    outputs, expected = outputs.nan_to_num(0, 0, 0), expected.nan_to_num(0, 0, 0)
+    tolerance = REPLAY_TOLERANCE.get(expected.dtype, HALF_REPLAY_TOLERANCE)
+    scale = (expected.max() - expected.min()).float()
+    difference = (outputs - expected).abs().max().float()
+    if bool(difference > tolerance * scale):
+        raise RuntimeError(f"the recorded round differs from the model by {float(difference / scale):.1e}")
+
+
+__all__ = ["CapturePool", "CapturedTarget", "Lane", "recorder_for"]

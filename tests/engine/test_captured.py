@@ -1,0 +1,459 @@
+"""Recorded rounds: the same tokens as plain `generate`, replayed on other prompts; and when nothing is recorded."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import fuzz as fuzz
+import pytest
+import tiny_heads as heads
+import tiny_models as tiny
+import torch
+import zoo
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from transformers import DynamicCache, PreTrainedModel
+
+import mmspec
+from mmspec.engine.graph import Recorder, Replay, StaticFunction, record_compiled, record_nothing, record_trace, trace
+from mmspec.engine.kv_cache import RaggedKVCache
+from mmspec.engine.static_cache import MAX_NODES, StaticKVCache, length_bucket, write_nodes
+from mmspec.patching import patch_state
+from mmspec.targets.captured import CapturedTarget, recorder_for
+from mmspec.targets.static_round import StaticRound
+
+SPEC = tiny.ModelSpec("llava")
+DRAFTERS = ("none", "lookup", "leaning-coupled", "leaning-flash")
+"""`coupled` is MSD."""
+
+
+class CountingRecorder:
+    """Records by another recorder and counts recordings and replays."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+        self.recordings = 0
+        self.replays = 0
+
+    def __call__(self, function: StaticFunction, state: Sequence[Tensor], inputs: Sequence[Tensor]) -> Replay:
+        self.recordings += 1
+        replay = self.recorder(function, state, inputs)
+
+        def counted(new_inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+            self.replays += 1
+            return replay(new_inputs)
+
+        return counted
+
+
+@contextmanager
+def recording(recorder: Recorder) -> Iterator[CountingRecorder]:
+    """Context in which the rounds of all calls are recorded."""
+    counting = CountingRecorder(recorder)
+
+    def make_recorder() -> Recorder:
+        return counting
+
+    with mock.patch("mmspec.prefill.recorder_for", return_value=make_recorder):
+        yield counting
+
+
+@contextmanager
+def patched(model: PreTrainedModel, drafter: Any, **options: Any) -> Iterator[None]:
+    """Context in which the model is patched."""
+    mmspec.patch(model, drafter, **options)
+    try:
+        yield
+    finally:
+        mmspec.unpatch(model)
+
+
+def build_model(spec: tiny.ModelSpec = SPEC) -> PreTrainedModel:
+    """A model without an end token, so that all texts are long."""
+    model = tiny.build_model(spec)
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def build_drafter(name: str, spec: tiny.ModelSpec = SPEC) -> Any:
+    """A drafter by name; a head that is often right."""
+    return heads.build_drafter(name, spec) if name.startswith("leaning") else name
+
+
+def build_inputs(model: PreTrainedModel, seed: int, batch: int) -> tiny.Inputs:
+    """One row, or rows of different lengths."""
+    return tiny.build_inputs(model, seed, batch, padding="none" if batch == 1 else "left")
+
+
+def generate(model: PreTrainedModel, inputs: tiny.Inputs, sampled: bool, **options: Any) -> Tensor:
+    """Ids of a call, always with the same seed."""
+    torch.manual_seed(7)
+    ids: Tensor = model.generate(**inputs, **{"max_new_tokens": 36, "do_sample": sampled} | options)
+    return ids
+
+
+# --- the cache --------------------------------------------------------------------------------------------------------
+
+
+def test_length_buckets() -> None:
+    buckets = sorted({length_bucket(length) for length in range(1, 4097)})
+    assert buckets == [256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096]
+    assert all(length <= length_bucket(length) for length in range(1, 4097))
+    assert all(bucket % 16 == 0 for bucket in buckets), "the alignment of masks"
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_static_cache_equals_the_ragged_one(batch: int) -> None:
+    """A prompt, random trees, and cuts."""
+    rng = torch.Generator().manual_seed(batch)
+    static, ragged = StaticKVCache(batch, 256, num_layers=2), RaggedKVCache(batch, 256)
+    address = None
+    for cache in (static, ragged):
+        cache.begin_forward(5)
+    for layer in range(2):
+        keys, values = (torch.randn(batch, 2, 5, 4, generator=rng) for _ in range(2))
+        for a, b in zip(static.write(layer, keys, values), ragged.write(layer, keys, values), strict=True):
+            assert torch.equal(a, b)
+    static.advance(5)
+    ragged.advance(5)
+    for step in range(12):
+        nodes = (1, 4, 8)[step % 3]
+        ragged.begin_forward(nodes)
+        static.begin_tree(nodes)
+        lengths = static.lengths_on(torch.device("cpu"))
+        assert static.data is not None
+        address = address or (static.data.data_ptr(), lengths.data_ptr())
+        assert address == (static.data.data_ptr(), lengths.data_ptr()), "fixed addresses"
+        for layer in range(2):
+            keys, values = (torch.randn(batch, 2, nodes, 4, generator=rng) for _ in range(2))
+            ragged.write(layer, keys, values)
+            all_keys, _ = write_nodes(static.data, layer, keys, values, nodes, static.bucket)
+            assert all_keys.shape == (batch, 2, nodes + 256, 4) and torch.equal(all_keys[:, :, :nodes], keys)
+        rows = [[0, *range(2, 2 + (row + step) % (nodes - 1))] if nodes > 1 else [0] for row in range(batch)]
+        rows[-1] = [] if step == 5 and batch > 1 else rows[-1]
+        path = torch.tensor([row + [0] * (nodes - len(row)) for row in rows])
+        counts = torch.tensor([len(row) for row in rows])
+        static.keep_path(path, counts, rows)
+        ragged.keep_path(path, counts, rows)
+        if step % 4 == 3:
+            cut = [length - 1 for length in ragged.seq_lens]
+            static.crop(cut)
+            ragged.crop(cut)
+        assert static.seq_lens == ragged.seq_lens == static.lengths_on(torch.device("cpu")).tolist()
+        for layer, row in ((layer, row) for layer in range(2) for row in range(batch)):
+            length = ragged.seq_lens[row]
+            for a, b in zip(static.read(layer, length), ragged.read(layer, length), strict=True):
+                assert torch.equal(a[row], b[row])
+    static.zero_tail()
+    assert static.data is not None and not static.data[..., :MAX_NODES, :].any()
+    assert not static.data[:, :, 0, :, MAX_NODES + static.seq_lens[0] :].any()
+
+
+def test_nan_of_a_rejected_node_does_not_spread() -> None:
+    """A masked position contributes 0 * value."""
+    static = StaticKVCache(1, 256, num_layers=1)
+    static.begin_forward(2)
+    static.write(0, torch.ones(1, 1, 2, 4), torch.ones(1, 1, 2, 4))
+    static.advance(2)
+    assert static.data is not None
+    static.begin_tree(4)
+    nodes = torch.ones(1, 1, 4, 4)
+    nodes[:, :, 2:] = torch.nan
+    write_nodes(static.data, 0, nodes, nodes, 4, 256)
+    static.keep_path(torch.tensor([[0, 1, 2, 3]]), torch.tensor([2]), [[0, 1]])
+    assert static.seq_lens == [4] and static.data[..., MAX_NODES:, :].isfinite().all()
+
+
+# --- the same tokens --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_a_recording_replayed_on_other_prompts_is_plain_generate(drafter: str, batch: int, sampled: bool) -> None:
+    """Recorded in the first call and replayed in the others: a value that became a constant would be wrong there."""
+    model = build_model()
+    prompts = [build_inputs(model, seed, batch) for seed in range(3)]
+    plain = [generate(model, inputs, sampled, repetition_penalty=1.1) for inputs in prompts]
+    with recording(record_trace) as recorder, patched(model, build_drafter(drafter), tree_size=8):
+        for inputs, expected in zip(prompts, plain, strict=True):
+            assert torch.equal(generate(model, inputs, sampled, repetition_penalty=1.1), expected)
+        stats = mmspec.stats(model)
+    assert recorder.recordings == 1 and recorder.replays > 20, "one shape: one recording"
+    assert stats.num_accepted_tokens > 0 or drafter in ("none", "lookup")
+    assert not stats.fallback_calls
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3", "internvl", "paligemma", "mistral3", "smolvlm", "qwen3"])
+def test_model_types(family: str) -> None:
+    """Several position axes, token types, and layers with windows (which are not recorded)."""
+    spec = tiny.ModelSpec(family)
+    model = build_model(spec)
+    prompts = [build_inputs(model, seed, 2) for seed in range(2)]
+    plain = [generate(model, inputs, False) for inputs in prompts]
+    with recording(record_trace) as recorder, patched(model, build_drafter("leaning-coupled", spec), tree_size=8):
+        for inputs, expected in zip(prompts, plain, strict=True):
+            assert torch.equal(generate(model, inputs, False), expected)
+    assert (recorder.replays > 0) == (family != "gemma3")
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_fuzz(seed: int) -> None:
+    """Random calls with the cache of recorded rounds, user code and all; what cannot be recorded included."""
+    with recording(record_nothing):
+        result = fuzz.run_seed(seed)
+    assert not result.differences, result.report()
+
+
+def test_the_fuzz_uses_recorded_rounds() -> None:
+    with recording(record_nothing) as recorder:
+        for seed in range(20):
+            fuzz.run_seed(seed)
+    assert recorder.replays > 20
+
+
+def test_a_text_that_grows_beyond_a_bucket() -> None:
+    model = build_model()
+    inputs = build_inputs(model, 0, 1)
+    expected = generate(model, inputs, False, max_new_tokens=300)
+    with recording(record_nothing) as recorder, patched(model, "lookup", tree_size=4):
+        assert torch.equal(generate(model, inputs, False, max_new_tokens=300), expected)
+    assert recorder.recordings == 2
+
+
+def test_the_returned_cache() -> None:
+    """It is the caller's: a copy, which the next call does not change."""
+    model = build_model()
+    inputs = build_inputs(model, 0, 2)
+    options = {"return_dict_in_generate": True, "output_scores": True, "max_new_tokens": 12, "do_sample": False}
+    plain = model.generate(**inputs, **options)
+    with recording(record_nothing), patched(model, "lookup", tree_size=4):
+        out = model.generate(**inputs, **options)
+        copied = copy.deepcopy(out.past_key_values)
+        model.generate(**build_inputs(model, 1, 2), **options)
+    for ours, theirs, before in zip(
+        out.past_key_values.layers, plain.past_key_values.layers, copied.layers, strict=True
+    ):
+        torch.testing.assert_close(ours.keys, theirs.keys, rtol=1e-4, atol=1e-4)
+        assert torch.equal(ours.keys, before.keys)
+
+
+# --- proofs without a GPU ---------------------------------------------------------------------------------------------
+
+
+class HostCounter(TorchFunctionMode):
+    """Counts values read by the host and tensors made from values of the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = {"reads": 0, "made": 0}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        reads = (Tensor.tolist, Tensor.item, Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__)
+        self.counts["reads"] += func in reads
+        self.counts["made"] += func in (torch.tensor, torch.as_tensor)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl", "smolvlm"])
+def test_a_round_on_the_meta_device_reads_and_makes_nothing(family: str) -> None:
+    model = build_model(tiny.ModelSpec(family)).to("meta")
+    text = model.config.get_text_config()
+    heads_, size = text.num_key_value_heads, text.hidden_size // text.num_attention_heads
+    batch, nodes, bucket = 2, 8, 256
+
+    def meta(*shape: int, dtype: torch.dtype = torch.long) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device="meta")
+
+    data = meta(text.num_hidden_layers, 2, batch, heads_, MAX_NODES + 384, size, dtype=model.dtype)
+    state = data, meta(batch), meta(batch, 384, dtype=torch.bool), meta(batch, 1), meta(1)
+    inputs = meta(batch, nodes), meta(batch, nodes), meta(batch, nodes, nodes, dtype=torch.bool)
+    function = StaticRound(model, {"use_cache": True, "logits_to_keep": 0}, (), bucket, (0, text.num_hidden_layers))
+    with torch.no_grad(), HostCounter() as counter:
+        logits, first, last = function(*state, *inputs)
+    assert counter.counts == {"reads": 0, "made": 0}
+    assert logits.shape == (batch, nodes, text.vocab_size) and first.shape == last.shape
+
+
+def test_no_value_becomes_a_constant() -> None:
+    """`make_fx` on real tensors would turn what the host reads into a constant without a word."""
+
+    def multiply(state: Tensor, inputs: Tensor) -> tuple[Tensor, ...]:
+        return (inputs * state.sum().item(),)
+
+    def branch(state: Tensor, inputs: Tensor) -> tuple[Tensor, ...]:
+        return (inputs if bool(state.sum() > 0) else -inputs,)
+
+    state = torch.ones(2)
+    replay = record_trace(multiply, [state], [torch.ones(2)])
+    state.fill_(3.0)
+    assert replay([torch.ones(2)])[0].tolist() == [6.0, 6.0]
+    with pytest.raises(Exception, match="data-dependent"):
+        trace(branch, [state], [torch.ones(2)])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_compiled_on_a_cpu() -> None:
+    """`torch.compile(fullgraph=True)` of the recorded round; and a weight changed in place is noticed."""
+    model = build_model()
+    prompts = [build_inputs(model, seed, 1) for seed in range(2)]
+    plain = [generate(model, inputs, False) for inputs in prompts]
+    with patched(model, build_drafter("leaning-flash"), tree_size=8, compile=True):
+        for inputs, expected in zip(prompts, plain, strict=True):
+            assert torch.equal(generate(model, inputs, False), expected)
+        pool = patch_state(model).captures
+        (lane,) = pool._lanes.values()
+        assert pool.failure is None and lane.recorder is record_compiled and len(lane._replays) == 1
+        model.get_output_embeddings().weight.data.neg_()  # changes neither address nor version counter
+        with mmspec.disabled(model):
+            expected = generate(model, prompts[0], False)
+        assert not torch.equal(expected, plain[0]) and torch.equal(generate(model, prompts[0], False), expected)
+        assert pool.failure is None and next(iter(pool._lanes.values())) is not lane
+
+
+# --- when nothing is recorded -----------------------------------------------------------------------------------------
+
+
+def test_what_is_recorded_by_default() -> None:
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert recorder_for(cpu, "auto") is None and recorder_for(cuda, "auto") is not None
+    assert recorder_for(cpu, True) is not None and recorder_for(cuda, False) is None
+    with pytest.raises(TypeError, match="compile must be"):
+        mmspec.patch(build_model(), "none", compile="yes")
+
+
+def broken(function: StaticFunction, state: Sequence[Tensor], inputs: Sequence[Tensor]) -> Replay:
+    """A recorder whose compiler is missing."""
+    raise OSError("no compiler")
+
+
+def wrong(function: StaticFunction, state: Sequence[Tensor], inputs: Sequence[Tensor]) -> Replay:
+    """A recorder whose replays are wrong."""
+    return lambda new_inputs: tuple(output.roll(1, -1) for output in function(*state, *new_inputs))
+
+
+def fails_later(function: StaticFunction, state: Sequence[Tensor], inputs: Sequence[Tensor]) -> Replay:
+    """A recorder whose third replay fails."""
+    count = iter(range(100))
+
+    def replay(new_inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        if next(count) == 3:
+            raise RuntimeError("out of memory")
+        return function(*state, *new_inputs)
+
+    return replay
+
+
+@pytest.mark.parametrize("recorder", [broken, wrong, fails_later])
+def test_a_failure_costs_speed_only(recorder: Recorder, caplog: pytest.LogCaptureFixture) -> None:
+    model = build_model()
+    inputs = build_inputs(model, 0, 2)
+    expected = generate(model, inputs, True)
+    with recording(recorder) as counting, patched(model, "lookup", tree_size=4), caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            assert torch.equal(generate(model, inputs, True), expected)
+    assert counting.recordings == 1, "not tried again"
+    assert len([record for record in caplog.records if "not recorded" in record.message]) == 1
+
+
+def change_weight(model: PreTrainedModel) -> None:
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(-1)
+
+
+def change_dtype(model: PreTrainedModel) -> None:
+    model.to(torch.float64)
+
+
+def change_attention(model: PreTrainedModel) -> None:
+    model.set_attn_implementation("eager")
+
+
+def change_module(model: PreTrainedModel) -> None:
+    model.get_decoder().layers[0].mlp.act_fn = torch.nn.ReLU().eval()
+
+
+@pytest.mark.parametrize("change", [change_weight, change_dtype, change_attention, change_module])
+def test_a_changed_model_is_recorded_anew(change: Callable[[PreTrainedModel], None]) -> None:
+    model = build_model()
+    inputs = build_inputs(model, 0, 1)
+    with recording(record_trace) as recorder, patched(model, "none"):
+        generate(model, inputs, False)
+        change(model)
+        with mmspec.disabled(model):
+            expected = generate(model, inputs, False)
+        assert torch.equal(generate(model, inputs, False), expected)
+    assert recorder.recordings == 2
+
+
+def test_calls_that_are_not_recorded() -> None:
+    """A cache of the user, and a user's hook."""
+    model = build_model()
+    inputs = build_inputs(model, 0, 1)
+    expected = generate(model, inputs, False)
+    with recording(record_nothing) as recorder, patched(model, "lookup", tree_size=4):
+        assert torch.equal(generate(model, inputs, False, past_key_values=DynamicCache()), expected)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            generate(model, inputs, False)
+        handle = model.get_decoder().layers[0].register_forward_hook(lambda module, args, output: None)
+        assert torch.equal(generate(model, inputs, False), expected)
+        handle.remove()
+        assert recorder.recordings == 0
+        assert torch.equal(generate(model, inputs, False), expected) and recorder.recordings == 1
+
+
+@pytest.mark.parametrize("family", ["gemma4", "deepseek_v3", "qwen3_moe", "lfm2", "gpt_oss"])
+def test_models_that_are_not_recorded(family: str) -> None:
+    """Layers of several shapes or with a state, keys and values of different size, experts chosen by value."""
+    model = build_model(tiny.ModelSpec(family))
+    inputs = tiny.build_inputs(model, 0, 1, padding="none")
+    expected = generate(model, inputs, False)
+    with recording(record_trace), patched(model, "lookup", tree_size=4):
+        assert torch.equal(generate(model, inputs, False), expected)
+        assert torch.equal(generate(model, inputs, False), expected)
+
+
+def test_two_threads() -> None:
+    """The second call does not wait for the first: it runs as without recordings."""
+    model = build_model()
+    inputs = build_inputs(model, 0, 1)
+    expected = generate(model, inputs, False)
+    found: list[bool] = []
+    inner = threading.Thread(target=lambda: found.append(torch.equal(generate(model, inputs, False), expected)))
+    score = CapturedTarget.score
+
+    def score_beside_another_call(self: CapturedTarget, *args: Any) -> Any:
+        if not inner.ident:
+            inner.start()
+            inner.join()
+        return score(self, *args)
+
+    with recording(record_nothing) as recorder, patched(model, "lookup", tree_size=4):
+        with mock.patch.object(CapturedTarget, "score", score_beside_another_call):
+            assert torch.equal(generate(model, inputs, False), expected)
+        assert found == [True] and recorder.recordings == 1
+        assert torch.equal(generate(model, inputs, False), expected), "the lane is free again"
+
+
+def test_a_call_that_raises_returns_the_lane() -> None:
+    model = build_model()
+    inputs = build_inputs(model, 0, 1)
+    expected = generate(model, inputs, False)
+    with recording(record_nothing) as recorder, patched(model, "lookup", tree_size=4):
+        with (
+            mock.patch.object(CapturedTarget, "commit", side_effect=KeyboardInterrupt),
+            pytest.raises(KeyboardInterrupt),
+        ):
+            generate(model, inputs, False)
+        assert torch.equal(generate(model, inputs, False), expected) and recorder.replays > 5
+
+
+def test_shapes_of_the_zoo_are_known() -> None:
+    assert {"gemma3", "gemma4", "deepseek_v3", "qwen3_moe", "lfm2"} <= set(zoo.ROWS)
