@@ -37,6 +37,12 @@ MAX_ROWS = 128
 """Inputs with more rows always use the plain kernel, whose repacking of the weight is then a small part."""
 TIMED_CALLS = 5
 """Real calls of each kernel that are timed before a shape is decided."""
+TRIAL_EVERY = 4
+"""Of so many calls before the decision, one is a trial; the others run on the kernel that is fastest so far."""
+TRIAL_CALLS = 2
+"""Real calls of each kernel after which clearly slower ones are no longer timed."""
+CLEARLY_SLOWER = 1.5
+"""Ratio of the fastest calls from which a kernel is clearly slower."""
 PACK_BATCH_HINT = 8
 """Number of rows that oneDNN optimises the packed layout for."""
 PLAIN, TRANSPOSED, NATIVE, PACKED = "plain", "transposed", "native", "packed"
@@ -95,14 +101,35 @@ class KernelTiming:
     best: str | None = None
 
     def next_kernel(self) -> str:
-        """The kernel with the fewest timed calls."""
-        return min(self.kernels, key=lambda kernel: len(self.seconds.get(kernel, ())))
+        """The kernel of the next call, until `best` is decided.
+
+        Trials are spread over many calls: slow kernels cost time, and the first rounds of a tree size would look
+        expensive to the controller. They begin with the kernel that is expected to be the fastest.
+        """
+        contenders = self._contenders()
+        if not self.seconds:
+            return NATIVE if NATIVE in contenders else contenders[0]
+        if sum(map(self._num_calls, self.kernels)) % TRIAL_EVERY:
+            return min(self.seconds, key=lambda kernel: median(self.seconds[kernel]))
+        return min(contenders, key=self._num_calls)
 
     def add(self, kernel: str, seconds: float) -> None:
-        """Add a timed call; decides once all kernels have `TIMED_CALLS`."""
+        """Add a timed call; decides once all kernels that may be the fastest have `TIMED_CALLS`."""
         self.seconds.setdefault(kernel, []).append(seconds)
-        if all(len(self.seconds.get(kernel, ())) >= TIMED_CALLS for kernel in self.kernels):
-            self.best = min(self.kernels, key=lambda kernel: median(self.seconds[kernel]))
+        contenders = self._contenders()
+        if min(map(self._num_calls, contenders)) >= TIMED_CALLS:
+            self.best = min(contenders, key=lambda kernel: median(self.seconds[kernel]))
+
+    def _num_calls(self, kernel: str) -> int:
+        return len(self.seconds.get(kernel, ()))
+
+    def _contenders(self) -> list[str]:
+        """The kernels that are not clearly slower than another; all until each has `TRIAL_CALLS`."""
+        if any(self._num_calls(kernel) < TRIAL_CALLS for kernel in self.kernels):
+            return list(self.kernels)
+        fastest = {kernel: min(self.seconds[kernel]) for kernel in self.kernels}
+        limit = CLEARLY_SLOWER * min(fastest.values())
+        return [kernel for kernel in self.kernels if fastest[kernel] <= limit]
 
 
 class LinearAutotuner:
@@ -111,7 +138,8 @@ class LinearAutotuner:
     Attributes:
         packed_weights: {layer: packed copy}.
         timings: {shape: measurements}.
-        native: the compiled kernel; None where it is not available.
+        allow_native: the compiled kernel may be used (False to compare with).
+        native: the compiled kernel; None where it is not available, and before the first call.
         cannot_pack: packing failed in this process (missing operator, or out of memory).
     """
 
@@ -119,6 +147,7 @@ class LinearAutotuner:
         self.packed_weights: weakref.WeakKeyDictionary[nn.Module, PackedWeight] = weakref.WeakKeyDictionary()
         self.timings: dict[Shape, KernelTiming] = {}
         self.cannot_pack = False
+        self.allow_native = True
         self.native: FewRowsKernel | None = None
         self._lock = threading.Lock()
 
@@ -303,7 +332,7 @@ def use_fast_linears(
     if autotuner is None or not replaced:
         yield
         return
-    autotuner.native = load_kernel()
+    autotuner.native = load_kernel() if autotuner.allow_native else None
     allow_packing = allow_packing and torch.backends.mkldnn.is_available()
     if allow_packing:
         autotuner.drop_stale(replaced)
