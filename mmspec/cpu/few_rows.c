@@ -1,7 +1,8 @@
 /* out = x w^T + bias for a few rows of x, float32, from the weight where it lies.
 
-   An element of out is LANES partial sums, each over every LANES-th column in ascending order, added in a fixed order.
-   It depends on its row of x and its row of w alone: not on the number of rows or of threads, or on its place in out.
+   An element of out is LANES partial sums, each over every LANES-th column in ascending order, in segments of 512 to
+   1023 columns, added in a fixed order. It depends on its row of x and its row of w alone: not on the number of rows or
+   of threads, or on its place in out.
 
    The weight is read once. While a block of it is multiplied, blocks that follow are prefetched; columns are taken in
    panels that are small enough for x to stay in the first-level cache. Uses no library: the caller passes the entry of
@@ -16,7 +17,8 @@
 #define WEIGHT_ROWS 4           /* rows of w in one block */
 #define MAX_ROWS 32             /* rows of x */
 #define CHUNK_ROWS 16           /* rows of w whose partial sums are kept between panels */
-#define PANEL_BYTES (20 << 10)  /* of x; a first-level cache has 32 or 48 KiB */
+#define SEGMENT 512             /* columns that are summed apart, which limits the error of long rows */
+#define X_BYTES (40 << 10)      /* of x, up to which it stays in a first-level cache of 32 or 48 KiB well enough */
 #define AHEAD_BYTES (8 << 10)   /* of w, between the block in use and the block that is prefetched */
 #define THREAD_BYTES (64 << 10) /* of w, for which a further thread pays */
 
@@ -74,10 +76,7 @@ EXPORT int few_rows_linear(const float *x, const float *w, const float *bias, fl
   const int64_t threads = min64(num_threads, 1 + N * row_bytes / THREAD_BYTES);
   const int64_t lanes = level == 2 ? 16 : 8;
   job j = {x, w, bias, NULL, out, R, K, N, CHUNK_ROWS, K, 0};
-  if (R <= 16 && K >= 1024 && R * row_bytes > 2 * PANEL_BYTES) { /* else partial sums cost more than panels save */
-    const int64_t panels = (R * row_bytes + PANEL_BYTES - 1) / PANEL_BYTES;
-    j.panel = (K / panels + lanes) / lanes * lanes; /* of about equal width */
-  }
+  if (R <= 16 && K >= 2 * SEGMENT && R * row_bytes > X_BYTES) j.panel = SEGMENT; /* else partial sums cost more */
   float *packed = aligned_alloc(64, (size_t)(R * (K + lanes) + 15) / 16 * 64);
   if (!packed) return 0;
   if (level == 2) avx512_pack(&j, packed); else avx2_pack(&j, packed);

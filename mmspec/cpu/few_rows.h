@@ -38,45 +38,54 @@ __attribute__((target(ISA))) static void NAME(pack)(job *j, float *to) {
   }
 }
 
-/* The products of X rows of x with a block: partial sums from and to `acc` [X, 4], in the last panel sums to `out` [X]. */
+/* The products of X rows of x with a block. Sums of former segments come from `acc` [X, 4], those of this panel are added
+   there; in the last panel the results go to `out` [X] instead. */
 INLINE void NAME(tile)(const NAME(block) * b, const float *x, float *acc, __m128 *out, const int X) {
-  VEC sum[TILE][WEIGHT_ROWS];
-#pragma GCC unroll 8
-  for (int r = 0; r < X; r++)
-#pragma GCC unroll 4
-    for (int i = 0; i < WEIGHT_ROWS; i++) sum[r][i] = b->is_first ? ZERO() : LOAD(acc + (r * WEIGHT_ROWS + i) * LANES);
   const float *const w0 = b->w[0], *const w1 = b->w[1], *const w2 = b->w[2], *const w3 = b->w[3];
   const float *ahead = b->ahead;
-  int64_t k = 0;
-  for (; k + LANES <= b->width; k += LANES) {
-    for (int64_t i = 0; i < b->num_ahead; i++) _mm_prefetch((const char *)(ahead + i * b->line_step), _MM_HINT_T0);
-    ahead += b->column_step;
-    const VEC w[WEIGHT_ROWS] = {LOAD(w0 + k), LOAD(w1 + k), LOAD(w2 + k), LOAD(w3 + k)};
-#pragma GCC unroll 8
-    for (int r = 0; r < X; r++) {
-      const VEC v = LOAD(x + r * LANES);
-#pragma GCC unroll 4
-      for (int i = 0; i < WEIGHT_ROWS; i++) sum[r][i] = FMA(w[i], v, sum[r][i]);
-    }
-    x += X * LANES;
-  }
-  if (k < b->width) {
-    const int64_t n = b->width - k;
-#pragma GCC unroll 8
-    for (int r = 0; r < X; r++) {
-      const VEC v = LOAD(x + r * LANES);
-#pragma GCC unroll 4
-      for (int i = 0; i < WEIGHT_ROWS; i++) sum[r][i] = FMA(NAME(load_part)(b->w[i] + k, n), v, sum[r][i]);
-    }
-  }
-  if (b->is_last) {
-#pragma GCC unroll 8
-    for (int r = 0; r < X; r++) out[r] = NAME(sum4)(sum[r]);
-  } else {
+  int is_first = b->is_first;
+  for (int64_t k = 0; k < b->width; is_first = 0) {
+    const int64_t end = b->width - k < 2 * SEGMENT ? b->width : k + SEGMENT;
+    VEC sum[TILE][WEIGHT_ROWS];
 #pragma GCC unroll 8
     for (int r = 0; r < X; r++)
 #pragma GCC unroll 4
-      for (int i = 0; i < WEIGHT_ROWS; i++) STORE(acc + (r * WEIGHT_ROWS + i) * LANES, sum[r][i]);
+      for (int i = 0; i < WEIGHT_ROWS; i++) sum[r][i] = ZERO();
+    for (; k + LANES <= end; k += LANES, x += X * LANES) {
+      for (int64_t i = 0; i < b->num_ahead; i++) _mm_prefetch((const char *)(ahead + i * b->line_step), _MM_HINT_T0);
+      ahead += b->column_step;
+      const VEC w[WEIGHT_ROWS] = {LOAD(w0 + k), LOAD(w1 + k), LOAD(w2 + k), LOAD(w3 + k)};
+#pragma GCC unroll 8
+      for (int r = 0; r < X; r++) {
+        const VEC v = LOAD(x + r * LANES);
+#pragma GCC unroll 4
+        for (int i = 0; i < WEIGHT_ROWS; i++) sum[r][i] = FMA(w[i], v, sum[r][i]);
+      }
+    }
+    if (k < end) { /* the last columns */
+#pragma GCC unroll 8
+      for (int r = 0; r < X; r++) {
+        const VEC v = LOAD(x + r * LANES);
+#pragma GCC unroll 4
+        for (int i = 0; i < WEIGHT_ROWS; i++) sum[r][i] = FMA(NAME(load_part)(b->w[i] + k, end - k), v, sum[r][i]);
+      }
+      k = end;
+    }
+    if (!is_first) {
+#pragma GCC unroll 8
+      for (int r = 0; r < X; r++)
+#pragma GCC unroll 4
+        for (int i = 0; i < WEIGHT_ROWS; i++) sum[r][i] += LOAD(acc + (r * WEIGHT_ROWS + i) * LANES);
+    }
+    if (b->is_last && k == b->width) {
+#pragma GCC unroll 8
+      for (int r = 0; r < X; r++) out[r] = NAME(sum4)(sum[r]);
+    } else {
+#pragma GCC unroll 8
+      for (int r = 0; r < X; r++)
+#pragma GCC unroll 4
+        for (int i = 0; i < WEIGHT_ROWS; i++) STORE(acc + (r * WEIGHT_ROWS + i) * LANES, sum[r][i]);
+    }
   }
 }
 
@@ -124,7 +133,7 @@ __attribute__((target(ISA))) static void NAME(rows)(const job *j, NAME(block) * 
 /* Chunks of w until none is left. */
 __attribute__((target(ISA))) static void NAME(worker)(void *data) {
   job *j = data;
-  const int64_t K = j->K, N = j->N, panels = (K + j->panel - 1) / j->panel;
+  const int64_t K = j->K, N = j->N, panels = K / j->panel;
   const int64_t distance = 1 + AHEAD_BYTES / (WEIGHT_ROWS * j->panel * (int64_t)sizeof(float));
   float acc[CHUNK_ROWS * MAX_ROWS * LANES] __attribute__((aligned(64)));
   for (int64_t begin = take_chunk(j), following; begin < N; begin = following) {
@@ -134,7 +143,8 @@ __attribute__((target(ISA))) static void NAME(worker)(void *data) {
     for (int64_t step = 0; step < steps; step++) {
       const int64_t p = step / blocks, m = step % blocks * WEIGHT_ROWS, n = begin + m;
       const int64_t count = min64(WEIGHT_ROWS, begin + rows - n), first = p * j->panel;
-      NAME(block) b = {.width = min64(j->panel, K - first), .is_first = p == 0, .is_last = p == panels - 1};
+      NAME(block) b = {.is_first = p == 0, .is_last = p == panels - 1};
+      b.width = b.is_last ? K - first : j->panel; /* the last takes what is left */
       for (int i = 0; i < WEIGHT_ROWS; i++) b.w[i] = j->w + (n + min64(i, count - 1)) * K + first;
       const int64_t then = step + distance, later = then < steps ? then : then - steps;
       const int64_t row = (then < steps ? begin : following) + later % blocks * WEIGHT_ROWS;
