@@ -191,7 +191,7 @@ def _build(command: list[str], file: Path) -> None:
 
 
 def _is_intact(file: Path) -> bool:
-    """Whether a file is this user's and ends with the hash of its contents. A truncated library could end the process."""
+    """Whether a file is this user's and ends with the hash of its contents (a truncated library could end us)."""
     try:
         contents = file.read_bytes()
         owner = file.stat().st_uid

@@ -1,4 +1,4 @@
-"""The compiled kernel of few rows: accuracy, independence of the rows, what it refuses, and every way a build can fail."""
+"""The compiled kernel of few rows: accuracy, independence of the rows, what it refuses, every way a build can fail."""
 
 from __future__ import annotations
 
@@ -239,7 +239,7 @@ def test_a_compiler_that_fails(
     monkeypatch.setenv("CC", compiler(tmp_path, script) if script else "no-such-compiler")
     kernel, lines = load(caplog)
     assert kernel is None and len(lines) == 1 and message in lines[0]
-    assert not [file for file in cache_folder.glob(".*")], "no unfinished file is left"
+    assert not list(cache_folder.glob(".*")), "no unfinished file is left"
 
 
 def test_a_cache_folder_that_cannot_be_used(
