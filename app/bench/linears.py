@@ -1,11 +1,11 @@
-"""How fast linear layers of few rows are on a CPU, kernel by kernel, and what the compiled kernel changes in whole loops.
+"""How fast linear layers of few rows are on a CPU, kernel by kernel, and what the compiled kernel brings in loops.
 
     python -m mmspec.app.bench.linears --json linears.json
 
 Products: every kernel reads the same weights in turn, more than the caches hold, so that its speed in GB/s compares
-with that of reading memory, measured in the same repeat. Loops: `mmspec bench` on the scenes model, each drafter with the
-compiled kernel and without. Other jobs on the machine disturb wall-clock times: the default is one thread and its own
-CPU time, for everything (`--threads 2 --clock wall` for the other).
+with that of reading memory, measured in the same repeat. Loops: as in `mmspec bench` on the scenes model, each drafter
+with the compiled kernel and without. Other jobs on the machine disturb wall-clock times: the default is one thread and
+its own CPU time, for everything (`--threads 2 --clock wall` for the other).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mmspec.app.bench.measure import HF, NO_DRAFT, Contestant, build_contestants, run_rounds
+from mmspec.app.bench.measure import HF, NO_DRAFT, Contestant, TimedRun, build_contestants, run_rounds
 from mmspec.app.bench.requests import build_scene_requests
 from mmspec.app.bench.session import provenance
 from mmspec.app.modeling.captioner import Captioner
@@ -67,7 +67,7 @@ def time_products(shape: tuple[int, int], num_rows: int, repeats: int, kernel: F
         if number:  # the first warms up
             for name, value in timed.items():
                 seconds[name].append(value)
-    size = {name: 4e-9 * shape[0] * shape[1] * count for name in kernels} | {"read": memory.nbytes / 1e9}
+    size = dict.fromkeys(kernels, 4e-9 * shape[0] * shape[1] * count) | {"read": memory.nbytes / 1e9}
     speeds = {name: [size[name] / value for value in values] for name, values in seconds.items()}
     of_read = {name: [a / b for a, b in zip(speeds[name], speeds["read"], strict=True)] for name in kernels}
     return {
@@ -116,7 +116,7 @@ def _loop_record(drafter: str, by_name: dict[str, Contestant]) -> Record:
     native, before, plain = by_name[drafter].runs, by_name[drafter + WITHOUT].runs, by_name[HF].runs
     own = by_name[NO_DRAFT].runs
 
-    def ratio(above: Sequence[Any], below: Sequence[Any]) -> list[float]:
+    def ratio(above: Sequence[TimedRun], below: Sequence[TimedRun]) -> list[float]:
         return _spread([a.decode_s / b.decode_s for a, b in zip(above, below, strict=True)])
 
     return {
@@ -126,7 +126,7 @@ def _loop_record(drafter: str, by_name: dict[str, Contestant]) -> Record:
         "speedup_hf_without": ratio(plain, before),
         "speedup_kernel": ratio(before, native),
         "speedup_own": ratio(own, native),
-        "tau": [round(sum(r.stats.tokens for r in x) / sum(r.stats.rounds for r in x), 2) for x in (native, before)],
+        "tau": [_tau(runs) for runs in (native, before)],
         "round_ms": [round(1e3 * median(run.step_s for run in runs), 2) for runs in (native, before)],
         "identical": all(
             torch.equal(run.output_ids, want.output_ids)
@@ -134,6 +134,12 @@ def _loop_record(drafter: str, by_name: dict[str, Contestant]) -> Record:
             for run, want in zip(runs, plain, strict=True)
         ),
     }
+
+
+def _tau(runs: Sequence[TimedRun]) -> float:
+    """Tokens per round."""
+    stats = [run.stats for run in runs if run.stats is not None]
+    return round(sum(one.tokens for one in stats) / sum(one.rounds for one in stats), 2)
 
 
 def format_products(records: Sequence[Record]) -> str:
