@@ -1,10 +1,11 @@
 """Linear layers with few input rows on a CPU, computed by whichever kernel is fastest in real calls.
 
 The float32 kernel behind `nn.Linear` is slow for products of a few rows, which reduces the gain of scoring several
-nodes per forward. Two other kernels compute the same product:
+nodes per forward. Three other kernels compute the same product:
 
 - *transposed*: weight times rows, so that the kernel's wide dimension is the weight's. Needs a transposed copy of the
   result only.
+- *native*: our own C code for 1 to 32 rows, on the weight where it lies (`mmspec/cpu/native.py`). Needs a C compiler.
 - *packed*: oneDNN's blocked weight layout, prepared once. Needs a copy of the weight, so it is opt-in.
 
 Replaces the forward of layers of exact type `nn.Linear` within `use_fast_linears` only. A context variable limits the
@@ -28,15 +29,31 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from mmspec.cpu.native import MAX_NATIVE_ROWS, FewRowsKernel, load_kernel
+
 logger = logging.getLogger("mmspec")
 
 MAX_ROWS = 128
 """Inputs with more rows always use the plain kernel, whose repacking of the weight is then a small part."""
 TIMED_CALLS = 5
 """Real calls of each kernel that are timed before a shape is decided."""
+TRIAL_EVERY = 4
+"""Of so many calls before the decision, one is a trial; the others run on the kernel that is fastest so far."""
+TRIAL_CALLS = 2
+"""Real calls of each kernel after which clearly slower ones are no longer timed."""
+CLEARLY_SLOWER = 1.5
+"""Ratio of the fastest calls from which a kernel is clearly slower."""
 PACK_BATCH_HINT = 8
 """Number of rows that oneDNN optimises the packed layout for."""
-PLAIN, TRANSPOSED, PACKED = "plain", "transposed", "packed"
+PLAIN, TRANSPOSED, NATIVE, PACKED = "plain", "transposed", "native", "packed"
+
+_CANDIDATES = {
+    (False, False): (PLAIN, TRANSPOSED),
+    (False, True): (PLAIN, TRANSPOSED, PACKED),
+    (True, False): (PLAIN, TRANSPOSED, NATIVE),
+    (True, True): (PLAIN, TRANSPOSED, NATIVE, PACKED),
+}
+"""{(compiled kernel is available, packed copies may be used): kernels to choose from}"""
 
 Shape = tuple[int, int, int]
 """(out_features, in_features, rows)"""
@@ -79,19 +96,40 @@ class KernelTiming:
         best: the kernel with the lowest median, None until all are measured.
     """
 
-    kernels: tuple[str, ...] = (PLAIN, TRANSPOSED, PACKED)
+    kernels: tuple[str, ...] = (PLAIN, TRANSPOSED, NATIVE, PACKED)
     seconds: dict[str, list[float]] = field(default_factory=dict)
     best: str | None = None
 
     def next_kernel(self) -> str:
-        """The kernel with the fewest timed calls."""
-        return min(self.kernels, key=lambda kernel: len(self.seconds.get(kernel, ())))
+        """The kernel of the next call, until `best` is decided.
+
+        Trials are spread over many calls: slow kernels cost time, and the first rounds of a tree size would look
+        expensive to the controller. They begin with the kernel that is expected to be the fastest.
+        """
+        contenders = self._contenders()
+        if not self.seconds:
+            return NATIVE if NATIVE in contenders else contenders[0]
+        if sum(map(self._num_calls, self.kernels)) % TRIAL_EVERY:
+            return min(self.seconds, key=lambda kernel: median(self.seconds[kernel]))
+        return min(contenders, key=self._num_calls)
 
     def add(self, kernel: str, seconds: float) -> None:
-        """Add a timed call; decides once all kernels have `TIMED_CALLS`."""
+        """Add a timed call; decides once all kernels that may be the fastest have `TIMED_CALLS`."""
         self.seconds.setdefault(kernel, []).append(seconds)
-        if all(len(self.seconds.get(kernel, ())) >= TIMED_CALLS for kernel in self.kernels):
-            self.best = min(self.kernels, key=lambda kernel: median(self.seconds[kernel]))
+        contenders = self._contenders()
+        if min(map(self._num_calls, contenders)) >= TIMED_CALLS:
+            self.best = min(contenders, key=lambda kernel: median(self.seconds[kernel]))
+
+    def _num_calls(self, kernel: str) -> int:
+        return len(self.seconds.get(kernel, ()))
+
+    def _contenders(self) -> list[str]:
+        """The kernels that are not clearly slower than another; all until each has `TRIAL_CALLS`."""
+        if any(self._num_calls(kernel) < TRIAL_CALLS for kernel in self.kernels):
+            return list(self.kernels)
+        fastest = {kernel: min(self.seconds[kernel]) for kernel in self.kernels}
+        limit = CLEARLY_SLOWER * min(fastest.values())
+        return [kernel for kernel in self.kernels if fastest[kernel] <= limit]
 
 
 class LinearAutotuner:
@@ -100,6 +138,8 @@ class LinearAutotuner:
     Attributes:
         packed_weights: {layer: packed copy}.
         timings: {shape: measurements}.
+        allow_native: the compiled kernel may be used (False to compare with).
+        native: the compiled kernel; None where it is not available, and before the first call.
         cannot_pack: packing failed in this process (missing operator, or out of memory).
     """
 
@@ -107,6 +147,8 @@ class LinearAutotuner:
         self.packed_weights: weakref.WeakKeyDictionary[nn.Module, PackedWeight] = weakref.WeakKeyDictionary()
         self.timings: dict[Shape, KernelTiming] = {}
         self.cannot_pack = False
+        self.allow_native = True
+        self.native: FewRowsKernel | None = None
         self._lock = threading.Lock()
 
     @property
@@ -122,7 +164,8 @@ class LinearAutotuner:
         Args:
             layer: the layer.
             rows: [..., in_features].
-            deterministic: choose the kernel by the number of rows alone, not by timing.
+            deterministic: choose the kernel by the number of rows alone, not by timing. With the compiled kernel, up
+                to 32 rows, a row's result is then the same bits whatever the other rows.
             allow_packing: packed copies may be used.
 
         Returns:
@@ -132,8 +175,8 @@ class LinearAutotuner:
         if num_rows > MAX_ROWS or torch.is_grad_enabled() or rows.dtype != torch.float32 or _is_autocast():
             return functional.linear(rows, layer.weight, layer.bias)
         if deterministic:
-            return self._run_kernel(TRANSPOSED if num_rows > 1 else PLAIN, layer, rows)
-        kernels = (PLAIN, TRANSPOSED, PACKED) if allow_packing and not self.cannot_pack else (PLAIN, TRANSPOSED)
+            return self._run_kernel(self._fixed_kernel(num_rows), layer, rows)
+        kernels = self._candidates(num_rows, allow_packing)
         shape = (layer.out_features, layer.in_features, num_rows)
         timing = self.timings.get(shape)
         if timing is not None and timing.best is not None and timing.best in kernels:
@@ -159,10 +202,25 @@ class LinearAutotuner:
             if packed is not None and not all(map(torch.equal, packed.checksums, weight_checksums(layer.weight))):
                 del self.packed_weights[layer]
 
+    def _fixed_kernel(self, num_rows: int) -> str:
+        """The kernel of calls with `deterministic=True`."""
+        if self.native is not None and num_rows <= MAX_NATIVE_ROWS:
+            return NATIVE
+        return TRANSPOSED if num_rows > 1 else PLAIN
+
+    def _candidates(self, num_rows: int, allow_packing: bool) -> tuple[str, ...]:
+        """The kernels that may compute a product of so many rows."""
+        with_native = self.native is not None and num_rows <= MAX_NATIVE_ROWS
+        return _CANDIDATES[with_native, allow_packing and not self.cannot_pack]
+
     def _run_kernel(self, kernel: str, layer: nn.Linear, rows: Tensor) -> Tensor:
         if kernel == PACKED and (packed := self._pack(layer)) is not None:
             out: Tensor = torch.ops.mkldnn._linear_pointwise(rows, packed.weight, layer.bias, "none", [], "")
             return out
+        if kernel == NATIVE and self.native is not None:
+            result = self.native.linear(layer.weight, layer.bias, rows)
+            if result is not None:
+                return result
         if kernel == TRANSPOSED:
             return transposed_linear(layer, rows)
         return functional.linear(rows, layer.weight, layer.bias)
@@ -274,6 +332,7 @@ def use_fast_linears(
     if autotuner is None or not replaced:
         yield
         return
+    autotuner.native = load_kernel() if autotuner.allow_native else None
     allow_packing = allow_packing and torch.backends.mkldnn.is_available()
     if allow_packing:
         autotuner.drop_stale(replaced)

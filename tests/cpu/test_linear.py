@@ -21,12 +21,17 @@ from mmspec.cpu import linear as cpu
 from mmspec.cpu.linear import (
     MAX_ROWS,
     TIMED_CALLS,
+    TRIAL_CALLS,
+    TRIAL_EVERY,
     KernelTiming,
     LinearAutotuner,
     find_linear_layers,
     is_replaced,
     use_fast_linears,
 )
+
+DECIDED = len(KernelTiming().kernels) * TIMED_CALLS * TRIAL_EVERY
+"""Calls after which every shape is decided."""
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch without oneDNN")
 
@@ -84,15 +89,16 @@ def test_every_kernel_computes_the_product(
 def test_weights_are_packed_only_if_allowed(allowed: bool) -> None:
     one, autotuner = layer(), LinearAutotuner()
     with torch.no_grad(), use_fast_linears(autotuner, [one], allow_packing=allowed):
-        for _ in range(3 * TIMED_CALLS):
+        for _ in range(DECIDED):
             one(rows(4))
     assert bool(autotuner.packed_weights) is allowed and autotuner.timings[24, 16, 4].best is not None
     assert ("packed" in autotuner.timings[24, 16, 4].kernels) is allowed
 
 
 def test_products_that_stay_plain(spied: list[int]) -> None:
-    one = layer()
-    with use_fast_linears(LinearAutotuner(), [one], deterministic=True):
+    one, autotuner = layer(), LinearAutotuner()
+    autotuner.allow_native = False
+    with use_fast_linears(autotuner, [one], deterministic=True):
         with torch.no_grad():
             one(rows(1))
             one(rows(MAX_ROWS + 1))
@@ -204,21 +210,36 @@ def test_shapes_are_decided_by_timed_calls(fast: str, monkeypatch: pytest.Monkey
     monkeypatch.setattr(cpu.time, "perf_counter", lambda: now[0])
     one, autotuner = layer(), LinearAutotuner()
     with torch.no_grad(), use_fast_linears(autotuner, [one], allow_packing=True):
-        for _ in range(3 * TIMED_CALLS + 5):
+        for _ in range(DECIDED):
             one(rows(4))
+        timing = autotuner.timings[24, 16, 4]
+        assert timing.best == fast and used[-1] == fast
         assert one(rows(1)).shape == (1, 1, 24) and (24, 16, 1) in autotuner.timings
-    assert sorted(used[: 3 * TIMED_CALLS]) == sorted(TIMED_CALLS * KernelTiming().kernels) and used[
-        3 * TIMED_CALLS : -1
-    ] == 5 * [fast]
+    slow = [kernel for kernel in timing.kernels if kernel not in (fast, "native")]
+    assert {len(timing.seconds[kernel]) for kernel in slow} == {TRIAL_CALLS}, "clearly slower, soon dropped"
+    assert len(timing.seconds[fast]) >= TIMED_CALLS and set(used[DECIDED // 2 : -1]) == {fast}
 
 
 def test_the_kernel_with_the_lowest_median_is_chosen() -> None:
     timing = KernelTiming()
     for number in range(TIMED_CALLS):
         timing.add("plain", 2.0)
-        timing.add("transposed", 99.0 if number == 0 else 1.0)  # an outlier
-        timing.add("packed", 3.0)
+        timing.add("transposed", 2.5 if number == 0 else 1.5)  # an outlier
+        timing.add("native", 2.1)
+        timing.add("packed", 2.2)
     assert timing.best == "transposed"
+
+
+def test_trials_are_spread_over_many_calls() -> None:
+    """So that the first rounds of a tree size are not slow."""
+    timing, seconds, used = KernelTiming(), {"plain": 1.2, "transposed": 1.1, "native": 1.0, "packed": 1.3}, list[str]()
+    while timing.best is None:
+        used.append(timing.next_kernel())
+        timing.add(used[-1], seconds[used[-1]])
+    assert timing.best == "native" and len(used) <= DECIDED
+    others = [number for number, kernel in enumerate(used) if kernel != "native"]
+    assert others[0] == TRIAL_EVERY and all(number % TRIAL_EVERY == 0 for number in others)
+    assert sorted(used[number] for number in others) == sorted(TIMED_CALLS * ["plain", "transposed", "packed"])
 
 
 def test_a_torch_that_cannot_pack_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,8 +249,9 @@ def test_a_torch_that_cannot_pack_falls_back(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(torch.ops, "mkldnn", Nothing())
     one, autotuner = layer(), LinearAutotuner()
+    autotuner.allow_native = False
     with torch.no_grad(), use_fast_linears(autotuner, [one], allow_packing=True):
-        for _ in range(3 * TIMED_CALLS):
+        for _ in range(DECIDED):
             assert torch.allclose(one(rows(4)), functional.linear(rows(4), one.weight, one.bias), atol=1e-6)
     assert autotuner.cannot_pack and not autotuner.packed_weights
     assert (

@@ -1,0 +1,189 @@
+"""How fast linear layers of few rows are on a CPU, kernel by kernel, and what the compiled kernel brings in loops.
+
+    python -m mmspec.app.bench.linears --json linears.json
+
+Products: every kernel reads the same weights in turn, more than the caches hold, so that its speed in GB/s compares
+with that of reading memory, measured in the same repeat. Loops: as in `mmspec bench` on the scenes model, each drafter
+with the compiled kernel and without. Other jobs on the machine disturb wall-clock times: the default is one thread and
+its own CPU time, for everything (`--threads 2 --clock wall` for the other).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from mmspec.app.bench.measure import HF, NO_DRAFT, Contestant, TimedRun, build_contestants, run_rounds
+from mmspec.app.bench.requests import build_scene_requests
+from mmspec.app.bench.session import provenance
+from mmspec.app.modeling.captioner import Captioner
+from mmspec.app.scenes import load_scenes_model
+from mmspec.app.scenes.world import FIRST_HELD_OUT_SEED
+from mmspec.cpu.linear import transposed_linear
+from mmspec.cpu.native import FewRowsKernel, load_kernel
+from mmspec.patching import KEY
+
+SCENES_SHAPES = ((384, 384), (1024, 384), (384, 1024), (1536, 384))
+SMOLLM2_SHAPES = ((576, 576), (1536, 576), (576, 1536), (49152, 576))
+"""[out, in] of the linear layers of SmolLM2-135M."""
+NUM_ROWS = (1, 2, 4, 8, 16, 32)
+WEIGHT_BYTES = 120 << 20
+"""Bytes of the weights that a kernel reads in one repeat."""
+LOOP_DRAFTERS = ("none", "hybrid", "flash")
+WITHOUT = " without"
+"""End of the name of a contestant that does not use the compiled kernel."""
+
+Record = dict[str, Any]
+
+
+def time_products(shape: tuple[int, int], num_rows: int, repeats: int, kernel: FewRowsKernel | None) -> Record:
+    """GB/s of every kernel for one weight shape [out, in] and number of rows, and of reading memory."""
+    count = max(2, WEIGHT_BYTES // (4 * shape[0] * shape[1]))
+    layers = [_layer(*shape) for _ in range(count)]
+    rows = torch.randn(num_rows, shape[1])
+    kernels: dict[str, Callable[[nn.Linear], Tensor | None]] = {
+        "torch": lambda layer: functional.linear(rows, layer.weight),
+        "transposed": lambda layer: transposed_linear(layer, rows),
+    }
+    if kernel is not None:
+        kernels["native"] = lambda layer: kernel.linear(layer.weight, None, rows)
+    memory = torch.ones(WEIGHT_BYTES // 4)
+    seconds: dict[str, list[float]] = {name: [] for name in ("read", *kernels)}
+    for number in range(repeats + 1):
+        timed = {"read": _seconds(memory.sum)}
+        for name, compute in kernels.items():
+            timed[name] = _seconds(partial(_run_layers, compute, layers))
+        if number:  # the first warms up
+            for name, value in timed.items():
+                seconds[name].append(value)
+    size = dict.fromkeys(kernels, 4e-9 * shape[0] * shape[1] * count) | {"read": memory.nbytes / 1e9}
+    speeds = {name: [size[name] / value for value in values] for name, values in seconds.items()}
+    of_read = {name: [a / b for a, b in zip(speeds[name], speeds["read"], strict=True)] for name in kernels}
+    return {
+        "shape": list(shape),
+        "rows": num_rows,
+        "gb_per_s": {name: _spread(values) for name, values in speeds.items()},
+        "of_read": {name: _spread(values) for name, values in of_read.items()},
+    }
+
+
+def _layer(out_features: int, in_features: int) -> nn.Linear:
+    return nn.Linear(in_features, out_features, bias=False)
+
+
+def _run_layers(compute: Callable[[nn.Linear], Tensor | None], layers: Sequence[nn.Linear]) -> None:
+    for layer in layers:
+        compute(layer)
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def _spread(values: Sequence[float]) -> list[float]:
+    """[median, smallest, largest]"""
+    return [round(value, 3) for value in (median(values), min(values), max(values))]
+
+
+def time_loops(count: int) -> list[Record]:
+    """A record per drafter: decoding of long descriptions with the compiled kernel, without it, and plain generate."""
+    model, processor = load_scenes_model()
+    contestants = build_contestants(model, LOOP_DRAFTERS, processor, stop_at_eos=True)
+    without = build_contestants(model, LOOP_DRAFTERS, processor, stop_at_eos=True)[-len(LOOP_DRAFTERS) :]
+    for contestant in without:
+        contestant.model.__dict__[KEY].autotuner.allow_native = False
+        contestant.name += WITHOUT
+    requests = build_scene_requests(Captioner(model, processor), "describe", FIRST_HELD_OUT_SEED, 1, count)
+    run_rounds([*contestants, *without], requests, 160, 0.0, 0, lambda: None)
+    by_name = {contestant.name: contestant for contestant in (*contestants, *without)}
+    return [_loop_record(drafter, by_name) for drafter in LOOP_DRAFTERS]
+
+
+def _loop_record(drafter: str, by_name: dict[str, Contestant]) -> Record:
+    native, before, plain = by_name[drafter].runs, by_name[drafter + WITHOUT].runs, by_name[HF].runs
+    own = by_name[NO_DRAFT].runs
+
+    def ratio(above: Sequence[TimedRun], below: Sequence[TimedRun]) -> list[float]:
+        return _spread([a.decode_s / b.decode_s for a, b in zip(above, below, strict=True)])
+
+    return {
+        "drafter": drafter,
+        "runs": len(native),
+        "speedup_hf": ratio(plain, native),
+        "speedup_hf_without": ratio(plain, before),
+        "speedup_kernel": ratio(before, native),
+        "speedup_own": ratio(own, native),
+        "tau": [_tau(runs) for runs in (native, before)],
+        "round_ms": [round(1e3 * median(run.step_s for run in runs), 2) for runs in (native, before)],
+        "identical": all(
+            torch.equal(run.output_ids, want.output_ids)
+            for runs in (native, before)
+            for run, want in zip(runs, plain, strict=True)
+        ),
+    }
+
+
+def _tau(runs: Sequence[TimedRun]) -> float:
+    """Tokens per round."""
+    stats = [run.stats for run in runs if run.stats is not None]
+    return round(sum(one.tokens for one in stats) / sum(one.rounds for one in stats), 2)
+
+
+def format_products(records: Sequence[Record]) -> str:
+    """One line for each shape and number of rows: GB/s and, in brackets, the share of the speed of memory."""
+    lines = []
+    for record in records:
+        speeds = record["gb_per_s"]
+        cells = [f"{name} {speeds[name][0]:.1f} ({100 * share[0]:.0f}%)" for name, share in record["of_read"].items()]
+        shape = "{}x{}".format(*record["shape"])
+        lines.append(f"{shape:>10} {record['rows']:>2} rows  read {speeds['read'][0]:.1f}  " + "  ".join(cells))
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Measure, print and write."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--json", type=Path, default=None, help="write the records")
+    parser.add_argument("--repeats", type=int, default=7, help="of the products (default 7)")
+    parser.add_argument("--count", type=int, default=12, help="requests of the loops (default 12); 0 for none")
+    parser.add_argument("--threads", type=int, default=1, help="of torch (default 1)")
+    parser.add_argument("--clock", choices=("cpu", "wall"), default="cpu", help="cpu: time of one thread (default)")
+    args = parser.parse_args()
+    if args.clock == "cpu":
+        if args.threads != 1:
+            parser.error("--clock cpu counts one thread: it needs --threads 1")
+        time.perf_counter = time.thread_time  # also what the loop and the autotuner measure by
+    torch.set_num_threads(args.threads)
+    kernel = load_kernel()
+    with torch.inference_mode():
+        shapes = (*SCENES_SHAPES, *SMOLLM2_SHAPES)
+        products = [time_products(shape, rows, args.repeats, kernel) for shape in shapes for rows in NUM_ROWS]
+    print(format_products(products))
+    loops = time_loops(args.count) if args.count else []
+    for record in loops:
+        print(record)
+    if args.json is not None:
+        run = provenance(" ".join(sys.argv), torch.device("cpu")) | {
+            "clock": args.clock,
+            "kernel_level": None if kernel is None else kernel.level,
+        }
+        records = {"run": run, "products": products, "loops": loops}
+        args.json.write_text(json.dumps(records) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

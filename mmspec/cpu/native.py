@@ -1,0 +1,226 @@
+"""The compiled kernel of linear layers with few rows: built at first use, cached, called on the memory of tensors.
+
+`few_rows.c` needs a C compiler (`CC`, else cc, gcc or clang) and about a second. The library runs on every x86-64
+processor and chooses among AVX2 and AVX-512 when it is called, so that the cache key is the source, the compiler and
+the command. Whatever fails (no compiler, no place for the file), `load_kernel` returns None and torch computes instead.
+Independent of models.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import threading
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mmspec.files import atomic_write
+
+logger = logging.getLogger("mmspec")
+
+MAX_NATIVE_ROWS = 32
+"""`MAX_ROWS` of few_rows.c."""
+SOURCES = (Path(__file__).with_name("few_rows.c"), Path(__file__).with_name("few_rows.h"))
+COMPILERS = ("cc", "gcc", "clang")
+FLAGS = ("-O2", "-std=gnu11", "-fPIC", "-shared", "-fvisibility=hidden")
+BUILD_TIMEOUT_S = 60.0
+DIGEST_BYTES = hashlib.sha256().digest_size
+_BUILD_LOCK = threading.Lock()
+
+
+class KernelUnavailableError(RuntimeError):
+    """The kernel cannot be built or used here; the message says why."""
+
+
+class FewRowsKernel:
+    """Linear layers of 1 to 32 float32 rows on a CPU.
+
+    A row of the result does not depend on the other rows of the call, nor on the number of threads. Thread-safe.
+
+    Attributes:
+        level: 2 with AVX-512, 1 with AVX2.
+    """
+
+    def __init__(self, library: ctypes.CDLL, level: int | None = None) -> None:
+        """Bind a library built from `SOURCES`.
+
+        Args:
+            library: the library.
+            level: instructions to use; None for the best of this processor.
+
+        Raises:
+            KernelUnavailableError: the processor has neither instruction set, or torch's OpenMP runtime is not found.
+            AttributeError: the library has no such functions.
+        """
+        best: int = library.few_rows_level()
+        self.level = best if level is None else level
+        if not 1 <= self.level <= best:
+            raise KernelUnavailableError(f"the processor has level {best}, needed is {max(1, self.level)}")
+        self._parallel = _openmp_entry()
+        self._linear = library.few_rows_linear
+        pointer, size = ctypes.c_void_p, ctypes.c_int64
+        self._linear.argtypes = [pointer, pointer, pointer, pointer, size, size, size, ctypes.c_int, size, pointer]
+        self._linear.restype = ctypes.c_int
+
+    def linear(self, weight: Tensor, bias: Tensor | None, rows: Tensor) -> Tensor | None:
+        """`rows` times the transposed weight, plus bias.
+
+        Args:
+            weight: [out_features, in_features].
+            bias: [out_features] or None.
+            rows: [..., in_features].
+
+        Returns:
+            [..., out_features]; None if these tensors are not for this kernel (number of rows, dtype, device, memory
+            layout, shapes that do not fit, a subclass of Tensor).
+        """
+        out_features, in_features = weight.shape
+        shape = rows.shape
+        num_rows = rows.numel() // in_features
+        if not (0 < num_rows <= MAX_NATIVE_ROWS and shape[-1] == in_features and type(rows) is Tensor):
+            return None
+        if not (_is_plain(weight) and _is_plain(rows)):
+            return None
+        bias_pointer = None
+        if bias is not None:
+            if not (_is_plain(bias) and bias.shape == (out_features,)):
+                return None
+            bias_pointer = bias.data_ptr()
+        out = rows.new_empty((*shape[:-1], out_features))
+        done = self._linear(
+            rows.data_ptr(),
+            weight.data_ptr(),
+            bias_pointer,
+            out.data_ptr(),
+            num_rows,
+            in_features,
+            out_features,
+            self.level,
+            torch.get_num_threads(),
+            self._parallel,
+        )
+        return out if done else None
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor is a contiguous block of float32 on the CPU."""
+    return tensor.dtype is torch.float32 and tensor.is_cpu and tensor.is_contiguous()
+
+
+@cache
+def load_kernel() -> FewRowsKernel | None:
+    """The kernel, built if necessary; None where it cannot be had, with one log line. The same result in every call."""
+    try:
+        with _BUILD_LOCK:
+            kernel = FewRowsKernel(_load_library())
+        _check(kernel)
+    except (KernelUnavailableError, OSError, AttributeError, subprocess.SubprocessError) as error:
+        logger.info("linear layers run without the compiled kernel: %s", error)
+        return None
+    return kernel
+
+
+def _load_library() -> ctypes.CDLL:
+    """The library from the cache folder; built there if it is missing or damaged."""
+    if sys.platform != "linux" or platform.machine() not in ("x86_64", "AMD64"):
+        raise KernelUnavailableError(f"it is for Linux on x86-64, not {sys.platform} on {platform.machine()}")
+    command = [*_compiler(), *FLAGS]
+    file = _cache_folder() / f"few_rows-{_key(command)}.so"
+    if _is_intact(file):
+        return ctypes.CDLL(str(file))
+    _build(command, file)
+    return ctypes.CDLL(str(file))
+
+
+def _compiler() -> list[str]:
+    """The command of the C compiler, as in the variable CC or found on the path."""
+    command = shlex.split(os.environ.get("CC", "")) or [name for name in COMPILERS if shutil.which(name)][:1]
+    if not command or shutil.which(command[0]) is None:
+        raise KernelUnavailableError(f"no C compiler found ({command[0] if command else ', '.join(COMPILERS)})")
+    return command
+
+
+def _key(command: list[str]) -> str:
+    """Hash of what decides the contents of the library: sources, compiler and command."""
+    version = subprocess.run([*command, "--version"], capture_output=True, timeout=BUILD_TIMEOUT_S, check=False)
+    parts = [source.read_bytes() for source in SOURCES] + [version.stdout, shlex.join(command).encode()]
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:32]
+
+
+def _cache_folder() -> Path:
+    """`mmspec` in the user's cache folder, created if necessary.
+
+    Raises:
+        KernelUnavailableError: another user could replace a library in it.
+    """
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mmspec"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = folder.stat()
+    if status.st_uid != os.getuid() or status.st_mode & 0o022:
+        raise KernelUnavailableError(f"the cache folder {folder} can be written by other users")
+    return folder
+
+
+def _build(command: list[str], file: Path) -> None:
+    """Compile, append the hash of the contents, move into place: other processes see no file or a whole one."""
+    with atomic_write(file) as unfinished:
+        compiled = subprocess.run(
+            [*command, "-o", str(unfinished), str(SOURCES[0])],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=BUILD_TIMEOUT_S,
+            check=False,
+        )
+        if compiled.returncode:
+            last_line = (compiled.stderr.strip().splitlines() or ["no message"])[-1]
+            raise KernelUnavailableError(f"{shlex.join(command)} failed: {last_line}")
+        digest = hashlib.sha256(unfinished.read_bytes()).digest()
+        with unfinished.open("ab") as stream:
+            stream.write(digest)  # ELF ignores what follows the last section
+
+
+def _is_intact(file: Path) -> bool:
+    """Whether a file is this user's and ends with the hash of its contents (a truncated library could end us)."""
+    try:
+        contents = file.read_bytes()
+        owner = file.stat().st_uid
+    except FileNotFoundError:
+        return False
+    return owner == os.getuid() and hashlib.sha256(contents[:-DIGEST_BYTES]).digest() == contents[-DIGEST_BYTES:]
+
+
+def _openmp_entry() -> ctypes.c_void_p:
+    """`GOMP_parallel` of the OpenMP runtime that torch uses, so that there is one pool of threads.
+
+    A second pool would compete for the cores with the threads of torch, which wait for work by spinning.
+    """
+    torch_library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    library = ctypes.CDLL(str(torch_library) if torch_library.exists() else None)
+    try:
+        return ctypes.cast(library.GOMP_parallel, ctypes.c_void_p)
+    except AttributeError:
+        raise KernelUnavailableError("the OpenMP runtime of torch has no GOMP_parallel") from None
+
+
+def _check(kernel: FewRowsKernel) -> None:
+    """Compare a product with torch's, so that a miscompiled library is never used."""
+    numbers = torch.arange(37 * 100, dtype=torch.float32, device="cpu").mul_(0.37).sin_().view(37, 100)
+    rows, bias = numbers[:7].flip(0).contiguous(), numbers[:, 0].contiguous()
+    got = kernel.linear(numbers, bias, rows)
+    want = (rows[:, None] * numbers).sum(-1) + bias
+    if got is None or not torch.allclose(got, want, atol=1e-4):
+        raise KernelUnavailableError("its result differs from torch's")
+
+
+__all__ = ["MAX_NATIVE_ROWS", "FewRowsKernel", "KernelUnavailableError", "load_kernel"]

@@ -1,0 +1,297 @@
+"""The compiled kernel of few rows: accuracy, independence of the rows, what it refuses, every way a build can fail."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from mmspec.cpu import native
+from mmspec.cpu.linear import NATIVE, KernelTiming, LinearAutotuner, use_fast_linears
+from mmspec.cpu.native import MAX_NATIVE_ROWS, FewRowsKernel, load_kernel
+
+needs_kernel = pytest.mark.skipif(load_kernel() is None, reason="no compiler or another processor")
+SHAPES = [(1, 1), (3, 7), (5, 16), (37, 100), (64, 384), (30, 1029), (18, 1536)]
+
+
+@pytest.fixture(params=[1, 2], ids=["avx2", "avx512"])
+def kernel(request: pytest.FixtureRequest) -> FewRowsKernel:
+    """The kernel for each instruction set that this processor has."""
+    try:
+        return FewRowsKernel(native._load_library(), request.param)
+    except native.KernelUnavailableError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture
+def num_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def product(kernel: FewRowsKernel, weight: Tensor, bias: Tensor | None, rows: Tensor) -> Tensor:
+    got = kernel.linear(weight, bias, rows)
+    assert got is not None
+    return got
+
+
+# --- results ----------------------------------------------------------------------------------------------------------
+
+
+@needs_kernel
+@pytest.mark.parametrize(("out_features", "in_features"), SHAPES)
+def test_products_equal_those_of_float64(kernel: FewRowsKernel, out_features: int, in_features: int) -> None:
+    weight, bias = normal(out_features, in_features), normal(out_features, seed=1)
+    for num_rows in (1, 2, 3, 4, 5, 6, 7, 8, 12, 13, 16, 17, 31, 32):
+        rows = normal(num_rows, in_features, seed=2)
+        exact = functional.linear(rows.double(), weight.double(), bias.double())
+        error = (product(kernel, weight, bias, rows) - exact).abs().max()
+        assert error <= 3e-7 * in_features**0.5 * exact.abs().max().clamp(min=1), (num_rows, error)
+
+
+@needs_kernel
+@pytest.mark.parametrize("in_features", [384, 1024, 4096])
+def test_errors_are_no_larger_than_those_of_torch(kernel: FewRowsKernel, in_features: int) -> None:
+    weight, rows = normal(256, in_features), normal(8, in_features, seed=1)
+    exact = functional.linear(rows.double(), weight.double())
+    ours = (product(kernel, weight, None, rows) - exact).square().mean()
+    assert ours <= (functional.linear(rows, weight) - exact).square().mean()
+
+
+@needs_kernel
+@pytest.mark.parametrize(("out_features", "in_features"), SHAPES)
+def test_a_row_does_not_depend_on_the_others(kernel: FewRowsKernel, out_features: int, in_features: int) -> None:
+    """Bit for bit, so that a node of a tree is scored as if it were alone."""
+    weight, bias = normal(out_features, in_features), normal(out_features, seed=1)
+    rows = normal(MAX_NATIVE_ROWS, in_features, seed=2)
+    alone = torch.cat([product(kernel, weight, bias, row[None]) for row in rows])
+    for num_rows in range(2, MAX_NATIVE_ROWS + 1):
+        assert torch.equal(product(kernel, weight, bias, rows[:num_rows]), alone[:num_rows]), num_rows
+    part = product(kernel, weight[1:].contiguous(), bias[1:].contiguous(), rows) if out_features > 1 else alone[:, 1:]
+    assert torch.equal(part, alone[:, 1:]), "nor on the place in the result"
+
+
+@needs_kernel
+def test_results_do_not_depend_on_the_number_of_threads(kernel: FewRowsKernel, num_threads: None) -> None:
+    weight, rows = normal(1000, 384), normal(5, 384, seed=1)
+    results = []
+    for count in (1, 2, 3):
+        torch.set_num_threads(count)
+        results += [product(kernel, weight, None, rows) for _ in range(5)]
+    assert all(torch.equal(results[0], other) for other in results[1:])
+
+
+@needs_kernel
+def test_shapes_and_non_finite_numbers(kernel: FewRowsKernel) -> None:
+    weight, rows = normal(6, 20), normal(2, 3, 20)
+    assert product(kernel, weight, None, rows).shape == (2, 3, 6)
+    assert product(kernel, weight, None, rows[0, 0]).shape == (6,)
+    rows[0, 1, 3], rows[1, 2, 19] = torch.nan, torch.inf
+    got, want = product(kernel, weight, None, rows), functional.linear(rows, weight)
+    assert torch.allclose(got, want, atol=1e-5, equal_nan=True) and got.isnan().sum() == 6
+
+
+@needs_kernel
+def test_what_the_kernel_refuses() -> None:
+    kernel, weight, rows = load_kernel(), normal(6, 20), normal(4, 20)
+    assert kernel is not None and kernel.linear(weight, None, rows) is not None
+    refused: list[tuple[Tensor, Tensor | None, Tensor]] = [
+        (weight, None, normal(MAX_NATIVE_ROWS + 1, 20)),
+        (weight, None, normal(0, 20)),
+        (weight, None, normal(4, 10)),
+        (weight.double(), None, rows.double()),
+        (weight.bfloat16(), None, rows),
+        (normal(20, 6).t(), None, rows),
+        (weight, None, normal(20, 4).t()),
+        (weight, normal(12)[::2], rows),
+        (weight, normal(5), rows),
+        (weight, None, nn.Parameter(rows)),
+        (weight.to("meta"), None, rows.to("meta")),
+    ]
+    assert [kernel.linear(*inputs) for inputs in refused] == [None] * len(refused)
+
+
+# --- in the autotuner -------------------------------------------------------------------------------------------------
+
+
+@needs_kernel
+def test_deterministic_layers_compute_rows_as_if_alone_and_see_edits() -> None:
+    layer, rows = nn.Linear(384, 64), normal(16, 384)
+    with torch.inference_mode(), use_fast_linears(LinearAutotuner(), [layer], deterministic=True):
+        alone = torch.cat([layer(row[None]) for row in rows])
+        assert torch.equal(layer(rows), alone) and torch.equal(layer(rows[None, 3:9])[0], alone[3:9])
+    with torch.no_grad(), use_fast_linears(LinearAutotuner(), [layer], deterministic=True):
+        for edit in (layer.weight.mul_, layer.weight.data.mul_):
+            edit(2)  # in place, with and without a new version
+            assert torch.allclose(layer(rows), functional.linear(rows, layer.weight, layer.bias), atol=1e-4)
+        layer.double()  # a kernel of float32 must not read it
+        assert layer(rows.double()).dtype == torch.float64
+
+
+@needs_kernel
+def test_the_kernel_is_a_candidate_up_to_its_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, autotuner, without = nn.Linear(16, 8), LinearAutotuner(), LinearAutotuner()
+    without.allow_native = False
+    with torch.no_grad():
+        for tuner in (autotuner, without):
+            with use_fast_linears(tuner, [layer]):
+                layer(normal(MAX_NATIVE_ROWS, 16))
+                layer(normal(MAX_NATIVE_ROWS + 1, 16))
+    assert [NATIVE in timing.kernels for timing in autotuner.timings.values()] == [True, False]
+    assert [NATIVE in timing.kernels for timing in without.timings.values()] == [False, False]
+    monkeypatch.setattr(KernelTiming, "next_kernel", lambda self: NATIVE)
+    with torch.no_grad(), use_fast_linears(LinearAutotuner(), [layer]):
+        rows = normal(16, 4).t()  # refused by the kernel: torch computes
+        assert torch.equal(layer(rows), functional.linear(rows, layer.weight, layer.bias))
+
+
+# --- building ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """An empty cache folder of its own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "mmspec"
+
+
+def load(caplog: pytest.LogCaptureFixture) -> tuple[FewRowsKernel | None, list[str]]:
+    """A fresh `load_kernel`, and its log lines."""
+    caplog.clear()
+    with caplog.at_level(logging.INFO, "mmspec"):
+        kernel = load_kernel.__wrapped__()
+    return kernel, [record.getMessage() for record in caplog.records]
+
+
+def compiler(folder: Path, script: str) -> str:
+    """A command that stands for the compiler; `$out` is the file it is to write."""
+    file = folder / "compiler"
+    find_out = 'while [ $# -gt 1 ]; do [ "$1" = -o ] && out=$2; shift; done'
+    file.write_text(f"#!/bin/sh\n{find_out}\n{script}\n")
+    file.chmod(0o700)
+    return str(file)
+
+
+@needs_kernel
+def test_a_library_is_built_once_and_a_damaged_one_is_replaced(
+    cache_folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    builds: list[Path] = []
+    original = native._build
+    monkeypatch.setattr(native, "_build", lambda command, file: (builds.append(file), original(command, file)))
+    assert load(caplog)[0] is not None and load(caplog)[0] is not None and len(builds) == 1
+    (file,) = cache_folder.iterdir()
+    contents = file.read_bytes()
+    for damaged in (b"foreign", b"", contents[: len(contents) // 2]):
+        file.unlink()  # the library in use keeps its own file
+        file.write_bytes(damaged)
+        kernel, lines = load(caplog)
+        assert kernel is not None and lines == [] and file.read_bytes()[:4] == b"\x7fELF"
+    assert len(builds) == 4 and list(cache_folder.iterdir()) == [file]
+
+
+@needs_kernel
+def test_processes_that_build_at_once(cache_folder: Path) -> None:
+    script = "from mmspec.cpu.native import load_kernel; print(load_kernel().level)"
+    started = [
+        subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, env=os.environ.copy())
+        for _ in range(2)
+    ]
+    assert [int(process.communicate()[0]) >= 1 for process in started] == [True, True]
+    assert len(list(cache_folder.iterdir())) == 1
+
+
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        (None, "no C compiler found"),
+        ("echo 'some.c:1: unknown type' >&2; exit 1", "failed: some.c:1: unknown type"),
+        ("exit 0", "No such file"),
+        ('echo nothing > "$out"', ""),
+        ("sleep 9", "timed out"),
+    ],
+    ids=["missing", "failing", "writes-nothing", "writes-garbage", "hangs"],
+)
+def test_a_compiler_that_fails(
+    script: str | None,
+    message: str,
+    cache_folder: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setattr(native, "BUILD_TIMEOUT_S", 1.0)
+    monkeypatch.setenv("CC", compiler(tmp_path, script) if script else "no-such-compiler")
+    kernel, lines = load(caplog)
+    assert kernel is None and len(lines) == 1 and message in lines[0]
+    assert not list(cache_folder.glob(".*")), "no unfinished file is left"
+
+
+def test_a_cache_folder_that_cannot_be_used(
+    cache_folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache_folder.mkdir(parents=True)
+    cache_folder.chmod(0o777)
+    kernel, lines = load(caplog)
+    assert kernel is None and len(lines) == 1 and "can be written by other users" in lines[0]
+    cache_folder.chmod(stat.S_IRWXU)
+
+    def full(file: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(native, "atomic_write", full)
+    kernel, lines = load(caplog)
+    assert kernel is None and len(lines) == 1 and "No space left" in lines[0]
+    cache_folder.rmdir()
+    cache_folder.write_text("a file, not a folder")
+    kernel, lines = load(caplog)
+    assert kernel is None and len(lines) == 1 and "File exists" in lines[0]
+
+
+@needs_kernel
+def test_a_library_with_wrong_results_or_functions_is_not_used(
+    cache_folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, "_load_library", lambda: ctypes.CDLL(None))
+    kernel, lines = load(caplog)
+    assert kernel is None and len(lines) == 1 and "few_rows_level" in lines[0]
+    monkeypatch.undo()
+    monkeypatch.setattr(FewRowsKernel, "linear", lambda self, weight, bias, rows: rows.new_zeros(len(rows), 37))
+    kernel, lines = load(caplog)
+    assert kernel is None and len(lines) == 1 and "differs" in lines[0]
+
+
+def test_other_processors_and_runtimes(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native.platform, "machine", lambda: "aarch64")
+    kernel, lines = load(caplog)
+    assert kernel is None and "aarch64" in lines[0]
+    monkeypatch.undo()
+    monkeypatch.setattr(native.ctypes, "CDLL", lambda name: object())
+    with pytest.raises(native.KernelUnavailableError, match="GOMP_parallel"):
+        native._openmp_entry()
+
+
+def test_layers_compute_without_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mmspec.cpu.linear.load_kernel", lambda: None)
+    layer, rows, autotuner = nn.Linear(16, 8), normal(4, 16), LinearAutotuner()
+    with torch.no_grad():
+        for deterministic in (False, True):
+            with use_fast_linears(autotuner, [layer], deterministic):
+                got = layer(rows)
+            assert torch.allclose(got, functional.linear(rows, layer.weight, layer.bias), atol=1e-6)
+    assert [timing.kernels for timing in autotuner.timings.values()] == [("plain", "transposed")]
