@@ -98,6 +98,13 @@ class StaticRound:
         self.bucket = bucket
         self.hidden_state_indices = tuple(hidden_state_indices)
 
+    @property
+    def constants(self) -> str:
+        """The inputs that a recording repeats, besides tensors."""
+        simple = (bool, int, float, str, type(None))
+        values = {name: value for name, value in self.template.items() if isinstance(value, simple)}
+        return repr((sorted(values.items()), self.token_types))
+
     def __call__(
         self, data: Tensor, lengths: Tensor, padding: Tensor, position_base: Tensor, max_position: Tensor, *rest: Tensor
     ) -> tuple[Tensor, ...]:
