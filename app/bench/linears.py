@@ -176,7 +176,8 @@ def main() -> int:
     for record in loops:
         print(record)
     if args.json is not None:
-        run = provenance(" ".join(sys.argv), torch.device("cpu")) | {
+        command = " ".join(["python -m mmspec.app.bench.linears", *sys.argv[1:]])
+        run = provenance(command, torch.device("cpu")) | {
             "clock": args.clock,
             "kernel_level": None if kernel is None else kernel.level,
         }

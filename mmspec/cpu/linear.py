@@ -37,8 +37,8 @@ MAX_ROWS = 128
 """Inputs with more rows always use the plain kernel, whose repacking of the weight is then a small part."""
 TIMED_CALLS = 5
 """Real calls of each kernel that are timed before a shape is decided."""
-TRIAL_EVERY = 4
-"""Of so many calls before the decision, one is a trial; the others run on the kernel that is fastest so far."""
+TRIAL_EVERY = 16
+"""With the compiled kernel, one of so many calls before the decision is a trial; the others use the fastest so far."""
 TRIAL_CALLS = 2
 """Real calls of each kernel after which clearly slower ones are no longer timed."""
 CLEARLY_SLOWER = 1.5
@@ -103,14 +103,15 @@ class KernelTiming:
     def next_kernel(self) -> str:
         """The kernel of the next call, until `best` is decided.
 
-        Trials are spread over many calls: slow kernels cost time, and the first rounds of a tree size would look
-        expensive to the controller. They begin with the kernel that is expected to be the fastest.
+        Begins with the compiled kernel, which is nearly always the fastest, and spreads the trials of others over many
+        calls: with slow kernels the first rounds of a tree size look expensive to the controller, which then avoids it.
         """
         contenders = self._contenders()
-        if not self.seconds:
-            return NATIVE if NATIVE in contenders else contenders[0]
-        if sum(map(self._num_calls, self.kernels)) % TRIAL_EVERY:
-            return min(self.seconds, key=lambda kernel: median(self.seconds[kernel]))
+        if NATIVE in contenders:
+            if not self.seconds:
+                return NATIVE
+            if sum(map(self._num_calls, self.kernels)) % TRIAL_EVERY:
+                return min(self.seconds, key=lambda kernel: median(self.seconds[kernel]))
         return min(contenders, key=self._num_calls)
 
     def add(self, kernel: str, seconds: float) -> None:
