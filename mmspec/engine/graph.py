@@ -13,13 +13,15 @@ Independent of models.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.proxy_tensor import make_fx
+
+logger = logging.getLogger("mmspec")
 
 StaticFunction = Callable[..., tuple[Tensor, ...]]
 """(*state, *inputs) -> outputs."""
@@ -28,8 +30,14 @@ Replay = Callable[[Sequence[Tensor]], tuple[Tensor, ...]]
 Recorder = Callable[[StaticFunction, Sequence[Tensor], Sequence[Tensor]], Replay]
 """(function, state, example inputs) -> its replay. May run the function, which must then be repeatable."""
 
-INDUCTOR_OPTIONS = {"freezing": True, "max_autotune": True}
-"""Weights are constants in the layout of the fastest kernel; kernels are chosen by timing."""
+INDUCTOR_OPTIONS = {
+    "freezing": True,
+    "max_autotune": True,
+    "autotune_num_choices_displayed": 0,
+    "max_autotune_report_choices_stats": False,
+}
+"""Weights are constants in the layout of the fastest kernel; kernels are chosen by timing; no reports of that. Options
+that a version of torch does not have are left out."""
 NUM_WARMUPS = 2
 """Runs before a capture, in which libraries allocate workspaces and choose kernels."""
 
@@ -55,13 +63,18 @@ def record_trace(function: StaticFunction, state: Sequence[Tensor], inputs: Sequ
 def record_compiled(function: StaticFunction, state: Sequence[Tensor], inputs: Sequence[Tensor]) -> Replay:
     """The function compiled by inductor, with its weights as constants: they must not change afterwards.
 
-    Takes seconds to a minute. Compiled kernels are cached between processes in inductor's folder
-    (`TORCHINDUCTOR_CACHE_DIR`, by default one per user).
+    Takes seconds to a minute, and logs that it begins. Compiled kernels are cached between processes in inductor's
+    folder (`TORCHINDUCTOR_CACHE_DIR`, by default one per user).
     """
+    from torch._inductor import config as inductor_config  # on demand: imports sympy
+
     with _COMPILE_LOCK:
+        logger.info("mmspec: compiling a round of %s tokens; this happens once per shape", list(inputs[0].shape))
         graph = trace(function, state, inputs)
-        compiled = torch.compile(graph, fullgraph=True, dynamic=False, options=dict(INDUCTOR_OPTIONS))
-        compiled(*state, *inputs)
+        compiled = torch.compile(graph, fullgraph=True, dynamic=False)
+        options = {name: value for name, value in INDUCTOR_OPTIONS.items() if hasattr(inductor_config, name)}
+        with inductor_config.patch(options):  # dynamo reads `freezing` too, and does not see `options`
+            compiled(*state, *inputs)
 
     def replay(new_inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         outputs: tuple[Tensor, ...] = compiled(*state, *new_inputs)
@@ -109,4 +122,6 @@ def trace(function: StaticFunction, state: Sequence[Tensor], inputs: Sequence[Te
         Exception: of torch, among others where the function reads a tensor's value: traced on tensors without data, so
             that no value can become a constant.
     """
+    from torch.fx.experimental.proxy_tensor import make_fx  # on demand: imports sympy
+
     return make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*state, *inputs)

@@ -74,6 +74,15 @@ class StaticKVCache(RaggedKVCache):
         return 0 if self.data is None else self.data.nbytes
 
     @property
+    def layers(self) -> list[Tensor]:
+        """2 * L views [B, H, T + C, D] of `data`: keys and values of each layer in turn.
+
+        A recorded function gets these and not `data`: a compiler copies a tensor that is written more than once.
+        """
+        assert self.data is not None
+        return list(self.data.flatten(0, 1).unbind())
+
+    @property
     def bucket(self) -> int:
         """Committed positions that the next round reads: those of the longest row, rounded up."""
         return min(length_bucket(max(self.seq_lens)), self.capacity)
@@ -157,28 +166,20 @@ class StaticKVCache(RaggedKVCache):
         return self.data
 
 
-def write_nodes(
-    data: Tensor, layer: int, keys: Tensor, values: Tensor, num_nodes: int, bucket: int
-) -> tuple[Tensor, Tensor]:
-    """Store keys and values [B, H, N, D] of a tree's nodes.
+def write_nodes(buffer: Tensor, nodes: Tensor, bucket: int) -> Tensor:
+    """Store the keys, or the values, of a tree's nodes in one layer.
 
     Args:
-        data: [L, 2, B, H, T + C, D], changed in place.
-        layer: index of the layer.
-        keys: of the nodes.
-        values: of the nodes.
-        num_nodes: N.
+        buffer: [B, H, T + C, D] of `StaticKVCache.layers`, changed in place.
+        nodes: [B, H, N, D].
         bucket: committed positions to read.
 
     Returns:
-        Views [B, H, N + bucket, D] of keys and values, the nodes first. Positions from a row's length on are finite but
-        undefined: mask them.
+        View [B, H, N + bucket, D], the nodes first. Mask positions from a row's length on: finite but undefined.
     """
-    start = MAX_NODES - num_nodes
-    data[layer, 0, :, :, start:MAX_NODES] = keys
-    data[layer, 1, :, :, start:MAX_NODES] = values
-    view = data[layer, :, :, :, start : MAX_NODES + bucket]
-    return view[0], view[1]
+    start = MAX_NODES - nodes.shape[2]
+    buffer[:, :, start:MAX_NODES] = nodes
+    return buffer[:, :, start : MAX_NODES + bucket]
 
 
 def commit_path(data: Tensor, lengths: Tensor, path: Tensor, counts: Tensor, num_nodes: int) -> None:

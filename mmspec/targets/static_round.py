@@ -52,25 +52,26 @@ class StaticLayer(CacheLayerMixin):
 
 
 class StaticTreeCache(Cache):
-    """`past_key_values` of a recorded forward: a view of the lane's tensor."""
+    """`past_key_values` of a recorded forward, on the tensors of a `StaticKVCache`."""
 
     is_initialized = True
 
-    def __init__(self, data: Tensor, num_nodes: int, bucket: int) -> None:
+    def __init__(self, buffers: Sequence[Tensor], num_nodes: int, bucket: int) -> None:
         """
         Args:
-            data: [L, 2, B, H, T + C, D] of a `StaticKVCache`.
+            buffers: 2 * L tensors of `StaticKVCache.layers`.
             num_nodes: N.
             bucket: committed positions to read.
         """
-        super().__init__(layers=[StaticLayer(num_nodes, bucket) for _ in range(data.shape[0])])
-        self.data, self.num_nodes, self.bucket = data, num_nodes, bucket
+        super().__init__(layers=[StaticLayer(num_nodes, bucket) for _ in range(len(buffers) // 2)])
+        self.buffers, self.bucket = buffers, bucket
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """See `write_nodes`."""
-        return write_nodes(self.data, layer_idx, key_states, value_states, self.num_nodes, self.bucket)
+        keys = write_nodes(self.buffers[2 * layer_idx], key_states, self.bucket)
+        return keys, write_nodes(self.buffers[2 * layer_idx + 1], value_states, self.bucket)
 
 
 class StaticRound:
@@ -106,30 +107,31 @@ class StaticRound:
         return repr((sorted(values.items()), self.token_types))
 
     def __call__(
-        self, data: Tensor, lengths: Tensor, padding: Tensor, position_base: Tensor, max_position: Tensor, *rest: Tensor
+        self, lengths: Tensor, padding: Tensor, position_base: Tensor, max_position: Tensor, *rest: Tensor
     ) -> tuple[Tensor, ...]:
         """One forward.
 
         Args:
-            data: [L, 2, B, H, T + C, D] keys and values; the nodes' are written.
             lengths: [B] int64 committed positions.
             padding: [B, C] bool, False at left pads.
             position_base: [B, 1] or [axes, B, 1] int64, position id of cache position 0 if all positions were text.
             max_position: [1] int64, largest cache position that is given a position id of its own: drafts past the end
                 may exceed the model's positions.
-            rest: [..., B, 1] of each token type, then `tokens` [B, N], `depths` [B, N] int64, and `ancestor_mask`
+            rest: [..., B, 1] of each token type; the 2 * L tensors [B, H, T + C, D] of `StaticKVCache.layers`, in which
+                the nodes' keys and values are written; `tokens` [B, N], `depths` [B, N] int64, and `ancestor_mask`
                 [B, N, N] bool.
 
         Returns:
             logits [B, N, V], and [B, N, D] of each hidden state.
         """
-        *token_types, tokens, depths, ancestor_mask = rest
+        *parts, tokens, depths, ancestor_mask = rest
+        token_types, buffers = parts[: len(self.token_types)], parts[len(self.token_types) :]
         num_nodes = tokens.shape[1]
         inputs = dict(self.template)
         inputs["input_ids"] = tokens
         inputs["position_ids"] = position_base + torch.minimum(lengths[:, None] + depths, max_position)
         inputs["attention_mask"] = self._mask(lengths, padding, ancestor_mask)
-        inputs["past_key_values"] = StaticTreeCache(data, num_nodes, self.bucket)
+        inputs["past_key_values"] = StaticTreeCache(buffers, num_nodes, self.bucket)
         for name, last in zip(self.token_types, token_types, strict=True):
             inputs[name] = last.expand(*last.shape[:-1], num_nodes)
         if self.hidden_state_indices:

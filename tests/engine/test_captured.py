@@ -133,7 +133,8 @@ def test_static_cache_equals_the_ragged_one(batch: int) -> None:
         for layer in range(2):
             keys, values = (torch.randn(batch, 2, nodes, 4, generator=rng) for _ in range(2))
             ragged.write(layer, keys, values)
-            all_keys, _ = write_nodes(static.data, layer, keys, values, nodes, static.bucket)
+            all_keys = write_nodes(static.layers[2 * layer], keys, static.bucket)
+            write_nodes(static.layers[2 * layer + 1], values, static.bucket)
             assert all_keys.shape == (batch, 2, nodes + 256, 4) and torch.equal(all_keys[:, :, :nodes], keys)
         rows = [[0, *range(2, 2 + (row + step) % (nodes - 1))] if nodes > 1 else [0] for row in range(batch)]
         rows[-1] = [] if step == 5 and batch > 1 else rows[-1]
@@ -165,7 +166,8 @@ def test_nan_of_a_rejected_node_does_not_spread() -> None:
     static.begin_tree(4)
     nodes = torch.ones(1, 1, 4, 4)
     nodes[:, :, 2:] = torch.nan
-    write_nodes(static.data, 0, nodes, nodes, 4, 256)
+    for buffer in static.layers:
+        write_nodes(buffer, nodes, 256)
     static.keep_path(torch.tensor([[0, 1, 2, 3]]), torch.tensor([2]), [[0, 1]])
     assert static.seq_lens == [4] and static.data[..., MAX_NODES:, :].isfinite().all()
 
@@ -271,8 +273,9 @@ def test_a_round_on_the_meta_device_reads_and_makes_nothing(family: str) -> None
     def meta(*shape: int, dtype: torch.dtype = torch.long) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device="meta")
 
-    data = meta(text.num_hidden_layers, 2, batch, heads_, MAX_NODES + 384, size, dtype=model.dtype)
-    state = data, meta(batch), meta(batch, 384, dtype=torch.bool), meta(batch, 1), meta(1)
+    buffer = meta(batch, heads_, MAX_NODES + 384, size, dtype=model.dtype)
+    state = meta(batch), meta(batch, 384, dtype=torch.bool), meta(batch, 1), meta(1)
+    state += (buffer,) * (2 * text.num_hidden_layers)
     inputs = meta(batch, nodes), meta(batch, nodes), meta(batch, nodes, nodes, dtype=torch.bool)
     function = StaticRound(model, {"use_cache": True, "logits_to_keep": 0}, (), bucket, (0, text.num_hidden_layers))
     with torch.no_grad(), HostCounter() as counter:
