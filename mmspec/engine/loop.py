@@ -127,20 +127,20 @@ class DecodeLoop:
 
     def _build_tree(self, state: Any) -> tuple[DraftTree, RowState, bool]:
         """The tree to score, the rows before it, and whether the drafter was called for it."""
-        should_draft = self.controller.should_draft and not self.output.stepwise
-        if should_draft:
+        draft = None
+        if self.controller.should_draft and not self.output.stepwise:
             draft = self._draft(state)
         else:
             self.controller.skip_draft()
-            draft = root_only(len(self.output.emitted), self.draftable.device)
-        num_nodes = max(draft.num_nodes, self._num_padding_nodes())
+        num_nodes = max(1 if draft is None else draft.num_nodes, self._num_padding_nodes())
         rows = self.output.row_state(num_nodes)
+        root = root_only(len(rows.root_ids), self.draftable.device, rows.root_ids)
         if num_nodes == 1:
-            return root_only(len(rows.root_ids), self.draftable.device, rows.root_ids), rows, should_draft
-        tree = sanitize(draft.pad(num_nodes), rows.root_ids, self.draftable)
+            return root, rows, draft is not None
+        tree = sanitize((root if draft is None else draft).pad(num_nodes), rows.root_ids, self.draftable)
         if rows.finished is not None:
             tree = replace_with_chain(tree, rows.finished, self.output.pad_token_id)
-        return tree, rows, should_draft
+        return tree, rows, draft is not None
 
     def _num_padding_nodes(self) -> int:
         """Nodes that finished rows need for a chain of pad ids.
