@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mmspec.cpu import native
-from mmspec.cpu.linear import NATIVE, KernelTiming, LinearAutotuner, use_fast_linears
+from mmspec.cpu.kernel_timing import NATIVE, KernelTiming
+from mmspec.cpu.linear import LinearAutotuner, use_fast_linears
 from mmspec.cpu.native import MAX_NATIVE_ROWS, FewRowsKernel, load_kernel
 
 needs_kernel = pytest.mark.skipif(load_kernel() is None, reason="no compiler or another processor")
