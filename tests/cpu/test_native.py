@@ -243,6 +243,21 @@ def test_a_compiler_that_fails(
     assert not list(cache_folder.glob(".*")), "no unfinished file is left"
 
 
+def test_settings_that_cannot_be_read(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", "gcc '")
+    kernel, lines = load(caplog)
+    assert kernel is None and len(lines) == 1 and "No closing quotation" in lines[0]
+    monkeypatch.delenv("CC")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(native.Path, "home", no_home)
+    kernel, lines = load(caplog)
+    assert kernel is None and len(lines) == 1
+
+
 def test_a_cache_folder_that_cannot_be_used(
     cache_folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
