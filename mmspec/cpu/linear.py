@@ -22,31 +22,21 @@ import types
 import weakref
 from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass, field
-from statistics import median
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from mmspec.cpu.kernel_timing import NATIVE, PACKED, PLAIN, TRANSPOSED, KernelTiming
 from mmspec.cpu.native import MAX_NATIVE_ROWS, FewRowsKernel, load_kernel
 
 logger = logging.getLogger("mmspec")
 
 MAX_ROWS = 128
 """Inputs with more rows always use the plain kernel, whose repacking of the weight is then a small part."""
-TIMED_CALLS = 5
-"""Real calls of each kernel that are timed before a shape is decided."""
-TRIAL_EVERY = 16
-"""With the compiled kernel, one of so many calls before the decision is a trial; the others use the fastest so far."""
-TRIAL_CALLS = 2
-"""Real calls of each kernel after which clearly slower ones are no longer timed."""
-CLEARLY_SLOWER = 1.5
-"""Ratio of the fastest calls from which a kernel is clearly slower."""
 PACK_BATCH_HINT = 8
 """Number of rows that oneDNN optimises the packed layout for."""
-PLAIN, TRANSPOSED, NATIVE, PACKED = "plain", "transposed", "native", "packed"
-
 _CANDIDATES = {
     (False, False): (PLAIN, TRANSPOSED),
     (False, True): (PLAIN, TRANSPOSED, PACKED),
@@ -84,53 +74,6 @@ def weight_checksums(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Sums of a float32 weight's bit patterns over rows [in] and over columns [out], int64."""
     bits = weight.detach().view(torch.int32)
     return bits.sum(0), bits.sum(1)
-
-
-@dataclass
-class KernelTiming:
-    """Measurements of one shape.
-
-    Attributes:
-        kernels: the kernels to choose from.
-        seconds: {kernel: seconds of timed calls}.
-        best: the kernel with the lowest median, None until all are measured.
-    """
-
-    kernels: tuple[str, ...] = (PLAIN, TRANSPOSED, NATIVE, PACKED)
-    seconds: dict[str, list[float]] = field(default_factory=dict)
-    best: str | None = None
-
-    def next_kernel(self) -> str:
-        """The kernel of the next call, until `best` is decided.
-
-        Begins with the compiled kernel, which is nearly always the fastest, and spreads the trials of others over many
-        calls: with slow kernels the first rounds of a tree size look expensive to the controller, which then avoids it.
-        """
-        contenders = self._contenders()
-        if NATIVE in contenders:
-            if not self.seconds:
-                return NATIVE
-            if sum(map(self._num_calls, self.kernels)) % TRIAL_EVERY:
-                return min(self.seconds, key=lambda kernel: median(self.seconds[kernel]))
-        return min(contenders, key=self._num_calls)
-
-    def add(self, kernel: str, seconds: float) -> None:
-        """Add a timed call; decides once all kernels that may be the fastest have `TIMED_CALLS`."""
-        self.seconds.setdefault(kernel, []).append(seconds)
-        contenders = self._contenders()
-        if min(map(self._num_calls, contenders)) >= TIMED_CALLS:
-            self.best = min(contenders, key=lambda kernel: median(self.seconds[kernel]))
-
-    def _num_calls(self, kernel: str) -> int:
-        return len(self.seconds.get(kernel, ()))
-
-    def _contenders(self) -> list[str]:
-        """The kernels that are not clearly slower than another; all until each has `TRIAL_CALLS`."""
-        if any(self._num_calls(kernel) < TRIAL_CALLS for kernel in self.kernels):
-            return list(self.kernels)
-        fastest = {kernel: min(self.seconds[kernel]) for kernel in self.kernels}
-        limit = CLEARLY_SLOWER * min(fastest.values())
-        return [kernel for kernel in self.kernels if fastest[kernel] <= limit]
 
 
 class LinearAutotuner:

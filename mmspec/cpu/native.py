@@ -124,7 +124,8 @@ def load_kernel() -> FewRowsKernel | None:
         with _BUILD_LOCK:
             kernel = FewRowsKernel(_load_library())
         _check(kernel)
-    except (KernelUnavailableError, OSError, AttributeError, subprocess.SubprocessError) as error:
+    except (RuntimeError, OSError, AttributeError, ValueError, subprocess.SubprocessError) as error:
+        # RuntimeError and ValueError besides our own: no home folder, a variable CC with an open quote.
         logger.info("linear layers run without the compiled kernel: %s", error)
         return None
     return kernel

@@ -18,17 +18,8 @@ from mmspec.app.modeling.random_models import random_model
 from mmspec.app.scenes.render import render_scene
 from mmspec.app.scenes.world import generate_scene
 from mmspec.cpu import linear as cpu
-from mmspec.cpu.linear import (
-    MAX_ROWS,
-    TIMED_CALLS,
-    TRIAL_CALLS,
-    TRIAL_EVERY,
-    KernelTiming,
-    LinearAutotuner,
-    find_linear_layers,
-    is_replaced,
-    use_fast_linears,
-)
+from mmspec.cpu.kernel_timing import TIMED_CALLS, TRIAL_CALLS, TRIAL_EVERY, KernelTiming
+from mmspec.cpu.linear import MAX_ROWS, LinearAutotuner, find_linear_layers, is_replaced, use_fast_linears
 
 DECIDED = len(KernelTiming().kernels) * TIMED_CALLS * TRIAL_EVERY
 """Calls after which every shape is decided."""

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mmspec.cpu import native
-from mmspec.cpu.linear import NATIVE, KernelTiming, LinearAutotuner, use_fast_linears
+from mmspec.cpu.kernel_timing import NATIVE, KernelTiming
+from mmspec.cpu.linear import LinearAutotuner, use_fast_linears
 from mmspec.cpu.native import MAX_NATIVE_ROWS, FewRowsKernel, load_kernel
 
 needs_kernel = pytest.mark.skipif(load_kernel() is None, reason="no compiler or another processor")
@@ -240,6 +241,21 @@ def test_a_compiler_that_fails(
     kernel, lines = load(caplog)
     assert kernel is None and len(lines) == 1 and message in lines[0]
     assert not list(cache_folder.glob(".*")), "no unfinished file is left"
+
+
+def test_settings_that_cannot_be_read(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", "gcc '")
+    kernel, lines = load(caplog)
+    assert kernel is None and len(lines) == 1 and "No closing quotation" in lines[0]
+    monkeypatch.delenv("CC")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(native.Path, "home", no_home)
+    kernel, lines = load(caplog)
+    assert kernel is None and len(lines) == 1
 
 
 def test_a_cache_folder_that_cannot_be_used(
