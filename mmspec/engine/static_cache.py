@@ -82,10 +82,9 @@ class StaticKVCache(RaggedKVCache):
         assert self.data is not None
         return list(self.data.flatten(0, 1).unbind())
 
-    @property
-    def bucket(self) -> int:
-        """Committed positions that the next round reads: those of the longest row, rounded up."""
-        return min(length_bucket(max(self.seq_lens)), self.capacity)
+    def bucket(self, min_length: int = 0) -> int:
+        """Committed positions that the next round reads: the longest row's, or `min_length` if more, rounded up."""
+        return min(length_bucket(max(min_length, *self.seq_lens)), self.capacity)
 
     def reset(self) -> None:
         """Empty the cache for another call. Nothing of the last one remains: nan would reach outputs (0 * nan)."""

@@ -29,6 +29,8 @@ from mmspec.targets.static_round import StaticRound
 
 MAX_LENGTH = 1 << 15
 """Longest call, prompt and new tokens, that a lane is allocated for."""
+RESERVED_TOKENS = 256
+"""New tokens for which a call's first bucket has room: rarely a second recording, at little cost per round."""
 MAX_LANES = 2
 """Lanes (numbers of rows) that stay allocated per model."""
 BIT_TYPES = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -287,7 +289,8 @@ class CapturedTarget(HFTarget):
         self._lane.set_state([padding, position_base, max_position, *self._token_types.values()])
 
     def _round(self, hidden_state_indices: tuple[int, ...]) -> StaticRound:
-        key = self._lane.kv_cache.bucket, hidden_state_indices
+        min_length = self.prompt_length + min(self.max_new_tokens, RESERVED_TOKENS)
+        key = self._lane.kv_cache.bucket(min_length), hidden_state_indices
         if key not in self._rounds:
             self._rounds[key] = StaticRound(self.model, self._template, list(self._token_types), *key)
         return self._rounds[key]
