@@ -159,7 +159,7 @@ class HFTarget:
         self.buffer.advance(fed.shape[1])
         self.prompt_length = self.buffer.seq_lens[0]
         self._prepare_rounds()
-        return outputs.logits[:, -1], {index: outputs.hidden_states[index] for index in hidden_state_indices}
+        return outputs.logits[:, -1], self._hidden_states(outputs, hidden_state_indices)
 
     def decoding(self) -> AbstractContextManager[Any]:
         """The context that transformers applies to its decoding steps; may switch kernels of expert layers."""
@@ -181,7 +181,7 @@ class HFTarget:
         for name, last in self._token_types.items():
             inputs[name] = last.expand(*last.shape[:-1], tree.num_nodes)
         outputs = self._forward(inputs, hidden_state_indices)
-        return outputs.logits, {index: outputs.hidden_states[index] for index in hidden_state_indices}
+        return outputs.logits, self._hidden_states(outputs, hidden_state_indices)
 
     def commit(self, result: VerifyResult) -> None:
         """See `mmspec.interfaces.Target.commit`."""
@@ -232,6 +232,12 @@ class HFTarget:
             inputs = inputs | {"output_hidden_states": selected}
         with self._mode():
             return self.model(**inputs, return_dict=True)
+
+    def _hidden_states(self, outputs: Any, indices: Sequence[int]) -> dict[int, Tensor]:
+        """{index: [B, N, D]}. Of models with several streams (AltUp of Gemma 3n) the active one."""
+        stream = getattr(self.adapter.text_config, "altup_active_idx", 0)
+        states = {index: outputs.hidden_states[index] for index in indices}
+        return {index: state if state.dim() == 3 else state[stream] for index, state in states.items()}
 
     def _prepare_rounds(self) -> None:
         """Derive the constant inputs of the rounds from those that transformers would prepare for its first step."""

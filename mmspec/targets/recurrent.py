@@ -80,7 +80,8 @@ class RecurrentTarget(HFTarget):
         self._is_dirty = True
         outputs = self._feed(ids, hidden_state_indices)
         nodes = slice(len(pending), None)
-        hidden_states = {index: outputs.hidden_states[index][:, nodes] for index in hidden_state_indices}
+        states = self._hidden_states(outputs, hidden_state_indices)
+        hidden_states = {index: state[:, nodes] for index, state in states.items()}
         return outputs.logits[:, nodes], hidden_states
 
     def commit(self, result: VerifyResult) -> None:

@@ -380,6 +380,13 @@ def clone_cache_tensors(cache: Any) -> tuple[Tensor, ...]:
     return tuple(x.clone() for layer in cache.layers for x in _layer_tensors(layer) if x is not None)
 
 
+def _active_stream(hidden_states: Any) -> Any:
+    """Hidden states [B, N, D] per step and layer; the first stream of models with several (Gemma 3n)."""
+    if hidden_states is None:
+        return None
+    return tuple(tuple(state if state.dim() == 3 else state[0] for state in step) for step in hidden_states)
+
+
 def _layer_tensors(layer: Any) -> list[Tensor | None]:
     """Keys and values of a cache layer, or its states."""
     if hasattr(layer, "conv_states"):
@@ -401,7 +408,7 @@ def _call(model: PreTrainedModel, arguments: dict[str, Any], logs: dict[str, adv
         outcome.sequences = result if isinstance(result, Tensor) else result.sequences
         if not isinstance(result, Tensor):
             outcome.tensors = {k: tuple(result[k]) for k in ("scores", "logits") if result.get(k) is not None}
-            cache, outcome.hidden_states = result.past_key_values, result.get("hidden_states")
+            cache, outcome.hidden_states = result.past_key_values, _active_stream(result.get("hidden_states"))
         if cache is not None:
             outcome.type_name += f" {type(cache).__name__} {[type(layer).__name__ for layer in cache.layers]}"
             outcome.tensors["cache"], outcome.cache_length = clone_cache_tensors(cache), cache.get_seq_length()
