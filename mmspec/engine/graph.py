@@ -63,8 +63,8 @@ def record_trace(function: StaticFunction, state: Sequence[Tensor], inputs: Sequ
 def record_compiled(function: StaticFunction, state: Sequence[Tensor], inputs: Sequence[Tensor]) -> Replay:
     """The function compiled by inductor, with its weights as constants: they must not change afterwards.
 
-    Takes seconds to a minute, and logs that it begins. Compiled kernels are cached between processes in inductor's
-    folder (`TORCHINDUCTOR_CACHE_DIR`, by default one per user).
+    Takes seconds to a minute, and logs that it begins. Inductor caches in its folder (`TORCHINDUCTOR_CACHE_DIR`, by
+    default one per user).
     """
     from torch._inductor import config as inductor_config  # on demand: imports sympy
 

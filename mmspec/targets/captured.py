@@ -243,7 +243,7 @@ class CapturedTarget(HFTarget):
         self._pool = pool
         self._rounds: dict[tuple[int, tuple[int, ...]], StaticRound] = {}
         super().__init__(*args, **kwargs)
-        self._mode = torch.no_grad  # recorded tensors outlive the call
+        self._mode = _normal_mode
 
     def score(self, tree: DraftTree, hidden_state_indices: Sequence[int] = ()) -> tuple[Tensor, dict[int, Tensor]]:
         """See `mmspec.interfaces.Target.score`."""
@@ -252,9 +252,11 @@ class CapturedTarget(HFTarget):
         self._lane.kv_cache.begin_tree(tree.num_nodes)
         self._lane.kv_cache.lengths_on(self.device)
         function = self._round(tuple(hidden_state_indices))
-        inputs = (tree.tokens, tree.depths, tree.ancestor_mask)
         self.setup_s = 0.0
         with self._mode():
+            # The same strides in every round: compiled code is compiled anew for others.
+            parts = (tree.tokens, tree.depths, tree.ancestor_mask)
+            inputs = [part.clone(memory_format=torch.contiguous_format) for part in parts]
             outputs = None
             if self._pool.failure is None:
                 try:
@@ -308,6 +310,13 @@ def recorder_for(device: torch.device, compile: bool | str) -> Callable[[], Reco
     if device.type == "cuda":
         return CudaGraphRecorder
     return _compiled_recorder if device.type == "cpu" and compile is True else None
+
+
+@contextmanager
+def _normal_mode() -> Iterator[None]:
+    """Context without gradients and without inference mode, also within the user's: recorded tensors outlive calls."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 def _compiled_recorder() -> Recorder:

@@ -230,6 +230,20 @@ def test_a_text_that_grows_beyond_a_bucket(monkeypatch: pytest.MonkeyPatch) -> N
     assert recorder.recordings == 2
 
 
+def test_within_inference_mode() -> None:
+    """The same recording serves calls within and without it."""
+    model = build_model()
+    inputs = build_inputs(model, 0, 2)
+    expected = generate(model, inputs, True)
+    with recording(record_trace) as recorder, patched(model, "lookup", tree_size=4):
+        with torch.inference_mode():
+            assert torch.equal(generate(model, inputs, True), expected)
+        assert torch.equal(generate(model, inputs, True), expected)
+        with torch.inference_mode():
+            assert torch.equal(generate(model, inputs, True), expected)
+    assert recorder.recordings == 1 and recorder.replays > 20
+
+
 def test_the_returned_cache() -> None:
     """It is the caller's: a copy, which the next call does not change."""
     model = build_model()
