@@ -6,7 +6,7 @@ Uses `prepare_inputs_for_generation` and `forward` only. Differences between mod
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -97,9 +97,10 @@ class HFTarget:
         self.user_cache_view = UserCacheView(
             self.user_cache if cache_is_observed and self.keeps_cache else None, self.buffer
         )
-        self._mode = (
-            torch.inference_mode if self.inference_mode and self.user_cache_view.cache is None else torch.no_grad
-        )
+        uses_inference_mode = self.inference_mode and self.user_cache_view.cache is None
+        self._mode: Callable[[], AbstractContextManager[Any]] = torch.no_grad
+        if uses_inference_mode:
+            self._mode = torch.inference_mode
         self._template: dict[str, Any] = {}  # inputs of every round that do not change
         self._num_steps = 0  # output tokens per row that transformers would have fed to the model so far
         self._window = adapter.sliding_window
