@@ -33,7 +33,7 @@ from mmspec.targets.selftest import run_selftest
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 DOCUMENT = ROOT / "docs" / "models.md"
-RESULT = ROOT / "docs" / "results" / "models.json"
+RESULT = ROOT / "docs" / "models.json"
 BEGIN, END = "<!-- table: python tests/helpers/model_table.py -->", "<!-- end of table -->"
 SPEED_PAIRS = 7
 HEADS = {"MSD": "decoupled", "EAGLE": "coupled", "EAGLE-3": "eagle3", "FLASH": "flash"}
