@@ -1,0 +1,20 @@
+"""The table of model types in `docs/models.md` is that of the rows in `tests/helpers/zoo`, and complete."""
+
+from __future__ import annotations
+
+import json
+
+import model_table
+import tiny_models as tiny
+import zoo
+
+
+def test_the_table_has_every_model_type() -> None:
+    values = json.loads(model_table.RESULT.read_text(encoding="utf-8"))
+    rows = [model_table.Row(**row) for row in values["rows"]]
+    assert {row.model_type for row in rows} == {*tiny.FAMILIES, *zoo.ALL}
+    assert model_table.markdown_table(rows) in model_table.DOCUMENT.read_text(encoding="utf-8")
+    assert len(rows) >= 40, "model types"
+    for row in rows:
+        assert row.cases >= 100 and row.identical == row.cases and not row.error, row.model_type
+        assert row.selftest == "passed" or row.selftest.startswith("not run"), row.model_type
