@@ -6,7 +6,7 @@ Uses `prepare_inputs_for_generation` and `forward` only. Differences between mod
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -97,7 +97,7 @@ class HFTarget:
         self.user_cache_view = UserCacheView(
             self.user_cache if cache_is_observed and self.keeps_cache else None, self.buffer
         )
-        self._mode = (
+        self._mode: Callable[[], AbstractContextManager[Any]] = (
             torch.inference_mode if self.inference_mode and self.user_cache_view.cache is None else torch.no_grad
         )
         self._template: dict[str, Any] = {}  # inputs of every round that do not change
