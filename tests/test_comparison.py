@@ -57,8 +57,9 @@ def plant(monkeypatch: pytest.MonkeyPatch, row: int, column: int, shift: int = 1
         lengths: list[int],
         base: int,
         horizon: int,
+        first_step: Tensor,
     ) -> Any:
-        picks, scores, broken = pick(self, logits, tree, sequences, lengths, base, horizon)
+        picks, scores, broken = pick(self, logits, tree, sequences, lengths, base, horizon, first_step)
         assert tree.depths is not None
         here = tree.depths[row] + lengths[row] == column
         picks[row] = torch.where(here, (picks[row] + shift) % logits.shape[-1], picks[row])
