@@ -428,7 +428,7 @@ def test_calls_that_are_not_recorded() -> None:
 
 
 @pytest.mark.parametrize("family", ["gemma4", "deepseek_v3", "qwen3_moe", "lfm2", "gpt_oss"])
-def test_models_that_are_not_recorded(family: str) -> None:
+def test_models_with_unusual_layers(family: str) -> None:
     """Layers of several shapes or with a state, keys and values of different size, experts chosen by value."""
     model = build_model(tiny.ModelSpec(family))
     inputs = tiny.build_inputs(model, 0, 1, padding="none")
