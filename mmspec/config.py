@@ -55,7 +55,7 @@ class SpecConfig:
         cpu_pack_weights: on a CPU, True also tries float32 linear layers in the kernel's packed layout, at the cost of
             a copy of their weights; False never replaces a linear layer; None tries what needs no copy.
         compile: record the target's rounds once and replay them. True: by CUDA graphs, on a CPU by `torch.compile`, at
-            the cost of a copy of the weights; "auto": on CUDA only; False: never.
+            the cost of a copy of the weights; "auto": where that is shown to pay, at present nowhere; False: never.
     """
 
     drafter: Drafter

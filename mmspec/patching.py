@@ -74,9 +74,10 @@ def patch(
         deterministic: fix all shapes, so that half-precision runs are bit-identical on one machine.
         cpu_pack_weights: on a CPU, float32 linear layers run on whichever kernel is fastest in real calls. True: also
             on packed copies, at the cost of the layers' memory. False: leave all linear layers unchanged.
-        compile: record the target's forward once for each shape and replay it. "auto": by CUDA graphs on a GPU, not on
-            a CPU. True: on a CPU too, by `torch.compile`, which takes up to a minute per shape at first and a copy of
-            the weights. False: never. Models or calls that cannot be recorded run as without it.
+        compile: True records the target's forward once for each shape and replays it: by CUDA graphs on a GPU (not
+            tried on one yet), by `torch.compile` on a CPU, which takes up to a minute per shape at first and a copy of
+            the weights. False: never. "auto": where that is shown to be exact and faster, at present nowhere. Models or
+            calls that cannot be recorded run as without it.
         deprecated: `nodes` and `packed`, the former names of `tree_size` and `cpu_pack_weights`.
 
     Returns:

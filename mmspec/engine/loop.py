@@ -9,7 +9,8 @@ One round (`DecodeLoop.round`):
     output.emit(result)                 append the emitted tokens to each row
     drafter.observe(result)             let the drafter follow
 
-Between rounds `output.advance` calls criteria and streamer, one output step at a time. Compared with assisted
+Between rounds the cache holds the prompt and all emitted tokens but the last, which is node 0 of the next tree; so a
+round keeps as many nodes as it emits tokens. Then `output.advance` calls criteria and streamer, one output step at a time. Compared with assisted
 generation in transformers, one object (`target`) owns the KV cache, rows have lengths of their own, and there is no
 rejection sampling (`mmspec.engine.verify`).
 
@@ -96,29 +97,31 @@ class DecodeLoop:
         first_token_time = time.perf_counter()
         self.stats.ttft_s += first_token_time - self.start_time
         while not self.output.advance():
-            self.target.crop(self._cached_lengths())  # a criterion may have cut rows
+            self.target.crop(self._cached_lengths())  # only where a criterion has cut rows; rejected nodes: `commit`
             self.round(state)
         self.stats.decode_s += time.perf_counter() - first_token_time
 
     def round(self, state: Any) -> None:
         """One round: draft, score, accept, commit. `state` is the drafter's."""
         start = time.perf_counter()
-        tree, rows, has_draft = self._build_tree(state)
+        tree, row_state, has_draft = self._build_tree(state)
         active = self._active_rows(self.output.max_emit(tree.num_nodes))
         built = time.perf_counter()
         logits, hidden_states = self.target.score(tree, self.drafter.requirements.hidden_state_indices)
         try:
-            result, processed_scores, raw_logits = self._sample_and_accept(tree, logits, rows, with_top_ids=has_draft)
+            result, processed_scores, raw_logits = self._sample_and_accept(
+                tree, logits, row_state, with_top_ids=has_draft
+            )
         except Exception as error:
             if self.output.stepwise:
                 raise
-            self._disable_speculation(error)
+            self._disable_speculation(error)  # nothing is committed: the next round scores the root alone
             return
         accepted = time.perf_counter()
         self.target.commit(result)
-        self.output.emit(result, processed_scores, raw_logits, rows)
+        self.output.emit(result, processed_scores, raw_logits, row_state)
         emitted = time.perf_counter()
-        result = _drop_inactive_rows(result, active, rows)
+        result = _drop_inactive_rows(result, active, row_state)
         if not self.output.speculation_disabled:  # tokens were dropped then, and the drafter would receive some twice
             self.drafter.observe(state, result, hidden_states)
         draft_s = (built - start) + (time.perf_counter() - emitted)
@@ -126,21 +129,25 @@ class DecodeLoop:
         self._record(result, active, has_draft, RoundTimes(draft_s, score_s, emitted - accepted))
 
     def _build_tree(self, state: Any) -> tuple[DraftTree, RowState, bool]:
-        """The tree to score, the rows before it, and whether the drafter was called for it."""
+        """The tree to score, the rows before it, and whether the drafter was called for it.
+
+        Unfinished rows may have to wait for others (`max_emit` 0), and finished rows emit a chain of pad ids; a call of
+        one row needs neither.
+        """
         draft = None
         if self.controller.should_draft and not self.output.stepwise:
             draft = self._draft(state)
         else:
             self.controller.skip_draft()
         num_nodes = max(1 if draft is None else draft.num_nodes, self._num_padding_nodes())
-        rows = self.output.row_state(num_nodes)
-        root = root_only(len(rows.root_ids), self.draftable.device, rows.root_ids)
+        row_state = self.output.row_state(num_nodes)
+        root = root_only(len(row_state.root_ids), self.draftable.device, row_state.root_ids)
         if num_nodes == 1:
-            return root, rows, draft is not None
-        tree = sanitize((root if draft is None else draft).pad(num_nodes), rows.root_ids, self.draftable)
-        if rows.finished is not None:
-            tree = replace_with_chain(tree, rows.finished, self.output.pad_token_id)
-        return tree, rows, draft is not None
+            return root, row_state, draft is not None
+        tree = sanitize((root if draft is None else draft).pad(num_nodes), row_state.root_ids, self.draftable)
+        if row_state.finished is not None:
+            tree = replace_with_chain(tree, row_state.finished, self.output.pad_token_id)
+        return tree, row_state, draft is not None
 
     def _num_padding_nodes(self) -> int:
         """Nodes that finished rows need for a chain of pad ids.
@@ -153,14 +160,14 @@ class DecodeLoop:
         return 1 if output.stepwise else bucket_size(min(output.padding_lag + 1, BUCKETS[-1]))
 
     def _sample_and_accept(
-        self, tree: DraftTree, logits: Tensor, rows: RowState, with_top_ids: bool = False
+        self, tree: DraftTree, logits: Tensor, row_state: RowState, with_top_ids: bool = False
     ) -> tuple[VerifyResult, Tensor, Tensor]:
         """Sample an id at every node, accept the matching path, and copy the result to the host in one transfer.
 
         Args:
             tree: the sanitized tree that was scored.
             logits: [B, N, V] the target's logits.
-            rows: the rows before this round.
+            row_state: the rows before this round.
             with_top_ids: also return the largest logits' ids, as many as the drafter requires.
 
         Returns:
@@ -175,8 +182,8 @@ class DecodeLoop:
         raw_logits = logits.to(device=output.sequences.device, dtype=torch.float32)
         if raw_logits.is_inference() and output.stepwise:
             raw_logits = raw_logits.clone()  # user code may write into it
-        sampled_ids, processed_scores, is_nan = self._sample(tree, raw_logits, rows)
-        path, counts, tokens = self._accept(tree, sampled_ids, rows)
+        sampled_ids, processed_scores, is_nan = self._sample(tree, raw_logits, row_state)
+        path, counts, tokens = self._accept(tree, sampled_ids, row_state)
         on_device = {"counts": counts[:, None], "tokens": tokens, "path": path}
         if tree.num_nodes > 1:
             on_device["tree_sizes"] = tree.node_mask.sum(1, keepdim=True)
@@ -214,7 +221,7 @@ class DecodeLoop:
         size = controller.choose_size(tree, sum(active), max_gain)
         return tree.trim(size).pad(size)
 
-    def _sample(self, tree: DraftTree, logits: Tensor, rows: RowState) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _sample(self, tree: DraftTree, logits: Tensor, row_state: RowState) -> tuple[Tensor, Tensor, Tensor | None]:
         """`TreeSampler.sample`. In stepwise decoding processors may be user code, which reads and writes the ids."""
         output = self.output
         history = output.sequences
@@ -223,17 +230,17 @@ class DecodeLoop:
             history = output.user_input_ids()
         noise_end = output.noise_end(tree.num_nodes)
         sampled = self.sampler.sample(
-            logits, tree, history, output.num_emitted, output.prompt_length, noise_end, rows.num_emitted
+            logits, tree, history, output.num_emitted, output.prompt_length, noise_end, row_state.num_emitted
         )
         if output.stepwise:
             output.apply_user_edits()
         return sampled
 
-    def _accept(self, tree: DraftTree, sampled_ids: Tensor, rows: RowState) -> tuple[Tensor, Tensor, Tensor]:
+    def _accept(self, tree: DraftTree, sampled_ids: Tensor, row_state: RowState) -> tuple[Tensor, Tensor, Tensor]:
         """`accept_path` within the limits of each row. In finished rows the pad id replaces every sampled id."""
-        if rows.finished is not None:
-            sampled_ids = torch.where(rows.finished[:, None], self.output.pad_token_id, sampled_ids)
-        return accept_path(tree, sampled_ids, rows.max_emit, self.output.stop_ids, rows.finished)
+        if row_state.finished is not None:
+            sampled_ids = torch.where(row_state.finished[:, None], self.output.pad_token_id, sampled_ids)
+        return accept_path(tree, sampled_ids, row_state.max_emit, self.output.stop_ids, row_state.finished)
 
     def _disable_speculation(self, error: Exception) -> None:
         """After an error at a draft token, which plain decoding might never reach: drop it, and draft no more."""
@@ -277,7 +284,7 @@ class DecodeLoop:
                 stats.accept_length_hist[len(ids)] += 1
 
 
-def _drop_inactive_rows(result: VerifyResult, active: list[bool], rows: RowState) -> VerifyResult:
+def _drop_inactive_rows(result: VerifyResult, active: list[bool], row_state: RowState) -> VerifyResult:
     """The result for the drafter: without the padding that finished rows emit."""
     if all(active):
         return result
@@ -285,7 +292,7 @@ def _drop_inactive_rows(result: VerifyResult, active: list[bool], rows: RowState
         result,
         emitted_ids=[ids if on else [] for ids, on in zip(result.emitted_ids, active, strict=True)],
         accepted_nodes=[nodes if on else [] for nodes, on in zip(result.accepted_nodes, active, strict=True)],
-        counts=result.counts if rows.finished is None else torch.where(rows.finished, 0, result.counts),
+        counts=result.counts if row_state.finished is None else torch.where(row_state.finished, 0, result.counts),
     )
 
 

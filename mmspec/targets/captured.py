@@ -41,6 +41,9 @@ REPLAY_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}
 """Largest difference between the first replay and a plain run, relative to the range of the logits."""
 HALF_REPLAY_TOLERANCE = 0.1
 """The same for half precision."""
+AUTO_DEVICE_TYPES: frozenset[str] = frozenset()
+"""Types of devices on which `compile="auto"` records: those on which recorded rounds have been run and compared with
+plain `generate`, and are faster. None yet: no GPU has been tried, and on a CPU compiling takes long."""
 NUM_CHECKED_REPLAYS = 3
 """Replays of each shape that are compared with a plain run: later ones have other inputs than those recorded."""
 
@@ -286,7 +289,7 @@ class CapturedTarget(HFTarget):
         padding = torch.ones(batch, self._lane.kv_cache.capacity, dtype=torch.bool, device=self.device)
         if self._padding is not None:
             padding[:, : self._padding.shape[1]] = self._padding
-        position_base = self._last_position - self.prompt_length + 1
+        position_base = self._prompt_last_position - self.prompt_length + 1
         max_position = torch.tensor([self.prompt_length - 1 + self.max_new_tokens], device=self.device)
         self._lane.set_state([padding, position_base, max_position, *self._token_types.values()])
 
@@ -303,13 +306,13 @@ def recorder_for(device: torch.device, compile: bool | str) -> Callable[[], Reco
 
     Args:
         device: of the model.
-        compile: the option of `patch`: "auto" records on CUDA only, True on a CPU too.
+        compile: the option of `patch`: True records, "auto" only on `AUTO_DEVICE_TYPES`.
     """
-    if compile is False:
+    if compile is False or (compile == "auto" and device.type not in AUTO_DEVICE_TYPES):
         return None
     if device.type == "cuda":
         return CudaGraphRecorder
-    return _compiled_recorder if device.type == "cpu" and compile is True else None
+    return _compiled_recorder if device.type == "cpu" else None
 
 
 @contextmanager

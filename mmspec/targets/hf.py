@@ -175,9 +175,9 @@ class HFTarget:
         lengths = self.buffer.lengths_on(self.device)
         offsets = (lengths - self.prompt_length + 1)[:, None] + tree.depths  # [B, N], from the prompt's last position
         offsets = offsets.clamp(max=self.max_new_tokens)  # drafts past the end may exceed the model's positions
-        inputs = dict(self._template)
+        inputs = dict(self._template)  # with `past_key_values=self.cache`
         inputs["input_ids"] = tree.tokens
-        inputs["position_ids"] = self._last_position + offsets
+        inputs["position_ids"] = self._prompt_last_position + offsets
         inputs["attention_mask"] = self._mask(tree, lengths)
         for name, last in self._token_types.items():
             inputs[name] = last.expand(*last.shape[:-1], tree.num_nodes)
@@ -268,7 +268,7 @@ class HFTarget:
         next_position = inputs.pop("position_ids", None)
         if next_position is None:
             next_position = torch.full((batch, 1), self.prompt_length)
-        self._last_position = next_position[..., -1:].to(self.device) - 1
+        self._prompt_last_position = next_position[..., -1:].to(self.device) - 1
         for name in ("input_ids", "attention_mask"):
             inputs.pop(name, None)
         if "logits_to_keep" in inputs:

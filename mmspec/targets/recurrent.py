@@ -117,7 +117,7 @@ class RecurrentTarget(HFTarget):
         offsets = torch.arange(1, len(ids) + 1, device=self.device) + self.state_length
         inputs = dict(self._template)
         inputs["input_ids"] = ids[None]
-        inputs["position_ids"] = self._last_position + offsets.clamp(max=self.max_new_tokens)
+        inputs["position_ids"] = self._prompt_last_position + offsets.clamp(max=self.max_new_tokens)
         inputs["attention_mask"] = None  # causal over everything before, as transformers builds it
         for name, last in self._token_types.items():
             inputs[name] = last.expand(*last.shape[:-1], len(ids))
