@@ -10,9 +10,9 @@ One round (`DecodeLoop.round`):
     drafter.observe(result)             let the drafter follow
 
 Between rounds the cache holds the prompt and all emitted tokens but the last, which is node 0 of the next tree; so a
-round keeps as many nodes as it emits tokens. Then `output.advance` calls criteria and streamer, one output step at a time. Compared with assisted
-generation in transformers, one object (`target`) owns the KV cache, rows have lengths of their own, and there is no
-rejection sampling (`mmspec.engine.verify`).
+round keeps as many nodes as it emits tokens. Then `output.advance` calls criteria and streamer, one output step at a
+time. Compared with assisted generation in transformers, one object (`target`) owns the KV cache, rows have lengths of
+their own, and there is no rejection sampling (`mmspec.engine.verify`).
 
 Depends only on the interfaces: not on the model, the drafter, or how an id is sampled. Letters: B rows, N nodes,
 V vocabulary.
