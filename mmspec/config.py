@@ -1,4 +1,7 @@
-"""Options of `patch` and of single calls, and their validation. Never modifies a model."""
+"""Options of `patch` and of single calls, and their validation. Never modifies a model.
+
+Somewhat over 350 lines: both kinds of options are declared, renamed, checked and resolved in one file, so that they agree.
+"""
 
 from __future__ import annotations
 
@@ -49,8 +52,7 @@ class SpecConfig:
         compressor: reduces the visual tokens that the drafter reads; None for the drafter's own, if it has one.
         reference: texts that outputs may repeat, one for all rows or one per row.
         reference_ids: the same as token ids.
-        tree_size: score trees of exactly this many nodes, root included, whatever that costs; None lets the controller
-            choose in every round, so that no round is expected to be slower than plain decoding.
+        tree_size: score trees of exactly this many nodes, root included; None lets the controller choose.
         deterministic: fix all shapes, so that half-precision runs are bit-identical on one machine.
         cpu_pack_weights: on a CPU, True also tries float32 linear layers in the kernel's packed layout, at the cost of
             a copy of their weights; False never replaces a linear layer; None tries what needs no copy.

@@ -69,8 +69,7 @@ def patch(
             `reference` needs it.
         reference: a text that the outputs may repeat (one for all rows, or one per row).
         reference_ids: the same as token ids, one list per row.
-        tree_size: score trees of exactly this many nodes (1 to 64, root included), whatever that costs. By default a
-            controller chooses in every round, so that decoding does not get slower than without drafts.
+        tree_size: score trees of exactly this many nodes (1 to 64, root included). By default a controller chooses.
         deterministic: fix all shapes, so that half-precision runs are bit-identical on one machine.
         cpu_pack_weights: on a CPU, float32 linear layers run on whichever kernel is fastest in real calls. True: also
             on packed copies, at the cost of the layers' memory. False: leave all linear layers unchanged.
@@ -99,11 +98,10 @@ def patch(
         compile=compile,
         **current,
     )
-    wrapper, model = model, unwrap(model)
-    adapter = find_adapter(model)
-    if not _is_patched_with(model, arguments):
+    adapter = find_adapter(unwrap(model))
+    if not _is_patched_with(adapter.model, arguments):
         _install(PatchState(adapter, resolve_config(arguments, adapter), arguments))
-    return wrapper
+    return model
 
 
 def unpatch(model: Any) -> Any:

@@ -23,6 +23,7 @@ from mmspec.engine.static_cache import MAX_NODES, StaticKVCache, StaticLayoutErr
 from mmspec.engine.tree import DraftTree
 from mmspec.interfaces import VerifyResult
 from mmspec.targets.base import ModelAdapter
+from mmspec.targets.capture_checks import check_replay, checksums, decoder_tensors
 from mmspec.targets.hf import HFTarget
 from mmspec.targets.module_scan import ModuleScan
 from mmspec.targets.static_round import StaticRound
@@ -33,14 +34,8 @@ RESERVED_TOKENS = 256
 """New tokens for which a call's first bucket has room: rarely a second recording, at little cost per round."""
 MAX_LANES = 2
 """Lanes (numbers of rows) that stay allocated per model."""
-BIT_TYPES = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""{bytes: integer type}"""
 PLAIN_CODE = ("transformers.", "torch.nn.")
 """Packages whose modules have no switches that change a forward without changing a weight."""
-REPLAY_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}
-"""Largest difference between the first replay and a plain run, relative to the range of the logits."""
-HALF_REPLAY_TOLERANCE = 0.1
-"""The same for half precision."""
 AUTO_DEVICE_TYPES: frozenset[str] = frozenset()
 """Types of devices on which `compile="auto"` records: those on which recorded rounds have been run and compared with
 plain `generate`, and are faster. None yet: no GPU has been tried, and on a CPU compiling takes long."""
@@ -109,7 +104,7 @@ class Lane:
             outputs = replay(inputs)
         finally:
             ACTIVE_CONTEXT.reset(token)
-        _check_replay(outputs[0], expected[0])
+        check_replay(outputs[0], expected[0])
         self._replays[key] = replay
         self._num_checked[key] += 1
         return outputs, time.perf_counter() - start
@@ -218,12 +213,12 @@ class CapturePool:
             adapter: of the model.
             frozen: recordings contain copies of the weights, so that edits in place must be noticed too.
         """
-        tensors = list(_decoder_tensors(adapter))
+        tensors = list(decoder_tensors(adapter))
         config = adapter.model.config.to_json_string(use_diff=False)
         places = [(id(t), t.data_ptr(), 0 if t.is_inference() else t._version) for t in tensors]
         modules = [id(module) for module in adapter.model.modules()]
         fingerprint = places, modules, config, adapter.attention
-        checksums = [part for t in tensors for part in _checksums(t)] if frozen else []
+        checksums = [part for t in tensors for part in checksums(t)] if frozen else []
         same = len(checksums) == len(self._checksums) and all(map(torch.equal, checksums, self._checksums))
         if self._fingerprint != fingerprint or (frozen and not same):
             self._lanes.clear()
@@ -324,40 +319,6 @@ def _normal_mode() -> Iterator[None]:
 
 def _compiled_recorder() -> Recorder:
     return record_compiled
-
-
-def _decoder_tensors(adapter: ModelAdapter) -> Iterator[Tensor]:
-    """Parameters and buffers that a round reads."""
-    seen: set[int] = set()
-    for module in (adapter.text_model, adapter.model.get_input_embeddings(), adapter.model.get_output_embeddings()):
-        for tensor in () if module is None else (*module.parameters(), *module.buffers()):
-            if id(tensor) not in seen:
-                seen.add(id(tensor))
-                yield tensor
-
-
-def _checksums(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """Sums of the bit patterns along the first and the last dimension. They change where `.data` is edited in place."""
-    bits = torch.atleast_1d(tensor.detach()).contiguous()
-    if bits.shape[-1] * bits.element_size() % 8 == 0:
-        bits = bits.view(torch.long)  # two float32 at a time: four times as fast as a sum of int32
-    else:
-        bits = bits.view(BIT_TYPES.get(bits.element_size(), torch.uint8))
-    return bits.sum(0, dtype=torch.long), bits.sum(-1, dtype=torch.long)
-
-
-def _check_replay(outputs: Tensor, expected: Tensor) -> None:
-    """Compare the logits of a first replay with those of a plain run.
-
-    Raises:
-        RuntimeError: they differ by more than rounding.
-    """
-    outputs, expected = outputs.nan_to_num(0, 0, 0), expected.nan_to_num(0, 0, 0)
-    tolerance = REPLAY_TOLERANCE.get(expected.dtype, HALF_REPLAY_TOLERANCE)
-    scale = (expected.max() - expected.min()).float()
-    difference = (outputs - expected).abs().max().float()
-    if bool(difference > tolerance * scale):
-        raise RuntimeError(f"the recorded round differs from the model by {float(difference / scale):.1e}")
 
 
 __all__ = ["CapturePool", "CapturedTarget", "Lane", "recorder_for"]
