@@ -1,6 +1,6 @@
 """Options of `patch` and of single calls, and their validation. Never modifies a model.
 
-Somewhat over 350 lines: both kinds of options are declared, renamed, checked and resolved in one file, so that they agree.
+Over 350 lines: both kinds of options are declared, renamed, checked and resolved in one file, so that they agree.
 """
 
 from __future__ import annotations
