@@ -44,10 +44,10 @@ NASTY = "<img src=x onerror='window.hacked=1'><script>window.hacked=1</script> *
 
 @pytest.fixture(scope="module")
 def site(request: pytest.FixtureRequest) -> Iterator[DemoServer]:
-    shelf = (
+    model_store = (
         ModelStore("tiny") if request.config.getoption("--shots") is None else ModelStore()
     )  # pictures of what users see
-    with serve(shelf, limits=Limits(max_file_mb=5)) as running:
+    with serve(model_store, limits=Limits(max_file_mb=5)) as running:
         yield running
 
 
@@ -136,18 +136,18 @@ def started(page: Any) -> None:
 
 
 @pytest.fixture
-def races(monkeypatch: pytest.MonkeyPatch) -> list[ComparisonRun]:
+def comparisons(monkeypatch: pytest.MonkeyPatch) -> list[ComparisonRun]:
     """All races from now on."""
-    made: list[ComparisonRun] = []
+    created: list[ComparisonRun] = []
 
     class Kept(ComparisonRun):
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
-            made.append(self)
+            created.append(self)
 
     for module in (comparison_stream, endpoints):
         monkeypatch.setattr(module, "ComparisonRun", Kept)
-    return made
+    return created
 
 
 def free(site: DemoServer) -> None:
@@ -155,9 +155,9 @@ def free(site: DemoServer) -> None:
     site.context.worker.submit(lambda: True).result(timeout=60)
 
 
-def said(race: ComparisonRun) -> int:
+def num_streamed(comparison: ComparisonRun) -> int:
     """Tokens of both sides."""
-    return len(race.plain.streamer.token_ids) + len(race.mmspec.streamer.token_ids)
+    return len(comparison.plain.streamer.token_ids) + len(comparison.mmspec.streamer.token_ids)
 
 
 def dismiss(page: Any) -> None:
@@ -191,12 +191,12 @@ def test_an_uploaded_picture_is_asked_about_on_both_sides(page: Any, tmp_path: P
         page.locator("#mm-download").click()
     run = json.loads(Path(download.value.path()).read_text(encoding="utf-8"))
     assert run["identical"] and run["mmspec"]["n_tokens"] == 200
-    shown = text(page, "#mm-results")
-    assert f"{run['tau']:.2f}" in shown and f"{run['stats']['tokens_per_s']:.1f}" in shown
-    assert f"{run['speedup_decode']:.2f}x" in shown and f"{run['mmspec']['total_s']:.3f} s" in shown
+    results_text = text(page, "#mm-results")
+    assert f"{run['tau']:.2f}" in results_text and f"{run['stats']['tokens_per_s']:.1f}" in results_text
+    assert f"{run['speedup_decode']:.2f}x" in results_text and f"{run['mmspec']['total_s']:.3f} s" in results_text
 
     ask(page, " ")
-    assert "write a question" in toast(page) and text(page, "#mm-results") == shown, "and stays"
+    assert "write a question" in toast(page) and text(page, "#mm-results") == results_text, "and stays"
 
 
 def test_the_replay_plays_both_sides_together(page: Any) -> None:
@@ -235,7 +235,7 @@ def test_a_conversation_goes_on_until_the_picture_changes(page: Any) -> None:
     assert page.locator("#mm-replay").is_disabled()
 
 
-def test_a_clip(page: Any, races: list[ComparisonRun], request: pytest.FixtureRequest) -> None:
+def test_a_clip(page: Any, comparisons: list[ComparisonRun], request: pytest.FixtureRequest) -> None:
     page.get_by_role("tab", name="Clip").click()
     page.wait_for_function(f"document.querySelector('#mm-question textarea').value == '{VIDEO_PROMPT}'")
     page.locator("#mm-clip-examples button, #mm-clip-examples video, #mm-clip-examples td").first.click()
@@ -250,8 +250,8 @@ def test_a_clip(page: Any, races: list[ComparisonRun], request: pytest.FixtureRe
     ask(page, "What happens in the clip?")
     started(page)
     finish(page)
-    assert [race.question for race in races] == [VIDEO_PROMPT, "What happens in the clip?"]
-    assert all(race.prompt_tokens > 16 * 4 for race in races), "its frames"
+    assert [comparison.question for comparison in comparisons] == [VIDEO_PROMPT, "What happens in the clip?"]
+    assert all(comparison.prompt_tokens > 16 * 4 for comparison in comparisons), "its frames"
     assert "identical" in text(page, ".mm-badge")
     page.locator("#mm-replay").click()
     page.wait_for_function("document.querySelectorAll('.mm-done').length == 2")
@@ -312,12 +312,12 @@ def test_what_cannot_be_used_is_said_in_one_sentence(page: Any, tmp_path: Path) 
     page.locator("#mm-picture input[type=file]").set_input_files(str(tmp_path / "<b>broken.png"))
     page.wait_for_function("document.querySelector('#mm-picture img')?.src.includes('broken')")
     ask(page)
-    told = toast(page)
+    message = toast(page)
     assert (
-        "broken.png" in told
-        and re.search("image|picture", told)
-        and "Traceback" not in told
-        and str(tmp_path) not in told
+        "broken.png" in message
+        and re.search("image|picture", message)
+        and "Traceback" not in message
+        and str(tmp_path) not in message
     )
     dismiss(page)
     page.wait_for_selector("#mm-ask:not([disabled])")
@@ -367,7 +367,7 @@ def test_a_second_user_waits_and_nothing_is_mixed(open_page: Callable[..., Any],
 
 
 def test_closing_the_page_ends_the_run(
-    open_page: Callable[..., Any], site: DemoServer, races: list[ComparisonRun]
+    open_page: Callable[..., Any], site: DemoServer, comparisons: list[ComparisonRun]
 ) -> None:
     gone = open_page()
     gone.locator("#mm-examples button").first.click()
@@ -377,7 +377,7 @@ def test_closing_the_page_ends_the_run(
     started(gone)
     gone.goto("about:blank")
     free(site)
-    assert races[0].cancelled and said(races[0]) < 1024 + 1024
+    assert comparisons[0].cancelled and num_streamed(comparisons[0]) < 1024 + 1024
     other = open_page()
     other.locator("#mm-examples button").first.click()
     other.wait_for_selector("#mm-picture img")
@@ -388,7 +388,7 @@ def test_closing_the_page_ends_the_run(
 
 
 def test_who_leaves_the_queue_is_not_waited_for(
-    open_page: Callable[..., Any], site: DemoServer, races: list[ComparisonRun]
+    open_page: Callable[..., Any], site: DemoServer, comparisons: list[ComparisonRun]
 ) -> None:
     gate, gone = threading.Event(), open_page()
     site.context.worker.submit(lambda: gate.wait(120))
@@ -398,15 +398,15 @@ def test_who_leaves_the_queue_is_not_waited_for(
     ask(gone)
     gone.wait_for_function("document.querySelector('#mm-status').innerText.includes('Waiting')")
     gone.goto("about:blank")
-    until(lambda: races[0].cancel_signal.should_stop)
+    until(lambda: comparisons[0].cancel_signal.should_stop)
     gate.set()
     free(site)
-    assert said(races[0]) == 0
+    assert num_streamed(comparisons[0]) == 0
 
 
 @pytest.mark.parametrize("tab", ["Compare", "Batch"])
 def test_a_queued_visitor_sees_his_place_and_leaves_at_once(
-    open_page: Callable[..., Any], site: DemoServer, races: list[ComparisonRun], tab: str
+    open_page: Callable[..., Any], site: DemoServer, comparisons: list[ComparisonRun], tab: str
 ) -> None:
     gate, page = threading.Event(), open_page()
     site.context.worker.submit(lambda: gate.wait(120))
@@ -427,7 +427,7 @@ def test_a_queued_visitor_sees_his_place_and_leaves_at_once(
     page.wait_for_selector(f"{start}:not([disabled])", timeout=5000)
     gate.set()
     free(site)
-    assert all(said(race) == 0 for race in races)
+    assert all(num_streamed(comparison) == 0 for comparison in comparisons)
 
 
 def until(there: Callable[[], bool], seconds: float = 60.0) -> None:
@@ -574,18 +574,18 @@ def test_what_only_a_trained_drafter_shows(browser: Any, request: pytest.Fixture
         page.wait_for_selector("#mm-picture img")
         ask(page, "Describe this picture in detail.")
         finish(page)
-        kept = page.locator("#mm-mmspec .mm-accepted")
-        assert kept.count() > 20 and page.locator("#mm-mmspec .mm-corrected").count() > 3
-        assert kept.first.evaluate("one => getComputedStyle(one).backgroundColor") == "rgb(211, 240, 218)"
+        accepted_marks = page.locator("#mm-mmspec .mm-accepted")
+        assert accepted_marks.count() > 20 and page.locator("#mm-mmspec .mm-corrected").count() > 3
+        assert accepted_marks.first.evaluate("one => getComputedStyle(one).backgroundColor") == "rgb(211, 240, 218)"
         assert page.locator(".mm-visible-tokens img").count() == 1 and "144" in text(page, ".mm-visible-tokens")
-        race(page, request)
+        comparison(page, request)
         page.get_by_role("tab", name="Inside").click()
         page.wait_for_selector("#mm-inside .mm-probability")
         assert "%" in page.locator("#mm-inside .mm-node.mm-node-accepted .mm-probability").first.text_content()
         page.close()
 
 
-def race(page: Any, request: pytest.FixtureRequest) -> None:
+def comparison(page: Any, request: pytest.FixtureRequest) -> None:
     """Keep a picture of the race half-way."""
     folder = request.config.getoption("--shots")
     if folder is None:
@@ -623,7 +623,7 @@ def test_compare_through_the_client(client: Any, tmp_path: Path) -> None:
     assert run["identical"] and run["question"] == VIDEO_PROMPT
 
 
-def test_a_client_that_has_gone_is_not_worked_for(site: DemoServer, races: list[ComparisonRun]) -> None:
+def test_a_client_that_has_gone_is_not_worked_for(site: DemoServer, comparisons: list[ComparisonRun]) -> None:
     import httpx
 
     call = f"{site.url}gradio_api/call/compare"
@@ -633,9 +633,9 @@ def test_a_client_that_has_gone_is_not_worked_for(site: DemoServer, races: list[
     event = httpx.post(call, json={"data": data}).json()["event_id"]
     with httpx.stream("GET", f"{call}/{event}", timeout=60) as answer:
         next(answer.iter_lines())
-        until(lambda: bool(races) and said(races[0]) > 0)
+        until(lambda: bool(comparisons) and num_streamed(comparisons[0]) > 0)
     free(site)
-    assert races[0].cancelled and said(races[0]) < 1024 + 1024
+    assert comparisons[0].cancelled and num_streamed(comparisons[0]) < 1024 + 1024
 
 
 def test_caption_through_the_client(client: Any, tmp_path: Path) -> None:
@@ -666,13 +666,13 @@ def test_errors_reach_the_client_as_one_sentence(client: Any, tmp_path: Path) ->
         (handle_file(str(tmp_path / "text.png")), {}, "not an image"),
         (handle_file(str(wide)), {}, "more than 40000000 pixels"),
     ]
-    for given, more, told in wrong:
-        with pytest.raises(AppError, match=told) as caught:
+    for given, more, message in wrong:
+        with pytest.raises(AppError, match=message) as caught:
             client.predict(given, api_name="/compare", **more)
-        said = str(caught.value)
+        text_of_error = str(caught.value)
         for word in map(str, more.values()):
-            said = said.replace(word[:60], "")  # its own words may be told back, no other path
-        assert "Traceback" not in said and str(tmp_path) not in said
+            text_of_error = text_of_error.replace(word[:60], "")  # the message may repeat the input, but no other path
+        assert "Traceback" not in text_of_error and str(tmp_path) not in text_of_error
 
 
 def test_no_file_outside_the_uploads_can_be_read(site: DemoServer) -> None:
@@ -684,15 +684,17 @@ def test_no_file_outside_the_uploads_can_be_read(site: DemoServer) -> None:
         # As a client that does not upload, but names a file of this machine.
         file = {"path": path, "meta": {"_type": "gradio.FileData"}}
         event = httpx.post(call, json={"data": [file, "what?", "tiny", "auto", "none", 0, 0, 8]}).json()["event_id"]
-        told = httpx.get(f"{call}/{event}", timeout=60).text
-        assert "event: error" in told and "answer" not in told
+        message = httpx.get(f"{call}/{event}", timeout=60).text
+        assert "event: error" in message and "answer" not in message
         # As a page that does.
         event_id = next(n for n, fn in site.app.fns.items() if getattr(fn.fn, "__name__", "") == "answer")
         data = [file, None, None, "what?", None, "tiny", "auto", "none", 0, 0, 8, "automatic"]
-        asked = {"data": data, "fn_index": event_id, "session_hash": f"thief {path}", "event_data": None}
-        httpx.post(f"{site.url}gradio_api/queue/join", json=asked | {"trigger_id": None}).raise_for_status()
-        told = httpx.get(f"{site.url}gradio_api/queue/data", params={"session_hash": f"thief {path}"}, timeout=60).text
-        assert '"success":false' in told and '"success":true' not in told and "mm-badge" not in told
+        event_request = {"data": data, "fn_index": event_id, "session_hash": f"thief {path}", "event_data": None}
+        httpx.post(f"{site.url}gradio_api/queue/join", json=event_request | {"trigger_id": None}).raise_for_status()
+        message = httpx.get(
+            f"{site.url}gradio_api/queue/data", params={"session_hash": f"thief {path}"}, timeout=60
+        ).text
+        assert '"success":false' in message and '"success":true' not in message and "mm-badge" not in message
 
 
 def test_only_two_endpoints_are_public(client: Any) -> None:

@@ -51,10 +51,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 
 @pytest.fixture
 def context() -> Iterator[Context]:
-    made = Context(ModelStore("tiny"), TempStorage())
-    yield made
-    made.worker.close()
-    made.temp_storage.close()
+    context = Context(ModelStore("tiny"), TempStorage())
+    yield context
+    context.worker.close()
+    context.temp_storage.close()
 
 
 def get(
@@ -165,9 +165,9 @@ def test_no_origin_is_reflected(server: ServerProcess) -> None:
     wanted = b"access-control-allow-origin: "
     for origin in ("http://evil.example", "http://localhost:3000", "null"):
         for method in ("GET", "OPTIONS"):
-            asked = ("Origin", origin), ("Access-Control-Request-Method", "POST")
+            request_parts = ("Origin", origin), ("Access-Control-Request-Method", "POST")
             for host in (None, "demo.example.org"):
-                got = get(server, "/config", *asked, method=method, host=host)
+                got = get(server, "/config", *request_parts, method=method, host=host)
                 assert one_line(got, 403) and b"access-control" not in got.head
         assert post(server, f"{API}/cancel", b"{}", JSON, ("Origin", origin)).status == 403
     got = get(server, "/config", ("Origin", ours))
@@ -572,11 +572,11 @@ def visit(server: ServerProcess, number: int) -> None:
         return
     file = {"path": json.loads(sent.body)[0], "meta": {"_type": "gradio.FileData"}}
     data = [file, "what is it?", "tiny", "auto", "none", 0, 0, 8]
-    asked = {"data": data, "fn_index": server.events["compare"], "session_hash": secrets.token_hex(8)}
-    got = post(server, f"{API}/queue/join", json.dumps(asked).encode(), JSON)
+    request_parts = {"data": data, "fn_index": server.events["compare"], "session_hash": secrets.token_hex(8)}
+    got = post(server, f"{API}/queue/join", json.dumps(request_parts).encode(), JSON)
     assert got.status in (200, 503), got
     if got.status == 200:
-        answer = follow(server, f"{API}/queue/data?session_hash={asked['session_hash']}")
+        answer = follow(server, f"{API}/queue/data?session_hash={request_parts['session_hash']}")
         assert '"success":true' in answer or "waiting already" in answer, answer[-500:]
 
 

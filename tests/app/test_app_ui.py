@@ -45,32 +45,32 @@ NASTY = "<script>window.hacked=1</script><img src=x onerror='window.hacked=1'> *
 
 
 @pytest.fixture(scope="module")
-def shelf() -> ModelStore:
-    made = ModelStore("tiny")
-    made.get("tiny")
-    return made
+def model_store() -> ModelStore:
+    built = ModelStore("tiny")
+    built.get("tiny")
+    return built
 
 
 @pytest.fixture
 def space() -> Iterator[TempStorage]:
-    made = TempStorage()
-    yield made
-    made.close()
+    built = TempStorage()
+    yield built
+    built.close()
 
 
-def race_of(
-    shelf: ModelStore,
+def build_comparison(
+    model_store: ModelStore,
     halt: CancelSignal | None = None,
     turns: Any = (),
     question: str = "what is in it?",
     **chosen: Any,
 ) -> ComparisonRun:
     choice = RunSettings("tiny", **{"max_new_tokens": 32} | chosen)
-    return ComparisonRun(shelf, draw_image(3)[0], turns, question, choice, halt or CancelSignal(60))
+    return ComparisonRun(model_store, draw_image(3)[0], turns, question, choice, halt or CancelSignal(60))
 
 
-def report(shelf: ModelStore, **chosen: Any) -> Report:
-    return build_report(race_of(shelf, **chosen).run())
+def report(model_store: ModelStore, **chosen: Any) -> Report:
+    return build_report(build_comparison(model_store, **chosen).run())
 
 
 # tapes and pieces
@@ -99,8 +99,8 @@ def test_pieces_make_up_the_text_and_never_show_half_a_character() -> None:
     assert not any("\ufffd" in piece for piece in pieces)
 
 
-def test_pieces_of_a_growing_text_stay_as_they_were(shelf: ModelStore) -> None:
-    tokenizer = shelf.get("tiny").processor.tokenizer
+def test_pieces_of_a_growing_text_stay_as_they_were(model_store: ModelStore) -> None:
+    tokenizer = model_store.get("tiny").processor.tokenizer
     ids = tokenizer("describe the dog, please.", add_special_tokens=False).input_ids
     pieces = IncrementalDetokenizer(tokenizer)
     grown = [list(pieces.decode(ids[:end])) for end in range(len(ids) + 1)]
@@ -114,38 +114,40 @@ def test_pieces_of_a_growing_text_stay_as_they_were(shelf: ModelStore) -> None:
 @pytest.mark.parametrize(
     "chosen", [{}, {"tree_size": 8, "temperature": 0.8, "seed": 4}, {"drafter": "recycling", "tree_size": 8}]
 )
-def test_both_sides_say_the_same_and_the_figures_are_those_of_stats(shelf: ModelStore, chosen: dict[str, Any]) -> None:
-    race = race_of(shelf, **chosen).run()
-    made = build_report(race)
-    assert race.plain.streamer.token_ids == race.mmspec.streamer.token_ids and made.identical
-    assert made.verdict == "Outputs identical: all 32 tokens"
-    stats = mmspec.stats(shelf.get("tiny").model, last=True)
-    ours = made.metrics["sides"]["mmspec"]
+def test_both_sides_say_the_same_and_the_figures_are_those_of_stats(
+    model_store: ModelStore, chosen: dict[str, Any]
+) -> None:
+    comparison = build_comparison(model_store, **chosen).run()
+    built = build_report(comparison)
+    assert comparison.plain.streamer.token_ids == comparison.mmspec.streamer.token_ids and built.identical
+    assert built.verdict == "Outputs identical: all 32 tokens"
+    stats = mmspec.stats(model_store.get("tiny").model, last=True)
+    ours = built.metrics["sides"]["mmspec"]
     assert (ours["n_tokens"], ours["tokens_per_s"], ours["ttft_s"]) == (stats.tokens, stats.tokens_per_s, stats.ttft_s)
-    assert made.metrics["tau"] == stats.tau and made.metrics["stats"] == stats.as_dict()
-    plain = race.plain.streamer
-    assert made.metrics["speedup_decode"] == pytest.approx(
+    assert built.metrics["tau"] == stats.tau and built.metrics["stats"] == stats.as_dict()
+    plain = comparison.plain.streamer
+    assert built.metrics["speedup_decode"] == pytest.approx(
         stats.tokens_per_s * (plain.token_times[-1] - plain.token_times[0]) / 31
     )
-    assert made.metrics["speedup_decode"] == pytest.approx(stats.tau / made.metrics["R"])
-    drawn = render.render_results(made)
+    assert built.metrics["speedup_decode"] == pytest.approx(stats.tau / built.metrics["R"])
+    drawn = render.render_results(built)
     for name in ("prefill", "draft", "score", "overhead"):
         assert f"{1000 * getattr(stats, f'{name}_s'):.1f} ms" in drawn
     assert sum(stats.accept_length_hist.values()) == stats.rounds
     assert all(f"<b>{count:.0f} rounds</b>" in drawn for count in stats.accept_length_hist.values())
-    assert made.plain.text == made.mmspec.text and len(made.mmspec.token_times) == 32
+    assert built.plain.text == built.mmspec.text and len(built.mmspec.token_times) == 32
 
 
-def test_rounds_tell_what_was_emitted(shelf: ModelStore) -> None:
-    race = race_of(shelf, drafter="recycling", tree_size=8, max_new_tokens=60).run()
-    assert [token for one in race.rounds for token in one.emitted] == race.mmspec.streamer.token_ids
-    for one in race.rounds:
+def test_rounds_tell_what_was_emitted(model_store: ModelStore) -> None:
+    comparison = build_comparison(model_store, drafter="recycling", tree_size=8, max_new_tokens=60).run()
+    assert [token for one in comparison.rounds for token in one.emitted] == comparison.mmspec.streamer.token_ids
+    for one in comparison.rounds:
         assert one.parents[0] == -1 and all(0 <= parent < node for node, parent in enumerate(one.parents) if node)
         assert [one.tokens[node] for node in one.accepted_nodes[1:]] == list(one.emitted[:-1])
         assert all(one.parents[b] == a for a, b in itertools.pairwise(one.accepted_nodes))
-    kinds = classify_tokens(race.rounds, 60)
-    assert kinds.count(ACCEPTED) == race.stats.num_accepted_tokens > 0 and CORRECTED in kinds
-    assert sum(one.num_draft_tokens for one in race.rounds) == race.stats.num_draft_tokens
+    kinds = classify_tokens(comparison.rounds, 60)
+    assert kinds.count(ACCEPTED) == comparison.stats.num_accepted_tokens > 0 and CORRECTED in kinds
+    assert sum(one.num_draft_tokens for one in comparison.rounds) == comparison.stats.num_draft_tokens
 
 
 def test_kinds_of_tokens() -> None:
@@ -159,8 +161,8 @@ def test_kinds_of_tokens() -> None:
     assert classify_tokens([tree], 3) == [ACCEPTED, CORRECTED, NOT_DRAFTED] and classify_tokens([tree], 1) == [ACCEPTED]
 
 
-def test_the_picture_is_looked_at_once(shelf: ModelStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    base, calls = shelf.get("tiny").model.base_model, []
+def test_the_picture_is_looked_at_once(model_store: ModelStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    base, calls = model_store.get("tiny").model.base_model, []
     see = base.get_image_features
 
     def counted(pixel_values: Any, **kwargs: Any) -> Any:
@@ -168,21 +170,21 @@ def test_the_picture_is_looked_at_once(shelf: ModelStore, monkeypatch: pytest.Mo
         return see(pixel_values=pixel_values, **kwargs)
 
     monkeypatch.setattr(base, "get_image_features", counted)
-    race = race_of(shelf).run()
-    assert len(calls) == 1 and race.encode_s > 0 and race.identical
+    comparison = build_comparison(model_store).run()
+    assert len(calls) == 1 and comparison.encode_s > 0 and comparison.identical
 
 
-def test_a_race_is_what_the_model_says_alone(shelf: ModelStore) -> None:
-    race = race_of(shelf).run()
-    desk = shelf.get("tiny")
-    inputs = build_inputs(desk.model, desk.processor, [draw_image(3)[0]], ["what is in it?"])
+def test_a_race_is_what_the_model_says_alone(model_store: ModelStore) -> None:
+    comparison = build_comparison(model_store).run()
+    loaded_model = model_store.get("tiny")
+    inputs = build_inputs(loaded_model.model, loaded_model.processor, [draw_image(3)[0]], ["what is in it?"])
     with mmspec.disabled():
-        alone = desk.model.generate(**inputs, max_new_tokens=32, do_sample=False)
-    assert alone[0, inputs["input_ids"].shape[1] :].tolist() == race.plain.streamer.token_ids
+        alone = loaded_model.model.generate(**inputs, max_new_tokens=32, do_sample=False)
+    assert alone[0, inputs["input_ids"].shape[1] :].tolist() == comparison.plain.streamer.token_ids
 
 
-def test_no_run_learns_from_another(shelf: ModelStore) -> None:
-    first, second = (race_of(shelf, drafter="recycling", tree_size=8).run() for _ in range(2))
+def test_no_run_learns_from_another(model_store: ModelStore) -> None:
+    first, second = (build_comparison(model_store, drafter="recycling", tree_size=8).run() for _ in range(2))
     assert first.stats.num_accepted_tokens == second.stats.num_accepted_tokens
 
 
@@ -200,54 +202,64 @@ class Counted(CancelSignal):
 
 
 @pytest.mark.parametrize(("most", "plain", "ours"), [(0, 0, 0), (9, 9, 0), (45, 32, 11)])
-def test_stopping_stops_generate(shelf: ModelStore, most: int, plain: int, ours: int) -> None:
-    race = race_of(shelf, Counted(most)).run()
-    assert race.cancelled and race.phase == "done"
-    assert abs(len(race.plain.streamer.token_ids) - plain) <= 1 and abs(len(race.mmspec.streamer.token_ids) - ours) <= 2
+def test_stopping_stops_generate(model_store: ModelStore, most: int, plain: int, ours: int) -> None:
+    comparison = build_comparison(model_store, Counted(most)).run()
+    assert comparison.cancelled and comparison.phase == "done"
+    assert (
+        abs(len(comparison.plain.streamer.token_ids) - plain) <= 1
+        and abs(len(comparison.mmspec.streamer.token_ids) - ours) <= 2
+    )
     if most:
-        told = build_report(race)
-        assert ("identical up to token" in told.verdict) == (ours > 0) and told.metrics["speedup_e2e"] is None
-        assert told.identical is (True if ours else None)
+        summary = build_report(comparison)
+        assert ("identical up to token" in summary.verdict) == (ours > 0) and summary.metrics["speedup_e2e"] is None
+        assert summary.identical is (True if ours else None)
 
 
-def test_a_difference_is_told_with_its_margin(shelf: ModelStore) -> None:
-    race = race_of(shelf).run()
-    desk, ids = shelf.get("tiny"), race.plain.streamer.token_ids
-    inputs = build_inputs(desk.model, desk.processor, [draw_image(3)[0]], ["what is in it?"])
+def test_a_difference_is_told_with_its_margin(model_store: ModelStore) -> None:
+    comparison = build_comparison(model_store).run()
+    loaded_model, ids = model_store.get("tiny"), comparison.plain.streamer.token_ids
+    inputs = build_inputs(loaded_model.model, loaded_model.processor, [draw_image(3)[0]], ["what is in it?"])
     with mmspec.disabled():
-        again = desk.model.generate(
+        again = loaded_model.model.generate(
             **inputs, max_new_tokens=6, do_sample=False, return_dict_in_generate=True, output_logits=True
         )
     first, second = again.logits[5][0].topk(2)
     wanted = float(first[0] - first[1])
     assert int(second[0]) == ids[5]
-    request, _ = encode_media(desk.model, inputs)
-    asked = (desk, request, race.settings, 5, ids[5], int(second[1]))
-    assert measure_logit_margin(*asked, CancelSignal(60)) == pytest.approx(wanted, abs=1e-4)
-    assert math.isnan(measure_logit_margin(*asked, Counted(2))), "a run that is stopped meanwhile"
-    race.difference = Difference(5, ids[5], int(second[1]), wanted)
-    told = build_report(race)
-    assert told.identical is False and "differ from token 6 on" in told.verdict and f"{wanted:.2e}" in told.verdict
-    assert "mm-differs" in render.render_results(told)
-    race.difference = replace(race.difference, margin=math.nan)
-    assert "not measured" in build_report(race).verdict and build_report(race).metrics["difference"]["margin"] is None
+    request, _ = encode_media(loaded_model.model, inputs)
+    margin_arguments = (loaded_model, request, comparison.settings, 5, ids[5], int(second[1]))
+    assert measure_logit_margin(*margin_arguments, CancelSignal(60)) == pytest.approx(wanted, abs=1e-4)
+    assert math.isnan(measure_logit_margin(*margin_arguments, Counted(2))), "a run that is stopped meanwhile"
+    comparison.difference = Difference(5, ids[5], int(second[1]), wanted)
+    summary = build_report(comparison)
+    assert (
+        summary.identical is False
+        and "differ from token 6 on" in summary.verdict
+        and f"{wanted:.2e}" in summary.verdict
+    )
+    assert "mm-differs" in render.render_results(summary)
+    comparison.difference = replace(comparison.difference, margin=math.nan)
+    assert (
+        "not measured" in build_report(comparison).verdict
+        and build_report(comparison).metrics["difference"]["margin"] is None
+    )
 
 
-def test_a_prompt_beyond_the_positions_is_refused(shelf: ModelStore) -> None:
+def test_a_prompt_beyond_the_positions_is_refused(model_store: ModelStore) -> None:
     with pytest.raises(UsageError, match="4096 positions"):
-        race_of(shelf, question="x " * 2500).run()
+        build_comparison(model_store, question="x " * 2500).run()
 
 
 # what the drafter saw
 
 
-def test_a_drafter_without_eyes_says_so(shelf: ModelStore) -> None:
-    made = report(shelf)
-    assert "text alone" in made.metrics["visible_tokens"]["summary"] and made.image_uris == ()
+def test_a_drafter_without_eyes_says_so(model_store: ModelStore) -> None:
+    built = report(model_store)
+    assert "text alone" in built.metrics["visible_tokens"]["summary"] and built.image_uris == ()
 
 
 @pytest.mark.parametrize(
-    ("kind", "compressor", "shown", "kept"),
+    ("kind", "compressor", "num_visible", "num_selected"),
     [
         ("decoupled", None, 16, 16),
         ("blind", None, 0, 0),
@@ -258,31 +270,40 @@ def test_a_drafter_without_eyes_says_so(shelf: ModelStore) -> None:
     ],
 )
 def test_tokens_that_a_trained_drafter_saw_are_marked(
-    shelf: ModelStore, monkeypatch: Any, kind: str, compressor: str | None, shown: int, kept: int | None
+    model_store: ModelStore,
+    monkeypatch: Any,
+    kind: str,
+    compressor: str | None,
+    num_visible: int,
+    num_selected: int | None,
 ) -> None:
     import tiny_heads as heads
 
     spec = SimpleNamespace(hidden=64, heads=4, kv_heads=2, vocab=384, layers=2)
     drafter = heads.build_drafter(kind, spec)  # type: ignore[arg-type]
-    monkeypatch.setitem(shelf.get("tiny")._drafters, "auto", drafter)
-    race = race_of(shelf, compressor=compressor, tree_size=4).run()
-    made = build_report(race)
-    told = made.metrics["visible_tokens"]
-    assert made.identical and told["num_visible"] == shown and told["num_total"] == 16
-    assert (told["visible_indices"] if kept is None else len(told["visible_indices"])) == kept
-    assert len(made.image_uris) == (1 if kept else 0) and ("<img" in render.render_visible_tokens(made)) == bool(kept)
+    monkeypatch.setitem(model_store.get("tiny")._drafters, "auto", drafter)
+    comparison = build_comparison(model_store, compressor=compressor, tree_size=4).run()
+    built = build_report(comparison)
+    summary = built.metrics["visible_tokens"]
+    assert built.identical and summary["num_visible"] == num_visible and summary["num_total"] == 16
+    assert (summary["visible_indices"] if num_selected is None else len(summary["visible_indices"])) == num_selected
+    assert len(built.image_uris) == (1 if num_selected else 0) and (
+        "<img" in render.render_visible_tokens(built)
+    ) == bool(num_selected)
 
 
-def test_a_drafter_that_brings_its_own_compressor_is_told(shelf: ModelStore, monkeypatch: Any) -> None:
+def test_a_drafter_that_brings_its_own_compressor_is_told(model_store: ModelStore, monkeypatch: Any) -> None:
     import tiny_heads as heads
 
     spec = SimpleNamespace(hidden=64, heads=4, kv_heads=2, vocab=384, layers=2)
     drafter = heads.build_drafter("decoupled", spec)  # type: ignore[arg-type]
     drafter.compressor = build_compressor("pool:4")
-    monkeypatch.setitem(shelf.get("tiny")._drafters, "auto", drafter)
-    for chosen, shown in ((None, 4), ("relevant:5", 5)):
-        told = build_report(race_of(shelf, compressor=chosen, tree_size=4).run()).metrics["visible_tokens"]
-        assert told["num_visible"] == shown and told["num_total"] == 16
+    monkeypatch.setitem(model_store.get("tiny")._drafters, "auto", drafter)
+    for chosen, num_visible in ((None, 4), ("relevant:5", 5)):
+        summary = build_report(build_comparison(model_store, compressor=chosen, tree_size=4).run()).metrics[
+            "visible_tokens"
+        ]
+        assert summary["num_visible"] == num_visible and summary["num_total"] == 16
 
 
 # conversations
@@ -290,26 +311,28 @@ def test_a_drafter_that_brings_its_own_compressor_is_told(shelf: ModelStore, mon
 
 @pytest.mark.parametrize("template", [True, False])
 def test_a_conversation_holds_what_was_said_and_one_picture(
-    shelf: ModelStore, template: bool, monkeypatch: Any
+    model_store: ModelStore, template: bool, monkeypatch: Any
 ) -> None:
-    desk = shelf.get("tiny")
+    loaded_model = model_store.get("tiny")
     if not template:
-        monkeypatch.setattr(desk.processor, "chat_template", None)
+        monkeypatch.setattr(loaded_model.processor, "chat_template", None)
     turns = (ChatTurn("what is it?", "a red car"), ChatTurn("how many?", "two"))
-    inputs = build_inputs(desk.model, desk.processor, [draw_image(3)[0]], ["which colour?"], [turns])
+    inputs = build_inputs(loaded_model.model, loaded_model.processor, [draw_image(3)[0]], ["which colour?"], [turns])
     ids = inputs["input_ids"][0]
-    text = desk.processor.tokenizer.decode(ids, skip_special_tokens=True)
+    text = loaded_model.processor.tokenizer.decode(ids, skip_special_tokens=True)
     assert int((ids == 4).sum()) == 16 and inputs["pixel_values"].shape[0] == 1
     places = [text.find(part) for part in ("what is it", "red car", "how many", "two", "which colour")]
     assert places == sorted(places) and -1 not in places
-    race = race_of(shelf, turns=turns, question="which colour?").run()
-    assert race.identical and race.prompt_tokens == len(ids)
+    comparison = build_comparison(model_store, turns=turns, question="which colour?").run()
+    assert comparison.identical and comparison.prompt_tokens == len(ids)
 
 
-def test_a_clip_is_several_pictures(shelf: ModelStore) -> None:
-    shown = Limits().load_media(next(path for path in list_example_files() if path.suffix == ".mp4"))
-    race = ComparisonRun(shelf, shown, (), "what moves?", RunSettings("tiny", max_new_tokens=8), CancelSignal(60)).run()
-    assert race.identical and race.prompt_tokens > 16 * 4
+def test_a_clip_is_several_pictures(model_store: ModelStore) -> None:
+    num_visible = Limits().load_media(next(path for path in list_example_files() if path.suffix == ".mp4"))
+    comparison = ComparisonRun(
+        model_store, num_visible, (), "what moves?", RunSettings("tiny", max_new_tokens=8), CancelSignal(60)
+    ).run()
+    assert comparison.identical and comparison.prompt_tokens > 16 * 4
 
 
 # what is refused
@@ -318,27 +341,27 @@ def test_a_clip_is_several_pictures(shelf: ModelStore) -> None:
 def test_questions() -> None:
     limits = Limits()
     assert limits.check_question("  hello \n") == "hello"
-    for bad, told in ((" \n", "write a question"), (None, "write a question"), ("x" * 10_000, "10000 characters")):
-        with pytest.raises(UsageError, match=told):
+    for bad, summary in ((" \n", "write a question"), (None, "write a question"), ("x" * 10_000, "10000 characters")):
+        with pytest.raises(UsageError, match=summary):
             limits.check_question(bad)
     assert limits.check_question(NASTY) == NASTY
 
 
 def test_a_word_that_stands_for_a_picture_is_refused_wherever_it_comes_from(
-    shelf: ModelStore, space: TempStorage, tmp_path: Path
+    model_store: ModelStore, space: TempStorage, tmp_path: Path
 ) -> None:
-    told = "must not contain <image>"
-    with pytest.raises(UsageError, match=told):
-        race_of(shelf, question="what <image> is").run()
+    summary = "must not contain <image>"
+    with pytest.raises(UsageError, match=summary):
+        build_comparison(model_store, question="what <image> is").run()
     paths = write_images(tmp_path / "p", 2)
-    with pytest.raises(UsageError, match=told):
+    with pytest.raises(UsageError, match=summary):
         CaptionBatch(
-            shelf, paths, "see <image>", RunSettings("tiny", max_new_tokens=4), Limits(), space.new_folder()
+            model_store, paths, "see <image>", RunSettings("tiny", max_new_tokens=4), Limits(), space.new_folder()
         ).run(CancelSignal(60))
     rows = [{"file_name": paths[0].name, "prompt": "see <image>"}, {"file_name": paths[1].name}]
     (tmp_path / "list.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    batch = batch_of(shelf, space, [*paths, tmp_path / "list.jsonl"]).run(CancelSignal(60))
-    assert told in batch.rows[0]["error"]["message"] and batch.rows[1]["error"] is None
+    batch = batch_of(model_store, space, [*paths, tmp_path / "list.jsonl"]).run(CancelSignal(60))
+    assert summary in batch.rows[0]["error"]["message"] and batch.rows[1]["error"] is None
 
 
 def test_numbers() -> None:
@@ -362,7 +385,7 @@ def test_files_that_cannot_be_used(tmp_path: Path) -> None:
     footage.write_audio_only(tmp_path / "song.mp4")
     footage.write_empty_video(tmp_path / "nothing.mp4")
     (tmp_path / "no.mp4").write_bytes(b"nothing of a video")
-    told = {
+    summary = {
         "broken.png": "not an image|cannot be decoded",
         "text.jpg": "not an image",
         "empty.png": "empty file",
@@ -372,7 +395,7 @@ def test_files_that_cannot_be_used(tmp_path: Path) -> None:
         "nothing.mp4": "nothing.mp4: .*no (picture|video|frame)",
         "no.mp4": "no.mp4: ",
     }
-    for name, text in told.items():
+    for name, text in summary.items():
         with pytest.raises(UsageError, match=text) as caught:
             limits.load_media(tmp_path / name)
         assert str(tmp_path) not in str(caught.value) and "\n" not in str(caught.value)
@@ -380,13 +403,13 @@ def test_files_that_cannot_be_used(tmp_path: Path) -> None:
         limits.load_media(None)
 
 
-def test_only_what_is_on_the_lists_can_be_chosen(shelf: ModelStore, tmp_path: Path) -> None:
-    shelf.check_names("tiny", "auto")
+def test_only_what_is_on_the_lists_can_be_chosen(model_store: ModelStore, tmp_path: Path) -> None:
+    model_store.check_names("tiny", "auto")
     for wrong in ((str(tmp_path), "auto"), ("tiny", str(tmp_path)), ("tiny", "someone/drafter")):
         with pytest.raises(UsageError, match="choose one of"):
-            shelf.check_names(*wrong)
+            model_store.check_names(*wrong)
     with pytest.raises(UsageError, match="compressor"):
-        race_of(shelf, compressor="../x").run()
+        build_comparison(model_store, compressor="../x").run()
 
 
 # one worker, many pages
@@ -473,45 +496,45 @@ def test_a_page_has_one_run_at_a_time() -> None:
 # drawing
 
 
-def test_nothing_that_was_written_becomes_html(shelf: ModelStore) -> None:
-    made = replace(report(shelf, tree_size=8), question=NASTY)
-    made = replace(
-        made,
-        mmspec=replace(made.mmspec, token_texts=(NASTY,) * 32),
-        token_labels=dict.fromkeys(made.token_labels, NASTY),
+def test_nothing_that_was_written_becomes_html(model_store: ModelStore) -> None:
+    built = replace(report(model_store, tree_size=8), question=NASTY)
+    built = replace(
+        built,
+        mmspec=replace(built.mmspec, token_texts=(NASTY,) * 32),
+        token_labels=dict.fromkeys(built.token_labels, NASTY),
     )
     turns = (ChatTurn(NASTY, NASTY),)
     row = {"file_name": NASTY, "caption": NASTY, "error": None, "n_new_tokens": 1, "tau": 1.0, "seconds": 0.1}
     failed = row | {"error": {"type": "X", "message": NASTY}}
     drawn = [
-        render.render_answer(made.mmspec, turns, NASTY, NASTY),
+        render.render_answer(built.mmspec, turns, NASTY, NASTY),
         render.render_partial_answer("plain", turns, NASTY, NASTY, NASTY, True),
-        render.render_verdict(replace(made, verdict=NASTY)),
+        render.render_verdict(replace(built, verdict=NASTY)),
         render.render_captions([row, failed]),
         render.render_status(NASTY),
-        *(render.render_round(made, number) for number in range(len(made.rounds))),
+        *(render.render_round(built, number) for number in range(len(built.rounds))),
     ]
     for html in drawn:
         assert "<script" not in html and "<img" not in html
     assert all("window.hacked=1&lt;/script&gt;" in html for html in drawn)
 
 
-def test_trees_are_drawn_without_overlaps(shelf: ModelStore) -> None:
+def test_trees_are_drawn_without_overlaps(model_store: ModelStore) -> None:
     depths, lines = render.layout_tree([-1, 0, 0, 1, 1, 2, 3])
     assert depths == [0, 1, 1, 2, 2, 2, 3]
     assert len(set(zip(depths, lines, strict=True))) == 7 and lines[0] == (lines[1] + lines[2]) / 2
-    made = report(shelf, drafter="recycling", tree_size=16, max_new_tokens=40)
-    for one in made.rounds:
-        drawn = render.render_tree(one, made.token_labels)
+    built = report(model_store, drafter="recycling", tree_size=16, max_new_tokens=40)
+    for one in built.rounds:
+        drawn = render.render_tree(one, built.token_labels)
         nodes = xml.fromstring(drawn).findall(".//{http://www.w3.org/2000/svg}rect")
         spots = {(node.get("x"), node.get("y")) for node in nodes}
         assert len(spots) == len(nodes) == len(one.tokens) + 1
 
 
-def test_a_report_is_json_and_complete(shelf: ModelStore, space: TempStorage) -> None:
-    made = report(shelf, tree_size=8)
-    read = json.loads(space.write_report(made).read_text(encoding="utf-8"))
-    assert read["mmspec"]["answer"] == made.mmspec.text and len(read["plain"]["tokens"]) == 32
+def test_a_report_is_json_and_complete(model_store: ModelStore, space: TempStorage) -> None:
+    built = report(model_store, tree_size=8)
+    read = json.loads(space.write_report(built).read_text(encoding="utf-8"))
+    assert read["mmspec"]["answer"] == built.mmspec.text and len(read["plain"]["tokens"]) == 32
     assert read["identical"] is True and read["choice"]["drafter"] == "auto" and read["run"]["dtype"] == "float32"
     assert [token for one in read["rounds"] for token in one["emitted"]] and set(read["stats"]) >= {"tau", "rounds"}
     times = [token["t"] for token in read["mmspec"]["tokens"]]
@@ -531,15 +554,15 @@ def test_old_files_are_swept_and_all_in_the_end() -> None:
 # batches
 
 
-def batch_of(shelf: ModelStore, space: TempStorage, paths: list[Path], **chosen: Any) -> CaptionBatch:
+def batch_of(model_store: ModelStore, space: TempStorage, paths: list[Path], **chosen: Any) -> CaptionBatch:
     choice = RunSettings("tiny", **{"max_new_tokens": 12} | chosen)
-    return CaptionBatch(shelf, paths, None, choice, Limits(), space.new_folder())
+    return CaptionBatch(model_store, paths, None, choice, Limits(), space.new_folder())
 
 
-def test_a_batch_is_the_job_of_mmspec_caption(shelf: ModelStore, space: TempStorage, tmp_path: Path) -> None:
+def test_a_batch_is_the_job_of_mmspec_caption(model_store: ModelStore, space: TempStorage, tmp_path: Path) -> None:
     paths = write_images(tmp_path / "p", 5)
     (tmp_path / "p" / "zz_broken.png").write_bytes(b"no")
-    batch = batch_of(shelf, space, [*paths, tmp_path / "p" / "zz_broken.png"]).run(CancelSignal(60))
+    batch = batch_of(model_store, space, [*paths, tmp_path / "p" / "zz_broken.png"]).run(CancelSignal(60))
     out = tmp_path / "cli.jsonl"
     main(
         [
@@ -563,23 +586,23 @@ def test_a_batch_is_the_job_of_mmspec_caption(shelf: ModelStore, space: TempStor
     assert str(tmp_path) not in batch.output_file.read_text() and str(space.root) not in batch.output_file.read_text()
 
 
-def test_a_stopped_batch_keeps_whole_rows(shelf: ModelStore, space: TempStorage, tmp_path: Path) -> None:
-    batch = batch_of(shelf, space, write_images(tmp_path / "p", 9))
+def test_a_stopped_batch_keeps_whole_rows(model_store: ModelStore, space: TempStorage, tmp_path: Path) -> None:
+    batch = batch_of(model_store, space, write_images(tmp_path / "p", 9))
     batch.run(Counted(12 + 5))  # in the second of three
     assert batch.cancelled and len(batch.rows) == 4 and all(row["n_new_tokens"] == 12 for row in batch.rows)
     assert len(batch.output_file.read_text().splitlines()) == 4 and not batch.input_folder.exists()
 
 
-def test_a_list_names_uploaded_files_and_no_others(shelf: ModelStore, space: TempStorage, tmp_path: Path) -> None:
+def test_a_list_names_uploaded_files_and_no_others(model_store: ModelStore, space: TempStorage, tmp_path: Path) -> None:
     paths = write_images(tmp_path / "p", 2)
     rows = [{"file_name": path.name, "prompt": f"which {number}?"} for number, path in enumerate(reversed(paths))]
     (tmp_path / "list.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    batch = batch_of(shelf, space, [*paths, tmp_path / "list.jsonl"]).run(CancelSignal(60))
+    batch = batch_of(model_store, space, [*paths, tmp_path / "list.jsonl"]).run(CancelSignal(60))
     assert [row["file_name"] for row in batch.rows] == [path.name for path in reversed(paths)]
     for name in ("/etc/passwd", "../../../etc/passwd"):
         (tmp_path / "list.txt").write_text(name)
         with pytest.raises(UsageError) as caught:
-            batch_of(shelf, space, [tmp_path / "list.txt"])
+            batch_of(model_store, space, [tmp_path / "list.txt"])
         assert str(space.root) not in str(caught.value)
 
 
@@ -590,8 +613,8 @@ def test_names_of_uploads(tmp_path: Path) -> None:
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "x.png").write_text(folder)
     (tmp_path / "out").mkdir()
-    made = link_files([tmp_path / "a" / "x.png", tmp_path / "b" / "x.png"], tmp_path / "out")
-    assert [(path.name, path.read_text()) for path in made] == [("x.png", "a"), ("x_2.png", "b")]
+    built = link_files([tmp_path / "a" / "x.png", tmp_path / "b" / "x.png"], tmp_path / "out")
+    assert [(path.name, path.read_text()) for path in built] == [("x.png", "a"), ("x_2.png", "b")]
 
 
 # the command
@@ -631,7 +654,7 @@ from mmspec.app.ui.model_store import ModelStore
 space = TempStorage()
 build_app(Context(ModelStore(), space))
 space.close()
-assert inspect.getfile is find, "what gradio's import was told is taken back"
+assert inspect.getfile is find, "the replacement during the import of gradio is undone"
 print(*sys.modules)
 """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parent)
@@ -654,18 +677,18 @@ def test_errors_are_one_sentence_without_html() -> None:
 
     assert to_gradio_error(UsageError("<b>bad</b>")).message == "&lt;b&gt;bad&lt;/b&gt;"
     assert to_gradio_error(UsageError("it's bad"), str).message == "it's bad", "programs read no HTML"
-    told = to_gradio_error(RuntimeError("secret /path\nmore"))
-    assert "secret" not in told.message and not told.print_exception
+    summary = to_gradio_error(RuntimeError("secret /path\nmore"))
+    assert "secret" not in summary.message and not summary.print_exception
     assert "memory" in to_gradio_error(RuntimeError("CUDA out of memory")).message
 
 
-def test_steps_of_a_conversation(shelf: ModelStore, space: TempStorage) -> None:
+def test_steps_of_a_conversation(model_store: ModelStore, space: TempStorage) -> None:
     pytest.importorskip("gradio")
     from mmspec.app.ui.comparison_stream import Conversation, stream_comparison
     from mmspec.app.ui.context import Context
     from mmspec.app.ui.tabs.compare import CompareComponents, build_final_updates
 
-    context = Context(shelf, space)
+    context = Context(model_store, space)
     parts = CompareComponents(*CompareComponents.__dataclass_fields__)
     chosen = ("tiny", "auto", "none", 0, 0, 16, "automatic")
     path = str(list_example_files()[0])
@@ -674,13 +697,13 @@ def test_steps_of_a_conversation(shelf: ModelStore, space: TempStorage) -> None:
         question: str, talk: Conversation, path: str | None = path, chosen: tuple[Any, ...] = chosen
     ) -> dict[Any, Any]:
         last = list(stream_comparison(context, path, question, talk, chosen, Client("me")))[-1]
-        shown = build_final_updates(context, parts, "run", context.sessions.take_result("me"))
+        num_visible = build_final_updates(context, parts, "run", context.sessions.take_result("me"))
         assert context.sessions.take_result("me") is None, "once"
-        for now, then in zip(last[1:], (shown["plain"], shown["mmspec"]), strict=True):
+        for now, then in zip(last[1:], (num_visible["plain"], num_visible["mmspec"]), strict=True):
             assert now.count("mm-turn-question") == then.count("mm-turn-question"), (
-                "what was growing is what is shown in the end"
+                "the streamed parts equal the final ones"
             )
-        return shown
+        return num_visible
 
     first = ask("what is it?", Conversation())
     assert first["conversation"].path == path and [turn.question for turn in first["conversation"].turns] == [
