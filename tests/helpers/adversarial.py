@@ -463,3 +463,18 @@ class RngStreamer(RecordingStreamer):
     def put(self, value: Tensor) -> None:
         super().put(value)
         self.log.calls.append(float(torch.rand(())))
+
+
+class PromptRecorder(AdversarialDrafter):
+    """Records the prompts that it receives."""
+
+    name = "prompt-recorder"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requirements = DrafterRequirements(hidden_state_indices=(0,))
+        self.prompts: list[Prompt] = []
+
+    def begin(self, prompt: Prompt) -> Any:
+        self.prompts.append(prompt)
+        return super().begin(prompt)

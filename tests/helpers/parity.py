@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import mmspec
+from mmspec.interfaces import Prompt
 
 Kwargs = dict[str, Any]
 
@@ -96,6 +97,18 @@ def build_outcome(result: Any, state: Tensor) -> fuzz.CallOutcome:
         if (cache := result.past_key_values) is not None:
             outcome.tensors["cache"], outcome.cache_length = fuzz.clone_cache_tensors(cache), cache.get_seq_length()
     return outcome
+
+
+def get_prompt(model: PreTrainedModel, inputs: tiny.Inputs, compressor: Any = None, **options: Any) -> Prompt:
+    """The prompt that a drafter receives in a call."""
+    recorder = adversarial.PromptRecorder()
+    mmspec.patch(model, drafter=recorder, compressor=compressor)
+    try:
+        model.generate(**inputs, max_new_tokens=2, do_sample=bool(options), **options)
+        assert not mmspec.stats(model).fallback_calls
+    finally:
+        mmspec.unpatch(model)
+    return recorder.prompts[0]
 
 
 @contextmanager

@@ -6,17 +6,16 @@ import re
 from functools import lru_cache
 from typing import Any
 
-import adversarial
 import pytest
 import tiny_models as tiny
 import torch
+from parity import get_prompt
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
 
-import mmspec
 from mmspec.drafters.eagle.compressed_inputs import prompt_grids
-from mmspec.interfaces import DrafterRequirements, Prompt, VisualGrid
+from mmspec.interfaces import Prompt, VisualGrid
 from mmspec.targets.registry import find_adapter
 
 FAMILIES = ("internvl", "idefics3", "smolvlm", "mistral3", "vipllava")
@@ -29,33 +28,6 @@ def build_model(family: str) -> PreTrainedModel:
     model = tiny.build_model(tiny.ModelSpec(family, seed=8))
     model.generation_config.eos_token_id = None
     return model
-
-
-class PromptRecorder(adversarial.AdversarialDrafter):
-    """Stores the prompts it receives, with their embeddings."""
-
-    name = "recorder"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.requirements = DrafterRequirements(hidden_state_indices=(0,))
-        self.prompts: list[Prompt] = []
-
-    def begin(self, prompt: Prompt) -> Any:
-        self.prompts.append(prompt)
-        return super().begin(prompt)
-
-
-def prompt_of(model: PreTrainedModel, inputs: tiny.Inputs, **options: Any) -> Prompt:
-    """What a drafter receives for a call."""
-    recorder = PromptRecorder()
-    mmspec.patch(model, drafter=recorder)
-    try:
-        model.generate(**inputs, max_new_tokens=2, do_sample=bool(options), **options)
-        assert not mmspec.stats(model).fallback_calls
-    finally:
-        mmspec.unpatch(model)
-    return recorder.prompts[0]
 
 
 def image_features(model: Any, inputs: tiny.Inputs) -> Tensor:
@@ -78,7 +50,7 @@ def test_grids_cover_the_placeholders_in_the_order_of_the_features(family: str, 
     for seed in range(8):
         images = None if seed % 2 else [1] * (1 + seed % 3)
         inputs = tiny.build_inputs(model, seed, 1 + seed % 3, padding=padding, images=images)
-        prompt = prompt_of(model, inputs)
+        prompt = get_prompt(model, inputs)
         covered = torch.zeros_like(prompt.input_ids)
         for grid in prompt.grids:
             assert len(grid.token_indices) == grid.num_tokens > 0
@@ -95,7 +67,7 @@ def test_every_image_has_one_whole_grid(family: str) -> None:
     seen = set[str]()
     for seed in range(12):
         inputs = tiny.build_inputs(model, seed, 2, images=[1, 2])
-        prompt = prompt_of(model, inputs)
+        prompt = get_prompt(model, inputs)
         media = [grid.media_index for grid in prompt.grids]
         assert media == sorted(media) and set(media) == set(range(max(media) + 1))
         for index in set(media):
@@ -113,7 +85,7 @@ def test_a_tile_fills_its_grid(family: str) -> None:
     model, num_tiles = build_model(family), 0
     for seed in range(4):
         inputs = tiny.build_inputs(model, seed, 1, images=[2])
-        before = prompt_of(model, inputs)
+        before = get_prompt(model, inputs)
         tiles = inputs["pixel_values"].view(-1, 3, 16, 16)
         filled = [index for index, tile in enumerate(tiles) if tile.any()]
         assert len(filled) == len(before.grids)
@@ -121,7 +93,7 @@ def test_a_tile_fills_its_grid(family: str) -> None:
         for index, grid in zip(filled, before.grids, strict=True):
             changed = inputs["pixel_values"].clone()
             changed.view(-1, 3, 16, 16)[index].neg_()
-            after = prompt_of(model, {**inputs, "pixel_values": changed})
+            after = get_prompt(model, {**inputs, "pixel_values": changed})
             moved = (before.hidden_states[0] - after.hidden_states[0]).abs().amax(-1)[0] > 1e-6
             assert moved.nonzero().flatten().tolist() == list(grid.token_indices)
     assert num_tiles > 8
@@ -143,7 +115,7 @@ def test_lines_of_mistral3_end_with_a_text_token() -> None:
     model, shapes = build_model("mistral3"), set[tuple[int, int]]()
     for seed in range(10):
         inputs = tiny.build_inputs(model, seed, 2, images=[2, 1])
-        prompt = prompt_of(model, inputs)
+        prompt = get_prompt(model, inputs)
         assert [(8 * g.height, 8 * g.width) for g in prompt.grids] == [tuple(s) for s in inputs["image_sizes"].tolist()]
         for grid in prompt.grids:
             assert grid.line_gap == int(grid.height > 1)
@@ -162,7 +134,7 @@ def test_lines_of_mistral3_end_with_a_text_token() -> None:
 def test_grids_of_several_sequences_per_prompt(family: str) -> None:
     model = build_model(family)
     inputs = tiny.build_inputs(model, 2, 2, images=[1, 2])
-    once, thrice = prompt_of(model, inputs), prompt_of(model, inputs, num_return_sequences=3)
+    once, thrice = get_prompt(model, inputs), get_prompt(model, inputs, num_return_sequences=3)
     assert thrice.input_ids.shape[0] == 6 and len(thrice.grids) == 3 * len(once.grids) > 0
     for row in range(6):
         own = [(g.token_indices, g.height, g.role) for g in thrice.grids if g.row == row]

@@ -18,6 +18,7 @@ import pytest
 import tiny_models as tiny
 import torch
 import zoo
+from parity import get_prompt
 from torch import Tensor
 from transformers import (
     DynamicCache,
@@ -31,7 +32,7 @@ from transformers.models.llava_next.modeling_llava_next import image_size_to_num
 
 import mmspec
 from mmspec.engine.tree import DraftTree, sanitize
-from mmspec.interfaces import DrafterRequirements, Prompt, VerifyResult
+from mmspec.interfaces import Prompt, VerifyResult
 from mmspec.targets.base import ModelAdapter
 from mmspec.targets.hf import HFTarget
 from mmspec.targets.qwen2_5_vl import Qwen25VLAdapter
@@ -372,33 +373,6 @@ def media(model: PreTrainedModel, given: tiny.Inputs) -> list[Tensor]:
             clips = {name: given[name] for name in (*names, "num_frames_per_video") if name in given}
             found += list(owner.get_video_features(**clips, return_dict=True).pooler_output)
     return found
-
-
-class PromptRecorder(adversarial.AdversarialDrafter):
-    """Records the prompts that it receives."""
-
-    name = "prompt-recorder"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.requirements = DrafterRequirements(hidden_state_indices=(0,))
-        self.prompts: list[Prompt] = []
-
-    def begin(self, prompt: Prompt) -> Any:
-        self.prompts.append(prompt)
-        return super().begin(prompt)
-
-
-def get_prompt(model: PreTrainedModel, given: tiny.Inputs, **options: Any) -> Prompt:
-    """The prompt that a drafter receives in a call."""
-    recorder = PromptRecorder()
-    mmspec.patch(model, drafter=recorder)
-    try:
-        model.generate(**given, max_new_tokens=2, do_sample=bool(options), **options)
-        assert not mmspec.stats(model).fallback_calls
-    finally:
-        mmspec.unpatch(model)
-    return recorder.prompts[0]
 
 
 def check_segments(model: PreTrainedModel, given: tiny.Inputs, prompt: Prompt, repeats: int = 1) -> None:

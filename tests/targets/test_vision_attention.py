@@ -13,14 +13,14 @@ import adversarial as adversarial
 import pytest
 import tiny_models as tiny
 import torch
-from parity import get_model
+from parity import get_model, get_prompt
 from torch import Tensor
 from transformers import LlavaConfig, LlavaForConditionalGeneration, PreTrainedModel, SiglipVisionConfig
 
 import mmspec
 from mmspec.drafters.eagle.drafter import EagleDrafter
 from mmspec.drafters.eagle.head import EagleHead, HeadConfig
-from mmspec.interfaces import DrafterRequirements, Prompt, VisualTokens
+from mmspec.interfaces import Prompt, VisualTokens
 from mmspec.targets.registry import find_adapter
 from mmspec.vision.compressors.elastic import Elastic
 from mmspec.vision.compressors.select import Identity, TopScore, saliency
@@ -31,21 +31,6 @@ class AttendingIdentity(Identity):
     """Keeps every token and requires the saliency."""
 
     attends = True
-
-
-class PromptRecorder(adversarial.AdversarialDrafter):
-    """Records the prompts that it receives."""
-
-    name = "prompt-recorder"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.requirements = DrafterRequirements(hidden_state_indices=(0,))
-        self.prompts: list[Prompt] = []
-
-    def begin(self, prompt: Prompt) -> Any:
-        self.prompts.append(prompt)
-        return super().begin(prompt)
 
 
 def siglip() -> PreTrainedModel:
@@ -78,18 +63,6 @@ def siglip() -> PreTrainedModel:
 
 FAMILIES = ("llava", "llava_next", "llava_next_video", "llava_onevision")
 MODELS = {family: partial(get_model, family) for family in FAMILIES} | {"siglip": siglip}
-
-
-def get_prompt(model: PreTrainedModel, given: tiny.Inputs, compressor: Any, **options: Any) -> Prompt:
-    """The prompt that a drafter receives in a call."""
-    recorder = PromptRecorder()
-    mmspec.patch(model, drafter=recorder, compressor=compressor)
-    try:
-        model.generate(**given, max_new_tokens=2, do_sample=bool(options), **options)
-        assert not mmspec.stats(model).fallback_calls
-    finally:
-        mmspec.unpatch(model)
-    return recorder.prompts[0]
 
 
 def slow(model: PreTrainedModel, given: tiny.Inputs) -> tuple[Tensor, Tensor]:
