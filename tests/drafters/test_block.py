@@ -306,7 +306,7 @@ def test_training_features_are_those_of_drafting(
     from mmspec.drafters.training.losses import LossAccumulator
 
     def record(
-        self: LossAccumulator, part: int, out: Tensor, target_hidden: Tensor, logit_bias: Tensor | None = None
+        self: LossAccumulator, part: int, out: Tensor, target_hidden: Tensor, logit_bias: Tensor | None = None, **_: Any
     ) -> None:
         recorded.append((part, out, target_hidden, torch.zeros(len(out), 1) if logit_bias is None else logit_bias))
 

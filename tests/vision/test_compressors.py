@@ -1013,8 +1013,8 @@ def test_a_compressor_of_another_hidden_size_is_refused(tiny: Captioner, name: s
 @pytest.mark.parametrize("name", ["conv:4", "elastic:4", "latent:4", "resampler:4"])
 def test_a_trained_compressor_is_refused_with_eagle3(tiny: Captioner, name: str) -> None:
     """EAGLE-3 concatenates three hidden states, which no trained compressor fits; untrained ones work."""
-    config = HeadConfig(64, 128, 4, 2, 384, eagle3_input=True)
-    drafter = EagleDrafter(Eagle3Head(config, 384, 64), "coupled", num_layers=8, name="eagle3")
+    config = HeadConfig(64, 128, 4, 2, 384, eagle3_input=True, draft_vocab_size=384)
+    drafter = EagleDrafter(Eagle3Head(config), "coupled", num_layers=8, name="eagle3")
     drafter.set_hidden_state_indices((0, 1, 2), 2)
     message = (
         f"compressor {name[:-2]!r} .* drafter 'eagle3' reads several hidden states side by side; "
