@@ -27,7 +27,7 @@ INTEGERS: dict[str, tuple[int, int]] = {
     "num_attention_heads": _SIZE,
     "num_key_value_heads": _SIZE,
     "vocab_size": _SIZE,
-    "draft_vocab_size": _SIZE,
+    "draft_vocab_size": _OPTIONAL_SIZE,
     "target_hidden_size": _SIZE,
     "head_dim": _OPTIONAL_SIZE,
     "block": (1, MAX_SIZE),
