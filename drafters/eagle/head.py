@@ -43,7 +43,7 @@ class HeadConfig:
         norm_before_residual: with `eagle3_input`, whether the residual is the normalised hidden state.
         block_size: tokens drafted per forward; 1 for EAGLE.
         block_ffn_size: intermediate size of the block's feed-forward (FLASH) or token correction (parallel); 0: none.
-        markov_rank: rank of FLASH's token-to-token correction (`MarkovHead`); 0: none.
+        markov_rank: rank of the correction by the token before (`MarkovHead`); 0: none.
         draft_vocab_size: V', rows of the head's own LM head (EAGLE-3); 0 for the target's LM head.
         hidden_state_layers: indices of the target's hidden states that the head reads, concatenated; empty for the
             default of the architecture.

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mmspec.drafters.block.flash import fit_vocabulary
+from mmspec.drafters.block.markov import fit_vocabulary
 from mmspec.drafters.eagle.head import EagleHead
 from mmspec.drafters.training.batch import DraftModel, PackedQueries, TrainBatch, build_inputs_and_labels, shift
 from mmspec.drafters.training.distribution_losses import DISTRIBUTION_LOSSES, overlap
