@@ -8,6 +8,8 @@ import tiny_models as tiny
 import torch
 from torch.nn import Module
 
+from mmspec.drafters.block.dspark import DsparkDrafter
+from mmspec.drafters.block.dspark_head import DsparkHead
 from mmspec.drafters.block.falcon import FalconDrafter, FalconHead
 from mmspec.drafters.block.flash import FlashDrafter, FlashHead
 from mmspec.drafters.block.parallel import ParallelDrafter, ParallelHead
@@ -21,9 +23,12 @@ from mmspec.vision.compressors.latent import LatentCompressor
 from mmspec.vision.registry import init_compressor
 
 BLOCK_DRAFTERS = ("flash", "chained", "parallel", "linked", "falcon")
+"""Block drafters that read one hidden state."""
 SELECTING_COMPRESSORS = ("stride:3", "random:3", "relevant:3", "salient:3", "diverse:3", "identity", "drop")
 COMPRESSOR_SPECS = ("conv:3", "resampler:2", "elastic:4", "pool:3", *SELECTING_COMPRESSORS)
-DRAFTER_KINDS = (*VISUAL_MODES, "trimmed", "eagle3", "vispec", *BLOCK_DRAFTERS, "latent", "measured", "compressed")
+DRAFTER_KINDS = (
+    *VISUAL_MODES, "trimmed", "eagle3", "vispec", *BLOCK_DRAFTERS, "latent", "measured", "dspark", "compressed",
+)  # fmt: skip
 ECHOING_PREFIX = "leaning-"
 """Prefix of a kind: its head often predicts what a target with weak attention generates after the last token."""
 
@@ -57,6 +62,8 @@ def build_drafter(kind: str, spec: tiny.ModelSpec, seed: int = 0, vocab_size: in
             )
             drafter.set_hidden_state_indices((0, 1, spec.layers), spec.layers)
             return drafter
+        if kind == "dspark":
+            return build_dspark_drafter(config, spec, seed)
         if kind in BLOCK_DRAFTERS:
             return build_block_drafter(kind, config, spec.layers, seed)
         if kind == "latent":
@@ -82,6 +89,27 @@ def build_drafter(kind: str, spec: tiny.ModelSpec, seed: int = 0, vocab_size: in
         ids = torch.arange(0, vocab_size, 2) if kind == "trimmed" else None
         rule = "decoupled" if kind == "trimmed" else kind
         return EagleDrafter(EagleHead(config), rule, num_layers=spec.layers, max_depth=4, top_k=4, draft_ids=ids)
+
+
+def build_dspark_drafter(config: HeadConfig, spec: tiny.ModelSpec, seed: int) -> DsparkDrafter:
+    """A drafter of a block over hidden states of several layers; some without the two small heads, which is DFlash."""
+    has_markov = bool(seed % 3)
+    head = DsparkHead(
+        replace(
+            config,
+            block_size=(4, 3, 6, 9)[seed % 4],
+            markov_rank=8 if has_markov else 0,
+            confidence_head=has_markov and bool(seed % 2),
+            hidden_state_layers=((1, spec.layers), (0,), (spec.layers - 1, 1, spec.layers))[seed % 3],
+            num_hidden_layers=1 + seed % 3,
+            layer_mixture=bool(seed % 2),
+        )
+    )
+    if head.bigram_head is not None:
+        head.bigram_head.vocab_proj.weight.data.normal_()
+    ids = torch.arange(0, config.vocab_size, 2) if seed % 5 == 0 else None
+    mode = list(VISUAL_MODES)[seed % len(VISUAL_MODES)]
+    return DsparkDrafter(head, mode, num_layers=spec.layers, top_k=3, draft_ids=ids)
 
 
 def build_block_drafter(kind: str, config: HeadConfig, layers: int, seed: int) -> HeadDrafter:
