@@ -149,10 +149,10 @@ class LossAccumulator:
         the whole vocabulary.
         """
         embeddings, head = self.shared_embeddings, self.own_head
-        target_logits = embeddings.logits(target_hidden).float().detach()
+        own = embeddings.logits(hidden_states) if head is None else head.logits(hidden_states, embeddings, None)
+        logits, target_logits = own.float(), embeddings.logits(target_hidden).float().detach()
         if head is None:
-            return embeddings.logits(hidden_states).float(), target_logits, None
-        logits = head.logits(hidden_states, embeddings, None).float()
+            return logits, target_logits, None
         if self.draft_ids is None:
             return logits, target_logits[..., : logits.shape[-1]], None
         is_draftable = torch.isin(target_logits.argmax(-1), self.draft_ids)
