@@ -21,7 +21,9 @@
 #define CHUNK_ROWS 16           /* rows of w that a thread takes at once */
 #define SEGMENT 512             /* columns that are summed apart, which limits the error of long rows */
 #define X_BYTES (40 << 10)      /* of x, up to which it stays in a first-level cache of 32 or 48 KiB well enough */
+#ifndef AHEAD_BYTES
 #define AHEAD_BYTES (8 << 10)   /* of w, between the block in use and the block that is prefetched */
+#endif
 #define THREAD_BYTES (64 << 10) /* of w, for which a further thread pays */
 
 typedef void (*parallel_fn)(void (*)(void *), void *, unsigned, unsigned); /* GOMP_parallel */

@@ -169,7 +169,9 @@ def _structure(modules: Sequence[nn.Module]) -> list[Any]:
     """What decides how modules compute, besides the numbers in their parameters."""
     found: list[Any] = [len(torch_module._global_forward_hooks), len(torch_module._global_forward_pre_hooks)]
     for module in modules:
-        found += len(module._forward_hooks), len(module._forward_pre_hooks), module.__dict__.get("forward")
+        forward = module.__dict__.get("forward")
+        found.append(None if forward is None or is_replaced(module) else forward)
+        found += len(module._forward_hooks), len(module._forward_pre_hooks)
         found += map(id, module._modules.values())
         found += map(id, module._parameters.values())
     return found
