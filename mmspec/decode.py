@@ -24,7 +24,8 @@ from mmspec.engine.loop import DecodeLoop
 from mmspec.engine.output import OutputBuffer, ReturnFlags, UserCodeHooks
 from mmspec.engine.rng import RngGuard, SamplingNoise
 from mmspec.engine.sampler import TreeSampler
-from mmspec.interfaces import Prompt, VisualGrid
+from mmspec.interfaces import Drafter, LearnableDrafter, Prompt, VisualGrid
+from mmspec.learning.recording import RecordingDrafter
 from mmspec.metrics.compression_stats import RecordingCompressor
 from mmspec.metrics.stats import Stats
 from mmspec.prefill import Prefilled, prefill
@@ -67,12 +68,14 @@ def _run_loop(call: CallContext, inputs: PreparedInputs, prefilled: Prefilled) -
     def rng_guard() -> RngGuard:
         return RngGuard(device, target.device, noise=sampler.noise)
 
-    drafter = call.spec_config.drafter
+    drafter: Drafter = call.spec_config.drafter
     compressor = _build_compressor(call, rng_guard)
     prompt = replace(_build_prompt(call, inputs, prefilled, output), compressor=compressor)
+    if call.learner is not None and isinstance(drafter, LearnableDrafter):
+        drafter = call.recording = RecordingDrafter(drafter)
     loop = DecodeLoop(
         target=target,
-        drafter=drafter if is_builtin(drafter) else RngIsolatedDrafter(drafter, rng_guard),
+        drafter=drafter if is_builtin(call.spec_config.drafter) else RngIsolatedDrafter(drafter, rng_guard),
         output=output,
         sampler=sampler,
         controller=_build_controller(call, num_rows=len(inputs.input_ids)),

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,7 +30,10 @@ from mmspec.config import DrafterCache, PatchArguments, SpecConfig, resolve_call
 from mmspec.control.tree_size import RoundCostModel
 from mmspec.cpu.linear import LinearAutotuner
 from mmspec.decode import decode
-from mmspec.interfaces import Drafter, SaliencyCompressor
+from mmspec.interfaces import Drafter, LearnableDrafter, SaliencyCompressor
+from mmspec.learning.learner import Learner
+from mmspec.learning.store import LearnedStore, model_fingerprint
+from mmspec.metrics.learning_stats import LearningStats, SpeedCurve
 from mmspec.metrics.stats import Stats
 from mmspec.targets import selftest
 from mmspec.targets.base import ModelAdapter
@@ -58,7 +62,9 @@ class PatchState:
         captures: recorded rounds.
         drafter_cache: drafters that calls selected by name.
         total, last: statistics of all calls and of the last call.
-        lock: held while `costs`, `total` and `last` change.
+        curve: speed over the calls.
+        learner: learns the drafter from the calls, or None.
+        lock: held while `costs`, `total`, `last` and `curve` change.
     """
 
     def __init__(self, adapter: ModelAdapter, config: SpecConfig, arguments: PatchArguments) -> None:
@@ -72,6 +78,8 @@ class PatchState:
         self.drafter_cache = DrafterCache()
         self.total = Stats()
         self.last = Stats()
+        self.curve = SpeedCurve()
+        self.learner: Learner | None = None
         self.lock = threading.Lock()
         self._selftest_lock = threading.Lock()
         self._selftest_verdict: tuple[Any, str | None] | None = None  # (state of the model, reason of the failure)
@@ -132,11 +140,14 @@ class PatchState:
             warn=self._warn_once,
             attention_capture=capture,
             modules=modules,
+            learner=self.learner if config.learn and config.drafter is self.config.drafter else None,
         )
         with nullcontext() if capture is None else capture.active():
             arguments = _build_stop_string_criterion(arguments, get_option)
             result = plain_generate(**arguments, custom_generate=self._custom_generate(call))
         self._record_call(call.stats, start_time)
+        if call.learner is not None:
+            call.learner.after_call(call.recording, call.stats.total_s)
         return result
 
     def _custom_generate(self, call: CallContext) -> Any:
@@ -248,6 +259,20 @@ class PatchState:
         with self.lock:
             self.total.add(stats)
             self.last = stats
+            self.curve.add(stats)
+
+    def learning_stats(self) -> LearningStats:
+        """State of online learning, and the speed over all calls."""
+        learned = LearningStats() if self.learner is None else self.learner.stats()
+        with self.lock:
+            return replace(learned, curve=self.curve.points())
+
+    def start_learning(self) -> None:
+        """Learn the drafter of `patch` from the calls, from where an earlier process stopped."""
+        drafter = self.config.drafter
+        assert isinstance(drafter, LearnableDrafter)
+        store = LearnedStore(model_fingerprint(self.model))
+        self.learner = Learner(drafter, self.adapter.shared_embeddings, store, self._warn_once)
 
     def _warn_once(self, message: str) -> None:
         with self.lock:

@@ -4,6 +4,7 @@
 |---|---|---|
 | `target` | `Target` | `VerifyResult`, `TargetInfo`, `SharedEmbeddings` |
 | `drafter` | `Drafter`, `CompressingDrafter`, `TrainedDrafter`, `ReplicableDrafter` | `DrafterRequirements`, `Prompt` |
+| `learning` | `LearnableDrafter` | `Examples`, `LearningSpec`, `ClosedFormFit` |
 | `compressor` | `Compressor`, `SizedCompressor`, `SaliencyCompressor`, ... | `VisualTokens`, `VisualGrid` |
 | `video` | `FrameSampler`, `ContentAwareSampler` | |
 
@@ -32,21 +33,26 @@ from mmspec.interfaces.drafter import (
     ReplicableDrafter,
     TrainedDrafter,
 )
+from mmspec.interfaces.learning import ClosedFormFit, Examples, LearnableDrafter, LearningSpec
 from mmspec.interfaces.target import SharedEmbeddings, Target, TargetInfo, VerifyResult
 from mmspec.interfaces.video import ContentAwareSampler, FrameSampler
 
 __all__ = [
     "NO_LIMIT",
+    "ClosedFormFit",
     "CompressingDrafter",
     "CompressionContext",
     "Compressor",
     "ContentAwareSampler",
     "Drafter",
     "DrafterRequirements",
+    "Examples",
     "FrameSampler",
     "GateObservation",
     "GatedCompressor",
     "GridCompressor",
+    "LearnableDrafter",
+    "LearningSpec",
     "Prompt",
     "ReplicableDrafter",
     "SaliencyCompressor",
