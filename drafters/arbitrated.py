@@ -1,4 +1,4 @@
-"""`arbitrated`, which is `auto` without a trained head: lookup, recycling, their union, and instant heads, whichever pays most.
+"""`arbitrated`, which is `auto` without a trained head: lookup, recycling, both, or instant heads, whichever pays most.
 
 Every round one arm drafts; all learn from what the target emits. `DraftArbiter` chooses by measured tokens per second.
 Lookup is cheap and its own estimate is good where it copies a long match, so its draft is used whenever it promises

@@ -61,12 +61,19 @@ def _instant(target: TargetInfo) -> InstantDrafter:
     return InstantDrafter(head, num_layers=target.num_layers, name="instant")
 
 
+def _self() -> Drafter:
+    from mmspec.drafters.model.self_drafter import SelfDrafter
+
+    return SelfDrafter()
+
+
 DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "none": _none,
     "lookup": _lookup,
     "recycling": _recycling,
     "hybrid": _hybrid,
     "arbitrated": _arbitrated,
+    "self": _self,
     "auto": _arbitrated,  # unless a trained drafter fits the target: see `_auto`
 }
 INSTANT_NAME = "instant"

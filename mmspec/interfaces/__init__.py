@@ -3,6 +3,7 @@
 | module | protocols, the main one first | data |
 |---|---|---|
 | `target` | `Target` | `VerifyResult`, `TargetInfo`, `SharedEmbeddings` |
+| `draft_target` | `DraftTarget`, `LayerSubsets` | |
 | `drafter` | `Drafter`, `CompressingDrafter`, `TrainedDrafter`, `ReplicableDrafter` | `DrafterRequirements`, `Prompt` |
 | `learning` | `LearnableDrafter` | `Examples`, `LearningSpec`, `ClosedFormFit` |
 | `compressor` | `Compressor`, `SizedCompressor`, `SaliencyCompressor`, ... | `VisualTokens`, `VisualGrid` |
@@ -25,6 +26,7 @@ from mmspec.interfaces.compressor import (
     VisualGrid,
     VisualTokens,
 )
+from mmspec.interfaces.draft_target import DraftTarget, LayerSubsets
 from mmspec.interfaces.drafter import (
     CompressingDrafter,
     Drafter,
@@ -44,6 +46,7 @@ __all__ = [
     "CompressionContext",
     "Compressor",
     "ContentAwareSampler",
+    "DraftTarget",
     "Drafter",
     "DrafterRequirements",
     "Examples",
@@ -51,6 +54,7 @@ __all__ = [
     "GateObservation",
     "GatedCompressor",
     "GridCompressor",
+    "LayerSubsets",
     "LearnableDrafter",
     "LearningSpec",
     "Prompt",
