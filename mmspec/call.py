@@ -12,7 +12,7 @@ from mmspec.config import SpecConfig
 from mmspec.control.tree_size import RoundCostModel
 from mmspec.cpu.linear import LinearAutotuner
 from mmspec.learning.learner import Learner
-from mmspec.learning.recording import RecordingDrafter
+from mmspec.learning.recording import RecordedDrafter
 from mmspec.metrics.stats import Stats
 from mmspec.targets.base import ModelAdapter
 from mmspec.targets.captured import CapturePool
@@ -62,7 +62,7 @@ class CallContext:
     modules: ModuleScan | None = None
     stats: Stats = field(default_factory=Stats)
     learner: Learner | None = None
-    recording: RecordingDrafter | None = None
+    recording: RecordedDrafter | None = None
 
 
 @dataclass

@@ -25,7 +25,7 @@ from mmspec.engine.output import OutputBuffer, ReturnFlags, UserCodeHooks
 from mmspec.engine.rng import RngGuard, SamplingNoise
 from mmspec.engine.sampler import TreeSampler
 from mmspec.interfaces import Drafter, LearnableDrafter, Prompt, VisualGrid
-from mmspec.learning.recording import RecordingDrafter
+from mmspec.learning.recording import RecordedDrafter
 from mmspec.metrics.compression_stats import RecordingCompressor
 from mmspec.metrics.stats import Stats
 from mmspec.prefill import Prefilled, prefill
@@ -73,7 +73,7 @@ def _run_loop(call: CallContext, inputs: PreparedInputs, prefilled: Prefilled) -
     compressor = _build_compressor(call, rng_guard)
     prompt = replace(_build_prompt(call, inputs, prefilled, output), compressor=compressor)
     if call.learner is not None and isinstance(drafter, LearnableDrafter):
-        drafter = call.recording = RecordingDrafter(drafter)
+        drafter = call.recording = RecordedDrafter(drafter)
     loop = DecodeLoop(
         target=target,
         drafter=drafter if is_builtin(call.spec_config.drafter) else RngIsolatedDrafter(drafter, rng_guard),

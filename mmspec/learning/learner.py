@@ -20,13 +20,13 @@ from torch import Tensor
 
 from mmspec.interfaces import Examples, LearnableDrafter, SharedEmbeddings
 from mmspec.learning.budget import DEFAULT_SHARE, LearningBudget
-from mmspec.learning.recording import RecordingDrafter
+from mmspec.learning.recording import RecordedDrafter
 from mmspec.learning.reservoir import ExampleReservoir
 from mmspec.learning.store import LearnedStore
 from mmspec.learning.weights import WeightTrainer
 from mmspec.metrics.learning_stats import LearningStats
 
-BATCH_SIZE = 128
+LEARN_BATCH_SIZE = 128
 STEPS_PER_UPDATE = 8
 MAX_WAITING = 16
 """Calls whose examples wait for the fit in closed form; older ones are dropped."""
@@ -86,7 +86,7 @@ class Learner:
         self.resumed = self._resume()
         _save_at_exit(self)
 
-    def after_call(self, recording: RecordingDrafter | None, call_s: float) -> None:
+    def after_call(self, recording: RecordedDrafter | None, call_s: float) -> None:
         """Store what a call has recorded, and learn as much as the budget allows.
 
         Args:
@@ -132,7 +132,7 @@ class Learner:
 
     # --- after a call -------------------------------------------------------------------------------------------------
 
-    def _add(self, recording: RecordingDrafter | None, call_s: float) -> None:
+    def _add(self, recording: RecordedDrafter | None, call_s: float) -> None:
         """Count a call, and store its examples."""
         with self._timed("store"):
             examples = None if recording is None else recording.examples()
@@ -169,7 +169,7 @@ class Learner:
             with self._timed("solve"):
                 if trainer.solve():
                     self._publish(trainer)
-        while trainer.fit is None and len(self._reservoir) >= BATCH_SIZE and self.budget.can_afford("step"):
+        while trainer.fit is None and len(self._reservoir) >= LEARN_BATCH_SIZE and self.budget.can_afford("step"):
             with self._timed("step"):
                 self._step(trainer)
         if self._unsaved is not None and time.monotonic() - self._last_save > SAVE_EVERY_S:
@@ -180,7 +180,7 @@ class Learner:
         """One optimiser step, and now and then an update of the drafter."""
         assert self._reservoir is not None
         with self._lock:
-            batch = self._reservoir.sample(BATCH_SIZE, self._rng)
+            batch = self._reservoir.sample(LEARN_BATCH_SIZE, self._rng)
             if self._candidate_ids is None or trainer.num_steps % STEPS_PER_UPDATE == 0:
                 self._candidate_ids = self._reservoir.token_ids()
         # Of calls since the last update there may be tokens that are not among the candidates.

@@ -1,4 +1,4 @@
-"""`RecordingDrafter`: a drafter whose call is recorded for online learning."""
+"""`RecordedDrafter`: a drafter whose call is recorded for online learning."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mmspec.engine.tree import DraftTree
 from mmspec.interfaces import Examples, LearnableDrafter, Prompt, VerifyResult
 
 
-class RecordingDrafter:
+class RecordedDrafter:
     """The drafter of one call; records its examples and keeps its state until they are read."""
 
     def __init__(self, drafter: LearnableDrafter) -> None:
@@ -41,4 +41,4 @@ class RecordingDrafter:
         return None if state is None else self.drafter.recorded_examples(state)
 
 
-__all__ = ["RecordingDrafter"]
+__all__ = ["RecordedDrafter"]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from mmspec.metrics.stats import Stats
+if TYPE_CHECKING:
+    from mmspec.metrics.stats import Stats
 
 MAX_CURVE_POINTS = 128
 """Points of a curve; when it is full, neighbours are merged, so its memory stays bounded."""

@@ -47,6 +47,7 @@ FAMILIES = tiny.FAMILIES[:4]
 """The families that a seed chooses from. Later ones are selected by name, so that seeds stay reproducible."""
 LATER_FAMILIES = tiny.FAMILIES[4:]
 BUILT_IN_DRAFTERS = ("none", "lookup", "recycling", "fused", "auto")
+LEARNING_DRAFTERS = ("instant", "arbitrated")
 WHOLE_MODEL_DRAFTERS = ("self",)
 """Selected by name, so that seeds stay reproducible."""
 TOLERANCE = 1e-4
@@ -79,6 +80,7 @@ class Case:
     cache: str
     streamer: str
     pad: str
+    learn: bool = False
 
     def describe(self) -> str:
         """All values that are not defaults, in one line."""
@@ -700,7 +702,7 @@ def _grid_mask(prompt: Prompt) -> Tensor:
 
 
 def _build_drafter(case: Case, answers: list[Tensor]) -> Any:
-    if case.drafter in (*BUILT_IN_DRAFTERS, "self"):
+    if case.drafter in (*BUILT_IN_DRAFTERS, *LEARNING_DRAFTERS, "self"):
         return case.drafter
     if case.drafter.startswith("head-"):
         return heads.build_drafter(case.drafter.removeprefix("head-"), case.spec, case.seed)
@@ -756,7 +758,7 @@ def _run_patched(
     drafter = _build_drafter(case, answers)
     if case.seeded == "before":
         torch.manual_seed(case.seed)
-    with patch_model(prepared.model, drafter, deterministic=case.deterministic, tree_size=case.nodes):
+    with patch_model(prepared.model, drafter, deterministic=case.deterministic, tree_size=case.nodes, learn=case.learn):
         if case.seeded == "after":
             torch.manual_seed(case.seed)
         if case.override == "disabled":
