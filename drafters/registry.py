@@ -42,11 +42,18 @@ def _hybrid() -> Drafter:
     return hybrid()
 
 
+def _self() -> Drafter:
+    from mmspec.drafters.model.self_drafter import SelfDrafter
+
+    return SelfDrafter()
+
+
 DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "none": _none,
     "lookup": _lookup,
     "recycling": _recycling,
     "hybrid": _hybrid,
+    "self": _self,
     "auto": _hybrid,  # unless a trained drafter fits the target: see `_auto`
 }
 ALIASES = {"fused": "hybrid"}

@@ -23,6 +23,7 @@ from mmspec.interfaces import (
     TrainedDrafter,
 )
 from mmspec.reference import check_reference, reference_rows, resolve_reference_ids
+from mmspec.targets.layer_subset import layer_access
 
 PER_CALL_OPTIONS = (
     "enabled",
@@ -202,6 +203,8 @@ def resolve_drafter(drafter: str | Drafter, adapter: Any, tokenizer: Any = None)
             f"drafter {resolved.name!r} needs hidden states {invalid}; this model has 0 to {adapter.num_layers}. "
             "Use a drafter of this model, or drafter='auto'."
         )
+    if resolved.requirements.layer_subsets:
+        layer_access(adapter)  # raises an error where layers cannot be skipped
     if isinstance(resolved, TrainedDrafter) and resolved.bundled_compressor is not None:
         from mmspec.vision.registry import load_compressor
 

@@ -31,6 +31,7 @@ from mmspec.prefill import Prefilled, prefill
 from mmspec.reference import reference_rows
 from mmspec.targets.base import ModelAdapter
 from mmspec.targets.hf import HFTarget
+from mmspec.targets.layer_subset import open_layer_subsets
 from mmspec.user_code import RngIsolatedDrafter, is_builtin
 
 NOISE_BYTES = 256 << 20
@@ -185,6 +186,7 @@ def _build_prompt(call: CallContext, inputs: PreparedInputs, prefilled: Prefille
         static_shapes=spec_config.fixed_tree_size is not None,
         max_new_tokens=target.max_new_tokens if target.max_new_tokens < UNLIMITED else None,
         visual_saliency=_visual_saliency(call, visual_mask),
+        layer_subsets=open_layer_subsets(target) if spec_config.drafter.requirements.layer_subsets else None,
     )
 
 

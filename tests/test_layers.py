@@ -30,7 +30,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "control.draft_cost",
         "targets.vision_attention",
     ),
-    ("engine.sampler", "engine.rng", "engine.criteria", "interfaces.*", "control.depth"),
+    ("engine.sampler", "engine.rng", "engine.criteria", "interfaces.*", "control.depth", "control.chain"),
     ("engine.verify", "engine.static_cache", "engine.tree_cache", "metrics.*", "control.tree_size", "engine.output"),
     ("drafters", "vision"),
     ("targets.*", "fallback", "config"),

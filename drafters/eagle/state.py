@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mmspec.control.draft_cost import CallTimer
 from mmspec.drafters.deprecation import former_names
+from mmspec.drafters.noise import next_log_probs
 from mmspec.engine.kv_cache import RaggedKVCache
 from mmspec.interfaces import Prompt, SharedEmbeddings
 
@@ -105,9 +106,7 @@ class DraftState:
 
     def log_probs(self, logits: Tensor, noise: Tensor | None) -> Tensor:
         """[..., V'] log probability of each next token: of the argmax, or of the sample under the given noise."""
-        if noise is None:
-            return logits.log_softmax(-1)
-        return ((logits / self.temperature).log_softmax(-1) - noise).log_softmax(-1)
+        return next_log_probs(logits, self.temperature, noise)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """[..., D] embeddings of tokens of the draft vocabulary."""

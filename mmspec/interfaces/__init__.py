@@ -3,6 +3,7 @@
 | module | protocols, the main one first | data |
 |---|---|---|
 | `target` | `Target` | `VerifyResult`, `TargetInfo`, `SharedEmbeddings` |
+| `draft_target` | `DraftTarget`, `LayerSubsets` | |
 | `drafter` | `Drafter`, `CompressingDrafter`, `TrainedDrafter`, `ReplicableDrafter` | `DrafterRequirements`, `Prompt` |
 | `compressor` | `Compressor`, `SizedCompressor`, `SaliencyCompressor`, ... | `VisualTokens`, `VisualGrid` |
 | `video` | `FrameSampler`, `ContentAwareSampler` | |
@@ -24,6 +25,7 @@ from mmspec.interfaces.compressor import (
     VisualGrid,
     VisualTokens,
 )
+from mmspec.interfaces.draft_target import DraftTarget, LayerSubsets
 from mmspec.interfaces.drafter import (
     CompressingDrafter,
     Drafter,
@@ -41,12 +43,14 @@ __all__ = [
     "CompressionContext",
     "Compressor",
     "ContentAwareSampler",
+    "DraftTarget",
     "Drafter",
     "DrafterRequirements",
     "FrameSampler",
     "GateObservation",
     "GatedCompressor",
     "GridCompressor",
+    "LayerSubsets",
     "Prompt",
     "ReplicableDrafter",
     "SaliencyCompressor",

@@ -199,6 +199,11 @@ class HFTarget:
         return self.user_cache
 
     @property
+    def cached_lengths(self) -> list[int]:
+        """See `mmspec.interfaces.DraftTarget`."""
+        return [length - self.prompt_length for length in self.buffer.seq_lens]
+
+    @property
     def keeps_cache(self) -> bool:
         """Whether the cache was passed by the user, who may use it after the call."""
         return bool(getattr(self.user_cache, "_is_user_defined", False))

@@ -47,6 +47,8 @@ FAMILIES = tiny.FAMILIES[:4]
 """The families that a seed chooses from. Later ones are selected by name, so that seeds stay reproducible."""
 LATER_FAMILIES = tiny.FAMILIES[4:]
 BUILT_IN_DRAFTERS = ("none", "lookup", "recycling", "fused", "auto")
+WHOLE_MODEL_DRAFTERS = ("self",)
+"""Selected by name, so that seeds stay reproducible."""
 TOLERANCE = 1e-4
 
 
@@ -698,7 +700,7 @@ def _grid_mask(prompt: Prompt) -> Tensor:
 
 
 def _build_drafter(case: Case, answers: list[Tensor]) -> Any:
-    if case.drafter in BUILT_IN_DRAFTERS:
+    if case.drafter in (*BUILT_IN_DRAFTERS, "self"):
         return case.drafter
     if case.drafter.startswith("head-"):
         return heads.build_drafter(case.drafter.removeprefix("head-"), case.spec, case.seed)
