@@ -26,10 +26,10 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList, Stop
 from mmspec import fallback
 from mmspec.call import CallContext, FallbackRequired, PreparedInputs
 from mmspec.config import DrafterCache, PatchArguments, SpecConfig, resolve_call_config
-from mmspec.control.tree_size import RoundCostModel
+from mmspec.costs import DrafterCosts
 from mmspec.cpu.linear import LinearAutotuner
 from mmspec.decode import decode
-from mmspec.interfaces import Drafter, SaliencyCompressor
+from mmspec.interfaces import SaliencyCompressor
 from mmspec.metrics.stats import Stats
 from mmspec.targets import selftest
 from mmspec.targets.base import ModelAdapter
@@ -53,12 +53,12 @@ class PatchState:
         config: the options of `patch`.
         arguments: those of `patch`.
         original_attention: attention kernel of the text model before `patch` changed it, or None.
-        costs: {drafter name: measured times}.
+        costs: the measured costs of each drafter.
         autotuner: chooses the kernels of linear layers on CPU.
         captures: recorded rounds.
         drafter_cache: drafters that calls selected by name.
         total, last: statistics of all calls and of the last call.
-        lock: held while `costs`, `total` and `last` change.
+        lock: held while `total` and `last` change.
     """
 
     def __init__(self, adapter: ModelAdapter, config: SpecConfig, arguments: PatchArguments) -> None:
@@ -66,7 +66,7 @@ class PatchState:
         self.config = config
         self.arguments = arguments
         self.original_attention: str | None = None
-        self.costs: dict[str, RoundCostModel] = {}
+        self.costs = DrafterCosts()
         self.autotuner = LinearAutotuner()
         self.captures = CapturePool(self._warn_once)
         self.drafter_cache = DrafterCache()
@@ -123,7 +123,7 @@ class PatchState:
             spec_config=config,
             tokenizer=tokenizer,
             autotuner=self.autotuner,
-            costs=self.cost_model(config.drafter),
+            costs=self.costs.model(config.drafter, self.adapter),
             captures=self.captures,
             start_time=start_time,
             streamer=arguments.get("streamer"),
@@ -137,6 +137,8 @@ class PatchState:
             arguments = _build_stop_string_criterion(arguments, get_option)
             result = plain_generate(**arguments, custom_generate=self._custom_generate(call))
         self._record_call(call.stats, start_time)
+        if config.fixed_tree_size is None:
+            self.costs.count_call(config.drafter, self.adapter)
         return result
 
     def _custom_generate(self, call: CallContext) -> Any:
@@ -179,15 +181,6 @@ class PatchState:
             or self.adapter.unsupported_reason()
             or target_class(self.adapter).unsupported_reason(self.adapter, inputs.input_ids, model_kwargs)
         )
-
-    def cost_model(self, drafter: Drafter) -> RoundCostModel:
-        """The measured times of rounds with this drafter, on the model's current kind of device."""
-        kind = "cpu" if self.model.device.type == "cpu" else "other"
-        with self.lock:
-            costs = self.costs.get(drafter.name)
-            if costs is None or costs.device != kind:  # the model was moved
-                costs = self.costs[drafter.name] = RoundCostModel(kind)
-            return costs
 
     def run_first_selftest(self) -> SelfTestResult | None:
         """The verdict on the model as it is now; None if calls would be decoded by transformers anyway, so that the

@@ -10,6 +10,7 @@ import argparse
 import copy
 import json
 import logging
+import os
 import random
 import signal
 import sys
@@ -839,7 +840,8 @@ def run_seed(seed: int, identity: bool = False, timeout_s: int = 120, family: st
 
 
 def init_worker() -> None:
-    """One thread, and only errors from transformers."""
+    """One thread, only errors from transformers, and no measured costs of earlier processes."""
+    os.environ["MMSPEC_COST_CACHE"] = "0"
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
 
