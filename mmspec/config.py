@@ -15,7 +15,6 @@ from typing import Any
 from mmspec.control.tree_size import DEFAULT_TREE_SIZE
 from mmspec.engine.tree import BUCKETS
 from mmspec.interfaces import (
-    CompressingDrafter,
     Compressor,
     Drafter,
     GridCompressor,
@@ -118,7 +117,7 @@ class PatchArguments:
 
 def own_compressor(drafter: Drafter) -> Compressor | None:
     """The compressor that a drafter comes with, or None."""
-    own = drafter.compressor if isinstance(drafter, CompressingDrafter) else None
+    own = getattr(drafter, "compressor", None)
     return own if isinstance(own, Compressor) else None
 
 

@@ -262,9 +262,15 @@ def _is_disabled(model: Any) -> bool:
     return disabled is None or id(model) in disabled
 
 
-def _bind(plain_generate: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+@functools.lru_cache(maxsize=64)
+def _signature(function: Callable[..., Any]) -> inspect.Signature:
+    return inspect.signature(function)
+
+
+def _bind(plain_generate: functools.partial[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of `generate` by name, without a `custom_generate` of None."""
-    bound = inspect.signature(plain_generate).bind(*args, **kwargs).arguments
+    bound = _signature(plain_generate.func).bind(*plain_generate.args, *args, **kwargs).arguments
+    bound.pop(next(iter(bound)))  # the model
     var_kwargs = bound.pop("kwargs", {})
     arguments = {**bound, **var_kwargs}
     if arguments.get("custom_generate") is None:

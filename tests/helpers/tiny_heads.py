@@ -51,7 +51,7 @@ def build_drafter(kind: str, spec: tiny.ModelSpec, seed: int = 0, vocab_size: in
         if kind == "vispec":
             return VispecDrafter(VispecHead(config, 2 + seed % 3), num_layers=spec.layers, max_depth=3, top_k=3)
         if kind == "eagle3":
-            head = Eagle3Head(config, vocab_size // 2, spec.hidden)
+            head = Eagle3Head(replace(config, draft_vocab_size=vocab_size // 2))
             drafter = EagleDrafter(
                 head, "coupled", num_layers=8, max_depth=4, top_k=3, draft_ids=torch.arange(1, vocab_size // 2 + 1)
             )
