@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -84,6 +84,10 @@ WEIGHTS_DIR = Path(__file__).parent / "weights"
 """Folders of the trained drafters that are part of the package, by name."""
 AUTO_ORDER = {"cpu": ("flash", "msd", "parallel", "falcon")}
 """Order in which `auto` prefers them by device type, as measured (docs/results); other devices use the CPU's."""
+HEAD_FILES = ("config.json", "model.safetensors", "pytorch_model.bin")
+"""Files of a draft head."""
+MODEL_FILES = (*HEAD_FILES, "*.safetensors", "*.json", "*.model", "*.txt", "*.jinja")
+"""Files of a model of transformers with its tokenizer."""
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -128,7 +132,7 @@ def _published_for(target: TargetInfo) -> str | None:
     return PUBLISHED_DRAFTERS.get(target.name)
 
 
-def download_drafter(name: str, *, local_files_only: bool = False) -> str:
+def download_drafter(name: str, *, local_files_only: bool = False, patterns: Sequence[str] = HEAD_FILES) -> str:
     """The local folder of a drafter on the hub, downloaded if needed and allowed (`HF_HUB_OFFLINE=1` forbids it).
 
     Raises:
@@ -143,7 +147,7 @@ def download_drafter(name: str, *, local_files_only: bool = False) -> str:
     try:
         return snapshot_download(
             name,
-            allow_patterns=["config.json", "model.safetensors", "pytorch_model.bin"],
+            allow_patterns=list(patterns),
             local_files_only=local_files_only,
         )
     except Exception as error:  # the hub's exception types change between versions
@@ -155,6 +159,19 @@ def download_drafter(name: str, *, local_files_only: bool = False) -> str:
 def resolve_folder(name: str) -> str | Path:
     """Folder of a trained drafter: bundled (`./NAME` is the folder of that name), the user's, or the hub's."""
     return bundled_drafters().get(name) or (name if os.path.isdir(name) else download_drafter(name))
+
+
+def model_folder(name: str) -> str | None:
+    """The folder that a drafter's name stands for, if it may hold a whole model; None for names of this registry.
+
+    Raises:
+        OSError: a hub id that is not in the cache and cannot be downloaded.
+    """
+    if name in ALIASES or name in drafter_names():
+        return None
+    if os.path.isdir(name):
+        return name
+    return download_drafter(name) if HUB_ID.fullmatch(name) else None
 
 
 def is_known_drafter(name: str) -> bool:

@@ -15,7 +15,6 @@ from typing import Any
 from mmspec.control.tree_size import DEFAULT_TREE_SIZE
 from mmspec.engine.tree import BUCKETS
 from mmspec.interfaces import (
-    CompressingDrafter,
     Compressor,
     Drafter,
     GridCompressor,
@@ -130,7 +129,7 @@ class PatchArguments:
 
 def own_compressor(drafter: Drafter) -> Compressor | None:
     """The compressor that a drafter comes with, or None."""
-    own = drafter.compressor if isinstance(drafter, CompressingDrafter) else None
+    own = getattr(drafter, "compressor", None)
     return own if isinstance(own, Compressor) else None
 
 
@@ -205,7 +204,13 @@ def resolve_drafter(drafter: str | Drafter, adapter: Any, tokenizer: Any = None,
     """
     from mmspec.drafters.registry import build_drafter
 
+<<<<<<< HEAD
     resolved = build_drafter(drafter, target_info(adapter, tokenizer), learn)
+=======
+    resolved = _build_model_drafter(drafter, adapter, tokenizer)
+    if resolved is None:
+        resolved = build_drafter(drafter, target_info(adapter, tokenizer))
+>>>>>>> main
     if resolved.vocab_size is not None and resolved.vocab_size != adapter.vocab_size:
         raise ValueError(
             f"drafter {resolved.name!r} is for a vocabulary of {resolved.vocab_size} ids, the model has "
@@ -230,6 +235,32 @@ def resolve_drafter(drafter: str | Drafter, adapter: Any, tokenizer: Any = None,
         config, state_dict = resolved.bundled_compressor
         resolved.compressor = load_compressor(config, state_dict, adapter.text_config.hidden_size)
     return resolved
+
+
+def _build_model_drafter(drafter: Any, adapter: Any, tokenizer: Any) -> Drafter | None:
+    """The drafter of `drafter=MODEL`, a model of transformers or its folder or hub id; None for any other drafter.
+
+    Raises:
+        ValueError: the model cannot draft for the target, or its tokenizer is unknown or cannot be aligned.
+        OSError: a file is missing.
+    """
+    from mmspec.targets.draft_model import HFDraftModel, check_draft_model, is_model, is_model_folder, load_draft_model
+
+    if is_model(drafter):
+        source = HFDraftModel(drafter)
+    else:
+        from mmspec.drafters.registry import MODEL_FILES, download_drafter, model_folder
+
+        folder = model_folder(drafter) if isinstance(drafter, str) else None
+        if folder is None or not is_model_folder(folder):
+            return None
+        if not os.path.isdir(drafter):
+            folder = download_drafter(drafter, patterns=MODEL_FILES)
+        source = load_draft_model(folder, adapter)
+    check_draft_model(source, adapter)
+    from mmspec.drafters.model.build import build_model_drafter
+
+    return build_model_drafter(source, target_info(adapter, tokenizer))
 
 
 def resolve_config(arguments: PatchArguments, adapter: Any) -> SpecConfig:
@@ -315,9 +346,10 @@ class DrafterCache:
 
     def get(self, drafter: str | Drafter, adapter: Any, tokenizer: Any) -> Drafter:
         """As `resolve_drafter`; a folder whose content has changed is loaded again."""
-        if not isinstance(drafter, str):
+        if not isinstance(drafter, str) and isinstance(drafter, Drafter):
             return resolve_drafter(drafter, adapter, tokenizer)
-        key = drafter, _folder_state(drafter), id(tokenizer), adapter.vocab_size
+        name = drafter if isinstance(drafter, str) else id(drafter)  # a model, which its drafter keeps alive
+        key = name, _folder_state(drafter), id(tokenizer), adapter.vocab_size
         with self._lock:
             resolved = self._drafters.pop(key, None) or resolve_drafter(drafter, adapter, tokenizer)
             self._drafters[key] = resolved  # last in the dict: most recently used
@@ -326,9 +358,9 @@ class DrafterCache:
         return resolved
 
 
-def _folder_state(folder: str) -> tuple[Any, ...]:
+def _folder_state(folder: Any) -> tuple[Any, ...]:
     """Name, size and modification time of each file in a folder; () if it is no folder."""
-    if not os.path.isdir(folder):
+    if not isinstance(folder, str) or not os.path.isdir(folder):
         return ()
     with os.scandir(folder) as entries:
         return tuple(sorted((entry.name, entry.stat().st_size, entry.stat().st_mtime_ns) for entry in entries))

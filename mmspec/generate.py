@@ -27,13 +27,17 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList, Stop
 from mmspec import fallback
 from mmspec.call import CallContext, FallbackRequired, PreparedInputs
 from mmspec.config import DrafterCache, PatchArguments, SpecConfig, resolve_call_config
-from mmspec.control.tree_size import RoundCostModel
+from mmspec.costs import DrafterCosts
 from mmspec.cpu.linear import LinearAutotuner
 from mmspec.decode import decode
+<<<<<<< HEAD
 from mmspec.interfaces import Drafter, LearnableDrafter, SaliencyCompressor
 from mmspec.learning.learner import Learner
 from mmspec.learning.store import LearnedStore, model_fingerprint
 from mmspec.metrics.learning_stats import LearningStats, SpeedCurve
+=======
+from mmspec.interfaces import SaliencyCompressor
+>>>>>>> main
 from mmspec.metrics.stats import Stats
 from mmspec.targets import selftest
 from mmspec.targets.base import ModelAdapter
@@ -57,14 +61,18 @@ class PatchState:
         config: the options of `patch`.
         arguments: those of `patch`.
         original_attention: attention kernel of the text model before `patch` changed it, or None.
-        costs: {drafter name: measured times}.
+        costs: the measured costs of each drafter.
         autotuner: chooses the kernels of linear layers on CPU.
         captures: recorded rounds.
         drafter_cache: drafters that calls selected by name.
         total, last: statistics of all calls and of the last call.
+<<<<<<< HEAD
         curve: speed over the calls.
         learner: learns the drafter from the calls, or None.
         lock: held while `costs`, `total`, `last` and `curve` change.
+=======
+        lock: held while `total` and `last` change.
+>>>>>>> main
     """
 
     def __init__(self, adapter: ModelAdapter, config: SpecConfig, arguments: PatchArguments) -> None:
@@ -72,7 +80,7 @@ class PatchState:
         self.config = config
         self.arguments = arguments
         self.original_attention: str | None = None
-        self.costs: dict[str, RoundCostModel] = {}
+        self.costs = DrafterCosts()
         self.autotuner = LinearAutotuner()
         self.captures = CapturePool(self._warn_once)
         self.drafter_cache = DrafterCache()
@@ -131,7 +139,7 @@ class PatchState:
             spec_config=config,
             tokenizer=tokenizer,
             autotuner=self.autotuner,
-            costs=self.cost_model(config.drafter),
+            costs=self.costs.model(config.drafter, self.adapter),
             captures=self.captures,
             start_time=start_time,
             streamer=arguments.get("streamer"),
@@ -146,8 +154,13 @@ class PatchState:
             arguments = _build_stop_string_criterion(arguments, get_option)
             result = plain_generate(**arguments, custom_generate=self._custom_generate(call))
         self._record_call(call.stats, start_time)
+<<<<<<< HEAD
         if call.learner is not None:
             call.learner.after_call(call.recording, call.stats.total_s)
+=======
+        if config.fixed_tree_size is None:
+            self.costs.count_call(config.drafter, self.adapter)
+>>>>>>> main
         return result
 
     def _custom_generate(self, call: CallContext) -> Any:
@@ -190,15 +203,6 @@ class PatchState:
             or self.adapter.unsupported_reason()
             or target_class(self.adapter).unsupported_reason(self.adapter, inputs.input_ids, model_kwargs)
         )
-
-    def cost_model(self, drafter: Drafter) -> RoundCostModel:
-        """The measured times of rounds with this drafter, on the model's current kind of device."""
-        kind = "cpu" if self.model.device.type == "cpu" else "other"
-        with self.lock:
-            costs = self.costs.get(drafter.name)
-            if costs is None or costs.device != kind:  # the model was moved
-                costs = self.costs[drafter.name] = RoundCostModel(kind)
-            return costs
 
     def run_first_selftest(self) -> SelfTestResult | None:
         """The verdict on the model as it is now; None if calls would be decoded by transformers anyway, so that the
@@ -287,9 +291,15 @@ def _is_disabled(model: Any) -> bool:
     return disabled is None or id(model) in disabled
 
 
-def _bind(plain_generate: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+@functools.lru_cache(maxsize=64)
+def _signature(function: Callable[..., Any]) -> inspect.Signature:
+    return inspect.signature(function)
+
+
+def _bind(plain_generate: functools.partial[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of `generate` by name, without a `custom_generate` of None."""
-    bound = inspect.signature(plain_generate).bind(*args, **kwargs).arguments
+    bound = _signature(plain_generate.func).bind(*plain_generate.args, *args, **kwargs).arguments
+    bound.pop(next(iter(bound)))  # the model
     var_kwargs = bound.pop("kwargs", {})
     arguments = {**bound, **var_kwargs}
     if arguments.get("custom_generate") is None:

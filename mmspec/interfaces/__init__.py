@@ -3,7 +3,7 @@
 | module | protocols, the main one first | data |
 |---|---|---|
 | `target` | `Target` | `VerifyResult`, `TargetInfo`, `SharedEmbeddings` |
-| `draft_target` | `DraftTarget`, `LayerSubsets` | |
+| `draft_target` | `DraftTarget`, `LayerSubsets`, `DraftModelSource` | |
 | `drafter` | `Drafter`, `CompressingDrafter`, `TrainedDrafter`, `ReplicableDrafter` | `DrafterRequirements`, `Prompt` |
 | `learning` | `LearnableDrafter` | `Examples`, `LearningSpec`, `ClosedFormFit` |
 | `compressor` | `Compressor`, `SizedCompressor`, `SaliencyCompressor`, ... | `VisualTokens`, `VisualGrid` |
@@ -26,7 +26,7 @@ from mmspec.interfaces.compressor import (
     VisualGrid,
     VisualTokens,
 )
-from mmspec.interfaces.draft_target import DraftTarget, LayerSubsets
+from mmspec.interfaces.draft_target import DraftModelSource, DraftTarget, LayerSubsets
 from mmspec.interfaces.drafter import (
     CompressingDrafter,
     Drafter,
@@ -46,6 +46,7 @@ __all__ = [
     "CompressionContext",
     "Compressor",
     "ContentAwareSampler",
+    "DraftModelSource",
     "DraftTarget",
     "Drafter",
     "DrafterRequirements",
