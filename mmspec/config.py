@@ -204,13 +204,9 @@ def resolve_drafter(drafter: str | Drafter, adapter: Any, tokenizer: Any = None,
     """
     from mmspec.drafters.registry import build_drafter
 
-<<<<<<< HEAD
-    resolved = build_drafter(drafter, target_info(adapter, tokenizer), learn)
-=======
     resolved = _build_model_drafter(drafter, adapter, tokenizer)
     if resolved is None:
-        resolved = build_drafter(drafter, target_info(adapter, tokenizer))
->>>>>>> main
+        resolved = build_drafter(drafter, target_info(adapter, tokenizer), learn)
     if resolved.vocab_size is not None and resolved.vocab_size != adapter.vocab_size:
         raise ValueError(
             f"drafter {resolved.name!r} is for a vocabulary of {resolved.vocab_size} ids, the model has "

@@ -30,14 +30,10 @@ from mmspec.config import DrafterCache, PatchArguments, SpecConfig, resolve_call
 from mmspec.costs import DrafterCosts
 from mmspec.cpu.linear import LinearAutotuner
 from mmspec.decode import decode
-<<<<<<< HEAD
-from mmspec.interfaces import Drafter, LearnableDrafter, SaliencyCompressor
+from mmspec.interfaces import LearnableDrafter, SaliencyCompressor
 from mmspec.learning.learner import Learner
 from mmspec.learning.store import LearnedStore, model_fingerprint
 from mmspec.metrics.learning_stats import LearningStats, SpeedCurve
-=======
-from mmspec.interfaces import SaliencyCompressor
->>>>>>> main
 from mmspec.metrics.stats import Stats
 from mmspec.targets import selftest
 from mmspec.targets.base import ModelAdapter
@@ -66,13 +62,10 @@ class PatchState:
         captures: recorded rounds.
         drafter_cache: drafters that calls selected by name.
         total, last: statistics of all calls and of the last call.
-<<<<<<< HEAD
+        lock: held while `total` and `last` change.
         curve: speed over the calls.
         learner: learns the drafter from the calls, or None.
         lock: held while `costs`, `total`, `last` and `curve` change.
-=======
-        lock: held while `total` and `last` change.
->>>>>>> main
     """
 
     def __init__(self, adapter: ModelAdapter, config: SpecConfig, arguments: PatchArguments) -> None:
@@ -154,13 +147,10 @@ class PatchState:
             arguments = _build_stop_string_criterion(arguments, get_option)
             result = plain_generate(**arguments, custom_generate=self._custom_generate(call))
         self._record_call(call.stats, start_time)
-<<<<<<< HEAD
-        if call.learner is not None:
-            call.learner.after_call(call.recording, call.stats.total_s)
-=======
         if config.fixed_tree_size is None:
             self.costs.count_call(config.drafter, self.adapter)
->>>>>>> main
+        if call.learner is not None:
+            call.learner.after_call(call.recording, call.stats.total_s)
         return result
 
     def _custom_generate(self, call: CallContext) -> Any:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -20,12 +19,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from mmspec.files import atomic_write
+from mmspec.files import atomic_write, cache_folder
 
 logger = logging.getLogger("mmspec")
 
-CACHE_VARIABLE = "MMSPEC_CACHE"
-"""Environment variable that names the cache folder."""
 _WRITE_LOCK = threading.Lock()
 """Threads of a process share the temporary name of a file; processes do not."""
 FORMAT = "mmspec-learned-1"
@@ -34,13 +31,6 @@ VALUES_PER_WEIGHT = 8
 """Values of every parameter that enter the fingerprint of a target."""
 UNSTABLE_KEYS = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "_attn_implementation")
 """Keys of a config that do not change what the model computes, or not much."""
-
-
-def cache_folder() -> Path:
-    """`$MMSPEC_CACHE`, else `mmspec` in `$XDG_CACHE_HOME` or `~/.cache`."""
-    if folder := os.environ.get(CACHE_VARIABLE):
-        return Path(folder)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mmspec"
 
 
 def learned_folder() -> Path:
@@ -158,7 +148,6 @@ def learned_files(folder: Path | None = None) -> Iterator[LearnedFile]:
 __all__ = [
     "LearnedFile",
     "LearnedStore",
-    "cache_folder",
     "learned_files",
     "learned_folder",
     "model_fingerprint",

@@ -52,14 +52,9 @@ FAMILIES = tiny.FAMILIES[:4]
 """The families that a seed chooses from. Later ones are selected by name, so that seeds stay reproducible."""
 LATER_FAMILIES = tiny.FAMILIES[4:]
 BUILT_IN_DRAFTERS = ("none", "lookup", "recycling", "fused", "auto")
-<<<<<<< HEAD
 LEARNING_DRAFTERS = ("instant", "arbitrated")
-WHOLE_MODEL_DRAFTERS = ("self",)
-"""Selected by name, so that seeds stay reproducible."""
-=======
 WHOLE_MODEL_DRAFTERS = ("self", "model", "model-retokenizing")
 """Drafters that decode with a whole model. Selected by name, so that seeds stay reproducible."""
->>>>>>> main
 TOLERANCE = 1e-4
 
 
