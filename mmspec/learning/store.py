@@ -25,7 +25,7 @@ logger = logging.getLogger("mmspec")
 
 _WRITE_LOCK = threading.Lock()
 """Threads of a process share the temporary name of a file; processes do not."""
-FORMAT = "mmspec-learned-1"
+LEARNED_FORMAT = "mmspec-learned-1"
 SUFFIX = ".safetensors"
 VALUES_PER_WEIGHT = 8
 """Values of every parameter that enter the fingerprint of a target."""
@@ -106,7 +106,7 @@ class LearnedStore:
         try:
             with safe_open(path, framework="pt") as file:
                 found = file.metadata() or {}
-                expected = {"format": FORMAT, "target": self.target, "key": key}
+                expected = {"format": LEARNED_FORMAT, "target": self.target, "key": key}
                 if {name: found.get(name) for name in expected} != expected:
                     raise ValueError("it was written for another target or by another program")
                 return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
@@ -124,7 +124,7 @@ class LearnedStore:
         """
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         tensors = {name: value.detach().cpu().contiguous() for name, value in weights.items()}
-        metadata = {"format": FORMAT, "target": self.target, "key": key}
+        metadata = {"format": LEARNED_FORMAT, "target": self.target, "key": key}
         try:
             with _WRITE_LOCK, atomic_write(self.path(key)) as part:
                 save_file(tensors, part, metadata=metadata)
@@ -137,7 +137,7 @@ def learned_files(folder: Path | None = None) -> Iterator[LearnedFile]:
     for path in sorted((learned_folder() if folder is None else folder).glob(f"*/*{SUFFIX}")):
         try:
             with safe_open(path, framework="pt") as file:
-                is_own = (file.metadata() or {}).get("format") == FORMAT
+                is_own = (file.metadata() or {}).get("format") == LEARNED_FORMAT
             status = path.stat()
         except (SafetensorError, OSError, RuntimeError):
             continue
