@@ -25,13 +25,15 @@ from mmspec.engine.loop import DecodeLoop
 from mmspec.engine.output import OutputBuffer, ReturnFlags, UserCodeHooks
 from mmspec.engine.rng import RngGuard, SamplingNoise
 from mmspec.engine.sampler import TreeSampler
-from mmspec.interfaces import Prompt, VisualGrid
+from mmspec.interfaces import Drafter, LearnableDrafter, Prompt, VisualGrid
+from mmspec.learning.recording import RecordedDrafter
 from mmspec.metrics.compression_stats import RecordingCompressor
 from mmspec.metrics.stats import Stats
 from mmspec.prefill import Prefilled, prefill
 from mmspec.reference import reference_rows
 from mmspec.targets.base import ModelAdapter
 from mmspec.targets.hf import HFTarget
+from mmspec.targets.layer_subset import open_layer_subsets
 from mmspec.user_code import RngIsolatedDrafter, is_builtin
 
 NOISE_BYTES = 256 << 20
@@ -68,12 +70,14 @@ def _run_loop(call: CallContext, inputs: PreparedInputs, prefilled: Prefilled) -
     def rng_guard() -> RngGuard:
         return RngGuard(device, target.device, noise=sampler.noise)
 
-    drafter = call.spec_config.drafter
+    drafter: Drafter = call.spec_config.drafter
     compressor = _build_compressor(call, rng_guard)
     prompt = replace(_build_prompt(call, inputs, prefilled, output), compressor=compressor)
+    if call.learner is not None and isinstance(drafter, LearnableDrafter):
+        drafter = call.recording = RecordedDrafter(drafter)
     loop = DecodeLoop(
         target=target,
-        drafter=drafter if is_builtin(drafter) else RngIsolatedDrafter(drafter, rng_guard),
+        drafter=drafter if is_builtin(call.spec_config.drafter) else RngIsolatedDrafter(drafter, rng_guard),
         output=output,
         sampler=sampler,
         controller=_build_controller(call, num_rows=len(inputs.input_ids)),
@@ -188,6 +192,7 @@ def _build_prompt(call: CallContext, inputs: PreparedInputs, prefilled: Prefille
         static_shapes=spec_config.fixed_tree_size is not None,
         max_new_tokens=target.max_new_tokens if target.max_new_tokens < UNLIMITED else None,
         visual_saliency=_visual_saliency(call, visual_mask),
+        layer_subsets=open_layer_subsets(target) if spec_config.drafter.requirements.layer_subsets else None,
     )
 
 

@@ -181,19 +181,15 @@ class HFTarget:
     def score(self, tree: DraftTree, hidden_state_indices: Sequence[int] = ()) -> tuple[Tensor, dict[int, Tensor]]:
         """See `mmspec.interfaces.Target.score`."""
         tree = tree.to(self.device)
-        assert tree.depths is not None
         self.buffer.begin_forward(tree.num_nodes)
         if self.rounds is not None:
             with self._mode():
                 if (scored := self.rounds.score(tree, self.buffer, self._padding, hidden_state_indices)) is not None:
                     return scored
-        lengths = self.buffer.lengths_on(self.device)
-        offsets = (lengths - self.prompt_length + 1)[:, None] + tree.depths  # [B, N], from the prompt's last position
-        offsets = offsets.clamp(max=self.max_new_tokens)  # drafts past the end may exceed the model's positions
         inputs = dict(self._template)  # with `past_key_values=self.cache`
         inputs["input_ids"] = tree.tokens
-        inputs["position_ids"] = self._prompt_last_position + offsets
-        inputs["attention_mask"] = self._mask(tree, lengths)
+        inputs["position_ids"] = self._positions(tree)
+        inputs["attention_mask"] = self._mask(tree)
         for name, last in self._token_types.items():
             inputs[name] = last.expand(*last.shape[:-1], tree.num_nodes)
         outputs = self._forward(inputs, hidden_state_indices)
@@ -216,6 +212,11 @@ class HFTarget:
         self.user_cache_view.check()
         export_dynamic_cache(self.buffer, self.prompt_length + num_steps - 1, self.user_cache)
         return self.user_cache
+
+    @property
+    def cached_lengths(self) -> list[int]:
+        """See `mmspec.interfaces.DraftTarget`."""
+        return [length - self.prompt_length for length in self.buffer.seq_lens]
 
     @property
     def keeps_cache(self) -> bool:
@@ -290,12 +291,21 @@ class HFTarget:
             inputs["logits_to_keep"] = 0
         self._template = inputs
 
-    def _mask(self, tree: DraftTree, lengths: Tensor) -> Any:
+    def _positions(self, tree: DraftTree) -> Tensor:
+        """Position ids of the nodes, [B, N] or [axes, B, N]."""
+        start = 1 - self.prompt_length
+        if tree.num_nodes == 1 and self.buffer.is_uniform:
+            return self._prompt_last_position + min(self.buffer.seq_lens[0] + start, self.max_new_tokens)
+        assert tree.depths is not None
+        offsets = (self.buffer.lengths_on(self.device) + start)[:, None] + tree.depths
+        # Drafts past the end may exceed the model's positions.
+        return self._prompt_last_position + offsets.clamp(max=self.max_new_tokens)
+
+    def _mask(self, tree: DraftTree) -> Any:
         """Attention mask of a round: each node attends to its row's committed positions and to its ancestors.
 
         Args:
             tree: the tree to score, on the device.
-            lengths: [B] committed positions of each row.
 
         Returns:
             [B, 1, N, kv_len], bool or additive (see `_to_mask`); {layer type: mask} if the layers differ; None where
@@ -305,6 +315,7 @@ class HFTarget:
             return None
         assert tree.ancestor_mask is not None and tree.depths is not None
         batch, num_nodes = tree.tokens.shape
+        lengths = self.buffer.lengths_on(self.device)
         index = torch.arange(self.buffer.kv_len, device=self.device)
         committed = index < lengths[:, None]
         if self._padding is not None:
