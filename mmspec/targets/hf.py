@@ -182,10 +182,9 @@ class HFTarget:
         """See `mmspec.interfaces.Target.score`."""
         tree = tree.to(self.device)
         self.buffer.begin_forward(tree.num_nodes)
-        if self.rounds is not None:
-            with self._mode():
-                if (scored := self.rounds.score(tree, self.buffer, self._padding, hidden_state_indices)) is not None:
-                    return scored
+        scored = self.rounds and self.rounds.score(tree, self.buffer, self._padding, hidden_state_indices)
+        if scored:
+            return scored
         inputs = dict(self._template)  # with `past_key_values=self.cache`
         inputs["input_ids"] = tree.tokens
         inputs["position_ids"] = self._positions(tree)
