@@ -16,8 +16,11 @@ from mmspec.drafters.block.parallel import ParallelDrafter, ParallelHead
 from mmspec.drafters.eagle.base import HeadDrafter
 from mmspec.drafters.eagle.drafter import EagleDrafter
 from mmspec.drafters.eagle.head import Eagle3Head, EagleHead, HeadConfig
+from mmspec.drafters.instant.drafter import InstantDrafter
+from mmspec.drafters.instant.head import InstantHead
 from mmspec.drafters.training.block_losses import falcon_loss, flash_loss, parallel_loss
 from mmspec.drafters.training.dspark_loss import dspark_loss
+from mmspec.drafters.training.instant_loss import instant_loss
 from mmspec.drafters.training.losses import eagle_loss
 
 
@@ -42,6 +45,7 @@ ARCHITECTURES: dict[str, DraftArchitecture] = {
     "flash": DraftArchitecture(FlashHead, FlashDrafter, flash_loss),
     "parallel": DraftArchitecture(ParallelHead, ParallelDrafter, parallel_loss),
     "dspark": DraftArchitecture(DsparkHead, DsparkDrafter, dspark_loss),
+    "instant": DraftArchitecture(InstantHead, InstantDrafter, instant_loss),
     "falcon": DraftArchitecture(FalconHead, FalconDrafter, falcon_loss),
 }
 """By the name that a head's config records. "flash" is FLASH (arXiv 2505.12728), not FlashAttention."""

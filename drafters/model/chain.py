@@ -55,12 +55,12 @@ class ChainInputs:
     Attributes:
         target: the model behind its cache.
         tokens: ids of each row behind the cached ones, the last emitted token at the end.
-        lengths: `cached_lengths` to restore after the draft; None to leave the draft in the cache.
+        drafted: [B, 1] ids of each step that the model has read as well, in order.
     """
 
     target: DraftTarget
     tokens: list[list[int]]
-    lengths: list[int] | None = field(default=None)
+    drafted: list[Tensor] = field(default_factory=list)
 
 
 class ChainDrafter(ABC):
@@ -69,6 +69,7 @@ class ChainDrafter(ABC):
     Hooks:
         variants: what the controller chooses from.
         open_chain: the model, and the tokens that it has not read yet.
+        close_chain: what remains in its cache.
 
     Attributes:
         name: of the drafter.
@@ -112,6 +113,10 @@ class ChainDrafter(ABC):
             active: rows to draft for; the others may have no tokens.
         """
 
+    @abstractmethod
+    def close_chain(self, state: ChainState, chain: ChainInputs) -> None:
+        """Crop the cache of the model after a draft, also one that was interrupted by an exception."""
+
     # --- the Drafter protocol -----------------------------------------------------------------------------------------
 
     def begin(self, prompt: Prompt) -> ChainState:
@@ -133,8 +138,7 @@ class ChainDrafter(ABC):
         try:
             tree = self._draft(state, chain, plan, min(max_nodes, BUCKETS[-1]), active)
         finally:
-            if chain.lengths is not None:
-                chain.target.crop(chain.lengths)
+            self.close_chain(state, chain)
         state.plan = plan
         state.draft_s = time.perf_counter() - state.start_time
         return tree
@@ -170,7 +174,7 @@ class ChainDrafter(ABC):
         length = min(plan.length, max_nodes - 1)
         if device.type != "cpu":  # reading a probability would synchronise the device
             plan = replace(plan, min_prob=0.0)
-        noise = None if state.prompt.noise is None else state.prompt.noise(length).to(device).log()
+        noise = self._log_noise(state, length)
         is_active = torch.tensor(active, device=device)
         counts = [len(ids) for ids in chain.tokens]
         tokens = torch.tensor([ids + [0] * (max(counts) - len(ids)) for ids in chain.tokens], device=device)
@@ -178,6 +182,8 @@ class ChainDrafter(ABC):
         path_log_probs, parents = torch.zeros(len(active), 1, device=device), -1
         for step in range(length):
             logits = score_next(chain.target, tokens, counts).to(device)
+            if step:
+                chain.drafted.append(tokens)
             step_noise = None if noise is None else noise[:, step]
             log_probs = next_log_probs(self._fit(logits, state), state.prompt.temperature, step_noise)
             best, best_ids = log_probs.topk(min(self.top_k, log_probs.shape[-1]))
@@ -193,6 +199,11 @@ class ChainDrafter(ABC):
         if not all(active):
             tree.node_mask &= is_active[:, None]
         return tree
+
+    def _log_noise(self, state: ChainState, length: int) -> Tensor | None:
+        """[B, length, V] log of the noise that samples the next tokens; None for greedy decoding."""
+        noise = state.prompt.noise
+        return None if noise is None else noise(length).to(state.logit_bias.device).log()
 
     def _fit(self, logits: Tensor, state: ChainState) -> Tensor:
         """[B, V] float32 logits over the target's vocabulary, -inf for ids that must not be drafted."""

@@ -45,10 +45,12 @@ class SelfState(ChainState):
     Attributes:
         layer_sets: the sets to choose from.
         targets: {layer set: the target with these layers}.
+        cached_lengths: of the target before the last draft.
     """
 
     layer_sets: list[LayerSet] = field(default_factory=list)
     targets: dict[Hashable, DraftTarget] = field(default_factory=dict)
+    cached_lengths: list[int] = field(default_factory=list)
 
 
 class SelfDrafter(ChainDrafter):
@@ -94,7 +96,13 @@ class SelfDrafter(ChainDrafter):
         if variant not in state.targets:
             state.targets[variant] = state.prompt.layer_subsets.open(variant)
         target = state.targets[variant]
-        return ChainInputs(target, [row[-1:] for row in state.output_ids], list(target.cached_lengths))
+        state.cached_lengths = list(target.cached_lengths)
+        return ChainInputs(target, [row[-1:] for row in state.output_ids])
+
+    def close_chain(self, state: ChainState, chain: ChainInputs) -> None:
+        """Restore the lengths of the target's cache."""
+        assert isinstance(state, SelfState)
+        chain.target.crop(state.cached_lengths)
 
     def _layer_sets(self, subsets: LayerSubsets) -> list[LayerSet]:
         if self.layers is None:

@@ -79,8 +79,12 @@ class ChainController:
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def __deepcopy__(self, memo: dict[int, object]) -> ChainController:
+        return self.copy()
+
+    def copy(self) -> ChainController:
+        """An independent controller with the same measurements."""
         with self.lock:
-            parts = copy.deepcopy((self.by_batch, self.base_s, self.num_plans), memo)
+            parts = copy.deepcopy((self.by_batch, self.base_s, self.num_plans))
         return type(self)(self.max_length, *parts)
 
     def plan(self, batch: int, variants: Sequence[Hashable]) -> ChainPlan:

@@ -1,13 +1,16 @@
 """What a drafter needs to draft with a whole model: `DraftTarget`, and where it comes from.
 
 A model that drafts is decoded like a target: it scores chains behind a KV cache with one length per row, commits and
-crops. `LayerSubsets` opens the target itself with fewer layers.
+crops. `LayerSubsets` opens the target itself with fewer layers, `DraftModelSource`
+another model.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
+
+from torch import Tensor, nn
 
 from mmspec.interfaces.target import Target
 
@@ -43,4 +46,34 @@ class LayerSubsets(Protocol):
         """
 
 
-__all__ = ["DraftTarget", "LayerSubsets"]
+class DraftModelSource(Protocol):
+    """Another model that drafts. One object serves all calls and threads.
+
+    Attributes:
+        name: of the model, for messages and metrics.
+        model: the model.
+        tokenizer: its tokenizer, or None if unknown.
+        vocab_size: number of its logits.
+        num_embeddings: number of ids that it can read.
+    """
+
+    name: str
+    model: nn.Module
+    tokenizer: Any
+    vocab_size: int
+    num_embeddings: int
+
+    def open(self, input_ids: Tensor, attention_mask: Tensor, max_new_tokens: int) -> DraftTarget | None:
+        """The model behind a KV cache of its own, with a prompt in it.
+
+        Args:
+            input_ids: [B, L] int64 ids of this model, padded on the left.
+            attention_mask: [B, L] int64, 0 for padding.
+            max_new_tokens: largest number of tokens behind the prompt.
+
+        Returns:
+            None if the model cannot read that many positions.
+        """
+
+
+__all__ = ["DraftModelSource", "DraftTarget", "LayerSubsets"]

@@ -55,10 +55,12 @@ class LayerAccess:
 
     Attributes:
         path: attribute names from the model to the list of its decoder layers.
+        text_depth: how many of them lead to the text model.
         returns_tuple: whether a layer returns a tuple that begins with the hidden states.
     """
 
     path: tuple[str, ...]
+    text_depth: int
     returns_tuple: bool = False
 
     def restrict(self, model: Any, layers: Sequence[int]) -> Any:
@@ -134,7 +136,7 @@ def _find_access(adapter: ModelAdapter) -> LayerAccess:
         raise ValueError(
             f"drafter='self' skips decoder layers, of which {name} has {adapter.num_layers}. {OTHER_DRAFTER}"
         )
-    access = LayerAccess(_layers_path(adapter))
+    access = _find_layers(adapter)
     if (module := access.bypassed(model)) is not None:
         raise ValueError(
             f"drafter='self' runs a copy of {type(module).__name__} with fewer layers, which would bypass its hooks or "
@@ -159,16 +161,17 @@ def _failure(adapter: ModelAdapter, access: LayerAccess) -> str | None:
     ids = torch.arange(1, CHECK_LENGTH + 1, device=model.device)[None] % adapter.num_embeddings
     try:
         with torch.no_grad():
-            logits = access.restrict(model, (0,))(input_ids=ids, use_cache=False, return_dict=True).logits
+            text_model = access.restrict(model, (0,)).get_submodule(".".join(access.path[: access.text_depth]))
+            outputs = text_model(input_ids=ids, use_cache=False, return_dict=True)[0]  # hidden states or logits
     except Exception as error:  # whatever a model's own code raises
         return f"{type(error).__name__}: {str(error).strip()[:200]}"
-    if logits.shape[:2] != ids.shape:
-        return f"logits of shape {list(logits.shape)} for ids of shape {list(ids.shape)}"
+    if outputs.shape[:2] != ids.shape:
+        return f"outputs of shape {list(outputs.shape)} for ids of shape {list(ids.shape)}"
     return None
 
 
-def _layers_path(adapter: ModelAdapter) -> tuple[str, ...]:
-    """Attribute names from the model to the list of its decoder layers.
+def _find_layers(adapter: ModelAdapter) -> LayerAccess:
+    """Where the list of decoder layers is: the one list of that length in the text model.
 
     Raises:
         ValueError: there is no such list, or more than one.
@@ -177,7 +180,7 @@ def _layers_path(adapter: ModelAdapter) -> tuple[str, ...]:
     prefix = next((name for name, module in adapter.model.named_modules() if module is text_model), None)
     lists = [
         name
-        for name, module in text_model.named_children()
+        for name, module in text_model.named_modules()
         if isinstance(module, nn.ModuleList) and len(module) == adapter.num_layers
     ]
     if prefix is None or len(lists) != 1:
@@ -185,7 +188,8 @@ def _layers_path(adapter: ModelAdapter) -> tuple[str, ...]:
             f"drafter='self' needs one list of {adapter.num_layers} decoder layers in {type(text_model).__name__}; "
             f"found {len(lists)}. {OTHER_DRAFTER}"
         )
-    return *filter(None, prefix.split(".")), lists[0]
+    to_text_model = [name for name in prefix.split(".") if name]
+    return LayerAccess((*to_text_model, *lists[0].split(".")), len(to_text_model))
 
 
 def _shallow_copy(module: nn.Module) -> Any:
