@@ -12,7 +12,7 @@ FIRST_AUTO_SIZE = 4
 MAX_AUTO_SIZE = 64
 MEMORY_SHARE = 0.45
 """A batch is doubled only while this share of the device's memory suffices for it: the double then fits."""
-MIN_GAIN = 1.05
+MIN_BATCH_GAIN = 1.05
 """Rows per second of a doubled batch over those before, below which the smaller size is taken."""
 BATCHES_PER_SIZE = 2
 """Batches of one size that are measured; the first of them warms up."""
@@ -48,7 +48,7 @@ class BatchSizer:
         self._rate = max(self._rate, rows_per_s)
         if self._measured < BATCHES_PER_SIZE:
             return
-        if self._rate < MIN_GAIN * self._previous_rate:
+        if self._rate < MIN_BATCH_GAIN * self._previous_rate:
             self.limit(self.size // 2)
         elif 2 * self.size > MAX_AUTO_SIZE or used_memory_share() > MEMORY_SHARE:
             self._searching = False

@@ -64,6 +64,7 @@ PATH is any mix of
   mmspec caption clips/ --fps 1 --frames 32 --model ...                     one frame per second, at most 32
   mmspec caption list.jsonl --model ... --temperature 0.7 --seed 1 --stop $'\\n'
   mmspec caption 's3://bucket/pictures-{0000..0511}.tar' --model ... --out captions.jsonl
+  mmspec caption data/*.parquet --model ... --out captions/ --format parquet --ray auto     pip install 'mmspec[ray]'
   accelerate launch --num_processes 4 -m mmspec caption photos/ --model ... --out captions.jsonl
 
 resuming
@@ -164,6 +165,9 @@ def _add_job(parser: argparse.ArgumentParser) -> None:
     add(
         "--shard", type=parse_shard, default=(0, 1), metavar="I/N", help="every Nth file, starting at the Ith (0-based)"
     )
+    ray_help = "caption on Ray: the cluster at ADDRESS (auto: the running one), else this machine's cores and GPUs"
+    add("--ray", nargs="?", const="", default=None, metavar="ADDRESS", help=ray_help)
+    add("--actors", type=positive_int, default=None, metavar="N", help="of Ray, at most (default: one per GPU or core)")
     compare_help = "also run plain generate, for all or the first N, and report whether the tokens are identical"
     add("--compare", type=parse_compare, nargs="?", const=-1, default=0, metavar="N", help=compare_help)
     add("--max-pixels", type=positive_int, default=MAX_PIXELS, metavar="N", help="refuse larger images")
@@ -219,7 +223,24 @@ def run(args: argparse.Namespace) -> int:
     if config.prompt is not None and not config.prompt.strip():
         raise UsageError("--prompt must not be empty")
     hide_progress_bars(config.progress)
+    if config.ray is not None:
+        from mmspec.app.caption.ray_job import RayCaptionJob
+
+        check_ray(config, process)
+        return RayCaptionJob(config, build_output(config, process)).run()
     return CaptionJob(config, build_output(config, process), lambda: build_captioner(config, process), process).run()
+
+
+def check_ray(config: CaptionConfig, process: ProcessInfo) -> None:
+    """Refuse options that do not go with `--ray`.
+
+    Raises:
+        UsageError: there is one.
+    """
+    if process.world_size > 1:
+        raise UsageError("--ray divides the work itself: start one process, without accelerate or torchrun")
+    if config.shard != (0, 1):
+        raise UsageError("--ray divides the work itself: leave --shard away")
 
 
 def build_output(config: CaptionConfig, process: ProcessInfo) -> Output:

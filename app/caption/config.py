@@ -42,6 +42,8 @@ class CaptionConfig:
         batch_size: rows per batch; `AUTO_BATCH_SIZE` to find it while the job runs.
         format: of the output, one of `FORMATS`.
         rows_per_shard: of a Parquet file or an archive.
+        ray: address of a Ray cluster, "" for one on this machine; None: without Ray.
+        actors: of Ray, at most; None: one per GPU of the cluster, or per core if it has none.
         image_column, prompt_column, id_column, split, urls: as in `SourceOptions`.
     """
 
@@ -75,6 +77,8 @@ class CaptionConfig:
     urls: str | None = None
     format: str = "jsonl"
     rows_per_shard: int = 1000
+    ray: str | None = None
+    actors: int | None = None
 
     def fingerprint(self, world_size: int) -> dict[str, Any]:
         """The settings that determine the captions: a job is resumed only with the same ones.

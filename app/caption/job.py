@@ -23,6 +23,7 @@ from mmspec.app.io.decode import decode_item
 from mmspec.app.io.images import ImageError, Media, decode_ahead, pixel_limit
 from mmspec.app.io.inputs import Inputs
 from mmspec.app.io.item import Item
+from mmspec.app.io.jsonl import Row
 from mmspec.app.io.output import Finished, JobSummary, Output
 from mmspec.app.io.sources import describe_skipped
 from mmspec.vision.video.decoder_pool import DecoderPool
@@ -73,6 +74,7 @@ class CaptionJob:
         """
         self.config, self.output, self.load, self.process = config, output, load, process or ProcessInfo()
         self.model: CaptionModel | None = None
+        self._finished: Mapping[str, Finished] = {}
         self._retried: set[str] = set()  # rows with an error that were repeated in this run
 
     def run(self) -> int:
@@ -90,43 +92,49 @@ class CaptionJob:
         inputs.check()
         if self.process.rank == 0 and (line := describe_skipped(config.paths, self.output.own_files())):
             print_stderr(f"mmspec: {line}")
-        finished = self.output.open()
-        plan = RowPlan(config, self.process, lambda item: self._is_pending(item, finished))
+        self._finished = self.output.open()
         complete = False
         try:
-            total = survey(inputs, config, self.process, finished)
-            batches = plan.batches(inputs.rows(skip_finished(finished, config)))
-            first = next(batches, None)
-            if first is not None:
-                self.model = self.load()
+            total = survey(inputs, config, self.process, self._finished)
+            self._prepare(inputs)
             self.output.begin(config.retry_errors)
             label = f"rank {self.process.rank}" if self.process.world_size > 1 else "caption"
             show = config.progress if self.process.rank == 0 else False
-            with GracefulStop() as stop, CaptionProgress(total, plan.num_finished, show, label) as progress:
-                if first is not None:
-                    self._work(itertools.chain([first], batches), stop, progress, finished)
+            skipped = self._num_finished()
+            with GracefulStop() as stop, CaptionProgress(total, skipped, show, label) as progress:
+                for rows, items in self._results(stop):
+                    self._write(rows, items, progress)
+                    if stop.signal:
+                        break
             complete = not stop.signal
         finally:
-            summary = self.output.close(plan.ids, complete=complete)
-        self._report(progress, plan.num_finished, stop)
+            summary = self.output.close(self._ids(), complete=complete)
+        self._report(progress, self._num_finished(), stop)
         return 128 + stop.signal if stop.signal else self._exit_code(summary)
 
-    def _is_pending(self, item: Item, finished: Mapping[str, Finished]) -> bool:
-        row = finished.get(item.id)
-        if row is None:
-            return True
-        check_prompt(item, row, self.config)
-        return self.config.retry_errors and row.has_error and item.id not in self._retried
+    def _prepare(self, inputs: Inputs) -> None:
+        """Plan the batches, and load the model if a row is pending."""
+        rows = inputs.rows(skip_finished(self._finished, self.config))
+        self._plan = RowPlan(self.config, self.process, self._is_pending)
+        batches = self._plan.batches(rows)
+        first = next(batches, None)
+        self._batches = itertools.chain([] if first is None else [first], batches)
+        if first is not None:
+            self.model = self.load()
 
-    def _work(
-        self,
-        batches: Iterator[list[Item]],
-        stop: GracefulStop,
-        progress: CaptionProgress,
-        finished: Mapping[str, Finished],
-    ) -> None:
+    def _num_finished(self) -> int:
+        """Rows that were there before this run."""
+        return self._plan.num_finished
+
+    def _ids(self) -> set[str]:
+        """Ids of the rows of the job."""
+        return self._plan.ids if hasattr(self, "_plan") else set()
+
+    def _results(self, stop: GracefulStop) -> Iterator[tuple[list[Row], list[Item]]]:
+        """The rows of each batch and what they are about."""
+        if self.model is None:
+            return
         config = self.config
-        assert self.model is not None
         captioner = RowCaptioner(config, self.model)
         sampler = config.frame_sampler()
         with pixel_limit(config.max_pixels), DecoderPool() as isolated:
@@ -134,20 +142,21 @@ class CaptionJob:
             def decode(item: Item) -> Media:
                 return decode_item(item, sampler, config.max_pixels, isolated)
 
-            for decoded in decode_batches(batches, decode, config):
+            for decoded in decode_batches(self._batches, decode, config):
                 if stop.signal:
                     return
-                rows = captioner.caption_rows(decoded)
-                new = [
-                    (row, item)
-                    for row, (item, _) in zip(rows, decoded, strict=True)
-                    if self._is_pending(item, finished)
-                ]
-                self.output.write([row for row, _ in new], [item for _, item in new])
-                self._retried.update(row["id"] for row, _ in new if config.retry_errors)
-                progress.add(row for row, _ in new)
-                if stop.signal:
-                    return
+                yield captioner.caption_rows(decoded), [item for item, _ in decoded]
+
+    def _write(self, rows: list[Row], items: list[Item], progress: CaptionProgress) -> None:
+        """Write the pending ones of the rows of a batch."""
+        new = [(row, item) for row, item in zip(rows, items, strict=True) if self._is_pending(item)]
+        self.output.write([row for row, _ in new], [item for _, item in new])
+        if self.config.retry_errors:
+            self._retried.update(row["id"] for row, _ in new)
+        progress.add(row for row, _ in new)
+
+    def _is_pending(self, item: Item) -> bool:
+        return is_pending(item, self._finished, self.config) and item.id not in self._retried
 
     def _report(self, progress: CaptionProgress, skipped: int, stop: GracefulStop) -> None:
         model = self.model
@@ -190,6 +199,19 @@ def survey(inputs: Inputs, config: CaptionConfig, process: ProcessInfo, finished
     return len(range(config.shard[0], num_rows, config.shard[1])[process.rank :: process.world_size])
 
 
+def is_pending(item: Item, finished: Mapping[str, Finished], config: CaptionConfig) -> bool:
+    """Whether a row is missing, or is to be repeated.
+
+    Raises:
+        UsageError: it was captioned with another prompt.
+    """
+    row = finished.get(item.id)
+    if row is None:
+        return True
+    check_prompt(item, row, config)
+    return config.retry_errors and row.has_error
+
+
 def check_prompt(item: Item, row: Finished, config: CaptionConfig) -> None:
     """Refuse a row that was captioned with another prompt.
 
@@ -220,4 +242,4 @@ def decode_batches(
         decoded.close()
 
 
-__all__ = ["CaptionJob", "GracefulStop"]
+__all__ = ["CaptionJob", "GracefulStop", "is_pending"]

@@ -1,6 +1,6 @@
 """What the command line names (files, archives, tables, datasets, addresses) as one stream of numbered rows.
 
-`SOURCES` maps a suffix to the class that reads it: a new format is one class and one entry. Rows are streamed; only
+`ROW_SOURCES` maps a suffix to the class that reads it: a new format is one class and one entry. Rows are streamed; only
 their ids are remembered, so that each is captioned once.
 """
 
@@ -16,12 +16,12 @@ from pathlib import Path
 from mmspec.app.errors import UsageError, one_line
 from mmspec.app.io.cells import MEDIA_SUFFIXES, relative_name
 from mmspec.app.io.content import ByteRange, Unreadable, is_local, open_file_system
-from mmspec.app.io.item import Item, Skip, Source, SourceOptions
+from mmspec.app.io.item import Item, RowSource, Skip, SourceOptions
 from mmspec.app.io.sources import FileSource, describe_skipped, natural_key, short_repr
 from mmspec.app.io.tables import DatasetSource, ParquetSource, is_hub_dataset, is_saved_dataset
 from mmspec.app.io.tars import TarSource
 
-SOURCES: dict[str, Callable[[str, SourceOptions], Source]] = {
+ROW_SOURCES: dict[str, Callable[[str, SourceOptions], RowSource]] = {
     ".tar": TarSource,
     ".parquet": ParquetSource,
 }
@@ -96,7 +96,7 @@ def _choices(body: str) -> list[str] | None:
     return body.split(",") if "," in body else None
 
 
-def find_sources(name: str, options: SourceOptions, excluded: set[str]) -> list[Source]:
+def find_sources(name: str, options: SourceOptions, excluded: set[str]) -> list[RowSource]:
     """The sources of one argument of the command line.
 
     Raises:
@@ -109,29 +109,29 @@ def find_sources(name: str, options: SourceOptions, excluded: set[str]) -> list[
     if os.path.exists(name):
         return [_local_source(name, options, excluded)]
     expanded = expand_braces(name)
-    if len(expanded) > 1 or _suffix(name) in SOURCES:
+    if len(expanded) > 1 or _suffix(name) in ROW_SOURCES:
         return [source for one in expanded for source in _local_matches(one, options, excluded)]
     return _local_matches(name, options, excluded)
 
 
-def _local_matches(name: str, options: SourceOptions, excluded: set[str]) -> list[Source]:
+def _local_matches(name: str, options: SourceOptions, excluded: set[str]) -> list[RowSource]:
     if not os.path.exists(name) and glob.has_magic(name):
         matches = sorted(glob.glob(name, recursive=True), key=natural_key)
-        if any(_suffix(match) in SOURCES for match in matches):
-            wanted = [m for m in matches if os.path.isfile(m) and _suffix(m) in SOURCES.keys() | MEDIA_SUFFIXES]
+        if any(_suffix(match) in ROW_SOURCES for match in matches):
+            wanted = [m for m in matches if os.path.isfile(m) and _suffix(m) in ROW_SOURCES.keys() | MEDIA_SUFFIXES]
             return [
                 _local_source(match, options, excluded) for match in wanted if os.path.realpath(match) not in excluded
             ]
     return [_local_source(name, options, excluded)]
 
 
-def _local_source(name: str, options: SourceOptions, excluded: set[str]) -> Source:
+def _local_source(name: str, options: SourceOptions, excluded: set[str]) -> RowSource:
     if os.path.isdir(name):
         return DatasetSource(name, options) if is_saved_dataset(Path(name)) else FileSource(name, excluded)
-    if _suffix(name) in SOURCES and not glob.has_magic(name):
+    if _suffix(name) in ROW_SOURCES and not glob.has_magic(name):
         if not os.path.isfile(name):
             raise UsageError(f"no such file: {name}")
-        return SOURCES[_suffix(name)](name, options)
+        return ROW_SOURCES[_suffix(name)](name, options)
     return FileSource(name, excluded)
 
 
@@ -149,8 +149,8 @@ def _remote_matches(url: str) -> list[str]:
     return [str(system.unstrip_protocol(match)) for match in found]
 
 
-def _remote_source(url: str, options: SourceOptions) -> Source:
-    return SOURCES[_suffix(url)](url, options) if _suffix(url) in SOURCES else RemoteFiles(url)
+def _remote_source(url: str, options: SourceOptions) -> RowSource:
+    return ROW_SOURCES[_suffix(url)](url, options) if _suffix(url) in ROW_SOURCES else RemoteFiles(url)
 
 
 def _suffix(name: str) -> str:
@@ -260,4 +260,4 @@ def collect_items(paths: Sequence[str], base: Path, skip: Iterable[Path] = ()) -
     return list(inputs.rows(lambda ident: False))
 
 
-__all__ = ["SOURCES", "Inputs", "collect_items", "expand_braces", "find_sources"]
+__all__ = ["ROW_SOURCES", "Inputs", "collect_items", "expand_braces", "find_sources"]

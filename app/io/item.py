@@ -1,4 +1,4 @@
-"""A row of the input (`Item`) and what yields rows (`Source`). A new input format is one class with these methods."""
+"""A row of the input (`Item`) and what yields rows (`RowSource`). A new input format is one class with these methods."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class SourceOptions:
     urls: str | None = None
 
 
-class Source(Protocol):
+class RowSource(Protocol):
     """Rows of one input in a fixed order: iterating again yields the same ids in the same order.
 
     Attributes:
@@ -95,4 +95,4 @@ class Source(Protocol):
         """
 
 
-__all__ = ["Item", "Skip", "Source", "SourceOptions"]
+__all__ = ["Item", "RowSource", "Skip", "SourceOptions"]

@@ -22,7 +22,7 @@ from mmspec.app.io.content import ByteRange, Content, Unreadable, is_local, open
 from mmspec.app.io.item import Item, Skip, SourceOptions
 from mmspec.vision.images import ImageError
 
-MAX_HEADER_BYTES = 1 << 20
+MAX_TAR_HEADER_BYTES = 1 << 20
 """Largest extended header of a member."""
 MAX_TEXT_BYTES = 1 << 16
 """Largest member that is read as a prompt, or as JSON with the prompt."""
@@ -61,8 +61,8 @@ class _HeaderFile(io.RawIOBase):
         self._file = file
 
     def read(self, size: int = -1) -> bytes:
-        if size < 0 or size > MAX_HEADER_BYTES:
-            raise DamagedTarError(f"a header of {size} bytes; the limit is {MAX_HEADER_BYTES}")
+        if size < 0 or size > MAX_TAR_HEADER_BYTES:
+            raise DamagedTarError(f"a header of {size} bytes; the limit is {MAX_TAR_HEADER_BYTES}")
         return self._file.read(size)
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:

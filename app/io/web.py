@@ -15,7 +15,7 @@ from typing import Any
 
 from mmspec.app.errors import one_line
 
-TIMEOUT_S = 20.0
+FETCH_TIMEOUT_S = 20.0
 """Seconds without data after which an address is given up."""
 CHUNK_BYTES = 1 << 20
 
@@ -73,7 +73,7 @@ def fetch(url: str, max_bytes: int, *, public_only: bool = True) -> bytes:
         public_only: refuse private addresses. A proxy of the environment decides for itself and is not checked.
 
     Raises:
-        FetchError: not an http(s) address, not allowed, not there, or no answer in `TIMEOUT_S`.
+        FetchError: not an http(s) address, not allowed, not there, or no answer in `FETCH_TIMEOUT_S`.
     """
     if not url.lower().startswith(("http://", "https://")):
         raise FetchError("AddressNotAllowed", f"only http and https addresses are read, got {url[:80]!r}")
@@ -91,7 +91,7 @@ def fetch(url: str, max_bytes: int, *, public_only: bool = True) -> bytes:
         opener.add_handler(handler())
     try:
         request = urllib.request.Request(url, headers={"User-Agent": "mmspec"})
-        with opener.open(request, timeout=TIMEOUT_S) as answer:
+        with opener.open(request, timeout=FETCH_TIMEOUT_S) as answer:
             return b"".join(iter(_limited(answer, max_bytes), b""))
     except FetchError:
         raise
