@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 if TYPE_CHECKING:
+    from mmspec.drafters.instant.drafter import InstantDrafter
     from mmspec.interfaces import Drafter, TargetInfo
 
 logger = logging.getLogger("mmspec")
@@ -42,6 +43,24 @@ def _hybrid() -> Drafter:
     return hybrid()
 
 
+def _arbitrated(target: TargetInfo | None = None, learn: bool = False) -> Drafter:
+    """Of n-gram drafters and, to be learned, instant heads for the target."""
+    from mmspec.drafters.arbitrated import ArbitratedDrafter, LearnableArbitratedDrafter
+
+    if target is None or not learn:
+        return ArbitratedDrafter()
+    return LearnableArbitratedDrafter(_instant(target))
+
+
+def _instant(target: TargetInfo) -> InstantDrafter:
+    """Untrained instant heads for a target."""
+    from mmspec.drafters.instant.drafter import InstantDrafter
+    from mmspec.drafters.instant.head import init_instant_head, instant_config
+
+    head = init_instant_head(instant_config(target.hidden_size, target.vocab_size))
+    return InstantDrafter(head, num_layers=target.num_layers, name="instant")
+
+
 def _self() -> Drafter:
     from mmspec.drafters.model.self_drafter import SelfDrafter
 
@@ -53,9 +72,12 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "lookup": _lookup,
     "recycling": _recycling,
     "hybrid": _hybrid,
+    "arbitrated": _arbitrated,
     "self": _self,
     "auto": _hybrid,  # unless a trained drafter fits the target: see `_auto`
 }
+INSTANT_NAME = "instant"
+"""Untrained heads, for `patch(model, learn=True)`; they need a target."""
 ALIASES = {"fused": "hybrid"}
 """Former name -> current name. Former names stay valid and are not listed; metrics use the current name."""
 WEIGHTS_DIR = Path(__file__).parent / "weights"
@@ -78,11 +100,11 @@ def bundled_drafters(device: str = "cpu") -> dict[str, Path]:
 
 def drafter_names() -> list[str]:
     """The names that `build_drafter` accepts, without folders, hub ids and former names."""
-    return [*DRAFTERS, *bundled_drafters()]
+    return [*DRAFTERS, INSTANT_NAME, *bundled_drafters()]
 
 
-def _auto(target: TargetInfo | None) -> Drafter:
-    """A drafter trained for this target, bundled or published and in the local cache; else hybrid."""
+def _auto(target: TargetInfo | None, learn: bool) -> Drafter:
+    """A drafter trained for this target, bundled or published and in the local cache; else an arbitrated one."""
     if target is not None:
         from mmspec.drafters.checkpoints.format import TargetMismatch
         from mmspec.drafters.checkpoints.load import load_trained
@@ -101,7 +123,7 @@ def _auto(target: TargetInfo | None) -> Drafter:
             except (OSError, ValueError) as error:
                 reason = str(error).splitlines()[0][:200]
                 logger.info("mmspec: %s was published for this model, but is not used: %s", hub_id, reason)
-    return _hybrid()
+    return _arbitrated(target, learn) if learn else _hybrid()
 
 
 def _published_for(target: TargetInfo) -> str | None:
@@ -157,12 +179,13 @@ def is_known_drafter(name: str) -> bool:
     return name in ALIASES or name in drafter_names() or os.path.isdir(name) or HUB_ID.fullmatch(name) is not None
 
 
-def build_drafter(drafter: str | object, target: TargetInfo | None = None) -> Drafter:
+def build_drafter(drafter: str | object, target: TargetInfo | None = None, learn: bool = False) -> Drafter:
     """A new drafter by name, folder or hub id; an object with the `Drafter` protocol is returned as it is.
 
     Args:
         drafter: name, folder, hub id or object.
         target: facts about the target, with which a trained drafter is compared.
+        learn: the drafter is to learn online: `auto` without a trained head then has instant heads.
 
     Raises:
         ValueError: an unknown name, or a trained drafter that does not fit the target.
@@ -172,7 +195,11 @@ def build_drafter(drafter: str | object, target: TargetInfo | None = None) -> Dr
     if isinstance(drafter, str):
         drafter = ALIASES.get(drafter, drafter)
         if drafter == "auto":
-            return _auto(target)
+            return _auto(target, learn)
+        if drafter == "arbitrated":
+            return _arbitrated(target, learn)
+        if drafter == INSTANT_NAME and target is not None:
+            return _instant(target)
         if drafter in DRAFTERS:
             return DRAFTERS[drafter]()
         if is_known_drafter(drafter):

@@ -18,6 +18,7 @@ from mmspec.interfaces import (
     Compressor,
     Drafter,
     GridCompressor,
+    LearnableDrafter,
     SizedCompressor,
     TargetInfo,
     TrainedDrafter,
@@ -33,6 +34,7 @@ PER_CALL_OPTIONS = (
     "deterministic",
     "cpu_pack_weights",
     "compile",
+    "learn",
     "reference",
     "reference_ids",
 )
@@ -55,9 +57,10 @@ class SpecConfig:
         tree_size: score trees of exactly this many nodes, root included; None lets the controller choose.
         deterministic: fix all shapes, so that half-precision runs are bit-identical on one machine.
         cpu_pack_weights: on a CPU, True also tries float32 linear layers in the kernel's packed layout, at the cost of
-            a copy of their weights; False never replaces a linear layer; None tries what needs no copy.
+            a copy of their weights; False leaves everything to torch; None uses compiled code that needs no copy.
         compile: record the target's rounds once and replay them. True: by CUDA graphs, on a CPU by `torch.compile`, at
             the cost of a copy of the weights; "auto": where that is shown to pay, at present nowhere; False: never.
+        learn: the drafter learns from this call.
     """
 
     drafter: Drafter
@@ -68,6 +71,7 @@ class SpecConfig:
     deterministic: bool = False
     cpu_pack_weights: bool | None = None
     compile: bool | str = "auto"
+    learn: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.compile, bool) and self.compile != "auto":
@@ -80,6 +84,13 @@ class SpecConfig:
             raise TypeError(
                 f"cpu_pack_weights must be True, False, or None (measure what is fastest); got "
                 f"{self.cpu_pack_weights!r}."
+            )
+        if not isinstance(self.learn, bool):
+            raise TypeError(f"learn must be True (the drafter learns from the calls) or False; got {self.learn!r}.")
+        if self.learn and self.deterministic:
+            raise ValueError(
+                "learn=True and deterministic=True exclude each other: learned weights change the shapes of later "
+                "calls. Pass one of them."
             )
         check_reference(self.reference)
         _check_tree_size(self.tree_size)
@@ -113,6 +124,7 @@ class PatchArguments:
     deterministic: bool
     cpu_pack_weights: bool | None
     compile: bool | str
+    learn: bool = False
 
 
 def own_compressor(drafter: Drafter) -> Compressor | None:
@@ -182,22 +194,28 @@ def target_info(adapter: Any, tokenizer: Any) -> TargetInfo:
     )
 
 
-def resolve_drafter(drafter: str | Drafter, adapter: Any, tokenizer: Any = None) -> Drafter:
+def resolve_drafter(drafter: str | Drafter, adapter: Any, tokenizer: Any = None, learn: bool = False) -> Drafter:
     """The drafter with a name or in a folder, or the object itself, checked against the target.
 
     Raises:
-        ValueError: unknown name, or a drafter for another vocabulary or number of layers.
+        ValueError: unknown name, a drafter for another vocabulary or number of layers, or with `learn` one that cannot
+            learn.
         TypeError: an object that is not a drafter.
     """
     from mmspec.drafters.registry import build_drafter
 
     resolved = _build_model_drafter(drafter, adapter, tokenizer)
     if resolved is None:
-        resolved = build_drafter(drafter, target_info(adapter, tokenizer))
+        resolved = build_drafter(drafter, target_info(adapter, tokenizer), learn)
     if resolved.vocab_size is not None and resolved.vocab_size != adapter.vocab_size:
         raise ValueError(
             f"drafter {resolved.name!r} is for a vocabulary of {resolved.vocab_size} ids, the model has "
             f"{adapter.vocab_size}; use a drafter of this model, or drafter='auto'."
+        )
+    if learn and not isinstance(resolved, LearnableDrafter):
+        raise ValueError(
+            f"learn=True needs a drafter with weights that can be learned: auto, instant or a FLASH head; got "
+            f"{resolved.name!r}."
         )
     indices = resolved.requirements.hidden_state_indices
     if invalid := [index for index in indices if not 0 <= index <= adapter.num_layers]:
@@ -249,7 +267,7 @@ def resolve_config(arguments: PatchArguments, adapter: Any) -> SpecConfig:
     """
     tokenizer = resolve_tokenizer(arguments.processor)
     config = SpecConfig(
-        drafter=resolve_drafter(arguments.drafter, adapter, tokenizer),
+        drafter=resolve_drafter(arguments.drafter, adapter, tokenizer, arguments.learn),
         compressor=resolve_compressor(arguments.compressor, adapter),
         reference=arguments.reference,
         reference_ids=arguments.reference_ids,
@@ -257,6 +275,7 @@ def resolve_config(arguments: PatchArguments, adapter: Any) -> SpecConfig:
         deterministic=arguments.deterministic,
         cpu_pack_weights=arguments.cpu_pack_weights,
         compile=arguments.compile,
+        learn=arguments.learn,
     )
     reference_rows(config.reference, config.reference_ids, tokenizer, batch=None, num_return_sequences=1)
     return config

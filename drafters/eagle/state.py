@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mmspec.control.draft_cost import CallTimer
 from mmspec.drafters.deprecation import former_names
+from mmspec.drafters.eagle.recorder import CallRecorder
 from mmspec.drafters.noise import next_log_probs
 from mmspec.engine.kv_cache import RaggedKVCache
 from mmspec.interfaces import Prompt, SharedEmbeddings
@@ -74,6 +75,7 @@ class DraftState:
         draft_lm_head: [V', D] weights of the LM head for `draft_ids`, or None.
         extra: [B, ...] further state of an architecture (ViSpec, ParallelSpec, Falcon).
         timer: measures prefill and draft time; a no-op unless a compressor uses the costs.
+        recorder: records examples for online learning, or None.
     """
 
     shared_embeddings: SharedEmbeddings
@@ -96,6 +98,7 @@ class DraftState:
     draft_lm_head: Tensor | None = None
     extra: Tensor | None = None
     timer: CallTimer = field(default_factory=CallTimer)
+    recorder: CallRecorder | None = None
 
     def log_noise(self, depth: int) -> Tensor | None:
         """[B, depth, V'] log of the noise with which the next tokens will be sampled; None for greedy decoding."""

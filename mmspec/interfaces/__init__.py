@@ -5,6 +5,7 @@
 | `target` | `Target` | `VerifyResult`, `TargetInfo`, `SharedEmbeddings` |
 | `draft_target` | `DraftTarget`, `LayerSubsets`, `DraftModelSource` | |
 | `drafter` | `Drafter`, `CompressingDrafter`, `TrainedDrafter`, `ReplicableDrafter` | `DrafterRequirements`, `Prompt` |
+| `learning` | `LearnableDrafter` | `Examples`, `LearningSpec`, `ClosedFormFit` |
 | `compressor` | `Compressor`, `SizedCompressor`, `SaliencyCompressor`, ... | `VisualTokens`, `VisualGrid` |
 | `video` | `FrameSampler`, `ContentAwareSampler` | |
 
@@ -34,11 +35,13 @@ from mmspec.interfaces.drafter import (
     ReplicableDrafter,
     TrainedDrafter,
 )
+from mmspec.interfaces.learning import ClosedFormFit, Examples, LearnableDrafter, LearningSpec
 from mmspec.interfaces.target import SharedEmbeddings, Target, TargetInfo, VerifyResult
 from mmspec.interfaces.video import ContentAwareSampler, FrameSampler
 
 __all__ = [
     "NO_LIMIT",
+    "ClosedFormFit",
     "CompressingDrafter",
     "CompressionContext",
     "Compressor",
@@ -47,11 +50,14 @@ __all__ = [
     "DraftTarget",
     "Drafter",
     "DrafterRequirements",
+    "Examples",
     "FrameSampler",
     "GateObservation",
     "GatedCompressor",
     "GridCompressor",
     "LayerSubsets",
+    "LearnableDrafter",
+    "LearningSpec",
     "Prompt",
     "ReplicableDrafter",
     "SaliencyCompressor",

@@ -10,6 +10,7 @@ import argparse
 import copy
 import json
 import logging
+import os
 import random
 import signal
 import sys
@@ -51,6 +52,7 @@ FAMILIES = tiny.FAMILIES[:4]
 """The families that a seed chooses from. Later ones are selected by name, so that seeds stay reproducible."""
 LATER_FAMILIES = tiny.FAMILIES[4:]
 BUILT_IN_DRAFTERS = ("none", "lookup", "recycling", "fused", "auto")
+LEARNING_DRAFTERS = ("instant", "arbitrated")
 WHOLE_MODEL_DRAFTERS = ("self", "model", "model-retokenizing")
 """Drafters that decode with a whole model. Selected by name, so that seeds stay reproducible."""
 TOLERANCE = 1e-4
@@ -83,6 +85,8 @@ class Case:
     cache: str
     streamer: str
     pad: str
+    compiled: bool
+    learn: bool = False
 
     def describe(self) -> str:
         """All values that are not defaults, in one line."""
@@ -231,6 +235,7 @@ def draw_case(seed: int, family: str = "") -> Case:
         cache=_choose_with_rate(rng, 0.15, ("bare", "config")),
         streamer=_choose_with_rate(rng, 0.25, ("plain",) * 6 + ("failing", "gambling")),
         pad=_choose_with_rate(rng, 0.2, ("eos", "eos", "none")),
+        compiled=seed % 4 != 3,  # nothing is drawn, so that older seeds stay reproducible
     )
 
 
@@ -704,7 +709,7 @@ def _grid_mask(prompt: Prompt) -> Tensor:
 
 
 def _build_drafter(case: Case, answers: list[Tensor]) -> Any:
-    if case.drafter in (*BUILT_IN_DRAFTERS, "self"):
+    if case.drafter in (*BUILT_IN_DRAFTERS, *LEARNING_DRAFTERS, "self"):
         return case.drafter
     if case.drafter == "model":  # fewer ids than the target, as many, or more
         return ModelDrafter(HFDraftModel(build_draft_model(case.spec, case.seed, case.spec.vocab + case.seed % 3 - 1)))
@@ -765,7 +770,8 @@ def _run_patched(
     drafter = _build_drafter(case, answers)
     if case.seeded == "before":
         torch.manual_seed(case.seed)
-    with patch_model(prepared.model, drafter, deterministic=case.deterministic, tree_size=case.nodes):
+    options = {"deterministic": case.deterministic, "tree_size": case.nodes, "learn": case.learn}
+    with patch_model(prepared.model, drafter, cpu_pack_weights=None if case.compiled else False, **options):
         if case.seeded == "after":
             torch.manual_seed(case.seed)
         if case.override == "disabled":
@@ -855,7 +861,8 @@ def run_seed(
 
 
 def init_worker() -> None:
-    """One thread, and only errors from transformers."""
+    """One thread, only errors from transformers, and no measured costs of earlier processes."""
+    os.environ["MMSPEC_COST_CACHE"] = "0"
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
 
