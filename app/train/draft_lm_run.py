@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from mmspec.app.errors import UsageError
-from mmspec.app.modeling.load import load_model
+from mmspec.app.modeling.load import load_model, load_text_model
 from mmspec.app.train.config import TrainOptions
 from mmspec.app.train.data import Teacher
 from mmspec.app.train.datasets import RequestDataset
@@ -18,7 +18,6 @@ from mmspec.app.train.text_teacher import (
     TextRequests,
     TextTeacher,
     is_text_target,
-    load_text_model,
     read_questions,
     write_questions,
 )

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mmspec.app.caption.config import SCENES_MODEL
 from mmspec.app.errors import UsageError, one_line
 from mmspec.app.io.jsonl import replace_file
 from mmspec.app.modeling.captioner import Captioner
-from mmspec.app.modeling.load import resolve_device
 from mmspec.app.modeling.random_models import SIZES
 from mmspec.app.train.data import Teacher
 from mmspec.app.train.datasets import Request
@@ -87,34 +87,15 @@ def is_text_target(target: str) -> bool:
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
-    if target in SIZES or target == "scenes":
+    if target in SIZES or target == SCENES_MODEL:
         return False
+    if target.endswith(".gguf"):
+        return True
     try:
         config = AutoConfig.from_pretrained(target)
     except Exception as error:
         raise UsageError(f"cannot load --target {target}: {one_line(error)}") from error
     return config.model_type not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
-
-
-def load_text_model(target: str, dtype: str, device: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Model in eval mode on its device, and its tokenizer, padding on the left.
-
-    Raises:
-        UsageError: it cannot be loaded.
-    """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    target_device = resolve_device(device)
-    precision = "float32" if dtype == "auto" and target_device.type == "cpu" else dtype
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(target)
-        model = AutoModelForCausalLM.from_pretrained(target, dtype=precision)
-    except Exception as error:
-        raise UsageError(f"cannot load --target {target}: {one_line(error)}") from error
-    tokenizer.padding_side = "left"
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    return model.to(target_device).eval(), tokenizer
 
 
 def question_text(tokenizer: Any, question: str) -> str:
@@ -183,7 +164,6 @@ __all__ = [
     "TextRequests",
     "TextTeacher",
     "is_text_target",
-    "load_text_model",
     "question_text",
     "read_questions",
     "write_questions",
