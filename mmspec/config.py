@@ -57,7 +57,7 @@ class SpecConfig:
         tree_size: score trees of exactly this many nodes, root included; None lets the controller choose.
         deterministic: fix all shapes, so that half-precision runs are bit-identical on one machine.
         cpu_pack_weights: on a CPU, True also tries float32 linear layers in the kernel's packed layout, at the cost of
-            a copy of their weights; False never replaces a linear layer; None tries what needs no copy.
+            a copy of their weights; False leaves everything to torch; None uses compiled code that needs no copy.
         compile: record the target's rounds once and replay them. True: by CUDA graphs, on a CPU by `torch.compile`, at
             the cost of a copy of the weights; "auto": where that is shown to pay, at present nowhere; False: never.
         learn: the drafter learns from this call.

@@ -19,6 +19,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from mmspec.call import CallContext, PreparedInputs
 from mmspec.control.tree_size import TreeSizeController
 from mmspec.cpu.linear import find_linear_layers, use_fast_linears
+from mmspec.cpu.native import FewRowsKernel, load_kernel
 from mmspec.engine.criteria import UNLIMITED_STEPS
 from mmspec.engine.loop import DecodeLoop
 from mmspec.engine.output import OutputBuffer, ReturnFlags, UserCodeHooks
@@ -85,6 +86,8 @@ def _run_loop(call: CallContext, inputs: PreparedInputs, prefilled: Prefilled) -
         start_time=call.start_time,
         warn=call.warn,
     )
+    if (kernel := _native_kernel(call)) is not None and call.modules is not None:
+        target.use_native_rounds(kernel, call.modules)
     try:
         with target.decoding(), _fast_linears(call):
             loop.run(prefilled.logits, prompt)
@@ -224,6 +227,12 @@ def _draftable_ids(prompt: Prompt, adapter: ModelAdapter, device: torch.device) 
     draftable[[token for token in prompt.banned_ids if 0 <= token < prompt.vocab_size]] = False
     draftable[adapter.num_embeddings :] = False
     return draftable
+
+
+def _native_kernel(call: CallContext) -> FewRowsKernel | None:
+    """The compiled kernel, if whole forwards of this call may run in it and it can be had."""
+    is_allowed = call.spec_config.cpu_pack_weights is None and call.adapter.model.device.type == "cpu"
+    return load_kernel() if is_allowed and call.autotuner.allow_native else None
 
 
 def _fast_linears(call: CallContext) -> AbstractContextManager[None]:

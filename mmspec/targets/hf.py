@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers.utils import output_capturing
 
+from mmspec.cpu.native import FewRowsKernel
 from mmspec.engine.kv_cache import RaggedKVCache
 from mmspec.engine.tree import BUCKETS, DraftTree
 from mmspec.engine.tree_cache import (
@@ -25,6 +26,8 @@ from mmspec.engine.tree_cache import (
 )
 from mmspec.interfaces import VerifyResult
 from mmspec.targets.base import ModelAdapter
+from mmspec.targets.module_scan import ModuleScan
+from mmspec.targets.native import NativeRounds, RoundPositions, native_rounds
 
 CAN_SELECT_HIDDEN_STATES = hasattr(output_capturing, "selected_hidden_states")
 """Whether this transformers can return chosen hidden states only; older versions return all of them."""
@@ -52,6 +55,7 @@ class HFTarget:
         user_cache_view: the user's cache while user code can read it.
         chains_only: whether `score` accepts chains only, no trees with branches.
         setup_s: seconds of the last `score` that no later one of its shape will take.
+        rounds: computes `score` in compiled code where it can; None for the model's own forward.
     """
 
     chains_only = False
@@ -86,6 +90,8 @@ class HFTarget:
         self.max_new_tokens = max_new_tokens
         self._max_length = self.user_cache.get_seq_length() + input_ids.shape[1] + max_new_tokens
         self.setup_s = 0.0
+        self.rounds: NativeRounds | None = None
+        self._runs_user_code = cache_is_observed
         self.buffer = self._new_buffer(input_ids.shape[0])
         self.cache = TreeCache(self.buffer, adapter.num_layers, self.user_cache)
         self.prompt_length = 0
@@ -162,6 +168,11 @@ class HFTarget:
         self._prepare_rounds()
         return outputs.logits[:, -1], self._hidden_states(outputs, hidden_state_indices)
 
+    def use_native_rounds(self, kernel: FewRowsKernel, modules: ModuleScan) -> None:
+        """After the prefill: let `score` run in compiled code, if `native_rounds` finds the model and the call fit."""
+        positions = RoundPositions(self.prompt_length, self._prompt_last_position, self.max_new_tokens)
+        self.rounds = native_rounds(kernel, self.adapter, modules, self._template, positions, self._runs_user_code)
+
     def decoding(self) -> AbstractContextManager[Any]:
         """The context that transformers applies to its decoding steps; may switch kernels of expert layers."""
         optimize = getattr(self.model, "_optimize_model_for_decode", nullcontext)
@@ -171,6 +182,9 @@ class HFTarget:
         """See `mmspec.interfaces.Target.score`."""
         tree = tree.to(self.device)
         self.buffer.begin_forward(tree.num_nodes)
+        scored = self.rounds and self.rounds.score(tree, self.buffer, self._padding, hidden_state_indices)
+        if scored:
+            return scored
         inputs = dict(self._template)  # with `past_key_values=self.cache`
         inputs["input_ids"] = tree.tokens
         inputs["position_ids"] = self._positions(tree)
