@@ -1,4 +1,4 @@
-"""A row of the input (`Item`) and what yields rows (`RowSource`). A new input format is one class with these methods."""
+"""A row of the input (`Item`), and what yields rows (`RowSource`): a new input format is one class."""
 
 from __future__ import annotations
 

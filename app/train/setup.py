@@ -117,16 +117,21 @@ def build_trainer(
     draft_models = {}
     for name in options.drafter:
         recipe = find_recipe(name)
-        head, compressor = build_parts(options, name, head_config, teacher)
+        parts = build_parts(options, name, head_config, teacher)
         visual_mode = options.visual_mode or recipe.visual_mode
-        draft_models[name] = DraftModel(head, visual_mode, recipe.architecture, compressor).to(model.device)
+        draft_model = DraftModel(parts.head, visual_mode, recipe.architecture, parts.compressor).to(model.device)
+        if draft_model.head.config.draft_vocab_size and parts.draft_ids is not None:
+            draft_model.draft_ids = parts.draft_ids.to(model.device)
+        draft_models[name] = draft_model
+    layers = [layer for one in draft_models.values() for layer in one.head.config.hidden_state_layers]
+    teacher.aux_layers = tuple(sorted(set(layers)))
     config = TrainConfig(
         options.steps,
         options.batch_size,
         options.lr,
         hidden_noise=options.noise,
         seed=options.seed,
-        weights=LossWeights(options.hidden_loss, options.logits_loss, options.ttt_steps),
+        weights=LossWeights(options.hidden_loss, options.logits_loss, options.ttt_steps, loss=options.loss),
     )
     placeholder_id = torch.tensor(teacher.media_token_ids[0], device=model.device)
     placeholder = embeddings.embed(placeholder_id).float()
@@ -144,12 +149,36 @@ def build_trainer(
         raise UsageError(str(error)) from error
 
 
+def prepare_draft_vocabularies(trainer: Trainer, teacher: Teacher) -> None:
+    """Before training, once the answers are known: the draft vocabularies, and LM heads that start from the target's.
+
+    Without the target's scale (`norm`) and rows (`lm_head`) a head spends hundreds of steps on what is known.
+    """
+    embeddings = teacher.adapter.shared_embeddings
+    for draft_model in trainer.draft_models.values():
+        head = draft_model.head
+        size = head.config.draft_vocab_size
+        if not size:
+            continue
+        has_start = draft_model.draft_ids is not None
+        ids = draft_model.draft_ids if has_start else teacher.draft_vocabulary(size).to(teacher.model.device)
+        draft_model.draft_ids = ids if size < head.config.vocab_size else None
+        if ids is None or trainer.step or has_start:
+            continue
+        with torch.no_grad():
+            batch = trainer.get_batch(0)
+            states = batch.hidden_states[batch.response_mask]
+            head.norm.weight.copy_(states.float().pow(2).mean(0).sqrt())  # a normalised state has a mean square of 1
+            head.lm_head.weight.copy_(embeddings.lm_head_rows(ids).float())
+
+
 __all__ = [
     "build_trainer",
     "check_run_settings",
     "current_settings",
     "data_settings",
     "distributed_context",
+    "prepare_draft_vocabularies",
     "split_data",
     "train_settings",
 ]

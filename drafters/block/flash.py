@@ -11,8 +11,8 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mmspec.drafters.block.base import BlockDrafter
 from mmspec.drafters.block.markov import MarkovExpander, MarkovHead
+from mmspec.drafters.block.online import LearnableBlock
 from mmspec.drafters.eagle.expand import LevelExpander
 from mmspec.drafters.eagle.head import EagleHead, HeadConfig, RMSNorm
 from mmspec.drafters.eagle.state import DraftState
@@ -36,14 +36,19 @@ class FlashHead(EagleHead):
         return outputs[..., None, :] + features.unflatten(-1, (self.config.block_size, -1))
 
 
-class FlashDrafter(BlockDrafter):
-    """Drafts with a `FlashHead`."""
+class FlashDrafter(LearnableBlock):
+    """Drafts with a `FlashHead`. Online learning trains what follows its attention layer."""
 
     head: FlashHead
+    learned_parts = ("norm.", "up_proj.", "block_proj.", "markov_head.")
 
     def block_features(self, state: DraftState) -> Tensor:
         """See `BlockDrafter`."""
         return self.head.block_features(state.last_hidden)
+
+    def learned_features(self, head: FlashHead, inputs: Tensor, root_embeds: Tensor) -> Tensor:
+        """See `LearnableBlock`; `inputs` are outputs of the attention layer, which has read the root."""
+        return head.block_features(inputs)
 
     def expander(self, state: DraftState) -> LevelExpander | None:
         """See `BlockDrafter`."""

@@ -16,6 +16,8 @@ from mmspec.drafters.eagle.drafter import EagleDrafter
 from mmspec.drafters.eagle.head import Eagle3Head, EagleHead, HeadConfig
 from mmspec.drafters.eagle.vispec import VispecDrafter, VispecHead
 from mmspec.drafters.eagle.visual_inputs import VISUAL_MODES
+from mmspec.drafters.instant.drafter import InstantDrafter
+from mmspec.drafters.instant.head import InstantHead, init_instant_head, instant_config
 from mmspec.vision.compressors.cost_based import CostBased
 from mmspec.vision.compressors.latent import LatentCompressor
 from mmspec.vision.registry import init_compressor
@@ -23,7 +25,8 @@ from mmspec.vision.registry import init_compressor
 BLOCK_DRAFTERS = ("flash", "chained", "parallel", "linked", "falcon")
 SELECTING_COMPRESSORS = ("stride:3", "random:3", "relevant:3", "salient:3", "diverse:3", "identity", "drop")
 COMPRESSOR_SPECS = ("conv:3", "resampler:2", "elastic:4", "pool:3", *SELECTING_COMPRESSORS)
-DRAFTER_KINDS = (*VISUAL_MODES, "trimmed", "eagle3", "vispec", *BLOCK_DRAFTERS, "latent", "measured", "compressed")
+_VISUAL_KINDS = ("latent", "measured", "compressed")
+DRAFTER_KINDS = (*VISUAL_MODES, "trimmed", "eagle3", "vispec", *BLOCK_DRAFTERS, "instant", *_VISUAL_KINDS)
 ECHOING_PREFIX = "leaning-"
 """Prefix of a kind: its head often predicts what a target with weak attention generates after the last token."""
 
@@ -32,7 +35,7 @@ def build_drafter(kind: str, spec: tiny.ModelSpec, seed: int = 0, vocab_size: in
     """A drafter of the kind for the target of `spec`; `vocab_size` 0 is that of the target."""
     if kind.startswith(ECHOING_PREFIX):
         drafter = build_drafter(kind.removeprefix(ECHOING_PREFIX), spec, seed, vocab_size)
-        weight, identity = drafter.head.fc.weight.data, 3 * torch.eye(spec.hidden)
+        weight, identity = _echoing_weight(drafter.head), 3 * torch.eye(spec.hidden)
         if isinstance(drafter.head, Eagle3Head):
             weight[:, -spec.hidden :] += identity
             drafter.head.lm_head.weight.data = (
@@ -42,6 +45,8 @@ def build_drafter(kind: str, spec: tiny.ModelSpec, seed: int = 0, vocab_size: in
             weight[:, : spec.hidden] += identity
         return drafter
     vocab_size = vocab_size or spec.vocab
+    if kind == "instant":
+        return build_instant_drafter(spec, vocab_size, seed)
     wide = kind == "eagle3"
     config = HeadConfig(
         spec.hidden, 2 * spec.hidden, spec.heads, spec.kv_heads, vocab_size, eagle3_input=wide, qkv_bias=bool(seed % 2)
@@ -51,7 +56,7 @@ def build_drafter(kind: str, spec: tiny.ModelSpec, seed: int = 0, vocab_size: in
         if kind == "vispec":
             return VispecDrafter(VispecHead(config, 2 + seed % 3), num_layers=spec.layers, max_depth=3, top_k=3)
         if kind == "eagle3":
-            head = Eagle3Head(config, vocab_size // 2, spec.hidden)
+            head = Eagle3Head(replace(config, draft_vocab_size=vocab_size // 2))
             drafter = EagleDrafter(
                 head, "coupled", num_layers=8, max_depth=4, top_k=3, draft_ids=torch.arange(1, vocab_size // 2 + 1)
             )
@@ -82,6 +87,20 @@ def build_drafter(kind: str, spec: tiny.ModelSpec, seed: int = 0, vocab_size: in
         ids = torch.arange(0, vocab_size, 2) if kind == "trimmed" else None
         rule = "decoupled" if kind == "trimmed" else kind
         return EagleDrafter(EagleHead(config), rule, num_layers=spec.layers, max_depth=4, top_k=4, draft_ids=ids)
+
+
+def build_instant_drafter(spec: tiny.ModelSpec, vocab_size: int, seed: int) -> InstantDrafter:
+    """Instant heads with random weights."""
+    head = init_instant_head(instant_config(spec.hidden, vocab_size, 2 + seed % 4), seed)
+    head.block_proj.weight.data.normal_(0, 0.2)
+    return InstantDrafter(head, num_layers=spec.layers)
+
+
+def _echoing_weight(head: EagleHead) -> torch.Tensor:
+    """The weight whose first columns map the embedding of the last token to the head's output (to its first slot)."""
+    return (
+        head.block_proj.weight.data[: head.config.hidden_size] if isinstance(head, InstantHead) else head.fc.weight.data
+    )
 
 
 def build_block_drafter(kind: str, config: HeadConfig, layers: int, seed: int) -> HeadDrafter:
