@@ -21,6 +21,7 @@ class TrainOptions:
         head_layers: decoder layers of a head that may have several (dspark).
         layers: indices of the target's hidden states that a head reads; None for the default of the recipe.
         visual_mode: how visual tokens enter the head; None for that of the recipe.
+        draft_layers: decoder layers of a draft model (draft-lm); None for an eighth of the target's.
         minutes: time limit of one call; the run goes on when the command is repeated.
     """
 
@@ -57,6 +58,7 @@ class TrainOptions:
     evaluate: int
     seed: int
     minutes: float
+    draft_layers: int | None
     progress: bool | None
 
     @classmethod
