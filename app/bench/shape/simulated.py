@@ -1,9 +1,9 @@
 """Drafters whose acceptance is given: each tree is replaced by one that holds the known continuation.
 
-For models of `mmspec.app.bench.shape.models`, whose next token is the successor of the last. The drafter drafts in full;
-its tree is replaced by one of the same size: a chain whose first k tokens are right, and wrong siblings, so the target
-accepts k. Everything else runs as always: forward, sampling, acceptance, commit. k is drawn per row and round, a
-truncated geometric distribution whose mean is tau - 1.
+For models of `mmspec.app.bench.shape.models`, whose next token is the successor of the last. The drafter drafts in
+full; its tree is replaced by one of the same size: a chain whose first k tokens are right, and wrong siblings, so that
+the target accepts k. Everything else runs as always: forward, sampling, acceptance, commit. k is drawn per row and
+round, a truncated geometric distribution whose mean is tau - 1.
 """
 
 from __future__ import annotations
