@@ -55,6 +55,9 @@ drafters
   parallel           5 tokens per forward over learned mask embeddings, each corrected by the token before it
                      (ParallelSpec, Hydra)
   parallel-free      the same without the correction
+  dspark             5 tokens per forward of a block that sees hidden states of several layers, each corrected by the
+                     token before it, with an estimate of their acceptance (DSpark)
+  dspark-mixture     the same, the hidden states added with learned weights (DFlare)
   falcon             2 tokens per forward, several forwards (Falcon)
   draft-lm           a small language model instead of a head: some layers of the target, trained on its answers
                      (FastDraft); reads no images; alone, not beside heads. --target may be a language model: then
@@ -168,7 +171,10 @@ def _add_head(how: argparse._ArgumentGroup) -> None:
     mode_help = "how visual tokens enter the head (default: that of the drafter)"
     modes = (*VISUAL_MODES, "mixed")
     add_renamed(how, "--visual-mode", "--rule", type=parse_visual_mode, default=None, choices=modes, help=mode_help)
-    layers_help = "hidden states that an eagle3 head reads, of 0 to the number of layers (default: 2, N/2, N-3)"
+    layers_help = (
+        "hidden states that the head reads, of 0 to the number of layers (default: 2, N/2, N-3; dspark also N-1)"
+    )
+    add("--head-layers", type=positive_int, default=1, metavar="N", help="decoder layers of a dspark head (default 1)")
     add("--layers", type=parse_layers, default=None, metavar="I,I,I", help=layers_help)
     add(
         "--compressor",
@@ -249,7 +255,7 @@ def run(args: argparse.Namespace) -> int:
         check_run_settings,
         data_settings,
         distributed_context,
-        prepare_draft_vocabularies,
+        init_from_target,
         split_data,
         train_settings,
     )
@@ -285,7 +291,7 @@ def run(args: argparse.Namespace) -> int:
         teacher.generate_answers(options.out, batch_size, options.max_new_tokens, progress.update, shard, start_index)
     wait_for_everyone()
     teacher.read_answers(options.out)
-    prepare_draft_vocabularies(trainer, teacher)
+    init_from_target(trainer, teacher)
     with ProgressReporter("train", options.steps, "step", show_bar=options.progress, is_silent=is_silent) as progress:
         progress.resume(trainer.step)
         is_done = trainer.run(60 * options.minutes, on_step=on_step(trainer, progress))

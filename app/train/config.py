@@ -18,6 +18,7 @@ class TrainOptions:
         ttt_steps: training-time-test steps, the first included; after it the head reads its own outputs.
         ffn: width of the feed-forward network; None for that of the target.
         block: tokens per forward; None for that of the recipe.
+        head_layers: decoder layers of a head that may have several (dspark).
         layers: indices of the target's hidden states that a head reads; None for the default of the recipe.
         visual_mode: how visual tokens enter the head; None for that of the recipe.
         draft_layers: decoder layers of a draft model (draft-lm); None for an eighth of the target's.
@@ -49,6 +50,7 @@ class TrainOptions:
     ffn: int | None
     block: int | None
     layers: tuple[int, ...] | None
+    head_layers: int
     visual_mode: str | None
     compressor: str | None
     start_from: str | None
