@@ -58,7 +58,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("comparison",),
     ("__init__",),
     ("app",),
-    ("__main__",),
+    ("__main__", "ray"),
 )
 LOOP_IMPORTS = {
     "engine.verify", "engine.output", "engine.tree", "engine.sampler", "control.tree_size", "metrics.*", "interfaces.*",

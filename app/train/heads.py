@@ -22,6 +22,7 @@ class HeadRecipe:
         ffn_scale: `HeadConfig.intermediate_size` as a multiple of `--ffn`.
         block_ffn_scale: `HeadConfig.block_ffn_size` as a multiple of `--ffn`.
         markov_scale: `HeadConfig.markov_rank` as a multiple of `--ffn`.
+        layer_mixture: `HeadConfig.layer_mixture`.
     """
 
     visual_mode: str
@@ -30,6 +31,7 @@ class HeadRecipe:
     ffn_scale: float = 1.0
     block_ffn_scale: float = 0.0
     markov_scale: float = 0.0
+    layer_mixture: bool = False
 
 
 RECIPES = {
@@ -42,6 +44,8 @@ RECIPES = {
     "flash-free": HeadRecipe("decoupled", "flash", 5, ffn_scale=0.0, block_ffn_scale=1.0),
     "parallel": HeadRecipe("decoupled", "parallel", 5, block_ffn_scale=0.5),
     "parallel-free": HeadRecipe("decoupled", "parallel", 5),
+    "dspark": HeadRecipe("coupled", "dspark", 5, markov_scale=0.125),
+    "dspark-mixture": HeadRecipe("coupled", "dspark", 5, markov_scale=0.125, layer_mixture=True),
     "falcon": HeadRecipe("decoupled", "falcon", 2),
 }
 """Drafters that can be trained."""
@@ -149,6 +153,7 @@ def resize_config(config: Any, recipe: HeadRecipe, block: int | None) -> Any:
         block_size=block,
         block_ffn_size=round(recipe.block_ffn_scale * width),
         markov_rank=round(recipe.markov_scale * width),
+        layer_mixture=recipe.layer_mixture,
     )
 
 
@@ -162,19 +167,23 @@ def add_hidden_states(config: Any, recipe: HeadRecipe, options: TrainOptions, nu
         num_layers: decoder layers of the target.
 
     Raises:
-        ValueError: `--layers` for another architecture, of another number than three, or not of this target.
+        ValueError: `--layers` for another architecture, of another number than three (EAGLE-3), or not of this target.
     """
     from mmspec.drafters.eagle.head import eagle3_layers
 
-    if recipe.architecture != "eagle3":
+    if recipe.architecture not in ("eagle3", "dspark"):
         if options.layers is not None:
             raise ValueError("--layers is for heads that read several hidden states; this one reads the last")
         return config
-    layers = options.layers or eagle3_layers(num_layers)
-    if len(layers) != 3 or min(layers) < 0 or max(layers) > num_layers:
+    is_eagle3 = recipe.architecture == "eagle3"
+    layers = options.layers or (eagle3_layers(num_layers) + (() if is_eagle3 else (num_layers - 1,)))
+    if (is_eagle3 and len(layers) != 3) or min(layers) < 0 or max(layers) > num_layers:
+        number = "three" if is_eagle3 else "some"
         raise ValueError(
-            f"--layers must be three of 0 to {num_layers} for this target; got {','.join(map(str, layers))}"
+            f"--layers must be {number} of 0 to {num_layers} for this target; got {','.join(map(str, layers))}"
         )
+    if not is_eagle3:
+        return replace(config, hidden_state_layers=layers, num_hidden_layers=options.head_layers, confidence_head=True)
     size = min(options.draft_vocab or config.vocab_size, config.vocab_size)
     return replace(config, eagle3_input=True, hidden_state_layers=layers, draft_vocab_size=size)
 

@@ -52,6 +52,11 @@ def export(
         compressor=compressor_state(draft_model.compressor),
     )
     save_head(folder, draft_model.head, metadata)
+    write_provenance(folder, options, teacher, settings)
+
+
+def write_provenance(folder: Path, options: TrainOptions, teacher: Teacher, settings: Mapping[str, Any]) -> None:
+    """Write provenance.json: what a drafter was trained with."""
     provenance = {
         "command": options.command,
         "seed": options.seed,

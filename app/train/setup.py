@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mmspec.app.caption.config import SCENES_MODEL, ProcessInfo
 from mmspec.app.errors import UsageError
@@ -149,27 +150,33 @@ def build_trainer(
         raise UsageError(str(error)) from error
 
 
-def prepare_draft_vocabularies(trainer: Trainer, teacher: Teacher) -> None:
-    """Before training, once the answers are known: the draft vocabularies, and LM heads that start from the target's.
+def init_from_target(trainer: Trainer, teacher: Teacher) -> None:
+    """Before training, once the answers are known: draft vocabularies, and weights of a head that the target has too.
 
     Without the target's scale (`norm`) and rows (`lm_head`) a head spends hundreds of steps on what is known.
     """
-    embeddings = teacher.adapter.shared_embeddings
+    embeddings, has_start = teacher.adapter.shared_embeddings, "start_from" in trainer.settings
     for draft_model in trainer.draft_models.values():
         head = draft_model.head
-        size = head.config.draft_vocab_size
-        if not size:
+        size, layers = head.config.draft_vocab_size, head.config.hidden_state_layers
+        ids = draft_model.draft_ids
+        if size and ids is None:
+            ids = teacher.draft_vocabulary(size).to(teacher.model.device)
+            draft_model.draft_ids = ids if size < head.config.vocab_size else None
+        if not layers or trainer.step or has_start:
             continue
-        has_start = draft_model.draft_ids is not None
-        ids = draft_model.draft_ids if has_start else teacher.draft_vocabulary(size).to(teacher.model.device)
-        draft_model.draft_ids = ids if size < head.config.vocab_size else None
-        if ids is None or trainer.step or has_start:
-            continue
+        batch = trainer.get_batch(0)
+
+        def root_mean_square(states: Tensor, mask: Tensor = batch.response_mask) -> Tensor:
+            return states[mask].float().pow(2).mean(0).sqrt()
+
         with torch.no_grad():
-            batch = trainer.get_batch(0)
-            states = batch.hidden_states[batch.response_mask]
-            head.norm.weight.copy_(states.float().pow(2).mean(0).sqrt())  # a normalised state has a mean square of 1
-            head.lm_head.weight.copy_(embeddings.lm_head_rows(ids).float())
+            head.norm.weight.copy_(root_mean_square(batch.hidden_states))  # of a normalised state it is 1
+            if ids is not None:
+                head.lm_head.weight.copy_(embeddings.lm_head_rows(ids).float())
+            if head.config.layer_mixture:
+                scales = [root_mean_square(batch.aux_hidden_states[layer]).mean() for layer in layers]
+                head.mixture.copy_(1 / (len(layers) * torch.stack(scales)))
 
 
 __all__ = [
@@ -178,7 +185,7 @@ __all__ = [
     "current_settings",
     "data_settings",
     "distributed_context",
-    "prepare_draft_vocabularies",
+    "init_from_target",
     "split_data",
     "train_settings",
 ]

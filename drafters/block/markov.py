@@ -6,6 +6,7 @@ makes a block semi-autoregressive without a further forward of the head or of th
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -13,6 +14,7 @@ from mmspec.drafters.block.base import BlockDrafter
 from mmspec.drafters.eagle.expand import StatelessExpander
 from mmspec.drafters.eagle.head import HeadConfig, RMSNorm
 from mmspec.drafters.eagle.state import DraftState
+from mmspec.interfaces import SharedEmbeddings
 
 
 class MarkovHead(nn.Module):
@@ -46,6 +48,45 @@ class MarkovHead(nn.Module):
         return logits
 
 
+class BigramHead(nn.Module):
+    """`MarkovHead` without the position's feature: the bias depends on the token before alone (DSpark, "vanilla").
+
+    The R numbers of a token come from its embedding, which needs no table of the vocabulary. Those of published heads
+    are a table, for which engines ask; `to_table` computes it.
+    """
+
+    def __init__(self, config: HeadConfig, vocab_size: int, has_table: bool = False) -> None:
+        """
+        Args:
+            config: with `markov_rank`.
+            vocab_size: V', rows of the bias.
+            has_table: [V, R] numbers of their own for all tokens, instead of a projection of the embeddings.
+        """
+        super().__init__()
+        self.token_norm = None if has_table else RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.token_proj = None if has_table else nn.Linear(config.hidden_size, config.markov_rank, bias=False)
+        self.table = nn.Embedding(config.vocab_size, config.markov_rank) if has_table else None
+        self.vocab_proj = nn.Linear(config.markov_rank, vocab_size, bias=False)
+        nn.init.zeros_(self.vocab_proj.weight)
+
+    def embed(self, ids: Tensor, shared_embeddings: SharedEmbeddings) -> Tensor:
+        """[..., R] of target ids [...]."""
+        if self.table is not None:
+            table: Tensor = self.table(ids)
+            return table
+        return self.project(shared_embeddings.embed(ids))
+
+    def project(self, inputs_embeds: Tensor) -> Tensor:
+        """[..., R] of embeddings [..., D], without a table."""
+        assert self.token_norm is not None and self.token_proj is not None
+        return functional.silu(self.token_proj(self.token_norm(inputs_embeds)))
+
+    def to_table(self, shared_embeddings: SharedEmbeddings, vocab_size: int) -> Tensor:
+        """[V, R] the numbers of all tokens."""
+        device = self.vocab_proj.weight.device
+        return self.embed(torch.arange(vocab_size, device=device), shared_embeddings)
+
+
 def fit_vocabulary(logits: Tensor, size: int) -> Tensor:
     """[..., V] -> [..., size]: an LM head may have more or fewer rows than the config's vocabulary has ids."""
     return functional.pad(logits, (0, size - logits.shape[-1]))  # a negative width crops
@@ -56,6 +97,7 @@ class MarkovExpander(StatelessExpander):
 
     def __init__(self, drafter: BlockDrafter, markov_head: MarkovHead, state: DraftState) -> None:
         features = drafter.block_features(state)
+        self.state = state
         self.markov_head = markov_head
         self.root_hidden = features[:, :1]
         self.base_logits = drafter.logits(state, features)
@@ -79,4 +121,4 @@ class MarkovExpander(StatelessExpander):
         return base_logits + correction.float()
 
 
-__all__ = ["MarkovExpander", "MarkovHead", "fit_vocabulary"]
+__all__ = ["BigramHead", "MarkovExpander", "MarkovHead", "fit_vocabulary"]

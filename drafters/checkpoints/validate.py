@@ -40,6 +40,7 @@ INTEGERS: dict[str, tuple[int, int]] = {
     "max_tokens": (1, MAX_SIZE),
     "layers": (0, MAX_LAYERS),
     "num_layers": (0, MAX_LAYERS),
+    "num_hidden_layers": (1, MAX_LAYERS),
 }
 """Key -> smallest and largest value."""
 FLOATS: dict[str, tuple[float, float]] = {
@@ -51,7 +52,10 @@ STRINGS = (
     "model_type", "kind", "rule", "architecture", "visual_mode", "speculators_model_type", "tokenizer", "rope_type",
     "type", "name",
 )  # fmt: skip
-BOOLEANS = ("bias", "qkv_bias", "input_norm", "wide", "eagle3_input", "norm_before_residual")
+BOOLEANS = (
+    "bias", "qkv_bias", "input_norm", "wide", "eagle3_input", "norm_before_residual", "layer_mixture",
+    "confidence_head",
+)  # fmt: skip
 LAYER_LISTS = ("eagle_aux_hidden_state_layer_ids", "hidden_state_layers")
 NESTED = ("target", "rope_scaling", "rope_parameters", "transformer_layer_config", "compressor")
 """Objects whose keys are checked by the same rules."""

@@ -47,6 +47,9 @@ class HeadConfig:
         draft_vocab_size: V', rows of the head's own LM head (EAGLE-3); 0 for the target's LM head.
         hidden_state_layers: indices of the target's hidden states that the head reads, concatenated; empty for the
             default of the architecture.
+        num_hidden_layers: decoder layers of the head; EAGLE's has one, DSpark's one to four.
+        layer_mixture: whether the hidden states are added with learned weights before `fc`, not concatenated (DSpark).
+        confidence_head: whether the head estimates the acceptance of each position (DSpark).
     """
 
     hidden_size: int
@@ -67,6 +70,9 @@ class HeadConfig:
     markov_rank: int = 0
     draft_vocab_size: int = 0
     hidden_state_layers: tuple[int, ...] = ()
+    num_hidden_layers: int = 1
+    layer_mixture: bool = False
+    confidence_head: bool = False
 
     def __post_init__(self) -> None:
         if not 1 <= self.block_size <= MAX_BLOCK_SIZE:

@@ -26,7 +26,13 @@ CHECKPOINT_VERSION = 2
 """In version 1, `ttt_steps` (and `rollout` before it) did not count the first step."""
 
 
-NEW_HEAD_DEFAULTS: dict[str, Any] = {"draft_vocab_size": 0, "hidden_state_layers": []}
+NEW_HEAD_DEFAULTS: dict[str, Any] = {
+    "draft_vocab_size": 0,
+    "hidden_state_layers": [],
+    "num_hidden_layers": 1,
+    "layer_mixture": False,
+    "confidence_head": False,
+}
 NEW_WEIGHT_DEFAULTS: dict[str, Any] = {"loss": "ce"}
 """Options that are newer than some runs -> their default. Left out where they have it: such runs can be resumed."""
 

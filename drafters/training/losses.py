@@ -104,6 +104,7 @@ class LossAccumulator:
         target_hidden: Tensor,
         logit_bias: Tensor | None = None,
         mask: Tensor | None = None,
+        confidence: Tensor | None = None,
     ) -> None:
         """Add the loss of one `ttt_step` or slot.
 
@@ -113,6 +114,7 @@ class LossAccumulator:
             target_hidden: [n, D] the target's hidden states.
             logit_bias: [n, V] added to the head's logits, or None; fitted to the rows of the target's LM head.
             mask: [B, m] bool with n positions, the same [B, m] in every step; needed by the loss "path" alone.
+            confidence: [n] logit of the acceptance of each position; its cross-entropy is added.
         """
         if not len(hidden_states):
             return
@@ -126,6 +128,11 @@ class LossAccumulator:
         if self.own_head is None:
             hidden_loss = functional.smooth_l1_loss(hidden_states.float(), target_hidden.float())
             loss = loss + self.weights.hidden * hidden_loss
+        if confidence is not None:
+            acceptance = overlap(logits, target_logits).detach()
+            confidence_loss = functional.binary_cross_entropy_with_logits(confidence.float(), acceptance)
+            loss = loss + self.weights.logits * confidence_loss
+            self.metrics[f"confidence{ttt_step}"] = float(confidence_loss.detach())
         self.total = self.total + self.weights.step_decay**ttt_step * loss
         agrees = logits.argmax(-1) == target_logits.argmax(-1)
         agrees = agrees if is_draftable is None else agrees & is_draftable
@@ -142,10 +149,10 @@ class LossAccumulator:
         the whole vocabulary.
         """
         embeddings, head = self.shared_embeddings, self.own_head
-        target_logits = embeddings.logits(target_hidden).float().detach()
+        own = embeddings.logits(hidden_states) if head is None else head.logits(hidden_states, embeddings, None)
+        logits, target_logits = own.float(), embeddings.logits(target_hidden).float().detach()
         if head is None:
-            return embeddings.logits(hidden_states).float(), target_logits, None
-        logits = head.logits(hidden_states, embeddings, None).float()
+            return logits, target_logits, None
         if self.draft_ids is None:
             return logits, target_logits[..., : logits.shape[-1]], None
         is_draftable = torch.isin(target_logits.argmax(-1), self.draft_ids)

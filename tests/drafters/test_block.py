@@ -462,5 +462,5 @@ def test_a_shorter_block_is_a_prefix_of_the_longer(target: FakeTarget) -> None:
 
 def test_architectures_build_their_classes() -> None:
     assert issubclass(FlashDrafter, BlockDrafter) and issubclass(FalconDrafter, HeadDrafter)
-    assert set(ARCHITECTURES) == {"eagle", "eagle3", "flash", "parallel", "falcon"}
+    assert set(ARCHITECTURES) == {"eagle", "eagle3", "flash", "parallel", "dspark", "instant", "falcon"}
     assert isinstance(new_drafter("linked"), ParallelDrafter) and isinstance(new_head("linked"), nn.Module)
