@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from mmspec.comparison import Comparison
 
 DEFAULT_DRAFTERS = ["none", "lookup", "recycling", "hybrid", "auto"]
-REPEATS = 2
+COMPARED_PAIRS = 2
 """Measured pairs after a warm-up pair: enough for a look, not for a quote (`mmspec bench` is for that)."""
 HEADING = f"{'drafter':14} {'identical':10} {'tau':>5} {'x decode':>9} {'x whole':>8}"
 EPILOG = """\
@@ -70,12 +70,12 @@ def run(args: argparse.Namespace) -> int:
             print(f"{name:14} left out: {args.seconds} seconds are over", flush=True)
             continue
         result = _compare(model, processor, name, inputs, args.new_tokens)
-        print(format_comparison(name, result), flush=True)
+        print(format_compared(name, result), flush=True)
         is_exact = is_exact and (result.identical or str(model.dtype) not in ("torch.float32", "torch.float64"))
     return 0 if is_exact else 1
 
 
-def format_comparison(name: str, result: Comparison) -> str:
+def format_compared(name: str, result: Comparison) -> str:
     """One line of the table."""
     same = "yes" if result.identical else "NO"
     divergence = result.first_divergence
@@ -121,9 +121,11 @@ def _compare(model: Any, processor: Any, name: str, inputs: dict[str, Any], new_
         raise UsageError(f"--model and --drafters {name}: {one_line(error, 600)}") from error
     options = dict.fromkeys(("temperature", "top_p", "top_k"))
     try:
-        return mmspec.compare(model, inputs, repeats=REPEATS, max_new_tokens=new_tokens, do_sample=False, **options)
+        return mmspec.compare(
+            model, inputs, repeats=COMPARED_PAIRS, max_new_tokens=new_tokens, do_sample=False, **options
+        )
     finally:
         mmspec.unpatch(model)
 
 
-__all__ = ["add_parser", "format_comparison", "run"]
+__all__ = ["add_parser", "format_compared", "run"]

@@ -11,14 +11,14 @@ import torch
 
 import mmspec
 from mmspec.app.bench import bandwidth
-from mmspec.app.bench.shape.models import SHAPES, build_shape_drafter, build_shape_model, find_shape
+from mmspec.app.bench.shape.models import TEXT_SHAPES, build_shape_drafter, build_shape_model, find_shape
 from mmspec.app.bench.shape.simulated import Oracle, SimulatedAcceptance, acceptance_for_tau, draft_form
 from mmspec.app.cli.main import main
 from mmspec.app.errors import UsageError
 
 
 def test_the_next_token_is_the_successor() -> None:
-    shape = SHAPES["tiny"]
+    shape = TEXT_SHAPES["tiny"]
     for dtype in (torch.float32, torch.bfloat16):
         model = build_shape_model(shape, dtype, torch.device("cpu"))
         ids = torch.randint(shape.vocab_size, (2, 20), generator=torch.Generator().manual_seed(0))
@@ -44,7 +44,7 @@ def test_the_form_is_a_chain_with_siblings() -> None:
 
 @pytest.mark.parametrize("name", ["oracle", "msd", "flash"])
 def test_the_target_accepts_what_is_given(name: str) -> None:
-    shape, device = SHAPES["tiny"], torch.device("cpu")
+    shape, device = TEXT_SHAPES["tiny"], torch.device("cpu")
     model = build_shape_model(shape, torch.float32, device)
     inner = Oracle(8) if name == "oracle" else build_shape_drafter(name, shape, torch.float32, device, 8)
     drafter = SimulatedAcceptance(name, inner, 2.5, 5, shape.vocab_size, torch.Generator().manual_seed(0))

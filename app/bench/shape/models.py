@@ -48,7 +48,7 @@ class TextShape:
     max_position_embeddings: int = 8192
 
 
-SHAPES = {
+TEXT_SHAPES = {
     "tiny": TextShape("llama", 64, 128, 2, 4, 2, 512),
     "llava-1.5-7b": TextShape("llama", 4096, 11008, 32, 32, 32, 32064),
     "qwen2.5-vl-7b": TextShape("qwen2", 3584, 18944, 28, 28, 4, 152064, 1000000.0),
@@ -62,9 +62,9 @@ def find_shape(name: str) -> TextShape:
     Raises:
         UsageError: an unknown name.
     """
-    if name.lower() not in SHAPES:
-        raise UsageError(f"--shape is one of {', '.join(SHAPES)}; got {name!r}")
-    return SHAPES[name.lower()]
+    if name.lower() not in TEXT_SHAPES:
+        raise UsageError(f"--shape is one of {', '.join(TEXT_SHAPES)}; got {name!r}")
+    return TEXT_SHAPES[name.lower()]
 
 
 def build_shape_model(shape: TextShape, dtype: torch.dtype, device: torch.device, seed: int = 0) -> PreTrainedModel:
@@ -127,4 +127,4 @@ def build_shape_drafter(
     raise UsageError(f"--drafters with --shape are none, oracle, msd and flash; got {name!r}")
 
 
-__all__ = ["SHAPES", "TextShape", "build_shape_drafter", "build_shape_model", "find_shape"]
+__all__ = ["TEXT_SHAPES", "TextShape", "build_shape_drafter", "build_shape_model", "find_shape"]

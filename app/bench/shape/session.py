@@ -36,7 +36,7 @@ from mmspec.app.modeling.load import resolve_device
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-DEFAULT_TREE_SIZE = 16
+SHAPE_TREE_SIZE = 16
 DEFAULT_TAUS = (1.0, 2.6, 3.6)
 DEFAULT_PROMPTS = (600, 2000)
 LABEL = "simulated acceptance, random weights of the shape: the text means nothing, tau is given, all kernels run"
@@ -133,7 +133,7 @@ def measure_shape(args: argparse.Namespace) -> SuiteResult:
         if args.dtype == "auto"
         else getattr(torch, args.dtype)
     )
-    tree_size, new_tokens = args.nodes or DEFAULT_TREE_SIZE, args.new_tokens or 64
+    tree_size, new_tokens = args.nodes or SHAPE_TREE_SIZE, args.new_tokens or 64
     lengths = tuple(args.prompt_tokens or DEFAULT_PROMPTS)
     if max(lengths) + new_tokens > shape.max_position_embeddings:
         raise UsageError(f"prompt and new tokens must fit into {shape.max_position_embeddings} positions")
