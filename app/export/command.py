@@ -13,7 +13,7 @@ from mmspec.app.errors import UsageError
 if TYPE_CHECKING:
     from mmspec.interfaces import SharedEmbeddings, TargetInfo
 
-FORMATS = ("vllm", "sglang", "speculators")
+ENGINE_FORMATS = ("vllm", "sglang", "speculators")
 """mmspec.drafters.checkpoints.export.EXPORT_FORMATS, which is too slow to import here."""
 
 EPILOG = """\
@@ -43,7 +43,7 @@ def add_parser(commands: Commands, common: argparse.ArgumentParser) -> None:
     )
     add = parser.add_argument
     add("head", metavar="RUN", help="folder of a trained head, or of a run with a single one")
-    add("--format", choices=FORMATS, required=True, dest="format_name", help="the engine that reads it")
+    add("--format", choices=ENGINE_FORMATS, required=True, dest="format_name", help="the engine that reads it")
     add("--out", type=Path, required=True, metavar="FOLDER", help="folder to write")
     add("--target", metavar="M", help="hub id or folder of the target; needed for dspark heads")
 
@@ -106,4 +106,4 @@ def target_facts(folder: Path, target: str | None) -> tuple[TargetInfo, SharedEm
     return info, None
 
 
-__all__ = ["FORMATS", "add_parser", "head_folder", "run"]
+__all__ = ["ENGINE_FORMATS", "add_parser", "head_folder", "run"]

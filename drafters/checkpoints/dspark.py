@@ -22,7 +22,7 @@ from mmspec.drafters.checkpoints.speculators import draft_vocabulary_tensors, pa
 from mmspec.drafters.checkpoints.state_dict import check_tensors
 from mmspec.interfaces import SharedEmbeddings, TargetInfo
 
-LAYER_NAMES = {
+DSPARK_NAMES = {
     "o_proj": "self_attn.o_proj",
     "q_norm": "self_attn.q_norm",
     "k_norm": "self_attn.k_norm",
@@ -31,12 +31,12 @@ LAYER_NAMES = {
     "post_norm": "post_attention_layernorm",
 }
 """Module of `DsparkLayer` -> module on disk."""
-FUSED_LAYER_NAMES = {
+DSPARK_FUSED = {
     "qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
 }
 """Fused module of `DsparkLayer` -> the projections on disk."""
-OTHER_NAMES = {
+DSPARK_HEADS = {
     "bigram_head.table": "markov_head.markov_w1",
     "bigram_head.vocab_proj": "markov_head.markov_w2",
     "confidence_head": "confidence_head.proj",
@@ -141,13 +141,13 @@ def _stored_names(head: DsparkHead) -> dict[str, tuple[tuple[str, int], ...]]:
         parts = module.split(".")
         if name in NOT_STORED:
             continue
-        if parts[0] == "layers" and parts[2] in FUSED_LAYER_NAMES:
-            projections = zip(FUSED_LAYER_NAMES[parts[2]], sizes[parts[2]], strict=True)
+        if parts[0] == "layers" and parts[2] in DSPARK_FUSED:
+            projections = zip(DSPARK_FUSED[parts[2]], sizes[parts[2]], strict=True)
             names[name] = tuple((f"layers.{parts[1]}.{stored}.{suffix}", rows) for stored, rows in projections)
         elif parts[0] == "layers":
-            names[name] = ((f"layers.{parts[1]}.{LAYER_NAMES[parts[2]]}.{suffix}", value.shape[0]),)
+            names[name] = ((f"layers.{parts[1]}.{DSPARK_NAMES[parts[2]]}.{suffix}", value.shape[0]),)
         else:
-            names[name] = ((f"{OTHER_NAMES.get(module, module)}.{suffix}", value.shape[0]),)
+            names[name] = ((f"{DSPARK_HEADS.get(module, module)}.{suffix}", value.shape[0]),)
     return names
 
 

@@ -23,7 +23,7 @@ from mmspec.interfaces import SharedEmbeddings, TargetInfo
 EXPORT_FORMATS = ("vllm", "sglang", "speculators")
 NO_SGLANG_HOOKS = ("llava", "llava_next", "llava_next_video", "llava_onevision", "vipllava")
 """Model types whose SGLang classes have no method that captures hidden states for EAGLE-3."""
-MAX_POSITIONS = 1 << 17
+HEAD_MAX_POSITIONS = 1 << 17
 """`max_position_embeddings` of a head: RoPE has no limit, engines ask for one."""
 
 
@@ -117,7 +117,7 @@ def _eagle3_config(head: Eagle3Head, drafter: EagleDrafter, target: TargetInfo, 
         "draft_vocab_size": config.draft_vocab_size,
         "rms_norm_eps": config.rms_norm_eps,
         "rope_theta": config.rope_theta,
-        "max_position_embeddings": MAX_POSITIONS,
+        "max_position_embeddings": HEAD_MAX_POSITIONS,
         "norm_before_residual": config.norm_before_residual,
         "tie_word_embeddings": False,
         "eagle_config": {"use_aux_hidden_state": True},

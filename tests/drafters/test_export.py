@@ -308,7 +308,7 @@ def test_what_no_engine_serves(embeddings: SharedEmbeddings, tmp_path: Path) -> 
         export_head(tmp_path, build("dspark"), TARGET, "vllm")
     with pytest.raises(ValueError, match="the format must be one of vllm, sglang, speculators; got 'onnx'"):
         export_head(tmp_path, build("eagle3"), TARGET, "onnx")
-    assert command.FORMATS == EXPORT_FORMATS and not list(tmp_path.iterdir())
+    assert command.ENGINE_FORMATS == EXPORT_FORMATS and not list(tmp_path.iterdir())
 
 
 def test_the_command(tmp_path: Path, capsys: Any) -> None:
