@@ -23,6 +23,10 @@ with --peers or --suite: every peer on the same prompts and weights, greedily, a
   mmspec bench --suite scenes --batch-sizes 1,8 --report report/
   mmspec bench --suite mmspec --data MMSpec/test --model llava-hf/llava-1.5-7b-hf --dtype bfloat16 --report report/
   mmspec bench --suite text --model SmolLM2/ --drafters auto --peers llama.cpp-lookup --json text.json
+with --shape: random weights of a shape, and drafters whose acceptance is given (oracle: drafts that cost nothing; msd,
+  flash: heads of the shape); baselines hf and hf-static (compiled on CUDA; on a CPU with --peers hf-compile)
+  mmspec bench --shape llava-1.5-7b --device cuda --tau 1,2.6,3.6,5 --batch-sizes 1,8 --json shape.json
+
   exit code: 1 if a call of mmspec failed or gave other text in float32; the report names peers that fail or differ
 """
 REPORT_FILES = ("report.md", "report.html", "results.json")

@@ -10,11 +10,12 @@ import gc
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from typing import Protocol
 
 from mmspec.app.bench.measure import gc_paused
 from mmspec.app.bench.peers.base import MEDIA, TEXT, Peer, PeerError, PeerPrompt, PeerRun
 from mmspec.app.bench.suite.items import ImageError, SuiteItem
-from mmspec.app.bench.suite.prompts import History, PromptBuilder
+from mmspec.app.bench.suite.prompts import History
 from mmspec.app.modeling.chat import ChatTurn
 
 BASELINE, BASELINE_AGAIN = "hf", "hf-again"
@@ -48,6 +49,16 @@ class CallRecord:
     same: bool | None = None
 
 
+class PromptSource(Protocol):
+    """Makes the prompts of a suite: `PromptBuilder`, or one of another kind of suite."""
+
+    def build(self, items: Sequence[SuiteItem], histories: Sequence[History], turn: int, form: str) -> PeerPrompt:
+        """One prompt, a row per item."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of an answer."""
+
+
 @dataclass
 class SuiteRun:
     """Runs series of prompts.
@@ -63,7 +74,7 @@ class SuiteRun:
 
     baseline: Peer
     peers: Sequence[Peer]
-    builder: PromptBuilder
+    builder: PromptSource
     max_new_tokens: int
     tick: Callable[[], object] = lambda: None
     left_out: dict[str, str] = field(default_factory=dict)
