@@ -138,7 +138,7 @@ class ScriptedBuilder:
 
 
 def test_the_baseline_brackets_every_prompt_and_failures_are_counted() -> None:
-    times = iter([10.0] + [10.0, 30.0] * 20)  # the warm-up, then before and after each prompt
+    times = iter([10.0] + [10.0, 30.0] * 40)  # the warm-up, then before and after each prompt
     peers = [ScriptedPeer("fast", lambda: 5.0), ScriptedPeer("broken", lambda: 1.0, fails=True)]
     peers += [ScriptedPeer("other", lambda: 20.0), ScriptedPeer("text", lambda: 1.0, reads=TEXT)]
     base = ScriptedPeer("hf", lambda: next(times))
@@ -152,6 +152,8 @@ def test_the_baseline_brackets_every_prompt_and_failures_are_counted() -> None:
     assert rows["other"].same == 0 and rows["other"].speedup_decode_ci == [1.0, 1.0] and "text" not in rows
     assert base.prompts[3][1:3] == (1, ((base.prompts[3][2][0]),)) and base.prompts[3][2][0].answer == "10 tokens"
     assert {call.form for call in run.run_series(items, TEXT, 1)} == {TEXT}
+    assert len({call.item for call in run.run_series(items, MEDIA, 1, deadline=0.0)}) == 1
+    assert run.stopped == ["images, batch 1: 1 of 4 prompts, then time was up"]
 
 
 def test_ties_are_overlapping_intervals() -> None:

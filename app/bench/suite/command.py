@@ -44,6 +44,8 @@ def add_suite_options(parser: argparse.ArgumentParser) -> None:
     add("--data", type=Path, default=None, metavar="FOLDER", help="of --suite mmspec: mmspec.jsonl and images/")
     add("--categories", type=split_commas, default=[], metavar="A,B", help="of the suite (default: all, no clips)")
     add("--limit", type=positive_int, default=None, metavar="N", help="items of each category (scenes: 8)")
+    minutes_help = "begin no prompt after that (default 4; mmspec: no limit); categories take turns"
+    add("--minutes", type=positive_int, default=None, metavar="M", help=minutes_help)
     add("--report", type=Path, default=None, metavar="FOLDER", help=f"write {', '.join(REPORT_FILES)}")
 
 
@@ -55,7 +57,7 @@ def is_suite(args: argparse.Namespace) -> bool:
     """
     if args.suite or args.peers:
         return True
-    needed = ("peer_python", "assistant", "data", "categories", "limit", "report")
+    needed = ("peer_python", "assistant", "data", "categories", "limit", "minutes", "report")
     used = [f"--{name.replace('_', '-')}" for name in needed if getattr(args, name)]
     if used:
         raise UsageError(f"{used[0]} goes with --suite or --peers")
