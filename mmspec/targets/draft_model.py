@@ -20,10 +20,12 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer, DynamicCache, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
+from mmspec.cpu.native import load_kernel
 from mmspec.interfaces import DraftTarget
 from mmspec.targets.base import ModelAdapter
 from mmspec.targets.hf import HFTarget
 from mmspec.targets.layer_subset import layer_access
+from mmspec.targets.module_scan import scan_modules
 from mmspec.targets.registry import find_adapter
 
 logger = logging.getLogger("mmspec")
@@ -110,6 +112,8 @@ class HFDraftModel:
         if target.length_reason() is not None:
             return None
         target.prefill()
+        if input_ids.device.type == "cpu" and (kernel := load_kernel()) is not None:
+            target.use_native_rounds(kernel, scan_modules(self.adapter.model))
         return target
 
 

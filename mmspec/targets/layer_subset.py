@@ -107,6 +107,7 @@ class CallLayerSubsets:
         """See `mmspec.interfaces.LayerSubsets`."""
         twin = copy.copy(self._target)  # with the buffer, the positions and the padding of the call
         twin.model = self._access.restrict(self._target.model, layers)
+        twin.rounds = None if self._target.rounds is None else self._target.rounds.restrict(layers)
         return twin
 
 
