@@ -7,68 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from html import escape
+from pathlib import Path
 from typing import Any
 
 from mmspec.app.bench.rounds import CORRECTED, Round
-from mmspec.app.modeling.chat import ChatTurn
-from mmspec.app.ui.report import AnswerTrace, Report
+from mmspec.app.ui.race import LEGEND
+from mmspec.app.ui.report import Report
 
 COLUMN_WIDTH, ROW_HEIGHT, NODE_WIDTH, TREE_MARGIN = 146, 36, 120, 12
 """Layout of a drawn tree in pixels: distance of two depths, distance of two leaves, width of a node, margin."""
 MAX_LABEL_CHARS = 11
 """Characters of a token in its node; longer labels are cut."""
-LEGEND = (
-    '<p class="mm-legend"><span class="mm-accepted">draft token accepted</span> '
-    '<span class="mm-corrected">draft token rejected, corrected by the model</span> '
-    '<span class="mm-plain">nothing drafted</span></p>'
-)
-SIDE_TITLES = {"plain": "plain generate", "mmspec": "mmspec"}
-
-
-def render_conversation(turns: Sequence[ChatTurn]) -> str:
-    """Previous turns."""
-    return "".join(
-        f'<div class="mm-turn-question">{escape(turn.question)}</div>'
-        f'<div class="mm-turn-answer">{escape(turn.answer.strip())}</div>'
-        for turn in turns
-    )
-
-
-def render_panel(name: str, body: str, timing: str = "") -> str:
-    """The panel of one side."""
-    return (
-        f'<section class="mm-side" data-side="{name}" aria-label="{SIDE_TITLES[name]}">'
-        f'<header><b>{SIDE_TITLES[name]}</b> <span class="mm-clock">{escape(timing)}</span></header>{body}</section>'
-    )
-
-
-def render_partial_answer(
-    name: str, turns: Sequence[ChatTurn], question: str, text: str, timing: str, is_active: bool
-) -> str:
-    """A side whose answer is still being generated."""
-    caret = '<span class="mm-caret" aria-hidden="true"></span>' if is_active else ""
-    question_html = f'<div class="mm-turn-question">{escape(question)}</div>' if question else ""
-    answer_html = f'<div class="mm-turn-answer mm-now">{escape(text.lstrip())}{caret}</div>' if question else ""
-    empty = "" if question or turns else '<p class="mm-empty">No question yet.</p>'
-    return render_panel(name, render_conversation(turns) + question_html + answer_html + empty, timing)
-
-
-def render_answer(trace: AnswerTrace, turns: Sequence[ChatTurn], question: str, timing: str) -> str:
-    """A side whose answer is complete: every token with its kind, and its time for the replay."""
-    texts = [text if index else text.lstrip() for index, text in enumerate(trace.token_texts)]
-    rows = zip(texts, trace.token_times, trace.token_kinds, strict=True)
-    spans = "".join(f'<span class="mm-{kind}" data-t="{at_s:.4f}">{escape(text)}</span>' for text, at_s, kind in rows)
-    question_html = f'<div class="mm-turn-question">{escape(question)}</div>'
-    answer_html = f'<div class="mm-turn-answer mm-now" data-total="{trace.total_s:.4f}">{spans}</div>'
-    return render_panel(trace.name, render_conversation(turns) + question_html + answer_html, timing)
-
-
-def render_verdict(report: Report) -> str:
-    """Whether both answers are equal."""
-    kind = {True: "same", False: "differs", None: "open"}[report.identical]
-    sign = {True: "✓", False: "≠", None: "…"}[report.identical]
-    text = f'<span aria-hidden="true">{sign}</span> {escape(report.verdict)}'
-    return f'<p class="mm-badge mm-{kind}" role="status">{text}</p>'
 
 
 def render_status(text: str, kind: str = "") -> str:
@@ -76,10 +25,39 @@ def render_status(text: str, kind: str = "") -> str:
     return f'<p class="mm-status {kind}" role="status">{escape(text)}</p>'
 
 
-def render_results(report: Report) -> str:
-    """All results of a finished run."""
-    sections = (render_verdict, render_headline, render_metrics_table, render_plots, render_visible_tokens)
-    return f'<div class="mm-results">{"".join(section(report) for section in sections)}</div>'
+def render_sentence(model: str, drafter: str, device: str) -> str:
+    """What the page compares.
+
+    Args:
+        model: as chosen; a folder is shortened to its name.
+        drafter: "auto" until it is known.
+        device: "auto" until it is known.
+    """
+    where = "this machine" if device == "auto" else device
+    draft = "an automatically chosen drafter" if drafter == "auto" else f"the drafter <b>{escape(drafter)}</b>"
+    return (
+        f'<p class="mm-intro">The model <b>{escape(Path(model).name)}</b> on {escape(where)} answers one question '
+        f"twice: with plain <code>generate</code>, and with mmspec, where {draft} proposes tokens and the model checks "
+        "several of them in one forward.</p>"
+    )
+
+
+def render_frames(report: Report) -> str:
+    """The frames that were read of a clip, with their times; empty for a picture."""
+    if not report.is_clip:
+        return ""
+    frames = "".join(
+        f'<figure><img src="{escape(image.uri)}" alt="Frame {number}"><figcaption>'
+        f"{f'{image.time_s:.1f} s' if image.time_s is not None else number}</figcaption></figure>"
+        for number, image in enumerate(report.media, 1)
+    )
+    return f'<p class="mm-legend">{len(report.media)} frames were read</p><div class="mm-frames">{frames}</div>'
+
+
+def render_results(report: Report, description: str = "") -> str:
+    """The numbers of a finished run, below the `description` of its plot."""
+    text = f'<p class="mm-legend">{escape(description)}</p>' if description else ""
+    return f'<div class="mm-results">{text}{render_headline(report)}{render_metrics_table(report)}</div>'
 
 
 def render_headline(report: Report) -> str:
@@ -106,8 +84,9 @@ def _format_ratio(value: float | None) -> str:
 
 
 def render_metrics_table(report: Report) -> str:
-    """Both sides, metric by metric."""
+    """All lanes, metric by metric."""
     sides = report.metrics["sides"]
+    traces = (report.plain, *report.lanes)
     rows = (
         ("tokens", "n_tokens", "{:d}"),
         ("tokens/s", "tokens_per_s", "{:.1f}"),
@@ -116,36 +95,16 @@ def render_metrics_table(report: Report) -> str:
     )
     body = "".join(
         f"<tr><th scope='row'>{name}</th>"
-        + "".join(f"<td>{form.format(sides[side][key])}</td>" for side in ("plain", "mmspec"))
+        + "".join(f"<td>{form.format(sides[trace.name][key])}</td>" for trace in traces)
         + "</tr>"
         for name, key, form in rows
     )
-    encoding = f"{report.metrics['vision_s']:.3f} s, once for both"
-    body += f"<tr><th scope='row'>vision encoding</th><td colspan='2'>{encoding}</td></tr>"
-    head = "<tr><td></td><th scope='col'>plain</th><th scope='col'>mmspec</th></tr>"
-    return f'<table class="mm-table"><thead>{head}</thead><tbody>{body}</tbody></table>'
-
-
-def render_plots(report: Report) -> str:
-    """Histogram of tokens per round, and time per phase."""
-    stats = report.metrics["stats"]
-    lengths = {int(size): count for size, count in stats["accept_length_hist"].items()}
-    max_length = max(lengths, default=1)
-    histogram = [(f"{size}", float(lengths.get(size, 0))) for size in range(1, max_length + 1)] if lengths else []
-    phases = [
-        ("vision", report.metrics["vision_s"]),
-        ("prefill", stats["prefill_s"]),
-        ("draft", stats["draft_s"]),
-        ("verify", stats["score_s"]),
-        ("other", stats["overhead_s"]),
-    ]
-    times = [(name, 1000 * seconds) for name, seconds in phases]
-    return (
-        '<div class="mm-plots">'
-        + render_bars("Tokens per round", histogram, "{:.0f} rounds")
-        + render_bars("Time of mmspec by phase", times, "{:.1f} ms")
-        + "</div>"
-    )
+    encoding = f"{report.metrics['vision_s']:.3f} s, once for all"
+    body += f"<tr><th scope='row'>vision encoding</th><td colspan='{len(traces)}'>{encoding}</td></tr>"
+    titles = ["plain", *(trace.drafter or "mmspec" for trace in report.lanes)]
+    head = "<tr><td></td>" + "".join(f"<th scope='col'>{escape(title)}</th>" for title in titles) + "</tr>"
+    table = f'<table class="mm-table"><thead>{head}</thead><tbody>{body}</tbody></table>'
+    return f'<div class="mm-wide">{table}</div>'
 
 
 def render_visible_tokens(report: Report) -> str:
@@ -156,17 +115,6 @@ def render_visible_tokens(report: Report) -> str:
     alt = "The picture; tokens that the drafter did not read are grey"
     images = "".join(f'<img src="{escape(uri)}" alt="{alt}">' for uri in report.image_uris)
     return f'<figure class="mm-visible-tokens"><figcaption>{escape(visible["summary"])}</figcaption>{images}</figure>'
-
-
-def render_bars(title: str, rows: Sequence[tuple[str, float]], form: str) -> str:
-    """A plot of horizontal bars."""
-    max_value = max((value for _, value in rows), default=0.0) or 1.0
-    bars = "".join(
-        f'<div class="mm-bar"><span>{escape(name)}</span><i style="width:{100 * value / max_value:.1f}%"></i>'
-        f"<b>{form.format(value)}</b></div>"
-        for name, value in rows
-    )
-    return f'<figure class="mm-plot"><figcaption>{escape(title)}</figcaption>{bars or "<p>no rounds</p>"}</figure>'
 
 
 def layout_tree(parents: Sequence[int]) -> tuple[list[int], list[float]]:
@@ -317,17 +265,13 @@ def _render_caption_row(row: Mapping[str, Any]) -> str:
 
 
 __all__ = [
-    "LEGEND",
     "layout_tree",
-    "render_answer",
-    "render_bars",
     "render_captions",
-    "render_conversation",
-    "render_partial_answer",
+    "render_frames",
     "render_results",
     "render_round",
+    "render_sentence",
     "render_status",
     "render_tree",
-    "render_verdict",
     "render_visible_tokens",
 ]
