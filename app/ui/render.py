@@ -10,14 +10,10 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from mmspec.app.bench.rounds import CORRECTED, Round
+from mmspec.app.bench.rounds import Round
 from mmspec.app.ui.race import LEGEND
 from mmspec.app.ui.report import Report
-
-COLUMN_WIDTH, ROW_HEIGHT, NODE_WIDTH, TREE_MARGIN = 146, 36, 120, 12
-"""Layout of a drawn tree in pixels: distance of two depths, distance of two leaves, width of a node, margin."""
-MAX_LABEL_CHARS = 11
-"""Characters of a token in its node; longer labels are cut."""
+from mmspec.app.ui.tree_view import render_tree
 
 
 def render_status(text: str, kind: str = "") -> str:
@@ -108,107 +104,22 @@ def render_metrics_table(report: Report) -> str:
 
 
 def render_visible_tokens(report: Report) -> str:
-    """The pictures with the tokens that the drafter read."""
+    """What the first drafter read of the picture, and what the compressor retained: a sentence, a number, pictures."""
     visible = report.metrics["visible_tokens"]
     if visible is None:
         return ""
+    chosen = report.metrics["choice"]["compressor"]
+    compressor = f"Compressor {chosen}." if chosen else "No compressor was chosen."
+    count = ""
+    if visible["num_visible"] is not None and visible["num_total"] is not None:
+        count = f"<b>{visible['num_visible']} of {visible['num_total']} visual tokens</b> "
     alt = "The picture; tokens that the drafter did not read are grey"
     images = "".join(f'<img src="{escape(uri)}" alt="{alt}">' for uri in report.image_uris)
-    return f'<figure class="mm-visible-tokens"><figcaption>{escape(visible["summary"])}</figcaption>{images}</figure>'
-
-
-def layout_tree(parents: Sequence[int]) -> tuple[list[int], list[float]]:
-    """(depth, row) of each node: one row per leaf, a parent centred on its children.
-
-    Args:
-        parents: index of each node's parent, -1 for the root, parents before children.
-    """
-    children: dict[int, list[int]] = {}
-    for node, parent in enumerate(parents):
-        children.setdefault(parent, []).append(node)
-    depths = [0] * len(parents)
-    rows = [0.0] * len(parents)
-    for node, parent in enumerate(parents):
-        depths[node] = 0 if parent < 0 else depths[parent] + 1
-    num_leaves, stack = 0, [0]
-    while stack:  # depth first
-        node = stack.pop()
-        child_nodes = children.get(node, [])
-        if not child_nodes:
-            rows[node] = float(num_leaves)
-            num_leaves += 1
-        stack.extend(reversed(child_nodes))
-    for node in reversed(range(len(parents))):  # children before their parents
-        if child_nodes := children.get(node, []):
-            rows[node] = (rows[child_nodes[0]] + rows[child_nodes[-1]]) / 2
-    return depths, rows
-
-
-def render_tree(item: Round, token_labels: Mapping[int, str]) -> str:
-    """The draft tree as SVG: accepted path, rejected branches, draft probabilities, and the token of the model.
-
-    Args:
-        item: the round.
-        token_labels: {token id: label}.
-    """
-    num_nodes = len(item.tokens)
-    accepted = set(item.accepted_nodes[1:])
-    parents = [*item.parents, *([item.accepted_nodes[len(item.emitted) - 1]] if item.emitted else [])]
-    positions = [_node_position(depth, row) for depth, row in zip(*layout_tree(parents), strict=True)]
-    model_kind = "mm-node-correction" if item.token_kinds[-1:] == (CORRECTED,) else "mm-node-bonus"
-    kinds = ["mm-node-accepted" if node in accepted else "mm-rejected" for node in range(num_nodes)]
-    kinds[0] = "mm-root"
-    labels = [
-        (token_labels.get(token, str(token)), _format_probability(item, node)) for node, token in enumerate(item.tokens)
-    ]
-    if item.emitted:
-        kinds.append(model_kind)
-        labels.append((token_labels.get(item.emitted[-1], ""), "model"))
-    edges = [
-        _render_edge(positions[parent], positions[node], kinds[node])
-        for node, parent in enumerate(parents)
-        if parent >= 0
-    ]
-    boxes = zip(positions, labels, kinds, strict=True)
-    nodes = [_render_node(position, *label, kind) for position, label, kind in boxes]
-    width, height = max(x for x, _ in positions) + NODE_WIDTH + TREE_MARGIN, max(y for _, y in positions) + ROW_HEIGHT
-    title = f"Draft tree: {item.num_draft_tokens} draft tokens, {item.num_accepted_tokens} accepted"
+    note = " Grey: not read. The model itself always reads the whole picture." if images else ""
     return (
-        f'<div class="mm-tree"><svg role="img" aria-label="{title}" width="{width:.0f}" height="{height:.0f}" '
-        f'viewBox="0 0 {width:.0f} {height:.0f}" xmlns="http://www.w3.org/2000/svg"><title>{title}</title>'
-        f"{''.join(edges)}{''.join(nodes)}</svg></div>"
+        '<figure class="mm-visible-tokens"><h3>What the drafter saw</h3>'
+        f"<figcaption>{count}{escape(visible['summary'])} {escape(compressor)}{note}</figcaption>{images}</figure>"
     )
-
-
-def _node_position(depth: int, row: float) -> tuple[float, float]:
-    """Upper left corner of a node."""
-    return TREE_MARGIN + depth * COLUMN_WIDTH, TREE_MARGIN + row * ROW_HEIGHT
-
-
-def _render_edge(start: tuple[float, float], end: tuple[float, float], kind: str) -> str:
-    x1, y1, x2, y2 = start[0] + NODE_WIDTH, start[1] + 14, end[0], end[1] + 14
-    half = (x1 + x2) / 2
-    curve = f"M{x1:.0f} {y1:.0f} C{half:.0f} {y1:.0f} {half:.0f} {y2:.0f} {x2:.0f} {y2:.0f}"
-    return f'<path class="mm-edge {kind}" d="{curve}"/>'
-
-
-def _render_node(position: tuple[float, float], name: str, note: str, kind: str) -> str:
-    x, y = position
-    short = name if len(name) <= MAX_LABEL_CHARS else name[: MAX_LABEL_CHARS - 1] + "…"
-    small = f'<tspan class="mm-probability" dx="5">{escape(note)}</tspan>' if note else ""
-    return (
-        f'<g class="mm-node {kind}"><title>{escape(name)} {escape(note)}</title>'
-        f'<rect x="{x:.0f}" y="{y:.0f}" width="{NODE_WIDTH}" height="28" rx="6"/>'
-        f'<text x="{x + 8:.0f}" y="{y + 18:.0f}">{escape(short)}{small}</text></g>'
-    )
-
-
-def _format_probability(item: Round, node: int) -> str:
-    """Conditional draft probability of a node in percent; empty for the root or where the drafter gives none."""
-    if not node or item.scores is None:
-        return ""
-    parent = item.scores[item.parents[node]]
-    return f"{100 * min(1.0, item.scores[node] / parent):.0f}%" if parent > 0 else ""
 
 
 def render_round(report: Report, round_index: int) -> str:
@@ -265,13 +176,11 @@ def _render_caption_row(row: Mapping[str, Any]) -> str:
 
 
 __all__ = [
-    "layout_tree",
     "render_captions",
     "render_frames",
     "render_results",
     "render_round",
     "render_sentence",
     "render_status",
-    "render_tree",
     "render_visible_tokens",
 ]

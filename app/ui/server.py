@@ -42,7 +42,7 @@ from mmspec.app.ui.worker import MAX_QUEUED_RUNS
 logger = logging.getLogger("mmspec")
 
 HERE = Path(__file__).parent
-STYLES, SCRIPTS = ("race.css", "styles.css"), ("race.js", "labels.js")
+STYLES, SCRIPTS = ("race.css", "styles.css"), ("race.js", "tree.js", "labels.js")
 PAGE_TITLE = "mmspec: the same answer, sooner"
 CLEANUP_INTERVAL_S, UPLOAD_MAX_AGE_S = 600, 3600
 """Seconds between two removals of old uploads, and their maximum age."""

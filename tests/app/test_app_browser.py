@@ -465,6 +465,82 @@ def test_rounds_are_stepped_through(page: Any) -> None:
     assert page.locator("#mm-inside svg rect").count() >= 3
 
 
+def test_a_tree_is_zoomed_and_read_as_a_list(open_page: Callable[..., Any]) -> None:
+    page = open_page(390)
+    settings(page, tokens=40, Tree_size="16", Drafter="recycling")
+    ask(page)
+    finish(page)
+    page.get_by_role("tab", name="Inside").click()
+    page.wait_for_selector(".mm-canvas[data-scale]")
+    scale = "Number(document.querySelector('.mm-canvas').dataset.scale)"
+    fitting = page.evaluate(scale)
+    assert 0.5 < fitting <= 1
+    page.get_by_label("Zoom in").click()
+    assert page.evaluate(scale) > fitting
+    page.locator(".mm-canvas").focus()
+    page.keyboard.press("0")
+    assert page.evaluate(scale) == fitting
+    page.locator(".mm-canvas").hover()
+    page.keyboard.down("Control")
+    page.mouse.wheel(0, -100)
+    page.keyboard.up("Control")
+    page.wait_for_function(f"{scale} > {fitting}")
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    page.get_by_text("The tree as a list").click()
+    assert page.locator(".mm-outline li:visible").count() == page.locator("#mm-inside svg rect").count()
+
+
+def test_lanes_race_and_are_shared(page: Any, tmp_path: Path) -> None:
+    settings(page, tokens=30)
+    page.locator("#compare-lanes").get_by_label("lookup").check()
+    page.locator("#compare-lanes").get_by_label("recycling").check()
+    ask(page)
+    page.wait_for_function("/\\(. of 4\\)/.test(document.querySelector('#mm-status').innerText)")
+    finish(page)
+    answers = page.locator("#mm-race .mm-now").all_inner_texts()
+    assert len(answers) == 4 and len(set(answers)) == 1
+    assert "identical, token for token" in text(page, ".mm-badge") and text(page, ".mm-ratio").endswith("x")
+    page.locator("#mm-make-gif").click()
+    page.wait_for_selector("#mm-gif:not([disabled])")
+    with page.expect_download() as download:
+        page.locator("#mm-gif").click()
+    with Image.open(download.value.path()) as gif:
+        assert gif.format == "GIF" and gif.n_frames > 5
+    with page.expect_download() as download:
+        page.locator("#mm-share-page").click()
+    shared = tmp_path / "race.html"
+    download.value.save_as(shared)
+    other = page.context.new_page()
+    requests: list[str] = []
+    other.on("request", lambda request: requests.append(request.url))
+    other.goto(shared.as_uri())
+    other.wait_for_selector(".mm-settled")
+    assert other.locator(".mm-lane").count() == 4 and [url for url in requests if not url.startswith("data:")] == [
+        shared.as_uri()
+    ]
+    assert other.locator(".mm-lane .mm-now").all_inner_texts() == answers
+    other.close()
+    page.get_by_text("Code that repeats this run").click()
+    page.wait_for_function("document.querySelector('#mm-code')?.innerText.includes('mmspec.patch(model')")
+
+
+def test_a_page_opens_with_a_race(browser: Any) -> None:
+    with serve(ModelStore("tiny"), port=0, record_opening=True) as site:
+        page = browser.new_page(viewport={"width": 1280, "height": 900})
+        page.set_default_timeout(PATIENCE)
+        page.goto(site.url)
+        page.wait_for_selector("#mm-ask")
+        assert page.locator("#mm-picture img").count() == 1 and page.locator("#mm-questions button").count() == 4
+        box = page.locator("#mm-ask").bounding_box()
+        assert box["y"] + box["height"] < 900, "the button is in view"
+        page.wait_for_selector(".mm-settled")
+        assert "Recorded on this machine" in text(page, "#mm-status") and "tiny" in text(page, "#mm-sentence")
+        assert "identical, token for token" in text(page, ".mm-badge")
+        page.locator("#mm-questions button").nth(1).click()
+        page.wait_for_function("document.querySelector('#mm-question textarea').value == 'What do you see?'")
+        page.close()
+
+
 def test_a_batch_and_its_file(page: Any, tmp_path: Path) -> None:
     paths = write_images(tmp_path, 3)
     (tmp_path / "zz.png").write_bytes(b"no picture")
@@ -581,9 +657,10 @@ def test_what_only_a_trained_drafter_shows(browser: Any, request: pytest.Fixture
         accepted_marks = page.locator("#mm-mmspec .mm-accepted")
         assert accepted_marks.count() > 20 and page.locator("#mm-mmspec .mm-corrected").count() > 3
         assert accepted_marks.first.evaluate("one => getComputedStyle(one).backgroundColor") == "rgb(211, 240, 218)"
-        assert page.locator(".mm-visible-tokens img").count() == 1 and "144" in text(page, ".mm-visible-tokens")
         comparison(page, request)
         page.get_by_role("tab", name="Inside").click()
+        page.wait_for_selector(".mm-visible-tokens img")
+        assert page.locator(".mm-visible-tokens img").count() == 1 and "144" in text(page, ".mm-visible-tokens")
         page.wait_for_selector("#mm-inside .mm-probability")
         assert "%" in page.locator("#mm-inside .mm-node.mm-node-accepted .mm-probability").first.text_content()
         page.close()

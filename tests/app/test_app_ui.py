@@ -29,7 +29,7 @@ from mmspec.app.errors import UsageError
 from mmspec.app.modeling.chat import ChatTurn, build_inputs, encode_media
 from mmspec.app.modeling.synthetic_images import draw_image, write_images
 from mmspec.app.scenes.examples import list_example_files
-from mmspec.app.ui import race, render
+from mmspec.app.ui import race, render, tree_view
 from mmspec.app.ui.batch import CaptionBatch, link_files, sanitize_file_name
 from mmspec.app.ui.comparison import ComparisonRun, Difference
 from mmspec.app.ui.gradio_import import skip_stub_generation
@@ -520,15 +520,17 @@ def test_nothing_that_was_written_becomes_html(model_store: ModelStore) -> None:
 
 
 def test_trees_are_drawn_without_overlaps(model_store: ModelStore) -> None:
-    depths, lines = render.layout_tree([-1, 0, 0, 1, 1, 2, 3])
+    depths, lines = tree_view.layout_tree([-1, 0, 0, 1, 1, 2, 3])
     assert depths == [0, 1, 1, 2, 2, 2, 3]
     assert len(set(zip(depths, lines, strict=True))) == 7 and lines[0] == (lines[1] + lines[2]) / 2
     built = report(model_store, drafter="recycling", tree_size=16, max_new_tokens=40)
     for one in built.rounds:
-        drawn = render.render_tree(one, built.token_labels)
+        drawn = tree_view.render_tree(one, built.token_labels)
         nodes = xml.fromstring(drawn).findall(".//{http://www.w3.org/2000/svg}rect")
-        spots = {(node.get("x"), node.get("y")) for node in nodes}
-        assert len(spots) == len(nodes) == len(one.tokens) + 1
+        boxes = [tuple(float(node.get(key, "")) for key in ("x", "y", "width", "height")) for node in nodes]
+        assert len(boxes) == len(one.tokens) + 1 and drawn.count("<li>") == len(boxes)
+        for (x, y, width, height), (other_x, other_y, *_) in itertools.permutations(boxes, 2):
+            assert not (x <= other_x < x + width and y <= other_y < y + height)
 
 
 def test_a_report_is_json_and_complete(model_store: ModelStore, space: TempStorage) -> None:
