@@ -102,14 +102,17 @@ class CaptionJob:
         output: Output,
         load: Callable[[], CaptionModel],
         process: ProcessInfo | None = None,
+        on_decoded: Callable[[Item, Media], None] | None = None,
     ) -> None:
         """Set up; nothing is read or written before `run`.
 
         Args:
             load: loads the model; called after all other checks, and only if rows are pending.
             process: rank and world size; a single process by default.
+            on_decoded: called with each decoded file before its batch is captioned, once.
         """
         self.config, self.output, self.load, self.process = config, output, load, process or ProcessInfo()
+        self._on_decoded = on_decoded or (lambda item, media: None)
         self.model: CaptionModel | None = None
         self._max_batch = config.batch_size  # halved when out of memory
         self._check_images = config.model == SCENES_MODEL  # until the first warning
@@ -193,6 +196,8 @@ class CaptionJob:
         """Rows of one batch. The whole batch runs even if some rows exist: sampling depends on the batch."""
         good = [(item, media) for item, media in decoded if not isinstance(media, ImageError)]
         self._check_domain(good)
+        for item, media in good:
+            self._on_decoded(item, media)
         results: dict[str, Caption | Failure] = {
             item.id: Failure(error.kind, str(error)) for item, error in decoded if isinstance(error, ImageError)
         }

@@ -157,22 +157,51 @@ def _render_answer_so_far(report: Report, item: Round) -> str:
     return f'<div class="mm-side mm-so-far">{answer_html}</div>'
 
 
-def render_captions(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The table of captions of a batch."""
-    head = "".join(f"<th scope='col'>{name}</th>" for name in ("file", "caption", "tokens", "tau", "seconds"))
-    body = "".join(_render_caption_row(row) for row in rows)
+CAPTION_COLUMNS = {
+    "file": "the file, named as it was given",
+    "caption": "the whole text that the model wrote",
+    "tokens": "length of the caption in tokens of the model, its end included",
+    "tokens per forward": "tokens that one forward of the model gave on average (tau); 1 is plain decoding",
+    "seconds": "time of the batch that the file was in, divided by its files",
+}
+"""{column of the table of captions: explanation}."""
+
+
+def render_captions(rows: Sequence[Mapping[str, Any]], thumbnails: Mapping[str, str] | None = None) -> str:
+    """The table of captions of a batch.
+
+    Args:
+        rows: of a caption job.
+        thumbnails: {id of a row: data URI}.
+    """
+    head = "".join(
+        f"<th scope='col' title='{escape(note)}'>{escape(name)}</th>" for name, note in CAPTION_COLUMNS.items()
+    )
+    body = "".join(_render_caption_row(row, (thumbnails or {}).get(row["id"], "")) for row in rows)
     body = body or '<tr><td colspan="5" class="mm-empty">No captions yet.</td></tr>'
     table = f'<table class="mm-table mm-captions"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
-    return f'<div class="mm-wide">{table}</div>'
+    notes = "; ".join(f"<b>{escape(name)}</b>: {escape(note)}" for name, note in CAPTION_COLUMNS.items())
+    return f'<div class="mm-wide">{table}</div><p class="mm-legend">{notes}.</p>'
 
 
-def _render_caption_row(row: Mapping[str, Any]) -> str:
-    name = f"<td>{escape(str(row['file_name']))}</td>"
+def _render_caption_row(row: Mapping[str, Any], thumbnail: str) -> str:
+    picture = f'<img src="{escape(thumbnail)}" alt="">' if thumbnail else ""
+    name = f'<td><div class="mm-file">{picture}<span>{escape(str(row["file_name"]))}</span></div></td>'
     if row["error"]:
         return f'<tr class="mm-failed">{name}<td colspan="4">{escape(str(row["error"]["message"]))}</td></tr>'
-    numbers = (("tokens", row["n_new_tokens"]), ("tau", f"{row['tau']:.2f}"), ("seconds", f"{row['seconds']:.2f}"))
+    limit = f" <small>(stopped at the limit of {row['n_new_tokens']} tokens)</small>" if _is_cut(row) else ""
+    numbers = (
+        ("tokens", row["n_new_tokens"]),
+        ("tokens per forward", f"{row['tau']:.2f}"),
+        ("seconds", f"{row['seconds']:.2f}"),
+    )
     cells = "".join(f'<td data-label="{label}">{value}</td>' for label, value in numbers)
-    return f"<tr>{name}<td>{escape(str(row['caption']))}</td>{cells}</tr>"
+    return f"<tr>{name}<td>{escape(str(row['caption']))}{limit}</td>{cells}</tr>"
+
+
+def _is_cut(row: Mapping[str, Any]) -> bool:
+    """Whether the caption ended because of the number of tokens, so that it may lack its end."""
+    return row.get("finish_reason") == "length"
 
 
 __all__ = [

@@ -490,8 +490,8 @@ def test_a_tree_is_zoomed_and_read_as_a_list(open_page: Callable[..., Any]) -> N
     assert page.locator(".mm-outline li:visible").count() == page.locator("#mm-inside svg rect").count()
 
 
-def test_lanes_race_and_are_shared(page: Any, tmp_path: Path) -> None:
-    settings(page, tokens=30)
+def test_lanes_race_and_are_shared(page: Any, browser: Any, tmp_path: Path) -> None:
+    settings(page, tokens=150)
     page.locator("#compare-lanes").get_by_label("lookup").check()
     page.locator("#compare-lanes").get_by_label("recycling").check()
     ask(page)
@@ -510,7 +510,7 @@ def test_lanes_race_and_are_shared(page: Any, tmp_path: Path) -> None:
         page.locator("#mm-share-page").click()
     shared = tmp_path / "race.html"
     download.value.save_as(shared)
-    other = page.context.new_page()
+    other = browser.new_page()
     requests: list[str] = []
     other.on("request", lambda request: requests.append(request.url))
     other.goto(shared.as_uri())
@@ -552,6 +552,8 @@ def test_a_batch_and_its_file(page: Any, tmp_path: Path) -> None:
     page.locator("#mm-start").click()
     page.wait_for_function("document.querySelector('#mm-batch-status').innerText.includes('5 of 5 done, 2 failed.')")
     assert page.locator("#mm-captions tbody tr").count() == 5 and page.evaluate("window.hacked") is None
+    assert page.locator("#mm-captions img").count() == 3
+    page.wait_for_selector("#mm-curve .vega-embed")
     with page.expect_download() as download:
         page.locator("#mm-rows").click()
     rows = [json.loads(line) for line in Path(download.value.path()).read_text(encoding="utf-8").splitlines()]

@@ -30,7 +30,7 @@ from mmspec.app.modeling.chat import ChatTurn, build_inputs, encode_media
 from mmspec.app.modeling.synthetic_images import draw_image, write_images
 from mmspec.app.scenes.examples import list_example_files
 from mmspec.app.ui import race, render, tree_view
-from mmspec.app.ui.batch import CaptionBatch, link_files, sanitize_file_name
+from mmspec.app.ui.batch import CaptionBatch, clean_name, link_files, sanitize_file_name, unique_names, write_parquet
 from mmspec.app.ui.comparison import ComparisonRun, Difference
 from mmspec.app.ui.gradio_import import skip_stub_generation
 from mmspec.app.ui.limits import Limits
@@ -502,7 +502,15 @@ def test_nothing_that_was_written_becomes_html(model_store: ModelStore) -> None:
         token_labels=dict.fromkeys(built.token_labels, NASTY),
     )
     turns = (ChatTurn(NASTY, NASTY),)
-    row = {"file_name": NASTY, "caption": NASTY, "error": None, "n_new_tokens": 1, "tau": 1.0, "seconds": 0.1}
+    row = {
+        "id": "a",
+        "file_name": NASTY,
+        "caption": NASTY,
+        "error": None,
+        "n_new_tokens": 1,
+        "tau": 1.0,
+        "seconds": 0.1,
+    }
     failed = row | {"error": {"type": "X", "message": NASTY}}
     drawn = [
         race.render_race(built, turns, media=False),
@@ -606,6 +614,35 @@ def test_a_list_names_uploaded_files_and_no_others(model_store: ModelStore, spac
         with pytest.raises(UsageError) as caught:
             batch_of(model_store, space, [tmp_path / "list.txt"])
         assert str(space.root) not in str(caught.value)
+
+
+def test_rows_have_the_given_names_and_small_pictures(
+    model_store: ModelStore, space: TempStorage, tmp_path: Path
+) -> None:
+    paths = write_images(tmp_path / "p", 3)
+    names = ["Ü [1]*?.png", "a/b\\Ü [1]*?.png", "x\x1b[31m\n.png"]
+    settings = RunSettings("tiny", max_new_tokens=4)
+    batch = CaptionBatch(model_store, paths, None, settings, Limits(), space.new_folder(), names)
+    batch.run(CancelSignal(60))
+    assert [row["file_name"] for row in batch.rows] == ["Ü [1]*?.png", "Ü [1]*?_2.png", "x[31m.png"]
+    assert [json.loads(line)["file_name"] for line in batch.output_file.read_text().splitlines()] == [
+        row["file_name"] for row in batch.rows
+    ]
+    assert batch.thumbnails.keys() == {row["id"] for row in batch.rows}
+    table = render.render_captions(batch.rows, batch.thumbnails)
+    assert table.count("data:image/jpeg;base64,") == 3 and table.count("stopped at the limit of 4 tokens") == 3
+    assert clean_name("..\\..\\") == "file" and unique_names(["a.b", "a.b", "a.b"]) == ["a.b", "a_2.b", "a_3.b"]
+
+
+def test_rows_are_written_as_parquet(model_store: ModelStore, space: TempStorage, tmp_path: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet", reason="the extra app installs pyarrow")
+    (tmp_path / "broken.png").write_bytes(b"no")
+    batch = batch_of(model_store, space, [*write_images(tmp_path / "p", 2), tmp_path / "broken.png"])
+    batch.run(CancelSignal(60))
+    write_parquet(batch.rows, tmp_path / "rows.parquet")
+    read = parquet.read_table(tmp_path / "rows.parquet").to_pylist()
+    assert [row["caption"] for row in read] == [row["caption"] for row in batch.rows]
+    assert sum(row["error"] is not None for row in read) == 1
 
 
 def test_names_of_uploads(tmp_path: Path) -> None:

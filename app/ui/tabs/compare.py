@@ -113,7 +113,7 @@ def _build_media_inputs(question: Any) -> tuple[Any, Any, Any, Any]:
                 type="filepath",
                 label="Picture",
                 alt_text="The picture of the question",
-                height=260,
+                height=280,
                 elem_id="mm-picture",
                 buttons=["fullscreen"],
             )
@@ -122,7 +122,7 @@ def _build_media_inputs(question: Any) -> tuple[Any, Any, Any, Any]:
             chips = [[text] for text in QUESTIONS]
             gr.Examples(chips, question, label="Example questions", elem_id="mm-questions", **PRIVATE_API)
         with gr.Tab("Clip", id="clip"):
-            video = gr.Video(sources=["upload"], label="Clip", height=260, elem_id="mm-clip")
+            video = gr.Video(sources=["upload"], label="Clip", height=280, elem_id="mm-clip")
             frames = gr.HTML("", elem_id="mm-frames")
             clips = [[str(path)] for path in files if path.suffix == ".mp4"]
             gr.Examples(clips, video, label="Example clips", elem_id="mm-clip-examples", **PRIVATE_API)
