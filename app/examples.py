@@ -17,7 +17,8 @@ from mmspec.app.caption.config import DEFAULT_MODEL, SCENES_MODEL, CaptionConfig
 from mmspec.app.cli.arguments import hide_progress_bars, validate_drafter
 from mmspec.app.errors import UsageError, one_line
 from mmspec.app.io.images import ImageError, Media
-from mmspec.app.io.sources import Item, collect_items
+from mmspec.app.io.inputs import collect_items
+from mmspec.app.io.item import Item
 from mmspec.app.io.videos import load_media
 from mmspec.app.modeling.random_models import SIZES
 from mmspec.app.scenes.domain_check import warn_if_out_of_domain

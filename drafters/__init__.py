@@ -2,7 +2,7 @@
 
 - `ngram`: without weights (`lookup`, `recycling`, `hybrid`).
 - `eagle`: trained heads that draft level by level (EAGLE-2/3, MSD, ViSpec).
-- `block`: trained heads that draft several tokens per forward (FLASH, ParallelSpec, Falcon).
+- `block`: trained heads that draft several tokens per forward (FLASH, ParallelSpec, DSpark, Falcon).
 - `checkpoints`: heads on disk.
 - `training`: losses and the trainer.
 

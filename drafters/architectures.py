@@ -8,13 +8,19 @@ from typing import Any
 
 from torch import Tensor
 
+from mmspec.drafters.block.dspark import DsparkDrafter
+from mmspec.drafters.block.dspark_head import DsparkHead
 from mmspec.drafters.block.falcon import FalconDrafter, FalconHead
 from mmspec.drafters.block.flash import FlashDrafter, FlashHead
 from mmspec.drafters.block.parallel import ParallelDrafter, ParallelHead
 from mmspec.drafters.eagle.base import HeadDrafter
 from mmspec.drafters.eagle.drafter import EagleDrafter
-from mmspec.drafters.eagle.head import EagleHead, HeadConfig
+from mmspec.drafters.eagle.head import Eagle3Head, EagleHead, HeadConfig
+from mmspec.drafters.instant.drafter import InstantDrafter
+from mmspec.drafters.instant.head import InstantHead
 from mmspec.drafters.training.block_losses import falcon_loss, flash_loss, parallel_loss
+from mmspec.drafters.training.dspark_loss import dspark_loss
+from mmspec.drafters.training.instant_loss import instant_loss
 from mmspec.drafters.training.losses import eagle_loss
 
 
@@ -35,8 +41,11 @@ class DraftArchitecture:
 
 ARCHITECTURES: dict[str, DraftArchitecture] = {
     "eagle": DraftArchitecture(EagleHead, EagleDrafter, eagle_loss),
+    "eagle3": DraftArchitecture(Eagle3Head, EagleDrafter, eagle_loss),
     "flash": DraftArchitecture(FlashHead, FlashDrafter, flash_loss),
     "parallel": DraftArchitecture(ParallelHead, ParallelDrafter, parallel_loss),
+    "dspark": DraftArchitecture(DsparkHead, DsparkDrafter, dspark_loss),
+    "instant": DraftArchitecture(InstantHead, InstantDrafter, instant_loss),
     "falcon": DraftArchitecture(FalconHead, FalconDrafter, falcon_loss),
 }
 """By the name that a head's config records. "flash" is FLASH (arXiv 2505.12728), not FlashAttention."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 if TYPE_CHECKING:
+    from mmspec.drafters.instant.drafter import InstantDrafter
     from mmspec.interfaces import Drafter, TargetInfo
 
 logger = logging.getLogger("mmspec")
@@ -42,19 +43,51 @@ def _hybrid() -> Drafter:
     return hybrid()
 
 
+def _arbitrated(target: TargetInfo | None = None, learn: bool = False) -> Drafter:
+    """Of n-gram drafters and, to be learned, instant heads for the target."""
+    from mmspec.drafters.arbitrated import ArbitratedDrafter, LearnableArbitratedDrafter
+
+    if target is None or not learn:
+        return ArbitratedDrafter()
+    return LearnableArbitratedDrafter(_instant(target))
+
+
+def _instant(target: TargetInfo) -> InstantDrafter:
+    """Untrained instant heads for a target."""
+    from mmspec.drafters.instant.drafter import InstantDrafter
+    from mmspec.drafters.instant.head import init_instant_head, instant_config
+
+    head = init_instant_head(instant_config(target.hidden_size, target.vocab_size))
+    return InstantDrafter(head, num_layers=target.num_layers, name="instant")
+
+
+def _self() -> Drafter:
+    from mmspec.drafters.model.self_drafter import SelfDrafter
+
+    return SelfDrafter()
+
+
 DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "none": _none,
     "lookup": _lookup,
     "recycling": _recycling,
     "hybrid": _hybrid,
+    "arbitrated": _arbitrated,
+    "self": _self,
     "auto": _hybrid,  # unless a trained drafter fits the target: see `_auto`
 }
+INSTANT_NAME = "instant"
+"""Untrained heads, for `patch(model, learn=True)`; they need a target."""
 ALIASES = {"fused": "hybrid"}
 """Former name -> current name. Former names stay valid and are not listed; metrics use the current name."""
 WEIGHTS_DIR = Path(__file__).parent / "weights"
 """Folders of the trained drafters that are part of the package, by name."""
 AUTO_ORDER = {"cpu": ("flash", "msd", "parallel", "falcon")}
 """Order in which `auto` prefers them by device type, as measured (docs/results); other devices use the CPU's."""
+HEAD_FILES = ("config.json", "model.safetensors", "pytorch_model.bin")
+"""Files of a draft head."""
+MODEL_FILES = (*HEAD_FILES, "*.safetensors", "*.json", "*.model", "*.txt", "*.jinja")
+"""Files of a model of transformers with its tokenizer."""
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -67,11 +100,11 @@ def bundled_drafters(device: str = "cpu") -> dict[str, Path]:
 
 def drafter_names() -> list[str]:
     """The names that `build_drafter` accepts, without folders, hub ids and former names."""
-    return [*DRAFTERS, *bundled_drafters()]
+    return [*DRAFTERS, INSTANT_NAME, *bundled_drafters()]
 
 
-def _auto(target: TargetInfo | None) -> Drafter:
-    """A drafter trained for this target, bundled or published and in the local cache; else hybrid."""
+def _auto(target: TargetInfo | None, learn: bool) -> Drafter:
+    """A drafter trained for this target, bundled or published and in the local cache; else an arbitrated one."""
     if target is not None:
         from mmspec.drafters.checkpoints.format import TargetMismatch
         from mmspec.drafters.checkpoints.load import load_trained
@@ -90,7 +123,7 @@ def _auto(target: TargetInfo | None) -> Drafter:
             except (OSError, ValueError) as error:
                 reason = str(error).splitlines()[0][:200]
                 logger.info("mmspec: %s was published for this model, but is not used: %s", hub_id, reason)
-    return _hybrid()
+    return _arbitrated(target, learn) if learn else _hybrid()
 
 
 def _published_for(target: TargetInfo) -> str | None:
@@ -99,7 +132,7 @@ def _published_for(target: TargetInfo) -> str | None:
     return PUBLISHED_DRAFTERS.get(target.name)
 
 
-def download_drafter(name: str, *, local_files_only: bool = False) -> str:
+def download_drafter(name: str, *, local_files_only: bool = False, patterns: Sequence[str] = HEAD_FILES) -> str:
     """The local folder of a drafter on the hub, downloaded if needed and allowed (`HF_HUB_OFFLINE=1` forbids it).
 
     Raises:
@@ -114,7 +147,7 @@ def download_drafter(name: str, *, local_files_only: bool = False) -> str:
     try:
         return snapshot_download(
             name,
-            allow_patterns=["config.json", "model.safetensors", "pytorch_model.bin"],
+            allow_patterns=list(patterns),
             local_files_only=local_files_only,
         )
     except Exception as error:  # the hub's exception types change between versions
@@ -128,17 +161,31 @@ def resolve_folder(name: str) -> str | Path:
     return bundled_drafters().get(name) or (name if os.path.isdir(name) else download_drafter(name))
 
 
+def model_folder(name: str) -> str | None:
+    """The folder that a drafter's name stands for, if it may hold a whole model; None for names of this registry.
+
+    Raises:
+        OSError: a hub id that is not in the cache and cannot be downloaded.
+    """
+    if name in ALIASES or name in drafter_names():
+        return None
+    if os.path.isdir(name):
+        return name
+    return download_drafter(name) if HUB_ID.fullmatch(name) else None
+
+
 def is_known_drafter(name: str) -> bool:
     """Whether `build_drafter` accepts a name."""
     return name in ALIASES or name in drafter_names() or os.path.isdir(name) or HUB_ID.fullmatch(name) is not None
 
 
-def build_drafter(drafter: str | object, target: TargetInfo | None = None) -> Drafter:
+def build_drafter(drafter: str | object, target: TargetInfo | None = None, learn: bool = False) -> Drafter:
     """A new drafter by name, folder or hub id; an object with the `Drafter` protocol is returned as it is.
 
     Args:
         drafter: name, folder, hub id or object.
         target: facts about the target, with which a trained drafter is compared.
+        learn: the drafter is to learn online: `auto` without a trained head then has instant heads.
 
     Raises:
         ValueError: an unknown name, or a trained drafter that does not fit the target.
@@ -148,7 +195,11 @@ def build_drafter(drafter: str | object, target: TargetInfo | None = None) -> Dr
     if isinstance(drafter, str):
         drafter = ALIASES.get(drafter, drafter)
         if drafter == "auto":
-            return _auto(target)
+            return _auto(target, learn)
+        if drafter == "arbitrated":
+            return _arbitrated(target, learn)
+        if drafter == INSTANT_NAME and target is not None:
+            return _instant(target)
         if drafter in DRAFTERS:
             return DRAFTERS[drafter]()
         if is_known_drafter(drafter):

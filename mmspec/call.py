@@ -11,6 +11,8 @@ from torch import Tensor
 from mmspec.config import SpecConfig
 from mmspec.control.tree_size import RoundCostModel
 from mmspec.cpu.linear import LinearAutotuner
+from mmspec.learning.learner import Learner
+from mmspec.learning.recording import RecordedDrafter
 from mmspec.metrics.stats import Stats
 from mmspec.targets.base import ModelAdapter
 from mmspec.targets.captured import CapturePool
@@ -41,6 +43,8 @@ class CallContext:
         attention_capture: attention of the vision tower in this call, if the compressor uses it.
         modules: result of the scan over the model's modules.
         stats: counters and times of this call.
+        learner: learns from this call, or None.
+        recording: examples of this call for the learner; None before the loop runs, or without a learner.
     """
 
     adapter: ModelAdapter
@@ -57,6 +61,8 @@ class CallContext:
     attention_capture: AttentionCapture | None = None
     modules: ModuleScan | None = None
     stats: Stats = field(default_factory=Stats)
+    learner: Learner | None = None
+    recording: RecordedDrafter | None = None
 
 
 @dataclass

@@ -15,15 +15,16 @@ from typing import Any
 from mmspec.control.tree_size import DEFAULT_TREE_SIZE
 from mmspec.engine.tree import BUCKETS
 from mmspec.interfaces import (
-    CompressingDrafter,
     Compressor,
     Drafter,
     GridCompressor,
+    LearnableDrafter,
     SizedCompressor,
     TargetInfo,
     TrainedDrafter,
 )
 from mmspec.reference import check_reference, reference_rows, resolve_reference_ids
+from mmspec.targets.layer_subset import layer_access
 
 PER_CALL_OPTIONS = (
     "enabled",
@@ -33,6 +34,7 @@ PER_CALL_OPTIONS = (
     "deterministic",
     "cpu_pack_weights",
     "compile",
+    "learn",
     "reference",
     "reference_ids",
 )
@@ -55,9 +57,10 @@ class SpecConfig:
         tree_size: score trees of exactly this many nodes, root included; None lets the controller choose.
         deterministic: fix all shapes, so that half-precision runs are bit-identical on one machine.
         cpu_pack_weights: on a CPU, True also tries float32 linear layers in the kernel's packed layout, at the cost of
-            a copy of their weights; False never replaces a linear layer; None tries what needs no copy.
+            a copy of their weights; False leaves everything to torch; None uses compiled code that needs no copy.
         compile: record the target's rounds once and replay them. True: by CUDA graphs, on a CPU by `torch.compile`, at
             the cost of a copy of the weights; "auto": where that is shown to pay, at present nowhere; False: never.
+        learn: the drafter learns from this call.
     """
 
     drafter: Drafter
@@ -68,6 +71,7 @@ class SpecConfig:
     deterministic: bool = False
     cpu_pack_weights: bool | None = None
     compile: bool | str = "auto"
+    learn: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.compile, bool) and self.compile != "auto":
@@ -80,6 +84,13 @@ class SpecConfig:
             raise TypeError(
                 f"cpu_pack_weights must be True, False, or None (measure what is fastest); got "
                 f"{self.cpu_pack_weights!r}."
+            )
+        if not isinstance(self.learn, bool):
+            raise TypeError(f"learn must be True (the drafter learns from the calls) or False; got {self.learn!r}.")
+        if self.learn and self.deterministic:
+            raise ValueError(
+                "learn=True and deterministic=True exclude each other: learned weights change the shapes of later "
+                "calls. Pass one of them."
             )
         check_reference(self.reference)
         _check_tree_size(self.tree_size)
@@ -113,11 +124,12 @@ class PatchArguments:
     deterministic: bool
     cpu_pack_weights: bool | None
     compile: bool | str
+    learn: bool = False
 
 
 def own_compressor(drafter: Drafter) -> Compressor | None:
     """The compressor that a drafter comes with, or None."""
-    own = drafter.compressor if isinstance(drafter, CompressingDrafter) else None
+    own = getattr(drafter, "compressor", None)
     return own if isinstance(own, Compressor) else None
 
 
@@ -182,20 +194,28 @@ def target_info(adapter: Any, tokenizer: Any) -> TargetInfo:
     )
 
 
-def resolve_drafter(drafter: str | Drafter, adapter: Any, tokenizer: Any = None) -> Drafter:
+def resolve_drafter(drafter: str | Drafter, adapter: Any, tokenizer: Any = None, learn: bool = False) -> Drafter:
     """The drafter with a name or in a folder, or the object itself, checked against the target.
 
     Raises:
-        ValueError: unknown name, or a drafter for another vocabulary or number of layers.
+        ValueError: unknown name, a drafter for another vocabulary or number of layers, or with `learn` one that cannot
+            learn.
         TypeError: an object that is not a drafter.
     """
     from mmspec.drafters.registry import build_drafter
 
-    resolved = build_drafter(drafter, target_info(adapter, tokenizer))
+    resolved = _build_model_drafter(drafter, adapter, tokenizer)
+    if resolved is None:
+        resolved = build_drafter(drafter, target_info(adapter, tokenizer), learn)
     if resolved.vocab_size is not None and resolved.vocab_size != adapter.vocab_size:
         raise ValueError(
             f"drafter {resolved.name!r} is for a vocabulary of {resolved.vocab_size} ids, the model has "
             f"{adapter.vocab_size}; use a drafter of this model, or drafter='auto'."
+        )
+    if learn and not isinstance(resolved, LearnableDrafter):
+        raise ValueError(
+            f"learn=True needs a drafter with weights that can be learned: auto, instant or a FLASH head; got "
+            f"{resolved.name!r}."
         )
     indices = resolved.requirements.hidden_state_indices
     if invalid := [index for index in indices if not 0 <= index <= adapter.num_layers]:
@@ -203,12 +223,40 @@ def resolve_drafter(drafter: str | Drafter, adapter: Any, tokenizer: Any = None)
             f"drafter {resolved.name!r} needs hidden states {invalid}; this model has 0 to {adapter.num_layers}. "
             "Use a drafter of this model, or drafter='auto'."
         )
+    if resolved.requirements.layer_subsets:
+        layer_access(adapter)  # raises an error where layers cannot be skipped
     if isinstance(resolved, TrainedDrafter) and resolved.bundled_compressor is not None:
         from mmspec.vision.registry import load_compressor
 
         config, state_dict = resolved.bundled_compressor
         resolved.compressor = load_compressor(config, state_dict, adapter.text_config.hidden_size)
     return resolved
+
+
+def _build_model_drafter(drafter: Any, adapter: Any, tokenizer: Any) -> Drafter | None:
+    """The drafter of `drafter=MODEL`, a model of transformers or its folder or hub id; None for any other drafter.
+
+    Raises:
+        ValueError: the model cannot draft for the target, or its tokenizer is unknown or cannot be aligned.
+        OSError: a file is missing.
+    """
+    from mmspec.targets.draft_model import HFDraftModel, check_draft_model, is_model, is_model_folder, load_draft_model
+
+    if is_model(drafter):
+        source = HFDraftModel(drafter)
+    else:
+        from mmspec.drafters.registry import MODEL_FILES, download_drafter, model_folder
+
+        folder = model_folder(drafter) if isinstance(drafter, str) else None
+        if folder is None or not is_model_folder(folder):
+            return None
+        if not os.path.isdir(drafter):
+            folder = download_drafter(drafter, patterns=MODEL_FILES)
+        source = load_draft_model(folder, adapter)
+    check_draft_model(source, adapter)
+    from mmspec.drafters.model.build import build_model_drafter
+
+    return build_model_drafter(source, target_info(adapter, tokenizer))
 
 
 def resolve_config(arguments: PatchArguments, adapter: Any) -> SpecConfig:
@@ -219,7 +267,7 @@ def resolve_config(arguments: PatchArguments, adapter: Any) -> SpecConfig:
     """
     tokenizer = resolve_tokenizer(arguments.processor)
     config = SpecConfig(
-        drafter=resolve_drafter(arguments.drafter, adapter, tokenizer),
+        drafter=resolve_drafter(arguments.drafter, adapter, tokenizer, arguments.learn),
         compressor=resolve_compressor(arguments.compressor, adapter),
         reference=arguments.reference,
         reference_ids=arguments.reference_ids,
@@ -227,6 +275,7 @@ def resolve_config(arguments: PatchArguments, adapter: Any) -> SpecConfig:
         deterministic=arguments.deterministic,
         cpu_pack_weights=arguments.cpu_pack_weights,
         compile=arguments.compile,
+        learn=arguments.learn,
     )
     reference_rows(config.reference, config.reference_ids, tokenizer, batch=None, num_return_sequences=1)
     return config
@@ -293,9 +342,10 @@ class DrafterCache:
 
     def get(self, drafter: str | Drafter, adapter: Any, tokenizer: Any) -> Drafter:
         """As `resolve_drafter`; a folder whose content has changed is loaded again."""
-        if not isinstance(drafter, str):
+        if not isinstance(drafter, str) and isinstance(drafter, Drafter):
             return resolve_drafter(drafter, adapter, tokenizer)
-        key = drafter, _folder_state(drafter), id(tokenizer), adapter.vocab_size
+        name = drafter if isinstance(drafter, str) else id(drafter)  # a model, which its drafter keeps alive
+        key = name, _folder_state(drafter), id(tokenizer), adapter.vocab_size
         with self._lock:
             resolved = self._drafters.pop(key, None) or resolve_drafter(drafter, adapter, tokenizer)
             self._drafters[key] = resolved  # last in the dict: most recently used
@@ -304,9 +354,9 @@ class DrafterCache:
         return resolved
 
 
-def _folder_state(folder: str) -> tuple[Any, ...]:
+def _folder_state(folder: Any) -> tuple[Any, ...]:
     """Name, size and modification time of each file in a folder; () if it is no folder."""
-    if not os.path.isdir(folder):
+    if not isinstance(folder, str) or not os.path.isdir(folder):
         return ()
     with os.scandir(folder) as entries:
         return tuple(sorted((entry.name, entry.stat().st_size, entry.stat().st_mtime_ns) for entry in entries))

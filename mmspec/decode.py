@@ -19,18 +19,21 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from mmspec.call import CallContext, PreparedInputs
 from mmspec.control.tree_size import TreeSizeController
 from mmspec.cpu.linear import find_linear_layers, use_fast_linears
+from mmspec.cpu.native import FewRowsKernel, load_kernel
 from mmspec.engine.criteria import UNLIMITED_STEPS
 from mmspec.engine.loop import DecodeLoop
 from mmspec.engine.output import OutputBuffer, ReturnFlags, UserCodeHooks
 from mmspec.engine.rng import RngGuard, SamplingNoise
 from mmspec.engine.sampler import TreeSampler
-from mmspec.interfaces import Prompt, VisualGrid
+from mmspec.interfaces import Drafter, LearnableDrafter, Prompt, VisualGrid
+from mmspec.learning.recording import RecordedDrafter
 from mmspec.metrics.compression_stats import RecordingCompressor
 from mmspec.metrics.stats import Stats
 from mmspec.prefill import Prefilled, prefill
 from mmspec.reference import reference_rows
 from mmspec.targets.base import ModelAdapter
 from mmspec.targets.hf import HFTarget
+from mmspec.targets.layer_subset import open_layer_subsets
 from mmspec.user_code import RngIsolatedDrafter, is_builtin
 
 NOISE_BYTES = 256 << 20
@@ -67,12 +70,14 @@ def _run_loop(call: CallContext, inputs: PreparedInputs, prefilled: Prefilled) -
     def rng_guard() -> RngGuard:
         return RngGuard(device, target.device, noise=sampler.noise)
 
-    drafter = call.spec_config.drafter
+    drafter: Drafter = call.spec_config.drafter
     compressor = _build_compressor(call, rng_guard)
     prompt = replace(_build_prompt(call, inputs, prefilled, output), compressor=compressor)
+    if call.learner is not None and isinstance(drafter, LearnableDrafter):
+        drafter = call.recording = RecordedDrafter(drafter)
     loop = DecodeLoop(
         target=target,
-        drafter=drafter if is_builtin(drafter) else RngIsolatedDrafter(drafter, rng_guard),
+        drafter=drafter if is_builtin(call.spec_config.drafter) else RngIsolatedDrafter(drafter, rng_guard),
         output=output,
         sampler=sampler,
         controller=_build_controller(call, num_rows=len(inputs.input_ids)),
@@ -81,6 +86,8 @@ def _run_loop(call: CallContext, inputs: PreparedInputs, prefilled: Prefilled) -
         start_time=call.start_time,
         warn=call.warn,
     )
+    if (kernel := _native_kernel(call)) is not None and call.modules is not None:
+        target.use_native_rounds(kernel, call.modules)
     try:
         with target.decoding(), _fast_linears(call):
             loop.run(prefilled.logits, prompt)
@@ -185,6 +192,7 @@ def _build_prompt(call: CallContext, inputs: PreparedInputs, prefilled: Prefille
         static_shapes=spec_config.fixed_tree_size is not None,
         max_new_tokens=target.max_new_tokens if target.max_new_tokens < UNLIMITED else None,
         visual_saliency=_visual_saliency(call, visual_mask),
+        layer_subsets=open_layer_subsets(target) if spec_config.drafter.requirements.layer_subsets else None,
     )
 
 
@@ -219,6 +227,12 @@ def _draftable_ids(prompt: Prompt, adapter: ModelAdapter, device: torch.device) 
     draftable[[token for token in prompt.banned_ids if 0 <= token < prompt.vocab_size]] = False
     draftable[adapter.num_embeddings :] = False
     return draftable
+
+
+def _native_kernel(call: CallContext) -> FewRowsKernel | None:
+    """The compiled kernel, if whole forwards of this call may run in it and it can be had."""
+    is_allowed = call.spec_config.cpu_pack_weights is None and call.adapter.model.device.type == "cpu"
+    return load_kernel() if is_allowed and call.autotuner.allow_native else None
 
 
 def _fast_linears(call: CallContext) -> AbstractContextManager[None]:

@@ -1,6 +1,6 @@
-"""Atomic file replacement: at any moment a path holds the old content or the complete new content.
+"""The user's cache folder, and atomic file replacement: a path holds the old or the complete new content.
 
-Knows nothing of what is written; used for checkpoints, weights and results.
+Knows nothing of what is written; used for checkpoints, weights, results and measured costs.
 """
 
 from __future__ import annotations
@@ -9,6 +9,16 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+CACHE_VARIABLE = "MMSPEC_CACHE"
+"""Environment variable that names the cache folder."""
+
+
+def cache_folder() -> Path:
+    """`$MMSPEC_CACHE`, else `mmspec` in `$XDG_CACHE_HOME` or `~/.cache`; it may not exist."""
+    if folder := os.environ.get(CACHE_VARIABLE):
+        return Path(folder)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mmspec"
 
 
 @contextmanager
@@ -45,4 +55,4 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-__all__ = ["atomic_write", "sync_folder"]
+__all__ = ["CACHE_VARIABLE", "atomic_write", "cache_folder", "sync_folder"]

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,10 +27,13 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList, Stop
 from mmspec import fallback
 from mmspec.call import CallContext, FallbackRequired, PreparedInputs
 from mmspec.config import DrafterCache, PatchArguments, SpecConfig, resolve_call_config
-from mmspec.control.tree_size import RoundCostModel
+from mmspec.costs import DrafterCosts
 from mmspec.cpu.linear import LinearAutotuner
 from mmspec.decode import decode
-from mmspec.interfaces import Drafter, SaliencyCompressor
+from mmspec.interfaces import LearnableDrafter, SaliencyCompressor
+from mmspec.learning.learner import Learner
+from mmspec.learning.store import LearnedStore, model_fingerprint
+from mmspec.metrics.learning_stats import LearningStats, SpeedCurve
 from mmspec.metrics.stats import Stats
 from mmspec.targets import selftest
 from mmspec.targets.base import ModelAdapter
@@ -53,12 +57,15 @@ class PatchState:
         config: the options of `patch`.
         arguments: those of `patch`.
         original_attention: attention kernel of the text model before `patch` changed it, or None.
-        costs: {drafter name: measured times}.
+        costs: the measured costs of each drafter.
         autotuner: chooses the kernels of linear layers on CPU.
         captures: recorded rounds.
         drafter_cache: drafters that calls selected by name.
         total, last: statistics of all calls and of the last call.
-        lock: held while `costs`, `total` and `last` change.
+        lock: held while `total` and `last` change.
+        curve: speed over the calls.
+        learner: learns the drafter from the calls, or None.
+        lock: held while `costs`, `total`, `last` and `curve` change.
     """
 
     def __init__(self, adapter: ModelAdapter, config: SpecConfig, arguments: PatchArguments) -> None:
@@ -66,12 +73,14 @@ class PatchState:
         self.config = config
         self.arguments = arguments
         self.original_attention: str | None = None
-        self.costs: dict[str, RoundCostModel] = {}
+        self.costs = DrafterCosts()
         self.autotuner = LinearAutotuner()
         self.captures = CapturePool(self._warn_once)
         self.drafter_cache = DrafterCache()
         self.total = Stats()
         self.last = Stats()
+        self.curve = SpeedCurve()
+        self.learner: Learner | None = None
         self.lock = threading.Lock()
         self._selftest_lock = threading.Lock()
         self._selftest_verdict: tuple[Any, str | None] | None = None  # (state of the model, reason of the failure)
@@ -123,7 +132,7 @@ class PatchState:
             spec_config=config,
             tokenizer=tokenizer,
             autotuner=self.autotuner,
-            costs=self.cost_model(config.drafter),
+            costs=self.costs.model(config.drafter, self.adapter),
             captures=self.captures,
             start_time=start_time,
             streamer=arguments.get("streamer"),
@@ -132,11 +141,16 @@ class PatchState:
             warn=self._warn_once,
             attention_capture=capture,
             modules=modules,
+            learner=self.learner if config.learn and config.drafter is self.config.drafter else None,
         )
         with nullcontext() if capture is None else capture.active():
             arguments = _build_stop_string_criterion(arguments, get_option)
             result = plain_generate(**arguments, custom_generate=self._custom_generate(call))
         self._record_call(call.stats, start_time)
+        if config.fixed_tree_size is None:
+            self.costs.count_call(config.drafter, self.adapter)
+        if call.learner is not None:
+            call.learner.after_call(call.recording, call.stats.total_s)
         return result
 
     def _custom_generate(self, call: CallContext) -> Any:
@@ -179,15 +193,6 @@ class PatchState:
             or self.adapter.unsupported_reason()
             or target_class(self.adapter).unsupported_reason(self.adapter, inputs.input_ids, model_kwargs)
         )
-
-    def cost_model(self, drafter: Drafter) -> RoundCostModel:
-        """The measured times of rounds with this drafter, on the model's current kind of device."""
-        kind = "cpu" if self.model.device.type == "cpu" else "other"
-        with self.lock:
-            costs = self.costs.get(drafter.name)
-            if costs is None or costs.device != kind:  # the model was moved
-                costs = self.costs[drafter.name] = RoundCostModel(kind)
-            return costs
 
     def run_first_selftest(self) -> SelfTestResult | None:
         """The verdict on the model as it is now; None if calls would be decoded by transformers anyway, so that the
@@ -248,6 +253,20 @@ class PatchState:
         with self.lock:
             self.total.add(stats)
             self.last = stats
+            self.curve.add(stats)
+
+    def learning_stats(self) -> LearningStats:
+        """State of online learning, and the speed over all calls."""
+        learned = LearningStats() if self.learner is None else self.learner.stats()
+        with self.lock:
+            return replace(learned, curve=self.curve.points())
+
+    def start_learning(self) -> None:
+        """Learn the drafter of `patch` from the calls, from where an earlier process stopped."""
+        drafter = self.config.drafter
+        assert isinstance(drafter, LearnableDrafter)
+        store = LearnedStore(model_fingerprint(self.model))
+        self.learner = Learner(drafter, self.adapter.shared_embeddings, store, self._warn_once)
 
     def _warn_once(self, message: str) -> None:
         with self.lock:
@@ -262,9 +281,15 @@ def _is_disabled(model: Any) -> bool:
     return disabled is None or id(model) in disabled
 
 
-def _bind(plain_generate: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+@functools.lru_cache(maxsize=64)
+def _signature(function: Callable[..., Any]) -> inspect.Signature:
+    return inspect.signature(function)
+
+
+def _bind(plain_generate: functools.partial[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of `generate` by name, without a `custom_generate` of None."""
-    bound = inspect.signature(plain_generate).bind(*args, **kwargs).arguments
+    bound = _signature(plain_generate.func).bind(*plain_generate.args, *args, **kwargs).arguments
+    bound.pop(next(iter(bound)))  # the model
     var_kwargs = bound.pop("kwargs", {})
     arguments = {**bound, **var_kwargs}
     if arguments.get("custom_generate") is None:

@@ -54,6 +54,7 @@ def patch(
     deterministic: bool = False,
     cpu_pack_weights: bool | None = None,
     compile: bool | str = "auto",
+    learn: bool = False,
     **deprecated: Any,
 ) -> Any:
     """Make `model.generate` speculative. The output stays the same, token for token. `unpatch` reverts it.
@@ -62,8 +63,8 @@ def patch(
         model: a vision-language or text model of transformers that decodes with a key-value cache, on any device. A
             small self-test decides whether it can be decoded in trees (`mmspec.targets.selftest`). Of a `PeftModel`
             the model inside is patched, which the wrapper's `generate` calls.
-        drafter: `auto`, `none`, `lookup`, `recycling`, `hybrid`, the folder or hub id of a draft head, or an object
-            that implements `mmspec.Drafter`.
+        drafter: `auto`, `none`, `lookup`, `recycling`, `hybrid`, `self`, the folder or hub id of a draft head or of a
+            smaller model, such a model, or an object that implements `mmspec.Drafter`.
         compressor: name (such as "pool:49") or object that reduces the visual tokens that the drafter reads, or None.
         processor: the model's processor or tokenizer. With it drafts avoid ids that the tokenizer does not have;
             `reference` needs it.
@@ -71,12 +72,16 @@ def patch(
         reference_ids: the same as token ids, one list per row.
         tree_size: score trees of exactly this many nodes (1 to 64, root included). By default a controller chooses.
         deterministic: fix all shapes, so that half-precision runs are bit-identical on one machine.
-        cpu_pack_weights: on a CPU, float32 linear layers run on whichever kernel is fastest in real calls. True: also
-            on packed copies, at the cost of the layers' memory. False: leave all linear layers unchanged.
+        cpu_pack_weights: on a CPU, rounds of float32 Llama, Mistral and Qwen text models run in compiled code, other
+            float32 linear layers on whichever kernel is fastest in real calls. True: all linear layers do the latter,
+            also on packed copies, at the cost of the layers' memory. False: torch computes everything.
         compile: True records the target's forward once for each shape and replays it: by CUDA graphs on a GPU (not
             tried on one yet), by `torch.compile` on a CPU, which takes up to a minute per shape at first and a copy of
             the weights. False: never. "auto": where that is shown to be exact and faster, at present nowhere. Models or
             calls that cannot be recorded run as without it.
+        learn: the drafter learns from the calls, `auto` and `instant` from nothing, a FLASH head by adaptation. Takes
+            at most 3% of the time, changes speed only, and stores weights, nothing else, in the user's cache folder
+            (`mmspec cache`), from which the next process continues. Not with `deterministic`.
         deprecated: `nodes` and `packed`, the former names of `tree_size` and `cpu_pack_weights`.
 
     Returns:
@@ -85,7 +90,8 @@ def patch(
     Raises:
         TypeError: not a model that can generate, or an argument of the wrong type.
         UnsupportedModelError: the self-test fails.
-        ValueError: unknown drafter or compressor, another vocabulary, or already patched with other settings.
+        ValueError: unknown drafter or compressor, another vocabulary, a drafter that cannot learn, or already patched
+            with other settings.
     """
     current = _rename_arguments({"tree_size": tree_size, "cpu_pack_weights": cpu_pack_weights}, deprecated)
     arguments = PatchArguments(
@@ -96,6 +102,7 @@ def patch(
         resolve_reference_ids(reference_ids),
         deterministic=deterministic,
         compile=compile,
+        learn=learn,
         **current,
     )
     adapter = find_adapter(unwrap(model))
@@ -110,6 +117,8 @@ def unpatch(model: Any) -> Any:
         patched = unwrap(model)
         state = patched.__dict__.pop(KEY)
         del patched.__dict__["generate"]
+        if state.learner is not None:
+            state.learner.save()
         if state.original_attention is not None:
             _set_text_attention(patched, state.original_attention)
     return model
@@ -130,7 +139,9 @@ def stats(model: Any, last: bool = False) -> Stats:
         raise ValueError("mmspec.stats needs a patched model; call mmspec.patch(model) first.")
     state = patch_state(model)
     with state.lock:
-        return copy.deepcopy(state.last if last else state.total)
+        found = copy.deepcopy(state.last if last else state.total)
+    found.learning = state.learning_stats()
+    return found
 
 
 @contextmanager
@@ -190,6 +201,8 @@ def _install(state: PatchState) -> None:
         _set_text_attention(model, "sdpa")
         logger.info("mmspec: text attention switched from %s to sdpa, which takes a mask per node", kernel)
     _check_selftest(state)
+    if state.config.learn:
+        state.start_learning()
     model.__dict__[KEY] = state
     wrapper = functools.wraps(type(model).generate)(_copy_of_generate())
     model.__dict__["generate"] = types.MethodType(wrapper, model)

@@ -50,6 +50,8 @@ def prefill(call: CallContext, inputs: PreparedInputs) -> Iterator[Prefilled]:
     length = inputs.input_ids.shape[1] + max_new_tokens(inputs)
     cache = inputs.model_kwargs["past_key_values"]
     recorder = recorder_for(call.adapter.model.device, call.spec_config.compile)
+    if call.spec_config.drafter.requirements.layer_subsets:
+        recorder = None  # a recorded round runs all layers
     if recorder is not None and call.captures.reason(call.adapter, call.modules, cache, length) is not None:
         recorder = None
     with call.captures.lease(call.adapter, len(inputs.input_ids), length, recorder) as lane:

@@ -46,6 +46,12 @@ def _mutant() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Learned weights of tests go to a folder of their own."""
+    os.environ["MMSPEC_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+
+
 @pytest.fixture(autouse=True)
 def _generator() -> Iterator[None]:
     import torch

@@ -724,15 +724,15 @@ def test_an_error_in_mid_call_leaves_the_next_call_clean(
     before = picture(model)
     with monkeypatch.context() as broken:
         if where == "forward":
-            calls = iter(range(3))
-            forward = HFTarget._forward
+            calls = iter(range(2))
+            score = HFTarget.score
 
             def tired(*args: Any, **kwargs: Any) -> Any:
                 if next(calls, None) is None:
                     raise adversarial.InjectedError("forward")
-                return forward(*args, **kwargs)
+                return score(*args, **kwargs)
 
-            broken.setattr(HFTarget, "_forward", tired)  # a forward replaced on a module is not decoded by our loop
+            broken.setattr(HFTarget, "score", tired)  # a forward replaced on a module is not decoded by our loop
         with pytest.raises(adversarial.InjectedError):
             model.generate(**given, **SAMPLED, **fault(where, model))
     assert mmspec.stats(model) == Stats()

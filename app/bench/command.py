@@ -10,6 +10,7 @@ from mmspec.app.bench.config import BenchConfig
 from mmspec.app.bench.plot import plot_bench
 from mmspec.app.bench.results import ResultFiles, add_result_options
 from mmspec.app.bench.rows import ResultRow
+from mmspec.app.bench.suite import command as suite
 from mmspec.app.caption.config import PROMPT
 from mmspec.app.cli.arguments import (
     Commands,
@@ -102,7 +103,7 @@ def add_parser(commands: Commands, common: argparse.ArgumentParser) -> None:
         run,
         help="measure speed against plain generate",
         description="Measure decoding speed: plain generate, mmspec without drafts, and each drafter, interleaved.",
-        epilog=EPILOG,
+        epilog=f"{EPILOG}\n{suite.EPILOG}",
     )
     add = parser.add_argument
     add_model_option(parser)
@@ -126,6 +127,7 @@ def add_parser(commands: Commands, common: argparse.ArgumentParser) -> None:
         json_help="write the rows as a JSON list, with more columns",
         plot_help="write a bar chart (needs matplotlib)",
     )
+    suite.add_suite_options(parser)
     add_progress(parser)
 
 
@@ -136,6 +138,8 @@ def run(args: argparse.Namespace) -> int:
 
     for name in args.drafters:
         check_spec(name)
+    if suite.is_suite(args):
+        return suite.run_suite(args)
     config, files = BenchConfig.from_args(args), ResultFiles.from_args(args)
     files.check()
     hide_progress_bars(args.progress)

@@ -13,7 +13,7 @@ from PIL import Image
 from mmspec.app.caption.progress import print_stderr
 from mmspec.app.errors import UsageError
 from mmspec.app.io.images import ImageError, load_image
-from mmspec.app.io.sources import collect_items
+from mmspec.app.io.inputs import collect_items
 from mmspec.app.modeling.captioner import Captioner
 from mmspec.app.modeling.random_models import WORDS
 from mmspec.app.modeling.synthetic_images import draw_image

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import platform
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -117,7 +120,19 @@ def provenance(command: str, device: torch.device) -> ResultRow:
         "transformers": version("transformers"),
         "device": card or device.type,
         "threads": torch.get_num_threads(),
+        "processor": processor_name(),
+        "date": datetime.now(UTC).date().isoformat(),
     }
 
 
-__all__ = ["measure_bench", "provenance"]
+def processor_name() -> str:
+    """Model name of the CPU where Linux tells it, else the architecture."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+__all__ = ["measure_bench", "processor_name", "provenance"]

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mmspec.app.caption.batch_size import AUTO_BATCH_SIZE
 from mmspec.app.caption.config import (
+    FORMATS,
     FRAMES,
     MAX_PIXELS,
     PROMPT,
@@ -33,6 +36,7 @@ from mmspec.app.errors import UsageError, one_line
 
 if TYPE_CHECKING:
     from mmspec.app.io.output import Output
+    from mmspec.app.io.shards import ShardFormat
     from mmspec.app.modeling.captioner import Captioner
 
 CHOOSE_MODEL = (
@@ -48,13 +52,19 @@ PATH is any mix of
   'photos/*.png'     a glob, expanded here if the shell has not
   list.jsonl         a manifest: "file_name" and optionally "prompt" and "id" per row; .csv has the same columns;
                      .txt holds one path per line. Paths are relative to the manifest and may not leave its folder.
-
-examples
+  'a-{000..099}.tar' WebDataset archives, read without extracting them; braces and globs are expanded here if the
+                     shell has not. Members with one key are a row: KEY.jpg, and with --prompt-column txt its prompt
+  'data/*.parquet'   tables with a column of pictures: bytes, {bytes, path}, paths below the table's folder, or
+                     addresses (--urls). pip install 'mmspec[data]'
+  saved/             a folder of `datasets`' save_to_disk; hf://datasets/OWNER/NAME is a dataset of the hub, streamed
+  s3://bucket/a.tar  any of these by an address that fsspec opens: s3:// (mmspec[s3]), gs:// (mmspec[gs]), hf://, ...
   mmspec caption photos/ --model llava-hf/llava-1.5-7b-hf --out captions.jsonl
   mmspec caption photos/ --model ./my-llava --out photos/metadata.jsonl     loads with load_dataset("imagefolder")
   mmspec caption drawn.png --model scenes --compare      no download: the bundled toy model, for drawn scenes
   mmspec caption clips/ --fps 1 --frames 32 --model ...                     one frame per second, at most 32
   mmspec caption list.jsonl --model ... --temperature 0.7 --seed 1 --stop $'\\n'
+  mmspec caption 's3://bucket/pictures-{0000..0511}.tar' --model ... --out captions.jsonl
+  mmspec caption data/*.parquet --model ... --out captions/ --format parquet --ray auto     pip install 'mmspec[ray]'
   accelerate launch --num_processes 4 -m mmspec caption photos/ --model ... --out captions.jsonl
 
 resuming
@@ -94,6 +104,7 @@ def add_parser(commands: Commands, common: argparse.ArgumentParser) -> None:
     parser.add_argument("paths", nargs="+", metavar="PATH", help="files, folders, globs, manifests (see below)")
     _add_model(parser)
     _add_decoding(parser)
+    _add_tables(parser)
     _add_job(parser)
 
 
@@ -116,21 +127,47 @@ def _add_decoding(parser: argparse.ArgumentParser) -> None:
     )
     sampler_help = "frames of a video: evenly spread (default) or those that differ most from each other"
     add("--sampler", choices=SAMPLERS, default=SAMPLERS[0], help=sampler_help)
-    add("--batch-size", type=positive_int, default=8, metavar="N", help="images or videos per batch (default 8)")
+    batch_help = "images or videos per batch (default 8); auto: as many as speed and memory permit"
+    add("--batch-size", type=parse_batch_size, default=8, metavar="N", help=batch_help)
     add("--max-new-tokens", type=positive_int, default=128, metavar="N", help="per caption (default 128)")
     add_sampling_options(group)
     add("--stop", action="append", default=[], metavar="TEXT", help="end a caption at this text; repeatable")
 
 
+def _add_tables(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("tables and archives").add_argument
+    image_help = "column of the pictures, or extension of their members (default: found by name, as image, jpg or url)"
+    add("--image-column", default=None, metavar="NAME", help=image_help)
+    prompt_help = "column of the prompts; in archives a member (txt), or a key of the member json (default: none)"
+    add("--prompt-column", default=None, metavar="NAME", help=prompt_help)
+    add(
+        "--id-column", default=None, metavar="NAME", help="column of the ids (default: file name and row number or key)"
+    )
+    add("--split", default="train", metavar="S", help="split of a dataset (default train)")
+    urls_help = (
+        "read http(s) addresses in rows: those of the public internet, or with `any` of private networks as well"
+    )
+    add("--urls", nargs="?", const="public", choices=("public", "any"), default=None, help=urls_help)
+
+
 def _add_job(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("job")
     add = group.add_argument
-    add("--out", default="-", metavar="FILE", help="JSON lines file; - (default) is standard output")
+    add("--out", default="-", metavar="FILE", help="file, or folder of shards; - (default) is standard output")
+    format_help = (
+        "jsonl (default): one file; parquet: a folder of shards with the same columns; webdataset: a folder of tar "
+        "archives, each picture with its caption (.txt) and its row (.json)"
+    )
+    add("--format", choices=FORMATS, default=FORMATS[0], help=format_help)
+    add("--rows-per-shard", type=positive_int, default=1000, metavar="N", help="of parquet and webdataset")
     add("--overwrite", action="store_true", help="discard the rows in FILE")
     add("--retry-errors", action="store_true", help="repeat the rows that hold an error")
     add(
         "--shard", type=parse_shard, default=(0, 1), metavar="I/N", help="every Nth file, starting at the Ith (0-based)"
     )
+    ray_help = "caption on Ray: the cluster at ADDRESS (auto: the running one), else this machine's cores and GPUs"
+    add("--ray", nargs="?", const="", default=None, metavar="ADDRESS", help=ray_help)
+    add("--actors", type=positive_int, default=None, metavar="N", help="of Ray, at most (default: one per GPU or core)")
     compare_help = "also run plain generate, for all or the first N, and report whether the tokens are identical"
     add("--compare", type=parse_compare, nargs="?", const=-1, default=0, metavar="N", help=compare_help)
     add("--max-pixels", type=positive_int, default=MAX_PIXELS, metavar="N", help="refuse larger images")
@@ -147,6 +184,11 @@ def parse_fps(text: str) -> float:
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"must be frames per second, a number above 0, got {text!r}")
     return value
+
+
+def parse_batch_size(text: str) -> int:
+    """A number above 0; "auto" is `AUTO_BATCH_SIZE`."""
+    return AUTO_BATCH_SIZE if text == "auto" else positive_int(text)
 
 
 def parse_shard(text: str) -> tuple[int, int]:
@@ -176,10 +218,29 @@ def run(args: argparse.Namespace) -> int:
     process = ProcessInfo.from_env(os.environ)
     validate_drafter(config.drafter, config.compressor)
     config.frame_sampler()
+    if config.batch_size == AUTO_BATCH_SIZE and config.temperature > 0:
+        raise UsageError("sampled captions depend on the batches: give --batch-size a number with --temperature")
     if config.prompt is not None and not config.prompt.strip():
         raise UsageError("--prompt must not be empty")
     hide_progress_bars(config.progress)
+    if config.ray is not None:
+        from mmspec.app.caption.ray_job import RayCaptionJob
+
+        check_ray(config, process)
+        return RayCaptionJob(config, build_output(config, process)).run()
     return CaptionJob(config, build_output(config, process), lambda: build_captioner(config, process), process).run()
+
+
+def check_ray(config: CaptionConfig, process: ProcessInfo) -> None:
+    """Refuse options that do not go with `--ray`.
+
+    Raises:
+        UsageError: there is one.
+    """
+    if process.world_size > 1:
+        raise UsageError("--ray divides the work itself: start one process, without accelerate or torchrun")
+    if config.shard != (0, 1):
+        raise UsageError("--ray divides the work itself: leave --shard away")
 
 
 def build_output(config: CaptionConfig, process: ProcessInfo) -> Output:
@@ -189,20 +250,36 @@ def build_output(config: CaptionConfig, process: ProcessInfo) -> Output:
         UsageError: options that do not go with it.
     """
     from mmspec.app.io.output import FileOutput, StreamOutput
+    from mmspec.app.io.shards import ShardedOutput
 
+    settings, ranks = config.fingerprint(process.world_size), {"rank": process.rank, "world_size": process.world_size}
+    if config.out != "-" and config.format == "jsonl":
+        return FileOutput(Path(config.out), settings, **ranks, overwrite=config.overwrite)
     if config.out != "-":
-        return FileOutput(
-            Path(config.out),
-            config.fingerprint(process.world_size),
-            rank=process.rank,
-            world_size=process.world_size,
-            overwrite=config.overwrite,
+        shards, rows = build_format(config.format), config.rows_per_shard
+        return ShardedOutput(
+            Path(config.out), settings, shards, **ranks, overwrite=config.overwrite, rows_per_shard=rows
         )
+    if config.format != "jsonl":
+        raise UsageError(f"--format {config.format} writes a folder of shards: give --out FOLDER")
     if process.world_size > 1:
         raise UsageError("several processes cannot share standard output: give --out FILE")
     if config.overwrite or config.retry_errors:
         raise UsageError("--overwrite and --retry-errors need --out FILE")
     return StreamOutput()
+
+
+def build_format(name: str) -> ShardFormat:
+    """The shard format of that name.
+
+    Raises:
+        UsageError: a package that it needs is not installed.
+    """
+    from mmspec.app.io.parquet_shards import ParquetShards
+    from mmspec.app.io.tar_shards import TarShards
+
+    formats: dict[str, Callable[[], ShardFormat]] = {"parquet": ParquetShards, "webdataset": TarShards}
+    return formats[name]()
 
 
 def build_captioner(config: CaptionConfig, process: ProcessInfo) -> Captioner:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from mmspec.app.errors import UsageError
 
 if TYPE_CHECKING:
+    from mmspec.app.io.item import SourceOptions
     from mmspec.interfaces import FrameSampler
 
 SCENES_MODEL = "scenes"
@@ -22,9 +23,9 @@ VIDEO_PROMPT = "Describe the video."
 FRAMES = 8
 SAMPLERS = ("uniform", "differing")
 """How the frames of a video are selected."""
+FORMATS = ("jsonl", "parquet", "webdataset")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 MAX_PIXELS = 64_000_000
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,12 @@ class CaptionConfig:
         sampler: one of `SAMPLERS`.
         compare: number of rows to decode with plain `generate` as well; 0 none, -1 all.
         progress: True or False, or None for a bar if standard error is a terminal.
+        batch_size: rows per batch; `AUTO_BATCH_SIZE` to find it while the job runs.
+        format: of the output, one of `FORMATS`.
+        rows_per_shard: of a Parquet file or an archive.
+        ray: address of a Ray cluster, "" for one on this machine; None: without Ray.
+        actors: of Ray, at most; None: one per GPU of the cluster, or per core if it has none.
+        image_column, prompt_column, id_column, split, urls: as in `SourceOptions`.
     """
 
     paths: tuple[str, ...]
@@ -63,6 +70,15 @@ class CaptionConfig:
     max_pixels: int = MAX_PIXELS
     threads: int = 4
     progress: bool | None = None
+    image_column: str | None = None
+    prompt_column: str | None = None
+    id_column: str | None = None
+    split: str = "train"
+    urls: str | None = None
+    format: str = "jsonl"
+    rows_per_shard: int = 1000
+    ray: str | None = None
+    actors: int | None = None
 
     def fingerprint(self, world_size: int) -> dict[str, Any]:
         """The settings that determine the captions: a job is resumed only with the same ones.
@@ -82,10 +98,26 @@ class CaptionConfig:
         # Only where they differ from the default, so that jobs of versions without these options can be resumed.
         decisive |= {"fps": self.fps} if self.fps is not None else {}
         decisive |= {"sampler": self.sampler} if self.sampler != SAMPLERS[0] else {}
+        columns = {"image_column": self.image_column, "prompt_column": self.prompt_column, "id_column": self.id_column}
+        decisive |= {key: name for key, name in columns.items() if name is not None}
+        decisive |= {"split": self.split} if self.split != "train" else {}
         if self.temperature > 0:
-            decisive |= {"seed": self.seed, "batch_size": self.batch_size}
+            decisive |= {"seed": self.seed, "batch_size": self.batch_size, "batches": "by length"}
             decisive |= {"shard": "{}/{}".format(*self.shard), "processes": world_size}
         return decisive
+
+    @property
+    def planned_batch_size(self) -> int:
+        """Rows of a batch; the largest that is tried if the size is to be found."""
+        from mmspec.app.caption.batch_size import AUTO_BATCH_SIZE, MAX_AUTO_SIZE
+
+        return MAX_AUTO_SIZE if self.batch_size == AUTO_BATCH_SIZE else self.batch_size
+
+    def source_options(self, base: Path) -> SourceOptions:
+        """How inputs are read; names in the rows are relative to `base`."""
+        from mmspec.app.io.item import SourceOptions
+
+        return SourceOptions(base, self.image_column, self.prompt_column, self.id_column, self.split, self.urls)
 
     def frame_sampler(self) -> FrameSampler:
         """The sampler of video frames.
@@ -127,17 +159,6 @@ class ProcessInfo:
         return ProcessInfo(rank, world, local)
 
 
-def shard_items(items: Sequence[T], shard: tuple[int, int], process: ProcessInfo) -> tuple[Sequence[T], Sequence[T]]:
-    """The items of this shard, and those of them that belong to this process."""
-    in_shard = items[shard[0] :: shard[1]]
-    return in_shard, in_shard[process.rank :: process.world_size]
-
-
-def split_batches(items: Sequence[T], size: int) -> list[Sequence[T]]:
-    """Batches that depend on the list alone, not on finished rows: a resumed job has the same ones."""
-    return [items[start : start + size] for start in range(0, len(items), size)]
-
-
 def derive_seed(seed: int, index: int) -> int:
     """The seed of the batch that begins at `index`; independent of interruptions."""
     digest = hashlib.sha256(f"mmspec:{seed}:{index}".encode()).digest()
@@ -157,6 +178,7 @@ def prompt_sha1(text: str) -> str:
 __all__ = [
     "DEFAULT_MODEL",
     "DTYPES",
+    "FORMATS",
     "FRAMES",
     "MAX_PIXELS",
     "PROMPT",
@@ -168,6 +190,4 @@ __all__ = [
     "default_prompt",
     "derive_seed",
     "prompt_sha1",
-    "shard_items",
-    "split_batches",
 ]

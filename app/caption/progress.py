@@ -55,7 +55,7 @@ class Totals:
 class CaptionProgress:
     """The progress bar and its totals."""
 
-    def __init__(self, total: int, done: int, show: bool | None, label: str) -> None:
+    def __init__(self, total: int | None, done: int, show: bool | None, label: str) -> None:
         """`show` None: only if standard error is a terminal."""
         from tqdm import tqdm
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -39,23 +40,39 @@ def _encodable(text: str) -> bool:
     return True
 
 
+def iter_rows(path: Path) -> Iterator[tuple[Row, int]]:
+    """The rows of `path` one by one, each with the number of bytes up to its end. No file: no rows.
+
+    A torn last line is left out.
+
+    Raises:
+        UsageError: a line in the middle is no row.
+    """
+    bad_line = end = 0
+    try:
+        file = path.open("rb")
+    except FileNotFoundError:
+        return
+    with file:
+        for number, line in enumerate(file, 1):
+            if bad_line:
+                break
+            end += len(line)
+            row = _parse(line)
+            if row is not None:
+                yield row, end
+            elif line.strip():
+                bad_line = number
+        else:
+            if not bad_line or not line.endswith(b"\n"):
+                return
+    raise UsageError(f"{path} line {bad_line} is not a row of a caption job: repair or remove it, or --overwrite")
+
+
 def read_rows(path: Path) -> tuple[list[Row], int]:
     """The rows of `path` and their number of bytes, without a torn last line. No file: no rows."""
-    try:
-        data = path.read_bytes()
-    except FileNotFoundError:
-        return [], 0
-    rows: list[Row] = []
-    end = good = 0
-    for number, line in enumerate(data.splitlines(keepends=True), 1):
-        end += len(line)
-        row = _parse(line)
-        if row is not None:
-            rows.append(row)
-            good = end
-        elif line.strip() and end < len(data):
-            raise UsageError(f"{path} line {number} is not a row of a caption job: repair or remove it, or --overwrite")
-    return rows, good
+    found = list(iter_rows(path))
+    return [row for row, _ in found], found[-1][1] if found else 0
 
 
 def _parse(line: bytes) -> Row | None:
@@ -64,11 +81,6 @@ def _parse(line: bytes) -> Row | None:
     except ValueError:
         return None
     return row if isinstance(row, dict) and isinstance(row.get("id"), str) else None
-
-
-def prefer_caption(old: Row | None, new: Row) -> Row:
-    """Of two rows of one file the later one, but a caption rather than an error."""
-    return new if old is None or old.get("error") or not new.get("error") else old
 
 
 def append_rows(file: BinaryIO, rows: Iterable[Row]) -> None:
@@ -91,6 +103,22 @@ def truncate_torn_line(file: BinaryIO, good: int) -> None:
 def _ends_line(file: BinaryIO, size: int) -> bool:
     file.seek(size - 1)
     return file.read(1) == b"\n"
+
+
+def copy_lines(path: Path, lines: Iterable[tuple[Path, int, int]]) -> None:
+    """Replace `path` by lines of files, each given as (file, start, end); at any moment there is the old or the new.
+
+    The files are read while the new one is written, so `path` may be one of them.
+    """
+    with ExitStack() as stack, atomic_write(path) as part:
+        files: dict[Path, BinaryIO] = {}
+        out = stack.enter_context(part.open("wb"))
+        for source, start, end in lines:
+            if source not in files:
+                files[source] = stack.enter_context(source.open("rb"))
+            files[source].seek(start)
+            out.write(files[source].read(end - start).rstrip(b"\n") + b"\n")
+        out.flush()
 
 
 def replace_file(path: Path, data: bytes) -> None:
@@ -151,11 +179,12 @@ def is_locked(path: Path) -> bool:
 __all__ = [
     "Row",
     "append_rows",
+    "copy_lines",
     "encode_row",
     "is_locked",
+    "iter_rows",
     "lock_file",
     "open_locked",
-    "prefer_caption",
     "read_rows",
     "replace_file",
     "sync_folder",

@@ -6,24 +6,72 @@ A job is resumed from its files; they do not change before `begin`. Knows rows a
 from __future__ import annotations
 
 import errno
-import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import BinaryIO, NamedTuple, Protocol
 
 from mmspec.app.errors import WRITE_ERRORS, OutputError, UsageError, explain_write
 from mmspec.app.io import jsonl
+from mmspec.app.io.item import Item
+from mmspec.app.io.job_metadata import Settings, check_settings, write_settings
 from mmspec.app.io.jsonl import Row
 
-Settings = Mapping[str, Any]
+
+class Finished(NamedTuple):
+    """What a job has to know of a row that exists.
+
+    Attributes:
+        prompt_sha1: identifies its prompt.
+        has_error: it holds an error instead of a caption.
+        differs: it was compared with plain `generate` in float32 and is not identical.
+    """
+
+    prompt_sha1: str
+    has_error: bool
+    differs: bool
+
+    @classmethod
+    def of(cls, row: Row) -> Finished:
+        """The same of a row."""
+        half = ("bfloat16", "float16")
+        differs = row.get("identical") is False and row["gen"]["dtype"] not in half
+        return _shared(cls(row["prompt_sha1"], bool(row["error"]), differs))
+
+
+@lru_cache(maxsize=1024)
+def _shared(finished: Finished) -> Finished:
+    """One object for equal values: a job of a million rows has few different ones."""
+    return finished
+
+
+@dataclass(frozen=True)
+class JobSummary:
+    """The rows of a whole job: their number, those with an error, those that differ from plain `generate`."""
+
+    num_rows: int
+    num_errors: int
+    num_different: int
+
+    @staticmethod
+    def of(finished: Iterable[Finished]) -> JobSummary:
+        """Count them."""
+        counts = Counter(finished)
+        return JobSummary(
+            counts.total(),
+            sum(n for one, n in counts.items() if one.has_error),
+            sum(n for one, n in counts.items() if one.differs),
+        )
 
 
 class Output(Protocol):
-    """What a job needs of its destination."""
+    """What a job needs of its destination (a sink). A new output format is one class with these methods."""
 
     base: Path
     """The folder that file names in the rows are relative to."""
@@ -31,17 +79,17 @@ class Output(Protocol):
     def own_files(self) -> list[Path]:
         """Files of the output, which are never inputs."""
 
-    def open(self) -> dict[str, Row]:
+    def open(self) -> Mapping[str, Finished]:
         """Check that it is writable and fits the settings; returns the existing rows by id."""
 
-    def begin(self, drop: Callable[[Row], bool]) -> None:
-        """Prepare for writing; discard the rows for which `drop` is true."""
+    def begin(self, retry_errors: bool) -> None:
+        """Prepare for writing; discard the rows with an error if `retry_errors`."""
 
-    def write(self, rows: Sequence[Row]) -> None:
-        """Append rows; on return they are durable."""
+    def write(self, rows: Sequence[Row], items: Sequence[Item] = ()) -> None:
+        """Append rows; on return they are durable. `items` are the inputs that they are about, in the same order."""
 
-    def close(self, ids: Iterable[str], *, complete: bool) -> list[Row] | None:
-        """Finish; returns the final rows of the whole job, or None if another rank has yet to write rows of `ids`."""
+    def close(self, ids: Collection[str], *, complete: bool) -> JobSummary | None:
+        """Finish; returns a summary of the rows of `ids`, or None if another rank has yet to write some of them."""
 
 
 class StreamOutput:
@@ -51,25 +99,25 @@ class StreamOutput:
 
     def __init__(self, stream: BinaryIO | None = None) -> None:
         self.stream = stream if stream is not None else sys.stdout.buffer
-        self._rows: list[Row] = []
+        self._finished: list[Finished] = []
 
     def own_files(self) -> list[Path]:
         return []
 
-    def open(self) -> dict[str, Row]:
+    def open(self) -> Mapping[str, Finished]:
         return {}
 
-    def begin(self, drop: Callable[[Row], bool]) -> None:
+    def begin(self, retry_errors: bool) -> None:
         pass
 
-    def write(self, rows: Sequence[Row]) -> None:
+    def write(self, rows: Sequence[Row], items: Sequence[Item] = ()) -> None:
         with explain_write("standard output"):
             self.stream.write(b"".join(map(jsonl.encode_row, rows)))
             self.stream.flush()
-        self._rows += rows
+        self._finished += map(Finished.of, rows)
 
-    def close(self, ids: Iterable[str], *, complete: bool) -> list[Row] | None:
-        return self._rows
+    def close(self, ids: Collection[str], *, complete: bool) -> JobSummary | None:
+        return JobSummary.of(self._finished)
 
 
 class FileOutput:
@@ -91,6 +139,8 @@ class FileOutput:
         self._file: BinaryIO | None = None
         self._created = self._wrote_metadata = self._needs_rewrite = False
         self._valid_bytes = 0
+        self._finished: dict[str, Finished] = {}
+        self._last_index = -1
 
     def _rank_file(self, rank: int) -> Path:
         return self.path.with_name(f"{self.path.stem}.rank{rank:05d}.jsonl")
@@ -104,10 +154,12 @@ class FileOutput:
 
     # open: look, change nothing
 
-    def open(self) -> dict[str, Row]:
+    def open(self) -> Mapping[str, Finished]:
         try:
             self._claim()
-            return {} if self.overwrite else self._existing()
+            if not self.overwrite:
+                self._existing()
+            return self._finished
         except BaseException:
             self._close_file()
             raise
@@ -135,46 +187,37 @@ class FileOutput:
         if not os.access(self.base, os.W_OK):
             raise OutputError(f"--out {self.path}", PermissionError(errno.EACCES, f"folder {self.base} is read-only"))
 
-    def _existing(self) -> dict[str, Row]:
+    def _existing(self) -> None:
         lines = 0
-        rows: dict[str, Row] = {}
         for file in dict.fromkeys((self.path, *self._rank_files())):
-            found, good = jsonl.read_rows(file)
-            self._valid_bytes = good if file == self.rank_path else self._valid_bytes
-            lines += len(found)
-            for row in found:
-                rows[row["id"]] = jsonl.prefer_caption(rows.get(row["id"]), row)
-        self._needs_rewrite = lines > len(rows)
-        if rows:
-            self._check_settings()
+            for row, end in jsonl.iter_rows(file):
+                self._valid_bytes = end if file == self.rank_path else self._valid_bytes
+                lines += 1
+                self._add(row)
+        self._needs_rewrite = self._needs_rewrite or lines > len(self._finished)
+        if self._finished:
+            check_settings(self.metadata_path, self.settings, self.path)
         elif self.rank_path.stat().st_size > self._valid_bytes and not self.metadata_path.exists():
             raise UsageError(f"{self.rank_path} is not the output of a caption job: use another --out, or --overwrite")
-        return rows
 
-    def _check_settings(self) -> None:
-        try:
-            old = json.loads(self.metadata_path.read_text())["settings"]
-        except FileNotFoundError:
-            raise UsageError(
-                f"{self.path} has rows but no {self.metadata_path.name} beside it: use another --out, or --overwrite"
-            ) from None
-        except (ValueError, KeyError, TypeError):
-            raise UsageError(f"{self.metadata_path} is damaged: use another --out, or --overwrite") from None
-        keys = sorted(set(old) | set(self.settings))
-        different_keys = [key for key in keys if old.get(key) != self.settings.get(key)]
-        if different_keys:
-            changed = ", ".join(f"{key} {old.get(key)!r} (now {self.settings.get(key)!r})" for key in different_keys)
-            raise UsageError(
-                f"{self.path} was written with {changed}: use the same settings, another --out, or --overwrite"
-            )
+    def _add(self, row: Row) -> bool:
+        """Remember a row, but of two of one id a caption rather than an error; returns whether it was taken."""
+        old, new = self._finished.get(row["id"]), Finished.of(row)
+        if old is not None and new.has_error and not old.has_error:
+            return False
+        self._finished[row["id"]] = new
+        index = row.get("index", 0)
+        self._needs_rewrite = self._needs_rewrite or index < self._last_index
+        self._last_index = index
+        return True
 
     # begin: from here on the files change
 
-    def begin(self, drop: Callable[[Row], bool]) -> None:
+    def begin(self, retry_errors: bool) -> None:
         with explain_write(self.rank_path):
-            self._begin(drop)
+            self._begin(retry_errors)
 
-    def _begin(self, drop: Callable[[Row], bool]) -> None:
+    def _begin(self, retry_errors: bool) -> None:
         assert self._file is not None
         if self.overwrite:
             self._file.truncate(0)
@@ -185,43 +228,37 @@ class FileOutput:
         if self.world_size == 1:
             for part in self.base.glob(f".{self.path.stem}.*.part"):  # of a job that was killed while replacing a file
                 part.unlink(missing_ok=True)
-            self._drop_rows(drop)
-        self._write_meta()
+            if retry_errors:
+                self._drop_errors()
+        self._wrote_metadata = write_settings(self.metadata_path, self.settings)
 
-    def _drop_rows(self, drop: Callable[[Row], bool]) -> None:
+    def _drop_errors(self) -> None:
         """Remove the rows to be repeated from the file, so that it never holds two rows of one id."""
-        rows, _ = jsonl.read_rows(self.path)
-        remaining = [row for row in rows if not drop(row)]
-        if len(remaining) == len(rows):
+        if not any(row.has_error for row in self._finished.values()):
             return
         self._needs_rewrite = True  # the new rows come last: sort at the end
-        jsonl.replace_file(self.path, b"".join(map(jsonl.encode_row, remaining)))
+        lines, start = [], 0
+        for row, end in jsonl.iter_rows(self.path):
+            if not row["error"]:
+                lines.append((self.path, start, end))
+            start = end
+        jsonl.copy_lines(self.path, lines)
         self._release()
         self._file = jsonl.open_locked(self.path)
 
-    def _write_meta(self) -> None:
-        from mmspec.app.versions import mmspec_version
-
-        text = json.dumps({"settings": dict(self.settings), "mmspec_version": mmspec_version()}, indent=2)
-        try:
-            same = json.loads(self.metadata_path.read_text())["settings"] == dict(self.settings)
-        except (OSError, ValueError, KeyError, TypeError):
-            same = False
-        if not same:
-            jsonl.replace_file(self.metadata_path, text.encode() + b"\n")
-            self._wrote_metadata = True
-
-    def write(self, rows: Sequence[Row]) -> None:
+    def write(self, rows: Sequence[Row], items: Sequence[Item] = ()) -> None:
         assert self._file is not None
         with explain_write(self.rank_path):
             jsonl.append_rows(self._file, rows)
+        for row in rows:
+            self._add(row)
 
     # close: merge, if all is there
 
-    def close(self, ids: Iterable[str], *, complete: bool) -> list[Row] | None:
+    def close(self, ids: Collection[str], *, complete: bool) -> JobSummary | None:
         try:
             with explain_write(self.path):
-                return self._finish(set(ids)) if complete else None
+                return self._finish(ids) if complete else None
         finally:
             self._close_file()
 
@@ -233,7 +270,7 @@ class FileOutput:
             if self._wrote_metadata and self.world_size == 1:
                 self.metadata_path.unlink(missing_ok=True)
 
-    def _finish(self, ids: set[str]) -> list[Row] | None:
+    def _finish(self, ids: Collection[str]) -> JobSummary | None:
         with self.metadata_path.open("rb") as guard:  # one rank at a time
             jsonl.lock_file(guard, wait=True)
             if self.world_size > 1:
@@ -241,18 +278,27 @@ class FileOutput:
             ranks = self._rank_files()
             if any(jsonl.is_locked(file) for file in ranks):
                 return None
-            rows: dict[str, Row] = {}
-            for file in (self.path, *ranks):
-                for row in jsonl.read_rows(file)[0]:
-                    rows[row["id"]] = jsonl.prefer_caption(rows.get(row["id"]), row)
-            if not ids <= rows.keys():
-                return None
-            final = sorted(rows.values(), key=lambda row: row.get("index", 0))
             if ranks or self._needs_rewrite:
-                jsonl.replace_file(self.path, b"".join(map(jsonl.encode_row, final)))
+                lines = self._merged_lines(ranks)
+                if not all(ident in self._finished for ident in ids):
+                    return None
+                jsonl.copy_lines(self.path, lines)
             for file in ranks:
                 file.unlink()
-            return [row for row in final if row["id"] in ids]
+            missing = sum(ident not in self._finished for ident in ids)
+            return None if missing else JobSummary.of(self._finished[ident] for ident in ids)
+
+    def _merged_lines(self, ranks: Sequence[Path]) -> list[tuple[Path, int, int]]:
+        """Where the rows of all files are, in the order of the input, one for each id."""
+        self._finished = {}
+        places: dict[str, tuple[int, Path, int, int]] = {}
+        for file in (self.path, *ranks):
+            start = 0
+            for row, end in jsonl.iter_rows(file):
+                if self._add(row):
+                    places[row["id"]] = row.get("index", 0), file, start, end
+                start = end
+        return [(file, start, end) for _, file, start, end in sorted(places.values(), key=lambda one: one[0])]
 
     def _release(self) -> None:
         if self._file is not None:
@@ -261,4 +307,4 @@ class FileOutput:
             self._file = None
 
 
-__all__ = ["FileOutput", "Output", "StreamOutput"]
+__all__ = ["FileOutput", "Finished", "JobSummary", "Output", "StreamOutput"]

@@ -1,4 +1,4 @@
-"""Command-line paths (files, folders, globs, manifests) to a list of images and videos in a stable order.
+"""Files, folders, globs and manifests as rows in a stable order.
 
 A manifest is not trusted: its paths stay inside its folder. Nothing is decoded or written here.
 """
@@ -11,49 +11,17 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mmspec.app.caption.config import default_prompt
 from mmspec.app.errors import UsageError, one_line
-from mmspec.app.io import images, videos
+from mmspec.app.io.cells import MEDIA_SUFFIXES, is_inside
+from mmspec.app.io.item import Item, Skip
 
 MANIFESTS = frozenset({".jsonl", ".txt", ".csv"})
-MEDIA_SUFFIXES = images.IMAGE_SUFFIXES | videos.VIDEO_SUFFIXES
 MAX_SUFFIXES = 8
 """Suffixes of skipped files that a message lists."""
 FILE_NAME_KEYS = ("file_name", "image", "path", "file")
-
-
-@dataclass(frozen=True)
-class Item:
-    """An image or video file.
-
-    Attributes:
-        path: of the file.
-        id: of its row.
-        file_name: relative to the folder of the output.
-        prompt: its own prompt; None for the one of the job.
-        index: position in the list.
-        answer: a text to train a drafter on, from a manifest.
-    """
-
-    path: Path
-    id: str = ""
-    file_name: str = ""
-    prompt: str | None = None
-    index: int = -1
-    answer: str | None = None
-
-    @property
-    def is_video(self) -> bool:
-        """Whether the suffix is that of a video."""
-        return self.path.suffix.lower() in videos.VIDEO_SUFFIXES
-
-    def resolve_prompt(self, default: str | None = None) -> str:
-        """Its own prompt, else `default`, else the default of images or videos."""
-        return self.prompt or default or default_prompt(self.is_video)
 
 
 def natural_key(text: str) -> tuple[Any, ...]:
@@ -62,27 +30,22 @@ def natural_key(text: str) -> tuple[Any, ...]:
     return (*((int(p), "") if p.isdecimal() else (-1, p) for p in parts), (-2, text))
 
 
-def collect_items(paths: Sequence[str], base: Path, skip: Iterable[Path] = ()) -> list[Item]:
-    """All images and videos in `paths`, each once, numbered; file names are relative to `base`.
+class FileSource:
+    """Rows of one path of the command line: a file, a folder, a glob or a manifest."""
 
-    Args:
-        skip: files that are never inputs (those of the job's output).
+    is_listed = True
 
-    Raises:
-        UsageError: nothing to read, a missing path, or a bad manifest.
-    """
-    excluded = {_real(path) for path in skip}
-    found = [item for path in paths for item in _named(path, excluded)]
-    items = _unique(found, base)
-    if not items:
-        skipped = describe_skipped(paths, skip)
-        raise UsageError(
-            f"no images or videos in {', '.join(paths)} (supported: {', '.join(sorted(MEDIA_SUFFIXES))})"
-            + (f"; {skipped}" if skipped else "")
-        )
-    if not any(os.path.exists(item.path) for item in items):
-        raise UsageError(f"no such file: {items[0].path}" + (f" (nor any other of {len(items)})" if items[1:] else ""))
-    return items
+    def __init__(self, name: str, excluded: set[str]) -> None:
+        self.name, self._excluded = name, excluded
+
+    def count(self) -> int | None:
+        return None
+
+    def check(self) -> None:
+        pass
+
+    def rows(self, skip: Skip) -> Iterator[Item]:
+        return _named(self.name, self._excluded)
 
 
 def _real(path: Path) -> str:
@@ -180,19 +143,19 @@ def _short_name(name: str) -> str:
 
 
 def _manifest(path: Path) -> Iterator[Item]:
+    read = {".jsonl": _jsonl, ".csv": _csv, ".txt": _lines}[path.suffix.lower()]
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        with path.open(encoding="utf-8-sig", newline="" if read is _csv else "\n") as lines:
+            for number, row in read(path, lines):
+                yield _entry(path, number, row)
     except OSError as error:
         raise UsageError(f"cannot read manifest {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise UsageError(f"manifest {path} is not UTF-8 text: {one_line(error)}") from error
-    read = {".jsonl": _jsonl, ".csv": _csv, ".txt": _lines}[path.suffix.lower()]
-    for number, row in read(path, text):
-        yield _entry(path, number, row)
 
 
-def _jsonl(path: Path, text: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    for number, line in enumerate(text.split("\n"), 1):
+def _jsonl(path: Path, text: Iterable[str]) -> Iterator[tuple[int, dict[str, Any]]]:
+    for number, line in enumerate(text, 1):
         if not line.strip():
             continue
         try:
@@ -204,8 +167,8 @@ def _jsonl(path: Path, text: str) -> Iterator[tuple[int, dict[str, Any]]]:
         yield number, row
 
 
-def _csv(path: Path, text: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    reader = csv.DictReader(text.splitlines(keepends=True))
+def _csv(path: Path, text: Iterable[str]) -> Iterator[tuple[int, dict[str, Any]]]:
+    reader = csv.DictReader(text)
     try:
         for row in reader:
             yield reader.line_num, {key: value for key, value in row.items() if key and value}
@@ -213,8 +176,8 @@ def _csv(path: Path, text: str) -> Iterator[tuple[int, dict[str, Any]]]:
         raise UsageError(f"{path} line {reader.line_num} is not CSV: {one_line(error)}") from error
 
 
-def _lines(path: Path, text: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    for number, line in enumerate(text.splitlines(), 1):
+def _lines(path: Path, text: Iterable[str]) -> Iterator[tuple[int, dict[str, Any]]]:
+    for number, line in enumerate(text, 1):
         if line.strip() and not line.startswith("#"):
             yield number, {"file_name": line.strip()}
 
@@ -223,17 +186,19 @@ def _entry(manifest: Path, number: int, row: dict[str, Any]) -> Item:
     where = f"{manifest} line {number}"
     name = next((row[key] for key in FILE_NAME_KEYS if row.get(key)), None)
     if not isinstance(name, str) or not _is_name(name):
-        got = _short(name) if name else ", ".join(map(_short, row)) or "nothing"
+        got = short_repr(name) if name else ", ".join(map(short_repr, row)) or "nothing"
         raise UsageError(f"{where} names no file: give {FILE_NAME_KEYS[0]!r}; got {got}")
-    root, path = _real(manifest.parent), manifest.parent / name
-    if os.path.isabs(name) or not Path(_real(path)).is_relative_to(root):
-        raise UsageError(f"{where}: {_short(name)} leads out of {manifest.parent}/: paths are relative to the manifest")
+    path = manifest.parent / name
+    if not is_inside(str(manifest.parent), name):
+        raise UsageError(
+            f"{where}: {short_repr(name)} leads out of {manifest.parent}/: paths are relative to the manifest"
+        )
     prompt, ident, answer = row.get("prompt"), row.get("id"), row.get("answer")
     for key, value in (("prompt", prompt), ("answer", answer)):
         if value is not None and not isinstance(value, str):
-            raise UsageError(f"{where}: {key!r} is text, got {_short(value)}")
+            raise UsageError(f"{where}: {key!r} is text, got {short_repr(value)}")
     if ident is not None and not isinstance(ident, str | int):
-        raise UsageError(f"{where}: 'id' is text or a number, got {_short(ident)}")
+        raise UsageError(f"{where}: 'id' is text or a number, got {short_repr(ident)}")
     return Item(path, id="" if ident is None else str(ident), prompt=prompt or None, answer=answer or None)
 
 
@@ -247,36 +212,10 @@ def _is_name(name: str) -> bool:
     return printable and len(data) <= 3072 and all(len(part) <= 255 for part in data.split(b"/"))
 
 
-def _short(value: object) -> str:
+def short_repr(value: object) -> str:
     """A value for a message."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:80]}..."
 
 
-def _unique(found: Iterable[Item], base: Path) -> list[Item]:
-    """Drop duplicates; set names, ids and indices of the others."""
-    by_id: dict[str, Item] = {}
-    known_keys: set[tuple[str, str, str | None]] = set()
-    for item in found:
-        key = (os.path.abspath(item.path), item.id, item.prompt)
-        if key in known_keys:
-            continue
-        known_keys.add(key)
-        name = relative_name(item.path, base)
-        ident = item.id or name
-        if ident in by_id:
-            raise UsageError(
-                f"two rows have the id {_short(ident)} ({by_id[ident].path}, {item.path}): give each row its own id"
-            )
-        by_id[ident] = replace(item, id=ident, file_name=name, index=len(by_id))
-    return list(by_id.values())
-
-
-def relative_name(path: Path, base: Path) -> str:
-    """`path` relative to `base`, or absolute if it is not below it; with forward slashes."""
-    full, root = os.path.abspath(path), os.path.abspath(base)
-    inside = Path(full).is_relative_to(root)
-    return Path(os.path.relpath(full, root) if inside else full).as_posix()
-
-
-__all__ = ["Item", "collect_items", "describe_skipped", "natural_key", "relative_name"]
+__all__ = ["MANIFESTS", "FileSource", "describe_skipped", "natural_key", "short_repr"]

@@ -18,11 +18,15 @@ VIDEO_SUFFIXES = frozenset(_FORMATS.split())
 
 
 def load_video(
-    path: Path, frames: int | FrameSampler = FRAMES, max_pixels: int = MAX_PIXELS, isolated: bool | DecoderPool = False
+    source: Path | bytes,
+    frames: int | FrameSampler = FRAMES,
+    max_pixels: int = MAX_PIXELS,
+    isolated: bool | DecoderPool = False,
 ) -> Video:
-    """RGB frames of the video at `path`.
+    """RGB frames of a video.
 
     Args:
+        source: a path, or the content of a file.
         frames: number of evenly spread frames (all of a shorter video), or a sampler.
         max_pixels: limit of width times height.
         isolated: decode in another process, as in `mmspec.vision.video.frames.read_frames`: a crash of the decoder is
@@ -33,9 +37,11 @@ def load_video(
     """
     from mmspec.vision.video.frames import DecoderCrashedError, DecoderHungError, Uniform, read_frames
 
-    check_file(path)
+    if isinstance(source, Path):
+        check_file(source)
+    path = source if isinstance(source, Path) else Path("video")
     try:
-        read = read_frames(path, Uniform(frames) if isinstance(frames, int) else frames, isolated=isolated)
+        read = read_frames(source, Uniform(frames) if isinstance(frames, int) else frames, isolated=isolated)
     except ImportError as error:
         raise ImageError("NoVideoReader", one_line(error)) from error
     except MemoryError as error:

@@ -16,7 +16,7 @@ from mmspec.drafters.hub import unreachable_reason
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedModel, ProcessorMixin
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 
 def resolve_device(name: str, local_rank: int = 0) -> torch.device:
@@ -67,6 +67,40 @@ def load_model(
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return model.to(target_device).eval(), processor
+
+
+def load_text_model(
+    name: str, dtype: str = "auto", device: str = "auto"
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A language model without images in eval mode, and its tokenizer, padding on the left.
+
+    Args:
+        name: hub id, local folder, or a GGUF file, whose weights transformers turns into floats (needs `gguf`).
+        dtype: "auto" is float32 on a CPU and the checkpoint's own elsewhere.
+
+    Raises:
+        UsageError: it cannot be loaded.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    target_device = resolve_device(device)
+    precision = "float32" if dtype == "auto" and target_device.type == "cpu" else dtype
+    is_gguf = name.endswith(".gguf")
+    folder = os.path.dirname(os.path.abspath(name)) if is_gguf else name
+    options: dict[str, Any] = {"gguf_file": os.path.basename(name)} if is_gguf else {}
+    if not is_gguf:
+        _check_folder(name)
+    problem = None if os.path.isdir(folder) else unreachable_reason()
+    options |= {"trust_remote_code": False, "local_files_only": problem is not None}
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, **options)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=precision, **options)
+    except Exception as error:  # as in `_pretrained`
+        raise UsageError(f"cannot load the language model {name}: {problem or _hint(name, error)}") from error
+    tokenizer.padding_side = "left"
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return model.to(target_device).eval(), tokenizer
 
 
 def _scenes(dtype: str) -> tuple[PreTrainedModel, ProcessorMixin]:
@@ -137,4 +171,4 @@ def _hint(name: str, error: Exception) -> str:
     return text
 
 
-__all__ = ["load_model", "resolve_device", "synchronize"]
+__all__ = ["load_model", "load_text_model", "resolve_device", "synchronize"]

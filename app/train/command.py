@@ -35,6 +35,10 @@ if TYPE_CHECKING:
 
 VISUAL_MODES = ("decoupled", "coupled", "placeholder", "text_only")
 """Keys of mmspec.drafters.eagle.visual_inputs.VISUAL_MODES, which is too slow to import here."""
+LOSSES = ("ce", "kl", "tv", "lk", "lk-mix", "path")
+"""Keys of mmspec.drafters.training.distribution_losses.DISTRIBUTION_LOSSES, as `VISUAL_MODES`."""
+DRAFT_LM = "draft-lm"
+"""The drafter that is a language model instead of a head."""
 FIRST_CHECKPOINT_S = 30.0
 """Seconds of training after which the first checkpoint is written; later ones follow the trainer's interval."""
 
@@ -44,12 +48,20 @@ drafters
   eagle              visual tokens are fused with the target's hidden states like text (EAGLE-2)
   eagle-text-only    no visual tokens: only text tokens, with the target's hidden states
   eagle-placeholder  visual tokens are placeholder embeddings (EAGLE as it is for text)
+  eagle3             three hidden states, an LM head and a vocabulary of its own (EAGLE-3); visual tokens are projected
+                     or placeholder embeddings, at random per sample, so that SGLang and vLLM can serve it
   flash              5 tokens per forward, by a wide feed-forward (FLASH), each corrected by the token before it
   flash-free         the same without the correction, as in the paper
   parallel           5 tokens per forward over learned mask embeddings, each corrected by the token before it
                      (ParallelSpec, Hydra)
   parallel-free      the same without the correction
+  dspark             5 tokens per forward of a block that sees hidden states of several layers, each corrected by the
+                     token before it, with an estimate of their acceptance (DSpark)
+  dspark-mixture     the same, the hidden states added with learned weights (DFlare)
   falcon             2 tokens per forward, several forwards (Falcon)
+  draft-lm           a small language model instead of a head: some layers of the target, trained on its answers
+                     (FastDraft); reads no images; alone, not beside heads. --target may be a language model: then
+                     --data names text files with a request per line; without it the target writes its requests
   Several, separated by commas, train side by side on the same batches: the target runs once for all of them.
 
 data
@@ -91,7 +103,13 @@ def add_parser(commands: Commands, common: argparse.ArgumentParser) -> None:
     add = group.add_argument
     add_model_option(group, "--target")
     add_device_options(group)
-    add("--drafter", type=parse_drafters, default=["msd"], metavar="D,D", help=f"of {', '.join(RECIPES)} (default msd)")
+    add(
+        "--drafter",
+        type=parse_drafters,
+        default=["msd"],
+        metavar="D,D",
+        help=f"of {', '.join((*RECIPES, DRAFT_LM))} (default msd)",
+    )
     add("--data", nargs="+", default=[], metavar="PATH", help="images, folders, manifests (default: generated scenes)")
     add("--out", type=Path, required=True, metavar="FOLDER", help="folder of the run")
     _add_training(parser.add_argument_group("how"))
@@ -125,6 +143,9 @@ def _add_training(how: argparse._ArgumentGroup) -> None:
     add_renamed(how, "--hidden-loss", "--states-weight", type=float, default=1.0, metavar="W", help=hidden_help)
     logits_help = "weight of soft cross-entropy on the logits (default 0.1)"
     add_renamed(how, "--logits-loss", "--words-weight", type=float, default=0.1, metavar="W", help=logits_help)
+    loss_help = """loss on the logits (default ce): ce and kl fit the target's distribution; tv, lk, lk-mix and path
+        follow the probability that draft tokens are accepted"""
+    add("--loss", choices=LOSSES, default="ce", help=loss_help)
     ttt_help = "training-time-test steps: forwards per batch, all but the first on the head's own outputs (default 3)"
     add("--ttt-steps", type=positive_int, default=3, metavar="N", help=ttt_help)
     new_flag = "--ttt-steps N+1 for --rollout N"
@@ -148,9 +169,13 @@ def _add_head(how: argparse._ArgumentGroup) -> None:
     add("--ffn", type=positive_int, default=None, metavar="N", help="intermediate size (default: the target's)")
     add("--block", type=positive_int, default=None, metavar="K", help="tokens per forward (flash: 5, falcon: 2)")
     mode_help = "how visual tokens enter the head (default: that of the drafter)"
-    add_renamed(
-        how, "--visual-mode", "--rule", type=parse_visual_mode, default=None, choices=VISUAL_MODES, help=mode_help
+    modes = (*VISUAL_MODES, "mixed")
+    add_renamed(how, "--visual-mode", "--rule", type=parse_visual_mode, default=None, choices=modes, help=mode_help)
+    layers_help = (
+        "hidden states that the head reads, of 0 to the number of layers (default: 2, N/2, N-3; dspark also N-1)"
     )
+    add("--head-layers", type=positive_int, default=1, metavar="N", help="decoder layers of a dspark head (default 1)")
+    add("--layers", type=parse_layers, default=None, metavar="I,I,I", help=layers_help)
     add(
         "--compressor",
         type=compressor_spec,
@@ -173,6 +198,8 @@ def _add_head(how: argparse._ArgumentGroup) -> None:
         metavar="N",
         help="requests to measure tau on (default 24; 0 none)",
     )
+    layers_help = "decoder layers of draft-lm (default: an eighth of the target's)"
+    add("--draft-layers", type=positive_int, default=None, metavar="N", help=layers_help)
     add("--seed", type=int, default=0, metavar="N")
     add("--minutes", type=float, default=math.inf, metavar="T", help="stop after this long; run again to go on")
     add_progress(how, "bar (default: on a terminal, else lines)")
@@ -181,17 +208,24 @@ def _add_head(how: argparse._ArgumentGroup) -> None:
 def parse_drafters(text: str) -> list[str]:
     """Comma-separated drafters; former names are accepted with a line that names the current one."""
     names = split_commas(text)
+    if DRAFT_LM in names and len(names) > 1:
+        raise argparse.ArgumentTypeError(f"{DRAFT_LM} is trained alone, not beside heads")
     for name in names:
         if name in FORMER_RECIPES:
             print(f"mmspec: --drafter {name} is deprecated; use {FORMER_RECIPES[name]}", file=sys.stderr)
-        elif name not in RECIPES:
-            raise argparse.ArgumentTypeError(f"unknown drafter {name!r}; known are {', '.join(RECIPES)}")
+        elif name not in (*RECIPES, DRAFT_LM):
+            raise argparse.ArgumentTypeError(f"unknown drafter {name!r}; known are {', '.join((*RECIPES, DRAFT_LM))}")
     return list(dict.fromkeys(names))
 
 
 def parse_visual_mode(text: str) -> str:
     """A visual input mode; the values of the first release ("blind", "textual") are accepted."""
     return {"blind": "placeholder", "textual": "text_only"}.get(text, text)
+
+
+def parse_layers(text: str) -> tuple[int, ...]:
+    """Comma-separated indices of hidden states."""
+    return tuple(non_negative_int(part) for part in split_commas(text))
 
 
 def rollout_to_ttt_steps(text: str) -> int:
@@ -221,12 +255,17 @@ def run(args: argparse.Namespace) -> int:
         check_run_settings,
         data_settings,
         distributed_context,
+        init_from_target,
         split_data,
         train_settings,
     )
 
     options = TrainOptions.from_args(args)
     hide_progress_bars(options.progress)
+    if options.drafter == [DRAFT_LM]:
+        from mmspec.app.train.draft_lm_run import run_draft_lm
+
+        return run_draft_lm(options)
     process = ProcessInfo.from_env(os.environ)
     if options.batch_size % process.world_size:
         raise UsageError(f"--batch-size {options.batch_size} cannot be shared by {process.world_size} processes")
@@ -252,6 +291,7 @@ def run(args: argparse.Namespace) -> int:
         teacher.generate_answers(options.out, batch_size, options.max_new_tokens, progress.update, shard, start_index)
     wait_for_everyone()
     teacher.read_answers(options.out)
+    init_from_target(trainer, teacher)
     with ProgressReporter("train", options.steps, "step", show_bar=options.progress, is_silent=is_silent) as progress:
         progress.resume(trainer.step)
         is_done = trainer.run(60 * options.minutes, on_step=on_step(trainer, progress))
@@ -289,7 +329,8 @@ def finish(options: TrainOptions, trainer: Trainer, teacher: Any, held_out: Any,
     for name, draft_model in trainer.draft_models.items():
         folder = options.out / name
         export(options, folder, draft_model, teacher, settings)
-        evaluation = evaluate(options, folder, teacher, held_out) if len(held_out) else {}
+        modes = ("coupled", "placeholder") if draft_model.visual_mode == "mixed" else ()
+        evaluation = evaluate(options, folder, teacher, held_out, modes) if len(held_out) else {}
         print("\n".join(summary_lines(options, folder, evaluation)), flush=True)
 
 

@@ -18,7 +18,10 @@ class TrainOptions:
         ttt_steps: training-time-test steps, the first included; after it the head reads its own outputs.
         ffn: width of the feed-forward network; None for that of the target.
         block: tokens per forward; None for that of the recipe.
+        head_layers: decoder layers of a head that may have several (dspark).
+        layers: indices of the target's hidden states that a head reads; None for the default of the recipe.
         visual_mode: how visual tokens enter the head; None for that of the recipe.
+        draft_layers: decoder layers of a draft model (draft-lm); None for an eighth of the target's.
         minutes: time limit of one call; the run goes on when the command is repeated.
     """
 
@@ -39,12 +42,15 @@ class TrainOptions:
     lr: float
     hidden_loss: float
     logits_loss: float
+    loss: str
     ttt_steps: int
     text_first: bool
     text_only: bool
     noise: float
     ffn: int | None
     block: int | None
+    layers: tuple[int, ...] | None
+    head_layers: int
     visual_mode: str | None
     compressor: str | None
     start_from: str | None
@@ -52,6 +58,7 @@ class TrainOptions:
     evaluate: int
     seed: int
     minutes: float
+    draft_layers: int | None
     progress: bool | None
 
     @classmethod

@@ -9,6 +9,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ class Teacher:
         answers: token ids of the answers so far, by request index.
         text_lengths: approximate number of tokens of prompt and answer, by request index.
         cache_bytes: host memory that is left for hidden states.
+        aux_layers: indices of the hidden states that batches carry besides the last (`TrainBatch.aux_hidden_states`).
     """
 
     def __init__(self, model: Any, processor: Any, data: RequestDataset, cache_bytes: int = 0) -> None:
@@ -53,6 +55,7 @@ class Teacher:
         self._cache: dict[int, TrainBatch] = {}
         self.captioner, self.data, self.adapter = Captioner(model, processor), data, find_adapter(model)
         self.model, self.tokenizer = model, processor.tokenizer
+        self.aux_layers: tuple[int, ...] = ()
         self.answers: dict[int, list[int]] = {}
         self.text_lengths: dict[int, int] = {}
 
@@ -72,6 +75,12 @@ class Teacher:
         eos_ids = self.captioner.eos_ids
         ids = [*eos_ids, *(token for token, _ in counter.most_common() if token not in eos_ids)]
         return torch.tensor(sorted(ids[:count]))
+
+    def draft_vocabulary(self, size: int) -> Tensor:
+        """[size] int64, increasing: the most common ids, then the smallest of the others."""
+        common = set(self.most_common_ids(size).tolist())
+        others = (token for token in range(self.adapter.vocab_size) if token not in common)
+        return torch.tensor(sorted([*common, *islice(others, size - len(common))]))
 
     def generate_answers(
         self,
@@ -181,15 +190,26 @@ class Teacher:
     def _build_inputs(self, requests: Sequence[Request]) -> dict[str, Any]:
         return self.captioner.build_inputs([one.media for one in requests], [one.question for one in requests])
 
+    def prompt_text_ids(self, indices: Sequence[int]) -> list[list[int]]:
+        """The ids of the prompts of these requests, without padding and visual tokens."""
+        if not indices:
+            return []
+        inputs = self._build_inputs([self.data[index] for index in indices])
+        columns = inputs["input_ids"].tolist(), inputs["attention_mask"].tolist()
+        placeholders = set(self.media_token_ids)
+        return [
+            [token for token, real in zip(ids, mask, strict=True) if real and token not in placeholders]
+            for ids, mask in zip(*columns, strict=True)
+        ]
+
     def make_batch(self, indices: Sequence[int]) -> TrainBatch:
         """The target's hidden states over prompt and answer of these requests."""
         new = [index for index in dict.fromkeys(indices) if index not in self._cache]
         computed = dict(zip(new, self._forward(new).split(), strict=True)) if new else {}
         sequences = [self._cache[index] if index in self._cache else computed[index] for index in indices]
         for index, sequence in computed.items():
-            size = sum(part.nbytes for part in sequence.tensors())
-            if size <= self.cache_bytes:
-                self.cache_bytes -= size
+            if sequence.nbytes <= self.cache_bytes:
+                self.cache_bytes -= sequence.nbytes
                 self._cache[index] = sequence.to("cpu")
         device = self.model.device
         return TrainBatch.collate([sequence.to(device) for sequence in sequences])
@@ -224,6 +244,7 @@ class Teacher:
             hidden_states=outputs.hidden_states[-1].float(),
             grids=prompt_grids(prompt, input_ids.shape[1]),
             visual_saliency=self.adapter.visual_saliency(capture, visual_mask, vision),
+            aux_hidden_states={layer: outputs.hidden_states[layer].float() for layer in self.aux_layers},
         )
 
     def _append_answers(self, inputs: dict[str, Any], answers: Sequence[list[int]]) -> tuple[dict[str, Any], Tensor]:

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from mmspec.app.errors import UsageError
 from mmspec.app.io.images import ImageError, Media
-from mmspec.app.io.sources import collect_items
+from mmspec.app.io.inputs import collect_items
 from mmspec.app.io.videos import load_media
 from mmspec.vision.video.decoder_pool import DecoderPool
 

@@ -15,12 +15,14 @@ class HeadRecipe:
     """Architecture and shape of a drafter that can be trained.
 
     Attributes:
-        visual_mode: how visual tokens enter the head, a key of `mmspec.drafters.eagle.visual_inputs.VISUAL_MODES`.
+        visual_mode: how visual tokens enter the head, a key of `mmspec.drafters.eagle.visual_inputs.VISUAL_MODES`, or
+            "mixed" (`mmspec.drafters.training.batch.MIXED`).
         architecture: a key of `mmspec.drafters.architectures.ARCHITECTURES`.
         block_size: tokens per forward (`HeadConfig.block_size`); `--block` overrides it.
         ffn_scale: `HeadConfig.intermediate_size` as a multiple of `--ffn`.
         block_ffn_scale: `HeadConfig.block_ffn_size` as a multiple of `--ffn`.
         markov_scale: `HeadConfig.markov_rank` as a multiple of `--ffn`.
+        layer_mixture: `HeadConfig.layer_mixture`.
     """
 
     visual_mode: str
@@ -29,6 +31,7 @@ class HeadRecipe:
     ffn_scale: float = 1.0
     block_ffn_scale: float = 0.0
     markov_scale: float = 0.0
+    layer_mixture: bool = False
 
 
 RECIPES = {
@@ -36,10 +39,13 @@ RECIPES = {
     "eagle": HeadRecipe("coupled"),
     "eagle-placeholder": HeadRecipe("placeholder"),
     "eagle-text-only": HeadRecipe("text_only"),
+    "eagle3": HeadRecipe("mixed", "eagle3"),
     "flash": HeadRecipe("decoupled", "flash", 5, ffn_scale=0.0, block_ffn_scale=1.0, markov_scale=0.25),
     "flash-free": HeadRecipe("decoupled", "flash", 5, ffn_scale=0.0, block_ffn_scale=1.0),
     "parallel": HeadRecipe("decoupled", "parallel", 5, block_ffn_scale=0.5),
     "parallel-free": HeadRecipe("decoupled", "parallel", 5),
+    "dspark": HeadRecipe("coupled", "dspark", 5, markov_scale=0.125),
+    "dspark-mixture": HeadRecipe("coupled", "dspark", 5, markov_scale=0.125, layer_mixture=True),
     "falcon": HeadRecipe("decoupled", "falcon", 2),
 }
 """Drafters that can be trained."""
@@ -52,8 +58,28 @@ def find_recipe(name: str) -> HeadRecipe:
     return RECIPES[FORMER_RECIPES.get(name, name)]
 
 
-def build_parts(options: TrainOptions, name: str, config: Any, teacher: Any) -> tuple[Any, Any]:
-    """(head, compressor or None) of a drafter to be trained: fresh, or with the weights that `--start-from` names.
+@dataclass(frozen=True)
+class HeadParts:
+    """What a drafter in training consists of.
+
+    Attributes:
+        head: the network.
+        compressor: reduces its visual tokens, or None.
+        draft_ids: [V'] the draft vocabulary of the weights that `--start-from` names, or None.
+    """
+
+    head: Any
+    compressor: Any
+    draft_ids: Any
+
+
+def drafting_mode(visual_mode: str) -> str:
+    """The visual mode with which a head drafts that was trained with this one."""
+    return "coupled" if visual_mode == "mixed" else visual_mode
+
+
+def build_parts(options: TrainOptions, name: str, config: Any, teacher: Any) -> HeadParts:
+    """The parts of a drafter to be trained: fresh, or with the weights that `--start-from` names.
 
     Raises:
         UsageError: a size is invalid, the compressor needs grids that are unknown, or `--start-from` does not fit.
@@ -62,14 +88,18 @@ def build_parts(options: TrainOptions, name: str, config: Any, teacher: Any) -> 
 
     try:
         if options.start_from is None:
-            recipe, stored = find_recipe(name), None
-            head = init_head(resize_config(config, recipe, options.block), options.seed, recipe.architecture)
+            recipe, stored, draft_ids = find_recipe(name), None, None
+            resized = resize_config(config, recipe, options.block)
+            resized = add_hidden_states(resized, recipe, options, teacher.adapter.num_layers)
+            head = init_head(resized, options.seed, recipe.architecture)
         else:
-            head, stored = load_start_head(options, name, teacher)
+            head, stored, draft_ids = load_start_head(options, name, teacher)
         compressor = build_train_compressor(options, config.hidden_size, stored)
+        if compressor is not None and head.config.hidden_state_layers:
+            raise ValueError("--compressor is for heads that read one hidden state; this one reads several")
         if compressor is not None:
             check_grids(compressor, teacher.adapter)
-        return head, compressor
+        return HeadParts(head, compressor, draft_ids)
     except ValueError as error:
         raise UsageError(f"--drafter {name}: {error}") from error
 
@@ -115,7 +145,7 @@ def _rope_theta(text: Any) -> float:
 
 def resize_config(config: Any, recipe: HeadRecipe, block: int | None) -> Any:
     """The head config of a recipe: the target's shape with the sizes of the recipe."""
-    block = block if block and recipe.architecture != "eagle" else recipe.block_size
+    block = block if block and recipe.block_size > 1 else recipe.block_size
     width = config.intermediate_size
     return replace(
         config,
@@ -123,7 +153,39 @@ def resize_config(config: Any, recipe: HeadRecipe, block: int | None) -> Any:
         block_size=block,
         block_ffn_size=round(recipe.block_ffn_scale * width),
         markov_rank=round(recipe.markov_scale * width),
+        layer_mixture=recipe.layer_mixture,
     )
+
+
+def add_hidden_states(config: Any, recipe: HeadRecipe, options: TrainOptions, num_layers: int) -> Any:
+    """The config with what heads have that read several hidden states of the target; others unchanged.
+
+    Args:
+        config: of the head.
+        recipe: of the drafter.
+        options: `layers` and `draft_vocab` are used.
+        num_layers: decoder layers of the target.
+
+    Raises:
+        ValueError: `--layers` for another architecture, of another number than three (EAGLE-3), or not of this target.
+    """
+    from mmspec.drafters.eagle.head import eagle3_layers
+
+    if recipe.architecture not in ("eagle3", "dspark"):
+        if options.layers is not None:
+            raise ValueError("--layers is for heads that read several hidden states; this one reads the last")
+        return config
+    is_eagle3 = recipe.architecture == "eagle3"
+    layers = options.layers or (eagle3_layers(num_layers) + (() if is_eagle3 else (num_layers - 1,)))
+    if (is_eagle3 and len(layers) != 3) or min(layers) < 0 or max(layers) > num_layers:
+        number = "three" if is_eagle3 else "some"
+        raise ValueError(
+            f"--layers must be {number} of 0 to {num_layers} for this target; got {','.join(map(str, layers))}"
+        )
+    if not is_eagle3:
+        return replace(config, hidden_state_layers=layers, num_hidden_layers=options.head_layers, confidence_head=True)
+    size = min(options.draft_vocab or config.vocab_size, config.vocab_size)
+    return replace(config, eagle3_input=True, hidden_state_layers=layers, draft_vocab_size=size)
 
 
 def init_head(config: Any, seed: int, architecture: str = "eagle") -> Any:
@@ -137,11 +199,12 @@ def init_head(config: Any, seed: int, architecture: str = "eagle") -> Any:
         return ARCHITECTURES[architecture].head(config)
 
 
-def load_start_head(options: TrainOptions, name: str, teacher: Any) -> tuple[Any, Any]:
+def load_start_head(options: TrainOptions, name: str, teacher: Any) -> tuple[Any, Any, Any]:
     """The head of `--start-from`, a folder of a run (its drafter of that name) or of one drafter.
 
     Returns:
-        The head, and the compressor that was trained with it as in `HeadMetadata`, or None.
+        The head, the compressor that was trained with it as in `HeadMetadata`, or None, and its draft vocabulary, or
+        None.
 
     Raises:
         UsageError: there is none.
@@ -171,7 +234,7 @@ def load_start_head(options: TrainOptions, name: str, teacher: Any) -> tuple[Any
     differences = _start_differences(options, name, head, metadata)
     if differences:
         raise ValueError(f"{folder} is another drafter: {', '.join(differences)}")
-    return head.train(), metadata.compressor
+    return head.train(), metadata.compressor, metadata.draft_ids
 
 
 def _start_differences(options: TrainOptions, name: str, head: Any, metadata: Any) -> list[str]:
@@ -179,7 +242,7 @@ def _start_differences(options: TrainOptions, name: str, head: Any, metadata: An
     recipe = find_recipe(name)
     pairs: dict[str, tuple[object, object]] = {
         "architecture": (recipe.architecture, metadata.architecture),
-        "visual mode": (options.visual_mode or recipe.visual_mode, metadata.visual_mode),
+        "visual mode": (drafting_mode(options.visual_mode or recipe.visual_mode), metadata.visual_mode),
     }
     if options.ffn is not None:
         pairs["ffn"] = (round((recipe.ffn_scale or recipe.block_ffn_scale) * options.ffn), ffn_width(head))

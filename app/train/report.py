@@ -6,7 +6,7 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,11 @@ from mmspec.app.train.data import Teacher
 from mmspec.app.train.datasets import RequestDataset
 from mmspec.app.train.heads import compressor_state
 from mmspec.app.versions import commit, mmspec_version, version
+from mmspec.config import resolve_drafter
 from mmspec.drafters.checkpoints.format import HeadMetadata, save_head
+from mmspec.drafters.eagle.base import HeadDrafter
 from mmspec.drafters.training.batch import DraftModel
+from mmspec.metrics.stats import Stats
 
 EVALUATION_TREE_SIZE = 16
 """Nodes of every tree while tau is measured."""
@@ -34,18 +37,26 @@ def export(
 ) -> None:
     """Write the head (config.json, model.safetensors) and provenance.json into `folder`."""
     adapter = teacher.adapter
+    draft_ids = draft_model.draft_ids
+    if options.draft_vocab and not draft_model.head.config.draft_vocab_size:
+        draft_ids = teacher.most_common_ids(options.draft_vocab)
     metadata = HeadMetadata(
         draft_model.head.config,
-        draft_model.visual_mode,
+        draft_model.drafting_mode,
         adapter.num_layers,
         adapter.model_type,
         teacher.fingerprint,
-        teacher.most_common_ids(options.draft_vocab) if options.draft_vocab else None,
+        draft_ids,
         facts={"target": target_name(options.target)},
         architecture=draft_model.architecture,
         compressor=compressor_state(draft_model.compressor),
     )
     save_head(folder, draft_model.head, metadata)
+    write_provenance(folder, options, teacher, settings)
+
+
+def write_provenance(folder: Path, options: TrainOptions, teacher: Teacher, settings: Mapping[str, Any]) -> None:
+    """Write provenance.json: what a drafter was trained with."""
     provenance = {
         "command": options.command,
         "seed": options.seed,
@@ -63,21 +74,17 @@ def target_name(target: str) -> str:
     return os.path.basename(os.path.abspath(target)) if os.path.isdir(target) else target
 
 
-def evaluate(options: TrainOptions, folder: Path, teacher: Teacher, held_out: RequestDataset) -> dict[str, Any]:
+def evaluate(
+    options: TrainOptions, folder: Path, teacher: Teacher, held_out: RequestDataset, visual_modes: Sequence[str] = ()
+) -> dict[str, Any]:
     """Decode held-out requests with the drafter; writes and returns evaluation.json.
 
     Returns:
-        `tau` and `acceptance_by_depth` with trees of `nodes` nodes in every round; `speed` as in `measure_speed`.
+        `tau` and `acceptance_by_depth` with trees of `nodes` nodes in every round; `speed` as in `measure_speed`; with
+        several `visual_modes`, `tau_by_visual_mode`.
     """
-    mmspec.patch(teacher.model, str(folder), processor=teacher.captioner.processor, tree_size=EVALUATION_TREE_SIZE)
-    try:
-        for index in range(len(held_out)):
-            inputs = _inputs(teacher, held_out, index)
-            teacher.model.generate(**inputs, max_new_tokens=options.max_new_tokens, do_sample=False)
-        stats = mmspec.stats(teacher.model)
-    finally:
-        mmspec.unpatch(teacher.model)
-    evaluation = {
+    stats = _decode(options, str(folder), teacher, held_out)
+    evaluation: dict[str, Any] = {
         "requests": len(held_out),
         "held_out": True,
         "nodes": EVALUATION_TREE_SIZE,
@@ -85,8 +92,27 @@ def evaluate(options: TrainOptions, folder: Path, teacher: Teacher, held_out: Re
         "acceptance_by_depth": [round(share, 3) for share in stats.acceptance_by_depth],
         "speed": measure_speed(options, folder, teacher, held_out),
     }
+    if visual_modes:
+        by_mode = evaluation["tau_by_visual_mode"] = {}
+        for mode in visual_modes:
+            drafter = resolve_drafter(str(folder), teacher.adapter, teacher.tokenizer)
+            assert isinstance(drafter, HeadDrafter)
+            drafter.visual_mode = mode
+            by_mode[mode] = round(_decode(options, drafter, teacher, held_out).tau, 3)
     (folder / "evaluation.json").write_text(json.dumps(evaluation, indent=1) + "\n", encoding="utf-8")
     return evaluation
+
+
+def _decode(options: TrainOptions, drafter: str | HeadDrafter, teacher: Teacher, held_out: RequestDataset) -> Stats:
+    """Counters of the held-out requests with trees of `EVALUATION_TREE_SIZE` nodes, greedy."""
+    mmspec.patch(teacher.model, drafter, processor=teacher.captioner.processor, tree_size=EVALUATION_TREE_SIZE)
+    try:
+        for index in range(len(held_out)):
+            inputs = _inputs(teacher, held_out, index)
+            teacher.model.generate(**inputs, max_new_tokens=options.max_new_tokens, do_sample=False)
+        return mmspec.stats(teacher.model)
+    finally:
+        mmspec.unpatch(teacher.model)
 
 
 def _inputs(teacher: Teacher, held_out: RequestDataset, index: int) -> dict[str, Any]:
@@ -144,6 +170,8 @@ def summary_lines(options: TrainOptions, folder: Path, evaluation: Mapping[str, 
         f"{evaluation['nodes']} nodes",
         f"  acceptance at depth 1, 2, ...: {depths}",
     ]
+    if modes := evaluation.get("tau_by_visual_mode"):
+        lines.append("  tau by visual mode: " + ", ".join(f"{mode} {tau:.2f}" for mode, tau in modes.items()))
     speed = evaluation["speed"]
     if speed is not None and speed["speedup_hf"] is not None:
         low, high = speed["speedup_hf_ci"]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mmspec.app.caption.config import SCENES_MODEL, ProcessInfo
 from mmspec.app.errors import UsageError
@@ -117,16 +118,21 @@ def build_trainer(
     draft_models = {}
     for name in options.drafter:
         recipe = find_recipe(name)
-        head, compressor = build_parts(options, name, head_config, teacher)
+        parts = build_parts(options, name, head_config, teacher)
         visual_mode = options.visual_mode or recipe.visual_mode
-        draft_models[name] = DraftModel(head, visual_mode, recipe.architecture, compressor).to(model.device)
+        draft_model = DraftModel(parts.head, visual_mode, recipe.architecture, parts.compressor).to(model.device)
+        if draft_model.head.config.draft_vocab_size and parts.draft_ids is not None:
+            draft_model.draft_ids = parts.draft_ids.to(model.device)
+        draft_models[name] = draft_model
+    layers = [layer for one in draft_models.values() for layer in one.head.config.hidden_state_layers]
+    teacher.aux_layers = tuple(sorted(set(layers)))
     config = TrainConfig(
         options.steps,
         options.batch_size,
         options.lr,
         hidden_noise=options.noise,
         seed=options.seed,
-        weights=LossWeights(options.hidden_loss, options.logits_loss, options.ttt_steps),
+        weights=LossWeights(options.hidden_loss, options.logits_loss, options.ttt_steps, loss=options.loss),
     )
     placeholder_id = torch.tensor(teacher.media_token_ids[0], device=model.device)
     placeholder = embeddings.embed(placeholder_id).float()
@@ -144,12 +150,42 @@ def build_trainer(
         raise UsageError(str(error)) from error
 
 
+def init_from_target(trainer: Trainer, teacher: Teacher) -> None:
+    """Before training, once the answers are known: draft vocabularies, and weights of a head that the target has too.
+
+    Without the target's scale (`norm`) and rows (`lm_head`) a head spends hundreds of steps on what is known.
+    """
+    embeddings, has_start = teacher.adapter.shared_embeddings, "start_from" in trainer.settings
+    for draft_model in trainer.draft_models.values():
+        head = draft_model.head
+        size, layers = head.config.draft_vocab_size, head.config.hidden_state_layers
+        ids = draft_model.draft_ids
+        if size and ids is None:
+            ids = teacher.draft_vocabulary(size).to(teacher.model.device)
+            draft_model.draft_ids = ids if size < head.config.vocab_size else None
+        if not layers or trainer.step or has_start:
+            continue
+        batch = trainer.get_batch(0)
+
+        def root_mean_square(states: Tensor, mask: Tensor = batch.response_mask) -> Tensor:
+            return states[mask].float().pow(2).mean(0).sqrt()
+
+        with torch.no_grad():
+            head.norm.weight.copy_(root_mean_square(batch.hidden_states))  # of a normalised state it is 1
+            if ids is not None:
+                head.lm_head.weight.copy_(embeddings.lm_head_rows(ids).float())
+            if head.config.layer_mixture:
+                scales = [root_mean_square(batch.aux_hidden_states[layer]).mean() for layer in layers]
+                head.mixture.copy_(1 / (len(layers) * torch.stack(scales)))
+
+
 __all__ = [
     "build_trainer",
     "check_run_settings",
     "current_settings",
     "data_settings",
     "distributed_context",
+    "init_from_target",
     "split_data",
     "train_settings",
 ]

@@ -17,9 +17,11 @@ from mmspec.app.caption.config import CaptionConfig
 from mmspec.app.caption.job import CaptionJob
 from mmspec.app.errors import UsageError
 from mmspec.app.io.images import Media, media_images
+from mmspec.app.io.inputs import collect_items
+from mmspec.app.io.item import Item
 from mmspec.app.io.jsonl import Row
 from mmspec.app.io.output import StreamOutput
-from mmspec.app.io.sources import MANIFESTS, collect_items
+from mmspec.app.io.sources import MANIFESTS
 from mmspec.app.modeling.chat import reject_media_tokens
 from mmspec.app.ui.limits import Limits
 from mmspec.app.ui.model_store import ModelStore, RunSettings
@@ -46,7 +48,7 @@ class RecordingFileOutput(StreamOutput):
         self.names = names
         self.rows: list[Row] = []
 
-    def write(self, rows: Sequence[Row]) -> None:
+    def write(self, rows: Sequence[Row], items: Sequence[Item] = ()) -> None:
         named = [row | {"file_name": self.names.get(row["file_name"], row["file_name"])} for row in rows]
         super().write(named)
         self.rows += named

@@ -1,1 +1,1 @@
-"""Semi-autoregressive drafters: a block of several tokens per forward (FLASH, ParallelSpec, Falcon)."""
+"""Semi-autoregressive drafters: a block of several tokens per forward (FLASH, ParallelSpec, DSpark, Falcon)."""

@@ -11,46 +11,11 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mmspec.drafters.block.base import BlockDrafter
-from mmspec.drafters.eagle.expand import LevelExpander, StatelessExpander
+from mmspec.drafters.block.markov import MarkovExpander, MarkovHead
+from mmspec.drafters.block.online import LearnableBlock
+from mmspec.drafters.eagle.expand import LevelExpander
 from mmspec.drafters.eagle.head import EagleHead, HeadConfig, RMSNorm
 from mmspec.drafters.eagle.state import DraftState
-
-
-class MarkovHead(nn.Module):
-    """Low-rank correction of a position's logits by the token before it.
-
-    A bigram model of rank R (`markov_rank`) that also depends on the position's feature. The LM head, the largest
-    product by far, is not applied again. The correction is zero at initialisation.
-    """
-
-    def __init__(self, config: HeadConfig) -> None:
-        super().__init__()
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.token_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.feature_proj = nn.Linear(config.hidden_size, config.markov_rank, bias=False)
-        self.token_proj = nn.Linear(config.hidden_size, config.markov_rank, bias=False)
-        self.vocab_proj = nn.Linear(config.markov_rank, config.vocab_size, bias=False)
-        nn.init.zeros_(self.vocab_proj.weight)
-
-    def project_features(self, features: Tensor) -> Tensor:
-        """[..., D] features -> [..., R]."""
-        projected: Tensor = self.feature_proj(self.norm(features))
-        return projected
-
-    def mix(self, features: Tensor, inputs_embeds: Tensor) -> Tensor:
-        """[..., R] projected features and [..., D] embeddings of the tokens before them -> [..., R]."""
-        return functional.silu(features + self.token_proj(self.token_norm(inputs_embeds)))
-
-    def forward(self, features: Tensor, inputs_embeds: Tensor) -> Tensor:
-        """[..., D] features and [..., D] embeddings of the tokens before them -> [..., V] added to the logits."""
-        logits: Tensor = self.vocab_proj(self.mix(self.project_features(features), inputs_embeds))
-        return logits
-
-
-def fit_vocabulary(logits: Tensor, size: int) -> Tensor:
-    """[..., V] -> [..., size]: an LM head may have more or fewer rows than the config's vocabulary has ids."""
-    return functional.pad(logits, (0, size - logits.shape[-1]))  # a negative width crops
 
 
 class FlashHead(EagleHead):
@@ -71,14 +36,19 @@ class FlashHead(EagleHead):
         return outputs[..., None, :] + features.unflatten(-1, (self.config.block_size, -1))
 
 
-class FlashDrafter(BlockDrafter):
-    """Drafts with a `FlashHead`."""
+class FlashDrafter(LearnableBlock):
+    """Drafts with a `FlashHead`. Online learning trains what follows its attention layer."""
 
     head: FlashHead
+    learned_parts = ("norm.", "up_proj.", "block_proj.", "markov_head.")
 
     def block_features(self, state: DraftState) -> Tensor:
         """See `BlockDrafter`."""
         return self.head.block_features(state.last_hidden)
+
+    def learned_features(self, head: FlashHead, inputs: Tensor, root_embeds: Tensor) -> Tensor:
+        """See `LearnableBlock`; `inputs` are outputs of the attention layer, which has read the root."""
+        return head.block_features(inputs)
 
     def expander(self, state: DraftState) -> LevelExpander | None:
         """See `BlockDrafter`."""
@@ -86,32 +56,4 @@ class FlashDrafter(BlockDrafter):
         return None if markov_head is None else MarkovExpander(self, markov_head, state)
 
 
-class MarkovExpander(StatelessExpander):
-    """A `LevelExpander` that applies the LM head once for the whole block, and the `MarkovHead` at each level."""
-
-    def __init__(self, drafter: FlashDrafter, markov_head: MarkovHead, state: DraftState) -> None:
-        features = drafter.block_features(state)
-        self.markov_head = markov_head
-        self.root_hidden = features[:, :1]
-        self.base_logits = drafter.logits(state, features)
-        self.features = markov_head.project_features(features)
-        ids = state.draft_ids
-        self.draft_vocab_proj = None if ids is None else markov_head.vocab_proj.weight[ids]
-
-    def expand(self, level: int, inputs_embeds: Tensor, parent_hidden: Tensor) -> Tensor:
-        """See `LevelExpander`; [B, W, R], which `logits` projects."""
-        return self.markov_head.mix(self.features[:, level, None], inputs_embeds)
-
-    def logits(self, level: int, hidden_states: Tensor) -> Tensor:
-        """See `LevelExpander`."""
-        base_logits = self.base_logits[:, level, None]
-        if not level:
-            return base_logits
-        if self.draft_vocab_proj is None:
-            correction: Tensor = fit_vocabulary(self.markov_head.vocab_proj(hidden_states), base_logits.shape[-1])
-        else:
-            correction = functional.linear(hidden_states, self.draft_vocab_proj)
-        return base_logits + correction.float()
-
-
-__all__ = ["FlashDrafter", "FlashHead", "MarkovHead", "fit_vocabulary"]
+__all__ = ["FlashDrafter", "FlashHead"]

@@ -15,7 +15,7 @@ from mmspec.drafters.checkpoints.format import write_checkpoint
 from mmspec.drafters.checkpoints.head_config import parse_published_config
 from mmspec.drafters.checkpoints.state_dict import check_tensors, drop_unused
 from mmspec.drafters.eagle.drafter import EagleDrafter
-from mmspec.drafters.eagle.head import Eagle3Head
+from mmspec.drafters.eagle.head import Eagle3Head, eagle3_layers
 from mmspec.interfaces import TargetInfo
 
 EAGLE3_NAMES = {
@@ -61,20 +61,23 @@ def load_eagle3(
             f"{target.hidden_size}."
         )
     weights = {key.replace("midlayer.", "layers.0."): value for key, value in weights.items()}
+    vocab_size = int(values.get("draft_vocab_size") or layer_values.get("vocab_size") or target.vocab_size)
+    layers = values.get("eagle_aux_hidden_state_layer_ids") or eagle3_layers(target.num_layers)
     config = replace(
         parse_published_config(layer_values, target),
         eagle3_input=True,
+        hidden_state_layers=tuple(layers),
+        draft_vocab_size=vocab_size,
         norm_before_residual=bool(values.get("norm_before_residual", False)),
         qkv_bias="layers.0.self_attn.q_proj.bias" in weights,
     )
-    vocab_size = int(values.get("draft_vocab_size") or layer_values.get("vocab_size") or target.vocab_size)
     has_map = "d2t" in weights
     draft_ids = _parse_draft_ids(weights.pop("d2t", None), weights.pop("t2d", None), vocab_size, target.vocab_size)
     with torch.device("meta"):
-        head = Eagle3Head(config, vocab_size, target.hidden_size)
+        head = Eagle3Head(config)
     state_dict = _to_state_dict(head, drop_unused(weights))
     head.load_state_dict({key: value.float() for key, value in state_dict.items()}, assign=True)
-    drafter = EagleDrafter(
+    return EagleDrafter(
         head,
         "coupled",
         num_layers=target.num_layers,
@@ -82,10 +85,6 @@ def load_eagle3(
         draft_ids=draft_ids if has_map else None,
         max_depth=5,
     )
-    indices = values.get("eagle_aux_hidden_state_layer_ids")
-    if indices is not None and tuple(indices) != drafter.hidden_state_indices:
-        drafter.set_hidden_state_indices(tuple(indices), target.num_layers)
-    return drafter
 
 
 def _parse_draft_ids(d2t: Tensor | None, t2d: Tensor | None, vocab_size: int, target_vocab_size: int) -> Tensor:

@@ -23,6 +23,7 @@ RENAMED_MODULES = {
     "layer.o_proj": "layers.0.self_attn.o_proj",
     "layer.down_proj": "layers.0.mlp.down_proj",
     "layer.input_norm": "layers.0.input_layernorm",
+    "layer.hidden_norm": "layers.0.hidden_norm",
     "layer.post_norm": "layers.0.post_attention_layernorm",
 }
 """Module of `EagleHead` -> module on disk."""

@@ -27,7 +27,7 @@ INTEGERS: dict[str, tuple[int, int]] = {
     "num_attention_heads": _SIZE,
     "num_key_value_heads": _SIZE,
     "vocab_size": _SIZE,
-    "draft_vocab_size": _SIZE,
+    "draft_vocab_size": _OPTIONAL_SIZE,
     "target_hidden_size": _SIZE,
     "head_dim": _OPTIONAL_SIZE,
     "block": (1, MAX_SIZE),
@@ -40,6 +40,7 @@ INTEGERS: dict[str, tuple[int, int]] = {
     "max_tokens": (1, MAX_SIZE),
     "layers": (0, MAX_LAYERS),
     "num_layers": (0, MAX_LAYERS),
+    "num_hidden_layers": (1, MAX_LAYERS),
 }
 """Key -> smallest and largest value."""
 FLOATS: dict[str, tuple[float, float]] = {
@@ -51,7 +52,11 @@ STRINGS = (
     "model_type", "kind", "rule", "architecture", "visual_mode", "speculators_model_type", "tokenizer", "rope_type",
     "type", "name",
 )  # fmt: skip
-BOOLEANS = ("bias", "qkv_bias", "input_norm", "wide", "eagle3_input", "norm_before_residual")
+BOOLEANS = (
+    "bias", "qkv_bias", "input_norm", "wide", "eagle3_input", "norm_before_residual", "layer_mixture",
+    "confidence_head",
+)  # fmt: skip
+LAYER_LISTS = ("eagle_aux_hidden_state_layer_ids", "hidden_state_layers")
 NESTED = ("target", "rope_scaling", "rope_parameters", "transformer_layer_config", "compressor")
 """Objects whose keys are checked by the same rules."""
 
@@ -105,7 +110,7 @@ def check_config(values: Mapping[str, Any], prefix: str = "") -> None:
             _check_type(prefix + key, value, str, "a string")
         elif key in BOOLEANS:
             _check_type(prefix + key, value, bool, "true or false")
-        elif key == "eagle_aux_hidden_state_layer_ids":
+        elif key in LAYER_LISTS:
             _check_layer_ids(prefix + key, value)
         if key == "compressor":
             _check_compressor(prefix + key, value)
@@ -165,6 +170,8 @@ def _check_type(key: str, value: object, wanted: type, name: str) -> None:
 
 
 def _check_layer_ids(key: str, value: object) -> None:
+    if key == "hidden_state_layers" and value == []:  # the default of the architecture
+        return
     good = isinstance(value, list) and 0 < len(value) <= MAX_LAYERS
     if not good or not all(type(index) is int and abs(index) <= MAX_LAYERS for index in value):  # type: ignore[attr-defined]
         raise ValueError(f"{key} must be a list of layer indices; got {_short(value)}.")

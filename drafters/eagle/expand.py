@@ -45,6 +45,12 @@ class LevelExpander(Protocol):
     def logits(self, level: int, hidden_states: Tensor) -> Tensor:
         """[B, W, V'] logits of the children of W nodes of this level, from the hidden states of the nodes."""
 
+    def embed(self, tokens: Tensor) -> Tensor:
+        """[B, W, D''] what `expand` takes as embeddings of tokens [B, W] of the draft vocabulary."""
+
+    def calibrate(self, level: int, hidden_states: Tensor, log_probs: Tensor) -> Tensor:
+        """Log probabilities of acceptance [B, W, K] from those of the best children, greedy decoding only."""
+
     def select_parents(self, parent_index: Tensor) -> None:
         """Continue below these nodes: [B, W, 1] int64, indices into the nodes of the last `expand`.
 
@@ -74,7 +80,7 @@ def expand_levels(
         """[B, W, top_k] log probabilities, given their parent, and tokens of the best children of nodes of a level."""
         level_noise = None if noise is None else noise[:, level : level + 1]
         log_probs, tokens = state.log_probs(expander.logits(level, hidden_states), level_noise).topk(top_k)
-        return log_probs, tokens
+        return log_probs if noise is not None else expander.calibrate(level, hidden_states, log_probs), tokens
 
     log_probs, tokens = (part[:, 0] for part in best_children(0, expander.root_hidden))
     path_log_probs = log_probs - LEVEL_PENALTY
@@ -84,7 +90,7 @@ def expand_levels(
     pool_index = torch.arange(top_k, device=device).expand(batch, top_k)
     parent_hidden = expander.root_hidden.expand(batch, top_k, -1)
     for level in range(1, num_levels):
-        embeds = state.embed(tokens).to(parent_hidden.dtype)
+        embeds = expander.embed(tokens).to(parent_hidden.dtype)
         hidden_states = expander.expand(level, embeds, parent_hidden)
         log_probs, children = best_children(level, hidden_states)
         child_log_probs = (path_log_probs[..., None] + log_probs).flatten(1) - LEVEL_PENALTY
@@ -101,7 +107,25 @@ def expand_levels(
     return pool.select(state.draft_ids, max_nodes)
 
 
-class AutoregressiveExpander:
+class ExpanderDefaults:
+    """Base of a `LevelExpander`: embeddings of the target, probabilities as the head gives them.
+
+    Attributes:
+        state: of the call.
+    """
+
+    state: DraftState
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """See `LevelExpander`."""
+        return self.state.embed(tokens)
+
+    def calibrate(self, level: int, hidden_states: Tensor, log_probs: Tensor) -> Tensor:
+        """See `LevelExpander`."""
+        return log_probs
+
+
+class AutoregressiveExpander(ExpanderDefaults):
     """One forward of the head per level; a node attends to the context and to its own ancestors."""
 
     def __init__(self, drafter: HeadDrafter, state: DraftState, num_nodes: int, positions_per_node: int = 1) -> None:
@@ -161,7 +185,7 @@ class AutoregressiveExpander:
         self.state.kv_cache.seq_lens = self.seq_lens
 
 
-class StatelessExpander:
+class StatelessExpander(ExpanderDefaults):
     """Base of a `LevelExpander` that runs no further forward, so it has no mask to select and no cache to restore."""
 
     def select_parents(self, parent_index: Tensor) -> None:
@@ -171,4 +195,4 @@ class StatelessExpander:
         """See `LevelExpander`."""
 
 
-__all__ = ["AutoregressiveExpander", "LevelExpander", "StatelessExpander", "expand_levels"]
+__all__ = ["AutoregressiveExpander", "ExpanderDefaults", "LevelExpander", "StatelessExpander", "expand_levels"]

@@ -43,7 +43,13 @@ class HeadConfig:
         norm_before_residual: with `eagle3_input`, whether the residual is the normalised hidden state.
         block_size: tokens drafted per forward; 1 for EAGLE.
         block_ffn_size: intermediate size of the block's feed-forward (FLASH) or token correction (parallel); 0: none.
-        markov_rank: rank of FLASH's token-to-token correction (`MarkovHead`); 0: none.
+        markov_rank: rank of the correction by the token before (`MarkovHead`); 0: none.
+        draft_vocab_size: V', rows of the head's own LM head (EAGLE-3); 0 for the target's LM head.
+        hidden_state_layers: indices of the target's hidden states that the head reads, concatenated; empty for the
+            default of the architecture.
+        num_hidden_layers: decoder layers of the head; EAGLE's has one, DSpark's one to four.
+        layer_mixture: whether the hidden states are added with learned weights before `fc`, not concatenated (DSpark).
+        confidence_head: whether the head estimates the acceptance of each position (DSpark).
     """
 
     hidden_size: int
@@ -62,6 +68,11 @@ class HeadConfig:
     block_size: int = 1
     block_ffn_size: int = 0
     markov_rank: int = 0
+    draft_vocab_size: int = 0
+    hidden_state_layers: tuple[int, ...] = ()
+    num_hidden_layers: int = 1
+    layer_mixture: bool = False
+    confidence_head: bool = False
 
     def __post_init__(self) -> None:
         if not 1 <= self.block_size <= MAX_BLOCK_SIZE:
@@ -226,23 +237,41 @@ class EagleHead(nn.Module):
         return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
+def eagle3_layers(num_layers: int) -> tuple[int, int, int]:
+    """Hidden states that EAGLE-3 heads read unless they name others: 2, N // 2 and N - 3, as vLLM counts them."""
+    return 2, num_layers // 2, num_layers - 3
+
+
 class Eagle3Head(EagleHead):
     """EAGLE-3 (arXiv 2503.01840): three hidden states of the target, and a norm, LM head and vocabulary of its own.
 
     The state that is carried from level to level is the layer's output before that norm.
     """
 
-    def __init__(self, config: HeadConfig, draft_vocab_size: int, target_size: int) -> None:
+    def __init__(self, config: HeadConfig) -> None:
+        """
+        Args:
+            config: with `eagle3_input` and `draft_vocab_size`.
+
+        Raises:
+            ValueError: one of both is missing.
+        """
+        if not config.eagle3_input or not config.draft_vocab_size:
+            raise ValueError(
+                "an EAGLE-3 head needs eagle3_input and a draft_vocab_size of at least 1; got "
+                f"{config.eagle3_input} and {config.draft_vocab_size}."
+            )
         nn.Module.__init__(self)
         self.config = config
-        self.fc = nn.Linear(3 * target_size, config.hidden_size, bias=False)
+        num_states = len(config.hidden_state_layers) or 3
+        self.fc = nn.Linear(num_states * config.hidden_size, config.hidden_size, bias=False)
         self.layer = DecoderLayer(config)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.lm_head = nn.Linear(config.hidden_size, draft_vocab_size, bias=False)
+        self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
 
     def hidden_state_indices(self, num_layers: int) -> tuple[int, ...]:
-        """The inputs of layers 2, N // 2 and N - 3."""
-        return (2, num_layers // 2, num_layers - 3)
+        """See `EagleHead`."""
+        return self.config.hidden_state_layers or eagle3_layers(num_layers)
 
     def fuse(self, inputs_embeds: Tensor, hidden_states: Tensor) -> Tensor:
         """[..., 2 D] embedding and state, concatenated; `fc` reduces the target's states, not the head's own."""
@@ -261,4 +290,13 @@ class Eagle3Head(EagleHead):
         return logits
 
 
-__all__ = ["AttentionFn", "DecoderLayer", "Eagle3Head", "EagleHead", "HeadConfig", "RMSNorm", "rotate_half"]
+__all__ = [
+    "AttentionFn",
+    "DecoderLayer",
+    "Eagle3Head",
+    "EagleHead",
+    "HeadConfig",
+    "RMSNorm",
+    "eagle3_layers",
+    "rotate_half",
+]

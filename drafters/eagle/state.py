@@ -10,6 +10,8 @@ from torch import Tensor
 
 from mmspec.control.draft_cost import CallTimer
 from mmspec.drafters.deprecation import former_names
+from mmspec.drafters.eagle.recorder import CallRecorder
+from mmspec.drafters.noise import next_log_probs
 from mmspec.engine.kv_cache import RaggedKVCache
 from mmspec.interfaces import Prompt, SharedEmbeddings
 
@@ -73,6 +75,7 @@ class DraftState:
         draft_lm_head: [V', D] weights of the LM head for `draft_ids`, or None.
         extra: [B, ...] further state of an architecture (ViSpec, ParallelSpec, Falcon).
         timer: measures prefill and draft time; a no-op unless a compressor uses the costs.
+        recorder: records examples for online learning, or None.
     """
 
     shared_embeddings: SharedEmbeddings
@@ -95,6 +98,7 @@ class DraftState:
     draft_lm_head: Tensor | None = None
     extra: Tensor | None = None
     timer: CallTimer = field(default_factory=CallTimer)
+    recorder: CallRecorder | None = None
 
     def log_noise(self, depth: int) -> Tensor | None:
         """[B, depth, V'] log of the noise with which the next tokens will be sampled; None for greedy decoding."""
@@ -105,9 +109,7 @@ class DraftState:
 
     def log_probs(self, logits: Tensor, noise: Tensor | None) -> Tensor:
         """[..., V'] log probability of each next token: of the argmax, or of the sample under the given noise."""
-        if noise is None:
-            return logits.log_softmax(-1)
-        return ((logits / self.temperature).log_softmax(-1) - noise).log_softmax(-1)
+        return next_log_probs(logits, self.temperature, noise)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """[..., D] embeddings of tokens of the draft vocabulary."""

@@ -166,6 +166,7 @@ class BestFirstState:
         batch_size: B.
         banned_ids: ids that are never proposed.
         source_states: state of each source.
+        enabled: whether each source proposes; all learn from the emitted tokens.
         candidates: `candidates[b][i]` are the candidates at node i of row b in this round, proposed or not. Nodes are
             numbered as proposed, so the numbers stay valid when the caller trims the tree.
     """
@@ -173,6 +174,7 @@ class BestFirstState:
     batch_size: int
     banned_ids: frozenset[int]
     source_states: list[Any]
+    enabled: list[bool]
     candidates: list[list[list[Candidate]]] = field(default_factory=list)
 
 
@@ -208,7 +210,7 @@ class BestFirstDrafter:
         prompt_text = PromptText.from_prompt(prompt)
         source_states = [source.start(prompt_text) for source in self.sources]
         self.vocab_size = self._known_vocab_size()
-        return BestFirstState(len(prompt_text.rows), prompt.banned_ids, source_states)
+        return BestFirstState(len(prompt_text.rows), prompt.banned_ids, source_states, [True] * len(source_states))
 
     def propose(self, state: BestFirstState, max_nodes: int, active: Sequence[bool]) -> DraftTree:
         """Trees of at most `max_nodes` nodes, padded to a bucket; roots only if no candidate is likely enough."""
@@ -219,21 +221,22 @@ class BestFirstDrafter:
 
     def _propose_row(self, state: BestFirstState, row: int, max_nodes: int) -> list[Node]:
         """The nodes of one row. With one node there are none, but the candidates at the root are recorded."""
-        cursors = [source.cursor(one, row) for source, one in zip(self.sources, state.source_states, strict=True)]
+        sources = zip(self.sources, state.source_states, state.enabled, strict=True)
+        cursors = [source.cursor(one, row) if enabled else None for source, one, enabled in sources]
         if all(cursor is None for cursor in cursors):
             return []
         recorded = state.candidates[row]
 
         def expand(node: TreeNode) -> Iterable[tuple[int, float, TreeNode]]:
             # `best_first` expands the root, then each node when it is taken: so recorded[i] belongs to node i.
-            candidates, children = self._expand(node, state.banned_ids)
+            candidates, children = self._expand(node, state)
             recorded.append(candidates)
             return children
 
         return best_first((None, cursors), expand, max_nodes, MIN_PROB)
 
     def _expand(
-        self, node: TreeNode, banned_ids: frozenset[int]
+        self, node: TreeNode, state: BestFirstState
     ) -> tuple[list[Candidate], list[tuple[int, float, TreeNode]]]:
         """All candidates at one node, and as (token, probability, node) the distinct ones that are likely enough."""
         probs, default = self.calibration.probs, Calibration.DEFAULT
@@ -242,9 +245,11 @@ class BestFirstDrafter:
         token_probs: dict[int, float] = {}
         cursors: dict[int, list[Any]] = {}
         for index, source in enumerate(self.sources):
+            if not state.enabled[index]:
+                continue
             for candidate in self._source_candidates(source, parent_cursors[index], parent_token):
                 token, key, child = candidate
-                if token in banned_ids:
+                if token in state.banned_ids:
                     continue
                 candidates.append(candidate)
                 prob = probs.get(key, default)

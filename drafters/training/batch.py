@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -30,6 +30,7 @@ class TrainBatch:
         hidden_states: [B, L, D] the target's states after its final norm.
         grids: of the visual tokens, `start` counted in visual tokens of their row (`prompt_grids`); empty if unknown.
         visual_saliency: [B, L] float32, as in `Prompt`, or None.
+        aux_hidden_states: {index: [B, L, D]} of other layers, for heads that read them (EAGLE-3).
     """
 
     input_ids: Tensor
@@ -40,11 +41,25 @@ class TrainBatch:
     hidden_states: Tensor
     grids: tuple[VisualGrid, ...] = field(default=(), kw_only=True)
     visual_saliency: Tensor | None = field(default=None, kw_only=True)
+    aux_hidden_states: Mapping[int, Tensor] = field(default_factory=dict, kw_only=True)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all hidden states, embeddings and masks."""
+        return sum(part.nbytes for part in (*self.tensors(), *self.aux_hidden_states.values()))
+
+    def select_hidden_states(self, layers: Sequence[int]) -> Tensor:
+        """[B, L, S] the hidden states of these layers, concatenated; those after the final norm if none is named."""
+        if not layers:
+            return self.hidden_states
+        return torch.cat([self.aux_hidden_states[layer] for layer in layers], dim=-1)
 
     def to(self, device: torch.device | str) -> TrainBatch:
         """A copy on a device."""
         saliency = None if self.visual_saliency is None else self.visual_saliency.to(device)
-        return TrainBatch(*(part.to(device) for part in self.tensors()), grids=self.grids, visual_saliency=saliency)
+        aux = {layer: states.to(device) for layer, states in self.aux_hidden_states.items()}
+        tensors = (part.to(device) for part in self.tensors())
+        return TrainBatch(*tensors, grids=self.grids, visual_saliency=saliency, aux_hidden_states=aux)
 
     def tensors(self) -> tuple[Tensor, ...]:
         """The required tensors in the order of the fields."""
@@ -61,6 +76,9 @@ class TrainBatch:
                 *(part[row : row + 1, :length].clone() for part in self.tensors()),
                 grids=tuple(replace(grid, row=0) for grid in self.grids if grid.row == row),
                 visual_saliency=saliency,
+                aux_hidden_states={
+                    layer: states[row : row + 1, :length].clone() for layer, states in self.aux_hidden_states.items()
+                },
             )
 
         return [select(row, length) for row, length in enumerate(lengths)]
@@ -76,7 +94,19 @@ class TrainBatch:
 
         tensors = map(pad, zip(*(one.tensors() for one in sequences), strict=True))
         has_saliency = len(saliency) == len(sequences)
-        return cls(*tensors, grids=grids, visual_saliency=pad(saliency) if has_saliency else None)
+        layers = sequences[0].aux_hidden_states
+        return cls(
+            *tensors,
+            grids=grids,
+            visual_saliency=pad(saliency) if has_saliency else None,
+            aux_hidden_states={layer: pad([one.aux_hidden_states[layer] for one in sequences]) for layer in layers},
+        )
+
+
+MIXED, MIXED_DRAFTS_AS = "mixed", "coupled"
+"""Visual mode of training only: each sequence is "coupled" or "placeholder" at random, so that the head serves in
+engines that feed projected embeddings (SGLang, and mmspec: "coupled") and in those that feed placeholders (vLLM).
+"""
 
 
 class DraftModel(nn.Module):
@@ -84,9 +114,11 @@ class DraftModel(nn.Module):
 
     Attributes:
         head: the draft head (`EagleHead` or that of another architecture).
-        visual_mode: a key of `VISUAL_MODES`.
+        visual_mode: a key of `VISUAL_MODES`, or `MIXED`.
         architecture: a key of `mmspec.drafters.architectures.ARCHITECTURES`.
         compressor: reduces the visual tokens of the head's inputs, or None. Its weights, if any, are trained too.
+        draft_ids: [V'] int64, target ids of the head's own vocabulary (`HeadConfig.draft_vocab_size`); None if it has
+            none, or that of the target.
     """
 
     def __init__(self, head: Any, visual_mode: str, architecture: str = "eagle", compressor: Any = None) -> None:
@@ -95,6 +127,12 @@ class DraftModel(nn.Module):
         self.visual_mode = visual_mode
         self.architecture = architecture
         self.compressor = compressor
+        self.draft_ids: Tensor | None = None
+
+    @property
+    def drafting_mode(self) -> str:
+        """The visual mode with which the trained head drafts."""
+        return MIXED_DRAFTS_AS if self.visual_mode == MIXED else self.visual_mode
 
 
 @dataclass(frozen=True)
@@ -124,19 +162,38 @@ class HeadInputsAndLabels:
         return self.loss_mask & shift(self.loss_mask, distance) & is_inside
 
 
-def build_inputs_and_labels(draft_model: DraftModel, batch: TrainBatch, placeholder: Tensor) -> HeadInputsAndLabels:
+def mix_visual_inputs(batch: TrainBatch, placeholder: Tensor, rng: torch.Generator) -> TrainBatch:
+    """The batch with the placeholder's embedding at the visual tokens of about half of its sequences.
+
+    Args:
+        batch: with projected embeddings at visual tokens.
+        placeholder: [D] embedding of the media placeholder id.
+        rng: random generator on the CPU.
+    """
+    is_placeholder = torch.rand(len(batch.input_ids), 1, generator=rng).to(batch.visual_mask.device) < 0.5
+    replaced = (batch.visual_mask & is_placeholder)[..., None]
+    embeds = torch.where(replaced, placeholder.to(batch.inputs_embeds.dtype), batch.inputs_embeds)
+    return replace(batch, inputs_embeds=embeds)
+
+
+def build_inputs_and_labels(
+    draft_model: DraftModel, batch: TrainBatch, placeholder: Tensor, rng: torch.Generator | None = None
+) -> HeadInputsAndLabels:
     """Align the inputs of a head with their labels; only tokens of the response are learned.
 
     Args:
         draft_model: head, visual mode and compressor.
         batch: hidden states of the target.
         placeholder: [D] embedding of the media placeholder id.
+        rng: random generator for the visual mode `MIXED`.
     """
+    if draft_model.visual_mode == MIXED and rng is not None:
+        batch = mix_visual_inputs(batch, placeholder, rng)
     length = batch.input_ids.shape[1]
     position_ids = torch.arange(length, device=batch.input_ids.device).expand(batch.input_ids.shape)
     inputs = DraftInputs(
         next_embeds=batch.inputs_embeds.roll(-1, 1),
-        hidden_states=batch.hidden_states,
+        hidden_states=batch.select_hidden_states(draft_model.head.config.hidden_state_layers),
         visual_mask=batch.visual_mask.roll(-1, 1),
         placeholder_embed=placeholder,
         attention_mask=batch.attention_mask,
@@ -158,13 +215,13 @@ def build_inputs_and_labels(draft_model: DraftModel, batch: TrainBatch, placehol
     loss_mask = is_response.roll(-1, 1) & is_response.roll(-2, 1) & (position_ids < length - 2)
     labels = (inputs.next_embeds, batch.hidden_states.roll(-1, 1), loss_mask)
     if draft_model.compressor is None:
-        layer_inputs, selected = VISUAL_MODES[draft_model.visual_mode](draft_model.head, inputs)
+        layer_inputs, selected = VISUAL_MODES[draft_model.drafting_mode](draft_model.head, inputs)
         if selected is None:
             return HeadInputsAndLabels(layer_inputs, *labels, position_ids)
         keep = selected & batch.attention_mask
     else:
         layer_inputs, keep, position_ids = compressed_inputs(
-            draft_model.head, draft_model.visual_mode, inputs, draft_model.compressor, _last_prompt_hidden(batch)
+            draft_model.head, draft_model.drafting_mode, inputs, draft_model.compressor, _last_prompt_hidden(batch)
         )
         labels = _align_text(batch.attention_mask & ~inputs.visual_mask, labels, layer_inputs.shape[1])
     counts, *packed = left_pack(keep, layer_inputs, *labels, position_ids)
@@ -239,10 +296,12 @@ __getattr__ = former_names(
 )
 
 __all__ = [
+    "MIXED",
     "DraftModel",
     "HeadInputsAndLabels",
     "PackedQueries",
     "TrainBatch",
     "build_inputs_and_labels",
+    "mix_visual_inputs",
     "shift",
 ]

@@ -38,7 +38,7 @@ def flash_loss(
 
     The `MarkovHead` is trained with the target's token before each position.
     """
-    head, data = draft_model.head, build_inputs_and_labels(draft_model, batch, placeholder)
+    head, data = draft_model.head, build_inputs_and_labels(draft_model, batch, placeholder, progress.rng)
     packed = PackedQueries(data)
     loss = LossAccumulator(shared_embeddings, weights, data.compressor_loss)
     features = head.block_features(RolloutCache(head, packed).forward(data.inputs, data.position_ids))
@@ -48,7 +48,7 @@ def flash_loss(
         if slot and head.markov_head is not None:
             embeds = packed.gather(shift(data.next_embeds, slot))[mask]
             logit_bias = head.markov_head(outputs, embeds.to(outputs.dtype))
-        loss.add(slot, outputs, packed.gather(shift(data.target_hidden, slot))[mask], logit_bias)
+        loss.add(slot, outputs, packed.gather(shift(data.target_hidden, slot))[mask], logit_bias, mask=mask)
     return loss.result()
 
 
@@ -61,7 +61,7 @@ def parallel_loss(
     progress: TrainProgress,
 ) -> LossAndMetrics:
     """Mask positions attend to the context up to their own position and to each other (ParallelSpec, section 3)."""
-    head, data = draft_model.head, build_inputs_and_labels(draft_model, batch, placeholder)
+    head, data = draft_model.head, build_inputs_and_labels(draft_model, batch, placeholder, progress.rng)
     packed = PackedQueries(data)
     loss = LossAccumulator(shared_embeddings, weights, data.compressor_loss)
     cache, inputs = RolloutCache(head, packed), data.inputs
@@ -71,7 +71,7 @@ def parallel_loss(
             embeds = packed.gather(shift(data.next_embeds, slot))
             outputs = head.token_correction(outputs, embeds.to(outputs.dtype))
         mask = packed.loss_mask_at(slot)
-        loss.add(slot, outputs[mask], packed.gather(shift(data.target_hidden, slot))[mask])
+        loss.add(slot, outputs[mask], packed.gather(shift(data.target_hidden, slot))[mask], mask=mask)
         if slot + 1 < head.config.block_size:
             inputs = head.mask_embeddings[slot].to(data.inputs.dtype).expand_as(outputs)
     return loss.result()
@@ -95,7 +95,7 @@ def falcon_loss(
     receive their own label as input, so that the others of their block learn with it. Then blocks are drafted behind
     blocks, as in a tree; at most two, of the `ttt_steps`.
     """
-    head, data = draft_model.head, build_inputs_and_labels(draft_model, batch, placeholder)
+    head, data = draft_model.head, build_inputs_and_labels(draft_model, batch, placeholder, progress.rng)
     k, n, device = head.config.block_size, data.inputs.shape[1], data.inputs.device
     start = int(torch.randint(k, (), generator=progress.rng))
     offset = torch.arange(n, device=device) + start

@@ -1,4 +1,4 @@
-"""Settings in checkpoints of the first release; read for one release."""
+"""Settings in checkpoints of earlier releases: former names, and options that they did not have."""
 
 from __future__ import annotations
 
@@ -24,6 +24,29 @@ LEGACY_WEIGHT_KEYS = {"states": "hidden", "words": "logits", "rollout": "ttt_ste
 
 CHECKPOINT_VERSION = 2
 """In version 1, `ttt_steps` (and `rollout` before it) did not count the first step."""
+
+
+NEW_HEAD_DEFAULTS: dict[str, Any] = {
+    "draft_vocab_size": 0,
+    "hidden_state_layers": [],
+    "num_hidden_layers": 1,
+    "layer_mixture": False,
+    "confidence_head": False,
+}
+NEW_WEIGHT_DEFAULTS: dict[str, Any] = {"loss": "ce"}
+"""Options that are newer than some runs -> their default. Left out where they have it: such runs can be resumed."""
+
+
+def without_new_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of a run (JSON values) without the newer options that have their default."""
+
+    def drop(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+        return {key: value for key, value in values.items() if key not in defaults or value != defaults[key]}
+
+    config = settings["config"]
+    models = {name: drop(values, NEW_HEAD_DEFAULTS) for name, values in settings["draft_models"].items()}
+    weights = drop(config["weights"], NEW_WEIGHT_DEFAULTS)
+    return {**settings, "config": {**config, "weights": weights}, "draft_models": models}
 
 
 def upgrade_settings(settings: Mapping[str, Any], file: Path, version: int) -> dict[str, Any]:
@@ -57,4 +80,10 @@ def _upgrade_names(settings: Mapping[str, Any], file: Path) -> dict[str, Any]:
     return upgraded
 
 
-__all__ = ["CHECKPOINT_VERSION", "LEGACY_CONFIG_KEYS", "LEGACY_WEIGHT_KEYS", "upgrade_settings"]
+__all__ = [
+    "CHECKPOINT_VERSION",
+    "LEGACY_CONFIG_KEYS",
+    "LEGACY_WEIGHT_KEYS",
+    "upgrade_settings",
+    "without_new_defaults",
+]

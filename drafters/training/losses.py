@@ -4,7 +4,8 @@ Smooth L1 on the hidden states and soft cross-entropy on the logits (EAGLE, arXi
 over `ttt_steps` training-time-test steps: in `ttt_step` 0 the head reads the target's hidden states, in later ones its
 own outputs, as it does below the first level of a tree. With a loss on the hidden states in every `ttt_step`, this is
 the harmonized context alignment of HASS (arXiv 2408.15766). EAGLE-3 (arXiv 2503.01840), whose term "training-time test"
-is the common one, has no such loss. The module knows tensors only.
+is the common one, has no such loss: its head has an LM head and a vocabulary of its own. `DISTRIBUTION_LOSSES` can
+replace the cross-entropy. The module knows tensors only.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mmspec.drafters.block.flash import fit_vocabulary
+from mmspec.drafters.block.markov import fit_vocabulary
 from mmspec.drafters.eagle.head import EagleHead
 from mmspec.drafters.training.batch import DraftModel, PackedQueries, TrainBatch, build_inputs_and_labels, shift
+from mmspec.drafters.training.distribution_losses import DISTRIBUTION_LOSSES, overlap
 from mmspec.interfaces import SharedEmbeddings
 
 
@@ -30,17 +32,21 @@ class LossWeights:
         logits: of soft cross-entropy on the logits (0.1 in EAGLE and MSD).
         ttt_steps: training-time-test steps, which is the number of forwards; 1 for no rollout.
         step_decay: factor of each further `ttt_step`, or slot of a block.
+        loss: of the logits, a key of `DISTRIBUTION_LOSSES`.
 
     Raises:
-        ValueError: `ttt_steps` below 1.
+        ValueError: `ttt_steps` below 1, or an unknown `loss`.
     """
 
     hidden: float = 1.0
     logits: float = 0.1
     ttt_steps: int = 3
     step_decay: float = 0.8
+    loss: str = "ce"
 
     def __post_init__(self) -> None:
+        if self.loss not in DISTRIBUTION_LOSSES:
+            raise ValueError(f"loss must be one of {', '.join(DISTRIBUTION_LOSSES)}; got {self.loss!r}.")
         if self.ttt_steps < 1:
             raise ValueError(f"ttt_steps must be at least 1; got {self.ttt_steps}.")
 
@@ -68,16 +74,37 @@ class LossAccumulator:
     """
 
     def __init__(
-        self, shared_embeddings: SharedEmbeddings, weights: LossWeights, compressor_loss: Tensor | None = None
+        self,
+        shared_embeddings: SharedEmbeddings,
+        weights: LossWeights,
+        compressor_loss: Tensor | None = None,
+        draft_model: DraftModel | None = None,
     ) -> None:
+        """
+        Args:
+            shared_embeddings: of the target.
+            weights: of the parts of the loss.
+            compressor_loss: what the compressor adds, or None.
+            draft_model: whose head has an LM head of its own; there is no loss on hidden states then. None: the head's
+                outputs are read by the target's LM head.
+        """
         self.shared_embeddings = shared_embeddings
         self.weights = weights
         self.compressor_loss = compressor_loss
+        self.own_head = None if draft_model is None else draft_model.head
+        self.draft_ids = None if draft_model is None else draft_model.draft_ids
+        self.path_probability: Tensor | None = None  # [B, m] that the draft tokens so far are accepted, for "path"
         self.total: Tensor | float = 0.0
         self.metrics: dict[str, float] = {}
 
     def add(
-        self, ttt_step: int, hidden_states: Tensor, target_hidden: Tensor, logit_bias: Tensor | None = None
+        self,
+        ttt_step: int,
+        hidden_states: Tensor,
+        target_hidden: Tensor,
+        logit_bias: Tensor | None = None,
+        mask: Tensor | None = None,
+        confidence: Tensor | None = None,
     ) -> None:
         """Add the loss of one `ttt_step` or slot.
 
@@ -86,20 +113,60 @@ class LossAccumulator:
             hidden_states: [n, D] outputs of the head.
             target_hidden: [n, D] the target's hidden states.
             logit_bias: [n, V] added to the head's logits, or None; fitted to the rows of the target's LM head.
+            mask: [B, m] bool with n positions, the same [B, m] in every step; needed by the loss "path" alone.
+            confidence: [n] logit of the acceptance of each position; its cross-entropy is added.
         """
         if not len(hidden_states):
             return
-        logits = self.shared_embeddings.logits(hidden_states).float()
-        target_logits = self.shared_embeddings.logits(target_hidden).float().detach()
+        logits, target_logits, is_draftable = self._logits(hidden_states, target_hidden)
         logits = logits if logit_bias is None else logits + fit_vocabulary(logit_bias.float(), logits.shape[-1])
-        hidden_loss = functional.smooth_l1_loss(hidden_states.float(), target_hidden.float())
-        logits_loss = -(target_logits.softmax(-1) * logits.log_softmax(-1)).sum(-1).mean()
-        scale = self.weights.step_decay**ttt_step
-        self.total = self.total + scale * (self.weights.hidden * hidden_loss + self.weights.logits * logits_loss)
-        agreement = (logits.argmax(-1) == target_logits.argmax(-1)).float().mean()
-        self.metrics[f"agree{ttt_step}"] = float(agreement)
+        losses = DISTRIBUTION_LOSSES[self.weights.loss](logits, target_logits)
+        if self.weights.loss == "path" and mask is not None:
+            losses = losses * self._path_weights(logits, target_logits, mask)
+        logits_loss = losses.mean() if is_draftable is None else (losses * is_draftable).mean()
+        loss = self.weights.logits * logits_loss
+        if self.own_head is None:
+            hidden_loss = functional.smooth_l1_loss(hidden_states.float(), target_hidden.float())
+            loss = loss + self.weights.hidden * hidden_loss
+        if confidence is not None:
+            acceptance = overlap(logits, target_logits).detach()
+            confidence_loss = functional.binary_cross_entropy_with_logits(confidence.float(), acceptance)
+            loss = loss + self.weights.logits * confidence_loss
+            self.metrics[f"confidence{ttt_step}"] = float(confidence_loss.detach())
+        self.total = self.total + self.weights.step_decay**ttt_step * loss
+        agrees = logits.argmax(-1) == target_logits.argmax(-1)
+        agrees = agrees if is_draftable is None else agrees & is_draftable
+        self.metrics[f"agree{ttt_step}"] = float(agrees.float().mean())
         if ttt_step == 0:
-            self.metrics |= {"hidden_loss": float(hidden_loss.detach()), "logits_loss": float(logits_loss.detach())}
+            self.metrics["logits_loss"] = float(logits_loss.detach())
+            if self.own_head is None:
+                self.metrics["hidden_loss"] = float(hidden_loss.detach())
+
+    def _logits(self, hidden_states: Tensor, target_hidden: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Logits of the head and of the target over the draft vocabulary, float32 [n, V'].
+
+        Also [n] bool, False where the target's argmax is outside of the draft vocabulary (EAGLE-3, appendix); None for
+        the whole vocabulary.
+        """
+        embeddings, head = self.shared_embeddings, self.own_head
+        own = embeddings.logits(hidden_states) if head is None else head.logits(hidden_states, embeddings, None)
+        logits, target_logits = own.float(), embeddings.logits(target_hidden).float().detach()
+        if head is None:
+            return logits, target_logits, None
+        if self.draft_ids is None:
+            return logits, target_logits[..., : logits.shape[-1]], None
+        is_draftable = torch.isin(target_logits.argmax(-1), self.draft_ids)
+        return logits, target_logits[..., self.draft_ids], is_draftable
+
+    def _path_weights(self, logits: Tensor, target_logits: Tensor, mask: Tensor) -> Tensor:
+        """[n] probability that all draft tokens before are accepted; multiplies it by that of this step."""
+        if self.path_probability is None:
+            self.path_probability = logits.new_ones(mask.shape)
+        weights = self.path_probability[mask]
+        self.path_probability = self.path_probability.masked_scatter(
+            mask, weights * overlap(logits, target_logits).detach()
+        )
+        return weights
 
     def result(self) -> tuple[Tensor, dict[str, float]]:
         """The loss, a scalar, and the metrics."""
@@ -117,7 +184,7 @@ def eagle_loss(
     weights: LossWeights,
     progress: TrainProgress,
 ) -> tuple[Tensor, dict[str, float]]:
-    """The loss of a head that predicts one token per forward.
+    """The loss of a head that predicts one token per forward (EAGLE, MSD, EAGLE-3).
 
     Args:
         draft_model: head, visual mode and compressor.
@@ -130,14 +197,16 @@ def eagle_loss(
     Returns:
         The loss, a scalar, and the metrics of `LossAccumulator`.
     """
-    head, data = draft_model.head, build_inputs_and_labels(draft_model, batch, placeholder)
+    head, data = draft_model.head, build_inputs_and_labels(draft_model, batch, placeholder, progress.rng)
     packed = PackedQueries(data)
-    loss = LossAccumulator(shared_embeddings, weights, data.compressor_loss)
+    has_own_lm_head = bool(head.config.draft_vocab_size)
+    loss = LossAccumulator(shared_embeddings, weights, data.compressor_loss, draft_model if has_own_lm_head else None)
     cache, inputs = RolloutCache(head, packed), data.inputs
     for ttt_step in range(weights.ttt_steps):
         outputs = cache.forward(inputs, data.position_ids + ttt_step)
         mask = packed.loss_mask_at(ttt_step)
-        loss.add(ttt_step, outputs[mask], packed.gather(shift(data.target_hidden, ttt_step))[mask])
+        labels = packed.gather(shift(data.target_hidden, ttt_step))[mask]
+        loss.add(ttt_step, outputs[mask], labels, mask=mask)
         if ttt_step + 1 < weights.ttt_steps:
             inputs = head.fuse(packed.gather(shift(data.next_embeds, ttt_step + 1)), outputs)
     return loss.result()

@@ -23,7 +23,7 @@ from mmspec.drafters.architectures import ARCHITECTURES
 from mmspec.drafters.checkpoints.state_dict import current_name
 from mmspec.drafters.training.batch import DraftModel, TrainBatch
 from mmspec.drafters.training.gate import fit_gate_on_batches
-from mmspec.drafters.training.legacy import CHECKPOINT_VERSION, upgrade_settings
+from mmspec.drafters.training.legacy import CHECKPOINT_VERSION, upgrade_settings, without_new_defaults
 from mmspec.drafters.training.losses import LossWeights, TrainProgress
 from mmspec.drafters.training.schedule import warmup_cosine
 from mmspec.files import atomic_write
@@ -146,7 +146,7 @@ class Trainer:
         self.placeholder = placeholder
         self.distributed = distributed or DistributedContext()
         settings = {"config": asdict(config), **facts, "draft_models": self._model_settings()}
-        self.settings: dict[str, Any] = json.loads(json.dumps(settings))
+        self.settings: dict[str, Any] = without_new_defaults(json.loads(json.dumps(settings)))
         self.step = 0
         self.gate_is_fitted = False
         folder.mkdir(parents=True, exist_ok=True)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import copy
 import threading
-from dataclasses import dataclass, field
-from typing import Self
+from dataclasses import asdict, dataclass, field
+from typing import Any, Self
 
 from mmspec.control.ema import ema
 
@@ -68,6 +68,32 @@ class DepthController:
                 if name != "lock":
                     setattr(twin, name, copy.deepcopy(value, memo))
         return twin
+
+    def snapshot(self) -> dict[str, Any]:
+        """The measurements, ready for JSON."""
+        with self.lock:
+            return {str(batch): asdict(stats) for batch, stats in self.by_batch.items()}
+
+    def restore(self, snapshot: dict[str, Any]) -> None:
+        """Take over the measurements of another process at batch sizes that were not measured here.
+
+        Raises:
+            ValueError: they are of a controller with another number of levels.
+        """
+        restored = {}
+        for batch, values in snapshot.items():
+            stats = restored[int(batch)] = DepthStats(
+                [float(count) for count in values["num_accepted"]],
+                [float(count) for count in values["num_reached"]],
+                float(values["level_s"]),
+                float(values["base_s"]),
+                int(values["rounds"]),
+            )
+            lengths = {len(stats.num_accepted), len(stats.num_reached)}
+            if lengths != {self.max_levels * self.tokens_per_level} or min(stats.num_reached) <= 0:
+                raise ValueError(f"a controller of {self.max_levels} levels has other measurements")
+        with self.lock:
+            self.by_batch = restored | self.by_batch
 
     def choose(self, batch: int) -> int:
         """Number of levels of the coming round, for the highest expected tokens per second."""

@@ -28,6 +28,8 @@ MAX_BACKOFF = 512
 """Largest number of rounds without a call of the drafter."""
 CALIBRATION_DECAY = 0.0005
 """Fraction by which `RoundCostModel.calibration` below 1 recovers in each round without a draft."""
+MIN_CALIBRATION, MAX_CALIBRATION = 0.05, 1.5
+"""Bounds of `RoundCostModel.calibration`."""
 REMEASURE_EVERY = 128
 """Rounds after which plain decoding is measured again, so that its cost is not overestimated for long."""
 DEFAULT_TREE_SIZE = 8
@@ -115,6 +117,38 @@ class RoundCostModel:
                 self.num_calibrations,
             )
 
+    def snapshot(self) -> dict[str, Any]:
+        """The measurements, ready for JSON."""
+        with self.lock:
+            net_costs = {
+                str(batch): [one.mean_s, one.tokens_per_round, one.round_s, one.num_drafts]
+                for batch, one in self.draft_net_cost.items()
+                if one.num_drafts and one.mean_s < 0
+            }
+            return {
+                "score_s": [[*key, seconds] for key, seconds in self.score_s.items()],
+                "overhead_s": [[*key, seconds] for key, seconds in self.overhead_s.items()],
+                "savings": {batch: [-one[0], *one[1:]] for batch, one in net_costs.items()},
+                "calibration": self.calibration,
+                "num_calibrations": self.num_calibrations,
+            }
+
+    def restore(self, snapshot: dict[str, Any]) -> None:
+        """Take over the measurements of another process.
+
+        Where drafting did not pay it is tried again: `num_drafts` and the back-off start anew. The first use of a tree
+        size is slow in every process, so no size counts as measured.
+        """
+        with self.lock:
+            self.score_s = {(int(batch), int(size)): float(seconds) for batch, size, seconds in snapshot["score_s"]}
+            self.overhead_s = {(int(batch), int(size)): float(s) for batch, size, s in snapshot["overhead_s"]}
+            self.draft_net_cost = {
+                int(batch): DraftNetCost(-float(saved_s), float(tokens), float(round_s), int(num_drafts))
+                for batch, (saved_s, tokens, round_s, num_drafts) in snapshot["savings"].items()
+            }
+            self.calibration = min(MAX_CALIBRATION, max(MIN_CALIBRATION, float(snapshot["calibration"])))
+            self.num_calibrations = int(snapshot["num_calibrations"])
+
     def forward_s(self, batch: int, num_nodes: int) -> float:
         """Seconds of one forward over `num_nodes` nodes per row; 0 if nothing was measured at this batch size.
 
@@ -150,7 +184,7 @@ class RoundCostModel:
             self.num_calibrations += 1
             weight = max(1 / (self.num_calibrations + 2), 0.1)
             calibration = self.calibration + weight * (min(2.0, ratio) - self.calibration)
-            self.calibration = min(1.5, max(0.05, calibration))
+            self.calibration = min(MAX_CALIBRATION, max(MIN_CALIBRATION, calibration))
 
 
 class TreeSizeController:

@@ -23,18 +23,39 @@ typedef struct {
   int64_t num_ahead, line_step, column_step;
 } NAME(block);
 
-/* Rows of x as tiles read them: [tile][column / LANES][row of the tile][LANES], the last columns zero. */
-__attribute__((target(ISA))) static void NAME(pack)(job *j, float *to) {
-  const int64_t R = j->R, tiles = (R + TILE - 1) / TILE;
-  j->packed = to;
-  for (int64_t t = 0; t < tiles; t++) {
-    const float *x = j->x + R * t / tiles * j->K;
-    const int64_t X = R * (t + 1) / tiles - R * t / tiles;
-    int64_t k = 0;
-    for (; k + LANES <= j->K; k += LANES)
-      for (int64_t r = 0; r < X; r++, to += LANES) STORE(to, LOAD(x + r * j->K + k));
-    if (k < j->K)
-      for (int64_t r = 0; r < X; r++, to += LANES) STORE(to, NAME(load_part)(x + r * j->K + k, j->K - k));
+/* 1 / sqrt(mean of squares + eps) of x [K]. */
+INLINE float NAME(inverse_rms)(const float *x, int64_t K, float eps) {
+  VEC sum[WEIGHT_ROWS] = {ZERO(), ZERO(), ZERO(), ZERO()};
+  int64_t k = 0;
+  for (; k + LANES <= K; k += LANES) {
+    const VEC v = LOAD(x + k);
+    sum[0] = FMA(v, v, sum[0]);
+  }
+  if (k < K) {
+    const VEC v = NAME(load_part)(x + k, K - k);
+    sum[0] = FMA(v, v, sum[0]);
+  }
+  return 1.0f / sqrtf(_mm_cvtss_f32(NAME(sum4)(sum)) / (float)K + eps);
+}
+
+/* Rows of x [R, K] as tiles read them: [tile][column / LANES][row of the tile][LANES], the last columns zero. With `norm`
+   [K], each row is first divided by its root mean square and multiplied by `norm` (RMSNorm). */
+__attribute__((target(ISA))) static void NAME(pack)(const float *x, int64_t R, int64_t K, const float *norm, float eps,
+                                                   float *to) {
+  const int64_t tiles = (R + TILE - 1) / TILE;
+  for (int64_t t = 0, X; t < tiles; t++, x += X * K) {
+    X = R * (t + 1) / tiles - R * t / tiles;
+    float factor[TILE];
+    if (norm)
+      for (int64_t r = 0; r < X; r++) factor[r] = NAME(inverse_rms)(x + r * K, K, eps);
+    for (int64_t k = 0; k < K; k += LANES) {
+      const int64_t n = K - k;
+      for (int64_t r = 0; r < X; r++, to += LANES) {
+        VEC v = n < LANES ? NAME(load_part)(x + r * K + k, n) : LOAD(x + r * K + k);
+        if (norm) v = (n < LANES ? NAME(load_part)(norm + k, n) : LOAD(norm + k)) * (v * SET1(factor[r]));
+        STORE(to, v);
+      }
+    }
   }
 }
 
@@ -89,25 +110,26 @@ INLINE void NAME(tile)(const NAME(block) * b, const float *x, float *acc, __m128
   }
 }
 
-/* One block and all rows of x. `n` is its first row of w, `count` the number of its rows, `first` its first column. */
-__attribute__((target(ISA))) static void NAME(rows)(const job *j, NAME(block) * b, int64_t n, int64_t count,
-                                                   int64_t first, float *acc) {
-  const int64_t R = j->R, tiles = (R + TILE - 1) / TILE;
-  const int64_t padded = (j->K + LANES - 1) / LANES * LANES;
+/* One block and all rows of x. `m` is its first row in the chunk, `count` the number of its rows, `first` its first
+   column. */
+__attribute__((target(ISA))) static void NAME(rows)(const product *p, const chunk *c, NAME(block) * b, int64_t m,
+                                                   int64_t count, int64_t first, float *acc) {
+  const int64_t R = p->R, tiles = (R + TILE - 1) / TILE;
+  const int64_t padded = (p->K + LANES - 1) / LANES * LANES;
   const float *const ahead = b->ahead;
   float bias[WEIGHT_ROWS] = {0};
-  if (j->bias) memcpy(bias, j->bias + n, (size_t)count * sizeof(float));
-  const int is_linear = j->panel == j->K && (tiles == 1 || (tiles == 2 && R * j->K <= 6 << 10));
+  if (c->bias) memcpy(bias, c->bias + m, (size_t)count * sizeof(float));
+  const int is_linear = p->panel == p->K && (tiles == 1 || (tiles == 2 && R * p->K <= 6 << 10));
   for (int64_t t = 0; t < tiles; t++) {
     const int64_t row = R * t / tiles, X = R * (t + 1) / tiles - row;
     const int64_t line = WEIGHT_ROWS * t / tiles;
-    const float *x = j->packed + row * padded + first * X;
+    const float *x = p->packed + row * padded + first * X;
     float *sums = acc + row * WEIGHT_ROWS * LANES;
     __m128 out[TILE];
     b->num_ahead = ahead ? WEIGHT_ROWS * (t + 1) / tiles - line : 0;
-    b->line_step = is_linear ? LANES : j->K;
+    b->line_step = is_linear ? LANES : p->K;
     b->column_step = is_linear ? b->num_ahead * LANES : LANES;
-    b->ahead = ahead + line * j->K;
+    b->ahead = ahead + line * p->K;
     switch (X) {
       case 1: NAME(tile)(b, x, sums, out, 1); break;
       case 2: NAME(tile)(b, x, sums, out, 2); break;
@@ -120,8 +142,13 @@ __attribute__((target(ISA))) static void NAME(rows)(const job *j, NAME(block) * 
     }
     if (!b->is_last) continue;
     for (int64_t r = 0; r < X; r++) {
-      float *to = j->out + (row + r) * j->N + n;
-      const __m128 sum = _mm_add_ps(out[r], _mm_loadu_ps(bias));
+      float *to = c->out + (row + r) * p->out_step + m;
+      __m128 sum = _mm_add_ps(out[r], _mm_loadu_ps(bias));
+      float part[WEIGHT_ROWS] = {0};
+      if (p->is_added) {
+        memcpy(part, to, (size_t)count * sizeof(float));
+        sum = _mm_add_ps(_mm_loadu_ps(part), sum);
+      }
       if (count == WEIGHT_ROWS)
         _mm_storeu_ps(to, sum);
       else
@@ -130,39 +157,55 @@ __attribute__((target(ISA))) static void NAME(rows)(const job *j, NAME(block) * 
   }
 }
 
-/* Chunks of w until none is left. */
-__attribute__((target(ISA))) static void NAME(worker)(void *data) {
-  job *j = data;
-  const int64_t K = j->K, N = j->N, panels = K / j->panel;
-  const int64_t distance = 1 + AHEAD_BYTES / (WEIGHT_ROWS * j->panel * (int64_t)sizeof(float));
+/* The product of at most MAX_ROWS rows with one chunk. */
+__attribute__((target(ISA))) static void NAME(multiply)(const product *p, const chunk *c, float *acc) {
+  const int64_t K = p->K, panels = K / p->panel;
+  const int64_t distance = 1 + AHEAD_BYTES / (WEIGHT_ROWS * p->panel * (int64_t)sizeof(float));
+  const int64_t blocks = (c->rows + WEIGHT_ROWS - 1) / WEIGHT_ROWS, steps = panels * blocks;
+  for (int64_t step = 0; step < steps; step++) {
+    const int64_t n = step / blocks, m = step % blocks * WEIGHT_ROWS;
+    const int64_t count = min64(WEIGHT_ROWS, c->rows - m), first = n * p->panel;
+    NAME(block) b = {.is_first = n == 0, .is_last = n == panels - 1};
+    b.width = b.is_last ? K - first : p->panel; /* the last takes what is left */
+    for (int i = 0; i < WEIGHT_ROWS; i++) b.w[i] = c->w + (m + min64(i, count - 1)) * K + first;
+    const int64_t then = step + distance, later = then < steps ? then : then - steps;
+    const float *const from = then < steps ? c->w : c->next;
+    const int64_t row = later % blocks * WEIGHT_ROWS, column = later / blocks * p->panel;
+    const int is_there = from && row + WEIGHT_ROWS <= (then < steps ? c->rows : c->next_rows);
+    b.ahead = is_there && later < steps && column + b.width <= K ? from + row * K + column : NULL;
+    NAME(rows)(p, c, &b, m, count, first, acc + m * MAX_ROWS * LANES);
+  }
+}
+
+/* Chunks of the parts until none is left, for all rows of x. */
+__attribute__((target(ISA))) static void NAME(multiply_parts)(const rows *x, const part *parts, int num_parts,
+                                                             int64_t *next) {
   float acc[CHUNK_ROWS * MAX_ROWS * LANES] __attribute__((aligned(64)));
-  for (int64_t begin = take_chunk(j), following; begin < N; begin = following) {
-    following = take_chunk(j);
-    const int64_t rows = min64(j->chunk, N - begin), blocks = (rows + WEIGHT_ROWS - 1) / WEIGHT_ROWS;
-    const int64_t steps = panels * blocks;
-    for (int64_t step = 0; step < steps; step++) {
-      const int64_t p = step / blocks, m = step % blocks * WEIGHT_ROWS, n = begin + m;
-      const int64_t count = min64(WEIGHT_ROWS, begin + rows - n), first = p * j->panel;
-      NAME(block) b = {.is_first = p == 0, .is_last = p == panels - 1};
-      b.width = b.is_last ? K - first : j->panel; /* the last takes what is left */
-      for (int i = 0; i < WEIGHT_ROWS; i++) b.w[i] = j->w + (n + min64(i, count - 1)) * K + first;
-      const int64_t then = step + distance, later = then < steps ? then : then - steps;
-      const int64_t row = (then < steps ? begin : following) + later % blocks * WEIGHT_ROWS;
-      const int64_t column = later / blocks * j->panel;
-      b.ahead = row + WEIGHT_ROWS <= N && later < steps && column + b.width <= K ? j->w + row * K + column : NULL;
-      NAME(rows)(j, &b, n, count, first, acc + m * MAX_ROWS * LANES);
+  const int64_t padded = (x->K + LANES - 1) / LANES * LANES;
+  chunk c, following;
+  for (int found = find_chunk(x, parts, num_parts, next, &c); found; c = following) {
+    found = find_chunk(x, parts, num_parts, next, &following);
+    for (int64_t row = 0; row < x->R; row += MAX_ROWS) {
+      const int64_t R = min64(MAX_ROWS, x->R - row);
+      const product p = {x->packed + row * padded, R, x->K, panel_width(R, x->K), x->out_step, x->is_added};
+      chunk now = c;
+      now.out += row * x->out_step;
+      now.next = found && row + R == x->R ? following.w : NULL;
+      now.next_rows = following.rows;
+      NAME(multiply)(&p, &now, acc);
     }
   }
 }
 
-#undef INLINE
-#undef NAME
-#undef ISA
-#undef LANES
-#undef TILE
-#undef VEC
-#undef ZERO
-#undef LOAD
-#undef STORE
-#undef FMA
-#undef HALVES
+/* Rows of x for `multiply_parts`: packed in groups of MAX_ROWS. */
+__attribute__((target(ISA))) static void NAME(pack_groups)(const float *x, int64_t R, int64_t K, const float *norm,
+                                                          float eps, float *to) {
+  const int64_t padded = (K + LANES - 1) / LANES * LANES;
+  for (int64_t row = 0; row < R; row += MAX_ROWS)
+    NAME(pack)(x + row * K, min64(MAX_ROWS, R - row), K, norm, eps, to + row * padded);
+}
+
+__attribute__((target(ISA))) static void NAME(worker)(void *data) {
+  linear *l = data;
+  NAME(multiply_parts)(&l->x, &l->part, 1, &l->next);
+}

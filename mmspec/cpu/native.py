@@ -1,9 +1,9 @@
-"""The compiled kernel of linear layers with few rows: built at first use, cached, called on the memory of tensors.
+"""The compiled kernels for few rows: built at first use, cached, called on the memory of tensors.
 
-`few_rows.c` needs a C compiler (`CC`, else cc, gcc or clang) and about a second. The library runs on every x86-64
-processor and chooses among AVX2 and AVX-512 when it is called, so that the cache key is the source, the compiler and
-the command. Whatever fails (no compiler, no place for the file), `load_kernel` returns None and torch computes instead.
-Independent of models.
+`few_rows.c` (linear layers, and stacks of decoder layers) needs a C compiler (`CC`, else cc, gcc or clang) and a few
+seconds. The library runs on every x86-64 processor and chooses among AVX2 and AVX-512 when it is called, so that the
+cache key is the source, the compiler and the command. Whatever fails (no compiler, no place for the file),
+`load_kernel` returns None and torch computes instead. Independent of models.
 """
 
 from __future__ import annotations
@@ -30,9 +30,13 @@ logger = logging.getLogger("mmspec")
 
 MAX_NATIVE_ROWS = 32
 """`MAX_ROWS` of few_rows.c."""
-SOURCES = (Path(__file__).with_name("few_rows.c"), Path(__file__).with_name("few_rows.h"))
+SOURCES = tuple(
+    Path(__file__).with_name(name)
+    for name in ("few_rows.c", "few_rows.h", "decoder_types.h", "decoder.h", "end_of_isa.h")
+)
+"""The first is compiled and includes the others."""
 COMPILERS = ("cc", "gcc", "clang")
-FLAGS = ("-O2", "-std=gnu11", "-fPIC", "-shared", "-fvisibility=hidden")
+FLAGS = ("-O2", "-std=gnu11", "-fno-math-errno", "-fPIC", "-shared", "-fvisibility=hidden")
 BUILD_TIMEOUT_S = 60.0
 DIGEST_BYTES = hashlib.sha256().digest_size
 _BUILD_LOCK = threading.Lock()
@@ -66,11 +70,17 @@ class FewRowsKernel:
         self.level = best if level is None else level
         if not 1 <= self.level <= best:
             raise KernelUnavailableError(f"the processor has level {best}, needed is {max(1, self.level)}")
-        self._parallel = _openmp_entry()
+        self._parallel, self._barrier = _openmp_entries()
         self._linear = library.few_rows_linear
         pointer, size = ctypes.c_void_p, ctypes.c_int64
         self._linear.argtypes = [pointer, pointer, pointer, pointer, size, size, size, ctypes.c_int, size, pointer]
         self._linear.restype = ctypes.c_int
+        self._decode = library.few_rows_decode
+        self._decode.argtypes = [pointer, ctypes.c_int, size, pointer, pointer]
+        self._decode.restype = ctypes.c_int
+        self._decode_scratch = library.few_rows_decode_scratch
+        self._decode_scratch.argtypes = [pointer, size]
+        self._decode_scratch.restype = size
 
     def linear(self, weight: Tensor, bias: Tensor | None, rows: Tensor) -> Tensor | None:
         """`rows` times the transposed weight, plus bias.
@@ -89,11 +99,11 @@ class FewRowsKernel:
         num_rows = rows.numel() // in_features
         if not (0 < num_rows <= MAX_NATIVE_ROWS and shape[-1] == in_features and type(rows) is Tensor):
             return None
-        if not (_is_plain(weight) and _is_plain(rows)):
+        if not (is_plain(weight) and is_plain(rows)):
             return None
         bias_pointer = None
         if bias is not None:
-            if not (_is_plain(bias) and bias.shape == (out_features,)):
+            if not (is_plain(bias) and bias.shape == (out_features,)):
                 return None
             bias_pointer = bias.data_ptr()
         out = rows.new_empty((*shape[:-1], out_features))
@@ -111,8 +121,17 @@ class FewRowsKernel:
         )
         return out if done else None
 
+    def decode_scratch(self, decoder: int, num_threads: int) -> int:
+        """Floats of scratch memory that `decode` needs; `decoder` is the address of a struct of decoder_types.h."""
+        num_floats: int = self._decode_scratch(decoder, num_threads)
+        return num_floats
 
-def _is_plain(tensor: Tensor) -> bool:
+    def decode(self, decoder: int, num_threads: int) -> bool:
+        """Run one forward of `mmspec.cpu.decoder`; False, and nothing is done, if an id or a position has no entry."""
+        return bool(self._decode(decoder, self.level, num_threads, self._parallel, self._barrier))
+
+
+def is_plain(tensor: Tensor) -> bool:
     """Whether a tensor is a contiguous block of float32 on the CPU."""
     return tensor.dtype is torch.float32 and tensor.is_cpu and tensor.is_contiguous()
 
@@ -201,17 +220,17 @@ def _is_intact(file: Path) -> bool:
     return owner == os.getuid() and hashlib.sha256(contents[:-DIGEST_BYTES]).digest() == contents[-DIGEST_BYTES:]
 
 
-def _openmp_entry() -> ctypes.c_void_p:
-    """`GOMP_parallel` of the OpenMP runtime that torch uses, so that there is one pool of threads.
+def _openmp_entries() -> tuple[ctypes.c_void_p, ctypes.c_void_p]:
+    """`GOMP_parallel` and `GOMP_barrier` of the OpenMP runtime that torch uses, so that there is one pool of threads.
 
     A second pool would compete for the cores with the threads of torch, which wait for work by spinning.
     """
     torch_library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     library = ctypes.CDLL(str(torch_library) if torch_library.exists() else None)
     try:
-        return ctypes.cast(library.GOMP_parallel, ctypes.c_void_p)
-    except AttributeError:
-        raise KernelUnavailableError("the OpenMP runtime of torch has no GOMP_parallel") from None
+        return ctypes.cast(library.GOMP_parallel, ctypes.c_void_p), ctypes.cast(library.GOMP_barrier, ctypes.c_void_p)
+    except AttributeError as error:
+        raise KernelUnavailableError(f"the OpenMP runtime of torch: {error}") from None
 
 
 def _check(kernel: FewRowsKernel) -> None:
@@ -224,4 +243,4 @@ def _check(kernel: FewRowsKernel) -> None:
         raise KernelUnavailableError("its result differs from torch's")
 
 
-__all__ = ["MAX_NATIVE_ROWS", "FewRowsKernel", "KernelUnavailableError", "load_kernel"]
+__all__ = ["MAX_NATIVE_ROWS", "FewRowsKernel", "KernelUnavailableError", "is_plain", "load_kernel"]

@@ -93,6 +93,19 @@ class RaggedKVCache:
                 buffer.scatter_(2, index, new.to(buffer.dtype))
         return self.read(layer, self.kv_len)
 
+    def common_buffers(self) -> list[Tensor] | None:
+        """The tensors [2, B, H, C, D] of all layers, with room for this forward's positions, to be written directly.
+
+        None if keys and values of a layer are in two tensors, or a layer has none.
+        """
+        for index, parts in enumerate(self._layers):
+            if len(parts) != 1:
+                return None
+            if parts[0].shape[3] < self.kv_len:
+                keys, values = parts[0][:, :, :, :0]
+                self._allocate(index, keys, values)
+        return [buffer for (buffer,) in self._layers]
+
     def advance(self, nodes: int) -> None:
         """Commit the first `nodes` positions of the last forward (prefill)."""
         self.seq_lens = [length + nodes for length in self.seq_lens]

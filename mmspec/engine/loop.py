@@ -78,6 +78,9 @@ class DecodeLoop:
     start_time: float
     warn: Callable[[str], None] = field(default=lambda message: None)
 
+    def __post_init__(self) -> None:
+        self._root = root_only(len(self.output.emitted), self.draftable.device)
+
     def run(self, prompt_logits: Tensor, prompt: Prompt) -> None:
         """Decode until all rows are finished.
 
@@ -85,11 +88,9 @@ class DecodeLoop:
             prompt_logits: [B, V] logits of the last position of the prompt.
             prompt: the prompt, for the drafter.
         """
-        batch = prompt_logits.shape[0]
-        self.stats.row_forwards = [0] * batch
-        root = root_only(batch, prompt_logits.device)
+        self.stats.row_forwards = [0] * prompt_logits.shape[0]
         result, processed_scores, raw_logits = self._sample_and_accept(
-            root, prompt_logits[:, None], self.output.row_state(1)
+            self._root, prompt_logits[:, None], self.output.row_state(1)
         )
         state = self.drafter.begin(prompt)
         self.output.emit(result, processed_scores, raw_logits)
@@ -105,7 +106,7 @@ class DecodeLoop:
         """One round: draft, score, accept, commit. `state` is the drafter's."""
         start = time.perf_counter()
         tree, row_state, has_draft = self._build_tree(state)
-        active = self._active_rows(self.output.max_emit(tree.num_nodes))
+        active = self._active_rows(row_state.host_max_emit)
         built = time.perf_counter()
         logits, hidden_states = self.target.score(tree, self.drafter.requirements.hidden_state_indices)
         try:
@@ -141,7 +142,7 @@ class DecodeLoop:
             self.controller.skip_draft()
         num_nodes = max(1 if draft is None else draft.num_nodes, self._num_padding_nodes())
         row_state = self.output.row_state(num_nodes)
-        root = root_only(len(row_state.root_ids), self.draftable.device, row_state.root_ids)
+        root = self._root.with_root(row_state.root_ids)
         if num_nodes == 1:
             return root, row_state, draft is not None
         tree = sanitize((root if draft is None else draft).pad(num_nodes), row_state.root_ids, self.draftable)
@@ -184,15 +185,22 @@ class DecodeLoop:
             raw_logits = raw_logits.clone()  # user code may write into it
         sampled_ids, processed_scores, is_nan = self._sample(tree, raw_logits, row_state)
         path, counts, tokens = self._accept(tree, sampled_ids, row_state)
-        on_device = {"counts": counts[:, None], "tokens": tokens, "path": path}
+        on_device = {"tokens": tokens}
         if tree.num_nodes > 1:
-            on_device["tree_sizes"] = tree.node_mask.sum(1, keepdim=True)
+            on_device |= {"path": path, "counts": counts[:, None], "tree_sizes": tree.node_mask.sum(1, keepdim=True)}
         if is_nan is not None:
             on_device["is_nan"] = is_nan.gather(1, path)
         if with_top_ids and (top_k := min(self.drafter.requirements.top_k, raw_logits.shape[-1])):
             on_device["scored_ids"] = torch.where(tree.node_mask, tree.tokens, -1)
             on_device["top_ids"] = raw_logits.topk(top_k).indices.flatten(1)
         host = _copy_to_host(on_device)
+        if tree.num_nodes == 1:  # the path is known on the host
+            counts_on_host = [[min(1, limit)] for limit in row_state.host_max_emit]
+            host |= {
+                "counts": counts_on_host,
+                "path": [[0]] * len(counts_on_host),
+                "tree_sizes": [[1]] * len(counts_on_host),
+            }
         num_emitted = [count for (count,) in host["counts"]]
         if any(any(row[:count]) for row, count in zip(host.get("is_nan", []), num_emitted, strict=False)):
             raise RuntimeError(self.sampler.nan_message)
@@ -203,7 +211,7 @@ class DecodeLoop:
             tokens=tokens,
             emitted_ids=[row[:count] for row, count in zip(host["tokens"], num_emitted, strict=True)],
             accepted_nodes=[row[:count] for row, count in zip(host["path"], num_emitted, strict=True)],
-            tree_sizes=[size for (size,) in host.get("tree_sizes", [[1]] * len(num_emitted))],
+            tree_sizes=[size for (size,) in host["tree_sizes"]],
             top_ids=[_split(row, tree.num_nodes) for row in host["top_ids"]] if "top_ids" in host else None,
             scored_ids=host.get("scored_ids"),
         )
@@ -298,7 +306,8 @@ def _drop_inactive_rows(result: VerifyResult, active: list[bool], row_state: Row
 
 def _copy_to_host(on_device: dict[str, Tensor]) -> dict[str, list[list[int]]]:
     """{name: [B, n] on the device} -> {name: B lists of n}, in one transfer."""
-    rows = torch.cat(list(on_device.values()), dim=1).tolist()
+    tensors = list(on_device.values())
+    rows = (torch.cat(tensors, dim=1) if len(tensors) > 1 else tensors[0]).tolist()
     result = {}
     start = 0
     for name, tensor in on_device.items():

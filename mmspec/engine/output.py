@@ -53,12 +53,14 @@ class RowState:
         root_ids: [B] int64, last emitted tokens; 0 before the first.
         num_emitted: [B] int64, emitted tokens.
         max_emit: [B] int64, tokens that the row may emit in this round.
+        host_max_emit: `max_emit` on the host.
         finished: [B] bool, rows that emit padding; None if there are none.
     """
 
     root_ids: Tensor
     num_emitted: Tensor
     max_emit: Tensor
+    host_max_emit: list[int]
     finished: Tensor | None
 
 
@@ -166,9 +168,10 @@ class OutputBuffer:
     def row_state(self, num_nodes: int) -> RowState:
         """The rows before a round of `num_nodes` nodes."""
         root_ids = [row[-1] if row else 0 for row in self.emitted]
-        host = [root_ids, self.num_emitted, self.max_emit(num_nodes), self.finished]
-        root, num_emitted, max_emit, finished = _to_device(torch.tensor(host), self.sequences.device).unbind()
-        return RowState(root, num_emitted, max_emit, finished.bool() if any(self.finished) else None)
+        limits = self.max_emit(num_nodes)
+        host = torch.tensor([root_ids, self.num_emitted, limits, self.finished])
+        root, num_emitted, max_emit, finished = _to_device(host, self.sequences.device).unbind()
+        return RowState(root, num_emitted, max_emit, limits, finished.bool() if any(self.finished) else None)
 
     def emit(self, result: VerifyResult, scores: Tensor, logits: Tensor, rows: RowState | None = None) -> None:
         """Append the tokens of a round.

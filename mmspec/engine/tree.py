@@ -56,6 +56,10 @@ class DraftTree:
         """N, root included."""
         return self.tokens.shape[1]
 
+    def with_root(self, root_ids: Tensor) -> DraftTree:
+        """A tree of node 0 alone with other root tokens [B] int64; the other tensors are shared."""
+        return DraftTree(root_ids[:, None], self.parents, self.node_mask, self.scores, self.ancestor_mask, self.depths)
+
     def trim(self, num_nodes: int) -> DraftTree:
         """The tree of the first `num_nodes` nodes; connected, since parents come before their children."""
         if num_nodes >= self.num_nodes:

@@ -3,7 +3,9 @@
 | module | protocols, the main one first | data |
 |---|---|---|
 | `target` | `Target` | `VerifyResult`, `TargetInfo`, `SharedEmbeddings` |
+| `draft_target` | `DraftTarget`, `LayerSubsets`, `DraftModelSource` | |
 | `drafter` | `Drafter`, `CompressingDrafter`, `TrainedDrafter`, `ReplicableDrafter` | `DrafterRequirements`, `Prompt` |
+| `learning` | `LearnableDrafter` | `Examples`, `LearningSpec`, `ClosedFormFit` |
 | `compressor` | `Compressor`, `SizedCompressor`, `SaliencyCompressor`, ... | `VisualTokens`, `VisualGrid` |
 | `video` | `FrameSampler`, `ContentAwareSampler` | |
 
@@ -24,6 +26,7 @@ from mmspec.interfaces.compressor import (
     VisualGrid,
     VisualTokens,
 )
+from mmspec.interfaces.draft_target import DraftModelSource, DraftTarget, LayerSubsets
 from mmspec.interfaces.drafter import (
     CompressingDrafter,
     Drafter,
@@ -32,21 +35,29 @@ from mmspec.interfaces.drafter import (
     ReplicableDrafter,
     TrainedDrafter,
 )
+from mmspec.interfaces.learning import ClosedFormFit, Examples, LearnableDrafter, LearningSpec
 from mmspec.interfaces.target import SharedEmbeddings, Target, TargetInfo, VerifyResult
 from mmspec.interfaces.video import ContentAwareSampler, FrameSampler
 
 __all__ = [
     "NO_LIMIT",
+    "ClosedFormFit",
     "CompressingDrafter",
     "CompressionContext",
     "Compressor",
     "ContentAwareSampler",
+    "DraftModelSource",
+    "DraftTarget",
     "Drafter",
     "DrafterRequirements",
+    "Examples",
     "FrameSampler",
     "GateObservation",
     "GatedCompressor",
     "GridCompressor",
+    "LayerSubsets",
+    "LearnableDrafter",
+    "LearningSpec",
     "Prompt",
     "ReplicableDrafter",
     "SaliencyCompressor",

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mmspec.engine.tree import DraftTree
 from mmspec.interfaces.compressor import Compressor, VisualGrid
+from mmspec.interfaces.draft_target import LayerSubsets
 from mmspec.interfaces.target import SharedEmbeddings, VerifyResult
 
 
@@ -23,11 +24,13 @@ class DrafterRequirements:
         top_k: how many of the largest raw logits' ids of every scored node are copied to the host
             (`VerifyResult.top_ids`).
         max_tree_size: largest tree worth scoring, root included.
+        layer_subsets: whether it drafts with some layers of the target (`Prompt.layer_subsets`).
     """
 
     hidden_state_indices: tuple[int, ...] = ()
     top_k: int = 0
     max_tree_size: int = 16
+    layer_subsets: bool = False
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,7 @@ class Prompt:
         max_new_tokens: upper bound of new tokens per row; None if unbounded.
         visual_saliency: [B, L] float32, attention that the vision tower pays to each visual token; None if no
             compressor uses it or the adapter cannot compute it.
+        layer_subsets: the target with fewer layers, if the drafter requires it and the call allows it; else None.
     """
 
     input_ids: Tensor
@@ -71,6 +75,7 @@ class Prompt:
     compressor: Compressor | None = None
     max_new_tokens: int | None = None
     visual_saliency: Tensor | None = None
+    layer_subsets: LayerSubsets | None = None
 
 
 @runtime_checkable

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+from mmspec.metrics.learning_stats import LearningStats
+
 if TYPE_CHECKING:
     from mmspec.metrics.compression_stats import CompressionRecord
 
@@ -59,6 +61,7 @@ class Stats:
         row_tokens: `tokens` of each row of the last call.
         row_forwards: `row_rounds` of each row of the last call.
         compression: result of the compressor for each row of the last call; empty if none was applied.
+        learning: online learning and the speed over all calls, as `mmspec.stats` fills it in; not part of a comparison.
     """
 
     calls: int = 0
@@ -86,6 +89,7 @@ class Stats:
     row_tokens: list[int] = field(default_factory=list)
     row_forwards: list[int] = field(default_factory=list)
     compression: list[CompressionRecord] = field(default_factory=list)
+    learning: LearningStats = field(default_factory=LearningStats, compare=False)
 
     @property
     def tau(self) -> float:
@@ -131,6 +135,8 @@ class Stats:
         """Add the counters of one more call; per-row lists and the fallback reason become those of that call."""
         for item in fields(self):
             old, new = getattr(self, item.name), getattr(call, item.name)
+            if item.name == "learning":
+                continue
             if isinstance(old, Counter):
                 old.update(new)
             elif item.name == "fallback_reason":
@@ -147,6 +153,7 @@ class Stats:
             values[name] = {str(key): count for key, count in sorted(values[name].items())}
         values["compressor_choices"] = dict(sorted(self.compressor_choices.items()))
         values["compression"] = [record.as_dict() for record in self.compression]
+        values["learning"] = self.learning.as_dict()
         derived = ("tau", "acceptance_rate", "acceptance_by_depth", "round_s", "tokens_per_s")
         return values | {name: getattr(self, name) for name in derived}
 
@@ -165,10 +172,11 @@ class Stats:
             if self.num_visual_tokens
             else ""
         )
+        learning = f", {self.learning}" if self.learning.drafter else ""
         return (
             f"{self.calls} calls ({self.fallback_calls} decoded by transformers{reason}), {self.tokens} tokens, "
             f"tau {self.tau:.2f}, {self.tokens_per_s:.1f} tokens/s, "
-            f"{self.num_accepted_tokens}/{self.num_draft_tokens} draft tokens accepted{compression}"
+            f"{self.num_accepted_tokens}/{self.num_draft_tokens} draft tokens accepted{compression}{learning}"
         )
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers.utils import output_capturing
 
+from mmspec.cpu.native import FewRowsKernel
 from mmspec.engine.kv_cache import RaggedKVCache
 from mmspec.engine.tree import BUCKETS, DraftTree
 from mmspec.engine.tree_cache import (
@@ -25,6 +26,8 @@ from mmspec.engine.tree_cache import (
 )
 from mmspec.interfaces import VerifyResult
 from mmspec.targets.base import ModelAdapter
+from mmspec.targets.module_scan import ModuleScan
+from mmspec.targets.native import NativeRounds, RoundPositions, native_rounds
 
 CAN_SELECT_HIDDEN_STATES = hasattr(output_capturing, "selected_hidden_states")
 """Whether this transformers can return chosen hidden states only; older versions return all of them."""
@@ -52,6 +55,7 @@ class HFTarget:
         user_cache_view: the user's cache while user code can read it.
         chains_only: whether `score` accepts chains only, no trees with branches.
         setup_s: seconds of the last `score` that no later one of its shape will take.
+        rounds: computes `score` in compiled code where it can; None for the model's own forward.
     """
 
     chains_only = False
@@ -86,6 +90,8 @@ class HFTarget:
         self.max_new_tokens = max_new_tokens
         self._max_length = self.user_cache.get_seq_length() + input_ids.shape[1] + max_new_tokens
         self.setup_s = 0.0
+        self.rounds: NativeRounds | None = None
+        self._runs_user_code = cache_is_observed
         self.buffer = self._new_buffer(input_ids.shape[0])
         self.cache = TreeCache(self.buffer, adapter.num_layers, self.user_cache)
         self.prompt_length = 0
@@ -162,6 +168,11 @@ class HFTarget:
         self._prepare_rounds()
         return outputs.logits[:, -1], self._hidden_states(outputs, hidden_state_indices)
 
+    def use_native_rounds(self, kernel: FewRowsKernel, modules: ModuleScan) -> None:
+        """After the prefill: let `score` run in compiled code, if `native_rounds` finds the model and the call fit."""
+        positions = RoundPositions(self.prompt_length, self._prompt_last_position, self.max_new_tokens)
+        self.rounds = native_rounds(kernel, self.adapter, modules, self._template, positions, self._runs_user_code)
+
     def decoding(self) -> AbstractContextManager[Any]:
         """The context that transformers applies to its decoding steps; may switch kernels of expert layers."""
         optimize = getattr(self.model, "_optimize_model_for_decode", nullcontext)
@@ -170,15 +181,14 @@ class HFTarget:
     def score(self, tree: DraftTree, hidden_state_indices: Sequence[int] = ()) -> tuple[Tensor, dict[int, Tensor]]:
         """See `mmspec.interfaces.Target.score`."""
         tree = tree.to(self.device)
-        assert tree.depths is not None
         self.buffer.begin_forward(tree.num_nodes)
-        lengths = self.buffer.lengths_on(self.device)
-        offsets = (lengths - self.prompt_length + 1)[:, None] + tree.depths  # [B, N], from the prompt's last position
-        offsets = offsets.clamp(max=self.max_new_tokens)  # drafts past the end may exceed the model's positions
+        scored = self.rounds and self.rounds.score(tree, self.buffer, self._padding, hidden_state_indices)
+        if scored:
+            return scored
         inputs = dict(self._template)  # with `past_key_values=self.cache`
         inputs["input_ids"] = tree.tokens
-        inputs["position_ids"] = self._prompt_last_position + offsets
-        inputs["attention_mask"] = self._mask(tree, lengths)
+        inputs["position_ids"] = self._positions(tree)
+        inputs["attention_mask"] = self._mask(tree)
         for name, last in self._token_types.items():
             inputs[name] = last.expand(*last.shape[:-1], tree.num_nodes)
         outputs = self._forward(inputs, hidden_state_indices)
@@ -201,6 +211,11 @@ class HFTarget:
         self.user_cache_view.check()
         export_dynamic_cache(self.buffer, self.prompt_length + num_steps - 1, self.user_cache)
         return self.user_cache
+
+    @property
+    def cached_lengths(self) -> list[int]:
+        """See `mmspec.interfaces.DraftTarget`."""
+        return [length - self.prompt_length for length in self.buffer.seq_lens]
 
     @property
     def keeps_cache(self) -> bool:
@@ -275,12 +290,21 @@ class HFTarget:
             inputs["logits_to_keep"] = 0
         self._template = inputs
 
-    def _mask(self, tree: DraftTree, lengths: Tensor) -> Any:
+    def _positions(self, tree: DraftTree) -> Tensor:
+        """Position ids of the nodes, [B, N] or [axes, B, N]."""
+        start = 1 - self.prompt_length
+        if tree.num_nodes == 1 and self.buffer.is_uniform:
+            return self._prompt_last_position + min(self.buffer.seq_lens[0] + start, self.max_new_tokens)
+        assert tree.depths is not None
+        offsets = (self.buffer.lengths_on(self.device) + start)[:, None] + tree.depths
+        # Drafts past the end may exceed the model's positions.
+        return self._prompt_last_position + offsets.clamp(max=self.max_new_tokens)
+
+    def _mask(self, tree: DraftTree) -> Any:
         """Attention mask of a round: each node attends to its row's committed positions and to its ancestors.
 
         Args:
             tree: the tree to score, on the device.
-            lengths: [B] committed positions of each row.
 
         Returns:
             [B, 1, N, kv_len], bool or additive (see `_to_mask`); {layer type: mask} if the layers differ; None where
@@ -290,6 +314,7 @@ class HFTarget:
             return None
         assert tree.ancestor_mask is not None and tree.depths is not None
         batch, num_nodes = tree.tokens.shape
+        lengths = self.buffer.lengths_on(self.device)
         index = torch.arange(self.buffer.kv_len, device=self.device)
         committed = index < lengths[:, None]
         if self._padding is not None:

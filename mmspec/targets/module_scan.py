@@ -10,7 +10,7 @@ import dis
 import functools
 import types
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -82,7 +82,7 @@ class _ScanState:
             module: the module.
             in_decoder: whether it is the decoder, the output embeddings, or a part of them.
         """
-        kind = type(module)
+        kind: Any = type(module)
         if self.training is None and module.training and kind not in SAME_IN_TRAINING:
             self.training = module
         if in_decoder and isinstance(module, nn.Linear) and kind is nn.Linear:
@@ -93,7 +93,7 @@ class _ScanState:
         if quantises_activations(module):
             self.quantisers.append(module)
         if kind not in self.origins:
-            self.origins[kind] = _class_origin(kind)
+            self.origins[kind] = _class_origin(kind, kind.forward)
         origin = self.origins[kind]
         if origin == "stateful":
             name = callable_name(kind.forward)
@@ -230,9 +230,14 @@ def _is_foreign(weight: nn.Parameter | None) -> bool:
     return kind is not nn.Parameter and weight is not None and not _is_in_packages(kind.__module__, PARAMETERS)
 
 
-def _class_origin(kind: type) -> str:
-    """`known` (a known library), `foreign` (any other), or `stateful` (its forward may store state unseen)."""
-    forward = kind.forward  # type: ignore[attr-defined]
+@functools.lru_cache(maxsize=1024)
+def _class_origin(kind: type, forward: Callable[..., Any]) -> str:
+    """`known` (a known library), `foreign` (any other), or `stateful` (its forward may store state unseen).
+
+    Args:
+        kind: class of a module.
+        forward: `kind.forward`, which may be replaced between calls.
+    """
     if not is_library_code(forward):
         return "stateful" if _may_hold_state(forward) else "foreign"
     return "known" if _is_in_packages(kind.__module__, MODULES) else "foreign"

@@ -7,7 +7,9 @@ each token has a scale of its own.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from typing import Any
 
 from torch import nn
 
@@ -26,7 +28,8 @@ def quantises_activations(module: nn.Module) -> bool:
 
     The scheme is the `quantization_scheme` of compressed-tensors.
     """
-    if any(ACTIVATION_QUANTISERS.get(kind.__qualname__) == kind.__module__ for kind in type(module).__mro__):
+    kind: Any = type(module)
+    if _is_quantiser_class(kind):
         return True
     scheme = module.__dict__.get("quantization_scheme")
     if scheme is not None and _is_any_set(scheme, ("input_activations", "output_activations")):
@@ -35,6 +38,11 @@ def quantises_activations(module: nn.Module) -> bool:
         weight is not None and type(weight) is not nn.Parameter and _is_any_set(weight, WEIGHT_ATTRIBUTES)
         for weight in module._parameters.values()
     )
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_quantiser_class(kind: type) -> bool:
+    return any(ACTIVATION_QUANTISERS.get(base.__qualname__) == base.__module__ for base in kind.__mro__)
 
 
 def _is_any_set(value: object, names: Sequence[str]) -> bool:

@@ -14,10 +14,12 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from mmspec.app.caption.config import CaptionConfig, ProcessInfo, derive_seed, split_batches
+from mmspec.app.caption.config import CaptionConfig, ProcessInfo, derive_seed
 from mmspec.app.caption.job import CaptionJob
+from mmspec.app.caption.plan import RowPlan
 from mmspec.app.errors import UsageError
 from mmspec.app.io import jsonl
+from mmspec.app.io.item import Item
 from mmspec.app.io.output import FileOutput
 from mmspec.app.modeling.captioner import Caption, ComparisonTotals
 
@@ -393,7 +395,9 @@ def test_process_info_from_env() -> None:
 
 
 def test_batches_and_seeds_are_fixed() -> None:
-    assert split_batches(list(range(5)), 2) == [[0, 1], [2, 3], [4]]
+    items = [Item(Path(f"{i}.png"), str(i), index=i) for i in range(5)]
+    plan = RowPlan(CaptionConfig((), "m", batch_size=2), ProcessInfo(), lambda item: True)
+    assert [[item.index for item in batch] for batch in plan.batches(items)] == [[0, 1], [2, 3], [4]]
     assert derive_seed(0, 0) == derive_seed(0, 0) != derive_seed(0, 1) != derive_seed(1, 1)
     assert 0 <= derive_seed(7, 7) < 2**63
 

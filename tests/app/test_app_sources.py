@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from mmspec.app.errors import UsageError
-from mmspec.app.io.sources import Item, collect_items, describe_skipped, natural_key
+from mmspec.app.io.inputs import collect_items
+from mmspec.app.io.item import Item
+from mmspec.app.io.sources import describe_skipped, natural_key
 
 
 @pytest.fixture

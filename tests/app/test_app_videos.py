@@ -36,7 +36,7 @@ from mmspec.app.caption import job as jobs
 from mmspec.app.caption.config import CaptionConfig
 from mmspec.app.cli.main import main
 from mmspec.app.io.images import Video
-from mmspec.app.io.sources import collect_items
+from mmspec.app.io.inputs import collect_items
 from mmspec.app.io.videos import load_media, load_video
 from mmspec.app.modeling import load
 from mmspec.app.modeling.captioner import Captioner

@@ -18,8 +18,10 @@ from mmspec.app.modeling.random_models import random_model
 from mmspec.app.scenes.render import render_scene
 from mmspec.app.scenes.world import generate_scene
 from mmspec.cpu import linear as cpu
+from mmspec.cpu.decoder import NativeDecoder
 from mmspec.cpu.kernel_timing import TIMED_CALLS, TRIAL_CALLS, TRIAL_EVERY, KernelTiming
 from mmspec.cpu.linear import MAX_ROWS, LinearAutotuner, find_linear_layers, is_replaced, use_fast_linears
+from mmspec.cpu.native import load_kernel
 
 DECIDED = len(KernelTiming().kernels) * TIMED_CALLS * TRIAL_EVERY
 """Calls after which every shape is decided."""
@@ -50,6 +52,21 @@ def spied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(LinearAutotuner, "_run_kernel", spy)
     return num_rows
+
+
+@pytest.fixture
+def native_forwards(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether each forward was computed by the compiled decoder, of those for which it was asked."""
+    done: list[bool] = []
+    original = NativeDecoder.forward
+
+    def spy(self: NativeDecoder, *args: Any) -> Any:
+        scored = original(self, *args)
+        done.append(scored is not None)
+        return scored
+
+    monkeypatch.setattr(NativeDecoder, "forward", spy)
+    return done
 
 
 @pytest.fixture
@@ -252,7 +269,9 @@ def test_a_torch_that_cannot_pack_falls_back(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("choice", [None, True, False])
-def test_generate_is_the_same_with_every_setting(choice: bool | None, spied: list[int]) -> None:
+def test_generate_is_the_same_with_every_setting(
+    choice: bool | None, spied: list[int], native_forwards: list[bool]
+) -> None:
     model, processor = random_model("tiny")
     maker = Captioner(model, processor)
     inputs = maker.build_inputs([render_scene(generate_scene(i)) for i in range(2)], ["a", "what is it"])
@@ -263,7 +282,9 @@ def test_generate_is_the_same_with_every_setting(choice: bool | None, spied: lis
         torch.manual_seed(0)
         assert torch.equal(model.generate(**inputs, max_new_tokens=20, **options), plain)
         mmspec.unpatch(model)
-    assert bool(spied) == (choice is not False)
+    is_native = choice is None and load_kernel() is not None
+    assert bool(spied) == (choice is not False and not is_native)
+    assert all(native_forwards) and bool(native_forwards) == is_native
     assert not any("forward" in module.__dict__ for module in model.modules())
     spied.clear()
     model.generate(**inputs, max_new_tokens=4, do_sample=False)

@@ -299,7 +299,7 @@ def test_other_processors_and_runtimes(caplog: pytest.LogCaptureFixture, monkeyp
     monkeypatch.undo()
     monkeypatch.setattr(native.ctypes, "CDLL", lambda name: object())
     with pytest.raises(native.KernelUnavailableError, match="GOMP_parallel"):
-        native._openmp_entry()
+        native._openmp_entries()
 
 
 def test_layers_compute_without_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -306,7 +306,7 @@ def test_training_features_are_those_of_drafting(
     from mmspec.drafters.training.losses import LossAccumulator
 
     def record(
-        self: LossAccumulator, part: int, out: Tensor, target_hidden: Tensor, logit_bias: Tensor | None = None
+        self: LossAccumulator, part: int, out: Tensor, target_hidden: Tensor, logit_bias: Tensor | None = None, **_: Any
     ) -> None:
         recorded.append((part, out, target_hidden, torch.zeros(len(out), 1) if logit_bias is None else logit_bias))
 
@@ -462,5 +462,5 @@ def test_a_shorter_block_is_a_prefix_of_the_longer(target: FakeTarget) -> None:
 
 def test_architectures_build_their_classes() -> None:
     assert issubclass(FlashDrafter, BlockDrafter) and issubclass(FalconDrafter, HeadDrafter)
-    assert set(ARCHITECTURES) == {"eagle", "flash", "parallel", "falcon"}
+    assert set(ARCHITECTURES) == {"eagle", "eagle3", "flash", "parallel", "dspark", "instant", "falcon"}
     assert isinstance(new_drafter("linked"), ParallelDrafter) and isinstance(new_head("linked"), nn.Module)

@@ -528,6 +528,8 @@ def test_drafters_by_name() -> None:
         "lookup": "lookup",
         "recycling": "recycling",
         "hybrid": "hybrid",
+        "arbitrated": "arbitrated",
+        "self": "self",
         "auto": "hybrid",
     }
     assert all(isinstance(build_drafter(name), Drafter) for name in DRAFTERS)
@@ -541,7 +543,9 @@ def test_drafters_by_name() -> None:
 
 
 def test_invalid_drafters_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"'medusa'.*'none', 'lookup', 'recycling', 'hybrid', 'auto'"):
+    with pytest.raises(
+        ValueError, match=r"'medusa'.*'none', 'lookup', 'recycling', 'hybrid', 'arbitrated', 'self', 'auto'"
+    ):
         build_drafter("medusa")
     with pytest.raises(TypeError, match=r"PromptLookup.*'name'"):
         build_drafter(PromptLookup())
@@ -560,5 +564,8 @@ def test_bundled_drafters_are_names(tmp_path: Path, monkeypatch: Any) -> None:
     assert list(registry.bundled_drafters("cuda")) == ["parallel", "msd", "aardvark"], "there"
     assert list(registry.bundled_drafters("mps")) == ["msd", "parallel", "aardvark"], "nobody measured it"
     assert registry.is_known_drafter("msd") and not registry.is_known_drafter("empty")
-    with pytest.raises(ValueError, match="'recycling', 'hybrid', 'auto', 'msd', 'parallel', 'aardvark', a folder"):
+    with pytest.raises(
+        ValueError,
+        match="'recycling', 'hybrid', 'arbitrated', 'self', 'auto', 'instant', 'msd', 'parallel', 'aardvark', a folder",
+    ):
         build_drafter("nonsense")

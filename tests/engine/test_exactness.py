@@ -87,8 +87,8 @@ def test_the_slice_drafts_and_accepts() -> None:
 @pytest.mark.parametrize("kind", heads.DRAFTER_KINDS)
 def test_draft_heads(kind: str) -> None:
     """Random requests with each kind of trained drafter; its weights are random."""
-    drafted = 0
-    for seed in range(len(heads.COMPRESSOR_SPECS) if kind == "compressed" else 8):  # each compressor once
+    drafted, num_cases = 0, {"compressed": len(heads.COMPRESSOR_SPECS), "dspark": 12}  # each compressor, each form once
+    for seed in range(num_cases.get(kind, 10)):
         case = replace(
             fuzz.draw_case(900 + 10 * heads.DRAFTER_KINDS.index(kind) + seed), drafter=f"head-{kind}", nodes=8
         )

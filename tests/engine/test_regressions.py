@@ -384,10 +384,10 @@ def test_the_vision_tower_runs_once_per_call(family: str) -> None:
 
 
 @contextmanager
-def failing_forward(model: PreTrainedModel, at: int) -> Iterator[None]:
-    """The model raises in its `at`-th forward in the loop, after its layers have written their keys and values."""
+def failing_forward(model: PreTrainedModel, name: str, at: int) -> Iterator[None]:
+    """The `at`-th prefill or score raises in the loop, after the layers have written their keys and values."""
     calls: list[int] = []
-    forward = HFTarget._forward
+    forward = getattr(HFTarget, name)
 
     def fail(target: HFTarget, *args: Any) -> Any:
         result = forward(target, *args)
@@ -398,7 +398,7 @@ def failing_forward(model: PreTrainedModel, at: int) -> Iterator[None]:
         return result
 
     with pytest.MonkeyPatch.context() as broken:  # not a hook, which would cause a fallback
-        broken.setattr(HFTarget, "_forward", fail)
+        broken.setattr(HFTarget, name, fail)
         yield
 
 
@@ -419,7 +419,9 @@ def test_an_exception_leaves_the_next_call_clean(mode: Kwargs, family: str, wher
         _forced(faulty, where)
         with (
             pytest.raises(adversarial.InjectedError),
-            failing_forward(model, {"forward": 3, "prefill": 1}.get(where, 0)),
+            failing_forward(
+                model, "prefill" if where == "prefill" else "score", {"forward": 2, "prefill": 1}.get(where, 0)
+            ),
         ):
             model.generate(**inputs, **mode, **more)
         _forced(faulty, "")

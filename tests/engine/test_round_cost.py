@@ -101,7 +101,7 @@ def test_a_round_copies_once_to_the_device_and_once_back(batch: int, sampled: bo
     mmspec.unpatch(model)
     assert len(found) > 5
     assert max(reads for reads, _ in found) == 1, found
-    assert max(writes for _, writes in found[1:]) == 1, "the first round copies the lengths of the cache as well"
+    assert sum(writes for _, writes in found) <= len(found) + 1, "one round copies the lengths of the cache as well"
 
 
 def uncounted(method: Callable[..., Any]) -> Callable[..., Any]:

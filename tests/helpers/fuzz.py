@@ -10,6 +10,7 @@ import argparse
 import copy
 import json
 import logging
+import os
 import random
 import signal
 import sys
@@ -29,6 +30,7 @@ import tiny_models as tiny
 import torch
 import transformers
 import zoo
+from draft_models import build_draft_model, train_tokenizer
 from torch import Tensor
 from transformers import (
     DynamicCache,
@@ -41,12 +43,18 @@ from transformers import (
     TopKLogitsWarper,
 )
 
+from mmspec.drafters.model.model_drafter import ModelDrafter
+from mmspec.drafters.model.retokenizing import RetokenizingDrafter
 from mmspec.interfaces import Prompt
+from mmspec.targets.draft_model import HFDraftModel
 
 FAMILIES = tiny.FAMILIES[:4]
 """The families that a seed chooses from. Later ones are selected by name, so that seeds stay reproducible."""
 LATER_FAMILIES = tiny.FAMILIES[4:]
 BUILT_IN_DRAFTERS = ("none", "lookup", "recycling", "fused", "auto")
+LEARNING_DRAFTERS = ("instant", "arbitrated")
+WHOLE_MODEL_DRAFTERS = ("self", "model", "model-retokenizing")
+"""Drafters that decode with a whole model. Selected by name, so that seeds stay reproducible."""
 TOLERANCE = 1e-4
 
 
@@ -77,6 +85,8 @@ class Case:
     cache: str
     streamer: str
     pad: str
+    compiled: bool
+    learn: bool = False
 
     def describe(self) -> str:
         """All values that are not defaults, in one line."""
@@ -225,6 +235,7 @@ def draw_case(seed: int, family: str = "") -> Case:
         cache=_choose_with_rate(rng, 0.15, ("bare", "config")),
         streamer=_choose_with_rate(rng, 0.25, ("plain",) * 6 + ("failing", "gambling")),
         pad=_choose_with_rate(rng, 0.2, ("eos", "eos", "none")),
+        compiled=seed % 4 != 3,  # nothing is drawn, so that older seeds stay reproducible
     )
 
 
@@ -698,8 +709,13 @@ def _grid_mask(prompt: Prompt) -> Tensor:
 
 
 def _build_drafter(case: Case, answers: list[Tensor]) -> Any:
-    if case.drafter in BUILT_IN_DRAFTERS:
+    if case.drafter in (*BUILT_IN_DRAFTERS, *LEARNING_DRAFTERS, "self"):
         return case.drafter
+    if case.drafter == "model":  # fewer ids than the target, as many, or more
+        return ModelDrafter(HFDraftModel(build_draft_model(case.spec, case.seed, case.spec.vocab + case.seed % 3 - 1)))
+    if case.drafter == "model-retokenizing":
+        source = HFDraftModel(build_draft_model(case.spec, case.seed, 269), train_tokenizer(10))
+        return RetokenizingDrafter(source, train_tokenizer(0))
     if case.drafter.startswith("head-"):
         return heads.build_drafter(case.drafter.removeprefix("head-"), case.spec, case.seed)
     if case.drafter == "tapper":
@@ -754,7 +770,8 @@ def _run_patched(
     drafter = _build_drafter(case, answers)
     if case.seeded == "before":
         torch.manual_seed(case.seed)
-    with patch_model(prepared.model, drafter, deterministic=case.deterministic, tree_size=case.nodes):
+    options = {"deterministic": case.deterministic, "tree_size": case.nodes, "learn": case.learn}
+    with patch_model(prepared.model, drafter, cpu_pack_weights=None if case.compiled else False, **options):
         if case.seeded == "after":
             torch.manual_seed(case.seed)
         if case.override == "disabled":
@@ -823,9 +840,16 @@ def _time_limit(seconds: int) -> Iterator[None]:
         signal.alarm(0)
 
 
-def run_seed(seed: int, identity: bool = False, timeout_s: int = 120, family: str = "") -> CaseResult:
-    """`run_case(draw_case(seed, family))` with a time limit; an exception becomes a difference."""
+def run_seed(
+    seed: int, identity: bool = False, timeout_s: int = 120, family: str = "", drafter: str = ""
+) -> CaseResult:
+    """`run_case(draw_case(seed, family))` with a time limit; an exception becomes a difference.
+
+    With a `drafter`, of whatever seed, trees have 8 nodes unless the case fixes another size.
+    """
     case = draw_case(seed, family)
+    if drafter:
+        case = replace(case, drafter=drafter, nodes=case.nodes or 8, override="")
     try:
         with _time_limit(timeout_s), warnings.catch_warnings():
             warnings.filterwarnings("ignore", module="transformers")
@@ -837,7 +861,8 @@ def run_seed(seed: int, identity: bool = False, timeout_s: int = 120, family: st
 
 
 def init_worker() -> None:
-    """One thread, and only errors from transformers."""
+    """One thread, only errors from transformers, and no measured costs of earlier processes."""
+    os.environ["MMSPEC_COST_CACHE"] = "0"
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
 
@@ -884,6 +909,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--family", default="", help="of all cases; without it each seed chooses among the first four")
+    parser.add_argument("--drafter", default="", choices=("", *WHOLE_MODEL_DRAFTERS), help="of all cases")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--json", help="file to write the summary and the failures to")
     parser.add_argument("--identity", action="store_true", help="no patch: checks the cases themselves")
@@ -893,7 +919,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     seeds = range(args.first_seed, args.first_seed + args.count)
     results: list[CaseResult] = []
     with get_context("fork").Pool(args.jobs, initializer=init_worker) as pool:
-        for result in pool.imap(_RunSeed(args.identity, args.family), seeds, chunksize=4):
+        for result in pool.imap(_RunSeed(args.identity, args.family, args.drafter), seeds, chunksize=4):
             results.append(result)
             if result.differences:
                 print(result.report(), flush=True)
@@ -914,9 +940,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 class _RunSeed:
     identity: bool
     family: str
+    drafter: str
 
     def __call__(self, seed: int) -> CaseResult:
-        return run_seed(seed, self.identity, family=self.family)
+        return run_seed(seed, self.identity, family=self.family, drafter=self.drafter)
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ import mmspec.engine.output
 import mmspec.engine.rng
 import mmspec.engine.sampler
 import mmspec.targets.hf
+import mmspec.targets.native
 from mmspec.engine.tree import DraftTree
 
 Replacement = tuple[Any, str, Callable[[Any], Any]]
@@ -191,7 +192,10 @@ MUTANTS: dict[str, list[Replacement]] = {
     "history without the path": [(_SAMPLER, "_group_nodes", _empty_path)],
     "one noise for all nodes": [(_NOISE, "at", _same_noise_for_all_nodes)],
     "noise off by one step": [(_NOISE, "at", _noise_of_next_step)],
-    "a sibling visible in the mask": [(_TARGET, "_mask", _visible_siblings)],
+    "a sibling visible in the mask": [
+        (_TARGET, "_mask", _visible_siblings),
+        (mmspec.targets.native.NativeRounds, "score", _visible_siblings),
+    ],
     "the wrong nodes in the KV cache": [(mmspec.engine.kv_cache.RaggedKVCache, "keep_path", _first_nodes_in_cache)],
     "stop conditions only at the end of a round": [
         (_OUTPUT, "_run_criteria", _criteria_at_the_end_of_a_round),

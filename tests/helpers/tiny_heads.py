@@ -8,6 +8,8 @@ import tiny_models as tiny
 import torch
 from torch.nn import Module
 
+from mmspec.drafters.block.dspark import DsparkDrafter
+from mmspec.drafters.block.dspark_head import DsparkHead
 from mmspec.drafters.block.falcon import FalconDrafter, FalconHead
 from mmspec.drafters.block.flash import FlashDrafter, FlashHead
 from mmspec.drafters.block.parallel import ParallelDrafter, ParallelHead
@@ -16,14 +18,18 @@ from mmspec.drafters.eagle.drafter import EagleDrafter
 from mmspec.drafters.eagle.head import Eagle3Head, EagleHead, HeadConfig
 from mmspec.drafters.eagle.vispec import VispecDrafter, VispecHead
 from mmspec.drafters.eagle.visual_inputs import VISUAL_MODES
+from mmspec.drafters.instant.drafter import InstantDrafter
+from mmspec.drafters.instant.head import InstantHead, init_instant_head, instant_config
 from mmspec.vision.compressors.cost_based import CostBased
 from mmspec.vision.compressors.latent import LatentCompressor
 from mmspec.vision.registry import init_compressor
 
 BLOCK_DRAFTERS = ("flash", "chained", "parallel", "linked", "falcon")
+"""Block drafters that read one hidden state."""
 SELECTING_COMPRESSORS = ("stride:3", "random:3", "relevant:3", "salient:3", "diverse:3", "identity", "drop")
 COMPRESSOR_SPECS = ("conv:3", "resampler:2", "elastic:4", "pool:3", *SELECTING_COMPRESSORS)
-DRAFTER_KINDS = (*VISUAL_MODES, "trimmed", "eagle3", "vispec", *BLOCK_DRAFTERS, "latent", "measured", "compressed")
+_VISUAL_KINDS = ("latent", "measured", "dspark", "compressed")
+DRAFTER_KINDS = (*VISUAL_MODES, "trimmed", "eagle3", "vispec", *BLOCK_DRAFTERS, "instant", *_VISUAL_KINDS)
 ECHOING_PREFIX = "leaning-"
 """Prefix of a kind: its head often predicts what a target with weak attention generates after the last token."""
 
@@ -32,7 +38,7 @@ def build_drafter(kind: str, spec: tiny.ModelSpec, seed: int = 0, vocab_size: in
     """A drafter of the kind for the target of `spec`; `vocab_size` 0 is that of the target."""
     if kind.startswith(ECHOING_PREFIX):
         drafter = build_drafter(kind.removeprefix(ECHOING_PREFIX), spec, seed, vocab_size)
-        weight, identity = drafter.head.fc.weight.data, 3 * torch.eye(spec.hidden)
+        weight, identity = _echoing_weight(drafter.head), 3 * torch.eye(spec.hidden)
         if isinstance(drafter.head, Eagle3Head):
             weight[:, -spec.hidden :] += identity
             drafter.head.lm_head.weight.data = (
@@ -42,22 +48,16 @@ def build_drafter(kind: str, spec: tiny.ModelSpec, seed: int = 0, vocab_size: in
             weight[:, : spec.hidden] += identity
         return drafter
     vocab_size = vocab_size or spec.vocab
-    wide = kind == "eagle3"
-    config = HeadConfig(
-        spec.hidden, 2 * spec.hidden, spec.heads, spec.kv_heads, vocab_size, eagle3_input=wide, qkv_bias=bool(seed % 2)
-    )
+    if kind == "instant":
+        return build_instant_drafter(spec, vocab_size, seed)
+    config = HeadConfig(spec.hidden, 2 * spec.hidden, spec.heads, spec.kv_heads, vocab_size, qkv_bias=bool(seed % 2))
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         if kind == "vispec":
             return VispecDrafter(VispecHead(config, 2 + seed % 3), num_layers=spec.layers, max_depth=3, top_k=3)
         if kind == "eagle3":
-            head = Eagle3Head(config, vocab_size // 2, spec.hidden)
-            drafter = EagleDrafter(
-                head, "coupled", num_layers=8, max_depth=4, top_k=3, draft_ids=torch.arange(1, vocab_size // 2 + 1)
-            )
-            drafter.set_hidden_state_indices((0, 1, spec.layers), spec.layers)
-            return drafter
-        if kind in BLOCK_DRAFTERS:
+            return build_eagle3_drafter(config, spec)
+        if kind in (*BLOCK_DRAFTERS, "dspark"):
             return build_block_drafter(kind, config, spec.layers, seed)
         if kind == "latent":
             drafter = build_block_drafter(BLOCK_DRAFTERS[seed % 5], config, spec.layers, seed)
@@ -84,8 +84,53 @@ def build_drafter(kind: str, spec: tiny.ModelSpec, seed: int = 0, vocab_size: in
         return EagleDrafter(EagleHead(config), rule, num_layers=spec.layers, max_depth=4, top_k=4, draft_ids=ids)
 
 
+def build_eagle3_drafter(config: HeadConfig, spec: tiny.ModelSpec) -> EagleDrafter:
+    """A drafter over three hidden states, with a draft vocabulary of half the size."""
+    size, layers = config.vocab_size // 2, (0, 1, spec.layers)
+    config = replace(config, eagle3_input=True, draft_vocab_size=size, hidden_state_layers=layers)
+    ids = torch.arange(1, size + 1)
+    return EagleDrafter(Eagle3Head(config), "coupled", num_layers=spec.layers, max_depth=4, top_k=3, draft_ids=ids)
+
+
+def build_dspark_drafter(config: HeadConfig, layers: int, seed: int) -> DsparkDrafter:
+    """A drafter of a block over hidden states of several layers; some without the two small heads, which is DFlash."""
+    has_markov = bool(seed % 3)
+    head = DsparkHead(
+        replace(
+            config,
+            block_size=(4, 3, 6, 9)[seed % 4],
+            markov_rank=8 if has_markov else 0,
+            confidence_head=has_markov and bool(seed % 2),
+            hidden_state_layers=((1, layers), (0,), (layers - 1, 1, layers))[seed % 3],
+            num_hidden_layers=1 + seed % 3,
+            layer_mixture=bool(seed % 2),
+        )
+    )
+    if head.bigram_head is not None:
+        head.bigram_head.vocab_proj.weight.data.normal_()
+    ids = torch.arange(0, config.vocab_size, 2) if seed % 5 == 0 else None
+    mode = list(VISUAL_MODES)[seed % len(VISUAL_MODES)]
+    return DsparkDrafter(head, mode, num_layers=layers, top_k=3, draft_ids=ids)
+
+
+def build_instant_drafter(spec: tiny.ModelSpec, vocab_size: int, seed: int) -> InstantDrafter:
+    """Instant heads with random weights."""
+    head = init_instant_head(instant_config(spec.hidden, vocab_size, 2 + seed % 4), seed)
+    head.block_proj.weight.data.normal_(0, 0.2)
+    return InstantDrafter(head, num_layers=spec.layers)
+
+
+def _echoing_weight(head: EagleHead) -> torch.Tensor:
+    """The weight whose first columns map the embedding of the last token to the head's output (to its first slot)."""
+    return (
+        head.block_proj.weight.data[: head.config.hidden_size] if isinstance(head, InstantHead) else head.fc.weight.data
+    )
+
+
 def build_block_drafter(kind: str, config: HeadConfig, layers: int, seed: int) -> HeadDrafter:
     """A drafter of a kind that drafts several tokens per forward."""
+    if kind == "dspark":
+        return build_dspark_drafter(config, layers, seed)
     rule, ids = (
         list(VISUAL_MODES)[seed % len(VISUAL_MODES)],
         None if seed % 3 else torch.arange(0, config.vocab_size, 2),

@@ -18,7 +18,7 @@ from corpus_media import CANARY, OpenWatcher, watch_folder
 
 from mmspec.app.errors import UsageError
 from mmspec.app.io.images import ImageError, load_image
-from mmspec.app.io.sources import collect_items
+from mmspec.app.io.inputs import collect_items
 from mmspec.app.io.videos import load_video
 from mmspec.vision.video.decoder_pool import DecoderPool
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import fields
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from PIL import Image
 
@@ -33,6 +33,7 @@ from mmspec.vision.video.backends import (
 )
 from mmspec.vision.video.decode_worker import read_exactly, read_message, write_message
 
+T = TypeVar("T")
 DEFAULT_TIMEOUT_S = 300.0
 """Seconds that one backend may spend on one file."""
 IMAGE_TIMEOUT_S = 30.0
@@ -49,7 +50,14 @@ _WORKER_CODE = (
 
 
 class DecoderCrashedError(ValueError):
-    """The worker process crashed while it decoded a file."""
+    """The worker process crashed while it decoded a file.
+
+    Attributes:
+        was_killed: By SIGKILL, which no decoder does to itself: the system ran out of memory, or somebody ended it.
+            The file is then worth another attempt.
+    """
+
+    was_killed = False
 
 
 class DecoderHungError(ValueError):
@@ -60,6 +68,16 @@ def worker_command(timeout_s: float, memory: int) -> list[str]:
     """The command line of a worker. It uses this process's module path; the user's main script is not run again."""
     options = {"path": sys.path, "timeout_s": timeout_s, "memory": memory}
     return [sys.executable, "-P", "-c", _WORKER_CODE, json.dumps(options)]
+
+
+def retry_if_killed(attempt: Callable[[], T]) -> T:
+    """The result of `attempt`, made a second time if its worker was killed."""
+    try:
+        return attempt()
+    except DecoderCrashedError as error:
+        if not error.was_killed:
+            raise
+    return attempt()
 
 
 class DecoderPool:
@@ -103,13 +121,16 @@ class DecoderPool:
         return _RemoteReader(self, self._acquire(), backend, source)
 
     def decode_image(self, source: VideoSource, max_pixels: int) -> Image.Image:
-        """Decode an image in a worker, as `mmspec.vision.images.decode_image`.
+        """Decode an image in a worker, as `mmspec.vision.images.decode_image`; once more if the worker was killed.
 
         Raises:
             ImageError: It is not a usable image.
             DecoderCrashedError: The worker crashed.
             DecoderHungError: The worker timed out.
         """
+        return retry_if_killed(lambda: self._decode_image(source, max_pixels))
+
+    def _decode_image(self, source: VideoSource, max_pixels: int) -> Image.Image:
         worker = self._acquire()
         try:
             header, body = _request_with_source({"op": "image", "max_pixels": max_pixels}, source)
@@ -257,7 +278,9 @@ class _WorkerProcess:
         self.terminate()
         if self._timed_out:
             return DecoderHungError(f"more than {timeout_s:g} seconds")
-        return DecoderCrashedError(_describe_exit(code))
+        crashed = DecoderCrashedError(_describe_exit(code))
+        crashed.was_killed = code == -getattr(signal, "SIGKILL", 9)
+        return crashed
 
     def terminate(self) -> None:
         """Kill the process and close its pipes."""
@@ -338,4 +361,5 @@ __all__ = [
     "DecoderCrashedError",
     "DecoderHungError",
     "DecoderPool",
+    "retry_if_killed",
 ]

@@ -18,7 +18,7 @@ from mmspec.interfaces import FrameSampler
 from mmspec.vision.video.backends import BACKENDS, NoFramesError, VideoReader
 from mmspec.vision.video.containers import HEADER_BYTES, ContainerError, detect_container, read_header
 from mmspec.vision.video.decode import MAX_FRAMES, FrameMetadata, Frames, SamplerError, read_with
-from mmspec.vision.video.decoder_pool import DecoderCrashedError, DecoderHungError, DecoderPool
+from mmspec.vision.video.decoder_pool import DecoderCrashedError, DecoderHungError, DecoderPool, retry_if_killed
 from mmspec.vision.video.samplers import Fps, MostDifferent, Uniform, check_positive_int, check_positive_number
 
 logger = logging.getLogger("mmspec")
@@ -74,7 +74,11 @@ def read_frames(
     if not isolated:
         return _read_with_fallback(names, lambda key: read_all(BACKENDS[key](content), key), name, backend)
     with nullcontext(isolated) if isinstance(isolated, DecoderPool) else DecoderPool() as pool:
-        return _read_with_fallback(names, lambda key: read_all(pool.open_video(key, content), key), name, backend)
+
+        def read_isolated(key: str) -> Frames:
+            return retry_if_killed(lambda: read_all(pool.open_video(key, content), key))
+
+        return _read_with_fallback(names, read_isolated, name, backend)
 
 
 def _read_with_fallback(names: Sequence[str], read: Callable[[str], Frames], name: str, backend: str) -> Frames:

@@ -1,0 +1,91 @@
+"""`mmspec bench --suite` and `--peers`: options, the run, its files and exit code."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from mmspec.app.bench.results import ResultFiles
+from mmspec.app.bench.suite.config import SuiteConfig
+from mmspec.app.bench.suite.items import SUITES
+from mmspec.app.cli.arguments import Options, check_writable, hide_progress_bars, positive_int, split_commas
+from mmspec.app.errors import UsageError, explain_write
+
+PEERS = "hf-static, hf-compile, hf-lookup, hf-assisted, llama.cpp, openvino, vllm (the last three also with -lookup)"
+EPILOG = """\
+with --peers or --suite: every peer on the same prompts and weights, greedily, against generate (docs/benchmarking.md)
+  a round is one prompt: hf, all others in rotating order, hf again; ratios are taken within a round
+  --suite mmspec    the MMSpec benchmark (arXiv 2603.14989), or any folder of its form, named by --data
+  --suite scenes    generated scenes (describe, short, answer, clip)
+  --suite text      ten text tasks, for a language model
+  mmspec bench --peers hf-static,hf-lookup,llama.cpp,openvino --peer-python peers/bin/python
+  mmspec bench --suite scenes --batch-sizes 1,8 --report report/
+  mmspec bench --suite mmspec --data MMSpec/test --model llava-hf/llava-1.5-7b-hf --dtype bfloat16 --report report/
+  mmspec bench --suite text --model SmolLM2/ --drafters auto --peers llama.cpp-lookup --json text.json
+  exit code: 1 if a call of mmspec failed or gave other text in float32; the report names peers that fail or differ
+"""
+REPORT_FILES = ("report.md", "report.html", "results.json")
+
+
+def add_suite_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options to the parser of `mmspec bench`."""
+    group: Options = parser.add_argument_group("other engines and suites")
+    add = group.add_argument
+    add("--peers", type=split_commas, default=[], metavar="A,B", help=f"also measure {PEERS}")
+    python_help = "interpreters of environments with engines in them (default: MMSPEC_PEER_PYTHON, then this one)"
+    add("--peer-python", type=split_commas, default=[], metavar="PATH,..", help=python_help)
+    add("--assistant", default=None, metavar="M", help="assistant model of hf-assisted")
+    add("--suite", choices=SUITES, default=None, help="questions by category (with --peers: scenes)")
+    add("--data", type=Path, default=None, metavar="FOLDER", help="of --suite mmspec: mmspec.jsonl and images/")
+    add("--categories", type=split_commas, default=[], metavar="A,B", help="of the suite (default: all, no clips)")
+    add("--limit", type=positive_int, default=None, metavar="N", help="items of each category (scenes: 8)")
+    add("--report", type=Path, default=None, metavar="FOLDER", help=f"write {', '.join(REPORT_FILES)}")
+
+
+def is_suite(args: argparse.Namespace) -> bool:
+    """Whether the command line asks for a suite.
+
+    Raises:
+        UsageError: an option that goes with one, without it.
+    """
+    if args.suite or args.peers:
+        return True
+    needed = ("peer_python", "assistant", "data", "categories", "limit", "report")
+    used = [f"--{name.replace('_', '-')}" for name in needed if getattr(args, name)]
+    if used:
+        raise UsageError(f"{used[0]} goes with --suite or --peers")
+    return False
+
+
+def run_suite(args: argparse.Namespace) -> int:
+    """Carry out the command; returns the exit code."""
+    from mmspec.app.bench.peers.registry import check_peer_names
+    from mmspec.app.bench.suite.html import format_html
+    from mmspec.app.bench.suite.report import format_json, format_markdown
+    from mmspec.app.bench.suite.session import measure_suite
+
+    check_peer_names(args.peers)
+    config, files = SuiteConfig.from_args(args), ResultFiles.from_args(args)
+    files.check()
+    if args.report is not None:
+        with explain_write(args.report):
+            args.report.mkdir(parents=True, exist_ok=True)
+        check_writable(args.report / REPORT_FILES[0])
+    hide_progress_bars(args.progress)
+    result = measure_suite(config, args.command, args.progress)
+    report = format_markdown(result)
+    print(report)
+    if files.json is not None:
+        files.json.write_text(json.dumps(format_json(result), indent=1) + "\n", encoding="utf-8")
+    if args.report is not None:
+        texts = (report, format_html(result), json.dumps(format_json(result), indent=1) + "\n")
+        for name, text in zip(REPORT_FILES, texts, strict=True):
+            (args.report / name).write_text(text, encoding="utf-8")
+    own = {"hf-again", "none", *config.drafters}
+    is_exact = result.run["dtype"] in ("float32", "float64")
+    failed = any(row.failed or (is_exact and row.same < row.calls) for row in result.rows if row.peer in own)
+    return 1 if failed or not result.calls else 0
+
+
+__all__ = ["EPILOG", "add_suite_options", "is_suite", "run_suite"]

@@ -1,0 +1,121 @@
+"""`CaptionActor`: captions in Ray Data pipelines of one's own. Public as `mmspec.ray.CaptionActor`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from mmspec.app.caption.config import CaptionConfig, ProcessInfo
+from mmspec.app.caption.rows import RowCaptioner
+from mmspec.app.io.cells import cell_content
+from mmspec.app.io.images import ImageError, Media, load_image
+from mmspec.app.io.item import Item
+from mmspec.vision.video.decoder_pool import DecoderPool
+
+NEW_COLUMNS = ("caption", "error", "n_new_tokens", "tau", "finish_reason")
+
+
+class CaptionActor:
+    """A callable class for `ray.data.Dataset.map_batches` that adds captions to batches of pictures.
+
+        import ray
+        from mmspec.ray import CaptionActor
+
+        dataset = ray.data.read_images("photos/", mode="RGB", include_paths=True)
+        dataset = dataset.map_batches(
+            CaptionActor,
+            fn_constructor_kwargs={"model": "llava-hf/llava-1.5-7b-hf", "max_new_tokens": 64},
+            batch_size=8,
+            num_gpus=1,
+            compute=ray.data.ActorPoolStrategy(min_size=1, max_size=4),
+        )
+        dataset.drop_columns(["image"]).write_parquet("captions/")
+
+    The model is loaded once per actor and patched with the drafter. A picture that cannot be read or captioned has
+    the caption None and a text in the column `error`.
+
+    Args:
+        model: hub id, local folder, or "scenes" for the bundled toy model.
+        image_column: arrays `[H, W]` or `[H, W, 3 or 4]`, Pillow images, the bytes of files, or `{bytes, path}`.
+        prompt_column: a prompt per row; None, or an empty cell: `prompt`.
+        prompt: of all rows; None: "Describe the image.".
+        drafter: as in `mmspec.patch`.
+        compressor: as in `mmspec.patch`.
+        max_new_tokens: per caption.
+        temperature: 0 is greedy.
+        seed: of sampling; a batch is seeded by it and by the number of the batch in this actor, so sampled captions
+            are not repeatable where actors share the work.
+        dtype: of the model; "auto": the checkpoint's, float32 on a CPU.
+        device: of the model; "auto": the GPU that Ray gives this actor, if there is one.
+        max_pixels: larger pictures are refused.
+
+    Adds the columns `caption`, `error`, `n_new_tokens`, `tau` (tokens per forward) and `finish_reason`.
+
+    Raises:
+        UsageError: the model or drafter cannot be loaded.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        image_column: str = "image",
+        prompt_column: str | None = None,
+        prompt: str | None = None,
+        drafter: str = "auto",
+        compressor: str | None = None,
+        max_new_tokens: int = 128,
+        temperature: float = 0.0,
+        seed: int = 0,
+        dtype: str = "auto",
+        device: str = "auto",
+        max_pixels: int = CaptionConfig.max_pixels,
+    ) -> None:
+        from mmspec.app.caption.command import build_captioner
+
+        self._config = CaptionConfig(
+            (), model=model, prompt=prompt, drafter=drafter, compressor=compressor, max_new_tokens=max_new_tokens,
+            temperature=temperature, seed=seed, dtype=dtype, device=device, max_pixels=max_pixels,
+        )  # fmt: skip
+        self._image_column, self._prompt_column = image_column, prompt_column
+        self._captioner: RowCaptioner | None = None
+        self._model = build_captioner(self._config, ProcessInfo())
+        self._decoders = DecoderPool()
+        self._num_rows = 0
+
+    def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """The batch with the new columns."""
+        from dataclasses import replace
+
+        cells = batch[self._image_column]
+        prompts: Sequence[Any] = batch[self._prompt_column] if self._prompt_column else [None] * len(cells)
+        if self._captioner is None:
+            self._captioner = RowCaptioner(replace(self._config, batch_size=max(1, len(cells))), self._model)
+        decoded = []
+        for cell, prompt in zip(cells, prompts, strict=True):
+            text = str(prompt) if prompt is not None and str(prompt) else None
+            item = Item(Path(), str(self._num_rows), prompt=text, index=self._num_rows)
+            decoded.append((item, self._decode(cell)))
+            self._num_rows += 1
+        rows = self._captioner.caption_rows(decoded)
+        added: dict[str, list[Any]] = {name: [row[name] for row in rows] for name in NEW_COLUMNS}
+        added["error"] = [error and f"{error['type']}: {error['message']}" for error in added["error"]]
+        return dict(batch) | {name: np.array(values, object) for name, values in added.items()}
+
+    def _decode(self, cell: Any) -> Media | ImageError:
+        try:
+            if isinstance(cell, np.ndarray | Image.Image):
+                return load_image(cell, self._config.max_pixels)
+            if isinstance(cell, str) or (isinstance(cell, Mapping) and not cell.get("bytes")):
+                raise ImageError("NotAnImage", "a picture is an array or bytes: read paths and addresses before")
+            content, _ = cell_content(cell, "", None)
+            return load_image(content.read(), self._config.max_pixels, self._decoders)
+        except ImageError as error:
+            return error
+
+
+__all__ = ["CaptionActor"]

@@ -1,0 +1,199 @@
+"""`mmspec caption --ray`: the same job on Ray Data. Tasks plan and decode, actors caption, this process writes.
+
+The only writer is this process, through the same outputs as a job without Ray: a row counts when it is durable there.
+Whatever is killed, what was not written is captioned by the next run; what Ray repeats is written once.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+from mmspec.app.caption.config import CaptionConfig, ProcessInfo
+from mmspec.app.caption.job import CaptionJob, GracefulStop
+from mmspec.app.caption.ray_stages import (
+    COLUMN,
+    CaptionedBatch,
+    CaptionStage,
+    EndOfPlan,
+    absolute_paths,
+    decode_stage,
+    frame,
+    plan_job,
+)
+from mmspec.app.errors import UsageError, one_line
+from mmspec.app.io.inputs import Inputs
+from mmspec.app.io.item import Item
+from mmspec.app.io.jsonl import Row
+from mmspec.app.io.output import Output
+from mmspec.app.io.tables import needs_extra
+from mmspec.app.versions import mmspec_version
+
+PREFLIGHT_TIMEOUT_S = 120.0
+"""Seconds that a node may take to import mmspec."""
+
+
+class RayCaptionJob(CaptionJob):
+    """A caption job whose batches are decoded and captioned by a Ray cluster."""
+
+    def __init__(self, config: CaptionConfig, output: Output) -> None:
+        """Set up; Ray starts in `run`."""
+        super().__init__(config, output, _no_model, ProcessInfo())
+        self._end: EndOfPlan | None = None
+        self._started_ray = False
+
+    def run(self) -> int:
+        """As `CaptionJob.run`.
+
+        Raises:
+            UsageError: also if Ray cannot be reached, or a node lacks mmspec.
+        """
+        with needs_extra("--ray", "ray"):
+            import ray
+            import ray.data
+        try:
+            return super().run()
+        except ray.exceptions.RayError as error:
+            raise _explain(error) from error
+        finally:
+            if self._started_ray:
+                ray.shutdown()
+
+    def _prepare(self, inputs: Inputs) -> None:
+        import ray
+
+        self._num_before = len(self._finished)
+        self._seen: set[str] = set(self._finished)
+        if not ray.is_initialized():
+            try:
+                local = {} if self.config.ray else {"include_dashboard": False}
+                ray.init(address=self.config.ray or None, logging_level=logging.ERROR, **local)
+            except (ConnectionError, OSError, ValueError, RuntimeError) as error:
+                raise UsageError(f"--ray {self.config.ray or ''}: {one_line(error)}") from error
+            self._started_ray = True
+        check_nodes()
+        self._dataset = build_dataset(self.config, self.output, dict(self._finished))
+
+    def _num_finished(self) -> int:
+        return self._end.num_finished if self._end else self._num_before
+
+    def _ids(self) -> set[str]:
+        return getattr(self, "_seen", set())
+
+    def _results(self, stop: GracefulStop) -> Iterator[tuple[list[Row], list[Item]]]:
+        number = 0
+        for record in self._dataset.iter_rows():
+            value = record[COLUMN]
+            if isinstance(value, EndOfPlan):
+                self._end = value
+            elif isinstance(value, CaptionedBatch):
+                number += 1
+                self._seen.update(item.id for item in value.items)
+                yield value.rows, value.items
+            if stop.signal:
+                return
+        if self._end is None or number < self._end.num_batches:
+            raise UsageError("Ray lost batches of this job: run the same command again, finished rows are skipped")
+
+
+def build_dataset(config: CaptionConfig, output: Output, finished: dict[str, Any]) -> Any:
+    """The dataset of captioned batches: plan -> decode (tasks) -> caption (actors)."""
+    import ray
+
+    context = ray.data.DataContext.get_current()
+    context.target_max_block_size = 1  # a batch is a block, so that it moves on at once and is repeated alone
+    context.enable_progress_bars = False  # ours counts rows
+    logging.getLogger("ray.data").setLevel(logging.WARNING)
+    worker_config = absolute_paths(config)
+    plan = _plan_source(worker_config, output, ray.put(finished))
+    num_gpus, num_cpus = (int(ray.cluster_resources().get(kind, 0)) for kind in ("GPU", "CPU"))
+    accelerator = {"num_gpus": 1, "num_cpus": 0} if num_gpus and config.device in ("auto", "cuda") else {"num_cpus": 1}
+    num_actors = config.actors or (num_gpus if "num_gpus" in accelerator else num_cpus) or 1
+    decoders = ray.data.TaskPoolStrategy(size=max(1, num_cpus))
+    pool = ray.data.ActorPoolStrategy(min_size=1, max_size=num_actors, max_tasks_in_flight_per_actor=2)
+    # Tasks claim no processor: actors may have claimed all, and decoding must go on beside them.
+    dataset = ray.data.read_datasource(plan, num_cpus=0)
+    whole: dict[str, Any] = {"batch_size": None, "batch_format": "pandas"}
+    dataset = dataset.map_batches(
+        decode_stage, fn_kwargs={"config": worker_config}, num_cpus=0, compute=decoders, **whole
+    )
+    return dataset.map_batches(
+        CaptionStage, fn_constructor_kwargs={"config": config}, compute=pool, **accelerator, **whole
+    )
+
+
+def _plan_source(config: CaptionConfig, output: Output, finished: Any) -> Any:
+    """A datasource of one task that plans the job and streams its batches."""
+    import ray
+    from ray.data.block import BlockMetadata
+
+    base, own_files = output.base.absolute(), [file.absolute() for file in output.own_files()]
+
+    def read() -> Iterator[Any]:
+        for value in plan_job(config, base, own_files, ray.get(finished)):
+            yield frame([value])
+
+    class PlanSource(ray.data.Datasource):
+        def estimate_inmemory_data_size(self) -> int | None:
+            return None
+
+        def get_read_tasks(self, *args: Any, **options: Any) -> list[Any]:
+            metadata = BlockMetadata(num_rows=None, size_bytes=None, input_files=None, exec_stats=None)
+            return [ray.data.ReadTask(read, metadata)]
+
+    return PlanSource()
+
+
+def check_nodes() -> None:
+    """Refuse a cluster with a node that lacks mmspec or has another version of it, before work begins.
+
+    Raises:
+        UsageError: there is such a node.
+    """
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    def version() -> str:
+        from mmspec.app.caption.ray_stages import plan_job
+        from mmspec.app.versions import mmspec_version
+
+        assert plan_job is not None
+        return mmspec_version()
+
+    task = ray.remote(num_cpus=0, max_retries=0)(version)
+    for node in (node for node in ray.nodes() if node["Alive"]):
+        strategy = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+        name = node["NodeManagerAddress"]
+        try:
+            found = ray.get(task.options(scheduling_strategy=strategy).remote(), timeout=PREFLIGHT_TIMEOUT_S)
+        except ray.exceptions.RayError as error:
+            reason = one_line(error.cause if getattr(error, "cause", None) else error)
+            raise UsageError(
+                f"the node {name} cannot run mmspec ({reason}): pip install 'mmspec[ray]' there, the same version"
+            ) from error
+        if found != mmspec_version():
+            raise UsageError(
+                f"the node {name} has mmspec {found}, this process {mmspec_version()}: install one version"
+            )
+
+
+def _explain(error: Exception) -> Exception:
+    """A usage error that was raised in a worker, else one line about the failure."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, UsageError):
+            return UsageError(str(cause))
+        cause = getattr(cause, "cause", None) or cause.__cause__
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    named = next((line for line in reversed(lines) if "UsageError: " in line), None)
+    if named:
+        return UsageError(named.partition("UsageError: ")[2])
+    return UsageError(f"Ray: {one_line(error, 600)}; run the same command again, finished rows are skipped")
+
+
+def _no_model() -> Any:
+    raise AssertionError("models are loaded by actors")
+
+
+__all__ = ["RayCaptionJob"]

@@ -1,0 +1,161 @@
+"""What runs in Ray's tasks and actors: planning batches, decoding them, captioning them.
+
+A batch travels as one value, so its rows stay together as in a job of one process, and captions are the same ones.
+Imports nothing of Ray.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mmspec.app.caption.config import CaptionConfig, ProcessInfo
+from mmspec.app.caption.plan import RowPlan, skip_finished
+from mmspec.app.caption.rows import RowCaptioner
+from mmspec.app.io.content import Unreadable
+from mmspec.app.io.decode import decode_item
+from mmspec.app.io.images import ImageError, Media
+from mmspec.app.io.inputs import Inputs
+from mmspec.app.io.item import Item
+from mmspec.app.io.jsonl import Row
+from mmspec.app.io.output import Finished
+from mmspec.vision.video.decoder_pool import DecoderPool
+
+COLUMN = "batch"
+"""The only column of our datasets: a batch per row."""
+
+
+@dataclass(frozen=True)
+class PlannedBatch:
+    """Rows to caption together."""
+
+    items: list[Item]
+
+
+@dataclass(frozen=True)
+class DecodedBatch:
+    """The same with their media, or why there are none."""
+
+    items: list[Item]
+    media: list[Media | Unreadable]
+
+
+@dataclass(frozen=True)
+class CaptionedBatch:
+    """The rows of the output, and what they are about."""
+
+    items: list[Item]
+    rows: list[Row]
+
+
+@dataclass(frozen=True)
+class EndOfPlan:
+    """Comes after the last batch.
+
+    Attributes:
+        num_batches: batches before it; with fewer results some were lost.
+        num_finished: rows that were captioned before this run.
+    """
+
+    num_batches: int
+    num_finished: int
+
+
+def plan_job(
+    config: CaptionConfig, base: Path, own_files: list[Path], finished: Mapping[str, Finished]
+) -> Iterator[PlannedBatch | EndOfPlan]:
+    """The batches with a pending row, then `EndOfPlan`; the same ones whenever it runs."""
+    from mmspec.app.caption.job import is_pending
+
+    inputs = Inputs(config.paths, config.source_options(base), own_files)
+    plan = RowPlan(config, ProcessInfo(), lambda item: is_pending(item, finished, config))
+    number = 0
+    for batch in plan.batches(inputs.rows(skip_finished(finished, config))):
+        number += 1
+        yield PlannedBatch(batch)
+    yield EndOfPlan(number, plan.num_finished)
+
+
+def decode_stage(frames: Any, config: CaptionConfig) -> Any:
+    """Decode the media of planned batches, in the decoder processes of this worker."""
+    return frame([_decode(value, config) if isinstance(value, PlannedBatch) else value for value in frames[COLUMN]])
+
+
+def _decode(batch: PlannedBatch, config: CaptionConfig) -> DecodedBatch:
+    sampler, decoders = config.frame_sampler(), _decoders()
+
+    def decode(item: Item) -> Media | Unreadable:
+        try:
+            return decode_item(item, sampler, config.max_pixels, decoders)
+        except ImageError as error:
+            return Unreadable(error.kind, str(error))
+
+    with ThreadPoolExecutor(config.threads) as threads:
+        media = list(threads.map(decode, batch.items))
+    if config.format != "webdataset":  # which stores the pictures beside their captions
+        return DecodedBatch([replace(item, content=None) for item in batch.items], media)
+    return DecodedBatch(batch.items, media)
+
+
+@lru_cache(maxsize=1)
+def _decoders() -> DecoderPool:
+    """One pool per worker process; it ends with the process."""
+    return DecoderPool()
+
+
+class CaptionStage:
+    """An actor with the model: decoded batches to rows."""
+
+    def __init__(self, config: CaptionConfig) -> None:
+        from mmspec.app.caption.command import build_captioner
+        from mmspec.app.cli.arguments import hide_progress_bars
+
+        hide_progress_bars(False)
+        self._captioner = RowCaptioner(config, build_captioner(absolute_paths(config), ProcessInfo()))
+
+    def __call__(self, frames: Any) -> Any:
+        return frame([self._caption(value) if isinstance(value, DecodedBatch) else value for value in frames[COLUMN]])
+
+    def _caption(self, batch: DecodedBatch) -> CaptionedBatch:
+        media = [ImageError(one.kind, one.message) if isinstance(one, Unreadable) else one for one in batch.media]
+        return CaptionedBatch(batch.items, self._captioner.caption_rows(list(zip(batch.items, media, strict=True))))
+
+
+def frame(values: list[Any]) -> Any:
+    """A pandas frame of our column with these values: Ray moves their objects as they are."""
+    import pandas as pd
+
+    cells = np.empty(len(values), object)
+    for number, value in enumerate(values):
+        cells[number] = value
+    return pd.DataFrame({COLUMN: cells})
+
+
+def absolute_paths(config: CaptionConfig) -> CaptionConfig:
+    """The same with absolute local paths: a worker has another working directory."""
+
+    def absolute(name: str) -> str:
+        return os.path.abspath(name) if os.path.isdir(name) else name
+
+    paths = tuple(path if "://" in path else os.path.abspath(path) for path in config.paths)
+    return replace(config, paths=paths, model=absolute(config.model), drafter=absolute(config.drafter))
+
+
+__all__ = [
+    "COLUMN",
+    "CaptionStage",
+    "CaptionedBatch",
+    "EndOfPlan",
+    "PlannedBatch",
+    "absolute_paths",
+    "decode_stage",
+    "frame",
+    "plan_job",
+]

@@ -1,0 +1,145 @@
+"""Decoded pictures and prompts to rows of the output, one batch at a time: errors, memory, the columns of a row.
+
+The model (`CaptionModel`) is an argument. Knows nothing of inputs, files or resuming.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from mmspec.app.caption.batch_size import BatchSizer
+from mmspec.app.caption.config import SCENES_MODEL, CaptionConfig, derive_seed, prompt_sha1
+from mmspec.app.caption.progress import print_stderr
+from mmspec.app.errors import one_line
+from mmspec.app.io.images import ImageError, Media
+from mmspec.app.io.item import Item
+from mmspec.app.io.jsonl import Row
+from mmspec.app.scenes.domain_check import warn_if_out_of_domain
+from mmspec.app.versions import mmspec_version
+
+if TYPE_CHECKING:
+    from mmspec.app.modeling.captioner import Caption, ComparisonTotals
+
+Work = Sequence[tuple[Item, Media]]
+
+
+class CaptionModel(Protocol):
+    """What generates captions: `Captioner`, or a stand-in in tests."""
+
+    @property
+    def comparison(self) -> ComparisonTotals | None: ...
+
+    @property
+    def dtype(self) -> str: ...
+
+    @property
+    def acceptance(self) -> float: ...
+
+    def caption(
+        self, media: Sequence[Media], prompts: Sequence[str], seed: int, compare: Sequence[bool] = ()
+    ) -> Sequence[Caption]: ...
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a file has no caption."""
+
+    kind: str
+    message: str
+
+
+class RowCaptioner:
+    """Captions batches with one model and remembers what fits in its memory."""
+
+    def __init__(self, config: CaptionConfig, model: CaptionModel) -> None:
+        self.config, self.model = config, model
+        self._sizer = BatchSizer(config.batch_size)
+        self._check_images = config.model == SCENES_MODEL  # until the first warning
+
+    def caption_rows(self, decoded: Sequence[tuple[Item, Media | ImageError]]) -> list[Row]:
+        """Rows of one batch: a caption or an error each."""
+        good = [(item, media) for item, media in decoded if not isinstance(media, ImageError)]
+        self._check_domain(good)
+        results: dict[str, Caption | Failure] = {
+            item.id: Failure(error.kind, str(error)) for item, error in decoded if isinstance(error, ImageError)
+        }
+        start = 0
+        while start < len(good):
+            work = good[start : start + self._sizer.size]
+            with self._sizer.measure(len(work)):
+                results |= zip((item.id for item, _ in work), self._attempt(work), strict=True)
+            start += len(work)
+        return [self._row(item, results[item.id]) for item, _ in decoded]
+
+    def _check_domain(self, work: Work) -> None:
+        """Warn once if the bundled toy model gets an image that is no drawn scene."""
+        for item, media in work:
+            self._check_images = self._check_images and not warn_if_out_of_domain(media, item.file_name)
+
+    def _attempt(self, work: Work, may_halve: bool = True) -> list[Caption | Failure]:
+        """Captions or failures of `work`. Out of memory: retried in halves. Any other error: each row alone."""
+        from mmspec.app.modeling.captioner import out_of_memory
+
+        try:
+            return self._caption(work)
+        except Exception as error:
+            if type(error).__name__ == "AcceleratorError":  # the device is unusable from here on
+                raise
+            full = out_of_memory(error)
+            if len(work) == 1 or (full and not may_halve):
+                kind = "OutOfMemory" if full else type(error).__name__
+                return [Failure(kind, one_line(error))] * len(work)
+        # outside of `except`, so that the error's traceback no longer holds the tensors of the failed attempt
+        step = (len(work) + 1) // 2 if full else 1
+        if full:
+            _free()
+            self._sizer.limit(step)
+            print_stderr(f"mmspec: out of memory with {len(work)} images per batch, continuing with {step}")
+        parts = [work[start : start + step] for start in range(0, len(work), step)]
+        return [result for part in parts for result in self._attempt(part, may_halve=False)]
+
+    def _caption(self, work: Work) -> list[Caption | Failure]:
+        config = self.config
+        num_compared = len(work) if config.compare < 0 else config.compare
+        compare = [config.compare < 0 or item.index < num_compared for item, _ in work] if config.compare else []
+        prompts = [item.resolve_prompt(config.prompt) for item, _ in work]
+        seed = derive_seed(config.seed, work[0][0].index)
+        return list(self.model.caption([media for _, media in work], prompts, seed, compare))
+
+    def _row(self, item: Item, result: Caption | Failure) -> Row:
+        config = self.config
+        row: Row = {"id": item.id, "file_name": item.file_name, "caption": None}
+        prompt = item.resolve_prompt(config.prompt)
+        row |= {"model": config.model, "drafter": config.drafter, "prompt_sha1": prompt_sha1(prompt)}
+        row["gen"] = {
+            "max_new_tokens": config.max_new_tokens,
+            "temperature": config.temperature,
+            "seed": config.seed,
+            "stop": list(config.stop),
+            "batch_size": config.batch_size,
+            "dtype": self.model.dtype,
+        }
+        row |= dict.fromkeys(("n_prompt_tokens", "n_new_tokens", "n_rounds", "tau", "ttft_s", "seconds"))
+        row |= {"finish_reason": "error", "identical": None, "plain": None}
+        row["error"] = None
+        if isinstance(result, Failure):
+            row["error"] = {"type": result.kind, "message": result.message}
+        else:
+            row |= asdict(result)
+        return row | {"mmspec_version": mmspec_version(), "index": item.index}
+
+
+def _free() -> None:
+    """Release cached device memory before the retry."""
+    import gc
+
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+__all__ = ["CaptionModel", "Failure", "RowCaptioner"]

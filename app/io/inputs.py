@@ -1,0 +1,263 @@
+"""What the command line names (files, archives, tables, datasets, addresses) as one stream of numbered rows.
+
+`ROW_SOURCES` maps a suffix to the class that reads it: a new format is one class and one entry. Rows are streamed; only
+their ids are remembered, so that each is captioned once.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import islice, product
+from pathlib import Path
+
+from mmspec.app.errors import UsageError, one_line
+from mmspec.app.io.cells import MEDIA_SUFFIXES, relative_name
+from mmspec.app.io.content import ByteRange, Unreadable, is_local, open_file_system
+from mmspec.app.io.item import Item, RowSource, Skip, SourceOptions
+from mmspec.app.io.sources import FileSource, describe_skipped, natural_key, short_repr
+from mmspec.app.io.tables import DatasetSource, ParquetSource, is_hub_dataset, is_saved_dataset
+from mmspec.app.io.tars import TarSource
+
+ROW_SOURCES: dict[str, Callable[[str, SourceOptions], RowSource]] = {
+    ".tar": TarSource,
+    ".parquet": ParquetSource,
+}
+"""Suffix -> class of the source of one file."""
+MAX_BRACES = 1_000_000
+"""Names that one brace pattern may expand to."""
+MAX_MISSING = 1000
+"""Leading rows that are examined for a file that exists."""
+
+
+class RemoteFiles:
+    """Pictures and clips at addresses that fsspec opens: one, or those below a folder."""
+
+    is_listed = False
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def count(self) -> int | None:
+        return None
+
+    def check(self) -> None:
+        open_file_system(self.name)
+
+    def rows(self, skip: Skip) -> Iterator[Item]:
+        if _suffix(self.name) in MEDIA_SUFFIXES:
+            yield Item(Path(self.name), self.name, self.name, content=ByteRange(self.name))
+            return
+        try:
+            system, path = open_file_system(self.name)
+            for found in sorted(system.find(path), key=natural_key):
+                if _suffix(found) in MEDIA_SUFFIXES:
+                    url = system.unstrip_protocol(found)
+                    yield Item(Path(found), url, url, content=ByteRange(url))
+        except Exception as error:
+            yield Item(Path(self.name), self.name, self.name, content=Unreadable("Unreadable", one_line(error)))
+
+
+def expand_braces(name: str) -> list[str]:
+    """`a-{000..002}.tar` and `{a,b}.tar` as the names that they stand for; a name without braces as it is.
+
+    Raises:
+        UsageError: more than `MAX_BRACES` names.
+    """
+    parts: list[list[str]] = []
+    rest, total = name, 1
+    while rest:
+        head, opened, tail = rest.partition("{")
+        body, closed, after = tail.partition("}")
+        choices = _choices(body) if opened and closed else None
+        if choices is None:
+            parts.append([rest if not (opened and closed) else f"{head}{{{body}}}"])
+            rest = "" if not (opened and closed) else after
+            continue
+        parts += [[head], choices]
+        total, rest = total * len(choices), after
+        if total > MAX_BRACES:
+            raise UsageError(f"{name} stands for more than {MAX_BRACES} names")
+    return ["".join(choice) for choice in product(*parts)]
+
+
+def _choices(body: str) -> list[str] | None:
+    """What one pair of braces stands for; None if it is no pattern."""
+    first, dots, last = body.partition("..")
+    if dots and first.isdecimal() and last.isdecimal():
+        width = len(first) if first.startswith("0") or len(first) == len(last) else 0
+        low, high = int(first), int(last)
+        if abs(high - low) >= MAX_BRACES:
+            raise UsageError(f"{{{body}}} stands for more than {MAX_BRACES} names")
+        step = 1 if low <= high else -1
+        return [str(number).zfill(width) for number in range(low, high + step, step)]
+    return body.split(",") if "," in body else None
+
+
+def find_sources(name: str, options: SourceOptions, excluded: set[str]) -> list[RowSource]:
+    """The sources of one argument of the command line.
+
+    Raises:
+        UsageError: nothing is there, or an address of an unknown kind.
+    """
+    if is_hub_dataset(name):
+        return [DatasetSource(name, options)]
+    if not is_local(name):
+        return [_remote_source(url, options) for pattern in expand_braces(name) for url in _remote_matches(pattern)]
+    if os.path.exists(name):
+        return [_local_source(name, options, excluded)]
+    expanded = expand_braces(name)
+    if len(expanded) > 1 or _suffix(name) in ROW_SOURCES:
+        return [source for one in expanded for source in _local_matches(one, options, excluded)]
+    return _local_matches(name, options, excluded)
+
+
+def _local_matches(name: str, options: SourceOptions, excluded: set[str]) -> list[RowSource]:
+    if not os.path.exists(name) and glob.has_magic(name):
+        matches = sorted(glob.glob(name, recursive=True), key=natural_key)
+        if any(_suffix(match) in ROW_SOURCES for match in matches):
+            wanted = [m for m in matches if os.path.isfile(m) and _suffix(m) in ROW_SOURCES.keys() | MEDIA_SUFFIXES]
+            return [
+                _local_source(match, options, excluded) for match in wanted if os.path.realpath(match) not in excluded
+            ]
+    return [_local_source(name, options, excluded)]
+
+
+def _local_source(name: str, options: SourceOptions, excluded: set[str]) -> RowSource:
+    if os.path.isdir(name):
+        return DatasetSource(name, options) if is_saved_dataset(Path(name)) else FileSource(name, excluded)
+    if _suffix(name) in ROW_SOURCES and not glob.has_magic(name):
+        if not os.path.isfile(name):
+            raise UsageError(f"no such file: {name}")
+        return ROW_SOURCES[_suffix(name)](name, options)
+    return FileSource(name, excluded)
+
+
+def _remote_matches(url: str) -> list[str]:
+    """Addresses that match a glob; an address without one as it is."""
+    if not glob.has_magic(url):
+        return [url]
+    system, path = open_file_system(url)
+    try:
+        found = sorted(map(str, system.glob(path)), key=natural_key)
+    except Exception as error:
+        raise UsageError(f"cannot list {url}: {one_line(error)}") from error
+    if not found:
+        raise UsageError(f"nothing matches {url!r}")
+    return [str(system.unstrip_protocol(match)) for match in found]
+
+
+def _remote_source(url: str, options: SourceOptions) -> RowSource:
+    return ROW_SOURCES[_suffix(url)](url, options) if _suffix(url) in ROW_SOURCES else RemoteFiles(url)
+
+
+def _suffix(name: str) -> str:
+    return os.path.splitext(name)[1].lower()
+
+
+class Inputs:
+    """All rows that a command names, each once and numbered. Iterating again yields the same rows."""
+
+    def __init__(self, paths: Sequence[str], options: SourceOptions, skip: Iterable[Path] = ()) -> None:
+        """List the sources; nothing is read yet.
+
+        Args:
+            skip: files that are never inputs (those of the job's output).
+
+        Raises:
+            UsageError: a path that names nothing.
+        """
+        self.paths, self.options, self._output_files = paths, options, list(skip)
+        excluded = {os.path.realpath(path) for path in self._output_files}
+        self.sources = [source for path in paths for source in find_sources(path, options, excluded)]
+
+    @property
+    def is_listed(self) -> bool:
+        """Whether all rows are known from listings."""
+        return all(source.is_listed for source in self.sources)
+
+    def count(self) -> int | None:
+        """Number of rows, if it is cheap to have."""
+        total = 0
+        for source in self.sources:
+            number = source.count()
+            if number is None:
+                return None
+            total += number
+        return total
+
+    def check(self) -> None:
+        """Refuse what can be seen to be wrong before a job begins.
+
+        Raises:
+            UsageError: no rows, a missing file, a bad manifest, two rows of one id, a table without the column.
+        """
+        for source in self.sources:
+            if is_local(source.name) or source is self.sources[0]:
+                source.check()
+        first = list(islice(self.rows(lambda ident: True), MAX_MISSING if self.is_listed else 1))
+        if not first:
+            skipped = describe_skipped(self.paths, self._output_files)
+            raise UsageError(
+                f"no images or videos in {', '.join(self.paths)} (supported: {', '.join(sorted(MEDIA_SUFFIXES))})"
+                + (f"; {skipped}" if skipped else "")
+            )
+        if self.is_listed and not any(os.path.exists(item.path) for item in first):
+            more = f" (nor any other of {len(first)})" if first[1:] else ""
+            raise UsageError(f"no such file: {first[0].path}{more}")
+
+    def rows(self, skip: Skip) -> Iterator[Item]:
+        """The rows with `id`, `file_name` and `index`. Those to skip may lack their content.
+
+        Raises:
+            UsageError: a bad manifest, or one with two rows of an id. Other sources yield error rows.
+        """
+        known: dict[str, int] = {}
+        index = 0
+        for source in self.sources:
+            for item in source.rows(skip):
+                row = self._named(item) if source.is_listed else item
+                key = hash((os.path.abspath(row.path) if source.is_listed else "", row.prompt))
+                if row.id in known:
+                    if source.is_listed and known[row.id] == key:
+                        continue
+                    if source.is_listed:
+                        raise UsageError(
+                            f"two rows have the id {short_repr(row.id)} ({row.path}): give each row its own id"
+                        )
+                    row = _repeated(row, known)
+                known[row.id] = key
+                yield replace(row, index=index)
+                index += 1
+
+    def _named(self, item: Item) -> Item:
+        name = relative_name(item.path, self.options.base)
+        return replace(item, id=item.id or name, file_name=name)
+
+
+def _repeated(row: Item, known: dict[str, int]) -> Item:
+    """An error row for a second row of one id."""
+    number = 2
+    while f"{row.id}#{number}" in known:
+        number += 1
+    message = f"the input has an earlier row with the id {short_repr(row.id)}"
+    return replace(row, id=f"{row.id}#{number}", content=Unreadable("DuplicateId", message))
+
+
+def collect_items(paths: Sequence[str], base: Path, skip: Iterable[Path] = ()) -> list[Item]:
+    """All rows of files, folders, globs and manifests as a list; file names are relative to `base`.
+
+    Args:
+        skip: files that are never inputs.
+
+    Raises:
+        UsageError: as `Inputs`.
+    """
+    inputs = Inputs(paths, SourceOptions(base), skip)
+    inputs.check()
+    return list(inputs.rows(lambda ident: False))
+
+
+__all__ = ["ROW_SOURCES", "Inputs", "collect_items", "expand_braces", "find_sources"]

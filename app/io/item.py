@@ -1,0 +1,98 @@
+"""A row of the input (`Item`), and what yields rows (`RowSource`): a new input format is one class."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from mmspec.app.caption.config import default_prompt
+from mmspec.app.io import videos
+from mmspec.app.io.content import Content
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """An image or video with its prompt.
+
+    Attributes:
+        path: of the file; with `content` only a name, whose suffix tells images from videos.
+        id: of its row.
+        file_name: relative to the folder of the output.
+        prompt: its own prompt; None for the one of the job.
+        index: position in the input.
+        answer: a text to train a drafter on, from a manifest.
+        content: where to read it; None: the file at `path`.
+    """
+
+    path: Path
+    id: str = ""
+    file_name: str = ""
+    prompt: str | None = None
+    index: int = -1
+    answer: str | None = None
+    content: Content | None = None
+
+    @property
+    def is_video(self) -> bool:
+        """Whether the suffix is that of a video."""
+        return self.path.suffix.lower() in videos.VIDEO_SUFFIXES
+
+    def resolve_prompt(self, default: str | None = None) -> str:
+        """Its own prompt, else `default`, else the default of images or videos."""
+        return self.prompt or default or default_prompt(self.is_video)
+
+
+Skip = Callable[[str], bool]
+"""Whether the row of an id is finished: a source need not read its picture."""
+
+
+@dataclass(frozen=True)
+class SourceOptions:
+    """How tables and archives are read.
+
+    Attributes:
+        base: the folder that names in the rows are relative to.
+        image_column: column of the picture, or extension of the member of a tar archive; None: found by name and type.
+        prompt_column: column of the prompt; None: no row has its own.
+        id_column: column of the id; None: the name of the file and the row's number or key.
+        split: of a dataset of the Hugging Face hub.
+        urls: None: no addresses are read; "public": http(s) addresses in rows, if they are public; "any": all of them.
+    """
+
+    base: Path = Path()
+    image_column: str | None = None
+    prompt_column: str | None = None
+    id_column: str | None = None
+    split: str = "train"
+    urls: str | None = None
+
+
+class RowSource(Protocol):
+    """Rows of one input in a fixed order: iterating again yields the same ids in the same order.
+
+    Attributes:
+        name: for messages.
+        is_listed: all rows are known from a listing or a manifest, which is read in whole and checked before a job
+            begins. Of other sources problems are found on the way and become error rows.
+    """
+
+    name: str
+    is_listed: bool
+
+    def rows(self, skip: Skip) -> Iterator[Item]:
+        """The rows, one after the other, with `id` set and `index` not. Rows to skip may lack their content."""
+
+    def count(self) -> int | None:
+        """Number of rows if it can be had without reading them, else None."""
+
+    def check(self) -> None:
+        """Read what describes the input: a schema, a first header.
+
+        Raises:
+            UsageError: it cannot be read, or lacks a column.
+        """
+
+
+__all__ = ["Item", "RowSource", "Skip", "SourceOptions"]

@@ -1,0 +1,49 @@
+"""The settings of a caption job, beside its rows: a resumed job cannot mix two kinds of captions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mmspec.app.errors import UsageError
+from mmspec.app.io import jsonl
+
+Settings = Mapping[str, Any]
+
+
+def check_settings(metadata: Path, settings: Settings, output: Path) -> None:
+    """Compare the settings of rows that exist with those of this job.
+
+    Raises:
+        UsageError: they differ, or are missing or damaged.
+    """
+    advice = "use another --out, or --overwrite"
+    try:
+        old = json.loads(metadata.read_text())["settings"]
+    except FileNotFoundError:
+        raise UsageError(f"{output} has rows but no {metadata.name} beside it: {advice}") from None
+    except (ValueError, KeyError, TypeError):
+        raise UsageError(f"{metadata} is damaged: {advice}") from None
+    different_keys = [key for key in sorted(set(old) | set(settings)) if old.get(key) != settings.get(key)]
+    if different_keys:
+        changed = ", ".join(f"{key} {old.get(key)!r} (now {settings.get(key)!r})" for key in different_keys)
+        raise UsageError(f"{output} was written with {changed}: use the same settings, another --out, or --overwrite")
+
+
+def write_settings(metadata: Path, settings: Settings) -> bool:
+    """Write the settings; returns whether they were not there yet."""
+    from mmspec.app.versions import mmspec_version
+
+    text = json.dumps({"settings": dict(settings), "mmspec_version": mmspec_version()}, indent=2)
+    try:
+        if json.loads(metadata.read_text())["settings"] == dict(settings):
+            return False
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    jsonl.replace_file(metadata, text.encode() + b"\n")
+    return True
+
+
+__all__ = ["Settings", "check_settings", "write_settings"]

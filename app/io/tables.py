@@ -1,0 +1,235 @@
+"""Tables of pictures as rows: Parquet files, and `datasets` of the Hugging Face hub or a local folder.
+
+Read a few rows at a time. Pictures are taken as the bytes that they are and decoded elsewhere; a damaged part of a file
+is one error row. The packages are optional: `pip install 'mmspec[data]'`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from mmspec.app.errors import UsageError, one_line
+from mmspec.app.io.cells import find_image_column, local_name, require_column, table_row
+from mmspec.app.io.content import Unreadable, is_local, open_file_system
+from mmspec.app.io.item import Item, Skip, SourceOptions
+
+ROWS_PER_READ = 64
+MAX_GROUP_BYTES = 8 << 30
+"""Largest uncompressed size of the columns read of one row group, as its header states it."""
+HUB_PREFIX = "hf://datasets/"
+
+
+@contextmanager
+def needs_extra(name: str, extra: str = "data") -> Iterator[None]:
+    """Turn a missing package into one line.
+
+    Raises:
+        UsageError: the block cannot import it.
+    """
+    try:
+        yield
+    except ImportError as error:
+        raise UsageError(
+            f"{name} needs a package that is missing ({one_line(error)}): pip install 'mmspec[{extra}]'"
+        ) from error
+
+
+class _Columns:
+    """The columns to read, found once: picture, prompt, id."""
+
+    def __init__(self, names: Sequence[str], options: SourceOptions, what: str) -> None:
+        self.image = find_image_column(names, options.image_column, what)
+        optional = (("--prompt-column", options.prompt_column), ("--id-column", options.id_column))
+        self.prompt, self.id = (name and require_column(names, name, flag, what) for flag, name in optional)
+
+    @property
+    def light(self) -> list[str]:
+        """Columns besides the picture."""
+        return list(dict.fromkeys(name for name in (self.prompt, self.id) if name))
+
+    @property
+    def all(self) -> list[str]:
+        return list(dict.fromkeys([self.image, *self.light]))
+
+    def cells(self, row: dict[str, Any]) -> tuple[Any, Any, Any]:
+        """Picture, prompt and id of a row; None for what it lacks."""
+        return row.get(self.image), self.prompt and row.get(self.prompt), self.id and row.get(self.id)
+
+
+class ParquetSource:
+    """Rows of one Parquet file, local or remote."""
+
+    is_listed = False
+
+    def __init__(self, url: str, options: SourceOptions) -> None:
+        self.url, self.options = url, options
+        self.name = local_name(url, options.base)
+        self._folder = (str(Path(url).parent) if is_local(url) else url.rpartition("/")[0]) or "."
+
+    @contextmanager
+    def _open(self) -> Iterator[Any]:
+        with needs_extra(self.name):
+            import pyarrow.parquet as pq
+        if is_local(self.url):
+            with pq.ParquetFile(self.url, memory_map=False) as file:
+                yield file
+            return
+        system, path = open_file_system(self.url)
+        with system.open(path, "rb") as stream, pq.ParquetFile(stream) as file:
+            yield file
+
+    def count(self) -> int | None:
+        try:
+            with self._open() as file:
+                return int(file.metadata.num_rows)
+        except Exception:
+            return None
+
+    def check(self) -> None:
+        try:
+            with self._open() as file:
+                _Columns(file.schema_arrow.names, self.options, self.name)
+        except UsageError:
+            raise
+        except Exception as error:  # pyarrow and drivers raise types of their own
+            raise UsageError(f"cannot read {self.url}: {one_line(error)}") from error
+
+    def rows(self, skip: Skip) -> Iterator[Item]:
+        try:
+            with self._open() as file:
+                columns = _Columns(file.schema_arrow.names, self.options, self.name)
+                first = 0
+                for group in range(file.num_row_groups):
+                    yield from self._group(file, group, columns, first, skip)
+                    first += file.metadata.row_group(group).num_rows
+        except Exception as error:
+            yield self._failure("rest", "Unreadable", one_line(error))
+
+    def _failure(self, part: str, kind: str, message: str) -> Item:
+        name = f"{self.name}#{part}"
+        return Item(Path(name), name, name, content=Unreadable(kind, f"{self.name}: {message}"))
+
+    def _group(self, file: Any, group: int, columns: _Columns, first: int, skip: Skip) -> Iterator[Item]:
+        metadata = file.metadata.row_group(group)
+        size = sum(
+            part.total_uncompressed_size
+            for part in map(metadata.column, range(metadata.num_columns))
+            if part.path_in_schema.split(".")[0] in columns.all
+        )
+        if size > MAX_GROUP_BYTES:
+            yield self._failure(
+                f"group{group}", "TooLarge", f"row group {group} has {size} bytes; the limit is {MAX_GROUP_BYTES}"
+            )
+            return
+        number = first
+        try:
+            finished = self._finished(file, group, columns, first, skip)
+            wanted = columns.light if finished else columns.all
+            for batch in _batches(file, group, wanted, metadata.num_rows):
+                for row in batch:
+                    picture, prompt, ident = columns.cells(row)  # no picture of a finished group
+                    yield table_row(picture, prompt, ident, number, self.name, self._folder, self.options)
+                    number += 1
+        except Exception as error:  # a damaged page
+            yield self._failure(f"group{group}", "Unreadable", f"row group {group}: {one_line(error)}")
+
+    def _finished(self, file: Any, group: int, columns: _Columns, first: int, skip: Skip) -> bool:
+        """Whether all rows of the group are to be skipped."""
+        count = file.metadata.row_group(group).num_rows
+        if columns.id is None:
+            return all(skip(f"{self.name}#{number}") for number in range(first, first + count))
+        batches = _batches(file, group, [columns.id], count)
+        return all(skip(str(row[columns.id])) for batch in batches for row in batch)
+
+
+def _batches(file: Any, group: int, columns: list[str], count: int) -> Iterator[list[dict[str, Any]]]:
+    """Rows of a group, a few at a time."""
+    if not columns:
+        for start in range(0, count, ROWS_PER_READ):
+            yield [{} for _ in range(min(ROWS_PER_READ, count - start))]
+        return
+    for batch in file.iter_batches(batch_size=ROWS_PER_READ, row_groups=[group], columns=columns, use_threads=False):
+        yield batch.to_pylist()
+
+
+class DatasetSource:
+    """Rows of a `datasets` dataset: a folder of `save_to_disk`, or one of the hub, streamed."""
+
+    is_listed = False
+
+    def __init__(self, name: str, options: SourceOptions) -> None:
+        self.name, self.options = name.rstrip("/"), options
+        self._on_hub = name.startswith(HUB_PREFIX)
+        self._folder = self.name if self._on_hub else str(Path(name))
+
+    def _load(self) -> Any:
+        with needs_extra(self.name):
+            import datasets
+        try:
+            if not self._on_hub:
+                found = datasets.load_from_disk(self.name)
+                is_dict = isinstance(found, datasets.DatasetDict)
+                return self._decoded_nowhere(datasets, found[self.options.split] if is_dict else found)
+            repository, _, revision = self.name.removeprefix(HUB_PREFIX).partition("@")
+            found = datasets.load_dataset(
+                repository, split=self.options.split, streaming=True, revision=revision or None
+            )
+            return self._decoded_nowhere(datasets, found)
+        except UsageError:
+            raise
+        except Exception as error:  # datasets and the hub raise types of their own
+            raise UsageError(
+                f"cannot read the dataset {self.name}, split {self.options.split}: {one_line(error)}"
+            ) from error
+
+    def _decoded_nowhere(self, datasets: Any, found: Any) -> Any:
+        """The dataset with its pictures as bytes or paths: they are decoded in the decoder process."""
+        if found.features is None:
+            found = found._resolve_features()
+        for name, feature in found.features.items():
+            if isinstance(feature, (datasets.Image, getattr(datasets, "Video", datasets.Image))):
+                found = found.cast_column(name, type(feature)(decode=False))
+        return found
+
+    def count(self) -> int | None:
+        try:
+            found = self._load()
+            return len(found) if not self._on_hub else found.info.splits[self.options.split].num_examples
+        except Exception:
+            return None
+
+    def check(self) -> None:
+        _Columns(list(self._load().features), self.options, self.name)
+
+    def rows(self, skip: Skip) -> Iterator[Item]:
+        number = 0
+        try:
+            found = self._load()
+            columns = _Columns(list(found.features), self.options, self.name)
+            for row in found.select_columns(columns.all):
+                yield table_row(*columns.cells(row), number, self.name, self._folder, self.options)
+                number += 1
+        except Exception as error:
+            name = f"{self.name}#rest"
+            yield Item(
+                Path(name), name, name, content=Unreadable("Unreadable", f"after row {number}: {one_line(error)}")
+            )
+
+
+def is_saved_dataset(folder: Path) -> bool:
+    """Whether `folder` was written by `Dataset.save_to_disk` or `DatasetDict.save_to_disk`."""
+    return (folder / "dataset_dict.json").is_file() or all(
+        (folder / f).is_file() for f in ("state.json", "dataset_info.json")
+    )
+
+
+def is_hub_dataset(name: str) -> bool:
+    """Whether `name` is `hf://datasets/OWNER/NAME`, perhaps with `@REVISION`, and names no file in it."""
+    return re.fullmatch(re.escape(HUB_PREFIX) + r"[\w.-]+/[\w.-]+(@[\w./-]+)?/?", name) is not None
+
+
+__all__ = ["DatasetSource", "ParquetSource", "is_hub_dataset", "is_saved_dataset", "needs_extra"]

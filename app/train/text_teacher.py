@@ -1,0 +1,170 @@
+"""A language model as the target of `mmspec train --drafter draft-lm`: its requests, and its answers to them.
+
+The requests are the lines of text files, or written by the model itself: behind the beginning of a user's turn in its
+chat template it continues with a question (Magpie, arXiv 2406.08464).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mmspec.app.caption.config import SCENES_MODEL
+from mmspec.app.errors import UsageError, one_line
+from mmspec.app.io.jsonl import replace_file
+from mmspec.app.modeling.captioner import Captioner
+from mmspec.app.modeling.random_models import SIZES
+from mmspec.app.train.data import Teacher
+from mmspec.app.train.datasets import Request
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+logger = logging.getLogger("mmspec")
+
+REQUESTS = "requests.json"
+"""Requests that the target has written, in the folder of the run."""
+QUESTION_TOKENS = 32
+"""Largest length of such a request."""
+_MARK = "<<question>>"
+
+
+class TextRequests:
+    """Questions without images. A `RequestDataset`."""
+
+    def __init__(self, questions: Sequence[str]) -> None:
+        self.questions = list(questions)
+
+    def __len__(self) -> int:
+        return len(self.questions)
+
+    def __getitem__(self, index: int) -> Request:
+        return Request([], self.questions[index])
+
+    @property
+    def digest(self) -> str:
+        """Hash of the questions."""
+        return hashlib.sha256(json.dumps(self.questions).encode()).hexdigest()[:16]
+
+
+class TextCaptioner(Captioner):
+    """`Captioner` of a language model: the processor is its tokenizer, and there are no media."""
+
+    def build_inputs(self, media: Sequence[Any], prompts: Sequence[str]) -> dict[str, Any]:
+        """Keyword arguments of `generate` for questions, padded on the left."""
+        tokenizer: Any = self.processor
+        texts = [question_text(tokenizer, prompt) for prompt in prompts]
+        inputs = tokenizer(texts, add_special_tokens=tokenizer.chat_template is None, padding=True, return_tensors="pt")
+        device = self.model.device
+        return {name: inputs[name].to(device) for name in ("input_ids", "attention_mask")}
+
+
+class TextTeacher(Teacher):
+    """`Teacher` of a language model; generates answers, computes no hidden states."""
+
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, data: TextRequests) -> None:
+        tokenizer_owner: Any = _TokenizerOwner(tokenizer)
+        super().__init__(model, tokenizer_owner, data)
+        processor: Any = tokenizer
+        self.captioner = TextCaptioner(model, processor)
+
+
+class _TokenizerOwner:
+    """Has a tokenizer, as a processor."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+
+
+def is_text_target(target: str) -> bool:
+    """Whether `--target` is a language model without images. Reads its config; a hub id may download it."""
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
+    if target in SIZES or target == SCENES_MODEL:
+        return False
+    if target.endswith(".gguf"):
+        return True
+    try:
+        config = AutoConfig.from_pretrained(target)
+    except Exception as error:
+        raise UsageError(f"cannot load --target {target}: {one_line(error)}") from error
+    return config.model_type not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
+
+def question_text(tokenizer: Any, question: str) -> str:
+    """The prompt of a question: by the chat template, or the question alone."""
+    if tokenizer.chat_template is None:
+        return question
+    messages = [{"role": "user", "content": question}]
+    text: str = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    return text
+
+
+def read_questions(paths: Sequence[str]) -> list[str]:
+    """The lines of text files that are not empty.
+
+    Raises:
+        UsageError: a file cannot be read, or there is no line in any of them.
+    """
+    questions: list[str] = []
+    for path in paths:
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(
+                f"--data {path}: {one_line(error)}; for a language model --data names text files, a request per line"
+            ) from error
+        questions += [line.strip() for line in text.splitlines() if line.strip()]
+    if not questions:
+        raise UsageError("--data: the text files are empty; they hold a request per line")
+    return questions
+
+
+def write_questions(
+    model: PreTrainedModel, tokenizer: Any, folder: Path, count: int, batch_size: int, seed: int
+) -> list[str]:
+    """Requests that the model writes itself, sampled at temperature 1; those in the folder are read, not written again.
+
+    Raises:
+        UsageError: the tokenizer has no chat template, in which a user's turn could begin.
+    """
+    file = folder / REQUESTS
+    questions: list[str] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else []
+    if len(questions) >= count:
+        return questions[:count]
+    if tokenizer.chat_template is None:
+        raise UsageError(
+            "--target has no chat template, so that it cannot write requests itself: pass --data text files"
+        )
+    prefix = question_text(tokenizer, _MARK).partition(_MARK)[0]
+    inputs = tokenizer([prefix] * batch_size, add_special_tokens=False, return_tensors="pt").to(model.device)
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(seed + len(questions))
+    while len(questions) < count:
+        outputs = model.generate(
+            **inputs, max_new_tokens=QUESTION_TOKENS, do_sample=True, temperature=1.0, top_p=0.95, top_k=0
+        )
+        texts = tokenizer.batch_decode(outputs[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        new = (" ".join(text.split()) for text in texts)
+        questions = list(dict.fromkeys([*questions, *(text for text in new if len(text) > 8)]))
+        replace_file(file, json.dumps(questions, indent=0).encode())
+        logger.info("mmspec: %d of %d requests written", len(questions), count)
+    return questions[:count]
+
+
+__all__ = [
+    "TextCaptioner",
+    "TextRequests",
+    "TextTeacher",
+    "is_text_target",
+    "question_text",
+    "read_questions",
+    "write_questions",
+]

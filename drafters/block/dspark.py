@@ -1,0 +1,133 @@
+"""Drafts with a `DsparkHead` (DSpark, arXiv 2607.05147; DFlash is the same without its two small heads)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from mmspec.drafters.block.base import BlockDrafter
+from mmspec.drafters.block.dspark_head import DsparkHead
+from mmspec.drafters.block.markov import BigramHead, fit_vocabulary
+from mmspec.drafters.eagle.attention import select_last
+from mmspec.drafters.eagle.expand import LevelExpander, StatelessExpander
+from mmspec.drafters.eagle.state import DraftState
+
+
+class DsparkDrafter(BlockDrafter):
+    """Drafts a block from one forward over its positions; the context only adds keys and values.
+
+    `DraftState.extra` is [B], the last emitted token of each row, with which its next block begins.
+    """
+
+    head: DsparkHead
+
+    def __init__(self, head: DsparkHead, visual_mode: str = "coupled", **options: Any) -> None:
+        """
+        Args:
+            head: the draft head.
+            visual_mode: which positions are context: all ("coupled") or text alone ("text_only"); the others of
+                `VISUAL_MODES` replace features of visual positions.
+            **options: further arguments of `BlockDrafter`.
+        """
+        super().__init__(head, visual_mode, **options)
+
+    @property
+    def compressor_hidden_size(self) -> int | None:
+        """See `mmspec.interfaces.TrainedDrafter`: it reads several hidden states, which no trained compressor fits."""
+        return None
+
+    def sync(self, state: DraftState) -> None:
+        """See `HeadDrafter`; also keeps the last token of each row."""
+        last = state.first_ids if state.extra is None else state.extra
+        assert last is not None
+        for part in state.pending:
+            last = select_last(part.tokens[..., None], part.counts, last[:, None])[:, 0]
+        state.extra = last
+        super().sync(state)
+
+    def extend_context(self, state: DraftState, inputs: Tensor, position_ids: Tensor, counts: list[int]) -> None:
+        """See `HeadDrafter`: keys and values of the features, without a forward."""
+        kv_cache = state.kv_cache
+        kv_cache.begin_forward(inputs.shape[1])
+        cos, sin = self.rotary_embedding(state, position_ids)
+        for index, (keys, values) in enumerate(self.head.context_keys_values(inputs, cos, sin)):
+            kv_cache.write(index, keys, values)
+        kv_cache.seq_lens = [length + count for length, count in zip(kv_cache.seq_lens, counts, strict=True)]
+
+    def block_features(self, state: DraftState) -> Tensor:
+        """See `BlockDrafter`. The block's keys and values are dropped afterwards."""
+        kv_cache, k, device = state.kv_cache, self.block_size, state.last_hidden.device
+        assert state.extra is not None
+        anchors = state.shared_embeddings.embed(state.extra).to(state.last_hidden.dtype)
+        kv_cache.begin_forward(k)
+        is_key = None
+        if not kv_cache.is_uniform:  # positions between a row's own block and the longest row's are no keys
+            ends = torch.tensor(kv_cache.seq_lens, device=device)[:, None] + k
+            is_key = (torch.arange(kv_cache.kv_len, device=device) < ends)[:, None, None]
+        first = torch.tensor(state.next_positions, device=device)[:, None]
+        cos, sin = self.rotary_embedding(state, first + torch.arange(k, device=device))
+
+        def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+            is_gqa = queries.shape[1] != keys.shape[1]
+            keys, values = kv_cache.write(layer, keys, values)
+            return functional.scaled_dot_product_attention(queries, keys, values, is_key, enable_gqa=is_gqa)
+
+        return self.head.forward_block(self.head.block_inputs(anchors, k), cos, sin, attend)
+
+    def expander(self, state: DraftState) -> LevelExpander | None:
+        """See `BlockDrafter`."""
+        bigram_head = self.head.bigram_head
+        return None if bigram_head is None else BigramExpander(self, bigram_head, state)
+
+
+class BigramExpander(StatelessExpander):
+    """A `LevelExpander` that applies the LM head once for the whole block, and the `BigramHead` at each node.
+
+    The hidden states of nodes are the R numbers of their tokens.
+    """
+
+    def __init__(self, drafter: DsparkDrafter, bigram_head: BigramHead, state: DraftState) -> None:
+        assert state.extra is not None
+        self.state = state
+        self.head = drafter.head
+        self.bigram_head = bigram_head
+        self.features = drafter.block_features(state)
+        self.base_logits = drafter.logits(state, self.features)
+        self.root_hidden = bigram_head.embed(state.extra, state.shared_embeddings).to(self.features.dtype)[:, None]
+        ids = None if self.head.lm_head is not None else state.draft_ids  # an LM head of its own has draft ids only
+        self.draft_vocab_proj = None if ids is None else bigram_head.vocab_proj.weight[ids]
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """See `LevelExpander`; [B, W, R]."""
+        ids = tokens if self.state.draft_ids is None else self.state.draft_ids[tokens]
+        return self.bigram_head.embed(ids, self.state.shared_embeddings)
+
+    def expand(self, level: int, inputs_embeds: Tensor, parent_hidden: Tensor) -> Tensor:
+        """See `LevelExpander`; the embeddings are those of `embed`."""
+        return inputs_embeds
+
+    def logits(self, level: int, hidden_states: Tensor) -> Tensor:
+        """See `LevelExpander`."""
+        base_logits = self.base_logits[:, level, None]
+        if self.draft_vocab_proj is None:
+            bias = fit_vocabulary(self.bigram_head.vocab_proj(hidden_states), base_logits.shape[-1])
+        else:
+            bias = functional.linear(hidden_states, self.draft_vocab_proj)
+        return base_logits + bias.float()
+
+    def calibrate(self, level: int, hidden_states: Tensor, log_probs: Tensor) -> Tensor:
+        """See `LevelExpander`: where the confidence is below the best probability, all are scaled down to it.
+
+        The controller then scores fewer nodes of a block that is not trusted, and more of another.
+        """
+        if self.head.confidence_head is None:
+            return log_probs
+        features = self.features[:, level, None].expand(-1, hidden_states.shape[1], -1)
+        confidence = functional.logsigmoid(self.head.confidence(features, hidden_states).float())[..., None]
+        return log_probs + (confidence - log_probs[..., :1]).clamp(max=0)
+
+
+__all__ = ["BigramExpander", "DsparkDrafter"]

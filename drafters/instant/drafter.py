@@ -1,0 +1,111 @@
+"""Instant heads as a drafter: a tree from the target's last hidden state and the token that it has just picked.
+
+The head has no context of its own, so nothing is read from the prompt but its last hidden state, and nothing of earlier
+rounds is stored. Drafting costs one product with the LM head over k positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmspec.drafters.block.markov import MarkovExpander
+from mmspec.drafters.block.online import LearnableBlock
+from mmspec.drafters.eagle.attention import select_last
+from mmspec.drafters.eagle.base import MAX_HEAD_TREE_SIZE
+from mmspec.drafters.eagle.expand import LevelExpander
+from mmspec.drafters.eagle.state import DraftState, Pending
+from mmspec.drafters.instant.fit import RidgeFit
+from mmspec.drafters.instant.head import InstantHead
+from mmspec.engine.tree import DraftTree, root_only
+from mmspec.interfaces import ClosedFormFit, DrafterRequirements, Prompt
+
+MAX_FULL_VOCAB = 8192
+"""Largest vocabulary that is drafted from as a whole."""
+
+
+class InstantDrafter(LearnableBlock):
+    """Drafts with an `InstantHead`. `DraftState.last_hidden` is the target's hidden state before the root.
+
+    `DraftState.extra` is [B, D], the embedding of the root.
+
+    Attributes:
+        is_ready: whether the head was trained; without, it would draft the root again.
+    """
+
+    head: InstantHead
+    learned_parts = ("fc.", "block_proj.", "markov_head.")
+    records_every_position = True
+    starts_untrained = True
+
+    def __init__(self, head: InstantHead, visual_mode: str = "text_only", **options: Any) -> None:
+        """
+        Args:
+            head: the draft head.
+            visual_mode: recorded in its config; the head reads no visual tokens.
+            **options: further arguments of `BlockDrafter`.
+        """
+        super().__init__(head, visual_mode, **options)
+        self.is_ready = bool(head.block_proj.weight.any())
+
+    def set_hidden_state_indices(self, indices: tuple[int, ...], num_layers: int) -> None:
+        """See `HeadDrafter`; the input embeddings of the prompt are not needed."""
+        super().set_hidden_state_indices(indices, num_layers)
+        self.requirements = DrafterRequirements(hidden_state_indices=indices, max_tree_size=MAX_HEAD_TREE_SIZE)
+
+    @torch.inference_mode()
+    def propose(self, state: DraftState, max_nodes: int, active: Sequence[bool]) -> DraftTree:
+        """See `HeadDrafter`; the root alone before anything was learned."""
+        if not self.is_ready:
+            return root_only(len(active), state.last_hidden.device)
+        return super().propose(state, max_nodes, active)
+
+    @property
+    def compresses_visual_tokens(self) -> bool:
+        """True: the head reads none, so a compressor would have no effect."""
+        return True
+
+    def _prefill(self, state: DraftState, prompt: Prompt, first_ids: Tensor) -> None:
+        """Take the hidden state of the last position of each row."""
+        state.last_hidden = self.last_prompt_hidden(prompt)
+        state.extra = state.shared_embeddings.embed(first_ids).to(state.last_hidden.dtype)
+
+    def _forward_pending(self, state: DraftState) -> None:
+        """Take the last token that was emitted in each row, and the hidden state before it."""
+        pending, state.pending = Pending.concatenate(state.pending), []
+        assert state.extra is not None
+        embeds = state.shared_embeddings.embed(pending.tokens).to(state.extra.dtype)
+        state.last_hidden = select_last(pending.hidden_states, pending.counts, state.last_hidden)
+        state.extra = select_last(embeds, pending.counts, state.extra)
+
+    def block_features(self, state: DraftState) -> Tensor:
+        """See `BlockDrafter`."""
+        assert state.extra is not None
+        return self.head.block_features(state.extra, state.last_hidden)
+
+    def learned_features(self, head: InstantHead, inputs: Tensor, root_embeds: Tensor) -> Tensor:
+        """See `LearnableBlock`; `inputs` are the target's hidden states."""
+        return head.block_features(root_embeds, inputs)
+
+    def closed_form(self, module: nn.Module) -> ClosedFormFit | None:
+        """See `LearnableDrafter`: ridge regression of the target's later hidden states."""
+        assert isinstance(module, InstantHead)
+        return RidgeFit(module)
+
+    def publish(self, weights: Mapping[str, Tensor], candidate_ids: Tensor | None) -> None:
+        """See `LearnableDrafter`. Of a large vocabulary only the ids that occurred are drafted, in calls after this."""
+        super().publish(weights, candidate_ids)
+        if candidate_ids is not None and self.head.config.vocab_size > MAX_FULL_VOCAB:
+            self.draft_ids = candidate_ids
+        self.is_ready = True
+
+    def expander(self, state: DraftState) -> LevelExpander | None:
+        """See `BlockDrafter`."""
+        markov_head = self.head.markov_head
+        return None if markov_head is None else MarkovExpander(self, markov_head, state)
+
+
+__all__ = ["InstantDrafter"]

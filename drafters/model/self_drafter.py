@@ -1,0 +1,117 @@
+"""Self-speculative drafting: the target itself drafts with some of its decoder layers.
+
+No second model, no training, no memory: the draft reads the keys and values that the target has computed. Which layers
+draft is chosen among a few sets by their running acceptance and cost: early exits behind the first layers (Kangaroo,
+arXiv 2404.18911; DEL, arXiv 2504.05598), and every second or third layer left out (Draft & Verify, arXiv 2309.08168;
+SWIFT, arXiv 2410.06916). Differences from the papers: there is no adapter and no search over sets, and the target
+verifies with all layers, also those that the draft has run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+
+from mmspec.drafters.model.chain import ChainDrafter, ChainInputs, ChainState
+from mmspec.interfaces import DrafterRequirements, DraftTarget, LayerSubsets, Prompt
+
+LayerSet = tuple[int, ...]
+"""Indices of the decoder layers that draft, rising."""
+
+
+def candidate_layer_sets(num_layers: int, exit_limit: int | None = None) -> list[LayerSet]:
+    """The layer sets to choose from, the likeliest to pay first.
+
+    Args:
+        num_layers: decoder layers of the target.
+        exit_limit: where later layers read keys and values of earlier ones, the number of layers before them: only
+            early exits up to there run without the others. None: any set does.
+    """
+    edge = 2 if num_layers >= 8 else 1
+    middle = range(edge, num_layers - edge)
+    sets = [
+        tuple(layer for layer in range(num_layers) if layer not in middle[::every])
+        for every in ((2, 3) if exit_limit is None else ())
+    ]
+    limit = num_layers - 1 if exit_limit is None else exit_limit
+    sets += [tuple(range(min(limit, max(1, num_layers * quarters // 4)))) for quarters in (2, 3, 1)]
+    return [layers for layers in dict.fromkeys(sets) if 0 < len(layers) < num_layers]
+
+
+@dataclass
+class SelfState(ChainState):
+    """State of one call.
+
+    Attributes:
+        layer_sets: the sets to choose from.
+        targets: {layer set: the target with these layers}.
+        cached_lengths: of the target before the last draft.
+    """
+
+    layer_sets: list[LayerSet] = field(default_factory=list)
+    targets: dict[Hashable, DraftTarget] = field(default_factory=dict)
+    cached_lengths: list[int] = field(default_factory=list)
+
+
+class SelfDrafter(ChainDrafter):
+    """Drafts with the target's own layers."""
+
+    name = "self"
+    requirements = DrafterRequirements(layer_subsets=True)
+
+    def __init__(self, layers: Sequence[int] | None = None, max_length: int = 6) -> None:
+        """
+        Args:
+            layers: decoder layers that draft; None chooses them by running acceptance.
+            max_length: largest number of tokens of a draft.
+
+        Raises:
+            ValueError: `layers` is empty, negative or not rising.
+        """
+        super().__init__(max_length)
+        if layers is not None and (not layers or list(layers) != sorted({int(x) for x in layers if x >= 0})):
+            raise ValueError(f"layers must be rising indices of decoder layers, or None; got {layers!r}.")
+        self.layers = None if layers is None else tuple(layers)
+
+    def begin(self, prompt: Prompt) -> SelfState:
+        """See `ChainDrafter.begin`.
+
+        Raises:
+            ValueError: the target has fewer layers than `layers` names.
+        """
+        state = SelfState(**vars(super().begin(prompt)))
+        subsets = prompt.layer_subsets
+        if subsets is not None:
+            state.layer_sets = self._layer_sets(subsets)
+        return state
+
+    def variants(self, state: ChainState) -> Sequence[Hashable]:
+        """The layer sets."""
+        assert isinstance(state, SelfState)
+        return state.layer_sets
+
+    def open_chain(self, state: ChainState, variant: Hashable, active: Sequence[bool]) -> ChainInputs:
+        """The target with some layers. Its cache holds all emitted tokens but the last."""
+        assert isinstance(state, SelfState) and isinstance(variant, tuple) and state.prompt.layer_subsets is not None
+        if variant not in state.targets:
+            state.targets[variant] = state.prompt.layer_subsets.open(variant)
+        target = state.targets[variant]
+        state.cached_lengths = list(target.cached_lengths)
+        return ChainInputs(target, [row[-1:] for row in state.output_ids])
+
+    def close_chain(self, state: ChainState, chain: ChainInputs) -> None:
+        """Restore the lengths of the target's cache."""
+        assert isinstance(state, SelfState)
+        chain.target.crop(state.cached_lengths)
+
+    def _layer_sets(self, subsets: LayerSubsets) -> list[LayerSet]:
+        if self.layers is None:
+            return candidate_layer_sets(subsets.num_layers, subsets.exit_limit)
+        if self.layers[-1] >= subsets.num_layers:
+            raise ValueError(
+                f"layers must be below the target's number of decoder layers, {subsets.num_layers}; got {self.layers}."
+            )
+        return [self.layers]
+
+
+__all__ = ["LayerSet", "SelfDrafter", "SelfState", "candidate_layer_sets"]

@@ -1,0 +1,62 @@
+"""Training of instant heads from batches of whole sequences: their positions as examples, and the loss."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mmspec.drafters.block.online import block_cross_entropy
+from mmspec.drafters.training.batch import DraftModel, TrainBatch
+from mmspec.drafters.training.losses import LossWeights, TrainProgress
+from mmspec.interfaces import Examples, SharedEmbeddings
+
+MAX_FULL_SOFTMAX = 8192
+"""Largest vocabulary whose softmax is computed whole; of a larger one, over the ids of the batch."""
+
+
+def batch_examples(batch: TrainBatch, num_next: int) -> list[Examples]:
+    """The response of every sequence as consecutive examples with `num_next` following tokens each."""
+    is_response = batch.response_mask & batch.attention_mask
+    examples = []
+    for ids, states, mask in zip(batch.input_ids, batch.hidden_states, is_response, strict=True):
+        positions = mask.nonzero()[:, 0]
+        if not len(positions) or not int(positions[0]):
+            continue
+        tokens = ids[positions]
+        padded = torch.cat((tokens, tokens.new_full((num_next,), -1)))
+        next_ids = padded.unfold(0, num_next, 1)[1 : len(tokens) + 1]
+        examples.append(Examples(states[positions - 1], tokens, next_ids))
+    return examples
+
+
+def instant_loss(
+    draft_model: DraftModel,
+    batch: TrainBatch,
+    shared_embeddings: SharedEmbeddings,
+    placeholder: Tensor,
+    weights: LossWeights,
+    progress: TrainProgress,
+) -> tuple[Tensor, dict[str, float]]:
+    """Cross-entropy with the tokens of the response; arguments and results as those of `eagle_loss`.
+
+    An instant head has no context, so each position is a sample of its own. The weights of the loss are not used: there
+    is one part.
+    """
+    head = draft_model.head
+    parts = batch_examples(batch, head.config.block_size)
+    if not parts:
+        return batch.hidden_states.new_zeros(()), {}
+    inputs = torch.cat([part.inputs for part in parts])
+    root_ids = torch.cat([part.root_ids for part in parts])
+    examples = Examples(inputs, root_ids, torch.cat([part.next_ids for part in parts]))
+    with torch.no_grad():
+        root_embeds = shared_embeddings.embed(root_ids).to(inputs.dtype)
+    vocab_size = head.config.vocab_size
+    candidates = torch.arange(vocab_size, device=inputs.device) if vocab_size <= MAX_FULL_SOFTMAX else None
+    if candidates is None:
+        candidates = examples.next_ids.clamp(min=0).unique()
+    features = head.block_features(root_embeds, inputs)
+    return block_cross_entropy(features, examples, shared_embeddings, head.markov_head, candidates)
+
+
+__all__ = ["batch_examples", "instant_loss"]

@@ -1,0 +1,116 @@
+"""Measured costs on disk, so that a process starts with the trees that the last one had found best.
+
+One JSON file of numbers for each device, number of threads, shape of the target and drafter, in `costs` of the user's
+cache folder. A file that cannot be read or written, or that another program wrote, is ignored: only the first answers
+of the process are slower then. `MMSPEC_COST_CACHE=0` turns it off.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import os
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mmspec.control.depth import DepthController
+from mmspec.control.tree_size import RoundCostModel
+from mmspec.files import atomic_write, cache_folder
+
+logger = logging.getLogger("mmspec")
+
+SWITCH = "MMSPEC_COST_CACHE"
+"""Environment variable; "0" neither reads nor writes costs."""
+FORMAT = "mmspec-costs-1"
+MAX_BYTES = 1 << 20
+"""Larger files are not read."""
+
+
+def device_description(device: torch.device) -> str:
+    """What the speed of a device depends on, as far as it is known: its name, and the threads of a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{device.type} {platform.machine()} {_processor_name()} {torch.get_num_threads()} threads"
+
+
+class CostStore:
+    """The file of one drafter on one target and device."""
+
+    def __init__(self, key: Mapping[str, object], folder: Path | None = None) -> None:
+        """
+        Args:
+            key: what the costs depend on, ready for JSON.
+            folder: of all costs; None for `costs` in the user's cache folder.
+        """
+        self.key = json.dumps(key, sort_keys=True)
+        folder = cache_folder() / "costs" if folder is None else folder
+        self.path = folder / f"{hashlib.sha256(self.key.encode()).hexdigest()[:24]}.json"
+
+    @staticmethod
+    def is_enabled() -> bool:
+        """Whether costs are stored at all."""
+        return os.environ.get(SWITCH, "1") != "0"
+
+    def load(self, costs: RoundCostModel, depth: DepthController | None) -> bool:
+        """Fill a new cost model, and a depth controller that has measured nothing. Returns whether a file was read."""
+        try:
+            with self.path.open("rb") as file:
+                content = json.loads(file.read(MAX_BYTES))
+            if content["format"] != FORMAT or content["key"] != self.key:
+                raise ValueError("it is of another target or another program")
+            _check_numbers([content["rounds"], content["depth"] or []])
+            rounds = RoundCostModel()
+            rounds.restore(content["rounds"])  # may fail, so not yet on `costs`
+            if depth is not None and content["depth"] is not None:
+                depth.restore(content["depth"])
+            costs.restore(content["rounds"])
+        except FileNotFoundError:
+            return False
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            logger.info("mmspec: %s is ignored: %s", self.path, error)
+            return False
+        return True
+
+    def save(self, costs: RoundCostModel, depth: DepthController | None) -> None:
+        """Replace the file. Does nothing where it cannot be written."""
+        content = {
+            "format": FORMAT,
+            "key": self.key,
+            "rounds": costs.snapshot(),
+            "depth": None if depth is None else depth.snapshot(),
+        }
+        try:
+            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with atomic_write(self.path) as part:
+                part.write_text(json.dumps(content))
+        except OSError as error:
+            logger.info("mmspec: %s cannot be written: %s", self.path, error)
+
+
+def _check_numbers(value: Any) -> None:
+    """Raise `ValueError` for a value in nested lists and dicts that no measurement is."""
+    if isinstance(value, (dict, list)):
+        for item in value.values() if isinstance(value, dict) else value:
+            _check_numbers(item)
+    elif not (isinstance(value, (int, float)) and math.isfinite(value) and value >= 0):
+        raise ValueError(f"a measurement is a finite number that is not negative; got {value!r}")
+
+
+def _processor_name() -> str:
+    """Model name of the processor, where the system tells it."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor()
+
+
+__all__ = ["CostStore", "device_description"]

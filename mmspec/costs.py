@@ -1,0 +1,74 @@
+"""The measured costs of a patched model's drafters, loaded from and stored in the user's cache folder."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from mmspec.control.cost_store import CostStore, device_description
+from mmspec.control.depth import DepthController
+from mmspec.control.tree_size import RoundCostModel
+from mmspec.interfaces import Drafter
+from mmspec.targets.base import ModelAdapter
+
+
+class DrafterCosts:
+    """One `RoundCostModel` for each drafter, by name. Threads may share the object.
+
+    A new one starts with the costs that an earlier process stored for the same kind of target, drafter and device.
+    They are stored after 2, 4, 8, ... calls with a drafter.
+    """
+
+    def __init__(self) -> None:
+        self._models: dict[str, RoundCostModel] = {}
+        self._num_calls: dict[str, int] = {}
+        self._lock = threading.Lock()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        twin = type(self)()
+        with self._lock:
+            twin._models = copy.deepcopy(self._models, memo)
+        return twin
+
+    def model(self, drafter: Drafter, adapter: ModelAdapter) -> RoundCostModel:
+        """The costs of rounds with this drafter, on the model's current kind of device."""
+        kind = "cpu" if adapter.model.device.type == "cpu" else "other"
+        with self._lock:
+            costs = self._models.get(drafter.name)
+            if costs is None or costs.device != kind:  # the model was moved
+                costs = self._models[drafter.name] = RoundCostModel(kind)
+                if CostStore.is_enabled():
+                    CostStore(_key(drafter, adapter)).load(costs, _depth_controller(drafter))
+            return costs
+
+    def count_call(self, drafter: Drafter, adapter: ModelAdapter) -> None:
+        """Count a call with this drafter, and store its costs if that is due."""
+        with self._lock:
+            num_calls = self._num_calls[drafter.name] = self._num_calls.get(drafter.name, 0) + 1
+        if num_calls > 1 and num_calls & (num_calls - 1) == 0 and CostStore.is_enabled():
+            CostStore(_key(drafter, adapter)).save(self.model(drafter, adapter), _depth_controller(drafter))
+
+
+def _key(drafter: Drafter, adapter: ModelAdapter) -> dict[str, object]:
+    """What the costs depend on."""
+    weights = [part for part in vars(drafter).values() if isinstance(part, nn.Module)]
+    return {
+        "target": [adapter.model_type, adapter.num_layers, adapter.text_config.hidden_size, adapter.vocab_size],
+        "dtype": str(adapter.model.dtype),
+        "attention": adapter.attention,
+        "device": device_description(adapter.model.device),
+        "drafter": [drafter.name, sum(weight.numel() for part in weights for weight in part.parameters())],
+        "torch": torch.__version__,
+    }
+
+
+def _depth_controller(drafter: Drafter) -> DepthController | None:
+    controller = getattr(drafter, "depth_controller", None)
+    return controller if isinstance(controller, DepthController) else None
+
+
+__all__ = ["DrafterCosts"]

@@ -1,0 +1,328 @@
+"""A stack of Llama decoder layers in compiled code: one call per forward over the nodes of trees (few_rows.c).
+
+Embedding, decoder layers, final norm and LM head of few rows in float32, on the memory of weights and KV cache.
+Every number of a node depends on its own token, position and ancestors alone, bit for bit: not on the other nodes of
+the tree or of the batch, and not on where in the tree, or already committed, the ancestors are. So scoring a tree and
+decoding its path token by token give the same logits. Independent of transformers.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from mmspec.cpu.native import FewRowsKernel, is_plain
+
+MAX_DECODER_ROWS = 128
+"""Rows times nodes of a forward. Beyond, arithmetic is the limit, and the products of torch are as fast."""
+MIN_ANGLES = 1024
+"""Positions that the first rotary table has; it is doubled when they do not suffice."""
+RotaryFn = Callable[[Tensor], tuple[Tensor, Tensor]]
+"""[P] int64 positions -> (cos, sin), each [P, head_dim] float32."""
+
+
+@dataclass(frozen=True)
+class DecoderShape:
+    """Sizes and constants of a decoder.
+
+    Attributes:
+        hidden_size: D.
+        intermediate_size: of the gated feed-forward.
+        num_heads: query heads.
+        num_kv_heads: heads of keys and values; divides `num_heads`.
+        head_dim: even.
+        eps: of every RMSNorm.
+        scaling: factor of the attention scores.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    eps: float
+    scaling: float
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """Weights of a decoder layer, contiguous float32 on the CPU, [out, in] each; norms and biases are vectors.
+
+    The order of the attributes is that of `decoder_layer` in decoder_types.h.
+    """
+
+    input_norm: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    q_bias: Tensor | None
+    k_bias: Tensor | None
+    v_bias: Tensor | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    o: Tensor
+    o_bias: Tensor | None
+    post_norm: Tensor
+    gate: Tensor
+    up: Tensor
+    gate_bias: Tensor | None
+    up_bias: Tensor | None
+    down: Tensor
+    down_bias: Tensor | None
+
+
+@dataclass(frozen=True)
+class DecoderEnds:
+    """What is around the layers.
+
+    Attributes:
+        embeddings: [num_embeddings, D].
+        final_norm: [D].
+        lm_head: [V, D].
+        lm_head_bias: [V] or None.
+    """
+
+    embeddings: Tensor
+    final_norm: Tensor
+    lm_head: Tensor
+    lm_head_bias: Tensor | None
+
+
+@dataclass(frozen=True)
+class DecoderInputs:
+    """One forward over N nodes in each of B rows.
+
+    Attributes:
+        tokens: [B, N] int64.
+        depths: [B, N] int64, positions behind the row's committed ones.
+        ancestor_mask: [B, N, N] bool, whether a node attends to another; itself included.
+        lengths: committed positions of each row.
+        position_base: rotary position of each row's cache position 0, if all its positions were text.
+        max_position: largest cache position with a rotary position of its own; those behind it share it.
+        padding: [B, P] bool, False at committed positions that are masked; None if none is.
+        caches: [2, B, num_kv_heads, capacity, head_dim] of each layer, keys and values, with room for N positions
+            behind each row's length.
+    """
+
+    tokens: Tensor
+    depths: Tensor
+    ancestor_mask: Tensor
+    lengths: Sequence[int]
+    position_base: Sequence[int]
+    max_position: int
+    padding: Tensor | None
+    caches: Sequence[Tensor]
+
+
+_SIZES = (
+    *("num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim"),
+    *("vocab_size", "num_embeddings", "batch", "nodes", "max_position", "num_angles", "padding_length"),
+)
+_POINTERS = (
+    *("layers", "embeddings", "final_norm", "lm_head", "lm_head_bias", "cos", "sin", "tokens", "depths", "lengths"),
+    *("position_base", "ancestors", "padding", "embedded", "normed", "logits", "scratch"),
+)
+
+
+class _Layer(ctypes.Structure):
+    """`decoder_layer` of decoder_types.h."""
+
+    _fields_ = [
+        *((field.name, ctypes.c_void_p) for field in fields(LayerWeights)),
+        *((name, ctypes.c_void_p) for name in ("keys", "values", "hidden")),
+        ("capacity", ctypes.c_int64),
+    ]
+
+
+class _Decoder(ctypes.Structure):
+    """`decoder` of decoder_types.h."""
+
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in _SIZES),
+        *((name, ctypes.c_void_p) for name in _POINTERS),
+        ("eps", ctypes.c_float),
+        ("scaling", ctypes.c_float),
+    ]
+
+
+class NativeDecoder:
+    """A decoder stack for the forwards of one call. Not thread-safe: its scratch memory is reused.
+
+    The weights are read where they lie, so that changes in place are seen. A weight that is given other memory
+    (`weight.data = ...`) ends its use: `forward` returns None from then on.
+    """
+
+    def __init__(
+        self,
+        kernel: FewRowsKernel,
+        shape: DecoderShape,
+        layers: Sequence[LayerWeights],
+        ends: DecoderEnds,
+        rotary: RotaryFn,
+    ) -> None:
+        """
+        Args:
+            kernel: the compiled kernel.
+            shape: sizes, to which all weights must correspond.
+            layers: weights of the layers.
+            ends: embeddings, final norm and LM head.
+            rotary: rotary angles of positions. Each must depend on its position alone.
+
+        Raises:
+            ValueError: a weight is not contiguous float32 on the CPU, or of another shape.
+        """
+        self._kernel = kernel
+        self.shape = shape
+        self._rotary = rotary
+        self._cos = self._sin = self._scratch = _empty(0)
+        self._layers = (_Layer * len(layers))()
+        self._weights: list[Tensor] = []
+        for index, weights in enumerate(layers):
+            for name, tensor in vars(weights).items():
+                setattr(
+                    self._layers[index], name, self._add(f"{name} of layer {index}", tensor, _shape_of(name, shape))
+                )
+        rows, vocab = len(ends.embeddings), len(ends.lm_head)
+        self._decoder = _Decoder(
+            num_layers=len(layers),
+            hidden_size=shape.hidden_size,
+            intermediate_size=shape.intermediate_size,
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            vocab_size=vocab,
+            num_embeddings=rows,
+            layers=ctypes.addressof(self._layers),
+            embeddings=self._add("embeddings", ends.embeddings, (rows, shape.hidden_size)),
+            final_norm=self._add("final_norm", ends.final_norm, (shape.hidden_size,)),
+            lm_head=self._add("lm_head", ends.lm_head, (vocab, shape.hidden_size)),
+            lm_head_bias=self._add("lm_head_bias", ends.lm_head_bias, (vocab,)),
+            eps=shape.eps,
+            scaling=shape.scaling,
+        )
+        self._pointers = [weight.data_ptr() for weight in self._weights]
+
+    def forward(
+        self, inputs: DecoderInputs, hidden_state_indices: Sequence[int] = ()
+    ) -> tuple[Tensor, dict[int, Tensor]] | None:
+        """Score the nodes and store their keys and values behind the committed ones.
+
+        Args:
+            inputs: the nodes.
+            hidden_state_indices: hidden states to return, as transformers counts them: 0 is the embeddings, i the
+                output of layer i - 1, and the last one the output of the final norm.
+
+        Returns:
+            Logits [B, N, V] and {index: [B, N, D]}; None, and nothing is written, if the forward is not for this
+            kernel: too many rows, weights or caches in other memory, an id without an embedding.
+        """
+        batch, nodes = inputs.tokens.shape
+        if batch * nodes > MAX_DECODER_ROWS or self._pointers != [weight.data_ptr() for weight in self._weights]:
+            return None
+        decoder = self._decoder
+        if not self._set_caches(inputs.caches, batch, max(inputs.lengths) + nodes):
+            return None
+        self._set_angles(max(inputs.position_base) + min(max(inputs.lengths) + nodes, inputs.max_position) + 1)
+        tokens, depths = inputs.tokens.contiguous(), inputs.depths.contiguous()
+        ancestors = inputs.ancestor_mask.contiguous()
+        padding = None if inputs.padding is None else inputs.padding.contiguous()
+        logits = _empty(batch, nodes, decoder.vocab_size)
+        hidden_states = self._set_hidden_states(hidden_state_indices, batch, nodes)
+        lengths = (ctypes.c_int64 * batch)(*inputs.lengths)
+        position_base = (ctypes.c_int64 * batch)(*inputs.position_base)
+        decoder.batch, decoder.nodes, decoder.max_position = batch, nodes, inputs.max_position
+        decoder.tokens, decoder.depths, decoder.logits = tokens.data_ptr(), depths.data_ptr(), logits.data_ptr()
+        decoder.lengths, decoder.position_base = ctypes.addressof(lengths), ctypes.addressof(position_base)
+        decoder.ancestors = ancestors.data_ptr() if nodes > 1 else None
+        decoder.padding = None if padding is None else padding.data_ptr()
+        decoder.padding_length = 0 if padding is None else padding.shape[1]
+        num_threads = torch.get_num_threads()
+        num_floats = self._kernel.decode_scratch(ctypes.addressof(decoder), num_threads)
+        if self._scratch.numel() < num_floats:
+            self._scratch = _empty(num_floats + num_floats // 4)
+        decoder.scratch = self._scratch.data_ptr()
+        if not self._kernel.decode(ctypes.addressof(decoder), num_threads):
+            return None
+        return logits, hidden_states
+
+    def _add(self, name: str, tensor: Tensor | None, shape: tuple[int, ...]) -> int | None:
+        """Address of a weight, which is checked at each forward from now on."""
+        if tensor is None:
+            return None
+        if not is_plain(tensor) or tensor.shape != shape:
+            raise ValueError(
+                f"{name} must be contiguous float32 of shape {list(shape)} on the CPU; got {list(tensor.shape)} of "
+                f"{tensor.dtype} on {tensor.device}"
+            )
+        self._weights.append(tensor)
+        return tensor.data_ptr()
+
+    def _set_caches(self, caches: Sequence[Tensor], batch: int, kv_len: int) -> bool:
+        """Set the addresses of keys and values; False if a cache is not as `DecoderInputs` describes."""
+        shape = self.shape
+        if len(caches) != len(self._layers):
+            return False
+        for layer, cache in zip(self._layers, caches, strict=True):
+            capacity = cache.shape[3]
+            expected = 2, batch, shape.num_kv_heads, capacity, shape.head_dim
+            if cache.shape != expected or capacity < kv_len or not is_plain(cache):
+                return False
+            layer.capacity = capacity
+            layer.keys = cache.data_ptr()
+            layer.values = layer.keys + cache.nbytes // 2
+        return True
+
+    def _set_angles(self, num_positions: int) -> None:
+        """Let the rotary table cover positions 0 to `num_positions` - 1."""
+        if len(self._cos) < num_positions:
+            count = max(MIN_ANGLES, num_positions + num_positions // 2)
+            cos, sin = self._rotary(torch.arange(count, device="cpu"))
+            if not all(is_plain(part) and part.shape == (count, self.shape.head_dim) for part in (cos, sin)):
+                raise ValueError(f"rotary must return two float32 tensors [P, {self.shape.head_dim}]")
+            self._cos, self._sin = cos, sin
+            self._decoder.cos, self._decoder.sin, self._decoder.num_angles = cos.data_ptr(), sin.data_ptr(), count
+
+    def _set_hidden_states(self, indices: Sequence[int], batch: int, nodes: int) -> dict[int, Tensor]:
+        """Allocate {index: [B, N, D]} and let the forward fill it."""
+        states = {index: _empty(batch, nodes, self.shape.hidden_size) for index in indices}
+        pointers = {index: state.data_ptr() for index, state in states.items()}
+        last = len(self._layers)
+        self._decoder.embedded = pointers.get(0)
+        self._decoder.normed = pointers.get(last)
+        for index in range(1, last):
+            self._layers[index - 1].hidden = pointers.get(index)
+        return states
+
+
+def _empty(*shape: int) -> Tensor:
+    return torch.empty(shape, dtype=torch.float32, device="cpu")
+
+
+def _shape_of(name: str, shape: DecoderShape) -> tuple[int, ...]:
+    """Shape of a weight of `LayerWeights`."""
+    hidden, width, size = shape.hidden_size, shape.num_heads * shape.head_dim, shape.head_dim
+    sizes = {
+        **dict.fromkeys(("q",), (width, hidden)),
+        **dict.fromkeys(("k", "v"), (shape.num_kv_heads * size, hidden)),
+        "o": (hidden, width),
+        **dict.fromkeys(("gate", "up"), (shape.intermediate_size, hidden)),
+        "down": (hidden, shape.intermediate_size),
+        **dict.fromkeys(("input_norm", "post_norm"), (hidden,)),
+        **dict.fromkeys(("q_norm", "k_norm"), (size,)),
+    }
+    return sizes[name] if name in sizes else sizes[name.removesuffix("_bias")][:1]
+
+
+__all__ = [
+    "MAX_DECODER_ROWS",
+    "DecoderEnds",
+    "DecoderInputs",
+    "DecoderShape",
+    "LayerWeights",
+    "NativeDecoder",
+    "RotaryFn",
+]

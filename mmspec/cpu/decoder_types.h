@@ -1,0 +1,104 @@
+/* A stack of decoder layers as in Llama, and one forward of it over the nodes of a tree in every row. */
+
+/* Weights of one layer, [out, in]; NULL where there is none. */
+typedef struct {
+  const float *input_norm, *q, *k, *v, *q_bias, *k_bias, *v_bias, *q_norm, *k_norm, *o, *o_bias;
+  const float *post_norm, *gate, *up, *gate_bias, *up_bias, *down, *down_bias;
+  float *keys, *values; /* [batch, num_kv_heads, capacity, head_dim]; the nodes are written behind each row's length */
+  float *hidden;        /* [batch * nodes, hidden_size] output of the layer, or NULL */
+  int64_t capacity;
+} decoder_layer;
+
+/* Node n of row b has index r = b * nodes + n. */
+typedef struct {
+  int64_t num_layers, hidden_size, intermediate_size, num_heads, num_kv_heads, head_dim, vocab_size, num_embeddings;
+  int64_t batch, nodes;
+  int64_t max_position;    /* largest cache position with a rotary position of its own; the following share it */
+  int64_t num_angles;      /* P */
+  int64_t padding_length;  /* columns of `padding` */
+  const decoder_layer *layers;
+  const float *embeddings; /* [num_embeddings, hidden_size] */
+  const float *final_norm, *lm_head, *lm_head_bias;
+  const float *cos, *sin;          /* [P, head_dim] */
+  const int64_t *tokens, *depths;  /* [batch, nodes] */
+  const int64_t *lengths;          /* [batch] committed positions */
+  const int64_t *position_base;    /* [batch] rotary position of cache position 0, if all positions were text */
+  const uint8_t *ancestors;        /* [batch, nodes, nodes]: whether a node attends to another; NULL if nodes is 1 */
+  const uint8_t *padding;          /* [batch, padding_length]: 0 at committed positions that are masked; or NULL */
+  float *embedded;                 /* [batch * nodes, hidden_size] input of the first layer, or NULL */
+  float *normed;                   /* [batch * nodes, hidden_size] output of the final norm, or NULL */
+  float *logits;                   /* [batch * nodes, vocab_size] */
+  float *scratch;
+  float eps, scaling; /* of all norms; of the scores */
+} decoder;
+
+/* What the threads of one forward share. */
+typedef struct {
+  const decoder *d;
+  barrier_fn barrier;
+  int has_team;
+  int64_t ticket;     /* threads that have started */
+  int64_t *next;      /* 5 * num_layers + 1: in each phase, the work that is taken */
+  int64_t *positions; /* [R] */
+  float *x, *qkv, *attended, *activated, *own;
+} decoding;
+
+#define QUERIES 4 /* rows of queries that attend together */
+#define MAX_LANES 16
+
+static inline int64_t align16(int64_t n) { return (n + 15) / 16 * 16; }
+static inline int64_t qkv_width(const decoder *d) { return (d->num_heads + 2 * d->num_kv_heads) * d->head_dim; }
+
+static int64_t longest_row(const decoder *d) {
+  int64_t longest = 0;
+  for (int64_t b = 0; b < d->batch; b++) longest = max64(longest, d->lengths[b]);
+  return longest + d->nodes;
+}
+
+/* Numbers of the arrays of `decoding` that are in the scratch, int64 counted twice. */
+static int64_t shared_floats(const decoder *d) {
+  const int64_t R = d->batch * d->nodes;
+  return align16(2 * (5 * d->num_layers + 1)) + align16(2 * R) + align16(R * d->hidden_size) +
+         align16(R * qkv_width(d)) + align16(R * d->num_heads * d->head_dim) + align16(R * d->intermediate_size);
+}
+
+/* Numbers that one thread needs: packed rows, scores of QUERIES rows, and those rows. */
+static int64_t thread_floats(const decoder *d) {
+  const int64_t widest = max64(max64(d->hidden_size, d->intermediate_size), d->num_heads * d->head_dim);
+  return align16(d->batch * d->nodes * (widest + MAX_LANES)) + align16(QUERIES * (longest_row(d) + 4)) +
+         align16(QUERIES * (d->head_dim + MAX_LANES));
+}
+
+static inline int64_t layer_bytes(const decoder *d) {
+  return 4 * d->hidden_size * (qkv_width(d) + d->num_heads * d->head_dim + 3 * d->intermediate_size);
+}
+
+static float *take_floats(float **scratch, int64_t n) {
+  float *const taken = *scratch;
+  *scratch += align16(n);
+  return taken;
+}
+
+/* Divide the scratch, look up the embeddings; 0 if a token or a position is out of range. */
+static int begin_decoding(decoding *s) {
+  const decoder *d = s->d;
+  const int64_t R = d->batch * d->nodes, D = d->hidden_size;
+  float *scratch = d->scratch;
+  s->next = (int64_t *)take_floats(&scratch, 2 * (5 * d->num_layers + 1));
+  s->positions = (int64_t *)take_floats(&scratch, 2 * R);
+  s->x = take_floats(&scratch, R * D);
+  s->qkv = take_floats(&scratch, R * qkv_width(d));
+  s->attended = take_floats(&scratch, R * d->num_heads * d->head_dim);
+  s->activated = take_floats(&scratch, R * d->intermediate_size);
+  s->own = scratch;
+  memset(s->next, 0, (size_t)(5 * d->num_layers + 1) * sizeof(int64_t));
+  for (int64_t r = 0; r < R; r++) {
+    const int64_t b = r / d->nodes, token = d->tokens[r];
+    const int64_t position = d->position_base[b] + min64(d->lengths[b] + d->depths[r], d->max_position);
+    if (token < 0 || token >= d->num_embeddings || position < 0 || position >= d->num_angles) return 0;
+    s->positions[r] = position;
+    memcpy(s->x + r * D, d->embeddings + token * D, (size_t)D * sizeof(float));
+  }
+  if (d->embedded) memcpy(d->embedded, s->x, (size_t)(R * D) * sizeof(float));
+  return 1;
+}

@@ -1,0 +1,15 @@
+/* Ends the definitions of few_rows.c for one instruction set. */
+
+#undef INLINE
+#undef NAME
+#undef ISA
+#undef LANES
+#undef TILE
+#undef VEC
+#undef ZERO
+#undef SET1
+#undef LOAD
+#undef STORE
+#undef FMA
+#undef MAX
+#undef HALVES

@@ -1,0 +1,79 @@
+"""What a drafter needs to draft with a whole model: `DraftTarget`, and where it comes from.
+
+A model that drafts is decoded like a target: it scores chains behind a KV cache with one length per row, commits and
+crops. `LayerSubsets` opens the target itself with fewer layers, `DraftModelSource`
+another model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from mmspec.interfaces.target import Target
+
+
+class DraftTarget(Target, Protocol):
+    """A target that a drafter decodes with."""
+
+    @property
+    def cached_lengths(self) -> list[int]:
+        """Positions after the prompt that the cache of each row holds."""
+
+
+class LayerSubsets(Protocol):
+    """Opens the target of a call with some of its decoder layers, over the target's own KV cache.
+
+    Committed positions have the keys and values that the whole target computed. The positions of a draft are written
+    behind them, where the target's next `score` overwrites them: nothing but `cached_lengths` is to be restored.
+
+    Attributes:
+        num_layers: decoder layers of the target.
+        exit_limit: number of layers before the first one that reads the keys and values of another layer, so that it
+            may need a layer that is left out; None if there is none.
+    """
+
+    num_layers: int
+    exit_limit: int | None
+
+    def open(self, layers: Sequence[int]) -> DraftTarget:
+        """The target that runs these decoder layers only.
+
+        Args:
+            layers: indices of decoder layers, rising.
+        """
+
+
+class DraftModelSource(Protocol):
+    """Another model that drafts. One object serves all calls and threads.
+
+    Attributes:
+        name: of the model, for messages and metrics.
+        model: the model.
+        tokenizer: its tokenizer, or None if unknown.
+        vocab_size: number of its logits.
+        num_embeddings: number of ids that it can read.
+    """
+
+    name: str
+    model: nn.Module
+    tokenizer: Any
+    vocab_size: int
+    num_embeddings: int
+
+    def open(self, input_ids: Tensor, attention_mask: Tensor, max_new_tokens: int) -> DraftTarget | None:
+        """The model behind a KV cache of its own, with a prompt in it.
+
+        Args:
+            input_ids: [B, L] int64 ids of this model, padded on the left.
+            attention_mask: [B, L] int64, 0 for padding.
+            max_new_tokens: largest number of tokens behind the prompt.
+
+        Returns:
+            None if the model cannot read that many positions.
+        """
+
+
+__all__ = ["DraftModelSource", "DraftTarget", "LayerSubsets"]

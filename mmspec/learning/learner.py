@@ -1,0 +1,268 @@
+"""`Learner`: learns a drafter's weights between calls and swaps them in. Affects speed only.
+
+After each call (`after_call`) its examples go to the reservoir, and as much work is done as the budget allows, in the
+thread of that call: at first the sums of a fit in closed form and its solutions, then optimiser steps. Any exception
+ends learning with one warning; the drafter goes on with its last weights.
+"""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from mmspec.interfaces import Examples, LearnableDrafter, SharedEmbeddings
+from mmspec.learning.budget import DEFAULT_SHARE, LearningBudget
+from mmspec.learning.recording import RecordedDrafter
+from mmspec.learning.reservoir import ExampleReservoir
+from mmspec.learning.store import LearnedStore
+from mmspec.learning.weights import WeightTrainer
+from mmspec.metrics.learning_stats import LearningStats
+
+LEARN_BATCH_SIZE = 128
+STEPS_PER_UPDATE = 8
+MAX_WAITING = 16
+"""Calls whose examples wait for the fit in closed form; older ones are dropped."""
+SAVE_EVERY_S = 30.0
+MAX_BAD_STEPS = 10
+"""Consecutive steps without a finite loss after which learning ends."""
+
+
+class Learner:
+    """Learns one drafter on one target; shared by the threads of its calls.
+
+    Attributes:
+        drafter: what learns.
+        spec: of it.
+        budget: time earned and spent.
+        resumed: whether it continues from stored weights.
+        disabled_reason: why learning ended, or None.
+    """
+
+    def __init__(
+        self,
+        drafter: LearnableDrafter,
+        shared_embeddings: SharedEmbeddings,
+        store: LearnedStore | None,
+        warn: Callable[[str], None],
+        share: float = DEFAULT_SHARE,
+    ) -> None:
+        """
+        Args:
+            drafter: what learns; weights that are stored for it are published at once.
+            shared_embeddings: of the target.
+            store: of the target's learned weights; None to store nothing.
+            warn: logs a message once.
+            share: largest share of the time of the calls.
+        """
+        self.drafter = drafter
+        self.shared_embeddings = shared_embeddings
+        self.store = store
+        self.warn = warn
+        self.device_type = next(shared_embeddings.embed_tokens.parameters()).device.type
+        self.spec = drafter.learning_spec
+        self.budget = LearningBudget(share)
+        self.disabled_reason: str | None = None
+        self._call_s = 0.0
+        self._num_updates = 0
+        self._num_fitted = 0
+        self._num_bad_steps = 0
+        self._reservoir: ExampleReservoir | None = None
+        self._trainer: WeightTrainer | None = None
+        self._waiting: deque[Examples] = deque(maxlen=MAX_WAITING)
+        self._unsaved: dict[str, Tensor] | None = None
+        self._candidate_ids: Tensor | None = None
+        self._last_save = time.monotonic()
+        self._rng = torch.Generator().manual_seed(0)
+        self._lock = threading.Lock()  # of the reservoir, the queue and the budget
+        self._work_lock = threading.Lock()  # of the thread that trains or saves
+        self.resumed = self._resume()
+        _save_at_exit(self)
+
+    def after_call(self, recording: RecordedDrafter | None, call_s: float) -> None:
+        """Store what a call has recorded, and learn as much as the budget allows.
+
+        Args:
+            recording: of the call, which is over; None if nothing is to be learned from it.
+            call_s: seconds of the call.
+        """
+        if self.disabled_reason is not None:
+            return
+        try:
+            with _plain_mode(self.device_type):
+                self._add(recording, call_s)
+                if self._work_lock.acquire(blocking=False):  # else another thread is at it
+                    try:
+                        self._work()
+                    finally:
+                        self._work_lock.release()
+        except Exception as error:
+            self._disable(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
+
+    def save(self) -> None:
+        """Store the last published weights, unless they are stored. A failure is one warning."""
+        with self._work_lock:
+            self._save()
+
+    def stats(self) -> LearningStats:
+        """What was learned so far, without the curve."""
+        reservoir, trainer = self._reservoir, self._trainer
+        return LearningStats(
+            enabled=self.disabled_reason is None,
+            disabled_reason=self.disabled_reason,
+            drafter=self.spec.key,
+            num_examples=0 if reservoir is None else len(reservoir),
+            reservoir_bytes=0 if reservoir is None else reservoir.nbytes,
+            num_fitted=self._num_fitted,
+            num_steps=0 if trainer is None else trainer.num_steps,
+            num_updates=self._num_updates,
+            learn_s=self.budget.spent_s,
+            call_s=self._call_s,
+            share=self.budget.share * self.budget.factor,
+            resumed=self.resumed,
+            folder=None if self.store is None else str(self.store.folder),
+        )
+
+    # --- after a call -------------------------------------------------------------------------------------------------
+
+    def _add(self, recording: RecordedDrafter | None, call_s: float) -> None:
+        """Count a call, and store its examples."""
+        with self._timed("store"):
+            examples = None if recording is None else recording.examples()
+            with self._lock:
+                self._call_s += call_s
+                self.budget.earn(call_s)
+                if examples is None:
+                    return
+                if self._reservoir is None:
+                    self._reservoir = ExampleReservoir(self.spec, examples.inputs.dtype)
+                self._reservoir.add(examples)
+                if self._is_fitting and bool(torch.isfinite(examples.inputs).all()):
+                    self._waiting.append(examples)
+
+    @property
+    def _is_fitting(self) -> bool:
+        if self._trainer is None:
+            return self.spec.starts_untrained and not self.resumed
+        return self._trainer.fit is not None
+
+    def _work(self) -> None:
+        """Fit, train and save, as much as the budget allows."""
+        if self._reservoir is None:
+            return
+        if self._trainer is None:
+            with self._timed("copy"):
+                self._trainer = WeightTrainer(self.drafter, self.shared_embeddings, with_fit=self._is_fitting)
+        trainer = self._trainer
+        while trainer.fit is not None and self._waiting and self.budget.can_afford("fit"):
+            with self._timed("fit"):
+                trainer.add_to_fit(self._waiting.popleft())
+                self._num_fitted = trainer.fit.num_examples
+        if trainer.is_solution_due and self.budget.can_afford("solve"):
+            with self._timed("solve"):
+                if trainer.solve():
+                    self._publish(trainer)
+        while trainer.fit is None and len(self._reservoir) >= LEARN_BATCH_SIZE and self.budget.can_afford("step"):
+            with self._timed("step"):
+                self._step(trainer)
+        if self._unsaved is not None and time.monotonic() - self._last_save > SAVE_EVERY_S:
+            with self._timed("save"):
+                self._save()
+
+    def _step(self, trainer: WeightTrainer) -> None:
+        """One optimiser step, and now and then an update of the drafter."""
+        assert self._reservoir is not None
+        with self._lock:
+            batch = self._reservoir.sample(LEARN_BATCH_SIZE, self._rng)
+            if self._candidate_ids is None or trainer.num_steps % STEPS_PER_UPDATE == 0:
+                self._candidate_ids = self._reservoir.token_ids()
+        # Of calls since the last update there may be tokens that are not among the candidates.
+        is_known = torch.isin(batch.next_ids, self._candidate_ids)
+        batch = Examples(batch.inputs, batch.root_ids, torch.where(is_known, batch.next_ids, -1))
+        loss = trainer.step(batch, self._candidate_ids)
+        if loss is None:
+            self._num_bad_steps += 1
+            if self._num_bad_steps >= MAX_BAD_STEPS:
+                raise ArithmeticError(f"{MAX_BAD_STEPS} steps without a finite loss")
+            return
+        self._num_bad_steps = 0
+        self.budget.add_loss(loss)
+        if trainer.num_steps % STEPS_PER_UPDATE == 0:
+            self._publish(trainer)
+
+    def _publish(self, trainer: WeightTrainer) -> None:
+        weights = trainer.weights()
+        with self._lock:
+            token_ids = None if self._reservoir is None else self._reservoir.token_ids()
+        self.drafter.publish(weights, token_ids)
+        self._num_updates += 1
+        self._unsaved = weights
+
+    # --- storage ------------------------------------------------------------------------------------------------------
+
+    def _resume(self) -> bool:
+        """Publish the stored weights; False if there are none that can be used."""
+        weights = None if self.store is None else self.store.load(self.spec.key)
+        if weights is None:
+            return False
+        try:
+            self.drafter.publish(weights, None)
+        except ValueError as error:
+            self.warn(f"stored weights are ignored, learning starts anew: {error}")
+            return False
+        return True
+
+    def _save(self) -> None:
+        weights, self._unsaved = self._unsaved, None
+        self._last_save = time.monotonic()
+        if weights is None or self.store is None:
+            return
+        try:
+            self.store.save(self.spec.key, weights)
+        except OSError as error:
+            self.warn(f"learned weights are not stored in {self.store.folder}: {error}")
+            self.store = None
+
+    def _disable(self, reason: str) -> None:
+        self.disabled_reason = reason
+        self._trainer = self._reservoir = None
+        self._waiting.clear()
+        self.warn(f"learning has ended, the drafter keeps its last weights: {reason}")
+
+    @contextmanager
+    def _timed(self, work: str) -> Iterator[None]:
+        """Charge the time within the context to the budget."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.budget.spend(time.perf_counter() - start, work)
+
+
+@contextmanager
+def _plain_mode(device_type: str) -> Iterator[None]:
+    """With gradients, whatever inference mode or autocast the caller of `generate` uses."""
+    with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device_type, enabled=False):
+        yield
+
+
+def _save_at_exit(learner: Learner) -> None:
+    """Store the weights when the process ends, if the learner still exists."""
+    reference = weakref.ref(learner)
+
+    def save() -> None:
+        if (found := reference()) is not None:
+            found.save()
+
+    atexit.register(save)
+    weakref.finalize(learner, atexit.unregister, save).atexit = False
+
+
+__all__ = ["Learner"]

@@ -1,0 +1,44 @@
+"""`RecordedDrafter`: a drafter whose call is recorded for online learning."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from mmspec.engine.tree import DraftTree
+from mmspec.interfaces import Examples, LearnableDrafter, Prompt, VerifyResult
+
+
+class RecordedDrafter:
+    """The drafter of one call; records its examples and keeps its state until they are read."""
+
+    def __init__(self, drafter: LearnableDrafter) -> None:
+        self.drafter = drafter
+        self.name = drafter.name
+        self.requirements = drafter.requirements
+        self.vocab_size = drafter.vocab_size
+        self._state: Any = None
+
+    def begin(self, prompt: Prompt) -> Any:
+        """See `mmspec.interfaces.Drafter`."""
+        self._state = self.drafter.begin(prompt)
+        self.drafter.start_recording(self._state)
+        return self._state
+
+    def propose(self, state: Any, max_nodes: int, active: Sequence[bool]) -> DraftTree:
+        """See `mmspec.interfaces.Drafter`."""
+        return self.drafter.propose(state, max_nodes, active)
+
+    def observe(self, state: Any, result: VerifyResult, hidden_states: Mapping[int, Tensor]) -> None:
+        """See `mmspec.interfaces.Drafter`."""
+        self.drafter.observe(state, result, hidden_states)
+
+    def examples(self) -> Examples | None:
+        """The examples of the call, which is over; None if there are none."""
+        state, self._state = self._state, None
+        return None if state is None else self.drafter.recorded_examples(state)
+
+
+__all__ = ["RecordedDrafter"]

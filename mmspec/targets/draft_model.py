@@ -1,0 +1,176 @@
+"""A smaller transformers model as the source of drafts: a draft model is decoded as a target, by `HFTarget`.
+
+Reads text: the model's own `prepare_inputs_for_generation` and `forward` with a KV cache of its own. Which tokens it
+reads is up to the drafter (`mmspec.drafters.model.model_drafter`).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import transformers
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer, DynamicCache, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
+from mmspec.interfaces import DraftTarget
+from mmspec.targets.base import ModelAdapter
+from mmspec.targets.hf import HFTarget
+from mmspec.targets.registry import find_adapter
+
+logger = logging.getLogger("mmspec")
+
+CONFIG_FILE = "config.json"
+MODEL_SUFFIXES = ("ForCausalLM", "ForConditionalGeneration")
+"""Of the classes that generate text."""
+WEIGHT_FILES = (
+    "model.safetensors",
+    "pytorch_model.bin",
+    "model.safetensors.index.json",
+    "pytorch_model.bin.index.json",
+)
+HEAD_TENSOR = "fc.weight"
+"""A tensor of every published draft head; their configs may name the class of a whole model (EAGLE)."""
+
+
+class HFDraftModel:
+    """Implements `mmspec.interfaces.DraftModelSource`.
+
+    Attributes: see there.
+    """
+
+    def __init__(self, model: PreTrainedModel, tokenizer: Any = None, name: str = "") -> None:
+        """
+        Args:
+            model: a decoder-only model in eval mode.
+            tokenizer: its tokenizer, if known.
+            name: for messages; by default the folder or hub id that the model was loaded from.
+
+        Raises:
+            ValueError: the model is in train mode, or cannot be decoded with a KV cache.
+        """
+        if model.training:
+            raise ValueError(f"drafter={type(model).__name__} is in train mode; call its eval() first.")
+        self.adapter = find_adapter(model)
+        reason = "recurrent layers" if self.adapter.is_recurrent else self.adapter.unsupported_reason()
+        if reason is not None:
+            raise ValueError(f"drafter={type(model).__name__} cannot draft: {reason}. Use another model.")
+        self.model: nn.Module = model
+        self.tokenizer = tokenizer
+        self.name = name or os.path.basename(str(model.config._name_or_path or "")) or type(model).__name__
+        self.vocab_size = self.adapter.vocab_size
+        self.num_embeddings = self.adapter.num_embeddings
+
+    def open(self, input_ids: Tensor, attention_mask: Tensor, max_new_tokens: int) -> DraftTarget | None:
+        """See `mmspec.interfaces.DraftModelSource`."""
+        if input_ids.device != self.adapter.model.device:  # the target was moved after `patch`
+            return None
+        limit = getattr(self.adapter.text_config, "max_position_embeddings", None)
+        if limit is not None and input_ids.shape[1] + min(max_new_tokens, limit) > limit:
+            return None
+        position_ids = (attention_mask.cumsum(-1) - 1).clamp(min=0)
+        target = HFTarget(
+            self.adapter,
+            input_ids,
+            {
+                "attention_mask": attention_mask,
+                "position_ids": position_ids,
+                "past_key_values": DynamicCache(config=self.adapter.text_config),
+                "use_cache": True,
+            },
+            SimpleNamespace(is_assistant=False, _mask_length=-1),
+            max_new_tokens,
+        )
+        if target.length_reason() is not None:
+            return None
+        target.prefill()
+        return target
+
+
+def is_model(drafter: object) -> bool:
+    """Whether `drafter=` is a model of transformers."""
+    return isinstance(drafter, PreTrainedModel)
+
+
+def is_model_folder(folder: str | os.PathLike[str]) -> bool:
+    """Whether a folder holds a model of transformers that generates text, and not a draft head."""
+    file = Path(folder) / CONFIG_FILE
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    names = config.get("architectures") if isinstance(config, dict) else None
+    name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
+    if not name.endswith(MODEL_SUFFIXES) or not hasattr(transformers, name):
+        return False
+    return not any(key == HEAD_TENSOR for key in _tensor_names(Path(folder)))
+
+
+def load_draft_model(folder: str | os.PathLike[str], target: ModelAdapter) -> HFDraftModel:
+    """The model in a folder, in the target's precision and on its device, with its tokenizer if the folder has one.
+
+    Raises:
+        ValueError: see `HFDraftModel`.
+        OSError: a file is missing or damaged.
+    """
+    config = json.loads((Path(folder) / CONFIG_FILE).read_text(encoding="utf-8"))
+    is_vlm = config.get("model_type") in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    auto: Any = AutoModelForImageTextToText if is_vlm else AutoModelForCausalLM
+    model = auto.from_pretrained(folder, dtype=target.model.dtype, local_files_only=True)
+    model = model.to(target.model.device).eval().requires_grad_(False)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        logger.info("mmspec: no tokenizer in %s (%s)", folder, str(error).splitlines()[0][:200])
+        tokenizer = None
+    return HFDraftModel(model, tokenizer, os.path.basename(os.path.normpath(folder)))
+
+
+def check_draft_model(source: HFDraftModel, target: ModelAdapter) -> None:
+    """Compare a draft model with the target.
+
+    Raises:
+        ValueError: it is on another device.
+    """
+    device, expected = source.adapter.model.device, target.model.device
+    if device != expected:
+        raise ValueError(
+            f"drafter={source.name} is on {device}, the target on {expected}; move it there: .to({str(expected)!r})."
+        )
+    sizes = [sum(weight.numel() for weight in model.parameters()) for model in (source.model, target.text_model)]
+    if sizes[0] >= sizes[1] and source.model is not target.model:
+        logger.warning(
+            "mmspec: drafter=%s has %d parameters, the target's text model %d: it will hardly save time",
+            source.name,
+            *sizes,
+        )
+
+
+def _tensor_names(folder: Path) -> list[str]:
+    """Names of the tensors in a folder, from the header of a file or an index; [] if they are not listed."""
+    for name in WEIGHT_FILES:
+        file = folder / name
+        if not file.is_file():
+            continue
+        if name == "model.safetensors":
+            from safetensors import SafetensorError, safe_open
+
+            try:
+                with safe_open(file, "pt") as tensors:
+                    return list(tensors.keys())
+            except (SafetensorError, OSError):
+                return []
+        if name.endswith(".json"):
+            try:
+                return list(json.loads(file.read_text(encoding="utf-8")).get("weight_map", {}))
+            except (ValueError, AttributeError):
+                return []
+    return []
+
+
+__all__ = ["HFDraftModel", "check_draft_model", "is_model", "is_model_folder", "load_draft_model"]

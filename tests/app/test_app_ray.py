@@ -1,0 +1,141 @@
+"""`mmspec caption --ray` and `mmspec.ray.CaptionActor` on a Ray instance of this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from test_app_inputs import picture, write_tar
+
+from mmspec.app.caption.config import CaptionConfig
+from mmspec.app.caption.ray_stages import (
+    COLUMN,
+    CaptionedBatch,
+    CaptionStage,
+    EndOfPlan,
+    decode_stage,
+    frame,
+    plan_job,
+)
+from mmspec.app.cli.main import main
+from mmspec.app.modeling.synthetic_images import write_images
+from mmspec.ray import CaptionActor
+
+VARYING = ("seconds", "ttft_s", "n_rounds", "tau")
+
+
+def essence(path: Path) -> list[dict[str, Any]]:
+    rows = map(json.loads, path.read_text().splitlines())
+    return [{key: value for key, value in row.items() if key not in VARYING} for row in rows]
+
+
+def test_ray_is_refused_with_one_line_where_it_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    args = ["caption", str(tmp_path), "--model", "tiny", "--out", str(tmp_path / "o.jsonl"), "--ray"]
+    assert main(args) == 2
+    assert capsys.readouterr().err.endswith("pip install 'mmspec[ray]'\n")
+    assert main([*args, "--shard", "0/2"]) == 2 and "leave --shard away" in capsys.readouterr().err
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(args) == 2 and "start one process" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_stages_give_the_rows_of_a_job_of_one_process(tmp_path: Path) -> None:
+    """What runs in tasks and actors, called here without Ray."""
+    pytest.importorskip("pandas", reason="optional: mmspec[ray]")
+    members = {"1.png": picture(), "2.png": b"broken", "3.png": picture(50), "3.txt": b"what is it ?"}
+    shard, out = write_tar(tmp_path / "x.tar", members), tmp_path / "out.jsonl"
+    args = ["caption", str(shard), "--model", "tiny", "--out", str(out), "--max-new-tokens", "6", "--no-progress"]
+    assert main([*args, "--prompt-column", "txt", "--batch-size", "2"]) == 1
+    config = CaptionConfig((str(shard),), "tiny", max_new_tokens=6, prompt_column="txt", batch_size=2)
+    planned = list(plan_job(config, tmp_path, [], {}))
+    assert planned[-1] == EndOfPlan(2, 0)
+    stage = CaptionStage(config)
+    found = [stage(decode_stage(frame([value]), config))[COLUMN][0] for value in planned]
+    rows = [row for batch in found if isinstance(batch, CaptionedBatch) for row in batch.rows]
+    (tmp_path / "stages.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert essence(tmp_path / "stages.jsonl") == essence(out)
+
+
+def test_the_public_actor_captions_arrays_and_bytes() -> None:
+    actor = CaptionActor("tiny", max_new_tokens=6, prompt_column="q")
+    array = np.asarray(Image.open(__import__("io").BytesIO(picture())))
+    cells = np.empty(5, object)
+    cells[:] = [array, picture(), {"bytes": picture(), "path": None}, b"broken", "/etc/hosts"]
+    batch = {"image": cells, "q": ["a", "a", "a", "a", None], "key": np.arange(5)}
+    found = actor(batch)
+    assert list(found) == ["image", "q", "key", "caption", "error", "n_new_tokens", "tau", "finish_reason"]
+    assert len(set(found["caption"][:3])) == 1 and found["caption"][0] and list(found["error"][:3]) == [None] * 3
+    assert [text.split(":")[0] for text in found["error"][3:]] == ["NotAnImage"] * 2
+    assert list(found["caption"][3:]) == [None] * 2
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    ray = pytest.importorskip("ray", reason="optional: mmspec[ray]")
+    os.environ["OMP_NUM_THREADS"] = "1"
+    ray.init(num_cpus=2, include_dashboard=False, object_store_memory=200 << 20, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["jsonl", "parquet", "webdataset"])
+def test_a_job_of_two_actors_equals_one_process(cluster: None, tmp_path: Path, name: str) -> None:
+    write_images(tmp_path / "p", 30)
+    (tmp_path / "p" / "broken.png").write_text("no picture")
+    args = ["caption", str(tmp_path / "p"), "--model", "tiny", "--max-new-tokens", "8", "--no-progress"]
+    out = tmp_path / ("out.jsonl" if name == "jsonl" else "out")
+    assert main([*args, "--out", str(out), "--format", name, "--ray", "--actors", "2"]) == 1
+    if name == "jsonl":
+        assert main([*args, "--out", str(tmp_path / "one.jsonl")]) == 1
+        assert essence(out) == essence(tmp_path / "one.jsonl")
+        lines = out.read_bytes().splitlines(keepends=True)
+        out.write_bytes(b"".join(lines[:9]) + lines[9][:40])
+        assert main([*args, "--out", str(out), "--ray"]) == 1
+        assert essence(out) == essence(tmp_path / "one.jsonl")
+    elif name == "parquet":
+        import pyarrow.parquet as pq
+
+        assert sorted(pq.read_table(next(out.glob("*.parquet")))["index"].to_pylist()) == list(range(31))
+    else:
+        import tarfile
+
+        with tarfile.open(next(out.glob("*.tar"))) as archive:
+            assert len(archive.getnames()) == 90
+
+
+@pytest.mark.slow
+def test_a_model_that_does_not_load_is_one_line(cluster: None, tmp_path: Path, capfd: Any) -> None:
+    write_images(tmp_path / "p", 2)
+    args = ["caption", str(tmp_path / "p"), "--model", "no/such/model", "--out", str(tmp_path / "o.jsonl"), "--ray"]
+    assert main(args) == 2
+    assert "mmspec: error: --model no/such/model: no such folder" in capfd.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_documented_pipeline(cluster: None, tmp_path: Path) -> None:
+    import ray
+
+    write_images(tmp_path / "photos", 6)
+    dataset = ray.data.read_images(str(tmp_path / "photos"), mode="RGB", include_paths=True)
+    dataset = dataset.map_batches(
+        CaptionActor,
+        fn_constructor_kwargs={"model": "tiny", "max_new_tokens": 6},
+        batch_size=4,
+        num_cpus=1,
+        compute=ray.data.ActorPoolStrategy(min_size=1, max_size=2),
+    )
+    dataset.drop_columns(["image"]).write_parquet(str(tmp_path / "captions"))
+    found = ray.data.read_parquet(str(tmp_path / "captions")).take_all()
+    assert len(found) == 6 and all(row["caption"] and row["error"] is None for row in found)

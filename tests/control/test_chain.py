@@ -1,0 +1,62 @@
+"""The controller of drafts by a whole model, on simulated rounds. No model, no clock."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections import Counter
+
+import pytest
+
+from mmspec.control.chain import NUM_TRIALS, ChainController, ChainPlan
+
+STEP_S = {"good": 0.3, "cheap": 0.1, "slow": 0.9}
+ACCEPTANCE = {"good": 0.9, "cheap": 0.2, "slow": 0.95}
+
+
+def _play(controller: ChainController, rounds: int, seed: int = 0, batch: int = 1) -> Counter[ChainPlan]:
+    """Plans of simulated rounds in which a round without its draft takes a second."""
+    rng, plans = random.Random(seed), Counter[ChainPlan]()
+    for _ in range(rounds):
+        plan = controller.plan(batch, tuple(STEP_S))
+        plans[plan] += 1
+        accepted = []
+        for _ in range(batch):
+            count = 0
+            while count < plan.length and rng.random() < ACCEPTANCE[str(plan.variant)]:
+                count += 1
+            accepted.append(count)
+        controller.record(batch, plan, plan.length, accepted, STEP_S[str(plan.variant)], 1.0)
+    return plans
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_the_variant_with_the_most_tokens_per_second_drafts(batch: int) -> None:
+    controller = ChainController(6)
+    _play(controller, 60, batch=batch)
+    plans = _play(controller, 200, seed=1, batch=batch)
+    variants = Counter(str(plan.variant) for plan in plans.elements())
+    assert variants["good"] > 150
+    assert min(variants.values()) > 0, "the others are tried from time to time"
+    good = [plan for plan in plans.elements() if plan.variant == "good"]
+    mean = sum(plan.length for plan in good) / len(good)
+    rates = {n: sum(0.9**i for i in range(n + 1)) / (1 + 0.3 * n) for n in range(1, 7)}
+    assert rates[round(mean)] > 0.97 * max(rates.values())
+    assert all(0 <= plan.min_prob < 1 for plan in good)
+
+
+def test_every_variant_is_tried_with_one_token() -> None:
+    controller = ChainController(6)
+    plans = _play(controller, NUM_TRIALS * len(STEP_S))
+    assert plans == {ChainPlan(variant, 1): NUM_TRIALS for variant in STEP_S}
+
+
+def test_a_draft_that_was_not_scored_is_no_evidence() -> None:
+    controller = ChainController(6)
+    before = copy.deepcopy(controller)
+    plan = controller.plan(1, ("good",))
+    assert plan.length == 6, "there is nothing to compare"
+    controller.record(1, plan, 0, [0], 0.1, 1.0)
+    stats = controller.by_batch[1]["good"]
+    assert stats.num_drafts == 1 and stats.acceptance == controller.by_batch[1]["good"].acceptance
+    assert not before.by_batch and before.lock is not controller.lock

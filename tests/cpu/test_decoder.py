@@ -1,0 +1,316 @@
+"""The compiled decoder against a slow reference in float64, bit-exact independence of the tree, and what it refuses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from mmspec.cpu import native
+from mmspec.cpu.decoder import (
+    MAX_DECODER_ROWS,
+    DecoderEnds,
+    DecoderInputs,
+    DecoderShape,
+    LayerWeights,
+    NativeDecoder,
+)
+from mmspec.cpu.native import FewRowsKernel, load_kernel
+
+pytestmark = pytest.mark.skipif(load_kernel() is None, reason="no compiler or another processor")
+SHAPES = {
+    "multi-head": DecoderShape(32, 48, 4, 4, 8, 1e-6, 8**-0.5),
+    "odd sizes": DecoderShape(37, 53, 3, 1, 6, 1e-5, 0.3),
+    "grouped, wide heads": DecoderShape(64, 80, 6, 2, 64, 1e-6, 64**-0.5),
+    "head of 80": DecoderShape(48, 1100, 2, 1, 80, 1e-6, 80**-0.5),
+    "head of 24": DecoderShape(40, 64, 5, 5, 24, 1e-6, 24**-0.5),
+}
+VOCAB = 45
+
+
+@pytest.fixture(params=[1, 2], ids=["avx2", "avx512"])
+def kernel(request: pytest.FixtureRequest) -> FewRowsKernel:
+    """The kernel for each instruction set that this processor has."""
+    try:
+        return FewRowsKernel(native._load_library(), request.param)
+    except native.KernelUnavailableError as error:
+        pytest.skip(str(error))
+
+
+def angles(size: int, positions: Tensor) -> tuple[Tensor, Tensor]:
+    table = positions[:, None] * 0.3 ** torch.arange(size // 2)
+    return torch.cat((table, table), -1).cos(), torch.cat((table, table), -1).sin()
+
+
+@dataclass
+class Model:
+    """Random weights, and the slow reference."""
+
+    shape: DecoderShape
+    layers: list[LayerWeights]
+    ends: DecoderEnds
+
+    def decoder(self, kernel: FewRowsKernel) -> NativeDecoder:
+        return NativeDecoder(
+            kernel, self.shape, self.layers, self.ends, lambda positions: angles(self.shape.head_dim, positions)
+        )
+
+    def reference(self, inputs: DecoderInputs) -> list[Tensor]:
+        """Hidden states and logits in float64; one query at a time, from the cache and the nodes it attends to."""
+        s, double = self.shape, lambda part: None if part is None else part.double()
+        batch, nodes = inputs.tokens.shape
+        states = [self.ends.embeddings.double()[inputs.tokens]]
+        lengths = torch.tensor(inputs.lengths)[:, None]
+        positions = torch.tensor(inputs.position_base)[:, None] + (lengths + inputs.depths).clamp(
+            max=inputs.max_position
+        )
+        cos, sin = (part.double()[:, :, None] for part in angles(s.head_dim, positions.flatten()))
+        cos, sin = (part.view(batch, nodes, 1, s.head_dim) for part in (cos, sin))
+
+        def norm(x: Tensor, weight: Tensor | None) -> Tensor:
+            return x if weight is None else x * (x.square().mean(-1, keepdim=True) + s.eps).rsqrt() * weight.double()
+
+        def rotate(x: Tensor) -> Tensor:
+            a, b = x.chunk(2, -1)
+            return x * cos + torch.cat((-b, a), -1) * sin
+
+        def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            return functional.linear(x, weight.double(), double(bias))
+
+        for w, cache in zip(self.layers, inputs.caches, strict=True):
+            x = norm(states[-1], w.input_norm)
+            q, k, v = (
+                linear(x, weight, bias).view(batch, nodes, -1, s.head_dim)
+                for weight, bias in ((w.q, w.q_bias), (w.k, w.k_bias), (w.v, w.v_bias))
+            )
+            q, k = rotate(norm(q, w.q_norm)), rotate(norm(k, w.k_norm))
+            attended = torch.zeros(batch, nodes, s.num_heads, s.head_dim, dtype=torch.float64)
+            for b in range(batch):
+                seen = torch.ones(inputs.lengths[b], dtype=torch.bool)
+                if inputs.padding is not None:
+                    seen[: inputs.padding.shape[1]] &= inputs.padding[b, : inputs.lengths[b]]
+                for n in range(nodes):
+                    for h in range(s.num_heads):
+                        g = h // (s.num_heads // s.num_kv_heads)
+                        old = cache[:, b, g, : inputs.lengths[b]].double()[:, seen]
+                        new = torch.stack((k[b, :, g], v[b, :, g]))[:, inputs.ancestor_mask[b, n]]
+                        keys, values = torch.cat((old, new), 1)
+                        attended[b, n, h] = ((keys @ q[b, n, h]) * s.scaling).softmax(-1) @ values
+            x = states[-1] + linear(attended.flatten(2), w.o, w.o_bias)
+            y = norm(x, w.post_norm)
+            gated = functional.silu(linear(y, w.gate, w.gate_bias)) * linear(y, w.up, w.up_bias)
+            states.append(x + linear(gated, w.down, w.down_bias))
+        normed = norm(states[-1], self.ends.final_norm)
+        return [*states[:-1], normed, linear(normed, self.ends.lm_head, self.ends.lm_head_bias)]
+
+
+def make_model(shape: DecoderShape, num_layers: int = 2, extras: bool = False, seed: int = 0) -> Model:
+    rng = torch.Generator().manual_seed(seed)
+
+    def weight(*size: int) -> Tensor:
+        return torch.randn(size, generator=rng) / size[-1] ** 0.5
+
+    def norm(size: int) -> Tensor:
+        return 1 + 0.2 * torch.randn(size, generator=rng)
+
+    def maybe(tensor: Tensor) -> Tensor | None:
+        return tensor if extras else None
+
+    hidden, inner, size = shape.hidden_size, shape.intermediate_size, shape.head_dim
+    wide, narrow = shape.num_heads * size, shape.num_kv_heads * size
+    layers = [
+        LayerWeights(
+            norm(hidden), weight(wide, hidden), weight(narrow, hidden), weight(narrow, hidden),
+            maybe(weight(wide)), maybe(weight(narrow)), maybe(weight(narrow)), maybe(norm(size)), maybe(norm(size)),
+            weight(hidden, wide), maybe(weight(hidden)), norm(hidden), weight(inner, hidden), weight(inner, hidden),
+            maybe(weight(inner)), maybe(weight(inner)), weight(hidden, inner), maybe(weight(hidden)),
+        )
+        for _ in range(num_layers)
+    ]  # fmt: skip
+    ends = DecoderEnds(3 * weight(VOCAB, hidden), norm(hidden), weight(VOCAB, hidden), maybe(weight(VOCAB)))
+    return Model(shape, layers, ends)
+
+
+def make_inputs(
+    model: Model, lengths: list[int], nodes: int, padded: bool = False, seed: int = 1, capacity: int = 60
+) -> DecoderInputs:
+    """Random trees behind random keys and values; with `padded` the first row has three left pads."""
+    rng = torch.Generator().manual_seed(seed)
+    batch, shape = len(lengths), model.shape
+    ancestors = torch.zeros(batch, nodes, nodes, dtype=torch.bool)
+    depths = torch.zeros(batch, nodes, dtype=torch.long)
+    for row in range(batch):
+        for node in range(nodes):
+            if node:
+                parent = int(torch.randint(node, (1,), generator=rng))
+                ancestors[row, node] = ancestors[row, parent]
+                depths[row, node] = depths[row, parent] + 1
+            ancestors[row, node, node] = True
+    padding = torch.ones(batch, 5, dtype=torch.bool)
+    padding[0, :3] = False
+    size = 2, batch, shape.num_kv_heads, capacity, shape.head_dim
+    return DecoderInputs(
+        tokens=torch.randint(VOCAB, (batch, nodes), generator=rng),
+        depths=depths,
+        ancestor_mask=ancestors,
+        lengths=lengths,
+        position_base=[row % 2 for row in range(batch)],
+        max_position=max(lengths) + 2,
+        padding=padding if padded else None,
+        caches=[torch.randn(size, generator=rng) for _ in model.layers],
+    )
+
+
+def run(model: Model, kernel: FewRowsKernel, inputs: DecoderInputs) -> list[Tensor]:
+    """All hidden states, then the logits."""
+    indices = range(len(model.layers) + 1)
+    scored = model.decoder(kernel).forward(inputs, tuple(indices))
+    assert scored is not None
+    return [*(scored[1][index] for index in indices), scored[0]]
+
+
+# --- results ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("extras", [False, True], ids=["plain", "biases and head norms"])
+@pytest.mark.parametrize("name", SHAPES)
+def test_forwards_equal_the_reference(kernel: FewRowsKernel, name: str, extras: bool) -> None:
+    model = make_model(SHAPES[name], extras=extras)
+    for lengths, nodes, padded in (([9], 1, False), ([50], 7, False), ([8, 5, 20], 4, True), ([7, 6], 17, True)):
+        inputs = make_inputs(model, lengths, nodes, padded)
+        expected = model.reference(inputs)
+        for index, (got, want) in enumerate(zip(run(model, kernel, inputs), expected, strict=True)):
+            assert (got - want).abs().max() <= 4e-6 * want.abs().max(), (lengths, nodes, index)
+
+
+def test_nodes_are_stored_behind_each_row_and_nothing_else_is_written(kernel: FewRowsKernel) -> None:
+    model = make_model(SHAPES["odd sizes"])
+    inputs = make_inputs(model, [8, 5], 4)
+    before = [cache.clone() for cache in inputs.caches]
+    run(model, kernel, inputs)
+    for cache, old in zip(inputs.caches, before, strict=True):
+        for row, length in enumerate(inputs.lengths):
+            assert torch.equal(cache[:, row, :, :length], old[:, row, :, :length])
+            assert torch.equal(cache[:, row, :, length + 4 :], old[:, row, :, length + 4 :])
+            assert (cache[:, row, :, length : length + 4] != old[:, row, :, length : length + 4]).all()
+
+
+@pytest.mark.parametrize("name", ["odd sizes", "grouped, wide heads"])
+def test_a_tree_is_scored_as_if_its_path_were_decoded_token_by_token(kernel: FewRowsKernel, name: str) -> None:
+    """Bit for bit, hidden states included, in a batch of trees as in a single row."""
+    model = make_model(SHAPES[name], extras=True)
+    inputs = replace(make_inputs(model, [12, 9], 9), max_position=100)
+    tree = [cache.clone() for cache in inputs.caches]
+    scored = run(model, kernel, replace(inputs, caches=tree))
+    for row, length in enumerate(inputs.lengths):
+        for leaf in range(inputs.tokens.shape[1]):
+            caches = [cache[:, row : row + 1].contiguous() for cache in inputs.caches]
+            path = inputs.ancestor_mask[row, leaf].nonzero().flatten().tolist()
+            for step, node in enumerate(path):
+                one = DecoderInputs(
+                    tokens=inputs.tokens[row, node].view(1, 1),
+                    depths=torch.zeros(1, 1, dtype=torch.long),
+                    ancestor_mask=torch.ones(1, 1, 1, dtype=torch.bool),
+                    lengths=[length + step],
+                    position_base=[inputs.position_base[row]],
+                    max_position=100,
+                    padding=None,
+                    caches=caches,
+                )
+                for got, want in zip(run(model, kernel, one), scored, strict=True):
+                    assert torch.equal(got[0, 0], want[row, node]), (row, leaf, node)
+
+
+def test_results_do_not_depend_on_the_number_of_threads(kernel: FewRowsKernel) -> None:
+    model = make_model(DecoderShape(384, 1024, 6, 3, 64, 1e-6, 0.125))
+    before = torch.get_num_threads()
+    results = []
+    try:
+        for count in (1, 2, 3, 2, 1):
+            torch.set_num_threads(count)
+            results.append(run(model, kernel, make_inputs(model, [30], 8)))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
+
+
+def test_nan_and_infinity_are_not_hidden(kernel: FewRowsKernel) -> None:
+    model = make_model(SHAPES["multi-head"])
+    inputs = make_inputs(model, [9], 3)
+    inputs.caches[0][0, 0, 1, 4] = torch.nan
+    assert run(model, kernel, inputs)[-1].isnan().all()
+    inputs = make_inputs(model, [9], 3)
+    model.layers[1].down[0, 0] = torch.inf
+    assert not run(model, kernel, inputs)[-1].isfinite().any()
+
+
+def test_large_gates_and_scores(kernel: FewRowsKernel) -> None:
+    """The exponential does not overflow where that of torch does not, and far positions get exactly no weight."""
+    model = make_model(SHAPES["multi-head"])
+    for weights in model.layers:
+        weights.gate.mul_(300)
+        weights.q.mul_(60)
+    inputs = make_inputs(model, [40], 5)
+    for got, want in zip(run(model, kernel, inputs), model.reference(inputs), strict=True):
+        assert (got - want).abs().max() <= 1e-3 * want.abs().max()
+
+
+# --- what is seen, and what is refused --------------------------------------------------------------------------------
+
+
+def test_weights_changed_in_place_are_seen_and_replaced_memory_is_refused(kernel: FewRowsKernel) -> None:
+    model = make_model(SHAPES["multi-head"])
+    decoder, inputs = model.decoder(kernel), make_inputs(model, [9], 3)
+    first = decoder.forward(inputs)
+    model.layers[1].down.mul_(2)
+    second = decoder.forward(inputs)
+    assert first is not None and second is not None and not torch.equal(first[0], second[0])
+    assert (second[0] - model.reference(make_inputs(model, [9], 3))[-1]).abs().max() < 1e-4
+    model.layers[0].up.data = model.layers[0].up.clone()
+    assert decoder.forward(inputs) is None
+
+
+def test_the_rotary_table_grows(kernel: FewRowsKernel) -> None:
+    model = make_model(SHAPES["multi-head"])
+    decoder = model.decoder(kernel)
+    for base in (0, 1100, 5000):
+        inputs = replace(make_inputs(model, [9], 3), position_base=[base])
+        scored = decoder.forward(inputs)
+        assert scored is not None and (scored[0] - model.reference(inputs)[-1]).abs().max() < 1e-4
+
+
+def test_forwards_that_are_refused(kernel: FewRowsKernel) -> None:
+    model = make_model(SHAPES["multi-head"])
+    decoder, good = model.decoder(kernel), make_inputs(model, [9], 4)
+    assert decoder.forward(good) is not None
+    refused = [
+        replace(good, tokens=good.tokens + VOCAB),
+        replace(good, tokens=good.tokens - VOCAB),
+        replace(good, position_base=[-40]),
+        replace(good, caches=good.caches[:1]),
+        replace(good, caches=[cache.double() for cache in good.caches]),
+        replace(good, caches=[cache[..., :12, :] for cache in good.caches]),
+        replace(good, caches=[cache[..., :12, :].contiguous() for cache in good.caches]),
+        replace(good, caches=[cache.expand(-1, 2, -1, -1, -1) for cache in good.caches]),
+        make_inputs(model, [9] * 33, MAX_DECODER_ROWS // 32),
+    ]
+    assert [decoder.forward(inputs) for inputs in refused] == [None] * len(refused)
+
+
+@pytest.mark.parametrize("change", ["dtype", "shape", "strides", "bias"])
+def test_weights_that_are_refused(change: str) -> None:
+    model = make_model(SHAPES["multi-head"], extras=True)
+    layer = model.layers[1]
+    replaced = {
+        "dtype": {"k": layer.k.double()},
+        "shape": {"down": layer.down[:, 1:].contiguous()},
+        "strides": {"up": layer.up.t().contiguous().t()},
+        "bias": {"o_bias": layer.q_norm},
+    }[change]
+    kernel = load_kernel()
+    assert kernel is not None
+    with pytest.raises(ValueError, match=f"{next(iter(replaced))} of layer 1 must be contiguous float32"):
+        replace(model, layers=[model.layers[0], replace(layer, **replaced)]).decoder(kernel)

@@ -1,0 +1,132 @@
+"""The target drafts with some of its own layers: exact, and nothing of the model is changed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import fuzz
+import pytest
+import tiny_models as tiny
+import torch
+import zoo
+from torch import Tensor, nn
+
+import mmspec
+from mmspec.drafters.model.self_drafter import SelfDrafter, candidate_layer_sets
+from mmspec.targets.layer_subset import layer_access
+from mmspec.targets.registry import find_adapter
+
+FAMILIES = ("llava", "qwen2_5_vl", "llava_next", "gemma3", "qwen3_vl")
+
+
+def _model(family: str = "llava", layers: int = 4) -> Any:
+    return tiny.build_model(tiny.ModelSpec(family=family, layers=layers, calm=True))
+
+
+def _generate(model: Any, inputs: dict[str, Tensor], **options: Any) -> Tensor:
+    torch.manual_seed(0)
+    output: Tensor = model.generate(**inputs, max_new_tokens=20, **options)
+    return output
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_random_calls_are_exact(family: str) -> None:
+    num_accepted = 0
+    for seed in range(100, 103):
+        case = replace(fuzz.draw_case(seed, family), drafter="self", nodes=8, override="")
+        result = fuzz.run_case(case)
+        assert not result.differences, f"{result.differences} in {case.describe()}"
+        num_accepted += result.stats.get("num_accepted_tokens", 0)
+    assert num_accepted > 0
+
+
+@pytest.mark.parametrize("sample", [False, True])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_all_layers_draft_what_the_target_emits(sample: bool, batch: int) -> None:
+    """Positions, padding, lengths of rows and noise are those of the target, or a draft token would be rejected."""
+    model = _model("qwen2_5_vl")
+    model.generation_config.eos_token_id = None
+    inputs = tiny.build_inputs(model, seed=3, batch=batch)
+    plain = _generate(model, inputs, do_sample=sample, temperature=0.9)
+    drafter = SelfDrafter(range(4))
+    drafter.top_k = 1
+    mmspec.patch(model, drafter=drafter, tree_size=4)
+    assert torch.equal(plain, _generate(model, inputs, do_sample=sample, temperature=0.9))
+    stats = mmspec.stats(model)
+    assert stats.num_draft_tokens >= 15 * batch
+    assert stats.num_accepted_tokens >= stats.num_draft_tokens - 3 * batch  # what lies behind the last token is dropped
+
+
+def test_nothing_of_the_model_changes() -> None:
+    model = _model()
+    before = {name: (id(module), id(module._modules), list(module._modules)) for name, module in model.named_modules()}
+    inputs = tiny.build_inputs(model, seed=1)
+    plain = _generate(model, inputs, do_sample=False)
+    mmspec.patch(model, drafter="self", tree_size=8)
+    assert torch.equal(plain, _generate(model, inputs, do_sample=False))
+    assert mmspec.stats(model).num_draft_tokens > 0
+    mmspec.unpatch(model)
+    assert before == {
+        name: (id(module), id(module._modules), list(module._modules)) for name, module in model.named_modules()
+    }
+
+
+def test_the_cache_after_a_call_is_that_of_the_whole_model() -> None:
+    model = _model()
+    inputs = tiny.build_inputs(model, seed=2)
+    options = {"do_sample": False, "return_dict_in_generate": True}
+    plain = model.generate(**inputs, max_new_tokens=20, **options)
+    mmspec.patch(model, drafter="self", tree_size=8)
+    drafted = model.generate(**inputs, max_new_tokens=20, **options)
+    for one, other in zip(plain.past_key_values.layers, drafted.past_key_values.layers, strict=True):
+        torch.testing.assert_close(one.keys, other.keys)
+        torch.testing.assert_close(one.values, other.values)
+
+
+def test_a_draft_that_fails_leaves_the_lengths_as_they_were(monkeypatch: Any) -> None:
+    model = _model()
+    inputs = tiny.build_inputs(model, seed=1)
+    plain = _generate(model, inputs, do_sample=False)
+    mmspec.patch(model, drafter="self", tree_size=8)
+    with monkeypatch.context() as patched:
+        patched.setattr("mmspec.drafters.model.chain.next_log_probs", _raise)
+        with pytest.raises(RuntimeError, match="planted"):
+            _generate(model, inputs, do_sample=False)
+    assert torch.equal(plain, _generate(model, inputs, do_sample=False))
+
+
+def _raise(*args: Any) -> Tensor:
+    raise RuntimeError("planted")
+
+
+def test_layer_sets() -> None:
+    for num_layers in range(2, 40):
+        sets = candidate_layer_sets(num_layers)
+        assert sets and all(0 < len(layers) < num_layers and layers[-1] < num_layers for layers in sets)
+        assert all(list(layers) == sorted(set(layers)) for layers in sets)
+    assert (0, 1, 3, 5, 7, 8, 9) not in candidate_layer_sets(10, exit_limit=6)
+    assert candidate_layer_sets(10, exit_limit=6) == [tuple(range(5)), tuple(range(6)), tuple(range(2))]
+
+
+def test_models_that_cannot_draft_are_refused() -> None:
+    recurrent = next(family for family in zoo.ROWS if family in ("qwen3_5", "lfm2_vl", "lfm2"))
+    with pytest.raises(ValueError, match=r"drafter='self'.*recurrent"):
+        mmspec.patch(_model(recurrent), drafter="self")
+    model = _model()
+    model.model.language_model.register_forward_hook(lambda module, args, output: None)
+    with pytest.raises(ValueError, match=r"drafter='self'.*LlamaModel.*hooks"):
+        layer_access(find_adapter(model))
+    model = _model()
+    model.model.language_model.more = nn.ModuleList([nn.Identity() for _ in range(4)])
+    with pytest.raises(ValueError, match=r"drafter='self'.*one list of 4 decoder layers.*found 2"):
+        layer_access(find_adapter(model))
+    with pytest.raises(ValueError, match=r"drafter='self'.*of which LlavaForConditionalGeneration has 1"):
+        layer_access(find_adapter(_model(layers=1)))
+    model = mmspec.patch(_model(), drafter=SelfDrafter([0, 9]))
+    inputs = tiny.build_inputs(model, seed=1)
+    with pytest.raises(ValueError, match="below the target's number of decoder layers, 4"):
+        _generate(model, inputs, do_sample=False)
+    for layers in ((), (2, 1), (-1,)):
+        with pytest.raises(ValueError, match="layers must be rising"):
+            SelfDrafter(layers)

@@ -1,0 +1,178 @@
+"""Draft heads read from files as serving engines read them, one position and one head at a time.
+
+Written from the formulas of the published layouts (EAGLE-3 of vLLM, SGLang and `speculators`; DSpark of `speculators`),
+to be compared with ours logit for logit. Shares no code with the package.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.nn import functional
+
+Cache = list[tuple[Tensor, Tensor]]
+"""(keys, values) [H', d] of each position."""
+
+
+def rms_norm(vector: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """[d]"""
+    return vector / (vector.pow(2).mean() + eps).sqrt() * weight
+
+
+def rotate(heads: Tensor, position: int, theta: float) -> Tensor:
+    """[H, d] the first half of each vector is the real part, the second the imaginary one."""
+    half = heads.shape[-1] // 2
+    angles = position / theta ** (torch.arange(half, dtype=torch.float64) / half)
+    rotation = torch.polar(torch.ones_like(angles), angles)
+    turned = torch.complex(heads[:, :half].double(), heads[:, half:].double()) * rotation
+    return torch.cat((turned.real, turned.imag), dim=-1).float()
+
+
+def attend(queries: Tensor, cache: Cache) -> Tensor:
+    """[H * d] attention of [H, d] queries to all of a cache."""
+    groups = len(queries) // len(cache[0][0])
+    outputs = []
+    for head, query in enumerate(queries):
+        scores = torch.stack([keys[head // groups] @ query / math.sqrt(len(query)) for keys, _ in cache])
+        outputs.append(scores.softmax(0) @ torch.stack([values[head // groups] for _, values in cache]))
+    return torch.cat(outputs)
+
+
+class SlowReader:
+    """A folder with config.json and model.safetensors.
+
+    Attributes:
+        config: of the file.
+        layer_config: sizes of the decoder layer.
+        weights: by name, `midlayer` as `layers.0`.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+        self.layer_config: dict[str, Any] = self.config.get("transformer_layer_config", self.config)
+        weights = load_file(folder / "model.safetensors")
+        self.weights = {name.replace("midlayer.", "layers.0."): value.float() for name, value in weights.items()}
+        self.eps = self.layer_config["rms_norm_eps"]
+        self.head_dim = self.layer_config["head_dim"]
+        parameters = self.layer_config.get("rope_parameters") or {}
+        self.theta = self.layer_config.get("rope_theta") or parameters["rope_theta"]
+
+    def linear(self, name: str, vector: Tensor) -> Tensor:
+        """A projection, with its bias if it has one."""
+        outputs = self.weights[f"{name}.weight"] @ vector
+        bias = self.weights.get(f"{name}.bias")
+        return outputs if bias is None else outputs + bias
+
+    def norm(self, name: str, vector: Tensor) -> Tensor:
+        return rms_norm(vector, self.weights[f"{name}.weight"], self.eps)
+
+    def heads(self, name: str, vector: Tensor) -> Tensor:
+        """[H, d] of a projection."""
+        return self.linear(name, vector).view(-1, self.head_dim)
+
+    def feed_forward(self, layer: str, state: Tensor) -> Tensor:
+        normed = self.norm(f"{layer}.post_attention_layernorm", state)
+        gate = functional.silu(self.linear(f"{layer}.mlp.gate_proj", normed))
+        return state + self.linear(f"{layer}.mlp.down_proj", gate * self.linear(f"{layer}.mlp.up_proj", normed))
+
+    def to_target(self, logits: Tensor, vocab_size: int) -> Tensor:
+        """[V] logits of the target's ids, -inf where the head has none."""
+        if "d2t" not in self.weights:
+            return logits
+        ids = torch.arange(len(logits)) + self.weights["d2t"].long()
+        assert self.weights["t2d"].bool().nonzero().flatten().tolist() == ids.tolist()
+        return torch.full((vocab_size,), -math.inf).index_copy_(0, ids, logits)
+
+
+class SlowEagle3(SlowReader):
+    """An EAGLE-3 head."""
+
+    def step(self, embed: Tensor, state: Tensor, position: int, cache: Cache) -> tuple[Tensor, Tensor]:
+        """One position, appended to the cache: (logits of the draft vocabulary, state for the next step).
+
+        Args:
+            embed: [D] of the next token, or of the media placeholder.
+            state: [S * D] the target's hidden states, concatenated, or [D] the state of the step before.
+            position: of the hidden states.
+            cache: positions so far.
+        """
+        if len(state) != self.layer_config["hidden_size"]:
+            state = self.linear("fc", state)
+        normed = self.norm("layers.0.hidden_norm", state)
+        inputs = torch.cat((self.norm("layers.0.input_layernorm", embed), normed))
+        residual = normed if self.config["norm_before_residual"] else state
+        queries, keys, values = (self.heads(f"layers.0.self_attn.{name}_proj", inputs) for name in "qkv")
+        cache.append((rotate(keys, position, self.theta), values))
+        outputs = attend(rotate(queries, position, self.theta), cache)
+        state = self.feed_forward("layers.0", residual + self.linear("layers.0.self_attn.o_proj", outputs))
+        return self.linear("lm_head", self.norm("norm", state)), state
+
+    def draft(self, embedding: Tensor, embeds: Tensor, states: Tensor, num_tokens: int) -> tuple[list[int], Tensor]:
+        """A greedy chain after a prompt: its tokens, and the logits [num_tokens, V] that they come from.
+
+        Args:
+            embedding: [V, D] of the target.
+            embeds: [n, D] embedding of the token after each position.
+            states: [n, S * D] hidden states of each position.
+            num_tokens: length of the chain.
+        """
+        cache, tokens, found = Cache(), list[int](), []
+        for position, (embed, state) in enumerate(zip(embeds, states, strict=True)):
+            logits, last = self.step(embed, state, position, cache)
+        for index in range(num_tokens):
+            found.append(self.to_target(logits, len(embedding)))
+            tokens.append(int(found[-1].argmax()))
+            if index + 1 < num_tokens:
+                logits, last = self.step(embedding[tokens[-1]], last, len(states) + index, cache)
+        return tokens, torch.stack(found)
+
+
+class SlowDspark(SlowReader):
+    """A DSpark head that predicts from its anchor: k positions predict k tokens."""
+
+    def block(self, embedding: Tensor, lm_head: Tensor, states: Tensor, anchor: int, k: int) -> tuple[Tensor, Tensor]:
+        """Features [k, D] of a block and its logits [k, V'] without the Markov bias.
+
+        Args:
+            embedding: [V, D] of the target; an embedding in the file takes its place.
+            lm_head: [V, D] of the target; that of the file takes its place.
+            states: [n, S * D] hidden states of all positions before the anchor.
+            anchor: the last token.
+            k: block size.
+        """
+        embedding = self.weights.get("embed_tokens.weight", embedding)
+        features = [self.norm("hidden_norm", self.linear("fc", state)) for state in states]
+        rows = [embedding[token] for token in (anchor, *[self.config["mask_token_id"]] * (k - 1))]
+        for layer in range(self.layer_config["num_hidden_layers"]):
+            name = f"layers.{layer}"
+            cache = [self._keys_values(name, feature, position) for position, feature in enumerate(features)]
+            normed = [self.norm(f"{name}.input_layernorm", row) for row in rows]
+            cache += [self._keys_values(name, row, len(features) + slot) for slot, row in enumerate(normed)]
+            for slot, row in enumerate(normed):
+                queries = self.heads(f"{name}.self_attn.q_proj", row)
+                queries = torch.stack([self.norm(f"{name}.self_attn.q_norm", query) for query in queries])
+                outputs = attend(rotate(queries, len(features) + slot, self.theta), cache)
+                rows[slot] = rows[slot] + self.linear(f"{name}.self_attn.o_proj", outputs)
+            rows = [self.feed_forward(name, row) for row in rows]
+        outputs = torch.stack([self.norm("norm", row) for row in rows])
+        return outputs, outputs @ self.weights.get("lm_head.weight", lm_head).T
+
+    def _keys_values(self, name: str, row: Tensor, position: int) -> tuple[Tensor, Tensor]:
+        keys = self.heads(f"{name}.self_attn.k_proj", row)
+        keys = torch.stack([self.norm(f"{name}.self_attn.k_norm", key) for key in keys])
+        return rotate(keys, position, self.theta), self.heads(f"{name}.self_attn.v_proj", row)
+
+    def bias(self, token: int) -> Tensor:
+        """[V'] added to the logits of the position after a token."""
+        return self.weights["markov_head.markov_w2.weight"] @ self.weights["markov_head.markov_w1.weight"][token]
+
+    def confidence(self, feature: Tensor, token: int) -> Tensor:
+        """Probability that the token drawn at a position is accepted."""
+        rows = torch.cat((feature, self.weights["markov_head.markov_w1.weight"][token]))
+        return self.linear("confidence_head.proj", rows)[0].sigmoid()

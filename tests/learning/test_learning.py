@@ -1,0 +1,351 @@
+"""Online learning: exact output while weights are swapped, bounded memory, time and failures, storage."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import fuzz as fuzz
+import pytest
+import tiny_models as tiny
+import torch
+from torch import Tensor
+
+import mmspec
+from mmspec.drafters.instant.drafter import InstantDrafter
+from mmspec.interfaces import Examples, LearningSpec
+from mmspec.learning.budget import WINDOW, LearningBudget
+from mmspec.learning.learner import Learner
+from mmspec.learning.reservoir import ExampleReservoir
+from mmspec.learning.store import LearnedStore, learned_files, model_fingerprint
+from mmspec.learning.weights import WeightTrainer
+from mmspec.patching import patch_state
+
+SPEC = tiny.ModelSpec(vocab=40, calm=True)
+WORK_S = 0.02
+"""Seconds of learning after each call, whatever the call took."""
+
+
+@pytest.fixture
+def generous(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some work after every call, on small batches."""
+
+    def earn(self: LearningBudget, call_s: float) -> None:
+        self.earned_s = self.spent_s + WORK_S
+
+    monkeypatch.setattr(LearningBudget, "earn", earn)
+    monkeypatch.setattr("mmspec.learning.learner.LEARN_BATCH_SIZE", 16)
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MMSPEC_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def model() -> Iterator[Any]:
+    built = tiny.build_model(SPEC)
+    yield built
+    mmspec.unpatch(built)
+
+
+def prompts(seed: int, batch: int = 1) -> Tensor:
+    return torch.randint(5, 36, (batch, 6), generator=torch.Generator().manual_seed(seed))
+
+
+def generate(model: Any, ids: Tensor, **options: Any) -> Tensor:
+    with torch.no_grad():
+        output: Tensor = model.generate(
+            input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, eos_token_id=None, **options
+        )
+    return output
+
+
+def learn(model: Any, calls: int = 12) -> Learner:
+    """Patch with instant heads and generate until they draft."""
+    mmspec.patch(model, drafter="instant", learn=True, tree_size=4)
+    for seed in range(calls):
+        generate(model, prompts(seed, batch=2))
+    learner = patch_state(model).learner
+    assert learner is not None
+    return learner
+
+
+# --- exactness --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("generous")
+@pytest.mark.parametrize("seed", range(24))
+def test_random_cases_while_learning(seed: int) -> None:
+    case = replace(fuzz.draw_case(4000 + seed), drafter=fuzz.LEARNING_DRAFTERS[seed % 2], learn=True)
+    case = replace(case, deterministic=False, override="" if case.override == "deterministic" else case.override)
+    result = fuzz.run_case(case)
+    assert not result.differences, result.report()
+    assert result.stats["learning"]["disabled_reason"] is None
+
+
+@pytest.mark.usefixtures("generous")
+def test_instant_heads_learn_and_draft(model: Any) -> None:
+    plain = [generate(model, prompts(seed, batch=2)) for seed in range(12)]
+    learner = learn(model)
+    for seed, expected in enumerate(plain):
+        assert torch.equal(generate(model, prompts(seed, batch=2)), expected)
+    stats = mmspec.stats(model)
+    assert learner.disabled_reason is None and stats.learning.num_updates > 0
+    assert stats.num_accepted_tokens > 0, "tokens that the heads have learned"
+    assert stats.learning.curve[-1].last_call == stats.calls == 24
+    assert sum(point.tokens for point in stats.learning.curve) == stats.tokens - stats.first_tokens
+
+
+@pytest.mark.usefixtures("generous")
+@pytest.mark.parametrize("sampled", [False, True])
+def test_weights_are_swapped_in_the_middle_of_calls(model: Any, sampled: bool) -> None:
+    """Another thread publishes other weights all the time."""
+    options: dict[str, Any] = {"do_sample": sampled}
+    torch.manual_seed(3)
+    plain = [generate(model, prompts(seed, batch=3), **options) for seed in range(8)]
+    drafter = learn(model).drafter
+    current = {name: value.detach() for name, value in drafter.learnable_copy().named_parameters()}
+    other = {name: torch.randn_like(value) for name, value in current.items()}
+    stop, failures = threading.Event(), list[BaseException]()
+
+    def swap() -> None:
+        try:
+            while not stop.is_set():
+                drafter.publish(other, None)
+                drafter.publish(current, None)
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=swap)
+    thread.start()
+    try:
+        torch.manual_seed(3)
+        patched = [generate(model, prompts(seed, batch=3), **options) for seed in range(8)]
+    finally:
+        stop.set()
+        thread.join()
+    assert not failures and all(map(torch.equal, patched, plain))
+
+
+@pytest.mark.usefixtures("generous")
+def test_threads_share_a_learner(model: Any) -> None:
+    plain = {seed: generate(model, prompts(seed)) for seed in range(12)}
+    learner = learn(model, calls=4)
+    wrong: list[int] = []
+
+    def work(seeds: range) -> None:
+        wrong.extend(seed for seed in seeds if not torch.equal(generate(model, prompts(seed)), plain[seed]))
+
+    threads = [threading.Thread(target=work, args=(range(start, 12, 3),)) for start in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong and learner.disabled_reason is None and mmspec.stats(model).calls == 16
+
+
+@pytest.mark.usefixtures("generous")
+@pytest.mark.parametrize("context", [torch.inference_mode, torch.no_grad])
+def test_learning_works_in_inference_mode(model: Any, context: Callable[[], Any]) -> None:
+    mmspec.patch(model, drafter="instant", learn=True)
+    state = torch.get_rng_state()
+    with context():
+        for seed in range(16):
+            ids = prompts(seed, batch=2)
+            model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False)
+    learning = mmspec.stats(model).learning
+    assert learning.disabled_reason is None and learning.num_fitted > 0
+    assert torch.equal(state, torch.get_rng_state()), "learning draws from a generator of its own"
+
+
+# --- failures ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("generous")
+@pytest.mark.parametrize("where", ["add_to_fit", "solve"])
+def test_an_exception_in_a_step_ends_learning_only(
+    model: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, where: str
+) -> None:
+    def fail(self: WeightTrainer, *args: Any) -> Any:
+        raise RuntimeError("out of memory")
+
+    plain = [generate(model, prompts(seed, batch=2)) for seed in range(12)]
+    monkeypatch.setattr(WeightTrainer, where, fail)
+    with caplog.at_level(logging.WARNING, "mmspec"):
+        learner = learn(model)
+        assert all(torch.equal(generate(model, prompts(s, batch=2)), plain[s]) for s in range(12))
+    assert learner.disabled_reason == "RuntimeError: out of memory"
+    assert len([record for record in caplog.records if "learning has ended" in record.message]) == 1
+
+
+@pytest.mark.usefixtures("generous")
+def test_states_that_are_not_finite_are_not_learned(model: Any) -> None:
+    learner = learn(model, calls=2)
+    num_examples = mmspec.stats(model).learning.num_examples
+    reservoir = learner._reservoir
+    assert reservoir is not None
+    inputs = torch.full((5, SPEC.hidden), float("nan"))
+    reservoir.add(Examples(inputs, torch.ones(5, dtype=torch.long), torch.ones(5, learner.spec.num_next).long()))
+    assert len(reservoir) == num_examples and reservoir.num_dropped == 5
+
+
+def test_published_weights_must_fit(model: Any) -> None:
+    mmspec.patch(model, drafter="instant", learn=True)
+    drafter = patch_state(model).config.drafter
+    assert isinstance(drafter, InstantDrafter)
+    weights = {name: value.detach().clone() for name, value in drafter.learnable_copy().named_parameters()}
+    with pytest.raises(ValueError, match=r"fc\.weight holds values that are not finite"):
+        drafter.publish(weights | {"fc.weight": torch.full_like(weights["fc.weight"], float("inf"))}, None)
+    with pytest.raises(ValueError, match=r"fc\.weight must be \[64, 64\]; got \[2\]"):
+        drafter.publish(weights | {"fc.weight": torch.zeros(2)}, None)
+    with pytest.raises(ValueError, match=r"these differ: other"):
+        drafter.publish(weights | {"other": torch.zeros(2)}, None)
+    assert not drafter.is_ready
+
+
+def test_bad_arguments(model: Any) -> None:
+    with pytest.raises(ValueError, match="learn=True and deterministic=True exclude each other"):
+        mmspec.patch(model, drafter="instant", learn=True, deterministic=True)
+    with pytest.raises(ValueError, match=r"learn=True needs a drafter with weights.*'lookup'"):
+        mmspec.patch(model, drafter="lookup", learn=True)
+    with pytest.raises(TypeError, match=r"learn must be True.*'yes'"):
+        mmspec.patch(model, learn="yes")
+    assert not mmspec.is_patched(model)
+
+
+def test_a_call_can_opt_out(model: Any) -> None:
+    mmspec.patch(model, drafter="instant", learn=True)
+    generate(model, prompts(0), mmspec={"learn": False})
+    assert mmspec.stats(model).learning.num_examples == 0
+    generate(model, prompts(0))
+    assert mmspec.stats(model).learning.num_examples == 23
+
+
+# --- bounds -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_reservoir_is_bounded() -> None:
+    spec = LearningSpec("x", input_size=4, num_next=2, records_every_position=True, starts_untrained=True)
+    reservoir = ExampleReservoir(spec, torch.float32, max_bytes=4 * 4 * 10)
+    assert reservoir.capacity == 10
+    for start in range(0, 60, 6):
+        ids = torch.arange(start, start + 6)
+        next_ids = torch.stack((ids + 1, ids + 2), dim=1)
+        next_ids[-1] = -1  # the end of the text
+        reservoir.add(Examples(ids[:, None].repeat(1, 4).float(), ids, next_ids))
+    assert len(reservoir) == 10 and reservoir.nbytes == 10 * (16 + 8 + 16)
+    batch = reservoir.sample(500, torch.Generator().manual_seed(0))
+    assert sorted(set(batch.root_ids.tolist())) == [48, 49, 50, 51, 52, 54, 55, 56, 57, 58], "the latest ones"
+    assert torch.equal(batch.inputs[:, 0].long(), batch.root_ids)
+    assert reservoir.token_ids().tolist() == [49, 50, 51, 52, 53, 54, 55, 56, 57, 58, 59, 60]
+
+
+def test_the_budget_is_a_share_of_the_time() -> None:
+    budget = LearningBudget(share=0.1)
+    assert not budget.can_afford("step")
+    budget.earn(10.0)
+    assert budget.can_afford("step")
+    budget.spend(0.6, "step")
+    assert not budget.can_afford("step") and budget.can_afford("other")
+    budget.spend(0.6, "other")
+    assert not budget.can_afford("other")
+
+
+def test_the_budget_shrinks_while_learning_does_not_pay() -> None:
+    budget = LearningBudget()
+    for _ in range(10 * WINDOW):
+        budget.add_loss(1.0)
+    assert budget.factor == 1 / 8
+    for _ in range(WINDOW):
+        budget.add_loss(2.0)  # another domain
+    assert budget.factor == 1.0
+    for window in range(4):
+        for _ in range(WINDOW):
+            budget.add_loss(1.5 * 0.9**window)
+    assert budget.factor == 1.0, "as long as the loss falls"
+
+
+# --- storage ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("generous")
+def test_the_next_process_continues(model: Any) -> None:
+    learner = learn(model)
+    learned = {name: value.clone() for name, value in patch_state(model).config.drafter.head.state_dict().items()}
+    mmspec.unpatch(model)
+    (file,) = learned_files()
+    assert file.key == learner.spec.key and file.target == model_fingerprint(model)
+    mmspec.patch(model, drafter="instant", learn=True)
+    drafter = patch_state(model).config.drafter
+    assert mmspec.stats(model).learning.resumed and drafter.is_ready
+    assert all(torch.equal(value, learned[name]) for name, value in drafter.head.state_dict().items())
+
+
+@pytest.mark.usefixtures("generous")
+@pytest.mark.parametrize("damage", ["truncated", "foreign", "other target", "other shape", "folder"])
+def test_unusable_files_are_ignored(model: Any, caplog: pytest.LogCaptureFixture, damage: str) -> None:
+    learner = learn(model)
+    mmspec.unpatch(model)
+    store = LearnedStore(model_fingerprint(model))
+    path = store.path(learner.spec.key)
+    if damage == "truncated":
+        path.write_bytes(path.read_bytes()[:100])
+    elif damage == "foreign":
+        path.write_bytes(b"GIF89a" * 100)
+    elif damage == "other target":
+        other = LearnedStore("0" * 24)
+        other.save(learner.spec.key, {"fc.weight": torch.zeros(2)})
+        other.path(learner.spec.key).rename(path)
+    elif damage == "other shape":
+        store.save(learner.spec.key, {"fc.weight": torch.zeros(2)})
+    else:
+        path.unlink()
+        path.mkdir()
+    with caplog.at_level(logging.WARNING, "mmspec"):
+        mmspec.patch(model, drafter="instant", learn=True)
+    assert not mmspec.stats(model).learning.resumed
+    assert len([record for record in caplog.records if "learning starts anew" in record.message]) == 1
+
+
+@pytest.mark.usefixtures("generous")
+def test_a_folder_that_cannot_be_written_costs_one_warning(
+    model: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "cache").write_text("a file where the folder should be")
+    with caplog.at_level(logging.WARNING, "mmspec"):
+        learner = learn(model)
+        learner.save()
+        generate(model, prompts(0))
+        learner.save()
+    assert learner.disabled_reason is None and learner.store is None
+    assert len([record for record in caplog.records if "are not stored" in record.message]) == 1
+
+
+@pytest.mark.usefixtures("generous")
+def test_a_changed_target_has_files_of_its_own(model: Any) -> None:
+    before = model_fingerprint(model)
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(1.1)
+    assert model_fingerprint(model) != before
+
+
+def test_two_writers_leave_a_whole_file(tmp_path: Path) -> None:
+    store = LearnedStore("t" * 24, tmp_path)
+    values = [{"fc.weight": torch.full((64, 64), float(number))} for number in range(4)]
+    threads = [
+        threading.Thread(target=lambda weights: [store.save("k", weights) for _ in range(10)], args=(weights,))
+        for weights in values
+    ]
+    for thread in threads:
+        thread.start()
+    for _ in range(20):
+        found = store.load("k")
+        assert found is None or bool((found["fc.weight"] == found["fc.weight"][0, 0]).all())
+    for thread in threads:
+        thread.join()
+    assert [path.name for path in store.folder.iterdir()] == ["k.safetensors"]

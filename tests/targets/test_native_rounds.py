@@ -1,0 +1,246 @@
+"""Which models and calls the compiled decoder computes, that it gives what the model gives, and what it leaves out."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import fuzz
+import pytest
+import tiny_models as tiny
+import torch
+from parity import Kwargs, generate_plain, get_model, speculate
+from test_targets import bush, inside
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from mmspec.cpu.native import load_kernel
+from mmspec.targets.hf import HFTarget
+from mmspec.targets.module_scan import scan_modules
+from mmspec.targets.native import NativeRounds
+
+pytestmark = pytest.mark.skipif(load_kernel() is None, reason="no compiler or another processor")
+TEXT = ("llama", "mistral", "qwen3")
+VISION = (*tiny.FAMILIES, "qwen2_vl", "internvl", "idefics3", "smolvlm", "mistral3", "vipllava")
+
+
+@pytest.fixture
+def forwards(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """For every round of a recognised model, whether the compiled decoder computed it."""
+    done: list[bool] = []
+    original = NativeRounds.score
+
+    def spy(self: NativeRounds, *args: Any) -> Any:
+        scored = original(self, *args)
+        done.append(scored is not None)
+        return scored
+
+    monkeypatch.setattr(NativeRounds, "score", spy)
+    return done
+
+
+def use_native(target: HFTarget) -> None:
+    kernel = load_kernel()
+    assert kernel is not None
+    target.prefill()
+    target.use_native_rounds(kernel, scan_modules(target.model))
+
+
+@pytest.mark.parametrize("family", [*TEXT, *VISION])
+def test_rounds_equal_those_of_the_model(family: str, forwards: list[bool]) -> None:
+    """Logits, hidden states and the cache, for trees behind padded rows of different lengths."""
+    model, rng = get_model(family, seed=11), random.Random(3)
+    images = None if family in TEXT else [1, 1, 1]
+    inputs = tiny.build_inputs(model, 4, 3, images=images, padding="left")
+    trees = [bush(rng, [9, 8, 7], nodes, range(20, 40)) for nodes in (1, 6, 1, 9)]
+
+    def decode(target: HFTarget) -> list[Tensor]:
+        found: list[Tensor] = []
+        for step, tree in enumerate(trees):
+            logits, states = target.score(tree, (0, 1, 2))
+            found += [logits, *states.values()]
+            counts = [1, 1 + step % 2, 1]
+            path = [list(range(count)) for count in counts]
+            target.buffer.keep_path(torch.tensor([[0, 1]] * 3), torch.tensor(counts), path)
+            length = min(target.buffer.seq_lens)
+            found += [part.clone() for layer in range(2) for part in target.buffer.read(layer, length)]
+        return found
+
+    results: list[list[Tensor]] = []
+    inside(model, inputs, lambda target: (target.prefill(), results.append(decode(target))))
+    assert not forwards
+    inside(model, inputs, lambda target: (use_native(target), results.append(decode(target))))
+    assert forwards == [True] * len(trees)
+    for mine, want in zip(results[1], results[0], strict=True):
+        assert (mine - want).abs().max() <= 1e-5 * want.abs().max()
+
+
+@pytest.mark.parametrize("options", [{"do_sample": False}, {"do_sample": True}], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl", "qwen3"])
+def test_calls_are_decoded_in_compiled_code(family: str, options: Kwargs, forwards: list[bool]) -> None:
+    model = get_model(family, seed=12)
+    inputs = tiny.build_inputs(model, 5, 2)
+    plain = generate_plain(model, inputs, max_new_tokens=20, **options)
+    for setting in (None, True, False):
+        forwards.clear()
+        with speculate(model, "bush", plain, cpu_pack_weights=setting):
+            assert torch.equal(generate_plain(model, inputs, max_new_tokens=20, **options), plain)
+        assert bool(forwards) == (setting is None) and all(forwards)
+
+
+def test_fuzzed_cases_are_compiled(forwards: list[bool]) -> None:
+    for seed in (8, 20, 25):
+        assert not fuzz.run_seed(seed).differences
+    assert sum(forwards) > 40 and all(forwards)
+
+
+# --- what is left to the model ----------------------------------------------------------------------------------------
+
+
+def _hook(model: PreTrainedModel) -> Any:
+    return model.get_decoder().layers[1].mlp.register_forward_hook(lambda module, args, output: output)
+
+
+def _replace_layer(model: PreTrainedModel) -> Any:
+    class Mine(nn.Linear):
+        pass
+
+    mlp = model.get_decoder().layers[0].mlp
+    mine, before = Mine(mlp.up_proj.in_features, mlp.up_proj.out_features, bias=False), mlp.up_proj
+    mine.weight, mlp.up_proj = before.weight, mine
+    return lambda: setattr(mlp, "up_proj", before)
+
+
+def _add_module(model: PreTrainedModel) -> Any:
+    mlp = model.get_decoder().layers[0].mlp
+    mlp.extra = nn.Identity()
+    return lambda: delattr(mlp, "extra")
+
+
+def _replace_forward(model: PreTrainedModel) -> Any:
+    norm = model.get_decoder().norm
+    norm.forward = type(norm).forward.__get__(norm)
+    return lambda: norm.__dict__.pop("forward")
+
+
+def _gelu(model: PreTrainedModel) -> Any:
+    mlp = model.get_decoder().layers[0].mlp
+    before, mlp.act_fn = mlp.act_fn, nn.GELU()
+    return lambda: setattr(mlp, "act_fn", before)
+
+
+def _max_norm(model: PreTrainedModel) -> Any:
+    embeddings = model.get_input_embeddings()
+    embeddings.max_norm = 1e9
+    return lambda: setattr(embeddings, "max_norm", None)
+
+
+def _strided_weight(model: PreTrainedModel) -> Any:
+    linear = model.get_decoder().layers[0].mlp.up_proj
+    before = linear.weight.data
+    linear.weight.data = before.t().contiguous().t()
+    return lambda: setattr(linear.weight, "data", before)
+
+
+def _other_eps(model: PreTrainedModel) -> Any:
+    norm = model.get_decoder().norm
+    before, norm.variance_epsilon = norm.variance_epsilon, 0.5
+    return lambda: setattr(norm, "variance_epsilon", before)
+
+
+CHANGES = (_hook, _replace_layer, _add_module, _replace_forward, _gelu, _max_norm, _strided_weight, _other_eps)
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__[1:])
+def test_changed_models_are_not_recognised(change: Callable[[PreTrainedModel], Any]) -> None:
+    model = get_model("llava", seed=13)
+    inputs = tiny.build_inputs(model, 4, 1)
+    undo = change(model)
+    try:
+        inside(model, inputs, lambda target: (use_native(target), _assert_is_native(target, False)))
+    finally:
+        undo.remove() if hasattr(undo, "remove") else undo()
+    inside(model, inputs, lambda target: (use_native(target), _assert_is_native(target, True)))
+
+
+def _assert_is_native(target: HFTarget, is_native: bool) -> None:
+    assert (target.rounds is not None) == is_native
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [("llava", {"dtype": "float64"}), ("llava_next", {"window": 6}), ("qwen2_5_vl", {"window": 6, "mixed": True}),
+     ("gemma3", {}), ("granite", {}), ("qwen3_moe", {})],
+)  # fmt: skip
+def test_other_models_are_not_recognised(family: str, changes: Kwargs) -> None:
+    model = get_model(family, **changes)
+    inputs = tiny.build_inputs(model, 4, 1)
+    inside(model, inputs, lambda target: (use_native(target), _assert_is_native(target, False)))
+
+
+def test_autocast_and_wide_batches_run_in_the_model(forwards: list[bool]) -> None:
+    model = get_model("llava", seed=14)
+
+    def score(target: HFTarget) -> None:
+        use_native(target)
+        with torch.autocast("cpu", torch.bfloat16):
+            target.score(bush(random.Random(1), [9, 9], 4, [9]))
+        target.score(bush(random.Random(1), [9, 9], 64, [9]))
+
+    inside(model, tiny.build_inputs(model, 4, 2), score)
+    assert forwards == [False, True]
+    inside(model, tiny.build_inputs(model, 4, 3), lambda target: (use_native(target), _score_wide(target)))
+    assert forwards[2:] == [False]
+
+
+def _score_wide(target: HFTarget) -> None:
+    target.score(bush(random.Random(1), [9, 9, 9], 64, [9]))
+
+
+class Meddler:
+    """A streamer that changes the model when the third token arrives."""
+
+    def __init__(self, change: Callable[[], Any]) -> None:
+        self.change, self.calls = change, 0
+
+    def put(self, value: Tensor) -> None:
+        self.calls += 1
+        if self.calls == 4:
+            self.change()
+
+    def end(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("kind", ["in place", "data", "hook", "module"])
+def test_changes_by_user_code_during_a_call_take_effect(kind: str, forwards: list[bool]) -> None:
+    model = get_model("llava", seed=15)
+    inputs = tiny.build_inputs(model, 6, 1)
+    mlp = model.get_decoder().layers[1].mlp
+    down, before = mlp.down_proj, mlp.down_proj.weight.detach().clone()
+    handles: list[Any] = []
+    twice = nn.Linear(down.in_features, down.out_features, bias=False)
+    twice.weight.data = before * -20
+    changes: dict[str, Callable[[], Any]] = {
+        "in place": lambda: down.weight.data.mul_(-20),
+        "data": lambda: setattr(down.weight, "data", before * -20),
+        "hook": lambda: handles.append(down.register_forward_hook(lambda module, args, output: output * -20)),
+        "module": lambda: setattr(mlp, "down_proj", twice),
+    }
+
+    def generate() -> Tensor:
+        try:
+            return generate_plain(model, inputs, max_new_tokens=16, do_sample=False, streamer=Meddler(changes[kind]))
+        finally:
+            mlp.down_proj = down
+            down.weight.data = before.clone()
+            while handles:
+                handles.pop().remove()
+
+    unchanged = generate_plain(model, inputs, max_new_tokens=16, do_sample=False)
+    plain = generate()
+    assert not torch.equal(plain, unchanged)
+    with speculate(model, "bush", plain, tree_size=1):
+        assert torch.equal(generate(), plain)
+    assert forwards[0] and all(forwards) == (kind == "in place")
