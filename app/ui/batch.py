@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from mmspec.app.ui.cancel import CancellableCaptioner
 
 BATCH_SIZE = 4
-THUMBNAIL_SIZE = 64
+TABLE_IMAGE_SIZE = 64
 """Longest side in pixels of the picture in the table."""
 
 
@@ -163,7 +163,7 @@ class CaptionBatch:
 
     def _draw(self, row_id: str, media: Media) -> None:
         """Store a small picture of a file, of a clip its first frame."""
-        self.thumbnails[row_id] = to_data_uri(media_images(media)[0], THUMBNAIL_SIZE, quality=70)
+        self.thumbnails[row_id] = to_data_uri(media_images(media)[0], TABLE_IMAGE_SIZE, quality=70)
 
     def discard(self) -> None:
         """Close a batch that will not run; the links to the uploads are removed."""

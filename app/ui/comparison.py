@@ -43,7 +43,7 @@ class Difference:
 
 
 @dataclass
-class Lane:
+class AnswerLane:
     """One answer of a comparison: that of plain `generate`, or that of mmspec with one drafter.
 
     Attributes:
@@ -132,11 +132,12 @@ class ComparisonRun:
         self.file_name = file_name
         self.phase = "waiting"
         self.cancelled = False
-        self.lane: Lane | None = None
-        self.plain = Lane("plain")
+        self.lane: AnswerLane | None = None
+        self.plain = AnswerLane("plain")
         drafters = (settings.drafter, *settings.more_drafters)
         self.lanes = tuple(
-            Lane("mmspec" if number == 1 else f"mmspec-{number}", drafter) for number, drafter in enumerate(drafters, 1)
+            AnswerLane("mmspec" if number == 1 else f"mmspec-{number}", drafter)
+            for number, drafter in enumerate(drafters, 1)
         )
         self.loaded_model: LoadedModel | None = None
         self.encode_s = 0.0
@@ -169,7 +170,7 @@ class ComparisonRun:
         return self
 
     @property
-    def mmspec(self) -> Lane:
+    def mmspec(self) -> AnswerLane:
         """The lane of the first drafter."""
         return self.lanes[0]
 
@@ -181,7 +182,7 @@ class ComparisonRun:
             return None
         return find_visible_tokens(lane.recorder, lane.stats.compression[0] if lane.stats.compression else None)
 
-    def is_identical(self, lane: Lane) -> bool | None:
+    def is_identical(self, lane: AnswerLane) -> bool | None:
         """Whether a lane's answer is the plain one, up to the shorter one if cancelled; None if one is empty."""
         if not self.plain.streamer.token_ids or not lane.streamer.token_ids:
             return None
@@ -195,21 +196,21 @@ class ComparisonRun:
             return False
         return None if None in results else True
 
-    def speedup_decode(self, lane: Lane) -> float | None:
+    def speedup_decode(self, lane: AnswerLane) -> float | None:
         """Ratio of tokens per second to those of plain `generate`, first token to last; None if one is not measured."""
         plain, ours = self.plain.tokens_per_s, lane.tokens_per_s
         return ours / plain if plain and ours else None
 
-    def speedup_e2e(self, lane: Lane) -> float | None:
+    def speedup_e2e(self, lane: AnswerLane) -> float | None:
         """Ratio of total seconds, vision encoding counted on both sides; None if one answer was cut short."""
         if not lane.total_s or len(self.plain.streamer.token_ids) != len(lane.streamer.token_ids):
             return None
         return (self.encode_s + self.plain.total_s) / (self.encode_s + lane.total_s)
 
-    def round_cost(self, lane: Lane) -> float | None:
+    def round_cost(self, lane: AnswerLane) -> float | None:
         """R: seconds of a round divided by seconds of a plain step. Decode speed-up = tau / R."""
         speedup = self.speedup_decode(lane)
         return lane.stats.tau / speedup if speedup else None
 
 
-__all__ = ["ComparisonRun", "Difference", "Lane"]
+__all__ = ["AnswerLane", "ComparisonRun", "Difference"]

@@ -12,7 +12,7 @@ from mmspec.app.io.images import media_images
 from mmspec.app.modeling.chat import ChatTurn
 from mmspec.app.scenes.domain_check import OUT_OF_DOMAIN_HINT, looks_like_scene
 from mmspec.app.ui import render
-from mmspec.app.ui.comparison import ComparisonRun, Lane
+from mmspec.app.ui.comparison import AnswerLane, ComparisonRun
 from mmspec.app.ui.context import Context, format_queue_position
 from mmspec.app.ui.race import LiveLane, format_timing, lane_title, render_live_race
 from mmspec.app.ui.report import Report, build_report
@@ -67,13 +67,13 @@ class ComparisonView:
         is_loading = run.phase == "waiting" and run.model_store.is_loading
         return PHASE_MESSAGES["loading" if is_loading else run.phase]
 
-    def _live_lane(self, lane: Lane) -> LiveLane:
+    def _live_lane(self, lane: AnswerLane) -> LiveLane:
         streamer = lane.streamer
         timing = format_timing(len(streamer.token_ids), lane.ttft_s, lane.elapsed_s)
         state = "running" if lane is self.comparison.lane else "done" if lane.total_s else "waiting"
         return LiveLane(lane.name, lane.resolved_drafter, self._text(lane), timing, streamer.tokens_per_s, state)
 
-    def _text(self, lane: Lane) -> str:
+    def _text(self, lane: AnswerLane) -> str:
         model = self.comparison.loaded_model
         if model is None:
             return ""

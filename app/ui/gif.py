@@ -17,9 +17,9 @@ from mmspec.app.ui.plots import LANE_COLORS
 from mmspec.app.ui.race import lane_title
 from mmspec.app.ui.report import AnswerTrace, Report
 
-WIDTH, MARGIN, HEAD = 760, 16, 126
+GIF_WIDTH, GIF_MARGIN, HEAD = 760, 16, 126
 """Pixels: the picture, the space around it, the height above the lanes."""
-LINE, LANE_HEAD, MAX_LINES, MAX_LANES = 19, 56, 12, 3
+LINE, LANE_HEAD, MAX_LINES, MAX_DRAWN_LANES = 19, 56, 12, 3
 """Pixels of a line, and of a lane above its text; lines of an answer and lanes that are drawn, at most."""
 FRAMES_PER_S, MIN_S, MAX_S, HOLD_S = 10, 5.0, 9.0, 2.5
 """Frames per second; seconds that the race takes at least and at most; seconds that the end is held."""
@@ -35,7 +35,7 @@ def _font(size: int) -> Any:
 
 
 @dataclass
-class _Lane:
+class _DrawnLane:
     """A lane with the position of each token.
 
     Attributes:
@@ -84,11 +84,11 @@ def write_gif(report: Report, file: Path) -> None:
         report: of a run whose answers are not empty.
         file: to write.
     """
-    traces = (report.plain, *report.lanes)[:MAX_LANES]
+    traces = (report.plain, *report.lanes)[:MAX_DRAWN_LANES]
     lanes = _layout(traces)
     tempo = choose_tempo(max(trace.token_times[-1] for trace in traces if trace.token_times))
     bottom = max((spot[1] for lane in lanes for spot in lane.spots if spot), default=HEAD + LANE_HEAD) + LINE
-    canvas = Image.new("RGB", (WIDTH, bottom + 34), PAPER)
+    canvas = Image.new("RGB", (GIF_WIDTH, bottom + 34), PAPER)
     _draw_head(canvas, report, tempo)
     end_s = max(trace.token_times[-1] for trace in traces if trace.token_times)
     count = max(2, int(end_s * tempo * FRAMES_PER_S) + 1)
@@ -102,13 +102,13 @@ def write_gif(report: Report, file: Path) -> None:
     paletted[0].save(file, save_all=True, append_images=paletted[1:], duration=durations, loop=0, optimize=True)
 
 
-def _layout(traces: tuple[AnswerTrace, ...]) -> list[_Lane]:
+def _layout(traces: tuple[AnswerTrace, ...]) -> list[_DrawnLane]:
     """The lanes in columns, and the position of every token."""
-    width = (WIDTH - 2 * MARGIN - (len(traces) - 1) * MARGIN) // len(traces)
+    width = (GIF_WIDTH - 2 * GIF_MARGIN - (len(traces) - 1) * GIF_MARGIN) // len(traces)
     font = _font(14)
     lanes = []
     for number, trace in enumerate(traces):
-        lane = _Lane(trace, MARGIN + number * (width + MARGIN), width, LANE_COLORS[number])
+        lane = _DrawnLane(trace, GIF_MARGIN + number * (width + GIF_MARGIN), width, LANE_COLORS[number])
         x, line = 0, 0
         for index, text in enumerate(trace.token_texts):
             text = " ".join(text.splitlines()) if index else text.lstrip()
@@ -126,15 +126,15 @@ def _layout(traces: tuple[AnswerTrace, ...]) -> list[_Lane]:
 def _draw_head(canvas: Image.Image, report: Report, tempo: float) -> None:
     """What stays the same: picture, question, titles and where it was recorded."""
     draw, run, choice = ImageDraw.Draw(canvas), report.metrics["run"], report.metrics["choice"]
-    x = MARGIN
+    x = GIF_MARGIN
     if report.media:
         data = base64.b64decode(report.media[0].uri.partition(",")[2])
         with Image.open(io.BytesIO(data)) as picture:
             picture.thumbnail((100, 100))
-            canvas.paste(picture.convert("RGB"), (MARGIN, MARGIN - 6))
-            x += picture.width + MARGIN
+            canvas.paste(picture.convert("RGB"), (GIF_MARGIN, GIF_MARGIN - 6))
+            x += picture.width + GIF_MARGIN
     draw.text((x, 12), "mmspec: the same answer, sooner", INK, _font(20))
-    draw.text((x, 42), _shorten(report.question, 15, WIDTH - x - 220), INK, _font(15))
+    draw.text((x, 42), _shorten(report.question, 15, GIF_WIDTH - x - 220), INK, _font(15))
     draw.text((x, 68), f"{choice['model']} on {run['device']} ({run['dtype']})", FAINT, _font(13))
     draw.text((x, 88), f"played in {format_tempo(tempo)}", FAINT, _font(13))
 
@@ -149,7 +149,7 @@ def _shorten(text: str, size: int, width: int) -> str:
     return text + "..."
 
 
-def _draw_frame(canvas: Image.Image, report: Report, lanes: list[_Lane], now: float, is_last: bool) -> Image.Image:
+def _draw_frame(canvas: Image.Image, report: Report, lanes: list[_DrawnLane], now: float, is_last: bool) -> Image.Image:
     """Draw the tokens up to `now` onto the canvas, and bars and ratio onto a copy of it."""
     for lane in lanes:
         _draw_tokens(canvas, lane, now)
@@ -167,14 +167,20 @@ def _draw_frame(canvas: Image.Image, report: Report, lanes: list[_Lane], now: fl
     plain, ours = lanes[0].rate(now), lanes[1].rate(now)
     ratio = report.mmspec.speedup if is_last else ours / plain if plain and ours else None
     if ratio:
-        draw.text((WIDTH - MARGIN, 8), f"{ratio:.1f}x", LANE_COLORS[1], _font(56), anchor="ra")
+        draw.text((GIF_WIDTH - GIF_MARGIN, 8), f"{ratio:.1f}x", LANE_COLORS[1], _font(56), anchor="ra")
     if is_last:
         text = "identical, token for token" if report.identical else "outputs differ"
-        draw.text((WIDTH - MARGIN, 78), text, LANE_COLORS[1] if report.identical else "#b3261e", _font(16), anchor="ra")
+        draw.text(
+            (GIF_WIDTH - GIF_MARGIN, 78),
+            text,
+            LANE_COLORS[1] if report.identical else "#b3261e",
+            _font(16),
+            anchor="ra",
+        )
     return frame
 
 
-def _draw_tokens(canvas: Image.Image, lane: _Lane, now: float) -> None:
+def _draw_tokens(canvas: Image.Image, lane: _DrawnLane, now: float) -> None:
     draw, font, trace = ImageDraw.Draw(canvas), _font(14), lane.trace
     while lane.num_drawn < len(trace.token_times) and trace.token_times[lane.num_drawn] <= now:
         spot, kind = lane.spots[lane.num_drawn], trace.token_kinds[lane.num_drawn]

@@ -29,7 +29,7 @@ class LiveLane:
     """A lane whose answer is being generated, or waits for its turn.
 
     Attributes:
-        name: see `Lane`.
+        name: see `AnswerLane`.
         drafter: None for plain `generate`.
         text: so far.
         timing: progress as text.
@@ -182,7 +182,7 @@ def _render_section(
     """A lane.
 
     Args:
-        name: see `Lane`.
+        name: see `AnswerLane`.
         drafter: None for plain `generate`.
         answer: HTML.
         timing: text below the answer.

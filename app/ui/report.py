@@ -15,7 +15,7 @@ from typing import Any
 from mmspec.app.bench.rounds import NOT_DRAFTED, Round, classify_tokens
 from mmspec.app.io.images import Video
 from mmspec.app.modeling.chat import ChatTurn
-from mmspec.app.ui.comparison import ComparisonRun, Difference, Lane
+from mmspec.app.ui.comparison import AnswerLane, ComparisonRun, Difference
 from mmspec.app.ui.model_store import RunSettings
 from mmspec.app.ui.streamer import detokenize, token_label
 from mmspec.app.ui.thumbnails import TimedImage, draw_media
@@ -28,7 +28,7 @@ class AnswerTrace:
     """One answer, token by token, for rendering and replay.
 
     Attributes:
-        name: of the lane; see `Lane`.
+        name: of the lane; see `AnswerLane`.
         drafter: that drafted it; None for plain `generate`.
         token_texts: text of each token; joined, the answer.
         token_times: seconds from the start to each token.
@@ -142,7 +142,7 @@ def build_report(comparison: ComparisonRun) -> Report:
     )
 
 
-def _build_trace(comparison: ComparisonRun, lane: Lane) -> AnswerTrace:
+def _build_trace(comparison: ComparisonRun, lane: AnswerLane) -> AnswerTrace:
     assert comparison.loaded_model is not None
     rounds, num_tokens = lane.rounds, len(lane.streamer.token_ids)
     is_plain = lane.drafter is None
@@ -215,7 +215,7 @@ def _difference_to_dict(difference: Difference) -> dict[str, Any]:
     return {"column": difference.index, "plain": difference.plain, "mmspec": difference.mmspec, "margin": margin}
 
 
-def _lane_metrics(lane: Lane) -> dict[str, Any]:
+def _lane_metrics(lane: AnswerLane) -> dict[str, Any]:
     stats = lane.stats
     if lane.drafter is not None and stats.calls and not stats.fallback_calls:
         return {

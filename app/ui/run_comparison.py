@@ -15,7 +15,7 @@ from mmspec.app.modeling.captioner import Captioner
 from mmspec.app.modeling.chat import build_inputs, check_length, encode_media
 from mmspec.app.modeling.load import synchronize
 from mmspec.app.ui.cancel import build_stopping_criteria
-from mmspec.app.ui.comparison import ComparisonRun, Difference, Lane
+from mmspec.app.ui.comparison import AnswerLane, ComparisonRun, Difference
 from mmspec.app.ui.loaded_model import LoadedModel
 from mmspec.app.ui.model_store import RunSettings
 from mmspec.app.ui.worker import CancelSignal
@@ -49,7 +49,11 @@ def run_comparison(comparison: ComparisonRun) -> None:
 
 
 def _speculate(
-    comparison: ComparisonRun, loaded: LoadedModel, request: dict[str, Any], lane: Lane, compressor: Compressor | None
+    comparison: ComparisonRun,
+    loaded: LoadedModel,
+    request: dict[str, Any],
+    lane: AnswerLane,
+    compressor: Compressor | None,
 ) -> None:
     """Generate the answer of a lane of mmspec."""
     options = {"drafter": lane.recorder, "compressor": compressor, "tree_size": comparison.settings.tree_size}
@@ -62,7 +66,7 @@ def _speculate(
 
 
 def _generate(
-    comparison: ComparisonRun, loaded: LoadedModel, request: dict[str, Any], lane: Lane, **extra_options: Any
+    comparison: ComparisonRun, loaded: LoadedModel, request: dict[str, Any], lane: AnswerLane, **extra_options: Any
 ) -> None:
     settings, streamer = comparison.settings, lane.streamer
     captioner = Captioner(loaded.model, loaded.processor, settings.max_new_tokens, settings.temperature)
@@ -84,7 +88,7 @@ def _generate(
 
 
 def _find_difference(
-    comparison: ComparisonRun, loaded: LoadedModel, request: dict[str, Any], lane: Lane
+    comparison: ComparisonRun, loaded: LoadedModel, request: dict[str, Any], lane: AnswerLane
 ) -> Difference | None:
     """The first difference within the length of the shorter answer, with its logit margin."""
     pairs = zip(comparison.plain.streamer.token_ids, lane.streamer.token_ids, strict=False)

@@ -11,7 +11,7 @@ from html import escape
 
 from mmspec.app.bench.rounds import CORRECTED, Round
 
-GAP, ROW_HEIGHT, NODE_HEIGHT, MARGIN = 22, 34, 28, 10
+GAP, ROW_HEIGHT, NODE_HEIGHT, TREE_MARGIN = 22, 34, 28, 10
 """Pixels: between two depths, between two leaves, of a node, around the tree."""
 CHAR_WIDTH, NOTE_WIDTH, PADDING = 8, 34, 16
 """Pixels of a character, of the note beside it, and around both."""
@@ -26,7 +26,7 @@ BUTTONS = (
 
 
 @dataclass(frozen=True)
-class Node:
+class TreeBox:
     """A node of the drawn tree: a draft token, the root, or, as the last, the token of the model.
 
     Attributes:
@@ -79,7 +79,7 @@ def layout_tree(parents: Sequence[int]) -> tuple[list[int], list[float]]:
     return depths, rows
 
 
-def list_nodes(item: Round, token_labels: Mapping[int, str]) -> list[Node]:
+def list_nodes(item: Round, token_labels: Mapping[int, str]) -> list[TreeBox]:
     """The nodes of a round, and the token of the model as the last.
 
     Args:
@@ -90,11 +90,11 @@ def list_nodes(item: Round, token_labels: Mapping[int, str]) -> list[Node]:
     nodes = []
     for node, (token, parent) in enumerate(zip(item.tokens, item.parents, strict=True)):
         kind = "mm-root" if not node else "mm-node-accepted" if node in accepted else "mm-rejected"
-        nodes.append(Node(token_labels.get(token, str(token)), _format_probability(item, node), kind, parent))
+        nodes.append(TreeBox(token_labels.get(token, str(token)), _format_probability(item, node), kind, parent))
     if item.emitted:
         kind = "mm-node-correction" if item.token_kinds[-1] == CORRECTED else "mm-node-bonus"
         parent = item.accepted_nodes[len(item.emitted) - 1]
-        nodes.append(Node(token_labels.get(item.emitted[-1], ""), "model", kind, parent))
+        nodes.append(TreeBox(token_labels.get(item.emitted[-1], ""), "model", kind, parent))
     return nodes
 
 
@@ -114,20 +114,20 @@ def render_tree(item: Round, token_labels: Mapping[int, str]) -> str:
     )
 
 
-def _render_svg(nodes: Sequence[Node], title: str) -> str:
+def _render_svg(nodes: Sequence[TreeBox], title: str) -> str:
     depths, rows = layout_tree([node.parent for node in nodes])
-    lefts = [MARGIN]
+    lefts = [TREE_MARGIN]
     for depth in range(max(depths) + 1):  # a column is as wide as its widest node
         widest = max(node.width for node, at in zip(nodes, depths, strict=True) if at == depth)
         lefts.append(lefts[-1] + widest + GAP)
-    positions = [(lefts[depth], MARGIN + row * ROW_HEIGHT) for depth, row in zip(depths, rows, strict=True)]
+    positions = [(lefts[depth], TREE_MARGIN + row * ROW_HEIGHT) for depth, row in zip(depths, rows, strict=True)]
     edges = [
         _render_edge(nodes[node.parent], positions[node.parent], position, node.kind)
         for node, position in zip(nodes, positions, strict=True)
         if node.parent >= 0
     ]
     boxes = [_render_node(node, position) for node, position in zip(nodes, positions, strict=True)]
-    width, height = lefts[-1] - GAP + MARGIN, max(y for _, y in positions) + NODE_HEIGHT + MARGIN
+    width, height = lefts[-1] - GAP + TREE_MARGIN, max(y for _, y in positions) + NODE_HEIGHT + TREE_MARGIN
     return (
         f'<svg role="img" aria-label="{title}" width="{width}" height="{height:.0f}" data-width="{width}" '
         f'viewBox="0 0 {width} {height:.0f}" xmlns="http://www.w3.org/2000/svg"><title>{title}</title>'
@@ -135,14 +135,14 @@ def _render_svg(nodes: Sequence[Node], title: str) -> str:
     )
 
 
-def _render_edge(parent: Node, start: tuple[float, float], end: tuple[float, float], kind: str) -> str:
+def _render_edge(parent: TreeBox, start: tuple[float, float], end: tuple[float, float], kind: str) -> str:
     x1, y1, x2, y2 = start[0] + parent.width, start[1] + NODE_HEIGHT / 2, end[0], end[1] + NODE_HEIGHT / 2
     half = (x1 + x2) / 2
     curve = f"M{x1:.0f} {y1:.0f} C{half:.0f} {y1:.0f} {half:.0f} {y2:.0f} {x2:.0f} {y2:.0f}"
     return f'<path class="mm-edge {kind}" d="{curve}"/>'
 
 
-def _render_node(node: Node, position: tuple[float, float]) -> str:
+def _render_node(node: TreeBox, position: tuple[float, float]) -> str:
     x, y = position
     note = f'<tspan class="mm-probability" dx="6">{escape(node.note)}</tspan>' if node.note else ""
     return (
@@ -152,7 +152,7 @@ def _render_node(node: Node, position: tuple[float, float]) -> str:
     )
 
 
-def _render_list(nodes: Sequence[Node]) -> str:
+def _render_list(nodes: Sequence[TreeBox]) -> str:
     """The same tree as nested lists."""
     children: dict[int, list[int]] = {}
     for index, node in enumerate(nodes):
@@ -175,4 +175,4 @@ def _format_probability(item: Round, node: int) -> str:
     return f"{100 * min(1.0, item.scores[node] / parent):.0f}%" if parent > 0 else ""
 
 
-__all__ = ["Node", "layout_tree", "list_nodes", "render_tree"]
+__all__ = ["TreeBox", "layout_tree", "list_nodes", "render_tree"]
