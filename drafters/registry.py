@@ -117,7 +117,7 @@ def _auto(target: TargetInfo | None, learn: bool) -> Drafter:
             except (OSError, ValueError) as error:  # without this drafter only speed is lost
                 reason = str(error).splitlines()[0][:200]
                 logger.warning("mmspec: %s cannot be read and is not used (install mmspec again): %s", name, reason)
-        if (hub_id := _published_for(target)) is not None:
+        for hub_id in _published_for(target):
             try:
                 return load_trained(download_drafter(hub_id, local_files_only=True), target)
             except (OSError, ValueError) as error:
@@ -126,10 +126,10 @@ def _auto(target: TargetInfo | None, learn: bool) -> Drafter:
     return _arbitrated(target, learn) if learn else _hybrid()
 
 
-def _published_for(target: TargetInfo) -> str | None:
+def _published_for(target: TargetInfo) -> tuple[str, ...]:
     from mmspec.drafters.checkpoints.published import PUBLISHED_DRAFTERS
 
-    return PUBLISHED_DRAFTERS.get(target.name)
+    return PUBLISHED_DRAFTERS.get(target.name, ())
 
 
 def download_drafter(name: str, *, local_files_only: bool = False, patterns: Sequence[str] = HEAD_FILES) -> str:

@@ -42,6 +42,7 @@ class CallContext:
         warn: logs a message once per model.
         attention_capture: attention of the vision tower in this call, if the compressor uses it.
         modules: result of the scan over the model's modules.
+        media_inputs: the arguments that describe images and videos, if the drafter requires them.
         stats: counters and times of this call.
         learner: learns from this call, or None.
         recording: examples of this call for the learner; None before the loop runs, or without a learner.
@@ -60,6 +61,7 @@ class CallContext:
     warn: Callable[[str], None]
     attention_capture: AttentionCapture | None = None
     modules: ModuleScan | None = None
+    media_inputs: Mapping[str, Any] = field(default_factory=dict)
     stats: Stats = field(default_factory=Stats)
     learner: Learner | None = None
     recording: RecordedDrafter | None = None

@@ -192,6 +192,7 @@ def _build_prompt(call: CallContext, inputs: PreparedInputs, prefilled: Prefille
         static_shapes=spec_config.fixed_tree_size is not None,
         max_new_tokens=target.max_new_tokens if target.max_new_tokens < UNLIMITED else None,
         visual_saliency=_visual_saliency(call, visual_mask),
+        media_inputs=call.media_inputs if call.num_return_sequences == 1 else {},
         layer_subsets=open_layer_subsets(target) if spec_config.drafter.requirements.layer_subsets else None,
     )
 

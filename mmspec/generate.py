@@ -45,6 +45,8 @@ from mmspec.targets.selftest import SelfTestResult, judge
 
 logger = logging.getLogger("mmspec")
 
+PER_CALL_INPUTS = ("use_cache", "cache_position", "logits_to_keep", "custom_generate")
+"""Arguments of a model's forward that describe neither text nor media."""
 DISABLED: ContextVar[frozenset[int] | None] = ContextVar("mmspec_off", default=frozenset())
 """`id()` of the models whose patch is disabled in this context; None: all."""
 
@@ -141,6 +143,7 @@ class PatchState:
             warn=self._warn_once,
             attention_capture=capture,
             modules=modules,
+            media_inputs=_media_inputs(arguments, self.model) if config.drafter.requirements.media_inputs else {},
             learner=self.learner if config.learn and config.drafter is self.config.drafter else None,
         )
         with nullcontext() if capture is None else capture.active():
@@ -304,6 +307,12 @@ def _prompt_inputs(arguments: dict[str, Any], model: Any) -> dict[str, Any]:
     if arguments.get("inputs") is not None:
         inputs["input_ids"] = arguments["inputs"]
     return inputs
+
+
+def _media_inputs(arguments: dict[str, Any], model: Any) -> dict[str, Any]:
+    """The arguments of `generate` that describe images and videos: those of the prompt that are not its text."""
+    text = ("input_ids", "attention_mask", "position_ids", "inputs_embeds", "token_type_ids", *PER_CALL_INPUTS)
+    return {name: value for name, value in _prompt_inputs(arguments, model).items() if name not in text}
 
 
 def _build_stop_string_criterion(arguments: dict[str, Any], get_option: fallback.OptionGetter) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from mmspec.app.cli.arguments import (
     add_sampling_options,
     add_scene_seed,
     hide_progress_bars,
+    positive_floats,
     positive_int,
     positive_ints,
     split_commas,
@@ -128,6 +129,10 @@ def add_parser(commands: Commands, common: argparse.ArgumentParser) -> None:
         plot_help="write a bar chart (needs matplotlib)",
     )
     suite.add_suite_options(parser)
+    shape_help = "random weights of a shape (tiny, llava-1.5-7b, qwen2.5-vl-7b), with simulated acceptance"
+    add("--shape", default=None, metavar="S", help=shape_help)
+    tau_help = "with --shape: simulated tokens per forward (default 1,2.6,3.6)"
+    add("--tau", type=positive_floats, default=None, metavar="T,T", help=tau_help)
     add_progress(parser)
 
 
@@ -136,8 +141,12 @@ def run(args: argparse.Namespace) -> int:
     from mmspec.app.bench.session import measure_bench
     from mmspec.app.bench.specs import check_spec
 
-    for name in args.drafters:
+    for name in [] if args.shape else args.drafters:
         check_spec(name)
+    if args.shape:
+        from mmspec.app.bench.shape.session import run_shape
+
+        return run_shape(args)
     if suite.is_suite(args):
         return suite.run_suite(args)
     config, files = BenchConfig.from_args(args), ResultFiles.from_args(args)

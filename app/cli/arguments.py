@@ -142,6 +142,14 @@ def positive_ints(text: str) -> list[int]:
     return [positive_int(part.strip()) for part in text.split(",")]
 
 
+def positive_floats(text: str) -> list[float]:
+    """Comma-separated numbers above 0."""
+    values = [parse_temperature(part.strip()) for part in text.split(",")]
+    if not all(values):
+        raise argparse.ArgumentTypeError(f"must be numbers above 0, got {text!r}")
+    return values
+
+
 def config_from_args(config_type: type[ConfigT], args: argparse.Namespace, **values: Any) -> ConfigT:
     """A dataclass whose fields are the flags of the same names; lists become tuples.
 
@@ -214,6 +222,7 @@ __all__ = [
     "module_parser",
     "non_negative_int",
     "parse_temperature",
+    "positive_floats",
     "positive_int",
     "positive_ints",
     "split_commas",

@@ -10,9 +10,11 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from mmspec.app.bench import command as bench
+from mmspec.app.bench import compare_command as compare
 from mmspec.app.caption import command as caption
 from mmspec.app.cli import env, examples
 from mmspec.app.errors import EXIT_IO_ERROR, OutputError, UsageError, explain_write, find_write_error, one_line
+from mmspec.app.export import command as export
 from mmspec.app.train import command as train
 from mmspec.app.ui import command as demo
 from mmspec.app.versions import mmspec_version
@@ -22,6 +24,7 @@ start here
   mmspec caption photos/ --model llava-hf/llava-1.5-7b-hf --out captions.jsonl
   mmspec examples                                        no download: a small bundled model on its own drawn images
   mmspec demo                                            the same in a browser: plain and speculative side by side
+  mmspec compare --model M --image I                     which drafter for your model: one line each
   mmspec bench                                           how fast that is, compared with generate
   mmspec COMMAND --help                                  options of one command
 
@@ -51,7 +54,7 @@ def build_parser() -> argparse.ArgumentParser:
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help="print tracebacks")
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=CommandParser)
-    for command in (caption, examples, demo, bench, train, env):
+    for command in (caption, examples, demo, compare, bench, train, export, env):
         command.add_parser(commands, common)
     return top
 

@@ -20,6 +20,9 @@ class DsparkDrafter(BlockDrafter):
     """Drafts a block from one forward over its positions; the context only adds keys and values.
 
     `DraftState.extra` is [B], the last emitted token of each row, with which its next block begins.
+
+    Attributes:
+        mask_token_id: whose embedding mask positions have (published heads); None for `DsparkHead.mask_embedding`.
     """
 
     head: DsparkHead
@@ -33,6 +36,7 @@ class DsparkDrafter(BlockDrafter):
             **options: further arguments of `BlockDrafter`.
         """
         super().__init__(head, visual_mode, **options)
+        self.mask_token_id: int | None = None
 
     @property
     def compressor_hidden_size(self) -> int | None:
@@ -59,9 +63,14 @@ class DsparkDrafter(BlockDrafter):
 
     def block_features(self, state: DraftState) -> Tensor:
         """See `BlockDrafter`. The block's keys and values are dropped afterwards."""
-        kv_cache, k, device = state.kv_cache, self.block_size, state.last_hidden.device
+        kv_cache, device = state.kv_cache, state.last_hidden.device
+        k = self.block_size + (not self.head.config.sample_from_anchor)
         assert state.extra is not None
         anchors = state.shared_embeddings.embed(state.extra).to(state.last_hidden.dtype)
+        inputs = self.head.block_inputs(anchors, k)
+        if self.mask_token_id is not None:
+            mask_ids = torch.full((len(anchors), k - 1), self.mask_token_id, device=device)
+            inputs = torch.cat((inputs[:, :1], state.shared_embeddings.embed(mask_ids).to(inputs.dtype)), dim=1)
         kv_cache.begin_forward(k)
         is_key = None
         if not kv_cache.is_uniform:  # positions between a row's own block and the longest row's are no keys
@@ -75,7 +84,7 @@ class DsparkDrafter(BlockDrafter):
             keys, values = kv_cache.write(layer, keys, values)
             return functional.scaled_dot_product_attention(queries, keys, values, is_key, enable_gqa=is_gqa)
 
-        return self.head.forward_block(self.head.block_inputs(anchors, k), cos, sin, attend)
+        return self.head.forward_block(inputs, cos, sin, attend)[:, -self.block_size :]
 
     def expander(self, state: DraftState) -> LevelExpander | None:
         """See `BlockDrafter`."""

@@ -1,7 +1,7 @@
-"""Drafters published by the authors of MSD, EAGLE-1/2, ViSpec and EAGLE-3, read from their own files.
+"""Drafters published by the authors of MSD, EAGLE-1/2, ViSpec, EAGLE-3, DFlash and DSpark, read from their own files.
 
 Reads `config.json` and `model.safetensors`, or `pytorch_model.bin` with `weights_only=True`. Every tensor and every
-setting is checked against the target. EAGLE-3 layouts are in `speculators`.
+setting is checked against the target. EAGLE-3 layouts are in `speculators`, those of DFlash and DSpark in `dspark`.
 """
 
 from __future__ import annotations
@@ -16,27 +16,38 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mmspec.drafters.checkpoints.dspark import load_dspark
 from mmspec.drafters.checkpoints.format import CONFIG_NAME, WEIGHTS_NAME, read_config, read_weights
 from mmspec.drafters.checkpoints.head_config import parse_published_config
 from mmspec.drafters.checkpoints.speculators import load_eagle3
 from mmspec.drafters.checkpoints.state_dict import drop_unused, from_eagle_state_dict
+from mmspec.drafters.eagle.base import HeadDrafter
 from mmspec.drafters.eagle.drafter import EagleDrafter
 from mmspec.drafters.eagle.head import EagleHead
 from mmspec.drafters.eagle.vispec import VispecDrafter, build_vispec_head
 from mmspec.interfaces import TargetInfo
 
 PICKLE_NAME = "pytorch_model.bin"
-PUBLISHED_DRAFTERS = {
-    "liuhaotian/llava-v1.5-7b": "lucylyn/MSD-LLaVA1.5-7B",
-    "liuhaotian/llava-v1.5-13b": "lucylyn/MSD-LLaVA1.5-13B",
-    "llava-hf/llava-1.5-7b-hf": "lucylyn/MSD-LLaVA1.5-7B",
-    "llava-hf/llava-1.5-13b-hf": "lucylyn/MSD-LLaVA1.5-13B",
-    "llava-hf/llava-v1.6-vicuna-7b-hf": "JLKang/ViSpec-llava-v1.6-vicuna-7b-hf",
-    "llava-hf/llava-v1.6-vicuna-13b-hf": "JLKang/ViSpec-llava-v1.6-vicuna-13b-hf",
-    "Qwen/Qwen2.5-VL-3B-Instruct": "JLKang/ViSpec-Qwen2.5-VL-3B-Instruct",
-    "Qwen/Qwen2.5-VL-7B-Instruct": "JLKang/ViSpec-Qwen2.5-VL-7B-Instruct",
+PUBLISHED_DRAFTERS: dict[str, tuple[str, ...]] = {
+    "liuhaotian/llava-v1.5-7b": ("lucylyn/MSD-LLaVA1.5-7B",),
+    "liuhaotian/llava-v1.5-13b": ("lucylyn/MSD-LLaVA1.5-13B",),
+    "llava-hf/llava-1.5-7b-hf": ("lucylyn/MSD-LLaVA1.5-7B",),
+    "llava-hf/llava-1.5-13b-hf": ("lucylyn/MSD-LLaVA1.5-13B",),
+    "llava-hf/llava-v1.6-vicuna-7b-hf": ("JLKang/ViSpec-llava-v1.6-vicuna-7b-hf",),
+    "llava-hf/llava-v1.6-vicuna-13b-hf": ("JLKang/ViSpec-llava-v1.6-vicuna-13b-hf",),
+    "Qwen/Qwen2.5-VL-3B-Instruct": ("JLKang/ViSpec-Qwen2.5-VL-3B-Instruct",),
+    "Qwen/Qwen2.5-VL-7B-Instruct": ("JLKang/ViSpec-Qwen2.5-VL-7B-Instruct", "Rayzl/qwen2.5-vl-7b-eagle3-sgl"),
+    "Qwen/Qwen3-VL-2B-Instruct": ("AngelSlim/Qwen3-VL-2B-Instruct_eagle3",),
+    "Qwen/Qwen3-VL-4B-Instruct": ("AngelSlim/Qwen3-VL-4B-Instruct_eagle3",),
+    "Qwen/Qwen3-VL-8B-Instruct": ("taobao-mnn/Qwen3-VL-8B-Instruct-Eagle3",),
+    "Qwen/Qwen3-VL-30B-A3B-Instruct": ("AngelSlim/Qwen3-VL-30B-A3B-Instruct_eagle3",),
+    "Qwen/Qwen3-VL-235B-A22B-Instruct": ("RedHatAI/Qwen3-VL-235B-A22B-Instruct-speculator.eagle3",),
+    "Qwen/Qwen3.5-4B": ("z-lab/Qwen3.5-4B-DFlash",),
+    "Qwen/Qwen3.5-9B": ("z-lab/Qwen3.5-9B-DFlash",),
+    "Qwen/Qwen3.5-27B": ("z-lab/Qwen3.5-27B-DFlash",),
+    "LiquidAI/LFM2.5-VL-3B": ("LiquidAI/LFM2.5-VL-3B-DSpark",),
 }
-"""Hub id of a target -> hub id of the drafter that was published for it."""
+"""Hub id of a target -> hub ids of the drafters that were published for it, in the order in which `auto` tries them."""
 
 
 def load_weights(folder: Path) -> dict[str, Tensor]:
@@ -63,13 +74,16 @@ def load_weights(folder: Path) -> dict[str, Tensor]:
 
 
 def detect_format(values: Mapping[str, Any], weights: Mapping[str, Tensor]) -> str:
-    """The method of a published drafter: "eagle3", "vispec", "msd" or "eagle".
+    """The method of a published drafter: "eagle3", "dspark" (and DFlash), "vispec", "msd" or "eagle".
 
     Raises:
         ValueError: the weights are not a draft head's.
     """
-    if values.get("speculators_model_type", "eagle3") != "eagle3":
-        raise ValueError(f"speculators_model_type {values['speculators_model_type']!r} is not supported; eagle3 is.")
+    kind = values.get("speculators_model_type", "eagle3")
+    if kind not in ("eagle3", "dflash", "dspark"):
+        raise ValueError(f"speculators_model_type {kind!r} is not supported; eagle3, dflash and dspark are.")
+    if kind != "eagle3" or ("hidden_norm.weight" in weights and "layers.0.self_attn.q_norm.weight" in weights):
+        return "dspark"
     if "speculators_model_type" in values or "d2t" in weights or any(name.startswith("midlayer.") for name in weights):
         return "eagle3"
     if "imadpt.q" in weights:
@@ -79,7 +93,7 @@ def detect_format(values: Mapping[str, Any], weights: Mapping[str, Tensor]) -> s
     return "msd" if values.get("model_type") in ("llava", "qwen2_vl") else "eagle"
 
 
-def load_published(folder: str | os.PathLike[str], target: TargetInfo) -> EagleDrafter:
+def load_published(folder: str | os.PathLike[str], target: TargetInfo) -> HeadDrafter:
     """The drafter in a folder, in the layout in which it was published.
 
     Raises:
@@ -93,6 +107,8 @@ def load_published(folder: str | os.PathLike[str], target: TargetInfo) -> EagleD
         format_name = detect_format(values, weights)
         if format_name == "eagle3":
             return load_eagle3(values, weights, target, folder.name)
+        if format_name == "dspark":
+            return load_dspark(values, weights, target, folder.name)
         return _load_eagle(format_name, values, weights, target, folder.name)
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from error

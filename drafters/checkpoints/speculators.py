@@ -62,7 +62,13 @@ def load_eagle3(
         )
     weights = {key.replace("midlayer.", "layers.0."): value for key, value in weights.items()}
     vocab_size = int(values.get("draft_vocab_size") or layer_values.get("vocab_size") or target.vocab_size)
+    _check_eagle3_values(values, layer_values)
     layers = values.get("eagle_aux_hidden_state_layer_ids") or eagle3_layers(target.num_layers)
+    if min(layers) < 0 or max(layers) > target.num_layers:
+        raise ValueError(
+            f"eagle_aux_hidden_state_layer_ids {list(layers)} are not all hidden states of this target, which has 0 to "
+            f"{target.num_layers}."
+        )
     config = replace(
         parse_published_config(layer_values, target),
         eagle3_input=True,
@@ -72,7 +78,15 @@ def load_eagle3(
         qkv_bias="layers.0.self_attn.q_proj.bias" in weights,
     )
     has_map = "d2t" in weights
-    draft_ids = _parse_draft_ids(weights.pop("d2t", None), weights.pop("t2d", None), vocab_size, target.vocab_size)
+    if vocab_size < target.vocab_size and not has_map:
+        raise ValueError(f"draft_vocab_size is {vocab_size} of {target.vocab_size}, but the map d2t is missing.")
+    fc = weights.get("fc.weight")
+    if fc is not None and fc.dim() == 2 and fc.shape[1] != len(layers) * target.hidden_size:
+        raise ValueError(
+            f"eagle_aux_hidden_state_layer_ids names {len(layers)} hidden states of {target.hidden_size}; fc.weight "
+            f"reads {fc.shape[1]} numbers."
+        )
+    draft_ids = parse_draft_ids(weights.pop("d2t", None), weights.pop("t2d", None), vocab_size, target.vocab_size)
     with torch.device("meta"):
         head = Eagle3Head(config)
     state_dict = _to_state_dict(head, drop_unused(weights))
@@ -87,7 +101,20 @@ def load_eagle3(
     )
 
 
-def _parse_draft_ids(d2t: Tensor | None, t2d: Tensor | None, vocab_size: int, target_vocab_size: int) -> Tensor:
+def _check_eagle3_values(values: Mapping[str, Any], layer_values: Mapping[str, Any]) -> None:
+    """Refuse settings that change the network, or whose meaning differs between readers."""
+    if "speculators_model_type" in values and values.get("norm_before_residual") is None:
+        raise ValueError(
+            "norm_before_residual is missing, and readers disagree on its default: add true or false to config.json."
+        )
+    scaling = layer_values.get("rope_scaling") or {}
+    if "mrope_section" in scaling or scaling.get("rope_type", scaling.get("type")) == "mrope":
+        raise ValueError(
+            "rope_scaling.mrope_section: this head counts positions on three axes (M-RoPE), mmspec on one."
+        )
+
+
+def parse_draft_ids(d2t: Tensor | None, t2d: Tensor | None, vocab_size: int, target_vocab_size: int) -> Tensor:
     """[V'] int64 target ids of the draft vocabulary, from its offsets `d2t`, checked against the mask `t2d`."""
     if d2t is not None and d2t.shape != (vocab_size,):
         raise ValueError(f"d2t must be [{vocab_size}], as draft_vocab_size says; got {list(d2t.shape)}.")
@@ -133,6 +160,25 @@ def _to_state_dict(head: Eagle3Head, weights: Mapping[str, Tensor]) -> dict[str,
     return {name: torch.cat([weights[part] for part in parts]) for name, parts in names.items()}
 
 
+def eagle3_tensors(head: Eagle3Head) -> dict[str, Tensor]:
+    """The tensors of a head under their names on disk, `layers.0` for the layer."""
+    weights: dict[str, Tensor] = {}
+    for name, parts in _stored_names(head).items():
+        value = head.state_dict()[name].detach().cpu()
+        pieces = value.split(_split_sizes(head, name, value.shape[0]))
+        weights |= {part: piece.contiguous() for part, piece in zip(parts, pieces, strict=True)}
+    return weights
+
+
+def draft_vocabulary_tensors(draft_ids: Tensor | None, vocab_size: int) -> dict[str, Tensor]:
+    """`d2t`, the offset of each draft id to its target id, and `t2d`, the mask of those ids; empty for all ids."""
+    if draft_ids is None:
+        return {}
+    ids = draft_ids.cpu()
+    mask = torch.zeros(vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
+    return {"d2t": ids - torch.arange(len(ids)), "t2d": mask}
+
+
 def export_speculators(folder: str | os.PathLike[str], drafter: EagleDrafter, target: TargetInfo) -> None:
     """Write an EAGLE-3 head in the `speculators` layout, which vLLM and SGLang read.
 
@@ -142,15 +188,8 @@ def export_speculators(folder: str | os.PathLike[str], drafter: EagleDrafter, ta
     head = drafter.head
     if not isinstance(head, Eagle3Head):
         raise TypeError(f"the speculators layout holds EAGLE-3 heads only; got a {type(head).__name__}.")
-    weights: dict[str, Tensor] = {}
-    for name, parts in _stored_names(head).items():
-        value = head.state_dict()[name].detach().cpu()
-        pieces = value.split(_split_sizes(head, name, value.shape[0]))
-        weights |= {part: piece.contiguous() for part, piece in zip(parts, pieces, strict=True)}
-    if drafter.draft_ids is not None:
-        draft_ids = drafter.draft_ids.cpu()
-        weights["d2t"] = draft_ids - torch.arange(head.lm_head.out_features)
-        weights["t2d"] = torch.zeros(target.vocab_size, dtype=torch.bool).index_fill_(0, draft_ids, True)
+    weights = eagle3_tensors(head)
+    weights |= draft_vocabulary_tensors(drafter.draft_ids, target.vocab_size)
     write_checkpoint(Path(folder), weights, _speculators_config(head, drafter, target))
 
 
@@ -168,7 +207,6 @@ def _speculators_config(head: Eagle3Head, drafter: EagleDrafter, target: TargetI
         "rms_norm_eps": config.rms_norm_eps,
         "rope_theta": config.rope_theta,
     }
-    proposal = {"proposal_type": "greedy", "speculative_tokens": 3, "verifier_accept_k": 1, "accept_tolerance": 0.0}
     return {
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",
@@ -177,13 +215,27 @@ def _speculators_config(head: Eagle3Head, drafter: EagleDrafter, target: TargetI
         "target_hidden_size": target.hidden_size,
         "eagle_aux_hidden_state_layer_ids": list(drafter.hidden_state_indices),
         "transformer_layer_config": layer,
-        "speculators_config": {
-            "algorithm": "eagle3",
-            "default_proposal_method": "greedy",
-            "proposal_methods": [proposal],
-            "verifier": {"name_or_path": target.name or None, "architectures": []},
-        },
+        "speculators_config": speculators_section("eagle3", 3, target),
     }
 
 
-__all__ = ["export_speculators", "load_eagle3"]
+def speculators_section(algorithm: str, num_tokens: int, target: TargetInfo) -> dict[str, Any]:
+    """`speculators_config`: how the head is meant to be used, and for which target."""
+    proposal = {"proposal_type": "greedy", "speculative_tokens": num_tokens}
+    proposal |= {"verifier_accept_k": 1, "accept_tolerance": 0.0}
+    return {
+        "algorithm": algorithm,
+        "default_proposal_method": "greedy",
+        "proposal_methods": [proposal],
+        "verifier": {"name_or_path": target.name or None, "architectures": []},
+    }
+
+
+__all__ = [
+    "draft_vocabulary_tensors",
+    "eagle3_tensors",
+    "export_speculators",
+    "load_eagle3",
+    "parse_draft_ids",
+    "speculators_section",
+]

@@ -47,17 +47,21 @@ FLOATS: dict[str, tuple[float, float]] = {
     "rms_norm_eps": (0.0, 1.0),
     "rope_theta": (1e-6, 1e18),
 }
-OBJECTS = ("target", "facts", "compressor", "rope_scaling", "rope_parameters", "transformer_layer_config")
+OBJECTS = (
+    "target", "facts", "compressor", "rope_scaling", "rope_parameters", "transformer_layer_config", "dflash_config",
+)  # fmt: skip
 STRINGS = (
     "model_type", "kind", "rule", "architecture", "visual_mode", "speculators_model_type", "tokenizer", "rope_type",
     "type", "name",
 )  # fmt: skip
 BOOLEANS = (
     "bias", "qkv_bias", "input_norm", "wide", "eagle3_input", "norm_before_residual", "layer_mixture",
-    "confidence_head",
+    "confidence_head", "sample_from_anchor",
 )  # fmt: skip
-LAYER_LISTS = ("eagle_aux_hidden_state_layer_ids", "hidden_state_layers")
-NESTED = ("target", "rope_scaling", "rope_parameters", "transformer_layer_config", "compressor")
+LAYER_LISTS = (
+    "eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids", "target_layer_ids", "hidden_state_layers",
+)  # fmt: skip
+NESTED = ("target", "rope_scaling", "rope_parameters", "transformer_layer_config", "compressor", "dflash_config")
 """Objects whose keys are checked by the same rules."""
 
 

@@ -50,6 +50,8 @@ class HeadConfig:
         num_hidden_layers: decoder layers of the head; EAGLE's has one, DSpark's one to four.
         layer_mixture: whether the hidden states are added with learned weights before `fc`, not concatenated (DSpark).
         confidence_head: whether the head estimates the acceptance of each position (DSpark).
+        sample_from_anchor: whether the first position of a block predicts a token too; if not, a block has one position
+            more than `block_size` (DFlash).
     """
 
     hidden_size: int
@@ -73,6 +75,7 @@ class HeadConfig:
     num_hidden_layers: int = 1
     layer_mixture: bool = False
     confidence_head: bool = False
+    sample_from_anchor: bool = True
 
     def __post_init__(self) -> None:
         if not 1 <= self.block_size <= MAX_BLOCK_SIZE:

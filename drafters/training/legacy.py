@@ -32,6 +32,7 @@ NEW_HEAD_DEFAULTS: dict[str, Any] = {
     "num_hidden_layers": 1,
     "layer_mixture": False,
     "confidence_head": False,
+    "sample_from_anchor": True,
 }
 NEW_WEIGHT_DEFAULTS: dict[str, Any] = {"loss": "ce"}
 """Options that are newer than some runs -> their default. Left out where they have it: such runs can be resumed."""

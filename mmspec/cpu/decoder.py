@@ -8,6 +8,7 @@ decoding its path token by token give the same logits. Independent of transforme
 
 from __future__ import annotations
 
+import copy
 import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
@@ -248,6 +249,16 @@ class NativeDecoder:
         if not self._kernel.decode(ctypes.addressof(decoder), num_threads):
             return None
         return logits, hidden_states
+
+    def restrict(self, layers: Sequence[int]) -> NativeDecoder:
+        """A decoder of these layers only, on the same weights; its caches are those of these layers."""
+        twin = copy.copy(self)
+        twin._layers = (_Layer * len(layers))(*(self._layers[index] for index in layers))
+        twin._decoder = _Decoder.from_buffer_copy(self._decoder)
+        twin._decoder.num_layers = len(layers)
+        twin._decoder.layers = ctypes.addressof(twin._layers)
+        twin._scratch = _empty(0)
+        return twin
 
     def _add(self, name: str, tensor: Tensor | None, shape: tuple[int, ...]) -> int | None:
         """Address of a weight, which is checked at each forward from now on."""

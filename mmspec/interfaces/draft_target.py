@@ -7,7 +7,7 @@ another model.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -55,6 +55,7 @@ class DraftModelSource(Protocol):
         tokenizer: its tokenizer, or None if unknown.
         vocab_size: number of its logits.
         num_embeddings: number of ids that it can read.
+        media_token_ids: its placeholders of images and videos.
     """
 
     name: str
@@ -62,14 +63,29 @@ class DraftModelSource(Protocol):
     tokenizer: Any
     vocab_size: int
     num_embeddings: int
+    media_token_ids: tuple[int, ...]
 
-    def open(self, input_ids: Tensor, attention_mask: Tensor, max_new_tokens: int) -> DraftTarget | None:
+    def embed(self, inputs: Mapping[str, Any]) -> Tensor | None:
+        """[B, L, D] input embeddings of a prompt with its images and videos in it, without a forward of the layers.
+
+        Args:
+            inputs: ids, mask, position ids and media, as for `generate`.
+
+        Returns:
+            None if the model changes its input embeddings before the first layer, so that they cannot be passed to it.
+        """
+
+    def open(
+        self, input_ids: Tensor, attention_mask: Tensor, max_new_tokens: int, extra: Mapping[str, Any] | None = None
+    ) -> DraftTarget | None:
         """The model behind a KV cache of its own, with a prompt in it.
 
         Args:
             input_ids: [B, L] int64 ids of this model, padded on the left.
             attention_mask: [B, L] int64, 0 for padding.
             max_new_tokens: largest number of tokens behind the prompt.
+            extra: `position_ids` where they are not those of text; media, or `inputs_embeds` [B, L, D] in place of
+                ids and media.
 
         Returns:
             None if the model cannot read that many positions.

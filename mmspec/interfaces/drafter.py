@@ -25,12 +25,14 @@ class DrafterRequirements:
             (`VerifyResult.top_ids`).
         max_tree_size: largest tree worth scoring, root included.
         layer_subsets: whether it drafts with some layers of the target (`Prompt.layer_subsets`).
+        media_inputs: whether it encodes the images and videos itself (`Prompt.media_inputs`).
     """
 
     hidden_state_indices: tuple[int, ...] = ()
     top_k: int = 0
     max_tree_size: int = 16
     layer_subsets: bool = False
+    media_inputs: bool = False
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,8 @@ class Prompt:
         visual_saliency: [B, L] float32, attention that the vision tower pays to each visual token; None if no
             compressor uses it or the adapter cannot compute it.
         layer_subsets: the target with fewer layers, if the drafter requires it and the call allows it; else None.
+        media_inputs: the arguments of `generate` that describe images and videos, if the drafter requires them and
+            every prompt has one row; else empty.
     """
 
     input_ids: Tensor
@@ -76,6 +80,7 @@ class Prompt:
     max_new_tokens: int | None = None
     visual_saliency: Tensor | None = None
     layer_subsets: LayerSubsets | None = None
+    media_inputs: Mapping[str, Any] = field(default_factory=dict)
 
 
 @runtime_checkable

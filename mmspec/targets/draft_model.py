@@ -9,18 +9,23 @@ from __future__ import annotations
 import json
 import logging
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 import transformers
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer, DynamicCache, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
+from mmspec.cpu.native import load_kernel
 from mmspec.interfaces import DraftTarget
 from mmspec.targets.base import ModelAdapter
 from mmspec.targets.hf import HFTarget
+from mmspec.targets.layer_subset import layer_access
+from mmspec.targets.module_scan import scan_modules
 from mmspec.targets.registry import find_adapter
 
 logger = logging.getLogger("mmspec")
@@ -65,8 +70,25 @@ class HFDraftModel:
         self.name = name or os.path.basename(str(model.config._name_or_path or "")) or type(model).__name__
         self.vocab_size = self.adapter.vocab_size
         self.num_embeddings = self.adapter.num_embeddings
+        self.media_token_ids = self.adapter.media_token_ids
 
-    def open(self, input_ids: Tensor, attention_mask: Tensor, max_new_tokens: int) -> DraftTarget | None:
+    def embed(self, inputs: Mapping[str, Any]) -> Tensor | None:
+        """See `mmspec.interfaces.DraftModelSource`. Runs a copy of the model without layers."""
+        access = layer_access(self.adapter)
+        model = access.restrict(self.adapter.model, ())
+        recorder = model.get_submodule(".".join(access.path))[0]
+        with torch.no_grad():
+            model(**inputs, use_cache=False, return_dict=True)
+        embeds = recorder.last_input
+        assert isinstance(embeds, Tensor)
+        ids, mask = inputs["input_ids"], inputs["attention_mask"].bool()
+        is_text = mask & ~torch.isin(ids, torch.tensor(self.media_token_ids, device=ids.device))
+        expected = self.adapter.model.get_input_embeddings()(ids[is_text])
+        return embeds if embeds.dim() == 3 and torch.allclose(embeds[is_text], expected) else None
+
+    def open(
+        self, input_ids: Tensor, attention_mask: Tensor, max_new_tokens: int, extra: Mapping[str, Any] | None = None
+    ) -> DraftTarget | None:
         """See `mmspec.interfaces.DraftModelSource`."""
         if input_ids.device != self.adapter.model.device:  # the target was moved after `patch`
             return None
@@ -82,6 +104,7 @@ class HFDraftModel:
                 "position_ids": position_ids,
                 "past_key_values": DynamicCache(config=self.adapter.text_config),
                 "use_cache": True,
+                **(extra or {}),
             },
             SimpleNamespace(is_assistant=False, _mask_length=-1),
             max_new_tokens,
@@ -89,6 +112,8 @@ class HFDraftModel:
         if target.length_reason() is not None:
             return None
         target.prefill()
+        if input_ids.device.type == "cpu" and (kernel := load_kernel()) is not None:
+            target.use_native_rounds(kernel, scan_modules(self.adapter.model))
         return target
 
 

@@ -26,7 +26,12 @@ OTHER_DRAFTER = "Use another drafter, such as 'hybrid'."
 
 
 class SkippedLayer(nn.Module):
-    """Stands for a decoder layer and returns its input; other attributes are the layer's (`attention_type`)."""
+    """Stands for a decoder layer and returns its input; other attributes are the layer's (`attention_type`).
+
+    Attributes:
+        returns_tuple: whether the output is a tuple that begins with the hidden states.
+        last_input: hidden states of the last forward.
+    """
 
     def __init__(self, layer: nn.Module, returns_tuple: bool = False) -> None:
         """
@@ -37,6 +42,7 @@ class SkippedLayer(nn.Module):
         super().__init__()
         self.__dict__["skipped"] = layer
         self.returns_tuple = returns_tuple
+        self.last_input: Tensor | None = None
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -46,6 +52,7 @@ class SkippedLayer(nn.Module):
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """The hidden states, as they are."""
+        self.last_input = hidden_states
         return (hidden_states, None) if self.returns_tuple else hidden_states
 
 
@@ -100,6 +107,7 @@ class CallLayerSubsets:
         """See `mmspec.interfaces.LayerSubsets`."""
         twin = copy.copy(self._target)  # with the buffer, the positions and the padding of the call
         twin.model = self._access.restrict(self._target.model, layers)
+        twin.rounds = None if self._target.rounds is None else self._target.rounds.restrict(layers)
         return twin
 
 

@@ -92,7 +92,12 @@ class NativeRounds:
     """
 
     def __init__(
-        self, decoder: NativeDecoder, position_base: list[int], max_position: int, modules: Sequence[nn.Module] = ()
+        self,
+        decoder: NativeDecoder,
+        position_base: list[int],
+        max_position: int,
+        modules: Sequence[nn.Module] = (),
+        layers: Sequence[int] | None = None,
     ) -> None:
         """
         Args:
@@ -100,11 +105,13 @@ class NativeRounds:
             position_base: of `RoundPositions.base`.
             max_position: largest cache position with a position id of its own.
             modules: those of the model's forward, if user code runs during the call and may change them.
+            layers: decoder layers of the model that `decoder` has; None for all.
         """
         self.decoder = decoder
         self._position_base = position_base
         self._max_position = max_position
         self._modules = modules
+        self._layers = layers
         self._structure = _structure(modules)
 
     def score(
@@ -123,6 +130,8 @@ class NativeRounds:
         caches = kv_cache.common_buffers()
         if caches is None:
             return None
+        if self._layers is not None:
+            caches = [caches[index] for index in self._layers]
         assert tree.depths is not None and tree.ancestor_mask is not None
         inputs = DecoderInputs(
             tokens=tree.tokens,
@@ -135,6 +144,11 @@ class NativeRounds:
             caches=caches,
         )
         return self.decoder.forward(inputs, hidden_state_indices)
+
+    def restrict(self, layers: Sequence[int]) -> NativeRounds:
+        """The same with these decoder layers of the model only."""
+        decoder = self.decoder.restrict(layers)
+        return NativeRounds(decoder, self._position_base, self._max_position, self._modules, layers)
 
 
 def native_rounds(

@@ -245,8 +245,8 @@ Change = Callable[[dict[str, Tensor]], object]
         ("eagle3", len, {"image_token_id": 7}, "image_token_id 7; the target's media token ids are 4"),
         ("eagle3", len, {"fc_norm": True}, "fc_norm is not supported"),
         ("eagle3", len, {"target_hidden_size": 64}, "hidden_size 64"),
-        ("eagle3", len, {"speculators_model_type": "dflash"}, "'dflash' is not supported"),
-        ("eagle3", len, {"eagle_aux_hidden_state_layer_ids": [2, 4, 99]}, "target of 8 layers has 0 to 8"),
+        ("eagle3", len, {"speculators_model_type": "mlp"}, "'mlp' is not supported"),
+        ("eagle3", len, {"eagle_aux_hidden_state_layer_ids": [2, 4, 99]}, "this target, which has 0 to 8"),
     ],
 )
 def test_mismatches_are_refused(

@@ -130,3 +130,21 @@ def test_models_that_cannot_draft_are_refused() -> None:
     for layers in ((), (2, 1), (-1,)):
         with pytest.raises(ValueError, match="layers must be rising"):
             SelfDrafter(layers)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_other_layers_are_skipped_in_compiled_rounds_too(batch: int) -> None:
+    """The same tree in every round, whether the rounds run in compiled code or in the model's own forward."""
+    model = tiny.build_model(tiny.ModelSpec(layers=5))
+    model.generation_config.eos_token_id = None
+    inputs = tiny.build_inputs(model, seed=3, batch=batch)
+    counts = []
+    for layers, pack in (((0, 2), None), ((0, 2), False), (range(5), None)):
+        mmspec.patch(model, drafter=SelfDrafter(layers), tree_size=8, cpu_pack_weights=pack)
+        _generate(model, inputs, do_sample=False)
+        stats = mmspec.stats(model)
+        counts.append((stats.num_draft_tokens, stats.num_accepted_tokens))
+        mmspec.unpatch(model)
+    assert counts[0] == counts[1]
+    few, all_layers = (accepted / drafted for drafted, accepted in (counts[0], counts[2]))
+    assert few < 0.7 * all_layers, "two layers are not the model"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tiny_models as tiny
@@ -89,10 +89,16 @@ class ScriptedSource:
     def __init__(self, scripts: Sequence[Sequence[int]], vocab_size: int, tokenizer: Any = None) -> None:
         self.scripts, self.vocab_size, self.num_embeddings = scripts, vocab_size, vocab_size
         self.tokenizer = tokenizer
+        self.media_token_ids: tuple[int, ...] = ()
         self.model: nn.Module = nn.Identity()
         self.target: ScriptedTarget | None = None
 
-    def open(self, input_ids: Tensor, attention_mask: Tensor, max_new_tokens: int) -> ScriptedTarget:
+    def embed(self, inputs: Mapping[str, Any]) -> Tensor | None:
+        return None
+
+    def open(
+        self, input_ids: Tensor, attention_mask: Tensor, max_new_tokens: int, extra: Mapping[str, Any] | None = None
+    ) -> ScriptedTarget:
         prompts = [
             [token for token, real in zip(ids, mask, strict=True) if real]
             for ids, mask in zip(input_ids.tolist(), attention_mask.tolist(), strict=True)

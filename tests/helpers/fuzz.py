@@ -45,6 +45,7 @@ from transformers import (
 
 from mmspec.drafters.model.model_drafter import ModelDrafter
 from mmspec.drafters.model.retokenizing import RetokenizingDrafter
+from mmspec.drafters.model.vision_drafter import VisionModelDrafter
 from mmspec.interfaces import Prompt
 from mmspec.targets.draft_model import HFDraftModel
 
@@ -53,7 +54,7 @@ FAMILIES = tiny.FAMILIES[:4]
 LATER_FAMILIES = tiny.FAMILIES[4:]
 BUILT_IN_DRAFTERS = ("none", "lookup", "recycling", "fused", "auto")
 LEARNING_DRAFTERS = ("instant", "arbitrated")
-WHOLE_MODEL_DRAFTERS = ("self", "model", "model-retokenizing")
+WHOLE_MODEL_DRAFTERS = ("self", "model", "model-vision", "model-retokenizing")
 """Drafters that decode with a whole model. Selected by name, so that seeds stay reproducible."""
 TOLERANCE = 1e-4
 
@@ -713,6 +714,9 @@ def _build_drafter(case: Case, answers: list[Tensor]) -> Any:
         return case.drafter
     if case.drafter == "model":  # fewer ids than the target, as many, or more
         return ModelDrafter(HFDraftModel(build_draft_model(case.spec, case.seed, case.spec.vocab + case.seed % 3 - 1)))
+    if case.drafter == "model-vision":
+        draft = tiny.build_model(replace(case.spec, layers=1 + case.seed % 2, seed=case.seed))
+        return VisionModelDrafter(HFDraftModel(draft))
     if case.drafter == "model-retokenizing":
         source = HFDraftModel(build_draft_model(case.spec, case.seed, 269), train_tokenizer(10))
         return RetokenizingDrafter(source, train_tokenizer(0))

@@ -40,6 +40,8 @@ def save_text_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, 
     from transformers import AutoModelForCausalLM
 
     config = copy.deepcopy(model.config.get_text_config(decoder=True))
+    if hasattr(config, "quantization_config"):  # of a GGUF file, whose weights are floats by now
+        del config.quantization_config
     head = model.get_output_embeddings().weight
     config.tie_word_embeddings = head is model.get_input_embeddings().weight
     try:

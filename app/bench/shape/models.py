@@ -1,0 +1,130 @@
+"""Language models of a given shape with random weights, whose next token is known: the successor of the last one.
+
+All products are those of the shape, on dense random weights. The output embedding of token t + 1 is the input embedding
+of token t, and the layers add little to the embedding that they read, so the largest logit is that of the successor by
+a wide margin, in half precision too. The text means nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mmspec.app.errors import UsageError
+from mmspec.drafters.block.flash import FlashDrafter, FlashHead
+from mmspec.drafters.eagle.drafter import EagleDrafter
+from mmspec.drafters.eagle.head import EagleHead, HeadConfig
+from mmspec.interfaces import Drafter
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+WEIGHT_STD = 0.02
+RESIDUAL_STD = 0.0004
+"""Of the two projections that add to the residual stream: the embedding, of unit variance, must prevail."""
+DRAFT_DEPTH = 5
+FLASH_BLOCK = 5
+
+
+@dataclass(frozen=True)
+class TextShape:
+    """Shape of a text model.
+
+    Attributes:
+        model_type: of transformers: "llama" or "qwen2".
+        other: as in the config of transformers.
+    """
+
+    model_type: str
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    vocab_size: int
+    rope_theta: float = 10000.0
+    max_position_embeddings: int = 8192
+
+
+TEXT_SHAPES = {
+    "tiny": TextShape("llama", 64, 128, 2, 4, 2, 512),
+    "llava-1.5-7b": TextShape("llama", 4096, 11008, 32, 32, 32, 32064),
+    "qwen2.5-vl-7b": TextShape("qwen2", 3584, 18944, 28, 28, 4, 152064, 1000000.0),
+}
+"""The text models of LLaVA-1.5-7B and Qwen2.5-VL-7B, and one for tests. Not the vision towers, which do not decode."""
+
+
+def find_shape(name: str) -> TextShape:
+    """The shape of a name, in any case.
+
+    Raises:
+        UsageError: an unknown name.
+    """
+    if name.lower() not in TEXT_SHAPES:
+        raise UsageError(f"--shape is one of {', '.join(TEXT_SHAPES)}; got {name!r}")
+    return TEXT_SHAPES[name.lower()]
+
+
+def build_shape_model(shape: TextShape, dtype: torch.dtype, device: torch.device, seed: int = 0) -> PreTrainedModel:
+    """The model, made on its device, in eval mode; no end token."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    fields: dict[str, Any] = {
+        key: value for key, value in vars(shape).items() if key not in ("model_type", "rope_theta")
+    }
+    rope = {"rope_type": "default", "rope_theta": shape.rope_theta}
+    config = AutoConfig.for_model(shape.model_type, **fields, rope_parameters=rope, tie_word_embeddings=False)
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.device(device):
+        torch.manual_seed(seed)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        init_successor_weights(model)
+    ids = model.generation_config
+    ids.pad_token_id, ids.eos_token_id, ids.bos_token_id = 0, None, None
+    return model.eval()
+
+
+@torch.no_grad()
+def init_successor_weights(model: PreTrainedModel) -> None:
+    """Draw the weights from torch's generator."""
+    for name, weight in model.named_parameters():
+        if weight.ndim == 2:
+            weight.normal_(0, RESIDUAL_STD if name.endswith(("o_proj.weight", "down_proj.weight")) else WEIGHT_STD)
+    table, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    table.normal_()
+    head.copy_(table.roll(1, 0) * table.shape[1] ** -0.5)
+
+
+def build_shape_drafter(
+    name: str, shape: TextShape, dtype: torch.dtype, device: torch.device, tree_size: int
+) -> Drafter:
+    """A draft head of the shape with random weights: "msd" (one decoder layer, `DRAFT_DEPTH` passes) or "flash" (one).
+
+    Raises:
+        UsageError: another name.
+    """
+    config = HeadConfig(
+        shape.hidden_size,
+        shape.intermediate_size,
+        shape.num_attention_heads,
+        shape.num_key_value_heads,
+        shape.vocab_size,
+        rope_theta=shape.rope_theta,
+    )
+    layers = shape.num_hidden_layers
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.device(device):
+        torch.manual_seed(1)
+        if name == "msd":
+            head = EagleHead(config).to(dtype).eval()
+            return EagleDrafter(
+                head, "decoupled", num_layers=layers, max_depth=DRAFT_DEPTH, top_k=min(10, tree_size - 1)
+            )
+        if name == "flash":
+            ffn, rank = shape.hidden_size // 2, max(8, shape.hidden_size // 16)
+            block = replace(config, intermediate_size=0, block_size=FLASH_BLOCK, block_ffn_size=ffn, markov_rank=rank)
+            return FlashDrafter(FlashHead(block).to(dtype).eval(), "decoupled", num_layers=layers)
+    raise UsageError(f"--drafters with --shape are none, oracle, msd and flash; got {name!r}")
+
+
+__all__ = ["TEXT_SHAPES", "TextShape", "build_shape_drafter", "build_shape_model", "find_shape"]

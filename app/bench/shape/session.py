@@ -1,0 +1,183 @@
+"""One run of `mmspec bench --shape`: rounds on random weights of a shape, beside `generate` of transformers."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from tqdm import tqdm
+
+import mmspec
+from mmspec.app.bench.bandwidth import measure_weight_reading
+from mmspec.app.bench.measure import clone
+from mmspec.app.bench.peers.base import TEXT, Peer, PeerPrompt
+from mmspec.app.bench.peers.in_process import PatchedPeer, transformers_peers
+from mmspec.app.bench.peers.registry import baseline_peer
+from mmspec.app.bench.results import ResultFiles
+from mmspec.app.bench.session import provenance
+from mmspec.app.bench.shape.models import DRAFT_DEPTH, TextShape, build_shape_drafter, build_shape_model, find_shape
+from mmspec.app.bench.shape.simulated import Oracle, SimulatedAcceptance
+from mmspec.app.bench.suite.config import SuiteConfig
+from mmspec.app.bench.suite.items import SuiteItem
+from mmspec.app.bench.suite.prompts import History
+from mmspec.app.bench.suite.report import format_json, format_markdown
+from mmspec.app.bench.suite.runner import SuiteRun
+from mmspec.app.bench.suite.session import SuiteResult
+from mmspec.app.bench.suite.summary import ALL, SuiteRow, summarise_calls
+from mmspec.app.cli.arguments import hide_progress_bars
+from mmspec.app.errors import UsageError
+from mmspec.app.modeling.load import resolve_device
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+SHAPE_TREE_SIZE = 16
+DEFAULT_TAUS = (1.0, 2.6, 3.6)
+DEFAULT_PROMPTS = (600, 2000)
+LABEL = "simulated acceptance, random weights of the shape: the text means nothing, tau is given, all kernels run"
+
+
+@dataclass(frozen=True)
+class ShapePrompts:
+    """Prompts of random ids; the last is drawn as well, so that the known continuation differs.
+
+    Attributes:
+        model: for its vocabulary and device. lengths: of the prompts, one category for each.
+    """
+
+    model: PreTrainedModel
+    lengths: Sequence[int]
+
+    def items(self, count: int) -> list[SuiteItem]:
+        """`count` items of each length."""
+        return [
+            SuiteItem(f"{length}-{i}", (str(length),), f"prompt {length}")
+            for length in self.lengths
+            for i in range(count)
+        ]
+
+    def build(self, items: Sequence[SuiteItem], histories: Sequence[History], turn: int, form: str) -> PeerPrompt:
+        """One prompt, a row per item; the id of an item seeds its row."""
+        vocab_size = self.model.get_output_embeddings().weight.shape[0]
+        rows = []
+        for item in items:
+            generator = torch.Generator().manual_seed(int(item.id.replace("-", "")))
+            rows.append(torch.randint(vocab_size, (int(item.turns[0]),), generator=generator))
+        ids = torch.stack(rows).to(self.model.device)
+        return PeerPrompt({"input_ids": ids, "attention_mask": torch.ones_like(ids)}, ())
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Not needed: one turn."""
+        return ""
+
+
+def simulated_peers(
+    names: Sequence[str], model: PreTrainedModel, shape: TextShape, taus: Sequence[float], tree_size: int, seed: int
+) -> list[Peer]:
+    """Our loop without drafts, then each drafter at each tau; on CUDA each of them recorded as well."""
+    ways: tuple[tuple[str, bool], ...] = (("", False),)
+    if model.device.type == "cuda":
+        ways += (("+graph", True),)
+    peers: list[Peer] = []
+    for suffix, compiled in ways:
+        none = mmspec.patch(clone(model), "none", compile=compiled, tree_size=1)
+        peers.append(PatchedPeer(f"none{suffix}", none))
+        for name in (name for name in dict.fromkeys(names) if name not in ("none", "auto")):
+            for tau in taus:
+                depth = tree_size - 1 if name == "oracle" else min(DRAFT_DEPTH, tree_size - 1)
+                if tau > depth + 1:
+                    continue
+                is_oracle = name == "oracle"
+                inner = (
+                    Oracle(tree_size)
+                    if is_oracle
+                    else build_shape_drafter(name, shape, model.dtype, model.device, tree_size)
+                )
+                drafter = SimulatedAcceptance(
+                    name, inner, tau, depth, shape.vocab_size, torch.Generator().manual_seed(seed)
+                )
+                patched = mmspec.patch(clone(model), drafter, compile=compiled, tree_size=tree_size)
+                peers.append(PatchedPeer(f"{drafter.name}{suffix}", patched))
+    return peers
+
+
+def round_costs(rows: Sequence[SuiteRow]) -> list[str]:
+    """R of each simulated row: seconds of its round over those of `none`, from tau and the times per token."""
+    own = {(row.batch, row.category): row for row in rows if row.peer == "none"}
+    lines = []
+    for row in rows:
+        base = own.get((row.batch, row.category))
+        if (
+            "@tau" not in row.peer
+            or row.category != ALL
+            or base is None
+            or not (row.ms_per_token and base.ms_per_token)
+        ):
+            continue
+        cost = (row.tau or 1.0) * row.ms_per_token / base.ms_per_token
+        gain = base.ms_per_token / row.ms_per_token
+        lines.append(f"{row.peer}, batch {row.batch}: measured tau {row.tau:.2f}, R {cost:.2f}, {gain:.2f}x `none`")
+    return lines
+
+
+def measure_shape(args: argparse.Namespace) -> SuiteResult:
+    """Build the model and measure every batch size."""
+    shape, device = find_shape(args.shape), resolve_device(args.device)
+    dtype = (
+        getattr(torch, "float32" if device.type == "cpu" else "bfloat16")
+        if args.dtype == "auto"
+        else getattr(torch, args.dtype)
+    )
+    tree_size, new_tokens = args.nodes or SHAPE_TREE_SIZE, args.new_tokens or 64
+    lengths = tuple(args.prompt_tokens or DEFAULT_PROMPTS)
+    if max(lengths) + new_tokens > shape.max_position_embeddings:
+        raise UsageError(f"prompt and new tokens must fit into {shape.max_position_embeddings} positions")
+    model = build_shape_model(shape, dtype, device, args.seed)
+    config = SuiteConfig(
+        args.shape, str(dtype), str(device), tuple(args.drafters), tree_size, "shape", None, (), args.repeats, 0,
+        tuple(args.batch_sizes), new_tokens, tuple(args.peers), (), None, None,
+    )  # fmt: skip
+    result = SuiteResult(config, provenance(args.command, device) | {"dtype": str(dtype).removeprefix("torch.")})
+    variants = transformers_peers(lambda: clone(model), None)
+    names = (
+        ["hf-static"]
+        if device.type == "cuda"
+        else ["hf-static", *(name for name in args.peers if name == "hf-compile")]
+    )
+    peers: list[Peer] = [variants[name]() for name in names]
+    drafters = ["oracle", "msd", "flash"] if args.drafters == ["none", "auto"] else args.drafters
+    peers += simulated_peers(drafters, model, shape, args.tau or DEFAULT_TAUS, tree_size, args.seed)
+    prompts = ShapePrompts(model, lengths)
+    suite = SuiteRun(baseline_peer(model), peers, prompts, new_tokens)
+    items = {batch: prompts.items(batch * args.repeats) for batch in args.batch_sizes}
+    total = sum(suite.count_calls(items[batch], TEXT, batch) for batch in args.batch_sizes)
+    is_hidden = not (sys.stderr.isatty() if args.progress is None else args.progress)
+    with tqdm(total=total, desc="bench", unit="call", disable=is_hidden, file=sys.stderr) as bar:
+        suite.tick = bar.update
+        result.reading.append(measure_weight_reading(model))
+        for batch in args.batch_sizes:
+            result.calls += suite.run_series(items[batch], TEXT, batch)
+        result.reading.append(measure_weight_reading(model))
+    result.left_out, result.rows = suite.left_out, summarise_calls(result.calls)
+    result.notes += [LABEL, *round_costs(result.rows)]
+    return result
+
+
+def run_shape(args: argparse.Namespace) -> int:
+    """Carry out `mmspec bench --shape`; returns the exit code."""
+    files = ResultFiles.from_args(args)
+    files.check()
+    hide_progress_bars(args.progress)
+    result = measure_shape(args)
+    print(format_markdown(result))
+    if files.json is not None:
+        files.json.write_text(json.dumps(format_json(result), indent=1) + "\n", encoding="utf-8")
+    return 0 if result.calls and not any(row.failed for row in result.rows) else 1
+
+
+__all__ = ["measure_shape", "run_shape"]

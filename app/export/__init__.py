@@ -1,0 +1,1 @@
+"""`mmspec export`: draft heads for serving engines."""

@@ -1,0 +1,90 @@
+"""`mmspec bench --shape` and `mmspec compare`: a known continuation, the given acceptance, one line per drafter."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import mmspec
+from mmspec.app.bench import bandwidth
+from mmspec.app.bench.shape.models import TEXT_SHAPES, build_shape_drafter, build_shape_model, find_shape
+from mmspec.app.bench.shape.simulated import Oracle, SimulatedAcceptance, acceptance_for_tau, draft_form
+from mmspec.app.cli.main import main
+from mmspec.app.errors import UsageError
+
+
+def test_the_next_token_is_the_successor() -> None:
+    shape = TEXT_SHAPES["tiny"]
+    for dtype in (torch.float32, torch.bfloat16):
+        model = build_shape_model(shape, dtype, torch.device("cpu"))
+        ids = torch.randint(shape.vocab_size, (2, 20), generator=torch.Generator().manual_seed(0))
+        output = model.generate(input_ids=ids, max_new_tokens=12, do_sample=False)[:, 20:]
+        assert torch.equal(output, (ids[:, -1:] + 1 + torch.arange(12)) % shape.vocab_size)
+        logits = model(ids).logits.float().topk(2).values
+        assert (logits[..., 0] - logits[..., 1]).min() > 1  # far beyond rounding
+
+
+@pytest.mark.parametrize(("tau", "depth"), [(1.0, 5), (2.6, 5), (3.5, 7), (6.0, 5)])
+def test_acceptance_gives_the_wanted_tau(tau: float, depth: int) -> None:
+    p = acceptance_for_tau(tau, depth)
+    assert sum(p**i for i in range(depth + 1)) == pytest.approx(tau)
+    draws = torch.rand(20000, depth, generator=torch.Generator().manual_seed(0))
+    assert 1 + (draws < p).cumprod(1).sum(1).float().mean() == pytest.approx(tau, abs=0.05)
+
+
+def test_the_form_is_a_chain_with_siblings() -> None:
+    parents, depths = draft_form(7, 3, torch.device("cpu"))
+    assert parents.tolist() == [-1, 0, 1, 2, 0, 1, 2] and depths.tolist() == [0, 1, 2, 3, 1, 2, 3]
+    assert draft_form(3, 5, torch.device("cpu"))[0].tolist() == [-1, 0, 1]
+
+
+@pytest.mark.parametrize("name", ["oracle", "msd", "flash"])
+def test_the_target_accepts_what_is_given(name: str) -> None:
+    shape, device = TEXT_SHAPES["tiny"], torch.device("cpu")
+    model = build_shape_model(shape, torch.float32, device)
+    inner = Oracle(8) if name == "oracle" else build_shape_drafter(name, shape, torch.float32, device, 8)
+    drafter = SimulatedAcceptance(name, inner, 2.5, 5, shape.vocab_size, torch.Generator().manual_seed(0))
+    ids = torch.randint(shape.vocab_size, (2, 20), generator=torch.Generator().manual_seed(0))
+    expected = model.generate(input_ids=ids, max_new_tokens=150, do_sample=False)
+    mmspec.patch(model, drafter, tree_size=8)
+    assert torch.equal(model.generate(input_ids=ids, max_new_tokens=150, do_sample=False), expected)
+    assert mmspec.stats(model).tau == pytest.approx(2.5, abs=0.35) and drafter.name == f"{name}@tau2.5"
+
+
+def test_the_instrument_from_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr(bandwidth, "BUFFER_BYTES", 2**20)
+    args = ["--shape", "tiny", "--prompt-tokens", "20,30", "--repeats", "1", "--nodes", "6", "--tau", "2.6"]
+    args += ["--new-tokens", "16", "--drafters", "oracle", "--device", "cpu", "--json", str(tmp_path / "s.json")]
+    assert main(["bench", *args]) == 0
+    printed = capsys.readouterr().out
+    assert "simulated acceptance, random weights" in printed and "oracle@tau2.6, batch 1: measured tau" in printed
+    rows = json.loads((tmp_path / "s.json").read_text())["rows"]
+    overall = {row["peer"]: row for row in rows if row["category"] == "all"}
+    assert list(overall) == ["hf", "hf-again", "hf-static", "none", "oracle@tau2.6"]
+    assert all(row["same"] == row["calls"] == 2 for row in overall.values())
+
+
+def test_bad_shapes_and_taus_are_refused(capsys: Any) -> None:
+    with pytest.raises(UsageError, match="--shape is one of tiny, llava-1\\.5-7b"):
+        find_shape("huge")
+    with pytest.raises(ValueError, match="tau is 1 to 6"):
+        acceptance_for_tau(7.0, 5)
+    assert find_shape("LLaVA-1.5-7B").num_hidden_layers == 32
+    assert main(["bench", "--shape", "tiny", "--drafters", "hybrid"]) == 2
+    assert "none, oracle, msd and flash" in capsys.readouterr().err
+
+
+def test_compare_prints_a_line_per_drafter(tmp_path: Path, capsys: Any) -> None:
+    args = ["compare", "--model", "tiny", "--drafters", "none,lookup", "--new-tokens", "6"]
+    assert main(args) == 0
+    heading, none, lookup = capsys.readouterr().out.splitlines()
+    assert heading.split() == ["drafter", "identical", "tau", "x", "decode", "x", "whole"]
+    assert none.split()[:3] == ["none", "yes", "1.00"] and lookup.startswith("lookup")
+    (tmp_path / "no.png").write_bytes(b"x")
+    assert main([*args, "--image", str(tmp_path / "no.png")]) == 2
+    assert "--image" in capsys.readouterr().err
+    assert main(["compare", "--drafters", "magic"]) == 2
