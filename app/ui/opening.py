@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 OPENING_IMAGE = EXAMPLES_FOLDER / "rocket_rainbow_bucket_telescope.png"
 OPENING_QUESTION = "Describe the picture in detail."
-QUESTIONS = (OPENING_QUESTION, "What do you see?", "How many things are there?", "What is the background like?")
+PICTURE_QUESTIONS = (OPENING_QUESTION, "What do you see?", "How many things are there?", "What is the background like?")
 CLIP_QUESTIONS = ("What happens in the clip?", "Describe the video.", "How many pictures are there?")
 """Questions that a page offers; the toy model was trained on questions like these."""
 
@@ -67,4 +67,4 @@ class Opening:
         return None if is_failed else recorded.result()
 
 
-__all__ = ["CLIP_QUESTIONS", "OPENING_IMAGE", "OPENING_QUESTION", "QUESTIONS", "Opening"]
+__all__ = ["CLIP_QUESTIONS", "OPENING_IMAGE", "OPENING_QUESTION", "PICTURE_QUESTIONS", "Opening"]

@@ -23,7 +23,7 @@ from mmspec.app.ui.context import (
     get_client,
     report_errors,
 )
-from mmspec.app.ui.opening import CLIP_QUESTIONS, OPENING_IMAGE, OPENING_QUESTION, QUESTIONS, Opening
+from mmspec.app.ui.opening import CLIP_QUESTIONS, OPENING_IMAGE, OPENING_QUESTION, PICTURE_QUESTIONS, Opening
 from mmspec.app.ui.race import render_empty_race, render_race
 from mmspec.app.ui.report import Report
 from mmspec.app.ui.tabs.results import ResultComponents, build_results, clear_results, update_results
@@ -119,7 +119,7 @@ def _build_media_inputs(question: Any) -> tuple[Any, Any, Any, Any]:
             )
             pictures = [[str(path)] for path in files if path.suffix == ".png"]
             gr.Examples(pictures, image, label="Example pictures", elem_id="mm-examples", **PRIVATE_API)
-            chips = [[text] for text in QUESTIONS]
+            chips = [[text] for text in PICTURE_QUESTIONS]
             gr.Examples(chips, question, label="Example questions", elem_id="mm-questions", **PRIVATE_API)
         with gr.Tab("Clip", id="clip"):
             video = gr.Video(sources=["upload"], label="Clip", height=280, elem_id="mm-clip")
