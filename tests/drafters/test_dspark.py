@@ -31,6 +31,7 @@ from mmspec.drafters.checkpoints.load import load_trained
 from mmspec.drafters.training.batch import DraftModel, TrainBatch
 from mmspec.drafters.training.dspark_loss import dspark_loss
 from mmspec.drafters.training.losses import LossAccumulator, LossWeights, TrainProgress
+from mmspec.engine.tree import root_only
 
 LAYERS = (1, 0, NUM_LAYERS)
 CONFIG = replace(
@@ -176,6 +177,25 @@ def test_drafts_equal_the_slow_reference(
         state.num_levels = 0
         drafter.observe(state, build_result(tree.trim(2), [[0, 1], [0, 1]], tokens), scored)
         lengths = [n + 2 for n in lengths]
+
+
+@pytest.mark.parametrize("noisy", [False, True])
+def test_drafting_needs_no_host_copy(target: FakeTarget, noisy: bool) -> None:
+    """Fake tensors have shapes and no values: whatever asks for one raises."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    drafter = DsparkDrafter(new_head(), num_layers=NUM_LAYERS, top_k=3, draft_ids=torch.arange(40) if noisy else None)
+    prompt = new_prompt(target, 11, (0, 4))
+    if noisy:
+        prompt = replace(prompt, noise=lambda depth: torch.ones(2, depth, 40))
+    state = begin_decoding(target, drafter, prompt)
+    scored = {layer: torch.randn(2, 4, 32) for layer in (0, *LAYERS)}
+    drafter.observe(state, build_result(root_only(2).pad(4), [[0, 2], [0]], [[5, 6], [7]]), scored)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        tree = drafter.propose(state, 16, [True, False])
+        assert tree.tokens.shape == (2, 16)
+        with pytest.raises(Exception, match="local_scalar_dense"):
+            tree.tokens.tolist()
 
 
 def new_batch(target: FakeTarget) -> TrainBatch:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -20,10 +21,11 @@ from mmspec.drafters.block.dspark_head import DsparkHead
 from mmspec.drafters.block.flash import FlashDrafter, FlashHead
 from mmspec.drafters.checkpoints.export import EXPORT_FORMATS, export_head, refusal
 from mmspec.drafters.checkpoints.format import HeadMetadata, save_head
-from mmspec.drafters.checkpoints.published import load_published
+from mmspec.drafters.checkpoints.published import PUBLISHED_DRAFTERS, load_published
 from mmspec.drafters.eagle.base import HeadDrafter
 from mmspec.drafters.eagle.drafter import EagleDrafter
 from mmspec.drafters.eagle.head import Eagle3Head, EagleHead, HeadConfig
+from mmspec.drafters.registry import build_drafter
 from mmspec.engine.tree import root_only
 from mmspec.interfaces import Prompt, SharedEmbeddings, TargetInfo, VerifyResult
 
@@ -331,3 +333,20 @@ def test_the_command(tmp_path: Path, capsys: Any) -> None:
     own = str(tmp_path / "run" / "msd")
     assert main(["export", own, "--format", "vllm", "--out", own]) == 2
     assert main(["export", str(tmp_path), "--format", "vllm", "--out", str(tmp_path / "no")]) == 2
+
+
+def test_auto_tries_the_published_heads_of_a_target_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    export_head(tmp_path, build("eagle3"), TARGET, "sglang")
+    requested: list[str] = []
+
+    def cache(name: str, **options: Any) -> str:
+        requested.append(name)
+        if "eagle3" not in name:
+            raise RuntimeError("not in the cache")
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", cache)
+    found = build_drafter("auto", replace(TARGET, name="Qwen/Qwen2.5-VL-7B-Instruct"))
+    assert requested == ["JLKang/ViSpec-Qwen2.5-VL-7B-Instruct", "Rayzl/qwen2.5-vl-7b-eagle3-sgl"]
+    assert isinstance(found, EagleDrafter) and isinstance(found.head, Eagle3Head)
+    assert all(isinstance(names, tuple) and names for names in PUBLISHED_DRAFTERS.values())
