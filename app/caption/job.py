@@ -65,14 +65,17 @@ class CaptionJob:
         output: Output,
         load: Callable[[], CaptionModel],
         process: ProcessInfo | None = None,
+        on_decoded: Callable[[Item, Media], None] | None = None,
     ) -> None:
         """Set up; nothing is read or written before `run`.
 
         Args:
             load: loads the model; called after all other checks, and only if rows are pending.
             process: rank and world size; a single process by default.
+            on_decoded: called with each decoded file before its batch is captioned, once.
         """
         self.config, self.output, self.load, self.process = config, output, load, process or ProcessInfo()
+        self._on_decoded = on_decoded or (lambda item, media: None)
         self.model: CaptionModel | None = None
         self._finished: Mapping[str, Finished] = {}
         self._retried: set[str] = set()  # rows with an error that were repeated in this run
@@ -145,6 +148,9 @@ class CaptionJob:
             for decoded in decode_batches(self._batches, decode, config):
                 if stop.signal:
                     return
+                for item, media in decoded:
+                    if not isinstance(media, ImageError):
+                        self._on_decoded(item, media)
                 yield captioner.caption_rows(decoded), [item for item, _ in decoded]
 
     def _write(self, rows: list[Row], items: list[Item], progress: CaptionProgress) -> None:

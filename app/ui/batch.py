@@ -9,13 +9,14 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mmspec.app.caption.config import CaptionConfig
 from mmspec.app.caption.job import CaptionJob
 from mmspec.app.errors import UsageError
+from mmspec.app.io.images import Media, media_images
 from mmspec.app.io.inputs import collect_items
 from mmspec.app.io.item import Item
 from mmspec.app.io.jsonl import Row
@@ -24,25 +25,33 @@ from mmspec.app.io.sources import MANIFESTS
 from mmspec.app.modeling.chat import reject_media_tokens
 from mmspec.app.ui.limits import Limits
 from mmspec.app.ui.model_store import ModelStore, RunSettings
+from mmspec.app.ui.thumbnails import to_data_uri
 from mmspec.app.ui.worker import CancelSignal
 
 if TYPE_CHECKING:
     from mmspec.app.ui.cancel import CancellableCaptioner
 
 BATCH_SIZE = 4
+TABLE_IMAGE_SIZE = 64
+"""Longest side in pixels of the picture in the table."""
 
 
 class RecordingFileOutput(StreamOutput):
-    """Writes rows to a file and keeps them in `rows` for the page. File names are relative to `base`."""
+    """Writes rows to a file and keeps them in `rows` for the page, with the names that the files were given.
 
-    def __init__(self, file: Path, base: Path) -> None:
+    File names of a job are relative to `base`; `names` has the given name of each.
+    """
+
+    def __init__(self, file: Path, base: Path, names: Mapping[str, str]) -> None:
         super().__init__(file.open("wb"))
         self.base = base
+        self.names = names
         self.rows: list[Row] = []
 
     def write(self, rows: Sequence[Row], items: Sequence[Item] = ()) -> None:
-        super().write(rows)
-        self.rows += rows
+        named = [row | {"file_name": self.names.get(row["file_name"], row["file_name"])} for row in rows]
+        super().write(named)
+        self.rows += named
 
 
 class CaptionBatch:
@@ -50,6 +59,7 @@ class CaptionBatch:
 
     Attributes:
         output_file: JSONL with the rows.
+        thumbnails: {id of a row: data URI of a small picture}.
         total: number of files to caption.
         cancelled: the batch ended early.
         num_ahead: runs ahead of it in the queue.
@@ -63,8 +73,18 @@ class CaptionBatch:
         settings: RunSettings,
         limits: Limits,
         folder: Path,
+        names: Sequence[str] | None = None,
     ) -> None:
         """Link the files into `folder`, an empty folder of this batch alone.
+
+        Args:
+            model_store: the offered models.
+            files: pictures, clips, and lists that name some of them.
+            prompt: for files without their own; None for the default.
+            settings: of the run.
+            limits: of files.
+            folder: of this batch.
+            names: given names of the files; None for their names on the disk.
 
         Raises:
             UsageError: a manifest is invalid or names too many files.
@@ -77,10 +97,14 @@ class CaptionBatch:
         self.output_file = folder / "captions.jsonl"
         self.input_folder.mkdir()
         paths = link_files(files, self.input_folder)
+        given = unique_names([clean_name(name) for name in names] if names else [file.name for file in files])
+        self.thumbnails: dict[str, str] = {}
         manifests = [path for path in paths if path.suffix.lower() in MANIFESTS]
         self._paths = tuple(str(path) for path in manifests or [self.input_folder])
         self.total = self._count_items()
-        self._output = RecordingFileOutput(self.output_file, self.input_folder)
+        self._output = RecordingFileOutput(
+            self.output_file, self.input_folder, {path.name: name for path, name in zip(paths, given, strict=True)}
+        )
         self.cancelled = False
         self.num_ahead = 0
 
@@ -124,13 +148,22 @@ class CaptionBatch:
             progress=False,
         )
         try:
-            CaptionJob(settings, self._output, lambda: self._build_captioner(cancel_signal)).run()
+            CaptionJob(
+                settings,
+                self._output,
+                lambda: self._build_captioner(cancel_signal),
+                on_decoded=lambda item, media: self._draw(item.id, media),
+            ).run()
         except RunCancelledError:
             self.cancelled = True
         finally:
             self._output.stream.close()
             shutil.rmtree(self.input_folder, ignore_errors=True)
         return self
+
+    def _draw(self, row_id: str, media: Media) -> None:
+        """Store a small picture of a file, of a clip its first frame."""
+        self.thumbnails[row_id] = to_data_uri(media_images(media)[0], TABLE_IMAGE_SIZE, quality=70)
 
     def discard(self) -> None:
         """Close a batch that will not run; the links to the uploads are removed."""
@@ -156,6 +189,18 @@ class CaptionBatch:
         )
 
 
+def write_parquet(rows: Sequence[Row], file: Path) -> None:
+    """Write rows as Parquet, with the columns of the JSONL.
+
+    Raises:
+        ImportError: pyarrow is not installed.
+    """
+    import pyarrow
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(rows)), file)
+
+
 def link_files(files: Sequence[Path], folder: Path) -> list[Path]:
     """Link files into a folder under sanitized names; a second file of the same name gets a number."""
     targets: list[Path] = []
@@ -173,6 +218,26 @@ def link_files(files: Sequence[Path], folder: Path) -> list[Path]:
     return targets
 
 
+def clean_name(name: str) -> str:
+    """A name that a page gives, to be shown and stored, never opened: the last part, without control characters."""
+    last = re.split(r"[/\\]", name)[-1]
+    return "".join(char for char in last if char.isprintable())[:200] or "file"
+
+
+def unique_names(names: Sequence[str]) -> list[str]:
+    """The names; a second one of the same name gets a number."""
+    used: set[str] = set()
+    result: list[str] = []
+    for name in names:
+        unique, number = name, 1
+        while unique in used:
+            number += 1
+            unique = f"{Path(name).stem}_{number}{Path(name).suffix}"
+        used.add(unique)
+        result.append(unique)
+    return result
+
+
 def sanitize_file_name(name: str) -> str:
     """A file name without characters that are special to file systems, globs or terminals."""
     stem, suffix = Path(name).stem, Path(name).suffix
@@ -180,4 +245,4 @@ def sanitize_file_name(name: str) -> str:
     return (clean or "file") + re.sub(r"[^\w.]", "", suffix)[:12]
 
 
-__all__ = ["CaptionBatch", "link_files", "sanitize_file_name"]
+__all__ = ["CaptionBatch", "clean_name", "link_files", "sanitize_file_name", "unique_names", "write_parquet"]

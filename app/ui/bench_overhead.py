@@ -23,7 +23,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import gradio as gr
 import torch
 from gradio_client import Client, handle_file
 
@@ -52,7 +51,7 @@ class ServedPage:
         events = {getattr(fn.fn, "__name__", ""): number for number, fn in server.app.fns.items()}
         self.events = events["answer"], events["finish"]
         outputs = server.app.fns[events["finish"]].outputs
-        self.download_index = next(n for n, part in enumerate(outputs) if isinstance(part, gr.DownloadButton))
+        self.download_index = next(n for n, part in enumerate(outputs) if part.elem_id == "mm-download")
 
     def run(self, request: SceneRequest) -> dict[str, Any]:
         """Run one request; returns the JSON report that the page offers for download."""
@@ -74,7 +73,7 @@ def measure_ratios(args: argparse.Namespace, tick: Any) -> Ratios:
     store = ModelStore(args.model, args.drafter)
     spawn = multiprocessing.get_context("spawn")
     with serve(store, port=0) as server, ProcessPoolExecutor(1, spawn) as executor:
-        page = ServedPage(server, executor, args.model, args.drafter, "none", 0, 0, args.new_tokens, "automatic")
+        page = ServedPage(server, executor, args.model, args.drafter, "none", 0, 0, args.new_tokens, "automatic", [])
         for number, request in enumerate(islice(generate_requests(args.task, args.first_seed), args.count + 1)):
             inputs = captioner.build_inputs([request.images], [request.question])
             runs: dict[str, TimedRun] = {}

@@ -23,7 +23,7 @@ examples
   mmspec demo --drafter ./my-drafter
   mmspec demo --host 0.0.0.0 --allowed-host demo.example.org
 
-By default the pages are served to this machine only. Uploads are removed when the command stop_at_eos (Ctrl-C).
+By default the pages are served to this machine only. Uploads are removed when the command ends (Ctrl-C).
 Pages may choose the built-in models and drafters and those named here, no others.
 mmspec examples runs the same comparison in the terminal, without gradio.
 """
@@ -98,7 +98,9 @@ def run(args: argparse.Namespace) -> int:
     limits = Limits() if args.max_pixels is None else Limits(max_pixels=args.max_pixels)
     store = ModelStore(args.model, args.drafter, dtype=args.dtype, device=args.device)
     try:
-        with serve(store, limits=limits, host=args.host, port=args.port, allowed=args.allowed_host) as server:
+        with serve(
+            store, limits=limits, host=args.host, port=args.port, allowed=args.allowed_host, record_opening=True
+        ) as server:
             print(f"mmspec demo: {server.url} (Ctrl-C ends it)", flush=True)
             wait_for_interrupt()
     except OSError as error:

@@ -1,7 +1,7 @@
-"""One question answered twice: by plain `generate`, then by mmspec, on one picture that is encoded once.
+"""One question answered by plain `generate`, then by mmspec with one or several drafters, on one encoded picture.
 
-The two never run at the same time, which would distort both timings. `ComparisonRun.run` is called in the worker's
-thread (`run_comparison` implements it); other threads may read its fields meanwhile. Independent of gradio.
+No two run at the same time, which would distort their timings. `ComparisonRun.run` is called in the worker's thread
+(`run_comparison` implements it); other threads may read its fields meanwhile. Independent of gradio.
 """
 
 from __future__ import annotations
@@ -43,16 +43,26 @@ class Difference:
 
 
 @dataclass
-class ComparisonSide:
-    """One of the two answers.
+class AnswerLane:
+    """One answer of a comparison: that of plain `generate`, or that of mmspec with one drafter.
 
     Attributes:
+        name: "plain", "mmspec", then "mmspec-2" and so on.
+        drafter: as chosen; None for plain `generate`.
         streamer: its tokens and their times.
         total_s: seconds of `generate`; 0 until it returns.
+        stats: `mmspec.stats` of the call; empty for plain `generate`.
+        recorder: records the rounds of the call; None before it starts.
+        difference: first difference from the plain answer; None if there is none.
     """
 
+    name: str
+    drafter: str | None = None
     streamer: TimingStreamer = field(default_factory=TimingStreamer)
     total_s: float = 0.0
+    stats: Stats = field(default_factory=Stats)
+    recorder: RecordingDrafter | None = None
+    difference: Difference | None = None
 
     @property
     def elapsed_s(self) -> float:
@@ -69,22 +79,36 @@ class ComparisonSide:
         """Seconds from the first token to the last."""
         return self.streamer.token_times[-1] - self.streamer.token_times[0] if self.streamer.token_times else 0.0
 
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens per second after the first; from `mmspec.stats` where mmspec decoded."""
+        is_speculative = self.drafter is not None and not self.stats.fallback_calls
+        return self.stats.tokens_per_s if is_speculative else self.streamer.tokens_per_s
+
+    @property
+    def rounds(self) -> list[Round]:
+        """Rounds of the call so far; none for plain `generate`."""
+        return self.recorder.rounds() if self.recorder is not None else []
+
+    @property
+    def resolved_drafter(self) -> str | None:
+        """Name of the drafter in use, such as "flash" for "auto"; None for plain `generate`."""
+        return self.recorder.name if self.recorder is not None else self.drafter
+
 
 class ComparisonRun:
-    """One question answered twice.
+    """One question and its answers.
 
     Attributes:
         num_ahead: runs ahead of this one in the queue.
-        phase: "waiting", "loading", "encoding", "plain", "mmspec" or "done".
+        phase: "waiting", "loading", "encoding", "answering" or "done".
+        lane: the lane that is answering; None in the other phases.
         cancelled: the run ended early.
         plain: answer of plain `generate`.
-        mmspec: answer of mmspec.
+        lanes: answers of mmspec, one per drafter.
         loaded_model: set in phase "loading".
         encode_s: seconds of encoding the picture, once for both.
         prompt_tokens: length of the prompt, visual tokens included.
-        stats: `mmspec.stats` of the mmspec call.
-        difference: first difference of the answers; None if there is none.
-        recorder: records the rounds of the mmspec call.
     """
 
     def __init__(
@@ -95,6 +119,7 @@ class ComparisonRun:
         question: str,
         settings: RunSettings,
         cancel_signal: CancelSignal,
+        file_name: str = "",
     ) -> None:
         """`media` may be a function that loads it when the run starts, so that queued runs hold no pixels."""
         self._media = media
@@ -104,16 +129,19 @@ class ComparisonRun:
         self.question = question
         self.settings = settings
         self.cancel_signal = cancel_signal
+        self.file_name = file_name
         self.phase = "waiting"
         self.cancelled = False
-        self.plain = ComparisonSide()
-        self.mmspec = ComparisonSide()
+        self.lane: AnswerLane | None = None
+        self.plain = AnswerLane("plain")
+        drafters = (settings.drafter, *settings.more_drafters)
+        self.lanes = tuple(
+            AnswerLane("mmspec" if number == 1 else f"mmspec-{number}", drafter)
+            for number, drafter in enumerate(drafters, 1)
+        )
         self.loaded_model: LoadedModel | None = None
         self.encode_s = 0.0
         self.prompt_tokens = 0
-        self.stats = Stats()
-        self.difference: Difference | None = None
-        self.recorder: RecordingDrafter | None = None
 
     @property
     def media(self) -> Media:
@@ -142,47 +170,47 @@ class ComparisonRun:
         return self
 
     @property
-    def rounds(self) -> list[Round]:
-        """Rounds of the mmspec call so far."""
-        return self.recorder.rounds() if self.recorder is not None else []
+    def mmspec(self) -> AnswerLane:
+        """The lane of the first drafter."""
+        return self.lanes[0]
 
     @property
     def visible_tokens(self) -> VisibleTokens | None:
-        """The visual tokens that the drafter read; None before the mmspec call ended."""
-        if self.recorder is None or not self.mmspec.total_s:
+        """The visual tokens that the first drafter read; None before its call ended."""
+        lane = self.mmspec
+        if lane.recorder is None or not lane.total_s:
             return None
-        return find_visible_tokens(self.recorder, self.stats.compression[0] if self.stats.compression else None)
+        return find_visible_tokens(lane.recorder, lane.stats.compression[0] if lane.stats.compression else None)
+
+    def is_identical(self, lane: AnswerLane) -> bool | None:
+        """Whether a lane's answer is the plain one, up to the shorter one if cancelled; None if one is empty."""
+        if not self.plain.streamer.token_ids or not lane.streamer.token_ids:
+            return None
+        return lane.difference is None
 
     @property
     def identical(self) -> bool | None:
-        """Whether both answers are equal, up to the shorter one if cancelled; None if one is empty."""
-        if not self.plain.streamer.token_ids or not self.mmspec.streamer.token_ids:
-            return None
-        return self.difference is None
+        """Whether all answers are equal, up to the shortest one if cancelled; None if one is empty."""
+        results = [self.is_identical(lane) for lane in self.lanes]
+        if False in results:
+            return False
+        return None if None in results else True
 
-    @property
-    def speedup_decode(self) -> float | None:
-        """Ratio of tokens per second, first token to last; None if one is not measured."""
-        plain, ours = self.plain.streamer.tokens_per_s, self.tokens_per_s
+    def speedup_decode(self, lane: AnswerLane) -> float | None:
+        """Ratio of tokens per second to those of plain `generate`, first token to last; None if one is not measured."""
+        plain, ours = self.plain.tokens_per_s, lane.tokens_per_s
         return ours / plain if plain and ours else None
 
-    @property
-    def speedup_e2e(self) -> float | None:
+    def speedup_e2e(self, lane: AnswerLane) -> float | None:
         """Ratio of total seconds, vision encoding counted on both sides; None if one answer was cut short."""
-        if not self.mmspec.total_s or len(self.plain.streamer.token_ids) != len(self.mmspec.streamer.token_ids):
+        if not lane.total_s or len(self.plain.streamer.token_ids) != len(lane.streamer.token_ids):
             return None
-        return (self.encode_s + self.plain.total_s) / (self.encode_s + self.mmspec.total_s)
+        return (self.encode_s + self.plain.total_s) / (self.encode_s + lane.total_s)
 
-    @property
-    def tokens_per_s(self) -> float:
-        """Tokens per second of the mmspec call, from `mmspec.stats` unless it fell back to plain decoding."""
-        return self.mmspec.streamer.tokens_per_s if self.stats.fallback_calls else self.stats.tokens_per_s
-
-    @property
-    def round_cost(self) -> float | None:
+    def round_cost(self, lane: AnswerLane) -> float | None:
         """R: seconds of a round divided by seconds of a plain step. Decode speed-up = tau / R."""
-        speedup = self.speedup_decode
-        return self.stats.tau / speedup if speedup else None
+        speedup = self.speedup_decode(lane)
+        return lane.stats.tau / speedup if speedup else None
 
 
-__all__ = ["ComparisonRun", "ComparisonSide", "Difference"]
+__all__ = ["AnswerLane", "ComparisonRun", "Difference"]

@@ -12,8 +12,9 @@ from mmspec.app.io.images import media_images
 from mmspec.app.modeling.chat import ChatTurn
 from mmspec.app.scenes.domain_check import OUT_OF_DOMAIN_HINT, looks_like_scene
 from mmspec.app.ui import render
-from mmspec.app.ui.comparison import ComparisonRun, ComparisonSide
+from mmspec.app.ui.comparison import AnswerLane, ComparisonRun
 from mmspec.app.ui.context import Context, format_queue_position
+from mmspec.app.ui.race import LiveLane, format_timing, lane_title, render_live_race
 from mmspec.app.ui.report import Report, build_report
 from mmspec.app.ui.streamer import IncrementalDetokenizer
 from mmspec.app.ui.worker import Client, LeftQueueError
@@ -22,19 +23,9 @@ PHASE_MESSAGES = {
     "waiting": "Waiting for the device.",
     "loading": "Loading the model.",
     "encoding": "Encoding the picture.",
-    "plain": "Plain generate is answering; mmspec is next.",
-    "mmspec": "mmspec is answering.",
-    "done": "Preparing the results.",
+    "answering": "Recording the answers.",
+    "done": "Preparing the race.",
 }
-
-
-def format_timing(num_tokens: int, tokens_per_s: float, ttft_s: float, elapsed_s: float) -> str:
-    """Progress of one side: tokens, tokens per second, time to first token, elapsed time. Zeros are left out."""
-    parts = [f"{num_tokens} tokens"] if num_tokens else []
-    parts += [f"{tokens_per_s:.1f} tokens/s"] if tokens_per_s else []
-    parts += [f"first after {ttft_s:.2f} s"] if ttft_s else []
-    parts += [f"{elapsed_s:.2f} s"] if elapsed_s else []
-    return ", ".join(parts)
 
 
 @dataclass(frozen=True)
@@ -44,6 +35,13 @@ class Conversation:
     path: str | None = None
     turns: tuple[ChatTurn, ...] = ()
 
+    def before(self, path: str | None, question: str) -> tuple[ChatTurn, ...]:
+        """The turns before a question about `path`. A question asked twice in a row replaces its last answer."""
+        turns = self.turns if self.path == path else ()
+        while turns and turns[-1].question == question:
+            turns = turns[:-1]
+        return turns
+
 
 class ComparisonView:
     """Renders a run in progress."""
@@ -52,26 +50,35 @@ class ComparisonView:
         self.comparison = comparison
         self._detokenizers: dict[str, IncrementalDetokenizer] = {}
 
-    def render(self) -> tuple[str, str, str]:
-        """HTML of the status and of both sides. Gradio sends only what has changed."""
+    def render(self) -> tuple[str, str]:
+        """HTML of the status and of the race. Gradio sends only what has changed."""
         run = self.comparison
-        phase = "loading" if run.phase == "waiting" and run.model_store.is_loading else run.phase
-        is_queued = phase == "waiting" and run.num_ahead > 0
-        text = format_queue_position(run.num_ahead) if is_queued else PHASE_MESSAGES[phase]
-        return render.render_status(text), self._side("plain", run.plain), self._side("mmspec", run.mmspec)
+        lanes = [self._live_lane(lane) for lane in (run.plain, *run.lanes)]
+        return render.render_status(self._status()), render_live_race(run.turns, run.question, lanes)
 
-    def _side(self, name: str, side: ComparisonSide) -> str:
-        run, streamer = self.comparison, side.streamer
-        timing = format_timing(len(streamer.token_ids), streamer.tokens_per_s, side.ttft_s, side.elapsed_s)
-        is_active = run.phase == name
-        return render.render_partial_answer(name, run.turns, run.question, self._text(name, side), timing, is_active)
+    def _status(self) -> str:
+        run, lane = self.comparison, self.comparison.lane
+        if run.phase == "waiting" and run.num_ahead:
+            return format_queue_position(run.num_ahead)
+        if run.phase == "answering" and lane is not None:
+            number = (run.plain, *run.lanes).index(lane) + 1
+            title = lane_title(lane.resolved_drafter)
+            return f"Running: {title} is answering ({number} of {len(run.lanes) + 1}). The race follows."
+        is_loading = run.phase == "waiting" and run.model_store.is_loading
+        return PHASE_MESSAGES["loading" if is_loading else run.phase]
 
-    def _text(self, name: str, side: ComparisonSide) -> str:
+    def _live_lane(self, lane: AnswerLane) -> LiveLane:
+        streamer = lane.streamer
+        timing = format_timing(len(streamer.token_ids), lane.ttft_s, lane.elapsed_s)
+        state = "running" if lane is self.comparison.lane else "done" if lane.total_s else "waiting"
+        return LiveLane(lane.name, lane.resolved_drafter, self._text(lane), timing, streamer.tokens_per_s, state)
+
+    def _text(self, lane: AnswerLane) -> str:
         model = self.comparison.loaded_model
         if model is None:
             return ""
-        detokenizer = self._detokenizers.setdefault(name, IncrementalDetokenizer(model.processor.tokenizer))
-        return "".join(detokenizer.decode(list(side.streamer.token_ids)))
+        detokenizer = self._detokenizers.setdefault(lane.name, IncrementalDetokenizer(model.processor.tokenizer))
+        return "".join(detokenizer.decode(list(lane.streamer.token_ids)))
 
 
 @dataclass(frozen=True)
@@ -98,8 +105,8 @@ def stream_comparison(
     conversation: Conversation,
     settings: tuple[Any, ...],
     client: Client,
-) -> Iterator[tuple[str, str, str]]:
-    """Answer one question; yields HTML of the status and both sides. Stores a `CompareResult` with the page.
+) -> Iterator[tuple[str, str]]:
+    """Answer one question; yields HTML of the status and of the race. Stores a `CompareResult` with the page.
 
     Args:
         context: the app.
@@ -114,14 +121,20 @@ def stream_comparison(
     """
     limits = context.limits
     cancel_signal = context.sessions.get_signal(client.session)
-    turns = conversation.turns if conversation.path == path else ()
     run_settings = context.parse_settings(*settings)
     checked_question = limits.check_question(question)
+    turns = conversation.before(path, checked_question)
     if len(turns) >= limits.max_turns:
         raise UsageError(f"This conversation has {limits.max_turns} questions, which is the limit; start a new one.")
     file = limits.check_media_path(path)
     run = ComparisonRun(
-        context.model_store, lambda: limits.load_media(file), turns, checked_question, run_settings, cancel_signal
+        context.model_store,
+        lambda: limits.load_media(file),
+        turns,
+        checked_question,
+        run_settings,
+        cancel_signal,
+        file.name,
     )
     view = ComparisonView(run)
     try:
@@ -131,10 +144,19 @@ def stream_comparison(
     except LeftQueueError:
         return
     if run.loaded_model is not None:
-        is_in_domain = run_settings.model != SCENES_MODEL or looks_like_scene(media_images(run.media)[0])
-        note = "" if is_in_domain else f" The picture {OUT_OF_DOMAIN_HINT}."
-        result = CompareResult(build_report(run), Conversation(path, turns), run.cancelled, note)
-        context.sessions.store_result(client.session, result)
+        context.sessions.store_result(client.session, build_result(run, Conversation(path, turns)))
 
 
-__all__ = ["CompareResult", "ComparisonView", "Conversation", "format_timing", "stream_comparison"]
+def build_result(run: ComparisonRun, conversation: Conversation) -> CompareResult:
+    """The result of a run that has ended and whose model was loaded.
+
+    Args:
+        run: the run.
+        conversation: the turns before its question.
+    """
+    is_in_domain = run.settings.model != SCENES_MODEL or looks_like_scene(media_images(run.media)[0])
+    note = "" if is_in_domain else f" The picture {OUT_OF_DOMAIN_HINT}."
+    return CompareResult(build_report(run), conversation, run.cancelled, note)
+
+
+__all__ = ["CompareResult", "ComparisonView", "Conversation", "build_result", "stream_comparison"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from typing import Any
@@ -24,6 +24,8 @@ DEVICE_QUEUE: dict[str, Any] = {"concurrency_limit": MAX_QUEUED_RUNS + 4, "concu
 """Event options of everything that uses the device. The queue is the worker's, which reports positions and lets a
 waiting run leave; Gradio's own queue therefore admits all."""
 PRIVATE_API: dict[str, Any] = {"api_visibility": "private"}
+MAX_MORE_LANES = 4
+"""Further drafters of one comparison."""
 FAILURE_MESSAGE = "That did not work; see the message."
 UNQUEUED: dict[str, Any] = {"queue": False, "show_progress": "hidden", **PRIVATE_API}
 VALIDATION: dict[str, Any] = {**UNQUEUED, "queue": True, "concurrency_limit": None}
@@ -50,6 +52,7 @@ class Context:
         seed: float,
         max_new_tokens: float,
         tree_size: str | None = None,
+        more_drafters: Sequence[str] | None = None,
     ) -> RunSettings:
         """The settings sent by a page, validated.
 
@@ -58,6 +61,7 @@ class Context:
         """
         check_number = self.limits.check_number
         self.model_store.check_names(model, drafter)
+        lanes = self._check_lanes(model, drafter, more_drafters)
         is_automatic = tree_size in (None, "", "automatic")
         return RunSettings(
             model=model,
@@ -67,7 +71,17 @@ class Context:
             seed=int(check_number("Seed", seed, 0, 2**53)),
             max_new_tokens=int(check_number("Max new tokens", max_new_tokens, 1, self.limits.max_new_tokens)),
             tree_size=None if is_automatic else int(check_number("Tree size", _parse_int(tree_size), 1, 64)),
+            more_drafters=lanes,
         )
+
+    def _check_lanes(self, model: str, drafter: str, more_drafters: Sequence[str] | None) -> tuple[str, ...]:
+        """Drafters of further lanes, each once, without `drafter`."""
+        names = more_drafters or ()
+        if not isinstance(names, list | tuple) or len(names) > MAX_MORE_LANES:
+            raise UsageError(f"Further lanes must be a list of at most {MAX_MORE_LANES} drafters.")
+        for name in names:
+            self.model_store.check_names(model, name)
+        return tuple(dict.fromkeys(name for name in names if name != drafter))
 
 
 def get_client(request: gr.Request | None) -> Client:
@@ -80,7 +94,7 @@ def get_client(request: gr.Request | None) -> Client:
 def format_queue_position(num_ahead: int) -> str:
     """Status of a run that waits behind `num_ahead` others."""
     runs = "run" if num_ahead == 1 else "runs"
-    return f"Waiting in the queue: {num_ahead} {runs} ahead of yours. Stop leaves the queue."
+    return f"Queued at place {num_ahead + 1}: {num_ahead} {runs} ahead of yours. Stop leaves the queue."
 
 
 def _parse_int(text: Any) -> Any:
@@ -99,10 +113,12 @@ class Controls:
     seed: Any
     max_new_tokens: Any
     tree_size: Any
+    more_drafters: Any = None
 
     @property
     def inputs(self) -> list[Any]:
         """The components in the order of the arguments of `Context.parse_settings`."""
+        lanes = [] if self.more_drafters is None else [self.more_drafters]
         return [
             self.model,
             self.drafter,
@@ -111,16 +127,18 @@ class Controls:
             self.seed,
             self.max_new_tokens,
             self.tree_size,
+            *lanes,
         ]
 
 
-def build_controls(context: Context, max_new_tokens: int, name: str) -> Controls:
+def build_controls(context: Context, max_new_tokens: int, name: str, *, with_lanes: bool = False) -> Controls:
     """Create the settings of a tab.
 
     Args:
         context: the app.
         max_new_tokens: initial value.
         name: prefix of the elements' ids, unique per tab.
+        with_lanes: offer further drafters.
     """
     store = context.model_store
     with gr.Accordion("Settings", open=False, elem_id=f"{name}-settings"):
@@ -148,7 +166,15 @@ def build_controls(context: Context, max_new_tokens: int, name: str) -> Controls
                 label="Tree size",
                 info="Automatic drafts only when the measured cost is expected to pay; a fixed size always drafts",
             )
-    return Controls(model, drafter, compressor, temperature, seed, max_tokens, tree_size)
+        lanes = None
+        if with_lanes:
+            lanes = gr.CheckboxGroup(
+                store.drafter_names,
+                label="Further lanes",
+                info=f"Drafters that race beside the chosen one, at most {MAX_MORE_LANES}",
+                elem_id=f"{name}-lanes",
+            )
+    return Controls(model, drafter, compressor, temperature, seed, max_tokens, tree_size, lanes)
 
 
 def report_errors(fn: Callable[..., Any], format_message: Callable[[str], str] = escape) -> Callable[..., Any]:

@@ -37,6 +37,7 @@ class RunSettings:
         seed: of torch's generator.
         max_new_tokens: per answer.
         tree_size: nodes of every draft tree, root included; None lets the controller choose.
+        more_drafters: drafters of further lanes of a comparison.
     """
 
     model: str
@@ -46,6 +47,7 @@ class RunSettings:
     seed: int = 0
     max_new_tokens: int = 128
     tree_size: int | None = None
+    more_drafters: tuple[str, ...] = ()
 
 
 class ModelStore:
@@ -60,6 +62,11 @@ class ModelStore:
         self.dtype, self.device = dtype, device
         self.is_loading = False  # while a model is loaded and warmed up
         self._loaded: LoadedModel | None = None
+
+    @property
+    def default_names(self) -> tuple[str, str, str]:
+        """Model, drafter and device of the command line."""
+        return self.model_names[0], self.drafter_names[0], self.device
 
     def check_names(self, model: str, drafter: str) -> None:
         """Check names sent by a page.

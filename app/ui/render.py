@@ -7,68 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from html import escape
+from pathlib import Path
 from typing import Any
 
-from mmspec.app.bench.rounds import CORRECTED, Round
-from mmspec.app.modeling.chat import ChatTurn
-from mmspec.app.ui.report import AnswerTrace, Report
-
-COLUMN_WIDTH, ROW_HEIGHT, NODE_WIDTH, TREE_MARGIN = 146, 36, 120, 12
-"""Layout of a drawn tree in pixels: distance of two depths, distance of two leaves, width of a node, margin."""
-MAX_LABEL_CHARS = 11
-"""Characters of a token in its node; longer labels are cut."""
-LEGEND = (
-    '<p class="mm-legend"><span class="mm-accepted">draft token accepted</span> '
-    '<span class="mm-corrected">draft token rejected, corrected by the model</span> '
-    '<span class="mm-plain">nothing drafted</span></p>'
-)
-SIDE_TITLES = {"plain": "plain generate", "mmspec": "mmspec"}
-
-
-def render_conversation(turns: Sequence[ChatTurn]) -> str:
-    """Previous turns."""
-    return "".join(
-        f'<div class="mm-turn-question">{escape(turn.question)}</div>'
-        f'<div class="mm-turn-answer">{escape(turn.answer.strip())}</div>'
-        for turn in turns
-    )
-
-
-def render_panel(name: str, body: str, timing: str = "") -> str:
-    """The panel of one side."""
-    return (
-        f'<section class="mm-side" data-side="{name}" aria-label="{SIDE_TITLES[name]}">'
-        f'<header><b>{SIDE_TITLES[name]}</b> <span class="mm-clock">{escape(timing)}</span></header>{body}</section>'
-    )
-
-
-def render_partial_answer(
-    name: str, turns: Sequence[ChatTurn], question: str, text: str, timing: str, is_active: bool
-) -> str:
-    """A side whose answer is still being generated."""
-    caret = '<span class="mm-caret" aria-hidden="true"></span>' if is_active else ""
-    question_html = f'<div class="mm-turn-question">{escape(question)}</div>' if question else ""
-    answer_html = f'<div class="mm-turn-answer mm-now">{escape(text.lstrip())}{caret}</div>' if question else ""
-    empty = "" if question or turns else '<p class="mm-empty">No question yet.</p>'
-    return render_panel(name, render_conversation(turns) + question_html + answer_html + empty, timing)
-
-
-def render_answer(trace: AnswerTrace, turns: Sequence[ChatTurn], question: str, timing: str) -> str:
-    """A side whose answer is complete: every token with its kind, and its time for the replay."""
-    texts = [text if index else text.lstrip() for index, text in enumerate(trace.token_texts)]
-    rows = zip(texts, trace.token_times, trace.token_kinds, strict=True)
-    spans = "".join(f'<span class="mm-{kind}" data-t="{at_s:.4f}">{escape(text)}</span>' for text, at_s, kind in rows)
-    question_html = f'<div class="mm-turn-question">{escape(question)}</div>'
-    answer_html = f'<div class="mm-turn-answer mm-now" data-total="{trace.total_s:.4f}">{spans}</div>'
-    return render_panel(trace.name, render_conversation(turns) + question_html + answer_html, timing)
-
-
-def render_verdict(report: Report) -> str:
-    """Whether both answers are equal."""
-    kind = {True: "same", False: "differs", None: "open"}[report.identical]
-    sign = {True: "✓", False: "≠", None: "…"}[report.identical]
-    text = f'<span aria-hidden="true">{sign}</span> {escape(report.verdict)}'
-    return f'<p class="mm-badge mm-{kind}" role="status">{text}</p>'
+from mmspec.app.bench.rounds import Round
+from mmspec.app.ui.race import LEGEND
+from mmspec.app.ui.report import Report
+from mmspec.app.ui.tree_view import render_tree
 
 
 def render_status(text: str, kind: str = "") -> str:
@@ -76,10 +21,39 @@ def render_status(text: str, kind: str = "") -> str:
     return f'<p class="mm-status {kind}" role="status">{escape(text)}</p>'
 
 
-def render_results(report: Report) -> str:
-    """All results of a finished run."""
-    sections = (render_verdict, render_headline, render_metrics_table, render_plots, render_visible_tokens)
-    return f'<div class="mm-results">{"".join(section(report) for section in sections)}</div>'
+def render_sentence(model: str, drafter: str, device: str) -> str:
+    """What the page compares.
+
+    Args:
+        model: as chosen; a folder is shortened to its name.
+        drafter: "auto" until it is known.
+        device: "auto" until it is known.
+    """
+    where = "this machine" if device == "auto" else device
+    draft = "an automatically chosen drafter" if drafter == "auto" else f"the drafter <b>{escape(drafter)}</b>"
+    return (
+        f'<p class="mm-intro">The model <b>{escape(Path(model).name)}</b> on {escape(where)} answers one question '
+        f"twice: with plain <code>generate</code>, and with mmspec, where {draft} proposes tokens and the model checks "
+        "several of them in one forward.</p>"
+    )
+
+
+def render_frames(report: Report) -> str:
+    """The frames that were read of a clip, with their times; empty for a picture."""
+    if not report.is_clip:
+        return ""
+    frames = "".join(
+        f'<figure><img src="{escape(image.uri)}" alt="Frame {number}"><figcaption>'
+        f"{f'{image.time_s:.1f} s' if image.time_s is not None else number}</figcaption></figure>"
+        for number, image in enumerate(report.media, 1)
+    )
+    return f'<p class="mm-legend">{len(report.media)} frames were read</p><div class="mm-frames">{frames}</div>'
+
+
+def render_results(report: Report, description: str = "") -> str:
+    """The numbers of a finished run, below the `description` of its plot."""
+    text = f'<p class="mm-legend">{escape(description)}</p>' if description else ""
+    return f'<div class="mm-results">{text}{render_headline(report)}{render_metrics_table(report)}</div>'
 
 
 def render_headline(report: Report) -> str:
@@ -106,8 +80,9 @@ def _format_ratio(value: float | None) -> str:
 
 
 def render_metrics_table(report: Report) -> str:
-    """Both sides, metric by metric."""
+    """All lanes, metric by metric."""
     sides = report.metrics["sides"]
+    traces = (report.plain, *report.lanes)
     rows = (
         ("tokens", "n_tokens", "{:d}"),
         ("tokens/s", "tokens_per_s", "{:.1f}"),
@@ -116,151 +91,35 @@ def render_metrics_table(report: Report) -> str:
     )
     body = "".join(
         f"<tr><th scope='row'>{name}</th>"
-        + "".join(f"<td>{form.format(sides[side][key])}</td>" for side in ("plain", "mmspec"))
+        + "".join(f"<td>{form.format(sides[trace.name][key])}</td>" for trace in traces)
         + "</tr>"
         for name, key, form in rows
     )
-    encoding = f"{report.metrics['vision_s']:.3f} s, once for both"
-    body += f"<tr><th scope='row'>vision encoding</th><td colspan='2'>{encoding}</td></tr>"
-    head = "<tr><td></td><th scope='col'>plain</th><th scope='col'>mmspec</th></tr>"
-    return f'<table class="mm-table"><thead>{head}</thead><tbody>{body}</tbody></table>'
-
-
-def render_plots(report: Report) -> str:
-    """Histogram of tokens per round, and time per phase."""
-    stats = report.metrics["stats"]
-    lengths = {int(size): count for size, count in stats["accept_length_hist"].items()}
-    max_length = max(lengths, default=1)
-    histogram = [(f"{size}", float(lengths.get(size, 0))) for size in range(1, max_length + 1)] if lengths else []
-    phases = [
-        ("vision", report.metrics["vision_s"]),
-        ("prefill", stats["prefill_s"]),
-        ("draft", stats["draft_s"]),
-        ("verify", stats["score_s"]),
-        ("other", stats["overhead_s"]),
-    ]
-    times = [(name, 1000 * seconds) for name, seconds in phases]
-    return (
-        '<div class="mm-plots">'
-        + render_bars("Tokens per round", histogram, "{:.0f} rounds")
-        + render_bars("Time of mmspec by phase", times, "{:.1f} ms")
-        + "</div>"
-    )
+    encoding = f"{report.metrics['vision_s']:.3f} s, once for all"
+    body += f"<tr><th scope='row'>vision encoding</th><td colspan='{len(traces)}'>{encoding}</td></tr>"
+    titles = ["plain", *(trace.drafter or "mmspec" for trace in report.lanes)]
+    head = "<tr><td></td>" + "".join(f"<th scope='col'>{escape(title)}</th>" for title in titles) + "</tr>"
+    table = f'<table class="mm-table"><thead>{head}</thead><tbody>{body}</tbody></table>'
+    return f'<div class="mm-wide">{table}</div>'
 
 
 def render_visible_tokens(report: Report) -> str:
-    """The pictures with the tokens that the drafter read."""
+    """What the first drafter read of the picture, and what the compressor retained: a sentence, a number, pictures."""
     visible = report.metrics["visible_tokens"]
     if visible is None:
         return ""
+    chosen = report.metrics["choice"]["compressor"]
+    compressor = f"Compressor {chosen}." if chosen else "No compressor was chosen."
+    count = ""
+    if visible["num_visible"] is not None and visible["num_total"] is not None:
+        count = f"<b>{visible['num_visible']} of {visible['num_total']} visual tokens</b> "
     alt = "The picture; tokens that the drafter did not read are grey"
     images = "".join(f'<img src="{escape(uri)}" alt="{alt}">' for uri in report.image_uris)
-    return f'<figure class="mm-visible-tokens"><figcaption>{escape(visible["summary"])}</figcaption>{images}</figure>'
-
-
-def render_bars(title: str, rows: Sequence[tuple[str, float]], form: str) -> str:
-    """A plot of horizontal bars."""
-    max_value = max((value for _, value in rows), default=0.0) or 1.0
-    bars = "".join(
-        f'<div class="mm-bar"><span>{escape(name)}</span><i style="width:{100 * value / max_value:.1f}%"></i>'
-        f"<b>{form.format(value)}</b></div>"
-        for name, value in rows
-    )
-    return f'<figure class="mm-plot"><figcaption>{escape(title)}</figcaption>{bars or "<p>no rounds</p>"}</figure>'
-
-
-def layout_tree(parents: Sequence[int]) -> tuple[list[int], list[float]]:
-    """(depth, row) of each node: one row per leaf, a parent centred on its children.
-
-    Args:
-        parents: index of each node's parent, -1 for the root, parents before children.
-    """
-    children: dict[int, list[int]] = {}
-    for node, parent in enumerate(parents):
-        children.setdefault(parent, []).append(node)
-    depths = [0] * len(parents)
-    rows = [0.0] * len(parents)
-    for node, parent in enumerate(parents):
-        depths[node] = 0 if parent < 0 else depths[parent] + 1
-    num_leaves, stack = 0, [0]
-    while stack:  # depth first
-        node = stack.pop()
-        child_nodes = children.get(node, [])
-        if not child_nodes:
-            rows[node] = float(num_leaves)
-            num_leaves += 1
-        stack.extend(reversed(child_nodes))
-    for node in reversed(range(len(parents))):  # children before their parents
-        if child_nodes := children.get(node, []):
-            rows[node] = (rows[child_nodes[0]] + rows[child_nodes[-1]]) / 2
-    return depths, rows
-
-
-def render_tree(item: Round, token_labels: Mapping[int, str]) -> str:
-    """The draft tree as SVG: accepted path, rejected branches, draft probabilities, and the token of the model.
-
-    Args:
-        item: the round.
-        token_labels: {token id: label}.
-    """
-    num_nodes = len(item.tokens)
-    accepted = set(item.accepted_nodes[1:])
-    parents = [*item.parents, *([item.accepted_nodes[len(item.emitted) - 1]] if item.emitted else [])]
-    positions = [_node_position(depth, row) for depth, row in zip(*layout_tree(parents), strict=True)]
-    model_kind = "mm-node-correction" if item.token_kinds[-1:] == (CORRECTED,) else "mm-node-bonus"
-    kinds = ["mm-node-accepted" if node in accepted else "mm-rejected" for node in range(num_nodes)]
-    kinds[0] = "mm-root"
-    labels = [
-        (token_labels.get(token, str(token)), _format_probability(item, node)) for node, token in enumerate(item.tokens)
-    ]
-    if item.emitted:
-        kinds.append(model_kind)
-        labels.append((token_labels.get(item.emitted[-1], ""), "model"))
-    edges = [
-        _render_edge(positions[parent], positions[node], kinds[node])
-        for node, parent in enumerate(parents)
-        if parent >= 0
-    ]
-    boxes = zip(positions, labels, kinds, strict=True)
-    nodes = [_render_node(position, *label, kind) for position, label, kind in boxes]
-    width, height = max(x for x, _ in positions) + NODE_WIDTH + TREE_MARGIN, max(y for _, y in positions) + ROW_HEIGHT
-    title = f"Draft tree: {item.num_draft_tokens} draft tokens, {item.num_accepted_tokens} accepted"
+    note = " Grey: not read. The model itself always reads the whole picture." if images else ""
     return (
-        f'<div class="mm-tree"><svg role="img" aria-label="{title}" width="{width:.0f}" height="{height:.0f}" '
-        f'viewBox="0 0 {width:.0f} {height:.0f}" xmlns="http://www.w3.org/2000/svg"><title>{title}</title>'
-        f"{''.join(edges)}{''.join(nodes)}</svg></div>"
+        '<figure class="mm-visible-tokens"><h3>What the drafter saw</h3>'
+        f"<figcaption>{count}{escape(visible['summary'])} {escape(compressor)}{note}</figcaption>{images}</figure>"
     )
-
-
-def _node_position(depth: int, row: float) -> tuple[float, float]:
-    """Upper left corner of a node."""
-    return TREE_MARGIN + depth * COLUMN_WIDTH, TREE_MARGIN + row * ROW_HEIGHT
-
-
-def _render_edge(start: tuple[float, float], end: tuple[float, float], kind: str) -> str:
-    x1, y1, x2, y2 = start[0] + NODE_WIDTH, start[1] + 14, end[0], end[1] + 14
-    half = (x1 + x2) / 2
-    curve = f"M{x1:.0f} {y1:.0f} C{half:.0f} {y1:.0f} {half:.0f} {y2:.0f} {x2:.0f} {y2:.0f}"
-    return f'<path class="mm-edge {kind}" d="{curve}"/>'
-
-
-def _render_node(position: tuple[float, float], name: str, note: str, kind: str) -> str:
-    x, y = position
-    short = name if len(name) <= MAX_LABEL_CHARS else name[: MAX_LABEL_CHARS - 1] + "…"
-    small = f'<tspan class="mm-probability" dx="5">{escape(note)}</tspan>' if note else ""
-    return (
-        f'<g class="mm-node {kind}"><title>{escape(name)} {escape(note)}</title>'
-        f'<rect x="{x:.0f}" y="{y:.0f}" width="{NODE_WIDTH}" height="28" rx="6"/>'
-        f'<text x="{x + 8:.0f}" y="{y + 18:.0f}">{escape(short)}{small}</text></g>'
-    )
-
-
-def _format_probability(item: Round, node: int) -> str:
-    """Conditional draft probability of a node in percent; empty for the root or where the drafter gives none."""
-    if not node or item.scores is None:
-        return ""
-    parent = item.scores[item.parents[node]]
-    return f"{100 * min(1.0, item.scores[node] / parent):.0f}%" if parent > 0 else ""
 
 
 def render_round(report: Report, round_index: int) -> str:
@@ -298,36 +157,59 @@ def _render_answer_so_far(report: Report, item: Round) -> str:
     return f'<div class="mm-side mm-so-far">{answer_html}</div>'
 
 
-def render_captions(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The table of captions of a batch."""
-    head = "".join(f"<th scope='col'>{name}</th>" for name in ("file", "caption", "tokens", "tau", "seconds"))
-    body = "".join(_render_caption_row(row) for row in rows)
+CAPTION_COLUMNS = {
+    "file": "the file, named as it was given",
+    "caption": "the whole text that the model wrote",
+    "tokens": "length of the caption in tokens of the model, its end included",
+    "tokens per forward": "tokens that one forward of the model gave on average (tau); 1 is plain decoding",
+    "seconds": "time of the batch that the file was in, divided by its files",
+}
+"""{column of the table of captions: explanation}."""
+
+
+def render_captions(rows: Sequence[Mapping[str, Any]], thumbnails: Mapping[str, str] | None = None) -> str:
+    """The table of captions of a batch.
+
+    Args:
+        rows: of a caption job.
+        thumbnails: {id of a row: data URI}.
+    """
+    head = "".join(
+        f"<th scope='col' title='{escape(note)}'>{escape(name)}</th>" for name, note in CAPTION_COLUMNS.items()
+    )
+    body = "".join(_render_caption_row(row, (thumbnails or {}).get(row["id"], "")) for row in rows)
     body = body or '<tr><td colspan="5" class="mm-empty">No captions yet.</td></tr>'
     table = f'<table class="mm-table mm-captions"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
-    return f'<div class="mm-wide">{table}</div>'
+    notes = "; ".join(f"<b>{escape(name)}</b>: {escape(note)}" for name, note in CAPTION_COLUMNS.items())
+    return f'<div class="mm-wide">{table}</div><p class="mm-legend">{notes}.</p>'
 
 
-def _render_caption_row(row: Mapping[str, Any]) -> str:
-    name = f"<td>{escape(str(row['file_name']))}</td>"
+def _render_caption_row(row: Mapping[str, Any], thumbnail: str) -> str:
+    picture = f'<img src="{escape(thumbnail)}" alt="">' if thumbnail else ""
+    name = f'<td><div class="mm-file">{picture}<span>{escape(str(row["file_name"]))}</span></div></td>'
     if row["error"]:
         return f'<tr class="mm-failed">{name}<td colspan="4">{escape(str(row["error"]["message"]))}</td></tr>'
-    numbers = (("tokens", row["n_new_tokens"]), ("tau", f"{row['tau']:.2f}"), ("seconds", f"{row['seconds']:.2f}"))
+    limit = f" <small>(stopped at the limit of {row['n_new_tokens']} tokens)</small>" if _is_cut(row) else ""
+    numbers = (
+        ("tokens", row["n_new_tokens"]),
+        ("tokens per forward", f"{row['tau']:.2f}"),
+        ("seconds", f"{row['seconds']:.2f}"),
+    )
     cells = "".join(f'<td data-label="{label}">{value}</td>' for label, value in numbers)
-    return f"<tr>{name}<td>{escape(str(row['caption']))}</td>{cells}</tr>"
+    return f"<tr>{name}<td>{escape(str(row['caption']))}{limit}</td>{cells}</tr>"
+
+
+def _is_cut(row: Mapping[str, Any]) -> bool:
+    """Whether the caption ended because of the number of tokens, so that it may lack its end."""
+    return row.get("finish_reason") == "length"
 
 
 __all__ = [
-    "LEGEND",
-    "layout_tree",
-    "render_answer",
-    "render_bars",
     "render_captions",
-    "render_conversation",
-    "render_partial_answer",
+    "render_frames",
     "render_results",
     "render_round",
+    "render_sentence",
     "render_status",
-    "render_tree",
-    "render_verdict",
     "render_visible_tokens",
 ]

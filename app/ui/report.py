@@ -13,9 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from mmspec.app.bench.rounds import NOT_DRAFTED, Round, classify_tokens
-from mmspec.app.ui.comparison import ComparisonRun, ComparisonSide, Difference
+from mmspec.app.io.images import Video
+from mmspec.app.modeling.chat import ChatTurn
+from mmspec.app.ui.comparison import AnswerLane, ComparisonRun, Difference
 from mmspec.app.ui.model_store import RunSettings
 from mmspec.app.ui.streamer import detokenize, token_label
+from mmspec.app.ui.thumbnails import TimedImage, draw_media
 from mmspec.app.ui.visible_tokens import draw_visible_tokens, uses_center_crop, visible_tokens_to_dict
 from mmspec.app.versions import mmspec_version
 
@@ -25,18 +28,28 @@ class AnswerTrace:
     """One answer, token by token, for rendering and replay.
 
     Attributes:
-        name: "plain" or "mmspec".
+        name: of the lane; see `AnswerLane`.
+        drafter: that drafted it; None for plain `generate`.
         token_texts: text of each token; joined, the answer.
         token_times: seconds from the start to each token.
         token_kinds: "accepted", "corrected" or "plain" for each token.
         total_s: seconds of the whole answer.
+        tokens_per_s: tokens per second after the first.
+        speedup: ratio of `tokens_per_s` to that of plain `generate`; None if it is not measured.
+        identical: whether it is the plain answer; None if one is empty.
+        round_lengths: tokens that each forward after the prompt's emitted.
     """
 
     name: str
+    drafter: str | None
     token_texts: tuple[str, ...]
     token_times: tuple[float, ...]
     token_kinds: tuple[str, ...]
     total_s: float
+    tokens_per_s: float = 0.0
+    speedup: float | None = None
+    identical: bool | None = None
+    round_lengths: tuple[int, ...] = ()
 
     @property
     def text(self) -> str:
@@ -51,24 +64,37 @@ class Report:
     Attributes:
         question: as sent to the model.
         plain: answer of plain `generate`.
-        mmspec: answer of mmspec.
-        rounds: of the mmspec call.
+        lanes: answers of mmspec, one per drafter.
+        rounds: of the first lane.
         token_labels: {token id: label in a drawn tree}.
         identical: whether both answers are equal; None if one is empty.
         verdict: the same as one line of text.
         metrics: numbers, ready for JSON.
         image_uris: pictures as data URIs, with the tokens that the drafter did not read greyed.
+        media: small pictures of the input, frames with their times.
+        is_clip: the input is a clip.
+        file_name: of the input, without a folder.
+        turns: earlier turns of the conversation.
     """
 
     question: str
     plain: AnswerTrace
-    mmspec: AnswerTrace
+    lanes: tuple[AnswerTrace, ...]
     rounds: tuple[Round, ...]
     token_labels: dict[int, str]
     identical: bool | None
     verdict: str
     metrics: dict[str, Any]
     image_uris: tuple[str, ...] = ()
+    media: tuple[TimedImage, ...] = ()
+    is_clip: bool = False
+    file_name: str = ""
+    turns: tuple[ChatTurn, ...] = ()
+
+    @property
+    def mmspec(self) -> AnswerTrace:
+        """The first lane."""
+        return self.lanes[0]
 
     def as_dict(self) -> dict[str, Any]:
         """Everything, ready for JSON."""
@@ -78,6 +104,7 @@ class Report:
             **self.metrics,
             "plain": _trace_to_dict(self.plain, self.metrics["sides"]["plain"]),
             "mmspec": _trace_to_dict(self.mmspec, self.metrics["sides"]["mmspec"]),
+            "more_lanes": [_trace_to_dict(lane, self.metrics["sides"][lane.name]) for lane in self.lanes[1:]],
             "rounds": [asdict(item) for item in self.rounds],
             "names": {str(token): label for token, label in self.token_labels.items()},
         }
@@ -86,80 +113,95 @@ class Report:
 def _trace_to_dict(trace: AnswerTrace, metrics: dict[str, Any]) -> dict[str, Any]:
     rows = zip(trace.token_texts, trace.token_times, trace.token_kinds, strict=True)
     tokens = [{"text": text, "t": round(time_s, 6), "kind": kind} for text, time_s, kind in rows]
-    return {"answer": trace.text, **metrics, "tokens": tokens}
+    return {"answer": trace.text, "drafter": trace.drafter, **metrics, "tokens": tokens}
 
 
 def build_report(comparison: ComparisonRun) -> Report:
     """The report of a run that has ended and whose model was loaded."""
     assert comparison.loaded_model is not None
     tokenizer = comparison.loaded_model.processor.tokenizer
-    rounds = comparison.rounds
-    num_plain = len(comparison.plain.streamer.token_ids)
-    num_tokens = len(comparison.mmspec.streamer.token_ids)
+    rounds = comparison.mmspec.rounds
     token_ids = {token for item in rounds for token in (*item.tokens, *item.emitted)}
     visible = comparison.visible_tokens
     is_cropped = uses_center_crop(comparison.loaded_model.processor)
     image_uris = draw_visible_tokens(comparison.media, visible, is_cropped) if visible else []
     return Report(
         question=comparison.question,
-        plain=_build_trace("plain", comparison.plain, tokenizer, [NOT_DRAFTED] * num_plain),
-        mmspec=_build_trace("mmspec", comparison.mmspec, tokenizer, classify_tokens(rounds, num_tokens)),
+        plain=_build_trace(comparison, comparison.plain),
+        lanes=tuple(_build_trace(comparison, lane) for lane in comparison.lanes),
         rounds=tuple(rounds),
         token_labels={token: token_label(tokenizer, token) for token in token_ids},
         identical=comparison.identical,
         verdict=format_verdict(comparison),
         metrics=collect_metrics(comparison),
         image_uris=tuple(image_uris),
+        media=tuple(draw_media(comparison.media)),
+        is_clip=isinstance(comparison.media, Video),
+        file_name=comparison.file_name,
+        turns=comparison.turns,
     )
 
 
-def _build_trace(name: str, side: ComparisonSide, tokenizer: Any, kinds: list[str]) -> AnswerTrace:
-    texts = detokenize(tokenizer, side.streamer.token_ids)
-    return AnswerTrace(name, tuple(texts), tuple(side.streamer.token_times), tuple(kinds), side.total_s)
+def _build_trace(comparison: ComparisonRun, lane: AnswerLane) -> AnswerTrace:
+    assert comparison.loaded_model is not None
+    rounds, num_tokens = lane.rounds, len(lane.streamer.token_ids)
+    is_plain = lane.drafter is None
+    return AnswerTrace(
+        name=lane.name,
+        drafter=lane.resolved_drafter,
+        token_texts=tuple(detokenize(comparison.loaded_model.processor.tokenizer, lane.streamer.token_ids)),
+        token_times=tuple(lane.streamer.token_times),
+        token_kinds=tuple([NOT_DRAFTED] * num_tokens if is_plain else classify_tokens(rounds, num_tokens)),
+        total_s=lane.total_s,
+        tokens_per_s=lane.tokens_per_s,
+        speedup=None if is_plain else comparison.speedup_decode(lane),
+        identical=None if is_plain else comparison.is_identical(lane),
+        round_lengths=(1,) * (num_tokens - 1) if is_plain else tuple(len(item.emitted) for item in rounds[1:]),
+    )
 
 
 def format_verdict(comparison: ComparisonRun) -> str:
-    """Whether both answers are equal, in one line."""
+    """Whether all answers are equal, in one line."""
     if comparison.identical is None:
-        return "Stopped before both sides had answered"
-    difference = comparison.difference
-    if difference is not None:
+        return "Stopped before all lanes had answered"
+    differing = next((lane for lane in comparison.lanes if lane.difference is not None), None)
+    if differing is not None and differing.difference is not None:
         assert comparison.loaded_model is not None
-        tokenizer = comparison.loaded_model.processor.tokenizer
+        difference, tokenizer = differing.difference, comparison.loaded_model.processor.tokenizer
         plain, ours = (token_label(tokenizer, token) for token in (difference.plain, difference.mmspec))
         margin = "not measured" if math.isnan(difference.margin) else f"{difference.margin:.2e}"
         position = difference.index + 1
         return f"Outputs differ from token {position} on: {plain} (plain), {ours} (mmspec); logit margin {margin}"
-    num_equal = min(len(comparison.plain.streamer.token_ids), len(comparison.mmspec.streamer.token_ids))
+    num_equal = min(len(lane.streamer.token_ids) for lane in (comparison.plain, *comparison.lanes))
     if comparison.cancelled:
         return f"Outputs identical up to token {num_equal}, where the run was stopped"
     return f"Outputs identical: all {num_equal} tokens"
 
 
 def collect_metrics(comparison: ComparisonRun) -> dict[str, Any]:
-    """The numbers of a run. Those of the mmspec side are `mmspec.stats` of its call."""
+    """The numbers of a run, those of mmspec for its first lane. They are `mmspec.stats` of its call."""
     assert comparison.loaded_model is not None
-    stats, model = comparison.stats, comparison.loaded_model.model
+    lane, model = comparison.mmspec, comparison.loaded_model.model
     return {
         "identical": comparison.identical,
         "stopped": comparison.cancelled,
-        "difference": _difference_to_dict(comparison.difference) if comparison.difference else None,
-        "speedup_decode": comparison.speedup_decode,
-        "speedup_e2e": comparison.speedup_e2e,
-        "tau": stats.tau,
-        "R": comparison.round_cost,
+        "difference": _difference_to_dict(lane.difference) if lane.difference else None,
+        "speedup_decode": comparison.speedup_decode(lane),
+        "speedup_e2e": comparison.speedup_e2e(lane),
+        "tau": lane.stats.tau,
+        "R": comparison.round_cost(lane),
         "vision_s": comparison.encode_s,
         "visible_tokens": visible_tokens_to_dict(comparison.visible_tokens) if comparison.visible_tokens else None,
         "prompt_tokens": comparison.prompt_tokens,
         "choice": _settings_to_dict(comparison.settings),
-        "stats": stats.as_dict(),
+        "stats": lane.stats.as_dict(),
         "run": {
             "mmspec": mmspec_version(),
             "device": str(model.device),
             "dtype": str(model.dtype).removeprefix("torch."),
             "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         },
-        "sides": {"plain": _side_metrics(comparison.plain), "mmspec": _mmspec_metrics(comparison)},
+        "sides": {one.name: _lane_metrics(one) for one in (comparison.plain, *comparison.lanes)},
     }
 
 
@@ -173,26 +215,22 @@ def _difference_to_dict(difference: Difference) -> dict[str, Any]:
     return {"column": difference.index, "plain": difference.plain, "mmspec": difference.mmspec, "margin": margin}
 
 
-def _side_metrics(side: ComparisonSide) -> dict[str, Any]:
+def _lane_metrics(lane: AnswerLane) -> dict[str, Any]:
+    stats = lane.stats
+    if lane.drafter is not None and stats.calls and not stats.fallback_calls:
+        return {
+            "n_tokens": stats.tokens,
+            "tokens_per_s": stats.tokens_per_s,
+            "ttft_s": stats.ttft_s,
+            "decode_s": stats.decode_s,
+            "total_s": stats.total_s,
+        }
     return {
-        "n_tokens": len(side.streamer.token_ids),
-        "tokens_per_s": side.streamer.tokens_per_s,
-        "ttft_s": side.ttft_s,
-        "decode_s": side.decode_s,
-        "total_s": side.total_s,
-    }
-
-
-def _mmspec_metrics(comparison: ComparisonRun) -> dict[str, Any]:
-    stats = comparison.stats
-    if not stats.calls or stats.fallback_calls:
-        return _side_metrics(comparison.mmspec)
-    return {
-        "n_tokens": stats.tokens,
-        "tokens_per_s": stats.tokens_per_s,
-        "ttft_s": stats.ttft_s,
-        "decode_s": stats.decode_s,
-        "total_s": stats.total_s,
+        "n_tokens": len(lane.streamer.token_ids),
+        "tokens_per_s": lane.streamer.tokens_per_s,
+        "ttft_s": lane.ttft_s,
+        "decode_s": lane.decode_s,
+        "total_s": lane.total_s,
     }
 
 
@@ -212,8 +250,12 @@ class TempStorage:
 
     def write_report(self, report: Report) -> Path:
         """Write a report as JSON and return its path."""
-        file = self.new_folder() / "mmspec-run.json"
-        file.write_text(json.dumps(report.as_dict(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        return self.write_text("mmspec-run.json", json.dumps(report.as_dict(), indent=1, ensure_ascii=False) + "\n")
+
+    def write_text(self, name: str, text: str) -> Path:
+        """Write a text file into a new folder and return its path."""
+        file = self.new_folder() / name
+        file.write_text(text, encoding="utf-8")
         return file
 
     def remove_expired(self) -> None:

@@ -1,4 +1,4 @@
-"""Runs a comparison in the worker's thread: plain `generate`, mmspec, then the logit margin of a difference."""
+"""Runs a comparison in the worker's thread: plain `generate`, then mmspec with each drafter."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mmspec.app.modeling.captioner import Captioner
 from mmspec.app.modeling.chat import build_inputs, check_length, encode_media
 from mmspec.app.modeling.load import synchronize
 from mmspec.app.ui.cancel import build_stopping_criteria
-from mmspec.app.ui.comparison import ComparisonRun, ComparisonSide, Difference
+from mmspec.app.ui.comparison import AnswerLane, ComparisonRun, Difference
 from mmspec.app.ui.loaded_model import LoadedModel
 from mmspec.app.ui.model_store import RunSettings
 from mmspec.app.ui.worker import CancelSignal
@@ -30,7 +30,8 @@ def run_comparison(comparison: ComparisonRun) -> None:
         return
     comparison.phase = "loading"
     loaded = comparison.loaded_model = comparison.model_store.get(settings.model)
-    recorder = comparison.recorder = RecordingDrafter(loaded.get_drafter(settings.drafter))
+    for lane in comparison.lanes:
+        lane.recorder = RecordingDrafter(loaded.get_drafter(lane.drafter or settings.drafter))
     compressor = loaded.get_compressor(settings.compressor)
     comparison.phase = "encoding"
     comparison.load_media()
@@ -38,37 +39,38 @@ def run_comparison(comparison: ComparisonRun) -> None:
     comparison.prompt_tokens = inputs["input_ids"].shape[1]
     check_length(loaded.model, inputs, settings.max_new_tokens)
     request, comparison.encode_s = encode_media(loaded.model, inputs)
-    comparison.phase = "plain"
+    comparison.phase = "answering"
     with mmspec.disabled(loaded.model):
-        _generate_side(comparison, loaded, request, comparison.plain)
-    if not comparison.cancelled:
-        comparison.phase = "mmspec"
-        _speculate(comparison, loaded, request, recorder, compressor)
-        comparison.stats = mmspec.stats(loaded.model, last=True)
-        comparison.difference = _find_difference(comparison, loaded, request)
-    comparison.phase = "done"
+        _generate(comparison, loaded, request, comparison.plain)
+    for lane in comparison.lanes:
+        if not comparison.cancelled:
+            _speculate(comparison, loaded, request, lane, compressor)
+    comparison.phase, comparison.lane = "done", None
 
 
 def _speculate(
     comparison: ComparisonRun,
     loaded: LoadedModel,
     request: dict[str, Any],
-    recorder: RecordingDrafter,
+    lane: AnswerLane,
     compressor: Compressor | None,
 ) -> None:
-    """Generate the answer of mmspec, with its drafter recorded."""
-    options = {"drafter": recorder, "compressor": compressor, "tree_size": comparison.settings.tree_size}
+    """Generate the answer of a lane of mmspec."""
+    options = {"drafter": lane.recorder, "compressor": compressor, "tree_size": comparison.settings.tree_size}
     try:
-        _generate_side(comparison, loaded, request, comparison.mmspec, mmspec=options)
+        _generate(comparison, loaded, request, lane, mmspec=options)
     except ValueError as error:  # the drafter does not take this compressor
         raise UsageError(one_line(error)) from error
+    lane.stats = mmspec.stats(loaded.model, last=True)
+    lane.difference = _find_difference(comparison, loaded, request, lane)
 
 
-def _generate_side(
-    comparison: ComparisonRun, loaded: LoadedModel, request: dict[str, Any], side: ComparisonSide, **extra_options: Any
+def _generate(
+    comparison: ComparisonRun, loaded: LoadedModel, request: dict[str, Any], lane: AnswerLane, **extra_options: Any
 ) -> None:
-    settings, streamer = comparison.settings, side.streamer
+    settings, streamer = comparison.settings, lane.streamer
     captioner = Captioner(loaded.model, loaded.processor, settings.max_new_tokens, settings.temperature)
+    comparison.lane = lane
     torch.manual_seed(settings.seed)
     synchronize(loaded.model.device)
     start_time = time.perf_counter()
@@ -81,17 +83,19 @@ def _generate_side(
         stopping_criteria=build_stopping_criteria(comparison.cancel_signal),
     )
     synchronize(loaded.model.device)
-    side.total_s = time.perf_counter() - start_time
+    lane.total_s = time.perf_counter() - start_time
     comparison.cancelled = comparison.cancel_signal.should_stop
 
 
-def _find_difference(comparison: ComparisonRun, loaded: LoadedModel, request: dict[str, Any]) -> Difference | None:
+def _find_difference(
+    comparison: ComparisonRun, loaded: LoadedModel, request: dict[str, Any], lane: AnswerLane
+) -> Difference | None:
     """The first difference within the length of the shorter answer, with its logit margin."""
-    pairs = zip(comparison.plain.streamer.token_ids, comparison.mmspec.streamer.token_ids, strict=False)
+    pairs = zip(comparison.plain.streamer.token_ids, lane.streamer.token_ids, strict=False)
     index = next((index for index, (plain, ours) in enumerate(pairs) if plain != ours), None)
     if index is None:
         return None
-    plain, ours = comparison.plain.streamer.token_ids[index], comparison.mmspec.streamer.token_ids[index]
+    plain, ours = comparison.plain.streamer.token_ids[index], lane.streamer.token_ids[index]
     margin = measure_logit_margin(loaded, request, comparison.settings, index, plain, ours, comparison.cancel_signal)
     return Difference(index, plain, ours, margin)
 

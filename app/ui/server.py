@@ -31,6 +31,8 @@ from mmspec.app.ui.middleware.hosts import HostPolicy
 from mmspec.app.ui.middleware.request_filter import RequestFilter
 from mmspec.app.ui.middleware.sessions import SessionCleaner, SessionLimits
 from mmspec.app.ui.model_store import ModelStore
+from mmspec.app.ui.opening import Opening
+from mmspec.app.ui.render import render_sentence
 from mmspec.app.ui.report import TempStorage
 from mmspec.app.ui.tabs.batch import build_batch_tab
 from mmspec.app.ui.tabs.compare import build_compare_tab
@@ -40,6 +42,7 @@ from mmspec.app.ui.worker import MAX_QUEUED_RUNS
 logger = logging.getLogger("mmspec")
 
 HERE = Path(__file__).parent
+STYLES, SCRIPTS = ("race.css", "styles.css"), ("race.js", "tree.js", "labels.js")
 PAGE_TITLE = "mmspec: the same answer, sooner"
 CLEANUP_INTERVAL_S, UPLOAD_MAX_AGE_S = 600, 3600
 """Seconds between two removals of old uploads, and their maximum age."""
@@ -50,16 +53,17 @@ MAX_SESSIONS = 1000
 """Sessions with components, open pages included, above which Gradio frees the least recently used."""
 
 
-def build_app(context: Context) -> Any:
-    """Create the app without serving it."""
+def build_app(context: Context, opening: Opening | None = None) -> Any:
+    """Create the app without serving it; pages open with the race that `opening` records."""
     with gr.Blocks(
         title=PAGE_TITLE, analytics_enabled=False, delete_cache=(CLEANUP_INTERVAL_S, UPLOAD_MAX_AGE_S)
     ) as app:
         gr.HTML(f"<h1>{PAGE_TITLE}</h1>", elem_id="mm-title")
+        sentence = gr.HTML(render_sentence(*context.model_store.default_names), elem_id="mm-sentence")
         report = gr.State(None, time_to_live=UPLOAD_MAX_AGE_S)
         with gr.Tabs():
             with gr.Tab("Compare"):
-                build_compare_tab(context, report)
+                build_compare_tab(context, report, sentence, opening or Opening(context))
             with gr.Tab("Inside") as inside:
                 build_inside_tab(report, inside)
             with gr.Tab("Batch"):
@@ -109,6 +113,7 @@ def serve(
     host: str = "127.0.0.1",
     port: int | None = None,
     allowed: Sequence[str] = (),
+    record_opening: bool = False,
 ) -> Iterator[DemoServer]:
     """Serve the pages until the block is left; then end all runs and remove all files.
 
@@ -120,6 +125,7 @@ def serve(
         host: address to listen on.
         port: None takes the first free port from 7860 on; 0 any free port.
         allowed: further host names to answer to, each with or without a port.
+        record_opening: record a race at the start, which pages open with.
 
     Raises:
         OSError: the port is in use.
@@ -134,13 +140,17 @@ def serve(
         stack.enter_context(_gradio_temp_dir(uploads.folder))
         context = Context(model_store, storage, limits)
         stack.callback(context.worker.close)
-        app = build_app(context)
+        opening = Opening(context)
+        app = build_app(context, opening)
         sessions = SessionCleaner(app, session_limits or SessionLimits(), context.sessions.end)
         filtered_app = FilteredApp(
             lambda inner: RequestFilter(inner, host_policy, uploads.request_limits, uploads, sessions)
         )
         load = context.worker.submit(lambda: model_store.get(model_store.model_names[0]))  # while the page is opened
         load.add_done_callback(_log_load_error)
+        if record_opening:
+            opening.start()
+            stack.callback(opening.stop)
         stack.enter_context(suppress_tracebacks())
         url = _launch(app, filtered_app, context, host, port)
         try:
@@ -187,8 +197,8 @@ def _launch(app: Any, filtered_app: FilteredApp, context: Context, host: str, po
         allowed_paths=[str(EXAMPLES)],  # uploads and these are the only readable files
         footer_links=["api"],
         theme=build_theme(),
-        css_paths=[HERE / "static" / "styles.css"],
-        head=f"<script>{(HERE / 'static' / 'replay.js').read_text(encoding='utf-8')}</script>",
+        css_paths=[HERE / "static" / name for name in STYLES],
+        head="".join(f"<script>{(HERE / 'static' / name).read_text(encoding='utf-8')}</script>" for name in SCRIPTS),
     )
     if app.app is not filtered_app:
         app.close(verbose=False)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import base64
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from PIL import Image
-
 from mmspec.app.io.images import Media, media_images
+from mmspec.app.ui.thumbnails import to_data_uri
 
 if TYPE_CHECKING:
     from mmspec.app.bench.recorder import RecordingDrafter
@@ -87,17 +84,11 @@ def draw_visible_tokens(media: Media, visible_tokens: VisibleTokens, cropped: bo
     if not visible_tokens.kept_indices or not visible_tokens.grids:
         return []
     return [
-        _data_uri(image)
+        to_data_uri(image)
         for image in heatmaps(
             media_images(media), visible_tokens.grids, kept_indices=visible_tokens.kept_indices, row=0, cropped=cropped
         )
     ]
-
-
-def _data_uri(image: Image.Image) -> str:
-    buffer = io.BytesIO()
-    image.save(buffer, "JPEG", quality=85)
-    return "data:image/jpeg;base64," + base64.b64encode(buffer.getvalue()).decode()
 
 
 def uses_center_crop(processor: Any) -> bool:

@@ -92,7 +92,14 @@ class Worker:
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="mmspec-device")
         self._queue: list[QueuedRun] = []
+        self._background: CancelSignal | None = None
         self._lock = threading.Lock()
+
+    def submit_background(self, work: Callable[[], T], cancel_signal: CancelSignal) -> Future[T]:
+        """Run `work` after all jobs submitted before it; the first run of a client sets `cancel_signal`."""
+        with self._lock:
+            self._background = cancel_signal
+            return self._submit(work, None)
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
         """Run `work` after all jobs submitted before it, without a limit on the queue."""
@@ -138,6 +145,8 @@ class Worker:
         cancel_signal.renew()
         with self._lock:
             self._check_queue(client)
+            if self._background is not None:
+                self._background.cancel()
             future = self._submit(work, client)
         try:
             if yield_first:
@@ -205,6 +214,11 @@ class SessionRegistry:
         """The signal of the page's run, created if there is none."""
         with self._lock:
             return self._signals.setdefault(session, CancelSignal())
+
+    def has_run(self, session: str) -> bool:
+        """Whether the page has a run, active or about to end."""
+        with self._lock:
+            return session in self._signals
 
     def cancel(self, session: str | None) -> None:
         """Cancel the run of this page, if it has one."""

@@ -177,3 +177,28 @@ def test_peers_in_this_process_give_the_same_tokens(tiny: Captioner, inputs: dic
 
 def test_rows_end_at_the_end_token() -> None:
     assert cut_rows(torch.tensor([[4, 2, 0], [4, 5, 6]]), (2,)) == [[4, 2], [4, 5, 6]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["llama.cpp", "llama.cpp-lookup", "openvino", "openvino-lookup", "vllm", "vllm-lookup"]
+)
+def test_real_engines_give_the_same_tokens(name: str, tiny: Captioner, inputs: dict[str, Any]) -> None:
+    exports = Exports(tiny.model, tiny.processor.tokenizer)
+    [engine] = build_peers([name], tiny.model, exports)
+    try:
+        if (reason := engine.unavailable_reason()) is not None:
+            pytest.skip(reason)
+        engine.start()
+        ids = torch.randint(5, 380, (1, 30), generator=torch.Generator().manual_seed(0))
+        prompts = [PeerPrompt({"input_ids": ids, "attention_mask": torch.ones_like(ids)}, ())]
+        if engine.reads == EMBEDDINGS:
+            prompts.append(PeerPrompt(inputs, (), True, prompt_embeddings(tiny.model, inputs)))
+        for prompt in prompts:
+            expected = baseline_peer(tiny.model).generate(prompt, 30)
+            ends = PeerPrompt(prompt.inputs, (expected.output_ids[0][-1],), prompt.has_media, prompt.embeddings)
+            assert engine.generate(prompt, 30).output_ids == expected.output_ids
+            assert engine.generate(ends, 30).output_ids == baseline_peer(tiny.model).generate(ends, 30).output_ids
+    finally:
+        engine.close()
+        exports.close()

@@ -124,6 +124,7 @@ def ask(page: Any, question: str | None = None) -> None:
 def finish(page: Any) -> None:
     page.wait_for_selector("#mm-ask:not([disabled])")
     page.wait_for_selector("#mm-replay:not([disabled])")
+    page.wait_for_selector(".mm-settled")  # the race has been played
 
 
 def text(page: Any, selector: str) -> str:
@@ -183,8 +184,9 @@ def test_an_uploaded_picture_is_asked_about_on_both_sides(page: Any, tmp_path: P
     finish(page)
     assert len(early) < len(text(page, "#mm-mmspec .mm-now"))  # one after the other, both as they grow
     assert text(page, "#mm-plain .mm-now") == text(page, "#mm-mmspec .mm-now")
-    assert "Outputs identical: all 200 tokens" in text(page, ".mm-badge")
-    assert page.locator(".mm-plot").count() == 2 and page.locator(".mm-bar").count() >= 6
+    assert "identical, token for token (200 tokens)" in text(page, ".mm-badge")
+    for plot in ("#mm-lengths", "#mm-histogram", "#mm-phases"):
+        page.wait_for_selector(f"{plot} .vega-embed svg, {plot} .vega-embed canvas")
     assert page.locator("#mm-mmspec .mm-corrected").count() > 0 and page.locator("#mm-plain .mm-corrected").count() == 0
 
     with page.expect_download() as download:
@@ -227,9 +229,9 @@ def test_a_conversation_goes_on_until_the_picture_changes(page: Any) -> None:
     settings(page, tokens=12)
     for question in ("what is it?", "how many?"):
         ask(page, question)
-        page.wait_for_function(f"document.querySelector('#mm-plain').innerText.includes('{question}')")
+        page.wait_for_function(f"document.querySelector('#mm-race').innerText.includes('{question}')")
         finish(page)
-    assert page.locator("#mm-mmspec .mm-turn-question").all_inner_texts() == ["what is it?", "how many?"]
+    assert page.locator("#mm-race .mm-turn-question").all_inner_texts() == ["what is it?", "how many?"]
     page.locator("#mm-examples button").nth(1).click()
     page.wait_for_function("document.querySelectorAll('.mm-turn-question').length == 0")
     assert page.locator("#mm-replay").is_disabled()
@@ -293,7 +295,7 @@ def test_stop_stops(page: Any, site: DemoServer) -> None:
     ask(page)
     page.wait_for_function(
         """document.querySelector('#mm-ask').disabled &&
-            /^[0-9]+ tokens, [0-9.]+ tokens.s, first after [0-9.]+ s, [0-9.]+ s$/
+            /^[0-9]+ tokens, first after [0-9.]+ s, [0-9.]+ s$/
             .test(document.querySelector('#mm-plain .mm-clock').innerText)"""
     )
     page.locator("#mm-stop").click()
@@ -305,6 +307,8 @@ def test_stop_stops(page: Any, site: DemoServer) -> None:
 
 
 def test_what_cannot_be_used_is_said_in_one_sentence(page: Any, tmp_path: Path) -> None:
+    page.locator("#mm-picture").get_by_label("Remove Image").click()
+    page.wait_for_selector("#mm-picture img", state="detached")
     ask(page)
     assert "choose a picture" in toast(page)
     dismiss(page)
@@ -340,7 +344,7 @@ def test_nothing_that_is_written_becomes_html(page: Any) -> None:
     settings(page, tokens=8)
     ask(page, NASTY)
     finish(page)
-    assert page.locator("#mm-plain .mm-turn-question").inner_text() == NASTY
+    assert page.locator("#mm-race .mm-turn-question").inner_text() == NASTY
     page.get_by_role("tab", name="Inside").click()
     page.wait_for_selector("#mm-inside svg")
     assert page.evaluate("window.hacked") is None
@@ -356,14 +360,14 @@ def test_a_second_user_waits_and_nothing_is_mixed(open_page: Callable[..., Any],
     gate = threading.Event()
     site.context.worker.submit(lambda: gate.wait(120))  # the device is busy until both have asked
     ask(first)
-    first.wait_for_function("document.querySelector('#mm-status').innerText.includes('Waiting')")
+    first.wait_for_function("document.querySelector('#mm-status').innerText.includes('Queued')")
     ask(second, "how many?")
     second.wait_for_function("/queue|[0-9]\\/[0-9]/.test(document.querySelector('#mm-status').innerText)")
     gate.set()
     finish(first)
     finish(second)
-    assert "all 40 tokens" in text(first, ".mm-badge") and "all 17 tokens" in text(second, ".mm-badge")
-    assert text(first, "#mm-plain .mm-turn-question") != text(second, "#mm-plain .mm-turn-question")
+    assert "40 tokens" in text(first, ".mm-badge") and "17 tokens" in text(second, ".mm-badge")
+    assert text(first, "#mm-race .mm-turn-question") != text(second, "#mm-race .mm-turn-question")
 
 
 def test_closing_the_page_ends_the_run(
@@ -396,7 +400,7 @@ def test_who_leaves_the_queue_is_not_waited_for(
     gone.wait_for_selector("#mm-picture img")
     settings(gone, tokens=1024)
     ask(gone)
-    gone.wait_for_function("document.querySelector('#mm-status').innerText.includes('Waiting')")
+    gone.wait_for_function("document.querySelector('#mm-status').innerText.includes('Queued')")
     gone.goto("about:blank")
     until(lambda: comparisons[0].cancel_signal.should_stop)
     gate.set()
@@ -461,6 +465,82 @@ def test_rounds_are_stepped_through(page: Any) -> None:
     assert page.locator("#mm-inside svg rect").count() >= 3
 
 
+def test_a_tree_is_zoomed_and_read_as_a_list(open_page: Callable[..., Any]) -> None:
+    page = open_page(390)
+    settings(page, tokens=40, Tree_size="16", Drafter="recycling")
+    ask(page)
+    finish(page)
+    page.get_by_role("tab", name="Inside").click()
+    page.wait_for_selector(".mm-canvas[data-scale]")
+    scale = "Number(document.querySelector('.mm-canvas').dataset.scale)"
+    fitting = page.evaluate(scale)
+    assert 0.5 < fitting <= 1
+    page.get_by_label("Zoom in").click()
+    assert page.evaluate(scale) > fitting
+    page.locator(".mm-canvas").focus()
+    page.keyboard.press("0")
+    assert page.evaluate(scale) == fitting
+    page.locator(".mm-canvas").hover()
+    page.keyboard.down("Control")
+    page.mouse.wheel(0, -100)
+    page.keyboard.up("Control")
+    page.wait_for_function(f"{scale} > {fitting}")
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    page.get_by_text("The tree as a list").click()
+    assert page.locator(".mm-outline li:visible").count() == page.locator("#mm-inside svg rect").count()
+
+
+def test_lanes_race_and_are_shared(page: Any, browser: Any, tmp_path: Path) -> None:
+    settings(page, tokens=150)
+    page.locator("#compare-lanes").get_by_label("lookup").check()
+    page.locator("#compare-lanes").get_by_label("recycling").check()
+    ask(page)
+    page.wait_for_function("/\\(. of 4\\)/.test(document.querySelector('#mm-status').innerText)")
+    finish(page)
+    answers = page.locator("#mm-race .mm-now").all_inner_texts()
+    assert len(answers) == 4 and len(set(answers)) == 1
+    assert "identical, token for token" in text(page, ".mm-badge") and text(page, ".mm-ratio").endswith("x")
+    page.locator("#mm-make-gif").click()
+    page.wait_for_selector("#mm-gif:not([disabled])")
+    with page.expect_download() as download:
+        page.locator("#mm-gif").click()
+    with Image.open(download.value.path()) as gif:
+        assert gif.format == "GIF" and gif.n_frames > 5
+    with page.expect_download() as download:
+        page.locator("#mm-share-page").click()
+    shared = tmp_path / "race.html"
+    download.value.save_as(shared)
+    other = browser.new_page()
+    requests: list[str] = []
+    other.on("request", lambda request: requests.append(request.url))
+    other.goto(shared.as_uri())
+    other.wait_for_selector(".mm-settled")
+    assert other.locator(".mm-lane").count() == 4 and [url for url in requests if not url.startswith("data:")] == [
+        shared.as_uri()
+    ]
+    assert other.locator(".mm-lane .mm-now").all_inner_texts() == answers
+    other.close()
+    page.get_by_text("Code that repeats this run").click()
+    page.wait_for_function("document.querySelector('#mm-code')?.innerText.includes('mmspec.patch(model')")
+
+
+def test_a_page_opens_with_a_race(browser: Any) -> None:
+    with serve(ModelStore("tiny"), port=0, record_opening=True) as site:
+        page = browser.new_page(viewport={"width": 1280, "height": 900})
+        page.set_default_timeout(PATIENCE)
+        page.goto(site.url)
+        page.wait_for_selector("#mm-ask")
+        assert page.locator("#mm-picture img").count() == 1 and page.locator("#mm-questions button").count() == 4
+        box = page.locator("#mm-ask").bounding_box()
+        assert box["y"] + box["height"] < 900, "the button is in view"
+        page.wait_for_selector(".mm-settled")
+        assert "Recorded on this machine" in text(page, "#mm-status") and "tiny" in text(page, "#mm-sentence")
+        assert "identical, token for token" in text(page, ".mm-badge")
+        page.locator("#mm-questions button").nth(1).click()
+        page.wait_for_function("document.querySelector('#mm-question textarea').value == 'What do you see?'")
+        page.close()
+
+
 def test_a_batch_and_its_file(page: Any, tmp_path: Path) -> None:
     paths = write_images(tmp_path, 3)
     (tmp_path / "zz.png").write_bytes(b"no picture")
@@ -472,6 +552,8 @@ def test_a_batch_and_its_file(page: Any, tmp_path: Path) -> None:
     page.locator("#mm-start").click()
     page.wait_for_function("document.querySelector('#mm-batch-status').innerText.includes('5 of 5 done, 2 failed.')")
     assert page.locator("#mm-captions tbody tr").count() == 5 and page.evaluate("window.hacked") is None
+    assert page.locator("#mm-captions img").count() == 3
+    page.wait_for_selector("#mm-curve .vega-embed")
     with page.expect_download() as download:
         page.locator("#mm-rows").click()
     rows = [json.loads(line) for line in Path(download.value.path()).read_text(encoding="utf-8").splitlines()]
@@ -577,9 +659,10 @@ def test_what_only_a_trained_drafter_shows(browser: Any, request: pytest.Fixture
         accepted_marks = page.locator("#mm-mmspec .mm-accepted")
         assert accepted_marks.count() > 20 and page.locator("#mm-mmspec .mm-corrected").count() > 3
         assert accepted_marks.first.evaluate("one => getComputedStyle(one).backgroundColor") == "rgb(211, 240, 218)"
-        assert page.locator(".mm-visible-tokens img").count() == 1 and "144" in text(page, ".mm-visible-tokens")
         comparison(page, request)
         page.get_by_role("tab", name="Inside").click()
+        page.wait_for_selector(".mm-visible-tokens img")
+        assert page.locator(".mm-visible-tokens img").count() == 1 and "144" in text(page, ".mm-visible-tokens")
         page.wait_for_selector("#mm-inside .mm-probability")
         assert "%" in page.locator("#mm-inside .mm-node.mm-node-accepted .mm-probability").first.text_content()
         page.close()
@@ -688,7 +771,7 @@ def test_no_file_outside_the_uploads_can_be_read(site: DemoServer) -> None:
         assert "event: error" in message and "answer" not in message
         # As a page that does.
         event_id = next(n for n, fn in site.app.fns.items() if getattr(fn.fn, "__name__", "") == "answer")
-        data = [file, None, None, "what?", None, "tiny", "auto", "none", 0, 0, 8, "automatic"]
+        data = [file, None, None, "what?", None, "tiny", "auto", "none", 0, 0, 8, "automatic", []]
         event_request = {"data": data, "fn_index": event_id, "session_hash": f"thief {path}", "event_data": None}
         httpx.post(f"{site.url}gradio_api/queue/join", json=event_request | {"trigger_id": None}).raise_for_status()
         message = httpx.get(

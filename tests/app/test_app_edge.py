@@ -242,7 +242,7 @@ def test_what_waits_in_line_is_not_run_past_it(server: ServerProcess) -> None:
     for data, index in (
         ([file, "what?", *chosen], None),
         ([file, "what?", *chosen], compare),
-        ([file, None, "picture", "what?", None, *chosen, "automatic"], answer),
+        ([file, None, "picture", "what?", None, *chosen, "automatic", []], answer),
     ):
         for route in ("/run/compare", "/api/compare", "/run/predict"):
             body = {"data": data, "session_hash": "past"} | ({} if index is None else {"fn_index": index})
@@ -430,7 +430,7 @@ def test_who_waits_sees_his_place_and_leaves_at_once(context: Context) -> None:
     run = stream_comparison(context, str(list_example_files()[0]), "what is it?", Conversation(), chosen, Client("me"))
     assert "2 runs ahead" in next(run)[0] and "2 runs ahead" in next(run)[0]
     context.sessions.begin("other")
-    batch = batch_steps(context, [str(list_example_files()[0])], "", chosen, Client("other"))
+    batch = batch_steps(context, [{"path": str(list_example_files()[0])}], "", chosen, Client("other"))
     assert next(batch)[0].num_ahead == 3
     began = time.monotonic()
     context.sessions.cancel("me")
@@ -494,7 +494,7 @@ def test_pages_submit_with_their_session(context: Context) -> None:
     runs = [stream_comparison(context, path, "what is it?", Conversation(), settings, client) for _ in range(3)]
     for run in runs:
         assert "ahead of yours" in next(run)[0]
-    batch = batch_steps(context, [path], "", settings, client)
+    batch = batch_steps(context, [{"path": path}], "", settings, client)
     with pytest.raises(UsageError, match="3 runs of this session are waiting already"):
         next(batch)
     for run in runs:

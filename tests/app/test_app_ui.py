@@ -29,8 +29,8 @@ from mmspec.app.errors import UsageError
 from mmspec.app.modeling.chat import ChatTurn, build_inputs, encode_media
 from mmspec.app.modeling.synthetic_images import draw_image, write_images
 from mmspec.app.scenes.examples import list_example_files
-from mmspec.app.ui import render as render
-from mmspec.app.ui.batch import CaptionBatch, link_files, sanitize_file_name
+from mmspec.app.ui import race, render, tree_view
+from mmspec.app.ui.batch import CaptionBatch, clean_name, link_files, sanitize_file_name, unique_names, write_parquet
 from mmspec.app.ui.comparison import ComparisonRun, Difference
 from mmspec.app.ui.gradio_import import skip_stub_generation
 from mmspec.app.ui.limits import Limits
@@ -130,24 +130,22 @@ def test_both_sides_say_the_same_and_the_figures_are_those_of_stats(
         stats.tokens_per_s * (plain.token_times[-1] - plain.token_times[0]) / 31
     )
     assert built.metrics["speedup_decode"] == pytest.approx(stats.tau / built.metrics["R"])
-    drawn = render.render_results(built)
-    for name in ("prefill", "draft", "score", "overhead"):
-        assert f"{1000 * getattr(stats, f'{name}_s'):.1f} ms" in drawn
-    assert sum(stats.accept_length_hist.values()) == stats.rounds
-    assert all(f"<b>{count:.0f} rounds</b>" in drawn for count in stats.accept_length_hist.values())
+    assert f"{stats.tau:.2f}" in render.render_results(built)
+    assert sum(stats.accept_length_hist.values()) == stats.rounds == len(built.mmspec.round_lengths)
+    assert sum(built.mmspec.round_lengths) == 31 and built.plain.round_lengths == (1,) * 31
     assert built.plain.text == built.mmspec.text and len(built.mmspec.token_times) == 32
 
 
 def test_rounds_tell_what_was_emitted(model_store: ModelStore) -> None:
     comparison = build_comparison(model_store, drafter="recycling", tree_size=8, max_new_tokens=60).run()
-    assert [token for one in comparison.rounds for token in one.emitted] == comparison.mmspec.streamer.token_ids
-    for one in comparison.rounds:
+    assert [token for one in comparison.mmspec.rounds for token in one.emitted] == comparison.mmspec.streamer.token_ids
+    for one in comparison.mmspec.rounds:
         assert one.parents[0] == -1 and all(0 <= parent < node for node, parent in enumerate(one.parents) if node)
         assert [one.tokens[node] for node in one.accepted_nodes[1:]] == list(one.emitted[:-1])
         assert all(one.parents[b] == a for a, b in itertools.pairwise(one.accepted_nodes))
-    kinds = classify_tokens(comparison.rounds, 60)
-    assert kinds.count(ACCEPTED) == comparison.stats.num_accepted_tokens > 0 and CORRECTED in kinds
-    assert sum(one.num_draft_tokens for one in comparison.rounds) == comparison.stats.num_draft_tokens
+    kinds = classify_tokens(comparison.mmspec.rounds, 60)
+    assert kinds.count(ACCEPTED) == comparison.mmspec.stats.num_accepted_tokens > 0 and CORRECTED in kinds
+    assert sum(one.num_draft_tokens for one in comparison.mmspec.rounds) == comparison.mmspec.stats.num_draft_tokens
 
 
 def test_kinds_of_tokens() -> None:
@@ -185,7 +183,7 @@ def test_a_race_is_what_the_model_says_alone(model_store: ModelStore) -> None:
 
 def test_no_run_learns_from_another(model_store: ModelStore) -> None:
     first, second = (build_comparison(model_store, drafter="recycling", tree_size=8).run() for _ in range(2))
-    assert first.stats.num_accepted_tokens == second.stats.num_accepted_tokens
+    assert first.mmspec.stats.num_accepted_tokens == second.mmspec.stats.num_accepted_tokens
 
 
 class Counted(CancelSignal):
@@ -230,15 +228,15 @@ def test_a_difference_is_told_with_its_margin(model_store: ModelStore) -> None:
     margin_arguments = (loaded_model, request, comparison.settings, 5, ids[5], int(second[1]))
     assert measure_logit_margin(*margin_arguments, CancelSignal(60)) == pytest.approx(wanted, abs=1e-4)
     assert math.isnan(measure_logit_margin(*margin_arguments, Counted(2))), "a run that is stopped meanwhile"
-    comparison.difference = Difference(5, ids[5], int(second[1]), wanted)
+    comparison.mmspec.difference = Difference(5, ids[5], int(second[1]), wanted)
     summary = build_report(comparison)
     assert (
         summary.identical is False
         and "differ from token 6 on" in summary.verdict
         and f"{wanted:.2e}" in summary.verdict
     )
-    assert "mm-differs" in render.render_results(summary)
-    comparison.difference = replace(comparison.difference, margin=math.nan)
+    assert "mm-differs" in race.render_verdict(summary) and "mm-differs" in race.render_race(summary)
+    comparison.mmspec.difference = replace(comparison.mmspec.difference, margin=math.nan)
     assert (
         "not measured" in build_report(comparison).verdict
         and build_report(comparison).metrics["difference"]["margin"] is None
@@ -500,16 +498,26 @@ def test_nothing_that_was_written_becomes_html(model_store: ModelStore) -> None:
     built = replace(report(model_store, tree_size=8), question=NASTY)
     built = replace(
         built,
-        mmspec=replace(built.mmspec, token_texts=(NASTY,) * 32),
+        lanes=(replace(built.mmspec, token_texts=(NASTY,) * 32, drafter=NASTY),),
         token_labels=dict.fromkeys(built.token_labels, NASTY),
     )
     turns = (ChatTurn(NASTY, NASTY),)
-    row = {"file_name": NASTY, "caption": NASTY, "error": None, "n_new_tokens": 1, "tau": 1.0, "seconds": 0.1}
+    row = {
+        "id": "a",
+        "file_name": NASTY,
+        "caption": NASTY,
+        "error": None,
+        "n_new_tokens": 1,
+        "tau": 1.0,
+        "seconds": 0.1,
+    }
     failed = row | {"error": {"type": "X", "message": NASTY}}
     drawn = [
-        render.render_answer(built.mmspec, turns, NASTY, NASTY),
-        render.render_partial_answer("plain", turns, NASTY, NASTY, NASTY, True),
-        render.render_verdict(replace(built, verdict=NASTY)),
+        race.render_race(built, turns, media=False),
+        race.render_live_race(turns, NASTY, [race.LiveLane("plain", NASTY, NASTY, NASTY, 1.0, "running")]),
+        race.render_verdict(replace(built, verdict=NASTY, identical=None)),
+        render.render_sentence(NASTY, NASTY, NASTY),
+        render.render_results(built),
         render.render_captions([row, failed]),
         render.render_status(NASTY),
         *(render.render_round(built, number) for number in range(len(built.rounds))),
@@ -520,15 +528,17 @@ def test_nothing_that_was_written_becomes_html(model_store: ModelStore) -> None:
 
 
 def test_trees_are_drawn_without_overlaps(model_store: ModelStore) -> None:
-    depths, lines = render.layout_tree([-1, 0, 0, 1, 1, 2, 3])
+    depths, lines = tree_view.layout_tree([-1, 0, 0, 1, 1, 2, 3])
     assert depths == [0, 1, 1, 2, 2, 2, 3]
     assert len(set(zip(depths, lines, strict=True))) == 7 and lines[0] == (lines[1] + lines[2]) / 2
     built = report(model_store, drafter="recycling", tree_size=16, max_new_tokens=40)
     for one in built.rounds:
-        drawn = render.render_tree(one, built.token_labels)
+        drawn = tree_view.render_tree(one, built.token_labels)
         nodes = xml.fromstring(drawn).findall(".//{http://www.w3.org/2000/svg}rect")
-        spots = {(node.get("x"), node.get("y")) for node in nodes}
-        assert len(spots) == len(nodes) == len(one.tokens) + 1
+        boxes = [tuple(float(node.get(key, "")) for key in ("x", "y", "width", "height")) for node in nodes]
+        assert len(boxes) == len(one.tokens) + 1 and drawn.count("<li>") == len(boxes)
+        for (x, y, width, height), (other_x, other_y, *_) in itertools.permutations(boxes, 2):
+            assert not (x <= other_x < x + width and y <= other_y < y + height)
 
 
 def test_a_report_is_json_and_complete(model_store: ModelStore, space: TempStorage) -> None:
@@ -604,6 +614,35 @@ def test_a_list_names_uploaded_files_and_no_others(model_store: ModelStore, spac
         with pytest.raises(UsageError) as caught:
             batch_of(model_store, space, [tmp_path / "list.txt"])
         assert str(space.root) not in str(caught.value)
+
+
+def test_rows_have_the_given_names_and_small_pictures(
+    model_store: ModelStore, space: TempStorage, tmp_path: Path
+) -> None:
+    paths = write_images(tmp_path / "p", 3)
+    names = ["Ü [1]*?.png", "a/b\\Ü [1]*?.png", "x\x1b[31m\n.png"]
+    settings = RunSettings("tiny", max_new_tokens=4)
+    batch = CaptionBatch(model_store, paths, None, settings, Limits(), space.new_folder(), names)
+    batch.run(CancelSignal(60))
+    assert [row["file_name"] for row in batch.rows] == ["Ü [1]*?.png", "Ü [1]*?_2.png", "x[31m.png"]
+    assert [json.loads(line)["file_name"] for line in batch.output_file.read_text().splitlines()] == [
+        row["file_name"] for row in batch.rows
+    ]
+    assert batch.thumbnails.keys() == {row["id"] for row in batch.rows}
+    table = render.render_captions(batch.rows, batch.thumbnails)
+    assert table.count("data:image/jpeg;base64,") == 3 and table.count("stopped at the limit of 4 tokens") == 3
+    assert clean_name("..\\..\\") == "file" and unique_names(["a.b", "a.b", "a.b"]) == ["a.b", "a_2.b", "a_3.b"]
+
+
+def test_rows_are_written_as_parquet(model_store: ModelStore, space: TempStorage, tmp_path: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet", reason="the extra app installs pyarrow")
+    (tmp_path / "broken.png").write_bytes(b"no")
+    batch = batch_of(model_store, space, [*write_images(tmp_path / "p", 2), tmp_path / "broken.png"])
+    batch.run(CancelSignal(60))
+    write_parquet(batch.rows, tmp_path / "rows.parquet")
+    read = parquet.read_table(tmp_path / "rows.parquet").to_pylist()
+    assert [row["caption"] for row in read] == [row["caption"] for row in batch.rows]
+    assert sum(row["error"] is not None for row in read) == 1
 
 
 def test_names_of_uploads(tmp_path: Path) -> None:
@@ -687,9 +726,11 @@ def test_steps_of_a_conversation(model_store: ModelStore, space: TempStorage) ->
     from mmspec.app.ui.comparison_stream import Conversation, stream_comparison
     from mmspec.app.ui.context import Context
     from mmspec.app.ui.tabs.compare import CompareComponents, build_final_updates
+    from mmspec.app.ui.tabs.results import ResultComponents
 
     context = Context(model_store, space)
-    parts = CompareComponents(*CompareComponents.__dataclass_fields__)
+    results = ResultComponents(*ResultComponents.__dataclass_fields__)
+    parts = CompareComponents(*list(CompareComponents.__dataclass_fields__)[:-1], results)
     chosen = ("tiny", "auto", "none", 0, 0, 16, "automatic")
     path = str(list_example_files()[0])
 
@@ -699,10 +740,7 @@ def test_steps_of_a_conversation(model_store: ModelStore, space: TempStorage) ->
         last = list(stream_comparison(context, path, question, talk, chosen, Client("me")))[-1]
         num_visible = build_final_updates(context, parts, "run", context.sessions.take_result("me"))
         assert context.sessions.take_result("me") is None, "once"
-        for now, then in zip(last[1:], (num_visible["plain"], num_visible["mmspec"]), strict=True):
-            assert now.count("mm-turn-question") == then.count("mm-turn-question"), (
-                "the streamed parts equal the final ones"
-            )
+        assert last[1].count("mm-turn-question") == num_visible["race"].count("mm-turn-question"), "live as at the end"
         return num_visible
 
     first = ask("what is it?", Conversation())
@@ -711,10 +749,13 @@ def test_steps_of_a_conversation(model_store: ModelStore, space: TempStorage) ->
     ]
     context.sessions.end("me")
     second = ask("how many?", first["conversation"])
-    assert len(second["conversation"].turns) == 2 and "what is it?" in second["plain"]
+    assert len(second["conversation"].turns) == 2 and "what is it?" in second["race"]
+    context.sessions.end("me")
+    again = ask("how many?", second["conversation"])
+    assert len(again["conversation"].turns) == 2, "a question asked again replaces its answer"
     context.sessions.end("me")
     other = ask("and here?", second["conversation"], str(list_example_files()[1]))
-    assert len(other["conversation"].turns) == 1 and "how many?" not in other["plain"]
+    assert len(other["conversation"].turns) == 1 and "how many?" not in other["race"]
     context.sessions.end("me")
     for wrong in (("nobody", *chosen[1:]), (*chosen[:3], -1, *chosen[4:]), (*chosen[:5], 10**9, "automatic")):
         with pytest.raises(UsageError):

@@ -140,7 +140,7 @@ def measure_shape(args: argparse.Namespace) -> SuiteResult:
     model = build_shape_model(shape, dtype, device, args.seed)
     config = SuiteConfig(
         args.shape, str(dtype), str(device), tuple(args.drafters), tree_size, "shape", None, (), args.repeats, 0,
-        tuple(args.batch_sizes), new_tokens, tuple(args.peers), (), None,
+        tuple(args.batch_sizes), new_tokens, tuple(args.peers), (), None, None,
     )  # fmt: skip
     result = SuiteResult(config, provenance(args.command, device) | {"dtype": str(dtype).removeprefix("torch.")})
     variants = transformers_peers(lambda: clone(model), None)

@@ -15,6 +15,7 @@ from mmspec.app.scenes.world import FIRST_HELD_OUT_SEED
 SUITE_NEW_TOKENS = {"scenes": 160, "text": 64, "mmspec": 256}
 DEFAULT_LIMIT = 8
 """Items of each category of the toy world."""
+DEFAULT_MINUTES = 4
 SCENE_CATEGORIES = ("describe", "short", "answer")
 """Without clips, whose prefill takes longer than their answers."""
 
@@ -28,6 +29,7 @@ class SuiteConfig:
         suite: one of `SUITES`. data: its folder. categories: those to run; empty for all. limit: items of each.
         scene_seed: of the first scene. batch_sizes: rows per call, a series for each.
         new_tokens: of an answer, at most.
+        minutes: after which no prompt begins; None for no limit.
         peers: names of `PEER_NAMES`. peer_python: interpreters of their environments. assistant: a smaller model.
     """
 
@@ -46,6 +48,7 @@ class SuiteConfig:
     peers: tuple[str, ...]
     peer_python: tuple[str, ...]
     assistant: str | None
+    minutes: int | None
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> SuiteConfig:
@@ -74,6 +77,7 @@ class SuiteConfig:
             categories=tuple(categories),
             limit=args.limit or (DEFAULT_LIMIT if suite == "scenes" else None),
             scene_seed=FIRST_HELD_OUT_SEED if args.scene_seed is None else args.scene_seed,
+            minutes=args.minutes or (None if suite == "mmspec" else DEFAULT_MINUTES),
             new_tokens=args.new_tokens or SUITE_NEW_TOKENS[suite],
         )
 

@@ -130,6 +130,23 @@ def format_markdown(result: SuiteResult) -> str:
     return "\n".join([*parts, "", "## How to read it", "", *(f"- {line}" for line in LIMITS), ""])
 
 
+def repeat_table(rows: Sequence[SuiteRow], earlier: Sequence[ResultRow]) -> list[Cells]:
+    """Heading and a row per peer: decode speed-ups of an earlier run and of this one, and how they differ.
+
+    Args:
+        rows: of this run. earlier: the rows of the JSON of the other one.
+    """
+    before = {(row["peer"], row["form"], row["batch"], row["category"]): row["speedup_decode"] for row in earlier}
+    lines = [["peer", "reads", "batch", "x hf before", "x hf now", "difference"]]
+    for row in rows:
+        old = before.get((row.peer, row.form, row.batch, row.category))
+        if row.category != ALL or old is None or row.speedup_decode is None or row.peer == BASELINE:
+            continue
+        change = f"{100 * (row.speedup_decode / old - 1):+.1f}%"
+        lines.append([row.peer, row.form, str(row.batch), f"{old:.2f}", f"{row.speedup_decode:.2f}", change])
+    return lines
+
+
 def format_json(result: SuiteResult) -> ResultRow:
     """The run, the rows and every call."""
     reading = [{"ms": one.ms, "bytes": one.weight_bytes, "bytes_per_s": one.bytes_per_s} for one in result.reading]
@@ -188,6 +205,8 @@ def _category_cell(row: SuiteRow | None) -> str:
 def _with_limits(value: float | None, limits: Sequence[float] | None) -> str:
     if value is None or not limits:
         return "-"
+    if limits[0] == limits[1] and limits[0] != 1:  # a single call has no interval
+        return f"{value:.2f}"
     return f"{value:.2f} [{limits[0]:.2f}, {limits[1]:.2f}]"
 
 
@@ -201,6 +220,7 @@ __all__ = [
     "markdown_table",
     "provenance_lines",
     "remark_lines",
+    "repeat_table",
     "report_title",
     "sections",
 ]

@@ -7,9 +7,10 @@ round, to the mean of its two baseline runs. The longest prompt of a series warm
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import groupby, zip_longest
 from typing import Protocol
 
 from mmspec.app.bench.measure import gc_paused
@@ -70,6 +71,7 @@ class SuiteRun:
         max_new_tokens: of each answer.
         tick: called after every call.
         left_out: {peer: why it was left out of a series}.
+        stopped: a line for each series that its deadline ended.
     """
 
     baseline: Peer
@@ -78,6 +80,7 @@ class SuiteRun:
     max_new_tokens: int
     tick: Callable[[], object] = lambda: None
     left_out: dict[str, str] = field(default_factory=dict)
+    stopped: list[str] = field(default_factory=list)
     _failures: dict[str, int] = field(default_factory=dict, repr=False)
 
     def eligible(self, form: str, batch: int, has_media: bool) -> list[Peer]:
@@ -87,16 +90,25 @@ class SuiteRun:
             return peers
         return [peer for peer in peers if (peer.reads == TEXT) == (form == TEXT) or peer.name == "none"]
 
-    def run_series(self, items: Sequence[SuiteItem], form: str, batch: int) -> Iterator[CallRecord]:
-        """All prompts of one form and batch size; items of a category that do not fill a batch are left out."""
+    def run_series(
+        self, items: Sequence[SuiteItem], form: str, batch: int, deadline: float | None = None
+    ) -> Iterator[CallRecord]:
+        """All prompts of one form and batch size; items of a category that do not fill a batch are left out.
+
+        Args:
+            deadline: `time.perf_counter()` after which no prompt but the first begins; None for no limit.
+        """
         peers = self.eligible(form, batch, any(item.has_media for item in items))
-        groups = [group for group in make_batches(items, batch) if all(item.problem is None for item in group)]
+        groups = make_batches(items, batch)
         if not groups:
             return
         self._failures.clear()
         self._warm_up(max(groups, key=lambda group: max(len(item.turns[0]) for item in group)), peers, form)
         with gc_paused():
             for number, group in enumerate(groups):
+                if number and deadline is not None and time.perf_counter() > deadline:
+                    self.stopped.append(f"{form}, batch {batch}: {number} of {len(groups)} prompts, then time was up")
+                    break
                 yield from self._run_group(group, peers, form, number)
 
     def _warm_up(self, group: Sequence[SuiteItem], peers: Sequence[Peer], form: str) -> None:
@@ -175,12 +187,12 @@ class SuiteRun:
 
 
 def make_batches(items: Sequence[SuiteItem], batch: int) -> list[list[SuiteItem]]:
-    """Full batches of consecutive items of one category, items with a problem left out."""
-    batches = []
+    """Full batches of items of one category, items with a problem left out; the categories take turns."""
+    columns = []
     for _, group in groupby(items, key=lambda item: item.category):
         good = [item for item in group if item.problem is None]
-        batches += [good[start : start + batch] for start in range(0, len(good) - batch + 1, batch)]
-    return batches
+        columns.append([good[start : start + batch] for start in range(0, len(good) - batch + 1, batch)])
+    return [one for row in zip_longest(*columns) for one in row if one is not None]
 
 
 def _rotate(peers: Sequence[Peer], number: int) -> list[Peer]:

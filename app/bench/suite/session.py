@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -156,10 +157,16 @@ def _measure_series(
     with tqdm(total=total, desc="bench", unit="call", disable=is_hidden, file=sys.stderr) as bar:
         suite.tick = bar.update
         result.reading.append(measure_weight_reading(model))
-        for form, batch in series:
-            result.calls += suite.run_series(items, form, batch)
+        end = None if config.minutes is None else time.perf_counter() + 60 * config.minutes
+        for number, (form, batch) in enumerate(series):
+            deadline = None
+            if end is not None:  # each series gets an equal share of what is left
+                now = time.perf_counter()
+                deadline = now + max(0.0, end - now) / (len(series) - number)
+            result.calls += suite.run_series(items, form, batch, deadline)
         result.reading.append(measure_weight_reading(model))
     result.left_out = suite.left_out
+    result.notes += suite.stopped
 
 
 __all__ = ["SuiteResult", "load_items", "measure_suite", "start_peers"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from mmspec.app.io import images, videos
 from mmspec.app.io.sources import MANIFESTS
 from mmspec.app.scenes.examples import list_example_files
 from mmspec.app.ui import render
-from mmspec.app.ui.batch import CaptionBatch
+from mmspec.app.ui.batch import CaptionBatch, write_parquet
 from mmspec.app.ui.context import (
     UNQUEUED,
     VALIDATION,
@@ -27,8 +28,13 @@ from mmspec.app.ui.context import (
     get_client,
     report_errors,
 )
+from mmspec.app.ui.plots import LANE_COLORS, caption_curve
 from mmspec.app.ui.tabs.run_events import RUN_EVENT, RunControls, begin_run, connect_run_end
 from mmspec.app.ui.worker import Client, LeftQueueError
+
+CURVE_COLORS = {"each file": LANE_COLORS[0], "mean of the last 8": LANE_COLORS[1]}
+MIN_CURVE_POINTS = 6
+"""Points from which on the curve is drawn: two per file."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +46,9 @@ class BatchComponents:
     start: Any
     cancel: Any
     download: Any
+    parquet: Any
     status: Any
+    curve: Any
     table: Any
 
 
@@ -59,16 +67,33 @@ def build_batch_tab(context: Context) -> None:
             prompt = gr.Textbox(
                 "", label="Prompt", placeholder=f"{PROMPT} (a list may contain its own)", elem_id="mm-prompt"
             )
-            settings = build_controls(context, 64, "batch")
+            settings = build_controls(context, 128, "batch")
         with gr.Column(scale=5, min_width=320):
             with gr.Row():
                 start = gr.Button("Caption all", variant="primary", elem_id="mm-start", min_width=90)
                 cancel = gr.Button("Cancel", variant="stop", interactive=False, elem_id="mm-cancel", min_width=90)
-                download = gr.DownloadButton("Download JSONL", interactive=False, elem_id="mm-rows", min_width=90)
+                download = gr.DownloadButton("JSONL", interactive=False, elem_id="mm-rows", min_width=90)
+                has_parquet = find_spec("pyarrow") is not None
+                label = "Parquet" if has_parquet else "Parquet (needs pyarrow)"
+                parquet = gr.DownloadButton(label, interactive=False, elem_id="mm-parquet", min_width=90)
             status = gr.HTML(render.render_status("Drop some files."), elem_id="mm-batch-status")
+            curve = gr.LinePlot(
+                x="file",
+                y="tokens per forward",
+                color="series",
+                color_map=CURVE_COLORS,
+                x_title="file, in the order of the job",
+                y_title="tokens per forward",
+                title="Tokens per forward as the job runs",
+                y_lim=[0, None],
+                height=220,
+                visible=False,
+                elem_id="mm-curve",
+            )
             table = gr.HTML(render.render_captions([]), elem_id="mm-captions")
     examples.click(lambda: [str(path) for path in list_example_files()], None, uploads, **UNQUEUED)
-    _connect_batch_events(context, BatchComponents(uploads, prompt, start, cancel, download, status, table), settings)
+    parts = BatchComponents(uploads, prompt, start, cancel, download, parquet, status, curve, table)
+    _connect_batch_events(context, parts, settings)
 
 
 def _connect_batch_events(context: Context, parts: BatchComponents, settings: Controls) -> None:
@@ -77,17 +102,18 @@ def _connect_batch_events(context: Context, parts: BatchComponents, settings: Co
         return begin_run(context, request)
 
     @report_errors
-    def work(request: gr.Request, paths: Any, prompt: Any, *values: Any) -> Iterator[dict[Any, Any]]:
+    def work(request: gr.Request, uploads: Any, prompt: Any, *values: Any) -> Iterator[dict[Any, Any]]:
         num_rendered = -1
-        for batch, is_running in stream_batch(context, paths, prompt, values, get_client(request)):
+        for batch, is_running in stream_batch(context, uploads, prompt, values, get_client(request)):
             text = format_queue_position(batch.num_ahead) if batch.num_ahead else format_progress(batch, is_running)
             updates: dict[Any, Any] = {parts.status: render.render_status(text)}
             if len(batch.rows) != num_rendered:
                 num_rendered = len(batch.rows)
-                updates[parts.table] = render.render_captions(batch.rows)
+                updates[parts.table] = render.render_captions(batch.rows, batch.thumbnails)
+                curve = caption_curve(batch.rows)
+                updates[parts.curve] = gr.update(value=curve, visible=len(curve) >= MIN_CURVE_POINTS)
             if not is_running:
-                file = str(batch.output_file) if num_rendered else None
-                updates[parts.download] = gr.update(value=file, interactive=num_rendered > 0)
+                updates |= offer_files(batch, parts)
             yield updates
 
     controls = RunControls(parts.start, parts.cancel, parts.status)
@@ -95,21 +121,41 @@ def _connect_batch_events(context: Context, parts: BatchComponents, settings: Co
     running = started.success(
         work,
         [parts.uploads, parts.prompt, *settings.inputs],
-        [parts.status, parts.table, parts.download],
+        [parts.status, parts.table, parts.curve, parts.download, parts.parquet],
+        preprocess=False,  # the given names of the files; Gradio still checks that they are uploads
         show_progress_on=[parts.status],
         **RUN_EVENT,
     )
     connect_run_end(context, controls, [running])
 
 
+def offer_files(batch: CaptionBatch, parts: BatchComponents) -> dict[Any, Any]:
+    """Updates of the download buttons when a batch has ended."""
+    has_rows = len(batch.rows) > 0
+    updates = {parts.download: gr.update(value=str(batch.output_file) if has_rows else None, interactive=has_rows)}
+    if has_rows and find_spec("pyarrow") is not None:
+        file = batch.output_file.with_suffix(".parquet")
+        write_parquet(batch.rows, file)
+        updates[parts.parquet] = gr.update(value=str(file), interactive=True)
+    return updates
+
+
+def read_uploads(uploads: Any) -> tuple[list[Path], list[str]]:
+    """Paths and given names of uploaded files, from the value of an unprocessed `gr.File`."""
+    files = [file for file in uploads or () if isinstance(file, dict) and isinstance(file.get("path"), str)]
+    paths = [Path(file["path"]) for file in files]
+    names = [str(file.get("orig_name") or path.name) for file, path in zip(files, paths, strict=True)]
+    return paths, names
+
+
 def stream_batch(
-    context: Context, paths: Any, prompt: str | None, settings: tuple[Any, ...], client: Client
+    context: Context, uploads: Any, prompt: str | None, settings: tuple[Any, ...], client: Client
 ) -> Iterator[tuple[CaptionBatch, bool]]:
     """Caption the files; yields the batch at every poll, and whether it is still running.
 
     Args:
         context: the app.
-        paths: uploaded files.
+        uploads: value of an unprocessed `gr.File`.
         prompt: for files without their own; empty for the default.
         settings: values of the controls, as `Context.parse_settings` takes them.
         client: the page, and its network address.
@@ -119,11 +165,12 @@ def stream_batch(
     """
     limits = context.limits
     cancel_signal = context.sessions.get_signal(client.session)
-    files = limits.check_files([Path(path) for path in paths or ()])
+    paths, names = read_uploads(uploads)
+    files = limits.check_files(paths)
     checked_prompt = limits.check_question(prompt) if (prompt or "").strip() else None
     run_settings = context.parse_settings(*settings)
     folder = context.temp_storage.new_folder()
-    batch = CaptionBatch(context.model_store, files, checked_prompt, run_settings, limits, folder)
+    batch = CaptionBatch(context.model_store, files, checked_prompt, run_settings, limits, folder, names)
     work = functools.partial(batch.run, cancel_signal)
     try:
         for num_ahead in context.worker.submit_and_poll(work, cancel_signal, yield_first=True, client=client):

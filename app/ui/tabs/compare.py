@@ -1,4 +1,4 @@
-"""The Compare tab: one question about a picture or clip, answered by plain `generate`, then by mmspec, and a replay."""
+"""The Compare tab: one question about a picture or clip, answered by plain `generate` and by mmspec, then raced."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mmspec.app.caption.config import PROMPT, VIDEO_PROMPT, default_prompt
 from mmspec.app.modeling.chat import ChatTurn
 from mmspec.app.scenes.examples import list_example_files
 from mmspec.app.ui import render
-from mmspec.app.ui.comparison_stream import CompareResult, Conversation, format_timing, stream_comparison
+from mmspec.app.ui.comparison_stream import CompareResult, Conversation, stream_comparison
 from mmspec.app.ui.context import (
     PRIVATE_API,
     UNQUEUED,
@@ -23,53 +23,92 @@ from mmspec.app.ui.context import (
     get_client,
     report_errors,
 )
-from mmspec.app.ui.report import AnswerTrace, Report
+from mmspec.app.ui.opening import CLIP_QUESTIONS, OPENING_IMAGE, OPENING_QUESTION, PICTURE_QUESTIONS, Opening
+from mmspec.app.ui.race import render_empty_race, render_race
+from mmspec.app.ui.report import Report
+from mmspec.app.ui.tabs.results import ResultComponents, build_results, clear_results, update_results
 from mmspec.app.ui.tabs.run_events import RUN_EVENT, RunControls, begin_run, connect_run_end
 
-REPLAY_SPEEDS = {"real time": 1, "4 times slower": 4, "16 times slower": 16}
-INITIAL_STATUS = "Choose a picture or a clip, and ask."
+INITIAL_STATUS = "Choose a picture or a clip and a question, then start the race."
+OPENING_STATUS = "Recorded on this machine when the demo started. Start the race to run it again."
+DEFAULT_QUESTIONS = (OPENING_QUESTION, PROMPT, VIDEO_PROMPT)
+"""Questions that follow the selected tab, and are not cleared after their answer."""
 
 
 @dataclass(frozen=True)
 class CompareComponents:
     """Components of the tab that its events read or update."""
 
+    sentence: Any
     image: Any
     video: Any
+    frames: Any
     question: Any
     ask: Any
     stop: Any
+    reset: Any
     status: Any
-    plain: Any
-    mmspec: Any
-    results: Any
-    replay: Any
-    download: Any
+    race: Any
     conversation: Any
+    results: ResultComponents
+
+    @property
+    def final_outputs(self) -> list[Any]:
+        """What a finished run updates."""
+        parts = [self.status, self.race, self.frames, self.conversation, self.question, self.sentence]
+        return [*parts, *self.results.outputs]
 
 
-def build_compare_tab(context: Context, report: Any) -> CompareComponents:
+def build_compare_tab(context: Context, report: Any, sentence: Any, opening: Opening) -> CompareComponents:
     """Create the tab and connect its events.
 
     Args:
         context: the app.
         report: `gr.State` that receives the last finished `Report`.
+        sentence: `gr.HTML` above the tabs: what is compared.
+        opening: the race to open with.
     """
+    question = gr.Textbox(
+        OPENING_QUESTION,
+        label="Question",
+        placeholder="Ask about the picture",
+        lines=1,
+        max_lines=4,
+        elem_id="mm-question",
+        render=False,
+    )
     with gr.Row():
-        with gr.Column(scale=2, min_width=300):
-            image, video, tabs = _build_media_inputs()
-            settings = build_controls(context, 128, "compare")
+        with gr.Column(scale=2, min_width=300, elem_id="mm-inputs"):
+            image, video, frames, tabs = _build_media_inputs(question)
+            question.render()
+            ask = gr.Button("Start the race", variant="primary", size="lg", elem_id="mm-ask")
+            with gr.Row():
+                stop = gr.Button("Stop", variant="stop", interactive=False, elem_id="mm-stop", min_width=90)
+                reset = gr.Button("Start over", elem_id="mm-fresh", min_width=90)
+            settings = build_controls(context, 128, "compare", with_lanes=True)
         with gr.Column(scale=5, min_width=320):
-            parts = _build_panels(image, video)
-    kind = _connect_media_tabs(tabs, parts.question)
+            status = gr.HTML(render.render_status(INITIAL_STATUS), elem_id="mm-status")
+            # The race starts by itself as soon as its value holds a finished one.
+            start = "const start = () => window.mmspecRace.autoplay(element); watch('value', start); start();"
+            race = gr.HTML(render_empty_race(), elem_id="mm-race", js_on_load=start)
+            results = build_results(context, report)
+    conversation = gr.State(Conversation())
+    parts = CompareComponents(
+        sentence, image, video, frames, question, ask, stop, reset, status, race, conversation, results
+    )
+    kind = _connect_media_tabs(tabs, question)
+    _connect_reset(parts)
     _connect_compare_events(context, parts, kind, settings, report)
+    _connect_opening(context, parts, report, opening)
     return parts
 
 
-def _build_media_inputs() -> tuple[Any, Any, Any]:
+def _build_media_inputs(question: Any) -> tuple[Any, Any, Any, Any]:
+    files = list_example_files()
     with gr.Tabs() as tabs:
         with gr.Tab("Picture", id="picture"):
             image = gr.Image(
+                str(OPENING_IMAGE),
                 sources=["upload", "webcam", "clipboard"],
                 type="filepath",
                 label="Picture",
@@ -78,69 +117,55 @@ def _build_media_inputs() -> tuple[Any, Any, Any]:
                 elem_id="mm-picture",
                 buttons=["fullscreen"],
             )
-            examples = [[str(path)] for path in list_example_files() if path.suffix == ".png"]
-            gr.Examples(examples, image, label="Example pictures", elem_id="mm-examples", api_visibility="private")
+            pictures = [[str(path)] for path in files if path.suffix == ".png"]
+            gr.Examples(pictures, image, label="Example pictures", elem_id="mm-examples", **PRIVATE_API)
+            chips = [[text] for text in PICTURE_QUESTIONS]
+            gr.Examples(chips, question, label="Example questions", elem_id="mm-questions", **PRIVATE_API)
         with gr.Tab("Clip", id="clip"):
             video = gr.Video(sources=["upload"], label="Clip", height=280, elem_id="mm-clip")
-            examples = [[str(path)] for path in list_example_files() if path.suffix == ".mp4"]
-            gr.Examples(examples, video, label="Example clips", elem_id="mm-clip-examples", api_visibility="private")
-    return image, video, tabs
-
-
-def _build_panels(image: Any, video: Any) -> CompareComponents:
-    conversation = gr.State(Conversation())
-    question = gr.Textbox(
-        PROMPT,
-        label="Question",
-        placeholder="Ask about the picture",
-        lines=1,
-        max_lines=4,
-        elem_id="mm-question",
-    )
-    with gr.Row():
-        ask = gr.Button("Ask both", variant="primary", elem_id="mm-ask", min_width=90)
-        stop = gr.Button("Stop", variant="stop", interactive=False, elem_id="mm-stop", min_width=90)
-        reset = gr.Button("Start over", elem_id="mm-fresh", min_width=90)
-    status = gr.HTML(render.render_status(INITIAL_STATUS), elem_id="mm-status")
-    with gr.Row():
-        with gr.Column(min_width=280):
-            plain = gr.HTML(render.render_partial_answer("plain", (), "", "", "", False), elem_id="mm-plain")
-        with gr.Column(min_width=280):
-            ours = gr.HTML(render.render_partial_answer("mmspec", (), "", "", "", False), elem_id="mm-mmspec")
-    gr.HTML(render.LEGEND)
-    with gr.Row(elem_classes="mm-end"):
-        speed = gr.Dropdown(
-            list(REPLAY_SPEEDS), value="real time", label="Replay speed", min_width=150, elem_id="mm-speed"
-        )
-        replay = gr.Button("Replay both", interactive=False, elem_id="mm-replay", min_width=150)
-        download = gr.DownloadButton("Download as JSON", interactive=False, elem_id="mm-download", min_width=150)
-    results = gr.HTML("", elem_id="mm-results")
-    script = f"(speed) => {{ window.mmspecReplay({REPLAY_SPEEDS}[speed] ?? 1); }}"
-    replay.click(None, speed, None, js=script, **PRIVATE_API)
-    outputs = [conversation, plain, ours, results, status, replay, download]
-    gr.on([reset.click, image.change, video.change], lambda: _reset_outputs(), None, outputs, **UNQUEUED)
-    return CompareComponents(
-        image, video, question, ask, stop, status, plain, ours, results, replay, download, conversation
-    )
-
-
-def _reset_outputs() -> tuple[Any, ...]:
-    """Values of the outputs for an empty conversation."""
-    sides = [render.render_partial_answer(name, (), "", "", "", False) for name in ("plain", "mmspec")]
-    disabled = gr.update(interactive=False)
-    return (Conversation(), *sides, "", render.render_status(INITIAL_STATUS), disabled, disabled)
+            frames = gr.HTML("", elem_id="mm-frames")
+            clips = [[str(path)] for path in files if path.suffix == ".mp4"]
+            gr.Examples(clips, video, label="Example clips", elem_id="mm-clip-examples", **PRIVATE_API)
+            chips = [[text] for text in CLIP_QUESTIONS]
+            gr.Examples(chips, question, label="Example questions", elem_id="mm-clip-questions", **PRIVATE_API)
+    return image, video, frames, tabs
 
 
 def _connect_media_tabs(tabs: Any, question: Any) -> Any:
     """Let a default question follow the selected tab; returns the `gr.State` with its kind, "picture" or "clip"."""
     kind = gr.State("picture")
 
-    def select_kind(event: gr.SelectData, text: str) -> tuple[str, str]:
-        name = "clip" if event.value == "Clip" else "picture"
-        return name, default_prompt(name == "clip") if text in (PROMPT, VIDEO_PROMPT) else text
+    def select_kind(event: gr.SelectData, text: str) -> tuple[str, Any]:
+        is_clip = event.value == "Clip"
+        default = default_prompt(True) if is_clip else OPENING_QUESTION
+        placeholder = f"Ask about the {'clip' if is_clip else 'picture'}"
+        value = default if text in DEFAULT_QUESTIONS else text
+        return "clip" if is_clip else "picture", gr.update(value=value, placeholder=placeholder)
 
     tabs.select(select_kind, question, [kind, question], **UNQUEUED)
     return kind
+
+
+def _connect_reset(parts: CompareComponents) -> None:
+    """Another file, and the button, start a new conversation."""
+    outputs = [parts.status, parts.race, parts.frames, parts.conversation, *parts.results.outputs]
+
+    def reset() -> dict[Any, Any]:
+        return {
+            parts.status: render.render_status(INITIAL_STATUS),
+            parts.race: render_empty_race(),
+            parts.frames: "",
+            parts.conversation: Conversation(),
+            **clear_results(parts.results),
+        }
+
+    def follow_file(upload: Any, conversation: Conversation) -> Any:
+        is_same = conversation.path is not None and conversation.path == _upload_path(upload)
+        return {parts.status: gr.skip()} if is_same else reset()
+
+    parts.reset.click(reset, None, outputs, **UNQUEUED)
+    for file in (parts.image, parts.video):
+        file.change(follow_file, [file, parts.conversation], outputs, preprocess=False, **UNQUEUED)
 
 
 def _connect_compare_events(
@@ -149,11 +174,11 @@ def _connect_compare_events(
     @report_errors
     def begin(request: gr.Request, question: str) -> tuple[Any, ...]:
         context.limits.check_question(question)  # before the results of the last run are cleared
-        disabled = gr.update(interactive=False)
-        return *begin_run(context, request), "", disabled, disabled
+        cleared = clear_results(parts.results)
+        return *begin_run(context, request), *(cleared[part] for part in parts.results.outputs)
 
     @report_errors
-    def answer(request: gr.Request, image: Any, video: Any, kind: Any, *values: Any) -> Iterator[tuple[str, str, str]]:
+    def answer(request: gr.Request, image: Any, video: Any, kind: Any, *values: Any) -> Iterator[tuple[str, str]]:
         question, conversation, *chosen = values
         path = _upload_path(video if kind == "clip" else image)
         yield from stream_comparison(context, path, question, conversation, tuple(chosen), get_client(request))
@@ -165,14 +190,13 @@ def _connect_compare_events(
             return {parts.status: render.render_status("Stopped.")}
         return build_final_updates(context, parts, report, result)
 
-    live_outputs = [parts.status, parts.plain, parts.mmspec]
-    final_outputs = [parts.results, parts.replay, parts.download]
+    live_outputs = [parts.status, parts.race]
     controls = RunControls(parts.ask, parts.stop, parts.status)
     started = gr.on(
         [parts.ask.click, parts.question.submit],
         begin,
         parts.question,
-        [*controls.buttons, *final_outputs],
+        [*controls.buttons, *parts.results.outputs],
         show_progress_on=[parts.status],
         **VALIDATION,
     )
@@ -187,11 +211,28 @@ def _connect_compare_events(
     finished = running.success(
         finish,
         None,
-        [*live_outputs, *final_outputs, parts.conversation, parts.question, report],
+        [*parts.final_outputs, report],
         show_progress_on=[parts.status],
         **VALIDATION,
     )
     connect_run_end(context, controls, [running, finished])
+
+
+def _connect_opening(context: Context, parts: CompareComponents, report: Any, opening: Opening) -> None:
+    """Show the recorded race to a page that opens, unless its visitor was faster."""
+
+    async def open_page(request: gr.Request, image: Any) -> dict[Any, Any]:
+        result = await opening.wait()
+        if result is None or context.sessions.has_run(get_client(request).session):
+            return {parts.status: gr.skip()}
+        updates = build_final_updates(context, parts, report, result)
+        return updates | {
+            parts.status: render.render_status(OPENING_STATUS + result.note),
+            parts.conversation: Conversation(_upload_path(image)),  # a conversation begins with the visitor's question
+        }
+
+    load = gr.context.Context.root_block.load
+    load(open_page, parts.image, [*parts.final_outputs, report], preprocess=False, **VALIDATION)
 
 
 def _upload_path(upload: Any) -> str | None:
@@ -209,25 +250,22 @@ def build_final_updates(
     is_turn = bool(report.plain.text) and not result.cancelled
     if is_turn:
         conversation = Conversation(conversation.path, (*turns, ChatTurn(report.question, report.plain.text)))
-    keeps_question = not is_turn or report.question in (PROMPT, VIDEO_PROMPT)
-    has_both = report.identical is not None
+    keeps_question = not is_turn or report.question in DEFAULT_QUESTIONS
     return {
         components.status: render.render_status(("Stopped." if result.cancelled else "Done.") + result.note),
-        components.plain: _render_finished(report, report.plain, turns),
-        components.mmspec: _render_finished(report, report.mmspec, turns),
-        components.results: render.render_results(report) if has_both else render.render_verdict(report),
-        components.replay: gr.update(interactive=True),
-        components.download: gr.update(value=str(context.temp_storage.write_report(report)), interactive=True),
+        components.race: render_race(report, turns),
+        components.frames: render.render_frames(report),
         components.conversation: conversation,
         components.question: gr.update(value=report.question if keeps_question else ""),
+        components.sentence: _render_sentence(report),
         report_state: report,
+        **update_results(context, components.results, report),
     }
 
 
-def _render_finished(report: Report, trace: AnswerTrace, turns: tuple[ChatTurn, ...]) -> str:
-    side = report.metrics["sides"][trace.name]
-    timing = format_timing(side["n_tokens"], side["tokens_per_s"], side["ttft_s"], side["total_s"])
-    return render.render_answer(trace, turns, report.question, timing)
+def _render_sentence(report: Report) -> str:
+    metrics = report.metrics
+    return render.render_sentence(metrics["choice"]["model"], report.mmspec.drafter or "", metrics["run"]["device"])
 
 
 __all__ = ["CompareComponents", "build_compare_tab", "build_final_updates"]

@@ -26,11 +26,12 @@ def build_inside_tab(report_state: Any, tab: Any) -> None:
         "accepted.</p>"
     )
     with gr.Row(elem_classes="mm-end"):
-        back = gr.Button("Back", elem_id="mm-back", min_width=80, scale=1, size="md")
-        forward = gr.Button("Forward", elem_id="mm-forth", min_width=80, scale=1, size="md")
-        tree = gr.Button("Next tree", elem_id="mm-next-tree", min_width=80, scale=1, size="md")
+        back = gr.Button("Back", elem_id="mm-back", min_width=70, scale=1, size="md")
+        forward = gr.Button("Forward", elem_id="mm-forth", min_width=70, scale=1, size="md")
+        tree = gr.Button("Next tree", elem_id="mm-next-tree", min_width=70, scale=1, size="md")
         slider = gr.Slider(0, 1, value=0, step=1, label="Round", elem_id="mm-round", scale=4, min_width=220)
     output = gr.HTML(render.render_status(EMPTY_MESSAGE), elem_id="mm-inside")
+    visible = gr.HTML("", elem_id="mm-visible")
 
     def render_at(report: Report | None, number: float) -> str:
         if report is None or not report.rounds:
@@ -45,17 +46,18 @@ def build_inside_tab(report_state: Any, tab: Any) -> None:
         number = number if report is None else next_round_with_tree(report, clamp_round(report, number))
         return number, render_at(report, number)
 
-    def reset(report: Report | None) -> tuple[Any, str]:
+    def reset(report: Report | None) -> tuple[Any, str, str]:
         if report is None or not report.rounds:
-            return gr.skip(), render.render_status(EMPTY_MESSAGE)
+            return gr.skip(), render.render_status(EMPTY_MESSAGE), ""
         first = next_round_with_tree(report, 0)
-        return gr.update(maximum=max(1, len(report.rounds) - 1), value=first), render_at(report, first)
+        slider_update = gr.update(maximum=max(1, len(report.rounds) - 1), value=first)
+        return slider_update, render_at(report, first), render.render_visible_tokens(report)
 
     back.click(lambda report, number: step(report, number, -1), [report_state, slider], [slider, output], **UNQUEUED)
     forward.click(lambda report, number: step(report, number, 1), [report_state, slider], [slider, output], **UNQUEUED)
     tree.click(next_tree, [report_state, slider], [slider, output], **UNQUEUED)
     slider.input(render_at, [report_state, slider], output, **UNQUEUED)
-    gr.on([tab.select, report_state.change], reset, report_state, [slider, output], **UNQUEUED)
+    gr.on([tab.select, report_state.change], reset, report_state, [slider, output, visible], **UNQUEUED)
 
 
 def clamp_round(report: Report, round_index: float) -> int:

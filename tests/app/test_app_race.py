@@ -1,0 +1,171 @@
+"""The race of `mmspec demo` without a browser: lanes, the race that pages open with, and what it is shared as."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from mmspec.app.errors import UsageError
+from mmspec.app.io.images import Video
+from mmspec.app.modeling.chat import ChatTurn
+from mmspec.app.modeling.synthetic_images import draw_image
+from mmspec.app.scenes.examples import list_example_files
+from mmspec.app.ui.comparison import ComparisonRun
+from mmspec.app.ui.gif import TEMPOS, choose_tempo, format_tempo, write_gif
+from mmspec.app.ui.limits import Limits
+from mmspec.app.ui.model_store import ModelStore, RunSettings
+from mmspec.app.ui.race import render_race
+from mmspec.app.ui.report import Report, TempStorage, build_report
+from mmspec.app.ui.share import build_code, render_share_page
+from mmspec.app.ui.thumbnails import draw_media, frame_times
+from mmspec.app.ui.worker import CancelSignal, Worker
+
+NASTY = "'''\"\"\" <script>window.hacked=1</script>\n{0} {{value}} \\"
+
+
+@pytest.fixture(scope="module")
+def model_store() -> ModelStore:
+    built = ModelStore("tiny")
+    built.get("tiny")
+    return built
+
+
+def run(model_store: ModelStore, question: str = "what is it?", media: Any = None, **chosen: Any) -> Report:
+    settings = RunSettings("tiny", **{"max_new_tokens": 24} | chosen)
+    media = draw_image(3)[0] if media is None else media
+    return build_report(ComparisonRun(model_store, media, (), question, settings, CancelSignal(60), "a.png").run())
+
+
+# lanes
+
+
+def test_every_drafter_has_a_lane_and_the_same_answer(model_store: ModelStore) -> None:
+    report = run(model_store, drafter="hybrid", more_drafters=("lookup", "none"), tree_size=4)
+    assert [lane.name for lane in report.lanes] == ["mmspec", "mmspec-2", "mmspec-3"]
+    assert [lane.drafter for lane in report.lanes] == ["hybrid", "lookup", "none"]
+    assert report.identical and {lane.text for lane in report.lanes} == {report.plain.text}
+    assert all(sum(lane.round_lengths) == 23 for lane in report.lanes) and report.lanes[2].round_lengths == (1,) * 23
+    html = render_race(report)
+    assert [re.search(f'id="mm-{name}"', html) is not None for name in ("plain", "mmspec", "mmspec-3")] == [True] * 3
+    data = report.as_dict()
+    assert [lane["drafter"] for lane in data["more_lanes"]] == ["lookup", "none"] and data["mmspec"]["n_tokens"] == 24
+
+
+def test_further_lanes_of_a_page_are_checked(model_store: ModelStore) -> None:
+    pytest.importorskip("gradio")
+    from mmspec.app.ui.context import Context
+
+    context = Context(model_store, SimpleNamespace())  # type: ignore[arg-type]
+    chosen = ("tiny", "auto", "none", 0, 0, 8, "automatic")
+    assert context.parse_settings(*chosen, ["lookup", "auto", "lookup"]).more_drafters == ("lookup",)
+    assert context.parse_settings(*chosen, None).more_drafters == ()
+    for wrong in (["/etc"], "lookup", ["lookup"] * 5, [["lookup"]], {"a": 1}):
+        with pytest.raises(UsageError):
+            context.parse_settings(*chosen, wrong)
+    context.worker.close()
+
+
+# the race that pages open with
+
+
+def test_a_visitor_ends_what_runs_in_the_background() -> None:
+    worker, signal = Worker(), CancelSignal(60)
+    gate = threading.Event()
+    background = worker.submit_background(lambda: gate.wait(5) and signal.should_stop, signal)
+    steps = worker.submit_and_poll(lambda: "done", CancelSignal(60), yield_first=True)
+    next(steps)
+    assert signal.should_stop
+    gate.set()
+    assert list(steps) is not None and background.result(timeout=5) is True
+    worker.close()
+
+
+@pytest.mark.parametrize("is_cut_short", [False, True])
+def test_the_opening_race(model_store: ModelStore, is_cut_short: bool) -> None:
+    pytest.importorskip("gradio")
+    from mmspec.app.ui.context import Context
+    from mmspec.app.ui.opening import OPENING_IMAGE, Opening
+
+    context = Context(model_store, TempStorage())
+    opening = Opening(context)
+    assert asyncio.run(opening.wait()) is None, "not recorded"
+    if is_cut_short:
+        opening.stop()
+    opening.start()
+    result = asyncio.run(opening.wait())
+    if is_cut_short:
+        assert result is None
+    else:
+        assert result is not None and result.report.identical and result.report.file_name == OPENING_IMAGE.name
+    context.temp_storage.close()
+    context.worker.close()
+
+
+# sharing
+
+
+def test_the_shared_page_loads_nothing_and_holds_the_whole_race(model_store: ModelStore) -> None:
+    page = render_share_page(replace(run(model_store), question=NASTY))
+    assert not re.search(r"""(src|href)=["'](?!data:)""", page) and "url(" not in page and "@import" not in page
+    assert page.count("<script>") == 1 and "&lt;script&gt;window.hacked=1" in page
+    assert page.count("data-t=") == 48 and "default-src 'none'" in page and "identical, token for token" in page
+
+
+def test_the_code_repeats_the_run(model_store: ModelStore, tmp_path: Path) -> None:
+    draw_image(3)[0].save(tmp_path / "a.png")
+    report = run(model_store, question="what 'is' it?", drafter="hybrid", temperature=0.7, seed=5, max_new_tokens=12)
+    code = build_code(replace(report, turns=(ChatTurn(NASTY, NASTY),)))
+    compile(code, "shared", "exec")
+    assert f"ChatTurn({NASTY!r}, {NASTY!r})" in code
+    done = subprocess.run(
+        [sys.executable, "-c", build_code(report)], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.count(report.plain.text) == 2
+
+
+def test_a_gif_shows_the_race_from_start_to_end(model_store: ModelStore, tmp_path: Path) -> None:
+    report = run(model_store, more_drafters=("lookup", "none", "recycling"))
+    slow = replace(report, plain=replace(report.plain, token_times=tuple(0.01 * n for n in range(24))))
+    write_gif(replace(slow, question=NASTY * 30), tmp_path / "race.gif")
+    with Image.open(tmp_path / "race.gif") as gif:
+        assert gif.n_frames > 20 and gif.size[0] == 760
+        seconds = sum(gif.seek(number) or gif.info["duration"] for number in range(gif.n_frames)) / 1000
+    assert 4 < seconds < 13 and (tmp_path / "race.gif").stat().st_size < 1_000_000
+
+
+def test_the_tempo_of_a_gif_is_stated() -> None:
+    assert choose_tempo(6) == 1 and format_tempo(1) == "real time"
+    assert choose_tempo(1.5) == 4 and format_tempo(4) == "4 times slower than real time"
+    assert choose_tempo(60) == 0.1 and format_tempo(0.1) == "10 times faster than real time"
+    assert choose_tempo(1e-4) == TEMPOS[-1] and choose_tempo(1e6) == TEMPOS[0]
+
+
+# pictures
+
+
+def test_frames_have_the_times_at_which_they_were_read() -> None:
+    clip = next(path for path in list_example_files() if path.suffix == ".mp4")
+    media = Limits().load_media(clip)
+    assert isinstance(media, Video)
+    times = [image.time_s for image in draw_media(media)]
+    assert times[0] == 0 and times == sorted(times) and len(times) == len(media.frames)  # type: ignore[type-var]
+    assert frame_times(Video(media.frames, {"fps": None, "frames_indices": [0]})) == []
+    assert [image.time_s for image in draw_media(draw_image(3)[0])] == [None]
+
+
+@pytest.fixture
+def space() -> Iterator[TempStorage]:
+    built = TempStorage()
+    yield built
+    built.close()
