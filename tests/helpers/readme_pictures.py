@@ -41,11 +41,16 @@ def record_race(page: Any, file: Path) -> None:
     slower = max(MIN_RACE_S / max(times), 1.0) if max(times) < MAX_RACE_S else MAX_RACE_S / max(times)
     slower = float(f"{slower:.2g}")
     tempo = (
-        "real time" if slower == 1 else f"{slower:g} times slower" if slower > 1 else f"{1 / slower:.2g} times faster"
+        "real time"
+        if slower == 1
+        else f"{slower:g} times less than the recorded speed"
+        if slower > 1
+        else f"{1 / slower:.2g} times the recorded speed"
     )
-    page.evaluate(f"document.querySelector('#mm-status .mm-status').textContent = 'Played in {tempo}.'")
+    page.evaluate(f"document.querySelector('#mm-status .mm-status').textContent = 'Played at {tempo}.'")
     box = page.locator("#mm-race").bounding_box()
-    clip = {"x": box["x"] - 8, "y": box["y"] - 40, "width": box["width"] + 16, "height": box["height"] + 40}
+    top = page.locator("#mm-status").bounding_box()["y"] - 8
+    clip = {"x": box["x"] - 8, "y": top, "width": box["width"] + 16, "height": box["y"] + box["height"] - top}
     frames, stamps = [], []
     page.evaluate(f"window.mmspecRace.play(document, {slower})")
     while not stamps or not page.locator(".mm-settled").count():
