@@ -13,7 +13,7 @@ from typing import Any
 from mmspec.drafters.block.dspark import DsparkDrafter
 from mmspec.drafters.block.dspark_head import DsparkHead
 from mmspec.drafters.checkpoints.dspark import export_dspark
-from mmspec.drafters.checkpoints.format import write_checkpoint
+from mmspec.drafters.checkpoints.format import compact, write_checkpoint
 from mmspec.drafters.checkpoints.speculators import draft_vocabulary_tensors, eagle3_tensors, export_speculators
 from mmspec.drafters.eagle.base import HeadDrafter
 from mmspec.drafters.eagle.drafter import EagleDrafter
@@ -62,7 +62,7 @@ def export_head(
     assert isinstance(head, Eagle3Head)
     weights = {name.replace("layers.0.", "midlayer."): value for name, value in eagle3_tensors(head).items()}
     weights |= draft_vocabulary_tensors(drafter.draft_ids, target.vocab_size)
-    write_checkpoint(Path(folder), weights, _eagle3_config(head, drafter, target, format_name))
+    write_checkpoint(Path(folder), compact(weights), _eagle3_config(head, drafter, target, format_name))
 
 
 def refusal(drafter: HeadDrafter, target: TargetInfo, format_name: str) -> str | None:

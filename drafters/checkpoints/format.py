@@ -114,6 +114,14 @@ def save_head(
     write_checkpoint(Path(folder), weights, values)
 
 
+def compact(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors in bfloat16 if that loses nothing of any of them (trained heads are stored so), else as they are."""
+    floats = [value for value in weights.values() if value.is_floating_point()]
+    if not all(torch.equal(value, value.bfloat16().to(value.dtype)) for value in floats):
+        return dict(weights)
+    return {name: value.bfloat16() if value.is_floating_point() else value for name, value in weights.items()}
+
+
 def write_checkpoint(folder: Path, weights: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
     """Write both files of a head under temporary names, then rename them, the config last: a head is found by it."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -251,6 +259,7 @@ __all__ = [
     "WEIGHTS_NAME",
     "HeadMetadata",
     "TargetMismatch",
+    "compact",
     "load_head",
     "read_config",
     "read_metadata",

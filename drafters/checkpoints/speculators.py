@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmspec.drafters.checkpoints.format import write_checkpoint
+from mmspec.drafters.checkpoints.format import compact, write_checkpoint
 from mmspec.drafters.checkpoints.head_config import parse_published_config
 from mmspec.drafters.checkpoints.state_dict import check_tensors, drop_unused
 from mmspec.drafters.eagle.drafter import EagleDrafter
@@ -190,7 +190,7 @@ def export_speculators(folder: str | os.PathLike[str], drafter: EagleDrafter, ta
         raise TypeError(f"the speculators layout holds EAGLE-3 heads only; got a {type(head).__name__}.")
     weights = eagle3_tensors(head)
     weights |= draft_vocabulary_tensors(drafter.draft_ids, target.vocab_size)
-    write_checkpoint(Path(folder), weights, _speculators_config(head, drafter, target))
+    write_checkpoint(Path(folder), compact(weights), _speculators_config(head, drafter, target))
 
 
 def _speculators_config(head: Eagle3Head, drafter: EagleDrafter, target: TargetInfo) -> dict[str, Any]:

@@ -17,11 +17,13 @@ from mmspec.control.ema import ema
 ACCEPTANCE_DECAY = 0.97
 """Factor on the acceptance counts of a variant in each draft."""
 PRIOR_ACCEPTED, PRIOR_DRAFTED = 1.2, 2.0
-"""Prior counts: variants that were never tried are preferred over those that are known to be poor."""
+"""Prior counts of a variant."""
 NUM_TRIALS = 2
 """Drafts of a variant before it is compared by its measured cost; the first one warms up."""
-EXPLORE_EVERY_DRAFTS = 24
-"""Every so many drafts another variant drafts one token, in turn, to measure its acceptance."""
+FIRST_LENGTH = 3
+"""Tokens that a variant drafts while its acceptance is measured."""
+EXPLORE_EVERY_DRAFTS = 12
+"""Every so many drafts the variant that has drafted least is tried."""
 
 
 @dataclass(frozen=True)
@@ -98,14 +100,17 @@ class ChainController:
             stats = self.by_batch.setdefault(batch, {})
             number = self.num_plans[batch] = self.num_plans.get(batch, 0) + 1
             known = [stats.setdefault(variant, VariantStats()) for variant in variants]
-            for variant, one in zip(variants, known, strict=True):
-                if one.num_drafts < NUM_TRIALS:
-                    return ChainPlan(variant, 1 if len(variants) > 1 else self.max_length)
+            if known[0].num_drafts < NUM_TRIALS:
+                return ChainPlan(variants[0], min(FIRST_LENGTH, self.max_length))
             if len(variants) > 1 and number % EXPLORE_EVERY_DRAFTS == 0:
-                return ChainPlan(variants[number // EXPLORE_EVERY_DRAFTS % len(variants)], 1)
+                # Not all at the beginning: drafts that do not pay would end the drafting before it has begun.
+                index = min(range(len(variants)), key=lambda index: known[index].num_drafts)
+                return ChainPlan(variants[index], min(FIRST_LENGTH, self.max_length))
             base_s = self.base_s.get(batch, 0.0)
             best, best_rate = ChainPlan(variants[0], self.max_length), 0.0
             for variant, one in zip(variants, known, strict=True):
+                if one.num_drafts < NUM_TRIALS:
+                    continue
                 length, rate = self._best_length(one, base_s)
                 if rate > best_rate:
                     best, best_rate = ChainPlan(variant, length, one.step_s * rate), rate

@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 
-from mmspec.control.chain import NUM_TRIALS, ChainController, ChainPlan
+from mmspec.control.chain import EXPLORE_EVERY_DRAFTS, FIRST_LENGTH, NUM_TRIALS, ChainController, ChainPlan
 
 STEP_S = {"good": 0.3, "cheap": 0.1, "slow": 0.9}
 ACCEPTANCE = {"good": 0.9, "cheap": 0.2, "slow": 0.95}
@@ -33,7 +33,7 @@ def _play(controller: ChainController, rounds: int, seed: int = 0, batch: int = 
 @pytest.mark.parametrize("batch", [1, 4])
 def test_the_variant_with_the_most_tokens_per_second_drafts(batch: int) -> None:
     controller = ChainController(6)
-    _play(controller, 60, batch=batch)
+    _play(controller, 120, batch=batch)
     plans = _play(controller, 200, seed=1, batch=batch)
     variants = Counter(str(plan.variant) for plan in plans.elements())
     assert variants["good"] > 150
@@ -45,17 +45,19 @@ def test_the_variant_with_the_most_tokens_per_second_drafts(batch: int) -> None:
     assert all(0 <= plan.min_prob < 1 for plan in good)
 
 
-def test_every_variant_is_tried_with_one_token() -> None:
+def test_the_first_variant_drafts_before_the_others_are_tried() -> None:
     controller = ChainController(6)
-    plans = _play(controller, NUM_TRIALS * len(STEP_S))
-    assert plans == {ChainPlan(variant, 1): NUM_TRIALS for variant in STEP_S}
+    plans = _play(controller, NUM_TRIALS)
+    assert plans == {ChainPlan("good", FIRST_LENGTH): NUM_TRIALS}
+    variants = Counter(str(plan.variant) for plan in _play(controller, 3 * EXPLORE_EVERY_DRAFTS).elements())
+    assert variants["good"] > 2 * EXPLORE_EVERY_DRAFTS and variants["cheap"] > 0 and variants["slow"] > 0
 
 
 def test_a_draft_that_was_not_scored_is_no_evidence() -> None:
     controller = ChainController(6)
     before = copy.deepcopy(controller)
     plan = controller.plan(1, ("good",))
-    assert plan.length == 6, "there is nothing to compare"
+    assert plan.length == FIRST_LENGTH
     controller.record(1, plan, 0, [0], 0.1, 1.0)
     stats = controller.by_batch[1]["good"]
     assert stats.num_drafts == 1 and stats.acceptance == controller.by_batch[1]["good"].acceptance

@@ -20,7 +20,7 @@ from mmspec.drafters.block.dspark import DsparkDrafter
 from mmspec.drafters.block.dspark_head import DsparkHead
 from mmspec.drafters.block.flash import FlashDrafter, FlashHead
 from mmspec.drafters.checkpoints.export import EXPORT_FORMATS, export_head, refusal
-from mmspec.drafters.checkpoints.format import HeadMetadata, save_head
+from mmspec.drafters.checkpoints.format import HeadMetadata, compact, save_head
 from mmspec.drafters.checkpoints.published import PUBLISHED_DRAFTERS, load_published
 from mmspec.drafters.eagle.base import HeadDrafter
 from mmspec.drafters.eagle.drafter import EagleDrafter
@@ -314,6 +314,7 @@ def test_what_no_engine_serves(embeddings: SharedEmbeddings, tmp_path: Path) -> 
 
 
 def test_the_command(tmp_path: Path, capsys: Any) -> None:
+    """Weights that were stored in bfloat16 are exported in it, others in float32."""
     drafter = build("eagle3")
     metadata = HeadMetadata(
         drafter.head.config, "coupled", N, "llava", draft_ids=DRAFT_IDS, architecture="eagle3", facts={"target": "a/b"}
@@ -321,6 +322,9 @@ def test_the_command(tmp_path: Path, capsys: Any) -> None:
     save_head(tmp_path / "run" / "eagle3", drafter.head, metadata)
     assert main(["export", str(tmp_path / "run"), "--format", "vllm", "--out", str(tmp_path / "out")]) == 0
     assert "eagle3 for vllm" in capsys.readouterr().out
+    stored, exported = (load_file(tmp_path / name / "model.safetensors") for name in ("run/eagle3", "out"))
+    assert torch.equal(exported["fc.weight"], stored["fc.weight"]) and exported["fc.weight"].dtype == torch.bfloat16
+    assert compact({"a": torch.tensor([0.1])})["a"].dtype == torch.float32
     values = json.loads((tmp_path / "out" / "config.json").read_text())
     assert values["architectures"] == ["LlamaForCausalLMEagle3"] and values["draft_vocab_size"] == len(DRAFT_IDS)
     assert main(["export", str(tmp_path / "run"), "--format", "sglang", "--out", str(tmp_path / "no")]) == 2

@@ -74,7 +74,7 @@ def test_vllm_serves_an_exported_head(tmp_path: Path) -> None:
     served = serve(tmp_path, num_tokens=NUM_TOKENS, **options)
     assert served["outputs"] == plain["outputs"], "speculation changed the text in vLLM"
 
-    drafter = load_published(tmp_path / "head", target_info(find_adapter(model)))
+    drafter = load_published(tmp_path / "head", target_info(find_adapter(model), None))
     drafter.top_k, drafter.max_depth = 1, NUM_TOKENS
     drafter.depth_controller.max_levels = NUM_TOKENS
     drafted = accepted = 0
@@ -85,6 +85,7 @@ def test_vllm_serves_an_exported_head(tmp_path: Path) -> None:
         stats = mmspec.stats(model)
         drafted, accepted = drafted + stats.drafted_rounds, accepted + stats.num_accepted_tokens
         mmspec.unpatch(model)
+    # vLLM also counts drafts that it accepts behind the end of an answer, a few per hundred drafts.
     ours, theirs = 1 + accepted / drafted, 1 + served["accepted"] / served["drafts"]
     print(f"acceptance length: vLLM {theirs:.3f}, mmspec {ours:.3f} ({served['drafts']} and {drafted} drafts)")
     assert ours > 1.2 and theirs == pytest.approx(ours, rel=0.05)
