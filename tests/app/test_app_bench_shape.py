@@ -11,7 +11,10 @@ import torch
 
 import mmspec
 from mmspec.app.bench import bandwidth
+from mmspec.app.bench.peers.base import PeerPrompt
+from mmspec.app.bench.peers.registry import baseline_peer
 from mmspec.app.bench.shape.models import TEXT_SHAPES, build_shape_drafter, build_shape_model, find_shape
+from mmspec.app.bench.shape.notes import count_runtime_calls
 from mmspec.app.bench.shape.simulated import Oracle, SimulatedAcceptance, acceptance_for_tau, draft_form
 from mmspec.app.cli.main import main
 from mmspec.app.errors import UsageError
@@ -62,10 +65,18 @@ def test_the_instrument_from_the_command_line(tmp_path: Path, monkeypatch: pytes
     assert main(["bench", *args]) == 0
     printed = capsys.readouterr().out
     assert "simulated acceptance, random weights" in printed and "oracle@tau2.6, batch 1: measured tau" in printed
+    assert "share of the measured bandwidth" in printed and "ms a round: score" in printed
     rows = json.loads((tmp_path / "s.json").read_text())["rows"]
     overall = {row["peer"]: row for row in rows if row["category"] == "all"}
     assert list(overall) == ["hf", "hf-again", "hf-static", "none", "oracle@tau2.6"]
     assert all(row["same"] == row["calls"] == 2 for row in overall.values())
+
+
+def test_calls_of_the_runtime_are_counted() -> None:
+    model = build_shape_model(TEXT_SHAPES["tiny"], torch.float32, torch.device("cpu"))
+    ids = torch.zeros(1, 5, dtype=torch.long)
+    prompt = PeerPrompt({"input_ids": ids, "attention_mask": torch.ones_like(ids)}, ())
+    assert count_runtime_calls(baseline_peer(model), prompt, 3) == {"launches": 0.0, "waits": 0.0}  # no CUDA here
 
 
 def test_bad_shapes_and_taus_are_refused(capsys: Any) -> None:

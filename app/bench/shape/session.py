@@ -21,6 +21,7 @@ from mmspec.app.bench.peers.registry import baseline_peer
 from mmspec.app.bench.results import ResultFiles
 from mmspec.app.bench.session import provenance
 from mmspec.app.bench.shape.models import DRAFT_DEPTH, TextShape, build_shape_drafter, build_shape_model, find_shape
+from mmspec.app.bench.shape.notes import bandwidth_notes, round_notes, runtime_notes
 from mmspec.app.bench.shape.simulated import Oracle, SimulatedAcceptance
 from mmspec.app.bench.suite.config import SuiteConfig
 from mmspec.app.bench.suite.items import SuiteItem
@@ -28,7 +29,7 @@ from mmspec.app.bench.suite.prompts import History
 from mmspec.app.bench.suite.report import format_json, format_markdown
 from mmspec.app.bench.suite.runner import SuiteRun
 from mmspec.app.bench.suite.session import SuiteResult
-from mmspec.app.bench.suite.summary import ALL, SuiteRow, summarise_calls
+from mmspec.app.bench.suite.summary import summarise_calls
 from mmspec.app.cli.arguments import hide_progress_bars
 from mmspec.app.errors import UsageError
 from mmspec.app.modeling.load import resolve_device
@@ -106,49 +107,20 @@ def simulated_peers(
     return peers
 
 
-def round_costs(rows: Sequence[SuiteRow]) -> list[str]:
-    """R of each simulated row: seconds of its round over those of `none`, from tau and the times per token."""
-    own = {(row.batch, row.category): row for row in rows if row.peer == "none"}
-    lines = []
-    for row in rows:
-        base = own.get((row.batch, row.category))
-        if (
-            "@tau" not in row.peer
-            or row.category != ALL
-            or base is None
-            or not (row.ms_per_token and base.ms_per_token)
-        ):
-            continue
-        cost = (row.tau or 1.0) * row.ms_per_token / base.ms_per_token
-        gain = base.ms_per_token / row.ms_per_token
-        lines.append(f"{row.peer}, batch {row.batch}: measured tau {row.tau:.2f}, R {cost:.2f}, {gain:.2f}x `none`")
-    return lines
-
-
 def measure_shape(args: argparse.Namespace) -> SuiteResult:
     """Build the model and measure every batch size."""
     shape, device = find_shape(args.shape), resolve_device(args.device)
-    dtype = (
-        getattr(torch, "float32" if device.type == "cpu" else "bfloat16")
-        if args.dtype == "auto"
-        else getattr(torch, args.dtype)
-    )
+    precision = {"cpu": "float32"}.get(device.type, "bfloat16") if args.dtype == "auto" else args.dtype
+    dtype: torch.dtype = getattr(torch, precision)
     tree_size, new_tokens = args.nodes or SHAPE_TREE_SIZE, args.new_tokens or 64
     lengths = tuple(args.prompt_tokens or DEFAULT_PROMPTS)
     if max(lengths) + new_tokens > shape.max_position_embeddings:
         raise UsageError(f"prompt and new tokens must fit into {shape.max_position_embeddings} positions")
+    config = _describe(args, dtype, device, tree_size, new_tokens)
     model = build_shape_model(shape, dtype, device, args.seed)
-    config = SuiteConfig(
-        args.shape, str(dtype), str(device), tuple(args.drafters), tree_size, "shape", None, (), args.repeats, 0,
-        tuple(args.batch_sizes), new_tokens, tuple(args.peers), (), None, None,
-    )  # fmt: skip
     result = SuiteResult(config, provenance(args.command, device) | {"dtype": str(dtype).removeprefix("torch.")})
     variants = transformers_peers(lambda: clone(model), None)
-    names = (
-        ["hf-static"]
-        if device.type == "cuda"
-        else ["hf-static", *(name for name in args.peers if name == "hf-compile")]
-    )
+    names = ["hf-static", *(name for name in args.peers if name == "hf-compile" and device.type != "cuda")]
     peers: list[Peer] = [variants[name]() for name in names]
     drafters = ["oracle", "msd", "flash"] if args.drafters == ["none", "auto"] else args.drafters
     peers += simulated_peers(drafters, model, shape, args.tau or DEFAULT_TAUS, tree_size, args.seed)
@@ -164,8 +136,35 @@ def measure_shape(args: argparse.Namespace) -> SuiteResult:
             result.calls += suite.run_series(items[batch], TEXT, batch)
         result.reading.append(measure_weight_reading(model))
     result.left_out, result.rows = suite.left_out, summarise_calls(result.calls)
-    result.notes += [LABEL, *round_costs(result.rows)]
+    result.notes += [LABEL, *round_notes(result.rows, result.calls), *bandwidth_notes(result.rows, result.reading[-1])]
+    result.notes += runtime_notes(
+        [suite.baseline, *peers], prompts.build(items[args.batch_sizes[0]][:1], [()], 0, TEXT), 16
+    )
     return result
+
+
+def _describe(
+    args: argparse.Namespace, dtype: torch.dtype, device: torch.device, tree_size: int, new_tokens: int
+) -> SuiteConfig:
+    """What the report says was measured."""
+    return SuiteConfig(
+        model=args.shape,
+        dtype=str(dtype),
+        device=str(device),
+        drafters=tuple(args.drafters),
+        nodes=tree_size,
+        suite="shape",
+        data=None,
+        categories=(),
+        limit=args.repeats,
+        scene_seed=0,
+        batch_sizes=tuple(args.batch_sizes),
+        new_tokens=new_tokens,
+        peers=tuple(args.peers),
+        peer_python=(),
+        assistant=None,
+        minutes=None,
+    )
 
 
 def run_shape(args: argparse.Namespace) -> int:
