@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tqdm import tqdm
@@ -103,12 +103,15 @@ class DraftHeadsConfig:
         return config_from_args(cls, args, drafters=drafters, temperatures=tuple(args.temperatures))
 
 
-def measure_draft_heads(config: DraftHeadsConfig, command: str) -> list[ResultRow]:
+def measure_draft_heads(
+    config: DraftHeadsConfig, command: str, on_series: Callable[[list[ResultRow]], None] = lambda rows: None
+) -> list[ResultRow]:
     """Rows of `mmspec bench` with intervals of tau and of the milliseconds a token, series by series.
 
     Args:
         config: what to measure.
         command: the command line, for `run.command` of the rows.
+        on_series: called with all rows so far after each series.
 
     Raises:
         UsageError: the model or a drafter cannot be used.
@@ -136,6 +139,7 @@ def measure_draft_heads(config: DraftHeadsConfig, command: str) -> list[ResultRo
                 for row, contestant in zip(build_result_rows(contestants), contestants, strict=True):
                     row["drafter"] = labels.get(row["drafter"], row["drafter"])
                     rows.append(row | interval_columns(contestant) | {"temperature": temperature} | shared)
+                on_series(rows)
     return rows
 
 
@@ -212,12 +216,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = DraftHeadsConfig.from_args(args)
         files.check()
-        rows = measure_draft_heads(config, f"{parser.prog} {shlex.join(arguments)}")
+        command = f"{parser.prog} {shlex.join(arguments)}"
+        rows = measure_draft_heads(config, command, lambda rows: files.write(rows, format_draft_heads(rows)))
     except UsageError as error:
         parser.error(str(error))
-    tables = format_draft_heads(rows)
-    print(tables, end="")
-    files.write(rows, tables)
+    print(format_draft_heads(rows), end="")
     return 0
 
 

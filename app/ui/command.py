@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import os
 from importlib.util import find_spec
 
+from mmspec.app.caption.progress import print_stderr
 from mmspec.app.cli.arguments import (
     Commands,
     add_command,
@@ -22,12 +24,19 @@ examples
   mmspec demo --model llava-hf/llava-1.5-7b-hf --port 8000
   mmspec demo --drafter ./my-drafter
   mmspec demo --host 0.0.0.0 --allowed-host demo.example.org
+  mmspec demo --share                                    from the internet, with a password
 
 By default the pages are served to this machine only. Uploads are removed when the command ends (Ctrl-C).
 Pages may choose the built-in models and drafters and those named here, no others.
 mmspec examples runs the same comparison in the terminal, without gradio.
 """
 DEFAULT_PORT = 7860
+PASSWORD_VARIABLE = "MMSPEC_DEMO_PASSWORD"
+SHARE_WARNING = """\
+mmspec demo --share: warning
+  Whoever has the address{and_password} can use this app from the internet: upload files, run the model on this machine.
+  The traffic passes a server of Gradio, which can read it. Gradio downloads its tunnel program at the first use.
+  The link ends with this command (Ctrl-C), at the latest after a week."""
 
 
 def add_parser(commands: Commands, common: argparse.ArgumentParser) -> None:
@@ -62,6 +71,13 @@ def add_parser(commands: Commands, common: argparse.ArgumentParser) -> None:
         metavar="P",
         help=f"default: {DEFAULT_PORT}, or the first free one after it",
     )
+    add(
+        "--share",
+        action="store_true",
+        help="make the pages reachable from the internet through a tunnel of Gradio; asks for a password, which is "
+        f"printed, or that of the environment variable {PASSWORD_VARIABLE}",
+    )
+    add("--no-password", action="store_true", help="with --share: admit everybody who has the address")
     add("--max-pixels", type=positive_int, default=None, metavar="N", help="refuse larger pictures")
 
 
@@ -90,22 +106,54 @@ def run(args: argparse.Namespace) -> int:
     from mmspec.app.modeling.load import resolve_device
     from mmspec.app.ui.limits import Limits
     from mmspec.app.ui.model_store import ModelStore
-    from mmspec.app.ui.server import serve
+    from mmspec.app.ui.server import ShareError, serve
 
     hide_progress_bars(False)
     if args.device not in ("auto", "cpu"):  # these need no check, which would import torch
         resolve_device(args.device)
     limits = Limits() if args.max_pixels is None else Limits(max_pixels=args.max_pixels)
     store = ModelStore(args.model, args.drafter, dtype=args.dtype, device=args.device)
+    password = choose_password(args.share, args.no_password)
+    if args.share:
+        print_stderr(SHARE_WARNING.format(and_password=" and the password" if password else ""))
     try:
         with serve(
-            store, limits=limits, host=args.host, port=args.port, allowed=args.allowed_host, record_opening=True
+            store,
+            limits=limits,
+            host=args.host,
+            port=args.port,
+            allowed=args.allowed_host,
+            record_opening=True,
+            password=password,
+            share=args.share,
         ) as server:
             print(f"mmspec demo: {server.url} (Ctrl-C ends it)", flush=True)
+            if server.share_url is not None:
+                print(f"shared at {server.share_url}", flush=True)
+            if password is not None:
+                print(f"password: {password} (any user name)", flush=True)
             wait_for_interrupt()
+    except ShareError as error:
+        raise UsageError(one_line(error)) from error
     except OSError as error:
         raise UsageError(f"cannot serve at port {args.port}: {one_line(error)}") from error
     return 0
+
+
+def choose_password(share: bool, no_password: bool) -> str | None:
+    """The password of the pages: that of the environment, else with `share` a random one, else none.
+
+    Raises:
+        UsageError: the password of the environment is too short.
+    """
+    from mmspec.app.ui.middleware.password import MIN_PASSWORD_CHARS, generate_password
+
+    if no_password:
+        return None
+    chosen = os.environ.get(PASSWORD_VARIABLE)
+    if chosen is not None and len(chosen) < MIN_PASSWORD_CHARS:
+        raise UsageError(f"{PASSWORD_VARIABLE} must have at least {MIN_PASSWORD_CHARS} characters; got {len(chosen)}")
+    return chosen or (generate_password() if share else None)
 
 
 def require_gradio() -> None:

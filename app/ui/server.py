@@ -28,6 +28,7 @@ from mmspec.app.ui.limits import Limits
 from mmspec.app.ui.middleware.bodies import RequestLimits, UploadFolder
 from mmspec.app.ui.middleware.filtered_app import FilteredApp, suppress_tracebacks
 from mmspec.app.ui.middleware.hosts import HostPolicy
+from mmspec.app.ui.middleware.password import PasswordGate
 from mmspec.app.ui.middleware.request_filter import RequestFilter
 from mmspec.app.ui.middleware.sessions import SessionCleaner, SessionLimits
 from mmspec.app.ui.model_store import ModelStore
@@ -96,11 +97,13 @@ class DemoServer:
         url: of the page, with a slash at the end.
         app: the `gr.Blocks`.
         context: its state.
+        share_url: of the tunnel; None if there is none.
     """
 
     url: str
     app: Any
     context: Context
+    share_url: str | None = None
 
 
 @contextmanager
@@ -114,6 +117,8 @@ def serve(
     port: int | None = None,
     allowed: Sequence[str] = (),
     record_opening: bool = False,
+    password: str | None = None,
+    share: bool = False,
 ) -> Iterator[DemoServer]:
     """Serve the pages until the block is left; then end all runs and remove all files.
 
@@ -126,12 +131,16 @@ def serve(
         port: None takes the first free port from 7860 on; 0 any free port.
         allowed: further host names to answer to, each with or without a port.
         record_opening: record a race at the start, which pages open with.
+        password: asked of every request; None for none.
+        share: open a tunnel of Gradio, so that the app is reached from the internet.
 
     Raises:
         OSError: the port is in use.
-        ValueError: an allowed host is not a host name.
+        ShareError: the tunnel cannot be opened.
+        ValueError: an allowed host is not a host name, or the password is too short.
     """
     host_policy = HostPolicy(host, allowed)
+    gate = None if password is None else PasswordGate(password)
     limits = limits or Limits()
     with ExitStack() as stack:
         storage = TempStorage(UPLOAD_MAX_AGE_S)
@@ -144,7 +153,7 @@ def serve(
         app = build_app(context, opening)
         sessions = SessionCleaner(app, session_limits or SessionLimits(), context.sessions.end)
         filtered_app = FilteredApp(
-            lambda inner: RequestFilter(inner, host_policy, uploads.request_limits, uploads, sessions)
+            lambda inner: RequestFilter(inner, host_policy, uploads.request_limits, uploads, sessions, gate)
         )
         load = context.worker.submit(lambda: model_store.get(model_store.model_names[0]))  # while the page is opened
         load.add_done_callback(_log_load_error)
@@ -152,9 +161,10 @@ def serve(
             opening.start()
             stack.callback(opening.stop)
         stack.enter_context(suppress_tracebacks())
-        url = _launch(app, filtered_app, context, host, port)
+        url = _launch(app, filtered_app, context, host, port, share)
         try:
-            yield DemoServer(url, app, context)
+            share_url = _allow_share(app, host_policy) if share else None
+            yield DemoServer(url, app, context, share_url)
         finally:
             context.sessions.cancel_all()
             app.close(verbose=False)
@@ -174,7 +184,7 @@ def _gradio_temp_dir(folder: Path) -> Iterator[None]:
             os.environ["GRADIO_TEMP_DIR"] = previous
 
 
-def _launch(app: Any, filtered_app: FilteredApp, context: Context, host: str, port: int | None) -> str:
+def _launch(app: Any, filtered_app: FilteredApp, context: Context, host: str, port: int | None, share: bool) -> str:
     """Start the server of `app` behind the request filter; returns its URL.
 
     Raises:
@@ -187,7 +197,7 @@ def _launch(app: Any, filtered_app: FilteredApp, context: Context, host: str, po
         mcp_server=False,
         server_name=host,
         server_port=_free_port(host) if port == 0 else port,
-        share=False,
+        share=share,
         prevent_thread_lock=True,
         quiet=True,
         ssr_mode=False,
@@ -209,6 +219,23 @@ def _launch(app: Any, filtered_app: FilteredApp, context: Context, host: str, po
     return str(url)
 
 
+class ShareError(Exception):
+    """Gradio could not open its tunnel."""
+
+
+def _allow_share(app: Any, host_policy: HostPolicy) -> str:
+    """The address of the tunnel, which the app then answers to.
+
+    Raises:
+        ShareError: there is none.
+    """
+    if not app.share_url:
+        raise ShareError("no share link could be obtained: Gradio needs the internet for its tunnel")
+    url = str(app.share_url)
+    host_policy.allow(url.partition("://")[2].strip("/"))
+    return url
+
+
 def _free_port(host: str) -> int:
     """A port that is free now. Gradio would report 0 in its URL."""
     with socket.create_server((host, 0)) as listener:
@@ -223,4 +250,4 @@ def _log_load_error(load: Future[Any]) -> None:
         logger.error("mmspec: the model cannot be used: %s", one_line(error, 600))
 
 
-__all__ = ["DemoServer", "build_app", "serve"]
+__all__ = ["DemoServer", "ShareError", "build_app", "serve"]

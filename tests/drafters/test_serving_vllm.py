@@ -60,8 +60,8 @@ def serve(folder: Path, **request: Any) -> dict[str, Any]:
 
 def test_vllm_serves_an_exported_head(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    steps = os.environ.get("MMSPEC_VLLM_STEPS", "60")
-    args = ["train", "--drafter", "eagle3", "--text-only", "--count", "96", "--steps", steps, "--batch-size", "8"]
+    steps = os.environ.get("MMSPEC_VLLM_STEPS", "300")
+    args = ["train", "--drafter", "eagle3", "--text-only", "--count", "160", "--steps", steps, "--batch-size", "8"]
     assert main([*args, "--evaluate", "0", "--draft-vocab", "700", "--out", str(run)]) == 0
     assert main(["export", str(run), "--format", "vllm", "--out", str(tmp_path / "head")]) == 0
     model, tokenizer = text_model(tmp_path / "model")

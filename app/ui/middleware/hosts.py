@@ -21,10 +21,11 @@ AUTHORITY_PATTERN = re.compile(
 
 @dataclass(frozen=True)
 class ErrorResponse:
-    """A refusal: HTTP status and a body of one line."""
+    """A refusal: HTTP status, a body of one line, and headers besides the usual ones."""
 
     status: int
     text: str
+    headers: tuple[tuple[bytes, bytes], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,14 @@ class HostPolicy:
         """
         self.allowed = tuple(parse_allowed_host(name) for name in allowed)
         self.own_names = LOOPBACK_HOSTS | ({bind_address.strip("[]").lower()} - WILDCARD_ADDRESSES)
+
+    def allow(self, name: str) -> None:
+        """Answer to one more host name.
+
+        Raises:
+            ValueError: it is not a host name.
+        """
+        self.allowed = (*self.allowed, parse_allowed_host(name))
 
     def is_served(self, authority: Authority | None, server: tuple[str, int], scheme: str = "http") -> bool:
         """Whether an authority names this server.

@@ -27,13 +27,15 @@ from mmspec.app.ui.middleware.bodies import (
 )
 from mmspec.app.ui.middleware.events import MAX_ID_CHARS, EventPolicy, find_heartbeat, get_query_value
 from mmspec.app.ui.middleware.hosts import ErrorResponse, HostPolicy, RequestInfo
+from mmspec.app.ui.middleware.password import PasswordGate
 from mmspec.app.ui.middleware.response import FilteredResponse, Scope, Send
 from mmspec.app.ui.middleware.routes import API_PREFIX, Route, find_route
 from mmspec.app.ui.middleware.sessions import SessionCleaner
 
 Headers = Mapping[str, list[str]]
-DROPPED_HEADERS = re.compile(rb"origin|x-gradio-.*|x-ip-token", re.IGNORECASE)
-"""Request headers that are removed: Gradio reflects origins, and takes its own address from `X-Gradio-*`."""
+DROPPED_HEADERS = re.compile(rb"origin|authorization|x-gradio-.*|x-ip-token", re.IGNORECASE)
+"""Request headers that are removed: Gradio reflects origins, takes its own address from `X-Gradio-*`, and needs no
+password."""
 MULTIPART_BOUNDARY = re.compile(
     r'multipart/form-data\s*;(?:.*;)?\s*boundary=("[^"\r\n]{1,200}"|[^\s;",]{1,200})\s*(?:;.*)?', re.I
 )
@@ -53,6 +55,7 @@ class RequestFilter:
         request_limits: RequestLimits,
         uploads: UploadFolder,
         sessions: SessionCleaner,
+        gate: PasswordGate | None = None,
     ) -> None:
         """Wrap an app.
 
@@ -62,12 +65,14 @@ class RequestFilter:
             request_limits: of headers and bodies.
             uploads: Gradio's upload folder.
             sessions: of the `gr.Blocks` that the app serves; cleaned up while it is served.
+            gate: asks for a password; None for none.
         """
         self.app = app
         self.host_policy = host_policy
         self.request_limits = request_limits
         self.uploads = uploads
         self.sessions = sessions
+        self.gate = gate
         self.events = EventPolicy(sessions.blocks)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -120,6 +125,8 @@ class RequestFilter:
             raise RefusedError(ErrorResponse(431, f"The headers have more than {max_bytes} bytes."))
         method, path = scope["method"], scope["path"]
         refusal = self.host_policy.check(headers, server, RequestInfo(method, path, scope.get("scheme", "http")))
+        if refusal is None and self.gate is not None:
+            refusal = self.gate.check(headers, path)
         if refusal is not None:
             raise RefusedError(refusal)
         response.origin = next(iter(headers.get("origin", [])), None)

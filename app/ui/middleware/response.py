@@ -106,6 +106,7 @@ class FilteredResponse:
             (b"content-type", b"text/plain; charset=utf-8"),
             (b"content-length", b"%d" % len(body)),
             *RESPONSE_HEADERS,
+            *error.headers,
             (b"connection", b"close"),  # the unread rest of the body would be parsed as the next request
         ]
         await self._send({"type": "http.response.start", "status": error.status, "headers": headers})
