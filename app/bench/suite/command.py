@@ -8,8 +8,7 @@ from pathlib import Path
 
 from mmspec.app.bench.results import ResultFiles
 from mmspec.app.bench.rows import ResultRow
-from mmspec.app.bench.suite.config import SuiteConfig
-from mmspec.app.bench.suite.items import SUITES
+from mmspec.app.bench.suite.config import SUITES, SuiteConfig
 from mmspec.app.cli.arguments import Options, check_writable, hide_progress_bars, positive_int, split_commas
 from mmspec.app.errors import UsageError, explain_write, one_line
 
