@@ -120,7 +120,7 @@ def add_parser(commands: Commands, common: argparse.ArgumentParser) -> None:
     new_tokens_help = "per row (default 64; with --task at most, 160)"
     add("--new-tokens", type=positive_int, default=None, metavar="N", help=new_tokens_help)
     add_sampling_options(parser, "prompts, images and sampling")
-    add("--repeats", type=positive_int, default=5, metavar="N", help="rounds after the warm-up (default 5)")
+    add("--repeats", type=positive_int, default=7, metavar="N", help="rounds after the warm-up (default 7)")
     add("--images", nargs="+", default=[], metavar="PATH", help="images to use (default: synthetic)")
     add("--prompt", default=None, metavar="TEXT", help=f"default {PROMPT!r}")
     add_result_options(

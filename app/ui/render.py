@@ -185,8 +185,10 @@ def render_captions(rows: Sequence[Mapping[str, Any]], thumbnails: Mapping[str, 
 
 
 def _render_caption_row(row: Mapping[str, Any], thumbnail: str) -> str:
-    picture = f'<img src="{escape(thumbnail)}" alt="">' if thumbnail else ""
-    name = f'<td><div class="mm-file">{picture}<span>{escape(str(row["file_name"]))}</span></div></td>'
+    given = escape(str(row["file_name"]))
+    picture = f'<img src="{escape(thumbnail)}" alt="Small picture of {given}">' if thumbnail else ""
+    file_name = given.replace("_", "_<wbr>")  # where a long name may be wrapped
+    name = f'<td><div class="mm-file">{picture}<span>{file_name}</span></div></td>'
     if row["error"]:
         return f'<tr class="mm-failed">{name}<td colspan="4">{escape(str(row["error"]["message"]))}</td></tr>'
     limit = f" <small>(stopped at the limit of {row['n_new_tokens']} tokens)</small>" if _is_cut(row) else ""

@@ -22,7 +22,7 @@ from mmspec.app.ui.server import serve
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 TIMEOUT_MS = 240_000
-GIF_SIZE, MIN_RACE_S, MAX_RACE_S, HOLD_MS = (800, 510), 5.0, 9.0, 2500
+GIF_SIZE, MIN_RACE_S, MAX_RACE_S, HOLD_MS = (800, 520), 6.5, 9.0, 3000
 
 
 def open_page(browser: Browser, url: str, width: int = 1280, theme: str = "light") -> Any:
@@ -40,14 +40,9 @@ def record_race(page: Any, file: Path) -> None:
     times = page.evaluate("[...document.querySelectorAll('.mm-lane [data-t]')].map((token) => Number(token.dataset.t))")
     slower = max(MIN_RACE_S / max(times), 1.0) if max(times) < MAX_RACE_S else MAX_RACE_S / max(times)
     slower = float(f"{slower:.2g}")
-    tempo = (
-        "real time"
-        if slower == 1
-        else f"{slower:g} times less than the recorded speed"
-        if slower > 1
-        else f"{1 / slower:.2g} times the recorded speed"
-    )
-    page.evaluate(f"document.querySelector('#mm-status .mm-status').textContent = 'Played at {tempo}.'")
+    tempo = f"{slower:g} times slower than" if slower > 1 else f"{1 / slower:.2g} times faster than"
+    tempo = "in real time" if slower == 1 else f"{tempo} recorded"
+    page.evaluate(f"document.querySelector('#mm-status .mm-status').textContent = 'Played {tempo}.'")
     box = page.locator("#mm-race").bounding_box()
     top = page.locator("#mm-status").bounding_box()["y"] - 8
     clip = {"x": box["x"] - 8, "y": top, "width": box["width"] + 16, "height": box["y"] + box["height"] - top}
@@ -61,7 +56,7 @@ def record_race(page: Any, file: Path) -> None:
     images = [Image.open(io.BytesIO(frame)).convert("RGB") for frame in frames]
     for image in images:
         image.thumbnail(GIF_SIZE)
-    palette = images[-1].quantize(48, dither=Image.Dither.NONE)
+    palette = images[-1].quantize(128, dither=Image.Dither.NONE)
     paletted = [image.quantize(palette=palette, dither=Image.Dither.NONE) for image in images]
     gaps = [1000 * (after - before) for before, after in pairwise(stamps)]
     durations = [max(20, round(gap / 10) * 10) for gap in gaps] + [100, HOLD_MS]
@@ -106,7 +101,7 @@ def main() -> None:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         page = open_page(browser, site.url)
         record_race(page, args.folder / "race.gif")
-        keep_tabs(page, args.folder, "", 900)
+        keep_tabs(page, args.folder, "", 760)
         if args.all:
             for width, theme in ((390, "light"), (390, "dark"), (1280, "dark")):
                 keep_tabs(open_page(browser, site.url, width, theme), args.folder, f"-{width}-{theme}", width)

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from mmspec.app.bench.results import ResultFiles
 from mmspec.app.bench.rows import ResultRow
-from mmspec.app.bench.suite.config import SuiteConfig
-from mmspec.app.bench.suite.items import SUITES
+from mmspec.app.bench.suite.config import SUITES, SuiteConfig
 from mmspec.app.cli.arguments import Options, check_writable, hide_progress_bars, positive_int, split_commas
 from mmspec.app.errors import UsageError, explain_write, one_line
 
@@ -45,7 +44,7 @@ def add_suite_options(parser: argparse.ArgumentParser) -> None:
     add("--data", type=Path, default=None, metavar="FOLDER", help="of --suite mmspec: mmspec.jsonl and images/")
     add("--categories", type=split_commas, default=[], metavar="A,B", help="of the suite (default: all, no clips)")
     add("--limit", type=positive_int, default=None, metavar="N", help="items of each category (scenes: 8)")
-    minutes_help = "begin no prompt after that (default 4; mmspec: no limit); categories take turns"
+    minutes_help = "begin no prompt after that (default 3; mmspec: no limit); categories take turns"
     add("--minutes", type=positive_int, default=None, metavar="M", help=minutes_help)
     add("--against", type=Path, default=None, metavar="JSON", help="print the differences to an earlier run")
     add("--report", type=Path, default=None, metavar="FOLDER", help=f"write {', '.join(REPORT_FILES)}")

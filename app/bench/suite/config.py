@@ -6,16 +6,17 @@ import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
-from mmspec.app.bench.suite.items import SUITES
 from mmspec.app.caption.config import SCENES_MODEL
 from mmspec.app.cli.arguments import config_from_args
 from mmspec.app.errors import UsageError
 from mmspec.app.scenes.world import FIRST_HELD_OUT_SEED
 
+SUITES = ("mmspec", "scenes", "text")
+"""A folder of items, the toy world, text tasks."""
 SUITE_NEW_TOKENS = {"scenes": 160, "text": 64, "mmspec": 256}
 DEFAULT_LIMIT = 8
 """Items of each category of the toy world."""
-DEFAULT_MINUTES = 4
+DEFAULT_MINUTES = 3
 SCENE_CATEGORIES = ("describe", "short", "answer")
 """Without clips, whose prefill takes longer than their answers."""
 
@@ -82,4 +83,4 @@ class SuiteConfig:
         )
 
 
-__all__ = ["SCENE_CATEGORIES", "SuiteConfig"]
+__all__ = ["SCENE_CATEGORIES", "SUITES", "SuiteConfig"]

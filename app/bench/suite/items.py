@@ -19,7 +19,6 @@ from mmspec.app.errors import UsageError, one_line
 from mmspec.app.io.images import ImageError, load_image
 from mmspec.vision.video.decoder_pool import DecoderPool
 
-SUITES = ("mmspec", "scenes", "text")
 FILE = "mmspec.jsonl"
 TEXT_TASKS = Path(__file__).with_name("text_tasks.jsonl")
 UNCATEGORISED = "uncategorised"
@@ -140,7 +139,6 @@ def _parse(line: str, where: str, folder: Path | None) -> SuiteItem:
 
 __all__ = [
     "FILE",
-    "SUITES",
     "TEXT_TASKS",
     "ImageError",
     "SuiteItem",

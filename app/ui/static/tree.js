@@ -50,6 +50,9 @@
   }, { passive: false });
 
   new MutationObserver(() => {
-    for (const canvas of document.querySelectorAll(".mm-canvas:not([data-scale])")) if (canvas.clientWidth) fit(canvas);
+    for (const canvas of document.querySelectorAll(".mm-canvas:not([data-scale])")) if (canvas.clientWidth) {
+      fit(canvas);
+      if (innerWidth < 600) canvas.parentElement.querySelector("details").open = true; // the list needs no zoom
+    }
   }).observe(document.documentElement, { childList: true, subtree: true });
 })();

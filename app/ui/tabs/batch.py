@@ -70,12 +70,13 @@ def build_batch_tab(context: Context) -> None:
             settings = build_controls(context, 128, "batch")
         with gr.Column(scale=5, min_width=320):
             with gr.Row():
-                start = gr.Button("Caption all", variant="primary", elem_id="mm-start", min_width=90)
-                cancel = gr.Button("Cancel", variant="stop", interactive=False, elem_id="mm-cancel", min_width=90)
-                download = gr.DownloadButton("JSONL", interactive=False, elem_id="mm-rows", min_width=90)
+                start = gr.Button("Caption all", variant="primary", elem_id="mm-start", min_width=120)
+                cancel = gr.Button("Cancel", variant="stop", interactive=False, elem_id="mm-cancel", min_width=120)
+                download = gr.DownloadButton("JSONL", interactive=False, elem_id="mm-rows", min_width=120)
                 has_parquet = find_spec("pyarrow") is not None
-                label = "Parquet" if has_parquet else "Parquet (needs pyarrow)"
-                parquet = gr.DownloadButton(label, interactive=False, elem_id="mm-parquet", min_width=90)
+                parquet = gr.DownloadButton("Parquet", interactive=False, elem_id="mm-parquet", min_width=120)
+            if not has_parquet:
+                gr.HTML('<p class="mm-legend">Parquet needs pyarrow: pip install pyarrow</p>')
             status = gr.HTML(render.render_status("Drop some files."), elem_id="mm-batch-status")
             curve = gr.LinePlot(
                 x="file",

@@ -26,9 +26,9 @@ def build_inside_tab(report_state: Any, tab: Any) -> None:
         "accepted.</p>"
     )
     with gr.Row(elem_classes="mm-end"):
-        back = gr.Button("Back", elem_id="mm-back", min_width=70, scale=1, size="md")
-        forward = gr.Button("Forward", elem_id="mm-forth", min_width=70, scale=1, size="md")
-        tree = gr.Button("Next tree", elem_id="mm-next-tree", min_width=70, scale=1, size="md")
+        back = gr.Button("Back", elem_id="mm-back", min_width=70, scale=1, size="sm")
+        forward = gr.Button("Forward", elem_id="mm-forth", min_width=70, scale=1, size="sm")
+        tree = gr.Button("Next tree", elem_id="mm-next-tree", min_width=70, scale=1, size="sm")
         slider = gr.Slider(0, 1, value=0, step=1, label="Round", elem_id="mm-round", scale=4, min_width=220)
     output = gr.HTML(render.render_status(EMPTY_MESSAGE), elem_id="mm-inside")
     visible = gr.HTML("", elem_id="mm-visible")

@@ -105,10 +105,10 @@ def build_results(context: Context, report: Any) -> ResultComponents:
             )
     with gr.Column(visible=False, elem_id="mm-share") as share:
         with gr.Row():
-            page = gr.DownloadButton("Race as HTML", elem_id="mm-share-page", min_width=140)
-            make_gif = gr.Button("Make a GIF", elem_id="mm-make-gif", min_width=140)
-            gif = gr.DownloadButton("Download the GIF", interactive=False, elem_id="mm-gif", min_width=140)
-            download = gr.DownloadButton("Data as JSON", elem_id="mm-download", min_width=140)
+            page = gr.DownloadButton("HTML file", elem_id="mm-share-page", min_width=140)
+            make_gif = gr.Button("Make GIF", elem_id="mm-make-gif", min_width=140)
+            gif = gr.DownloadButton("Save GIF", interactive=False, elem_id="mm-gif", min_width=140)
+            download = gr.DownloadButton("JSON data", elem_id="mm-download", min_width=140)
         with gr.Accordion("Code that repeats this run", open=False, elem_id="mm-code-box"):
             code = gr.Code("", language="python", show_label=False, elem_id="mm-code", interactive=False)
     parts = ResultComponents(
