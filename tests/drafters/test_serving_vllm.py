@@ -88,4 +88,5 @@ def test_vllm_serves_an_exported_head(tmp_path: Path) -> None:
     # vLLM also counts drafts that it accepts behind the end of an answer, a few per hundred drafts.
     ours, theirs = 1 + accepted / drafted, 1 + served["accepted"] / served["drafts"]
     print(f"acceptance length: vLLM {theirs:.3f}, mmspec {ours:.3f} ({served['drafts']} and {drafted} drafts)")
-    assert ours > 1.2 and theirs == pytest.approx(ours, rel=0.05)
+    assert accepted > 20, "too few accepted drafts to compare"
+    assert theirs == pytest.approx(ours, rel=0.05)

@@ -44,7 +44,7 @@ def add_suite_options(parser: argparse.ArgumentParser) -> None:
     add("--data", type=Path, default=None, metavar="FOLDER", help="of --suite mmspec: mmspec.jsonl and images/")
     add("--categories", type=split_commas, default=[], metavar="A,B", help="of the suite (default: all, no clips)")
     add("--limit", type=positive_int, default=None, metavar="N", help="items of each category (scenes: 8)")
-    minutes_help = "begin no prompt after that (default 4; mmspec: no limit); categories take turns"
+    minutes_help = "begin no prompt after that (default 3; mmspec: no limit); categories take turns"
     add("--minutes", type=positive_int, default=None, metavar="M", help=minutes_help)
     add("--against", type=Path, default=None, metavar="JSON", help="print the differences to an earlier run")
     add("--report", type=Path, default=None, metavar="FOLDER", help=f"write {', '.join(REPORT_FILES)}")

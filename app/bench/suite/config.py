@@ -16,7 +16,7 @@ SUITES = ("mmspec", "scenes", "text")
 SUITE_NEW_TOKENS = {"scenes": 160, "text": 64, "mmspec": 256}
 DEFAULT_LIMIT = 8
 """Items of each category of the toy world."""
-DEFAULT_MINUTES = 4
+DEFAULT_MINUTES = 3
 SCENE_CATEGORIES = ("describe", "short", "answer")
 """Without clips, whose prefill takes longer than their answers."""
 
