@@ -22,7 +22,7 @@ from mmspec.app.ui.worker import Client, LeftQueueError
 PHASE_MESSAGES = {
     "waiting": "Waiting for the device.",
     "loading": "Loading the model.",
-    "encoding": "Encoding the picture.",
+    "encoding": "Encoding the picture or clip.",
     "answering": "Recording the answers.",
     "done": "Preparing the race.",
 }

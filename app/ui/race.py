@@ -129,10 +129,11 @@ def _render_question(images: Sequence[TimedImage], question: str) -> str:
 def _render_score(report: Report) -> str:
     """The large ratio and the verdict."""
     run, choice = report.metrics["run"], report.metrics["choice"]
+    medium = "clip" if report.is_clip else "picture"
     speedup, whole = report.mmspec.speedup, report.metrics["speedup_e2e"]
     lines = [
         f"tokens per second of mmspec ÷ plain, model {choice['model']}, {run['device']}, {run['dtype']}"
-        + (f"; {whole:.2f}x for the whole answer, picture included" if whole else "")
+        + (f"; {whole:.2f}x for the whole answer, {medium} included" if whole else "")
     ]
     ratio = ""
     if speedup is not None:
