@@ -13,7 +13,8 @@ from mmspec.app.studies import draft_heads as study
 
 def test_a_study(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(study, "MAX_ANSWER_TOKENS", 5)
-    args = ["hybrid", "--temperatures", "0,1", "--batch-sizes", "2", "--count", "2", "--task", "short"]
+    args = ["hybrid", "--model", "tiny", "--temperatures", "0,1", "--batch-sizes", "2", "--count", "2"]
+    args += ["--task", "short"]
     files = ["--json", str(tmp_path / "heads.json"), "--markdown", str(tmp_path / "heads.md")]
     assert study.main([*args, *files]) == 0
     rows = json.loads((tmp_path / "heads.json").read_text())
