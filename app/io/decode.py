@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from mmspec.app.io.images import Media, load_image
 from mmspec.app.io.item import Item
 from mmspec.app.io.videos import load_media, load_video
-from mmspec.interfaces import FrameSampler
 from mmspec.vision.video.decoder_pool import DecoderPool
+
+if TYPE_CHECKING:
+    from mmspec.interfaces import FrameSampler
 
 
 def decode_item(item: Item, sampler: FrameSampler, max_pixels: int, decoders: DecoderPool) -> Media:

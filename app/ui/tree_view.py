@@ -20,7 +20,7 @@ MAX_LABEL_CHARS = 14
 BUTTONS = (
     '<div class="mm-zoom" role="group" aria-label="Zoom">'
     '<button type="button" data-zoom="1.25" aria-label="Zoom in">+</button>'
-    '<button type="button" data-zoom="0.8" aria-label="Zoom out">&minus;</button>'
+    '<button type="button" data-zoom="0.8" aria-label="Zoom out">&#8722;</button>'
     '<button type="button" data-zoom="0" aria-label="Fit the width">fit</button></div>'
 )
 
