@@ -12,7 +12,7 @@ import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
@@ -145,9 +145,13 @@ def scene_requests(captioner: Captioner, count: int, first: int) -> Iterator[dic
 
 
 def run_job(
-    config: LearningStudyConfig, model: Any, processor: Any, requests: Iterator[Mapping[str, Any]]
-) -> list[JobContestant]:
-    """Decode all requests by all drafters in turn."""
+    config: LearningStudyConfig,
+    model: Any,
+    processor: Any,
+    requests: Iterator[Mapping[str, Any]],
+    on_block: Callable[[Sequence[JobContestant]], None],
+) -> None:
+    """Decode all requests by all drafters in turn; `on_block` is called after every block."""
     contestants = []
     for name in config.drafters:
         copy = clone(model)
@@ -165,7 +169,7 @@ def run_job(
             _count(contestant, number, config.block, torch.equal(ids, expected))
         if (number + 1) % config.block == 0:
             print("  ".join(format_block(contestant) for contestant in contestants), flush=True)
-    return contestants
+            on_block(contestants)
 
 
 def _count(contestant: JobContestant, number: int, block: int, is_identical: bool) -> None:
@@ -254,10 +258,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     run = provenance(f"{parser.prog} {shlex.join(arguments)}", torch.device("cpu"))
     with temporary_cache():
         model, processor, requests = _prepare(config)
+
+        def write(contestants: Sequence[JobContestant]) -> None:
+            files.write([row | {"run": run} for row in build_rows(config, contestants)])
+
         with study_clock(config.clock):
-            contestants = run_job(config, model, processor, requests)
-        rows = [row | {"run": run} for row in build_rows(config, contestants)]
-    files.write(rows)
+            run_job(config, model, processor, requests, write)
     return 0
 
 
