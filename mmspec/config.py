@@ -124,7 +124,7 @@ class PatchArguments:
     deterministic: bool
     cpu_pack_weights: bool | None
     compile: bool | str
-    learn: bool = False
+    learn: bool | str = False
 
 
 def own_compressor(drafter: Drafter) -> Compressor | None:
@@ -266,8 +266,17 @@ def resolve_config(arguments: PatchArguments, adapter: Any) -> SpecConfig:
         ValueError, TypeError: as `patch`.
     """
     tokenizer = resolve_tokenizer(arguments.processor)
+    if not isinstance(arguments.learn, bool) and arguments.learn != "auto":
+        raise TypeError(
+            f"learn must be True (the drafter learns from the calls), False or 'auto'; got {arguments.learn!r}."
+        )
+    learn = arguments.learn is True
+    drafter = resolve_drafter(arguments.drafter, adapter, tokenizer, learn)
+    may_learn = arguments.learn == "auto" and arguments.drafter == "auto" and not arguments.deterministic
+    if may_learn and not isinstance(drafter, TrainedDrafter):
+        drafter, learn = resolve_drafter("auto", adapter, tokenizer, learn=True), True
     config = SpecConfig(
-        drafter=resolve_drafter(arguments.drafter, adapter, tokenizer, arguments.learn),
+        drafter=drafter,
         compressor=resolve_compressor(arguments.compressor, adapter),
         reference=arguments.reference,
         reference_ids=arguments.reference_ids,
@@ -275,7 +284,7 @@ def resolve_config(arguments: PatchArguments, adapter: Any) -> SpecConfig:
         deterministic=arguments.deterministic,
         cpu_pack_weights=arguments.cpu_pack_weights,
         compile=arguments.compile,
-        learn=arguments.learn,
+        learn=learn,
     )
     reference_rows(config.reference, config.reference_ids, tokenizer, batch=None, num_return_sequences=1)
     return config

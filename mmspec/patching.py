@@ -54,7 +54,7 @@ def patch(
     deterministic: bool = False,
     cpu_pack_weights: bool | None = None,
     compile: bool | str = "auto",
-    learn: bool = False,
+    learn: bool | str = False,
     **deprecated: Any,
 ) -> Any:
     """Make `model.generate` speculative. The output stays the same, token for token. `unpatch` reverts it.
@@ -81,7 +81,8 @@ def patch(
             calls that cannot be recorded run as without it.
         learn: the drafter learns from the calls, `auto` and `instant` from nothing, a FLASH head by adaptation. Takes
             at most 3% of the time, changes speed only, and stores weights, nothing else, in the user's cache folder
-            (`mmspec cache`), from which the next process continues. Not with `deterministic`.
+            (`mmspec cache`), from which the next process continues. Not with `deterministic`. "auto": where no trained
+            head is at hand, and not with `deterministic`.
         deprecated: `nodes` and `packed`, the former names of `tree_size` and `cpu_pack_weights`.
 
     Returns:

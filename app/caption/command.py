@@ -112,6 +112,8 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("model")
     group.add_argument("--model", default=None, metavar="M", help=f"required: {MODEL_HELP}")
     add_drafter_options(group)
+    learn_help = "do not let the drafter learn from this job (docs/learning.md)"
+    group.add_argument("--no-learn", dest="learn", action="store_false", help=learn_help)
     add_device_options(group)
 
 
@@ -296,7 +298,8 @@ def build_captioner(config: CaptionConfig, process: ProcessInfo) -> Captioner:
     model, processor = load_model(config.model, config.dtype, config.device, process.local_rank)
     reject_media_tokens(processor, config.prompt, "--prompt")
     try:
-        mmspec.patch(model, config.drafter, config.compressor, processor=processor)
+        learn = "auto" if config.learn else False
+        mmspec.patch(model, config.drafter, config.compressor, processor=processor, learn=learn)
     except (OSError, TypeError, ValueError) as error:
         raise UsageError(f"--model {config.model} --drafter {config.drafter}: {one_line(error, 600)}") from error
     return Captioner(model, processor, config.max_new_tokens, config.temperature, config.stop)

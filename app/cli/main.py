@@ -12,7 +12,7 @@ from typing import NoReturn
 from mmspec.app.bench import command as bench
 from mmspec.app.bench import compare_command as compare
 from mmspec.app.caption import command as caption
-from mmspec.app.cli import env, examples
+from mmspec.app.cli import cache, env, examples
 from mmspec.app.errors import EXIT_IO_ERROR, OutputError, UsageError, explain_write, find_write_error, one_line
 from mmspec.app.export import command as export
 from mmspec.app.train import command as train
@@ -54,7 +54,7 @@ def build_parser() -> argparse.ArgumentParser:
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help="print tracebacks")
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=CommandParser)
-    for command in (caption, examples, demo, compare, bench, train, export, env):
+    for command in (caption, examples, demo, compare, bench, train, export, cache, env):
         command.add_parser(commands, common)
     return top
 

@@ -47,6 +47,7 @@ RECIPES = {
     "dspark": HeadRecipe("coupled", "dspark", 5, markov_scale=0.125),
     "dspark-mixture": HeadRecipe("coupled", "dspark", 5, markov_scale=0.125, layer_mixture=True),
     "falcon": HeadRecipe("decoupled", "falcon", 2),
+    "instant": HeadRecipe("text_only", "instant", 4),
 }
 """Drafters that can be trained."""
 FORMER_RECIPES = {"eagle-blind": "eagle-placeholder", "eagle-textual": "eagle-text-only"}
@@ -146,6 +147,10 @@ def _rope_theta(text: Any) -> float:
 def resize_config(config: Any, recipe: HeadRecipe, block: int | None) -> Any:
     """The head config of a recipe: the target's shape with the sizes of the recipe."""
     block = block if block and recipe.block_size > 1 else recipe.block_size
+    if recipe.architecture == "instant":  # its sizes follow from the target's hidden size
+        from mmspec.drafters.instant.head import instant_config
+
+        return instant_config(config.hidden_size, config.vocab_size, block)
     width = config.intermediate_size
     return replace(
         config,

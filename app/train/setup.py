@@ -19,9 +19,12 @@ from mmspec.app.train.data import Teacher
 from mmspec.app.train.datasets import FileData, RequestDataset, ScenesData, Subset, image_fraction
 from mmspec.app.train.heads import build_parts, find_recipe, target_head_config
 from mmspec.app.train.sampler import LengthGroupedSampler
+from mmspec.drafters.instant.fit import RidgeFit
 from mmspec.drafters.training.batch import DraftModel, TrainBatch
+from mmspec.drafters.training.instant_loss import batch_examples
 from mmspec.drafters.training.losses import LossWeights
 from mmspec.drafters.training.trainer import DistributedContext, SettingsError, TrainConfig, Trainer, check_resume
+from mmspec.learning.weights import MAX_FIT_FACTOR
 
 RUN_FILE = "run.json"
 """Settings of the answers in a folder."""
@@ -179,12 +182,29 @@ def init_from_target(trainer: Trainer, teacher: Teacher) -> None:
                 head.mixture.copy_(1 / (len(layers) * torch.stack(scales)))
 
 
+def fit_instant_heads(trainer: Trainer, teacher: Teacher) -> None:
+    """Start the instant heads of a run in closed form, from the answers; every process fits the same."""
+    heads = [model.head for model in trainer.draft_models.values() if model.architecture == "instant"]
+    for head in heads:
+        fit = RidgeFit(head)
+        numbers = sorted(teacher.answers)
+        for start in range(0, len(numbers), trainer.config.batch_size):
+            batch = teacher.make_batch(numbers[start : start + trainer.config.batch_size])
+            for examples in batch_examples(batch, head.config.block_size):
+                fit.add(examples, trainer.shared_embeddings)
+            if fit.num_examples >= MAX_FIT_FACTOR * head.num_features:
+                break
+        if fit.num_examples:
+            fit.solve()
+
+
 __all__ = [
     "build_trainer",
     "check_run_settings",
     "current_settings",
     "data_settings",
     "distributed_context",
+    "fit_instant_heads",
     "init_from_target",
     "split_data",
     "train_settings",

@@ -145,9 +145,26 @@ def learned_files(folder: Path | None = None) -> Iterator[LearnedFile]:
             yield LearnedFile(path, path.parent.name, path.stem, status.st_size, status.st_mtime)
 
 
+def clear_learned(folder: Path | None = None) -> int:
+    """Delete all learned weights, damaged files and those of interrupted writes included. Returns how many files.
+
+    Raises:
+        OSError: a file cannot be deleted.
+    """
+    folder = learned_folder() if folder is None else folder
+    paths = [*folder.glob(f"*/*{SUFFIX}"), *folder.glob(f"*/.*{SUFFIX}.*.part")]
+    for path in paths:
+        path.unlink(missing_ok=True)
+    for target in {path.parent for path in paths}:
+        if not any(target.iterdir()):
+            target.rmdir()
+    return len(paths)
+
+
 __all__ = [
     "LearnedFile",
     "LearnedStore",
+    "clear_learned",
     "learned_files",
     "learned_folder",
     "model_fingerprint",

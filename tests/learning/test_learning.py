@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 import mmspec
+from mmspec.app.cli.main import main
 from mmspec.drafters.instant.drafter import InstantDrafter
 from mmspec.interfaces import Examples, LearningSpec
 from mmspec.learning.budget import WINDOW, LearningBudget
@@ -349,3 +350,29 @@ def test_two_writers_leave_a_whole_file(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert [path.name for path in store.folder.iterdir()] == ["k.safetensors"]
+
+
+@pytest.mark.usefixtures("generous")
+def test_the_cache_command(model: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    learner = learn(model)
+    mmspec.unpatch(model)
+    assert main(["cache", "list"]) == 0
+    printed = capsys.readouterr().out
+    assert learner.spec.key in printed and "1 files in" in printed
+    (tmp_path / "cache" / "learned" / ("0" * 24)).mkdir()
+    (tmp_path / "cache" / "learned" / ("0" * 24) / "damaged.safetensors").write_bytes(b"damaged")
+    (tmp_path / "cache" / "costs").mkdir(exist_ok=True)
+    assert main(["cache", "clear"]) == 0
+    assert "2 files deleted" in capsys.readouterr().out
+    assert not list((tmp_path / "cache" / "learned").iterdir()) and (tmp_path / "cache" / "costs").exists()
+
+
+def test_learning_by_default_where_no_head_is_trained(model: Any) -> None:
+    mmspec.patch(model, learn="auto")
+    config = patch_state(model).config
+    assert config.learn and config.drafter.name == "arbitrated"
+    mmspec.unpatch(model)
+    for options in ({"drafter": "lookup"}, {"deterministic": True}):
+        mmspec.patch(model, learn="auto", **options)
+        assert not patch_state(model).config.learn and not mmspec.stats(model).learning.enabled
+        mmspec.unpatch(model)

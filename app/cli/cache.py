@@ -1,0 +1,51 @@
+"""`mmspec cache`: the weights that drafters have learned on this machine, listed or deleted."""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+from mmspec.app.cli.arguments import Commands, add_command
+
+EPILOG = """\
+what is stored
+  Weights of draft heads that have learned online (`patch(model, learn=True)`, `mmspec caption`), one file per target
+  and head, nothing else: no text, no images, no ids. The folder is `learned` in $MMSPEC_CACHE, else in
+  $XDG_CACHE_HOME/mmspec or ~/.cache/mmspec. `clear` deletes all of them; learning then starts anew.
+
+examples
+  mmspec cache list
+  mmspec cache clear
+"""
+
+
+def add_parser(commands: Commands, common: argparse.ArgumentParser) -> None:
+    """Register the command."""
+    parser = add_command(
+        commands,
+        common,
+        "cache",
+        run,
+        help="learned weights on this machine",
+        description="List or delete the weights that drafters have learned on this machine.",
+        epilog=EPILOG,
+    )
+    parser.add_argument("action", choices=("list", "clear"), help="what to do")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Carry out the command; returns the exit code."""
+    from mmspec.learning.store import clear_learned, learned_files, learned_folder
+
+    if args.action == "clear":
+        print(f"{clear_learned()} files deleted in {learned_folder()}")
+        return 0
+    files = list(learned_files())
+    for file in files:
+        day = time.strftime("%Y-%m-%d %H:%M", time.localtime(file.modified))
+        print(f"{file.target}  {file.key:<40}  {file.num_bytes / 2**20:8.1f} MiB  {day}")
+    print(f"{len(files)} files in {learned_folder()}")
+    return 0
+
+
+__all__ = ["add_parser", "run"]
