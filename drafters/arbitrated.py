@@ -19,6 +19,7 @@ from mmspec.control.arbiter import CallRates, DraftArbiter
 from mmspec.drafters.instant.drafter import InstantDrafter
 from mmspec.drafters.ngram.base import BestFirstDrafter, BestFirstState
 from mmspec.drafters.ngram.hybrid import hybrid
+from mmspec.drafters.ngram.lookup import NgramIndex
 from mmspec.engine.tree import DraftTree
 from mmspec.interfaces import (
     ClosedFormFit,
@@ -33,8 +34,8 @@ from mmspec.interfaces import (
 LOOKUP, RECYCLING, HYBRID, INSTANT = range(4)
 ARM_NAMES = ("lookup", "recycling", "hybrid", "instant")
 _ENABLED_SOURCES = {LOOKUP: [True, False], RECYCLING: [False, True], HYBRID: [True, True]}
-MIN_LOOKUP_GAIN = 2.0
-"""Expected accepted tokens from which on a draft of lookup is compared with the best arm."""
+MIN_LOOKUP_MATCH = 6
+"""Length of a match from which on the draft of lookup is compared with the best arm."""
 
 
 @dataclass
@@ -97,16 +98,15 @@ class ArbitratedDrafter:
         state.start_time = time.perf_counter()
         can_use_instant = self.instant is not None and self.instant.is_ready
         state.available = (True, True, True, can_use_instant)
-        state.arm = LOOKUP
-        tree = self._propose_ngram(state, LOOKUP, max_nodes, active)
-        if self._expected_gain(tree, active) >= MIN_LOOKUP_GAIN:
-            return tree
+        if self._has_long_match(state, active):
+            state.arm = None  # not measured as the arm's: these are its best rounds
+            tree = self._propose_ngram(state, LOOKUP, max_nodes, active)
+            if 1 + _expected_gain(tree, active) > self.arbiter.best_tokens(state.rates, list(state.available)):
+                return tree
+            state.ngram.candidates = []  # of a draft that is not scored
         state.arm = self.arbiter.choose(state.rates, list(state.available))
-        if state.arm == LOOKUP:
-            return tree
         if state.arm == INSTANT:
             assert self.instant is not None
-            state.ngram.candidates = []  # of a draft that is not scored
             return self.instant.propose(state.instant, max_nodes, active)
         return self._propose_ngram(state, state.arm, max_nodes, active)
 
@@ -114,11 +114,11 @@ class ArbitratedDrafter:
         state.ngram.enabled = _ENABLED_SOURCES[arm]
         return self.ngram.propose(state.ngram, max_nodes, active)
 
-    def _expected_gain(self, tree: DraftTree, active: Sequence[bool]) -> float:
-        """Accepted tokens per active row that an n-gram draft, which is on the host, expects."""
-        if tree.num_nodes == 1 or tree.scores is None:
-            return 0.0
-        return float((tree.scores[:, 1:] * tree.node_mask[:, 1:]).sum()) / max(1, sum(active))
+    def _has_long_match(self, state: ArbitratedState, active: Sequence[bool]) -> bool:
+        """Whether lookup can copy a long match in most of the active rows."""
+        indices: list[NgramIndex] = state.ngram.source_states[0]
+        lengths = [index.longest_match() for index, is_active in zip(indices, active, strict=True) if is_active]
+        return 2 * sum(length >= MIN_LOOKUP_MATCH for length in lengths) > len(lengths)
 
     def observe(self, state: ArbitratedState, result: VerifyResult, hidden_states: Mapping[int, Tensor]) -> None:
         """Let all arms follow, and measure the one that drafted."""
@@ -135,6 +135,13 @@ class ArbitratedDrafter:
     def replicate(self) -> ArbitratedDrafter:
         """A drafter in the same state that shares weights but no mutable state with this one."""
         return copy.deepcopy(self)
+
+
+def _expected_gain(tree: DraftTree, active: Sequence[bool]) -> float:
+    """Accepted tokens per active row that an n-gram draft, which is on the host, expects."""
+    if tree.num_nodes == 1 or tree.scores is None:
+        return 0.0
+    return float((tree.scores[:, 1:] * tree.node_mask[:, 1:]).sum()) / max(1, sum(active))
 
 
 class LearnableArbitratedDrafter(ArbitratedDrafter):

@@ -74,7 +74,7 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "hybrid": _hybrid,
     "arbitrated": _arbitrated,
     "self": _self,
-    "auto": _hybrid,  # unless a trained drafter fits the target: see `_auto`
+    "auto": _arbitrated,  # unless a trained drafter fits the target: see `_auto`
 }
 INSTANT_NAME = "instant"
 """Untrained heads, for `patch(model, learn=True)`; they need a target."""
@@ -123,7 +123,7 @@ def _auto(target: TargetInfo | None, learn: bool) -> Drafter:
             except (OSError, ValueError) as error:
                 reason = str(error).splitlines()[0][:200]
                 logger.info("mmspec: %s was published for this model, but is not used: %s", hub_id, reason)
-    return _arbitrated(target, learn) if learn else _hybrid()
+    return _arbitrated(target, learn)
 
 
 def _published_for(target: TargetInfo) -> tuple[str, ...]:

@@ -166,6 +166,11 @@ class NgramIndex:
             length, index, last = length + 1, index - 1, last - 1
         return length
 
+    def longest_match(self) -> int:
+        """Length of the latest long match of the last tokens; 0 without one. A fraction of the work of a draft."""
+        end = self.chains[0].previous[-1]
+        return self._match_length(end, NGRAM_SIZES[0], MAX_MATCH) if end else 0
+
     def find_matches(self) -> list[Match]:
         """Positions to continue from: longest match first, then latest.
 

@@ -11,17 +11,19 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass, field
 
-MAX_TRIAL_COST = 0.02
+MAX_TRIAL_COST = 0.015
 """Largest fraction of the time that trials of all worse arms may cost together."""
 MIN_TRIAL_INTERVAL = 16
 """Rounds between two trials of an arm that is nearly as good as the best."""
 MAX_TRIAL_INTERVAL = 512
-CALL_DECAY = 0.85
+CALL_DECAY = 0.97
 """Factor on the evidence of an arm in a call at each new round of it."""
-TOTAL_DECAY = 0.98
+TOTAL_DECAY = 0.998
 """The same over all calls."""
-PRIOR_ROUNDS = 4.0
+PRIOR_ROUNDS = 32.0
 """Rounds that the evidence of earlier calls counts for at the start of a call."""
+MIN_CONTINUED = 1.5
+"""A trial is continued if its round had at least this multiple of the best arm's rate: the text may have changed."""
 WARM_UP_ROUNDS = 2
 """First rounds of an arm at a batch size, which are slow (kernels are selected) and not counted."""
 
@@ -102,10 +104,11 @@ class DraftArbiter:
             for rates in self._by_batch.values():
                 rates.arms[arm] = ArmRate()
 
-    def best_rate(self, call: CallRates, available: list[bool]) -> float | None:
-        """Largest known rate of the arms that are available; None if none is known."""
-        known = [arm.rate for arm, on in zip(call.arms, available, strict=True) if on]
-        return max((rate for rate in known if rate is not None), default=None)
+    def best_tokens(self, call: CallRates, available: list[bool]) -> float:
+        """Mean tokens of a round of the best arm that is available; 1 before anything is known."""
+        known = [arm for arm, on in zip(call.arms, available, strict=True) if on and arm.rate is not None]
+        best = max(known, key=lambda arm: arm.rate or 0.0, default=None)
+        return 1.0 if best is None else best.tokens / best.rounds
 
     def choose(self, call: CallRates, available: list[bool]) -> int:
         """The arm of the coming round, of those that are available (at least one)."""
@@ -146,7 +149,7 @@ class DraftArbiter:
             others = [other for other in range(self.num_arms) if other != arm and available[other]]
             best = max((call.arms[other].rate or 0.0 for other in others), default=0.0)
             is_known = call.arms[arm].rounds > 0
-            call.continues = is_known and (call.arms[arm].rate or 0.0) < best < tokens / seconds
+            call.continues = is_known and (call.arms[arm].rate or 0.0) < best < tokens / seconds / MIN_CONTINUED
             call.last = arm
             call.arms[arm].add(tokens, seconds, CALL_DECAY)
             rates.arms[arm].add(tokens, seconds, TOTAL_DECAY)
