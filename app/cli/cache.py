@@ -1,4 +1,4 @@
-"""`mmspec cache`: the weights that drafters have learned on this machine, listed or deleted."""
+"""`mmspec cache`: what mmspec has learned and measured on this machine, listed or deleted."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ EPILOG = """\
 what is stored
   Weights of draft heads that have learned online (`patch(model, learn=True)`, `mmspec caption`), one file per target
   and head, nothing else: no text, no images, no ids. The folder is `learned` in $MMSPEC_CACHE, else in
-  $XDG_CACHE_HOME/mmspec or ~/.cache/mmspec. `clear` deletes all of them; learning then starts anew.
+  $XDG_CACHE_HOME/mmspec or ~/.cache/mmspec. Besides, in `costs`, measured times of rounds: numbers only. `clear`
+  deletes all of both; learning and measuring then start anew.
 
 examples
   mmspec cache list
@@ -26,8 +27,8 @@ def add_parser(commands: Commands, common: argparse.ArgumentParser) -> None:
         common,
         "cache",
         run,
-        help="learned weights on this machine",
-        description="List or delete the weights that drafters have learned on this machine.",
+        help="learned weights and measured costs",
+        description="List or delete learned weights and measured costs on this machine.",
         epilog=EPILOG,
     )
     parser.add_argument("action", choices=("list", "clear"), help="what to do")
@@ -35,16 +36,22 @@ def add_parser(commands: Commands, common: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Carry out the command; returns the exit code."""
+    from mmspec.control.cost_store import cost_files, cost_folder
     from mmspec.learning.store import clear_learned, learned_files, learned_folder
 
+    costs = cost_files()
     if args.action == "clear":
         print(f"{clear_learned()} files deleted in {learned_folder()}")
+        for path in costs:
+            path.unlink(missing_ok=True)
+        print(f"{len(costs)} files deleted in {cost_folder()}")
         return 0
     files = list(learned_files())
     for file in files:
         day = time.strftime("%Y-%m-%d %H:%M", time.localtime(file.modified))
         print(f"{file.target}  {file.key:<40}  {file.num_bytes / 2**20:8.1f} MiB  {day}")
     print(f"{len(files)} files in {learned_folder()}")
+    print(f"{len(costs)} files of measured costs in {cost_folder()}")
     return 0
 
 

@@ -31,10 +31,10 @@ from mmspec.app.caption.config import SCENES_MODEL
 from mmspec.app.cli.arguments import config_from_args, module_parser, non_negative_int, positive_int, split_commas
 from mmspec.app.errors import UsageError
 from mmspec.app.modeling.captioner import Captioner
-from mmspec.app.modeling.load import load_model
+from mmspec.app.modeling.load import load_model, load_text_model
 from mmspec.app.scenes.tasks import generate_requests
 from mmspec.app.scenes.world import FIRST_HELD_OUT_SEED
-from mmspec.app.studies.learning_targets import fine_tune_scenes, load_text_model, text_requests
+from mmspec.app.studies.learning_targets import fine_tune_scenes, text_requests
 
 EPILOG = """
 method
@@ -48,8 +48,8 @@ examples
   OMP_NUM_THREADS=1 python -m mmspec.app.studies.learning adaptation --count 250 --clock cpu --json adaptation.json
   OMP_NUM_THREADS=1 python -m mmspec.app.studies.learning text --model SmolLM2-135M --count 200 --json text.json
 """
-SUITES = ("scenes", "adaptation", "text")
-DEFAULT_DRAFTERS = {
+LEARNING_SUITES = ("scenes", "adaptation", "text")
+DRAFTERS_BY_SUITE = {
     "scenes": ["hybrid", "flash", "arbitrated+learn"],
     "adaptation": ["flash", "flash+learn"],
     "text": ["hybrid", "arbitrated+learn"],
@@ -63,7 +63,7 @@ class LearningStudyConfig:
     """Options of the study, named like its flags.
 
     Attributes:
-        suite: of `SUITES`.
+        suite: of `LEARNING_SUITES`.
         model: folder or file of the text model.
         drafters: names, with `+learn` where they learn.
         count: requests.
@@ -196,7 +196,7 @@ def format_block(contestant: JobContestant) -> str:
     )
 
 
-def build_rows(config: LearningStudyConfig, contestants: Sequence[JobContestant]) -> list[ResultRow]:
+def build_learning_rows(config: LearningStudyConfig, contestants: Sequence[JobContestant]) -> list[ResultRow]:
     """One row for each contestant, with its blocks."""
     rows: list[ResultRow] = []
     for contestant in contestants:
@@ -231,7 +231,7 @@ def _prepare(config: LearningStudyConfig) -> tuple[Any, Any, Iterator[Mapping[st
 def _build_parser() -> argparse.ArgumentParser:
     parser = module_parser("mmspec.app.studies.learning", __doc__, EPILOG)
     add = parser.add_argument
-    add("suite", choices=SUITES, help="requests and target")
+    add("suite", choices=LEARNING_SUITES, help="requests and target")
     add("--model", default="", metavar="PATH", help="of the suite `text`: a folder, or a GGUF file")
     add("--drafters", type=split_commas, default=None, metavar="D,D", help="with +learn where they learn")
     add("--count", type=positive_int, default=400, metavar="N", help="requests (default 400)")
@@ -248,7 +248,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = _build_parser()
     args = parser.parse_args(arguments)
-    args.drafters = args.drafters or DEFAULT_DRAFTERS[args.suite]
+    args.drafters = args.drafters or DRAFTERS_BY_SUITE[args.suite]
     files = ResultFiles.from_args(args)
     try:
         files.check()
@@ -260,7 +260,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         model, processor, requests = _prepare(config)
 
         def write(contestants: Sequence[JobContestant]) -> None:
-            files.write([row | {"run": run} for row in build_rows(config, contestants)])
+            files.write([row | {"run": run} for row in build_learning_rows(config, contestants)])
 
         with study_clock(config.clock):
             run_job(config, model, processor, requests, write)

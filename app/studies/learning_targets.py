@@ -6,20 +6,18 @@ import random
 import re
 from collections.abc import Iterator, Mapping
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from mmspec.app.errors import UsageError
 from mmspec.app.modeling.captioner import Captioner
 from mmspec.app.scenes.tasks import SceneRequest, generate_requests
 
 LORA_RANK = 8
 LORA_LAYERS = ("q_proj", "v_proj", "o_proj", "down_proj")
-LEARNING_RATE = 2e-3
+TUNING_LEARNING_RATE = 2e-3
 TUNING_BATCH = 4
 TUNING_SEED = 15_000_000
 """Seed of the first scene of the fine-tuning, far from those that are measured."""
@@ -59,10 +57,10 @@ def fine_tune_scenes(model: Any, processor: Any, steps: int) -> Any:
     for layer, delta in zip(layers, deltas, strict=True):
         parametrize.register_parametrization(layer, "weight", delta)
     parameters = [weight for delta in deltas for weight in delta.parameters()]
-    optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(parameters, lr=TUNING_LEARNING_RATE, weight_decay=0.0)
     requests = generate_requests("describe", TUNING_SEED)
     for step in range(steps):
-        optimizer.param_groups[0]["lr"] = LEARNING_RATE * (1 - step / steps)
+        optimizer.param_groups[0]["lr"] = TUNING_LEARNING_RATE * (1 - step / steps)
         loss = _response_loss(model, processor, captioner, list(islice(requests, TUNING_BATCH)))
         optimizer.zero_grad()
         loss.backward()
@@ -96,21 +94,6 @@ TOPICS = (
 ASPECTS = ("colour", "sound", "history", "use", "weather", "people", "size", "price", "shape", "age")
 
 
-def load_text_model(path: str) -> tuple[Any, Any]:
-    """(model, tokenizer) of a folder, or of a GGUF file.
-
-    Raises:
-        UsageError: there is none.
-    """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    if not path or not Path(path).exists():
-        raise UsageError(f"--model must be a folder or a GGUF file for the suite text; got {path!r}")
-    folder, options = (path, {}) if Path(path).is_dir() else (str(Path(path).parent), {"gguf_file": Path(path).name})
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options).eval()
-    return model, AutoTokenizer.from_pretrained(folder, **options)
-
-
 def text_requests(tokenizer: Any, count: int, first: int) -> Iterator[Mapping[str, Any]]:
     """Prompts of one kind, all different."""
     for number in range(first, first + count):
@@ -127,4 +110,4 @@ def text_requests(tokenizer: Any, count: int, first: int) -> Iterator[Mapping[st
             yield dict(tokenizer(question, return_tensors="pt"))
 
 
-__all__ = ["fine_tune_scenes", "load_text_model", "text_requests"]
+__all__ = ["fine_tune_scenes", "text_requests"]

@@ -13,6 +13,7 @@ import logging
 import math
 import os
 import platform
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,19 @@ logger = logging.getLogger("mmspec")
 SWITCH = "MMSPEC_COST_CACHE"
 """Environment variable; "0" neither reads nor writes costs."""
 FORMAT = "mmspec-costs-1"
+FILE_NAME = re.compile(r"[0-9a-f]{24}\.json")
 MAX_BYTES = 1 << 20
 """Larger files are not read."""
+
+
+def cost_folder() -> Path:
+    """The folder of all costs."""
+    return cache_folder() / "costs"
+
+
+def cost_files() -> list[Path]:
+    """The files of all costs; those of other programs are not listed."""
+    return [path for path in sorted(cost_folder().glob("*.json")) if FILE_NAME.fullmatch(path.name)]
 
 
 def device_description(device: torch.device) -> str:
@@ -49,7 +61,7 @@ class CostStore:
             folder: of all costs; None for `costs` in the user's cache folder.
         """
         self.key = json.dumps(key, sort_keys=True)
-        folder = cache_folder() / "costs" if folder is None else folder
+        folder = cost_folder() if folder is None else folder
         self.path = folder / f"{hashlib.sha256(self.key.encode()).hexdigest()[:24]}.json"
 
     @staticmethod
@@ -113,4 +125,4 @@ def _processor_name() -> str:
     return platform.processor()
 
 
-__all__ = ["CostStore", "device_description"]
+__all__ = ["CostStore", "cost_files", "cost_folder", "device_description"]

@@ -127,7 +127,7 @@ def is_model_folder(folder: str | os.PathLike[str]) -> bool:
     file = Path(folder) / CONFIG_FILE
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):  # whoever loads the folder reports it
         return False
     names = config.get("architectures") if isinstance(config, dict) else None
     name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""

@@ -34,6 +34,7 @@ from mmspec.app.modeling.captioner import Captioner
 from mmspec.app.modeling.random_models import random_model
 from mmspec.control.tree_size import TreeSizeController
 from mmspec.metrics.stats import Stats
+from mmspec.targets.hf import HFTarget
 
 KEYS = """drafter batch tau R tokens_per_s speedup_hf speedup_own speedup_e2e identical score_ms draft_ms overhead_ms
 ttft_ms speedup_hf_ci speedup_e2e_pooled accepted_at_position tokens_min draft_mib of_target block"""
@@ -175,7 +176,8 @@ def test_trees_of_one_size_and_none_stays_plain(tiny: Captioner) -> None:
     assert set(nodes["none"]) == {1} and set(nodes["recycling"]) == {4}
 
 
-def test_how_linear_layers_are_computed_is_found_out_together(tiny: Captioner) -> None:
+def test_how_linear_layers_are_computed_is_found_out_together(tiny: Captioner, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HFTarget, "use_native_rounds", lambda *_: None)  # which do not call linear layers
     inputs = build_requests(tiny, bench_images([], 1, 0), "a", 1, 0, 1, 0)[0]
     contestants = build_contestants(tiny.model, ["recycling", "lookup"], tiny.processor, nodes=4)
     packs = [one.model.__dict__["_mmspec"].autotuner for one in contestants if mmspec.is_patched(one.model)]

@@ -13,6 +13,7 @@ import tiny_models as tiny
 import torch
 
 import mmspec
+from mmspec.app.cli.main import main
 from mmspec.control.cost_store import FORMAT, CostStore
 from mmspec.control.depth import DepthController
 from mmspec.control.tree_size import RoundCostModel, TreeSizeController
@@ -130,3 +131,16 @@ def test_costs_of_a_patched_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert content["format"] == FORMAT
         assert content["rounds"]["score_s"]
         assert second.depth_controller.by_batch[1].rounds > content["depth"]["1"]["rounds"] > 0
+
+
+def test_the_cache_command_lists_and_clears(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MMSPEC_CACHE", str(tmp_path))
+    CostStore(KEY).save(*measured())
+    foreign = tmp_path / "costs" / "notes.json"
+    foreign.write_text("{}")
+    assert main(["cache", "list"]) == 0
+    assert f"1 files of measured costs in {tmp_path / 'costs'}" in capsys.readouterr().out
+    assert main(["cache", "clear"]) == 0
+    assert list((tmp_path / "costs").iterdir()) == [foreign], "files of others stay"
