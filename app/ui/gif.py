@@ -6,13 +6,13 @@ Drawn with Pillow, in the font that Pillow brings: characters that it lacks appe
 from __future__ import annotations
 
 import base64
-import io
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from PIL import Image, ImageDraw, ImageFont
 
+from mmspec.app.io.images import load_image
 from mmspec.app.ui.plots import LANE_COLORS
 from mmspec.app.ui.race import lane_title
 from mmspec.app.ui.report import AnswerTrace, Report
@@ -129,10 +129,10 @@ def _draw_head(canvas: Image.Image, report: Report, tempo: float) -> None:
     x = GIF_MARGIN
     if report.media:
         data = base64.b64decode(report.media[0].uri.partition(",")[2])
-        with Image.open(io.BytesIO(data)) as picture:
-            picture.thumbnail((100, 100))
-            canvas.paste(picture.convert("RGB"), (GIF_MARGIN, GIF_MARGIN - 6))
-            x += picture.width + GIF_MARGIN
+        picture = load_image(data)
+        picture.thumbnail((100, 100))
+        canvas.paste(picture.convert("RGB"), (GIF_MARGIN, GIF_MARGIN - 6))
+        x += picture.width + GIF_MARGIN
     draw.text((x, 12), "mmspec: the same answer, sooner", INK, _font(20))
     draw.text((x, 42), _shorten(report.question, 15, GIF_WIDTH - x - 220), INK, _font(15))
     draw.text((x, 68), f"{choice['model']} on {run['device']} ({run['dtype']})", FAINT, _font(13))

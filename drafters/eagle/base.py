@@ -133,7 +133,7 @@ class HeadDrafter(ABC):
     @property
     def compressor_hidden_size(self) -> int | None:
         """See `mmspec.interfaces.TrainedDrafter`. Hidden states of EAGLE-3 heads are wider than the embeddings."""
-        return None if self.head.config.hidden_state_layers else self.head.config.hidden_size
+        return None if len(self.hidden_state_indices) > 1 else self.head.config.hidden_size
 
     # --- the Drafter protocol -----------------------------------------------------------------------------------------
 

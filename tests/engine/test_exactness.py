@@ -98,6 +98,10 @@ def test_draft_heads(kind: str) -> None:
     assert drafted > 50
 
 
+COMPRESSED_SEED = 1040
+"""First seed of calls with compressors; the texts of these repeat, so that drafts can be accepted."""
+
+
 @pytest.mark.parametrize(
     ("kind", "seed"),
     [
@@ -107,7 +111,8 @@ def test_draft_heads(kind: str) -> None:
 )
 def test_correct_drafts_of_heads_are_accepted(kind: str, seed: int) -> None:
     """Heads that often predict the next token, on simple calls; random heads are hardly ever accepted."""
-    case = fuzz.draw_case(900 + 10 * heads.DRAFTER_KINDS.index(kind) + seed)
+    first_seed = 900 + 10 * heads.DRAFTER_KINDS.index(kind) if kind != "compressed" else COMPRESSED_SEED
+    case = fuzz.draw_case(first_seed + seed)
     case = replace(
         case, spec=replace(case.spec, calm=True, vocab=40), batch=4, drafter=f"head-{heads.ECHOING_PREFIX}{kind}"
     )
