@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -140,7 +141,9 @@ def run(args: argparse.Namespace) -> int:
     """Carry out the command; returns the exit code."""
     from mmspec.app.bench.session import measure_bench
     from mmspec.app.bench.specs import check_spec
+    from mmspec.control.cost_store import SWITCH
 
+    os.environ.setdefault(SWITCH, "0")  # a measurement must not depend on those before it
     for name in [] if args.shape else args.drafters:
         check_spec(name)
     if args.shape:

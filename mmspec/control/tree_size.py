@@ -30,6 +30,10 @@ CALIBRATION_DECAY = 0.0005
 """Fraction by which `RoundCostModel.calibration` below 1 recovers in each round without a draft."""
 MIN_CALIBRATION, MAX_CALIBRATION = 0.05, 1.5
 """Bounds of `RoundCostModel.calibration`."""
+MIN_RESTORED_CALIBRATION = 0.5
+"""Smallest calibration that a process takes over from another; below, drafts would hardly be tried."""
+MAX_RESTORED_CALIBRATIONS = 4
+"""Rounds that a calibration of another process counts for."""
 REMEASURE_EVERY = 128
 """Rounds after which plain decoding is measured again, so that its cost is not overestimated for long."""
 DEFAULT_TREE_SIZE = 8
@@ -136,8 +140,9 @@ class RoundCostModel:
     def restore(self, snapshot: dict[str, Any]) -> None:
         """Take over the measurements of another process.
 
-        Where drafting did not pay it is tried again: `num_drafts` and the back-off start anew. The first use of a tree
-        size is slow in every process, so no size counts as measured.
+        Where drafting did not pay it is tried again: the back-off starts anew, and a low calibration, which may come
+        from other texts, is raised and soon replaced. The first use of a tree size is slow in every process, so no
+        size counts as measured.
         """
         with self.lock:
             self.score_s = {(int(batch), int(size)): float(seconds) for batch, size, seconds in snapshot["score_s"]}
@@ -146,8 +151,8 @@ class RoundCostModel:
                 int(batch): DraftNetCost(-float(saved_s), float(tokens), float(round_s), int(num_drafts))
                 for batch, (saved_s, tokens, round_s, num_drafts) in snapshot["savings"].items()
             }
-            self.calibration = min(MAX_CALIBRATION, max(MIN_CALIBRATION, float(snapshot["calibration"])))
-            self.num_calibrations = int(snapshot["num_calibrations"])
+            self.calibration = min(MAX_CALIBRATION, max(MIN_RESTORED_CALIBRATION, float(snapshot["calibration"])))
+            self.num_calibrations = min(MAX_RESTORED_CALIBRATIONS, int(snapshot["num_calibrations"]))
 
     def forward_s(self, batch: int, num_nodes: int) -> float:
         """Seconds of one forward over `num_nodes` nodes per row; 0 if nothing was measured at this batch size.
