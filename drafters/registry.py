@@ -74,7 +74,7 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "hybrid": _hybrid,
     "arbitrated": _arbitrated,
     "self": _self,
-    "auto": _arbitrated,  # unless a trained drafter fits the target: see `_auto`
+    "auto": _hybrid,  # unless a trained drafter fits the target: see `_auto`
 }
 INSTANT_NAME = "instant"
 """Untrained heads, for `patch(model, learn=True)`; they need a target."""
@@ -104,7 +104,7 @@ def drafter_names() -> list[str]:
 
 
 def _auto(target: TargetInfo | None, learn: bool) -> Drafter:
-    """A drafter trained for this target, bundled or published and in the local cache; else an arbitrated one."""
+    """A drafter trained for this target, bundled or published and in the local cache; else one without training."""
     if target is not None:
         from mmspec.drafters.checkpoints.format import TargetMismatch
         from mmspec.drafters.checkpoints.load import load_trained
@@ -123,7 +123,7 @@ def _auto(target: TargetInfo | None, learn: bool) -> Drafter:
             except (OSError, ValueError) as error:
                 reason = str(error).splitlines()[0][:200]
                 logger.info("mmspec: %s was published for this model, but is not used: %s", hub_id, reason)
-    return _arbitrated(target, learn)
+    return _arbitrated(target, learn) if learn else _hybrid()
 
 
 def _published_for(target: TargetInfo) -> tuple[str, ...]:
@@ -197,7 +197,7 @@ def build_drafter(drafter: str | object, target: TargetInfo | None = None, learn
         if drafter == "auto":
             return _auto(target, learn)
         if drafter == "arbitrated":
-            return _arbitrated(target, learn)
+            return _arbitrated(target, learn) if learn else _hybrid()
         if drafter == INSTANT_NAME and target is not None:
             return _instant(target)
         if drafter in DRAFTERS:
