@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+DRAWS_RANDOM_NUMBERS = "a forward that draws random numbers"
+
 
 def modules_fingerprint(modules: Sequence[nn.Module]) -> tuple[Any, ...]:
     """Key of a self-test result: the modules, their classes, forwards and simple attributes."""
@@ -45,7 +47,7 @@ def restore_state(modules: Sequence[nn.Module]) -> Iterator[Callable[[], str | N
     def state_change() -> str | None:
         numpy_changed = numpy is not None and repr(numpy.random.get_state()) != repr(numpy_state)
         if random.getstate() != python_state or numpy_changed:
-            return "a forward that draws random numbers"
+            return DRAWS_RANDOM_NUMBERS
         stateful = any(not _equal(before, _copy_state(module)) for module, before in saved)
         return "a forward that keeps state for the next one" if stateful else None
 
