@@ -112,8 +112,8 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("model")
     group.add_argument("--model", default=None, metavar="M", help=f"required: {MODEL_HELP}")
     add_drafter_options(group)
-    learn_help = "do not let the drafter learn from this job (docs/learning.md)"
-    group.add_argument("--no-learn", dest="learn", action="store_false", help=learn_help)
+    learn_help = "let the drafter learn from this job where no trained head is at hand (docs/learning.md; default: no)"
+    group.add_argument("--learn", action=argparse.BooleanOptionalAction, default=False, help=learn_help)
     add_device_options(group)
 
 

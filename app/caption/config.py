@@ -53,7 +53,7 @@ class CaptionConfig:
     out: str = "-"
     drafter: str = "auto"
     compressor: str | None = None
-    learn: bool = True
+    learn: bool = False
     prompt: str | None = None
     frames: int = FRAMES
     fps: float | None = None
