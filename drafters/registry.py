@@ -197,7 +197,7 @@ def build_drafter(drafter: str | object, target: TargetInfo | None = None, learn
         if drafter == "auto":
             return _auto(target, learn)
         if drafter == "arbitrated":
-            return _arbitrated(target, learn) if learn else _hybrid()
+            return _arbitrated(target, learn)
         if drafter == INSTANT_NAME and target is not None:
             return _instant(target)
         if drafter in DRAFTERS:
