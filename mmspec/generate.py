@@ -64,10 +64,9 @@ class PatchState:
         captures: recorded rounds.
         drafter_cache: drafters that calls selected by name.
         total, last: statistics of all calls and of the last call.
-        lock: held while `total` and `last` change.
         curve: speed over the calls.
         learner: learns the drafter from the calls, or None.
-        lock: held while `costs`, `total`, `last` and `curve` change.
+        lock: held while `total`, `last` and `curve` change.
     """
 
     def __init__(self, adapter: ModelAdapter, config: SpecConfig, arguments: PatchArguments) -> None:

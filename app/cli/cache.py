@@ -9,8 +9,8 @@ from mmspec.app.cli.arguments import Commands, add_command
 
 EPILOG = """\
 what is stored
-  Weights of draft heads that have learned online (`patch(model, learn=True)`, `mmspec caption`), one file per target
-  and head, nothing else: no text, no images, no ids. The folder is `learned` in $MMSPEC_CACHE, else in
+  Weights of draft heads that have learned online (`patch(model, learn=True)`, `mmspec caption --learn`), one file per
+  target and head, nothing else: no text, no images, no ids. The folder is `learned` in $MMSPEC_CACHE, else in
   $XDG_CACHE_HOME/mmspec or ~/.cache/mmspec. Besides, in `costs`, measured times of rounds: numbers only. `clear`
   deletes all of both; learning and measuring then start anew.
 

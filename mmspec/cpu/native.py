@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mmspec.files import atomic_write
+from mmspec.files import atomic_write, cache_folder
 
 logger = logging.getLogger("mmspec")
 
@@ -155,7 +155,7 @@ def _load_library() -> ctypes.CDLL:
     if sys.platform != "linux" or platform.machine() not in ("x86_64", "AMD64"):
         raise KernelUnavailableError(f"it is for Linux on x86-64, not {sys.platform} on {platform.machine()}")
     command = [*_compiler(), *FLAGS]
-    file = _cache_folder() / f"few_rows-{_key(command)}.so"
+    file = _library_folder() / f"few_rows-{_key(command)}.so"
     if _is_intact(file):
         return ctypes.CDLL(str(file))
     _build(command, file)
@@ -177,13 +177,13 @@ def _key(command: list[str]) -> str:
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:32]
 
 
-def _cache_folder() -> Path:
-    """`mmspec` in the user's cache folder, created if necessary.
+def _library_folder() -> Path:
+    """The user's cache folder, created if necessary.
 
     Raises:
         KernelUnavailableError: another user could replace a library in it.
     """
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mmspec"
+    folder = cache_folder()
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = folder.stat()
     if status.st_uid != os.getuid() or status.st_mode & 0o022:

@@ -17,6 +17,7 @@ from mmspec.app.cli.main import main
 from mmspec.control.cost_store import FORMAT, CostStore
 from mmspec.control.depth import DepthController
 from mmspec.control.tree_size import RoundCostModel, TreeSizeController
+from mmspec.files import cache_folder
 
 KEY = {"target": ["llava", 2], "drafter": "flash"}
 
@@ -144,3 +145,11 @@ def test_the_cache_command_lists_and_clears(
     assert f"1 files of measured costs in {tmp_path / 'costs'}" in capsys.readouterr().out
     assert main(["cache", "clear"]) == 0
     assert list((tmp_path / "costs").iterdir()) == [foreign], "files of others stay"
+
+
+def test_the_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("MMSPEC_CACHE", str(tmp_path / "own"))
+    assert cache_folder() == tmp_path / "own"
+    monkeypatch.delenv("MMSPEC_CACHE")
+    assert cache_folder() == tmp_path / "mmspec"

@@ -167,6 +167,7 @@ def test_the_kernel_is_a_candidate_up_to_its_number_of_rows(monkeypatch: pytest.
 @pytest.fixture
 def cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """An empty cache folder of its own."""
+    monkeypatch.delenv("MMSPEC_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache" / "mmspec"
 
@@ -248,6 +249,7 @@ def test_settings_that_cannot_be_read(caplog: pytest.LogCaptureFixture, monkeypa
     kernel, lines = load(caplog)
     assert kernel is None and len(lines) == 1 and "No closing quotation" in lines[0]
     monkeypatch.delenv("CC")
+    monkeypatch.delenv("MMSPEC_CACHE", raising=False)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
 
     def no_home() -> Path:
