@@ -140,13 +140,20 @@ class RoundCostModel:
     def restore(self, snapshot: dict[str, Any]) -> None:
         """Take over the measurements of another process.
 
-        Where drafting did not pay it is tried again: the back-off starts anew, and a low calibration, which may come
-        from other texts, is raised and soon replaced. The first use of a tree size is slow in every process, so no
-        size counts as measured.
+        Where drafting did not pay it is tried again, since that may have been another load of the machine, or other
+        texts: the back-off starts anew, no tree costs more than is assumed of one that was never measured, and a low
+        calibration is raised and soon replaced. The first use of a tree size is slow in every process, so no size
+        counts as measured.
         """
+        score_s = {(int(batch), int(size)): float(seconds) for batch, size, seconds in snapshot["score_s"]}
+        overhead_s = {(int(batch), int(size)): float(seconds) for batch, size, seconds in snapshot["overhead_s"]}
         with self.lock:
-            self.score_s = {(int(batch), int(size)): float(seconds) for batch, size, seconds in snapshot["score_s"]}
-            self.overhead_s = {(int(batch), int(size)): float(s) for batch, size, s in snapshot["overhead_s"]}
+            self.score_s = {
+                (batch, size): min(seconds, score_s[batch, 1] * self._assumed_cost(size))
+                for (batch, size), seconds in score_s.items()
+                if (batch, 1) in score_s
+            }
+            self.overhead_s = {key: seconds for key, seconds in overhead_s.items() if key[1] == 1}
             self.draft_net_cost = {
                 int(batch): DraftNetCost(-float(saved_s), float(tokens), float(round_s), int(num_drafts))
                 for batch, (saved_s, tokens, round_s, num_drafts) in snapshot["savings"].items()
@@ -170,8 +177,11 @@ class RoundCostModel:
         if sizes[0] < nearest:  # the measured cost of a node is better than the assumed one
             node_s = (measured[nearest] - measured[sizes[0]]) / (nearest - sizes[0])
             return measured[nearest] + (num_nodes - nearest) * max(0.0, node_s)
-        node_cost = DEFAULT_NODE_COST.get(self.device, DEFAULT_NODE_COST["other"])
-        return measured[nearest] * (1 + node_cost * (num_nodes - 1)) / (1 + node_cost * (nearest - 1))
+        return measured[nearest] * self._assumed_cost(num_nodes) / self._assumed_cost(nearest)
+
+    def _assumed_cost(self, num_nodes: int) -> float:
+        """Cost of a forward over `num_nodes` nodes that was not measured, relative to one node."""
+        return 1 + DEFAULT_NODE_COST.get(self.device, DEFAULT_NODE_COST["other"]) * (num_nodes - 1)
 
     def round_s(self, batch: int, num_nodes: int) -> float:
         """Seconds of one round without its draft."""
