@@ -6,6 +6,7 @@ import hashlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -172,6 +173,7 @@ def default_prompt(is_video: bool) -> str:
     return VIDEO_PROMPT if is_video else PROMPT
 
 
+@lru_cache(maxsize=4096)
 def prompt_sha1(text: str) -> str:
     """SHA-1 of a prompt, which identifies it in a row."""
     return hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()

@@ -7,6 +7,7 @@ Whatever is killed, what was not written is captioned by the next run; what Ray 
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -72,7 +73,8 @@ class RayCaptionJob(CaptionJob):
             except (ConnectionError, OSError, ValueError, RuntimeError) as error:
                 raise UsageError(f"--ray {self.config.ray or ''}: {one_line(error)}") from error
             self._started_ray = True
-        check_nodes()
+        if not self._started_ray or self.config.ray or "RAY_ADDRESS" in os.environ:  # else all nodes are this machine
+            check_nodes()
         self._dataset = build_dataset(self.config, self.output, dict(self._finished))
 
     def _num_finished(self) -> int:
@@ -111,7 +113,9 @@ def build_dataset(config: CaptionConfig, output: Output, finished: dict[str, Any
     accelerator = {"num_gpus": 1, "num_cpus": 0} if num_gpus and config.device in ("auto", "cuda") else {"num_cpus": 1}
     num_actors = config.actors or (num_gpus if "num_gpus" in accelerator else num_cpus) or 1
     decoders = ray.data.TaskPoolStrategy(size=max(1, num_cpus))
-    pool = ray.data.ActorPoolStrategy(min_size=1, max_size=num_actors, max_tasks_in_flight_per_actor=2)
+    pool = ray.data.ActorPoolStrategy(
+        min_size=1, initial_size=num_actors, max_size=num_actors, max_tasks_in_flight_per_actor=2
+    )
     # Tasks claim no processor: actors may have claimed all, and decoding must go on beside them.
     dataset = ray.data.read_datasource(plan, num_cpus=0)
     whole: dict[str, Any] = {"batch_size": None, "batch_format": "pandas"}

@@ -29,9 +29,14 @@ def local_name(url: str, base: Path) -> str:
 
 def relative_name(path: Path, base: Path) -> str:
     """`path` relative to `base`, or absolute if it is not below it; with forward slashes."""
-    full, root = os.path.abspath(path), os.path.abspath(base)
-    inside = full == root or full.startswith(root.rstrip(os.sep) + os.sep)
-    return Path(os.path.relpath(full, root) if inside else full).as_posix()
+    return name_below(os.path.abspath(path), os.path.abspath(base))
+
+
+def name_below(path: str, root: str) -> str:
+    """The same of absolute paths."""
+    folder = root.rstrip(os.sep) + os.sep
+    name = path[len(folder) :] if path.startswith(folder) else "." if path == root else path
+    return name.replace(os.sep, "/")
 
 
 def find_image_column(columns: Sequence[str], wanted: str | None, what: str) -> str:
@@ -133,6 +138,7 @@ __all__ = [
     "find_image_column",
     "is_inside",
     "local_name",
+    "name_below",
     "relative_name",
     "require_column",
     "table_row",

@@ -9,13 +9,12 @@ from __future__ import annotations
 import glob
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from itertools import islice, product
 from pathlib import Path
 
 from mmspec.app.errors import UsageError, one_line
-from mmspec.app.io.cells import MEDIA_SUFFIXES, relative_name
-from mmspec.app.io.content import ByteRange, Unreadable, is_local, open_file_system
+from mmspec.app.io.cells import MEDIA_SUFFIXES, name_below
+from mmspec.app.io.content import ByteRange, Content, Unreadable, is_local, open_file_system
 from mmspec.app.io.item import Item, RowSource, Skip, SourceOptions
 from mmspec.app.io.sources import FileSource, describe_skipped, natural_key, short_repr
 from mmspec.app.io.tables import DatasetSource, ParquetSource, is_hub_dataset, is_saved_dataset
@@ -215,35 +214,34 @@ class Inputs:
             UsageError: a bad manifest, or one with two rows of an id. Other sources yield error rows.
         """
         known: dict[str, int] = {}
-        index = 0
+        base, index = os.path.abspath(self.options.base), 0
         for source in self.sources:
             for item in source.rows(skip):
-                row = self._named(item) if source.is_listed else item
-                key = hash((os.path.abspath(row.path) if source.is_listed else "", row.prompt))
-                if row.id in known:
-                    if source.is_listed and known[row.id] == key:
+                ident, name, path = item.id, item.file_name, ""
+                if source.is_listed:
+                    path = os.path.abspath(item.path)
+                    name = name_below(path, base)
+                    ident = ident or name
+                key, content = hash((path, item.prompt)), item.content
+                if ident in known:
+                    if not source.is_listed:
+                        ident, content = _repeated(ident, known)
+                    elif known[ident] == key:
                         continue
-                    if source.is_listed:
-                        raise UsageError(
-                            f"two rows have the id {short_repr(row.id)} ({row.path}): give each row its own id"
-                        )
-                    row = _repeated(row, known)
-                known[row.id] = key
-                yield replace(row, index=index)
+                    else:
+                        raise UsageError(f"two rows have the id {short_repr(ident)} ({path}): give each row its own id")
+                known[ident] = key
+                yield Item(item.path, ident, name, item.prompt, index, item.answer, content)
                 index += 1
 
-    def _named(self, item: Item) -> Item:
-        name = relative_name(item.path, self.options.base)
-        return replace(item, id=item.id or name, file_name=name)
 
-
-def _repeated(row: Item, known: dict[str, int]) -> Item:
-    """An error row for a second row of one id."""
+def _repeated(ident: str, known: dict[str, int]) -> tuple[str, Content]:
+    """Id and content of a second row of one id: an error row."""
     number = 2
-    while f"{row.id}#{number}" in known:
+    while f"{ident}#{number}" in known:
         number += 1
-    message = f"the input has an earlier row with the id {short_repr(row.id)}"
-    return replace(row, id=f"{row.id}#{number}", content=Unreadable("DuplicateId", message))
+    message = f"the input has an earlier row with the id {short_repr(ident)}"
+    return f"{ident}#{number}", Unreadable("DuplicateId", message)
 
 
 def collect_items(paths: Sequence[str], base: Path, skip: Iterable[Path] = ()) -> list[Item]:

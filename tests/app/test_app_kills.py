@@ -47,7 +47,7 @@ def undisturbed(pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> dic
 
 
 def start(pictures: Path, out: Path, *options: str) -> subprocess.Popen[str]:
-    args = [str(pictures), "--model", "tiny", "--max-new-tokens", "6", "--out", str(out), "--no-progress", *options]
+    args = [str(pictures), "--model", "tiny", "--max-new-tokens", "24", "--out", str(out), "--no-progress", *options]
     environ = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     return subprocess.Popen(
         [sys.executable, "-m", "mmspec", "caption", *args],
@@ -112,9 +112,9 @@ def test_nothing_is_lost_or_repeated(
     began = time.perf_counter()
     run = start(pictures, out, *options)
     while kills < NUM_KILLS:
-        step = (NUM_ITEMS - num_rows(out)) // (NUM_KILLS + 1 - kills)
-        wait_for(out, num_rows(out) + rng.randint(1, max(1, 2 * step - 1)), run)
-        time.sleep(rng.uniform(0, 0.3))
+        step = (NUM_ITEMS - num_rows(out)) // (NUM_KILLS + 2 - kills)
+        wait_for(out, num_rows(out) + rng.randint(1, max(1, step)), run)
+        time.sleep(rng.uniform(0, 0.05))
         assert run.poll() is None, f"the job ended after {kills} kills: {run.communicate()[1]}"
         if not kill(run, victim):
             continue
