@@ -33,6 +33,7 @@ from mmspec.app.ui.comparison import ComparisonRun
 from mmspec.app.ui.limits import Limits
 from mmspec.app.ui.model_store import ModelStore
 from mmspec.app.ui.server import DemoServer, serve
+from mmspec.app.ui.streamer import TimingStreamer
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(300)]
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -142,6 +143,18 @@ def started(page: Any) -> None:
 
 
 @pytest.fixture
+def slow_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At most 200 tokens per second, so that the page is seen in between on any machine."""
+    put = TimingStreamer.put
+
+    def put_slowly(streamer: TimingStreamer, value: Any) -> None:
+        time.sleep(0.005)
+        put(streamer, value)
+
+    monkeypatch.setattr(TimingStreamer, "put", put_slowly)
+
+
+@pytest.fixture
 def comparisons(monkeypatch: pytest.MonkeyPatch) -> list[ComparisonRun]:
     """All races from now on."""
     created: list[ComparisonRun] = []
@@ -180,6 +193,7 @@ def toast(page: Any) -> str:
 # compare
 
 
+@pytest.mark.usefixtures("slow_decoding")
 def test_an_uploaded_picture_is_asked_about_on_both_sides(page: Any, tmp_path: Path) -> None:
     upload(page, write_images(tmp_path, 1)[0])
     settings(page, tokens=200, Tree_size="8")
@@ -494,6 +508,7 @@ def test_a_tree_is_zoomed_and_read_as_a_list(open_page: Callable[..., Any]) -> N
     assert page.locator(".mm-outline li:visible").count() == page.locator("#mm-inside svg rect").count()
 
 
+@pytest.mark.usefixtures("slow_decoding")
 def test_lanes_race_and_are_shared(page: Any, browser: Any, tmp_path: Path) -> None:
     settings(page, tokens=150)
     page.locator("#compare-lanes").get_by_label("lookup").check()
